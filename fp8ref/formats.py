@@ -1,0 +1,90 @@
+"""Floating-point formats as data (SEMANTICS F-1 to F-4): five of 8 bits, and the wider ones that tensors come in.
+
+A format is a layout and a rule for its special codes; everything else is derived. Nothing here rounds: see ``sim/cast.py``.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class Format:
+    """One binary floating-point format.
+
+    ``specials`` names which codes are not finite numbers:
+    ``ieee``   the all-ones exponent holds Inf (mantissa 0) and NaN;
+    ``fn``     no Inf; only the code with all exponent and mantissa bits set is NaN, in both signs;
+    ``fnuz``   no Inf, no -0; the code of -0 is the only NaN.
+    ``signed`` is false only for e8m0fnu, which has no zero and no subnormals either.
+    """
+
+    name: str
+    exponent_bits: int
+    mantissa_bits: int
+    bias: int
+    specials: Literal["ieee", "fn", "fnuz"]
+    signed: bool = True
+
+    @property
+    def bits(self) -> int:
+        return self.signed + self.exponent_bits + self.mantissa_bits
+
+    @property
+    def emin(self) -> int:
+        """The exponent of the smallest normal number; subnormals are multiples of 2^(emin - mantissa_bits)."""
+        return 1 - self.bias if self.signed else -self.bias
+
+    @property
+    def sign_bit(self) -> int:
+        return 1 << (self.bits - 1) if self.signed else 0
+
+    @property
+    def max_code(self) -> int:
+        """The code of the largest finite number."""
+        top = (1 << (self.exponent_bits + self.mantissa_bits)) - 1
+        if self.specials == "ieee":
+            return top - (1 << self.mantissa_bits)
+        return top - (self.specials == "fn")
+
+    @property
+    def max(self) -> float:
+        """The largest finite number."""
+        exponent = (self.max_code >> self.mantissa_bits) - self.bias
+        mantissa = self.max_code & ((1 << self.mantissa_bits) - 1)
+        return (1 + mantissa * 2.0**-self.mantissa_bits) * 2.0**exponent
+
+    @property
+    def smallest_normal(self) -> float:
+        return 2.0**self.emin
+
+    @property
+    def smallest_subnormal(self) -> float:
+        """The smallest positive number (in e8m0fnu, which has no subnormals, the smallest normal one)."""
+        return 2.0 ** (self.emin - self.mantissa_bits)
+
+    @property
+    def inf_code(self) -> int | None:
+        return self.max_code + 1 if self.specials == "ieee" else None
+
+    @property
+    def nan_code(self) -> int:
+        """The NaN that casts emit (SEMANTICS C-5)."""
+        if self.specials == "fnuz":
+            return self.sign_bit
+        return (1 << (self.exponent_bits + self.mantissa_bits)) - 1
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+E4M3FN = Format(name="e4m3fn", exponent_bits=4, mantissa_bits=3, bias=7, specials="fn")
+E5M2 = Format(name="e5m2", exponent_bits=5, mantissa_bits=2, bias=15, specials="ieee")
+E4M3FNUZ = Format(name="e4m3fnuz", exponent_bits=4, mantissa_bits=3, bias=8, specials="fnuz")
+E5M2FNUZ = Format(name="e5m2fnuz", exponent_bits=5, mantissa_bits=2, bias=16, specials="fnuz")
+E8M0FNU = Format(name="e8m0fnu", exponent_bits=8, mantissa_bits=0, bias=127, specials="fn", signed=False)
+BFLOAT16 = Format(name="bfloat16", exponent_bits=8, mantissa_bits=7, bias=127, specials="ieee")
+FLOAT16 = Format(name="float16", exponent_bits=5, mantissa_bits=10, bias=15, specials="ieee")
+FLOAT32 = Format(name="float32", exponent_bits=8, mantissa_bits=23, bias=127, specials="ieee")
+
+FP8_FORMATS = {f.name: f for f in (E4M3FN, E5M2, E4M3FNUZ, E5M2FNUZ)}
+FORMATS = {**FP8_FORMATS, **{f.name: f for f in (E8M0FNU, BFLOAT16, FLOAT16, FLOAT32)}}

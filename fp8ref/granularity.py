@@ -1,0 +1,75 @@
+"""Which elements share a scale (SEMANTICS S-6): the shape of a tensor's scales, as data."""
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Granularity:
+    """A block of ``other`` x ``reduced`` elements shares one scale; ``None`` is the whole axis.
+
+    ``reduced`` counts along the reduced axis (a GEMM's K), ``other`` along every other axis.
+    """
+
+    name: str
+    other: int | None
+    reduced: int | None
+
+
+GRANULARITIES = {
+    g.name: g
+    for g in (
+        Granularity(name="tensorwise", other=None, reduced=None),
+        Granularity(name="rowwise", other=1, reduced=None),
+        Granularity(name="blockwise_1x128", other=1, reduced=128),
+        Granularity(name="blockwise_128x128", other=128, reduced=128),
+        Granularity(name="mx_1x32", other=1, reduced=32),
+    )
+}
+
+
+def by_name(name: str) -> Granularity:
+    if name not in GRANULARITIES:
+        raise ValueError(f"granularity is one of {', '.join(GRANULARITIES)}; got {name!r}.")
+    return GRANULARITIES[name]
+
+
+def normalise_axis(axis: int, ndim: int) -> int:
+    """axis counted from the front; ValueError when the tensor has no such axis."""
+    if not -ndim <= axis < ndim:
+        raise ValueError(f"the reduced axis lies in [-{ndim}, {ndim}) for a {ndim}-d tensor; got axis={axis}.")
+    return axis % ndim
+
+
+def blocks(name: str, shape: tuple[int, ...], axis: int) -> tuple[int, ...]:
+    """The size of a block along each axis of a tensor of this shape: ``shape`` itself for tensorwise.
+
+    Raises:   ValueError: an empty tensor (SEMANTICS S-7), an axis that is not there, a block that does not divide its axis.
+    """
+    granularity = by_name(name)
+    if math.prod(shape) == 0:
+        raise ValueError(f"a scale needs at least one element; got x.shape={shape}. Drop empty tensors before quantising.")
+    if granularity.name == "tensorwise":
+        return shape
+    axis = normalise_axis(axis, len(shape))
+    sizes = [granularity.reduced if i == axis else granularity.other for i in range(len(shape))]
+    result = tuple(n if size is None else size for n, size in zip(shape, sizes, strict=True))
+    for i, (n, size) in enumerate(zip(shape, result, strict=True)):
+        if n % size:
+            which = "K, the reduced axis," if i == axis else f"axis {i}"
+            raise ValueError(
+                f"{name} needs {which} divisible by {size}; got x.shape={shape}, axis={axis}. Pad it with zeros or use 'rowwise'."
+            )
+    return result
+
+
+def scale_shape(name: str, shape: tuple[int, ...], axis: int) -> tuple[int, ...]:
+    """Shape of the scales: ``()`` for tensorwise, otherwise the number of blocks along each axis.
+
+    >>> scale_shape("rowwise", (64, 256), -1), scale_shape("rowwise", (64, 256), 0)
+    ((64, 1), (1, 256))
+    >>> scale_shape("blockwise_1x128", (64, 256), -1), scale_shape("tensorwise", (64, 256), -1)
+    ((64, 2), ())
+    """
+    sizes = blocks(name, shape, axis)
+    return () if name == "tensorwise" else tuple(n // size for n, size in zip(shape, sizes, strict=True))

@@ -1,0 +1,91 @@
+"""What both backends' models share (SEMANTICS M): sizes, parameter names and shapes, initial weights, rotary tables.
+
+Names and shapes are those of ``transformers.LlamaForCausalLM``.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True, kw_only=True)
+class LlamaConfig:
+    """The keys of the Hugging Face ``LlamaConfig`` that this model uses, under the same names."""
+
+    vocab_size: int = 256
+    hidden_size: int = 128
+    intermediate_size: int = 384
+    num_hidden_layers: int = 2
+    num_attention_heads: int = 4
+    num_key_value_heads: int = 2
+    rms_norm_eps: float = 1e-5
+    rope_theta: float = 500000.0
+    tie_word_embeddings: bool = False
+    initializer_range: float = 0.02
+
+    def __post_init__(self) -> None:
+        for key in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"):
+            if getattr(self, key) < 1:
+                raise ValueError(f"model.{key} is at least 1; got {getattr(self, key)}.")
+        for key in ("rms_norm_eps", "rope_theta", "initializer_range"):
+            if not getattr(self, key) > 0:
+                raise ValueError(f"model.{key} is positive; got {getattr(self, key)}.")
+        if self.hidden_size % (2 * self.num_attention_heads):
+            raise ValueError(
+                f"model.hidden_size is a multiple of 2 * num_attention_heads (rotary pairs); got {self.hidden_size} and {self.num_attention_heads} heads."
+            )
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"model.num_attention_heads is a multiple of num_key_value_heads; got {self.num_attention_heads} and {self.num_key_value_heads}."
+            )
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden_size // self.num_attention_heads
+
+
+def linear_shapes(config: LlamaConfig) -> dict[str, tuple[int, int]]:
+    """Name -> [N, K] of every linear, in the order of the forward pass; the tied lm_head is not a linear of its own."""
+    hidden, inner = config.hidden_size, config.intermediate_size
+    kv = config.num_key_value_heads * config.head_dim
+    shapes = {}
+    for i in range(config.num_hidden_layers):
+        layer = f"model.layers.{i}"
+        shapes |= {
+            f"{layer}.self_attn.q_proj": (hidden, hidden),
+            f"{layer}.self_attn.k_proj": (kv, hidden),
+            f"{layer}.self_attn.v_proj": (kv, hidden),
+            f"{layer}.self_attn.o_proj": (hidden, hidden),
+            f"{layer}.mlp.gate_proj": (inner, hidden),
+            f"{layer}.mlp.up_proj": (inner, hidden),
+            f"{layer}.mlp.down_proj": (hidden, inner),
+        }
+    return shapes if config.tie_word_embeddings else shapes | {"lm_head": (config.vocab_size, hidden)}
+
+
+def parameter_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of every parameter: matrices (the embedding, then the linears), then norms."""
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, config.hidden_size)}
+    shapes |= {f"{name}.weight": shape for name, shape in linear_shapes(config).items()}
+    for i in range(config.num_hidden_layers):
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            shapes[f"model.layers.{i}.{norm}.weight"] = (config.hidden_size,)
+    return shapes | {"model.norm.weight": (config.hidden_size,)}
+
+
+def initial_weights(config: LlamaConfig, *, seed: int) -> dict[str, np.ndarray]:
+    """The float32 weights that every backend starts from (SEMANTICS M-6)."""
+    generator = np.random.Generator(np.random.PCG64(seed))
+    return {
+        name: (generator.standard_normal(shape) * config.initializer_range).astype(np.float32)
+        if len(shape) == 2
+        else np.ones(shape, np.float32)
+        for name, shape in parameter_shapes(config).items()
+    }
+
+
+def rotary_tables(config: LlamaConfig, length: int) -> tuple[np.ndarray, np.ndarray]:
+    """cos and sin, each float32 [length, head_dim], the frequencies repeated for the rotate-half convention (M-4)."""
+    frequency = config.rope_theta ** (-np.arange(0, config.head_dim, 2, dtype=np.float64) / config.head_dim)
+    angle = np.outer(np.arange(length, dtype=np.float64), np.concatenate([frequency, frequency]))
+    return np.cos(angle).astype(np.float32), np.sin(angle).astype(np.float32)

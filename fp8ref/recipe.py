@@ -1,0 +1,209 @@
+"""A recipe says how each of a linear's three GEMMs is computed, and which linears it converts (SEMANTICS L, R)."""
+
+import fnmatch
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from fp8ref import granularity
+from fp8ref.formats import E4M3FN, E5M2, FP8_FORMATS, Format
+from fp8ref.policy import POLICIES, ScalePolicy
+
+Gemm = Literal["output", "grad_input", "grad_weight"]
+Role = Literal["input", "weight", "grad_output"]
+
+# The operands a and b of each GEMM (SEMANTICS L-2).
+OPERANDS: dict[Gemm, tuple[Role, Role]] = {
+    "output": ("input", "weight"),
+    "grad_input": ("grad_output", "weight"),
+    "grad_weight": ("grad_output", "input"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class CastSpec:
+    """How one operand of one GEMM becomes FP8."""
+
+    fmt: Format
+    granularity: str = "tensorwise"
+    policy: ScalePolicy = POLICIES["torchao"]
+
+    def __post_init__(self) -> None:
+        if self.fmt.name not in FP8_FORMATS:
+            raise ValueError(f"an operand's fmt is one of {', '.join(FP8_FORMATS)}; got {self.fmt}.")
+        granularity.by_name(self.granularity)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GemmSpec:
+    """One GEMM: both operands FP8, or neither (high precision, the default).
+
+    accumulate  ``fast`` or ``slow`` tensor-core accumulation (SEMANTICS G-7); required with FP8 operands, None without.
+    epilogue    ``scale_then_round`` (G-4) or ``unit_round_scale_round`` (G-5).
+    """
+
+    a: CastSpec | None = None
+    b: CastSpec | None = None
+    accumulate: Literal["fast", "slow"] | None = None
+    epilogue: Literal["scale_then_round", "unit_round_scale_round"] = "scale_then_round"
+
+    def __post_init__(self) -> None:
+        if (self.a is None) != (self.b is None):
+            raise ValueError(f"a GEMM is FP8 on both operands or on neither (L-4); got a={self.a}, b={self.b}.")
+        allowed = (None,) if self.a is None else ("fast", "slow")
+        if self.accumulate not in allowed:
+            kind = "a high-precision" if self.a is None else "an FP8"
+            raise ValueError(f"accumulate of {kind} GEMM is one of {allowed}; got {self.accumulate!r}.")
+        if self.epilogue not in ("scale_then_round", "unit_round_scale_round"):
+            raise ValueError(f"epilogue is 'scale_then_round' or 'unit_round_scale_round'; got {self.epilogue!r}.")
+        if self.a is None and self.epilogue != "scale_then_round":
+            raise ValueError("a high-precision GEMM has no scales, so no epilogue 'unit_round_scale_round'. Leave it out.")
+
+    @property
+    def fp8(self) -> bool:
+        return self.a is not None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """Three GEMMs of two operands. ``output`` takes input and weight, ``grad_input`` grad_output and weight,
+    ``grad_weight`` grad_output and input, as operands a and b."""
+
+    name: str
+    output: GemmSpec = GemmSpec()
+    grad_input: GemmSpec = GemmSpec()
+    grad_weight: GemmSpec = GemmSpec()
+
+    @property
+    def gemms(self) -> dict[Gemm, GemmSpec]:
+        return {"output": self.output, "grad_input": self.grad_input, "grad_weight": self.grad_weight}
+
+    @property
+    def fp8(self) -> bool:
+        return any(spec.fp8 for spec in self.gemms.values())
+
+    def casts(self) -> list[tuple[Gemm, Literal["a", "b"], Role, CastSpec]]:
+        """Every FP8 cast: (GEMM, operand, role, how)."""
+        return [
+            (gemm, operand, role, cast)
+            for gemm, spec in self.gemms.items()
+            for operand, role, cast in zip(("a", "b"), OPERANDS[gemm], (spec.a, spec.b), strict=True)
+            if cast is not None
+        ]
+
+
+def _tensorwise() -> Recipe:
+    e4m3, e5m2 = CastSpec(fmt=E4M3FN), CastSpec(fmt=E5M2)
+    return Recipe(
+        name="tensorwise",
+        output=GemmSpec(a=e4m3, b=e4m3, accumulate="fast"),
+        grad_input=GemmSpec(a=e5m2, b=e4m3, accumulate="slow"),
+        grad_weight=GemmSpec(a=e5m2, b=e4m3, accumulate="slow"),
+    )
+
+
+def _rowwise(name: str, *, weight_for_grad_input: str, grad_weight_fp8: bool) -> Recipe:
+    row = CastSpec(fmt=E4M3FN, granularity="rowwise", policy=POLICIES["torchao_pow2"])
+    weight = CastSpec(fmt=E4M3FN, granularity=weight_for_grad_input, policy=POLICIES["torchao_pow2"])
+    slow = GemmSpec(a=row, b=row, accumulate="slow", epilogue="unit_round_scale_round")
+    return Recipe(
+        name=name,
+        output=GemmSpec(a=row, b=row, accumulate="fast"),
+        grad_input=GemmSpec(a=row, b=weight, accumulate="slow", epilogue="unit_round_scale_round"),
+        grad_weight=slow if grad_weight_fp8 else GemmSpec(),
+    )
+
+
+RECIPES = {
+    r.name: r
+    for r in (
+        Recipe(name="bf16"),
+        _tensorwise(),
+        _rowwise("rowwise", weight_for_grad_input="rowwise", grad_weight_fp8=True),
+        _rowwise("rowwise_with_gw_hp", weight_for_grad_input="tensorwise", grad_weight_fp8=False),
+    )
+}
+
+
+def by_name(recipe: str | Recipe) -> Recipe:
+    """The recipe of that name; a Recipe is itself."""
+    if isinstance(recipe, Recipe):
+        return recipe
+    if recipe not in RECIPES:
+        raise ValueError(f"recipe is a Recipe or one of {', '.join(RECIPES)}; got {recipe!r}.")
+    return RECIPES[recipe]
+
+
+def matches(pattern: str, name: str) -> bool:
+    """Whether pattern names this module (SEMANTICS R-3): a run of whole dotted components, or a shell pattern for all of it.
+
+    >>> matches("layers.1", "model.layers.1.mlp.up_proj"), matches("layers.1", "model.layers.10.mlp.up_proj")
+    (True, False)
+    >>> matches("*.mlp.*", "model.layers.10.mlp.up_proj"), matches("mlp", "model.layers.10.mlp.up_proj")
+    (True, True)
+    """
+    if any(c in pattern for c in "*?["):
+        return fnmatch.fnmatchcase(name, pattern)
+    return bool(pattern) and f".{pattern}." in f".{name}."
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decision:
+    """What becomes of one linear, and why."""
+
+    path: str
+    shape: tuple[int, int]  # [N, K]
+    recipe: Recipe  # RECIPES["bf16"] when not converted
+    reason: str
+
+    @property
+    def fp8(self) -> bool:
+        return self.recipe.fp8
+
+
+def plan(
+    linears: Mapping[str, tuple[int, int]],
+    recipe: str | Recipe,
+    *,
+    filter_fqns: Sequence[str] = (),
+    fp8_fqns: Sequence[str] = (),
+) -> list[Decision]:
+    """Which linears a recipe converts (SEMANTICS R-2, R-3), by one rule for both backends.
+
+    Shapes:   linears maps a module's name to its weight's shape [N, K].
+    Returns:  one Decision a linear, in the order given.
+    Raises:   ValueError: a pattern that names nothing; a linear named in fp8_fqns whose dims are not multiples of 16;
+              an FP8 recipe that converts nothing.
+    """
+    recipe = by_name(recipe)
+    for key, patterns in (("filter_fqns", filter_fqns), ("fp8_fqns", fp8_fqns)):
+        if isinstance(patterns, str):
+            raise ValueError(f"{key} is a list of patterns; got the string {patterns!r}. Write [{patterns!r}].")
+        for pattern in patterns:
+            if not any(matches(pattern, name) for name in linears):
+                raise ValueError(
+                    f"every pattern of {key} names at least one linear (R-3); {pattern!r} names none of: {', '.join(linears) or 'no linears'}."
+                )
+    decisions = [_decide(name, shape, recipe, filter_fqns, fp8_fqns) for name, shape in linears.items()]
+    if recipe.fp8 and not any(d.fp8 for d in decisions):
+        reasons = "; ".join(f"{d.path}: {d.reason}" for d in decisions) or "the model has no linears"
+        raise ValueError(f"recipe {recipe.name!r} converts no linear ({reasons}). Change filter_fqns or use recipe 'bf16'.")
+    return decisions
+
+
+def _decide(name: str, shape: tuple[int, int], recipe: Recipe, filter_fqns: Sequence[str], fp8_fqns: Sequence[str]) -> Decision:
+    def kept(reason: str) -> Decision:
+        return Decision(path=name, shape=shape, recipe=RECIPES["bf16"], reason=reason)
+
+    if not recipe.fp8:
+        return kept(f"recipe {recipe.name!r} has no FP8 GEMM")
+    named = [p for p in fp8_fqns if matches(p, name)]
+    filtered = [p for p in filter_fqns if matches(p, name)]
+    if filtered and not named:
+        return kept(f"named by filter_fqns {filtered[0]!r}")
+    if shape[0] % 16 or shape[1] % 16:
+        reason = f"FP8 needs both dims of a linear to be multiples of 16 (L-5); {name} is {list(shape)}"
+        if named:
+            raise ValueError(f"{reason}, and fp8_fqns {named[0]!r} names it. Pad the layer or drop the pattern.")
+        return kept(reason)
+    return Decision(path=name, shape=shape, recipe=recipe, reason=f"named by fp8_fqns {named[0]!r}" if named else "every linear not filtered")

@@ -1,0 +1,146 @@
+"""Rounding to a format (SEMANTICS C). The reference: one rounding, from the exact value, in float64 arithmetic that is exact.
+
+A finite float64 x is |x| = n * 2^q, where 2^q is the spacing of the format's numbers at |x|. Dividing by a power of two is
+exact, so n keeps every bit of x, and rounding x is rounding n to an integer. The codes of a format count its magnitudes
+upwards without gaps, so that code = n + (steps of the exponent below) * 2^mantissa_bits, and a carry out of n is right by itself.
+"""
+
+from typing import Literal
+
+import numpy as np
+
+from fp8ref.formats import FORMATS, FP8_FORMATS, Format
+
+Rounding = Literal["nearest_even", "nearest_away", "toward_zero", "to_odd", "stochastic"]
+ROUNDINGS = ("nearest_even", "nearest_away", "toward_zero", "to_odd", "stochastic")
+
+
+def encode(x, fmt: Format, *, rounding: Rounding = "nearest_even", saturate: bool = True, seed: int | None = None) -> np.ndarray:
+    """Round x once to an 8-bit format and return its codes.
+
+    Shapes:   x any shape, float64, float32, float16 or bfloat16; codes uint8 of the same shape.
+    Order:    round as if the exponent were unbounded; then saturate or overflow; then zeros, infinities, NaNs.
+    Specials: NaN -> fmt.nan_code; -0 and underflow keep their sign (not in fnuz, which has no -0);
+              above fmt.max: max if saturate, else Inf, or NaN in a format without infinities; infinities likewise.
+    Raises:   ValueError: fmt not of 8 bits; x not floating point; unknown rounding; a seed missing or not used.
+    Source:   SEMANTICS C-1 to C-7.
+    """
+    if fmt.bits != 8:
+        raise ValueError(f"encode gives codes of 8-bit formats; got {fmt}. Use round_to for wider formats.")
+    if fmt.signed is False and rounding in ("to_odd", "stochastic"):
+        raise ValueError(f"rounding {rounding!r} is not defined for {fmt} (C-7). Use 'nearest_even' or 'toward_zero'.")
+    value = exact(x)
+    magnitude, exponent = _round_magnitude(value, fmt, rounding, seed)
+    code = magnitude.astype(np.int64) + (exponent - fmt.emin) * (1 << fmt.mantissa_bits)
+    if not fmt.signed:
+        code -= 1  # no zero: the smallest magnitude is 1 * 2^emin, and its code is 0
+    directed = rounding in ("toward_zero", "to_odd")
+    # An infinity is above max whatever the rounding; a finite value only under the roundings that can carry it there (C-4).
+    above = np.isinf(value) | (code > fmt.max_code)
+    overflow = fmt.max_code if saturate else (fmt.nan_code if fmt.inf_code is None else fmt.inf_code)
+    code = np.where(above, np.where(directed & ~np.isinf(value), fmt.max_code, overflow), code)
+    if fmt.signed:
+        negative = np.signbit(value) & (code != fmt.nan_code)
+        if fmt.specials == "fnuz":
+            negative &= code != 0
+        code = np.where(negative, code | fmt.sign_bit, code)
+    else:
+        code = np.where(value <= 0, fmt.nan_code, np.maximum(code, 0))
+    return np.where(np.isnan(value), fmt.nan_code, code).astype(np.uint8)
+
+
+def decode(codes, fmt: Format) -> np.ndarray:
+    """The values of the codes.
+
+    Shapes:   codes any shape, uint8; float32 of the same shape.
+    Specials: every NaN code -> NaN; e5m2's 0x7C and 0xFC -> infinities; e8m0fnu has no zero.
+    Raises:   ValueError: fmt not of 8 bits; codes not uint8.
+    """
+    codes = np.asarray(codes)
+    if codes.dtype != np.uint8:
+        raise ValueError(f"codes are uint8; got {codes.dtype}. View float8 arrays with .view(np.uint8).")
+    return _table(fmt)[codes]
+
+
+def canonical_nans(codes: np.ndarray, fmt: Format) -> np.ndarray:
+    """codes with every NaN replaced by the one that encode emits (SEMANTICS C-5); compare codes through this."""
+    return np.where(np.isnan(decode(codes, fmt)), np.uint8(fmt.nan_code), codes)
+
+
+def round_to(x, fmt: Format, *, rounding: Rounding = "nearest_even", saturate: bool = False, seed: int | None = None) -> np.ndarray:
+    """Round x once to the values of a format of at most 32 bits, and return the values.
+
+    Shapes:   x any shape, float64 or narrower; float32 of the same shape, holding values of fmt.
+    Specials: as encode; NaN -> NaN, and Inf where fmt has it.
+    Raises:   ValueError: as encode.
+    """
+    if fmt.bits == 8:
+        return decode(encode(x, fmt, rounding=rounding, saturate=saturate, seed=seed), fmt)
+    value = exact(x)
+    magnitude, exponent = _round_magnitude(value, fmt, rounding, seed)
+    rounded = np.ldexp(magnitude, exponent - fmt.mantissa_bits)
+    limit = fmt.max if saturate or rounding in ("toward_zero", "to_odd") else np.inf
+    rounded = np.where(rounded > fmt.max, limit, rounded)
+    rounded = np.where(np.isinf(value), fmt.max if saturate else np.inf, rounded)
+    return np.where(np.isnan(value), np.nan, np.copysign(rounded, value)).astype(np.float32)
+
+
+def exact(x) -> np.ndarray:
+    """x as float64, value for value; ValueError when its dtype is not a floating-point one that float64 holds."""
+    x = np.asarray(x)
+    if x.dtype == np.float64:
+        return x
+    # bfloat16 arrays come from ml_dtypes, whose dtypes are of kind 'V' in some versions and known by name only.
+    if x.dtype.name not in ("float32", "float16", "bfloat16"):
+        raise ValueError(f"casts take float64, float32, float16 or bfloat16; got {x.dtype}. Convert with .astype(np.float32).")
+    return x.astype(np.float64)
+
+
+def _round_magnitude(value: np.ndarray, fmt: Format, rounding: Rounding, seed: int | None) -> tuple[np.ndarray, np.ndarray]:
+    """|value| as (n, e) with n an integer-valued float64 and |value| rounded = n * 2^(e - mantissa_bits), e >= emin."""
+    if rounding not in ROUNDINGS:
+        raise ValueError(f"rounding is one of {', '.join(ROUNDINGS)}; got {rounding!r}.")
+    if (seed is not None) != (rounding == "stochastic"):
+        raise ValueError(f"stochastic rounding takes a seed, and no other does; got rounding={rounding!r}, seed={seed}.")
+    magnitude = np.where(np.isfinite(value), np.abs(value), 0.0)
+    exponent = np.maximum(np.frexp(magnitude)[1] - 1, fmt.emin)
+    exponent = np.where(magnitude == 0, fmt.emin, exponent)
+    n = np.ldexp(magnitude, fmt.mantissa_bits - exponent)
+    floor = np.floor(n)
+    rest = n - floor
+    if rounding == "nearest_even" and fmt.mantissa_bits:
+        return np.rint(n), exponent
+    if rounding in ("nearest_even", "nearest_away"):
+        return floor + (rest >= 0.5), exponent
+    if rounding == "toward_zero":
+        return floor, exponent
+    if rounding == "to_odd":
+        return floor + ((rest > 0) & (floor % 2 == 0)), exponent
+    words = np.random.Philox(key=seed).random_raw(-(-value.size // 2)).view("<u4")[: value.size]
+    return floor + (rest > words.reshape(value.shape) * 2.0**-32), exponent
+
+
+_TABLES: dict[str, np.ndarray] = {}
+
+
+def _table(fmt: Format) -> np.ndarray:
+    """float32 [256]: the value of every code of an 8-bit format."""
+    if FORMATS.get(fmt.name) != fmt or fmt.bits != 8:
+        raise ValueError(f"decode takes one of {', '.join([*FP8_FORMATS, 'e8m0fnu'])}; got {fmt}.")
+    if fmt.name not in _TABLES:
+        code = np.arange(256)
+        magnitude = code & ~fmt.sign_bit
+        mantissa = magnitude & ((1 << fmt.mantissa_bits) - 1)
+        field = magnitude >> fmt.mantissa_bits
+        if fmt.signed:
+            normal = field > 0
+            value = np.ldexp((normal << fmt.mantissa_bits) + mantissa, np.maximum(field, 1) - fmt.bias - fmt.mantissa_bits)
+        else:
+            value = np.ldexp(1.0, field - fmt.bias)
+        value = np.where((code & fmt.sign_bit) != 0, -value, value)
+        value[magnitude > fmt.max_code] = np.nan
+        if fmt.inf_code is not None:
+            value[fmt.inf_code], value[fmt.inf_code | fmt.sign_bit] = np.inf, -np.inf
+        value[fmt.nan_code] = np.nan
+        _TABLES[fmt.name] = value.astype(np.float32)
+    return _TABLES[fmt.name]
