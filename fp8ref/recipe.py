@@ -12,12 +12,14 @@ from fp8ref.policy import POLICIES, ScalePolicy
 Gemm = Literal["output", "grad_input", "grad_weight"]
 Role = Literal["input", "weight", "grad_output"]
 
-# The operands a and b of each GEMM (SEMANTICS L-2).
+# The operands a and b of each GEMM (SEMANTICS L-2), and the axis along which it reduces their tensors:
+# input [M, K], weight [N, K], grad_output [M, N].
 OPERANDS: dict[Gemm, tuple[Role, Role]] = {
     "output": ("input", "weight"),
     "grad_input": ("grad_output", "weight"),
     "grad_weight": ("grad_output", "input"),
 }
+REDUCED_AXES: dict[Gemm, tuple[int, int]] = {"output": (1, 1), "grad_input": (1, 0), "grad_weight": (0, 0)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +65,11 @@ class GemmSpec:
     def fp8(self) -> bool:
         return self.a is not None
 
+    @property
+    def rowwise(self) -> bool:
+        """Whether an operand is rowwise: the output is then rounded to bfloat16 first (SEMANTICS G-8)."""
+        return any(cast is not None and cast.granularity == "rowwise" for cast in (self.a, self.b))
+
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
@@ -81,15 +88,6 @@ class Recipe:
     @property
     def fp8(self) -> bool:
         return any(spec.fp8 for spec in self.gemms.values())
-
-    def casts(self) -> list[tuple[Gemm, Literal["a", "b"], Role, CastSpec]]:
-        """Every FP8 cast: (GEMM, operand, role, how)."""
-        return [
-            (gemm, operand, role, cast)
-            for gemm, spec in self.gemms.items()
-            for operand, role, cast in zip(("a", "b"), OPERANDS[gemm], (spec.a, spec.b), strict=True)
-            if cast is not None
-        ]
 
 
 def _tensorwise() -> Recipe:

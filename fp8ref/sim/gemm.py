@@ -41,7 +41,7 @@ def matmul(
 
 
 def matmul_hp(a, b, *, out_dtype: Format = FLOAT32) -> np.ndarray:
-    """A GEMM in high precision (SEMANTICS G-8): [M, K] x [N, K] -> [M, N], summed in float64, rounded to float32, then to out_dtype."""
+    """A GEMM in high precision (SEMANTICS G-9): [M, K] x [N, K] -> [M, N], summed in float64, rounded to float32, then to out_dtype."""
     with np.errstate(invalid="ignore", over="ignore"):
         return cast.round_to((cast.exact(a) @ cast.exact(b).T).astype(np.float32), out_dtype)
 

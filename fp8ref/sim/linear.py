@@ -50,7 +50,7 @@ def _gemm(a: np.ndarray, b: np.ndarray, spec: GemmSpec, accumulate: Accumulate, 
     qa, qb = (
         scaling.quantize(v, cast.fmt, granularity=cast.granularity, policy=cast.policy, axis=-1) for v, cast in ((a, spec.a), (b, spec.b))
     )
-    return gemm.matmul(qa, qb, accumulate=accumulate, epilogue=spec.epilogue, out_dtype=out_dtype)
+    return gemm.matmul(qa, qb, accumulate=accumulate, epilogue=spec.epilogue, out_dtype=BFLOAT16 if spec.rowwise else out_dtype)
 
 
 def _operands(x, w, recipe: Recipe) -> tuple[np.ndarray, np.ndarray]:

@@ -1,0 +1,16 @@
+"""FP8 training in JAX: ``cast``, ``scaling``, ``gemm``, ``linear``, the ``model`` in Flax NNX and its ``train`` step with optax.
+
+Held to docs/SEMANTICS.md by ``fp8ref.check``; shares no code with the simulator.
+"""
+
+try:
+    import flax
+    import jax
+    import optax
+except ImportError as error:
+    raise ImportError(f"fp8ref.jax needs jax, flax and optax; {error.name} is missing. Install them with: pip install 'fp8ref[jax]'") from error
+
+from fp8ref.jax import cast, gemm, linear, model, scaling, train
+
+__all__ = ["cast", "gemm", "linear", "model", "scaling", "train"]
+del flax, jax, optax

@@ -1,0 +1,63 @@
+"""Rounding to a format with XLA's own conversion (SEMANTICS C): nearest even, from float32, float16 or bfloat16."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from fp8ref.formats import Format
+
+DTYPES = {
+    "e4m3fn": jnp.float8_e4m3fn,
+    "e5m2": jnp.float8_e5m2,
+    "e4m3fnuz": jnp.float8_e4m3fnuz,
+    "e5m2fnuz": jnp.float8_e5m2fnuz,
+}
+
+
+def encode(x: jax.Array, fmt: Format, *, saturate: bool = True) -> jax.Array:
+    """Round x once to nearest even and return the codes.
+
+    Shapes:   x any shape, float32, float16 or bfloat16; codes uint8 of the same shape.
+    Specials: as the simulator: NaN -> fmt.nan_code; above fmt.max: max if saturate, else Inf or NaN.
+    Raises:   ValueError: fmt not FP8; x of another dtype (float64 would be rounded twice).
+    Source:   SEMANTICS C-1 to C-6.
+    """
+    codes = lax.bitcast_convert_type(to_fp8(x, fmt, saturate=saturate), jnp.uint8)
+    # XLA's NaN keeps the sign; C-5 emits one code
+    return jnp.where(jnp.isnan(x) | (codes == fmt.nan_code | fmt.sign_bit), jnp.uint8(fmt.nan_code), codes)
+
+
+def decode(codes: jax.Array, fmt: Format) -> jax.Array:
+    """The values of uint8 codes (or of the native float8 array), float32 of the same shape."""
+    dtype = _dtype(fmt)
+    if codes.dtype == jnp.uint8:
+        codes = lax.bitcast_convert_type(codes, dtype)
+    if codes.dtype != dtype:
+        raise ValueError(f"codes of {fmt} are uint8 or {jnp.dtype(dtype).name}; got {codes.dtype}.")
+    return codes.astype(jnp.float32)
+
+
+def to_fp8(x: jax.Array, fmt: Format, *, saturate: bool = True) -> jax.Array:
+    """As encode, but the native float8 array; its NaNs may carry a sign."""
+    dtype = _dtype(fmt)
+    value = to_f32(x)
+    if saturate:
+        value = jnp.clip(value, -fmt.max, fmt.max)
+    return value.astype(dtype)
+
+
+def to_f32(x: jax.Array) -> jax.Array:
+    """x widened to float32, rounded to its own dtype first: XLA may hand a fused consumer more digits than the dtype has."""
+    x = jnp.asarray(x)
+    if x.dtype not in (jnp.float32, jnp.float16, jnp.bfloat16):
+        raise ValueError(f"casts take float32, float16 or bfloat16; got {x.dtype}. Convert with .astype(jnp.float32).")
+    if x.dtype == jnp.float32:
+        return x
+    info = jnp.finfo(x.dtype)
+    return lax.reduce_precision(x, info.nexp, info.nmant).astype(jnp.float32)
+
+
+def _dtype(fmt: Format):
+    if fmt.name not in DTYPES:
+        raise ValueError(f"casts go to one of {', '.join(DTYPES)}; got {fmt}.")
+    return DTYPES[fmt.name]

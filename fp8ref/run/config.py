@@ -1,0 +1,217 @@
+"""One TOML file configures both backends; every key of it is a command-line option of the same dotted name.
+
+Each section is a frozen dataclass that checks itself where it is built. ``load`` reads a file, ``override`` applies options.
+"""
+
+import dataclasses
+import difflib
+import json
+import math
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+import pydantic
+import tyro
+
+from fp8ref import llama
+from fp8ref import recipe as recipes
+from fp8ref.llama import LlamaConfig
+
+
+class ConfigError(ValueError):
+    """What a user wrote cannot be used; the message says why and what to write instead."""
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ValueError(message)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Which text, and how it is cut into batches (SEMANTICS D)."""
+
+    source: str = "stdlib"
+    """``stdlib``: the Python standard library's sources on this machine; or a directory whose ``*.py``, ``*.md`` and ``*.txt`` are read."""
+    sequence_length: int = 128
+    """Tokens in a sequence."""
+    batch_size: int = 16
+    """Sequences in the global batch."""
+    validation_fraction: float = 0.1
+    """Share of the files kept for validation."""
+    seed: int = 0
+    """Seed of the shuffle."""
+
+    def __post_init__(self) -> None:
+        _require(self.sequence_length >= 1, f"data.sequence_length is at least 1; got {self.sequence_length}.")
+        _require(self.batch_size >= 1, f"data.batch_size is at least 1; got {self.batch_size}.")
+        _require(0 < self.validation_fraction < 1, f"data.validation_fraction lies between 0 and 1; got {self.validation_fraction}.")
+        _require(self.seed >= 0, f"data.seed is not negative; got {self.seed}.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class NumericsConfig:
+    """Which linears run in FP8, and how (SEMANTICS R)."""
+
+    recipe: Annotated[str, tyro.conf.arg(aliases=["--recipe"])] = "tensorwise"
+    """bf16, tensorwise, rowwise or rowwise_with_gw_hp."""
+    filter_fqns: tuple[str, ...] = ("lm_head",)
+    """Names of modules kept in high precision: whole dotted components, or shell patterns."""
+    fp8_fqns: tuple[str, ...] = ()
+    """Names converted explicitly, whatever filter_fqns says."""
+
+    def __post_init__(self) -> None:
+        recipes.by_name(self.recipe)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """AdamW with warm-up, cosine decay and clipping (SEMANTICS T)."""
+
+    learning_rate: float = 1e-3
+    """The peak."""
+    min_learning_rate: float = 1e-4
+    """Reached at the last step."""
+    warmup_steps: int = 5
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    """On matrices only."""
+    max_norm: float = 1.0
+    """Global gradient norm above which gradients are scaled down."""
+
+    def __post_init__(self) -> None:
+        _require(
+            0 <= self.min_learning_rate <= self.learning_rate,
+            f"0 <= optimizer.min_learning_rate <= learning_rate; got {self.min_learning_rate} and {self.learning_rate}.",
+        )
+        _require(self.learning_rate > 0, f"optimizer.learning_rate is positive; got {self.learning_rate}.")
+        _require(self.warmup_steps >= 0, f"optimizer.warmup_steps is not negative; got {self.warmup_steps}.")
+        for key in ("beta1", "beta2"):
+            _require(0 <= getattr(self, key) < 1, f"optimizer.{key} lies in [0, 1); got {getattr(self, key)}.")
+        for key in ("eps", "max_norm"):
+            _require(getattr(self, key) > 0, f"optimizer.{key} is positive; got {getattr(self, key)}.")
+        _require(self.weight_decay >= 0, f"optimizer.weight_decay is not negative; got {self.weight_decay}.")
+
+    def learning_rate_at(self, step: int, steps: int) -> float:
+        """Warm-up, then cosine (SEMANTICS T-3)."""
+        if step < self.warmup_steps:
+            return self.learning_rate * (step + 1) / self.warmup_steps
+        done = (step - self.warmup_steps) / (steps - self.warmup_steps)
+        return self.min_learning_rate + (self.learning_rate - self.min_learning_rate) * (1 + math.cos(math.pi * done)) / 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """How long, and what is written where."""
+
+    steps: int = 200
+    """Optimizer steps."""
+    seed: int = 0
+    """Seed of the initial weights."""
+    eval_every: int = 25
+    """Steps between validations; the last step is always validated."""
+    eval_batches: int = 4
+    """Validation batches, the same ones every time."""
+    out: str | None = None
+    """Directory of the run; by default runs/<config>-<backend>-<recipe>."""
+
+    def __post_init__(self) -> None:
+        for key in ("steps", "eval_every", "eval_batches"):
+            _require(getattr(self, key) >= 1, f"run.{key} is at least 1; got {getattr(self, key)}.")
+        _require(self.seed >= 0, f"run.seed is not negative; got {self.seed}.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Everything a run is, whichever backend runs it."""
+
+    model: LlamaConfig = field(default_factory=LlamaConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    numerics: NumericsConfig = field(default_factory=NumericsConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    run: RunConfig = field(default_factory=RunConfig)
+
+    def __post_init__(self) -> None:
+        _require(self.model.vocab_size >= 256, f"model.vocab_size is at least 256, for byte tokens (D-1); got {self.model.vocab_size}.")
+        _require(
+            self.optimizer.warmup_steps <= self.run.steps,
+            f"optimizer.warmup_steps is at most run.steps; got {self.optimizer.warmup_steps} and {self.run.steps}.",
+        )
+
+    def decisions(self) -> list[recipes.Decision]:
+        """What becomes of every linear of the model (SEMANTICS R-2)."""
+        return recipes.plan(
+            llama.linear_shapes(self.model), self.numerics.recipe, filter_fqns=self.numerics.filter_fqns, fp8_fqns=self.numerics.fp8_fqns
+        )
+
+    def replace(self, **sections) -> "Config":
+        """A copy with keys of sections replaced: ``config.replace(run={"steps": 3})``."""
+        return dataclasses.replace(
+            self, **{name: dataclasses.replace(getattr(self, name), **keys) for name, keys in sections.items()}
+        )
+
+
+for _section in (LlamaConfig, DataConfig, NumericsConfig, OptimizerConfig, RunConfig, Config):
+    _section.__pydantic_config__ = pydantic.ConfigDict(extra="forbid", strict=True)  # type: ignore[union-attr]
+_ADAPTER = pydantic.TypeAdapter(Config)
+
+
+def load(path: str | Path) -> Config:
+    """The configuration in a TOML file.
+
+    Raises:   ConfigError: no such file, no TOML, an unknown key (naming the nearest known one), a value of the wrong type or range.
+    """
+    path = Path(path)
+    try:
+        keys = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror}). Name a TOML file such as configs/tiny.toml.") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: is not TOML: {error}.") from error
+    return from_dict(keys, source=str(path))
+
+
+def from_dict(keys: dict, *, source: str = "config") -> Config:
+    """The configuration in a nested dict; the errors name ``source``."""
+    try:
+        return _ADAPTER.validate_json(json.dumps(keys, default=str), strict=True)
+    except pydantic.ValidationError as error:
+        raise ConfigError("\n".join(f"{source}: {_explain(e)}" for e in error.errors())) from error
+
+
+def to_dict(config: Config) -> dict:
+    """The nested dict that ``from_dict`` reads; keys that are None, which TOML lacks, are left out."""
+
+    def prune(value):
+        return {k: prune(v) for k, v in value.items() if v is not None} if isinstance(value, dict) else value
+
+    return prune(json.loads(_ADAPTER.dump_json(config)))
+
+
+def override(config: Config, options: Sequence[str], *, prog: str) -> Config:
+    """config with command-line options applied, ``--run.steps 20``; tyro reports what it cannot use and exits with code 2."""
+    return tyro.cli(Config, default=config, args=list(options), prog=prog, use_underscores=True)
+
+
+def _explain(error) -> str:
+    *parents, key = [str(part) for part in error["loc"]] or [""]
+    dotted = ".".join([*parents, key])
+    if error["type"] == "unexpected_keyword_argument":
+        known = _known_keys()
+        section = ".".join(parents)
+        nearest = difflib.get_close_matches(dotted, known, n=1, cutoff=0.5) or [k for k in known if k.split(".")[-1] == key]
+        hint = f"did you mean {nearest[0]!r}?" if nearest else f"known keys: {', '.join(k for k in known if k.startswith(section))}."
+        return f"unknown key {dotted!r}; {hint}"
+    if error["type"] == "value_error":
+        return str(error["ctx"]["error"])
+    return f"{dotted}: {error['msg']}; got {error['input']!r}."
+
+
+def _known_keys() -> list[str]:
+    sections = dataclasses.fields(Config)
+    return [s.name for s in sections] + [f"{s.name}.{f.name}" for s in sections for f in dataclasses.fields(s.default_factory)]  # type: ignore[arg-type]
