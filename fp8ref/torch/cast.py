@@ -1,0 +1,64 @@
+"""Rounding to a format with torch's own conversion (SEMANTICS C): nearest even, from float32, float16 or bfloat16."""
+
+import torch
+
+from fp8ref.formats import Format
+
+DTYPES = {
+    "e4m3fn": torch.float8_e4m3fn,
+    "e5m2": torch.float8_e5m2,
+    "e4m3fnuz": torch.float8_e4m3fnuz,
+    "e5m2fnuz": torch.float8_e5m2fnuz,
+}
+
+
+def encode(x: torch.Tensor, fmt: Format, *, saturate: bool = True) -> torch.Tensor:
+    """Round x once to nearest even and return the codes.
+
+    Shapes:   x any shape, float32, float16 or bfloat16; codes uint8 of the same shape.
+    Specials: as the simulator: NaN -> fmt.nan_code; above fmt.max: max if saturate, else Inf or NaN.
+    Raises:   ValueError: fmt not FP8; x of another dtype (float64 would be rounded twice).
+    Source:   SEMANTICS C-1 to C-6.
+    """
+    value = to_f32(x)
+    codes = to_fp8(value, fmt).view(torch.uint8)
+    if not saturate:
+        # torch >= 2.12 saturates in eager mode and earlier versions do not, so overflow is decided here: at and above the
+        # midpoint between max and the number that would follow it, which is even where max is odd, and the reverse.
+        step = fmt.max - decode(torch.tensor(fmt.max_code - 1, dtype=torch.uint8, device=x.device), fmt)
+        tie_overflows = fmt.max_code % 2 == 1
+        above = value.abs() >= fmt.max + step / 2 if tie_overflows else value.abs() > fmt.max + step / 2
+        if fmt.inf_code is None:
+            codes = torch.where(above, fmt.nan_code, codes)
+        else:
+            codes = torch.where(above, fmt.inf_code | (codes & fmt.sign_bit), codes)
+    # torch's NaN keeps the sign; C-5 emits one code
+    return torch.where(value.isnan(), fmt.nan_code, codes).to(torch.uint8)
+
+
+def decode(codes: torch.Tensor, fmt: Format) -> torch.Tensor:
+    """The values of uint8 codes (or of the native float8 tensor), float32 of the same shape."""
+    dtype = _dtype(fmt)
+    if codes.dtype == torch.uint8:
+        codes = codes.view(dtype)
+    if codes.dtype != dtype:
+        raise ValueError(f"codes of {fmt} are torch.uint8 or {dtype}; got {codes.dtype}.")
+    return codes.to(torch.float32)
+
+
+def to_fp8(x: torch.Tensor, fmt: Format) -> torch.Tensor:
+    """As a saturating encode, but the native float8 tensor; its NaNs may carry a sign."""
+    return to_f32(x).clamp(-fmt.max, fmt.max).to(_dtype(fmt))
+
+
+def to_f32(x: torch.Tensor) -> torch.Tensor:
+    """x widened to float32; ValueError when its dtype would be rounded."""
+    if x.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        raise ValueError(f"casts take float32, float16 or bfloat16; got {x.dtype}. Convert with .float().")
+    return x.to(torch.float32)
+
+
+def _dtype(fmt: Format) -> torch.dtype:
+    if fmt.name not in DTYPES:
+        raise ValueError(f"casts go to one of {', '.join(DTYPES)}; got {fmt}.")
+    return DTYPES[fmt.name]
