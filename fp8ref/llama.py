@@ -3,6 +3,7 @@
 Names and shapes are those of ``transformers.LlamaForCausalLM``.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -89,3 +90,28 @@ def rotary_tables(config: LlamaConfig, length: int) -> tuple[np.ndarray, np.ndar
     frequency = config.rope_theta ** (-np.arange(0, config.head_dim, 2, dtype=np.float64) / config.head_dim)
     angle = np.outer(np.arange(length, dtype=np.float64), np.concatenate([frequency, frequency]))
     return np.cos(angle).astype(np.float32), np.sin(angle).astype(np.float32)
+
+
+def check_weights(weights: Mapping[str, np.ndarray], config: LlamaConfig) -> None:
+    """ValueError unless weights are this model's: names, shapes, float32, all finite."""
+    expected = parameter_shapes(config)
+    if weights.keys() != expected.keys():
+        missing, extra = sorted(expected.keys() - weights.keys()), sorted(weights.keys() - expected.keys())
+        raise ValueError(f"weights are named as parameter_shapes(config); missing {missing[:3]}, unknown {extra[:3]}.")
+    for name, shape in expected.items():
+        value = weights[name]
+        if value.shape != shape or value.dtype != np.float32:
+            raise ValueError(f"{name} is float32 {list(shape)}; got {value.dtype} {list(value.shape)}.")
+        if not np.isfinite(value).all():
+            index = np.unravel_index(np.flatnonzero(~np.isfinite(value))[0], shape)
+            raise ValueError(f"weights are finite; {name} holds {value[index]} at {[int(i) for i in index]}. Start from a finite checkpoint.")
+
+
+def check_tokens(tokens: np.ndarray, config: LlamaConfig) -> None:
+    """ValueError unless tokens are integers [B, T] in the vocabulary: a GPU or XLA would clamp or wrap others silently."""
+    tokens = np.asarray(tokens)
+    if tokens.ndim != 2 or not np.issubdtype(tokens.dtype, np.integer):
+        raise ValueError(f"tokens are integers [B, T]; got {tokens.dtype} {list(tokens.shape)}.")
+    if tokens.size == 0 or tokens.min() < 0 or tokens.max() >= config.vocab_size:
+        found = f"{tokens.min()} to {tokens.max()}" if tokens.size else "none"
+        raise ValueError(f"a batch has tokens, all in [0, {config.vocab_size}); got {found}. Check model.vocab_size and the data.")

@@ -28,6 +28,7 @@ class Trainer:
         self.config = config
         self.decisions = config.decisions()
         weights = llama.initial_weights(config.model, seed=config.run.seed) if weights is None else weights
+        llama.check_weights(weights, config.model)
         model = Llama(config.model, weights, {d.path: d.recipe for d in self.decisions})
         self._graph, params = nnx.split(model, nnx.Param)
         self._params = nnx.to_pure_dict(params)
@@ -40,23 +41,24 @@ class Trainer:
         self._step = jax.jit(self._train_step, donate_argnums=(0, 1), compiler_options=COMPILER_OPTIONS)
         self._loss = jax.jit(self._loss_of, compiler_options=COMPILER_OPTIONS)
         self._count = 0
+        self.device = f"{jax.devices()[0].platform}: {jax.devices()[0].device_kind}"
 
     def step(self, tokens: np.ndarray) -> dict[str, float]:
         """One optimizer step: {"loss", "grad_norm"} before the update. Where either is not finite nothing changes (T-4)."""
         lr = self.config.optimizer.learning_rate_at(self._count, self.config.run.steps)
-        self._params, self._opt_state, loss, norm = self._step(self._params, self._opt_state, jnp.asarray(tokens), jnp.float32(lr))
+        self._params, self._opt_state, loss, norm = self._step(self._params, self._opt_state, self._tokens(tokens), jnp.float32(lr))
         metrics = {"loss": float(loss), "grad_norm": float(norm)}
         self._count += all(map(np.isfinite, metrics.values()))
         return metrics
 
     def evaluate(self, tokens: np.ndarray) -> float:
         """The loss of a batch."""
-        return float(self._loss(self._params, jnp.asarray(tokens)))
+        return float(self._loss(self._params, self._tokens(tokens)))
 
     def logits(self, tokens: np.ndarray) -> np.ndarray:
         """float32 [B, T, vocab_size] from tokens [B, T]."""
         forward = jax.jit(lambda params, tokens: self._model(params)(tokens), compiler_options=COMPILER_OPTIONS)
-        return np.asarray(forward(self._params, jnp.asarray(tokens)).astype(jnp.float32))
+        return np.asarray(forward(self._params, self._tokens(tokens)).astype(jnp.float32))
 
     def weights(self) -> dict[str, np.ndarray]:
         """The float32 masters by name."""
@@ -65,9 +67,13 @@ class Trainer:
     def observe(self, tokens: np.ndarray, observer) -> None:
         """A forward and backward pass, no update, in which every FP8 GEMM reports to observer (see ``linear.observing``)."""
         with linear.observing(observer):
-            gradients = jax.jit(jax.grad(self._loss_of), compiler_options=COMPILER_OPTIONS)(self._params, jnp.asarray(tokens))
+            gradients = jax.jit(jax.grad(self._loss_of), compiler_options=COMPILER_OPTIONS)(self._params, self._tokens(tokens))
         jax.block_until_ready(gradients)
         jax.effects_barrier()
+
+    def _tokens(self, tokens: np.ndarray) -> jax.Array:
+        llama.check_tokens(tokens, self.config.model)
+        return jnp.asarray(tokens, jnp.int32)
 
     def _model(self, params) -> Llama:
         """The model on parameters rounded to the compute dtype, all but the embedding table (SEMANTICS M-2)."""

@@ -3,6 +3,14 @@
 Held to docs/SEMANTICS.md by ``fp8ref.check``; shares no code with the simulator.
 """
 
+import logging
+
+# torchao and torch.utils._pytree warn on import about GPU extensions of other builds and about each other, whatever a user does.
+_loggers = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")]
+_levels = [logger.level for logger in _loggers]
+for _logger in _loggers:
+    _logger.setLevel(logging.ERROR)
+
 try:
     import torch
     import torchao
@@ -10,6 +18,9 @@ except ImportError as error:
     raise ImportError(f"fp8ref.torch needs torch and torchao; {error.name} is missing. Install them with: pip install 'fp8ref[torch]'") from error
 
 from fp8ref.torch import cast, linear, model, scaling, train
+
+for _logger, _level in zip(_loggers, _levels, strict=True):
+    _logger.setLevel(_level)
 
 __all__ = ["cast", "linear", "model", "scaling", "train"]
 del torch, torchao

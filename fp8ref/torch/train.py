@@ -25,6 +25,7 @@ class Trainer:
         self.config = config
         self.decisions = config.decisions()
         weights = llama.initial_weights(config.model, seed=config.run.seed) if weights is None else weights
+        llama.check_weights(weights, config.model)
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         numerics = config.numerics
         model = Llama(config.model, weights).to(self._device)
@@ -37,6 +38,7 @@ class Trainer:
         ]
         self._optimizer = torch.optim.AdamW(groups, betas=(optimizer.beta1, optimizer.beta2), eps=optimizer.eps, foreach=True)
         self._count = 0
+        self.device = f"cuda: {torch.cuda.get_device_name()}" if self._device.type == "cuda" else "cpu"
 
     def step(self, tokens: np.ndarray) -> dict[str, float]:
         """One optimizer step: {"loss", "grad_norm"} before the update. Where either is not finite nothing changes (T-4)."""
@@ -82,6 +84,7 @@ class Trainer:
         self._optimizer.zero_grad()
 
     def _tokens(self, tokens: np.ndarray) -> torch.Tensor:
+        llama.check_tokens(tokens, self.config.model)
         return torch.from_numpy(np.asarray(tokens, np.int64)).to(self._device)
 
     def _forward(self, tokens: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,92 @@
+"""The training loop, the same for both backends: batches in, metrics out, nothing lost when it stops early."""
+
+import importlib
+import math
+import time
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from fp8ref.recipe import Decision
+from fp8ref.run import data, log, progress
+from fp8ref.run.config import Config, ConfigError
+
+BACKENDS = ("jax", "torch")
+
+
+class Trainer(Protocol):
+    """What a backend's ``train.Trainer`` offers."""
+
+    backend: str
+    decisions: list[Decision]
+    device: str
+
+    def step(self, tokens: np.ndarray) -> dict[str, float]: ...
+    def evaluate(self, tokens: np.ndarray) -> float: ...
+    def logits(self, tokens: np.ndarray) -> np.ndarray: ...
+    def weights(self) -> dict[str, np.ndarray]: ...
+    def observe(self, tokens: np.ndarray, observer) -> None: ...
+
+
+class NonFiniteError(RuntimeError):
+    """The loss or the gradient is not finite; the weights are those before the step (SEMANTICS T-4)."""
+
+
+def trainer(backend: str, config: Config, weights: dict[str, np.ndarray] | None = None) -> Trainer:
+    """A fresh trainer of a backend, importing its framework only now."""
+    if backend not in BACKENDS:
+        raise ConfigError(f"backend is one of {', '.join(BACKENDS)}; got {backend!r}.")
+    return importlib.import_module(f"fp8ref.{backend}.train").Trainer(config, weights)
+
+
+def train(config: Config, backend: str, out: Path, *, resume: bool = False, overwrite: bool = False) -> list[dict] | None:
+    """Train config.run.steps steps and write the run to ``out``.
+
+    Returns:  the metrics of every step; None when ``resume`` finds the run finished.
+    Raises:   ConfigError before anything is written; NonFiniteError, KeyboardInterrupt after the metrics so far are on disk.
+    """
+    if not log.claim(out, config, backend, resume=resume, overwrite=overwrite):
+        return None
+    batches = data.open_batches(config)
+    model = trainer(backend, config)
+    run = log.create(out, config, backend, data=batches.description, decisions=model.decisions, device=model.device)
+    lines = []
+    try:
+        with progress.bar(f"{backend} {config.numerics.recipe}", config.run.steps) as advance:
+            for metrics in _steps(model, batches, config):
+                run.step(metrics)
+                lines.append(metrics)
+                advance(f"loss {metrics['loss']:.3f}, {metrics['tokens_per_second']:,.0f} tokens/s")
+        run.status("finished", final=lines[-1])
+    except BaseException as error:
+        run.status("interrupted" if isinstance(error, KeyboardInterrupt) else "failed", error=f"{type(error).__name__}: {error}")
+        raise
+    finally:
+        run.close()
+    return lines
+
+
+def _steps(model: Trainer, batches: data.Batches, config: Config):
+    """Train, yielding each step's metrics."""
+    tokens_per_step = config.data.batch_size * config.data.sequence_length
+    start = time.perf_counter()
+    for step in range(config.run.steps):
+        before = time.perf_counter()
+        metrics = model.step(batches.step(step))
+        seconds = time.perf_counter() - before
+        if not all(map(math.isfinite, metrics.values())):
+            raise NonFiniteError(_explain(model, step, metrics))
+        line = {"step": step, **metrics, "tokens_per_second": tokens_per_step / seconds}
+        if (step + 1) % config.run.eval_every == 0 or step + 1 == config.run.steps:
+            line["val_loss"] = float(np.mean([model.evaluate(batches.held_out(i)) for i in range(config.run.eval_batches)]))
+        yield {**line, "seconds": time.perf_counter() - start}
+
+
+def _explain(model: Trainer, step: int, metrics: dict[str, float]) -> str:
+    bad = [name for name, value in model.weights().items() if not np.isfinite(value).all()]
+    where = f"non-finite weights: {', '.join(bad)}" if bad else "all weights are finite"
+    return (
+        f"step {step}: loss {metrics['loss']}, gradient norm {metrics['grad_norm']}; the optimizer step was not taken (T-4), {where}. "
+        "Lower optimizer.learning_rate, or compare with --recipe bf16."
+    )

@@ -1,0 +1,17 @@
+"""One progress bar for everything that takes longer than a few seconds; silent when standard error is no terminal."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+
+@contextmanager
+def bar(title: str, total: int) -> Iterator[Callable[[str], None]]:
+    """Yields a function that advances the bar by one and shows a note beside it."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description:<22}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.fields[note]}"))
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+        task = progress.add_task(title, total=total, note="")
+        yield lambda note="": progress.update(task, advance=1, note=note)
