@@ -55,10 +55,9 @@ def open_batches(config: Config) -> Batches:
                 f"data.source {data.source!r}: the {name} split holds {len(windows)} sequences of {data.sequence_length} tokens, and {needed} are needed. "
                 "Give more text, or lower data.batch_size, data.sequence_length or run.eval_batches."
             )
-    shuffled = {name: grain.MapDataset.source(windows).seed(data.seed).shuffle() for name, (windows, _) in splits.items()}
     return Batches(
-        train=shuffled["train"].repeat().batch(data.batch_size),
-        validation=shuffled["validation"].batch(data.batch_size),
+        train=grain.MapDataset.source(splits["train"][0]).seed(data.seed).shuffle().repeat().batch(data.batch_size),
+        validation=grain.MapDataset.source(splits["validation"][0]).seed(0).shuffle().batch(data.batch_size),
         description={
             "source": data.source,
             "files": len(files),

@@ -1,0 +1,138 @@
+"""One comparison and its verdict: how much was compared, how much was equal, the worst difference and the bound on it."""
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from fp8ref.formats import Format
+from fp8ref.sim import cast
+
+
+@dataclass(kw_only=True)
+class Check:
+    """name is "<layer>/<role or gemm>/<codes|scale|value>/<backend>". A bound of 0 asks for equal bits."""
+
+    name: str
+    compared: int = 0
+    equal: int = 0
+    worst: float = 0.0
+    bound: float = 0.0
+    detail: str = ""  # the first difference, for a person
+
+    @property
+    def ok(self) -> bool:
+        return self.compared > 0 and (self.equal == self.compared if self.bound == 0 else self.worst <= self.bound)
+
+    def add(self, equal: np.ndarray, distance: np.ndarray, describe) -> None:
+        """Count elements; describe(index) explains the first one that breaks the bound."""
+        equal, distance = np.atleast_1d(equal), np.atleast_1d(distance)
+        self.compared += equal.size
+        self.equal += int(equal.sum())
+        self.worst = max(self.worst, float(distance.max(initial=0)))
+        broken = ~equal & ((distance > self.bound) | (self.bound == 0))
+        if broken.any() and not self.detail:
+            index = tuple(int(i) for i in np.argwhere(broken)[0])
+            self.detail = f"{self.name}: {int(broken.sum())} of {equal.size} differ, first at {list(index)}: {describe(index)}"
+
+
+@dataclass
+class Report:
+    """All checks of one run, by name."""
+
+    checks: dict[str, Check] = field(default_factory=dict)
+
+    def check(self, name: str, *, bound: float = 0.0) -> Check:
+        """The check of that name, made on first use; more comparisons of one name add up."""
+        return self.checks.setdefault(name, Check(name=name, bound=bound))
+
+    @property
+    def ok(self) -> bool:
+        return bool(self.checks) and all(check.ok for check in self.checks.values())
+
+    @property
+    def failures(self) -> list[Check]:
+        return [check for check in self.checks.values() if not check.ok]
+
+    def to_dict(self) -> dict:
+        checks = [{k: v for k, v in asdict(c).items() if k != "detail" or v} | {"ok": c.ok} for c in self.checks.values()]
+        return {"ok": self.ok, "checks": checks}
+
+    def write(self, path: Path) -> None:
+        path.write_text(json.dumps(self.to_dict(), indent=1, allow_nan=True) + "\n", encoding="utf-8")
+
+    def table(self) -> list[Check]:
+        """The checks with their layers added up, named "layers/<role>/<kind>/<backend>"."""
+        rows: dict[str, Check] = {}
+        for check in self.checks.values():
+            layer, rest = check.name.split("/", 1)
+            if layer.startswith("synthetic."):
+                layer = "synthetic"
+                rest = "/".join(["cast" if "cast" in check.name.split("/")[0] else "tensors", *rest.split("/")[1:]])
+            elif "proj" in layer or layer == "lm_head":
+                layer = "layers"
+            row = rows.setdefault(f"{layer}/{rest}", Check(name=f"{layer}/{rest}", bound=check.bound))
+            row.compared += check.compared
+            row.equal += check.equal
+            row.worst = max(row.worst, check.worst)
+        return list(rows.values())
+
+    def print(self) -> None:
+        """The table, then the first difference of every check that failed."""
+        console = Console()
+        table = Table("what", "backend", "compared", "equal", "worst", "bound", "")
+        for row in self.table():
+            what, backend = row.name.rsplit("/", 1)
+            table.add_row(what, backend, f"{row.compared:,}", f"{row.equal:,}", f"{row.worst:.3g}", f"{row.bound:.3g}", "ok" if row.ok else "FAILS")
+        console.print(table)
+        for check in self.failures:
+            console.print(check.detail or f"{check.name}: nothing was compared", markup=False, soft_wrap=True)
+        console.print(f"{len(self.checks)} checks, {len(self.failures)} failed")
+
+
+def compare_codes(check: Check, found: dict[str, np.ndarray], backend: str, fmt: Format, hp: np.ndarray) -> None:
+    """Codes of one backend against "sim"; a difference names the codes of everyone and the input's bits. worst: in codes."""
+    canonical = {who: cast.canonical_nans(np.asarray(codes), fmt) for who, codes in found.items()}
+    sim, mine = canonical["sim"], canonical[backend]
+    distance = np.abs(_ordered(sim, fmt) - _ordered(mine, fmt))
+
+    def describe(index):
+        codes = ", ".join(f"{who} 0x{codes[index]:02X}" for who, codes in canonical.items())
+        return f"{codes}; input {hp[index]:.9g} (float32 bits 0x{np.float32(hp[index]).view(np.uint32):08X})"
+
+    check.add(sim == mine, distance, describe)
+
+
+def compare_scales(check: Check, found: dict[str, np.ndarray], backend: str) -> None:
+    """Scales of one backend against "sim", as float32 bits, NaNs alike. worst: in ulps."""
+    bits = {who: np.atleast_1d(np.asarray(scale, np.float32)) for who, scale in found.items()}
+    sim, mine = bits["sim"], bits[backend]
+    equal = (sim.view(np.int32) == mine.view(np.int32)) | (np.isnan(sim) & np.isnan(mine))
+    distance = np.where(equal, 0, np.abs(sim.view(np.int32).astype(np.int64) - mine.view(np.int32)))
+    check.add(
+        equal, distance, lambda index: ", ".join(f"{who} {v[index]!r} (0x{v[index].view(np.uint32):08X})" for who, v in bits.items())
+    )
+
+
+def compare_values(check: Check, value, reference, bound, *, names: tuple[str, str]) -> None:
+    """Values against a reference within an elementwise bound. worst: the largest difference in units of its bound."""
+    value, reference, bound = (np.asarray(v, np.float64) for v in np.broadcast_arrays(value, reference, bound))
+    equal = (value == reference) | (np.isnan(value) & np.isnan(reference))
+    with np.errstate(invalid="ignore", divide="ignore"):
+        ratio = np.where(equal, 0, np.abs(value - reference) / bound)
+    ratio = np.where(np.isnan(ratio), np.inf, ratio)
+    check.add(
+        equal,
+        ratio,
+        lambda index: f"{names[0]} {np.atleast_1d(value)[index]!r}, {names[1]} {np.atleast_1d(reference)[index]!r}, "
+        f"bound {np.atleast_1d(bound)[index]:.3g}",
+    )
+
+
+def _ordered(codes: np.ndarray, fmt: Format) -> np.ndarray:
+    """Codes as integers that increase with the value."""
+    magnitude = (codes & ~np.uint8(fmt.sign_bit)).astype(int)
+    return np.where(codes & fmt.sign_bit, -magnitude, magnitude)

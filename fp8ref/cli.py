@@ -1,0 +1,113 @@
+"""The ``fp8ref`` command. Exit codes: 0 done, 1 a comparison failed, 2 a user's error, 3 a loss that is not finite, 130 Ctrl-C."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+ERROR, FAILED, NON_FINITE, INTERRUPTED = 2, 1, 3, 130
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; arguments are those of the command line."""
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    known, options = _parser().parse_known_args(arguments)
+    try:
+        return known.run(known, options)
+    except KeyboardInterrupt:
+        print("interrupted; what was written so far is kept", file=sys.stderr)
+        return INTERRUPTED
+    except Exception as error:
+        code = _code_of(error)
+        if code is None:
+            raise
+        print(f"fp8ref: {error}", file=sys.stderr)
+        return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="fp8ref", description="Train in FP8 with JAX or PyTorch from one config, and hold both to the specification.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    def command(name: str, run, help: str) -> argparse.ArgumentParser:
+        # CONFIG's keys are options too, and tyro reads those, so --help shows both (see _config)
+        made = commands.add_parser(name, help=help, description=help, allow_abbrev=False, add_help=False)
+        made.add_argument("config", metavar="CONFIG", type=Path, nargs="?", help="a TOML file, such as configs/tiny.toml")
+        made.add_argument("-h", "--help", action="store_true", help="show this, and every key of CONFIG")
+        made.set_defaults(run=run, parser=made)
+        return made
+
+    train = command("train", _train, "Train a model and write a run directory.")
+    train.add_argument("--backend", choices=("jax", "torch"), help="the framework to train with (required)")
+    train.add_argument("--resume", action="store_true", help="continue a run that stopped; leave a finished one alone")
+    train.add_argument("--overwrite", action="store_true", help="replace a run that is already there")
+    check = command("crosscheck", _crosscheck, "Hold the backends to the simulator on a config's real operands.")
+    check.add_argument("--backend", choices=("jax", "torch"), help="one backend alone (default: both)")
+    check.add_argument("--steps", type=int, help="optimizer steps before operands are taken again (default 5)")
+    check.add_argument("--json", type=Path, metavar="FILE", help="write every comparison to FILE")
+    show = command("demo", _demo, "Train with both backends in bf16 and FP8, cross-check, print a table and draw the losses.")
+    show.add_argument("--out", type=Path, default=Path("demo"), help="directory for the runs and the picture (default demo)")
+    return parser
+
+
+def _config(known: argparse.Namespace, options: list[str]):
+    """The config file with the remaining options applied."""
+    from fp8ref.run import config
+
+    prog = known.parser.prog
+    if known.help:
+        print(known.parser.format_help())
+        config.override(config.Config(), ["--help"], prog=f"{prog} CONFIG")  # prints, and exits with 0
+    if known.config is None:
+        raise config.ConfigError(f"{prog} needs a CONFIG, such as configs/tiny.toml. See {prog} --help.")
+    return config.override(config.load(known.config), options, prog=f"{prog} {known.config}")
+
+
+def _train(known: argparse.Namespace, options: list[str]) -> int:
+    config = _config(known, options)
+    from fp8ref.run import loop
+    from fp8ref.run.config import ConfigError
+
+    if known.backend is None:
+        raise ConfigError("fp8ref train needs --backend jax or --backend torch.")
+    out = Path(config.run.out or f"runs/{known.config.stem}-{known.backend}-{config.numerics.recipe}")
+    lines = loop.train(config, known.backend, out, resume=known.resume, overwrite=known.overwrite)
+    if lines is None:
+        print(f"{out} is finished; nothing to do")
+    else:
+        print(f"{out}: {len(lines)} steps, loss {lines[-1]['loss']:.4f}, validation loss {lines[-1]['val_loss']:.4f}")
+    return 0
+
+
+def _crosscheck(known: argparse.Namespace, options: list[str]) -> int:
+    config = _config(known, options)
+    from fp8ref.check import crosscheck
+    from fp8ref.run.config import ConfigError
+    from fp8ref.run.loop import BACKENDS
+
+    steps = crosscheck.STEPS if known.steps is None else known.steps
+    if not 0 <= steps <= config.run.steps:
+        raise ConfigError(f"--steps lies between 0 and run.steps = {config.run.steps}; got {steps}.")
+    if known.json and not known.json.absolute().parent.is_dir():
+        raise ConfigError(f"--json {known.json}: its directory does not exist. Make it first.")
+    report = crosscheck.crosscheck(config, backends=(known.backend,) if known.backend else BACKENDS, steps=steps)
+    if known.json:
+        report.write(known.json)
+    report.print()
+    return 0 if report.ok else FAILED
+
+
+def _demo(known: argparse.Namespace, options: list[str]) -> int:
+    config = _config(known, options)
+    from fp8ref.run.demo import demo
+
+    return 0 if demo(config, known.out) else FAILED
+
+
+def _code_of(error: Exception) -> int | None:
+    """The exit code of an error a user can cause; None for a defect of ours, which keeps its traceback."""
+    if isinstance(error, ValueError | OSError | ImportError):
+        return ERROR
+    from fp8ref.run.loop import NonFiniteError
+
+    return NON_FINITE if isinstance(error, NonFiniteError) else None

@@ -1,0 +1,68 @@
+"""The whole path on one config: train with both backends in bf16 and FP8, cross-check, print one table, draw one picture."""
+
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from fp8ref.check.crosscheck import crosscheck
+from fp8ref.run import data, loop, plots
+from fp8ref.run.config import Config
+
+RECIPES = ("bf16", "tensorwise", "rowwise")
+SEEDS = (0, 1, 2)  # bf16 runs whose range is the noise that FP8 is judged by
+
+
+def demo(config: Config, out: Path) -> bool:
+    """Train, cross-check, print and draw; runs go to ``out``, replacing those of an earlier demo.
+
+    Returns:  whether every cross-check held.
+    """
+    console = Console()
+    seed = config.run.seed
+    runs = {
+        (backend, recipe): loop.train(config.replace(numerics={"recipe": recipe}), backend, out / f"{backend}-{recipe}", overwrite=True)
+        for backend in loop.BACKENDS
+        for recipe in RECIPES
+    }
+    final = {key: lines[-1]["val_loss"] for key, lines in runs.items()}
+    seeds = [final["jax", "bf16"]]
+    for i in SEEDS[1:]:
+        other = config.replace(numerics={"recipe": "bf16"}, run={"seed": seed + i}, data={"seed": config.data.seed + i})
+        seeds.append(loop.train(other, "jax", out / f"jax-bf16-seed{seed + i}", overwrite=True)[-1]["val_loss"])
+    reports = {recipe: crosscheck(config.replace(numerics={"recipe": recipe})) for recipe in RECIPES[1:]}
+    for recipe, report in reports.items():
+        report.write(out / f"crosscheck-{recipe}.json")
+    entropy = data.open_batches(config).description["validation_unigram_entropy"]
+
+    spread = max(seeds) - min(seeds)
+    table = Table("backend", "recipe", "final loss", "val loss", "minus bf16", "codes equal", "scales equal", "cross-check")
+    for (backend, recipe), lines in runs.items():
+        bits, verdict = ["-", "-"], "-"
+        if recipe in reports:
+            rows = [row for row in reports[recipe].table() if row.name.startswith("layers/")]
+            for i, kind in enumerate(("codes", "scale")):
+                counts = [(row.compared, row.equal) for row in rows if row.name.endswith(f"/{kind}/{backend}")]
+                compared, equal = map(sum, zip(*counts, strict=True))
+                bits[i] = f"{equal / compared:.2%} of {compared:,}"
+            verdict = "holds" if reports[recipe].ok else "FAILS"
+        gap = final[backend, recipe] - final[backend, "bf16"]
+        table.add_row(backend, recipe, f"{lines[-1]['loss']:.4f}", f"{final[backend, recipe]:.4f}", f"{gap:+.4f}", *bits, verdict)
+    console.print(table)
+    console.print(f"validation loss {max(final.values()):.3f} at most; unigram entropy of the validation text {entropy:.3f} nats")
+    gaps = {key: abs(value - final[key[0], "bf16"]) for key, value in final.items() if key[1] != "bf16"}
+    worst = max(gaps, key=gaps.get)  # type: ignore[arg-type]
+    console.print(
+        f"bf16 over {len(SEEDS)} seeds: {', '.join(f'{v:.4f}' for v in seeds)}, spread {spread:.4f}; "
+        f"largest gap of FP8 to bf16 {gaps[worst]:.4f} ({' '.join(worst)}): {'within' if gaps[worst] <= spread else 'outside'} the spread"
+    )
+    for report in reports.values():
+        for failure in report.failures[:5]:
+            console.print(failure.detail, markup=False)
+
+    picture, axes = plots.figure(2)
+    plots.loss_curves(axes[0], runs, entropy=entropy)
+    plots.validation_gaps(axes[1], final, spread=(min(seeds), max(seeds)))
+    picture.savefig(out / "loss.png")
+    console.print(f"wrote {out / 'loss.png'}, {out}/crosscheck-*.json and {len(runs) + len(SEEDS) - 1} runs in {out}/")
+    return all(report.ok for report in reports.values())
