@@ -26,7 +26,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="fp8ref", description="Train in FP8 with JAX or PyTorch from one config, and hold both to the specification.")
+    parser = argparse.ArgumentParser(
+        prog="fp8ref", description="Train in FP8 with JAX or PyTorch from one config, and hold both to the specification."
+    )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     def command(name: str, run, help: str) -> argparse.ArgumentParser:

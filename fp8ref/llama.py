@@ -49,7 +49,7 @@ def linear_shapes(config: LlamaConfig) -> dict[str, tuple[int, int]]:
     """Name -> [N, K] of every linear, in the order of the forward pass; the tied lm_head is not a linear of its own."""
     hidden, inner = config.hidden_size, config.intermediate_size
     kv = config.num_key_value_heads * config.head_dim
-    shapes = {}
+    shapes: dict[str, tuple[int, int]] = {}
     for i in range(config.num_hidden_layers):
         layer = f"model.layers.{i}"
         shapes |= {
@@ -104,7 +104,9 @@ def check_weights(weights: Mapping[str, np.ndarray], config: LlamaConfig) -> Non
             raise ValueError(f"{name} is float32 {list(shape)}; got {value.dtype} {list(value.shape)}.")
         if not np.isfinite(value).all():
             index = np.unravel_index(np.flatnonzero(~np.isfinite(value))[0], shape)
-            raise ValueError(f"weights are finite; {name} holds {value[index]} at {[int(i) for i in index]}. Start from a finite checkpoint.")
+            raise ValueError(
+                f"weights are finite; {name} holds {value[index]} at {[int(i) for i in index]}. Start from a finite checkpoint."
+            )
 
 
 def check_tokens(tokens: np.ndarray, config: LlamaConfig) -> None:

@@ -204,4 +204,6 @@ def _decide(name: str, shape: tuple[int, int], recipe: Recipe, filter_fqns: Sequ
         if named:
             raise ValueError(f"{reason}, and fp8_fqns {named[0]!r} names it. Pad the layer or drop the pattern.")
         return kept(reason)
-    return Decision(path=name, shape=shape, recipe=recipe, reason=f"named by fp8_fqns {named[0]!r}" if named else "every linear not filtered")
+    return Decision(
+        path=name, shape=shape, recipe=recipe, reason=f"named by fp8_fqns {named[0]!r}" if named else "every linear not filtered"
+    )

@@ -5,10 +5,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import numpy as np
-from rich.console import Console
 from rich.table import Table
 
 from fp8ref.formats import Format
+from fp8ref.run import progress
 from fp8ref.sim import cast
 
 
@@ -82,11 +82,13 @@ class Report:
 
     def print(self) -> None:
         """The table, then the first difference of every check that failed."""
-        console = Console()
+        console = progress.console()
         table = Table("what", "backend", "compared", "equal", "worst", "bound", "")
         for row in self.table():
             what, backend = row.name.rsplit("/", 1)
-            table.add_row(what, backend, f"{row.compared:,}", f"{row.equal:,}", f"{row.worst:.3g}", f"{row.bound:.3g}", "ok" if row.ok else "FAILS")
+            table.add_row(
+                what, backend, f"{row.compared:,}", f"{row.equal:,}", f"{row.worst:.3g}", f"{row.bound:.3g}", "ok" if row.ok else "FAILS"
+            )
         console.print(table)
         for check in self.failures:
             console.print(check.detail or f"{check.name}: nothing was compared", markup=False, soft_wrap=True)
@@ -112,9 +114,7 @@ def compare_scales(check: Check, found: dict[str, np.ndarray], backend: str) -> 
     sim, mine = bits["sim"], bits[backend]
     equal = (sim.view(np.int32) == mine.view(np.int32)) | (np.isnan(sim) & np.isnan(mine))
     distance = np.where(equal, 0, np.abs(sim.view(np.int32).astype(np.int64) - mine.view(np.int32)))
-    check.add(
-        equal, distance, lambda index: ", ".join(f"{who} {v[index]!r} (0x{v[index].view(np.uint32):08X})" for who, v in bits.items())
-    )
+    check.add(equal, distance, lambda index: ", ".join(f"{who} {v[index]!r} (0x{v[index].view(np.uint32):08X})" for who, v in bits.items()))
 
 
 def compare_values(check: Check, value, reference, bound, *, names: tuple[str, str]) -> None:
@@ -127,8 +127,10 @@ def compare_values(check: Check, value, reference, bound, *, names: tuple[str, s
     check.add(
         equal,
         ratio,
-        lambda index: f"{names[0]} {np.atleast_1d(value)[index]!r}, {names[1]} {np.atleast_1d(reference)[index]!r}, "
-        f"bound {np.atleast_1d(bound)[index]:.3g}",
+        lambda index: (
+            f"{names[0]} {np.atleast_1d(value)[index]!r}, {names[1]} {np.atleast_1d(reference)[index]!r}, "
+            f"bound {np.atleast_1d(bound)[index]:.3g}"
+        ),
     )
 
 

@@ -14,7 +14,7 @@ from fp8ref import llama
 from fp8ref.check import bounds, quantizers, synthetic
 from fp8ref.check.compare import Report, compare_codes, compare_scales, compare_values
 from fp8ref.formats import BFLOAT16, FP8_FORMATS
-from fp8ref.recipe import OPERANDS, REDUCED_AXES, RECIPES, CastSpec, Recipe
+from fp8ref.recipe import OPERANDS, RECIPES, REDUCED_AXES, CastSpec, Recipe
 from fp8ref.run import data, loop, progress
 from fp8ref.run.config import Config
 from fp8ref.sim import cast, gemm, scaling
@@ -52,7 +52,7 @@ def crosscheck(config: Config, *, backends: Sequence[str] = loop.BACKENDS, steps
         trainers = {name: loop.trainer(name, config) for name in backends}
         check_weights(report, trainers, weights)
         check_forward(report, trainers, weights, batches.step(0)[:FORWARD_BATCH], config, recipes, advance=lambda: advance("forward"))
-        curves = {name: [] for name in backends}
+        curves: dict[str, list[float]] = {name: [] for name in backends}
         for name, trainer in trainers.items():
             check_operands(report, trainer, batches.step(0), recipes, backends)
             advance(f"{name}: operands at step 0")
@@ -117,7 +117,9 @@ def check_operands(report: Report, trainer: loop.Trainer, tokens: np.ndarray, re
     expected = {(layer, which) for layer, recipe in recipes.items() for which, spec in recipe.gemms.items() if spec.fp8}
     found = {(o.layer, o.gemm) for o in seen}
     if found != expected:
-        raise RuntimeError(f"{trainer.backend}: FP8 GEMMs planned and not run: {sorted(expected - found)}; not planned: {sorted(found - expected)}.")
+        raise RuntimeError(
+            f"{trainer.backend}: FP8 GEMMs planned and not run: {sorted(expected - found)}; not planned: {sorted(found - expected)}."
+        )
     for observation in seen:
         _check_gemm(report, observation, recipes[observation.layer], backends)
 

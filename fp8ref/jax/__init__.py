@@ -8,7 +8,9 @@ try:
     import jax
     import optax
 except ImportError as error:
-    raise ImportError(f"fp8ref.jax needs jax, flax and optax; {error.name} is missing. Install them with: pip install 'fp8ref[jax]'") from error
+    raise ImportError(
+        f"fp8ref.jax needs jax, flax and optax; {error.name} is missing. Install them with: pip install 'fp8ref[jax]'"
+    ) from error
 
 from fp8ref.jax import cast, gemm, linear, model, scaling, train
 

@@ -29,9 +29,13 @@ def apply(x: jax.Array, w: jax.Array, *, recipe: str | Recipe, state: None = Non
     if w.ndim != 2 or x.ndim < 1 or x.shape[-1] != w.shape[1]:
         raise ValueError(f"{name}: a linear takes x [..., K] and w [N, K] with the same K; got {x.shape} and {w.shape}.")
     if x.dtype != w.dtype or x.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
-        raise ValueError(f"{name}: x and w have one dtype, bfloat16, float16 or float32; got {x.dtype} and {w.dtype}. Cast the weight first.")
+        raise ValueError(
+            f"{name}: x and w have one dtype, bfloat16, float16 or float32; got {x.dtype} and {w.dtype}. Cast the weight first."
+        )
     if recipe.fp8 and (w.shape[0] % 16 or w.shape[1] % 16):
-        raise ValueError(f"{name}: FP8 needs N and K to be multiples of 16 (L-5); got w.shape={w.shape}. Pad the layer or use recipe 'bf16'.")
+        raise ValueError(
+            f"{name}: FP8 needs N and K to be multiples of 16 (L-5); got w.shape={w.shape}. Pad the layer or use recipe 'bf16'."
+        )
     y = _linear(x.reshape(-1, x.shape[-1]), w, recipe, name)
     return y.reshape(*x.shape[:-1], w.shape[0]), seen
 

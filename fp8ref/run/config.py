@@ -151,9 +151,7 @@ class Config:
 
     def replace(self, **sections) -> "Config":
         """A copy with keys of sections replaced: ``config.replace(run={"steps": 3})``."""
-        return dataclasses.replace(
-            self, **{name: dataclasses.replace(getattr(self, name), **keys) for name, keys in sections.items()}
-        )
+        return dataclasses.replace(self, **{name: dataclasses.replace(getattr(self, name), **keys) for name, keys in sections.items()})
 
 
 for _section in (LlamaConfig, DataConfig, NumericsConfig, OptimizerConfig, RunConfig, Config):

@@ -50,9 +50,7 @@ def create(out: Path, config: Config, backend: str, *, data: dict, decisions: li
         "versions": {"python": platform.python_version(), **_versions()},
         "config": configs.to_dict(config),
         "data": data,
-        "linears": [
-            {"path": d.path, "shape": list(d.shape), "recipe": d.recipe.name, "fp8": d.fp8, "reason": d.reason} for d in decisions
-        ],
+        "linears": [{"path": d.path, "shape": list(d.shape), "recipe": d.recipe.name, "fp8": d.fp8, "reason": d.reason} for d in decisions],
     }
     return RunLog(out, manifest)
 
@@ -74,7 +72,9 @@ def claim(out: Path, config: Config, backend: str, *, resume: bool, overwrite: b
         shutil.rmtree(out)
         return True
     if not resume:
-        raise ConfigError(f"{out} already holds a run. Continue it with --resume, replace it with --overwrite, or name another directory with --run.out.")
+        raise ConfigError(
+            f"{out} already holds a run. Continue it with --resume, replace it with --overwrite, or name another directory with --run.out."
+        )
     manifest = read_manifest(out)
     mine = {"backend": backend, "config": configs.to_dict(config)}
     theirs = {"backend": manifest.get("backend"), "config": manifest.get("config")}
@@ -82,7 +82,9 @@ def claim(out: Path, config: Config, backend: str, *, resume: bool, overwrite: b
     changed.pop("config.run.out", None)
     if changed:
         key, (here, there) = next(iter(changed.items()))
-        raise ConfigError(f"{out} holds a run with another {key}: {there!r}, and now {here!r}. Resume with the same configuration, or use --overwrite.")
+        raise ConfigError(
+            f"{out} holds a run with another {key}: {there!r}, and now {here!r}. Resume with the same configuration, or use --overwrite."
+        )
     return manifest["status"] != "finished"
 
 
@@ -108,7 +110,7 @@ def _versions() -> dict[str, str]:
 def _differences(a, b, path: str = "") -> dict:
     """{dotted key: (a's value, b's)} where two nested dicts differ."""
     if isinstance(a, dict) and isinstance(b, dict):
-        found = {}
+        found: dict = {}
         for key in {**a, **b}:
             found |= _differences(a.get(key), b.get(key), f"{path}.{key}" if path else key)
         return found

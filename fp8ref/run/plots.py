@@ -20,24 +20,36 @@ def loss_curves(ax: Axes, runs: Mapping[tuple[str, str], Sequence[dict]], *, ent
         loss = np.array([line["loss"] for line in lines])
         width = min(smooth, len(loss))
         mean = np.convolve(loss, np.ones(width) / width, "valid")
-        ax.plot(np.arange(width - 1, len(loss)), mean, color=COLOURS.get(recipe), linestyle=STYLES.get(backend), label=f"{backend} {recipe}")
+        ax.plot(
+            np.arange(width - 1, len(loss)), mean, color=COLOURS.get(recipe), linestyle=STYLES.get(backend), label=f"{backend} {recipe}"
+        )
     if entropy is not None:
         ax.axhline(entropy, color="#888888", linewidth=1, linestyle=":")
-        ax.annotate("unigram entropy", (1, entropy), xycoords=("axes fraction", "data"), ha="right", va="bottom", color="#666666", fontsize=8)
+        ax.annotate(
+            "unigram entropy", (1, entropy), xycoords=("axes fraction", "data"), ha="right", va="bottom", color="#666666", fontsize=8
+        )
     ax.set(xlabel="optimizer step", ylabel=f"training loss, nats (mean of {smooth} steps)")
     ax.legend(frameon=False, fontsize=8)
     return _plain(ax)
 
 
-def validation_gaps(ax: Axes, losses: Mapping[tuple[str, str], float], *, spread: tuple[float, float]) -> Axes:
-    """Final validation loss of each (backend, recipe) as a point, over the band between the lowest and highest bf16 seed."""
-    names = list(losses)
-    ax.axhspan(*spread, color="#BBBBBB", alpha=0.4, linewidth=0, label="bf16, range of 3 seeds")
-    for i, (backend, recipe) in enumerate(names):
-        ax.plot(i, losses[backend, recipe], "o" if backend == "jax" else "s", color=COLOURS.get(recipe), markersize=7)
-    ax.set(ylabel="final validation loss, nats")
-    ax.set_xticks(range(len(names)), [f"{backend}\n{recipe}" for backend, recipe in names], fontsize=8)
-    ax.margins(x=0.1, y=0.3)
+def validation_gaps(ax: Axes, losses: Mapping[tuple[str, str], float], *, seeds: Sequence[float]) -> Axes:
+    """Final validation loss of each (backend, recipe) less bf16's of the same backend, over the band of the seed-to-seed spread.
+
+    seeds: final validation losses of bf16 runs that differ only in their seed; the first is the seed of ``losses``.
+    """
+    spread = max(seeds) - min(seeds)
+    ax.axhspan(-spread, spread, color="#BBBBBB", alpha=0.4, linewidth=0, label=f"spread of {len(seeds)} bf16 seeds")
+    points = {key: loss - losses[key[0], "bf16"] for key, loss in losses.items() if key[1] != "bf16"}
+    for i, ((backend, recipe), gap) in enumerate(points.items()):
+        ax.plot(i, gap, "o" if backend == "jax" else "s", color=COLOURS.get(recipe), markersize=7)
+    for i, loss in enumerate(seeds[1:]):
+        ax.plot(len(points), loss - seeds[0], "x", color=COLOURS["bf16"], label="bf16, other seeds" if i == 0 else None)
+    ax.axhline(0, color="#000000", linewidth=0.8)
+    names = [f"{backend}\n{recipe}" for backend, recipe in points] + ["bf16\nother seeds"]
+    ax.set_xticks(range(len(names)), names, fontsize=8)
+    ax.set(ylabel="final validation loss minus bf16's, nats")
+    ax.margins(x=0.1, y=0.25)
     ax.legend(frameon=False, fontsize=8)
     return _plain(ax)
 

@@ -1,4 +1,7 @@
-"""One progress bar for everything that takes longer than a few seconds; silent when standard error is no terminal."""
+"""What a person sees: one progress bar for everything that takes longer than a few seconds, and tables.
+
+The bar goes to standard error and is silent where that is no terminal.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -7,11 +10,27 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 
+def console() -> Console:
+    """Standard output, wide enough for tables also where it is a file."""
+    made = Console()
+    return made if made.is_terminal else Console(width=120)
+
+
 @contextmanager
 def bar(title: str, total: int) -> Iterator[Callable[[str], None]]:
     """Yields a function that advances the bar by one and shows a note beside it."""
     console = Console(stderr=True)
-    columns = (TextColumn("{task.description:<22}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.fields[note]}"))
+    columns = (
+        TextColumn("{task.description:<22}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[note]}"),
+    )
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
         task = progress.add_task(title, total=total, note="")
-        yield lambda note="": progress.update(task, advance=1, note=note)
+
+        def advance(note: str = "") -> None:
+            progress.update(task, advance=1, note=note)
+
+        yield advance

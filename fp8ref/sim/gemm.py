@@ -85,14 +85,20 @@ def _exact_products(a: np.ndarray, b: np.ndarray) -> list[np.ndarray]:
     way. Products of such parts have at most 38 bits and share one quantum, and so do sums of 2^15 of them: 53 bits, which a
     float64 matrix product adds in any order without rounding. (E4M3 and E5M2 in all variants: F-2, F-3.)
     """
-    parts = []
-    for k in range(0, a.shape[1], 1 << 15):
-        left, right = a[:, k : k + (1 << 15)], b[:, k : k + (1 << 15)]
-        for large in (np.where(abs(left) >= 1, left, 0), np.where(abs(left) >= 1, 0, left)):
-            for other in (np.where(abs(right) >= 1, right, 0), np.where(abs(right) >= 1, 0, right)):
-                if large.any() and other.any():
-                    parts.append(large @ other.T)  # [M, k] @ [k, N]
+    chunks = range(0, a.shape[1], 1 << 15)
+    parts = [
+        left @ right.T  # [M, k] x [N, k] -> [M, N]
+        for k in chunks
+        for left in _by_magnitude(a[:, k : k + (1 << 15)])
+        for right in _by_magnitude(b[:, k : k + (1 << 15)])
+    ]
     return parts or [np.zeros((len(a), len(b)))]
+
+
+def _by_magnitude(x: np.ndarray) -> list[np.ndarray]:
+    """Arrays that sum to x: its numbers of magnitude at least 1, and the others; whichever has any."""
+    large = np.where(abs(x) >= 1, x, 0)
+    return [part for part in (large, x - large) if part.any()]
 
 
 def _round_sum(parts: list[np.ndarray]) -> np.ndarray:

@@ -41,7 +41,12 @@ class Rounding:
 
 
 def forward(
-    tokens: np.ndarray, weights: Mapping[str, np.ndarray], config: llama.LlamaConfig, recipes: Mapping[str, Recipe], *, seed: int | None = None
+    tokens: np.ndarray,
+    weights: Mapping[str, np.ndarray],
+    config: llama.LlamaConfig,
+    recipes: Mapping[str, Recipe],
+    *,
+    seed: int | None = None,
 ) -> np.ndarray:
     """Logits of a batch.
 

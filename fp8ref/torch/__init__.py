@@ -15,7 +15,9 @@ try:
     import torch
     import torchao
 except ImportError as error:
-    raise ImportError(f"fp8ref.torch needs torch and torchao; {error.name} is missing. Install them with: pip install 'fp8ref[torch]'") from error
+    raise ImportError(
+        f"fp8ref.torch needs torch and torchao; {error.name} is missing. Install them with: pip install 'fp8ref[torch]'"
+    ) from error
 
 from fp8ref.torch import cast, linear, model, scaling, train
 

@@ -28,10 +28,8 @@ def encode(x: torch.Tensor, fmt: Format, *, saturate: bool = True) -> torch.Tens
         step = fmt.max - decode(torch.tensor(fmt.max_code - 1, dtype=torch.uint8, device=x.device), fmt)
         tie_overflows = fmt.max_code % 2 == 1
         above = value.abs() >= fmt.max + step / 2 if tie_overflows else value.abs() > fmt.max + step / 2
-        if fmt.inf_code is None:
-            codes = torch.where(above, fmt.nan_code, codes)
-        else:
-            codes = torch.where(above, fmt.inf_code | (codes & fmt.sign_bit), codes)
+        overflow = fmt.nan_code if fmt.inf_code is None else fmt.inf_code | (codes & fmt.sign_bit)
+        codes = torch.where(above, overflow, codes)
     # torch's NaN keeps the sign; C-5 emits one code
     return torch.where(value.isnan(), fmt.nan_code, codes).to(torch.uint8)
 

@@ -17,7 +17,7 @@ def use_native_scaled_mm() -> None:
 
     def without_onednn(keyset, *args, **kwargs):
         enabled = torch.backends.mkldnn.enabled
-        torch.backends.mkldnn.enabled = False
+        torch.backends.mkldnn.enabled = False  # type: ignore[assignment]
         try:
             return kernel.call_boxed(keyset, *args, **kwargs)
         finally:

@@ -12,7 +12,7 @@ from torchao.float8.float8_training_tensor import Float8TrainingTensor
 from torchao.float8.float8_utils import EPS
 
 from fp8ref import recipe as recipes
-from fp8ref.recipe import OPERANDS, CastSpec, Recipe
+from fp8ref.recipe import OPERANDS, CastSpec, Gemm, Recipe, Role
 from fp8ref.torch import cast, cpu, scaling
 
 
@@ -37,7 +37,9 @@ def convert(model: nn.Module, recipe: str | Recipe, *, filter_fqns: Sequence[str
         if type(module) is not nn.Linear:
             raise ValueError(f"{name} is a {type(module).__name__}, whose forward Float8Linear would replace. Name it in filter_fqns.")
         if others:
-            raise ValueError(f"{name} is the same module as {others[0]}, and only one of them would be converted. Name both in filter_fqns.")
+            raise ValueError(
+                f"{name} is the same module as {others[0]}, and only one of them would be converted. Name both in filter_fqns."
+            )
     if any(p.device.type == "cpu" for p in model.parameters()):
         cpu.use_native_scaled_mm()
     return convert_to_float8_training(model, config=config, module_filter_fn=lambda _, name: name in chosen)
@@ -76,7 +78,7 @@ def torchao_config(recipe: Recipe) -> Float8LinearConfig:
         if spec.fp8 and spec.epilogue != meant:
             raise refuse(f"the epilogue of {gemm} is {meant!r}; got {spec.epilogue!r}")
 
-    def cast_config(gemm: str, role: str) -> CastConfig:
+    def cast_config(gemm: Gemm, role: Role) -> CastConfig:
         spec: CastSpec | None = casts[gemm, role]
         other = next((c for (_, r), c in casts.items() if r == role and c is not None), None)
         if spec is None:
@@ -84,8 +86,8 @@ def torchao_config(recipe: Recipe) -> Float8LinearConfig:
             return CastConfig(scaling_type=ScalingType.DISABLED, target_dtype=dtype)
         return CastConfig(scaling_granularity=scaling.GRANULARITIES[spec.granularity], target_dtype=cast.DTYPES[spec.fmt.name])
 
-    def gemm_config(gemm: str) -> Float8GemmConfig:
-        return Float8GemmConfig(use_fast_accum=recipe.gemms[gemm].accumulate == "fast")  # type: ignore[index]
+    def gemm_config(gemm: Gemm) -> Float8GemmConfig:
+        return Float8GemmConfig(use_fast_accum=recipe.gemms[gemm].accumulate == "fast")
 
     return Float8LinearConfig(
         cast_config_input=cast_config("output", "input"),

@@ -45,7 +45,7 @@ class Trainer:
         self._optimizer.zero_grad()
         loss = self._loss(tokens)
         loss.backward()
-        grads = [p.grad for p in self._params.values()]
+        grads = [p.grad for p in self._params.values() if p.grad is not None]
         norm = torch.nn.utils.get_total_norm(grads)
         metrics = {"loss": loss.item(), "grad_norm": norm.item()}
         if all(map(math.isfinite, metrics.values())):

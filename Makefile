@@ -1,0 +1,24 @@
+# make setup | demo | test | lint. Everything is installed into .venv; PYTHON names the interpreter it is made with.
+PYTHON ?= python3
+BIN := .venv/bin
+TESTS ?= tests fp8ref
+
+.PHONY: setup demo test lint
+
+setup: .venv/ready
+
+.venv/ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[test]'
+	touch $@
+
+demo: setup
+	$(BIN)/fp8ref demo configs/tiny.toml
+
+test: setup
+	$(BIN)/python -m pytest $(TESTS)
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
