@@ -9,7 +9,7 @@ setup: .venv/ready
 
 .venv/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[test]'
+	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[test]'
 	touch $@
 
 demo: setup

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from fp8ref import llama
-from fp8ref.check import bounds, quantizers, synthetic
+from fp8ref.check import bounds, synthetic
 from fp8ref.check.compare import Report, compare_codes, compare_scales, compare_values
+from fp8ref.check.quantizers import Quantizer, create
 from fp8ref.formats import BFLOAT16, FP8_FORMATS
 from fp8ref.recipe import OPERANDS, RECIPES, REDUCED_AXES, CastSpec, Recipe
 from fp8ref.run import data, loop, progress
@@ -47,37 +48,38 @@ def crosscheck(config: Config, *, backends: Sequence[str] = loop.BACKENDS, steps
     replicates = bounds.REPLICATES if len(backends) > 1 else 0
     work = 1 + bounds.SAMPLES + len(backends) * (steps + 2) + replicates
     with progress.bar(f"crosscheck {config.numerics.recipe}", work) as advance:
-        check_synthetic(report, backends)
+        quantizers = create(backends)
+        check_synthetic(report, quantizers)
         advance("synthetic tensors")
         trainers = {name: loop.trainer(name, config) for name in backends}
         check_weights(report, trainers, weights)
         check_forward(report, trainers, weights, batches.step(0)[:FORWARD_BATCH], config, recipes, advance=lambda: advance("forward"))
         curves: dict[str, list[float]] = {name: [] for name in backends}
         for name, trainer in trainers.items():
-            check_operands(report, trainer, batches.step(0), recipes, backends)
+            check_operands(report, trainer, batches.step(0), recipes, quantizers)
             advance(f"{name}: operands at step 0")
             for step in range(steps):
                 curves[name].append(trainer.step(batches.step(step))["loss"])
                 advance(f"{name}: training")
-            check_operands(report, trainer, batches.step(steps), recipes, backends)
+            check_operands(report, trainer, batches.step(steps), recipes, quantizers)
             advance(f"{name}: operands after {steps} steps")
         if len(backends) > 1 and steps:
             check_curves(report, curves, weights, batches, config, advance=lambda: advance("noise of rounding"))
     return report
 
 
-def check_synthetic(report: Report, backends: Sequence[str]) -> None:
+def check_synthetic(report: Report, quantizers: dict[str, Quantizer]) -> None:
     """Codes and scales of made-up tensors, both axes; and bare casts, where saturation shows (dynamic scales never exceed max)."""
     for fmt in FP8_FORMATS.values():
         values = synthetic.casts(fmt)
-        found = {who: quantizers.ENCODE[who](values, fmt) for who in ("sim", *backends)}
-        for backend in backends:
+        found = {"sim": cast.encode(values, fmt)} | {who: q.encode(values, fmt) for who, q in quantizers.items()}
+        for backend in quantizers:
             compare_codes(report.check(f"synthetic.cast/{fmt}/codes/{backend}"), found, backend, fmt, values)
     specs = {(c.fmt, c.granularity, c.policy): c for r in RECIPES.values() for g in r.gemms.values() for c in (g.a, g.b) if c is not None}
     for case, values in synthetic.tensors().items():
         for spec in specs.values():
             for axis in (0, 1) if spec.granularity == "rowwise" else (1,):
-                compare_quantized(report, f"synthetic.{case}/{spec.granularity}", values, spec, axis, {}, backends)
+                compare_quantized(report, f"synthetic.{case}/{spec.granularity}", values, spec, axis, {}, quantizers)
 
 
 def check_weights(report: Report, trainers: dict[str, loop.Trainer], weights: dict[str, np.ndarray]) -> None:
@@ -110,7 +112,9 @@ def check_forward(
                 compare_values(check, found[mine][j], found[other][j], bound, names=(mine, other))
 
 
-def check_operands(report: Report, trainer: loop.Trainer, tokens: np.ndarray, recipes: dict[str, Recipe], backends: Sequence[str]) -> None:
+def check_operands(
+    report: Report, trainer: loop.Trainer, tokens: np.ndarray, recipes: dict[str, Recipe], quantizers: dict[str, Quantizer]
+) -> None:
     """Every FP8 GEMM of one forward and backward pass: operands bit for bit, outputs within B-1."""
     seen: list[Observation] = []
     trainer.observe(tokens, lambda layer, which, a, b, out: seen.append(Observation(trainer.backend, layer, which, a, b, out)))
@@ -121,7 +125,7 @@ def check_operands(report: Report, trainer: loop.Trainer, tokens: np.ndarray, re
             f"{trainer.backend}: FP8 GEMMs planned and not run: {sorted(expected - found)}; not planned: {sorted(found - expected)}."
         )
     for observation in seen:
-        _check_gemm(report, observation, recipes[observation.layer], backends)
+        _check_gemm(report, observation, recipes[observation.layer], quantizers)
 
 
 def check_curves(
@@ -158,28 +162,28 @@ def compare_quantized(
     spec: CastSpec,
     axis: int,
     live: dict[str, tuple[np.ndarray, np.ndarray]],
-    backends: Sequence[str],
+    quantizers: dict[str, Quantizer],
 ) -> scaling.Quantized:
     """Codes and scales of hp in every implementation; ``live`` holds those a training step used. Returns the simulator's."""
     hp = np.asarray(hp, np.float32)
     simulated = scaling.quantize(hp, spec.fmt, granularity=spec.granularity, policy=spec.policy, axis=axis)
     found = {"sim": (simulated.codes, simulated.scale)}
-    for backend in backends:
-        found[backend] = live[backend] if backend in live else quantizers.QUANTIZE[backend](hp, spec, axis=axis, dtype="bfloat16")
-    for backend in backends:
+    for backend, quantizer in quantizers.items():
+        found[backend] = live[backend] if backend in live else quantizer.quantize(hp, spec, axis=axis, dtype="bfloat16")
+    for backend in quantizers:
         codes, scales = ({who: pair[i] for who, pair in found.items()} for i in (0, 1))
         compare_codes(report.check(f"{prefix}/codes/{backend}"), codes, backend, spec.fmt, hp)
         compare_scales(report.check(f"{prefix}/scale/{backend}"), scales, backend)
     return simulated
 
 
-def _check_gemm(report: Report, seen: Observation, recipe: Recipe, backends: Sequence[str]) -> None:
+def _check_gemm(report: Report, seen: Observation, recipe: Recipe, quantizers: dict[str, Quantizer]) -> None:
     spec = recipe.gemms[seen.gemm]  # type: ignore[index]
     operands = []
     for role, operand, how, axis in zip(OPERANDS[seen.gemm], (seen.a, seen.b), (spec.a, spec.b), REDUCED_AXES[seen.gemm], strict=True):  # type: ignore[index]
         assert how is not None
         hp, codes, scale = operand
-        q = compare_quantized(report, f"{seen.layer}/{role}", hp, how, axis, {seen.backend: (codes, scale)}, backends)
+        q = compare_quantized(report, f"{seen.layer}/{role}", hp, how, axis, {seen.backend: (codes, scale)}, quantizers)
         operands.append(q if axis == 1 else _transposed(q))
     a, b = operands
     simulated = gemm.matmul(a, b, epilogue=spec.epilogue, out_dtype=BFLOAT16)  # [M, K] x [N, K] -> [M, N]

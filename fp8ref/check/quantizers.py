@@ -1,7 +1,7 @@
-"""The three implementations of quantize and encode behind one signature: float32 values in, (codes uint8, scale float32) out."""
+"""The implementations of quantize and encode behind one signature: float32 values in, codes uint8 and scale float32 out."""
 
-import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Protocol
 
 import numpy as np
 
@@ -9,59 +9,71 @@ from fp8ref.formats import Format
 from fp8ref.recipe import CastSpec
 from fp8ref.sim import cast, scaling
 
-Quantize = Callable[..., tuple[np.ndarray, np.ndarray]]
+
+class Quantizer(Protocol):
+    """quantize first rounds x to ``dtype``, the tensor's hp dtype; encode is the bare cast, saturating, from float32."""
+
+    def quantize(self, x: np.ndarray, spec: CastSpec, *, axis: int, dtype: str) -> tuple[np.ndarray, np.ndarray]: ...
+    def encode(self, x: np.ndarray, fmt: Format) -> np.ndarray: ...
 
 
-def sim_quantize(x: np.ndarray, spec: CastSpec, *, axis: int, dtype: str) -> tuple[np.ndarray, np.ndarray]:
-    q = scaling.quantize(x.astype(np.float32), spec.fmt, granularity=spec.granularity, policy=spec.policy, axis=axis)
-    return q.codes, q.scale
+class Sim:
+    def quantize(self, x: np.ndarray, spec: CastSpec, *, axis: int, dtype: str) -> tuple[np.ndarray, np.ndarray]:
+        x = cast.round_to(x, cast.FORMATS[dtype])
+        q = scaling.quantize(x, spec.fmt, granularity=spec.granularity, policy=spec.policy, axis=axis)
+        return q.codes, q.scale
+
+    def encode(self, x: np.ndarray, fmt: Format) -> np.ndarray:
+        return cast.encode(x, fmt)
 
 
-def jax_quantize(x: np.ndarray, spec: CastSpec, *, axis: int, dtype: str) -> tuple[np.ndarray, np.ndarray]:
-    """Compiled, as in training: XLA's rewrites are part of what is checked."""
-    import jax
-    import jax.numpy as jnp
+class Jax:
+    """Compiled, as in training: XLA's rewrites are part of what is checked. Each way of quantising is compiled once a shape."""
 
-    from fp8ref import jax as fj
+    def __init__(self) -> None:
+        self._compiled: dict[tuple, Callable] = {}
 
-    @jax.jit
-    def run(x):
-        q = fj.scaling.quantize(x, spec.fmt, granularity=spec.granularity, policy=spec.policy, axis=axis)
-        return jax.lax.bitcast_convert_type(q.codes, jnp.uint8), q.scale
+    def quantize(self, x: np.ndarray, spec: CastSpec, *, axis: int, dtype: str) -> tuple[np.ndarray, np.ndarray]:
+        import jax
+        import jax.numpy as jnp
 
-    codes, scale = run(jnp.asarray(x.astype(np.float32)).astype(dtype))
-    return np.asarray(codes), np.asarray(scale)
+        from fp8ref.jax import scaling
 
+        def run(x):
+            q = scaling.quantize(x, spec.fmt, granularity=spec.granularity, policy=spec.policy, axis=axis)
+            return jax.lax.bitcast_convert_type(q.codes, jnp.uint8), q.scale
 
-def torch_quantize(x: np.ndarray, spec: CastSpec, *, axis: int, dtype: str) -> tuple[np.ndarray, np.ndarray]:
-    import torch
+        compiled = self._compiled.setdefault((spec, axis), jax.jit(run))
+        codes, scale = compiled(jnp.asarray(x, jnp.float32).astype(dtype))
+        return np.asarray(codes), np.asarray(scale)
 
-    from fp8ref import torch as ft
+    def encode(self, x: np.ndarray, fmt: Format) -> np.ndarray:
+        import jax
 
-    value = torch.from_numpy(x.astype(np.float32)).to(getattr(torch, dtype))
-    q = ft.scaling.quantize(value, spec.fmt, granularity=spec.granularity, policy=spec.policy, axis=axis)
-    return q.codes.view(torch.uint8).numpy(), q.scale.numpy()
+        from fp8ref.jax import cast
 
-
-def sim_encode(x: np.ndarray, fmt: Format) -> np.ndarray:
-    return cast.encode(x, fmt)
+        return np.asarray(jax.jit(lambda x: cast.encode(x, fmt))(x))
 
 
-def jax_encode(x: np.ndarray, fmt: Format) -> np.ndarray:
-    import jax
+class Torch:
+    def quantize(self, x: np.ndarray, spec: CastSpec, *, axis: int, dtype: str) -> tuple[np.ndarray, np.ndarray]:
+        import torch
 
-    from fp8ref import jax as fj
+        from fp8ref.torch import scaling
 
-    return np.asarray(jax.jit(functools.partial(fj.cast.encode, fmt=fmt))(x))
+        value = torch.from_numpy(np.ascontiguousarray(x, np.float32)).to(getattr(torch, dtype))
+        q = scaling.quantize(value, spec.fmt, granularity=spec.granularity, policy=spec.policy, axis=axis)
+        return q.codes.view(torch.uint8).numpy(), q.scale.numpy()
+
+    def encode(self, x: np.ndarray, fmt: Format) -> np.ndarray:
+        import torch
+
+        from fp8ref.torch import cast
+
+        return cast.encode(torch.from_numpy(x), fmt).numpy()
 
 
-def torch_encode(x: np.ndarray, fmt: Format) -> np.ndarray:
-    import torch
-
-    from fp8ref import torch as ft
-
-    return ft.cast.encode(torch.from_numpy(x), fmt).numpy()
-
-
-QUANTIZE: dict[str, Quantize] = {"sim": sim_quantize, "jax": jax_quantize, "torch": torch_quantize}
-ENCODE: dict[str, Callable[[np.ndarray, Format], np.ndarray]] = {"sim": sim_encode, "jax": jax_encode, "torch": torch_encode}
+def create(names: Iterable[str]) -> dict[str, Quantizer]:
+    """Fresh quantizers of these names: "sim", "jax", "torch"."""
+    classes: dict[str, Callable[[], Quantizer]] = {"sim": Sim, "jax": Jax, "torch": Torch}
+    return {name: classes[name]() for name in names}

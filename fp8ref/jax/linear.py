@@ -36,6 +36,13 @@ def apply(x: jax.Array, w: jax.Array, *, recipe: str | Recipe, state: None = Non
         raise ValueError(
             f"{name}: FP8 needs N and K to be multiples of 16 (L-5); got w.shape={w.shape}. Pad the layer or use recipe 'bf16'."
         )
+    for gemm_name, spec in recipe.gemms.items():
+        for cast in (spec.a, spec.b):
+            if cast is not None and cast.granularity not in scaling.GRANULARITIES:
+                raise ValueError(
+                    f"{name}: fp8ref.jax scales {' or '.join(scaling.GRANULARITIES)}; recipe {recipe.name!r} has {cast.granularity!r} "
+                    f"in {gemm_name}. Use a recipe of fp8ref.recipe.RECIPES."
+                )
     y = _linear(x.reshape(-1, x.shape[-1]), w, recipe, name)
     return y.reshape(*x.shape[:-1], w.shape[0]), seen
 

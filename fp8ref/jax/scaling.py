@@ -19,6 +19,8 @@ from fp8ref.formats import Format
 from fp8ref.jax import cast
 from fp8ref.policy import ScalePolicy
 
+GRANULARITIES = ("tensorwise", "rowwise")
+
 
 @functools.partial(
     jax.tree_util.register_dataclass, data_fields=["codes", "scale", "scale_inv"], meta_fields=["fmt", "granularity", "axis"]
@@ -42,8 +44,8 @@ def amax(x: jax.Array, granularity: str = "tensorwise", *, axis: int = -1) -> ja
     Specials: NaN if any element is NaN; XLA on a CPU takes subnormals for zero, which no policy distinguishes.
     Raises:   ValueError: x empty or not float32, float16 or bfloat16; a granularity other than tensorwise and rowwise.
     """
-    if granularity not in ("tensorwise", "rowwise"):
-        raise ValueError(f"fp8ref.jax scales tensorwise or rowwise; got {granularity!r}.")
+    if granularity not in GRANULARITIES:
+        raise ValueError(f"fp8ref.jax scales {' or '.join(GRANULARITIES)}; got {granularity!r}.")
     granularities.blocks(granularity, x.shape, axis)  # refuses empty tensors and absent axes
     value = jnp.abs(cast.to_f32(x))
     return jnp.max(value) if granularity == "tensorwise" else jnp.max(value, axis=axis, keepdims=True)

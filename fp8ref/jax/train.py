@@ -88,7 +88,7 @@ class Trainer:
 
     def _train_step(self, params, opt_state, tokens: jax.Array, lr: jax.Array):
         loss, grads = jax.value_and_grad(self._loss_of)(params, tokens)
-        norm = optax.global_norm(grads)
+        norm = optax.tree.norm(grads)
         grads = jax.tree.map(lambda g: g * jnp.minimum(1.0, self.config.optimizer.max_norm / norm), grads)
         updates, new_state = self._update.update(grads, opt_state, params)
         new_params = jax.tree.map(lambda p, u: p - lr * u, params, updates)

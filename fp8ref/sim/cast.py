@@ -93,7 +93,8 @@ def exact(x) -> np.ndarray:
     # bfloat16 arrays come from ml_dtypes, whose dtypes are of kind 'V' in some versions and known by name only.
     if x.dtype.name not in ("float32", "float16", "bfloat16"):
         raise ValueError(f"casts take float64, float32, float16 or bfloat16; got {x.dtype}. Convert with .astype(np.float32).")
-    return x.astype(np.float64)
+    with np.errstate(invalid="ignore"):  # a signalling NaN is an input like others
+        return x.astype(np.float64)
 
 
 def _round_magnitude(value: np.ndarray, fmt: Format, rounding: Rounding, seed: int | None) -> tuple[np.ndarray, np.ndarray]:
@@ -141,6 +142,6 @@ def _table(fmt: Format) -> np.ndarray:
         value[magnitude > fmt.max_code] = np.nan
         if fmt.inf_code is not None:
             value[fmt.inf_code], value[fmt.inf_code | fmt.sign_bit] = np.inf, -np.inf
-        value[fmt.nan_code] = np.nan
+        value[fmt.nan_code] = np.nan  # the only one of a fnuz format
         _TABLES[fmt.name] = value.astype(np.float32)
     return _TABLES[fmt.name]

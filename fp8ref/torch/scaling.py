@@ -35,7 +35,7 @@ def amax(x: torch.Tensor, granularity: str = "tensorwise", *, axis: int = -1) ->
     Raises:   ValueError: x empty or not float32, float16 or bfloat16; a granularity other than tensorwise and rowwise.
     """
     if granularity not in GRANULARITIES:
-        raise ValueError(f"fp8ref.torch scales tensorwise or rowwise; got {granularity!r}.")
+        raise ValueError(f"fp8ref.torch scales {' or '.join(GRANULARITIES)}; got {granularity!r}.")
     granularities.blocks(granularity, tuple(x.shape), axis)  # refuses empty tensors and absent axes
     cast.to_f32(x[:0] if x.ndim else x)  # refuses other dtypes
     return tensor_to_amax(x, scaling_granularity=GRANULARITIES[granularity], axiswise_dim=axis).to(torch.float32)

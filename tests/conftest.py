@@ -1,0 +1,35 @@
+"""Fixtures that several rooms share."""
+
+import numpy as np
+import pytest
+
+from fp8ref.llama import LlamaConfig
+from fp8ref.run.config import Config, DataConfig, RunConfig
+
+MODEL = LlamaConfig(hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1)
+
+
+@pytest.fixture
+def rng():
+    return np.random.default_rng(0)
+
+
+@pytest.fixture
+def text(tmp_path):
+    """A directory of text: 40 files of 2,000 bytes."""
+    words = np.random.default_rng(1).choice(["fp8 ", "amax ", "scale\n", "bits "], size=(40, 400))
+    root = tmp_path / "text"
+    root.mkdir()
+    for i, row in enumerate(words):
+        (root / f"{i}.txt").write_text("".join(row))
+    return root
+
+
+@pytest.fixture
+def small(text):
+    """A config whose step takes milliseconds."""
+    return Config(
+        model=MODEL,
+        data=DataConfig(source=str(text), sequence_length=16, batch_size=4),
+        run=RunConfig(steps=6, eval_every=3, eval_batches=1),
+    )

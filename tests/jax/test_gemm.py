@@ -1,0 +1,65 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fp8ref.check import bounds
+from fp8ref.formats import BFLOAT16, E4M3FN, E5M2
+from fp8ref.jax import gemm, scaling
+from fp8ref.recipe import RECIPES
+from fp8ref.sim import gemm as sim_gemm
+from fp8ref.sim import scaling as sim_scaling
+
+
+@pytest.mark.parametrize("formats", [(E4M3FN, E4M3FN), (E5M2, E4M3FN), (E4M3FN, E5M2), (E5M2, E5M2)], ids=str)
+@pytest.mark.parametrize("granularity", ["tensorwise", "rowwise"])
+@pytest.mark.parametrize("epilogue", ["scale_then_round", "unit_round_scale_round"])
+def test_matmul_is_within_its_bound_of_the_exact_result(formats, granularity, epilogue, rng):  # B-1, G-4, G-5
+    x, y = (rng.standard_normal((n, 96)).astype(np.float32) for n in (48, 32))
+    a, b = (scaling.quantize(jnp.asarray(v), f, granularity=granularity) for v, f in zip((x, y), formats, strict=True))
+    sa, sb = (sim_scaling.quantize(v, f, granularity=granularity) for v, f in zip((x, y), formats, strict=True))
+    simulated = sim_gemm.matmul(sa, sb, epilogue=epilogue, out_dtype=BFLOAT16)
+    out = jax.jit(lambda a, b: gemm.matmul(a, b, accumulate="slow", epilogue=epilogue, out_dtype=jnp.bfloat16))(a, b)
+    out = np.asarray(out.astype(jnp.float32))
+    spec = (RECIPES["rowwise"] if epilogue.startswith("unit") else RECIPES["tensorwise"]).grad_weight
+    assert (np.abs(out - simulated) <= bounds.gemm(sa, sb, spec, out, simulated)).all()
+
+
+@pytest.mark.parametrize("epilogue", ["scale_then_round", "unit_round_scale_round"])
+def test_integers_are_exact(epilogue, rng):
+    """Sums of small integers are exact in any order, so that the epilogue's bits show: G-4, G-5."""
+    x, y = (np.where(rng.random((n, 64)) < 0.02, 448, rng.integers(-8, 9, (n, 64))).astype(np.float32) for n in (16, 32))
+    x *= 2.0 ** rng.integers(-9, 9, (16, 1)) * np.float32(1.7)
+    a, b = (scaling.quantize(jnp.asarray(v), E4M3FN, granularity="rowwise") for v in (x, y))
+    sa, sb = (sim_scaling.quantize(v, E4M3FN, granularity="rowwise") for v in (x, y))
+    out = jax.jit(lambda a, b: gemm.matmul(a, b, accumulate="fast", epilogue=epilogue, out_dtype=jnp.bfloat16))(a, b)
+    expected = sim_gemm.matmul(sa, sb, epilogue=epilogue, out_dtype=BFLOAT16)
+    np.testing.assert_array_equal(np.asarray(out.astype(jnp.float32)), expected)
+
+
+def test_each_operand_is_contracted_along_its_own_axis(rng):  # G-1
+    x, y = (rng.standard_normal((32, n)).astype(np.float32) for n in (16, 48))  # [K, M], [K, N]
+    a, b = (scaling.quantize(jnp.asarray(v), E4M3FN, granularity="rowwise", axis=0) for v in (x, y))
+    c, d = (scaling.quantize(jnp.asarray(v.T), E4M3FN, granularity="rowwise", axis=1) for v in (x, y))
+    np.testing.assert_array_equal(np.asarray(gemm.matmul(a, b, accumulate="slow")), np.asarray(gemm.matmul(c, d, accumulate="slow")))
+
+
+@pytest.mark.parametrize(("accumulate", "precision"), [("fast", "DEFAULT"), ("slow", "HIGHEST")])
+def test_the_dot_takes_float8_operands_and_names_its_accumulation(accumulate, precision):  # G-7
+    a, b = (scaling.quantize(jnp.ones((32, 32)), f) for f in (E5M2, E4M3FN))
+    with jax.default_matmul_precision("float32" if accumulate == "fast" else "bfloat16"):  # must not matter
+        hlo = jax.jit(lambda a, b: gemm.matmul(a, b, accumulate=accumulate)).lower(a, b).as_text()
+    [dot] = [line for line in hlo.splitlines() if "dot_general" in line]
+    assert "f8E5M2>, tensor<32x32xf8E4M3FN>) -> tensor<32x32xf32>" in dot
+    assert f"precision = [{precision}, {precision}]" in dot
+
+
+@pytest.mark.parametrize(
+    ("options", "message"), [({"accumulate": "exact"}, "fast"), ({"accumulate": "fast", "epilogue": "once"}, "scale_then_round")]
+)
+def test_errors(options, message):
+    q = scaling.quantize(jnp.ones((16, 16)), E4M3FN)
+    with pytest.raises(ValueError, match=message):
+        gemm.matmul(q, q, **options)
+    with pytest.raises(ValueError, match="one length"):
+        gemm.matmul(q, scaling.quantize(jnp.ones((16, 32)), E4M3FN), accumulate="fast")

@@ -1,0 +1,101 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fp8ref.formats import BFLOAT16, E4M3FN
+from fp8ref.jax import linear
+from fp8ref.recipe import RECIPES, CastSpec, GemmSpec, Recipe
+from fp8ref.sim import cast
+from fp8ref.sim import linear as sim
+
+recipes = pytest.mark.parametrize("recipe", RECIPES)
+
+
+@pytest.fixture
+def operands(rng):
+    """x [2, 24, 64], w [32, 64], g [2, 24, 32]: small integers over powers of two, so that every sum is exact in any order."""
+    shapes = ((2, 24, 64), (32, 64), (2, 24, 32))
+    return [rng.integers(-7, 8, shape).astype(np.float32) * s for shape, s in zip(shapes, (1, 2.0**-6, 2.0**-10), strict=True)]
+
+
+def run(x, w, g, recipe, dtype=jnp.bfloat16):
+    def f(x, w):
+        return linear.apply(x, w, recipe=recipe)[0]
+
+    y, vjp = jax.vjp(jax.jit(f), *(jnp.asarray(v, dtype) for v in (x, w)))
+    return [np.asarray(v.astype(jnp.float32)) for v in (y, *vjp(jnp.asarray(g, dtype)))]
+
+
+@recipes
+def test_outputs_and_gradients_equal_the_simulator_on_integers(recipe, operands):  # L-1 to L-4, G-9
+    x, w, g = operands
+    y, grad_input, grad_weight = run(x, w, g, recipe)
+    np.testing.assert_array_equal(y, sim.forward(x, w, recipe))
+    expected = sim.backward(g, x, w, recipe)
+    np.testing.assert_array_equal(grad_input, expected[0])
+    np.testing.assert_array_equal(grad_weight, expected[1])
+
+
+@recipes
+def test_float32_works_and_rowwise_rounds_to_bfloat16(recipe, operands):  # G-8
+    x, w, g = operands
+    y, *_ = run(x, w, g, recipe, jnp.float32)
+    rounded = np.array_equal(y, cast.round_to(y, BFLOAT16))
+    assert rounded or not recipe.startswith("rowwise")
+    assert (y.dtype, y.shape) == (np.float32, (2, 24, 32))
+
+
+@recipes
+def test_vmap_and_remat_change_nothing(recipe, operands):
+    x, w, _ = (jnp.asarray(v, jnp.bfloat16) for v in operands)
+
+    def loss(w, x):
+        return linear.apply(x, w, recipe=recipe)[0].astype(jnp.float32).sum()
+
+    plain = jax.jit(jax.grad(loss))(w, x[0])
+    np.testing.assert_array_equal(np.asarray(jax.jit(jax.grad(jax.checkpoint(loss)))(w, x[0])), np.asarray(plain))
+    mapped = jax.jit(jax.vmap(jax.grad(loss), (None, 0)))(w, x)
+    np.testing.assert_array_equal(np.asarray(mapped[0]), np.asarray(plain))
+
+
+def test_observing_reports_every_fp8_gemm_of_the_compiled_program(operands):
+    x, w, g = operands
+    seen = {}
+    with linear.observing(lambda name, gemm, a, b, out: seen.__setitem__((name, gemm), (a, b, out))):
+        run(x, w, g, "rowwise_with_gw_hp")
+        jax.effects_barrier()
+    assert set(seen) == {("linear", "output"), ("linear", "grad_input")}
+    (hp, codes, scale), _, out = seen["linear", "output"]
+    np.testing.assert_array_equal(hp.astype(np.float32), x.reshape(48, 64))
+    assert (codes.dtype, codes.shape, scale.shape, out.shape) == (np.uint8, (48, 64), (48, 1), (48, 32))
+    seen.clear()
+    run(x, w, g, "rowwise_with_gw_hp")  # the program compiled afterwards reports nothing
+    jax.effects_barrier()
+    assert not seen
+
+
+@pytest.mark.parametrize(
+    ("x", "w", "options", "message"),
+    [
+        ((4, 64), (32, 48), {}, "q_proj.*same K"),
+        ((4, 40), (32, 40), {}, "q_proj.*multiples of 16"),  # L-5
+        ((4, 64), (32, 64), {"state": 1}, "q_proj.*dynamically"),
+        ((4, 64), (32, 64), {"seen": 1}, "q_proj.*dynamically"),
+    ],
+)
+def test_errors_name_the_layer(x, w, options, message):
+    with pytest.raises(ValueError, match=message):
+        linear.apply(jnp.ones(x, jnp.bfloat16), jnp.ones(w, jnp.bfloat16), recipe="tensorwise", name="q_proj", **options)
+
+
+def test_a_recipe_that_jax_cannot_run_is_refused_by_name():
+    cast = CastSpec(fmt=E4M3FN, granularity="blockwise_1x128")
+    recipe = Recipe(name="blocks", grad_weight=GemmSpec(a=cast, b=cast, accumulate="slow"))
+    with pytest.raises(ValueError, match=r"q_proj: .*tensorwise or rowwise.*'blocks'.*blockwise_1x128.*grad_weight"):
+        linear.apply(jnp.ones((4, 16)), jnp.ones((16, 16)), recipe=recipe, name="q_proj")
+
+
+def test_mixed_dtypes_are_refused():
+    with pytest.raises(ValueError, match=r"one dtype.*bfloat16 and float32"):
+        linear.apply(jnp.ones((4, 16), jnp.bfloat16), jnp.ones((16, 16)), recipe="tensorwise")

@@ -1,0 +1,195 @@
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fp8ref.check import synthetic
+from fp8ref.formats import BFLOAT16, E4M3FN, E4M3FNUZ, E5M2, E5M2FNUZ, E8M0FNU, FLOAT16, FLOAT32, FP8_FORMATS
+from fp8ref.sim import cast
+
+MLDTYPES = {name: getattr(ml_dtypes, f"float8_{name}") for name in (*FP8_FORMATS, "e8m0fnu")}
+CODES = np.arange(256, dtype=np.uint8)
+fp8 = pytest.mark.parametrize("fmt", FP8_FORMATS.values(), ids=str)
+
+
+def all_patterns(dtype) -> np.ndarray:
+    return np.arange(1 << 16, dtype=np.uint16).view(dtype)
+
+
+def ml_encode(x: np.ndarray, fmt) -> np.ndarray:
+    with np.errstate(all="ignore"):
+        return cast.canonical_nans(x.astype(MLDTYPES[fmt.name]).view(np.uint8), fmt)
+
+
+@pytest.mark.parametrize("fmt", [*FP8_FORMATS.values(), E8M0FNU], ids=str)
+def test_decode_equals_ml_dtypes_on_every_code(fmt):  # F-2, F-3, F-4
+    np.testing.assert_array_equal(cast.decode(CODES, fmt), CODES.view(MLDTYPES[fmt.name]).astype(np.float32))
+
+
+@fp8
+@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16], ids=["bfloat16", "float16"])
+def test_encode_equals_ml_dtypes_on_every_16_bit_input(fmt, dtype):  # C-1, C-4
+    x = all_patterns(dtype)
+    np.testing.assert_array_equal(cast.encode(x, fmt, saturate=False), ml_encode(x.astype(np.float32), fmt))
+
+
+@fp8
+def test_encode_equals_ml_dtypes_at_every_tie_and_its_neighbours(fmt):  # C-2
+    x = synthetic.casts(fmt)
+    np.testing.assert_array_equal(cast.encode(x, fmt, saturate=False), ml_encode(x, fmt))
+
+
+@fp8
+def test_encode_equals_ml_dtypes_on_float32(fmt):
+    """A stride through all 2^32 patterns: 4,294,968 of them."""
+    x = np.arange(0, 1 << 32, 1000, dtype=np.uint64).astype(np.uint32).view(np.float32)
+    np.testing.assert_array_equal(cast.encode(x, fmt, saturate=False), ml_encode(x, fmt))
+
+
+@pytest.mark.parametrize("fmt", [*FP8_FORMATS.values(), E8M0FNU], ids=str)
+def test_encode_undoes_decode(fmt):
+    np.testing.assert_array_equal(cast.encode(cast.decode(CODES, fmt), fmt, saturate=False), cast.canonical_nans(CODES, fmt))
+
+
+def test_float64_is_rounded_once():  # C-1: through float32 this is 17, a tie, and goes to 16
+    x = np.array(17 + 2.0**-40)
+    assert cast.decode(cast.encode(x, E4M3FN), E4M3FN) == 18
+    assert cast.decode(cast.encode(x.astype(np.float32), E4M3FN), E4M3FN) == 16
+
+
+@fp8
+def test_saturation(fmt):  # C-3, C-4
+    x = np.array([fmt.max * 1.2, -fmt.max * 1.2, np.inf, -np.inf, 1e30])
+    saturated = cast.decode(cast.encode(x, fmt), fmt)
+    np.testing.assert_array_equal(saturated, [fmt.max, -fmt.max, fmt.max, -fmt.max, fmt.max])
+    over = np.inf if fmt is E5M2 else np.nan
+    np.testing.assert_array_equal(np.abs(cast.decode(cast.encode(x, fmt, saturate=False), fmt)), np.full(5, over))
+
+
+@fp8
+@pytest.mark.parametrize("rounding", ["toward_zero", "to_odd"])
+def test_directed_roundings_do_not_overflow_from_finite_values(fmt, rounding):  # C-4
+    x = np.array([fmt.max * 1.9, -1e30, np.inf])
+    y = cast.decode(cast.encode(x, fmt, rounding=rounding, saturate=False), fmt)
+    np.testing.assert_array_equal(y[:2], [fmt.max, -fmt.max])
+    assert not np.isfinite(y[2])
+
+
+def test_specials():  # C-5, C-6
+    x = np.array([np.nan, -np.nan, 0.0, -0.0, 1e-30, -1e-30], np.float32)
+    np.testing.assert_array_equal(cast.encode(x, E4M3FN), [0x7F, 0x7F, 0, 0x80, 0, 0x80])
+    np.testing.assert_array_equal(cast.encode(x, E5M2), [0x7F, 0x7F, 0, 0x80, 0, 0x80])
+    np.testing.assert_array_equal(cast.encode(x, E4M3FNUZ), [0x80, 0x80, 0, 0, 0, 0])
+    np.testing.assert_array_equal(
+        cast.canonical_nans(np.array([0x7D, 0x7E, 0xFE, 0xFF, 0x7C, 0xFC], np.uint8), E5M2), [127] * 4 + [124, 252]
+    )
+
+
+def neighbours(x: float, fmt) -> tuple[float, float]:
+    """The numbers of fmt around |x|, by search, with the one that would follow max."""
+    numbers = np.sort(cast.decode(np.arange(fmt.max_code + 1, dtype=np.uint8), fmt)).astype(np.float64)
+    numbers = np.append(numbers, 2 * numbers[-1] - numbers[-2])
+    above = np.searchsorted(numbers, abs(x), side="left")
+    return numbers[above - 1] if numbers[above] != abs(x) else numbers[above], numbers[above]
+
+
+@fp8
+@given(x=st.floats(-400, 400))
+def test_roundings_choose_between_neighbours(fmt, x):  # C-2
+    if abs(x) > fmt.max:
+        x = x / 2
+    low, high = neighbours(x, fmt)
+    got = {r: abs(float(cast.decode(cast.encode(np.array(x), fmt, rounding=r), fmt))) for r in cast.ROUNDINGS[:4]}
+    assert got["toward_zero"] == low
+    middle = (low + high) / 2
+    expected = low if abs(x) < middle else high
+    assert got["nearest_away"] == expected
+    if abs(x) != middle:
+        assert got["nearest_even"] == expected
+    odd = [v for v in {low, high} if cast.encode(np.array(v), fmt) % 2 == 1]
+    assert got["to_odd"] == (low if low == high else odd[0])
+
+
+def test_nearest_even_and_away_part_only_at_ties():  # 126 of the bfloat16 patterns (microxcaling rounds away)
+    x = all_patterns(ml_dtypes.bfloat16)
+    finite = np.isfinite(x.astype(np.float32))
+    differ = cast.encode(x, E4M3FN) != cast.encode(x, E4M3FN, rounding="nearest_away")
+    assert differ[finite].sum() == 126
+
+
+def test_stochastic_rounding_is_reproducible_unbiased_and_indexed():  # C-2
+    x = np.full(1 << 18, 17.25)  # an eighth of the way from 16 to 18... 1.25 / 2 of it
+    y = cast.decode(cast.encode(x, E4M3FN, rounding="stochastic", seed=3), E4M3FN)
+    assert set(np.unique(y)) == {16.0, 18.0}
+    # the mean of n draws of a two-point variable of width 2 and p = 0.625: six standard deviations
+    assert abs(y.mean() - 17.25) < 6 * 2 * np.sqrt(0.625 * 0.375 / len(x))
+    np.testing.assert_array_equal(y[:1001], cast.decode(cast.encode(x[:1001], E4M3FN, rounding="stochastic", seed=3), E4M3FN))
+    assert (y != cast.decode(cast.encode(x, E4M3FN, rounding="stochastic", seed=4), E4M3FN)).any()
+    exact = cast.decode(np.arange(0x7F, dtype=np.uint8), E4M3FN)
+    np.testing.assert_array_equal(cast.decode(cast.encode(exact, E4M3FN, rounding="stochastic", seed=0), E4M3FN), exact)
+
+
+def test_stochastic_rounding_takes_philox_words_in_order():  # C-2
+    words = np.random.Philox(key=9).random_raw(3)
+    word = [int(words[0]) & 0xFFFFFFFF, int(words[0]) >> 32, int(words[1]) & 0xFFFFFFFF, int(words[1]) >> 32, int(words[2]) & 0xFFFFFFFF]
+    x = np.array([16 + 2 * 0.3, 16 + 2 * 0.5, 16 + 2 * 0.7, 16 + 2 * 0.2, 16 + 2 * 0.9])
+    up = [(value - 16) / 2 > w / 2**32 for value, w in zip(x, word, strict=True)]
+    np.testing.assert_array_equal(cast.decode(cast.encode(x, E4M3FN, rounding="stochastic", seed=9), E4M3FN), np.where(up, 18, 16))
+
+
+def test_e8m0():  # C-7
+    x = np.array([1, 1.49, 1.5, 3, 2.0**-127, 2.0**-140, 0, -1, np.nan, np.inf, 3.4e38])
+    np.testing.assert_array_equal(cast.encode(x, E8M0FNU), [127, 127, 128, 129, 0, 0, 255, 255, 255, 254, 254])
+    np.testing.assert_array_equal(cast.encode(x[-2:], E8M0FNU, saturate=False), [255, 255])
+    np.testing.assert_array_equal(cast.encode(x[:4], E8M0FNU, rounding="toward_zero"), [127, 127, 127, 128])
+
+
+@pytest.mark.parametrize(("fmt", "dtype"), [(BFLOAT16, ml_dtypes.bfloat16), (FLOAT16, np.float16)], ids=str)
+def test_round_to_equals_numpy(fmt, dtype, rng):
+    x = np.concatenate(
+        [rng.integers(0, 1 << 32, 1 << 18, dtype=np.uint32).view(np.float32), np.float32([65519, 65520, 3.3961775e38, 0, -0.0])]
+    )
+    with np.errstate(all="ignore"):
+        expected = x.astype(dtype).astype(np.float32)
+    got = cast.round_to(x, fmt)
+    np.testing.assert_array_equal(got, expected)
+    np.testing.assert_array_equal(np.signbit(got[~np.isnan(got)]), np.signbit(expected[~np.isnan(got)]))
+
+
+def test_round_to_float32_equals_numpy(rng):
+    x = rng.standard_normal(1 << 16) * 2.0 ** rng.integers(-160, 130, 1 << 16)
+    with np.errstate(all="ignore"):
+        np.testing.assert_array_equal(cast.round_to(x, FLOAT32), x.astype(np.float32))
+
+
+def test_any_layout_works_and_is_left_alone(rng):
+    x = rng.standard_normal((6, 8)).astype(np.float32)
+    expected = cast.encode(x, E5M2)
+    for view in (np.asfortranarray(x), np.repeat(x, 2, axis=1)[:, ::2]):
+        view.flags.writeable = False
+        np.testing.assert_array_equal(cast.encode(view, E5M2), expected)
+    assert cast.encode(np.float32(1.5), E5M2).shape == ()
+    assert cast.encode(np.zeros((0, 3), np.float32), E5M2).shape == (0, 3)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: cast.encode(np.arange(3), E4M3FN), "got int64"),
+        (lambda: cast.encode(np.ones(3), BFLOAT16), "round_to"),
+        (lambda: cast.encode(np.ones(3), E4M3FN, rounding="nearest"), "nearest_even"),
+        (lambda: cast.encode(np.ones(3), E4M3FN, rounding="stochastic"), "takes a seed"),
+        (lambda: cast.encode(np.ones(3), E4M3FN, seed=1), "takes a seed"),
+        (lambda: cast.encode(np.ones(3), E8M0FNU, rounding="to_odd"), "C-7"),
+        (lambda: cast.decode(np.ones(3), E4M3FN), "uint8"),
+        (lambda: cast.decode(np.zeros(3, np.uint8), FLOAT16), "e4m3fn"),
+    ],
+)
+def test_errors_name_requirement_and_remedy(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_e5m2fnuz_has_no_negative_zero():  # C-6
+    assert cast.encode(np.float32(-1e-20), E5M2FNUZ) == 0

@@ -1,0 +1,58 @@
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig as HuggingFaceConfig
+from transformers import LlamaForCausalLM
+
+from fp8ref import llama
+from fp8ref.recipe import RECIPES, plan
+from fp8ref.sim import model
+
+CONFIG = llama.LlamaConfig(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+
+
+def recipes(config, name):
+    return {d.path: d.recipe for d in plan(llama.linear_shapes(config), name)}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_without_rounding_the_model_is_transformers(tied, rng, monkeypatch):  # M-1, M-3, M-4
+    config = dataclasses.replace(CONFIG, tie_word_embeddings=tied)
+    weights = llama.initial_weights(config, seed=1)
+    weights = {k: (v * 5 if v.ndim == 2 else v + rng.standard_normal(v.shape) * 0.1).astype(np.float32) for k, v in weights.items()}
+    hf = HuggingFaceConfig(**dataclasses.asdict(config), attention_bias=False, attn_implementation="eager")
+    reference = LlamaForCausalLM(hf).double()
+    reference.load_state_dict({k: torch.tensor(v) for k, v in weights.items()}, strict=not tied)
+    tokens = rng.integers(0, 256, (2, 9))
+    with torch.no_grad():
+        expected = reference(torch.tensor(tokens)).logits.numpy()
+    monkeypatch.setattr(model.Rounding, "__call__", lambda self, x: x.astype(np.float64))
+    found = model.forward(tokens, weights, config, recipes(config, "bf16"))
+    # all in float64 but the rotary tables, float32 on both sides: 2^-24 relative on each rotated query and key
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+
+
+def test_loss_is_torchs_cross_entropy(rng):  # M-5
+    logits, targets = rng.standard_normal((2, 5, 11)) * 3, rng.integers(0, 11, (2, 5))
+    expected = torch.nn.functional.cross_entropy(torch.tensor(logits).flatten(0, 1), torch.tensor(targets).flatten()).item()
+    assert model.loss(logits, targets) == pytest.approx(expected, rel=1e-14)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_stochastic_samples_surround_the_nearest_even_result(recipe, rng):
+    weights = llama.initial_weights(CONFIG, seed=0)
+    tokens = rng.integers(0, 256, (2, 9))
+    args = (tokens, weights, CONFIG, recipes(CONFIG, recipe))
+    nearest, *samples = (model.forward(*args, seed=seed) for seed in (None, 0, 1, 2))
+    np.testing.assert_array_equal(samples[0], model.forward(*args, seed=0))
+    assert (samples[0] != samples[1]).any()
+    spread = (samples[0] - samples[1]).std()
+    assert 0 < spread < 0.25 * nearest.std()
+    assert np.abs(nearest - np.mean(samples, axis=0)).max() < 10 * spread
+
+
+def test_tokens_outside_the_vocabulary_are_refused():
+    with pytest.raises(ValueError, match=r"\[0, 256\)"):
+        model.forward(np.array([[256]]), llama.initial_weights(CONFIG, seed=0), CONFIG, recipes(CONFIG, "bf16"))

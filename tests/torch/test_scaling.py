@@ -1,0 +1,74 @@
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic
+
+from fp8ref.check import synthetic
+from fp8ref.formats import E4M3FN, E5M2
+from fp8ref.policy import POLICIES, ScalePolicy
+from fp8ref.sim import cast as sim_cast
+from fp8ref.sim import scaling as sim
+from fp8ref.torch import cast, scaling
+
+AMAX_BF16 = np.arange(0x7F81, dtype=np.uint16).view(ml_dtypes.bfloat16).astype(np.float32)
+policies = pytest.mark.parametrize("policy", POLICIES)
+groups = pytest.mark.parametrize(("granularity", "axis"), [("tensorwise", -1), ("rowwise", 0), ("rowwise", -1)])
+
+
+@policies
+@pytest.mark.parametrize("fmt", [E4M3FN, E5M2], ids=str)
+def test_scale_equals_the_simulator_on_every_bf16_amax(policy, fmt):  # S-3, S-4
+    found = scaling.scale_from_amax(torch.from_numpy(AMAX_BF16), fmt, policy)
+    np.testing.assert_array_equal(found.numpy(), sim.scale_from_amax(AMAX_BF16, fmt, policy))
+
+
+@policies
+@groups
+@pytest.mark.parametrize("case", synthetic.tensors())
+def test_quantize_equals_the_simulator(case, policy, granularity, axis):  # S-1, S-2, S-5, S-6, S-8
+    x = synthetic.tensors()[case]
+    for fmt, dtype in ((E4M3FN, torch.float32), (E5M2, torch.bfloat16)):
+        q = scaling.quantize(torch.from_numpy(x).to(dtype), fmt, granularity=granularity, policy=policy, axis=axis)
+        expected = sim.quantize(x, fmt, granularity=granularity, policy=policy, axis=axis)
+        np.testing.assert_array_equal(sim_cast.canonical_nans(q.codes.view(torch.uint8).numpy(), fmt), expected.codes)
+        np.testing.assert_array_equal(q.scale.numpy(), expected.scale)
+        np.testing.assert_array_equal(q.scale_inv.numpy(), expected.scale_inv)
+        np.testing.assert_array_equal(scaling.dequantize(q).numpy(), sim.dequantize(expected))
+        assert q.scale.shape == expected.scale.shape
+
+
+@groups
+@pytest.mark.parametrize("pow2", [False, True])
+def test_quantize_equals_torchaos_dynamic_cast(granularity, axis, pow2, rng):
+    x = torch.from_numpy(rng.standard_normal((48, 80)).astype(np.float32)).bfloat16()
+    theirs = hp_tensor_to_float8_dynamic(
+        x,
+        torch.float8_e4m3fn,
+        None,
+        scaling_granularity=scaling.GRANULARITIES[granularity],
+        axiswise_dim=axis if granularity == "rowwise" else None,
+        round_scales_to_power_of_2=pow2,
+    )
+    ours = scaling.quantize(x, E4M3FN, granularity=granularity, policy="torchao_pow2" if pow2 else "torchao", axis=axis)
+    assert torch.equal(ours.codes.view(torch.uint8), theirs._data.view(torch.uint8))
+    assert torch.equal(ours.scale, theirs._scale)
+
+
+@pytest.mark.parametrize(
+    ("x", "options", "message"),
+    [
+        (torch.ones(0, 4), {}, "at least one element"),  # S-7
+        (torch.ones(4, 128), {"granularity": "mx_1x32"}, "tensorwise or rowwise"),
+        (torch.ones(4, 4, dtype=torch.float64), {}, "float64"),
+        (torch.ones(4, 4), {"policy": ScalePolicy(name="other", eps=1e-9)}, "torchao's eps"),
+        (torch.ones(4, 4), {"granularity": "rowwise", "axis": 2}, r"\[-2, 2\)"),
+    ],
+)
+def test_errors(x, options, message):
+    with pytest.raises(ValueError, match=message):
+        scaling.quantize(x, E4M3FN, **options)
+
+
+def test_codes_are_native_float8():
+    assert scaling.quantize(torch.ones(4, 4), E5M2).codes.dtype == cast.DTYPES["e5m2"]
