@@ -62,6 +62,10 @@ def _config(known: argparse.Namespace, options: list[str]):
         config.override(config.Config(), ["--help"], prog=f"{prog} CONFIG")  # prints, and exits with 0
     if known.config is None:
         raise config.ConfigError(f"{prog} needs a CONFIG, such as configs/tiny.toml. See {prog} --help.")
+    if options and not known.config.exists():
+        raise config.ConfigError(
+            f"{known.config}: no such file. {prog} takes CONFIG first, then the options of its keys: {prog} CONFIG {' '.join(options)}."
+        )
     return config.override(config.load(known.config), options, prog=f"{prog} {known.config}")
 
 

@@ -44,7 +44,7 @@ def normalise_axis(axis: int, ndim: int) -> int:
 def blocks(name: str, shape: tuple[int, ...], axis: int) -> tuple[int, ...]:
     """The size of a block along each axis of a tensor of this shape: ``shape`` itself for tensorwise.
 
-    Raises:   ValueError: an empty tensor (SEMANTICS S-7), an axis that is not there, a block that does not divide its axis.
+    Raises:   ValueError: an empty tensor (SEMANTICS S-7); unless tensorwise, an axis that is not there or a block that does not divide its axis.
     """
     granularity = by_name(name)
     if math.prod(shape) == 0:

@@ -3,6 +3,7 @@
 Names and shapes are those of ``transformers.LlamaForCausalLM``.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -29,8 +30,8 @@ class LlamaConfig:
             if getattr(self, key) < 1:
                 raise ValueError(f"model.{key} is at least 1; got {getattr(self, key)}.")
         for key in ("rms_norm_eps", "rope_theta", "initializer_range"):
-            if not getattr(self, key) > 0:
-                raise ValueError(f"model.{key} is positive; got {getattr(self, key)}.")
+            if not 0 < getattr(self, key) < math.inf:
+                raise ValueError(f"model.{key} is positive and finite; got {getattr(self, key)}.")
         if self.hidden_size % (2 * self.num_attention_heads):
             raise ValueError(
                 f"model.hidden_size is a multiple of 2 * num_attention_heads (rotary pairs); got {self.hidden_size} and {self.num_attention_heads} heads."

@@ -20,9 +20,9 @@ class ScalePolicy:
     def __post_init__(self) -> None:
         if self.power_of_two not in (None, "mask", "exp2_log2"):
             raise ValueError(f"power_of_two is None, 'mask' or 'exp2_log2'; got {self.power_of_two!r}.")
-        # Then float32 subnormals, which some backends flush, underflow in every format: 2^-126 * 57344 / 1e-28 < 2^-18.
-        if not 1e-28 <= self.eps < 1:
-            raise ValueError(f"eps lies in [1e-28, 1), so that no subnormal input leaves a trace (S-3); got {self.eps}.")
+        # Then float32 subnormals, which some backends flush, underflow in every format: 2^-126 * 57344 / 1e-27 < 2^-18.
+        if not 1e-27 <= self.eps < 1:
+            raise ValueError(f"eps lies in [1e-27, 1), so that no subnormal input leaves a trace (S-3); got {self.eps}.")
 
 
 _TORCHAO = ScalePolicy(name="torchao", eps=1e-12)  # torchao 0.18, float8/float8_utils.py: amax_to_scale

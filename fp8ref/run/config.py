@@ -46,6 +46,7 @@ class DataConfig:
     """Seed of the shuffle."""
 
     def __post_init__(self) -> None:
+        _require(self.source != "", "data.source is 'stdlib' or a directory; got ''.")
         _require(self.sequence_length >= 1, f"data.sequence_length is at least 1; got {self.sequence_length}.")
         _require(self.batch_size >= 1, f"data.batch_size is at least 1; got {self.batch_size}.")
         _require(0 < self.validation_fraction < 1, f"data.validation_fraction lies between 0 and 1; got {self.validation_fraction}.")
@@ -58,13 +59,13 @@ class NumericsConfig:
 
     recipe: Annotated[str, tyro.conf.arg(aliases=["--recipe"])] = "tensorwise"
     """bf16, tensorwise, rowwise or rowwise_with_gw_hp."""
-    filter_fqns: tuple[str, ...] = ("lm_head",)
-    """Names of modules kept in high precision: whole dotted components, or shell patterns."""
+    filter_fqns: tuple[str, ...] = ()
+    """Names of modules kept in high precision: whole dotted components, or shell patterns. lm_head is kept anyway."""
     fp8_fqns: tuple[str, ...] = ()
-    """Names converted explicitly, whatever filter_fqns says."""
+    """Names converted explicitly, whatever filter_fqns says; lm_head may be one."""
 
     def __post_init__(self) -> None:
-        recipes.by_name(self.recipe)
+        _require(self.recipe in recipes.RECIPES, f"numerics.recipe is one of {', '.join(recipes.RECIPES)}; got {self.recipe!r}.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +75,7 @@ class OptimizerConfig:
     learning_rate: float = 1e-3
     """The peak."""
     min_learning_rate: float = 1e-4
-    """Reached at the last step."""
+    """The floor of the cosine."""
     warmup_steps: int = 5
     beta1: float = 0.9
     beta2: float = 0.95
@@ -89,13 +90,13 @@ class OptimizerConfig:
             0 <= self.min_learning_rate <= self.learning_rate,
             f"0 <= optimizer.min_learning_rate <= learning_rate; got {self.min_learning_rate} and {self.learning_rate}.",
         )
-        _require(self.learning_rate > 0, f"optimizer.learning_rate is positive; got {self.learning_rate}.")
+        _require(0 < self.learning_rate < math.inf, f"optimizer.learning_rate is positive and finite; got {self.learning_rate}.")
         _require(self.warmup_steps >= 0, f"optimizer.warmup_steps is not negative; got {self.warmup_steps}.")
         for key in ("beta1", "beta2"):
             _require(0 <= getattr(self, key) < 1, f"optimizer.{key} lies in [0, 1); got {getattr(self, key)}.")
-        for key in ("eps", "max_norm"):
-            _require(getattr(self, key) > 0, f"optimizer.{key} is positive; got {getattr(self, key)}.")
-        _require(self.weight_decay >= 0, f"optimizer.weight_decay is not negative; got {self.weight_decay}.")
+        _require(0 < self.eps < math.inf, f"optimizer.eps is positive and finite; got {self.eps}.")
+        _require(self.max_norm > 0, f"optimizer.max_norm is positive (inf: no clipping); got {self.max_norm}.")
+        _require(0 <= self.weight_decay < math.inf, f"optimizer.weight_decay is finite and not negative; got {self.weight_decay}.")
 
     def learning_rate_at(self, step: int, steps: int) -> float:
         """Warm-up, then cosine (SEMANTICS T-3)."""
@@ -143,10 +144,16 @@ class Config:
             f"optimizer.warmup_steps is at most run.steps; got {self.optimizer.warmup_steps} and {self.run.steps}.",
         )
 
+    @property
+    def filter_fqns(self) -> tuple[str, ...]:
+        """numerics.filter_fqns and the model's lm_head, which stays in high precision unless fp8_fqns names it (SEMANTICS R-2)."""
+        head = () if self.model.tie_word_embeddings or "lm_head" in self.numerics.filter_fqns else ("lm_head",)
+        return (*self.numerics.filter_fqns, *head)
+
     def decisions(self) -> list[recipes.Decision]:
         """What becomes of every linear of the model (SEMANTICS R-2)."""
         return recipes.plan(
-            llama.linear_shapes(self.model), self.numerics.recipe, filter_fqns=self.numerics.filter_fqns, fp8_fqns=self.numerics.fp8_fqns
+            llama.linear_shapes(self.model), self.numerics.recipe, filter_fqns=self.filter_fqns, fp8_fqns=self.numerics.fp8_fqns
         )
 
     def replace(self, **sections) -> "Config":
@@ -202,8 +209,10 @@ def _explain(error) -> str:
     if error["type"] == "unexpected_keyword_argument":
         known = _known_keys()
         section = ".".join(parents)
-        nearest = difflib.get_close_matches(dotted, known, n=1, cutoff=0.5) or [k for k in known if k.split(".")[-1] == key]
-        hint = f"did you mean {nearest[0]!r}?" if nearest else f"known keys: {', '.join(k for k in known if k.startswith(section))}."
+        candidates = [k for k in known if ("." in k) == bool(section)]
+        nearest = difflib.get_close_matches(dotted, candidates, n=1, cutoff=0.7) or [k for k in known if k.endswith(f".{key}")]
+        siblings = [k for k in candidates if not section or k.startswith(f"{section}.")]
+        hint = f"did you mean {nearest[0]!r}?" if nearest else f"known keys: {', '.join(siblings)}."
         return f"unknown key {dotted!r}; {hint}"
     if error["type"] == "value_error":
         return str(error["ctx"]["error"])

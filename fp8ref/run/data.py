@@ -96,11 +96,11 @@ def _files(source: str) -> list[tuple[str, bytes]]:
     root = Path(sysconfig.get_path("stdlib")) if source == "stdlib" else Path(source)
     if not root.is_dir():
         raise ConfigError(f"data.source is 'stdlib' or a directory; got {source!r}, which is no directory.")
-    suffixes = {".py"} if source == "stdlib" else SUFFIXES
+    suffixes, left_out = ({".py"}, LEFT_OUT) if source == "stdlib" else (SUFFIXES, set())
     files = []
     for path in root.rglob("*"):
         relative = path.relative_to(root)
-        if path.suffix in suffixes and not LEFT_OUT.intersection(relative.parts) and path.is_file():
+        if path.suffix in suffixes and not left_out.intersection(relative.parts) and path.is_file():
             files.append((relative.as_posix(), path.read_bytes()))
     if not any(content for _, content in files):
         raise ConfigError(f"data.source {source!r} holds no {', '.join(sorted(suffixes))} files with text in them.")

@@ -4,7 +4,6 @@ import importlib.metadata
 import json
 import os
 import platform
-import shutil
 from pathlib import Path
 
 import tomli_w
@@ -27,13 +26,13 @@ class RunLog:
         self.status("running")
 
     def step(self, metrics: dict) -> None:
-        self._metrics.write(json.dumps(metrics) + "\n")
+        self._metrics.write(json.dumps(metrics, allow_nan=False) + "\n")
         self._metrics.flush()
 
     def status(self, status: str, **more) -> None:
         """running, finished, interrupted or failed."""
         self._manifest = {**self._manifest, "status": status, **more}
-        _replace(self.out / "manifest.json", json.dumps(self._manifest, indent=1) + "\n")
+        _replace(self.out / "manifest.json", json.dumps(self._manifest, indent=1, allow_nan=False) + "\n")
 
     def close(self) -> None:
         self._metrics.close()
@@ -56,7 +55,7 @@ def create(out: Path, config: Config, backend: str, *, data: dict, decisions: li
 
 
 def claim(out: Path, config: Config, backend: str, *, resume: bool, overwrite: bool) -> bool:
-    """Whether there is training to do in this directory. Removes an old run if told to.
+    """Whether there is training to do in this directory. Changes nothing; ``create`` replaces the files of an old run.
 
     A run that already finished is left alone under ``resume``. One that did not is trained again from its first step: without
     checkpoints, that is where it resumes.
@@ -68,14 +67,13 @@ def claim(out: Path, config: Config, backend: str, *, resume: bool, overwrite: b
         return True
     if not out.is_dir() or not (out / "manifest.json").is_file():
         raise ConfigError(f"{out} exists and is not a run of fp8ref; it is left alone. Name another directory with --run.out.")
+    manifest = read_manifest(out)
     if overwrite:
-        shutil.rmtree(out)
         return True
     if not resume:
         raise ConfigError(
             f"{out} already holds a run. Continue it with --resume, replace it with --overwrite, or name another directory with --run.out."
         )
-    manifest = read_manifest(out)
     mine = {"backend": backend, "config": configs.to_dict(config)}
     theirs = {"backend": manifest.get("backend"), "config": manifest.get("config")}
     changed = _differences(mine, theirs)
@@ -89,11 +87,16 @@ def claim(out: Path, config: Config, backend: str, *, resume: bool, overwrite: b
 
 
 def read_manifest(out: Path) -> dict:
-    """manifest.json of a run; ConfigError when it is missing or damaged."""
+    """manifest.json of a run; ConfigError when it is missing, damaged or another program's."""
     try:
-        return json.loads((out / "manifest.json").read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError) as error:
-        raise ConfigError(f"{out / 'manifest.json'} cannot be read ({error}); {out} is no intact run.") from error
+        manifest = json.loads((out / "manifest.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{out / 'manifest.json'} cannot be read ({error}); {out} is no intact run. Name another directory.") from error
+    if not isinstance(manifest, dict) or not {"fp8ref", "status"} <= manifest.keys():
+        raise ConfigError(
+            f"{out / 'manifest.json'} is not a manifest of fp8ref; {out} is left alone. Name another directory with --run.out."
+        )
+    return manifest
 
 
 def read_metrics(out: Path) -> list[dict]:

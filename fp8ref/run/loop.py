@@ -80,6 +80,8 @@ def _steps(model: Trainer, batches: data.Batches, config: Config):
         line = {"step": step, **metrics, "tokens_per_second": tokens_per_step / seconds}
         if (step + 1) % config.run.eval_every == 0 or step + 1 == config.run.steps:
             line["val_loss"] = float(np.mean([model.evaluate(batches.held_out(i)) for i in range(config.run.eval_batches)]))
+            if not math.isfinite(line["val_loss"]):
+                raise NonFiniteError(f"after step {step}: validation loss {line['val_loss']}. Lower optimizer.learning_rate.")
         yield {**line, "seconds": time.perf_counter() - start}
 
 

@@ -18,6 +18,8 @@ def loss_curves(ax: Axes, runs: Mapping[tuple[str, str], Sequence[dict]], *, ent
     """
     for (backend, recipe), lines in runs.items():
         loss = np.array([line["loss"] for line in lines])
+        if not len(loss):
+            continue
         width = min(smooth, len(loss))
         mean = np.convolve(loss, np.ones(width) / width, "valid")
         ax.plot(
@@ -28,7 +30,7 @@ def loss_curves(ax: Axes, runs: Mapping[tuple[str, str], Sequence[dict]], *, ent
         ax.annotate(
             "unigram entropy", (1, entropy), xycoords=("axes fraction", "data"), ha="right", va="bottom", color="#666666", fontsize=8
         )
-    ax.set(xlabel="optimizer step", ylabel=f"training loss, nats (mean of {smooth} steps)")
+    ax.set(xlabel="optimizer step", ylabel=f"training loss, nats (running mean of {smooth} steps)")
     ax.legend(frameon=False, fontsize=8)
     return _plain(ax)
 

@@ -29,7 +29,7 @@ class Trainer:
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         numerics = config.numerics
         model = Llama(config.model, weights).to(self._device)
-        self.model = linear.convert(model, numerics.recipe, filter_fqns=numerics.filter_fqns, fp8_fqns=numerics.fp8_fqns)
+        self.model = linear.convert(model, numerics.recipe, filter_fqns=config.filter_fqns, fp8_fqns=numerics.fp8_fqns)
         self._params = dict(self.model.named_parameters())
         optimizer = config.optimizer
         groups = [

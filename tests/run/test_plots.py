@@ -1,0 +1,122 @@
+import numpy as np
+import pytest
+from matplotlib.colors import same_color
+
+from fp8ref.run import plots
+
+
+@pytest.fixture
+def ax():
+    return plots.figure(1)[1][0]
+
+
+def lines_of(losses) -> list[dict]:
+    return [{"step": step, "loss": loss} for step, loss in enumerate(losses)]
+
+
+RUNS = {("jax", "bf16"): lines_of([4.0, 2.0, 3.0]), ("torch", "tensorwise"): lines_of([6.0, 6.0, 0.0])}
+
+
+def test_there_is_one_labelled_curve_a_run(ax):
+    plots.loss_curves(ax, RUNS, smooth=1)
+    assert [line.get_label() for line in ax.lines] == ["jax bf16", "torch tensorwise"]
+    assert [text.get_text() for text in ax.get_legend().get_texts()] == ["jax bf16", "torch tensorwise"]
+
+
+def test_without_smoothing_a_curve_is_the_loss_of_each_step(ax):
+    plots.loss_curves(ax, RUNS, smooth=1)
+    np.testing.assert_array_equal(ax.lines[0].get_xdata(), [0, 1, 2])
+    np.testing.assert_array_equal(ax.lines[0].get_ydata(), [4.0, 2.0, 3.0])
+
+
+def test_a_smoothed_point_is_the_mean_of_the_steps_up_to_it(ax):
+    plots.loss_curves(ax, RUNS, smooth=2)
+    np.testing.assert_array_equal(ax.lines[0].get_xdata(), [1, 2])
+    np.testing.assert_allclose(ax.lines[0].get_ydata(), [3.0, 2.5], rtol=1e-15)
+    np.testing.assert_allclose(ax.lines[1].get_ydata(), [6.0, 3.0], rtol=1e-15)
+
+
+def test_a_run_shorter_than_the_window_is_one_point(ax):
+    plots.loss_curves(ax, {("jax", "bf16"): lines_of([4.0, 2.0, 3.0])}, smooth=10)
+    np.testing.assert_array_equal(ax.lines[0].get_xdata(), [2])
+    np.testing.assert_allclose(ax.lines[0].get_ydata(), [3.0], rtol=1e-15)
+
+
+def test_recipes_differ_by_colour_and_backends_by_style(ax):
+    runs = {(backend, recipe): lines_of([1.0]) for backend in ("jax", "torch") for recipe in plots.COLOURS}
+    plots.loss_curves(ax, runs, smooth=1)
+    look = {(str(line.get_color()), line.get_linestyle()) for line in ax.lines}
+    assert len(look) == len(runs) == 8
+    same = {line.get_color() for line, (_, recipe) in zip(ax.lines, runs, strict=True) if recipe == "rowwise"}
+    assert len(same) == 1
+
+
+def test_entropy_is_a_reference_line_with_its_name(ax):
+    plots.loss_curves(ax, RUNS, entropy=3.25)
+    reference = ax.lines[-1]
+    assert set(reference.get_ydata()) == {3.25}
+    assert [note.get_text() for note in ax.texts] == ["unigram entropy"]
+
+
+def test_without_entropy_there_is_no_reference_line(ax):
+    plots.loss_curves(ax, RUNS)
+    assert len(ax.lines) == 2
+    assert not ax.texts
+
+
+def test_axes_name_what_they_measure(ax):
+    plots.loss_curves(ax, RUNS, smooth=7)
+    assert ax.get_xlabel() == "optimizer step"
+    assert "nats" in ax.get_ylabel()
+    assert "7 steps" in ax.get_ylabel()
+
+
+LOSSES = {("jax", "bf16"): 2.0, ("torch", "bf16"): 2.5, ("jax", "rowwise"): 2.25, ("torch", "rowwise"): 2.0}
+
+
+def points(ax, marker: str) -> list[tuple[float, float]]:
+    return [(line.get_xdata()[0], line.get_ydata()[0]) for line in ax.lines if line.get_marker() == marker]
+
+
+def test_a_gap_is_taken_to_bf16_of_the_same_backend(ax):
+    plots.validation_gaps(ax, LOSSES, seeds=[2.0, 2.5])
+    assert points(ax, "o") == [(0, 0.25)]
+    assert points(ax, "s") == [(1, -0.5)]
+
+
+def test_other_seeds_are_gaps_to_the_first(ax):
+    plots.validation_gaps(ax, LOSSES, seeds=[2.0, 2.5, 1.75])
+    assert points(ax, "x") == [(2, 0.5), (2, -0.25)]
+
+
+def test_the_band_is_the_spread_of_the_seeds_both_ways(ax):
+    plots.validation_gaps(ax, LOSSES, seeds=[2.0, 2.5, 1.75])
+    (band,) = ax.patches
+    assert (band.get_y(), band.get_height()) == (-0.75, 1.5)
+    assert "3 bf16 seeds" in band.get_label()
+
+
+def test_every_gap_is_named_below_its_point(ax):
+    plots.validation_gaps(ax, LOSSES, seeds=[2.0, 2.5])
+    assert [tick.get_text() for tick in ax.get_xticklabels()] == ["jax\nrowwise", "torch\nrowwise", "bf16\nother seeds"]
+
+
+def test_a_figure_has_one_row_of_axes_on_white():
+    made, axes = plots.figure(3)
+    assert list(made.axes) == axes
+    assert len({round(ax.get_subplotspec().rowspan.start) for ax in axes}) == 1
+    assert len(axes) == 3
+    assert same_color(made.get_facecolor(), "white")
+
+
+def test_a_figure_is_saved_as_a_picture(tmp_path):
+    made, axes = plots.figure(2)
+    plots.loss_curves(axes[0], RUNS, entropy=3.0)
+    plots.validation_gaps(axes[1], LOSSES, seeds=[2.0, 2.5])
+    made.savefig(tmp_path / "loss.png")
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG\r\n")
+
+
+def test_functions_return_the_axes_they_were_given(ax):
+    assert plots.loss_curves(ax, RUNS) is ax
+    assert plots.validation_gaps(ax, LOSSES, seeds=[2.0, 2.5]) is ax

@@ -1,0 +1,99 @@
+import functools
+import io
+
+import pytest
+from rich.console import Console
+
+from fp8ref.run import progress
+
+
+@pytest.fixture
+def terminal(monkeypatch) -> io.StringIO:
+    """What a person at a terminal of 120 columns sees."""
+    shown = io.StringIO()
+
+    def console(**_):
+        return Console(file=shown, force_terminal=True, width=120, color_system=None, legacy_windows=False)
+
+    monkeypatch.setattr(progress, "Console", console)
+    return shown
+
+
+def last_frame(terminal: io.StringIO) -> str:
+    return [line for line in terminal.getvalue().splitlines() if "jax" in line][-1]
+
+
+def test_the_bar_counts_to_its_total(terminal):
+    with progress.bar("jax rowwise", 3) as advance:
+        for _ in range(3):
+            advance("")
+    assert "3/3" in terminal.getvalue()
+    assert "jax rowwise" in terminal.getvalue()
+
+
+def test_each_advance_is_one(terminal):
+    with progress.bar("jax rowwise", 3) as advance:
+        advance("")
+    assert "1/3" in last_frame(terminal)
+    assert "2/3" not in terminal.getvalue()
+
+
+def test_the_note_of_the_last_advance_is_shown(terminal):
+    with progress.bar("jax", 2) as advance:
+        advance("loss 5.000")
+        advance("loss 4.000")
+    assert "loss 4.000" in last_frame(terminal)
+    assert "loss 5.000" not in last_frame(terminal)
+
+
+def test_a_note_with_brackets_is_shown_as_it_is(terminal):
+    with progress.bar("jax", 1) as advance:
+        advance("[64, 32] GEMMs")
+    assert "[64, 32] GEMMs" in terminal.getvalue()
+
+
+def test_the_note_may_be_left_out(terminal):
+    with progress.bar("jax", 1) as advance:
+        advance()
+    assert "1/1" in terminal.getvalue()
+
+
+def test_the_bar_goes_to_standard_error(monkeypatch):
+    asked = []
+
+    def console(**keys):
+        asked.append(keys)
+        return Console(file=io.StringIO())
+
+    monkeypatch.setattr(progress, "Console", console)
+    with progress.bar("jax", 1):
+        pass
+    assert asked == [{"stderr": True}]
+
+
+def test_the_bar_is_silent_where_there_is_no_terminal(monkeypatch, capfd):
+    for variable in ("FORCE_COLOR", "TTY_COMPATIBLE"):  # with these rich takes anything for a terminal
+        monkeypatch.delenv(variable, raising=False)
+    with progress.bar("jax", 2) as advance:
+        advance("loss 5.000")
+    assert capfd.readouterr() == ("", "")
+
+
+def test_an_error_inside_passes_through_and_ends_the_bar(terminal):
+    def fail():
+        with progress.bar("jax", 2):
+            raise RuntimeError("from inside")
+
+    with pytest.raises(RuntimeError, match="from inside"):
+        fail()
+    assert "\x1b[?25h" in terminal.getvalue()  # the cursor is shown again
+
+
+def test_tables_are_wide_also_in_a_file(monkeypatch):
+    monkeypatch.setattr(progress, "Console", functools.partial(Console, file=io.StringIO(), force_terminal=False))
+    assert progress.console().width == 120
+
+
+def test_tables_take_the_width_of_a_terminal(monkeypatch):
+    monkeypatch.setattr(progress, "Console", functools.partial(Console, file=io.StringIO(), force_terminal=True, width=77))
+    assert progress.console().width == 77

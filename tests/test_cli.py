@@ -1,0 +1,461 @@
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+import tomli_w
+
+from fp8ref import cli
+from fp8ref.run import config as configs
+from fp8ref.run import log, loop
+
+
+class FakeTrainer:
+    """A backend that learns nothing, at once. ``happens`` maps a step to metrics, or to what is raised there."""
+
+    backend = "jax"
+    device = "none: fake"
+    happens: dict = {}  # noqa: RUF012
+
+    def __init__(self, config, *_):
+        self.decisions = config.decisions()
+        self.count = 0
+
+    def step(self, tokens):
+        found = self.happens.get(self.count, {})
+        if isinstance(found, BaseException):
+            raise found
+        self.count += 1
+        return {"loss": 5.0, "grad_norm": 1.0, **found}
+
+    def evaluate(self, tokens):
+        return 5.25
+
+    def weights(self):
+        return {"weight": np.ones(2, np.float32)}
+
+
+@pytest.fixture
+def config(tmp_path, small, monkeypatch):
+    """The path of a small config in the current directory."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")  # no message is broken into lines
+    path = tmp_path / "small.toml"
+    path.write_text(tomli_w.dumps(configs.to_dict(small)))
+    return path
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    """Puts a FakeTrainer in place of both backends; fake({step: what happens}) sets what happens."""
+
+    def install(happens=None):
+        monkeypatch.setattr(FakeTrainer, "happens", happens or {})
+        monkeypatch.setattr(loop, "trainer", lambda _, config: FakeTrainer(config))
+
+    install()
+    return install
+
+
+@pytest.fixture
+def run(capsys):
+    """run("train", ...) -> (exit code, standard output, standard error)."""
+
+    def call(*arguments) -> tuple[int, str, str]:
+        try:
+            code = cli.main([str(a) for a in arguments])
+        except SystemExit as stopped:
+            code = stopped.code
+        shown = capsys.readouterr()
+        return code, shown.out, shown.err
+
+    return call
+
+
+def contents(folder) -> dict:
+    return {path.relative_to(folder): (path.read_bytes(), path.stat().st_mtime_ns) for path in folder.rglob("*") if path.is_file()}
+
+
+def test_train_writes_a_run_and_reports_its_losses(config, fake, run):
+    code, out, err = run("train", config, "--backend", "jax", "--run.out", "here")
+    assert (code, err) == (0, "")
+    assert out == "here: 6 steps, loss 5.0000, validation loss 5.2500\n"
+    assert len(log.read_metrics(config.parent / "here")) == 6
+
+
+def test_a_run_is_by_default_named_after_config_backend_and_recipe(config, fake, run):
+    assert run("train", config, "--backend", "torch", "--recipe", "rowwise")[0] == 0
+    assert (config.parent / "runs" / "small-torch-rowwise" / "manifest.json").is_file()
+
+
+def test_options_change_the_config_that_is_trained(config, fake, run):
+    assert run("train", config, "--backend", "jax", "--run.out", "here", "--run.steps", "9", "--numerics.filter_fqns", "mlp")[0] == 0
+    trained = configs.load(config.parent / "here" / "config.toml")
+    assert (trained.run.steps, trained.numerics.filter_fqns) == (9, ("mlp",))
+
+
+def test_options_may_stand_between_the_flags(config, fake, run):
+    assert run("train", config, "--run.steps", "7", "--backend", "jax", "--run.out", "here")[0] == 0
+    assert len(log.read_metrics(config.parent / "here")) == 7
+
+
+def test_options_before_the_config_work_or_the_error_says_where_they_belong(config, fake, run):
+    code, _, err = run("train", "--backend", "jax", "--run.steps", "7", config)
+    assert code == 0 or "CONFIG" in err
+
+
+def test_a_real_backend_trains_and_resume_changes_no_byte(config, run):
+    arguments = ("train", config, "--backend", "torch", "--run.out", "here")
+    code, out, _ = run(*arguments)
+    assert code == 0
+    assert out.startswith("here: 6 steps, loss ")
+    before = contents(config.parent / "here")
+    lines = log.read_metrics(config.parent / "here")
+    assert [line["step"] for line in lines] == list(range(6))
+    assert lines[0]["loss"] == pytest.approx(np.log(256), abs=0.2)  # a fresh model is close to uniform over bytes
+    assert lines[-1]["loss"] < lines[0]["loss"]
+    code, out, _ = run(*arguments, "--resume")
+    assert (code, out) == (0, "here is finished; nothing to do\n")
+    assert contents(config.parent / "here") == before
+
+
+@pytest.mark.parametrize("command", [[], ["train"], ["crosscheck"], ["demo"]], ids=["", "train", "crosscheck", "demo"])
+@pytest.mark.parametrize("flag", ["--help", "-h"])
+def test_help_exits_with_0(run, command, flag):
+    code, out, err = run(*command, flag)
+    assert (code, err) == (0, "")
+    assert "usage: fp8ref" in out
+
+
+@pytest.mark.parametrize("command", ["train", "crosscheck", "demo"])
+def test_help_of_a_command_lists_the_keys_of_the_config(run, command):
+    _, out, _ = run(command, "--help")
+    assert all(f"--{key}" in out for key in ("run.steps", "model.hidden_size", "data.source", "numerics.recipe", "optimizer.beta1"))
+
+
+def test_help_of_train_lists_its_own_options(run):
+    _, out, _ = run("train", "--help")
+    assert all(option in out for option in ("--backend", "--resume", "--overwrite", "CONFIG"))
+
+
+def test_help_works_after_a_config(config, run):
+    code, out, _ = run("train", config, "--help")
+    assert code == 0
+    assert "--run.steps" in out
+
+
+@pytest.mark.parametrize("arguments", [[], ["teach"], ["train"], ["demo"], ["crosscheck"]], ids=" ".join)
+def test_an_incomplete_command_exits_with_2(run, arguments):
+    code, out, err = run(*arguments)
+    assert (code, out) == (2, "")
+    assert "CONFIG" in err or "COMMAND" in err
+
+
+def test_an_unknown_key_names_the_nearest_one(config, fake, run):
+    config.write_text("[run]\nstep = 3\n")
+    code, _, err = run("train", config, "--backend", "jax")
+    assert code == 2
+    assert "unknown key 'run.step'; did you mean 'run.steps'?" in err
+
+
+@pytest.mark.parametrize("options", [["--run.stepz", "3"], ["--resum"], ["--no-such-option"], ["stray"]], ids=" ".join)
+@pytest.mark.parametrize("command", [["train", "--backend", "jax"], ["crosscheck"], ["demo"]], ids=["train", "crosscheck", "demo"])
+def test_an_unknown_option_exits_with_2_and_is_named(config, fake, run, command, options):
+    code, _, err = run(*command, config, *options)
+    assert code == 2
+    assert options[0] in err
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--run.steps", "many"], "run.steps"),
+        (["--run.steps", "0"], "run.steps is at least 1; got 0"),
+        (["--run.steps", "3"], "optimizer.warmup_steps is at most run.steps; got 5 and 3"),
+        (["--data.seed", "-1"], "data.seed is not negative; got -1"),
+        (["--data.validation_fraction", "1"], "data.validation_fraction"),
+        (["--optimizer.learning_rate", "nan"], "learning_rate"),
+        (["--model.num_key_value_heads", "3"], "num_key_value_heads"),
+        (["--model.vocab_size", "255"], "model.vocab_size"),
+        (["--recipe", "fp9"], "'fp9'"),
+        (["--numerics.filter_fqns", "absent"], "'absent' names none of"),
+        (["--numerics.filter_fqns", "*"], "converts no linear"),
+        (["--data.source", "absent"], "'absent', which is no directory"),
+        (["--data.batch_size", "100000"], "the train split holds"),
+        (["--data.sequence_length", "1000000"], "the train split holds 0 sequences"),
+    ],
+)
+def test_a_value_that_cannot_be_used_exits_with_2_and_writes_nothing(config, fake, run, options, said):
+    code, out, err = run("train", config, "--backend", "jax", "--run.out", "here", *options)
+    assert (code, out) == (2, "")
+    assert said in err
+    assert not (config.parent / "here").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[run]\nsteps = 'many'\n", "run.steps: Input should be a valid integer; got 'many'"),
+        ("[run]\nsteps = 0\n", "run.steps is at least 1; got 0"),
+        ("[numerics]\nrecipe = 'fp9'\n", "rowwise_with_gw_hp; got 'fp9'"),
+        ("run: 3\n", "is not TOML"),
+    ],
+)
+def test_a_config_that_cannot_be_used_exits_with_2_and_is_named(config, fake, run, text, said):
+    config.write_text(text)
+    code, out, err = run("train", config, "--backend", "jax")
+    assert (code, out) == (2, "")
+    assert said in err
+    assert err.startswith(f"fp8ref: {config}: ")
+    assert not (config.parent / "runs").exists()
+
+
+def test_a_missing_config_exits_with_2(config, fake, run):
+    code, _, err = run("train", "absent.toml", "--backend", "jax")
+    assert code == 2
+    assert "absent.toml: cannot be read" in err
+
+
+@pytest.mark.parametrize("files", [[], ["picture.png"], ["empty.txt"]], ids=["empty", "binary", "blank"])
+def test_data_without_text_exits_with_2(config, fake, run, files):
+    folder = config.parent / "data"
+    folder.mkdir()
+    for name in files:
+        (folder / name).touch()
+    code, _, err = run("train", config, "--backend", "jax", "--data.source", "data", "--run.out", "here")
+    assert code == 2
+    assert "'data' holds no" in err
+    assert not (config.parent / "here").exists()
+
+
+def test_data_shorter_than_one_batch_exits_with_2(config, fake, run):
+    folder = config.parent / "data"
+    folder.mkdir()
+    (folder / "short.txt").write_text("too short")
+    code, _, err = run("train", config, "--backend", "jax", "--data.source", "data", "--run.out", "here")
+    assert code == 2
+    assert "4 are needed" in err
+    assert not (config.parent / "here").exists()
+
+
+def test_train_needs_a_backend(config, fake, run):
+    code, _, err = run("train", config)
+    assert code == 2
+    assert "--backend jax or --backend torch" in err
+
+
+def test_an_unknown_backend_exits_with_2(config, fake, run):
+    code, _, err = run("train", config, "--backend", "tensorflow")
+    assert code == 2
+    assert "tensorflow" in err
+
+
+@pytest.fixture
+def existing(config, fake, run):
+    """The directory of a finished run, and the command that made it."""
+    command = ("train", config, "--backend", "jax", "--run.out", "here")
+    assert run(*command)[0] == 0
+    return config.parent / "here", command
+
+
+def test_a_run_is_not_trained_over(existing, run):
+    out, command = existing
+    before = contents(out)
+    code, _, err = run(*command)
+    assert code == 2
+    assert "already holds a run" in err
+    assert contents(out) == before
+
+
+def test_overwrite_replaces_a_run(existing, run):
+    out, command = existing
+    assert run(*command, "--overwrite", "--run.steps", "8")[0] == 0
+    assert len(log.read_metrics(out)) == 8
+
+
+def test_resume_and_overwrite_exclude_each_other(existing, run):
+    out, command = existing
+    before = contents(out)
+    code, _, err = run(*command, "--resume", "--overwrite")
+    assert code == 2
+    assert "give one of them" in err
+    assert contents(out) == before
+
+
+def test_resuming_a_finished_run_changes_no_byte(existing, run):
+    out, command = existing
+    before = contents(out)
+    code, shown, err = run(*command, "--resume")
+    assert (code, shown, err) == (0, "here is finished; nothing to do\n", "")
+    assert contents(out) == before
+
+
+@pytest.mark.parametrize(
+    ("options", "key"),
+    [
+        (["--run.steps", "7"], "config.run.steps"),
+        (["--optimizer.beta1", "0.5"], "config.optimizer.beta1"),
+        (["--recipe", "bf16"], "config.numerics.recipe"),
+        (["--backend", "torch"], "backend"),
+    ],
+)
+def test_resuming_with_another_config_is_refused_with_its_key(existing, run, options, key):
+    out, command = existing
+    before = contents(out)
+    code, _, err = run(*command, "--resume", *options)
+    assert code == 2
+    assert f"another {key}: " in err
+    assert contents(out) == before
+
+
+def test_overwrite_with_a_config_that_cannot_be_trained_keeps_the_run(existing, run):
+    out, command = existing
+    before = contents(out)
+    code, _, err = run(*command, "--overwrite", "--data.source", "absent")
+    assert code == 2
+    assert "'absent'" in err
+    assert out.exists()
+    assert contents(out) == before
+
+
+def test_a_torn_metrics_line_is_trained_again(existing, run):
+    out, command = existing
+    manifest = json.loads((out / "manifest.json").read_text())
+    (out / "manifest.json").write_text(json.dumps(manifest | {"status": "running"}))
+    whole = (out / "metrics.jsonl").read_text()
+    (out / "metrics.jsonl").write_text(whole[: len(whole) // 2])
+    assert run(*command, "--resume")[0] == 0
+    lines = (out / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == list(range(6))
+    assert log.read_manifest(out)["status"] == "finished"
+
+
+@pytest.mark.parametrize("flag", [[], ["--resume"], ["--overwrite"]], ids=["plain", "resume", "overwrite"])
+def test_a_foreign_directory_is_left_alone(config, fake, run, flag):
+    folder = config.parent / "thesis"
+    folder.mkdir()
+    (folder / "chapter.tex").write_text("mine")
+    before = contents(folder)
+    code, _, err = run("train", config, "--backend", "jax", "--run.out", "thesis", *flag)
+    assert code == 2
+    assert "not a run of fp8ref" in err
+    assert contents(folder) == before
+
+
+def test_ctrl_c_keeps_what_was_written_and_exits_with_130(config, fake, run):
+    fake({4: KeyboardInterrupt()})
+    code, out, err = run("train", config, "--backend", "jax", "--run.out", "here")
+    assert (code, out) == (130, "")
+    assert "interrupted" in err
+    assert [line["step"] for line in log.read_metrics(config.parent / "here")] == [0, 1, 2, 3]
+    assert log.read_manifest(config.parent / "here")["status"] == "interrupted"
+
+
+def test_an_interrupted_run_resumes(config, fake, run):
+    command = ("train", config, "--backend", "jax", "--run.out", "here")
+    fake({4: KeyboardInterrupt()})
+    assert run(*command)[0] == 130
+    fake()
+    assert run(*command, "--resume")[0] == 0
+    assert len(log.read_metrics(config.parent / "here")) == 6
+    assert log.read_manifest(config.parent / "here")["status"] == "finished"
+
+
+def test_a_loss_that_is_not_finite_exits_with_3(config, fake, run):  # T-4
+    fake({2: {"loss": float("inf")}})
+    code, out, err = run("train", config, "--backend", "jax", "--run.out", "here")
+    assert (code, out) == (3, "")
+    assert err.startswith("fp8ref: step 2: loss inf")
+    assert [line["step"] for line in log.read_metrics(config.parent / "here")] == [0, 1]
+    assert log.read_manifest(config.parent / "here")["status"] == "failed"
+
+
+def test_a_defect_keeps_its_traceback(config, fake, run):
+    fake({1: RuntimeError("a defect")})
+    with pytest.raises(RuntimeError, match="a defect"):
+        run("train", config, "--backend", "jax", "--run.out", "here")
+
+
+@pytest.mark.parametrize("steps", ["-1", "7"])
+def test_crosscheck_refuses_steps_outside_the_run(config, run, steps):
+    code, _, err = run("crosscheck", config, "--steps", steps)
+    assert code == 2
+    assert f"between 0 and run.steps = 6; got {steps}" in err
+
+
+def test_crosscheck_refuses_a_report_in_a_directory_that_is_not_there(config, run):
+    code, _, err = run("crosscheck", config, "--json", config.parent / "absent" / "report.json")
+    assert code == 2
+    assert "directory does not exist" in err
+
+
+def python(*arguments, **keys) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=False, timeout=60, **keys)
+
+
+def test_python_m_fp8ref_is_the_command():
+    shown = python("-m", "fp8ref", "--help")
+    assert (shown.returncode, shown.stderr) == (0, "")
+    assert "usage: fp8ref" in shown.stdout
+
+
+def test_python_m_fp8ref_passes_its_exit_code_on(config):
+    shown = python("-m", "fp8ref", "train", "absent.toml", "--backend", "jax")
+    assert (shown.returncode, shown.stdout) == (2, "")
+    assert shown.stderr.splitlines() == [
+        "fp8ref: absent.toml: cannot be read (No such file or directory). Name a TOML file such as configs/tiny.toml."
+    ]
+
+
+WITHOUT_TORCH = """
+import sys
+
+class Absent:
+    @staticmethod
+    def find_spec(name, *_):
+        if name == "torch":
+            raise ModuleNotFoundError("No module named 'torch'", name=name)
+
+sys.meta_path.insert(0, Absent)
+from fp8ref.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_a_backend_that_is_not_installed_says_how_to_install_it(config):
+    shown = python("-c", WITHOUT_TORCH, "train", config, "--backend", "torch", "--run.out", "here")
+    assert shown.returncode == 2
+    assert "pip install 'fp8ref[torch]'" in shown.stderr
+    assert "Traceback" not in shown.stderr
+    assert not (config.parent / "here").exists()
+
+
+def test_sigint_while_training_keeps_every_whole_line(config, tmp_path):
+    # a shell's background jobs ignore SIGINT, and Python with them: put its handler back
+    code = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)\nfrom fp8ref.cli import main; sys.exit(main(sys.argv[1:]))"
+    arguments = ["train", str(config), "--backend", "torch", "--run.out", "here", "--run.steps", "1000000"]
+    metrics = tmp_path / "here" / "metrics.jsonl"
+    with (
+        (tmp_path / "stderr").open("w") as stderr,
+        subprocess.Popen([sys.executable, "-c", code, *arguments], stderr=stderr, env=os.environ | {"OMP_NUM_THREADS": "1"}) as process,
+    ):
+        try:
+            deadline = time.monotonic() + 60
+            while not (metrics.exists() and metrics.read_text().count("\n") >= 3):
+                assert process.poll() is None, (tmp_path / "stderr").read_text()
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+            process.send_signal(signal.SIGINT)
+            assert process.wait(timeout=30) == 130
+        finally:
+            process.kill()
+    assert metrics.read_text().endswith("\n")
+    steps = [json.loads(line)["step"] for line in metrics.read_text().splitlines()]
+    assert len(steps) >= 3
+    assert steps == list(range(len(steps)))
+    assert log.read_manifest(tmp_path / "here")["status"] == "interrupted"
+    assert "Traceback" not in (tmp_path / "stderr").read_text()

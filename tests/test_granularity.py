@@ -1,0 +1,124 @@
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fp8ref import granularity
+
+NAMES = ("tensorwise", "rowwise", "blockwise_1x128", "blockwise_128x128", "mx_1x32")
+
+
+def scale_shape_by_numpy(name: str, shape: tuple[int, ...], axis: int) -> tuple[int, ...]:
+    """The shape of the maxima that NumPy itself takes over each group of S-6."""
+    x = np.zeros(shape, np.int8)
+    if name == "tensorwise":
+        return x.max().shape
+    if name == "rowwise":
+        return x.max(axis=axis, keepdims=True).shape
+    block = 32 if name == "mx_1x32" else 128
+    x = np.maximum.reduceat(x, range(0, shape[axis], block), axis=axis)
+    if name == "blockwise_128x128":
+        for other in set(range(x.ndim)) - {axis % x.ndim}:
+            x = np.maximum.reduceat(x, range(0, shape[other], block), axis=other)
+    return x.shape
+
+
+@st.composite
+def tensors(draw):
+    """(name, shape, axis) in which blocks divide their axis."""
+    name = draw(st.sampled_from(NAMES))
+    ndim = draw(st.integers(1, 2 if name == "blockwise_128x128" else 3))
+    axis = draw(st.integers(-ndim, ndim - 1))
+    units = [128 if name == "blockwise_128x128" else 1] * ndim
+    units[axis] = {"blockwise_1x128": 128, "blockwise_128x128": 128, "mx_1x32": 32}.get(name, 1)
+    return name, tuple(unit * draw(st.integers(1, 3)) for unit in units), axis
+
+
+@given(tensors())
+def test_scale_shape_is_that_of_the_groups_maxima(tensor):  # S-6
+    assert granularity.scale_shape(*tensor) == scale_shape_by_numpy(*tensor)
+
+
+@given(tensors())
+def test_blocks_tile_the_tensor(tensor):
+    _, shape, _ = tensor
+    scales, sizes = granularity.scale_shape(*tensor), granularity.blocks(*tensor)
+    assert len(sizes) == len(shape)
+    assert math.prod(scales) * math.prod(sizes) == math.prod(shape)
+
+
+@given(tensors())
+def test_a_negative_axis_is_the_same_axis(tensor):
+    name, shape, axis = tensor
+    assert granularity.scale_shape(name, shape, axis % len(shape)) == granularity.scale_shape(name, shape, axis % len(shape) - len(shape))
+
+
+@pytest.mark.parametrize(
+    ("name", "axis", "sizes", "scales"),
+    [
+        ("tensorwise", 1, (256, 384), ()),
+        ("rowwise", 1, (1, 384), (256, 1)),
+        ("rowwise", 0, (256, 1), (1, 384)),
+        ("blockwise_1x128", 1, (1, 128), (256, 3)),
+        ("blockwise_1x128", 0, (128, 1), (2, 384)),
+        ("blockwise_128x128", 1, (128, 128), (2, 3)),
+        ("blockwise_128x128", 0, (128, 128), (2, 3)),
+        ("mx_1x32", 1, (1, 32), (256, 12)),
+        ("mx_1x32", 0, (32, 1), (8, 384)),
+    ],
+)
+def test_blocks_and_scales_of_a_256_by_384_matrix(name, axis, sizes, scales):  # S-6
+    assert granularity.blocks(name, (256, 384), axis) == sizes
+    assert granularity.scale_shape(name, (256, 384), axis) == scales
+
+
+def test_a_scalar_has_one_tensorwise_scale():
+    assert granularity.scale_shape("tensorwise", (), -1) == ()
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("shape", [(0,), (0, 128), (128, 0)])
+def test_an_empty_tensor_is_refused(name, shape):  # S-7
+    with pytest.raises(ValueError, match="at least one element"):
+        granularity.scale_shape(name, shape, -1)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "axis", "said"),
+    [
+        ("blockwise_1x128", (64, 200), -1, "K, the reduced axis, divisible by 128"),
+        ("blockwise_1x128", (200, 64), 0, "K, the reduced axis, divisible by 128"),
+        ("mx_1x32", (64, 33), 1, "K, the reduced axis, divisible by 32"),
+        ("blockwise_128x128", (64, 256), 1, "axis 0 divisible by 128"),
+        ("blockwise_128x128", (256, 64), 0, "axis 1 divisible by 128"),
+    ],
+)
+def test_a_block_that_does_not_divide_names_axis_shape_and_remedy(name, shape, axis, said):  # S-6
+    with pytest.raises(ValueError, match=said) as error:
+        granularity.scale_shape(name, shape, axis)
+    assert str(shape) in str(error.value)
+    assert "Pad" in str(error.value)
+
+
+@pytest.mark.parametrize("axis", [2, -3])
+def test_an_axis_that_is_not_there_is_refused(axis):
+    with pytest.raises(ValueError, match=f"2-d tensor; got axis={axis}"):
+        granularity.scale_shape("rowwise", (4, 4), axis)
+
+
+@pytest.mark.parametrize(("axis", "counted"), [(0, 0), (1, 1), (2, 2), (-1, 2), (-3, 0)])
+def test_normalise_axis_counts_from_the_front(axis, counted):
+    assert granularity.normalise_axis(axis, 3) == counted
+
+
+def test_an_unknown_name_is_refused_with_the_known_ones():
+    with pytest.raises(ValueError, match="'columnwise'") as error:
+        granularity.by_name("columnwise")
+    assert all(name in str(error.value) for name in NAMES)
+
+
+def test_the_names_are_those_of_the_clause():  # S-6
+    assert tuple(granularity.GRANULARITIES) == NAMES
+    assert all(granularity.by_name(name).name == name for name in NAMES)

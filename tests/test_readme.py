@@ -1,0 +1,28 @@
+"""The README's examples do what it says."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+README = (Path(__file__).parents[1] / "README.md").read_text()
+BLOCKS = re.findall(r"```python\n(.*?)```\n(?:\n```\n(.*?)```)?", README, re.DOTALL)
+
+
+@pytest.mark.parametrize(("program", "printed"), BLOCKS)
+def test_example(program, printed, capsys):
+    exec(compile(program, "README.md", "exec"), {})
+    assert capsys.readouterr().out == printed
+
+
+def test_there_are_examples():
+    assert len(BLOCKS) == 3
+
+
+def test_the_layout_names_every_module():
+    layout = re.search(r"## Layout\n\n```\n(.*?)```", README, re.DOTALL)[1]
+    root = Path(__file__).parents[1]
+    for room in ("sim", "jax", "torch", "check", "run"):
+        line = re.search(rf"^  {room}/ .*$", layout, re.MULTILINE)[0]
+        present = {p.stem for p in (root / "fp8ref" / room).glob("[!_]*.py")}
+        assert present <= set(line.replace(",", " ").split()), room
