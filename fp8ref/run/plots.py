@@ -30,7 +30,7 @@ def loss_curves(ax: Axes, runs: Mapping[tuple[str, str], Sequence[dict]], *, ent
         ax.annotate(
             "unigram entropy", (1, entropy), xycoords=("axes fraction", "data"), ha="right", va="bottom", color="#666666", fontsize=8
         )
-    ax.set(xlabel="optimizer step", ylabel=f"training loss, nats (running mean of {smooth} steps)")
+    ax.set(xlabel="optimizer step", ylabel="training loss, nats", title=f"running mean of {smooth} steps")
     ax.legend(frameon=False, fontsize=8)
     return _plain(ax)
 
@@ -50,7 +50,7 @@ def validation_gaps(ax: Axes, losses: Mapping[tuple[str, str], float], *, seeds:
     ax.axhline(0, color="#000000", linewidth=0.8)
     names = [f"{backend}\n{recipe}" for backend, recipe in points] + ["bf16\nother seeds"]
     ax.set_xticks(range(len(names)), names, fontsize=8)
-    ax.set(ylabel="final validation loss minus bf16's, nats")
+    ax.set(ylabel="nats", title="final validation loss minus bf16's")
     ax.margins(x=0.1, y=0.25)
     ax.legend(frameon=False, fontsize=8)
     return _plain(ax)
@@ -63,6 +63,7 @@ def figure(columns: int) -> tuple[Figure, Sequence[Axes]]:
 
 
 def _plain(ax: Axes) -> Axes:
+    ax.title.set_fontsize(10)
     ax.spines[["top", "right"]].set_visible(False)
     ax.grid(axis="y", color="#DDDDDD", linewidth=0.6)
     ax.set_axisbelow(True)
