@@ -1,6 +1,7 @@
 """One comparison and its verdict: how much was compared, how much was equal, the worst difference and the bound on it."""
 
 import json
+import sys
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -10,6 +11,8 @@ from rich.table import Table
 from fp8ref.formats import Format
 from fp8ref.run import progress
 from fp8ref.sim import cast
+
+WHOLE_MODEL = ("weights", "logits", "loss", "grad_norm")  # what stands in place of a layer in the names of some checks
 
 
 @dataclass(kw_only=True)
@@ -32,7 +35,7 @@ class Check:
         equal, distance = np.atleast_1d(equal), np.atleast_1d(distance)
         self.compared += equal.size
         self.equal += int(equal.sum())
-        self.worst = max(self.worst, float(distance.max(initial=0)))
+        self.worst = max(self.worst, min(float(distance.max(initial=0)), sys.float_info.max))  # JSON has no infinity
         broken = ~equal & ((distance > self.bound) | (self.bound == 0))
         if broken.any() and not self.detail:
             index = tuple(int(i) for i in np.argwhere(broken)[0])
@@ -62,19 +65,19 @@ class Report:
         return {"ok": self.ok, "checks": checks}
 
     def write(self, path: Path) -> None:
-        path.write_text(json.dumps(self.to_dict(), indent=1, allow_nan=True) + "\n", encoding="utf-8")
+        path.write_text(json.dumps(self.to_dict(), indent=1, allow_nan=False) + "\n", encoding="utf-8")
 
     def table(self) -> list[Check]:
         """The checks with their layers added up, named "layers/<role>/<kind>/<backend>"."""
         rows: dict[str, Check] = {}
         for check in self.checks.values():
-            layer, rest = check.name.split("/", 1)
+            layer, middle, *rest = check.name.split("/")
             if layer.startswith("synthetic."):
-                layer = "synthetic"
-                rest = "/".join(["cast" if "cast" in check.name.split("/")[0] else "tensors", *rest.split("/")[1:]])
-            elif "proj" in layer or layer == "lm_head":
+                layer, middle = "synthetic", "cast" if layer == "synthetic.cast" else "tensors"
+            elif layer not in WHOLE_MODEL:
                 layer = "layers"
-            row = rows.setdefault(f"{layer}/{rest}", Check(name=f"{layer}/{rest}", bound=check.bound))
+            name = "/".join([layer, middle, *rest])
+            row = rows.setdefault(name, Check(name=name, bound=check.bound))
             row.compared += check.compared
             row.equal += check.equal
             row.worst = max(row.worst, check.worst)

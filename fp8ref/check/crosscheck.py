@@ -54,12 +54,12 @@ def crosscheck(config: Config, *, backends: Sequence[str] = loop.BACKENDS, steps
         trainers = {name: loop.trainer(name, config) for name in backends}
         check_weights(report, trainers, weights)
         check_forward(report, trainers, weights, batches.step(0)[:FORWARD_BATCH], config, recipes, advance=lambda: advance("forward"))
-        curves: dict[str, list[float]] = {name: [] for name in backends}
+        curves: dict[str, list[dict[str, float]]] = {name: [] for name in backends}
         for name, trainer in trainers.items():
             check_operands(report, trainer, batches.step(0), recipes, quantizers)
             advance(f"{name}: operands at step 0")
             for step in range(steps):
-                curves[name].append(trainer.step(batches.step(step))["loss"])
+                curves[name].append(trainer.step(batches.step(step)))
                 advance(f"{name}: training")
             check_operands(report, trainer, batches.step(steps), recipes, quantizers)
             advance(f"{name}: operands after {steps} steps")
@@ -130,14 +130,14 @@ def check_operands(
 
 def check_curves(
     report: Report,
-    curves: dict[str, list[float]],
+    curves: dict[str, list[dict[str, float]]],
     weights: dict[str, np.ndarray],
     batches: data.Batches,
     config: Config,
     *,
     advance: Callable[[], None],
 ) -> None:
-    """The backends' losses step by step, within the noise of rounding (B-4)."""
+    """The backends' losses and gradient norms step by step, within the noise of rounding (B-4)."""
     base = "torch" if "torch" in curves else next(iter(curves))
     runs = []
     for seed in range(bounds.REPLICATES):
@@ -146,13 +146,14 @@ def check_curves(
             for i, (name, value) in enumerate(weights.items())
         }
         replicate = loop.trainer(base, config, rounded)
-        runs.append([replicate.step(batches.step(step))["loss"] for step in range(len(curves[base]))])
+        runs.append([replicate.step(batches.step(step)) for step in range(len(curves[base]))])
         advance()
-    bound = bounds.curve(np.array(curves[base]), np.array(runs))
-    for name, losses in curves.items():
-        if name != base:
-            check = report.check(f"loss/curve/value/{name}-{base}", bound=1.0)
-            compare_values(check, np.array(losses), np.array(curves[base]), bound, names=(name, base))
+    for metric in ("loss", "grad_norm"):
+        found = {name: np.array([line[metric] for line in lines]) for name, lines in curves.items()}
+        bound = bounds.curve(found[base], np.array([[line[metric] for line in lines] for lines in runs]))
+        for name in found.keys() - {base}:
+            check = report.check(f"{metric}/curve/value/{name}-{base}", bound=1.0)
+            compare_values(check, found[name], found[base], bound, names=(name, base))
 
 
 def compare_quantized(

@@ -68,7 +68,7 @@ def test_axes_name_what_they_measure(ax):
     plots.loss_curves(ax, RUNS, smooth=7)
     assert ax.get_xlabel() == "optimizer step"
     assert "nats" in ax.get_ylabel()
-    assert "7 steps" in ax.get_ylabel()
+    assert "7 steps" in ax.get_title()
 
 
 LOSSES = {("jax", "bf16"): 2.0, ("torch", "bf16"): 2.5, ("jax", "rowwise"): 2.25, ("torch", "rowwise"): 2.0}
