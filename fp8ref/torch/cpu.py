@@ -12,7 +12,12 @@ import torch
 
 @functools.cache
 def use_native_scaled_mm() -> None:
-    """From now on, in this process, ``torch._scaled_mm`` on a CPU runs with oneDNN switched off for the call. Idempotent."""
+    """From now on, in this process, ``torch._scaled_mm`` on a CPU runs with oneDNN switched off for the call. Idempotent.
+
+    Where torch cannot look a kernel up (before 2.9), nothing changes but the speed that is missed.
+    """
+    if not hasattr(torch.library, "get_kernel"):
+        return
     kernel = torch.library.get_kernel("aten::_scaled_mm", "CPU")
 
     def without_onednn(keyset, *args, **kwargs):

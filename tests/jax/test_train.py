@@ -90,6 +90,14 @@ def test_tokens_are_checked(small, tokens):
         trainer.step(np.where(tokens > 100, np.nan, tokens))
 
 
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_training_step_holds_one_float8_dot_for_each_planned_gemm(recipe, small, tokens):
+    trainer = Trainer(small.replace(numerics={"recipe": recipe}))
+    hlo = trainer._step.lower(trainer._params, trainer._opt_state, tokens, np.float32(0)).as_text()
+    dots = [line for line in hlo.splitlines() if "dot_general" in line and line.count("xf8E") == 2]
+    assert len(dots) == sum(spec.fp8 for d in trainer.decisions for spec in d.recipe.gemms.values())
+
+
 def test_observe_sees_the_planned_gemms_and_changes_nothing(small, tokens):
     trainer = Trainer(small.replace(numerics={"recipe": "rowwise"}))
     before, seen = trainer.weights(), set()
