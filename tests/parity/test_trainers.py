@@ -1,0 +1,65 @@
+"""What the trainers of both backends promise alike."""
+
+import numpy as np
+import pytest
+
+from fp8ref import llama
+from fp8ref.recipe import RECIPES
+from fp8ref.run import data, loop
+
+pytestmark = pytest.mark.parametrize("backend", loop.BACKENDS)
+
+
+@pytest.fixture
+def tokens(small):
+    return data.open_batches(small).step(0)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_loss_of_a_repeated_batch_falls(backend, recipe, small, tokens):
+    trainer = loop.trainer(backend, small.replace(numerics={"recipe": recipe}))
+    losses = [trainer.step(tokens)["loss"] for _ in range(6)]
+    assert losses[-1] < losses[0] - 0.05
+    assert trainer.evaluate(tokens) < losses[-1]  # T-5
+
+
+def test_two_trainers_agree_bit_for_bit(backend, small, tokens):
+    a, b = loop.trainer(backend, small), loop.trainer(backend, small)
+    for _ in range(2):
+        assert a.step(tokens) == b.step(tokens)
+    for name, value in a.weights().items():
+        np.testing.assert_array_equal(value, b.weights()[name])
+
+
+def test_a_loss_that_is_not_finite_changes_nothing(backend, small, tokens):  # T-4
+    weights = llama.initial_weights(small.model, seed=0)
+    weights["model.norm.weight"] = np.full_like(weights["model.norm.weight"], 3e38)  # finite, and overflows the logits
+    trainer = loop.trainer(backend, small.replace(numerics={"recipe": "bf16"}), weights)
+    before = trainer.weights()
+    assert not all(map(np.isfinite, trainer.step(tokens).values()))
+    for name, value in trainer.weights().items():
+        np.testing.assert_array_equal(value, before[name])
+
+
+def test_weights_with_nan_are_refused_by_name(backend, small):
+    weights = llama.initial_weights(small.model, seed=0)
+    weights["lm_head.weight"][3, 4] = np.nan
+    with pytest.raises(ValueError, match=r"lm_head.weight holds nan at \[3, 4\]"):
+        loop.trainer(backend, small, weights)
+
+
+def test_tokens_are_checked(backend, small, tokens):
+    trainer = loop.trainer(backend, small)
+    with pytest.raises(ValueError, match=r"\[0, 256\)"):
+        trainer.step(tokens + 200)
+    with pytest.raises(ValueError, match="integers"):
+        trainer.step(np.where(tokens > 100, np.nan, tokens))
+
+
+def test_observing_sees_the_planned_gemms_and_changes_nothing(backend, small, tokens):
+    trainer = loop.trainer(backend, small.replace(numerics={"recipe": "rowwise"}))
+    before, seen = trainer.weights(), set()
+    trainer.observe(tokens, lambda name, gemm, a, b, out: seen.add((name, gemm)))
+    assert seen == {(d.path, gemm) for d in trainer.decisions if d.fp8 for gemm in d.recipe.gemms}
+    for name, value in trainer.weights().items():
+        np.testing.assert_array_equal(value, before[name])
