@@ -94,12 +94,12 @@ def _crosscheck(known: argparse.Namespace, options: list[str]) -> int:
     steps = crosscheck.STEPS if known.steps is None else known.steps
     if not 0 <= steps <= config.run.steps:
         raise ConfigError(f"--steps lies between 0 and run.steps = {config.run.steps}; got {steps}.")
-    if known.json and not known.json.absolute().parent.is_dir():
-        raise ConfigError(f"--json {known.json}: its directory does not exist. Make it first.")
+    if known.json and (known.json.is_dir() or not known.json.absolute().parent.is_dir()):
+        raise ConfigError(f"--json names a file in a directory that exists; got {known.json}.")
     report = crosscheck.crosscheck(config, backends=(known.backend,) if known.backend else BACKENDS, steps=steps)
+    report.print()
     if known.json:
         report.write(known.json)
-    report.print()
     return 0 if report.ok else FAILED
 
 

@@ -7,12 +7,13 @@ import numpy as np
 from fp8ref.formats import BFLOAT16
 from fp8ref.llama import LlamaConfig
 from fp8ref.recipe import GemmSpec, Recipe
-from fp8ref.sim import model, scaling
+from fp8ref.sim import cast, model, scaling
 
 SAMPLES = 16  # runs of the simulated model under stochastic rounding
 T_LOSS = 7.91  # Student's t, two-sided 1e-6, SAMPLES - 1 = 15 degrees of freedom
 SIGMAS = 8.0  # B-2
 REPLICATES = 6  # training runs whose first rounding was stochastic
+GRADIENT_FACTOR = 3.0  # B-5
 T_CURVE = 9.1  # Student's t, two-sided 1e-4, REPLICATES = 6 degrees of freedom: the mean is known, it is the unperturbed run
 
 
@@ -50,6 +51,36 @@ def forward(
         advance()
     sigma = np.sqrt(np.mean(squares, axis=0))
     return nearest, model.loss(nearest, targets), SIGMAS * sigma, T_LOSS * float(np.std(losses, ddof=1)) * np.sqrt(2)
+
+
+def probe_weights(weights: Mapping[str, np.ndarray], *, seed: int) -> dict[str, np.ndarray]:
+    """Weights at which everything in the model matters: at the usual initial ones scores and gates are near zero, so that
+    attention is uniform whatever rotates or scales it. Matrices N(0, 1 / K), query, key and gate twice that; the embedding N(0, 1); norms 1 + N(0, 1/16)."""
+    rng = np.random.Generator(np.random.PCG64(seed))
+
+    def draw(name: str, shape: tuple[int, ...]) -> np.ndarray:
+        value = rng.standard_normal(shape)
+        if len(shape) == 1:
+            return 1 + value / 4
+        if "embed_tokens" in name:
+            return value
+        gain = np.sqrt(2) if any(part in name for part in ("q_proj", "k_proj", "gate_proj")) else 1
+        return value * gain / np.sqrt(shape[1])
+
+    return {name: draw(name, value.shape).astype(np.float32) for name, value in weights.items()}
+
+
+def rerounded(weights: Mapping[str, np.ndarray], *, seed: int) -> dict[str, np.ndarray]:
+    """A replicate's weights (B-4, B-5): each rounded stochastically to the compute dtype, another choice at the first rounding of M-2."""
+    return {
+        name: cast.round_to(value, BFLOAT16, rounding="stochastic", seed=(seed << 16) + i)
+        for i, (name, value) in enumerate(weights.items())
+    }
+
+
+def gradient(base: np.ndarray, replicates: list[np.ndarray]) -> float:
+    """B-5: bound on the norm of two backends' difference in one parameter's gradient, from one backend's and its replicates'."""
+    return GRADIENT_FACTOR * float(np.sqrt(np.mean([np.square(r - base).sum() for r in replicates])))
 
 
 def curve(base: np.ndarray, replicates: np.ndarray) -> np.ndarray:

@@ -30,6 +30,12 @@ class Check:
     def ok(self) -> bool:
         return self.compared > 0 and (self.equal == self.compared if self.bound == 0 else self.worst <= self.bound)
 
+    def fail(self, message: str) -> None:
+        """A difference that cannot be counted by elements."""
+        self.compared += 1
+        self.worst = sys.float_info.max
+        self.detail = self.detail or f"{self.name}: {message}"
+
     def add(self, equal: np.ndarray, distance: np.ndarray, describe) -> None:
         """Count elements; describe(index) explains the first one that breaks the bound."""
         equal, distance = np.atleast_1d(equal), np.atleast_1d(distance)
@@ -102,6 +108,8 @@ def compare_codes(check: Check, found: dict[str, np.ndarray], backend: str, fmt:
     """Codes of one backend against "sim"; a difference names the codes of everyone and the input's bits. worst: in codes."""
     canonical = {who: cast.canonical_nans(np.asarray(codes), fmt) for who, codes in found.items()}
     sim, mine = canonical["sim"], canonical[backend]
+    if sim.shape != mine.shape:
+        return check.fail(f"codes of shape {sim.shape} in sim, {mine.shape} in {backend}")
     distance = np.abs(_ordered(sim, fmt) - _ordered(mine, fmt))
 
     def describe(index):
@@ -113,7 +121,9 @@ def compare_codes(check: Check, found: dict[str, np.ndarray], backend: str, fmt:
 
 def compare_scales(check: Check, found: dict[str, np.ndarray], backend: str) -> None:
     """Scales of one backend against "sim", as float32 bits, NaNs alike. worst: in ulps."""
-    bits = {who: np.atleast_1d(np.asarray(scale, np.float32)) for who, scale in found.items()}
+    if found["sim"].shape != found[backend].shape:
+        return check.fail(f"scales of shape {found['sim'].shape} in sim, {found[backend].shape} in {backend}")
+    bits = {who: np.atleast_1d(np.asarray(scale, np.float32)) for who, scale in found.items() if who in ("sim", backend)}
     sim, mine = bits["sim"], bits[backend]
     equal = (sim.view(np.int32) == mine.view(np.int32)) | (np.isnan(sim) & np.isnan(mine))
     distance = np.where(equal, 0, np.abs(sim.view(np.int32).astype(np.int64) - mine.view(np.int32)))

@@ -48,9 +48,11 @@ def to_fp8(x: jax.Array, fmt: Format, *, saturate: bool = True) -> jax.Array:
 
 def to_f32(x: jax.Array) -> jax.Array:
     """x widened to float32, rounded to its own dtype first: XLA may hand a fused consumer more digits than the dtype has."""
+    # asked of x itself: jnp.asarray would round a NumPy float64 array to float32 first
+    dtype = getattr(x, "dtype", None)
+    if dtype not in (jnp.float32, jnp.float16, jnp.bfloat16):
+        raise ValueError(f"casts take arrays of float32, float16 or bfloat16; got {dtype or type(x).__name__}. Convert with .astype.")
     x = jnp.asarray(x)
-    if x.dtype not in (jnp.float32, jnp.float16, jnp.bfloat16):
-        raise ValueError(f"casts take float32, float16 or bfloat16; got {x.dtype}. Convert with .astype(jnp.float32).")
     if x.dtype == jnp.float32:
         return x
     info = jnp.finfo(x.dtype)

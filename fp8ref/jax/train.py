@@ -60,6 +60,11 @@ class Trainer:
         forward = jax.jit(lambda params, tokens: self._model(params)(tokens), compiler_options=COMPILER_OPTIONS)
         return np.asarray(forward(self._params, self._tokens(tokens)).astype(jnp.float32))
 
+    def gradients(self, tokens: np.ndarray) -> dict[str, np.ndarray]:
+        """float32 gradients of the loss of a batch by parameter, not clipped; nothing is updated."""
+        grads = jax.jit(jax.grad(self._loss_of), compiler_options=COMPILER_OPTIONS)(self._params, self._tokens(tokens))
+        return {_name(path): np.asarray(value) for path, value in jax.tree_util.tree_leaves_with_path(grads)}
+
     def weights(self) -> dict[str, np.ndarray]:
         """The float32 masters by name."""
         return {_name(path): np.asarray(value) for path, value in jax.tree_util.tree_leaves_with_path(self._params)}

@@ -139,10 +139,6 @@ class Config:
 
     def __post_init__(self) -> None:
         _require(self.model.vocab_size >= 256, f"model.vocab_size is at least 256, for byte tokens (D-1); got {self.model.vocab_size}.")
-        _require(
-            self.optimizer.warmup_steps <= self.run.steps,
-            f"optimizer.warmup_steps is at most run.steps; got {self.optimizer.warmup_steps} and {self.run.steps}.",
-        )
 
     @property
     def filter_fqns(self) -> tuple[str, ...]:
@@ -200,6 +196,11 @@ def to_dict(config: Config) -> dict:
 
 def override(config: Config, options: Sequence[str], *, prog: str) -> Config:
     """config with command-line options applied, ``--run.steps 20``; tyro reports what it cannot use and exits with code 2."""
+    known = _known_keys()
+    for option in options:
+        key = option[2:].split("=")[0].replace("-", "_").replace(".no_", ".")
+        if option.startswith("--") and key not in (*known, "help", "recipe"):
+            raise ConfigError(f"unknown option {option.split('=')[0]!r}; {_nearest(key, known)}")
     return tyro.cli(Config, default=config, args=list(options), prog=prog, use_underscores=True)
 
 
@@ -207,16 +208,22 @@ def _explain(error) -> str:
     *parents, key = [str(part) for part in error["loc"]] or [""]
     dotted = ".".join([*parents, key])
     if error["type"] == "unexpected_keyword_argument":
-        known = _known_keys()
-        section = ".".join(parents)
-        candidates = [k for k in known if ("." in k) == bool(section)]
-        nearest = difflib.get_close_matches(dotted, candidates, n=1, cutoff=0.7) or [k for k in known if k.endswith(f".{key}")]
-        siblings = [k for k in candidates if not section or k.startswith(f"{section}.")]
-        hint = f"did you mean {nearest[0]!r}?" if nearest else f"known keys: {', '.join(siblings)}."
-        return f"unknown key {dotted!r}; {hint}"
+        return f"unknown key {dotted!r}; {_nearest(dotted, _known_keys())}"
     if error["type"] == "value_error":
         return str(error["ctx"]["error"])
     return f"{dotted}: {error['msg']}; got {error['input']!r}."
+
+
+def _nearest(key: str, known: list[str]) -> str:
+    """What a person may have meant: the nearest key, or one that ends like it, or else the keys of its section."""
+    section, _, last = key.rpartition(".")
+    candidates = [k for k in known if ("." in k) == bool(section)]
+    ends = {k.split(".")[-1]: k for k in known if "." in k}
+    near = difflib.get_close_matches(key, candidates, n=1, cutoff=0.7) or [
+        ends[e] for e in difflib.get_close_matches(last, ends, n=1, cutoff=0.7)
+    ]
+    siblings = [k for k in candidates if not section or k.startswith(f"{section}.")] or known
+    return f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(siblings)}."
 
 
 def _known_keys() -> list[str]:

@@ -1,6 +1,7 @@
 """What a run leaves behind: config.toml, metrics.jsonl (one JSON object a step) and manifest.json (what ran, and how)."""
 
 import importlib.metadata
+import itertools
 import json
 import os
 import platform
@@ -20,7 +21,11 @@ class RunLog:
     """A run directory being written. Each metrics line is flushed as it is written; the manifest is replaced whole."""
 
     def __init__(self, out: Path, manifest: dict) -> None:
+        """Metrics that are already there, of a run that starts again, are kept as metrics.0.jsonl, metrics.1.jsonl and so on."""
         self.out = out
+        if (out / "metrics.jsonl").exists():
+            free = next(i for i in itertools.count() if not (out / f"metrics.{i}.jsonl").exists())
+            os.replace(out / "metrics.jsonl", out / f"metrics.{free}.jsonl")
         self._manifest = manifest
         self._metrics = (out / "metrics.jsonl").open("w", encoding="utf-8")
         self.status("running")
@@ -38,9 +43,17 @@ class RunLog:
         self._metrics.close()
 
 
-def create(out: Path, config: Config, backend: str, *, data: dict, decisions: list[Decision], device: str) -> RunLog:
-    """Start writing a run into a directory that ``claim`` allowed."""
-    out.mkdir(parents=True, exist_ok=True)
+def create(
+    out: Path, config: Config, backend: str, *, data: dict, decisions: list[Decision], device: str, overwrite: bool = False
+) -> RunLog:
+    """Start writing a run into a directory that ``claim`` allowed; ``overwrite`` drops the metrics of the run before."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--run.out {out} cannot be made ({error.strerror}). Name another directory.") from error
+    if overwrite:
+        for old in out.glob("metrics*.jsonl"):
+            old.unlink()
     _replace(out / "config.toml", tomli_w.dumps(configs.to_dict(config)))
     manifest = {
         "fp8ref": fp8ref.__version__,

@@ -26,6 +26,7 @@ class Trainer(Protocol):
     def evaluate(self, tokens: np.ndarray) -> float: ...
     def logits(self, tokens: np.ndarray) -> np.ndarray: ...
     def weights(self) -> dict[str, np.ndarray]: ...
+    def gradients(self, tokens: np.ndarray) -> dict[str, np.ndarray]: ...
     def observe(self, tokens: np.ndarray, observer) -> None: ...
 
 
@@ -50,7 +51,7 @@ def train(config: Config, backend: str, out: Path, *, resume: bool = False, over
         return None
     batches = data.open_batches(config)
     model = trainer(backend, config)
-    run = log.create(out, config, backend, data=batches.description, decisions=model.decisions, device=model.device)
+    run = log.create(out, config, backend, data=batches.description, decisions=model.decisions, device=model.device, overwrite=overwrite)
     lines = []
     try:
         with progress.bar(f"{backend} {config.numerics.recipe}", config.run.steps) as advance:

@@ -103,6 +103,8 @@ def _round_magnitude(value: np.ndarray, fmt: Format, rounding: Rounding, seed: i
         raise ValueError(f"rounding is one of {', '.join(ROUNDINGS)}; got {rounding!r}.")
     if (seed is not None) != (rounding == "stochastic"):
         raise ValueError(f"stochastic rounding takes a seed, and no other does; got rounding={rounding!r}, seed={seed}.")
+    if seed is not None and (not isinstance(seed, int | np.integer) or not 0 <= seed < 1 << 128):
+        raise ValueError(f"a seed is an integer in [0, 2^128); got {seed!r}.")
     magnitude = np.where(np.isfinite(value), np.abs(value), 0.0)
     exponent = np.maximum(np.frexp(magnitude)[1] - 1, fmt.emin)
     exponent = np.where(magnitude == 0, fmt.emin, exponent)

@@ -59,7 +59,7 @@ def forward(
         raise ValueError(f"tokens lie in [0, {config.vocab_size}); got {tokens.min()} to {tokens.max()}.")
     rounding = Rounding(seed)
     w = {name: value.astype(np.float64) if name == "model.embed_tokens.weight" else rounding(value) for name, value in weights.items()}
-    cos, sin = (table.astype(np.float64) for table in llama.rotary_tables(config, tokens.shape[1]))
+    cos, sin = _rotary(config, tokens.shape[1])
 
     def linear(name: str, x: np.ndarray) -> np.ndarray:  # [B, T, K] x [N, K] -> [B, T, N]
         return rounding(_product(x, w[f"{name}.weight"], recipes[name].output, rounding))
@@ -95,6 +95,13 @@ def _product(x: np.ndarray, w: np.ndarray, spec: GemmSpec, rounding: Rounding) -
         return x @ w.T
     flat = x.reshape(-1, x.shape[-1])
     return (rounding.qdq(flat, spec.a) @ rounding.qdq(w, spec.b).T).reshape(*x.shape[:-1], len(w))
+
+
+def _rotary(config: llama.LlamaConfig, length: int) -> tuple[np.ndarray, np.ndarray]:
+    """cos and sin [length, head_dim], float32 values (SEMANTICS M-4), written apart from the backends' table."""
+    i = np.arange(config.head_dim) % (config.head_dim // 2)
+    angle = np.arange(length)[:, None] / config.rope_theta ** (2 * i / config.head_dim)
+    return np.cos(angle).astype(np.float32).astype(np.float64), np.sin(angle).astype(np.float32).astype(np.float64)
 
 
 def _heads(x: np.ndarray, head_dim: int) -> np.ndarray:

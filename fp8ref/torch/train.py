@@ -67,6 +67,11 @@ class Trainer:
         """float32 [B, T, vocab_size] from tokens [B, T]."""
         return self._forward(self._tokens(tokens)).float().cpu().numpy()
 
+    def gradients(self, tokens: np.ndarray) -> dict[str, np.ndarray]:
+        """float32 gradients of the loss of a batch by parameter, not clipped; nothing is updated."""
+        grads = torch.autograd.grad(self._loss(tokens), list(self._params.values()))
+        return {name: g.cpu().numpy() for name, g in zip(self._params, grads, strict=True)}
+
     def weights(self) -> dict[str, np.ndarray]:
         """The float32 masters by name."""
         return {name: p.detach().cpu().numpy().copy() for name, p in self._params.items()}

@@ -62,6 +62,30 @@ def test_forward_bounds_hold_another_sample_and_not_another_model(rng):  # B-2, 
     assert (np.abs(different - logits) > logits_bound).any()
 
 
+def test_probe_weights_make_everything_matter():  # B-6
+    config = llama.LlamaConfig()
+    weights = bounds.probe_weights(llama.initial_weights(config, seed=0), seed=0)
+    llama.check_weights(weights, config)
+    x = np.random.default_rng(0).standard_normal((500, config.hidden_size))
+    q, k = (x @ weights[f"model.layers.0.self_attn.{p}_proj.weight"].T for p in "qk")
+    scores = q[:, : config.head_dim] @ k[:, : config.head_dim].T / np.sqrt(config.head_dim)
+    assert 1 < scores.std() < 4
+    assert 0.1 < weights["model.norm.weight"].std() < 0.4
+
+
+def test_gradient_bound_is_three_times_a_replicates_departure():  # B-5
+    base = np.zeros(4)
+    assert bounds.gradient(base, [np.array([3.0, 0, 0, 0]), np.array([0, 0, 0, -3.0])]) == pytest.approx(9)
+
+
+def test_rerounded_weights_are_bfloat16_neighbours(rng):  # B-4
+    value = {"w": rng.standard_normal(1000).astype(np.float32)}
+    found = bounds.rerounded(value, seed=1)["w"]
+    np.testing.assert_array_equal(found, cast.round_to(found, BFLOAT16))
+    assert (np.abs(found - value["w"]) < np.abs(value["w"]) * 2.0**-7).all()
+    assert (found != cast.round_to(value["w"], BFLOAT16)).mean() > 0.2
+
+
 def test_curve_bound_grows_and_is_scaled_by_the_replicates():  # B-4
     base = np.zeros(3)
     replicates = np.array([[1e-3, 0, 2e-3], [-1e-3, 0, -2e-3]])

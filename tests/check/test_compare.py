@@ -39,6 +39,16 @@ def test_scales_are_compared_by_bits():
     assert (other.ok, other.worst) == (False, 1)
 
 
+def test_shapes_that_differ_fail_by_name():
+    check = Check(name="l/input/scale/jax")
+    compare_scales(check, {"sim": np.ones((4, 1), np.float32), "jax": np.ones((1, 6), np.float32)}, "jax")
+    assert not check.ok
+    assert check.detail == "l/input/scale/jax: scales of shape (4, 1) in sim, (1, 6) in jax"
+    codes = Check(name="l/input/codes/jax")
+    compare_codes(codes, {"sim": np.zeros((2, 2), np.uint8), "jax": np.zeros((4, 1), np.uint8)}, "jax", E4M3FN, X)
+    assert "codes of shape (2, 2) in sim, (4, 1) in jax" in codes.detail
+
+
 @pytest.mark.parametrize(("value", "ok"), [(1.0, True), (1.09, True), (1.11, False), (np.nan, False), (np.inf, False)])
 def test_values_are_held_to_their_bound(value, ok):
     check = Check(name="l/output/value/jax", bound=1.0)

@@ -54,11 +54,17 @@ def test_a_bfloat16_fused_with_its_producer_is_rounded_first(rng):
 
 @pytest.mark.parametrize(
     ("x", "fmt", "message"),
-    [(np.arange(3), E4M3FN, "int"), (np.ones(3, np.float32), BFLOAT16, "e4m3fn"), (np.ones(3, np.int8), E5M2, "int8")],
+    [
+        (np.ones(3), E4M3FN, "float64"),
+        (1.5, E4M3FN, "float"),
+        (jnp.arange(3), E4M3FN, "int"),
+        (np.ones(3, np.float32), BFLOAT16, "e4m3fn"),
+        (np.ones(3, np.int8), E5M2, "int8"),
+    ],
 )
 def test_errors(x, fmt, message):
     with pytest.raises(ValueError, match=message):
-        cast.encode(jnp.asarray(x), fmt)
+        cast.encode(x, fmt)
 
 
 def test_decode_refuses_codes_of_another_format():

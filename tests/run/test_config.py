@@ -110,7 +110,6 @@ RANGES = [
     ("optimizer", "learning_rate", math.nan),
     ("optimizer", "min_learning_rate", -1e-4),
     ("optimizer", "warmup_steps", -1),
-    ("optimizer", "warmup_steps", 201),  # above the default run.steps
     ("optimizer", "beta1", 1.0),
     ("optimizer", "beta2", -0.1),
     ("optimizer", "beta2", math.nan),
@@ -228,12 +227,24 @@ def test_every_key_is_an_option(capsys):
 
 
 @pytest.mark.parametrize(
+    ("option", "nearest"),
+    [("--run.stepz", "run.steps"), ("--stepz=3", "run.steps"), ("--model.hidden", "model.hidden_size"), ("--recipee", "numerics.recipe")],
+)
+def test_an_unknown_option_names_the_nearest_key(option, nearest):
+    with pytest.raises(ConfigError, match=rf"unknown option.*did you mean '{nearest}'"):
+        configs.override(Config(), [option, "3"], prog="fp8ref")
+
+
+def test_a_run_shorter_than_its_warm_up_ends_within_it():  # T-3
+    config = configs.override(Config(), ["--run.steps", "2"], prog="fp8ref")
+    assert [config.optimizer.learning_rate_at(s, 2) for s in (0, 1)] == pytest.approx([2e-4, 4e-4])
+
+
+@pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--run.stepz", "3"], "run.steps"),
         (["--run.steps", "x"], "run.steps"),
         (["--run.steps", "0"], "run.steps"),
-        (["--run.steps", "3"], "warmup_steps"),
         (["--recipe", "fp9"], "rowwise_with_gw_hp"),
         (["stray"], "stray"),
     ],

@@ -181,6 +181,7 @@ def test_any_layout_works_and_is_left_alone(rng):
         (lambda: cast.encode(np.ones(3), E4M3FN, rounding="nearest"), "nearest_even"),
         (lambda: cast.encode(np.ones(3), E4M3FN, rounding="stochastic"), "takes a seed"),
         (lambda: cast.encode(np.ones(3), E4M3FN, seed=1), "takes a seed"),
+        (lambda: cast.encode(np.ones(3), E4M3FN, rounding="stochastic", seed=1.5), "integer.*1.5"),
         (lambda: cast.encode(np.ones(3), E8M0FNU, rounding="to_odd"), "C-7"),
         (lambda: cast.decode(np.ones(3), E4M3FN), "uint8"),
         (lambda: cast.decode(np.zeros(3, np.uint8), FLOAT16), "e4m3fn"),
