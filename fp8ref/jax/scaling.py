@@ -74,6 +74,7 @@ def quantize(
     Units:    x ~ decode(codes) * scale_inv.
     Order:    amax; scale; RN32(f32(x) * scale); clip to +-fmt.max; round to nearest even; scale_inv = RN32(1 / scale).
     Specials: as the simulator's quantize.
+    Gradient: whatever XLA's conversions give; ``linear.apply`` defines its own, and a user of codes should stop it.
     Raises:   ValueError: as amax.
     Source:   SEMANTICS S-5.
     """

@@ -67,6 +67,7 @@ def quantize(
     Units:    x ~ decode(codes) * scale_inv.
     Order:    amax; scale; RN32(f32(x) * scale); clip to +-fmt.max; round to nearest even; scale_inv = RN32(1 / scale).
     Specials: as the simulator's quantize.
+    Gradient: none; the codes and scales are detached.
     Raises:   ValueError: as amax and scale_from_amax.
     Source:   SEMANTICS S-5; torchao's hp_tensor_and_scale_to_float8.
     """

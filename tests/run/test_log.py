@@ -235,3 +235,13 @@ def test_a_damaged_manifest_is_said_to_be_damaged(tmp_path, small, damage):
 def test_reading_the_manifest_of_no_run_is_said_to_be_so(tmp_path):
     with pytest.raises(ConfigError, match=r"manifest\.json cannot be read"):
         log.read_manifest(tmp_path)
+
+
+def test_metrics_of_a_run_that_starts_again_are_kept(tmp_path, small):
+    out = tmp_path / "run"
+    for i in range(3):
+        run = start(out, small)
+        run.step({"step": 0, "loss": float(i)})
+        run.close()
+    assert [json.loads((out / f"metrics.{i}.jsonl").read_text())["loss"] for i in (0, 1)] == [0.0, 1.0]
+    assert log.read_metrics(out)[0]["loss"] == 2.0
