@@ -1,9 +1,9 @@
-# make setup | demo | test | lint. Everything is installed into .venv; PYTHON names the interpreter it is made with.
+# make setup | demo | test | exhaustive | bench | lint. Everything is installed into .venv; PYTHON names the interpreter it is made with.
 PYTHON ?= python3
 BIN := .venv/bin
 TESTS ?= tests fp8ref
 
-.PHONY: setup demo test lint
+.PHONY: setup demo test exhaustive bench lint
 
 setup: .venv/ready
 
@@ -17,6 +17,12 @@ demo: setup
 
 test: setup
 	$(BIN)/python -m pytest $(TESTS)
+
+exhaustive: setup
+	$(BIN)/python -m pytest -m exhaustive $(TESTS)
+
+bench: setup
+	$(BIN)/python benchmarks/sim.py --json benchmarks/results/sim.json
 
 lint: setup
 	$(BIN)/ruff check .

@@ -49,6 +49,13 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument("--json", type=Path, metavar="FILE", help="write every comparison to FILE")
     show = command("demo", _demo, "Train with both backends in bf16 and FP8, cross-check, print a table and draw the losses.")
     show.add_argument("--out", type=Path, default=Path("demo"), help="directory for the runs and the picture (default demo)")
+    certificate = commands.add_parser(
+        "certify", help="Compare casts and scales of the libraries at hand with the simulator.", allow_abbrev=False
+    )
+    certificate.description = "Casts and scales of torch, jax, ml_dtypes, torchao and fp8ref's own backends against the simulator."
+    certificate.add_argument("--exhaustive", action="store_true", help="all 2^32 inputs of a cast, all 2^31 of a scale (minutes)")
+    certificate.add_argument("--json", type=Path, metavar="FILE", help="write every comparison to FILE")
+    certificate.set_defaults(run=_certify, parser=certificate)
     return parser
 
 
@@ -94,13 +101,30 @@ def _crosscheck(known: argparse.Namespace, options: list[str]) -> int:
     steps = crosscheck.STEPS if known.steps is None else known.steps
     if not 0 <= steps <= config.run.steps:
         raise ConfigError(f"--steps lies between 0 and run.steps = {config.run.steps}; got {steps}.")
-    if known.json and (known.json.is_dir() or not known.json.absolute().parent.is_dir()):
-        raise ConfigError(f"--json names a file in a directory that exists; got {known.json}.")
+    _check_json(known.json)
     report = crosscheck.crosscheck(config, backends=(known.backend,) if known.backend else BACKENDS, steps=steps)
     report.print()
     if known.json:
         report.write(known.json)
     return 0 if report.ok else FAILED
+
+
+def _certify(known: argparse.Namespace, options: list[str]) -> int:
+    if options:
+        known.parser.error(f"unrecognized arguments: {' '.join(options)}")
+    _check_json(known.json)
+    from fp8ref.check.certify import certify
+
+    certificate = certify(exhaustive=known.exhaustive)
+    certificate.print()
+    if known.json:
+        certificate.write(known.json)
+    return 0 if certificate.report().ok else FAILED
+
+
+def _check_json(path: Path | None) -> None:
+    if path and (path.is_dir() or not path.absolute().parent.is_dir()):
+        raise ValueError(f"--json names a file in a directory that exists; got {path}.")
 
 
 def _demo(known: argparse.Namespace, options: list[str]) -> int:

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 class Granularity:
     """A block of ``other`` x ``reduced`` elements shares one scale; ``None`` is the whole axis.
 
-    ``reduced`` counts along the reduced axis (a GEMM's K), ``other`` along every other axis.
+    ``reduced`` counts along the reduced axis (a GEMM's K), ``other`` along every other axis. Blocks divide the reduced axis;
+    along another axis the last block may be shorter, as if the tensor were padded with zeros (SEMANTICS S-6).
     """
 
     name: str
@@ -42,9 +43,9 @@ def normalise_axis(axis: int, ndim: int) -> int:
 
 
 def blocks(name: str, shape: tuple[int, ...], axis: int) -> tuple[int, ...]:
-    """The size of a block along each axis of a tensor of this shape: ``shape`` itself for tensorwise.
+    """The size of a whole block along each axis of a tensor of this shape: ``shape`` itself for tensorwise.
 
-    Raises:   ValueError: an empty tensor (SEMANTICS S-7); unless tensorwise, an axis that is not there or a block that does not divide its axis.
+    Raises:   ValueError: an empty tensor (SEMANTICS S-7); unless tensorwise, an axis that is not there or a block that does not divide K.
     """
     granularity = by_name(name)
     if math.prod(shape) == 0:
@@ -54,12 +55,10 @@ def blocks(name: str, shape: tuple[int, ...], axis: int) -> tuple[int, ...]:
     axis = normalise_axis(axis, len(shape))
     sizes = [granularity.reduced if i == axis else granularity.other for i in range(len(shape))]
     result = tuple(n if size is None else size for n, size in zip(shape, sizes, strict=True))
-    for i, (n, size) in enumerate(zip(shape, result, strict=True)):
-        if n % size:
-            which = "K, the reduced axis," if i == axis else f"axis {i}"
-            raise ValueError(
-                f"{name} needs {which} divisible by {size}; got x.shape={shape}, axis={axis}. Pad it with zeros or use 'rowwise'."
-            )
+    if shape[axis] % result[axis]:
+        raise ValueError(
+            f"{name} needs K, the reduced axis, divisible by {result[axis]}; got x.shape={shape}, axis={axis}. Pad it with zeros or use 'rowwise'."
+        )
     return result
 
 
@@ -70,6 +69,8 @@ def scale_shape(name: str, shape: tuple[int, ...], axis: int) -> tuple[int, ...]
     ((64, 1), (1, 256))
     >>> scale_shape("blockwise_1x128", (64, 256), -1), scale_shape("tensorwise", (64, 256), -1)
     ((64, 2), ())
+    >>> scale_shape("blockwise_128x128", (300, 256), -1)
+    (3, 2)
     """
     sizes = blocks(name, shape, axis)
-    return () if name == "tensorwise" else tuple(n // size for n, size in zip(shape, sizes, strict=True))
+    return () if name == "tensorwise" else tuple(-(-n // size) for n, size in zip(shape, sizes, strict=True))

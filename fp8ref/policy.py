@@ -1,37 +1,150 @@
-"""Every decision between an amax and a scale, as data (SEMANTICS S-3, S-4). ``scale_from_amax`` in each room obeys it."""
+"""Every decision between an amax and a scale, as data (SEMANTICS S-3, S-4, S-9 to S-15). ``sim.scaling`` obeys it.
+
+One dataclass holds the decisions, and each library is one value of it: no code anywhere asks a policy for its name.
+Backends implement some policies and refuse the others.
+"""
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
+
+from fp8ref.formats import BFLOAT16, FLOAT32, Format
+
+Ratio = Literal["max/amax", "max*(1/amax)", "amax/max", "exponents"]
+Special = Literal["compute", "one", "keep", "keep_inverse"]
+Overflow = Literal["inf", "float32_max"]
+PowerOfTwo = Literal["mask", "exp2_log2"]
+Stored = Literal["scale", "scale_inv"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class E8M0Rule:
+    """What multiplies a tensor where an e8m0 scale_inv has no float32 reciprocal that the library uses (S-14)."""
+
+    scale_of_code_0: float  # scale_inv 2^-127, whose reciprocal 2^127 is what arithmetic would give
+    scale_of_nan: Literal["zero", "nan"]  # scale_inv NaN
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScalePolicy:
-    """scale = RN32(fmt.max / max(amax, eps)), then rounded down to a power of two if asked.
+    """From amax to scale, in this order (S-9): floor by eps; ratio; overflow; power of two; special amaxes.
 
-    eps           the smallest amax that counts, an exact real number: zero and subnormal amax give fmt.max / eps.
-    power_of_two  None; ``mask``: clear the mantissa bits; ``exp2_log2``: exp2(floor(RN32(log2 scale))), as torchao.
+    eps           the smallest amax that counts, an exact real number; 0 has no effect.
+    margin        powers of two of room: fmt.max * 2^-margin takes the place of fmt.max.
+    ratio         ``max/amax``: RN32(fmt.max / amax); ``max*(1/amax)``: RN32(fmt.max * RN32(1 / amax)). The next two make
+                  scale_inv: ``amax/max``: RN32(amax / fmt.max); ``exponents``: 2^(floor(log2 amax) - floor(log2 fmt.max)).
+    power_of_two  None; ``mask``: the largest power of two not above the scale; ``exp2_log2``: the same by way of RN32(log2).
+                  Where the ratio makes scale_inv it is rounded up instead, which is the scale rounded down.
+    overflow      what a scale above float32's range becomes.
+    zero, infinite, nan
+                  what such an amax gives: ``compute``, whatever the arithmetic gives; ``one``: scale 1; ``keep``: the
+                  previous scale; ``keep_inverse``: RN32(1 / previous scale).
+    stored        ``scale``: tensors are multiplied by it; ``scale_inv``: tensors are divided by that, and a delayed state holds it.
+    compute       the dtype of that division: tensor, scale_inv and quotient are rounded to it (S-13).
+    e8m0          for the ratios that make scale_inv: its values are those of e8m0fnu.
     """
 
     name: str
-    eps: float
-    power_of_two: Literal["mask", "exp2_log2"] | None = None
+    eps: float = 0.0
+    margin: int = 0
+    ratio: Ratio = "max/amax"
+    power_of_two: PowerOfTwo | None = None
+    overflow: Overflow = "inf"
+    zero: Special = "compute"
+    infinite: Special = "compute"
+    nan: Special = "compute"
+    stored: Stored = "scale"
+    compute: Format = FLOAT32
+    e8m0: E8M0Rule | None = None
 
     def __post_init__(self) -> None:
-        if self.power_of_two not in (None, "mask", "exp2_log2"):
+        self._one_of("ratio", Ratio)
+        self._one_of("overflow", Overflow)
+        self._one_of("stored", Stored)
+        for key in ("zero", "infinite", "nan"):
+            self._one_of(key, Special)
+        if self.power_of_two not in (None, *get_args(PowerOfTwo)):
             raise ValueError(f"power_of_two is None, 'mask' or 'exp2_log2'; got {self.power_of_two!r}.")
-        # Then float32 subnormals, which some backends flush, underflow in every format: 2^-126 * 57344 / 1e-27 < 2^-18.
-        if not 1e-27 <= self.eps < 1:
-            raise ValueError(f"eps lies in [1e-27, 1), so that no subnormal input leaves a trace (S-3); got {self.eps}.")
+        if not 0 <= self.eps < 1:
+            raise ValueError(f"eps lies in [0, 1); got {self.eps}.")
+        if isinstance(self.margin, bool) or not isinstance(self.margin, int) or not 0 <= self.margin <= 64:
+            raise ValueError(f"margin is an integer in [0, 64]; got {self.margin!r}.")
+        if self.compute not in (FLOAT32, BFLOAT16) or (self.compute != FLOAT32 and self.stored == "scale"):
+            raise ValueError(
+                f"compute is float32, or bfloat16 where tensors are divided (stored='scale_inv'); got {self.compute}, stored={self.stored!r}."
+            )
+        makes_scale_inv = self.ratio in ("amax/max", "exponents")
+        if makes_scale_inv != (self.e8m0 is not None):
+            raise ValueError(f"e8m0 goes with ratio 'amax/max' or 'exponents' and with no other; got {self.ratio!r}, e8m0={self.e8m0}.")
+        if makes_scale_inv:
+            self._check_e8m0()
+
+    def _one_of(self, key: str, allowed) -> None:
+        if getattr(self, key) not in get_args(allowed):
+            raise ValueError(f"{key} is one of {', '.join(get_args(allowed))}; got {getattr(self, key)!r}.")
+
+    def _check_e8m0(self) -> None:
+        """Nothing that an e8m0 scale has no use for is accepted and ignored."""
+        if self.power_of_two is None or (self.ratio == "exponents" and self.power_of_two != "mask"):
+            need = "'mask'" if self.ratio == "exponents" else "'mask' or 'exp2_log2'"
+            raise ValueError(f"an e8m0 scale is a power of two: ratio {self.ratio!r} takes power_of_two {need}; got {self.power_of_two!r}.")
+        plain = ScalePolicy(name=self.name)
+        for key in ("eps", "margin", "overflow", "zero", "infinite", "nan", "stored"):
+            if getattr(self, key) != getattr(plain, key):
+                raise ValueError(f"an e8m0 policy leaves {key} at {getattr(plain, key)!r}; got {getattr(self, key)!r}.")
+
+    @property
+    def keeps(self) -> bool:
+        """Whether some amax makes it keep the previous scale, so that it takes one (S-11)."""
+        return any(special in ("keep", "keep_inverse") for special in (self.zero, self.infinite, self.nan))
+
+    @property
+    def floored_quotient(self) -> bool:
+        """Whether it takes every decision as policy ``torchao`` does, eps and power of two aside: what the backends implement."""
+        return self == dataclasses.replace(POLICIES["torchao"], name=self.name, eps=self.eps, power_of_two=self.power_of_two)
 
 
-_TORCHAO = ScalePolicy(name="torchao", eps=1e-12)  # torchao 0.18, float8/float8_utils.py: amax_to_scale
+# torchao 0.18, float8/float8_utils.py: amax_to_scale, _round_scale_down_to_power_of_2.
+_TORCHAO = ScalePolicy(name="torchao", eps=1e-12)
+
+# TransformerEngine, common/recipe/recipe_common.cuh: compute_scale_from_amax (commit 01c24fe0), called by
+# current_scaling.cu with value_for_inf = FLT_MAX, and by transpose/quantize_transpose_{vector,square}_blockwise.cu with the
+# largest finite value of the tensor's dtype: masked, 2^127 for float32 and bfloat16; float16 amaxes never overflow.
+# Defaults of common/recipe/__init__.py: Float8CurrentScaling, Float8BlockScaling (eps 0; the latter powers of two).
+_TE_CURRENT = ScalePolicy(name="te_current", overflow="float32_max", zero="one", infinite="one", nan="one")
+
+# TransformerEngine, common/recipe/delayed_scaling.cu: kernel, kernel_bulk (commit 6b71a0ad).
+_TE_DELAYED = ScalePolicy(name="te_delayed", overflow="float32_max", zero="keep", infinite="keep", nan="keep")
+
+# flax 0.12.8, linen/fp8_ops.py: compute_scale, quantize. The quotient is formed, and its reciprocal stored.
+_FLAX = ScalePolicy(name="flax", zero="keep", infinite="keep", nan="keep", stored="scale_inv")
+
+# MS-AMP (commit 0367bdc5), msamp/common/tensor/meta.py: ScalingMeta.compute_scaling_factor. In PyTorch number / tensor is
+# number * (1 / tensor); the last `where` of that function inverts whatever is there if the exponent is negative.
+_MSAMP = ScalePolicy(name="msamp", ratio="max*(1/amax)", power_of_two="exp2_log2", zero="keep", infinite="keep_inverse", nan="keep")
+
+# torchao 0.18, prototype/mx_formats/mx_tensor.py: to_mx (FLOOR), _to_mx_rceil.
+_MX_FLOOR = ScalePolicy(
+    name="mx_floor", ratio="exponents", power_of_two="mask", e8m0=E8M0Rule(scale_of_code_0=2.0**126, scale_of_nan="zero")
+)
+_MX_RCEIL = ScalePolicy(name="mx_rceil", ratio="amax/max", power_of_two="exp2_log2", e8m0=E8M0Rule(scale_of_code_0=1.0, scale_of_nan="nan"))
+
 POLICIES = {
     p.name: p
     for p in (
         _TORCHAO,
         dataclasses.replace(_TORCHAO, name="torchao_pow2", power_of_two="exp2_log2"),
         dataclasses.replace(_TORCHAO, name="torchao_mask", power_of_two="mask"),
+        _TE_CURRENT,
+        _TE_DELAYED,
+        dataclasses.replace(_TE_CURRENT, name="te_block", power_of_two="mask"),
+        _FLAX,
+        dataclasses.replace(_FLAX, name="flax_bf16", compute=BFLOAT16),
+        _MSAMP,
+        _MX_FLOOR,
+        _MX_RCEIL,
+        # TransformerEngine, common/util/ptx.cuh: float_to_e8m0, exp2f_rcp (commit 03198ae1): the exact round-up.
+        dataclasses.replace(_MX_RCEIL, name="te_mxfp8", power_of_two="mask"),
     )
 }
 

@@ -5,7 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from fp8ref import granularity
+from fp8ref import epilogue, granularity
+from fp8ref.delayed import DELAYED, DelayedScaling
 from fp8ref.formats import E4M3FN, E5M2, FP8_FORMATS, Format
 from fp8ref.policy import POLICIES, ScalePolicy
 
@@ -24,16 +25,22 @@ REDUCED_AXES: dict[Gemm, tuple[int, int]] = {"output": (1, 1), "grad_input": (1,
 
 @dataclass(frozen=True, kw_only=True)
 class CastSpec:
-    """How one operand of one GEMM becomes FP8."""
+    """How one operand of one GEMM becomes FP8: by its own amax (``delayed`` None), or by those of the steps before."""
 
     fmt: Format
     granularity: str = "tensorwise"
     policy: ScalePolicy = POLICIES["torchao"]
+    delayed: DelayedScaling | None = None
 
     def __post_init__(self) -> None:
         if self.fmt.name not in FP8_FORMATS:
             raise ValueError(f"an operand's fmt is one of {', '.join(FP8_FORMATS)}; got {self.fmt}.")
         granularity.by_name(self.granularity)
+        if self.delayed is not None and (self.granularity != "tensorwise" or self.policy != self.delayed.policy):
+            raise ValueError(
+                f"delayed scaling is tensorwise, by the policy of its own ({self.delayed.policy.name!r}); "
+                f"got {self.granularity!r} and policy {self.policy.name!r}."
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,13 +48,13 @@ class GemmSpec:
     """One GEMM: both operands FP8, or neither (high precision, the default).
 
     accumulate  ``fast`` or ``slow`` tensor-core accumulation (SEMANTICS G-7); required with FP8 operands, None without.
-    epilogue    ``scale_then_round`` (G-4) or ``unit_round_scale_round`` (G-5).
+    epilogue    the name of one of ``epilogue.EPILOGUES`` that takes no bias.
     """
 
     a: CastSpec | None = None
     b: CastSpec | None = None
     accumulate: Literal["fast", "slow"] | None = None
-    epilogue: Literal["scale_then_round", "unit_round_scale_round"] = "scale_then_round"
+    epilogue: str = "scale_then_round"
 
     def __post_init__(self) -> None:
         if (self.a is None) != (self.b is None):
@@ -56,10 +63,10 @@ class GemmSpec:
         if self.accumulate not in allowed:
             kind = "a high-precision" if self.a is None else "an FP8"
             raise ValueError(f"accumulate of {kind} GEMM is one of {allowed}; got {self.accumulate!r}.")
-        if self.epilogue not in ("scale_then_round", "unit_round_scale_round"):
-            raise ValueError(f"epilogue is 'scale_then_round' or 'unit_round_scale_round'; got {self.epilogue!r}.")
+        if epilogue.by_name(self.epilogue).bias is not None:
+            raise ValueError(f"a linear's GEMMs have no bias, and epilogue {self.epilogue!r} takes one. Use 'scale_then_round'.")
         if self.a is None and self.epilogue != "scale_then_round":
-            raise ValueError("a high-precision GEMM has no scales, so no epilogue 'unit_round_scale_round'. Leave it out.")
+            raise ValueError(f"a high-precision GEMM has no scales, so no epilogue {self.epilogue!r}. Leave it out.")
 
     @property
     def fp8(self) -> bool:
@@ -90,13 +97,13 @@ class Recipe:
         return any(spec.fp8 for spec in self.gemms.values())
 
 
-def _tensorwise() -> Recipe:
-    e4m3, e5m2 = CastSpec(fmt=E4M3FN), CastSpec(fmt=E5M2)
+def _uniform(name: str, forward: CastSpec, weight: CastSpec, backward: CastSpec) -> Recipe:
+    """One cast for the input, one for the weight and one for grad_output, wherever they go."""
     return Recipe(
-        name="tensorwise",
-        output=GemmSpec(a=e4m3, b=e4m3, accumulate="fast"),
-        grad_input=GemmSpec(a=e5m2, b=e4m3, accumulate="slow"),
-        grad_weight=GemmSpec(a=e5m2, b=e4m3, accumulate="slow"),
+        name=name,
+        output=GemmSpec(a=forward, b=weight, accumulate="fast"),
+        grad_input=GemmSpec(a=backward, b=weight, accumulate="slow"),
+        grad_weight=GemmSpec(a=backward, b=forward, accumulate="slow"),
     )
 
 
@@ -112,15 +119,30 @@ def _rowwise(name: str, *, weight_for_grad_input: str, grad_weight_fp8: bool) ->
     )
 
 
+def _delayed(fmt: Format) -> CastSpec:
+    config = DELAYED["delayed"]
+    return CastSpec(fmt=fmt, policy=config.policy, delayed=config)
+
+
+def _blocks(granularity: str, policy: str = "torchao") -> CastSpec:
+    return CastSpec(fmt=E4M3FN, granularity=granularity, policy=POLICIES[policy])
+
+
+_MX = _blocks("mx_1x32", "mx_rceil")
 RECIPES = {
     r.name: r
     for r in (
         Recipe(name="bf16"),
-        _tensorwise(),
+        _uniform("tensorwise", CastSpec(fmt=E4M3FN), CastSpec(fmt=E4M3FN), CastSpec(fmt=E5M2)),
         _rowwise("rowwise", weight_for_grad_input="rowwise", grad_weight_fp8=True),
         _rowwise("rowwise_with_gw_hp", weight_for_grad_input="tensorwise", grad_weight_fp8=False),
+        _uniform("delayed", _delayed(E4M3FN), _delayed(E4M3FN), _delayed(E5M2)),
+        _uniform("blockwise", _blocks("blockwise_1x128"), _blocks("blockwise_128x128"), _blocks("blockwise_1x128")),
+        _uniform("mxfp8", _MX, _MX, _MX),
     )
 }
+# What the backends run so far. The simulator's linear runs every recipe.
+BACKEND_RECIPES = ("bf16", "tensorwise", "rowwise", "rowwise_with_gw_hp")
 
 
 def by_name(recipe: str | Recipe) -> Recipe:

@@ -1,9 +1,9 @@
 import dataclasses
 
-import numpy as np
 import pytest
 
 from fp8ref import policy
+from fp8ref.formats import BFLOAT16, FLOAT16
 from fp8ref.policy import POLICIES, ScalePolicy
 
 
@@ -14,7 +14,24 @@ def test_torchao_is_eps_1e_12_and_no_power_of_two():  # S-3
 def test_eps_is_that_of_torchao():  # S-3
     from torchao.float8.float8_utils import EPS
 
-    assert {p.eps for p in POLICIES.values()} == {EPS}
+    assert {p.eps for p in POLICIES.values() if p.floored_quotient} == {EPS}
+
+
+def test_every_policy_has_its_own_name_and_decisions():  # S-9
+    assert all(name == policy.name for name, policy in POLICIES.items())
+    assert len({dataclasses.replace(p, name="") for p in POLICIES.values()}) == len(POLICIES)
+
+
+def test_the_backends_policies_differ_in_eps_and_power_of_two_alone():  # S-3
+    assert [name for name, p in POLICIES.items() if p.floored_quotient] == ["torchao", "torchao_pow2", "torchao_mask"]
+    assert ScalePolicy(name="mine", eps=1e-6).floored_quotient
+    other = {"margin": 1, "ratio": "max*(1/amax)", "overflow": "float32_max", "zero": "one", "infinite": "keep", "nan": "one"}
+    for key, value in {**other, "stored": "scale_inv"}.items():
+        assert not ScalePolicy(name="mine", eps=1e-12, **{key: value}).floored_quotient, key
+
+
+def test_which_policies_keep_a_previous_scale():  # S-11
+    assert {name for name, p in POLICIES.items() if p.keeps} == {"te_delayed", "flax", "flax_bf16", "msamp"}
 
 
 @pytest.mark.parametrize(("name", "power_of_two"), [("torchao_pow2", "exp2_log2"), ("torchao_mask", "mask")])
@@ -23,7 +40,8 @@ def test_the_power_of_two_policies_differ_in_that_alone(name, power_of_two):  # 
 
 
 def test_by_name_finds_every_policy():
-    assert [policy.by_name(name).name for name in POLICIES] == ["torchao", "torchao_pow2", "torchao_mask"]
+    named = {"torchao", "te_delayed", "te_current", "te_block", "flax", "msamp", "mx_floor", "mx_rceil"}
+    assert named < {policy.by_name(name).name for name in POLICIES}
 
 
 def test_by_name_returns_a_policy_itself():
@@ -37,32 +55,39 @@ def test_an_unknown_name_is_refused_with_the_known_ones():
     assert all(name in str(error.value) for name in POLICIES)
 
 
-@pytest.mark.parametrize("eps", [0.0, -1e-12, 1e-34, 1e-29, 1.0, float("inf"), float("nan")])
-def test_an_eps_out_of_range_is_refused(eps):
-    with pytest.raises(ValueError, match="eps lies in"):
-        ScalePolicy(name="mine", eps=eps)
+E8M0 = policy.E8M0Rule(scale_of_code_0=1.0, scale_of_nan="nan")
 
 
-def accepted(eps: float) -> bool:
-    try:
-        ScalePolicy(name="mine", eps=eps)
-    except ValueError:
-        return False
-    return True
-
-
-EPS = [eps for exponent in range(-45, 1) for digit in range(1, 10) if accepted(eps := float(f"{digit}e{exponent}"))]
-
-
-def test_scales_are_finite_under_every_accepted_eps():  # S-3
-    assert 1e-12 in EPS
-    assert np.isfinite(np.float32([57344.0 / eps for eps in EPS])).all()
-
-
-def test_subnormals_underflow_in_every_format_under_every_accepted_eps():  # S-3
-    """2^-126 bounds the subnormals of float32; below half a format's smallest subnormal they round to zero."""
-    for largest, smallest_subnormal in [(448.0, 2.0**-9), (57344.0, 2.0**-16), (240.0, 2.0**-10), (57344.0, 2.0**-17)]:
-        assert 2.0**-126 * largest / min(EPS) < smallest_subnormal / 2
+@pytest.mark.parametrize(
+    ("decisions", "message"),
+    [
+        ({"eps": -1e-12}, "eps lies in"),
+        ({"eps": 1.0}, "eps lies in"),
+        ({"eps": float("nan")}, "eps lies in"),
+        ({"margin": -1}, r"margin is an integer in \[0, 64\]"),
+        ({"margin": 65}, "margin"),
+        ({"margin": 0.5}, "margin"),
+        ({"margin": True}, "margin"),
+        ({"ratio": "amax / max"}, r"ratio is one of max/amax"),
+        ({"overflow": "max"}, "overflow is one of inf, float32_max"),
+        ({"zero": "previous"}, "zero is one of compute, one, keep"),
+        ({"infinite": "inf"}, "infinite is one of"),
+        ({"nan": "nan"}, "nan is one of"),
+        ({"stored": "both"}, "stored is one of scale, scale_inv"),
+        ({"compute": BFLOAT16}, "where tensors are divided"),
+        ({"compute": FLOAT16, "stored": "scale_inv"}, "compute is float32, or bfloat16"),
+        ({"e8m0": E8M0, "power_of_two": "mask"}, "e8m0 goes with ratio"),
+        ({"ratio": "exponents", "power_of_two": "mask"}, "e8m0 goes with ratio"),
+        ({"ratio": "amax/max", "e8m0": E8M0}, "a power of two"),
+        ({"ratio": "exponents", "power_of_two": "exp2_log2", "e8m0": E8M0}, "takes power_of_two 'mask'"),
+        ({"ratio": "amax/max", "power_of_two": "mask", "e8m0": E8M0, "margin": 1}, "leaves margin at 0"),
+        ({"ratio": "amax/max", "power_of_two": "mask", "e8m0": E8M0, "eps": 1e-9}, "leaves eps at 0.0"),
+        ({"ratio": "amax/max", "power_of_two": "mask", "e8m0": E8M0, "zero": "one"}, "leaves zero at 'compute'"),
+    ],
+)
+def test_decisions_that_do_not_exist_or_go_together_are_refused(decisions, message):  # S-9
+    with pytest.raises(ValueError, match=message):
+        ScalePolicy(name="mine", **decisions)
 
 
 @pytest.mark.parametrize("power_of_two", ["nearest", "", True, 2])

@@ -2,16 +2,12 @@ import dataclasses
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from fp8ref import recipe
+from fp8ref.delayed import DELAYED
+from fp8ref.epilogue import EPILOGUES
 from fp8ref.formats import E4M3FN, E5M2, E8M0FNU, FLOAT16, FP8_FORMATS
 from fp8ref.recipe import RECIPES, CastSpec, GemmSpec, Recipe
-
-LINEARS = {"model.layers.0.q": (32, 32), "model.layers.0.v": (8, 32), "model.layers.10.q": (32, 32), "lm_head": (256, 32)}
-
-names = st.lists(st.sampled_from(["layers", "mlp", "1", "10", "up_proj", "a"]), min_size=1, max_size=5)
 
 
 def as_tuple(spec: GemmSpec):
@@ -21,11 +17,8 @@ def as_tuple(spec: GemmSpec):
     return spec.a.fmt.name, spec.a.granularity, spec.b.fmt.name, spec.b.granularity, spec.accumulate
 
 
-def converted(decisions) -> set[str]:
-    return {d.path for d in decisions if d.fp8}
-
-
 E4, E5, ROW, TENSOR = "e4m3fn", "e5m2", "rowwise", "tensorwise"
+LINE, SQUARE, MX = "blockwise_1x128", "blockwise_128x128", "mx_1x32"
 
 
 @pytest.mark.parametrize(
@@ -35,11 +28,40 @@ E4, E5, ROW, TENSOR = "e4m3fn", "e5m2", "rowwise", "tensorwise"
         ("tensorwise", (E4, TENSOR, E4, TENSOR, "fast"), (E5, TENSOR, E4, TENSOR, "slow"), (E5, TENSOR, E4, TENSOR, "slow")),
         ("rowwise", (E4, ROW, E4, ROW, "fast"), (E4, ROW, E4, ROW, "slow"), (E4, ROW, E4, ROW, "slow")),
         ("rowwise_with_gw_hp", (E4, ROW, E4, ROW, "fast"), (E4, ROW, E4, TENSOR, "slow"), None),
+        ("delayed", (E4, TENSOR, E4, TENSOR, "fast"), (E5, TENSOR, E4, TENSOR, "slow"), (E5, TENSOR, E4, TENSOR, "slow")),
+        ("blockwise", (E4, LINE, E4, SQUARE, "fast"), (E4, LINE, E4, SQUARE, "slow"), (E4, LINE, E4, LINE, "slow")),
+        ("mxfp8", (E4, MX, E4, MX, "fast"), (E4, MX, E4, MX, "slow"), (E4, MX, E4, MX, "slow")),
     ],
 )
 def test_recipes_are_those_of_the_table(name, output, grad_input, grad_weight):  # R
     spec = RECIPES[name]
     assert (as_tuple(spec.output), as_tuple(spec.grad_input), as_tuple(spec.grad_weight)) == (output, grad_input, grad_weight)
+
+
+def test_every_recipe_is_in_the_table_above_and_some_are_the_backends():
+    table = test_recipes_are_those_of_the_table.pytestmark[0].args[1]
+    assert [name for name, *_ in table] == list(RECIPES)
+    assert all(key == spec.name for key, spec in RECIPES.items())
+    assert tuple(RECIPES)[:4] == recipe.BACKEND_RECIPES
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_cast_of_a_recipe_has_its_policy(name):
+    policies = {"delayed": "te_delayed", "mxfp8": "mx_rceil", "rowwise": "torchao_pow2", "rowwise_with_gw_hp": "torchao_pow2"}
+    casts = [cast for spec in RECIPES[name].gemms.values() for cast in (spec.a, spec.b) if cast is not None]
+    assert {cast.policy.name for cast in casts} == ({policies.get(name, "torchao")} if casts else set())
+    assert all((cast.delayed is not None) == (name == "delayed") for cast in casts)
+    assert {cast.delayed for cast in casts if cast.delayed} == ({DELAYED["delayed"]} if name == "delayed" else set())
+
+
+def test_a_delayed_cast_is_tensorwise_and_by_its_own_policy():  # H-1
+    config = DELAYED["delayed"]
+    spec = CastSpec(fmt=E4M3FN, policy=config.policy, delayed=config)
+    assert spec.delayed is config
+    with pytest.raises(ValueError, match=r"tensorwise, by the policy of its own \('te_delayed'\); got 'rowwise' and policy 'te_delayed'"):
+        dataclasses.replace(spec, granularity="rowwise")
+    with pytest.raises(ValueError, match="got 'tensorwise' and policy 'torchao'"):
+        CastSpec(fmt=E4M3FN, delayed=config)
 
 
 @pytest.mark.parametrize("name", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
@@ -111,9 +133,20 @@ def test_an_unknown_epilogue_is_refused():
         GemmSpec(epilogue="round_then_scale")
 
 
-def test_a_high_precision_gemm_has_no_scales_to_apply():
-    with pytest.raises(ValueError, match="no scales"):
-        GemmSpec(epilogue="unit_round_scale_round")
+@pytest.mark.parametrize("name", EPILOGUES)
+def test_a_gemm_takes_the_epilogues_without_a_bias(name):  # G-4, G-5, G-14, G-15
+    cast = CastSpec(fmt=E4M3FN)
+    if EPILOGUES[name].bias is None:
+        assert GemmSpec(a=cast, b=cast, accumulate="slow", epilogue=name).epilogue == name
+    else:
+        with pytest.raises(ValueError, match=f"have no bias, and epilogue '{name}' takes one. Use 'scale_then_round'"):
+            GemmSpec(a=cast, b=cast, accumulate="slow", epilogue=name)
+
+
+@pytest.mark.parametrize("name", ["unit_round_scale_round", "product_then_round"])
+def test_a_high_precision_gemm_has_no_scales_to_apply(name):
+    with pytest.raises(ValueError, match=f"no scales, so no epilogue '{name}'. Leave it out"):
+        GemmSpec(epilogue=name)
 
 
 @pytest.mark.parametrize("fmt", [E8M0FNU, FLOAT16], ids=str)
@@ -162,123 +195,3 @@ def test_an_unknown_recipe_is_refused_with_the_known_ones():
     with pytest.raises(ValueError, match="'rowwize'") as error:
         recipe.by_name("rowwize")
     assert all(name in str(error.value) for name in RECIPES)
-
-
-@given(names, names)
-def test_a_plain_pattern_matches_exactly_the_runs_of_whole_components(pattern, name):
-    runs = [name[i : i + len(pattern)] for i in range(len(name))]
-    assert recipe.matches(".".join(pattern), ".".join(name)) == (pattern in runs)
-
-
-@given(names, st.data())
-def test_every_run_of_components_matches(name, data):
-    start = data.draw(st.integers(0, len(name) - 1))
-    stop = data.draw(st.integers(start + 1, len(name)))
-    assert recipe.matches(".".join(name[start:stop]), ".".join(name))
-
-
-@given(names)
-def test_a_star_in_place_of_a_component_matches(name):
-    assert recipe.matches(".".join(["*", *name[1:]]), ".".join(name))
-
-
-@pytest.mark.parametrize(
-    ("pattern", "name", "expected"),
-    [
-        ("layers.1", "model.layers.1.mlp", True),
-        ("layers.1", "model.layers.10.mlp", False),
-        ("layers.1", "model.layers.1", True),
-        ("ayers.1", "model.layers.1", False),
-        ("mlp", "model.layers.1.mlp", True),
-        ("mlp*", "model.layers.1.mlp", False),
-        ("*mlp", "model.layers.1.mlp", True),
-        ("model.layers.?.mlp", "model.layers.1.mlp", True),
-        ("model.layers.?.mlp", "model.layers.10.mlp", False),
-        ("*.layers.[0-3].*", "model.layers.2.mlp", True),
-        ("*.layers.[0-3].*", "model.layers.4.mlp", False),
-        ("*.MLP", "model.mlp", False),
-        ("", "model.mlp", False),
-        (".", "model.mlp", False),
-        ("*", "lm_head", True),
-    ],
-)
-def test_matches_whole_components_or_shell_patterns_for_all_of_the_name(pattern, name, expected):
-    assert recipe.matches(pattern, name) == expected
-
-
-def test_a_plan_converts_every_linear_with_dims_that_are_multiples_of_16():
-    assert converted(recipe.plan(LINEARS, "rowwise")) == {"model.layers.0.q", "model.layers.10.q", "lm_head"}
-
-
-def test_a_plan_has_one_decision_a_linear_in_the_order_given():
-    decisions = recipe.plan(LINEARS, "rowwise")
-    assert [(d.path, d.shape) for d in decisions] == list(LINEARS.items())
-
-
-def test_what_is_not_converted_is_bf16_with_its_reason():
-    by_path = {d.path: d for d in recipe.plan(LINEARS, "rowwise", filter_fqns=["lm_head"])}
-    assert by_path["lm_head"].recipe == by_path["model.layers.0.v"].recipe == RECIPES["bf16"]
-    assert "'lm_head'" in by_path["lm_head"].reason
-    assert "multiples of 16" in by_path["model.layers.0.v"].reason
-    assert "[8, 32]" in by_path["model.layers.0.v"].reason
-    assert by_path["model.layers.0.q"].recipe == RECIPES["rowwise"]
-
-
-@pytest.mark.parametrize("shape", [(24, 32), (32, 24), (8, 8)])
-def test_either_dim_keeps_a_linear_in_high_precision(shape):  # L-5
-    assert converted(recipe.plan({"a": (16, 16), "b": shape}, "tensorwise")) == {"a"}
-
-
-def test_filters_keep_what_they_name_in_high_precision():
-    assert converted(recipe.plan(LINEARS, "rowwise", filter_fqns=["layers.0", "lm_head"])) == {"model.layers.10.q"}
-
-
-def test_naming_a_linear_overrides_a_filter():
-    decisions = recipe.plan(LINEARS, "rowwise", filter_fqns=["layers.10", "lm_head"], fp8_fqns=["lm_head"])
-    assert converted(decisions) == {"model.layers.0.q", "lm_head"}
-
-
-def test_naming_a_linear_converts_no_fewer_of_the_others():
-    assert converted(recipe.plan(LINEARS, "rowwise", fp8_fqns=["lm_head"])) == {"model.layers.0.q", "model.layers.10.q", "lm_head"}
-
-
-def test_naming_a_linear_whose_dims_do_not_allow_it_is_an_error():
-    with pytest.raises(ValueError, match=r"multiples of 16.*model\.layers\.0\.v is \[8, 32\].*'layers\.0'"):
-        recipe.plan(LINEARS, "rowwise", fp8_fqns=["layers.0"])
-
-
-@pytest.mark.parametrize("key", ["filter_fqns", "fp8_fqns"])
-@pytest.mark.parametrize("name", ["bf16", "rowwise"])
-def test_a_pattern_that_names_no_linear_is_an_error(key, name):
-    with pytest.raises(ValueError, match=rf"{key}.*'layers\.1' names none of: model\.layers\.0\.q"):
-        recipe.plan(LINEARS, name, **{key: ["lm_head", "layers.1"]})
-
-
-@pytest.mark.parametrize("key", ["filter_fqns", "fp8_fqns"])
-def test_a_string_in_place_of_a_list_is_an_error(key):
-    with pytest.raises(ValueError, match=rf"{key} is a list.*\['lm_head'\]"):
-        recipe.plan(LINEARS, "rowwise", **{key: "lm_head"})
-
-
-def test_converting_nothing_is_an_error():
-    with pytest.raises(ValueError, match="'rowwise' converts no linear") as error:
-        recipe.plan({"a": (8, 8), "b": (16, 16)}, "rowwise", filter_fqns=["b"])
-    assert "a: FP8 needs" in str(error.value)
-    assert "b: named by filter_fqns 'b'" in str(error.value)
-
-
-def test_an_fp8_recipe_of_a_model_without_linears_is_an_error():
-    with pytest.raises(ValueError, match="no linears"):
-        recipe.plan({}, "rowwise")
-
-
-def test_bf16_converts_nothing_and_says_so():
-    decisions = recipe.plan(LINEARS, "bf16", filter_fqns=["lm_head"])
-    assert not converted(decisions)
-    assert {d.reason for d in decisions} == {"recipe 'bf16' has no FP8 GEMM"}
-
-
-def test_a_plan_takes_a_recipe_of_ones_own():
-    cast = CastSpec(fmt=E5M2)
-    mine = Recipe(name="mine", output=GemmSpec(a=cast, b=cast, accumulate="slow"))
-    assert [d.recipe for d in recipe.plan({"a": (16, 16)}, mine)] == [mine]

@@ -15,7 +15,7 @@ from fp8ref.check import bounds, synthetic
 from fp8ref.check.compare import Report, compare_codes, compare_scales, compare_values
 from fp8ref.check.quantizers import Quantizer, create
 from fp8ref.formats import BFLOAT16, FP8_FORMATS
-from fp8ref.recipe import OPERANDS, RECIPES, REDUCED_AXES, CastSpec, Recipe
+from fp8ref.recipe import BACKEND_RECIPES, OPERANDS, RECIPES, REDUCED_AXES, CastSpec, Recipe
 from fp8ref.run import data, loop, progress
 from fp8ref.run.config import Config
 from fp8ref.sim import cast, gemm, scaling
@@ -79,7 +79,8 @@ def check_synthetic(report: Report, quantizers: dict[str, Quantizer]) -> None:
         found = {"sim": cast.encode(values, fmt)} | {who: q.encode(values, fmt) for who, q in quantizers.items()}
         for backend in quantizers:
             compare_codes(report.check(f"synthetic.cast/{fmt}/codes/{backend}"), found, backend, fmt, values)
-    specs = {(c.fmt, c.granularity, c.policy): c for r in RECIPES.values() for g in r.gemms.values() for c in (g.a, g.b) if c is not None}
+    gemms = [g for name in BACKEND_RECIPES for g in RECIPES[name].gemms.values()]
+    specs = {(c.fmt, c.granularity, c.policy): c for g in gemms for c in (g.a, g.b) if c is not None}
     for case, values in synthetic.tensors().items():
         for spec in specs.values():
             for axis in (0, 1) if spec.granularity == "rowwise" else (1,):

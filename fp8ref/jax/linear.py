@@ -38,10 +38,12 @@ def apply(x: jax.Array, w: jax.Array, *, recipe: str | Recipe, state: None = Non
         )
     for gemm_name, spec in recipe.gemms.items():
         for cast in (spec.a, spec.b):
+            if cast is not None and cast.delayed is not None:
+                raise ValueError(f"{name}: fp8ref.jax scales dynamically; recipe {recipe.name!r} is delayed. Use 'tensorwise'.")
             if cast is not None and cast.granularity not in scaling.GRANULARITIES:
                 raise ValueError(
                     f"{name}: fp8ref.jax scales {' or '.join(scaling.GRANULARITIES)}; recipe {recipe.name!r} has {cast.granularity!r} "
-                    f"in {gemm_name}. Use a recipe of fp8ref.recipe.RECIPES."
+                    f"in {gemm_name}. Use a recipe of fp8ref.recipe.BACKEND_RECIPES."
                 )
     y = _linear(x.reshape(-1, x.shape[-1]), w, recipe, name)
     return y.reshape(*x.shape[:-1], w.shape[0]), seen

@@ -56,13 +56,31 @@ def scale_from_amax(amax: jax.Array, fmt: Format, policy: str | ScalePolicy = "t
 
     Shapes:   amax float32, any shape; float32 of the same shape.
     Specials: zero amax -> RN32(fmt.max / eps); Inf -> 0; NaN -> NaN.
+    Raises:   ValueError: a policy that this backend does not implement.
     """
-    policy = policies.by_name(policy)
+    policy = implemented(policy)
     smallest = np.float32(policy.eps)  # the smallest float32 not below eps
     if float(smallest) < policy.eps:
         smallest = np.nextafter(smallest, np.float32(1))
     scale = jnp.where(amax < smallest, np.float32(fmt.max / policy.eps), np.float32(fmt.max) / amax)
     return scale if policy.power_of_two is None else _power_of_two(scale, exp2_log2=policy.power_of_two == "exp2_log2")
+
+
+def implemented(policy: str | ScalePolicy) -> ScalePolicy:
+    """The policy, if this backend implements it: those of torchao, with eps and power of two of one's own (SEMANTICS S-9).
+
+    Raises:   ValueError: any other; an eps below 1e-27. Below that a float32 subnormal, which XLA on a CPU flushes to zero, could
+              leave a trace in the codes: 2^-126 * 57344 / 1e-27 < 2^-18, and with it no format shows one (S-3).
+    """
+    policy = policies.by_name(policy)
+    if not policy.floored_quotient:
+        known = ", ".join(name for name, p in policies.POLICIES.items() if p.floored_quotient)
+        raise ValueError(f"fp8ref.jax scales by {known}; got policy {policy.name!r}. Use one of these, or fp8ref.sim for {policy.name!r}.")
+    if policy.eps < 1e-27:
+        raise ValueError(
+            f"fp8ref.jax needs eps >= 1e-27, as XLA flushes subnormals (S-3); got policy {policy.name!r} with eps={policy.eps}."
+        )
+    return policy
 
 
 def quantize(
@@ -75,7 +93,7 @@ def quantize(
     Order:    amax; scale; RN32(f32(x) * scale); clip to +-fmt.max; round to nearest even; scale_inv = RN32(1 / scale).
     Specials: as the simulator's quantize.
     Gradient: whatever XLA's conversions give; ``linear.apply`` defines its own, and a user of codes should stop it.
-    Raises:   ValueError: as amax.
+    Raises:   ValueError: as amax and scale_from_amax.
     Source:   SEMANTICS S-5.
     """
     scale = lax.optimization_barrier(scale_from_amax(amax(x, granularity, axis=axis), fmt, policy))

@@ -65,7 +65,8 @@ class NumericsConfig:
     """Names converted explicitly, whatever filter_fqns says; lm_head may be one."""
 
     def __post_init__(self) -> None:
-        _require(self.recipe in recipes.RECIPES, f"numerics.recipe is one of {', '.join(recipes.RECIPES)}; got {self.recipe!r}.")
+        runnable = recipes.BACKEND_RECIPES
+        _require(self.recipe in runnable, f"numerics.recipe is one of {', '.join(runnable)}; got {self.recipe!r}.")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,36 +1,64 @@
-"""Rounding to a format (SEMANTICS C). The reference: one rounding, from the exact value, in float64 arithmetic that is exact.
+"""Rounding to a format (SEMANTICS C): one rounding, from the exact value.
 
-A finite float64 x is |x| = n * 2^q, where 2^q is the spacing of the format's numbers at |x|. Dividing by a power of two is
-exact, so n keeps every bit of x, and rounding x is rounding n to an integer. The codes of a format count its magnitudes
-upwards without gaps, so that code = n + (steps of the exponent below) * 2^mantissa_bits, and a carry out of n is right by itself.
+``encode_plain`` is the definition, in float64 arithmetic that is exact. A finite float64 x is |x| = n * 2^q, where 2^q is the
+spacing of the format's numbers at |x|. Dividing by a power of two is exact, so n keeps every bit of x, and rounding x is
+rounding n to an integer. The codes of a format count its magnitudes upwards without gaps, so that
+code = n + (steps of the exponent below) * 2^mantissa_bits, and a carry out of n is right by itself.
+``encode`` is the same function by compiled kernels.
 """
 
+from collections.abc import Iterator
 from typing import Literal
 
 import numpy as np
 
 from fp8ref.formats import FORMATS, FP8_FORMATS, Format
+from fp8ref.sim import parallel, philox
+from fp8ref.sim.kernels import cast as kernels
 
 Rounding = Literal["nearest_even", "nearest_away", "toward_zero", "to_odd", "stochastic"]
 ROUNDINGS = ("nearest_even", "nearest_away", "toward_zero", "to_odd", "stochastic")
+_PIECE = 1 << 18  # elements that are widened to float32 or float64 at a time: 2 MiB a float64 array
 
 
 def encode(x, fmt: Format, *, rounding: Rounding = "nearest_even", saturate: bool = True, seed: int | None = None) -> np.ndarray:
     """Round x once to an 8-bit format and return its codes.
 
-    Shapes:   x any shape, float64, float32, float16 or bfloat16; codes uint8 of the same shape.
+    Shapes:   x any shape and memory order, float64, float32, float16 or bfloat16; codes uint8 of the same shape, C order.
     Order:    round as if the exponent were unbounded; then saturate or overflow; then zeros, infinities, NaNs.
     Specials: NaN -> fmt.nan_code; -0 and underflow keep their sign (not in fnuz, which has no -0);
               above fmt.max: max if saturate, else Inf, or NaN in a format without infinities; infinities likewise.
     Raises:   ValueError: fmt not of 8 bits; x not floating point; unknown rounding; a seed missing or not used.
     Source:   SEMANTICS C-1 to C-7.
     """
-    if fmt.bits != 8:
-        raise ValueError(f"encode gives codes of 8-bit formats; got {fmt}. Use round_to for wider formats.")
-    if fmt.signed is False and rounding in ("to_odd", "stochastic"):
-        raise ValueError(f"rounding {rounding!r} is not defined for {fmt} (C-7). Use 'nearest_even' or 'toward_zero'.")
+    x = np.asarray(x)
+    _check(x, fmt, rounding, seed)
+    codes = np.empty(x.shape, np.uint8)
+    flat = codes.reshape(-1)
+    if not fmt.signed or x.dtype == np.float64:
+        for begin, piece in _pieces(x):
+            flat[begin : begin + piece.size] = encode_plain(piece, fmt, rounding=rounding, saturate=saturate, seed=seed, start=begin)
+        return codes
+    kernel = kernels.encoder(fmt, rounding, saturate)
+    key = np.uint64(0 if seed is None else seed)
+
+    def encode_range(begin: int, end: int) -> None:
+        kernel(bits[begin:end], target[begin:end], start + begin, key)
+
+    for start, piece in _pieces(x):
+        bits, target = float32_bits(piece), flat[start : start + piece.size]
+        parallel.run(encode_range, bits.size, unit=philox.BLOCK, grain=1 << 17)
+    return codes
+
+
+def encode_plain(
+    x, fmt: Format, *, rounding: Rounding = "nearest_even", saturate: bool = True, seed: int | None = None, start: int = 0
+) -> np.ndarray:
+    """The definition of ``encode``, in NumPy alone; start is the flat index of x's first element, for stochastic rounding."""
+    x = np.asarray(x)
+    _check(x, fmt, rounding, seed)
     value = exact(x)
-    magnitude, exponent = _round_magnitude(value, fmt, rounding, seed)
+    magnitude, exponent = _round_magnitude(value, fmt, rounding, seed, start)
     code = magnitude.astype(np.int64) + (exponent - fmt.emin) * (1 << fmt.mantissa_bits)
     if not fmt.signed:
         code -= 1  # no zero: the smallest magnitude is 1 * 2^emin, and its code is 0
@@ -76,6 +104,15 @@ def round_to(x, fmt: Format, *, rounding: Rounding = "nearest_even", saturate: b
     """
     if fmt.bits == 8:
         return decode(encode(x, fmt, rounding=rounding, saturate=saturate, seed=seed), fmt)
+    x = np.asarray(x)
+    if x.dtype == np.float32 and rounding == "nearest_even" and not saturate and seed is None:
+        return _nearest_even(x, fmt)
+    return round_to_plain(x, fmt, rounding=rounding, saturate=saturate, seed=seed)
+
+
+def round_to_plain(x, fmt: Format, *, rounding: Rounding = "nearest_even", saturate: bool = False, seed: int | None = None) -> np.ndarray:
+    """The definition of ``round_to`` for the wider formats, in float64."""
+    _check_rounding(rounding, seed)
     value = exact(x)
     magnitude, exponent = _round_magnitude(value, fmt, rounding, seed)
     rounded = np.ldexp(magnitude, exponent - fmt.mantissa_bits)
@@ -85,26 +122,80 @@ def round_to(x, fmt: Format, *, rounding: Rounding = "nearest_even", saturate: b
     return np.where(np.isnan(value), np.nan, np.copysign(rounded, value)).astype(np.float32)
 
 
+def _nearest_even(x: np.ndarray, fmt: Format) -> np.ndarray:
+    """float32 to the nearest value of float32, float16 or bfloat16, in integers and in NumPy's own float16."""
+    if fmt.name == "float32":
+        return x.copy()
+    if fmt.name == "float16":
+        with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+            return x.astype(np.float16).astype(np.float32)
+    bits = np.atleast_1d(x).view(np.uint32)
+    rounded = (bits + (((bits >> np.uint32(16)) & np.uint32(1)) + np.uint32(0x7FFF))) & np.uint32(0xFFFF0000)
+    return np.where(np.isnan(x), x, rounded.view(np.float32).reshape(x.shape))
+
+
 def exact(x) -> np.ndarray:
     """x as float64, value for value; ValueError when its dtype is not a floating-point one that float64 holds."""
     x = np.asarray(x)
+    check_dtype(x)
     if x.dtype == np.float64:
         return x
-    # bfloat16 arrays come from ml_dtypes, whose dtypes are of kind 'V' in some versions and known by name only.
-    if x.dtype.name not in ("float32", "float16", "bfloat16"):
-        raise ValueError(f"casts take float64, float32, float16 or bfloat16; got {x.dtype}. Convert with .astype(np.float32).")
     with np.errstate(invalid="ignore"):  # a signalling NaN is an input like others
         return x.astype(np.float64)
 
 
-def _round_magnitude(value: np.ndarray, fmt: Format, rounding: Rounding, seed: int | None) -> tuple[np.ndarray, np.ndarray]:
-    """|value| as (n, e) with n an integer-valued float64 and |value| rounded = n * 2^(e - mantissa_bits), e >= emin."""
+def float32_bits(x: np.ndarray) -> np.ndarray:
+    """The bits of float32(x), flat uint32; x is contiguous and float32, float16 or bfloat16."""
+    x = x.reshape(-1)
+    if x.dtype.name == "bfloat16":
+        return x.view(np.uint16).astype(np.uint32) << np.uint32(16)
+    with np.errstate(invalid="ignore"):
+        return x.astype(np.float32, copy=False).view(np.uint32)
+
+
+def _pieces(x: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
+    """(flat index, part of x, flat and contiguous), in C order; whole where no copy is needed, else in parts of limited size."""
+    if x.flags.c_contiguous:
+        whole = x.reshape(-1)
+        size = whole.size if x.dtype == np.float32 else _PIECE
+        yield from ((i, whole[i : i + size]) for i in range(0, whole.size, max(size, 1)))
+    elif x.size <= _PIECE:
+        yield 0, np.ascontiguousarray(x).reshape(-1)
+    else:
+        rows, each = x.shape[0], x.size // x.shape[0]
+        step = max(1, _PIECE // each)
+        for i in range(0, rows, step):
+            part = x[i : i + step] if each <= _PIECE else x[i]
+            yield from ((i * each + begin, piece) for begin, piece in _pieces(part))
+
+
+def _check(x: np.ndarray, fmt: Format, rounding: str, seed: int | None) -> None:
+    if fmt.bits != 8:
+        raise ValueError(f"encode gives codes of 8-bit formats; got {fmt}. Use round_to for wider formats.")
+    if fmt.signed is False and rounding in ("to_odd", "stochastic"):
+        raise ValueError(f"rounding {rounding!r} is not defined for {fmt} (C-7). Use 'nearest_even' or 'toward_zero'.")
+    _check_rounding(rounding, seed)
+    check_dtype(x)
+
+
+def check_dtype(x: np.ndarray) -> None:
+    """ValueError unless x holds floating-point numbers that float64 holds."""
+    # bfloat16 arrays come from ml_dtypes, whose dtypes are of kind 'V' in some versions and known by name only.
+    if x.dtype.name not in ("float64", "float32", "float16", "bfloat16"):
+        raise ValueError(f"casts take float64, float32, float16 or bfloat16; got {x.dtype}. Convert with .astype(np.float32).")
+
+
+def _check_rounding(rounding: str, seed: int | None) -> None:
     if rounding not in ROUNDINGS:
         raise ValueError(f"rounding is one of {', '.join(ROUNDINGS)}; got {rounding!r}.")
     if (seed is not None) != (rounding == "stochastic"):
         raise ValueError(f"stochastic rounding takes a seed, and no other does; got rounding={rounding!r}, seed={seed}.")
-    if seed is not None and (not isinstance(seed, int | np.integer) or not 0 <= seed < 1 << 128):
-        raise ValueError(f"a seed is an integer in [0, 2^128); got {seed!r}.")
+    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int | np.integer) or not 0 <= seed < 1 << 64):
+        raise ValueError(f"a seed is an integer in [0, 2^64); got {seed!r}.")
+
+
+def _round_magnitude(value: np.ndarray, fmt: Format, rounding: Rounding, seed: int | None, start: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """|value| as (n, e) with n an integer-valued float64 and |value| rounded = n * 2^(e - mantissa_bits), e >= emin."""
     magnitude = np.where(np.isfinite(value), np.abs(value), 0.0)
     exponent = np.maximum(np.frexp(magnitude)[1] - 1, fmt.emin)
     exponent = np.where(magnitude == 0, fmt.emin, exponent)
@@ -119,8 +210,9 @@ def _round_magnitude(value: np.ndarray, fmt: Format, rounding: Rounding, seed: i
         return floor, exponent
     if rounding == "to_odd":
         return floor + ((rest > 0) & (floor % 2 == 0)), exponent
-    words = np.random.Philox(key=seed).random_raw(-(-value.size // 2)).view("<u4")[: value.size]
-    return floor + (rest > words.reshape(value.shape) * 2.0**-32), exponent
+    assert seed is not None
+    random = philox.uniform48(start, value.size, int(seed)).reshape(value.shape)
+    return floor + (np.floor(rest * 2.0**48) + random >= 2.0**48), exponent
 
 
 _TABLES: dict[str, np.ndarray] = {}

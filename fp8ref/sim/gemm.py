@@ -1,126 +1,173 @@
 """Matrix multiplication of FP8 operands (SEMANTICS G): accumulate the codes, then the epilogue applies the scales."""
 
-from typing import Literal
-
 import numpy as np
 
-from fp8ref.formats import BFLOAT16, FLOAT16, FLOAT32, Format
-from fp8ref.sim import cast
+from fp8ref import epilogue as epilogues
+from fp8ref.epilogue import Epilogue
+from fp8ref.formats import BFLOAT16, FLOAT16, FLOAT32, FP8_FORMATS, Format
+from fp8ref.granularity import by_name
+from fp8ref.sim import accumulate as sums
+from fp8ref.sim import cast, exact, scaling
+from fp8ref.sim.accumulate import K_STEP, Accumulation, TensorCore
 from fp8ref.sim.scaling import Quantized
 
-Accumulate = Literal["exact", "f32"]
 OUT_DTYPES = (FLOAT32, BFLOAT16, FLOAT16)
 
 
+def mma(a_codes, b_codes, c, *, fmt_a: Format, fmt_b: Format, unit: str | TensorCore = "hopper") -> np.ndarray:
+    """One tensor-core instruction: c + the sum of 32 products (SEMANTICS G-10, G-11).
+
+    Shapes:   a_codes [M, 32] and b_codes [N, 32] uint8; c [M, N] float32, the accumulator; float32 [M, N].
+    Order:    steps of unit.fused_width products, each from the result of the one before. A step: E = the largest exponent of
+              the products (exponents of the factors added, subnormals at emin) and the accumulator; each of these cut off
+              below 2^(E - fraction_bits), summed exactly; the sum cut off after output_bits fraction bits.
+    Specials: a product with a zero factor takes no part in E; a zero result is +0; results below 2^-126 are cut off as
+              subnormals; from 2^128 on, infinity; NaN and infinities as IEEE 754 sums, NaN the canonical 0x7FFFFFFF.
+              Zeros, overflow and a non-zero accumulator on Hopper are unconfirmed by a recording of this project: the
+              emulators named in G-10 agree on them. ``unit.evidence`` says what the numbers of a unit rest on.
+    Raises:   ValueError: shapes or dtypes that do not fit; formats other than e4m3fn and e5m2; an unknown unit.
+    Source:   SEMANTICS G-10.
+    """
+    unit = sums.unit_by_name(unit)
+    sums.check_pair(fmt_a, fmt_b)
+    a, b, c = cast.decode(a_codes, fmt_a), cast.decode(b_codes, fmt_b), np.asarray(c)
+    if a.ndim != 2 or b.ndim != 2 or a.shape[1] != K_STEP or b.shape[1] != K_STEP or c.shape != (len(a), len(b)):
+        raise ValueError(f"mma takes a [M, {K_STEP}], b [N, {K_STEP}] and c [M, N]; got {a.shape}, {b.shape} and {c.shape}.")
+    if c.dtype != np.float32:
+        raise ValueError(f"the accumulator c is float32; got {c.dtype}. Convert it with .astype(np.float32).")
+    result = sums.chain_plain(sums.finite_part(a), sums.finite_part(b), sums.finite_part(c), fmt_a, fmt_b, unit)
+    return canonical(sums.with_specials(result, a, b, c))
+
+
 def matmul(
-    a: Quantized, b: Quantized, *, accumulate: Accumulate = "exact", epilogue: str = "scale_then_round", out_dtype: Format = FLOAT32
+    a: Quantized,
+    b: Quantized,
+    *,
+    accumulate: str | Accumulation = "exact",
+    epilogue: str | Epilogue = "scale_then_round",
+    out_dtype: Format = FLOAT32,
+    bias=None,
 ) -> np.ndarray:
     """[M, K] x [N, K] -> [M, N], both reduced along their last axis.
 
-    Shapes:   a.codes [M, K], b.codes [N, K], scales tensorwise () or rowwise [M, 1] and [N, 1]; float32 [M, N] holding values of out_dtype.
-    Units:    out ~ dequantize(a) @ dequantize(b).T
-    Order:    accumulate over K; then the epilogue, G-4 or G-5.
-    Specials: Inf and NaN as in IEEE 754; an exact zero sum is +0.
-    Raises:   ValueError: shapes that do not fit; an operand not reduced along its last axis; blockwise scales; unknown names.
-    Source:   SEMANTICS G-1 to G-6.
+    Shapes:   a.codes [M, K], b.codes [N, K]; scales tensorwise () or rowwise [M, 1] and [N, 1], or both in blocks of the same
+              length along K; bias [N], values of out_dtype; float32 [M, N] holding values of out_dtype.
+    Units:    out ~ dequantize(a) @ dequantize(b).T + bias
+    Order:    accumulate over K: ``exact`` (G-2), ``f32`` (G-3), or a tensor core's plan (G-12) of ``accumulate.ACCUMULATIONS``
+              or your own; then the epilogue. Block scales: each block of K is accumulated by itself, scaled, and added in float32 (G-13).
+    Specials: Inf and NaN as in IEEE 754; an exact zero sum is +0; overflow to infinity.
+    Raises:   ValueError: shapes that do not fit; operands not reduced along their last axis, or of granularities that do not
+              go together; scales that are not float32, negative, or NaN over codes that are not; for a tensor core, a K that is not a
+              multiple of 32 or formats it does not take; a bias that the epilogue does not take; unknown names.
+    Source:   SEMANTICS G-1 to G-6, G-12 to G-15.
     """
-    _check(a, b, out_dtype)
+    epilogue, accumulate = epilogues.by_name(epilogue), sums.by_name(accumulate)
+    block = _check(a, b, epilogue, out_dtype)
     values = cast.decode(a.codes, a.fmt), cast.decode(b.codes, b.fmt)
-    if accumulate == "exact":
-        acc = _exact(*values)
-    elif accumulate == "f32":
-        acc = _f32(*values)
-    else:
-        raise ValueError(f"accumulate is 'exact' or 'f32'; got {accumulate!r}.")
-    with np.errstate(invalid="ignore", over="ignore"):  # Inf * 0 and overflow are results here
-        if epilogue == "scale_then_round":
-            return cast.round_to(acc * a.scale_inv * b.scale_inv.T, out_dtype)
-        if epilogue == "unit_round_scale_round":
-            return cast.round_to(cast.round_to(acc, out_dtype) * (a.scale_inv * b.scale_inv.T), out_dtype)
-    raise ValueError(f"epilogue is 'scale_then_round' or 'unit_round_scale_round'; got {epilogue!r}.")
+    bias = _check_bias(bias, epilogue, out_dtype, len(b.codes))
+    with np.errstate(invalid="ignore", over="ignore", under="ignore"):  # Inf * 0 and overflow are results here
+        if block is None:
+            acc = _accumulate(*values, a.fmt, b.fmt, accumulate)
+            scaled = _scale(cast.round_to(acc, out_dtype) if epilogue.round_first else acc, a.scale_inv, b.scale_inv.T, epilogue)
+        else:
+            scaled = _by_blocks(values, a, b, block, accumulate, epilogue)
+        if epilogue.bias == "before_round":
+            return cast.round_to(scaled + bias, out_dtype)
+        out = cast.round_to(scaled, out_dtype)
+        return out if epilogue.bias is None else cast.round_to(out + bias, out_dtype)
 
 
 def matmul_hp(a, b, *, out_dtype: Format = FLOAT32) -> np.ndarray:
     """A GEMM in high precision (SEMANTICS G-9): [M, K] x [N, K] -> [M, N], summed in float64, rounded to float32, then to out_dtype."""
+    a, b = cast.exact(a), cast.exact(b)
+    _check_shapes(a, b, out_dtype)
     with np.errstate(invalid="ignore", over="ignore"):
-        return cast.round_to((cast.exact(a) @ cast.exact(b).T).astype(np.float32), out_dtype)
+        return cast.round_to((a @ b.T).astype(np.float32), out_dtype)
 
 
-def _check(a: Quantized, b: Quantized, out_dtype: Format) -> None:
-    if a.codes.ndim != 2 or b.codes.ndim != 2 or a.codes.shape[1] != b.codes.shape[1]:
-        raise ValueError(f"a GEMM takes a [M, K] and b [N, K] with the same K; got {a.codes.shape} and {b.codes.shape}.")
+def canonical(values: np.ndarray) -> np.ndarray:
+    """values with every NaN replaced by 0x7FFFFFFF, the one that tensor cores give."""
+    return np.where(np.isnan(values), np.uint32(0x7FFFFFFF).view(np.float32), values)
+
+
+def _accumulate(a: np.ndarray, b: np.ndarray, fmt_a: Format, fmt_b: Format, how: str | Accumulation) -> np.ndarray:
+    """The sum over K of values a [M, K] and b [N, K] of the formats: float32 [M, N]."""
+    if how == "f32":
+        return sums.f32(a, b)
+    finite = sums.finite_part(a), sums.finite_part(b)
+    if how == "exact":
+        return sums.with_specials(exact.matmul(*finite), a, b)
+    assert isinstance(how, Accumulation)
+    sums.check_pair(fmt_a, fmt_b)
+    if a.shape[1] % K_STEP:
+        raise ValueError(
+            f"a tensor core needs K divisible by {K_STEP}; got {a.shape[1]}. Pad both operands with zeros: they change no bit."
+        )
+    return canonical(sums.with_specials(sums.chains(*finite, fmt_a, fmt_b, how), a, b))
+
+
+def _scale(acc: np.ndarray, scale_inv_a: np.ndarray, scale_inv_b: np.ndarray, epilogue: Epilogue) -> np.ndarray:
+    """acc [M, N], the scales broadcast against it."""
+    return acc * scale_inv_a * scale_inv_b if epilogue.scale == "each" else acc * (scale_inv_a * scale_inv_b)
+
+
+def _by_blocks(values: tuple[np.ndarray, np.ndarray], a: Quantized, b: Quantized, block: int, how, epilogue: Epilogue) -> np.ndarray:
+    """Each block of K accumulated by itself, scaled, and added in float32, ascending from +0 (G-13).
+
+    Under ``each`` the scaled block is rounded, then added; under ``product`` both in one rounding, as a fused multiply-add.
+    """
+    left, right = (scaling.spread(q.scale_inv, q.codes.shape, q.granularity, q.axis)[:, ::block] for q in (a, b))  # [M, K / block]
+    total = np.zeros((len(a.codes), len(b.codes)), np.float32)
+    for i in range(left.shape[1]):
+        part = slice(i * block, (i + 1) * block)
+        acc = _accumulate(values[0][:, part], values[1][:, part], a.fmt, b.fmt, how)
+        sa, sb = left[:, i, None], right[None, :, i]  # [M, 1], [1, N]
+        total = total + _scale(acc, sa, sb, epilogue) if epilogue.scale == "each" else exact.multiply_add(acc, sa * sb, total)
+    return total
+
+
+def _check(a: Quantized, b: Quantized, epilogue: Epilogue, out_dtype: Format) -> int | None:
+    """The length along K of the blocks that share a scale; None where all of a row does."""
+    _check_shapes(a.codes, b.codes, out_dtype)
     for name, q in (("a", a), ("b", b)):
-        if q.granularity not in ("tensorwise", "rowwise"):
-            raise ValueError(f"a GEMM takes tensorwise or rowwise operands; got {name} {q.granularity}. Dequantise it and use matmul_hp.")
-        if q.granularity == "rowwise" and q.axis not in (-1, 1):
+        if q.granularity != "tensorwise" and q.axis not in (-1, 1):
             raise ValueError(f"operands are reduced along their last axis, K; got {name} with axis={q.axis}. Quantise the transpose.")
+        if q.fmt.name not in FP8_FORMATS:
+            raise ValueError(f"an operand's format is one of {', '.join(FP8_FORMATS)}; got {name} in {q.fmt}.")
+        dtype = getattr(q.scale_inv, "dtype", type(q.scale_inv).__name__)
+        if dtype != np.float32:
+            raise ValueError(f"scales are float32 arrays; got {dtype} in {name}. Convert them with np.float32 or .astype(np.float32).")
+        scaling.check_scales(q, name)
+    lengths = [by_name(q.granularity).reduced for q in (a, b)]
+    if lengths[0] != lengths[1]:
+        raise ValueError(
+            f"the operands' scales cover the same length of K: all of it, or blocks of one size; got {a.granularity} and {b.granularity}. "
+            "Quantise both alike, or dequantise and use matmul_hp."
+        )
+    if lengths[0] is not None and epilogue.round_first:
+        raise ValueError(
+            f"epilogue {epilogue.name!r} scales a rounded sum over all of K, and block scales have none. Use 'scale_then_round'."
+        )
+    return lengths[0]
+
+
+def _check_shapes(a: np.ndarray, b: np.ndarray, out_dtype: Format) -> None:
+    if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[1]:
+        raise ValueError(f"a GEMM takes a [M, K] and b [N, K] with the same K; got {a.shape} and {b.shape}.")
     if out_dtype not in OUT_DTYPES:
         raise ValueError(f"out_dtype is one of {OUT_DTYPES}; got {out_dtype}.")
 
 
-def _f32(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """acc = RN32(acc + a_k * b_k), k ascending (G-3). The product of two FP8 numbers is a float32: at most 8 bits."""
-    acc = np.zeros((len(a), len(b)), np.float32)
-    with np.errstate(invalid="ignore"):
-        for a_k, b_k in zip(a.T, b.T, strict=True):
-            acc += np.outer(a_k, b_k)  # [M] x [N] -> [M, N]
-    return acc
-
-
-def _exact(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """The sum over K, rounded once to float32 (G-2)."""
-    finite = [np.where(np.isfinite(v), v, 0).astype(np.float64) for v in (a, b)]
-    special = ~np.isfinite(a).all(axis=1)[:, None] | ~np.isfinite(b).all(axis=1)[None, :]
-    result = _round_sum(_exact_products(*finite))
-    if special.any():  # any order of IEEE sums agrees on Inf and NaN, and finite FP8 numbers cannot overflow float64
-        with np.errstate(invalid="ignore"):
-            result = np.where(special, (a.astype(np.float64) @ b.astype(np.float64).T).astype(np.float32), result)
-    return result
-
-
-def _exact_products(a: np.ndarray, b: np.ndarray) -> list[np.ndarray]:
-    """Float64 [M, N] arrays whose exact sum is a @ b.T.
-
-    Numbers of magnitude at least 1 are multiples of 2^-3 below 2^16, the others multiples of 2^-17: at most 19 bits either
-    way. Products of such parts have at most 38 bits and share one quantum, and so do sums of 2^15 of them: 53 bits, which a
-    float64 matrix product adds in any order without rounding. (E4M3 and E5M2 in all variants: F-2, F-3.)
-    """
-    chunks = range(0, a.shape[1], 1 << 15)
-    parts = [
-        left @ right.T  # [M, k] x [N, k] -> [M, N]
-        for k in chunks
-        for left in _by_magnitude(a[:, k : k + (1 << 15)])
-        for right in _by_magnitude(b[:, k : k + (1 << 15)])
-    ]
-    return parts or [np.zeros((len(a), len(b)))]
-
-
-def _by_magnitude(x: np.ndarray) -> list[np.ndarray]:
-    """Arrays that sum to x: its numbers of magnitude at least 1, and the others; whichever has any."""
-    large = np.where(abs(x) >= 1, x, 0)
-    return [part for part in (large, x - large) if part.any()]
-
-
-def _round_sum(parts: list[np.ndarray]) -> np.ndarray:
-    """RN32 of the exact sum of the parts: (total, tail) is that sum, then total is rounded to odd, then to float32.
-
-    The parts are multiples of 2^-34 below 2^48 each, so that the error terms, at most 2^-4, add without rounding. A float64
-    rounded to odd rounds to float32 as the exact value does (Boldo and Melquiond, "Emulation of FMA and correctly rounded sums", 2008).
-    """
-    total, tail = parts[0], np.zeros_like(parts[0])
-    for part in parts[1:]:
-        total, error = _two_sum(total, part)
-        tail += error
-    total, tail = _two_sum(total, tail)
-    bits = total.view(np.int64)
-    even = (tail != 0) & (bits % 2 == 0)
-    outward = np.where(np.signbit(tail) == np.signbit(total), 1, -1)
-    odd = (bits + even * outward).view(np.float64)
-    return odd.astype(np.float32) + np.float32(0)  # -0 becomes +0
-
-
-def _two_sum(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(RN64(x + y), x + y - RN64(x + y)), both exact (Knuth)."""
-    total = x + y
-    back = total - x
-    return total, (x - (total - back)) + (y - back)
+def _check_bias(bias, epilogue: Epilogue, out_dtype: Format, n: int) -> np.ndarray | None:
+    if (bias is None) != (epilogue.bias is None):
+        have = "no bias was given" if bias is None else "a bias was given"
+        taking = ", ".join(e.name for e in epilogues.EPILOGUES.values() if (e.bias is None) == (bias is None))
+        raise ValueError(f"epilogue {epilogue.name!r} takes {'no' if epilogue.bias is None else 'a'} bias; {have}. Use {taking}.")
+    if bias is None:
+        return None
+    bias = np.asarray(bias)
+    with np.errstate(over="ignore"):  # what float32 does not hold is refused below
+        value = cast.exact(bias).astype(np.float32)
+    if value.shape != (n,) or not np.array_equal(cast.round_to(value, out_dtype), cast.exact(bias), equal_nan=True):
+        raise ValueError(f"bias is [N] = [{n}] of {out_dtype} values; got {bias.dtype} {value.shape}. Round it with cast.round_to first.")
+    return value

@@ -1,31 +1,56 @@
 """A linear layer is three GEMMs (SEMANTICS L): what the forward and the backward pass of a recipe mean."""
 
+from collections.abc import Mapping
+
 import numpy as np
 
 from fp8ref import recipe as recipes
 from fp8ref.formats import BFLOAT16, Format
-from fp8ref.recipe import GemmSpec, Recipe
+from fp8ref.recipe import OPERANDS, CastSpec, Gemm, GemmSpec, Recipe, Role
 from fp8ref.sim import cast, gemm, scaling
-from fp8ref.sim.gemm import Accumulate
+from fp8ref.sim.accumulate import K_STEP, Accumulation
+from fp8ref.sim.scaling import Quantized, Scales
+
+Accumulate = str | Accumulation | Mapping[Gemm, str | Accumulation]
+_WHOLE_LINES = ("tensorwise", "rowwise")  # scales that zeros along K leave as they are
 
 
-def forward(x, w, recipe: str | Recipe, *, accumulate: Accumulate = "exact", out_dtype: Format = BFLOAT16) -> np.ndarray:
+def forward(
+    x,
+    w,
+    recipe: str | Recipe,
+    *,
+    accumulate: Accumulate = "exact",
+    out_dtype: Format = BFLOAT16,
+    scales: Mapping[Role, Scales] | None = None,
+) -> np.ndarray:
     """output [..., N] = input x [..., K] x weight w [N, K], reduces K.
 
     Shapes:   x [..., K] and w [N, K] hp; float32 [..., N] holding values of out_dtype.
-    Order:    leading dims flatten to M; quantise both along K; accumulate; epilogue.
+    Order:    leading dims flatten to M; quantise both along K; accumulate; epilogue. ``accumulate`` is what gemm.matmul takes,
+              or one such for each GEMM by its name, or ``hopper``: the fast or slow plan that the recipe asks of the hardware.
     Specials: as scaling.quantize and gemm.matmul.
-    Raises:   ValueError: w not 2-d, K's that differ, dims of an FP8 linear that are not multiples of 16 (L-5).
-    Source:   SEMANTICS L-1 to L-5.
+    Raises:   ValueError: w not 2-d, K's that differ, dims of an FP8 linear that are not multiples of 16 (L-5) or of a block; for
+              a recipe with delayed scaling, roles without ``scales`` (``delayed.scales(state, ...)``); scales of any other role; a
+              mapping without the GEMM's name, or with another.
+    Source:   SEMANTICS L-1 to L-6.
     """
     recipe = recipes.by_name(recipe)
-    x, w = _operands(x, w, recipe)
-    y = _gemm(x.reshape(-1, x.shape[-1]), w, recipe.output, accumulate, out_dtype)  # [M, K] x [N, K] -> [M, N]
+    x, w = _operands(x, w, recipe, scales)
+    tensors: dict[Role, np.ndarray] = {"input": x.reshape(-1, x.shape[-1]), "weight": w}
+    y = _gemm("output", tensors, recipe, accumulate, out_dtype, scales)  # [M, K] x [N, K] -> [M, N]
     return y.reshape(*x.shape[:-1], len(w))
 
 
 def backward(
-    g, x, w, recipe: str | Recipe, *, accumulate: Accumulate = "exact", out_dtype: Format = BFLOAT16
+    g,
+    x,
+    w,
+    recipe: str | Recipe,
+    *,
+    accumulate: Accumulate = "exact",
+    out_dtype: Format = BFLOAT16,
+    scales: Mapping[Role, Scales] | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """(grad_input [..., K], grad_weight [N, K]) from grad_output g [..., N], input x [..., K], weight w [N, K].
 
@@ -34,30 +59,70 @@ def backward(
     Raises:   ValueError: as forward, and g whose shape is not the output's.
     """
     recipe = recipes.by_name(recipe)
-    x, w = _operands(x, w, recipe)
+    x, w = _operands(x, w, recipe, scales)
     g = np.asarray(g)
     if g.shape != (*x.shape[:-1], len(w)):
         raise ValueError(f"grad_output has the output's shape {(*x.shape[:-1], len(w))}; got {g.shape}.")
-    x2, g2 = x.reshape(-1, x.shape[-1]), g.reshape(-1, len(w))
-    grad_input = _gemm(g2, w.T, recipe.grad_input, accumulate, out_dtype)  # [M, N] x [K, N] -> [M, K]
-    grad_weight = _gemm(g2.T, x2.T, recipe.grad_weight, accumulate, out_dtype)  # [N, M] x [K, M] -> [N, K]
+    tensors: dict[Role, np.ndarray] = {"input": x.reshape(-1, x.shape[-1]), "weight": w, "grad_output": g.reshape(-1, len(w))}
+    grad_input = _gemm("grad_input", tensors, recipe, accumulate, out_dtype, scales)  # [M, N] x [K, N] -> [M, K]
+    grad_weight = _gemm("grad_weight", tensors, recipe, accumulate, out_dtype, scales)  # [N, M] x [K, M] -> [N, K]
     return grad_input.reshape(x.shape), grad_weight
 
 
-def _gemm(a: np.ndarray, b: np.ndarray, spec: GemmSpec, accumulate: Accumulate, out_dtype: Format) -> np.ndarray:
+def _gemm(
+    which: Gemm,
+    tensors: Mapping[Role, np.ndarray],
+    recipe: Recipe,
+    accumulate: Accumulate,
+    out_dtype: Format,
+    scales: Mapping[Role, Scales] | None,
+) -> np.ndarray:
+    spec = recipe.gemms[which]
+    roles, axes = OPERANDS[which], recipes.REDUCED_AXES[which]
+    a, b = (tensors[role] if axis == 1 else tensors[role].T for role, axis in zip(roles, axes, strict=True))  # reduced axis last
     if spec.a is None or spec.b is None:
         return gemm.matmul_hp(a, b, out_dtype=out_dtype)
-    qa, qb = (
-        scaling.quantize(v, cast.fmt, granularity=cast.granularity, policy=cast.policy, axis=-1) for v, cast in ((a, spec.a), (b, spec.b))
-    )
-    return gemm.matmul(qa, qb, accumulate=accumulate, epilogue=spec.epilogue, out_dtype=BFLOAT16 if spec.rowwise else out_dtype)
+    if spec.a.granularity in _WHOLE_LINES and spec.b.granularity in _WHOLE_LINES:
+        # As a kernel does where a tile reaches beyond K: a tensor core takes 32 of K at a time, and zeros change no bit (G-12).
+        a, b = (np.pad(v, ((0, 0), (0, -v.shape[1] % K_STEP))) for v in (a, b))
+    qa, qb = (_quantize(v, cast_spec, role, scales) for v, cast_spec, role in ((a, spec.a, roles[0]), (b, spec.b, roles[1])))
+    how = _rule(which, spec, accumulate)
+    return gemm.matmul(qa, qb, accumulate=how, epilogue=spec.epilogue, out_dtype=BFLOAT16 if spec.rowwise else out_dtype)
 
 
-def _operands(x, w, recipe: Recipe) -> tuple[np.ndarray, np.ndarray]:
+def _rule(which: Gemm, spec: GemmSpec, accumulate: Accumulate) -> str | Accumulation:
+    if isinstance(accumulate, Mapping):
+        if which not in accumulate or not set(accumulate) <= set(OPERANDS):
+            raise ValueError(
+                f"accumulate is one rule for all GEMMs, or one for each by its name; {which} needs one of {', '.join(OPERANDS)}; "
+                f"got {', '.join(accumulate) or 'none'}. Add what is missing."
+            )
+        accumulate = accumulate[which]
+    return f"hopper_{spec.accumulate}" if accumulate == "hopper" else accumulate
+
+
+def _quantize(x: np.ndarray, spec: CastSpec, role: Role, scales: Mapping[Role, Scales] | None) -> Quantized:
+    if spec.delayed is None:
+        return scaling.quantize(x, spec.fmt, granularity=spec.granularity, policy=spec.policy, axis=-1)
+    if scales is None or role not in scales:
+        raise ValueError(
+            f"delayed scaling takes the scales of {role} from its state; got {'none' if scales is None else ', '.join(scales)}. "
+            "Pass scales={role: delayed.scales(state, config, fmt)}."
+        )
+    return scaling.quantize_with(x, scales[role], spec.fmt, granularity=spec.granularity, policy=spec.policy, axis=-1)
+
+
+def _operands(x, w, recipe: Recipe, scales: Mapping[Role, Scales] | None) -> tuple[np.ndarray, np.ndarray]:
     x, w = np.asarray(x), np.asarray(w)
     if w.ndim != 2 or x.ndim < 1 or x.shape[-1] != w.shape[1]:
         raise ValueError(f"a linear takes x [..., K] and w [N, K] with the same K; got {x.shape} and {w.shape}.")
     if recipe.fp8 and (w.shape[0] % 16 or w.shape[1] % 16):
         raise ValueError(f"FP8 needs N and K to be multiples of 16 (L-5); got w.shape={w.shape}. Pad the layer or use recipe 'bf16'.")
-    cast.exact(x[:0]), cast.exact(w[:0])  # refuses dtypes that are not floating point
+    for tensor in (x, w):
+        cast.check_dtype(tensor)
+    casts = ((role, spec) for which, pair in recipe.gemms.items() for role, spec in zip(OPERANDS[which], (pair.a, pair.b), strict=True))
+    delayed = {role for role, spec in casts if spec is not None and spec.delayed is not None}
+    if not set(scales or ()) <= delayed:
+        got = ", ".join(sorted(set(scales or ()) - delayed))
+        raise ValueError(f"dynamic scaling takes no scales; got some for {got}. Leave them out, or use recipe 'delayed'.")
     return x, w

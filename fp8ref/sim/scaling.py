@@ -1,4 +1,4 @@
-"""From a tensor to its amax, from an amax to a scale, from a scale to codes (SEMANTICS S)."""
+"""From a tensor to its amax, from a scale to codes (SEMANTICS S). What lies between them, the scale, is ``scales``."""
 
 from typing import NamedTuple
 
@@ -6,9 +6,12 @@ import numpy as np
 
 from fp8ref import granularity as granularities
 from fp8ref import policy as policies
-from fp8ref.formats import Format
+from fp8ref.formats import FLOAT32, Format
 from fp8ref.policy import ScalePolicy
-from fp8ref.sim import cast
+from fp8ref.sim import cast, grid
+from fp8ref.sim.scales import Scales, scales_from_amax
+from fp8ref.sim.scales import scale_from_amax as scale_from_amax
+from fp8ref.sim.scales import scale_inv_from_scale as scale_inv_from_scale
 
 
 class Quantized(NamedTuple):
@@ -32,50 +35,20 @@ def amax(x, granularity: str = "tensorwise", *, axis: int = -1) -> np.ndarray:
     Specials: NaN if any element of the group is NaN; Inf if any is infinite; subnormals count.
     Raises:   ValueError: x empty; a block that does not divide its axis; float64, whose amax need not be a float32.
     """
-    x = np.asarray(x)
-    if x.dtype == np.float64:
-        raise ValueError("amax is exact in the input's dtype and kept in float32 (S-2); got float64. Round x to float32 first.")
-    value = np.abs(cast.exact(x).astype(np.float32))
-    sizes = granularities.blocks(granularity, x.shape, axis)
+    return grid.amax(_tensor(x), granularity, axis)
+
+
+def amax_plain(x, granularity: str = "tensorwise", *, axis: int = -1) -> np.ndarray:
+    """The definition of ``amax``, in NumPy alone."""
+    value = np.abs(_tensor(x).astype(np.float32))
+    sizes = granularities.blocks(granularity, value.shape, axis)
     if granularity == "tensorwise":
         return value.max()[()]
+    missing = [-n % size for n, size in zip(value.shape, sizes, strict=True)]
+    value = np.pad(value, [(0, n) for n in missing])  # a last block that is shorter is filled with zeros (S-6)
     # [n, m] -> [n / bn, bn, m / bm, bm], reduced over the blocks' own axes
-    split = [k for n, size in zip(x.shape, sizes, strict=True) for k in (n // size, size)]
+    split = [k for n, size in zip(value.shape, sizes, strict=True) for k in (n // size, size)]
     return value.reshape(split).max(axis=tuple(range(1, len(split), 2)))
-
-
-def scale_from_amax(amax, fmt: Format, policy: str | ScalePolicy = "torchao") -> np.ndarray:
-    """The factor that multiplies into FP8 (SEMANTICS S-3, S-4).
-
-    Shapes:   amax float32, any shape; float32 of the same shape.
-    Order:    max(amax, eps); fmt.max / that, as exact numbers, rounded once to float32; then the power of two.
-    Specials: zero amax -> fmt.max / eps; Inf -> 0; NaN -> NaN.
-    Raises:   ValueError: amax negative or not float32.
-    Source:   torchao 0.18 float8/float8_utils.py, amax_to_scale.
-    """
-    policy = policies.by_name(policy)
-    amax = np.asarray(amax)
-    if amax.dtype != np.float32:
-        raise ValueError(f"amax is float32; got {amax.dtype}. Convert it with .astype(np.float32).")
-    if np.any(amax < 0):
-        raise ValueError(f"amax is a magnitude, never negative; got {amax[amax < 0].flat[0]}. Take np.abs first.")
-    # A float64 quotient of float32 numbers, rounded again to float32, is the quotient rounded once: 53 >= 2 * 24 + 2
-    # (Figueroa, "When is double rounding innocuous?", 1995). eps is a float64 that is not a float32, but then the
-    # quotient is one constant, far from a tie.
-    scale = (fmt.max / np.maximum(amax.astype(np.float64), policy.eps)).astype(np.float32)
-    if policy.power_of_two == "mask":
-        bits = scale.view(np.uint32) & np.uint32(0xFF800000)
-        scale = np.where(np.isnan(scale), scale, bits.view(np.float32))  # a NaN's mantissa is what makes it one
-    elif policy.power_of_two == "exp2_log2":
-        with np.errstate(divide="ignore", invalid="ignore"):
-            scale = np.exp2(np.floor(np.log2(scale.astype(np.float64)).astype(np.float32)))
-    return np.asarray(scale, np.float32)[()]
-
-
-def scale_inv_from_scale(scale) -> np.ndarray:
-    """RN32(1 / scale), the factor that multiplies out of FP8 (SEMANTICS S-1). Scale 0 -> Inf, NaN -> NaN."""
-    with np.errstate(divide="ignore"):
-        return np.float32(1) / np.asarray(scale, np.float32)
 
 
 def quantize(x, fmt: Format, *, granularity: str = "tensorwise", policy: str | ScalePolicy = "torchao", axis: int = -1) -> Quantized:
@@ -84,16 +57,51 @@ def quantize(x, fmt: Format, *, granularity: str = "tensorwise", policy: str | S
     Shapes:   x hp [..., K] (axis is the reduced one); codes uint8 of x's shape; scales of ``scale_shape``.
     Units:    x ~ decode(codes) * scale_inv.
     Order:    amax; scale; RN32(f32(x) * scale); clip to +-fmt.max; round to nearest even; scale_inv = RN32(1 / scale).
-    Specials: -0 kept; zero amax -> codes 0; NaN anywhere in a group -> all its codes NaN; Inf -> scale 0: finite -> +-0, Inf -> NaN.
-    Raises:   ValueError: as amax and scale_from_amax.
+              A policy that stores scale_inv divides by it instead (S-13).
+    Specials: -0 kept. Policy ``torchao``: zero amax -> codes 0; NaN anywhere in a group -> all its codes NaN; Inf -> scale 0:
+              finite -> +-0, Inf -> NaN. Other policies: S-10. A policy that would keep a previous scale takes 1 (S-11).
+    Raises:   ValueError: as amax and scales_from_amax.
     Source:   SEMANTICS S-5; torchao 0.18 float8/float8_training_tensor.py, hp_tensor_and_scale_to_float8.
     """
-    scale = scale_from_amax(amax(x, granularity, axis=axis), fmt, policy)
-    value = cast.exact(x).astype(np.float32)
-    with np.errstate(invalid="ignore", over="ignore"):  # Inf * 0; the clip takes an overflow
-        scaled = value * spread(scale, value.shape, granularity, axis)
-    codes = cast.encode(np.clip(scaled, -fmt.max, fmt.max), fmt)
-    return Quantized(codes, scale, scale_inv_from_scale(scale), fmt, granularity, axis)
+    policy = policies.by_name(policy)
+    x = _in_compute_dtype(_tensor(x), policy)
+    scales = scales_from_amax(amax(x, granularity, axis=axis), fmt, policy)
+    return quantize_with(x, scales, fmt, granularity=granularity, policy=policy, axis=axis)
+
+
+def quantize_with(
+    x, scales: Scales, fmt: Format, *, granularity: str = "tensorwise", policy: str | ScalePolicy = "torchao", axis: int = -1
+) -> Quantized:
+    """quantize, by scales that are there already, such as a delayed state's. Shapes, order and specials as quantize.
+
+    Raises:   ValueError: scales of another shape than ``scale_shape`` gives.
+    """
+    policy = policies.by_name(policy)
+    value = _in_compute_dtype(_tensor(x), policy)
+    shape = granularities.scale_shape(granularity, value.shape, axis)
+    if scales.scale.shape != shape or scales.scale_inv.shape != shape:
+        raise ValueError(
+            f"{granularity} scales of x.shape={value.shape} have shape {shape}; got {scales.scale.shape}, {scales.scale_inv.shape}."
+        )
+    if policy.stored == "scale":
+        return Quantized(grid.encode(value, scales.scale, fmt, granularity, axis), scales.scale, scales.scale_inv, fmt, granularity, axis)
+    return quantize_plain(value, scales, fmt, granularity=granularity, policy=policy, axis=axis)
+
+
+def quantize_plain(
+    x, scales: Scales, fmt: Format, *, granularity: str = "tensorwise", policy: str | ScalePolicy = "torchao", axis: int = -1
+) -> Quantized:
+    """The definition of ``quantize_with``, in NumPy alone."""
+    policy = policies.by_name(policy)
+    value = _in_compute_dtype(_tensor(x), policy).astype(np.float32)
+    with np.errstate(divide="ignore", over="ignore", invalid="ignore"):  # 0 / 0, Inf * 0; the clip takes an overflow
+        if policy.stored == "scale":
+            scaled = value * spread(scales.scale, value.shape, granularity, axis)
+        else:
+            scale_inv = _in_compute_dtype(scales.scale_inv, policy)
+            scaled = _in_compute_dtype(value / spread(scale_inv, value.shape, granularity, axis), policy)
+    codes = cast.encode_plain(np.clip(scaled, -fmt.max, fmt.max), fmt)
+    return Quantized(codes, scales.scale, scales.scale_inv, fmt, granularity, axis)
 
 
 def dequantize(q: Quantized) -> np.ndarray:
@@ -102,10 +110,44 @@ def dequantize(q: Quantized) -> np.ndarray:
         return cast.decode(q.codes, q.fmt) * spread(q.scale_inv, q.codes.shape, q.granularity, q.axis)
 
 
+def check_scales(q: Quantized, name: str = "operand") -> None:
+    """ValueError unless the scales have the granularity's shape, are not negative, and are NaN only over codes that are NaN or zero (S-5, S-14)."""
+    shape = granularities.scale_shape(q.granularity, q.codes.shape, q.axis)
+    if np.shape(q.scale_inv) != shape:
+        raise ValueError(
+            f"{q.granularity} scales of codes {q.codes.shape} have shape {shape}; got {np.shape(q.scale_inv)} in {name}. Use scaling.quantize."
+        )
+    if np.any(np.asarray(q.scale_inv) < 0):
+        raise ValueError(f"scales are not negative; got {np.min(q.scale_inv)} in {name}. Negate the codes' signs instead.")
+    nan = np.isnan(q.scale_inv)
+    if nan.any():
+        values = cast.decode(q.codes, q.fmt)
+        if np.any(spread(nan, q.codes.shape, q.granularity, q.axis) & ~np.isnan(values) & (values != 0)):
+            raise ValueError(
+                f"a NaN scale lies over codes that are NaN or zero (S-5, S-14); got it over numbers in {name}. Find its source."
+            )
+
+
 def spread(scale: np.ndarray, shape: tuple[int, ...], granularity: str, axis: int) -> np.ndarray:
     """One scale an element: the scales repeated over their blocks, in a shape that broadcasts against ``shape``."""
     if granularity in ("tensorwise", "rowwise"):
         return scale
-    for i, size in enumerate(granularities.blocks(granularity, shape, axis)):
-        scale = np.repeat(scale, size, axis=i)
+    for i, (n, size) in enumerate(zip(shape, granularities.blocks(granularity, shape, axis), strict=True)):
+        scale = np.repeat(scale, size, axis=i).take(range(n), axis=i) if n % size else np.repeat(scale, size, axis=i)
     return scale
+
+
+def _tensor(x) -> np.ndarray:
+    """x as an array of float32 or a narrower floating-point dtype."""
+    x = np.asarray(x)
+    cast.check_dtype(x)
+    if x.dtype == np.float64:
+        raise ValueError(
+            "a tensor is scaled from float32 or a narrower dtype, which hold its amax exactly (S-2); got float64. Round it first."
+        )
+    return x
+
+
+def _in_compute_dtype(x: np.ndarray, policy: ScalePolicy) -> np.ndarray:
+    """x rounded to the dtype that the policy divides in (S-13); x itself where that is float32."""
+    return x if policy.compute == FLOAT32 else cast.round_to(x, policy.compute)

@@ -9,7 +9,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torchao.float8 import CastConfig, Float8GemmConfig, Float8LinearConfig, ScalingType, convert_to_float8_training
 from torchao.float8.float8_linear import Float8Linear
 from torchao.float8.float8_training_tensor import Float8TrainingTensor
-from torchao.float8.float8_utils import EPS
 
 from fp8ref import recipe as recipes
 from fp8ref.recipe import OPERANDS, CastSpec, Gemm, Recipe, Role
@@ -53,7 +52,7 @@ def torchao_config(recipe: Recipe) -> Float8LinearConfig:
     """
 
     def refuse(what: str) -> ValueError:
-        return ValueError(f"torchao cannot run recipe {recipe.name!r}: {what}. Use a recipe of fp8ref.recipe.RECIPES.")
+        return ValueError(f"torchao cannot run recipe {recipe.name!r}: {what}. Use a recipe of fp8ref.recipe.BACKEND_RECIPES.")
 
     casts = {
         (gemm, role): cast_spec
@@ -65,10 +64,14 @@ def torchao_config(recipe: Recipe) -> Float8LinearConfig:
     if len(powers) > 1 or "mask" in powers:
         raise refuse(f"power_of_two is None or 'exp2_log2', the same for every cast; got {sorted(map(str, powers))}")
     for c in present:
+        if c.delayed is not None:
+            raise refuse("it scales dynamically, and this recipe is delayed")
         if c.granularity not in scaling.GRANULARITIES:
             raise refuse(f"granularity is tensorwise or rowwise; got {c.granularity!r}")
-        if c.policy.eps != EPS:
-            raise refuse(f"the policy's eps is {EPS}; got {c.policy.eps}")
+        try:
+            scaling.implemented(c.policy)
+        except ValueError as error:
+            raise refuse(str(error).rstrip(".")) from None
     for role in ("input", "weight", "grad_output"):
         formats = {c.fmt.name for (_, r), c in casts.items() if r == role and c is not None}
         if len(formats) > 1:

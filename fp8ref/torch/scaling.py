@@ -46,16 +46,27 @@ def scale_from_amax(amax: torch.Tensor, fmt: Format, policy: str | ScalePolicy =
 
     Shapes:   amax float32, any shape; float32 of the same shape.
     Specials: zero amax -> RN32(fmt.max / eps); Inf -> 0; NaN -> NaN.
-    Raises:   ValueError: an eps that is not torchao's.
+    Raises:   ValueError: a policy that this backend does not implement.
     """
-    policy = policies.by_name(policy)
-    if policy.eps != EPS:
-        raise ValueError(f"torchao's eps is {EPS}; got policy {policy.name!r} with eps={policy.eps}. Use policy 'torchao'.")
+    policy = implemented(policy)
     scale = amax_to_scale(amax, cast.DTYPES[fmt.name], round_scales_to_power_of_2=policy.power_of_two == "exp2_log2")
     if policy.power_of_two == "mask":
         masked = (scale.view(torch.int32) & -(1 << 23)).view(torch.float32)
         scale = torch.where(scale.isnan(), scale, masked)
     return scale
+
+
+def implemented(policy: str | ScalePolicy) -> ScalePolicy:
+    """The policy, if this backend implements it: those of torchao, with its eps (SEMANTICS S-9); ValueError for any other."""
+    policy = policies.by_name(policy)
+    if not policy.floored_quotient:
+        known = ", ".join(name for name, p in policies.POLICIES.items() if p.floored_quotient)
+        raise ValueError(
+            f"fp8ref.torch scales by {known}; got policy {policy.name!r}. Use one of these, or fp8ref.sim for {policy.name!r}."
+        )
+    if policy.eps != EPS:
+        raise ValueError(f"torchao's eps is {EPS}; got policy {policy.name!r} with eps={policy.eps}. Use policy 'torchao'.")
+    return policy
 
 
 def quantize(

@@ -5,11 +5,11 @@ import pytest
 
 from fp8ref.formats import BFLOAT16, E4M3FN
 from fp8ref.jax import linear
-from fp8ref.recipe import RECIPES, CastSpec, GemmSpec, Recipe
+from fp8ref.recipe import BACKEND_RECIPES, CastSpec, GemmSpec, Recipe
 from fp8ref.sim import cast
 from fp8ref.sim import linear as sim
 
-recipes = pytest.mark.parametrize("recipe", RECIPES)
+recipes = pytest.mark.parametrize("recipe", BACKEND_RECIPES)
 
 
 @pytest.fixture

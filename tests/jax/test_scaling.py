@@ -15,7 +15,8 @@ from fp8ref.sim import cast as sim_cast
 from fp8ref.sim import scaling as sim
 
 AMAX_BF16 = np.arange(0x7F81, dtype=np.uint16).view(ml_dtypes.bfloat16).astype(np.float32)
-policies = pytest.mark.parametrize("policy", [*POLICIES.values(), ScalePolicy(name="small_eps", eps=1e-27)], ids=lambda p: p.name)
+IMPLEMENTED = [p for p in POLICIES.values() if p.floored_quotient]
+policies = pytest.mark.parametrize("policy", [*IMPLEMENTED, ScalePolicy(name="small_eps", eps=1e-27)], ids=lambda p: p.name)
 
 
 @policies
@@ -71,9 +72,19 @@ def test_quantized_is_a_pytree_whose_format_is_static():
         ((0, 4), {}, "at least one element"),  # S-7
         ((4, 128), {"granularity": "blockwise_1x128"}, "tensorwise or rowwise"),
         ((4, 4), {"policy": "te"}, "torchao"),
+        ((4, 4), {"policy": ScalePolicy(name="mine", eps=1e-28)}, "needs eps >= 1e-27.*'mine'"),
+        ((4, 4), {"policy": ScalePolicy(name="room", eps=1e-12, margin=1)}, "'room'.*fp8ref.sim"),
+        *(((4, 4), {"policy": p}, f"torchao_mask; got policy '{p.name}'") for p in POLICIES.values() if p not in IMPLEMENTED),
         ((4, 4), {"granularity": "rowwise", "axis": 3}, r"\[-2, 2\)"),
     ],
 )
 def test_errors(shape, options, message):
     with pytest.raises(ValueError, match=message):
         scaling.quantize(jnp.ones(shape), E4M3FN, **options)
+
+
+def test_subnormals_underflow_in_every_format_under_every_eps_that_is_taken():  # S-3
+    """2^-126 bounds the subnormals of float32; below half a format's smallest subnormal they round to zero."""
+    for largest, smallest_subnormal in [(448.0, 2.0**-9), (57344.0, 2.0**-16), (240.0, 2.0**-10), (57344.0, 2.0**-17)]:
+        assert 2.0**-126 * largest / 1e-27 < smallest_subnormal / 2
+        assert np.isfinite(np.float32(largest / 1e-27))

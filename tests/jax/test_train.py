@@ -5,7 +5,7 @@ import pytest
 
 from fp8ref.jax import train
 from fp8ref.jax.train import Trainer
-from fp8ref.recipe import RECIPES
+from fp8ref.recipe import BACKEND_RECIPES
 from fp8ref.run import data
 
 
@@ -19,7 +19,7 @@ def test_optimizer_is_clipped_adamw_as_specified(small, monkeypatch):  # T-1, T-
     adamw.check(Trainer, small, slope)
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", BACKEND_RECIPES)
 def test_the_training_step_holds_one_float8_dot_for_each_planned_gemm(recipe, small):
     trainer = Trainer(small.replace(numerics={"recipe": recipe}))
     tokens = data.open_batches(small).step(0)

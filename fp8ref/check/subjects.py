@@ -1,0 +1,131 @@
+"""The casts and scales that a certificate examines: those of each library that is installed, bare, and fp8ref's own."""
+
+import functools
+import importlib.util
+from collections.abc import Callable
+
+import numpy as np
+
+from fp8ref.formats import Format
+
+OURS = ("fp8ref.jax", "fp8ref.torch")  # held to the specification on every input, overflow and NaN included
+Encode = Callable[[np.ndarray], np.ndarray]
+
+
+@functools.cache
+def casts(fmt: Format) -> dict[str, tuple[Encode, bool]]:
+    """For each subject, float32 [n] -> codes uint8 [n], and whether it is asked to saturate."""
+    found: dict[str, tuple[Encode, bool]] = {}
+    if _installed("ml_dtypes"):
+        found["ml_dtypes"] = _ml_dtypes(fmt), False
+    if _installed("torch"):
+        found["torch"] = _torch(fmt), False
+    if _installed("torch", "torchao"):
+        found["fp8ref.torch"] = _fp8ref_torch(fmt), True
+    if _installed("jax"):
+        found["jax"] = _jax(fmt), False
+    if _installed("jax", "flax", "optax"):
+        found["fp8ref.jax"] = _fp8ref_jax(fmt), True
+    return _require(found)
+
+
+@functools.cache
+def scales(fmt: Format, policy: str) -> dict[str, Encode]:
+    """For each subject, amax float32 [n] -> scale float32 [n]."""
+    found: dict[str, Encode] = {}
+    if _installed("torch", "torchao"):
+        if policy != "torchao_mask":  # torchao has no such rounding
+            found["torchao"] = _torchao_scale(fmt, policy)
+        else:
+            found["fp8ref.torch"] = _torch_scale(fmt, policy)
+    if _installed("jax", "flax", "optax"):
+        found["fp8ref.jax"] = _jax_scale(fmt, policy)
+    return _require(found)
+
+
+def one_thread() -> None:
+    """For a process of several: torch, where it is installed, takes one thread."""
+    if _installed("torch"):
+        import torch
+
+        torch.set_num_threads(1)
+
+
+def _installed(*modules: str) -> bool:
+    return all(importlib.util.find_spec(m) is not None for m in modules)
+
+
+def _require(found: dict) -> dict:
+    if not found:
+        raise ImportError("a certificate compares libraries with the simulator; none is installed. Install fp8ref[all].")
+    return found
+
+
+def _ml_dtypes(fmt: Format) -> Encode:
+    import ml_dtypes
+
+    dtype = getattr(ml_dtypes, f"float8_{fmt.name}")
+
+    def encode(x: np.ndarray) -> np.ndarray:
+        with np.errstate(all="ignore"):
+            return x.astype(dtype).view(np.uint8)
+
+    return encode
+
+
+def _torch(fmt: Format) -> Encode:
+    import torch
+
+    dtype = getattr(torch, f"float8_{fmt.name}")
+    return lambda x: torch.from_numpy(x).to(dtype).view(torch.uint8).numpy()
+
+
+def _jax(fmt: Format) -> Encode:
+    import jax
+    import jax.numpy as jnp
+
+    dtype = getattr(jnp, f"float8_{fmt.name}")
+    compiled = jax.jit(lambda x: jax.lax.bitcast_convert_type(x.astype(dtype), jnp.uint8))
+    return lambda x: np.asarray(compiled(x))
+
+
+def _fp8ref_torch(fmt: Format) -> Encode:
+    import torch
+
+    from fp8ref.torch import cast
+
+    return lambda x: cast.encode(torch.from_numpy(x), fmt).numpy()
+
+
+def _fp8ref_jax(fmt: Format) -> Encode:
+    import jax
+
+    from fp8ref.jax import cast
+
+    compiled = jax.jit(lambda x: cast.encode(x, fmt))
+    return lambda x: np.asarray(compiled(x))
+
+
+def _torchao_scale(fmt: Format, policy: str) -> Encode:
+    import torch
+    from torchao.float8.float8_utils import amax_to_scale
+
+    dtype, power_of_two = getattr(torch, f"float8_{fmt.name}"), policy == "torchao_pow2"
+    return lambda amax: amax_to_scale(torch.from_numpy(amax), dtype, round_scales_to_power_of_2=power_of_two).numpy()
+
+
+def _torch_scale(fmt: Format, policy: str) -> Encode:
+    import torch
+
+    from fp8ref.torch import scaling
+
+    return lambda amax: scaling.scale_from_amax(torch.from_numpy(amax), fmt, policy).numpy()
+
+
+def _jax_scale(fmt: Format, policy: str) -> Encode:
+    import jax
+
+    from fp8ref.jax import scaling
+
+    compiled = jax.jit(lambda amax: scaling.scale_from_amax(amax, fmt, policy))
+    return lambda amax: np.asarray(compiled(amax))

@@ -1,0 +1,176 @@
+"""Delayed scaling: the scale of a step comes from the amaxes of the steps before it (SEMANTICS H). Pure state and functions.
+
+    state = delayed.init(config)
+    scales = delayed.scales(state, config, fmt)                    # of this step, before its tensor is seen
+    q = scaling.quantize_with(x, scales, fmt, policy=config.policy)
+    state = delayed.update(state, delayed.observe(scaling.amax(x)), config=config, fmt=fmt)
+
+config is a ``fp8ref.delayed.DelayedScaling``, one of DELAYED or your own.
+"""
+
+import functools
+from typing import NamedTuple
+
+import numpy as np
+
+from fp8ref.delayed import DELAYED, DelayedScaling
+from fp8ref.formats import Format
+from fp8ref.sim.scales import Scales, magnitudes, scale_inv_from_scale, scales_from_amax
+
+__all__ = [
+    "DELAYED",
+    "DelayedScaling",
+    "DelayedState",
+    "Observation",
+    "flax_order",
+    "init",
+    "merge",
+    "observe",
+    "scales",
+    "step",
+    "te_order",
+    "update",
+]
+
+
+class DelayedState(NamedTuple):
+    """One module's one tensor, or any shape [...] of them.
+
+    stored        float32 [...]: the scale; under a policy that stores scale_inv, that.
+    amax_history  float32 [..., history_length], newest first; 0 where nothing was observed yet.
+    step          int64 [...]: observed updates so far.
+    """
+
+    stored: np.ndarray
+    amax_history: np.ndarray
+    step: np.ndarray
+
+
+class Observation(NamedTuple):
+    """What a step saw of a tensor: amax float32, non_finite and seen bool, all of one shape [...]."""
+
+    amax: np.ndarray
+    non_finite: np.ndarray
+    seen: np.ndarray
+
+
+def init(config: DelayedScaling, shape: tuple[int, ...] = ()) -> DelayedState:
+    """Scale 1, an empty history (SEMANTICS H-2)."""
+    history = np.zeros((*shape, config.history_length), np.float32)
+    return DelayedState(np.ones(shape, np.float32), history, np.zeros(shape, np.int64))
+
+
+def observe(amax, *, non_finite=False, seen=True) -> Observation:
+    """One use of a tensor: its amax, and a flag for a non-finite element that a reduction may have lost (SEMANTICS H-4)."""
+    amax = magnitudes(amax, "amax")
+    flags = (np.broadcast_to(np.asarray(flag, bool), amax.shape) for flag in (non_finite, seen))
+    return Observation(amax, *flags)
+
+
+def merge(*observations: Observation) -> Observation:
+    """One observation of several: microbatches, uses, shards (SEMANTICS H-4). Any order and grouping gives the same.
+
+    Shapes:   all of one shape.
+    Specials: amax is NaN if any seen one is; an observation that is not seen contributes nothing; none at all is one not seen.
+    """
+    if not observations:
+        return observe(np.float32(0), seen=False)
+    amax = [np.where(o.seen, o.amax, np.float32(0)) for o in observations]
+    flags = [o.non_finite & o.seen for o in observations]
+    any_of = functools.partial(functools.reduce, np.logical_or)
+    return Observation(functools.reduce(np.maximum, amax), any_of(flags), any_of([o.seen for o in observations]))
+
+
+def scales(state: DelayedState, config: DelayedScaling, fmt: Format) -> Scales:
+    """The scales of the coming step, from the steps before it (SEMANTICS H-1)."""
+    if config.timing == "use":
+        return _compute(state.amax_history, state.stored, config, fmt)
+    if config.policy.stored == "scale":
+        return Scales(state.stored, scale_inv_from_scale(state.stored))
+    return Scales(scale_inv_from_scale(state.stored), state.stored)
+
+
+def update(state: DelayedState, *observations: Observation, config: DelayedScaling, fmt: Format) -> DelayedState:
+    """The state after a step, given one observation for each use of the tensor in it, in their order (SEMANTICS H-3 to H-8).
+
+    Shapes:   observations of the state's shape [...].
+    Order:    merge (or, under reuse ``sum``, one update a use, added up from the last use to the first); push the amax; compute.
+    Specials: as the fields of DelayedScaling say.
+    Raises:   ValueError: an observation or a history of another shape.
+    Source:   beside each of DELAYED.
+    """
+    _check(state, observations, config)
+    unused = Observation(np.zeros_like(state.stored), *(np.zeros(state.stored.shape, bool),) * 2)
+    if config.reuse == "max":
+        return _advance(state, merge(unused, *observations), config, fmt)
+    stored, history = np.zeros_like(state.stored), np.zeros_like(state.amax_history)
+    for use in reversed(observations):
+        after = _advance(state, use, config, fmt)
+        with np.errstate(over="ignore", invalid="ignore"):  # a sum of amaxes may leave float32's range, as in the library
+            stored = stored + np.where(use.seen, after.stored, np.float32(0))
+            history = history + np.where(use.seen[..., None], after.amax_history, np.float32(0))
+    used = merge(unused, *observations).seen
+    return _select(used, DelayedState(stored, history, state.step + 1), _advance(state, unused, config, fmt))
+
+
+def step(state: DelayedState, *observations: Observation, config: DelayedScaling, fmt: Format) -> tuple[DelayedState, Scales]:
+    """(state, amaxes) -> (state, scales): the scales that this step's tensor is quantised by, and the state after it."""
+    return update(state, *observations, config=config, fmt=fmt), scales(state, config, fmt)
+
+
+def flax_order(history: np.ndarray) -> np.ndarray:
+    """[newest, oldest, ..., second newest], as flax stores a history; and back: the permutation is its own inverse (H-8)."""
+    return np.concatenate([history[..., :1], history[..., :0:-1]], axis=-1)
+
+
+def te_order(history: np.ndarray) -> np.ndarray:
+    """[0, oldest, ..., newest], as TE stores a history between steps: slot 0 awaits the next amax, and the oldest is gone (H-7)."""
+    return np.concatenate([np.zeros_like(history[..., :1]), history[..., -2::-1]], axis=-1)
+
+
+def _advance(state: DelayedState, use: Observation, config: DelayedScaling, fmt: Format) -> DelayedState:
+    """The state after one observation; each element of it is pushed, skipped or unused."""
+    pushed = np.concatenate([use.amax[..., None], state.amax_history[..., :-1]], axis=-1)
+    computed = _compute(state.amax_history if config.timing == "use" else pushed, state.stored, config, fmt)
+    due = state.step % config.interval == 0
+    stored = np.where(due, computed.scale if config.policy.stored == "scale" else computed.scale_inv, state.stored)
+    skipped = np.zeros(state.stored.shape, bool)
+    if config.non_finite == "skip":
+        skipped |= use.non_finite | ~np.isfinite(use.amax)
+    if config.zero == "skip":
+        skipped |= use.amax == 0
+    unused = state
+    if config.unused == "zero":
+        unused = state._replace(stored=np.zeros_like(state.stored), amax_history=np.zeros_like(state.amax_history))
+    after = _select(skipped, state, DelayedState(stored, pushed, state.step + 1))
+    return _select(use.seen, after, unused)
+
+
+def _select(condition: np.ndarray, a: DelayedState, b: DelayedState) -> DelayedState:
+    stored, step = np.where(condition, a.stored, b.stored), np.where(condition, a.step, b.step)
+    return DelayedState(stored, np.where(condition[..., None], a.amax_history, b.amax_history), step)
+
+
+def _check(state: DelayedState, observations: tuple[Observation, ...], config: DelayedScaling) -> None:
+    shape = state.stored.shape
+    if state.amax_history.shape != (*shape, config.history_length):
+        raise ValueError(
+            f"an amax_history of {config.name!r} has shape {(*shape, config.history_length)}, newest first; got {state.amax_history.shape}. "
+            "Make the state by init, of the same config."
+        )
+    for use in observations:
+        if any(np.shape(part) != shape for part in use):
+            raise ValueError(
+                f"an observation has the state's shape {shape}; got {[np.shape(part) for part in use]}. Observe each tensor once."
+            )
+
+
+def _compute(history: np.ndarray, stored: np.ndarray, config: DelayedScaling, fmt: Format) -> Scales:
+    if config.amax_compute == "most_recent":
+        amax = history[..., 0]
+    else:
+        amax = np.asarray((np.fmax if config.nan_in_history == "drop" else np.maximum).reduce(history, axis=-1))
+    if not config.policy.keeps:
+        return scales_from_amax(amax, fmt, config.policy)
+    previous = stored if config.policy.stored == "scale" else scale_inv_from_scale(stored)
+    return scales_from_amax(amax, fmt, config.policy, previous=previous)

@@ -1,0 +1,45 @@
+"""Operations on 32-bit lanes that Python cannot spell: numba widens small integers to 64 bits, which halves a vector's lanes."""
+
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+
+@intrinsic
+def as_float(typing_context, bits):
+    """The float32 with these bits."""
+
+    def generate(context, builder, signature, arguments):
+        return builder.bitcast(arguments[0], ir.FloatType())
+
+    return types.float32(types.uint32), generate
+
+
+@intrinsic
+def as_bits(typing_context, value):
+    """The bits of a float32."""
+
+    def generate(context, builder, signature, arguments):
+        return builder.bitcast(arguments[0], ir.IntType(32))
+
+    return types.uint32(types.float32), generate
+
+
+@intrinsic
+def shift_right(typing_context, value, places):
+    """value >> places in 32 bits; places < 32, or the result is undefined."""
+
+    def generate(context, builder, signature, arguments):
+        return builder.lshr(arguments[0], arguments[1])
+
+    return types.uint32(types.uint32, types.uint32), generate
+
+
+@intrinsic
+def truncate(typing_context, value):
+    """The integer part of a float32 as int32; |value| < 2^31, or the result is undefined."""
+
+    def generate(context, builder, signature, arguments):
+        return builder.fptosi(arguments[0], ir.IntType(32))
+
+    return types.int32(types.float32), generate

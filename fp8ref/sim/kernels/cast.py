@@ -1,0 +1,212 @@
+"""Casts from float32 bits to 8-bit codes, one pass, eight lanes at a time, for every signed format and rounding.
+
+The code of |x| is n + (E - emin) * 2^m, where E = max(floor(log2|x|), emin) and n is |x| in units of the format's spacing at
+E, rounded to an integer. Nearest-even lets the adder round: |x| + 2^(E + 23 - m) has that spacing as its last place, and n is
+what remains of its bits. The other roundings shift integers.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+from numba import njit
+
+from fp8ref.formats import Format
+from fp8ref.sim import philox
+from fp8ref.sim.kernels.bits import as_bits, as_float, shift_right
+
+u32, u64 = np.uint32, np.uint64
+
+
+class Layout(NamedTuple):
+    """What a kernel is compiled for: everything a format, a rounding and saturation decide. Numbers are uint32."""
+
+    mantissa_bits: np.uint32
+    spacing: np.uint32  # 23 - mantissa_bits
+    emin: np.uint32  # the exponent field of float32 at the smallest normal number
+    limit: np.uint32  # float32 bits to which magnitudes are lowered first: max, or a number that still overflows
+    max_code: np.uint32
+    overflow_code: np.uint32
+    nan_code: np.uint32
+    saturate: bool
+    negative_zero: bool
+    directed: bool  # never leaves the finite range from a finite value (SEMANTICS C-4)
+    away: bool
+    odd: bool
+
+
+def layout(fmt: Format, rounding: str, saturate: bool) -> Layout:
+    limit = fmt.max if saturate else 2 ** (np.floor(np.log2(fmt.max)) + 1)
+    return Layout(
+        mantissa_bits=u32(fmt.mantissa_bits),
+        spacing=u32(23 - fmt.mantissa_bits),
+        emin=u32(127 + fmt.emin),
+        limit=np.float32(limit).view(u32),
+        max_code=u32(fmt.max_code),
+        overflow_code=u32(fmt.nan_code if fmt.inf_code is None else fmt.inf_code),
+        nan_code=u32(fmt.nan_code),
+        saturate=saturate,
+        negative_zero=fmt.specials != "fnuz",
+        directed=rounding in ("toward_zero", "to_odd"),
+        away=rounding == "nearest_away",
+        odd=rounding == "to_odd",
+    )
+
+
+@functools.cache
+def encoder(fmt: Format, rounding: str, saturate: bool) -> Callable:
+    """encode(bits uint32 [n], out uint8 [n], start, seed): start is the flat index of bits[0]; both matter to stochastic rounding only."""
+    to = layout(fmt, rounding, saturate)
+    if rounding == "stochastic":
+        return _stochastic(to)
+    if rounding == "nearest_even":
+
+        @njit(nogil=True, cache=True, error_model="numpy")
+        def encode(bits, out, start, seed):
+            for i in range(bits.size):
+                out[i] = np.uint8(nearest_even(bits[i], to))
+    else:
+
+        @njit(nogil=True, cache=True, error_model="numpy")
+        def encode(bits, out, start, seed):
+            for i in range(bits.size):
+                out[i] = np.uint8(by_shift(bits[i], to))
+
+    return encode
+
+
+@njit(inline="always")
+def nearest_even(bits, to):
+    u = min(u32(bits & u32(0x7FFFFFFF)), to.limit)
+    emin = u32(to.emin << u32(23))
+    steps = u32(max(u32(u & u32(0x7F800000)), emin) - emin)  # (E - emin) << 23
+    adder = u32(steps + u32(emin + u32(to.spacing << u32(23))))
+    n = u32(as_bits(np.float32(as_float(u) + as_float(adder))) - adder)
+    return pack(bits, u32(n + shift_right(steps, to.spacing)), to)
+
+
+@njit(inline="always")
+def by_shift(bits, to):
+    u = min(u32(bits & u32(0x7FFFFFFF)), to.limit)
+    sig = u32(u32(u & u32(0x7FFFFF)) | u32(0x800000)) if u > u32(0) else u32(0)
+    e = max(shift_right(u, u32(23)), u32(to.emin - u32(8)))  # below that every shift is past sig's first bit
+    top = max(e, to.emin)
+    shift = u32(u32(top + to.spacing) - e)
+    n = shift_right(sig, shift)
+    rest = u32(sig - u32(n << shift))
+    if to.away:
+        n = u32(n + (u32(1) if u32(rest << u32(1)) >= u32(u32(1) << shift) else u32(0)))
+    elif to.odd:
+        n = u32(n | (u32(1) if rest > u32(0) else u32(0)))
+    return pack(bits, u32(n + u32(u32(top - to.emin) << to.mantissa_bits)), to)
+
+
+@njit(inline="always")
+def pack(bits, code, to):
+    """From the bits of x and the rounded code of |x|: overflow, sign, NaN (SEMANTICS C-3 to C-6)."""
+    u = u32(bits & u32(0x7FFFFFFF))
+    sign = u32(shift_right(bits, u32(24)) & u32(0x80))
+    if not to.saturate:
+        kept = to.directed and u < u32(0x7F800000)
+        code = (to.max_code if kept else to.overflow_code) if code > to.max_code else code
+        sign = sign if code != to.nan_code else u32(0)
+    if not to.negative_zero:
+        sign = sign if code > u32(0) else u32(0)
+    return to.nan_code if u > u32(0x7F800000) else u32(code | sign)
+
+
+def _stochastic(to: Layout) -> Callable:
+    @njit(nogil=True, cache=True, error_model="numpy")
+    def encode(bits, out, start, seed):
+        random = np.empty((2, philox.BLOCK // 8), np.uint64)
+        halves = random.reshape(-1).view(np.uint16)
+        done = 0
+        while done < bits.size:
+            block, offset = divmod(start + done, philox.BLOCK)
+            count = min(philox.BLOCK - offset, bits.size - done)
+            _fill(random, u64(block * (philox.BLOCK // 8)), u64(seed))
+            x, codes, add = bits[done : done + count], out[done : done + count], halves[offset : offset + count]
+            largest = u32(0)
+            for i in range(count):
+                b = x[i]
+                fixed, steps = _fixed_point(min(u32(b & u32(0x7FFFFFFF)), to.limit), to)
+                total = u32(fixed + u32(add[i]))
+                largest = max(largest, u32(total << u32(16)))
+                codes[i] = np.uint8(pack(b, u32(shift_right(total, u32(16)) + u32(steps << to.mantissa_bits)), to))
+            if largest == u32(0xFFFF0000):  # for some element sixteen bits did not decide: 32 more do
+                for i in range(count):
+                    b = x[i]
+                    u = min(u32(b & u32(0x7FFFFFFF)), to.limit)
+                    fixed, steps = _fixed_point(u, to)
+                    total = u32(fixed + u32(add[i]))
+                    if u32(total & u32(0xFFFF)) == u32(0xFFFF):
+                        carry = u32((_below(u, to) + _word(u64(start + done + i), u64(seed))) >> u64(32))
+                        n = u32(shift_right(total, u32(16)) + carry)
+                        codes[i] = np.uint8(pack(b, u32(n + u32(steps << to.mantissa_bits)), to))
+            done += count
+
+    return encode
+
+
+@njit(inline="always")
+def _fixed_point(u, to):
+    """(|x| in units of its spacing as a 16.16 fixed-point number, E - emin). Far below emin those bits are all zero."""
+    e = max(shift_right(u, u32(23)), u32(to.emin - u32(24)))
+    top = max(e, to.emin)
+    sig = u32(u32(u & u32(0x7FFFFF)) | u32(0x800000))
+    return shift_right(sig, u32(u32(top + u32(to.spacing - u32(16))) - e)), u32(top - to.emin)
+
+
+@njit(inline="always")
+def _below(u, to):
+    """The 32 bits of |x| that follow those of _fixed_point, uint64."""
+    e = max(shift_right(u, u32(23)), u32(1))
+    sig = u64(u & u32(0x7FFFFF)) | (u64(0x800000) if u >= u32(0x800000) else u64(0))
+    right = np.int64(max(e, to.emin)) + np.int64(to.spacing) - np.int64(e) - np.int64(48)
+    if right >= 64:
+        return u64(0)
+    return (sig << u64(-right) if right < 0 else sig >> u64(right)) & u64(0xFFFFFFFF)
+
+
+# Philox in 64-bit lanes: a product takes the low 32 bits of its factors, so that nothing else needs masking.
+_M0, _M1 = (u64(m) for m in philox.MULTIPLIERS)
+_LOW, _32 = u64(0xFFFFFFFF), u64(32)
+
+
+@njit(inline="always")
+def _round(c0, c1, c2, c3, k0, k1):
+    p0, p1 = u64(_M0 * u64(c0 & _LOW)), u64(_M1 * u64(c2 & _LOW))
+    return u64(u64(u64(p1 >> _32) ^ c1) ^ k0), p1, u64(u64(u64(p0 >> _32) ^ c3) ^ k1), p0
+
+
+@njit(inline="always")
+def _keys(seed):
+    a, b = np.empty(philox.ROUNDS, np.uint64), np.empty(philox.ROUNDS, np.uint64)
+    for r in range(philox.ROUNDS):
+        a[r] = (seed + u64(r) * u64(philox.WEYL[0])) & _LOW
+        b[r] = ((seed >> _32) + u64(r) * u64(philox.WEYL[1])) & _LOW
+    return a, b
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def _fill(random, first, seed):
+    """random uint64 [2, BLOCK / 8]: the words (0, 1) and (2, 3) of the counters first, first + 1, ..., stream 0."""
+    a, b = _keys(seed)
+    for j in range(philox.BLOCK // 8):
+        counter = u64(first + u64(j))
+        c0, c1, c2, c3 = counter, u64(counter >> _32), u64(0), u64(0)
+        for r in range(philox.ROUNDS):
+            c0, c1, c2, c3 = _round(c0, c1, c2, c3, a[r], b[r])
+        random[0, j] = u64(c0 & _LOW) | u64(c1 << _32)
+        random[1, j] = u64(c2 & _LOW) | u64(c3 << _32)
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def _word(counter, seed):
+    """Word 0 of one counter of stream 1."""
+    a, b = _keys(seed)
+    c0, c1, c2, c3 = counter, u64(counter >> _32), u64(1), u64(0)
+    for r in range(philox.ROUNDS):
+        c0, c1, c2, c3 = _round(c0, c1, c2, c3, a[r], b[r])
+    return c0 & _LOW

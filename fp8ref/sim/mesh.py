@@ -1,0 +1,140 @@
+"""Which device holds which piece of a tensor (SEMANTICS P-1). Layouts only: nothing here communicates, and nothing rounds."""
+
+import itertools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+
+Device = tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mesh:
+    """Devices in a grid with named axes, such as ``Mesh(axes={"data": 2, "tensor": 4})``. A device is its coordinates."""
+
+    axes: Mapping[str, int]
+
+    def __post_init__(self) -> None:
+        for name, size in self.axes.items():
+            if size < 1:
+                raise ValueError(f"a mesh axis has at least one device; got {name!r} of size {size}. Leave the axis out.")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self.axes)
+
+    @property
+    def devices(self) -> list[Device]:
+        """Every device, the last axis fastest."""
+        return list(itertools.product(*map(range, self.axes.values())))
+
+    def along(self, device: Device, names: tuple[str, ...]) -> Device:
+        """The device's coordinates on these axes alone, in the order of ``names``."""
+        return tuple(device[self.names.index(name)] for name in names)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """How a tensor lies on a mesh (SEMANTICS P-1).
+
+    splits  tensor axis -> the mesh axes that cut it, the first one slowest; mesh axes not named replicate.
+    rule    ``ceil``: pieces of ceil(n / parts) until nothing is left, then a shorter one and empty ones;
+            ``balanced``: pieces differ by at most one, longer ones first.
+    sizes   tensor axis -> the size of every piece, in place of the rule: any partition, empty pieces included.
+
+    >>> layout = Layout(mesh=Mesh(axes={"data": 4}), shape=(5, 2), splits={0: ("data",)})
+    >>> layout.pieces(0), layout.index((2,))
+    ((2, 2, 1, 0), (slice(4, 5, None), slice(0, 2, None)))
+    """
+
+    mesh: Mesh
+    shape: tuple[int, ...]
+    splits: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
+    rule: Literal["ceil", "balanced"] = "ceil"
+    sizes: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.rule not in ("ceil", "balanced"):
+            raise ValueError(f"rule is 'ceil' or 'balanced'; got {self.rule!r}.")
+        for axis, names in self.splits.items():
+            if not 0 <= axis < len(self.shape):
+                raise ValueError(f"splits name axes of the tensor, counted from 0; got axis {axis} of shape {self.shape}.")
+            if isinstance(names, str):
+                raise ValueError(f"splits map a tensor axis to a tuple of mesh axes; got the string {names!r}. Write ({names!r},).")
+        used = [name for names in self.splits.values() for name in names]
+        for name in used:
+            if name not in self.mesh.axes:
+                raise ValueError(f"splits name axes of the mesh, {', '.join(self.mesh.names)}; got {name!r}.")
+            if used.count(name) > 1:
+                raise ValueError(f"a mesh axis cuts one tensor axis, once; got {name!r} more than once in {dict(self.splits)}.")
+        for axis, sizes in self.sizes.items():
+            if axis not in self.splits:
+                raise ValueError(f"sizes are of axes that are split; got axis {axis} and splits={dict(self.splits)}.")
+            if len(sizes) != self.parts(axis) or sum(sizes) != self.shape[axis] or min(sizes) < 0:
+                raise ValueError(
+                    f"axis {axis} of size {self.shape[axis]} is cut into {self.parts(axis)} pieces that add up to it; got sizes {tuple(sizes)}."
+                )
+
+    def parts(self, axis: int) -> int:
+        """How many pieces a tensor axis is cut into."""
+        return math.prod(self.mesh.axes[name] for name in self.splits.get(axis, ()))
+
+    def pieces(self, axis: int) -> tuple[int, ...]:
+        """The sizes of the pieces of a tensor axis, in order."""
+        n, parts = self.shape[axis], self.parts(axis)
+        if axis in self.sizes:
+            return tuple(self.sizes[axis])
+        if self.rule == "balanced":
+            return tuple(n // parts + (i < n % parts) for i in range(parts))
+        step = -(-n // parts)
+        return tuple(max(0, min(step, n - i * step)) for i in range(parts))
+
+    def index(self, device: Device) -> tuple[slice, ...]:
+        """Which part of the tensor the device holds."""
+        slices = []
+        for axis in range(len(self.shape)):
+            names, pieces = self.splits.get(axis, ()), self.pieces(axis)
+            place = 0
+            for name, coordinate in zip(names, self.mesh.along(device, names), strict=True):
+                place = place * self.mesh.axes[name] + coordinate
+            start = sum(pieces[:place])
+            slices.append(slice(start, start + pieces[place]))
+        return tuple(slices)
+
+
+def split(x, layout: Layout) -> dict[Device, np.ndarray]:
+    """Every device's piece of x, as views.
+
+    Shapes:   x of layout.shape; shards[device] = x[layout.index(device)], possibly empty.
+    Raises:   ValueError: x of another shape.
+    Source:   SEMANTICS P-1. ``ceil`` is torch.chunk's and DTensor's rule and the one XLA pads by; ``balanced`` is np.array_split's.
+    """
+    x = np.asarray(x)
+    if x.shape != layout.shape:
+        raise ValueError(f"the layout is of a tensor of shape {layout.shape}; got x.shape={x.shape}.")
+    return {device: x[layout.index(device)] for device in layout.mesh.devices}
+
+
+def unsplit(shards: Mapping[Device, np.ndarray], layout: Layout) -> np.ndarray:
+    """The whole tensor. Of replicas the first device's is taken.
+
+    Raises:   ValueError: a device without a shard, or with one of another shape than the layout gives it.
+    """
+    check_shapes({device: np.shape(shard) for device, shard in shards.items()}, layout)
+    whole = np.empty(layout.shape, next(iter(shards.values())).dtype)
+    for device in reversed(layout.mesh.devices):
+        whole[layout.index(device)] = shards[device]
+    return whole
+
+
+def check_shapes(shapes: Mapping[Device, tuple[int, ...]], layout: Layout) -> None:
+    """ValueError unless every device of the mesh has a shard of the shape that the layout gives it."""
+    if set(shapes) != set(layout.mesh.devices):
+        raise ValueError(f"every device of the mesh has one shard: {layout.mesh.devices}; got {sorted(shapes)}.")
+    for device, shape in shapes.items():
+        expected = tuple(part.stop - part.start for part in layout.index(device))
+        if shape != expected:
+            raise ValueError(f"the layout gives device {device} a shard of shape {expected}; got {shape}.")

@@ -1,0 +1,62 @@
+"""Work split over threads: kernels release the interpreter's lock, and every piece writes its own part of the result.
+
+No result depends on the number of threads.
+"""
+
+import functools
+import itertools
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+_threads: ContextVar[int | None] = ContextVar("fp8ref_threads", default=None)
+
+
+def threads() -> int:
+    """How many threads kernels use: as many as the process has processors, unless ``using`` says otherwise."""
+    chosen = _threads.get()
+    return chosen if chosen is not None else len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@contextmanager
+def using(count: int) -> Iterator[None]:
+    """Within the context, kernels called from this thread use count threads."""
+    if count < 1:
+        raise ValueError(f"the number of threads is at least 1; got {count}.")
+    token = _threads.set(count)
+    try:
+        yield
+    finally:
+        _threads.reset(token)
+
+
+def ranges(size: int, unit: int, pieces: int) -> list[tuple[int, int]]:
+    """[0, size) cut into at most ``pieces`` ranges at multiples of unit, as even as units allow.
+
+    >>> ranges(10, 4, 2), ranges(3, 4, 2), ranges(0, 4, 2)
+    ([(0, 8), (8, 10)], [(0, 3)], [])
+    """
+    units = -(-size // unit)
+    cuts = [unit * (units * i // pieces) for i in range(pieces)] + [size]
+    return [(a, b) for a, b in itertools.pairwise(cuts) if a < b]
+
+
+def run(function: Callable[[int, int], None], size: int, *, unit: int = 1, grain: int = 1) -> None:
+    """function(begin, end) over ranges that cover [0, size), on several threads when there are at least ``grain`` for each."""
+    pieces = ranges(size, unit, max(1, min(threads(), size // grain)))
+    if len(pieces) == 1:
+        function(*pieces[0])
+    else:
+        list(_pool(len(pieces)).map(lambda piece: function(*piece), pieces))
+
+
+@functools.cache
+def _pool(workers: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(workers, thread_name_prefix="fp8ref")
+
+
+# A forked child has none of its parent's threads, and would wait for them.
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_pool.cache_clear)

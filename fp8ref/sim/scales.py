@@ -1,0 +1,122 @@
+"""From an amax to the scales of a policy (SEMANTICS S-3, S-4, S-9 to S-15)."""
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+from fp8ref import policy as policies
+from fp8ref.formats import Format
+from fp8ref.policy import ScalePolicy
+
+
+class Scales(NamedTuple):
+    """scale multiplies into FP8, scale_inv out of it; float32 of one shape."""
+
+    scale: np.ndarray
+    scale_inv: np.ndarray
+
+
+def scales_from_amax(amax, fmt: Format, policy: str | ScalePolicy = "torchao", *, previous=None) -> Scales:
+    """scale and scale_inv of a policy (SEMANTICS S-3, S-4, S-9 to S-15).
+
+    Shapes:   amax float32, any shape; both scales float32 of that shape; previous float32, broadcast to it.
+    Order:    max(amax, eps); the ratio, of exact numbers, rounded once to float32 (twice in ``max*(1/amax)``); overflow; power
+              of two; then what the policy says of an amax that is zero, infinite or NaN. scale_inv = RN32(1 / scale), or exactly
+              2^k where it is e8m0 (``cast.encode(scale_inv, E8M0FNU)`` are its codes).
+    Specials: ``ScalePolicy.zero``, ``infinite``, ``nan``. ``previous`` is the scale of the step before, 1 by default; under a
+              policy that stores scale_inv, RN32(1 / what was stored).
+    Raises:   ValueError: amax or previous negative or not float32; previous for a policy that never keeps it.
+    Source:   beside each policy in ``fp8ref/policy.py``.
+    """
+    policy = policies.by_name(policy)
+    amax = magnitudes(amax, "amax")
+    if previous is not None and not policy.keeps:
+        raise ValueError(f"policy {policy.name!r} never keeps a previous scale (S-11); got previous={previous}. Leave it out.")
+    previous = np.broadcast_to(magnitudes(np.float32(1) if previous is None else previous, "previous"), amax.shape)
+    with np.errstate(divide="ignore", over="ignore", under="ignore", invalid="ignore"):
+        if policy.e8m0 is not None:
+            return _e8m0_scales(amax, fmt, policy)
+        floored = np.maximum(amax.astype(np.float64), policy.eps)  # a NaN stays
+        scale = _overflow(_ratio(floored, fmt, policy), policy)
+        if policy.power_of_two is not None:
+            scale = round_to_power_of_two(scale, by_log2=policy.power_of_two == "exp2_log2")
+        # A previous scale is kept as it is, not made a power of two again; but TE bounds it too (delayed_scaling.cu).
+        kept = {"one": np.float32(1), "keep": previous, "keep_inverse": np.float32(1) / previous}
+        for met, special in ((floored == 0, policy.zero), (np.isinf(floored), policy.infinite), (np.isnan(floored), policy.nan)):
+            if special != "compute":
+                scale = np.where(met, kept[special], scale)
+        scale = np.asarray(_overflow(scale, policy), np.float32)[()]
+    return Scales(scale, scale_inv_from_scale(scale))
+
+
+def scale_from_amax(amax, fmt: Format, policy: str | ScalePolicy = "torchao", *, previous=None) -> np.ndarray:
+    """The factor that multiplies into FP8: ``scales_from_amax(...).scale``."""
+    return scales_from_amax(amax, fmt, policy, previous=previous).scale
+
+
+def scale_inv_from_scale(scale) -> np.ndarray:
+    """RN32(1 / scale), the factor that multiplies out of FP8 (SEMANTICS S-1). Scale 0 -> Inf, Inf -> 0, NaN -> NaN.
+
+    Not for e8m0 policies, whose scale does not determine scale_inv (S-14): take both from ``scales_from_amax``.
+    """
+    with np.errstate(divide="ignore"):
+        return np.float32(1) / np.asarray(scale, np.float32)
+
+
+def magnitudes(value, name: str) -> np.ndarray:
+    """value as an array, if it is float32 and nowhere negative; ValueError otherwise."""
+    value = np.asarray(value)
+    if value.dtype != np.float32:
+        raise ValueError(f"{name} is float32; got {value.dtype}. Convert it with .astype(np.float32).")
+    if np.any(value < 0):
+        raise ValueError(f"{name} is a magnitude, never negative; got {value[value < 0].flat[0]}. Take np.abs first.")
+    return value
+
+
+def round_to_power_of_two(scale: np.ndarray, *, by_log2: bool) -> np.ndarray:
+    """The largest power of two not above the scale, by its bits or by RN32(log2) (SEMANTICS S-4).
+
+    Shapes:   float32 of any shape, and so the result.
+    Specials: zero, infinity and NaN stay; by its bits a subnormal scale becomes 0; by log2 the 44 largest scales become infinite.
+    """
+    if by_log2:
+        with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
+            return np.exp2(np.floor(np.log2(scale.astype(np.float64)).astype(np.float32)))
+    bits = scale.view(np.uint32) & np.uint32(0xFF800000)
+    return np.where(np.isnan(scale), scale, bits.view(np.float32))  # a NaN's mantissa is what makes it one
+
+
+def _ratio(amax: np.ndarray, fmt: Format, policy: ScalePolicy) -> np.ndarray:
+    """The scale before any power of two. amax is float64, a float32 number or eps."""
+    limit = fmt.max * 2.0**-policy.margin
+    if policy.ratio == "max*(1/amax)":
+        return np.float32(limit) * (1 / amax).astype(np.float32)
+    # A float64 quotient of float32 numbers, rounded again to float32, is the quotient rounded once: 53 >= 2 * 24 + 2
+    # (Figueroa, "When is double rounding innocuous?", 1995). eps is a float64 that is not a float32, but then the
+    # quotient is one constant, far from a tie.
+    return (limit / amax).astype(np.float32)
+
+
+def _overflow(scale: np.ndarray, policy: ScalePolicy) -> np.ndarray:
+    return scale if policy.overflow == "inf" else np.where(np.isinf(scale), np.finfo(np.float32).max, scale)
+
+
+def _e8m0_scales(amax: np.ndarray, fmt: Format, policy: ScalePolicy) -> Scales:
+    """scale_inv = 2^k, k in [-127, 127], or NaN; scale = 2^-k but where the policy's rule says otherwise (S-14)."""
+    assert policy.e8m0 is not None
+    if policy.ratio == "exponents":  # the exponent field of a subnormal is 0, far below the clip all the same
+        k = (amax.view(np.uint32) >> 23).astype(np.int64) - 127 - (math.frexp(fmt.max)[1] - 1)
+    else:
+        quotient = (amax.astype(np.float64) / fmt.max).astype(np.float32).astype(np.float64)
+        if policy.power_of_two == "exp2_log2":
+            k = np.ceil(np.log2(quotient).astype(np.float32))
+        else:
+            fraction, k = np.frexp(quotient)
+            k = np.where(np.isinf(quotient), 127, np.where(quotient == 0, -127, k - (fraction == 0.5)))
+    nan = np.isnan(amax)
+    k = np.where(nan, 0, np.clip(k, -127, 127)).astype(np.int64)
+    scale = np.where(k == -127, policy.e8m0.scale_of_code_0, np.ldexp(1.0, -k))
+    scale = np.where(nan, 0.0 if policy.e8m0.scale_of_nan == "zero" else np.nan, scale)
+    scale_inv = np.where(nan, np.nan, np.ldexp(1.0, k))
+    return Scales(scale.astype(np.float32)[()], scale_inv.astype(np.float32)[()])

@@ -1,0 +1,85 @@
+"""A GEMM whose reduced axis lies on several devices (SEMANTICS P-7, P-8): what is summed over them, and what is rounded before.
+
+It is grad_weight under data parallelism, which reduces M, and the output of a row-parallel linear, which reduces K.
+"""
+
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+
+from fp8ref.formats import FLOAT32, Format
+from fp8ref.sim import cast, gemm
+from fp8ref.sim.accumulate import Accumulation
+from fp8ref.sim.scaling import Quantized
+
+Reduce = Literal["exact", "accumulator", "scaled", "rounded"]
+
+
+def matmul(
+    a: Sequence[Quantized],
+    b: Sequence[Quantized],
+    *,
+    reduce: Reduce = "accumulator",
+    accumulate: str | Accumulation = "exact",
+    out_dtype: Format = FLOAT32,
+) -> np.ndarray:
+    """[M, K_r] x [N, K_r] on each rank r -> [M, N], summed over the ranks.
+
+    ``exact``        one device's exact GEMM: RN32 of the exact sum over all ranks, then the epilogue.
+    ``accumulator``  each rank's raw float32 accumulator; acc = RN32(acc + acc_r), r ascending; then the epilogue, once (P-7).
+    ``scaled``       each rank applies its scales first; then sum in float32, r ascending, and round to out_dtype.
+    ``rounded``      each rank rounds its finished output to out_dtype; then sum and round as ``scaled`` (P-8): tensor-parallel linears.
+
+    Shapes:   a[r].codes [M, K_r], b[r].codes [N, K_r], tensorwise or rowwise along K; a rank with K_r = 0 adds nothing. float32 [M, N].
+    Order:    accumulate within a rank; then as above; the epilogue is G-4.
+    Specials: Inf and NaN as in IEEE 754.
+    Raises:   ValueError: ``exact`` or ``accumulator`` with scales that differ between ranks; operands that gemm.matmul refuses; nothing to sum.
+    Source:   SEMANTICS P-7, P-8.
+    """
+    if len(a) != len(b) or not any(q.codes.size for q in a):
+        raise ValueError(f"a sharded GEMM takes as many a as b, some not empty; got {len(a)} and {len(b)}.")
+    ranks = [(qa, qb) for qa, qb in zip(a, b, strict=True) if qa.codes.shape[-1] or qb.codes.shape[-1]]
+    if reduce in ("exact", "accumulator"):
+        _check_scales("a", [qa for qa, _ in ranks])
+        _check_scales("b", [qb for _, qb in ranks])
+        sa, sb = ranks[0][0].scale_inv, ranks[0][1].scale_inv
+    with np.errstate(invalid="ignore", over="ignore"):  # Inf - Inf, Inf * 0 and overflow are results here
+        if reduce == "exact":
+            whole = [_unit(side, np.concatenate([q.codes for q in side], axis=-1)) for side in zip(*ranks, strict=True)]
+            return cast.round_to(gemm.matmul(*whole, accumulate="exact") * sa * sb.T, out_dtype)
+        if reduce == "accumulator":
+            acc = _sum([gemm.matmul(_unit([qa], qa.codes), _unit([qb], qb.codes), accumulate=accumulate) for qa, qb in ranks])
+            return cast.round_to(acc * sa * sb.T, out_dtype)
+        if reduce in ("scaled", "rounded"):
+            own = FLOAT32 if reduce == "scaled" else out_dtype
+            return cast.round_to(_sum([gemm.matmul(qa, qb, accumulate=accumulate, out_dtype=own) for qa, qb in ranks]), out_dtype)
+    raise ValueError(f"reduce is 'exact', 'accumulator', 'scaled' or 'rounded'; got {reduce!r}.")
+
+
+def _sum(parts: list[np.ndarray]) -> np.ndarray:
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return total
+
+
+def _unit(side: Sequence[Quantized], codes: np.ndarray) -> Quantized:
+    """Codes under scale one: their GEMM is the raw accumulator."""
+    one = np.ones((), np.float32)
+    return Quantized(codes, one, one, side[0].fmt, "tensorwise", -1)
+
+
+def _check_scales(name: str, side: list[Quantized]) -> None:
+    first = side[0]
+    for q in side:
+        if q.granularity not in ("tensorwise", "rowwise") or (q.granularity == "rowwise" and q.axis not in (-1, 1)):
+            raise ValueError(
+                f"a raw accumulator is summed under scales that do not vary along K; got {name} {q.granularity}, axis={q.axis}. "
+                "Use reduce='scaled'."
+            )
+        if q.fmt != first.fmt or not np.array_equal(q.scale_inv, first.scale_inv, equal_nan=True):
+            raise ValueError(
+                f"raw accumulators are summed only under equal scales and formats (P-7); those of {name} differ between ranks. "
+                "Quantise with a scope that includes the axis the sum is over, or use reduce='scaled'."
+            )

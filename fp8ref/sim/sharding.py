@@ -1,0 +1,212 @@
+"""Quantising a tensor that many devices hold: whose amax makes the scale (SEMANTICS P).
+
+A *scope* names the mesh axes over which an amax is reduced. Under ``"global"`` the shards' codes and scales are those of one
+device; under ``"local"`` every device scales its own shard, and that is another result, not a wrong one. A scope in between
+is wrong when devices that share a scale's group are left out: ``check_replicas`` and ``gather`` then name the axes.
+"""
+
+from collections.abc import Callable, Collection, Mapping
+from typing import NamedTuple
+
+import numpy as np
+
+from fp8ref import granularity as granularities
+from fp8ref import policy as policies
+from fp8ref.formats import FLOAT32, Format
+from fp8ref.policy import ScalePolicy
+from fp8ref.sim import cast, scaling
+from fp8ref.sim.mesh import Device, Layout, check_shapes
+from fp8ref.sim.scaling import Quantized
+
+Maximum = Callable[[np.ndarray, np.ndarray], np.ndarray]
+
+
+class Amax(NamedTuple):
+    """amax float32, and beside it, of the same shape, non_finite uint8: 0 all finite, 1 an infinity, 2 a NaN."""
+
+    amax: np.ndarray
+    non_finite: np.ndarray
+
+
+def scope_axes(layout: Layout, scope: str | Collection[str]) -> tuple[str, ...]:
+    """The mesh axes of a scope: none for ``"local"``, all for ``"global"``, else those named; ValueError for any other."""
+    if scope == "local":
+        return ()
+    if scope == "global":
+        return layout.mesh.names
+    if isinstance(scope, str):
+        raise ValueError(f"a scope is 'local', 'global' or a tuple of mesh axes; got the string {scope!r}. Write ({scope!r},).")
+    if unknown := sorted(set(scope) - set(layout.mesh.names)):
+        raise ValueError(f"a scope names axes of the mesh, {', '.join(layout.mesh.names)}; got {', '.join(unknown)}.")
+    return tuple(name for name in layout.mesh.names if name in scope)
+
+
+def max_by_comparison(partial: np.ndarray, value: np.ndarray) -> np.ndarray:
+    """The maximum as one comparison makes it: a NaN that arrives replaces the partial maximum, and the next value replaces the NaN.
+
+    Source:   gloo/math.h, max: std::max(value, partial). torch's gloo all_reduce(MAX) of ranks (1, NaN, 3), folded from the last rank, is 1.
+    """
+    return np.where(value < partial, partial, value)
+
+
+def amax(
+    shards: Mapping[Device, np.ndarray],
+    layout: Layout,
+    granularity: str = "tensorwise",
+    *,
+    scope: str | Collection[str],
+    axis: int = -1,
+    maximum: Maximum = np.maximum,
+    flag: bool = True,
+) -> dict[Device, Amax]:
+    """Every device's amax: the largest magnitude of each group, over the devices of its scope that hold part of the group.
+
+    ``maximum`` is the collective's: ``np.fmax`` drops NaNs (XLA:CPU's pmax), ``max_by_comparison`` drops some (gloo's MAX). The
+    result does not depend on it, as nothing that is not finite enters it; ``flag=False`` leaves the flag out, to show what then happens.
+
+    Shapes:   shards[device] hp, as the layout gives it; amax and non_finite of the shard's own scales, the reduced axis counting as one piece.
+    Order:    local amax; where it is not finite, 0 and a flag; both max-reduced in device order; then the flag puts Inf or NaN back.
+    Specials: an empty shard contributes 0; NaN beats Inf.
+    Raises:   ValueError: an empty tensor (S-7); a block cut by the layout; an unknown scope; shards that are not the layout's.
+    Source:   SEMANTICS P-2, P-3, P-5.
+    """
+    check_shapes({device: np.shape(shard) for device, shard in shards.items()}, layout)
+    sizes = _group_sizes(layout, granularity, axis)
+    # Along a mesh axis that cuts a tensor axis of several groups, the devices hold different groups: nothing to merge there.
+    apart = {name for i, names in layout.splits.items() for name in names if sizes[i] is not None}
+    merged = tuple(name for name in scope_axes(layout, scope) if name not in apart)
+    kept = tuple(name for name in layout.mesh.names if name not in merged)
+    total: dict[Device, Amax] = {}
+    for device in layout.mesh.devices:
+        mine, key = _local_amax(shards[device], granularity, axis, sizes, flag), layout.mesh.along(device, kept)
+        if key in total:
+            mine = Amax(maximum(total[key].amax, mine.amax), np.maximum(total[key].non_finite, mine.non_finite))
+        total[key] = mine
+    return {device: _restore(total[layout.mesh.along(device, kept)]) for device in layout.mesh.devices}
+
+
+def quantize(
+    shards: Mapping[Device, np.ndarray],
+    layout: Layout,
+    fmt: Format,
+    *,
+    granularity: str = "tensorwise",
+    policy: str | ScalePolicy = "torchao",
+    axis: int = -1,
+    scope: str | Collection[str],
+    maximum: Maximum = np.maximum,
+    flag: bool = True,
+) -> dict[Device, Quantized]:
+    """Every device casts its own shard, with scales from amaxes reduced over the scope.
+
+    Shapes:   codes of the shard's shape; scales of its own groups. Under global scope both are slices of one device's, bit for bit.
+    Order:    amax over the scope; then the policy's scales and the cast (S-3 to S-5) on each device; a scale kept from before is 1.
+    Raises:   ValueError: as amax and scaling.quantize.
+    Source:   SEMANTICS P-4.
+    """
+    policy = policies.by_name(policy)
+    if policy.compute != FLOAT32:  # the tensor is rounded before its amax (S-13)
+        shards = {device: cast.round_to(shard, policy.compute) for device, shard in shards.items()}
+    reduced = amax(shards, layout, granularity, scope=scope, axis=axis, maximum=maximum, flag=flag)
+    result = {}
+    for device, shard in shards.items():
+        scales = scaling.scales_from_amax(reduced[device].amax, fmt, policy)
+        if np.size(shard):
+            result[device] = scaling.quantize_with(shard, scales, fmt, granularity=granularity, policy=policy, axis=axis)
+        else:
+            result[device] = Quantized(np.empty(np.shape(shard), np.uint8), *scales, fmt, granularity, axis)
+    return result
+
+
+def gather(shards: Mapping[Device, Quantized], layout: Layout) -> Quantized:
+    """The whole tensor in FP8, from every device's codes and scales. Nothing is rounded again.
+
+    Shapes:   codes of layout.shape; scales of ``scale_shape(granularity, layout.shape, axis)``.
+    Raises:   ValueError: as check_replicas: a group has one scale, so shards that scaled it differently have no FP8 gather.
+    Source:   SEMANTICS P-6.
+    """
+    check_replicas(shards, layout)
+    one = next(iter(shards.values()))
+    shape = granularities.scale_shape(one.granularity, layout.shape, one.axis)
+    codes, scale, scale_inv = np.empty(layout.shape, np.uint8), np.empty(shape, np.float32), np.empty(shape, np.float32)
+    for device, q in shards.items():
+        codes[layout.index(device)] = q.codes
+        groups = _groups(layout, device, q.granularity, q.axis)
+        scale[groups], scale_inv[groups] = q.scale, q.scale_inv
+    return Quantized(codes, scale[()], scale_inv[()], one.fmt, one.granularity, one.axis)
+
+
+def check_replicas(shards: Mapping[Device, Quantized], layout: Layout) -> None:
+    """Whether the devices agree: one scale a group, and replicas equal in every code.
+
+    Raises:   ValueError: naming the mesh axes along which scales differ, which the scope left out, or along which replicas' codes do.
+    Source:   SEMANTICS P-6.
+    """
+    check_shapes({device: q.codes.shape for device, q in shards.items()}, layout)
+    kinds = {(q.fmt, q.granularity, q.axis) for q in shards.values()}
+    if len(kinds) > 1:
+        raise ValueError(f"shards of one tensor have one format, granularity and axis; got {sorted(map(str, kinds))}.")
+    _, granularity, axis = kinds.pop()
+    sizes = _group_sizes(layout, granularity, axis)
+    where = {name: i for i, names in layout.splits.items() for name in names}
+    for name in layout.mesh.names:
+        if name in where and sizes[where[name]] is not None:
+            continue  # different groups along it
+        for device in layout.mesh.devices:
+            place = layout.mesh.names.index(name)
+            first = (*device[:place], 0, *device[place + 1 :])
+            a, b = shards[first], shards[device]
+            if not (np.array_equal(a.scale, b.scale, equal_nan=True) and np.array_equal(a.scale_inv, b.scale_inv, equal_nan=True)):
+                raise ValueError(
+                    f"devices that hold parts of one group have one scale (P-6); {granularity} scales differ along mesh axis {name!r}, "
+                    f"between devices {first} and {device}. Quantise with a scope that includes {name!r}, or gather in high precision."
+                )
+            if name not in where and not np.array_equal(a.codes, b.codes):
+                raise ValueError(
+                    f"the tensor is replicated along mesh axis {name!r}; codes of devices {first} and {device} differ. Broadcast it first."
+                )
+
+
+def _group_sizes(layout: Layout, granularity: str, axis: int) -> list[int | None]:
+    """The size of a group along each tensor axis, None for all of it; ValueError for a tensor without scales or a block cut in two."""
+    granularities.scale_shape(granularity, layout.shape, axis)
+    kind, ndim = granularities.by_name(granularity), len(layout.shape)
+    if kind.name == "tensorwise":
+        return [None] * ndim
+    reduced = granularities.normalise_axis(axis, ndim)
+    sizes = [kind.reduced if i == reduced else kind.other for i in range(ndim)]
+    for i in layout.splits:
+        size, ends = sizes[i], np.cumsum(layout.pieces(i))
+        if size is not None and any(end % size for end in ends if end != layout.shape[i]):
+            raise ValueError(
+                f"{granularity} needs pieces of axis {i} that are whole blocks of {size} (P-5); got sizes {layout.pieces(i)}. "
+                f"Give the layout sizes that are multiples of {size}, or use 'rowwise'."
+            )
+    return sizes
+
+
+def _groups(layout: Layout, device: Device, granularity: str, axis: int) -> tuple[slice, ...]:
+    """Which of the whole tensor's scales are the device's."""
+    if granularity == "tensorwise":
+        return ()
+    sizes = _group_sizes(layout, granularity, axis)
+    parts = zip(layout.index(device), sizes, strict=True)
+    return tuple(slice(0, 1) if size is None else slice(-(-part.start // size), -(-part.stop // size)) for part, size in parts)
+
+
+def _local_amax(shard: np.ndarray, granularity: str, axis: int, sizes: list[int | None], flag: bool) -> Amax:
+    shard = np.asarray(shard)
+    if shard.size:
+        value = scaling.amax(shard, granularity, axis=axis)
+    else:
+        ones = [1 if size is None else -(-n // size) for n, size in zip(shard.shape, sizes, strict=True)]
+        value = np.zeros(() if granularity == "tensorwise" else ones, np.float32)
+    if not flag:
+        return Amax(np.asarray(value), np.zeros(np.shape(value), np.uint8))
+    non_finite = np.where(np.isnan(value), 2, np.isinf(value)).astype(np.uint8)
+    return Amax(np.where(non_finite, np.float32(0), value), non_finite)
+
+
+def _restore(reduced: Amax) -> Amax:
+    special = np.where(reduced.non_finite == 2, np.float32(np.nan), np.float32(np.inf))
+    return Amax(np.where(reduced.non_finite, special, reduced.amax)[()], reduced.non_finite[()])

@@ -1,0 +1,251 @@
+"""What quantising did to a tensor, in numbers (SEMANTICS Q): per tensor, or for each group that shares a scale.
+
+``statistics`` counts and sums, ``exponents`` makes histograms, ``error`` compares a GEMM's output with a reference. All three are
+sums or maxima over elements, taken in slabs, so that a large tensor needs little memory beside it.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from fp8ref import granularity as granularities
+from fp8ref.formats import FP8_FORMATS, Format
+from fp8ref.sim import cast, scaling
+from fp8ref.sim.groups import reduce_groups
+from fp8ref.sim.scaling import Quantized
+
+
+@dataclass(frozen=True, kw_only=True)
+class Statistics:
+    """Counts (int64) and sums (float64), one a tensor (shape ``()``) or one a group (the scales' shape, SEMANTICS Q-6).
+
+    count          elements
+    zeros          inputs that are zero
+    non_finite     inputs that are NaN or infinite: in no sum and no maximum, but in the counts of codes
+    non_finite_codes  codes that are NaN or infinite
+    underflows     inputs that are not zero whose code is zero
+    subnormals     codes that are subnormal, zero not among them
+    overflows      scaled values, NaN apart, that a cast without saturation would not leave finite (C-4)
+    saturated      codes of +-max: the group's amax is one of them, overflow or not
+    signal, noise  sum of x^2, sum of e^2, with the error e = dequantize(q) - x
+    magnitude, error  sum of |x|, sum of e
+    max_ulp        largest |decode(code) - scaled|, in units of the format's spacing at the scaled value (Q-2)
+    """
+
+    count: np.ndarray
+    zeros: np.ndarray
+    non_finite: np.ndarray
+    non_finite_codes: np.ndarray
+    underflows: np.ndarray
+    subnormals: np.ndarray
+    overflows: np.ndarray
+    saturated: np.ndarray
+    signal: np.ndarray
+    noise: np.ndarray
+    magnitude: np.ndarray
+    error: np.ndarray
+    max_ulp: np.ndarray
+
+    @property
+    def sqnr(self) -> np.ndarray:
+        """10 log10(signal / noise) in dB. Inf without noise, -Inf under infinite noise or noise without signal; NaN if a finite x
+        became NaN, or no x is finite (Q-1)."""
+        with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+            value = 10 * np.log10(self.signal / self.noise)
+        value = np.where(self.noise == 0, np.inf, value)
+        return np.where(self.count == self.non_finite, np.nan, value)[()]
+
+    @property
+    def bias(self) -> np.ndarray:
+        """The mean of e over the finite x; NaN if there is none."""
+        return _quotient(self.error, self.count - self.non_finite)
+
+    @property
+    def relative_bias(self) -> np.ndarray:
+        """sum of e / sum of |x|; 0 if the sum of e is 0; NaN if no x is finite."""
+        value = np.where(self.error == 0, 0.0, _quotient(self.error, self.magnitude))
+        return np.where(self.count == self.non_finite, np.nan, value)[()]
+
+    @property
+    def underflow_rate(self) -> np.ndarray:
+        return self.underflows / self.count
+
+    @property
+    def subnormal_rate(self) -> np.ndarray:
+        return self.subnormals / self.count
+
+    @property
+    def overflow_rate(self) -> np.ndarray:
+        return self.overflows / self.count
+
+    @property
+    def saturation_rate(self) -> np.ndarray:
+        return self.saturated / self.count
+
+
+def statistics(x, q: Quantized, *, per_group: bool = False) -> Statistics:
+    """What became of x when it was quantised to q.
+
+    Shapes:   x hp, the shape of q.codes; every field () or, per group, the shape of q.scale.
+    Units:    e in x's; max_ulp in spacings of q.fmt.
+    Order:    scaled = RN32(f32(x) * scale), as S-5 before its clip; e = f64(dequantize(q)) - f64(x), rounded once to float64; float64 sums.
+    Specials: NaN and infinite x count as ``non_finite`` and enter no sum; a finite x whose code is NaN makes the sums of e and max_ulp NaN.
+    Raises:   ValueError: x float64, empty, or not of q's shape.
+    Source:   SEMANTICS Q-1 to Q-4, Q-6.
+    """
+    _check(x, q)
+    with np.errstate(invalid="ignore", over="ignore"):  # a finite x may have become Inf or NaN
+        return Statistics(**reduce_groups(x, q, _measure, per_group=per_group))
+
+
+def _measure(x: np.ndarray, q: Quantized) -> Iterator[tuple[str, np.ufunc, np.ndarray]]:
+    finite, scaled, decoded = np.isfinite(x), _scaled(x, q), cast.decode(q.codes, q.fmt)
+    at_code = np.abs(decoded)
+    yield "count", np.add, np.ones(x.shape, np.bool_)
+    yield "zeros", np.add, x == 0
+    yield "non_finite", np.add, ~finite
+    yield "non_finite_codes", np.add, ~np.isfinite(decoded)
+    yield "underflows", np.add, (x != 0) & (decoded == 0)
+    yield "subnormals", np.add, (at_code > 0) & (at_code < q.fmt.smallest_normal)
+    yield "overflows", np.add, _overflows(scaled, q.fmt)
+    yield "saturated", np.add, at_code == q.fmt.max
+    yield "max_ulp", np.maximum, np.where(finite, np.abs(decoded.astype(np.float64) - scaled) / _spacing(scaled, q.fmt), 0)
+    value = np.where(finite, x, 0).astype(np.float64)
+    yield "magnitude", np.add, np.abs(value)
+    yield "signal", np.add, value * value
+    e = np.where(finite, scaling.dequantize(q) - value, 0)
+    yield "error", np.add, e
+    yield "noise", np.add, e * e
+
+
+def _scaled(x: np.ndarray, q: Quantized) -> np.ndarray:
+    """What the cast rounded: RN32(x * scale), before the clip."""
+    return x * scaling.spread(q.scale, x.shape, q.granularity, q.axis)
+
+
+def _spacing(scaled: np.ndarray, fmt: Format) -> np.ndarray:
+    """The distance between neighbouring numbers of the format at these values, as if its exponent had no upper end."""
+    exponent = np.where(scaled == 0, fmt.emin, np.maximum(np.frexp(scaled)[1] - 1, fmt.emin))
+    return np.ldexp(1.0, exponent - fmt.mantissa_bits)
+
+
+def _overflows(scaled: np.ndarray, fmt: Format) -> np.ndarray:
+    """Whether the values round, to nearest even and with an exponent unbounded above, beyond max."""
+    magnitude, tie = np.abs(scaled), fmt.max + _spacing(np.asarray(fmt.max), fmt) / 2
+    return magnitude >= tie if fmt.max_code % 2 else magnitude > tie
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exponents:
+    """Histograms of floor(log2 |value|), int64 [..., bins] (SEMANTICS Q-5): bin 0 is below 2^lowest, bin 1 is exponent lowest, and so on; the last is
+    2^(highest + 1) and above, infinities included. Zeros and NaNs are in no bin.
+
+    scaled  of the values before the cast, RN32(f32(x) * scale); codes  of the decoded codes.
+    """
+
+    lowest: int
+    highest: int
+    scaled: np.ndarray
+    codes: np.ndarray
+
+
+def exponents(x, q: Quantized, *, per_group: bool = False, lowest: int | None = None, highest: int | None = None) -> Exponents:
+    """Where x lay in the format's range, and where its codes do.
+
+    Shapes:   as statistics, with an axis of highest - lowest + 3 bins behind.
+    Units:    exponents of scaled values. Default range: from half the smallest subnormal (below it everything rounds to zero) to the exponent of max.
+    Raises:   ValueError: as statistics; lowest above highest.
+    Source:   SEMANTICS Q-5.
+    """
+    _check(x, q)
+    lowest = q.fmt.emin - q.fmt.mantissa_bits - 1 if lowest is None else lowest
+    highest = int(np.frexp(q.fmt.max)[1]) - 1 if highest is None else highest
+    if lowest > highest:
+        raise ValueError(f"a histogram has at least one exponent; got lowest={lowest}, highest={highest}. Swap them.")
+    bins = range(highest - lowest + 3)
+
+    def measure(x: np.ndarray, q: Quantized) -> Iterator[tuple[tuple[str, int], np.ufunc, np.ndarray]]:
+        for name, value in (("scaled", _scaled(x, q)), ("codes", cast.decode(q.codes, q.fmt))):
+            exponent = np.where(np.isinf(value), highest + 1, np.frexp(value)[1] - 1)
+            place = np.clip(exponent, lowest - 1, highest + 1) - (lowest - 1)
+            counted = (value != 0) & ~np.isnan(value)
+            for i in bins:
+                yield (name, i), np.add, (place == i) & counted
+
+    with np.errstate(invalid="ignore", over="ignore"):  # NaN, and products beyond float32
+        counts = reduce_groups(x, q, measure, per_group=per_group)
+    scaled, codes = (np.stack([counts[name, i] for i in bins], axis=-1) for name in ("scaled", "codes"))
+    return Exponents(lowest=lowest, highest=highest, scaled=scaled, codes=codes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Error:
+    """How far an output lies from its reference (SEMANTICS Q-7), over the elements whose reference is finite.
+
+    count            those elements
+    non_finite       elements whose reference is not finite
+    disagreeing      those of them where the output is not the same NaN or infinity
+    max_absolute     max |out - ref|
+    max_relative     max |out - ref| / |ref|, 0 / 0 being 0
+    rms_relative     sqrt(sum (out - ref)^2 / sum ref^2)
+    bias             sum (out - ref) / sum |ref|
+    magnitude_bias   sum sign(ref) (out - ref) / sum |ref|: negative where magnitudes shrink, as truncation makes them
+    """
+
+    count: int
+    non_finite: int
+    disagreeing: int
+    max_absolute: float
+    max_relative: float
+    rms_relative: float
+    bias: float
+    magnitude_bias: float
+
+
+def error(out, reference) -> Error:
+    """The error of a GEMM's output against a reference, for those who study accumulation.
+
+    Shapes:   out and reference of one shape, any floating-point dtypes, each widened to float64.
+    Specials: an output that is NaN or Inf where the reference is finite makes the results NaN or Inf; nothing finite: NaN; 0 / 0 is 0.
+    Raises:   ValueError: shapes that differ; nothing to compare.
+    Source:   SEMANTICS Q-7.
+    """
+    out, reference = cast.exact(out), cast.exact(reference)
+    if out.shape != reference.shape or not out.size:
+        raise ValueError(f"out and reference have one shape, not empty; got {out.shape} and {reference.shape}.")
+    finite = np.isfinite(reference)
+    same = (out == reference) | (np.isnan(out) & np.isnan(reference))
+    ref = reference[finite]
+    with np.errstate(invalid="ignore", over="ignore"):
+        e = out[finite] - ref
+        total = np.abs(ref).sum()
+        return Error(
+            count=int(ref.size),
+            non_finite=int((~finite).sum()),
+            disagreeing=int((~finite & ~same).sum()),
+            max_absolute=float(np.abs(e).max(initial=0)) if ref.size else np.nan,
+            max_relative=float(_quotient(np.abs(e), np.abs(ref), zero=True).max(initial=0)) if ref.size else np.nan,
+            rms_relative=float(np.sqrt(_quotient((e * e).sum(), (ref * ref).sum(), zero=ref.size > 0))),
+            bias=float(_quotient(e.sum(), total, zero=ref.size > 0)),
+            magnitude_bias=float(_quotient((np.sign(ref) * e).sum(), total, zero=ref.size > 0)),
+        )
+
+
+def _quotient(a, b, *, zero: bool = False) -> np.ndarray:
+    """a / b as IEEE 754 has it, save that 0 / 0 is 0 if ``zero``."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        value = np.true_divide(a, b)
+    return np.where((np.asarray(a) == 0) & zero, 0.0, value)[()]
+
+
+def _check(x, q: Quantized) -> None:
+    x = np.asarray(x)
+    if q.fmt.name not in FP8_FORMATS:
+        raise ValueError(f"statistics are of tensors in {', '.join(FP8_FORMATS)}; got {q.fmt}.")
+    if x.dtype == np.float64:
+        raise ValueError("statistics compare q with the tensor it came from, which was not float64. Round x to float32 first.")
+    if x.shape != q.codes.shape:
+        raise ValueError(f"statistics take x and its own q; got x.shape={x.shape} and codes of shape {q.codes.shape}.")
+    cast.exact(x.ravel()[:0])  # refuses dtypes that are not floating point
+    granularities.scale_shape(q.granularity, x.shape, q.axis)  # refuses empty tensors

@@ -1,0 +1,126 @@
+import json
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from fp8ref import cli
+from fp8ref.check import certify as certificates
+from fp8ref.check import subjects
+from fp8ref.check.certify import Task, certify
+from fp8ref.formats import E4M3FN, E5M2
+from fp8ref.sim import cast
+
+
+@pytest.fixture(scope="module")
+def strided():
+    """One float32 input in 1009, all float16, all bfloat16, every tie and its neighbours, through every installed library."""
+    return certify()
+
+
+def test_every_library_agrees_in_range_and_fp8ref_everywhere(strided):  # C-1 to C-5, S-3, S-4
+    report = strided.report()
+    assert report.ok, [c.detail for c in report.failures]
+    names = set(report.checks)
+    for fmt in ("e4m3fn", "e5m2"):
+        assert {f"{fmt}/cast/{s}" for s in ("ml_dtypes", "torch", "jax", "fp8ref.torch", "fp8ref.jax")} <= names
+        assert {f"{fmt}/scale.torchao/torchao", f"{fmt}/scale.torchao/fp8ref.jax"} <= names
+    assert {"e4m3fn/scale.torchao_pow2/torchao", "e4m3fn/scale.torchao_mask/fp8ref.torch"} <= names
+    own = {c.compared for name, c in report.checks.items() if "fp8ref" in name and "cast" in name}
+    assert min(own) > (1 << 32) // certificates.STRIDE + 2 * (1 << 16)
+
+
+def test_what_libraries_decide_otherwise_is_overflow_and_nan(strided):  # C-4, C-5
+    rows = strided.disagreements()
+    assert {row["inputs"] for row in rows} == {"above max", "infinite", "NaN"}
+    ml_dtypes = {(r["format"], r["inputs"]): r["found"] for r in rows if r["library"] == "ml_dtypes"}
+    assert ml_dtypes == {("e4m3fn", k): ["0xFF"] for k in ("above max", "infinite", "NaN")} | {("e5m2", "NaN"): ["0x7E", "0xFE"]}
+    assert not any(r["library"].startswith("fp8ref") for r in rows)
+
+
+def test_a_wrong_rounding_is_a_failure_that_names_an_input(monkeypatch):
+    def to_odd(x):
+        return cast.encode(x, E4M3FN, rounding="to_odd", saturate=False)
+
+    monkeypatch.setattr(subjects, "casts", lambda fmt: {"wrong": (to_odd, False)})
+    tally = certificates.examine(Task(kind="cast", fmt="e4m3fn", special=True))
+    certificate = certificates.Certificate(exhaustive=False, tallies={("e4m3fn", "cast"): tally})
+    report = certificate.report()
+    assert not report.ok
+    (failure,) = report.failures
+    assert 0 < failure.equal < failure.compared
+    bits = np.uint32(int(failure.detail.rpartition("0x")[2].rstrip(")"), 16))
+    assert to_odd(bits.view(np.float32)) != cast.encode(bits.view(np.float32), E4M3FN, saturate=False)
+
+
+@pytest.mark.parametrize("amax", [1.0, 0.0, np.inf, np.nan])
+def test_a_wrong_scale_is_a_failure(monkeypatch, amax):
+    def one_ulp_off(values):
+        from fp8ref.sim import scales
+
+        made = scales.scale_from_amax(values, E5M2, "torchao")
+        hit = (values == amax) | (np.isnan(values) & np.isnan(amax))
+        return np.where(hit, np.float32(3), made).astype(np.float32)
+
+    monkeypatch.setattr(subjects, "scales", lambda fmt, policy: {"wrong": one_ulp_off})
+    tally = certificates.examine(Task(kind="torchao", fmt="e5m2", special=True))
+    report = certificates.Certificate(exhaustive=False, tallies={("e5m2", "torchao"): tally}).report()
+    assert not report.ok
+    assert "found" in report.failures[0].detail
+
+
+@pytest.mark.parametrize("exhaustive", [True, False])
+def test_tasks_cover_the_inputs(exhaustive):
+    tasks = list(certificates._tasks(exhaustive))
+    for kind, fmt, size in (("cast", "e4m3fn", 1 << 32), ("cast", "e5m2", 1 << 32), ("torchao", "e4m3fn", 1 << 31)):
+        special, *parts = [t for t in tasks if (t.kind, t.fmt) == (kind, fmt)]
+        assert special.special
+        assert (parts[0].begin, parts[-1].end) == (0, size)
+        assert all(a.end == b.begin for a, b in pairwise(parts))
+        assert {t.stride for t in parts} == {1 if exhaustive else certificates.STRIDE}
+        assert all(t.begin % t.stride == 0 for t in parts)
+
+
+def test_special_inputs_have_every_tie_and_its_neighbours():
+    for fmt in (E4M3FN, E5M2):
+        inputs = set(certificates.special_inputs(fmt).view(np.uint32).tolist())
+        values = np.unique(cast.decode(np.arange(256, dtype=np.uint8), fmt))
+        values = values[np.isfinite(values)]
+        ties = ((values[1:].astype(np.float64) + values[:-1]) / 2).astype(np.float32)
+        for point in (ties, np.nextafter(ties, np.float32(np.inf)), np.nextafter(ties, np.float32(-np.inf)), values):
+            assert set(point.view(np.uint32).tolist()) <= inputs | {0x80000000}
+        assert {0x7F800000, 0xFF800000, 0x80000000, 0} <= inputs
+
+
+def test_processes_share_the_work_and_change_nothing():
+    tasks = [Task(kind="cast", fmt="e5m2", begin=i << 30, end=(i << 30) + 9999) for i in range(3)] + [
+        Task(kind="torchao", fmt="e4m3fn", begin=1 << 29, end=(1 << 29) + 5000)
+    ]
+    alone, shared = (list(certificates._run(tasks, workers)) for workers in (1, 2))
+    assert alone == shared
+
+
+def test_the_command_writes_json_and_refuses_what_it_does_not_know(strided, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(certificates, "certify", lambda **_: strided)
+    path = tmp_path / "certificate.json"
+    assert cli.main(["certify", "--json", str(path)]) == 0
+    out = capsys.readouterr().out
+    assert "e4m3fn/cast" in out
+    assert "above max" in out
+    written = json.loads(path.read_text())
+    assert written["ok"] is True
+    assert all({"name", "compared", "equal", "worst", "bound", "ok"} <= set(c) for c in written["checks"])
+    assert written["disagreements"]
+    assert cli.main(["certify", "--json", str(tmp_path)]) == 2
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["certify", "--everything"])
+    assert stop.value.code == 2
+
+
+@pytest.mark.exhaustive
+def test_all_float32_inputs():  # C-1 to C-5, S-3, S-4
+    certificate = certify(exhaustive=True)
+    report = certificate.report()
+    assert report.ok, [c.detail for c in report.failures]
+    casts = [c for name, c in report.checks.items() if "/cast/fp8ref" in name]
+    assert all(c.compared >= 1 << 32 for c in casts)

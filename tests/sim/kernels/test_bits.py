@@ -1,0 +1,23 @@
+import numpy as np
+from numba import njit
+
+from fp8ref.sim.kernels import bits
+
+u32, f32 = np.uint32, np.float32
+
+
+@njit
+def apply(x, shift):
+    return bits.as_bits(x), bits.as_float(bits.as_bits(x)), bits.shift_right(bits.as_bits(x), shift), bits.truncate(x)
+
+
+def test_operations_on_lanes():
+    for x in (0.0, -0.0, 1.5, -2.75, 1e-45, 123456.78, -(2.0**31) + 128):
+        as_bits, as_float, shifted, integer = apply(f32(x), u32(3))
+        expected = f32(x).view(u32)
+        assert (as_bits, as_float, shifted, integer) == (expected, f32(x), expected >> u32(3), int(x))
+        assert np.signbit(as_float) == np.signbit(f32(x))
+
+
+def test_shifts_are_of_32_bits():
+    assert apply(f32(-1.0), u32(31))[2] == 1

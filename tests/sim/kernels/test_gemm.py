@@ -1,0 +1,149 @@
+"""The compiled GEMMs against the plain ones, bit for bit."""
+
+import importlib.util
+from itertools import product
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fp8ref.formats import E4M3FN, E5M2, FP8_FORMATS
+from fp8ref.sim import accumulate, cast, parallel
+from fp8ref.sim.accumulate import ACCUMULATIONS, UNITS, Accumulation, TensorCore
+from fp8ref.sim.kernels import gemm as kernels
+
+PAIRS = list(product((E4M3FN, E5M2), repeat=2))
+
+
+def bits(values):
+    assert values.dtype == np.float32
+    return values.view(np.uint32)
+
+
+def values(rng, shape, fmt, zeros=0.1):
+    """Any finite numbers of the format, many of them zeros of either sign; some rows all positive, where sums grow."""
+    drawn = cast.decode(rng.integers(0, 256, shape, dtype=np.uint8), fmt)
+    drawn = np.where(np.isfinite(drawn) & (rng.random(shape) >= zeros), drawn, np.copysign(np.float32(0), drawn))
+    return np.where(rng.random((shape[0], 1)) < 0.5, drawn, np.abs(drawn))
+
+
+def units():
+    """Units of every width, at and beside the numbers at which the kernel changes its arithmetic."""
+    return st.builds(
+        TensorCore,
+        name=st.just("any"),
+        fused_width=st.sampled_from([4, 8, 16, 32]),
+        fraction_bits=st.sampled_from([1, 2, 12, 13, 14, 15, 16, 17, 18, 19, 20, 22, 23, 24, 25]),
+        output_bits=st.sampled_from([1, 2, 12, 13, 14, 22, 23]),
+        evidence=st.just("none"),
+    )
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    unit=st.one_of(st.sampled_from(list(UNITS.values())), units()),
+    shape=st.tuples(st.integers(1, 6), st.integers(1, 9), st.integers(1, 17)),
+    promotion=st.sampled_from([None, 32, 64, 96, 128, 160]),
+    split_k=st.integers(1, 6),
+    pair=st.sampled_from(PAIRS),
+    zeros=st.sampled_from([0.1, 0.9]),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_chains_are_the_plain_ones(unit, shape, promotion, split_k, pair, zeros, seed):  # G-10, G-11, G-12
+    m, n, steps = shape
+    rng = np.random.default_rng(seed)
+    a, b = (values(rng, (rows, 32 * steps), fmt, zeros) for rows, fmt in zip((m, n), pair, strict=True))
+    plan = Accumulation(name="any", unit=unit, promotion=promotion, split_k=split_k)
+    np.testing.assert_array_equal(bits(accumulate.chains(a, b, *pair, plan)), bits(accumulate.chains_plain(a, b, *pair, plan)))
+
+
+@pytest.mark.parametrize(("m", "n", "k"), [(1, 1, 32), (2, 255, 64), (1, 256, 32), (3, 257, 96), (2, 700, 160)])
+@pytest.mark.parametrize("plan", ACCUMULATIONS)
+def test_chains_of_several_tiles_of_columns(plan, m, n, k, rng):
+    a, b = values(rng, (m, k), E5M2), values(rng, (n, k), E4M3FN)
+    plan = ACCUMULATIONS[plan]
+    np.testing.assert_array_equal(
+        bits(accumulate.chains(a, b, E5M2, E4M3FN, plan)), bits(accumulate.chains_plain(a, b, E5M2, E4M3FN, plan))
+    )
+
+
+def test_chains_of_the_largest_sums(rng):
+    """Maxima only: the sums that come nearest to the limits of the kernel's integers, in every unit."""
+    for pair, unit in product(PAIRS, UNITS.values()):
+        a, b = (np.full((2, 4096), fmt.max, np.float32) for fmt in pair)
+        b[1] = -b[1]
+        plan = Accumulation(name="own", unit=unit)
+        np.testing.assert_array_equal(bits(accumulate.chains(a, b, *pair, plan)), bits(accumulate.chains_plain(a, b, *pair, plan)))
+
+
+def test_chains_of_the_smallest_sums():
+    """Subnormals only: multiples of the smallest unit that an accumulator can have."""
+    for pair, unit in product(PAIRS, UNITS.values()):
+        a, b = (np.full((1, 96), fmt.smallest_subnormal, np.float32) for fmt in pair)
+        b[0, ::3] *= -2
+        plan = Accumulation(name="own", unit=unit, promotion=32)
+        np.testing.assert_array_equal(bits(accumulate.chains(a, b, *pair, plan)), bits(accumulate.chains_plain(a, b, *pair, plan)))
+
+
+def test_chains_over_no_k_are_zero():
+    assert not bits(
+        accumulate.chains(np.zeros((2, 0), np.float32), np.zeros((3, 0), np.float32), E4M3FN, E4M3FN, ACCUMULATIONS["ada"])
+    ).any()
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("plan", ["hopper_slow", "blackwell"])
+def test_the_number_of_threads_changes_nothing(plan, threads, rng):
+    a, b = values(rng, (5, 288), E4M3FN), values(rng, (333, 288), E4M3FN)
+    with parallel.using(threads):
+        chains = accumulate.chains(a, b, E4M3FN, E4M3FN, ACCUMULATIONS[plan])
+        in_order = accumulate.f32(b, a)
+    np.testing.assert_array_equal(bits(chains), bits(accumulate.chains_plain(a, b, E4M3FN, E4M3FN, ACCUMULATIONS[plan])))
+    np.testing.assert_array_equal(bits(in_order), bits(accumulate.f32_plain(b, a)))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    shape=st.tuples(st.integers(1, 9), st.integers(1, 9), st.integers(0, 300)),
+    pair=st.tuples(*[st.sampled_from(list(FP8_FORMATS.values()))] * 2),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_f32_is_the_plain_one(shape, pair, seed):  # G-3
+    m, n, k = shape
+    rng = np.random.default_rng(seed)
+    a, b = (values(rng, (rows, k), fmt) for rows, fmt in zip((m, n), pair, strict=True))
+    np.testing.assert_array_equal(bits(accumulate.f32(a, b)), bits(accumulate.f32_plain(a, b)))
+
+
+def test_f32_of_infinities_and_nans_is_the_plain_one(rng):  # G-6
+    a, b = (cast.decode(rng.integers(0, 256, (40, 5), dtype=np.uint8), E5M2) for _ in range(2))
+    got, expected = accumulate.f32(a, b), accumulate.f32_plain(a, b)
+    np.testing.assert_array_equal(got, expected)
+    assert {np.inf, -np.inf} <= set(expected.flat)
+    assert np.isnan(expected).any()
+
+
+def test_operands_are_read_in_any_memory_order_and_not_changed(rng):
+    a, b = values(rng, (6, 64), E4M3FN), values(rng, (7, 64), E4M3FN)
+    plan = ACCUMULATIONS["hopper_fast"]
+    expected = accumulate.chains(a, b, E4M3FN, E4M3FN, plan), accumulate.f32(a, b)
+    for x, y in ((np.asfortranarray(a), np.asfortranarray(b)), (np.repeat(a, 2, 1)[:, ::2], np.repeat(b, 2, 0)[::2])):
+        np.testing.assert_array_equal(accumulate.chains(x, y, E4M3FN, E4M3FN, plan), expected[0])
+        np.testing.assert_array_equal(accumulate.f32(x, y), expected[1])
+        np.testing.assert_array_equal(x, a)
+        np.testing.assert_array_equal(y, b)
+
+
+def test_kernels_are_compiled_once_and_cached_on_disk():
+    """A fresh import finds what another compiled. A kernel with another one in its closure would never be found."""
+    ones, codes = np.ones((3, 32), np.float32), np.zeros((3, 32), np.int8)
+    out = np.empty((3, 3), np.float32)
+    for _ in range(2):
+        fresh = importlib.util.module_from_spec(kernels.__spec__)
+        kernels.__spec__.loader.exec_module(fresh)
+        fresh.chains(ones, codes, ones.T.copy(), codes.T.copy(), np.full(1, 3, np.uint8), out, 0, 3, 32, 13, 13)
+        fresh.in_order(ones, ones.T.copy(), out, 0, 3)
+    for kernel in (fresh.chains, fresh.in_order):
+        assert sum(kernel.stats.cache_hits.values()) == 1
+        assert not kernel.stats.cache_misses

@@ -1,0 +1,137 @@
+"""Which linears a recipe converts."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fp8ref import recipe
+from fp8ref.formats import E5M2
+from fp8ref.recipe import RECIPES, CastSpec, GemmSpec, Recipe
+
+LINEARS = {"model.layers.0.q": (32, 32), "model.layers.0.v": (8, 32), "model.layers.10.q": (32, 32), "lm_head": (256, 32)}
+
+names = st.lists(st.sampled_from(["layers", "mlp", "1", "10", "up_proj", "a"]), min_size=1, max_size=5)
+
+
+def converted(decisions) -> set[str]:
+    return {d.path for d in decisions if d.fp8}
+
+
+@given(names, names)
+def test_a_plain_pattern_matches_exactly_the_runs_of_whole_components(pattern, name):  # R-3
+    runs = [name[i : i + len(pattern)] for i in range(len(name))]
+    assert recipe.matches(".".join(pattern), ".".join(name)) == (pattern in runs)
+
+
+@given(names, st.data())
+def test_every_run_of_components_matches(name, data):  # R-3
+    start = data.draw(st.integers(0, len(name) - 1))
+    stop = data.draw(st.integers(start + 1, len(name)))
+    assert recipe.matches(".".join(name[start:stop]), ".".join(name))
+
+
+@given(names)
+def test_a_star_in_place_of_a_component_matches(name):  # R-3
+    assert recipe.matches(".".join(["*", *name[1:]]), ".".join(name))
+
+
+@pytest.mark.parametrize(
+    ("pattern", "name", "expected"),
+    [
+        ("layers.1", "model.layers.1.mlp", True),
+        ("layers.1", "model.layers.10.mlp", False),
+        ("layers.1", "model.layers.1", True),
+        ("ayers.1", "model.layers.1", False),
+        ("mlp", "model.layers.1.mlp", True),
+        ("mlp*", "model.layers.1.mlp", False),
+        ("*mlp", "model.layers.1.mlp", True),
+        ("model.layers.?.mlp", "model.layers.1.mlp", True),
+        ("model.layers.?.mlp", "model.layers.10.mlp", False),
+        ("*.layers.[0-3].*", "model.layers.2.mlp", True),
+        ("*.layers.[0-3].*", "model.layers.4.mlp", False),
+        ("*.MLP", "model.mlp", False),
+        ("", "model.mlp", False),
+        (".", "model.mlp", False),
+        ("*", "lm_head", True),
+    ],
+)
+def test_matches_whole_components_or_shell_patterns_for_all_of_the_name(pattern, name, expected):  # R-3
+    assert recipe.matches(pattern, name) == expected
+
+
+def test_a_plan_converts_every_linear_with_dims_that_are_multiples_of_16():  # R-2
+    assert converted(recipe.plan(LINEARS, "rowwise")) == {"model.layers.0.q", "model.layers.10.q", "lm_head"}
+
+
+def test_a_plan_has_one_decision_a_linear_in_the_order_given():
+    decisions = recipe.plan(LINEARS, "rowwise")
+    assert [(d.path, d.shape) for d in decisions] == list(LINEARS.items())
+
+
+def test_what_is_not_converted_is_bf16_with_its_reason():
+    by_path = {d.path: d for d in recipe.plan(LINEARS, "rowwise", filter_fqns=["lm_head"])}
+    assert by_path["lm_head"].recipe == by_path["model.layers.0.v"].recipe == RECIPES["bf16"]
+    assert "'lm_head'" in by_path["lm_head"].reason
+    assert "multiples of 16" in by_path["model.layers.0.v"].reason
+    assert "[8, 32]" in by_path["model.layers.0.v"].reason
+    assert by_path["model.layers.0.q"].recipe == RECIPES["rowwise"]
+
+
+@pytest.mark.parametrize("shape", [(24, 32), (32, 24), (8, 8)])
+def test_either_dim_keeps_a_linear_in_high_precision(shape):  # L-5
+    assert converted(recipe.plan({"a": (16, 16), "b": shape}, "tensorwise")) == {"a"}
+
+
+def test_filters_keep_what_they_name_in_high_precision():  # R-2, R-3
+    assert converted(recipe.plan(LINEARS, "rowwise", filter_fqns=["layers.0", "lm_head"])) == {"model.layers.10.q"}
+
+
+def test_naming_a_linear_overrides_a_filter():  # R-2
+    decisions = recipe.plan(LINEARS, "rowwise", filter_fqns=["layers.10", "lm_head"], fp8_fqns=["lm_head"])
+    assert converted(decisions) == {"model.layers.0.q", "lm_head"}
+
+
+def test_naming_a_linear_converts_no_fewer_of_the_others():  # R-2
+    assert converted(recipe.plan(LINEARS, "rowwise", fp8_fqns=["lm_head"])) == {"model.layers.0.q", "model.layers.10.q", "lm_head"}
+
+
+def test_naming_a_linear_whose_dims_do_not_allow_it_is_an_error():  # R-2
+    with pytest.raises(ValueError, match=r"multiples of 16.*model\.layers\.0\.v is \[8, 32\].*'layers\.0'"):
+        recipe.plan(LINEARS, "rowwise", fp8_fqns=["layers.0"])
+
+
+@pytest.mark.parametrize("key", ["filter_fqns", "fp8_fqns"])
+@pytest.mark.parametrize("name", ["bf16", "rowwise"])
+def test_a_pattern_that_names_no_linear_is_an_error(key, name):  # R-3
+    with pytest.raises(ValueError, match=rf"{key}.*'layers\.1' names none of: model\.layers\.0\.q"):
+        recipe.plan(LINEARS, name, **{key: ["lm_head", "layers.1"]})
+
+
+@pytest.mark.parametrize("key", ["filter_fqns", "fp8_fqns"])
+def test_a_string_in_place_of_a_list_is_an_error(key):
+    with pytest.raises(ValueError, match=rf"{key} is a list.*\['lm_head'\]"):
+        recipe.plan(LINEARS, "rowwise", **{key: "lm_head"})
+
+
+def test_converting_nothing_is_an_error():  # R-3
+    with pytest.raises(ValueError, match="'rowwise' converts no linear") as error:
+        recipe.plan({"a": (8, 8), "b": (16, 16)}, "rowwise", filter_fqns=["b"])
+    assert "a: FP8 needs" in str(error.value)
+    assert "b: named by filter_fqns 'b'" in str(error.value)
+
+
+def test_an_fp8_recipe_of_a_model_without_linears_is_an_error():  # R-3
+    with pytest.raises(ValueError, match="no linears"):
+        recipe.plan({}, "rowwise")
+
+
+def test_bf16_converts_nothing_and_says_so():
+    decisions = recipe.plan(LINEARS, "bf16", filter_fqns=["lm_head"])
+    assert not converted(decisions)
+    assert {d.reason for d in decisions} == {"recipe 'bf16' has no FP8 GEMM"}
+
+
+def test_a_plan_takes_a_recipe_of_ones_own():
+    cast = CastSpec(fmt=E5M2)
+    mine = Recipe(name="mine", output=GemmSpec(a=cast, b=cast, accumulate="slow"))
+    assert [d.recipe for d in recipe.plan({"a": (16, 16)}, mine)] == [mine]
