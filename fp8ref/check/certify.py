@@ -23,7 +23,8 @@ from fp8ref.formats import E4M3FN, E5M2, FP8_FORMATS, Format
 from fp8ref.run import progress
 from fp8ref.sim import cast, parallel, scales
 
-CHUNK = 1 << 22
+CHUNK = 1 << 22  # inputs of a task
+PIECE = 1 << 17  # of those, how many at a time
 STRIDE = 1009
 SCALES = (("e4m3fn", "torchao"), ("e4m3fn", "torchao_pow2"), ("e4m3fn", "torchao_mask"), ("e5m2", "torchao"))
 
@@ -135,14 +136,22 @@ def special_inputs(fmt: Format) -> np.ndarray:
 
 def examine(task: Task) -> Tally:
     """Compare one part of the inputs, on one thread."""
-    fmt = FP8_FORMATS[task.fmt]
+    fmt, tally = FP8_FORMATS[task.fmt], Tally()
+    with parallel.using(1):
+        for bits in _inputs(task, fmt):
+            tally.add(_examine_casts(bits, fmt) if task.kind == "cast" else _examine_scales(bits, fmt, task.kind))
+    return tally
+
+
+def _inputs(task: Task, fmt: Format) -> Iterator[np.ndarray]:
+    """The task's inputs as float32 bits, in pieces whose float64 temporaries stay in a cache."""
     if task.special:
         bits = special_inputs(fmt).view(np.uint32)
-        bits = bits if task.kind == "cast" else bits & np.uint32(0x7FFFFFFF)
+        yield bits if task.kind == "cast" else bits & np.uint32(0x7FFFFFFF)
     else:
-        bits = np.arange(task.begin, task.end, task.stride, dtype=np.int64).astype(np.uint32)
-    with parallel.using(1):
-        return _examine_casts(bits, fmt) if task.kind == "cast" else _examine_scales(bits, fmt, task.kind)
+        step = PIECE * task.stride
+        for begin in range(task.begin, task.end, step):
+            yield np.arange(begin, min(begin + step, task.end), task.stride, dtype=np.int64).astype(np.uint32)
 
 
 def _examine_casts(bits: np.ndarray, fmt: Format) -> Tally:

@@ -256,3 +256,13 @@ def quantized(layout, **options):
 def test_errors(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def test_a_ragged_last_block_lies_whole_on_one_shard():  # S-6, P-5
+    x = np.random.default_rng(5).standard_normal((300, 256)).astype(np.float32)
+    layout = Layout(mesh=Mesh(axes={"data": 3}), shape=x.shape, splits={0: ("data",)}, sizes={0: (128, 128, 44)})
+    whole = scaling.quantize(x, E4M3FN, granularity="blockwise_128x128")
+    shards = sharding.quantize(split(x, layout), layout, E4M3FN, granularity="blockwise_128x128", scope="global")
+    gathered = sharding.gather(shards, layout)
+    np.testing.assert_array_equal(gathered.codes, whole.codes)
+    np.testing.assert_array_equal(gathered.scale, whole.scale)
