@@ -36,7 +36,7 @@ def ranges(size: int, unit: int, pieces: int) -> list[tuple[int, int]]:
     """[0, size) cut into at most ``pieces`` ranges at multiples of unit, as even as units allow.
 
     >>> ranges(10, 4, 2), ranges(3, 4, 2), ranges(0, 4, 2)
-    ([(0, 8), (8, 10)], [(0, 3)], [])
+    ([(0, 4), (4, 10)], [(0, 3)], [])
     """
     units = -(-size // unit)
     cuts = [unit * (units * i // pieces) for i in range(pieces)] + [size]

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 from hypothesis import strategies as st
-from properties.domains import F32, caught, for_all, of_magnitude
+from properties.domains import F32, caught, for_all, of_magnitude, tensors
 
 from fp8ref.formats import E4M3FN, E5M2, FP8_FORMATS
-from fp8ref.sim import cast
+from fp8ref.sim import cast, scaling
 
 FORMATS = list(FP8_FORMATS.values())
 fp8 = pytest.mark.parametrize("fmt", FORMATS, ids=str)
@@ -58,6 +58,23 @@ def test_absolute_error_of_a_subnormal_value(rounding, drawn):
         assert (found <= fmt.smallest_subnormal / 2).all()
     else:  # <, but for a difference that float64 rounds: the least float32 goes to the smallest subnormal under to_odd
         assert (found <= fmt.smallest_subnormal).all()
+
+
+@pytest.mark.parametrize("policy", ["torchao", "torchao_mask", "te_current", "te_delayed", "msamp"])
+@for_all(60, x=tensors((4, 32), high=125), fmt=st.sampled_from(FORMATS))
+def test_error_of_a_quantised_tensor(policy, x, fmt):
+    """Finite tensors, 2^-39 <= amax < 2^126, which |x * scale| <= max and so is cast within the two bounds above (S-1, S-5, S-8).
+
+    x * scale, 1 / scale and code / scale each round by u = 2^-24: where x * scale is normal, within 1/17 |x| and 4 u |x| beside it, as
+    (1 + 1/17)(1 + u)^3 < 1 + 1/17 + 4 u; where it is subnormal, within 2^-10 / scale and what 4 u makes of the smallest normal number,
+    4 u * 2^-6 / scale. (For e4m3; the float64 arithmetic of this test is finer by far.)
+    """
+    q = scaling.quantize(x, fmt, policy=policy)
+    found = np.abs(scaling.dequantize(q).astype(np.float64) - x)
+    normal = np.abs(x * q.scale) >= fmt.smallest_normal
+    u, magnitude, unit = 2.0**-24, np.abs(x.astype(np.float64)), float(q.scale_inv)
+    assert (found <= magnitude * (1 / inverse_bound(fmt, "nearest_even") + 4 * u))[normal].all()
+    assert (found <= unit * (fmt.smallest_subnormal / 2 + 4 * u * fmt.smallest_normal))[~normal].all()
 
 
 @pytest.mark.parametrize(("fmt", "n", "tie"), [(E4M3FN, 17, 17 / 16), (E5M2, 9, 9 / 8)], ids=str)
