@@ -1,7 +1,8 @@
 """How fast the simulator is, as ratios to what a user could pick instead: python benchmarks/sim.py [--json FILE]
 
-Every ratio is of medians of interleaved repetitions in this one run, so that a slow moment of the machine meets both sides. Peers
-are installed by fp8ref[test].
+Every ratio is of medians of interleaved repetitions in this one run, so that a slow moment of the machine meets both sides. torch's
+threads sleep between its calls (OMP_WAIT_POLICY): spinning, as they do by default, they take the processors from whatever is
+timed next. Peers are installed by fp8ref[test].
 """
 
 import argparse
@@ -14,6 +15,8 @@ import time
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
+
+os.environ["OMP_WAIT_POLICY"] = "passive"  # read when torch is imported
 
 import ml_dtypes
 import mmaemu
@@ -127,7 +130,7 @@ def matmul_rows(size: int) -> list[dict]:
     def simulate(plan: str) -> Callable[[], object]:
         return on_threads(2, lambda: gemm.matmul(a, b, accumulate=plan))
 
-    fast, slow, native = medians(simulate("hopper_fast"), simulate("hopper_slow"), on_threads(2, lambda: wide[0] @ wide[1]), repetitions=5)
+    fast, slow, native = medians(simulate("hopper_fast"), simulate("hopper_slow"), on_threads(2, lambda: wide[0] @ wide[1]))
     once, emulated = medians(
         simulate("hopper_fast"),
         on_threads(2, lambda: mmaemu.accumulate(left, right, use_fast_accum=True, profile="hopper", splitk=1)),

@@ -187,16 +187,15 @@ def chains(a: np.ndarray, b: np.ndarray, fmt_a: Format, fmt_b: Format, plan: Acc
             for at in (*range(begin + length, end, length), end):
                 ends[at // unit.fused_width - 1] = kernels.CHAIN_END
             ends[end // unit.fused_width - 1] |= kernels.SPLIT_END
-    a, b = np.ascontiguousarray(a, np.float32), np.ascontiguousarray(b.T, np.float32)
-    ea, eb = (np.maximum(exponents(v, f.emin), kernels.NO_EXPONENT).astype(np.int8) for v, f in ((a, fmt_a), (b, fmt_b)))
-    out = np.empty((len(a), b.shape[1]), np.float32)
+    a, b = np.ascontiguousarray(a, np.float32), np.ascontiguousarray(b, np.float32)
+    out = np.empty((len(a), len(b)), np.float32)
     numbers = unit.fused_width, unit.fraction_bits, unit.output_bits
 
     def columns(begin: int, end: int) -> None:
         for j in range(begin, end, kernels.COLUMNS):
-            kernels.chains(a, ea, b, eb, ends, out, j, min(j + kernels.COLUMNS, end), *numbers)
+            kernels.chains(a, fmt_a.emin, b, fmt_b.emin, ends, out, j, min(j + kernels.COLUMNS, end), *numbers)
 
-    parallel.run(columns, out.shape[1], unit=32)
+    parallel.run(columns, len(b), unit=32)
     return out
 
 

@@ -116,16 +116,22 @@ def pack(bits, code, to):
     return to.nan_code if u > u32(0x7F800000) else u32(code | sign)
 
 
+CHUNK = 256  # elements; few enough that one in 2^16, which 16 bits leave undecided, is seldom among them
+
+
 def _stochastic(to: Layout) -> Callable:
     @njit(nogil=True, cache=True, error_model="numpy")
     def encode(bits, out, start, seed):
         random = np.empty((2, philox.BLOCK // 8), np.uint64)
         halves = random.reshape(-1).view(np.uint16)
+        filled = -1
         done = 0
         while done < bits.size:
             block, offset = divmod(start + done, philox.BLOCK)
-            count = min(philox.BLOCK - offset, bits.size - done)
-            _fill(random, u64(block * (philox.BLOCK // 8)), u64(seed))
+            if block != filled:
+                _fill(random, u64(block * (philox.BLOCK // 8)), u64(seed))
+                filled = block
+            count = min(CHUNK, philox.BLOCK - offset, bits.size - done)
             x, codes, add = bits[done : done + count], out[done : done + count], halves[offset : offset + count]
             largest = u32(0)
             for i in range(count):

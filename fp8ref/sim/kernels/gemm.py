@@ -7,25 +7,25 @@ from fp8ref.sim.kernels.bits import as_bits, as_float, truncate
 
 u32, i32, i8, f32 = np.uint32, np.int32, np.int8, np.float32
 NO_EXPONENT = -64  # of a zero: with any other below every product of two numbers; -64 - 64 is still an int8
-COLUMNS = 256  # of a tile: 32 KiB of b
+COLUMNS = 512  # of a tile: long enough for the lanes, and 80 KiB of b for the cache
 _GROUP = 4  # products of one pass over the lanes
 CHAIN_END, SPLIT_END = 1, 2
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def chains(a, ea, b, eb, ends, out, begin, end, width, fraction_bits, output_bits):
-    """Fills the columns begin to end of out [M, N] with the chains of a [M, K] and b [K, N] through a unit of these three numbers.
+def chains(a, emin_a, b, emin_b, ends, out, begin, end, width, fraction_bits, output_bits):
+    """Fills the columns begin to end of out [M, N] with the chains of a [M, K] and b [N, K] through a unit of these three numbers.
 
-    a and b are float32 values of FP8 numbers, ea and eb their exponents as int8, subnormals at emin, zeros NO_EXPONENT; width
-    is a multiple of 4. ends uint8 [K / width] says what follows step i: CHAIN_END adds the accumulator to the split's sum and
-    clears it, SPLIT_END adds that sum to out and clears it.
+    a and b are float32 values of FP8 numbers whose formats have these emin; width is a multiple of 4. ends uint8 [K / width]
+    says what follows step i: CHAIN_END adds the accumulator to the split's sum and clears it, SPLIT_END adds that sum to out
+    and clears it.
 
     A chain from 0 stays a multiple of 2^(-28 - fraction_bits), -28 the smallest exponent of a product, and below 2^32 K:
     float32 neither underflows nor overflows.
     """
     m, n = a.shape[0], end - begin
     acc, part = np.zeros((m, n), np.float32), np.zeros((m, n), np.float32)
-    bk, ek = np.empty((width, n), np.float32), np.empty((width, n), np.int8)
+    ea, bk, eb = np.empty(width, np.int8), np.empty((width, n), np.float32), np.empty((width, n), np.int8)
     exponent, unit = np.empty(n, np.int8), np.empty(n, np.float32)
     sums, wide = np.empty(n, np.int32), np.empty(n, np.float64)
     # Products lie below 2^(fraction_bits + 2) units and the accumulator below 2^(fraction_bits + 1); a sum below 2^24 is a float32.
@@ -33,23 +33,37 @@ def chains(a, ea, b, eb, ends, out, begin, end, width, fraction_bits, output_bit
     out[:, begin:end] = f32(0)
     for block in range(ends.size):
         k = block * width
-        bk[:], ek[:] = b[k : k + width, begin:end], eb[k : k + width, begin:end]
+        for j in range(n):
+            for x in range(width):
+                bk[x, j] = b[begin + j, k + x]
+        _exponents(bk.reshape(-1), emin_b, eb.reshape(-1))
         for i in range(m):
-            _largest(ea[i, k : k + width], ek, acc[i], exponent)
+            row = a[i, k : k + width]
+            _exponents(row, emin_a, ea)
+            _largest(ea, eb, acc[i], exponent)
             if narrow:
-                _narrow(a[i, k : k + width], bk, acc[i], exponent, unit, sums, fraction_bits, output_bits)
+                _narrow(row, bk, acc[i], exponent, unit, sums, fraction_bits, output_bits)
             else:
-                _wide(a[i, k : k + width], bk, acc[i], exponent, unit, sums, wide, fraction_bits, output_bits)
+                _wide(row, bk, acc[i], exponent, unit, sums, wide, fraction_bits, output_bits)
         if ends[block]:
             for i in range(m):
-                chain, total, row = acc[i], part[i], out[i, begin:end]
+                chain, total, result = acc[i], part[i], out[i, begin:end]
                 for j in range(n):
                     total[j] += chain[j]
                     chain[j] = f32(0)
                 if ends[block] & SPLIT_END:
                     for j in range(n):
-                        row[j] += total[j]
+                        result[j] += total[j]
                         total[j] = f32(0)
+
+
+@njit(nogil=True, inline="always", error_model="numpy")
+def _exponents(values, emin, out):
+    """max(floor(log2|v|), emin); NO_EXPONENT of a zero."""
+    for i in range(values.size):
+        magnitude = u32(as_bits(values[i]) & u32(0x7FFFFFFF))
+        exponent = max(i32(i32(magnitude >> u32(23)) - i32(127)), i32(emin))
+        out[i] = i8(exponent if magnitude > u32(0) else i32(NO_EXPONENT))
 
 
 @njit(nogil=True, inline="always", error_model="numpy")
