@@ -7,53 +7,24 @@ decides differently from C-4 and C-5, on overflow and on NaN, is listed with its
 
 import json
 import os
-from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from multiprocessing import get_context
 from pathlib import Path
 
-import numpy as np
 from rich.table import Table
 
-from fp8ref.check import subjects, synthetic
+from fp8ref.check import subjects
 from fp8ref.check.compare import Report
-from fp8ref.formats import E4M3FN, E5M2, FP8_FORMATS, Format
+from fp8ref.check.examine import Tally, Task, examine
+from fp8ref.formats import E4M3FN, E5M2
 from fp8ref.run import progress
-from fp8ref.sim import cast, parallel, scales
+from fp8ref.sim import parallel
 
 CHUNK = 1 << 22  # inputs of a task
-PIECE = 1 << 17  # of those, how many at a time
 STRIDE = 1009
 SCALES = (("e4m3fn", "torchao"), ("e4m3fn", "torchao_pow2"), ("e4m3fn", "torchao_mask"), ("e5m2", "torchao"))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Task:
-    """A part of the inputs, and what is done with it: bits begin, begin + stride, ... below end, or the inputs of ``special``."""
-
-    kind: str  # "cast" or a scale policy
-    fmt: str
-    begin: int = 0
-    end: int = 0
-    stride: int = 1
-    special: bool = False
-
-
-@dataclass
-class Tally:
-    """By (subject, kind of input, simulator's code, subject's code) for differing codes; by (subject, kind of input) for what was compared."""
-
-    compared: Counter = field(default_factory=Counter)
-    differ: Counter = field(default_factory=Counter)
-    first: dict = field(default_factory=dict)
-
-    def add(self, other: "Tally") -> None:
-        self.compared += other.compared
-        self.differ += other.differ
-        for key, example in other.first.items():
-            self.first.setdefault(key, example)
 
 
 def certify(*, exhaustive: bool = False, workers: int | None = None) -> "Certificate":
@@ -124,73 +95,6 @@ class Certificate:
     def write(self, path: Path) -> None:
         written = self.report().to_dict() | {"exhaustive": self.exhaustive, "disagreements": self.disagreements()}
         path.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
-
-
-def special_inputs(fmt: Format) -> np.ndarray:
-    """Every float16 and bfloat16 value, and the numbers of the format, its ties and their float32 neighbours; float32."""
-    half = np.arange(1 << 16, dtype=np.uint16)
-    with np.errstate(invalid="ignore"):  # signalling NaNs
-        wide = [half.view(np.float16).astype(np.float32), (half.astype(np.uint32) << np.uint32(16)).view(np.float32)]
-    return np.concatenate([synthetic.casts(fmt), *wide])
-
-
-def examine(task: Task) -> Tally:
-    """Compare one part of the inputs, on one thread."""
-    fmt, tally = FP8_FORMATS[task.fmt], Tally()
-    with parallel.using(1):
-        for bits in _inputs(task, fmt):
-            tally.add(_examine_casts(bits, fmt) if task.kind == "cast" else _examine_scales(bits, fmt, task.kind))
-    return tally
-
-
-def _inputs(task: Task, fmt: Format) -> Iterator[np.ndarray]:
-    """The task's inputs as float32 bits, in pieces whose float64 temporaries stay in a cache."""
-    if task.special:
-        bits = special_inputs(fmt).view(np.uint32)
-        yield bits if task.kind == "cast" else bits & np.uint32(0x7FFFFFFF)
-    else:
-        step = PIECE * task.stride
-        for begin in range(task.begin, task.end, step):
-            yield np.arange(begin, min(begin + step, task.end), task.stride, dtype=np.int64).astype(np.uint32)
-
-
-def _examine_casts(bits: np.ndarray, fmt: Format) -> Tally:
-    x, tally = bits.view(np.float32), Tally()
-    specified = {saturate: cast.encode(x, fmt, saturate=saturate) for saturate in (True, False)}
-    kinds = ("in range", "above max", "infinite", "NaN")
-    magnitude = specified[False] & ~np.uint8(fmt.sign_bit)
-    overflow = magnitude > fmt.max_code
-    kind = np.where(overflow, np.where(np.isnan(x), 3, np.where(np.isinf(x), 2, 1)), 0).astype(np.uint8)
-    counts = np.bincount(kind, minlength=4)
-    for subject, (encode, saturates) in subjects.casts(fmt).items():
-        found, expected = encode(x), specified[saturates]
-        tally.compared.update({(subject, kinds[k]): int(n) for k, n in enumerate(counts) if n})
-        at = np.flatnonzero(found != expected)
-        keys = (kind[at].astype(np.int64) << 16) | (expected[at].astype(np.int64) << 8) | found[at]
-        for key in np.flatnonzero(binned := np.bincount(keys, minlength=1)):
-            where = kinds[key >> 16]
-            tally.differ[subject, where, f"0x{key >> 8 & 255:02X}", f"0x{key & 255:02X}"] = int(binned[key])
-            index = at[np.argmax(keys == key)]
-            tally.first.setdefault((subject, where), _example(bits[index], f"0x{expected[index]:02X}", f"0x{found[index]:02X}"))
-    return tally
-
-
-def _examine_scales(bits: np.ndarray, fmt: Format, policy: str) -> Tally:
-    amax, tally = bits.view(np.float32), Tally()
-    expected = scales.scale_from_amax(amax, fmt, policy)
-    for subject, scale_from_amax in subjects.scales(fmt, policy).items():
-        found = scale_from_amax(amax)
-        tally.compared[subject, "scale"] = amax.size
-        differ = (found.view(np.uint32) != expected.view(np.uint32)) & ~(np.isnan(found) & np.isnan(expected))
-        if differ.any():
-            index = int(np.argmax(differ))
-            tally.differ[subject, "scale", "", ""] = int(differ.sum())
-            tally.first[subject, "scale"] = _example(bits[index], repr(expected[index]), repr(found[index]))
-    return tally
-
-
-def _example(bits, specified: str, found: str) -> str:
-    return f"specified {specified}, found {found}; input {np.uint32(bits).view(np.float32):.9g} (float32 bits 0x{int(bits):08X})"
 
 
 def _tasks(exhaustive: bool) -> Iterator[Task]:

@@ -1,0 +1,24 @@
+"""The benchmark scripts run, at sizes too small to say anything: their ratios belong to `make bench`."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+RESULT = BENCHMARKS / "results" / "sim.json"
+
+
+def test_the_simulators_table(tmp_path):
+    written = tmp_path / "sim.json"
+    subprocess.run([sys.executable, BENCHMARKS / "sim.py", "--quick", "--json", written], check=True, capture_output=True)
+    quick, kept = json.loads(written.read_text()), json.loads(RESULT.read_text())
+    assert [(r["peer"], r["asked"]) for r in quick["rows"]] == [(r["peer"], r["asked"]) for r in kept["rows"]]
+    assert all(r["ratio"] > 0 for r in quick["rows"])
+
+
+def test_the_readme_shows_the_table_that_is_kept():
+    readme = (BENCHMARKS.parent / "README.md").read_text(encoding="utf-8")
+    for row in json.loads(RESULT.read_text())["rows"]:
+        if not row["work"].startswith("memory"):
+            assert f"| {row['work']} | {row['rate']} | {row['peer']} | {row['ratio']:.3g}x |" in readme
