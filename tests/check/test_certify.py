@@ -1,11 +1,14 @@
 import json
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
 from fp8ref import cli
 from fp8ref.check import certify as certificates
 from fp8ref.check.certify import Task, certify
+
+RECORD = Path(__file__).parents[2] / "benchmarks/results/certificate.json"
 
 
 @pytest.fixture(scope="module")
@@ -32,6 +35,18 @@ def test_what_libraries_decide_otherwise_is_overflow_and_nan(strided):  # C-4, C
     ml_dtypes = {(r["format"], r["inputs"]): r["found"] for r in rows if r["library"] == "ml_dtypes"}
     assert ml_dtypes == {("e4m3fn", k): ["0xFF"] for k in ("above max", "infinite", "NaN")} | {("e5m2", "NaN"): ["0x7E", "0xFE"]}
     assert not any(r["library"].startswith("fp8ref") for r in rows)
+
+
+def test_the_record_that_is_kept_is_of_every_input_and_finds_the_same_classes(strided):
+    record = json.loads(RECORD.read_text(encoding="utf-8"))
+    assert record["ok"]
+    assert record["exhaustive"]
+    own = {c["name"]: c["compared"] for c in record["checks"] if "fp8ref" in c["name"]}
+    assert own == {name: 1 << (32 if "cast" in name else 31) for name in own}
+    assert {c["name"] for c in record["checks"]} == set(strided.report().checks)
+    columns = ("format", "what", "library", "inputs", "specified", "found")
+    found, kept = ([[row[c] for c in columns] for row in rows] for rows in (strided.disagreements(), record["disagreements"]))
+    assert found == kept
 
 
 @pytest.mark.parametrize("exhaustive", [True, False])
