@@ -88,3 +88,9 @@ FLOAT32 = Format(name="float32", exponent_bits=8, mantissa_bits=23, bias=127, sp
 
 FP8_FORMATS = {f.name: f for f in (E4M3FN, E5M2, E4M3FNUZ, E5M2FNUZ)}
 FORMATS = {**FP8_FORMATS, **{f.name: f for f in (E8M0FNU, BFLOAT16, FLOAT16, FLOAT32)}}
+
+
+def check(fmt: object) -> None:
+    """ValueError unless fmt is a Format: a name is not."""
+    if not isinstance(fmt, Format):
+        raise ValueError(f"fmt is a Format, such as fp8ref.formats.E4M3FN; got {fmt!r}. Formats by name are in fp8ref.formats.FORMATS.")

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from fp8ref import formats
 from fp8ref.formats import Format
 
 DTYPES = {
@@ -60,6 +61,7 @@ def to_f32(x: jax.Array) -> jax.Array:
 
 
 def _dtype(fmt: Format):
+    formats.check(fmt)
     if fmt.name not in DTYPES:
         raise ValueError(f"casts go to one of {', '.join(DTYPES)}; got {fmt}.")
     return DTYPES[fmt.name]

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from fp8ref import formats
 from fp8ref.formats import E4M3FN, E5M2, Format
 from fp8ref.sim import parallel
 from fp8ref.sim.kernels import gemm as kernels
@@ -201,6 +202,8 @@ def chains(a: np.ndarray, b: np.ndarray, fmt_a: Format, fmt_b: Format, plan: Acc
 
 def check_pair(fmt_a: Format, fmt_b: Format) -> None:
     """Tensor cores take e4m3fn and e5m2, in any pairing."""
+    formats.check(fmt_a)
+    formats.check(fmt_b)
     if fmt_a not in (E4M3FN, E5M2) or fmt_b not in (E4M3FN, E5M2):
         raise ValueError(f"tensor cores multiply e4m3fn and e5m2; got {fmt_a} and {fmt_b}. Use accumulate 'exact' or 'f32'.")
 

@@ -12,7 +12,8 @@ from typing import Literal
 
 import numpy as np
 
-from fp8ref.formats import FORMATS, FP8_FORMATS, Format
+from fp8ref import formats
+from fp8ref.formats import BFLOAT16, FLOAT16, FLOAT32, FORMATS, FP8_FORMATS, Format
 from fp8ref.sim import parallel, philox
 from fp8ref.sim.kernels import cast as kernels
 
@@ -102,10 +103,13 @@ def round_to(x, fmt: Format, *, rounding: Rounding = "nearest_even", saturate: b
     Specials: as encode; NaN -> NaN, and Inf where fmt has it.
     Raises:   ValueError: as encode.
     """
+    formats.check(fmt)
+    if fmt.bits > 32:
+        raise ValueError(f"round_to gives float32 values of a format of at most 32 bits; got {fmt}.")
     if fmt.bits == 8:
         return decode(encode(x, fmt, rounding=rounding, saturate=saturate, seed=seed), fmt)
     x = np.asarray(x)
-    if x.dtype == np.float32 and rounding == "nearest_even" and not saturate and seed is None:
+    if fmt in (FLOAT32, FLOAT16, BFLOAT16) and x.dtype == np.float32 and rounding == "nearest_even" and not saturate and seed is None:
         return _nearest_even(x, fmt)
     return round_to_plain(x, fmt, rounding=rounding, saturate=saturate, seed=seed)
 
@@ -170,6 +174,7 @@ def _pieces(x: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
 
 
 def _check(x: np.ndarray, fmt: Format, rounding: str, seed: int | None) -> None:
+    formats.check(fmt)
     if fmt.bits != 8:
         raise ValueError(f"encode gives codes of 8-bit formats; got {fmt}. Use round_to for wider formats.")
     if fmt.signed is False and rounding in ("to_odd", "stochastic"):
@@ -183,6 +188,10 @@ def check_dtype(x: np.ndarray) -> None:
     # bfloat16 arrays come from ml_dtypes, whose dtypes are of kind 'V' in some versions and known by name only.
     if x.dtype.name not in ("float64", "float32", "float16", "bfloat16"):
         raise ValueError(f"casts take float64, float32, float16 or bfloat16; got {x.dtype}. Convert with .astype(np.float32).")
+    if not x.dtype.isnative:
+        raise ValueError(
+            f"casts take arrays in the machine's byte order; got {x.dtype.str!r}. Convert with .astype(x.dtype.newbyteorder('='))."
+        )
 
 
 def _check_rounding(rounding: str, seed: int | None) -> None:
@@ -220,6 +229,7 @@ _TABLES: dict[str, np.ndarray] = {}
 
 def _table(fmt: Format) -> np.ndarray:
     """float32 [256]: the value of every code of an 8-bit format."""
+    formats.check(fmt)
     if FORMATS.get(fmt.name) != fmt or fmt.bits != 8:
         raise ValueError(f"decode takes one of {', '.join([*FP8_FORMATS, 'e8m0fnu'])}; got {fmt}.")
     if fmt.name not in _TABLES:

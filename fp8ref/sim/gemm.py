@@ -155,7 +155,7 @@ def _check_shapes(a: np.ndarray, b: np.ndarray, out_dtype: Format) -> None:
     if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[1]:
         raise ValueError(f"a GEMM takes a [M, K] and b [N, K] with the same K; got {a.shape} and {b.shape}.")
     if out_dtype not in OUT_DTYPES:
-        raise ValueError(f"out_dtype is one of {OUT_DTYPES}; got {out_dtype}.")
+        raise ValueError(f"out_dtype is one of {', '.join(map(str, OUT_DTYPES))} of fp8ref.formats; got {out_dtype!r}.")
 
 
 def _check_bias(bias, epilogue: Epilogue, out_dtype: Format, n: int) -> np.ndarray | None:

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from fp8ref import formats
 from fp8ref import policy as policies
 from fp8ref.formats import Format
 from fp8ref.policy import ScalePolicy
@@ -30,6 +31,7 @@ def scales_from_amax(amax, fmt: Format, policy: str | ScalePolicy = "torchao", *
     Source:   beside each policy in ``fp8ref/policy.py``.
     """
     policy = policies.by_name(policy)
+    formats.check(fmt)
     amax = magnitudes(amax, "amax")
     if previous is not None and not policy.keeps:
         raise ValueError(f"policy {policy.name!r} never keeps a previous scale (S-11); got previous={previous}. Leave it out.")

@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from fp8ref import formats
 from fp8ref import granularity as granularities
 from fp8ref import policy as policies
 from fp8ref.formats import FLOAT32, Format
@@ -60,10 +61,11 @@ def quantize(x, fmt: Format, *, granularity: str = "tensorwise", policy: str | S
               A policy that stores scale_inv divides by it instead (S-13).
     Specials: -0 kept. Policy ``torchao``: zero amax -> codes 0; NaN anywhere in a group -> all its codes NaN; Inf -> scale 0:
               finite -> +-0, Inf -> NaN. Other policies: S-10. A policy that would keep a previous scale takes 1 (S-11).
-    Raises:   ValueError: as amax and scales_from_amax.
+    Raises:   ValueError: as amax and scales_from_amax; a fmt that is not FP8.
     Source:   SEMANTICS S-5; torchao 0.18 float8/float8_training_tensor.py, hp_tensor_and_scale_to_float8.
     """
     policy = policies.by_name(policy)
+    _check_target(fmt)
     x = _in_compute_dtype(_tensor(x), policy)
     scales = scales_from_amax(amax(x, granularity, axis=axis), fmt, policy)
     return quantize_with(x, scales, fmt, granularity=granularity, policy=policy, axis=axis)
@@ -77,6 +79,7 @@ def quantize_with(
     Raises:   ValueError: scales of another shape than ``scale_shape`` gives.
     """
     policy = policies.by_name(policy)
+    _check_target(fmt)
     value = _in_compute_dtype(_tensor(x), policy)
     shape = granularities.scale_shape(granularity, value.shape, axis)
     if scales.scale.shape != shape or scales.scale_inv.shape != shape:
@@ -146,6 +149,12 @@ def _tensor(x) -> np.ndarray:
             "a tensor is scaled from float32 or a narrower dtype, which hold its amax exactly (S-2); got float64. Round it first."
         )
     return x
+
+
+def _check_target(fmt: Format) -> None:
+    formats.check(fmt)
+    if fmt.bits != 8 or not fmt.signed:
+        raise ValueError(f"tensors are quantised to FP8: {', '.join(formats.FP8_FORMATS)}; got {fmt}. Use cast.round_to or cast.encode.")
 
 
 def _in_compute_dtype(x: np.ndarray, policy: ScalePolicy) -> np.ndarray:

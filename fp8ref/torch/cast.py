@@ -2,6 +2,7 @@
 
 import torch
 
+from fp8ref import formats
 from fp8ref.formats import Format
 
 DTYPES = {
@@ -57,6 +58,7 @@ def to_f32(x: torch.Tensor) -> torch.Tensor:
 
 
 def _dtype(fmt: Format) -> torch.dtype:
+    formats.check(fmt)
     if fmt.name not in DTYPES:
         raise ValueError(f"casts go to one of {', '.join(DTYPES)}; got {fmt}.")
     return DTYPES[fmt.name]

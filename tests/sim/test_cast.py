@@ -7,11 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fp8ref.check import synthetic
-from fp8ref.formats import BFLOAT16, E4M3FN, E4M3FNUZ, E5M2, E5M2FNUZ, E8M0FNU, FLOAT16, FLOAT32, FP8_FORMATS
+from fp8ref.formats import BFLOAT16, E4M3FN, E4M3FNUZ, E5M2, E5M2FNUZ, E8M0FNU, FLOAT16, FLOAT32, FP8_FORMATS, Format
 from fp8ref.sim import cast, philox
 
 MLDTYPES = {name: getattr(ml_dtypes, f"float8_{name}") for name in (*FP8_FORMATS, "e8m0fnu")}
 CODES = np.arange(256, dtype=np.uint8)
+FLOAT64 = Format(name="float64", exponent_bits=11, mantissa_bits=52, bias=1023, specials="ieee")
+TF32 = Format(name="tf32", exponent_bits=8, mantissa_bits=10, bias=127, specials="ieee")
+E2M1 = Format(name="e2m1", exponent_bits=2, mantissa_bits=1, bias=1, specials="ieee")
 fp8 = pytest.mark.parametrize("fmt", FP8_FORMATS.values(), ids=str)
 
 
@@ -287,6 +290,11 @@ def test_no_dimension_and_no_element():
         (lambda: cast.encode(np.ones(3), E8M0FNU, rounding="to_odd"), "C-7"),
         (lambda: cast.decode(np.ones(3), E4M3FN), "uint8"),
         (lambda: cast.decode(np.zeros(3, np.uint8), FLOAT16), "e4m3fn"),
+        (lambda: cast.encode(np.ones(3), "e4m3fn"), "a Format, such as .*got 'e4m3fn'.*FORMATS"),
+        (lambda: cast.decode(np.zeros(3, np.uint8), "e4m3fn"), "a Format"),
+        (lambda: cast.round_to(np.ones(3), "bfloat16"), "a Format"),
+        (lambda: cast.round_to(np.ones(3), FLOAT64), "at most 32 bits; got float64"),
+        (lambda: cast.encode(np.ones(3, ">f8"), E4M3FN), "byte order; got '>f8'"),
     ],
 )
 def test_errors_name_requirement_and_remedy(call, message):
@@ -296,3 +304,12 @@ def test_errors_name_requirement_and_remedy(call, message):
 
 def test_e5m2fnuz_has_no_negative_zero():  # C-6
     assert cast.encode(np.float32(-1e-20), E5M2FNUZ) == 0
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, np.float16])
+def test_round_to_a_format_of_ones_own(dtype):
+    """TF32, 1 + 10 mantissa bits, by NumPy's float16 where its exponents are the same; and four bits, by hand."""
+    x = np.random.default_rng(0).uniform(1, 60000, 1000).astype(dtype)
+    with np.errstate(over="ignore"):
+        np.testing.assert_array_equal(cast.round_to(x, TF32), x.astype(np.float16).astype(np.float32))
+    np.testing.assert_array_equal(cast.round_to(np.array([0.2, 0.25, 0.75, 1.2, 2.5, -2.6], dtype), E2M1), np.float32([0, 0, 1, 1, 2, -3]))

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from fp8ref.formats import E4M3FN, E5M2
+from fp8ref.formats import BFLOAT16, E4M3FN, E5M2, E8M0FNU
 from fp8ref.policy import POLICIES
 from fp8ref.sim import cast, scaling
 
@@ -116,6 +116,11 @@ def test_input_is_left_alone(rng):
         (lambda: scaling.quantize(np.ones((64, 200), np.float32), E4M3FN, granularity="blockwise_1x128"), "divisible by 128.*rowwise"),
         (lambda: scaling.quantize(np.ones((2, 2), np.float32), E4M3FN, granularity="row"), "tensorwise"),
         (lambda: scaling.quantize(np.ones((2, 2)), E4M3FN), "float64"),
+        (lambda: scaling.quantize(np.ones((2, 2), ">f8"), E4M3FN), "byte order"),
+        (lambda: scaling.quantize(np.ones((2, 2), np.float32), BFLOAT16), "FP8: e4m3fn.*got bfloat16"),
+        (lambda: scaling.quantize(np.ones((2, 2), np.float32), E8M0FNU), "got e8m0fnu"),
+        (lambda: scaling.quantize(np.ones((2, 2), np.float32), "e4m3fn"), "a Format"),
+        (lambda: scaling.scale_from_amax(np.float32(1), "e4m3fn"), "a Format"),
         (lambda: scaling.quantize(np.ones((2, 2), np.float32), E4M3FN, granularity="rowwise", axis=2), r"\[-2, 2\)"),
         (lambda: scaling.quantize(np.ones((2, 2), np.float32), E4M3FN, policy="te"), "torchao"),
         (lambda: scaling.quantize_with(np.ones((2, 2)), scaling.scales_from_amax(np.float32(1), E4M3FN), E4M3FN), "float64"),
