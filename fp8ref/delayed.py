@@ -44,6 +44,8 @@ class DelayedScaling:
             value = getattr(self, key)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{key} is an integer of at least 1; got {value!r}.")
+        if not isinstance(self.policy, ScalePolicy):
+            raise ValueError(f"policy is a ScalePolicy, such as POLICIES['te_delayed']; got {self.policy!r}.")
         for key, allowed in _CHOICES.items():
             if getattr(self, key) not in allowed:
                 raise ValueError(f"{key} is one of {', '.join(allowed)}; got {getattr(self, key)!r}.")
@@ -81,3 +83,12 @@ DELAYED = {
         ),
     )
 }
+
+
+def by_name(config: "str | DelayedScaling") -> DelayedScaling:
+    """The config of that name; a DelayedScaling is itself."""
+    if isinstance(config, DelayedScaling):
+        return config
+    if not isinstance(config, str) or config not in DELAYED:
+        raise ValueError(f"delayed scaling is a DelayedScaling or one of {', '.join(DELAYED)}; got {config!r}.")
+    return DELAYED[config]

@@ -41,6 +41,6 @@ def by_name(epilogue: "str | Epilogue") -> Epilogue:
     """The epilogue of that name; an Epilogue is itself."""
     if isinstance(epilogue, Epilogue):
         return epilogue
-    if epilogue not in EPILOGUES:
+    if not isinstance(epilogue, str) or epilogue not in EPILOGUES:
         raise ValueError(f"epilogue is an Epilogue or one of {', '.join(EPILOGUES)}; got {epilogue!r}.")
     return EPILOGUES[epilogue]

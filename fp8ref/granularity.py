@@ -30,15 +30,15 @@ GRANULARITIES = {
 
 
 def by_name(name: str) -> Granularity:
-    if name not in GRANULARITIES:
+    if not isinstance(name, str) or name not in GRANULARITIES:
         raise ValueError(f"granularity is one of {', '.join(GRANULARITIES)}; got {name!r}.")
     return GRANULARITIES[name]
 
 
 def normalise_axis(axis: int, ndim: int) -> int:
     """axis counted from the front; ValueError when the tensor has no such axis."""
-    if not -ndim <= axis < ndim:
-        raise ValueError(f"the reduced axis lies in [-{ndim}, {ndim}) for a {ndim}-d tensor; got axis={axis}.")
+    if isinstance(axis, bool) or not isinstance(axis, int) or not -ndim <= axis < ndim:
+        raise ValueError(f"the reduced axis lies in [-{ndim}, {ndim}) for a {ndim}-d tensor; got axis={axis!r}.")
     return axis % ndim
 
 

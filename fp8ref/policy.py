@@ -153,6 +153,6 @@ def by_name(policy: "str | ScalePolicy") -> ScalePolicy:
     """The policy of that name; a ScalePolicy is itself."""
     if isinstance(policy, ScalePolicy):
         return policy
-    if policy not in POLICIES:
+    if not isinstance(policy, str) or policy not in POLICIES:
         raise ValueError(f"policy is a ScalePolicy or one of {', '.join(POLICIES)}; got {policy!r}.")
     return POLICIES[policy]

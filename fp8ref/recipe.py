@@ -149,7 +149,7 @@ def by_name(recipe: str | Recipe) -> Recipe:
     """The recipe of that name; a Recipe is itself."""
     if isinstance(recipe, Recipe):
         return recipe
-    if recipe not in RECIPES:
+    if not isinstance(recipe, str) or recipe not in RECIPES:
         raise ValueError(f"recipe is a Recipe or one of {', '.join(RECIPES)}; got {recipe!r}.")
     return RECIPES[recipe]
 

@@ -5,7 +5,7 @@ from typing import Protocol
 
 import numpy as np
 
-from fp8ref.formats import Format
+from fp8ref.formats import FORMATS, Format
 from fp8ref.recipe import CastSpec
 from fp8ref.sim import cast, scaling
 
@@ -19,7 +19,7 @@ class Quantizer(Protocol):
 
 class Sim:
     def quantize(self, x: np.ndarray, spec: CastSpec, *, axis: int, dtype: str) -> tuple[np.ndarray, np.ndarray]:
-        x = cast.round_to(x, cast.FORMATS[dtype])
+        x = cast.round_to(x, FORMATS[dtype])
         q = scaling.quantize(x, spec.fmt, granularity=spec.granularity, policy=spec.policy, axis=axis)
         return q.codes, q.scale
 

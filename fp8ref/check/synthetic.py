@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from fp8ref.formats import Format
+from fp8ref.formats import BFLOAT16, Format
 from fp8ref.sim import cast
 
 
@@ -24,7 +24,7 @@ def tensors(seed: int = 0) -> dict[str, np.ndarray]:
         "huge": normal * 1e38 / np.abs(normal).max(),
     }
     with np.errstate(under="ignore"):
-        return {name: cast.round_to(value, cast.FORMATS["bfloat16"]) for name, value in cases.items()}
+        return {name: cast.round_to(value, BFLOAT16) for name, value in cases.items()}
 
 
 def casts(fmt: Format) -> np.ndarray:

@@ -109,7 +109,7 @@ def by_name(accumulate: "str | Accumulation") -> "str | Accumulation":
     """The plan of that name; 'exact', 'f32' and an Accumulation are themselves."""
     if isinstance(accumulate, Accumulation) or accumulate in ("exact", "f32"):
         return accumulate
-    if accumulate not in ACCUMULATIONS:
+    if not isinstance(accumulate, str) or accumulate not in ACCUMULATIONS:
         raise ValueError(f"accumulate is an Accumulation, 'exact', 'f32' or one of {', '.join(ACCUMULATIONS)}; got {accumulate!r}.")
     return ACCUMULATIONS[accumulate]
 
@@ -118,7 +118,7 @@ def unit_by_name(unit: str | TensorCore) -> TensorCore:
     """The unit of that name; a TensorCore is itself."""
     if isinstance(unit, TensorCore):
         return unit
-    if unit not in UNITS:
+    if not isinstance(unit, str) or unit not in UNITS:
         raise ValueError(f"unit is a TensorCore or one of {', '.join(UNITS)}; got {unit!r}.")
     return UNITS[unit]
 

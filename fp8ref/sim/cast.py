@@ -7,13 +7,14 @@ code = n + (steps of the exponent below) * 2^mantissa_bits, and a carry out of n
 ``encode`` is the same function by compiled kernels.
 """
 
+import functools
 from collections.abc import Iterator
 from typing import Literal
 
 import numpy as np
 
 from fp8ref import formats
-from fp8ref.formats import BFLOAT16, FLOAT16, FLOAT32, FORMATS, FP8_FORMATS, Format
+from fp8ref.formats import BFLOAT16, FLOAT16, FLOAT32, FP8_FORMATS, Format
 from fp8ref.sim import parallel, philox
 from fp8ref.sim.kernels import cast as kernels
 
@@ -32,7 +33,7 @@ def encode(x, fmt: Format, *, rounding: Rounding = "nearest_even", saturate: boo
     Raises:   ValueError: fmt not of 8 bits; x not floating point; unknown rounding; a seed missing or not used.
     Source:   SEMANTICS C-1 to C-7.
     """
-    x = np.asarray(x)
+    x = array(x)
     _check(x, fmt, rounding, seed)
     codes = np.empty(x.shape, np.uint8)
     flat = codes.reshape(-1)
@@ -56,7 +57,7 @@ def encode_plain(
     x, fmt: Format, *, rounding: Rounding = "nearest_even", saturate: bool = True, seed: int | None = None, start: int = 0
 ) -> np.ndarray:
     """The definition of ``encode``, in NumPy alone; start is the flat index of x's first element, for stochastic rounding."""
-    x = np.asarray(x)
+    x = array(x)
     _check(x, fmt, rounding, seed)
     value = exact(x)
     magnitude, exponent = _round_magnitude(value, fmt, rounding, seed, start)
@@ -88,6 +89,9 @@ def decode(codes, fmt: Format) -> np.ndarray:
     codes = np.asarray(codes)
     if codes.dtype != np.uint8:
         raise ValueError(f"codes are uint8; got {codes.dtype}. View float8 arrays with .view(np.uint8).")
+    formats.check(fmt)
+    if fmt.bits != 8:
+        raise ValueError(f"decode takes codes of 8-bit formats: {', '.join([*FP8_FORMATS, 'e8m0fnu'])}; got {fmt}.")
     return _table(fmt)[codes]
 
 
@@ -104,11 +108,10 @@ def round_to(x, fmt: Format, *, rounding: Rounding = "nearest_even", saturate: b
     Raises:   ValueError: as encode.
     """
     formats.check(fmt)
-    if fmt.bits > 32:
-        raise ValueError(f"round_to gives float32 values of a format of at most 32 bits; got {fmt}.")
     if fmt.bits == 8:
         return decode(encode(x, fmt, rounding=rounding, saturate=saturate, seed=seed), fmt)
-    x = np.asarray(x)
+    _check_wide(fmt)
+    x = array(x)
     if fmt in (FLOAT32, FLOAT16, BFLOAT16) and x.dtype == np.float32 and rounding == "nearest_even" and not saturate and seed is None:
         return _nearest_even(x, fmt)
     return round_to_plain(x, fmt, rounding=rounding, saturate=saturate, seed=seed)
@@ -120,10 +123,16 @@ def round_to_plain(x, fmt: Format, *, rounding: Rounding = "nearest_even", satur
     value = exact(x)
     magnitude, exponent = _round_magnitude(value, fmt, rounding, seed)
     rounded = np.ldexp(magnitude, exponent - fmt.mantissa_bits)
-    limit = fmt.max if saturate or rounding in ("toward_zero", "to_odd") else np.inf
-    rounded = np.where(rounded > fmt.max, limit, rounded)
-    rounded = np.where(np.isinf(value), fmt.max if saturate else np.inf, rounded)
+    overflow = fmt.max if saturate else np.nan if fmt.inf_code is None else np.inf
+    rounded = np.where(rounded > fmt.max, fmt.max if rounding in ("toward_zero", "to_odd") else overflow, rounded)
+    rounded = np.where(np.isinf(value), overflow, rounded)
     return np.where(np.isnan(value), np.nan, np.copysign(rounded, value)).astype(np.float32)
+
+
+def _check_wide(fmt: Format) -> None:
+    """ValueError unless float32 holds the values of a format that is not of 8 bits."""
+    if not fmt.signed or fmt.specials == "fnuz" or fmt.mantissa_bits > 23 or fmt.emin < -126 or fmt.max > FLOAT32.max:
+        raise ValueError(f"round_to gives float32 values: of signed formats with -0 that lie within float32; got {fmt}. Use float32.")
 
 
 def _nearest_even(x: np.ndarray, fmt: Format) -> np.ndarray:
@@ -138,9 +147,20 @@ def _nearest_even(x: np.ndarray, fmt: Format) -> np.ndarray:
     return np.where(np.isnan(x), x, rounded.view(np.float32).reshape(x.shape))
 
 
+def array(x) -> np.ndarray:
+    """np.asarray(x); ValueError where NumPy has no such array."""
+    try:
+        return np.asarray(x)
+    except (TypeError, RuntimeError) as error:
+        raise ValueError(
+            f"casts take what NumPy reads as an array; got {type(x).__name__} ({str(error).rstrip('.')}). "
+            "From torch use x.detach().float().numpy(), which is exact."
+        ) from error
+
+
 def exact(x) -> np.ndarray:
     """x as float64, value for value; ValueError when its dtype is not a floating-point one that float64 holds."""
-    x = np.asarray(x)
+    x = array(x)
     check_dtype(x)
     if x.dtype == np.float64:
         return x
@@ -187,7 +207,7 @@ def check_dtype(x: np.ndarray) -> None:
     """ValueError unless x holds floating-point numbers that float64 holds."""
     # bfloat16 arrays come from ml_dtypes, whose dtypes are of kind 'V' in some versions and known by name only.
     if x.dtype.name not in ("float64", "float32", "float16", "bfloat16"):
-        raise ValueError(f"casts take float64, float32, float16 or bfloat16; got {x.dtype}. Convert with .astype(np.float32).")
+        raise ValueError(f"casts take float64, float32, float16 or bfloat16; got {x.dtype}. Convert it to one of these first.")
     if not x.dtype.isnative:
         raise ValueError(
             f"casts take arrays in the machine's byte order; got {x.dtype.str!r}. Convert with .astype(x.dtype.newbyteorder('='))."
@@ -195,7 +215,7 @@ def check_dtype(x: np.ndarray) -> None:
 
 
 def _check_rounding(rounding: str, seed: int | None) -> None:
-    if rounding not in ROUNDINGS:
+    if not isinstance(rounding, str) or rounding not in ROUNDINGS:
         raise ValueError(f"rounding is one of {', '.join(ROUNDINGS)}; got {rounding!r}.")
     if (seed is not None) != (rounding == "stochastic"):
         raise ValueError(f"stochastic rounding takes a seed, and no other does; got rounding={rounding!r}, seed={seed}.")
@@ -224,28 +244,21 @@ def _round_magnitude(value: np.ndarray, fmt: Format, rounding: Rounding, seed: i
     return floor + (np.floor(rest * 2.0**48) + random >= 2.0**48), exponent
 
 
-_TABLES: dict[str, np.ndarray] = {}
-
-
+@functools.cache
 def _table(fmt: Format) -> np.ndarray:
     """float32 [256]: the value of every code of an 8-bit format."""
-    formats.check(fmt)
-    if FORMATS.get(fmt.name) != fmt or fmt.bits != 8:
-        raise ValueError(f"decode takes one of {', '.join([*FP8_FORMATS, 'e8m0fnu'])}; got {fmt}.")
-    if fmt.name not in _TABLES:
-        code = np.arange(256)
-        magnitude = code & ~fmt.sign_bit
-        mantissa = magnitude & ((1 << fmt.mantissa_bits) - 1)
-        field = magnitude >> fmt.mantissa_bits
-        if fmt.signed:
-            normal = field > 0
-            value = np.ldexp((normal << fmt.mantissa_bits) + mantissa, np.maximum(field, 1) - fmt.bias - fmt.mantissa_bits)
-        else:
-            value = np.ldexp(1.0, field - fmt.bias)
-        value = np.where((code & fmt.sign_bit) != 0, -value, value)
-        value[magnitude > fmt.max_code] = np.nan
-        if fmt.inf_code is not None:
-            value[fmt.inf_code], value[fmt.inf_code | fmt.sign_bit] = np.inf, -np.inf
-        value[fmt.nan_code] = np.nan  # the only one of a fnuz format
-        _TABLES[fmt.name] = value.astype(np.float32)
-    return _TABLES[fmt.name]
+    code = np.arange(256)
+    magnitude = code & ~fmt.sign_bit
+    mantissa = magnitude & ((1 << fmt.mantissa_bits) - 1)
+    field = magnitude >> fmt.mantissa_bits
+    if fmt.signed:
+        normal = field > 0
+        value = np.ldexp((normal << fmt.mantissa_bits) + mantissa, np.maximum(field, 1) - fmt.bias - fmt.mantissa_bits)
+    else:
+        value = np.ldexp(1.0, field - fmt.bias)
+    value = np.where((code & fmt.sign_bit) != 0, -value, value)
+    value[magnitude > fmt.max_code] = np.nan
+    if fmt.inf_code is not None:
+        value[fmt.inf_code], value[fmt.inf_code | fmt.sign_bit] = np.inf, -np.inf
+    value[fmt.nan_code] = np.nan  # the only one of a fnuz format
+    return value.astype(np.float32)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fp8ref.delayed import DELAYED, DelayedScaling
+from fp8ref.delayed import DELAYED, DelayedScaling, by_name
 from fp8ref.formats import Format
 from fp8ref.sim.scales import Scales, magnitudes, scale_inv_from_scale, scales_from_amax
 
@@ -54,8 +54,9 @@ class Observation(NamedTuple):
     seen: np.ndarray
 
 
-def init(config: DelayedScaling, shape: tuple[int, ...] = ()) -> DelayedState:
+def init(config: str | DelayedScaling, shape: tuple[int, ...] = ()) -> DelayedState:
     """Scale 1, an empty history (SEMANTICS H-2)."""
+    config = by_name(config)
     history = np.zeros((*shape, config.history_length), np.float32)
     return DelayedState(np.ones(shape, np.float32), history, np.zeros(shape, np.int64))
 
@@ -63,6 +64,8 @@ def init(config: DelayedScaling, shape: tuple[int, ...] = ()) -> DelayedState:
 def observe(amax, *, non_finite=False, seen=True) -> Observation:
     """One use of a tensor: its amax, and a flag for a non-finite element that a reduction may have lost (SEMANTICS H-4)."""
     amax = magnitudes(amax, "amax")
+    if any(np.shape(flag) not in ((), amax.shape) for flag in (non_finite, seen)):
+        raise ValueError(f"flags have the shape of amax, {amax.shape}, or (); got {np.shape(non_finite)} and {np.shape(seen)}.")
     flags = (np.broadcast_to(np.asarray(flag, bool), amax.shape) for flag in (non_finite, seen))
     return Observation(amax, *flags)
 
@@ -75,14 +78,17 @@ def merge(*observations: Observation) -> Observation:
     """
     if not observations:
         return observe(np.float32(0), seen=False)
+    if len({o.amax.shape for o in observations}) > 1:
+        raise ValueError(f"observations merge if they have one shape; got {[o.amax.shape for o in observations]}.")
     amax = [np.where(o.seen, o.amax, np.float32(0)) for o in observations]
     flags = [o.non_finite & o.seen for o in observations]
     any_of = functools.partial(functools.reduce, np.logical_or)
     return Observation(functools.reduce(np.maximum, amax), any_of(flags), any_of([o.seen for o in observations]))
 
 
-def scales(state: DelayedState, config: DelayedScaling, fmt: Format) -> Scales:
+def scales(state: DelayedState, config: str | DelayedScaling, fmt: Format) -> Scales:
     """The scales of the coming step, from the steps before it (SEMANTICS H-1)."""
+    config = by_name(config)
     if config.timing == "use":
         return _compute(state.amax_history, state.stored, config, fmt)
     if config.policy.stored == "scale":
@@ -90,7 +96,7 @@ def scales(state: DelayedState, config: DelayedScaling, fmt: Format) -> Scales:
     return Scales(scale_inv_from_scale(state.stored), state.stored)
 
 
-def update(state: DelayedState, *observations: Observation, config: DelayedScaling, fmt: Format) -> DelayedState:
+def update(state: DelayedState, *observations: Observation, config: str | DelayedScaling, fmt: Format) -> DelayedState:
     """The state after a step, given one observation for each use of the tensor in it, in their order (SEMANTICS H-3 to H-8).
 
     Shapes:   observations of the state's shape [...].
@@ -99,6 +105,7 @@ def update(state: DelayedState, *observations: Observation, config: DelayedScali
     Raises:   ValueError: an observation or a history of another shape.
     Source:   beside each of DELAYED.
     """
+    config = by_name(config)
     _check(state, observations, config)
     unused = Observation(np.zeros_like(state.stored), *(np.zeros(state.stored.shape, bool),) * 2)
     if config.reuse == "max":
@@ -113,7 +120,7 @@ def update(state: DelayedState, *observations: Observation, config: DelayedScali
     return _select(used, DelayedState(stored, history, state.step + 1), _advance(state, unused, config, fmt))
 
 
-def step(state: DelayedState, *observations: Observation, config: DelayedScaling, fmt: Format) -> tuple[DelayedState, Scales]:
+def step(state: DelayedState, *observations: Observation, config: str | DelayedScaling, fmt: Format) -> tuple[DelayedState, Scales]:
     """(state, amaxes) -> (state, scales): the scales that this step's tensor is quantised by, and the state after it."""
     return update(state, *observations, config=config, fmt=fmt), scales(state, config, fmt)
 
@@ -159,6 +166,8 @@ def _check(state: DelayedState, observations: tuple[Observation, ...], config: D
             "Make the state by init, of the same config."
         )
     for use in observations:
+        if not isinstance(use, Observation):
+            raise ValueError(f"an update takes observations; got {type(use).__name__}. Make them by observe(amax).")
         if any(np.shape(part) != shape for part in use):
             raise ValueError(
                 f"an observation has the state's shape {shape}; got {[np.shape(part) for part in use]}. Observe each tensor once."

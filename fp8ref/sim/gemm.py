@@ -101,7 +101,7 @@ def _accumulate(a: np.ndarray, b: np.ndarray, fmt_a: Format, fmt_b: Format, how:
     sums.check_pair(fmt_a, fmt_b)
     if a.shape[1] % K_STEP:
         raise ValueError(
-            f"a tensor core needs K divisible by {K_STEP}; got {a.shape[1]}. Pad both operands with zeros: they change no bit."
+            f"a tensor core needs K divisible by {K_STEP}; got {a.shape[1]}. Pad both operands with zeros: without split-K they change no bit (G-12)."
         )
     return canonical(sums.with_specials(sums.chains(*finite, fmt_a, fmt_b, how), a, b))
 
@@ -128,16 +128,13 @@ def _by_blocks(values: tuple[np.ndarray, np.ndarray], a: Quantized, b: Quantized
 
 def _check(a: Quantized, b: Quantized, epilogue: Epilogue, out_dtype: Format) -> int | None:
     """The length along K of the blocks that share a scale; None where all of a row does."""
-    _check_shapes(a.codes, b.codes, out_dtype)
     for name, q in (("a", a), ("b", b)):
+        scaling.check_scales(q, name)
         if q.granularity != "tensorwise" and q.axis not in (-1, 1):
             raise ValueError(f"operands are reduced along their last axis, K; got {name} with axis={q.axis}. Quantise the transpose.")
         if q.fmt.name not in FP8_FORMATS:
             raise ValueError(f"an operand's format is one of {', '.join(FP8_FORMATS)}; got {name} in {q.fmt}.")
-        dtype = getattr(q.scale_inv, "dtype", type(q.scale_inv).__name__)
-        if dtype != np.float32:
-            raise ValueError(f"scales are float32 arrays; got {dtype} in {name}. Convert them with np.float32 or .astype(np.float32).")
-        scaling.check_scales(q, name)
+    _check_shapes(a.codes, b.codes, out_dtype)
     lengths = [by_name(q.granularity).reduced for q in (a, b)]
     if lengths[0] != lengths[1]:
         raise ValueError(
@@ -154,6 +151,10 @@ def _check(a: Quantized, b: Quantized, epilogue: Epilogue, out_dtype: Format) ->
 def _check_shapes(a: np.ndarray, b: np.ndarray, out_dtype: Format) -> None:
     if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[1]:
         raise ValueError(f"a GEMM takes a [M, K] and b [N, K] with the same K; got {a.shape} and {b.shape}.")
+    check_out_dtype(out_dtype)
+
+
+def check_out_dtype(out_dtype: Format) -> None:
     if out_dtype not in OUT_DTYPES:
         raise ValueError(f"out_dtype is one of {', '.join(map(str, OUT_DTYPES))} of fp8ref.formats; got {out_dtype!r}.")
 

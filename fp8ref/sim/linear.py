@@ -1,5 +1,6 @@
 """A linear layer is three GEMMs (SEMANTICS L): what the forward and the backward pass of a recipe mean."""
 
+import math
 from collections.abc import Mapping
 
 import numpy as np
@@ -7,6 +8,7 @@ import numpy as np
 from fp8ref import recipe as recipes
 from fp8ref.formats import BFLOAT16, Format
 from fp8ref.recipe import OPERANDS, CastSpec, Gemm, GemmSpec, Recipe, Role
+from fp8ref.sim import accumulate as sums
 from fp8ref.sim import cast, gemm, scaling
 from fp8ref.sim.accumulate import K_STEP, Accumulation
 from fp8ref.sim.scaling import Quantized, Scales
@@ -37,7 +39,7 @@ def forward(
     """
     recipe = recipes.by_name(recipe)
     x, w = _operands(x, w, recipe, scales)
-    tensors: dict[Role, np.ndarray] = {"input": x.reshape(-1, x.shape[-1]), "weight": w}
+    tensors: dict[Role, np.ndarray] = {"input": _lines(x), "weight": w}
     y = _gemm("output", tensors, recipe, accumulate, out_dtype, scales)  # [M, K] x [N, K] -> [M, N]
     return y.reshape(*x.shape[:-1], len(w))
 
@@ -60,13 +62,18 @@ def backward(
     """
     recipe = recipes.by_name(recipe)
     x, w = _operands(x, w, recipe, scales)
-    g = np.asarray(g)
+    g = cast.array(g)
     if g.shape != (*x.shape[:-1], len(w)):
         raise ValueError(f"grad_output has the output's shape {(*x.shape[:-1], len(w))}; got {g.shape}.")
-    tensors: dict[Role, np.ndarray] = {"input": x.reshape(-1, x.shape[-1]), "weight": w, "grad_output": g.reshape(-1, len(w))}
+    tensors: dict[Role, np.ndarray] = {"input": _lines(x), "weight": w, "grad_output": _lines(g)}
     grad_input = _gemm("grad_input", tensors, recipe, accumulate, out_dtype, scales)  # [M, N] x [K, N] -> [M, K]
     grad_weight = _gemm("grad_weight", tensors, recipe, accumulate, out_dtype, scales)  # [N, M] x [K, M] -> [N, K]
     return grad_input.reshape(x.shape), grad_weight
+
+
+def _lines(x: np.ndarray) -> np.ndarray:
+    """[..., K] -> [M, K]; M of an empty tensor too."""
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
 def _gemm(
@@ -77,7 +84,8 @@ def _gemm(
     out_dtype: Format,
     scales: Mapping[Role, Scales] | None,
 ) -> np.ndarray:
-    spec = recipe.gemms[which]
+    gemm.check_out_dtype(out_dtype)
+    spec, how = recipe.gemms[which], _rule(which, recipe.gemms[which], accumulate)
     roles, axes = OPERANDS[which], recipes.REDUCED_AXES[which]
     a, b = (tensors[role] if axis == 1 else tensors[role].T for role, axis in zip(roles, axes, strict=True))  # reduced axis last
     if spec.a is None or spec.b is None:
@@ -86,7 +94,6 @@ def _gemm(
         # As a kernel does where a tile reaches beyond K: a tensor core takes 32 of K at a time, and zeros change no bit (G-12).
         a, b = (np.pad(v, ((0, 0), (0, -v.shape[1] % K_STEP))) for v in (a, b))
     qa, qb = (_quantize(v, cast_spec, role, scales) for v, cast_spec, role in ((a, spec.a, roles[0]), (b, spec.b, roles[1])))
-    how = _rule(which, spec, accumulate)
     return gemm.matmul(qa, qb, accumulate=how, epilogue=spec.epilogue, out_dtype=BFLOAT16 if spec.rowwise else out_dtype)
 
 
@@ -98,7 +105,9 @@ def _rule(which: Gemm, spec: GemmSpec, accumulate: Accumulate) -> str | Accumula
                 f"got {', '.join(accumulate) or 'none'}. Add what is missing."
             )
         accumulate = accumulate[which]
-    return f"hopper_{spec.accumulate}" if accumulate == "hopper" else accumulate
+    if accumulate == "hopper":
+        return f"hopper_{spec.accumulate}" if spec.fp8 else "exact"  # in high precision there is nothing to choose
+    return sums.by_name(accumulate)
 
 
 def _quantize(x: np.ndarray, spec: CastSpec, role: Role, scales: Mapping[Role, Scales] | None) -> Quantized:
@@ -113,7 +122,7 @@ def _quantize(x: np.ndarray, spec: CastSpec, role: Role, scales: Mapping[Role, S
 
 
 def _operands(x, w, recipe: Recipe, scales: Mapping[Role, Scales] | None) -> tuple[np.ndarray, np.ndarray]:
-    x, w = np.asarray(x), np.asarray(w)
+    x, w = cast.array(x), cast.array(w)
     if w.ndim != 2 or x.ndim < 1 or x.shape[-1] != w.shape[1]:
         raise ValueError(f"a linear takes x [..., K] and w [N, K] with the same K; got {x.shape} and {w.shape}.")
     if recipe.fp8 and (w.shape[0] % 16 or w.shape[1] % 16):

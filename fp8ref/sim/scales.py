@@ -21,7 +21,7 @@ class Scales(NamedTuple):
 def scales_from_amax(amax, fmt: Format, policy: str | ScalePolicy = "torchao", *, previous=None) -> Scales:
     """scale and scale_inv of a policy (SEMANTICS S-3, S-4, S-9 to S-15).
 
-    Shapes:   amax float32, any shape; both scales float32 of that shape; previous float32, broadcast to it.
+    Shapes:   amax float32, any shape; both scales float32 of that shape; previous float32, of that shape or ().
     Order:    max(amax, eps); the ratio, of exact numbers, rounded once to float32 (twice in ``max*(1/amax)``); overflow; power
               of two; then what the policy says of an amax that is zero, infinite or NaN. scale_inv = RN32(1 / scale), or exactly
               2^k where it is e8m0 (``cast.encode(scale_inv, E8M0FNU)`` are its codes).
@@ -35,7 +35,10 @@ def scales_from_amax(amax, fmt: Format, policy: str | ScalePolicy = "torchao", *
     amax = magnitudes(amax, "amax")
     if previous is not None and not policy.keeps:
         raise ValueError(f"policy {policy.name!r} never keeps a previous scale (S-11); got previous={previous}. Leave it out.")
-    previous = np.broadcast_to(magnitudes(np.float32(1) if previous is None else previous, "previous"), amax.shape)
+    previous = magnitudes(np.float32(1) if previous is None else previous, "previous")
+    if previous.shape not in ((), amax.shape):
+        raise ValueError(f"previous has the shape of amax, {amax.shape}, or (); got {previous.shape}. Keep a scale for each amax.")
+    previous = np.broadcast_to(previous, amax.shape)
     with np.errstate(divide="ignore", over="ignore", under="ignore", invalid="ignore"):
         if policy.e8m0 is not None:
             return _e8m0_scales(amax, fmt, policy)
@@ -62,7 +65,7 @@ def scale_inv_from_scale(scale) -> np.ndarray:
 
     Not for e8m0 policies, whose scale does not determine scale_inv (S-14): take both from ``scales_from_amax``.
     """
-    with np.errstate(divide="ignore"):
+    with np.errstate(divide="ignore", over="ignore"):  # of zero, and of a subnormal scale below 2^-128
         return np.float32(1) / np.asarray(scale, np.float32)
 
 

@@ -10,7 +10,7 @@ from fp8ref import policy as policies
 from fp8ref.formats import FLOAT32, Format
 from fp8ref.policy import ScalePolicy
 from fp8ref.sim import cast, grid
-from fp8ref.sim.scales import Scales, scales_from_amax
+from fp8ref.sim.scales import Scales, magnitudes, scales_from_amax
 from fp8ref.sim.scales import scale_from_amax as scale_from_amax
 from fp8ref.sim.scales import scale_inv_from_scale as scale_inv_from_scale
 
@@ -76,15 +76,19 @@ def quantize_with(
 ) -> Quantized:
     """quantize, by scales that are there already, such as a delayed state's. Shapes, order and specials as quantize.
 
-    Raises:   ValueError: scales of another shape than ``scale_shape`` gives.
+    Raises:   ValueError: scales of another shape than ``scale_shape`` gives, not float32, or negative.
     """
     policy = policies.by_name(policy)
     _check_target(fmt)
     value = _in_compute_dtype(_tensor(x), policy)
+    if not isinstance(scales, Scales):
+        raise ValueError(f"scales are a pair Scales(scale, scale_inv), as scales_from_amax gives; got {type(scales).__name__}.")
+    for name, given in scales._asdict().items():
+        magnitudes(given, name)
     shape = granularities.scale_shape(granularity, value.shape, axis)
-    if scales.scale.shape != shape or scales.scale_inv.shape != shape:
+    if np.shape(scales.scale) != shape or np.shape(scales.scale_inv) != shape:
         raise ValueError(
-            f"{granularity} scales of x.shape={value.shape} have shape {shape}; got {scales.scale.shape}, {scales.scale_inv.shape}."
+            f"{granularity} scales of x.shape={value.shape} have shape {shape}; got {np.shape(scales.scale)}, {np.shape(scales.scale_inv)}."
         )
     if policy.stored == "scale":
         return Quantized(grid.encode(value, scales.scale, fmt, granularity, axis), scales.scale, scales.scale_inv, fmt, granularity, axis)
@@ -108,19 +112,32 @@ def quantize_plain(
 
 
 def dequantize(q: Quantized) -> np.ndarray:
-    """RN32(decode(codes) * scale_inv), float32 of the codes' shape (SEMANTICS S-8)."""
+    """RN32(decode(codes) * scale_inv), float32 of the codes' shape (SEMANTICS S-8).
+
+    Raises:   ValueError: q not a Quantized, or with scales that none has (see ``check_scales``).
+    """
+    check_scales(q)
     with np.errstate(invalid="ignore", over="ignore"):  # 0 * Inf, under an infinite amax
         return cast.decode(q.codes, q.fmt) * spread(q.scale_inv, q.codes.shape, q.granularity, q.axis)
 
 
 def check_scales(q: Quantized, name: str = "operand") -> None:
-    """ValueError unless the scales have the granularity's shape, are not negative, and are NaN only over codes that are NaN or zero (S-5, S-14)."""
+    """ValueError unless q is a Quantized whose scale_inv is float32, has the granularity's shape, is not negative, and is NaN only
+    over codes that are NaN or zero (S-5, S-14)."""
+    if not isinstance(q, Quantized):
+        raise ValueError(f"{name} is a Quantized; got {type(q).__name__}. Use scaling.quantize.")
+    if not isinstance(q.codes, np.ndarray) or q.codes.dtype != np.uint8:
+        raise ValueError(f"codes are a uint8 array; got {getattr(q.codes, 'dtype', type(q.codes).__name__)} in {name}. Use cast.encode.")
+    formats.check(q.fmt)
+    dtype = getattr(q.scale_inv, "dtype", type(q.scale_inv).__name__)
+    if dtype != np.float32:
+        raise ValueError(f"scales are float32 arrays; got {dtype} in {name}. Convert them with np.float32 or .astype(np.float32).")
     shape = granularities.scale_shape(q.granularity, q.codes.shape, q.axis)
-    if np.shape(q.scale_inv) != shape:
+    if q.scale_inv.shape != shape:
         raise ValueError(
-            f"{q.granularity} scales of codes {q.codes.shape} have shape {shape}; got {np.shape(q.scale_inv)} in {name}. Use scaling.quantize."
+            f"{q.granularity} scales of codes {q.codes.shape} have shape {shape}; got {q.scale_inv.shape} in {name}. Use scaling.quantize."
         )
-    if np.any(np.asarray(q.scale_inv) < 0):
+    if np.any(q.scale_inv < 0):
         raise ValueError(f"scales are not negative; got {np.min(q.scale_inv)} in {name}. Negate the codes' signs instead.")
     nan = np.isnan(q.scale_inv)
     if nan.any():
@@ -142,7 +159,7 @@ def spread(scale: np.ndarray, shape: tuple[int, ...], granularity: str, axis: in
 
 def _tensor(x) -> np.ndarray:
     """x as an array of float32 or a narrower floating-point dtype."""
-    x = np.asarray(x)
+    x = cast.array(x)
     cast.check_dtype(x)
     if x.dtype == np.float64:
         raise ValueError(

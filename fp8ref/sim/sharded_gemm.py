@@ -4,14 +4,14 @@ It is grad_weight under data parallelism, which reduces M, and the output of a r
 """
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 
 from fp8ref.formats import FLOAT32, Format
 from fp8ref.sim import cast, gemm
 from fp8ref.sim.accumulate import Accumulation
-from fp8ref.sim.scaling import Quantized
+from fp8ref.sim.scaling import Quantized, check_scales
 
 Reduce = Literal["exact", "accumulator", "scaled", "rounded"]
 
@@ -37,9 +37,8 @@ def matmul(
     Raises:   ValueError: ``exact`` or ``accumulator`` with scales that differ between ranks; operands that gemm.matmul refuses; nothing to sum.
     Source:   SEMANTICS P-7, P-8.
     """
-    if len(a) != len(b) or not any(q.codes.size for q in a):
-        raise ValueError(f"a sharded GEMM takes as many a as b, some not empty; got {len(a)} and {len(b)}.")
-    ranks = [(qa, qb) for qa, qb in zip(a, b, strict=True) if qa.codes.shape[-1] or qb.codes.shape[-1]]
+    _check(a, b, reduce, accumulate, out_dtype)
+    ranks = [(qa, qb) for qa, qb in zip(a, b, strict=True) if qa.codes.shape[-1]]
     if reduce in ("exact", "accumulator"):
         _check_scales("a", [qa for qa, _ in ranks])
         _check_scales("b", [qb for _, qb in ranks])
@@ -51,10 +50,8 @@ def matmul(
         if reduce == "accumulator":
             acc = _sum([gemm.matmul(_unit([qa], qa.codes), _unit([qb], qb.codes), accumulate=accumulate) for qa, qb in ranks])
             return cast.round_to(acc * sa * sb.T, out_dtype)
-        if reduce in ("scaled", "rounded"):
-            own = FLOAT32 if reduce == "scaled" else out_dtype
-            return cast.round_to(_sum([gemm.matmul(qa, qb, accumulate=accumulate, out_dtype=own) for qa, qb in ranks]), out_dtype)
-    raise ValueError(f"reduce is 'exact', 'accumulator', 'scaled' or 'rounded'; got {reduce!r}.")
+        own = FLOAT32 if reduce == "scaled" else out_dtype
+        return cast.round_to(_sum([gemm.matmul(qa, qb, accumulate=accumulate, out_dtype=own) for qa, qb in ranks]), out_dtype)
 
 
 def _sum(parts: list[np.ndarray]) -> np.ndarray:
@@ -68,6 +65,29 @@ def _unit(side: Sequence[Quantized], codes: np.ndarray) -> Quantized:
     """Codes under scale one: their GEMM is the raw accumulator."""
     one = np.ones((), np.float32)
     return Quantized(codes, one, one, side[0].fmt, "tensorwise", -1)
+
+
+def _check(a: Sequence[Quantized], b: Sequence[Quantized], reduce: Reduce, accumulate: str | Accumulation, out_dtype: Format) -> None:
+    if len(a) != len(b) or not any(q.codes.size for q in a):
+        raise ValueError(f"a sharded GEMM takes as many a as b, some not empty; got {len(a)} and {len(b)}.")
+    if reduce not in get_args(Reduce):
+        raise ValueError(f"reduce is one of {', '.join(get_args(Reduce))}; got {reduce!r}.")
+    gemm.check_out_dtype(out_dtype)
+    if reduce == "exact" and accumulate != "exact":
+        raise ValueError(
+            f"reduce 'exact' is one exact sum over all ranks, so accumulate is 'exact'; got {accumulate!r}. Use 'accumulator'."
+        )
+    for name, side in (("a", a), ("b", b)):
+        for q in side:
+            if q.codes.size:
+                check_scales(q, name)
+    for r, (qa, qb) in enumerate(zip(a, b, strict=True)):
+        if qa.codes.shape[-1] != qb.codes.shape[-1]:
+            raise ValueError(f"a and b of a rank have the same K; got {qa.codes.shape} and {qb.codes.shape} on rank {r}.")
+    if len({len(qa.codes) for qa in a}) > 1 or len({len(qb.codes) for qb in b}) > 1:
+        raise ValueError(
+            f"every rank has the same M and N; got {[q.codes.shape for q in a]} and {[q.codes.shape for q in b]}. Only K is cut over ranks."
+        )
 
 
 def _check_scales(name: str, side: list[Quantized]) -> None:

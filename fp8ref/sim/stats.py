@@ -241,6 +241,8 @@ def _quotient(a, b, *, zero: bool = False) -> np.ndarray:
 
 def _check(x, q: Quantized) -> None:
     x = np.asarray(x)
+    for scale in (q.scale_inv, q.scale):
+        scaling.check_scales(q._replace(scale_inv=scale) if isinstance(q, Quantized) else q, "q")
     if q.fmt.name not in FP8_FORMATS:
         raise ValueError(f"statistics are of tensors in {', '.join(FP8_FORMATS)}; got {q.fmt}.")
     if x.dtype == np.float64:

@@ -1,8 +1,10 @@
+import dataclasses
 from fractions import Fraction
 
 import ml_dtypes
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -28,8 +30,8 @@ def ml_encode(x: np.ndarray, fmt) -> np.ndarray:
 
 
 @pytest.mark.parametrize("fmt", [*FP8_FORMATS.values(), E8M0FNU], ids=str)
-def test_decode_equals_ml_dtypes_on_every_code(fmt, monkeypatch):  # F-2, F-3, F-4
-    monkeypatch.setattr(cast, "_TABLES", {})  # built here, not taken from an earlier test
+def test_decode_equals_ml_dtypes_on_every_code(fmt):  # F-2, F-3, F-4
+    cast._table.cache_clear()  # built here, not taken from an earlier test
     np.testing.assert_array_equal(cast.decode(CODES, fmt), CODES.view(MLDTYPES[fmt.name]).astype(np.float32))
 
 
@@ -293,7 +295,11 @@ def test_no_dimension_and_no_element():
         (lambda: cast.encode(np.ones(3), "e4m3fn"), "a Format, such as .*got 'e4m3fn'.*FORMATS"),
         (lambda: cast.decode(np.zeros(3, np.uint8), "e4m3fn"), "a Format"),
         (lambda: cast.round_to(np.ones(3), "bfloat16"), "a Format"),
-        (lambda: cast.round_to(np.ones(3), FLOAT64), "at most 32 bits; got float64"),
+        (lambda: cast.round_to(np.ones(3), FLOAT64), "within float32; got float64"),
+        (lambda: cast.round_to(np.ones(3), Format(name="wide", exponent_bits=9, mantissa_bits=8, bias=255, specials="ieee")), "got wide"),
+        (lambda: cast.round_to(np.ones(3), Format(name="z", exponent_bits=5, mantissa_bits=6, bias=15, specials="fnuz")), "with -0"),
+        (lambda: cast.encode(torch.ones(3, dtype=torch.bfloat16), E4M3FN), "got Tensor .*BFloat16.*float.*numpy"),
+        (lambda: cast.encode(np.ones(3), E4M3FN, rounding=["nearest_even"]), "rounding is one of"),
         (lambda: cast.encode(np.ones(3, ">f8"), E4M3FN), "byte order; got '>f8'"),
     ],
 )
@@ -312,4 +318,8 @@ def test_round_to_a_format_of_ones_own(dtype):
     x = np.random.default_rng(0).uniform(1, 60000, 1000).astype(dtype)
     with np.errstate(over="ignore"):
         np.testing.assert_array_equal(cast.round_to(x, TF32), x.astype(np.float16).astype(np.float32))
+    no_infinity = dataclasses.replace(TF32, name="tf32fn", specials="fn", exponent_bits=5, bias=15)
+    far = np.array([60000, np.inf, np.nan], dtype)
+    np.testing.assert_array_equal(cast.round_to(far, no_infinity), np.float32([60000, np.nan, np.nan]))  # C-4
+    np.testing.assert_array_equal(cast.round_to(far, no_infinity, saturate=True), np.float32([60000, no_infinity.max, np.nan]))
     np.testing.assert_array_equal(cast.round_to(np.array([0.2, 0.25, 0.75, 1.2, 2.5, -2.6], dtype), E2M1), np.float32([0, 0, 1, 1, 2, -3]))

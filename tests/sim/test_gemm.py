@@ -236,7 +236,7 @@ MX = scaling.quantize(np.ones((2, 128), np.float32), E4M3FN, granularity="mx_1x3
         (PLAIN._replace(scale_inv=np.ones((2, 1), np.float32)), PLAIN, {}, r"shape \(\); got \(2, 1\) in a. Use scaling.quantize"),
         (PLAIN._replace(granularity="rowwise"), PLAIN, {}, r"shape \(2, 1\); got \(\) in a"),
         (PLAIN._replace(granularity="columnwise"), PLAIN, {}, "granularity is one of tensorwise"),
-        (PLAIN._replace(codes=PLAIN.codes.astype(np.int32)), PLAIN, {}, "codes are uint8; got int32"),
+        (PLAIN._replace(codes=PLAIN.codes.astype(np.int32)), PLAIN, {}, "codes are a uint8 array; got int32"),
         (PLAIN, quantized(np.zeros((0, 32)), E4M3FN), {}, r"at least one element; got x.shape=\(0, 32\). Drop"),
         (
             PLAIN,

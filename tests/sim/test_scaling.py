@@ -109,6 +109,14 @@ def test_input_is_left_alone(rng):
     np.testing.assert_array_equal(x, before)
 
 
+ONE = np.ones((2, 2), np.float32)
+QUANTIZED = scaling.quantize(ONE, E4M3FN)
+
+
+def with_scales(scale):
+    return scaling.quantize_with(ONE, scaling.Scales(np.float32(scale), np.float32(1 / scale)), E4M3FN)
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -121,6 +129,17 @@ def test_input_is_left_alone(rng):
         (lambda: scaling.quantize(np.ones((2, 2), np.float32), E8M0FNU), "got e8m0fnu"),
         (lambda: scaling.quantize(np.ones((2, 2), np.float32), "e4m3fn"), "a Format"),
         (lambda: scaling.scale_from_amax(np.float32(1), "e4m3fn"), "a Format"),
+        (lambda: scaling.amax(np.ones((2, 2), np.float32), "rowwise", axis=None), r"\[-2, 2\).*axis=None"),
+        (lambda: scaling.amax(np.ones((2, 2), np.float32), ["rowwise"]), "granularity is one of"),
+        (lambda: scaling.quantize(np.ones((2, 2), np.float32), E4M3FN, policy={}), "policy is a ScalePolicy"),
+        (lambda: with_scales(-1.0), "never negative; got -1"),
+        (lambda: scaling.quantize_with(ONE, scaling.Scales(np.float64(1), np.float32(1)), E4M3FN), "scale is float32"),
+        (lambda: scaling.dequantize(ONE), "is a Quantized; got ndarray"),
+        (lambda: scaling.dequantize(QUANTIZED._replace(scale_inv=np.float32(-1))), "not negative; got -1"),
+        (lambda: scaling.dequantize(QUANTIZED._replace(scale_inv=np.float32(np.nan))), "NaN scale"),
+        (lambda: scaling.dequantize(QUANTIZED._replace(scale_inv=np.ones((2, 1), np.float32))), r"shape \(\); got \(2, 1\)"),
+        (lambda: scaling.dequantize(QUANTIZED._replace(scale_inv=1.0)), "float32 arrays; got float"),
+        (lambda: scaling.scales_from_amax(ONE[0], E4M3FN, "te_delayed", previous=ONE), r"shape of amax, \(2,\)"),
         (lambda: scaling.quantize(np.ones((2, 2), np.float32), E4M3FN, granularity="rowwise", axis=2), r"\[-2, 2\)"),
         (lambda: scaling.quantize(np.ones((2, 2), np.float32), E4M3FN, policy="te"), "torchao"),
         (lambda: scaling.quantize_with(np.ones((2, 2)), scaling.scales_from_amax(np.float32(1), E4M3FN), E4M3FN), "float64"),
@@ -135,3 +154,8 @@ def test_input_is_left_alone(rng):
 def test_errors(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def test_reading_back_under_an_infinite_amax():  # S-3, S-8
+    """Scale 0, scale_inv Inf, codes 0 and NaN: every product is NaN, without a warning."""
+    assert np.isnan(scaling.dequantize(scaling.quantize(np.float32([1, 0, np.inf]), E4M3FN))).all()

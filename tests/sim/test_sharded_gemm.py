@@ -142,6 +142,7 @@ def test_the_last_axis_is_1(rng):
 ONES = ranks(np.ones((128, 256), np.float32), 2)
 BLOCKS = ranks(np.ones((128, 256), np.float32), 2, granularity="blockwise_1x128")
 NOTHING = [q._replace(codes=q.codes[:, :0]) for q in ONES]
+LINES = ranks(np.ones((128, 256), np.float32), 2, granularity="rowwise")
 
 
 @pytest.mark.parametrize(
@@ -151,9 +152,13 @@ NOTHING = [q._replace(codes=q.codes[:, :0]) for q in ONES]
         ([], [], {}, "as many a as b"),
         (NOTHING, NOTHING, {}, "not empty"),
         (ONES, BLOCKS, {}, "do not vary along K; got b blockwise_1x128.*'scaled'"),
-        (ONES, [q._replace(granularity="rowwise", axis=0) for q in ONES], {}, "got b rowwise, axis=0"),
+        (ONES, [q._replace(axis=0, scale_inv=np.ones((1, 128), np.float32)) for q in LINES], {}, "got b rowwise, axis=0"),
         (ONES, [ONES[0], ONES[1]._replace(fmt=E5M2)], {}, "those of b differ"),
-        (ONES, ONES, {"reduce": "mean"}, "'rounded'; got 'mean'"),
+        (ONES, ONES, {"reduce": "mean"}, "rounded; got 'mean'"),
+        (ONES, ONES, {"reduce": "exact", "accumulate": "f32"}, "accumulate is 'exact'; got 'f32'"),
+        (ONES, ONES, {"out_dtype": E5M2}, "out_dtype is one of.*got e5m2"),
+        (ONES, [q._replace(scale_inv=np.float32(-1)) for q in ONES], {}, "not negative"),
+        (ONES, [ONES[0], ONES[1]._replace(codes=ONES[1].codes[:5])], {}, "same M and N"),
         (ONES, [ONES[0], NOTHING[1]], {}, "same K"),
     ],
 )

@@ -1,8 +1,19 @@
 """Operations on 32-bit lanes that Python cannot spell: numba widens small integers to 64 bits, which halves a vector's lanes."""
 
+from collections.abc import Callable
+
 from llvmlite import ir
-from numba import types
+from numba import njit, types
 from numba.extending import intrinsic
+
+
+def compiled(function: Callable) -> Callable:
+    """function compiled at its first call, kept on disk where a folder for it can be written."""
+    options = {"nogil": True, "error_model": "numpy"}
+    try:
+        return njit(cache=True, **options)(function)
+    except RuntimeError:  # numba found no such folder: every process compiles for itself
+        return njit(**options)(function)
 
 
 @intrinsic

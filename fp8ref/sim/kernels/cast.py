@@ -6,6 +6,8 @@ what remains of its bits. The other roundings shift integers.
 """
 
 import functools
+import importlib.resources
+import zlib
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -14,7 +16,7 @@ from numba import njit
 
 from fp8ref.formats import Format
 from fp8ref.sim import philox
-from fp8ref.sim.kernels.bits import as_bits, as_float, shift_right
+from fp8ref.sim.kernels.bits import as_bits, as_float, compiled, shift_right
 
 u32, u64 = np.uint32, np.uint64
 
@@ -34,6 +36,16 @@ class Layout(NamedTuple):
     directed: bool  # never leaves the finite range from a finite value (SEMANTICS C-4)
     away: bool
     odd: bool
+    sources: int  # of SOURCES: numba's cache knows a kernel by its own file and by what is in its closure, and not by what it calls
+
+
+def _checksum() -> int:
+    package = importlib.resources.files("fp8ref.sim")
+    kernels = sorted((f for f in package.joinpath("kernels").iterdir() if f.name.endswith(".py")), key=lambda f: f.name)
+    return zlib.crc32(b"".join(f.read_bytes() for f in (*kernels, package.joinpath("philox.py"))))
+
+
+SOURCES = _checksum()
 
 
 def layout(fmt: Format, rounding: str, saturate: bool) -> Layout:
@@ -51,6 +63,7 @@ def layout(fmt: Format, rounding: str, saturate: bool) -> Layout:
         directed=rounding in ("toward_zero", "to_odd"),
         away=rounding == "nearest_away",
         odd=rounding == "to_odd",
+        sources=SOURCES,
     )
 
 
@@ -62,13 +75,13 @@ def encoder(fmt: Format, rounding: str, saturate: bool) -> Callable:
         return _stochastic(to)
     if rounding == "nearest_even":
 
-        @njit(nogil=True, cache=True, error_model="numpy")
+        @compiled
         def encode(bits, out, start, seed):
             for i in range(bits.size):
                 out[i] = np.uint8(nearest_even(bits[i], to))
     else:
 
-        @njit(nogil=True, cache=True, error_model="numpy")
+        @compiled
         def encode(bits, out, start, seed):
             for i in range(bits.size):
                 out[i] = np.uint8(by_shift(bits[i], to))
@@ -120,7 +133,7 @@ CHUNK = 256  # elements; few enough that one in 2^16, which 16 bits leave undeci
 
 
 def _stochastic(to: Layout) -> Callable:
-    @njit(nogil=True, cache=True, error_model="numpy")
+    @compiled
     def encode(bits, out, start, seed):
         random = np.empty((2, philox.BLOCK // 8), np.uint64)
         halves = random.reshape(-1).view(np.uint16)
@@ -195,7 +208,7 @@ def _keys(seed):
     return a, b
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@compiled
 def _fill(random, first, seed):
     """random uint64 [2, BLOCK / 8]: the words (0, 1) and (2, 3) of the counters first, first + 1, ..., stream 0."""
     a, b = _keys(seed)
@@ -208,7 +221,7 @@ def _fill(random, first, seed):
         random[1, j] = u64(c2 & _LOW) | u64(c3 << _32)
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@compiled
 def _word(counter, seed):
     """Word 0 of one counter of stream 1."""
     a, b = _keys(seed)

@@ -3,7 +3,7 @@
 import numpy as np
 from numba import njit
 
-from fp8ref.sim.kernels.bits import as_bits, as_float, truncate
+from fp8ref.sim.kernels.bits import as_bits, as_float, compiled, truncate
 
 u32, i32, i8, f32 = np.uint32, np.int32, np.int8, np.float32
 NO_EXPONENT = -64  # of a zero: with any other below every product of two numbers; -64 - 64 is still an int8
@@ -12,7 +12,7 @@ _GROUP = 4  # products of one pass over the lanes
 CHAIN_END, SPLIT_END = 1, 2
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@compiled
 def chains(a, emin_a, b, emin_b, ends, out, begin, end, width, fraction_bits, output_bits):
     """Fills the columns begin to end of out [M, N] with the chains of a [M, K] and b [N, K] through a unit of these three numbers.
 
@@ -135,7 +135,7 @@ def _wide(a, b, acc, exponent, unit, sums, wide, fraction_bits, output_bits):
         acc[j] = f32(wide[j])
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@compiled
 def in_order(a, b, out, begin, end):
     """out[i] = RN32(... RN32(RN32(a_i0 * b_0) + a_i1 * b_1) ...), k ascending from +0, for the rows begin to end: a [M, K], b [K, N]."""
     for i in range(begin, end):

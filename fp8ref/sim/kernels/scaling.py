@@ -8,14 +8,13 @@ import functools
 from collections.abc import Callable
 
 import numpy as np
-from numba import njit
 
 from fp8ref.formats import Format
-from fp8ref.sim.kernels.bits import as_bits, as_float
+from fp8ref.sim.kernels.bits import as_bits, as_float, compiled
 from fp8ref.sim.kernels.cast import layout, nearest_even, u32
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@compiled
 def amax(bits, group, width, out):
     """out[g, c] = max of |x|'s bits over its group, out zero before: the order of magnitudes is that of their bits, NaN on top."""
     for r in range(bits.shape[0]):
@@ -38,7 +37,7 @@ def encoder(fmt: Format) -> Callable:
     RN32(x * scale), saturated, rounded to nearest even."""
     to = layout(fmt, "nearest_even", True)
 
-    @njit(nogil=True, cache=True, error_model="numpy")
+    @compiled
     def encode(bits, group, width, scale, out):
         for r in range(bits.shape[0]):
             row, codes, scales = bits[r], out[r], scale[group[r]]
