@@ -1,4 +1,4 @@
-"""FP8 training in JAX: ``cast``, ``scaling``, ``gemm``, ``linear``, the ``model`` in Flax NNX and its ``train`` step with optax.
+"""FP8 training in JAX: ``cast``, ``scaling``, ``delayed``, ``gemm``, ``linear``, the ``model`` in Flax NNX and its ``train`` step with optax.
 
 Held to docs/SEMANTICS.md by ``fp8ref.check``; shares no code with the simulator.
 """
@@ -12,7 +12,7 @@ except ImportError as error:
         f"fp8ref.jax needs jax, flax and optax; {error.name} is missing. Install them with: pip install 'fp8ref[jax]'"
     ) from error
 
-from fp8ref.jax import cast, gemm, linear, model, scaling, train
+from fp8ref.jax import cast, delayed, gemm, linear, model, scaling, train
 
-__all__ = ["cast", "gemm", "linear", "model", "scaling", "train"]
+__all__ = ["cast", "delayed", "gemm", "linear", "model", "scaling", "train"]
 del flax, jax, optax

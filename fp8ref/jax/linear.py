@@ -1,7 +1,7 @@
 """A linear layer is three GEMMs (SEMANTICS L), joined to autodiff by one custom_vjp."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 
@@ -9,23 +9,35 @@ import jax
 import jax.numpy as jnp
 
 from fp8ref import recipe as recipes
-from fp8ref.jax import gemm, scaling
-from fp8ref.recipe import REDUCED_AXES, Gemm, Recipe
+from fp8ref.jax import delayed, gemm, scaling
+from fp8ref.recipe import OPERANDS, REDUCED_AXES, CastSpec, Gemm, Recipe, Role
+
+Scales = Mapping[Role, jax.Array]  # of the roles whose scales a state holds
 
 _observer: ContextVar[Callable | None] = ContextVar("fp8ref_jax_observer", default=None)
 
 
-def apply(x: jax.Array, w: jax.Array, *, recipe: str | Recipe, state: None = None, seen: None = None, name: str = "linear"):
+def apply(
+    x: jax.Array,
+    w: jax.Array,
+    *,
+    recipe: str | Recipe,
+    state: delayed.State | None = None,
+    seen: delayed.Seen | None = None,
+    name: str = "linear",
+) -> tuple[jax.Array, delayed.Seen | None]:
     """output [..., N] = input x [..., K] x weight w [N, K], and gradients by the recipe's two backward GEMMs.
 
     Shapes:   x [..., K] and w [N, K] of one dtype, bfloat16, float16 or float32; output [..., N] of that dtype.
-    Order:    leading dims flatten to M; SEMANTICS L-2, L-3.
-    Returns:  (output, seen). Dynamic scaling keeps no state and observes nothing: state and seen are None and stay so.
-    Raises:   ValueError, naming the layer: shapes or dtypes that do not fit, FP8 dims that are not multiples of 16, a state.
+    Order:    leading dims flatten to M; SEMANTICS L-2, L-3, L-6.
+    Returns:  (output, seen). Under delayed scaling, seen merged with what this use observed of input and weight, and the
+              gradient by seen merged with what it observed of grad_output (H-4): give every use the seen of the one before it.
+              A recipe that scales dynamically takes and gives None.
+    Gradient: by x, w and seen; state is a constant.
+    Raises:   ValueError, naming the layer: shapes or dtypes that do not fit, FP8 dims that are not multiples of 16, a state or
+              seen of another recipe, or none where the recipe needs them.
     """
     recipe = recipes.by_name(recipe)
-    if state is not None or seen is not None:
-        raise ValueError(f"{name}: recipe {recipe.name!r} scales dynamically, so state and seen are None; got {state!r} and {seen!r}.")
     if w.ndim != 2 or x.ndim < 1 or x.shape[-1] != w.shape[1]:
         raise ValueError(f"{name}: a linear takes x [..., K] and w [N, K] with the same K; got {x.shape} and {w.shape}.")
     if x.dtype != w.dtype or x.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
@@ -38,15 +50,15 @@ def apply(x: jax.Array, w: jax.Array, *, recipe: str | Recipe, state: None = Non
         )
     for gemm_name, spec in recipe.gemms.items():
         for cast in (spec.a, spec.b):
-            if cast is not None and cast.delayed is not None:
-                raise ValueError(f"{name}: fp8ref.jax scales dynamically; recipe {recipe.name!r} is delayed. Use 'tensorwise'.")
             if cast is not None and cast.granularity not in scaling.GRANULARITIES:
                 raise ValueError(
                     f"{name}: fp8ref.jax scales {' or '.join(scaling.GRANULARITIES)}; recipe {recipe.name!r} has {cast.granularity!r} "
-                    f"in {gemm_name}. Use a recipe of fp8ref.recipe.BACKEND_RECIPES."
+                    f"in {gemm_name}. Use a recipe of fp8ref.recipe.BACKEND_RECIPES or 'delayed'."
                 )
-    y = _linear(x.reshape(-1, x.shape[-1]), w, recipe, name)
-    return y.reshape(*x.shape[:-1], w.shape[0]), seen
+    delayed.check(state, seen, recipe, name)
+    tokens = dict(seen or {})
+    y, tokens = _linear(x.reshape(-1, x.shape[-1]), w, delayed.scales(state or {}), tokens, recipe, name)
+    return y.reshape(*x.shape[:-1], w.shape[0]), None if seen is None else tokens
 
 
 @contextmanager
@@ -63,33 +75,43 @@ def observing(observer: Callable):
         _observer.reset(token)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def _linear(x: jax.Array, w: jax.Array, recipe: Recipe, name: str) -> jax.Array:
-    return _gemm("output", x, w, recipe, name, x.dtype)  # [M, K] x [N, K] -> [M, N]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def _linear(x: jax.Array, w: jax.Array, scales: Scales, seen: dict, recipe: Recipe, name: str):
+    y = _gemm("output", {"input": x, "weight": w}, scales, recipe, name, x.dtype)  # [M, K] x [N, K] -> [M, N]
+    return y, _seen(seen, {"input": x, "weight": w}, seen)
 
 
-def _forward(x, w, recipe: Recipe, name: str):
-    return _linear(x, w, recipe, name), (x, w)
+def _forward(x, w, scales: Scales, seen: dict, recipe: Recipe, name: str):
+    return _linear(x, w, scales, seen, recipe, name), (x, w, scales, seen)
 
 
-def _backward(recipe: Recipe, name: str, saved, g: jax.Array):
-    x, w = saved
-    grad_input = _gemm("grad_input", g, w, recipe, name, x.dtype)  # [M, N] x [N, K] -> [M, K]
-    grad_weight = _gemm("grad_weight", g, x, recipe, name, w.dtype)  # [M, N] x [M, K] -> [N, K]
-    return grad_input, grad_weight
+def _backward(recipe: Recipe, name: str, saved, cotangents):
+    (x, w, scales, given), (g, later) = saved, cotangents
+    tensors: dict[Role, jax.Array] = {"input": x, "weight": w, "grad_output": g}
+    grad_input = _gemm("grad_input", tensors, scales, recipe, name, x.dtype)  # [M, N] x [N, K] -> [M, K]
+    grad_weight = _gemm("grad_weight", tensors, scales, recipe, name, w.dtype)  # [M, N] x [M, K] -> [N, K]
+    return grad_input, grad_weight, jax.tree.map(jnp.zeros_like, scales), _seen(later, {"grad_output": g}, given)
 
 
 _linear.defvjp(_forward, _backward)
 
 
-def _gemm(which: Gemm, a: jax.Array, b: jax.Array, recipe: Recipe, name: str, dtype) -> jax.Array:
-    spec, axes = recipe.gemms[which], REDUCED_AXES[which]
+def _seen(seen: dict, tensors: Mapping[Role, jax.Array], given: dict) -> dict:
+    """seen, merged with observations of those of its roles that are here; over a vmapped axis that ``given`` has not, the largest."""
+    return {
+        role: delayed.over_batch(jnp.maximum(of_role, delayed.observe(tensors[role])) if role in tensors else of_role, given[role])
+        for role, of_role in seen.items()
+    }
+
+
+def _gemm(which: Gemm, tensors: Mapping[Role, jax.Array], scales: Scales, recipe: Recipe, name: str, dtype) -> jax.Array:
+    spec, axes, roles = recipe.gemms[which], REDUCED_AXES[which], OPERANDS[which]
+    a, b = (tensors[role] for role in roles)
     with jax.named_scope(f"{name}/{which}"):
         if spec.a is None or spec.b is None or spec.accumulate is None:
             return gemm.matmul_hp(a, b, axes=axes, out_dtype=dtype)
         qa, qb = (
-            scaling.quantize(v, cast.fmt, granularity=cast.granularity, policy=cast.policy, axis=axis)
-            for v, cast, axis in ((a, spec.a, axes[0]), (b, spec.b, axes[1]))
+            _quantize(v, cast, axis, scales.get(role)) for v, cast, axis, role in zip((a, b), (spec.a, spec.b), axes, roles, strict=True)
         )
         out = gemm.matmul(qa, qb, accumulate=spec.accumulate, epilogue=spec.epilogue, out_dtype=gemm.output_dtype(spec, dtype))
         observer = _observer.get()
@@ -97,3 +119,10 @@ def _gemm(which: Gemm, a: jax.Array, b: jax.Array, recipe: Recipe, name: str, dt
             operands = [(v, jax.lax.bitcast_convert_type(q.codes, jnp.uint8), q.scale) for v, q in ((a, qa), (b, qb))]
             jax.debug.callback(functools.partial(observer, name, which), *operands, out)
         return out.astype(dtype)
+
+
+def _quantize(x: jax.Array, cast: CastSpec, axis: int, scale: jax.Array | None) -> scaling.Quantized:
+    """By the scale of the role's state, or without one by the tensor's own amax."""
+    if scale is None:
+        return scaling.quantize(x, cast.fmt, granularity=cast.granularity, policy=cast.policy, axis=axis)
+    return scaling.quantize_with(x, scale, cast.fmt, granularity=cast.granularity, axis=axis)

@@ -96,7 +96,18 @@ def quantize(
     Raises:   ValueError: as amax and scale_from_amax.
     Source:   SEMANTICS S-5.
     """
-    scale = lax.optimization_barrier(scale_from_amax(amax(x, granularity, axis=axis), fmt, policy))
+    return quantize_with(x, scale_from_amax(amax(x, granularity, axis=axis), fmt, policy), fmt, granularity=granularity, axis=axis)
+
+
+def quantize_with(x: jax.Array, scale: jax.Array, fmt: Format, *, granularity: str = "tensorwise", axis: int = -1) -> Quantized:
+    """quantize, by a scale that is there already, such as a delayed state's. Shapes, order, specials and gradient as quantize.
+
+    Raises:   ValueError: a scale of another shape than ``scale_shape`` gives.
+    """
+    shape = granularities.scale_shape(granularity, x.shape, axis)
+    if scale.shape != shape:
+        raise ValueError(f"{granularity} scales of x.shape={x.shape} have shape {shape}; got {scale.shape}.")
+    scale = lax.optimization_barrier(scale)
     codes = cast.to_fp8(cast.to_f32(x) * scale, fmt)
     return Quantized(codes=codes, scale=scale, scale_inv=1 / scale, fmt=fmt, granularity=granularity, axis=axis)
 

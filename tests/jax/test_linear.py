@@ -80,8 +80,8 @@ def test_observing_reports_every_fp8_gemm_of_the_compiled_program(operands):
     [
         ((4, 64), (32, 48), {}, "q_proj.*same K"),
         ((4, 40), (32, 40), {}, "q_proj.*multiples of 16"),  # L-5
-        ((4, 64), (32, 64), {"state": 1}, "q_proj.*dynamically"),
-        ((4, 64), (32, 64), {"seen": 1}, "q_proj.*dynamically"),
+        ((4, 64), (32, 64), {"state": 1}, "q_proj.*keeps no state"),
+        ((4, 64), (32, 64), {"seen": 1}, "q_proj.*keeps no state"),
     ],
 )
 def test_errors_name_the_layer(x, w, options, message):

@@ -1,0 +1,185 @@
+"""Delayed scaling in JAX (SEMANTICS H): a state that is read during a step, observations that a step emits, one update after it.
+
+    state, seen = delayed.init(recipe), delayed.unseen(recipe)        # of one linear
+
+    def loss(params, seen):                                          # seen is threaded: every use takes it and gives it on
+        y, seen = linear.apply(x, params, recipe=recipe, state=state, seen=seen)
+        return (y ** 2).sum(), seen
+
+    (_, forward), (grads, backward) = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(w, seen)
+    state = delayed.update(state, delayed.merge(forward, backward), recipe=recipe)
+
+The forward value of ``seen`` carries what was observed of input and weight; grad_output is known in the backward pass only, and
+comes out as the gradient by seen. Merging is a maximum of each entry, so that uses, microbatches and shards come in any order.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from fp8ref import recipe as recipes
+from fp8ref.delayed import DELAYED, DelayedScaling
+from fp8ref.formats import Format
+from fp8ref.jax import scaling
+from fp8ref.recipe import OPERANDS, Recipe, Role
+
+Seen = Mapping[Role, jax.Array]  # float32 [..., 3] a role: amax, non_finite and seen, flags 0 or 1
+
+
+class DelayedState(NamedTuple):
+    """One linear's one tensor, or any shape [...] of them.
+
+    stored        float32 [...]: the scale.
+    amax_history  float32 [..., history_length], newest first; 0 where nothing was observed yet.
+    step          int32 [...]: observed updates so far.
+    """
+
+    stored: jax.Array
+    amax_history: jax.Array
+    step: jax.Array
+
+
+State = Mapping[Role, DelayedState]
+
+
+def init(recipe: str | Recipe, shape: tuple[int, ...] = ()) -> dict[Role, DelayedState]:
+    """A state for each role that recipe scales by its past: scale 1, an empty history (H-2). shape: of a stack of layers, say."""
+    return {
+        role: DelayedState(
+            jnp.ones(shape, jnp.float32), jnp.zeros((*shape, config.history_length), jnp.float32), jnp.zeros(shape, jnp.int32)
+        )
+        for role, (_, config) in _casts(recipe).items()
+    }
+
+
+def unseen(recipe: str | Recipe, shape: tuple[int, ...] = ()) -> dict[Role, jax.Array]:
+    """Observations of nothing: what a step starts from."""
+    return {role: jnp.zeros((*shape, 3), jnp.float32) for role in _casts(recipe)}
+
+
+def observe(x: jax.Array) -> jax.Array:
+    """float32 [3] of a tensor: its amax (0 unless that is finite), whether it is not finite, and 1, for seen."""
+    amax = scaling.amax(x)
+    finite = jnp.isfinite(amax)
+    return jnp.stack([jnp.where(finite, amax, 0.0), jnp.where(finite, 0.0, 1.0), jnp.float32(1)])
+
+
+def merge(*observations: Seen) -> dict[Role, jax.Array]:
+    """One observation of several (H-4): the maximum of amaxes and of flags, in any order and grouping."""
+    if not observations:
+        raise ValueError("merge takes at least one observation; got none. unseen(recipe) is that of nothing.")
+    first, *others = observations
+    merged = dict(first)
+    for other in others:
+        if set(other) != set(merged):
+            raise ValueError(f"observations of one recipe merge; got roles {', '.join(merged)} and {', '.join(other)}.")
+        merged = {role: jnp.maximum(merged[role], other[role]) for role in merged}
+    return merged
+
+
+@jax.custom_batching.custom_vmap
+def over_batch(observed: jax.Array, given: jax.Array) -> jax.Array:
+    """observed itself; under a vmap in which ``given``, what the layer was handed, has no axis, the largest along observed's.
+
+    So the examples of a batch merge as microbatches do, where vmap's own gradient by an operand without the axis is a sum.
+    """
+    del given
+    return observed
+
+
+@over_batch.def_vmap
+def _over_batch(axis_size: int, batched: list[bool], observed: jax.Array, given: jax.Array):
+    del axis_size
+    of_observed, of_given = batched
+    merges = of_observed and not of_given
+    return over_batch(observed.max(axis=0) if merges else observed, given), of_observed and of_given
+
+
+def update(state: State, seen: Seen, *, recipe: str | Recipe) -> dict[Role, DelayedState]:
+    """The state after an optimizer step, given all that was observed in it (H-3, H-5, H-6): call it once a step.
+
+    Shapes:   seen as ``unseen(recipe, shape)``, of the state's shape.
+    Specials: a role not seen, or flagged as not finite, keeps its state; a zero amax is recorded.
+    Raises:   ValueError: roles or shapes of another recipe.
+    """
+    casts = _casts(recipe)
+    check(state, seen, recipe, "update")
+    return {role: _advance(state[role], seen[role], *casts[role]) for role in state}
+
+
+def scales(state: State) -> dict[Role, jax.Array]:
+    """The scale of each role for the coming step (H-1), a constant of its gradients."""
+    return {role: lax.stop_gradient(of_role.stored) for role, of_role in state.items()}
+
+
+def check(state: State | None, seen: Seen | None, recipe: str | Recipe, name: str) -> None:
+    """ValueError, naming the layer, unless state and seen are of this recipe, the state of a kind that this backend implements."""
+    recipe = recipes.by_name(recipe)
+    casts = _casts(recipe)
+    if not casts:
+        if state or seen:
+            raise ValueError(f"{name}: recipe {recipe.name!r} keeps no state and observes nothing; got state={state!r}, seen={seen!r}.")
+        return
+    if state is None or seen is None:
+        missing = " and ".join(key for key, value in (("state", state), ("seen", seen)) if value is None)
+        raise ValueError(
+            f"{name}: recipe {recipe.name!r} scales by past amaxes and takes a state and seen; {missing} is None. "
+            f"Start with delayed.init({recipe.name!r}) and delayed.unseen({recipe.name!r})."
+        )
+    for key, given in (("state", state), ("seen", seen)):
+        if not isinstance(given, Mapping) or set(given) != set(casts):
+            got = ", ".join(given) if isinstance(given, Mapping) else type(given).__name__
+            raise ValueError(f"{name}: {key} of recipe {recipe.name!r} has the roles {', '.join(casts)}; got {got}. Make it by its recipe.")
+    for role, (_, config) in casts.items():
+        shape, observed = jnp.shape(state[role].stored), jnp.shape(seen[role])
+        history = jnp.shape(state[role].amax_history)
+        if history != (*shape, config.history_length):
+            raise ValueError(
+                f"{name}: the {role} state of recipe {recipe.name!r} has an amax_history of shape {(*shape, config.history_length)}; "
+                f"got {history}. A state goes with the recipe it was made for."
+            )
+        if observed != (*shape, 3):
+            raise ValueError(f"{name}: seen of {role} has shape {(*shape, 3)}, beside its state; got {observed}.")
+
+
+def implemented(config: DelayedScaling) -> DelayedScaling:
+    """The config, if this backend implements it: fp8ref's own, with history, interval, ``most_recent`` and margin of one's choice."""
+    own = DELAYED["delayed"]
+    policy = dataclasses.replace(own.policy, name=config.policy.name, margin=config.policy.margin)
+    free = {key: getattr(config, key) for key in ("name", "history_length", "amax_compute", "interval")}
+    if config != dataclasses.replace(own, policy=policy, **free):
+        raise ValueError(
+            f"fp8ref.jax keeps histories as {own.name!r} does, with another history_length, amax_compute, interval or margin; got "
+            f"{config.name!r}. Use fp8ref.sim.delayed for it."
+        )
+    return config
+
+
+def _advance(state: DelayedState, seen: jax.Array, fmt: Format, config: DelayedScaling) -> DelayedState:
+    amax, non_finite, was_seen = seen[..., 0], seen[..., 1], seen[..., 2]
+    pushed = jnp.concatenate([amax[..., None], state.amax_history[..., :-1]], axis=-1)
+    amax = pushed[..., 0] if config.amax_compute == "most_recent" else pushed.max(axis=-1)
+    scale = jnp.float32(fmt.max * 2.0**-config.policy.margin) / amax
+    scale = jnp.where(amax == 0, state.stored, jnp.minimum(scale, np.finfo(np.float32).max))
+    due = state.step % config.interval == 0
+    after = DelayedState(jnp.where(due, scale, state.stored), pushed, state.step + 1)
+    counts = (was_seen > 0) & (non_finite == 0)
+    return jax.tree.map(lambda new, old: jnp.where(counts.reshape(counts.shape + (1,) * (new.ndim - counts.ndim)), new, old), after, state)
+
+
+def _casts(recipe: str | Recipe) -> dict[Role, tuple[Format, DelayedScaling]]:
+    """How each role that recipe scales by its past is cast; one state serves both of its GEMMs, so they cast it alike (L-6)."""
+    found: dict[Role, tuple[Format, DelayedScaling]] = {}
+    recipe = recipes.by_name(recipe)
+    for which, gemm in recipe.gemms.items():
+        for role, spec in zip(OPERANDS[which], (gemm.a, gemm.b), strict=True):
+            if spec is not None and spec.delayed is not None:
+                cast = spec.fmt, implemented(spec.delayed)
+                if found.setdefault(role, cast) != cast:
+                    raise ValueError(f"recipe {recipe.name!r} scales {role} by one state, so casts it in one way; got two.")
+    return found
