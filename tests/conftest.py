@@ -1,10 +1,15 @@
 """Fixtures that several rooms share."""
 
+import os
+
 import numpy as np
 import pytest
 
 from fp8ref.llama import LlamaConfig
 from fp8ref.run.config import Config, DataConfig, RunConfig
+
+# Before anything imports jax: a CPU as eight devices, for meshes.
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
 
 MODEL = LlamaConfig(hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1)
 

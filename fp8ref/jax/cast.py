@@ -49,15 +49,32 @@ def to_fp8(x: jax.Array, fmt: Format, *, saturate: bool = True) -> jax.Array:
 
 def to_f32(x: jax.Array) -> jax.Array:
     """x widened to float32, rounded to its own dtype first: XLA may hand a fused consumer more digits than the dtype has."""
-    # asked of x itself: jnp.asarray would round a NumPy float64 array to float32 first
-    dtype = getattr(x, "dtype", None)
-    if dtype not in (jnp.float32, jnp.float16, jnp.bfloat16):
-        raise ValueError(f"casts take arrays of float32, float16 or bfloat16; got {dtype or type(x).__name__}. Convert with .astype.")
-    x = jnp.asarray(x)
+    x = checked(x)
     if x.dtype == jnp.float32:
         return x
     info = jnp.finfo(x.dtype)
     return lax.reduce_precision(x, info.nexp, info.nmant).astype(jnp.float32)
+
+
+def magnitude_bits(x: jax.Array) -> jax.Array:
+    """The bits of |x| as int32, which order as the magnitudes do, infinities and then NaNs the largest."""
+    integer = jnp.int32 if checked(x).dtype == jnp.float32 else jnp.int16
+    # int32 for 16-bit floats too: the maximum may be taken between devices, and NCCL has no 16-bit integers
+    return (lax.bitcast_convert_type(x, integer) & jnp.iinfo(integer).max).astype(jnp.int32)
+
+
+def from_magnitude_bits(bits: jax.Array, dtype) -> jax.Array:
+    """The magnitudes, as float32, of ``magnitude_bits`` of an array of this dtype."""
+    return lax.bitcast_convert_type(bits if dtype == jnp.float32 else bits.astype(jnp.int16), dtype).astype(jnp.float32)
+
+
+def checked(x: jax.Array) -> jax.Array:
+    """x as an array of JAX; ValueError unless it is float32, float16 or bfloat16."""
+    # asked of x itself: jnp.asarray would round a NumPy float64 array to float32 first
+    dtype = getattr(x, "dtype", None)
+    if dtype not in (jnp.float32, jnp.float16, jnp.bfloat16):
+        raise ValueError(f"casts take arrays of float32, float16 or bfloat16; got {dtype or type(x).__name__}. Convert with .astype.")
+    return jnp.asarray(x)
 
 
 def _dtype(fmt: Format):

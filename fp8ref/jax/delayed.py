@@ -25,7 +25,7 @@ from jax import lax
 from fp8ref import recipe as recipes
 from fp8ref.delayed import DELAYED, DelayedScaling
 from fp8ref.formats import Format
-from fp8ref.jax import scaling
+from fp8ref.jax import cast, scaling
 from fp8ref.recipe import OPERANDS, Recipe, Role
 
 Seen = Mapping[Role, jax.Array]  # float32 [..., 3] a role: amax, non_finite and seen, flags 0 or 1
@@ -62,11 +62,16 @@ def unseen(recipe: str | Recipe, shape: tuple[int, ...] = ()) -> dict[Role, jax.
     return {role: jnp.zeros((*shape, 3), jnp.float32) for role in _casts(recipe)}
 
 
-def observe(x: jax.Array) -> jax.Array:
-    """float32 [3] of a tensor: its amax (0 unless that is finite), whether it is not finite, and 1, for seen."""
-    amax = scaling.amax(x)
+def observe(x: jax.Array, *, over: tuple[str, ...] = ()) -> jax.Array:
+    """float32 [3] of a tensor, and of those along the mesh axes ``over``: its amax (0 unless finite), whether it is not finite, and 1, for seen."""
+    amax = scaling.amax(x, over=over)
     finite = jnp.isfinite(amax)
     return jnp.stack([jnp.where(finite, amax, 0.0), jnp.where(finite, 0.0, 1.0), jnp.float32(1)])
+
+
+def larger(a: jax.Array, b: jax.Array) -> jax.Array:
+    """The elementwise maximum of float32 magnitudes, by their bits: XLA on a CPU takes subnormals for zero."""
+    return cast.from_magnitude_bits(jnp.maximum(cast.magnitude_bits(a), cast.magnitude_bits(b)), jnp.float32)
 
 
 def merge(*observations: Seen) -> dict[Role, jax.Array]:
@@ -78,7 +83,7 @@ def merge(*observations: Seen) -> dict[Role, jax.Array]:
     for other in others:
         if set(other) != set(merged):
             raise ValueError(f"observations of one recipe merge; got roles {', '.join(merged)} and {', '.join(other)}.")
-        merged = {role: jnp.maximum(merged[role], other[role]) for role in merged}
+        merged = {role: larger(merged[role], other[role]) for role in merged}
     return merged
 
 
@@ -97,7 +102,12 @@ def _over_batch(axis_size: int, batched: list[bool], observed: jax.Array, given:
     del axis_size
     of_observed, of_given = batched
     merges = of_observed and not of_given
-    return over_batch(observed.max(axis=0) if merges else observed, given), of_observed and of_given
+    return over_batch(_largest(observed, axis=0) if merges else observed, given), of_observed and of_given
+
+
+def keeps_state(recipe: str | Recipe) -> bool:
+    """Whether a recipe scales by past amaxes."""
+    return bool(_casts(recipe))
 
 
 def update(state: State, seen: Seen, *, recipe: str | Recipe) -> dict[Role, DelayedState]:
@@ -160,12 +170,19 @@ def implemented(config: DelayedScaling) -> DelayedScaling:
     return config
 
 
+def _largest(magnitudes: jax.Array, *, axis: int) -> jax.Array:
+    return cast.from_magnitude_bits(cast.magnitude_bits(magnitudes).max(axis=axis), jnp.float32)
+
+
 def _advance(state: DelayedState, seen: jax.Array, fmt: Format, config: DelayedScaling) -> DelayedState:
     amax, non_finite, was_seen = seen[..., 0], seen[..., 1], seen[..., 2]
     pushed = jnp.concatenate([amax[..., None], state.amax_history[..., :-1]], axis=-1)
-    amax = pushed[..., 0] if config.amax_compute == "most_recent" else pushed.max(axis=-1)
-    scale = jnp.float32(fmt.max * 2.0**-config.policy.margin) / amax
-    scale = jnp.where(amax == 0, state.stored, jnp.minimum(scale, np.finfo(np.float32).max))
+    amax = pushed[..., 0] if config.amax_compute == "most_recent" else _largest(pushed, axis=-1)
+    bits, limit = cast.magnitude_bits(amax), np.float32(fmt.max * 2.0**-config.policy.margin)
+    # A subnormal amax, n * 2^-149, XLA on a CPU would flush; limit * 2^149 / n in two powers, as 2^149 is no float32
+    subnormal = (limit * 2.0**75 / bits.astype(jnp.float32)) * 2.0**74
+    scale = jnp.minimum(jnp.where(bits < 1 << 23, subnormal, limit / amax), np.finfo(np.float32).max)
+    scale = jnp.where(bits == 0, state.stored, scale)
     due = state.step % config.interval == 0
     after = DelayedState(jnp.where(due, scale, state.stored), pushed, state.step + 1)
     counts = (was_seen > 0) & (non_finite == 0)

@@ -4,42 +4,54 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from fp8ref.granularity import by_name
+from fp8ref.jax import scaling
 from fp8ref.jax.scaling import Quantized
+from fp8ref.jax.sharding import Reduction
 from fp8ref.recipe import GemmSpec
 
 # Explicit on every dot: with None, jax.default_matmul_precision would decide (SEMANTICS G-7).
 PRECISION = {"fast": lax.Precision.DEFAULT, "slow": lax.Precision.HIGHEST}
+EPILOGUES = ("scale_then_round", "product_then_round", "unit_round_scale_round")
 
 
-def matmul(a: Quantized, b: Quantized, *, accumulate: str, epilogue: str = "scale_then_round", out_dtype=jnp.float32) -> jax.Array:
-    """Contract a and b along their reduced axes: [M, K] x [N, K] -> [M, N].
+def matmul(
+    a: Quantized,
+    b: Quantized,
+    *,
+    accumulate: str,
+    epilogue: str = "scale_then_round",
+    out_dtype=jnp.float32,
+    collective: Reduction | None = None,
+) -> jax.Array:
+    """Contract a and b along their reduced axes: [..., M, K] x [..., N, K] -> [..., M, N].
 
-    Shapes:   a.codes and b.codes 2-d; each is reduced along its ``axis``, so [K, M] with axis 0 serves as [M, K].
-    Order:    dot in float32; then the epilogue, G-4 or G-5; then round to out_dtype.
-    Raises:   ValueError: operands not 2-d, reduced lengths that differ, unknown names.
-    Source:   SEMANTICS G-1, G-4, G-5, G-7.
+    Shapes:   a.codes and b.codes of one rank, 2 or more, and equal leading dims; each is reduced along its ``axis``, one of its last
+              two, so that [K, M] with axis 0 serves as [M, K].
+    Order:    dot in float32; the sum over devices; the epilogue, G-4, G-5 or G-14; round to out_dtype. If the collective is of
+              scaled results: dot, epilogue, round, sum in float32, round again. Operands in blocks are dequantised first (G-16).
+    Raises:   ValueError: ranks or reduced lengths that differ, a reduced axis among the leading dims, unknown names.
+    Source:   SEMANTICS G-1, G-4, G-5, G-7, G-14, G-16, P-7, P-8.
     """
-    if a.codes.ndim != 2 or b.codes.ndim != 2 or a.codes.shape[a.axis] != b.codes.shape[b.axis]:
-        raise ValueError(
-            f"a GEMM reduces 2-d operands of one length; got {a.codes.shape} along {a.axis} and {b.codes.shape} along {b.axis}."
-        )
+    axes = _reduced_axes(a, b)
     if accumulate not in PRECISION:
-        raise ValueError(f"accumulate is 'fast' or 'slow'; got {accumulate!r}.")
-    acc = _dot(a.codes, b.codes, (a.axis, b.axis), PRECISION[accumulate])
-    scale_a = a.scale_inv.reshape(-1, 1)  # [1, 1] or [M, 1]
-    scale_b = b.scale_inv.reshape(1, -1)  # [1, 1] or [1, N]
-    if epilogue == "scale_then_round":
-        return ((acc * scale_a) * scale_b).astype(out_dtype)
-    if epilogue == "unit_round_scale_round":
-        info = jnp.finfo(out_dtype)
-        rounded = lax.reduce_precision(acc, info.nexp, info.nmant)
-        return (rounded * (scale_a * scale_b)).astype(out_dtype)
-    raise ValueError(f"epilogue is 'scale_then_round' or 'unit_round_scale_round'; got {epilogue!r}.")
+        raise ValueError(f"accumulate is one of {', '.join(PRECISION)}; got {accumulate!r}.")
+    if epilogue not in EPILOGUES:
+        raise ValueError(f"epilogue is one of {', '.join(EPILOGUES)}; got {epilogue!r}.")
+    early, late = (None, collective) if collective and collective.scaled else (collective, None)
+    if dequantises(a.granularity):
+        out = _total(_dot(_values(a), _values(b), axes, lax.Precision.HIGHEST), early).astype(out_dtype)
+    else:
+        acc = _total(_dot(a.codes, b.codes, axes, PRECISION[accumulate]), early)
+        scale_a, scale_b = _rows(a.scale_inv, axes[0]), jnp.swapaxes(_rows(b.scale_inv, axes[1]), -1, -2)  # [.., M, 1], [.., 1, N]
+        out = _scale(acc, early.own_rows(scale_a) if early else scale_a, scale_b, epilogue, out_dtype)
+    return _total(out.astype(jnp.float32), late).astype(out_dtype) if late else out
 
 
-def matmul_hp(a: jax.Array, b: jax.Array, *, axes: tuple[int, int], out_dtype) -> jax.Array:
-    """A GEMM in high precision: float32 accumulation, one rounding to out_dtype (SEMANTICS G-9). a and b are reduced along axes."""
-    return _dot(a, b, axes, lax.Precision.DEFAULT).astype(out_dtype)
+def matmul_hp(a: jax.Array, b: jax.Array, *, axes: tuple[int, int], out_dtype, collective: Reduction | None = None) -> jax.Array:
+    """A GEMM in high precision: float32 accumulation, one rounding to out_dtype (SEMANTICS G-9). a and b are reduced along axes,
+    -1 or -2."""
+    return _total(_dot(a, b, axes, lax.Precision.DEFAULT), collective).astype(out_dtype)
 
 
 def output_dtype(spec: GemmSpec, dtype):
@@ -47,7 +59,65 @@ def output_dtype(spec: GemmSpec, dtype):
     return jnp.bfloat16 if spec.rowwise else dtype
 
 
+def dequantises(granularity: str) -> bool:
+    """Whether operands scaled so are dequantised, and multiplied in high precision: no f8 dot takes scales that vary along K."""
+    return by_name(granularity).reduced is not None
+
+
+def _scale(acc: jax.Array, scale_a: jax.Array, scale_b: jax.Array, epilogue: str, out_dtype) -> jax.Array:
+    if epilogue == "scale_then_round":
+        return ((acc * scale_a) * scale_b).astype(out_dtype)
+    if epilogue == "unit_round_scale_round":
+        info = jnp.finfo(out_dtype)
+        acc = lax.reduce_precision(acc, info.nexp, info.nmant)
+    return (acc * (scale_a * scale_b)).astype(out_dtype)
+
+
+def _total(partial: jax.Array, collective: Reduction | None) -> jax.Array:
+    return partial if collective is None else collective.total(partial)
+
+
+def _rows(scale: jax.Array, axis: int) -> jax.Array:
+    """A scale of every row [..., M, 1], or of all of them [1, 1]."""
+    if scale.ndim == 0:
+        return scale.reshape(1, 1)
+    return scale if axis == -1 else jnp.swapaxes(scale, -1, -2)
+
+
+def _values(q: Quantized) -> jax.Array:
+    """What the codes stand for: in bfloat16 where that is exact, powers of two times codes (S-14), else in float32."""
+    exact = jnp.bfloat16 if q.granularity == "mx_1x32" else jnp.float32
+    return scaling.dequantize(q).astype(exact)
+
+
+def _reduced_axes(a: Quantized, b: Quantized) -> tuple[int, int]:
+    shape_a, shape_b = a.codes.shape, b.codes.shape
+    axes = (_from_the_end(a), _from_the_end(b))
+    if (
+        len(shape_a) != len(shape_b)
+        or len(shape_a) < 2
+        or shape_a[:-2] != shape_b[:-2]
+        or not set(axes) <= {-1, -2}
+        or shape_a[axes[0]] != shape_b[axes[1]]
+    ):
+        raise ValueError(
+            f"a GEMM reduces one of the last two axes of a and of b, of one length, and their leading dims are equal; got {shape_a} along "
+            f"{a.axis} and {shape_b} along {b.axis}."
+        )
+    return axes
+
+
+def _from_the_end(q: Quantized) -> int:
+    return q.axis - q.codes.ndim if q.axis >= 0 else q.axis
+
+
 def _dot(a: jax.Array, b: jax.Array, axes: tuple[int, int], precision: lax.Precision) -> jax.Array:
-    axis_a, axis_b = axes[0] % 2, axes[1] % 2
+    leading = tuple(range(a.ndim - 2))
     # Without a preferred type, e4m3 x e5m2 would demote the e4m3 operand to e5m2.
-    return lax.dot_general(a, b, (((axis_a,), (axis_b,)), ((), ())), precision=precision, preferred_element_type=jnp.float32)
+    return lax.dot_general(
+        a,
+        b,
+        (((a.ndim + axes[0],), (b.ndim + axes[1],)), (leading, leading)),
+        precision=precision,
+        preferred_element_type=jnp.float32,
+    )

@@ -1,15 +1,22 @@
 """A linear layer is three GEMMs (SEMANTICS L), joined to autodiff by one custom_vjp."""
 
+import dataclasses
 import functools
+import math
+import warnings
 from collections.abc import Callable, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from fp8ref import recipe as recipes
-from fp8ref.jax import delayed, gemm, scaling
+from fp8ref.jax import delayed, gemm, scales, scaling, sharding
+from fp8ref.jax.scaling import Quantized
+from fp8ref.jax.sharding import Placement
 from fp8ref.recipe import OPERANDS, REDUCED_AXES, CastSpec, Gemm, Recipe, Role
 
 Scales = Mapping[Role, jax.Array]  # of the roles whose scales a state holds
@@ -24,41 +31,49 @@ def apply(
     recipe: str | Recipe,
     state: delayed.State | None = None,
     seen: delayed.Seen | None = None,
+    placement: Placement | None = None,
     name: str = "linear",
 ) -> tuple[jax.Array, delayed.Seen | None]:
     """output [..., N] = input x [..., K] x weight w [N, K], and gradients by the recipe's two backward GEMMs.
 
-    Shapes:   x [..., K] and w [N, K] of one dtype, bfloat16, float16 or float32; output [..., N] of that dtype.
-    Order:    leading dims flatten to M; SEMANTICS L-2, L-3, L-6.
+    Shapes:   x [..., K] and w [N, K] of one dtype, bfloat16, float16 or float32; output [..., N] of that dtype. With a placement, inside
+              shard_map, they are a device's pieces, and so is the output.
+    Order:    leading dims flatten to M; SEMANTICS L-2, L-3, L-6; between devices P-9.
     Returns:  (output, seen). Under delayed scaling, seen merged with what this use observed of input and weight, and the
               gradient by seen merged with what it observed of grad_output (H-4): give every use the seen of the one before it.
               A recipe that scales dynamically takes and gives None.
-    Gradient: by x, w and seen; state is a constant.
-    Raises:   ValueError, naming the layer: shapes or dtypes that do not fit, FP8 dims that are not multiples of 16, a state or
-              seen of another recipe, or none where the recipe needs them.
+    Gradient: by x, w and seen; state is a constant. Inside shard_map they are complete: of what a device holds, summed over the others.
+    Warns:    once, of dims that are not multiples of 16, which XLA pads for the hardware (L-5).
+    Raises:   ValueError, naming the layer: shapes or dtypes that do not fit, a recipe this backend cannot run, a state or seen of
+              another recipe or none where the recipe needs them, what ``sharding.mode`` refuses.
     """
-    recipe = recipes.by_name(recipe)
     if w.ndim != 2 or x.ndim < 1 or x.shape[-1] != w.shape[1]:
         raise ValueError(f"{name}: a linear takes x [..., K] and w [N, K] with the same K; got {x.shape} and {w.shape}.")
-    if x.dtype != w.dtype or x.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
-        raise ValueError(
-            f"{name}: x and w have one dtype, bfloat16, float16 or float32; got {x.dtype} and {w.dtype}. Cast the weight first."
-        )
-    if recipe.fp8 and (w.shape[0] % 16 or w.shape[1] % 16):
-        raise ValueError(
-            f"{name}: FP8 needs N and K to be multiples of 16 (L-5); got w.shape={w.shape}. Pad the layer or use recipe 'bf16'."
-        )
-    for gemm_name, spec in recipe.gemms.items():
+    outer = math.prod(x.shape[:-2])
+    y, seen = contract(x.reshape(-1, x.shape[-1]), w, recipe, state, seen, placement, name, outer=outer, out_dtype=None)
+    return y.reshape(*x.shape[:-2], *((-1,) if x.ndim > 1 else ()), y.shape[-1]), seen
+
+
+def check_recipe(recipe: str | Recipe, name: str) -> Recipe:
+    """The recipe, if this backend runs it; ValueError, naming the layer, otherwise."""
+    recipe = recipes.by_name(recipe)
+    for which, spec in recipe.gemms.items():
+        blocks = {gemm.dequantises(cast.granularity) for cast in (spec.a, spec.b) if cast}
+        if len(blocks) > 1:
+            raise ValueError(
+                f"{name}: operands of a GEMM have scales of all of K, or both of blocks of it; {which} of recipe {recipe.name!r} has one each."
+            )
+        if spec.fp8 and spec.epilogue not in gemm.EPILOGUES:
+            raise ValueError(
+                f"{name}: epilogue is one of {', '.join(gemm.EPILOGUES)}; {which} of recipe {recipe.name!r} has {spec.epilogue!r}."
+            )
         for cast in (spec.a, spec.b):
-            if cast is not None and cast.granularity not in scaling.GRANULARITIES:
-                raise ValueError(
-                    f"{name}: fp8ref.jax scales {' or '.join(scaling.GRANULARITIES)}; recipe {recipe.name!r} has {cast.granularity!r} "
-                    f"in {gemm_name}. Use a recipe of fp8ref.recipe.BACKEND_RECIPES or 'delayed'."
-                )
-    delayed.check(state, seen, recipe, name)
-    tokens = dict(seen or {})
-    y, tokens = _linear(x.reshape(-1, x.shape[-1]), w, delayed.scales(state or {}), tokens, recipe, name)
-    return y.reshape(*x.shape[:-1], w.shape[0]), None if seen is None else tokens
+            if cast is not None and cast.delayed is None:
+                try:
+                    scales.implemented(cast.policy)
+                except ValueError as error:
+                    raise ValueError(f"{name}: {which} of recipe {recipe.name!r}: {error}") from error
+    return recipe
 
 
 @contextmanager
@@ -75,54 +90,175 @@ def observing(observer: Callable):
         _observer.reset(token)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def _linear(x: jax.Array, w: jax.Array, scales: Scales, seen: dict, recipe: Recipe, name: str):
-    y = _gemm("output", {"input": x, "weight": w}, scales, recipe, name, x.dtype)  # [M, K] x [N, K] -> [M, N]
-    return y, _seen(seen, {"input": x, "weight": w}, seen)
+@dataclass(frozen=True, kw_only=True)
+class _Call:
+    """What is static of one use of a linear. outer: how many groups of rows, each of them cut alike, M is made of."""
+
+    recipe: Recipe
+    name: str
+    placement: Placement
+    mode: sharding.Mode
+    outer: int
+    dtypes: tuple  # of the results, in the order of recipe.gemms
+    observer: Callable | None
+
+    def over(self, role: Role, granularity: str, axis: int) -> sharding.Axes:
+        """The mesh axes over which it is for us to take an amax."""
+        return self.placement.amax_axes(role, granularity, axis) if self.mode == "shard_map" else ()
+
+    def collective(self, which: Gemm) -> sharding.Reduction | None:
+        """How partial results become a result, where that is for us to do."""
+        reduction = self.placement.reduction(which, 1 if which == "grad_weight" else self.outer)
+        return reduction if self.mode == "shard_map" and reduction.axes else None
+
+    def serves_backward(self, role: Role) -> bool:
+        """Whether what the output GEMM takes of this role its backward GEMM takes too: one scale, one format, one policy."""
+        output, grad_input, grad_weight = self.recipe.gemms.values()
+        forward, backward = (output.a, grad_weight.b) if role == "input" else (output.b, grad_input.b)
+        return forward is not None and forward == backward and forward.granularity == "tensorwise"
 
 
-def _forward(x, w, scales: Scales, seen: dict, recipe: Recipe, name: str):
-    return _linear(x, w, scales, seen, recipe, name), (x, w, scales, seen)
+def contract(
+    x: jax.Array,
+    w: jax.Array,
+    recipe: str | Recipe,
+    state: delayed.State | None,
+    seen: delayed.Seen | None,
+    placement: Placement | None,
+    name: str,
+    *,
+    outer: int,
+    out_dtype,
+) -> tuple[jax.Array, delayed.Seen | None]:
+    """x [..., M, K] by w [..., N, K] -> [..., M, N], leading dims being equal: what ``apply`` and ``contraction`` are made of."""
+    recipe = check_recipe(recipe, name)
+    if out_dtype is None and x.dtype != w.dtype:
+        raise ValueError(
+            f"{name}: x and w have one dtype, or the output is given its own by preferred_element_type; got {x.dtype} and {w.dtype}. "
+            "Cast the weight first."
+        )
+    out_dtype = x.dtype if out_dtype is None else jnp.dtype(out_dtype)
+    for dtype in (x.dtype, w.dtype, out_dtype):
+        if dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
+            raise ValueError(f"{name}: x, w and the output are bfloat16, float16 or float32; got {dtype}. Cast it first.")
+    delayed.check(state, seen, recipe, name)
+    mode = sharding.mode(x, w, placement, name)
+    if delayed.keeps_state(recipe) and placement and placement.scope == "local":
+        raise ValueError(f"{name}: delayed scaling keeps one state for all devices, so its amaxes are global; got scope 'local'.")
+    placement = placement or Placement()
+    n, k = sharding.gemm_dims(w, placement, mode)
+    if recipe.fp8 and (n % 16 or k % 16):
+        _warn_of_padding(name, n, k)
+    call = _Call(
+        recipe=recipe,
+        name=name,
+        placement=placement,
+        mode=mode,
+        outer=outer,
+        dtypes=(out_dtype, x.dtype, w.dtype),
+        observer=_observer.get(),
+    )
+    y, after = _linear(x, w, delayed.scales(state or {}), dict(seen or {}), call)
+    return y, None if seen is None else after
 
 
-def _backward(recipe: Recipe, name: str, saved, cotangents):
-    (x, w, scales, given), (g, later) = saved, cotangents
-    tensors: dict[Role, jax.Array] = {"input": x, "weight": w, "grad_output": g}
-    grad_input = _gemm("grad_input", tensors, scales, recipe, name, x.dtype)  # [M, N] x [N, K] -> [M, K]
-    grad_weight = _gemm("grad_weight", tensors, scales, recipe, name, w.dtype)  # [M, N] x [M, K] -> [N, K]
-    return grad_input, grad_weight, jax.tree.map(jnp.zeros_like, scales), _seen(later, {"grad_output": g}, given)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _linear(x: jax.Array, w: jax.Array, past: Scales, seen: dict, call: _Call):
+    return _forward(x, w, past, seen, call, differentiated=False)[0]
+
+
+def _forward(x: jax.Array, w: jax.Array, past: Scales, seen: dict, call: _Call, *, differentiated: bool = True):
+    if differentiated and call.mode == "shard_map" and not sharding.checks_variance(x):
+        raise ValueError(
+            f"{call.name}: gradients of a linear inside shard_map need check_vma=True; without it, a gradient taken outside would be "
+            "summed over the devices twice. Use jax.shard_map(..., check_vma=True)."
+        )
+    tensors: dict[Role, jax.Array] = {"input": x, "weight": w}
+    casts: dict[Role, CastSpec | None] = {"input": call.recipe.output.a, "weight": call.recipe.output.b}
+    ready = {role: _quantize(tensors[role], role, cast, -1, past, call) for role, cast in casts.items() if cast}
+    y = _gemm("output", tensors, ready, past, call)  # [M, K] x [N, K] -> [M, N]
+    # A tensorwise operand serves the backward pass as it is, a byte an element.
+    kept = {role: q for role, q in ready.items() if call.serves_backward(role)}
+    saved = {role: v for role, v in tensors.items() if role not in kept or call.observer}
+    return (y, _seen(seen, tensors, seen, call)), (saved, kept, past, seen)
+
+
+def _backward(call: _Call, residuals, cotangents):
+    (saved, kept, past, given), (g, later) = residuals, cotangents
+    tensors: dict[Role, jax.Array] = {**saved, "grad_output": g}
+    ready: dict[Role, Quantized] = dict(kept)
+    cast, other = call.recipe.grad_input.a, call.recipe.grad_weight.a
+    if cast is not None and cast == other and cast.granularity == "tensorwise":
+        ready["grad_output"] = _quantize(g, "grad_output", cast, -1, past, call)
+    grad_input = _gemm("grad_input", tensors, ready, past, call)  # [M, N] x [N, K] -> [M, K]
+    grad_weight = _gemm("grad_weight", tensors, ready, past, call)  # [M, N] x [M, K] -> [N, K]
+    return grad_input, grad_weight, jax.tree.map(jnp.zeros_like, past), _seen(later, {"grad_output": g}, given, call)
 
 
 _linear.defvjp(_forward, _backward)
 
 
-def _seen(seen: dict, tensors: Mapping[Role, jax.Array], given: dict) -> dict:
-    """seen, merged with observations of those of its roles that are here; over a vmapped axis that ``given`` has not, the largest."""
-    return {
-        role: delayed.over_batch(jnp.maximum(of_role, delayed.observe(tensors[role])) if role in tensors else of_role, given[role])
-        for role, of_role in seen.items()
-    }
-
-
-def _gemm(which: Gemm, tensors: Mapping[Role, jax.Array], scales: Scales, recipe: Recipe, name: str, dtype) -> jax.Array:
-    spec, axes, roles = recipe.gemms[which], REDUCED_AXES[which], OPERANDS[which]
-    a, b = (tensors[role] for role in roles)
-    with jax.named_scope(f"{name}/{which}"):
+def _gemm(which: Gemm, tensors: Mapping[Role, jax.Array], ready: Mapping[Role, Quantized], past: Scales, call: _Call) -> jax.Array:
+    spec, roles, collective = call.recipe.gemms[which], OPERANDS[which], call.collective(which)
+    axis_a, axis_b = (axis - 2 for axis in REDUCED_AXES[which])
+    dtype = call.dtypes[list(OPERANDS).index(which)]
+    with jax.named_scope(f"{call.name}/{which}"):
         if spec.a is None or spec.b is None or spec.accumulate is None:
-            return gemm.matmul_hp(a, b, axes=axes, out_dtype=dtype)
-        qa, qb = (
-            _quantize(v, cast, axis, scales.get(role)) for v, cast, axis, role in zip((a, b), (spec.a, spec.b), axes, roles, strict=True)
-        )
-        out = gemm.matmul(qa, qb, accumulate=spec.accumulate, epilogue=spec.epilogue, out_dtype=gemm.output_dtype(spec, dtype))
-        observer = _observer.get()
-        if observer is not None:
-            operands = [(v, jax.lax.bitcast_convert_type(q.codes, jnp.uint8), q.scale) for v, q in ((a, qa), (b, qb))]
-            jax.debug.callback(functools.partial(observer, name, which), *operands, out)
+            a, b = (_gather(tensors[role], role, call) for role in roles)
+            return gemm.matmul_hp(a, b, axes=(axis_a, axis_b), out_dtype=dtype, collective=collective)
+        own = [
+            dataclasses.replace(ready[role], axis=axis) if role in ready else _quantize(tensors[role], role, cast, axis, past, call)
+            for role, cast, axis in zip(roles, (spec.a, spec.b), (axis_a, axis_b), strict=True)
+        ]
+        qa, qb = (_gather_codes(q, role, call) for q, role in zip(own, roles, strict=True))
+        rounded = gemm.output_dtype(spec, dtype)
+        out = gemm.matmul(qa, qb, accumulate=spec.accumulate, epilogue=spec.epilogue, out_dtype=rounded, collective=collective)
+        if call.observer is not None:
+            operands = [(tensors[role], lax.bitcast_convert_type(q.codes, jnp.uint8), q.scale) for role, q in zip(roles, own, strict=True)]
+            jax.debug.callback(functools.partial(call.observer, call.name, which), *operands, out)
         return out.astype(dtype)
 
 
-def _quantize(x: jax.Array, cast: CastSpec, axis: int, scale: jax.Array | None) -> scaling.Quantized:
-    """By the scale of the role's state, or without one by the tensor's own amax."""
-    if scale is None:
-        return scaling.quantize(x, cast.fmt, granularity=cast.granularity, policy=cast.policy, axis=axis)
-    return scaling.quantize_with(x, scale, cast.fmt, granularity=cast.granularity, axis=axis)
+def _quantize(x: jax.Array, role: Role, cast: CastSpec, axis: int, past: Scales, call: _Call) -> Quantized:
+    """A device's own piece, by the scale of the role's state, or without one by the tensor's own amax."""
+    try:
+        if role in past:
+            return scaling.quantize_with(x, past[role], cast.fmt, granularity=cast.granularity, axis=axis)
+        over = call.over(role, cast.granularity, axis)
+        return scaling.quantize(x, cast.fmt, granularity=cast.granularity, policy=cast.policy, axis=axis, over=over)
+    except ValueError as error:
+        raise ValueError(f"{call.name}: {role} of recipe {call.recipe.name!r}: {error}") from error
+
+
+def _gather_codes(q: Quantized, role: Role, call: _Call) -> Quantized:
+    """The rows of every device for use, in FP8; a scale for each row goes with it."""
+    codes = _gather(q.codes, role, call)
+    if codes is q.codes or q.granularity == "tensorwise" or q.axis == -2:
+        return dataclasses.replace(q, codes=codes)
+    return dataclasses.replace(q, codes=codes, scale=_gather(q.scale, role, call), scale_inv=_gather(q.scale_inv, role, call))
+
+
+def _gather(x: jax.Array, role: Role, call: _Call) -> jax.Array:
+    if not call.placement.gathered(role):
+        return x
+    gather = sharding.gather_by_compiler if call.mode == "jit" else sharding.gather_rows
+    return gather(x, call.placement, role, 1 if role == "weight" else call.outer)
+
+
+def _seen(seen: dict, tensors: Mapping[Role, jax.Array], given: dict, call: _Call) -> dict:
+    """seen, merged with observations of those of its roles that are here; over a vmapped axis that ``given`` has not, the largest."""
+    merged = {}
+    for role, of_role in seen.items():
+        if role in tensors:
+            of_role = delayed.larger(of_role, delayed.observe(tensors[role], over=call.over(role, "tensorwise", -1)))
+        merged[role] = delayed.over_batch(of_role, given[role])
+    return merged
+
+
+def _warn_of_padding(name: str, n: int, k: int) -> None:
+    padded = [-(-size // 16) * 16 for size in (n, k)]
+    warnings.warn(
+        f"{name}: FP8 kernels take multiples of 16 (L-5); XLA pads the weight [{n}, {k}] to {padded} for every GEMM, "
+        f"{padded[0] * padded[1] / (n * k):.2f} times the multiplications, besides the copies. Pad the layer or use recipe 'bf16'.",
+        stacklevel=4,
+    )

@@ -35,6 +35,7 @@ CONFIGS = [
     DelayedScaling(name="recent", history_length=3, amax_compute="most_recent"),
     DelayedScaling(name="seldom", history_length=4, interval=3),
     DelayedScaling(name="room", history_length=2, policy=margin(2)),
+    DelayedScaling(name="much_room", history_length=2, policy=margin(64)),
 ]
 
 
@@ -49,13 +50,15 @@ def assert_states_equal(ours, theirs):
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda c: c.name)
 def test_states_equal_the_simulators(config, rng):  # H-1 to H-6, H-9
-    """8 layers, 40 steps: amaxes over 60 binades, zeros, tiny ones whose scale overflows, non-finite ones, and layers not used."""
+    """8 layers, 40 steps: amaxes over 60 binades, zeros, tiny and subnormal ones, non-finite ones, and layers not used."""
     recipe, layers = recipe_of(config), 8
     states, expected = delayed.init(recipe, (layers,)), {role: sim.init(config, (layers,)) for role in ROLES}
     advance = jax.jit(lambda state, seen: delayed.update(state, seen, recipe=recipe))
     for _ in range(40):
         amax = (2.0 ** rng.uniform(-30, 30, layers)).astype(np.float32)
-        amax = np.select([rng.random(layers) < p for p in (0.1, 0.1)], [np.float32(0), np.float32(1e-37)], amax).astype(np.float32)
+        amax = np.select(
+            [rng.random(layers) < p for p in (0.1, 0.1, 0.1)], [np.float32(0), np.float32(1e-37), np.float32(3e-41)], amax
+        ).astype(np.float32)
         use = sim.observe(amax, non_finite=rng.random(layers) < 0.2, seen=rng.random(layers) < 0.8)
         states = advance(states, {role: jnp.asarray(seen_of(use)) for role in ROLES})
         for role, fmt in ROLES.items():

@@ -5,6 +5,7 @@ import pytest
 
 from fp8ref.formats import BFLOAT16, E4M3FN
 from fp8ref.jax import linear
+from fp8ref.policy import POLICIES
 from fp8ref.recipe import BACKEND_RECIPES, CastSpec, GemmSpec, Recipe
 from fp8ref.sim import cast
 from fp8ref.sim import linear as sim
@@ -79,7 +80,6 @@ def test_observing_reports_every_fp8_gemm_of_the_compiled_program(operands):
     ("x", "w", "options", "message"),
     [
         ((4, 64), (32, 48), {}, "q_proj.*same K"),
-        ((4, 40), (32, 40), {}, "q_proj.*multiples of 16"),  # L-5
         ((4, 64), (32, 64), {"state": 1}, "q_proj.*keeps no state"),
         ((4, 64), (32, 64), {"seen": 1}, "q_proj.*keeps no state"),
     ],
@@ -90,12 +90,39 @@ def test_errors_name_the_layer(x, w, options, message):
 
 
 def test_a_recipe_that_jax_cannot_run_is_refused_by_name():
-    cast = CastSpec(fmt=E4M3FN, granularity="blockwise_1x128")
-    recipe = Recipe(name="blocks", grad_weight=GemmSpec(a=cast, b=cast, accumulate="slow"))
-    with pytest.raises(ValueError, match=r"q_proj: .*tensorwise or rowwise.*'blocks'.*blockwise_1x128.*grad_weight"):
-        linear.apply(jnp.ones((4, 16)), jnp.ones((16, 16)), recipe=recipe, name="q_proj")
+    block, row = (CastSpec(fmt=E4M3FN, granularity=granularity) for granularity in ("blockwise_1x128", "rowwise"))
+    for spec, message in (
+        (GemmSpec(a=block, b=row, accumulate="slow"), "grad_weight of recipe 'mine' has one each"),
+        (GemmSpec(a=row, b=CastSpec(fmt=E4M3FN, policy=POLICIES["te_current"]), accumulate="slow"), "'te_current'.*fp8ref.sim"),
+    ):
+        with pytest.raises(ValueError, match=f"q_proj: .*{message}"):
+            linear.apply(jnp.ones((4, 16)), jnp.ones((16, 16)), recipe=Recipe(name="mine", grad_weight=spec), name="q_proj")
+
+
+def test_dims_that_xla_pads_are_warned_of():  # L-5
+    with pytest.warns(UserWarning, match=r"q_proj: .*\[24, 40\] to \[32, 48\].*1.60 times"):
+        linear.apply(jnp.ones((4, 40)), jnp.ones((24, 40)), recipe="tensorwise", name="q_proj")
 
 
 def test_mixed_dtypes_are_refused():
-    with pytest.raises(ValueError, match=r"one dtype.*bfloat16 and float32"):
+    with pytest.raises(ValueError, match=r"one dtype.*bfloat16 and float32.*"):
         linear.apply(jnp.ones((4, 16), jnp.bfloat16), jnp.ones((16, 16)), recipe="tensorwise")
+
+
+@pytest.mark.parametrize("recipe", ["blockwise", "mxfp8"])
+def test_block_scales_equal_the_simulator_on_integers(recipe, rng):  # G-16
+    """7 and smaller integers times powers of two, another one for each 32 of every axis: every block has a scale of its own, a power of two."""
+    shapes = ((2, 128, 128), (256, 128), (2, 128, 256))
+
+    def blocks(shape, e):
+        place = np.indices(shape)
+        power = np.exp2(e + (place // 32).sum(0) % 3)
+        sevens = place.sum(0) % 16 == 0  # in every block along every axis
+        return (np.where(sevens, 7, rng.integers(-7, 8, shape)) * power).astype(np.float32)
+
+    x, w, g = (blocks(shape, e) for shape, e in zip(shapes, (0, -6, -10), strict=True))
+    y, grad_input, grad_weight = run(x, w, g, recipe)
+    np.testing.assert_array_equal(y, sim.forward(x, w, recipe))
+    expected = sim.backward(g, x, w, recipe)
+    np.testing.assert_array_equal(grad_input, expected[0])
+    np.testing.assert_array_equal(grad_weight, expected[1])

@@ -1,0 +1,238 @@
+"""One linear on a mesh (SEMANTICS P): whose amax makes a scale, what is gathered in FP8, and what is summed before it is scaled.
+
+A ``Placement`` says which mesh axes cut the linear's three dims; all else follows from it. Inside shard_map, the stated path, it becomes
+collectives; under plain jit on a mesh, constraints that keep XLA from gathering anything wider than FP8.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from fp8ref.recipe import Gemm, Role
+
+Axes = tuple[str, ...]
+Mode = Literal["one", "shard_map", "jit"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """Which mesh axes cut a linear's tokens M, output features N and input features K, and its weight at rest.
+
+    m         cut the tokens: data parallelism.
+    n         cut the output features: column-parallel.
+    k         cut the input features: row-parallel.
+    fsdp      among m; cut the weight's first dim, within n, until it is gathered in FP8 for use.
+    sequence  n cuts the tokens of the input too (k those of the output): gathered in FP8 before, reduce-scattered after.
+    scope     whose amaxes make the scales of input and grad_output: ``global``, every device's; ``local``, those of the devices
+              along n and k, which share a GEMM, so that each piece of the batch has scales of its own. A weight's are global.
+    """
+
+    m: Axes = ()
+    n: Axes = ()
+    k: Axes = ()
+    fsdp: Axes = ()
+    sequence: bool = False
+    scope: Literal["global", "local"] = "global"
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            if isinstance(getattr(self, field.name), str) and field.name != "scope":
+                name = getattr(self, field.name)
+                raise ValueError(f"{field.name} is a tuple of mesh axes; got the string {name!r}. Write ({name!r},).")
+        if self.scope not in ("global", "local"):
+            raise ValueError(f"scope is 'global' or 'local'; got {self.scope!r}.")
+        cutting = (*self.m, *self.n, *self.k)
+        if twice := sorted({axis for axis in cutting if cutting.count(axis) > 1}):
+            raise ValueError(f"a mesh axis cuts one of m, n and k; got {', '.join(twice)} more than once in {self}.")
+        if missing := sorted(set(self.fsdp) - set(self.m)):
+            raise ValueError(f"axes of fsdp cut the tokens too, so they are among m; got {', '.join(missing)} in fsdp and m={self.m}.")
+        if self.sequence and bool(self.n) == bool(self.k):
+            raise ValueError(
+                f"sequence needs a linear that is column-parallel (n) or row-parallel (k), not both; got n={self.n}, k={self.k}."
+            )
+
+    @property
+    def axes(self) -> Axes:
+        return (*self.m, *self.n, *self.k)
+
+    def at_rest(self, role: Role) -> tuple[Axes, Axes]:
+        """The mesh axes that cut the two dims of a tensor as it comes in: input [M, K], weight [N, K], grad_output [M, N]."""
+        rows, columns = {"input": (self.m, self.k), "weight": (self.n, self.k), "grad_output": (self.m, self.n)}[role]
+        return (*rows, *self.gathered(role)), columns
+
+    def gathered(self, role: Role) -> Axes:
+        """The mesh axes along which its rows are gathered for use."""
+        if role == "weight":
+            return self.fsdp
+        return (self.n if role == "input" else self.k) if self.sequence else ()
+
+    def amax_axes(self, role: Role, granularity: str, axis: int) -> Axes:
+        """The mesh axes over which an amax is taken: those that cut a group's dims, within the scope (P-2, P-5). Blocks are not cut."""
+        rows, columns = self.at_rest(role)
+        if granularity not in ("tensorwise", "rowwise"):
+            return ()
+        cutting = (*rows, *columns) if granularity == "tensorwise" else (rows, columns)[axis % 2]
+        local = self.scope == "local" and role != "weight"
+        return tuple(name for name in cutting if not (local and name in self.m))
+
+    def reduction(self, which: Gemm, outer: int) -> "Reduction":
+        """How a GEMM's partial results become its result: its reduced dim is cut, and rows of its result may be cut again, those
+        of each of ``outer`` groups."""
+        if which == "grad_weight":
+            left = tuple(name for name in self.m if name not in self.fsdp)
+            return Reduction(sum=left, scatter=self.fsdp, scaled=self.scope == "local" and bool(self.m), outer=outer)
+        reduced, column = (self.k, False) if which == "output" else (self.n, True)
+        scattered = self.sequence and bool(self.n) == column
+        return Reduction(sum=() if scattered else reduced, scatter=reduced if scattered else (), outer=outer)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reduction:
+    """Sum over some mesh axes; over others sum, and keep one's own of the rows of each of ``outer`` groups.
+
+    scaled    partial results have scales of their own: they are summed scaled and rounded (P-8), not as raw accumulators (P-7).
+    """
+
+    sum: Axes = ()
+    scatter: Axes = ()
+    scaled: bool = False
+    outer: int = 1
+
+    @property
+    def axes(self) -> Axes:
+        return (*self.sum, *self.scatter)
+
+    def total(self, partial: jax.Array) -> jax.Array:
+        """float32 [rows, columns]."""
+        if self.sum:
+            partial = lax.psum(partial, self.sum)
+        if self.scatter:
+            grouped = partial.reshape(self.outer, -1, partial.shape[-1])
+            partial = lax.psum_scatter(grouped, self.scatter, scatter_dimension=1, tiled=True).reshape(-1, partial.shape[-1])
+        return partial
+
+    def own_rows(self, scale: jax.Array) -> jax.Array:
+        """Of a scale for each row [rows, 1], those of one's own rows; a single scale [1, 1] is everybody's."""
+        if not self.scatter or scale.size == 1:
+            return scale
+        grouped = scale.reshape(self.outer, -1)
+        rows = grouped.shape[1] // lax.axis_size(self.scatter)
+        own = lax.dynamic_slice_in_dim(grouped, lax.axis_index(self.scatter) * rows, rows, axis=1)
+        return own.reshape(-1, 1)
+
+
+def gather_rows(x: jax.Array, placement: Placement, role: Role, outer: int) -> jax.Array:
+    """Inside shard_map: [rows, columns] of every device along the role's gathered axes, joined within each of ``outer`` groups of rows."""
+    grouped = x.reshape(outer, -1, x.shape[-1])
+    return lax.all_gather(grouped, placement.gathered(role), axis=1, tiled=True).reshape(-1, x.shape[-1])
+
+
+def gather_by_compiler(x: jax.Array, placement: Placement, role: Role, outer: int) -> jax.Array:
+    """Under plain jit: x pinned to its pieces, then to whole rows, so that XLA gathers x itself and not what it was made of."""
+    mesh, (rows, columns), grouped = jax.typeof(x).sharding.mesh, placement.at_rest(role), x.reshape(outer, -1, x.shape[-1])
+    leading = PartitionSpec.UNCONSTRAINED if outer > 1 else None
+    within = rows if outer == 1 else placement.gathered(role)  # with leading dims, it is those that m cuts
+    for cutting in (within, tuple(axis for axis in within if axis not in placement.gathered(role))):
+        grouped = lax.with_sharding_constraint(grouped, NamedSharding(mesh, PartitionSpec(leading, cutting, columns)))
+    return grouped.reshape(-1, x.shape[-1])
+
+
+def mode(x: jax.Array, w: jax.Array, placement: Placement | None, name: str) -> Mode:
+    """How collectives come about here: not at all, by our own inside shard_map, or by XLA's under jit on a mesh.
+
+    Raises:   ValueError, naming the layer: no placement inside shard_map; axes that the mesh lacks; tensors that vary along other axes
+              than placement says; local scope, or explicit axes, outside shard_map.
+    """
+    mesh = jax.typeof(x).sharding.mesh
+    manual = set(getattr(mesh, "manual_axes", ()))
+    if placement is None:
+        if manual:
+            raise ValueError(
+                f"{name}: inside shard_map a linear takes its placement, or each device would scale by an amax of its own. "
+                "Pass placement=sharding.Placement(m=(...), ...) with the mesh axes that cut its tokens, features and weight."
+            )
+        _refuse_explicit(mesh, name)
+        return "one"
+    if unknown := [axis for axis in placement.axes if axis not in mesh.axis_names]:
+        known = ", ".join(mesh.axis_names) or "none, as its arguments are on one device"
+        raise ValueError(f"{name}: placement names axes of the mesh, {known}; got {', '.join(unknown)}.")
+    if not manual:
+        _refuse_explicit(mesh, name)
+        if placement.scope == "local":
+            raise ValueError(
+                f"{name}: scope 'local' is of devices, and under plain jit there are none to see. Use shard_map, or scope='global'."
+            )
+        return "jit"
+    if outside := [axis for axis in placement.axes if axis not in manual]:
+        raise ValueError(f"{name}: inside shard_map all axes of a placement are its own, {', '.join(manual)}; got {', '.join(outside)}.")
+    if checks_variance(x):
+        _check_variance(x, w, placement, name)
+    return "shard_map"
+
+
+def checks_variance(x: jax.Array) -> bool:
+    """Whether the shard_map around was given check_vma=True, and so knows along which axes a value varies."""
+    return bool(_varying(lax.pcast(jnp.float32(0), jax.typeof(x).sharding.mesh.manual_axes, to="varying")))
+
+
+def gemm_dims(w: jax.Array, placement: Placement, mode: Mode) -> tuple[int, int]:
+    """N and K of a device's own GEMMs, the weight gathered."""
+    n, k = w.shape[-2:]
+    if mode == "shard_map":
+        return n * lax.axis_size(placement.fsdp), k
+    sizes = jax.typeof(w).sharding.mesh.shape
+    return tuple(size // math.prod(sizes[axis] for axis in axes) for size, axes in ((n, placement.n), (k, placement.k)))
+
+
+def check_shapes(name: str, tokens: int, shape: tuple[int, int], placement: Placement, mesh_shape: dict[str, int]) -> None:
+    """ValueError, naming the layer, unless the mesh cuts every dim into equal pieces. tokens: those of the global batch that are cut."""
+    for what, size, axes in _dims(tokens, shape, placement):
+        parts = math.prod(mesh_shape[axis] for axis in axes)
+        if size % parts:
+            raise ValueError(
+                f"{name}: shards are equal (P-1), so {what}={size} is divisible by its {parts} pieces along {', '.join(axes)}; it is not. "
+                "Change the mesh, or pad the layer."
+            )
+
+
+def _dims(tokens: int, shape: tuple[int, int], placement: Placement) -> Iterator[tuple[str, int, Axes]]:
+    yield "M", tokens, (*placement.m, *(placement.gathered("input") or placement.gathered("grad_output")))
+    yield "N", shape[0], placement.at_rest("weight")[0]
+    yield "K", shape[1], placement.k
+
+
+def _check_variance(x: jax.Array, w: jax.Array, placement: Placement, name: str) -> None:
+    roles: tuple[Role, Role] = ("input", "weight")
+    expected = [{axis for dim in placement.at_rest(role) for axis in dim} for role in roles]
+    found = [set(_varying(x)), set(_varying(w))]
+    # Along an axis that both vary along and the placement does not name, there are as many linears as devices.
+    apart = (found[0] & found[1]) - {axis for axes in expected for axis in axes}
+    for what, wanted, got in zip(("x", "w"), expected, found, strict=True):
+        if got - apart != wanted:
+            raise ValueError(
+                f"{name}: {what} varies along the mesh axes that placement says cut it, {_names(wanted)}; it varies along {_names(got)}. "
+                "Make placement and shard_map's in_specs agree, or mark a replicated value with lax.pcast(..., to='varying')."
+            )
+
+
+def _refuse_explicit(mesh, name: str) -> None:
+    if mesh.explicit_axes:
+        raise ValueError(
+            f"{name}: under plain jit the mesh has Auto axes; {', '.join(mesh.explicit_axes)} are Explicit. "
+            "Make it with jax.make_mesh(..., axis_types=(AxisType.Auto,) * n), or use shard_map."
+        )
+
+
+def _varying(x: jax.Array) -> frozenset[str]:
+    kind = jax.typeof(x)
+    return kind.vma if hasattr(kind, "vma") else kind.manual_axis_type.varying
+
+
+def _names(axes: set[str]) -> str:
+    return ", ".join(sorted(axes)) or "none"

@@ -1,0 +1,75 @@
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+
+from fp8ref.formats import E4M3FN, E5M2
+from fp8ref.jax import scales
+from fp8ref.policy import POLICIES, ScalePolicy
+from fp8ref.sim import scales as sim
+
+AMAX_BF16 = np.arange(0x7F81, dtype=np.uint16).view(ml_dtypes.bfloat16).astype(np.float32)
+FLOORED = [p for p in POLICIES.values() if p.floored_quotient] + [ScalePolicy(name="small_eps", eps=1e-27)]
+E8M0 = [p for p in POLICIES.values() if p.e8m0]
+formats = pytest.mark.parametrize("fmt", [E4M3FN, E5M2], ids=str)
+
+
+def amaxes(fmt, rng):
+    """Every bfloat16, a million float32, and the neighbours of fmt.max * 2^k, where scales pass a power of two."""
+    random = rng.integers(0, 0x7F800001, 1 << 20, dtype=np.uint32).view(np.float32)
+    k = np.arange(-118, 160)
+    with np.errstate(over="ignore"):
+        powers = (fmt.max * 2.0 ** -k[:, None]).astype(np.float32)
+    near = (powers[np.isfinite(powers).ravel()].view(np.int32) + np.arange(-100, 101)).clip(0, 0x7F800000)
+    return np.concatenate([AMAX_BF16, random, near.astype(np.int32).view(np.float32).ravel()])
+
+
+@pytest.mark.parametrize("policy", FLOORED, ids=lambda p: p.name)
+@formats
+def test_scales_equal_the_simulators(policy, fmt, rng):  # S-3, S-4
+    """scale_inv where it is a normal number: XLA on a CPU flushes subnormals."""
+    amax = amaxes(fmt, rng)
+    found = jax.jit(lambda a: scales.scales_from_amax(a, fmt, policy))(amax)
+    expected = sim.scales_from_amax(amax, fmt, policy)
+    np.testing.assert_array_equal(np.asarray(found.scale), expected.scale)
+    normal = ~(expected.scale_inv < 2.0**-126)
+    np.testing.assert_array_equal(np.asarray(found.scale_inv)[normal], expected.scale_inv[normal])
+
+
+@pytest.mark.parametrize("policy", E8M0, ids=lambda p: p.name)
+@formats
+def test_e8m0_scales_equal_the_simulators(policy, fmt, rng):  # S-14
+    """All bits of both, 2^-127 included, a subnormal."""
+    amax = amaxes(fmt, rng)
+    found = jax.jit(lambda a: scales.scales_from_amax(a, fmt, policy))(amax)
+    expected = sim.scales_from_amax(amax, fmt, policy)
+    for mine, theirs in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(
+            np.where(np.isnan(mine), -1, np.asarray(mine).view(np.int32)), np.where(np.isnan(theirs), -1, theirs.view(np.int32))
+        )
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("policy", E8M0, ids=lambda p: p.name)
+@formats
+def test_e8m0_scales_equal_the_simulators_for_every_amax(policy, fmt):  # S-14
+    compare = jax.jit(lambda a: scales.scales_from_amax(a, fmt, policy).scale_inv)
+    for start in range(0, 0x7F800001, 1 << 24):
+        amax = np.arange(start, min(start + (1 << 24), 0x7F800001), dtype=np.uint32).view(np.float32)
+        np.testing.assert_array_equal(
+            np.asarray(compare(amax)).view(np.int32), sim.scales_from_amax(amax, fmt, policy).scale_inv.view(np.int32)
+        )
+
+
+def test_errors():
+    with pytest.raises(ValueError, match=r"'flax'.*fp8ref.sim"):
+        scales.scale_from_amax(np.float32(1), E4M3FN, "flax")
+    with pytest.raises(ValueError, match=r"eps >= 1e-27"):
+        scales.implemented(ScalePolicy(name="mine", eps=1e-28))
+
+
+def test_subnormals_underflow_in_every_format_under_every_eps_that_is_taken():  # S-3
+    """2^-126 bounds the subnormals of float32; below half a format's smallest subnormal they round to zero."""
+    for largest, smallest_subnormal in [(448.0, 2.0**-9), (57344.0, 2.0**-16), (240.0, 2.0**-10), (57344.0, 2.0**-17)]:
+        assert 2.0**-126 * largest / 1e-27 < smallest_subnormal / 2
+        assert np.isfinite(np.float32(largest / 1e-27))

@@ -1,0 +1,282 @@
+"""One linear on eight devices against one device (SEMANTICS P): codes, scales, and on integers every bit of the results."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from fp8ref.formats import E4M3FN
+from fp8ref.jax import delayed, linear, scaling, sharding
+from fp8ref.jax.sharding import Placement
+
+MESHES = [(8, 1, 1), (1, 8, 1), (1, 1, 8), (2, 4, 1), (4, 1, 2), (1, 4, 2), (2, 2, 2)]
+B, T, K, N = 8, 16, 128, 256  # 8 x 16 tokens
+STYLES = {
+    "column": {"n": ("tensor",)},
+    "row": {"k": ("tensor",)},
+    "column, sequence": {"n": ("tensor",), "sequence": True},
+    "row, sequence": {"k": ("tensor",), "sequence": True},
+}
+meshes = pytest.mark.parametrize("shape", MESHES, ids=str)
+
+
+def mesh_of(shape):
+    return jax.make_mesh(shape, ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
+
+
+def placement_of(style: str, **more) -> Placement:
+    return Placement(m=("data", "fsdp"), fsdp=("fsdp",), **STYLES[style], **more)
+
+
+def specs_of(p: Placement) -> tuple[P, P, P]:
+    """Of x [B, T, K], w [N, K] and y [B, T, N]: the batch over data and fsdp, the tokens over tensor where sequence says so."""
+    return P(p.m, p.gathered("input"), p.k), P(*p.at_rest("weight")), P(p.m, p.gathered("grad_output"), p.n)
+
+
+@pytest.fixture(scope="module")
+def operands():
+    """Integers over powers of two, so that every sum is exact in any order; each group of each granularity has another largest one."""
+    rng = np.random.default_rng(0)
+    shapes = ((B, T, K), (N, K), (B, T, N))
+    return [
+        jnp.asarray(rng.integers(-7, 8, shape) * 2.0 ** (e + rng.integers(0, 3, shape[-1])), jnp.bfloat16)
+        for shape, e in zip(shapes, (0, -6, -10), strict=True)
+    ]
+
+
+def results(apply, x, w, g):
+    """y, grad_input, grad_weight."""
+    y, vjp = jax.vjp(apply, x, w)
+    return y, *vjp(g)
+
+
+def on_devices(shape, placement, recipe, *, through: str, x, w, g):
+    mesh, (of_x, of_w, of_y) = mesh_of(shape), specs_of(placement)
+
+    def apply(x, w):
+        return linear.apply(x, w, recipe=recipe, placement=placement, name="fc")[0]
+
+    x, w, g = (jax.device_put(v, NamedSharding(mesh, spec)) for v, spec in zip((x, w, g), (of_x, of_w, of_y), strict=True))
+    if through == "jit":
+        return jax.jit(lambda x, w, g: results(apply, x, w, g))(x, w, g)
+    if through == "shard_map, gradient outside":
+        mapped = jax.shard_map(apply, mesh=mesh, in_specs=(of_x, of_w), out_specs=of_y)
+        return jax.jit(lambda x, w, g: results(mapped, x, w, g))(x, w, g)
+    inside = jax.shard_map(lambda x, w, g: results(apply, x, w, g), mesh=mesh, in_specs=(of_x, of_w, of_y), out_specs=(of_y, of_x, of_w))
+    return jax.jit(inside)(x, w, g)
+
+
+CASES = [
+    *itertools.product(MESHES, ["column"], ["shard_map", "jit"]),
+    *itertools.product([(2, 2, 2), (1, 1, 8)], list(STYLES)[1:], ["shard_map", "jit"]),
+    *itertools.product([(2, 2, 2)], STYLES, ["shard_map, gradient outside"]),
+]
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "tensorwise", "rowwise", "rowwise_with_gw_hp"])
+@pytest.mark.parametrize(("shape", "style", "through"), CASES)
+def test_results_equal_one_devices_on_integers(shape, style, recipe, through, operands):  # P-4, P-6, P-7, P-9
+    x, w, g = operands
+    found = on_devices(shape, placement_of(style), recipe, through=through, x=x, w=w, g=g)
+    expected = jax.jit(lambda x, w, g: results(lambda x, w: linear.apply(x, w, recipe=recipe)[0], x, w, g))(x, w, g)
+    for name, mine, one in zip(("y", "grad_input", "grad_weight"), found, expected, strict=True):
+        np.testing.assert_array_equal(np.asarray(mine, np.float32), np.asarray(one, np.float32), err_msg=name)
+
+
+@pytest.mark.parametrize("through", ["shard_map", "jit"])
+@meshes
+def test_codes_and_scales_equal_one_devices(shape, through):  # P-3, P-4, P-5
+    """Of every role, in both granularities and along both axes; one shard holds a NaN, or an infinity, or nothing but zeros."""
+    rng, mesh = np.random.default_rng(1), mesh_of(shape)
+    x = rng.standard_normal((512, 512)).astype(np.float32)
+    cases = {
+        "normal": x,
+        "nan": np.where(np.arange(x.size).reshape(x.shape) == 77_777, np.nan, x),
+        "inf": np.where(np.arange(x.size).reshape(x.shape) == 77_777, -np.inf, x),
+        "zeros": np.where(np.arange(512)[:, None] < 64, 0, x),
+    }
+    for (style, role), (granularity, axis) in itertools.product(
+        [("column", "input"), ("row", "input"), ("column", "weight"), ("row, sequence", "grad_output")],
+        [("tensorwise", -1), ("rowwise", -1), ("rowwise", -2)],
+    ):
+        placement = placement_of(style)
+        rows, columns = placement.at_rest(role)
+        over = placement.amax_axes(role, granularity, axis) if through == "shard_map" else ()
+
+        def quantize(x, granularity=granularity, axis=axis, over=over):
+            q = scaling.quantize(x, E4M3FN, granularity=granularity, axis=axis, over=over)
+            return q.codes.view(jnp.uint8), q.scale
+
+        of_scale = P() if granularity == "tensorwise" else P(rows, None) if axis == -1 else P(None, columns)
+        mapped = jax.shard_map(quantize, mesh=mesh, in_specs=P(rows, columns), out_specs=(P(rows, columns), of_scale))
+        run = jax.jit(mapped if through == "shard_map" else quantize)
+        for name, value in cases.items():
+            value = jnp.asarray(value, jnp.bfloat16)
+            found = run(jax.device_put(value, NamedSharding(mesh, P(rows, columns))))
+            for what, mine, one in zip(("codes", "scale"), found, jax.jit(_alone(granularity, axis))(value), strict=True):
+                np.testing.assert_array_equal(
+                    np.asarray(mine), np.asarray(one), err_msg=f"{style} {role} {granularity} {axis} {name} {what}"
+                )
+
+
+def _alone(granularity, axis):
+    def quantize(x):
+        q = scaling.quantize(x, E4M3FN, granularity=granularity, axis=axis)
+        return q.codes.view(jnp.uint8), q.scale
+
+    return quantize
+
+
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_results_on_any_numbers_lie_within_the_bound_of_summation(recipe, style):  # P-9
+    """Codes are equal, so that only the order of the sums differs: each of two orders errs by (n - 1) 2^-24 sum|ab| at most, scaled and
+    rounded to bfloat16 (2^-8 of the value, rowwise twice)."""
+    rng = np.random.default_rng(2)
+    x, w, g = (jnp.asarray(rng.standard_normal(s), jnp.bfloat16) for s in ((B, T, K), (N, K), (B, T, N)))
+    found = on_devices((2, 2, 2), placement_of(style), recipe, through="shard_map", x=x, w=w, g=g)
+    expected = jax.jit(lambda x, w, g: results(lambda x, w: linear.apply(x, w, recipe=recipe)[0], x, w, g))(x, w, g)
+    xs, ws, gs = (np.abs(np.asarray(v, np.float64)).reshape(-1, v.shape[-1]) for v in (x, w, g))
+    magnitudes = xs @ ws.T, gs @ ws, gs.T @ xs
+    for mine, one, magnitude, n in zip(found, expected, magnitudes, (K, N, B * T), strict=True):
+        mine, one = (np.asarray(v, np.float64).reshape(magnitude.shape) for v in (mine, one))
+        # quantising moves an operand by 2^-4 of it at most, e5m2 by 2^-3: sum|ab| of codes is below 1.2 of the operands'
+        bound = 2 * (n - 1) * 2.0**-24 * 1.2 * magnitude + 2 * 2.0**-8 * np.abs(one)
+        assert (np.abs(mine - one) <= bound).all()
+        assert (mine == one).mean() > 0.9
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_local_scope_is_what_each_piece_of_the_batch_gives_alone(recipe, operands):  # P-2, P-8
+    x, w, g = operands
+    x = x * jnp.exp2(jnp.arange(B, dtype=jnp.float32) % 5).astype(x.dtype)[:, None, None]  # pieces with scales of their own
+    found = on_devices((4, 2, 1), placement_of("column", scope="local"), recipe, through="shard_map", x=x, w=w, g=g)
+    alone = jax.jit(lambda x, w, g: results(lambda x, w: linear.apply(x, w, recipe=recipe)[0], x, w, g))
+    pieces = [alone(x[i : i + 1], w, g[i : i + 1]) for i in range(B)]
+    expected = [np.concatenate([np.asarray(p[i], np.float32) for p in pieces]) for i in (0, 1)]
+    total = np.sum([np.asarray(p[2], np.float32) for p in pieces], axis=0)
+    for mine, one in zip(found, [*expected, np.asarray(jnp.asarray(total, jnp.bfloat16), np.float32)], strict=True):
+        np.testing.assert_array_equal(np.asarray(mine, np.float32), one)
+    everyone = on_devices((4, 2, 1), placement_of("column"), recipe, through="shard_map", x=x, w=w, g=g)
+    if recipe == "tensorwise":  # rows have scales of their own anyway
+        assert any((np.asarray(a) != np.asarray(b)).any() for a, b in zip(found, everyone, strict=True))
+
+
+@pytest.mark.parametrize("through", ["shard_map", "jit"])
+@pytest.mark.parametrize("style", STYLES)
+def test_observations_are_those_of_one_device(style, through, operands):  # H-4, H-9
+    mesh, placement = mesh_of((2, 2, 2)), placement_of(style)
+    of_x, of_w, of_y = specs_of(placement)
+    state = delayed.init("delayed")
+
+    def step(x, w, g, seen, placement=placement):
+        def apply(x, w, seen):
+            return linear.apply(x, w, recipe="delayed", state=state, seen=seen, placement=placement)
+
+        (y, forward), vjp = jax.vjp(apply, x, w, seen)
+        *_, backward = vjp((g, jax.tree.map(jnp.zeros_like, forward)))
+        return y, delayed.update(state, delayed.merge(forward, backward), recipe="delayed")
+
+    mapped = jax.shard_map(step, mesh=mesh, in_specs=(of_x, of_w, of_y, P()), out_specs=(of_y, P()))
+    sharded = [jax.device_put(v, NamedSharding(mesh, spec)) for v, spec in zip(operands, (of_x, of_w, of_y), strict=True)]
+    y, after = jax.jit(mapped if through == "shard_map" else step)(*sharded, delayed.unseen("delayed"))
+    y_one, after_one = jax.jit(lambda x, w, g, seen: step(x, w, g, seen, placement=None))(*operands, delayed.unseen("delayed"))
+    np.testing.assert_array_equal(np.asarray(y), np.asarray(y_one))
+    for mine, one in zip(jax.tree.leaves(after), jax.tree.leaves(after_one), strict=True):
+        np.testing.assert_array_equal(np.asarray(mine), np.asarray(one))
+
+
+def test_blocks_under_jit(operands):  # S-6
+    """Blocks have no placement of their own: XLA shards them. Inside shard_map a piece that is not whole blocks is refused."""
+    x, w, g = operands
+    one = jax.jit(lambda x, w, g: results(lambda x, w: linear.apply(x, w, recipe="mxfp8")[0], x, w, g))(x, w, g)
+    found = on_devices((2, 2, 2), placement_of("column"), "mxfp8", through="jit", x=x, w=w, g=g)
+    for mine, expected in zip(found, one, strict=True):
+        np.testing.assert_array_equal(np.asarray(mine), np.asarray(expected))
+    with pytest.raises(ValueError, match=r"fc: input of recipe 'mxfp8': .*divisible by 32"):
+        on_devices((1, 1, 8), placement_of("row"), "mxfp8", through="shard_map", x=x, w=w, g=g)
+
+
+def in_shard_map(f, *, check_vma=True):
+    mapped = jax.shard_map(f, mesh=mesh_of((8, 1, 1)), in_specs=(P("data"), P()), out_specs=P("data"), check_vma=check_vma)
+    return jax.jit(mapped)(jnp.ones((64, 128)), jnp.ones((128, 128)))
+
+
+def test_a_linear_without_placement_is_refused_inside_shard_map():
+    with pytest.raises(ValueError, match=r"fc: inside shard_map a linear takes its placement"):
+        in_shard_map(lambda x, w: linear.apply(x, w, recipe="tensorwise", name="fc")[0])
+
+
+def test_gradients_without_check_vma_are_refused_and_evaluation_is_not():
+    def apply(x, w):
+        return linear.apply(x, w, recipe="tensorwise", name="fc", placement=Placement(m=("data",)))[0]
+
+    assert in_shard_map(apply, check_vma=False).shape == (64, 128)
+    with pytest.raises(ValueError, match=r"fc: gradients .*check_vma=True"):
+        in_shard_map(jax.grad(lambda x, w: apply(x, w).sum()), check_vma=False)
+    with pytest.raises(ValueError, match=r"fc: gradients .*check_vma=True"):
+        jax.grad(lambda x: in_shard_map(lambda a, w: apply(a * x, w), check_vma=False).sum())(1.0)
+
+
+@pytest.mark.parametrize(
+    ("placement", "message"),
+    [
+        (Placement(m=("dat",)), r"fc: placement names axes of the mesh, data, fsdp, tensor; got dat"),
+        (Placement(m=("data",), n=("tensor",)), r"fc: w varies .*cut it, tensor; it varies along none"),
+        (Placement(n=("data",)), r"fc: x varies .*none; it varies along data"),
+    ],
+)
+def test_a_placement_that_is_not_the_tensors_is_refused(placement, message):
+    with pytest.raises(ValueError, match=message):
+        in_shard_map(lambda x, w: linear.apply(x, w, recipe="tensorwise", placement=placement, name="fc")[0])
+
+
+def test_what_only_shard_map_can_do_is_refused_elsewhere():
+    x, w = jnp.ones((64, 128)), jnp.ones((128, 128))
+    with pytest.raises(ValueError, match=r"fc: placement names axes of the mesh, none"):
+        linear.apply(x, w, recipe="tensorwise", placement=Placement(m=("data",)), name="fc")
+    sharded = jax.device_put(x, NamedSharding(mesh_of((8, 1, 1)), P("data")))
+    with pytest.raises(ValueError, match=r"fc: scope 'local' is of devices"):
+        jax.jit(lambda x: linear.apply(x, w, recipe="tensorwise", placement=Placement(m=("data",), scope="local"), name="fc"))(sharded)
+    with pytest.raises(ValueError, match=r"fc: delayed .*global"):
+        in_shard_map(
+            lambda x, w: linear.apply(
+                x,
+                w,
+                recipe="delayed",
+                state=delayed.init("delayed"),
+                seen=delayed.unseen("delayed"),
+                placement=Placement(m=("data",), scope="local"),
+                name="fc",
+            )[0]
+        )
+    explicit = jax.device_put(x, NamedSharding(jax.make_mesh((8,), ("data",)), P("data")))
+    with pytest.raises(ValueError, match=r"fc: under plain jit the mesh has Auto axes; data are Explicit"):
+        jax.jit(lambda x: linear.apply(x, w, recipe="tensorwise", name="fc"))(explicit)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"m": "data"}, r"m is a tuple.*\('data',\)"),
+        ({"m": ("data",), "n": ("data",)}, "one of m, n and k; got data"),
+        ({"fsdp": ("fsdp",)}, "among m; got fsdp"),
+        ({"sequence": True}, "column-parallel"),
+        ({"scope": "shard"}, "'global' or 'local'; got 'shard'"),
+    ],
+)
+def test_placements_check_themselves(fields, message):
+    with pytest.raises(ValueError, match=message):
+        Placement(**fields)
+
+
+def test_uneven_shards_are_refused_by_name():  # P-1
+    placement, mesh = placement_of("column, sequence"), {"data": 2, "fsdp": 2, "tensor": 2}
+    sharding.check_shapes("fc", 64, (256, 128), placement, mesh)
+    for tokens, shape, message in ((60, (256, 128), "M=60 .*8 pieces"), (64, (250, 128), "N=250 .*4 pieces along tensor, fsdp")):
+        with pytest.raises(ValueError, match=f"fc: .*{message}"):
+            sharding.check_shapes("fc", tokens, shape, placement, mesh)
