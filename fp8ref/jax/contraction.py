@@ -34,7 +34,7 @@ def dot_general(
     b = w.transpose(*batch_w, *kept_w, *contract_w).reshape(*batch, math.prod(sizes[2]), -1)  # [batch, N, K]
     if a.shape[:-2] != b.shape[:-2] or a.shape[-1] != b.shape[-1]:
         raise ValueError(f"{name}: contracted and batch dims have equal sizes; got {x.shape} and {w.shape} with {dimension_numbers}.")
-    y, seen = linear.contract(a, b, recipe, state, seen, None, name, outer=1, out_dtype=preferred_element_type)
+    y, seen = linear.contract(a, b, recipe, state, seen, None, name, out_dtype=preferred_element_type)
     return y.reshape([size for part in sizes for size in part]), seen
 
 

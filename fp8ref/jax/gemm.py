@@ -108,6 +108,8 @@ def _reduced_axes(a: Quantized, b: Quantized) -> tuple[int, int]:
 
 
 def _from_the_end(q: Quantized) -> int:
+    if not isinstance(q.axis, int):
+        raise ValueError(f"a GEMM reduces one axis of an operand; got one quantised along {q.axis}. Flatten it first.")
     return q.axis - q.codes.ndim if q.axis >= 0 else q.axis
 
 

@@ -49,9 +49,8 @@ def apply(
     """
     if w.ndim != 2 or x.ndim < 1 or x.shape[-1] != w.shape[1]:
         raise ValueError(f"{name}: a linear takes x [..., K] and w [N, K] with the same K; got {x.shape} and {w.shape}.")
-    outer = math.prod(x.shape[:-2])
-    y, seen = contract(x.reshape(-1, x.shape[-1]), w, recipe, state, seen, placement, name, outer=outer, out_dtype=None)
-    return y.reshape(*x.shape[:-2], *((-1,) if x.ndim > 1 else ()), y.shape[-1]), seen
+    y, seen = contract(x.reshape(1, -1) if x.ndim == 1 else x, w, recipe, state, seen, placement, name, out_dtype=None)
+    return y.reshape(-1) if x.ndim == 1 else y, seen
 
 
 def check_recipe(recipe: str | Recipe, name: str) -> Recipe:
@@ -92,12 +91,13 @@ def observing(observer: Callable):
 
 @dataclass(frozen=True, kw_only=True)
 class _Call:
-    """What is static of one use of a linear. outer: how many groups of rows, each of them cut alike, M is made of."""
+    """What is static of one use of a linear. batched: leading dims are apart, not M's; outer: how many sequences M is made of."""
 
     recipe: Recipe
     name: str
     placement: Placement
     mode: sharding.Mode
+    batched: bool
     outer: int
     dtypes: tuple  # of the results, in the order of recipe.gemms
     observer: Callable | None
@@ -127,10 +127,9 @@ def contract(
     placement: Placement | None,
     name: str,
     *,
-    outer: int,
     out_dtype,
 ) -> tuple[jax.Array, delayed.Seen | None]:
-    """x [..., M, K] by w [..., N, K] -> [..., M, N], leading dims being equal: what ``apply`` and ``contraction`` are made of."""
+    """x [..., M, K] by w [N, K], or by w [..., N, K] of equal leading dims, -> [..., M, N]: what ``apply`` and ``contraction`` are made of."""
     recipe = check_recipe(recipe, name)
     if out_dtype is None and x.dtype != w.dtype:
         raise ValueError(
@@ -154,7 +153,8 @@ def contract(
         name=name,
         placement=placement,
         mode=mode,
-        outer=outer,
+        batched=w.ndim > 2,
+        outer=math.prod(x.shape[:-2]),
         dtypes=(out_dtype, x.dtype, w.dtype),
         observer=_observer.get(),
     )
@@ -175,12 +175,13 @@ def _forward(x: jax.Array, w: jax.Array, past: Scales, seen: dict, call: _Call, 
         )
     tensors: dict[Role, jax.Array] = {"input": x, "weight": w}
     casts: dict[Role, CastSpec | None] = {"input": call.recipe.output.a, "weight": call.recipe.output.b}
-    ready = {role: _quantize(tensors[role], role, cast, -1, past, call) for role, cast in casts.items() if cast}
-    y = _gemm("output", tensors, ready, past, call)  # [M, K] x [N, K] -> [M, N]
+    with jax.named_scope(f"{call.name}/output"):
+        ready = {role: _quantize(tensors[role], role, cast, -1, past, call) for role, cast in casts.items() if cast}
+        y = _gemm("output", tensors, ready, past, call)  # [M, K] x [N, K] -> [M, N]
     # A tensorwise operand serves the backward pass as it is, a byte an element.
     kept = {role: q for role, q in ready.items() if call.serves_backward(role)}
     saved = {role: v for role, v in tensors.items() if role not in kept or call.observer}
-    return (y, _seen(seen, tensors, seen, call)), (saved, kept, past, seen)
+    return (_unflattened(y, x, call), _seen(seen, tensors, seen, call)), (saved, kept, past, seen)
 
 
 def _backward(call: _Call, residuals, cotangents):
@@ -188,10 +189,13 @@ def _backward(call: _Call, residuals, cotangents):
     tensors: dict[Role, jax.Array] = {**saved, "grad_output": g}
     ready: dict[Role, Quantized] = dict(kept)
     cast, other = call.recipe.grad_input.a, call.recipe.grad_weight.a
-    if cast is not None and cast == other and cast.granularity == "tensorwise":
-        ready["grad_output"] = _quantize(g, "grad_output", cast, -1, past, call)
-    grad_input = _gemm("grad_input", tensors, ready, past, call)  # [M, N] x [N, K] -> [M, K]
-    grad_weight = _gemm("grad_weight", tensors, ready, past, call)  # [M, N] x [M, K] -> [N, K]
+    with jax.named_scope(f"{call.name}/grad_input"):
+        if cast is not None and cast == other and cast.granularity == "tensorwise":
+            ready["grad_output"] = _quantize(g, "grad_output", cast, -1, past, call)
+        grad_input = _gemm("grad_input", tensors, ready, past, call)  # [M, N] x [N, K] -> [M, K]
+    with jax.named_scope(f"{call.name}/grad_weight"):
+        grad_weight = _gemm("grad_weight", tensors, ready, past, call)  # [M, N] x [M, K] -> [N, K]
+    grad_input = _unflattened(grad_input, g, call)
     return grad_input, grad_weight, jax.tree.map(jnp.zeros_like, past), _seen(later, {"grad_output": g}, given, call)
 
 
@@ -199,50 +203,73 @@ _linear.defvjp(_forward, _backward)
 
 
 def _gemm(which: Gemm, tensors: Mapping[Role, jax.Array], ready: Mapping[Role, Quantized], past: Scales, call: _Call) -> jax.Array:
+    """One GEMM, [M, ...] of however many leading dims flattened; operands that are not ready are quantised first."""
     spec, roles, collective = call.recipe.gemms[which], OPERANDS[which], call.collective(which)
     axis_a, axis_b = (axis - 2 for axis in REDUCED_AXES[which])
     dtype = call.dtypes[list(OPERANDS).index(which)]
-    with jax.named_scope(f"{call.name}/{which}"):
-        if spec.a is None or spec.b is None or spec.accumulate is None:
-            a, b = (_gather(tensors[role], role, call) for role in roles)
-            return gemm.matmul_hp(a, b, axes=(axis_a, axis_b), out_dtype=dtype, collective=collective)
-        own = [
-            dataclasses.replace(ready[role], axis=axis) if role in ready else _quantize(tensors[role], role, cast, axis, past, call)
-            for role, cast, axis in zip(roles, (spec.a, spec.b), (axis_a, axis_b), strict=True)
+    if spec.a is None or spec.b is None or spec.accumulate is None:
+        a, b = (_gathered(tensors[role], role, call) for role in roles)
+        return gemm.matmul_hp(a, b, axes=(axis_a, axis_b), out_dtype=dtype, collective=collective)
+    own = [
+        ready[role] if role in ready else _quantize(tensors[role], role, cast, axis, past, call)
+        for role, cast, axis in zip(roles, (spec.a, spec.b), (axis_a, axis_b), strict=True)
+    ]
+    qa, qb = (_gathered_codes(q, role, axis, call) for q, role, axis in zip(own, roles, (axis_a, axis_b), strict=True))
+    rounded = gemm.output_dtype(spec, dtype)
+    out = gemm.matmul(qa, qb, accumulate=spec.accumulate, epilogue=spec.epilogue, out_dtype=rounded, collective=collective)
+    if call.observer is not None:
+        operands = [
+            (_flat(tensors[role], role, call), _flat(lax.bitcast_convert_type(q.codes, jnp.uint8), role, call), gathered.scale)
+            for role, q, gathered in zip(roles, own, (qa, qb), strict=True)
         ]
-        qa, qb = (_gather_codes(q, role, call) for q, role in zip(own, roles, strict=True))
-        rounded = gemm.output_dtype(spec, dtype)
-        out = gemm.matmul(qa, qb, accumulate=spec.accumulate, epilogue=spec.epilogue, out_dtype=rounded, collective=collective)
-        if call.observer is not None:
-            operands = [(tensors[role], lax.bitcast_convert_type(q.codes, jnp.uint8), q.scale) for role, q in zip(roles, own, strict=True)]
-            jax.debug.callback(functools.partial(call.observer, call.name, which), *operands, out)
-        return out.astype(dtype)
+        jax.debug.callback(functools.partial(call.observer, call.name, which), *operands, out)
+    return out.astype(dtype)
 
 
 def _quantize(x: jax.Array, role: Role, cast: CastSpec, axis: int, past: Scales, call: _Call) -> Quantized:
-    """A device's own piece, by the scale of the role's state, or without one by the tensor's own amax."""
+    """A device's own piece, by the scale of the role's state, or without one by the tensor's own amax. Blocks are of flattened tensors;
+    of others all dims stay, as flattening one that is cut along two of them would gather it."""
     try:
         if role in past:
             return scaling.quantize_with(x, past[role], cast.fmt, granularity=cast.granularity, axis=axis)
         over = call.over(role, cast.granularity, axis)
-        return scaling.quantize(x, cast.fmt, granularity=cast.granularity, policy=cast.policy, axis=axis, over=over)
+        if gemm.dequantises(cast.granularity):
+            x = _flat(x, role, call)
+        axes = tuple(range(x.ndim - 1)) if axis == -2 and not call.batched else axis  # M is all leading dims
+        axes = axes if cast.granularity == "rowwise" else axis
+        return scaling.quantize(x, cast.fmt, granularity=cast.granularity, policy=cast.policy, axis=axes, over=over)
     except ValueError as error:
         raise ValueError(f"{call.name}: {role} of recipe {call.recipe.name!r}: {error}") from error
 
 
-def _gather_codes(q: Quantized, role: Role, call: _Call) -> Quantized:
-    """The rows of every device for use, in FP8; a scale for each row goes with it."""
-    codes = _gather(q.codes, role, call)
-    if codes is q.codes or q.granularity == "tensorwise" or q.axis == -2:
-        return dataclasses.replace(q, codes=codes)
-    return dataclasses.replace(q, codes=codes, scale=_gather(q.scale, role, call), scale_inv=_gather(q.scale_inv, role, call))
+def _gathered_codes(q: Quantized, role: Role, axis: int, call: _Call) -> Quantized:
+    """[M, ...] of every device for use, in FP8, reduced along axis; a scale for each row goes with it."""
+    lines = q.granularity == "rowwise" and axis == -1
+    gathered = [_gathered(v, role, call) if lines else _scales_of_columns(v, call) for v in (q.scale, q.scale_inv)]
+    return dataclasses.replace(q, codes=_gathered(q.codes, role, call), scale=gathered[0], scale_inv=gathered[1], axis=axis)
 
 
-def _gather(x: jax.Array, role: Role, call: _Call) -> jax.Array:
-    if not call.placement.gathered(role):
-        return x
-    gather = sharding.gather_by_compiler if call.mode == "jit" else sharding.gather_rows
-    return gather(x, call.placement, role, 1 if role == "weight" else call.outer)
+def _gathered(x: jax.Array, role: Role, call: _Call) -> jax.Array:
+    axes = call.placement.gathered(role)
+    if axes and call.mode == "jit":
+        x = sharding.gather_by_compiler(x, call.placement, role)
+    x = _flat(x, role, call)
+    return sharding.gather_rows(x, axes, 1 if role == "weight" else call.outer) if axes and call.mode == "shard_map" else x
+
+
+def _flat(x: jax.Array, role: Role, call: _Call) -> jax.Array:
+    """[..., M, columns] -> [M, columns]; batch dims stay."""
+    return x if call.batched or role == "weight" else x.reshape(-1, x.shape[-1])
+
+
+def _scales_of_columns(scale: jax.Array, call: _Call) -> jax.Array:
+    """A scale of everything, of blocks, or of each column [..., 1, columns] -> [1, columns]."""
+    return scale.reshape(1, scale.shape[-1]) if scale.ndim > 2 and not call.batched else scale
+
+
+def _unflattened(result: jax.Array, like: jax.Array, call: _Call) -> jax.Array:
+    """[M, columns] -> the leading dims of a tensor, whose sequences may be longer or shorter here."""
+    return result if call.batched else result.reshape(*like.shape[:-2], -1, result.shape[-1])
 
 
 def _seen(seen: dict, tensors: Mapping[Role, jax.Array], given: dict, call: _Call) -> dict:

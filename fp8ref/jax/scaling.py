@@ -34,13 +34,13 @@ class Quantized:
     scale_inv: jax.Array
     fmt: Format
     granularity: str
-    axis: int
+    axis: int | tuple[int, ...]
 
 
-def amax(x: jax.Array, granularity: str = "tensorwise", *, axis: int = -1, over: tuple[str, ...] = ()) -> jax.Array:
+def amax(x: jax.Array, granularity: str = "tensorwise", *, axis: int | tuple[int, ...] = -1, over: tuple[str, ...] = ()) -> jax.Array:
     """The largest magnitude of every group that shares a scale (SEMANTICS S-2).
 
-    Shapes:   x hp, any rank; float32 of ``scale_shape(granularity, x.shape, axis)``; axis is the reduced one.
+    Shapes:   x hp, any rank; float32 of ``scale_shape(granularity, x.shape, axis)``; axis is the reduced one, or under rowwise several.
     Order:    of bits, as integers: in floating point XLA's maximum on a CPU drops NaNs, of large tensors and between devices, and
               flushes subnormals.
     Devices:  ``over`` names axes of the mesh, inside shard_map, along which the largest is taken too (P-2). Under jit on a sharded
@@ -48,10 +48,18 @@ def amax(x: jax.Array, granularity: str = "tensorwise", *, axis: int = -1, over:
     Specials: NaN if any element is NaN, on any device.
     Raises:   ValueError: x empty or not float32, float16 or bfloat16; blocks that do not divide the reduced axis.
     """
-    sizes = granularities.blocks(granularity, x.shape, axis)
+    axes = axis if isinstance(axis, tuple) else (axis,)
+    sizes = [granularities.blocks(granularity, x.shape, each) for each in axes]  # refuses empty tensors and absent axes
     bits = cast.magnitude_bits(x)
-    bits, within = (bits, None) if granularity == "tensorwise" else _blocks(bits, sizes)
-    largest = cast.from_magnitude_bits(jnp.max(bits, axis=within), x.dtype)
+    if granularity == "tensorwise":
+        bits = jnp.max(bits)
+    elif granularity == "rowwise":
+        bits = jnp.max(bits, axis=axes, keepdims=True)
+    elif len(axes) == 1:
+        bits = _largest_of_blocks(bits, sizes[0])
+    else:
+        raise ValueError(f"blocks lie along one reduced axis; got {granularity!r} and axis={axis}. Flatten the tensor first.")
+    largest = cast.from_magnitude_bits(bits, x.dtype)
     if over:
         largest = cast.from_magnitude_bits(lax.pmax(cast.magnitude_bits(largest), over), jnp.float32)
     return largest
@@ -63,7 +71,7 @@ def quantize(
     *,
     granularity: str = "tensorwise",
     policy: str | ScalePolicy = "torchao",
-    axis: int = -1,
+    axis: int | tuple[int, ...] = -1,
     over: tuple[str, ...] = (),
 ) -> Quantized:
     """Scale x into fmt's range and round to nearest even, saturating.
@@ -102,22 +110,23 @@ def dequantize(q: Quantized) -> jax.Array:
 
 
 def _quantized(
-    x: jax.Array, scale: jax.Array, scale_inv: jax.Array, fmt: Format, granularity: str, axis: int, *, times=operator.mul
+    x: jax.Array, scale: jax.Array, scale_inv: jax.Array, fmt: Format, granularity: str, axis: int | tuple[int, ...], *, times=operator.mul
 ) -> Quantized:
     codes = cast.to_fp8(times(cast.to_f32(x), _spread(scale, x.shape, granularity, axis)), fmt)
     return Quantized(codes=codes, scale=scale, scale_inv=scale_inv, fmt=fmt, granularity=granularity, axis=axis)
 
 
-def _blocks(x: jax.Array, sizes: tuple[int, ...]) -> tuple[jax.Array, tuple[int, ...]]:
-    """x with every axis of n split into blocks x size, zeros filling the last one; and the axes that run within blocks."""
-    x = jnp.pad(x, [(0, -n % size) for n, size in zip(x.shape, sizes, strict=True)])
-    return x.reshape([part for n, size in zip(x.shape, sizes, strict=True) for part in (n // size, size)]), tuple(range(1, 2 * x.ndim, 2))
+def _largest_of_blocks(bits: jax.Array, sizes: tuple[int, ...]) -> jax.Array:
+    bits = jnp.pad(bits, [(0, -n % size) for n, size in zip(bits.shape, sizes, strict=True)])  # zeros fill the last block
+    bits = bits.reshape([part for n, size in zip(bits.shape, sizes, strict=True) for part in (n // size, size)])
+    return bits.max(axis=tuple(range(1, bits.ndim, 2)))
 
 
-def _spread(scale: jax.Array, shape: tuple[int, ...], granularity: str, axis: int) -> jax.Array:
+def _spread(scale: jax.Array, shape: tuple[int, ...], granularity: str, axis: int | tuple[int, ...]) -> jax.Array:
     """The scales of a tensor of this shape, of a shape that broadcasts to it."""
     if granularity in ("tensorwise", "rowwise"):
         return scale
+    assert isinstance(axis, int)
     for i, size in enumerate(granularities.blocks(granularity, shape, axis)):
         scale = lax.slice_in_dim(jnp.repeat(scale, size, axis=i), 0, shape[i], axis=i)
     return scale

@@ -127,20 +127,24 @@ class Reduction:
         return own.reshape(-1, 1)
 
 
-def gather_rows(x: jax.Array, placement: Placement, role: Role, outer: int) -> jax.Array:
-    """Inside shard_map: [rows, columns] of every device along the role's gathered axes, joined within each of ``outer`` groups of rows."""
+def gather_rows(x: jax.Array, axes: Axes, outer: int) -> jax.Array:
+    """Inside shard_map: [rows, columns] of every device along axes, joined within each of ``outer`` groups of rows."""
     grouped = x.reshape(outer, -1, x.shape[-1])
-    return lax.all_gather(grouped, placement.gathered(role), axis=1, tiled=True).reshape(-1, x.shape[-1])
+    return lax.all_gather(grouped, axes, axis=1, tiled=True).reshape(-1, x.shape[-1])
 
 
-def gather_by_compiler(x: jax.Array, placement: Placement, role: Role, outer: int) -> jax.Array:
-    """Under plain jit: x pinned to its pieces, then to whole rows, so that XLA gathers x itself and not what it was made of."""
-    mesh, (rows, columns), grouped = jax.typeof(x).sharding.mesh, placement.at_rest(role), x.reshape(outer, -1, x.shape[-1])
-    leading = PartitionSpec.UNCONSTRAINED if outer > 1 else None
-    within = rows if outer == 1 else placement.gathered(role)  # with leading dims, it is those that m cuts
-    for cutting in (within, tuple(axis for axis in within if axis not in placement.gathered(role))):
-        grouped = lax.with_sharding_constraint(grouped, NamedSharding(mesh, PartitionSpec(leading, cutting, columns)))
-    return grouped.reshape(-1, x.shape[-1])
+def gather_by_compiler(x: jax.Array, placement: Placement, role: Role) -> jax.Array:
+    """Under plain jit: x [..., rows, columns] pinned to its pieces, then to whole rows, so that XLA gathers x and not what x was made of.
+
+    With leading dims, it is those that m cuts, and the rows, of a sequence, that are gathered.
+    """
+    mesh, (rows, columns), gathered = jax.typeof(x).sharding.mesh, placement.at_rest(role), placement.gathered(role)
+    leading = [PartitionSpec.UNCONSTRAINED] * (x.ndim - 2)
+    within = gathered if leading else rows
+    columns = columns if x.shape[-1] > 1 else ()  # of scales of rows there is one column
+    for cutting in (within, tuple(axis for axis in within if axis not in gathered)):
+        x = lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*leading, cutting, columns)))
+    return x
 
 
 def mode(x: jax.Array, w: jax.Array, placement: Placement | None, name: str) -> Mode:

@@ -1,0 +1,106 @@
+"""What the proof reads off a step, and that it misses nothing when a fallback is planted."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from fp8ref.jax import linear, proof, scaling, sharding
+from fp8ref.jax.sharding import Placement
+from fp8ref.recipe import RECIPES
+
+FP8 = {"tensorwise": 3, "rowwise": 3, "rowwise_with_gw_hp": 2, "delayed": 3}
+PLACEMENT = Placement(m=("data", "fsdp"), n=("tensor",), fsdp=("fsdp",), sequence=True)
+SPECS = (P(PLACEMENT.m, PLACEMENT.n), P(*PLACEMENT.at_rest("weight")))
+
+
+def lowered(recipe, through, *, placement=PLACEMENT):
+    mesh = jax.make_mesh((2, 2, 2), ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
+
+    def grads(x, w):
+        def loss(x, w):
+            y, _ = linear.apply(x, w, recipe=recipe, placement=None if through == "one" else placement, name="layers.0.fc")
+            return (y.astype(jnp.float32) ** 2).sum()
+
+        return jax.grad(loss, (0, 1))(x, w)
+
+    x, w = jnp.ones((8, 16, 128), jnp.bfloat16), jnp.ones((256, 128), jnp.bfloat16)
+    if through == "one":
+        return jax.jit(grads).lower(x, w)
+    x, w = (jax.device_put(v, NamedSharding(mesh, spec)) for v, spec in zip((x, w), SPECS, strict=True))
+    if through == "jit":
+        return jax.jit(grads).lower(x, w)
+    return jax.jit(jax.shard_map(grads, mesh=mesh, in_specs=SPECS, out_specs=SPECS)).lower(x, w)
+
+
+@pytest.mark.parametrize("through", ["one", "shard_map", "jit"])
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
+def test_every_planned_gemm_and_gather_is_there(recipe, through):
+    program = proof.read(lowered(recipe, through))
+    assert program.source == ("hlo after spmd partitioning" if through == "jit" else "stablehlo")
+    dots = proof.gemms(program)
+    assert [(d.layer, d.which) for d in dots] == [("layers.0.fc", which) for which in ("output", "grad_input", "grad_weight")]
+    assert sum(d.fp8 for d in dots) == FP8[recipe]
+    assert [d.accumulate for d in dots if d.fp8] == [s.accumulate for s in RECIPES[recipe].gemms.values() if s.fp8]
+    assert {d.out for d in dots} == {"f32"}
+    placements = None if through == "one" else {"layers.0.fc": PLACEMENT}
+    assert proof.missing(program, {"layers.0.fc": recipe}, placements) == []
+    if through != "one":
+        gathers = [c for c in proof.collectives(program) if c.kind == "all_gather" and c.dtype.startswith("f8")]
+        # the weight for two GEMMs; the input for output, and for grad_weight where that is FP8
+        assert len(gathers) == (3 if recipe == "rowwise_with_gw_hp" else 4)
+
+
+def test_another_recipe_a_missing_layer_and_a_missing_gather_are_lines():
+    program = proof.read(lowered("tensorwise", "shard_map"))
+    fc = "layers.0.fc"
+    assert proof.missing(program, {fc: "rowwise"}) == [
+        f"{fc}/grad_input: planned f8e4m3fn x f8e4m3fn, slow; f8e5m2 x f8e4m3fn, slow",
+        f"{fc}/grad_weight: planned f8e4m3fn x f8e4m3fn, slow; f8e5m2 x f8e4m3fn, slow",
+    ]
+    slow = dataclasses.replace(RECIPES["tensorwise"].output, accumulate="slow")
+    assert proof.missing(program, {fc: dataclasses.replace(RECIPES["tensorwise"], output=slow)}) == [
+        f"{fc}/output: planned f8e4m3fn x f8e4m3fn, slow; f8e4m3fn x f8e4m3fn, fast"
+    ]
+    assert proof.missing(program, {"head": "tensorwise"})[0] == "head/output: planned f8e4m3fn x f8e4m3fn, fast; no dot of it is there"
+    without = proof.read(lowered("tensorwise", "shard_map", placement=dataclasses.replace(PLACEMENT, scope="local")))
+    assert proof.missing(without, {fc: "tensorwise"}, {fc: PLACEMENT}) == []
+    one = proof.read(lowered("tensorwise", "one"))
+    assert (
+        proof.missing(one, {fc: "tensorwise"}, {fc: PLACEMENT})[0]
+        == f"{fc}/output: planned 2 gathers in FP8, of input, weight; 0 are there"
+    )
+
+
+def test_a_scale_moved_to_the_operand_is_caught(monkeypatch):
+    """The rowwise fallback that XLA makes a bf16 GEMM of on a GPU: the dot then multiplies no FP8."""
+
+    def dequantised(a, b, *, accumulate, epilogue="scale_then_round", out_dtype=jnp.float32, collective=None):
+        return linear.gemm.matmul_hp(
+            scaling.dequantize(a), scaling.dequantize(b), axes=(a.axis, b.axis), out_dtype=out_dtype, collective=collective
+        )
+
+    monkeypatch.setattr(linear.gemm, "matmul", dequantised)
+    found = proof.missing(proof.read(lowered("rowwise", "one")), {"layers.0.fc": "rowwise"})
+    assert found[0] == "layers.0.fc/output: planned f8e4m3fn x f8e4m3fn, fast; f32 x f32, fast"
+    assert len(found) == 3
+
+
+def test_a_single_constraint_that_gathers_something_wider_is_caught(monkeypatch):
+    """With the codes pinned to whole rows only, XLA may quantise after the gather: guarded by the second constraint."""
+    with_both = proof.read(lowered("tensorwise", "jit"))
+
+    def one_constraint(x, placement, role):
+        mesh, columns = jax.typeof(x).sharding.mesh, placement.at_rest(role)[1]
+        return lax.with_sharding_constraint(
+            x, NamedSharding(mesh, P(*[P.UNCONSTRAINED] * (x.ndim - 2), placement.n if role == "weight" else None, columns))
+        )
+
+    monkeypatch.setattr(sharding, "gather_by_compiler", one_constraint)
+    plan = {"layers.0.fc": "tensorwise"}, {"layers.0.fc": PLACEMENT}
+    assert proof.missing(with_both, *plan) == []
+    assert proof.missing(proof.read(lowered("tensorwise", "jit")), *plan) != []
