@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+EMBEDDING = "model.embed_tokens.weight"
+
 
 @dataclass(frozen=True, kw_only=True)
 class LlamaConfig:
@@ -67,7 +69,7 @@ def linear_shapes(config: LlamaConfig) -> dict[str, tuple[int, int]]:
 
 def parameter_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
     """Name -> shape of every parameter: matrices (the embedding, then the linears), then norms."""
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, config.hidden_size)}
+    shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (config.vocab_size, config.hidden_size)}
     shapes |= {f"{name}.weight": shape for name, shape in linear_shapes(config).items()}
     for i in range(config.num_hidden_layers):
         for norm in ("input_layernorm", "post_attention_layernorm"):

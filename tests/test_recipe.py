@@ -42,7 +42,7 @@ def test_every_recipe_is_in_the_table_above_and_some_are_the_backends():
     table = test_recipes_are_those_of_the_table.pytestmark[0].args[1]
     assert [name for name, *_ in table] == list(RECIPES)
     assert all(key == spec.name for key, spec in RECIPES.items())
-    assert tuple(RECIPES)[:4] == recipe.BACKEND_RECIPES
+    assert tuple(RECIPES)[:4] == recipe.SHARED_RECIPES
 
 
 @pytest.mark.parametrize("name", RECIPES)

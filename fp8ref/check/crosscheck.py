@@ -15,9 +15,9 @@ from fp8ref.check import bounds, synthetic
 from fp8ref.check.compare import Report, compare_codes, compare_scales, compare_values
 from fp8ref.check.quantizers import Quantizer, create
 from fp8ref.formats import BFLOAT16, FP8_FORMATS
-from fp8ref.recipe import BACKEND_RECIPES, OPERANDS, RECIPES, REDUCED_AXES, CastSpec, Recipe
+from fp8ref.recipe import OPERANDS, RECIPES, REDUCED_AXES, SHARED_RECIPES, CastSpec, Recipe
 from fp8ref.run import data, loop, progress
-from fp8ref.run.config import Config
+from fp8ref.run.config import Config, ConfigError
 from fp8ref.sim import cast, gemm, scaling
 
 FORWARD_BATCH = 4  # sequences in the simulated forward passes
@@ -39,8 +39,13 @@ class Observation:
 def crosscheck(config: Config, *, backends: Sequence[str] = loop.BACKENDS, steps: int = STEPS) -> Report:
     """Run every comparison. Nothing is written; training here starts from the config's own initial weights.
 
-    Raises:   ConfigError: data too short, an unknown backend.
+    Raises:   ConfigError: data too short, an unknown backend, a recipe that only one backend runs, several devices.
     """
+    if config.numerics.recipe not in SHARED_RECIPES or config.parallel.devices > 1:
+        raise ConfigError(
+            f"the cross-check is of recipes {', '.join(SHARED_RECIPES)} on one device; got {config.numerics.recipe!r} on "
+            f"{config.parallel.devices}. Give --recipe and --parallel.* of these."
+        )
     report = Report()
     batches = data.open_batches(config)
     weights = llama.initial_weights(config.model, seed=config.run.seed)
@@ -79,7 +84,7 @@ def check_synthetic(report: Report, quantizers: dict[str, Quantizer]) -> None:
         found = {"sim": cast.encode(values, fmt)} | {who: q.encode(values, fmt) for who, q in quantizers.items()}
         for backend in quantizers:
             compare_codes(report.check(f"synthetic.cast/{fmt}/codes/{backend}"), found, backend, fmt, values)
-    gemms = [g for name in BACKEND_RECIPES for g in RECIPES[name].gemms.values()]
+    gemms = [g for name in SHARED_RECIPES for g in RECIPES[name].gemms.values()]
     specs = {(c.fmt, c.granularity, c.policy): c for g in gemms for c in (g.a, g.b) if c is not None}
     for case, values in synthetic.tensors().items():
         for spec in specs.values():

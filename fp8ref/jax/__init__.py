@@ -12,7 +12,7 @@ except ImportError as error:
         f"fp8ref.jax needs jax, flax and optax; {error.name} is missing. Install them with: pip install 'fp8ref[jax]'"
     ) from error
 
-from fp8ref.jax import cast, contraction, delayed, gemm, linear, model, proof, scales, scaling, sharding, train
+from fp8ref.jax import cast, contraction, delayed, gemm, linear, model, parallel, proof, scales, scaling, sharding, train
 
-__all__ = ["cast", "contraction", "delayed", "gemm", "linear", "model", "proof", "scales", "scaling", "sharding", "train"]
+__all__ = ["cast", "contraction", "delayed", "gemm", "linear", "model", "parallel", "proof", "scales", "scaling", "sharding", "train"]
 del flax, jax, optax

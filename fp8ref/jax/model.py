@@ -1,6 +1,7 @@
 """The trainer's Llama as a Flax NNX module (SEMANTICS M). Attributes spell Hugging Face's parameter names."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import jax
 import jax.numpy as jnp
@@ -8,12 +9,32 @@ import numpy as np
 from flax import nnx
 
 from fp8ref import llama
-from fp8ref.jax import linear
+from fp8ref.jax import delayed, linear
+from fp8ref.jax.parallel import Layout
 from fp8ref.llama import LlamaConfig
 from fp8ref.recipe import Recipe
 
 Weights = Mapping[str, np.ndarray]  # parameter's name -> float32 array
 Recipes = Mapping[str, Recipe]  # linear's name -> recipe
+
+
+@dataclass
+class Pass:
+    """One pass through the model: the states that its linears read, the observations they emit, and how they lie on a mesh.
+
+    state, seen   by the name of each linear that scales by past amaxes; seen is replaced as the pass goes on.
+    """
+
+    state: Mapping[str, delayed.State] = field(default_factory=dict)
+    seen: dict[str, delayed.Seen] = field(default_factory=dict)
+    layout: Layout | None = None
+
+    def linear(self, x: jax.Array, w: jax.Array, recipe: str | Recipe, name: str) -> jax.Array:
+        placement = self.layout.placement(name) if self.layout else None
+        y, seen = linear.apply(x, w, recipe=recipe, state=self.state.get(name), seen=self.seen.get(name), placement=placement, name=name)
+        if seen is not None:
+            self.seen[name] = seen
+        return y
 
 
 class Linear(nnx.Module):
@@ -24,8 +45,8 @@ class Linear(nnx.Module):
         self.recipe = recipes[name]
         self.name = name
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return linear.apply(x, self.weight[...], recipe=self.recipe, name=self.name)[0]
+    def __call__(self, x: jax.Array, run: Pass) -> jax.Array:
+        return run.linear(x, self.weight[...], self.recipe, self.name)
 
 
 class RMSNorm(nnx.Module):
@@ -43,8 +64,9 @@ class Embedding(nnx.Module):
     def __init__(self, weight: np.ndarray) -> None:
         self.weight = nnx.Param(jnp.asarray(weight))
 
-    def __call__(self, tokens: jax.Array, dtype) -> jax.Array:
-        return self.weight[...][tokens].astype(dtype)  # [B, T] -> [B, T, hidden]; the gradient sums in the table's dtype
+    def __call__(self, tokens: jax.Array, dtype, run: Pass) -> jax.Array:
+        table = run.layout.whole(self.weight[...]) if run.layout else self.weight[...]
+        return table[tokens].astype(dtype)  # [B, T] -> [B, T, hidden]; the gradient sums in the table's dtype
 
 
 class Attention(nnx.Module):
@@ -53,11 +75,12 @@ class Attention(nnx.Module):
         for projection in ("q_proj", "k_proj", "v_proj", "o_proj"):
             setattr(self, projection, Linear(f"{name}.{projection}", weights, recipes))
 
-    def __call__(self, x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-        batch, length, _ = x.shape
-        q, k, v = (p(x).reshape(batch, length, -1, self.head_dim) for p in (self.q_proj, self.k_proj, self.v_proj))  # [B, T, H, D]
+    def __call__(self, x: jax.Array, cos: jax.Array, sin: jax.Array, run: Pass) -> jax.Array:
+        q, k, v = (p(x, run) for p in (self.q_proj, self.k_proj, self.v_proj))
+        batch, length, _ = q.shape
+        q, k, v = (value.reshape(batch, length, -1, self.head_dim) for value in (q, k, v))  # [B, T, H, D]
         y = jax.nn.dot_product_attention(_rotate(q, cos, sin), _rotate(k, cos, sin), v, is_causal=True)
-        return self.o_proj(y.reshape(batch, length, -1))
+        return self.o_proj(y.reshape(batch, length, -1), run)
 
 
 class MLP(nnx.Module):
@@ -65,9 +88,9 @@ class MLP(nnx.Module):
         for projection in ("gate_proj", "up_proj", "down_proj"):
             setattr(self, projection, Linear(f"{name}.{projection}", weights, recipes))
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        gate, up = self.gate_proj(x).astype(jnp.float32), self.up_proj(x).astype(jnp.float32)
-        return self.down_proj((jax.nn.silu(gate) * up).astype(x.dtype))
+    def __call__(self, x: jax.Array, run: Pass) -> jax.Array:
+        gate, up = self.gate_proj(x, run).astype(jnp.float32), self.up_proj(x, run).astype(jnp.float32)
+        return self.down_proj((jax.nn.silu(gate) * up).astype(x.dtype), run)
 
 
 class Layer(nnx.Module):
@@ -77,9 +100,9 @@ class Layer(nnx.Module):
         self.post_attention_layernorm = RMSNorm(weights[f"{name}.post_attention_layernorm.weight"], eps=config.rms_norm_eps)
         self.mlp = MLP(f"{name}.mlp", weights, recipes)
 
-    def __call__(self, h: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-        h = h + self.self_attn(self.input_layernorm(h), cos, sin)
-        return h + self.mlp(self.post_attention_layernorm(h))
+    def __call__(self, h: jax.Array, cos: jax.Array, sin: jax.Array, run: Pass) -> jax.Array:
+        h = h + self.self_attn(self.input_layernorm(h), cos, sin, run)
+        return h + self.mlp(self.post_attention_layernorm(h), run)
 
 
 class Decoder(nnx.Module):
@@ -101,16 +124,20 @@ class Llama(nnx.Module):
         if not config.tie_word_embeddings:
             self.lm_head = Linear("lm_head", weights, recipes)
 
-    def __call__(self, tokens: jax.Array) -> jax.Array:
+    def __call__(self, tokens: jax.Array, run: Pass | None = None) -> jax.Array:
+        """run: what the linears read and emit; its layout, if any, says which part of the tokens' sequences the logits are of."""
+        run = run or Pass()
         dtype = self.model.norm.weight[...].dtype
         cos, sin = (jnp.asarray(table) for table in llama.rotary_tables(self.config, tokens.shape[1]))
-        h = self.model.embed_tokens(tokens, dtype)
+        own = run.layout.own_sequence(tokens) if run.layout else tokens
+        h = self.model.embed_tokens(own, dtype, run)
+        h = run.layout.cut_sequence(h) if run.layout else h
         for layer in self.model.layers:
-            h = layer(h, cos, sin)
+            h = layer(h, cos, sin, run)
         h = self.model.norm(h)
         if not self.config.tie_word_embeddings:
-            return self.lm_head(h)
-        return linear.apply(h, self.model.embed_tokens.weight[...].astype(dtype), recipe="bf16", name="lm_head")[0]
+            return self.lm_head(h, run)
+        return run.linear(h, self.model.embed_tokens.weight[...].astype(dtype), "bf16", "lm_head")
 
 
 def _rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:

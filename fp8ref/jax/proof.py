@@ -9,6 +9,7 @@ Where nothing is left for XLA to partition (one device, or shard_map), the Stabl
 collectives exist only after SPMD partitioning, so that the program is compiled and the HLO behind that pass is read.
 """
 
+import collections
 import re
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -138,6 +139,27 @@ def missing(program: Program, planned: Mapping[str, str | Recipe], placements: M
                 f"{layer}/{which}: gathers {m.dtype}{list(m.shape)}" for m in wide if 1 not in m.shape[-2:]
             ]  # scales of rows are [M, 1]
     return lines
+
+
+def manifest(program: Program, planned: Mapping[str, str | Recipe], missing: list[str]) -> dict:
+    """The proof as a run's manifest keeps it: every dot of a planned linear, gathers by type, GEMMs on dequantised operands, what is missing."""
+    dots = [dot for dot in gemms(program) if dot.layer in planned]
+    gathers = collections.Counter(m.dtype for m in collectives(program) if m.kind == "all_gather")
+    dequantised = [
+        f"{layer}/{which}"
+        for layer, recipe in planned.items()
+        for which, spec in recipes.by_name(recipe).gemms.items()
+        if spec.a and gemm.dequantises(spec.a.granularity)
+    ]
+    return {
+        "read_from": program.source,
+        "gemms": [
+            {"gemm": f"{dot.layer}/{dot.which}", "a": dot.a, "b": dot.b, "accumulate": dot.accumulate, "fp8": dot.fp8} for dot in dots
+        ],
+        "on_dequantised_operands": dequantised,
+        "gathers": dict(gathers),
+        "missing": missing,
+    }
 
 
 def _name(dtype) -> str:

@@ -1,4 +1,4 @@
-"""The training step in JAX (SEMANTICS T): float32 masters, bfloat16 compute, optax's AdamW."""
+"""The training step in JAX (SEMANTICS T): float32 masters, bfloat16 compute, optax's AdamW; on one device or a mesh."""
 
 import functools
 
@@ -7,13 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 
 from fp8ref import llama
-from fp8ref.jax import linear
-from fp8ref.jax.model import Llama
-from fp8ref.run.config import Config
+from fp8ref.jax import delayed, linear, proof
+from fp8ref.jax.model import Llama, Pass
+from fp8ref.jax.parallel import Layout
+from fp8ref.run.config import Config, ConfigError
 
-EMBEDDING = "model.embed_tokens.weight"
 # XLA may otherwise leave out a rounding to bfloat16 between fused operations (SEMANTICS M-3 states where they are).
 COMPILER_OPTIONS = {"xla_allow_excess_precision": False}
 
@@ -27,42 +28,60 @@ class Trainer:
         """weights: float32 arrays by name, by default ``llama.initial_weights`` of run.seed."""
         self.config = config
         self.decisions = config.decisions()
+        self._layout = Layout(config)
         weights = llama.initial_weights(config.model, seed=config.run.seed) if weights is None else weights
         llama.check_weights(weights, config.model)
         model = Llama(config.model, weights, {d.path: d.recipe for d in self.decisions})
         self._graph, params = nnx.split(model, nnx.Param)
         self._params = nnx.to_pure_dict(params)
+        self._specs = jax.tree_util.tree_map_with_path(lambda path, value: self._layout.parameter(_name(path), value.shape), self._params)
+        self._params = jax.tree.map(self._layout.put, self._params, self._specs)
+        # Of linears that scale by past amaxes, by name; no optimizer sees it.
+        fp8_state = {d.path: delayed.init(d.recipe) for d in self.decisions if delayed.keeps_state(d.recipe)}
+        everywhere = functools.partial(self._layout.put, spec=P())
+        self._fp8_state = jax.tree.map(everywhere, fp8_state)
         optimizer = config.optimizer
         self._update = optax.chain(
             optax.scale_by_adam(b1=optimizer.beta1, b2=optimizer.beta2, eps=optimizer.eps),
             optax.add_decayed_weights(optimizer.weight_decay, mask=lambda p: jax.tree.map(lambda v: v.ndim > 1, p)),
         )
-        self._opt_state = self._update.init(self._params)
-        self._step = jax.jit(self._train_step, donate_argnums=(0, 1), compiler_options=COMPILER_OPTIONS)
-        self._loss = jax.jit(self._loss_of, compiler_options=COMPILER_OPTIONS)
+        self._opt_state = optax.tree_utils.tree_map_params(
+            self._update, self._layout.put, self._update.init(self._params), self._specs, transform_non_params=everywhere
+        )
+        state = self._params, self._opt_state, self._fp8_state
+        # as they came, so that the second step is not compiled again
+        placed = None if self._layout.mesh is None else (*jax.tree.map(lambda v: v.sharding, state), None, None)
+        self._step = jax.jit(self._train_step, donate_argnums=(0, 1, 2), out_shardings=placed, compiler_options=COMPILER_OPTIONS)
+        self._loss = jax.jit(self._evaluated, compiler_options=COMPILER_OPTIONS)
         self._count = 0
         self.device = f"{jax.devices()[0].platform}: {jax.devices()[0].device_kind}"
 
     def step(self, tokens: np.ndarray) -> dict[str, float]:
         """One optimizer step: {"loss", "grad_norm"} before the update. Where either is not finite nothing changes (T-4)."""
-        lr = self.config.optimizer.learning_rate_at(self._count, self.config.run.steps)
-        self._params, self._opt_state, loss, norm = self._step(self._params, self._opt_state, self._tokens(tokens), jnp.float32(lr))
+        *state, loss, norm = self._step(*self._arguments(tokens))
+        self._params, self._opt_state, self._fp8_state = state
         metrics = {"loss": float(loss), "grad_norm": float(norm)}
         self._count += all(map(np.isfinite, metrics.values()))
         return metrics
 
     def evaluate(self, tokens: np.ndarray) -> float:
-        """The loss of a batch."""
-        return float(self._loss(self._params, self._tokens(tokens)))
+        """The loss of a batch; no state changes."""
+        return float(self._loss(self._params, self._fp8_state, self._tokens(tokens)))
 
     def logits(self, tokens: np.ndarray) -> np.ndarray:
         """float32 [B, T, vocab_size] from tokens [B, T]."""
-        forward = jax.jit(lambda params, tokens: self._model(params)(tokens), compiler_options=COMPILER_OPTIONS)
-        return np.asarray(forward(self._params, self._tokens(tokens)).astype(jnp.float32))
+        cut = P(self._layout.tokens[0], "tensor" if self.config.parallel.sequence else None)
+
+        def forward(params, state, tokens):
+            return self._model(params)(tokens, Pass(state, self._unseen(), self._layout)).astype(jnp.float32)
+
+        mapped = self._layout.map(forward, (self._specs, P(), self._layout.tokens), cut)
+        return np.asarray(jax.jit(mapped, compiler_options=COMPILER_OPTIONS)(self._params, self._fp8_state, self._tokens(tokens)))
 
     def gradients(self, tokens: np.ndarray) -> dict[str, np.ndarray]:
         """float32 gradients of the loss of a batch by parameter, not clipped; nothing is updated."""
-        grads = jax.jit(jax.grad(self._loss_of), compiler_options=COMPILER_OPTIONS)(self._params, self._tokens(tokens))
+        differentiated = jax.jit(self._differentiated, compiler_options=COMPILER_OPTIONS)
+        grads = differentiated(self._params, self._fp8_state, self._tokens(tokens))[1]
         return {_name(path): np.asarray(value) for path, value in jax.tree_util.tree_leaves_with_path(grads)}
 
     def weights(self) -> dict[str, np.ndarray]:
@@ -70,36 +89,83 @@ class Trainer:
         return {_name(path): np.asarray(value) for path, value in jax.tree_util.tree_leaves_with_path(self._params)}
 
     def observe(self, tokens: np.ndarray, observer) -> None:
-        """A forward and backward pass, no update, in which every FP8 GEMM reports to observer (see ``linear.observing``)."""
+        """A forward and backward pass, no update, in which every FP8 GEMM reports to observer (see ``linear.observing``); on one device."""
+        if self._layout.mesh is not None:
+            raise ConfigError("operands are observed on one device, where a callback cannot wait for another's. Set parallel.* to 1.")
         with linear.observing(observer):
-            gradients = jax.jit(jax.grad(self._loss_of), compiler_options=COMPILER_OPTIONS)(self._params, self._tokens(tokens))
+            gradients = self.gradients(tokens)
         jax.block_until_ready(gradients)
         jax.effects_barrier()
 
+    def prove(self, tokens: np.ndarray) -> dict:
+        """What the step multiplies and moves, for the manifest.
+
+        Raises:   ConfigError: an FP8 GEMM or gather that was planned and is not there, unless run.allow_fallback.
+        """
+        program = proof.read(self._step.lower(*self._arguments(tokens)))
+        planned = {d.path: d.recipe for d in self.decisions if d.fp8}
+        placements = {path: placement for path in planned if (placement := self._layout.placement(path))}
+        missing = proof.missing(program, planned, placements)
+        if missing and not self.config.run.allow_fallback:
+            raise ConfigError(
+                "the compiled step lacks what was planned:\n  " + "\n  ".join(missing) + "\nSet run.allow_fallback to train anyway."
+            )
+        return proof.manifest(program, planned, missing)
+
+    def _arguments(self, tokens: np.ndarray) -> tuple:
+        lr = self.config.optimizer.learning_rate_at(self._count, self.config.run.steps)
+        return self._params, self._opt_state, self._fp8_state, self._tokens(tokens), jnp.float32(lr)
+
     def _tokens(self, tokens: np.ndarray) -> jax.Array:
         llama.check_tokens(tokens, self.config.model)
-        return jnp.asarray(tokens, jnp.int32)
+        return self._layout.put(np.asarray(tokens, np.int32), self._layout.tokens)
+
+    def _unseen(self) -> dict[str, delayed.Seen]:
+        return {d.path: delayed.unseen(d.recipe) for d in self.decisions if d.path in self._fp8_state}
 
     def _model(self, params) -> Llama:
         """The model on parameters rounded to the compute dtype, all but the embedding table (SEMANTICS M-2)."""
         compute = jax.tree_util.tree_map_with_path(
-            lambda path, value: value if _name(path) == EMBEDDING else value.astype(jnp.bfloat16), params
+            lambda path, value: value if _name(path) == llama.EMBEDDING else value.astype(jnp.bfloat16), params
         )
         return nnx.merge(self._graph, nnx.State(compute))
 
-    def _loss_of(self, params, tokens: jax.Array) -> jax.Array:
-        logits = self._model(params)(tokens[:, :-1]).astype(jnp.float32)  # [B, T, V]
-        return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+    def _loss_of(self, params, seen, state, tokens: jax.Array) -> tuple[jax.Array, dict[str, delayed.Seen]]:
+        """The loss of a batch, or inside shard_map of all devices' parts of it, and what the linears observed."""
+        run = Pass(state, dict(seen), self._layout)
+        logits = self._model(params)(tokens[:, :-1], run).astype(jnp.float32)  # [B, T, V]
+        targets = self._layout.own_sequence(tokens[:, 1:])
+        return self._layout.mean(optax.softmax_cross_entropy_with_integer_labels(logits, targets)), run.seen
 
-    def _train_step(self, params, opt_state, tokens: jax.Array, lr: jax.Array):
-        loss, grads = jax.value_and_grad(self._loss_of)(params, tokens)
+    def _evaluated(self, params, state, tokens: jax.Array) -> jax.Array:
+        mapped = self._layout.map(
+            lambda params, state, tokens: self._loss_of(params, self._unseen(), state, tokens)[0],
+            (self._specs, P(), self._layout.tokens),
+            P(),
+        )
+        return mapped(params, state, tokens)
+
+    def _differentiated(self, params, state, tokens: jax.Array):
+        """(loss, gradients, observations of forward and backward pass)."""
+
+        def differentiate(params, state, tokens):
+            gradient = jax.value_and_grad(self._loss_of, argnums=(0, 1), has_aux=True)
+            (loss, forward), (grads, backward) = gradient(params, self._unseen(), state, tokens)
+            return loss, grads, {name: delayed.merge(forward[name], backward[name]) for name in forward}
+
+        return self._layout.map(differentiate, (self._specs, P(), self._layout.tokens), (P(), self._specs, P()))(params, state, tokens)
+
+    def _train_step(self, params, opt_state, fp8_state, tokens: jax.Array, lr: jax.Array):
+        loss, grads, seen = self._differentiated(params, fp8_state, tokens)
         norm = optax.tree.norm(grads)
         grads = jax.tree.map(lambda g: g * jnp.minimum(1.0, self.config.optimizer.max_norm / norm), grads)
-        updates, new_state = self._update.update(grads, opt_state, params)
+        updates, new_opt_state = self._update.update(grads, opt_state, params)
         new_params = jax.tree.map(lambda p, u: p - lr * u, params, updates)
+        recipes = {d.path: d.recipe for d in self.decisions}
+        new_fp8_state = {name: delayed.update(fp8_state[name], seen[name], recipe=recipes[name]) for name in fp8_state}
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
         keep = functools.partial(jax.tree.map, lambda new, old: jnp.where(finite, new, old))
-        return keep(new_params, params), keep(new_state, opt_state), loss, norm
+        return keep(new_params, params), keep(new_opt_state, opt_state), keep(new_fp8_state, fp8_state), loss, norm
 
 
 def _name(path) -> str:

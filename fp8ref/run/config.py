@@ -11,7 +11,7 @@ import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import pydantic
 import tyro
@@ -58,15 +58,45 @@ class NumericsConfig:
     """Which linears run in FP8, and how (SEMANTICS R)."""
 
     recipe: Annotated[str, tyro.conf.arg(aliases=["--recipe"])] = "tensorwise"
-    """bf16, tensorwise, rowwise or rowwise_with_gw_hp."""
+    """bf16, tensorwise, rowwise or rowwise_with_gw_hp; with JAX also delayed, blockwise or mxfp8."""
     filter_fqns: tuple[str, ...] = ()
     """Names of modules kept in high precision: whole dotted components, or shell patterns. lm_head is kept anyway."""
     fp8_fqns: tuple[str, ...] = ()
     """Names converted explicitly, whatever filter_fqns says; lm_head may be one."""
 
     def __post_init__(self) -> None:
-        runnable = recipes.BACKEND_RECIPES
-        _require(self.recipe in runnable, f"numerics.recipe is one of {', '.join(runnable)}; got {self.recipe!r}.")
+        _require(self.recipe in recipes.RECIPES, f"numerics.recipe is one of {', '.join(recipes.RECIPES)}; got {self.recipe!r}.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """A mesh of data x fsdp x tensor devices, and how the model lies on it (SEMANTICS P)."""
+
+    data: int = 1
+    """Devices with a part of the batch and a copy of the weights each."""
+    fsdp: int = 1
+    """Devices with a part of the batch and a part of every matrix each; linears' weights are gathered in FP8."""
+    tensor: int = 1
+    """Devices that share every linear of attention and MLP, by heads and inner features."""
+    sequence: bool = False
+    """Cut the tokens between those linears over tensor too; inputs are gathered in FP8."""
+    amax_scope: Literal["global", "local"] = "global"
+    """Whose amaxes scale input and grad_output: every device's, or those of each piece of the batch alone."""
+    through: Literal["shard_map", "jit"] = "shard_map"
+    """Collectives of our own, or XLA's under plain jit."""
+
+    def __post_init__(self) -> None:
+        for key in ("data", "fsdp", "tensor"):
+            _require(getattr(self, key) >= 1, f"parallel.{key} is at least 1; got {getattr(self, key)}.")
+        _require(not self.sequence or self.tensor > 1, f"parallel.sequence needs parallel.tensor above 1; got {self.tensor}.")
+        _require(
+            self.amax_scope == "global" or self.through == "shard_map",
+            "parallel.amax_scope 'local' is of devices, which plain jit does not show. Use parallel.through 'shard_map'.",
+        )
+
+    @property
+    def devices(self) -> int:
+        return self.data * self.fsdp * self.tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,6 +151,8 @@ class RunConfig:
     """Validation batches, the same ones every time."""
     out: str | None = None
     """Directory of the run; by default runs/<config>-<backend>-<recipe>."""
+    allow_fallback: bool = False
+    """Train even if the compiled step lacks an FP8 GEMM or gather that was planned; the manifest names what it lacks."""
 
     def __post_init__(self) -> None:
         for key in ("steps", "eval_every", "eval_batches"):
@@ -136,6 +168,7 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     numerics: NumericsConfig = field(default_factory=NumericsConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     run: RunConfig = field(default_factory=RunConfig)
 
     def __post_init__(self) -> None:
@@ -158,7 +191,7 @@ class Config:
         return dataclasses.replace(self, **{name: dataclasses.replace(getattr(self, name), **keys) for name, keys in sections.items()})
 
 
-for _section in (LlamaConfig, DataConfig, NumericsConfig, OptimizerConfig, RunConfig, Config):
+for _section in (LlamaConfig, DataConfig, NumericsConfig, OptimizerConfig, ParallelConfig, RunConfig, Config):
     _section.__pydantic_config__ = pydantic.ConfigDict(extra="forbid", strict=True)  # type: ignore[union-attr]
 _ADAPTER = pydantic.TypeAdapter(Config)
 

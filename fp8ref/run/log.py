@@ -44,7 +44,15 @@ class RunLog:
 
 
 def create(
-    out: Path, config: Config, backend: str, *, data: dict, decisions: list[Decision], device: str, overwrite: bool = False
+    out: Path,
+    config: Config,
+    backend: str,
+    *,
+    data: dict,
+    decisions: list[Decision],
+    device: str,
+    proof: dict | None = None,
+    overwrite: bool = False,
 ) -> RunLog:
     """Start writing a run into a directory that ``claim`` allowed; ``overwrite`` drops the metrics of the run before."""
     try:
@@ -63,7 +71,7 @@ def create(
         "config": configs.to_dict(config),
         "data": data,
         "linears": [{"path": d.path, "shape": list(d.shape), "recipe": d.recipe.name, "fp8": d.fp8, "reason": d.reason} for d in decisions],
-    }
+    } | ({"proof": proof} if proof else {})
     return RunLog(out, manifest)
 
 

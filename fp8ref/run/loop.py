@@ -4,13 +4,14 @@ import importlib
 import math
 import time
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
+from fp8ref import recipe as recipes
 from fp8ref.recipe import Decision
 from fp8ref.run import data, log, progress
-from fp8ref.run.config import Config, ConfigError
+from fp8ref.run.config import Config, ConfigError, ParallelConfig
 
 BACKENDS = ("jax", "torch")
 
@@ -30,6 +31,13 @@ class Trainer(Protocol):
     def observe(self, tokens: np.ndarray, observer) -> None: ...
 
 
+@runtime_checkable
+class Provable(Protocol):
+    """A trainer that can read its compiled step: for the manifest, after it has refused one that lacks what was planned."""
+
+    def prove(self, tokens: np.ndarray) -> dict: ...
+
+
 class NonFiniteError(RuntimeError):
     """The loss or the gradient is not finite; the weights are those before the step (SEMANTICS T-4)."""
 
@@ -38,6 +46,16 @@ def trainer(backend: str, config: Config, weights: dict[str, np.ndarray] | None 
     """A fresh trainer of a backend, importing its framework only now."""
     if backend not in BACKENDS:
         raise ConfigError(f"backend is one of {', '.join(BACKENDS)}; got {backend!r}.")
+    runnable = recipes.BACKEND_RECIPES[backend]
+    if config.numerics.recipe not in runnable:
+        raise ConfigError(
+            f"--backend {backend} runs numerics.recipe {', '.join(runnable)}; got {config.numerics.recipe!r}. Use --backend jax."
+        )
+    if backend == "torch" and (config.parallel != ParallelConfig() or config.run.allow_fallback):
+        key = "run.allow_fallback" if config.parallel == ParallelConfig() else "parallel"
+        raise ConfigError(
+            f"--backend torch trains on one device and does not read its compiled step; {key} is set. Leave it out, or use --backend jax."
+        )
     return importlib.import_module(f"fp8ref.{backend}.train").Trainer(config, weights)
 
 
@@ -51,7 +69,10 @@ def train(config: Config, backend: str, out: Path, *, resume: bool = False, over
         return None
     batches = data.open_batches(config)
     model = trainer(backend, config)
-    run = log.create(out, config, backend, data=batches.description, decisions=model.decisions, device=model.device, overwrite=overwrite)
+    proof = model.prove(batches.step(0)) if isinstance(model, Provable) else None
+    run = log.create(
+        out, config, backend, data=batches.description, decisions=model.decisions, device=model.device, proof=proof, overwrite=overwrite
+    )
     lines = []
     try:
         with progress.bar(f"{backend} {config.numerics.recipe}", config.run.steps) as advance:

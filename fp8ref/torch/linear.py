@@ -52,7 +52,7 @@ def torchao_config(recipe: Recipe) -> Float8LinearConfig:
     """
 
     def refuse(what: str) -> ValueError:
-        return ValueError(f"torchao cannot run recipe {recipe.name!r}: {what}. Use a recipe of fp8ref.recipe.BACKEND_RECIPES.")
+        return ValueError(f"torchao cannot run recipe {recipe.name!r}: {what}. Use a recipe of fp8ref.recipe.SHARED_RECIPES.")
 
     casts = {
         (gemm, role): cast_spec

@@ -12,8 +12,6 @@ from fp8ref.run.config import Config
 from fp8ref.torch import linear
 from fp8ref.torch.model import Llama
 
-EMBEDDING = "model.embed_tokens.weight"
-
 
 class Trainer:
     """One model being trained. ``step`` and ``evaluate`` take tokens [B, T + 1], integers: inputs and the targets after them."""
@@ -94,7 +92,7 @@ class Trainer:
 
     def _forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """The model on parameters rounded to the compute dtype, all but the embedding table (SEMANTICS M-2)."""
-        compute = {name: p if name == EMBEDDING else p.to(torch.bfloat16) for name, p in self._params.items()}
+        compute = {name: p if name == llama.EMBEDDING else p.to(torch.bfloat16) for name, p in self._params.items()}
         return functional_call(self.model, compute, (tokens,))
 
     def _loss(self, tokens: np.ndarray) -> torch.Tensor:

@@ -6,11 +6,11 @@ import pytest
 from fp8ref.formats import BFLOAT16, E4M3FN
 from fp8ref.jax import linear
 from fp8ref.policy import POLICIES
-from fp8ref.recipe import BACKEND_RECIPES, CastSpec, GemmSpec, Recipe
+from fp8ref.recipe import SHARED_RECIPES, CastSpec, GemmSpec, Recipe
 from fp8ref.sim import cast
 from fp8ref.sim import linear as sim
 
-recipes = pytest.mark.parametrize("recipe", BACKEND_RECIPES)
+recipes = pytest.mark.parametrize("recipe", SHARED_RECIPES)
 
 
 @pytest.fixture

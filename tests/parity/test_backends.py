@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from fp8ref.jax.train import Trainer as JaxTrainer
-from fp8ref.recipe import BACKEND_RECIPES
+from fp8ref.recipe import SHARED_RECIPES
 from fp8ref.run import data
 from fp8ref.torch.train import Trainer as TorchTrainer
 
@@ -16,7 +16,7 @@ def test_both_start_from_the_same_bits(small):  # M-6
         np.testing.assert_array_equal(value.view(np.int32), b[name].view(np.int32))
 
 
-@pytest.mark.parametrize("recipe", BACKEND_RECIPES)
+@pytest.mark.parametrize("recipe", SHARED_RECIPES)
 def test_both_convert_the_same_linears(recipe, small):
     config = small.replace(numerics={"recipe": recipe, "filter_fqns": ("lm_head", "o_proj") if recipe != "bf16" else ()})
     a, b = JaxTrainer(config), TorchTrainer(config)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from fp8ref import llama
-from fp8ref.recipe import BACKEND_RECIPES
+from fp8ref.recipe import SHARED_RECIPES
 from fp8ref.run import data, loop
 
 pytestmark = pytest.mark.parametrize("backend", loop.BACKENDS)
@@ -15,7 +15,7 @@ def tokens(small):
     return data.open_batches(small).step(0)
 
 
-@pytest.mark.parametrize("recipe", BACKEND_RECIPES)
+@pytest.mark.parametrize("recipe", SHARED_RECIPES)
 def test_the_loss_of_a_repeated_batch_falls(backend, recipe, small, tokens):
     trainer = loop.trainer(backend, small.replace(numerics={"recipe": recipe}))
     losses = [trainer.step(tokens)["loss"] for _ in range(6)]

@@ -7,7 +7,7 @@ from transformers import LlamaConfig as HuggingFaceConfig
 from transformers import LlamaForCausalLM
 
 from fp8ref import llama
-from fp8ref.recipe import BACKEND_RECIPES, plan
+from fp8ref.recipe import SHARED_RECIPES, plan
 from fp8ref.sim import model
 
 CONFIG = llama.LlamaConfig(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
@@ -40,7 +40,7 @@ def test_loss_is_torchs_cross_entropy(rng):  # M-5
     assert model.loss(logits, targets) == pytest.approx(expected, rel=1e-14)
 
 
-@pytest.mark.parametrize("recipe", BACKEND_RECIPES)
+@pytest.mark.parametrize("recipe", SHARED_RECIPES)
 def test_stochastic_samples_surround_the_nearest_even_result(recipe, rng):
     weights = llama.initial_weights(CONFIG, seed=0)
     tokens = rng.integers(0, 256, (2, 9))

@@ -1,0 +1,130 @@
+"""The trainer's mesh: where config.parallel puts a Llama's parameters, tokens and linears.
+
+Attention and MLP are tensor-parallel by heads and inner features: q, k, v, gate and up column-parallel, o and down row-parallel. Matrices are cut
+along their first dim over fsdp too, and gathered for use, linears' in FP8; norms are whole everywhere.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from fp8ref import llama
+from fp8ref.jax import sharding
+from fp8ref.jax.sharding import Placement
+from fp8ref.run.config import Config, ConfigError
+
+AXES = ("data", "fsdp", "tensor")
+BATCH = ("data", "fsdp")
+COLUMN = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+ROW = ("o_proj", "down_proj")
+
+
+class Layout:
+    """One config on a mesh; on one device there is none, and everything here does nothing."""
+
+    def __init__(self, config: Config) -> None:
+        """Raises:   ConfigError: more devices than there are, a batch, heads or dims that the mesh does not cut into equal pieces."""
+        self.config = config.parallel
+        sizes = {axis: getattr(config.parallel, axis) for axis in AXES}
+        self.mesh: Mesh | None = None
+        if config.parallel.devices == 1:
+            return
+        if config.parallel.devices > jax.device_count():
+            raise ConfigError(
+                f"parallel asks for {config.parallel.devices} devices ({sizes}); jax has {jax.device_count()}. "
+                "Make it smaller; on a CPU, XLA_FLAGS=--xla_force_host_platform_device_count=8 makes eight."
+            )
+        self._check(config, sizes)
+        devices = jax.devices()[: config.parallel.devices]
+        self.mesh = jax.make_mesh(tuple(sizes.values()), AXES, axis_types=(AxisType.Auto,) * 3, devices=devices)
+
+    @property
+    def mapped(self) -> bool:
+        """Whether the model runs inside shard_map, on pieces."""
+        return self.mesh is not None and self.config.through == "shard_map"
+
+    @property
+    def tokens(self) -> P:
+        """Of tokens [B, T]."""
+        return P(BATCH)
+
+    @property
+    def cutting_tokens(self) -> tuple[str, ...]:
+        """The mesh axes along which devices have tokens of their own, behind the embedding."""
+        return (*BATCH, "tensor") if self.config.sequence else BATCH
+
+    def placement(self, linear: str) -> Placement | None:
+        """Of a linear, by its name."""
+        if self.config.devices == 1:
+            return None
+        last, scope, sequence = linear.split(".")[-1], self.config.amax_scope, self.config.sequence
+        if last in COLUMN:
+            return Placement(m=BATCH, n=("tensor",), fsdp=("fsdp",), sequence=sequence, scope=scope)
+        if last in ROW:
+            return Placement(m=BATCH, k=("tensor",), fsdp=("fsdp",), sequence=sequence, scope=scope)
+        return Placement(m=self.cutting_tokens, fsdp=("fsdp",), scope=scope)
+
+    def parameter(self, name: str, shape: tuple[int, ...]) -> P:
+        """Of a parameter, by its name: a linear's weight as it is at rest, the embedding table cut over fsdp, norms whole."""
+        placement = self.placement(name.removesuffix(".weight"))
+        if placement is None or len(shape) < 2:
+            return P()
+        return P("fsdp") if name == llama.EMBEDDING else P(*placement.at_rest("weight"))
+
+    def put(self, value: np.ndarray, spec: P) -> jax.Array:
+        """On the devices."""
+        return jnp.asarray(value) if self.mesh is None else jax.device_put(value, NamedSharding(self.mesh, spec))
+
+    def map(self, f: Callable, in_specs, out_specs) -> Callable:
+        """f on every device's pieces, if the model is to run inside shard_map."""
+        return jax.shard_map(f, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs) if self.mapped else f
+
+    def whole(self, table: jax.Array) -> jax.Array:
+        """A table cut over fsdp, gathered as it is."""
+        return lax.all_gather(table, "fsdp", axis=0, tiled=True) if self.mapped else table
+
+    def own_sequence(self, tokens: jax.Array) -> jax.Array:
+        """Of tokens [B, T], under sequence parallelism, a device's own part of T."""
+        if not (self.mapped and self.config.sequence):
+            return tokens
+        length = tokens.shape[1] // self.config.tensor
+        return lax.dynamic_slice_in_dim(tokens, lax.axis_index("tensor") * length, length, axis=1)
+
+    def cut_sequence(self, h: jax.Array) -> jax.Array:
+        """Under plain jit, what ``own_sequence`` is inside shard_map, of h [B, T, hidden]."""
+        if self.mesh is None or self.mapped or not self.config.sequence:
+            return h
+        return lax.with_sharding_constraint(h, NamedSharding(self.mesh, P(BATCH, "tensor", None)))
+
+    def mean(self, values: jax.Array) -> jax.Array:
+        """Of every device's values [B, T], all of equal shape."""
+        if not self.mapped:
+            return values.mean()
+        return lax.pmean(values.mean(), self.cutting_tokens)
+
+    def _check(self, config: Config, sizes: dict[str, int]) -> None:
+        rows, tensor = sizes["data"] * sizes["fsdp"], sizes["tensor"]
+        if config.data.batch_size % rows:
+            raise ConfigError(f"data.batch_size is divisible by data x fsdp = {rows} devices; got {config.data.batch_size}.")
+        if self.config.sequence and config.data.sequence_length % tensor:
+            raise ConfigError(
+                f"under parallel.sequence data.sequence_length is divisible by tensor = {tensor}; got {config.data.sequence_length}."
+            )
+        for key in ("num_attention_heads", "num_key_value_heads"):
+            if getattr(config.model, key) % tensor:
+                raise ConfigError(f"model.{key} is divisible by parallel.tensor = {tensor}; got {getattr(config.model, key)}.")
+        if config.model.vocab_size % sizes["fsdp"]:
+            raise ConfigError(f"model.vocab_size is divisible by parallel.fsdp = {sizes['fsdp']}; got {config.model.vocab_size}.")
+        tokens = config.data.batch_size * config.data.sequence_length
+        try:
+            for name, shape in llama.linear_shapes(config.model).items():
+                placement = self.placement(name)
+                assert placement is not None
+                sharding.check_shapes(name, tokens, shape, placement, sizes)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
