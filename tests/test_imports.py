@@ -28,7 +28,7 @@ def imported(path: Path) -> set[str]:
 
 @pytest.mark.parametrize("room", FORBIDDEN)
 def test_rooms_keep_apart(room):
-    for path in (ROOT / room).glob("*.py"):
+    for path in (ROOT / room).rglob("*.py"):
         for name in imported(path):
             assert not any(name == f or name.startswith(f"{f}.") for f in FORBIDDEN[room]), f"{path.name} imports {name}"
 

@@ -1,0 +1,42 @@
+"""FP8 in Flax layers, linen and NNX, by any recipe.
+
+    nn.Dense(64, dot_general_cls=fj.flax.linen_dot_general("rowwise"))            # linen: nn.Dense, nn.DenseGeneral
+    fj.flax.Einsum((32, 4, 16), "btd,dhk->bthk", recipe="rowwise")                # linen's nn.Einsum has no hook
+    nnx.Linear(32, 64, dot_general=fj.flax.nnx_dot_general("rowwise"), rngs=rngs)  # NNX: a fresh hook for each layer
+    nnx.Einsum("btd,dhk->bthk", (32, 4, 16), einsum_op=fj.flax.nnx_einsum("rowwise"), rngs=rngs)
+
+Under delayed scaling a step observes amaxes, in the backward pass too, which Flax's own transformations would lose:
+
+    loss, grads, seen = fj.flax.value_and_grad(loss_fn)(model, batch)             # NNX: loss_fn(model, batch) -> loss
+    fj.flax.update(model, seen)                                                   # once an optimizer step
+
+    def loss_fn(variables, batch):                                               # linen: its observations are returned
+        y, updated = model.apply(variables, batch, mutable=[fj.flax.SEEN])
+        return (y ** 2).mean(), updated
+
+    loss, grads, seen = fj.flax.value_and_grad(loss_fn)(variables, batch)         # grads of variables["params"]
+    variables = fj.flax.update(variables, seen)
+
+Observations of several microbatches ``merge``. The state is not among the parameters: no optimizer meets it, and it is only read during a step.
+Flax casts the weight to the compute dtype before the hook sees it, and adds the bias after the output is rounded.
+"""
+
+from fp8ref.jax.flax.linen import Einsum, linen_dot_general
+from fp8ref.jax.flax.nnx import Fp8State, nnx_dot_general, nnx_einsum
+from fp8ref.jax.flax.observed import SEEN, STATE, Observed, merge
+from fp8ref.jax.flax.training import unseen, update, value_and_grad
+
+__all__ = [
+    "SEEN",
+    "STATE",
+    "Einsum",
+    "Fp8State",
+    "Observed",
+    "linen_dot_general",
+    "merge",
+    "nnx_dot_general",
+    "nnx_einsum",
+    "unseen",
+    "update",
+    "value_and_grad",
+]

@@ -1,0 +1,124 @@
+"""Hooks for Flax linen: a module inside each layer, whose state lives in a collection of its own."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import flax.linen as nn
+import jax
+from flax import struct, traverse_util
+
+from fp8ref.jax import contraction, delayed, linear
+from fp8ref.jax.flax import observed
+from fp8ref.jax.flax.observed import SEEN, STATE
+from fp8ref.recipe import Recipe, Role
+
+
+class LayerState(struct.PyTreeNode):
+    """One hook's state, and the recipe it belongs to."""
+
+    roles: dict[Role, delayed.DelayedState]
+    recipe: Recipe = struct.field(pytree_node=False)
+
+
+class Fp8DotGeneral(nn.Module):
+    """``lax.dot_general`` of an input and a weight by a recipe, as a hook of a linen layer."""
+
+    recipe: Recipe
+
+    @nn.compact
+    def __call__(self, x, w, dimension_numbers, precision=None, preferred_element_type=None) -> jax.Array:
+        use = functools.partial(contraction.dot_general, x, w, dimension_numbers)
+        return _contract(self, use, precision, preferred_element_type)
+
+
+class Fp8Einsum(nn.Module):
+    """``jnp.einsum`` of an input and a weight by a recipe."""
+
+    recipe: Recipe
+
+    @nn.compact
+    def __call__(self, subscripts, x, w, precision=None, preferred_element_type=None) -> jax.Array:
+        return _contract(self, functools.partial(contraction.einsum, subscripts, x, w), precision, preferred_element_type)
+
+
+def linen_dot_general(recipe: str | Recipe) -> Callable[[], Fp8DotGeneral]:
+    """``dot_general_cls`` of nn.Dense, nn.DenseGeneral and what is made of them; one serves any number of layers, each gets its own hook.
+
+    Shapes:   as lax.dot_general; the layer's kernel is the weight, its contracted dims K. Outputs are of the operands' dtype.
+    Order:    Flax promotes x and the kernel to one dtype, which the recipe then sees; the bias is added to the rounded output.
+    Raises:   ValueError, naming the layer: as ``linear.apply``; a precision, which is the recipe's; under delayed scaling, a collection
+              'fp8_state' that a transformation does not pass on, or observations that would be lost in ``value_and_grad``.
+    """
+    return functools.partial(Fp8DotGeneral, recipe=_checked(recipe, "linen_dot_general"))
+
+
+class Einsum(nn.Einsum):
+    """``nn.Einsum`` by a recipe: same fields and parameters, and ``recipe``.
+
+    Shapes:   by einsum_str: one contraction of the input and the kernel, as ``contraction.einsum`` takes it.
+    Raises:   ValueError: as linen_dot_general; subscripts that are not one contraction.
+    """
+
+    recipe: str | Recipe = dataclasses.field(kw_only=True)
+
+    @nn.compact
+    def __call__(self, inputs: jax.Array, einsum_str: str | None = None) -> jax.Array:
+        subscripts = nn.merge_param("einsum_str", self.einsum_str, einsum_str)
+        kernel = self.param("kernel", self.kernel_init, self.shape, self.param_dtype)
+        bias = None
+        if self.use_bias:
+            shape, broadcast = self._get_bias_shape(subscripts, inputs, kernel)
+            bias = self.param("bias", self.bias_init, shape, self.param_dtype)
+        inputs, kernel, bias = self.promote_dtype(inputs, kernel, bias, dtype=self.dtype)
+        op = Fp8Einsum(_checked(self.recipe, layer_name(self)))
+        y = op(subscripts, inputs, kernel, self.precision, self.preferred_element_type)
+        return y if bias is None else y + bias.reshape(broadcast)
+
+
+def layer_name(module: nn.Module) -> str:
+    """A module's dotted path, or its class where it is the whole model."""
+    return ".".join(module.path) or type(module).__name__
+
+
+def linen_states(variables: Mapping) -> dict[tuple[str, ...], LayerState]:
+    """Every hook's state, by the path of the hook."""
+    return {path[:-1]: layer for path, layer in traverse_util.flatten_dict(variables.get(STATE, {})).items()}
+
+
+def collection(of_paths: Mapping[tuple[str, ...], Any], name: str) -> dict:
+    """A collection of one variable of this name for each hook."""
+    return traverse_util.unflatten_dict({(*path, name): value for path, value in of_paths.items()})
+
+
+def _checked(recipe: str | Recipe, name: str) -> Recipe:
+    checked = linear.check_recipe(recipe, name)
+    delayed.keeps_state(checked)  # refuses delayed scaling that this backend does not implement
+    return checked
+
+
+def _contract(hook: nn.Module, use: Callable, precision, preferred_element_type) -> jax.Array:
+    recipe: Recipe = hook.recipe
+    name = ".".join(hook.path[:-1]) or type(hook.parent).__name__
+    observed.check_arguments(name, recipe, precision, None)
+    use = functools.partial(use, recipe=recipe, name=name, preferred_element_type=preferred_element_type)
+    if not delayed.keeps_state(recipe):
+        return use()[0]
+    if not hook.has_variable(STATE, "state") and not hook.is_mutable_collection(STATE):
+        raise ValueError(
+            f"{name}: recipe {recipe.name!r} keeps a state, in collection {STATE!r}, and there is none. Pass what init or fj.flax.convert "
+            f"made to apply, and name {STATE!r} and {SEEN!r} beside 'params' in nn.scan, nn.vmap and the like."
+        )
+    state = hook.variable(STATE, "state", lambda: LayerState(roles=delayed.init(recipe), recipe=recipe)).value
+    if state.recipe != recipe:
+        raise ValueError(f"{name}: a state goes with the recipe it was made for, {state.recipe.name!r}; got recipe {recipe.name!r}.")
+    if hook.has_variable(SEEN, "seen") and hook.is_mutable_collection(SEEN):
+        seen = hook.variable(SEEN, "seen")
+        y, seen.value = use(state=state.roles, seen=seen.value)
+        return y
+    remedy = (
+        f"Call apply(..., mutable=[{SEEN!r}]), and name {SEEN!r} in variable_axes of nn.scan and nn.vmap, or in variable_carry of an "
+        "nn.scan that shares weights."
+    )
+    return use(state=state.roles, seen=observed.unobserved(recipe, name, remedy))[0]

@@ -1,0 +1,102 @@
+"""Hooks for Flax NNX: modules that hold a layer's state, as Variables of their own types."""
+
+import functools
+from collections.abc import Callable
+
+import jax
+from flax import nnx
+
+from fp8ref.jax import contraction, delayed, linear
+from fp8ref.jax.flax import observed
+from fp8ref.recipe import Recipe
+
+
+class Fp8State(nnx.Variable):
+    """A hook's state, {role: DelayedState}; nothing differentiates or optimizes it."""
+
+
+class Seen(nnx.Variable):
+    """What a hook observed; there only while ``value_and_grad`` runs."""
+
+
+class Hook(nnx.Module):
+    """What one layer's contraction needs: its recipe and, under delayed scaling, its state."""
+
+    def __init__(self, recipe: str | Recipe, name: str) -> None:
+        self.recipe = linear.check_recipe(recipe, name)
+        self.name = name
+        self.state = nnx.data(Fp8State(delayed.init(self.recipe)) if delayed.keeps_state(self.recipe) else None)
+        self.seen = nnx.data(None)
+
+    def _contract(self, use: Callable, precision, out_sharding, preferred_element_type) -> jax.Array:
+        observed.check_arguments(self.name, self.recipe, precision, out_sharding)
+        use = functools.partial(use, recipe=self.recipe, name=self.name, preferred_element_type=preferred_element_type)
+        if self.state is None:
+            return use()[0]
+        state = self.state.get_value()
+        if self.seen is None:
+            remedy = "Use models other than value_and_grad's first argument outside of its loss, and hooks as attributes of their layers."
+            return use(state=state, seen=observed.unobserved(self.recipe, self.name, remedy))[0]
+        y, after = use(state=state, seen=self.seen.get_value())
+        self.seen.set_value(after)
+        return y
+
+
+class DotGeneral(Hook):
+    """``lax.dot_general`` of an input and a weight by a recipe, as a hook of one NNX layer."""
+
+    def __call__(self, x, w, dimension_numbers, precision=None, preferred_element_type=None, *, out_sharding=None) -> jax.Array:
+        use = functools.partial(contraction.dot_general, x, w, dimension_numbers)
+        return self._contract(use, precision, out_sharding, preferred_element_type)
+
+
+class EinsumOp(Hook):
+    """``jnp.einsum`` of an input and a weight by a recipe, as a hook of one nnx.Einsum."""
+
+    def __call__(self, subscripts, x, w, *, precision=None, preferred_element_type=None, out_sharding=None) -> jax.Array:
+        use = functools.partial(contraction.einsum, subscripts, x, w)
+        return self._contract(use, precision, out_sharding, preferred_element_type)
+
+
+def nnx_dot_general(recipe: str | Recipe, *, name: str = "dot_general") -> DotGeneral:
+    """``dot_general`` of one nnx.Linear or nnx.LinearGeneral: a fresh hook for each, as it holds the layer's state.
+
+    Shapes:   as lax.dot_general; the layer's kernel is the weight, its contracted dims K. Outputs are of the operands' dtype, or of the
+              layer's preferred_element_type.
+    Order:    Flax promotes x and the kernel to one dtype, which the recipe then sees; the bias is added to the rounded output.
+    Raises:   ValueError, naming the layer (in ``value_and_grad`` by its path): as ``linear.apply``; a precision, which is the recipe's, or
+              an out_sharding. One hook in several layers is refused by ``value_and_grad``, ``update`` and ``convert``.
+    """
+    return DotGeneral(recipe, name)
+
+
+def nnx_einsum(recipe: str | Recipe, *, name: str = "einsum") -> EinsumOp:
+    """``einsum_op`` of one nnx.Einsum, as nnx_dot_general; its subscripts are one contraction, as ``contraction.einsum`` takes them."""
+    return EinsumOp(recipe, name)
+
+
+def hooks(model: nnx.Module) -> dict[str, Hook]:
+    """The hooks of a model by their dotted paths.
+
+    Raises:   ValueError: a hook that several layers share.
+    """
+    found: dict[str, Hook] = {}
+    owners: dict[int, str] = {}
+    for path, node in nnx.iter_graph(model, graph=True):  # every node once, so that a shared layer owns its hook once
+        if not isinstance(node, nnx.Module):
+            continue
+        for key, hook in vars(node).items():
+            if not isinstance(hook, Hook):
+                continue
+            own = ".".join(map(str, (*path, key)))
+            if id(hook) in owners:
+                raise ValueError(
+                    f"every layer has a hook of its own; {owners[id(hook)]} and {own} are one hook. Call nnx_dot_general or nnx_einsum for each."
+                )
+            owners[id(hook)], found[own] = own, hook
+    return found
+
+
+def layer_name(path: str, model: nnx.Module) -> str:
+    """The layer that a hook at this path serves."""
+    return path.rpartition(".")[0] or type(model).__name__

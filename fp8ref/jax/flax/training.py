@@ -1,0 +1,149 @@
+"""A training step under delayed scaling: gradients with observations, and one update of the state (SEMANTICS H-9)."""
+
+from collections.abc import Callable, Mapping
+from typing import TypeAlias
+
+import jax
+from flax import nnx, traverse_util
+
+from fp8ref.jax import delayed
+from fp8ref.jax.flax import observed
+from fp8ref.jax.flax.linen import collection, linen_states
+from fp8ref.jax.flax.nnx import Fp8State, Hook, Seen, hooks, layer_name
+from fp8ref.jax.flax.observed import SEEN, STATE, Observed
+
+Model: TypeAlias = nnx.Module | Mapping
+
+
+def value_and_grad(loss_fn: Callable, *, has_aux: bool = False, wrt=nnx.Param) -> Callable:
+    """A function of loss_fn's arguments that returns (value, grads, seen): its value, its gradient, and what the step observed.
+
+    NNX:      loss_fn(model, *args) -> loss, or (loss, aux) under has_aux; grads is the nnx.State of the model's variables that ``wrt``
+              filters, as of nnx.grad.
+    linen:    loss_fn(variables, *args) -> (loss, updated), or (loss, (updated, aux)), where updated is what apply(..., mutable=[SEEN])
+              returned; a second apply in one loss takes {**variables, **updated} of the first. grads is of variables["params"].
+    Returns:  value: loss, or (loss, aux); seen: an Observed, for ``merge`` and ``update``. Recipes without a state observe nothing.
+    Transformations: jit, remat and vmap around the layers or the loss; scan over stacked layers, their state and observations stacked
+              too. In linen an nn.scan that shares weights carries SEEN, in variable_carry: refused by name otherwise.
+    Raises:   ValueError, at trace time: a model without FP8 layers; naming the layer, observations that would be lost, or a shared hook.
+    """
+
+    def run(model: Model, *args):
+        if isinstance(model, nnx.Module):
+            return _of_nnx(loss_fn, model, args, has_aux, wrt)
+        if wrt is not nnx.Param:
+            raise ValueError(f"wrt filters the variables of an NNX model; linen's gradient is of variables['params']. Got wrt={wrt!r}.")
+        return _of_linen(loss_fn, _variables(model), args, has_aux)
+
+    return run
+
+
+def update(model: Model, seen: Observed):
+    """The state after an optimizer step, made of all that was observed in it: call it once a step, inside jit or not.
+
+    Returns:  linen: variables with a new 'fp8_state'; NNX: None, as the model itself changes.
+    Specials: of a layer that was not used, or whose amax is not finite, the state stays (H-5).
+    Raises:   ValueError, at trace time: seen that is not of ``value_and_grad``; naming the layer, observations that are missing.
+    """
+    observed.check(seen)
+    if isinstance(model, nnx.Module):
+        of_hooks = {path: hook for path, hook in hooks(model).items() if hook.state is not None}
+        observed.same_layers(of_hooks, seen.layers, "update")
+        for path, hook in of_hooks.items():
+            hook.state.set_value(delayed.update(hook.state.get_value(), seen.layers[path], recipe=hook.recipe))
+        return None
+    layers = linen_states(_variables(model))
+    observed.same_layers({_key(path): layer for path, layer in layers.items()}, seen.layers, "update")
+    after = {
+        path: layer.replace(roles=delayed.update(layer.roles, seen.layers[_key(path)], recipe=layer.recipe))
+        for path, layer in layers.items()
+    }
+    return {**model, STATE: collection(after, "state")} if after else dict(model)
+
+
+def unseen(model: Model) -> Observed:
+    """Observations of nothing, to merge others into: the first carry of a scan over microbatches."""
+    if isinstance(model, nnx.Module):
+        return Observed(layers={path: _unseen_by(hook) for path, hook in hooks(model).items() if hook.state is not None})
+    return Observed(layers={_key(path): _unseen(layer.recipe, layer.roles) for path, layer in linen_states(_variables(model)).items()})
+
+
+def _of_nnx(loss_fn: Callable, model: nnx.Module, args: tuple, has_aux: bool, wrt):
+    every = hooks(model)
+    if not every:
+        raise ValueError(f"fp8ref.jax.flax needs a model with FP8 layers; got {type(model).__name__} without. Use fj.flax.convert first.")
+    names = {path: hook.name for path, hook in every.items()}
+    stateful = {path: hook for path, hook in every.items() if hook.state is not None}
+    try:
+        for path, hook in every.items():
+            hook.name = layer_name(path, model)
+        for hook in stateful.values():
+            hook.seen = nnx.data(Seen(_unseen_by(hook)))
+        with observed.observing():
+            differentiated = nnx.DiffState(0, nnx.Any(nnx.All(wrt, nnx.Not(Fp8State)), Seen))
+            value, both = nnx.value_and_grad(loss_fn, argnums=differentiated, has_aux=has_aux)(model, *args)
+        forward = {path: hook.seen.get_value() for path, hook in stateful.items()}
+    finally:
+        for path, hook in every.items():
+            hook.name, hook.seen = names[path], nnx.data(None)
+    backward, grads = nnx.split_state(both, Seen, ...)
+    of_path = {".".join(map(str, path[:-1])): variable.get_value() for path, variable in nnx.to_flat_state(backward)}
+    return value, grads, Observed(layers={path: delayed.merge(forward[path], of_path[path]) for path in forward})
+
+
+def _of_linen(loss_fn: Callable, variables: Mapping, args: tuple, has_aux: bool):
+    rest = {name: collection for name, collection in variables.items() if name not in ("params", SEEN)}
+    start, paths = unseen(variables).layers, linen_states(variables)
+
+    def of(params, seen):
+        given = {SEEN: collection({path: seen[_key(path)] for path in paths}, "seen")} if seen else {}
+        loss, out = loss_fn({"params": params, **rest, **given}, *args)
+        updated, aux = out if has_aux else (out, None)
+        return loss, (_linen_seen(updated, start), aux)
+
+    with observed.observing():
+        try:
+            differentiated = jax.value_and_grad(of, argnums=(0, 1), has_aux=True)
+            (loss, (forward, aux)), (grads, backward) = differentiated(variables["params"], dict(start))
+        except ValueError as error:
+            if "broadcasted variable has a data dependency" not in str(error):
+                raise
+            raise ValueError(
+                f"an nn.scan that shares its layers' weights cannot broadcast {SEEN!r}, which every use changes; got it in "
+                f"variable_broadcast. Broadcast 'params' and {STATE!r}, and name {SEEN!r} in variable_carry."
+            ) from error
+    seen = Observed(layers={path: delayed.merge(forward[path], backward[path]) for path in start})
+    return ((loss, aux) if has_aux else loss), grads, seen
+
+
+def _variables(model) -> Mapping:
+    if not isinstance(model, Mapping) or "params" not in model:
+        got = f"collections {', '.join(model)}" if isinstance(model, Mapping) else type(model).__name__
+        raise ValueError(f"the first argument is an NNX model, or a linen model's variables with 'params'; got {got}.")
+    return model
+
+
+def _linen_seen(updated, expected: Mapping) -> Mapping[str, delayed.Seen]:
+    if not isinstance(updated, Mapping) or (expected and SEEN not in updated):
+        got = f"collections {', '.join(updated)}" if isinstance(updated, Mapping) else type(updated).__name__
+        raise ValueError(
+            f"{', '.join(expected) or 'value_and_grad'}: a linen loss_fn returns (loss, updated), where updated is what apply(..., mutable="
+            f"[{SEEN!r}]) returned; got {got}."
+        )
+    seen: dict[str, dict] = {}
+    for path, value in traverse_util.flatten_dict(updated.get(SEEN, {})).items():
+        seen.setdefault(_key(path[:-2]), {})[path[-1]] = value
+    observed.same_layers(expected, seen, "value_and_grad")
+    return seen
+
+
+def _key(path: tuple[str, ...]) -> str:
+    return ".".join(path)
+
+
+def _unseen_by(hook: Hook) -> delayed.Seen:
+    return _unseen(hook.recipe, hook.state.get_value())
+
+
+def _unseen(recipe, roles: Mapping) -> delayed.Seen:
+    return {role: blank for role, of_role in roles.items() for blank in [delayed.unseen(recipe, of_role.stored.shape)[role]]}

@@ -1,0 +1,280 @@
+import dataclasses
+import functools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import serialization
+
+from fp8ref import jax as fj
+from fp8ref.delayed import DELAYED
+from fp8ref.jax import contraction, delayed, linear
+from fp8ref.recipe import RECIPES
+
+SEEN, STATE = fj.flax.SEEN, fj.flax.STATE
+
+
+def integers(shape, largest, e, seed=0):
+    """Integers times 2^e, exact in e4m3 and in every sum of 32 products of the like, in any order."""
+    return jnp.asarray(np.random.default_rng(seed).integers(-largest, largest + 1, shape) * 2.0**e, jnp.float32)
+
+
+X = integers((8, 32), 3, 0)
+hook = fj.flax.linen_dot_general
+
+
+def kernels(variables, e=-2):
+    """The same variables with small integers times 2^e for parameters."""
+    params = jax.tree.map(lambda v: integers(v.shape, 2, e, seed=v.size), variables["params"])
+    return {**variables, "params": params}
+
+
+def same(a, b):
+    jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+def squares(model, **options):
+    def loss(variables, x):
+        y, updated = model.apply(variables, x, mutable=[SEEN], **options)
+        return (y.astype(jnp.float32) ** 2).sum(), updated
+
+    return loss
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("recipe", ["bf16", "tensorwise", "rowwise", "rowwise_with_gw_hp", "delayed"])
+def test_a_dense_is_the_linear_of_its_transposed_kernel(recipe, dtype, rng):
+    """Output, gradients and observations: the weight is cast first, and the bias added last."""
+    layer = nn.Dense(48, dot_general_cls=hook(recipe), dtype=dtype)
+    x = jnp.asarray(rng.standard_normal((2, 8, 32)), jnp.float32)
+    variables = layer.init(jax.random.key(0), x)
+    variables["params"]["bias"] = jnp.asarray(rng.standard_normal(48), jnp.float32)
+    assert set(variables) == ({"params", STATE} if recipe == "delayed" else {"params"})
+    given = {"state": delayed.init(recipe), "seen": delayed.unseen(recipe)} if recipe == "delayed" else {"seen": None}
+
+    def by_hand(params, seen, x):
+        options = {**given, "seen": seen}
+        y, after = linear.apply(x.astype(dtype), params["kernel"].astype(dtype).T, recipe=recipe, **options)
+        return ((y + params["bias"].astype(dtype)).astype(jnp.float32) ** 2).sum(), (y, after)
+
+    value, grads, seen = jax.jit(fj.flax.value_and_grad(squares(layer)))(variables, x)
+    (expected, (_, forward)), (grad, backward) = jax.jit(jax.value_and_grad(by_hand, argnums=(0, 1), has_aux=True))(
+        variables["params"], given["seen"], x
+    )
+    same((value, grads), (expected, grad))
+    if recipe == "delayed":
+        same(list(seen.layers.values()), [delayed.merge(forward, backward)])
+    assert layer.apply(variables, x).dtype == dtype
+
+
+def test_dense_general_and_einsum_contract_what_they_say():
+    x, general = integers((2, 8, 4, 16), 3, 0), nn.DenseGeneral((3, 16), axis=(-2, -1), dot_general_cls=hook("tensorwise"))
+    einsum = fj.flax.Einsum((4, 16, 3, 16), "bthk,hkij->btij", recipe="tensorwise")
+    variables = kernels(general.init(jax.random.key(0), x))
+    assert jax.tree.map(jnp.shape, einsum.init(jax.random.key(0), x)) == jax.tree.map(jnp.shape, variables)
+    kernel, bias = variables["params"]["kernel"], variables["params"]["bias"]
+    expected, _ = contraction.einsum("bthk,hkij->btij", x, kernel, recipe="tensorwise")
+    same(general.apply(variables, x), expected + bias)
+    same(einsum.apply(variables, x), expected + bias)
+    assert fj.flax.Einsum((4, 16, 16), recipe="rowwise", preferred_element_type=jnp.float32, dtype=jnp.bfloat16).init_with_output(
+        jax.random.key(0), x, "bthk,hkd->btd"
+    )[0].dtype == jnp.float32  # fmt: skip
+
+
+class Block(nn.Module):
+    @nn.compact
+    def __call__(self, h, _=None):
+        return nn.Dense(32, use_bias=False, dot_general_cls=hook("delayed"), name="up")(h), None
+
+
+class Unrolled(nn.Module):
+    block: type = Block
+
+    @nn.compact
+    def __call__(self, x):
+        for i in range(3):
+            x, _ = self.block(name=f"block_{i}")(x)
+        return x
+
+
+def stacked(block, **options):
+    options = {"variable_axes": {"params": 0, STATE: 0, SEEN: 0}, "split_rngs": {"params": True}, "length": 3, **options}
+
+    class Stacked(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.scan(block, **options)(name="block")(x)[0]
+
+    return Stacked()
+
+
+@functools.cache
+def unrolled():
+    model = Unrolled()
+    variables = kernels(model.init(jax.random.key(0), X))
+    kernel = integers((3, 32, 32), 2, -2)
+    variables["params"] = {f"block_{i}": {"up": {"kernel": kernel[i]}} for i in range(3)}
+    return kernel, *jax.jit(fj.flax.value_and_grad(squares(model)))(variables, X)
+
+
+@pytest.mark.parametrize("block", [Block, nn.remat(Block)], ids=["plain", "remat"])
+def test_scan_over_layers_and_remat_observe_as_the_unrolled_model(block):
+    kernel, expected, _, of_each = unrolled()
+    model = stacked(block)
+    variables = model.init(jax.random.key(0), X)
+    variables["params"] = {"block": {"up": {"kernel": kernel}}}
+    value, grads, seen = jax.jit(fj.flax.value_and_grad(squares(model)))(variables, X)
+    same(value, expected)
+    assert grads["block"]["up"]["kernel"].shape == (3, 32, 32)
+    (of_stack,) = seen.layers.values()
+    same(of_stack, {role: jnp.stack([layer[role] for layer in of_each.layers.values()]) for role in of_stack})
+    after = fj.flax.update(variables, seen)
+    assert jax.tree.structure(after) == jax.tree.structure(variables)
+    (layer,) = jax.tree.leaves(after[STATE], is_leaf=lambda v: hasattr(v, "roles"))
+    assert layer.roles["input"].stored.shape == (3,)
+    np.testing.assert_array_equal(layer.roles["input"].stored, 448 / of_stack["input"][:, 0])
+
+
+def test_a_layer_used_again_is_one_observation():  # H-4
+    """Called three times, and by a scan that carries its observations."""
+    kernel = integers((32, 32), 2, -2)
+
+    class Again(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            block = Block(name="block")
+            return block(block(block(x)[0])[0])[0]
+
+    carrying = stacked(Block, variable_axes={}, variable_broadcast=("params", STATE), variable_carry=SEEN, split_rngs={"params": False})
+    of_each = []
+    for model in (Again(), carrying):
+        variables = {**model.init(jax.random.key(0), X), "params": {"block": {"up": {"kernel": kernel}}}}
+        of_each.append(jax.jit(fj.flax.value_and_grad(squares(model)))(variables, X))
+    same(*of_each)
+    (seen,) = of_each[0][2].layers.values()
+    assert seen["weight"].tolist() == [np.abs(kernel).max(), 0, 1]
+    h = [X]
+    for _ in range(2):
+        h.append(linear.apply(h[-1], kernel.T, recipe="delayed", state=delayed.init("delayed"), seen=delayed.unseen("delayed"))[0])
+    assert seen["input"].tolist() == [max(np.abs(v).max() for v in h), 0, 1]
+
+
+def test_vmap_over_examples_merges_and_over_layers_does_not():
+    layer = nn.Dense(32, use_bias=False, dot_general_cls=hook("delayed"))
+    variables = kernels(layer.init(jax.random.key(0), X))
+    shared = nn.vmap(
+        nn.Dense, variable_axes={"params": None, STATE: None, SEEN: None}, split_rngs={"params": False}, in_axes=0
+    )(32, use_bias=False, dot_general_cls=hook("delayed"))  # fmt: skip
+    plain, mapped = (jax.jit(fj.flax.value_and_grad(squares(m)))(variables, X) for m in (layer, shared))
+    same(list(plain[2].layers.values()), list(mapped[2].layers.values()))
+    same(plain[:2], mapped[:2])
+    stack = nn.vmap(nn.Dense, variable_axes={"params": 0, STATE: 0, SEEN: 0}, split_rngs={"params": True}, in_axes=0)(
+        32, use_bias=False, dot_general_cls=hook("delayed")
+    )
+    x = X.reshape(2, 4, 32) * jnp.asarray([[[1.0]], [[4.0]]])
+    _, _, seen = jax.jit(fj.flax.value_and_grad(squares(stack)))(stack.init(jax.random.key(0), x), x)
+    (of_stack,) = seen.layers.values()
+    np.testing.assert_array_equal(of_stack["input"][:, 0], jnp.abs(x).max((1, 2)))
+
+
+def test_microbatches_merge_and_an_optimizer_never_meets_the_state():
+    model = Unrolled()
+    variables = kernels(model.init(jax.random.key(0), X))
+    of = jax.jit(fj.flax.value_and_grad(squares(model)))
+    _, _, whole = of(variables, X)
+    parts = [of(variables, X[i : i + 2])[2] for i in range(0, 8, 2)]
+    same(fj.flax.merge(*parts), whole)
+
+    def accumulate(seen, x):
+        return fj.flax.merge(seen, fj.flax.value_and_grad(squares(model))(variables, x)[2]), None
+
+    same(jax.jit(lambda: jax.lax.scan(accumulate, fj.flax.unseen(variables), X.reshape(4, 2, 32))[0])(), whole)
+    _, grads, _ = of(variables, X)
+    assert jax.tree.structure(grads) == jax.tree.structure(variables["params"])
+    optimizer = optax.MultiSteps(optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)), 2)
+    optimizer.update(grads, optimizer.init(variables["params"]), variables["params"])
+
+
+def value(model=None, x=X, variables=None, loss=None):
+    model = model or Unrolled()
+    variables = variables or model.init(jax.random.key(0), X)
+    return jax.eval_shape(fj.flax.value_and_grad(loss or squares(model)), variables, x)
+
+
+def without_mutable(variables, x):
+    return (Unrolled().apply(variables, x) ** 2).sum(), {}
+
+
+def forgets(variables, x):
+    y, updated = Unrolled().apply(variables, x, mutable=[SEEN])
+    return (y**2).sum(), {SEEN: {"block_0": updated[SEEN]["block_0"]}}
+
+
+def plain_grad():
+    model, loss = Unrolled(), squares(Unrolled())
+    variables = model.init(jax.random.key(0), X)
+    _, updated = loss(variables, X)
+    fj.flax.update(variables, updated)
+
+
+def of_another_model():
+    small = Block()
+    seen = fj.flax.unseen(small.init(jax.random.key(0), X))
+    fj.flax.update(Unrolled().init(jax.random.key(0), X), seen)
+
+
+SHARED = {"variable_axes": {}, "split_rngs": {"params": False}}
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: value(loss=without_mutable), r"^block_0.up: .*would be lost.*mutable=\['fp8_seen'\]"),
+        (lambda: value(loss=forgets), "block_1.up.Fp8DotGeneral_0, block_2.up.Fp8DotGeneral_0 is not"),
+        (lambda: value(loss=lambda v, x: (jnp.sum(x), None)), r"block_0.up.*returns \(loss, updated\)"),
+        (plain_grad, "value_and_grad observed, in the forward and the backward pass; got dict"),
+        (of_another_model, "every layer with a state is observed; block_0.up"),
+        (lambda: value(stacked(Block, variable_broadcast=("params", STATE, SEEN), **SHARED)), "shares its layers' weights.*variable_carry"),
+        (lambda: value(stacked(Block, variable_broadcast=("params", STATE), **SHARED)), "^block.up: .*would be lost.*variable_carry"),
+        (lambda: value(stacked(Block, variable_broadcast=("params",), **SHARED)), "^block.up: .*'fp8_state', and there is none"),
+        (
+            lambda: Unrolled().apply({"params": Unrolled().init(jax.random.key(0), X)["params"]}, X),
+            "^block_0.up: .*'fp8_state', and there is none",
+        ),
+        (lambda: value(nn.Dense(32, precision="highest", dot_general_cls=hook("tensorwise"))), "^Dense: .*precision='highest'"),
+        (lambda: fj.flax.Einsum((32, 32), "ab,bc->ac", recipe="fp9").init(jax.random.key(0), X), "recipe is a Recipe or one of"),
+        (lambda: fj.flax.Einsum((32, 32), "ab,bc->c", recipe="rowwise").init(jax.random.key(0), X), "^Einsum: .*'a' is summed"),
+        (lambda: fj.flax.value_and_grad(squares(Block()))({STATE: {}}, X), "with 'params'; got collections fp8_state"),
+        (lambda: fj.flax.merge(), "at least one"),
+    ],
+)
+def test_errors_name_requirement_layer_and_remedy(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_a_state_of_another_recipe_is_refused():
+    variables = nn.Dense(32, dot_general_cls=hook("delayed")).init(jax.random.key(0), X)
+    short = fj.flax.linen_dot_general(short_recipe())
+    with pytest.raises(ValueError, match=r"^Dense: a state goes with the recipe it was made for, 'delayed'; got recipe 'short'"):
+        nn.Dense(32, dot_general_cls=short).apply(variables, X)
+
+
+def short_recipe():
+    recipe = RECIPES["delayed"]
+    config = dataclasses.replace(DELAYED["delayed"], name="short", history_length=2)
+
+    def shortened(spec):
+        return dataclasses.replace(spec, a=dataclasses.replace(spec.a, delayed=config), b=dataclasses.replace(spec.b, delayed=config))
+
+    return dataclasses.replace(recipe, name="short", **{which: shortened(spec) for which, spec in recipe.gemms.items()})
+
+
+def test_the_whole_state_survives_serialization():
+    variables = Unrolled().init(jax.random.key(0), X)
+    _, _, seen = fj.flax.value_and_grad(squares(Unrolled()))(variables, X)
+    after = fj.flax.update(variables, seen)
+    same(serialization.from_bytes(variables, serialization.to_bytes(after)), after)
