@@ -26,6 +26,7 @@ from fp8ref import recipe as recipes
 from fp8ref.delayed import DELAYED, DelayedScaling
 from fp8ref.formats import Format
 from fp8ref.jax import cast, scaling
+from fp8ref.jax import scales as scale_rules
 from fp8ref.recipe import OPERANDS, Recipe, Role
 
 Seen = Mapping[Role, jax.Array]  # float32 [..., 3] a role: amax, non_finite and seen, flags 0 or 1
@@ -34,7 +35,7 @@ Seen = Mapping[Role, jax.Array]  # float32 [..., 3] a role: amax, non_finite and
 class DelayedState(NamedTuple):
     """One linear's one tensor, or any shape [...] of them.
 
-    stored        float32 [...]: the scale.
+    stored        float32 [...]: the scale; under policy ``flax``, scale_inv.
     amax_history  float32 [..., history_length], newest first; 0 where nothing was observed yet.
     step          int32 [...]: observed updates so far.
     """
@@ -122,9 +123,10 @@ def update(state: State, seen: Seen, *, recipe: str | Recipe) -> dict[Role, Dela
     return {role: _advance(state[role], seen[role], *casts[role]) for role in state}
 
 
-def scales(state: State) -> dict[Role, jax.Array]:
-    """The scale of each role for the coming step (H-1), a constant of its gradients."""
-    return {role: lax.stop_gradient(of_role.stored) for role, of_role in state.items()}
+def scales(state: State, recipe: str | Recipe) -> dict[Role, jax.Array]:
+    """What each role is multiplied by in the coming step (H-1), or under policy ``flax`` divided by; a constant of its gradients."""
+    casts = _casts(recipe)
+    return {role: lax.stop_gradient(_used(of_role, *casts[role])) for role, of_role in state.items()}
 
 
 def check(state: State | None, seen: Seen | None, recipe: str | Recipe, name: str) -> None:
@@ -158,14 +160,18 @@ def check(state: State | None, seen: Seen | None, recipe: str | Recipe, name: st
 
 
 def implemented(config: DelayedScaling) -> DelayedScaling:
-    """The config, if this backend implements it: fp8ref's own, with history, interval, ``most_recent`` and margin of one's choice."""
+    """The config, if this backend implements it: fp8ref's own, with history, interval, ``most_recent`` and margin of one's choice; or
+    flax's, with any history, but for what it makes of a layer used again or not at all (H-8): reuse ``max``, unused ``keep``."""
+    flax = dataclasses.replace(DELAYED["flax"], name=config.name, history_length=config.history_length, reuse="max", unused="keep")
+    if config == flax:
+        return config
     own = DELAYED["delayed"]
     policy = dataclasses.replace(own.policy, name=config.policy.name, margin=config.policy.margin)
     free = {key: getattr(config, key) for key in ("name", "history_length", "amax_compute", "interval")}
     if config != dataclasses.replace(own, policy=policy, **free):
         raise ValueError(
             f"fp8ref.jax keeps histories as {own.name!r} does, with another history_length, amax_compute, interval or margin; got "
-            f"{config.name!r}. Use fp8ref.sim.delayed for it."
+            f"{config.name!r}. Use fp8ref.sim.delayed for it; flax's with reuse 'max' and unused 'keep' works too."
         )
     return config
 
@@ -174,9 +180,19 @@ def _largest(magnitudes: jax.Array, *, axis: int) -> jax.Array:
     return cast.from_magnitude_bits(cast.magnitude_bits(magnitudes).max(axis=axis), jnp.float32)
 
 
+def _used(state: DelayedState, fmt: Format, config: DelayedScaling) -> jax.Array:
+    if config.timing == "update":
+        return state.stored
+    return scale_rules.flax_scale_inv(jnp.max(state.amax_history, axis=-1), state.stored, fmt)
+
+
 def _advance(state: DelayedState, seen: jax.Array, fmt: Format, config: DelayedScaling) -> DelayedState:
     amax, non_finite, was_seen = seen[..., 0], seen[..., 1], seen[..., 2]
+    if config.timing == "use":
+        amax = jnp.where(non_finite > 0, jnp.inf, amax)  # recorded: it keeps the scale until it leaves, as a NaN would
     pushed = jnp.concatenate([amax[..., None], state.amax_history[..., :-1]], axis=-1)
+    if config.timing == "use":
+        return _where(was_seen > 0, DelayedState(_used(state, fmt, config), pushed, state.step + 1), state)
     amax = pushed[..., 0] if config.amax_compute == "most_recent" else _largest(pushed, axis=-1)
     bits, limit = cast.magnitude_bits(amax), np.float32(fmt.max * 2.0**-config.policy.margin)
     # A subnormal amax, n * 2^-149, XLA on a CPU would flush; limit * 2^149 / n in two powers, as 2^149 is no float32
@@ -185,8 +201,14 @@ def _advance(state: DelayedState, seen: jax.Array, fmt: Format, config: DelayedS
     scale = jnp.where(bits == 0, state.stored, scale)
     due = state.step % config.interval == 0
     after = DelayedState(jnp.where(due, scale, state.stored), pushed, state.step + 1)
-    counts = (was_seen > 0) & (non_finite == 0)
-    return jax.tree.map(lambda new, old: jnp.where(counts.reshape(counts.shape + (1,) * (new.ndim - counts.ndim)), new, old), after, state)
+    return _where((was_seen > 0) & (non_finite == 0), after, state)
+
+
+def _where(condition: jax.Array, a: DelayedState, b: DelayedState) -> DelayedState:
+    def select(x: jax.Array, y: jax.Array) -> jax.Array:
+        return jnp.where(condition.reshape(condition.shape + (1,) * (x.ndim - condition.ndim)), x, y)
+
+    return jax.tree.map(select, a, b)
 
 
 def _casts(recipe: str | Recipe) -> dict[Role, tuple[Format, DelayedScaling]]:

@@ -158,7 +158,7 @@ def contract(
         dtypes=(out_dtype, x.dtype, w.dtype),
         observer=_observer.get(),
     )
-    y, after = _linear(x, w, delayed.scales(state or {}), dict(seen or {}), call)
+    y, after = _linear(x, w, delayed.scales(state or {}, recipe), dict(seen or {}), call)
     return y, None if seen is None else after
 
 
@@ -230,6 +230,8 @@ def _quantize(x: jax.Array, role: Role, cast: CastSpec, axis: int, past: Scales,
     """A device's own piece, by the scale of the role's state, or without one by the tensor's own amax. Blocks are of flattened tensors;
     of others all dims stay, as flattening one that is cut along two of them would gather it."""
     try:
+        if role in past and cast.policy.stored == "scale_inv":
+            return scaling.quantize_divided(x, past[role], cast.fmt, axis=axis)
         if role in past:
             return scaling.quantize_with(x, past[role], cast.fmt, granularity=cast.granularity, axis=axis)
         over = call.over(role, cast.granularity, axis)

@@ -48,6 +48,17 @@ def with_inverse(scale: jax.Array) -> Scales:
     return Scales(scale, 1 / scale)
 
 
+def flax_scale_inv(amax: jax.Array, previous: jax.Array, fmt: Format) -> jax.Array:
+    """scale_inv of policy ``flax`` (SEMANTICS S-9, S-13), past no barrier: XLA then makes of it what it makes of flax's own.
+
+    Specials: an amax of zero, Inf or NaN gives the previous one through two reciprocals; one that XLA flushes is zero.
+    Source:   flax 0.12.8 linen/fp8_ops.py, compute_scale.
+    """
+    kept = 1 / previous
+    scale = jnp.where(amax > 0, jnp.float32(fmt.max) / amax, kept)
+    return 1 / jnp.where(jnp.isfinite(amax), scale, kept)
+
+
 def times_e8m0(x: jax.Array, scale: jax.Array) -> jax.Array:
     """RN32(x * scale), with a scale of 2^-127 too, a subnormal that XLA on a CPU would flush to zero."""
     least = lax.bitcast_convert_type(scale, jnp.int32) == 1 << 22

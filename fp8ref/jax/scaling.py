@@ -19,7 +19,7 @@ from fp8ref.jax import cast, scales
 from fp8ref.jax.scales import scale_from_amax
 from fp8ref.policy import ScalePolicy
 
-__all__ = ["Quantized", "amax", "dequantize", "quantize", "quantize_with", "scale_from_amax"]
+__all__ = ["Quantized", "amax", "dequantize", "quantize", "quantize_divided", "quantize_with", "scale_from_amax"]
 
 
 @functools.partial(
@@ -102,6 +102,15 @@ def quantize_with(x: jax.Array, scale: jax.Array, fmt: Format, *, granularity: s
         raise ValueError(f"{granularity} scales of x.shape={x.shape} have shape {shape}; got {scale.shape}.")
     scale, scale_inv = scales.with_inverse(scale)
     return _quantized(x, scale, scale_inv, fmt, granularity, axis)
+
+
+def quantize_divided(x: jax.Array, scale_inv: jax.Array, fmt: Format, *, axis: int = -1) -> Quantized:
+    """quantize by policy ``flax`` (SEMANTICS S-13), tensorwise: RN32(f32(x) / scale_inv), clip, round. scale_inv is of shape ().
+
+    On a CPU XLA makes the division a product with RN32(1 / scale_inv) under jit, as it does in flax.
+    """
+    codes = cast.to_fp8(cast.to_f32(x) / jnp.broadcast_to(scale_inv, x.shape), fmt)
+    return Quantized(codes=codes, scale=1 / scale_inv, scale_inv=scale_inv, fmt=fmt, granularity="tensorwise", axis=axis)
 
 
 def dequantize(q: Quantized) -> jax.Array:

@@ -5,6 +5,10 @@
     nnx.Linear(32, 64, dot_general=fj.flax.nnx_dot_general("rowwise"), rngs=rngs)  # NNX: a fresh hook for each layer
     nnx.Einsum("btd,dhk->bthk", (32, 4, 16), einsum_op=fj.flax.nnx_einsum("rowwise"), rngs=rngs)
 
+An existing model gets them in one call, which takes the patterns of every other room:
+
+    model = fj.flax.convert(model, "rowwise", filter_fqns=["lm_head"])             # NNX; linen: inputs=(x,) too
+
 Under delayed scaling a step observes amaxes, in the backward pass too, which Flax's own transformations would lose:
 
     loss, grads, seen = fj.flax.value_and_grad(loss_fn)(model, batch)             # NNX: loss_fn(model, batch) -> loss
@@ -21,6 +25,8 @@ Observations of several microbatches ``merge``. The state is not among the param
 Flax casts the weight to the compute dtype before the hook sees it, and adds the bias after the output is rounded.
 """
 
+from fp8ref.jax.flax.checkpoint import flax_recipe, from_flax, to_flax
+from fp8ref.jax.flax.convert import convert
 from fp8ref.jax.flax.linen import Einsum, linen_dot_general
 from fp8ref.jax.flax.nnx import Fp8State, nnx_dot_general, nnx_einsum
 from fp8ref.jax.flax.observed import SEEN, STATE, Observed, merge
@@ -32,10 +38,14 @@ __all__ = [
     "Einsum",
     "Fp8State",
     "Observed",
+    "convert",
+    "flax_recipe",
+    "from_flax",
     "linen_dot_general",
     "merge",
     "nnx_dot_general",
     "nnx_einsum",
+    "to_flax",
     "unseen",
     "update",
     "value_and_grad",

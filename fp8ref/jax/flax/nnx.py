@@ -22,10 +22,10 @@ class Seen(nnx.Variable):
 class Hook(nnx.Module):
     """What one layer's contraction needs: its recipe and, under delayed scaling, its state."""
 
-    def __init__(self, recipe: str | Recipe, name: str) -> None:
+    def __init__(self, recipe: str | Recipe, name: str, stack: tuple[int, ...] = ()) -> None:
         self.recipe = linear.check_recipe(recipe, name)
         self.name = name
-        self.state = nnx.data(Fp8State(delayed.init(self.recipe)) if delayed.keeps_state(self.recipe) else None)
+        self.state = nnx.data(Fp8State(delayed.init(self.recipe, stack)) if delayed.keeps_state(self.recipe) else None)
         self.seen = nnx.data(None)
 
     def _contract(self, use: Callable, precision, out_sharding, preferred_element_type) -> jax.Array:

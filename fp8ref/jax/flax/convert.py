@@ -1,0 +1,203 @@
+"""Converting an existing model, linen or NNX: which layers is ``recipe.plan``'s to say (SEMANTICS R-2, R-3)."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from fp8ref import recipe as recipes
+from fp8ref.jax import linear
+from fp8ref.jax.flax import linen as linen_hooks
+from fp8ref.jax.flax import nnx as nnx_hooks
+from fp8ref.recipe import Recipe
+
+
+def convert(
+    model,
+    recipe: str | Recipe,
+    *,
+    filter_fqns: Sequence[str] = (),
+    fp8_fqns: Sequence[str] = (),
+    inputs: tuple | None = None,
+    rngs: Any = None,
+):
+    """The model with FP8 in its linears, but those that filter_fqns names or whose dims are not multiples of 16.
+
+    NNX:      every nnx.Linear, nnx.LinearGeneral and nnx.Einsum, stacks of them too, gets a hook; the model itself changes and is returned.
+    linen:    a new module of the same fields and parameters, whose nn.Dense and nn.DenseGeneral have hooks wherever they are called;
+              ``inputs``, arguments of its call (jax.ShapeDtypeStruct will do), show which those are, traced with ``rngs``. Under delayed
+              scaling its init makes the state: {**variables, STATE: converted.init(rngs, *inputs)[STATE]}.
+    Patterns: as everywhere: runs of whole components of a layer's dotted path, or shell patterns (R-3).
+    Raises:   ValueError: a pattern that names nothing; nothing converted; a layer that has a hook already, a precision, or in linen none
+              that could be set (nn.Einsum); a converted linen model inside another or bound; in its call, a layer that ``inputs`` did not show.
+    """
+    recipe = linear.check_recipe(recipe, "convert")
+    options = {"filter_fqns": filter_fqns, "fp8_fqns": fp8_fqns}
+    if isinstance(model, nnx.Module):
+        if inputs is not None or rngs is not None:
+            raise ValueError("inputs and rngs show the layers of a linen model; an NNX model has them, so leave both out.")
+        return _convert_nnx(model, recipe, options)
+    if isinstance(model, nn.Module):
+        if inputs is None:
+            raise ValueError(f"a linen model shows its layers when it is called: give arguments of {type(model).__name__} as inputs=(x,).")
+        return _convert_linen(model, recipe, options, inputs, rngs)
+    raise ValueError(f"convert takes a linen or an NNX module; got {type(model).__name__}.")
+
+
+def _convert_nnx(model: nnx.Module, recipe: Recipe, options: Mapping) -> nnx.Module:
+    nnx_hooks.hooks(model)  # refuses shared ones
+    layers = {
+        ".".join(map(str, path)) or type(model).__name__: layer
+        for path, layer in nnx.iter_graph(model, graph=True)
+        if isinstance(layer, nnx.Linear | nnx.LinearGeneral | nnx.Einsum)
+    }
+    plan = recipes.plan({name: _dims(layer) for name, layer in layers.items()}, recipe, **options)
+    chosen = [(decision, layers[decision.path]) for decision in plan if decision.fp8]
+    for decision, layer in chosen:  # all of them, before the first one changes
+        free = {nnx.Linear: (lax.dot_general,), nnx.LinearGeneral: (None,), nnx.Einsum: (jnp.einsum,)}
+        hooks = [layer.einsum_op if isinstance(layer, nnx.Einsum) else layer.dot_general, getattr(layer, "dot_general_cls", None)]
+        taken = [hook for hook in hooks if hook not in (*next(v for k, v in free.items() if isinstance(layer, k)), None)]
+        _check_free(decision.path, taken, layer.precision)
+    for decision, layer in chosen:
+        stack = layer.kernel.get_value().shape[: layer.kernel.get_value().ndim - _kernel_ndim(layer)]
+        if isinstance(layer, nnx.Einsum):
+            layer.einsum_op = nnx.data(nnx_hooks.EinsumOp(decision.recipe, decision.path, stack))
+        else:
+            layer.dot_general = nnx.data(nnx_hooks.DotGeneral(decision.recipe, decision.path, stack))
+    return model
+
+
+def _dims(layer) -> tuple[int, int]:
+    """N and K of an NNX layer's weight."""
+    if isinstance(layer, nnx.Einsum):
+        return _einsum_dims(layer.einsum_str, layer.kernel_shape)
+    if isinstance(layer, nnx.Linear):
+        return layer.out_features, layer.in_features
+    return math.prod(layer.out_features), math.prod(layer.in_features)
+
+
+def _kernel_ndim(layer) -> int:
+    if isinstance(layer, nnx.Einsum):
+        return len(layer.kernel_shape)
+    return 2 if isinstance(layer, nnx.Linear) else len(layer.batch_axis) + len(layer.in_features) + len(layer.out_features)
+
+
+def _einsum_dims(subscripts: str, shape: Sequence[int]) -> tuple[int, int]:
+    operands, _, out = subscripts.replace(" ", "").partition("->")
+    of_x, _, of_w = operands.partition(",")
+    sizes = dict(zip(of_w, shape, strict=True))
+    return (
+        math.prod(size for letter, size in sizes.items() if letter in out and letter not in of_x),
+        math.prod(size for letter, size in sizes.items() if letter not in out),
+    )
+
+
+def _convert_linen(model: nn.Module, recipe: Recipe, options: Mapping, inputs: tuple, rngs) -> nn.Module:
+    if isinstance(model, _Converted):
+        raise ValueError(f"{type(model).__name__} is converted already; convert the original model, once.")
+    rngs = jax.random.key(0) if rngs is None else rngs
+
+    def init(module: nn.Module):
+        return module.init(rngs, *jax.tree.map(lambda v: jnp.zeros(v.shape, v.dtype) if isinstance(v, jax.ShapeDtypeStruct) else v, inputs))
+
+    layers: dict[str, tuple[nn.Module, tuple[int, int]]] = {}
+
+    def record(call, args, kwargs, context):
+        if _is_linear_call(context):
+            name = linen_hooks.layer_name(context.module)
+            layers[name] = context.module.clone(parent=None), _linen_dims(context.module, *args, **kwargs)
+        return call(*args, **kwargs)
+
+    with nn.intercept_methods(record):
+        jax.eval_shape(lambda: init(model))
+    plan = recipes.plan({name: dims for name, (_, dims) in layers.items()}, recipe, **options)
+    for decision in plan:
+        layer = layers[decision.path][0]
+        if decision.fp8 and isinstance(layer, nn.Einsum):
+            raise ValueError(
+                f"{decision.path}: linen's nn.Einsum takes no hook. Write it as fj.flax.Einsum(..., recipe=...), or name it in filter_fqns."
+            )
+        if decision.fp8:
+            _check_free(decision.path, [hook for hook in (layer.dot_general, layer.dot_general_cls) if hook is not None], layer.precision)
+    converted = _converted(model, {decision.path: decision.recipe if decision.fp8 else None for decision in plan})
+    jax.eval_shape(lambda: init(converted))  # what a call refuses is refused here
+    return converted
+
+
+def _is_linear_call(context) -> bool:
+    """Of layers with a hook that a model may leave open; fj.flax.Einsum has its recipe."""
+    layer = context.module
+    return context.method_name == "__call__" and isinstance(layer, nn.Dense | nn.DenseGeneral | nn.Einsum) and not isinstance(
+        layer, linen_hooks.Einsum
+    )  # fmt: skip
+
+
+def _linen_dims(layer: nn.Module, x, *args, **kwargs) -> tuple[int, int]:
+    if isinstance(layer, nn.Einsum):
+        return _einsum_dims(layer.einsum_str or kwargs.get("einsum_str", *args), layer.shape)
+    if isinstance(layer, nn.Dense):
+        return layer.features, jnp.shape(x)[-1]
+    features, axes = ((v,) if isinstance(v, int) else tuple(v) for v in (layer.features, layer.axis))
+    return math.prod(features), math.prod(jnp.shape(x)[axis] for axis in axes)
+
+
+def _check_free(name: str, hooks: list, precision) -> None:
+    if hooks:
+        raise ValueError(
+            f"{name} has a hook already, of {type(hooks[0]).__name__}: a layer is converted once. Name it in filter_fqns, or remove its hook."
+        )
+    if precision is not None:
+        raise ValueError(
+            f"{name}: a recipe says how its GEMMs accumulate; got precision={precision!r}. Leave it out, or name the layer in filter_fqns."
+        )
+
+
+class _Converted:
+    """What marks a converted linen module's class."""
+
+
+def _converted(model: nn.Module, recipes_by_layer: Mapping[str, Recipe | None]) -> nn.Module:
+    """A copy of model, of a class of its own: what init or apply call under it meets hooks."""
+
+    def intercept(call, args, kwargs, context):
+        if not _is_linear_call(context):
+            return call(*args, **kwargs)
+        layer = context.module
+        name = linen_hooks.layer_name(layer)
+        if name not in recipes_by_layer:
+            raise ValueError(f"{name} is not among the layers that convert's inputs showed: {', '.join(recipes_by_layer)}. Show them all.")
+        recipe = recipes_by_layer[name]
+        if recipe is None:
+            return call(*args, **kwargs)
+        object.__setattr__(layer, "dot_general_cls", linen_hooks.linen_dot_general(recipe))  # of this call's bound copy
+        try:
+            return call(*args, **kwargs)
+        finally:
+            object.__setattr__(layer, "dot_general_cls", None)
+
+    original = type(model)
+
+    def intercepted(name: str):
+        def method(self, *args, **kwargs):
+            with nn.intercept_methods(intercept):
+                return getattr(original, name)(self, *args, **kwargs)
+
+        return method
+
+    def bind(self, *args, **kwargs):
+        raise ValueError(f"a converted {original.__name__} runs by init and apply; bound, its layers would have no hooks. Use apply.")
+
+    def post_init(self):
+        original.__post_init__(self)
+        if isinstance(self.parent, nn.Module):
+            raise ValueError(f"a converted {original.__name__} is a whole model; got it inside {type(self.parent).__name__}. Convert that.")
+
+    members = {"apply": intercepted("apply"), "init_with_output": intercepted("init_with_output"), "bind": bind, "__post_init__": post_init}
+    cls = type(original.__name__, (original, _Converted), {**members, "__module__": original.__module__, "__doc__": original.__doc__})
+    fields = {name: getattr(model, name) for name, field in model.__dataclass_fields__.items() if field.init and name != "parent"}
+    return cls(**fields)

@@ -1,0 +1,200 @@
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from fp8ref import jax as fj
+
+SEEN, STATE = fj.flax.SEEN, fj.flax.STATE
+X = jnp.asarray(np.random.default_rng(0).standard_normal((4, 32)), jnp.float32)
+
+
+def same(a, b):
+    jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+class MLP(nn.Module):
+    dot_general_cls: object = None
+
+    def setup(self):
+        self.up, self.down = (nn.Dense(n, dot_general_cls=self.dot_general_cls) for n in (64, 32))
+
+    def __call__(self, x):
+        return x + self.down(nn.relu(self.up(x)))
+
+    def encode(self, x):
+        return self.up(x)
+
+
+class Model(nn.Module):
+    dot_general_cls: object = None
+    size: int = 16
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.remat(MLP)(self.dot_general_cls, name="mlp")(x)
+        x = nn.DenseGeneral((2, 16), dot_general_cls=self.dot_general_cls, name="heads")(x)
+        return nn.Dense(self.size, name="lm_head")(x)
+
+
+def linen_convert(recipe="tensorwise", model=None, **options):
+    return fj.flax.convert(model or Model(), recipe, inputs=(X,), **options)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+def test_a_converted_linen_model_is_one_written_with_hooks(recipe):
+    """All but lm_head, on the same parameters; output, gradients, and the whole state after an update."""
+    written = Model(fj.flax.linen_dot_general(recipe))
+    converted = linen_convert(recipe, filter_fqns=["lm_head"])
+    original = Model().init(jax.random.key(0), X)
+    made = converted.init(jax.random.key(0), X)
+    same(made["params"], original["params"])
+    assert jax.tree.structure(made) == jax.tree.structure(written.init(jax.random.key(0), X))
+
+    def step(model, variables, x):
+        def loss(variables, x):
+            y, updated = model.apply(variables, x, mutable=[SEEN])
+            return (y**2).sum(), updated
+
+        value, grads, seen = fj.flax.value_and_grad(loss)(variables, x)
+        return value, grads, fj.flax.update(variables, seen)
+
+    variables = {**original, **({STATE: made[STATE]} if recipe == "delayed" else {})}
+    same(*(jax.jit(step, static_argnums=0)(model, variables, X) for model in (converted, written)))
+    assert not np.array_equal(converted.apply(variables, X), Model().apply(original, X))
+    assert type(converted).__name__ == "Model"
+
+
+def test_every_method_of_a_converted_linen_model_has_hooks():
+    model, hooked = linen_convert(model=MLP()), MLP(fj.flax.linen_dot_general("tensorwise"))
+    variables = MLP().init(jax.random.key(0), X)
+    expected = hooked.apply(variables, X, method="encode")
+    same(model.apply(variables, X, method="encode"), expected)
+    same(model.apply(variables, X, method=lambda m, x: m.up(x)), expected)
+    assert not np.array_equal(MLP().apply(variables, X, method="encode"), expected)
+    shapes = fj.flax.convert(Model(size=24), "tensorwise", inputs=(jax.ShapeDtypeStruct((2, 32), jnp.bfloat16),))
+    assert (shapes.size, shapes.apply(Model(size=24).init(jax.random.key(0), X), X).shape) == (24, (4, 2, 24))
+
+
+class Net(nnx.Module):
+    def __init__(self, *, rngs, **hooks):
+        self.up = nnx.Linear(32, 64, rngs=rngs, **{k: v() for k, v in hooks.items()})
+        self.blocks = nnx.List([nnx.LinearGeneral((4, 16), (2, 16), axis=(-2, -1), rngs=rngs, **{k: v() for k, v in hooks.items()})])
+        self.out = nnx.Einsum("bhk,hkd->bd", (2, 16, 32), (32,), rngs=rngs)
+        self.lm_head = nnx.Linear(32, 24, rngs=rngs)
+
+    def __call__(self, x):
+        h = self.blocks[0](nnx.relu(self.up(x)).reshape(-1, 4, 16))
+        return self.lm_head(self.out(h))
+
+
+def net(**hooks):
+    return Net(rngs=nnx.Rngs(0), **hooks)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+def test_a_converted_nnx_model_is_one_written_with_hooks(recipe):
+    """lm_head's 24 columns are not a multiple of 16; out is filtered."""
+    written = net(dot_general=lambda: fj.flax.nnx_dot_general(recipe))
+    model = net()
+    assert fj.flax.convert(model, recipe, filter_fqns=["out"]) is model
+    results = []
+    for one in (model, written):
+        value, grads, seen = nnx.jit(fj.flax.value_and_grad(lambda m, x: (m(x) ** 2).sum()))(one, X)
+        fj.flax.update(one, seen)
+        results.append((value, nnx.to_pure_dict(grads), seen, nnx.to_pure_dict(nnx.state(one, fj.flax.Fp8State))))
+    same(*results)
+    assert not np.array_equal(model(X), net()(X))
+
+
+def test_a_stack_of_layers_and_an_einsum_are_converted_too():
+    class Stack(nnx.Module):
+        def __init__(self):
+            self.layers = nnx.vmap(lambda key: nnx.Linear(32, 32, rngs=nnx.Rngs(key)))(jax.random.split(jax.random.key(0), 3))
+
+        def __call__(self, x):
+            return nnx.scan(lambda x, one: one(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, self.layers)
+
+    stack = fj.flax.convert(Stack(), "delayed")
+    _, _, seen = fj.flax.value_and_grad(lambda m, x: (m(x) ** 2).sum())(stack, X)
+    assert seen.layers["layers.dot_general"]["grad_output"][:, 2].tolist() == [1, 1, 1]
+    model = fj.flax.convert(net(), "delayed", fp8_fqns=["out"], filter_fqns=["*"])
+    _, _, seen = fj.flax.value_and_grad(lambda m, x: (m(x) ** 2).sum())(model, X)
+    assert list(seen.layers) == ["out.einsum_op"]
+
+
+class Parent(nn.Module):
+    inner: nn.Module
+
+    @nn.compact
+    def __call__(self, x):
+        return self.inner(x)
+
+
+class Scanned(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        block = nn.scan(lambda layer, h, _: (layer(h), None), variable_axes={"params": 0}, split_rngs={"params": True}, length=2)
+        return block(nn.Dense(32, name="up"), x, None)[0]
+
+
+def shared():
+    hook = fj.flax.nnx_dot_general("rowwise")
+    return nnx.Sequential(*(nnx.Linear(32, 32, dot_general=hook, rngs=nnx.Rngs(0)) for _ in range(2)))
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda: linen_convert(filter_fqns=["mlp.upp"]),
+            "filter_fqns names at least one.*'mlp.upp' names none of: mlp.up, mlp.down, heads",
+        ),
+        (lambda: fj.flax.convert(net(), "rowwise", filter_fqns=["block"]), "'block' names none of"),
+        (lambda: linen_convert(filter_fqns=["*"]), "converts no linear"),
+        (lambda: fj.flax.convert(net(), "rowwise", filter_fqns=["*"]), "converts no linear"),
+        (lambda: fj.flax.convert(nnx.Dropout(0.1), "rowwise"), "the model has no linears"),
+        (lambda: fj.flax.convert(net(), "rowwise", fp8_fqns=["lm_head"]), r"lm_head is \[24, 32\], and fp8_fqns"),
+        (lambda: linen_convert(model=linen_convert()), "Model is converted already"),
+        (
+            lambda: fj.flax.convert(fj.flax.convert(net(), "rowwise"), "rowwise"),
+            "blocks.0 has a hook already, of DotGeneral.*converted once",
+        ),
+        (lambda: linen_convert(model=Model(fj.flax.linen_dot_general("rowwise"))), "mlp.up has a hook already"),
+        (lambda: fj.flax.convert(shared(), "rowwise"), "a hook of its own"),
+        (lambda: linen_convert(model=nn.Dense(32, precision="highest")), "^Dense: .*precision='highest'"),
+        (lambda: linen_convert(model=nn.Einsum((32, 16), "ab,bc->ac")), "^Einsum: linen's nn.Einsum takes no hook.*fj.flax.Einsum"),
+        (lambda: linen_convert("delayed", model=Scanned()), "^up: .*'fp8_state', and there is none.*nn.scan"),
+        (lambda: Parent(linen_convert()).init(jax.random.key(0), X), "a whole model; got it inside Parent"),
+        (lambda: linen_convert().bind({}), "runs by init and apply"),
+        (lambda: fj.flax.convert(Model(), "rowwise"), r"inputs=\(x,\)"),
+        (lambda: fj.flax.convert(net(), "rowwise", inputs=(X,)), "leave both out"),
+        (lambda: fj.flax.convert(len, "rowwise"), "a linen or an NNX module; got builtin"),
+    ],
+)
+def test_errors_name_requirement_layer_and_remedy(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_a_refused_conversion_changes_nothing():
+    model = net()
+    model.out.precision = "highest"
+    structure = nnx.graphdef(model)
+    with pytest.raises(ValueError, match=r"^out: .*precision='highest'"):
+        fj.flax.convert(model, "rowwise")
+    assert nnx.graphdef(model) == structure
+
+
+def test_a_layer_that_the_inputs_did_not_show_is_refused():
+    class Switch(nn.Module):
+        @nn.compact
+        def __call__(self, x, *, extra=False):
+            x = nn.Dense(32, name="always")(x)
+            return nn.Dense(32, name="sometimes")(x) if extra else x
+
+    model = linen_convert(model=Switch())
+    with pytest.raises(ValueError, match="sometimes is not among the layers that convert's inputs showed: always"):
+        model.init(jax.random.key(0), X, extra=True)
