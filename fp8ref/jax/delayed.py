@@ -161,7 +161,7 @@ def check(state: State | None, seen: Seen | None, recipe: str | Recipe, name: st
 
 def implemented(config: DelayedScaling) -> DelayedScaling:
     """The config, if this backend implements it: fp8ref's own, with history, interval, ``most_recent`` and margin of one's choice; or
-    flax's, with any history, but for what it makes of a layer used again or not at all (H-8): reuse ``max``, unused ``keep``."""
+    flax's, with any history, but for what it makes of a layer used again or not at all (H-10): reuse ``max``, unused ``keep``."""
     flax = dataclasses.replace(DELAYED["flax"], name=config.name, history_length=config.history_length, reuse="max", unused="keep")
     if config == flax:
         return config
@@ -171,7 +171,7 @@ def implemented(config: DelayedScaling) -> DelayedScaling:
     if config != dataclasses.replace(own, policy=policy, **free):
         raise ValueError(
             f"fp8ref.jax keeps histories as {own.name!r} does, with another history_length, amax_compute, interval or margin; got "
-            f"{config.name!r}. Use fp8ref.sim.delayed for it; flax's with reuse 'max' and unused 'keep' works too."
+            f"{config.name!r}. Use fp8ref.sim.delayed for it; flax's with reuse 'max' and unused 'keep' works too (H-10)."
         )
     return config
 

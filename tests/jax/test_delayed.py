@@ -66,6 +66,26 @@ def test_states_equal_the_simulators(config, rng):  # H-1 to H-6, H-9
             assert_states_equal(states[role], expected[role])
 
 
+def test_flaxs_states_equal_the_simulators(rng):  # H-10
+    """As above, but by flax's decisions, in its arithmetic, where subnormals are flushed; an infinity is recorded, a NaN as one."""
+    config = dataclasses.replace(DELAYED["flax"], history_length=3, reuse="max", unused="keep")
+    recipe, layers = recipe_of(config), 8
+    states, expected = delayed.init(recipe, (layers,)), {role: sim.init(config, (layers,)) for role in ROLES}
+    advance = jax.jit(lambda state, seen: delayed.update(state, seen, recipe=recipe))
+    used = jax.jit(lambda state: delayed.scales(state, recipe))
+    for _ in range(40):
+        amax = (2.0 ** rng.uniform(-30, 30, layers)).astype(np.float32)
+        amax = np.select([rng.random(layers) < p for p in (0.1, 0.1, 0.1)], [np.float32(0), np.float32(1e-36), np.float32(np.inf)], amax)
+        use = sim.observe(amax.astype(np.float32), seen=rng.random(layers) < 0.8)
+        seen = seen_of(use._replace(amax=np.where(np.isinf(amax), 0, use.amax), non_finite=np.isinf(amax)))
+        for role, fmt in ROLES.items():
+            np.testing.assert_array_equal(used(states)[role], sim.scales(expected[role], config, fmt).scale_inv)
+            expected[role] = sim.update(expected[role], use, config=config, fmt=fmt)
+        states = advance(states, {role: jnp.asarray(seen) for role in ROLES})
+        for role in ROLES:
+            assert_states_equal(states[role], expected[role])
+
+
 @pytest.fixture
 def steps(rng):
     """Five steps' x [2, 24, 64], w [32, 64], g [2, 24, 32] for which every sum is exact in any order; their magnitudes grow and shrink."""

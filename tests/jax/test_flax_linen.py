@@ -84,6 +84,13 @@ def test_dense_general_and_einsum_contract_what_they_say():
     )[0].dtype == jnp.float32  # fmt: skip
 
 
+@pytest.mark.parametrize("recipe", ["blockwise", "mxfp8"])
+def test_recipes_of_blocks_run_through_hooks(recipe, rng):
+    x, layer = jnp.asarray(rng.standard_normal((128, 128)), jnp.float32), nn.Dense(128, use_bias=False, dot_general_cls=hook(recipe))
+    variables = layer.init(jax.random.key(0), x)
+    same(layer.apply(variables, x), linear.apply(x, variables["params"]["kernel"].T, recipe=recipe)[0])
+
+
 class Block(nn.Module):
     @nn.compact
     def __call__(self, h, _=None):

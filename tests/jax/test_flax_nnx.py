@@ -43,6 +43,10 @@ class Stacked(nnx.Module):
         return nnx.scan(lambda x, one: one(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, self.layers)
 
 
+def chosen(model, x):
+    return nnx.cond(x[0, 0] < 100, squares, lambda model, x: 0.0, model, x)
+
+
 def squares(model, x):
     return (model(x).astype(jnp.float32) ** 2).sum()
 
@@ -102,6 +106,7 @@ def test_scan_over_layers_and_remat_observe_as_the_unrolled_model():
     value, _, of_each = step(Unrolled())
     assert list(of_each.layers) == ["layers.0.dot_general", "layers.1.dot_general", "layers.2.dot_general"]
     same(step(Unrolled(remat=True))[2], of_each)
+    same(step(Unrolled(), loss=chosen)[2], of_each)
     model = Stacked()
     of_model, grads, seen = step(model)
     same(of_model, value)
@@ -202,6 +207,14 @@ def teaching(model, x):
     return squares(model, x) + squares(TEACHER, x)
 
 
+def broadcast(model, x):
+    return nnx.scan(lambda one, x: one(x), in_axes=(None, nnx.Carry), out_axes=nnx.Carry, length=2)(model, x).sum()
+
+
+def closed_over(model, x):
+    return jax.checkpoint(lambda x: model(x))(x).sum()
+
+
 TEACHER = Unrolled()
 LINEAR = {"rngs": nnx.Rngs(0), "dot_general": fj.flax.nnx_dot_general("rowwise", name="wi")}
 
@@ -219,6 +232,8 @@ LINEAR = {"rngs": nnx.Rngs(0), "dot_general": fj.flax.nnx_dot_general("rowwise",
         (lambda: fj.flax.update(layer(KERNEL[0]), fj.flax.unseen(Unrolled())), "observed; dot_general is not"),
         (lambda: fj.flax.update(layer(KERNEL[0], "bf16"), fj.flax.unseen(layer(KERNEL[0]))), "of dot_general, which the model has not"),
         (lambda: step(Unrolled(), loss=teaching), "would be lost. Use models other than"),
+        (lambda: step(layer(KERNEL[0]), loss=broadcast), "^Linear: .*lost in a transformation.*nnx.scan.*nnx.Carry"),
+        (lambda: step(layer(KERNEL[0]), loss=closed_over), "^Linear: .*cannot leave a transformation that closes over it. Use nnx.scan"),
         (lambda: step(nnx.Linear(32, 32, rngs=nnx.Rngs(0))), "needs a model with FP8 layers; got Linear"),
         (lambda: nnx.Linear(32, 32, precision="highest", **LINEAR)(X), "^wi: .*precision='highest'"),
         (lambda: nnx.Linear(32, 32, **LINEAR)(X, out_sharding=jax.P()), "^wi: .*out_sharding"),

@@ -4,7 +4,7 @@ import functools
 from collections.abc import Callable
 
 import jax
-from flax import nnx
+from flax import errors, nnx
 
 from fp8ref.jax import contraction, delayed, linear
 from fp8ref.jax.flax import observed
@@ -38,7 +38,14 @@ class Hook(nnx.Module):
             remedy = "Use models other than value_and_grad's first argument outside of its loss, and hooks as attributes of their layers."
             return use(state=state, seen=observed.unobserved(self.recipe, self.name, remedy))[0]
         y, after = use(state=state, seen=self.seen.get_value())
-        self.seen.set_value(after)
+        try:
+            self.seen.set_value(after)
+        except errors.TraceContextError as error:
+            raise ValueError(
+                f"{self.name}: what this layer observes cannot leave a transformation that closes over it. Use nnx.scan, nnx.remat and the "
+                "like in place of JAX's, with the layer among their arguments."
+            ) from error
+        observed.record(self.name)
         return y
 
 

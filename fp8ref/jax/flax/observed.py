@@ -13,7 +13,7 @@ from fp8ref.recipe import Recipe
 
 STATE, SEEN = "fp8_state", "fp8_seen"  # linen's collections; a state is read, observations are threaded
 
-_observing: ContextVar[bool] = ContextVar("fp8ref_jax_flax_observing", default=False)
+_observing: ContextVar[set[str] | None] = ContextVar("fp8ref_jax_flax_observing", default=None)
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["layers"], meta_fields=[])
@@ -60,17 +60,24 @@ def same_layers(expected: Mapping, got: Mapping, name: str) -> None:
 
 @contextmanager
 def observing():
-    """While a loss is traced in this context, a hook with a state must be able to give its observations."""
-    token = _observing.set(True)
+    """While a loss is traced in this context, a hook with a state must be able to give its observations. Gives the set of those that did."""
+    names: set[str] = set()
+    token = _observing.set(names)
     try:
-        yield
+        yield names
     finally:
         _observing.reset(token)
 
 
+def record(name: str) -> None:
+    """Note that a layer gave its observations to whatever transformation it is in."""
+    if (names := _observing.get()) is not None:
+        names.add(name)
+
+
 def unobserved(recipe: Recipe, name: str, remedy: str) -> dict:
     """Observations to discard, of a layer that only computes; ValueError, naming it, where a step would lose them."""
-    if _observing.get():
+    if _observing.get() is not None:
         raise ValueError(f"{name}: recipe {recipe.name!r} scales by past amaxes, and what this layer observes would be lost. {remedy}")
     return delayed.unseen(recipe)
 

@@ -79,9 +79,10 @@ def _of_nnx(loss_fn: Callable, model: nnx.Module, args: tuple, has_aux: bool, wr
             hook.name = layer_name(path, model)
         for hook in stateful.values():
             hook.seen = nnx.data(Seen(_unseen_by(hook)))
-        with observed.observing():
+        with observed.observing() as observers:
+            watched = _watched(loss_fn, observers)
             differentiated = nnx.DiffState(0, nnx.Any(nnx.All(wrt, nnx.Not(Fp8State)), Seen))
-            value, both = nnx.value_and_grad(loss_fn, argnums=differentiated, has_aux=has_aux)(model, *args)
+            value, both = nnx.value_and_grad(watched, argnums=differentiated, has_aux=has_aux)(model, *args)
         forward = {path: hook.seen.get_value() for path, hook in stateful.items()}
     finally:
         for path, hook in every.items():
@@ -89,6 +90,23 @@ def _of_nnx(loss_fn: Callable, model: nnx.Module, args: tuple, has_aux: bool, wr
     backward, grads = nnx.split_state(both, Seen, ...)
     of_path = {".".join(map(str, path[:-1])): variable.get_value() for path, variable in nnx.to_flat_state(backward)}
     return value, grads, Observed(layers={path: delayed.merge(forward[path], of_path[path]) for path in forward})
+
+
+def _watched(loss_fn: Callable, observers: set[str]) -> Callable:
+    """loss_fn; ValueError, naming the layer, where a layer gave observations that a transformation dropped: nnx.scan drops what is broadcast."""
+
+    def watched(model: nnx.Module, *args):
+        before = {path: hook.seen.get_value() for path, hook in hooks(model).items() if hook.seen is not None}
+        out = loss_fn(model, *args)
+        for path, hook in hooks(model).items():
+            if path in before and hook.name in observers and all(v is before[path][role] for role, v in hook.seen.get_value().items()):
+                raise ValueError(
+                    f"{hook.name}: what this layer observes is lost in a transformation that shares it and gives back no changes, such as "
+                    "nnx.scan with the layer under in_axes=None. Let nnx.scan carry the layer (nnx.Carry)."
+                )
+        return out
+
+    return watched
 
 
 def _of_linen(loss_fn: Callable, variables: Mapping, args: tuple, has_aux: bool):
