@@ -125,6 +125,18 @@ def test_a_stack_of_layers_and_an_einsum_are_converted_too():
     assert list(seen.layers) == ["out.einsum_op"]
 
 
+def test_attention_is_converted_projection_by_projection():
+    x = X[None]
+    linen = nn.MultiHeadDotProductAttention(2, qkv_features=32)
+    converted = fj.flax.convert(linen, "delayed", inputs=(x,), filter_fqns=["out"])
+    attention = nnx.MultiHeadAttention(2, 32, decode=False, rngs=nnx.Rngs(0))
+    fj.flax.convert(attention, "delayed", filter_fqns=["out"])
+    of_linen = fj.flax.unseen(converted.init(jax.random.key(0), x)).layers
+    of_nnx = fj.flax.value_and_grad(lambda m, x: (m(x) ** 2).sum())(attention, x)[2].layers
+    for layers in (of_linen, of_nnx):
+        assert {path.split(".")[0] for path in layers} == {"query", "key", "value"}
+
+
 class Parent(nn.Module):
     inner: nn.Module
 

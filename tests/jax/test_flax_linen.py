@@ -91,6 +91,33 @@ def test_recipes_of_blocks_run_through_hooks(recipe, rng):
     same(layer.apply(variables, x), linear.apply(x, variables["params"]["kernel"].T, recipe=recipe)[0])
 
 
+class Each(nn.Module):
+    """One of a stack of layers, all with the same input."""
+
+    recipe: str
+
+    @nn.compact
+    def __call__(self, x, _=None):
+        return x, nn.Dense(32, use_bias=False, dot_general_cls=hook(self.recipe), name="up")(x)
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "tensorwise", "rowwise", "rowwise_with_gw_hp"])
+def test_scan_remat_and_vmap_of_stateless_recipes_are_each_layers_own(recipe):
+    """Every amax is 7 times a power of two, and so every sum exact in any order."""
+    x, kernels = (
+        integers((8, 32), 7, 0).at[:, 0].set(7),
+        integers((3, 32, 32), 7, -6).at[:, 0].set(7 * 2.0**-6).at[:, :, 0].set(7 * 2.0**-6),
+    )
+    axes = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}}
+    scanned = nn.scan(nn.remat(Each), length=3, **axes)(recipe)
+    mapped = nn.vmap(Each, in_axes=None, axis_size=3, **axes)(recipe)
+    variables = {"params": {"up": {"kernel": kernels}}}
+    expected = jnp.stack([linear.apply(x, kernel.T, recipe=recipe)[0] for kernel in kernels])
+    for model in (scanned, mapped):
+        assert jax.tree.map(jnp.shape, model.init(jax.random.key(0), x)) == jax.tree.map(jnp.shape, variables)
+        same(jax.jit(lambda variables, model=model: model.apply(variables, x)[1])(variables), expected)
+
+
 class Block(nn.Module):
     @nn.compact
     def __call__(self, h, _=None):

@@ -28,7 +28,7 @@ Flax casts the weight to the compute dtype before the hook sees it, and adds the
 from fp8ref.jax.flax.checkpoint import flax_recipe, from_flax, to_flax
 from fp8ref.jax.flax.convert import convert
 from fp8ref.jax.flax.linen import Einsum, linen_dot_general
-from fp8ref.jax.flax.nnx import Fp8State, nnx_dot_general, nnx_einsum
+from fp8ref.jax.flax.nnx import Fp8State, Seen, nnx_dot_general, nnx_einsum
 from fp8ref.jax.flax.observed import SEEN, STATE, Observed, merge
 from fp8ref.jax.flax.training import unseen, update, value_and_grad
 
@@ -38,6 +38,7 @@ __all__ = [
     "Einsum",
     "Fp8State",
     "Observed",
+    "Seen",
     "convert",
     "flax_recipe",
     "from_flax",

@@ -17,12 +17,7 @@ from fp8ref.recipe import CastSpec, GemmSpec, Recipe, Role
 COLLECTION = "_overwrite_with_gradient"
 _ROLES: dict[Role, str] = {"input": "input", "weight": "kernel", "grad_output": "output_grad"}
 # Flax's modules inside its layers, and ours. Their numbers stay: Fp8DirectDotGeneralOp_0 is Fp8DotGeneral_0.
-_OPS = {
-    "Fp8DirectDotGeneralOp": "Fp8DotGeneral",
-    "Fp8DotGeneral": "Fp8DotGeneral",
-    "Fp8DotGeneralOp": "Fp8DotGeneral",
-    "Fp8Einsum": "Fp8Einsum",
-}
+_OPS = {"Fp8DirectDotGeneralOp": "Fp8DotGeneral", "Fp8Einsum": "Fp8Einsum"}
 
 
 def flax_recipe(history_length: int = 1024) -> Recipe:
@@ -51,7 +46,8 @@ def from_flax(variables: Mapping) -> dict:
     Every stored scale is kept verbatim, and histories of Flax's order become newest first, so that ``to_flax`` gives back the same bits.
     Flax counts no steps: ``step`` is 0.
 
-    Raises:   ValueError: no such collection; in it, an op that is not Flax's, or entries of other names, shapes or dtypes than Flax's.
+    Raises:   ValueError: no such collection; in it, an op other than Fp8DirectDotGeneralOp and Fp8Einsum, or entries of other names,
+              shapes or dtypes than Flax's.
     """
     if not variables.get(COLLECTION):
         raise ValueError(f"from_flax takes variables with Flax's {COLLECTION!r}; got {', '.join(variables) or 'none'}.")
@@ -71,7 +67,7 @@ def to_flax(variables: Mapping) -> dict:
     layers = linen_states(variables)
     if not layers:
         raise ValueError(f"to_flax takes variables with {STATE!r}; got {', '.join(variables) or 'none'}.")
-    ops = {"Fp8DotGeneral": "Fp8DirectDotGeneralOp", "Fp8Einsum": "Fp8Einsum"}
+    ops = {ours: flax for flax, ours in _OPS.items()}
     entries = {}
     for path, layer in layers.items():
         if layer.recipe != flax_recipe(next(iter(layer.roles.values())).amax_history.shape[-1]):

@@ -16,7 +16,7 @@ class Fp8State(nnx.Variable):
 
 
 class Seen(nnx.Variable):
-    """What a hook observed; there only while ``value_and_grad`` runs."""
+    """What a hook observed; there only while ``value_and_grad`` runs. Under nnx.StateAxes it goes where Fp8State goes."""
 
 
 class Hook(nnx.Module):
