@@ -267,6 +267,7 @@ SHARED = {"variable_axes": {}, "split_rngs": {"params": False}}
     ("call", "message"),
     [
         (lambda: value(loss=without_mutable), r"^block_0.up: .*would be lost.*mutable=\['fp8_seen'\]"),
+        (lambda: value(nn.Dense(32), loss=lambda v, x: (x.sum(), {"batch_stats": {}})), "collections batch_stats would be lost"),
         (lambda: value(loss=forgets), "block_1.up.Fp8DotGeneral_0, block_2.up.Fp8DotGeneral_0 is not"),
         (lambda: value(loss=lambda v, x: (jnp.sum(x), None)), r"block_0.up.*returns \(loss, updated\)"),
         (plain_grad, "value_and_grad observed, in the forward and the backward pass; got dict"),

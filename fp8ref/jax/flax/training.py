@@ -117,7 +117,12 @@ def _of_linen(loss_fn: Callable, variables: Mapping, args: tuple, has_aux: bool)
         given = {SEEN: collection({path: seen[_key(path)] for path in paths}, "seen")} if seen else {}
         loss, out = loss_fn({"params": params, **rest, **given}, *args)
         updated, aux = out if has_aux else (out, None)
-        return loss, (_linen_seen(updated, start), aux)
+        seen = _linen_seen(updated, start)
+        if not has_aux and (others := [name for name in updated if name != SEEN]):
+            raise ValueError(
+                f"collections {', '.join(others)} would be lost. Return them as aux: loss, (updated, updated), under has_aux=True."
+            )
+        return loss, (seen, aux)
 
     with observed.observing():
         try:
