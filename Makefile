@@ -1,9 +1,9 @@
-# make setup | demo | test | exhaustive | bench | lint. Everything is installed into .venv; PYTHON names the interpreter it is made with.
+# make setup | demo | test | exhaustive | bench | bench-jax | lint. Everything is installed into .venv; PYTHON names the interpreter it is made with.
 PYTHON ?= python3
 BIN := .venv/bin
 TESTS ?= tests fp8ref
 
-.PHONY: setup demo test exhaustive bench lint
+.PHONY: setup demo test exhaustive bench bench-jax lint
 
 setup: .venv/ready
 
@@ -23,6 +23,9 @@ exhaustive: setup
 
 bench: setup
 	$(BIN)/python benchmarks/sim.py --json benchmarks/results/sim.json
+
+bench-jax: setup
+	$(BIN)/python benchmarks/jax_cpu.py --json benchmarks/results/jax_cpu.json
 
 lint: setup
 	$(BIN)/ruff check .

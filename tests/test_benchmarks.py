@@ -7,6 +7,7 @@ from pathlib import Path
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 RESULT = BENCHMARKS / "results" / "sim.json"
+JAX_RESULT = BENCHMARKS / "results" / "jax_cpu.json"
 
 
 def test_the_simulators_table(tmp_path):
@@ -22,3 +23,19 @@ def test_the_readme_shows_the_table_that_is_kept():
     for row in json.loads(RESULT.read_text())["rows"]:
         if not row["work"].startswith("memory"):
             assert f"| {row['work']} | {row['rate']} | {row['peer']} | {row['ratio']:.3g}x |" in readme
+
+
+def test_jaxs_table(tmp_path):
+    written = tmp_path / "jax_cpu.json"
+    subprocess.run([sys.executable, BENCHMARKS / "jax_cpu.py", "--quick", "--json", written], check=True, capture_output=True)
+    quick, kept = json.loads(written.read_text()), json.loads(JAX_RESULT.read_text())
+    asked = [[(r["variant"], r["measure"], r["peer"], r["at_most"]) for r in result["rows"]] for result in (quick, kept)]
+    assert asked[0] == asked[1]
+    for result in (quick, kept):
+        assert set(result["compilations_in_three_steps"].values()) == {1}
+
+
+def test_the_readme_shows_jaxs_table():
+    readme = (BENCHMARKS.parent / "README.md").read_text(encoding="utf-8")
+    for row in json.loads(JAX_RESULT.read_text())["rows"]:
+        assert f"| {row['variant']} | {row['measure']} | {row['peer']} | {row['ratio']:.2f}x | {row['at_most']:.1f}x |" in readme

@@ -23,7 +23,7 @@ def dot_general(
 
     Shapes:   as lax.dot_general; output dims: batch, then x's other dims, then w's. Each element of a batch is a linear of its own rows,
               but has the tensor's scale under tensorwise and delayed.
-    Order:    transposed to x [batch, M, K] and w [batch, N, K]; then as apply.
+    Order:    transposed to x [batch, M, K] and w [batch, N, K], or [batch, K, N] where it is that already; then as apply.
     Raises:   ValueError: as apply; dtypes that differ without a preferred_element_type, which is the output's.
     """
     (contract_x, contract_w), (batch_x, batch_w) = ((tuple(map(int, dims)) for dims in pair) for pair in dimension_numbers)
@@ -31,10 +31,12 @@ def dot_general(
     sizes = [[x.shape[d] for d in batch_x], [x.shape[d] for d in kept_x], [w.shape[d] for d in kept_w]]
     batch = [math.prod(sizes[0])] if batch_x else []
     a = x.transpose(*batch_x, *kept_x, *contract_x).reshape(*batch, math.prod(sizes[1]), -1)  # [batch, M, K]
-    b = w.transpose(*batch_w, *kept_w, *contract_w).reshape(*batch, math.prod(sizes[2]), -1)  # [batch, N, K]
-    if a.shape[:-2] != b.shape[:-2] or a.shape[-1] != b.shape[-1]:
+    turned = [*batch_w, *contract_w, *kept_w] == list(range(w.ndim))  # [batch, K, N] as it is, as Flax keeps kernels
+    b = w if turned else w.transpose(*batch_w, *kept_w, *contract_w)
+    b = b.reshape(*batch, -1, math.prod(sizes[2])) if turned else b.reshape(*batch, math.prod(sizes[2]), -1)
+    if a.shape[:-2] != b.shape[:-2] or a.shape[-1] != b.shape[-2 if turned else -1]:
         raise ValueError(f"{name}: contracted and batch dims have equal sizes; got {x.shape} and {w.shape} with {dimension_numbers}.")
-    y, seen = linear.contract(a, b, recipe, state, seen, None, name, out_dtype=preferred_element_type)
+    y, seen = linear.contract(a, b, recipe, state, seen, None, name, out_dtype=preferred_element_type, turned=turned)
     return y.reshape([size for part in sizes for size in part]), seen
 
 

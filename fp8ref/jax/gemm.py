@@ -23,8 +23,9 @@ def matmul(
     epilogue: str = "scale_then_round",
     out_dtype=jnp.float32,
     collective: Reduction | None = None,
+    turned: bool = False,
 ) -> jax.Array:
-    """Contract a and b along their reduced axes: [..., M, K] x [..., N, K] -> [..., M, N].
+    """Contract a and b along their reduced axes: [..., M, K] x [..., N, K] -> [..., M, N], or ``turned`` [..., N, M].
 
     Shapes:   a.codes and b.codes of one rank, 2 or more, and equal leading dims; each is reduced along its ``axis``, one of its last
               two, so that [K, M] with axis 0 serves as [M, K].
@@ -40,18 +41,23 @@ def matmul(
         raise ValueError(f"epilogue is one of {', '.join(EPILOGUES)}; got {epilogue!r}.")
     early, late = (None, collective) if collective and collective.scaled else (collective, None)
     if dequantises(a.granularity):
-        out = _total(_dot(_values(a), _values(b), axes, lax.Precision.HIGHEST), early).astype(out_dtype)
+        out = _total(_dot(_values(a), _values(b), axes, lax.Precision.HIGHEST, turned), early).astype(out_dtype)
     else:
-        acc = _total(_dot(a.codes, b.codes, axes, PRECISION[accumulate]), early)
+        acc = _total(_dot(a.codes, b.codes, axes, PRECISION[accumulate], turned), early)
         scale_a, scale_b = _rows(a.scale_inv, axes[0]), jnp.swapaxes(_rows(b.scale_inv, axes[1]), -1, -2)  # [.., M, 1], [.., 1, N]
-        out = _scale(acc, early.own_rows(scale_a) if early else scale_a, scale_b, epilogue, out_dtype)
+        scale_a = early.own_rows(scale_a) if early else scale_a
+        if turned:
+            scale_a, scale_b = jnp.swapaxes(scale_a, -1, -2), jnp.swapaxes(scale_b, -1, -2)
+        out = _scale(acc, scale_a, scale_b, epilogue, out_dtype)
     return _total(out.astype(jnp.float32), late).astype(out_dtype) if late else out
 
 
-def matmul_hp(a: jax.Array, b: jax.Array, *, axes: tuple[int, int], out_dtype, collective: Reduction | None = None) -> jax.Array:
+def matmul_hp(
+    a: jax.Array, b: jax.Array, *, axes: tuple[int, int], out_dtype, collective: Reduction | None = None, turned: bool = False
+) -> jax.Array:
     """A GEMM in high precision: float32 accumulation, one rounding to out_dtype (SEMANTICS G-9). a and b are reduced along axes,
-    -1 or -2."""
-    return _total(_dot(a, b, axes, lax.Precision.DEFAULT), collective).astype(out_dtype)
+    -1 or -2; turned as in matmul."""
+    return _total(_dot(a, b, axes, lax.Precision.DEFAULT, turned), collective).astype(out_dtype)
 
 
 def output_dtype(spec: GemmSpec, dtype):
@@ -113,7 +119,9 @@ def _from_the_end(q: Quantized) -> int:
     return q.axis - q.codes.ndim if q.axis >= 0 else q.axis
 
 
-def _dot(a: jax.Array, b: jax.Array, axes: tuple[int, int], precision: lax.Precision) -> jax.Array:
+def _dot(a: jax.Array, b: jax.Array, axes: tuple[int, int], precision: lax.Precision, turned: bool) -> jax.Array:
+    if turned:
+        a, b, axes = b, a, (axes[1], axes[0])
     leading = tuple(range(a.ndim - 2))
     # Without a preferred type, e4m3 x e5m2 would demote the e4m3 operand to e5m2.
     return lax.dot_general(

@@ -80,7 +80,7 @@ def observing(observer: Callable):
     """While a function is traced in this context, every FP8 GEMM reports what it computed, from inside the compiled program.
 
     observer(name, gemm, a, b, out) is called with NumPy values when it runs: a and b as (hp, codes uint8, scale), hp and
-    codes in the tensors' own layout (SEMANTICS L-2's input [M, K], weight [N, K], grad_output [M, N]).
+    codes in the tensors' own layout (SEMANTICS L-2's input [M, K], weight [N, K], grad_output [M, N]; Flax's weights [K, N]).
     """
     token = _observer.set(observer)
     try:
@@ -91,13 +91,19 @@ def observing(observer: Callable):
 
 @dataclass(frozen=True, kw_only=True)
 class _Call:
-    """What is static of one use of a linear. batched: leading dims are apart, not M's; outer: how many sequences M is made of."""
+    """What is static of one use of a linear.
+
+    batched   leading dims are apart, not M's.
+    turned    the weight is [K, N].
+    outer     how many sequences M is made of.
+    """
 
     recipe: Recipe
     name: str
     placement: Placement
     mode: sharding.Mode
     batched: bool
+    turned: bool
     outer: int
     dtypes: tuple  # of the results, in the order of recipe.gemms
     observer: Callable | None
@@ -110,6 +116,11 @@ class _Call:
         """How partial results become a result, where that is for us to do."""
         reduction = self.placement.reduction(which, 1 if which == "grad_weight" else self.outer)
         return reduction if self.mode == "shard_map" and reduction.axes else None
+
+    def axis(self, which: Gemm, role: Role) -> int:
+        """The axis, -1 or -2, of a tensor that a GEMM reduces."""
+        axis = REDUCED_AXES[which][OPERANDS[which].index(role)] - 2
+        return -3 - axis if self.turned and role == "weight" else axis
 
     def serves_backward(self, role: Role) -> bool:
         """Whether what the output GEMM takes of this role its backward GEMM takes too: one scale, one format, one policy."""
@@ -128,8 +139,12 @@ def contract(
     name: str,
     *,
     out_dtype,
+    turned: bool = False,
 ) -> tuple[jax.Array, delayed.Seen | None]:
-    """x [..., M, K] by w [N, K], or by w [..., N, K] of equal leading dims, -> [..., M, N]: what ``apply`` and ``contraction`` are made of."""
+    """x [..., M, K] by w [N, K], or by w [..., N, K] of equal leading dims, -> [..., M, N]: what ``apply`` and ``contraction`` are made of.
+
+    turned    w is [..., K, N], as Flax keeps it: the same bits, without transposing it.
+    """
     recipe = check_recipe(recipe, name)
     if out_dtype is None and x.dtype != w.dtype:
         raise ValueError(
@@ -147,13 +162,14 @@ def contract(
     placement = placement or Placement()
     n, k = sharding.gemm_dims(w, placement, mode)
     if recipe.fp8 and (n % 16 or k % 16):
-        _warn_of_padding(name, n, k)
+        _warn_of_padding(name, *((k, n) if turned else (n, k)))
     call = _Call(
         recipe=recipe,
         name=name,
         placement=placement,
         mode=mode,
         batched=w.ndim > 2,
+        turned=turned,
         outer=math.prod(x.shape[:-2]),
         dtypes=(out_dtype, x.dtype, w.dtype),
         observer=_observer.get(),
@@ -176,7 +192,7 @@ def _forward(x: jax.Array, w: jax.Array, past: Scales, seen: dict, call: _Call, 
     tensors: dict[Role, jax.Array] = {"input": x, "weight": w}
     casts: dict[Role, CastSpec | None] = {"input": call.recipe.output.a, "weight": call.recipe.output.b}
     with jax.named_scope(f"{call.name}/output"):
-        ready = {role: _quantize(tensors[role], role, cast, -1, past, call) for role, cast in casts.items() if cast}
+        ready = {role: _quantize(tensors[role], role, cast, call.axis("output", role), past, call) for role, cast in casts.items() if cast}
         y = _gemm("output", tensors, ready, past, call)  # [M, K] x [N, K] -> [M, N]
     # A tensorwise operand serves the backward pass as it is, a byte an element.
     kept = {role: q for role, q in ready.items() if call.serves_backward(role)}
@@ -205,18 +221,20 @@ _linear.defvjp(_forward, _backward)
 def _gemm(which: Gemm, tensors: Mapping[Role, jax.Array], ready: Mapping[Role, Quantized], past: Scales, call: _Call) -> jax.Array:
     """One GEMM, [M, ...] of however many leading dims flattened; operands that are not ready are quantised first."""
     spec, roles, collective = call.recipe.gemms[which], OPERANDS[which], call.collective(which)
-    axis_a, axis_b = (axis - 2 for axis in REDUCED_AXES[which])
+    axis_a, axis_b = (call.axis(which, role) for role in roles)
+    turned = call.turned and which == "grad_weight"
     dtype = call.dtypes[list(OPERANDS).index(which)]
     if spec.a is None or spec.b is None or spec.accumulate is None:
         a, b = (_gathered(tensors[role], role, call) for role in roles)
-        return gemm.matmul_hp(a, b, axes=(axis_a, axis_b), out_dtype=dtype, collective=collective)
+        return gemm.matmul_hp(a, b, axes=(axis_a, axis_b), out_dtype=dtype, collective=collective, turned=turned)
     own = [
         ready[role] if role in ready else _quantize(tensors[role], role, cast, axis, past, call)
         for role, cast, axis in zip(roles, (spec.a, spec.b), (axis_a, axis_b), strict=True)
     ]
     qa, qb = (_gathered_codes(q, role, axis, call) for q, role, axis in zip(own, roles, (axis_a, axis_b), strict=True))
     rounded = gemm.output_dtype(spec, dtype)
-    out = gemm.matmul(qa, qb, accumulate=spec.accumulate, epilogue=spec.epilogue, out_dtype=rounded, collective=collective)
+    how = {"accumulate": spec.accumulate, "epilogue": spec.epilogue, "out_dtype": rounded}
+    out = gemm.matmul(qa, qb, **how, collective=collective, turned=turned)
     if call.observer is not None:
         operands = [
             (_flat(tensors[role], role, call), _flat(lax.bitcast_convert_type(q.codes, jnp.uint8), role, call), gathered.scale)

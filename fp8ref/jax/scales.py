@@ -93,25 +93,19 @@ def _floored_quotient(amax: jax.Array, fmt: Format, policy: ScalePolicy) -> jax.
 def _power_of_two(scale: jax.Array, *, exp2_log2: bool) -> jax.Array:
     bits = lax.bitcast_convert_type(scale, jnp.int32)
     if exp2_log2:  # carry into the exponent the few scales whose float32 logarithm is already the next integer
-        bits = bits + jnp.asarray(_ulps_rounded_up())[(bits >> 23) & 0xFF]
+        bits += _hidden_by_logarithm((bits >> 23) - 126)
     floor = lax.bitcast_convert_type(bits & _EXPONENT, jnp.float32)
     return jnp.where(jnp.isnan(scale), scale, floor)
 
 
-@functools.cache
-def _ulps_rounded_up() -> np.ndarray:
-    """int32 [256]: for each exponent field, how many ulps below the next power of two 2^k RN32(log2 s) is k already (S-4).
+def _hidden_by_logarithm(k: jax.Array) -> jax.Array:
+    """How many ulps below the next power of two, 2^k, RN32(log2 s) is k already (S-4): floor(ln 2 * 2^e).
 
-    Half an ulp of k, |k| < 128, is at most 2^-18, and log2(2^k (1 - d)) = k - d / ln 2 up to d^2: d <= ln 2 * 2^-18 is
-    at most 45 ulps of 2^-24.
+    For s = 2^k (1 - n 2^-24), log2 s = k - n 2^-24 / ln 2, which rounds to k if it is not half an ulp away. Just below k lie numbers of
+    binade e = floor(log2 j), j = k - 1 if k > 0 and else -k, whose half ulp is 2^(e - 24); from n = 1 on, but for j = 0.
     """
-    field = np.arange(1, 255)
-    k = field - 126
-    below = 1 - np.arange(1, 64) * 2.0**-24  # s = 2^k * below, a float32
-    log2 = (k[:, None] + np.log2(below)).astype(np.float32)
-    counts = np.zeros(256, np.int32)
-    counts[field] = (log2 == k[:, None]).sum(1)
-    return counts
+    j = jnp.maximum(jnp.maximum(k - 1, -k), 1)
+    return ((1 << (31 - lax.clz(j))) * 45426) >> 16  # 45426 = floor(ln 2 * 2^16), enough for e < 7
 
 
 def _e8m0_scales(amax: jax.Array, fmt: Format, policy: ScalePolicy) -> Scales:
@@ -121,7 +115,7 @@ def _e8m0_scales(amax: jax.Array, fmt: Format, policy: ScalePolicy) -> Scales:
     field, mantissa = bits >> 23, bits & 0x7FFFFF
     k = field - 127 - (math.frexp(fmt.max)[1] - 1)
     if policy.ratio == "amax/max":  # rounded up, where the mantissa is above fmt.max's, and by more than the roundings hide
-        k += mantissa > jnp.asarray(_last_not_rounded_up(fmt, policy))[field]
+        k += mantissa > jnp.asarray(_last_not_rounded_up(fmt, policy)).at[field].get(mode="promise_in_bounds")
         k = jnp.where(field == 255, 127, k)  # of infinity, the quotient is infinite too
     k = jnp.clip(k, -127, 127)
     nan = jnp.isnan(amax)
