@@ -159,7 +159,7 @@ def mode(x: jax.Array, w: jax.Array, placement: Placement | None, name: str) -> 
         if manual:
             raise ValueError(
                 f"{name}: inside shard_map a linear takes its placement, or each device would scale by an amax of its own. "
-                "Pass placement=sharding.Placement(m=(...), ...) with the mesh axes that cut its tokens, features and weight."
+                "Use linear.apply(..., placement=sharding.Placement(m=(...), ...)) with the mesh axes that cut its tokens, features and weight."
             )
         _refuse_explicit(mesh, name)
         return "one"

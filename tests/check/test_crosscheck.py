@@ -9,7 +9,7 @@ from fp8ref.check.crosscheck import crosscheck
 from fp8ref.jax import cast as jax_cast
 from fp8ref.jax import linear as jax_linear
 from fp8ref.jax import model as jax_model
-from fp8ref.jax import scaling as jax_scaling
+from fp8ref.jax import scales as jax_scales
 from fp8ref.sim import cast as sim_cast
 from fp8ref.torch import cast as torch_cast
 from fp8ref.torch import model as torch_model
@@ -43,12 +43,8 @@ def test_one_backend_alone(small):
 
 
 def jax_scale_one_ulp_up(monkeypatch):
-    original = jax_scaling.scale_from_amax
-
-    def fault(amax, fmt, policy="torchao"):
-        return jnp.nextafter(original(amax, fmt, policy), jnp.float32(jnp.inf))
-
-    monkeypatch.setattr(jax_scaling, "scale_from_amax", fault)
+    original = jax_scales._floored_quotient
+    monkeypatch.setattr(jax_scales, "_floored_quotient", lambda *args: jnp.nextafter(original(*args), jnp.float32(jnp.inf)))
 
 
 def jax_rounds_to_odd(monkeypatch):
@@ -178,6 +174,6 @@ def test_a_wrong_gemm_breaks_its_bound(small, monkeypatch):
     from fp8ref.jax import gemm
 
     original = gemm._dot
-    monkeypatch.setattr(gemm, "_dot", lambda a, b, axes, precision: original(a, b, axes, precision) * np.float32(1.02))
+    monkeypatch.setattr(gemm, "_dot", lambda *args: original(*args) * np.float32(1.02))
     report = run(small, "tensorwise", backends=("jax",), steps=0)
     assert any("/grad_weight/value/jax" in check.name for check in report.failures)
