@@ -1,6 +1,7 @@
 """The ``fp8ref`` command. Exit codes: 0 done, 1 a comparison failed, 2 a user's error, 3 a loss that is not finite, 130 Ctrl-C."""
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -46,6 +47,9 @@ def _parser() -> argparse.ArgumentParser:
     check = command("crosscheck", _crosscheck, "Hold the backends to the simulator on a config's real operands.")
     check.add_argument("--backend", choices=("jax", "torch"), help="one backend alone (default: both)")
     check.add_argument("--steps", type=int, help="optimizer steps before operands are taken again (default 5)")
+    check.add_argument(
+        "--sharded", type=int, metavar="N", help="with --backend jax: on every mesh of N devices, of a CPU if it has no others"
+    )
     check.add_argument("--json", type=Path, metavar="FILE", help="write every comparison to FILE")
     show = command("demo", _demo, "Train with both backends in bf16 and FP8, cross-check, print a table and draw the losses.")
     show.add_argument("--out", type=Path, default=Path("demo"), help="directory for the runs and the picture (default demo)")
@@ -98,12 +102,35 @@ def _crosscheck(known: argparse.Namespace, options: list[str]) -> int:
     from fp8ref.run.config import ConfigError
     from fp8ref.run.loop import BACKENDS
 
+    _check_json(known.json)
+    if known.sharded is not None:
+        return _crosscheck_sharded(known, config)
     steps = crosscheck.STEPS if known.steps is None else known.steps
     if not 0 <= steps <= config.run.steps:
         raise ConfigError(f"--steps lies between 0 and run.steps = {config.run.steps}; got {steps}.")
     _check_json(known.json)
     report = crosscheck.crosscheck(config, backends=(known.backend,) if known.backend else BACKENDS, steps=steps)
     report.print()
+    if known.json:
+        report.write(known.json)
+    return 0 if report.ok else FAILED
+
+
+def _crosscheck_sharded(known: argparse.Namespace, config) -> int:
+    from fp8ref.run.config import ConfigError
+
+    if known.backend != "jax" or known.steps is not None or known.sharded < 2:
+        raise ConfigError("--sharded takes 2 devices or more, --backend jax, and no --steps: it replays step 0.")
+    if "jax" not in sys.modules:  # a CPU is as many devices as it is told before jax starts
+        flags = os.environ.get("XLA_FLAGS", "")
+        if "xla_force_host_platform_device_count" not in flags:
+            os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count={known.sharded}".strip()
+    from fp8ref.check import sharded
+
+    report, unfit = sharded.crosscheck(config, known.sharded)
+    report.print()
+    for name, why in unfit.items():
+        print(f"left out {name}: {why}")
     if known.json:
         report.write(known.json)
     return 0 if report.ok else FAILED

@@ -12,7 +12,7 @@ from fp8ref.formats import Format
 from fp8ref.run import progress
 from fp8ref.sim import cast
 
-WHOLE_MODEL = ("weights", "logits", "loss", "grad_norm")  # what stands in place of a layer in the names of some checks
+WHOLE_MODEL = ("weights", "logits", "loss", "grad_norm", "model")  # what stands in place of a layer in the names of some checks
 
 
 @dataclass(kw_only=True)

@@ -14,7 +14,7 @@ except ImportError as error:
         f"fp8ref.jax needs jax, flax and optax; {error.name} is missing. Install them with: pip install 'fp8ref[jax]'"
     ) from error
 
-from fp8ref.jax import cast, contraction, delayed, flax, gemm, linear, model, parallel, proof, scales, scaling, sharding, train
+from fp8ref.jax import cast, contraction, delayed, flax, gemm, linear, model, parallel, proof, replay, scales, scaling, sharding, train
 
 __all__ = [
     "cast",
@@ -26,6 +26,7 @@ __all__ = [
     "model",
     "parallel",
     "proof",
+    "replay",
     "scales",
     "scaling",
     "sharding",

@@ -19,7 +19,6 @@ from fp8ref.jax.sharding import Placement
 from fp8ref.run.config import Config, ConfigError
 
 AXES = ("data", "fsdp", "tensor")
-BATCH = ("data", "fsdp")
 COLUMN = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 ROW = ("o_proj", "down_proj")
 
@@ -31,6 +30,10 @@ class Layout:
         """Raises:   ConfigError: more devices than there are, a batch, heads or dims that the mesh does not cut into equal pieces."""
         self.config = config.parallel
         sizes = {axis: getattr(config.parallel, axis) for axis in AXES}
+        # An axis of one device cuts nothing, so that no placement names it.
+        self._batch, self._fsdp, self._tensor = (
+            tuple(axis for axis in axes if sizes[axis] > 1) for axes in (("data", "fsdp"), ("fsdp",), ("tensor",))
+        )
         self.mesh: Mesh | None = None
         if config.parallel.devices == 1:
             return
@@ -51,12 +54,12 @@ class Layout:
     @property
     def tokens(self) -> P:
         """Of tokens [B, T]."""
-        return P(BATCH)
+        return P(self._batch)
 
     @property
     def cutting_tokens(self) -> tuple[str, ...]:
         """The mesh axes along which devices have tokens of their own, behind the embedding."""
-        return (*BATCH, "tensor") if self.config.sequence else BATCH
+        return (*self._batch, *self._tensor) if self.config.sequence else self._batch
 
     def placement(self, linear: str) -> Placement | None:
         """Of a linear, by its name."""
@@ -64,17 +67,17 @@ class Layout:
             return None
         last, scope, sequence = linear.split(".")[-1], self.config.amax_scope, self.config.sequence
         if last in COLUMN:
-            return Placement(m=BATCH, n=("tensor",), fsdp=("fsdp",), sequence=sequence, scope=scope)
+            return Placement(m=self._batch, n=self._tensor, fsdp=self._fsdp, sequence=sequence, scope=scope)
         if last in ROW:
-            return Placement(m=BATCH, k=("tensor",), fsdp=("fsdp",), sequence=sequence, scope=scope)
-        return Placement(m=self.cutting_tokens, fsdp=("fsdp",), scope=scope)
+            return Placement(m=self._batch, k=self._tensor, fsdp=self._fsdp, sequence=sequence, scope=scope)
+        return Placement(m=self.cutting_tokens, fsdp=self._fsdp, scope=scope)
 
     def parameter(self, name: str, shape: tuple[int, ...]) -> P:
         """Of a parameter, by its name: a linear's weight as it is at rest, the embedding table cut over fsdp, norms whole."""
         placement = self.placement(name.removesuffix(".weight"))
         if placement is None or len(shape) < 2:
             return P()
-        return P("fsdp") if name == llama.EMBEDDING else P(*placement.at_rest("weight"))
+        return P(self._fsdp) if name == llama.EMBEDDING else P(*placement.at_rest("weight"))
 
     def put(self, value: np.ndarray, spec: P) -> jax.Array:
         """On the devices."""
@@ -86,7 +89,7 @@ class Layout:
 
     def whole(self, table: jax.Array) -> jax.Array:
         """A table cut over fsdp, gathered as it is."""
-        return lax.all_gather(table, "fsdp", axis=0, tiled=True) if self.mapped else table
+        return lax.all_gather(table, self._fsdp, axis=0, tiled=True) if self.mapped and self._fsdp else table
 
     def own_sequence(self, tokens: jax.Array) -> jax.Array:
         """Of tokens [B, T], under sequence parallelism, a device's own part of T."""
@@ -99,13 +102,12 @@ class Layout:
         """Under plain jit, what ``own_sequence`` is inside shard_map, of h [B, T, hidden]."""
         if self.mesh is None or self.mapped or not self.config.sequence:
             return h
-        return lax.with_sharding_constraint(h, NamedSharding(self.mesh, P(BATCH, "tensor", None)))
+        return lax.with_sharding_constraint(h, NamedSharding(self.mesh, P(self._batch, self._tensor, None)))
 
     def mean(self, values: jax.Array) -> jax.Array:
         """Of every device's values [B, T], all of equal shape."""
-        if not self.mapped:
-            return values.mean()
-        return lax.pmean(values.mean(), self.cutting_tokens)
+        mean = values.mean()
+        return lax.pmean(mean, self.cutting_tokens) if self.mapped and self.cutting_tokens else mean
 
     def _check(self, config: Config, sizes: dict[str, int]) -> None:
         rows, tensor = sizes["data"] * sizes["fsdp"], sizes["tensor"]

@@ -1,0 +1,54 @@
+import dataclasses
+
+import pytest
+
+from fp8ref import cli
+from fp8ref.check import sharded
+from fp8ref.jax.sharding import Reduction
+from fp8ref.run.config import ConfigError
+
+
+@pytest.fixture
+def small(small):
+    """Two key-value heads, and an inner dim whose halves are multiples of 16."""
+    return dataclasses.replace(small, model=dataclasses.replace(small.model, num_key_value_heads=2, intermediate_size=64))
+
+
+def test_every_mesh_of_two_holds_to_the_simulator(small):  # P-4, P-9, B-7
+    report, unfit = sharded.crosscheck(small, 2)
+    assert report.ok, [check.detail for check in report.failures]
+    assert unfit == {}
+    backends = {name.rsplit("/", 1)[1] for name in report.checks}
+    assert len(backends) == 8  # data, fsdp, tensor, and tensor with sequences, each both ways
+    for backend in backends:
+        for name in ("input/codes", "input/scale", "weight/codes", "grad_output/scale", "output/value", "grad_weight/value"):
+            assert report.checks[f"model.layers.0.mlp.down_proj/{name}/{backend}"].compared > 0
+
+
+def test_rows_scaled_as_another_devices_fail_and_name_the_mesh(small, monkeypatch):
+    """After a reduce-scatter every device takes the first rows' scales."""
+    monkeypatch.setattr(
+        Reduction, "own_rows", lambda self, scale: scale[: scale.shape[0] // 2] if self.scatter and scale.size > 1 else scale
+    )
+    monkeypatch.setattr(sharded, "THROUGH", ("shard_map",))
+    report, _ = sharded.crosscheck(small.replace(numerics={"recipe": "rowwise"}), 2)
+    failed = {name for name, check in report.checks.items() if not check.ok}
+    assert "model.layers.0.mlp.down_proj/output/value/jax 1x1x2 sequence shard_map" in failed
+    assert all("/value/" in name for name in failed)
+
+
+def test_meshes_that_do_not_fit_are_named(small):
+    odd = dataclasses.replace(small, model=dataclasses.replace(small.model, num_key_value_heads=1))
+    report, unfit = sharded.crosscheck(odd, 2)
+    assert report.ok
+    assert set(unfit) == {f"1x1x2{how} {through}" for how in ("", " sequence") for through in ("shard_map", "jit")}
+    assert all("num_key_value_heads" in why for why in unfit.values())
+
+
+def test_errors(small, tmp_path, capsys):
+    with pytest.raises(ConfigError, match="got 'bf16'"):
+        sharded.crosscheck(small.replace(numerics={"recipe": "bf16"}), 2)
+    with pytest.raises(ConfigError, match="needs as many devices; jax has 8"):
+        sharded.crosscheck(small, 16)
+    assert cli.main(["crosscheck", "configs/tiny.toml", "--sharded", "8"]) == 2
+    assert "--backend jax" in capsys.readouterr().err
