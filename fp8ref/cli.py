@@ -44,6 +44,7 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--backend", choices=("jax", "torch"), help="the framework to train with (required)")
     train.add_argument("--resume", action="store_true", help="continue a run that stopped; leave a finished one alone")
     train.add_argument("--overwrite", action="store_true", help="replace a run that is already there")
+    train.add_argument("--distributed", action="store_true", help="one of several processes that train together, with --backend jax")
     check = command("crosscheck", _crosscheck, "Hold the backends to the simulator on a config's real operands.")
     check.add_argument("--backend", choices=("jax", "torch"), help="one backend alone (default: both)")
     check.add_argument("--steps", type=int, help="optimizer steps before operands are taken again (default 5)")
@@ -88,12 +89,25 @@ def _train(known: argparse.Namespace, options: list[str]) -> int:
     if known.backend is None:
         raise ConfigError("fp8ref train needs --backend jax or --backend torch.")
     out = Path(config.run.out or f"runs/{known.config.stem}-{known.backend}-{config.numerics.recipe}")
-    lines = loop.train(config, known.backend, out, resume=known.resume, overwrite=known.overwrite)
+    processes = _processes(known) if known.distributed else None
+    lines = loop.train(config, known.backend, out, resume=known.resume, overwrite=known.overwrite, processes=processes)
+    if processes and not processes.first:
+        return 0
     if lines is None:
         print(f"{out} is finished; nothing to do")
     else:
         print(f"{out}: {len(lines)} steps, loss {lines[-1]['loss']:.4f}, validation loss {lines[-1]['val_loss']:.4f}")
     return 0
+
+
+def _processes(known: argparse.Namespace):
+    from fp8ref.run.config import ConfigError
+
+    if known.backend != "jax":
+        raise ConfigError(f"--distributed is of --backend jax; got {known.backend}.")
+    from fp8ref.jax import processes
+
+    return processes.join()
 
 
 def _crosscheck(known: argparse.Namespace, options: list[str]) -> int:

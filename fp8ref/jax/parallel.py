@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -35,16 +36,28 @@ class Layout:
             tuple(axis for axis in axes if sizes[axis] > 1) for axes in (("data", "fsdp"), ("fsdp",), ("tensor",))
         )
         self.mesh: Mesh | None = None
-        if config.parallel.devices == 1:
+        if config.parallel.devices == 1 and jax.process_count() == 1:
             return
         if config.parallel.devices > jax.device_count():
             raise ConfigError(
                 f"parallel asks for {config.parallel.devices} devices ({sizes}); jax has {jax.device_count()}. "
                 "Make it smaller; on a CPU, XLA_FLAGS=--xla_force_host_platform_device_count=8 makes eight."
             )
+        if jax.process_count() > 1 and config.parallel.devices != jax.device_count():
+            raise ConfigError(
+                f"{jax.process_count()} processes train on all their devices, {jax.device_count()}; parallel asks for {config.parallel.devices} "
+                f"({sizes}). Make data, fsdp and tensor multiply to {jax.device_count()}."
+            )
         self._check(config, sizes)
         devices = jax.devices()[: config.parallel.devices]
         self.mesh = jax.make_mesh(tuple(sizes.values()), AXES, axis_types=(AxisType.Auto,) * 3, devices=devices)
+
+    @property
+    def description(self) -> str:
+        """What trains, for the manifest: platform and kind of the devices, how many, and of how many processes."""
+        first, processes = jax.devices()[0], jax.process_count()
+        many = f", {self.config.devices} devices" * (self.config.devices > 1) + f" in {processes} processes" * (processes > 1)
+        return f"{first.platform}: {first.device_kind}{many}"
 
     @property
     def mapped(self) -> bool:
@@ -80,8 +93,14 @@ class Layout:
         return P(self._fsdp) if name == llama.EMBEDDING else P(*placement.at_rest("weight"))
 
     def put(self, value: np.ndarray, spec: P) -> jax.Array:
-        """On the devices."""
-        return jnp.asarray(value) if self.mesh is None else jax.device_put(value, NamedSharding(self.mesh, spec))
+        """On the devices; every process has the whole value, and puts its own devices' pieces."""
+        if self.mesh is None:
+            return jnp.asarray(value)
+        return jax.make_array_from_callback(np.shape(value), NamedSharding(self.mesh, spec), lambda index: np.asarray(value)[index])
+
+    def fetch(self, value: jax.Array) -> np.ndarray:
+        """The whole of it, in every process."""
+        return np.asarray(value if value.is_fully_addressable else multihost_utils.process_allgather(value, tiled=True))
 
     def map(self, f: Callable, in_specs, out_specs) -> Callable:
         """f on every device's pieces, if the model is to run inside shard_map."""

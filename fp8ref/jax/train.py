@@ -54,7 +54,7 @@ class Trainer:
         self._step = jax.jit(self._train_step, donate_argnums=(0, 1, 2), out_shardings=placed, compiler_options=COMPILER_OPTIONS)
         self._loss = jax.jit(self._evaluated, compiler_options=COMPILER_OPTIONS)
         self._count = 0
-        self.device = f"{jax.devices()[0].platform}: {jax.devices()[0].device_kind}"
+        self.device = self._layout.description
 
     def step(self, tokens: np.ndarray) -> dict[str, float]:
         """One optimizer step: {"loss", "grad_norm"} before the update. Where either is not finite nothing changes (T-4)."""
@@ -76,17 +76,17 @@ class Trainer:
             return self._model(params)(tokens, Pass(state, self._unseen(), self._layout)).astype(jnp.float32)
 
         mapped = self._layout.map(forward, (self._specs, P(), self._layout.tokens), cut)
-        return np.asarray(jax.jit(mapped, compiler_options=COMPILER_OPTIONS)(self._params, self._fp8_state, self._tokens(tokens)))
+        return self._layout.fetch(jax.jit(mapped, compiler_options=COMPILER_OPTIONS)(self._params, self._fp8_state, self._tokens(tokens)))
 
     def gradients(self, tokens: np.ndarray) -> dict[str, np.ndarray]:
         """float32 gradients of the loss of a batch by parameter, not clipped; nothing is updated."""
         differentiated = jax.jit(self._differentiated, compiler_options=COMPILER_OPTIONS)
         grads = differentiated(self._params, self._fp8_state, self._tokens(tokens))[1]
-        return {_name(path): np.asarray(value) for path, value in jax.tree_util.tree_leaves_with_path(grads)}
+        return {_name(path): self._layout.fetch(value) for path, value in jax.tree_util.tree_leaves_with_path(grads)}
 
     def weights(self) -> dict[str, np.ndarray]:
         """The float32 masters by name."""
-        return {_name(path): np.asarray(value) for path, value in jax.tree_util.tree_leaves_with_path(self._params)}
+        return {_name(path): self._layout.fetch(value) for path, value in jax.tree_util.tree_leaves_with_path(self._params)}
 
     def observe(self, tokens: np.ndarray, observer) -> None:
         """A forward and backward pass, no update, in which every FP8 GEMM reports to observer (see ``linear.observing``); on one device."""
@@ -114,7 +114,7 @@ class Trainer:
 
     def _arguments(self, tokens: np.ndarray) -> tuple:
         lr = self.config.optimizer.learning_rate_at(self._count, self.config.run.steps)
-        return self._params, self._opt_state, self._fp8_state, self._tokens(tokens), jnp.float32(lr)
+        return self._params, self._opt_state, self._fp8_state, self._tokens(tokens), np.float32(lr)
 
     def _tokens(self, tokens: np.ndarray) -> jax.Array:
         llama.check_tokens(tokens, self.config.model)

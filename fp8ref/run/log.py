@@ -43,6 +43,14 @@ class RunLog:
         self._metrics.close()
 
 
+class Unwritten:
+    """The same run in a process that is not the one that writes."""
+
+    def step(self, metrics: dict) -> None: ...
+    def status(self, status: str, **more) -> None: ...
+    def close(self) -> None: ...
+
+
 def create(
     out: Path,
     config: Config,
@@ -97,7 +105,7 @@ def claim(out: Path, config: Config, backend: str, *, resume: bool, overwrite: b
         )
     mine = {"backend": backend, "config": configs.to_dict(config)}
     theirs = {"backend": manifest.get("backend"), "config": manifest.get("config")}
-    changed = _differences(mine, theirs)
+    changed = differences(mine, theirs)
     changed.pop("config.run.out", None)
     if changed:
         key, (here, there) = next(iter(changed.items()))
@@ -126,19 +134,19 @@ def read_metrics(out: Path) -> list[dict]:
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
-def _versions() -> dict[str, str]:
-    installed = {d.metadata["Name"].lower(): d.version for d in importlib.metadata.distributions() if d.metadata["Name"]}
-    return {name: installed[name] for name in PACKAGES if name in installed}
-
-
-def _differences(a, b, path: str = "") -> dict:
+def differences(a, b, path: str = "") -> dict:
     """{dotted key: (a's value, b's)} where two nested dicts differ."""
     if isinstance(a, dict) and isinstance(b, dict):
         found: dict = {}
         for key in {**a, **b}:
-            found |= _differences(a.get(key), b.get(key), f"{path}.{key}" if path else key)
+            found |= differences(a.get(key), b.get(key), f"{path}.{key}" if path else key)
         return found
     return {} if a == b else {path: (a, b)}
+
+
+def _versions() -> dict[str, str]:
+    installed = {d.metadata["Name"].lower(): d.version for d in importlib.metadata.distributions() if d.metadata["Name"]}
+    return {name: installed[name] for name in PACKAGES if name in installed}
 
 
 def _replace(path: Path, text: str) -> None:

@@ -3,6 +3,7 @@
 import importlib
 import math
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
@@ -10,8 +11,10 @@ import numpy as np
 
 from fp8ref import recipe as recipes
 from fp8ref.recipe import Decision
+from fp8ref.run import config as configs
 from fp8ref.run import data, log, progress
 from fp8ref.run.config import Config, ConfigError, ParallelConfig
+from fp8ref.run.processes import Alone, Processes, together
 
 BACKENDS = ("jax", "torch")
 
@@ -59,23 +62,41 @@ def trainer(backend: str, config: Config, weights: dict[str, np.ndarray] | None 
     return importlib.import_module(f"fp8ref.{backend}.train").Trainer(config, weights)
 
 
-def train(config: Config, backend: str, out: Path, *, resume: bool = False, overwrite: bool = False) -> list[dict] | None:
+def train(
+    config: Config, backend: str, out: Path, *, resume: bool = False, overwrite: bool = False, processes: Processes | None = None
+) -> list[dict] | None:
     """Train config.run.steps steps and write the run to ``out``.
 
+    processes  those that train it together, each calling this; the first writes.
     Returns:  the metrics of every step; None when ``resume`` finds the run finished.
     Raises:   ConfigError before anything is written; NonFiniteError, KeyboardInterrupt after the metrics so far are on disk.
     """
-    if not log.claim(out, config, backend, resume=resume, overwrite=overwrite):
+    processes = processes or Alone()
+
+    def on_first(f: Callable):
+        return together(processes, lambda: f() if processes.first else None)
+
+    claimed = on_first(lambda: log.claim(out, config, backend, resume=resume, overwrite=overwrite))
+    if not processes.gather(claimed)[0]:
         return None
-    batches = data.open_batches(config)
-    model = trainer(backend, config)
-    proof = model.prove(batches.step(0)) if isinstance(model, Provable) else None
-    run = log.create(
-        out, config, backend, data=batches.description, decisions=model.decisions, device=model.device, proof=proof, overwrite=overwrite
+    batches, model, proof = together(processes, lambda: _prepared(config, backend))
+    _check_alike(processes, config, batches)
+    run = on_first(
+        lambda: log.create(
+            out,
+            config,
+            backend,
+            data=batches.description,
+            decisions=model.decisions,
+            device=model.device,
+            proof=proof,
+            overwrite=overwrite,
+        )
     )
+    run = run or log.Unwritten()
     lines = []
     try:
-        with progress.bar(f"{backend} {config.numerics.recipe}", config.run.steps) as advance:
+        with progress.bar(f"{backend} {config.numerics.recipe}", config.run.steps, shown=processes.first) as advance:
             for metrics in _steps(model, batches, config):
                 run.step(metrics)
                 lines.append(metrics)
@@ -87,6 +108,21 @@ def train(config: Config, backend: str, out: Path, *, resume: bool = False, over
     finally:
         run.close()
     return lines
+
+
+def _prepared(config: Config, backend: str) -> tuple[data.Batches, Trainer, dict | None]:
+    """All that a run needs before its first step."""
+    batches = data.open_batches(config)
+    model = trainer(backend, config)
+    return batches, model, model.prove(batches.step(0)) if isinstance(model, Provable) else None
+
+
+def _check_alike(processes: Processes, config: Config, batches: data.Batches) -> None:
+    """ConfigError where a process would train something else than the first; where its text lies is its own affair."""
+    told = processes.gather({"config": configs.to_dict(config.replace(data={"source": "stdlib"})), "text": batches.description["sha256"]})
+    for index, other in enumerate(told):
+        for key, (theirs, first) in log.differences(other, told[0]).items():
+            raise ConfigError(f"all processes train alike; {key} is {theirs!r} in process {index} and {first!r} in process 0.")
 
 
 def _steps(model: Trainer, batches: data.Batches, config: Config):

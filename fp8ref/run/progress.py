@@ -17,7 +17,7 @@ def console() -> Console:
 
 
 @contextmanager
-def bar(title: str, total: int) -> Iterator[Callable[[str], None]]:
+def bar(title: str, total: int, *, shown: bool = True) -> Iterator[Callable[[str], None]]:
     """Yields a function that advances the bar by one and shows a note beside it."""
     console = Console(stderr=True)
     columns = (
@@ -27,7 +27,7 @@ def bar(title: str, total: int) -> Iterator[Callable[[str], None]]:
         TimeRemainingColumn(),
         TextColumn("{task.fields[note]}"),
     )
-    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+    with Progress(*columns, console=console, disable=not (shown and console.is_terminal)) as progress:
         task = progress.add_task(title, total=total, note="")
 
         def advance(note: str = "") -> None:
