@@ -41,9 +41,9 @@ def matmul(
         raise ValueError(f"epilogue is one of {', '.join(EPILOGUES)}; got {epilogue!r}.")
     early, late = (None, collective) if collective and collective.scaled else (collective, None)
     if dequantises(a.granularity):
-        out = _total(_dot(_values(a), _values(b), axes, lax.Precision.HIGHEST, turned), early).astype(out_dtype)
+        out = _total(_dot(_values(a), _values(b), axes, lax.Precision.HIGHEST, turned, early), early).astype(out_dtype)
     else:
-        acc = _total(_dot(a.codes, b.codes, axes, PRECISION[accumulate], turned), early)
+        acc = _total(_dot(a.codes, b.codes, axes, PRECISION[accumulate], turned, early), early)
         scale_a, scale_b = _rows(a.scale_inv, axes[0]), jnp.swapaxes(_rows(b.scale_inv, axes[1]), -1, -2)  # [.., M, 1], [.., 1, N]
         scale_a = early.own_rows(scale_a) if early else scale_a
         if turned:
@@ -57,7 +57,7 @@ def matmul_hp(
 ) -> jax.Array:
     """A GEMM in high precision: float32 accumulation, one rounding to out_dtype (SEMANTICS G-9). a and b are reduced along axes,
     -1 or -2; turned as in matmul."""
-    return _total(_dot(a, b, axes, lax.Precision.DEFAULT, turned), collective).astype(out_dtype)
+    return _total(_dot(a, b, axes, lax.Precision.DEFAULT, turned, collective), collective).astype(out_dtype)
 
 
 def output_dtype(spec: GemmSpec, dtype):
@@ -119,7 +119,10 @@ def _from_the_end(q: Quantized) -> int:
     return q.axis - q.codes.ndim if q.axis >= 0 else q.axis
 
 
-def _dot(a: jax.Array, b: jax.Array, axes: tuple[int, int], precision: lax.Precision, turned: bool) -> jax.Array:
+def _dot(
+    a: jax.Array, b: jax.Array, axes: tuple[int, int], precision: lax.Precision, turned: bool, collective: Reduction | None
+) -> jax.Array:
+    a = collective.arranged(a) if collective else a
     if turned:
         a, b, axes = b, a, (axes[1], axes[0])
     leading = tuple(range(a.ndim - 2))

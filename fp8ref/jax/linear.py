@@ -123,10 +123,14 @@ class _Call:
         return -3 - axis if self.turned and role == "weight" else axis
 
     def serves_backward(self, role: Role) -> bool:
-        """Whether what the output GEMM takes of this role its backward GEMM takes too: one scale, one format, one policy."""
+        """Whether what the output GEMM takes of this role its backward GEMM takes too: no cast, or one scale, one format, one policy."""
         output, grad_input, grad_weight = self.recipe.gemms.values()
         forward, backward = (output.a, grad_weight.b) if role == "input" else (output.b, grad_input.b)
-        return forward is not None and forward == backward and forward.granularity == "tensorwise"
+        return forward == backward and (forward is None or forward.granularity == "tensorwise")
+
+    def gathers_again(self, role: Role) -> bool:
+        """Whether the backward pass gathers for us what the forward pass has gathered."""
+        return self.mode == "shard_map" and bool(self.placement.gathered(role)) and self.serves_backward(role)
 
 
 def contract(
@@ -202,6 +206,11 @@ def _forward(x: jax.Array, w: jax.Array, past: Scales, seen: dict, call: _Call, 
 
 def _backward(call: _Call, residuals, cotangents):
     (saved, kept, past, given), (g, later) = residuals, cotangents
+    # Behind a barrier: XLA makes two equal gathers one, and keeps it, whole on every device, until then.
+    saved, kept = (
+        {role: jax.tree.map(lax.optimization_barrier, v) if call.gathers_again(role) else v for role, v in those.items()}
+        for those in (saved, kept)
+    )
     tensors: dict[Role, jax.Array] = {**saved, "grad_output": g}
     ready: dict[Role, Quantized] = dict(kept)
     cast, other = call.recipe.grad_input.a, call.recipe.grad_weight.a

@@ -89,7 +89,9 @@ class MLP(nnx.Module):
             setattr(self, projection, Linear(f"{name}.{projection}", weights, recipes))
 
     def __call__(self, x: jax.Array, run: Pass) -> jax.Array:
-        gate, up = self.gate_proj(x, run).astype(jnp.float32), self.up_proj(x, run).astype(jnp.float32)
+        # Past the barrier XLA keeps these two for the backward pass, and not the float32 products that they are rounded from.
+        gate, up = jax.lax.optimization_barrier((self.gate_proj(x, run), self.up_proj(x, run)))
+        gate, up = gate.astype(jnp.float32), up.astype(jnp.float32)
         return self.down_proj((jax.nn.silu(gate) * up).astype(x.dtype), run)
 
 

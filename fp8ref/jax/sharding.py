@@ -109,13 +109,20 @@ class Reduction:
         return (*self.sum, *self.scatter)
 
     def total(self, partial: jax.Array) -> jax.Array:
-        """float32 [rows, columns]."""
+        """float32 [rows, columns], of rows as ``arranged``."""
         if self.sum:
             partial = lax.psum(partial, self.sum)
         if self.scatter:
-            grouped = partial.reshape(self.outer, -1, partial.shape[-1])
-            partial = lax.psum_scatter(grouped, self.scatter, scatter_dimension=1, tiled=True).reshape(-1, partial.shape[-1])
+            partial = lax.psum_scatter(partial, self.scatter, scatter_dimension=0, tiled=True)
         return partial
+
+    def arranged(self, operand: jax.Array) -> jax.Array:
+        """Rows [rows, K] of a GEMM's operand in the order of the devices that will have their results, so that ``total`` scatters whole
+        pieces: transposing what is multiplied moves fewer bytes than transposing its float32 products."""
+        if not self.scatter or self.outer == 1:
+            return operand
+        by_device = operand.reshape(self.outer, lax.axis_size(self.scatter), -1, operand.shape[-1]).swapaxes(0, 1)
+        return by_device.reshape(operand.shape)
 
     def own_rows(self, scale: jax.Array) -> jax.Array:
         """Of a scale for each row [rows, 1], those of one's own rows; a single scale [1, 1] is everybody's."""
