@@ -57,15 +57,14 @@ def to_f32(x: jax.Array) -> jax.Array:
 
 
 def magnitude_bits(x: jax.Array) -> jax.Array:
-    """The bits of |x| as int32, which order as the magnitudes do, infinities and then NaNs the largest."""
+    """The bits of |x|, int16 or int32, which order as the magnitudes do, infinities and then NaNs the largest."""
     integer = jnp.int32 if checked(x).dtype == jnp.float32 else jnp.int16
-    # int32 for 16-bit floats too: the maximum may be taken between devices, and NCCL has no 16-bit integers
-    return (lax.bitcast_convert_type(x, integer) & jnp.iinfo(integer).max).astype(jnp.int32)
+    return lax.bitcast_convert_type(x, integer) & jnp.iinfo(integer).max
 
 
 def from_magnitude_bits(bits: jax.Array, dtype) -> jax.Array:
     """The magnitudes, as float32, of ``magnitude_bits`` of an array of this dtype."""
-    return lax.bitcast_convert_type(bits if dtype == jnp.float32 else bits.astype(jnp.int16), dtype).astype(jnp.float32)
+    return lax.bitcast_convert_type(bits, dtype).astype(jnp.float32)
 
 
 def checked(x: jax.Array) -> jax.Array:

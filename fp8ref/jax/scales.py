@@ -14,8 +14,6 @@ from fp8ref import policy as policies
 from fp8ref.formats import Format
 from fp8ref.policy import ScalePolicy
 
-_EXPONENT = np.int32(-(1 << 23))  # sign and exponent bits
-
 
 class Scales(NamedTuple):
     """scale multiplies into FP8, scale_inv out of it; float32 of one shape."""
@@ -34,7 +32,9 @@ def scales_from_amax(amax: jax.Array, fmt: Format, policy: str | ScalePolicy = "
     """
     policy = implemented(policy)
     formats.check(fmt)
-    return _e8m0_scales(amax, fmt, policy) if policy.e8m0 else with_inverse(_floored_quotient(amax, fmt, policy))
+    if policy.e8m0:
+        return _e8m0_scales(amax, fmt, policy)
+    return with_inverse(_floored_quotient(amax, fmt, policy)) if policy.power_of_two is None else _power_of_two_scales(amax, fmt, policy)
 
 
 def scale_from_amax(amax: jax.Array, fmt: Format, policy: str | ScalePolicy = "torchao") -> jax.Array:
@@ -83,19 +83,33 @@ def implemented(policy: str | ScalePolicy) -> ScalePolicy:
 
 
 def _floored_quotient(amax: jax.Array, fmt: Format, policy: ScalePolicy) -> jax.Array:
-    smallest = np.float32(policy.eps)  # the smallest float32 not below eps
-    if float(smallest) < policy.eps:
-        smallest = np.nextafter(smallest, np.float32(1))
-    scale = jnp.where(amax < smallest, np.float32(fmt.max / policy.eps), np.float32(fmt.max) / amax)
-    return scale if policy.power_of_two is None else _power_of_two(scale, exp2_log2=policy.power_of_two == "exp2_log2")
+    return jnp.where(amax < _smallest(policy), np.float32(fmt.max / policy.eps), np.float32(fmt.max) / amax)
 
 
-def _power_of_two(scale: jax.Array, *, exp2_log2: bool) -> jax.Array:
-    bits = lax.bitcast_convert_type(scale, jnp.int32)
-    if exp2_log2:  # carry into the exponent the few scales whose float32 logarithm is already the next integer
-        bits += _hidden_by_logarithm((bits >> 23) - 126)
-    floor = lax.bitcast_convert_type(bits & _EXPONENT, jnp.float32)
-    return jnp.where(jnp.isnan(scale), scale, floor)
+def _power_of_two_scales(amax: jax.Array, fmt: Format, policy: ScalePolicy) -> Scales:
+    """Of the quotient of S-3 the power of two not above it (S-4), from the amax's own bits; scale_inv is the power that is made, and scale its
+    reciprocal: XLA repeats integer operations for every element that they scale, and a division it does not.
+
+    fmt.max / amax = 2^k * M / m, with M and m the two significands: not below 2^k while m <= M, and for a few ulps of m more, which rounding
+    the quotient, or its logarithm, hides: n ulps of a quotient below 2^k are M / 2 * n ulps of m.
+    """
+    significand, exponent = math.frexp(fmt.max)
+    of_eps, by_log2 = np.float32(fmt.max / policy.eps), policy.power_of_two == "exp2_log2"
+    bits = lax.bitcast_convert_type(amax, jnp.int32)
+    field, mantissa = bits >> 23, bits & 0x7FFFFF
+    n = _hidden_by_logarithm(exponent - 1 - (field - 127)) if by_log2 else 0
+    hidden = ((2 * n + 1) * int(significand * 64)) >> 7  # floor((n + 1/2) M / 2), which is never near an integer
+    field += (mantissa > int((significand * 2 - 1) * 2**23) + hidden) - (exponent - 1)
+    floor = math.floor(np.float32(math.log2(of_eps))) if by_log2 else math.frexp(of_eps)[1] - 1
+    field = jnp.where(amax < _smallest(policy), 127 - floor, field)
+    scale_inv = jnp.where(jnp.isfinite(amax), lax.bitcast_convert_type(field << 23, jnp.float32), amax)
+    return with_inverse(1 / scale_inv)
+
+
+def _smallest(policy: ScalePolicy) -> np.float32:
+    """The smallest float32 not below eps."""
+    smallest = np.float32(policy.eps)
+    return smallest if float(smallest) >= policy.eps else np.nextafter(smallest, np.float32(1))
 
 
 def _hidden_by_logarithm(k: jax.Array) -> jax.Array:
