@@ -1,9 +1,10 @@
-# make setup | demo | test | exhaustive | bench | bench-jax | lint. Everything is installed into .venv; PYTHON names the interpreter it is made with.
+# make setup | demo | test | exhaustive | bench | bench-jax | aot | lint. Everything is installed into .venv, but for aot's, into .venv-aot;
+# PYTHON names the interpreter they are made with.
 PYTHON ?= python3
 BIN := .venv/bin
 TESTS ?= tests fp8ref
 
-.PHONY: setup demo test exhaustive bench bench-jax lint
+.PHONY: setup demo test exhaustive bench bench-jax aot lint
 
 setup: .venv/ready
 
@@ -26,6 +27,15 @@ bench: setup
 
 bench-jax: setup
 	$(BIN)/python benchmarks/jax_cpu.py --json benchmarks/results/jax_cpu.json
+
+# XLA's compiler for NVIDIA's GPUs, which needs neither a GPU nor CUDA to compile.
+.venv-aot/ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv-aot
+	.venv-aot/bin/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[jax,train]' jax-cuda12-plugin
+	touch $@
+
+aot: .venv-aot/ready
+	.venv-aot/bin/python benchmarks/aot.py
 
 lint: setup
 	$(BIN)/ruff check .

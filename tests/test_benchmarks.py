@@ -39,3 +39,15 @@ def test_the_readme_shows_jaxs_table():
     readme = (BENCHMARKS.parent / "README.md").read_text(encoding="utf-8")
     for row in json.loads(JAX_RESULT.read_text())["rows"]:
         assert f"| {row['variant']} | {row['measure']} | {row['peer']} | {row['ratio']:.2f}x | {row['at_most']:.1f}x |" in readme
+
+
+def test_what_is_compiled_for_an_h200():
+    """The kept table is of the kept results, all FP8 GEMMs planned are there, and what was changed made no FP8 step need more memory."""
+    printed = subprocess.run([sys.executable, BENCHMARKS / "aot.py", "--show"], check=True, capture_output=True, text=True).stdout
+    assert printed == (BENCHMARKS / "results" / "aot.md").read_text()
+    now, before = (json.loads((BENCHMARKS / "results" / f"{name}.json").read_text())["rows"] for name in ("aot", "aot_before"))
+    for row, old in zip(now, before, strict=True):
+        assert (row["recipe"], row["mesh"], row["lost"]) == (old["recipe"], old["mesh"], [])
+        assert row["fp8_dots"] == row["planned_fp8_gemms"]
+        assert row["fp8_share_of_planned_multiplications"] == (1.0 if row["planned_fp8_gemms"] else 0.0)
+        assert not row["planned_fp8_gemms"] or row["temporary_mib"] <= old["temporary_mib"]

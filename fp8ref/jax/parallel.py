@@ -4,14 +4,14 @@ Attention and MLP are tensor-parallel by heads and inner features: q, k, v, gate
 along their first dim over fsdp too, and gathered for use, linears' in FP8; norms are whole everywhere.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import multihost_utils
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding, Sharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from fp8ref import llama
@@ -27,9 +27,14 @@ ROW = ("o_proj", "down_proj")
 class Layout:
     """One config on a mesh; on one device there is none, and everything here does nothing."""
 
-    def __init__(self, config: Config) -> None:
-        """Raises:   ConfigError: more devices than there are, a batch, heads or dims that the mesh does not cut into equal pieces."""
+    def __init__(self, config: Config, devices: Sequence[jax.Device] | None = None) -> None:
+        """devices   of a topology, which need not be here: arrays on them are shapes. By default those that jax has.
+
+        Raises:   ConfigError: more devices than there are, a batch, heads or dims that the mesh does not cut into equal pieces.
+        """
         self.config = config.parallel
+        self.abstract = devices is not None
+        self.devices = (jax.devices() if devices is None else list(devices))[: config.parallel.devices]
         sizes = {axis: getattr(config.parallel, axis) for axis in AXES}
         # An axis of one device cuts nothing, so that no placement names it.
         self._batch, self._fsdp, self._tensor = (
@@ -38,9 +43,9 @@ class Layout:
         self.mesh: Mesh | None = None
         if config.parallel.devices == 1 and jax.process_count() == 1:
             return
-        if config.parallel.devices > jax.device_count():
+        if config.parallel.devices > len(self.devices):
             raise ConfigError(
-                f"parallel asks for {config.parallel.devices} devices ({sizes}); jax has {jax.device_count()}. "
+                f"parallel asks for {config.parallel.devices} devices ({sizes}); jax has {len(self.devices)}. "
                 "Make it smaller; on a CPU, XLA_FLAGS=--xla_force_host_platform_device_count=8 makes eight."
             )
         if jax.process_count() > 1 and config.parallel.devices != jax.device_count():
@@ -49,13 +54,16 @@ class Layout:
                 f"({sizes}). Make data, fsdp and tensor multiply to {jax.device_count()}."
             )
         self._check(config, sizes)
-        devices = jax.devices()[: config.parallel.devices]
-        self.mesh = jax.make_mesh(tuple(sizes.values()), AXES, axis_types=(AxisType.Auto,) * 3, devices=devices)
+        self.mesh = jax.make_mesh(tuple(sizes.values()), AXES, axis_types=(AxisType.Auto,) * 3, devices=self.devices)
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.devices[0].platform == "gpu"
 
     @property
     def description(self) -> str:
         """What trains, for the manifest: platform and kind of the devices, how many, and of how many processes."""
-        first, processes = jax.devices()[0], jax.process_count()
+        first, processes = self.devices[0], jax.process_count()
         many = f", {self.config.devices} devices" * (self.config.devices > 1) + f" in {processes} processes" * (processes > 1)
         return f"{first.platform}: {first.device_kind}{many}"
 
@@ -92,11 +100,16 @@ class Layout:
             return P()
         return P(self._fsdp) if name == llama.EMBEDDING else P(*placement.at_rest("weight"))
 
+    def sharding(self, spec: P) -> Sharding:
+        return SingleDeviceSharding(self.devices[0]) if self.mesh is None else NamedSharding(self.mesh, spec)
+
     def put(self, value: np.ndarray, spec: P) -> jax.Array:
-        """On the devices; every process has the whole value, and puts its own devices' pieces."""
+        """On the devices, every process its own devices' pieces of the whole value; of a topology's, a shape and how it lies there."""
+        if self.abstract:
+            return jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=self.sharding(spec))  # type: ignore[return-value]
         if self.mesh is None:
             return jnp.asarray(value)
-        return jax.make_array_from_callback(np.shape(value), NamedSharding(self.mesh, spec), lambda index: np.asarray(value)[index])
+        return jax.make_array_from_callback(np.shape(value), self.sharding(spec), lambda index: np.asarray(value)[index])
 
     def fetch(self, value: jax.Array) -> np.ndarray:
         """The whole of it, in every process."""

@@ -7,47 +7,31 @@
 
 Where nothing is left for XLA to partition (one device, or shard_map), the StableHLO shows it all. Under plain jit on a mesh the
 collectives exist only after SPMD partitioning, so that the program is compiled and the HLO behind that pass is read.
+Which kernels a GPU runs is in the HLO behind all passes:
+
+    compiled = proof.read_compiled(lowered.compile())
+    proof.kernels(compiled)         # how many multiply which types
+    proof.lost(compiled, program)   # FP8 dots of the program that the compiled one multiplies in anything wider
 """
 
 import collections
-import re
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import jax
 
 from fp8ref import recipe as recipes
-from fp8ref.jax import cast, gemm
+from fp8ref.jax import cast, gemm, hlo
+from fp8ref.jax.hlo import COLLECTIVES, Operation
 from fp8ref.jax.sharding import Placement
 from fp8ref.recipe import OPERANDS, Recipe
-
-_GEMM = re.compile(r"(?:^|[/(])(?P<layer>[^/()]+)/(?P<which>output|grad_input|grad_weight)[/)]")
-_COLLECTIVES = ("all_gather", "all_reduce", "reduce_scatter", "all_to_all", "collective_permute")
-_DEFINITION = re.compile(r"^\s*(?:ROOT )?%?(?P<name>[\w.\-]+) = (?P<type>\w+\[[\d,]*\])\S* (?P<kind>[\w\-]+)\((?P<operands>[^)]*)\)")
-
-
-@dataclass(frozen=True)
-class Operation:
-    """One operation: its kind in StableHLO's spelling, its operands' and its result's (dtype, shape), where it came from, its precision."""
-
-    kind: str
-    operands: tuple[tuple[str, tuple[int, ...]], ...]
-    result: tuple[str, tuple[int, ...]]
-    path: str
-    precision: str
-
-    @property
-    def place(self) -> tuple[str, str] | tuple[None, None]:
-        """The layer and the GEMM of it; None of an operation outside any."""
-        found = _GEMM.search(self.path)
-        return (found["layer"], found["which"]) if found else (None, None)
 
 
 @dataclass(frozen=True)
 class Program:
-    """A lowered step, read. source: ``stablehlo``, or ``hlo after spmd partitioning``."""
+    """A step, read. source: ``stablehlo``, ``hlo after spmd partitioning`` or ``optimised hlo``."""
 
     operations: tuple[Operation, ...]
     source: str
@@ -55,7 +39,10 @@ class Program:
 
 @dataclass(frozen=True)
 class Gemm:
-    """One dot. accumulate is ``fast`` or ``slow`` (G-7); layer and which are None of a dot that is no linear's."""
+    """One dot. accumulate is ``fast`` or ``slow`` (G-7); layer and which are None of a dot that is no linear's; multiplications are M N K.
+
+    kernel    of optimised HLO: what multiplies.
+    """
 
     layer: str | None
     which: str | None
@@ -64,6 +51,8 @@ class Gemm:
     out: str
     shape: tuple[int, ...]
     accumulate: str
+    multiplications: int
+    kernel: str = ""
 
     @property
     def fp8(self) -> bool:
@@ -83,7 +72,7 @@ class Collective:
 
 def read(lowered: jax.stages.Lowered) -> Program:
     """The operations of ``jax.jit(f).lower(...)``. Compiles only where XLA has yet to partition the program."""
-    operations = tuple(_stablehlo(_module(lowered)))
+    operations = tuple(hlo.from_stablehlo(_module(lowered)))
     if not _left_to_partition(lowered):
         return Program(operations, "stablehlo")
     with tempfile.TemporaryDirectory() as directory:
@@ -91,7 +80,13 @@ def read(lowered: jax.stages.Lowered) -> Program:
         texts = sorted(Path(directory).glob("*after_spmd-partitioning*.txt"))
         if not texts:
             raise RuntimeError("XLA wrote no HLO after SPMD partitioning; fp8ref.jax.proof reads what jax 0.10 dumps. Use shard_map.")
-        return Program(tuple(_hlo(texts[-1].read_text())), "hlo after spmd partitioning")
+        return Program(tuple(hlo.from_text(texts[-1].read_text())), "hlo after spmd partitioning")
+
+
+def read_compiled(compiled: jax.stages.Compiled | str) -> Program:
+    """The operations of a step as XLA compiled it for a GPU, or of its text."""
+    text = compiled if isinstance(compiled, str) else compiled.as_text()
+    return Program(tuple(hlo.from_text(text or "")), "optimised hlo")
 
 
 def gemms(program: Program) -> list[Gemm]:
@@ -101,13 +96,13 @@ def gemms(program: Program) -> list[Gemm]:
         if op.kind == "dot_general":
             (layer, which), (a, b) = op.place, (dtype for dtype, _ in op.operands)
             accumulate = "slow" if "HIGH" in op.precision.upper() else "fast"
-            found.append(Gemm(layer, which, a, b, *op.result, accumulate))
+            found.append(Gemm(layer, which, a, b, *op.result, accumulate, op.multiplications, op.kernel))
     return found
 
 
 def collectives(program: Program) -> list[Collective]:
     """Every collective, in the program's order."""
-    found = [(op.place, op) for op in program.operations if op.kind in _COLLECTIVES]
+    found = [(op.place, op) for op in program.operations if op.kind in COLLECTIVES]
     return [Collective(layer, which, op.kind, *op.result) for (layer, which), op in found]
 
 
@@ -141,10 +136,44 @@ def missing(program: Program, planned: Mapping[str, str | Recipe], placements: M
     return lines
 
 
-def manifest(program: Program, planned: Mapping[str, str | Recipe], missing: list[str]) -> dict:
-    """The proof as a run's manifest keeps it: every dot of a planned linear, gathers by type, GEMMs on dequantised operands, what is missing."""
+def lost(compiled: Program, program: Program) -> list[str]:
+    """FP8 dots of a program that the compiled one multiplies in anything wider, a line each.
+
+    XLA may merge dots that share an operand into one, of one's name: a dot without any kernel of its own name is lost only if the FP8
+    kernels of its kind (output, grad_input or grad_weight; fast or slow) multiply less than the program's dots of that kind.
+    """
+
+    def kind(dot: Gemm) -> tuple[str | None, str]:
+        return dot.which, dot.accumulate
+
+    dots, here = [dot for dot in gemms(program) if dot.fp8], gemms(compiled)
+    left: collections.Counter = collections.Counter()
+    for sign, those in ((1, dots), (-1, [dot for dot in here if dot.fp8])):
+        for dot in those:
+            left[kind(dot)] += sign * dot.multiplications
+    lines = []
+    for dot in dots:
+        own = [k for k in here if (k.layer, k.which) == (dot.layer, dot.which)]
+        if (own or left[kind(dot)] > 0) and not any(k.fp8 and kind(k) == kind(dot) for k in own):
+            found = [f"{k.a} x {k.b}, {k.accumulate}, by {k.kernel}" for k in own] or ["no kernel of its name"]
+            lines.append(f"{dot.layer}/{dot.which}: {dot.a} x {dot.b}, {dot.accumulate}, is compiled to {'; '.join(found)}")
+    return lines
+
+
+def kernels(compiled: Program) -> dict[str, int]:
+    """How many kernels of each name multiply each pair of types: {"__cublas$lt$matmul$f8: f8e4m3fn x f8e4m3fn": 2}."""
+    return dict(collections.Counter(f"{dot.kernel}: {dot.a} x {dot.b}" for dot in gemms(compiled)))
+
+
+def gathers(program: Program) -> dict[str, int]:
+    """How many tensors are gathered, by type."""
+    return dict(collections.Counter(m.dtype for m in collectives(program) if m.kind == "all_gather"))
+
+
+def manifest(program: Program, planned: Mapping[str, str | Recipe], missing: list[str], compiled: Program | None = None) -> dict:
+    """The proof as a run's manifest keeps it: every dot of a planned linear, gathers by type, GEMMs on dequantised operands, what is missing;
+    of a compiled program, its kernels and gathers."""
     dots = [dot for dot in gemms(program) if dot.layer in planned]
-    gathers = collections.Counter(m.dtype for m in collectives(program) if m.kind == "all_gather")
     dequantised = [
         f"{layer}/{which}"
         for layer, recipe in planned.items()
@@ -157,9 +186,9 @@ def manifest(program: Program, planned: Mapping[str, str | Recipe], missing: lis
             {"gemm": f"{dot.layer}/{dot.which}", "a": dot.a, "b": dot.b, "accumulate": dot.accumulate, "fp8": dot.fp8} for dot in dots
         ],
         "on_dequantised_operands": dequantised,
-        "gathers": dict(gathers),
+        "gathers": gathers(program),
         "missing": missing,
-    }
+    } | ({"compiled": {"kernels": kernels(compiled), "gathers": gathers(compiled)}} if compiled else {})
 
 
 def _name(dtype) -> str:
@@ -171,50 +200,10 @@ def _left_to_partition(lowered: jax.stages.Lowered) -> bool:
     """Whether XLA has dots to split over devices: more than one partition, and a dot outside all of shard_map's bodies."""
     module = _module(lowered)
     partitions = module.attributes["mhlo.num_partitions"].value if "mhlo.num_partitions" in module.attributes else 1
-    return partitions > 1 and any(True for op in _walk(module, skip="sdy.manual_computation") if op.name == "stablehlo.dot_general")
+    return partitions > 1 and any(True for op in hlo.walk(module, skip="sdy.manual_computation") if op.name == "stablehlo.dot_general")
 
 
 def _module(lowered: jax.stages.Lowered):
     module = lowered.compiler_ir("stablehlo")
     assert module is not None
     return module.operation
-
-
-def _walk(op, skip: str | None = None) -> Iterator:
-    for region in op.regions:
-        for block in region.blocks:
-            for inner in block.operations:
-                if inner.operation.name != skip:
-                    yield inner.operation
-                    yield from _walk(inner.operation, skip)
-
-
-def _stablehlo(module) -> Iterator[Operation]:
-    for op in _walk(module):
-        kind = op.name.removeprefix("stablehlo.")
-        if kind == "dot_general" or kind in _COLLECTIVES:
-            path = re.match(r'loc\("([^"]*)"', str(op.location))
-            precision = str(op.attributes["precision_config"]) if "precision_config" in op.attributes else ""
-            yield Operation(
-                kind, tuple(_typed(v.type) for v in op.operands), _typed(op.results[0].type), path[1] if path else "", precision
-            )
-
-
-def _typed(kind) -> tuple[str, tuple[int, ...]]:
-    """tensor<2x3xf8E4M3FN> -> ("f8e4m3fn", (2, 3))."""
-    return str(kind.element_type).lower(), tuple(kind.shape)
-
-
-def _hlo(text: str) -> Iterator[Operation]:
-    types: dict[str, tuple[str, tuple[int, ...]]] = {}
-    for line in text.splitlines():
-        found = _DEFINITION.match(line)
-        if not found:
-            continue
-        dtype, dims = found["type"].rstrip("]").split("[")
-        types[found["name"]] = dtype, tuple(map(int, filter(None, dims.split(","))))
-        kind = {"dot": "dot_general"}.get(found["kind"], found["kind"].replace("-", "_").removesuffix("_start"))
-        if kind == "dot_general" or kind in _COLLECTIVES:
-            operands = tuple(types[name.split()[-1].lstrip("%")] for name in found["operands"].split(", "))
-            path, precision = re.search(r'op_name="([^"]*)"', line), re.search(r"operand_precision=\{([^}]*)\}", line)
-            yield Operation(kind, operands, types[found["name"]], path[1] if path else "", precision[1] if precision else "")

@@ -1,6 +1,7 @@
 """The training step in JAX (SEMANTICS T): float32 masters, bfloat16 compute, optax's AdamW; on one device or a mesh."""
 
 import functools
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -24,33 +25,37 @@ class Trainer:
 
     backend = "jax"
 
-    def __init__(self, config: Config, weights: dict[str, np.ndarray] | None = None) -> None:
-        """weights: float32 arrays by name, by default ``llama.initial_weights`` of run.seed."""
+    def __init__(
+        self, config: Config, weights: dict[str, np.ndarray] | None = None, *, devices: Sequence[jax.Device] | None = None
+    ) -> None:
+        """weights: float32 arrays by name, by default ``llama.initial_weights`` of run.seed.
+
+        devices   of a topology: the step is lowered for them, from shapes alone, and cannot run. By default those that jax has.
+        """
         self.config = config
         self.decisions = config.decisions()
-        self._layout = Layout(config)
-        weights = llama.initial_weights(config.model, seed=config.run.seed) if weights is None else weights
-        llama.check_weights(weights, config.model)
-        model = Llama(config.model, weights, {d.path: d.recipe for d in self.decisions})
-        self._graph, params = nnx.split(model, nnx.Param)
-        self._params = nnx.to_pure_dict(params)
-        self._specs = jax.tree_util.tree_map_with_path(lambda path, value: self._layout.parameter(_name(path), value.shape), self._params)
-        self._params = jax.tree.map(self._layout.put, self._params, self._specs)
-        # Of linears that scale by past amaxes, by name; no optimizer sees it.
-        fp8_state = {d.path: delayed.init(d.recipe) for d in self.decisions if delayed.keeps_state(d.recipe)}
-        everywhere = functools.partial(self._layout.put, spec=P())
-        self._fp8_state = jax.tree.map(everywhere, fp8_state)
+        self._layout = Layout(config, devices)
         optimizer = config.optimizer
         self._update = optax.chain(
             optax.scale_by_adam(b1=optimizer.beta1, b2=optimizer.beta2, eps=optimizer.eps),
             optax.add_decayed_weights(optimizer.weight_decay, mask=lambda p: jax.tree.map(lambda v: v.ndim > 1, p)),
         )
-        self._opt_state = optax.tree_utils.tree_map_params(
-            self._update, self._layout.put, self._update.init(self._params), self._specs, transform_non_params=everywhere
+        if devices is None:
+            weights = llama.initial_weights(config.model, seed=config.run.seed) if weights is None else weights
+            llama.check_weights(weights, config.model)
+            self._graph, *state = self._initial(weights)
+        else:
+            shapes = {name: jax.ShapeDtypeStruct(shape, np.float32) for name, shape in llama.parameter_shapes(config.model).items()}
+            self._graph, *state = jax.eval_shape(self._initial, shapes)
+        params, opt_state, fp8_state = state
+        self._specs = jax.tree_util.tree_map_with_path(lambda path, value: self._layout.parameter(_name(path), value.shape), params)
+        of_optimizer = optax.tree_utils.tree_map_params(
+            self._update, lambda _, spec: spec, opt_state, self._specs, transform_non_params=lambda _: P()
         )
-        state = self._params, self._opt_state, self._fp8_state
+        specs = (self._specs, of_optimizer, jax.tree.map(lambda _: P(), fp8_state))
+        self._params, self._opt_state, self._fp8_state = jax.tree.map(self._layout.put, (params, opt_state, fp8_state), specs)
         # as they came, so that the second step is not compiled again
-        placed = None if self._layout.mesh is None else (*jax.tree.map(lambda v: v.sharding, state), None, None)
+        placed = None if self._layout.mesh is None else (*jax.tree.map(self._layout.sharding, specs), None, None)
         self._step = jax.jit(self._train_step, donate_argnums=(0, 1, 2), out_shardings=placed, compiler_options=COMPILER_OPTIONS)
         self._loss = jax.jit(self._evaluated, compiler_options=COMPILER_OPTIONS)
         self._count = 0
@@ -100,17 +105,31 @@ class Trainer:
     def prove(self, tokens: np.ndarray) -> dict:
         """What the step multiplies and moves, for the manifest.
 
-        Raises:   ConfigError: an FP8 GEMM or gather that was planned and is not there, unless run.allow_fallback.
+        Raises:   ConfigError: an FP8 GEMM or gather that was planned and is not there, on a GPU in the compiled step either, unless run.allow_fallback.
         """
-        program = proof.read(self._step.lower(*self._arguments(tokens)))
+        lowered = self.lowered(tokens)
+        program = proof.read(lowered)
         planned = {d.path: d.recipe for d in self.decisions if d.fp8}
         placements = {path: placement for path in planned if (placement := self._layout.placement(path))}
         missing = proof.missing(program, planned, placements)
+        compiled = proof.read_compiled(lowered.compile()) if self._layout.on_gpu else None
+        missing += proof.lost(compiled, program) if compiled else []
         if missing and not self.config.run.allow_fallback:
             raise ConfigError(
                 "the compiled step lacks what was planned:\n  " + "\n  ".join(missing) + "\nSet run.allow_fallback to train anyway."
             )
-        return proof.manifest(program, planned, missing)
+        return proof.manifest(program, planned, missing, compiled)
+
+    def lowered(self, tokens: np.ndarray) -> jax.stages.Lowered:
+        """The step as it will be compiled."""
+        return self._step.lower(*self._arguments(tokens))
+
+    def _initial(self, weights: dict[str, np.ndarray]) -> tuple:
+        """The model's graph; parameters, optimizer's state, and states of linears that scale by past amaxes, which no optimizer sees."""
+        graph, params = nnx.split(Llama(self.config.model, weights, {d.path: d.recipe for d in self.decisions}), nnx.Param)
+        params = nnx.to_pure_dict(params)
+        fp8_state = {d.path: delayed.init(d.recipe) for d in self.decisions if delayed.keeps_state(d.recipe)}
+        return graph, params, self._update.init(params), fp8_state
 
     def _arguments(self, tokens: np.ndarray) -> tuple:
         lr = self.config.optimizer.learning_rate_at(self._count, self.config.run.steps)

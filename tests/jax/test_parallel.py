@@ -4,7 +4,8 @@ import jax
 import numpy as np
 import pytest
 
-from fp8ref.jax import linear
+from fp8ref.jax import linear, proof
+from fp8ref.jax.parallel import Layout
 from fp8ref.jax.train import Trainer
 from fp8ref.llama import LlamaConfig
 from fp8ref.run import log, loop
@@ -81,6 +82,24 @@ def test_the_manifest_keeps_the_proof_and_a_fallback_stops_the_run(tmp_path, tex
     assert not (tmp_path / "stopped").exists()
     loop.train(config.replace(run={"allow_fallback": True}), "jax", tmp_path / "allowed")
     assert len(log.read_manifest(tmp_path / "allowed")["proof"]["missing"]) == 21
+
+
+def test_on_a_gpu_the_compiled_step_is_read_too(monkeypatch):  # B-7
+    """A CPU compiles FP8 dots to wider ones, which is what a GPU must not do."""
+    monkeypatch.setattr(Layout, "on_gpu", True)
+    with pytest.raises(ConfigError, match=r"q_proj/output: f8e4m3fn x f8e4m3fn, fast, is compiled to"):
+        trainer("tensorwise", {}).prove(TOKENS[0])
+    proof = trainer("tensorwise", {}, run={"steps": 3, "allow_fallback": True}).prove(TOKENS[0])
+    assert len(proof["missing"]) == 21
+    assert sum(proof["compiled"]["kernels"].values()) >= 21
+
+
+@pytest.mark.parametrize("parallel", [{}, SEQUENCE], ids=str)
+def test_a_step_is_lowered_from_shapes_as_it_is_from_arrays(parallel):
+    config = CONFIG.replace(numerics={"recipe": "delayed"}, parallel=parallel)
+    abstract = Trainer(config, devices=jax.devices())
+    assert {type(leaf) for leaf in jax.tree.leaves(abstract._params)} == {jax.ShapeDtypeStruct}
+    assert proof.read(abstract.lowered(TOKENS[0])) == proof.read(Trainer(config).lowered(TOKENS[0]))
 
 
 def test_dequantised_operands_are_called_that():

@@ -22,6 +22,6 @@ def test_optimizer_is_clipped_adamw_as_specified(small, monkeypatch):  # T-1, T-
 def test_the_training_step_holds_one_float8_dot_for_each_planned_gemm(recipe, small):
     trainer = Trainer(small.replace(numerics={"recipe": recipe}))
     tokens = data.open_batches(small).step(0)
-    hlo = trainer._step.lower(*trainer._arguments(tokens)).as_text()
+    hlo = trainer.lowered(tokens).as_text()
     dots = [line for line in hlo.splitlines() if "dot_general" in line and line.count("xf8E") == 2]
     assert len(dots) == sum(spec.fp8 for d in trainer.decisions for spec in d.recipe.gemms.values())

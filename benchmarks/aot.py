@@ -1,0 +1,183 @@
+"""What XLA compiles the training step to for an H200, on a machine without one: make aot, or python benchmarks/aot.py [--show]
+
+Two blocks of an 8-billion-parameter Llama with a small vocabulary, lowered from shapes alone and compiled ahead of time for one device and
+for eight. Counted are kernels and bytes of the compiled program; nothing runs, so that nothing here is a time. An autotuner has no GPU
+to try kernels on either: GEMMs are the library's unless a case says Triton, and a GPU may choose otherwise.
+"""
+
+import argparse
+import collections
+import json
+import math
+import os
+import platform
+import re
+from pathlib import Path
+
+os.environ |= {"JAX_PLATFORMS": "cpu", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}  # before jax starts
+
+import jax
+import numpy as np
+from jax.experimental import topologies
+
+from fp8ref.jax import hlo, proof
+from fp8ref.jax.train import Trainer
+from fp8ref.llama import LlamaConfig
+from fp8ref.run.config import Config, DataConfig
+
+MODEL = LlamaConfig(
+    vocab_size=1024, hidden_size=4096, intermediate_size=14336, num_hidden_layers=2, num_attention_heads=32, num_key_value_heads=8
+)
+LENGTH, SEQUENCES = 1024, 4  # of tokens; per device
+MEBIBYTE = 2**20
+HERE = Path(__file__).parent
+COLUMNS = [
+    "recipe",
+    "mesh",
+    "GEMMs by",
+    "FP8 GEMMs planned, in kernels",
+    "of their multiplications in FP8",
+    "gathers, MiB",
+    "casts that transpose, MiB in kernels",
+    "moves, MiB in kernels",
+    "temporary, MiB",
+]
+EXPLANATION = """\
+# The training step compiled for an H200, ahead of time
+
+Written by `make aot`; kernels and bytes of compiled programs, per device, of which none has run. Two blocks of an 8-billion-parameter Llama,
+a vocabulary of 1024, four sequences of 1024 tokens a device. `before -> now` where changes of layout and of what is kept made a difference.
+Gathers are of matrices. Casts that transpose write FP8 in a second order, with or without the first; moves are kernels that only transpose,
+copy or concatenate, a MiB or more, of a linear. Temporary memory is all but arguments and results."""
+BYTES = {"f64": 8, "f32": 4, "s32": 4, "u32": 4, "bf16": 2, "f16": 2, "s16": 2, "u16": 2}  # others, a byte
+FSDP, CUBE = {"fsdp": 8}, {"data": 2, "fsdp": 2, "tensor": 2, "sequence": True}
+# recipe, mesh, GEMMs by Triton
+CASES = [
+    *((recipe, {}, False) for recipe in ("bf16", "tensorwise", "rowwise", "rowwise_with_gw_hp", "delayed")),
+    *((recipe, FSDP, False) for recipe in ("bf16", "tensorwise", "rowwise", "rowwise_with_gw_hp", "delayed")),
+    *((recipe, CUBE, False) for recipe in ("bf16", "tensorwise", "rowwise")),
+    *((recipe, {**FSDP, "through": "jit"}, False) for recipe in ("bf16", "tensorwise", "rowwise")),
+    *((recipe, {}, True) for recipe in ("bf16", "tensorwise", "rowwise")),
+]
+MOVING = {"parameter", "transpose", "copy", "bitcast", "reshape", "concatenate", "slice", "pad", "tuple", "get-tuple-element"}
+
+
+def moves(text: str) -> tuple[list[int], list[int]]:
+    """Of the linears' kernels that write a mebibyte or more in another order than they read it: the bytes that each writes.
+
+    Returns:  (of those that transpose while they cast to FP8, of those that only move data).
+    """
+    bodies = collections.defaultdict(list)
+    for one in hlo.instructions(text):
+        bodies[one.computation].append(one)
+    called = set(re.findall(r"(?:calls|to_apply)=%?([\w.\-]+)", text))
+    casting, moving = [], []
+    for kernel in (one for name, body in bodies.items() if name not in called for one in body):
+        inside = [kernel]
+        if kernel.kind == "fusion":
+            inside = bodies[re.search(r"calls=%?([\w.\-]+)", kernel.line)[1]]
+        kinds = {one.kind for one in inside}
+        written = sum(map(_bytes, kernel.types))
+        if written < MEBIBYTE or hlo.place(kernel.path)[0] is None or not kinds & {"transpose", "copy", "concatenate"}:
+            continue
+        if kinds <= MOVING:
+            moving.append(written)
+        elif any(dtype.startswith("f8") for dtype, _ in kernel.types):
+            casting.append(written)
+    return casting, moving
+
+
+def measure(recipe: str, parallel: dict, triton: bool, target: str) -> dict:
+    config = Config(model=MODEL, data=DataConfig(sequence_length=LENGTH)).replace(numerics={"recipe": recipe}, parallel=parallel)
+    devices = config.parallel.devices
+    batch = SEQUENCES * devices
+    config = config.replace(data={"batch_size": batch})
+    topology = topologies.get_topology_desc(platform="cuda", topology_name="h200", topology=f"1x1x{devices}", target_config=target)
+    lowered = Trainer(config, devices=topology.devices).lowered(np.zeros((batch, LENGTH + 1), np.int32))
+    program = proof.read(lowered)
+    compiled = lowered.compile(compiler_options={"xla_gpu_enable_triton_gemm": triton})
+    text = compiled.as_text()
+    found = proof.read_compiled(text)
+    planned, fp8 = ([dot for dot in proof.gemms(each) if dot.fp8] for each in (program, found))
+    casting, moving = moves(text)
+    return {
+        "recipe": recipe,
+        "mesh": parallel or {"data": 1},
+        "kernels": proof.kernels(found),
+        "planned_fp8_gemms": sum(s.fp8 for d in config.decisions() for s in d.recipe.gemms.values()),
+        "fp8_dots": len(planned),
+        "fp8_kernels": len(fp8),
+        "fp8_share_of_planned_multiplications": sum(d.multiplications for d in fp8) / max(1, sum(d.multiplications for d in planned)),
+        "lost": proof.lost(found, program),
+        "gathers_mib": _gathered(found),
+        "casts_that_transpose": {"kernels": len(casting), "mib": round(sum(casting) / MEBIBYTE)},
+        "moves": {"kernels": len(moving), "mib": round(sum(moving) / MEBIBYTE)},
+        "temporary_mib": round(compiled.memory_analysis().temp_size_in_bytes / MEBIBYTE),
+    }
+
+
+def _gathered(program: proof.Program) -> dict[str, int]:
+    """MiB that arrive in gathers of matrices, by type."""
+    bytes_: collections.Counter = collections.Counter()
+    for moved in proof.collectives(program):
+        if moved.kind == "all_gather" and min(moved.shape[-2:], default=1) > 1 and len(moved.shape) > 1:
+            bytes_[moved.dtype] += _bytes((moved.dtype, moved.shape))
+    return {dtype: round(size / MEBIBYTE) for dtype, size in bytes_.items()}
+
+
+def _bytes(typed: hlo.Typed) -> int:
+    return BYTES.get(typed[0], 1) * math.prod(typed[1])
+
+
+def markdown(now: dict, before: dict) -> str:
+    """The table of both: cells that changed show what they were."""
+    earlier = {_case(row): cells(row) for row in before["rows"]}
+    lines = [EXPLANATION, "", f"| {' | '.join(COLUMNS)} |", "|" + "---|" * len(COLUMNS)]
+    for row in now["rows"]:
+        pairs = zip(cells(row), earlier[_case(row)], strict=True)
+        lines.append(f"| {' | '.join(new if new == old else f'{old} -> {new}' for new, old in pairs)} |")
+    return "\n".join(lines) + "\n"
+
+
+def cells(row: dict) -> list[str]:
+    """A row of the table."""
+    return [
+        *_case(row),
+        f"{row['planned_fp8_gemms']} in {row['fp8_kernels']}" if row["planned_fp8_gemms"] else "-",
+        f"{row['fp8_share_of_planned_multiplications']:.0%}" if row["planned_fp8_gemms"] else "-",
+        ", ".join(f"{dtype} {size}" for dtype, size in row["gathers_mib"].items()) or "-",
+        "{mib} in {kernels}".format(**row["casts_that_transpose"]),
+        "{mib} in {kernels}".format(**row["moves"]),
+        str(row["temporary_mib"]),
+    ]
+
+
+def _case(row: dict) -> tuple[str, str, str]:
+    sizes = " ".join(f"{axis} {size}" for axis, size in row["mesh"].items() if axis not in ("sequence", "through"))
+    through = ", plain jit" if "through" in row["mesh"] else ""
+    return row["recipe"], sizes + through, "Triton" if any("triton" in kernel for kernel in row["kernels"]) else "cuBLASLt"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path, default=HERE / "results" / "aot.json", help="the results; the table is written beside them")
+    parser.add_argument("--show", action="store_true", help="compile nothing: only print the table of the results that are there")
+    arguments = parser.parse_args()
+    if not arguments.show:
+        target = (HERE / "h200_target.txtpb").read_text()
+        rows = []
+        for case in CASES:
+            rows.append(measure(*case, target))
+            print(*cells(rows[-1]), sep=", ", flush=True)
+        versions = {"jax": jax.__version__, "python": platform.python_version()}
+        model = {**vars(MODEL), "sequence_length": LENGTH, "sequences_per_device": SEQUENCES}
+        arguments.json.write_text(json.dumps({"versions": versions, "model": model, "rows": rows}, indent=1) + "\n")
+    now, before = (json.loads(path.read_text()) for path in (arguments.json, HERE / "results" / "aot_before.json"))
+    text = markdown(now, before)
+    print(text, end="")
+    if not arguments.show:
+        arguments.json.with_suffix(".md").write_text(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,129 @@
+"""The dots and collectives of a program, off its StableHLO or off HLO's text, whichever pass it is behind."""
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+COLLECTIVES = ("all_gather", "all_reduce", "reduce_scatter", "all_to_all", "collective_permute")
+MATMULS = ("__cublas$lt$matmul$f8", "__cublas$lt$matmul", "__cublas$gemm")
+
+Typed = tuple[str, tuple[int, ...]]  # dtype and shape
+
+_GEMM = re.compile(r"(?:^|[/(])(?P<layer>[^/()]+)/(?P<which>output|grad_input|grad_weight)[/)]")
+_COMPUTATION = re.compile(r"^(?:ENTRY )?%?(?P<name>[\w.\-]+) \(.*\) -> .*\{$")
+_INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?(?P<name>[\w.\-]+) = (?P<type>.*?) (?P<kind>[a-z][\w\-]*)\((?P<operands>[^()]*)\)")
+_ARRAY = re.compile(r"([a-z]\w*)\[([\d,]*)\]")
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One operation: its kind in StableHLO's spelling, its operands' and its result's types, where it came from, its precision.
+
+    kernel    in optimised HLO of a GPU, what runs it: a library's call, or the kind of the fusion around it.
+    """
+
+    kind: str
+    operands: tuple[Typed, ...]
+    result: Typed
+    path: str
+    precision: str
+    kernel: str = ""
+
+    @property
+    def place(self) -> tuple[str, str] | tuple[None, None]:
+        """The layer and the GEMM of it; None of an operation outside any."""
+        return place(self.path)
+
+    @property
+    def multiplications(self) -> int:
+        """M N K of a dot: M K, N K and M N elements go in and out."""
+        return math.isqrt(math.prod(math.prod(shape) for _, shape in (*self.operands, self.result)))
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One line of HLO's text. types: of its result's arrays, a tuple's one after the other."""
+
+    computation: str
+    name: str
+    kind: str
+    types: tuple[Typed, ...]
+    operands: tuple[str, ...]
+    line: str
+
+    @property
+    def path(self) -> str:
+        return _first(r'op_name="([^"]*)"', self.line)
+
+
+def place(path: str) -> tuple[str, str] | tuple[None, None]:
+    """The layer and the GEMM in a path of named scopes."""
+    found = _GEMM.search(path)
+    return (found["layer"], found["which"]) if found else (None, None)
+
+
+def from_stablehlo(module) -> Iterator[Operation]:
+    for op in walk(module):
+        kind = op.name.removeprefix("stablehlo.")
+        if kind == "dot_general" or kind in COLLECTIVES:
+            path = re.match(r'loc\("([^"]*)"', str(op.location))
+            precision = str(op.attributes["precision_config"]) if "precision_config" in op.attributes else ""
+            yield Operation(
+                kind, tuple(_typed(v.type) for v in op.operands), _typed(op.results[0].type), path[1] if path else "", precision
+            )
+
+
+def from_text(text: str) -> Iterator[Operation]:
+    """Of HLO behind any pass. A collective that XLA combined of several is several; those name no layer."""
+    types: dict[str, Typed] = {}
+    around = kernels(text)
+    for one in instructions(text):
+        if one.types:
+            types[one.name] = one.types[0]
+        kind = one.kind.replace("-", "_").removesuffix("_start")
+        target = _first(r'custom_call_target="([^"]*)"', one.line)
+        if one.kind == "dot" or target in MATMULS:
+            precision = _first(r'operand_precision(?:=\{|":\[)([^}\]]*)', one.line)
+            a, b = (types[name] for name in one.operands[:2])
+            yield Operation("dot_general", (a, b), one.types[0], one.path, precision, target or around.get(one.computation, "dot"))
+        elif kind in COLLECTIVES:
+            moved, path = len(one.operands), one.path if len(one.operands) == 1 else ""
+            for name, result in zip(one.operands, one.types[-moved:], strict=True):
+                yield Operation(kind, (types[name],), result, path, "")
+
+
+def instructions(text: str) -> Iterator[Instruction]:
+    computation = ""
+    for line in text.splitlines():
+        if found := _INSTRUCTION.match(line):
+            operands = tuple(name.split()[-1].split("%")[-1] for name in found["operands"].split(", ") if name)
+            types = tuple((dtype, tuple(map(int, filter(None, dims.split(","))))) for dtype, dims in _ARRAY.findall(found["type"]))
+            yield Instruction(computation, found["name"], found["kind"], types, operands, line)
+        elif found := _COMPUTATION.match(line):
+            computation = found["name"]
+
+
+def kernels(text: str) -> dict[str, str]:
+    """Computation -> the kind of the custom fusion that calls it, such as __triton_gemm."""
+    return dict(re.findall(r' fusion\(.*calls=%?([\w.\-]+).*"kind":"(\w+)"', text))
+
+
+def walk(op, skip: str | None = None) -> Iterator:
+    """The operations inside one of StableHLO, but for those inside any of the name skip."""
+    for region in op.regions:
+        for block in region.blocks:
+            for inner in block.operations:
+                if inner.operation.name != skip:
+                    yield inner.operation
+                    yield from walk(inner.operation, skip)
+
+
+def _typed(kind) -> Typed:
+    """tensor<2x3xf8E4M3FN> -> ("f8e4m3fn", (2, 3))."""
+    return str(kind.element_type).lower(), tuple(kind.shape)
+
+
+def _first(pattern: str, line: str) -> str:
+    found = re.search(pattern, line)
+    return found[1] if found else ""
