@@ -135,10 +135,10 @@ def _crosscheck_sharded(known: argparse.Namespace, config) -> int:
 
     if known.backend != "jax" or known.steps is not None or known.sharded < 2:
         raise ConfigError("--sharded takes 2 devices or more, --backend jax, and no --steps: it replays step 0.")
-    if "jax" not in sys.modules:  # a CPU is as many devices as it is told before jax starts
-        flags = os.environ.get("XLA_FLAGS", "")
-        if "xla_force_host_platform_device_count" not in flags:
-            os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count={known.sharded}".strip()
+    import jax
+
+    if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+        jax.config.update("jax_num_cpu_devices", known.sharded)  # a CPU is as many devices as it is told before it is asked
     from fp8ref.check import sharded
 
     report, unfit = sharded.crosscheck(config, known.sharded)

@@ -208,6 +208,11 @@ def compare_quantized(
     return simulated
 
 
+def transposed(q: scaling.Quantized) -> scaling.Quantized:
+    """An operand reduced along its first axis, as the [M, K] that a GEMM takes."""
+    return q._replace(codes=q.codes.T, scale=q.scale.T, scale_inv=q.scale_inv.T, axis=1)
+
+
 def _check_gemm(report: Report, seen: Observation, recipe: Recipe, quantizers: dict[str, Quantizer]) -> None:
     spec = recipe.gemms[seen.gemm]  # type: ignore[index]
     operands = []
@@ -215,7 +220,7 @@ def _check_gemm(report: Report, seen: Observation, recipe: Recipe, quantizers: d
         assert how is not None
         hp, codes, scale = operand
         q = compare_quantized(report, f"{seen.layer}/{role}", hp, how, axis, {seen.backend: (codes, scale)}, quantizers)
-        operands.append(q if axis == 1 else _transposed(q))
+        operands.append(q if axis == 1 else transposed(q))
     a, b = operands
     simulated = gemm.matmul(a, b, epilogue=spec.epilogue, out_dtype=BFLOAT16)  # [M, K] x [N, K] -> [M, N]
     out = np.asarray(seen.out, np.float32)
@@ -226,8 +231,3 @@ def _check_gemm(report: Report, seen: Observation, recipe: Recipe, quantizers: d
 def _base(found: dict) -> str:
     """The backend whose replicates set the bounds: torch, which compiles nothing, where it takes part."""
     return "torch" if "torch" in found else next(iter(found))
-
-
-def _transposed(q: scaling.Quantized) -> scaling.Quantized:
-    """An operand reduced along its first axis, as the [M, K] that a GEMM takes."""
-    return q._replace(codes=q.codes.T, scale=q.scale.T, scale_inv=q.scale_inv.T, axis=1)

@@ -1,7 +1,8 @@
 """Holds a mesh of devices to the simulator: what one device's linears computed, replayed on every mesh (SEMANTICS P-4, P-9, B-7).
 
 Of every converted linear, on the operands of one device's own step: codes and scales bit for bit, outputs within B-1, for every way of cutting
-N devices into data, fsdp and tensor, inside shard_map and under plain jit; and for each the proof of the whole model's step.
+N devices into data, fsdp and tensor, inside shard_map and under plain jit; and for each, of the whole model, what the first layer is given, bit
+for bit, and the proof of its step.
 """
 
 import itertools
@@ -10,6 +11,7 @@ import numpy as np
 
 from fp8ref.check import bounds
 from fp8ref.check.compare import Report, compare_codes, compare_scales, compare_values
+from fp8ref.check.crosscheck import transposed
 from fp8ref.formats import BFLOAT16
 from fp8ref.recipe import OPERANDS, REDUCED_AXES, SHARED_RECIPES, Gemm, Recipe, Role
 from fp8ref.run import data, loop, progress
@@ -42,6 +44,7 @@ def crosscheck(config: Config, devices: int) -> tuple[Report, dict[str, str]]:
     tokens = data.open_batches(config).step(0)
     one = loop.trainer("jax", config)
     tensors = _tensors(one, tokens)
+    first = one.first_input(tokens[:, :-1])  # type: ignore[attr-defined]
     recipes = {d.path: d.recipe for d in one.decisions if d.fp8}
     expected = {layer: _simulated(tensors[layer], recipes[layer]) for layer in recipes}
     meshes = list(itertools.product(_factors(devices), THROUGH))
@@ -62,7 +65,11 @@ def crosscheck(config: Config, devices: int) -> tuple[Report, dict[str, str]]:
                 found = replay(tensors[layer], recipe=recipe, placement=placement, mesh=layout.mesh, through=through)
                 for which, (a, b, out) in found.items():
                     _compare(report, f"jax {name}", layer, which, recipe, tensors[layer], expected[layer][which], (a, b), out)
-            proof = loop.trainer("jax", meshed).prove(tokens)  # type: ignore[attr-defined]
+            many = loop.trainer("jax", meshed)
+            proof = many.prove(tokens)  # type: ignore[attr-defined]
+            mine = many.first_input(tokens[:, :-1])  # type: ignore[attr-defined]
+            check = report.check(f"model/first_input/value/jax {name}", bound=1.0)
+            compare_values(check, mine, first, 2.0**-149, names=(f"jax {name}", "one device"))  # no two differ by less
             check = report.check(f"model/proof/value/jax {name}", bound=1.0)
             planned = sum(spec.fp8 for recipe in recipes.values() for spec in recipe.gemms.values())
             compare_values(check, sum(dot["fp8"] for dot in proof["gemms"]), planned, 0.5, names=("FP8 dots", "planned"))
@@ -103,7 +110,7 @@ def _simulated(tensors: dict[Role, np.ndarray], recipe: Recipe) -> dict[Gemm, tu
             scaling.quantize(tensors[role], cast.fmt, granularity=cast.granularity, policy=cast.policy, axis=axis)
             for role, cast, axis in zip(OPERANDS[which], (spec.a, spec.b), REDUCED_AXES[which], strict=True)
         ]
-        a, b = (q if q.axis == 1 else q._replace(codes=q.codes.T, scale=q.scale.T, scale_inv=q.scale_inv.T, axis=1) for q in own)
+        a, b = (q if q.axis == 1 else transposed(q) for q in own)
         result[which] = own, (a, b), gemm.matmul(a, b, epilogue=spec.epilogue, out_dtype=BFLOAT16)
     return result
 

@@ -1,25 +1,22 @@
 """A linear layer is three GEMMs (SEMANTICS L), joined to autodiff by one custom_vjp."""
 
-import dataclasses
 import functools
 import math
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from fp8ref import recipe as recipes
-from fp8ref.jax import delayed, gemm, scales, scaling, sharding
+from fp8ref.jax import delayed, gemm, operands, scales, sharding
+from fp8ref.jax.operands import Scales, Use
 from fp8ref.jax.scaling import Quantized
 from fp8ref.jax.sharding import Placement
-from fp8ref.recipe import OPERANDS, REDUCED_AXES, CastSpec, Gemm, Recipe, Role
-
-Scales = Mapping[Role, jax.Array]  # of the roles whose scales a state holds
+from fp8ref.recipe import OPERANDS, CastSpec, Gemm, Recipe, Role
 
 _observer: ContextVar[Callable | None] = ContextVar("fp8ref_jax_observer", default=None)
 
@@ -89,50 +86,6 @@ def observing(observer: Callable):
         _observer.reset(token)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Call:
-    """What is static of one use of a linear.
-
-    batched   leading dims are apart, not M's.
-    turned    the weight is [K, N].
-    outer     how many sequences M is made of.
-    """
-
-    recipe: Recipe
-    name: str
-    placement: Placement
-    mode: sharding.Mode
-    batched: bool
-    turned: bool
-    outer: int
-    dtypes: tuple  # of the results, in the order of recipe.gemms
-    observer: Callable | None
-
-    def over(self, role: Role, granularity: str, axis: int) -> sharding.Axes:
-        """The mesh axes over which it is for us to take an amax."""
-        return self.placement.amax_axes(role, granularity, axis) if self.mode == "shard_map" else ()
-
-    def collective(self, which: Gemm) -> sharding.Reduction | None:
-        """How partial results become a result, where that is for us to do."""
-        reduction = self.placement.reduction(which, 1 if which == "grad_weight" else self.outer)
-        return reduction if self.mode == "shard_map" and reduction.axes else None
-
-    def axis(self, which: Gemm, role: Role) -> int:
-        """The axis, -1 or -2, of a tensor that a GEMM reduces."""
-        axis = REDUCED_AXES[which][OPERANDS[which].index(role)] - 2
-        return -3 - axis if self.turned and role == "weight" else axis
-
-    def serves_backward(self, role: Role) -> bool:
-        """Whether what the output GEMM takes of this role its backward GEMM takes too: no cast, or one scale, one format, one policy."""
-        output, grad_input, grad_weight = self.recipe.gemms.values()
-        forward, backward = (output.a, grad_weight.b) if role == "input" else (output.b, grad_input.b)
-        return forward == backward and (forward is None or forward.granularity == "tensorwise")
-
-    def gathers_again(self, role: Role) -> bool:
-        """Whether the backward pass gathers for us what the forward pass has gathered."""
-        return self.mode == "shard_map" and bool(self.placement.gathered(role)) and self.serves_backward(role)
-
-
 def contract(
     x: jax.Array,
     w: jax.Array,
@@ -167,7 +120,7 @@ def contract(
     n, k = sharding.gemm_dims(w, placement, mode)
     if recipe.fp8 and (n % 16 or k % 16):
         _warn_of_padding(name, *((k, n) if turned else (n, k)))
-    call = _Call(
+    use = Use(
         recipe=recipe,
         name=name,
         placement=placement,
@@ -178,135 +131,89 @@ def contract(
         dtypes=(out_dtype, x.dtype, w.dtype),
         observer=_observer.get(),
     )
-    y, after = _linear(x, w, delayed.scales(state or {}, recipe), dict(seen or {}), call)
+    y, after = _linear(x, w, delayed.scales(state or {}, recipe), dict(seen or {}), use)
     return y, None if seen is None else after
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _linear(x: jax.Array, w: jax.Array, past: Scales, seen: dict, call: _Call):
-    return _forward(x, w, past, seen, call, differentiated=False)[0]
+def _linear(x: jax.Array, w: jax.Array, past: Scales, seen: dict, use: Use):
+    return _forward(x, w, past, seen, use, differentiated=False)[0]
 
 
-def _forward(x: jax.Array, w: jax.Array, past: Scales, seen: dict, call: _Call, *, differentiated: bool = True):
-    if differentiated and call.mode == "shard_map" and not sharding.checks_variance(x):
+def _forward(x: jax.Array, w: jax.Array, past: Scales, seen: dict, use: Use, *, differentiated: bool = True):
+    if differentiated and use.mode == "shard_map" and not sharding.checks_variance(x):
         raise ValueError(
-            f"{call.name}: gradients of a linear inside shard_map need check_vma=True; without it, a gradient taken outside would be "
+            f"{use.name}: gradients of a linear inside shard_map need check_vma=True; without it, a gradient taken outside would be "
             "summed over the devices twice. Use jax.shard_map(..., check_vma=True)."
         )
     tensors: dict[Role, jax.Array] = {"input": x, "weight": w}
-    casts: dict[Role, CastSpec | None] = {"input": call.recipe.output.a, "weight": call.recipe.output.b}
-    with jax.named_scope(f"{call.name}/output"):
-        ready = {role: _quantize(tensors[role], role, cast, call.axis("output", role), past, call) for role, cast in casts.items() if cast}
-        y = _gemm("output", tensors, ready, past, call)  # [M, K] x [N, K] -> [M, N]
+    casts: dict[Role, CastSpec | None] = {"input": use.recipe.output.a, "weight": use.recipe.output.b}
+    with jax.named_scope(f"{use.name}/output"):
+        ready = {
+            role: operands.quantize(tensors[role], role, cast, use.axis("output", role), past, use) for role, cast in casts.items() if cast
+        }
+        y = _gemm("output", tensors, ready, past, use)  # [M, K] x [N, K] -> [M, N]
     # A tensorwise operand serves the backward pass as it is, a byte an element.
-    kept = {role: q for role, q in ready.items() if call.serves_backward(role)}
-    saved = {role: v for role, v in tensors.items() if role not in kept or call.observer}
-    return (_unflattened(y, x, call), _seen(seen, tensors, seen, call)), (saved, kept, past, seen)
+    kept = {role: q for role, q in ready.items() if use.serves_backward(role)}
+    saved = {role: v for role, v in tensors.items() if role not in kept or use.observer}
+    return (operands.unflattened(y, x, use), _seen(seen, tensors, seen, use)), (saved, kept, past, seen)
 
 
-def _backward(call: _Call, residuals, cotangents):
+def _backward(use: Use, residuals, cotangents):
     (saved, kept, past, given), (g, later) = residuals, cotangents
     # Behind a barrier: XLA makes two equal gathers one, and keeps it, whole on every device, until then.
     saved, kept = (
-        {role: jax.tree.map(lax.optimization_barrier, v) if call.gathers_again(role) else v for role, v in those.items()}
+        {role: jax.tree.map(lax.optimization_barrier, v) if use.gathers_again(role) else v for role, v in those.items()}
         for those in (saved, kept)
     )
     tensors: dict[Role, jax.Array] = {**saved, "grad_output": g}
     ready: dict[Role, Quantized] = dict(kept)
-    cast, other = call.recipe.grad_input.a, call.recipe.grad_weight.a
-    with jax.named_scope(f"{call.name}/grad_input"):
+    cast, other = use.recipe.grad_input.a, use.recipe.grad_weight.a
+    with jax.named_scope(f"{use.name}/grad_input"):
         if cast is not None and cast == other and cast.granularity == "tensorwise":
-            ready["grad_output"] = _quantize(g, "grad_output", cast, -1, past, call)
-        grad_input = _gemm("grad_input", tensors, ready, past, call)  # [M, N] x [N, K] -> [M, K]
-    with jax.named_scope(f"{call.name}/grad_weight"):
-        grad_weight = _gemm("grad_weight", tensors, ready, past, call)  # [M, N] x [M, K] -> [N, K]
-    grad_input = _unflattened(grad_input, g, call)
-    return grad_input, grad_weight, jax.tree.map(jnp.zeros_like, past), _seen(later, {"grad_output": g}, given, call)
+            ready["grad_output"] = operands.quantize(g, "grad_output", cast, -1, past, use)
+        grad_input = _gemm("grad_input", tensors, ready, past, use)  # [M, N] x [N, K] -> [M, K]
+    with jax.named_scope(f"{use.name}/grad_weight"):
+        grad_weight = _gemm("grad_weight", tensors, ready, past, use)  # [M, N] x [M, K] -> [N, K]
+    grad_input = operands.unflattened(grad_input, g, use)
+    return grad_input, grad_weight, jax.tree.map(jnp.zeros_like, past), _seen(later, {"grad_output": g}, given, use)
 
 
 _linear.defvjp(_forward, _backward)
 
 
-def _gemm(which: Gemm, tensors: Mapping[Role, jax.Array], ready: Mapping[Role, Quantized], past: Scales, call: _Call) -> jax.Array:
+def _gemm(which: Gemm, tensors: Mapping[Role, jax.Array], ready: Mapping[Role, Quantized], past: Scales, use: Use) -> jax.Array:
     """One GEMM, [M, ...] of however many leading dims flattened; operands that are not ready are quantised first."""
-    spec, roles, collective = call.recipe.gemms[which], OPERANDS[which], call.collective(which)
-    axis_a, axis_b = (call.axis(which, role) for role in roles)
-    turned = call.turned and which == "grad_weight"
-    dtype = call.dtypes[list(OPERANDS).index(which)]
+    spec, roles, collective = use.recipe.gemms[which], OPERANDS[which], use.collective(which)
+    axis_a, axis_b = (use.axis(which, role) for role in roles)
+    turned = use.turned and which == "grad_weight"
+    dtype = use.dtypes[list(OPERANDS).index(which)]
     if spec.a is None or spec.b is None or spec.accumulate is None:
-        a, b = (_gathered(tensors[role], role, call) for role in roles)
+        a, b = (operands.gathered(tensors[role], role, use) for role in roles)
         return gemm.matmul_hp(a, b, axes=(axis_a, axis_b), out_dtype=dtype, collective=collective, turned=turned)
     own = [
-        ready[role] if role in ready else _quantize(tensors[role], role, cast, axis, past, call)
+        ready[role] if role in ready else operands.quantize(tensors[role], role, cast, axis, past, use)
         for role, cast, axis in zip(roles, (spec.a, spec.b), (axis_a, axis_b), strict=True)
     ]
-    qa, qb = (_gathered_codes(q, role, axis, call) for q, role, axis in zip(own, roles, (axis_a, axis_b), strict=True))
+    qa, qb = (operands.gathered_codes(q, role, axis, use) for q, role, axis in zip(own, roles, (axis_a, axis_b), strict=True))
     rounded = gemm.output_dtype(spec, dtype)
     how = {"accumulate": spec.accumulate, "epilogue": spec.epilogue, "out_dtype": rounded}
     out = gemm.matmul(qa, qb, **how, collective=collective, turned=turned)
-    if call.observer is not None:
-        operands = [
-            (_flat(tensors[role], role, call), _flat(lax.bitcast_convert_type(q.codes, jnp.uint8), role, call), gathered.scale)
-            for role, q, gathered in zip(roles, own, (qa, qb), strict=True)
+    if use.observer is not None:
+        seen = [
+            (operands.flat(tensors[role], role, use), operands.flat(lax.bitcast_convert_type(q.codes, jnp.uint8), role, use), used.scale)
+            for role, q, used in zip(roles, own, (qa, qb), strict=True)
         ]
-        jax.debug.callback(functools.partial(call.observer, call.name, which), *operands, out)
+        jax.debug.callback(functools.partial(use.observer, use.name, which), *seen, out)
     return out.astype(dtype)
 
 
-def _quantize(x: jax.Array, role: Role, cast: CastSpec, axis: int, past: Scales, call: _Call) -> Quantized:
-    """A device's own piece, by the scale of the role's state, or without one by the tensor's own amax. Blocks are of flattened tensors;
-    of others all dims stay, as flattening one that is cut along two of them would gather it."""
-    try:
-        if role in past and cast.policy.stored == "scale_inv":
-            return scaling.quantize_divided(x, past[role], cast.fmt, axis=axis)
-        if role in past:
-            return scaling.quantize_with(x, past[role], cast.fmt, granularity=cast.granularity, axis=axis)
-        over = call.over(role, cast.granularity, axis)
-        if gemm.dequantises(cast.granularity):
-            x = _flat(x, role, call)
-        axes = tuple(range(x.ndim - 1)) if axis == -2 and not call.batched else axis  # M is all leading dims
-        axes = axes if cast.granularity == "rowwise" else axis
-        return scaling.quantize(x, cast.fmt, granularity=cast.granularity, policy=cast.policy, axis=axes, over=over)
-    except ValueError as error:
-        raise ValueError(f"{call.name}: {role} of recipe {call.recipe.name!r}: {error}") from error
-
-
-def _gathered_codes(q: Quantized, role: Role, axis: int, call: _Call) -> Quantized:
-    """[M, ...] of every device for use, in FP8, reduced along axis; a scale for each row goes with it."""
-    lines = q.granularity == "rowwise" and axis == -1
-    gathered = [_gathered(v, role, call) if lines else _scales_of_columns(v, call) for v in (q.scale, q.scale_inv)]
-    return dataclasses.replace(q, codes=_gathered(q.codes, role, call), scale=gathered[0], scale_inv=gathered[1], axis=axis)
-
-
-def _gathered(x: jax.Array, role: Role, call: _Call) -> jax.Array:
-    axes = call.placement.gathered(role)
-    if axes and call.mode == "jit":
-        x = sharding.gather_by_compiler(x, call.placement, role)
-    x = _flat(x, role, call)
-    return sharding.gather_rows(x, axes, 1 if role == "weight" else call.outer) if axes and call.mode == "shard_map" else x
-
-
-def _flat(x: jax.Array, role: Role, call: _Call) -> jax.Array:
-    """[..., M, columns] -> [M, columns]; batch dims stay."""
-    return x if call.batched or role == "weight" else x.reshape(-1, x.shape[-1])
-
-
-def _scales_of_columns(scale: jax.Array, call: _Call) -> jax.Array:
-    """A scale of everything, of blocks, or of each column [..., 1, columns] -> [1, columns]."""
-    return scale.reshape(1, scale.shape[-1]) if scale.ndim > 2 and not call.batched else scale
-
-
-def _unflattened(result: jax.Array, like: jax.Array, call: _Call) -> jax.Array:
-    """[M, columns] -> the leading dims of a tensor, whose sequences may be longer or shorter here."""
-    return result if call.batched else result.reshape(*like.shape[:-2], -1, result.shape[-1])
-
-
-def _seen(seen: dict, tensors: Mapping[Role, jax.Array], given: dict, call: _Call) -> dict:
+def _seen(seen: dict, tensors: Mapping[Role, jax.Array], given: dict, use: Use) -> dict:
     """seen, merged with observations of those of its roles that are here; over a vmapped axis that ``given`` has not, the largest."""
     merged = {}
     for role, of_role in seen.items():
         if role in tensors:
-            of_role = delayed.larger(of_role, delayed.observe(tensors[role], over=call.over(role, "tensorwise", -1)))
+            of_role = delayed.larger(of_role, delayed.observe(tensors[role], over=use.over(role, "tensorwise", -1)))
         merged[role] = delayed.over_batch(of_role, given[role])
     return merged
 

@@ -129,17 +129,20 @@ class Llama(nnx.Module):
     def __call__(self, tokens: jax.Array, run: Pass | None = None) -> jax.Array:
         """run: what the linears read and emit; its layout, if any, says which part of the tokens' sequences the logits are of."""
         run = run or Pass()
-        dtype = self.model.norm.weight[...].dtype
         cos, sin = (jnp.asarray(table) for table in llama.rotary_tables(self.config, tokens.shape[1]))
-        own = run.layout.own_sequence(tokens) if run.layout else tokens
-        h = self.model.embed_tokens(own, dtype, run)
-        h = run.layout.cut_sequence(h) if run.layout else h
+        h = self.embedded(tokens, run)
         for layer in self.model.layers:
             h = layer(h, cos, sin, run)
         h = self.model.norm(h)
         if not self.config.tie_word_embeddings:
             return self.lm_head(h, run)
-        return run.linear(h, self.model.embed_tokens.weight[...].astype(dtype), "bf16", "lm_head")
+        return run.linear(h, self.model.embed_tokens.weight[...].astype(h.dtype), "bf16", "lm_head")
+
+    def embedded(self, tokens: jax.Array, run: Pass) -> jax.Array:
+        """What the layers are given: [B, T, hidden] of the compute dtype, or a device's own part of it."""
+        own = run.layout.own_sequence(tokens) if run.layout else tokens
+        h = self.model.embed_tokens(own, self.model.norm.weight[...].dtype, run)
+        return run.layout.cut_sequence(h) if run.layout else h
 
 
 def _rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:

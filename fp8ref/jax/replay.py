@@ -1,4 +1,7 @@
-"""One linear's operands through its GEMMs on a mesh, whole tensors in and out, for the cross-check."""
+"""One linear's tensors through its GEMMs on a mesh, whole tensors in and out, for the cross-check."""
+
+import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -6,9 +9,10 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from fp8ref.jax import linear, scaling
+from fp8ref.jax import linear, operands
+from fp8ref.jax.operands import Use
 from fp8ref.jax.sharding import Placement
-from fp8ref.recipe import OPERANDS, REDUCED_AXES, CastSpec, Gemm, Recipe, Role
+from fp8ref.recipe import OPERANDS, CastSpec, Gemm, Recipe, Role
 
 Operand = tuple[np.ndarray, np.ndarray]  # codes uint8, scale float32
 
@@ -19,38 +23,47 @@ def replay(
     """Of every FP8 GEMM its operands' codes and scales, and its output, float32, computed on the mesh's devices.
 
     Shapes:   tensors input [M, K], weight [N, K], grad_output [M, N], float32 holding bfloat16; codes of their shapes.
-    Order:    each tensor cut by the placement; quantised and multiplied as ``linear.apply`` does, inside shard_map or under plain jit.
+    Order:    each tensor cut by the placement; quantised and multiplied by ``linear.apply``, inside shard_map or under plain jit.
     """
-    specs = {role: P(*placement.at_rest(role)) for role in tensors}
-    cut = {role: jax.device_put(jnp.asarray(v, jnp.bfloat16), NamedSharding(mesh, specs[role])) for role, v in tensors.items()}
+    roles: tuple[Role, ...] = ("input", "weight", "grad_output")
+    cut = (jax.device_put(jnp.asarray(tensors[role], jnp.bfloat16), NamedSharding(mesh, P(*placement.at_rest(role)))) for role in roles)
+    outputs, quantized = _program(recipe, placement, mesh, through)(*cut)
+    fetched = jax.tree.map(np.asarray, quantized)
+    return {which: (*fetched[which], np.asarray(outputs[which], np.float32)) for which in recipe.gemms if which in fetched}
 
-    def run(f, roles, out_specs):
-        mapped = f if through == "jit" else jax.shard_map(f, mesh=mesh, in_specs=tuple(specs[role] for role in roles), out_specs=out_specs)
-        return jax.jit(mapped)(*(cut[role] for role in roles))
 
-    def results(x, w, g):
+@functools.cache
+def _program(recipe: Recipe, placement: Placement, mesh: Mesh, through: str) -> Callable:
+    """(input, weight, grad_output) -> the outputs of all three GEMMs, and of the FP8 ones (codes, scale) of both operands; compiled once a shape."""
+    use = Use(recipe=recipe, name="replay", placement=placement, mode="shard_map" if through == "shard_map" else "jit")
+    fp8 = {
+        which: [(role, cast) for role, cast in zip(OPERANDS[which], (spec.a, spec.b), strict=True) if cast]
+        for which, spec in recipe.gemms.items()
+        if spec.fp8
+    }
+
+    def run(x: jax.Array, w: jax.Array, g: jax.Array):
+        tensors: dict[Role, jax.Array] = {"input": x, "weight": w, "grad_output": g}
         y, vjp = jax.vjp(lambda x, w: linear.apply(x, w, recipe=recipe, placement=placement, name="replay")[0], x, w)
-        return y, *vjp(g)
+        return dict(zip(recipe.gemms, (y, *vjp(g)), strict=True)), {
+            which: tuple(quantized(tensors[role], role, cast, use.axis(which, role)) for role, cast in of_gemm)
+            for which, of_gemm in fp8.items()
+        }
 
-    def quantized(role: Role, cast: CastSpec, axis: int) -> Operand:
-        over = placement.amax_axes(role, cast.granularity, axis) if through == "shard_map" else ()
+    def quantized(x: jax.Array, role: Role, cast: CastSpec, axis: int):
+        q = operands.quantize(x, role, cast, axis, {}, use)
+        return jax.lax.bitcast_convert_type(q.codes, jnp.uint8), q.scale
 
-        def quantize(x):
-            q = scaling.quantize(x, cast.fmt, granularity=cast.granularity, policy=cast.policy, axis=axis, over=over)
-            return jax.lax.bitcast_convert_type(q.codes, jnp.uint8), q.scale
-
+    def of_scale(role: Role, cast: CastSpec, axis: int) -> P:
         rows, columns = placement.at_rest(role)
-        of_scale = P() if cast.granularity == "tensorwise" else P(rows, None) if axis == -1 else P(None, columns)
-        codes, scale = run(quantize, (role,), (specs[role], of_scale))
-        return np.asarray(codes), np.asarray(scale)
+        return P() if cast.granularity == "tensorwise" else P(rows, None) if axis == -1 else P(None, columns)
 
-    outputs = run(results, ("input", "weight", "grad_output"), (specs["grad_output"], specs["input"], specs["weight"]))
-    found: dict[Gemm, tuple[Operand, Operand, np.ndarray]] = {}
-    for (which, spec), out in zip(recipe.gemms.items(), outputs, strict=True):
-        if spec.a is not None and spec.b is not None:
-            a, b = (
-                quantized(role, cast, axis - 2)
-                for role, cast, axis in zip(OPERANDS[which], (spec.a, spec.b), REDUCED_AXES[which], strict=True)
-            )
-            found[which] = a, b, np.asarray(out.astype(jnp.float32))
-    return found
+    if through == "jit":
+        return jax.jit(run)
+    at_rest = {role: P(*placement.at_rest(role)) for role in ("input", "weight", "grad_output")}
+    results = dict(zip(recipe.gemms, (at_rest["grad_output"], at_rest["input"], at_rest["weight"]), strict=True))
+    of_operands = {
+        which: tuple((at_rest[role], of_scale(role, cast, use.axis(which, role))) for role, cast in of_gemm)
+        for which, of_gemm in fp8.items()
+    }
+    return jax.jit(jax.shard_map(run, mesh=mesh, in_specs=tuple(at_rest.values()), out_specs=(results, of_operands)))

@@ -1,7 +1,7 @@
 """The training step in JAX (SEMANTICS T): float32 masters, bfloat16 compute, optax's AdamW; on one device or a mesh."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -75,13 +75,11 @@ class Trainer:
 
     def logits(self, tokens: np.ndarray) -> np.ndarray:
         """float32 [B, T, vocab_size] from tokens [B, T]."""
-        cut = P(self._layout.tokens[0], "tensor" if self.config.parallel.sequence else None)
+        return self._of_model(tokens, lambda model, tokens, run: model(tokens, run))
 
-        def forward(params, state, tokens):
-            return self._model(params)(tokens, Pass(state, self._unseen(), self._layout)).astype(jnp.float32)
-
-        mapped = self._layout.map(forward, (self._specs, P(), self._layout.tokens), cut)
-        return self._layout.fetch(jax.jit(mapped, compiler_options=COMPILER_OPTIONS)(self._params, self._fp8_state, self._tokens(tokens)))
+    def first_input(self, tokens: np.ndarray) -> np.ndarray:
+        """float32 [B, T, hidden]: what the first layer's linears are given."""
+        return self._of_model(tokens, lambda model, tokens, run: model.model.layers[0].input_layernorm(model.embedded(tokens, run)))
 
     def gradients(self, tokens: np.ndarray) -> dict[str, np.ndarray]:
         """float32 gradients of the loss of a batch by parameter, not clipped; nothing is updated."""
@@ -130,6 +128,17 @@ class Trainer:
         params = nnx.to_pure_dict(params)
         fp8_state = {d.path: delayed.init(d.recipe) for d in self.decisions if delayed.keeps_state(d.recipe)}
         return graph, params, self._update.init(params), fp8_state
+
+    def _of_model(self, tokens: np.ndarray, f: Callable[[Llama, jax.Array, Pass], jax.Array]) -> np.ndarray:
+        """f [B, T, ...] of the model and tokens [B, T], as float32."""
+        cut = P(self._layout.tokens[0], "tensor" if self.config.parallel.sequence else None)
+
+        def forward(params, state, tokens):
+            return f(self._model(params), tokens, Pass(state, self._unseen(), self._layout)).astype(jnp.float32)
+
+        mapped = self._layout.map(forward, (self._specs, P(), self._layout.tokens), cut)
+        found = jax.jit(mapped, compiler_options=COMPILER_OPTIONS)(self._params, self._fp8_state, self._tokens(tokens))
+        return self._layout.fetch(found)
 
     def _arguments(self, tokens: np.ndarray) -> tuple:
         lr = self.config.optimizer.learning_rate_at(self._count, self.config.run.steps)

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from fp8ref.formats import BFLOAT16, E4M3FN
+from fp8ref.jax import cast as jax_cast
 from fp8ref.jax import linear
 from fp8ref.policy import POLICIES
 from fp8ref.recipe import SHARED_RECIPES, CastSpec, GemmSpec, Recipe
@@ -126,3 +127,16 @@ def test_block_scales_equal_the_simulator_on_integers(recipe, rng):  # G-16
     expected = sim.backward(g, x, w, recipe)
     np.testing.assert_array_equal(grad_input, expected[0])
     np.testing.assert_array_equal(grad_weight, expected[1])
+
+
+def test_operands_fused_with_their_producer_are_rounded_all_the_same(rng, monkeypatch):  # FP8 codes of bfloat16, not of float32
+    """XLA may hand a fused cast the float32 product that a bfloat16 one is rounded from; without the guard the output shows it."""
+    a, b, w = (jnp.asarray(rng.standard_normal(shape), jnp.bfloat16) for shape in ((512, 64), (512, 64), (32, 64)))
+
+    def fused(a, b):
+        return linear.apply(a * b, w, recipe="tensorwise")[0]
+
+    expected = jax.jit(lambda x: linear.apply(x, w, recipe="tensorwise")[0])(jax.jit(jnp.multiply)(a, b))
+    np.testing.assert_array_equal(jax.jit(fused)(a, b), expected)
+    monkeypatch.setattr(jax_cast, "to_f32", lambda x: x.astype(jnp.float32))
+    assert (jax.jit(lambda a, b: fused(a, b))(a, b) != expected).any()

@@ -1,0 +1,108 @@
+"""From a linear's tensors to the operands of its GEMMs: quantised where they lie, each along the axis that a GEMM reduces, and gathered in FP8."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import jax
+
+from fp8ref.jax import gemm, scaling, sharding
+from fp8ref.jax.scaling import Quantized
+from fp8ref.jax.sharding import Placement
+from fp8ref.recipe import OPERANDS, REDUCED_AXES, CastSpec, Gemm, Recipe, Role
+
+Scales = Mapping[Role, jax.Array]  # of the roles whose scales a state holds
+
+
+@dataclass(frozen=True, kw_only=True)
+class Use:
+    """What is static of one use of a linear.
+
+    batched   leading dims are apart, not M's.
+    turned    the weight is [K, N].
+    outer     how many sequences M is made of.
+    dtypes    of the results, in the order of recipe.gemms.
+    """
+
+    recipe: Recipe
+    name: str
+    placement: Placement
+    mode: sharding.Mode
+    batched: bool = False
+    turned: bool = False
+    outer: int = 1
+    dtypes: tuple = ()
+    observer: Callable | None = None
+
+    def over(self, role: Role, granularity: str, axis: int) -> sharding.Axes:
+        """The mesh axes over which it is for us to take an amax."""
+        return self.placement.amax_axes(role, granularity, axis) if self.mode == "shard_map" else ()
+
+    def collective(self, which: Gemm) -> sharding.Reduction | None:
+        """How partial results become a result, where that is for us to do."""
+        reduction = self.placement.reduction(which, 1 if which == "grad_weight" else self.outer)
+        return reduction if self.mode == "shard_map" and reduction.axes else None
+
+    def axis(self, which: Gemm, role: Role) -> int:
+        """The axis, -1 or -2, of a tensor that a GEMM reduces."""
+        axis = REDUCED_AXES[which][OPERANDS[which].index(role)] - 2
+        return -3 - axis if self.turned and role == "weight" else axis
+
+    def serves_backward(self, role: Role) -> bool:
+        """Whether what the output GEMM takes of this role its backward GEMM takes too: no cast, or one scale, one format, one policy."""
+        output, grad_input, grad_weight = self.recipe.gemms.values()
+        forward, backward = (output.a, grad_weight.b) if role == "input" else (output.b, grad_input.b)
+        return forward == backward and (forward is None or forward.granularity == "tensorwise")
+
+    def gathers_again(self, role: Role) -> bool:
+        """Whether the backward pass gathers for us what the forward pass has gathered."""
+        return self.mode == "shard_map" and bool(self.placement.gathered(role)) and self.serves_backward(role)
+
+
+def quantize(x: jax.Array, role: Role, cast: CastSpec, axis: int, past: Scales, use: Use) -> Quantized:
+    """A device's own piece, by the scale of the role's state, or without one by the tensor's own amax. Blocks are of flattened tensors;
+    of others all dims stay, as flattening one that is cut along two of them would gather it."""
+    try:
+        if role in past and cast.policy.stored == "scale_inv":
+            return scaling.quantize_divided(x, past[role], cast.fmt, axis=axis)
+        if role in past:
+            return scaling.quantize_with(x, past[role], cast.fmt, granularity=cast.granularity, axis=axis)
+        over = use.over(role, cast.granularity, axis)
+        if gemm.dequantises(cast.granularity):
+            x = flat(x, role, use)
+        axes = tuple(range(x.ndim - 1)) if axis == -2 and not use.batched else axis  # M is all leading dims
+        axes = axes if cast.granularity == "rowwise" else axis
+        return scaling.quantize(x, cast.fmt, granularity=cast.granularity, policy=cast.policy, axis=axes, over=over)
+    except ValueError as error:
+        raise ValueError(f"{use.name}: {role} of recipe {use.recipe.name!r}: {error}") from error
+
+
+def gathered_codes(q: Quantized, role: Role, axis: int, use: Use) -> Quantized:
+    """[M, ...] of every device for use, in FP8, reduced along axis; a scale for each row goes with it."""
+    lines = q.granularity == "rowwise" and axis == -1
+    scale, scale_inv = (gathered(v, role, use) if lines else _scales_of_columns(v, use) for v in (q.scale, q.scale_inv))
+    return dataclasses.replace(q, codes=gathered(q.codes, role, use), scale=scale, scale_inv=scale_inv, axis=axis)
+
+
+def gathered(x: jax.Array, role: Role, use: Use) -> jax.Array:
+    """[M, ...] of every device for use, of codes, of their scales or of a tensor as it is."""
+    axes = use.placement.gathered(role)
+    if axes and use.mode == "jit":
+        x = sharding.gather_by_compiler(x, use.placement, role)
+    x = flat(x, role, use)
+    return sharding.gather_rows(x, axes, 1 if role == "weight" else use.outer) if axes and use.mode == "shard_map" else x
+
+
+def flat(x: jax.Array, role: Role, use: Use) -> jax.Array:
+    """[..., M, columns] -> [M, columns]; batch dims stay."""
+    return x if use.batched or role == "weight" else x.reshape(-1, x.shape[-1])
+
+
+def unflattened(result: jax.Array, like: jax.Array, use: Use) -> jax.Array:
+    """[M, columns] -> the leading dims of a tensor, whose sequences may be longer or shorter here."""
+    return result if use.batched else result.reshape(*like.shape[:-2], -1, result.shape[-1])
+
+
+def _scales_of_columns(scale: jax.Array, use: Use) -> jax.Array:
+    """A scale of everything, of blocks, or of each column [..., 1, columns] -> [1, columns]."""
+    return scale.reshape(1, scale.shape[-1]) if scale.ndim > 2 and not use.batched else scale
