@@ -1,10 +1,16 @@
 import dataclasses
+import json
+import os
+import subprocess
+import sys
 
 import pytest
+import tomli_w
 
 from fp8ref import cli
 from fp8ref.check import sharded
 from fp8ref.jax.sharding import Reduction
+from fp8ref.run import config as configs
 from fp8ref.run.config import ConfigError
 
 
@@ -14,15 +20,22 @@ def small(small):
     return dataclasses.replace(small, model=dataclasses.replace(small.model, num_key_value_heads=2, intermediate_size=64))
 
 
-def test_every_mesh_of_two_holds_to_the_simulator(small):  # P-4, P-9, B-7
-    report, unfit = sharded.crosscheck(small, 2)
-    assert report.ok, [check.detail for check in report.failures]
-    assert unfit == {}
-    backends = {name.rsplit("/", 1)[1] for name in report.checks}
+def test_every_mesh_of_two_holds_to_the_simulator(small, tmp_path):  # P-4, P-9, B-7
+    """By the command, which makes two devices of a CPU."""
+    config, result = tmp_path / "config.toml", tmp_path / "check.json"
+    config.write_text(tomli_w.dumps(configs.to_dict(small)))
+    environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
+    command = [sys.executable, "-m", "fp8ref", "crosscheck", config, "--backend", "jax", "--sharded", "2", "--json", result]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "left out" not in done.stdout
+    checks = json.loads(result.read_text())["checks"]
+    backends = {name.rsplit("/", 1)[1] for name in checks}
     assert len(backends) == 8  # data, fsdp, tensor, and tensor with sequences, each both ways
     for backend in backends:
         for name in ("input/codes", "input/scale", "weight/codes", "grad_output/scale", "output/value", "grad_weight/value"):
-            assert report.checks[f"model.layers.0.mlp.down_proj/{name}/{backend}"].compared > 0
+            assert checks[f"model.layers.0.mlp.down_proj/{name}/{backend}"]["compared"] > 0
+        assert checks[f"model/first_input/value/{backend}"]["equal"] == checks[f"model/first_input/value/{backend}"]["compared"] > 0
 
 
 def test_rows_scaled_as_another_devices_fail_and_name_the_mesh(small, monkeypatch):
