@@ -14,7 +14,7 @@ from fp8ref.formats import E4M3FN
 from fp8ref.jax import delayed, linear, scaling, sharding
 from fp8ref.jax.sharding import Placement
 
-MESHES = [(8, 1, 1), (1, 8, 1), (1, 1, 8), (2, 4, 1), (4, 1, 2), (1, 4, 2), (2, 2, 2)]
+MESHES = [(d, f, 8 // d // f) for d in (1, 2, 4, 8) for f in (1, 2, 4, 8) if 8 % (d * f) == 0]
 B, T, K, N = 8, 16, 128, 256  # 8 x 16 tokens
 STYLES = {
     "column": {"n": ("tensor",)},
