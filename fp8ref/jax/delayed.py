@@ -35,7 +35,7 @@ Seen = Mapping[Role, jax.Array]  # float32 [..., 3] a role: amax, non_finite and
 class DelayedState(NamedTuple):
     """One linear's one tensor, or any shape [...] of them.
 
-    stored        float32 [...]: the scale; under policy ``flax``, scale_inv.
+    stored        float32 [...]: the scale.
     amax_history  float32 [..., history_length], newest first; 0 where nothing was observed yet.
     step          int32 [...]: observed updates so far.
     """
@@ -45,17 +45,30 @@ class DelayedState(NamedTuple):
     step: jax.Array
 
 
-State = Mapping[Role, DelayedState]
+class FlaxState(NamedTuple):
+    """The same under policy ``flax``, whose stored is scale_inv: a type of its own, so that neither is taken for the other."""
+
+    stored: jax.Array
+    amax_history: jax.Array
+    step: jax.Array
 
 
-def init(recipe: str | Recipe, shape: tuple[int, ...] = ()) -> dict[Role, DelayedState]:
+State = Mapping[Role, DelayedState | FlaxState]
+
+
+def init(recipe: str | Recipe, shape: tuple[int, ...] = ()) -> dict[Role, DelayedState | FlaxState]:
     """A state for each role that recipe scales by its past: scale 1, an empty history (H-2). shape: of a stack of layers, say."""
     return {
-        role: DelayedState(
+        role: kind(config)(
             jnp.ones(shape, jnp.float32), jnp.zeros((*shape, config.history_length), jnp.float32), jnp.zeros(shape, jnp.int32)
         )
         for role, (_, config) in _casts(recipe).items()
     }
+
+
+def kind(config: DelayedScaling) -> type[DelayedState | FlaxState]:
+    """The type of a config's states."""
+    return FlaxState if config.policy.stored == "scale_inv" else DelayedState
 
 
 def unseen(recipe: str | Recipe, shape: tuple[int, ...] = ()) -> dict[Role, jax.Array]:
@@ -111,15 +124,22 @@ def keeps_state(recipe: str | Recipe) -> bool:
     return bool(_casts(recipe))
 
 
-def update(state: State, seen: Seen, *, recipe: str | Recipe) -> dict[Role, DelayedState]:
+def update(state: State, seen: Seen, *, recipe: str | Recipe) -> dict[Role, DelayedState | FlaxState]:
     """The state after an optimizer step, given all that was observed in it (H-3, H-5, H-6): call it once a step.
 
     Shapes:   seen as ``unseen(recipe, shape)``, of the state's shape.
-    Specials: a role not seen, or flagged as not finite, keeps its state; a zero amax is recorded.
-    Raises:   ValueError: roles or shapes of another recipe.
+    Specials: a role not seen, or flagged as not finite, keeps its state; a zero amax is recorded. A flag above 1 is a sum, of uses that
+              were each given the same seen instead of that of the one before: its amax is lost, and under jit its scale becomes NaN.
+    Raises:   ValueError: roles or shapes of another recipe; outside jit, a flag above 1.
     """
     casts = _casts(recipe)
     check(state, seen, recipe, "update")
+    for role, observed in seen.items():
+        if not isinstance(observed, jax.core.Tracer) and bool((np.asarray(observed)[..., 1:] > 1).any()):
+            raise ValueError(
+                f"update: observations of {role} were summed, and their largest amax is lost; its flags are {np.asarray(observed)[..., 1:]}, not 0 "
+                "or 1. Give every use of a layer the seen of the use before it, and carry it through scans."
+            )
     return {role: _advance(state[role], seen[role], *casts[role]) for role in state}
 
 
@@ -148,6 +168,11 @@ def check(state: State | None, seen: Seen | None, recipe: str | Recipe, name: st
             got = ", ".join(given) if isinstance(given, Mapping) else type(given).__name__
             raise ValueError(f"{name}: {key} of recipe {recipe.name!r} has the roles {', '.join(casts)}; got {got}. Make it by its recipe.")
     for role, (_, config) in casts.items():
+        if not isinstance(state[role], kind(config)):
+            raise ValueError(
+                f"{name}: the {role} state of recipe {recipe.name!r} is a {kind(config).__name__}; got {type(state[role]).__name__}. A state goes "
+                "with the recipe it was made for."
+            )
         shape, observed = jnp.shape(state[role].stored), jnp.shape(seen[role])
         history = jnp.shape(state[role].amax_history)
         if history != (*shape, config.history_length):
@@ -180,31 +205,36 @@ def _largest(magnitudes: jax.Array, *, axis: int) -> jax.Array:
     return cast.from_magnitude_bits(cast.magnitude_bits(magnitudes).max(axis=axis), jnp.float32)
 
 
-def _used(state: DelayedState, fmt: Format, config: DelayedScaling) -> jax.Array:
+def _used(state: DelayedState | FlaxState, fmt: Format, config: DelayedScaling) -> jax.Array:
     if config.timing == "update":
         return state.stored
     return scale_rules.flax_scale_inv(jnp.max(state.amax_history, axis=-1), state.stored, fmt)
 
 
-def _advance(state: DelayedState, seen: jax.Array, fmt: Format, config: DelayedScaling) -> DelayedState:
+def _advance(state: DelayedState | FlaxState, seen: jax.Array, fmt: Format, config: DelayedScaling) -> DelayedState | FlaxState:
     amax, non_finite, was_seen = seen[..., 0], seen[..., 1], seen[..., 2]
     if config.timing == "use":
         amax = jnp.where(non_finite > 0, jnp.inf, amax)  # recorded: it keeps the scale until it leaves, as a NaN would
     pushed = jnp.concatenate([amax[..., None], state.amax_history[..., :-1]], axis=-1)
-    if config.timing == "use":
-        return _where(was_seen > 0, DelayedState(_used(state, fmt, config), pushed, state.step + 1), state)
-    amax = pushed[..., 0] if config.amax_compute == "most_recent" else _largest(pushed, axis=-1)
+    stored = _used(state, fmt, config) if config.timing == "use" else _scale_of(pushed, state, fmt, config)
+    after = kind(config)(stored, pushed, state.step + 1)
+    taken = (was_seen > 0) & ((non_finite == 0) | (config.timing == "use"))
+    kept = _where(taken, after, state)
+    summed = jnp.maximum(non_finite, was_seen) > 1
+    return kept._replace(stored=jnp.where(summed, jnp.nan, kept.stored))
+
+
+def _scale_of(history: jax.Array, state: DelayedState | FlaxState, fmt: Format, config: DelayedScaling) -> jax.Array:
+    """The scale of a history that was just pushed to; in between intervals, and of nothing but zeros, the one before."""
+    amax = history[..., 0] if config.amax_compute == "most_recent" else _largest(history, axis=-1)
     bits, limit = cast.magnitude_bits(amax), np.float32(fmt.max * 2.0**-config.policy.margin)
     # A subnormal amax, n * 2^-149, XLA on a CPU would flush; limit * 2^149 / n in two powers, as 2^149 is no float32
     subnormal = (limit * 2.0**75 / bits.astype(jnp.float32)) * 2.0**74
     scale = jnp.minimum(jnp.where(bits < 1 << 23, subnormal, limit / amax), np.finfo(np.float32).max)
-    scale = jnp.where(bits == 0, state.stored, scale)
-    due = state.step % config.interval == 0
-    after = DelayedState(jnp.where(due, scale, state.stored), pushed, state.step + 1)
-    return _where((was_seen > 0) & (non_finite == 0), after, state)
+    return jnp.where((state.step % config.interval == 0) & (bits != 0), scale, state.stored)
 
 
-def _where(condition: jax.Array, a: DelayedState, b: DelayedState) -> DelayedState:
+def _where(condition: jax.Array, a: DelayedState | FlaxState, b: DelayedState | FlaxState) -> DelayedState | FlaxState:
     def select(x: jax.Array, y: jax.Array) -> jax.Array:
         return jnp.where(condition.reshape(condition.shape + (1,) * (x.ndim - condition.ndim)), x, y)
 

@@ -52,7 +52,10 @@ def apply(
 
 def check_recipe(recipe: str | Recipe, name: str) -> Recipe:
     """The recipe, if this backend runs it; ValueError, naming the layer, otherwise."""
-    recipe = recipes.by_name(recipe)
+    try:
+        recipe = recipes.by_name(recipe)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
     for which, spec in recipe.gemms.items():
         blocks = {gemm.dequantises(cast.granularity) for cast in (spec.a, spec.b) if cast}
         if len(blocks) > 1:
@@ -103,6 +106,8 @@ def contract(
     turned    w is [..., K, N], as Flax keeps it: the same bits, without transposing it.
     """
     recipe = check_recipe(recipe, name)
+    if set(name) & set("/()"):
+        raise ValueError(f"a layer's name has no '/', '(' or ')', by which the proof parts it from what is around it; got {name!r}.")
     if out_dtype is None and x.dtype != w.dtype:
         raise ValueError(
             f"{name}: x and w have one dtype, or the output is given its own by preferred_element_type; got {x.dtype} and {w.dtype}. "
@@ -117,6 +122,11 @@ def contract(
     if delayed.keeps_state(recipe) and placement and placement.scope == "local":
         raise ValueError(f"{name}: delayed scaling keeps one state for all devices, so its amaxes are global; got scope 'local'.")
     placement = placement or Placement()
+    if mode == "shard_map" and placement.sequence and x.shape[-2] % (parts := math.prod(map(lax.axis_size, placement.k))):
+        raise ValueError(
+            f"{name}: shards are equal (P-1), so the tokens of a sequence are divisible by their {parts} pieces along {', '.join(placement.k)}; got "
+            f"{x.shape[-2]}. Pad the sequence."
+        )
     n, k = sharding.gemm_dims(w, placement, mode)
     if recipe.fp8 and (n % 16 or k % 16):
         _warn_of_padding(name, *((k, n) if turned else (n, k)))

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import jax
 
+from fp8ref import granularity as granularities
 from fp8ref.jax import gemm, scaling, sharding
 from fp8ref.jax.scaling import Quantized
 from fp8ref.jax.sharding import Placement
@@ -70,6 +71,7 @@ def quantize(x: jax.Array, role: Role, cast: CastSpec, axis: int, past: Scales, 
         over = use.over(role, cast.granularity, axis)
         if gemm.dequantises(cast.granularity):
             x = flat(x, role, use)
+            _check_whole_blocks(x, role, cast.granularity, axis, use)
         axes = tuple(range(x.ndim - 1)) if axis == -2 and not use.batched else axis  # M is all leading dims
         axes = axes if cast.granularity == "rowwise" else axis
         return scaling.quantize(x, cast.fmt, granularity=cast.granularity, policy=cast.policy, axis=axes, over=over)
@@ -78,8 +80,9 @@ def quantize(x: jax.Array, role: Role, cast: CastSpec, axis: int, past: Scales, 
 
 
 def gathered_codes(q: Quantized, role: Role, axis: int, use: Use) -> Quantized:
-    """[M, ...] of every device for use, in FP8, reduced along axis; a scale for each row goes with it."""
-    lines = q.granularity == "rowwise" and axis == -1
+    """[M, ...] of every device for use, in FP8, reduced along axis; a scale for each row, or for blocks of rows, goes with it."""
+    blocks = gemm.dequantises(q.granularity) and use.mode == "shard_map"
+    lines = blocks or (q.granularity == "rowwise" and axis == -1)
     scale, scale_inv = (gathered(v, role, use) if lines else _scales_of_columns(v, use) for v in (q.scale, q.scale_inv))
     return dataclasses.replace(q, codes=gathered(q.codes, role, use), scale=scale, scale_inv=scale_inv, axis=axis)
 
@@ -106,3 +109,17 @@ def unflattened(result: jax.Array, like: jax.Array, use: Use) -> jax.Array:
 def _scales_of_columns(scale: jax.Array, use: Use) -> jax.Array:
     """A scale of everything, of blocks, or of each column [..., 1, columns] -> [1, columns]."""
     return scale.reshape(1, scale.shape[-1]) if scale.ndim > 2 and not use.batched else scale
+
+
+def _check_whole_blocks(x: jax.Array, role: Role, granularity: str, axis: int, use: Use) -> None:
+    """ValueError where the devices' pieces of x [rows, columns] cut a block (P-5)."""
+    if use.mode != "shard_map":
+        return
+    cutting, sizes = use.placement.at_rest(role), granularities.blocks(granularity, x.shape, axis)
+    run = x.shape[0] // (use.outer if use.placement.gathered(role) and role != "weight" else 1)  # of rows that follow each other
+    for what, length, size, axes in zip(("rows", "columns"), (run, x.shape[1]), sizes, cutting, strict=True):
+        if axes and length % size:
+            raise ValueError(
+                f"no layout cuts a block (P-5), so pieces along {', '.join(axes)} hold a multiple of {size} {what}; they hold {length}. "
+                "Use fewer devices along it, or recipe 'rowwise'."
+            )

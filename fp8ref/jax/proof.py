@@ -125,14 +125,12 @@ def missing(program: Program, planned: Mapping[str, str | Recipe], placements: M
             placement = (placements or {}).get(layer)
             gathered = [role for role in OPERANDS[which] if placement and placement.gathered(role)]
             bytes_ = [m for m in moved if (m.layer, m.which, m.kind) == (layer, which, "all_gather") and m.dtype.startswith("f8")]
-            wide = [
-                m for m in moved if (m.layer, m.which, m.kind) == (layer, which, "all_gather") and not m.dtype.startswith("f8") and m.shape
-            ]
+            wide = [m for m in moved if (m.layer, m.which, m.kind) == (layer, which, "all_gather") and not m.dtype.startswith("f8")]
             if len(bytes_) < len(gathered):
                 lines.append(f"{layer}/{which}: planned {len(gathered)} gathers in FP8, of {', '.join(gathered)}; {len(bytes_)} are there")
-            lines += [
-                f"{layer}/{which}: gathers {m.dtype}{list(m.shape)}" for m in wide if 1 not in m.shape[-2:]
-            ]  # scales of rows are [M, 1]
+            # Scales of rows are [..., M, 1], or [M] where XLA leaves the 1 out.
+            wide = [m for m in wide if len(m.shape) > 1 and 1 not in m.shape[-2:]]
+            lines += [f"{layer}/{which}: gathers {m.dtype}{list(m.shape)}" for m in wide]
     return lines
 
 

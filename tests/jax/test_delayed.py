@@ -8,6 +8,7 @@ import pytest
 from fp8ref.delayed import DELAYED, DelayedScaling
 from fp8ref.formats import BFLOAT16, E4M3FN, E5M2, FLOAT32
 from fp8ref.jax import delayed, linear
+from fp8ref.jax.flax import flax_recipe
 from fp8ref.policy import POLICIES
 from fp8ref.recipe import RECIPES, CastSpec, GemmSpec, Recipe
 from fp8ref.sim import delayed as sim
@@ -252,9 +253,32 @@ def test_the_state_is_a_constant_and_is_not_changed():  # H-1
 OTHER = recipe_of(CONFIGS[1])
 
 
+def test_observations_that_were_summed_are_refused_and_never_scale():  # H-4, H-8
+    """One seen for two uses: JAX adds their gradients by it, and the larger amax is lost."""
+    state, w = delayed.init("delayed"), jnp.eye(32, dtype=jnp.bfloat16)
+
+    def loss(w, seen):
+        first, a = linear.apply(jnp.ones((4, 32), jnp.bfloat16), w, recipe="delayed", state=state, seen=seen)
+        second, b = linear.apply(first, w, recipe="delayed", state=state, seen=seen)
+        return second.astype(jnp.float32).sum(), delayed.merge(a, b)
+
+    (_, forward), (_, backward) = jax.value_and_grad(loss, (0, 1), has_aux=True)(w, delayed.unseen("delayed"))
+    seen = delayed.merge(forward, backward)
+    with pytest.raises(ValueError, match=r"grad_output were summed.*seen of the use before"):
+        delayed.update(state, seen, recipe="delayed")
+    jitted = jax.jit(lambda state, seen: delayed.update(state, seen, recipe="delayed"))(state, seen)
+    assert np.isnan(jitted["grad_output"].stored)
+    assert np.isfinite(jitted["input"].stored)
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
+        (
+            lambda: delayed.check(delayed.init(flax_recipe(16)), delayed.unseen("delayed"), "delayed", "fc"),
+            "fc: the .* is a DelayedState; got FlaxState",
+        ),
+        (lambda: delayed.check(dict.fromkeys(delayed.init("delayed"), (1.0,)), delayed.unseen("delayed"), "delayed", "fc"), "got tuple"),
         (lambda: linear.apply(X, W, recipe="delayed", name="mlp.up"), "^mlp.up: .*state and seen is None.*delayed.init"),
         (lambda: linear.apply(X, W, recipe="delayed", state=delayed.init("delayed")), "seen is None"),
         (lambda: linear.apply(X, W, recipe="tensorwise", state=delayed.init("delayed"), seen=delayed.unseen("delayed")), "keeps no state"),

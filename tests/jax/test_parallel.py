@@ -23,7 +23,7 @@ CASES = [
     ("tensorwise", {"fsdp": 8}),
     ("tensorwise", {**SEQUENCE, "through": "jit"}),
     ("delayed", SEQUENCE),
-    ("rowwise", {"data": 2, "tensor": 4}),
+    ("rowwise", {"fsdp": 2, "tensor": 4, "through": "jit"}),
 ]
 
 

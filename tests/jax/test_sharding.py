@@ -197,15 +197,52 @@ def test_observations_are_those_of_one_device(style, through, operands):  # H-4,
         np.testing.assert_array_equal(np.asarray(mine), np.asarray(one))
 
 
-def test_blocks_under_jit(operands):  # S-6
-    """Blocks have no placement of their own: XLA shards them. Inside shard_map a piece that is not whole blocks is refused."""
-    x, w, g = operands
+@pytest.mark.parametrize("through", ["shard_map", "jit"])
+@pytest.mark.parametrize(
+    ("shape", "style"), [((2, 4, 1), "column"), ((2, 2, 2), "column"), ((2, 1, 4), "row"), ((1, 2, 2), "row, sequence")]
+)
+def test_blocks_are_gathered_with_their_scales(shape, style, through):  # P-4, P-5, G-16
+    rng = np.random.default_rng(0)
+    sizes = {"row, sequence": (4, 64, 128)}.get(style, (16, 16, 128))
+    x, w, g = (
+        jnp.asarray(rng.integers(-7, 8, size) * 2.0 ** rng.integers(-3, 4, (*size[:-1], 1)), jnp.bfloat16)
+        for size in (sizes, (256, 128), (*sizes[:2], 256))
+    )
     one = jax.jit(lambda x, w, g: results(lambda x, w: linear.apply(x, w, recipe="mxfp8")[0], x, w, g))(x, w, g)
-    found = on_devices((2, 2, 2), placement_of("column"), "mxfp8", through="jit", x=x, w=w, g=g)
-    for mine, expected in zip(found, one, strict=True):
-        np.testing.assert_array_equal(np.asarray(mine), np.asarray(expected))
-    with pytest.raises(ValueError, match=r"fc: input of recipe 'mxfp8': .*divisible by 32"):
-        on_devices((1, 1, 8), placement_of("row"), "mxfp8", through="shard_map", x=x, w=w, g=g)
+    found = on_devices(shape, placement_of(style), "mxfp8", through=through, x=x, w=w, g=g)
+    for name, mine, expected in zip(("y", "grad_input", "grad_weight"), found, one, strict=True):
+        np.testing.assert_array_equal(np.asarray(mine), np.asarray(expected), err_msg=name)
+
+
+@pytest.mark.parametrize(
+    ("shape", "style", "recipe", "message"),
+    [
+        ((1, 1, 8), "row", "mxfp8", "fc: input of recipe 'mxfp8': .*divisible by 32"),
+        (
+            (1, 4, 1),
+            "column",
+            "blockwise",
+            "fc: weight of recipe 'blockwise': no layout cuts a block .*along tensor, fsdp hold a multiple of 128 rows; they hold 64",
+        ),
+        ((1, 1, 8), "column", "blockwise", "fc: weight .*along tensor, fsdp hold a multiple of 128 rows; they hold 32"),
+    ],
+)
+def test_a_layout_that_cuts_a_block_is_refused(operands, shape, style, recipe, message):  # P-5
+    x, w, g = operands
+    with pytest.raises(ValueError, match=message):
+        on_devices(shape, placement_of(style), recipe, through="shard_map", x=x, w=w, g=g)
+
+
+def test_a_sequence_that_is_not_cut_evenly_is_refused_by_name():  # P-1
+    x, w = jnp.ones((8, 3, 32), jnp.bfloat16), jnp.ones((32, 32), jnp.bfloat16)
+    mesh = mesh_of((4, 1, 2))
+
+    def apply(x, w):
+        return linear.apply(x, w, recipe="tensorwise", name="fc", placement=Placement(m=("data",), k=("tensor",), sequence=True))[0]
+
+    mapped = jax.shard_map(apply, mesh=mesh, in_specs=(P("data", None, "tensor"), P(None, "tensor")), out_specs=P("data", "tensor"))
+    with pytest.raises(ValueError, match=r"fc: .*divisible by their 2 pieces along tensor; got 3"):
+        jax.jit(mapped)(x, w)
 
 
 def in_shard_map(f, *, check_vma=True):

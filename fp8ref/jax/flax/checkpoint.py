@@ -9,7 +9,7 @@ from flax import traverse_util
 
 from fp8ref.delayed import DELAYED
 from fp8ref.formats import E4M3FN, E5M2, Format
-from fp8ref.jax.delayed import DelayedState
+from fp8ref.jax.delayed import FlaxState
 from fp8ref.jax.flax.linen import LayerState, collection, linen_states
 from fp8ref.jax.flax.observed import STATE
 from fp8ref.recipe import CastSpec, GemmSpec, Recipe, Role
@@ -96,7 +96,7 @@ def _layer_from_flax(name: str, entries: Mapping[str, jax.Array]) -> LayerState:
     if any(value.dtype != jnp.float32 for value in entries.values()):
         raise ValueError(f"{name}: Flax's state is float32; got {', '.join(sorted({str(v.dtype) for v in entries.values()}))}.")
     roles = {
-        role: DelayedState(
+        role: FlaxState(
             jnp.asarray(entries[f"{flax}_scale"])[..., 0],
             _reordered(jnp.asarray(entries[f"{flax}_amax_history"])),
             jnp.zeros(shapes[f"{flax}_scale"][:-1], jnp.int32),

@@ -2,12 +2,14 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from flax.core import Scope
 from jax import lax
 
 from fp8ref import recipe as recipes
@@ -182,22 +184,33 @@ def _converted(model: nn.Module, recipes_by_layer: Mapping[str, Recipe | None]) 
 
     original = type(model)
 
+    inside: ContextVar[bool] = ContextVar("fp8ref_jax_flax_inside", default=False)
+
     def intercepted(name: str):
         def method(self, *args, **kwargs):
-            with nn.intercept_methods(intercept):
-                return getattr(original, name)(self, *args, **kwargs)
+            token = inside.set(True)
+            try:
+                with nn.intercept_methods(intercept):
+                    return getattr(original, name)(self, *args, **kwargs)
+            finally:
+                inside.reset(token)
 
         return method
 
-    def bind(self, *args, **kwargs):
-        raise ValueError(f"a converted {original.__name__} runs by init and apply; bound, its layers would have no hooks. Use apply.")
+    def refused(self, *args, **kwargs):
+        raise ValueError(
+            f"a converted {original.__name__} runs by its own init and apply; elsewhere its layers would have no hooks. Use these."
+        )
 
     def post_init(self):
         original.__post_init__(self)
         if isinstance(self.parent, nn.Module):
             raise ValueError(f"a converted {original.__name__} is a whole model; got it inside {type(self.parent).__name__}. Convert that.")
+        if isinstance(self.parent, Scope) and not inside.get():  # as by nn.apply
+            refused(self)
 
-    members = {"apply": intercepted("apply"), "init_with_output": intercepted("init_with_output"), "bind": bind, "__post_init__": post_init}
+    members = {"apply": intercepted("apply"), "init_with_output": intercepted("init_with_output"), "__post_init__": post_init}
+    members |= {"bind": refused, "tabulate": refused}
     cls = type(original.__name__, (original, _Converted), {**members, "__module__": original.__module__, "__doc__": original.__doc__})
     fields = {name: getattr(model, name) for name, field in model.__dataclass_fields__.items() if field.init and name != "parent"}
     return cls(**fields)

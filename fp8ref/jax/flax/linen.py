@@ -18,7 +18,7 @@ from fp8ref.recipe import Recipe, Role
 class LayerState(struct.PyTreeNode):
     """One hook's state, and the recipe it belongs to."""
 
-    roles: dict[Role, delayed.DelayedState]
+    roles: dict[Role, delayed.DelayedState | delayed.FlaxState]
     recipe: Recipe = struct.field(pytree_node=False)
 
 
