@@ -58,7 +58,7 @@ def _convert_nnx(model: nnx.Module, recipe: Recipe, options: Mapping) -> nnx.Mod
         for path, layer in nnx.iter_graph(model, graph=True)
         if isinstance(layer, nnx.Linear | nnx.LinearGeneral | nnx.Einsum)
     }
-    plan = recipes.plan({name: _dims(layer) for name, layer in layers.items()}, recipe, **options)
+    plan = recipes.plan({name: _dims(name, layer) for name, layer in layers.items()}, recipe, **options)
     chosen = [(decision, layers[decision.path]) for decision in plan if decision.fp8]
     for decision, layer in chosen:  # all of them, before the first one changes
         free = {nnx.Linear: (lax.dot_general,), nnx.LinearGeneral: (None,), nnx.Einsum: (jnp.einsum,)}
@@ -74,10 +74,10 @@ def _convert_nnx(model: nnx.Module, recipe: Recipe, options: Mapping) -> nnx.Mod
     return model
 
 
-def _dims(layer) -> tuple[int, int]:
+def _dims(name: str, layer) -> tuple[int, int]:
     """N and K of an NNX layer's weight."""
     if isinstance(layer, nnx.Einsum):
-        return _einsum_dims(layer.einsum_str, layer.kernel_shape)
+        return _einsum_dims(name, layer.einsum_str, layer.kernel_shape)
     if isinstance(layer, nnx.Linear):
         return layer.out_features, layer.in_features
     return math.prod(layer.out_features), math.prod(layer.in_features)
@@ -89,9 +89,11 @@ def _kernel_ndim(layer) -> int:
     return 2 if isinstance(layer, nnx.Linear) else len(layer.batch_axis) + len(layer.in_features) + len(layer.out_features)
 
 
-def _einsum_dims(subscripts: str, shape: Sequence[int]) -> tuple[int, int]:
+def _einsum_dims(name: str, subscripts: str, shape: Sequence[int]) -> tuple[int, int]:
     operands, _, out = subscripts.replace(" ", "").partition("->")
     of_x, _, of_w = operands.partition(",")
+    if "." in of_w or len(of_w) != len(shape):
+        raise ValueError(f"{name}: an einsum names every dim of its kernel, of shape {tuple(shape)}; got {subscripts!r}. Write them out.")
     sizes = dict(zip(of_w, shape, strict=True))
     return (
         math.prod(size for letter, size in sizes.items() if letter in out and letter not in of_x),
@@ -112,7 +114,7 @@ def _convert_linen(model: nn.Module, recipe: Recipe, options: Mapping, inputs: t
     def record(call, args, kwargs, context):
         if _is_linear_call(context):
             name = linen_hooks.layer_name(context.module)
-            layers[name] = context.module.clone(parent=None), _linen_dims(context.module, *args, **kwargs)
+            layers[name] = context.module.clone(parent=None), _linen_dims(name, context.module, *args, **kwargs)
         return call(*args, **kwargs)
 
     with nn.intercept_methods(record):
@@ -139,9 +141,9 @@ def _is_linear_call(context) -> bool:
     )  # fmt: skip
 
 
-def _linen_dims(layer: nn.Module, x, *args, **kwargs) -> tuple[int, int]:
+def _linen_dims(name: str, layer: nn.Module, x, *args, **kwargs) -> tuple[int, int]:
     if isinstance(layer, nn.Einsum):
-        return _einsum_dims(layer.einsum_str or kwargs.get("einsum_str", *args), layer.shape)
+        return _einsum_dims(name, layer.einsum_str or kwargs.get("einsum_str", *args), layer.shape)
     if isinstance(layer, nn.Dense):
         return layer.features, jnp.shape(x)[-1]
     features, axes = ((v,) if isinstance(v, int) else tuple(v) for v in (layer.features, layer.axis))

@@ -185,6 +185,10 @@ def shared():
         (lambda: nn.init(lambda m: m(X), linen_convert())(jax.random.key(0)), "runs by its own init and apply"),
         (lambda: fj.flax.convert(Model(), "rowwise"), r"inputs=\(x,\)"),
         (lambda: fj.flax.convert(net(), "rowwise", inputs=(X,)), "leave both out"),
+        (
+            lambda: fj.flax.convert(nnx.Sequential(nnx.Einsum("bd,...df->b...f", (2, 32, 64), rngs=nnx.Rngs(0))), "rowwise"),
+            "^layers.0: an einsum names every dim of its kernel",
+        ),
         (lambda: fj.flax.convert(len, "rowwise"), "a linen or an NNX module; got builtin"),
     ],
 )
