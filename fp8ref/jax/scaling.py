@@ -41,8 +41,7 @@ def amax(x: jax.Array, granularity: str = "tensorwise", *, axis: int | tuple[int
     """The largest magnitude of every group that shares a scale (SEMANTICS S-2).
 
     Shapes:   x hp, any rank; float32 of ``scale_shape(granularity, x.shape, axis)``; axis is the reduced one, or under rowwise several.
-    Order:    of bits, as integers: in floating point XLA's maximum on a CPU drops NaNs, of large tensors and between devices, and
-              flushes subnormals.
+    Order:    of bits: as magnitudes, XLA's maximum on a CPU drops NaNs, of large tensors and between devices, and flushes subnormals.
     Devices:  ``over`` names axes of the mesh, inside shard_map, along which the largest is taken too (P-2). Under jit on a sharded
               array that happens by itself.
     Specials: NaN if any element is NaN, on any device.
@@ -52,11 +51,11 @@ def amax(x: jax.Array, granularity: str = "tensorwise", *, axis: int | tuple[int
     sizes = [granularities.blocks(granularity, x.shape, each) for each in axes]  # refuses empty tensors and absent axes
     bits = cast.magnitude_bits(x)
     if granularity == "tensorwise":
-        bits = jnp.max(bits)
+        bits = _largest(bits, x.dtype)
     elif granularity == "rowwise":
-        bits = jnp.max(bits, axis=axes, keepdims=True)
+        bits = _largest(bits, x.dtype, axis=axes, keepdims=True)
     elif len(axes) == 1:
-        bits = _largest_of_blocks(bits, sizes[0])
+        bits = _largest_of_blocks(bits, x.dtype, sizes[0])
     else:
         raise ValueError(f"blocks lie along one reduced axis; got {granularity!r} and axis={axis}. Flatten the tensor first.")
     largest = cast.from_magnitude_bits(bits, x.dtype)
@@ -125,10 +124,24 @@ def _quantized(
     return Quantized(codes=codes, scale=scale, scale_inv=scale_inv, fmt=fmt, granularity=granularity, axis=axis)
 
 
-def _largest_of_blocks(bits: jax.Array, sizes: tuple[int, ...]) -> jax.Array:
+def _largest(bits: jax.Array, dtype, **axes) -> jax.Array:
+    """The largest of ``cast.magnitude_bits``, by a maximum in floating point, the only fast one that XLA has on a CPU.
+
+    Between the two each is another number of dtype, in the same order, and none of them zero, subnormal, infinite or NaN, of which that
+    maximum drops some: t = bits - 2^(n - 2) becomes the number t steps above the least normal one, or below its negative.
+    """
+    size = jnp.iinfo(bits.dtype)
+    half, least, sign = 1 << (size.bits - 2), 1 << jnp.finfo(dtype).nmant, size.bits - 1
+    t = bits - half
+    ordered = (least + (t ^ (t >> sign))) | ((t >> sign) & size.min)
+    found = lax.bitcast_convert_type(jnp.max(lax.bitcast_convert_type(ordered, dtype), **axes), bits.dtype)
+    return (((found & size.max) - least) ^ (found >> sign)) + half
+
+
+def _largest_of_blocks(bits: jax.Array, dtype, sizes: tuple[int, ...]) -> jax.Array:
     bits = jnp.pad(bits, [(0, -n % size) for n, size in zip(bits.shape, sizes, strict=True)])  # zeros fill the last block
     bits = bits.reshape([part for n, size in zip(bits.shape, sizes, strict=True) for part in (n // size, size)])
-    return bits.max(axis=tuple(range(1, bits.ndim, 2)))
+    return _largest(bits, dtype, axis=tuple(range(1, bits.ndim, 2)))
 
 
 def _spread(scale: jax.Array, shape: tuple[int, ...], granularity: str, axis: int | tuple[int, ...]) -> jax.Array:
