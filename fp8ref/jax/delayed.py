@@ -202,7 +202,7 @@ def implemented(config: DelayedScaling) -> DelayedScaling:
 
 
 def _largest(magnitudes: jax.Array, *, axis: int) -> jax.Array:
-    return cast.from_magnitude_bits(cast.magnitude_bits(magnitudes).max(axis=axis), jnp.float32)
+    return jnp.squeeze(scaling.amax(magnitudes, "rowwise", axis=axis), axis)
 
 
 def _used(state: DelayedState | FlaxState, fmt: Format, config: DelayedScaling) -> jax.Array:

@@ -103,7 +103,10 @@ def _power_of_two_scales(amax: jax.Array, fmt: Format, policy: ScalePolicy) -> S
     floor = math.floor(np.float32(math.log2(of_eps))) if by_log2 else math.frexp(of_eps)[1] - 1
     field = jnp.where(amax < _smallest(policy), 127 - floor, field)
     scale_inv = jnp.where(jnp.isfinite(amax), lax.bitcast_convert_type(field << 23, jnp.float32), amax)
-    return with_inverse(1 / scale_inv)
+    scale = 1 / scale_inv
+    # Of the scale's bits again, 2^-k of 2^k, so that scale_inv needs neither a kernel of its own nor all of the above for every element.
+    inverse = lax.bitcast_convert_type((254 << 23) - lax.bitcast_convert_type(scale, jnp.int32), jnp.float32)
+    return Scales(scale, jnp.where(scale > 0, inverse, jnp.inf - scale))
 
 
 def _smallest(policy: ScalePolicy) -> np.float32:
