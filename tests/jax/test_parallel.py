@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from fp8ref.jax import linear, proof
+from fp8ref.jax import linear, proof, scaling
 from fp8ref.jax.parallel import Layout
 from fp8ref.jax.train import Trainer
 from fp8ref.llama import LlamaConfig
@@ -74,7 +74,7 @@ def test_the_manifest_keeps_the_proof_and_a_fallback_stops_the_run(tmp_path, tex
     assert (proof["read_from"], proof["missing"], len(proof["gemms"])) == ("stablehlo", [], 21)
 
     def fallback(a, b, *, accumulate, epilogue="scale_then_round", out_dtype=None, collective=None, turned=False):
-        return linear.gemm.matmul_hp(linear.scaling.dequantize(a), linear.scaling.dequantize(b), axes=(a.axis, b.axis), out_dtype=out_dtype)
+        return linear.gemm.matmul_hp(scaling.dequantize(a), scaling.dequantize(b), axes=(a.axis, b.axis), out_dtype=out_dtype)
 
     monkeypatch.setattr(linear.gemm, "matmul", fallback)
     with pytest.raises(ConfigError, match=r"lacks what was planned:\n.*q_proj/output: planned f8e4m3fn x f8e4m3fn, fast; f32 x f32"):
