@@ -109,7 +109,8 @@ class Layout:
             return jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=self.sharding(spec))  # type: ignore[return-value]
         if self.mesh is None:
             return jnp.asarray(value)
-        return jax.make_array_from_callback(np.shape(value), self.sharding(spec), lambda index: np.asarray(value)[index])
+        whole = np.asarray(value)
+        return jax.make_array_from_callback(whole.shape, self.sharding(spec), whole.__getitem__)
 
     def fetch(self, value: jax.Array) -> np.ndarray:
         """The whole of it, in every process."""

@@ -87,8 +87,8 @@ def _floored_quotient(amax: jax.Array, fmt: Format, policy: ScalePolicy) -> jax.
 
 
 def _power_of_two_scales(amax: jax.Array, fmt: Format, policy: ScalePolicy) -> Scales:
-    """Of the quotient of S-3 the power of two not above it (S-4), from the amax's own bits; scale_inv is the power that is made, and scale its
-    reciprocal: XLA repeats integer operations for every element that they scale, and a division it does not.
+    """Of the quotient of S-3 the power of two not above it (S-4), from the amax's own bits, and its reciprocal, exact both. The scale comes of a
+    division, as XLA repeats integer operations, and a division not, for every element that is scaled.
 
     fmt.max / amax = 2^k * M / m, with M and m the two significands: not below 2^k while m <= M, and for a few ulps of m more, which rounding
     the quotient, or its logarithm, hides: n ulps of a quotient below 2^k are M / 2 * n ulps of m.
@@ -102,9 +102,8 @@ def _power_of_two_scales(amax: jax.Array, fmt: Format, policy: ScalePolicy) -> S
     field += (mantissa > int((significand * 2 - 1) * 2**23) + hidden) - (exponent - 1)
     floor = math.floor(np.float32(math.log2(of_eps))) if by_log2 else math.frexp(of_eps)[1] - 1
     field = jnp.where(amax < _smallest(policy), 127 - floor, field)
-    scale_inv = jnp.where(jnp.isfinite(amax), lax.bitcast_convert_type(field << 23, jnp.float32), amax)
-    scale = 1 / scale_inv
-    # Of the scale's bits again, 2^-k of 2^k, so that scale_inv needs neither a kernel of its own nor all of the above for every element.
+    scale = 1 / jnp.where(jnp.isfinite(amax), lax.bitcast_convert_type(field << 23, jnp.float32), amax)
+    # 2^-k of the bits of 2^k: scale_inv then needs neither a kernel of its own nor all of the above for every element.
     inverse = lax.bitcast_convert_type((254 << 23) - lax.bitcast_convert_type(scale, jnp.int32), jnp.float32)
     return Scales(scale, jnp.where(scale > 0, inverse, jnp.inf - scale))
 

@@ -79,8 +79,9 @@ def train(
     claimed = on_first(lambda: log.claim(out, config, backend, resume=resume, overwrite=overwrite))
     if not processes.gather(claimed)[0]:
         return None
-    batches, model, proof = together(processes, lambda: _prepared(config, backend))
+    batches = together(processes, lambda: data.open_batches(config))
     _check_alike(processes, config, batches)
+    model, proof = together(processes, lambda: _proven(config, backend, batches))
     run = on_first(
         lambda: log.create(
             out,
@@ -110,11 +111,10 @@ def train(
     return lines
 
 
-def _prepared(config: Config, backend: str) -> tuple[data.Batches, Trainer, dict | None]:
-    """All that a run needs before its first step."""
-    batches = data.open_batches(config)
+def _proven(config: Config, backend: str, batches: data.Batches) -> tuple[Trainer, dict | None]:
+    """A fresh trainer, and what its compiled step is, where it can read it."""
     model = trainer(backend, config)
-    return batches, model, model.prove(batches.step(0)) if isinstance(model, Provable) else None
+    return model, model.prove(batches.step(0)) if isinstance(model, Provable) else None
 
 
 def _check_alike(processes: Processes, config: Config, batches: data.Batches) -> None:
