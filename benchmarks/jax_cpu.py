@@ -1,7 +1,8 @@
 """How long a training step of FP8 layers takes in JAX on a CPU, next to Flax's own: python benchmarks/jax_cpu.py [--json FILE]
 
 One linen model of dense layers, bfloat16 compute, float32 parameters, AdamW; its layers in bfloat16, with Flax's
-Fp8DirectDotGeneralOp, and with hooks of fp8ref by three recipes. Steps take turns, and ratios are of medians of this one run.
+Fp8DirectDotGeneralOp, and with hooks of fp8ref by three recipes. They take turns, and a ratio is the median of those of
+neighbours in this one run.
 A CPU has no FP8 kernels: these times say what is around the GEMMs, and nothing of a GPU.
 """
 
@@ -111,29 +112,25 @@ def _loss(y: jax.Array, x: jax.Array) -> jax.Array:
 def measure(*, width: int, blocks: int, tokens: int, repetitions: int) -> dict:
     x = jnp.asarray(np.random.default_rng(0).standard_normal((tokens, width)), jnp.bfloat16)
     names = ("bf16", "flax", *RECIPES)
-    compile_seconds: dict[str, list[float]] = {name: [] for name in names}
-    for _ in range(min(3, repetitions)):
+    taken: dict[str, dict[str, list[float]]] = {what: {name: [] for name in names} for what in ("step", "compile")}
+    for _ in range(min(7, repetitions)):
         for name in names:
             jax.clear_caches()
-            compile_seconds[name].append(Variant(name, width=width, blocks=blocks, x=x).compile_seconds)
+            taken["compile"][name].append(Variant(name, width=width, blocks=blocks, x=x).compile_seconds)
     variants = {name: Variant(name, width=width, blocks=blocks, x=x) for name in names}
-    taken: dict[str, list[float]] = {name: [] for name in names}
     for i in range(repetitions + 1):
         for name, variant in variants.items():
             begin = time.perf_counter()
             variant.step()
             if i:  # the first one warms up
-                taken[name].append(time.perf_counter() - begin)
-    seconds = {
-        "step": {name: statistics.median(times) for name, times in taken.items()},
-        "compile": {name: statistics.median(times) for name, times in compile_seconds.items()},
-    }
+                taken["step"][name].append(time.perf_counter() - begin)
+    seconds = {what: {name: statistics.median(times) for name, times in of.items()} for what, of in taken.items()}
     rows = [
         {
             "variant": variant,
             "measure": what,
             "peer": peer,
-            "ratio": seconds[what][variant] / seconds[what][PEERS[peer]],
+            "ratio": statistics.median(np.divide(taken[what][variant], taken[what][PEERS[peer]])),
             "at_most": at_most,
         }
         for variant, what, peer, at_most in ASKED

@@ -14,6 +14,7 @@ comes out as the gradient by seen. Merging is a maximum of each entry, so that u
 """
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -211,12 +212,14 @@ def _used(state: DelayedState | FlaxState, fmt: Format, config: DelayedScaling) 
     return scale_rules.flax_scale_inv(jnp.max(state.amax_history, axis=-1), state.stored, fmt)
 
 
+@functools.partial(jax.jit, static_argnames=("fmt", "config"))  # traced once for all states of a shape
 def _advance(state: DelayedState | FlaxState, seen: jax.Array, fmt: Format, config: DelayedScaling) -> DelayedState | FlaxState:
     amax, non_finite, was_seen = seen[..., 0], seen[..., 1], seen[..., 2]
     if config.timing == "use":
         amax = jnp.where(non_finite > 0, jnp.inf, amax)  # recorded: it keeps the scale until it leaves, as a NaN would
-    pushed = jnp.concatenate([amax[..., None], state.amax_history[..., :-1]], axis=-1)
-    stored = _used(state, fmt, config) if config.timing == "use" else _scale_of(pushed, state, fmt, config)
+    past = state.amax_history[..., :-1]
+    pushed = jnp.concatenate([amax[..., None], past], axis=-1)
+    stored = _used(state, fmt, config) if config.timing == "use" else _scale_of(amax, past, state, fmt, config)
     after = kind(config)(stored, pushed, state.step + 1)
     taken = (was_seen > 0) & ((non_finite == 0) | (config.timing == "use"))
     kept = _where(taken, after, state)
@@ -224,9 +227,10 @@ def _advance(state: DelayedState | FlaxState, seen: jax.Array, fmt: Format, conf
     return kept._replace(stored=jnp.where(summed, jnp.nan, kept.stored))
 
 
-def _scale_of(history: jax.Array, state: DelayedState | FlaxState, fmt: Format, config: DelayedScaling) -> jax.Array:
-    """The scale of a history that was just pushed to; in between intervals, and of nothing but zeros, the one before."""
-    amax = history[..., 0] if config.amax_compute == "most_recent" else _largest(history, axis=-1)
+def _scale_of(amax: jax.Array, past: jax.Array, state: DelayedState | FlaxState, fmt: Format, config: DelayedScaling) -> jax.Array:
+    """The scale of an amax and those before it; in between intervals, and of nothing but zeros, the scale before."""
+    if config.amax_compute == "max" and past.shape[-1]:
+        amax = larger(amax, _largest(past, axis=-1))
     bits, limit = cast.magnitude_bits(amax), np.float32(fmt.max * 2.0**-config.policy.margin)
     # A subnormal amax, n * 2^-149, XLA on a CPU would flush; limit * 2^149 / n in two powers, as 2^149 is no float32
     subnormal = (limit * 2.0**75 / bits.astype(jnp.float32)) * 2.0**74

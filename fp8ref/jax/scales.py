@@ -22,6 +22,7 @@ class Scales(NamedTuple):
     scale_inv: jax.Array
 
 
+@functools.partial(jax.jit, static_argnames=("fmt", "policy"))  # traced once for all layers of a shape
 def scales_from_amax(amax: jax.Array, fmt: Format, policy: str | ScalePolicy = "torchao") -> Scales:
     """scale and scale_inv of a policy (SEMANTICS S-3, S-4, S-9, S-14): the simulator's, bit for bit.
 
@@ -89,21 +90,10 @@ def _floored_quotient(amax: jax.Array, fmt: Format, policy: ScalePolicy) -> jax.
 def _power_of_two_scales(amax: jax.Array, fmt: Format, policy: ScalePolicy) -> Scales:
     """Of the quotient of S-3 the power of two not above it (S-4), from the amax's own bits, and its reciprocal, exact both. The scale comes of a
     division, as XLA repeats integer operations, and a division not, for every element that is scaled.
-
-    fmt.max / amax = 2^k * M / m, with M and m the two significands: not below 2^k while m <= M, and for a few ulps of m more, which rounding
-    the quotient, or its logarithm, hides: n ulps of a quotient below 2^k are M / 2 * n ulps of m.
     """
-    significand, exponent = math.frexp(fmt.max)
-    of_eps, by_log2 = np.float32(fmt.max / policy.eps), policy.power_of_two == "exp2_log2"
-    bits = lax.bitcast_convert_type(amax, jnp.int32)
-    field, mantissa = bits >> 23, bits & 0x7FFFFF
-    n = _hidden_by_logarithm(exponent - 1 - (field - 127)) if by_log2 else 0
-    hidden = ((2 * n + 1) * int(significand * 64)) >> 7  # floor((n + 1/2) M / 2), which is never near an integer
-    field += (mantissa > int((significand * 2 - 1) * 2**23) + hidden) - (exponent - 1)
-    floor = math.floor(np.float32(math.log2(of_eps))) if by_log2 else math.frexp(of_eps)[1] - 1
-    field = jnp.where(amax < _smallest(policy), 127 - floor, field)
-    scale = 1 / jnp.where(jnp.isfinite(amax), lax.bitcast_convert_type(field << 23, jnp.float32), amax)
-    # 2^-k of the bits of 2^k: scale_inv then needs neither a kernel of its own nor all of the above for every element.
+    inverse = lax.bitcast_convert_type(_exponent_field(amax, fmt, policy) << 23, jnp.float32)
+    scale = 1 / jnp.where(jnp.isnan(amax), amax, inverse)
+    # 2^k of the bits of 2^-k: scale_inv then needs neither a kernel of its own nor all of the above for every element.
     inverse = lax.bitcast_convert_type((254 << 23) - lax.bitcast_convert_type(scale, jnp.int32), jnp.float32)
     return Scales(scale, jnp.where(scale > 0, inverse, jnp.inf - scale))
 
@@ -114,54 +104,50 @@ def _smallest(policy: ScalePolicy) -> np.float32:
     return smallest if float(smallest) >= policy.eps else np.nextafter(smallest, np.float32(1))
 
 
-def _hidden_by_logarithm(k: jax.Array) -> jax.Array:
-    """How many ulps below the next power of two, 2^k, RN32(log2 s) is k already (S-4): floor(ln 2 * 2^e).
-
-    For s = 2^k (1 - n 2^-24), log2 s = k - n 2^-24 / ln 2, which rounds to k if it is not half an ulp away. Just below k lie numbers of
-    binade e = floor(log2 j), j = k - 1 if k > 0 and else -k, whose half ulp is 2^(e - 24); from n = 1 on, but for j = 0.
-    """
-    j = jnp.maximum(jnp.maximum(k - 1, -k), 1)
-    return ((1 << (31 - lax.clz(j))) * 45426) >> 16  # 45426 = floor(ln 2 * 2^16), enough for e < 7
-
-
 def _e8m0_scales(amax: jax.Array, fmt: Format, policy: ScalePolicy) -> Scales:
     """scale_inv = 2^k, k in [-127, 127], or NaN; scale = 2^-k but where the policy's rule says otherwise (S-14)."""
     assert policy.e8m0 is not None
-    bits = lax.bitcast_convert_type(amax, jnp.int32)
-    field, mantissa = bits >> 23, bits & 0x7FFFFF
-    k = field - 127 - (math.frexp(fmt.max)[1] - 1)
-    if policy.ratio == "amax/max":  # rounded up, where the mantissa is above fmt.max's, and by more than the roundings hide
-        k += mantissa > jnp.asarray(_last_not_rounded_up(fmt, policy)).at[field].get(mode="promise_in_bounds")
-        k = jnp.where(field == 255, 127, k)  # of infinity, the quotient is infinite too
-    k = jnp.clip(k, -127, 127)
+    field = _exponent_field(amax, fmt, policy)
     nan = jnp.isnan(amax)
-    scale = jnp.where(k == -127, jnp.float32(policy.e8m0.scale_of_code_0), _two_to_the(-k))
+    scale = jnp.where(field == 0, jnp.float32(policy.e8m0.scale_of_code_0), _two_to_the(254 - field))
     of_nan = 0.0 if policy.e8m0.scale_of_nan == "zero" else jnp.nan
-    return Scales(jnp.where(nan, of_nan, scale), jnp.where(nan, jnp.nan, _two_to_the(k)))
+    return Scales(jnp.where(nan, of_nan, scale), jnp.where(nan, jnp.nan, _two_to_the(field)))
 
 
-def _two_to_the(k: jax.Array) -> jax.Array:
-    """2^k, k in [-127, 127], from its bits: 2^-127 is a subnormal."""
-    return lax.bitcast_convert_type(jnp.where(k == -127, 1 << 22, (k + 127) << 23).astype(jnp.int32), jnp.float32)
+def _two_to_the(field: jax.Array) -> jax.Array:
+    """2^(field - 127) from its bits, of a field in [0, 254]: 2^-127 is a subnormal."""
+    return lax.bitcast_convert_type(jnp.where(field == 0, 1 << 22, field << 23), jnp.float32)
+
+
+def _exponent_field(amax: jax.Array, fmt: Format, policy: ScalePolicy) -> jax.Array:
+    """int32 exponent field of a scale_inv that is a power of two (S-4, S-14): k + 127 of 2^k, 255 of infinity. A NaN's means nothing."""
+    bits = lax.bitcast_convert_type(amax, jnp.int32)
+    steps = jnp.asarray(_steps(fmt, policy)).at[lax.bitcast_convert_type(amax, jnp.uint32) >> 23].get(mode="promise_in_bounds")
+    return (bits + steps) >> 23
 
 
 @functools.cache
-def _last_not_rounded_up(fmt: Format, policy: ScalePolicy) -> np.ndarray:
-    """int32 [256]: for each exponent field of an amax, the largest mantissa whose RN32(amax / fmt.max) is not rounded up past its power of two.
+def _steps(fmt: Format, policy: ScalePolicy) -> np.ndarray:
+    """int32 [256]: what added to the bits of an amax makes its exponent field that of its scale_inv, for each exponent field of an amax.
 
-    That is fmt.max's own mantissa, but for a few ulps that the quotient's rounding, or the logarithm's, hides: 39 at most under
-    RN32(log2), as S-14 counts them, so that 64 are looked at.
+    Within a binade scale_inv has one value up to a mantissa and perhaps twice that above it, into which the sum then carries.
     """
-    own = int(np.float32(fmt.max).view(np.int32)) & 0x7FFFFF
-    field, mantissa = np.arange(1, 255)[:, None], own + np.arange(64)
-    amax = ((field << 23) | mantissa).astype(np.int32).view(np.float32)
-    quotient = (amax.astype(np.float64) / fmt.max).astype(np.float32).astype(np.float64)
-    power = 2.0 ** (field - 127 - (math.frexp(fmt.max)[1] - 1))  # of amaxes up to own
-    if policy.power_of_two == "exp2_log2":
-        with np.errstate(divide="ignore"):
-            hidden = np.ceil(np.log2(quotient).astype(np.float32)) <= np.log2(power)
-    else:
-        hidden = quotient <= power
-    last = np.full(256, own, np.int32)
-    last[1:255] = own + hidden.sum(1) - 1
-    return last
+    binade = np.arange(256) << 23
+    first = _rounded_field(binade, fmt, policy)
+    last = np.zeros(256, np.int64)  # the last mantissa of that value, found a bit at a time; infinity has but one
+    for bit in 2 ** np.arange(22, -1, -1):
+        last[:255] += bit * (_rounded_field((binade + last + bit)[:255], fmt, policy) == first[:255])
+    return ((first << 23) - binade + (2**23 - 1 - last)).astype(np.int32)
+
+
+def _rounded_field(bits: np.ndarray, fmt: Format, policy: ScalePolicy) -> np.ndarray:
+    """Of the bits of amaxes, the exponent fields of scale_inv, as S-4 and S-14 define them."""
+    amax = np.maximum(bits.astype(np.int32).view(np.float32).astype(np.float64), policy.eps)
+    with np.errstate(divide="ignore", over="ignore"):
+        if policy.ratio == "exponents":
+            k = (bits >> 23) - 127 - math.floor(math.log2(fmt.max))
+        else:
+            quotient = (amax / fmt.max if policy.e8m0 else fmt.max / amax).astype(np.float32).astype(np.float64)
+            log2 = np.log2(quotient if policy.e8m0 else 1 / quotient)
+            k = np.ceil(log2.astype(np.float32) if policy.power_of_two == "exp2_log2" else log2)
+    return np.clip(k + 127, *((0, 254) if policy.e8m0 else (1, 255))).astype(np.int64)

@@ -124,7 +124,8 @@ def _quantized(
     return Quantized(codes=codes, scale=scale, scale_inv=scale_inv, fmt=fmt, granularity=granularity, axis=axis)
 
 
-def _largest(bits: jax.Array, dtype, **axes) -> jax.Array:
+@functools.partial(jax.jit, static_argnames=("dtype", "axis", "keepdims"))  # traced once for all tensors of a shape
+def _largest(bits: jax.Array, dtype, axis: int | tuple[int, ...] | None = None, keepdims: bool = False) -> jax.Array:
     """The largest of ``cast.magnitude_bits``, by a maximum in floating point, the only fast one that XLA has on a CPU.
 
     Between the two each is another number of dtype, in the same order, and none of them zero, subnormal, infinite or NaN, of which that
@@ -134,7 +135,7 @@ def _largest(bits: jax.Array, dtype, **axes) -> jax.Array:
     half, least, sign = 1 << (size.bits - 2), 1 << jnp.finfo(dtype).nmant, size.bits - 1
     t = bits - half
     ordered = (least + (t ^ (t >> sign))) | ((t >> sign) & size.min)
-    found = lax.bitcast_convert_type(jnp.max(lax.bitcast_convert_type(ordered, dtype), **axes), bits.dtype)
+    found = lax.bitcast_convert_type(jnp.max(lax.bitcast_convert_type(ordered, dtype), axis=axis, keepdims=keepdims), bits.dtype)
     return (((found & size.max) - least) ^ (found >> sign)) + half
 
 
