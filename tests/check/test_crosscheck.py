@@ -43,8 +43,12 @@ def test_one_backend_alone(small):
 
 
 def jax_scale_one_ulp_up(monkeypatch):
-    original = jax_scales._floored_quotient
-    monkeypatch.setattr(jax_scales, "_floored_quotient", lambda *args: jnp.nextafter(original(*args), jnp.float32(jnp.inf)))
+    original = jax_scales.scales_from_amax
+
+    def fault(*args):
+        return jax_scales.with_inverse(jnp.nextafter(original(*args).scale, jnp.float32(jnp.inf)))
+
+    monkeypatch.setattr(jax_scales, "scales_from_amax", fault)
 
 
 def jax_rounds_to_odd(monkeypatch):
