@@ -52,9 +52,14 @@ def to_fp8(x: torch.Tensor, fmt: Format) -> torch.Tensor:
 
 def to_f32(x: torch.Tensor) -> torch.Tensor:
     """x widened to float32; ValueError when its dtype would be rounded."""
+    return checked(x).to(torch.float32)
+
+
+def checked(x: torch.Tensor) -> torch.Tensor:
+    """x itself; ValueError unless it is float32, float16 or bfloat16."""
     if x.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         raise ValueError(f"casts take float32, float16 or bfloat16; got {x.dtype}. Convert with .float().")
-    return x.to(torch.float32)
+    return x
 
 
 def _dtype(fmt: Format) -> torch.dtype:

@@ -7,12 +7,15 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchao.float8 import CastConfig, Float8GemmConfig, Float8LinearConfig, ScalingType, convert_to_float8_training
+from torchao.float8.config import ScalingGranularity
 from torchao.float8.float8_linear import Float8Linear
 from torchao.float8.float8_training_tensor import Float8TrainingTensor
 
 from fp8ref import recipe as recipes
 from fp8ref.recipe import OPERANDS, CastSpec, Gemm, Recipe, Role
-from fp8ref.torch import cast, cpu, scaling
+from fp8ref.torch import cast, cpu, scales
+
+GRANULARITIES = {"tensorwise": ScalingGranularity.TENSORWISE, "rowwise": ScalingGranularity.AXISWISE}
 
 
 def convert(model: nn.Module, recipe: str | Recipe, *, filter_fqns: Sequence[str] = (), fp8_fqns: Sequence[str] = ()) -> nn.Module:
@@ -66,10 +69,10 @@ def torchao_config(recipe: Recipe) -> Float8LinearConfig:
     for c in present:
         if c.delayed is not None:
             raise refuse("it scales dynamically, and this recipe is delayed")
-        if c.granularity not in scaling.GRANULARITIES:
+        if c.granularity not in GRANULARITIES:
             raise refuse(f"granularity is tensorwise or rowwise; got {c.granularity!r}")
         try:
-            scaling.implemented(c.policy)
+            scales.implemented(c.policy)
         except ValueError as error:
             raise refuse(str(error).rstrip(".")) from None
     for role in ("input", "weight", "grad_output"):
@@ -87,7 +90,7 @@ def torchao_config(recipe: Recipe) -> Float8LinearConfig:
         if spec is None:
             dtype = cast.DTYPES[other.fmt.name] if other else torch.float8_e4m3fn  # unused, but torchao wants one a role
             return CastConfig(scaling_type=ScalingType.DISABLED, target_dtype=dtype)
-        return CastConfig(scaling_granularity=scaling.GRANULARITIES[spec.granularity], target_dtype=cast.DTYPES[spec.fmt.name])
+        return CastConfig(scaling_granularity=GRANULARITIES[spec.granularity], target_dtype=cast.DTYPES[spec.fmt.name])
 
     def gemm_config(gemm: Gemm) -> Float8GemmConfig:
         return Float8GemmConfig(use_fast_accum=recipe.gemms[gemm].accumulate == "fast")

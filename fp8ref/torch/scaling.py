@@ -1,19 +1,18 @@
-"""From a tensor to its amax, from an amax to a scale, from a scale to codes (SEMANTICS S), by torchao's own functions."""
+"""From a tensor to its amax, and from a scale to codes (SEMANTICS S)."""
 
 from typing import NamedTuple
 
 import torch
-from torchao.float8.config import ScalingGranularity
+from torch.nn import functional
 from torchao.float8.float8_training_tensor import hp_tensor_and_scale_to_float8
-from torchao.float8.float8_utils import EPS, amax_to_scale, tensor_to_amax
 
 from fp8ref import granularity as granularities
-from fp8ref import policy as policies
 from fp8ref.formats import Format
 from fp8ref.policy import ScalePolicy
-from fp8ref.torch import cast
+from fp8ref.torch import cast, scales
+from fp8ref.torch.scales import scale_from_amax
 
-GRANULARITIES = {"tensorwise": ScalingGranularity.TENSORWISE, "rowwise": ScalingGranularity.AXISWISE}
+__all__ = ["Quantized", "amax", "dequantize", "quantize", "quantize_with", "scale_from_amax"]
 
 
 class Quantized(NamedTuple):
@@ -32,41 +31,17 @@ def amax(x: torch.Tensor, granularity: str = "tensorwise", *, axis: int = -1) ->
 
     Shapes:   x hp, any rank; float32 of ``scale_shape(granularity, x.shape, axis)``; axis is the reduced one.
     Specials: NaN if any element is NaN.
-    Raises:   ValueError: x empty or not float32, float16 or bfloat16; a granularity other than tensorwise and rowwise.
+    Raises:   ValueError: x empty or not float32, float16 or bfloat16; blocks that do not divide the reduced axis.
     """
-    if granularity not in GRANULARITIES:
-        raise ValueError(f"fp8ref.torch scales {' or '.join(GRANULARITIES)}; got {granularity!r}.")
-    granularities.blocks(granularity, tuple(x.shape), axis)  # refuses empty tensors and absent axes
-    cast.to_f32(x[:0] if x.ndim else x)  # refuses other dtypes
-    return tensor_to_amax(x, scaling_granularity=GRANULARITIES[granularity], axiswise_dim=axis).to(torch.float32)
-
-
-def scale_from_amax(amax: torch.Tensor, fmt: Format, policy: str | ScalePolicy = "torchao") -> torch.Tensor:
-    """The factor that multiplies into FP8: RN32(fmt.max / max(amax, eps)), then its power of two if asked (SEMANTICS S-3, S-4).
-
-    Shapes:   amax float32, any shape; float32 of the same shape.
-    Specials: zero amax -> RN32(fmt.max / eps); Inf -> 0; NaN -> NaN.
-    Raises:   ValueError: a policy that this backend does not implement.
-    """
-    policy = implemented(policy)
-    scale = amax_to_scale(amax, cast.DTYPES[fmt.name], round_scales_to_power_of_2=policy.power_of_two == "exp2_log2")
-    if policy.power_of_two == "mask":
-        masked = (scale.view(torch.int32) & -(1 << 23)).view(torch.float32)
-        scale = torch.where(scale.isnan(), scale, masked)
-    return scale
-
-
-def implemented(policy: str | ScalePolicy) -> ScalePolicy:
-    """The policy, if this backend implements it: those of torchao, with its eps (SEMANTICS S-9); ValueError for any other."""
-    policy = policies.by_name(policy)
-    if not policy.floored_quotient:
-        known = ", ".join(name for name, p in policies.POLICIES.items() if p.floored_quotient)
-        raise ValueError(
-            f"fp8ref.torch scales by {known}; got policy {policy.name!r}. Use one of these, or fp8ref.sim for {policy.name!r}."
-        )
-    if policy.eps != EPS:
-        raise ValueError(f"torchao's eps is {EPS}; got policy {policy.name!r} with eps={policy.eps}. Use policy 'torchao'.")
-    return policy
+    sizes = granularities.blocks(granularity, tuple(x.shape), axis)  # refuses empty tensors and absent axes
+    magnitudes = cast.checked(x.detach()).abs()
+    if granularity == "tensorwise":
+        return magnitudes.amax().float()
+    if granularity == "rowwise":
+        return magnitudes.amax(dim=axis, keepdim=True).float()
+    padding = [n for size, length in zip(sizes[::-1], x.shape[::-1], strict=True) for n in (0, -length % size)]  # last dim first
+    parts = [n for size, length in zip(sizes, x.shape, strict=True) for n in (-(-length // size), size)]
+    return functional.pad(magnitudes, padding).reshape(parts).amax(dim=tuple(range(1, len(parts), 2))).float()
 
 
 def quantize(
@@ -76,17 +51,46 @@ def quantize(
 
     Shapes:   x hp [..., K] (axis is the reduced one); codes native float8 of x's shape; scales of ``scale_shape``.
     Units:    x ~ decode(codes) * scale_inv.
-    Order:    amax; scale; RN32(f32(x) * scale); clip to +-fmt.max; round to nearest even; scale_inv = RN32(1 / scale).
+    Order:    amax; scale; RN32(f32(x) * scale); clip to +-fmt.max; round to nearest even; scale_inv = RN32(1 / scale), or exactly 2^k
+              under an e8m0 policy.
     Specials: as the simulator's quantize.
     Gradient: none; the codes and scales are detached.
-    Raises:   ValueError: as amax and scale_from_amax.
+    Raises:   ValueError: as amax and scale_from_amax; mx_1x32 by a policy that is not e8m0.
     Source:   SEMANTICS S-5; torchao's hp_tensor_and_scale_to_float8.
     """
-    scale = scale_from_amax(amax(x, granularity, axis=axis), fmt, policy)
-    codes = hp_tensor_and_scale_to_float8(x.detach(), scale, cast.DTYPES[fmt.name])._data
-    return Quantized(codes, scale, scale.reciprocal(), fmt, granularity, axis)
+    policy = scales.implemented(policy)
+    if granularity == "mx_1x32" and policy.e8m0 is None:
+        raise ValueError(f"groups of mx_1x32 have e8m0 scales, of policy mx_rceil, mx_floor or te_mxfp8; got policy {policy.name!r}.")
+    scale, scale_inv = scales.scales_from_amax(amax(x, granularity, axis=axis), fmt, policy)
+    return _quantized(x, scale, scale_inv, fmt, granularity, axis)
+
+
+def quantize_with(x: torch.Tensor, scale: torch.Tensor, fmt: Format, *, granularity: str = "tensorwise", axis: int = -1) -> Quantized:
+    """quantize, by a scale that is there already, such as a delayed state's; scale_inv = RN32(1 / scale).
+
+    Raises:   ValueError: a scale of another shape than ``scale_shape`` gives.
+    """
+    shape = granularities.scale_shape(granularity, tuple(x.shape), axis)
+    if tuple(scale.shape) != shape:
+        raise ValueError(f"{granularity} scales of x.shape={tuple(x.shape)} have shape {shape}; got {tuple(scale.shape)}.")
+    return _quantized(cast.checked(x), scale, scale.reciprocal(), fmt, granularity, axis)
 
 
 def dequantize(q: Quantized) -> torch.Tensor:
     """RN32(decode(codes) * scale_inv), float32 of the codes' shape (SEMANTICS S-8)."""
-    return cast.decode(q.codes, q.fmt) * q.scale_inv
+    return cast.decode(q.codes, q.fmt) * _spread(q.scale_inv, tuple(q.codes.shape), q.granularity, q.axis)
+
+
+def _quantized(x: torch.Tensor, scale: torch.Tensor, scale_inv: torch.Tensor, fmt: Format, granularity: str, axis: int) -> Quantized:
+    spread = _spread(scale, tuple(x.shape), granularity, axis)
+    codes = hp_tensor_and_scale_to_float8(x.detach(), spread, cast.DTYPES[fmt.name])._data
+    return Quantized(codes, scale, scale_inv, fmt, granularity, axis)
+
+
+def _spread(scale: torch.Tensor, shape: tuple[int, ...], granularity: str, axis: int) -> torch.Tensor:
+    """The scales of a tensor of this shape, of a shape that broadcasts to it."""
+    if granularity in ("tensorwise", "rowwise"):
+        return scale
+    for i, size in enumerate(granularities.blocks(granularity, shape, axis)):
+        scale = scale.repeat_interleave(size, dim=i).narrow(i, 0, shape[i])
+    return scale

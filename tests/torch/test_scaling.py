@@ -1,4 +1,3 @@
-import ml_dtypes
 import numpy as np
 import pytest
 import torch
@@ -6,22 +5,14 @@ from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic
 
 from fp8ref.check import synthetic
 from fp8ref.formats import E4M3FN, E5M2
-from fp8ref.policy import POLICIES, ScalePolicy
+from fp8ref.policy import POLICIES
 from fp8ref.sim import cast as sim_cast
 from fp8ref.sim import scaling as sim
-from fp8ref.torch import cast, scaling
+from fp8ref.torch import cast, linear, scaling
 
-AMAX_BF16 = np.arange(0x7F81, dtype=np.uint16).view(ml_dtypes.bfloat16).astype(np.float32)
 IMPLEMENTED = [name for name, p in POLICIES.items() if p.floored_quotient]
 policies = pytest.mark.parametrize("policy", IMPLEMENTED)
 groups = pytest.mark.parametrize(("granularity", "axis"), [("tensorwise", -1), ("rowwise", 0), ("rowwise", -1)])
-
-
-@policies
-@pytest.mark.parametrize("fmt", [E4M3FN, E5M2], ids=str)
-def test_scale_equals_the_simulator_on_every_bf16_amax(policy, fmt):  # S-3, S-4
-    found = scaling.scale_from_amax(torch.from_numpy(AMAX_BF16), fmt, policy)
-    np.testing.assert_array_equal(found.numpy(), sim.scale_from_amax(AMAX_BF16, fmt, policy))
 
 
 @policies
@@ -39,6 +30,33 @@ def test_quantize_equals_the_simulator(case, policy, granularity, axis):  # S-1,
         assert q.scale.shape == expected.scale.shape
 
 
+@pytest.mark.parametrize("case", synthetic.tensors())
+@pytest.mark.parametrize(
+    ("granularity", "policy"),
+    [("blockwise_1x128", "torchao"), ("blockwise_128x128", "torchao"), *(("mx_1x32", name) for name, p in POLICIES.items() if p.e8m0)],
+)
+@pytest.mark.parametrize("axis", [0, 1])
+def test_blocks_equal_the_simulator(case, granularity, policy, axis):  # S-6, S-14
+    """[150, 384] and its transpose: a last block of 22 along the other axis."""
+    x = np.resize(synthetic.tensors()[case], (384, 150) if axis == 0 else (150, 384))
+    q = scaling.quantize(torch.from_numpy(x), E4M3FN, granularity=granularity, policy=policy, axis=axis)
+    expected = sim.quantize(x, E4M3FN, granularity=granularity, policy=policy, axis=axis)
+    np.testing.assert_array_equal(sim_cast.canonical_nans(q.codes.view(torch.uint8).numpy(), E4M3FN), expected.codes)
+    np.testing.assert_array_equal(q.scale.numpy(), expected.scale)
+    np.testing.assert_array_equal(q.scale_inv.numpy(), expected.scale_inv)
+    np.testing.assert_array_equal(scaling.dequantize(q).numpy(), sim.dequantize(expected))
+
+
+def test_quantize_with_is_quantize_by_a_given_scale(rng):
+    x = torch.from_numpy(rng.standard_normal((16, 32)).astype(np.float32))
+    q = scaling.quantize(x, E5M2)
+    again = scaling.quantize_with(x, q.scale, E5M2)
+    assert torch.equal(q.codes.view(torch.uint8), again.codes.view(torch.uint8))
+    assert torch.equal(q.scale_inv, again.scale_inv)
+    with pytest.raises(ValueError, match=r"have shape \(\); got \(1,\)"):
+        scaling.quantize_with(x, q.scale.reshape(1), E5M2)
+
+
 @groups
 @pytest.mark.parametrize("pow2", [False, True])
 def test_quantize_equals_torchaos_dynamic_cast(granularity, axis, pow2, rng):  # R-1
@@ -47,7 +65,7 @@ def test_quantize_equals_torchaos_dynamic_cast(granularity, axis, pow2, rng):  #
         x,
         torch.float8_e4m3fn,
         None,
-        scaling_granularity=scaling.GRANULARITIES[granularity],
+        scaling_granularity=linear.GRANULARITIES[granularity],
         axiswise_dim=axis if granularity == "rowwise" else None,
         round_scales_to_power_of_2=pow2,
     )
@@ -60,11 +78,9 @@ def test_quantize_equals_torchaos_dynamic_cast(granularity, axis, pow2, rng):  #
     ("x", "options", "message"),
     [
         (torch.ones(0, 4), {}, "at least one element"),  # S-7
-        (torch.ones(4, 128), {"granularity": "mx_1x32"}, "tensorwise or rowwise"),
+        (torch.ones(4, 128), {"granularity": "mx_1x32"}, "e8m0 scales.*'torchao'"),
+        (torch.ones(4, 100), {"granularity": "blockwise_1x128"}, "divisible by 128"),
         (torch.ones(4, 4, dtype=torch.float64), {}, "float64"),
-        (torch.ones(4, 4), {"policy": ScalePolicy(name="other", eps=1e-9)}, "torchao's eps"),
-        (torch.ones(4, 4), {"policy": ScalePolicy(name="room", eps=1e-12, margin=1)}, "'room'.*fp8ref.sim"),
-        *((torch.ones(4, 4), {"policy": name}, f"torchao_mask; got policy '{name}'") for name in POLICIES if name not in IMPLEMENTED),
         (torch.ones(4, 4), {"granularity": "rowwise", "axis": 2}, r"\[-2, 2\)"),
     ],
 )

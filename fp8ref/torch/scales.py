@@ -1,0 +1,78 @@
+"""From an amax to the scales of a policy (SEMANTICS S-3, S-4, S-9, S-14)."""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torchao.float8.float8_utils import EPS, amax_to_scale
+
+from fp8ref import policy as policies
+from fp8ref.formats import Format
+from fp8ref.policy import ScalePolicy
+from fp8ref.torch import cast
+
+
+class Scales(NamedTuple):
+    """scale multiplies into FP8, scale_inv out of it; float32 of one shape."""
+
+    scale: torch.Tensor
+    scale_inv: torch.Tensor
+
+
+def scales_from_amax(amax: torch.Tensor, fmt: Format, policy: str | ScalePolicy = "torchao") -> Scales:
+    """scale and scale_inv of a policy (SEMANTICS S-3, S-4, S-9, S-14): the simulator's, bit for bit.
+
+    Shapes:   amax float32, any shape; both scales float32 of that shape.
+    Order:    RN32(fmt.max / max(amax, eps)), its power of two if asked, RN32(1 / scale); or exactly 2^-k and 2^k under e8m0.
+    Specials: zero amax -> RN32(fmt.max / eps); Inf -> 0; NaN -> NaN. e8m0: S-14.
+    Raises:   ValueError: a policy that this backend does not implement.
+    Source:   torchao's amax_to_scale, but for ``mask`` and e8m0.
+    """
+    policy = implemented(policy)
+    if policy.e8m0:
+        return _e8m0_scales(amax, fmt, policy)
+    scale = amax_to_scale(amax, cast.DTYPES[fmt.name], round_scales_to_power_of_2=policy.power_of_two == "exp2_log2")
+    if policy.power_of_two == "mask":
+        masked = (scale.view(torch.int32) & -(1 << 23)).view(torch.float32)
+        scale = torch.where(scale.isnan(), scale, masked)
+    return Scales(scale, scale.reciprocal())
+
+
+def scale_from_amax(amax: torch.Tensor, fmt: Format, policy: str | ScalePolicy = "torchao") -> torch.Tensor:
+    """The factor that multiplies into FP8: ``scales_from_amax(...).scale``."""
+    return scales_from_amax(amax, fmt, policy).scale
+
+
+def implemented(policy: str | ScalePolicy) -> ScalePolicy:
+    """The policy, if this backend implements it: those of torchao, with its eps (S-9), and e8m0 ones (S-14); ValueError for any other."""
+    policy = policies.by_name(policy)
+    if not policy.floored_quotient and policy.e8m0 is None:
+        known = ", ".join(name for name, p in policies.POLICIES.items() if p.floored_quotient or p.e8m0)
+        raise ValueError(
+            f"fp8ref.torch scales by {known}; got policy {policy.name!r}. Use one of these, or fp8ref.sim for {policy.name!r}."
+        )
+    if policy.floored_quotient and policy.eps != EPS:
+        raise ValueError(f"torchao's eps is {EPS}; got policy {policy.name!r} with eps={policy.eps}. Use policy 'torchao'.")
+    return policy
+
+
+def _e8m0_scales(amax: torch.Tensor, fmt: Format, policy: ScalePolicy) -> Scales:
+    """scale_inv = 2^k, k in [-127, 127], or NaN; scale = 2^-k but where the policy's rule says otherwise (S-14)."""
+    assert policy.e8m0 is not None
+    nan = amax.isnan()
+    if policy.ratio == "exponents":
+        k = (amax.view(torch.int32) >> 23) - 127 - (math.frexp(fmt.max)[1] - 1)
+    else:
+        # In float64 and rounded: torch divides by a number as it multiplies by its reciprocal.
+        quotient = (amax.double() / fmt.max).float()
+        log2 = quotient.double().log2()  # exact of powers of two, and of float32 numbers next to them far enough from it
+        k = (log2.float() if policy.power_of_two == "exp2_log2" else log2).ceil()
+    k = torch.where(nan, 0, k.clamp(-127, 127)).to(torch.int32)
+    scale = torch.where(k == -127, policy.e8m0.scale_of_code_0, _two_to_the(-k))
+    of_nan = 0.0 if policy.e8m0.scale_of_nan == "zero" else math.nan
+    return Scales(torch.where(nan, of_nan, scale), torch.where(nan, math.nan, _two_to_the(k)))
+
+
+def _two_to_the(k: torch.Tensor) -> torch.Tensor:
+    """2^k from its bits, int32 k in [-127, 127]: 2^-127 is a subnormal."""
+    return torch.where(k == -127, 1 << 22, (k + 127) << 23).to(torch.int32).view(torch.float32)

@@ -1,0 +1,49 @@
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+from fp8ref.formats import E4M3FN, E5M2
+from fp8ref.policy import POLICIES, ScalePolicy
+from fp8ref.sim import scales as sim
+from fp8ref.torch import scales
+
+AMAX_BF16 = np.arange(0x7F81, dtype=np.uint16).view(ml_dtypes.bfloat16).astype(np.float32)
+IMPLEMENTED = [p for p in POLICIES.values() if p.floored_quotient or p.e8m0]
+formats = pytest.mark.parametrize("fmt", [E4M3FN, E5M2], ids=str)
+
+
+def amaxes(fmt, rng):
+    """Every bfloat16, a million float32, and the neighbours of fmt.max * 2^k, where scales pass a power of two."""
+    random = rng.integers(0, 0x7F800001, 1 << 20, dtype=np.uint32).view(np.float32)
+    with np.errstate(over="ignore"):
+        powers = (fmt.max * 2.0 ** np.arange(-160, 118)[:, None]).astype(np.float32)
+    near = (powers[np.isfinite(powers).ravel()].view(np.int32) + np.arange(-100, 101)).clip(0, 0x7F800000)
+    return np.concatenate([AMAX_BF16, random, near.astype(np.int32).view(np.float32).ravel()])
+
+
+@pytest.mark.parametrize("policy", IMPLEMENTED, ids=lambda p: p.name)
+@formats
+def test_scales_equal_the_simulators(policy, fmt, rng):  # S-3, S-4, S-14
+    """All bits of both, subnormals included: torch flushes none."""
+    amax = amaxes(fmt, rng)
+    found, expected = scales.scales_from_amax(torch.from_numpy(amax), fmt, policy), sim.scales_from_amax(amax, fmt, policy)
+    for mine, theirs in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(
+            np.where(mine.isnan(), -1, mine.view(torch.int32)), np.where(np.isnan(theirs), -1, theirs.view(np.int32))
+        )
+
+
+@pytest.mark.parametrize("policy", [p for p in POLICIES.values() if p not in IMPLEMENTED], ids=lambda p: p.name)
+def test_other_policies_are_refused(policy):
+    with pytest.raises(ValueError, match=f"te_mxfp8; got policy '{policy.name}'.*fp8ref.sim"):
+        scales.scale_from_amax(torch.ones(()), E4M3FN, policy)
+
+
+@pytest.mark.parametrize(
+    ("policy", "message"),
+    [(ScalePolicy(name="other", eps=1e-9), "torchao's eps"), (ScalePolicy(name="room", eps=1e-12, margin=1), "'room'.*fp8ref.sim")],
+)
+def test_errors(policy, message):
+    with pytest.raises(ValueError, match=message):
+        scales.scale_from_amax(torch.ones(()), E4M3FN, policy)
