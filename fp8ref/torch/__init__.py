@@ -19,10 +19,10 @@ except ImportError as error:
         f"fp8ref.torch needs torch and torchao; {error.name} is missing. Install them with: pip install 'fp8ref[torch]'"
     ) from error
 
-from fp8ref.torch import cast, linear, model, scaling, train
+from fp8ref.torch import cast, delayed, linear, model, scaling, train
 
 for _logger, _level in zip(_loggers, _levels, strict=True):
     _logger.setLevel(_level)
 
-__all__ = ["cast", "linear", "model", "scaling", "train"]
+__all__ = ["cast", "delayed", "linear", "model", "scaling", "train"]
 del torch, torchao

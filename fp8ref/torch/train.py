@@ -9,8 +9,9 @@ from torch.nn import functional
 
 from fp8ref import llama
 from fp8ref.run.config import Config
-from fp8ref.torch import linear
+from fp8ref.torch import delayed, linear
 from fp8ref.torch.model import Llama
+from fp8ref.torch.observing import observing
 
 
 class Trainer:
@@ -52,7 +53,10 @@ class Trainer:
             for group in self._optimizer.param_groups:
                 group["lr"] = lr
             self._optimizer.step()
+            delayed.update(self.model)
             self._count += 1
+        else:
+            delayed.forget(self.model)
         return metrics
 
     @torch.no_grad()
@@ -75,14 +79,14 @@ class Trainer:
         return {name: p.detach().cpu().numpy().copy() for name, p in self._params.items()}
 
     def observe(self, tokens: np.ndarray, observer) -> None:
-        """A forward and backward pass, no update, in which every FP8 GEMM reports to observer (see ``linear.observing``)."""
+        """A forward and backward pass, no update, in which every FP8 GEMM reports to observer (see ``observing``)."""
 
         def as_numpy(name, gemm, a, b, out):
             # float32 holds every bfloat16; NumPy has no bfloat16 of its own
             operands = [(hp.float().cpu().numpy(), codes.cpu().numpy(), scale.cpu().numpy()) for hp, codes, scale in (a, b)]
             observer(name, gemm, *operands, out.float().cpu().numpy())
 
-        with linear.observing(self.model, as_numpy):
+        with observing(self.model, as_numpy):
             self._loss(tokens).backward()
         self._optimizer.zero_grad()
 

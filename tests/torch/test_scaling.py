@@ -8,7 +8,7 @@ from fp8ref.formats import E4M3FN, E5M2
 from fp8ref.policy import POLICIES
 from fp8ref.sim import cast as sim_cast
 from fp8ref.sim import scaling as sim
-from fp8ref.torch import cast, linear, scaling
+from fp8ref.torch import cast, float8_config, scaling
 
 IMPLEMENTED = [name for name, p in POLICIES.items() if p.floored_quotient]
 policies = pytest.mark.parametrize("policy", IMPLEMENTED)
@@ -65,7 +65,7 @@ def test_quantize_equals_torchaos_dynamic_cast(granularity, axis, pow2, rng):  #
         x,
         torch.float8_e4m3fn,
         None,
-        scaling_granularity=linear.GRANULARITIES[granularity],
+        scaling_granularity=float8_config.GRANULARITIES[granularity],
         axiswise_dim=axis if granularity == "rowwise" else None,
         round_scales_to_power_of_2=pow2,
     )

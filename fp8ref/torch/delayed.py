@@ -1,0 +1,170 @@
+"""Delayed scaling in PyTorch (SEMANTICS H): modules hold a state that a step reads, and observations that it merges; one update after it.
+
+    loss = model(x).sum(); loss.backward()        # reads scales, merges what it sees of input, weight and grad_output
+    optimizer.step()
+    delayed.update(model)                         # once an optimizer step: histories roll, scales change, observations are cleared
+
+Merging is an elementwise maximum, so that microbatches, uses of a module and recomputed forward passes come in any order, however often.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from fp8ref import recipe as recipes
+from fp8ref.delayed import DELAYED, DelayedScaling
+from fp8ref.formats import Format
+from fp8ref.recipe import OPERANDS, Recipe, Role
+from fp8ref.torch import scaling
+
+
+class DelayedState(NamedTuple):
+    """Any shape [...] of states.
+
+    scale         float32 [...].
+    amax_history  float32 [..., history_length], newest first; 0 where nothing was observed yet.
+    step          int64 [...]: observed updates so far.
+    """
+
+    scale: torch.Tensor
+    amax_history: torch.Tensor
+    step: torch.Tensor
+
+
+def init(config: DelayedScaling, shape: tuple[int, ...] = ()) -> DelayedState:
+    """Scale 1, an empty history (H-2)."""
+    return DelayedState(torch.ones(shape), torch.zeros(*shape, config.history_length), torch.zeros(shape, dtype=torch.int64))
+
+
+def observe(x: torch.Tensor) -> torch.Tensor:
+    """float32 [3] of a tensor: its amax (0 unless finite), whether it is not finite, and 1, for seen."""
+    amax = scaling.amax(x)
+    finite = amax.isfinite()
+    return torch.stack([torch.where(finite, amax, 0.0), torch.where(finite, 0.0, 1.0), torch.ones_like(amax)])
+
+
+@torch.no_grad()
+def merge_(seen: torch.Tensor, x: torch.Tensor) -> None:
+    """Merge what a tensor shows into an observation, in place (H-4)."""
+    seen.copy_(torch.maximum(seen, observe(x)))
+
+
+def advance(state: DelayedState, seen: torch.Tensor, config: DelayedScaling, fmt: Format) -> DelayedState:
+    """The state after an optimizer step, given all that was observed in it (H-3, H-5, H-6).
+
+    Shapes:   seen float32 [..., 3], merged by maximum, of the state's shape [...].
+    Specials: what was not seen, or flagged as not finite, keeps its state; a zero amax is recorded.
+    """
+    amax, non_finite, was_seen = seen.unbind(-1)
+    history = torch.cat([amax[..., None], state.amax_history[..., :-1]], dim=-1)
+    used = amax if config.amax_compute == "most_recent" else history.amax(dim=-1)
+    limit = fmt.max * 2.0**-config.policy.margin
+    # In float64 and rounded once: torch divides a number by a tensor as it multiplies by its reciprocal. Zero keeps the scale (te_delayed).
+    scale = (limit / used.double()).float().clamp(max=torch.finfo(torch.float32).max)
+    scale = torch.where((state.step % config.interval == 0) & (used > 0), scale, state.scale)
+    taken = (was_seen > 0) & (non_finite == 0)
+    return DelayedState(
+        torch.where(taken, scale, state.scale),
+        torch.where(taken[..., None], history, state.amax_history),
+        torch.where(taken, state.step + 1, state.step),
+    )
+
+
+def casts(recipe: str | Recipe) -> dict[Role, tuple[Format, DelayedScaling]]:
+    """How each role that recipe scales by its past is cast; one state serves both of its GEMMs, so they cast it alike (L-6)."""
+    found: dict[Role, tuple[Format, DelayedScaling]] = {}
+    recipe = recipes.by_name(recipe)
+    for which, gemm in recipe.gemms.items():
+        for role, spec in zip(OPERANDS[which], (gemm.a, gemm.b), strict=True):
+            if spec is not None and spec.delayed is not None:
+                cast = spec.fmt, implemented(spec.delayed)
+                if found.setdefault(role, cast) != cast:
+                    raise ValueError(f"recipe {recipe.name!r} scales {role} by one state, so casts it in one way; got two.")
+    return found
+
+
+def implemented(config: DelayedScaling) -> DelayedScaling:
+    """The config, if this backend implements it: fp8ref's own, with history, interval, ``most_recent`` and margin of one's choice."""
+    own = DELAYED["delayed"]
+    policy = dataclasses.replace(own.policy, name=config.policy.name, margin=config.policy.margin)
+    free = {key: getattr(config, key) for key in ("name", "history_length", "amax_compute", "interval")}
+    if config != dataclasses.replace(own, policy=policy, **free):
+        raise ValueError(
+            f"fp8ref.torch keeps histories as {own.name!r} does, with another history_length, amax_compute, interval or margin; got "
+            f"{config.name!r}. Use fp8ref.sim.delayed for it."
+        )
+    return config
+
+
+class RoleState(nn.Module):
+    """The state of one role of one linear, and what the step under way has observed of it.
+
+    scale, amax_history and step are saved in checkpoints; seen float32 [3] is not. All stay float32 and int64 whatever ``.to`` asks.
+    """
+
+    scale: torch.Tensor
+    amax_history: torch.Tensor
+    step: torch.Tensor
+    seen: torch.Tensor
+
+    def __init__(self, fmt: Format, config: DelayedScaling, device: torch.device) -> None:
+        super().__init__()
+        self.fmt, self.config = fmt, config
+        for key, value in init(config)._asdict().items():
+            self.register_buffer(key, value.to(device))
+        self.register_buffer("seen", torch.zeros(3, device=device), persistent=False)
+
+    def reset(self) -> None:
+        """Scale 1, an empty history, nothing seen."""
+        for key, value in init(self.config)._asdict().items():
+            getattr(self, key).copy_(value)
+        self.seen.zero_()
+
+    def see(self, x: torch.Tensor) -> None:
+        """Merge what a tensor shows into the observation of the step under way."""
+        merge_(self.seen, x)
+
+    def _apply(self, fn, recurse: bool = True):
+        kept = {key: value.dtype for key, value in self.named_buffers()}
+
+        def moved(buffer: torch.Tensor) -> torch.Tensor:
+            # As integers of its size: model.bfloat16() rounds what is floating point, and a scale is never rounded.
+            if not buffer.is_floating_point():
+                return fn(buffer)
+            return fn(buffer.view(torch.int32)).view(torch.float32)
+
+        super()._apply(moved, recurse)
+        assert kept == {key: value.dtype for key, value in self.named_buffers()}
+        return self
+
+
+def states(model: nn.Module) -> Iterator[tuple[str, RoleState]]:
+    """Every state of a model and its name."""
+    return ((name, m) for name, m in model.named_modules() if isinstance(m, RoleState))
+
+
+@torch.no_grad()
+def update(model: nn.Module) -> None:
+    """Roll every history of a model by what was observed since the last update, compute its scales, clear the observations.
+
+    Call it once an optimizer step, after it; a step that was not taken: ``forget`` instead.
+    """
+    alike: dict[tuple[Format, DelayedScaling, torch.device], list[RoleState]] = {}
+    for _, state in states(model):
+        alike.setdefault((state.fmt, state.config, state.scale.device), []).append(state)
+    for (fmt, config, _), group in alike.items():
+        before = DelayedState(*(torch.stack([getattr(s, key) for s in group]) for key in DelayedState._fields))
+        after = advance(before, torch.stack([s.seen for s in group]), config, fmt)
+        for key, values in after._asdict().items():
+            torch._foreach_copy_([getattr(s, key) for s in group], list(values.unbind()))
+    forget(model)
+
+
+@torch.no_grad()
+def forget(model: nn.Module) -> None:
+    """Clear what was observed since the last update."""
+    for _, state in states(model):
+        state.seen.zero_()

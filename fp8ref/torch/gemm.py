@@ -1,0 +1,83 @@
+"""Matrix multiplication of FP8 operands (SEMANTICS G): torch._scaled_mm on float8, or one in high precision on dequantised operands."""
+
+import torch
+from torch.nn import functional
+
+from fp8ref.granularity import by_name
+from fp8ref.recipe import GemmSpec
+from fp8ref.torch import scaling
+from fp8ref.torch.scaling import Quantized
+
+EPILOGUES = ("scale_then_round", "unit_round_scale_round")
+
+
+def matmul(
+    a: Quantized, b: Quantized, *, accumulate: str, epilogue: str = "scale_then_round", out_dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
+    """Contract a and b along their reduced axes: [M, K] x [N, K] -> [M, N]; of axis 0, [K, M] serves as [M, K].
+
+    Order:    torch._scaled_mm with scale_inv of both, rounded to out_dtype (G-4); G-5: unit scales, rounded, times the product of both,
+              rounded. Operands in blocks are dequantised first, and multiplied in float32 (G-16). K is padded with zeros to a
+              multiple of 16, which changes no bit.
+    Raises:   ValueError: operands that are not 2-d, reduced lengths that differ, unknown names.
+    Source:   SEMANTICS G-1, G-4, G-5, G-7, G-16; torchao 0.18's addmm_float8_unwrapped.
+    """
+    if accumulate not in ("fast", "slow"):
+        raise ValueError(f"accumulate is 'fast' or 'slow'; got {accumulate!r}.")
+    if epilogue not in EPILOGUES:
+        raise ValueError(f"epilogue is one of {', '.join(EPILOGUES)}; got {epilogue!r}.")
+    shapes = tuple(a.codes.shape), tuple(b.codes.shape)
+    if any(len(shape) != 2 for shape in shapes) or shapes[0][a.axis] != shapes[1][b.axis]:
+        raise ValueError(
+            f"a GEMM reduces one axis of two matrices, of one length; got {shapes[0]} along {a.axis} and {shapes[1]} along {b.axis}."
+        )
+    if dequantises(a.granularity):
+        return torch.mm(_lines(scaling.dequantize(a), a.axis), _lines(scaling.dequantize(b), b.axis).t()).to(out_dtype)
+    codes_a, codes_b = (_padded(_lines(q.codes, q.axis)).contiguous() for q in (a, b))  # both contiguous along K, as Hopper wants them
+    scale_a, scale_b = _scales(a, b)
+    unit = epilogue == "unit_round_scale_round"
+    ones = torch.ones((), device=codes_a.device)
+    out = torch._scaled_mm(
+        codes_a,
+        codes_b.t(),
+        scale_a=ones if unit else scale_a,
+        scale_b=ones if unit else scale_b,
+        out_dtype=out_dtype,
+        use_fast_accum=accumulate == "fast",
+    )
+    return out.mul_(scale_a * scale_b) if unit else out
+
+
+def matmul_hp(a: torch.Tensor, b: torch.Tensor, *, axes: tuple[int, int]) -> torch.Tensor:
+    """A GEMM in high precision (G-9), of matrices reduced along axes."""
+    return torch.mm(_lines(a, axes[0]), _lines(b, axes[1]).t())
+
+
+def output_dtype(spec: GemmSpec, dtype: torch.dtype) -> torch.dtype:
+    """The dtype a GEMM rounds to before its result is widened to dtype (SEMANTICS G-8)."""
+    return torch.bfloat16 if spec.rowwise else dtype
+
+
+def dequantises(granularity: str) -> bool:
+    """Whether operands scaled so are dequantised, and multiplied in high precision: Hopper has no FP8 GEMM for scales that vary along K."""
+    return by_name(granularity).reduced is not None
+
+
+def _lines(x: torch.Tensor, axis: int) -> torch.Tensor:
+    """The matrix with its reduced axis last."""
+    return x if axis % 2 == 1 else x.t()
+
+
+def _padded(codes: torch.Tensor) -> torch.Tensor:
+    k = codes.shape[1]
+    if k % 16 == 0:
+        return codes
+    return functional.pad(codes.view(torch.uint8), (0, -k % 16)).view(codes.dtype)  # code 0 is zero
+
+
+def _scales(a: Quantized, b: Quantized) -> tuple[torch.Tensor, torch.Tensor]:
+    """scale_inv of both, () each, or [M, 1] and [1, N]: beside a rowwise one, a tensorwise one counts as equal scales (L-4)."""
+    if a.granularity == b.granularity == "tensorwise":
+        return a.scale_inv, b.scale_inv
+    rows, columns = (q.scale_inv.expand(q.codes.shape[1 - q.axis % 2]) if q.scale_inv.ndim == 0 else q.scale_inv for q in (a, b))
+    return rows.reshape(-1, 1).contiguous(), columns.reshape(1, -1).contiguous()

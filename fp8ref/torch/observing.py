@@ -1,0 +1,73 @@
+"""What each FP8 GEMM of a model computes, while it runs: operands, scales and result, for the cross-check."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torchao.float8.float8_linear import Float8Linear
+from torchao.float8.float8_training_tensor import Float8TrainingTensor
+
+from fp8ref.recipe import OPERANDS
+
+
+@contextmanager
+def observing(model: nn.Module, observer: Callable) -> Iterator[None]:
+    """In this context, every FP8 GEMM of the model's linears reports the operands and the result it had.
+
+    observer(name, gemm, a, b, out) gets tensors: a and b as (hp, codes uint8, scale), hp and codes in the tensors' own
+    layout (SEMANTICS L-2's input [M, K], weight [N, K], grad_output [M, N]).
+    """
+    watch = _Watch(observer)
+    handles = []
+    for name, module in model.named_modules():
+        if isinstance(module, Float8Linear):
+            handles.append(module.register_forward_pre_hook(watch.entering(name)))
+            handles.append(module.register_full_backward_pre_hook(watch.returning(name)))
+    try:
+        with watch:
+            yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class _Watch(TorchDispatchMode):
+    """Sees each matrix product of FP8 tensors before torchao unwraps it, while hooks tell in which layer it happens."""
+
+    def __init__(self, observer: Callable) -> None:
+        super().__init__()
+        self._observer = observer
+        self._name = ""
+        self._hp: dict[str, dict[str, torch.Tensor]] = {}
+
+    def entering(self, name: str):
+        def hook(module, args):
+            self._name = name
+            self._hp[name] = {"input": args[0].detach().reshape(-1, args[0].shape[-1]), "weight": module.weight.detach()}
+
+        return hook
+
+    def returning(self, name: str):
+        def hook(module, grad_output):
+            self._name = name
+            self._hp[name]["grad_output"] = grad_output[0].detach().reshape(-1, grad_output[0].shape[-1])
+
+        return hook
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.mm.default and isinstance(args[0], Float8TrainingTensor):
+            roles = tuple(t._gemm_input_role.value for t in args)
+            gemm = next(g for g, operands in OPERANDS.items() if operands == roles)
+            hp = self._hp[self._name]
+            operands = []
+            # torchao multiplies input x weight.t() and grad_output.t() x input: back to the tensors' own layout
+            for role, tensor, transposed in zip(roles, args, (gemm == "grad_weight", gemm == "output"), strict=True):
+                codes, scale = tensor._data.view(torch.uint8), tensor._scale
+                if transposed:
+                    codes, scale = codes.t(), scale.t()
+                operands.append((hp[role], codes, scale))
+            self._observer(self._name, gemm, *operands, out)
+        return out

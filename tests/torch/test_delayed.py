@@ -1,0 +1,170 @@
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from fp8ref.delayed import DELAYED, DelayedScaling
+from fp8ref.formats import BFLOAT16, E4M3FN, E5M2
+from fp8ref.policy import POLICIES
+from fp8ref.recipe import CastSpec, GemmSpec, Recipe
+from fp8ref.sim import delayed as sim
+from fp8ref.sim import linear as sim_linear
+from fp8ref.torch import delayed, linear
+
+ROLES = {"input": E4M3FN, "weight": E4M3FN, "grad_output": E5M2}
+
+
+def recipe_of(config: DelayedScaling) -> Recipe:
+    """One whose every role is scaled by config."""
+    a, b, g = (CastSpec(fmt=fmt, policy=config.policy, delayed=config) for fmt in ROLES.values())
+    slow = {"accumulate": "slow"}
+    return Recipe(
+        name="mine", output=GemmSpec(a=a, b=b, **slow), grad_input=GemmSpec(a=g, b=b, **slow), grad_weight=GemmSpec(a=g, b=a, **slow)
+    )
+
+
+def margin(n: int):
+    return dataclasses.replace(POLICIES["te_delayed"], name=f"margin {n}", margin=n)
+
+
+CONFIGS = [
+    DELAYED["delayed"],
+    DelayedScaling(name="short", history_length=1),
+    DelayedScaling(name="recent", history_length=3, amax_compute="most_recent"),
+    DelayedScaling(name="seldom", history_length=4, interval=3),
+    DelayedScaling(name="much_room", history_length=2, policy=margin(64)),
+]
+
+
+def assert_equal(ours: delayed.DelayedState | delayed.RoleState, theirs: sim.DelayedState):
+    for key, value in zip(delayed.DelayedState._fields, theirs, strict=True):
+        np.testing.assert_array_equal(getattr(ours, key).numpy(), value, err_msg=key)
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda c: c.name)
+@pytest.mark.parametrize("fmt", [E4M3FN, E5M2], ids=str)
+def test_states_equal_the_simulators(config, fmt, rng):  # H-1 to H-6
+    """8 layers, 40 steps: amaxes over 60 binades, zeros, tiny and subnormal ones, non-finite ones, and layers not used."""
+    layers = 8
+    state, expected = delayed.init(config, (layers,)), sim.init(config, (layers,))
+    for _ in range(40):
+        amax = np.select(
+            [rng.random(layers) < p for p in (0.1, 0.1, 0.1)],
+            [np.float32(0), np.float32(1e-37), np.float32(3e-41)],
+            (2.0 ** rng.uniform(-30, 30, layers)).astype(np.float32),
+        ).astype(np.float32)
+        use = sim.observe(amax, non_finite=rng.random(layers) < 0.2, seen=rng.random(layers) < 0.8)
+        flags = [np.where(use.seen & ~use.non_finite, use.amax, 0), use.non_finite & use.seen, use.seen]
+        state = delayed.advance(state, torch.from_numpy(np.stack(flags, -1).astype(np.float32)), config, fmt)
+        expected = sim.update(expected, use, config=config, fmt=fmt)
+        assert_equal(state, expected)
+
+
+def powers_of_two(model, expected):
+    """Their scales rounded down to powers of two, in both: sums of small integers are then exact in any order."""
+    for role, state in model.states.items():
+        state.scale.copy_(2.0 ** state.scale.log2().floor())
+        expected[role] = expected[role]._replace(stored=state.scale.numpy().copy())
+
+
+def test_fifty_training_steps_equal_the_simulator(rng):  # H-1 to H-4, L-2, L-3, L-6
+    config = DELAYED["delayed"]
+    recipe = recipe_of(config)
+    model = linear.Linear(64, 32, recipe, bias=False, dtype=torch.bfloat16)
+    expected = {role: sim.init(config) for role in ROLES}
+    for step in range(50):
+        shapes, sizes = ((2, 24, 64), (32, 64), (2, 24, 32)), 2.0 ** np.array([0, -6, -10]) * 2.0 ** rng.integers(-3, 4)
+        x, w, g = (rng.integers(-7, 8, shape).astype(np.float32) * np.float32(s) for shape, s in zip(shapes, sizes, strict=True))
+        powers_of_two(model, expected)
+        scales = {role: sim.scales(expected[role], config, fmt) for role, fmt in ROLES.items()}
+        model.weight.data = torch.from_numpy(w).bfloat16()
+        given = torch.from_numpy(x).bfloat16().requires_grad_()
+        y = model(given)
+        y.backward(torch.from_numpy(g).bfloat16())
+        np.testing.assert_array_equal(y.detach().float(), sim_linear.forward(x, w, recipe, scales=scales, out_dtype=BFLOAT16), str(step))
+        dx, dw = sim_linear.backward(g, x, w, recipe, scales=scales, out_dtype=BFLOAT16)
+        np.testing.assert_array_equal(given.grad.float(), dx)
+        np.testing.assert_array_equal(model.weight.grad.float(), dw)
+        model.weight.grad = None
+        delayed.update(model)
+        for (role, fmt), tensor in zip(ROLES.items(), (x, w, g), strict=True):
+            expected[role] = sim.update(expected[role], sim.observe(np.abs(tensor).max()), config=config, fmt=fmt)
+            assert_equal(model.states[role], expected[role])
+
+
+def run(model, x, g):
+    model(x).backward(g)
+
+
+def test_uses_and_microbatches_merge_by_maximum():  # H-4
+    layer = linear.Linear(16, 16, "delayed", bias=False)
+    model = nn.Sequential(layer, layer)
+    small, large = torch.full((4, 16), 0.5), torch.full((4, 16), 3.0)
+    for x in (small, large, small):
+        run(layer, x, x)
+    assert layer.states["input"].seen.tolist() == [3, 0, 1]
+    assert layer.states["grad_output"].seen.tolist() == [3, 0, 1]
+    run(model, large, large)  # both uses, one of them on the other's output
+    assert layer.states["input"].seen[0] == max(3, layer(large).detach().abs().max())
+    before = layer.states["input"].scale.clone()
+    delayed.update(model)  # named once, however often it is registered
+    assert layer.states["input"].step == 1
+    assert layer.states["input"].scale != before
+    assert not layer.states["input"].seen.any()
+
+
+def test_evaluation_observes_nothing():
+    model, x = linear.Linear(16, 16, "delayed"), torch.ones(4, 16)
+    with torch.no_grad():
+        model(x)
+    model.eval()
+    run(model, x, x)
+    assert not any(state.seen.any() for _, state in delayed.states(model))
+
+
+def test_what_is_not_finite_is_flagged_and_keeps_the_state():  # H-5
+    model = linear.Linear(16, 16, "delayed", bias=False)
+    for bad in (torch.inf, torch.nan):
+        x = torch.ones(4, 16)
+        x[1, 2] = bad
+        run(model, x, torch.ones(4, 16))
+        assert model.states["input"].seen.tolist() == [0, 1, 1]
+        delayed.update(model)
+        assert model.states["input"].step == 0
+        assert model.states["weight"].step > 0
+
+
+def test_a_step_not_taken_is_forgotten():
+    model = linear.Linear(16, 16, "delayed")
+    run(model, torch.ones(4, 16), torch.ones(4, 16))
+    delayed.forget(model)
+    delayed.update(model)
+    assert all(state.step == 0 for _, state in delayed.states(model))
+
+
+def test_states_keep_their_dtypes_and_are_saved():
+    model = linear.Linear(16, 16, "delayed")
+    run(model, torch.full((4, 16), 3.0), torch.ones(4, 16))
+    delayed.update(model)
+    scale = model.states["input"].scale.clone()
+    assert scale != scale.bfloat16().float()
+    model.bfloat16()
+    assert torch.equal(model.states["input"].scale, scale)
+    saved = model.state_dict()
+    assert {key for key in saved if "input" in key} == {f"states.input.{key}" for key in ("scale", "amax_history", "step")}
+    again = linear.Linear(16, 16, "delayed", dtype=torch.bfloat16)
+    again.load_state_dict(saved)
+    x = torch.randn(4, 16).bfloat16()
+    assert torch.equal(again(x), model(x))
+
+
+def test_histories_that_this_backend_does_not_keep_are_refused():
+    for name in ("te_delayed", "flax"):
+        with pytest.raises(ValueError, match=f"'{name}'.*fp8ref.sim"):
+            delayed.casts(recipe_of(DELAYED[name]))
+    a, b = (CastSpec(fmt=fmt, policy=c.policy, delayed=c) for fmt, c in ((E4M3FN, CONFIGS[0]), (E5M2, CONFIGS[0])))
+    two = Recipe(name="two", output=GemmSpec(a=a, b=a, accumulate="slow"), grad_weight=GemmSpec(a=b, b=b, accumulate="slow"))
+    with pytest.raises(ValueError, match="'two' scales input by one state"):
+        delayed.casts(two)

@@ -1,0 +1,69 @@
+import numpy as np
+import pytest
+import torch
+
+from fp8ref.check import bounds
+from fp8ref.formats import BFLOAT16, E4M3FN, E5M2
+from fp8ref.recipe import RECIPES
+from fp8ref.sim import gemm as sim_gemm
+from fp8ref.sim import scaling as sim_scaling
+from fp8ref.torch import gemm, scaling
+
+
+@pytest.mark.parametrize("formats", [(E4M3FN, E4M3FN), (E5M2, E4M3FN), (E4M3FN, E5M2), (E5M2, E5M2)], ids=str)
+@pytest.mark.parametrize("granularity", ["tensorwise", "rowwise"])
+@pytest.mark.parametrize("epilogue", ["scale_then_round", "unit_round_scale_round"])
+@pytest.mark.parametrize("k", [96, 90])
+def test_matmul_is_within_its_bound_of_the_exact_result(formats, granularity, epilogue, k, rng):  # B-1, G-4, G-5
+    x, y = (rng.standard_normal((n, k)).astype(np.float32) for n in (48, 32))
+    a, b = (scaling.quantize(torch.from_numpy(v), f, granularity=granularity) for v, f in zip((x, y), formats, strict=True))
+    sa, sb = (sim_scaling.quantize(v, f, granularity=granularity) for v, f in zip((x, y), formats, strict=True))
+    simulated = sim_gemm.matmul(sa, sb, epilogue=epilogue, out_dtype=BFLOAT16)
+    out = gemm.matmul(a, b, accumulate="slow", epilogue=epilogue, out_dtype=torch.bfloat16).float().numpy()
+    spec = (RECIPES["rowwise"] if epilogue.startswith("unit") else RECIPES["tensorwise"]).grad_weight
+    assert (np.abs(out - simulated) <= bounds.gemm(sa, sb, spec, out, simulated)).all()
+
+
+@pytest.mark.parametrize(
+    ("granularities", "policy"), [(("blockwise_1x128", "blockwise_128x128"), "torchao"), (("mx_1x32", "mx_1x32"), "mx_rceil")]
+)
+def test_operands_in_blocks_are_dequantised(granularities, policy, rng):  # G-16
+    """Powers of two, so that every product and sum is exact: then G-13 and G-16 are one."""
+    x, y = (2.0 ** rng.integers(-2, 3, (n, 256)).astype(np.float32) for n in (48, 144))
+    a, b = (scaling.quantize(torch.from_numpy(v), E4M3FN, granularity=g, policy=policy) for v, g in zip((x, y), granularities, strict=True))
+    sa, sb = (sim_scaling.quantize(v, E4M3FN, granularity=g, policy=policy) for v, g in zip((x, y), granularities, strict=True))
+    out = gemm.matmul(a, b, accumulate="slow")
+    assert out.dtype == torch.float32
+    if policy == "mx_rceil":
+        np.testing.assert_array_equal(out, sim_gemm.matmul(sa, sb, accumulate="exact"))
+    dequantised = [sim_scaling.dequantize(q).astype(np.float64) for q in (sa, sb)]
+    bound = bounds.gamma(256) * (np.abs(dequantised[0]) @ np.abs(dequantised[1]).T)  # any order of float32 sums
+    assert (np.abs(out.numpy() - dequantised[0] @ dequantised[1].T) <= bound).all()
+
+
+@pytest.mark.parametrize("granularity", ["tensorwise", "rowwise"])
+def test_each_operand_is_contracted_along_its_own_axis(granularity, rng):  # G-1
+    x, y = (torch.from_numpy(rng.standard_normal((32, n)).astype(np.float32)) for n in (16, 48))  # [K, M], [K, N]
+    a, b = (scaling.quantize(v, E4M3FN, granularity=granularity, axis=0) for v in (x, y))
+    c, d = (scaling.quantize(v.t().contiguous(), E4M3FN, granularity=granularity, axis=1) for v in (x, y))
+    options = {"accumulate": "slow", "out_dtype": torch.bfloat16}
+    assert torch.equal(gemm.matmul(a, b, **options), gemm.matmul(c, d, **options))
+
+
+def test_a_tensorwise_operand_beside_a_rowwise_one_counts_as_rowwise(rng):  # L-4
+    x, y = (torch.from_numpy(rng.standard_normal((n, 32)).astype(np.float32)) for n in (16, 48))
+    row, whole = scaling.quantize(x, E4M3FN, granularity="rowwise"), scaling.quantize(y, E4M3FN)
+    spread = whole._replace(scale=whole.scale.expand(48, 1), scale_inv=whole.scale_inv.expand(48, 1), granularity="rowwise")
+    options = {"accumulate": "slow", "out_dtype": torch.bfloat16}
+    assert torch.equal(gemm.matmul(row, whole, **options), gemm.matmul(row, spread, **options))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"), [({"accumulate": "exact"}, "fast"), ({"accumulate": "fast", "epilogue": "once"}, "scale_then_round")]
+)
+def test_errors(options, message):
+    q = scaling.quantize(torch.ones(16, 16), E4M3FN)
+    with pytest.raises(ValueError, match=message):
+        gemm.matmul(q, q, **options)
+    with pytest.raises(ValueError, match="one length"):
+        gemm.matmul(q, scaling.quantize(torch.ones(16, 32), E4M3FN), accumulate="fast")

@@ -1,0 +1,156 @@
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from fp8ref.check import bounds
+from fp8ref.formats import E4M3FN, E5M2
+from fp8ref.policy import ScalePolicy
+from fp8ref.recipe import RECIPES, CastSpec, GemmSpec, Recipe
+from fp8ref.sim import linear as sim
+from fp8ref.sim import scaling as sim_scaling
+from fp8ref.torch import layer, linear
+
+MIXED = Recipe(
+    name="mixed",
+    output=GemmSpec(a=CastSpec(fmt=E4M3FN), b=CastSpec(fmt=E4M3FN), accumulate="slow"),
+    grad_weight=GemmSpec(a=CastSpec(fmt=E5M2, granularity="rowwise"), b=CastSpec(fmt=E5M2), accumulate="slow"),
+)
+
+
+def run(module, x, g):
+    x = x.clone().requires_grad_()
+    y = module(x)
+    y.backward(g)
+    return [y.detach(), x.grad, *[p.grad for p in module.parameters()]]
+
+
+def layer_of(w, recipe, dtype=torch.bfloat16):
+    made = layer.Linear(w.shape[1], w.shape[0], recipe, bias=False, dtype=dtype)
+    made.weight.data = torch.from_numpy(w).to(dtype)
+    return made
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
+def test_it_is_torchaos_linear_where_that_runs_the_recipe(recipe):
+    """Another implementation of the same clauses: the same bits."""
+    torch.manual_seed(0)
+    x, g, plain = torch.randn(2, 24, 64).bfloat16(), torch.randn(2, 24, 32).bfloat16(), nn.Linear(64, 32).bfloat16()
+    theirs = linear.convert(nn.Sequential(nn.Linear(64, 32)).bfloat16(), recipe)
+    theirs[0].weight.data, theirs[0].bias.data = plain.weight.data.clone(), plain.bias.data.clone()
+    ours = layer.Linear.of(plain, recipe)
+    assert all(torch.equal(a, b) for a, b in zip(run(ours, x, g), run(theirs, x, g), strict=True))
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise_with_gw_hp", MIXED], ids=str)
+def test_outputs_and_gradients_equal_the_simulator_on_integers(recipe, rng):  # L-1 to L-4, G-9
+    shapes = ((2, 24, 64), (32, 64), (2, 24, 32))
+    x, w, g = (rng.integers(-7, 8, shape).astype(np.float32) * s for shape, s in zip(shapes, (1, 2.0**-6, 2.0**-10), strict=True))
+    y, grad_input, grad_weight = run(layer_of(w, recipe), torch.from_numpy(x).bfloat16(), torch.from_numpy(g).bfloat16())
+    np.testing.assert_array_equal(y.float(), sim.forward(x, w, recipe))
+    expected = sim.backward(g, x, w, recipe)
+    np.testing.assert_array_equal(grad_input.float(), expected[0])
+    np.testing.assert_array_equal(grad_weight.float(), expected[1])
+
+
+@pytest.mark.parametrize("recipe", ["blockwise", "mxfp8"])
+def test_gemms_of_blocks_are_within_their_bound_of_the_simulator(recipe, rng):  # G-16, B-1
+    x, w, g = (rng.standard_normal(s).astype(np.float32) for s in ((128, 256), (384, 256), (128, 384)))
+    rounded = [torch.from_numpy(v).bfloat16().float().numpy() for v in (x, w, g)]
+    x, w, g = rounded
+    found = run(layer_of(w, recipe), torch.from_numpy(x).bfloat16(), torch.from_numpy(g).bfloat16())
+    expected = [sim.forward(x, w, recipe), *sim.backward(g, x, w, recipe)]
+    hp = [(x, w), (g, w.T), (g.T, x.T)]
+    for (which, spec), out, simulated, operands in zip(RECIPES[recipe].gemms.items(), found, expected, hp, strict=True):
+        q = [
+            sim_scaling.quantize(v, c.fmt, granularity=c.granularity, policy=c.policy)
+            for v, c in zip(operands, (spec.a, spec.b), strict=True)
+        ]
+        out = out.float().numpy()
+        assert (np.abs(out - simulated) <= bounds.gemm(*q, spec, out, simulated)).all(), which
+
+
+def test_gradients_are_made_only_where_they_are_wanted():
+    made = layer.Linear(32, 16, "delayed")
+    made.weight.requires_grad_(False)
+    x = torch.randn(4, 32, requires_grad=True)
+    made(x).sum().backward()
+    assert made.weight.grad is None
+    assert x.grad is not None
+    made.weight.requires_grad_(True)
+    made(torch.randn(4, 32)).sum().backward()
+    assert made.weight.grad is not None
+
+
+def test_recomputing_the_forward_pass_changes_nothing():
+    torch.manual_seed(0)
+    model, x = nn.Sequential(layer.Linear(32, 16, "delayed"), nn.ReLU(), layer.Linear(16, 16, "delayed")), torch.randn(4, 32)
+    results = []
+    for reentrant in (None, False, True):
+        model.zero_grad()
+        given = x.clone().requires_grad_()
+        y = model(given) if reentrant is None else torch.utils.checkpoint.checkpoint(model, given, use_reentrant=reentrant)
+        y.square().sum().backward()
+        results.append([y.detach(), given.grad, *(p.grad.clone() for p in model.parameters())])
+        results[-1] += [b.clone() for b in model.buffers()]
+        for state in (s for m in (model[0], model[2]) for s in m.states.values()):
+            state.seen.zero_()
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "blockwise", "tensorwise"])
+def test_compiled_by_aot_eager_it_is_itself(recipe):
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        layer.Linear(256, 128, recipe, dtype=torch.bfloat16), nn.ReLU(), layer.Linear(128, 128, recipe, dtype=torch.bfloat16)
+    )
+    x, g = torch.randn(128, 256).bfloat16(), torch.randn(128, 128).bfloat16()
+    eager = [*run(model, x, g), *(b.clone() for b in model.buffers())]
+    model.zero_grad()
+    for state in (s for m in (model[0], model[2]) for s in m.states.values()):
+        state.seen.zero_()
+    compiled = run(torch.compile(model, backend="aot_eager", fullgraph=True), x, g)
+    # parameters of a compiled model are the model's own
+    assert all(torch.equal(a, b) for a, b in zip(eager, [*compiled, *model.buffers()], strict=True))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "message"),
+    [
+        (
+            Recipe(
+                name="eps",
+                output=GemmSpec(a=CastSpec(fmt=E4M3FN, policy=ScalePolicy(name="e", eps=1e-9)), b=CastSpec(fmt=E4M3FN), accumulate="slow"),
+            ),
+            "eps",
+        ),
+        (
+            Recipe(
+                name="halves",
+                output=GemmSpec(a=CastSpec(fmt=E4M3FN, granularity="blockwise_1x128"), b=CastSpec(fmt=E4M3FN), accumulate="slow"),
+            ),
+            "one each",
+        ),
+        (
+            Recipe(
+                name="epilogue",
+                output=GemmSpec(a=CastSpec(fmt=E4M3FN), b=CastSpec(fmt=E4M3FN), accumulate="slow", epilogue="product_then_round"),
+            ),
+            "epilogue",
+        ),
+    ],
+)
+def test_recipes_that_cannot_run_are_refused_by_name(recipe, message):
+    with pytest.raises(ValueError, match=f"recipe '{recipe.name}'.*{message}"):
+        layer.Linear(32, 16, recipe)
+
+
+def test_errors():
+    made = layer.Linear(32, 16, "delayed")
+    with pytest.raises(ValueError, match="same K"):
+        made(torch.ones(4, 16))
+    with pytest.raises(ValueError, match=r"one dtype.*bfloat16.*float32"):
+        made(torch.ones(4, 32, dtype=torch.bfloat16))
+    with pytest.raises(ValueError, match="float64"):
+        made.double()(torch.ones(4, 32, dtype=torch.float64))
