@@ -58,7 +58,7 @@ class NumericsConfig:
     """Which linears run in FP8, and how (SEMANTICS R)."""
 
     recipe: Annotated[str, tyro.conf.arg(aliases=["--recipe"])] = "tensorwise"
-    """bf16, tensorwise, rowwise or rowwise_with_gw_hp; with JAX also delayed, blockwise or mxfp8."""
+    """bf16, tensorwise, rowwise, rowwise_with_gw_hp, delayed, blockwise or mxfp8."""
     filter_fqns: tuple[str, ...] = ()
     """Names of modules kept in high precision: whole dotted components, or shell patterns. lm_head is kept anyway."""
     fp8_fqns: tuple[str, ...] = ()

@@ -9,7 +9,6 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 
-from fp8ref import recipe as recipes
 from fp8ref.recipe import Decision
 from fp8ref.run import config as configs
 from fp8ref.run import data, log, progress
@@ -49,11 +48,6 @@ def trainer(backend: str, config: Config, weights: dict[str, np.ndarray] | None 
     """A fresh trainer of a backend, importing its framework only now."""
     if backend not in BACKENDS:
         raise ConfigError(f"backend is one of {', '.join(BACKENDS)}; got {backend!r}.")
-    runnable = recipes.BACKEND_RECIPES[backend]
-    if config.numerics.recipe not in runnable:
-        raise ConfigError(
-            f"--backend {backend} runs numerics.recipe {', '.join(runnable)}; got {config.numerics.recipe!r}. Use --backend jax."
-        )
     if backend == "torch" and (config.parallel != ParallelConfig() or config.run.allow_fallback):
         key = "run.allow_fallback" if config.parallel == ParallelConfig() else "parallel"
         raise ConfigError(

@@ -137,7 +137,7 @@ def test_compiled_by_aot_eager_it_is_itself(recipe):
                 name="epilogue",
                 output=GemmSpec(a=CastSpec(fmt=E4M3FN), b=CastSpec(fmt=E4M3FN), accumulate="slow", epilogue="product_then_round"),
             ),
-            "epilogue",
+            "product_then_round",
         ),
     ],
 )
