@@ -1,6 +1,7 @@
 """A recipe says how each of a linear's three GEMMs is computed, and which linears it converts (SEMANTICS L, R)."""
 
 import fnmatch
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -192,7 +193,7 @@ def plan(
 
     Shapes:   linears maps a module's name to its weight's shape [N, K].
     Returns:  one Decision a linear, in the order given.
-    Raises:   ValueError: a pattern that names nothing; a linear named in fp8_fqns whose dims are not multiples of 16;
+    Raises:   ValueError: a pattern that names nothing; a linear named in fp8_fqns whose dims are not multiples of 16 or of the recipe's blocks;
               an FP8 recipe that converts nothing.
     """
     recipe = by_name(recipe)
@@ -221,11 +222,18 @@ def _decide(name: str, shape: tuple[int, int], recipe: Recipe, filter_fqns: Sequ
     filtered = [p for p in filter_fqns if matches(p, name)]
     if filtered and not named:
         return kept(f"named by filter_fqns {filtered[0]!r}")
-    if shape[0] % 16 or shape[1] % 16:
-        reason = f"FP8 needs both dims of a linear to be multiples of 16 (L-5); {name} is {list(shape)}"
+    multiples = [_multiple(recipe, which) for which in ("grad_input", "output")]  # which reduce N and K
+    if any(length % multiple for length, multiple in zip(shape, multiples, strict=True)):
+        reason = f"recipe {recipe.name!r} needs multiples of {multiples} for [N, K] (L-5, S-6); {name} is {list(shape)}"
         if named:
             raise ValueError(f"{reason}, and fp8_fqns {named[0]!r} names it. Pad the layer or drop the pattern.")
         return kept(reason)
     return Decision(
         path=name, shape=shape, recipe=recipe, reason=f"named by fp8_fqns {named[0]!r}" if named else "every linear not filtered"
     )
+
+
+def _multiple(recipe: Recipe, which: Gemm) -> int:
+    """What the length that a GEMM reduces is a multiple of: of 16 (L-5), and of the blocks of its operands (S-6)."""
+    casts = [cast for cast in (recipe.gemms[which].a, recipe.gemms[which].b) if cast is not None]
+    return math.lcm(16, *(granularity.by_name(cast.granularity).reduced or 1 for cast in casts))

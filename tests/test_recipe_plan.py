@@ -72,7 +72,7 @@ def test_what_is_not_converted_is_bf16_with_its_reason():
     by_path = {d.path: d for d in recipe.plan(LINEARS, "rowwise", filter_fqns=["lm_head"])}
     assert by_path["lm_head"].recipe == by_path["model.layers.0.v"].recipe == RECIPES["bf16"]
     assert "'lm_head'" in by_path["lm_head"].reason
-    assert "multiples of 16" in by_path["model.layers.0.v"].reason
+    assert "multiples of [16, 16]" in by_path["model.layers.0.v"].reason
     assert "[8, 32]" in by_path["model.layers.0.v"].reason
     assert by_path["model.layers.0.q"].recipe == RECIPES["rowwise"]
 
@@ -80,6 +80,14 @@ def test_what_is_not_converted_is_bf16_with_its_reason():
 @pytest.mark.parametrize("shape", [(24, 32), (32, 24), (8, 8)])
 def test_either_dim_keeps_a_linear_in_high_precision(shape):  # L-5
     assert converted(recipe.plan({"a": (16, 16), "b": shape}, "tensorwise")) == {"a"}
+
+
+@pytest.mark.parametrize(("name", "multiple"), [("blockwise", 128), ("mxfp8", 32)])
+def test_a_dim_that_a_recipes_blocks_do_not_divide_keeps_a_linear_in_high_precision(name, multiple):  # S-6
+    shapes = {"fits": (multiple, 3 * multiple), "n": (multiple + 16, multiple), "k": (multiple, multiple + 16)}
+    decisions = {d.path: d for d in recipe.plan(shapes, name)}
+    assert [path for path, d in decisions.items() if d.fp8] == ["fits"]
+    assert f"multiples of [{multiple}, {multiple}]" in decisions["k"].reason
 
 
 def test_filters_keep_what_they_name_in_high_precision():
@@ -96,7 +104,7 @@ def test_naming_a_linear_converts_no_fewer_of_the_others():  # R-2
 
 
 def test_naming_a_linear_whose_dims_do_not_allow_it_is_an_error():
-    with pytest.raises(ValueError, match=r"multiples of 16.*model\.layers\.0\.v is \[8, 32\].*'layers\.0'"):
+    with pytest.raises(ValueError, match=r"multiples of \[16, 16\].*model\.layers\.0\.v is \[8, 32\].*'layers\.0'"):
         recipe.plan(LINEARS, "rowwise", fp8_fqns=["layers.0"])
 
 
@@ -116,7 +124,7 @@ def test_a_string_in_place_of_a_list_is_an_error(key):
 def test_converting_nothing_is_an_error():
     with pytest.raises(ValueError, match="'rowwise' converts no linear") as error:
         recipe.plan({"a": (8, 8), "b": (16, 16)}, "rowwise", filter_fqns=["b"])
-    assert "a: FP8 needs" in str(error.value)
+    assert "a: recipe 'rowwise' needs" in str(error.value)
     assert "b: named by filter_fqns 'b'" in str(error.value)
 
 

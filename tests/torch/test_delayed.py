@@ -98,7 +98,7 @@ def run(model, x, g):
     model(x).backward(g)
 
 
-def test_uses_and_microbatches_merge_by_maximum():  # H-4
+def test_uses_and_microbatches_merge_by_maximum():  # H-4, H-11
     layer = linear.Linear(16, 16, "delayed", bias=False)
     model = nn.Sequential(layer, layer)
     small, large = torch.full((4, 16), 0.5), torch.full((4, 16), 3.0)

@@ -89,7 +89,7 @@ def shared():
         (model, {"filter_fqns": ["0", "2"]}, "converts no linear.*filter_fqns"),
         (model, {"filter_fqns": ["lm_head"]}, "names none of: 0, 2"),
         (model, {"filter_fqns": "0"}, r"list of patterns.*\['0'\]"),
-        (lambda: model(k=40), {"fp8_fqns": ["0"]}, "multiples of 16"),
+        (lambda: model(k=40), {"fp8_fqns": ["0"]}, r"multiples of \[16, 16\]"),
         (lambda: nn.Sequential(Scaled(16, 16)), {}, "Scaled.*forward"),
         (lambda: linear.convert(model(), "tensorwise"), {}, "already FP8"),
         (shared, {}, "same module"),

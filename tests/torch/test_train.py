@@ -22,7 +22,11 @@ def test_optimizer_is_clipped_adamw_as_specified(small, monkeypatch):  # T-1, T-
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_recipe_trains(recipe, small):
     """Dims of 128, of which every block is one."""
-    config = small.replace(numerics={"recipe": recipe}, model={"hidden_size": 128, "intermediate_size": 128}, data={"sequence_length": 32})
+    config = small.replace(
+        numerics={"recipe": recipe},
+        model={"hidden_size": 128, "intermediate_size": 128, "num_key_value_heads": 2},
+        data={"sequence_length": 32},
+    )
     trainer, batches = Trainer(config), data.open_batches(config)
     losses = [trainer.step(batches.step(0))["loss"] for _ in range(6)]  # one batch, again and again
     assert losses[-1] < losses[0]
