@@ -1,4 +1,4 @@
-"""FP8 training in PyTorch: ``cast``, ``scaling``, ``linear`` (torchao's Float8Linear), the ``model`` and its ``train`` step.
+"""FP8 training in PyTorch: ``cast``, ``scaling``, ``linear`` (torchao's Float8Linear, or fp8ref's own ``layer``), ``delayed``, the ``model`` and its ``train`` step.
 
 Held to docs/SEMANTICS.md by ``fp8ref.check``; shares no code with the simulator.
 """
@@ -19,10 +19,10 @@ except ImportError as error:
         f"fp8ref.torch needs torch and torchao; {error.name} is missing. Install them with: pip install 'fp8ref[torch]'"
     ) from error
 
-from fp8ref.torch import cast, delayed, linear, model, scaling, train
+from fp8ref.torch import cast, delayed, layer, linear, model, scaling, train
 
 for _logger, _level in zip(_loggers, _levels, strict=True):
     _logger.setLevel(_level)
 
-__all__ = ["cast", "delayed", "linear", "model", "scaling", "train"]
+__all__ = ["cast", "delayed", "layer", "linear", "model", "scaling", "train"]
 del torch, torchao
