@@ -1,4 +1,4 @@
-"""FP8 training in PyTorch: ``cast``, ``scaling``, ``linear`` (torchao's Float8Linear, or fp8ref's own ``layer``), ``delayed``, the ``model`` and its ``train`` step.
+"""FP8 training in PyTorch: ``cast``, ``scaling``, ``linear`` (torchao's Float8Linear, or fp8ref's own ``layer``), ``delayed``, ``model``, ``train``.
 
 Held to docs/SEMANTICS.md by ``fp8ref.check``; shares no code with the simulator.
 """

@@ -68,8 +68,27 @@ def test_parameters_are_kept():
     assert converted[0].weight is weight
 
 
-def test_a_single_linear_is_replaced():
-    assert isinstance(linear.convert(nn.Linear(32, 16), "tensorwise"), Float8Linear)
+@pytest.mark.parametrize(("recipe", "kind"), [("tensorwise", Float8Linear), ("delayed", linear.Linear)])
+def test_a_single_linear_is_replaced(recipe, kind):
+    assert isinstance(linear.convert(nn.Linear(32, 16), recipe), kind)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+def test_parameters_and_training_mode_are_kept(recipe):
+    original = model().eval()
+    original[2].train()
+    parameters = list(original.parameters())
+    converted = linear.convert(original, recipe)
+    assert all(a is b for a, b in zip(parameters, converted.parameters(), strict=True))
+    assert [converted[i].training for i in (0, 2)] == [False, True]
+
+
+def test_a_refused_conversion_changes_nothing():
+    built = changed(lambda m: m.register_forward_hook(print))()
+    built = nn.Sequential(nn.Linear(16, 16), built)
+    with pytest.raises(ValueError, match=r"1\.0 has forward hooks"):
+        linear.convert(built, "tensorwise")
+    assert type(built[0]) is nn.Linear
 
 
 class Scaled(nn.Linear):
@@ -82,6 +101,17 @@ def shared():
     return nn.Sequential(layer, layer)
 
 
+def changed(change):
+    """A model whose first linear was changed."""
+
+    def build():
+        layer = nn.Linear(16, 16)
+        change(layer)
+        return nn.Sequential(layer, nn.Linear(16, 16))
+
+    return build
+
+
 @pytest.mark.parametrize(
     ("build", "options", "message"),
     [
@@ -92,7 +122,17 @@ def shared():
         (lambda: model(k=40), {"fp8_fqns": ["0"]}, r"multiples of \[16, 16\]"),
         (lambda: nn.Sequential(Scaled(16, 16)), {}, "Scaled.*forward"),
         (lambda: linear.convert(model(), "tensorwise"), {}, "already FP8"),
+        (lambda: linear.convert(model(), "delayed"), {}, "already FP8"),
         (shared, {}, "same module"),
+        (changed(lambda m: m.register_forward_hook(print)), {}, "0 has forward hooks.*dropped"),
+        (changed(lambda m: m.register_full_backward_hook(print)), {}, "0 has backward hooks.*dropped"),
+        (changed(lambda m: m.register_state_dict_pre_hook(print)), {}, "0 has state dict pre hooks.*dropped"),
+        (changed(lambda m: setattr(m, "forward", m.forward)), {}, "0 is an nn.Linear whose forward was replaced"),
+        (changed(lambda m: m.register_buffer("mask", torch.ones(16))), {}, "0 holds mask"),
+        (changed(lambda m: nn.utils.parametrizations.weight_norm(m)), {}, "0 is a ParametrizedLinear"),
+        (changed(lambda m: m.double()), {}, "0 has a weight of torch.float64"),
+        (lambda: torch.compile(model(), backend="eager"), {}, "the model is compiled"),
+        (changed(lambda m: m.compile(backend="eager")), {}, "0 is compiled"),
     ],
 )
 def test_conversions_that_would_go_wrong_are_refused(build, options, message):  # R-2, R-3
