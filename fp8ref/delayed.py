@@ -3,6 +3,7 @@
 The ways in which libraries differ are fields; DELAYED holds fp8ref's own choice and those of two libraries.
 """
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
@@ -53,6 +54,13 @@ class DelayedScaling:
             raise ValueError(f"delayed scaling keeps a float32 scale of a tensor; policy {self.policy.name!r} makes e8m0 scales of blocks.")
         if self.timing == "use" and self.interval != 1:
             raise ValueError(f"under timing 'use' a scale is computed at every use; got interval={self.interval}. Use timing 'update'.")
+
+    @property
+    def as_fp8refs(self) -> bool:
+        """Whether it keeps histories as fp8ref's own does (H-1 to H-6), but for history_length, amax_compute, interval and margin."""
+        policy = dataclasses.replace(POLICIES["te_delayed"], name=self.policy.name, margin=self.policy.margin)
+        free = {key: getattr(self, key) for key in ("name", "history_length", "amax_compute", "interval")}
+        return self == DelayedScaling(policy=policy, **free)
 
 
 _CHOICES = {

@@ -155,6 +155,21 @@ def by_name(recipe: str | Recipe) -> Recipe:
     return RECIPES[recipe]
 
 
+def delayed_casts(recipe: str | Recipe) -> dict[Role, tuple[Format, DelayedScaling]]:
+    """How each role that recipe scales by its past is cast; one state serves both of its GEMMs, so they cast it alike (SEMANTICS L-6)."""
+    found: dict[Role, tuple[Format, DelayedScaling]] = {}
+    recipe = by_name(recipe)
+    for which, gemm in recipe.gemms.items():
+        for role, spec in zip(OPERANDS[which], (gemm.a, gemm.b), strict=True):
+            if (
+                spec is not None
+                and spec.delayed is not None
+                and found.setdefault(role, (spec.fmt, spec.delayed)) != (spec.fmt, spec.delayed)
+            ):
+                raise ValueError(f"recipe {recipe.name!r} scales {role} by one state, so casts it in one way; got two.")
+    return found
+
+
 def matches(pattern: str, name: str) -> bool:
     """Whether pattern names this module (SEMANTICS R-3): a run of whole dotted components, or a shell pattern for all of it.
 

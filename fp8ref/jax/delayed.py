@@ -28,7 +28,7 @@ from fp8ref.delayed import DELAYED, DelayedScaling
 from fp8ref.formats import Format
 from fp8ref.jax import cast, scaling
 from fp8ref.jax import scales as scale_rules
-from fp8ref.recipe import OPERANDS, Recipe, Role
+from fp8ref.recipe import Recipe, Role
 
 Seen = Mapping[Role, jax.Array]  # float32 [..., 3] a role: amax, non_finite and seen, flags 0 or 1
 
@@ -191,12 +191,9 @@ def implemented(config: DelayedScaling) -> DelayedScaling:
     flax = dataclasses.replace(DELAYED["flax"], name=config.name, history_length=config.history_length, reuse="max", unused="keep")
     if config == flax:
         return config
-    own = DELAYED["delayed"]
-    policy = dataclasses.replace(own.policy, name=config.policy.name, margin=config.policy.margin)
-    free = {key: getattr(config, key) for key in ("name", "history_length", "amax_compute", "interval")}
-    if config != dataclasses.replace(own, policy=policy, **free):
+    if not config.as_fp8refs:
         raise ValueError(
-            f"fp8ref.jax keeps histories as {own.name!r} does, with another history_length, amax_compute, interval or margin; got "
+            f"fp8ref.jax keeps histories as 'delayed' does, with another history_length, amax_compute, interval or margin; got "
             f"{config.name!r}. Use fp8ref.sim.delayed for it; flax's with reuse 'max' and unused 'keep' works too (H-10)."
         )
     return config
@@ -246,13 +243,5 @@ def _where(condition: jax.Array, a: DelayedState | FlaxState, b: DelayedState | 
 
 
 def _casts(recipe: str | Recipe) -> dict[Role, tuple[Format, DelayedScaling]]:
-    """How each role that recipe scales by its past is cast; one state serves both of its GEMMs, so they cast it alike (L-6)."""
-    found: dict[Role, tuple[Format, DelayedScaling]] = {}
-    recipe = recipes.by_name(recipe)
-    for which, gemm in recipe.gemms.items():
-        for role, spec in zip(OPERANDS[which], (gemm.a, gemm.b), strict=True):
-            if spec is not None and spec.delayed is not None:
-                cast = spec.fmt, implemented(spec.delayed)
-                if found.setdefault(role, cast) != cast:
-                    raise ValueError(f"recipe {recipe.name!r} scales {role} by one state, so casts it in one way; got two.")
-    return found
+    """``recipe.delayed_casts``, of configs that this backend implements."""
+    return {role: (fmt, implemented(config)) for role, (fmt, config) in recipes.delayed_casts(recipe).items()}

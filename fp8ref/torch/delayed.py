@@ -7,7 +7,6 @@
 Merging is an elementwise maximum, so that microbatches, uses of a module and recomputed forward passes come in any order, however often.
 """
 
-import dataclasses
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -15,9 +14,9 @@ import torch
 from torch import nn
 
 from fp8ref import recipe as recipes
-from fp8ref.delayed import DELAYED, DelayedScaling
+from fp8ref.delayed import DelayedScaling
 from fp8ref.formats import Format
-from fp8ref.recipe import OPERANDS, Recipe, Role
+from fp8ref.recipe import Recipe, Role
 from fp8ref.torch import scaling
 
 
@@ -74,26 +73,15 @@ def advance(state: DelayedState, seen: torch.Tensor, config: DelayedScaling, fmt
 
 
 def casts(recipe: str | Recipe) -> dict[Role, tuple[Format, DelayedScaling]]:
-    """How each role that recipe scales by its past is cast; one state serves both of its GEMMs, so they cast it alike (L-6)."""
-    found: dict[Role, tuple[Format, DelayedScaling]] = {}
-    recipe = recipes.by_name(recipe)
-    for which, gemm in recipe.gemms.items():
-        for role, spec in zip(OPERANDS[which], (gemm.a, gemm.b), strict=True):
-            if spec is not None and spec.delayed is not None:
-                cast = spec.fmt, implemented(spec.delayed)
-                if found.setdefault(role, cast) != cast:
-                    raise ValueError(f"recipe {recipe.name!r} scales {role} by one state, so casts it in one way; got two.")
-    return found
+    """``recipe.delayed_casts``, of configs that this backend implements."""
+    return {role: (fmt, implemented(config)) for role, (fmt, config) in recipes.delayed_casts(recipe).items()}
 
 
 def implemented(config: DelayedScaling) -> DelayedScaling:
     """The config, if this backend implements it: fp8ref's own, with history, interval, ``most_recent`` and margin of one's choice."""
-    own = DELAYED["delayed"]
-    policy = dataclasses.replace(own.policy, name=config.policy.name, margin=config.policy.margin)
-    free = {key: getattr(config, key) for key in ("name", "history_length", "amax_compute", "interval")}
-    if config != dataclasses.replace(own, policy=policy, **free):
+    if not config.as_fp8refs:
         raise ValueError(
-            f"fp8ref.torch keeps histories as {own.name!r} does, with another history_length, amax_compute, interval or margin; got "
+            f"fp8ref.torch keeps histories as 'delayed' does, with another history_length, amax_compute, interval or margin; got "
             f"{config.name!r}. Use fp8ref.sim.delayed for it."
         )
     return config
@@ -128,17 +116,13 @@ class RoleState(nn.Module):
         merge_(self.seen, x)
 
     def _apply(self, fn, recurse: bool = True):
-        kept = {key: value.dtype for key, value in self.named_buffers()}
-
         def moved(buffer: torch.Tensor) -> torch.Tensor:
             # As integers of its size: model.bfloat16() rounds what is floating point, and a scale is never rounded.
             if not buffer.is_floating_point():
                 return fn(buffer)
             return fn(buffer.view(torch.int32)).view(torch.float32)
 
-        super()._apply(moved, recurse)
-        assert kept == {key: value.dtype for key, value in self.named_buffers()}
-        return self
+        return super()._apply(moved, recurse)
 
 
 def states(model: nn.Module) -> Iterator[tuple[str, RoleState]]:

@@ -72,6 +72,7 @@ class Trainer:
     def gradients(self, tokens: np.ndarray) -> dict[str, np.ndarray]:
         """float32 gradients of the loss of a batch by parameter, not clipped; nothing is updated."""
         grads = torch.autograd.grad(self._loss(tokens), list(self._params.values()))
+        delayed.forget(self.model)
         return {name: g.cpu().numpy() for name, g in zip(self._params, grads, strict=True)}
 
     def weights(self) -> dict[str, np.ndarray]:
@@ -89,6 +90,7 @@ class Trainer:
         with observing(self.model, as_numpy):
             self._loss(tokens).backward()
         self._optimizer.zero_grad()
+        delayed.forget(self.model)
 
     def _tokens(self, tokens: np.ndarray) -> torch.Tensor:
         llama.check_tokens(tokens, self.config.model)

@@ -4,31 +4,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from histories import ROLES, margin, recipe_of
 
 from fp8ref.delayed import DELAYED, DelayedScaling
-from fp8ref.formats import BFLOAT16, E4M3FN, E5M2, FLOAT32
+from fp8ref.formats import BFLOAT16, FLOAT32
 from fp8ref.jax import delayed, linear
 from fp8ref.jax.flax import flax_recipe
-from fp8ref.policy import POLICIES
-from fp8ref.recipe import RECIPES, CastSpec, GemmSpec, Recipe
+from fp8ref.recipe import RECIPES
 from fp8ref.sim import delayed as sim
 from fp8ref.sim import linear as sim_linear
-
-ROLES = {"input": E4M3FN, "weight": E4M3FN, "grad_output": E5M2}
-
-
-def recipe_of(config: DelayedScaling) -> Recipe:
-    """One whose every role is scaled by config."""
-    a, b, g = (CastSpec(fmt=fmt, policy=config.policy, delayed=config) for fmt in ROLES.values())
-    slow = {"accumulate": "slow"}
-    return Recipe(
-        name="mine", output=GemmSpec(a=a, b=b, **slow), grad_input=GemmSpec(a=g, b=b, **slow), grad_weight=GemmSpec(a=g, b=a, **slow)
-    )
-
-
-def margin(n: int):
-    return dataclasses.replace(POLICIES["te_delayed"], name=f"margin {n}", margin=n)
-
 
 CONFIGS = [
     DELAYED["delayed"],

@@ -129,7 +129,6 @@ def test_torch_refuses_what_it_would_ignore():
     for keys, message in (
         ({"parallel": {"data": 2}}, "one device.*parallel is set"),
         ({"run": {"allow_fallback": True}}, "run.allow_fallback is set"),
-        ({"numerics": {"recipe": "delayed"}}, "--backend torch runs .*got 'delayed'"),
     ):
         with pytest.raises(ConfigError, match=message):
             loop.trainer("torch", CONFIG.replace(**keys))

@@ -1,6 +1,7 @@
 import numpy as np
 import pytest
 import torch
+from linears import run
 from torch import nn
 
 from fp8ref.check import bounds
@@ -16,13 +17,6 @@ MIXED = Recipe(
     output=GemmSpec(a=CastSpec(fmt=E4M3FN), b=CastSpec(fmt=E4M3FN), accumulate="slow"),
     grad_weight=GemmSpec(a=CastSpec(fmt=E5M2, granularity="rowwise"), b=CastSpec(fmt=E5M2), accumulate="slow"),
 )
-
-
-def run(module, x, g):
-    x = x.clone().requires_grad_()
-    y = module(x)
-    y.backward(g)
-    return [y.detach(), x.grad, *[p.grad for p in module.parameters()]]
 
 
 def layer_of(w, recipe, dtype=torch.bfloat16):

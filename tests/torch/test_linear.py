@@ -1,6 +1,7 @@
 import numpy as np
 import pytest
 import torch
+from linears import model, run
 from torch import nn
 from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 from torchao.float8.float8_linear import Float8Linear
@@ -12,18 +13,6 @@ from fp8ref.sim import scaling as sim_scaling
 from fp8ref.torch import linear
 
 fp8_recipes = pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
-
-
-def model(k=64, n=32):
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(k, n, bias=False), nn.ReLU(), nn.Linear(n, 48, bias=False)).bfloat16()
-
-
-def run(module, x, g):
-    x = x.clone().requires_grad_()
-    y = module(x)
-    y.backward(g)
-    return [y.detach(), x.grad, *[p.grad for p in module.parameters()]]
 
 
 @fp8_recipes

@@ -1,21 +1,9 @@
 import pytest
 import torch
-from torch import nn
+from linears import model, run
 
 from fp8ref.recipe import OPERANDS, RECIPES
 from fp8ref.torch import linear, observing
-
-
-def model(k=64, n=32):
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(k, n, bias=False), nn.ReLU(), nn.Linear(n, 48, bias=False)).bfloat16()
-
-
-def run(module, x, g):
-    x = x.clone().requires_grad_()
-    y = module(x)
-    y.backward(g)
-    return [y.detach(), x.grad, *[p.grad for p in module.parameters()]]
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
