@@ -1,12 +1,17 @@
-"""The ``fp8ref`` command. Exit codes: 0 done, 1 a comparison failed, 2 a user's error, 3 a loss that is not finite, 130 Ctrl-C."""
+"""The ``fp8ref`` command.
+
+Exit codes: 0 done, 1 a comparison failed or a defect of ours, 2 a user's error, 3 a loss that is not finite, 4 another process of the run is gone, 130 Ctrl-C.
+"""
 
 import argparse
+import contextlib
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-ERROR, FAILED, NON_FINITE, INTERRUPTED = 2, 1, 3, 130
+ERROR, FAILED, DEFECT, NON_FINITE, LOST, INTERRUPTED = 2, 1, 1, 3, 4, 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -14,22 +19,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     known, options = _parser().parse_known_args(arguments)
     try:
-        return known.run(known, options)
+        code = known.run(known, options)
     except KeyboardInterrupt:
         print("interrupted; what was written so far is kept", file=sys.stderr)
-        return INTERRUPTED
+        code = INTERRUPTED
     except Exception as error:
         code = _code_of(error)
-        if code is None:
+        if code is None and known.leave is None:
             raise
-        print(f"fp8ref: {error}", file=sys.stderr)
-        return code
+        if code is None:
+            traceback.print_exc()
+            code = DEFECT
+        else:
+            print(f"fp8ref: {error}", file=sys.stderr)
+    if known.leave:
+        known.leave(code)
+    return code
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="fp8ref", description="Train in FP8 with JAX or PyTorch from one config, and hold both to the specification."
     )
+    parser.set_defaults(leave=None)  # how a process of several ends, given the exit code
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     def command(name: str, run, help: str) -> argparse.ArgumentParser:
@@ -44,7 +56,7 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--backend", choices=("jax", "torch"), help="the framework to train with (required)")
     train.add_argument("--resume", action="store_true", help="continue a run that stopped; leave a finished one alone")
     train.add_argument("--overwrite", action="store_true", help="replace a run that is already there")
-    train.add_argument("--distributed", action="store_true", help="one of several processes that train together, with --backend jax")
+    train.add_argument("--distributed", action="store_true", help="one of several processes that train together")
     check = command("crosscheck", _crosscheck, "Hold the backends to the simulator on a config's real operands.")
     check.add_argument("--backend", choices=("jax", "torch"), help="one backend alone (default: both)")
     check.add_argument("--steps", type=int, help="optimizer steps before operands are taken again (default 5)")
@@ -89,8 +101,9 @@ def _train(known: argparse.Namespace, options: list[str]) -> int:
     if known.backend is None:
         raise ConfigError("fp8ref train needs --backend jax or --backend torch.")
     out = Path(config.run.out or f"runs/{known.config.stem}-{known.backend}-{config.numerics.recipe}")
-    processes = _processes(known) if known.distributed else None
-    lines = loop.train(config, known.backend, out, resume=known.resume, overwrite=known.overwrite, processes=processes)
+    processes = _processes(known, config) if known.distributed else None
+    with processes.telling() if processes else contextlib.nullcontext():
+        lines = loop.train(config, known.backend, out, resume=known.resume, overwrite=known.overwrite, processes=processes)
     if processes and not processes.first:
         return 0
     if lines is None:
@@ -100,14 +113,15 @@ def _train(known: argparse.Namespace, options: list[str]) -> int:
     return 0
 
 
-def _processes(known: argparse.Namespace):
-    from fp8ref.run.config import ConfigError
+def _processes(known: argparse.Namespace, config):
+    if known.backend == "jax":
+        from fp8ref.jax.processes import join
 
-    if known.backend != "jax":
-        raise ConfigError(f"--distributed is of --backend jax; got {known.backend}.")
-    from fp8ref.jax import processes
+        return join()
+    from fp8ref.torch import processes
 
-    return processes.join()
+    known.leave = processes.leave
+    return processes.join(config.parallel.timeout_s)
 
 
 def _crosscheck(known: argparse.Namespace, options: list[str]) -> int:
@@ -180,5 +194,6 @@ def _code_of(error: Exception) -> int | None:
     if isinstance(error, ValueError | OSError | ImportError):
         return ERROR
     from fp8ref.run.loop import NonFiniteError
+    from fp8ref.run.processes import LostProcessError
 
-    return NON_FINITE if isinstance(error, NonFiniteError) else None
+    return NON_FINITE if isinstance(error, NonFiniteError) else LOST if isinstance(error, LostProcessError) else None

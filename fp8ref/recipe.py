@@ -97,6 +97,13 @@ class Recipe:
     def fp8(self) -> bool:
         return any(spec.fp8 for spec in self.gemms.values())
 
+    def serves_both(self, role: Role) -> bool:
+        """Whether both of a role's GEMMs take the same of it: no cast, or one scale of the whole tensor, in one format by one policy."""
+        first, second = (
+            c for which, gemm in self.gemms.items() for r, c in zip(OPERANDS[which], (gemm.a, gemm.b), strict=True) if r == role
+        )
+        return first == second and (first is None or first.granularity == "tensorwise")
+
 
 def _uniform(name: str, forward: CastSpec, weight: CastSpec, backward: CastSpec) -> Recipe:
     """One cast for the input, one for the weight and one for grad_output, wherever they go."""

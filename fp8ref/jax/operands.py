@@ -50,10 +50,8 @@ class Use:
         return -3 - axis if self.turned and role == "weight" else axis
 
     def serves_backward(self, role: Role) -> bool:
-        """Whether what the output GEMM takes of this role its backward GEMM takes too: no cast, or one scale, one format, one policy."""
-        output, grad_input, grad_weight = self.recipe.gemms.values()
-        forward, backward = (output.a, grad_weight.b) if role == "input" else (output.b, grad_input.b)
-        return forward == backward and (forward is None or forward.granularity == "tensorwise")
+        """Whether what the output GEMM takes of this role its backward GEMM takes too."""
+        return self.recipe.serves_both(role)
 
     def gathers_again(self, role: Role) -> bool:
         """Whether the backward pass gathers for us what the forward pass has gathered."""

@@ -2,6 +2,7 @@
 
 import json
 import os
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import jax
@@ -19,6 +20,9 @@ class Processes:
 
     def __init__(self) -> None:
         self.first = jax.process_index() == 0
+
+    def telling(self) -> AbstractContextManager:
+        return nullcontext()  # jax ends every process itself, and says which was lost
 
     def gather(self, value: Any) -> list:
         text = np.frombuffer(json.dumps(value).encode(), np.uint8)

@@ -83,10 +83,22 @@ class ParallelConfig:
     amax_scope: Literal["global", "local"] = "global"
     """Whose amaxes scale input and grad_output: every device's, or those of each piece of the batch alone."""
     through: Literal["shard_map", "jit"] = "shard_map"
-    """Collectives of our own, or XLA's under plain jit."""
+    """JAX: collectives of our own, or XLA's under plain jit."""
+    gather: Literal["fp8", "compute"] = "fp8"
+    """PyTorch: how fsdp gathers linears' weights that one scale serves: in FP8, or in the compute dtype. No bit of training differs."""
+    precompute_scales: bool = True
+    """PyTorch: the scales of all weights that are gathered in FP8 by one all-reduce a forward pass, or by one of each weight's own."""
+    reduction: Literal["native", "ordered"] = "native"
+    """PyTorch: gradients are summed over fsdp as the backend does, or in rank order."""
+    checkpointing: Literal["none", "selective", "full"] = "none"
+    """PyTorch: what of a layer's forward pass runs again in its backward pass: nothing, all but matrix products and attention, all."""
+    compile: bool = False
+    """PyTorch: every layer through torch.compile."""
+    timeout_s: int = 600
+    """PyTorch: seconds after which a rank that waits for another gives up."""
 
     def __post_init__(self) -> None:
-        for key in ("data", "fsdp", "tensor"):
+        for key in ("data", "fsdp", "tensor", "timeout_s"):
             _require(getattr(self, key) >= 1, f"parallel.{key} is at least 1; got {getattr(self, key)}.")
         _require(not self.sequence or self.tensor > 1, f"parallel.sequence needs parallel.tensor above 1; got {self.tensor}.")
         _require(
@@ -97,6 +109,13 @@ class ParallelConfig:
     @property
     def devices(self) -> int:
         return self.data * self.fsdp * self.tensor
+
+    def foreign(self, backend: str) -> list[str]:
+        """The keys that are set and that this backend has no use for."""
+        theirs = (
+            ("through",) if backend == "torch" else ("gather", "precompute_scales", "reduction", "checkpointing", "compile", "timeout_s")
+        )
+        return [f"parallel.{key}" for key in theirs if getattr(self, key) != getattr(ParallelConfig(), key)]
 
 
 @dataclass(frozen=True, kw_only=True)

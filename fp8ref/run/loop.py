@@ -12,7 +12,7 @@ import numpy as np
 from fp8ref.recipe import Decision
 from fp8ref.run import config as configs
 from fp8ref.run import data, log, progress
-from fp8ref.run.config import Config, ConfigError, ParallelConfig
+from fp8ref.run.config import Config, ConfigError
 from fp8ref.run.processes import Alone, Processes, together
 
 BACKENDS = ("jax", "torch")
@@ -48,11 +48,8 @@ def trainer(backend: str, config: Config, weights: dict[str, np.ndarray] | None 
     """A fresh trainer of a backend, importing its framework only now."""
     if backend not in BACKENDS:
         raise ConfigError(f"backend is one of {', '.join(BACKENDS)}; got {backend!r}.")
-    if backend == "torch" and (config.parallel != ParallelConfig() or config.run.allow_fallback):
-        key = "run.allow_fallback" if config.parallel == ParallelConfig() else "parallel"
-        raise ConfigError(
-            f"--backend torch trains on one device and does not read its compiled step; {key} is set. Leave it out, or use --backend jax."
-        )
+    if foreign := config.parallel.foreign(backend):
+        raise ConfigError(f"{', '.join(foreign)} is not a key of --backend {backend}. Leave it out.")
     return importlib.import_module(f"fp8ref.{backend}.train").Trainer(config, weights)
 
 

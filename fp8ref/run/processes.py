@@ -1,6 +1,7 @@
 """Who takes part in a run: one process, or several that train together and of which the first writes."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, TypeVar
 
 from fp8ref.run.config import ConfigError
@@ -8,10 +9,18 @@ from fp8ref.run.config import ConfigError
 T = TypeVar("T")
 
 
+class LostProcessError(RuntimeError):
+    """Another process of the run is gone, or did not answer in time."""
+
+
 class Processes(Protocol):
     """One process's view of all of them. first: whether this is the one that writes."""
 
     first: bool
+
+    def telling(self) -> AbstractContextManager:
+        """In this context, what a framework raises when another process is gone is a LostProcessError."""
+        ...
 
     def gather(self, value: Any) -> list:
         """Every process's value, anything that JSON holds, in their order; all call it at the same place."""
@@ -22,6 +31,9 @@ class Alone:
     """A run of a single process."""
 
     first = True
+
+    def telling(self) -> AbstractContextManager:
+        return nullcontext()
 
     def gather(self, value: Any) -> list:
         return [value]

@@ -17,7 +17,7 @@ from fp8ref import recipe as recipes
 from fp8ref.delayed import DelayedScaling
 from fp8ref.formats import Format
 from fp8ref.recipe import Recipe, Role
-from fp8ref.torch import scaling
+from fp8ref.torch import scaling, sharding
 
 
 class DelayedState(NamedTuple):
@@ -98,9 +98,10 @@ class RoleState(nn.Module):
     step: torch.Tensor
     seen: torch.Tensor
 
-    def __init__(self, fmt: Format, config: DelayedScaling, device: torch.device) -> None:
+    def __init__(self, fmt: Format, config: DelayedScaling, device: torch.device, group: str | None = None) -> None:
+        """group: name of the process group whose ranks observe parts of one tensor; ``update`` merges what they saw."""
         super().__init__()
-        self.fmt, self.config = fmt, config
+        self.fmt, self.config, self.group = fmt, config, group
         for key, value in init(config)._asdict().items():
             self.register_buffer(key, value.to(device))
         self.register_buffer("seen", torch.zeros(3, device=device), persistent=False)
@@ -136,6 +137,7 @@ def update(model: nn.Module) -> None:
 
     Call it once an optimizer step, after it; a step that was not taken: ``forget`` instead.
     """
+    _merge_ranks(model)
     alike: dict[tuple[Format, DelayedScaling, torch.device], list[RoleState]] = {}
     for _, state in states(model):
         alike.setdefault((state.fmt, state.config, state.scale.device), []).append(state)
@@ -145,6 +147,17 @@ def update(model: nn.Module) -> None:
         for key, values in after._asdict().items():
             torch._foreach_copy_([getattr(s, key) for s in group], list(values.unbind()))
     forget(model)
+
+
+def _merge_ranks(model: nn.Module) -> None:
+    """One all-reduce a process group: every rank then has what any of them observed (H-4, P-2)."""
+    by_group: dict[tuple[str, torch.device], list[RoleState]] = {}
+    for _, state in states(model):
+        if state.group is not None:
+            by_group.setdefault((state.group, state.scale.device), []).append(state)
+    for (group, _), members in by_group.items():
+        merged = sharding.all_reduce_max(torch.stack([s.seen for s in members]), group)
+        torch._foreach_copy_([s.seen for s in members], list(merged.unbind()))
 
 
 @torch.no_grad()

@@ -6,12 +6,14 @@ from typing import get_args
 
 import torch
 from torch import nn
+from torchao.float8.float8_training_tensor import Float8TrainingTensor
 
 from fp8ref import recipe as recipes
 from fp8ref.recipe import OPERANDS, REDUCED_AXES, CastSpec, Gemm, Recipe, Role
 from fp8ref.torch import cast, delayed, gemm, scales, scaling
 from fp8ref.torch.scaling import Quantized
 
+Operand = torch.Tensor | Quantized
 ROLES: tuple[Role, ...] = get_args(Role)  # input, weight, grad_output
 
 
@@ -22,20 +24,32 @@ class Linear(nn.Linear):
     Order:    leading dims flatten to M; SEMANTICS L-2, L-3, L-6; the bias is added to the rounded output (G-15, round_then_bias).
     State:    ``states[role]`` of every role with delayed scaling; read during a step, rolled by ``delayed.update``. Only where gradients
               are enabled and the module is in training mode is anything observed.
+    group     name of the process group whose ranks hold parts of one input and one grad_output: amaxes, and what ``delayed.update``
+              takes, are theirs together (P-2, scope global). None: this rank's alone.
     """
 
-    def __init__(self, in_features: int, out_features: int, recipe: str | Recipe, *, bias: bool = True, device=None, dtype=None) -> None:
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        recipe: str | Recipe,
+        *,
+        bias: bool = True,
+        group: str | None = None,
+        device=None,
+        dtype=None,
+    ) -> None:
         super().__init__(in_features, out_features, bias=bias, device=device, dtype=dtype)
-        self.recipe = check_recipe(recipe)
-        self._multiply = _multiply(self.recipe)
+        self.recipe, self.group = check_recipe(recipe), group
+        self._multiply = _multiply(self.recipe, group)
         self.states = nn.ModuleDict(
-            {role: delayed.RoleState(fmt, config, self.weight.device) for role, (fmt, config) in delayed.casts(self.recipe).items()}
+            {role: delayed.RoleState(fmt, config, self.weight.device, group) for role, (fmt, config) in delayed.casts(self.recipe).items()}
         )
 
     @classmethod
-    def of(cls, linear: nn.Linear, recipe: str | Recipe) -> "Linear":
+    def of(cls, linear: nn.Linear, recipe: str | Recipe, group: str | None = None) -> "Linear":
         """An existing nn.Linear's parameters, themselves, in a Linear of this recipe."""
-        made = cls(linear.in_features, linear.out_features, recipe, bias=False, device="meta")
+        made = cls(linear.in_features, linear.out_features, recipe, bias=False, group=group, device="meta")
         made.weight, made.bias = linear.weight, linear.bias
         for state in made.states.values():
             state.to_empty(device=linear.weight.device)
@@ -43,16 +57,17 @@ class Linear(nn.Linear):
         return made.train(linear.training)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        _check(x, self.weight)
+        w = self.weight
+        _check(x, w)
         observes = torch.is_grad_enabled() and self.training
         states = [self.state(role) for role in ROLES]
         if observes:
-            for state, tensor in zip(states[:2], (x, self.weight), strict=True):
-                if state:
+            for state, tensor in zip(states[:2], (x, w), strict=True):
+                if state and not isinstance(tensor, Float8TrainingTensor):  # of such a weight its shards were seen (sharding.FP8Gather)
                     state.see(tensor)
         past = [state.scale if state else None for state in states]
         seen = states[-1].seen if observes and states[-1] else None
-        y = self._multiply.apply(x, self.weight, seen, *past)
+        y = self._multiply.apply(x, w, seen, *past)
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
     def __getstate__(self) -> dict:
@@ -60,7 +75,7 @@ class Linear(nn.Linear):
 
     def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)
-        self._multiply = _multiply(self.recipe)
+        self._multiply = _multiply(self.recipe, self.group)
 
     def state(self, role: Role) -> delayed.RoleState | None:
         """The state of a role that is scaled by its past; None of any other."""
@@ -73,8 +88,42 @@ class Linear(nn.Linear):
 
 
 @functools.cache
-def _multiply(recipe: Recipe) -> type[torch.autograd.Function]:
-    """x [..., K] by w [N, K]. A class for each recipe: what a compiled graph calls takes tensors and numbers only."""
+def _multiply(recipe: Recipe, group: str | None) -> type[torch.autograd.Function]:
+    """x [..., K] by w [N, K]. A class for each recipe and group: what a compiled graph calls takes tensors and numbers only."""
+    first = {"input": recipe.output.a, "weight": recipe.output.b, "grad_output": recipe.grad_input.a}
+    once: dict[Role, CastSpec | None] = {
+        role: first[role] if recipe.serves_both(role) else None for role in ROLES
+    }  # cast once, kept as codes
+
+    def operand(which: Gemm, role: Role, x: Operand, past: Sequence[torch.Tensor | None]) -> Operand:
+        """What a GEMM takes of a role: cast along the axis that it reduces, but for what was cast already, and as it is in high precision."""
+        at = OPERANDS[which].index(role)
+        axis, spec = REDUCED_AXES[which][at] - 2, (recipe.gemms[which].a, recipe.gemms[which].b)[at]
+        if isinstance(x, Quantized):
+            return x._replace(axis=axis)
+        if spec is None:
+            return x
+        scale = past[ROLES.index(role)]
+        if scale is not None:
+            return scaling.quantize_with(x, scale, spec.fmt, granularity=spec.granularity, axis=axis)
+        over = group if role != "weight" else None  # a whole weight is there, the same on every rank
+        return scaling.quantize(x, spec.fmt, granularity=spec.granularity, policy=spec.policy, axis=axis, group=over)
+
+    def multiply(which: Gemm, operands: Sequence[Operand], dtype: torch.dtype) -> torch.Tensor:
+        spec = recipe.gemms[which]
+        a, b = operands
+        if isinstance(a, Quantized) and isinstance(b, Quantized):
+            assert spec.accumulate is not None
+            out_dtype = gemm.output_dtype(spec, dtype)
+            return gemm.matmul(a, b, accumulate=spec.accumulate, epilogue=spec.epilogue, out_dtype=out_dtype).to(dtype)
+        assert isinstance(a, torch.Tensor)
+        assert isinstance(b, torch.Tensor)
+        first, second = (axis - 2 for axis in REDUCED_AXES[which])
+        return gemm.matmul_hp(a, b, axes=(first, second))
+
+    def kept(q: Operand) -> tuple[torch.Tensor, ...]:
+        assert isinstance(q, Quantized)
+        return q.codes, q.scale, q.scale_inv
 
     @torch._dynamo.allow_in_graph  # AOTAutograd traces into it; dynamo alone would refuse what backward writes into seen
     class Multiply(torch.autograd.Function):
@@ -82,27 +131,42 @@ def _multiply(recipe: Recipe) -> type[torch.autograd.Function]:
 
         @staticmethod
         def forward(ctx, x: torch.Tensor, w: torch.Tensor, seen: torch.Tensor | None, *past: torch.Tensor | None) -> torch.Tensor:
-            ctx.save_for_backward(x, w, *past)
+            rows = x.reshape(-1, x.shape[-1])
+            a = operand("output", "input", rows, past)
+            b = operand("output", "weight", _gathered(w, once["weight"]) if isinstance(w, Float8TrainingTensor) else w, past)
+            ctx.save_for_backward(*(kept(a) if once["input"] else (rows,)), *(kept(b) if once["weight"] else (w,)), *past)
             ctx.seen = seen  # not saved: other uses of the layer merge into it before the backward pass
-            tensors: dict[Role, torch.Tensor] = {"input": x.reshape(-1, x.shape[-1]), "weight": w}
-            return _gemm("output", tensors, recipe, past).reshape(*x.shape[:-1], len(w))
+            return multiply("output", (a, b), x.dtype).reshape(*x.shape[:-1], len(w))
 
         @staticmethod
-        def backward(ctx, g: torch.Tensor):
-            x, w, *past = ctx.saved_tensors
-            tensors: dict[Role, torch.Tensor] = {
-                "input": x.reshape(-1, x.shape[-1]),
-                "weight": w,
-                "grad_output": g.reshape(-1, g.shape[-1]),
-            }
+        def backward(ctx, grad_output: torch.Tensor):
+            saved = iter(ctx.saved_tensors)
+            of_input, of_weight = (
+                Quantized(next(saved), next(saved), next(saved), spec.fmt, spec.granularity, -1) if spec else next(saved)
+                for spec in (once["input"], once["weight"])
+            )
+            past = list(saved)
+            rows = grad_output.reshape(-1, grad_output.shape[-1])
             if ctx.seen is not None:
-                delayed.merge_(ctx.seen, tensors["grad_output"])
-            of_input, of_weight, *others = ctx.needs_input_grad
-            grad_input = _gemm("grad_input", tensors, recipe, past).reshape(x.shape) if of_input else None
-            grad_weight = _gemm("grad_weight", tensors, recipe, past) if of_weight else None
-            return grad_input, grad_weight, *(None for _ in others)
+                delayed.merge_(ctx.seen, rows)
+            g: Operand = operand("grad_input", "grad_output", rows, past) if once["grad_output"] else rows
+            grad_input = grad_weight = None
+            if ctx.needs_input_grad[0]:
+                operands = operand("grad_input", "grad_output", g, past), operand("grad_input", "weight", of_weight, past)
+                grad_input = multiply("grad_input", operands, rows.dtype)
+                grad_input = grad_input.reshape(*grad_output.shape[:-1], grad_input.shape[-1])
+            if ctx.needs_input_grad[1]:
+                operands = operand("grad_weight", "grad_output", g, past), operand("grad_weight", "input", of_input, past)
+                grad_weight = multiply("grad_weight", operands, rows.dtype)
+            return grad_input, grad_weight, *(None for _ in ctx.needs_input_grad[2:])
 
     return Multiply
+
+
+def _gathered(w: Float8TrainingTensor, spec: CastSpec | None) -> Quantized:
+    """A weight that came as codes and one scale."""
+    assert spec is not None
+    return Quantized(w._data, w._scale, w._scale.reciprocal(), spec.fmt, spec.granularity, -1)
 
 
 def check_recipe(recipe: str | Recipe) -> Recipe:
@@ -124,25 +188,6 @@ def check_recipe(recipe: str | Recipe) -> Recipe:
                 except ValueError as error:
                     raise ValueError(f"{which} of recipe {recipe.name!r}: {error}") from None
     return recipe
-
-
-def _gemm(which: Gemm, tensors: dict[Role, torch.Tensor], recipe: Recipe, past: Sequence[torch.Tensor | None]) -> torch.Tensor:
-    """One GEMM of matrices, each operand quantised along the axis that it reduces."""
-    spec, roles = recipe.gemms[which], OPERANDS[which]
-    (a, b), (axis_a, axis_b) = (tensors[role] for role in roles), (axis - 2 for axis in REDUCED_AXES[which])
-    if spec.a is None or spec.b is None or spec.accumulate is None:
-        return gemm.matmul_hp(a, b, axes=(axis_a, axis_b))
-    scale_a, scale_b = (past[ROLES.index(role)] for role in roles)
-    qa, qb = _quantize(a, spec.a, axis_a, scale_a), _quantize(b, spec.b, axis_b, scale_b)
-    out = gemm.matmul(qa, qb, accumulate=spec.accumulate, epilogue=spec.epilogue, out_dtype=gemm.output_dtype(spec, a.dtype))
-    return out.to(a.dtype)
-
-
-def _quantize(x: torch.Tensor, spec: CastSpec, axis: int, past: torch.Tensor | None) -> Quantized:
-    if spec.delayed is None:
-        return scaling.quantize(x, spec.fmt, granularity=spec.granularity, policy=spec.policy, axis=axis)
-    assert past is not None
-    return scaling.quantize_with(x, past, spec.fmt, granularity=spec.granularity, axis=axis)
 
 
 def _check(x: torch.Tensor, w: torch.Tensor) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 from torch._dynamo import OptimizedModule
+from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torchao.float8 import convert_to_float8_training
@@ -30,9 +31,18 @@ _HOOKS = (
 )
 
 
-def convert(model: nn.Module, recipe: str | Recipe, *, filter_fqns: Sequence[str] = (), fp8_fqns: Sequence[str] = ()) -> nn.Module:
+def convert(
+    model: nn.Module,
+    recipe: str | Recipe,
+    *,
+    filter_fqns: Sequence[str] = (),
+    fp8_fqns: Sequence[str] = (),
+    amax_group: ProcessGroup | None = None,
+) -> nn.Module:
     """Replace the linears that SEMANTICS R-2 chooses, keeping their parameters: by torchao's Float8Linear, or by ``Linear``.
 
+    amax_group  ranks that have parts of one batch, and take the amaxes of input and grad_output together (P-2, scope global; by ``Linear``).
+                None: each its own, torchao's meaning.
     Returns:  the model, changed in place (a model that is itself one nn.Linear: its replacement). Recipe 'bf16' changes nothing.
     Raises:   ValueError, and nothing is changed: as ``fp8ref.recipe.plan``; a recipe that neither can run; a model that is compiled,
               sharded or FP8 already; a chosen linear that is a subclass of nn.Linear or whose forward was replaced, that has hooks,
@@ -44,7 +54,7 @@ def convert(model: nn.Module, recipe: str | Recipe, *, filter_fqns: Sequence[str
     chosen = [d.path for d in recipes.plan(shapes, recipe, filter_fqns=filter_fqns, fp8_fqns=fp8_fqns) if d.fp8]
     if not chosen:
         return model
-    config = float8_config.torchao_config(recipe) if float8_config.expresses(recipe) else None
+    config = float8_config.torchao_config(recipe) if amax_group is None and float8_config.expresses(recipe) else None
     if config is None:
         check_recipe(recipe)
     _check_model(model)
@@ -56,9 +66,12 @@ def convert(model: nn.Module, recipe: str | Recipe, *, filter_fqns: Sequence[str
         model = convert_to_float8_training(model, config=config, module_filter_fn=lambda _, name: name in chosen)
     else:
         convert_to_float8_training(nn.Identity())  # torchao then mends what inductor makes of FP8 stores (triton-lang/triton#11111)
-        model = swap_linear_layers(model, lambda m: Linear.of(m, recipe), module_filter_fn=lambda _, name: name in chosen)
+        group = None if amax_group is None else amax_group.group_name
+        model = swap_linear_layers(model, lambda m: Linear.of(m, recipe, group), module_filter_fn=lambda _, name: name in chosen)
     for name in chosen:
-        model.get_submodule(name).train(linears[name].training)  # torchao's are in training mode
+        made = model.get_submodule(name)
+        made.train(linears[name].training)  # torchao's are in training mode
+        made.recipe = recipe  # type: ignore[assignment]
     return model
 
 

@@ -9,7 +9,7 @@ from torchao.float8.float8_training_tensor import hp_tensor_and_scale_to_float8
 from fp8ref import granularity as granularities
 from fp8ref.formats import Format
 from fp8ref.policy import ScalePolicy
-from fp8ref.torch import cast, scales
+from fp8ref.torch import cast, scales, sharding
 from fp8ref.torch.scales import scale_from_amax
 
 __all__ = ["Quantized", "amax", "dequantize", "quantize", "quantize_with", "scale_from_amax"]
@@ -27,7 +27,7 @@ class Quantized(NamedTuple):
 
 
 def amax(x: torch.Tensor, granularity: str = "tensorwise", *, axis: int = -1) -> torch.Tensor:
-    """The largest magnitude of every group that shares a scale (SEMANTICS S-2).
+    """The largest magnitude of every group that shares a scale (SEMANTICS S-2), in this rank's tensor; ``sharding.merge_amax`` merges ranks'.
 
     Shapes:   x hp, any rank; float32 of ``scale_shape(granularity, x.shape, axis)``; axis is the reduced one.
     Specials: NaN if any element is NaN.
@@ -45,10 +45,17 @@ def amax(x: torch.Tensor, granularity: str = "tensorwise", *, axis: int = -1) ->
 
 
 def quantize(
-    x: torch.Tensor, fmt: Format, *, granularity: str = "tensorwise", policy: str | ScalePolicy = "torchao", axis: int = -1
+    x: torch.Tensor,
+    fmt: Format,
+    *,
+    granularity: str = "tensorwise",
+    policy: str | ScalePolicy = "torchao",
+    axis: int = -1,
+    group: str | None = None,
 ) -> Quantized:
     """Scale x into fmt's range and round to nearest even, saturating.
 
+    group     name of a process group whose ranks each hold a part of the groups that share scales: amaxes are theirs together (P-2).
     Shapes:   x hp [..., K] (axis is the reduced one); codes native float8 of x's shape; scales of ``scale_shape``.
     Units:    x ~ decode(codes) * scale_inv.
     Order:    amax; scale; RN32(f32(x) * scale); clip to +-fmt.max; round to nearest even; scale_inv = RN32(1 / scale), or exactly 2^k
@@ -61,7 +68,10 @@ def quantize(
     policy = scales.implemented(policy)
     if granularity == "mx_1x32" and policy.e8m0 is None:
         raise ValueError(f"groups of mx_1x32 have e8m0 scales, of policy mx_rceil, mx_floor or te_mxfp8; got policy {policy.name!r}.")
-    scale, scale_inv = scales.scales_from_amax(amax(x, granularity, axis=axis), fmt, policy)
+    largest = amax(x, granularity, axis=axis)
+    if group is not None:
+        largest = sharding.merge_amax(largest, group)
+    scale, scale_inv = scales.scales_from_amax(largest, fmt, policy)
     return _quantized(x, scale, scale_inv, fmt, granularity, axis)
 
 

@@ -1,17 +1,21 @@
-"""The training step in PyTorch (SEMANTICS T): float32 masters, bfloat16 compute, torch's AdamW."""
+"""The training step in PyTorch (SEMANTICS T): float32 masters, bfloat16 compute, torch's AdamW; on one device, or one of several processes."""
 
 import math
 
 import numpy as np
 import torch
+from torch import distributed
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 from torch.func import functional_call
 from torch.nn import functional
 
 from fp8ref import llama
-from fp8ref.run.config import Config
-from fp8ref.torch import delayed, linear
+from fp8ref.run.config import Config, ConfigError
+from fp8ref.torch import delayed
 from fp8ref.torch.model import Llama
 from fp8ref.torch.observing import observing
+from fp8ref.torch.parallel import parallelize
 
 
 class Trainer:
@@ -25,10 +29,25 @@ class Trainer:
         self.decisions = config.decisions()
         weights = llama.initial_weights(config.model, seed=config.run.seed) if weights is None else weights
         llama.check_weights(weights, config.model)
-        self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        numerics = config.numerics
+        self._mesh = mesh_of(config)
+        self._device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
         model = Llama(config.model, weights).to(self._device)
-        self.model = linear.convert(model, numerics.recipe, filter_fqns=config.filter_fqns, fp8_fqns=numerics.fp8_fqns)
+        keys = config.parallel
+        self.model = parallelize(
+            model,
+            config.numerics.recipe,
+            mesh=self._mesh,
+            blocks=model.model.layers,
+            keep_dtype=[model.model.embed_tokens],
+            filter_fqns=config.filter_fqns,
+            fp8_fqns=config.numerics.fp8_fqns,
+            amax_scope=keys.amax_scope,
+            checkpointing=keys.checkpointing,
+            compile_blocks=keys.compile,
+            gather_fp8=keys.gather == "fp8",
+            precompute_scales=keys.precompute_scales,
+            ordered_reduction=keys.reduction == "ordered",
+        )
         self._params = dict(self.model.named_parameters())
         optimizer = config.optimizer
         groups = [
@@ -38,15 +57,16 @@ class Trainer:
         self._optimizer = torch.optim.AdamW(groups, betas=(optimizer.beta1, optimizer.beta2), eps=optimizer.eps, foreach=True)
         self._count = 0
         self.device = f"cuda: {torch.cuda.get_device_name()}" if self._device.type == "cuda" else "cpu"
+        self.device += f", {keys.devices} processes" * (keys.devices > 1)
 
     def step(self, tokens: np.ndarray) -> dict[str, float]:
-        """One optimizer step: {"loss", "grad_norm"} before the update. Where either is not finite nothing changes (T-4)."""
+        """One optimizer step: {"loss", "grad_norm"} before the update. Where either is not finite nothing changes (T-4), on any rank."""
         self._optimizer.zero_grad()
-        loss = self._loss(tokens)
+        loss = self._loss(self._own(tokens))
         loss.backward()
         grads = [p.grad for p in self._params.values() if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm(grads)
-        metrics = {"loss": loss.item(), "grad_norm": norm.item()}
+        norm = self._norm(grads)
+        metrics = {"loss": self._mean(loss), "grad_norm": norm.item()}
         if all(map(math.isfinite, metrics.values())):
             torch._foreach_mul_(grads, torch.clamp(self.config.optimizer.max_norm / norm, max=1.0))
             lr = self.config.optimizer.learning_rate_at(self._count, self.config.run.steps)
@@ -62,7 +82,7 @@ class Trainer:
     @torch.no_grad()
     def evaluate(self, tokens: np.ndarray) -> float:
         """The loss of a batch."""
-        return self._loss(tokens).item()
+        return self._mean(self._loss(self._own(tokens)))
 
     @torch.no_grad()
     def logits(self, tokens: np.ndarray) -> np.ndarray:
@@ -71,13 +91,16 @@ class Trainer:
 
     def gradients(self, tokens: np.ndarray) -> dict[str, np.ndarray]:
         """float32 gradients of the loss of a batch by parameter, not clipped; nothing is updated."""
-        grads = torch.autograd.grad(self._loss(tokens), list(self._params.values()))
+        self._optimizer.zero_grad()
+        self._loss(self._own(tokens)).backward()
+        found = {name: _whole(p.grad) for name, p in self._params.items() if p.grad is not None}
+        self._optimizer.zero_grad()
         delayed.forget(self.model)
-        return {name: g.cpu().numpy() for name, g in zip(self._params, grads, strict=True)}
+        return found
 
     def weights(self) -> dict[str, np.ndarray]:
         """The float32 masters by name."""
-        return {name: p.detach().cpu().numpy().copy() for name, p in self._params.items()}
+        return {name: _whole(p.detach()) for name, p in self._params.items()}
 
     def observe(self, tokens: np.ndarray, observer) -> None:
         """A forward and backward pass, no update, in which every FP8 GEMM reports to observer (see ``observing``)."""
@@ -88,7 +111,7 @@ class Trainer:
             observer(name, gemm, *operands, out.float().cpu().numpy())
 
         with observing(self.model, as_numpy):
-            self._loss(tokens).backward()
+            self._loss(self._own(tokens)).backward()
         self._optimizer.zero_grad()
         delayed.forget(self.model)
 
@@ -96,8 +119,17 @@ class Trainer:
         llama.check_tokens(tokens, self.config.model)
         return torch.from_numpy(np.asarray(tokens, np.int64)).to(self._device)
 
+    def _own(self, tokens: np.ndarray) -> np.ndarray:
+        """This rank's sequences of a batch (SEMANTICS P-10)."""
+        if self._mesh is None:
+            return tokens
+        rows = len(tokens) // distributed.get_world_size()
+        return tokens[distributed.get_rank() * rows :][:rows]
+
     def _forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """The model on parameters rounded to the compute dtype, all but the embedding table (SEMANTICS M-2)."""
+        """The model on parameters rounded to the compute dtype, all but the embedding table (SEMANTICS M-2); FSDP2 rounds what it gathers."""
+        if self._mesh is not None:
+            return self.model(tokens)
         compute = {name: p if name == llama.EMBEDDING else p.to(torch.bfloat16) for name, p in self._params.items()}
         return functional_call(self.model, compute, (tokens,))
 
@@ -105,3 +137,53 @@ class Trainer:
         batch = self._tokens(tokens)
         logits = self._forward(batch[:, :-1]).float()  # [B, T, V]
         return functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+
+    def _mean(self, loss: torch.Tensor) -> float:
+        """Of every rank's loss."""
+        return self._of_ranks(loss.detach().double()).mean().item()
+
+    def _norm(self, grads: list[torch.Tensor]) -> torch.Tensor:
+        """float32 (): of all gradients together (T-2). In float64, so that how they are cut changes no more than the last of its bits."""
+        held = [g for g in map(_local, grads) if g.numel()]
+        squares = torch.stack(torch._foreach_norm(held, 2, torch.float64)).square().sum()
+        if self._mesh is not None:
+            squares = self._of_ranks(squares)[: self._mesh.size(1)].sum()  # copies along data, the first dim, hold the same
+        return squares.sqrt().float()
+
+    def _of_ranks(self, value: torch.Tensor) -> torch.Tensor:
+        """[ranks] of a number of each."""
+        if self._mesh is None:
+            return value[None]
+        found = [torch.empty_like(value) for _ in range(distributed.get_world_size())]
+        distributed.all_gather(found, value)
+        return torch.stack(found)
+
+
+def mesh_of(config: Config) -> DeviceMesh | None:
+    """The processes that ``processes.join`` met, data x fsdp; None of a process alone.
+
+    Raises:   ConfigError: another number of processes than config.parallel asks for; a batch that they do not share evenly.
+    """
+    keys = config.parallel
+    ranks = distributed.get_world_size() if distributed.is_initialized() else 1
+    if keys.tensor > 1:
+        raise ConfigError(f"--backend torch trains with parallel.tensor 1; got {keys.tensor}. Use data and fsdp, or --backend jax.")
+    if keys.devices != ranks:
+        raise ConfigError(
+            f"parallel asks for data x fsdp = {keys.data} x {keys.fsdp} = {keys.devices} processes; there are {ranks}. Start as many: "
+            f"torchrun --nproc-per-node {keys.devices} -m fp8ref train ... --distributed."
+        )
+    if config.data.batch_size % keys.devices:
+        raise ConfigError(f"data.batch_size is divisible by data x fsdp = {keys.devices} processes; got {config.data.batch_size}.")
+    if ranks == 1:
+        return None
+    return init_device_mesh("cuda" if torch.cuda.is_available() else "cpu", (keys.data, keys.fsdp), mesh_dim_names=("data", "fsdp"))
+
+
+def _local(x: torch.Tensor) -> torch.Tensor:
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
+def _whole(x: torch.Tensor) -> np.ndarray:
+    """A copy of all of it, on every rank."""
+    return (x.full_tensor() if isinstance(x, DTensor) else x).cpu().numpy().copy()

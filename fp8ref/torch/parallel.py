@@ -1,0 +1,148 @@
+"""A model in FP8 on one device or a mesh of them: every step of it, in the one order that works (SEMANTICS P-12).
+
+    mesh = init_device_mesh("cuda", (2, 4), mesh_dim_names=("data", "fsdp"))
+    model = parallelize(model, "tensorwise", mesh=mesh, blocks=model.layers)
+    optimizer = torch.optim.AdamW(model.parameters())       # after it: fully_shard replaces parameters
+
+1 convert; of each block's forward, 2 checkpointing and 3 torch.compile; 4 fully_shard each block, then the model; 5 FP8 gather; then the
+caller's optimizer, and loading. Scales need no step of their own: they are computed where a forward pass begins.
+"""
+
+import functools
+import gc
+from collections.abc import Callable, Iterable, Sequence
+from typing import Literal
+
+import torch
+from torch import nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts, noop_context_fn
+
+from fp8ref import recipe as recipes
+from fp8ref.recipe import Recipe
+from fp8ref.torch import gather, linear, reduction
+
+Checkpointing = Literal["none", "selective", "full"]
+AXES = ("data", "fsdp")
+_aten = torch.ops.aten
+# What selective checkpointing keeps: the results of matrix products and attention, which cost most to make again.
+KEPT = {
+    _aten.mm.default,
+    _aten._scaled_mm.default,
+    _aten._scaled_dot_product_efficient_attention.default,
+    _aten._scaled_dot_product_flash_attention.default,
+    _aten._scaled_dot_product_flash_attention_for_cpu.default,
+    _aten._scaled_dot_product_cudnn_attention.default,
+}
+
+
+def parallelize(
+    model: nn.Module,
+    recipe: str | Recipe,
+    *,
+    mesh: DeviceMesh | None = None,
+    blocks: Iterable[nn.Module] = (),
+    filter_fqns: Sequence[str] = (),
+    fp8_fqns: Sequence[str] = (),
+    amax_scope: Literal["local", "global"] = "local",
+    checkpointing: Checkpointing = "none",
+    compile_blocks: bool = False,
+    compile_backend: str = "inductor",
+    gather_fp8: bool = True,
+    precompute_scales: bool = True,
+    fp8_from: Literal["compute", "master"] = "compute",
+    ordered_reduction: bool = False,
+    param_dtype: torch.dtype = torch.bfloat16,
+    keep_dtype: Iterable[nn.Module] = (),
+) -> nn.Module:
+    """Convert, checkpoint, compile and shard a model, in place.
+
+    mesh        of dims named data (copies of the weights) and fsdp (parts of them), either or both; None: one device.
+    blocks      the modules of it that are checkpointed, compiled and gathered one at a time.
+    filter_fqns, fp8_fqns
+                as ``linear.convert``.
+    amax_scope  whose amaxes scale input and grad_output: each rank's own, torchao's meaning, or all ranks' (P-2). Delayed scaling keeps one
+                state for all ranks, so takes ``global``.
+    checkpointing
+                ``full`` keeps a block's inputs and runs it again in the backward pass; ``selective`` keeps the results of KEPT too.
+    compile_blocks, compile_backend
+                each block's forward by torch.compile, without graph breaks.
+    gather_fp8, precompute_scales, fp8_from
+                weights in FP8, as ``gather.gather_in_fp8``; fp8_from: from shards rounded to param_dtype, or from the masters.
+    ordered_reduction
+                gradients are summed in rank order, whatever the backend does (P-13).
+    param_dtype what parameters are rounded to for use; gradients are reduced in float32.
+    keep_dtype  modules of it, such as an embedding table, whose parameters are used as they are.
+    Raises:     ValueError, before anything is changed: as ``linear.convert``; blocks that are not the model's; a mesh of other dims; an
+                optimizer that was built before; delayed scaling of scope local. As ``gather.gather_in_fp8``, after the model was sharded.
+    """
+    recipe, blocks, keep_dtype = recipes.by_name(recipe), list(blocks), list(keep_dtype)
+    within = set(model.modules()) - {model}
+    if not within.issuperset([*blocks, *keep_dtype]):
+        raise ValueError("blocks and keep_dtype are modules within the model. Name them by model.get_submodule.")
+    group = None if mesh is None else _group(mesh)
+    if mesh is not None:
+        _check_optimizers(model)
+        if ordered_reduction and mesh.ndim == 2 and mesh.size(0) > 2:
+            raise ValueError(
+                f"ordered_reduction adds over fsdp in rank order, and over at most 2 along data; got {mesh.size(0)}. Make data 1 or 2."
+            )
+        if recipes.delayed_casts(recipe) and amax_scope == "local":
+            raise ValueError(
+                f"recipe {recipe.name!r} keeps one state for all ranks, of amaxes of all; got amax_scope='local'. Use 'global'."
+            )
+    model = linear.convert(
+        model, recipe, filter_fqns=filter_fqns, fp8_fqns=fp8_fqns, amax_group=group if amax_scope == "global" and recipe.fp8 else None
+    )
+    for block in blocks:
+        forward = _checkpointed(block.forward, checkpointing)
+        if compile_blocks:
+            forward = torch.compile(forward, fullgraph=True, backend=compile_backend)
+        block.forward = forward  # within FSDP2's hooks, which dynamo would skip
+    if mesh is None:
+        return model
+    policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    as_is = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
+    for module in keep_dtype:
+        fully_shard(module, mesh=mesh, mp_policy=as_is, reshard_after_forward=False)  # a tied table is used again after its own forward
+    for module in (*blocks, model):
+        # The model too: what stays gathered after an evaluation would be the weights as they were then.
+        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+    if ordered_reduction:
+        reduction.order(model)
+    if gather_fp8 and recipe.fp8 and recipe.serves_both("weight"):
+        gather.gather_in_fp8(model, dtype=param_dtype if fp8_from == "compute" else torch.float32, precompute=precompute_scales)
+    return model
+
+
+def _group(mesh: DeviceMesh) -> ProcessGroup:
+    """Of all ranks of the mesh; ValueError unless its dims are those that parallelize knows."""
+    if mesh.mesh_dim_names not in (("fsdp",), ("data", "fsdp")):
+        raise ValueError(f"mesh has dims named 'fsdp', or 'data' and 'fsdp'; got {mesh.mesh_dim_names}. Name them in init_device_mesh.")
+    return mesh.get_group() if mesh.ndim == 1 else mesh._flatten("batch").get_group()
+
+
+def _check_optimizers(model: nn.Module) -> None:
+    """ValueError if an optimizer holds parameters that fully_shard is about to replace: it would train what nothing uses."""
+    parameters = {id(p): name for name, p in model.named_parameters()}
+    for found in gc.get_objects():
+        if issubclass(type(found), torch.optim.Optimizer):
+            held = [parameters[id(p)] for group in found.param_groups for p in group["params"] if id(p) in parameters]
+            if held:
+                raise ValueError(
+                    f"an optimizer is built after parallelize, which replaces parameters; a {type(found).__name__} already holds {held[0]}. "
+                    "Build it afterwards."
+                )
+
+
+def _checkpointed(forward: Callable, how: Checkpointing) -> Callable:
+    if how == "none":
+        return forward
+
+    def policy(context, op, *args, **kwargs) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE if op in KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+
+    keeping = functools.partial(create_selective_checkpoint_contexts, policy) if how == "selective" else noop_context_fn
+    return functools.partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=False, context_fn=keeping)
