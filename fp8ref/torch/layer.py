@@ -1,7 +1,7 @@
 """fp8ref's own linear layer: three GEMMs by any recipe (SEMANTICS L), for those that torchao's Float8Linear does not run."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import get_args
 
 import torch
@@ -14,6 +14,8 @@ from fp8ref.torch import cast, delayed, gemm, scales, scaling
 from fp8ref.torch.scaling import Quantized
 
 Operand = torch.Tensor | Quantized
+# Called with (which, a, b, out) of every FP8 GEMM, while it runs eagerly; see ``observing``.
+observers: list[Callable[[Gemm, Quantized, Quantized, torch.Tensor], None]] = []
 ROLES: tuple[Role, ...] = get_args(Role)  # input, weight, grad_output
 
 
@@ -115,7 +117,10 @@ def _multiply(recipe: Recipe, group: str | None) -> type[torch.autograd.Function
         if isinstance(a, Quantized) and isinstance(b, Quantized):
             assert spec.accumulate is not None
             out_dtype = gemm.output_dtype(spec, dtype)
-            return gemm.matmul(a, b, accumulate=spec.accumulate, epilogue=spec.epilogue, out_dtype=out_dtype).to(dtype)
+            out = gemm.matmul(a, b, accumulate=spec.accumulate, epilogue=spec.epilogue, out_dtype=out_dtype).to(dtype)
+            for observer in observers:
+                observer(which, a, b, out)
+            return out
         assert isinstance(a, torch.Tensor)
         assert isinstance(b, torch.Tensor)
         first, second = (axis - 2 for axis in REDUCED_AXES[which])

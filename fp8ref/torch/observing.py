@@ -1,4 +1,4 @@
-"""What each FP8 GEMM of a model computes, while it runs: operands, scales and result, for the cross-check."""
+"""What each FP8 GEMM of a model computes, while it runs eagerly: operands, scales and result, for the cross-check."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,6 +10,8 @@ from torchao.float8.float8_linear import Float8Linear
 from torchao.float8.float8_training_tensor import Float8TrainingTensor
 
 from fp8ref.recipe import OPERANDS
+from fp8ref.torch import layer
+from fp8ref.torch.layer import Linear
 
 
 @contextmanager
@@ -17,18 +19,20 @@ def observing(model: nn.Module, observer: Callable) -> Iterator[None]:
     """In this context, every FP8 GEMM of the model's linears reports the operands and the result it had.
 
     observer(name, gemm, a, b, out) gets tensors: a and b as (hp, codes uint8, scale), hp and codes in the tensors' own
-    layout (SEMANTICS L-2's input [M, K], weight [N, K], grad_output [M, N]).
+    layout (SEMANTICS L-2's input [M, K], weight [N, K], grad_output [M, N]). hp of a weight that was gathered in FP8 is what its codes stand for.
     """
     watch = _Watch(observer)
     handles = []
     for name, module in model.named_modules():
-        if isinstance(module, Float8Linear):
+        if isinstance(module, Float8Linear | Linear):
             handles.append(module.register_forward_pre_hook(watch.entering(name)))
             handles.append(module.register_full_backward_pre_hook(watch.returning(name)))
+    layer.observers.append(watch.multiplied)
     try:
         with watch:
             yield
     finally:
+        layer.observers.remove(watch.multiplied)
         for handle in handles:
             handle.remove()
 
@@ -45,7 +49,10 @@ class _Watch(TorchDispatchMode):
     def entering(self, name: str):
         def hook(module, args):
             self._name = name
-            self._hp[name] = {"input": args[0].detach().reshape(-1, args[0].shape[-1]), "weight": module.weight.detach()}
+            weight = module.weight.detach()
+            if isinstance(weight, Float8TrainingTensor):
+                weight = weight.to_original_precision()
+            self._hp[name] = {"input": args[0].detach().reshape(-1, args[0].shape[-1]), "weight": weight}
 
         return hook
 
@@ -55,6 +62,13 @@ class _Watch(TorchDispatchMode):
             self._hp[name]["grad_output"] = grad_output[0].detach().reshape(-1, grad_output[0].shape[-1])
 
         return hook
+
+    def multiplied(self, which, a, b, out) -> None:
+        """What ``layer.Linear`` reports, its operands in their own layout already."""
+        operands = [
+            (self._hp[self._name][role], q.codes.view(torch.uint8), q.scale) for role, q in zip(OPERANDS[which], (a, b), strict=True)
+        ]
+        self._observer(self._name, which, *operands, out)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))

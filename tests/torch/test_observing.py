@@ -6,7 +6,7 @@ from fp8ref.recipe import OPERANDS, RECIPES
 from fp8ref.torch import linear, observing
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp", "delayed"])
 def test_observing_reports_operands_in_their_own_layout(recipe):
     converted, seen = linear.convert(model(), recipe), {}
     x, g = torch.randn(2, 24, 64).bfloat16(), torch.randn(2, 24, 48).bfloat16()
