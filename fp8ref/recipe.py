@@ -149,6 +149,15 @@ RECIPES = {
         _uniform("mxfp8", _MX, _MX, _MX),
     )
 }
+# The word of filter_fqns that keeps small linears in high precision, and the weights [N, K] that are small: N and K no more than those of a
+# pair. torchao 0.18's, float8/float8_linear_utils.py, _auto_filter_for_recipe: where FP8 gained too little on an H100. It states none for other
+# recipes. Delayed scaling takes tensorwise's: it runs the same GEMMs.
+AUTO_FILTER = "auto_filter_small_kn"
+SMALL: dict[str, tuple[tuple[float, float], ...]] = {
+    "tensorwise": ((1024, 4096),),
+    "rowwise": ((2048, math.inf), (math.inf, 1024), (4096, 2048)),
+    "delayed": ((1024, 4096),),
+}
 # What the cross-check compares. Both trainers, and the simulator's linear, run every recipe.
 SHARED_RECIPES = ("bf16", "tensorwise", "rowwise", "rowwise_with_gw_hp")
 
@@ -211,30 +220,52 @@ def plan(
     filter_fqns: Sequence[str] = (),
     fp8_fqns: Sequence[str] = (),
 ) -> list[Decision]:
-    """Which linears a recipe converts (SEMANTICS R-2, R-3), by one rule for both backends.
+    """Which linears a recipe converts (SEMANTICS R-2 to R-4), by one rule for both backends.
 
-    Shapes:   linears maps a module's name to its weight's shape [N, K].
+    Shapes:   linears maps a module's name to its weight's shape [N, K], whole however it is sharded.
     Returns:  one Decision a linear, in the order given.
     Raises:   ValueError: a pattern that names nothing; a linear named in fp8_fqns whose dims are not multiples of 16 or of the recipe's blocks;
-              an FP8 recipe that converts nothing.
+              'auto_filter_small_kn' for a recipe without thresholds; an FP8 recipe that converts nothing.
     """
     recipe = by_name(recipe)
     for key, patterns in (("filter_fqns", filter_fqns), ("fp8_fqns", fp8_fqns)):
         if isinstance(patterns, str):
             raise ValueError(f"{key} is a list of patterns; got the string {patterns!r}. Write [{patterns!r}].")
         for pattern in patterns:
+            if key == "filter_fqns" and pattern == AUTO_FILTER:
+                continue
             if not any(matches(pattern, name) for name in linears):
                 raise ValueError(
                     f"every pattern of {key} names at least one linear (R-3); {pattern!r} names none of: {', '.join(linears) or 'no linears'}."
                 )
-    decisions = [_decide(name, shape, recipe, filter_fqns, fp8_fqns) for name, shape in linears.items()]
+    small = _small(recipe) if AUTO_FILTER in filter_fqns else ()
+    decisions = [_decide(name, shape, recipe, filter_fqns, fp8_fqns, small) for name, shape in linears.items()]
     if recipe.fp8 and not any(d.fp8 for d in decisions):
         reasons = "; ".join(f"{d.path}: {d.reason}" for d in decisions) or "the model has no linears"
         raise ValueError(f"recipe {recipe.name!r} converts no linear ({reasons}). Change filter_fqns or use recipe 'bf16'.")
     return decisions
 
 
-def _decide(name: str, shape: tuple[int, int], recipe: Recipe, filter_fqns: Sequence[str], fp8_fqns: Sequence[str]) -> Decision:
+def _small(recipe: Recipe) -> Sequence[tuple[float, float]]:
+    """The thresholds of AUTO_FILTER; ValueError for an FP8 recipe that has none."""
+    if not recipe.fp8:
+        return ()
+    if recipe.name not in SMALL or recipe != RECIPES[recipe.name]:
+        raise ValueError(
+            f"{AUTO_FILTER!r} in filter_fqns needs one of fp8ref's recipes with thresholds (R-4): {', '.join(SMALL)}; got {recipe.name!r}, "
+            f"for which there is no data. Name the small linears in filter_fqns instead."
+        )
+    return SMALL[recipe.name]
+
+
+def _decide(
+    name: str,
+    shape: tuple[int, int],
+    recipe: Recipe,
+    filter_fqns: Sequence[str],
+    fp8_fqns: Sequence[str],
+    small: Sequence[tuple[float, float]],
+) -> Decision:
     def kept(reason: str) -> Decision:
         return Decision(path=name, shape=shape, recipe=RECIPES["bf16"], reason=reason)
 
@@ -250,6 +281,10 @@ def _decide(name: str, shape: tuple[int, int], recipe: Recipe, filter_fqns: Sequ
         if named:
             raise ValueError(f"{reason}, and fp8_fqns {named[0]!r} names it. Pad the layer or drop the pattern.")
         return kept(reason)
+    for most in () if named else small:
+        if all(length <= limit for length, limit in zip(shape, most, strict=True)):
+            limits = " and ".join(f"{axis} <= {limit}" for axis, limit in zip("NK", most, strict=True) if limit < math.inf)
+            return kept(f"{AUTO_FILTER!r} keeps {limits} from recipe {recipe.name!r} (R-4); {name} is {list(shape)}")
     return Decision(
         path=name, shape=shape, recipe=recipe, reason=f"named by fp8_fqns {named[0]!r}" if named else "every linear not filtered"
     )

@@ -4,9 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fp8ref import recipe
+from fp8ref import llama, recipe
 from fp8ref.formats import E5M2
-from fp8ref.recipe import RECIPES, CastSpec, GemmSpec, Recipe
+from fp8ref.llama import LlamaConfig
+from fp8ref.recipe import AUTO_FILTER, RECIPES, CastSpec, GemmSpec, Recipe
 
 LINEARS = {"model.layers.0.q": (32, 32), "model.layers.0.v": (8, 32), "model.layers.10.q": (32, 32), "lm_head": (256, 32)}
 
@@ -143,3 +144,65 @@ def test_a_plan_takes_a_recipe_of_ones_own():
     cast = CastSpec(fmt=E5M2)
     mine = Recipe(name="mine", output=GemmSpec(a=cast, b=cast, accumulate="slow"))
     assert [d.recipe for d in recipe.plan({"a": (16, 16)}, mine)] == [mine]
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "failed"),
+    [
+        ("tensorwise", (1024, 4096), "N <= 1024 and K <= 4096 from"),
+        ("tensorwise", (1040, 4096), None),
+        ("tensorwise", (1024, 4112), None),
+        ("delayed", (1024, 4096), "N <= 1024 and K <= 4096 from"),
+        ("delayed", (1040, 16), None),
+        ("rowwise", (2048, 8192), "keeps N <= 2048 from"),
+        ("rowwise", (8192, 1024), "keeps K <= 1024 from"),
+        ("rowwise", (4096, 2048), "N <= 4096 and K <= 2048 from"),
+        ("rowwise", (4112, 2048), None),
+        ("rowwise", (4096, 2064), None),
+    ],
+)
+def test_the_auto_filter_keeps_small_linears_and_names_the_threshold(name, shape, failed):
+    small, _ = recipe.plan({"a": shape, "large": (8192, 8192)}, name, filter_fqns=[AUTO_FILTER])
+    assert small.fp8 == (failed is None)
+    assert failed is None or f"{failed} recipe {name!r} (R-4); a is {list(shape)}" in small.reason
+
+
+def test_the_auto_filter_joins_patterns_and_dims_that_do_not_fit():
+    shapes = {"small": (32, 32), "odd": (8, 32), "up": (2048, 32), "lm_head": (2048, 32)}
+    reasons = {d.path: d.reason for d in recipe.plan(shapes, "tensorwise", filter_fqns=["lm_head", AUTO_FILTER])}
+    assert [reasons[path].split()[0] for path in shapes] == [repr(AUTO_FILTER), "recipe", "every", "named"]
+
+
+def test_naming_a_small_linear_overrides_the_auto_filter():
+    decisions = recipe.plan({"a": (32, 32), "b": (32, 32)}, "tensorwise", filter_fqns=[AUTO_FILTER], fp8_fqns=["b"])
+    assert converted(decisions) == {"b"}
+
+
+def test_the_auto_filter_of_llama_8b_keeps_keys_and_values():
+    config = LlamaConfig(hidden_size=4096, intermediate_size=14336, num_hidden_layers=1, num_attention_heads=32, num_key_value_heads=8)
+    for name in ("tensorwise", "rowwise", "delayed"):
+        kept = [d.path for d in recipe.plan(llama.linear_shapes(config), name, filter_fqns=[AUTO_FILTER]) if not d.fp8]
+        assert [path.split(".")[-1] for path in kept if path != "lm_head"] == ["k_proj", "v_proj"]
+
+
+@pytest.mark.parametrize("name", ["rowwise_with_gw_hp", "blockwise", "mxfp8"])
+def test_a_recipe_without_thresholds_refuses_the_auto_filter(name):
+    with pytest.raises(ValueError, match=rf"tensorwise, rowwise, delayed; got '{name}', .*no data.*filter_fqns instead"):
+        recipe.plan({"a": (128, 128)}, name, filter_fqns=[AUTO_FILTER])
+
+
+def test_a_recipe_of_ones_own_has_no_thresholds_whatever_its_name():
+    mine = Recipe(name="tensorwise", output=RECIPES["rowwise"].output)
+    with pytest.raises(ValueError, match="no data"):
+        recipe.plan({"a": (2048, 128)}, mine, filter_fqns=[AUTO_FILTER])
+
+
+def test_bf16_ignores_the_auto_filter():
+    assert not converted(recipe.plan(LINEARS, "bf16", filter_fqns=[AUTO_FILTER]))
+
+
+def test_the_auto_filters_word_is_no_pattern():
+    with pytest.raises(ValueError, match=rf"fp8_fqns .*'{AUTO_FILTER}' names none of"):
+        recipe.plan(LINEARS, "rowwise", fp8_fqns=[AUTO_FILTER])
+    with pytest.raises(ValueError, match=rf"converts no linear.*{AUTO_FILTER}.*Change filter_fqns"):
+        recipe.plan(LINEARS, "tensorwise", filter_fqns=[AUTO_FILTER])

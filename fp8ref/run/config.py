@@ -60,7 +60,8 @@ class NumericsConfig:
     recipe: Annotated[str, tyro.conf.arg(aliases=["--recipe"])] = "tensorwise"
     """bf16, tensorwise, rowwise, rowwise_with_gw_hp, delayed, blockwise or mxfp8."""
     filter_fqns: tuple[str, ...] = ()
-    """Names of modules kept in high precision: whole dotted components, or shell patterns. lm_head is kept anyway."""
+    """Names of modules kept in high precision: whole dotted components, or shell patterns; auto_filter_small_kn keeps small ones.
+    lm_head is kept anyway."""
     fp8_fqns: tuple[str, ...] = ()
     """Names converted explicitly, whatever filter_fqns says; lm_head may be one."""
 

@@ -278,6 +278,14 @@ def test_decisions_apply_recipe_and_filters_to_the_linears_of_the_model():  # R-
     assert {d.path for d in config.decisions() if d.fp8} == {f"model.layers.0.self_attn.{x}_proj" for x in "qkvo"}
 
 
+def test_a_file_keeps_small_linears_in_high_precision(tmp_path):
+    sizes = "hidden_size = 2048\nintermediate_size = 4096\nnum_attention_heads = 16\nnum_key_value_heads = 4\nvocab_size = 2048"
+    config = configs.load(write(tmp_path, f'[numerics]\nfilter_fqns = ["auto_filter_small_kn"]\n[model]\n{sizes}\n'))
+    kept = {d.path.split(".")[-1]: d.reason for d in config.decisions() if not d.fp8}
+    assert kept.keys() == {"k_proj", "v_proj", "lm_head"}
+    assert "N <= 1024 and K <= 4096" in kept["k_proj"]
+
+
 def test_a_tied_model_without_filters_converts_every_linear():
     tied = Config().replace(model={"tie_word_embeddings": True}, numerics={"filter_fqns": ()})
     assert [d.fp8 for d in tied.decisions()] == [True] * 14

@@ -1,16 +1,20 @@
+import copy
+import itertools
+
 import numpy as np
 import pytest
 import torch
 from linears import model, run
 from torch import nn
-from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+from torchao.float8 import Float8LinearConfig, _auto_filter_for_recipe, convert_to_float8_training
 from torchao.float8.float8_linear import Float8Linear
 
+from fp8ref import recipe as recipes
 from fp8ref.check import bounds
 from fp8ref.recipe import RECIPES
 from fp8ref.sim import linear as sim
 from fp8ref.sim import scaling as sim_scaling
-from fp8ref.torch import linear
+from fp8ref.torch import delayed, linear
 
 fp8_recipes = pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
 
@@ -116,7 +120,7 @@ def changed(change):
         (changed(lambda m: m.register_forward_hook(print)), {}, "0 has forward hooks.*dropped"),
         (changed(lambda m: m.register_full_backward_hook(print)), {}, "0 has backward hooks.*dropped"),
         (changed(lambda m: m.register_state_dict_pre_hook(print)), {}, "0 has state dict pre hooks.*dropped"),
-        (changed(lambda m: setattr(m, "forward", m.forward)), {}, "0 is an nn.Linear whose forward was replaced"),
+        (changed(lambda m: setattr(m, "forward", m.forward)), {}, "0 is a Linear whose forward was replaced"),
         (changed(lambda m: m.register_buffer("mask", torch.ones(16))), {}, "0 holds mask"),
         (changed(lambda m: nn.utils.parametrizations.weight_norm(m)), {}, "0 is a ParametrizedLinear"),
         (changed(lambda m: m.double()), {}, "0 has a weight of torch.float64"),
@@ -132,3 +136,108 @@ def test_conversions_that_would_go_wrong_are_refused(build, options, message):  
 def test_dims_that_are_not_multiples_of_16_stay_in_high_precision():  # L-5, R-2
     converted = linear.convert(model(k=40), "tensorwise")
     assert [type(converted[i]).__name__ for i in (0, 2)] == ["Linear", "Float8Linear"]
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_the_auto_filter_is_torchaos(recipe):  # R-4
+    lengths = [n + d for n in (1024, 2048, 4096, 8192) for d in (-16, -8, 0, 16)]
+    theirs = _auto_filter_for_recipe(recipe, [])
+    shapes = {f"{n}_{k}": (n, k) for n, k in itertools.product(lengths, lengths)}
+    for decision in recipes.plan(shapes, recipe, filter_fqns=["auto_filter_small_kn"]):
+        n, k = decision.shape
+        assert decision.fp8 == theirs(nn.Linear(k, n, device="meta"), decision.path), decision
+
+
+def test_small_linears_stay_as_they_are():  # R-4
+    converted = linear.convert(nn.Sequential(nn.Linear(16, 1040), nn.Linear(1040, 1024)), "delayed", filter_fqns=["auto_filter_small_kn"])
+    assert [type(m) for m in converted] == [linear.Linear, nn.Linear]
+
+
+ways = pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+
+
+@ways
+def test_the_way_back_gives_the_model_that_was_converted(recipe):
+    original = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Sequential(nn.Linear(32, 48, bias=False))).bfloat16()
+    original[2].eval()
+    expected, x = copy.deepcopy(original), torch.randn(4, 64).bfloat16()
+    parameters = list(original.parameters())
+    back = linear.deconvert(linear.convert(original, recipe))
+    assert back is original
+    assert repr(back) == repr(expected)
+    assert all(a is b for a, b in zip(parameters, back.parameters(), strict=True))
+    assert [m.training for m in back.modules()] == [m.training for m in expected.modules()]
+    assert back.state_dict().keys() == expected.state_dict().keys()
+    assert torch.equal(back(x), expected(x))
+    assert type(linear.convert(back, "rowwise")[0]) is Float8Linear  # and another recipe
+
+
+@ways
+def test_a_single_linear_comes_back(recipe):
+    original = nn.Linear(32, 16)
+    back = linear.deconvert(linear.convert(original, recipe))
+    assert type(back) is nn.Linear
+    assert back.weight is original.weight
+    assert back.bias is original.bias
+
+
+def test_what_has_no_fp8_linear_is_left_alone():
+    original = torch.compile(model(), backend="eager")
+    assert linear.deconvert(original) is original
+
+
+def test_a_layer_used_in_two_places_comes_back_as_one():
+    converted = linear.convert(nn.Sequential(nn.Linear(16, 16), nn.ReLU()), "delayed")
+    converted.append(converted[0])
+    back = linear.deconvert(converted)
+    assert type(back[0]) is nn.Linear
+    assert back[2] is back[0]
+
+
+def gathering():
+    config = Float8LinearConfig(enable_fsdp_float8_all_gather=True)
+    return convert_to_float8_training(nn.Sequential(nn.Linear(16, 16)), config=config)
+
+
+def converted_and(change):
+    """Two linears in FP8, the second one changed."""
+
+    def build():
+        built = linear.convert(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)), "delayed")
+        change(built[1])
+        return built
+
+    return build
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (converted_and(lambda m: m.register_forward_hook(print)), "1 has forward hooks.*Undo"),
+        (converted_and(lambda m: setattr(m, "forward", m.forward)), "1 is a Linear whose forward was replaced"),
+        (converted_and(lambda m: m.register_buffer("mask", torch.ones(16))), "1 holds mask beside weight and bias"),
+        (converted_and(lambda m: m.compile(backend="eager")), r"1 is compiled.*before you compile it.*weights\(model\)"),
+        (converted_and(lambda m: nn.utils.parametrizations.weight_norm(m)), "1 is a ParametrizedLinear"),
+        (gathering, "0 has a weight that is a WeightWithDynamicFloat8CastTensor.*before you shard"),
+    ],
+)
+def test_ways_back_that_would_lose_something_are_refused(build, message):
+    built = build()
+    kinds = [type(m) for m in built]
+    with pytest.raises(ValueError, match=message):
+        linear.deconvert(built)
+    assert [type(m) for m in built] == kinds
+
+
+@ways
+def test_weights_are_the_state_dict_of_the_model_that_was_converted(recipe):
+    original = model()
+    expected = {key: value.clone() for key, value in original.state_dict().items()}
+    converted = linear.convert(original, recipe)
+    run(converted, torch.randn(4, 64).bfloat16(), torch.randn(4, 48).bfloat16())
+    delayed.update(converted)
+    found = linear.weights(converted)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[key], value) for key, value in expected.items())
+    assert not any(value.requires_grad for value in found.values())
+    assert linear.weights(torch.compile(converted, backend="eager")).keys() == {f"_orig_mod.{key}" for key in expected}

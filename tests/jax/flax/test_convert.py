@@ -137,6 +137,13 @@ def test_attention_is_converted_projection_by_projection():
         assert {path.split(".")[0] for path in layers} == {"query", "key", "value"}
 
 
+def test_small_layers_stay_as_they_are():
+    model = nnx.Dict(small=nnx.Linear(16, 1024, rngs=nnx.Rngs(0)), large=nnx.Linear(16, 1040, rngs=nnx.Rngs(0)))
+    fj.flax.convert(model, "tensorwise", filter_fqns=["auto_filter_small_kn"])
+    assert model.small.dot_general is jax.lax.dot_general
+    assert model.large.dot_general is not jax.lax.dot_general
+
+
 class Parent(nn.Module):
     inner: nn.Module
 
