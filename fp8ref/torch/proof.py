@@ -1,0 +1,64 @@
+"""Which GEMMs a training step really runs in FP8, layer by layer (SEMANTICS B-20): observed, and held to what was planned.
+
+with proof.watching(model) as seen:         # eager: every product inside the model's linears, as it is dispatched
+    loss(model(x)).backward()
+with proof.compiled(model) as seen:         # compiled: the graphs that inductor generates code from
+    loss(torch.compile(model)(x)).backward()
+missing = proof.missing(seen, {"mlp.up_proj": "tensorwise"})    # what was planned and is not there, a line each
+proof.manifest(seen, {"mlp.up_proj": "tensorwise"}, missing)    # as a run's manifest keeps it
+"""
+
+from collections.abc import Iterator, Mapping
+
+from fp8ref import recipe as recipes
+from fp8ref.recipe import Recipe
+from fp8ref.torch import cast, gemm
+from fp8ref.torch.graphs import compiled
+from fp8ref.torch.seen import Gemm, Seen, type_name
+from fp8ref.torch.watching import watching
+
+__all__ = ["Gemm", "Seen", "compiled", "manifest", "missing", "watching"]
+
+
+def missing(seen: Seen, planned: Mapping[str, str | Recipe]) -> list[str]:
+    """What a plan promises and was not seen, a line each: FP8 GEMMs by layer, operand types, accumulation and granularity.
+
+    Every time that a GEMM ran it ran as planned, or there is a line. A GEMM on dequantised operands (G-16) is none of FP8 and not asked
+    for, nor is one whose gradient nobody needs.
+    """
+    here: dict[str, set[Gemm]] = {}
+    for found in seen.gemms:
+        here.setdefault(found.name, set()).add(found)
+    lines, pruned = [], seen.pruned
+    for wanted, granularity in _fp8(planned):
+        if wanted.name in pruned or gemm.dequantises(granularity):
+            continue
+        others = sorted(str(found) for found in here.get(wanted.name, set()) - {wanted})
+        lines += [f"{wanted.name}: planned {wanted}; {have}" for have in (others if wanted.name in here else ["no GEMM of it was seen"])]
+    return lines
+
+
+def manifest(seen: Seen, planned: Mapping[str, str | Recipe], missing: list[str]) -> dict:
+    """The proof as a run's manifest keeps it: every kind of GEMM of a planned linear, once; those on dequantised operands; those whose
+    gradient nobody needs; what is missing."""
+    fp8, pruned = list(_fp8(planned)), seen.pruned
+    return {
+        "read_from": seen.read_from,
+        "gemms": [
+            {"gemm": g.name, "a": g.a, "b": g.b, "accumulate": g.accumulate, "granularity": g.granularity, "fp8": g.fp8}
+            for g in dict.fromkeys(seen.gemms)
+            if g.layer in planned
+        ],
+        "on_dequantised_operands": [wanted.name for wanted, granularity in fp8 if gemm.dequantises(granularity)],
+        "pruned": [wanted.name for wanted, _ in fp8 if wanted.name in pruned],
+        "missing": missing,
+    }
+
+
+def _fp8(planned: Mapping[str, str | Recipe]) -> Iterator[tuple[Gemm, str]]:
+    """The FP8 GEMMs of a plan, and how operand a of each is scaled."""
+    for layer, recipe in planned.items():
+        for which, spec in recipes.by_name(recipe).gemms.items():
+            if spec.a is not None and spec.b is not None:
+                a, b = (type_name(cast.DTYPES[c.fmt.name]) for c in (spec.a, spec.b))
+                yield Gemm(layer, which, a, b, spec.accumulate, "rowwise" if spec.rowwise else "tensorwise"), spec.a.granularity

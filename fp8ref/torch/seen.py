@@ -1,0 +1,91 @@
+"""What a proof sees of a step: its GEMMs, each with its layer, its operands' types, how they are scaled and how it accumulates."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from fp8ref.recipe import Gemm as Which
+
+aten = torch.ops.aten
+SCALED_MM = aten._scaled_mm.default
+# Where a GEMM's operands are among its arguments.
+OPERANDS_AT: dict[Any, tuple[int, int]] = {SCALED_MM: (0, 1), aten.mm.default: (0, 1), aten.addmm.default: (1, 2)}
+# What wrappers insert into the names of modules.
+_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
+
+
+@dataclass(frozen=True)
+class Gemm:
+    """One GEMM of a linear. accumulate is ``fast`` or ``slow`` (G-7); None, as granularity is, of a GEMM that is none of FP8.
+
+    granularity    ``tensorwise`` or ``rowwise``, from the shapes of the scales; of a GEMM under unit scales (G-5) from the factor its
+                   result is multiplied by, and ``unit`` if there is none.
+    """
+
+    layer: str
+    which: Which
+    a: str
+    b: str
+    accumulate: str | None
+    granularity: str | None
+
+    @property
+    def name(self) -> str:
+        return f"{self.layer}/{self.which}"
+
+    @property
+    def fp8(self) -> bool:
+        return self.a.startswith("f8") and self.b.startswith("f8")
+
+    def __str__(self) -> str:
+        return ", ".join(filter(None, (f"{self.a} x {self.b}", self.accumulate, self.granularity)))
+
+
+@dataclass
+class Seen:
+    """The GEMMs of every linear, in the order seen, recomputed and repeated ones too.
+
+    wanted, unwanted    GEMMs of a backward pass, as ``layer/gemm``, whose gradient somebody needs, or nobody.
+    """
+
+    read_from: str
+    gemms: list[Gemm] = field(default_factory=list)
+    wanted: set[str] = field(default_factory=set)
+    unwanted: set[str] = field(default_factory=set)
+
+    @property
+    def pruned(self) -> set[str]:
+        """GEMMs that are not there because their gradient is not needed."""
+        return self.unwanted - self.wanted - {gemm.name for gemm in self.gemms}
+
+
+def linears(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
+    """Every linear, by its name in the model before anything was compiled or wrapped for checkpointing."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            yield unwrapped(name), module
+
+
+def unwrapped(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def type_name(dtype: torch.dtype) -> str:
+    """The short name of a type, as HLO has it: f8e4m3fn, bf16, f32."""
+    name = str(dtype).removeprefix("torch.")
+    for long, short in (("bfloat", "bf"), ("float8_", "f8"), ("float", "f")):
+        name = name.replace(long, short)
+    return name
+
+
+def arguments(op: Any, args: tuple, kwargs: dict) -> dict[str, Any]:
+    """An operator's arguments by name, defaults left out."""
+    return dict(zip((argument.name for argument in op._schema.arguments), args, strict=False)) | kwargs
+
+
+def granularity(*scales: torch.Tensor) -> str:
+    """What scales of these shapes scale: those of rows are [M, 1] and [1, N], and their product [M, N]."""
+    return "rowwise" if any(scale.ndim > 1 for scale in scales) else "tensorwise"
