@@ -30,13 +30,15 @@ from fp8ref.torch.layer import Linear
 class FP8Gather:
     """One linear's weight: every shard is cast by the scale of the whole, and codes are gathered, one byte an element.
 
-    scale   float32 (), of the forward pass under way and its backward pass.
+    scale       float32 (), of the forward pass under way and its backward pass.
+    moved       the dtype of what FSDP2 last gathered of it, once it has.
     """
 
     def __init__(self, name: str, linear: Float8Linear | Linear, spec: CastSpec, dtype: torch.dtype, *, precomputed: bool) -> None:
         self.name, self.linear, self.spec, self.dtype, self.precomputed = name, linear, spec, dtype, precomputed
         self.state = linear.state("weight") if isinstance(linear, Linear) else None
         self.scale: torch.Tensor | None = None
+        self.moved: torch.dtype | None = None
 
     @property
     def shard(self) -> torch.Tensor:
@@ -92,17 +94,19 @@ class FP8Gather:
         out: torch.Tensor | None = None,
     ) -> tuple[Float8TrainingTensor, tuple] | None:
         """The whole weight as torchao's FP8 tensor; where that is there already (out) its codes are new, and its scale is set."""
-        scale, rows = metadata
+        (codes,), (scale, rows) = gathered, metadata
+        self.moved = codes.dtype
         if out is not None:
             whole = out._local_tensor if isinstance(out, DTensor) else out
             whole._scale = scale  # type: ignore[attr-defined]
             return None
-        codes = gathered[0].view(cast.DTYPES[self.spec.fmt.name])[:rows]
         config = getattr(self.linear, "linear_mm_config", None)  # torchao's multiplication asks the tensor for it
-        return Float8TrainingTensor(codes, scale, param_dtype, config, GemmInputRole.WEIGHT), ()
+        return Float8TrainingTensor(
+            codes.view(cast.DTYPES[self.spec.fmt.name])[:rows], scale, param_dtype, config, GemmInputRole.WEIGHT
+        ), ()
 
 
-def gather_in_fp8(model: nn.Module, *, dtype: torch.dtype, precompute: bool = True) -> list[str]:
+def gather_in_fp8(model: nn.Module, *, dtype: torch.dtype, precompute: bool = True) -> list[FP8Gather]:
     """From now on, FSDP2 gathers the weights of a sharded, converted model's linears in FP8, where one scale serves both their GEMMs.
 
     dtype       what shards are rounded to before they are cast. The compute dtype, ``param_dtype`` of the mixed precision: the codes
@@ -110,7 +114,7 @@ def gather_in_fp8(model: nn.Module, *, dtype: torch.dtype, precompute: bool = Tr
                 rounding less, and other codes (of one float32 weight in thirty or so).
     precompute  the scales of all weights are computed where a forward pass begins, by one all-reduce for each set of ranks that cut them
                 alike: of the weights as they are then, whoever wrote them. Otherwise at every gather, by one of each weight's own.
-    Returns:    the names of those linears. Those that scale by rows or blocks are gathered as before.
+    Returns:    what gathers each of them. Linears that scale by rows or blocks are gathered as before.
     Raises:     ValueError: nothing to gather in FP8; a weight that is not sharded by fully_shard along its first dim, that another module
                 shares, whose mixed precision is of another dtype; resharding to another mesh after the forward pass; delayed scaling
                 without a process group.
@@ -134,10 +138,11 @@ def gather_in_fp8(model: nn.Module, *, dtype: torch.dtype, precompute: bool = Tr
         _check_unit(name, unit)
     for g in gathers:
         g.attach()
+        g.linear.fp8_gather = g  # type: ignore[assignment]
     forward = _Forward(gathers)
     for unit in units.values():
         forward.watch(unit)
-    return [g.name for g in gathers]
+    return gathers
 
 
 @torch.no_grad()

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch._inductor.config as inductor_config
 from torch import nn
-from torch._dynamo import OptimizedModule
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph, Node
 
@@ -63,7 +62,7 @@ class _Reader:
         self._regions = {
             seen.unwrapped(name): type(getattr(module, "_orig_mod", module))
             for name, module in model.named_modules()
-            if name and (isinstance(module, OptimizedModule) or module._compiled_call_impl is not None)
+            if name and seen.is_compiled(module)
         }
 
     def label(self, graph: Graph) -> None:

@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
-from torch._dynamo import OptimizedModule
 from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -24,6 +23,7 @@ from fp8ref import recipe as recipes
 from fp8ref.recipe import Recipe
 from fp8ref.torch import cpu, delayed, float8_config
 from fp8ref.torch.layer import Linear, check_recipe
+from fp8ref.torch.seen import is_compiled
 
 __all__ = ["Linear", "convert", "deconvert", "weights"]
 # What a module may carry that its replacement would not.
@@ -125,7 +125,7 @@ def _plain(linear: nn.Linear) -> nn.Linear:
 def _check_model(model: nn.Module, remedy: str) -> None:
     """ValueError for a model that is compiled or sharded; remedy has a gap for the verb."""
     for name, module in model.named_modules():
-        if isinstance(module, OptimizedModule) or module._compiled_call_impl is not None:
+        if is_compiled(module):
             raise ValueError(f"{name or 'the model'} is compiled. {remedy.format('compile')}.")
         if isinstance(module, FSDPModule):
             raise ValueError(f"{name or 'the model'} is sharded by fully_shard. {remedy.format('shard')}.")

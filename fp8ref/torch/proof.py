@@ -1,4 +1,4 @@
-"""Which GEMMs a training step really runs in FP8, layer by layer (SEMANTICS B-20): observed, and held to what was planned.
+"""Which GEMMs a training step really runs in FP8, layer by layer (SEMANTICS B-8): observed, and held to what was planned.
 
 with proof.watching(model) as seen:         # eager: every product inside the model's linears, as it is dispatched
     loss(model(x)).backward()
@@ -8,16 +8,19 @@ missing = proof.missing(seen, {"mlp.up_proj": "tensorwise"})    # what was plann
 proof.manifest(seen, {"mlp.up_proj": "tensorwise"}, missing)    # as a run's manifest keeps it
 """
 
-from collections.abc import Iterator, Mapping
+import collections
+from collections.abc import Iterable, Iterator, Mapping
+
+from torch import nn
 
 from fp8ref import recipe as recipes
 from fp8ref.recipe import Recipe
 from fp8ref.torch import cast, gemm
 from fp8ref.torch.graphs import compiled
-from fp8ref.torch.seen import Gemm, Seen, type_name
+from fp8ref.torch.seen import Gemm, Seen, linears, type_name
 from fp8ref.torch.watching import watching
 
-__all__ = ["Gemm", "Seen", "compiled", "manifest", "missing", "watching"]
+__all__ = ["Gemm", "Seen", "compiled", "gathers", "manifest", "missing", "missing_gathers", "watching"]
 
 
 def missing(seen: Seen, planned: Mapping[str, str | Recipe]) -> list[str]:
@@ -38,9 +41,28 @@ def missing(seen: Seen, planned: Mapping[str, str | Recipe]) -> list[str]:
     return lines
 
 
-def manifest(seen: Seen, planned: Mapping[str, str | Recipe], missing: list[str]) -> dict:
+def missing_gathers(model: nn.Module, planned: Iterable[str]) -> list[str]:
+    """The linears, of those planned, whose weight FSDP2 has not gathered as one byte an element, a line each."""
+    found = gathers(model)
+    return [
+        f"{layer}/weight: planned a gather of one byte an element; {found.get(layer, 'none of it was seen')}"
+        for layer in planned
+        if found.get(layer) != "u8"
+    ]
+
+
+def gathers(model: nn.Module) -> dict[str, str]:
+    """By linear, the type in which FSDP2 last gathered its weight, of those that are to be gathered in FP8: u8, codes."""
+    return {
+        name: type_name(linear.fp8_gather.moved)  # type: ignore[union-attr]
+        for name, linear in linears(model)
+        if getattr(linear, "fp8_gather", None) is not None and linear.fp8_gather.moved is not None  # type: ignore[union-attr]
+    }
+
+
+def manifest(seen: Seen, planned: Mapping[str, str | Recipe], missing: list[str], gathers: Mapping[str, str] | None = None) -> dict:
     """The proof as a run's manifest keeps it: every kind of GEMM of a planned linear, once; those on dequantised operands; those whose
-    gradient nobody needs; what is missing."""
+    gradient nobody needs; how many weights were gathered in which type; what is missing."""
     fp8, pruned = list(_fp8(planned)), seen.pruned
     return {
         "read_from": seen.read_from,
@@ -51,6 +73,7 @@ def manifest(seen: Seen, planned: Mapping[str, str | Recipe], missing: list[str]
         ],
         "on_dequantised_operands": [wanted.name for wanted, granularity in fp8 if gemm.dequantises(granularity)],
         "pruned": [wanted.name for wanted, _ in fp8 if wanted.name in pruned],
+        "gathers": dict(collections.Counter((gathers or {}).values())),
         "missing": missing,
     }
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._dynamo import OptimizedModule
 
 from fp8ref.recipe import Gemm as Which
 
@@ -69,6 +70,12 @@ def linears(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
             yield unwrapped(name), module
 
 
+def is_compiled(module: nn.Module) -> bool:
+    """Whether a module, or its forward, went through torch.compile."""
+    forward = vars(module).get("forward")
+    return isinstance(module, OptimizedModule) or module._compiled_call_impl is not None or hasattr(forward, "_torchdynamo_orig_callable")
+
+
 def unwrapped(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
@@ -78,7 +85,7 @@ def type_name(dtype: torch.dtype) -> str:
     name = str(dtype).removeprefix("torch.")
     for long, short in (("bfloat", "bf"), ("float8_", "f8"), ("float", "f")):
         name = name.replace(long, short)
-    return name
+    return name.replace("uint", "u")
 
 
 def arguments(op: Any, args: tuple, kwargs: dict) -> dict[str, Any]:

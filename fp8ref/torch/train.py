@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from fp8ref import llama
 from fp8ref.run.config import Config, ConfigError
-from fp8ref.torch import delayed
+from fp8ref.torch import delayed, proof
 from fp8ref.torch.model import Llama
 from fp8ref.torch.observing import observing
 from fp8ref.torch.parallel import parallelize
@@ -114,6 +114,24 @@ class Trainer:
             self._loss(self._own(tokens)).backward()
         self._optimizer.zero_grad()
         delayed.forget(self.model)
+
+    def prove(self, tokens: np.ndarray) -> dict:
+        """What a step multiplies and gathers, for the manifest: seen in one that updates nothing (SEMANTICS B-8). Before the first step.
+
+        Raises:   ConfigError: an FP8 GEMM or gather that was planned and is not there, unless run.allow_fallback.
+        """
+        keys = self.config.parallel
+        planned = {d.path: d.recipe for d in self.decisions if d.fp8}
+        with (proof.compiled if keys.compile else proof.watching)(self.model) as seen:
+            self._loss(self._own(tokens)).backward()
+        self._optimizer.zero_grad()
+        delayed.forget(self.model)
+        missing = proof.missing(seen, planned)
+        if self._mesh is not None and keys.gather == "fp8":
+            missing += proof.missing_gathers(self.model, [path for path, recipe in planned.items() if recipe.serves_both("weight")])
+        if missing and not self.config.run.allow_fallback:
+            raise ConfigError("the step lacks what was planned:\n  " + "\n  ".join(missing) + "\nSet run.allow_fallback to train anyway.")
+        return proof.manifest(seen, planned, missing, proof.gathers(self.model))
 
     def _tokens(self, tokens: np.ndarray) -> torch.Tensor:
         llama.check_tokens(tokens, self.config.model)

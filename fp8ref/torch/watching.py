@@ -5,7 +5,6 @@ from contextlib import contextmanager
 
 import torch
 from torch import nn
-from torch._dynamo import OptimizedModule
 from torch.autograd.graph import Node
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -31,7 +30,7 @@ def watching(model: nn.Module) -> Iterator[Seen]:
     Raises:   ValueError: the model is compiled, and would run eagerly here (use ``compiled``).
     """
     for name, module in model.named_modules():
-        if isinstance(module, OptimizedModule) or module._compiled_call_impl is not None:
+        if seen.is_compiled(module):
             raise ValueError(f"{name or 'the model'} is compiled, and would not be while it is watched. Use proof.compiled.")
     found = Seen("eager dispatch")
     watch = _Watch(found)

@@ -1,4 +1,4 @@
-"""What the proof sees of a step, and that it misses nothing when a fallback is planted (SEMANTICS B-20)."""
+"""What the proof sees of a step, and that it misses nothing when a fallback is planted (SEMANTICS B-8)."""
 
 import dataclasses
 
