@@ -138,7 +138,7 @@ def gather_in_fp8(model: nn.Module, *, dtype: torch.dtype, precompute: bool = Tr
         _check_unit(name, unit)
     for g in gathers:
         g.attach()
-        g.linear.fp8_gather = g  # type: ignore[assignment]
+        g.linear.fp8_gather = g
     forward = _Forward(gathers)
     for unit in units.values():
         forward.watch(unit)

@@ -16,6 +16,7 @@ from torch import nn
 from fp8ref import recipe as recipes
 from fp8ref.recipe import Recipe
 from fp8ref.torch import cast, gemm
+from fp8ref.torch.gather import FP8Gather
 from fp8ref.torch.graphs import compiled
 from fp8ref.torch.seen import Gemm, Seen, linears, type_name
 from fp8ref.torch.watching import watching
@@ -53,11 +54,8 @@ def missing_gathers(model: nn.Module, planned: Iterable[str]) -> list[str]:
 
 def gathers(model: nn.Module) -> dict[str, str]:
     """By linear, the type in which FSDP2 last gathered its weight, of those that are to be gathered in FP8: u8, codes."""
-    return {
-        name: type_name(linear.fp8_gather.moved)  # type: ignore[union-attr]
-        for name, linear in linears(model)
-        if getattr(linear, "fp8_gather", None) is not None and linear.fp8_gather.moved is not None  # type: ignore[union-attr]
-    }
+    found = {name: getattr(linear, "fp8_gather", None) for name, linear in linears(model)}
+    return {name: type_name(g.moved) for name, g in found.items() if isinstance(g, FP8Gather) and g.moved is not None}
 
 
 def manifest(seen: Seen, planned: Mapping[str, str | Recipe], missing: list[str], gathers: Mapping[str, str] | None = None) -> dict:

@@ -207,7 +207,7 @@ def test_the_manifest_has_each_gemm_once():
         step(model)
         step(model)
     found = proof.manifest(seen, {"2": "rowwise_with_gw_hp"}, ["a line"])
-    assert list(found) == ["read_from", "gemms", "on_dequantised_operands", "pruned", "missing"]
+    assert list(found) == ["read_from", "gemms", "on_dequantised_operands", "pruned", "gathers", "missing"]
     assert (found["read_from"], found["missing"]) == ("eager dispatch", ["a line"])
     assert found["gemms"] == [
         {"gemm": "2/output", "a": "f8e4m3fn", "b": "f8e4m3fn", "accumulate": "fast", "granularity": "rowwise", "fp8": True},
