@@ -4,13 +4,13 @@
     model = parallelize(model, "tensorwise", mesh=mesh, blocks=model.layers)
     optimizer = torch.optim.AdamW(model.parameters())       # after it: fully_shard replaces parameters
 
-1 convert; of each block's forward, 2 checkpointing and 3 torch.compile; 4 fully_shard each block, then the model; 5 FP8 gather; then the
-caller's optimizer, and loading. Scales need no step of their own: they are computed where a forward pass begins.
+1 convert; 2 tensor parallelism; of each block's forward, 3 checkpointing and 4 torch.compile; 5 fully_shard each block, then the model;
+6 FP8 gather; then the caller's optimizer, and loading. Scales need no step of their own: they are computed where a forward pass begins.
 """
 
 import functools
 import gc
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -22,10 +22,10 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from fp8ref import recipe as recipes
 from fp8ref.recipe import Recipe
-from fp8ref.torch import gather, linear, reduction
+from fp8ref.torch import gather, linear, reduction, tensor
 
 Checkpointing = Literal["none", "selective", "full"]
-AXES = ("data", "fsdp")
+AXES = ("data", "fsdp", "tensor")
 _aten = torch.ops.aten
 # What selective checkpointing keeps: the results of matrix products and attention, which cost most to make again.
 KEPT = {
@@ -47,6 +47,8 @@ def parallelize(
     filter_fqns: Sequence[str] = (),
     fp8_fqns: Sequence[str] = (),
     amax_scope: Literal["local", "global"] = "local",
+    sequence: bool = False,
+    tensor_plan: Mapping[str, tensor.Style] | None = None,
     checkpointing: Checkpointing = "none",
     compile_blocks: bool = False,
     compile_backend: str = "inductor",
@@ -59,12 +61,15 @@ def parallelize(
 ) -> nn.Module:
     """Convert, checkpoint, compile and shard a model, in place.
 
-    mesh        of dims named data (copies of the weights) and fsdp (parts of them), either or both; None: one device.
+    mesh        of dims named data (copies of the weights), fsdp (parts of them) and tensor (parts of every linear), in this order, data
+                only with fsdp; None: one device.
     blocks      the modules of it that are checkpointed, compiled and gathered one at a time.
     filter_fqns, fp8_fqns
                 as ``linear.convert``.
     amax_scope  whose amaxes scale input and grad_output: each rank's own, torchao's meaning, or all ranks' (P-2). Delayed scaling keeps one
                 state for all ranks, so takes ``global``.
+    sequence, tensor_plan
+                as ``tensor.parallelize``.
     checkpointing
                 ``full`` keeps a block's inputs and runs it again in the backward pass; ``selective`` keeps the results of KEPT too.
     compile_blocks, compile_backend
@@ -73,7 +78,7 @@ def parallelize(
                 weights in FP8, as ``gather.gather_in_fp8``; fp8_from: from shards rounded to param_dtype, or from the masters.
     ordered_reduction
                 gradients are summed in rank order, whatever the backend does (P-13).
-    param_dtype what parameters are rounded to for use; gradients are reduced in float32.
+    param_dtype what parameters are rounded to as they are gathered; gradients are reduced in float32.
     keep_dtype  modules of it, such as an embedding table, whose parameters are used as they are.
     Raises:     ValueError, before anything is changed: as ``linear.convert``; blocks that are not the model's; a mesh of other dims; an
                 optimizer that was built before; delayed scaling of scope local. As ``gather.gather_in_fp8``, after the model was sharded.
@@ -82,34 +87,33 @@ def parallelize(
     within = set(model.modules()) - {model}
     if not within.issuperset([*blocks, *keep_dtype]):
         raise ValueError("blocks and keep_dtype are modules within the model. Name them by model.get_submodule.")
-    group = None if mesh is None else _group(mesh)
+    batch, tensor_mesh = (None, None) if mesh is None else _parts(mesh)
     if mesh is not None:
         _check_optimizers(model)
-        if ordered_reduction and mesh.ndim == 2 and mesh.size(0) > 2:
-            raise ValueError(
-                f"ordered_reduction adds over fsdp in rank order, and over at most 2 along data; got {mesh.size(0)}. Make data 1 or 2."
-            )
-        if recipes.delayed_casts(recipe) and amax_scope == "local":
-            raise ValueError(
-                f"recipe {recipe.name!r} keeps one state for all ranks, of amaxes of all; got amax_scope='local'. Use 'global'."
-            )
-    model = linear.convert(
-        model, recipe, filter_fqns=filter_fqns, fp8_fqns=fp8_fqns, amax_group=group if amax_scope == "global" and recipe.fp8 else None
-    )
+    if batch is not None and ordered_reduction and batch.ndim == 2 and batch.size(0) > 2:
+        raise ValueError(
+            f"ordered_reduction adds over fsdp in rank order, and over at most 2 along data; got {batch.size(0)}. Make data 1 or 2."
+        )
+    if batch is not None and amax_scope == "local" and recipes.delayed_casts(recipe):
+        raise ValueError(f"recipe {recipe.name!r} keeps one state for all ranks, of amaxes of all; got amax_scope='local'. Use 'global'.")
+    group = _group(batch) if batch is not None and amax_scope == "global" and recipe.fp8 else None
+    model = linear.convert(model, recipe, filter_fqns=filter_fqns, fp8_fqns=fp8_fqns, amax_group=group)
+    if tensor_mesh is not None:
+        tensor.parallelize(model, tensor_mesh, sequence=sequence, plan=tensor_plan)
     for block in blocks:
         forward = _checkpointed(block.forward, checkpointing)
         if compile_blocks:
             forward = torch.compile(forward, fullgraph=True, backend=compile_backend)
         block.forward = forward  # within FSDP2's hooks, which dynamo would skip
-    if mesh is None:
+    if batch is None:
         return model
     policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     as_is = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
     for module in keep_dtype:
-        fully_shard(module, mesh=mesh, mp_policy=as_is, reshard_after_forward=False)  # a tied table is used again after its own forward
+        fully_shard(module, mesh=batch, mp_policy=as_is, reshard_after_forward=False)  # a tied table is used again after its own forward
     for module in (*blocks, model):
         # The model too: what stays gathered after an evaluation would be the weights as they were then.
-        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+        fully_shard(module, mesh=batch, mp_policy=policy, reshard_after_forward=True)
     if ordered_reduction:
         reduction.order(model)
     if gather_fp8 and recipe.fp8 and recipe.serves_both("weight"):
@@ -117,11 +121,23 @@ def parallelize(
     return model
 
 
-def _group(mesh: DeviceMesh) -> ProcessGroup:
-    """Of all ranks of the mesh; ValueError unless its dims are those that parallelize knows."""
-    if mesh.mesh_dim_names not in (("fsdp",), ("data", "fsdp")):
-        raise ValueError(f"mesh has dims named 'fsdp', or 'data' and 'fsdp'; got {mesh.mesh_dim_names}. Name them in init_device_mesh.")
-    return mesh.get_group() if mesh.ndim == 1 else mesh._flatten("batch").get_group()
+def _parts(mesh: DeviceMesh) -> tuple[DeviceMesh | None, DeviceMesh | None]:
+    """Of a mesh, the ranks that share a batch and those that share a linear; None where it is one rank."""
+    names = mesh.mesh_dim_names or ()
+    if not names or names != tuple(axis for axis in AXES if axis in names) or ("data" in names and "fsdp" not in names):
+        raise ValueError(
+            f"mesh has dims named {', '.join(AXES)}, in this order, data only with fsdp; got {names}. Name them in init_device_mesh."
+        )
+    shared = tuple(axis for axis in ("data", "fsdp") if axis in names)
+    batch = mesh[shared] if shared else None
+    by_tensor = mesh["tensor"] if "tensor" in names else None
+    return (batch if batch is not None and batch.size() > 1 else None), (
+        by_tensor if by_tensor is not None and by_tensor.size() > 1 else None
+    )
+
+
+def _group(batch: DeviceMesh) -> ProcessGroup:
+    return batch.get_group() if batch.ndim == 1 else batch._flatten("batch").get_group()
 
 
 def _check_optimizers(model: nn.Module) -> None:

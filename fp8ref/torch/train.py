@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from torch import distributed
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.func import functional_call
 from torch.nn import functional
@@ -15,7 +16,7 @@ from fp8ref.run.config import Config, ConfigError
 from fp8ref.torch import delayed, proof
 from fp8ref.torch.model import Llama
 from fp8ref.torch.observing import observing
-from fp8ref.torch.parallel import parallelize
+from fp8ref.torch.parallel import AXES, parallelize
 
 
 class Trainer:
@@ -42,6 +43,7 @@ class Trainer:
             filter_fqns=config.filter_fqns,
             fp8_fqns=config.numerics.fp8_fqns,
             amax_scope=keys.amax_scope,
+            sequence=keys.sequence,
             checkpointing=keys.checkpointing,
             compile_blocks=keys.compile,
             gather_fp8=keys.gather == "fp8",
@@ -68,7 +70,7 @@ class Trainer:
         norm = self._norm(grads)
         metrics = {"loss": self._mean(loss), "grad_norm": norm.item()}
         if all(map(math.isfinite, metrics.values())):
-            torch._foreach_mul_(grads, torch.clamp(self.config.optimizer.max_norm / norm, max=1.0))
+            torch._foreach_mul_([_local(g) for g in grads], torch.clamp(self.config.optimizer.max_norm / norm, max=1.0))
             lr = self.config.optimizer.learning_rate_at(self._count, self.config.run.steps)
             for group in self._optimizer.param_groups:
                 group["lr"] = lr
@@ -127,7 +129,7 @@ class Trainer:
         self._optimizer.zero_grad()
         delayed.forget(self.model)
         missing = proof.missing(seen, planned)
-        if self._mesh is not None and keys.gather == "fp8":
+        if isinstance(self.model, FSDPModule) and keys.gather == "fp8":
             missing += proof.missing_gathers(self.model, [path for path, recipe in planned.items() if recipe.serves_both("weight")])
         if missing and not self.config.run.allow_fallback:
             raise ConfigError("the step lacks what was planned:\n  " + "\n  ".join(missing) + "\nSet run.allow_fallback to train anyway.")
@@ -141,12 +143,14 @@ class Trainer:
         """This rank's sequences of a batch (SEMANTICS P-10)."""
         if self._mesh is None:
             return tokens
-        rows = len(tokens) // distributed.get_world_size()
-        return tokens[distributed.get_rank() * rows :][:rows]
+        keys = self.config.parallel
+        rows = len(tokens) // (keys.data * keys.fsdp)
+        index = self._mesh.get_local_rank("data") * keys.fsdp + self._mesh.get_local_rank("fsdp")
+        return tokens[index * rows :][:rows]
 
     def _forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """The model on parameters rounded to the compute dtype, all but the embedding table (SEMANTICS M-2); FSDP2 rounds what it gathers."""
-        if self._mesh is not None:
+        if isinstance(self.model, FSDPModule):
             return self.model(tokens)
         compute = {name: p if name == llama.EMBEDDING else p.to(torch.bfloat16) for name, p in self._params.items()}
         return functional_call(self.model, compute, (tokens,))
@@ -162,11 +166,16 @@ class Trainer:
 
     def _norm(self, grads: list[torch.Tensor]) -> torch.Tensor:
         """float32 (): of all gradients together (T-2). In float64, so that how they are cut changes no more than the last of its bits."""
-        held = [g for g in map(_local, grads) if g.numel()]
-        squares = torch.stack(torch._foreach_norm(held, 2, torch.float64)).square().sum()
-        if self._mesh is not None:
-            squares = self._of_ranks(squares)[: self._mesh.size(1)].sum()  # copies along data, the first dim, hold the same
-        return squares.sqrt().float()
+        held = [g for g in grads if _local(g).numel()]
+        squares = torch.stack(torch._foreach_norm([_local(g) for g in held], 2, torch.float64)).square()
+        copies = squares.new_tensor([self._copies(g) for g in held])  # how many ranks hold the same of it
+        return self._of_ranks((squares / copies).sum()).sum().sqrt().float()
+
+    def _copies(self, x: torch.Tensor) -> int:
+        if not isinstance(x, DTensor):
+            return 1
+        cut = math.prod(x.device_mesh.size(i) for i, placement in enumerate(x.placements) if placement.is_shard())
+        return self.config.parallel.devices // cut
 
     def _of_ranks(self, value: torch.Tensor) -> torch.Tensor:
         """[ranks] of a number of each."""
@@ -178,24 +187,29 @@ class Trainer:
 
 
 def mesh_of(config: Config) -> DeviceMesh | None:
-    """The processes that ``processes.join`` met, data x fsdp; None of a process alone.
+    """The processes that ``processes.join`` met, data x fsdp x tensor; None of a process alone.
 
-    Raises:   ConfigError: another number of processes than config.parallel asks for; a batch that they do not share evenly.
+    Raises:   ConfigError: another number of processes than config.parallel asks for; a batch that they do not share evenly; a scope that
+              tensor parallelism does not have beside other axes.
     """
     keys = config.parallel
     ranks = distributed.get_world_size() if distributed.is_initialized() else 1
-    if keys.tensor > 1:
-        raise ConfigError(f"--backend torch trains with parallel.tensor 1; got {keys.tensor}. Use data and fsdp, or --backend jax.")
     if keys.devices != ranks:
         raise ConfigError(
-            f"parallel asks for data x fsdp = {keys.data} x {keys.fsdp} = {keys.devices} processes; there are {ranks}. Start as many: "
-            f"torchrun --nproc-per-node {keys.devices} -m fp8ref train ... --distributed."
+            f"parallel asks for data x fsdp x tensor = {keys.data} x {keys.fsdp} x {keys.tensor} = {keys.devices} processes; there are {ranks}. "
+            f"Start as many: torchrun --nproc-per-node {keys.devices} -m fp8ref train ... --distributed."
         )
-    if config.data.batch_size % keys.devices:
-        raise ConfigError(f"data.batch_size is divisible by data x fsdp = {keys.devices} processes; got {config.data.batch_size}.")
+    shared = keys.data * keys.fsdp
+    if config.data.batch_size % shared:
+        raise ConfigError(f"data.batch_size is divisible by data x fsdp = {shared} processes; got {config.data.batch_size}.")
+    if keys.tensor > 1 and shared > 1 and keys.amax_scope == "global" and config.numerics.recipe != "bf16":
+        raise ConfigError(
+            "in PyTorch, amaxes over data and fsdp beside tensor are each rank's own (P-14). Set parallel.amax_scope to local."
+        )
     if ranks == 1:
         return None
-    return init_device_mesh("cuda" if torch.cuda.is_available() else "cpu", (keys.data, keys.fsdp), mesh_dim_names=("data", "fsdp"))
+    kind = "cuda" if torch.cuda.is_available() else "cpu"
+    return init_device_mesh(kind, (keys.data, keys.fsdp, keys.tensor), mesh_dim_names=AXES)
 
 
 def _local(x: torch.Tensor) -> torch.Tensor:
