@@ -53,7 +53,7 @@ class FP8Gather:
         weight = self.linear.weight
         assert isinstance(weight, DTensor)
         mesh = weight.device_mesh
-        return tuple(mesh.get_group(i).group_name for i, placement in enumerate(weight.placements) if placement.is_shard())
+        return tuple(mesh.get_group(i).group_name for i, placement in enumerate(weight.placements) if not placement.is_replicate())
 
     def attach(self) -> None:
         """Have FSDP2 ask this object: it looks for these names on the shard, also on one that has been replaced since."""

@@ -2,8 +2,10 @@
 
 import datetime
 import json
+import logging
 import os
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
@@ -52,6 +54,9 @@ def join(timeout_s: int) -> Processes:
         raise ConfigError(
             f"--distributed is for processes that torchrun starts: torchrun --nproc-per-node 2 -m fp8ref train ...; not set: {', '.join(missing)}."
         )
+    # Of results that are views, and of gathers in two steps: nothing here writes into results, and whole weights are fetched rarely.
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor", UserWarning)
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     gpu, timeout = torch.cuda.is_available(), datetime.timedelta(seconds=timeout_s)
     if gpu:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))

@@ -1,6 +1,8 @@
 """The training step in PyTorch (SEMANTICS T): float32 masters, bfloat16 compute, torch's AdamW; on one device, or one of several processes."""
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -8,7 +10,6 @@ from torch import distributed
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.func import functional_call
 from torch.nn import functional
 
 from fp8ref import llama
@@ -63,9 +64,7 @@ class Trainer:
 
     def step(self, tokens: np.ndarray) -> dict[str, float]:
         """One optimizer step: {"loss", "grad_norm"} before the update. Where either is not finite nothing changes (T-4), on any rank."""
-        self._optimizer.zero_grad()
-        loss = self._loss(self._own(tokens))
-        loss.backward()
+        loss = self._backward(tokens)
         grads = [p.grad for p in self._params.values() if p.grad is not None]
         norm = self._norm(grads)
         metrics = {"loss": self._mean(loss), "grad_norm": norm.item()}
@@ -84,17 +83,18 @@ class Trainer:
     @torch.no_grad()
     def evaluate(self, tokens: np.ndarray) -> float:
         """The loss of a batch."""
-        return self._mean(self._loss(self._own(tokens)))
+        with self._computing():
+            return self._mean(self._loss(self._own(tokens)))
 
     @torch.no_grad()
     def logits(self, tokens: np.ndarray) -> np.ndarray:
         """float32 [B, T, vocab_size] from tokens [B, T]."""
-        return self._forward(self._tokens(tokens)).float().cpu().numpy()
+        with self._computing():
+            return self.model(self._tokens(tokens)).float().cpu().numpy()
 
     def gradients(self, tokens: np.ndarray) -> dict[str, np.ndarray]:
         """float32 gradients of the loss of a batch by parameter, not clipped; nothing is updated."""
-        self._optimizer.zero_grad()
-        self._loss(self._own(tokens)).backward()
+        self._backward(tokens)
         found = {name: _whole(p.grad) for name, p in self._params.items() if p.grad is not None}
         self._optimizer.zero_grad()
         delayed.forget(self.model)
@@ -113,7 +113,7 @@ class Trainer:
             observer(name, gemm, *operands, out.float().cpu().numpy())
 
         with observing(self.model, as_numpy):
-            self._loss(self._own(tokens)).backward()
+            self._backward(tokens)
         self._optimizer.zero_grad()
         delayed.forget(self.model)
 
@@ -125,7 +125,7 @@ class Trainer:
         keys = self.config.parallel
         planned = {d.path: d.recipe for d in self.decisions if d.fp8}
         with (proof.compiled if keys.compile else proof.watching)(self.model) as seen:
-            self._loss(self._own(tokens)).backward()
+            self._backward(tokens)
         self._optimizer.zero_grad()
         delayed.forget(self.model)
         missing = proof.missing(seen, planned)
@@ -148,21 +148,41 @@ class Trainer:
         index = self._mesh.get_local_rank("data") * keys.fsdp + self._mesh.get_local_rank("fsdp")
         return tokens[index * rows :][:rows]
 
-    def _forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """The model on parameters rounded to the compute dtype, all but the embedding table (SEMANTICS M-2); FSDP2 rounds what it gathers."""
+    @contextmanager
+    def _computing(self) -> Iterator[None]:
+        """In this context the model computes with parameters rounded to the compute dtype, all but the embedding table (SEMANTICS M-2).
+
+        FSDP2 rounds what it gathers. Elsewhere rounded ones stand in for the masters, in the backward pass too, where checkpointed layers run again.
+        """
         if isinstance(self.model, FSDPModule):
-            return self.model(tokens)
-        compute = {name: p if name == llama.EMBEDDING else p.to(torch.bfloat16) for name, p in self._params.items()}
-        return functional_call(self.model, compute, (tokens,))
+            yield
+            return
+        places = [(self.model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2], p) for name, p in self._params.items()]
+        table = self._params[llama.EMBEDDING]
+        try:
+            for module, key, p in places:
+                module._parameters[key] = p if p is table else p.to(torch.bfloat16)  # type: ignore[assignment]
+            yield
+        finally:
+            for module, key, p in places:
+                module._parameters[key] = p
+
+    def _backward(self, tokens: np.ndarray) -> torch.Tensor:
+        """This rank's loss of a batch, () without a graph; gradients are left in the masters."""
+        self._optimizer.zero_grad()
+        with self._computing():
+            loss = self._loss(self._own(tokens))
+            loss.backward()
+        return loss.detach()
 
     def _loss(self, tokens: np.ndarray) -> torch.Tensor:
         batch = self._tokens(tokens)
-        logits = self._forward(batch[:, :-1]).float()  # [B, T, V]
+        logits = self.model(batch[:, :-1]).float()  # [B, T, V]
         return functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
 
     def _mean(self, loss: torch.Tensor) -> float:
         """Of every rank's loss."""
-        return self._of_ranks(loss.detach().double()).mean().item()
+        return self._of_ranks(loss.double()).mean().item()
 
     def _norm(self, grads: list[torch.Tensor]) -> torch.Tensor:
         """float32 (): of all gradients together (T-2). In float64, so that how they are cut changes no more than the last of its bits."""
@@ -174,7 +194,7 @@ class Trainer:
     def _copies(self, x: torch.Tensor) -> int:
         if not isinstance(x, DTensor):
             return 1
-        cut = math.prod(x.device_mesh.size(i) for i, placement in enumerate(x.placements) if placement.is_shard())
+        cut = math.prod(x.device_mesh.size(i) for i, placement in enumerate(x.placements) if not placement.is_replicate())
         return self.config.parallel.devices // cut
 
     def _of_ranks(self, value: torch.Tensor) -> torch.Tensor:
