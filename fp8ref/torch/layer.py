@@ -108,7 +108,9 @@ def _multiply(recipe: Recipe, group: str | None) -> type[torch.autograd.Function
         scale = past[ROLES.index(role)]
         if scale is not None:
             return scaling.quantize_with(x, scale, spec.fmt, granularity=spec.granularity, axis=axis)
-        over = group if role != "weight" else None  # a whole weight is there, the same on every rank
+        # Ranks cut M: they share the scale of a tensor and of a row along M, and nothing of a row along K or N, of a block or of a weight (P-5).
+        shared = role != "weight" and (spec.granularity == "tensorwise" or (spec.granularity == "rowwise" and axis == -2))
+        over = group if shared else None
         return scaling.quantize(x, spec.fmt, granularity=spec.granularity, policy=spec.policy, axis=axis, group=over)
 
     def multiply(which: Gemm, operands: Sequence[Operand], dtype: torch.dtype) -> torch.Tensor:
