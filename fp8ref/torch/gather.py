@@ -77,7 +77,7 @@ class FP8Gather:
             )
         if self.shard.shape[1:] != outer_size[1:]:
             raise ValueError(f"fully_shard cuts a weight that is gathered in FP8 along its first dim; {self.name}.weight is cut otherwise.")
-        if not self.precomputed:
+        if not self.precomputed or self.scale is None:  # None where the caller gathers before any forward pass
             compute_scales([self])
         assert self.scale is not None
         shard = self.shard.to(self.dtype)
