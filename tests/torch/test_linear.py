@@ -6,6 +6,7 @@ import pytest
 import torch
 from linears import model, run
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torchao.float8 import Float8LinearConfig, _auto_filter_for_recipe, convert_to_float8_training
 from torchao.float8.float8_linear import Float8Linear
 
@@ -25,6 +26,35 @@ def test_convert_equals_torchao_used_directly(recipe):  # R-1
     ours = run(linear.convert(model(), recipe), x, g)
     theirs = run(convert_to_float8_training(model(), config=Float8LinearConfig.from_recipe_name(recipe)), x, g)
     assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+class Operators(TorchDispatchMode):
+    """The operators that run, in their order."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(t is not torch.Tensor and t is not nn.Parameter for t in types):
+            return NotImplemented  # a subclass unwraps itself, and what it then runs is seen
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@fp8_recipes
+def test_the_same_operators_run_as_with_torchao_used_directly(recipe):  # R-1
+    x, g = torch.randn(2, 24, 64).bfloat16(), torch.randn(2, 24, 48).bfloat16()
+    found = []
+    for converted in (
+        linear.convert(model(), recipe),
+        convert_to_float8_training(model(), config=Float8LinearConfig.from_recipe_name(recipe)),
+    ):
+        with Operators() as seen:
+            run(converted, x, g)
+        found.append(seen.names)
+    assert found[0] == found[1]
+    assert found[0].count("aten._scaled_mm.default") == 2 * sum(spec.fp8 for spec in RECIPES[recipe].gemms.values())
 
 
 @fp8_recipes
