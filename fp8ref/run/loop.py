@@ -88,7 +88,7 @@ def train(
     run = run or log.Unwritten()
     lines = []
     try:
-        with progress.bar(f"{backend} {config.numerics.recipe}", config.run.steps, shown=processes.first) as advance:
+        with processes.telling(), progress.bar(f"{backend} {config.numerics.recipe}", config.run.steps, shown=processes.first) as advance:
             for metrics in _steps(model, batches, config):
                 run.step(metrics)
                 lines.append(metrics)
