@@ -118,6 +118,7 @@ def _processes(known: argparse.Namespace, config):
         from fp8ref.jax.processes import join
 
         return join()
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # before torch is loaded; its warning of a lost process is a page of C++ frames
     from fp8ref.torch import processes
 
     known.leave = processes.leave

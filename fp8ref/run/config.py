@@ -123,6 +123,8 @@ class ParallelConfig:
 class OptimizerConfig:
     """AdamW with warm-up, cosine decay and clipping (SEMANTICS T)."""
 
+    kind: Literal["adamw", "adamw_fused", "adamw_fp8"] = "adamw"
+    """PyTorch: torch's AdamW, torch's fused one, or torchao's whose moments are e4m3 in blocks of 256, through torch.compile."""
     learning_rate: float = 1e-3
     """The peak."""
     min_learning_rate: float = 1e-4
@@ -148,6 +150,10 @@ class OptimizerConfig:
         _require(0 < self.eps < math.inf, f"optimizer.eps is positive and finite; got {self.eps}.")
         _require(self.max_norm > 0, f"optimizer.max_norm is positive (inf: no clipping); got {self.max_norm}.")
         _require(0 <= self.weight_decay < math.inf, f"optimizer.weight_decay is finite and not negative; got {self.weight_decay}.")
+
+    def foreign(self, backend: str) -> list[str]:
+        """The keys that are set and that this backend has no use for."""
+        return ["optimizer.kind"] if backend == "jax" and self.kind != "adamw" else []
 
     def learning_rate_at(self, step: int, steps: int) -> float:
         """Warm-up, then cosine (SEMANTICS T-3)."""

@@ -48,7 +48,7 @@ def trainer(backend: str, config: Config, weights: dict[str, np.ndarray] | None 
     """A fresh trainer of a backend, importing its framework only now."""
     if backend not in BACKENDS:
         raise ConfigError(f"backend is one of {', '.join(BACKENDS)}; got {backend!r}.")
-    if foreign := config.parallel.foreign(backend):
+    if foreign := config.parallel.foreign(backend) + config.optimizer.foreign(backend):
         raise ConfigError(f"{', '.join(foreign)} is not a key of --backend {backend}. Leave it out.")
     return importlib.import_module(f"fp8ref.{backend}.train").Trainer(config, weights)
 
@@ -88,7 +88,7 @@ def train(
     run = run or log.Unwritten()
     lines = []
     try:
-        with progress.bar(f"{backend} {config.numerics.recipe}", config.run.steps, shown=processes.first) as advance:
+        with processes.telling(), progress.bar(f"{backend} {config.numerics.recipe}", config.run.steps, shown=processes.first) as advance:
             for metrics in _steps(model, batches, config):
                 run.step(metrics)
                 lines.append(metrics)

@@ -1,10 +1,14 @@
 """Several processes of one run, a device each, through torch.distributed."""
 
+import contextlib
 import datetime
 import json
 import logging
 import os
+import re
+import socket
 import sys
+import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,9 +16,11 @@ from typing import Any, NoReturn
 
 import torch
 from torch import distributed
+from torch.distributed import distributed_c10d
 
 from fp8ref.run.config import ConfigError
 from fp8ref.run.processes import LostProcessError
+from fp8ref.torch.last_words import LastWords
 
 ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # what torchrun sets
 
@@ -22,20 +28,24 @@ ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # what torch
 class Processes:
     """Those of a run that ``join``ed; see ``fp8ref.run.processes``."""
 
-    def __init__(self, timeout: datetime.timedelta) -> None:
-        self.timeout, self.first = timeout, distributed.get_rank() == 0
+    def __init__(self, words: LastWords, timeout_s: int) -> None:
+        self._words, self._timeout_s, self.first = words, timeout_s, distributed.get_rank() == 0
 
     @contextmanager
     def telling(self) -> Iterator[None]:
         try:
             yield
-        except RuntimeError as error:
-            if not isinstance(error, distributed.DistError) and "gloo" not in str(error).lower():
+        except LostProcessError:
+            raise
+        except BaseException as error:
+            if not _lost(error):
+                self._words.leave(error)
                 raise
-            seconds = int(self.timeout.total_seconds())
+            why = self._words.which(waited=re.search("timed? ?out", str(error), re.IGNORECASE) is not None, timeout_s=self._timeout_s)
+            # gloo's place in its own source, and what it advises, help nobody
+            shown = re.sub(r"^\[\S*\] ", "", str(error).splitlines()[0]).split(". ")[0]
             raise LostProcessError(
-                f"process {distributed.get_rank()}: another process of the run ended, or did not answer within {seconds} s (parallel.timeout_s); "
-                f"what it said itself is why. Here it showed as: {str(error).splitlines()[0]}"
+                f"process {distributed.get_rank()} stops: {why}. Start all of them again. Here it showed as: {shown}"
             ) from error
 
     def gather(self, value: Any) -> list:
@@ -54,24 +64,61 @@ def join(timeout_s: int) -> Processes:
         raise ConfigError(
             f"--distributed is for processes that torchrun starts: torchrun --nproc-per-node 2 -m fp8ref train ...; not set: {', '.join(missing)}."
         )
+    rank, ranks, port = (os.environ[name] for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
+    if not (rank.isdecimal() and ranks.isdecimal() and port.isdecimal() and int(rank) < int(ranks) and int(port) < 2**16):
+        raise ConfigError(
+            f"RANK lies below WORLD_SIZE, and MASTER_PORT is a port; got {rank}, {ranks} and {port}. torchrun sets all of them."
+        )
     # Of results that are views, and of gathers in two steps: nothing here writes into results, and whole weights are fetched rarely.
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor", UserWarning)
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     gpu, timeout = torch.cuda.is_available(), datetime.timedelta(seconds=timeout_s)
     if gpu:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    # torch gives groups of a mesh's axes a timeout of its own, half an hour
+    distributed_c10d.default_pg_timeout = timeout
+    distributed_c10d.default_pg_nccl_timeout = timeout if distributed.is_nccl_available() else None
+    _reach(timeout_s)
     try:
-        distributed.init_process_group("cpu:gloo,cuda:nccl" if gpu else "gloo", timeout=timeout)
+        store, index, count = next(distributed.rendezvous("env://", timeout=timeout))
+        words = LastWords(store, index, count, kept_by_first=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True")
+        backend = "cpu:gloo,cuda:nccl" if gpu else "gloo"
+        distributed.init_process_group(
+            backend, store=distributed.PrefixStore("groups", store), rank=index, world_size=count, timeout=timeout
+        )
     except (ValueError, RuntimeError) as error:
         raise ConfigError(f"the run's processes did not meet: {error} Start all of them, with one MASTER_ADDR and MASTER_PORT.") from error
-    return Processes(timeout)
+    return Processes(words, timeout_s)
+
+
+def _reach(timeout_s: int) -> None:
+    """Until process 0 listens; torch, where it does not, prints pages of C++ frames."""
+    address, until, why = (os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]), time.monotonic() + timeout_s, ""
+    while os.environ["RANK"] != "0" and time.monotonic() < until:
+        try:
+            socket.create_connection(address, timeout_s).close()  # type: ignore[arg-type]
+            return
+        except OSError as error:
+            why = str(error)
+            time.sleep(0.1)
+    if why:
+        raise ConfigError(
+            f"process 0 does not listen at MASTER_ADDR {address[0]}, MASTER_PORT {address[1]} within {timeout_s} s (parallel.timeout_s): {why}. "
+            "Start all processes, with one MASTER_ADDR and MASTER_PORT."
+        )
+
+
+def _lost(error: BaseException) -> bool:
+    """Whether this is how torch says that another process is gone: by types of its own, or in gloo's words."""
+    return isinstance(error, distributed.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error).lower())
 
 
 def leave(code: int) -> NoReturn:
     """End this process with an exit code, at once: an interpreter that ends by itself may abort in gloo's threads after all went well."""
     if code == 0 and distributed.is_initialized():
-        distributed.barrier()  # none is gone while another still asks it for something
-        distributed.destroy_process_group()
+        with contextlib.suppress(RuntimeError):  # of one that is gone: this one's part is done
+            distributed.barrier()  # none is gone while another still asks it for something
+            distributed.destroy_process_group()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

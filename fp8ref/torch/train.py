@@ -1,4 +1,4 @@
-"""The training step in PyTorch (SEMANTICS T): float32 masters, bfloat16 compute, torch's AdamW; on one device, or one of several processes."""
+"""The training step in PyTorch (SEMANTICS T): float32 masters, bfloat16 compute, AdamW; on one device, or one of several processes."""
 
 import math
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from fp8ref import llama
 from fp8ref.run.config import Config, ConfigError
-from fp8ref.torch import delayed, proof
+from fp8ref.torch import delayed, optimizer, proof
 from fp8ref.torch.model import Llama
 from fp8ref.torch.observing import observing
 from fp8ref.torch.parallel import AXES, parallelize
@@ -52,12 +52,7 @@ class Trainer:
             ordered_reduction=keys.reduction == "ordered",
         )
         self._params = dict(self.model.named_parameters())
-        optimizer = config.optimizer
-        groups = [
-            {"params": [p for p in self._params.values() if p.ndim > 1], "weight_decay": optimizer.weight_decay},
-            {"params": [p for p in self._params.values() if p.ndim == 1], "weight_decay": 0.0},
-        ]
-        self._optimizer = torch.optim.AdamW(groups, betas=(optimizer.beta1, optimizer.beta2), eps=optimizer.eps, foreach=True)
+        self._optimizer = optimizer.build(self._params.values(), config.optimizer)
         self._count = 0
         self.device = f"cuda: {torch.cuda.get_device_name()}" if self._device.type == "cuda" else "cpu"
         self.device += f", {keys.devices} processes" * (keys.devices > 1)
@@ -71,8 +66,7 @@ class Trainer:
         if all(map(math.isfinite, metrics.values())):
             torch._foreach_mul_([_local(g) for g in grads], torch.clamp(self.config.optimizer.max_norm / norm, max=1.0))
             lr = self.config.optimizer.learning_rate_at(self._count, self.config.run.steps)
-            for group in self._optimizer.param_groups:
-                group["lr"] = lr
+            optimizer.set_learning_rate(self._optimizer, lr)
             self._optimizer.step()
             delayed.update(self.model)
             self._count += 1
