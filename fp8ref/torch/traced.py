@@ -22,7 +22,7 @@ from torchao.float8.float8_training_tensor import Float8TrainingTensor, GemmInpu
 
 from fp8ref.formats import Format
 from fp8ref.recipe import CastSpec
-from fp8ref.torch import cast, scales, scaling, sharding
+from fp8ref.torch import scales, scaling, sharding
 from fp8ref.torch.delayed import RoleState
 from fp8ref.torch.layer import Linear
 from fp8ref.torch.seen import is_compiled
