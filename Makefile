@@ -1,10 +1,10 @@
-# make setup | demo | test | exhaustive | bench | bench-jax | bench-torch | aot | lint. Everything is installed into .venv, but for aot's, into .venv-aot;
-# PYTHON names the interpreter they are made with.
+# make setup | demo | test | exhaustive | bench | bench-jax | bench-torch | compile-matrix | aot | lint. Everything is installed
+# into .venv, but for aot's, into .venv-aot; PYTHON names the interpreter they are made with.
 PYTHON ?= python3
 BIN := .venv/bin
 TESTS ?= tests fp8ref
 
-.PHONY: setup demo test exhaustive bench bench-jax bench-torch aot lint
+.PHONY: setup demo test exhaustive bench bench-jax bench-torch compile-matrix aot lint
 
 setup: .venv/ready
 
@@ -30,6 +30,9 @@ bench-jax: setup
 
 bench-torch: setup
 	$(BIN)/python benchmarks/torch_cpu.py --json benchmarks/results/torch_cpu.json
+
+compile-matrix: setup
+	$(BIN)/python benchmarks/compile_matrix.py
 
 # XLA's compiler for NVIDIA's GPUs, which needs neither a GPU nor CUDA to compile.
 .venv-aot/ready: pyproject.toml constraints.txt

@@ -93,8 +93,8 @@ class ParallelConfig:
     """PyTorch: gradients are summed over fsdp as the backend does, or in rank order."""
     checkpointing: Literal["none", "selective", "full"] = "none"
     """PyTorch: what of a layer's forward pass runs again in its backward pass: nothing, all but matrix products and attention, all."""
-    compile: bool = False
-    """PyTorch: every layer through torch.compile."""
+    compile: Literal["none", "block", "model"] = "none"
+    """PyTorch: nothing, every layer by itself, or the whole model, on one device, through torch.compile."""
     timeout_s: int = 600
     """PyTorch: seconds after which a rank that waits for another gives up."""
 
@@ -105,6 +105,11 @@ class ParallelConfig:
         _require(
             self.amax_scope == "global" or self.through == "shard_map",
             "parallel.amax_scope 'local' is of devices, which plain jit does not show. Use parallel.through 'shard_map'.",
+        )
+
+        _require(
+            self.compile != "model" or self.devices == 1,
+            "parallel.compile 'model' is of one device: the embedding table, kept in float32, is gathered by itself. Use 'block'.",
         )
 
     @property

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
 from fp8ref import recipe as recipes
@@ -25,6 +25,7 @@ from fp8ref.recipe import Recipe
 from fp8ref.torch import gather, linear, reduction, tensor
 
 Checkpointing = Literal["none", "selective", "full"]
+Compile = Literal["none", "block", "model"]
 AXES = ("data", "fsdp", "tensor")
 _aten = torch.ops.aten
 # What selective checkpointing keeps: the results of matrix products and attention, which cost most to make again.
@@ -50,8 +51,8 @@ def parallelize(
     sequence: bool = False,
     tensor_plan: Mapping[str, tensor.Style] | None = None,
     checkpointing: Checkpointing = "none",
-    compile_blocks: bool = False,
-    compile_backend: str = "inductor",
+    compile: Compile = "none",
+    compile_backend: str | Callable = "inductor",
     gather_fp8: bool = True,
     precompute_scales: bool = True,
     fp8_from: Literal["compute", "master"] = "compute",
@@ -72,8 +73,9 @@ def parallelize(
                 as ``tensor.parallelize``.
     checkpointing
                 ``full`` keeps a block's inputs and runs it again in the backward pass; ``selective`` keeps the results of KEPT too.
-    compile_blocks, compile_backend
-                each block's forward by torch.compile, without graph breaks.
+    compile, compile_backend
+                by torch.compile, without graph breaks: each ``block``'s forward, or the whole ``model``'s, which is then gathered in one
+                piece: FSDP2 gathers in hooks, which no graph contains (``traced`` gathers in the graph).
     gather_fp8, precompute_scales, fp8_from
                 weights in FP8, as ``gather.gather_in_fp8``; fp8_from: from shards rounded to param_dtype, or from the masters.
     ordered_reduction
@@ -81,13 +83,15 @@ def parallelize(
     param_dtype what parameters are rounded to as they are gathered; gradients are reduced in float32.
     keep_dtype  modules of it, such as an embedding table, whose parameters are used as they are.
     Raises:     ValueError, before anything is changed: as ``linear.convert``; blocks that are not the model's; a mesh of other dims; an
-                optimizer that was built before; delayed scaling of scope local. As ``gather.gather_in_fp8``, after the model was sharded.
+                optimizer that was built before; delayed scaling of scope local; modules sharded by themselves under compile='model'. As ``gather.gather_in_fp8``, after the model was sharded.
     """
     recipe, blocks, keep_dtype = recipes.by_name(recipe), list(blocks), list(keep_dtype)
     within = set(model.modules()) - {model}
     if not within.issuperset([*blocks, *keep_dtype]):
         raise ValueError("blocks and keep_dtype are modules within the model. Name them by model.get_submodule.")
     batch, tensor_mesh = (None, None) if mesh is None else _parts(mesh)
+    if compile == "model":
+        _check_whole(model, keep_dtype if batch is not None else [])
     if mesh is not None:
         _check_optimizers(model)
     if batch is not None and ordered_reduction and batch.ndim == 2 and batch.size(0) > 2:
@@ -102,16 +106,18 @@ def parallelize(
         tensor.parallelize(model, tensor_mesh, sequence=sequence, plan=tensor_plan)
     for block in blocks:
         forward = _checkpointed(block.forward, checkpointing)
-        if compile_blocks:
+        if compile == "block":
             forward = torch.compile(forward, fullgraph=True, backend=compile_backend)
         block.forward = forward  # within FSDP2's hooks, which dynamo would skip
+    if compile == "model":
+        model.forward = torch.compile(model.forward, fullgraph=True, backend=compile_backend)
     if batch is None:
         return model
     policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     as_is = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
     for module in keep_dtype:
         fully_shard(module, mesh=batch, mp_policy=as_is, reshard_after_forward=False)  # a tied table is used again after its own forward
-    for module in (*blocks, model):
+    for module in (model,) if compile == "model" else (*blocks, model):
         # The model too: what stays gathered after an evaluation would be the weights as they were then.
         fully_shard(module, mesh=batch, mp_policy=policy, reshard_after_forward=True)
     if ordered_reduction:
@@ -119,6 +125,17 @@ def parallelize(
     if gather_fp8 and recipe.fp8 and recipe.serves_both("weight"):
         gather.gather_in_fp8(model, dtype=param_dtype if fp8_from == "compute" else torch.float32, precompute=precompute_scales)
     return model
+
+
+def _check_whole(model: nn.Module, keep_dtype: Sequence[nn.Module]) -> None:
+    """ValueError unless one graph can be the model's forward: within it, FSDP2's hooks would be left out, and weights not gathered."""
+    nested = [name or "the model" for name, module in model.named_modules() if isinstance(module, FSDPModule)]
+    nested += [name for name, module in model.named_modules() if any(module is kept for kept in keep_dtype)]
+    if nested:
+        raise ValueError(
+            f"compile='model' is of a model that fully_shard shards as one; {nested[0]} is, or with keep_dtype would be, sharded by itself. "
+            "Use compile='block', or traced.shard, whose gathers are in the graph."
+        )
 
 
 def _parts(mesh: DeviceMesh) -> tuple[DeviceMesh | None, DeviceMesh | None]:

@@ -46,7 +46,7 @@ class Trainer:
             amax_scope=keys.amax_scope,
             sequence=keys.sequence,
             checkpointing=keys.checkpointing,
-            compile_blocks=keys.compile,
+            compile=keys.compile,
             gather_fp8=keys.gather == "fp8",
             precompute_scales=keys.precompute_scales,
             ordered_reduction=keys.reduction == "ordered",
@@ -118,7 +118,7 @@ class Trainer:
         """
         keys = self.config.parallel
         planned = {d.path: d.recipe for d in self.decisions if d.fp8}
-        with (proof.compiled if keys.compile else proof.watching)(self.model) as seen:
+        with (proof.compiled if keys.compile != "none" else proof.watching)(self.model) as seen:
             self._backward(tokens)
         self._optimizer.zero_grad()
         delayed.forget(self.model)
