@@ -64,7 +64,7 @@ def train(config: Config, variants: Mapping[str, dict], tokens: Sequence[np.ndar
 
     prepare  is given every trainer before it trains.
     """
-    runs = {}
+    runs: dict[str, Run] = {}
     for name, keys in variants.items():
         trainer = Trainer(config.replace(parallel=keys))
         if prepare is not None:
@@ -148,7 +148,7 @@ def _amaxes(trainer: Trainer, seen: Operands) -> dict[str, np.ndarray]:
 
 
 def _name(state: str) -> str:
-    """"<layer>/<role>" of a state's name, "<layer>.states.<role>"."""
+    """ "<layer>/<role>" of a state's name, "<layer>.states.<role>"."""
     layer, _, role = state.rpartition(".")
     return f"{layer.removesuffix('.states')}/{role}"
 

@@ -241,7 +241,7 @@ def _local(x: torch.Tensor) -> torch.Tensor:
 
 def _whole(x: torch.Tensor) -> np.ndarray:
     """A copy of all of it, on every rank."""
-    return (x.full_tensor() if isinstance(x, DTensor) else x).cpu().numpy().copy()
+    return _copy(x.full_tensor() if isinstance(x, DTensor) else x)
 
 
 def _copy(x: torch.Tensor) -> np.ndarray:
