@@ -1,5 +1,6 @@
 """What ranks of ``fp8ref.check.ranks`` are given in the tests: importable by name, as processes need it."""
 
+import functools
 import os
 
 import torch
@@ -47,6 +48,7 @@ def wrong_scale(trainer):
 def halved(gather):
     honest = gather.before
 
+    @functools.wraps(honest)  # FSDP2 counts parameters
     def before(*args):
         _, told = honest(*args)
         kept, gather.scale, gather.precomputed = (gather.scale, gather.precomputed), gather.scale / 2, True

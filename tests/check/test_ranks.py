@@ -15,7 +15,7 @@ def test_a_rank_that_fails_ends_the_others_and_says_why():
 
 
 def test_a_refusal_is_the_users():
-    with pytest.raises(ConfigError, match="^rank 1: only here$"):
+    with pytest.raises(ConfigError, match=r"^rank 1: only here$"):
         ranks.run(2, rank_jobs.refuse_on_one)
 
 

@@ -55,17 +55,20 @@ def test_two_ranks_hold_to_the_simulator_and_to_one_process(small, tmp_path, cap
     assert not any(check["bound"] for check in checks.values())
 
 
-@pytest.mark.parametrize("recipe", ["rowwise", "rowwise_with_gw_hp"])
-def test_scales_of_rows_have_no_gather_to_check(small, recipe, monkeypatch):
-    monkeypatch.setattr(sharded_torch, "_meshes", lambda n: [(1, n)])
-    report, unfit = sharded_torch.crosscheck(small.replace(numerics={"recipe": recipe}), 2, steps=1)
+def test_scales_of_rows_are_each_ranks_own(small, one_mesh):  # P-5
+    report, unfit = sharded_torch.crosscheck(small.replace(numerics={"recipe": "rowwise_with_gw_hp"}), 2, steps=1)
     assert report.ok
     assert not unfit
-    assert not any("fp8" in name or "bytes" in name for name in report.checks)
+    assert not any("fp8" in name or "bytes" in name for name in report.checks)  # weights scaled by rows are gathered as they are
     assert report.checks["model/losses/value/torch 1x2 local compute"].equal == 2
-    # Scales along the rows are the ranks' together under scope global: cut, of grad_weight; q_proj's input has rows of 64, and 2 x 16 of them.
-    expected = 2 * 2 * 16 + (2 * 2 * 64 if recipe == "rowwise" else 0)
-    assert report.checks[f"{Q}/input/scale/torch 1x2 global"].equal == 2 * expected - 2 * 2 * 16
+    assert report.checks[f"{Q}/input/scale/torch 1x2 local"].equal == 2 * 2 * 16  # before and after the step
+
+
+@pytest.mark.xfail(reason="layer.Linear merges the amaxes of different rows, rank by rank, under scope global (P-5)", raises=AssertionError)
+def test_scales_of_rows_under_scope_global(small, one_mesh, monkeypatch):  # P-5
+    monkeypatch.setattr(sharded_torch, "SCOPES", ("global",))
+    report, _ = sharded_torch.crosscheck(small.replace(numerics={"recipe": "rowwise"}), 2, steps=1)
+    assert report.ok, failed(report)
 
 
 def test_histories_are_of_all_ranks(small):  # H-4
@@ -135,7 +138,6 @@ def test_four_ranks(small, recipe):
     [
         ({"numerics": {"recipe": "bf16"}}, "got 'bf16'"),
         ({"numerics": {"recipe": "mxfp8"}}, "got 'mxfp8'"),
-        ({"numerics": {"filter_fqns": ("layers",)}}, "and 0 such linears"),
         ({"data": {"batch_size": 3}}, "got 2 and 3"),
         ({"parallel": {"tensor": 2}}, "got parallel.tensor 2"),
         ({"parallel": {"compile": True}}, "compile True"),
