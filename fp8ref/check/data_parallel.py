@@ -47,7 +47,7 @@ class Run:
     weights   whole, after the last step.
     states    delayed scaling's after each step, float32 [2 + history]: scale, number of updates, history; by "<layer>/<role>".
     amaxes    what each step had of each of them on this rank, taken by the simulator; of the run that is watched alone.
-    operands  before the first step and after the last; of the run that is watched alone.
+    operands  before the first step and after the last; of the run that is watched alone (but see ``replicate``).
     gathered  bytes that this rank put into all-gathers in one forward and backward pass.
     """
 
@@ -74,8 +74,12 @@ def train(config: Config, variants: Mapping[str, dict], tokens: Sequence[np.ndar
 
 
 def replicate(config: Config, data: int, fsdp: int, tokens: Sequence[np.ndarray]) -> Run:
-    """The run of data x fsdp ranks in one process; operands are those of whole batches, which it does not train on."""
-    return _run(Replicated(config, data, fsdp), tokens, watched=True)
+    """The run of data x fsdp ranks in one process. Its operands are of the first batch as a whole, before the first step."""
+    trainer, whole = Replicated(config, data, fsdp), Operands()
+    trainer.observe(tokens[0], whole.add)
+    run = _run(trainer, tokens, watched=False)
+    run.operands.append(whole)
+    return run
 
 
 class Replicated(Trainer):
@@ -148,7 +152,7 @@ def _amaxes(trainer: Trainer, seen: Operands) -> dict[str, np.ndarray]:
 
 
 def _name(state: str) -> str:
-    """ "<layer>/<role>" of a state's name, "<layer>.states.<role>"."""
+    """Of a state "q_proj.states.input": "q_proj/input"."""
     layer, _, role = state.rpartition(".")
     return f"{layer.removesuffix('.states')}/{role}"
 

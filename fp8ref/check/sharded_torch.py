@@ -23,9 +23,10 @@ STEPS = 5
 
 
 def crosscheck(config: Config, n: int, *, steps: int = STEPS, prepare: Watcher | None = None) -> tuple[Report, dict[str, str]]:
-    """Train on every mesh data x fsdp of n ranks, by both scopes of amax (``delayed``: global), and compare.
+    """Train on every mesh data x fsdp of n ranks, and compare.
 
-    The keys data, fsdp, amax_scope, gather, precompute_scales and reduction of ``parallel`` are gone through, whatever the config has.
+    Of ``parallel`` it goes through data, fsdp, gather, precompute_scales and reduction, whatever the config has; and where amax_scope is global,
+    through both scopes (``delayed`` has but that one), for under local alone one process without the others can do what a rank does.
     prepare   is called on every rank with every trainer before it trains; it is pickled.
     Returns:  the report, its backends named "torch 2x2 local" for data x fsdp and the scope, with how weights are gathered where runs are
               compared; and what was left out, by name, and why.
@@ -34,7 +35,8 @@ def crosscheck(config: Config, n: int, *, steps: int = STEPS, prepare: Watcher |
     """
     _check(config, n, steps)
     recipes = {d.path: d.recipe for d in config.decisions() if d.fp8}
-    scopes = ("global",) if config.numerics.recipe == "delayed" else SCOPES
+    scope = config.parallel.amax_scope
+    scopes = (scope,) if scope == "local" or config.numerics.recipe == "delayed" else SCOPES
     meshes = _meshes(n)
     batches = data.open_batches(config)
     tokens = [batches.step(step) for step in range(steps + 1)]
@@ -160,6 +162,8 @@ def _check(config: Config, n: int, steps: int) -> None:
         raise ConfigError(f"--sharded is of recipes {', '.join(RECIPES)}; got {config.numerics.recipe!r}. Give --recipe one of these.")
     if foreign := keys.foreign("torch"):
         raise ConfigError(f"{', '.join(foreign)} is not a key of --backend torch. Leave it out.")
+    if config.numerics.recipe == "delayed" and keys.amax_scope == "local":
+        raise ConfigError("recipe 'delayed' keeps one state for all ranks, of amaxes of all. Set parallel.amax_scope to global.")
     if keys.tensor > 1 or keys.compile:
         raise ConfigError(
             f"--sharded N --backend torch is of meshes data x fsdp, run eagerly; got parallel.tensor {keys.tensor}, compile {keys.compile}. "

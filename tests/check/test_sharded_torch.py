@@ -27,7 +27,11 @@ def small(small):
 @pytest.fixture
 def one_mesh(monkeypatch):
     monkeypatch.setattr(sharded_torch, "_meshes", lambda n: [(1, n)])
-    monkeypatch.setattr(sharded_torch, "SCOPES", ("local",))
+
+
+@pytest.fixture
+def local(small):
+    return small.replace(parallel={"amax_scope": "local"})
 
 
 def failed(report):
@@ -55,8 +59,9 @@ def test_two_ranks_hold_to_the_simulator_and_to_one_process(small, tmp_path, cap
     assert not any(check["bound"] for check in checks.values())
 
 
-def test_scales_of_rows_are_each_ranks_own(small, one_mesh):  # P-5
-    report, unfit = sharded_torch.crosscheck(small.replace(numerics={"recipe": "rowwise_with_gw_hp"}), 2, steps=1)
+@pytest.mark.slow
+def test_scales_of_rows_are_each_ranks_own(local, one_mesh):  # P-5
+    report, unfit = sharded_torch.crosscheck(local.replace(numerics={"recipe": "rowwise_with_gw_hp"}), 2, steps=1)
     assert report.ok
     assert not unfit
     assert not any("fp8" in name or "bytes" in name for name in report.checks)  # weights scaled by rows are gathered as they are
@@ -71,18 +76,18 @@ def test_scales_of_rows_under_scope_global(small, one_mesh, monkeypatch):  # P-5
     assert report.ok, failed(report)
 
 
-def test_histories_are_of_all_ranks(small):  # H-4
+def test_histories_are_of_all_ranks(small, one_mesh):  # H-4
     config = small.replace(numerics={"recipe": "delayed"})
     report, _ = sharded_torch.crosscheck(config, 2, steps=STEPS)
     assert report.ok
     assert {name.rsplit("/", 1)[1].split()[2] for name in report.checks} == {"global"}
     for role in ("input", "weight", "grad_output"):
-        assert report.checks[f"{UP}/{role} history/value/torch 2x1 global"].equal == STEPS * 2 * (2 + 16)
+        assert report.checks[f"{UP}/{role} history/value/torch 1x2 global"].equal == STEPS * 2 * (2 + 16)
         assert report.checks[f"{UP}/{role} state/value/torch 1x2 global compute"].equal == STEPS * 2 * (2 + 16)
 
 
-def test_a_gather_by_another_scale_is_reported(small, one_mesh):  # P-6
-    report, _ = sharded_torch.crosscheck(small, 2, steps=STEPS, prepare=rank_jobs.wrong_scale)
+def test_a_gather_by_another_scale_is_reported(local, one_mesh):  # P-6
+    report, _ = sharded_torch.crosscheck(local, 2, steps=STEPS, prepare=rank_jobs.wrong_scale)
     assert not report.ok
     found = failed(report)
     assert f"{UP}/weight/codes/torch 1x2 local" in found
@@ -93,14 +98,16 @@ def test_a_gather_by_another_scale_is_reported(small, one_mesh):  # P-6
     assert "sim 0x" in check.detail
 
 
+@pytest.mark.slow
 def test_histories_of_a_ranks_own_are_reported(small, one_mesh):  # H-4
     config = small.replace(numerics={"recipe": "delayed"})
     report, _ = sharded_torch.crosscheck(config, 2, steps=STEPS, prepare=rank_jobs.apart)
     assert {f"{UP}/input history/value/torch 1x2 global", f"{UP}/input state/value/torch 1x2 global fp8"} <= failed(report)
 
 
-def test_other_rows_are_reported(small, one_mesh):  # P-10
-    report, _ = sharded_torch.crosscheck(small, 2, steps=1, prepare=rank_jobs.same_rows)
+@pytest.mark.slow
+def test_other_rows_are_reported(local, one_mesh):  # P-10
+    report, _ = sharded_torch.crosscheck(local, 2, steps=1, prepare=rank_jobs.same_rows)
     found = failed(report)
     assert "model/losses/value/torch 1x2 local fp8" in found
     assert not any("/codes/" in name for name in found)  # those are of the rows that a rank has
@@ -139,6 +146,7 @@ def test_four_ranks(small, recipe):
         ({"numerics": {"recipe": "bf16"}}, "got 'bf16'"),
         ({"numerics": {"recipe": "mxfp8"}}, "got 'mxfp8'"),
         ({"data": {"batch_size": 3}}, "got 2 and 3"),
+        ({"numerics": {"recipe": "delayed"}, "parallel": {"amax_scope": "local"}}, "keeps one state for all ranks"),
         ({"parallel": {"tensor": 2}}, "got parallel.tensor 2"),
         ({"parallel": {"compile": True}}, "compile True"),
         ({"parallel": {"through": "jit"}}, "parallel.through is not a key of --backend torch"),
