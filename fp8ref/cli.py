@@ -61,7 +61,10 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument("--backend", choices=("jax", "torch"), help="one backend alone (default: both)")
     check.add_argument("--steps", type=int, help="optimizer steps before operands are taken again (default 5)")
     check.add_argument(
-        "--sharded", type=int, metavar="N", help="with --backend jax: on every mesh of N devices, of a CPU if it has no others"
+        "--sharded",
+        type=int,
+        metavar="N",
+        help="with --backend jax: on every mesh of N devices, of a CPU if it has no others; torch: of N processes of its own, data x fsdp",
     )
     check.add_argument("--json", type=Path, metavar="FILE", help="write every comparison to FILE")
     show = command("demo", _demo, "Train with both backends in bf16 and FP8, cross-check, print a table and draw the losses.")
@@ -148,21 +151,35 @@ def _crosscheck(known: argparse.Namespace, options: list[str]) -> int:
 def _crosscheck_sharded(known: argparse.Namespace, config) -> int:
     from fp8ref.run.config import ConfigError
 
-    if known.backend != "jax" or known.steps is not None or known.sharded < 2:
-        raise ConfigError("--sharded takes 2 devices or more, --backend jax, and no --steps: it replays step 0.")
-    import jax
+    if known.backend is None or known.sharded < 2:
+        raise ConfigError("--sharded takes 2 devices or ranks, or more, and --backend jax or torch.")
+    if known.backend == "torch":
+        from fp8ref.check import sharded_torch
 
-    if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
-        jax.config.update("jax_num_cpu_devices", known.sharded)  # a CPU is as many devices as it is told before it is asked
-    from fp8ref.check import sharded
-
-    report, unfit = sharded.crosscheck(config, known.sharded)
+        steps = sharded_torch.STEPS if known.steps is None else known.steps
+        report, unfit = sharded_torch.crosscheck(config, known.sharded, steps=steps)
+    else:
+        report, unfit = _sharded_jax(known, config)
     report.print()
     for name, why in unfit.items():
         print(f"left out {name}: {why}")
     if known.json:
         report.write(known.json)
     return 0 if report.ok else FAILED
+
+
+def _sharded_jax(known: argparse.Namespace, config):
+    from fp8ref.run.config import ConfigError
+
+    if known.steps is not None:
+        raise ConfigError("--sharded with --backend jax takes no --steps: it replays step 0.")
+    import jax
+
+    if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+        jax.config.update("jax_num_cpu_devices", known.sharded)  # a CPU is as many devices as it is told before it is asked
+    from fp8ref.check import sharded
+
+    return sharded.crosscheck(config, known.sharded)
 
 
 def _certify(known: argparse.Namespace, options: list[str]) -> int:

@@ -121,13 +121,18 @@ def compare_codes(check: Check, found: dict[str, np.ndarray], backend: str, fmt:
 
 def compare_scales(check: Check, found: dict[str, np.ndarray], backend: str) -> None:
     """Scales of one backend against "sim", as float32 bits, NaNs alike. worst: in ulps."""
-    if found["sim"].shape != found[backend].shape:
-        return check.fail(f"scales of shape {found['sim'].shape} in sim, {found[backend].shape} in {backend}")
-    bits = {who: np.atleast_1d(np.asarray(scale, np.float32)) for who, scale in found.items() if who in ("sim", backend)}
-    sim, mine = bits["sim"], bits[backend]
-    equal = (sim.view(np.int32) == mine.view(np.int32)) | (np.isnan(sim) & np.isnan(mine))
-    distance = np.where(equal, 0, np.abs(sim.view(np.int32).astype(np.int64) - mine.view(np.int32)))
-    check.add(equal, distance, lambda index: ", ".join(f"{who} {v[index]!r} (0x{v[index].view(np.uint32):08X})" for who, v in bits.items()))
+    compare_bits(check, found[backend], found["sim"], names=(backend, "sim"), what="scales")
+
+
+def compare_bits(check: Check, value: np.ndarray, reference: np.ndarray, *, names: tuple[str, str], what: str = "values") -> None:
+    """float32 against a reference, bit for bit, NaNs alike. worst: in ulps."""
+    if reference.shape != value.shape:
+        return check.fail(f"{what} of shape {reference.shape} in {names[1]}, {value.shape} in {names[0]}")
+    expected, mine = (np.atleast_1d(np.asarray(v, np.float32)) for v in (reference, value))
+    equal = (expected.view(np.int32) == mine.view(np.int32)) | (np.isnan(expected) & np.isnan(mine))
+    distance = np.where(equal, 0, np.abs(expected.view(np.int32).astype(np.int64) - mine.view(np.int32)))
+    both = {names[1]: expected, names[0]: mine}
+    check.add(equal, distance, lambda index: ", ".join(f"{who} {v[index]!r} (0x{v[index].view(np.uint32):08X})" for who, v in both.items()))
 
 
 def compare_values(check: Check, value, reference, bound, *, names: tuple[str, str]) -> None:

@@ -59,10 +59,13 @@ class Trainer:
 
     def step(self, tokens: np.ndarray) -> dict[str, float]:
         """One optimizer step: {"loss", "grad_norm"} before the update. Where either is not finite nothing changes (T-4), on any rank."""
-        loss = self._backward(tokens)
+        return self._update(self._mean(self._backward(tokens)))
+
+    def _update(self, loss: float) -> dict[str, float]:
+        """The second half of a step: by the gradients that lie in the masters, of a batch of this loss."""
         grads = [p.grad for p in self._params.values() if p.grad is not None]
         norm = self._norm(grads)
-        metrics = {"loss": self._mean(loss), "grad_norm": norm.item()}
+        metrics = {"loss": loss, "grad_norm": norm.item()}
         if all(map(math.isfinite, metrics.values())):
             torch._foreach_mul_([_local(g) for g in grads], torch.clamp(self.config.optimizer.max_norm / norm, max=1.0))
             lr = self.config.optimizer.learning_rate_at(self._count, self.config.run.steps)
@@ -103,8 +106,8 @@ class Trainer:
 
         def as_numpy(name, gemm, a, b, out):
             # float32 holds every bfloat16; NumPy has no bfloat16 of its own
-            operands = [(hp.float().cpu().numpy(), codes.cpu().numpy(), scale.cpu().numpy()) for hp, codes, scale in (a, b)]
-            observer(name, gemm, *operands, out.float().cpu().numpy())
+            operands = [(_copy(hp.float()), _copy(codes), _copy(scale)) for hp, codes, scale in (a, b)]
+            observer(name, gemm, *operands, _copy(out.float()))
 
         with observing(self.model, as_numpy):
             self._backward(tokens)
@@ -232,4 +235,9 @@ def _local(x: torch.Tensor) -> torch.Tensor:
 
 def _whole(x: torch.Tensor) -> np.ndarray:
     """A copy of all of it, on every rank."""
-    return (x.full_tensor() if isinstance(x, DTensor) else x).cpu().numpy().copy()
+    return _copy(x.full_tensor() if isinstance(x, DTensor) else x)
+
+
+def _copy(x: torch.Tensor) -> np.ndarray:
+    """With memory of its own: FSDP2 frees a gathered weight's, which an array must not share."""
+    return x.detach().cpu().clone().numpy()

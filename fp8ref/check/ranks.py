@@ -1,0 +1,88 @@
+"""Processes of one gloo group on this machine's CPU: a rank and a thread each, ended together."""
+
+import datetime
+import logging
+import os
+import sys
+import tempfile
+import traceback
+import warnings
+from collections.abc import Callable
+from multiprocessing import connection, get_context
+
+from fp8ref.run.config import ConfigError
+
+# Ranks are forked from a server that has imported what they run and never run it: each starts in a moment, with no threads in it.
+_CONTEXT = get_context("forkserver")
+_PRELOADED = ["fp8ref.check.data_parallel", "torch._dynamo", "torch.distributed.fsdp"]
+
+
+class RankError(RuntimeError):
+    """A rank failed; the message has its number and its traceback."""
+
+
+def run(n: int, function: Callable, *args, timeout_s: int = 600) -> list:
+    """function(*args) on n ranks, in the default process group: what each returned, by rank.
+
+    function  at the top level of a module; it, args and results are pickled.
+    Raises:   ConfigError of the first rank that raised one; RankError of one that failed otherwise or died. The other ranks are then ended.
+    """
+    _CONTEXT.set_forkserver_preload(_PRELOADED)
+    with tempfile.TemporaryDirectory() as folder:
+        pipes = [_CONTEXT.Pipe() for _ in range(n)]
+        processes = [
+            _CONTEXT.Process(target=_rank, args=(rank, n, folder, timeout_s, theirs, function, args), daemon=True)
+            for rank, (_, theirs) in enumerate(pipes)
+        ]
+        try:
+            for process, (_, theirs) in zip(processes, pipes, strict=True):
+                process.start()
+                theirs.close()  # so that a rank that dies shows as the end of its pipe
+            return _results([ours for ours, _ in pipes])
+        finally:
+            for process in processes:
+                if process.pid is not None:
+                    process.terminate()
+                    process.join()
+
+
+def _results(pipes: list[connection.Connection]) -> list:
+    found: dict[connection.Connection, object] = {}
+    while len(found) < len(pipes):
+        for pipe in connection.wait([p for p in pipes if p not in found]):
+            assert isinstance(pipe, connection.Connection)
+            try:
+                kind, value = pipe.recv()
+            except EOFError:
+                kind, value = "failed", "it ended without a result"
+            if kind != "done":
+                raise (ConfigError if kind == "refused" else RankError)(f"rank {pipes.index(pipe)}: {value}")
+            found[pipe] = value
+    return [found[p] for p in pipes]
+
+
+def _rank(rank: int, n: int, folder: str, timeout_s: int, pipe: connection.Connection, function: Callable, args: tuple) -> None:
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch looks for one: gloo's ranks compute on the CPU
+    import torch
+    from torch import distributed
+
+    torch.set_num_threads(1)
+    # Of results that are views, and of gathers in two steps: nothing here writes into results, and whole weights are fetched rarely.
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor", UserWarning)
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+    try:
+        timeout = datetime.timedelta(seconds=timeout_s)
+        distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=n, timeout=timeout)
+        message = "done", function(*args)
+        distributed.barrier()  # none is gone while another still asks it for something
+        distributed.destroy_process_group()
+    except ConfigError as error:
+        message = "refused", str(error)
+    except BaseException:
+        message = "failed", traceback.format_exc()
+    pipe.send(message)
+    if message[0] != "done":
+        pipe.poll(None)  # until it is ended: were its connections gone, the others would fail too, and hide the cause
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # gloo can abort when an interpreter ends

@@ -1,0 +1,75 @@
+"""What ranks of ``fp8ref.check.ranks`` are given in the tests: importable by name, as processes need it."""
+
+import functools
+import os
+
+import torch
+from torch import distributed
+
+from fp8ref.run.config import ConfigError
+from fp8ref.torch import delayed
+
+
+def add(value):
+    total = torch.tensor(float(distributed.get_rank() + value))
+    distributed.all_reduce(total)
+    return distributed.get_rank(), total.item(), torch.get_num_threads(), torch.cuda.is_available()
+
+
+def fail_on_one(kind):
+    if distributed.get_rank() == 1:
+        raise kind("only here")
+    distributed.barrier()
+
+
+def refuse_on_one():
+    fail_on_one(ConfigError)
+
+
+def break_on_one():
+    fail_on_one(KeyError)
+
+
+def die():
+    os._exit(3)
+
+
+# ---- faults, for every trainer of a rank ----
+
+
+def wrong_scale(trainer):
+    """The second rank casts what it gathers by half the scale that it and the others tell (P-6)."""
+    if distributed.get_rank() == 1:
+        for module in trainer.model.modules():
+            if hasattr(module, "fp8_gather"):
+                module.fp8_gather.before = halved(module.fp8_gather)
+
+
+def halved(gather):
+    honest = gather.before
+
+    @functools.wraps(honest)  # FSDP2 counts parameters
+    def before(*args):
+        _, told = honest(*args)
+        kept, gather.scale, gather.precomputed = (gather.scale, gather.precomputed), gather.scale / 2, True
+        codes, _ = honest(*args)
+        gather.scale, gather.precomputed = kept
+        return codes, told
+
+    return before
+
+
+def apart(trainer):
+    """Every rank keeps the histories of its own rows (H-4)."""
+    for _, state in delayed.states(trainer.model):
+        state.group = None
+
+
+def same_rows(trainer):
+    """The second rank trains on other rows than the batch's second half: the first rows again."""
+    if distributed.get_rank() == 1:
+        trainer._own = lambda tokens: tokens[: len(tokens) // 2]
+
+
+def broken(trainer):
+    break_on_one()
