@@ -164,7 +164,7 @@ def _check(config: Config, n: int, steps: int) -> None:
         raise ConfigError(f"{', '.join(foreign)} is not a key of --backend torch. Leave it out.")
     if config.numerics.recipe == "delayed" and keys.amax_scope == "local":
         raise ConfigError("recipe 'delayed' keeps one state for all ranks, of amaxes of all. Set parallel.amax_scope to global.")
-    if keys.tensor > 1 or keys.compile:
+    if keys.tensor > 1 or keys.compile != "none":
         raise ConfigError(
             f"--sharded N --backend torch is of meshes data x fsdp, run eagerly; got parallel.tensor {keys.tensor}, compile {keys.compile}. "
             "Leave both out."

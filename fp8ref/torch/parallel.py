@@ -83,7 +83,8 @@ def parallelize(
     param_dtype what parameters are rounded to as they are gathered; gradients are reduced in float32.
     keep_dtype  modules of it, such as an embedding table, whose parameters are used as they are.
     Raises:     ValueError, before anything is changed: as ``linear.convert``; blocks that are not the model's; a mesh of other dims; an
-                optimizer that was built before; delayed scaling of scope local; modules sharded by themselves under compile='model'. As ``gather.gather_in_fp8``, after the model was sharded.
+                optimizer that was built before; delayed scaling of scope local; under compile='model', modules that are, or by keep_dtype
+                would be, sharded by themselves. As ``gather.gather_in_fp8``, after the model was sharded.
     """
     recipe, blocks, keep_dtype = recipes.by_name(recipe), list(blocks), list(keep_dtype)
     within = set(model.modules()) - {model}

@@ -67,7 +67,7 @@ class Trainer:
         norm = self._norm(grads)
         metrics = {"loss": loss, "grad_norm": norm.item()}
         if all(map(math.isfinite, metrics.values())):
-            torch._foreach_mul_([_local(g) for g in grads], torch.clamp(self.config.optimizer.max_norm / norm, max=1.0))
+            torch._foreach_mul_([optimizer.local(g) for g in grads], torch.clamp(self.config.optimizer.max_norm / norm, max=1.0))
             lr = self.config.optimizer.learning_rate_at(self._count, self.config.run.steps)
             optimizer.set_learning_rate(self._optimizer, lr)
             self._optimizer.step()
@@ -183,8 +183,8 @@ class Trainer:
 
     def _norm(self, grads: list[torch.Tensor]) -> torch.Tensor:
         """float32 (): of all gradients together (T-2). In float64, so that how they are cut changes no more than the last of its bits."""
-        held = [g for g in grads if _local(g).numel()]
-        squares = torch.stack(torch._foreach_norm([_local(g) for g in held], 2, torch.float64)).square()
+        held = [g for g in grads if optimizer.local(g).numel()]
+        squares = torch.stack(torch._foreach_norm([optimizer.local(g) for g in held], 2, torch.float64)).square()
         copies = squares.new_tensor([self._copies(g) for g in held])  # how many ranks hold the same of it
         return self._of_ranks((squares / copies).sum()).sum().sqrt().float()
 
@@ -227,10 +227,6 @@ def mesh_of(config: Config) -> DeviceMesh | None:
         return None
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     return init_device_mesh(kind, (keys.data, keys.fsdp, keys.tensor), mesh_dim_names=AXES)
-
-
-def _local(x: torch.Tensor) -> torch.Tensor:
-    return x.to_local() if isinstance(x, DTensor) else x
 
 
 def _whole(x: torch.Tensor) -> np.ndarray:
