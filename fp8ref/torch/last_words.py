@@ -6,6 +6,7 @@ The words lie in the store at which the processes met. torchrun keeps it; withou
 import contextlib
 import itertools
 import json
+import signal
 import threading
 import time
 from typing import Literal
@@ -29,6 +30,7 @@ class LastWords:
 
     def which(self, *, waited: bool, timeout_s: int) -> str:
         """Which of the others is gone, and why; for a person. waited: whether this process waited for it in vain, for timeout_s."""
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun's to all, once one is gone; this one is about to end, and first says why
         words, store = self._listen() if self._say(waited=waited) else ({}, "fails")
         if self._kept_by_first and self._rank == 0:
             time.sleep(LINGER)

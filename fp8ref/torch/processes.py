@@ -96,7 +96,7 @@ def _reach(timeout_s: int) -> None:
     address, until, why = (os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]), time.monotonic() + timeout_s, ""
     while os.environ["RANK"] != "0" and time.monotonic() < until:
         try:
-            socket.create_connection(address, timeout_s).close()  # type: ignore[arg-type]
+            socket.create_connection(address, timeout_s).close()
             return
         except OSError as error:
             why = str(error)

@@ -16,7 +16,7 @@ def merge_amax(amax: torch.Tensor, group: str) -> torch.Tensor:
 
 def all_reduce_max(x: torch.Tensor, group: str) -> torch.Tensor:
     """Elementwise over a group's ranks, of finite values."""
-    return collectives.wait_tensor(collectives.all_reduce(x, "max", group))  # type: ignore[arg-type]
+    return collectives.wait_tensor(collectives.all_reduce(x, "max", group))
 
 
 def _flagged(amax: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,7 @@ from fp8ref.run import data, log
 from fp8ref.run.config import ConfigError
 from fp8ref.torch import processes, train
 
-DEADLINE = 120  # seconds; a run that takes them hangs
+DEADLINE = 300  # seconds, on a machine with much else to do; a run that takes them hangs
 
 
 def variables(n, rank, port):
