@@ -14,7 +14,7 @@ from fp8ref.check.compare import Report, compare_bits, compare_values
 from fp8ref.check.data_parallel import Run, Watcher
 from fp8ref.recipe import Recipe
 from fp8ref.run import data, progress
-from fp8ref.run.config import Config, ConfigError
+from fp8ref.run.config import Config, ConfigError, ParallelConfig
 from fp8ref.sim import delayed
 
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "delayed")
@@ -35,8 +35,8 @@ def crosscheck(config: Config, n: int, *, steps: int = STEPS, prepare: Watcher |
     """
     _check(config, n, steps)
     recipes = {d.path: d.recipe for d in config.decisions() if d.fp8}
-    scope = config.parallel.amax_scope
-    scopes = (scope,) if scope == "local" or config.numerics.recipe == "delayed" else SCOPES
+    asked = config.parallel.amax_scope
+    scopes = (asked,) if asked == "local" or config.numerics.recipe == "delayed" else SCOPES
     meshes = _meshes(n)
     batches = data.open_batches(config)
     tokens = [batches.step(step) for step in range(steps + 1)]
@@ -164,11 +164,9 @@ def _check(config: Config, n: int, steps: int) -> None:
         raise ConfigError(f"{', '.join(foreign)} is not a key of --backend torch. Leave it out.")
     if config.numerics.recipe == "delayed" and keys.amax_scope == "local":
         raise ConfigError("recipe 'delayed' keeps one state for all ranks, of amaxes of all. Set parallel.amax_scope to global.")
-    if keys.tensor > 1 or keys.compile != "none":
-        raise ConfigError(
-            f"--sharded N --backend torch is of meshes data x fsdp, run eagerly; got parallel.tensor {keys.tensor}, compile {keys.compile}. "
-            "Leave both out."
-        )
+    other = [f"parallel.{key}" for key in ("tensor", "compile", "checkpointing") if getattr(keys, key) != getattr(ParallelConfig(), key)]
+    if other:  # what is compiled or runs again shows its operands to no observer
+        raise ConfigError(f"--sharded N --backend torch is of data x fsdp, layer after layer; got {', '.join(other)}. Leave it out.")
     if n < 2 or config.data.batch_size % n:
         raise ConfigError(
             f"--sharded N takes 2 ranks or more that share data.batch_size evenly; got {n} and {config.data.batch_size}. Give --data.batch_size a multiple."

@@ -147,8 +147,9 @@ def test_four_ranks(small, recipe):
         ({"numerics": {"recipe": "mxfp8"}}, "got 'mxfp8'"),
         ({"data": {"batch_size": 3}}, "got 2 and 3"),
         ({"numerics": {"recipe": "delayed"}, "parallel": {"amax_scope": "local"}}, "keeps one state for all ranks"),
-        ({"parallel": {"tensor": 2}}, "got parallel.tensor 2"),
-        ({"parallel": {"compile": True}}, "compile True"),
+        ({"parallel": {"tensor": 2}}, "got parallel.tensor. Leave"),
+        ({"parallel": {"compile": True}}, "got parallel.compile"),
+        ({"parallel": {"checkpointing": "full"}}, "got parallel.checkpointing"),
         ({"parallel": {"through": "jit"}}, "parallel.through is not a key of --backend torch"),
     ],
 )
