@@ -11,14 +11,14 @@
 import functools
 import gc
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts, noop_context_fn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from fp8ref import recipe as recipes
 from fp8ref.recipe import Recipe
@@ -125,6 +125,9 @@ def parallelize(
         reduction.order(model)
     if gather_fp8 and recipe.fp8 and recipe.serves_both("weight"):
         gather.gather_in_fp8(model, dtype=param_dtype if fp8_from == "compute" else torch.float32, precompute=precompute_scales)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.register_forward_pre_hook(_check_eager, prepend=True)  # before all other hooks, of which dynamo leaves some out
     return model
 
 
@@ -137,6 +140,12 @@ def _check_whole(model: nn.Module, keep_dtype: Sequence[nn.Module]) -> None:
             f"compile='model' is of a model that fully_shard shards as one; {nested[0]} is, or with keep_dtype would be, sharded by itself. "
             "Use compile='block', or traced.shard, whose gathers are in the graph."
         )
+
+
+def _check_eager(unit: nn.Module, args: tuple) -> None:
+    """ValueError where dynamo traces a unit's call: it would leave FSDP2's hooks out, and the weights as they are, in shards."""
+    if torch.compiler.is_dynamo_compiling():
+        raise ValueError("a fully_shard unit is called within a graph. Use parallelize(compile='block') or 'model', or traced.shard.")
 
 
 def _parts(mesh: DeviceMesh) -> tuple[DeviceMesh | None, DeviceMesh | None]:
@@ -178,5 +187,5 @@ def _checkpointed(forward: Callable, how: Checkpointing) -> Callable:
     def policy(context, op, *args, **kwargs) -> CheckpointPolicy:
         return CheckpointPolicy.MUST_SAVE if op in KEPT else CheckpointPolicy.PREFER_RECOMPUTE
 
-    keeping = functools.partial(create_selective_checkpoint_contexts, policy) if how == "selective" else noop_context_fn
-    return functools.partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=False, context_fn=keeping)
+    options: dict[str, Any] = {"context_fn": functools.partial(create_selective_checkpoint_contexts, policy)} if how == "selective" else {}
+    return functools.partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=False, **options)

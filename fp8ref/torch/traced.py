@@ -9,11 +9,10 @@ is gathered stays until the backward pass is done with it: codes, where weights 
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
-import torch.distributed._functional_collectives  # defines the operators
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
@@ -27,7 +26,7 @@ from fp8ref.torch.delayed import RoleState
 from fp8ref.torch.layer import Linear
 from fp8ref.torch.seen import is_compiled
 
-_c10d = torch.ops._c10d_functional
+_c10d = torch.ops._c10d_functional  # defined by what sharding imports
 
 
 def shard(model: nn.Module, group: ProcessGroup, *, param_dtype: torch.dtype = torch.bfloat16, gather_fp8: bool = True) -> "Sharded":
@@ -88,7 +87,7 @@ class Sharded(nn.Module):
         return {name: _all_gather(p.detach(), self.group, self.ranks) for name, p in self.model.named_parameters()}
 
     @torch.no_grad()
-    def _scales(self, shards: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def _scales(self, shards: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """float32 () of each weight gathered in FP8: its state's, or of all ranks' amaxes, which one all-reduce merges (P-3)."""
         found, alike = {}, {}  # type: ignore[var-annotated]
         for name, weight in self._fp8.items():
@@ -116,19 +115,20 @@ class _Weight(NamedTuple):
 
 def _in_fp8(model: nn.Module, group: ProcessGroup, dtype: torch.dtype) -> dict[str, _Weight]:
     """The weights that are gathered in FP8, by their parameter's name; ValueError for one that cannot be."""
-    names: dict[nn.Parameter, list[str]] = {}
+    names: dict[torch.Tensor, list[str]] = {}
     for name, p in model.named_parameters(remove_duplicate=False):
         names.setdefault(p, []).append(name)
     found = {}
     for name, linear in model.named_modules():
         if not isinstance(linear, Float8Linear | Linear) or not linear.recipe.serves_both("weight"):
             continue
+        spec, config = linear.recipe.output.b, getattr(linear, "linear_mm_config", None)
+        assert spec is not None
         if len(shared := names[linear.weight]) > 1:
             raise ValueError(f"{shared[0]} is {shared[1]} too, and both would become FP8. Untie them, or keep {name} in high precision.")
         if isinstance(linear, Linear) and (state := linear.state("weight")) and state.group is None:
             raise ValueError(f"ranks share the states of {name}, which scales by its past. Give linear.convert their group, amax_group.")
-        spec, config = linear.recipe.output.b, getattr(linear, "linear_mm_config", None)
-        found[f"{name}.weight"] = _Weight(linear, spec, _gather_fp8(group.group_name, group.size(), dtype, spec.fmt, config))
+        found[shared[0]] = _Weight(linear, spec, _gather_fp8(group.group_name, group.size(), dtype, spec.fmt, config))
     return found
 
 
