@@ -3,7 +3,9 @@
 import math
 
 import torch
-from torch.distributed import _functional_collectives as collectives
+import torch.distributed._functional_collectives  # defines the operators below
+
+_c10d = torch.ops._c10d_functional
 
 
 def merge_amax(amax: torch.Tensor, group: str) -> torch.Tensor:
@@ -16,7 +18,7 @@ def merge_amax(amax: torch.Tensor, group: str) -> torch.Tensor:
 
 def all_reduce_max(x: torch.Tensor, group: str) -> torch.Tensor:
     """Elementwise over a group's ranks, of finite values."""
-    return collectives.wait_tensor(collectives.all_reduce(x, "max", group))
+    return _c10d.wait_tensor(_c10d.all_reduce(x, "max", group))
 
 
 def _flagged(amax: torch.Tensor) -> torch.Tensor:
