@@ -3,6 +3,7 @@
 import functools
 import importlib.util
 import itertools
+import json
 import re
 from pathlib import Path
 
@@ -61,6 +62,13 @@ def test_inductor_is_eager_under_emulated_casts():  # P-18
     asked = [("tensorwise", "block", "fp8"), ("delayed", "traced", "fp8")]
     for rows in run(2, matrix.cells, "inductor", asked, timeout=600):
         assert rows == [{"backend": "inductor", **expected(*cell)} for cell in asked]
+
+
+def test_the_kept_matrix_is_what_is_expected():
+    kept = json.loads((SCRIPT.parent / "results" / "compile_matrix.json").read_text())
+    rows = [{"backend": backend, **expected(*cell)} for backend, cell in itertools.product(matrix.BACKENDS, ASKED)]
+    assert kept["rows"] == rows
+    assert (SCRIPT.parent / "results" / "compile_matrix.md").read_text() == matrix.table(kept["rows"], kept["blocks"])
 
 
 # ---- one process ----
