@@ -14,6 +14,18 @@ os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_p
 MODEL = LlamaConfig(hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1)
 
 
+def pytest_addoption(parser):
+    parser.addoption("--slow-stride", type=int, default=1, metavar="N", help="of the tests marked slow, run every N-th")
+
+
+def pytest_collection_modifyitems(config, items):
+    slow = [item for item in items if item.get_closest_marker("slow")]
+    left_out = set(slow) - set(slow[:: config.getoption("--slow-stride")])
+    if left_out:
+        config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+        items[:] = [item for item in items if item not in left_out]
+
+
 @pytest.fixture
 def rng():
     return np.random.default_rng(0)

@@ -69,7 +69,6 @@ def test_scales_of_rows_are_each_ranks_own(local, one_mesh):  # P-5
     assert report.checks[f"{Q}/input/scale/torch 1x2 local"].equal == 2 * 2 * 16  # before and after the step
 
 
-@pytest.mark.xfail(reason="layer.Linear merges the amaxes of different rows, rank by rank, under scope global (P-5)", raises=AssertionError)
 def test_scales_of_rows_under_scope_global(small, one_mesh, monkeypatch):  # P-5
     monkeypatch.setattr(sharded_torch, "SCOPES", ("global",))
     report, _ = sharded_torch.crosscheck(small.replace(numerics={"recipe": "rowwise"}), 2, steps=1)

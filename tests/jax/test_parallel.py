@@ -123,12 +123,3 @@ def test_dequantised_operands_are_called_that():
 def test_what_the_mesh_does_not_cut_into_equal_pieces_is_refused_by_name(parallel, more, message):  # P-1
     with pytest.raises(ConfigError, match=message):
         trainer("tensorwise", parallel, **more)
-
-
-def test_torch_refuses_what_it_would_ignore():
-    for keys, message in (
-        ({"parallel": {"data": 2}}, "one device.*parallel is set"),
-        ({"run": {"allow_fallback": True}}, "run.allow_fallback is set"),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            loop.trainer("torch", CONFIG.replace(**keys))

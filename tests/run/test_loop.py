@@ -234,3 +234,18 @@ def test_metrics_are_json_that_every_reader_takes(tmp_path, small, fake):
         for part in text.splitlines() if name == "metrics.jsonl" else [text]:
             json.loads(part, parse_constant=constants.append)
         assert constants == [], name
+
+
+@pytest.mark.parametrize(
+    ("backend", "sections", "key"),
+    [
+        ("torch", {"parallel": {"through": "jit"}}, "parallel.through"),
+        ("jax", {"parallel": {"gather": "compute"}}, "parallel.gather"),
+        ("jax", {"parallel": {"reduction": "ordered", "compile": "block"}}, "parallel.reduction, parallel.compile"),
+        ("jax", {"parallel": {"checkpointing": "full"}}, "parallel.checkpointing"),
+        ("jax", {"optimizer": {"kind": "adamw_fp8"}}, "optimizer.kind"),
+    ],
+)
+def test_a_backend_refuses_keys_that_it_would_ignore(small, backend, sections, key):
+    with pytest.raises(ConfigError, match=f"{key} is not a key of --backend {backend}. Leave it out"):
+        loop.trainer(backend, small.replace(**sections))
