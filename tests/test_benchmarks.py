@@ -8,6 +8,7 @@ from pathlib import Path
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 RESULT = BENCHMARKS / "results" / "sim.json"
 JAX_RESULT = BENCHMARKS / "results" / "jax_cpu.json"
+TORCH_RESULT = BENCHMARKS / "results" / "torch_cpu.json"
 
 
 def test_the_simulators_table(tmp_path):
@@ -51,3 +52,19 @@ def test_what_is_compiled_for_an_h200():
         assert row["fp8_dots"] == row["planned_fp8_gemms"]
         assert row["fp8_share_of_planned_multiplications"] == (1.0 if row["planned_fp8_gemms"] else 0.0)
         assert not row["planned_fp8_gemms"] or row["temporary_mib"] <= old["temporary_mib"]
+
+
+def test_torchs_table(tmp_path):
+    written = tmp_path / "torch_cpu.json"
+    subprocess.run([sys.executable, BENCHMARKS / "torch_cpu.py", "--quick", "--json", written], check=True, capture_output=True)
+    quick, kept = json.loads(written.read_text()), json.loads(TORCH_RESULT.read_text())
+    assert [(r["recipe"], r["at_least"]) for r in quick["rows"]] == [(r["recipe"], r["at_least"]) for r in kept["rows"]]
+    assert quick["proof"]["missing"] == kept["proof"]["missing"] == 0
+
+
+def test_the_readme_shows_torchs_table():
+    readme = (BENCHMARKS.parent / "README.md").read_text(encoding="utf-8")
+    result = json.loads(TORCH_RESULT.read_text())
+    for row in result["rows"]:
+        assert f"| {row['recipe']} | {row['ratio']:.3f} | {row['at_least']} |" in readme
+    assert f"adds {result['proof']['seconds']:.1f} s for {result['proof']['linears']} linears" in readme
