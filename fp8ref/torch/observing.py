@@ -5,6 +5,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchao.float8.float8_linear import Float8Linear
 from torchao.float8.float8_training_tensor import Float8TrainingTensor
@@ -71,6 +72,8 @@ class _Watch(TorchDispatchMode):
         self._observer(self._name, which, *operands, out)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if DTensor in types:
+            return NotImplemented  # once more, of this rank's part
         out = func(*args, **(kwargs or {}))
         if func is torch.ops.aten.mm.default and isinstance(args[0], Float8TrainingTensor):
             roles = tuple(t._gemm_input_role.value for t in args)

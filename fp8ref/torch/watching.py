@@ -5,6 +5,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import nn
+from torch._subclasses import FakeTensor
 from torch.autograd.graph import Node
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -84,6 +85,8 @@ class _Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        if FakeTensor in types:  # how DTensor asks for shapes; nothing is computed
+            return func(*args, **kwargs)
         if any(t is not torch.Tensor for t in types):  # a subclass unwraps itself, and what it then does is seen
             if func is aten.mm.default and all(isinstance(t, Float8TrainingTensor) for t in args):
                 roles = tuple(t._gemm_input_role.value for t in args)
