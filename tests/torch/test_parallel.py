@@ -43,9 +43,10 @@ def batches():
 
 
 def trained(recipe, **keys):
-    """Metrics of every step, a validation loss, weights and states of histories."""
+    """Metrics of every step, a validation loss, weights and states of histories; of a step that is proven first (B-8)."""
     trainer = Trainer(config_of(recipe, **keys))
     *tokens, held_out = batches()
+    trainer.prove(tokens[0])
     metrics = [trainer.step(t) for t in tokens]
     states = {name: value.numpy().copy() for name, value in trainer.model.state_dict().items() if ".states." in name}
     return metrics, trainer.evaluate(held_out), trainer.weights() | states
