@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from fp8ref.delayed import DelayedScaling
+from fp8ref.delayed import DELAYED, DelayedScaling
 from fp8ref.formats import E4M3FN, E5M2
 from fp8ref.policy import POLICIES
 from fp8ref.recipe import CastSpec, GemmSpec, Recipe
@@ -21,3 +21,14 @@ def recipe_of(config: DelayedScaling) -> Recipe:
 
 def margin(n: int):
     return dataclasses.replace(POLICIES["te_delayed"], name=f"margin {n}", margin=n)
+
+
+# What both backends keep, each way of departing from fp8ref's own.
+CONFIGS = [
+    DELAYED["delayed"],
+    DelayedScaling(name="short", history_length=1),
+    DelayedScaling(name="recent", history_length=3, amax_compute="most_recent"),
+    DelayedScaling(name="seldom", history_length=4, interval=3),
+    DelayedScaling(name="room", history_length=2, policy=margin(2)),
+    DelayedScaling(name="much_room", history_length=2, policy=margin(64)),
+]

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from histories import ROLES, margin, recipe_of
+from histories import CONFIGS, ROLES, margin, recipe_of
 
 from fp8ref.delayed import DELAYED, DelayedScaling
 from fp8ref.formats import BFLOAT16, FLOAT32
@@ -13,15 +13,6 @@ from fp8ref.jax.flax import flax_recipe
 from fp8ref.recipe import RECIPES
 from fp8ref.sim import delayed as sim
 from fp8ref.sim import linear as sim_linear
-
-CONFIGS = [
-    DELAYED["delayed"],
-    DelayedScaling(name="short", history_length=1),
-    DelayedScaling(name="recent", history_length=3, amax_compute="most_recent"),
-    DelayedScaling(name="seldom", history_length=4, interval=3),
-    DelayedScaling(name="room", history_length=2, policy=margin(2)),
-    DelayedScaling(name="much_room", history_length=2, policy=margin(64)),
-]
 
 
 def seen_of(use: sim.Observation) -> np.ndarray:

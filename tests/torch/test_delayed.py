@@ -1,23 +1,15 @@
 import numpy as np
 import pytest
 import torch
-from histories import ROLES, margin, recipe_of
+from histories import CONFIGS, ROLES, recipe_of
 from torch import nn
 
-from fp8ref.delayed import DELAYED, DelayedScaling
+from fp8ref.delayed import DELAYED
 from fp8ref.formats import BFLOAT16, E4M3FN, E5M2
 from fp8ref.recipe import CastSpec, GemmSpec, Recipe
 from fp8ref.sim import delayed as sim
 from fp8ref.sim import linear as sim_linear
 from fp8ref.torch import delayed, linear
-
-CONFIGS = [
-    DELAYED["delayed"],
-    DelayedScaling(name="short", history_length=1),
-    DelayedScaling(name="recent", history_length=3, amax_compute="most_recent"),
-    DelayedScaling(name="seldom", history_length=4, interval=3),
-    DelayedScaling(name="much_room", history_length=2, policy=margin(64)),
-]
 
 
 def assert_equal(ours: delayed.DelayedState | delayed.RoleState, theirs: sim.DelayedState):
