@@ -1,10 +1,10 @@
-# make setup | demo | test | slow | exhaustive | bench | bench-jax | bench-torch | compile-matrix | aot | lint. Everything is installed
+# make setup | demo | test | slow | gpu | exhaustive | bench | bench-jax | bench-torch | compile-matrix | aot | lint. Everything is installed
 # into .venv, but for aot's, into .venv-aot; PYTHON names the interpreter they are made with.
 PYTHON ?= python3
 BIN := .venv/bin
 TESTS ?= tests fp8ref
 
-.PHONY: setup demo test slow exhaustive bench bench-jax bench-torch compile-matrix aot lint
+.PHONY: setup demo test slow gpu exhaustive bench bench-jax bench-torch compile-matrix aot lint
 
 setup: .venv/ready
 
@@ -17,10 +17,13 @@ demo: setup
 	$(BIN)/fp8ref demo configs/tiny.toml
 
 test: setup
-	$(BIN)/python -m pytest --slow-stride 3 --durations 40 $(TESTS)
+	$(BIN)/python -m pytest --slow-stride 4 --durations 40 $(TESTS)
 
 slow: setup
 	$(BIN)/python -m pytest -m 'slow and not exhaustive' $(TESTS)
+
+gpu: setup
+	$(BIN)/python -m pytest -m gpu $(TESTS)
 
 exhaustive: setup
 	$(BIN)/python -m pytest -m exhaustive $(TESTS)

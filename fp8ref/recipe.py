@@ -2,7 +2,7 @@
 
 import fnmatch
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -231,6 +231,8 @@ def plan(
     for key, patterns in (("filter_fqns", filter_fqns), ("fp8_fqns", fp8_fqns)):
         if isinstance(patterns, str):
             raise ValueError(f"{key} is a list of patterns; got the string {patterns!r}. Write [{patterns!r}].")
+        if not isinstance(patterns, Collection) or not all(isinstance(pattern, str) for pattern in patterns):
+            raise ValueError(f"{key} is a list of patterns, each a string; got {patterns!r}. Leave it out, or name linears.")
         for pattern in patterns:
             if key == "filter_fqns" and pattern == AUTO_FILTER:
                 continue

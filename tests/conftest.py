@@ -1,5 +1,6 @@
 """Fixtures that several rooms share."""
 
+import importlib
 import os
 
 import numpy as np
@@ -24,6 +25,11 @@ def pytest_collection_modifyitems(config, items):
     if left_out:
         config.hook.pytest_deselected(items=[item for item in items if item in left_out])
         items[:] = [item for item in items if item not in left_out]
+
+
+def pytest_runtest_setup(item):
+    if item.get_closest_marker("gpu") and not importlib.import_module("torch").cuda.is_available():
+        pytest.skip("no NVIDIA GPU")
 
 
 @pytest.fixture

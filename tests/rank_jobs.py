@@ -2,6 +2,7 @@
 
 import functools
 import os
+import threading
 
 import torch
 from torch import distributed
@@ -32,6 +33,15 @@ def break_on_one():
 
 def die():
     os._exit(3)
+
+
+def stand_still_on_one():
+    if distributed.get_rank() == 1:
+        threading.Event().wait()
+
+
+def give_a_lambda():
+    return lambda: None
 
 
 # ---- faults, for every trainer of a rank ----

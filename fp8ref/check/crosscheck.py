@@ -1,8 +1,8 @@
 """Holds both backends to the simulator on a config's real operands (SEMANTICS S, G, B).
 
-For every converted linear, at step 0 and after some training: the codes and scales that each backend's own step used,
-and those that the other makes of the same operands, against the simulator's, bit for bit; the outputs of its three GEMMs against
-the exact result; then initial weights, step-0 logits and losses, and the loss curves.
+For every converted linear, at step 0 and after some training, or before every step where scales come from the past: the codes and
+scales that each backend's own step used, and those that the other makes of the same operands, against the simulator's, bit for bit;
+the outputs of its three GEMMs against the exact result; then initial weights, step-0 logits and losses, and the loss curves.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,14 +11,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from fp8ref import llama
-from fp8ref.check import bounds, synthetic
+from fp8ref.check import bounds, states, synthetic
 from fp8ref.check.compare import Report, compare_codes, compare_scales, compare_values
 from fp8ref.check.quantizers import Quantizer, create
+from fp8ref.check.states import States
 from fp8ref.formats import BFLOAT16, FP8_FORMATS
-from fp8ref.recipe import OPERANDS, RECIPES, REDUCED_AXES, SHARED_RECIPES, CastSpec, Recipe
+from fp8ref.recipe import OPERANDS, RECIPES, REDUCED_AXES, SHARED_RECIPES, CastSpec, Gemm, Recipe
 from fp8ref.run import data, loop, progress
 from fp8ref.run.config import Config, ConfigError
-from fp8ref.sim import cast, gemm, scaling
+from fp8ref.sim import cast, delayed, gemm, scaling
 
 FORWARD_BATCH = 4  # sequences in the simulated forward passes
 STEPS = 5  # optimizer steps before operands are taken again
@@ -30,7 +31,7 @@ class Observation:
 
     backend: str
     layer: str
-    gemm: str
+    gemm: Gemm
     a: tuple[np.ndarray, np.ndarray, np.ndarray]
     b: tuple[np.ndarray, np.ndarray, np.ndarray]
     out: np.ndarray
@@ -39,13 +40,10 @@ class Observation:
 def crosscheck(config: Config, *, backends: Sequence[str] = loop.BACKENDS, steps: int = STEPS) -> Report:
     """Run every comparison. Nothing is written; training here starts from the config's own initial weights.
 
-    Raises:   ConfigError: data too short, an unknown backend, a recipe that only one backend runs, several devices.
+    Raises:   ConfigError: data too short, an unknown backend, several devices.
     """
-    if config.numerics.recipe not in SHARED_RECIPES or config.parallel.devices > 1:
-        raise ConfigError(
-            f"the cross-check is of recipes {', '.join(SHARED_RECIPES)} on one device; got {config.numerics.recipe!r} on "
-            f"{config.parallel.devices}. Give --recipe and --parallel.* of these."
-        )
+    if config.parallel.devices > 1:
+        raise ConfigError(f"the cross-check is on one device; got {config.parallel.devices}. Set parallel.* to 1, or give --sharded N.")
     report = Report()
     batches = data.open_batches(config)
     weights = llama.initial_weights(config.model, seed=config.run.seed)
@@ -54,7 +52,7 @@ def crosscheck(config: Config, *, backends: Sequence[str] = loop.BACKENDS, steps
     work = 1 + 2 * bounds.SAMPLES + len(backends) * (steps + 2) + replicates * (1 + bool(steps))
     with progress.bar(f"crosscheck {config.numerics.recipe}", work) as advance:
         quantizers = create(backends)
-        check_synthetic(report, quantizers)
+        check_synthetic(report, config.numerics.recipe, quantizers)
         advance("synthetic tensors")
         for name, start in (("probe", bounds.probe_weights(weights, seed=config.run.seed)), ("step0", weights)):
             trainers = {backend: loop.trainer(backend, config, start) for backend in backends}
@@ -65,27 +63,31 @@ def crosscheck(config: Config, *, backends: Sequence[str] = loop.BACKENDS, steps
         check_weights(report, trainers, weights)
         curves: dict[str, list[dict[str, float]]] = {name: [] for name in backends}
         for name, trainer in trainers.items():
-            check_operands(report, trainer, batches.step(0), recipes, quantizers)
-            advance(f"{name}: operands at step 0")
-            for step in range(steps):
-                curves[name].append(trainer.step(batches.step(step)))
-                advance(f"{name}: training")
-            check_operands(report, trainer, batches.step(steps), recipes, quantizers)
-            advance(f"{name}: operands after {steps} steps")
+            held = states.initial(recipes)
+            for step in range(steps + 1):
+                if step in (0, steps) or held:  # a state is of what every step before it had
+                    seen = check_operands(report, trainer, batches.step(step), recipes, quantizers, held)
+                    held = states.after(held, recipes, amaxes(seen))
+                if step in (0, steps):
+                    advance(f"{name}: operands after {step} steps")
+                if step < steps:
+                    curves[name].append(trainer.step(batches.step(step)))
+                    advance(f"{name}: training")
         if len(backends) > 1 and steps:
             check_curves(report, curves, weights, batches, config, advance=lambda: advance("noise of rounding"))
     return report
 
 
-def check_synthetic(report: Report, quantizers: dict[str, Quantizer]) -> None:
-    """Codes and scales of made-up tensors, both axes; and bare casts, where saturation shows (dynamic scales never exceed max)."""
+def check_synthetic(report: Report, name: str, quantizers: dict[str, Quantizer]) -> None:
+    """Codes and scales of made-up tensors by the recipe of this name and those that all libraries run, both axes; and bare casts, where
+    saturation shows (dynamic scales never exceed max)."""
     for fmt in FP8_FORMATS.values():
         values = synthetic.casts(fmt)
         found = {"sim": cast.encode(values, fmt)} | {who: q.encode(values, fmt) for who, q in quantizers.items()}
         for backend in quantizers:
             compare_codes(report.check(f"synthetic.cast/{fmt}/codes/{backend}"), found, backend, fmt, values)
-    gemms = [g for name in SHARED_RECIPES for g in RECIPES[name].gemms.values()]
-    specs = {(c.fmt, c.granularity, c.policy): c for g in gemms for c in (g.a, g.b) if c is not None}
+    gemms = [g for each in (*SHARED_RECIPES, name) for g in RECIPES[each].gemms.values()]
+    specs = {(c.fmt, c.granularity, c.policy): c for g in gemms for c in (g.a, g.b) if c is not None and c.delayed is None}
     for case, values in synthetic.tensors().items():
         for spec in specs.values():
             for axis in (0, 1) if spec.granularity == "rowwise" else (1,):
@@ -148,9 +150,17 @@ def check_gradients(
 
 
 def check_operands(
-    report: Report, trainer: loop.Trainer, tokens: np.ndarray, recipes: dict[str, Recipe], quantizers: dict[str, Quantizer]
-) -> None:
-    """Every FP8 GEMM of one forward and backward pass: operands bit for bit, outputs within B-1."""
+    report: Report,
+    trainer: loop.Trainer,
+    tokens: np.ndarray,
+    recipes: dict[str, Recipe],
+    quantizers: dict[str, Quantizer],
+    held: States,
+) -> list[Observation]:
+    """Every FP8 GEMM of one forward and backward pass, which it returns: operands bit for bit, outputs within B-1.
+
+    held    the simulator's states, of the roles that are scaled by their past, before this pass.
+    """
     seen: list[Observation] = []
     trainer.observe(tokens, lambda layer, which, a, b, out: seen.append(Observation(trainer.backend, layer, which, a, b, out)))
     expected = {(layer, which) for layer, recipe in recipes.items() for which, spec in recipe.gemms.items() if spec.fp8}
@@ -159,7 +169,17 @@ def check_operands(
         problem = "was planned in FP8 and did not run" if (layer, which) in expected else "ran in FP8 and was not planned"
         report.check(f"{layer}/{which}/value/{trainer.backend}", bound=1.0).fail(f"the GEMM {problem}")
     for observation in (o for o in seen if (o.layer, o.gemm) in expected):
-        _check_gemm(report, observation, recipes[observation.layer], quantizers)
+        _check_gemm(report, observation, recipes[observation.layer], quantizers, held)
+    return seen
+
+
+def amaxes(seen: Sequence[Observation]) -> dict[str, list[np.ndarray]]:
+    """Of every operand of these GEMMs, by "<layer>/<role>"."""
+    found: dict[str, list[np.ndarray]] = {}
+    for o in seen:
+        for role, (hp, _, _) in zip(OPERANDS[o.gemm], (o.a, o.b), strict=True):
+            found.setdefault(f"{o.layer}/{role}", []).append(scaling.amax(hp))
+    return found
 
 
 def check_curves(
@@ -194,10 +214,19 @@ def compare_quantized(
     axis: int,
     live: dict[str, tuple[np.ndarray, np.ndarray]],
     quantizers: dict[str, Quantizer],
+    state: delayed.DelayedState | None = None,
 ) -> scaling.Quantized:
-    """Codes and scales of hp in every implementation; ``live`` holds those a training step used. Returns the simulator's."""
+    """Codes and scales of hp in every implementation; ``live`` holds those a training step used. Returns the simulator's.
+
+    state  of a role that is scaled by its past, which no quantizer has: then those of ``live`` are compared alone.
+    """
     hp = np.asarray(hp, np.float32)
-    simulated = scaling.quantize(hp, spec.fmt, granularity=spec.granularity, policy=spec.policy, axis=axis)
+    if state is None:
+        simulated = scaling.quantize(hp, spec.fmt, granularity=spec.granularity, policy=spec.policy, axis=axis)
+    else:
+        assert spec.delayed is not None
+        simulated = scaling.quantize_with(hp, delayed.scales(state, spec.delayed, spec.fmt), spec.fmt, policy=spec.policy, axis=axis)
+        quantizers = {backend: quantizer for backend, quantizer in quantizers.items() if backend in live}
     found = {"sim": (simulated.codes, simulated.scale)}
     for backend, quantizer in quantizers.items():
         found[backend] = live[backend] if backend in live else quantizer.quantize(hp, spec, axis=axis, dtype="bfloat16")
@@ -213,13 +242,14 @@ def transposed(q: scaling.Quantized) -> scaling.Quantized:
     return q._replace(codes=q.codes.T, scale=q.scale.T, scale_inv=q.scale_inv.T, axis=1)
 
 
-def _check_gemm(report: Report, seen: Observation, recipe: Recipe, quantizers: dict[str, Quantizer]) -> None:
-    spec = recipe.gemms[seen.gemm]  # type: ignore[index]
+def _check_gemm(report: Report, seen: Observation, recipe: Recipe, quantizers: dict[str, Quantizer], held: States) -> None:
+    spec = recipe.gemms[seen.gemm]
     operands = []
-    for role, operand, how, axis in zip(OPERANDS[seen.gemm], (seen.a, seen.b), (spec.a, spec.b), REDUCED_AXES[seen.gemm], strict=True):  # type: ignore[index]
+    for role, operand, how, axis in zip(OPERANDS[seen.gemm], (seen.a, seen.b), (spec.a, spec.b), REDUCED_AXES[seen.gemm], strict=True):
         assert how is not None
         hp, codes, scale = operand
-        q = compare_quantized(report, f"{seen.layer}/{role}", hp, how, axis, {seen.backend: (codes, scale)}, quantizers)
+        state = held[f"{seen.layer}/{role}"] if how.delayed else None
+        q = compare_quantized(report, f"{seen.layer}/{role}", hp, how, axis, {seen.backend: (codes, scale)}, quantizers, state)
         operands.append(q if axis == 1 else transposed(q))
     a, b = operands
     simulated = gemm.matmul(a, b, epilogue=spec.epilogue, out_dtype=BFLOAT16)  # [M, K] x [N, K] -> [M, N]

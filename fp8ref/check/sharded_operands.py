@@ -4,11 +4,11 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from fp8ref import llama, recipe
+from fp8ref import llama
 from fp8ref.check.compare import Report, compare_bits, compare_codes, compare_scales, compare_values
 from fp8ref.check.data_parallel import Operands, Run
-from fp8ref.delayed import DelayedScaling
-from fp8ref.formats import BFLOAT16, Format
+from fp8ref.check.states import States
+from fp8ref.formats import BFLOAT16
 from fp8ref.recipe import OPERANDS, REDUCED_AXES, CastSpec, Gemm, Recipe, Role
 from fp8ref.run.config import Config
 from fp8ref.sim import cast, delayed, scaling, sharding
@@ -18,18 +18,13 @@ from fp8ref.sim.scaling import Quantized
 FIRST = tuple(f"model.layers.0.self_attn.{x}_proj" for x in "qkv")  # given the same by any scaling: nothing before them is in FP8
 
 
-def delayed_casts(recipes: Mapping[str, Recipe]) -> dict[str, tuple[Format, DelayedScaling]]:
-    """Of every role that is scaled by its past, by "<layer>/<role>"."""
-    return {f"{layer}/{role}": how for layer, r in recipes.items() for role, how in recipe.delayed_casts(r).items()}
-
-
 def check(
     report: Report,
     backend: str,
     config: Config,
     recipes: Mapping[str, Recipe],
     runs: Sequence[Run],
-    states: Sequence[Mapping[str, delayed.DelayedState]],
+    states: Sequence[States],
 ) -> None:
     """Every operand of every rank, before the first step and after the last.
 

@@ -9,13 +9,13 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from fp8ref.check import data_parallel, ranks, sharded_operands
+from fp8ref.check import data_parallel, ranks, sharded_operands, states
 from fp8ref.check.compare import Report, compare_bits, compare_values
 from fp8ref.check.data_parallel import Run, Watcher
+from fp8ref.check.states import States
 from fp8ref.recipe import Recipe
 from fp8ref.run import data, progress
 from fp8ref.run.config import Config, ConfigError, ParallelConfig
-from fp8ref.sim import delayed
 
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "delayed")
 SCOPES = ("local", "global")
@@ -70,11 +70,11 @@ class _Check:
         found = self._run(self.n, data_parallel.train, config, variants, self.tokens, self.prepare)
         watched = [runs[next(iter(variants))] for runs in found]
         one = self._one_process(copies, parts)
-        states = self._states(name, watched)
-        sharded_operands.check(self.report, name, config, self.recipes, watched, states)
+        held = self._states(name, watched)
+        sharded_operands.check(self.report, name, config, self.recipes, watched, held)
         if scope == "global":
             sharded_operands.check_first_layer(self.report, name, watched, one)
-        exact = scope == "local" or bool(states)  # of dynamic scales of all ranks' amaxes, one process would need those of the whole batch
+        exact = scope == "local" or bool(held)  # of dynamic scales of all ranks' amaxes, one process would need those of the whole batch
         key = (scope, *self._tree(copies, parts))
         if exact and copies <= 2:
             self._first[key] = "one process", one
@@ -113,22 +113,18 @@ class _Check:
             for name, state in theirs.items():
                 compare_bits(self.report.check(f"{name} state/value/{backend}"), mine[name], state, names=names)
 
-    def _states(self, backend: str, runs: list[Run]) -> list[dict[str, delayed.DelayedState]]:
+    def _states(self, backend: str, runs: list[Run]) -> list[States]:
         """The simulator's delayed states before every step and after the last, of what the ranks had in each; compared with each rank's."""
-        casts = sharded_operands.delayed_casts(self.recipes)
-        if not casts:
+        found = [states.initial(self.recipes)]
+        if not found[0]:
             return []
-        found = [{name: delayed.init(config) for name, (_, config) in casts.items()}]
         for step in range(len(self.tokens) - 1):
-            after = {}
-            for name, (fmt, config) in casts.items():
-                observed = [delayed.observe(run.amaxes[step][name]) for run in runs]
-                after[name] = s = delayed.update(found[-1][name], *observed, config=config, fmt=fmt)
+            found.append(states.after(found[-1], self.recipes, {name: [run.amaxes[step][name] for run in runs] for name in found[0]}))
+            for name, s in found[-1].items():
                 expected = np.concatenate([[s.stored], [s.step], s.amax_history]).astype(np.float32)
                 for rank, run in enumerate(runs):
                     check = self.report.check(f"{name} history/value/{backend}")
                     compare_bits(check, run.states[step][name], expected, names=(f"{backend}, rank {rank}", "sim"))
-            found.append(after)
         return found
 
     def _bytes(self, name: str, parts: int, layers: list[str], runs: list[tuple[Run, Run]]) -> None:

@@ -7,9 +7,9 @@ from fp8ref.sim import cast
 
 
 def tensors(seed: int = 0) -> dict[str, np.ndarray]:
-    """Name -> float32 [48, 80]; every value is a bfloat16 too."""
+    """Name -> float32 [48, 128]; every value is a bfloat16 too."""
     rng = np.random.default_rng(seed)
-    normal = rng.standard_normal((48, 80))
+    normal = rng.standard_normal((48, 128))
     cases = {
         "normal": normal,
         "outlier": np.where(rng.random(normal.shape) < 0.002, normal * 1e4, normal),

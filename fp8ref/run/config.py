@@ -94,7 +94,7 @@ class ParallelConfig:
     checkpointing: Literal["none", "selective", "full"] = "none"
     """PyTorch: what of a layer's forward pass runs again in its backward pass: nothing, all but matrix products and attention, all."""
     compile: Literal["none", "block", "model"] = "none"
-    """PyTorch: nothing, every layer by itself, or the whole model, on one device, through torch.compile."""
+    """PyTorch: nothing, every layer by itself, or the whole model, which is then gathered in one piece, through torch.compile."""
     timeout_s: int = 600
     """PyTorch: seconds after which a rank that waits for another gives up."""
 
@@ -108,8 +108,8 @@ class ParallelConfig:
         )
 
         _require(
-            self.compile != "model" or self.devices == 1,
-            "parallel.compile 'model' is of one device: the embedding table, kept in float32, is gathered by itself. Use 'block'.",
+            self.compile != "model" or self.tensor == 1,
+            "parallel.compile 'model' is of a model that tensor parallelism does not cut. Set parallel.tensor to 1, or use 'block'.",
         )
 
     @property

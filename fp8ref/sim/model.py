@@ -9,9 +9,10 @@ from collections.abc import Mapping
 import numpy as np
 
 from fp8ref import llama
+from fp8ref import policy as policies
 from fp8ref.formats import BFLOAT16
 from fp8ref.recipe import CastSpec, GemmSpec, Recipe
-from fp8ref.sim import cast, scaling
+from fp8ref.sim import cast, delayed, scales, scaling
 
 
 class Rounding:
@@ -32,12 +33,16 @@ class Rounding:
         return cast.round_to(x, BFLOAT16, **self._mode()).astype(np.float64)
 
     def qdq(self, x: np.ndarray, spec: CastSpec) -> np.ndarray:
-        """Through FP8 and back along the last axis: the values that the GEMM multiplies, scales included."""
+        """Through FP8 and back along the last axis: the values that the GEMM multiplies, scales included. Delayed ones are a first step's."""
         x = x.astype(np.float32)
-        scale = scaling.scale_from_amax(scaling.amax(x, spec.granularity, axis=-1), spec.fmt, spec.policy)
-        clipped = np.clip(x * scale, -spec.fmt.max, spec.fmt.max)
-        codes = cast.encode(clipped, spec.fmt, **self._mode())
-        return cast.decode(codes, spec.fmt).astype(np.float64) * scaling.scale_inv_from_scale(scale)
+        if spec.delayed is not None:
+            found = delayed.scales(delayed.init(spec.delayed), spec.delayed, spec.fmt)
+        else:
+            found = scales.scales_from_amax(scaling.amax(x, spec.granularity, axis=-1), spec.fmt, spec.policy)
+        scale, scale_inv = (scaling.spread(part, x.shape, spec.granularity, -1) for part in found)
+        scaled = x * scale if policies.by_name(spec.policy).stored == "scale" else x / scale_inv
+        codes = cast.encode(np.clip(scaled, -spec.fmt.max, spec.fmt.max), spec.fmt, **self._mode())
+        return cast.decode(codes, spec.fmt).astype(np.float64) * scale_inv
 
 
 def forward(

@@ -1,5 +1,5 @@
 """FP8 training in PyTorch: ``cast``, ``scaling``, ``linear`` (torchao's Float8Linear, or fp8ref's own ``layer``), ``delayed``; on several
-devices ``parallel``, ``gather``, ``tensor``, ``processes``; ``proof`` that a step ran in FP8; ``model``, ``train``.
+devices ``parallel``, ``gather``, ``tensor``, ``traced``, ``processes``; ``proof`` that a step ran in FP8; ``model``, ``train``.
 
 Held to docs/SEMANTICS.md by ``fp8ref.check``; shares no code with the simulator.
 """
@@ -20,10 +20,24 @@ except ImportError as error:
         f"fp8ref.torch needs torch and torchao; {error.name} is missing. Install them with: pip install 'fp8ref[torch]'"
     ) from error
 
-from fp8ref.torch import cast, delayed, gather, layer, linear, model, parallel, processes, proof, scaling, tensor, train
+from fp8ref.torch import cast, delayed, gather, layer, linear, model, parallel, processes, proof, scaling, tensor, traced, train
 
 for _logger, _level in zip(_loggers, _levels, strict=True):
     _logger.setLevel(_level)
 
-__all__ = ["cast", "delayed", "gather", "layer", "linear", "model", "parallel", "processes", "proof", "scaling", "tensor", "train"]
+__all__ = [
+    "cast",
+    "delayed",
+    "gather",
+    "layer",
+    "linear",
+    "model",
+    "parallel",
+    "processes",
+    "proof",
+    "scaling",
+    "tensor",
+    "traced",
+    "train",
+]
 del torch, torchao

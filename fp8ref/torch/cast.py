@@ -11,6 +11,8 @@ DTYPES = {
     "e4m3fnuz": torch.float8_e4m3fnuz,
     "e5m2fnuz": torch.float8_e5m2fnuz,
 }
+# What casts to FP8 take.
+HIGH_PRECISION = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def encode(x: torch.Tensor, fmt: Format, *, saturate: bool = True) -> torch.Tensor:
@@ -57,7 +59,7 @@ def to_f32(x: torch.Tensor) -> torch.Tensor:
 
 def checked(x: torch.Tensor) -> torch.Tensor:
     """x itself; ValueError unless it is float32, float16 or bfloat16."""
-    if x.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+    if x.dtype not in HIGH_PRECISION:
         raise ValueError(f"casts take float32, float16 or bfloat16; got {x.dtype}. Convert with .float().")
     return x
 

@@ -123,7 +123,16 @@ class RoleState(nn.Module):
                 return fn(buffer)
             return fn(buffer.view(torch.int32)).view(torch.float32)
 
-        return super()._apply(moved, recurse)
+        absent = self.seen.is_meta
+        super()._apply(moved, recurse)
+        if absent and not self.seen.is_meta:  # ``to_empty`` made room for it
+            self.reset()
+        return self
+
+    def _load_from_state_dict(self, *args, **kwargs) -> None:
+        """What was observed since belongs to a step that is not the loaded state's."""
+        super()._load_from_state_dict(*args, **kwargs)
+        self.seen = torch.zeros_like(self.seen, device=self.scale.device)  # which an assigned state may have moved to
 
 
 def states(model: nn.Module) -> Iterator[tuple[str, RoleState]]:

@@ -32,6 +32,7 @@ class FP8Gather:
 
     scale       float32 (), of the forward pass under way and its backward pass.
     moved       the dtype of what FSDP2 last gathered of it, once it has.
+    shard       this rank's rows [n, K] of the master, also while the whole weight is gathered; n may be 0.
     """
 
     def __init__(self, name: str, linear: Float8Linear | Linear, spec: CastSpec, dtype: torch.dtype, *, precomputed: bool) -> None:
@@ -39,13 +40,7 @@ class FP8Gather:
         self.state = linear.state("weight") if isinstance(linear, Linear) else None
         self.scale: torch.Tensor | None = None
         self.moved: torch.dtype | None = None
-
-    @property
-    def shard(self) -> torch.Tensor:
-        """This rank's rows [n, K] of the master; n may be 0."""
-        weight = self.linear.weight
-        assert isinstance(weight, DTensor)
-        return weight.to_local()
+        self.shard = torch.empty(0)
 
     @property
     def groups(self) -> tuple[str, ...]:
@@ -59,8 +54,9 @@ class FP8Gather:
         """Have FSDP2 ask this object: it looks for these names on the shard, also on one that has been replaced since."""
         weight = self.linear.weight
         assert isinstance(weight, DTensor)
-        weight._local_tensor.fsdp_pre_all_gather = self.before  # type: ignore[attr-defined]
-        weight._local_tensor.fsdp_post_all_gather = self.after  # type: ignore[attr-defined]
+        self.shard = weight._local_tensor
+        self.shard.fsdp_pre_all_gather = self.before  # type: ignore[attr-defined]
+        self.shard.fsdp_post_all_gather = self.after  # type: ignore[attr-defined]
 
     def before(
         self, mesh: DeviceMesh, outer_size: torch.Size, outer_stride: tuple[int, ...], module: nn.Module, mp_policy: MixedPrecisionPolicy
@@ -106,12 +102,12 @@ class FP8Gather:
         ), ()
 
 
-def gather_in_fp8(model: nn.Module, *, dtype: torch.dtype, precompute: bool = True) -> list[FP8Gather]:
+def gather_in_fp8(model: nn.Module, *, dtype: torch.dtype | None, precompute: bool = True) -> list[FP8Gather]:
     """From now on, FSDP2 gathers the weights of a sharded, converted model's linears in FP8, where one scale serves both their GEMMs.
 
     dtype       what shards are rounded to before they are cast. The compute dtype, ``param_dtype`` of the mixed precision: the codes
-                are those that the linear would make of the gathered weight, and no bit of training changes. Or the masters': one
-                rounding less, and other codes (of one float32 weight in thirty or so).
+                are those that the linear would make of the gathered weight, and no bit of training changes. Or the masters', which
+                None is: one rounding less, and other codes (of one float32 weight in thirty or so).
     precompute  the scales of all weights are computed where a forward pass begins, by one all-reduce for each set of ranks that cut them
                 alike: of the weights as they are then, whoever wrote them. Otherwise at every gather, by one of each weight's own.
     Returns:    what gathers each of them. Linears that scale by rows or blocks are gathered as before.
@@ -120,7 +116,7 @@ def gather_in_fp8(model: nn.Module, *, dtype: torch.dtype, precompute: bool = Tr
                 without a process group.
     """
     gathers = [
-        FP8Gather(name, linear, spec, dtype, precomputed=precompute)
+        FP8Gather(name, linear, spec, dtype or linear.weight.dtype, precomputed=precompute)
         for name, linear in model.named_modules()
         if isinstance(linear, Float8Linear | Linear) and (spec := _one_cast(linear.recipe)) is not None
     ]
@@ -168,11 +164,17 @@ def compute_scales(gathers: Iterable[FP8Gather]) -> None:
 
 
 class _Forward:
-    """What happens where a forward pass begins: outermost, for the FSDP unit that was called, and all within it."""
+    """What happens where a forward pass begins, for the FSDP unit that was called and all within it.
+
+    outermost   the unit under way. A call of it is a beginning even so: an interrupt leaves no hook that would say the end.
+    observed    whose shards the pass under way has observed: one without gradients that is run again with them has not.
+    """
 
     def __init__(self, gathers: list[FP8Gather]) -> None:
         self.gathers = gathers
-        self.depth = 0
+        self.stateful = [g for g in gathers if g.state is not None]
+        self.outermost: nn.Module | None = None
+        self.observed: set[FP8Gather] = set()
 
     def watch(self, unit: FSDPModule) -> None:
         assert isinstance(unit, nn.Module)
@@ -181,26 +183,66 @@ class _Forward:
         unit.register_forward_hook(self.end, always_call=True)
 
     def begin(self, unit: nn.Module, args: tuple) -> None:
-        self.depth += 1
-        recomputing = torch._C._current_graph_task_id() != -1  # checkpointed blocks run again in the backward pass, by the same scales
-        if self.depth > 1 or recomputing:
+        if torch._C._current_graph_task_id() != -1:  # checkpointed blocks run again in the backward pass, by the same scales
+            self._observe(unit)
             return
+        if self.outermost not in (None, unit):
+            return
+        self.outermost, self.observed = unit, set()
+        recover(unit, args)
         within = set(unit.modules())
         gathers = [g for g in self.gathers if g.linear in within]
         for inner in within:
             # What a forward pass without a backward one left gathered is of weights as they were then.
             if isinstance(inner, FSDPModule):
                 inner.reshard()
+        if not all(isinstance(g.linear.weight, DTensor) for g in gathers):  # an interrupted forward pass keeps what it had gathered
+            assert isinstance(unit, FSDPModule)
+            _start_afresh(unit)
         for g in gathers:
             g.attach()
         compute_scales(g for g in gathers if g.precomputed)
-        if torch.is_grad_enabled():
-            for g in gathers:
-                if g.state is not None and g.linear.training and g.shard.numel():
-                    g.state.see(g.shard.to(g.dtype))
+        self._observe(unit)
 
     def end(self, unit: nn.Module, args: tuple, output: object) -> None:
-        self.depth -= 1
+        if unit is self.outermost:
+            self.outermost = None
+
+    def _observe(self, unit: nn.Module) -> None:
+        """Weights within a unit, by delayed scaling's states, in a pass that takes gradients; what it has observed already is left."""
+        if not self.stateful or not torch.is_grad_enabled():
+            return
+        within = set(unit.modules())
+        for g in self.stateful:
+            if g.linear in within and g.linear.training and g not in self.observed:
+                self.observed.add(g)
+                if g.shard.numel():
+                    assert g.state is not None
+                    g.state.see(g.shard.to(g.dtype))
+
+
+def recover(unit: nn.Module, args: tuple) -> None:
+    """Before a forward pass of a model's outermost unit: lets go of a backward pass that an error ended, after which FSDP2 reduces no gradient.
+
+    Raises:   RuntimeError: a torch before 2.13, which cannot.
+    """
+    assert isinstance(unit, FSDPModule)
+    state = unit._get_fsdp_state()
+    if state._state_ctx.post_backward_final_callback_queued and torch._C._current_graph_task_id() == -1 and state._is_root:
+        _start_afresh(unit)
+
+
+def _start_afresh(unit: FSDPModule) -> None:
+    assert isinstance(unit, nn.Module)
+    if not hasattr(unit, "reset_iter_state"):
+        raise RuntimeError("an iteration was left in its middle, which torch 2.13 lets go of. Build the model again, or use that.")
+    unit.reset_iter_state()
+    for module in unit.modules():
+        if isinstance(module, FSDPModule):
+            for group in module._get_fsdp_state()._fsdp_param_groups:
+                for p in group.fsdp_params:
+                    if hasattr(p, "_unsharded_param"):
+                        p._unsharded_param.grad = None  # which a reset leaves, to be added to the next
 
 
 def _one_cast(recipe: Recipe) -> CastSpec | None:

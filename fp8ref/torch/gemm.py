@@ -1,11 +1,11 @@
-"""Matrix multiplication of FP8 operands (SEMANTICS G): torch._scaled_mm on float8, or one in high precision on dequantised operands."""
+"""Matrix multiplication of FP8 operands (SEMANTICS G): torch._scaled_mm on float8; in blocks torchao's kernels, or dequantised operands."""
 
 import torch
 from torch.nn import functional
 
 from fp8ref.granularity import by_name
 from fp8ref.recipe import GemmSpec
-from fp8ref.torch import scaling
+from fp8ref.torch import block_gemm, scaling
 from fp8ref.torch.scaling import Quantized
 
 EPILOGUES = ("scale_then_round", "unit_round_scale_round")
@@ -17,10 +17,10 @@ def matmul(
     """Contract a and b along their reduced axes: [M, K] x [N, K] -> [M, N]; of axis 0, [K, M] serves as [M, K].
 
     Order:    torch._scaled_mm with scale_inv of both, rounded to out_dtype (G-4); G-5: unit scales, rounded, times the product of both,
-              rounded. Operands in blocks are dequantised first, and multiplied in float32 (G-16). K is padded with zeros to a
-              multiple of 16, which changes no bit.
+              rounded. Operands in blocks go to torchao's kernel where there is one (G-17, ``block_gemm.kernel``), else are dequantised
+              first, and multiplied in float32 (G-16). K is padded with zeros to a multiple of 16, which changes no bit.
     Raises:   ValueError: operands that are not 2-d, reduced lengths that differ, unknown names.
-    Source:   SEMANTICS G-1, G-4, G-5, G-7, G-16; torchao 0.18's addmm_float8_unwrapped.
+    Source:   SEMANTICS G-1, G-4, G-5, G-7, G-16, G-17; torchao 0.18's addmm_float8_unwrapped.
     """
     if accumulate not in ("fast", "slow"):
         raise ValueError(f"accumulate is 'fast' or 'slow'; got {accumulate!r}.")
@@ -31,7 +31,12 @@ def matmul(
         raise ValueError(
             f"a GEMM reduces one axis of two matrices, of one length; got {shapes[0]} along {a.axis} and {shapes[1]} along {b.axis}."
         )
-    if dequantises(a.granularity):
+    if in_blocks(a.granularity):
+        if block_gemm.kernel(a, b) == "torchao_triton":
+            codes_a, codes_b, scale_a, scale_b = (
+                _lines(x, q.axis) for x, q in ((a.codes, a), (b.codes, b), (a.scale_inv, a), (b.scale_inv, b))
+            )
+            return block_gemm.multiply(codes_a, codes_b, scale_a, scale_b, out_dtype)
         return torch.mm(_lines(scaling.dequantize(a), a.axis), _lines(scaling.dequantize(b), b.axis).t()).to(out_dtype)
     codes_a, codes_b = (_padded(_lines(q.codes, q.axis)).contiguous() for q in (a, b))  # both contiguous along K, as Hopper wants them
     scale_a, scale_b = _scales(a, b)
@@ -58,8 +63,8 @@ def output_dtype(spec: GemmSpec, dtype: torch.dtype) -> torch.dtype:
     return torch.bfloat16 if spec.rowwise else dtype
 
 
-def dequantises(granularity: str) -> bool:
-    """Whether operands scaled so are dequantised, and multiplied in high precision: Hopper has no FP8 GEMM for scales that vary along K."""
+def in_blocks(granularity: str) -> bool:
+    """Whether scales vary along K: no torch._scaled_mm on two scales, or two vectors of them, multiplies such operands."""
     return by_name(granularity).reduced is not None
 
 

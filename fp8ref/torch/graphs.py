@@ -16,7 +16,7 @@ from torch.fx import Graph, Node
 
 from fp8ref.recipe import Gemm as Which
 from fp8ref.torch import seen
-from fp8ref.torch.seen import OPERANDS_AT, SCALED_MM, Gemm, Seen
+from fp8ref.torch.seen import BLOCK_GEMM, OPERANDS_AT, SCALED_MM, Gemm, Seen
 
 aten = torch.ops.aten
 _LABEL = "fp8ref.torch.graphs"  # under which a node keeps (layer, which) from the joint graph on
@@ -91,8 +91,7 @@ class _Reader:
             if node.target in OPERANDS_AT and _LABEL in node.meta:
                 layer, which = node.meta[_LABEL]
                 a, b = (seen.type_name(operand.meta["val"].dtype) for operand in _operands(node))
-                how = _scaled(node) if node.target is SCALED_MM else (None, None)
-                self._found.gemms += [Gemm(name, which, a, b, *how) for name in self._shared(layer)]
+                self._found.gemms += [Gemm(name, which, a, b, *_how(node)) for name in self._shared(layer)]
 
     def _layer(self, node: Node) -> str | None:
         """The innermost linear that a node belongs to, or whose forward pass it differentiates."""
@@ -128,6 +127,13 @@ def _backward(node: Node) -> bool:
 def _operands(node: Node) -> list[Node]:
     first, second = OPERANDS_AT[node.target]
     return [_node(node.args[first]), _node(node.args[second])]
+
+
+def _how(node: Node) -> tuple[str | None, str | None]:
+    """A product's accumulation and granularity."""
+    if node.target is BLOCK_GEMM:
+        return seen.of_blocks(*(_node(argument).meta["val"] for argument in node.args[:4]))
+    return _scaled(node) if node.target is SCALED_MM else (None, None)
 
 
 def _scaled(node: Node) -> tuple[str, str]:

@@ -10,7 +10,7 @@ from torchao.float8.float8_training_tensor import Float8TrainingTensor
 
 from fp8ref import recipe as recipes
 from fp8ref.recipe import OPERANDS, REDUCED_AXES, CastSpec, Gemm, Recipe, Role
-from fp8ref.torch import cast, delayed, gemm, scales, scaling
+from fp8ref.torch import delayed, gemm, linear_input, scales, scaling
 from fp8ref.torch.scaling import Quantized
 
 Operand = torch.Tensor | Quantized
@@ -22,13 +22,18 @@ ROLES: tuple[Role, ...] = get_args(Role)  # input, weight, grad_output
 class Linear(nn.Linear):
     """An nn.Linear whose GEMMs follow a recipe: any that ``check_recipe`` takes, those with delayed scaling or scales of blocks too.
 
-    Shapes:   x [..., K], weight [N, K] and bias [N]; output [..., N] of x's dtype. A weight of another dtype is refused.
+    Shapes:   x [..., K], weight [N, K] and bias [N]; output [..., N] of x's dtype. A weight of another dtype is refused, but under
+              torch.autocast all are taken in its dtype, and observed so (L-7).
     Order:    leading dims flatten to M; SEMANTICS L-2, L-3, L-6; the bias is added to the rounded output (G-15, round_then_bias).
     State:    ``states[role]`` of every role with delayed scaling; read during a step, rolled by ``delayed.update``. Only where gradients
               are enabled and the module is in training mode is anything observed.
+    Gradient: once; a backward pass with create_graph=True is refused (L-8).
     group     name of the process group whose ranks hold parts of one input and one grad_output: amaxes, and what ``delayed.update``
               takes, are theirs together (P-2, scope global). None: this rank's alone.
+    fqn       its name in the model that was converted, for errors.
     """
+
+    fqn: str = ""
 
     def __init__(
         self,
@@ -55,12 +60,11 @@ class Linear(nn.Linear):
         made.weight, made.bias = linear.weight, linear.bias
         for state in made.states.values():
             state.to_empty(device=linear.weight.device)
-            state.reset()  # type: ignore[operator]
         return made.train(linear.training)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        w = self.weight
-        _check(x, w)
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        x = linear_input.taken(input, self)
+        w = linear_input.weight(self, x)
         observes = torch.is_grad_enabled() and self.training
         states = [self.state(role) for role in ROLES]
         if observes:
@@ -137,6 +141,7 @@ def _multiply(recipe: Recipe, group: str | None) -> type[torch.autograd.Function
         """past: the scales, of ROLES, that a state holds; seen: where grad_output's observation is merged."""
 
         @staticmethod
+        @linear_input.without_autocast
         def forward(ctx, x: torch.Tensor, w: torch.Tensor, seen: torch.Tensor | None, *past: torch.Tensor | None) -> torch.Tensor:
             rows = x.reshape(-1, x.shape[-1])
             a = operand("output", "input", rows, past)
@@ -146,7 +151,13 @@ def _multiply(recipe: Recipe, group: str | None) -> type[torch.autograd.Function
             return multiply("output", (a, b), x.dtype).reshape(*x.shape[:-1], len(w))
 
         @staticmethod
+        @linear_input.without_autocast
         def backward(ctx, grad_output: torch.Tensor):
+            if torch.is_grad_enabled():  # autograd would follow neither codes nor what makes them
+                raise ValueError(
+                    "gradients of a linear in FP8 are not differentiated again (L-8); got create_graph=True. Leave it out, or keep the linears "
+                    "of the model in high precision by filter_fqns."
+                )
             saved = iter(ctx.saved_tensors)
             of_input, of_weight = (
                 Quantized(next(saved), next(saved), next(saved), spec.fmt, spec.granularity, -1) if spec else next(saved)
@@ -182,7 +193,7 @@ def check_recipe(recipe: str | Recipe) -> Recipe:
     delayed.casts(recipe)
     for which, spec in recipe.gemms.items():
         present = [c for c in (spec.a, spec.b) if c is not None]
-        if len({gemm.dequantises(c.granularity) for c in present}) > 1:
+        if len({gemm.in_blocks(c.granularity) for c in present}) > 1:
             raise ValueError(
                 f"operands of a GEMM have scales of all of K, or both of blocks of it; {which} of recipe {recipe.name!r} has one each."
             )
@@ -195,12 +206,3 @@ def check_recipe(recipe: str | Recipe) -> Recipe:
                 except ValueError as error:
                     raise ValueError(f"{which} of recipe {recipe.name!r}: {error}") from None
     return recipe
-
-
-def _check(x: torch.Tensor, w: torch.Tensor) -> None:
-    if x.ndim < 1 or x.shape[-1] != w.shape[1]:
-        raise ValueError(f"a linear takes x [..., K] and w [N, K] with the same K; got {tuple(x.shape)} and {tuple(w.shape)}.")
-    if cast.checked(x).dtype != w.dtype or x.device != w.device:
-        raise ValueError(
-            f"x and w have one dtype and lie on one device; got {x.dtype} on {x.device} and {w.dtype} on {w.device}. Cast the weight first."
-        )

@@ -29,7 +29,7 @@ class Embedding(nn.Module):
         self.weight = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
 
     def forward(self, tokens: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        return functional.embedding(tokens, self.weight).to(dtype)  # [B, T] -> [B, T, hidden]; the gradient sums in the table's dtype
+        return functional.embedding(tokens, self.weight.float()).to(dtype)  # [B, T] -> [B, T, hidden]; the gradient sums in float32
 
 
 class Attention(nn.Module):

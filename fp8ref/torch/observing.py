@@ -44,32 +44,31 @@ class _Watch(TorchDispatchMode):
     def __init__(self, observer: Callable) -> None:
         super().__init__()
         self._observer = observer
-        self._name = ""
+        self._forward = self._backward = ""
         self._hp: dict[str, dict[str, torch.Tensor]] = {}
 
     def entering(self, name: str):
         def hook(module, args):
-            self._name = name
+            self._forward = name
             weight = module.weight.detach()
             if isinstance(weight, Float8TrainingTensor):
                 weight = weight.to_original_precision()
-            self._hp[name] = {"input": args[0].detach().reshape(-1, args[0].shape[-1]), "weight": weight}
+            of_name = self._hp.setdefault(name, {})  # where a checkpointed block runs again, its grad_output is there already
+            of_name |= {"input": args[0].detach().reshape(-1, args[0].shape[-1]), "weight": weight}
 
         return hook
 
     def returning(self, name: str):
         def hook(module, grad_output):
-            self._name = name
+            self._backward = name
             self._hp[name]["grad_output"] = grad_output[0].detach().reshape(-1, grad_output[0].shape[-1])
 
         return hook
 
     def multiplied(self, which, a, b, out) -> None:
         """What ``layer.Linear`` reports, its operands in their own layout already."""
-        operands = [
-            (self._hp[self._name][role], q.codes.view(torch.uint8), q.scale) for role, q in zip(OPERANDS[which], (a, b), strict=True)
-        ]
-        self._observer(self._name, which, *operands, out)
+        codes = [(q.codes.view(torch.uint8), q.scale) for q in (a, b)]
+        self._tell(which, OPERANDS[which], codes, out)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if DTensor in types:
@@ -78,13 +77,19 @@ class _Watch(TorchDispatchMode):
         if func is torch.ops.aten.mm.default and isinstance(args[0], Float8TrainingTensor):
             roles = tuple(t._gemm_input_role.value for t in args)
             gemm = next(g for g, operands in OPERANDS.items() if operands == roles)
-            hp = self._hp[self._name]
-            operands = []
+            found = []
             # torchao multiplies input x weight.t() and grad_output.t() x input: back to the tensors' own layout
-            for role, tensor, transposed in zip(roles, args, (gemm == "grad_weight", gemm == "output"), strict=True):
+            for tensor, transposed in zip(args, (gemm == "grad_weight", gemm == "output"), strict=True):
                 codes, scale = tensor._data.view(torch.uint8), tensor._scale
                 if transposed:
                     codes, scale = codes.t(), scale.t()
-                operands.append((hp[role], codes, scale))
-            self._observer(self._name, gemm, *operands, out)
+                found.append((codes, scale))
+            self._tell(gemm, roles, found, out)
         return out
+
+    def _tell(self, which, roles, found, out) -> None:
+        """found: codes and scale of each role. What a checkpointed block multiplies again has been told."""
+        if which == "output" and torch._C._current_graph_task_id() != -1:
+            return
+        name = self._forward if which == "output" else self._backward
+        self._observer(name, which, *((self._hp[name][role], *q) for role, q in zip(roles, found, strict=True)), out)

@@ -1,5 +1,6 @@
 """AdamW (SEMANTICS T-1): torch's, torch's fused, or torchao's with moments in FP8 (T-6). Weights decay in matrices only."""
 
+import gc
 from collections.abc import Iterable
 
 import torch
@@ -33,6 +34,19 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:
             group["lr"].fill_(value)
         else:
             group["lr"] = value
+
+
+def check_none_holds(model: nn.Module) -> None:
+    """ValueError if an optimizer holds a model's parameters, which are about to be replaced: it would train what nothing uses."""
+    parameters = {id(p): name for name, p in model.named_parameters()}
+    for found in gc.get_objects():
+        if issubclass(type(found), torch.optim.Optimizer):
+            held = [parameters[id(p)] for group in found.param_groups for p in group["params"] if id(p) in parameters]
+            if held:
+                raise ValueError(
+                    f"an optimizer is built after a model is cut, which replaces parameters; a {type(found).__name__} already holds {held[0]}. "
+                    "Build it afterwards."
+                )
 
 
 def check_states(optimizer: torch.optim.Optimizer) -> None:

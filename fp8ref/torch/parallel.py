@@ -9,7 +9,6 @@
 """
 
 import functools
-import gc
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -22,16 +21,19 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from fp8ref import recipe as recipes
 from fp8ref.recipe import Recipe
-from fp8ref.torch import gather, linear, reduction, tensor
+from fp8ref.torch import block_gemm, gather, linear, optimizer, parallel_checks, reduction, tensor
 
 Checkpointing = Literal["none", "selective", "full"]
 Compile = Literal["none", "block", "model"]
+Scope = Literal["local", "global"]
+Source = Literal["compute", "master"]
 AXES = ("data", "fsdp", "tensor")
 _aten = torch.ops.aten
 # What selective checkpointing keeps: the results of matrix products and attention, which cost most to make again.
 KEPT = {
     _aten.mm.default,
     _aten._scaled_mm.default,
+    block_gemm.OPERATOR,
     _aten._scaled_dot_product_efficient_attention.default,
     _aten._scaled_dot_product_flash_attention.default,
     _aten._scaled_dot_product_flash_attention_for_cpu.default,
@@ -47,7 +49,7 @@ def parallelize(
     blocks: Iterable[nn.Module] = (),
     filter_fqns: Sequence[str] = (),
     fp8_fqns: Sequence[str] = (),
-    amax_scope: Literal["local", "global"] = "local",
+    amax_scope: Scope = "local",
     sequence: bool = False,
     tensor_plan: Mapping[str, tensor.Style] | None = None,
     checkpointing: Checkpointing = "none",
@@ -55,7 +57,7 @@ def parallelize(
     compile_backend: str | Callable = "inductor",
     gather_fp8: bool = True,
     precompute_scales: bool = True,
-    fp8_from: Literal["compute", "master"] = "compute",
+    fp8_from: Source = "compute",
     ordered_reduction: bool = False,
     param_dtype: torch.dtype = torch.bfloat16,
     keep_dtype: Iterable[nn.Module] = (),
@@ -64,6 +66,7 @@ def parallelize(
 
     mesh        of dims named data (copies of the weights), fsdp (parts of them) and tensor (parts of every linear), in this order, data
                 only with fsdp; None: one device.
+    model       may lie on the meta device: give it memory (``to_empty``) and load its weights afterwards.
     blocks      the modules of it that are checkpointed, compiled and gathered one at a time.
     filter_fqns, fp8_fqns
                 as ``linear.convert``.
@@ -82,19 +85,34 @@ def parallelize(
                 gradients are summed in rank order, whatever the backend does (P-13).
     param_dtype what parameters are rounded to as they are gathered; gradients are reduced in float32.
     keep_dtype  modules of it, such as an embedding table, whose parameters are used as they are.
-    Raises:     ValueError, before anything is changed: as ``linear.convert``; blocks that are not the model's; a mesh of other dims; an
-                optimizer that was built before; delayed scaling of scope local; under compile='model', modules that are, or by keep_dtype
-                would be, sharded by themselves. As ``gather.gather_in_fp8``, after the model was sharded.
+    Ranks       start from the same weights, as FSDP2 asks; along data that is looked at.
+    Raises:     ValueError, before anything is changed: as ``linear.convert`` and ``tensor.parallelize``; an option of another value; blocks
+                that are not the model's, or named twice; a mesh of other dims; a model that is compiled or sharded already; an optimizer
+                that was built before; delayed scaling of scope local; under compile='model', modules that are, or by keep_dtype would be,
+                sharded by themselves. As ``gather.gather_in_fp8``, and of copies with other weights, after the model was sharded.
     """
     recipe, blocks, keep_dtype = recipes.by_name(recipe), list(blocks), list(keep_dtype)
-    within = set(model.modules()) - {model}
-    if not within.issuperset([*blocks, *keep_dtype]):
-        raise ValueError("blocks and keep_dtype are modules within the model. Name them by model.get_submodule.")
+    parallel_checks.options(
+        amax_scope=(amax_scope, Scope),
+        checkpointing=(checkpointing, Checkpointing),
+        compile=(compile, Compile),
+        fp8_from=(fp8_from, Source),
+    )
+    parallel_checks.modules(model, blocks, keep_dtype)
+    if not blocks and (checkpointing != "none" or compile == "block"):
+        raise ValueError(
+            f"checkpointing and compile='block' are of blocks; got {checkpointing!r} and {compile!r} without any. Name blocks."
+        )
     batch, tensor_mesh = (None, None) if mesh is None else _parts(mesh)
     if compile == "model":
-        _check_whole(model, keep_dtype if batch is not None else [])
+        parallel_checks.whole(model, keep_dtype if batch is not None else [])
+    linear.check_model(model, "Parallelise a model first, then {} it; and once")
+    if (sequence or tensor_plan is not None) and (mesh is None or "tensor" not in (mesh.mesh_dim_names or ())):
+        raise ValueError(
+            "sequence and tensor_plan cut linears over a mesh with a dim named tensor; there is none. Add it, or leave them out."
+        )
     if mesh is not None:
-        _check_optimizers(model)
+        optimizer.check_none_holds(model)
     if batch is not None and ordered_reduction and batch.ndim == 2 and batch.size(0) > 2:
         raise ValueError(
             f"ordered_reduction adds over fsdp in rank order, and over at most 2 along data; got {batch.size(0)}. Make data 1 or 2."
@@ -104,7 +122,12 @@ def parallelize(
     group = _group(batch) if batch is not None and amax_scope == "global" and recipe.fp8 else None
     model = linear.convert(model, recipe, filter_fqns=filter_fqns, fp8_fqns=fp8_fqns, amax_group=group)
     if tensor_mesh is not None:
-        tensor.parallelize(model, tensor_mesh, sequence=sequence, plan=tensor_plan)
+        try:
+            tensor.parallelize(model, tensor_mesh, sequence=sequence, plan=tensor_plan)
+        except ValueError:
+            if recipe.fp8:  # otherwise what is FP8 was so before
+                linear.deconvert(model)
+            raise
     for block in blocks:
         forward = _checkpointed(block.forward, checkpointing)
         if compile == "block":
@@ -121,31 +144,18 @@ def parallelize(
     for module in (model,) if compile == "model" else (*blocks, model):
         # The model too: what stays gathered after an evaluation would be the weights as they were then.
         fully_shard(module, mesh=batch, mp_policy=policy, reshard_after_forward=True)
+    if batch.ndim == 2:
+        parallel_checks.copies(model, batch)
     if ordered_reduction:
         reduction.order(model)
     if gather_fp8 and recipe.fp8 and recipe.serves_both("weight"):
-        gather.gather_in_fp8(model, dtype=param_dtype if fp8_from == "compute" else torch.float32, precompute=precompute_scales)
+        gather.gather_in_fp8(model, dtype=param_dtype if fp8_from == "compute" else None, precompute=precompute_scales)
+    else:
+        model.register_forward_pre_hook(gather.recover, prepend=True)  # as an FP8 gather does where a forward pass begins
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            module.register_forward_pre_hook(_check_eager, prepend=True)  # before all other hooks, of which dynamo leaves some out
+            module.register_forward_pre_hook(parallel_checks.eager, prepend=True)  # before all other hooks, of which dynamo leaves some out
     return model
-
-
-def _check_whole(model: nn.Module, keep_dtype: Sequence[nn.Module]) -> None:
-    """ValueError unless one graph can be the model's forward: within it, FSDP2's hooks would be left out, and weights not gathered."""
-    nested = [name or "the model" for name, module in model.named_modules() if isinstance(module, FSDPModule)]
-    nested += [name for name, module in model.named_modules() if any(module is kept for kept in keep_dtype)]
-    if nested:
-        raise ValueError(
-            f"compile='model' is of a model that fully_shard shards as one; {nested[0]} is, or with keep_dtype would be, sharded by itself. "
-            "Use compile='block', or traced.shard, whose gathers are in the graph."
-        )
-
-
-def _check_eager(unit: nn.Module, args: tuple) -> None:
-    """ValueError where dynamo traces a unit's call: it would leave FSDP2's hooks out, and the weights as they are, in shards."""
-    if torch.compiler.is_dynamo_compiling():
-        raise ValueError("a fully_shard unit is called within a graph. Use parallelize(compile='block') or 'model', or traced.shard.")
 
 
 def _parts(mesh: DeviceMesh) -> tuple[DeviceMesh | None, DeviceMesh | None]:
@@ -167,19 +177,6 @@ def _group(batch: DeviceMesh) -> ProcessGroup:
     return batch.get_group() if batch.ndim == 1 else batch._flatten("batch").get_group()
 
 
-def _check_optimizers(model: nn.Module) -> None:
-    """ValueError if an optimizer holds parameters that fully_shard is about to replace: it would train what nothing uses."""
-    parameters = {id(p): name for name, p in model.named_parameters()}
-    for found in gc.get_objects():
-        if issubclass(type(found), torch.optim.Optimizer):
-            held = [parameters[id(p)] for group in found.param_groups for p in group["params"] if id(p) in parameters]
-            if held:
-                raise ValueError(
-                    f"an optimizer is built after parallelize, which replaces parameters; a {type(found).__name__} already holds {held[0]}. "
-                    "Build it afterwards."
-                )
-
-
 def _checkpointed(forward: Callable, how: Checkpointing) -> Callable:
     if how == "none":
         return forward
@@ -188,4 +185,4 @@ def _checkpointed(forward: Callable, how: Checkpointing) -> Callable:
         return CheckpointPolicy.MUST_SAVE if op in KEPT else CheckpointPolicy.PREFER_RECOMPUTE
 
     options: dict[str, Any] = {"context_fn": functools.partial(create_selective_checkpoint_contexts, policy)} if how == "selective" else {}
-    return functools.partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=False, **options)
+    return functools.partial(checkpoint, forward, use_reentrant=False, **options)

@@ -27,15 +27,15 @@ __all__ = ["Gemm", "Seen", "compiled", "gathers", "manifest", "missing", "missin
 def missing(seen: Seen, planned: Mapping[str, str | Recipe]) -> list[str]:
     """What a plan promises and was not seen, a line each: FP8 GEMMs by layer, operand types, accumulation and granularity.
 
-    Every time that a GEMM ran it ran as planned, or there is a line. A GEMM on dequantised operands (G-16) is none of FP8 and not asked
-    for, nor is one whose gradient nobody needs.
+    Every time that a GEMM ran it ran as planned, or there is a line. A GEMM of operands in blocks, which the device may have no kernel
+    for (G-16, G-17), is not asked for, nor is one whose gradient nobody needs.
     """
     here: dict[str, set[Gemm]] = {}
     for found in seen.gemms:
         here.setdefault(found.name, set()).add(found)
     lines, pruned = [], seen.pruned
     for wanted, granularity in _fp8(planned):
-        if wanted.name in pruned or gemm.dequantises(granularity):
+        if wanted.name in pruned or gemm.in_blocks(granularity):
             continue
         others = sorted(str(found) for found in here.get(wanted.name, set()) - {wanted})
         lines += [f"{wanted.name}: planned {wanted}; {have}" for have in (others if wanted.name in here else ["no GEMM of it was seen"])]
@@ -62,6 +62,7 @@ def manifest(seen: Seen, planned: Mapping[str, str | Recipe], missing: list[str]
     """The proof as a run's manifest keeps it: every kind of GEMM of a planned linear, once; those on dequantised operands; those whose
     gradient nobody needs; how many weights were gathered in which type; what is missing."""
     fp8, pruned = list(_fp8(planned)), seen.pruned
+    by_kernel = {g.name for g in seen.gemms if g.fp8} - {g.name for g in seen.gemms if not g.fp8}
     return {
         "read_from": seen.read_from,
         "gemms": [
@@ -69,7 +70,9 @@ def manifest(seen: Seen, planned: Mapping[str, str | Recipe], missing: list[str]
             for g in dict.fromkeys(seen.gemms)
             if g.layer in planned
         ],
-        "on_dequantised_operands": [wanted.name for wanted, granularity in fp8 if gemm.dequantises(granularity)],
+        "on_dequantised_operands": [
+            wanted.name for wanted, granularity in fp8 if gemm.in_blocks(granularity) and wanted.name not in by_kernel
+        ],
         "pruned": [wanted.name for wanted, _ in fp8 if wanted.name in pruned],
         "gathers": dict(collections.Counter((gathers or {}).values())),
         "missing": missing,

@@ -9,21 +9,23 @@ from torch import nn
 from torch._dynamo import OptimizedModule
 
 from fp8ref.recipe import Gemm as Which
+from fp8ref.torch import block_gemm
 
 aten = torch.ops.aten
 SCALED_MM = aten._scaled_mm.default
+BLOCK_GEMM = block_gemm.OPERATOR
 # Where a GEMM's operands are among its arguments.
-OPERANDS_AT: dict[Any, tuple[int, int]] = {SCALED_MM: (0, 1), aten.mm.default: (0, 1), aten.addmm.default: (1, 2)}
+OPERANDS_AT: dict[Any, tuple[int, int]] = {SCALED_MM: (0, 1), BLOCK_GEMM: (0, 1), aten.mm.default: (0, 1), aten.addmm.default: (1, 2)}
 # What wrappers insert into the names of modules.
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
 
 
 @dataclass(frozen=True)
 class Gemm:
-    """One GEMM of a linear. accumulate is ``fast`` or ``slow`` (G-7); None, as granularity is, of a GEMM that is none of FP8.
+    """One GEMM of a linear. accumulate is ``fast`` or ``slow`` (G-7), or ``blocks`` (G-17); None, as granularity is, of a GEMM that is none of FP8.
 
     granularity    ``tensorwise`` or ``rowwise``, from the shapes of the scales; of a GEMM under unit scales (G-5) from the factor its
-                   result is multiplied by, and ``unit`` if there is none.
+                   result is multiplied by, and ``unit`` if there is none; that of both operands where they have scales of blocks.
     """
 
     layer: str
@@ -96,3 +98,8 @@ def arguments(op: Any, args: tuple, kwargs: dict) -> dict[str, Any]:
 def granularity(*scales: torch.Tensor) -> str:
     """What scales of these shapes scale: those of rows are [M, 1] and [1, N], and their product [M, N]."""
     return "rowwise" if any(scale.ndim > 1 for scale in scales) else "tensorwise"
+
+
+def of_blocks(codes_a: torch.Tensor, codes_b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor) -> tuple[str, str]:
+    """Accumulation and granularity of a GEMM by torchao's kernels for scales of blocks (G-17)."""
+    return "blocks", f"blockwise_1x128 x {block_gemm.granularity_of_b(codes_b, scale_b)}"

@@ -47,6 +47,8 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, *, sequence: bool = False, p
     if sequence and (plan is not None or not own):
         what = f"a {type(model).__name__}" + " with a plan" * (plan is not None)
         raise ValueError(f"sequence cuts the tokens of the trainer's Llama, by its own plan; got {what}. Leave sequence or the plan out.")
+    if plan is not None and not plan:
+        raise ValueError("a plan cuts one linear at least; got none. Name linears in it, or leave tensor parallelism out.")
     styles = _styles(model, PLAN if plan is None else plan)
     tensor_checks.model(model)
     for name, style in styles.items():

@@ -6,6 +6,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DeviceMesh, DTensor
 from torchao.float8.float8_linear import Float8Linear
 
+from fp8ref.torch import torchao_linear
 from fp8ref.torch.layer import Linear
 from fp8ref.torch.seen import is_compiled
 
@@ -27,8 +28,9 @@ def model(model: nn.Module) -> None:
         if isinstance(module, FSDPModule) or any(isinstance(p, DTensor) for p in module.parameters(recurse=False)):
             raise ValueError(f"{what} is sharded already. Parallelise a model once, and before fully_shard.")
         if isinstance(module, Linear):
+            how = f"of recipe {module.recipe.name!r}" + ", of amax_scope 'global'" * (module.group is not None)
             raise ValueError(
-                f"{what} is fp8ref's own Linear of recipe {module.recipe.name!r}, which runs on whole tensors only. "
+                f"{what} is fp8ref's own Linear {how}, which runs on whole tensors only. "
                 "Use tensorwise, rowwise or rowwise_with_gw_hp, each rank's amaxes its own (amax_scope local), or fully_shard alone."
             )
         if any(True for _ in module.children()) and any(True for _ in module.parameters(recurse=False)):
@@ -41,7 +43,7 @@ def linear(name: str, model: nn.Module, style: str, ranks: int) -> None:
     """ValueError unless a linear can be cut by its style."""
     module = model.get_submodule(name)
     assert isinstance(module, nn.Linear)
-    if type(module) not in (nn.Linear, Float8Linear):
+    if type(module) not in (nn.Linear, Float8Linear, torchao_linear.Float8Linear):
         raise ValueError(f"{name} is a {type(module).__name__}; nn.Linear and what convert makes of it are cut. Leave it out of the plan.")
     if type(module.weight.data) is not torch.Tensor:
         raise ValueError(

@@ -21,7 +21,7 @@ from torchao.float8.float8_training_tensor import Float8TrainingTensor, GemmInpu
 
 from fp8ref.formats import Format
 from fp8ref.recipe import CastSpec
-from fp8ref.torch import scales, scaling, sharding
+from fp8ref.torch import optimizer, scales, scaling, sharding
 from fp8ref.torch.delayed import RoleState
 from fp8ref.torch.layer import Linear
 from fp8ref.torch.seen import is_compiled
@@ -37,7 +37,7 @@ def shard(model: nn.Module, group: ProcessGroup, *, param_dtype: torch.dtype = t
     Returns:      the model within a ``Sharded``; its parameters are replaced: build the optimizer afterwards.
     Raises:       ValueError, before anything is changed: a model that is compiled or sharded already; a parameter of another dtype than
                   float32, or whose first dim the ranks do not share evenly; with gather_fp8, nothing to gather in FP8, a weight in FP8 that
-                  another module shares, or delayed scaling without a process group.
+                  another module shares, delayed scaling without a process group, or an optimizer that was built before.
     """
     for name, module in model.named_modules():
         if is_compiled(module) or isinstance(module, FSDPModule):
@@ -48,6 +48,7 @@ def shard(model: nn.Module, group: ProcessGroup, *, param_dtype: torch.dtype = t
                 f"masters are float32 and cut evenly along their first dim over {group.size()} ranks; {name} is {p.dtype} of shape "
                 f"{tuple(p.shape)}. Pad it, or use fully_shard."
             )
+    optimizer.check_none_holds(model)
     weights = _in_fp8(model, group, param_dtype) if gather_fp8 else {}
     if gather_fp8 and not weights:
         raise ValueError(

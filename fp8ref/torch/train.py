@@ -40,7 +40,7 @@ class Trainer:
             config.numerics.recipe,
             mesh=self._mesh,
             blocks=model.model.layers,
-            keep_dtype=[model.model.embed_tokens],
+            keep_dtype=[] if keys.compile == "model" else [model.model.embed_tokens],  # P-19
             filter_fqns=config.filter_fqns,
             fp8_fqns=config.numerics.fp8_fqns,
             amax_scope=keys.amax_scope,

@@ -15,7 +15,7 @@ from torchao.float8.float8_training_tensor import Float8TrainingTensor
 from fp8ref.recipe import OPERANDS
 from fp8ref.recipe import Gemm as Which
 from fp8ref.torch import seen
-from fp8ref.torch.seen import SCALED_MM, Gemm, Seen
+from fp8ref.torch.seen import BLOCK_GEMM, SCALED_MM, Gemm, Seen
 
 aten = torch.ops.aten
 _ONES = (aten.ones.default, aten.new_ones.default)
@@ -115,6 +115,8 @@ class _Watch(TorchDispatchMode):
             granularity = seen.granularity(*scales)
             if all(scale in self._ones for scale in scales):
                 granularity, self._unscaled[out] = "unit", len(self._found.gemms)
+        elif func is BLOCK_GEMM:
+            accumulate, granularity = seen.of_blocks(*args[:4])
         self._found.gemms.append(Gemm(layer, said or which, a, b, accumulate, granularity))
 
     def _scaled(self, index: int, factor: torch.Tensor) -> None:

@@ -19,11 +19,11 @@ CONFIG = Config(
 TOKENS = np.random.default_rng(0).integers(0, 256, (3, 8, 33))
 SEQUENCE = {"data": 2, "fsdp": 2, "tensor": 2, "sequence": True}
 CASES = [
-    ("bf16", SEQUENCE),
-    ("tensorwise", {"fsdp": 8}),
+    pytest.param("bf16", SEQUENCE, marks=pytest.mark.slow),
+    pytest.param("tensorwise", {"fsdp": 8}, marks=pytest.mark.slow),
     ("tensorwise", {**SEQUENCE, "through": "jit"}),
     ("delayed", SEQUENCE),
-    ("rowwise", {"fsdp": 2, "tensor": 4, "through": "jit"}),
+    pytest.param("rowwise", {"fsdp": 2, "tensor": 4, "through": "jit"}, marks=pytest.mark.slow),
 ]
 
 

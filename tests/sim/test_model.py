@@ -7,8 +7,8 @@ from transformers import LlamaConfig as HuggingFaceConfig
 from transformers import LlamaForCausalLM
 
 from fp8ref import llama
-from fp8ref.recipe import SHARED_RECIPES, plan
-from fp8ref.sim import model
+from fp8ref.recipe import RECIPES, SHARED_RECIPES, plan
+from fp8ref.sim import model, scales, scaling
 
 CONFIG = llama.LlamaConfig(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
 
@@ -40,7 +40,24 @@ def test_loss_is_torchs_cross_entropy(rng):  # M-5
     assert model.loss(logits, targets) == pytest.approx(expected, rel=1e-14)
 
 
-@pytest.mark.parametrize("recipe", SHARED_RECIPES)
+def casts():
+    """Every way in which a recipe makes an operand of the forward pass FP8."""
+    return sorted({spec for r in RECIPES.values() for spec in (r.output.a, r.output.b) if spec is not None}, key=str)
+
+
+@pytest.mark.parametrize("spec", casts(), ids=lambda spec: f"{spec.granularity}-{spec.policy.name}-{spec.delayed is not None}")
+def test_rounded_to_nearest_operands_are_the_simulators(spec, rng):  # S-5, H-1, H-2
+    x = rng.standard_normal((128, 256)).astype(np.float32) * 100
+    if spec.delayed is None:
+        q = scaling.quantize(x, spec.fmt, granularity=spec.granularity, policy=spec.policy)
+    else:
+        one = np.float32(1)
+        q = scaling.quantize_with(x, scales.Scales(one, one), spec.fmt, policy=spec.policy)
+    found = model.Rounding().qdq(x, spec)
+    np.testing.assert_array_equal(found.astype(np.float32), scaling.dequantize(q))
+
+
+@pytest.mark.parametrize("recipe", [*SHARED_RECIPES, "mxfp8"])
 def test_stochastic_samples_surround_the_nearest_even_result(recipe, rng):
     weights = llama.initial_weights(CONFIG, seed=0)
     tokens = rng.integers(0, 256, (2, 9))

@@ -134,6 +134,40 @@ def test_states_keep_their_dtypes_and_are_saved():
     assert torch.equal(again(x), model(x))
 
 
+def test_states_made_without_memory_start_where_they_get_some():  # H-2
+    with torch.device("meta"):
+        model = linear.convert(nn.Sequential(nn.Linear(16, 16)), "delayed")
+    assert all(state.scale.is_meta for _, state in delayed.states(model))
+    model.to_empty(device="cpu")
+    for _, state in delayed.states(model):
+        assert state.scale == 1
+        assert state.step == 0
+        assert not state.amax_history.any()
+        assert not state.seen.any()
+
+
+def test_states_that_are_assigned_bring_their_device():
+    with torch.device("meta"):
+        model = linear.convert(nn.Sequential(nn.Linear(16, 16)), "delayed")
+    saved = linear.convert(nn.Sequential(nn.Linear(16, 16)), "delayed").state_dict()
+    model.load_state_dict(saved, assign=True)
+    run(model, torch.ones(4, 16), torch.ones(4, 16))
+    delayed.update(model)
+    assert model[0].states["input"].amax_history[0] == 1
+
+
+def test_loading_forgets_what_was_observed():  # H-4
+    model = linear.Linear(16, 16, "delayed")
+    run(model, torch.ones(4, 16), torch.ones(4, 16))
+    delayed.update(model)
+    saved = {key: value.clone() for key, value in model.state_dict().items()}
+    run(model, torch.full((4, 16), 1e6), torch.ones(4, 16))
+    model.load_state_dict(saved)
+    run(model, torch.full((4, 16), 2.0), torch.ones(4, 16))
+    delayed.update(model)
+    assert model.states["input"].amax_history[0] == 2
+
+
 def test_histories_that_this_backend_does_not_keep_are_refused():
     for name in ("te_delayed", "flax"):
         with pytest.raises(ValueError, match=f"'{name}'.*fp8ref.sim"):

@@ -11,12 +11,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from fp8ref.formats import E4M3FN
 from fp8ref.policy import POLICIES
 from fp8ref.recipe import CastSpec, GemmSpec, Recipe
 from fp8ref.torch import delayed, linear, scaling
 from fp8ref.torch.gather import gather_in_fp8
+from fp8ref.torch.parallel import parallelize
 
 RANKS = 3
 N = 64  # rows that 3 ranks do not share evenly: 22, 22, 20
@@ -52,8 +54,8 @@ def batch(step):
     return torch.randn(32, 64, generator=generator).bfloat16()
 
 
-def trained(model, steps=3):
-    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-2), []
+def trained(model, steps=3, *, parameters=None):
+    optimizer, losses = torch.optim.AdamW(parameters or model.parameters(), lr=1e-2), []
     for step in range(steps):
         optimizer.zero_grad()
         loss = model(batch(step)).float().square().mean()
@@ -176,6 +178,71 @@ def traffic():
     return found
 
 
+class Broken(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise KeyError("in the backward pass")
+
+
+def broken_backward():
+    """Whether training goes on, after an error in a backward pass, as if there had been none; of a model without FP8 gather too."""
+    found = []
+    for fp8 in (True, False):
+        mesh = init_device_mesh("cpu", (distributed.get_world_size(),), mesh_dim_names=("fsdp",))
+        models = []
+        for _ in range(2):
+            made = plain()
+            models.append(parallelize(made, "tensorwise", mesh=mesh, blocks=[made[0]], gather_fp8=fp8))
+        model, expected = models
+        parameters = list(model.parameters())
+        handle = model[0][0].register_forward_hook(lambda module, args, out: Broken.apply(out))
+        with contextlib.suppress(KeyError):
+            model(batch(0)).float().square().mean().backward()
+        handle.remove()
+        found.append(equal(trained(model, parameters=parameters), trained(expected)))
+    return found
+
+
+def interrupted():
+    """Whether training goes on, after an interrupt in a forward pass, as if there had been none."""
+    found = []
+    for how in ({}, {"recipe": "delayed", "group": True}):
+        model = sharded(**how)
+        parameters = list(model.parameters())  # after an interrupt they are whole ones, until the next pass begins
+
+        def interrupt(*args):
+            raise KeyboardInterrupt
+
+        handle = model[0][2].register_forward_pre_hook(interrupt)
+        with contextlib.suppress(KeyboardInterrupt):
+            model(batch(0))
+        handle.remove()
+        delayed.forget(model)
+        found.append(equal(trained(model, parameters=parameters), trained(sharded(**how))))
+    return found
+
+
+class Again(nn.Module):
+    """Runs a model without gradients, then again with them in the backward pass."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, x):
+        return checkpoint(self.model, x.requires_grad_(), use_reentrant=True)
+
+
+def run_again():
+    how = {"recipe": "delayed", "group": True}
+    found, plain = trained(Again(sharded(**how))), trained(sharded(**how))
+    return equal(found, (plain[0], {f"model.{name}": value for name, value in plain[1].items()}))
+
+
 def refusals():
     world = init_device_mesh("cpu", (distributed.get_world_size(),), mesh_dim_names=("fsdp",))
     found = {}
@@ -239,6 +306,30 @@ def test_scales_are_of_the_weights_as_they_are_whoever_wrote_them(ranks):
         found, expected = zip(*rank, strict=True)
         assert torch.equal(torch.stack(found), torch.stack(expected))
         assert len(set(torch.stack(found).tolist())) == 4  # loading what was there gives back the first
+
+
+def test_an_interrupt_leaves_nothing_behind(ranks):  # P-11
+    assert ranks(interrupted) == [[True, True]] * RANKS
+    assert ranks(broken_backward) == [[True, True]] * RANKS
+
+
+def inference():
+    """Outputs in inference mode, beside those without gradients, between steps of training."""
+    model, other = sharded(), sharded()
+    first = trained(model, 1), trained(other, 1)
+    with torch.inference_mode():
+        found = model(batch(5)).clone()
+    with torch.no_grad():
+        expected = other(batch(5))
+    return equal(*first), torch.equal(found, expected), equal(trained(model, 2), trained(other, 2))
+
+
+def test_inference_mode_takes_weights_gathered_in_fp8(ranks):
+    assert ranks(inference) == [(True, True, True)] * RANKS
+
+
+def test_a_pass_without_gradients_that_runs_again_observes_its_weights(ranks):  # H-4, P-11
+    assert ranks(run_again) == [True] * RANKS
 
 
 @pytest.mark.parametrize("value", [math.inf, math.nan])

@@ -140,6 +140,22 @@ def test_recipes_that_cannot_run_are_refused_by_name(recipe, message):
         layer.Linear(32, 16, recipe)
 
 
+@pytest.mark.parametrize("recipe", ["delayed", "blockwise", "mxfp8"])
+def test_gradients_are_not_differentiated_again(recipe):  # L-8
+    model = nn.Sequential(nn.Linear(128, 128), nn.Tanh(), layer.Linear(128, 128, recipe), nn.Tanh(), nn.Linear(128, 128))
+    x = torch.randn(128, 128, requires_grad=True)
+    (plain,) = torch.autograd.grad(model(x).square().sum(), x)
+    assert not plain.requires_grad
+    y = model(x)
+    with pytest.raises(ValueError, match=r"not differentiated again.*create_graph=True.*filter_fqns"):
+        torch.autograd.grad(y.square().sum(), x, create_graph=True)
+
+
+def test_the_input_has_the_name_that_nn_linears_has():
+    made, x = layer.Linear(32, 16, "delayed"), torch.randn(4, 32)
+    assert torch.equal(made(input=x), made(x))
+
+
 def test_errors():
     made = layer.Linear(32, 16, "delayed")
     with pytest.raises(ValueError, match="same K"):

@@ -142,6 +142,9 @@ def changed(change):
         (model, {"filter_fqns": ["0", "2"]}, "converts no linear.*filter_fqns"),
         (model, {"filter_fqns": ["lm_head"]}, "names none of: 0, 2"),
         (model, {"filter_fqns": "0"}, r"list of patterns.*\['0'\]"),
+        (model, {"filter_fqns": None}, "filter_fqns is a list of patterns, each a string; got None"),
+        (model, {"fp8_fqns": [None]}, r"fp8_fqns is a list of patterns, each a string; got \[None\]"),
+        (lambda: "model", {}, r"a model is an nn\.Module; got a str"),
         (lambda: model(k=40), {"fp8_fqns": ["0"]}, r"multiples of \[16, 16\]"),
         (lambda: nn.Sequential(Scaled(16, 16)), {}, "Scaled.*forward"),
         (lambda: linear.convert(model(), "tensorwise"), {}, "already FP8"),
@@ -199,7 +202,7 @@ def test_the_way_back_gives_the_model_that_was_converted(recipe):
     assert [m.training for m in back.modules()] == [m.training for m in expected.modules()]
     assert back.state_dict().keys() == expected.state_dict().keys()
     assert torch.equal(back(x), expected(x))
-    assert type(linear.convert(back, "rowwise")[0]) is Float8Linear  # and another recipe
+    assert isinstance(linear.convert(back, "rowwise")[0], Float8Linear)  # and another recipe
 
 
 @ways
@@ -257,6 +260,12 @@ def test_ways_back_that_would_lose_something_are_refused(build, message):
     with pytest.raises(ValueError, match=message):
         linear.deconvert(built)
     assert [type(m) for m in built] == kinds
+
+
+@pytest.mark.parametrize("function", [linear.deconvert, linear.weights])
+def test_what_is_no_module_is_refused(function):
+    with pytest.raises(ValueError, match=r"a model is an nn\.Module; got a dict"):
+        function({})
 
 
 @ways

@@ -1,40 +1,17 @@
-"""Several processes train one run through the command, and end together when one of them ends, stands still, or was told something else."""
+"""Several processes train one run through the command, or all end when one of them was told something else; see also test_last_words."""
 
 import os
-import signal
-import socket
 import subprocess
 import sys
-import time
 
 import pytest
-import ranks
-import tomli_w
 import torch
+from started import DEADLINE, ENDLESS, SHARDED, Forked, command, free_port, variables
 
 from fp8ref import cli
-from fp8ref.run import config as configs
 from fp8ref.run import data, log
 from fp8ref.run.config import ConfigError
 from fp8ref.torch import processes, train
-
-DEADLINE = 300  # seconds, on a machine with much else to do; a run that takes them hangs
-
-
-def variables(n, rank, port):
-    where = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": n, "MASTER_ADDR": "localhost", "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
-    return {name: str(value) for name, value in where.items()}
-
-
-def free_port():
-    with socket.socket() as s:
-        s.bind(("localhost", 0))
-        return s.getsockname()[1]
-
-
-def command(tmp_path, config):
-    (tmp_path / "config.toml").write_text(tomli_w.dumps(configs.to_dict(config)))
-    return ["train", str(tmp_path / "config.toml"), "--backend", "torch", "--distributed", "--run.out", str(tmp_path / "run")]
 
 
 def run(n, tmp_path, config):
@@ -58,69 +35,6 @@ def run(n, tmp_path, config):
     return [process.returncode for process in started], outputs
 
 
-class Forked:
-    """n processes of the command, forked where torch was imported already, which saves seconds. happens: what each does before, by rank."""
-
-    def __init__(self, n, tmp_path, config, happens=None, options=None):
-        self.folder, port = tmp_path, free_port()
-        happens, options, arguments = happens or {}, options or {}, command(tmp_path, config)
-        self.processes = [
-            ranks.forked(a_rank, variables(n, r, port), [*arguments, *options.get(r, [])], str(tmp_path / f"{r}.txt"), happens.get(r))
-            for r in range(n)
-        ]
-
-    def __enter__(self):
-        for process in self.processes:
-            process.start()
-        return self
-
-    def __exit__(self, *_):
-        for process in self.processes:
-            process.kill()
-            process.join()
-
-    def signal(self, rank, sign):
-        """Send it once two steps are written."""
-        until, metrics = time.monotonic() + DEADLINE, self.folder / "run/metrics.jsonl"
-        while not (metrics.exists() and metrics.read_text().count("\n") >= 2):
-            assert all(p.is_alive() for p in self.processes), self.outputs()
-            assert time.monotonic() < until
-            time.sleep(0.02)
-        os.kill(self.processes[rank].pid, sign)
-
-    def codes(self, *of):
-        for rank in of:
-            self.processes[rank].join(DEADLINE)
-        return [self.processes[rank].exitcode for rank in of]
-
-    def outputs(self):
-        return [(self.folder / f"{r}.txt").read_text() for r in range(len(self.processes))]
-
-
-def a_rank(where, arguments, output, happens):
-    os.environ.update(where)
-    file = os.open(output, os.O_WRONLY | os.O_CREAT)
-    os.dup2(file, 1)
-    os.dup2(file, 2)
-    torch.set_num_threads(1)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # which the server of forks ignores
-    if happens:
-        globals()[happens]()
-    sys.exit(cli.main(arguments))
-
-
-def raises():
-    """In the third step."""
-    plain = train.Trainer.step
-
-    def step(self, tokens):
-        if self._count == 2:
-            raise RuntimeError("planted")
-        return plain(self, tokens)
-
-    train.Trainer.step = step
-
-
 def loses():
     """A loss that is not finite here alone, in the third step; its gradients are. Says whether the optimizer went on."""
     plain, stepped = train.Trainer._loss, torch.optim.AdamW.step
@@ -139,12 +53,12 @@ def loses():
 
 @pytest.fixture
 def config(small):
-    return small.replace(numerics={"recipe": "rowwise"}, parallel={"fsdp": 2}, run={"steps": 3})
+    return small.replace(**SHARDED, run={"steps": 3})
 
 
 @pytest.fixture
 def endless(config):
-    return config.replace(run={"steps": 10**6, "eval_every": 10**6})
+    return config.replace(**ENDLESS)
 
 
 def test_two_processes_train_as_one_does(tmp_path, config):
@@ -168,47 +82,8 @@ def test_four_processes_end_well(tmp_path, config):
         assert started.codes(0, 1, 2, 3) == [0, 0, 0, 0], started.outputs()
 
 
-def test_a_process_that_is_killed_ends_the_others(tmp_path, endless):
-    with Forked(2, tmp_path, endless) as started:
-        started.signal(1, signal.SIGKILL)
-        assert started.codes(0) == [cli.LOST]
-        said = started.outputs()[0].splitlines()[-1]
-        assert said.startswith("fp8ref: process 0 stops: process 1 is gone without a word: killed")
-        assert "Traceback" not in started.outputs()[0]
-    assert log.read_manifest(tmp_path / "run")["status"] == "failed"
-    assert "process 1 is gone" in log.read_manifest(tmp_path / "run")["error"]
-
-
-def test_a_process_that_raises_keeps_its_traceback_and_tells_the_others_why(tmp_path, endless):
-    with Forked(2, tmp_path, endless, {1: "raises"}) as started:
-        assert started.codes(0, 1) == [cli.LOST, cli.DEFECT]
-        mine, theirs = started.outputs()
-    assert "process 0 stops: process 1 ended: RuntimeError: planted." in mine
-    assert "Traceback" not in mine
-    assert theirs.endswith("RuntimeError: planted\n")
-    assert "Traceback" in theirs
-
-
-def test_a_process_that_stands_still_ends_the_others_of_every_axis(tmp_path, endless):
-    """Process 2 waits for 3 in the group of their axis, 0 and 1 for both in that of all."""
-    with Forked(4, tmp_path, endless.replace(parallel={"data": 2, "timeout_s": 5})) as started:
-        started.signal(3, signal.SIGSTOP)
-        assert started.codes(0, 1, 2) == [cli.LOST] * 3
-        for rank, said in enumerate(started.outputs()[:3]):
-            assert f"process {rank} stops: process 3 did not answer within 5 s (parallel.timeout_s)" in said
-            assert "Traceback" not in said
-
-
-def test_ctrl_c_in_one_process_ends_all(tmp_path, endless):
-    with Forked(2, tmp_path, endless) as started:
-        started.signal(1, signal.SIGINT)
-        assert started.codes(0, 1) == [cli.LOST, cli.INTERRUPTED]
-        assert "process 1 ended: Ctrl-C" in started.outputs()[0]
-        assert "interrupted; what was written" in started.outputs()[1]
-
-
 def test_a_loss_that_is_not_finite_in_one_process_stops_all_before_the_optimizer_does(tmp_path, endless):  # T-4
-    with Forked(2, tmp_path, endless, {1: "loses"}) as started:
+    with Forked(2, tmp_path, endless, {1: loses}) as started:
         assert started.codes(0, 1) == [cli.NON_FINITE] * 2
         assert all("fp8ref: step 2: loss inf" in said for said in started.outputs())
         assert started.outputs()[1].startswith("optimizer step 1\noptimizer step 2\nfp8ref: ")

@@ -1,0 +1,74 @@
+"""What a linear in FP8 takes: its input checked, and under torch.autocast cast as F.linear casts it (SEMANTICS L-7)."""
+
+import functools
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torchao.float8.float8_training_tensor import Float8TrainingTensor
+
+from fp8ref.torch import cast
+
+
+def autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
+    """What torch.autocast has linears of this tensor's device compute in; None outside of it."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind) else None
+
+
+class Named(Protocol):
+    """A linear with its name. Names are read for errors alone: a graph that reads one is of that linear only."""
+
+    fqn: str
+    weight: torch.Tensor
+
+
+def taken(x: torch.Tensor, linear: Named, *, empty: bool = False) -> torch.Tensor:
+    """The input x [..., K] of a linear of weight w [N, K], in the autocast dtype where there is one.
+
+    empty     whether it may have no rows, of which there is no amax (S-7).
+    Raises:   ValueError: another K; another device; x not float32, float16 or bfloat16; no rows.
+    """
+    w = linear.weight
+    if x.ndim < 1 or x.shape[-1] != w.shape[1]:
+        raise ValueError(
+            f"{_name(linear)} takes x [..., K] and w [N, K] with the same K; got {tuple(x.shape)} and {tuple(w.shape)}. Reshape x."
+        )
+    if x.dtype not in cast.HIGH_PRECISION:
+        raise ValueError(f"{_name(linear)} takes float32, float16 or bfloat16; got {x.dtype}. Convert with .float().")
+    if x.device != w.device:
+        raise ValueError(f"{_name(linear)} takes x on the device of its weight; got {x.device} and {w.device}. Move one of them.")
+    if x.numel() == 0 and not empty:
+        raise ValueError(f"{_name(linear)} takes at least one row (S-7); got x of shape {tuple(x.shape)}. Skip an empty batch.")
+    dtype = autocast_dtype(x)
+    return x if dtype is None else x.to(dtype)
+
+
+def weight(linear: Named, x: torch.Tensor) -> torch.Tensor:
+    """A linear's weight in the dtype of the input x that was ``taken``. One that was gathered as codes is left as it is.
+
+    Raises:   ValueError: outside of autocast, another dtype than the input's.
+    """
+    w = linear.weight
+    if w.dtype == x.dtype:
+        return w
+    if autocast_dtype(x) is None:
+        raise ValueError(f"x and w of {_name(linear)} have one dtype; got {x.dtype} and {w.dtype}. Cast one, or use torch.autocast.")
+    return w if isinstance(w, Float8TrainingTensor) else w.to(x.dtype)
+
+
+def _name(linear: Named) -> str:
+    return linear.fqn or "a linear in FP8"
+
+
+def without_autocast(pass_: Callable) -> Callable:
+    """A forward or backward pass (ctx, tensor, ...) of which every operation runs in the dtypes that it is given."""
+
+    @functools.wraps(pass_)
+    def run(ctx, x: torch.Tensor, *more):
+        if autocast_dtype(x) is None:
+            return pass_(ctx, x, *more)
+        with torch.autocast(x.device.type, enabled=False):
+            return pass_(ctx, x, *more)
+
+    return run

@@ -1,0 +1,134 @@
+import pytest
+import torch
+from linears import run
+from torch import nn
+from torch._dynamo.utils import counters
+from torchao.float8.float8_training_tensor import Float8TrainingTensor, GemmInputRole
+
+from fp8ref.formats import E4M3FN
+from fp8ref.torch import linear, linear_input, scaling
+
+recipes = pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp", "delayed", "blockwise", "mxfp8"])
+own = pytest.mark.parametrize("recipe", ["delayed", "blockwise", "mxfp8"])
+
+
+def converted(recipe, dtype=torch.float32):
+    torch.manual_seed(0)
+    return linear.convert(nn.Sequential(nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 128)).to(dtype), recipe)
+
+
+def autocast(module, dtype=torch.bfloat16):
+    def call(x):
+        with torch.autocast("cpu", dtype):
+            return module(x)
+
+    call.parameters = module.parameters
+    return call
+
+
+@own
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_under_autocast_it_is_the_model_in_autocasts_dtype(recipe, dtype):  # L-7
+    x, g = torch.randn(128, 128), torch.randn(128, 128).to(dtype)
+    masters, rounded = converted(recipe), converted(recipe, dtype)
+    y, grad_input, *grads = run(autocast(masters, dtype), x, g)
+    assert y.dtype == dtype
+    assert {grad.dtype for grad in (grad_input, *grads)} == {torch.float32}
+    expected = run(rounded, x.to(dtype), g)
+    assert all(torch.equal(a, b.to(a.dtype)) for a, b in zip((y, grad_input, *grads), expected, strict=True))
+    # what was observed is what was cast
+    assert all(torch.equal(a, b) for a, b in zip(masters.buffers(), rounded.buffers(), strict=True))
+
+
+@own
+def test_the_backward_pass_may_run_under_autocast(recipe):  # L-7
+    x, g = torch.randn(128, 128).bfloat16(), torch.randn(128, 128).bfloat16()
+    found = []
+    for enabled in (False, True):
+        module = converted(recipe, torch.bfloat16)
+        y = module(x)
+        with torch.autocast("cpu", torch.float16, enabled=enabled):
+            y.backward(g)
+        found.append([p.grad for p in module.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
+def test_torchaos_linear_casts_the_master_under_autocast(recipe):  # L-7
+    x, g = torch.randn(2, 64, 128), torch.randn(2, 64, 128).bfloat16()
+    expected = run(converted(recipe), x.bfloat16(), g)
+    found = run(autocast(converted(recipe)), x, g)
+    assert found[0].dtype == torch.bfloat16
+    assert all(torch.equal(a, b.to(a.dtype)) for a, b in zip(found, expected, strict=True))
+
+
+@recipes
+def test_between_layers_in_high_precision_under_autocast(recipe):  # L-7
+    model = nn.Sequential(nn.Linear(60, 128), nn.LayerNorm(128), converted(recipe), nn.Linear(128, 60))
+    y, *grads = run(autocast(model), torch.randn(128, 60), torch.randn(128, 60).bfloat16())
+    assert y.dtype == torch.bfloat16
+    assert all(grad.dtype == torch.float32 and grad.isfinite().all() for grad in grads)
+
+
+@recipes
+def test_under_autocast_compiled_by_aot_eager_it_is_itself(recipe):  # L-7
+    x, g = torch.randn(128, 128), torch.randn(128, 128).bfloat16()
+    torch._dynamo.reset()
+    eager, compiled = converted(recipe), converted(recipe)
+    expected = run(autocast(eager), x, g)
+    whole = torch.compile(autocast(compiled), backend="aot_eager", fullgraph=True)
+    whole.parameters = compiled.parameters
+    found = run(whole, x, g)
+    assert all(torch.equal(a, b) for a, b in zip([*expected, *eager.buffers()], [*found, *compiled.buffers()], strict=True))
+
+
+def test_a_weight_gathered_in_fp8_is_taken_as_it_is():  # L-7
+    layer, x = linear.Linear(64, 32, "tensorwise", bias=False), torch.randn(16, 64)
+    codes = scaling.quantize(layer.weight.detach().bfloat16(), E4M3FN)
+    whole = Float8TrainingTensor(codes.codes, codes.scale, torch.float32, None, GemmInputRole.WEIGHT).requires_grad_()
+    with torch.autocast("cpu"):
+        expected = layer(x)
+        y = torch.func.functional_call(layer, {"weight": whole}, x)
+    assert torch.equal(y, expected)
+    y.sum().backward()
+    assert whole.grad.dtype == torch.float32
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "delayed"])
+@pytest.mark.parametrize(
+    ("x", "message"),
+    [
+        (torch.ones(4, 64), r"^0 takes x \[\.\.\., K\] and w \[N, K\] with the same K; got \(4, 64\) and \(128, 128\)"),
+        (torch.ones(()), r"^0 takes x .*got \(\)"),
+        (torch.ones(4, 128, dtype=torch.int64), r"^0 takes float32, float16 or bfloat16; got torch\.int64"),
+        (torch.ones(4, 128, dtype=torch.float64), r"^0 takes float32, .*got torch\.float64"),
+        (torch.ones(4, 128, device="meta"), "^0 takes x on the device of its weight; got meta and cpu"),
+        (torch.ones(0, 128), r"^0 takes at least one row .*got x of shape \(0, 128\)"),
+    ],
+)
+def test_errors_name_the_module(recipe, x, message):
+    with pytest.raises(ValueError, match=message):
+        converted(recipe)(x)
+
+
+def test_tensors_of_devices_without_autocast_are_taken():
+    assert linear_input.autocast_dtype(torch.ones(1, device="meta")) is None
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(128, 128)
+
+    def forward(self, x):
+        return self.linear(x)
+
+
+@recipes
+def test_blocks_whose_linears_differ_in_name_alone_share_a_graph(recipe):
+    torch._dynamo.reset()
+    counters.clear()
+    model = linear.convert(nn.Sequential(*(Block() for _ in range(3))), recipe)
+    for block in model:
+        torch.compile(block.forward, backend="aot_eager", fullgraph=True)(torch.randn(128, 128))
+    assert counters["stats"]["unique_graphs"] == 1
