@@ -17,7 +17,7 @@ demo: setup
 	$(BIN)/fp8ref demo configs/tiny.toml
 
 test: setup
-	$(BIN)/python -m pytest --slow-stride 4 --durations 40 $(TESTS)
+	$(BIN)/python -m pytest -n 2 --dist worksteal --slow-stride 4 --durations 40 $(TESTS)
 
 slow: setup
 	$(BIN)/python -m pytest -m 'slow and not exhaustive' $(TESTS)

@@ -1,6 +1,7 @@
 """The ``fp8ref`` command.
 
-Exit codes: 0 done, 1 a comparison failed or a defect of ours, 2 a user's error, 3 a loss that is not finite, 4 another process of the run is gone, 130 Ctrl-C.
+Exit codes: 0 done, 1 a comparison failed or a defect of ours, 2 a user's error, 3 a loss that is not finite, 4 another process of the run is gone,
+5 SIGTERM, after the state was saved, 130 Ctrl-C.
 """
 
 import argparse
@@ -11,7 +12,7 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-ERROR, FAILED, DEFECT, NON_FINITE, LOST, INTERRUPTED = 2, 1, 1, 3, 4, 130
+ERROR, FAILED, DEFECT, NON_FINITE, LOST, STOPPED, INTERRUPTED = 2, 1, 1, 3, 4, 5, 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -69,6 +70,13 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument("--json", type=Path, metavar="FILE", help="write every comparison to FILE")
     show = command("demo", _demo, "Train with both backends in bf16 and FP8, cross-check, print a table and draw the losses.")
     show.add_argument("--out", type=Path, default=Path("demo"), help="directory for the runs and the picture (default demo)")
+    weights = commands.add_parser("export", help="Write a run's weights as transformers reads them.", allow_abbrev=False)
+    weights.add_argument("run_directory", metavar="RUN", type=Path, help="a run directory, of either backend")
+    weights.add_argument("--out", type=Path, required=True, metavar="DIR", help="directory for config.json and safetensors")
+    weights.add_argument(
+        "--tokenizer", type=Path, metavar="PATH", help="tokenizer.json, or a directory of a tokenizer's files, to copy there"
+    )
+    weights.set_defaults(run=_export, parser=weights)
     certificate = commands.add_parser(
         "certify", help="Compare casts and scales of the libraries at hand with the simulator.", allow_abbrev=False
     )
@@ -112,7 +120,7 @@ def _train(known: argparse.Namespace, options: list[str]) -> int:
     if lines is None:
         print(f"{out} is finished; nothing to do")
     else:
-        print(f"{out}: {len(lines)} steps, loss {lines[-1]['loss']:.4f}, validation loss {lines[-1]['val_loss']:.4f}")
+        print(f"{out}: {config.run.steps} steps, loss {lines[-1]['loss']:.4f}, validation loss {lines[-1]['val_loss']:.4f}")
     return 0
 
 
@@ -182,6 +190,17 @@ def _sharded_jax(known: argparse.Namespace, config):
     return sharded.crosscheck(config, known.sharded)
 
 
+def _export(known: argparse.Namespace, options: list[str]) -> int:
+    if options:
+        known.parser.error(f"unrecognized arguments: {' '.join(options)}")
+    from fp8ref.run import progress
+    from fp8ref.run.export import export
+
+    step = export(known.run_directory, known.out, tokenizer=known.tokenizer, say=progress.say)
+    print(f"{known.out}: the weights after {step} steps")
+    return 0
+
+
 def _certify(known: argparse.Namespace, options: list[str]) -> int:
     if options:
         known.parser.error(f"unrecognized arguments: {' '.join(options)}")
@@ -213,5 +232,7 @@ def _code_of(error: Exception) -> int | None:
         return ERROR
     from fp8ref.run.loop import NonFiniteError
     from fp8ref.run.processes import LostProcessError
+    from fp8ref.run.stopping import StoppedError
 
-    return NON_FINITE if isinstance(error, NonFiniteError) else LOST if isinstance(error, LostProcessError) else None
+    codes = {NonFiniteError: NON_FINITE, LostProcessError: LOST, StoppedError: STOPPED}
+    return next((code for kind, code in codes.items() if isinstance(error, kind)), None)

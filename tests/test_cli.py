@@ -8,35 +8,11 @@ import time
 import numpy as np
 import pytest
 import tomli_w
+from fakes import FakeTrainer
 
 from fp8ref import cli
 from fp8ref.run import config as configs
 from fp8ref.run import log, loop
-
-
-class FakeTrainer:
-    """A backend that learns nothing, at once. ``happens`` maps a step to metrics, or to what is raised there."""
-
-    backend = "jax"
-    device = "none: fake"
-    happens: dict = {}  # noqa: RUF012
-
-    def __init__(self, config, *_):
-        self.decisions = config.decisions()
-        self.count = 0
-
-    def step(self, tokens):
-        found = self.happens.get(self.count, {})
-        if isinstance(found, BaseException):
-            raise found
-        self.count += 1
-        return {"loss": 5.0, "grad_norm": 1.0, **found}
-
-    def evaluate(self, tokens):
-        return 5.25
-
-    def weights(self):
-        return {"weight": np.ones(2, np.float32)}
 
 
 @pytest.fixture
@@ -54,8 +30,7 @@ def fake(monkeypatch):
     """Puts a FakeTrainer in place of both backends; fake({step: what happens}) sets what happens."""
 
     def install(happens=None):
-        monkeypatch.setattr(FakeTrainer, "happens", happens or {})
-        monkeypatch.setattr(loop, "trainer", lambda _, config: FakeTrainer(config))
+        monkeypatch.setattr(loop, "trainer", lambda _, config, weights=None: FakeTrainer(config, happens))
 
     install()
     return install
@@ -83,7 +58,7 @@ def contents(folder) -> dict:
 def test_train_writes_a_run_and_reports_its_losses(config, fake, run):
     code, out, err = run("train", config, "--backend", "jax", "--run.out", "here")
     assert (code, err) == (0, "")
-    assert out == "here: 6 steps, loss 5.0000, validation loss 5.2500\n"
+    assert out == "here: 6 steps, loss 4.3750, validation loss 6.0000\n"
     assert len(log.read_metrics(config.parent / "here")) == 6
 
 
@@ -322,16 +297,44 @@ def test_overwrite_with_a_config_that_cannot_be_trained_keeps_the_run(existing, 
     assert contents(out) == before
 
 
-def test_a_torn_metrics_line_is_trained_again(existing, run):
+@pytest.mark.parametrize(("every", "starts"), [("0", [0]), ("2", [0, 4])], ids=["no checkpoint", "checkpoint"])
+def test_a_run_goes_on_from_its_last_checkpoint(config, fake, run, every, starts):
+    command = ("train", config, "--backend", "jax", "--run.out", "here", "--checkpoint.every", every)
+    fake({5: RuntimeError("out of memory")})
+    with pytest.raises(RuntimeError, match="out of memory"):
+        run(*command)
+    out = config.parent / "here"
+    with (out / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 5, "lo')
+    fake()
+    code, _, err = run(*command, "--resume")
+    assert (code, err) == (0, "")
+    assert [line["step"] for line in log.read_metrics(out)] == list(range(6))
+    assert [line["loss"] for line in log.read_metrics(out)] == [5 - 0.125 * i for i in range(6)]
+    manifest = log.read_manifest(out)
+    assert (manifest["status"], manifest["starts"]) == ("finished", starts)
+
+
+def test_lost_metrics_cost_no_training(existing, run):
     out, command = existing
-    manifest = json.loads((out / "manifest.json").read_text())
-    (out / "manifest.json").write_text(json.dumps(manifest | {"status": "running"}))
-    whole = (out / "metrics.jsonl").read_text()
-    (out / "metrics.jsonl").write_text(whole[: len(whole) // 2])
-    assert run(*command, "--resume")[0] == 0
-    lines = (out / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line)["step"] for line in lines] == list(range(6))
+    (out / "manifest.json").write_text(json.dumps(log.read_manifest(out) | {"status": "running"}))
+    (out / "metrics.jsonl").write_text("")
+    code, shown, err = run(*command, "--resume")
+    assert (code, shown, err) == (0, "here is finished; nothing to do\n", "")
     assert log.read_manifest(out)["status"] == "finished"
+
+
+def test_sigterm_saves_and_exits_with_5(config, fake, run):  # K-8
+    command = ("train", config, "--backend", "jax", "--run.out", "here", "--checkpoint.every", "0")
+    fake({3: lambda: os.kill(os.getpid(), signal.SIGTERM)})
+    code, out, err = run(*command)
+    assert (code, out) == (5, "")
+    assert "stopped by SIGTERM after 4 steps, which are saved; --resume continues" in err
+    assert log.read_manifest(config.parent / "here")["status"] == "stopped"
+    fake()
+    assert run(*command, "--resume")[0] == 0
+    assert log.read_manifest(config.parent / "here")["starts"] == [0, 4]
+    assert len(log.read_metrics(config.parent / "here")) == 6
 
 
 @pytest.mark.parametrize("flag", [[], ["--resume"], ["--overwrite"]], ids=["plain", "resume", "overwrite"])

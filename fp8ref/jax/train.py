@@ -2,6 +2,8 @@
 
 import functools
 from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,12 +14,14 @@ from jax.sharding import PartitionSpec as P
 
 from fp8ref import llama
 from fp8ref.jax import delayed, linear, proof
+from fp8ref.jax.checkpoint import Store
 from fp8ref.jax.model import Llama, Pass
 from fp8ref.jax.parallel import Layout
 from fp8ref.run.config import Config, ConfigError
 
 # XLA may otherwise leave out a rounding to bfloat16 between fused operations (SEMANTICS M-3 states where they are).
 COMPILER_OPTIONS = {"xla_allow_excess_precision": False}
+TREES = ("model", "exp_avg", "exp_avg_sq")  # what a checkpoint calls the weights and Adam's two moments, in either backend
 
 
 class Trainer:
@@ -59,6 +63,7 @@ class Trainer:
         self._step = jax.jit(self._train_step, donate_argnums=(0, 1, 2), out_shardings=placed, compiler_options=COMPILER_OPTIONS)
         self._loss = jax.jit(self._evaluated, compiler_options=COMPILER_OPTIONS)
         self._count = 0
+        self._store = Store()
         self.device = self._layout.description
 
     def step(self, tokens: np.ndarray) -> dict[str, float]:
@@ -90,6 +95,21 @@ class Trainer:
     def weights(self) -> dict[str, np.ndarray]:
         """The float32 masters by name."""
         return {_name(path): self._layout.fetch(value) for path, value in jax.tree_util.tree_leaves_with_path(self._params)}
+
+    def save(self, directory: Path) -> Callable[[], None]:
+        """Copy the state to host memory and begin to write it into a directory; the result waits until it is written, by every process."""
+        return self._store.save(directory, self._state())
+
+    def load(self, directory: Path, step: int) -> None:
+        """Continue from the state of so many steps that ``save`` wrote, on this mesh or another."""
+        found, mine = self._store.load(directory, self._state()), (self._params, self._adam.mu, self._adam.nu)
+        self._params, mu, nu = (
+            jax.tree.unflatten(jax.tree.structure(tree), found[key].values()) for key, tree in zip(TREES, mine, strict=True)
+        )
+        self._opt_state = optax.tree_utils.tree_set(self._opt_state, mu=mu, nu=nu, count=found["count"])
+        for name, roles in found.get("fp8", {}).items():
+            self._fp8_state[name] = {role: type(self._fp8_state[name][role])(**fields) for role, fields in roles.items()}
+        self._count = step
 
     def observe(self, tokens: np.ndarray, observer) -> None:
         """A forward and backward pass, no update, in which every FP8 GEMM reports to observer (see ``linear.observing``); on one device."""
@@ -128,6 +148,19 @@ class Trainer:
         params = nnx.to_pure_dict(params)
         fp8_state = {d.path: delayed.init(d.recipe) for d in self.decisions if delayed.keeps_state(d.recipe)}
         return graph, params, self._update.init(params), fp8_state
+
+    @property
+    def _adam(self) -> optax.ScaleByAdamState:
+        return self._opt_state[0]
+
+    def _state(self) -> dict[str, Any]:
+        """All that training changes, by name."""
+        named = {
+            key: {_name(path): value for path, value in jax.tree_util.tree_leaves_with_path(tree)}
+            for key, tree in zip(TREES, (self._params, self._adam.mu, self._adam.nu), strict=True)
+        }
+        fp8 = {name: {role: state._asdict() for role, state in roles.items()} for name, roles in self._fp8_state.items()}
+        return named | {"count": self._adam.count} | ({"fp8": fp8} if fp8 else {})
 
     def _of_model(self, tokens: np.ndarray, f: Callable[[Llama, jax.Array, Pass], jax.Array]) -> np.ndarray:
         """f [B, T, ...] of the model and tokens [B, T], as float32."""

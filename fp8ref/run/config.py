@@ -182,6 +182,8 @@ class RunConfig:
     """Validation batches, the same ones every time."""
     out: str | None = None
     """Directory of the run; by default runs/<config>-<backend>-<recipe>."""
+    init_from: str | None = None
+    """Directory of a model in safetensors, as fp8ref export or transformers writes it, whose weights training starts from."""
     allow_fallback: bool = False
     """Train even if the compiled step lacks an FP8 GEMM or gather that was planned; the manifest names what it lacks."""
 
@@ -189,6 +191,20 @@ class RunConfig:
         for key in ("steps", "eval_every", "eval_batches"):
             _require(getattr(self, key) >= 1, f"run.{key} is at least 1; got {getattr(self, key)}.")
         _require(self.seed >= 0, f"run.seed is not negative; got {self.seed}.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """What a run can be resumed from (SEMANTICS K)."""
+
+    every: int = 100
+    """Steps between checkpoints; the state after the last step is always saved, and after that in which SIGTERM comes. 0: only then."""
+    keep_last: int = 2
+    """How many are kept; older ones are removed when a newer one is whole."""
+
+    def __post_init__(self) -> None:
+        _require(self.every >= 0, f"checkpoint.every is not negative (0: at the end alone); got {self.every}.")
+        _require(self.keep_last >= 1, f"checkpoint.keep_last is at least 1; got {self.keep_last}.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,6 +217,7 @@ class Config:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     run: RunConfig = field(default_factory=RunConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
 
     def __post_init__(self) -> None:
         _require(self.model.vocab_size >= 256, f"model.vocab_size is at least 256, for byte tokens (D-1); got {self.model.vocab_size}.")
@@ -222,7 +239,7 @@ class Config:
         return dataclasses.replace(self, **{name: dataclasses.replace(getattr(self, name), **keys) for name, keys in sections.items()})
 
 
-for _section in (LlamaConfig, DataConfig, NumericsConfig, OptimizerConfig, ParallelConfig, RunConfig, Config):
+for _section in (LlamaConfig, DataConfig, NumericsConfig, OptimizerConfig, ParallelConfig, RunConfig, CheckpointConfig, Config):
     _section.__pydantic_config__ = pydantic.ConfigDict(extra="forbid", strict=True)  # type: ignore[union-attr]
 _ADAPTER = pydantic.TypeAdapter(Config)
 

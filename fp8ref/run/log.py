@@ -1,41 +1,47 @@
 """What a run leaves behind: config.toml, metrics.jsonl (one JSON object a step) and manifest.json (what ran, and how)."""
 
 import importlib.metadata
-import itertools
 import json
 import os
 import platform
 from pathlib import Path
+from typing import ClassVar
 
 import tomli_w
 
 import fp8ref
 from fp8ref.recipe import Decision
+from fp8ref.run import checkpoint, failure
 from fp8ref.run import config as configs
 from fp8ref.run.config import Config, ConfigError
 
 PACKAGES = ("numpy", "jax", "jaxlib", "flax", "optax", "torch", "torchao", "grain")
+MAY_CHANGE = ("config.run.out", "config.parallel.", "config.checkpoint.", "config.run.init_from")  # in a run that resumes
 
 
 class RunLog:
     """A run directory being written. Each metrics line is flushed as it is written; the manifest is replaced whole."""
 
-    def __init__(self, out: Path, manifest: dict) -> None:
-        """Metrics that are already there, of a run that starts again, are kept as metrics.0.jsonl, metrics.1.jsonl and so on."""
+    def __init__(self, out: Path, manifest: dict, *, start: int = 0) -> None:
+        """start: the first step that it will write; lines of that and later ones, and a torn last line, are removed."""
         self.out = out
-        if (out / "metrics.jsonl").exists():
-            free = next(i for i in itertools.count() if not (out / f"metrics.{i}.jsonl").exists())
-            os.replace(out / "metrics.jsonl", out / f"metrics.{free}.jsonl")
         self._manifest = manifest
-        self._metrics = (out / "metrics.jsonl").open("w", encoding="utf-8")
+        metrics = out / "metrics.jsonl"
+        self.kept = [line for line in read_metrics(out) if line["step"] < start] if metrics.exists() else []
+        _replace(metrics, "".join(_line(line) for line in self.kept))
+        self._metrics = metrics.open("a", encoding="utf-8")
         self.status("running")
 
     def step(self, metrics: dict) -> None:
-        self._metrics.write(json.dumps(metrics, allow_nan=False) + "\n")
+        self._metrics.write(_line(metrics))
         self._metrics.flush()
 
+    def sync(self) -> None:
+        """Bring the metrics to the disk, as a checkpoint of their last step is."""
+        os.fsync(self._metrics.fileno())
+
     def status(self, status: str, **more) -> None:
-        """running, finished, interrupted or failed."""
+        """running, finished, stopped, interrupted or failed."""
         self._manifest = {**self._manifest, "status": status, **more}
         _replace(self.out / "manifest.json", json.dumps(self._manifest, indent=1, allow_nan=False) + "\n")
 
@@ -46,6 +52,9 @@ class RunLog:
 class Unwritten:
     """The same run in a process that is not the one that writes."""
 
+    kept: ClassVar[list[dict]] = []
+
+    def sync(self) -> None: ...
     def step(self, metrics: dict) -> None: ...
     def status(self, status: str, **more) -> None: ...
     def close(self) -> None: ...
@@ -61,15 +70,20 @@ def create(
     device: str,
     proof: dict | None = None,
     overwrite: bool = False,
+    start: int = 0,
 ) -> RunLog:
-    """Start writing a run into a directory that ``claim`` allowed; ``overwrite`` drops the metrics of the run before."""
+    """Start writing a run into a directory that ``claim`` allowed.
+
+    overwrite   drops the checkpoints of the run before.
+    start       the first step, of a run that resumes from a checkpoint.
+    """
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"--run.out {out} cannot be made ({error.strerror}). Name another directory.") from error
     if overwrite:
-        for old in out.glob("metrics*.jsonl"):
-            old.unlink()
+        for folder in (checkpoint.FOLDER, failure.FOLDER):
+            checkpoint.remove(out / folder)
     _replace(out / "config.toml", tomli_w.dumps(configs.to_dict(config)))
     manifest = {
         "fp8ref": fp8ref.__version__,
@@ -79,16 +93,25 @@ def create(
         "config": configs.to_dict(config),
         "data": data,
         "linears": [{"path": d.path, "shape": list(d.shape), "recipe": d.recipe.name, "fp8": d.fp8, "reason": d.reason} for d in decisions],
+        "starts": _starts(out, start),
     } | ({"proof": proof} if proof else {})
-    return RunLog(out, manifest)
+    return RunLog(out, manifest, start=start)
+
+
+def finish(out: Path) -> None:
+    """Say of a run, all of whose steps are in its last checkpoint, that it is finished."""
+    manifest = read_manifest(out)
+    manifest.pop("error", None)
+    lines = read_metrics(out)
+    _replace(out / "manifest.json", json.dumps(manifest | {"status": "finished", "final": lines[-1] if lines else {}}, indent=1) + "\n")
 
 
 def claim(out: Path, config: Config, backend: str, *, resume: bool, overwrite: bool) -> bool:
     """Whether there is training to do in this directory. Changes nothing; ``create`` replaces the files of an old run.
 
-    A run that already finished is left alone under ``resume``. One that did not is trained again from its first step: without
-    checkpoints, that is where it resumes.
-    Raises:   ConfigError: the directory holds a run, or other files, and nothing allows touching it; a resumed run of another config.
+    A run that already finished is left alone under ``resume``. One that did not goes on from its last checkpoint, on a mesh of any kind.
+    Raises:   ConfigError: the directory holds a run, or other files, and nothing allows touching it; a resumed run of another config, but
+              for the keys of MAY_CHANGE.
     """
     if resume and overwrite:
         raise ConfigError("--resume keeps a run and --overwrite removes it; give one of them.")
@@ -105,8 +128,7 @@ def claim(out: Path, config: Config, backend: str, *, resume: bool, overwrite: b
         )
     mine = {"backend": backend, "config": configs.to_dict(config)}
     theirs = {"backend": manifest.get("backend"), "config": manifest.get("config")}
-    changed = differences(mine, theirs)
-    changed.pop("config.run.out", None)
+    changed = {key: pair for key, pair in differences(mine, theirs).items() if not key.startswith(MAY_CHANGE)}
     if changed:
         key, (here, there) = next(iter(changed.items()))
         raise ConfigError(
@@ -142,6 +164,16 @@ def differences(a, b, path: str = "") -> dict:
             found |= differences(a.get(key), b.get(key), f"{path}.{key}" if path else key)
         return found
     return {} if a == b else {path: (a, b)}
+
+
+def _starts(out: Path, start: int) -> list[int]:
+    """The step at which each process, or all of them together, began: 0, and those of resuming."""
+    before = read_manifest(out).get("starts", []) if start else []
+    return [*before, start]
+
+
+def _line(metrics: dict) -> str:
+    return json.dumps(metrics, allow_nan=False) + "\n"
 
 
 def _versions() -> dict[str, str]:

@@ -1,5 +1,6 @@
 """The training loop, the same for both backends: batches in, metrics out, nothing lost when it stops early."""
 
+import contextlib
 import importlib
 import math
 import time
@@ -10,10 +11,13 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 
 from fp8ref.recipe import Decision
+from fp8ref.run import checkpoint, data, export, failure, log, progress, stopping
 from fp8ref.run import config as configs
-from fp8ref.run import data, log, progress
+from fp8ref.run.checkpoint import Checkpoint, Checkpoints
 from fp8ref.run.config import Config, ConfigError
-from fp8ref.run.processes import Alone, Processes, together
+from fp8ref.run.processes import Alone, LostProcessError, Processes, together
+from fp8ref.run.stopping import StoppedError
+from fp8ref.run.stopwatch import Stopwatch
 
 BACKENDS = ("jax", "torch")
 
@@ -29,6 +33,8 @@ class Trainer(Protocol):
     def evaluate(self, tokens: np.ndarray) -> float: ...
     def logits(self, tokens: np.ndarray) -> np.ndarray: ...
     def weights(self) -> dict[str, np.ndarray]: ...
+    def save(self, directory: Path) -> Callable[[], None]: ...
+    def load(self, directory: Path, step: int) -> None: ...
     def gradients(self, tokens: np.ndarray) -> dict[str, np.ndarray]: ...
     def observe(self, tokens: np.ndarray, observer) -> None: ...
 
@@ -56,11 +62,11 @@ def trainer(backend: str, config: Config, weights: dict[str, np.ndarray] | None 
 def train(
     config: Config, backend: str, out: Path, *, resume: bool = False, overwrite: bool = False, processes: Processes | None = None
 ) -> list[dict] | None:
-    """Train config.run.steps steps and write the run to ``out``.
+    """Train config.run.steps steps and write the run to ``out``, from its last checkpoint under ``resume``.
 
     processes  those that train it together, each calling this; the first writes.
     Returns:  the metrics of every step; None when ``resume`` finds the run finished.
-    Raises:   ConfigError before anything is written; NonFiniteError, KeyboardInterrupt after the metrics so far are on disk.
+    Raises:   ConfigError before anything is written; NonFiniteError, StoppedError, KeyboardInterrupt after all so far is on disk.
     """
     processes = processes or Alone()
 
@@ -72,7 +78,14 @@ def train(
         return None
     batches = together(processes, lambda: data.open_batches(config))
     _check_alike(processes, config, batches)
-    model, proof = together(processes, lambda: _proven(config, backend, batches))
+    found = on_first(lambda: _last(out, config, batches) if resume else None)
+    path, start = processes.gather((str(found.state), found.step) if found else (None, 0))[0]
+    if start == config.run.steps:  # it ended between its last checkpoint and saying so
+        on_first(lambda: log.finish(out))
+        return None
+    model, proof = together(processes, lambda: _proven(config, backend, batches, initial=path is None))
+    if path is not None:
+        together(processes, lambda: model.load(Path(path), start))
     run = on_first(
         lambda: log.create(
             out,
@@ -83,28 +96,83 @@ def train(
             device=model.device,
             proof=proof,
             overwrite=overwrite,
+            start=start,
         )
     )
     run = run or log.Unwritten()
-    lines = []
+    about = {"backend": backend, "config": configs.to_dict(config), "data": batches.description, "devices": config.parallel.devices}
+    checkpoints = Checkpoints(out, about, keep_last=config.checkpoint.keep_last, processes=processes)
+    watch, lines = Stopwatch(), list(run.kept)
+    if processes.first and len(lines) < start:
+        progress.say(
+            f"{out / 'metrics.jsonl'} has lost lines of {start - len(lines)} of the {start} steps before; training goes on from the checkpoint."
+        )
     try:
-        with processes.telling(), progress.bar(f"{backend} {config.numerics.recipe}", config.run.steps, shown=processes.first) as advance:
-            for metrics in _steps(model, batches, config):
+        title = f"{backend} {config.numerics.recipe}"
+        with (
+            processes.telling(),
+            stopping.asked() as asked,
+            progress.bar(title, config.run.steps, shown=processes.first, done=start) as advance,
+        ):
+            for metrics in _steps(model, batches, config, out, processes, watch, start, sum(line["seconds"] for line in lines[-1:])):
                 run.step(metrics)
                 lines.append(metrics)
                 advance(f"loss {metrics['loss']:.3f}, {metrics['tokens_per_second']:,.0f} tokens/s")
-        run.status("finished", final=lines[-1])
+                _save(checkpoints, model, run, config, metrics["step"] + 1, watch, stop=any(processes.gather(asked())))
+        run.status("finished", final=lines[-1], seconds={"total": watch.total, **watch.seconds})
     except BaseException as error:
-        run.status("interrupted" if isinstance(error, KeyboardInterrupt) else "failed", error=f"{type(error).__name__}: {error}")
+        if not isinstance(error, LostProcessError):  # one that is gone keeps a checkpoint from being whole
+            with contextlib.suppress(OSError):
+                checkpoints.finish()
+        status = {KeyboardInterrupt: "interrupted", StoppedError: "stopped"}.get(type(error), "failed")
+        run.status(status, error=f"{type(error).__name__}: {error}")
         raise
     finally:
         run.close()
     return lines
 
 
-def _proven(config: Config, backend: str, batches: data.Batches) -> tuple[Trainer, dict | None]:
-    """A fresh trainer, and what its compiled step is, where it can read it."""
-    model = trainer(backend, config)
+def _last(out: Path, config: Config, batches: data.Batches) -> Checkpoint | None:
+    """The checkpoint that a run resumes from.
+
+    Raises:   ConfigError: none is intact; other data than it was trained on; moments in FP8 of another mesh.
+    """
+    found = checkpoint.latest(out, progress.say)
+    if found is None:
+        return None
+    for key, (before, now) in log.differences(found.manifest["data"], batches.description).items():
+        raise ConfigError(
+            f"{found.path} was trained on other data: {key} was {before!r} and is {now!r}. Put the data back, or start another run from these "
+            "weights: fp8ref export, then run.init_from."
+        )
+    mesh = log.differences(found.manifest["config"].get("parallel"), configs.to_dict(config)["parallel"])
+    for key in ("data", "fsdp", "tensor"):
+        if config.optimizer.kind == "adamw_fp8" and key in mesh:
+            raise ConfigError(
+                f"moments in FP8 lie in blocks of each process's piece (T-6): {found.path} has parallel.{key} {mesh[key][0]}; got {mesh[key][1]}. "
+                "Resume on the mesh that saved it."
+            )
+    return found
+
+
+def _save(checkpoints: Checkpoints, model: Trainer, run, config: Config, done: int, watch: Stopwatch, *, stop: bool) -> None:
+    """After ``done`` steps: save the state where it is due, and stop where that was asked."""
+    last, every = done == config.run.steps, config.checkpoint.every
+    with watch("checkpoint"):
+        checkpoints.check()
+        if last or stop or (every and done % every == 0):
+            run.sync()
+            checkpoints.save(model, done)
+        if last or stop:
+            checkpoints.finish()
+    if stop and not last:
+        raise StoppedError(f"stopped by SIGTERM after {done} steps, which are saved; --resume continues.")
+
+
+def _proven(config: Config, backend: str, batches: data.Batches, *, initial: bool) -> tuple[Trainer, dict | None]:
+    """A fresh trainer, and what its compiled step is, where it can read it. initial: its weights are those that training starts from."""
+    given = config.run.init_from if initial else None
+    model = trainer(backend, config, export.read(Path(given), config.model) if given else None)
     return model, model.prove(batches.step(0)) if isinstance(model, Provable) else None
 
 
@@ -116,28 +184,34 @@ def _check_alike(processes: Processes, config: Config, batches: data.Batches) ->
             raise ConfigError(f"all processes train alike; {key} is {theirs!r} in process {index} and {first!r} in process 0.")
 
 
-def _steps(model: Trainer, batches: data.Batches, config: Config):
-    """Train, yielding each step's metrics."""
+def _steps(
+    model: Trainer, batches: data.Batches, config: Config, out: Path, processes: Processes, watch: Stopwatch, first: int, before: float
+):
+    """Train from the first step, yielding each one's metrics; before: seconds of steps that came before it."""
     tokens_per_step = config.data.batch_size * config.data.sequence_length
-    start = time.perf_counter()
-    for step in range(config.run.steps):
-        before = time.perf_counter()
-        metrics = model.step(batches.step(step))
-        seconds = time.perf_counter() - before
+    for step in range(first, config.run.steps):
+        with watch("data"):
+            tokens = batches.step(step)
+        begun = time.perf_counter()
+        with watch("step"):
+            metrics = model.step(tokens)
+        seconds = time.perf_counter() - begun
         if not all(map(math.isfinite, metrics.values())):
-            raise NonFiniteError(_explain(model, step, metrics))
+            kept = failure.write(out, model, config, tokens, {"step": step} | metrics, processes)
+            raise NonFiniteError(_explain(model, step, metrics, kept))
         line = {"step": step, **metrics, "tokens_per_second": tokens_per_step / seconds}
         if (step + 1) % config.run.eval_every == 0 or step + 1 == config.run.steps:
-            line["val_loss"] = float(np.mean([model.evaluate(batches.held_out(i)) for i in range(config.run.eval_batches)]))
+            with watch("evaluation"):
+                line["val_loss"] = float(np.mean([model.evaluate(batches.held_out(i)) for i in range(config.run.eval_batches)]))
             if not math.isfinite(line["val_loss"]):
                 raise NonFiniteError(f"after step {step}: validation loss {line['val_loss']}. Lower optimizer.learning_rate.")
-        yield {**line, "seconds": time.perf_counter() - start}
+        yield {**line, "seconds": before + watch.total}
 
 
-def _explain(model: Trainer, step: int, metrics: dict[str, float]) -> str:
+def _explain(model: Trainer, step: int, metrics: dict[str, float], kept: Path) -> str:
     bad = [name for name, value in model.weights().items() if not np.isfinite(value).all()]
     where = f"non-finite weights: {', '.join(bad)}" if bad else "all weights are finite"
     return (
         f"step {step}: loss {metrics['loss']}, gradient norm {metrics['grad_norm']}; the optimizer step was not taken (T-4), {where}. "
-        "Lower optimizer.learning_rate, or compare with --recipe bf16."
+        f"fp8ref crosscheck --replay {kept} names where it began. Lower optimizer.learning_rate, or compare with --recipe bf16."
     )

@@ -16,8 +16,13 @@ def console() -> Console:
     return made if made.is_terminal else Console(width=120)
 
 
+def say(text: str) -> None:
+    """A line to standard error, for what a person should know and no program reads."""
+    Console(stderr=True).print(text, markup=False, highlight=False, soft_wrap=True)
+
+
 @contextmanager
-def bar(title: str, total: int, *, shown: bool = True) -> Iterator[Callable[[str], None]]:
+def bar(title: str, total: int, *, shown: bool = True, done: int = 0) -> Iterator[Callable[[str], None]]:
     """Yields a function that advances the bar by one and shows a note beside it."""
     console = Console(stderr=True)
     columns = (
@@ -28,7 +33,7 @@ def bar(title: str, total: int, *, shown: bool = True) -> Iterator[Callable[[str
         TextColumn("{task.fields[note]}"),
     )
     with Progress(*columns, console=console, disable=not (shown and console.is_terminal)) as progress:
-        task = progress.add_task(title, total=total, note="")
+        task = progress.add_task(title, total=total, completed=done, note="")
 
         def advance(note: str = "") -> None:
             progress.update(task, advance=1, note=note)

@@ -87,7 +87,9 @@ def round_to_power_of_two(scale: np.ndarray, *, by_log2: bool) -> np.ndarray:
     """
     if by_log2:
         with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
-            return np.exp2(np.floor(np.log2(scale.astype(np.float64)).astype(np.float32)))
+            k = np.floor(np.log2(scale.astype(np.float64)).astype(np.float32))
+            # in float64, whose power of two is exact: on some CPUs NumPy's float32 one of 127 is an ulp too large
+            return np.exp2(k.astype(np.float64)).astype(np.float32)
     bits = scale.view(np.uint32) & np.uint32(0xFF800000)
     return np.where(np.isnan(scale), scale, bits.view(np.float32))  # a NaN's mantissa is what makes it one
 

@@ -1,7 +1,7 @@
 """AdamW (SEMANTICS T-1): torch's, torch's fused, or torchao's with moments in FP8 (T-6). Weights decay in matrices only."""
 
 import gc
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import nn
@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 from fp8ref.run.config import OptimizerConfig
 
 BLOCK, SMALLEST = 256, 4096  # torchao's: values that share a scale, and those below which a piece's moments stay float32
+MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def build(params: Iterable[nn.Parameter], config: OptimizerConfig) -> torch.optim.Optimizer:
@@ -36,6 +37,53 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:
             group["lr"] = value
 
 
+def begin(optimizer: torch.optim.Optimizer, step: int | None = None) -> None:
+    """Give every parameter that has none the moments which its first step would: zeros. step: as after so many steps."""
+    fused = optimizer.defaults.get("fused")
+    for p in _parameters(optimizer):
+        state = optimizer.state[p]
+        if not state:
+            state["step"] = torch.zeros((), device=p.device if fused else None)
+            state |= {key: _zeros_in_fp8(p) if _takes_fp8(optimizer, p) else torch.zeros_like(p, requires_grad=False) for key in MOMENTS}
+        if step is not None:
+            state["step"].fill_(step)
+
+
+def moments(optimizer: torch.optim.Optimizer) -> Iterator[tuple[nn.Parameter, str, torch.Tensor]]:
+    """(parameter, which, moment) of all that ``begin`` or a step made."""
+    for p in _parameters(optimizer):
+        yield from ((p, key, optimizer.state[p][key]) for key in MOMENTS if key in optimizer.state[p])
+
+
+def in_fp8(moment: torch.Tensor) -> bool:
+    """Whether a rank's piece of a moment is torchao's, codes and scales."""
+    from torchao.optim.subclass_fp8 import OptimStateFp8
+
+    return isinstance(moment, OptimStateFp8)
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[nn.Parameter]:
+    return (p for group in optimizer.param_groups for p in group["params"])
+
+
+def _takes_fp8(optimizer: torch.optim.Optimizer, p: nn.Parameter) -> bool:
+    """Whether a rank's piece of p has moments in FP8 (T-6)."""
+    from torchao.optim import AdamWFp8
+
+    size = local(p).numel()
+    return isinstance(optimizer, AdamWFp8) and size >= SMALLEST and size % BLOCK == 0
+
+
+def _zeros_in_fp8(p: nn.Parameter) -> torch.Tensor:
+    from torchao.optim.subclass_fp8 import OptimStateFp8
+
+    piece = local(p)
+    made = OptimStateFp8.zeros(piece.shape, BLOCK, piece.device)
+    if not isinstance(p, DTensor):
+        return made
+    return DTensor.from_local(made, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
+
+
 def check_none_holds(model: nn.Module) -> None:
     """ValueError if an optimizer holds a model's parameters, which are about to be replaced: it would train what nothing uses."""
     parameters = {id(p): name for name, p in model.named_parameters()}
@@ -55,22 +103,14 @@ def check_states(optimizer: torch.optim.Optimizer) -> None:
     torch loads states of another sharding without a word: the next step would go wrong, or would keep float32 what should be FP8.
     Raises:   ValueError: moments of another shape, or another format, than this sharding's.
     """
-    from torchao.optim import AdamWFp8
-    from torchao.optim.subclass_fp8 import OptimStateFp8
-
-    for group in optimizer.param_groups:
-        for p in group["params"]:
-            for key in ("exp_avg", "exp_avg_sq"):
-                if key not in optimizer.state[p]:
-                    continue
-                piece, moment = local(p), local(optimizer.state[p][key])
-                expected = isinstance(optimizer, AdamWFp8) and piece.numel() >= SMALLEST and piece.numel() % BLOCK == 0
-                if moment.shape != piece.shape or isinstance(moment, OptimStateFp8) != expected:
-                    formats = {True: "FP8", False: "float32"}
-                    raise ValueError(
-                        f"{key} of a parameter whose piece here is {tuple(piece.shape)} is {formats[expected]} of that shape; got "
-                        f"{formats[isinstance(moment, OptimStateFp8)]} {tuple(moment.shape)}. Load states into the sharding that saved them."
-                    )
+    for p, key, found in moments(optimizer):
+        piece, moment, expected = local(p), local(found), _takes_fp8(optimizer, p)
+        if moment.shape != piece.shape or in_fp8(moment) != expected:
+            formats = {True: "FP8", False: "float32"}
+            raise ValueError(
+                f"{key} of a parameter whose piece here is {tuple(piece.shape)} is {formats[expected]} of that shape; got "
+                f"{formats[in_fp8(moment)]} {tuple(moment.shape)}. Load states into the sharding that saved them."
+            )
 
 
 def local(x: torch.Tensor) -> torch.Tensor:

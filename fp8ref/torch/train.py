@@ -1,8 +1,9 @@
 """The training step in PyTorch (SEMANTICS T): float32 masters, bfloat16 compute, AdamW; on one device, or one of several processes."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -15,6 +16,7 @@ from torch.nn import functional
 from fp8ref import llama
 from fp8ref.run.config import Config, ConfigError
 from fp8ref.torch import delayed, optimizer, proof
+from fp8ref.torch.checkpoint import Store
 from fp8ref.torch.model import Llama
 from fp8ref.torch.observing import observing
 from fp8ref.torch.parallel import AXES, parallelize
@@ -54,6 +56,7 @@ class Trainer:
         self._params = dict(self.model.named_parameters())
         self._optimizer = optimizer.build(self._params.values(), config.optimizer)
         self._count = 0
+        self._store = Store(self.model, self._optimizer)
         self.device = f"cuda: {torch.cuda.get_device_name()}" if self._device.type == "cuda" else "cpu"
         self.device += f", {keys.devices} processes" * (keys.devices > 1)
 
@@ -100,6 +103,15 @@ class Trainer:
     def weights(self) -> dict[str, np.ndarray]:
         """The float32 masters by name."""
         return {name: _whole(p.detach()) for name, p in self._params.items()}
+
+    def save(self, directory: Path) -> Callable[[], None]:
+        """Copy the state to host memory and begin to write it into a directory; the result waits until it is written, by every process."""
+        return self._store.save(directory)
+
+    def load(self, directory: Path, step: int) -> None:
+        """Continue from the state of so many steps that ``save`` wrote, on this mesh or another."""
+        self._store.load(directory, step)
+        self._count = step
 
     def observe(self, tokens: np.ndarray, observer) -> None:
         """A forward and backward pass, no update, in which every FP8 GEMM reports to observer (see ``observing``)."""

@@ -237,11 +237,37 @@ def test_reading_the_manifest_of_no_run_is_said_to_be_so(tmp_path):
         log.read_manifest(tmp_path)
 
 
-def test_metrics_of_a_run_that_starts_again_are_kept(tmp_path, small):
+@pytest.mark.parametrize("torn", ["", '{"step": 3, "lo'])
+def test_a_run_that_resumes_keeps_the_lines_before_its_first_step(tmp_path, small, torn):
     out = tmp_path / "run"
-    for i in range(3):
-        run = start(out, small)
-        run.step({"step": 0, "loss": float(i)})
-        run.close()
-    assert [json.loads((out / f"metrics.{i}.jsonl").read_text())["loss"] for i in (0, 1)] == [0.0, 1.0]
-    assert log.read_metrics(out)[0]["loss"] == 2.0
+    run = start(out, small)
+    for step in range(4):
+        run.step({"step": step, "loss": step / 7})
+    run.close()
+    if torn:
+        (out / "metrics.jsonl").write_text((out / "metrics.jsonl").read_text() + torn)
+    run = log.create(out, small, "jax", data=DATA, decisions=small.decisions(), device="cpu: test", start=2)
+    assert run.kept == [{"step": 0, "loss": 0.0}, {"step": 1, "loss": 1 / 7}]
+    run.step({"step": 2, "loss": 0.5})
+    run.close()
+    assert log.read_metrics(out) == [*run.kept, {"step": 2, "loss": 0.5}]
+    assert log.read_manifest(out)["starts"] == [0, 2]
+
+
+def test_lines_that_are_synced_are_on_the_disk(tmp_path, small, monkeypatch):
+    run = start(tmp_path / "run", small)
+    synced = []
+    monkeypatch.setattr(log.os, "fsync", synced.append)
+    run.sync()
+    assert synced == [run._metrics.fileno()]
+    run.close()
+
+
+def test_a_run_may_be_called_finished_afterwards(tmp_path, small):
+    run = start(tmp_path / "run", small)
+    run.step({"step": 0, "loss": 1.0})
+    run.status("failed", error="power cut")
+    run.close()
+    log.finish(tmp_path / "run")
+    manifest = log.read_manifest(tmp_path / "run")
+    assert (manifest["status"], manifest["final"], "error" in manifest) == ("finished", {"step": 0, "loss": 1.0}, False)

@@ -36,6 +36,11 @@ def same(a, b):
     jax.tree.map(np.testing.assert_array_equal, a, b)
 
 
+def same_sum(a, b):
+    """Of the squares of an output, added in the order that a compiler chose: each addition of them rounds by 2^-24 of a sum at most."""
+    np.testing.assert_allclose(a, b, rtol=2 * X.size * 2.0**-24)
+
+
 def squares(model, **options):
     def loss(variables, x):
         y, updated = model.apply(variables, x, mutable=[SEEN], **options)
@@ -161,7 +166,7 @@ def test_scan_over_layers_and_remat_observe_as_the_unrolled_model(block):
     variables = model.init(jax.random.key(0), X)
     variables["params"] = {"block": {"up": {"kernel": kernel}}}
     value, grads, seen = jax.jit(fj.flax.value_and_grad(squares(model)))(variables, X)
-    same(value, expected)
+    same_sum(value, expected)
     assert grads["block"]["up"]["kernel"].shape == (3, 32, 32)
     (of_stack,) = seen.layers.values()
     same(of_stack, {role: jnp.stack([layer[role] for layer in of_each.layers.values()]) for role in of_stack})
@@ -187,7 +192,8 @@ def test_a_layer_used_again_is_one_observation():  # H-4
     for model in (Again(), carrying):
         variables = {**model.init(jax.random.key(0), X), "params": {"block": {"up": {"kernel": kernel}}}}
         of_each.append(jax.jit(fj.flax.value_and_grad(squares(model)))(variables, X))
-    same(*of_each)
+    same_sum(of_each[0][0], of_each[1][0])
+    same(of_each[0][1:], of_each[1][1:])
     (seen,) = of_each[0][2].layers.values()
     assert seen["weight"].tolist() == [np.abs(kernel).max(), 0, 1]
     h = [X]

@@ -59,6 +59,11 @@ def same(a, b):
     jax.tree.map(np.testing.assert_array_equal, a, b)
 
 
+def same_sum(a, b):
+    """Of the squares of an output, added in the order that a compiler chose: each addition of them rounds by 2^-24 of a sum at most."""
+    np.testing.assert_allclose(a, b, rtol=2 * X.size * 2.0**-24)
+
+
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("recipe", ["bf16", "tensorwise", "rowwise", "rowwise_with_gw_hp", "delayed"])
 def test_a_linear_is_the_linear_of_its_transposed_kernel(recipe, dtype, rng):
@@ -109,7 +114,7 @@ def test_scan_over_layers_and_remat_observe_as_the_unrolled_model():
     same(step(Unrolled(), loss=chosen)[2], of_each)
     model = Stacked()
     of_model, grads, seen = step(model)
-    same(of_model, value)
+    same_sum(of_model, value)
     assert grads["layers"]["kernel"].shape == (3, 32, 32)
     (of_stack,) = seen.layers.values()
     same(of_stack, {role: jnp.stack([one[role] for one in of_each.layers.values()]) for role in of_stack})
@@ -194,7 +199,8 @@ def test_a_loss_with_aux_and_other_variables():
     (value, aux), grads, _ = fj.flax.value_and_grad(lambda m, x: (squares(m, x), x.sum()), has_aux=True, wrt=nnx.PathContains(0))(
         Unrolled(), X
     )
-    same((value, aux), (step(Unrolled())[0], X.sum()))
+    same_sum(value, step(Unrolled())[0])
+    same(aux, X.sum())
     assert len(jax.tree.leaves(grads)) == 1
 
 

@@ -1,0 +1,73 @@
+"""What is kept of a step whose loss or gradient is not finite, so that ``fp8ref crosscheck --replay`` can find where it began (SEMANTICS K-6).
+
+RUN/failures/step-00000012/state/          the state before that step, as checkpoints have it
+                           batch.npy       its global batch, int32 [batch_size, sequence_length + 1]
+                           manifest.json   step, loss, gradient norm, backend and config, as checkpoints have it
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from fp8ref.run import checkpoint
+from fp8ref.run import config as configs
+from fp8ref.run.config import Config, ConfigError
+from fp8ref.run.processes import Processes, together
+
+FOLDER = "failures"
+
+
+class Trains(checkpoint.Saves, Protocol):
+    """A trainer; ``backend`` is its framework's name."""
+
+    backend: str
+
+
+@dataclass(frozen=True)
+class Failure:
+    """One that was read. metrics: step, loss and grad_norm, numbers as text, for JSON has none that are not finite."""
+
+    state: Path
+    tokens: np.ndarray
+    config: Config
+    backend: str
+    metrics: Mapping[str, str]
+
+
+def write(out: Path, model: Trains, config: Config, tokens: np.ndarray, metrics: Mapping[str, Any], processes: Processes) -> Path:
+    """Keep a step that was not taken; every process calls it. Returns where."""
+    path = out / FOLDER / f"{checkpoint.PREFIX}{metrics['step']:08d}"
+    unfinished = path.with_name(path.name + checkpoint.UNFINISHED)
+    together(processes, lambda: checkpoint.make_empty(unfinished) if processes.first else None)
+    model.save(unfinished / "state")()
+
+    def complete() -> None:
+        np.save(unfinished / "batch.npy", np.asarray(tokens, np.int32), allow_pickle=False)
+        about = {"backend": model.backend, "config": configs.to_dict(config), "metrics": {k: str(v) for k, v in metrics.items()}}
+        checkpoint.write_manifest(unfinished, about | {"step": metrics["step"]})
+        checkpoint.remove(path)
+        unfinished.rename(path)
+
+    together(processes, lambda: complete() if processes.first else None)
+    return path
+
+
+def read(path: Path) -> Failure:
+    """What ``write`` kept; path: the directory or its manifest.json.
+
+    Raises:   ConfigError: it is none, or damaged.
+    """
+    folder = path.parent if path.name == "manifest.json" else path
+    manifest = checkpoint.verify(folder)
+    if "metrics" not in manifest:
+        raise ConfigError(f"{folder} is a checkpoint, not a step that failed. Those lie in a run's {FOLDER} directory.")
+    return Failure(
+        state=folder / "state",
+        tokens=np.load(folder / "batch.npy", allow_pickle=False),
+        config=configs.from_dict(manifest["config"], source=str(folder / "manifest.json")),
+        backend=manifest["backend"],
+        metrics=manifest["metrics"],
+    )

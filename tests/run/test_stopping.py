@@ -1,0 +1,32 @@
+import os
+import signal
+import threading
+
+from fp8ref.run import stopping
+
+
+def test_sigterm_is_remembered_and_ends_nothing():
+    with stopping.asked() as asked:
+        assert not asked()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert asked()
+
+
+def test_afterwards_it_is_as_it_was():
+    before = signal.getsignal(signal.SIGTERM)
+    with stopping.asked():
+        assert signal.getsignal(signal.SIGTERM) is not before
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_thread_leaves_it_alone():
+    found = []
+
+    def train():
+        with stopping.asked() as asked:
+            found.append((asked(), signal.getsignal(signal.SIGTERM)))
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    thread.join()
+    assert found == [(False, signal.getsignal(signal.SIGTERM))]
