@@ -84,7 +84,34 @@ def _parser() -> argparse.ArgumentParser:
     certificate.add_argument("--exhaustive", action="store_true", help="all 2^32 inputs of a cast, all 2^31 of a scale (minutes)")
     certificate.add_argument("--json", type=Path, metavar="FILE", help="write every comparison to FILE")
     certificate.set_defaults(run=_certify, parser=certificate)
+    _add_data(commands)
     return parser
+
+
+def _add_data(commands) -> None:
+    data = commands.add_parser("data", help="Prepare what a model is trained on.", description="Prepare what a model is trained on.")
+    prepare = data.add_subparsers(required=True, metavar="COMMAND").add_parser(
+        "prepare", help="Turn text into shards of tokens.", description="Turn text into shards of tokens.", allow_abbrev=False
+    )
+    # the defaults are those of the config's keys (DataConfig), which are not imported for --help alone
+    key = {"default": argparse.SUPPRESS}
+    prepare.add_argument(
+        "--source",
+        required=True,
+        help="stdlib, a directory of text, .jsonl or .parquet (file, directory, pattern), or hf:org/name[:config]",
+    )
+    prepare.add_argument("--out", required=True, type=Path, metavar="DIR", help="directory to write, which is not there yet or empty")
+    prepare.add_argument("--tokenizer", **key, help="a tokenizer.json, or tiktoken:NAME (default: bytes)")
+    prepare.add_argument(
+        "--end-of-document", **key, metavar="TOKEN", help="the token after each document; '' for none (default: the tokenizer's)"
+    )
+    prepare.add_argument("--text-column", **key, metavar="NAME", help="the column that holds the text (default text)")
+    prepare.add_argument("--hf-split", **key, metavar="NAME", help="the split of a dataset of the hub (default train)")
+    prepare.add_argument(
+        "--validation-fraction", **key, type=float, metavar="F", help="share for validation (default 0.1); unused where files are named val"
+    )
+    prepare.add_argument("--shard-tokens", **key, type=int, metavar="N", help="most tokens in a file (default 10^8)")
+    prepare.set_defaults(run=_prepare, parser=prepare)
 
 
 def _config(known: argparse.Namespace, options: list[str]):
@@ -212,6 +239,23 @@ def _certify(known: argparse.Namespace, options: list[str]) -> int:
     if known.json:
         certificate.write(known.json)
     return 0 if certificate.report().ok else FAILED
+
+
+def _prepare(known: argparse.Namespace, options: list[str]) -> int:
+    if options:
+        known.parser.error(f"unrecognized arguments: {' '.join(options)}")
+    from fp8ref.run.config import DataConfig
+    from fp8ref.run.prepare import prepare
+
+    names = ("source", "tokenizer", "end_of_document", "text_column", "validation_fraction")
+    data = DataConfig(**{name: getattr(known, name) for name in names if hasattr(known, name)})
+    made = prepare(data, known.out, **{name: getattr(known, name) for name in ("shard_tokens", "hf_split") if hasattr(known, name)})
+    tokens = {split: sum(f.tokens for name, f in made.files.items() if name.startswith(split)) for split in ("train", "val")}
+    print(
+        f"{known.out}: {tokens['train']:,} tokens for training, {tokens['val']:,} for validation, {made.dtype}, in {len(made.files)} files\n"
+        f"train from them with --data.source {known.out} --model.vocab_size {made.vocab_size}"
+    )
+    return 0
 
 
 def _check_json(path: Path | None) -> None:

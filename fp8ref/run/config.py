@@ -35,18 +35,29 @@ class DataConfig:
     """Which text, and how it is cut into batches (SEMANTICS D)."""
 
     source: str = "stdlib"
-    """``stdlib``: the Python standard library's sources on this machine; or a directory whose ``*.py``, ``*.md`` and ``*.txt`` are read."""
+    """``stdlib``: the Python standard library's sources on this machine; a directory whose ``*.py``, ``*.md`` and ``*.txt`` are read; token
+    shards (.bin, .npy) or documents (.parquet, .jsonl): a file, a directory or a pattern; for ``fp8ref data prepare`` also hf:org/name[:config]."""
+    tokenizer: str | None = None
+    """How text becomes tokens: by default its bytes; else a tokenizer.json, or tiktoken:NAME."""
+    end_of_document: str | None = None
+    """The token after each document; by default the tokenizer's own, a zero byte between documents in bytes; '' is none."""
+    text_column: str = "text"
+    """The column of documents that holds their text."""
+    token_dtype: Literal["uint16", "uint32"] | None = None
+    """The integers of .bin shards that nothing beside them describes; by default uint16."""
     sequence_length: int = 128
     """Tokens in a sequence."""
     batch_size: int = 16
     """Sequences in the global batch."""
     validation_fraction: float = 0.1
-    """Share of the files kept for validation."""
+    """Share kept for validation: of files of text, of documents, of each shard; unused where files are named val."""
     seed: int = 0
     """Seed of the shuffle."""
 
     def __post_init__(self) -> None:
-        _require(self.source != "", "data.source is 'stdlib' or a directory; got ''.")
+        _require(self.source != "", "data.source is 'stdlib', a file, a directory or a pattern; got ''.")
+        for key in ("tokenizer", "text_column"):
+            _require(getattr(self, key) != "", f"data.{key} is not empty; leave it out for its default.")
         _require(self.sequence_length >= 1, f"data.sequence_length is at least 1; got {self.sequence_length}.")
         _require(self.batch_size >= 1, f"data.batch_size is at least 1; got {self.batch_size}.")
         _require(0 < self.validation_fraction < 1, f"data.validation_fraction lies between 0 and 1; got {self.validation_fraction}.")

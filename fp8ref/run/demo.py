@@ -31,7 +31,7 @@ def demo(config: Config, out: Path) -> bool:
     reports = {recipe: crosscheck(config.replace(numerics={"recipe": recipe})) for recipe in RECIPES[1:]}
     for recipe, report in reports.items():
         report.write(out / f"crosscheck-{recipe}.json")
-    entropy = data.open_batches(config).description["validation_unigram_entropy"]
+    entropy = data.open_batches(config).description.get("validation_unigram_entropy")  # of shards nobody counts it
 
     spread = max(seeds) - min(seeds)
     table = Table("backend", "recipe", "final loss", "val loss", "minus bf16", "codes equal", "scales equal", "cross-check")
@@ -47,7 +47,8 @@ def demo(config: Config, out: Path) -> bool:
         gap = final[backend, recipe] - final[backend, "bf16"]
         table.add_row(backend, recipe, f"{lines[-1]['loss']:.4f}", f"{final[backend, recipe]:.4f}", f"{gap:+.4f}", *bits, verdict)
     console.print(table)
-    console.print(f"validation loss {max(final.values()):.3f} at most; unigram entropy of the validation text {entropy:.3f} nats")
+    reference = "" if entropy is None else f"; unigram entropy of the validation text {entropy:.3f} nats"
+    console.print(f"validation loss {max(final.values()):.3f} at most{reference}")
     gaps = {key: abs(value - final[key[0], "bf16"]) for key, value in final.items() if key[1] != "bf16"}
     worst = max(gaps, key=gaps.get)  # type: ignore[arg-type]
     console.print(

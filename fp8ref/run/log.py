@@ -15,7 +15,7 @@ from fp8ref.run import checkpoint, failure
 from fp8ref.run import config as configs
 from fp8ref.run.config import Config, ConfigError
 
-PACKAGES = ("numpy", "jax", "jaxlib", "flax", "optax", "torch", "torchao", "grain")
+PACKAGES = ("numpy", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "torch", "torchao", "grain", "safetensors", "tokenizers", "tiktoken")
 MAY_CHANGE = ("config.run.out", "config.parallel.", "config.checkpoint.", "config.run.init_from")  # in a run that resumes
 
 

@@ -22,8 +22,8 @@ def say(text: str) -> None:
 
 
 @contextmanager
-def bar(title: str, total: int, *, shown: bool = True, done: int = 0) -> Iterator[Callable[[str], None]]:
-    """Yields a function that advances the bar by one and shows a note beside it."""
+def bar(title: str, total: int | None, *, shown: bool = True, done: int = 0) -> Iterator[Callable[..., None]]:
+    """Yields a function that advances the bar, by one unless told, and shows a note beside it. total None: nobody knows."""
     console = Console(stderr=True)
     columns = (
         TextColumn("{task.description:<22}"),
@@ -35,7 +35,7 @@ def bar(title: str, total: int, *, shown: bool = True, done: int = 0) -> Iterato
     with Progress(*columns, console=console, disable=not (shown and console.is_terminal)) as progress:
         task = progress.add_task(title, total=total, completed=done, note="")
 
-        def advance(note: str = "") -> None:
-            progress.update(task, advance=1, note=note)
+        def advance(note: str = "", by: int = 1) -> None:
+            progress.update(task, advance=by, note=note)
 
         yield advance

@@ -1,0 +1,64 @@
+"""Tokens at random access, cut into training windows (SEMANTICS D-2, D-4)."""
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+MOST = 2**32 - 1  # grain shuffles 32-bit indices
+
+
+class Tokens(Protocol):
+    """Tokens [len] of one file, or of all of memory."""
+
+    def __len__(self) -> int: ...
+    def read(self, start: int, stop: int) -> np.ndarray: ...
+
+
+class InMemory:
+    """Tokens that are an array already."""
+
+    def __init__(self, tokens: np.ndarray) -> None:
+        self._tokens = tokens
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        return self._tokens[start:stop]
+
+
+class Part(NamedTuple):
+    """Windows first to first + number of tokens."""
+
+    tokens: Tokens
+    first: int
+    number: int
+
+
+class Windows:
+    """The windows of parts, int32 [length + 1], one part after the other: a random-access source for grain."""
+
+    def __init__(self, parts: Sequence[Part], length: int) -> None:
+        self._parts = [part for part in parts if part.number]
+        self._ends = np.cumsum([part.number for part in self._parts])
+        self._length = length
+
+    def __len__(self) -> int:
+        return int(self._ends[-1]) if self._parts else 0
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        of = int(np.searchsorted(self._ends, index, side="right"))
+        tokens, first, number = self._parts[of]
+        start = (first + index - int(self._ends[of]) + number) * self._length
+        return tokens.read(start, start + self._length + 1).astype(np.int32)
+
+
+def count(tokens: int, length: int) -> int:
+    """How many windows of length + 1 tokens at stride length so many tokens hold."""
+    return max(0, (tokens - 1) // length)
+
+
+def whole(tokens: Tokens, length: int) -> Part:
+    """All windows of tokens."""
+    return Part(tokens, 0, count(len(tokens), length))
