@@ -1,10 +1,10 @@
-# make setup | demo | test | slow | gpu | exhaustive | bench | bench-jax | bench-torch | compile-matrix | aot | lint. Everything is installed
-# into .venv, but for aot's, into .venv-aot; PYTHON names the interpreter they are made with.
+# make setup | demo | test | slow | gpu | exhaustive | bench | bench-jax | bench-torch | bench-data | compile-matrix | aot | lint. Everything is
+# installed into .venv, but for aot's, into .venv-aot; PYTHON names the interpreter they are made with.
 PYTHON ?= python3
 BIN := .venv/bin
 TESTS ?= tests fp8ref
 
-.PHONY: setup demo test slow gpu exhaustive bench bench-jax bench-torch compile-matrix aot lint
+.PHONY: setup demo test slow gpu exhaustive bench bench-jax bench-torch bench-data compile-matrix aot lint
 
 setup: .venv/ready
 
@@ -36,6 +36,9 @@ bench-jax: setup
 
 bench-torch: setup
 	$(BIN)/python benchmarks/torch_cpu.py --json benchmarks/results/torch_cpu.json
+
+bench-data: setup
+	$(BIN)/python benchmarks/data.py
 
 compile-matrix: setup
 	$(BIN)/python benchmarks/compile_matrix.py

@@ -68,3 +68,8 @@ def test_the_readme_shows_torchs_table():
     for row in result["rows"]:
         assert f"| {row['recipe']} | {row['ratio']:.3f} | {row['at_least']} |" in readme
     assert f"adds {result['proof']['seconds']:.1f} s for {result['proof']['linears']} linears" in readme
+
+
+def test_the_table_of_data():
+    done = subprocess.run([sys.executable, BENCHMARKS / "data.py", "--quick"], check=True, capture_output=True, text=True)
+    assert all(kind in done.stdout for kind in ("text", "shards", "parquet"))

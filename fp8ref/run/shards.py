@@ -14,7 +14,7 @@ from fp8ref.run.sources import Source
 from fp8ref.run.windows import Part
 
 OPEN = 64  # files mapped at once: each holds a file descriptor
-MEBIBYTE = 2**20
+END = 2**16  # bytes at both ends of a file that tell it from others
 SCANNED = 2**24  # tokens looked through between two steps of the progress bar
 # llm.c's headers of 256 int32, (magic, version): the tokens' type; the third number is how many there are
 LLM_C = {(20240520, 1): "<u2", (20240801, 7): "<u4"}
@@ -98,7 +98,7 @@ def split(shards: Sequence[Shard], fraction: float, length: int) -> tuple[list[P
 
 
 def fingerprint(shards: Sequence[Shard]) -> str:
-    """SHA-256 of every shard's name, size and contents: the hash a sidecar records, or that of the first and last MiB."""
+    """SHA-256 of every shard's name, size and contents: the hash a sidecar records, or that of the first and last 64 KiB."""
     hashed = hashlib.sha256()
     for shard in shards:
         contents = shard.recorded.sha256 if shard.recorded else _ends(shard.path, shard.bytes)
@@ -108,9 +108,9 @@ def fingerprint(shards: Sequence[Shard]) -> str:
 
 def _ends(path: Path, size: int) -> str:
     with path.open("rb") as file:
-        first = file.read(MEBIBYTE)
-        file.seek(max(len(first), size - MEBIBYTE))
-        return hashlib.sha256(first + file.read(MEBIBYTE)).hexdigest()
+        first = file.read(END)
+        file.seek(max(len(first), size - END))
+        return hashlib.sha256(first + file.read(END)).hexdigest()
 
 
 def _map(shard: Shard) -> np.ndarray:
@@ -173,7 +173,7 @@ def _llm_c(path: Path, size: int) -> str | None:
 def _check_width(path: Path) -> None:
     """ConfigError for small 32-bit integers, of which every second uint16 is 0: no vocabulary would be found too small for them."""
     with path.open("rb") as file:
-        start = file.read(MEBIBYTE)
+        start = file.read(END)
     low, high = np.frombuffer(start[: len(start) // 4 * 4], "<u2").reshape(-1, 2).T
     if len(low) >= 32 and low.any() and not high.any():
         raise ConfigError(

@@ -114,9 +114,9 @@ def _tiktoken(name: str, end: str | None) -> Tiktoken:
     try:
         made = tiktoken.get_encoding(name.removeprefix(TIKTOKEN))
     except Exception as error:  # an unknown name, or whatever a download that fails raises
-        known = ", ".join(tiktoken.list_encoding_names())
+        known, why = ", ".join(tiktoken.list_encoding_names()), str(error).partition("\n")[0]
         raise ConfigError(
-            f"data.tokenizer {name!r}: tiktoken cannot give it ({type(error).__name__}: {str(error).partition(chr(10))[0]}). It knows {known}, and downloads each once; "
+            f"data.tokenizer {name!r}: tiktoken cannot give it ({type(error).__name__}: {why}). It knows {known}, and downloads each once; "
             "without a network set TIKTOKEN_CACHE_DIR to where that was done."
         ) from error
     special = {token: made.encode_single_token(token) for token in made.special_tokens_set}

@@ -1,13 +1,19 @@
 import hashlib
 import math
 import os
+import subprocess
+import sys
 import sysconfig
 from pathlib import Path
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
+import tomli_w
 
-from fp8ref.run import data
+from fp8ref.run import config as configs
+from fp8ref.run import data, windows
 from fp8ref.run.config import Config, ConfigError, DataConfig, RunConfig
 
 
@@ -286,3 +292,91 @@ def test_a_source_that_is_no_directory_is_refused(tmp_path, monkeypatch, source)
     (tmp_path / "file.txt").write_text("text")
     with pytest.raises(ValueError, match=f"'stdlib'.* a directory.*; got '{source}'"):
         opened(source)
+
+
+SHARDS = (1, 2, 8)
+
+
+def stored(kind: str, folder: Path) -> str:
+    """4,000 sequences of 8 in a form that data.source takes, its name."""
+    tokens = np.random.default_rng(0).integers(32, 127, 40000).astype(np.uint8)
+    parts = np.split(tokens, 20)
+    for i, part in enumerate(parts):
+        if kind == "text":
+            (folder / f"{i}.txt").write_bytes(part.tobytes())
+        elif kind == "shards":
+            part.astype("<u2").tofile(folder / f"{i}.bin")
+    if kind == "parquet":
+        pyarrow.parquet.write_table(pyarrow.table({"text": [part.tobytes().decode() for part in parts]}), folder / "a.parquet")
+    return str(folder)
+
+
+@pytest.mark.parametrize("kind", ["text", "shards", "parquet"])
+def test_1000_global_batches_are_the_same_however_many_processes_read_them(tmp_path, kind):  # D-3
+    source = stored(kind, tmp_path)
+    hashes = set()
+    for n in SHARDS:
+        processes = [opened(source, batch=8) for _ in range(n)]  # each reads its own rows alone
+        mine = [slice(8 * r // n, 8 * (r + 1) // n) for r in range(n)]
+        batches = (np.concatenate([p.step(step, rows) for p, rows in zip(processes, mine, strict=True)]) for step in range(1000))
+        hashes.add(digest(batches))
+    whole = opened(source, batch=8)
+    assert hashes == {digest(whole.step(step) for step in range(1000))}
+    np.testing.assert_array_equal(whole.held_out(1, slice(2, 5)), whole.held_out(1)[2:5])
+
+
+@pytest.mark.parametrize("kind", ["text", "shards", "parquet"])
+@pytest.mark.parametrize("step", [0, 1, 10**7])
+def test_a_step_reads_its_own_windows_and_no_others(tmp_path, monkeypatch, kind, step):  # D-3
+    batches = opened(stored(kind, tmp_path), batch=8)
+    read = []
+    real = windows.Windows.__getitem__
+    monkeypatch.setattr(windows.Windows, "__getitem__", lambda self, index: (read.append(index), real(self, index))[1])
+    batches.step(step)
+    assert len(read) == 8
+    read.clear()
+    batches.step(step, slice(6, 8))
+    assert len(read) == 2
+
+
+@pytest.mark.parametrize("rows", [slice(4, 8), slice(2, 2)])
+def test_rows_that_name_none_are_refused(marked, rows):
+    with pytest.raises(ValueError, match="rows names no row of a batch of 4"):
+        opened(marked[0]).step(0, rows)
+
+
+WITHOUT_JAX = """
+import sys
+from fp8ref.run import config, loop
+from pathlib import Path
+loop.train(config.load(sys.argv[1]), "torch", Path(sys.argv[2]))
+if "jax" in sys.modules:  # grain imports it
+    from jax._src import xla_bridge  # jax.devices() and all else that is public would initialise what it asks for
+    assert not xla_bridge.backends_are_initialized()
+"""
+
+
+def test_a_torch_run_initialises_no_backend_of_jax(tmp_path, small):
+    (tmp_path / "small.toml").write_text(tomli_w.dumps(configs.to_dict(small)))
+    command = [sys.executable, "-c", WITHOUT_JAX, str(tmp_path / "small.toml"), str(tmp_path / "run")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+OPENED = """
+import sys
+from fp8ref.run import data
+from fp8ref.run.config import Config, DataConfig
+for source in sys.argv[1:]:
+    data.open_batches(Config(data=DataConfig(source=source, sequence_length=8, batch_size=4))).step(0)
+print(sorted({"torch", "datasets", "tiktoken", "tokenizers"} & sys.modules.keys()))
+"""
+
+
+def test_opening_imports_neither_torch_nor_a_library_that_is_not_needed(tmp_path):
+    sources = []
+    for kind in ("text", "shards", "parquet"):
+        (tmp_path / kind).mkdir()
+        sources.append(stored(kind, tmp_path / kind))
+    shown = subprocess.run([sys.executable, "-c", OPENED, *sources], capture_output=True, text=True, check=True, timeout=60)
+    assert shown.stdout.strip() == "[]"

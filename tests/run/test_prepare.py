@@ -1,12 +1,10 @@
 import errno
 import hashlib
 import json
-import os
 import resource
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import datasets
@@ -123,7 +121,9 @@ def test_the_hub_is_streamed(tmp_path, source, monkeypatch, name, config):  # D-
 
 def test_a_stream_that_breaks_leaves_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(datasets, "load_dataset", Stream(fails=40))
-    with pytest.raises(ConfigError, match=r"'hf:org/name', split 'train': datasets cannot stream it after 40 rows \(ConnectionError: reset\)"):
+    with pytest.raises(
+        ConfigError, match=r"'hf:org/name', split 'train': datasets cannot stream it after 40 rows \(ConnectionError: reset\)"
+    ):
         make("hf:org/name", tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
 
@@ -172,7 +172,9 @@ def test_what_stops_it_leaves_nothing(tmp_path, source, monkeypatch, error):
     assert [path.name for path in tmp_path.iterdir()] == ["source.jsonl"]
 
 
-LIMITED = "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (300, 300)); from fp8ref.cli import main; sys.exit(main(sys.argv[1:]))"
+LIMITED = (
+    "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (300, 300)); from fp8ref.cli import main; sys.exit(main(sys.argv[1:]))"
+)
 
 
 def test_a_disk_that_takes_no_more_is_a_user_s_error(tmp_path, source):
@@ -181,7 +183,10 @@ def test_a_disk_that_takes_no_more_is_a_user_s_error(tmp_path, source):
     command = [sys.executable, "-B", "-c", LIMITED, "data", "prepare", "--source", str(source), "--out", str(tmp_path / "out")]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == f"fp8ref: --out {tmp_path / 'out'} cannot be written (File too large); nothing is kept of it. Free space, or name another.\n"
+    assert (
+        done.stderr
+        == f"fp8ref: --out {tmp_path / 'out'} cannot be written (File too large); nothing is kept of it. Free space, or name another.\n"
+    )
     assert [path.name for path in tmp_path.iterdir()] == ["source.jsonl"]
 
 
@@ -202,7 +207,19 @@ sys.exit(main(sys.argv[1:]))
 
 
 def test_a_kill_leaves_nothing_that_passes_for_complete(tmp_path, source):
-    command = [sys.executable, "-c", SLOW, "data", "prepare", "--source", str(source), "--out", str(tmp_path / "out"), "--shard-tokens", "50"]
+    command = [
+        sys.executable,
+        "-c",
+        SLOW,
+        "data",
+        "prepare",
+        "--source",
+        str(source),
+        "--out",
+        str(tmp_path / "out"),
+        "--shard-tokens",
+        "50",
+    ]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             while process.stdout.readline() != "49\n":
