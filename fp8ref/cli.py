@@ -249,7 +249,11 @@ def _prepare(known: argparse.Namespace, options: list[str]) -> int:
 
     names = ("source", "tokenizer", "end_of_document", "text_column", "validation_fraction")
     data = DataConfig(**{name: getattr(known, name) for name in names if hasattr(known, name)})
-    made = prepare(data, known.out, **{name: getattr(known, name) for name in ("shard_tokens", "hf_split") if hasattr(known, name)})
+    try:
+        made = prepare(data, known.out, **{name: getattr(known, name) for name in ("shard_tokens", "hf_split") if hasattr(known, name)})
+    except KeyboardInterrupt:
+        print(f"interrupted; nothing is kept of {known.out}", file=sys.stderr)
+        return INTERRUPTED
     tokens = {split: sum(f.tokens for name, f in made.files.items() if name.startswith(split)) for split in ("train", "val")}
     print(
         f"{known.out}: {tokens['train']:,} tokens for training, {tokens['val']:,} for validation, {made.dtype}, in {len(made.files)} files\n"

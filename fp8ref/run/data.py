@@ -42,9 +42,10 @@ class Batches:
         return np.stack([dataset[batch * self.batch_size + row] for row in wanted])
 
 
-def open_batches(config: Config) -> Batches:
+def open_batches(config: Config, *, first: bool = True) -> Batches:
     """Find the tokens that config.data names and cut them into batches. Text and documents are read whole, shards only where needed.
 
+    first     of several processes, the one that shows progress, and looks through shards' tokens for all of them.
     Raises:   ConfigError: nothing that can be read there, tokens that the model has no embedding for, or a split shorter than the
               batches asked of it.
     """
@@ -56,18 +57,19 @@ def open_batches(config: Config) -> Batches:
             f"Write shards of it first: fp8ref data prepare --source {shlex.quote(data.source)} --out tokens; then set data.source to 'tokens'."
         )
     if source.kind == "shards":
-        train, validation, description = _shards(config, source)
+        train, validation, description = _shards(config, source, first)
     elif source.kind == "text" and data.tokenizer is None and data.end_of_document is None:
         train, validation, description = _bytes(config, source)
     else:
-        train, validation, description = _documents(config, source)
+        train, validation, description = _documents(config, source, first)
     needed = {"train": (train, data.batch_size), "validation": (validation, data.batch_size * config.run.eval_batches)}
     for name, (split, least) in needed.items():
         if not least <= len(split) <= windows.MOST:
             raise ConfigError(
                 f"data.source {data.source!r}: the {name} split holds {len(split)} sequences of {data.sequence_length} tokens, and "
                 + (
-                    f"{least} are needed. Give more text, or lower data.batch_size, data.sequence_length or run.eval_batches."
+                    f"{least} are needed. Give more text, lower data.batch_size, data.sequence_length or run.eval_batches, or change "
+                    "data.validation_fraction."
                     if len(split) < least
                     else f"{windows.MOST} are the most that can be shuffled. Raise data.sequence_length, or name fewer files."
                 )
@@ -98,13 +100,13 @@ def _bytes(config: Config, source: Source) -> tuple[Windows, Windows, dict]:
     )
 
 
-def _documents(config: Config, source: Source) -> tuple[Windows, Windows, dict]:
+def _documents(config: Config, source: Source, first: bool) -> tuple[Windows, Windows, dict]:
     """Documents, tokenised now and held in memory (D-6)."""
     tokenizer = tokenizers.load(config.data, source.kind)
     shards.check_vocabulary(tokenizer.vocab_size, config.model.vocab_size, f"tokenizer {tokenizer.name}")
     documents.check_size(config.data, source)
     splits: dict[bool, list[np.ndarray]] = {False: [], True: []}
-    for held_out, tokens in documents.tokenised(config.data, source, tokenizer):
+    for held_out, tokens in documents.tokenised(config.data, source, tokenizer, shown=first):
         splits[held_out].append(tokens)
     empty = [np.empty(0, tokenizer.dtype)]
     train, validation = (np.concatenate(splits[held_out] or empty) for held_out in (False, True))
@@ -124,10 +126,10 @@ def _documents(config: Config, source: Source) -> tuple[Windows, Windows, dict]:
     )
 
 
-def _shards(config: Config, source: Source) -> tuple[Windows, Windows, dict]:
+def _shards(config: Config, source: Source, first: bool) -> tuple[Windows, Windows, dict]:
     """Shards of tokens, mapped into memory when a window of theirs is asked for (D-4, D-5)."""
     data = config.data
-    opened = shards.open_shards(source, data.token_dtype, config.model.vocab_size, data.sequence_length)
+    opened = shards.open_shards(source, data.token_dtype, config.model.vocab_size, data.sequence_length, scan=first)
     train, validation = shards.split(opened, data.validation_fraction, data.sequence_length)
     described = [{"name": s.name, "bytes": s.bytes, "tokens": len(s)} for s in opened]
     description = {"sha256": shards.fingerprint(opened), "tokens": sum(map(len, opened)), "files": described}

@@ -37,7 +37,7 @@ def text_is_validation(text: bytes, fraction: float) -> bool:
 
 def check_size(data: DataConfig, source: Source) -> None:
     """ConfigError where tokenising the whole source when a run starts makes no sense."""
-    size = sum(path.stat().st_size for _, path in source.files)
+    size = sum(_size(path) for _, path in source.files)
     if size > IN_MEMORY:
         raise ConfigError(
             f"data.source {data.source!r} is {size / 2**30:.1f} GiB of documents; up to {IN_MEMORY / 2**30:.0f} GiB are tokenised when a run starts. "
@@ -45,22 +45,22 @@ def check_size(data: DataConfig, source: Source) -> None:
         )
 
 
-def tokenised(data: DataConfig, source: Source, tokenizer: Tokenizer) -> Iterator[tuple[bool, np.ndarray]]:
+def tokenised(data: DataConfig, source: Source, tokenizer: Tokenizer, *, shown: bool = True) -> Iterator[tuple[bool, np.ndarray]]:
     """(whether it is for validation, its tokens) of every document that is not empty, in order, under a progress bar."""
-    total = None if source.kind == "hub" else sum(path.stat().st_size for _, path in source.files) // MEBIBYTE
+    total = None if source.kind == "hub" else sum(_size(path) for _, path in source.files) // MEBIBYTE
     batch: list[Document] = []
-    size = count = shown = 0
-    with progress.bar("tokenising, MiB" if total is not None else "tokenising", total) as advance:
+    size = count = advanced = 0
+    with progress.bar("tokenising, MiB" if total is not None else "tokenising", total, shown=shown) as advance:
 
         def flush() -> Iterator[tuple[bool, np.ndarray]]:
-            nonlocal shown, count
+            nonlocal advanced, count
             encoded = tokenizer.encode([document.text for document in batch])
             for document, tokens in zip(batch, encoded, strict=True):
                 yield document.validation, tokens
             count += sum(map(len, encoded))
             done = batch[-1].read // MEBIBYTE
-            advance(f"{count:,} tokens", done - shown)
-            shown = done
+            advance(f"{count:,} tokens", done - advanced)
+            advanced = done
 
         for document in read(data, source, utf8=not isinstance(tokenizer, Bytes)):
             batch.append(document)
@@ -81,7 +81,7 @@ def read(data: DataConfig, source: Source, *, utf8: bool = True) -> Iterator[Doc
             done += len(text)
             yield Document(text, text_is_validation(text, data.validation_fraction), done)
     for name, path in source.files:
-        size = path.stat().st_size
+        size = _size(path)
         if source.kind == "text":
             text = read_bytes(path)
             if utf8:
@@ -104,11 +104,18 @@ def read_bytes(path: Path) -> bytes:
         raise _unreadable(path, error) from error
 
 
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError as error:
+        raise _unreadable(path, error) from error
+
+
 def _jsonl(path: Path, column: str) -> Iterator[tuple[bytes, float]]:
     """(text, share of the file read) of each line."""
     done = 0
     try:
-        size = path.stat().st_size
+        size = _size(path)
         with path.open("rb") as file:
             for number, line in enumerate(file, 1):
                 done += len(line)

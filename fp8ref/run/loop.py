@@ -76,7 +76,7 @@ def train(
     claimed = on_first(lambda: log.claim(out, config, backend, resume=resume, overwrite=overwrite))
     if not processes.gather(claimed)[0]:
         return None
-    batches = together(processes, lambda: data.open_batches(config))
+    batches = together(processes, lambda: data.open_batches(config, first=processes.first))
     _check_alike(processes, config, batches)
     found = on_first(lambda: _last(out, config, batches) if resume else None)
     path, start = processes.gather((str(found.state), found.step) if found else (None, 0))[0]

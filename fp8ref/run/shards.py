@@ -53,8 +53,8 @@ class Shard:
         return tokens
 
 
-def open_shards(source: Source, token_dtype: str | None, vocab_size: int, length: int) -> list[Shard]:
-    """The shards of a source, found sound; tokens that no sidecar vouches for are all looked at, if one could be too large.
+def open_shards(source: Source, token_dtype: str | None, vocab_size: int, length: int, *, scan: bool = True) -> list[Shard]:
+    """The shards of a source, found sound; with scan, tokens that no sidecar vouches for are all looked at, if one could be too large.
 
     Raises:   ConfigError: a file is unreadable, of another type or shape, too short for a window, or holds tokens from vocab_size on.
     """
@@ -73,7 +73,8 @@ def open_shards(source: Source, token_dtype: str | None, vocab_size: int, length
             )
     for path, recorded in records.read():
         check_vocabulary(recorded, vocab_size, str(path))
-    _scan([s for s in opened if not s.recorded and vocab_size <= np.iinfo(s.dtype).max])
+    if scan:
+        _scan([s for s in opened if not s.recorded and vocab_size <= np.iinfo(s.dtype).max])
     return opened
 
 

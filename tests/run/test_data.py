@@ -339,6 +339,12 @@ def test_a_step_reads_its_own_windows_and_no_others(tmp_path, monkeypatch, kind,
     assert len(read) == 2
 
 
+def test_more_windows_than_can_be_shuffled_are_refused(marked, monkeypatch):
+    monkeypatch.setattr(windows, "MOST", 100)
+    with pytest.raises(ConfigError, match=r"the train split holds \d+ sequences .* 100 are the most .* Raise data.sequence_length"):
+        opened(marked[0])
+
+
 @pytest.mark.parametrize("rows", [slice(4, 8), slice(2, 2)])
 def test_rows_that_name_none_are_refused(marked, rows):
     with pytest.raises(ValueError, match="rows names no row of a batch of 4"):

@@ -86,6 +86,19 @@ def test_a_file_that_cannot_be_used_is_named(tmp_path, name, content, said):
         opened(tmp_path)
 
 
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_a_file_that_is_not_there_is_named(tmp_path, suffix):
+    (tmp_path / f"a{suffix}").symlink_to("absent")
+    with pytest.raises(ConfigError, match=rf"a{suffix} cannot be read"):
+        opened(tmp_path)
+
+
+def test_bytes_of_text_files_may_have_an_end(tmp_path):  # D-6
+    for i in range(60):
+        (tmp_path / f"{i:02}.txt").write_text("x" * 7)
+    assert opened(tmp_path, end_of_document="|").step(0).astype(np.uint8).tobytes() in b"xxxxxxx|" * 3
+
+
 def test_a_parquet_without_the_column_or_of_another_type_is_named(tmp_path):
     write(tmp_path / "a.parquet", ["x"], column="body")
     with pytest.raises(ConfigError, match=r"a\.parquet has no column 'text'; it has 'id', 'body'"):
@@ -145,7 +158,7 @@ def test_a_vocabulary_larger_than_the_model_s_is_refused_before_anything_is_read
     content["model"]["vocab"]["rare"] = 300
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
     write(tmp_path / "a.jsonl", TEXTS)
-    monkeypatch.setattr(documents, "tokenised", lambda *_: pytest.fail("was read"))
+    monkeypatch.setattr(documents, "tokenised", lambda *_, **__: pytest.fail("was read"))
     with pytest.raises(ConfigError, match=r"model.vocab_size is 256, and the vocabulary of tokenizer .* 301"):
         opened(tmp_path / "a.jsonl", tokenizer=str(tmp_path / "tokenizer.json"), end_of_document="")
 

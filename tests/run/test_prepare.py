@@ -162,7 +162,7 @@ def test_an_empty_directory_is_filled_and_missing_parents_are_made(tmp_path, sou
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), ConfigError("line 3"), OSError(errno.ENOSPC, "No space left on device")])
 def test_what_stops_it_leaves_nothing(tmp_path, source, monkeypatch, error):
-    def tokenised(*arguments):
+    def tokenised(*_):
         yield False, np.arange(100, dtype=np.uint16)
         raise error
 
@@ -267,7 +267,8 @@ def test_the_bar_counts_the_source_s_bytes(tmp_path, source, monkeypatch):
     seen = []
     bar = progress.bar
 
-    def recording(title, total):
+    def recording(title, total, *, shown):
+        assert shown is True
         seen.append((title, total))
         manager = bar(title, total)
         advance = manager.__enter__()
@@ -305,6 +306,24 @@ def test_the_command(tmp_path, source, capfd, monkeypatch):
         f"train from them with --data.source {out} --model.vocab_size 256",
     ]
     assert max(files.values()) == 500
+
+
+def test_ctrl_c_exits_with_130_and_says_that_nothing_is_kept(tmp_path, source, capfd, monkeypatch):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(documents, "read", interrupted)
+    assert cli.main(["data", "prepare", "--source", str(source), "--out", str(tmp_path / "out")]) == 130
+    assert capfd.readouterr() == ("", f"interrupted; nothing is kept of {tmp_path / 'out'}\n")
+    assert [path.name for path in tmp_path.iterdir()] == ["source.jsonl"]
+
+
+@pytest.mark.parametrize(("arguments", "code"), [(["data"], 2), (["data", "--help"], 0), (["data", "prepare", "--help"], 0)])
+def test_help(capfd, arguments, code):
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(arguments)
+    assert stopped.value.code == code
+    assert "usage: fp8ref data" in "".join(capfd.readouterr())
 
 
 @pytest.mark.parametrize(

@@ -149,6 +149,16 @@ def test_tokens_are_not_looked_at_where_none_can_be_too_large(tmp_path, monkeypa
         opened(tmp_path, vocab_size=2**16 - 1)
 
 
+def test_of_several_processes_one_looks_for_all(tmp_path):
+    write_bin(tmp_path / "a.bin", "<u2", 200)
+    np.full(200, 600, "<u2").tofile(tmp_path / "b.bin")
+    config = Config(model=LlamaConfig(vocab_size=512), data=DataConfig(source=str(tmp_path), sequence_length=8, batch_size=1))
+    config = config.replace(run={"eval_batches": 1})
+    data.open_batches(config, first=False)
+    with pytest.raises(ConfigError, match=r"b\.bin: token 0"):
+        data.open_batches(config, first=True)
+
+
 def test_tokens_that_change_after_opening_are_found_when_read(tmp_path):
     write_bin(tmp_path / "a.bin", "<u2", 200)
     batches = opened(tmp_path, batch=6)
