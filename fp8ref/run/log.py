@@ -15,8 +15,22 @@ from fp8ref.run import checkpoint, failure
 from fp8ref.run import config as configs
 from fp8ref.run.config import Config, ConfigError
 
-PACKAGES = ("numpy", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "torch", "torchao", "grain", "safetensors", "tokenizers", "tiktoken")
-MAY_CHANGE = ("config.run.out", "config.parallel.", "config.checkpoint.", "config.run.init_from")  # in a run that resumes
+PACKAGES = (
+    "numpy",
+    "jax",
+    "jaxlib",
+    "flax",
+    "optax",
+    "orbax-checkpoint",
+    "torch",
+    "torchao",
+    "grain",
+    "safetensors",
+    "tokenizers",
+    "tiktoken",
+)
+# in a run that resumes; where data lie, not which
+MAY_CHANGE = ("config.run.out", "config.run.init_from", "config.data.source", "config.parallel.", "config.checkpoint.")
 
 
 class RunLog:

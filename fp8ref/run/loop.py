@@ -140,9 +140,10 @@ def _last(out: Path, config: Config, batches: data.Batches) -> Checkpoint | None
     found = checkpoint.latest(out, progress.say)
     if found is None:
         return None
-    for key, (before, now) in log.differences(found.manifest["data"], batches.description).items():
+    before, now = found.manifest["data"]["sha256"], batches.description["sha256"]
+    if before != now:
         raise ConfigError(
-            f"{found.path} was trained on other data: {key} was {before!r} and is {now!r}. Put the data back, or start another run from these "
+            f"{found.path} was trained on other data: their sha256 was {before} and is {now}. Put the data back, or start another run from these "
             "weights: fp8ref export, then run.init_from."
         )
     mesh = log.differences(found.manifest["config"].get("parallel"), configs.to_dict(config)["parallel"])
