@@ -77,6 +77,26 @@ def _parser() -> argparse.ArgumentParser:
         "--tokenizer", type=Path, metavar="PATH", help="tokenizer.json, or a directory of a tokenizer's files, to copy there"
     )
     weights.set_defaults(run=_export, parser=weights)
+    reported = commands.add_parser("report", help="Write a page on runs: is this FP8 loss normal?", allow_abbrev=False)
+    reported.description = (
+        "One HTML page, and its figures as PNGs: losses over the noise of the bf16 runs' seeds, what ran in FP8, speed, statistics."
+    )
+    reported.add_argument(
+        "runs", metavar="RUN", type=Path, nargs="+", help="a run directory; two or more in bf16 of different seeds for a verdict"
+    )
+    reported.add_argument("--out", type=Path, default=Path("report.html"), help="the page (default report.html)")
+    reported.set_defaults(run=_report, parser=reported)
+    compared = commands.add_parser("compare", help="Compare two runs' configs and losses.", allow_abbrev=False)
+    compared.description = "What differs between two runs. Exit code 1: their losses do beyond noise."
+    compared.add_argument("a", metavar="A", type=Path, help="a run directory")
+    compared.add_argument("b", metavar="B", type=Path, help="another")
+    compared.add_argument(
+        "--seeds", metavar="RUN", type=Path, nargs="+", default=[], help="bf16 runs of different seeds, to take noise from"
+    )
+    compared.add_argument("--json", type=Path, metavar="FILE", help="write the comparison to FILE")
+    compared.set_defaults(run=_compare, parser=compared)
+    for one in (reported, compared):
+        one.add_argument("--confidence", type=float, default=0.95, help="of the noise's limits (default 0.95)")
     certificate = commands.add_parser(
         "certify", help="Compare casts and scales of the libraries at hand with the simulator.", allow_abbrev=False
     )
@@ -226,6 +246,34 @@ def _export(known: argparse.Namespace, options: list[str]) -> int:
     step = export(known.run_directory, known.out, tokenizer=known.tokenizer, say=progress.say)
     print(f"{known.out}: the weights after {step} steps")
     return 0
+
+
+def _report(known: argparse.Namespace, options: list[str]) -> int:
+    if options:
+        known.parser.error(f"unrecognized arguments: {' '.join(options)}")
+    from fp8ref.run import report, runs
+
+    print(report.write(runs.read_all(known.runs), known.out, confidence=_confidence(known)))
+    return 0
+
+
+def _compare(known: argparse.Namespace, options: list[str]) -> int:
+    if options:
+        known.parser.error(f"unrecognized arguments: {' '.join(options)}")
+    _check_json(known.json)
+    from fp8ref.run import compare, progress, runs
+
+    found = compare.compare(runs.read(known.a), runs.read(known.b), runs.read_all(known.seeds), confidence=_confidence(known))
+    found.print(progress.console())
+    if known.json:
+        found.write(known.json)
+    return 0 if found.ok else FAILED
+
+
+def _confidence(known: argparse.Namespace) -> float:
+    if not 0.5 < known.confidence < 1:
+        raise ValueError(f"--confidence lies between 0.5 and 1; got {known.confidence}.")
+    return known.confidence
 
 
 def _certify(known: argparse.Namespace, options: list[str]) -> int:

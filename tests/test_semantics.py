@@ -5,7 +5,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 CLAUSE = re.compile(r"\b([A-Z]-\d+)\b")
-LETTERS = {"F", "C", "S", "G", "L", "R", "M", "T", "D", "K", "H", "P", "Q", "B"}
+LETTERS = {"F", "C", "S", "G", "L", "R", "M", "T", "D", "K", "H", "P", "Q", "B", "E"}
 
 
 def clauses() -> set[str]:

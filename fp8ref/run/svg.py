@@ -1,0 +1,78 @@
+"""Figures whose colours a page chooses: matplotlib's SVG for light and dark, and the same as a PNG on white."""
+
+import io
+import re
+import warnings
+
+import matplotlib
+from matplotlib.figure import Figure
+
+# {variable: (in light pages and PNGs, in dark pages)}. The runs' are Okabe and Ito's colours, darker in light and lighter in dark pages.
+COLOURS = {
+    "ink": ("#1c1d21", "#e8e8ec"),
+    "muted": ("#5d6068", "#a3a6b0"),
+    "line": ("#d9dae0", "#3a3c44"),
+    "seed": ("#787b86", "#8e919c"),
+    "band": ("#9a9da7", "#71747f"),
+    "paper": ("#fefefe", "#17181c"),
+    "run0": ("#0067a8", "#56b4e9"),
+    "run1": ("#bf4d00", "#ff9a4d"),
+    "run2": ("#00795a", "#2fc79b"),
+    "run3": ("#9c3d75", "#e39bc4"),
+    "run4": ("#8a6500", "#f0c544"),
+    "run5": ("#6b3fa0", "#b79df0"),
+}
+INK, MUTED, LINE, SEED, BAND, PAPER = (COLOURS[name][0] for name in ("ink", "muted", "line", "seed", "band", "paper"))
+RUNS = [light for name, (light, _) in COLOURS.items() if name.startswith("run")]
+STYLE = {
+    "svg.fonttype": "none",  # text stays text
+    "text.color": INK,
+    "axes.edgecolor": MUTED,
+    "axes.labelcolor": INK,
+    "xtick.color": MUTED,
+    "ytick.color": MUTED,
+    "axes.facecolor": "none",
+    "font.size": 10,
+}
+
+
+def variables(dark: bool) -> str:
+    """CSS declarations of the colours."""
+    return " ".join(f"--{name}: {pair[dark]};" for name, pair in COLOURS.items())
+
+
+def inline(figure: Figure, name: str, label: str) -> str:
+    """The figure as an <svg> element whose colours are CSS variables; ids begin with ``name``; label describes it to those who do not see it."""
+    with matplotlib.rc_context(STYLE | {"svg.hashsalt": name}):
+        written = io.StringIO()
+        _save(figure, written, format="svg", transparent=True, metadata={"Date": None})
+    text = re.sub(r"<metadata>.*?</metadata>\s*", "", written.getvalue(), flags=re.DOTALL)
+    text = text[text.index("<svg") :]
+    head, body = text.split(">", 1)
+    view = re.search(r'viewBox="([^"]*)"', head)
+    assert view is not None
+    body = body.replace("xlink:href", "href")
+    body = re.sub(r'\bid="([^"]+)"', rf'id="{name}-\1"', body)
+    body = re.sub(r"url\(#([^)]+)\)", rf"url(#{name}-\1)", body)
+    body = re.sub(r'href="#([^"]+)"', rf'href="#{name}-\1"', body)
+    for variable, (light, _) in COLOURS.items():
+        body = body.replace(light, f"var(--{variable})")
+    return f'<svg viewBox="{view[1]}" role="img" aria-label="{_attribute(label)}">{body}'
+
+
+def png(figure: Figure) -> bytes:
+    """The figure as a PNG on white."""
+    written = io.BytesIO()
+    with matplotlib.rc_context(STYLE):
+        _save(figure, written, format="png", dpi=150, facecolor="white")
+    return written.getvalue()
+
+
+def _save(figure: Figure, target, **keys) -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph .* missing from font")  # a run may be named in any script
+        figure.savefig(target, **keys)
+
+
+def _attribute(text: str) -> str:
+    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;").replace('"', "&quot;")
