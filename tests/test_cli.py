@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 
+import made_runs
 import numpy as np
 import pytest
 import tomli_w
@@ -394,6 +395,67 @@ def test_crosscheck_refuses_a_report_in_a_directory_that_is_not_there(config, ru
     code, _, err = run("crosscheck", config, "--json", config.parent / "absent" / "report.json")
     assert code == 2
     assert "a directory that exists" in err
+
+
+@pytest.fixture
+def runs(tmp_path, small, monkeypatch):
+    """Runs bf16-0 to bf16-2 and, with the losses of bf16-0 and one more, off, in the current directory."""
+    made_runs.three_seeds(tmp_path, small)
+    made_runs.make(tmp_path / "off", small, made_runs.falling(wobble=0) + 1, recipe="tensorwise")
+    monkeypatch.chdir(tmp_path)
+    return ["bf16-0", "bf16-1", "bf16-2", "off"]
+
+
+def test_report_writes_a_page_and_says_the_verdict(runs, run, tmp_path):
+    code, out, err = run("report", *runs, "--out", "page.html")
+    assert (code, err) == (0, "")
+    assert out.splitlines()[0].startswith("off: outside noise: +1.0000 nats from bf16-0 at step 59")
+    assert out.splitlines()[-1] == "wrote page.html and 5 PNGs beside it"
+    assert "outside noise" in (tmp_path / "page.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("seeds", "code", "said"),
+    [([], 1, "outside noise: the loss of off is +1.0000"), (["--seeds", "bf16-0", "bf16-1", "bf16-2"], 1, "by 3 of them")],
+    ids=["steps", "seeds"],
+)
+def test_compare_exits_with_1_beyond_noise(runs, run, seeds, code, said):
+    shown = run("compare", "bf16-0", "off", *seeds, "--json", "found.json")
+    assert (shown[0], shown[2]) == (code, "")
+    assert said in shown[1]
+    with open("found.json") as file:
+        assert json.load(file)["ok"] is False
+
+
+def test_compare_exits_with_0_within_noise(runs, run):
+    code, out, _ = run("compare", "bf16-0", "bf16-1", "--seeds", "bf16-0", "bf16-1", "bf16-2")
+    assert (code, "within noise" in out) == (0, True)
+    assert run("compare", "bf16-0", "./bf16-0")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        (["report", "absent"], "absent is no directory"),
+        (["report", "bf16-0", "./bf16-0"], "named once"),
+        (["report", "bf16-0", "--out", "absent/page.html"], "in a directory that exists"),
+        (["report", "bf16-0", "--confidence", "0.4"], "between 0.5 and 1; got 0.4"),
+        (["report"], "RUN"),
+        (["report", "bf16-0", "--ouT", "x"], "--ouT"),
+        (["compare", "bf16-0"], "B"),
+        (["compare", "bf16-0", "absent"], "absent is no directory"),
+        (["compare", "bf16-0", "bf16-1"], "Give --seeds"),
+        (["compare", "bf16-0", "off", "--json", "absent/x.json"], "in a directory that exists"),
+        (["compare", "bf16-0", "off", "--stray"], "--stray"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_report_and_compare_refuse_what_they_cannot_use(runs, run, tmp_path, command, said):
+    before = contents(tmp_path)
+    code, out, err = run(*command)
+    assert (code, out) == (2, "")
+    assert said in err
+    assert contents(tmp_path) == before
 
 
 def python(*arguments, **keys) -> subprocess.CompletedProcess:

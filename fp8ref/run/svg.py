@@ -42,7 +42,10 @@ def variables(dark: bool) -> str:
 
 
 def inline(figure: Figure, name: str, label: str) -> str:
-    """The figure as an <svg> element whose colours are CSS variables; ids begin with ``name``; label describes it to those who do not see it."""
+    """The figure as an <svg> element whose colours are CSS variables; label describes it to those who do not see it.
+
+    Ids are kept where something refers to them, and begin with ``name``, so that many figures fit one page.
+    """
     with matplotlib.rc_context(STYLE | {"svg.hashsalt": name}):
         written = io.StringIO()
         _save(figure, written, format="svg", transparent=True, metadata={"Date": None})
@@ -52,9 +55,9 @@ def inline(figure: Figure, name: str, label: str) -> str:
     view = re.search(r'viewBox="([^"]*)"', head)
     assert view is not None
     body = body.replace("xlink:href", "href")
-    body = re.sub(r'\bid="([^"]+)"', rf'id="{name}-\1"', body)
-    body = re.sub(r"url\(#([^)]+)\)", rf"url(#{name}-\1)", body)
-    body = re.sub(r'href="#([^"]+)"', rf'href="#{name}-\1"', body)
+    used = set(re.findall(r'(?:url\(|href=")#([^)"]+)', body))
+    body = re.sub(r'\s*\bid="([^"]+)"', lambda found: f' id="{name}-{found[1]}"' if found[1] in used else "", body)
+    body = re.sub(r'(url\(|href=")#', rf"\g<1>#{name}-", body)
     for variable, (light, _) in COLOURS.items():
         body = body.replace(light, f"var(--{variable})")
     return f'<svg viewBox="{view[1]}" role="img" aria-label="{_attribute(label)}">{body}'
