@@ -40,7 +40,7 @@ def losses(group: Sequence[Run], seeds: Seeds) -> Figure:
 
 
 def gaps(pairs: Sequence[Paired], group: Sequence[Run], seeds: Seeds) -> Figure:
-    """Gaps to the bf16 run of equal seeds with their intervals, over what seeds differ by."""
+    """Gaps to the bf16 run of equal seeds with their intervals, over what seeds differ by; scaled to the gaps, however wide that is."""
     looks = {id(run): look for run, look in _looks(group, seeds)}
     with _axes("optimizer step", "loss minus bf16's, nats") as (figure, ax):
         if seeds.limit is not None:
@@ -50,6 +50,10 @@ def gaps(pairs: Sequence[Paired], group: Sequence[Run], seeds: Seeds) -> Figure:
             look = looks[id(pair.run)]
             ax.fill_between(pair.steps, pair.gap.low, pair.gap.high, color=look["color"], alpha=0.3, linewidth=0)
             _line(ax, pair.steps, pair.gap.mean, pair.run.name, look)
+        widest = 1.25 * max(np.abs([pair.gap.low, pair.gap.high]).max() for pair in pairs)
+        seen = max(widest, 0 if seeds.limit is None else 0.15 * seeds.limit.max())
+        if seen > 0:
+            ax.set_ylim(-seen, seen)
         _legend(ax)
     return figure
 
