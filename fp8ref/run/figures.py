@@ -15,6 +15,7 @@ from fp8ref.run import noise, runs, svg
 from fp8ref.run.judge import Paired, Seeds
 from fp8ref.run.runs import Run
 
+POINTS = 1000  # of a curve, more of which no screen shows and every page would carry
 DASHES = ("-", (0, (5, 2)), (0, (1, 1.5)))  # runs differ by these too, for eyes and printers without colours
 ROLES = ("input", "weight", "grad_output")
 # {measure: (title, whether the larger of a layer's two GEMMs is shown, how it is scaled)}
@@ -30,7 +31,7 @@ def losses(group: Sequence[Run], seeds: Seeds) -> Figure:
     """Running means of training losses, over the band of the bf16 seeds."""
     with _axes("optimizer step", "training loss, nats") as (figure, ax):
         if seeds.band is not None:
-            ax.fill_between(seeds.steps, seeds.band.low, seeds.band.high, color=svg.BAND, alpha=0.3, linewidth=0)
+            _band(ax, seeds.steps, seeds.band.low, seeds.band.high, svg.BAND)
         for run, look in _looks(group, seeds):
             steps = np.array(list(run.losses))
             width = min(seeds.width, len(steps))
@@ -44,11 +45,11 @@ def gaps(pairs: Sequence[Paired], group: Sequence[Run], seeds: Seeds) -> Figure:
     looks = {id(run): look for run, look in _looks(group, seeds)}
     with _axes("optimizer step", "loss minus bf16's, nats") as (figure, ax):
         if seeds.limit is not None:
-            ax.fill_between(seeds.steps, -seeds.limit, seeds.limit, color=svg.BAND, alpha=0.3, linewidth=0)
+            _band(ax, seeds.steps, -seeds.limit, seeds.limit, svg.BAND)
         ax.axhline(0, color=svg.MUTED, linewidth=0.8)
         for pair in pairs:
             look = looks[id(pair.run)]
-            ax.fill_between(pair.steps, pair.gap.low, pair.gap.high, color=look["color"], alpha=0.3, linewidth=0)
+            _band(ax, pair.steps, pair.gap.low, pair.gap.high, look["color"])
             _line(ax, pair.steps, pair.gap.mean, pair.run.name, look)
         widest = 1.25 * max(np.abs([pair.gap.low, pair.gap.high]).max() for pair in pairs)
         seen = max(widest, 0 if seeds.limit is None else 0.15 * seeds.limit.max())
@@ -59,15 +60,17 @@ def gaps(pairs: Sequence[Paired], group: Sequence[Run], seeds: Seeds) -> Figure:
 
 
 def metric(group: Sequence[Run], seeds: Seeds, key: str, ylabel: str) -> Figure | None:
-    """A metric of every run as it was written, but for means of speeds; None where no run has it."""
+    """A metric of every run as it was written, but for means of speeds; of gradient norms no peak is left out. None where no run has it."""
     present = [(run, look, run.curve(key)) for run, look in _looks(group, seeds) if run.curve(key)]
     if not present:
         return None
     with _axes("optimizer step", ylabel) as (figure, ax):
         for run, look, curve in present:
+            values = np.array(list(curve.values()))
             width = min(seeds.width, len(curve)) if key == "tokens_per_second" else 1
-            means = noise.running_mean(np.array(list(curve.values())), width)
-            _line(ax, list(curve)[width - 1 :], means, run.name, look | ({"marker": "o", "markersize": 3} if len(curve) <= 40 else {}))
+            values = _peaks(values) if key == "grad_norm" else noise.running_mean(values, width)
+            marked = {"marker": "o", "markersize": 3} if len(curve) <= 40 else {}
+            _line(ax, np.array(list(curve))[width - 1 :], values, run.name, look | marked)
         if key == "grad_norm":
             ax.set_yscale("log")
             ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
@@ -112,9 +115,10 @@ def _table(statistics: Sequence[dict], role: str, measure: str, larger: bool) ->
                 worse = max if larger else min
                 cells[layer, column] = worse(cells.get((layer, column), value), value)
     layers = list(dict.fromkeys(key.rsplit("/", 2)[0] for line in statistics for key in line["statistics"] if key.endswith(f"/{role}")))
+    rows = {layer: row for row, layer in enumerate(layers)}
     table = np.full((len(layers), len(statistics)), np.nan)
     for (layer, column), value in cells.items():
-        table[layers.index(layer), column] = value
+        table[rows[layer], column] = value
     return layers, table
 
 
@@ -134,8 +138,27 @@ def _looks(group: Sequence[Run], seeds: Seeds) -> Iterator[tuple[Run, dict[str, 
         others += 1
 
 
+def _every(count: int) -> slice:
+    """Of so many points every k-th, at most POINTS, the last among them."""
+    k = -(-count // POINTS)
+    return slice((count - 1) % k if count else 0, None, k)
+
+
+def _peaks(values: np.ndarray) -> np.ndarray:
+    """At each point that ``_every`` keeps the largest since the one before."""
+    k = -(-len(values) // POINTS)
+    padded = np.concatenate([np.full(k - 1, -np.inf), values])
+    return np.lib.stride_tricks.sliding_window_view(padded, k).max(axis=-1)
+
+
+def _band(ax: Axes, x, low, high, colour: str) -> None:
+    some = _every(len(x))
+    ax.fill_between(x[some], low[some], high[some], color=colour, alpha=0.3, linewidth=0)
+
+
 def _line(ax: Axes, x, y, name: str, look: dict[str, Any]) -> None:
-    (line,) = ax.plot(x, y, **look)
+    some = _every(len(x))
+    (line,) = ax.plot(x[some], y[some], **look)
     line.set_gid(name)  # the legend's, where a label would be read as markup
 
 

@@ -72,7 +72,11 @@ def window(steps: int) -> int:
 
 def running_mean(losses: np.ndarray, width: int) -> np.ndarray:
     """Means of every ``width`` consecutive values along the last axis: [..., S] -> [..., S - width + 1]."""
-    return np.lib.stride_tricks.sliding_window_view(np.asarray(losses, np.float64), width, axis=-1).mean(axis=-1)
+    losses = np.asarray(losses, np.float64)
+    centre = losses.mean(axis=-1, keepdims=True)  # so that sums stay small, and those of a constant zero
+    sums = np.cumsum(losses - centre, axis=-1)
+    sums = np.concatenate([np.zeros_like(centre), sums], axis=-1)
+    return (sums[..., width:] - sums[..., :-width]) / width + centre
 
 
 def band(curves: np.ndarray, *, confidence: float = CONFIDENCE) -> Band:

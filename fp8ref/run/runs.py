@@ -101,6 +101,8 @@ def read(path: Path) -> Run:
         run.key(key)
     if bad := next((line for line in run.lines if not {"step", "loss"} <= line.keys()), None):
         raise ConfigError(f"{path / 'metrics.jsonl'}: every line has a step and a loss; got {json.dumps(bad)[:80]}. Leave {path} out.")
+    if any("step" not in line or not isinstance(line.get("statistics"), dict) for line in run.statistics):
+        raise ConfigError(f"{path / 'statistics.jsonl'}: every line has a step and statistics. Remove the file, or leave {path} out.")
     if not run.lines:
         raise ConfigError(f"{path} has no step yet (its status is {manifest['status']!r}). Leave it out, or train it first.")
     return run

@@ -99,3 +99,17 @@ def test_many_layers_keep_their_labels_apart():
     lines = [line(0, **{f"model_of_layers_of_{i}_of_up__output__input": {"amax": 1.0} for i in range(100)})]
     ax = figures.heat_map(lines, "amax").axes[0]
     assert [text.get_text() for text in ax.get_yticklabels()][:2] == ["0.up", "5.up"]
+
+
+def test_a_long_run_is_drawn_by_some_of_its_points_and_all_of_its_peaks(tmp_path, small):
+    losses = np.full(2500, 2.0)
+    losses[1234] = 90.0
+    run = made_runs.make(tmp_path / "long", small, losses)
+    seeds = judge.seeds_of([run])
+    (line,) = figures.metric([run], seeds, "grad_norm", "norm").axes[0].lines
+    assert len(line.get_xdata()) == 834  # every third
+    assert line.get_xdata()[-1] == 2499
+    assert max(line.get_ydata()) == 91.0
+    (line,) = figures.losses([run], seeds).axes[0].lines
+    assert len(line.get_xdata()) == 751  # of the 2251 from the end of the first window on
+    assert line.get_xdata()[-1] == 2499

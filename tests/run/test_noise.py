@@ -31,7 +31,9 @@ def test_a_window_is_a_tenth_in_five_batches(steps, width):
 
 
 def test_a_running_mean_is_of_the_steps_up_to_it():
-    np.testing.assert_array_equal(noise.running_mean([[1, 2, 3, 6], [0, 0, 4, 4]], 2), [[1.5, 2.5, 4.5], [0, 2, 4]])
+    # sums of four numbers below 8, each rounded to a double: ulps of 8
+    np.testing.assert_allclose(noise.running_mean([[1, 2, 3, 6], [0, 0, 4, 4]], 2), [[1.5, 2.5, 4.5], [0, 2, 4]], rtol=0, atol=1e-14)
+    assert set(noise.running_mean(np.full(7, 0.1), 3)) == {0.1}
 
 
 def test_a_band_is_student_s_prediction_interval():  # E-2

@@ -44,6 +44,13 @@ def test_a_line_without_a_loss_is_named(made):
         runs.read(made.path)
 
 
+@pytest.mark.parametrize("line", ['{"step": 0}', '{"statistics": {}}', '{"step": 0, "statistics": []}'])
+def test_a_line_without_statistics_is_named(made, line):
+    (made.path / "statistics.jsonl").write_text(line + "\n")
+    with pytest.raises(ConfigError, match="a step and statistics"):
+        runs.read(made.path)
+
+
 def test_a_run_without_steps_is_refused_with_its_status(tmp_path, small):
     with pytest.raises(ConfigError, match=r"no step yet .*'running'"):
         made_runs.make(tmp_path / "run", small, [], status="running")
