@@ -34,7 +34,7 @@ def losses(group: Sequence[Run], seeds: Seeds) -> Figure:
             _band(ax, seeds.steps, seeds.band.low, seeds.band.high, svg.BAND)
         for run, look in _looks(group, seeds):
             steps = np.array(list(run.losses))
-            width = min(seeds.width, len(steps))
+            width = _width(seeds, len(steps))
             _line(ax, steps[width - 1 :], noise.running_mean(runs.at(run.losses, steps), width), run.name, look)
         _legend(ax)
     return figure
@@ -67,7 +67,7 @@ def metric(group: Sequence[Run], seeds: Seeds, key: str, ylabel: str) -> Figure 
     with _axes("optimizer step", ylabel) as (figure, ax):
         for run, look, curve in present:
             values = np.array(list(curve.values()))
-            width = min(seeds.width, len(curve)) if key == "tokens_per_second" else 1
+            width = _width(seeds, len(curve)) if key == "tokens_per_second" else 1
             values = _peaks(values) if key == "grad_norm" else noise.running_mean(values, width)
             marked = {"marker": "o", "markersize": 3} if len(curve) <= 40 else {}
             _line(ax, np.array(list(curve))[width - 1 :], values, run.name, look | marked)
@@ -136,6 +136,11 @@ def _looks(group: Sequence[Run], seeds: Seeds) -> Iterator[tuple[Run, dict[str, 
         turn, colour = divmod(others, len(svg.RUNS))
         yield run, {"color": svg.RUNS[colour], "linestyle": DASHES[turn % len(DASHES)], "linewidth": 1.7, "zorder": 3}
         others += 1
+
+
+def _width(seeds: Seeds, count: int) -> int:
+    """How many steps a mean is of: the noise's window, or where there is none, this run's own."""
+    return min(noise.window(count) if seeds.band is None else seeds.width, count)
 
 
 def _every(count: int) -> slice:

@@ -33,7 +33,10 @@ def write(given: Sequence[Run], out: Path, *, confidence: float = noise.CONFIDEN
         raise ConfigError(f"--out names a file in a directory that exists; got {out}.")
     if out.exists() and GENERATOR not in out.read_text(encoding="utf-8", errors="replace")[:1000]:
         raise ConfigError(f"{out} exists and is no report of fp8ref; it is left alone. Name another file with --out.")
-    groups = [_group(index, group, confidence) for index, group in enumerate(judge.groups(given))]
+    found = judge.groups(given)
+    groups = [_group(index, group, confidence) for index, group in enumerate(found)]
+    for group in groups:
+        group["unlike"] = ", ".join(log.differences(found[0][0].reference, group["runs"][0].reference))
     drawn: dict[str, Figure] = {name: figure for group in groups for name, figure, _ in group["figures"]}
     page = _page(groups, given, confidence)
     for name, figure in drawn.items():

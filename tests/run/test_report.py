@@ -210,6 +210,7 @@ def test_runs_of_different_models_are_apart(seeds, tmp_path, small, page):
     other = made_runs.make(tmp_path / "wide", small.replace(model={"hidden_size": 64}), falling(), recipe="tensorwise")
     shown, said = page([*seeds, other])
     assert "Runs 2 of 2" in shown.text
+    assert "Of another model.hidden_size than the first" in shown.text
     assert f"{other.name}: cannot tell" in said
 
 
