@@ -189,6 +189,8 @@ def _crosscheck(known: argparse.Namespace, options: list[str]) -> int:
     from fp8ref.run.config import ConfigError
     from fp8ref.run.loop import BACKENDS
 
+    if config.data.microbatches > 1:
+        raise ConfigError(f"crosscheck takes whole batches; got data.microbatches = {config.data.microbatches}. Set it to 1.")
     _check_json(known.json)
     if known.sharded is not None:
         return _crosscheck_sharded(known, config)

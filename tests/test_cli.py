@@ -153,6 +153,8 @@ def test_an_unknown_option_exits_with_2_and_is_named(config, fake, run, command,
         (["--run.steps", "0"], "run.steps is at least 1; got 0"),
         (["--data.seed", "-1"], "data.seed is not negative; got -1"),
         (["--data.validation_fraction", "1"], "data.validation_fraction"),
+        (["--data.microbatches", "0"], "data.microbatches is at least 1; got 0"),
+        (["--data.microbatches", "3"], "data.batch_size is divisible by data.microbatches; got 4 and 3"),
         (["--optimizer.learning_rate", "nan"], "learning_rate"),
         (["--model.num_key_value_heads", "3"], "num_key_value_heads"),
         (["--model.vocab_size", "255"], "model.vocab_size"),
@@ -389,6 +391,11 @@ def test_crosscheck_refuses_steps_outside_the_run(config, run, steps):
     code, _, err = run("crosscheck", config, "--steps", steps)
     assert code == 2
     assert f"between 0 and run.steps = 6; got {steps}" in err
+
+
+def test_crosscheck_takes_whole_batches(config, run):
+    code, _, err = run("crosscheck", config, "--data.microbatches", "2")
+    assert (code, err) == (2, "fp8ref: crosscheck takes whole batches; got data.microbatches = 2. Set it to 1.\n")
 
 
 def test_crosscheck_refuses_a_report_in_a_directory_that_is_not_there(config, run):

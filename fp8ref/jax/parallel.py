@@ -78,6 +78,11 @@ class Layout:
         return P(self._batch)
 
     @property
+    def parts(self) -> P:
+        """Of tokens [microbatches, B, T]."""
+        return P(None, self._batch)
+
+    @property
     def cutting_tokens(self) -> tuple[str, ...]:
         """The mesh axes along which devices have tokens of their own, behind the embedding."""
         return (*self._batch, *self._tensor) if self.config.sequence else self._batch
@@ -144,8 +149,8 @@ class Layout:
 
     def _check(self, config: Config, sizes: dict[str, int]) -> None:
         rows, tensor = sizes["data"] * sizes["fsdp"], sizes["tensor"]
-        if config.data.batch_size % rows:
-            raise ConfigError(f"data.batch_size is divisible by data x fsdp = {rows} devices; got {config.data.batch_size}.")
+        if config.data.batch_size % (rows * config.data.microbatches):
+            raise ConfigError(config.data.indivisible(rows, "devices"))
         if self.config.sequence and config.data.sequence_length % tensor:
             raise ConfigError(
                 f"under parallel.sequence data.sequence_length is divisible by tensor = {tensor}; got {config.data.sequence_length}."
@@ -155,7 +160,7 @@ class Layout:
                 raise ConfigError(f"model.{key} is divisible by parallel.tensor = {tensor}; got {getattr(config.model, key)}.")
         if config.model.vocab_size % sizes["fsdp"]:
             raise ConfigError(f"model.vocab_size is divisible by parallel.fsdp = {sizes['fsdp']}; got {config.model.vocab_size}.")
-        tokens = config.data.batch_size * config.data.sequence_length
+        tokens = config.data.batch_size // config.data.microbatches * config.data.sequence_length
         try:
             for name, shape in llama.linear_shapes(config.model).items():
                 placement = self.placement(name)

@@ -126,7 +126,7 @@ def missing(program: Program, planned: Mapping[str, str | Recipe], placements: M
             gathered = [role for role in OPERANDS[which] if placement and placement.gathered(role)]
             bytes_ = [m for m in moved if (m.layer, m.which, m.kind) == (layer, which, "all_gather") and m.dtype.startswith("f8")]
             wide = [m for m in moved if (m.layer, m.which, m.kind) == (layer, which, "all_gather") and not m.dtype.startswith("f8")]
-            if len(bytes_) < len(gathered):
+            if len(bytes_) + _merged(moved, layer, which, recipe, placement) < len(gathered):
                 lines.append(f"{layer}/{which}: planned {len(gathered)} gathers in FP8, of {', '.join(gathered)}; {len(bytes_)} are there")
             # Scales of rows are [..., M, 1], or [M] where XLA leaves the 1 out.
             wide = [m for m in wide if len(m.shape) > 1 and 1 not in m.shape[-2:]]
@@ -187,6 +187,21 @@ def manifest(program: Program, planned: Mapping[str, str | Recipe], missing: lis
         "gathers": gathers(program),
         "missing": missing,
     } | ({"compiled": {"kernels": kernels(compiled), "gathers": gathers(compiled)}} if compiled else {})
+
+
+def _merged(moved: list[Collective], layer: str, which: str, recipe: str | Recipe, placement: Placement | None) -> int:
+    """1 where the other GEMM of the backward pass gathers grad_output for both: in a loop JAX makes equal gathers one."""
+    other = {"grad_input": "grad_weight", "grad_weight": "grad_input"}.get(which)
+    if (
+        other is None
+        or placement is None
+        or not placement.gathered("grad_output")
+        or not recipes.by_name(recipe).serves_both("grad_output")
+    ):
+        return 0
+    needed = sum(bool(placement.gathered(role)) for role in OPERANDS[other])  # type: ignore[index]
+    there = sum((m.layer, m.which, m.kind) == (layer, other, "all_gather") and m.dtype.startswith("f8") for m in moved)
+    return int(there >= needed)
 
 
 def _name(dtype) -> str:

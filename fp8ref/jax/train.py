@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from fp8ref import llama
@@ -76,7 +77,7 @@ class Trainer:
 
     def evaluate(self, tokens: np.ndarray) -> float:
         """The loss of a batch; no state changes."""
-        return float(self._loss(self._params, self._fp8_state, self._tokens(tokens)))
+        return float(self._loss(self._params, self._fp8_state, self._parts(tokens)))
 
     def logits(self, tokens: np.ndarray) -> np.ndarray:
         """float32 [B, T, vocab_size] from tokens [B, T]."""
@@ -89,7 +90,7 @@ class Trainer:
     def gradients(self, tokens: np.ndarray) -> dict[str, np.ndarray]:
         """float32 gradients of the loss of a batch by parameter, not clipped; nothing is updated."""
         differentiated = jax.jit(self._differentiated, compiler_options=COMPILER_OPTIONS)
-        grads = differentiated(self._params, self._fp8_state, self._tokens(tokens))[1]
+        grads = differentiated(self._params, self._fp8_state, self._parts(tokens))[1]
         return {_name(path): self._layout.fetch(value) for path, value in jax.tree_util.tree_leaves_with_path(grads)}
 
     def weights(self) -> dict[str, np.ndarray]:
@@ -175,11 +176,18 @@ class Trainer:
 
     def _arguments(self, tokens: np.ndarray) -> tuple:
         lr = self.config.optimizer.learning_rate_at(self._count, self.config.run.steps)
-        return self._params, self._opt_state, self._fp8_state, self._tokens(tokens), np.float32(lr)
+        return self._params, self._opt_state, self._fp8_state, self._parts(tokens), np.float32(lr)
 
     def _tokens(self, tokens: np.ndarray) -> jax.Array:
         llama.check_tokens(tokens, self.config.model)
         return self._layout.put(np.asarray(tokens, np.int32), self._layout.tokens)
+
+    def _parts(self, tokens: np.ndarray) -> jax.Array:
+        """A batch [B, T + 1], or its parts [microbatches, B, T + 1] where it is trained in several (SEMANTICS T-7)."""
+        if self.config.data.microbatches == 1:
+            return self._tokens(tokens)
+        llama.check_tokens(tokens, self.config.model)
+        return self._layout.put(self.config.data.parts(np.asarray(tokens, np.int32)), self._layout.parts)
 
     def _unseen(self) -> dict[str, delayed.Seen]:
         return {d.path: delayed.unseen(d.recipe) for d in self.decisions if d.path in self._fp8_state}
@@ -199,22 +207,38 @@ class Trainer:
         return self._layout.mean(optax.softmax_cross_entropy_with_integer_labels(logits, targets)), run.seen
 
     def _evaluated(self, params, state, tokens: jax.Array) -> jax.Array:
-        mapped = self._layout.map(
-            lambda params, state, tokens: self._loss_of(params, self._unseen(), state, tokens)[0],
-            (self._specs, P(), self._layout.tokens),
-            P(),
-        )
-        return mapped(params, state, tokens)
+        """The loss of a batch, or of parts of one."""
+
+        def loss_of(params, state, tokens):
+            if tokens.ndim == 3:
+                return lax.map(lambda part: loss_of(params, state, part), tokens).mean()
+            return self._loss_of(params, self._unseen(), state, tokens)[0]
+
+        return self._layout.map(loss_of, (self._specs, P(), self._cut(tokens)), P())(params, state, tokens)
 
     def _differentiated(self, params, state, tokens: jax.Array):
-        """(loss, gradients, observations of forward and backward pass)."""
+        """(loss, gradients, observations of forward and backward pass) of a batch, or of parts of one."""
 
         def differentiate(params, state, tokens):
             gradient = jax.value_and_grad(self._loss_of, argnums=(0, 1), has_aux=True)
             (loss, forward), (grads, backward) = gradient(params, self._unseen(), state, tokens)
             return loss, grads, {name: delayed.merge(forward[name], backward[name]) for name in forward}
 
-        return self._layout.map(differentiate, (self._specs, P(), self._layout.tokens), (P(), self._specs, P()))(params, state, tokens)
+        def accumulate(params, state, parts):
+            def add(before, tokens):
+                (loss, grads, seen), found = before, differentiate(params, state, tokens)
+                total = jax.tree.map(jnp.add, (loss, grads), found[:2])
+                return (*total, {name: delayed.merge(seen[name], found[2][name]) for name in seen}), None
+
+            nothing = jnp.float32(0), jax.tree.map(jnp.zeros_like, params), self._unseen()
+            (loss, grads, seen), _ = lax.scan(add, nothing, parts)
+            return *jax.tree.map(lambda total: total * np.float32(1 / len(parts)), (loss, grads)), seen
+
+        f = accumulate if tokens.ndim == 3 else differentiate
+        return self._layout.map(f, (self._specs, P(), self._cut(tokens)), (P(), self._specs, P()))(params, state, tokens)
+
+    def _cut(self, tokens: jax.Array) -> P:
+        return self._layout.parts if tokens.ndim == 3 else self._layout.tokens
 
     def _train_step(self, params, opt_state, fp8_state, tokens: jax.Array, lr: jax.Array):
         loss, grads, seen = self._differentiated(params, fp8_state, tokens)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
+import numpy as np
 import pydantic
 import tyro
 
@@ -49,6 +50,8 @@ class DataConfig:
     """Tokens in a sequence."""
     batch_size: int = 16
     """Sequences in the global batch."""
+    microbatches: int = 1
+    """Equal parts in which the global batch is trained, one after the other; their gradients are summed in float32."""
     validation_fraction: float = 0.1
     """Share kept for validation: of files of text, of documents, of each shard; unused where files are named val."""
     seed: int = 0
@@ -60,8 +63,26 @@ class DataConfig:
             _require(getattr(self, key) != "", f"data.{key} is not empty; leave it out for its default.")
         _require(self.sequence_length >= 1, f"data.sequence_length is at least 1; got {self.sequence_length}.")
         _require(self.batch_size >= 1, f"data.batch_size is at least 1; got {self.batch_size}.")
+        _require(self.microbatches >= 1, f"data.microbatches is at least 1; got {self.microbatches}.")
+        _require(
+            self.batch_size % self.microbatches == 0,
+            f"data.batch_size is divisible by data.microbatches; got {self.batch_size} and {self.microbatches}.",
+        )
         _require(0 < self.validation_fraction < 1, f"data.validation_fraction lies between 0 and 1; got {self.validation_fraction}.")
         _require(self.seed >= 0, f"data.seed is not negative; got {self.seed}.")
+
+    def indivisible(self, shared: int, who: str) -> str:
+        """What is wrong with a batch whose parts ``data x fsdp = shared`` processes or devices do not share evenly."""
+        parts = f" times data.microbatches = {self.microbatches}" * (self.microbatches > 1)
+        return f"data.batch_size is divisible by data x fsdp = {shared} {who}{parts}; got {self.batch_size}."
+
+    def parts(self, batch: np.ndarray) -> np.ndarray:
+        """A batch [B, ...] as [microbatches, B / microbatches, ...]: contiguous rows in order (SEMANTICS T-7)."""
+        _require(
+            len(batch) % self.microbatches == 0,
+            f"a batch is trained in data.microbatches = {self.microbatches} equal parts; got {len(batch)} sequences.",
+        )
+        return batch.reshape(self.microbatches, -1, *batch.shape[1:])
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -84,7 +84,7 @@ class Trainer:
     def evaluate(self, tokens: np.ndarray) -> float:
         """The loss of a batch."""
         with self._computing():
-            return self._mean(self._loss(self._own(tokens)))
+            return self._mean(torch.stack([self._loss(self._own(part)) for part in self.config.data.parts(tokens)]))
 
     @torch.no_grad()
     def logits(self, tokens: np.ndarray) -> np.ndarray:
@@ -177,21 +177,27 @@ class Trainer:
                 module._parameters[key] = p
 
     def _backward(self, tokens: np.ndarray) -> torch.Tensor:
-        """This rank's loss of a batch, () without a graph; gradients are left in the masters."""
+        """This rank's losses of a batch's parts, [microbatches] without a graph; gradients are left in the masters (T-7)."""
         self._optimizer.zero_grad()
+        parts, losses = self.config.data.parts(tokens), []
         with self._computing():
-            loss = self._loss(self._own(tokens))
-            loss.backward()
-        return loss.detach()
+            for part in parts:
+                loss = self._loss(self._own(part))
+                loss.backward()  # FSDP2 reduces each part's gradient, and adds it to the float32 shard
+                losses.append(loss.detach())
+        if len(parts) > 1:
+            grads = [optimizer.local(p.grad) for p in self._params.values() if p.grad is not None]
+            torch._foreach_mul_(grads, float(np.float32(1 / len(parts))))
+        return torch.stack(losses)
 
     def _loss(self, tokens: np.ndarray) -> torch.Tensor:
         batch = self._tokens(tokens)
         logits = self.model(batch[:, :-1]).float()  # [B, T, V]
         return functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
 
-    def _mean(self, loss: torch.Tensor) -> float:
-        """Of every rank's loss."""
-        return self._of_ranks(loss.double()).mean().item()
+    def _mean(self, losses: torch.Tensor) -> float:
+        """Of every rank's losses, one of each part."""
+        return self._of_ranks(losses.double().mean()).mean().item()
 
     def _norm(self, grads: list[torch.Tensor]) -> torch.Tensor:
         """float32 (): of all gradients together (T-2). In float64, so that how they are cut changes no more than the last of its bits."""
@@ -229,8 +235,8 @@ def mesh_of(config: Config) -> DeviceMesh | None:
             f"Start as many: torchrun --nproc-per-node {keys.devices} -m fp8ref train ... --distributed."
         )
     shared = keys.data * keys.fsdp
-    if config.data.batch_size % shared:
-        raise ConfigError(f"data.batch_size is divisible by data x fsdp = {shared} processes; got {config.data.batch_size}.")
+    if config.data.batch_size % (shared * config.data.microbatches):
+        raise ConfigError(config.data.indivisible(shared, "processes"))
     if keys.tensor > 1 and shared > 1 and keys.amax_scope == "global" and config.numerics.recipe != "bf16":
         raise ConfigError(
             "in PyTorch, amaxes over data and fsdp beside tensor are each rank's own (P-14). Set parallel.amax_scope to local."

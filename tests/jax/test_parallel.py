@@ -1,6 +1,7 @@
 """The trainer on eight devices against one: gradients, states, what is compiled, what is refused."""
 
 import jax
+import microbatches
 import numpy as np
 import pytest
 
@@ -17,6 +18,7 @@ CONFIG = Config(
     run=RunConfig(steps=3, eval_every=3, eval_batches=1),
 )
 TOKENS = np.random.default_rng(0).integers(0, 256, (3, 8, 33))
+ALONE = {"data": 1, "fsdp": 1, "tensor": 1, "sequence": False, "through": "shard_map"}
 SEQUENCE = {"data": 2, "fsdp": 2, "tensor": 2, "sequence": True}
 CASES = [
     pytest.param("bf16", SEQUENCE, marks=pytest.mark.slow),
@@ -115,6 +117,7 @@ def test_dequantised_operands_are_called_that():
     [
         ({"data": 16}, {}, "16 devices.*jax has 8"),
         ({"data": 8}, {"data": {"batch_size": 12}}, "batch_size is divisible by data x fsdp = 8 devices; got 12"),
+        ({"data": 4}, {"data": {"microbatches": 4}}, "divisible by data x fsdp = 4 devices times data.microbatches = 4; got 8"),
         ({"tensor": 8}, {}, "num_attention_heads is divisible by parallel.tensor = 8; got 4"),
         ({"tensor": 2, "sequence": True}, {"data": {"sequence_length": 33}}, "sequence_length is divisible by tensor = 2; got 33"),
         ({"fsdp": 8}, {"model": {"intermediate_size": 100}}, "gate_proj: shards are equal .*N=100"),
@@ -123,3 +126,30 @@ def test_dequantised_operands_are_called_that():
 def test_what_the_mesh_does_not_cut_into_equal_pieces_is_refused_by_name(parallel, more, message):  # P-1
     with pytest.raises(ConfigError, match=message):
         trainer("tensorwise", parallel, **more)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("recipe", "parallel"), [("delayed", SEQUENCE), ("tensorwise", {"fsdp": 2, "through": "jit"})], ids=str)
+def test_a_mesh_trains_a_batch_in_parts(recipe, parallel):  # T-7
+    """The bound is that of the test of whole batches."""
+    config = microbatches.config_of(CONFIG, recipe, **parallel)
+    many, one, tokens = Trainer(config), Trainer(config.replace(parallel=ALONE)), microbatches.tokens_of(config)
+    ours, theirs = many.gradients(tokens), one.gradients(tokens)
+    for name, value in theirs.items():
+        assert np.linalg.norm(ours[name] - value) <= 2.0**-6 * np.linalg.norm(value), name
+    assert many.prove(tokens)["missing"] == []
+
+
+def test_the_proof_of_a_batch_in_parts_wants_every_gather(monkeypatch):  # B-7, T-7
+    config = microbatches.config_of(CONFIG, "delayed", **SEQUENCE)
+    trainer, tokens = Trainer(config), microbatches.tokens_of(config)
+    found = trainer.prove(tokens)
+    assert found["missing"] == []
+    assert sum(dot["fp8"] for dot in found["gemms"]) == sum(s.fp8 for d in trainer.decisions for s in d.recipe.gemms.values())
+    # neither GEMM of the backward pass gathers grad_output
+    honest = proof.collectives
+    monkeypatch.setattr(proof, "collectives", lambda program: [c for c in honest(program) if c.dtype != "f8e5m2"])
+    with pytest.raises(
+        ConfigError, match=r"o_proj/grad_input: planned 2 gathers in FP8, .*1 are there(?s:.*)o_proj/grad_weight: .*0 are there"
+    ):
+        trainer.prove(tokens)

@@ -3,6 +3,7 @@ import math
 import tomllib
 from pathlib import Path
 
+import numpy as np
 import pytest
 import tomli_w
 
@@ -317,3 +318,11 @@ def test_learning_rate_never_rises_after_warm_up():  # T-3
     rates = [schedule.learning_rate_at(step, 50) for step in range(3, 50)]
     assert rates == sorted(rates, reverse=True)
     assert rates[-1] > 0.25
+
+
+def test_a_batch_lies_in_contiguous_parts():  # T-7
+    data = DataConfig(batch_size=6, microbatches=3)
+    rows = np.arange(6)[:, None] * np.ones(4, int)
+    assert [part[:, 0].tolist() for part in data.parts(rows)] == [[0, 1], [2, 3], [4, 5]]
+    with pytest.raises(ValueError, match=r"data.microbatches = 3 equal parts; got 4 sequences"):
+        data.parts(rows[:4])

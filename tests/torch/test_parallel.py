@@ -1,5 +1,6 @@
 import functools
 
+import microbatches
 import numpy as np
 import pytest
 import torch
@@ -162,3 +163,15 @@ def test_what_is_dropped_is_dropped_again_where_a_block_runs_again(recipe):
         found.append([p.grad for p in model.parameters()])
     for again in found[1:]:
         assert all(torch.equal(a, b) for a, b in zip(found[0], again, strict=True))
+
+
+def trained_in_parts(recipe):
+    config = microbatches.config_of(config_of(), recipe, fsdp=2)
+    microbatches.check_bits(Trainer, config)
+    assert Trainer(config).prove(microbatches.tokens_of(config))["missing"] == []
+    return Trainer(config).gradients(microbatches.tokens_of(config))
+
+
+def test_shards_accumulate_the_parts_of_a_batch_in_float32():  # T-7
+    first, second = run(2, trained_in_parts, "delayed")
+    assert all(np.array_equal(first[name], second[name]) for name in first)
