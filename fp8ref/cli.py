@@ -57,6 +57,7 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--backend", choices=("jax", "torch"), help="the framework to train with (required)")
     train.add_argument("--resume", action="store_true", help="continue a run that stopped; leave a finished one alone")
     train.add_argument("--overwrite", action="store_true", help="replace a run that is already there")
+    train.add_argument("--dry-run", action="store_true", help="print sizes, memory, GEMMs and where FP8 would pay; build and read nothing")
     train.add_argument("--distributed", action="store_true", help="one of several processes that train together")
     check = command("crosscheck", _crosscheck, "Hold the backends to the simulator on a config's real operands.")
     check.add_argument("--backend", choices=("jax", "torch"), help="one backend alone (default: both)")
@@ -153,11 +154,17 @@ def _config(known: argparse.Namespace, options: list[str]):
 
 def _train(known: argparse.Namespace, options: list[str]) -> int:
     config = _config(known, options)
-    from fp8ref.run import loop
     from fp8ref.run.config import ConfigError
 
     if known.backend is None:
         raise ConfigError("fp8ref train needs --backend jax or --backend torch.")
+    if known.dry_run:
+        from fp8ref.run import dry_run, progress
+
+        dry_run.show(config, known.backend, progress.console())
+        return 0
+    from fp8ref.run import loop
+
     out = Path(config.run.out or f"runs/{known.config.stem}-{known.backend}-{config.numerics.recipe}")
     processes = _processes(known, config) if known.distributed else None
     with processes.telling() if processes else contextlib.nullcontext():

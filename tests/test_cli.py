@@ -393,6 +393,34 @@ def test_crosscheck_refuses_steps_outside_the_run(config, run, steps):
     assert f"between 0 and run.steps = 6; got {steps}" in err
 
 
+@pytest.mark.parametrize("backend", ["jax", "torch"])
+def test_a_dry_run_needs_no_data_writes_nothing_and_loads_no_framework(config, backend):
+    program = (
+        "import sys; from fp8ref import cli; code = cli.main(sys.argv[1:]); "
+        "print(code, sorted({'jax', 'torch', 'grain'} & set(sys.modules)))"
+    )
+    arguments = ["train", str(config), "--backend", backend, "--dry-run", "--data.source", "absent", "--run.out", "here"]
+    done = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "0 []"
+    assert "parameters: all" in done.stdout
+    assert done.stderr == ""
+    assert not (config.parent / "here").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--backend", "jax", "--parallel.compile", "block"], "parallel.compile is not a key of --backend jax"),
+        (["--backend", "torch", "--parallel.fsdp", "3"], "data.batch_size is divisible by data x fsdp = 3"),
+        ([], "needs --backend"),
+    ],
+)
+def test_a_dry_run_of_what_cannot_be_trained_exits_with_2(config, run, options, said):
+    code, out, err = run("train", config, "--dry-run", *options)
+    assert (code, out) == (2, "")
+    assert said in err
+
+
 def test_crosscheck_takes_whole_batches(config, run):
     code, _, err = run("crosscheck", config, "--data.microbatches", "2")
     assert (code, err) == (2, "fp8ref: crosscheck takes whole batches; got data.microbatches = 2. Set it to 1.\n")
