@@ -240,6 +240,19 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LogConfig:
+    """Where metrics go beside metrics.jsonl; the first process writes."""
+
+    tensorboard: bool = False
+    """Write TensorBoard events to the run's directory, by tensorboardX."""
+    wandb: str | None = None
+    """Project of Weights & Biases that the run is logged to, by wandb."""
+
+    def __post_init__(self) -> None:
+        _require(self.wandb != "", "log.wandb is the name of a project; got ''. Leave it out to log nothing there.")
+
+
+@dataclass(frozen=True, kw_only=True)
 class Config:
     """Everything a run is, whichever backend runs it."""
 
@@ -250,6 +263,7 @@ class Config:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     run: RunConfig = field(default_factory=RunConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    log: LogConfig = field(default_factory=LogConfig)
 
     def __post_init__(self) -> None:
         _require(self.model.vocab_size >= 256, f"model.vocab_size is at least 256, for byte tokens (D-1); got {self.model.vocab_size}.")
@@ -271,7 +285,7 @@ class Config:
         return dataclasses.replace(self, **{name: dataclasses.replace(getattr(self, name), **keys) for name, keys in sections.items()})
 
 
-for _section in (LlamaConfig, DataConfig, NumericsConfig, OptimizerConfig, ParallelConfig, RunConfig, CheckpointConfig, Config):
+for _section in (LlamaConfig, DataConfig, NumericsConfig, OptimizerConfig, ParallelConfig, RunConfig, CheckpointConfig, LogConfig, Config):
     _section.__pydantic_config__ = pydantic.ConfigDict(extra="forbid", strict=True)  # type: ignore[union-attr]
 _ADAPTER = pydantic.TypeAdapter(Config)
 

@@ -11,7 +11,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 
 from fp8ref.recipe import Decision
-from fp8ref.run import checkpoint, data, export, failure, log, progress, stopping
+from fp8ref.run import checkpoint, data, export, failure, log, progress, stopping, trackers
 from fp8ref.run import config as configs
 from fp8ref.run.checkpoint import Checkpoint, Checkpoints
 from fp8ref.run.config import Config, ConfigError
@@ -73,7 +73,11 @@ def train(
     def on_first(f: Callable):
         return together(processes, lambda: f() if processes.first else None)
 
-    claimed = on_first(lambda: log.claim(out, config, backend, resume=resume, overwrite=overwrite))
+    def claim() -> bool:
+        trackers.check(config.log)
+        return log.claim(out, config, backend, resume=resume, overwrite=overwrite)
+
+    claimed = on_first(claim)
     if not processes.gather(claimed)[0]:
         return None
     batches = together(processes, lambda: data.open_batches(config, first=processes.first))
@@ -87,16 +91,21 @@ def train(
     if path is not None:
         together(processes, lambda: model.load(Path(path), start))
     run = on_first(
-        lambda: log.create(
-            out,
+        lambda: trackers.beside(
+            log.create(
+                out,
+                config,
+                backend,
+                data=batches.description,
+                decisions=model.decisions,
+                device=model.device,
+                proof=proof,
+                overwrite=overwrite,
+                start=start,
+            ),
             config,
-            backend,
-            data=batches.description,
-            decisions=model.decisions,
-            device=model.device,
-            proof=proof,
+            out,
             overwrite=overwrite,
-            start=start,
         )
     )
     run = run or log.Unwritten()

@@ -1,10 +1,12 @@
 import functools
 import io
+import re
 
 import pytest
 from rich.console import Console
 
-from fp8ref.run import progress
+from fp8ref.run import loop, progress
+from fp8ref.run.processes import Alone
 
 
 @pytest.fixture
@@ -97,3 +99,39 @@ def test_tables_are_wide_also_in_a_file(monkeypatch):
 def test_tables_take_the_width_of_a_terminal(monkeypatch):
     monkeypatch.setattr(progress, "Console", functools.partial(Console, file=io.StringIO(), force_terminal=True, width=77))
     assert progress.console().width == 77
+
+
+class FakeTrainer:
+    backend = "jax"
+    device = "none: fake"
+
+    def __init__(self, config):
+        self.decisions = config.decisions()
+
+    def step(self, tokens):
+        return {"loss": 5.125, "grad_norm": 1.0}
+
+    def evaluate(self, tokens):
+        return 5.25
+
+
+class Other(Alone):
+    """A process that is not the one that shows; the first has claimed the run's directory."""
+
+    first = False
+
+    def __init__(self):
+        self.told = iter((None, True))
+
+    def gather(self, value):
+        return [next(self.told, value)]
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_run_shows_steps_loss_speed_and_the_time_left_on_one_process(first, terminal, small, monkeypatch, tmp_path):
+    monkeypatch.setattr(loop, "trainer", lambda _, config: FakeTrainer(config))
+    loop.train(small, "jax", tmp_path / "run", processes=Alone() if first else Other())
+    if first:
+        assert re.search(r"jax tensorwise .* 6/6 0:00:00 loss 5\.125, [\d,]+ tokens/s", last_frame(terminal))
+    else:
+        assert terminal.getvalue() == ""
