@@ -30,7 +30,7 @@ PACKAGES = (
     "tiktoken",
 )
 # in a run that resumes; where data lie, not which
-MAY_CHANGE = ("config.run.out", "config.run.init_from", "config.data.source", "config.parallel.", "config.checkpoint.")
+MAY_CHANGE = ("config.run.out", "config.run.init_from", "config.data.source", "config.parallel.", "config.checkpoint.", "config.log.")
 
 
 class RunLog:

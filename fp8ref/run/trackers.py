@@ -24,7 +24,8 @@ class TensorBoard:
     """Scalars of every step. A run that goes on from an earlier step hides what was written past it."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder, self._writer = folder, None
+        self._folder = folder
+        self._writer: Any = None
 
     def step(self, metrics: dict) -> None:
         if self._writer is None:

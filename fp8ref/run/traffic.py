@@ -71,7 +71,9 @@ def _tensor(config: Config, backend: str) -> Iterator[tuple[str, float, int]]:
         if last in ("o_proj", "down_proj"):
             yield "outputs, summed over tensor", (1 if keys.sequence else 2) * parts, outputs
             if keys.sequence:
-                yield "grad_outputs, gathered over tensor", parts, _gathered(decision.recipe.grad_input, backend)
+                # codes of its own for each GEMM, where one scale does not serve both
+                times = 1 if backend == "torch" or decision.recipe.serves_both("grad_output") else 2
+                yield "grad_outputs, gathered over tensor", times * parts, _gathered(decision.recipe.grad_input, backend)
 
 
 def _gathered(spec: GemmSpec, backend: str) -> int:

@@ -67,9 +67,10 @@ def wandb(monkeypatch):
 
 @pytest.fixture
 def train(small, monkeypatch, tmp_path):
-    def call(stop=None, out=tmp_path / "run", processes=None, overwrite=False, **keys):
+    def call(stop=None, out=tmp_path / "run", processes=None, **keys):
         monkeypatch.setattr(loop, "trainer", lambda _, config: FakeTrainer(config, stop))
-        return loop.train(small.replace(log=keys), "jax", out, processes=processes, overwrite=overwrite)
+        how = {key: keys.pop(key) for key in ("resume", "overwrite") if key in keys}
+        return loop.train(small.replace(log=keys), "jax", out, processes=processes, **how)
 
     return call
 
@@ -161,3 +162,11 @@ def test_a_project_has_a_name():
 def test_nothing_is_imported_unasked():
     program = "import fp8ref.run.trackers as t, sys; t.check(t.LogConfig()); print({'tensorboardX', 'wandb'} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.strip() == "set()"
+
+
+def test_a_run_is_resumed_with_other_trackers(train, wandb, tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        train(stop=4)
+    train(resume=True, tensorboard=True, wandb="fp8")
+    assert wandb[0].code == 0
+    assert (tmp_path / "run" / "tensorboard").is_dir()

@@ -1,8 +1,16 @@
 """Counted by hand from the sizes in tests/sizes.py."""
 
+import json
+from pathlib import Path
+
+import pytest
 import sizes
 
+from fp8ref.llama import LlamaConfig
 from fp8ref.run import traffic
+from fp8ref.run.config import Config
+
+COMPILED = json.loads((Path(__file__).parents[2] / "benchmarks/results/aot.json").read_text())
 
 
 def flows(config, backend):
@@ -57,3 +65,21 @@ def test_a_tensorwise_input_is_gathered_as_codes_in_pytorch():  # P-15
 def test_without_sequence_parallelism_sums_are_all_reduces():
     found = flows(sizes.config(tensor=2), "torch")  # 256 tokens
     assert found == dict.fromkeys(("grad_inputs, summed over tensor", "outputs, summed over tensor"), (2 * 4 * 8192, 4 * 4 * 8192))
+
+
+@pytest.mark.parametrize("row", [r for r in COMPILED["rows"] if r["gathers_mib"]], ids=lambda row: f"{row['recipe']} {row['mesh']}")
+def test_gathers_are_those_that_xla_compiles_for_h200s(row):
+    """Of what is gathered, a device receives all but its own part."""
+    model = dict(COMPILED["model"])
+    length, sequences = model.pop("sequence_length"), model.pop("sequences_per_device")
+    config = Config(model=LlamaConfig(**model)).replace(numerics={"recipe": row["recipe"]}, parallel=row["mesh"])
+    keys = config.parallel
+    config = config.replace(data={"sequence_length": length, "batch_size": sequences * keys.devices})
+    received = {purpose.split()[-1]: 0.0 for purpose in ("over fsdp", "over tensor")}
+    for purpose, flow in traffic.flows(config, "jax").items():
+        if "gathered" in purpose:
+            received[purpose.split()[-1]] += flow.bytes
+    whole = received["fsdp"] * keys.fsdp / (keys.fsdp - 1) + (
+        received["tensor"] * keys.tensor / (keys.tensor - 1) if keys.tensor > 1 else 0
+    )
+    assert whole / 2**20 == pytest.approx(sum(row["gathers_mib"].values()))
