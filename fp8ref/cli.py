@@ -159,6 +159,8 @@ def _train(known: argparse.Namespace, options: list[str]) -> int:
     if known.backend is None:
         raise ConfigError("fp8ref train needs --backend jax or --backend torch.")
     if known.dry_run:
+        if given := [key for key in ("resume", "overwrite", "distributed") if getattr(known, key)]:
+            raise ConfigError(f"--dry-run is of a config alone, in one process; got --{given[0]} beside it. Leave that out.")
         from fp8ref.run import dry_run, progress
 
         dry_run.show(config, known.backend, progress.console())
@@ -196,8 +198,7 @@ def _crosscheck(known: argparse.Namespace, options: list[str]) -> int:
     from fp8ref.run.config import ConfigError
     from fp8ref.run.loop import BACKENDS
 
-    if config.data.microbatches > 1:
-        raise ConfigError(f"crosscheck takes whole batches; got data.microbatches = {config.data.microbatches}. Set it to 1.")
+    _check_whole(config)
     _check_json(known.json)
     if known.sharded is not None:
         return _crosscheck_sharded(known, config)
@@ -210,6 +211,13 @@ def _crosscheck(known: argparse.Namespace, options: list[str]) -> int:
     if known.json:
         report.write(known.json)
     return 0 if report.ok else FAILED
+
+
+def _check_whole(config) -> None:
+    from fp8ref.run.config import ConfigError
+
+    if config.data.microbatches > 1:
+        raise ConfigError(f"a cross-check takes whole batches; got data.microbatches = {config.data.microbatches}. Set it to 1.")
 
 
 def _crosscheck_sharded(known: argparse.Namespace, config) -> int:
@@ -326,6 +334,7 @@ def _check_json(path: Path | None) -> None:
 
 def _demo(known: argparse.Namespace, options: list[str]) -> int:
     config = _config(known, options)
+    _check_whole(config)
     from fp8ref.run.demo import demo
 
     return 0 if demo(config, known.out) else FAILED

@@ -412,6 +412,8 @@ def test_a_dry_run_needs_no_data_writes_nothing_and_loads_no_framework(config, b
     [
         (["--backend", "jax", "--parallel.compile", "block"], "parallel.compile is not a key of --backend jax"),
         (["--backend", "torch", "--parallel.fsdp", "3"], "data.batch_size is divisible by data x fsdp = 3"),
+        (["--backend", "torch", "--resume"], "--dry-run is of a config alone, in one process; got --resume"),
+        (["--backend", "jax", "--distributed"], "got --distributed"),
         ([], "needs --backend"),
     ],
 )
@@ -421,9 +423,10 @@ def test_a_dry_run_of_what_cannot_be_trained_exits_with_2(config, run, options, 
     assert said in err
 
 
-def test_crosscheck_takes_whole_batches(config, run):
-    code, _, err = run("crosscheck", config, "--data.microbatches", "2")
-    assert (code, err) == (2, "fp8ref: crosscheck takes whole batches; got data.microbatches = 2. Set it to 1.\n")
+@pytest.mark.parametrize("command", ["crosscheck", "demo"])
+def test_a_cross_check_takes_whole_batches(config, run, command):
+    code, out, err = run(command, config, "--data.microbatches", "2")
+    assert (code, out, err) == (2, "", "fp8ref: a cross-check takes whole batches; got data.microbatches = 2. Set it to 1.\n")
 
 
 def test_crosscheck_refuses_a_report_in_a_directory_that_is_not_there(config, run):

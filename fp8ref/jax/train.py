@@ -113,7 +113,8 @@ class Trainer:
         self._count = step
 
     def observe(self, tokens: np.ndarray, observer) -> None:
-        """A forward and backward pass, no update, in which every FP8 GEMM reports to observer (see ``linear.observing``); on one device."""
+        """A forward and backward pass, no update, in which every FP8 GEMM reports to observer (see ``linear.observing``), once a part of the
+        batch; on one device."""
         if self._layout.mesh is not None:
             raise ConfigError("operands are observed on one device, where a callback cannot wait for another's. Set parallel.* to 1.")
         with linear.observing(observer):

@@ -87,7 +87,7 @@ def speedup(decision: Decision, config: Config, backend: str, gpu: Gpu) -> float
     if not decision.fp8:
         return None
     shapes = list(gemms(decision, config, backend))
-    m, (n, k) = tokens(config), used(decision.path, decision.shape, config)
+    m, (n, k) = shapes[0].m, used(decision.path, decision.shape, config)
     own = n * k // (config.parallel.fsdp if in_fp8(decision.recipe, config, backend) else 1)  # each device casts its shard
     moved = casts(decision.recipe, {"input": m * k, "weight": own, "grad_output": m * n})
     bf16 = sum(seconds(shape, gpu, fp8=False) for shape in shapes)

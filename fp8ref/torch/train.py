@@ -114,7 +114,7 @@ class Trainer:
         self._count = step
 
     def observe(self, tokens: np.ndarray, observer) -> None:
-        """A forward and backward pass, no update, in which every FP8 GEMM reports to observer (see ``observing``)."""
+        """A forward and backward pass, no update, in which every FP8 GEMM reports to observer (see ``observing``), once a part of the batch."""
 
         def as_numpy(name, gemm, a, b, out):
             # float32 holds every bfloat16; NumPy has no bfloat16 of its own
