@@ -27,11 +27,13 @@ def by_hand(gradients, tokens: np.ndarray, parts: int) -> dict[str, np.ndarray]:
     return {name: value * np.float32(1 / parts) for name, value in total.items()}
 
 
-def check_bits(trainer_class, config) -> None:
-    """Gradients and loss are those of an accumulation by hand, from a trainer that knows of no parts."""
-    whole = trainer_class(config.replace(data={"microbatches": 1}))
-    trainer, tokens = trainer_class(config), tokens_of(config)
-    expected = by_hand(whole.gradients, tokens, config.data.microbatches)
+def check_bits(trainer, whole, gradients) -> None:
+    """Gradients and loss of a trainer, and of its first step, are those of an accumulation by hand, from one that knows of no parts.
+
+    gradients   of whole: of tokens, by name.
+    """
+    config, tokens = trainer.config, tokens_of(trainer.config)
+    expected = by_hand(gradients, tokens, config.data.microbatches)
     found = trainer.gradients(tokens)
     assert found.keys() == expected.keys()
     for name, value in expected.items():
@@ -45,6 +47,10 @@ def check_bits(trainer_class, config) -> None:
     assert metrics["grad_norm"] == pytest.approx(norm, rel=2.0**-20)
 
 
+def without_parts(config):
+    return config.replace(data={"microbatches": 1})
+
+
 def check_whole(trainer_class, config) -> None:
     """In bfloat16 a batch in parts has the gradients of the whole, but for rounding.
 
@@ -52,7 +58,7 @@ def check_whole(trainer_class, config) -> None:
     sites on its way, each by at most 2^-9 of itself; a matrix's gradient is rounded to bfloat16 once a part, or once. All of these are at most
     12 * 2^-9 of a sum's terms, whose signs differ: half of it on the norm, as in the tests of meshes, 2^-6.
     """
-    whole, trainer = trainer_class(config.replace(data={"microbatches": 1})), trainer_class(config)
+    whole, trainer = trainer_class(without_parts(config)), trainer_class(config)
     tokens = tokens_of(config)
     ours, theirs = trainer.gradients(tokens), whole.gradients(tokens)
     for name, value in theirs.items():

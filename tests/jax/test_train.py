@@ -36,14 +36,21 @@ def test_a_batch_in_parts_is_the_batch_but_for_rounding(small):  # T-7
 def test_gradients_of_parts_are_summed_and_observations_merged_as_by_hand(small):  # T-7, H-4, B-7
     """And the parts are one loop of the program, in which each GEMM is once."""
     config = microbatches.config_of(small, "delayed")
-    microbatches.check_bits(Trainer, config)
     trainer, tokens = Trainer(config), microbatches.tokens_of(config)
     proof = trainer.prove(tokens)
     assert proof["missing"] == []
     assert sum(dot["fp8"] for dot in proof["gemms"]) == sum(spec.fp8 for d in trainer.decisions for spec in d.recipe.gemms.values())
     seen = []
     trainer.observe(tokens, lambda layer, which, a, b, out: seen.append((layer, which, a[0], b[0])))
-    trainer.step(tokens)
+    whole = Trainer(microbatches.without_parts(config))
+    differentiated = jax.jit(whole._differentiated, compiler_options=train.COMPILER_OPTIONS)
+
+    def gradients(part):
+        """whole.gradients, compiled once for all parts."""
+        found = differentiated(whole._params, whole._fp8_state, whole._parts(part))[1]
+        return {train._name(path): np.asarray(value) for path, value in jax.tree_util.tree_leaves_with_path(found)}
+
+    microbatches.check_bits(trainer, whole, gradients)
     expected = microbatches.delayed_states(seen, config)
     found = {(layer, role): state for layer, roles in trainer._fp8_state.items() for role, state in roles.items()}
     assert found.keys() == expected.keys()
