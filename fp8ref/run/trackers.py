@@ -15,7 +15,10 @@ PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb"}  # by key of config
 class Log(Protocol):
     """``log.RunLog``, and what looks like one."""
 
+    kept: list[dict]
+
     def step(self, metrics: dict) -> None: ...
+    def sync(self) -> None: ...
     def status(self, status: str, **more) -> None: ...
     def close(self) -> None: ...
 
@@ -56,7 +59,10 @@ class Tracked:
     """A run's log whose steps trackers have too."""
 
     def __init__(self, run: Log, trackers: list) -> None:
-        self._run, self._trackers, self._failed = run, trackers, True
+        self._run, self._trackers, self._failed, self.kept = run, trackers, True, run.kept
+
+    def sync(self) -> None:
+        self._run.sync()
 
     def step(self, metrics: dict) -> None:
         self._run.step(metrics)

@@ -22,10 +22,11 @@ COPYING = StagingOptions(use_pinned_memory=False, use_shared_memory=False, use_a
 
 
 class Store:
-    """Of one model and its optimizer."""
+    """Of one model, its parameters by name and their optimizer."""
 
-    def __init__(self, model: nn.Module, built: torch.optim.Optimizer) -> None:
-        self._model, self._optimizer = model, built
+    def __init__(self, model: nn.Module, params: Mapping[str, nn.Parameter], built: torch.optim.Optimizer) -> None:
+        """params: the sharded ones; FSDP2 puts others in their places while they are gathered, after an evaluation for instance."""
+        self._model, self._params, self._optimizer = model, params, built
         self._group: ProcessGroup | None = None
         if distributed.is_initialized():
             # of its own, for a thread that writes while training goes on; dcp's own messages are no tensors of a GPU
@@ -64,8 +65,8 @@ class Store:
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         """The very tensors that training writes, by name."""
-        found = {f"model.{name}": p.detach() for name, p in self._model.named_parameters()}
-        names = {id(p): name for name, p in self._model.named_parameters()}
+        found = {f"model.{name}": p.detach() for name, p in self._params.items()}
+        names = {id(p): name for name, p in self._params.items()}
         for p, key, moment in optimizer.moments(self._optimizer):
             for part, tensor in _plain(moment).items():
                 found[f"{key}.{names[id(p)]}{part}"] = tensor

@@ -56,7 +56,7 @@ class Trainer:
         self._params = dict(self.model.named_parameters())
         self._optimizer = optimizer.build(self._params.values(), config.optimizer)
         self._count = 0
-        self._store = Store(self.model, self._optimizer)
+        self._store = Store(self.model, self._params, self._optimizer)
         self.device = f"cuda: {torch.cuda.get_device_name()}" if self._device.type == "cuda" else "cpu"
         self.device += f", {keys.devices} processes" * (keys.devices > 1)
 

@@ -3,6 +3,7 @@ import io
 import re
 
 import pytest
+from fakes import FakeTrainer
 from rich.console import Console
 
 from fp8ref.run import loop, progress
@@ -101,20 +102,6 @@ def test_tables_take_the_width_of_a_terminal(monkeypatch):
     assert progress.console().width == 77
 
 
-class FakeTrainer:
-    backend = "jax"
-    device = "none: fake"
-
-    def __init__(self, config):
-        self.decisions = config.decisions()
-
-    def step(self, tokens):
-        return {"loss": 5.125, "grad_norm": 1.0}
-
-    def evaluate(self, tokens):
-        return 5.25
-
-
 class Other(Alone):
     """A process that is not the one that shows; the first has claimed the run's directory."""
 
@@ -129,9 +116,9 @@ class Other(Alone):
 
 @pytest.mark.parametrize("first", [True, False])
 def test_a_run_shows_steps_loss_speed_and_the_time_left_on_one_process(first, terminal, small, monkeypatch, tmp_path):
-    monkeypatch.setattr(loop, "trainer", lambda _, config: FakeTrainer(config))
+    monkeypatch.setattr(loop, "trainer", lambda _, config, __: FakeTrainer(config))
     loop.train(small, "jax", tmp_path / "run", processes=Alone() if first else Other())
     if first:
-        assert re.search(r"jax tensorwise .* 6/6 0:00:00 loss 5\.125, [\d,]+ tokens/s", last_frame(terminal))
+        assert re.search(r"jax tensorwise .* 6/6 0:00:00 loss 4\.375, [\d,]+ tokens/s", last_frame(terminal))
     else:
         assert terminal.getvalue() == ""

@@ -5,30 +5,11 @@ import types
 
 import numpy as np
 import pytest
+from fakes import FakeTrainer
 
 from fp8ref.run import log, loop, trackers
 from fp8ref.run.config import ConfigError, LogConfig
 from fp8ref.run.processes import Alone
-
-
-class FakeTrainer:
-    backend = "jax"
-    device = "none: fake"
-
-    def __init__(self, config, stop=None):
-        self.decisions, self.count, self.stop = config.decisions(), 0, stop
-
-    def step(self, tokens):
-        self.count += 1
-        if self.count == self.stop:
-            raise KeyboardInterrupt
-        return {"loss": 5.0 - self.count / 8, "grad_norm": 1.0}
-
-    def evaluate(self, tokens):
-        return 5.25
-
-    def weights(self):
-        return {"weight": np.ones(2, np.float32)}
 
 
 class FakeRun:
@@ -68,7 +49,7 @@ def wandb(monkeypatch):
 @pytest.fixture
 def train(small, monkeypatch, tmp_path):
     def call(stop=None, out=tmp_path / "run", processes=None, **keys):
-        monkeypatch.setattr(loop, "trainer", lambda _, config: FakeTrainer(config, stop))
+        monkeypatch.setattr(loop, "trainer", lambda _, config, __: FakeTrainer(config, {stop - 1: KeyboardInterrupt()} if stop else {}))
         how = {key: keys.pop(key) for key in ("resume", "overwrite") if key in keys}
         return loop.train(small.replace(log=keys), "jax", out, processes=processes, **how)
 

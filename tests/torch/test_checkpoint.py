@@ -31,6 +31,7 @@ def saving(folder, config):
     trainer = Trainer(config)
     for tokens in batches()[:2]:
         trainer.step(tokens)
+    trainer.evaluate(batches()[3])  # after it FSDP2 leaves the embedding gathered
     weights = trainer.weights()
     written = trainer.save(Path(folder))
     metrics = [trainer.step(tokens) for tokens in batches()[2:]]
