@@ -1,10 +1,10 @@
-# make setup | demo | test | slow | gpu | exhaustive | bench | bench-jax | bench-torch | bench-data | compile-matrix | aot | lint. Everything is
-# installed into .venv, but for aot's, into .venv-aot; PYTHON names the interpreter they are made with.
+# make setup | demo | test | slow | gpu | exhaustive | bench | bench-jax | bench-torch | bench-data | bench-recording | compile-matrix | aot | lint.
+# Everything is installed into .venv, but for aot's, into .venv-aot; PYTHON names the interpreter they are made with.
 PYTHON ?= python3
 BIN := .venv/bin
 TESTS ?= tests fp8ref
 
-.PHONY: setup demo test slow gpu exhaustive bench bench-jax bench-torch bench-data compile-matrix aot lint
+.PHONY: setup demo test slow gpu exhaustive bench bench-jax bench-torch bench-data bench-recording compile-matrix aot lint
 
 setup: .venv/ready
 
@@ -39,6 +39,9 @@ bench-torch: setup
 
 bench-data: setup
 	$(BIN)/python benchmarks/data.py
+
+bench-recording: setup
+	$(BIN)/python benchmarks/recording.py --json benchmarks/results/recording.json
 
 compile-matrix: setup
 	$(BIN)/python benchmarks/compile_matrix.py

@@ -98,6 +98,16 @@ def _parser() -> argparse.ArgumentParser:
     compared.set_defaults(run=_compare, parser=compared)
     for one in (reported, compared):
         one.add_argument("--confidence", type=float, default=0.95, help="of the noise's limits (default 0.95)")
+    other = commands.add_parser("replay", help="Put a run's recorded amaxes through another scaling.", allow_abbrev=False)
+    other.description = (
+        "What delayed scaling, or a dynamic policy, would have clipped and wasted of the amaxes that a run recorded (statistics.every)."
+    )
+    other.add_argument("run_directory", metavar="RUN", type=Path, help="the directory of a run")
+    other.add_argument("--policy", required=True, help="delayed, te_delayed or flax; or a dynamic policy, such as torchao")
+    other.add_argument("--history", type=int, metavar="N", help="recorded amaxes that a delayed scale is of (default: the policy's)")
+    other.add_argument("--margin", type=int, metavar="M", help="powers of two of room (default: the policy's)")
+    other.add_argument("--json", type=Path, metavar="FILE", help="write the outcome of every layer and role to FILE")
+    other.set_defaults(run=_replay, parser=other)
     certificate = commands.add_parser(
         "certify", help="Compare casts and scales of the libraries at hand with the simulator.", allow_abbrev=False
     )
@@ -324,6 +334,19 @@ def _prepare(known: argparse.Namespace, options: list[str]) -> int:
         f"{known.out}: {tokens['train']:,} tokens for training, {tokens['val']:,} for validation, {made.dtype}, in {len(made.files)} files\n"
         f"train from them with --data.source {known.out} --model.vocab_size {made.vocab_size}"
     )
+    return 0
+
+
+def _replay(known: argparse.Namespace, options: list[str]) -> int:
+    if options:
+        known.parser.error(f"unrecognized arguments: {' '.join(options)}")
+    _check_json(known.json)
+    from fp8ref.run.replay import replay
+
+    found = replay(known.run_directory, known.policy, history=known.history, margin=known.margin)
+    found.print()
+    if known.json:
+        found.write(known.json)
     return 0
 
 

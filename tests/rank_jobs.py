@@ -7,8 +7,11 @@ import threading
 import torch
 from torch import distributed
 
+from fp8ref.recipe import OPERANDS
 from fp8ref.run.config import ConfigError
+from fp8ref.statistics import planned
 from fp8ref.torch import delayed
+from fp8ref.torch.train import Trainer
 
 
 def add(value):
@@ -83,3 +86,21 @@ def same_rows(trainer):
 
 def broken(trainer):
     break_on_one()
+
+
+# ---- statistics ----
+
+
+def statistics(config, tokens):
+    """Of a trainer after one step: its statistics, what its GEMMs had, its weights, and how many ranks' parts make each operand."""
+    trainer = Trainer(config)
+    trainer.step(tokens)
+    seen = {}
+
+    def observer(layer, gemm, a, b, out):
+        for role, operand in zip(OPERANDS[gemm], (a, b), strict=True):
+            seen[f"{layer}/{gemm}/{role}"] = operand
+
+    trainer.observe(tokens, observer)
+    parts = {operand.name: len(trainer._own_parts(operand)) for operand in planned(trainer.decisions)}
+    return trainer.statistics(tokens), seen, trainer.weights(), parts

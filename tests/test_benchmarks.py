@@ -62,6 +62,14 @@ def test_torchs_table(tmp_path):
     assert quick["proof"]["missing"] == kept["proof"]["missing"] == 0
 
 
+def test_what_recording_statistics_costs(tmp_path):
+    written = tmp_path / "recording.json"
+    subprocess.run([sys.executable, BENCHMARKS / "recording.py", "--quick", "--json", written], check=True, capture_output=True)
+    rows = json.loads(written.read_text())["rows"]
+    assert [(row["backend"], row["recipe"]) for row in rows] == [("jax", "tensorwise"), ("torch", "tensorwise")]
+    assert all(row["ratio"] > 0 for row in rows)
+
+
 def test_the_readme_shows_torchs_table():
     readme = (BENCHMARKS.parent / "README.md").read_text(encoding="utf-8")
     result = json.loads(TORCH_RESULT.read_text())

@@ -36,7 +36,7 @@ def dot_general(
     b = b.reshape(*batch, -1, math.prod(sizes[2])) if turned else b.reshape(*batch, math.prod(sizes[2]), -1)
     if a.shape[:-2] != b.shape[:-2] or a.shape[-1] != b.shape[-2 if turned else -1]:
         raise ValueError(f"{name}: contracted and batch dims have equal sizes; got {x.shape} and {w.shape} with {dimension_numbers}.")
-    y, seen = linear.contract(a, b, recipe, state, seen, None, name, out_dtype=preferred_element_type, turned=turned)
+    y, seen, _ = linear.contract(a, b, recipe, state, seen, None, name, out_dtype=preferred_element_type, turned=turned)
     return y.reshape([size for part in sizes for size in part]), seen
 
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from fp8ref import recipe as recipes
-from fp8ref.jax import delayed, gemm, operands, scales, sharding
+from fp8ref.jax import delayed, gemm, operands, scales, sharding, stats
 from fp8ref.jax.operands import Scales, Use
 from fp8ref.jax.scaling import Quantized
 from fp8ref.jax.sharding import Placement
@@ -44,10 +44,32 @@ def apply(
     Raises:   ValueError, naming the layer: shapes or dtypes that do not fit, a recipe this backend cannot run, a state or seen of
               another recipe or none where the recipe needs them, what ``sharding.mode`` refuses.
     """
+    y, seen, _ = measured(x, w, recipe=recipe, state=state, seen=seen, placement=placement, name=name, tap=None)
+    return y, seen
+
+
+def measured(
+    x: jax.Array,
+    w: jax.Array,
+    *,
+    recipe: str | Recipe,
+    state: delayed.State | None = None,
+    seen: delayed.Seen | None = None,
+    placement: Placement | None = None,
+    name: str = "linear",
+    tap: jax.Array | None,
+) -> tuple[jax.Array, delayed.Seen | None, jax.Array | None]:
+    """``apply``, and where a tap is given what quantising did to its operands (SEMANTICS Q-8).
+
+    tap       float32 zeros [6, stats.LENGTH], one for each use of a linear; inside shard_map varying along all axes of its mesh.
+    Returns:  (output, seen, tap): the tap with measurements of the output GEMM's operands, of what this device holds of them. Those of the backward
+              GEMMs' are the gradient by the tap, in other rows; what a GEMM takes of an earlier one, codes and scale, is measured there alone.
+    """
     if w.ndim != 2 or x.ndim < 1 or x.shape[-1] != w.shape[1]:
         raise ValueError(f"{name}: a linear takes x [..., K] and w [N, K] with the same K; got {x.shape} and {w.shape}.")
-    y, seen = contract(x.reshape(1, -1) if x.ndim == 1 else x, w, recipe, state, seen, placement, name, out_dtype=None)
-    return y.reshape(-1) if x.ndim == 1 else y, seen
+    rows = x.reshape(1, -1) if x.ndim == 1 else x
+    y, seen, tap = contract(rows, w, recipe, state, seen, placement, name, out_dtype=None, tap=tap)
+    return y.reshape(-1) if x.ndim == 1 else y, seen, tap
 
 
 def check_recipe(recipe: str | Recipe, name: str) -> Recipe:
@@ -100,7 +122,8 @@ def contract(
     *,
     out_dtype,
     turned: bool = False,
-) -> tuple[jax.Array, delayed.Seen | None]:
+    tap: jax.Array | None = None,
+) -> tuple[jax.Array, delayed.Seen | None, jax.Array | None]:
     """x [..., M, K] by w [N, K], or by w [..., N, K] of equal leading dims, -> [..., M, N]: what ``apply`` and ``contraction`` are made of.
 
     turned    w is [..., K, N], as Flax keeps it: the same bits, without transposing it.
@@ -140,17 +163,18 @@ def contract(
         outer=math.prod(x.shape[:-2]),
         dtypes=(out_dtype, x.dtype, w.dtype),
         observer=_observer.get(),
+        measures=tap is not None,
     )
-    y, after = _linear(x, w, delayed.scales(state or {}, recipe), dict(seen or {}), use)
-    return y, None if seen is None else after
+    y, after, tap = _linear(x, w, delayed.scales(state or {}, recipe), dict(seen or {}), tap, use)
+    return y, None if seen is None else after, tap
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _linear(x: jax.Array, w: jax.Array, past: Scales, seen: dict, use: Use):
-    return _forward(x, w, past, seen, use, differentiated=False)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
+def _linear(x: jax.Array, w: jax.Array, past: Scales, seen: dict, tap: jax.Array | None, use: Use):
+    return _forward(x, w, past, seen, tap, use, differentiated=False)[0]
 
 
-def _forward(x: jax.Array, w: jax.Array, past: Scales, seen: dict, use: Use, *, differentiated: bool = True):
+def _forward(x: jax.Array, w: jax.Array, past: Scales, seen: dict, tap: jax.Array | None, use: Use, *, differentiated: bool = True):
     if differentiated and use.mode == "shard_map" and not sharding.checks_variance(x):
         raise ValueError(
             f"{use.name}: gradients of a linear inside shard_map need check_vma=True; without it, a gradient taken outside would be "
@@ -162,15 +186,16 @@ def _forward(x: jax.Array, w: jax.Array, past: Scales, seen: dict, use: Use, *, 
         ready = {
             role: operands.quantize(tensors[role], role, cast, use.axis("output", role), past, use) for role, cast in casts.items() if cast
         }
-        y = _gemm("output", tensors, ready, past, use)  # [M, K] x [N, K] -> [M, N]
+        y, measured = _gemm("output", tensors, ready, past, use)  # [M, K] x [N, K] -> [M, N]
     # A tensorwise operand serves the backward pass as it is, a byte an element.
     kept = {role: q for role, q in ready.items() if use.serves_backward(role)}
     saved = {role: v for role, v in tensors.items() if role not in kept or use.observer}
-    return (operands.unflattened(y, x, use), _seen(seen, tensors, seen, use)), (saved, kept, past, seen)
+    tap = None if tap is None else tap + stats.rows(measured)
+    return (operands.unflattened(y, x, use), _seen(seen, tensors, seen, use), tap), (saved, kept, past, seen)
 
 
 def _backward(use: Use, residuals, cotangents):
-    (saved, kept, past, given), (g, later) = residuals, cotangents
+    (saved, kept, past, given), (g, later, tap) = residuals, cotangents
     # Behind a barrier: XLA makes two equal gathers one, and keeps it, whole on every device, until then.
     saved, kept = (
         {role: jax.tree.map(lax.optimization_barrier, v) if use.gathers_again(role) else v for role, v in those.items()}
@@ -182,25 +207,29 @@ def _backward(use: Use, residuals, cotangents):
     with jax.named_scope(f"{use.name}/grad_input"):
         if cast is not None and cast == other and cast.granularity == "tensorwise":
             ready["grad_output"] = operands.quantize(g, "grad_output", cast, -1, past, use)
-        grad_input = _gemm("grad_input", tensors, ready, past, use)  # [M, N] x [N, K] -> [M, K]
+        grad_input, of_first = _gemm("grad_input", tensors, ready, past, use)  # [M, N] x [N, K] -> [M, K]
     with jax.named_scope(f"{use.name}/grad_weight"):
-        grad_weight = _gemm("grad_weight", tensors, ready, past, use)  # [M, N] x [M, K] -> [N, K]
+        grad_weight, of_second = _gemm("grad_weight", tensors, ready, past, use)  # [M, N] x [M, K] -> [N, K]
     grad_input = operands.unflattened(grad_input, g, use)
-    return grad_input, grad_weight, jax.tree.map(jnp.zeros_like, past), _seen(later, {"grad_output": g}, given, use)
+    tap = None if tap is None else tap + stats.rows(of_first | of_second)
+    return grad_input, grad_weight, jax.tree.map(jnp.zeros_like, past), _seen(later, {"grad_output": g}, given, use), tap
 
 
 _linear.defvjp(_forward, _backward)
 
 
-def _gemm(which: Gemm, tensors: Mapping[Role, jax.Array], ready: Mapping[Role, Quantized], past: Scales, use: Use) -> jax.Array:
-    """One GEMM, [M, ...] of however many leading dims flattened; operands that are not ready are quantised first."""
+def _gemm(
+    which: Gemm, tensors: Mapping[Role, jax.Array], ready: Mapping[Role, Quantized], past: Scales, use: Use
+) -> tuple[jax.Array, stats.Measured]:
+    """One GEMM, [M, ...] of however many leading dims flattened; operands that are not ready are quantised first. And what measuring found of those
+    that no earlier GEMM has taken."""
     spec, roles, collective = use.recipe.gemms[which], OPERANDS[which], use.collective(which)
     axis_a, axis_b = (use.axis(which, role) for role in roles)
     turned = use.turned and which == "grad_weight"
     dtype = use.dtypes[list(OPERANDS).index(which)]
     if spec.a is None or spec.b is None or spec.accumulate is None:
         a, b = (operands.gathered(tensors[role], role, use) for role in roles)
-        return gemm.matmul_hp(a, b, axes=(axis_a, axis_b), out_dtype=dtype, collective=collective, turned=turned)
+        return gemm.matmul_hp(a, b, axes=(axis_a, axis_b), out_dtype=dtype, collective=collective, turned=turned), {}
     own = [
         ready[role] if role in ready else operands.quantize(tensors[role], role, cast, axis, past, use)
         for role, cast, axis in zip(roles, (spec.a, spec.b), (axis_a, axis_b), strict=True)
@@ -215,7 +244,11 @@ def _gemm(which: Gemm, tensors: Mapping[Role, jax.Array], ready: Mapping[Role, Q
             for role, q, used in zip(roles, own, (qa, qb), strict=True)
         ]
         jax.debug.callback(functools.partial(use.observer, use.name, which), *seen, out)
-    return out.astype(dtype)
+    measured: stats.Measured = {}
+    if use.measures:
+        first = [role for role in roles if which == "output" or role not in ready or (which, role) == ("grad_input", "grad_output")]
+        measured = {(which, role): stats.measure(tensors[role], q) for role, q in zip(roles, own, strict=True) if role in first}
+    return out.astype(dtype), measured
 
 
 def _seen(seen: dict, tensors: Mapping[Role, jax.Array], given: dict, use: Use) -> dict:

@@ -23,17 +23,30 @@ class Pass:
     """One pass through the model: the states that its linears read, the observations they emit, and how they lie on a mesh.
 
     state, seen   by the name of each linear that scales by past amaxes; seen is replaced as the pass goes on.
+    taps          by the name of each linear whose operands are measured (``linear.measured``), which the pass uses once; replaced too.
     """
 
     state: Mapping[str, delayed.State] = field(default_factory=dict)
     seen: dict[str, delayed.Seen] = field(default_factory=dict)
     layout: Layout | None = None
+    taps: dict[str, jax.Array] = field(default_factory=dict)
 
     def linear(self, x: jax.Array, w: jax.Array, recipe: str | Recipe, name: str) -> jax.Array:
         placement = self.layout.placement(name) if self.layout else None
-        y, seen = linear.apply(x, w, recipe=recipe, state=self.state.get(name), seen=self.seen.get(name), placement=placement, name=name)
+        y, seen, tap = linear.measured(
+            x,
+            w,
+            recipe=recipe,
+            state=self.state.get(name),
+            seen=self.seen.get(name),
+            placement=placement,
+            name=name,
+            tap=self.taps.get(name),
+        )
         if seen is not None:
             self.seen[name] = seen
+        if tap is not None:
+            self.taps[name] = tap
         return y
 
 

@@ -23,6 +23,7 @@ class Use:
     turned    the weight is [K, N].
     outer     how many sequences M is made of.
     dtypes    of the results, in the order of recipe.gemms.
+    measures  a tap takes what quantising did to its operands.
     """
 
     recipe: Recipe
@@ -34,6 +35,7 @@ class Use:
     outer: int = 1
     dtypes: tuple = ()
     observer: Callable | None = None
+    measures: bool = False
 
     def over(self, role: Role, granularity: str, axis: int) -> sharding.Axes:
         """The mesh axes over which it is for us to take an amax."""

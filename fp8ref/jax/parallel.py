@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 from fp8ref import llama
 from fp8ref.jax import sharding
 from fp8ref.jax.sharding import Placement
+from fp8ref.recipe import Role
 from fp8ref.run.config import Config, ConfigError
 
 AXES = ("data", "fsdp", "tensor")
@@ -141,6 +142,22 @@ class Layout:
         if self.mesh is None or self.mapped or not self.config.sequence:
             return h
         return lax.with_sharding_constraint(h, NamedSharding(self.mesh, P(self._batch, self._tensor, None)))
+
+    def apart(self, value: jax.Array) -> jax.Array:
+        """The same on every device, as one of each device's own: what is computed from it may differ."""
+        return lax.pcast(value, AXES, to="varying") if self.mapped else value
+
+    def own_parts(self, of_devices: np.ndarray, linear: str, role: Role) -> np.ndarray:
+        """Of [devices, ...], those of devices that together hold one copy of a linear's tensor; without shard_map there is one for all."""
+        if not self.mapped:
+            return of_devices
+        placement = self.placement(linear)
+        assert placement is not None
+        cutting = {axis for axes in placement.at_rest(role) for axis in axes}
+        sizes = [getattr(self.config, axis) for axis in AXES]
+        found = of_devices.reshape(*sizes, *of_devices.shape[1:])
+        found = found[tuple(slice(None) if axis in cutting else slice(1) for axis in AXES)]
+        return found.reshape(-1, *of_devices.shape[1:])
 
     def mean(self, values: jax.Array) -> jax.Array:
         """Of every device's values [B, T], all of equal shape."""

@@ -19,7 +19,7 @@ from fp8ref.jax import cast, scales
 from fp8ref.jax.scales import scale_from_amax
 from fp8ref.policy import ScalePolicy
 
-__all__ = ["Quantized", "amax", "dequantize", "quantize", "quantize_divided", "quantize_with", "scale_from_amax"]
+__all__ = ["Quantized", "amax", "dequantize", "quantize", "quantize_divided", "quantize_with", "scale_from_amax", "spread"]
 
 
 @functools.partial(
@@ -114,13 +114,13 @@ def quantize_divided(x: jax.Array, scale_inv: jax.Array, fmt: Format, *, axis: i
 
 def dequantize(q: Quantized) -> jax.Array:
     """RN32(decode(codes) * scale_inv), float32 of the codes' shape (SEMANTICS S-8)."""
-    return cast.decode(q.codes, q.fmt) * _spread(q.scale_inv, q.codes.shape, q.granularity, q.axis)
+    return cast.decode(q.codes, q.fmt) * spread(q.scale_inv, q.codes.shape, q.granularity, q.axis)
 
 
 def _quantized(
     x: jax.Array, scale: jax.Array, scale_inv: jax.Array, fmt: Format, granularity: str, axis: int | tuple[int, ...], *, times=operator.mul
 ) -> Quantized:
-    codes = cast.to_fp8(times(cast.to_f32(x), _spread(scale, x.shape, granularity, axis)), fmt)
+    codes = cast.to_fp8(times(cast.to_f32(x), spread(scale, x.shape, granularity, axis)), fmt)
     return Quantized(codes=codes, scale=scale, scale_inv=scale_inv, fmt=fmt, granularity=granularity, axis=axis)
 
 
@@ -145,7 +145,7 @@ def _largest_of_blocks(bits: jax.Array, dtype, sizes: tuple[int, ...]) -> jax.Ar
     return _largest(bits, dtype, axis=tuple(range(1, bits.ndim, 2)))
 
 
-def _spread(scale: jax.Array, shape: tuple[int, ...], granularity: str, axis: int | tuple[int, ...]) -> jax.Array:
+def spread(scale: jax.Array, shape: tuple[int, ...], granularity: str, axis: int | tuple[int, ...]) -> jax.Array:
     """The scales of a tensor of this shape, of a shape that broadcasts to it."""
     if granularity in ("tensorwise", "rowwise"):
         return scale

@@ -14,11 +14,12 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from fp8ref import llama
-from fp8ref.jax import delayed, linear, proof
+from fp8ref.jax import delayed, linear, proof, stats
 from fp8ref.jax.checkpoint import Store
 from fp8ref.jax.model import Llama, Pass
-from fp8ref.jax.parallel import Layout
+from fp8ref.jax.parallel import AXES, Layout
 from fp8ref.run.config import Config, ConfigError
+from fp8ref.statistics import merged, planned
 
 # XLA may otherwise leave out a rounding to bfloat16 between fused operations (SEMANTICS M-3 states where they are).
 COMPILER_OPTIONS = {"xla_allow_excess_precision": False}
@@ -63,6 +64,7 @@ class Trainer:
         placed = None if self._layout.mesh is None else (*jax.tree.map(self._layout.sharding, specs), None, None)
         self._step = jax.jit(self._train_step, donate_argnums=(0, 1, 2), out_shardings=placed, compiler_options=COMPILER_OPTIONS)
         self._loss = jax.jit(self._evaluated, compiler_options=COMPILER_OPTIONS)
+        self._measure = jax.jit(self._measured, compiler_options=COMPILER_OPTIONS)
         self._count = 0
         self._store = Store()
         self.device = self._layout.description
@@ -121,6 +123,30 @@ class Trainer:
             gradients = self.gradients(tokens)
         jax.block_until_ready(gradients)
         jax.effects_barrier()
+
+    def statistics(self, tokens: np.ndarray) -> dict[str, dict]:
+        """What quantising did to every FP8 operand of a step on this batch (SEMANTICS Q-8): a forward and backward pass, no update, compiled apart."""
+        operands = planned(self.decisions)
+        if not operands:
+            return {}
+        of_parts = [
+            self._layout.fetch(self._measure(self._params, self._fp8_state, self._tokens(part))) for part in self.config.data.parts(tokens)
+        ]
+        found = stats.parts(np.stack(of_parts))  # [microbatches, devices, layers, rows, fields]
+        layers, rows = self._measured_layers, dict(zip(stats.ROWS, range(len(stats.ROWS)), strict=True))
+        parts = []
+        for operand in operands:
+            of_layer = found[:, :, layers.index(operand.layer)]
+            row = rows[operand.gemm, operand.role]
+            if not of_layer[:, :, row, 0].any():  # the GEMM before has taken the same
+                row = next(i for i, (_, role) in enumerate(stats.ROWS) if role == operand.role)
+            parts.append(np.concatenate([self._layout.own_parts(p[:, row], operand.layer, operand.role) for p in of_layer]))
+        return merged(operands, parts)
+
+    def measured_step(self, tokens: np.ndarray) -> tuple[dict[str, float], dict[str, dict]]:
+        """``step`` and ``statistics`` of one batch, each compiled by itself: XLA would round a step that also measures otherwise."""
+        found = self.statistics(tokens)
+        return self.step(tokens), found
 
     def prove(self, tokens: np.ndarray) -> dict:
         """What the step multiplies and moves, for the manifest.
@@ -203,9 +229,12 @@ class Trainer:
     def _loss_of(self, params, seen, state, tokens: jax.Array) -> tuple[jax.Array, dict[str, delayed.Seen]]:
         """The loss of a batch, or inside shard_map of all devices' parts of it, and what the linears observed."""
         run = Pass(state, dict(seen), self._layout)
+        return self._loss_in(run, params, tokens), run.seen
+
+    def _loss_in(self, run: Pass, params, tokens: jax.Array) -> jax.Array:
         logits = self._model(params)(tokens[:, :-1], run).astype(jnp.float32)  # [B, T, V]
         targets = self._layout.own_sequence(tokens[:, 1:])
-        return self._layout.mean(optax.softmax_cross_entropy_with_integer_labels(logits, targets)), run.seen
+        return self._layout.mean(optax.softmax_cross_entropy_with_integer_labels(logits, targets))
 
     def _evaluated(self, params, state, tokens: jax.Array) -> jax.Array:
         """The loss of a batch, or of parts of one."""
@@ -240,6 +269,24 @@ class Trainer:
 
     def _cut(self, tokens: jax.Array) -> P:
         return self._layout.parts if tokens.ndim == 3 else self._layout.tokens
+
+    @property
+    def _measured_layers(self) -> list[str]:
+        return [d.path for d in self.decisions if d.fp8]
+
+    def _measured(self, params, state, tokens: jax.Array) -> jax.Array:
+        """float32 [devices, layers, 6, stats.LENGTH]: what every device measured of its parts of the operands; without shard_map of all of them."""
+
+        def loss(taps, params, state, tokens):
+            run = Pass(state, self._unseen(), self._layout, dict(taps))
+            return self._loss_in(run, params, tokens), run.taps
+
+        def measure(params, state, tokens):
+            taps = {layer: self._layout.apart(jnp.zeros((len(stats.ROWS), stats.LENGTH))) for layer in self._measured_layers}
+            (_, forward), backward = jax.value_and_grad(loss, has_aux=True)(taps, params, state, tokens)
+            return jnp.stack([forward[layer] + backward[layer] for layer in taps])[None]
+
+        return self._layout.map(measure, (self._specs, P(), self._layout.tokens), P(AXES))(params, state, tokens)
 
     def _train_step(self, params, opt_state, fp8_state, tokens: jax.Array, lr: jax.Array):
         loss, grads, seen = self._differentiated(params, fp8_state, tokens)

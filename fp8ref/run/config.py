@@ -201,6 +201,17 @@ class OptimizerConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class StatisticsConfig:
+    """What quantising did to the operands of FP8 GEMMs, recorded while a run trains (SEMANTICS Q)."""
+
+    every: int = 0
+    """Steps between records, the first of step 0; 0: none. Each costs about as much as a step."""
+
+    def __post_init__(self) -> None:
+        _require(self.every >= 0, f"statistics.every is not negative; got {self.every}.")
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """How long, and what is written where."""
 
@@ -261,6 +272,7 @@ class Config:
     numerics: NumericsConfig = field(default_factory=NumericsConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    statistics: StatisticsConfig = field(default_factory=StatisticsConfig)
     run: RunConfig = field(default_factory=RunConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
@@ -285,7 +297,18 @@ class Config:
         return dataclasses.replace(self, **{name: dataclasses.replace(getattr(self, name), **keys) for name, keys in sections.items()})
 
 
-for _section in (LlamaConfig, DataConfig, NumericsConfig, OptimizerConfig, ParallelConfig, RunConfig, CheckpointConfig, LogConfig, Config):
+for _section in (
+    LlamaConfig,
+    DataConfig,
+    NumericsConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    StatisticsConfig,
+    RunConfig,
+    CheckpointConfig,
+    LogConfig,
+    Config,
+):
     _section.__pydantic_config__ = pydantic.ConfigDict(extra="forbid", strict=True)  # type: ignore[union-attr]
 _ADAPTER = pydantic.TypeAdapter(Config)
 

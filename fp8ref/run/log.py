@@ -1,4 +1,4 @@
-"""What a run leaves behind: config.toml, metrics.jsonl (one JSON object a step) and manifest.json (what ran, and how)."""
+"""What a run leaves behind: config.toml, metrics.jsonl (one JSON object a step), statistics.jsonl where asked for, and manifest.json (what ran, and how)."""
 
 import importlib.metadata
 import json
@@ -29,26 +29,38 @@ PACKAGES = (
     "tokenizers",
     "tiktoken",
 )
+METRICS, STATISTICS = "metrics.jsonl", "statistics.jsonl"
 # in a run that resumes; where data lie, not which
-MAY_CHANGE = ("config.run.out", "config.run.init_from", "config.data.source", "config.parallel.", "config.checkpoint.", "config.log.")
+MAY_CHANGE = (
+    "config.run.out",
+    "config.run.init_from",
+    "config.data.source",
+    "config.parallel.",
+    "config.checkpoint.",
+    "config.statistics.",
+    "config.log.",
+)
 
 
 class RunLog:
     """A run directory being written. Each metrics line is flushed as it is written; the manifest is replaced whole."""
 
     def __init__(self, out: Path, manifest: dict, *, start: int = 0) -> None:
-        """start: the first step that it will write; lines of that and later ones, and a torn last line, are removed."""
+        """start: the first step that it will write; lines of that and later ones, and a torn last line, are removed; of statistics alike."""
         self.out = out
         self._manifest = manifest
-        metrics = out / "metrics.jsonl"
-        self.kept = [line for line in read_metrics(out) if line["step"] < start] if metrics.exists() else []
-        _replace(metrics, "".join(_line(line) for line in self.kept))
-        self._metrics = metrics.open("a", encoding="utf-8")
+        self.kept = _keep(out / METRICS, start)
+        _keep(out / STATISTICS, start)
+        self._metrics = (out / METRICS).open("a", encoding="utf-8")
         self.status("running")
 
     def step(self, metrics: dict) -> None:
         self._metrics.write(_line(metrics))
         self._metrics.flush()
+
+    def statistics(self, line: dict) -> None:
+        with (self.out / STATISTICS).open("a", encoding="utf-8") as file:
+            file.write(_line(line))
 
     def sync(self) -> None:
         """Bring the metrics to the disk, as a checkpoint of their last step is."""
@@ -70,6 +82,7 @@ class Unwritten:
 
     def sync(self) -> None: ...
     def step(self, metrics: dict) -> None: ...
+    def statistics(self, line: dict) -> None: ...
     def status(self, status: str, **more) -> None: ...
     def close(self) -> None: ...
 
@@ -166,7 +179,12 @@ def read_manifest(out: Path) -> dict:
 
 def read_metrics(out: Path) -> list[dict]:
     """The lines of metrics.jsonl, a torn last one left out."""
-    lines = (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
+    return read_lines(out / "metrics.jsonl")
+
+
+def read_lines(path: Path) -> list[dict]:
+    """Of a file with a JSON object a line, a torn last one left out."""
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
@@ -184,6 +202,13 @@ def _starts(out: Path, start: int) -> list[int]:
     """The step at which each process, or all of them together, began: 0, and those of resuming."""
     before = read_manifest(out).get("starts", []) if start else []
     return [*before, start]
+
+
+def _keep(path: Path, start: int) -> list[dict]:
+    """The lines of steps before ``start``, all that is left of a file."""
+    kept = [line for line in read_lines(path) if line["step"] < start] if start and path.exists() else []
+    path.unlink(missing_ok=True) if not kept else _replace(path, "".join(_line(line) for line in kept))
+    return kept
 
 
 def _line(metrics: dict) -> str:

@@ -37,6 +37,8 @@ class Trainer(Protocol):
     def load(self, directory: Path, step: int) -> None: ...
     def gradients(self, tokens: np.ndarray) -> dict[str, np.ndarray]: ...
     def observe(self, tokens: np.ndarray, observer) -> None: ...
+    def statistics(self, tokens: np.ndarray) -> dict[str, dict]: ...
+    def measured_step(self, tokens: np.ndarray) -> tuple[dict[str, float], dict[str, dict]]: ...
 
 
 @runtime_checkable
@@ -123,7 +125,7 @@ def train(
             stopping.asked() as asked,
             progress.bar(title, config.run.steps, shown=processes.first, done=start) as advance,
         ):
-            for metrics in _steps(model, batches, config, out, processes, watch, start, sum(line["seconds"] for line in lines[-1:])):
+            for metrics in _steps(model, batches, config, run, out, processes, watch, start, sum(line["seconds"] for line in lines[-1:])):
                 run.step(metrics)
                 lines.append(metrics)
                 advance(f"loss {metrics['loss']:.3f}, {metrics['tokens_per_second']:,.0f} tokens/s")
@@ -195,16 +197,21 @@ def _check_alike(processes: Processes, config: Config, batches: data.Batches) ->
 
 
 def _steps(
-    model: Trainer, batches: data.Batches, config: Config, out: Path, processes: Processes, watch: Stopwatch, first: int, before: float
+    model: Trainer, batches: data.Batches, config: Config, run, out: Path, processes: Processes, watch: Stopwatch, first: int, before: float
 ):
-    """Train from the first step, yielding each one's metrics; before: seconds of steps that came before it."""
+    """Train from the first step, yielding each one's metrics; statistics go to run. before: seconds of steps that came before it."""
     tokens_per_step = config.data.batch_size * config.data.sequence_length
     for step in range(first, config.run.steps):
         with watch("data"):
             tokens = batches.step(step)
         begun = time.perf_counter()
-        with watch("step"):
-            metrics = model.step(tokens)
+        if config.statistics.every and step % config.statistics.every == 0:
+            with watch("measured step"):
+                metrics, found = model.measured_step(tokens)
+            run.statistics({"step": step, "statistics": found})
+        else:
+            with watch("step"):
+                metrics = model.step(tokens)
         seconds = time.perf_counter() - begun
         if not all(map(math.isfinite, metrics.values())):
             kept = failure.write(out, model, config, tokens, {"step": step} | metrics, processes)

@@ -18,6 +18,7 @@ class Log(Protocol):
     kept: list[dict]
 
     def step(self, metrics: dict) -> None: ...
+    def statistics(self, line: dict) -> None: ...
     def sync(self) -> None: ...
     def status(self, status: str, **more) -> None: ...
     def close(self) -> None: ...
@@ -60,6 +61,9 @@ class Tracked:
 
     def __init__(self, run: Log, trackers: list) -> None:
         self._run, self._trackers, self._failed, self.kept = run, trackers, True, run.kept
+
+    def statistics(self, line: dict) -> None:
+        self._run.statistics(line)
 
     def sync(self) -> None:
         self._run.sync()

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -10,9 +11,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torchao.float8.float8_linear import Float8Linear
 from torchao.float8.float8_training_tensor import Float8TrainingTensor
 
-from fp8ref.recipe import OPERANDS
+from fp8ref.recipe import OPERANDS, REDUCED_AXES
 from fp8ref.torch import layer
 from fp8ref.torch.layer import Linear
+
+
+class Observed(NamedTuple):
+    """An operand of a GEMM as the GEMM had it, in the tensor's own layout; axis is the one that the GEMM reduces."""
+
+    hp: torch.Tensor
+    codes: torch.Tensor
+    scale: torch.Tensor
+    scale_inv: torch.Tensor
+    axis: int
 
 
 @contextmanager
@@ -22,6 +33,13 @@ def observing(model: nn.Module, observer: Callable) -> Iterator[None]:
     observer(name, gemm, a, b, out) gets tensors: a and b as (hp, codes uint8, scale), hp and codes in the tensors' own
     layout (SEMANTICS L-2's input [M, K], weight [N, K], grad_output [M, N]). hp of a weight that was gathered in FP8 is what its codes stand for.
     """
+    with observed(model, lambda name, gemm, a, b, out: observer(name, gemm, a[:3], b[:3], out)):
+        yield
+
+
+@contextmanager
+def observed(model: nn.Module, observer: Callable) -> Iterator[None]:
+    """``observing``, whose observer gets a and b as Observed."""
     watch = _Watch(observer)
     handles = []
     for name, module in model.named_modules():
@@ -67,7 +85,7 @@ class _Watch(TorchDispatchMode):
 
     def multiplied(self, which, a, b, out) -> None:
         """What ``layer.Linear`` reports, its operands in their own layout already."""
-        codes = [(q.codes.view(torch.uint8), q.scale) for q in (a, b)]
+        codes = [(q.codes.view(torch.uint8), q.scale, q.scale_inv) for q in (a, b)]
         self._tell(which, OPERANDS[which], codes, out)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -83,13 +101,17 @@ class _Watch(TorchDispatchMode):
                 codes, scale = tensor._data.view(torch.uint8), tensor._scale
                 if transposed:
                     codes, scale = codes.t(), scale.t()
-                found.append((codes, scale))
+                found.append((codes, scale, scale.reciprocal()))
             self._tell(gemm, roles, found, out)
         return out
 
     def _tell(self, which, roles, found, out) -> None:
-        """found: codes and scale of each role. What a checkpointed block multiplies again has been told."""
+        """found: codes, scale and scale_inv of each role. What a checkpointed block multiplies again has been told."""
         if which == "output" and torch._C._current_graph_task_id() != -1:
             return
         name = self._forward if which == "output" else self._backward
-        self._observer(name, which, *((self._hp[name][role], *q) for role, q in zip(roles, found, strict=True)), out)
+        a, b = (
+            Observed(self._hp[name][role], codes, scale, inverse, axis - 2)
+            for role, (codes, scale, inverse), axis in zip(roles, found, REDUCED_AXES[which], strict=True)
+        )
+        self._observer(name, which, a, b, out)

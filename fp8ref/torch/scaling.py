@@ -12,7 +12,7 @@ from fp8ref.policy import ScalePolicy
 from fp8ref.torch import cast, scales, sharding
 from fp8ref.torch.scales import scale_from_amax
 
-__all__ = ["Quantized", "amax", "dequantize", "quantize", "quantize_with", "scale_from_amax"]
+__all__ = ["Quantized", "amax", "dequantize", "quantize", "quantize_with", "scale_from_amax", "spread"]
 
 
 class Quantized(NamedTuple):
@@ -88,16 +88,16 @@ def quantize_with(x: torch.Tensor, scale: torch.Tensor, fmt: Format, *, granular
 
 def dequantize(q: Quantized) -> torch.Tensor:
     """RN32(decode(codes) * scale_inv), float32 of the codes' shape (SEMANTICS S-8)."""
-    return cast.decode(q.codes, q.fmt) * _spread(q.scale_inv, tuple(q.codes.shape), q.granularity, q.axis)
+    return cast.decode(q.codes, q.fmt) * spread(q.scale_inv, tuple(q.codes.shape), q.granularity, q.axis)
 
 
 def _quantized(x: torch.Tensor, scale: torch.Tensor, scale_inv: torch.Tensor, fmt: Format, granularity: str, axis: int) -> Quantized:
-    spread = _spread(scale, tuple(x.shape), granularity, axis)
-    codes = hp_tensor_and_scale_to_float8(x.detach(), spread, cast.DTYPES[fmt.name])._data
+    of_elements = spread(scale, tuple(x.shape), granularity, axis)
+    codes = hp_tensor_and_scale_to_float8(x.detach(), of_elements, cast.DTYPES[fmt.name])._data
     return Quantized(codes, scale, scale_inv, fmt, granularity, axis)
 
 
-def _spread(scale: torch.Tensor, shape: tuple[int, ...], granularity: str, axis: int) -> torch.Tensor:
+def spread(scale: torch.Tensor, shape: tuple[int, ...], granularity: str, axis: int) -> torch.Tensor:
     """The scales of a tensor of this shape, of a shape that broadcasts to it."""
     if granularity in ("tensorwise", "rowwise"):
         return scale

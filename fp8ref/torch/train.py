@@ -15,7 +15,8 @@ from torch.nn import functional
 
 from fp8ref import llama
 from fp8ref.run.config import Config, ConfigError
-from fp8ref.torch import delayed, optimizer, proof
+from fp8ref.statistics import Operand, merged, planned
+from fp8ref.torch import delayed, optimizer, proof, stats
 from fp8ref.torch.checkpoint import Store
 from fp8ref.torch.model import Llama
 from fp8ref.torch.observing import observing
@@ -34,6 +35,11 @@ class Trainer:
         weights = llama.initial_weights(config.model, seed=config.run.seed) if weights is None else weights
         llama.check_weights(weights, config.model)
         self._mesh = mesh_of(config)
+        if config.statistics.every and config.parallel.tensor > 1:
+            raise ConfigError(
+                "in PyTorch statistics are not taken of linears that parallel.tensor cuts; got parallel.tensor "
+                f"{config.parallel.tensor} and statistics.every {config.statistics.every}. Set parallel.tensor to 1, or statistics.every to 0."
+            )
         self._device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
         model = Llama(config.model, weights).to(self._device)
         keys = config.parallel
@@ -125,6 +131,44 @@ class Trainer:
             self._backward(tokens)
         self._optimizer.zero_grad()
         delayed.forget(self.model)
+
+    def statistics(self, tokens: np.ndarray) -> dict[str, dict]:
+        """What quantising did to every FP8 operand of a step on this batch (SEMANTICS Q-8): an eager forward and backward pass, no update."""
+        with torch.compiler.set_stance("force_eager"):
+            _, found = self._measured(tokens)
+        self._optimizer.zero_grad()
+        delayed.forget(self.model)
+        return found
+
+    def measured_step(self, tokens: np.ndarray) -> tuple[dict[str, float], dict[str, dict]]:
+        """``step`` and ``statistics`` of one batch: of the step's own passes, but where those are compiled, and with the same results as without."""
+        if self.config.parallel.compile != "none":
+            found = self.statistics(tokens)
+            return self.step(tokens), found
+        loss, found = self._measured(tokens)
+        return self._update(self._mean(loss)), found
+
+    def _measured(self, tokens: np.ndarray) -> tuple[torch.Tensor, dict[str, dict]]:
+        """``_backward``, and what it shows of every FP8 operand of all ranks."""
+        operands = planned(self.decisions)
+        if not operands:
+            return self._backward(tokens), {}
+        found: stats.Parts = {}
+        with stats.measuring(self.model, operands, found):
+            loss = self._backward(tokens)
+        parts = stats.of_ranks(stats.stacked(operands, found)).cpu().numpy()
+        return loss, merged(
+            operands,
+            [of_one[self._own_parts(operand)].reshape(-1, of_one.shape[-1]) for operand, of_one in zip(operands, parts, strict=True)],
+        )
+
+    def _own_parts(self, operand: Operand) -> np.ndarray:
+        """Of all ranks, those that together hold one copy of an operand."""
+        keys, ranks = self.config.parallel, np.arange(self.config.parallel.devices)
+        if operand.role != "weight":
+            return ranks
+        cut = isinstance(self.model, FSDPModule) and hasattr(self.model.get_submodule(operand.layer), "fp8_gather")
+        return ranks[: keys.fsdp] if cut else ranks[:1]
 
     def prove(self, tokens: np.ndarray) -> dict:
         """What a step multiplies and gathers, for the manifest: seen in one that updates nothing (SEMANTICS B-8). Before the first step.

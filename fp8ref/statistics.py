@@ -1,0 +1,77 @@
+"""What a run records of the operands of its FP8 GEMMs (SEMANTICS Q-8 to Q-10): backends measure parts of them, and here parts become one line.
+
+A part is what one device or rank holds of an operand, measured as float64 numbers in the order of FIELDS.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from fp8ref.recipe import OPERANDS, CastSpec, Decision, Gemm, Role
+
+COUNTS = ("count", "non_finite", "underflows", "saturated", "overflows")
+FIELDS = (*COUNTS, "signal", "noise", "amax", "scale_min", "scale_max")
+
+
+class Operand(NamedTuple):
+    """One FP8 operand of one GEMM of one linear."""
+
+    layer: str
+    gemm: Gemm
+    role: Role
+    cast: CastSpec
+
+    @property
+    def name(self) -> str:
+        return f"{self.layer}/{self.gemm}/{self.role}"
+
+
+def planned(decisions: Iterable[Decision]) -> list[Operand]:
+    """Every FP8 operand that a plan has, in its order."""
+    return [
+        Operand(d.path, gemm, role, cast)
+        for d in decisions
+        for gemm, spec in d.recipe.gemms.items()
+        for role, cast in zip(OPERANDS[gemm], (spec.a, spec.b), strict=True)
+        if d.fp8 and cast is not None
+    ]
+
+
+def merged(operands: Sequence[Operand], parts: Sequence[np.ndarray]) -> dict[str, dict]:
+    """The recorded statistics of each operand, by name.
+
+    Shapes:   parts float64 [parts, FIELDS], one array an operand; a part whose count is 0 holds nothing of it.
+    """
+    return {operand.name: _recorded(of_one) for operand, of_one in zip(operands, parts, strict=True)}
+
+
+def _recorded(parts: np.ndarray) -> dict:
+    held = parts[parts[:, 0] > 0]
+    assert len(held), "every planned operand is somewhere"
+    total: Mapping[str, float] = dict(zip(FIELDS, held.sum(axis=0).tolist(), strict=True))
+    largest: Mapping[str, float] = dict(zip(FIELDS, held.max(axis=0).tolist(), strict=True))  # NaN if any is
+    smallest: Mapping[str, float] = dict(zip(FIELDS, held.min(axis=0).tolist(), strict=True))
+    count = total["count"]
+    return {
+        "amax": _json(largest["amax"]),
+        "scale_min": _json(smallest["scale_min"]),
+        "scale_max": _json(largest["scale_max"]),
+        "underflow_rate": total["underflows"] / count,
+        "saturation_rate": total["saturated"] / count,
+        "overflow_rate": total["overflows"] / count,
+        "non_finite": int(total["non_finite"]),
+        "sqnr": _sqnr(total["signal"], total["noise"], nothing=total["non_finite"] == count),
+    }
+
+
+def _sqnr(signal: float, noise: float, *, nothing: bool) -> float | None:
+    if nothing or not 0 < noise < math.inf or not 0 < signal < math.inf:
+        return None
+    return 10 * math.log10(signal / noise)
+
+
+def _json(value: float) -> float | None:
+    """JSON has no NaN and no infinity."""
+    return value if math.isfinite(value) else None

@@ -1,0 +1,139 @@
+import measured
+import numpy as np
+import pytest
+import rank_jobs
+import ranks
+import torch
+
+from fp8ref import statistics
+from fp8ref.formats import E4M3FN, E5M2
+from fp8ref.recipe import OPERANDS, REDUCED_AXES, CastSpec
+from fp8ref.run import data
+from fp8ref.run.config import ConfigError
+from fp8ref.torch import delayed, scaling, stats
+from fp8ref.torch.train import Trainer
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf",  # dynamo looks at it, of what it traces
+    "ignore:.*is deprecated:DeprecationWarning",  # torch, as it imports its backends
+    "ignore:FSDP2-wrapped module .* returned a view tensor",
+)
+RECIPES = ["tensorwise", "rowwise", "rowwise_with_gw_hp", "delayed", "mxfp8"]
+
+
+def check(x, q) -> dict:
+    operand = statistics.Operand("layer", "output", "input", CastSpec(fmt=q.fmt))
+    one = statistics.merged([operand], [stats.measure(x, q).numpy()[None]])["layer/output/input"]
+    spec = CastSpec(fmt=q.fmt, granularity=q.granularity)
+    measured.check(one, x.float().numpy(), q.codes.view(torch.uint8).numpy(), q.scale.numpy(), spec, q.axis)
+    return one
+
+
+@pytest.mark.parametrize("granularity", ["tensorwise", "rowwise", "blockwise_1x128", "blockwise_128x128", "mx_1x32"])
+@pytest.mark.parametrize("fmt", [E4M3FN, E5M2], ids=str)
+def test_measurements_are_the_simulators(rng, fmt, granularity):  # Q-8, Q-9
+    x = torch.from_numpy(rng.standard_normal((96, 256)) * np.exp(rng.normal(0, 6, (96, 256)))).bfloat16()
+    policy = "mx_rceil" if granularity == "mx_1x32" else "torchao"
+    one = check(x, scaling.quantize(x, fmt, granularity=granularity, policy=policy))
+    assert one["underflow_rate"] > 0
+    assert one["saturation_rate"] > 0
+
+
+@pytest.mark.parametrize("scale", [2.0**-10, 1.0, 2.0**6, 2.0**100])
+def test_of_a_scale_that_clips_or_loses(rng, scale):  # Q-8
+    x = torch.from_numpy(rng.standard_normal((64, 48)) * 20).bfloat16()
+    one = check(x, scaling.quantize_with(x, torch.tensor(scale), E4M3FN))
+    assert (one["overflow_rate"] > 0) == (scale >= 2.0**6)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_what_is_not_finite_is_counted_apart(rng, bad):  # Q-8
+    x = torch.from_numpy(rng.standard_normal((64, 48))).float()
+    x[3, 4] = x[5, 6] = bad
+    one = check(x, scaling.quantize_with(x, torch.tensor(16.0), E4M3FN))
+    assert (one["non_finite"], one["amax"]) == (2, None)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_trainers_statistics_are_of_the_operands_that_its_gemms_had(small, recipe):  # Q-8
+    config = small.replace(numerics={"recipe": recipe}, model={"intermediate_size": 64})
+    trainer, tokens = Trainer(config), data.open_batches(config).step(0)
+    trainer.step(tokens)
+    seen = measured.Seen(trainer.decisions)
+    trainer.observe(tokens, seen.add)
+    found = trainer.statistics(tokens)
+    seen.check(found)
+    assert trainer.measured_step(tokens)[1] == found
+
+
+WAYS = [
+    ("tensorwise", {}),
+    ("rowwise", {"checkpointing": "selective"}),
+    ("delayed", {"checkpointing": "full"}),
+    pytest.param("delayed", {"compile": "block"}, marks=pytest.mark.slow),
+    pytest.param("rowwise_with_gw_hp", {"compile": "block", "checkpointing": "selective"}, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("recipe", "keys"), WAYS)
+def test_measuring_changes_no_bit_of_training(small, recipe, keys):  # Q-10
+    config, runs, found = small.replace(numerics={"recipe": recipe}, parallel=keys), [], {}
+    batches = data.open_batches(config)
+    for measures in (False, True):
+        trainer, metrics = Trainer(config), []
+        for i in range(3):
+            if measures:
+                one, found = trainer.measured_step(batches.step(i))
+                metrics.append(one)
+            else:
+                metrics.append(trainer.step(batches.step(i)))
+        states = [getattr(s, key) for _, s in delayed.states(trainer.model) for key in ("scale", "amax_history", "step", "seen")]
+        runs.append((metrics, trainer.weights(), states))
+    assert runs[0][0] == runs[1][0]
+    for name, value in runs[0][1].items():
+        np.testing.assert_array_equal(runs[1][1][name], value)
+    assert all(map(torch.equal, runs[0][2], runs[1][2]))
+    assert list(found) == [operand.name for operand in statistics.planned(trainer.decisions)]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "keys"),
+    [
+        ("tensorwise", {"fsdp": 2}),
+        ("delayed", {"fsdp": 2}),
+        pytest.param("rowwise", {"data": 2}, marks=pytest.mark.slow),
+        pytest.param("tensorwise", {"data": 2, "gather": "compute", "amax_scope": "local"}, marks=pytest.mark.slow),
+    ],
+)
+def test_on_ranks_every_part_is_counted_once(small, recipe, keys):  # Q-10
+    """Every rank returns the same: the simulator's, of the operands that all ranks had, put together."""
+    config = small.replace(numerics={"recipe": recipe}, parallel=keys)
+    tokens = data.open_batches(config).step(0)
+    found = ranks.run(2, rank_jobs.statistics, config, tokens)
+    assert found[0][0] == found[1][0]
+    one, weights = found[0][0], found[0][2]
+    gathered = "fsdp" in keys and recipe != "rowwise"
+    assert all(n == (2 if gathered or not name.endswith("weight") else 1) for name, n in found[0][3].items())
+    for operand in statistics.planned(config.decisions()):
+        parts = [of_rank[1][operand.name] for of_rank in found]
+        if operand.role == "weight":  # which every rank has whole; one that was gathered in FP8 is observed as its codes alone
+            hp = torch.from_numpy(weights[f"{operand.layer}.weight"]).bfloat16().float().numpy()
+            merged = [(hp, *parts[0][1:])]
+        elif keys.get("amax_scope") == "local" or operand.cast.granularity != "tensorwise":
+            merged = parts
+        else:
+            merged = [(np.concatenate([p[0] for p in parts]), np.concatenate([p[1] for p in parts]), parts[0][2])]
+        if len(merged) == 1:
+            axis = REDUCED_AXES[operand.gemm][OPERANDS[operand.gemm].index(operand.role)] - 2
+            measured.check(one[operand.name], *merged[0], operand.cast, axis, operand.name)
+        else:
+            assert one[operand.name]["amax"] == max(np.abs(hp).max() for hp, *_ in merged)
+            assert one[operand.name]["scale_min"] == min(scale.min() for *_, scale in merged)
+            zeros = sum(((codes & 0x7F == 0) & (hp != 0)).sum() for hp, codes, _ in merged)
+            assert one[operand.name]["underflow_rate"] == zeros / sum(codes.size for _, codes, _ in merged)
+
+
+def test_tensor_parallel_linears_are_refused(small, monkeypatch):
+    monkeypatch.setattr("fp8ref.torch.train.mesh_of", lambda config: None)
+    with pytest.raises(ConfigError, match=r"Set parallel\.tensor to 1, or statistics\.every to 0"):
+        Trainer(small.replace(parallel={"tensor": 2}, statistics={"every": 2}))
