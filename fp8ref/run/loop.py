@@ -110,37 +110,7 @@ def train(
             overwrite=overwrite,
         )
     )
-    run = run or log.Unwritten()
-    about = {"backend": backend, "config": configs.to_dict(config), "data": batches.description, "devices": config.parallel.devices}
-    checkpoints = Checkpoints(out, about, keep_last=config.checkpoint.keep_last, processes=processes)
-    watch, lines = Stopwatch(), list(run.kept)
-    if processes.first and len(lines) < start:
-        progress.say(
-            f"{out / 'metrics.jsonl'} has lost lines of {start - len(lines)} of the {start} steps before; training goes on from the checkpoint."
-        )
-    try:
-        title = f"{backend} {config.numerics.recipe}"
-        with (
-            processes.telling(),
-            stopping.asked() as asked,
-            progress.bar(title, config.run.steps, shown=processes.first, done=start) as advance,
-        ):
-            for metrics in _steps(model, batches, config, run, out, processes, watch, start, sum(line["seconds"] for line in lines[-1:])):
-                run.step(metrics)
-                lines.append(metrics)
-                advance(f"loss {metrics['loss']:.3f}, {metrics['tokens_per_second']:,.0f} tokens/s")
-                _save(checkpoints, model, run, config, metrics["step"] + 1, watch, stop=any(processes.gather(asked())))
-        run.status("finished", final=lines[-1], seconds={"total": watch.total, **watch.seconds})
-    except BaseException as error:
-        if not isinstance(error, LostProcessError):  # one that is gone keeps a checkpoint from being whole
-            with contextlib.suppress(OSError):
-                checkpoints.finish()
-        status = {KeyboardInterrupt: "interrupted", StoppedError: "stopped"}.get(type(error), "failed")
-        run.status(status, error=f"{type(error).__name__}: {error}")
-        raise
-    finally:
-        run.close()
-    return lines
+    return _Training(model, batches, config, out, run or log.Unwritten(), processes).all(start)
 
 
 def _last(out: Path, config: Config, batches: data.Batches) -> Checkpoint | None:
@@ -167,20 +137,6 @@ def _last(out: Path, config: Config, batches: data.Batches) -> Checkpoint | None
     return found
 
 
-def _save(checkpoints: Checkpoints, model: Trainer, run, config: Config, done: int, watch: Stopwatch, *, stop: bool) -> None:
-    """After ``done`` steps: save the state where it is due, and stop where that was asked."""
-    last, every = done == config.run.steps, config.checkpoint.every
-    with watch("checkpoint"):
-        checkpoints.check()
-        if last or stop or (every and done % every == 0):
-            run.sync()
-            checkpoints.save(model, done)
-        if last or stop:
-            checkpoints.finish()
-    if stop and not last:
-        raise StoppedError(f"stopped by SIGTERM after {done} steps, which are saved; --resume continues.")
-
-
 def _proven(config: Config, backend: str, batches: data.Batches, *, initial: bool) -> tuple[Trainer, dict | None]:
     """A fresh trainer, and what its compiled step is, where it can read it. initial: its weights are those that training starts from."""
     given = config.run.init_from if initial else None
@@ -196,33 +152,94 @@ def _check_alike(processes: Processes, config: Config, batches: data.Batches) ->
             raise ConfigError(f"all processes train alike; {key} is {theirs!r} in process {index} and {first!r} in process 0.")
 
 
-def _steps(
-    model: Trainer, batches: data.Batches, config: Config, run, out: Path, processes: Processes, watch: Stopwatch, first: int, before: float
-):
-    """Train from the first step, yielding each one's metrics; statistics go to run. before: seconds of steps that came before it."""
-    tokens_per_step = config.data.batch_size * config.data.sequence_length
-    for step in range(first, config.run.steps):
+class _Training:
+    """The steps of one run and what happens between them; every process has one."""
+
+    def __init__(
+        self,
+        model: Trainer,
+        batches: data.Batches,
+        config: Config,
+        out: Path,
+        run: log.RunLog | trackers.Tracked | log.Unwritten,
+        processes: Processes,
+    ) -> None:
+        self.model, self.batches, self.config, self.out, self.run, self.processes = model, batches, config, out, run, processes
+        about = {"backend": model.backend, "config": configs.to_dict(config), "data": batches.description}
+        self.checkpoints = Checkpoints(out, about, keep_last=config.checkpoint.keep_last, processes=processes)
+        self.watch = Stopwatch()
+
+    def all(self, start: int) -> list[dict]:
+        """Train from step ``start`` to the last; the metrics of every step, those before it included."""
+        run, lines, steps = self.run, list(self.run.kept), self.config.run.steps
+        if self.processes.first and len(lines) < start:
+            progress.say(
+                f"{self.out}: metrics of {start - len(lines)} of the {start} steps before are lost; training goes on from the checkpoint."
+            )
+        before = sum(line["seconds"] for line in lines[-1:])
+        title = f"{self.model.backend} {self.config.numerics.recipe}"
+        try:
+            with (
+                self.processes.telling(),
+                stopping.asked() as asked,
+                progress.bar(title, steps, shown=self.processes.first, done=start) as advance,
+            ):
+                for step in range(start, steps):
+                    metrics = self.step(step) | {"seconds": before + self.watch.total}
+                    run.step(metrics)
+                    lines.append(metrics)
+                    advance(f"loss {metrics['loss']:.3f}, {metrics['tokens_per_second']:,.0f} tokens/s")
+                    self.save(step + 1, stop=any(self.processes.gather(asked())))
+            run.status("finished", final=lines[-1], seconds={"total": self.watch.total, **self.watch.seconds})
+        except BaseException as error:
+            if not isinstance(error, LostProcessError):  # one that is gone keeps a checkpoint from being whole
+                with contextlib.suppress(OSError):
+                    self.checkpoints.finish()
+            status = {KeyboardInterrupt: "interrupted", StoppedError: "stopped"}.get(type(error), "failed")
+            run.status(status, error=f"{type(error).__name__}: {error}")
+            raise
+        finally:
+            run.close()
+        return lines
+
+    def step(self, step: int) -> dict:
+        """One step's metrics; its statistics and validation where they are due."""
+        config, watch = self.config, self.watch
         with watch("data"):
-            tokens = batches.step(step)
+            tokens = self.batches.step(step)
         begun = time.perf_counter()
         if config.statistics.every and step % config.statistics.every == 0:
             with watch("measured step"):
-                metrics, found = model.measured_step(tokens)
-            run.statistics({"step": step, "statistics": found})
+                metrics, found = self.model.measured_step(tokens)
+            self.run.statistics({"step": step, "statistics": found})
         else:
             with watch("step"):
-                metrics = model.step(tokens)
+                metrics = self.model.step(tokens)
         seconds = time.perf_counter() - begun
         if not all(map(math.isfinite, metrics.values())):
-            kept = failure.write(out, model, config, tokens, {"step": step} | metrics, processes)
-            raise NonFiniteError(_explain(model, step, metrics, kept))
-        line = {"step": step, **metrics, "tokens_per_second": tokens_per_step / seconds}
+            kept = failure.write(self.out, self.model, config, tokens, {"step": step} | metrics, self.processes)
+            raise NonFiniteError(_explain(self.model, step, metrics, kept))
+        line = {"step": step, **metrics, "tokens_per_second": config.data.batch_size * config.data.sequence_length / seconds}
         if (step + 1) % config.run.eval_every == 0 or step + 1 == config.run.steps:
             with watch("evaluation"):
-                line["val_loss"] = float(np.mean([model.evaluate(batches.held_out(i)) for i in range(config.run.eval_batches)]))
+                losses = [self.model.evaluate(self.batches.held_out(i)) for i in range(config.run.eval_batches)]
+            line["val_loss"] = float(np.mean(losses))
             if not math.isfinite(line["val_loss"]):
                 raise NonFiniteError(f"after step {step}: validation loss {line['val_loss']}. Lower optimizer.learning_rate.")
-        yield {**line, "seconds": before + watch.total}
+        return line
+
+    def save(self, done: int, *, stop: bool) -> None:
+        """After ``done`` steps: save the state where it is due, and stop where that was asked."""
+        last, every = done == self.config.run.steps, self.config.checkpoint.every
+        with self.watch("checkpoint"):
+            self.checkpoints.check()
+            if last or stop or (every and done % every == 0):
+                self.run.sync()
+                self.checkpoints.save(self.model, done)
+            if last or stop:
+                self.checkpoints.finish()
+        if stop and not last:
+            raise StoppedError(f"stopped by SIGTERM after {done} steps, which are saved; --resume continues.")
 
 
 def _explain(model: Trainer, step: int, metrics: dict[str, float], kept: Path) -> str:
