@@ -81,3 +81,22 @@ def test_the_readme_shows_torchs_table():
 def test_the_table_of_data():
     done = subprocess.run([sys.executable, BENCHMARKS / "data.py", "--quick"], check=True, capture_output=True, text=True)
     assert all(kind in done.stdout for kind in ("text", "shards", "parquet"))
+
+
+def test_what_the_trainer_costs_is_measured(tmp_path):
+    written = tmp_path / "trainer.json"
+    subprocess.run([sys.executable, BENCHMARKS / "trainer.py", "--quick", "--json", written], check=True, capture_output=True)
+    quick, kept = json.loads(written.read_text()), json.loads((BENCHMARKS / "results" / "trainer.json").read_text())
+    assert [(r["backend"], r["at_most"]) for r in quick["rows"]] == [(r["backend"], r["at_most"]) for r in kept["rows"]]
+    readme = (BENCHMARKS.parent / "README.md").read_text(encoding="utf-8")
+    for row in kept["rows"]:
+        assert f"| {row['backend']} | {row['outside']:.1%} | {row['save_s']:.3f} s | {row['copy_s']:.3f} s |" in readme
+
+
+def test_ten_kills_lose_nothing():  # K-1, K-2
+    """Of processes that train, at random moments; what the script looks at is in it."""
+    done = subprocess.run(
+        [sys.executable, BENCHMARKS / "kills.py", "--kills", "10", "--steps", "60"], check=False, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("torch delayed: 10 kills")

@@ -21,6 +21,7 @@ from fp8ref.run.processes import Processes, together
 
 FORMAT = 1  # of the directory and its manifest
 FOLDER, PREFIX = "checkpoints", "step-"
+REMEDY = "Those before it are intact; make room, and go on with --resume."
 UNFINISHED, REMOVED, DAMAGED = ".unfinished", ".removed", ".damaged"  # behind a name: none of those is ever read
 
 
@@ -49,9 +50,10 @@ class Checkpoint:
 class Checkpoints:
     """Those that a run writes. Every process of it calls ``save`` and ``finish`` at the same steps."""
 
-    def __init__(self, out: Path, about: Mapping[str, Any], *, keep_last: int, processes: Processes) -> None:
-        """about: what the manifests say beside step and files, as JSON."""
+    def __init__(self, out: Path, about: Mapping[str, Any], *, keep_last: int, processes: Processes, size: int = 0) -> None:
+        """about: what the manifests say beside step and files, as JSON. size: bytes that a state takes, as far as they are known."""
         self._folder, self._about, self._keep_last, self._processes = out / FOLDER, dict(about), keep_last, processes
+        self._size = size
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoints")
         self._pending: Future | None = None
         if processes.first:  # what a process that was killed left behind
@@ -65,7 +67,7 @@ class Checkpoints:
         """
         self.finish()
         unfinished = self._folder / f"{PREFIX}{step:08d}{UNFINISHED}"
-        together(self._processes, lambda: make_empty(unfinished) if self._processes.first else None)
+        together(self._processes, lambda: self._prepare(unfinished) if self._processes.first else None)
         written = model.save(unfinished / "state")
         self._pending = self._thread.submit(self._complete, written, unfinished, step)
 
@@ -84,22 +86,29 @@ class Checkpoints:
             self.finish()
 
     def _complete(self, written: Callable[[], None], unfinished: Path, step: int) -> None:
-        try:
-            written()
-        except Exception as error:
-            raise _explained(error, unfinished) from error
-        if not self._processes.first:
-            return
         final = unfinished.with_name(unfinished.name.removesuffix(UNFINISHED))
         try:
+            written()
+            if not self._processes.first:
+                return
             write_manifest(unfinished, self._about | {"step": step})
             remove(final)  # of a run that came this far before
             os.replace(unfinished, final)
             _sync(self._folder)
             for old in saved(self._folder.parent)[self._keep_last :]:
                 remove(old)
-        except OSError as error:
-            raise _explained(error, unfinished) from error
+        except Exception as error:
+            if self._processes.first:  # room for what the run has yet to say
+                shutil.rmtree(unfinished, ignore_errors=True)
+            raise OSError(f"checkpoint {final.name} could not be written: {error}. {REMEDY}") from error
+
+    def _prepare(self, unfinished: Path) -> None:
+        make_empty(unfinished)
+        free = shutil.disk_usage(unfinished).free
+        if free < self._size:
+            unfinished.rmdir()
+            name = unfinished.name.removesuffix(UNFINISHED)
+            raise OSError(f"checkpoint {name} takes {self._size / 1e6:,.0f} MB, and {self._folder} has {free / 1e6:,.0f} MB left. {REMEDY}")
 
 
 def saved(out: Path) -> list[Path]:
@@ -213,9 +222,3 @@ def _sync(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _explained(error: Exception, unfinished: Path) -> OSError:
-    return OSError(
-        f"checkpoint {unfinished.name.removesuffix(UNFINISHED)} could not be written: {error}. Those before it are intact; make room and --resume."
-    )

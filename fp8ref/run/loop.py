@@ -10,6 +10,7 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 
+from fp8ref import llama
 from fp8ref.recipe import Decision
 from fp8ref.run import checkpoint, data, export, failure, log, progress, stopping, trackers
 from fp8ref.run import config as configs
@@ -166,7 +167,9 @@ class _Training:
     ) -> None:
         self.model, self.batches, self.config, self.out, self.run, self.processes = model, batches, config, out, run, processes
         about = {"backend": model.backend, "config": configs.to_dict(config), "data": batches.description}
-        self.checkpoints = Checkpoints(out, about, keep_last=config.checkpoint.keep_last, processes=processes)
+        size = 3 * 4 * sum(math.prod(shape) for shape in llama.parameter_shapes(config.model).values())  # masters, and mostly two moments
+        size = 0 if config.optimizer.kind == "adamw_fp8" else size
+        self.checkpoints = Checkpoints(out, about, keep_last=config.checkpoint.keep_last, processes=processes, size=size)
         self.watch = Stopwatch()
 
     def all(self, start: int) -> list[dict]:
@@ -196,7 +199,8 @@ class _Training:
                 with contextlib.suppress(OSError):
                     self.checkpoints.finish()
             status = {KeyboardInterrupt: "interrupted", StoppedError: "stopped"}.get(type(error), "failed")
-            run.status(status, error=f"{type(error).__name__}: {error}")
+            with contextlib.suppress(OSError):  # of a full disk, which must not hide what happened
+                run.status(status, error=f"{type(error).__name__}: {error}")
             raise
         finally:
             run.close()
@@ -236,8 +240,8 @@ class _Training:
             if last or stop or (every and done % every == 0):
                 self.run.sync()
                 self.checkpoints.save(self.model, done)
-            if last or stop:
-                self.checkpoints.finish()
+            if last or stop:  # none leaves before the first has made it whole
+                together(self.processes, self.checkpoints.finish)
         if stop and not last:
             raise StoppedError(f"stopped by SIGTERM after {done} steps, which are saved; --resume continues.")
 

@@ -5,6 +5,7 @@ import os
 import pickle
 import shutil
 import threading
+import types
 
 import pytest
 
@@ -162,11 +163,22 @@ def test_a_disk_that_is_full_leaves_the_ones_before(tmp_path, monkeypatch, cut):
     else:
         monkeypatch.setattr(checkpoint.os, "fsync" if cut == "manifest" else "replace", full)
     writer.save(model, 2)
-    with pytest.raises(OSError, match=r"checkpoint step-00000002 could not be written: .*No space left.*make room and --resume"):
+    with pytest.raises(
+        OSError, match=r"checkpoint step-00000002 could not be written: .*No space left.*make room, and go on with --resume"
+    ):
         writer.finish()
     writer.finish()  # told once
     monkeypatch.undo()
+    assert not list((tmp_path / "checkpoints").glob("*.unfinished"))  # there is room again
     assert latest(tmp_path, print).step == 1
+
+
+def test_a_checkpoint_that_has_no_room_is_not_begun(tmp_path, monkeypatch):  # K-4
+    writer = Checkpoints(tmp_path, {}, keep_last=2, processes=Alone(), size=10**9)
+    monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda _: types.SimpleNamespace(free=2 * 10**6))
+    with pytest.raises(OSError, match=r"checkpoint step-00000002 takes 1,000 MB, and .*checkpoints has 2 MB left\. .*make room"):
+        writer.save(Bytes(), 2)
+    assert names(tmp_path) == []
 
 
 def test_an_error_is_told_at_the_next_step_not_waited_for(tmp_path):

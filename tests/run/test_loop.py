@@ -122,6 +122,20 @@ def test_a_run_that_fails_keeps_its_metrics_and_its_error(tmp_path, small, fake)
     assert (manifest["status"], manifest["error"]) == ("failed", "RuntimeError: out of memory")
 
 
+def test_a_full_disk_does_not_hide_what_happened(tmp_path, small, fake, monkeypatch):
+    fake({1: RuntimeError("out of memory")})
+    plain = log.RunLog.status
+
+    def full(self, status, **more):
+        if status == "failed":
+            raise OSError(28, "No space left on device")
+        plain(self, status, **more)
+
+    monkeypatch.setattr(log.RunLog, "status", full)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        loop.train(small, "jax", tmp_path / "run")
+
+
 def test_an_interrupted_run_resumes_to_the_metrics_of_an_uninterrupted_one(tmp_path, small, fake):
     fake({4: KeyboardInterrupt()})
     with pytest.raises(KeyboardInterrupt):

@@ -8,7 +8,8 @@ from started import ENDLESS, SHARDED, Forked
 from torch import distributed
 
 from fp8ref import cli
-from fp8ref.run import log
+from fp8ref.run import checkpoint, data, log
+from fp8ref.run import config as configs
 from fp8ref.torch import last_words, train
 from fp8ref.torch.last_words import LastWords
 
@@ -78,6 +79,25 @@ def signals():
     kept = signal.getsignal(signal.SIGTERM)
     yield
     signal.signal(signal.SIGTERM, kept)
+
+
+def test_sigterm_to_one_process_saves_on_all_after_the_same_step(tmp_path, endless):  # K-8
+    """A process by itself then goes on from there."""
+    with Forked(2, tmp_path, endless.replace(numerics={"recipe": "delayed"})) as started:
+        started.signal(1, signal.SIGTERM)
+        assert started.codes(0, 1) == [cli.STOPPED] * 2
+        for said in started.outputs():
+            assert "stopped by SIGTERM after" in said
+    steps = len(log.read_metrics(tmp_path / "run"))
+    (saved,) = (tmp_path / "run" / "checkpoints").iterdir()
+    assert saved.name == f"step-{steps:08d}"
+    assert checkpoint.verify(saved)["config"]["parallel"]["fsdp"] == 2
+    assert log.read_manifest(tmp_path / "run")["status"] == "stopped"
+    config = configs.load(tmp_path / "run" / "config.toml").replace(parallel={"fsdp": 1})
+    alone = train.Trainer(config)
+    alone.load(saved / "state", steps)
+    batches = data.open_batches(config)
+    assert alone.step(batches.step(steps))["loss"] == pytest.approx(log.read_metrics(tmp_path / "run")[-1]["loss"], rel=0.2)
 
 
 @pytest.fixture
