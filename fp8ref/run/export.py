@@ -26,7 +26,7 @@ DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}  # NumPy has 
 def export(run: Path, out: Path, *, tokenizer: Path | None = None, say: Callable[[str], None] = print) -> int:
     """Write the weights of a run's newest intact checkpoint, float32, to a directory that is empty or not there. Returns their step.
 
-    tokenizer   a file, or a directory of files, that is copied beside them.
+    tokenizer   a file, or a directory of files, that is copied beside them; by default the tokenizer.json that the run read its data by, if it is there.
     Raises:   ConfigError: no run, no checkpoint of it; out holds something; no such tokenizer.
     """
     manifest = log.read_manifest(run)
@@ -38,6 +38,8 @@ def export(run: Path, out: Path, *, tokenizer: Path | None = None, say: Callable
     if found is None:
         raise ConfigError(f"{run} has no checkpoint yet. Train it with checkpoint.every above 0, or to its end.")
     config = configs.from_dict(manifest["config"], source=str(run / "manifest.json"))
+    if tokenizer is None and config.data.tokenizer is not None and Path(config.data.tokenizer).is_file():
+        tokenizer = Path(config.data.tokenizer)
     shapes = llama.parameter_shapes(config.model)
     weights = importlib.import_module(f"fp8ref.{manifest['backend']}.checkpoint").weights(found.state, shapes)
     unfinished = out.with_name(out.name + checkpoint.UNFINISHED)

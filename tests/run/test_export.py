@@ -1,5 +1,6 @@
 import json
 import pickle
+import shutil
 
 import numpy as np
 import pytest
@@ -181,4 +182,16 @@ def test_a_tokenizer_comes_along(exported, tmp_path, directory):
     (tmp_path / "tokenizer" / "tokenizer.json").write_text("{}")
     given = tmp_path / "tokenizer" if directory else tmp_path / "tokenizer" / "tokenizer.json"
     assert export.export(folder / "run", tmp_path / "out", tokenizer=given) == 2
+    assert (tmp_path / "out" / "tokenizer.json").read_text() == "{}"
+
+
+def test_the_runs_own_tokenizer_comes_along(exported, tmp_path):
+    folder, _, _ = exported
+    own = tmp_path / "tokenizer.json"
+    own.write_text("{}")
+    shutil.copytree(folder / "run", tmp_path / "run")
+    manifest = json.loads((tmp_path / "run" / "manifest.json").read_text())
+    manifest["config"]["data"]["tokenizer"] = str(own)
+    (tmp_path / "run" / "manifest.json").write_text(json.dumps(manifest))
+    export.export(tmp_path / "run", tmp_path / "out")
     assert (tmp_path / "out" / "tokenizer.json").read_text() == "{}"
