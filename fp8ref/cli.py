@@ -68,6 +68,13 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="with --backend jax: on every mesh of N devices, of a CPU if it has no others; torch: of N processes of its own, data x fsdp",
     )
+    check.add_argument(
+        "--replay",
+        type=Path,
+        metavar="PATH",
+        help="instead of CONFIG: a step that failed, RUN/failures/step-..., on one device; names the first layer, role and element that is not "
+        "finite. Exits with 1 if there is one, or a code or scale is not the simulator's; with 0 if the step does not fail again",
+    )
     check.add_argument("--json", type=Path, metavar="FILE", help="write every comparison to FILE")
     show = command("demo", _demo, "Train with both backends in bf16 and FP8, cross-check, print a table and draw the losses.")
     show.add_argument("--out", type=Path, default=Path("demo"), help="directory for the runs and the picture (default demo)")
@@ -203,6 +210,8 @@ def _processes(known: argparse.Namespace, config):
 
 
 def _crosscheck(known: argparse.Namespace, options: list[str]) -> int:
+    if known.replay is not None and not known.help:
+        return _crosscheck_replay(known, options)
     config = _config(known, options)
     from fp8ref.check import crosscheck
     from fp8ref.run.config import ConfigError
@@ -228,6 +237,23 @@ def _check_whole(config) -> None:
 
     if config.data.microbatches > 1:
         raise ConfigError(f"a cross-check takes whole batches; got data.microbatches = {config.data.microbatches}. Set it to 1.")
+
+
+def _crosscheck_replay(known: argparse.Namespace, options: list[str]) -> int:
+    from fp8ref.run.config import ConfigError
+
+    given = {"CONFIG": known.config, "--backend": known.backend, "--steps": known.steps, "--sharded": known.sharded}
+    unused = options or [name for name, value in given.items() if value is not None]  # an option's value would pass for CONFIG
+    if unused:
+        raise ConfigError(f"--replay takes config and backend from the step that failed; got {', '.join(unused)} too. Leave it out.")
+    _check_json(known.json)
+    from fp8ref.check.replay import replay
+
+    found = replay(known.replay)
+    found.print()
+    if known.json:
+        found.write(known.json)
+    return 0 if found.ok else FAILED
 
 
 def _crosscheck_sharded(known: argparse.Namespace, config) -> int:

@@ -114,6 +114,10 @@ class Trainer:
             self._fp8_state[name] = {role: type(self._fp8_state[name][role])(**fields) for role, fields in roles.items()}
         self._count = step
 
+    def fp8_states(self) -> dict[str, tuple[np.ndarray, ...]]:
+        """What linears that scale by their past keep: (stored, amax_history, step) by "<linear>/<role>"."""
+        return {f"{name}/{role}": tuple(map(np.asarray, state)) for name, roles in self._fp8_state.items() for role, state in roles.items()}
+
     def observe(self, tokens: np.ndarray, observer) -> None:
         """A forward and backward pass, no update, in which every FP8 GEMM reports to observer (see ``linear.observing``), once a part of the
         batch; on one device."""

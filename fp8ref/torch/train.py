@@ -119,6 +119,14 @@ class Trainer:
         self._store.load(directory, step)
         self._count = step
 
+    def fp8_states(self) -> dict[str, tuple[np.ndarray, ...]]:
+        """What linears that scale by their past keep: (stored, amax_history, step) by "<linear>/<role>"."""
+        found = {}
+        for name, state in delayed.states(self.model):
+            linear, _, role = name.rpartition(".states.")
+            found[f"{linear}/{role}"] = tuple(_copy(getattr(state, key)) for key in delayed.DelayedState._fields)
+        return found
+
     def observe(self, tokens: np.ndarray, observer) -> None:
         """A forward and backward pass, no update, in which every FP8 GEMM reports to observer (see ``observing``), once a part of the batch."""
 
