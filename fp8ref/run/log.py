@@ -69,7 +69,7 @@ class RunLog:
     def status(self, status: str, **more) -> None:
         """running, finished, stopped, interrupted or failed."""
         self._manifest = {**self._manifest, "status": status, **more}
-        _replace(self.out / "manifest.json", json.dumps(self._manifest, indent=1, allow_nan=False) + "\n")
+        _replace(self.out / "manifest.json", _json(self._manifest))
 
     def close(self) -> None:
         self._metrics.close()
@@ -111,7 +111,6 @@ def create(
     if overwrite:
         for folder in (checkpoint.FOLDER, failure.FOLDER):
             checkpoint.remove(out / folder)
-    _replace(out / "config.toml", tomli_w.dumps(configs.to_dict(config)))
     manifest = {
         "fp8ref": fp8ref.__version__,
         "backend": backend,
@@ -122,6 +121,8 @@ def create(
         "linears": [{"path": d.path, "shape": list(d.shape), "recipe": d.recipe.name, "fp8": d.fp8, "reason": d.reason} for d in decisions],
         "starts": _starts(out, start),
     } | ({"proof": proof} if proof else {})
+    _replace(out / "manifest.json", _json(manifest | {"status": "running"}))  # first: by it a directory is known for a run
+    _replace(out / "config.toml", tomli_w.dumps(configs.to_dict(config)))
     return RunLog(out, manifest, start=start)
 
 
@@ -130,7 +131,7 @@ def finish(out: Path) -> None:
     manifest = read_manifest(out)
     manifest.pop("error", None)
     lines = read_metrics(out)
-    _replace(out / "manifest.json", json.dumps(manifest | {"status": "finished", "final": lines[-1] if lines else {}}, indent=1) + "\n")
+    _replace(out / "manifest.json", _json(manifest | {"status": "finished", "final": lines[-1] if lines else {}}))
 
 
 def claim(out: Path, config: Config, backend: str, *, resume: bool, overwrite: bool) -> bool:
@@ -142,7 +143,8 @@ def claim(out: Path, config: Config, backend: str, *, resume: bool, overwrite: b
     """
     if resume and overwrite:
         raise ConfigError("--resume keeps a run and --overwrite removes it; give one of them.")
-    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
+    # what a process leaves that is killed while it writes its first file
+    if not out.exists() or (out.is_dir() and {path.name for path in out.iterdir()} <= {"manifest.json.tmp"}):
         return True
     if not out.is_dir() or not (out / "manifest.json").is_file():
         raise ConfigError(f"{out} exists and is not a run of fp8ref; it is left alone. Name another directory with --run.out.")
@@ -209,6 +211,10 @@ def _keep(path: Path, start: int) -> list[dict]:
     kept = [line for line in read_lines(path) if line["step"] < start] if start and path.exists() else []
     path.unlink(missing_ok=True) if not kept else _replace(path, "".join(_line(line) for line in kept))
     return kept
+
+
+def _json(manifest: dict) -> str:
+    return json.dumps(manifest, indent=1, allow_nan=False) + "\n"
 
 
 def _line(metrics: dict) -> str:

@@ -1,3 +1,4 @@
+import contextlib
 import json
 import shutil
 
@@ -271,3 +272,23 @@ def test_a_run_may_be_called_finished_afterwards(tmp_path, small):
     log.finish(tmp_path / "run")
     manifest = log.read_manifest(tmp_path / "run")
     assert (manifest["status"], manifest["final"], "error" in manifest) == ("finished", {"step": 0, "loss": 1.0}, False)
+
+
+@pytest.mark.parametrize("writes", range(8))
+def test_a_run_that_is_killed_while_it_begins_is_a_run_or_nothing(tmp_path, small, monkeypatch, writes):
+    """After any number of its writes, half of the last one on the disk, the same command goes on."""
+    left, plain = [writes], log.Path.write_text
+
+    def write(path, text, **options):
+        left[0] -= 1
+        plain(path, text if left[0] >= 0 else text[: len(text) // 2], **options)
+        if left[0] < 0:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(log.Path, "write_text", write)
+    with contextlib.suppress(KeyboardInterrupt):
+        start(tmp_path / "run", small).close()
+    monkeypatch.undo()
+    assert claim(tmp_path / "run", small, resume=True)
+    start(tmp_path / "run", small).close()
+    assert log.read_metrics(tmp_path / "run") == []

@@ -1,0 +1,122 @@
+"""fp8ref crosscheck, certify."""
+
+import argparse
+import os
+from pathlib import Path
+
+from fp8ref.commands import shared
+from fp8ref.commands.shared import FAILED, check_json, check_whole
+
+
+def add(commands) -> None:
+    check = shared.of_config(commands, "crosscheck", _crosscheck, "Hold the backends to the simulator on a config's real operands.")
+    check.add_argument("--backend", choices=("jax", "torch"), help="one backend alone (default: both)")
+    check.add_argument("--steps", type=int, help="optimizer steps before operands are taken again (default 5)")
+    check.add_argument(
+        "--sharded",
+        type=int,
+        metavar="N",
+        help="with --backend jax: on every mesh of N devices, of a CPU if it has no others; torch: of N processes of its own, data x fsdp",
+    )
+    check.add_argument(
+        "--replay",
+        type=Path,
+        metavar="PATH",
+        help="instead of CONFIG: a step that failed, RUN/failures/step-..., on one device; names the first layer, role and element that is not "
+        "finite. Exits with 1 if there is one, or a code or scale is not the simulator's; with 0 if the step does not fail again",
+    )
+    check.add_argument("--json", type=Path, metavar="FILE", help="write every comparison to FILE")
+    certificate = shared.plain(
+        commands,
+        "certify",
+        _certify,
+        "Compare casts and scales of the libraries at hand with the simulator.",
+        "Casts and scales of torch, jax, ml_dtypes, torchao and fp8ref's own backends against the simulator.",
+    )
+    certificate.add_argument("--exhaustive", action="store_true", help="all 2^32 inputs of a cast, all 2^31 of a scale (minutes)")
+    certificate.add_argument("--json", type=Path, metavar="FILE", help="write every comparison to FILE")
+
+
+def _crosscheck(known: argparse.Namespace, options: list[str]) -> int:
+    if known.replay is not None and not known.help:
+        return _crosscheck_replay(known, options)
+    config = shared.config(known, options)
+    from fp8ref.check import crosscheck
+    from fp8ref.run.config import ConfigError
+    from fp8ref.run.loop import BACKENDS
+
+    check_whole(config)
+    check_json(known.json)
+    if known.sharded is not None:
+        return _crosscheck_sharded(known, config)
+    steps = crosscheck.STEPS if known.steps is None else known.steps
+    if not 0 <= steps <= config.run.steps:
+        raise ConfigError(f"--steps lies between 0 and run.steps = {config.run.steps}; got {steps}.")
+    check_json(known.json)
+    report = crosscheck.crosscheck(config, backends=(known.backend,) if known.backend else BACKENDS, steps=steps)
+    report.print()
+    if known.json:
+        report.write(known.json)
+    return 0 if report.ok else FAILED
+
+
+def _crosscheck_replay(known: argparse.Namespace, options: list[str]) -> int:
+    from fp8ref.run.config import ConfigError
+
+    given = {"CONFIG": known.config, "--backend": known.backend, "--steps": known.steps, "--sharded": known.sharded}
+    unused = options or [name for name, value in given.items() if value is not None]  # an option's value would pass for CONFIG
+    if unused:
+        raise ConfigError(f"--replay takes config and backend from the step that failed; got {', '.join(unused)} too. Leave it out.")
+    check_json(known.json)
+    from fp8ref.check.replay import replay
+
+    found = replay(known.replay)
+    found.print()
+    if known.json:
+        found.write(known.json)
+    return 0 if found.ok else FAILED
+
+
+def _crosscheck_sharded(known: argparse.Namespace, config) -> int:
+    from fp8ref.run.config import ConfigError
+
+    if known.backend is None or known.sharded < 2:
+        raise ConfigError("--sharded takes 2 devices or ranks, or more, and --backend jax or torch.")
+    if known.backend == "torch":
+        from fp8ref.check import sharded_torch
+
+        steps = sharded_torch.STEPS if known.steps is None else known.steps
+        report, unfit = sharded_torch.crosscheck(config, known.sharded, steps=steps)
+    else:
+        report, unfit = _sharded_jax(known, config)
+    report.print()
+    for name, why in unfit.items():
+        print(f"left out {name}: {why}")
+    if known.json:
+        report.write(known.json)
+    return 0 if report.ok else FAILED
+
+
+def _sharded_jax(known: argparse.Namespace, config):
+    from fp8ref.run.config import ConfigError
+
+    if known.steps is not None:
+        raise ConfigError("--sharded with --backend jax takes no --steps: it replays step 0.")
+    import jax
+
+    if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+        jax.config.update("jax_num_cpu_devices", known.sharded)  # a CPU is as many devices as it is told before it is asked
+    from fp8ref.check import sharded
+
+    return sharded.crosscheck(config, known.sharded)
+
+
+def _certify(known: argparse.Namespace) -> int:
+    check_json(known.json)
+    from fp8ref.check.certify import certify
+
+    certificate = certify(exhaustive=known.exhaustive)
+    certificate.print()
+    if known.json:
+        certificate.write(known.json)
+    return 0 if certificate.report().ok else FAILED

@@ -1,0 +1,98 @@
+"""fp8ref export, report, compare, replay: of runs that are there."""
+
+import argparse
+from pathlib import Path
+
+from fp8ref.commands import shared
+from fp8ref.commands.shared import FAILED, check_json
+
+
+def add(commands) -> None:
+    weights = shared.plain(commands, "export", _export, "Write a run's weights as transformers reads them.")
+    weights.add_argument("run_directory", metavar="RUN", type=Path, help="a run directory, of either backend")
+    weights.add_argument("--out", type=Path, required=True, metavar="DIR", help="directory for config.json and safetensors")
+    weights.add_argument(
+        "--tokenizer", type=Path, metavar="PATH", help="tokenizer.json, or a directory of a tokenizer's files, to copy there"
+    )
+    report = shared.plain(
+        commands,
+        "report",
+        _report,
+        "Write a page on runs: is this FP8 loss normal?",
+        "One HTML page, and its figures as PNGs: losses over the noise of the bf16 runs' seeds, what ran in FP8, speed, statistics.",
+    )
+    report.add_argument(
+        "runs", metavar="RUN", type=Path, nargs="+", help="a run directory; two or more in bf16 of different seeds for a verdict"
+    )
+    report.add_argument("--out", type=Path, default=Path("report.html"), help="the page (default report.html)")
+    compare = shared.plain(
+        commands,
+        "compare",
+        _compare,
+        "Compare two runs' configs and losses.",
+        "What differs between two runs. Exit code 1: their losses do beyond noise.",
+    )
+    compare.add_argument("a", metavar="A", type=Path, help="a run directory")
+    compare.add_argument("b", metavar="B", type=Path, help="another")
+    compare.add_argument(
+        "--seeds", metavar="RUN", type=Path, nargs="+", default=[], help="bf16 runs of different seeds, to take noise from"
+    )
+    compare.add_argument("--json", type=Path, metavar="FILE", help="write the comparison to FILE")
+    for one in (report, compare):
+        one.add_argument("--confidence", type=float, default=0.95, help="of the noise's limits (default 0.95)")
+    replay = shared.plain(
+        commands,
+        "replay",
+        _replay,
+        "Put a run's recorded amaxes through another scaling.",
+        "What delayed scaling, or a dynamic policy, would have clipped and wasted of the amaxes that a run recorded (statistics.every).",
+    )
+    replay.add_argument("run_directory", metavar="RUN", type=Path, help="the directory of a run")
+    replay.add_argument("--policy", required=True, help="delayed, te_delayed or flax; or a dynamic policy, such as torchao")
+    replay.add_argument("--history", type=int, metavar="N", help="recorded amaxes that a delayed scale is of (default: the policy's)")
+    replay.add_argument("--margin", type=int, metavar="M", help="powers of two of room (default: the policy's)")
+    replay.add_argument("--json", type=Path, metavar="FILE", help="write the outcome of every layer and role to FILE")
+
+
+def _export(known: argparse.Namespace) -> int:
+    from fp8ref.run import progress
+    from fp8ref.run.export import export
+
+    step = export(known.run_directory, known.out, tokenizer=known.tokenizer, say=progress.say)
+    print(f"{known.out}: the weights after {step} steps")
+    return 0
+
+
+def _report(known: argparse.Namespace) -> int:
+    from fp8ref.run import report, runs
+
+    print(report.write(runs.read_all(known.runs), known.out, confidence=_confidence(known)))
+    return 0
+
+
+def _compare(known: argparse.Namespace) -> int:
+    check_json(known.json)
+    from fp8ref.run import compare, progress, runs
+
+    found = compare.compare(runs.read(known.a), runs.read(known.b), runs.read_all(known.seeds), confidence=_confidence(known))
+    found.print(progress.console())
+    if known.json:
+        found.write(known.json)
+    return 0 if found.ok else FAILED
+
+
+def _confidence(known: argparse.Namespace) -> float:
+    if not 0.5 < known.confidence < 1:
+        raise ValueError(f"--confidence lies between 0.5 and 1; got {known.confidence}.")
+    return known.confidence
+
+
+def _replay(known: argparse.Namespace) -> int:
+    check_json(known.json)
+    from fp8ref.run.replay import replay
+
+    found = replay(known.run_directory, known.policy, history=known.history, margin=known.margin)
+    found.print()
+    if known.json:
+        found.write(known.json)
+    return 0

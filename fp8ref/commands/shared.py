@@ -1,0 +1,61 @@
+"""What commands share: their parsers, exit codes, and reading a config."""
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+
+ERROR, FAILED, DEFECT, NON_FINITE, LOST, STOPPED, INTERRUPTED = 2, 1, 1, 3, 4, 5, 130
+Run = Callable[[argparse.Namespace], int]
+
+
+def of_config(commands, name: str, run: Callable[[argparse.Namespace, list[str]], int], help: str) -> argparse.ArgumentParser:
+    """A command of a CONFIG, whose keys are options too: run gets them. tyro reads those, so --help shows both (see ``config``)."""
+    made = commands.add_parser(name, help=help, description=help, allow_abbrev=False, add_help=False)
+    made.add_argument("config", metavar="CONFIG", type=Path, nargs="?", help="a TOML file, such as configs/tiny.toml")
+    made.add_argument("-h", "--help", action="store_true", help="show this, and every key of CONFIG")
+    made.set_defaults(run=run, parser=made)
+    return made
+
+
+def plain(commands, name: str, run: Run, help: str, description: str | None = None) -> argparse.ArgumentParser:
+    """A command that knows all its options."""
+    made = commands.add_parser(name, help=help, description=description or help, allow_abbrev=False)
+
+    def strict(known: argparse.Namespace, options: list[str]) -> int:
+        if options:
+            made.error(f"unrecognized arguments: {' '.join(options)}")
+        return run(known)
+
+    made.set_defaults(run=strict, parser=made)
+    return made
+
+
+def config(known: argparse.Namespace, options: list[str]):
+    """The config file with the remaining options applied."""
+    from fp8ref.run import config as configs
+
+    prog = known.parser.prog
+    if known.help:
+        print(known.parser.format_help())
+        configs.override(configs.Config(), ["--help"], prog=f"{prog} CONFIG")  # prints, and exits with 0
+    if known.config is None:
+        raise configs.ConfigError(f"{prog} needs a CONFIG, such as configs/tiny.toml. See {prog} --help.")
+    if options and not known.config.exists():
+        raise configs.ConfigError(
+            f"{known.config}: no such file. {prog} takes CONFIG first, then the options of its keys: {prog} CONFIG {' '.join(options)}."
+        )
+    return configs.override(configs.load(known.config), options, prog=f"{prog} {known.config}")
+
+
+def check_json(path: Path | None) -> None:
+    """ValueError where --json cannot be written."""
+    if path and (path.is_dir() or not path.absolute().parent.is_dir()):
+        raise ValueError(f"--json names a file in a directory that exists; got {path}.")
+
+
+def check_whole(config) -> None:
+    """ConfigError where batches come in parts, which a cross-check does not take."""
+    from fp8ref.run.config import ConfigError
+
+    if config.data.microbatches > 1:
+        raise ConfigError(f"a cross-check takes whole batches; got data.microbatches = {config.data.microbatches}. Set it to 1.")
