@@ -51,8 +51,8 @@ class RunLog:
         self._manifest = manifest
         self.kept = _keep(out / METRICS, start)
         _keep(out / STATISTICS, start)
-        self._metrics = (out / METRICS).open("a", encoding="utf-8")
         self.status("running")
+        self._metrics = (out / METRICS).open("a", encoding="utf-8")
 
     def step(self, metrics: dict) -> None:
         self._metrics.write(_line(metrics))
