@@ -1,10 +1,10 @@
-# make setup | demo | test | slow | gpu | exhaustive | bench | bench-jax | bench-torch | bench-data | bench-recording | compile-matrix | aot | lint.
+# make setup | demo | test | slow | gpu | exhaustive | bench | bench-jax | bench-torch | bench-data | bench-recording | compile-matrix | aot | notebooks | lint.
 # Everything is installed into .venv, but for aot's, into .venv-aot; PYTHON names the interpreter they are made with.
 PYTHON ?= python3
 BIN := .venv/bin
 TESTS ?= tests fp8ref
 
-.PHONY: setup demo test slow gpu exhaustive bench bench-jax bench-torch bench-data bench-recording compile-matrix aot lint
+.PHONY: setup demo test slow gpu exhaustive bench bench-jax bench-torch bench-data bench-recording compile-matrix aot notebooks lint
 
 setup: .venv/ready
 
@@ -54,6 +54,9 @@ compile-matrix: setup
 
 aot: .venv-aot/ready
 	.venv-aot/bin/python benchmarks/aot.py
+
+notebooks: setup
+	$(BIN)/python notebooks/execute.py notebooks/*.ipynb
 
 lint: setup
 	$(BIN)/ruff check .
