@@ -94,7 +94,7 @@ class Checkpoints:
             write_manifest(unfinished, self._about | {"step": step})
             remove(final)  # of a run that came this far before
             os.replace(unfinished, final)
-            _sync(self._folder)
+            sync(self._folder)
             for old in saved(self._folder.parent)[self._keep_last :]:
                 remove(old)
         except Exception as error:
@@ -174,7 +174,7 @@ def write_manifest(path: Path, about: Mapping[str, Any]) -> None:
         file.flush()
         os.fsync(file.fileno())
     for folder in [path, *(p for p in path.rglob("*") if p.is_dir())]:
-        _sync(folder)
+        sync(folder)
 
 
 def _digest(content: dict[str, Any]) -> str:
@@ -215,9 +215,9 @@ def make_empty(path: Path) -> None:
     path.mkdir(parents=True)
 
 
-def _sync(folder: Path) -> None:
-    """Bring a directory's names to the disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def sync(path: Path) -> None:
+    """Bring a directory's names, or a file, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

@@ -10,7 +10,7 @@ from typing import BinaryIO
 
 import numpy as np
 
-from fp8ref.run import documents, sidecar, sources, tokenizers
+from fp8ref.run import checkpoint, documents, sidecar, sources, tokenizers
 from fp8ref.run.config import ConfigError, DataConfig
 from fp8ref.run.sidecar import Sidecar
 
@@ -87,7 +87,7 @@ def prepare(data: DataConfig, out: Path, *, shard_tokens: int = SHARD_TOKENS, hf
             folder.mkdir()
             made = _write(data, source, tokenizer, folder, shard_tokens)
             os.rename(folder, out)
-            _sync(out.parent)
+            checkpoint.sync(out.parent)
     except OSError as error:
         raise ConfigError(
             f"--out {out} cannot be written ({error.strerror}); nothing is kept of it. Free space, or name another."
@@ -116,15 +116,6 @@ def _write(data: DataConfig, source: sources.Source, tokenizer: tokenizers.Token
         max_id=max(train.max_id, validation.max_id),
         files={**train.files, **validation.files},
     )
-    with sidecar.write(folder, made).open("rb") as file:
-        os.fsync(file.fileno())
-    _sync(folder)
+    checkpoint.sync(sidecar.write(folder, made))
+    checkpoint.sync(folder)
     return made
-
-
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
