@@ -77,7 +77,8 @@ SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("delayed", "roww
 def test_a_trainers_statistics_are_of_the_operands_that_its_gemms_had(small, recipe):  # Q-8
     """Observed within the very program that measures."""
     sizes = {"hidden_size": 128, "intermediate_size": 128} if recipe == "blockwise" else {"intermediate_size": 64}
-    wide = small.replace(numerics={"recipe": recipe}, model=sizes)
+    length = {"sequence_length": 32} if recipe == "blockwise" else {}  # 128 tokens: whole blocks along M
+    wide = small.replace(numerics={"recipe": recipe}, model=sizes, data=length)
     trainer, tokens = Trainer(wide), data.open_batches(wide).step(0)
     trainer.step(tokens)
     seen = measured.Seen(trainer.decisions)
