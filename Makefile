@@ -1,10 +1,10 @@
-# make setup | demo | test | slow | gpu | exhaustive | bench | bench-jax | bench-torch | bench-data | bench-recording | compile-matrix | aot | notebooks | lint.
+# make setup | demo | test | slow | gpu | exhaustive | bench | bench-jax | bench-torch | bench-data | bench-recording | bench-trainer | compile-matrix | aot | notebooks | lint.
 # Everything is installed into .venv, but for aot's, into .venv-aot; PYTHON names the interpreter they are made with.
 PYTHON ?= python3
 BIN := .venv/bin
 TESTS ?= tests fp8ref
 
-.PHONY: setup demo test slow gpu exhaustive bench bench-jax bench-torch bench-data bench-recording compile-matrix aot notebooks lint
+.PHONY: setup demo test slow gpu exhaustive bench bench-jax bench-torch bench-data bench-recording bench-trainer compile-matrix aot notebooks lint
 
 setup: .venv/ready
 
@@ -42,6 +42,9 @@ bench-data: setup
 
 bench-recording: setup
 	$(BIN)/python benchmarks/recording.py --json benchmarks/results/recording.json
+
+bench-trainer: setup
+	$(BIN)/python benchmarks/trainer.py --json benchmarks/results/trainer.json
 
 compile-matrix: setup
 	$(BIN)/python benchmarks/compile_matrix.py

@@ -25,6 +25,10 @@ REMEDY = "Those before it are intact; make room, and go on with --resume."
 UNFINISHED, REMOVED, DAMAGED = ".unfinished", ".removed", ".damaged"  # behind a name: none of those is ever read
 
 
+class OtherFormatError(ConfigError):
+    """A checkpoint that another version of fp8ref wrote: not damaged, and not to be passed over."""
+
+
 class Saves(Protocol):
     """What a trainer offers: copy the state and begin to write it into a directory; the result waits until every process has."""
 
@@ -126,6 +130,8 @@ def latest(out: Path, say: Callable[[str], None]) -> Checkpoint | None:
     for path in found:
         try:
             return Checkpoint(path, verify(path))
+        except OtherFormatError:
+            raise
         except ConfigError as error:
             problems.append(str(error))
             aside = path.with_name(path.name + DAMAGED)
@@ -149,7 +155,7 @@ def verify(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, AttributeError, TypeError) as error:
         raise ConfigError(f"checkpoint {path}: manifest.json cannot be read ({error}).") from error
     if manifest.get("format") != FORMAT:
-        raise ConfigError(f"checkpoint {path}: is of format {manifest.get('format')!r}; this fp8ref reads format {FORMAT}.")
+        raise OtherFormatError(f"checkpoint {path}: is of format {manifest.get('format')!r}; this fp8ref reads format {FORMAT}.")
     if own != _digest(manifest):
         raise ConfigError(f"checkpoint {path}: manifest.json was changed after it was written.")
     there, listed = _files(path), manifest["files"]

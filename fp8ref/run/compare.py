@@ -102,7 +102,11 @@ def compare(a: Run, b: Run, seeds: Sequence[Run] = (), *, confidence: float = no
             f"{a.name} has seeds {a.seeds} and {b.name} {b.seeds}: what seeds make of a loss, two runs do not tell. "
             "Give --seeds and two or more bf16 runs of different seeds."
         )
-    if by != "bits":
+    diverged = [run for run in (a, b) if run.diverged]
+    if diverged:
+        result = "outside noise"
+        said = f"{result}: {diverged[0].name} ended by {diverged[0].diverged}"
+    elif by != "bits":
         said = f"{result}: the loss of {b.name} is {difference:+.4f} from that of {a.name}, over the last {width} of {len(steps)} steps; {said}"
     return Comparison(
         a=a.name,

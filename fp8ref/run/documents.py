@@ -123,7 +123,7 @@ def _jsonl(path: Path, column: str) -> Iterator[tuple[bytes, float]]:
                     continue
                 try:
                     row = json.loads(line)
-                except ValueError as error:
+                except (ValueError, RecursionError) as error:
                     raise ConfigError(f"{path}: line {number} is no JSON ({error}). A .jsonl file holds one object a line.") from error
                 if not isinstance(row, dict):
                     raise ConfigError(f"{path}: line {number} is no JSON object. A .jsonl file holds one object a line.")

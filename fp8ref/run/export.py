@@ -29,7 +29,7 @@ def export(run: Path, out: Path, *, tokenizer: Path | None = None, say: Callable
     tokenizer   a file, or a directory of files, that is copied beside them; by default the tokenizer.json that the run read its data by, if it is there.
     Raises:   ConfigError: no run, no checkpoint of it; out holds something; no such tokenizer.
     """
-    manifest = log.read_manifest(run)
+    data = log.read_manifest(run).get("config", {}).get("data", {})
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"--out {out} holds something; it is left alone. Name a directory that is not there.")
     if tokenizer is not None and not tokenizer.exists():
@@ -37,9 +37,10 @@ def export(run: Path, out: Path, *, tokenizer: Path | None = None, say: Callable
     found = checkpoint.latest(run, say)
     if found is None:
         raise ConfigError(f"{run} has no checkpoint yet. Train it with checkpoint.every above 0, or to its end.")
-    config = configs.from_dict(manifest["config"], source=str(run / "manifest.json"))
-    if tokenizer is None and config.data.tokenizer is not None and Path(config.data.tokenizer).is_file():
-        tokenizer = Path(config.data.tokenizer)
+    manifest = found.manifest
+    config = configs.from_dict(manifest["config"], source=str(found.path / "manifest.json"))
+    if tokenizer is None and Path(data.get("tokenizer", "")).is_file():
+        tokenizer = Path(data["tokenizer"])
     shapes = llama.parameter_shapes(config.model)
     weights = importlib.import_module(f"fp8ref.{manifest['backend']}.checkpoint").weights(found.state, shapes)
     unfinished = out.with_name(out.name + checkpoint.UNFINISHED)
@@ -70,7 +71,7 @@ def read(path: Path, model: LlamaConfig) -> dict[str, np.ndarray]:
             if Path(name).name != name:
                 raise ValueError(f"{INDEX} has {name!r}, and names a file of its own directory")
             weights |= {key: _array(path / name, key, found) for key, found in deserialize((path / name).read_bytes())}
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
         raise ConfigError(f"run.init_from {path}: {error}. It holds weights in safetensors; pickled ones are never read.") from error
     if model.tie_word_embeddings:
         weights.pop("lm_head.weight", None)
@@ -142,10 +143,19 @@ def _check_config(path: Path, model: LlamaConfig) -> None:
         raise ConfigError(
             f"run.init_from {path}: config.json cannot be read ({error}). Name a directory that fp8ref export wrote."
         ) from error
-    asked: Mapping[str, Any] = {"model_type": "llama", **dataclasses.asdict(model), "attention_bias": False, "mlp_bias": False}
+    asked: Mapping[str, Any] = {
+        "model_type": "llama",
+        **dataclasses.asdict(model),
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+    }
     scaled = (found.get("rope_parameters") or found.get("rope_scaling") or {}).get("rope_type", "default")
     if scaled != "default":
         raise ConfigError(f"run.init_from {path}: rotary tables are of rope_type 'default' here (M-4); its config.json says {scaled!r}.")
+    for key in ("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size"):
+        if key not in found:
+            raise ConfigError(f"run.init_from {path}: its config.json has no {key}. Name a directory that fp8ref export wrote.")
     for key in asked.keys() - {"initializer_range"}:
         if key in found and found[key] is not None and found[key] != asked[key]:
             raise ConfigError(

@@ -5,6 +5,7 @@ RUN/failures/step-00000012/state/          the state before that step, as checkp
                            manifest.json   step, loss, gradient norm, backend and config, as checkpoints have it
 """
 
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,7 +43,6 @@ def write(out: Path, model: Trains, config: Config, tokens: np.ndarray, metrics:
     path = out / FOLDER / f"{checkpoint.PREFIX}{metrics['step']:08d}"
     unfinished = path.with_name(path.name + checkpoint.UNFINISHED)
     together(processes, lambda: checkpoint.make_empty(unfinished) if processes.first else None)
-    model.save(unfinished / "state")()
 
     def complete() -> None:
         np.save(unfinished / "batch.npy", np.asarray(tokens, np.int32), allow_pickle=False)
@@ -51,7 +51,13 @@ def write(out: Path, model: Trains, config: Config, tokens: np.ndarray, metrics:
         checkpoint.remove(path)
         unfinished.rename(path)
 
-    together(processes, lambda: complete() if processes.first else None)
+    try:
+        model.save(unfinished / "state")()
+        together(processes, lambda: complete() if processes.first else None)
+    except Exception:
+        if processes.first:
+            shutil.rmtree(unfinished, ignore_errors=True)
+        raise
     return path
 
 

@@ -46,7 +46,7 @@ class Paired:
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """Whether one run's loss is higher than another seed of bf16 would show. reason: why it cannot be told."""
+    """Whether one run's loss is higher than another seed of bf16 would show. reason: why it cannot be told, or that the loss is no number."""
 
     kind: Kind
     seeds: Seeds
@@ -98,6 +98,10 @@ def verdict(run: Run, group: Sequence[Run], *, confidence: float = noise.CONFIDE
 
     A run that would itself be part of the noise is judged by the seeds other than its own.
     """
+    if run.diverged:
+        step = max(run.losses, default=-1) + 1
+        seeds, tokens = seeds_of(group, confidence=confidence), (step + 1) * run.tokens_per_step
+        return Verdict(kind="outside noise", seeds=seeds, reason=run.diverged, step=step, left_step=step, left_tokens=tokens)
     member = any(run is one for one in seeds_of(group).runs)
     to = None if member else partner(run, group)
     seeds = seeds_of(group, but=run if member else None, among=[run, to] if to else [run], confidence=confidence)

@@ -108,9 +108,6 @@ def create(
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"--run.out {out} cannot be made ({error.strerror}). Name another directory.") from error
-    if overwrite:
-        for folder in (checkpoint.FOLDER, failure.FOLDER):
-            checkpoint.remove(out / folder)
     manifest = {
         "fp8ref": fp8ref.__version__,
         "backend": backend,
@@ -122,6 +119,9 @@ def create(
         "starts": _starts(out, start),
     } | ({"proof": proof} if proof else {})
     _replace(out / "manifest.json", _json(manifest | {"status": "running"}))  # first: by it a directory is known for a run
+    if overwrite:
+        for folder in (checkpoint.FOLDER, failure.FOLDER):
+            checkpoint.remove(out / folder)
     _replace(out / "config.toml", tomli_w.dumps(configs.to_dict(config)))
     return RunLog(out, manifest, start=start)
 
@@ -157,9 +157,9 @@ def claim(out: Path, config: Config, backend: str, *, resume: bool, overwrite: b
         )
     mine = {"backend": backend, "config": configs.to_dict(config)}
     theirs = {"backend": manifest.get("backend"), "config": manifest.get("config")}
-    changed = {key: pair for key, pair in differences(mine, theirs).items() if not key.startswith(MAY_CHANGE)}
-    if changed:
-        key, (here, there) = next(iter(changed.items()))
+    different = changed(mine, theirs)
+    if different:
+        key, (here, there) = next(iter(different.items()))
         raise ConfigError(
             f"{out} holds a run with another {key}: {there!r}, and now {here!r}. Resume with the same configuration, or use --overwrite."
         )
@@ -188,6 +188,12 @@ def read_lines(path: Path) -> list[dict]:
     """Of a file with a JSON object a line, a torn last one left out."""
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
     return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def changed(mine: dict, theirs: dict) -> dict:
+    """``differences`` in backend and config between a run and what it would go on from, but for keys of MAY_CHANGE."""
+    a, b = ({key: one.get(key) for key in ("backend", "config")} for one in (mine, theirs))
+    return {key: both for key, both in differences(a, b).items() if not key.startswith(MAY_CHANGE)}
 
 
 def differences(a, b, path: str = "") -> dict:

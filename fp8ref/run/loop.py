@@ -73,56 +73,66 @@ def train(
     Raises:   ConfigError before anything is written; NonFiniteError, StoppedError, KeyboardInterrupt after all so far is on disk.
     """
     processes = processes or Alone()
+    with stopping.asked() as asked:
 
-    def on_first(f: Callable):
-        return together(processes, lambda: f() if processes.first else None)
+        def on_first(f: Callable):
+            return together(processes, lambda: f() if processes.first else None)
 
-    def claim() -> bool:
-        trackers.check(config.log)
-        return log.claim(out, config, backend, resume=resume, overwrite=overwrite)
+        def claim() -> bool:
+            trackers.check(config.log)
+            return log.claim(out, config, backend, resume=resume, overwrite=overwrite)
 
-    claimed = on_first(claim)
-    if not processes.gather(claimed)[0]:
-        return None
-    batches = together(processes, lambda: data.open_batches(config, first=processes.first))
-    _check_alike(processes, config, batches)
-    found = on_first(lambda: _last(out, config, batches) if resume else None)
-    path, start = processes.gather((str(found.state), found.step) if found else (None, 0))[0]
-    if start == config.run.steps:  # it ended between its last checkpoint and saying so
-        on_first(lambda: log.finish(out))
-        return None
-    model, proof = together(processes, lambda: _proven(config, backend, batches, initial=path is None))
-    if path is not None:
-        together(processes, lambda: model.load(Path(path), start))
-    run = on_first(
-        lambda: trackers.beside(
-            log.create(
-                out,
+        claimed = on_first(claim)
+        if not processes.gather(claimed)[0]:
+            return None
+        batches = together(processes, lambda: data.open_batches(config, first=processes.first))
+        _check_alike(processes, config, batches)
+        found = on_first(lambda: _last(out, config, backend, batches) if resume else None)
+        path, start = processes.gather((str(found.state), found.step) if found else (None, 0))[0]
+        if start == config.run.steps:  # it ended between its last checkpoint and saying so
+            on_first(lambda: log.finish(out))
+            return None
+        model, proof = together(processes, lambda: _proven(config, backend, batches, initial=path is None))
+        if path is not None:
+            together(processes, lambda: model.load(Path(path), start))
+        run = on_first(
+            lambda: trackers.beside(
+                log.create(
+                    out,
+                    config,
+                    backend,
+                    data=batches.description,
+                    decisions=model.decisions,
+                    device=model.device,
+                    proof=proof,
+                    overwrite=overwrite,
+                    start=start,
+                ),
                 config,
-                backend,
-                data=batches.description,
-                decisions=model.decisions,
-                device=model.device,
-                proof=proof,
+                out,
                 overwrite=overwrite,
-                start=start,
-            ),
-            config,
-            out,
-            overwrite=overwrite,
+            )
         )
-    )
-    return _Training(model, batches, config, out, run or log.Unwritten(), processes).all(start)
+        return _Training(model, batches, config, out, run or log.Unwritten(), processes, asked).all(start)
 
 
-def _last(out: Path, config: Config, batches: data.Batches) -> Checkpoint | None:
+def _last(out: Path, config: Config, backend: str, batches: data.Batches) -> Checkpoint | None:
     """The checkpoint that a run resumes from.
 
-    Raises:   ConfigError: none is intact; other data than it was trained on; moments in FP8 of another mesh.
+    Raises:   ConfigError: none is intact; it is another run's; other data than it was trained on; moments in FP8 of another mesh.
     """
     found = checkpoint.latest(out, progress.say)
     if found is None:
+        if (out / log.METRICS).exists():
+            progress.say(f"{out} has no checkpoint yet: it starts again from step 0.")
         return None
+    mine = {"backend": backend, "config": configs.to_dict(config)}
+    for key, (here, there) in log.changed(mine, found.manifest).items():
+        raise ConfigError(
+            f"{found.path} is of another run: its {key} is {there!r}, and this run's {here!r}. Put the run's own checkpoints back."
+        )
+    if found.step > config.run.steps:
+        raise ConfigError(f"{found.path} is of another run: it is of step {found.step}, and run.steps is {config.run.steps}. Take it away.")
     before, now = found.manifest["data"]["sha256"], batches.description["sha256"]
     if before != now:
         raise ConfigError(
@@ -165,11 +175,14 @@ class _Training:
         out: Path,
         run: log.RunLog | trackers.Tracked | log.Unwritten,
         processes: Processes,
+        asked: Callable[[], bool],
     ) -> None:
+        """asked: whether this process was told to stop."""
+        self.asked = asked
         self.model, self.batches, self.config, self.out, self.run, self.processes = model, batches, config, out, run, processes
         about = {"backend": model.backend, "config": configs.to_dict(config), "data": batches.description}
         size = 3 * 4 * sum(math.prod(shape) for shape in llama.parameter_shapes(config.model).values())  # masters, and mostly two moments
-        size = 0 if config.optimizer.kind == "adamw_fp8" else size
+        size = 0 if config.optimizer.kind == "adamw_fp8" else int(1.05 * size) + 2**20  # states of FP8, names, the disk's own blocks
         self.checkpoints = Checkpoints(out, about, keep_last=config.checkpoint.keep_last, processes=processes, size=size)
         self.watch = Stopwatch()
 
@@ -183,17 +196,15 @@ class _Training:
         before = sum(line["seconds"] for line in lines[-1:])
         title = f"{self.model.backend} {self.config.numerics.recipe}"
         try:
-            with (
-                self.processes.telling(),
-                stopping.asked() as asked,
-                progress.bar(title, steps, shown=self.processes.first, done=start) as advance,
-            ):
+            with self.processes.telling(), progress.bar(title, steps, shown=self.processes.first, done=start) as advance:
+                if self.stop():
+                    raise StoppedError("stopped by SIGTERM before a step was taken; --resume continues.")
                 for step in range(start, steps):
                     metrics = self.step(step) | {"seconds": before + self.watch.total}
                     run.step(metrics)
                     lines.append(metrics)
                     advance(f"loss {metrics['loss']:.3f}, {metrics['tokens_per_second']:,.0f} tokens/s")
-                    self.save(step + 1, stop=any(self.processes.gather(asked())))
+                    self.save(step + 1, stop=self.stop())
             run.status("finished", final=lines[-1], seconds={"total": self.watch.total, **self.watch.seconds})
         except BaseException as error:
             if not isinstance(error, LostProcessError):  # one that is gone keeps a checkpoint from being whole
@@ -222,8 +233,12 @@ class _Training:
                 metrics = self.model.step(tokens)
         seconds = time.perf_counter() - begun
         if not all(map(math.isfinite, metrics.values())):
-            kept = failure.write(self.out, self.model, config, tokens, {"step": step} | metrics, self.processes)
-            raise NonFiniteError(_explain(self.model, step, metrics, kept))
+            try:
+                kept = failure.write(self.out, self.model, config, tokens, {"step": step} | metrics, self.processes)
+                remedy = f"fp8ref crosscheck --replay {kept} names where it began."
+            except Exception as error:  # which must not hide what happened
+                remedy = f"The step could not be kept: {str(error).splitlines()[0]}."
+            raise NonFiniteError(_explain(self.model, step, metrics, remedy))
         line = {"step": step, **metrics, "tokens_per_second": config.data.batch_size * config.data.sequence_length / seconds}
         if (step + 1) % config.run.eval_every == 0 or step + 1 == config.run.steps:
             with watch("evaluation"):
@@ -232,6 +247,10 @@ class _Training:
             if not math.isfinite(line["val_loss"]):
                 raise NonFiniteError(f"after step {step}: validation loss {line['val_loss']}. Lower optimizer.learning_rate.")
         return line
+
+    def stop(self) -> bool:
+        """Whether any process was told to; the same answer on all."""
+        return any(self.processes.gather(self.asked()))
 
     def save(self, done: int, *, stop: bool) -> None:
         """After ``done`` steps: save the state where it is due, and stop where that was asked."""
@@ -247,10 +266,10 @@ class _Training:
             raise StoppedError(f"stopped by SIGTERM after {done} steps, which are saved; --resume continues.")
 
 
-def _explain(model: Trainer, step: int, metrics: dict[str, float], kept: Path) -> str:
+def _explain(model: Trainer, step: int, metrics: dict[str, float], remedy: str) -> str:
     bad = [name for name, value in model.weights().items() if not np.isfinite(value).all()]
     where = f"non-finite weights: {', '.join(bad)}" if bad else "all weights are finite"
     return (
         f"step {step}: loss {metrics['loss']}, gradient norm {metrics['grad_norm']}; the optimizer step was not taken (T-4), {where}. "
-        f"fp8ref crosscheck --replay {kept} names where it began. Lower optimizer.learning_rate, or compare with --recipe bf16."
+        f"{remedy} Lower optimizer.learning_rate, or compare with --recipe bf16."
     )

@@ -50,8 +50,8 @@ def verdict_text(run: Run, verdict: Verdict) -> str:
     """A verdict in a sentence."""
     if verdict.kind == "cannot tell":
         return f"cannot tell: {verdict.reason}."
-    assert verdict.value is not None
-    assert verdict.limit is not None
+    if verdict.value is None or verdict.limit is None:
+        return f"{verdict.kind}: it ended at step {verdict.step}, after {verdict.left_tokens:,} tokens, by {verdict.reason.rstrip('.')}."
     what = f"{verdict.value:+.4f} nats from {verdict.to.name}" if verdict.to else f"loss {verdict.value:.4f}"
     of = f"of {len(verdict.seeds.runs)} seeds" + (", few: the limit is wide" if len(verdict.seeds.runs) < 3 else "")
     said = f"{verdict.kind}: {what} at step {verdict.step}, where the noise of bf16 ends at {verdict.limit:{'+' if verdict.to else ''}.4f} ({of})"

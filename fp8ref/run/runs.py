@@ -64,6 +64,12 @@ class Run:
         return self.manifest["status"] == "finished"
 
     @property
+    def diverged(self) -> str:
+        """What the run ended by, if that was a loss or gradient that is not finite; else ''."""
+        error = str(self.manifest.get("error", "")) if self.manifest["status"] == "failed" else ""
+        return error if error.startswith("NonFiniteError") else ""
+
+    @property
     def text(self) -> Any:
         """What the training text is known by: its hash, or else all that the manifest says of it."""
         data = self.manifest.get("data", {})

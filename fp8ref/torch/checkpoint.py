@@ -6,6 +6,7 @@ Tensors only: what else torch would write beside them it would pickle, and nothi
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -43,7 +44,8 @@ class Store:
 
         def write() -> None:
             _be_quiet()
-            dcp.save(staged, storage_writer=writer, process_group=self._group)
+            with _told():
+                dcp.save(staged, storage_writer=writer, process_group=self._group)
 
         pending = thread.submit(write)
         thread.shutdown(wait=False)
@@ -60,7 +62,8 @@ class Store:
         reader = dcp.HuggingFaceStorageReader(str(directory))
         tensors = self._tensors()
         self._check(reader, tensors)
-        dcp.load(tensors, storage_reader=reader, process_group=self._group)
+        with _told():
+            dcp.load(tensors, storage_reader=reader, process_group=self._group)
         delayed.forget(self._model)
 
     def _tensors(self) -> dict[str, torch.Tensor]:
@@ -94,7 +97,8 @@ def weights(directory: Path, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[
     for name, shape in shapes.items():
         value = torch.empty(shape)
         _be_quiet()
-        dcp.load({f"model.{name}": value}, storage_reader=reader, no_dist=True)
+        with _told():
+            dcp.load({f"model.{name}": value}, storage_reader=reader, no_dist=True)
         yield name, value.numpy()
 
 
@@ -105,6 +109,16 @@ def _plain(moment: torch.Tensor) -> dict[str, torch.Tensor]:
         return {"": moment}
     rank = distributed.get_rank() if distributed.is_initialized() else 0
     return {f".rank{rank}.codes": local.codes.view(torch.uint8), f".rank{rank}.scale": local.scale}  # type: ignore[attr-defined]
+
+
+@contextmanager
+def _told() -> Iterator[None]:
+    """What dcp raises, which is no Exception and holds those of ranks, is an OSError that says the first of them."""
+    try:
+        yield
+    except dcp.CheckpointException as error:
+        rank, (cause, _) = next(iter(error.failures.items()))
+        raise OSError(f"{cause}" + f" (process {rank})" * distributed.is_initialized()) from error
 
 
 def _be_quiet() -> None:

@@ -78,7 +78,6 @@ DAMAGES = {
     "manifest": "manifest.json was changed",
     "no manifest": "manifest.json cannot be read",
     "torn manifest": "manifest.json cannot be read",
-    "format": "is of format 2; this fp8ref reads format 1",
 }
 
 
@@ -108,6 +107,14 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path, how):  # K-3
     assert names(tmp_path) == ["step-00000001", "step-00000002.damaged"]
     save(tmp_path, 2)  # the run comes there again
     assert latest(tmp_path, said.append).step == 2
+
+
+def test_another_versions_checkpoint_is_not_passed_over(tmp_path):  # K-3
+    save(tmp_path, 1, 2)
+    damage(tmp_path / "checkpoints" / "step-00000002", "format")
+    with pytest.raises(ConfigError, match="is of format 2; this fp8ref reads format 1"):
+        latest(tmp_path, print)
+    assert names(tmp_path) == ["step-00000001", "step-00000002"]
 
 
 def test_where_none_is_intact_nothing_is_trained_over_them(tmp_path):  # K-3

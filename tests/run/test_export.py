@@ -75,11 +75,21 @@ def small_model(config):
     return config.model, llama.initial_weights(config.model, seed=0)
 
 
-def write(folder, weights, **config):
+def write(folder, weights, config):
     folder.mkdir()
     save_file(weights, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps(export._hugging_face(config)))
     return folder
+
+
+def saying(**keys):
+    """Changes config.json; a key that is None goes."""
+
+    def change(folder):
+        found = json.loads((folder / "config.json").read_text()) | keys
+        (folder / "config.json").write_text(json.dumps({key: value for key, value in found.items() if value is not None}))
+
+    return change
 
 
 def test_several_files_and_an_index(tmp_path, small, monkeypatch):
@@ -101,7 +111,7 @@ def test_several_files_and_an_index(tmp_path, small, monkeypatch):
 def test_narrower_weights_are_widened(tmp_path, small, dtype):  # K-7
     model, weights = small_model(small)
     narrow = {name: torch.from_numpy(value).to(dtype) for name, value in weights.items()}
-    write(tmp_path / "in", {})
+    write(tmp_path / "in", {}, small)
     save_torch_file(narrow, tmp_path / "in" / "model.safetensors")
     for name, value in export.read(tmp_path / "in", model).items():
         np.testing.assert_array_equal(value, narrow[name].float().numpy())
@@ -110,7 +120,7 @@ def test_narrower_weights_are_widened(tmp_path, small, dtype):  # K-7
 def test_a_tied_models_second_copy_is_left_out(tmp_path, small):
     config = small.replace(model={"tie_word_embeddings": True})
     model, weights = small_model(config)
-    write(tmp_path / "in", weights | {"lm_head.weight": weights[llama.EMBEDDING]})
+    write(tmp_path / "in", weights | {"lm_head.weight": weights[llama.EMBEDDING]}, config)
     assert export.read(tmp_path / "in", model).keys() == weights.keys()
 
 
@@ -118,9 +128,11 @@ def test_a_tied_models_second_copy_is_left_out(tmp_path, small):
     ("change", "said"),
     [
         (lambda p: (p / "config.json").unlink(), r"config\.json cannot be read"),
-        (lambda p: (p / "config.json").write_text('{"hidden_size": 64}'), r"hidden_size 64; model\.hidden_size is 32"),
-        (lambda p: (p / "config.json").write_text('{"model_type": "gpt2"}'), r"model_type 'gpt2'"),
-        (lambda p: (p / "config.json").write_text('{"attention_bias": true}'), r"attention_bias True"),
+        (saying(hidden_size=64), r"hidden_size 64; model\.hidden_size is 32"),
+        (saying(model_type="gpt2"), r"model_type 'gpt2'"),
+        (saying(hidden_act="gelu"), r"hidden_act 'gelu'"),
+        (saying(num_hidden_layers=None), r"has no num_hidden_layers"),
+        (saying(attention_bias=True), r"attention_bias True"),
         (
             lambda p: (p / "config.json").write_text('{"rope_scaling": {"rope_type": "llama3"}}'),
             r"rope_type 'default' here \(M-4\).*'llama3'",
@@ -137,7 +149,7 @@ def test_a_tied_models_second_copy_is_left_out(tmp_path, small):
 )
 def test_what_cannot_be_read_is_named(tmp_path, small, change, said):
     model, weights = small_model(small)
-    change(write(tmp_path / "in", weights))
+    change(write(tmp_path / "in", weights, small))
     with pytest.raises(ConfigError, match=said):
         export.read(tmp_path / "in", model)
 
@@ -146,7 +158,7 @@ def test_weights_that_are_not_finite_are_named(tmp_path, small):
     model, weights = small_model(small)
     weights["model.norm.weight"][1] = np.nan
     with pytest.raises(ConfigError, match=r"run\.init_from .*model\.norm\.weight holds nan at \[1\]"):
-        export.read(write(tmp_path / "in", weights), model)
+        export.read(write(tmp_path / "in", weights, small), model)
 
 
 class Evil:
@@ -155,9 +167,8 @@ class Evil:
 
 
 def test_pickled_weights_are_not_looked_at(tmp_path, small):  # K-5
-    folder = tmp_path / "in"
-    folder.mkdir()
-    (folder / "config.json").write_text("{}")
+    folder = write(tmp_path / "in", {}, small)
+    (folder / "model.safetensors").unlink()
     (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Evil()))
     with pytest.raises(ConfigError, match="pickled ones are never read"):
         export.read(folder, small.model)

@@ -3,7 +3,7 @@ import numpy as np
 import pytest
 from made_runs import falling
 
-from fp8ref.run import judge, noise
+from fp8ref.run import compare, judge, noise, report
 
 
 @pytest.fixture
@@ -131,3 +131,21 @@ def test_a_gap_is_step_by_step(seeds, fp8):  # E-5
 
 def test_a_gap_of_too_few_steps_is_none(seeds, tmp_path, small):
     assert judge.paired(made_runs.make(tmp_path / "fp8", small, [5.0] * 4), seeds[0]) is None
+
+
+def test_a_run_whose_loss_was_no_number_is_outside(seeds, tmp_path, small):  # E-4
+    """However well it did until then; after as many tokens as it had seen with the step that failed."""
+    error = {"error": "NonFiniteError: step 20: loss nan."}
+    run = made_runs.make(tmp_path / "died", small, falling(20), recipe="tensorwise", status="failed", more=error)
+    found = judged(run, seeds)
+    assert (found.kind, found.left_step, found.left_tokens) == ("outside noise", 20, 21 * run.tokens_per_step)
+    said = report.verdict_text(run, found)
+    assert said == f"outside noise: it ended at step 20, after {found.left_tokens:,} tokens, by NonFiniteError: step 20: loss nan."
+    report.write([*seeds, run], tmp_path / "page.html")
+    assert "NonFiniteError" in (tmp_path / "page.html").read_text()
+    assert compare.compare(seeds[0], run, seeds).result == "outside noise"
+
+
+def test_a_run_that_failed_otherwise_is_judged_where_it_is(seeds, tmp_path, small):
+    run = made_runs.make(tmp_path / "died", small, falling(20), recipe="tensorwise", status="failed", more={"error": "OSError: disk"})
+    assert judged(run, seeds).kind == "within noise"

@@ -1,5 +1,7 @@
 import contextlib
 import json
+import os
+import signal
 import subprocess
 import sys
 
@@ -7,9 +9,10 @@ import numpy as np
 import pytest
 from fakes import FakeTrainer
 
-from fp8ref.run import data, log, loop
+from fp8ref.run import checkpoint, data, log, loop
 from fp8ref.run.config import ConfigError
 from fp8ref.run.loop import NonFiniteError
+from fp8ref.run.stopping import StoppedError
 
 
 @pytest.fixture
@@ -237,3 +240,50 @@ def test_metrics_are_json_that_every_reader_takes(tmp_path, small, fake):
 def test_a_backend_refuses_keys_that_it_would_ignore(small, backend, sections, key):
     with pytest.raises(ConfigError, match=f"{key} is not a key of --backend {backend}. Leave it out"):
         loop.trainer(backend, small.replace(**sections))
+
+
+def test_a_full_disk_does_not_hide_a_loss_that_is_not_finite(tmp_path, small, fake):  # T-4
+    trainer = fake({2: {"loss": float("nan")}})
+
+    def full(directory):
+        raise OSError(28, "No space left on device")
+
+    trainer.save = full
+    with pytest.raises(NonFiniteError, match=r"step 2: loss nan.*The step could not be kept: .*No space left"):
+        loop.train(small, "jax", tmp_path / "run")
+    assert not list((tmp_path / "run").glob("failures/*"))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("backend", "torch", "its backend is 'torch', and this run's 'jax'"),
+        ("seed", 3, r"its config\.run\.seed is 3"),
+        ("step", 9, "of step 9, and run.steps is 6"),
+    ],
+)
+def test_another_runs_checkpoint_is_refused(tmp_path, small, fake, key, value, said):
+    fake({5: RuntimeError("out of memory")})
+    with pytest.raises(RuntimeError):
+        loop.train(small.replace(checkpoint={"every": 2}), "jax", tmp_path / "run")
+    path = tmp_path / "run" / "checkpoints" / "step-00000004"
+    manifest = json.loads((path / "manifest.json").read_text())
+    manifest["config"]["run"] |= {key: value} if key == "seed" else {}
+    (path / "manifest.json").unlink()
+    about = {name: manifest[name] for name in ("backend", "config", "data", "step")} | ({key: value} if key != "seed" else {})
+    checkpoint.write_manifest(path, about)
+    trainer = fake()
+    with pytest.raises(ConfigError, match=said):
+        loop.train(small.replace(checkpoint={"every": 2}), "jax", tmp_path / "run", resume=True)
+    assert not trainer.batches
+
+
+def test_sigterm_before_the_first_step_is_heard(tmp_path, small, monkeypatch):  # K-8
+    def building(*_):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return FakeTrainer(small)
+
+    monkeypatch.setattr(loop, "trainer", building)
+    with pytest.raises(StoppedError, match="before a step was taken; --resume continues"):
+        loop.train(small, "jax", tmp_path / "run")
+    assert log.read_manifest(tmp_path / "run")["status"] == "stopped"

@@ -1,5 +1,7 @@
 import os
 import pickle
+import resource
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -127,3 +129,17 @@ def test_weights_alone(tmp_path):
     found = dict(checkpoint.weights(tmp_path / "state", {name: value.shape for name, value in weights.items()}))
     assert equal(found, weights)
     assert all(value.dtype == np.float32 for value in found.values())
+
+
+def test_a_full_disk_is_an_error_of_the_system(tmp_path):  # K-4
+    """dcp's own is no Exception, and would pass everyone who waits for one."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    plain = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    trainer = Trainer(config_of("bf16"))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            trainer.save(tmp_path / "state")()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, plain)
