@@ -29,26 +29,26 @@ def batches():
 
 def saving(folder, config):
     """Train 2 steps, save, and train 2 more: weights when saved, metrics of the later steps, weights at the end."""
-    torch.compiler.set_stance("force_eager")
-    trainer = Trainer(config)
-    for tokens in batches()[:2]:
-        trainer.step(tokens)
-    trainer.evaluate(batches()[3])  # after it FSDP2 leaves the embedding gathered
-    weights = trainer.weights()
-    written = trainer.save(Path(folder))
-    metrics = [trainer.step(tokens) for tokens in batches()[2:]]
-    written()
-    return weights, metrics, trainer.weights()
+    with torch.compiler.set_stance("force_eager"):
+        trainer = Trainer(config)
+        for tokens in batches()[:2]:
+            trainer.step(tokens)
+        trainer.evaluate(batches()[3])  # after it FSDP2 leaves the embedding gathered
+        weights = trainer.weights()
+        written = trainer.save(Path(folder))
+        metrics = [trainer.step(tokens) for tokens in batches()[2:]]
+        written()
+        return weights, metrics, trainer.weights()
 
 
 def resuming(folder, config):
     """The same of one that starts from what was saved."""
-    torch.compiler.set_stance("force_eager")
-    trainer = Trainer(config)
-    trainer.load(Path(folder), 2)
-    weights = trainer.weights()
-    metrics = [trainer.step(tokens) for tokens in batches()[2:]]
-    return weights, metrics, trainer.weights()
+    with torch.compiler.set_stance("force_eager"):
+        trainer = Trainer(config)
+        trainer.load(Path(folder), 2)
+        weights = trainer.weights()
+        metrics = [trainer.step(tokens) for tokens in batches()[2:]]
+        return weights, metrics, trainer.weights()
 
 
 def equal(a, b):
