@@ -23,7 +23,8 @@ from jax.experimental import topologies
 from fp8ref.jax import hlo, proof
 from fp8ref.jax.train import Trainer
 from fp8ref.llama import LlamaConfig
-from fp8ref.run.config import Config, DataConfig
+from fp8ref.run.config import Config
+from fp8ref.run.sections import DataConfig
 
 MODEL = LlamaConfig(
     vocab_size=1024, hidden_size=4096, intermediate_size=14336, num_hidden_layers=2, num_attention_heads=32, num_key_value_heads=8

@@ -20,7 +20,8 @@ import numpy as np
 
 from fp8ref.llama import LlamaConfig
 from fp8ref.run import checkpoint, log
-from fp8ref.run.config import CheckpointConfig, Config, DataConfig, NumericsConfig, RunConfig
+from fp8ref.run.config import Config
+from fp8ref.run.sections import CheckpointConfig, DataConfig, NumericsConfig, RunConfig
 
 MODEL = LlamaConfig(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
 # a server that imported what processes need, and ran nothing of it, forks them within a moment

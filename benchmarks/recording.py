@@ -15,7 +15,8 @@ from rich.console import Console
 from rich.table import Table
 
 from fp8ref.run import config as configs
-from fp8ref.run import data, loop
+from fp8ref.run import loop
+from fp8ref.run.data import loader
 
 ROOT = Path(__file__).parents[1]
 EVERY, AT_MOST = 50, 1.03
@@ -25,7 +26,7 @@ def measure(backend: str, recipe: str, pairs: int, *, quick: bool) -> dict:
     config = configs.load(ROOT / "configs/tiny.toml").replace(numerics={"recipe": recipe})
     if quick:
         config = config.replace(model={"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}, data={"batch_size": 2})
-    batches, trainer = data.open_batches(config), loop.trainer(backend, config)
+    batches, trainer = loader.open_batches(config), loop.trainer(backend, config)
 
     def timed(step, i: int) -> float:
         begin = time.perf_counter()

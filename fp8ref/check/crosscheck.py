@@ -17,8 +17,9 @@ from fp8ref.check.quantizers import Quantizer, create
 from fp8ref.check.states import States
 from fp8ref.formats import BFLOAT16, FP8_FORMATS
 from fp8ref.recipe import OPERANDS, RECIPES, REDUCED_AXES, SHARED_RECIPES, CastSpec, Gemm, Recipe
-from fp8ref.run import data, loop, progress
+from fp8ref.run import loop, progress
 from fp8ref.run.config import Config, ConfigError
+from fp8ref.run.data import loader
 from fp8ref.sim import cast, delayed, gemm, scaling
 
 FORWARD_BATCH = 4  # sequences in the simulated forward passes
@@ -45,7 +46,7 @@ def crosscheck(config: Config, *, backends: Sequence[str] = loop.BACKENDS, steps
     if config.parallel.devices > 1:
         raise ConfigError(f"the cross-check is on one device; got {config.parallel.devices}. Set parallel.* to 1, or give --sharded N.")
     report = Report()
-    batches = data.open_batches(config)
+    batches = loader.open_batches(config)
     weights = llama.initial_weights(config.model, seed=config.run.seed)
     recipes = {d.path: d.recipe for d in config.decisions()}
     replicates = bounds.REPLICATES if len(backends) > 1 else 0
@@ -186,7 +187,7 @@ def check_curves(
     report: Report,
     curves: dict[str, list[dict[str, float]]],
     weights: dict[str, np.ndarray],
-    batches: data.Batches,
+    batches: loader.Batches,
     config: Config,
     *,
     advance: Callable[[], None],

@@ -23,8 +23,9 @@ from fp8ref.check.states import States
 from fp8ref.formats import FLOAT32
 from fp8ref.recipe import OPERANDS, REDUCED_AXES, Recipe
 from fp8ref.run import failure, loop, progress
-from fp8ref.run.config import Config, ConfigError, ParallelConfig
+from fp8ref.run.config import Config, ConfigError
 from fp8ref.run.failure import Failure
+from fp8ref.run.sections import ParallelConfig
 from fp8ref.sim import delayed, model, scaling
 from fp8ref.sim.model import Site
 

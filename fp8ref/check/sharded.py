@@ -14,8 +14,9 @@ from fp8ref.check.compare import Report, compare_codes, compare_scales, compare_
 from fp8ref.check.crosscheck import transposed
 from fp8ref.formats import BFLOAT16
 from fp8ref.recipe import OPERANDS, REDUCED_AXES, SHARED_RECIPES, Gemm, Recipe, Role
-from fp8ref.run import data, loop, progress
+from fp8ref.run import loop, progress
 from fp8ref.run.config import Config, ConfigError
+from fp8ref.run.data import loader
 from fp8ref.sim import gemm, scaling
 
 THROUGH = ("shard_map", "jit")
@@ -41,7 +42,7 @@ def crosscheck(config: Config, devices: int) -> tuple[Report, dict[str, str]]:
 
     report, unfit = Report(), {}
     config = config.replace(parallel={"data": 1, "fsdp": 1, "tensor": 1, "sequence": False})
-    tokens = data.open_batches(config).step(0)
+    tokens = loader.open_batches(config).step(0)
     one = loop.trainer("jax", config)
     tensors = _tensors(one, tokens)
     first = one.first_input(tokens[:, :-1])  # type: ignore[attr-defined]

@@ -14,8 +14,10 @@ from fp8ref.check.compare import Report, compare_bits, compare_values
 from fp8ref.check.data_parallel import Run, Watcher
 from fp8ref.check.states import States
 from fp8ref.recipe import Recipe
-from fp8ref.run import data, progress
-from fp8ref.run.config import Config, ConfigError, ParallelConfig
+from fp8ref.run import progress
+from fp8ref.run.config import Config, ConfigError
+from fp8ref.run.data import loader
+from fp8ref.run.sections import ParallelConfig
 
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "delayed")
 SCOPES = ("local", "global")
@@ -38,7 +40,7 @@ def crosscheck(config: Config, n: int, *, steps: int = STEPS, prepare: Watcher |
     asked = config.parallel.amax_scope
     scopes = (asked,) if asked == "local" or config.numerics.recipe == "delayed" else SCOPES
     meshes = _meshes(n)
-    batches = data.open_batches(config)
+    batches = loader.open_batches(config)
     tokens = [batches.step(step) for step in range(steps + 1)]
     check, unfit = _Check(config, n, recipes, tokens, prepare), {}
     with progress.bar(f"crosscheck {config.numerics.recipe} on {n} ranks", len(meshes) * len(scopes)) as advance:

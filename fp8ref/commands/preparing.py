@@ -34,8 +34,8 @@ def add(commands) -> None:
 
 
 def _prepare(known: argparse.Namespace) -> int:
-    from fp8ref.run.config import DataConfig
-    from fp8ref.run.prepare import prepare
+    from fp8ref.run.data.prepare import prepare
+    from fp8ref.run.sections import DataConfig
 
     names = ("source", "tokenizer", "end_of_document", "text_column", "validation_fraction")
     data = DataConfig(**{name: getattr(known, name) for name in names if hasattr(known, name)})

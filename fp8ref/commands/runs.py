@@ -64,15 +64,16 @@ def _export(known: argparse.Namespace) -> int:
 
 
 def _report(known: argparse.Namespace) -> int:
-    from fp8ref.run import report, runs
+    from fp8ref.run.report import page, runs
 
-    print(report.write(runs.read_all(known.runs), known.out, confidence=_confidence(known)))
+    print(page.write(runs.read_all(known.runs), known.out, confidence=_confidence(known)))
     return 0
 
 
 def _compare(known: argparse.Namespace) -> int:
     check_json(known.json)
-    from fp8ref.run import compare, progress, runs
+    from fp8ref.run import progress
+    from fp8ref.run.report import compare, runs
 
     found = compare.compare(runs.read(known.a), runs.read(known.b), runs.read_all(known.seeds), confidence=_confidence(known))
     found.print(progress.console())
@@ -89,7 +90,7 @@ def _confidence(known: argparse.Namespace) -> float:
 
 def _replay(known: argparse.Namespace) -> int:
     check_json(known.json)
-    from fp8ref.run.replay import replay
+    from fp8ref.run.report.replay import replay
 
     found = replay(known.run_directory, known.policy, history=known.history, margin=known.margin)
     found.print()

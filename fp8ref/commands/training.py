@@ -31,7 +31,8 @@ def _train(known: argparse.Namespace, options: list[str]) -> int:
     if known.dry_run:
         if given := [key for key in ("resume", "overwrite", "distributed") if getattr(known, key)]:
             raise ConfigError(f"--dry-run is of a config alone, in one process; got --{given[0]} beside it. Leave that out.")
-        from fp8ref.run import dry_run, progress
+        from fp8ref.run import progress
+        from fp8ref.run.plan import dry_run
 
         dry_run.show(config, known.backend, progress.console())
         return 0

@@ -5,8 +5,9 @@ from pathlib import Path
 from rich.table import Table
 
 from fp8ref.check.crosscheck import crosscheck
-from fp8ref.run import data, loop, plots, progress
+from fp8ref.run import loop, plots, progress
 from fp8ref.run.config import Config
+from fp8ref.run.data import loader
 
 RECIPES = ("bf16", "tensorwise", "rowwise")
 SEEDS = 3  # bf16 runs, of weights and data order, whose range is the noise that FP8 is judged by
@@ -31,7 +32,7 @@ def demo(config: Config, out: Path) -> bool:
     reports = {recipe: crosscheck(config.replace(numerics={"recipe": recipe})) for recipe in RECIPES[1:]}
     for recipe, report in reports.items():
         report.write(out / f"crosscheck-{recipe}.json")
-    entropy = data.open_batches(config).description.get("validation_unigram_entropy")  # of shards nobody counts it
+    entropy = loader.open_batches(config).description.get("validation_unigram_entropy")  # of shards nobody counts it
 
     spread = max(seeds) - min(seeds)
     table = Table("backend", "recipe", "final loss", "val loss", "minus bf16", "codes equal", "scales equal", "cross-check")

@@ -12,10 +12,11 @@ import numpy as np
 
 from fp8ref import llama
 from fp8ref.recipe import Decision
-from fp8ref.run import checkpoint, data, export, failure, log, progress, stopping, trackers
+from fp8ref.run import checkpoint, export, failure, log, progress, stopping, trackers
 from fp8ref.run import config as configs
 from fp8ref.run.checkpoint import Checkpoint, Checkpoints
 from fp8ref.run.config import Config, ConfigError
+from fp8ref.run.data import loader
 from fp8ref.run.processes import Alone, LostProcessError, Processes, together
 from fp8ref.run.stopping import StoppedError
 from fp8ref.run.stopwatch import Stopwatch
@@ -85,7 +86,7 @@ def train(
         claimed = on_first(claim)
         if not processes.gather(claimed)[0]:
             return None
-        batches = together(processes, lambda: data.open_batches(config, first=processes.first))
+        batches = together(processes, lambda: loader.open_batches(config, first=processes.first))
         _check_alike(processes, config, batches)
         found = on_first(lambda: _last(out, config, backend, batches) if resume else None)
         path, start = processes.gather((str(found.state), found.step) if found else (None, 0))[0]
@@ -116,7 +117,7 @@ def train(
         return _Training(model, batches, config, out, run or log.Unwritten(), processes, asked).all(start)
 
 
-def _last(out: Path, config: Config, backend: str, batches: data.Batches) -> Checkpoint | None:
+def _last(out: Path, config: Config, backend: str, batches: loader.Batches) -> Checkpoint | None:
     """The checkpoint that a run resumes from.
 
     Raises:   ConfigError: none is intact; it is another run's; other data than it was trained on; moments in FP8 of another mesh.
@@ -149,14 +150,14 @@ def _last(out: Path, config: Config, backend: str, batches: data.Batches) -> Che
     return found
 
 
-def _proven(config: Config, backend: str, batches: data.Batches, *, initial: bool) -> tuple[Trainer, dict | None]:
+def _proven(config: Config, backend: str, batches: loader.Batches, *, initial: bool) -> tuple[Trainer, dict | None]:
     """A fresh trainer, and what its compiled step is, where it can read it. initial: its weights are those that training starts from."""
     given = config.run.init_from if initial else None
     model = trainer(backend, config, export.read(Path(given), config.model) if given else None)
     return model, model.prove(batches.step(0)) if isinstance(model, Provable) else None
 
 
-def _check_alike(processes: Processes, config: Config, batches: data.Batches) -> None:
+def _check_alike(processes: Processes, config: Config, batches: loader.Batches) -> None:
     """ConfigError where a process would train something else than the first; where its text lies is its own affair."""
     told = processes.gather({"config": configs.to_dict(config.replace(data={"source": "stdlib"})), "text": batches.description["sha256"]})
     for index, other in enumerate(told):
@@ -170,7 +171,7 @@ class _Training:
     def __init__(
         self,
         model: Trainer,
-        batches: data.Batches,
+        batches: loader.Batches,
         config: Config,
         out: Path,
         run: log.RunLog | trackers.Tracked | log.Unwritten,

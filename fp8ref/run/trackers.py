@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from fp8ref.run import config as configs
-from fp8ref.run.config import Config, ConfigError, LogConfig
+from fp8ref.run.config import Config, ConfigError
+from fp8ref.run.sections import LogConfig
 
 EVENTS = "tensorboard"  # within the run's directory
 PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb"}  # by key of config.log

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fp8ref.run.config import OptimizerConfig
+from fp8ref.run.sections import OptimizerConfig
 
 BLOCK, SMALLEST = 256, 4096  # torchao's: values that share a scale, and those below which a piece's moments stay float32
 MOMENTS = ("exp_avg", "exp_avg_sq")

@@ -9,8 +9,8 @@ import tomli_w
 from fp8ref import cli
 from fp8ref.check import data_parallel, ranks, sharded_torch
 from fp8ref.run import config as configs
-from fp8ref.run import data
 from fp8ref.run.config import ConfigError
+from fp8ref.run.data import loader
 
 STEPS = 2
 UP = "model.layers.0.mlp.up_proj"
@@ -119,7 +119,7 @@ def test_a_rank_that_fails_ends_the_check(small, one_mesh):
 
 def test_one_process_has_the_gradients_of_the_whole_batch(small):
     """Two ranks' mean is that of the batch, but for rounding: the norm of a step's gradient is nearly that of one device's."""
-    tokens = [data.open_batches(small).step(step) for step in range(2)]
+    tokens = [loader.open_batches(small).step(step) for step in range(2)]
     run = ranks.run(1, data_parallel.replicate, small.replace(numerics={"recipe": "bf16"}), 1, 2, tokens)[0]
     alone = ranks.run(1, data_parallel.replicate, small.replace(numerics={"recipe": "bf16"}), 1, 1, tokens)[0]
     np.testing.assert_allclose(run.metrics, alone.metrics, rtol=1e-2)  # of bfloat16's 2^-8

@@ -11,8 +11,9 @@ import tomli_w
 from fp8ref.jax import processes
 from fp8ref.jax.train import Trainer
 from fp8ref.run import config as configs
-from fp8ref.run import data, log
+from fp8ref.run import log
 from fp8ref.run.config import ConfigError
+from fp8ref.run.data import loader
 
 PARALLEL = {"data": 2, "fsdp": 2, "tensor": 2, "sequence": True}
 
@@ -65,7 +66,7 @@ def test_two_processes_train_as_one_does(tmp_path, config):
     assert manifest["device"].endswith("8 devices in 2 processes")
     assert (manifest["status"], manifest["proof"]["missing"]) == ("finished", [])
     assert manifest["proof"]["gathers"]["f8e4m3fn"] > 0
-    one, batches = Trainer(config), data.open_batches(config)
+    one, batches = Trainer(config), loader.open_batches(config)
     for step, line in enumerate(metrics):
         expected = one.step(batches.step(step))
         assert {key: line[key] for key in expected} == pytest.approx(expected, rel=2.0**-9)

@@ -10,7 +10,7 @@ from fp8ref.jax import linear, scaling, stats
 from fp8ref.jax.parallel import Layout
 from fp8ref.jax.train import Trainer
 from fp8ref.recipe import RECIPES, CastSpec
-from fp8ref.run import data
+from fp8ref.run.data import loader
 
 FP8 = [name for name, recipe in RECIPES.items() if recipe.fp8]
 
@@ -79,7 +79,7 @@ def test_a_trainers_statistics_are_of_the_operands_that_its_gemms_had(small, rec
     sizes = {"hidden_size": 128, "intermediate_size": 128} if recipe == "blockwise" else {"intermediate_size": 64}
     length = {"sequence_length": 32} if recipe == "blockwise" else {}  # 128 tokens: whole blocks along M
     wide = small.replace(numerics={"recipe": recipe}, model=sizes, data=length)
-    trainer, tokens = Trainer(wide), data.open_batches(wide).step(0)
+    trainer, tokens = Trainer(wide), loader.open_batches(wide).step(0)
     trainer.step(tokens)
     seen = measured.Seen(trainer.decisions)
     with linear.observing(seen.add):
@@ -91,7 +91,7 @@ def test_a_trainers_statistics_are_of_the_operands_that_its_gemms_had(small, rec
 @pytest.mark.parametrize("recipe", ["delayed", pytest.param("tensorwise", marks=pytest.mark.slow)])
 def test_measuring_changes_no_bit_of_training(small, recipe):  # Q-10
     config, runs = small.replace(numerics={"recipe": recipe}), []
-    batches = data.open_batches(config)
+    batches = loader.open_batches(config)
     for measures in (False, True):
         trainer = Trainer(config)
         metrics = [trainer.measured_step(batches.step(i))[0] if measures else trainer.step(batches.step(i)) for i in range(3)]
@@ -113,7 +113,7 @@ MESHES = [
 def test_on_a_mesh_every_part_is_counted_once(small, recipe, mesh):  # Q-10
     """Operands of a mesh differ from one device's by what GEMMs round otherwise (P-8), but not the first weights and inputs of the first layer."""
     config = small.replace(numerics={"recipe": recipe}, model={"num_key_value_heads": 2, "intermediate_size": 64})
-    tokens = data.open_batches(config).step(0)
+    tokens = loader.open_batches(config).step(0)
     one, many = (Trainer(config.replace(parallel=keys)).statistics(tokens) for keys in ({}, mesh))
     assert list(one) == list(many)
     for name in one:
@@ -145,4 +145,4 @@ def test_of_copies_one_is_counted(small, mesh, linear, parts):  # Q-10
 
 def test_without_fp8_there_is_nothing(small):
     trainer = Trainer(small.replace(numerics={"recipe": "bf16"}))
-    assert trainer.statistics(data.open_batches(small).step(0)) == {}
+    assert trainer.statistics(loader.open_batches(small).step(0)) == {}

@@ -5,7 +5,7 @@ import pytest
 
 from fp8ref.jax.train import Trainer as JaxTrainer
 from fp8ref.recipe import SHARED_RECIPES
-from fp8ref.run import data
+from fp8ref.run.data import loader
 from fp8ref.torch.train import Trainer as TorchTrainer
 
 
@@ -30,7 +30,7 @@ def test_both_convert_the_same_linears(recipe, small):  # R-2
 def test_one_step_moves_the_weights_alike(small):  # T-1, T-2, T-3, M-2
     """In bf16 the gradients of both agree to about 2^-8, and Adam's first step is +-lr wherever a gradient is not tiny."""
     config = small.replace(numerics={"recipe": "bf16"})
-    batch = data.open_batches(config).step(0)
+    batch = loader.open_batches(config).step(0)
     a, b = JaxTrainer(config), TorchTrainer(config)
     before = a.weights()
     first, second = a.step(batch), b.step(batch)

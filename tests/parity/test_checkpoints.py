@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 
 from fp8ref.recipe import RECIPES
-from fp8ref.run import data, loop
+from fp8ref.run import loop
 from fp8ref.run.config import ConfigError
+from fp8ref.run.data import loader
 
 # minutes of XLA's compiler, and the same code but for the states of delayed scaling
 QUICK = {("jax", "delayed"), *(("torch", recipe) for recipe in RECIPES)}
@@ -18,7 +19,7 @@ CASES = [
 
 @pytest.fixture
 def batches(small):
-    opened = data.open_batches(small)
+    opened = loader.open_batches(small)
     return [opened.step(k) for k in range(5)]
 
 
@@ -28,7 +29,7 @@ def test_resuming_is_as_if_nothing_had_happened(backend, recipe, small, tmp_path
     sizes = {"hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 2, "num_key_value_heads": 2}
     blocks = recipe in ("blockwise", "mxfp8")
     config = small.replace(numerics={"recipe": recipe}, model=sizes if blocks else {}, data={"sequence_length": 32} if blocks else {})
-    opened = data.open_batches(config)
+    opened = loader.open_batches(config)
     batches = [opened.step(k) for k in range(5)]
     whole, resumed = loop.trainer(backend, config), loop.trainer(backend, config)
     for tokens in batches[:2]:

@@ -3,13 +3,14 @@
 import numpy as np
 import pytest
 
-from fp8ref.run import data, loop
+from fp8ref.run import loop
+from fp8ref.run.data import loader
 
 
 @pytest.mark.parametrize("backend", loop.BACKENDS)
 def test_a_batch_in_parts_is_recorded_as_its_parts_are(backend, small):  # T-7, Q-8
     """The largest amax, the extreme scales and the mean rates of two halves, each of which is scaled by itself."""
-    tokens = data.open_batches(small).step(0)
+    tokens = loader.open_batches(small).step(0)
     whole = loop.trainer(backend, small.replace(data={"microbatches": 2})).statistics(tokens)
     half = loop.trainer(backend, small.replace(data={"batch_size": 2}))
     first, second = half.statistics(tokens[:2]), half.statistics(tokens[2:])

@@ -5,14 +5,15 @@ import pytest
 
 from fp8ref import llama
 from fp8ref.recipe import SHARED_RECIPES
-from fp8ref.run import data, loop
+from fp8ref.run import loop
+from fp8ref.run.data import loader
 
 pytestmark = pytest.mark.parametrize("backend", loop.BACKENDS)
 
 
 @pytest.fixture
 def tokens(small):
-    return data.open_batches(small).step(0)
+    return loader.open_batches(small).step(0)
 
 
 @pytest.mark.parametrize("recipe", SHARED_RECIPES)

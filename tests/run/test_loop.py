@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from fakes import FakeTrainer
 
-from fp8ref.run import checkpoint, data, log, loop
+from fp8ref.run import checkpoint, log, loop
 from fp8ref.run.config import ConfigError
+from fp8ref.run.data import loader
 from fp8ref.run.loop import NonFiniteError
 from fp8ref.run.stopping import StoppedError
 
@@ -42,7 +43,7 @@ def test_train_returns_and_writes_one_line_a_step(tmp_path, small, fake):
 def test_each_step_trains_on_its_batch(tmp_path, small, fake):  # D-2
     trainer = fake()
     loop.train(small, "jax", tmp_path / "run")
-    batches = data.open_batches(small)
+    batches = loader.open_batches(small)
     assert len(trainer.batches) == 6
     for step, tokens in enumerate(trainer.batches):
         np.testing.assert_array_equal(tokens, batches.step(step))
@@ -58,7 +59,7 @@ def test_every_validation_takes_the_same_batches(tmp_path, small, fake):  # D-2
     trainer = fake()
     config = small.replace(run={"eval_batches": 2, "eval_every": 3}, data={"validation_fraction": 0.4})
     loop.train(config, "jax", tmp_path / "run")
-    batches = data.open_batches(config)
+    batches = loader.open_batches(config)
     for found, expected in zip(trainer.validated, [batches.held_out(0), batches.held_out(1)] * 2, strict=True):
         np.testing.assert_array_equal(found, expected)
 
@@ -77,7 +78,7 @@ def test_a_finished_run_says_so(tmp_path, small, fake):
     manifest = log.read_manifest(tmp_path / "run")
     assert (manifest["status"], manifest["final"]) == ("finished", lines[-1])
     assert manifest["device"] == "none: fake"
-    assert manifest["data"] == data.open_batches(small).description
+    assert manifest["data"] == loader.open_batches(small).description
 
 
 @pytest.mark.parametrize("metrics", [{"loss": np.nan}, {"loss": np.inf}, {"grad_norm": np.nan}, {"grad_norm": np.inf}])

@@ -8,7 +8,8 @@ from fp8ref import recipe as recipes
 from fp8ref.formats import E4M3FN
 from fp8ref.policy import POLICIES
 from fp8ref.recipe import CastSpec, GemmSpec, Recipe
-from fp8ref.run import judge, loop, runs
+from fp8ref.run import loop
+from fp8ref.run.report import judge, runs
 
 STEPS = 30
 

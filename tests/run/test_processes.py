@@ -5,8 +5,9 @@ import contextlib
 import pytest
 from fakes import FakeTrainer
 
-from fp8ref.run import data, loop
+from fp8ref.run import loop
 from fp8ref.run.config import ConfigError
+from fp8ref.run.data import loader
 from fp8ref.run.processes import Alone, together
 
 
@@ -52,8 +53,8 @@ def test_a_run_that_is_finished_is_left_alone_by_all(small, tmp_path):
 
 
 def test_processes_train_alike(small):
-    text = data.open_batches(small).description["sha256"]
-    batches = data.open_batches(small)
+    text = loader.open_batches(small).description["sha256"]
+    batches = loader.open_batches(small)
     loop._check_alike(Second(), small, batches)
     loop._check_alike(Second(), small.replace(data={"source": "stdlib"}), batches)
     mine = loop.configs.to_dict(small.replace(data={"source": "stdlib"}))

@@ -8,8 +8,9 @@ from started import ENDLESS, SHARDED, Forked
 from torch import distributed
 
 from fp8ref import cli
-from fp8ref.run import checkpoint, data, log
+from fp8ref.run import checkpoint, log
 from fp8ref.run import config as configs
+from fp8ref.run.data import loader
 from fp8ref.torch import last_words, train
 from fp8ref.torch.last_words import LastWords
 
@@ -96,7 +97,7 @@ def test_sigterm_to_one_process_saves_on_all_after_the_same_step(tmp_path, endle
     config = configs.load(tmp_path / "run" / "config.toml").replace(parallel={"fsdp": 1})
     alone = train.Trainer(config)
     alone.load(saved / "state", steps)
-    batches = data.open_batches(config)
+    batches = loader.open_batches(config)
     assert alone.step(batches.step(steps))["loss"] == pytest.approx(log.read_metrics(tmp_path / "run")[-1]["loss"], rel=0.2)
 
 

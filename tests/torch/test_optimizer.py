@@ -7,8 +7,9 @@ import ranks
 import torch
 from torchao.optim.subclass_fp8 import OptimStateFp8
 
-from fp8ref.run import data, loop
+from fp8ref.run import loop
 from fp8ref.run.config import ConfigError
+from fp8ref.run.data import loader
 from fp8ref.torch import optimizer
 from fp8ref.torch.train import Trainer
 
@@ -25,7 +26,7 @@ def eager():
 def stepped(config, kind, steps):
     """A trainer after as many steps on one batch, and their losses."""
     trainer = Trainer(config.replace(optimizer={"kind": kind, "warmup_steps": 0}))
-    batch = data.open_batches(config).step(0)
+    batch = loader.open_batches(config).step(0)
     return trainer, [trainer.step(batch)["loss"] for _ in range(steps)]
 
 

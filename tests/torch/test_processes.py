@@ -9,8 +9,9 @@ import torch
 from started import DEADLINE, ENDLESS, SHARDED, Forked, command, free_port, variables
 
 from fp8ref import cli
-from fp8ref.run import data, log
+from fp8ref.run import log
 from fp8ref.run.config import ConfigError
+from fp8ref.run.data import loader
 from fp8ref.torch import processes, train
 
 
@@ -69,7 +70,7 @@ def test_two_processes_train_as_one_does(tmp_path, config):
     assert outputs[1] == ""
     manifest, metrics = log.read_manifest(tmp_path / "run"), log.read_metrics(tmp_path / "run")
     assert (manifest["status"], manifest["device"]) == ("finished", "cpu, 2 processes")
-    one, batches = train.Trainer(config.replace(parallel={"fsdp": 1})), data.open_batches(config)
+    one, batches = train.Trainer(config.replace(parallel={"fsdp": 1})), loader.open_batches(config)
     for step, line in enumerate(metrics):
         expected = one.step(batches.step(step))
         assert {key: line[key] for key in expected} == pytest.approx(expected, rel=2.0**-9)

@@ -8,8 +8,8 @@ import torch
 from fp8ref import statistics
 from fp8ref.formats import E4M3FN, E5M2
 from fp8ref.recipe import OPERANDS, REDUCED_AXES, CastSpec
-from fp8ref.run import data
 from fp8ref.run.config import ConfigError
+from fp8ref.run.data import loader
 from fp8ref.torch import delayed, scaling, stats
 from fp8ref.torch.train import Trainer
 
@@ -57,7 +57,7 @@ def test_what_is_not_finite_is_counted_apart(rng, bad):  # Q-8
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_trainers_statistics_are_of_the_operands_that_its_gemms_had(small, recipe):  # Q-8
     config = small.replace(numerics={"recipe": recipe}, model={"intermediate_size": 64})
-    trainer, tokens = Trainer(config), data.open_batches(config).step(0)
+    trainer, tokens = Trainer(config), loader.open_batches(config).step(0)
     trainer.step(tokens)
     seen = measured.Seen(trainer.decisions)
     trainer.observe(tokens, seen.add)
@@ -78,7 +78,7 @@ WAYS = [
 @pytest.mark.parametrize(("recipe", "keys"), WAYS)
 def test_measuring_changes_no_bit_of_training(small, recipe, keys):  # Q-10
     config, runs, found = small.replace(numerics={"recipe": recipe}, parallel=keys), [], {}
-    batches = data.open_batches(config)
+    batches = loader.open_batches(config)
     for measures in (False, True):
         trainer, metrics = Trainer(config), []
         for i in range(3):
@@ -108,7 +108,7 @@ def test_measuring_changes_no_bit_of_training(small, recipe, keys):  # Q-10
 def test_on_ranks_every_part_is_counted_once(small, recipe, keys):  # Q-10
     """Every rank returns the same: the simulator's, of the operands that all ranks had, put together."""
     config = small.replace(numerics={"recipe": recipe}, parallel=keys)
-    tokens = data.open_batches(config).step(0)
+    tokens = loader.open_batches(config).step(0)
     found = ranks.run(2, rank_jobs.statistics, config, tokens)
     assert found[0][0] == found[1][0]
     one, weights = found[0][0], found[0][2]

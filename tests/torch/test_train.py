@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from fp8ref.recipe import RECIPES
-from fp8ref.run import data
+from fp8ref.run.data import loader
 from fp8ref.torch import delayed
 from fp8ref.torch.train import Trainer
 
@@ -28,14 +28,14 @@ def test_every_recipe_trains(recipe, small):
         model={"hidden_size": 128, "intermediate_size": 128, "num_key_value_heads": 2},
         data={"sequence_length": 32},
     )
-    trainer, batches = Trainer(config), data.open_batches(config)
+    trainer, batches = Trainer(config), loader.open_batches(config)
     losses = [trainer.step(batches.step(0))["loss"] for _ in range(6)]  # one batch, again and again
     assert losses[-1] < losses[0]
 
 
 def test_delayed_states_roll_once_a_step_and_not_without_one(small):  # H-5, T-4
     config = small.replace(numerics={"recipe": "delayed"})
-    trainer, batches = Trainer(config), data.open_batches(config)
+    trainer, batches = Trainer(config), loader.open_batches(config)
     states = dict(delayed.states(trainer.model))
     assert len(states) == 3 * sum(d.fp8 for d in trainer.decisions)
     trainer.evaluate(batches.held_out(0))

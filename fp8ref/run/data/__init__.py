@@ -1,0 +1,1 @@
+"""Where the tokens come from, and their order (SEMANTICS D)."""

@@ -1,0 +1,1 @@
+"""What finished runs show: compared, judged against the noise of seeds, replayed, drawn."""

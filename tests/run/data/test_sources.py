@@ -1,0 +1,102 @@
+import pytest
+
+from fp8ref.run.config import ConfigError, DataConfig
+from fp8ref.run.data import sources
+
+
+def find(source, **keys) -> sources.Source:
+    return sources.find(DataConfig(source=str(source), **keys))
+
+
+@pytest.fixture
+def tree(tmp_path):
+    """tree("a.bin", ...) makes files with a byte in them."""
+
+    def make(*names):
+        for name in names:
+            path = tmp_path / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(b"x")
+        return tmp_path
+
+    return make
+
+
+def test_a_directory_is_searched_and_ordered_by_relative_path(tree):  # D-4
+    root = tree("b/c.bin", "a.npy", "b.bin")
+    found = find(root)
+    assert found.kind == "shards"
+    assert [name for name, _ in found.files] == ["a.npy", "b.bin", "b/c.bin"]
+
+
+@pytest.mark.parametrize("pattern", ["*/x.bin", "**/x.bin"])
+def test_a_pattern_names_files_relative_to_what_they_share(tree, pattern):
+    root = tree("one/x.bin", "two/x.bin", "two/y.bin")
+    assert [name for name, _ in find(root / pattern).files] == ["one/x.bin", "two/x.bin"]
+
+
+def test_a_file_is_a_source(tree):
+    root = tree("x.parquet", "y.parquet")
+    assert find(root / "x.parquet") == sources.Source(kind="documents", files=(("x.parquet", root / "x.parquet"),))
+
+
+def test_hidden_folders_are_not_searched_for_shards(tree):
+    """A prepare that was killed leaves its unfinished shards in one."""
+    root = tree("a.bin", ".tokens.x/shards/train-00000.bin")
+    assert [name for name, _ in find(root).files] == ["a.bin"]
+
+
+def test_a_name_of_the_hub_is_not_looked_for_on_disk():
+    assert find("hf:org/name").kind == "hub"
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        (["a.bin", "readme.md"], r"holds shards \(a.bin\) and text \(readme.md\).*'.*/\*\*/\*.bin'"),
+        (["a.bin", "b.jsonl"], r"names documents \(b.jsonl\) and shards \(a.bin\)"),
+        (["a.png"], r"holds no \.md, \.py, \.txt files with text in them, no token shards"),
+    ],
+)
+def test_a_directory_of_more_than_one_kind_or_none_is_refused(tree, names, said):
+    with pytest.raises(ConfigError, match=said):
+        find(tree(*names))
+
+
+@pytest.mark.parametrize(("source", "said"), [("absent/*.bin", "matches no file"), ("*", "matches a.png"), ("a.png", "is no directory")])
+def test_what_names_nothing_that_is_read_is_refused(tree, monkeypatch, source, said):
+    monkeypatch.chdir(tree("a.png", "b.bin"))
+    with pytest.raises(ConfigError, match=said):
+        find(source)
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "said"),
+    [
+        ("a.bin", {"tokenizer": "t.json"}, "data.tokenizer is set, and .* which is shards"),
+        ("a.bin", {"end_of_document": "", "text_column": "t"}, "data.end_of_document, data.text_column are set"),
+        ("a.jsonl", {"token_dtype": "uint16"}, "data.token_dtype is set, and .* which is documents"),
+        ("a.txt", {"text_column": "t"}, "data.text_column is set, and .* which is text"),
+    ],
+)
+def test_a_key_that_a_kind_has_no_use_for_is_refused(tree, name, keys, said):
+    root = tree(name)
+    with pytest.raises(ConfigError, match=said):
+        find(root, **keys)
+
+
+@pytest.mark.parametrize(
+    ("name", "validation"),
+    [
+        ("val.bin", True),
+        ("fineweb_val_000000.bin", True),
+        ("validation-00000-of-00001.parquet", True),
+        ("Valid.npy", True),
+        ("val/0.bin", True),
+        ("train.bin", False),
+        ("interval.bin", False),
+        ("values.bin", False),
+    ],
+)
+def test_files_are_for_validation_by_a_word_of_their_names(name, validation):  # D-5
+    assert sources.is_validation(name) == validation
