@@ -20,7 +20,7 @@ from rich.table import Table
 
 from fp8ref.llama import LlamaConfig
 from fp8ref.run.config import Config
-from fp8ref.run.data import Batches, open_batches
+from fp8ref.run.data.loader import Batches, open_batches
 from fp8ref.run.sections import DataConfig
 
 PROCESSES = (1, 2, 8)
