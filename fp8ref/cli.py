@@ -9,6 +9,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 
+import fp8ref
 from fp8ref.commands import checking, preparing, runs, training
 from fp8ref.commands.shared import DEFECT, ERROR, INTERRUPTED, LOST, NON_FINITE, STOPPED
 
@@ -40,6 +41,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="fp8ref", description="Train in FP8 with JAX or PyTorch from one config, and hold both to the specification."
     )
+    parser.add_argument("--version", action="version", version=f"fp8ref {fp8ref.__version__}")
     parser.set_defaults(leave=None)  # how a process of several ends, given the exit code
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for kind in (training, checking, runs, preparing):

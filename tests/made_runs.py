@@ -30,6 +30,7 @@ def make(
     """Write a run and read it back. more: keys for the manifest; validation every tenth step, a tenth above the loss."""
     losses = np.asarray(losses, np.float64)
     config = config.replace(numerics={"recipe": recipe}, run={"seed": seed, "steps": 60}, data={"seed": seed})
+    path.mkdir(parents=True)
     written = log.create(path, config, backend, data=data, decisions=config.decisions(), device="cpu: test", proof=proof)
     for step, loss in enumerate(losses.tolist()):
         line = {"step": step, "loss": loss, "grad_norm": 1.0 + loss, "tokens_per_second": speed}
@@ -39,6 +40,25 @@ def make(
     if statistics:
         (path / "statistics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in statistics))
     return runs.read(path)
+
+
+def begin(out: Path, config: Config, backend: str = "jax", start: int = 0) -> log.RunLog:
+    """A run that has taken no step."""
+    out.mkdir(parents=True, exist_ok=True)
+    return log.create(out, config, backend, data=DATA, decisions=config.decisions(), device="cpu: test", start=start)
+
+
+def finished(out: Path, config: Config, backend: str = "jax") -> None:
+    """A run of one step."""
+    run = begin(out, config, backend)
+    run.step({"step": 0, "loss": 5.5, "seconds": 0.5})
+    run.status("finished", final={"step": 0})
+    run.close()
+
+
+def contents(folder: Path) -> dict[Path, bytes]:
+    """All files but the lock, which stays when a process has left."""
+    return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != ".lock"}
 
 
 def falling(steps: int = 60, *, above: float = 0.0, wobble: int | None = None) -> np.ndarray:

@@ -11,9 +11,12 @@ import pytest
 import tomli_w
 from fakes import FakeTrainer
 
+import fp8ref
 from fp8ref import cli
+from fp8ref.commands import training
 from fp8ref.run import config as configs
 from fp8ref.run import log, loop
+from fp8ref.run.processes import Alone
 
 
 @pytest.fixture
@@ -53,7 +56,12 @@ def run(capsys):
 
 
 def contents(folder) -> dict:
-    return {path.relative_to(folder): (path.read_bytes(), path.stat().st_mtime_ns) for path in folder.rglob("*") if path.is_file()}
+    """All files but the lock, with the time at which they were written."""
+    return {
+        path.relative_to(folder): (path.read_bytes(), path.stat().st_mtime_ns)
+        for path in folder.rglob("*")
+        if path.is_file() and path.name != ".lock"
+    }
 
 
 def test_train_writes_a_run_and_reports_its_losses(config, fake, run):
@@ -122,6 +130,10 @@ def test_help_works_after_a_config(config, run):
     code, out, _ = run("train", config, "--help")
     assert code == 0
     assert "--run.steps" in out
+
+
+def test_it_says_its_version(run):
+    assert run("--version") == (0, f"fp8ref {fp8ref.__version__}\n", "")
 
 
 @pytest.mark.parametrize("arguments", [[], ["teach"], ["train"], ["demo"], ["crosscheck"]], ids=" ".join)
@@ -338,6 +350,20 @@ def test_sigterm_saves_and_exits_with_5(config, fake, run):  # K-8
     assert run(*command, "--resume")[0] == 0
     assert log.read_manifest(config.parent / "here")["starts"] == [0, 4]
     assert len(log.read_metrics(config.parent / "here")) == 6
+
+
+def test_sigterm_while_a_framework_loads_exits_with_5(config, fake, run, monkeypatch):
+    def meet(*_):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return Alone()
+
+    fake()
+    monkeypatch.setattr(training, "_processes", meet)
+    command = ("train", config, "--backend", "jax", "--run.out", "here")
+    code, out, err = run(*command, "--distributed")
+    assert (code, out) == (5, "")
+    assert "stopped by SIGTERM before a step was taken; --resume continues" in err
+    assert run(*command, "--resume")[0] == 0
 
 
 @pytest.mark.parametrize("flag", [[], ["--resume"], ["--overwrite"]], ids=["plain", "resume", "overwrite"])

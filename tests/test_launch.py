@@ -92,8 +92,8 @@ def python(tmp_path):
 
 
 @pytest.mark.parametrize("backend", ["jax", "torch"])
-@pytest.mark.parametrize(("code", "again"), [(5, True), (0, False), (1, False), (4, False)])
-def test_only_a_run_that_has_saved_is_queued_again(backend, code, again, launch, python, tmp_path):
+@pytest.mark.parametrize(("code", "again"), [(5, True), (143, True), (0, False), (1, False), (4, False)])
+def test_only_a_run_that_was_told_to_stop_is_queued_again(backend, code, again, launch, python, tmp_path):
     done = launch(backend, "--run.steps", "3", python=python, CODE=str(code), SLURM_JOB_ID="17")
     assert done.returncode == code
     assert (tmp_path / "requeued").exists() == again

@@ -42,7 +42,7 @@ def config(known: argparse.Namespace, options: list[str]):
         raise configs.ConfigError(f"{prog} needs a CONFIG, such as configs/tiny.toml. See {prog} --help.")
     if options and not known.config.exists():
         raise configs.ConfigError(
-            f"{known.config}: no such file. {prog} takes CONFIG first, then the options of its keys: {prog} CONFIG {' '.join(options)}."
+            f"{known.config}: no such file. {prog} takes CONFIG first, then the options of its keys, such as {prog} configs/tiny.toml --run.steps 20."
         )
     return configs.override(configs.load(known.config), options, prog=f"{prog} {known.config}")
 

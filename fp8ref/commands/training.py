@@ -36,12 +36,15 @@ def _train(known: argparse.Namespace, options: list[str]) -> int:
 
         dry_run.show(config, known.backend, progress.console())
         return 0
-    from fp8ref.run import loop
+    from fp8ref.run import stopping
 
     out = Path(config.run.out or f"runs/{known.config.stem}-{known.backend}-{config.numerics.recipe}")
-    processes = _processes(known, config) if known.distributed else None
-    with processes.telling() if processes else contextlib.nullcontext():
-        lines = loop.train(config, known.backend, out, resume=known.resume, overwrite=known.overwrite, processes=processes)
+    with stopping.asked():  # before a framework takes its seconds to load
+        from fp8ref.run import loop
+
+        processes = _processes(known, config) if known.distributed else None
+        with processes.telling() if processes else contextlib.nullcontext():
+            lines = loop.train(config, known.backend, out, resume=known.resume, overwrite=known.overwrite, processes=processes)
     if processes and not processes.first:
         return 0
     if lines is None:

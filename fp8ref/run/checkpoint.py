@@ -61,7 +61,7 @@ class Checkpoints:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoints")
         self._pending: Future | None = None
         if processes.first:  # what a process that was killed left behind
-            for rest in (p for ending in (UNFINISHED, REMOVED) for p in self._folder.glob(f"*{ending}")):
+            for rest in (p for ending in (UNFINISHED, REMOVED) for p in self._folder.glob(f"{PREFIX}*{ending}") if p.is_dir()):
                 shutil.rmtree(rest)
 
     def save(self, model: Saves, step: int) -> None:
@@ -117,7 +117,7 @@ class Checkpoints:
 
 def saved(out: Path) -> list[Path]:
     """The checkpoints of a run, newest first; neither unfinished nor damaged ones."""
-    return sorted((p for p in (out / FOLDER).glob(f"{PREFIX}*") if p.name.removeprefix(PREFIX).isdecimal()), reverse=True)
+    return sorted((p for p in (out / FOLDER).glob(f"{PREFIX}*") if p.name.removeprefix(PREFIX).isdecimal() and p.is_dir()), reverse=True)
 
 
 def latest(out: Path, say: Callable[[str], None]) -> Checkpoint | None:
@@ -148,11 +148,12 @@ def verify(path: Path) -> dict[str, Any]:
     """The manifest of a checkpoint, after every file was compared with it.
 
     Raises:   ConfigError: a manifest that is missing, changed or of another version; files that are missing, changed or not its own.
+              OSError: a file that is there and cannot be read, which says nothing about its bytes.
     """
     try:
         manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
         own = manifest.pop("sha256", None)
-    except (OSError, ValueError, AttributeError, TypeError) as error:
+    except (FileNotFoundError, ValueError, AttributeError, TypeError) as error:
         raise ConfigError(f"checkpoint {path}: manifest.json cannot be read ({error}).") from error
     if manifest.get("format") != FORMAT:
         raise OtherFormatError(f"checkpoint {path}: is of format {manifest.get('format')!r}; this fp8ref reads format {FORMAT}.")

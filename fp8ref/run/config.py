@@ -49,7 +49,8 @@ class Config:
     log: LogConfig = field(default_factory=LogConfig)
 
     def __post_init__(self) -> None:
-        require(self.model.vocab_size >= 256, f"model.vocab_size is at least 256, for byte tokens (D-1); got {self.model.vocab_size}.")
+        size = self.model.vocab_size
+        require(256 <= size <= 2**31, f"model.vocab_size lies between 256, for byte tokens (D-1), and 2^31, for int32; got {size}.")
 
     @property
     def filter_fqns(self) -> tuple[str, ...]:
@@ -114,6 +115,16 @@ def to_dict(config: Config) -> dict:
         return {k: prune(v) for k, v in value.items() if v is not None} if isinstance(value, dict) else value
 
     return prune(json.loads(_ADAPTER.dump_json(config)))
+
+
+def differences(a, b, path: str = "") -> dict:
+    """{dotted key: (a's value, b's)} where two nested dicts, such as those of ``to_dict``, differ."""
+    if isinstance(a, dict) and isinstance(b, dict):
+        found: dict = {}
+        for key in {**a, **b}:
+            found |= differences(a.get(key), b.get(key), f"{path}.{key}" if path else key)
+        return found
+    return {} if a == b else {path: (a, b)}
 
 
 def override(config: Config, options: Sequence[str], *, prog: str) -> Config:

@@ -29,28 +29,33 @@ def export(run: Path, out: Path, *, tokenizer: Path | None = None, say: Callable
     tokenizer   a file, or a directory of files, that is copied beside them; by default the tokenizer.json that the run read its data by, if it is there.
     Raises:   ConfigError: no run, no checkpoint of it; out holds something; no such tokenizer.
     """
-    data = log.read_manifest(run).get("config", {}).get("data", {})
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"--out {out} holds something; it is left alone. Name a directory that is not there.")
     if tokenizer is not None and not tokenizer.exists():
         raise ConfigError(f"--tokenizer {tokenizer} is not there. Name a file or a directory of files.")
     found = checkpoint.latest(run, say)
     if found is None:
+        log.read_manifest(run)  # which says where it is no run
         raise ConfigError(f"{run} has no checkpoint yet. Train it with checkpoint.every above 0, or to its end.")
-    manifest = found.manifest
-    config = configs.from_dict(manifest["config"], source=str(found.path / "manifest.json"))
-    if tokenizer is None and Path(data.get("tokenizer", "")).is_file():
-        tokenizer = Path(data["tokenizer"])
-    shapes = llama.parameter_shapes(config.model)
-    weights = importlib.import_module(f"fp8ref.{manifest['backend']}.checkpoint").weights(found.state, shapes)
+    config = configs.from_dict(found.manifest["config"], source=str(found.path / "manifest.json"))
+    used = config.data.tokenizer
+    if tokenizer is None and used and Path(used).is_file():
+        tokenizer = Path(used)
+    library = importlib.import_module(f"fp8ref.{found.manifest['backend']}.checkpoint")
     unfinished = out.with_name(out.name + checkpoint.UNFINISHED)
-    checkpoint.make_empty(unfinished)
-    _write(unfinished, config, weights)
-    for file in [] if tokenizer is None else [tokenizer] if tokenizer.is_file() else sorted(p for p in tokenizer.iterdir() if p.is_file()):
-        shutil.copyfile(file, unfinished / file.name)
-    if out.exists():
-        out.rmdir()
-    unfinished.rename(out)
+    try:
+        checkpoint.make_empty(unfinished)
+        _write(unfinished, config, library.weights(found.state, llama.parameter_shapes(config.model)))
+        for file in (
+            [] if tokenizer is None else [tokenizer] if tokenizer.is_file() else sorted(p for p in tokenizer.iterdir() if p.is_file())
+        ):
+            shutil.copyfile(file, unfinished / file.name)
+        if out.exists():
+            out.rmdir()
+        unfinished.rename(out)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise OSError(f"--out {out} could not be written: {error}. Make room, or name another directory.") from error
     return found.step
 
 

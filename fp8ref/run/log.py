@@ -4,6 +4,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import shutil
 from pathlib import Path
 from typing import ClassVar
 
@@ -11,7 +12,7 @@ import tomli_w
 
 import fp8ref
 from fp8ref.recipe import Decision
-from fp8ref.run import checkpoint, failure
+from fp8ref.run import checkpoint, failure, progress
 from fp8ref.run import config as configs
 from fp8ref.run.config import Config, ConfigError
 
@@ -30,16 +31,6 @@ PACKAGES = (
     "tiktoken",
 )
 METRICS, STATISTICS = "metrics.jsonl", "statistics.jsonl"
-# in a run that resumes; where data lie, not which
-MAY_CHANGE = (
-    "config.run.out",
-    "config.run.init_from",
-    "config.data.source",
-    "config.parallel.",
-    "config.checkpoint.",
-    "config.statistics.",
-    "config.log.",
-)
 
 
 class RunLog:
@@ -49,8 +40,8 @@ class RunLog:
         """start: the first step that it will write; lines of that and later ones, and a torn last line, are removed; of statistics alike."""
         self.out = out
         self._manifest = manifest
-        self.kept = _keep(out / METRICS, start)
-        _keep(out / STATISTICS, start)
+        self.kept = _keep(out / METRICS, start, ("step", "seconds"))
+        _keep(out / STATISTICS, start, ("step",))
         self.status("running")
         self._metrics = (out / METRICS).open("a", encoding="utf-8")
 
@@ -99,15 +90,11 @@ def create(
     overwrite: bool = False,
     start: int = 0,
 ) -> RunLog:
-    """Start writing a run into a directory that ``claim`` allowed.
+    """Start writing a run into a directory that ``claim`` allowed and that is locked.
 
     overwrite   drops the checkpoints of the run before.
     start       the first step, of a run that resumes from a checkpoint.
     """
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"--run.out {out} cannot be made ({error.strerror}). Name another directory.") from error
     manifest = {
         "fp8ref": fp8ref.__version__,
         "backend": backend,
@@ -134,38 +121,6 @@ def finish(out: Path) -> None:
     _replace(out / "manifest.json", _json(manifest | {"status": "finished", "final": lines[-1] if lines else {}}))
 
 
-def claim(out: Path, config: Config, backend: str, *, resume: bool, overwrite: bool) -> bool:
-    """Whether there is training to do in this directory. Changes nothing; ``create`` replaces the files of an old run.
-
-    A run that already finished is left alone under ``resume``. One that did not goes on from its last checkpoint, on a mesh of any kind.
-    Raises:   ConfigError: the directory holds a run, or other files, and nothing allows touching it; a resumed run of another config, but
-              for the keys of MAY_CHANGE.
-    """
-    if resume and overwrite:
-        raise ConfigError("--resume keeps a run and --overwrite removes it; give one of them.")
-    # what a process leaves that is killed while it writes its first file
-    if not out.exists() or (out.is_dir() and {path.name for path in out.iterdir()} <= {"manifest.json.tmp"}):
-        return True
-    if not out.is_dir() or not (out / "manifest.json").is_file():
-        raise ConfigError(f"{out} exists and is not a run of fp8ref; it is left alone. Name another directory with --run.out.")
-    manifest = read_manifest(out)
-    if overwrite:
-        return True
-    if not resume:
-        raise ConfigError(
-            f"{out} already holds a run. Continue it with --resume, replace it with --overwrite, or name another directory with --run.out."
-        )
-    mine = {"backend": backend, "config": configs.to_dict(config)}
-    theirs = {"backend": manifest.get("backend"), "config": manifest.get("config")}
-    different = changed(mine, theirs)
-    if different:
-        key, (here, there) = next(iter(different.items()))
-        raise ConfigError(
-            f"{out} holds a run with another {key}: {there!r}, and now {here!r}. Resume with the same configuration, or use --overwrite."
-        )
-    return manifest["status"] != "finished"
-
-
 def read_manifest(out: Path) -> dict:
     """manifest.json of a run; ConfigError when it is missing, damaged or another program's."""
     try:
@@ -181,40 +136,56 @@ def read_manifest(out: Path) -> dict:
 
 def read_metrics(out: Path) -> list[dict]:
     """The lines of metrics.jsonl, a torn last one left out."""
-    return read_lines(out / "metrics.jsonl")
+    return read_lines(out / METRICS)
 
 
 def read_lines(path: Path) -> list[dict]:
-    """Of a file with a JSON object a line, a torn last one left out."""
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+    """Of a file with a JSON object a line, a torn last one left out; none of a file that is not there.
+
+    Raises:   ConfigError: a line that is something else.
+    """
+    lines = _parsed(path)
+    if None in lines:
+        raise ConfigError(f"{path}, line {lines.index(None) + 1}, is not a JSON object. Mend it, or take the file away.")
+    return [line for line in lines if line is not None]
 
 
-def changed(mine: dict, theirs: dict) -> dict:
-    """``differences`` in backend and config between a run and what it would go on from, but for keys of MAY_CHANGE."""
-    a, b = ({key: one.get(key) for key in ("backend", "config")} for one in (mine, theirs))
-    return {key: both for key, both in differences(a, b).items() if not key.startswith(MAY_CHANGE)}
+def _parsed(path: Path) -> list[dict | None]:
+    """Each whole line's object, None where it is something else."""
+    if not path.exists():
+        return []
 
+    def parse(line: str) -> dict | None:
+        try:
+            value = json.loads(line)
+        except ValueError:
+            return None
+        return value if isinstance(value, dict) else None
 
-def differences(a, b, path: str = "") -> dict:
-    """{dotted key: (a's value, b's)} where two nested dicts differ."""
-    if isinstance(a, dict) and isinstance(b, dict):
-        found: dict = {}
-        for key in {**a, **b}:
-            found |= differences(a.get(key), b.get(key), f"{path}.{key}" if path else key)
-        return found
-    return {} if a == b else {path: (a, b)}
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+    return [parse(line) for line in lines if line.endswith("\n")]
 
 
 def _starts(out: Path, start: int) -> list[int]:
-    """The step at which each process, or all of them together, began: 0, and those of resuming."""
-    before = read_manifest(out).get("starts", []) if start else []
+    """The step at which each process, or all of them together, began: 0, and those of resuming, as far as they are known."""
+    try:
+        before = read_manifest(out).get("starts", []) if start else []
+    except ConfigError:  # claim has said so
+        before = []
     return [*before, start]
 
 
-def _keep(path: Path, start: int) -> list[dict]:
-    """The lines of steps before ``start``, all that is left of a file."""
-    kept = [line for line in read_lines(path) if line["step"] < start] if start and path.exists() else []
+def _keep(path: Path, start: int, keys: tuple[str, ...]) -> list[dict]:
+    """The lines of steps before ``start``, all that is left of a file; where lines are damaged, it stays under another name too."""
+    lines = _parsed(path) if start else []
+    good = [line for line in lines if line is not None and all(isinstance(line.get(key), int | float) for key in keys)]
+    if len(good) < len(lines):
+        aside = path.with_name(path.name + checkpoint.DAMAGED)
+        shutil.copyfile(path, aside)
+        progress.say(
+            f"{path}: {len(lines) - len(good)} of {len(lines)} lines are damaged; they are left out, and the file is kept as {aside.name}."
+        )
+    kept = [line for line in good if line["step"] < start]
     path.unlink(missing_ok=True) if not kept else _replace(path, "".join(_line(line) for line in kept))
     return kept
 
@@ -236,4 +207,5 @@ def _replace(path: Path, text: str) -> None:
     """Write a file so that a reader, or a crash, sees the old one or the new one."""
     temporary = path.with_name(path.name + ".tmp")
     temporary.write_text(text, encoding="utf-8")
+    checkpoint.sync(temporary)
     os.replace(temporary, path)

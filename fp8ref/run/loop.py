@@ -12,11 +12,12 @@ import numpy as np
 
 from fp8ref import llama
 from fp8ref.recipe import Decision
-from fp8ref.run import checkpoint, export, failure, log, progress, stopping, trackers
+from fp8ref.run import checkpoint, claim, export, failure, log, progress, stopping, trackers
 from fp8ref.run import config as configs
 from fp8ref.run.checkpoint import Checkpoint, Checkpoints
 from fp8ref.run.config import Config, ConfigError
 from fp8ref.run.data import loader
+from fp8ref.run.lock import Lock
 from fp8ref.run.processes import Alone, LostProcessError, Processes, together
 from fp8ref.run.stopping import StoppedError
 from fp8ref.run.stopwatch import Stopwatch
@@ -74,17 +75,16 @@ def train(
     Raises:   ConfigError before anything is written; NonFiniteError, StoppedError, KeyboardInterrupt after all so far is on disk.
     """
     processes = processes or Alone()
-    with stopping.asked() as asked:
+    with stopping.asked() as asked, contextlib.closing(Lock()) as held:
 
         def on_first(f: Callable):
             return together(processes, lambda: f() if processes.first else None)
 
-        def claim() -> bool:
+        def claimed() -> bool:
             trackers.check(config.log)
-            return log.claim(out, config, backend, resume=resume, overwrite=overwrite)
+            return claim.claim(out, config, backend, held, resume=resume, overwrite=overwrite)
 
-        claimed = on_first(claim)
-        if not processes.gather(claimed)[0]:
+        if not processes.gather(on_first(claimed))[0]:
             return None
         batches = together(processes, lambda: loader.open_batches(config, first=processes.first))
         _check_alike(processes, config, batches)
@@ -96,6 +96,7 @@ def train(
         model, proof = together(processes, lambda: _proven(config, backend, batches, initial=path is None))
         if path is not None:
             together(processes, lambda: model.load(Path(path), start))
+        on_first(lambda: claim.make(out, held))
         run = on_first(
             lambda: trackers.beside(
                 log.create(
@@ -128,7 +129,7 @@ def _last(out: Path, config: Config, backend: str, batches: loader.Batches) -> C
             progress.say(f"{out} has no checkpoint yet: it starts again from step 0.")
         return None
     mine = {"backend": backend, "config": configs.to_dict(config)}
-    for key, (here, there) in log.changed(mine, found.manifest).items():
+    for key, (here, there) in claim.changed(mine, found.manifest).items():
         raise ConfigError(
             f"{found.path} is of another run: its {key} is {there!r}, and this run's {here!r}. Put the run's own checkpoints back."
         )
@@ -140,7 +141,7 @@ def _last(out: Path, config: Config, backend: str, batches: loader.Batches) -> C
             f"{found.path} was trained on other data: their sha256 was {before} and is {now}. Put the data back, or start another run from these "
             "weights: fp8ref export, then run.init_from."
         )
-    mesh = log.differences(found.manifest["config"].get("parallel"), configs.to_dict(config)["parallel"])
+    mesh = configs.differences(found.manifest["config"].get("parallel"), configs.to_dict(config)["parallel"])
     for key in ("data", "fsdp", "tensor"):
         if config.optimizer.kind == "adamw_fp8" and key in mesh:
             raise ConfigError(
@@ -161,7 +162,7 @@ def _check_alike(processes: Processes, config: Config, batches: loader.Batches) 
     """ConfigError where a process would train something else than the first; where its text lies is its own affair."""
     told = processes.gather({"config": configs.to_dict(config.replace(data={"source": "stdlib"})), "text": batches.description["sha256"]})
     for index, other in enumerate(told):
-        for key, (theirs, first) in log.differences(other, told[0]).items():
+        for key, (theirs, first) in configs.differences(other, told[0]).items():
             raise ConfigError(f"all processes train alike; {key} is {theirs!r} in process {index} and {first!r} in process 0.")
 
 

@@ -125,6 +125,29 @@ def test_where_none_is_intact_nothing_is_trained_over_them(tmp_path):  # K-3
     assert names(tmp_path) == ["step-00000001"]
 
 
+def test_one_that_cannot_be_read_is_not_called_damaged(tmp_path, monkeypatch):  # K-3
+    """A disk or a right that fails says nothing about the bytes."""
+    save(tmp_path, 1, 2)
+
+    def refused(path, *_, **__):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(checkpoint.Path, "read_text", refused)
+    with pytest.raises(PermissionError, match=r"step-00000002/manifest\.json"):
+        latest(tmp_path, print)
+    assert names(tmp_path) == ["step-00000001", "step-00000002"]
+
+
+def test_a_strangers_files_among_them_are_left_alone(tmp_path):
+    save(tmp_path, 1)
+    mine = [tmp_path / "checkpoints" / name for name in ("notes.unfinished", "step-00000007.removed", "step-00000008")]
+    for path in mine:
+        path.write_text("mine")
+    save(tmp_path, 2)
+    assert latest(tmp_path, print).step == 2
+    assert [path.read_text() for path in mine] == ["mine"] * 3
+
+
 def test_without_checkpoints_there_is_none(tmp_path):
     assert latest(tmp_path, print) is None
 

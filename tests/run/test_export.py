@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 from safetensors.torch import save_file as save_torch_file
 
 from fp8ref import llama
-from fp8ref.run import export, loop
+from fp8ref.run import checkpoint, export, loop
 from fp8ref.run.config import ConfigError
 
 
@@ -201,8 +202,30 @@ def test_the_runs_own_tokenizer_comes_along(exported, tmp_path):
     own = tmp_path / "tokenizer.json"
     own.write_text("{}")
     shutil.copytree(folder / "run", tmp_path / "run")
-    manifest = json.loads((tmp_path / "run" / "manifest.json").read_text())
-    manifest["config"]["data"]["tokenizer"] = str(own)
-    (tmp_path / "run" / "manifest.json").write_text(json.dumps(manifest))
+    (path,) = checkpoint.saved(tmp_path / "run")
+    about = {key: value for key, value in checkpoint.verify(path).items() if key not in ("format", "files")}
+    about["config"]["data"]["tokenizer"] = str(own)
+    checkpoint.write_manifest(path, about)
     export.export(tmp_path / "run", tmp_path / "out")
     assert (tmp_path / "out" / "tokenizer.json").read_text() == "{}"
+
+
+def test_a_run_whose_own_manifest_is_lost_is_exported(exported, tmp_path):
+    folder, _, _ = exported
+    shutil.copytree(folder / "run" / "checkpoints", tmp_path / "run" / "checkpoints")
+    assert export.export(tmp_path / "run", tmp_path / "out") == 2
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == (folder / "out" / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), SafetensorError("No space left on device")])
+def test_exporting_to_a_full_disk_says_so_and_leaves_nothing(exported, tmp_path, monkeypatch, error):
+    folder, _, _ = exported
+
+    def full(tensors, path, **_):
+        path.write_bytes(b"half")
+        raise error
+
+    monkeypatch.setattr(export, "save_file", full)
+    with pytest.raises(OSError, match=r"--out .*out could not be written: .*No space left.* Make room"):
+        export.export(folder / "run", tmp_path / "out")
+    assert not list(tmp_path.iterdir())

@@ -19,6 +19,19 @@ def test_afterwards_it_is_as_it_was():
     assert signal.getsignal(signal.SIGTERM) is before
 
 
+def test_what_came_in_a_context_around_this_one_is_known():
+    """As when SIGTERM comes while a framework loads."""
+    with stopping.asked() as outer:
+        handler = signal.getsignal(signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)
+        with stopping.asked() as inner:
+            assert inner()
+        assert signal.getsignal(signal.SIGTERM) is handler
+        assert outer()
+    with stopping.asked() as again:
+        assert not again()
+
+
 def test_a_thread_leaves_it_alone():
     found = []
 

@@ -10,7 +10,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from fp8ref.run import log
+from fp8ref.run import config as configs
 from fp8ref.run.config import ConfigError
 from fp8ref.run.report import noise, runs
 from fp8ref.run.report.runs import Run
@@ -67,7 +67,7 @@ def compare(a: Run, b: Run, seeds: Sequence[Run] = (), *, confidence: float = no
     seeds     bf16 runs whose noise the losses are held to; A or B may be among them, which makes the test milder.
     Raises:   ConfigError: nothing to compare by: another text, no 5 steps in common, other seeds without ``seeds``, or ``seeds`` of another model.
     """
-    settings, versions = log.differences(a.settings, b.settings), log.differences(a.versions, b.versions)
+    settings, versions = configs.differences(a.settings, b.settings), configs.differences(a.versions, b.versions)
     for key in ("data.sequence_length", "text"):
         if key in settings:
             raise ConfigError(
@@ -127,7 +127,7 @@ def compare(a: Run, b: Run, seeds: Sequence[Run] = (), *, confidence: float = no
 def _chosen(a: Run, b: Run, seeds: Sequence[Run]) -> list[Run]:
     """One of ``seeds`` for each pair of seeds, the first given."""
     for run in seeds:
-        unlike = min((log.differences(other.reference, run.reference) for other in (a, b)), key=len)
+        unlike = min((configs.differences(other.reference, run.reference) for other in (a, b)), key=len)
         if unlike or not run.bf16:
             what = next(iter(unlike), "numerics.recipe")
             raise ConfigError(f"--seeds takes bf16 runs that differ from A or B in seeds and numerics alone; {run.name} does in {what}.")

@@ -6,7 +6,7 @@ from typing import Literal
 
 import numpy as np
 
-from fp8ref.run import log
+from fp8ref.run import config as configs
 from fp8ref.run.report import noise, runs
 from fp8ref.run.report.noise import Band, Gap
 from fp8ref.run.report.runs import Run
@@ -64,7 +64,7 @@ def groups(given: Sequence[Run]) -> list[list[Run]]:
     """Runs by what they have in common with their reference (E-1), in the order given."""
     found: list[list[Run]] = []
     for run in given:
-        mine = next((group for group in found if not log.differences(group[0].reference, run.reference)), None)
+        mine = next((group for group in found if not configs.differences(group[0].reference, run.reference)), None)
         found.append([run]) if mine is None else mine.append(run)
     return found
 

@@ -14,7 +14,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 import fp8ref
-from fp8ref.run import log
+from fp8ref.run import config as configs
 from fp8ref.run.config import ConfigError
 from fp8ref.run.report import figures, judge, noise, svg
 from fp8ref.run.report.judge import Verdict
@@ -37,7 +37,7 @@ def write(given: Sequence[Run], out: Path, *, confidence: float = noise.CONFIDEN
     found = judge.groups(given)
     groups = [_group(index, group, confidence) for index, group in enumerate(found)]
     for group in groups:
-        group["unlike"] = ", ".join(log.differences(found[0][0].reference, group["runs"][0].reference))
+        group["unlike"] = ", ".join(configs.differences(found[0][0].reference, group["runs"][0].reference))
     drawn: dict[str, Figure] = {name: figure for group in groups for name, figure, _ in group["figures"]}
     page = _page(groups, given, confidence)
     for name, figure in drawn.items():
@@ -112,7 +112,7 @@ def _page(groups: list[dict], given: Sequence[Run], confidence: float) -> str:
 def _settings(given: Sequence[Run]) -> list[tuple[str, list]]:
     """(dotted key, every run's value) where configs, versions, backends, devices or texts differ."""
     settings = [{**run.settings, "versions": run.versions} for run in given]
-    keys = dict.fromkeys(key for other in settings for key in log.differences(settings[0], other))
+    keys = dict.fromkeys(key for other in settings for key in configs.differences(settings[0], other))
 
     def value(of: dict, dotted: str):
         for part in dotted.split("."):

@@ -93,6 +93,7 @@ def test_statistics_are_recorded_every_so_often_as_plain_json(tmp_path, small, b
 def test_a_run_that_resumes_keeps_the_statistics_before_its_first_step(tmp_path, small, start, kept):
     config = small.replace(statistics={"every": 3})
     out = tmp_path / "run"
+    out.mkdir()
     run = log.create(out, config, "jax", data={}, decisions=[], device="")
     for step in (0, 3, 6):
         run.statistics({"step": step, "statistics": {}})
