@@ -118,6 +118,11 @@ class Trainer:
         """What linears that scale by their past keep: (stored, amax_history, step) by "<linear>/<role>"."""
         return {f"{name}/{role}": tuple(map(np.asarray, state)) for name, roles in self._fp8_state.items() for role, state in roles.items()}
 
+    def peak_memory(self) -> int | None:
+        """Bytes of memory in use at most on any of this process's devices since it began; None where they do not count, as CPUs."""
+        peaks = [(device.memory_stats() or {}).get("peak_bytes_in_use") for device in self._layout.devices if device in jax.local_devices()]
+        return max((peak for peak in peaks if peak is not None), default=None)
+
     def observe(self, tokens: np.ndarray, observer) -> None:
         """A forward and backward pass, no update, in which every FP8 GEMM reports to observer (see ``linear.observing``), once a part of the
         batch; on one device."""

@@ -12,7 +12,7 @@ import numpy as np
 
 from fp8ref import llama
 from fp8ref.recipe import Decision
-from fp8ref.run import checkpoint, claim, export, failure, log, progress, stopping, trackers
+from fp8ref.run import checkpoint, claim, export, failure, log, peak, progress, stopping, trackers
 from fp8ref.run import config as configs
 from fp8ref.run.checkpoint import Checkpoint, Checkpoints
 from fp8ref.run.config import Config, ConfigError
@@ -43,6 +43,7 @@ class Trainer(Protocol):
     def statistics(self, tokens: np.ndarray) -> dict[str, dict]: ...
     def measured_step(self, tokens: np.ndarray) -> tuple[dict[str, float], dict[str, dict]]: ...
     def fp8_states(self) -> dict[str, tuple[np.ndarray, ...]]: ...
+    def peak_memory(self) -> int | None: ...
 
 
 @runtime_checkable
@@ -93,6 +94,7 @@ def train(
         if start == config.run.steps:  # it ended between its last checkpoint and saying so
             on_first(lambda: log.finish(out))
             return None
+        peak.begin()
         model, proof = together(processes, lambda: _proven(config, backend, batches, initial=path is None))
         if path is not None:
             together(processes, lambda: model.load(Path(path), start))
@@ -207,7 +209,8 @@ class _Training:
                     lines.append(metrics)
                     advance(f"loss {metrics['loss']:.3f}, {metrics['tokens_per_second']:,.0f} tokens/s")
                     self.save(step + 1, stop=self.stop())
-            run.status("finished", final=lines[-1], seconds={"total": self.watch.total, **self.watch.seconds})
+                memory = peak.memory(self.model, self.processes)
+            run.status("finished", final=lines[-1], seconds={"total": self.watch.total, **self.watch.seconds}, memory=memory)
         except BaseException as error:
             if not isinstance(error, LostProcessError):  # one that is gone keeps a checkpoint from being whole
                 with contextlib.suppress(OSError):

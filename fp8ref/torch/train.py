@@ -41,6 +41,8 @@ class Trainer:
                 f"{config.parallel.tensor} and statistics.every {config.statistics.every}. Set parallel.tensor to 1, or statistics.every to 0."
             )
         self._device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
         model = Llama(config.model, weights).to(self._device)
         keys = config.parallel
         self.model = parallelize(
@@ -126,6 +128,10 @@ class Trainer:
             linear, _, role = name.rpartition(".states.")
             found[f"{linear}/{role}"] = tuple(_copy(getattr(state, key)) for key in delayed.DelayedState._fields)
         return found
+
+    def peak_memory(self) -> int | None:
+        """Bytes of GPU memory in tensors at most since the trainer was made; None on a CPU."""
+        return torch.cuda.max_memory_allocated(self._device) if self._device.type == "cuda" else None
 
     def observe(self, tokens: np.ndarray, observer) -> None:
         """A forward and backward pass, no update, in which every FP8 GEMM reports to observer (see ``observing``), once a part of the batch."""

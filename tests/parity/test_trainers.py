@@ -64,3 +64,11 @@ def test_observing_sees_the_planned_gemms_and_changes_nothing(backend, small, to
     assert seen == {(d.path, gemm) for d in trainer.decisions if d.fp8 for gemm in d.recipe.gemms}
     for name, value in trainer.weights().items():
         np.testing.assert_array_equal(value, before[name])
+
+
+def test_a_gpu_counts_its_memory_and_a_cpu_does_not(backend, small, tokens):
+    trainer = loop.trainer(backend, small)
+    trainer.step(tokens)
+    masters = sum(value.nbytes for value in trainer.weights().values())
+    peak = trainer.peak_memory()
+    assert peak is None if trainer.device.startswith("cpu") else peak > 3 * masters  # and two moments

@@ -40,6 +40,12 @@ def test_train_returns_and_writes_one_line_a_step(tmp_path, small, fake):
     assert log.read_metrics(tmp_path / "run") == lines
 
 
+def test_the_manifest_says_how_much_memory_it_took(tmp_path, small, fake):
+    fake()
+    loop.train(small, "jax", tmp_path / "run")
+    assert log.read_manifest(tmp_path / "run")["memory"] == {"peak_bytes": 3 << 29, "of": "device"}
+
+
 def test_each_step_trains_on_its_batch(tmp_path, small, fake):  # D-2
     trainer = fake()
     loop.train(small, "jax", tmp_path / "run")

@@ -105,7 +105,7 @@ def _page(groups: list[dict], given: Sequence[Run], confidence: float) -> str:
         verdict_text=verdict_text,
         gemms=gemms,
         settings=_settings(given),
-        memory=any("memory" in run.manifest for run in given),
+        memory=any(run.manifest.get("memory") for run in given),
     )
 
 
@@ -126,12 +126,12 @@ def _speed(run: Run, group: Sequence[Run]) -> dict:
     """Median tokens a second, and its ratio to the group's first bf16 run of the same backend on the same device; peak memory."""
     like = [r for r in group if r.bf16 and all(r.manifest.get(k) == run.manifest.get(k) for k in ("backend", "device"))]
     mine, theirs = _median(run), _median(like[0]) if like else None
-    peak = run.manifest.get("memory", {}).get("peak_bytes")
+    memory = run.manifest.get("memory") or {}
     return {
         "run": run,
         "median": mine,
         "ratio": mine / theirs if mine and theirs else None,
-        "peak": None if peak is None else f"{peak / 2**30:,.2f} GiB",
+        "peak": f"{memory['peak_bytes'] / 2**30:,.2f} GiB of the {memory['of']}" if memory else None,
     }
 
 
