@@ -1,7 +1,7 @@
 """The ``fp8ref`` command.
 
 Exit codes: 0 done, 1 a comparison failed or a defect of ours, 2 a user's error, 3 a loss that is not finite, 4 another process of the run is gone,
-5 SIGTERM, after the state was saved, 130 Ctrl-C.
+5 SIGTERM, after the state was saved, 130 Ctrl-C, 143 SIGTERM where there is no state to save.
 """
 
 import argparse

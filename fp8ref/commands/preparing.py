@@ -34,16 +34,22 @@ def add(commands) -> None:
 
 
 def _prepare(known: argparse.Namespace) -> int:
+    from fp8ref.run import stopping
     from fp8ref.run.data.prepare import prepare
     from fp8ref.run.sections import DataConfig
 
     names = ("source", "tokenizer", "end_of_document", "text_column", "validation_fraction")
     data = DataConfig(**{name: getattr(known, name) for name in names if hasattr(known, name)})
+    options = {name: getattr(known, name) for name in ("shard_tokens", "hf_split") if hasattr(known, name)}
     try:
-        made = prepare(data, known.out, **{name: getattr(known, name) for name in ("shard_tokens", "hf_split") if hasattr(known, name)})
+        with stopping.exiting():
+            made = prepare(data, known.out, **options)
     except KeyboardInterrupt:
         print(f"interrupted; nothing is kept of {known.out}", file=sys.stderr)
         return INTERRUPTED
+    except SystemExit:
+        print(f"stopped by SIGTERM; nothing is kept of {known.out}", file=sys.stderr)
+        return stopping.TERMINATED
     tokens = {split: sum(f.tokens for name, f in made.files.items() if name.startswith(split)) for split in ("train", "val")}
     print(
         f"{known.out}: {tokens['train']:,} tokens for training, {tokens['val']:,} for validation, {made.dtype}, in {len(made.files)} files\n"

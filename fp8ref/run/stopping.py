@@ -1,9 +1,12 @@
-"""SIGTERM, which clusters send before they take a machine away: remembered, so that a run stops between two steps."""
+"""SIGTERM, which clusters send before they take a machine away: remembered, so that a run stops between two steps, or an end in good order."""
 
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+
+TERMINATED = 128 + signal.SIGTERM
 
 
 class StoppedError(RuntimeError):
@@ -31,10 +34,27 @@ def asked() -> Iterator[Callable[[], bool]]:
         return
     before = signal.getsignal(signal.SIGTERM)
     handler = before if isinstance(before, _Remembering) else _Remembering()
-    signal.signal(
-        signal.SIGTERM, handler
-    )  # also where it was so: a library may have put its own behind Python's back, as jax.distributed does
+    # Set also where it is set: a library may have put its own behind Python's back, as jax.distributed does.
+    signal.signal(signal.SIGTERM, handler)
     try:
         yield handler.came.is_set
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)
+
+
+@contextmanager
+def exiting() -> Iterator[None]:
+    """In this context SIGTERM raises SystemExit, with the code that a shell gives it; another then disturbs no tidying up."""
+
+    def leave(*_) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        sys.exit(TERMINATED)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

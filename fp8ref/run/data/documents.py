@@ -15,7 +15,7 @@ from fp8ref.run.data.sources import Source
 from fp8ref.run.data.tokenizers import Bytes, Tokenizer, library
 from fp8ref.run.sections import DataConfig
 
-IN_MEMORY = 4 * 2**30  # bytes of files that are tokenised when a run starts, in minutes
+IN_MEMORY = 4 * 2**30  # bytes of files that are read and tokenised when a run starts, in minutes
 MEBIBYTE = 2**20
 
 
@@ -38,11 +38,11 @@ def text_is_validation(text: bytes, fraction: float) -> bool:
 
 
 def check_size(data: DataConfig, source: Source) -> None:
-    """ConfigError where tokenising the whole source when a run starts makes no sense."""
+    """ConfigError where reading the whole source when a run starts makes no sense."""
     size = sum(_size(path) for _, path in source.files)
     if size > IN_MEMORY:
         raise ConfigError(
-            f"data.source {data.source!r} is {size / 2**30:.1f} GiB of documents; up to {IN_MEMORY / 2**30:.0f} GiB are tokenised when a run starts. "
+            f"data.source {data.source!r} is {size / 2**30:.1f} GiB of text; up to {IN_MEMORY / 2**30:.0f} GiB are read when a run starts. "
             "Write shards of it first with fp8ref data prepare, and train from those."
         )
 
@@ -103,21 +103,21 @@ def read_bytes(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise _unreadable(path, error) from error
+        raise sources.unreadable(path, error) from error
 
 
 def _size(path: Path) -> int:
     try:
         return path.stat().st_size
     except OSError as error:
-        raise _unreadable(path, error) from error
+        raise sources.unreadable(path, error) from error
 
 
 def _jsonl(path: Path, column: str) -> Iterator[tuple[bytes, float]]:
     """(text, share of the file read) of each line."""
     done = 0
     try:
-        size = _size(path)
+        size = _size(path) or 1  # a pipe has none
         with path.open("rb") as file:
             for number, line in enumerate(file, 1):
                 done += len(line)
@@ -132,7 +132,7 @@ def _jsonl(path: Path, column: str) -> Iterator[tuple[bytes, float]]:
                 if text := _text(row, column, f"{path}: line {number}"):
                     yield text, done / size
     except OSError as error:
-        raise _unreadable(path, error) from error
+        raise sources.unreadable(path, error) from error
 
 
 def _parquet(path: Path, column: str) -> Iterator[tuple[bytes, float]]:
@@ -149,8 +149,8 @@ def _parquet(path: Path, column: str) -> Iterator[tuple[bytes, float]]:
                     number += 1
                     if text := _text({column: value}, column, f"{path}: row {number}"):
                         yield text, number / file.metadata.num_rows
-    except (OSError, arrow.ArrowException) as error:
-        raise _unreadable(path, error) from error
+    except (OSError, UnicodeDecodeError, arrow.ArrowException) as error:
+        raise sources.unreadable(path, error) from error
 
 
 def _hub(data: DataConfig, split: str) -> Iterator[bytes]:
@@ -176,7 +176,9 @@ def _hub(data: DataConfig, split: str) -> Iterator[bytes]:
 
 def _text(row: dict[str, Any], column: str, where: str) -> bytes:
     if column not in row:
-        raise ConfigError(f"{where} has no column {column!r}; it has {', '.join(map(repr, row))}. Set data.text_column to one of them.")
+        raise ConfigError(
+            f"{where} has no column {column!r}; it has {', '.join(map(repr, row)) or 'none'}. Set data.text_column to one of them."
+        )
     if not isinstance(row[column], str):
         raise ConfigError(f"{where}: {column!r} is no text but {type(row[column]).__name__}. Set data.text_column, or mend the file.")
     try:
@@ -190,10 +192,6 @@ def _check_utf8(text: bytes, path: Path) -> None:
         text.decode()
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not UTF-8 ({error}). Convert it, or leave data.tokenizer out: bytes take any file.") from error
-
-
-def _unreadable(path: Path, error: Exception) -> ConfigError:
-    return ConfigError(f"{path} cannot be read ({error}). Repair it, or leave it out of data.source.")
 
 
 def _unstreamable(data: DataConfig, split: str, error: Exception, when: str = "") -> ConfigError:

@@ -9,7 +9,7 @@ import grain
 import numpy as np
 
 from fp8ref.run.config import Config, ConfigError
-from fp8ref.run.data import documents, shards, sources, tokenizers, windows
+from fp8ref.run.data import documents, fingerprint, shards, sources, tokenizers, windows
 from fp8ref.run.data.sources import Source
 from fp8ref.run.data.windows import InMemory, Windows
 
@@ -27,19 +27,16 @@ class Batches:
     batch_size: int
     description: dict
 
-    def step(self, step: int, rows: slice | None = None) -> np.ndarray:
-        """The training batch of a step, or only these rows of it, in which case no other row is read."""
-        return self._rows(self.train, step, rows)
+    def step(self, step: int) -> np.ndarray:
+        """The training batch of a step, of which no other is read."""
+        return self._rows(self.train, step)
 
-    def held_out(self, index: int, rows: slice | None = None) -> np.ndarray:
-        """A validation batch, or rows of it; the same index is always the same batch."""
-        return self._rows(self.validation, index, rows)
+    def held_out(self, index: int) -> np.ndarray:
+        """A validation batch; the same index is always the same one."""
+        return self._rows(self.validation, index)
 
-    def _rows(self, dataset: grain.MapDataset, batch: int, rows: slice | None) -> np.ndarray:
-        wanted = range(self.batch_size)[rows or slice(None)]
-        if not wanted:
-            raise ValueError(f"rows names no row of a batch of {self.batch_size}; got {rows}.")
-        return np.stack([dataset[batch * self.batch_size + row] for row in wanted])
+    def _rows(self, dataset: grain.MapDataset, batch: int) -> np.ndarray:
+        return np.stack([dataset[batch * self.batch_size + row] for row in range(self.batch_size)])
 
 
 def open_batches(config: Config, *, first: bool = True) -> Batches:
@@ -55,6 +52,11 @@ def open_batches(config: Config, *, first: bool = True) -> Batches:
         raise ConfigError(
             f"data.source {data.source!r} is a dataset of the hub, which is read from its beginning only: no step but the first would be near. "
             f"Write shards of it first: fp8ref data prepare --source {shlex.quote(data.source)} --out tokens; then set data.source to 'tokens'."
+        )
+    if source.kind in ("shards", "documents") and all(sources.is_validation(name) for name, _ in source.files):
+        raise ConfigError(
+            f"data.source {data.source!r}: every file is for validation by its name, {source.files[0][0]!r} for one (D-5). "
+            "Name files for training too, or rename them."
         )
     if source.kind == "shards":
         train, validation, description = _shards(config, source, first)
@@ -84,15 +86,19 @@ def open_batches(config: Config, *, first: bool = True) -> Batches:
 
 def _bytes(config: Config, source: Source) -> tuple[Windows, Windows, dict]:
     """Files of text as one run of bytes for each split (D-1)."""
+    documents.check_size(config.data, source)
     splits: dict[bool, list[bytes]] = {False: [], True: []}
     for name, path in source.files:
         splits[documents.file_is_validation(name, config.data.validation_fraction)].append(documents.read_bytes(path))
     train, validation = (np.frombuffer(b"".join(splits[held_out]), np.uint8) for held_out in (False, True))
+    hashed = hashlib.sha256()
+    for part in (train.data, b"\0", validation.data):
+        hashed.update(part)
     return (
         *_whole([train, validation], config),
         {
             "files": len(source.files),
-            "sha256": hashlib.sha256(train.tobytes() + b"\0" + validation.tobytes()).hexdigest(),
+            "sha256": hashed.hexdigest(),
             "train_bytes": len(train),
             "validation_bytes": len(validation),
             "validation_unigram_entropy": unigram_entropy(validation),
@@ -132,7 +138,7 @@ def _shards(config: Config, source: Source, first: bool) -> tuple[Windows, Windo
     opened = shards.open_shards(source, data.token_dtype, config.model.vocab_size, data.sequence_length, scan=first)
     train, validation = shards.split(opened, data.validation_fraction, data.sequence_length)
     described = [{"name": s.name, "bytes": s.bytes, "tokens": len(s)} for s in opened]
-    description = {"sha256": shards.fingerprint(opened), "tokens": sum(map(len, opened)), "files": described}
+    description = {"sha256": fingerprint.of(opened), "tokens": sum(map(len, opened)), "files": described}
     return Windows(train, data.sequence_length), Windows(validation, data.sequence_length), description
 
 

@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import hashlib
 import os
-import tempfile
 from pathlib import Path
 from typing import BinaryIO
 
@@ -12,7 +11,7 @@ import numpy as np
 
 from fp8ref.run import checkpoint
 from fp8ref.run.config import ConfigError
-from fp8ref.run.data import documents, sidecar, sources, tokenizers
+from fp8ref.run.data import documents, fingerprint, sidecar, sources, tokenizers, unfinished
 from fp8ref.run.data.sidecar import Sidecar
 from fp8ref.run.sections import DataConfig
 
@@ -50,7 +49,8 @@ class _Writer:
             self._file.flush()
             os.fsync(self._file.fileno())
             self._file.close()
-            self.files[self._name()] = sidecar.File(tokens=self._most - self._left, sha256=self._hash.hexdigest())
+            sample = fingerprint.sample(self._folder / self._name())
+            self.files[self._name()] = sidecar.File(tokens=self._most - self._left, sha256=self._hash.hexdigest(), sample=sample)
             self._file = None
 
     def abandon(self) -> None:
@@ -83,10 +83,12 @@ def prepare(data: DataConfig, out: Path, *, shard_tokens: int = SHARD_TOKENS, hf
     tokenizer = tokenizers.load(data, source.kind)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        # hidden, so that no source that is a directory finds it; removed whatever happens, short of a kill
-        with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as hidden:
-            folder = Path(hidden) / "shards"
+        with unfinished.folder(out) as hidden:
+            folder = hidden / "shards"
             folder.mkdir()
+            if out.exists():  # a link or a mount point cannot be replaced, which is to be known now
+                os.rename(folder, out)
+                folder.mkdir()
             made = _write(data, source, tokenizer, folder, shard_tokens)
             os.rename(folder, out)
             checkpoint.sync(out.parent)
@@ -109,12 +111,12 @@ def _write(data: DataConfig, source: sources.Source, tokenizer: tokenizers.Token
     if not train.files:
         raise ConfigError(f"--source {data.source!r} holds no text for training. Give more, or lower --validation-fraction.")
     made = Sidecar(
-        format=sidecar.FORMAT,
+        format="fp8ref shards 2",
         source=data.source,
         tokenizer=tokenizer.name,
         vocab_size=tokenizer.vocab_size,
         end_of_document=tokenizer.end,
-        dtype=tokenizer.dtype.name,
+        dtype="uint16" if tokenizer.dtype.itemsize == 2 else "uint32",
         max_id=max(train.max_id, validation.max_id),
         files={**train.files, **validation.files},
     )

@@ -1,7 +1,6 @@
 """Shards of tokens on disk: .bin and .npy files of uint16 or uint32, mapped into memory when they are read (SEMANTICS D-4, D-5)."""
 
 import functools
-import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,7 @@ from fp8ref.run.data.sources import Source
 from fp8ref.run.data.windows import Part
 
 OPEN = 64  # files mapped at once: each holds a file descriptor
-END = 2**16  # bytes at both ends of a file that tell it from others
+START = 2**16  # bytes that tell how wide a file's tokens are
 SCANNED = 2**24  # tokens looked through between two steps of the progress bar
 # llm.c's headers of 256 int32, (magic, version): the tokens' type; the third number is how many there are
 LLM_C = {(20240520, 1): "<u2", (20240801, 7): "<u4"}
@@ -66,7 +65,7 @@ def open_shards(source: Source, token_dtype: str | None, vocab_size: int, length
         try:
             opened.append(_open(name, path, records.of(path), token_dtype, vocab_size, mapped))
         except OSError as error:
-            raise ConfigError(f"{path} cannot be read ({error.strerror}). Repair it, or leave it out of data.source.") from error
+            raise sources.unreadable(path, error) from error
         if len(opened[-1]) <= length and not opened[-1].recorded:  # the last shard of a split is as long as it comes
             raise ConfigError(
                 f"{path} holds {len(opened[-1])} tokens, and a window is data.sequence_length + 1 = {length + 1}; windows do not cross files (D-4). "
@@ -99,24 +98,13 @@ def split(shards: Sequence[Shard], fraction: float, length: int) -> tuple[list[P
     return train, validation
 
 
-def fingerprint(shards: Sequence[Shard]) -> str:
-    """SHA-256 of every shard's name, size and contents: the hash a sidecar records, or that of the first and last 64 KiB."""
-    hashed = hashlib.sha256()
-    for shard in shards:
-        contents = shard.recorded.sha256 if shard.recorded else _ends(shard.path, shard.bytes)
-        hashed.update(f"{shard.name}\0{shard.bytes}\0{contents}\n".encode())
-    return hashed.hexdigest()
-
-
-def _ends(path: Path, size: int) -> str:
-    with path.open("rb") as file:
-        first = file.read(END)
-        file.seek(max(len(first), size - END))
-        return hashlib.sha256(first + file.read(END)).hexdigest()
-
-
 def _map(shard: Shard) -> np.ndarray:
-    return np.memmap(shard.path, shard.dtype, "r", shard.offset, (shard.tokens,))
+    try:
+        return np.memmap(shard.path, shard.dtype, "r", shard.offset, (shard.tokens,))
+    except OSError as error:
+        raise sources.unreadable(shard.path, error) from error
+    except ValueError as error:
+        raise ConfigError(f"{shard.path} was cut since it was opened ({error}). Put the file back.") from error
 
 
 def _open(name: str, path: Path, recorded: sidecar.Recorded | None, token_dtype: str | None, vocab_size: int, mapped) -> Shard:
@@ -157,7 +145,9 @@ def _npy(path: Path) -> tuple[np.dtype, int]:
     """The type of a .npy file's tokens, and where they begin."""
     try:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (ValueError, EOFError) as error:
+    except OSError:
+        raise
+    except Exception as error:  # what NumPy makes of a damaged header has no common base
         raise ConfigError(f"{path} is no whole .npy file ({error}). Write it again with numpy.save.") from error
     if array.ndim != 1 or array.dtype.kind != "u" or array.dtype.itemsize not in (2, 4):
         raise ConfigError(f"{path} holds {array.dtype} of shape {array.shape}; a shard is uint16 or uint32 of one dimension. Convert it.")
@@ -165,17 +155,24 @@ def _npy(path: Path) -> tuple[np.dtype, int]:
 
 
 def _llm_c(path: Path, size: int) -> str | None:
-    """The type of the tokens after a header of llm.c's; None where there is no such header."""
+    """The type of the tokens after a header of llm.c's; None where there is no such header.
+
+    Raises:   ConfigError: as many tokens as it says do not follow.
+    """
     with path.open("rb") as file:
         magic, version, tokens = np.frombuffer(file.read(12).ljust(12, b"\0"), "<i4").tolist()
     dtype = LLM_C.get((magic, version))
-    return dtype if dtype and size == LLM_C_BYTES + tokens * np.dtype(dtype).itemsize else None
+    if dtype and size != (said := LLM_C_BYTES + tokens * np.dtype(dtype).itemsize):
+        raise ConfigError(
+            f"{path} is {size} bytes, and by its llm.c header, of {tokens} tokens, {said}. Write it again, or copy all of it."
+        )
+    return dtype
 
 
 def _check_width(path: Path) -> None:
     """ConfigError for small 32-bit integers, of which every second uint16 is 0: no vocabulary would be found too small for them."""
     with path.open("rb") as file:
-        start = file.read(END)
+        start = file.read(START)
     low, high = np.frombuffer(start[: len(start) // 4 * 4], "<u2").reshape(-1, 2).T
     if len(low) >= 32 and low.any() and not high.any():
         raise ConfigError(

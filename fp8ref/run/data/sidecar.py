@@ -2,33 +2,34 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import pydantic
 
 from fp8ref.run.config import ConfigError
 
 NAME = "shards.json"
-FORMAT = "fp8ref shards 1"
 
 
 @dataclass(frozen=True, kw_only=True)
 class File:
-    """One shard."""
+    """One shard. sample: of its pieces (see ``sample``)."""
 
     tokens: int
     sha256: str
+    sample: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sidecar:
     """All shards of a directory; max_id is the largest token in any of them."""
 
-    format: str
+    format: Literal["fp8ref shards 2"]
     source: str
     tokenizer: str
     vocab_size: int
     end_of_document: int | None
-    dtype: str
+    dtype: Literal["uint16", "uint32"]
     max_id: int
     files: dict[str, File]
 
@@ -41,6 +42,7 @@ class Recorded:
     dtype: str
     tokens: int
     sha256: str
+    sample: str
 
 
 for _record in (File, Sidecar):
@@ -67,12 +69,8 @@ def read(folder: Path) -> Sidecar | None:
         return None
     except (OSError, pydantic.ValidationError) as error:
         raise ConfigError(
-            f"{path} is no sidecar of fp8ref data prepare ({_first(error)}). Write the shards again, or move it away."
+            f"{path} is no sidecar of this fp8ref's data prepare ({_first(error)}). Write the shards again, or move it away."
         ) from error
-    if made.format != FORMAT or made.dtype not in ("uint16", "uint32"):
-        raise ConfigError(
-            f"{path}: format is {FORMAT!r} of uint16 or uint32; got {made.format!r} of {made.dtype!r}. Write the shards again."
-        )
     for name in made.files:
         if not (folder / name).is_file():
             raise ConfigError(f"{path} lists {name}, which is not there. Write the shards again.")
@@ -94,7 +92,7 @@ class Sidecars:
         if made is None or path.name not in made.files:
             return None
         file = made.files[path.name]
-        return Recorded(path=folder / NAME, dtype=made.dtype, tokens=file.tokens, sha256=file.sha256)
+        return Recorded(path=folder / NAME, dtype=made.dtype, tokens=file.tokens, sha256=file.sha256, sample=file.sample)
 
     def read(self) -> list[tuple[Path, int]]:
         """(path, vocabulary) of each that there is."""
@@ -105,4 +103,5 @@ def _first(error: OSError | pydantic.ValidationError) -> str:
     if isinstance(error, OSError):
         return str(error)
     first = error.errors()[0]
-    return f"{'.'.join(map(str, first['loc']))}: {first['msg']}".removeprefix(": ")
+    got = f"; got {first['input']!r}" if isinstance(first["input"], str | int) else ""
+    return f"{'.'.join(map(str, first['loc']))}: {first['msg']}{got}".removeprefix(": ")

@@ -4,6 +4,7 @@ import glob
 import os
 import re
 import sysconfig
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -53,6 +54,11 @@ def is_validation(name: str) -> bool:
     return bool(_VALIDATION.search(name))
 
 
+def unreadable(path: Path, error: Exception) -> ConfigError:
+    """What to raise of a file that cannot be read."""
+    return ConfigError(f"{path} cannot be read ({getattr(error, 'strerror', None) or error}). Repair it, or leave it out of data.source.")
+
+
 def _find(source: str) -> Source:
     if source.startswith(HUB):
         return Source(kind="hub")
@@ -77,10 +83,10 @@ def _find(source: str) -> Source:
 
 def _directory(source: str, root: Path) -> Source:
     visible = {}
-    for path in root.rglob("*"):
+    for path in _walk(root):
         relative = path.relative_to(root)
         # hidden: where fp8ref data prepare keeps what is not complete yet
-        if _kind(path) in ("shards", "documents") and not any(part.startswith(".") for part in relative.parts) and not path.is_dir():
+        if _kind(path) in ("shards", "documents") and not any(part.startswith(".") for part in relative.parts):
             visible[relative.as_posix()] = path
     text = _text(root, SUFFIXES["text"], set())
     if visible and text:
@@ -113,8 +119,21 @@ def _kind(path: Path) -> str | None:
 
 def _text(root: Path, suffixes: set[str], left_out: set[str]) -> tuple[tuple[str, Path], ...]:
     found = []
-    for path in root.rglob("*"):
+    for path in _walk(root):
         relative = path.relative_to(root)
         if path.suffix in suffixes and not left_out.intersection(relative.parts) and path.is_file():
             found.append((relative.as_posix(), path))
     return tuple(sorted(found))
+
+
+def _walk(root: Path) -> Iterator[Path]:
+    """The files of a directory and of those in it; a link to a directory is not followed.
+
+    Raises:   ConfigError: a directory cannot be read, so that nobody knows what is left out.
+    """
+
+    def refuse(error: OSError) -> None:
+        raise unreadable(Path(error.filename), error) from error
+
+    for folder, _, names in os.walk(root, onerror=refuse):
+        yield from (Path(folder, name) for name in names)

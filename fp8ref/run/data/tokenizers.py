@@ -76,7 +76,12 @@ class HuggingFace(_Base):
     made: Any
 
     def encode(self, texts: Sequence[bytes]) -> list[np.ndarray]:
-        found = self.made.encode_batch([text.decode() for text in texts], add_special_tokens=False)
+        try:
+            found = self.made.encode_batch([text.decode() for text in texts], add_special_tokens=False)
+        except Exception as error:  # the library raises Exception itself
+            raise ConfigError(
+                f"data.tokenizer {self.name!r} has no tokens for a document ({error}). Give it one for what it does not know."
+            ) from error
         return [self._ended(encoding.ids) for encoding in found]
 
 
@@ -105,7 +110,7 @@ def load(data: DataConfig, kind: str) -> Tokenizer:
 def _bytes(end: str | None, kind: str) -> Bytes:
     if end is None:
         return Bytes(name="bytes", vocab_size=256, end=None if kind == "text" else 0)
-    if len(end.encode()) > 1:
+    if len(end.encode(errors="surrogatepass")) > 1:
         raise ConfigError(f"data.end_of_document is one byte where tokens are bytes, or '' for none; got {end!r}.")
     return Bytes(name="bytes", vocab_size=256, end=end.encode()[0] if end else None)
 
@@ -149,7 +154,8 @@ def _eos_token(path: Path) -> str | None:
         return None
     except (OSError, ValueError, AttributeError) as error:
         raise ConfigError(f"{path} cannot be read ({error}). Repair or remove it.") from error
-    return token.get("content") if isinstance(token, dict) else token
+    token = token.get("content") if isinstance(token, dict) else token
+    return token if isinstance(token, str) else None
 
 
 def _end(ids: dict[str, int], wanted: str | None, own: str | None, name: str) -> int | None:

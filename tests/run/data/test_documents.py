@@ -1,6 +1,8 @@
 import hashlib
 import json
+import os
 import sys
+import threading
 
 import numpy as np
 import pyarrow
@@ -62,6 +64,15 @@ def test_empty_documents_and_blank_lines_are_left_out(tmp_path):  # D-6
     assert [d.text for d in read(tmp_path)] == [b"x", b"y"]
 
 
+def test_a_pipe_is_read_too(tmp_path):
+    """Whose size is 0."""
+    os.mkfifo(tmp_path / "a.jsonl")
+    writer = threading.Thread(target=lambda: write(tmp_path / "a.jsonl", TEXTS))
+    writer.start()
+    assert [d.text.decode() for d in read(tmp_path)] == TEXTS
+    writer.join()
+
+
 def test_another_column(tmp_path):
     write(tmp_path / "a.parquet", ["x"], column="content")
     assert [d.text for d in read(tmp_path, text_column="content")] == [b"x"]
@@ -73,6 +84,8 @@ def test_another_column(tmp_path):
         ("a.jsonl", b'{"text": "x"}\nno\n', r"a\.jsonl: line 2 is no JSON \("),
         ("a.jsonl", b"[1]\n", r"a\.jsonl: line 1 is no JSON object"),
         ("a.jsonl", b'{"body": "x", "id": 1}\n', r"line 1 has no column 'text'; it has 'body', 'id'. Set data.text_column"),
+        ("a.jsonl", b"{}\n", r"line 1 has no column 'text'; it has none. Set"),
+        ("val.jsonl", b'{"text": "x"}\n', r"every file is for validation by its name, 'val\.jsonl' for one \(D-5\)"),
         ("a.jsonl", b'{"text": null}\n', r"line 1: 'text' is no text but NoneType"),
         ("a.jsonl", b'{"text": "\\ud800"}\n', r"line 1: 'text' is no Unicode text"),
         ("a.jsonl", b'{"text": "\xff"}\n', r"a\.jsonl: line 1 is no JSON \("),
@@ -105,6 +118,18 @@ def test_a_parquet_without_the_column_or_of_another_type_is_named(tmp_path):
         read(tmp_path)
     with pytest.raises(ConfigError, match=r"a\.parquet: row 1: 'id' is no text but int"):
         read(tmp_path, text_column="id")
+
+
+def test_a_parquet_whose_text_is_not_utf8_is_named(tmp_path):
+    broken = pyarrow.StringArray.from_buffers(1, pyarrow.py_buffer(np.array([0, 1], "<i4")), pyarrow.py_buffer(b"\xff"))
+    pyarrow.parquet.write_table(pyarrow.table({"text": broken}), tmp_path / "a.parquet")
+    with pytest.raises(ConfigError, match=r"a\.parquet cannot be read \('utf-8' codec can't decode byte 0xff"):
+        read(tmp_path)
+
+
+def test_a_byte_order_mark_and_line_ends_of_dos_are_no_text(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "x"}\r\n\r\n{"text": "y"}\r\n')
+    assert [d.text for d in read(tmp_path)] == [b"x", b"y"]
 
 
 def test_text_files_need_to_be_utf8_for_a_tokenizer(tmp_path):
@@ -163,8 +188,9 @@ def test_a_vocabulary_larger_than_the_model_s_is_refused_before_anything_is_read
         opened(tmp_path / "a.jsonl", tokenizer=str(tmp_path / "tokenizer.json"), end_of_document="")
 
 
-def test_documents_of_many_gigabytes_are_refused_with_the_way(tmp_path, monkeypatch):
-    write(tmp_path / "a.jsonl", TEXTS)
+@pytest.mark.parametrize("name", ["a.jsonl", "a.txt"])
+def test_many_gigabytes_are_refused_with_the_way(tmp_path, monkeypatch, name):
+    (tmp_path / name).write_text('{"text": "x"}\n' * 1000)
     monkeypatch.setattr(documents, "IN_MEMORY", 100)
     with pytest.raises(ConfigError, match="fp8ref data prepare"):
         opened(tmp_path)

@@ -16,7 +16,7 @@ from fp8ref import cli
 from fp8ref.llama import LlamaConfig
 from fp8ref.run import progress
 from fp8ref.run.config import Config, ConfigError, DataConfig, RunConfig
-from fp8ref.run.data import documents, loader, prepare
+from fp8ref.run.data import documents, fingerprint, loader, prepare, unfinished
 
 TEXTS = [f"fp8 {'amax ' * (i % 5)}bits" for i in range(100)]
 
@@ -68,6 +68,7 @@ def test_shards_and_what_is_said_of_them(tmp_path, source):  # D-7
             assert content == np.array(tokens[i : i + 60], "<u2").tobytes()
             assert made.files[name].tokens == len(content) // 2
             assert made.files[name].sha256 == hashlib.sha256(content).hexdigest()
+            assert made.files[name].sample == fingerprint.sample(tmp_path / "out" / name)
     assert {path.name for path in (tmp_path / "out").iterdir()} == expected
     said = json.loads((tmp_path / "out" / "shards.json").read_text())
     assert (said["tokenizer"], said["vocab_size"], said["end_of_document"], said["max_id"], said["dtype"]) == (words, 6, 5, 5, "uint16")
@@ -220,32 +221,49 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
-def test_a_kill_leaves_nothing_that_passes_for_complete(tmp_path, source):
-    command = [
-        sys.executable,
-        "-c",
-        SLOW,
-        "data",
-        "prepare",
-        "--source",
-        str(source),
-        "--out",
-        str(tmp_path / "out"),
-        "--shard-tokens",
-        "50",
-    ]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+def ended_by(sent: signal.Signals, source, out) -> tuple[int, str]:
+    """The exit code and what is said of a prepare that gets a signal in the middle of its work."""
+    command = [sys.executable, "-c", SLOW, "data", "prepare", "--source", source, "--out", out, "--shard-tokens", "50"]
+    with subprocess.Popen([str(c) for c in command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
             while process.stdout.readline() != "49\n":
                 assert process.poll() is None
-            process.send_signal(signal.SIGKILL)
+            process.send_signal(sent)
+            said = process.communicate(timeout=30)[1]
         finally:
             process.kill()
+    return process.returncode, said
+
+
+def test_sigterm_ends_it_and_leaves_nothing(tmp_path, source):  # D-7
+    out = tmp_path / "out"
+    assert ended_by(signal.SIGTERM, source, out) == (143, f"stopped by SIGTERM; nothing is kept of {out}\n")
+    assert [path.name for path in tmp_path.iterdir()] == ["source.jsonl"]
+
+
+def test_a_kill_leaves_nothing_that_passes_for_complete_and_the_next_removes_it(tmp_path, source):  # D-7
+    ended_by(signal.SIGKILL, source, tmp_path / "out")
     left = [path for path in tmp_path.rglob("*") if path.suffix == ".bin"]
     assert left  # it was killed in the middle of its work
     assert not list(tmp_path.rglob("shards.json"))
     assert not (tmp_path / "out").exists()
-    make(source, tmp_path / "out")  # and again, beside what is left
+    others = [tmp_path / name for name in (".out.precious", ".out.v2.abcdefgh", ".other.abcdefgh")]
+    for path in others:
+        path.mkdir()
+    with unfinished.folder(tmp_path / "out") as written:  # by another process
+        make(source, tmp_path / "out")
+        assert sorted(tmp_path.iterdir()) == sorted([*others, written, tmp_path / "out", source])
+
+
+@pytest.mark.parametrize("out", ["link", "."])
+def test_a_directory_that_cannot_be_replaced_is_refused_before_anything_is_read(tmp_path, source, monkeypatch, out):
+    (tmp_path / "target").mkdir()
+    (tmp_path / "link").symlink_to("target")
+    monkeypatch.chdir(tmp_path / "target")
+    monkeypatch.setattr(documents, "read", lambda *_, **__: pytest.fail("was read"))
+    with pytest.raises(ConfigError, match=rf"--out .*{out} cannot be written \(.*\); nothing is kept"):
+        make(source, Path(out) if out == "." else tmp_path / out)
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["link", "source.jsonl", "target"]
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,8 @@
+import hashlib
 import json
 import struct
 import weakref
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -8,7 +10,7 @@ import pytest
 from fp8ref.llama import LlamaConfig
 from fp8ref.run import progress
 from fp8ref.run.config import Config, ConfigError, DataConfig, RunConfig
-from fp8ref.run.data import loader, shards, sidecar
+from fp8ref.run.data import fingerprint, loader, shards, sidecar
 
 LENGTH = 8
 
@@ -108,6 +110,9 @@ def write_bin(path, dtype, n=100):
         (lambda p: (p / "a.npy").write_bytes(b"not numpy's"), {}, r"a\.npy is no whole .npy file"),
         (lambda p: np.save(p / "a.npy", np.ones(50, "u2")), {"token_dtype": "uint32"}, "data.token_dtype is uint32, and .*a.npy holds uint16"),
         (lambda p: (p / "a.bin").symlink_to("absent"), {}, r"a\.bin cannot be read \(No such file"),
+        (lambda p: (p / "a.bin").write_bytes(struct.pack("<3i", 20240520, 1, 99).ljust(1024, b"\0") + bytes(196)), {},
+         r"a\.bin is 1220 bytes, and by its llm.c header, of 99 tokens, 1222"),
+        (lambda p: write_bin(p / "val.bin", "<u2"), {}, r"every file is for validation by its name, 'val\.bin' for one \(D-5\)"),
     ],
 )  # fmt: skip
 def test_a_file_that_cannot_be_used_is_named(tmp_path, write, keys, said):
@@ -120,6 +125,15 @@ def test_a_truncated_npy_is_named(tmp_path):
     np.save(tmp_path / "a.npy", np.ones(5000, "u2"))
     content = (tmp_path / "a.npy").read_bytes()
     (tmp_path / "a.npy").write_bytes(content[:-100])
+    with pytest.raises(ConfigError, match=r"a\.npy is no whole .npy file"):
+        opened(tmp_path)
+
+
+@pytest.mark.parametrize("shape", ["(100", "(True,)", f"({10**30},)"])
+def test_an_npy_with_a_damaged_header_is_named(tmp_path, shape):
+    """NumPy raises TokenError, TypeError and OverflowError of these."""
+    header = f"{{'descr': '<u2', 'fortran_order': False, 'shape': {shape}}}\n".encode()
+    (tmp_path / "a.npy").write_bytes(b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header + bytes(200))
     with pytest.raises(ConfigError, match=r"a\.npy is no whole .npy file"):
         opened(tmp_path)
 
@@ -168,6 +182,28 @@ def test_tokens_that_change_after_opening_are_found_when_read(tmp_path):
         batches.step(0)
 
 
+@pytest.mark.parametrize(
+    ("change", "said"), [(lambda p: p.unlink(), r"cannot be read \(No such file"), (lambda p: p.write_bytes(bytes(100)), "was cut since")]
+)
+def test_a_file_that_goes_after_opening_is_named(tmp_path, change, said):
+    write_bin(tmp_path / "a.bin", "<u2", 200)
+    batches = opened(tmp_path, vocab_size=2**16)  # with which no token is looked at
+    change(tmp_path / "a.bin")
+    with pytest.raises(ConfigError, match=rf"a\.bin {said}"):
+        batches.step(0)
+
+
+def test_a_shard_that_may_not_be_read_is_named_before_training(prepared, monkeypatch):
+    real = Path.open
+    monkeypatch.setattr(Path, "open", lambda self, *a, **k: denied() if self.suffix == ".bin" else real(self, *a, **k))
+
+    def denied():
+        raise PermissionError(13, "Permission denied")
+
+    with pytest.raises(ConfigError, match=r"train-00000\.bin cannot be read \(Permission denied\)"):
+        opened(prepared)
+
+
 def test_looking_at_tokens_shows_a_bar(tmp_path, monkeypatch):
     shown = []
     bar = progress.bar
@@ -178,22 +214,36 @@ def test_looking_at_tokens_shows_a_bar(tmp_path, monkeypatch):
     assert shown == [("checking tokens", 4)]
 
 
-def test_the_fingerprint_tells_other_names_sizes_and_ends(tmp_path, monkeypatch):
-    monkeypatch.setattr(shards, "END", 16)
-
-    def fingerprint(content: np.ndarray, name: str = "a.bin") -> str:
+def test_the_fingerprint_tells_other_names_sizes_and_contents(tmp_path, monkeypatch):  # D-4
+    def told(content: np.ndarray, name: str = "a.bin") -> str:
         for old in tmp_path.iterdir():
             old.unlink()
         content.astype("<u2").tofile(tmp_path / name)
         return opened(tmp_path, fraction=0.5).description["sha256"]
 
     base = np.arange(100)
-    first, last, middle = (base.copy() for _ in range(3))
-    first[3], last[96], middle[50] = 7, 7, 7
-    found = [fingerprint(base), fingerprint(first), fingerprint(last), fingerprint(base[:-1]), fingerprint(base, "b.bin")]
-    assert len(set(found)) == 5
-    assert fingerprint(base) == found[0]
-    assert fingerprint(middle) == found[0]  # neither the first bytes nor the last: hashing all of terabytes is no option
+    changed = [base.copy() for _ in range(3)]
+    for at, content in zip((0, 20, 99), changed, strict=True):
+        content[at] = 7
+    first, between, last = changed
+    found = [told(content) for content in (base, *changed, base[:-1])] + [told(base, "b.bin")]
+    assert len(set(found)) == 6
+    assert told(base) == found[0]
+    monkeypatch.setattr(fingerprint, "WHOLE", 199)  # less than its 200 bytes, of which samples are read:
+    monkeypatch.setattr(fingerprint, "PIECE", 4)  # four bytes of every 28
+    assert len({told(content) for content in (base, first, last)}) == 3
+    assert told(between) == told(base)
+
+
+@pytest.mark.parametrize("size", [0, 1, 2**13, 2**13 + 1, 2**16 - 1, 2**16])
+def test_a_sample_is_all_of_a_small_file(tmp_path, size):  # D-4
+    path = tmp_path / "a.bin"
+    path.write_bytes(bytes(size))
+    samples = {fingerprint.sample(path)}
+    for at in range(0, size, 509):
+        path.write_bytes(bytes(at) + b"x" + bytes(size - at - 1))
+        samples.add(fingerprint.sample(path))
+    assert len(samples) == 1 + len(range(0, size, 509))
 
 
 def test_where_shards_lie_changes_neither_fingerprint_nor_order(tmp_path):
@@ -234,16 +284,17 @@ def test_opening_maps_no_file_and_few_stay_mapped(tmp_path, monkeypatch):
 @pytest.fixture
 def prepared(tmp_path):
     """Shards and their sidecar, as a dict that write() puts back."""
-    write_bin(tmp_path / "train-00000.bin", "<u4", 200)
+    path = tmp_path / "train-00000.bin"
+    write_bin(path, "<u4", 200)
     made = sidecar.Sidecar(
-        format=sidecar.FORMAT,
+        format="fp8ref shards 2",
         source="stdlib",
         tokenizer="bytes",
         vocab_size=500,
         end_of_document=None,
         dtype="uint32",
         max_id=499,
-        files={"train-00000.bin": sidecar.File(tokens=200, sha256="0" * 64)},
+        files={path.name: sidecar.File(tokens=200, sha256=hashlib.sha256(path.read_bytes()).hexdigest(), sample=fingerprint.sample(path))},
     )
     sidecar.write(tmp_path, made)
     return tmp_path
@@ -260,10 +311,35 @@ def test_a_sidecar_states_type_and_largest_token_so_that_nothing_is_read(prepare
     assert opened(prepared / "train-00000.bin").description["tokens"] == 200
 
 
-def test_the_hash_in_a_sidecar_is_that_of_the_fingerprint(prepared):
+@pytest.mark.parametrize(("whole", "said"), [(800, "its SHA-256 is [0-9a-f]{64}"), (799, "its SHA-256 of samples is [0-9a-f]{64}")])
+def test_a_shard_that_changed_after_its_sidecar_was_written_is_refused(prepared, monkeypatch, whole, said):  # D-4
+    monkeypatch.setattr(fingerprint, "WHOLE", whole)
     before = opened(prepared).description["sha256"]
-    change(prepared, files={"train-00000.bin": {"tokens": 200, "sha256": "1" * 64}})
+    path = prepared / "train-00000.bin"
+    content = path.read_bytes()
+    path.write_bytes(content[:400] + b"\0" + content[401:])
+    with pytest.raises(
+        ConfigError, match=rf"train-00000\.bin was changed after it was written: {said}, not that in .*shards\.json. Put the"
+    ):
+        opened(prepared)
+    path.write_bytes(content)
+    assert opened(prepared).description["sha256"] == before
+
+
+def test_the_hash_in_a_sidecar_is_that_of_the_fingerprint(prepared, monkeypatch):
+    """Of a large source too, of which a sample alone is compared."""
+    monkeypatch.setattr(fingerprint, "WHOLE", 799)
+    before = opened(prepared).description["sha256"]
+    change(
+        prepared, files={"train-00000.bin": {"tokens": 200, "sha256": "1" * 64, "sample": fingerprint.sample(prepared / "train-00000.bin")}}
+    )
     assert opened(prepared).description["sha256"] != before
+
+
+def test_an_old_sidecar_is_named_as_such(prepared):
+    change(prepared, format="fp8ref shards 1", files={"train-00000.bin": {"tokens": 200, "sha256": ""}})
+    with pytest.raises(ConfigError, match=r"format: Input should be 'fp8ref shards 2'; got 'fp8ref shards 1'\). Write the shards again"):
+        opened(prepared)
 
 
 @pytest.mark.parametrize(
@@ -271,12 +347,15 @@ def test_the_hash_in_a_sidecar_is_that_of_the_fingerprint(prepared):
     [
         ({"vocab_size": 513}, r"model.vocab_size is 512, and the vocabulary of .*shards\.json 513. Set model.vocab_size to 513"),
         ({"max_id": 512}, "the vocabulary of .* 513"),
-        ({"format": "other"}, "format is 'fp8ref shards 1'.*got 'other'"),
-        ({"dtype": "int64"}, "got .* of 'int64'"),
+        ({"format": "other"}, "format: Input should be 'fp8ref shards 2'; got 'other'"),
+        ({"dtype": "int64"}, "dtype: Input should be 'uint16' or 'uint32'; got 'int64'"),
         ({"more": 1}, r"shards\.json is no sidecar"),
         ({"files": {}, "tokenizer": 3}, r"tokenizer: Input should be a valid string"),
-        ({"files": {"train-00000.bin": {"tokens": 199, "sha256": ""}}}, r"train-00000\.bin holds 200 tokens, and .*shards\.json says 199"),
-        ({"files": {"absent.bin": {"tokens": 1, "sha256": ""}}}, r"lists absent\.bin, which is not there"),
+        (
+            {"files": {"train-00000.bin": {"tokens": 199, "sha256": "", "sample": ""}}},
+            r"train-00000\.bin holds 200 tokens, and .*shards\.json says 199",
+        ),
+        ({"files": {"absent.bin": {"tokens": 1, "sha256": "", "sample": ""}}}, r"lists absent\.bin, which is not there"),
     ],
 )
 def test_a_sidecar_that_does_not_fit_is_refused(prepared, keys, said):
@@ -288,7 +367,7 @@ def test_a_sidecar_that_does_not_fit_is_refused(prepared, keys, said):
 def test_a_torn_sidecar_is_refused(prepared):
     path = prepared / "shards.json"
     path.write_text(path.read_text()[:40])
-    with pytest.raises(ConfigError, match=r"shards\.json is no sidecar of fp8ref data prepare"):
+    with pytest.raises(ConfigError, match=r"shards\.json is no sidecar of this fp8ref's data prepare"):
         opened(prepared)
 
 

@@ -1,3 +1,5 @@
+import os
+
 import pytest
 
 from fp8ref.run.config import ConfigError, DataConfig
@@ -44,6 +46,31 @@ def test_hidden_folders_are_not_searched_for_shards(tree):
     """A prepare that was killed leaves its unfinished shards in one."""
     root = tree("a.bin", ".tokens.x/shards/train-00000.bin")
     assert [name for name, _ in find(root).files] == ["a.bin"]
+
+
+@pytest.mark.parametrize("name", ["deep/b.bin", "deep/b.txt"])
+def test_a_directory_that_may_not_be_read_is_named(tree, monkeypatch, name):
+    """Not left out unseen."""
+    root = tree(name.replace("deep/b", "a"), name)
+    real = os.scandir
+
+    def denied(path):
+        if str(path).endswith("deep"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return real(path)
+
+    monkeypatch.setattr(os, "scandir", denied)
+    with pytest.raises(ConfigError, match=r"deep cannot be read \(Permission denied\)"):
+        find(root)
+
+
+def test_a_link_to_a_file_is_read_and_one_to_a_directory_is_not_followed(tree):  # D-4
+    root = tree("top/a.bin", "elsewhere/b.bin", "c.bin") / "top"
+    (root / "deep").symlink_to(root.parent / "elsewhere")
+    (root / "round").symlink_to(root)
+    (root / "c.bin").symlink_to(root.parent / "c.bin")
+    assert [name for name, _ in find(root).files] == ["a.bin", "c.bin"]
+    assert [name for name, _ in find(root / "deep").files] == ["b.bin"]
 
 
 def test_a_name_of_the_hub_is_not_looked_for_on_disk():

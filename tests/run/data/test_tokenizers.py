@@ -34,9 +34,11 @@ def test_bytes(end, kind, expected):  # D-6
     assert (made.name, made.vocab_size, made.dtype) == ("bytes", 256, np.uint16)
 
 
-def test_the_end_of_bytes_is_one_byte():
-    with pytest.raises(ConfigError, match=r"data.end_of_document is one byte .*; got '<\|end\|>'"):
-        load(end="<|end|>")
+@pytest.mark.parametrize("end", ["<|end|>", "é", "\udcff"])
+def test_the_end_of_bytes_is_one_byte(end):
+    with pytest.raises(ConfigError) as refused:
+        load(end=end)
+    assert f"data.end_of_document is one byte where tokens are bytes, or '' for none; got {end!r}." in str(refused.value)
 
 
 def test_hugging_face(words):  # D-6
@@ -63,6 +65,7 @@ def test_hugging_face_names_its_end_in_the_config_beside_it(words, eos, folder):
         ({}, None, r"names no token that ends a document"),
         ({"eos_token": "</s>"}, None, r"has no token '</s>'"),
         (None, "</s>", r"has no token '</s>'"),
+        ({"eos_token": ["</s>"]}, None, r"names no token that ends a document"),
         ([], None, r"tokenizer_config.json cannot be read"),
     ],
 )
@@ -80,6 +83,14 @@ def test_the_vocabulary_counts_to_the_largest_id(tmp_path):
     made = load(tmp_path / "tokenizer.json", end="")
     assert (made.vocab_size, made.dtype) == (70001, np.uint32)
     assert made.encode([b"rare"])[0].tolist() == [70000]
+
+
+def test_a_text_that_a_tokenizer_has_no_tokens_for_is_a_user_s_error(tmp_path):
+    content = json.loads(write_words(tmp_path / "tokenizer.json").read_text())
+    del content["model"]["vocab"]["?"]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(ConfigError, match=r"tokenizer.json' has no tokens for a document \(.*\). Give it one"):
+        load(tmp_path / "tokenizer.json", end="").encode([b"fp8 unheard"])
 
 
 @pytest.mark.parametrize("name", ["absent.json", "broken.json"])
