@@ -1,5 +1,6 @@
 """A training state on disk, as orbax writes it: every process its own devices' pieces, and no pickle (SEMANTICS K-2)."""
 
+import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -7,8 +8,11 @@ from typing import Any
 import jax
 import numpy as np
 import orbax.checkpoint as orbax
+import tensorstore
 
 from fp8ref.run.config import ConfigError
+
+INDEX_BYTES = 2**26
 
 
 class Store:
@@ -42,13 +46,26 @@ class Store:
 
 
 def weights(directory: Path, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, np.ndarray]]:
-    """The weights alone, one after the other: float32 by name, in this process."""
-    reader = orbax.PyTreeCheckpointer()
+    """The weights alone, one after the other: float32 by name, in this process. By tensorstore, as orbax does, which reads its metadata for every call.
+
+    Raises:   ConfigError: tensors of other names or shapes.
+    """
+    found = json.loads((directory / "_METADATA").read_text(encoding="utf-8"))
+    saved = {tuple(of_one["key"] for of_one in value["key_metadata"]) for value in found["tree_metadata"].values()}
+    base = {"driver": "ocdbt", "base": {"driver": "file", "path": f"{directory.absolute()}/"}}
+    context = tensorstore.Context({"cache_pool": {"total_bytes_limit": INDEX_BYTES}})  # the database's index, which all tensors share
     for name, shape in shapes.items():
-        like = {"model": {name: np.empty(shape, np.float32)}}
-        as_numpy = {"model": {name: orbax.RestoreArgs(restore_type=np.ndarray)}}
-        arguments = orbax.args.PyTreeRestore(item=like, restore_args=as_numpy, partial_restore=True)
-        yield name, reader.restore(directory.absolute(), args=arguments)["model"][name]
+        if ("model", name) not in saved:
+            raise ConfigError(f"{name} is not in the checkpoint. Load a state of the same model.")
+        spec = {
+            "driver": "zarr3" if found.get("use_zarr3") else "zarr",
+            "kvstore": {**base, "path": f"model.{name}/"},
+            "fill_missing_data_reads": False,
+        }
+        array = tensorstore.open(spec, context=context, open=True, read=True).result()
+        if array.shape != shape:
+            raise ConfigError(f"{name} is {list(shape)} here and {list(array.shape)} in the checkpoint. Load a state of the same model.")
+        yield name, array.read().result()
 
 
 def _arrays(tree: Any) -> dict[str, Any]:

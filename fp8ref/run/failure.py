@@ -64,12 +64,15 @@ def write(out: Path, model: Trains, config: Config, tokens: np.ndarray, metrics:
 def read(path: Path) -> Failure:
     """What ``write`` kept; path: the directory or its manifest.json.
 
-    Raises:   ConfigError: it is none, or damaged.
+    Raises:   ConfigError: it is none, naming those that are near; or it is damaged.
     """
     folder = path.parent if path.name == "manifest.json" else path
+    if not (folder / "manifest.json").is_file() or _is_run(folder):
+        what = "is not there" if not path.exists() else "is a file" if path.is_file() else "is a run" if _is_run(path) else "is none"
+        raise ConfigError(_no_failure(path, what))
     manifest = checkpoint.verify(folder)
     if "metrics" not in manifest:
-        raise ConfigError(f"{folder} is a checkpoint, not a step that failed. Those lie in a run's {FOLDER} directory.")
+        raise ConfigError(_no_failure(path, "is a checkpoint"))
     return Failure(
         state=folder / "state",
         tokens=np.load(folder / "batch.npy", allow_pickle=False),
@@ -77,3 +80,18 @@ def read(path: Path) -> Failure:
         backend=manifest["backend"],
         metrics=manifest["metrics"],
     )
+
+
+def _is_run(folder: Path) -> bool:
+    return (folder / "config.toml").is_file()
+
+
+def _no_failure(path: Path, what: str) -> str:
+    """What a path is instead of a step that failed, and the steps that its run kept."""
+    said = f"a replay takes the directory of a step that failed, RUN/{FOLDER}/{checkpoint.PREFIX}...; {path} {what}."
+    run = next((folder for folder in (path, *path.parents) if _is_run(folder)), None)
+    if run is None:
+        return said
+    steps = (p for p in (run / FOLDER).glob(f"{checkpoint.PREFIX}*") if p.name.removeprefix(checkpoint.PREFIX).isdecimal())
+    kept = ", ".join(map(str, sorted(steps)))
+    return f"{said} {run} kept {kept}." if kept else f"{said} {run} kept none: no step of it failed."

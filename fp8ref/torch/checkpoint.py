@@ -3,6 +3,8 @@
 Tensors only: what else torch would write beside them it would pickle, and nothing here reads a pickle.
 """
 
+import contextlib
+import json
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from safetensors import safe_open
 from torch import distributed, nn
 from torch.distributed import ProcessGroup
 from torch.distributed import checkpoint as dcp
@@ -20,6 +23,7 @@ from fp8ref.run.config import ConfigError
 from fp8ref.torch import delayed, optimizer
 
 COPYING = StagingOptions(use_pinned_memory=False, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=False)
+SHARDING = "DCP_SHARDING_INFO"  # the key of a file's metadata under which dcp says what part of each tensor it holds
 
 
 class Store:
@@ -92,14 +96,31 @@ class Store:
 
 
 def weights(directory: Path, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, np.ndarray]]:
-    """The weights alone, one after the other: float32 by name, in this process."""
-    reader = dcp.HuggingFaceStorageReader(str(directory))
-    for name, shape in shapes.items():
-        value = torch.empty(shape)
-        _be_quiet()
-        with _told():
-            dcp.load({f"model.{name}": value}, storage_reader=reader, no_dist=True)
-        yield name, value.numpy()
+    """The weights alone, one after the other: float32 by name, in this process. Every file's header is read once, a tensor when it is asked for.
+
+    Raises:   ConfigError: tensors of other names or shapes, or parts that leave something out.
+    """
+    parts: dict[str, dict[tuple[int, ...], safe_open]] = {}  # of a tensor, where each begins and the file it is in
+    with contextlib.ExitStack() as files:
+        for path in sorted(directory.glob("*.safetensors")):
+            file = files.enter_context(safe_open(path, framework="np"))
+            begins = json.loads(file.metadata()[SHARDING])
+            for key in file.keys():  # noqa: SIM118, no mapping
+                parts.setdefault(key, {})[tuple(begins[key]["saved_offsets"])] = file
+        for name, shape in shapes.items():
+            value, filled = np.empty(shape, np.float32), 0
+            for begin, file in parts.get(f"model.{name}", {}).items():
+                part = file.get_tensor(f"model.{name}")
+                place = tuple(slice(i, i + n) for i, n in zip(begin, part.shape, strict=True))
+                if value[place].shape != part.shape:
+                    raise ConfigError(f"{name} is {list(shape)} here and larger in the checkpoint. Load a state of the same model.")
+                value[place] = part
+                filled += part.size
+            if filled != value.size:
+                raise ConfigError(
+                    f"{name} has {value.size} elements here, of which the checkpoint holds {filled}. Load a state of the same model."
+                )
+            yield name, value
 
 
 def _plain(moment: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -1,23 +1,25 @@
 """What each FP8 GEMM of a model computes, while it runs eagerly: operands, scales and result, for the cross-check."""
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.distributed.tensor import DeviceMesh, DTensor, Shard
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torchao.float8.float8_linear import Float8Linear
 from torchao.float8.float8_training_tensor import Float8TrainingTensor
 
 from fp8ref.recipe import OPERANDS, REDUCED_AXES
 from fp8ref.torch import layer
 from fp8ref.torch.layer import Linear
+from fp8ref.torch.model import MLP, Attention
 
 
 class Observed(NamedTuple):
-    """An operand of a GEMM as the GEMM had it, in the tensor's own layout; axis is the one that the GEMM reduces."""
+    """An operand of a GEMM as the GEMM had it, this rank's part, in the tensor's own layout; axis is the one that the GEMM reduces."""
 
     hp: torch.Tensor
     codes: torch.Tensor
@@ -43,9 +45,13 @@ def observed(model: nn.Module, observer: Callable) -> Iterator[None]:
     watch = _Watch(observer)
     handles = []
     for name, module in model.named_modules():
-        if isinstance(module, Float8Linear | Linear):
+        is_linear = isinstance(module, Float8Linear | Linear)
+        if is_linear or isinstance(module, Attention | MLP):
+            # before tensor parallelism's own hook, which may cast what comes, for several linears at once where it comes to their block
+            handles.append(module.register_forward_pre_hook(watch.taking(name), prepend=True))
+        if is_linear:
             handles.append(module.register_forward_pre_hook(watch.entering(name)))
-            handles.append(module.register_full_backward_pre_hook(watch.returning(name)))
+            handles.append(module.register_forward_hook(watch.giving(name)))
     layer.observers.append(watch.multiplied)
     try:
         with watch:
@@ -64,24 +70,41 @@ class _Watch(TorchDispatchMode):
         self._observer = observer
         self._forward = self._backward = ""
         self._hp: dict[str, dict[str, torch.Tensor]] = {}
+        self._meshes: dict[str, DeviceMesh] = {}  # of linears that ranks cut
+
+    def taking(self, name: str):
+        def hook(module, args):
+            x = _local(args[0].detach())
+            if isinstance(x, Float8TrainingTensor):
+                x = self._hp[name.rpartition(".")[0]]["input"]
+            # where a checkpointed block runs again, its grad_output is there already
+            self._hp.setdefault(name, {})["input"] = x
+
+        return hook
 
     def entering(self, name: str):
         def hook(module, args):
             self._forward = name
             weight = module.weight.detach()
+            if isinstance(weight, DTensor):
+                self._meshes[name] = weight.device_mesh
+            weight = _local(weight)
             if isinstance(weight, Float8TrainingTensor):
                 weight = weight.to_original_precision()
-            of_name = self._hp.setdefault(name, {})  # where a checkpointed block runs again, its grad_output is there already
-            of_name |= {"input": args[0].detach().reshape(-1, args[0].shape[-1]), "weight": weight}
+            self._hp[name]["weight"] = weight
 
         return hook
 
-    def returning(self, name: str):
-        def hook(module, grad_output):
-            self._backward = name
-            self._hp[name]["grad_output"] = grad_output[0].detach().reshape(-1, grad_output[0].shape[-1])
+    def giving(self, name: str):
+        def hook(module, args, out):
+            if out.requires_grad:
+                out.register_hook(functools.partial(self._returning, name))
 
         return hook
+
+    def _returning(self, name: str, grad_output: torch.Tensor) -> None:
+        self._backward = name
+        self._hp[name]["grad_output"] = _local(grad_output.detach())
 
     def multiplied(self, which, a, b, out) -> None:
         """What ``layer.Linear`` reports, its operands in their own layout already."""
@@ -111,7 +134,19 @@ class _Watch(TorchDispatchMode):
             return
         name = self._forward if which == "output" else self._backward
         a, b = (
-            Observed(self._hp[name][role], codes, scale, inverse, axis - 2)
+            Observed(self._as_codes_lie(name, role, codes), codes, scale, inverse, axis - 2)
             for role, (codes, scale, inverse), axis in zip(roles, found, REDUCED_AXES[which], strict=True)
         )
         self._observer(name, which, a, b, out)
+
+    def _as_codes_lie(self, name: str, role: str, codes: torch.Tensor) -> torch.Tensor:
+        """A role's tensor in rows; gathered, as its codes were, where sequence parallelism had cut its tokens."""
+        hp = self._hp[name][role]
+        if role != "weight" and hp.numel() != codes.numel():
+            with _disable_current_modes():
+                hp = DTensor.from_local(hp, self._meshes[name], [Shard(1)], run_check=False).full_tensor()
+        return hp.reshape(-1, hp.shape[-1])
+
+
+def _local(x: torch.Tensor) -> torch.Tensor:
+    return x.to_local() if isinstance(x, DTensor) else x

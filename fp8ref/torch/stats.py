@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 from torch import distributed, nn
@@ -17,42 +18,75 @@ from fp8ref.torch.scaling import Quantized
 Parts = dict[str, list[torch.Tensor]]  # float64 [FIELDS] of each microbatch, by an operand's name
 
 
+class Whole(NamedTuple):
+    """What measuring takes of a tensor itself, however it is quantised: once for casts along both its axes."""
+
+    non_finite: torch.Tensor
+    nonzero: torch.Tensor
+    signal: torch.Tensor
+    amax: torch.Tensor
+
+
 @torch.no_grad()
-def measure(x: torch.Tensor, q: Quantized) -> torch.Tensor:
-    """float64 [FIELDS] of x and what it was quantised to; zeros where a rank holds none of it.
+def of_whole(x: torch.Tensor) -> Whole:
+    value = cast.to_f32(x)
+    finite = value.isfinite()
+    return Whole(x.numel() - finite.count_nonzero(), x.count_nonzero(), _squares(torch.where(finite, value, 0.0)), scaling.amax(x))
+
+
+@torch.no_grad()
+def measure(x: torch.Tensor, q: Quantized, whole: Whole | None = None) -> torch.Tensor:
+    """float64 [FIELDS] of x and what it was quantised to; zeros where a rank holds none of it. whole is of x, if it is there already.
 
     Order:    errors e = RN32(decode(code) * scale_inv) - x in float32; squares and sums in float64 (Q-9).
     """
     if not x.numel():
         return torch.zeros(len(FIELDS), dtype=torch.float64, device=x.device)
+    whole = of_whole(x) if whole is None else whole
+    ends = torch.stack(q.scale.aminmax())  # NaN if any is
+    # A CPU is spared what only infinities and NaNs make necessary. A GPU would have to be waited for.
+    finite = x.device.type == "cpu" and not whole.non_finite and bool(ends.isfinite().all())
+    underflows, saturated, overflows, noise = (_of_finite if finite else _of_any)(x, q, whole)
+    counts = (torch.full((), x.numel(), device=x.device), whole.non_finite, underflows, saturated, overflows)
+    return torch.stack([number.double() for number in (*counts, whole.signal, noise, whole.amax, *ends)])
+
+
+def _of_any(x: torch.Tensor, q: Quantized, whole: Whole) -> tuple[torch.Tensor, ...]:
+    """Underflows, saturated codes, overflows, and the squares of errors."""
     value, decoded = cast.to_f32(x), cast.decode(q.codes, q.fmt)
     finite = value.isfinite()
-    kept = torch.where(finite, value, 0.0)
-    error = torch.where(finite, decoded * scaling.spread(q.scale_inv, tuple(x.shape), q.granularity, q.axis) - kept, 0.0)
-    scaled = (value * scaling.spread(q.scale, tuple(x.shape), q.granularity, q.axis)).abs_()
-    bound, above = _overflow_bound(q.fmt)
-    found = [
-        torch.full((), x.numel(), dtype=torch.float64, device=x.device),
-        x.numel() - finite.count_nonzero(),
+    error = torch.where(finite, decoded * _spread(q.scale_inv, q) - torch.where(finite, value, 0.0), 0.0)
+    return (
         ((value != 0) & (decoded == 0)).count_nonzero(),
         (decoded.abs() == q.fmt.max).count_nonzero(),
-        (scaled > bound if above else scaled >= bound).count_nonzero(),
-        _squares(kept),
+        _overflows((value * _spread(q.scale, q)).abs_(), q.fmt),
         _squares(error),
-        scaling.amax(x),
-        q.scale.min(),
-        q.scale.max(),
-    ]
-    return torch.stack([number.double() for number in found])
+    )
+
+
+def _of_finite(x: torch.Tensor, q: Quantized, whole: Whole) -> tuple[torch.Tensor, ...]:
+    """The same of x and scales that are all finite, so that no code is NaN and a zero's is zero."""
+    codes, value = q.codes.view(torch.uint8), cast.to_f32(x)
+    magnitudes = codes & ~q.fmt.sign_bit
+    underflows = whole.nonzero - magnitudes.count_nonzero()
+    saturated = magnitudes.eq_(q.fmt.max_code).count_nonzero()
+    scaled = value * _spread(q.scale, q)
+    least, greatest = scaled.aminmax()
+    # By a table: torch converts e4m3 one by one on a CPU.
+    table = cast.decode(torch.arange(256, dtype=torch.uint8), q.fmt)
+    error = table.index_select(0, codes.reshape(-1).int()).view(x.shape).mul_(_spread(q.scale_inv, q)).sub_(value)
+    beyond = max(-least, greatest) >= q.fmt.max
+    return underflows, saturated, _overflows(scaled.abs_(), q.fmt) if beyond else torch.zeros_like(saturated), _squares(error)
 
 
 @contextmanager
 def measuring(model: nn.Module, planned: list[Operand], found: Parts) -> Iterator[None]:
     """In this context, which is of one forward and backward pass of a model that runs eagerly, found gets the parts of planned operands that this rank
-    holds: rows of input and grad_output; of a weight that is gathered in FP8 the rank's shard, of any other all."""
+    holds: rows of input and grad_output; of a weight that is gathered in FP8 the rank's shard, of any other all; of each what tensor parallelism leaves it."""
     by_gemm = {(o.layer, o.gemm): [p for p in planned if (p.layer, p.gemm) == (o.layer, o.gemm)] for o in planned}
     gathers = {name: module.fp8_gather for name, module in model.named_modules() if hasattr(module, "fp8_gather")}
     once: dict[tuple, torch.Tensor] = {}  # of operands that two GEMMs take
+    wholes: dict[tuple, Whole] = {}
 
     def measured(operand: Operand, seen: Observed) -> torch.Tensor:
         gather = gathers.get(operand.layer) if operand.role == "weight" else None
@@ -63,13 +97,16 @@ def measuring(model: nn.Module, planned: list[Operand], found: Parts) -> Iterato
             if gather is not None:  # its own rows are what this rank cast, by the scale that the others cast theirs by
                 x = gather.shard.to(gather.dtype)
                 codes = scaling.quantize_with(x, seen.scale, spec.fmt).codes if x.numel() else codes
-            once[key] = measure(x, Quantized(codes, seen.scale, seen.scale_inv, spec.fmt, spec.granularity, axis))
+            if key[:2] not in wholes and x.numel():
+                wholes[key[:2]] = of_whole(x)
+            once[key] = measure(x, Quantized(codes, seen.scale, seen.scale_inv, spec.fmt, spec.granularity, axis), wholes.get(key[:2]))
         return once[key]
 
     def observer(name: str, gemm, a: Observed, b: Observed, out: torch.Tensor) -> None:
         if gemm == "output":  # of the next microbatch
-            for key in [key for key in once if key[0] == name]:
-                del once[key]
+            for kept in (once, wholes):
+                for key in [key for key in kept if key[0] == name]:
+                    del kept[key]
         with _disable_current_modes():
             for role, seen in zip(OPERANDS[gemm], (a, b), strict=True):
                 for operand in by_gemm.get((name, gemm), ()):
@@ -98,7 +135,12 @@ def _squares(x: torch.Tensor) -> torch.Tensor:
     return torch.linalg.vector_norm(x, dtype=torch.float64).square()
 
 
-def _overflow_bound(fmt: Format) -> tuple[float, bool]:
-    """The tie between max and the number that would follow it, and whether only what lies above it rounds beyond max (C-4)."""
+def _spread(scale: torch.Tensor, q: Quantized) -> torch.Tensor:
+    return scaling.spread(scale, tuple(q.codes.shape), q.granularity, q.axis)
+
+
+def _overflows(scaled: torch.Tensor, fmt: Format) -> torch.Tensor:
+    """How many magnitudes round beyond max (C-4): those above the tie between it and the number that would follow, and the tie if max is odd."""
     step = fmt.max - cast.decode(torch.tensor(fmt.max_code - 1, dtype=torch.uint8), fmt).item()
-    return fmt.max + step / 2, fmt.max_code % 2 == 0
+    bound = fmt.max + step / 2
+    return (scaled >= bound if fmt.max_code % 2 else scaled > bound).count_nonzero()

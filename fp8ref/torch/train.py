@@ -16,7 +16,7 @@ from torch.nn import functional
 from fp8ref import llama
 from fp8ref.run.config import Config, ConfigError
 from fp8ref.statistics import Operand, merged, planned
-from fp8ref.torch import delayed, optimizer, proof, stats
+from fp8ref.torch import delayed, optimizer, proof, stats, tensor
 from fp8ref.torch.checkpoint import Store
 from fp8ref.torch.model import Llama
 from fp8ref.torch.observing import observing
@@ -35,11 +35,6 @@ class Trainer:
         weights = llama.initial_weights(config.model, seed=config.run.seed) if weights is None else weights
         llama.check_weights(weights, config.model)
         self._mesh = mesh_of(config)
-        if config.statistics.every and config.parallel.tensor > 1:
-            raise ConfigError(
-                "in PyTorch statistics are not taken of linears that parallel.tensor cuts; got parallel.tensor "
-                f"{config.parallel.tensor} and statistics.every {config.statistics.every}. Set parallel.tensor to 1, or statistics.every to 0."
-            )
         self._device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
@@ -177,12 +172,18 @@ class Trainer:
         )
 
     def _own_parts(self, operand: Operand) -> np.ndarray:
-        """Of all ranks, those that together hold one copy of an operand."""
-        keys, ranks = self.config.parallel, np.arange(self.config.parallel.devices)
-        if operand.role != "weight":
-            return ranks
-        cut = isinstance(self.model, FSDPModule) and hasattr(self.model.get_submodule(operand.layer), "fp8_gather")
-        return ranks[: keys.fsdp] if cut else ranks[:1]
+        """Of all ranks, those that together hold one copy of an operand (SEMANTICS P-10)."""
+        keys = self.config.parallel
+        gathered = isinstance(self.model, FSDPModule) and hasattr(self.model.get_submodule(operand.layer), "fp8_gather")
+        style = tensor.PLAN.get(operand.layer.rpartition(".")[2])
+        whole = "input" if style == "colwise" else "grad_output"  # along tensor
+        cut = {
+            "data": operand.role != "weight",
+            "fsdp": operand.role != "weight" or gathered,
+            "tensor": style is not None and operand.role != whole,
+        }
+        ranks = np.arange(keys.devices).reshape(keys.data, keys.fsdp, keys.tensor)
+        return ranks[tuple(slice(None if cut[axis] else 1) for axis in AXES)].ravel()
 
     def prove(self, tokens: np.ndarray) -> dict:
         """What a step multiplies and gathers, for the manifest: seen in one that updates nothing (SEMANTICS B-8). Before the first step.

@@ -1,12 +1,15 @@
 import os
 import pickle
+import shutil
+import sys
 
 import numpy as np
 import pytest
+import tensorstore
 
 from fp8ref.jax import checkpoint
 from fp8ref.jax.train import Trainer
-from fp8ref.run.config import Config
+from fp8ref.run.config import Config, ConfigError
 
 MODEL = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
 BATCHES = np.random.default_rng(0).integers(0, 256, (4, 8, 33))
@@ -50,11 +53,39 @@ def test_a_state_is_read_by_any_mesh(saved, mesh):  # K-2
     assert mesh != {"fsdp": 2} or found == losses
 
 
-def test_weights_alone(saved):
+def test_weights_alone(saved, monkeypatch):
+    """One after the other, each read when it is asked for; what they are is read once."""
     folder, weights, _ = saved
-    found = dict(checkpoint.weights(folder, {name: value.shape for name, value in weights.items()}))
+    opened, metadata, watches = [], [], [True]
+    honest = tensorstore.open
+    monkeypatch.setattr(tensorstore, "open", lambda spec, **keys: opened.append(spec) or honest(spec, **keys))
+    sys.addaudithook(lambda event, args: watches and event == "open" and str(args[0]).endswith("_METADATA") and metadata.append(args))
+    found = {}
+    for name, value in checkpoint.weights(folder, {name: value.shape for name, value in weights.items()}):
+        found[name] = value
+        assert len(opened) == len(found)
+    watches.clear()
     assert equal(found, weights)
     assert all(value.dtype == np.float32 for value in found.values())
+    assert len(metadata) == 1
+
+
+@pytest.mark.parametrize(("name", "shape"), [("model.norm.weight", (63,)), ("model.norm.bias", (64,))])
+def test_another_models_weights_are_refused(saved, name, shape):
+    with pytest.raises(ConfigError, match=rf"{name} is .* Load a state of the same model"):
+        dict(checkpoint.weights(saved[0], {name: shape}))
+
+
+def test_an_array_whose_data_is_gone_is_an_error(saved, tmp_path):
+    """And no array of zeros."""
+    folder, weights, _ = saved
+    shutil.copytree(folder, tmp_path / "state")
+    store = tensorstore.KvStore.open({"driver": "ocdbt", "base": {"driver": "file", "path": f"{tmp_path}/state/"}}).result()
+    for key in store.list().result():
+        if key.startswith(b"model.model.norm.weight/") and not key.endswith(b".zarray"):
+            store.delete_range(tensorstore.KvStore.KeyRange(key, key + b"\0")).result()
+    with pytest.raises(ValueError, match="missing"):
+        dict(checkpoint.weights(tmp_path / "state", {"model.norm.weight": weights["model.norm.weight"].shape}))
 
 
 class Evil:

@@ -33,11 +33,45 @@ def test_a_damaged_one_is_refused(kept):
         failure.read(kept)
 
 
-def test_a_checkpoint_is_none(tmp_path, small, monkeypatch):
+@pytest.fixture
+def run(tmp_path, small, monkeypatch):
     monkeypatch.setattr(loop, "trainer", lambda *_: FakeTrainer(small))
     loop.train(small, "jax", tmp_path / "run")
-    with pytest.raises(ConfigError, match="is a checkpoint, not a step that failed"):
-        failure.read(tmp_path / "run" / "checkpoints" / "step-00000006")
+    return tmp_path / "run"
+
+
+@pytest.mark.parametrize(
+    ("path", "what"),
+    [
+        (".", "is a run"),
+        ("manifest.json", "is a file"),
+        ("metrics.jsonl", "is a file"),
+        ("failures", "is none"),
+        ("failures/step-00000009", "is not there"),
+        ("failures/step-00000007/batch.npy", "is a file"),
+        ("checkpoints", "is none"),
+        ("checkpoints/step-00000006", "is a checkpoint"),
+    ],
+)
+def test_what_is_none_is_told_and_those_near_it_are_named(run, small, path, what):
+    for step in (7, 12):
+        failure.write(run, FakeTrainer(small), small, np.zeros((4, 17)), {"step": step}, Alone())
+    (run / "failures" / "step-00000013.unfinished").mkdir()
+    with pytest.raises(ConfigError, match=rf"takes the directory of a step that failed, RUN/failures/step-\.\.\.; .* {what}\. ") as error:
+        failure.read(run / path)
+    assert str(error.value).endswith(f"{run} kept {run}/failures/step-00000007, {run}/failures/step-00000012.")
+
+
+def test_a_run_without_failures_is_told_so(run):
+    with pytest.raises(ConfigError, match=r"run is a run\. .*run kept none: no step of it failed\."):
+        failure.read(run)
+
+
+def test_a_plain_file_or_directory_is_none(tmp_path):
+    (tmp_path / "file").write_text("")
+    for name, what in (("file", "is a file"), (".", "is none"), ("absent", "is not there"), ("absent/manifest.json", "is not there")):
+        with pytest.raises(ConfigError, match=rf"{what}\.$"):
+            failure.read(tmp_path / name)
 
 
 def test_a_run_keeps_the_step_that_it_did_not_take(tmp_path, small, monkeypatch):  # T-4, K-6

@@ -11,7 +11,7 @@ from ranks import run
 from safetensors import safe_open
 
 from fp8ref import llama
-from fp8ref.run.config import Config
+from fp8ref.run.config import Config, ConfigError
 from fp8ref.torch import checkpoint
 from fp8ref.torch.train import Trainer
 
@@ -77,6 +77,8 @@ def test_a_state_is_read_by_any_mesh(tmp_path, recipe, kind, before, after):  # 
         return run(n, function, str(tmp_path / "state"), config) if n > 1 else [function(str(tmp_path / "state"), config)]
 
     saved = on(old, saving)
+    shapes = {name: value.shape for name, value in saved[0][0].items()}
+    assert equal(dict(checkpoint.weights(tmp_path / "state", shapes)), saved[0][0])
     for weights, metrics, final in on(new, resuming):
         assert equal(weights, saved[0][0])
         if before == after:
@@ -124,11 +126,48 @@ def test_a_planted_pickle_is_never_read(tmp_path):  # K-5
     assert not (tmp_path / "read").exists()
 
 
-def test_weights_alone(tmp_path):
+def test_weights_alone(tmp_path, monkeypatch):
+    """One after the other, each read when it is asked for, of a file whose header is read once."""
     weights, _, _ = saving(tmp_path / "state", config_of("delayed"))
-    found = dict(checkpoint.weights(tmp_path / "state", {name: value.shape for name, value in weights.items()}))
+    opened, read = [], []
+
+    class Opened:
+        def __init__(self, path, **keys):
+            opened.append(path)
+            self.file = safe_open(path, **keys)
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *error):
+            self.file.__exit__(*error)
+
+        def __getattr__(self, name):
+            return getattr(self.file, name)
+
+        def get_tensor(self, name):
+            read.append(name)
+            return self.file.get_tensor(name)
+
+    monkeypatch.setattr(checkpoint, "safe_open", Opened)
+    found = {}
+    for name, value in checkpoint.weights(tmp_path / "state", {name: value.shape for name, value in weights.items()}):
+        found[name] = value
+        assert read == [f"model.{n}" for n in found]
     assert equal(found, weights)
     assert all(value.dtype == np.float32 for value in found.values())
+    assert opened == list((tmp_path / "state").glob("*.safetensors"))
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [("model.norm.weight", (63,)), ("model.norm.weight", (65,)), ("model.norm.bias", (64,))],
+    ids=["less", "more", "absent"],
+)
+def test_another_models_weights_are_refused(tmp_path, name, shape):
+    Trainer(config_of("bf16")).save(tmp_path / "state")()
+    with pytest.raises(ConfigError, match=rf"{name} .* Load a state of the same model"):
+        dict(checkpoint.weights(tmp_path / "state", {name: shape}))
 
 
 def test_a_full_disk_is_an_error_of_the_system(tmp_path):  # K-4

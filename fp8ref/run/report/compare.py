@@ -17,17 +17,17 @@ from fp8ref.run.report.runs import Run
 
 METRICS = ("loss", "grad_norm", "val_loss")
 Result = Literal["identical", "within noise", "outside noise"]
-By = Literal["bits", "seeds", "steps"]
+By = Literal["bits", "end", "seeds", "steps"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
     """What ``compare`` found. settings, versions: {dotted key: (A's, B's)} where they differ.
 
-    noise     what the difference of the losses was held to: ``bits``, ``seeds`` or ``steps``.
+    noise     what the runs were held to: ``bits``, how they ``end``, or, the difference of their losses, ``seeds`` or ``steps``.
     difference, low, high
               B's loss minus A's, the mean over the last window, and the interval in which it is no more than noise: of ``seeds``
-              about 0; of ``steps`` the confidence interval of the difference itself, which has to hold 0.
+              about 0; of ``steps`` the confidence interval of the difference itself, which has to hold 0. None where losses tell nothing.
     """
 
     a: str
@@ -37,9 +37,9 @@ class Comparison:
     steps: int
     result: Result
     noise: By
-    difference: float
-    low: float
-    high: float
+    difference: float | None
+    low: float | None
+    high: float | None
     said: str
 
     @property
@@ -75,40 +75,21 @@ def compare(a: Run, b: Run, seeds: Sequence[Run] = (), *, confidence: float = no
             )
     chosen = _chosen(a, b, seeds)
     steps = runs.common_steps([a, b, *chosen])
-    width = noise.window(len(steps))
-    if len(steps) < width:
-        who = "A, B and --seeds" if chosen else f"{a.name} and {b.name}"
-        raise ConfigError(
-            f"{who} have {len(steps)} steps in common, and {noise.BATCHES} are needed. Leave the shortest out, or train it on."
-        )
-    gap = noise.gap(runs.at(b.losses, steps) - runs.at(a.losses, steps), width, confidence=confidence)
-    difference = float(gap.mean[-1])
+    difference: float | None
+    low: float | None
+    high: float | None
     result: Result
     by: By
-    if all(a.curve(key) == b.curve(key) for key in METRICS):
-        result, by, low, high = "identical", "bits", 0.0, 0.0
+    if all(a.curve(key) == b.curve(key) for key in METRICS) and bool(a.diverged) == bool(b.diverged):
+        result, by, difference, low, high = "identical", "bits", 0.0, 0.0, 0.0
+        steps = runs.common_steps([a, b])
         said = f"identical: {', '.join(METRICS)} of all {len(steps)} steps, bit for bit"
-    elif chosen:
-        last = np.stack([runs.at(run.losses, steps) for run in chosen])[:, -width:].mean(axis=1, keepdims=True)
-        high = float(noise.limit(last, confidence=confidence)[0])  # the report's limit, either way
-        by, low, result = "seeds", -high, "within noise" if abs(difference) <= high else "outside noise"
-        said = f"two bf16 runs of different seeds lie up to {high:.4f} apart, by {len(chosen)} of them"
-    elif a.seeds == b.seeds:
-        by, low, high = "steps", float(gap.low[-1]), float(gap.high[-1])
-        result = "within noise" if low <= 0 <= high else "outside noise"
-        said = f"by these steps alone, between {low:+.4f} and {high:+.4f}"
-        said += "" if result == "within noise" else "; whether another seed does as much, --seeds RUN... tells"
+        said += f"; both ended by {_end(a)}" if a.diverged else ""
+    elif a.diverged or b.diverged:
+        result, by, difference, low, high = "outside noise", "end", None, None, None
+        said = f"{result}: " + "; ".join(f"{run.name} ended by {_end(run)}" for run in (a, b) if run.diverged)
     else:
-        raise ConfigError(
-            f"{a.name} has seeds {a.seeds} and {b.name} {b.seeds}: what seeds make of a loss, two runs do not tell. "
-            "Give --seeds and two or more bf16 runs of different seeds."
-        )
-    diverged = [run for run in (a, b) if run.diverged]
-    if diverged:
-        result = "outside noise"
-        said = f"{result}: {diverged[0].name} ended by {diverged[0].diverged}"
-    elif by != "bits":
-        said = f"{result}: the loss of {b.name} is {difference:+.4f} from that of {a.name}, over the last {width} of {len(steps)} steps; {said}"
+        result, by, difference, low, high, said = _by_losses(a, b, chosen, steps, confidence)
     return Comparison(
         a=a.name,
         b=b.name,
@@ -124,6 +105,43 @@ def compare(a: Run, b: Run, seeds: Sequence[Run] = (), *, confidence: float = no
     )
 
 
+def _by_losses(a: Run, b: Run, chosen: Sequence[Run], steps: np.ndarray, confidence: float) -> tuple[Result, By, float, float, float, str]:
+    """result, noise, difference, low, high and what is said of two runs that did not diverge."""
+    width = noise.window(len(steps))
+    if len(steps) < width:
+        who = "A, B and --seeds" if chosen else f"{a.name} and {b.name}"
+        raise ConfigError(
+            f"{who} have {len(steps)} steps in common, and {noise.BATCHES} are needed. Leave the shortest out, or train it on."
+        )
+    gap = noise.gap(runs.at(b.losses, steps) - runs.at(a.losses, steps), width, confidence=confidence)
+    difference = float(gap.mean[-1])
+    result: Result
+    by: By
+    if chosen:
+        last = np.stack([runs.at(run.losses, steps) for run in chosen])[:, -width:].mean(axis=1, keepdims=True)
+        high = float(noise.limit(last, confidence=confidence)[0])  # the report's limit, either way
+        by, low, result = "seeds", -high, "within noise" if abs(difference) <= high else "outside noise"
+        said = f"two bf16 runs of different seeds lie up to {high:.4f} apart, by {len(chosen)} of them"
+    elif a.seeds == b.seeds:
+        by, low, high = "steps", float(gap.low[-1]), float(gap.high[-1])
+        result = "within noise" if low <= 0 <= high else "outside noise"
+        said = f"by these steps alone, between {low:+.4f} and {high:+.4f}"
+        said += "" if result == "within noise" else "; whether another seed does as much, --seeds RUN... tells"
+    else:
+        raise ConfigError(
+            f"{a.name} has seeds {a.seeds} and {b.name} {b.seeds}: what seeds make of a loss, two runs do not tell. "
+            "Give --seeds and two or more bf16 runs of different seeds."
+        )
+    said = f"{result}: the loss of {b.name} is {difference:+.4f} from that of {a.name}, over the last {width} of {len(steps)} steps; {said}"
+    for run in (a, b):
+        said += "" if run.finished else f"; {run.name} is not finished, but {run.manifest['status']}"
+    return result, by, difference, low, high, said
+
+
+def _end(run: Run) -> str:
+    return run.diverged.rstrip(".")
+
+
 def _chosen(a: Run, b: Run, seeds: Sequence[Run]) -> list[Run]:
     """One of ``seeds`` for each pair of seeds, the first given."""
     for run in seeds:
@@ -131,6 +149,10 @@ def _chosen(a: Run, b: Run, seeds: Sequence[Run]) -> list[Run]:
         if unlike or not run.bf16:
             what = next(iter(unlike), "numerics.recipe")
             raise ConfigError(f"--seeds takes bf16 runs that differ from A or B in seeds and numerics alone; {run.name} does in {what}.")
+        if not run.finished:
+            raise ConfigError(
+                f"--seeds takes runs that are finished (E-1); {run.name} is {run.manifest['status']}. Train it to its end, or leave it out."
+            )
     chosen = list({run.seeds: run for run in reversed(seeds)}.values())
     if len(chosen) == 1:
         raise ConfigError(f"--seeds takes 2 or more bf16 runs of different seeds; got {len(seeds)} of one. Train more.")

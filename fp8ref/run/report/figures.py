@@ -33,6 +33,8 @@ def losses(group: Sequence[Run], seeds: Seeds) -> Figure:
         if seeds.band is not None:
             _band(ax, seeds.steps, seeds.band.low, seeds.band.high, svg.BAND)
         for run, look in _looks(group, seeds):
+            if not run.losses:  # of a first step that was not finite
+                continue
             steps = np.array(list(run.losses))
             width = _width(seeds, len(steps))
             _line(ax, steps[width - 1 :], noise.running_mean(runs.at(run.losses, steps), width), run.name, look)
@@ -71,7 +73,7 @@ def metric(group: Sequence[Run], seeds: Seeds, key: str, ylabel: str) -> Figure 
             values = _peaks(values) if key == "grad_norm" else noise.running_mean(values, width)
             marked = {"marker": "o", "markersize": 3} if len(curve) <= 40 else {}
             _line(ax, np.array(list(curve))[width - 1 :], values, run.name, look | marked)
-        if key == "grad_norm":
+        if key == "grad_norm" and any(any(curve.values()) for _, _, curve in present):  # a log has no zero
             ax.set_yscale("log")
             ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
             ax.yaxis.set_major_formatter("{x:g}")

@@ -130,7 +130,7 @@ def verdict(run: Run, group: Sequence[Run], *, confidence: float = noise.CONFIDE
 def partner(run: Run, group: Sequence[Run]) -> Run | None:
     """The bf16 run of a group with this run's seeds; of those, one of its backend and a finished one first."""
     partners = [other for other in group if other is not run and other.bf16 and other.seeds == run.seeds]
-    partners.sort(key=lambda other: (other.manifest.get("backend") != run.manifest.get("backend"), not other.finished))
+    partners.sort(key=lambda other: (other.manifest["backend"] != run.manifest["backend"], not other.finished))
     return partners[0] if partners else None
 
 

@@ -28,7 +28,7 @@ METRICS = {"val_loss": "validation loss, nats", "grad_norm": "gradient norm", "t
 def write(given: Sequence[Run], out: Path, *, confidence: float = noise.CONFIDENCE) -> str:
     """Write the page to ``out`` and <out>-<figure>.png beside it; returns the verdicts as text.
 
-    Raises:   ConfigError, before anything is written: a directory that is not there, or a file that is no report.
+    Raises:   ConfigError: before anything is written, a directory that is not there, or a file that is no report; what cannot be written.
     """
     if out.is_dir() or not out.absolute().parent.is_dir():
         raise ConfigError(f"--out names a file in a directory that exists; got {out}.")
@@ -40,11 +40,14 @@ def write(given: Sequence[Run], out: Path, *, confidence: float = noise.CONFIDEN
         group["unlike"] = ", ".join(configs.differences(found[0][0].reference, group["runs"][0].reference))
     drawn: dict[str, Figure] = {name: figure for group in groups for name, figure, _ in group["figures"]}
     page = _page(groups, given, confidence)
-    for name, figure in drawn.items():
-        _put(out.with_name(f"{out.stem}-{name}.png"), svg.png(figure))
-    _put(out, page.encode())
+    try:
+        for name, figure in drawn.items():
+            _put(out.with_name(f"{out.stem}-{name}.png"), svg.png(figure))
+        _put(out, page.encode(errors="replace"))
+    except OSError as error:
+        raise ConfigError(f"--out {out} cannot be written ({error.strerror}). Name a file in a directory that can be written.") from error
     said = [f"{run.name}: {verdict_text(run, verdict)}" for group in groups for run, verdict in group["verdicts"]]
-    return "\n".join([*said, f"wrote {out} and {len(drawn)} PNGs beside it"])
+    return "\n".join([*said, f"wrote {out} and {len(drawn)} PNG{'s' * (len(drawn) != 1)} beside it"])
 
 
 def verdict_text(run: Run, verdict: Verdict) -> str:
@@ -72,7 +75,7 @@ def _group(index: int, group: list[Run], confidence: float) -> dict:
         made.append(("gap", figures.gaps(pairs, group, seeds), "Gap to the bf16 run of equal seeds, with its confidence interval"))
     made += [(key, figures.metric(group, seeds, key, label), label.capitalize()) for key, label in METRICS.items()]
     statistics = []
-    for number, run in enumerate(run for run in group if run.statistics):
+    for number, run in enumerate(run for run in group if any(line["statistics"] for line in run.statistics)):
         maps = [(f"stats{number}-{m}", figures.heat_map(run.statistics, m), figures.MEASURES[m][0]) for m in figures.MEASURES]
         statistics.append((run, [f"g{index}-{name}" for name, figure, _ in maps if figure is not None], _non_finite(run)))
         made += [(name, figure, f"{run.name}: {title}, by layer and step") for name, figure, title in maps]
@@ -105,7 +108,6 @@ def _page(groups: list[dict], given: Sequence[Run], confidence: float) -> str:
         verdict_text=verdict_text,
         gemms=gemms,
         settings=_settings(given),
-        memory=any(run.manifest.get("memory") for run in given),
     )
 
 
@@ -123,12 +125,14 @@ def _settings(given: Sequence[Run]) -> list[tuple[str, list]]:
 
 
 def _speed(run: Run, group: Sequence[Run]) -> dict:
-    """Median tokens a second, and its ratio to the group's first bf16 run of the same backend on the same device; peak memory."""
-    like = [r for r in group if r.bf16 and all(r.manifest.get(k) == run.manifest.get(k) for k in ("backend", "device"))]
+    """Steps, last losses, peak memory, median tokens a second and its ratio to the group's first bf16 run of the same backend on the same device."""
+    like = [r for r in group if r.bf16 and all(r.manifest[k] == run.manifest[k] for k in ("backend", "device"))]
     mine, theirs = _median(run), _median(like[0]) if like else None
     memory = run.manifest.get("memory") or {}
     return {
         "run": run,
+        "steps": len(run.losses),
+        "last": [next(reversed(run.curve(key).values()), None) for key in ("loss", "val_loss")],
         "median": mine,
         "ratio": mine / theirs if mine and theirs else None,
         "peak": f"{memory['peak_bytes'] / 2**30:,.2f} GiB of the {memory['of']}" if memory else None,

@@ -26,14 +26,14 @@ def gemms(run: Run) -> list[Ran]:
             plan=linear["recipe"] if linear["fp8"] else f"high precision: {linear['reason']}",
             gemms=tuple(_gemm(f"{linear['path']}/{which}", proof) if linear["fp8"] else "high precision" for which in OPERANDS),
         )
-        for linear in run.manifest.get("linears", [])
+        for linear in run.manifest["linears"]
     ]
 
 
 def _gemm(name: str, proof: dict | None) -> str:
     if proof is None:
         return "planned, no proof recorded"
-    if any(message.startswith(f"{name}:") or message.startswith(f"{name} ") for message in proof.get("missing", [])):
+    if any(message.startswith((f"{name}:", f"{name} ")) for message in proof.get("missing", [])):
         return "MISSING"
     if name in proof.get("on_dequantised_operands", []):
         return "dequantised: FP8 values, high-precision GEMM"

@@ -14,8 +14,9 @@ from fp8ref.delayed import DELAYED, DelayedScaling
 from fp8ref.formats import FP8_FORMATS, Format
 from fp8ref.policy import POLICIES, ScalePolicy
 from fp8ref.recipe import OPERANDS
-from fp8ref.run import log, progress
+from fp8ref.run import progress
 from fp8ref.run.config import ConfigError
+from fp8ref.run.report import files
 from fp8ref.sim import cast, delayed
 from fp8ref.sim.scales import scales_from_amax
 
@@ -81,9 +82,15 @@ def replay(run: Path, policy: str, *, history: int | None = None, margin: int | 
     Raises:   ConfigError: no run, none with statistics; a policy, history or margin that there is not.
     """
     config, scaling = _scaling(policy, history, margin)
-    manifest = log.read_manifest(run)
-    lines = _lines(run)
-    formats = _formats(manifest)
+    manifest, lines = files.manifest(run), files.statistics(run)
+    if not any(line["statistics"] for line in lines):
+        raise ConfigError(
+            f"{run} has no statistics of FP8 operands. Train with --statistics.every 1, or any number of steps, in an FP8 recipe."
+        )
+    try:
+        formats = _formats(manifest)
+    except ValueError as error:
+        raise ConfigError(f"{run / 'manifest.json'}: {error} A replay takes runs of named recipes.") from error
     amaxes: dict[str, np.ndarray] = {}
     for name, of_gemm in {name: name.split("/") for line in lines for name in line["statistics"]}.items():
         layer, gemm, role = of_gemm
@@ -132,24 +139,10 @@ def _scaling(name: str, history: int | None, margin: int | None) -> tuple[Delaye
     return config, policy
 
 
-def _lines(run: Path) -> list[dict]:
-    try:
-        lines = log.read_lines(run / "statistics.jsonl")
-    except FileNotFoundError:
-        lines = []
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{run / 'statistics.jsonl'} cannot be read: {error}.") from error
-    if not any(isinstance(line, dict) and line.get("statistics") for line in lines):
-        raise ConfigError(
-            f"{run} has no statistics of FP8 operands. Train with --statistics.every 1, or any number of steps, in an FP8 recipe."
-        )
-    return lines
-
-
 def _formats(manifest: dict) -> dict[tuple[str, str, str], Format]:
     """Of every FP8 operand that a run plans."""
     found: dict[tuple[str, str, str], Format] = {}
-    for linear in manifest.get("linears", []):
+    for linear in manifest["linears"]:
         for gemm, spec in recipes.by_name(linear["recipe"]).gemms.items():
             for role, spec_of_role in zip(OPERANDS[gemm], (spec.a, spec.b), strict=True):
                 if spec_of_role is not None:
@@ -159,6 +152,7 @@ def _formats(manifest: dict) -> dict[tuple[str, str, str], Format]:
 
 def _delayed(amaxes: np.ndarray, config: DelayedScaling, fmt: Format) -> np.ndarray:
     """float32 [steps, operands]: what each step's tensors would have been multiplied by, from scale 1 on (H-1, H-2)."""
+    config = dataclasses.replace(config, history_length=min(config.history_length, len(amaxes) + 2))  # the rest would stay empty
     state, found = delayed.init(config, amaxes.shape[1:]), []
     for now in amaxes:
         found.append(delayed.scales(state, config, fmt).scale)

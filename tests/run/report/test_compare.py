@@ -94,6 +94,37 @@ def test_seeds_are_two_or_more_bf16_runs_of_the_same_model(seeds, other, tmp_pat
         compare.compare(seeds[0], fp8, [*seeds, foreign])
 
 
+def test_seeds_are_finished_runs(seeds, other):  # E-1, E-6
+    running = other(falling()[:30], recipe="bf16", seed=8, status="running")
+    with pytest.raises(ConfigError, match=r"takes runs that are finished \(E-1\); .*other is running"):
+        compare.compare(*seeds[:2], [*seeds, running])
+
+
+def test_a_run_that_is_not_finished_is_told(seeds, other):
+    assert compare.compare(seeds[0], other(falling()[:30], status="running")).said.endswith("other is not finished, but running")
+
+
+@pytest.mark.parametrize("steps", [0, 2, 30])
+def test_a_run_that_diverged_is_outside_but_like_its_copy(seeds, other, steps, tmp_path):  # E-6
+    died = other(falling(wobble=0)[:steps], status="failed", more={"error": "NonFiniteError: step 9: loss nan."})
+    for pair in ((seeds[0], died), (died, seeds[0])):
+        found = compare.compare(*pair)
+        assert (found.result, found.noise, found.difference) == ("outside noise", "end", None)
+        assert found.said == f"outside noise: {died.name} ended by NonFiniteError: step 9: loss nan"
+    shutil.copytree(died.path, tmp_path / "copy")
+    found = compare.compare(died, runs.read(tmp_path / "copy"))
+    assert (found.result, found.noise, found.steps) == ("identical", "bits", steps)
+    assert found.said.endswith("bit for bit; both ended by NonFiniteError: step 9: loss nan")
+
+
+def test_a_few_steps_can_be_identical_and_all_are_counted(seeds, other, tmp_path):
+    few = other(falling()[:3], recipe="bf16")
+    shutil.copytree(few.path, tmp_path / "copy")
+    copy = runs.read(tmp_path / "copy")
+    assert compare.compare(few, copy).said.startswith("identical: loss, grad_norm, val_loss of all 3 steps")
+    assert compare.compare(seeds[0], seeds[0], seeds).steps == 60
+
+
 def test_too_few_common_steps_are_refused(seeds, other):
     with pytest.raises(ConfigError, match="4 steps in common, and 5 are needed"):
         compare.compare(seeds[0], other([5.0] * 4))

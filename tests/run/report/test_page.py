@@ -3,6 +3,7 @@ import shutil
 from html.parser import HTMLParser
 
 import made_runs
+import numpy as np
 import pytest
 from made_runs import falling
 
@@ -121,7 +122,6 @@ def test_bf16_runs_alone_have_no_verdict(seeds, write):
     shown, _ = write(seeds)
     assert "There is no run here to judge" in shown.text
     assert "No run here has a linear in FP8." in shown.text
-    assert "peak memory" not in shown.text
 
 
 def test_figures_lie_beside_the_page(seeds, fp8, write, tmp_path):
@@ -233,6 +233,29 @@ def test_a_foreign_file_is_left_alone(seeds, tmp_path):
         page.write(seeds, tmp_path / "mine.html")
     assert (tmp_path / "mine.html").read_text() == "<p>mine"
     assert not list(tmp_path.glob("*.png"))
+
+
+def test_a_run_whose_first_step_was_not_finite_is_outside(seeds, fp8, tmp_path, small, write):
+    died = made_runs.make(tmp_path / "died", small, [], recipe="tensorwise", status="failed", more={"error": "NonFiniteError: step 0"})
+    for given in ([died], [*seeds, died]):
+        shown, said = write(given)
+        assert f"{died.name}: outside noise: it ended at step 0, after 64 tokens, by NonFiniteError: step 0." in said
+        assert re.search(r"died\s+failed\s+0\s+-\s+-\s+-\s+-", shown.text)
+        shutil.rmtree(tmp_path / "out")
+
+
+def test_statistics_of_nothing_are_not_shown(tmp_path, small, write):
+    run = made_runs.make(tmp_path / "bf16", small, [5.0], statistics=[{"step": 0, "statistics": {}}])
+    assert "FP8 statistics" not in write([run])[0].text
+
+
+def test_a_gradient_of_zero_is_drawn(tmp_path, small, write):
+    write([made_runs.make(tmp_path / "zero", small, np.full(6, -1.0))])
+
+
+def test_a_file_that_cannot_be_written_is_named(seeds, tmp_path):
+    with pytest.raises(ConfigError, match=r"--out .* cannot be written \(File name too long\)\. Name a file"):
+        page.write(seeds[:1], tmp_path / ("x" * 250 + ".html"))
 
 
 @pytest.mark.parametrize("out", ["absent/report.html", "."])

@@ -5,17 +5,19 @@ import numpy as np
 import pytest
 
 from fp8ref import cli
+from fp8ref.delayed import DELAYED
 from fp8ref.run import log, loop
-from fp8ref.run.config import ConfigError
+from fp8ref.run.config import Config, ConfigError
 from fp8ref.run.report import replay
+from fp8ref.run.sections import StatisticsConfig
 
 
 def recorded(run, amaxes, *, recipe="delayed", every=1, name="model.layers.0.mlp.up_proj"):
-    """A run directory with these amaxes of one linear's input and grad_output."""
+    """A run directory with these amaxes of one linear's input and grad_output; it has no step, as one that failed in its first."""
+    config = Config(statistics=StatisticsConfig(every=every)).replace(numerics={"recipe": recipe})
+    decisions = [decision for decision in config.decisions() if decision.path == name]
     run.mkdir()
-    config = {"statistics": {"every": every}}
-    manifest = {"fp8ref": "0", "status": "finished", "config": config, "linears": [{"path": name, "recipe": recipe}]}
-    (run / "manifest.json").write_text(json.dumps(manifest))
+    log.create(run, config, "torch", data={}, decisions=decisions, device="cpu").close()
     keys = ("output/input", "grad_weight/input", "grad_input/grad_output")
     lines = [{"step": i * every, "statistics": {f"{name}/{key}": {"amax": amax} for key in keys}} for i, amax in enumerate(amaxes)]
     (run / "statistics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -37,6 +39,12 @@ def test_by_hand(tmp_path):  # Q-11
     assert of_input.wasted_mean == pytest.approx((0 + 2 + 1 + 2) / 4)
     assert of_input.wasted_max == pytest.approx(2)
     assert of_gradient.wasted_max == pytest.approx(7)  # 57344 / 448, by the first scale, 1
+
+
+@pytest.mark.parametrize("policy", DELAYED)
+def test_a_history_beyond_what_was_recorded_takes_no_memory(tmp_path, policy):
+    run = recorded(tmp_path / "run", [448.0, 112.0, 0.0, 224.0, 1792.0, 3.0, 448.0])
+    assert outcomes(run, policy, history=10**14) == outcomes(run, policy, history=50) != outcomes(run, policy, history=2)
 
 
 def test_margin_is_room(tmp_path):  # Q-11
@@ -127,8 +135,22 @@ def test_a_run_without_statistics(tmp_path):
 
 
 def test_no_run(tmp_path):
-    with pytest.raises(ConfigError, match="is no intact run"):
+    with pytest.raises(ConfigError, match="is no directory"):
         replay.replay(tmp_path / "absent", "delayed")
+
+
+def test_a_damaged_line_is_named(tmp_path):
+    run = recorded(tmp_path / "run", [1.0, "oops"])
+    with pytest.raises(ConfigError, match=r'statistics\.jsonl, line 2, has .*amax = "oops"'):
+        replay.replay(run, "delayed")
+
+
+def test_a_recipe_without_a_name_is_refused(tmp_path):
+    run = recorded(tmp_path / "run", [1.0])
+    manifest = (run / "manifest.json").read_text()
+    (run / "manifest.json").write_text(manifest.replace('"recipe": "delayed"', '"recipe": "mine"'))
+    with pytest.raises(ConfigError, match=r"manifest\.json: recipe is a Recipe or one of .*'mine'"):
+        replay.replay(run, "delayed")
 
 
 def test_the_command(tmp_path, capsys):

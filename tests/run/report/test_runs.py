@@ -1,4 +1,4 @@
-import json
+import os
 
 import made_runs
 import numpy as np
@@ -29,46 +29,31 @@ def test_a_torn_last_line_is_left_out(made):
     assert runs.read(made.path).losses == made.losses
 
 
-@pytest.mark.parametrize("name", ["metrics.jsonl", "statistics.jsonl"])
-@pytest.mark.parametrize("line", ["{", "[1]", "3"])
-def test_a_broken_line_is_named(made, name, line):
-    with (made.path / name).open("a") as file:
-        file.write(line + "\n")
-    with pytest.raises(ConfigError, match=rf"{name}, line \d, is not a JSON object"):
-        runs.read(made.path)
-
-
-def test_a_line_without_a_loss_is_named(made):
-    (made.path / "metrics.jsonl").write_text('{"step": 0}\n')
-    with pytest.raises(ConfigError, match="a step and a loss"):
-        runs.read(made.path)
-
-
-@pytest.mark.parametrize("line", ['{"step": 0}', '{"statistics": {}}', '{"step": 0, "statistics": []}'])
-def test_a_line_without_statistics_is_named(made, line):
-    (made.path / "statistics.jsonl").write_text(line + "\n")
-    with pytest.raises(ConfigError, match="a step and statistics"):
-        runs.read(made.path)
-
-
 def test_a_run_without_steps_is_refused_with_its_status(tmp_path, small):
     with pytest.raises(ConfigError, match=r"no step yet .*'running'"):
         made_runs.make(tmp_path / "run", small, [], status="running")
 
 
-def test_no_directory_and_no_run_are_refused(tmp_path):
-    with pytest.raises(ConfigError, match="is no directory"):
-        runs.read(tmp_path / "absent")
-    with pytest.raises(ConfigError, match="no intact run"):
-        runs.read(tmp_path)
+def test_why_there_is_no_step_is_said(tmp_path, small):
+    with pytest.raises(ConfigError, match=r"no step yet \(its status is 'failed': OSError: disk\)"):
+        made_runs.make(tmp_path / "run", small, [], status="failed", more={"error": "OSError: disk"})
 
 
-def test_a_manifest_that_lacks_a_key_is_named(made):
-    manifest = json.loads((made.path / "manifest.json").read_text())
-    del manifest["config"]["data"]["seed"]
-    (made.path / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(ConfigError, match=r"no config\.data\.seed"):
+def test_a_run_whose_first_step_was_not_finite_is_one(tmp_path, small):
+    run = made_runs.make(tmp_path / "run", small, [], status="failed", more={"error": "NonFiniteError: step 0"})
+    assert (run.losses, run.diverged) == ({}, "NonFiniteError: step 0")
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "metrics.jsonl", "statistics.jsonl"])
+def test_every_file_is_checked(made, name):
+    (made.path / name).write_text("[]\n")
+    with pytest.raises(ConfigError, match=name):
         runs.read(made.path)
+
+
+def test_a_name_that_is_no_text_is_made_one(tmp_path, small):
+    path = tmp_path / os.fsdecode(b"caf\xe9")
+    assert made_runs.make(path, small, [1.0]).name == str(tmp_path / "caf?")
 
 
 def test_a_run_is_named_once(made):

@@ -1,0 +1,163 @@
+"""What a run's files hold that reports use, as pydantic checks it; keys that nothing here uses may be anything."""
+
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+import pydantic
+from pydantic import AfterValidator, Field
+
+from fp8ref.formats import FLOAT32
+from fp8ref.recipe import OPERANDS
+
+# Beyond float32, as norms summed in float64 are, and within what sums of squares stay finite of
+Number = Annotated[float, Field(allow_inf_nan=False, ge=-1e100, le=1e100)]
+Size = Annotated[float, Field(allow_inf_nan=False, ge=0, le=1e100)]
+Magnitude = Annotated[float, Field(allow_inf_nan=False, ge=0, le=FLOAT32.max)]
+Whole = Annotated[int, Field(ge=0, le=2**53)]
+Count = Annotated[int, Field(ge=1, le=2**53)]
+GEMM_OPERANDS = tuple(f"{gemm}/{role}" for gemm, roles in OPERANDS.items() for role in roles)
+
+
+def _operand(name: str) -> str:
+    layer, *rest = name.split("/", 1)
+    if not layer or rest[:1] not in [[known] for known in GEMM_OPERANDS]:
+        raise ValueError(f"an operand is <layer>/ and one of {', '.join(GEMM_OPERANDS)}")
+    return name
+
+
+@dataclass
+class Metrics:
+    """A line of metrics.jsonl; what may be left out has some value here, which nobody reads."""
+
+    step: Whole
+    loss: Number
+    grad_norm: Size = 0
+    tokens_per_second: Size = 0
+    val_loss: Number = 0
+
+
+@dataclass
+class Measures:
+    """What a line of statistics.jsonl has of one operand; null where it was not finite."""
+
+    amax: Magnitude | None = None
+    underflow_rate: Size | None = None
+    saturation_rate: Size | None = None
+    non_finite: Whole = 0
+    sqnr: Number | None = None
+
+
+@dataclass
+class Statistics:
+    """A line of statistics.jsonl."""
+
+    step: Whole
+    statistics: dict[Annotated[str, AfterValidator(_operand)], Measures]
+
+
+@dataclass
+class Seed:
+    seed: int
+
+
+@dataclass
+class RunKeys(Seed):
+    steps: Count
+
+
+@dataclass
+class DataKeys(Seed):
+    batch_size: Count
+    sequence_length: Count
+
+
+@dataclass
+class NumericsKeys:
+    recipe: str
+
+
+@dataclass
+class StatisticsKeys:
+    every: Whole = 0
+
+
+@dataclass
+class Sections:
+    """Of a config what a report uses; of model and optimizer it compares all."""
+
+    model: dict[str, Any]
+    optimizer: dict[str, Any]
+    data: DataKeys
+    numerics: NumericsKeys
+    run: RunKeys
+    statistics: StatisticsKeys = field(default_factory=StatisticsKeys)
+
+
+@dataclass
+class Linear:
+    path: str
+    shape: list[int]
+    recipe: str
+    fp8: bool
+    reason: str
+
+
+@dataclass
+class Gemm:
+    gemm: str
+    a: str
+    b: str
+    fp8: bool
+    accumulate: str | None
+
+
+@dataclass
+class Proof:
+    read_from: str
+    gemms: list[Gemm]
+    missing: list[str] = field(default_factory=list)
+    gathers: dict[str, int] = field(default_factory=dict)
+    on_dequantised_operands: list[str] = field(default_factory=list)
+    pruned: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Memory:
+    peak_bytes: Whole
+    of: str
+
+
+@dataclass
+class Manifest:
+    """manifest.json."""
+
+    fp8ref: str
+    status: str
+    backend: str
+    device: str
+    versions: dict[str, str]
+    config: Sections
+    data: dict[str, Any]
+    linears: list[Linear]
+    proof: Proof | None = None
+    memory: Memory | None = None
+    error: str = ""
+
+
+for _kind in (
+    Metrics,
+    Measures,
+    Statistics,
+    Seed,
+    RunKeys,
+    DataKeys,
+    NumericsKeys,
+    StatisticsKeys,
+    Sections,
+    Linear,
+    Gemm,
+    Proof,
+    Memory,
+    Manifest,
+):
+    _kind.__pydantic_config__ = pydantic.ConfigDict(strict=True, extra="ignore")  # type: ignore[union-attr]
