@@ -30,7 +30,7 @@ def make(
     """Write a run and read it back. more: keys for the manifest; validation every tenth step, a tenth above the loss."""
     losses = np.asarray(losses, np.float64)
     config = config.replace(numerics={"recipe": recipe}, run={"seed": seed, "steps": 60}, data={"seed": seed})
-    path.mkdir(parents=True)
+    path.mkdir(parents=True, exist_ok=True)
     written = log.create(path, config, backend, data=data, decisions=config.decisions(), device="cpu: test", proof=proof)
     for step, loss in enumerate(losses.tolist()):
         line = {"step": step, "loss": loss, "grad_norm": 1.0 + loss, "tokens_per_second": speed}

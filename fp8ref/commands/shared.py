@@ -1,6 +1,7 @@
 """What commands share: their parsers, exit codes, and reading a config."""
 
 import argparse
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -49,8 +50,8 @@ def config(known: argparse.Namespace, options: list[str]):
 
 def check_json(path: Path | None) -> None:
     """ValueError where --json cannot be written."""
-    if path and (path.is_dir() or not path.absolute().parent.is_dir()):
-        raise ValueError(f"--json names a file in a directory that exists; got {path}.")
+    if path and (path.is_dir() or not path.absolute().parent.is_dir() or not os.access(path.absolute().parent, os.W_OK)):
+        raise ValueError(f"--json names a file in a directory that exists and can be written; got {path}.")
 
 
 def check_whole(config) -> None:

@@ -125,7 +125,7 @@ def read_manifest(out: Path) -> dict:
     """manifest.json of a run; ConfigError when it is missing, damaged or another program's."""
     try:
         manifest = json.loads((out / "manifest.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{out / 'manifest.json'} cannot be read ({error}); {out} is no intact run. Name another directory.") from error
     if not isinstance(manifest, dict) or not {"fp8ref", "status"} <= manifest.keys():
         raise ConfigError(

@@ -176,7 +176,9 @@ def test_a_line_that_is_no_object_is_named_where_it_is_read(tmp_path, line):
 def test_metrics_that_are_lost_stop_nobody(tmp_path, small):
     begin(tmp_path / "run", small).close()
     (tmp_path / "run" / "metrics.jsonl").unlink()
-    assert begin(tmp_path / "run", small, start=3).kept == []
+    run = begin(tmp_path / "run", small, start=3)
+    assert run.kept == []
+    run.close()
     (tmp_path / "run" / "metrics.jsonl").unlink()
     log.finish(tmp_path / "run")
     assert log.read_manifest(tmp_path / "run")["final"] == {}
