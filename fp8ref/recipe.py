@@ -243,7 +243,8 @@ def plan(
     small = _small(recipe) if AUTO_FILTER in filter_fqns else ()
     decisions = [_decide(name, shape, recipe, filter_fqns, fp8_fqns, small) for name, shape in linears.items()]
     if recipe.fp8 and not any(d.fp8 for d in decisions):
-        reasons = "; ".join(f"{d.path}: {d.reason}" for d in decisions) or "the model has no linears"
+        shown = [f"{d.path}: {d.reason}" for d in decisions[:8]] + [f"and {len(decisions) - 8} more"] * (len(decisions) > 8)
+        reasons = "; ".join(shown) or "the model has no linears"
         raise ValueError(f"recipe {recipe.name!r} converts no linear ({reasons}). Change filter_fqns or use recipe 'bf16'.")
     return decisions
 

@@ -132,6 +132,28 @@ def test_help_works_after_a_config(config, run):
     assert "--run.steps" in out
 
 
+@pytest.mark.parametrize("command", [["compare", "here", "here"], ["replay", "here", "--policy", "flax"], ["certify"]], ids=lambda c: c[0])
+@pytest.mark.parametrize("name", ["metrics.jsonl", "manifest.json"])
+def test_json_is_not_written_over_what_a_run_keeps(config, run, command, name):
+    (config.parent / "here").mkdir()
+    (config.parent / "here" / name).write_text("mine")
+    code, _, err = run(*command, "--json", f"here/{name}")
+    assert code == 2
+    assert "--json names a file of your own" in err
+    assert (config.parent / "here" / name).read_text() == "mine"
+
+
+def test_a_model_that_does_not_fit_into_memory_is_said_to_be_so(config, run, monkeypatch):
+    def trainer(*_):
+        raise MemoryError("Unable to allocate 1.00 TiB")
+
+    monkeypatch.setattr(loop, "trainer", trainer)
+    code, _, err = run("train", config, "--backend", "jax", "--run.out", "here")
+    assert code == 2
+    assert "the model does not fit into memory: Unable to allocate 1.00 TiB. Lower the sizes of model.*" in err
+    assert not (config.parent / "here").exists()
+
+
 def test_it_says_its_version(run):
     assert run("--version") == (0, f"fp8ref {fp8ref.__version__}\n", "")
 

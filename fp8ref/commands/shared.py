@@ -49,7 +49,11 @@ def config(known: argparse.Namespace, options: list[str]):
 
 
 def check_json(path: Path | None) -> None:
-    """ValueError where --json cannot be written."""
+    """ValueError where --json cannot be written, or names what a run owns."""
+    if path and path.name in ("manifest.json", "metrics.jsonl", "statistics.jsonl", "config.toml", "shards.json", "batch.npy"):
+        raise ValueError(
+            f"--json names a file of your own; {path.name} is what runs, checkpoints and shards keep. Got {path}; name another."
+        )
     if path and (path.is_dir() or not path.absolute().parent.is_dir() or not os.access(path.absolute().parent, os.W_OK)):
         raise ValueError(f"--json names a file in a directory that exists and can be written; got {path}.")
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from fp8ref.commands import shared
 from fp8ref.commands.shared import FAILED, check_whole
+from fp8ref.run import stopping
 
 
 def add(commands) -> None:
@@ -23,6 +24,11 @@ def add(commands) -> None:
 
 
 def _train(known: argparse.Namespace, options: list[str]) -> int:
+    with stopping.asked():  # before a framework takes its seconds to load
+        return _trained(known, options)
+
+
+def _trained(known: argparse.Namespace, options: list[str]) -> int:
     config = shared.config(known, options)
     from fp8ref.run.config import ConfigError
 
@@ -36,15 +42,12 @@ def _train(known: argparse.Namespace, options: list[str]) -> int:
 
         dry_run.show(config, known.backend, progress.console())
         return 0
-    from fp8ref.run import stopping
+    from fp8ref.run import loop
 
     out = Path(config.run.out or f"runs/{known.config.stem}-{known.backend}-{config.numerics.recipe}")
-    with stopping.asked():  # before a framework takes its seconds to load
-        from fp8ref.run import loop
-
-        processes = _processes(known, config) if known.distributed else None
-        with processes.telling() if processes else contextlib.nullcontext():
-            lines = loop.train(config, known.backend, out, resume=known.resume, overwrite=known.overwrite, processes=processes)
+    processes = _processes(known, config) if known.distributed else None
+    with processes.telling() if processes else contextlib.nullcontext():
+        lines = loop.train(config, known.backend, out, resume=known.resume, overwrite=known.overwrite, processes=processes)
     if processes and not processes.first:
         return 0
     if lines is None:

@@ -120,8 +120,8 @@ def saved(out: Path) -> list[Path]:
     return sorted((p for p in (out / FOLDER).glob(f"{PREFIX}*") if p.name.removeprefix(PREFIX).isdecimal() and p.is_dir()), reverse=True)
 
 
-def latest(out: Path, say: Callable[[str], None]) -> Checkpoint | None:
-    """The newest checkpoint that is intact. Damaged ones before it are told to ``say``, and kept under another name.
+def latest(out: Path, say: Callable[[str], None], *, aside: bool = True) -> Checkpoint | None:
+    """The newest checkpoint that is intact. Damaged ones before it are told to ``say``, and, if this process may write, kept under another name.
 
     Raises:   ConfigError: there are checkpoints, and none is intact.
     """
@@ -132,13 +132,18 @@ def latest(out: Path, say: Callable[[str], None]) -> Checkpoint | None:
             return Checkpoint(path, verify(path))
         except OtherFormatError:
             raise
-        except ConfigError as error:
+        except (ConfigError, FileNotFoundError) as error:
+            if not path.exists():  # a run that goes on has removed it, for newer ones
+                return latest(out, say, aside=aside)
+            if not isinstance(error, ConfigError):
+                raise
             problems.append(str(error))
-            aside = path.with_name(path.name + DAMAGED)
             if path != found[-1]:
-                say(f"{error} Trying the one before it; this one is kept as {aside.name}.")
-                remove(aside)
-                os.replace(path, aside)
+                damaged = path.with_name(path.name + DAMAGED)
+                say(f"{error} Trying the one before it{f'; this one is kept as {damaged.name}' if aside else ''}.")
+                if aside:
+                    remove(damaged)
+                    os.replace(path, damaged)
     if problems:
         raise ConfigError(f"no checkpoint of {out} is intact: {problems[-1]} Put its files back, or train again with --overwrite.")
     return None
@@ -152,11 +157,15 @@ def verify(path: Path) -> dict[str, Any]:
     """
     try:
         manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
-        own = manifest.pop("sha256", None)
-    except (FileNotFoundError, ValueError, AttributeError, TypeError) as error:
+    except (FileNotFoundError, ValueError, RecursionError) as error:
         raise ConfigError(f"checkpoint {path}: manifest.json cannot be read ({error}).") from error
+    if not isinstance(manifest, dict):
+        raise ConfigError(f"checkpoint {path}: manifest.json cannot be read (it is no JSON object).")
+    own = manifest.pop("sha256", None)
     if manifest.get("format") != FORMAT:
-        raise OtherFormatError(f"checkpoint {path}: is of format {manifest.get('format')!r}; this fp8ref reads format {FORMAT}.")
+        raise OtherFormatError(
+            f"checkpoint {path}: is of format {manifest.get('format')!r}; this fp8ref reads format {FORMAT}. Use the version that wrote it."
+        )
     if own != _digest(manifest):
         raise ConfigError(f"checkpoint {path}: manifest.json was changed after it was written.")
     there, listed = _files(path), manifest["files"]

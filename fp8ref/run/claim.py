@@ -10,7 +10,6 @@ from fp8ref.run.lock import Lock
 # in a run that resumes; where data lie, not which
 MAY_CHANGE = (
     "config.run.out",
-    "config.run.init_from",
     "config.data.source",
     "config.parallel.",
     "config.checkpoint.",
@@ -41,11 +40,11 @@ def claim(out: Path, config: Config, backend: str, held: Lock, *, resume: bool, 
         return True
     try:
         manifest = log.read_manifest(out)
-    except ConfigError as error:
+    except ConfigError:
         if not (resume and saved):
             raise
         held.take(out)
-        progress.say(f"{error} Its checkpoints are there: it goes on from the last one.")
+        progress.say(f"{out / 'manifest.json'} is lost or damaged. The run's checkpoints are there: it goes on from the last one.")
         return True
     if not resume and not overwrite:
         raise ConfigError(

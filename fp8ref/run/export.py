@@ -16,6 +16,7 @@ from fp8ref import llama
 from fp8ref.llama import LlamaConfig
 from fp8ref.run import checkpoint, log
 from fp8ref.run import config as configs
+from fp8ref.run.checkpoint import Checkpoint
 from fp8ref.run.config import Config, ConfigError
 
 LARGEST = 5 * 2**30  # bytes of a file, more in which a single tensor is larger
@@ -27,36 +28,48 @@ def export(run: Path, out: Path, *, tokenizer: Path | None = None, say: Callable
     """Write the weights of a run's newest intact checkpoint, float32, to a directory that is empty or not there. Returns their step.
 
     tokenizer   a file, or a directory of files, that is copied beside them; by default the tokenizer.json that the run read its data by, if it is there.
-    Raises:   ConfigError: no run, no checkpoint of it; out holds something; no such tokenizer.
+    Raises:   ConfigError: no run, no checkpoint of it; out holds something or lies in the run; no such tokenizer.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"--out {out} holds something; it is left alone. Name a directory that is not there.")
     if tokenizer is not None and not tokenizer.exists():
         raise ConfigError(f"--tokenizer {tokenizer} is not there. Name a file or a directory of files.")
-    found = checkpoint.latest(run, say)
-    if found is None:
-        log.read_manifest(run)  # which says where it is no run
-        raise ConfigError(f"{run} has no checkpoint yet. Train it with checkpoint.every above 0, or to its end.")
+    if out.absolute().is_relative_to(run.absolute()):
+        raise ConfigError(f"--out {out} lies in the run's own directory {run}. Name another directory.")
+    while True:
+        found = checkpoint.latest(run, say, aside=False)
+        if found is None:
+            log.read_manifest(run)  # which says where it is no run
+            raise ConfigError(f"{run} has no checkpoint yet. Train it with checkpoint.every above 0, or to its end.")
+        try:
+            _export(found, out, tokenizer)
+            return found.step
+        except (OSError, ValueError):
+            if found.path.exists():
+                raise
+            # a run that goes on has removed it, for newer ones
+
+
+def _export(found: Checkpoint, out: Path, tokenizer: Path | None) -> None:
     config = configs.from_dict(found.manifest["config"], source=str(found.path / "manifest.json"))
     used = config.data.tokenizer
     if tokenizer is None and used and Path(used).is_file():
         tokenizer = Path(used)
+    beside = [] if tokenizer is None else [tokenizer] if tokenizer.is_file() else sorted(p for p in tokenizer.iterdir() if p.is_file())
     library = importlib.import_module(f"fp8ref.{found.manifest['backend']}.checkpoint")
     unfinished = out.with_name(out.name + checkpoint.UNFINISHED)
     try:
         checkpoint.make_empty(unfinished)
         _write(unfinished, config, library.weights(found.state, llama.parameter_shapes(config.model)))
-        for file in (
-            [] if tokenizer is None else [tokenizer] if tokenizer.is_file() else sorted(p for p in tokenizer.iterdir() if p.is_file())
-        ):
+        for file in beside:
             shutil.copyfile(file, unfinished / file.name)
         if out.exists():
             out.rmdir()
         unfinished.rename(out)
     except (OSError, SafetensorError) as error:
-        shutil.rmtree(unfinished, ignore_errors=True)
         raise OSError(f"--out {out} could not be written: {error}. Make room, or name another directory.") from error
-    return found.step
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def read(path: Path, model: LlamaConfig) -> dict[str, np.ndarray]:
@@ -69,14 +82,16 @@ def read(path: Path, model: LlamaConfig) -> dict[str, np.ndarray]:
     index = path / INDEX
     try:
         names = (
-            sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())) if index.is_file() else ["model.safetensors"]
+            sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()), key=str)
+            if index.is_file()
+            else ["model.safetensors"]
         )
         weights: dict[str, np.ndarray] = {}
         for name in names:
-            if Path(name).name != name:
+            if not isinstance(name, str) or Path(name).name != name:
                 raise ValueError(f"{INDEX} has {name!r}, and names a file of its own directory")
             weights |= {key: _array(path / name, key, found) for key, found in deserialize((path / name).read_bytes())}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, SafetensorError) as error:
         raise ConfigError(f"run.init_from {path}: {error}. It holds weights in safetensors; pickled ones are never read.") from error
     if model.tie_word_embeddings:
         weights.pop("lm_head.weight", None)
@@ -144,7 +159,7 @@ def _check_config(path: Path, model: LlamaConfig) -> None:
     try:
         found = json.loads((path / "config.json").read_text(encoding="utf-8"))
         found.setdefault("rope_theta", (found.get("rope_parameters") or {}).get("rope_theta"))
-    except (OSError, ValueError, AttributeError) as error:
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
         raise ConfigError(
             f"run.init_from {path}: config.json cannot be read ({error}). Name a directory that fp8ref export wrote."
         ) from error

@@ -21,11 +21,16 @@ class Lock:
     def take(self, out: Path) -> bool:
         """Lock a directory that is there. Whether this changed anything: not where the same object has it already.
 
-        Raises:   ConfigError: another process trains there.
+        Raises:   ConfigError: another process trains there, or nobody can write.
         """
         if self._descriptor is not None:
             return False
-        descriptor = os.open(out / NAME, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            descriptor = os.open(out / NAME, os.O_RDWR | os.O_CREAT, 0o666)
+        except OSError as error:
+            raise ConfigError(
+                f"{out} cannot be written ({error.strerror}). Make it writable, or name another directory with --run.out."
+            ) from error
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:

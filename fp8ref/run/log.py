@@ -1,7 +1,9 @@
 """What a run leaves behind: config.toml, metrics.jsonl (one JSON object a step), statistics.jsonl where asked for, and manifest.json (what ran, and how)."""
 
+import contextlib
 import importlib.metadata
 import json
+import math
 import os
 import platform
 import shutil
@@ -40,8 +42,8 @@ class RunLog:
         """start: the first step that it will write; lines of that and later ones, and a torn last line, are removed; of statistics alike."""
         self.out = out
         self._manifest = manifest
-        self.kept = _keep(out / METRICS, start, ("step", "seconds"))
-        _keep(out / STATISTICS, start, ("step",))
+        self.kept = _keep(out / METRICS, start, ("loss", "seconds"))
+        _keep(out / STATISTICS, start, ("statistics",))
         self.status("running")
         self._metrics = (out / METRICS).open("a", encoding="utf-8")
 
@@ -54,8 +56,10 @@ class RunLog:
             file.write(_line(line))
 
     def sync(self) -> None:
-        """Bring the metrics to the disk, as a checkpoint of their last step is."""
+        """Bring metrics and statistics to the disk, as a checkpoint of their last step is."""
         os.fsync(self._metrics.fileno())
+        if (self.out / STATISTICS).exists():
+            checkpoint.sync(self.out / STATISTICS)
 
     def status(self, status: str, **more) -> None:
         """running, finished, stopped, interrupted or failed."""
@@ -158,7 +162,7 @@ def _parsed(path: Path) -> list[dict | None]:
     def parse(line: str) -> dict | None:
         try:
             value = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             return None
         return value if isinstance(value, dict) else None
 
@@ -169,16 +173,19 @@ def _parsed(path: Path) -> list[dict | None]:
 def _starts(out: Path, start: int) -> list[int]:
     """The step at which each process, or all of them together, began: 0, and those of resuming, as far as they are known."""
     try:
-        before = read_manifest(out).get("starts", []) if start else []
+        before = read_manifest(out).get("starts") if start else []
     except ConfigError:  # claim has said so
         before = []
-    return [*before, start]
+    return [*(before if isinstance(before, list) else []), start]
 
 
 def _keep(path: Path, start: int, keys: tuple[str, ...]) -> list[dict]:
     """The lines of steps before ``start``, all that is left of a file; where lines are damaged, it stays under another name too."""
     lines = _parsed(path) if start else []
-    good = [line for line in lines if line is not None and all(isinstance(line.get(key), int | float) for key in keys)]
+    good: list[dict] = []
+    for line in lines:
+        if line is not None and _intact(line, keys) and (not good or line["step"] > good[-1]["step"]):
+            good.append(line)
     if len(good) < len(lines):
         aside = path.with_name(path.name + checkpoint.DAMAGED)
         shutil.copyfile(path, aside)
@@ -188,6 +195,18 @@ def _keep(path: Path, start: int, keys: tuple[str, ...]) -> list[dict]:
     kept = [line for line in good if line["step"] < start]
     path.unlink(missing_ok=True) if not kept else _replace(path, "".join(_line(line) for line in kept))
     return kept
+
+
+def _intact(line: dict, keys: tuple[str, ...]) -> bool:
+    """Whether a line has a step, numbers that are finite, and these keys."""
+    step, numbers = line.get("step"), [value for value in line.values() if not isinstance(value, dict)]
+    return (
+        type(step) is int
+        and step >= 0
+        and all(type(value) in (int, float) and math.isfinite(value) for value in numbers)
+        and all(key in line for key in keys)
+        and isinstance(line.get("statistics", {}), dict)
+    )
 
 
 def _json(manifest: dict) -> str:
@@ -206,6 +225,11 @@ def _versions() -> dict[str, str]:
 def _replace(path: Path, text: str) -> None:
     """Write a file so that a reader, or a crash, sees the old one or the new one."""
     temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(text, encoding="utf-8")
-    checkpoint.sync(temporary)
-    os.replace(temporary, path)
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        checkpoint.sync(temporary)
+        os.replace(temporary, path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise OSError(f"{path} could not be written: {error.strerror or error}. Make room, or the directory writable.") from error

@@ -156,7 +156,12 @@ def _last(out: Path, config: Config, backend: str, batches: loader.Batches) -> C
 def _proven(config: Config, backend: str, batches: loader.Batches, *, initial: bool) -> tuple[Trainer, dict | None]:
     """A fresh trainer, and what its compiled step is, where it can read it. initial: its weights are those that training starts from."""
     given = config.run.init_from if initial else None
-    model = trainer(backend, config, export.read(Path(given), config.model) if given else None)
+    try:
+        model = trainer(backend, config, export.read(Path(given), config.model) if given else None)
+    except MemoryError as error:
+        raise ConfigError(
+            f"the model does not fit into memory: {error}. Lower the sizes of model.*; --dry-run tells what they take."
+        ) from error
     return model, model.prove(batches.step(0)) if isinstance(model, Provable) else None
 
 

@@ -219,6 +219,8 @@ class RunConfig:
         for key in ("steps", "eval_every", "eval_batches"):
             require(getattr(self, key) >= 1, f"run.{key} is at least 1; got {getattr(self, key)}.")
         require(self.seed >= 0, f"run.seed is not negative; got {self.seed}.")
+        for key in ("out", "init_from"):
+            require(getattr(self, key) != "", f"run.{key} names a directory; got ''. Leave it out for its default.")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -66,6 +66,8 @@ def damage(path, how) -> None:
         (path / "manifest.json").unlink()
     elif how == "torn manifest":
         (path / "manifest.json").write_text((path / "manifest.json").read_text()[:-9])
+    elif how == "nested manifest":
+        (path / "manifest.json").write_text("[" * 100_000)
     elif how == "format":
         (path / "manifest.json").write_text('{"format": 2}')
 
@@ -78,6 +80,7 @@ DAMAGES = {
     "manifest": "manifest.json was changed",
     "no manifest": "manifest.json cannot be read",
     "torn manifest": "manifest.json cannot be read",
+    "nested manifest": "manifest.json cannot be read",
 }
 
 
@@ -112,7 +115,7 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path, how):  # K-3
 def test_another_versions_checkpoint_is_not_passed_over(tmp_path):  # K-3
     save(tmp_path, 1, 2)
     damage(tmp_path / "checkpoints" / "step-00000002", "format")
-    with pytest.raises(ConfigError, match="is of format 2; this fp8ref reads format 1"):
+    with pytest.raises(ConfigError, match=r"is of format 2; this fp8ref reads format 1\. Use the version that wrote it"):
         latest(tmp_path, print)
     assert names(tmp_path) == ["step-00000001", "step-00000002"]
 

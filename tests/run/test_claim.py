@@ -5,7 +5,7 @@ import pytest
 from made_runs import begin, contents, finished
 
 from fp8ref.run import claim as claims
-from fp8ref.run import log
+from fp8ref.run import lock, log
 from fp8ref.run.config import ConfigError
 from fp8ref.run.lock import Lock
 
@@ -154,7 +154,7 @@ def test_a_run_whose_manifest_is_damaged_goes_on_from_its_checkpoints(tmp_path, 
     manifest = tmp_path / "run" / "manifest.json"
     manifest.unlink() if damage is None else manifest.write_text(damage)
     assert claim(tmp_path / "run", small, resume=True)
-    assert "Its checkpoints are there: it goes on from the last one." in capsys.readouterr().err
+    assert "manifest.json is lost or damaged. The run's checkpoints are there: it goes on from the last one." in capsys.readouterr().err
     for overwrite in (False, True):
         with pytest.raises(ConfigError, match=r"no intact run|not a manifest of fp8ref"):
             claim(tmp_path / "run", small, overwrite=overwrite)
@@ -189,3 +189,20 @@ def test_two_do_not_begin_in_one_directory(tmp_path, small):
         first.close()
         with pytest.raises(ConfigError, match="now holds a run that another process began"):
             claims.make(tmp_path / "run", second)
+
+
+def test_a_directory_that_nobody_can_write_is_refused(tmp_path, small, monkeypatch):
+    begin(tmp_path / "run", small).close()
+
+    def refused(*_):
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(lock.os, "open", refused)
+    with pytest.raises(ConfigError, match=r"run cannot be written \(Read-only file system\)\. Make it writable"):
+        claim(tmp_path / "run", small, resume=True)
+
+
+def test_what_training_started_from_is_not_changed_afterwards(tmp_path, small):
+    begin(tmp_path / "run", small).close()
+    with pytest.raises(ConfigError, match=r"another config\.run\.init_from: None, and now 'weights'"):
+        claim(tmp_path / "run", small.replace(run={"init_from": "weights"}), resume=True)

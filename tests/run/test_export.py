@@ -183,7 +183,7 @@ def test_exporting_leaves_what_is_there_alone(exported, tmp_path):
     with pytest.raises(ConfigError, match=r"--tokenizer .*absent is not there"):
         export.export(folder / "run", tmp_path / "out", tokenizer=tmp_path / "absent")
     with pytest.raises(ConfigError, match=r"is no intact run"):
-        export.export(tmp_path, tmp_path / "out")
+        export.export(tmp_path / "absent", tmp_path / "out")
     assert [p.name for p in tmp_path.iterdir()] == ["mine"]
 
 
@@ -229,3 +229,36 @@ def test_exporting_to_a_full_disk_says_so_and_leaves_nothing(exported, tmp_path,
     with pytest.raises(OSError, match=r"--out .*out could not be written: .*No space left.* Make room"):
         export.export(folder / "run", tmp_path / "out")
     assert not list(tmp_path.iterdir())
+
+
+def test_a_checkpoint_that_a_run_removes_meanwhile_gives_way_to_a_newer_one(exported, tmp_path, monkeypatch):
+    folder, _, _ = exported
+    shutil.copytree(folder / "run", tmp_path / "run")
+    (path,) = checkpoint.saved(tmp_path / "run")
+    about = {key: value for key, value in checkpoint.verify(path).items() if key not in ("format", "files")}
+    plain = export._write
+
+    def while_training(*arguments):
+        if path.exists():
+            path.rename(path.with_name("step-00000009"))
+            checkpoint.write_manifest(path.with_name("step-00000009"), about | {"step": 9})
+            raise ConfigError("some of it is gone")
+        plain(*arguments)
+
+    monkeypatch.setattr(export, "_write", while_training)
+    assert export.export(tmp_path / "run", tmp_path / "out") == 9
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == (folder / "out" / "model.safetensors").read_bytes()
+    assert not list(tmp_path.glob("*.unfinished"))
+
+
+def test_exporting_changes_nothing_of_a_run(exported, tmp_path):
+    folder, _, _ = exported
+    shutil.copytree(folder / "run", tmp_path / "run")
+    damaged = tmp_path / "run" / "checkpoints" / "step-00000009"
+    damaged.mkdir()
+    said = []
+    assert export.export(tmp_path / "run", tmp_path / "out", say=said.append) == 2
+    assert "step-00000009: manifest.json cannot be read" in said[0]
+    assert damaged.exists()
+    with pytest.raises(ConfigError, match=r"lies in the run's own directory"):
+        export.export(tmp_path / "run", tmp_path / "run" / "checkpoints" / "step-00000011")

@@ -145,15 +145,36 @@ def test_a_run_may_be_called_finished_afterwards(tmp_path, small):
     assert (manifest["status"], manifest["final"], "error" in manifest) == ("finished", {"step": 0, "loss": 1.0}, False)
 
 
-DAMAGED = ["null", "[1]", '{"step": 1', '{"step": "x", "seconds": 1.0}', '{"loss": 1.0, "seconds": 1.0}', '{"step": 1}', "\udcff\x00"]
+DAMAGED = [
+    *(
+        "null",
+        "[1]",
+        '{"step": 1',
+        "[" * 100_000,
+        "\udcff\x00",
+        '{"step": "x", "loss": 1.0, "seconds": 1.0}',
+        '{"loss": 1.0, "seconds": 1.0}',
+    ),
+    *(
+        '{"step": 1}',
+        '{"step": 1, "seconds": 1.0}',
+        '{"step": 0, "loss": 1.0, "seconds": 1.0}',
+        '{"step": 1, "loss": "low", "seconds": 1.0}',
+    ),
+    *(
+        '{"step": 1, "loss": 1.0, "seconds": 1e400}',
+        '{"step": 1, "loss": NaN, "seconds": 1.0}',
+        '{"step": true, "loss": 1.0, "seconds": 1.0}',
+    ),
+]
 
 
-@pytest.mark.parametrize("line", DAMAGED)
+@pytest.mark.parametrize("line", DAMAGED, ids=range(len(DAMAGED)))
 def test_damaged_lines_stay_out_of_a_run_that_resumes_and_are_kept_aside(tmp_path, small, capsys, line):
     out = tmp_path / "run"
     run = begin(out, small)
     for step in range(3):
-        run.step({"step": step, "seconds": 1.0})
+        run.step({"step": step, "loss": 1.0, "seconds": 1.0})
     run.close()
     good = (out / "metrics.jsonl").read_text().splitlines()
     damaged = "\n".join([good[0], line, good[2]]).encode(errors="surrogateescape") + b"\n"
@@ -166,11 +187,43 @@ def test_damaged_lines_stay_out_of_a_run_that_resumes_and_are_kept_aside(tmp_pat
     assert "1 of 3 lines are damaged" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("line", DAMAGED[:3])
+@pytest.mark.parametrize("line", DAMAGED[:4], ids=range(4))
 def test_a_line_that_is_no_object_is_named_where_it_is_read(tmp_path, line):
     (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n' + line + "\n")
     with pytest.raises(ConfigError, match=r"metrics\.jsonl, line 2, is not a JSON object"):
         log.read_metrics(tmp_path)
+
+
+@pytest.mark.parametrize("line", ["null", '{"step": 1}', '{"step": 0, "statistics": {}}', '{"step": 1, "statistics": 5}'])
+def test_damaged_statistics_stay_out_too(tmp_path, small, line):
+    begin(tmp_path / "run", small).close()
+    good = ['{"step": 0, "statistics": {}}', '{"step": 2, "statistics": {}}']
+    (tmp_path / "run" / "statistics.jsonl").write_text("\n".join([good[0], line, good[1]]) + "\n")
+    begin(tmp_path / "run", small, start=3).close()
+    assert (tmp_path / "run" / "statistics.jsonl").read_text().splitlines() == good
+    assert (tmp_path / "run" / "statistics.jsonl.damaged").exists()
+
+
+@pytest.mark.parametrize("starts", [5, None, "0"])
+def test_starts_of_a_manifest_that_are_none_are_left_out(tmp_path, small, starts):
+    begin(tmp_path / "run", small).close()
+    path = tmp_path / "run" / "manifest.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"starts": starts}))
+    begin(tmp_path / "run", small, start=3).close()
+    assert log.read_manifest(tmp_path / "run")["starts"] == [3]
+
+
+def test_a_full_disk_is_named_with_the_file(tmp_path, small, monkeypatch):
+    run = begin(tmp_path / "run", small)
+
+    def full(path):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(log.checkpoint, "sync", full)
+    with pytest.raises(OSError, match=r"manifest\.json could not be written: No space left on device\. Make room"):
+        run.status("failed")
+    assert not list((tmp_path / "run").glob("*.tmp"))
+    run.close()
 
 
 def test_metrics_that_are_lost_stop_nobody(tmp_path, small):

@@ -149,6 +149,8 @@ def _npy(path: Path) -> tuple[np.dtype, int]:
         raise
     except Exception as error:  # what NumPy makes of a damaged header has no common base
         raise ConfigError(f"{path} is no whole .npy file ({error}). Write it again with numpy.save.") from error
+    if not isinstance(array, np.memmap):
+        raise ConfigError(f"{path} is a .npz archive under another name. Write its array by numpy.save.")
     if array.ndim != 1 or array.dtype.kind != "u" or array.dtype.itemsize not in (2, 4):
         raise ConfigError(f"{path} holds {array.dtype} of shape {array.shape}; a shard is uint16 or uint32 of one dimension. Convert it.")
     return array.dtype, array.offset

@@ -107,6 +107,7 @@ def write_bin(path, dtype, n=100):
         (lambda p: np.save(p / "a.npy", np.ones((5, 20), "u2")), {}, r"holds uint16 of shape \(5, 20\)"),
         (lambda p: np.save(p / "a.npy", np.ones(50, "f4")), {}, r"holds float32"),
         (lambda p: np.save(p / "a.npy", np.array([{}] * 50, object)), {}, r"a\.npy is no whole .npy file"),
+        (lambda p: (np.savez(p / "a", a=np.ones(50, "u2")), (p / "a.npz").rename(p / "a.npy")), {}, r"a\.npy is a \.npz archive under another name"),
         (lambda p: (p / "a.npy").write_bytes(b"not numpy's"), {}, r"a\.npy is no whole .npy file"),
         (lambda p: np.save(p / "a.npy", np.ones(50, "u2")), {"token_dtype": "uint32"}, "data.token_dtype is uint32, and .*a.npy holds uint16"),
         (lambda p: (p / "a.bin").symlink_to("absent"), {}, r"a\.bin cannot be read \(No such file"),
