@@ -149,7 +149,7 @@ def checkpointed(out, config) -> None:
 
 
 @pytest.mark.parametrize("damage", [None, "", '{"backend": "jax", "sta', "[]", "null"])
-def test_a_run_whose_manifest_is_damaged_goes_on_from_its_checkpoints(tmp_path, small, capsys, damage):
+def test_a_run_whose_manifest_is_damaged_goes_on_from_its_checkpoints(tmp_path, small, capsys, damage):  # K-10
     checkpointed(tmp_path / "run", small)
     manifest = tmp_path / "run" / "manifest.json"
     manifest.unlink() if damage is None else manifest.write_text(damage)
@@ -168,7 +168,7 @@ def test_a_directory_below_a_file_is_refused_at_once(tmp_path, small, below):
 
 
 @pytest.mark.parametrize("keys", [{"resume": True}, {"overwrite": True}])
-def test_two_do_not_train_in_one_directory(tmp_path, small, keys):
+def test_two_do_not_train_in_one_directory(tmp_path, small, keys):  # K-10
     begin(tmp_path / "run", small).close()
     with contextlib.closing(Lock()) as held:
         assert claims.claim(tmp_path / "run", small, "jax", held, resume=True, overwrite=False)
