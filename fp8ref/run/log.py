@@ -198,15 +198,13 @@ def _keep(path: Path, start: int, keys: tuple[str, ...]) -> list[dict]:
 
 
 def _intact(line: dict, keys: tuple[str, ...]) -> bool:
-    """Whether a line has a step, numbers that are finite, and these keys."""
-    step, numbers = line.get("step"), [value for value in line.values() if not isinstance(value, dict)]
-    return (
-        type(step) is int
-        and step >= 0
-        and all(type(value) in (int, float) and math.isfinite(value) for value in numbers)
-        and all(key in line for key in keys)
-        and isinstance(line.get("statistics", {}), dict)
-    )
+    """Whether a line has a step and these keys: statistics an object, all else numbers that are finite."""
+
+    def fits(key: str, value: object) -> bool:
+        return isinstance(value, dict) if key == "statistics" else type(value) in (int, float) and math.isfinite(value)  # type: ignore[arg-type]
+
+    step = line.get("step")
+    return type(step) is int and step >= 0 and line.keys() >= set(keys) and all(fits(*item) for item in line.items())
 
 
 def _json(manifest: dict) -> str:
