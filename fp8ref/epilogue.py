@@ -1,28 +1,43 @@
-"""What happens between a GEMM's accumulator and its output, as data (SEMANTICS G-4, G-5, G-14, G-15)."""
+"""What happens between a GEMM's accumulator and its output, as data (SEMANTICS G-4, G-5, G-14, G-15, G-18)."""
 
 from dataclasses import dataclass
 from typing import Literal
+
+Scale = Literal["each", "b_first", "product"]
+Rounding = Literal["nearest_even", "toward_zero"]
+Bias = Literal["before_round", "fused", "after_round"]
+SCALES: tuple[Scale, ...] = ("each", "b_first", "product")
+BIASES: tuple[Bias, ...] = ("before_round", "fused", "after_round")
+ROUNDINGS: tuple[Rounding, ...] = ("nearest_even", "toward_zero")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Epilogue:
     """The order of scales, roundings and bias.
 
-    scale        ``each``: RN32(RN32(acc * scale_inv_a) * scale_inv_b); ``product``: RN32(acc * RN32(scale_inv_a * scale_inv_b)).
+    scale        ``each``: RN32(RN32(acc * scale_inv_a) * scale_inv_b); ``b_first``: that of b first, then that of a;
+                 ``product``: RN32(acc * RN32(scale_inv_a * scale_inv_b)).
     round_first  whether the accumulator is rounded to the output dtype before it is scaled, and so the output twice.
-    bias         None: none is taken; ``before_round``: added in float32 to what is then rounded; ``after_round``: added in the output dtype.
+    bias         None: none is taken; ``before_round``: added in float32 to what is then rounded; ``fused``: likewise, in one rounding
+                 with the last product; ``after_round``: added in the output dtype.
+    rounding     of every rounding to the output dtype: ``nearest_even`` or ``toward_zero``.
     """
 
     name: str
-    scale: Literal["each", "product"] = "each"
+    scale: Scale = "each"
     round_first: bool = False
-    bias: Literal["before_round", "after_round"] | None = None
+    bias: Bias | None = None
+    rounding: Rounding = "nearest_even"
 
     def __post_init__(self) -> None:
-        if self.scale not in ("each", "product"):
-            raise ValueError(f"scale is 'each' or 'product'; got {self.scale!r}.")
-        if self.bias not in (None, "before_round", "after_round"):
-            raise ValueError(f"bias is None, 'before_round' or 'after_round'; got {self.bias!r}.")
+        if self.scale not in SCALES:
+            raise ValueError(f"scale is one of {', '.join(SCALES)}; got {self.scale!r}.")
+        if self.bias not in (None, *BIASES):
+            raise ValueError(f"bias is None or one of {', '.join(BIASES)}; got {self.bias!r}.")
+        if not isinstance(self.round_first, bool):
+            raise ValueError(f"round_first is True or False; got {self.round_first!r}.")
+        if self.rounding not in ROUNDINGS:
+            raise ValueError(f"rounding is one of {', '.join(ROUNDINGS)}; got {self.rounding!r}.")
 
 
 EPILOGUES = {

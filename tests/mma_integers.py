@@ -16,9 +16,12 @@ class Unit(NamedTuple):
     fraction: int
     output: int
     normalised: bool = False  # products, and subnormal factors, aligned by the exponents of their values
+    factors: bool = False  # subnormal factors by the exponents of their values, products not
+    flushed: bool = False  # subnormal factors are zeros
     nearest: bool = False  # terms rounded to nearest even where they should be cut off
     floor: bool = False  # terms rounded towards minus infinity
     zeros_count: bool = False  # zero factors take part, as if their exponent were emin
+    output_rounding: str = "toward_zero"
     late: bool = False  # the accumulator is not aligned: it is added in float32 after the products
 
 
@@ -67,10 +70,11 @@ def nearest_even(value: int, quantum: int) -> int:
     return whole + (2 * rest > quantum or (2 * rest == quantum and whole % 2 == 1))
 
 
-def pack(value: int, bits: int = 23, *, nearest: bool = False) -> int:
-    """The float32 with this many fraction bits that value is cut off to, or rounded to; zero is +0, and from 2^128 on infinity."""
+def pack(value: int, bits: int = 23, rounding: str = "toward_zero") -> int:
+    """The float32 with this many fraction bits that value is rounded to; zero is +0, and from 2^128 on infinity."""
     quantum = (ONE << exponent(value, -126) + 126) >> 126 + bits
-    value = quantum * (nearest_even(value, quantum) if nearest else multiple(value, quantum))
+    rounded = {"toward_zero": multiple, "toward_negative": int.__floordiv__, "nearest_even": nearest_even}
+    value = quantum * rounded[rounding](value, quantum)
     e = exponent(value, -126)
     significand = abs(value) * (1 << 23 + 126) // (ONE << e + 126)
     magnitude = INF if e > 127 else (e + 126 << 23) + significand  # a normal number's hidden bit adds one to the exponent field
@@ -79,12 +83,13 @@ def pack(value: int, bits: int = 23, *, nearest: bool = False) -> int:
 
 def add(x: int, y: int) -> int:
     """The float32 sum of two finite float32s, to nearest even."""
-    return pack(float32(x) + float32(y), nearest=True)
+    return pack(float32(x) + float32(y), rounding="nearest_even")
 
 
 def step(a: list[int], b: list[int], c: int, fmts: tuple[str, str], unit: Unit) -> int:
     """c + the products of codes a and b, once through the unit's adder."""
     fmt_a, fmt_b = fmts
+    biases = [MANTISSA_AND_BIAS[fmt][1] for fmt in fmts]
     pairs = list(zip(a, b, strict=True))
     signs = [(x ^ y) >> 7 for x, y in pairs if is_inf(x, fmt_a) or is_inf(y, fmt_b)]
     if c & ~SIGN == INF:
@@ -97,8 +102,10 @@ def step(a: list[int], b: list[int], c: int, fmts: tuple[str, str], unit: Unit) 
         return INF + SIGN * signs[0]
 
     values = [(fp8(x, fmt_a), fp8(y, fmt_b)) for x, y in pairs]
+    if unit.flushed:
+        values = [tuple(v if abs(v) * 2 ** (bias - 1) >= ONE else 0 for v, bias in zip(pair, biases, strict=True)) for pair in values]
     terms = [x * y // ONE for x, y in values]  # exact: a product is a multiple of 2^-32
-    emin_a, emin_b = (1 - MANTISSA_AND_BIAS[fmt][1] for fmt in fmts)
+    emin_a, emin_b = (-1000, -1000) if unit.factors else (1 - bias for bias in biases)
     if unit.normalised:
         exponents = [exponent(term, -1000) for term in terms if term]
     else:
@@ -109,7 +116,7 @@ def step(a: list[int], b: list[int], c: int, fmts: tuple[str, str], unit: Unit) 
     largest = max(exponents, default=-126)
     quantum = (ONE << largest + 126) >> 126 + unit.fraction
     total = quantum * sum(multiple(term, quantum, unit) for term in terms)
-    result = pack(total, unit.output)
+    result = pack(total, unit.output, unit.output_rounding)
     return add(result, c) if unit.late else result
 
 
@@ -120,13 +127,26 @@ def chain(a: list[int], b: list[int], c: int, fmts: tuple[str, str], unit: Unit)
     return c
 
 
-def dot(a: list[int], b: list[int], fmts: tuple[str, str], unit: Unit, *, promotion: int | None = None, split_k: int = 1) -> int:
+def dot(
+    a: list[int],
+    b: list[int],
+    fmts: tuple[str, str],
+    unit: Unit,
+    *,
+    promotion: int | None = None,
+    split_k: int = 1,
+    tile: int = 128,
+    interleaved: bool = False,
+) -> int:
     """One output of a GEMM over finite codes: every chain from 0, their results added in float32, and those of the parts of K."""
-    tiles = [(a[k : k + 128], b[k : k + 128]) for k in range(0, len(a), 128)]
+    tiles = [(a[k : k + tile], b[k : k + tile]) for k in range(0, len(a), tile)]
     each = -(-len(tiles) // split_k)
     total = 0
-    for i in range(0, len(tiles), each):
-        left, right = ([code for tile in tiles[i : i + each] for code in tile[side]] for side in (0, 1))
+    for i in range(split_k):
+        own = tiles[i::split_k] if interleaved else tiles[i * each : (i + 1) * each]
+        if not own:
+            continue
+        left, right = ([code for owned in own for code in owned[side]] for side in (0, 1))
         length = promotion or len(left)
         part = 0
         for k in range(0, len(left), length):

@@ -37,8 +37,10 @@ def rn(value, out="float32"):
 
 def by_rationals(acc, sa, sb, name, out, bias):
     """The clauses G-4, G-5, G-14 and G-15, spelled out."""
-    acc, sa, sb = Fraction(acc), Fraction(float(np.float32(sa))), Fraction(float(np.float32(sb)))
+    acc, sa, sb = (Fraction(float(np.float32(v))) for v in (acc, sa, sb))
     each, product = rn(rn(acc * sa) * sb), rn(sa * sb)
+    if isinstance(name, Epilogue):
+        return of_ones_own(acc, sa, sb, name, out, bias)
     return {
         "scale_then_round": lambda: rn(each, out),
         "product_then_round": lambda: rn(rn(acc * product), out),
@@ -46,6 +48,49 @@ def by_rationals(acc, sa, sb, name, out, bias):
         "round_then_bias": lambda: rn(rn(each, out) + bias, out),
         "bias_then_round": lambda: rn(rn(each + bias), out),
     }[name]()
+
+
+def of_ones_own(acc, sa, sb, how, out, bias):
+    """The fields of G-18."""
+
+    def output(value):
+        if how.rounding == "nearest_even":
+            return rn(value, out)
+        nearest = rn(value, out)
+        if abs(nearest) <= abs(value):
+            return nearest
+        down = cast.round_to(np.nextafter(np.float32(float(nearest)), np.float32(0)), FORMATS[out][0], rounding="toward_zero")
+        return Fraction(float(down))
+
+    acc = output(acc) if how.round_first else acc
+    x, y = {"each": (rn(acc * sa), sb), "b_first": (rn(acc * sb), sa), "product": (acc, rn(sa * sb))}[how.scale]
+    if how.bias == "fused":
+        return output(rn(x * y + bias))
+    if how.bias == "before_round":
+        return output(rn(rn(x * y) + bias))
+    return output(rn(output(rn(x * y)) + bias)) if how.bias == "after_round" else output(rn(x * y))
+
+
+OWN = [
+    Epilogue(
+        name=f"{scale}, {bias}, {rounding}{', first' * round_first}", scale=scale, bias=bias, rounding=rounding, round_first=round_first
+    )
+    for scale in epilogue.SCALES
+    for bias in (None, *epilogue.BIASES)
+    for rounding in epilogue.ROUNDINGS
+    for round_first in (False, True)
+]
+
+
+@pytest.mark.parametrize("out", FORMATS)
+@pytest.mark.parametrize("how", OWN, ids=lambda e: e.name)
+def test_ones_own_by_rationals(how, out, rng):  # G-18
+    for _ in range(20):
+        acc = int(rng.integers(-1000, 1000))
+        sa, sb = np.exp(rng.uniform(-2, 2, 2)).astype(np.float32)
+        bias = float(cast.round_to(np.float32(rng.standard_normal() * (1 + abs(acc))), FORMATS[out][0])) if how.bias else None
+        expected = by_rationals(acc, sa, sb, how, out, None if bias is None else Fraction(bias))
+        assert gemm_of(acc, sa, sb, name=how, out=out, bias=bias) == np.float32(float(expected))
 
 
 def test_the_epilogues_are_those_of_the_clauses():  # G-4, G-5, G-14, G-15
@@ -133,7 +178,10 @@ def test_an_unknown_name_is_refused_with_the_known_ones(name):
     assert all(known in str(error.value) for known in (*EPILOGUES, repr(name)))
 
 
-@pytest.mark.parametrize(("key", "value"), [("scale", "both"), ("scale", None), ("bias", "after"), ("bias", True)])
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("scale", "both"), ("scale", None), ("bias", "after"), ("bias", True), ("round_first", 1), ("rounding", "to_odd")],
+)
 def test_choices_are_checked(key, value):
     with pytest.raises(ValueError, match=f"{key} is .*; got {value!r}"):
         Epilogue(name="mine", **{key: value})

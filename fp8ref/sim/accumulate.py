@@ -1,99 +1,53 @@
-"""How a GEMM sums (SEMANTICS G-3, G-10 to G-13): in float32 in order, or as a tensor core does. ``exact.py`` has the exact sum.
+"""How a GEMM sums (SEMANTICS G-3, G-12): in float32 in order, or as chains of a tensor core's steps. ``exact.py`` has the exact sum.
 
-Tensor cores are data: what one multiply-accumulate step keeps of its products, and how a GEMM strings steps together.
-``step_plain`` and ``chains_plain`` are the definition; ``chains`` is the same by a compiled kernel.
+``chains_plain`` is the definition of a plan; ``chains`` is the same by a compiled kernel, where there is one.
 """
 
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
-from fp8ref import formats
-from fp8ref.formats import E4M3FN, E5M2, Format
+from fp8ref.formats import Format
 from fp8ref.sim import parallel
 from fp8ref.sim.kernels import gemm as kernels
+from fp8ref.sim.tensor_core import K_STEP, UNITS, TensorCore, chain_plain, is_int
 
-K_STEP = 32  # of one instruction: a tensor core's K is a multiple of it
+SplitOrder = Literal["contiguous", "interleaved"]
+SPLIT_ORDERS: tuple[SplitOrder, ...] = ("contiguous", "interleaved")
 SPLIT_TILE = 128
-_NONE = -(1 << 20)  # the exponent of a zero: it takes no part in a maximum
-
-
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-@dataclass(frozen=True, kw_only=True)
-class TensorCore:
-    """One step: ``fused_width`` products and the accumulator, aligned to the largest exponent and cut off, summed exactly, cut off (G-10).
-
-    fraction_bits  kept of each term below the largest exponent of the step.
-    output_bits    fraction bits of the result, an 8-bit exponent beside them.
-    evidence       what the numbers rest on. The rule for zeros (G-11) rests on the two emulators named in G-10, not on a recording.
-    """
-
-    name: str
-    fused_width: int
-    fraction_bits: int
-    output_bits: int
-    evidence: str
-
-    def __post_init__(self) -> None:
-        if not _is_int(self.fused_width) or self.fused_width not in (4, 8, 16, 32):
-            raise ValueError(f"fused_width divides the instruction's K = 32 and is at least 4; got {self.fused_width!r}.")
-        for key, most in (("fraction_bits", 25), ("output_bits", 23)):
-            value = getattr(self, key)
-            if not _is_int(value) or not 1 <= value <= most:
-                raise ValueError(f"{key} is an integer in [1, {most}]; got {value!r}.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Accumulation:
     """A GEMM's plan (G-12): chains of steps that start from 0 every ``promotion`` of K and are added in float32, in order.
 
-    promotion  None: one chain over all of K, fast accumulation. 128: slow.
-    split_k    parts of K, contiguous runs of 128, whose sums are added in float32, in order.
+    promotion    None: one chain over all of K, fast accumulation. 128: slow.
+    split_k      parts of K, whose sums are added in float32, in order.
+    split_order  ``contiguous``: a part is a run of tiles; ``interleaved``: part i has every split_k-th tile, from the i-th on.
+    split_tile   of K that stays together in a part.
     """
 
     name: str
     unit: TensorCore
     promotion: int | None = None
     split_k: int = 1
+    split_order: SplitOrder = "contiguous"
+    split_tile: int = SPLIT_TILE
 
     def __post_init__(self) -> None:
         if not isinstance(self.unit, TensorCore):
             raise ValueError(f"unit is a TensorCore, such as UNITS['hopper']; got {self.unit!r}.")
-        if self.promotion is not None and (not _is_int(self.promotion) or self.promotion < K_STEP or self.promotion % K_STEP):
+        if self.promotion is not None and (not is_int(self.promotion) or self.promotion < K_STEP or self.promotion % K_STEP):
             raise ValueError(f"promotion is None or a multiple of {K_STEP}; got {self.promotion!r}.")
-        if not _is_int(self.split_k) or self.split_k < 1:
+        if not is_int(self.split_k) or self.split_k < 1:
             raise ValueError(f"split_k is an integer of at least 1; got {self.split_k!r}.")
+        if self.split_order not in SPLIT_ORDERS:
+            raise ValueError(f"split_order is 'contiguous' or 'interleaved'; got {self.split_order!r}.")
+        if not is_int(self.split_tile) or self.split_tile < K_STEP or self.split_tile % K_STEP:
+            raise ValueError(f"split_tile is a multiple of {K_STEP}; got {self.split_tile!r}.")
 
 
-UNITS = {
-    u.name: u
-    for u in (
-        TensorCore(
-            name="hopper",
-            fused_width=32,
-            fraction_bits=13,
-            output_bits=13,
-            evidence="20,000 published H100 and H200 outputs from an accumulator of 0; others unconfirmed by a recording of this project",
-        ),
-        TensorCore(
-            name="ada",
-            fused_width=16,
-            fraction_bits=13,
-            output_bits=13,
-            evidence="20,000 published RTX 4000 Ada and L40S outputs; unconfirmed by a recording of this project",
-        ),
-        TensorCore(
-            name="blackwell",
-            fused_width=32,
-            fraction_bits=25,
-            output_bits=23,
-            evidence="as MMA-Sim models tcgen05.mma; unconfirmed by any recording at hand",
-        ),
-    )
-}
 ACCUMULATIONS = {
     a.name: a
     for a in (
@@ -114,80 +68,59 @@ def by_name(accumulate: "str | Accumulation") -> "str | Accumulation":
     return ACCUMULATIONS[accumulate]
 
 
-def unit_by_name(unit: str | TensorCore) -> TensorCore:
-    """The unit of that name; a TensorCore is itself."""
-    if isinstance(unit, TensorCore):
-        return unit
-    if not isinstance(unit, str) or unit not in UNITS:
-        raise ValueError(f"unit is a TensorCore or one of {', '.join(UNITS)}; got {unit!r}.")
-    return UNITS[unit]
-
-
-def exponents(values: np.ndarray, emin: int) -> np.ndarray:
-    """max(floor(log2|v|), emin) as int32; of a zero, a number below every sum of two of them."""
-    return np.where(values == 0, _NONE, np.maximum(np.frexp(values)[1] - 1, emin)).astype(np.int32)
-
-
-def step_plain(a: np.ndarray, b: np.ndarray, c: np.ndarray, fmt_a: Format, fmt_b: Format, unit: TensorCore) -> np.ndarray:
-    """One step: a [M, w] and b [N, w] values of FP8 formats, c [M, N] values of float32, all float64 and finite; float64 [M, N].
-
-    Everything is exact in float64: a term has at most 27 bits above its unit, and 33 of them are summed.
-    """
-    products = a[:, None, :] * b[None, :, :]  # [M, 1, w] x [1, N, w] -> [M, N, w]
-    of_products = exponents(a, fmt_a.emin)[:, None, :] + exponents(b, fmt_b.emin)[None, :, :]
-    largest = np.maximum(of_products.max(axis=-1), exponents(c, -126))
-    largest = np.where(largest < -1000, 0, largest)  # nothing but zeros
-    scale = unit.fraction_bits - largest
-    total = np.trunc(np.ldexp(products, scale[..., None])).sum(axis=-1) + np.trunc(np.ldexp(c, scale))
-    return _truncate(np.ldexp(total, -scale), unit.output_bits)
-
-
-def chain_plain(a: np.ndarray, b: np.ndarray, c: np.ndarray, fmt_a: Format, fmt_b: Format, unit: TensorCore) -> np.ndarray:
-    """Steps over all of K, each from the result of the one before: a [M, K], b [N, K], c [M, N]; float32 [M, N]."""
-    acc = c.astype(np.float64)
-    for k in range(0, a.shape[1], unit.fused_width):
-        part = slice(k, k + unit.fused_width)
-        acc = step_plain(a[:, part].astype(np.float64), b[:, part].astype(np.float64), acc, fmt_a, fmt_b, unit)
-    return acc.astype(np.float32)
-
-
 def chains_plain(a: np.ndarray, b: np.ndarray, fmt_a: Format, fmt_b: Format, plan: Accumulation) -> np.ndarray:
     """The definition of a plan over finite values (G-12): float32 [M, N]."""
     zero = np.zeros((len(a), len(b)), np.float32)
     total = zero
-    for begin, end in splits(a.shape[1], plan.split_k):
+    for of_part in parts(a.shape[1], plan):
+        left, right = a[:, of_part], b[:, of_part]
         part = zero
-        length = plan.promotion or max(end - begin, 1)
-        for k in range(begin, end, length):
-            chain = slice(k, min(k + length, end))
-            part = part + chain_plain(a[:, chain], b[:, chain], zero, fmt_a, fmt_b, plan.unit)
+        for begin, end in _chains(len(of_part), plan):
+            part = part + chain_plain(left[:, begin:end], right[:, begin:end], zero, fmt_a, fmt_b, plan.unit)
         total = total + part
     return total
 
 
-def splits(k: int, count: int) -> list[tuple[int, int]]:
-    """The contiguous parts of K: ceil(tiles / count) tiles of 128 each, the last ones shorter or empty.
+def parts(k: int, plan: Accumulation) -> list[np.ndarray]:
+    """The indices of K in each of the plan's parts, in the order in which it sums them; parts beyond the last tile are empty.
 
-    >>> splits(384, 2), splits(256, 3)
-    ([(0, 256), (256, 384)], [(0, 128), (128, 256), (256, 256)])
+    >>> plan = Accumulation(name="two halves", unit=UNITS["hopper"], split_k=2)
+    >>> [f"{part.min()} to {part.max()}" for part in parts(384, plan)]
+    ['0 to 255', '256 to 383']
     """
-    tiles = -(-k // SPLIT_TILE)
-    size = -(-tiles // count) * SPLIT_TILE
-    return [(min(i * size, k), min((i + 1) * size, k)) for i in range(count)]
+    tiles = np.array_split(np.arange(k), range(plan.split_tile, k, plan.split_tile)) if k else []
+    size = -(-len(tiles) // plan.split_k)
+    if plan.split_order == "contiguous":
+        owned = [tiles[i * size : (i + 1) * size] for i in range(plan.split_k)]
+    else:
+        owned = [tiles[i :: plan.split_k] for i in range(plan.split_k)]
+    return [np.concatenate([np.empty(0, np.int64), *own]) for own in owned]
+
+
+def _chains(length: int, plan: Accumulation) -> list[tuple[int, int]]:
+    """Where the chains of a part begin and end."""
+    each = plan.promotion or max(length, 1)
+    return [(k, min(k + each, length)) for k in range(0, length, each)]
 
 
 def chains(a: np.ndarray, b: np.ndarray, fmt_a: Format, fmt_b: Format, plan: Accumulation) -> np.ndarray:
-    """``chains_plain`` by a compiled kernel."""
+    """``chains_plain``, by a compiled kernel for the units it has."""
     unit, k = plan.unit, a.shape[1]
     if k == 0:
         return np.zeros((len(a), len(b)), np.float32)
+    if not unit.compiled:
+        return chains_plain(a, b, fmt_a, fmt_b, plan)
+    of_parts = [part for part in parts(k, plan) if len(part)]
     ends = np.zeros(k // unit.fused_width, np.uint8)
-    for begin, end in splits(k, plan.split_k):
-        if begin < end:
-            length = plan.promotion or end - begin
-            for at in (*range(begin + length, end, length), end):
-                ends[at // unit.fused_width - 1] = kernels.CHAIN_END
-            ends[end // unit.fused_width - 1] |= kernels.SPLIT_END
+    start = 0
+    for part in of_parts:
+        for _, end in _chains(len(part), plan):
+            ends[(start + end) // unit.fused_width - 1] = kernels.CHAIN_END
+        start += len(part)
+        ends[start // unit.fused_width - 1] |= kernels.SPLIT_END
+    if plan.split_order == "interleaved":
+        order = np.concatenate(of_parts)
+        a, b = a[:, order], b[:, order]
     a, b = np.ascontiguousarray(a, np.float32), np.ascontiguousarray(b, np.float32)
     out = np.empty((len(a), len(b)), np.float32)
     numbers = unit.fused_width, unit.fraction_bits, unit.output_bits
@@ -198,14 +131,6 @@ def chains(a: np.ndarray, b: np.ndarray, fmt_a: Format, fmt_b: Format, plan: Acc
 
     parallel.run(columns, len(b), unit=32)
     return out
-
-
-def check_pair(fmt_a: Format, fmt_b: Format) -> None:
-    """Tensor cores take e4m3fn and e5m2, in any pairing."""
-    formats.check(fmt_a)
-    formats.check(fmt_b)
-    if fmt_a not in (E4M3FN, E5M2) or fmt_b not in (E4M3FN, E5M2):
-        raise ValueError(f"tensor cores multiply e4m3fn and e5m2; got {fmt_a} and {fmt_b}. Use accumulate 'exact' or 'f32'.")
 
 
 def f32(a: np.ndarray, b: np.ndarray) -> np.ndarray:
@@ -251,10 +176,3 @@ def finite_part(values: np.ndarray) -> np.ndarray:
     """values with infinities and NaNs replaced by 0, which changes no other term."""
     finite = np.isfinite(values)
     return values if finite.all() else np.where(finite, values, np.float32(0))
-
-
-def _truncate(value: np.ndarray, bits: int) -> np.ndarray:
-    """value cut off after ``bits`` fraction bits, the exponent at least -126; from 2^128 on, infinity; a zero result is +0."""
-    exponent = np.maximum(np.frexp(value)[1] - 1, -126)
-    cut = np.ldexp(np.trunc(np.ldexp(value, bits - exponent)), exponent - bits)
-    return np.where(np.abs(cut) >= 2.0**128, np.copysign(np.inf, cut), cut) + 0.0

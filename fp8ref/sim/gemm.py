@@ -7,9 +7,10 @@ from fp8ref.epilogue import Epilogue
 from fp8ref.formats import BFLOAT16, FLOAT16, FLOAT32, FP8_FORMATS, Format
 from fp8ref.granularity import by_name
 from fp8ref.sim import accumulate as sums
-from fp8ref.sim import cast, exact, scaling
-from fp8ref.sim.accumulate import K_STEP, Accumulation, TensorCore
+from fp8ref.sim import cast, exact, scaling, tensor_core
+from fp8ref.sim.accumulate import Accumulation
 from fp8ref.sim.scaling import Quantized
+from fp8ref.sim.tensor_core import K_STEP, TensorCore
 
 OUT_DTYPES = (FLOAT32, BFLOAT16, FLOAT16)
 
@@ -28,14 +29,14 @@ def mma(a_codes, b_codes, c, *, fmt_a: Format, fmt_b: Format, unit: str | Tensor
     Raises:   ValueError: shapes or dtypes that do not fit; formats other than e4m3fn and e5m2; an unknown unit.
     Source:   SEMANTICS G-10.
     """
-    unit = sums.unit_by_name(unit)
-    sums.check_pair(fmt_a, fmt_b)
+    unit = tensor_core.by_name(unit)
+    tensor_core.check_pair(fmt_a, fmt_b)
     a, b, c = cast.decode(a_codes, fmt_a), cast.decode(b_codes, fmt_b), np.asarray(c)
     if a.ndim != 2 or b.ndim != 2 or a.shape[1] != K_STEP or b.shape[1] != K_STEP or c.shape != (len(a), len(b)):
         raise ValueError(f"mma takes a [M, {K_STEP}], b [N, {K_STEP}] and c [M, N]; got {a.shape}, {b.shape} and {c.shape}.")
     if c.dtype != np.float32:
         raise ValueError(f"the accumulator c is float32; got {c.dtype}. Convert it with .astype(np.float32).")
-    result = sums.chain_plain(sums.finite_part(a), sums.finite_part(b), sums.finite_part(c), fmt_a, fmt_b, unit)
+    result = tensor_core.chain_plain(sums.finite_part(a), sums.finite_part(b), sums.finite_part(c), fmt_a, fmt_b, unit)
     return canonical(sums.with_specials(result, a, b, c))
 
 
@@ -68,13 +69,27 @@ def matmul(
     with np.errstate(invalid="ignore", over="ignore", under="ignore"):  # Inf * 0 and overflow are results here
         if block is None:
             acc = _accumulate(*values, a.fmt, b.fmt, accumulate)
-            scaled = _scale(cast.round_to(acc, out_dtype) if epilogue.round_first else acc, a.scale_inv, b.scale_inv.T, epilogue)
-        else:
-            scaled = _by_blocks(values, a, b, block, accumulate, epilogue)
-        if epilogue.bias == "before_round":
-            return cast.round_to(scaled + bias, out_dtype)
-        out = cast.round_to(scaled, out_dtype)
-        return out if epilogue.bias is None else cast.round_to(out + bias, out_dtype)
+            return finish(acc, a.scale_inv, b.scale_inv.T, epilogue=epilogue, out_dtype=out_dtype, bias=bias)
+        return _add_bias(_by_blocks(values, a, b, block, accumulate, epilogue), epilogue, out_dtype, bias)
+
+
+def finish(
+    acc: np.ndarray,
+    scale_inv_a: np.ndarray,
+    scale_inv_b: np.ndarray,
+    *,
+    epilogue: Epilogue,
+    out_dtype: Format,
+    bias: np.ndarray | None = None,
+) -> np.ndarray:
+    """What an epilogue makes of an accumulator [M, N] (G-4, G-5, G-14, G-15, G-18); the scales broadcast against it, the bias is [N] or None."""
+    with np.errstate(invalid="ignore", over="ignore", under="ignore"):
+        acc = cast.round_to(acc, out_dtype, rounding=epilogue.rounding) if epilogue.round_first else acc
+        x, y = _factors(acc, scale_inv_a, scale_inv_b, epilogue)
+        if epilogue.bias == "fused":
+            assert bias is not None
+            return cast.round_to(exact.multiply_add(*np.broadcast_arrays(x, y, bias)), out_dtype, rounding=epilogue.rounding)
+        return _add_bias(x * y, epilogue, out_dtype, bias)
 
 
 def matmul_hp(a, b, *, out_dtype: Format = FLOAT32) -> np.ndarray:
@@ -98,7 +113,7 @@ def _accumulate(a: np.ndarray, b: np.ndarray, fmt_a: Format, fmt_b: Format, how:
     if how == "exact":
         return sums.with_specials(exact.matmul(*finite), a, b)
     assert isinstance(how, Accumulation)
-    sums.check_pair(fmt_a, fmt_b)
+    tensor_core.check_pair(fmt_a, fmt_b)
     if a.shape[1] % K_STEP:
         raise ValueError(
             f"a tensor core needs K divisible by {K_STEP}; got {a.shape[1]}. Pad both operands with zeros: without split-K they change no bit (G-12)."
@@ -106,23 +121,34 @@ def _accumulate(a: np.ndarray, b: np.ndarray, fmt_a: Format, fmt_b: Format, how:
     return canonical(sums.with_specials(sums.chains(*finite, fmt_a, fmt_b, how), a, b))
 
 
-def _scale(acc: np.ndarray, scale_inv_a: np.ndarray, scale_inv_b: np.ndarray, epilogue: Epilogue) -> np.ndarray:
-    """acc [M, N], the scales broadcast against it."""
-    return acc * scale_inv_a * scale_inv_b if epilogue.scale == "each" else acc * (scale_inv_a * scale_inv_b)
+def _factors(acc: np.ndarray, scale_inv_a: np.ndarray, scale_inv_b: np.ndarray, epilogue: Epilogue) -> tuple[np.ndarray, np.ndarray]:
+    """The last product of the scaling, as its factors."""
+    if epilogue.scale == "product":
+        return acc, scale_inv_a * scale_inv_b
+    first, last = (scale_inv_a, scale_inv_b) if epilogue.scale == "each" else (scale_inv_b, scale_inv_a)
+    return acc * first, last
+
+
+def _add_bias(scaled: np.ndarray, epilogue: Epilogue, out_dtype: Format, bias: np.ndarray | None) -> np.ndarray:
+    """The output of a scaled sum, with the bias if the epilogue takes one."""
+    if epilogue.bias == "before_round":
+        scaled = scaled + bias
+    out = cast.round_to(scaled, out_dtype, rounding=epilogue.rounding)
+    return cast.round_to(out + bias, out_dtype, rounding=epilogue.rounding) if epilogue.bias == "after_round" else out
 
 
 def _by_blocks(values: tuple[np.ndarray, np.ndarray], a: Quantized, b: Quantized, block: int, how, epilogue: Epilogue) -> np.ndarray:
     """Each block of K accumulated by itself, scaled, and added in float32, ascending from +0 (G-13).
 
-    Under ``each`` the scaled block is rounded, then added; under ``product`` both in one rounding, as a fused multiply-add.
+    Under ``each`` and ``b_first`` the scaled block is rounded, then added; under ``product`` both in one rounding, as a fused multiply-add.
     """
     left, right = (scaling.spread(q.scale_inv, q.codes.shape, q.granularity, q.axis)[:, ::block] for q in (a, b))  # [M, K / block]
     total = np.zeros((len(a.codes), len(b.codes)), np.float32)
     for i in range(left.shape[1]):
         part = slice(i * block, (i + 1) * block)
         acc = _accumulate(values[0][:, part], values[1][:, part], a.fmt, b.fmt, how)
-        sa, sb = left[:, i, None], right[None, :, i]  # [M, 1], [1, N]
-        total = total + _scale(acc, sa, sb, epilogue) if epilogue.scale == "each" else exact.multiply_add(acc, sa * sb, total)
+        x, y = _factors(acc, left[:, i, None], right[None, :, i], epilogue)  # [M, N], [M, 1] and [1, N]
+        total = exact.multiply_add(x, y, total) if epilogue.scale == "product" else total + x * y
     return total
 
 
@@ -141,9 +167,10 @@ def _check(a: Quantized, b: Quantized, epilogue: Epilogue, out_dtype: Format) ->
             f"the operands' scales cover the same length of K: all of it, or blocks of one size; got {a.granularity} and {b.granularity}. "
             "Quantise both alike, or dequantise and use matmul_hp."
         )
-    if lengths[0] is not None and epilogue.round_first:
+    if lengths[0] is not None and (epilogue.round_first or epilogue.bias == "fused"):
         raise ValueError(
-            f"epilogue {epilogue.name!r} scales a rounded sum over all of K, and block scales have none. Use 'scale_then_round'."
+            f"epilogue {epilogue.name!r} scales {'a rounded' if epilogue.round_first else 'the'} sum over all of K, and block scales have none. "
+            "Use 'scale_then_round'."
         )
     return lengths[0]
 

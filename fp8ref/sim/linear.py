@@ -10,8 +10,9 @@ from fp8ref.formats import BFLOAT16, Format
 from fp8ref.recipe import OPERANDS, CastSpec, Gemm, GemmSpec, Recipe, Role
 from fp8ref.sim import accumulate as sums
 from fp8ref.sim import cast, gemm, scaling
-from fp8ref.sim.accumulate import K_STEP, Accumulation
+from fp8ref.sim.accumulate import Accumulation
 from fp8ref.sim.scaling import Quantized, Scales
+from fp8ref.sim.tensor_core import K_STEP
 
 Accumulate = str | Accumulation | Mapping[Gemm, str | Accumulation]
 _WHOLE_LINES = ("tensorwise", "rowwise")  # scales that zeros along K leave as they are

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from properties.domains import F32, among, caught, for_all
 
 from fp8ref.formats import E4M3FN, E5M2
-from fp8ref.sim import accumulate, cast, gemm
+from fp8ref.sim import cast, gemm, tensor_core
 
 PAIRS = list(itertools.product((E4M3FN, E5M2), repeat=2))
 # The fewest products with which a larger accumulator can give a smaller result.
@@ -103,6 +103,6 @@ def test_the_property_finds_it(unit):
 
 def test_a_planted_fault_is_caught(monkeypatch):
     """A result that is not cut off shows the quantum lost with two products."""
-    wide = accumulate.TensorCore(name="wide", fused_width=32, fraction_bits=13, output_bits=23, evidence="none")
-    monkeypatch.setitem(accumulate.UNITS, "hopper", wide)
+    wide = tensor_core.TensorCore(name="wide", fused_width=32, fraction_bits=13, output_bits=23, evidence="none")
+    monkeypatch.setitem(tensor_core.UNITS, "hopper", wide)
     assert caught(test_monotone_with_few_products, unit="hopper", more=0)

@@ -8,13 +8,13 @@ from hypothesis import strategies as st
 from properties.domains import F32, among, any_float32, caught, for_all, numbers
 
 from fp8ref.formats import E4M3FN, E5M2
-from fp8ref.sim import accumulate, cast, gemm
+from fp8ref.sim import accumulate, cast, gemm, tensor_core
 from fp8ref.sim.scaling import Quantized
 
 CODES = np.arange(256, dtype=np.uint8)
 PAIRS = list(itertools.product((E4M3FN, E5M2), repeat=2))
-UNITS, PLANS = list(accumulate.UNITS), list(accumulate.ACCUMULATIONS)
-WIDTHS = {name: core.fused_width for name, core in accumulate.UNITS.items()}
+UNITS, PLANS = list(tensor_core.UNITS), list(accumulate.ACCUMULATIONS)
+WIDTHS = {name: core.fused_width for name, core in tensor_core.UNITS.items()}
 each_unit = pytest.mark.parametrize("unit", UNITS)
 each_plan = pytest.mark.parametrize("plan", PLANS)
 pairs = st.sampled_from(PAIRS)
@@ -165,15 +165,15 @@ def test_scaling_by_two_with_subnormals_fails(unit, fmt, a, b, once, twice):
 
 
 def test_planted_faults_are_caught(monkeypatch):
-    true_step = accumulate.step_plain
-    narrow = accumulate.UNITS["ada"]
+    true_step = tensor_core.step_plain
+    narrow = tensor_core.UNITS["ada"]
 
     def floor(a, b, c, fmt_a, fmt_b, unit):
         return np.floor(true_step(a, b, c, fmt_a, fmt_b, unit) * 2.0**6) / 2.0**6
 
-    monkeypatch.setattr(accumulate, "step_plain", floor)
+    monkeypatch.setattr(tensor_core, "step_plain", floor)
     assert caught(test_odd, unit="hopper")
     assert caught(test_scaling_by_two_with_normals, unit="hopper")
     monkeypatch.undo()
-    monkeypatch.setitem(accumulate.UNITS, "hopper", narrow)
+    monkeypatch.setitem(tensor_core.UNITS, "hopper", narrow)
     assert caught(test_the_order_within_a_step_changes_nothing, unit="hopper")

@@ -1,4 +1,4 @@
-"""Tensor cores as data, and how a GEMM strings their steps together, against integers."""
+"""How a GEMM strings a tensor core's steps together, against integers."""
 
 import dataclasses
 import warnings
@@ -10,8 +10,9 @@ import pytest
 
 from fp8ref.formats import E4M3FN, E4M3FNUZ, E5M2
 from fp8ref.sim import accumulate, cast, gemm
-from fp8ref.sim.accumulate import ACCUMULATIONS, UNITS, Accumulation
+from fp8ref.sim.accumulate import ACCUMULATIONS, Accumulation
 from fp8ref.sim.scaling import Quantized
+from fp8ref.sim.tensor_core import UNITS
 
 INTEGERS = {"hopper": mma_integers.HOPPER, "ada": mma_integers.ADA, "blackwell": mma_integers.BLACKWELL}
 PAIRS = list(product((E4M3FN, E5M2), repeat=2))
@@ -25,6 +26,11 @@ PLANS = {
     "split 3, slow": Accumulation(name="split 3, slow", unit=HOPPER, split_k=3, promotion=128),
     "split 3, promotion 96": Accumulation(name="split 3, promotion 96", unit=UNITS["ada"], split_k=3, promotion=96),
     "split 10": Accumulation(name="split 10", unit=HOPPER, split_k=10),
+    "split 3 of 64": Accumulation(name="split 3 of 64", unit=HOPPER, split_k=3, split_tile=64),
+    "interleaved 3": Accumulation(name="interleaved 3", unit=HOPPER, split_k=3, split_order="interleaved"),
+    "interleaved 2 of 64, slow": Accumulation(
+        name="interleaved 2 of 64, slow", unit=HOPPER, split_k=2, split_order="interleaved", split_tile=64, promotion=128
+    ),
 }
 
 
@@ -45,22 +51,6 @@ def like_a_gemm(rng, shape, fmt):
     return np.where(rng.random(shape) < 0.1, any_code, cast.encode(values, fmt))
 
 
-def test_the_units_are_those_of_the_table():  # G-10
-    assert {u.name: (u.fused_width, u.fraction_bits, u.output_bits) for u in UNITS.values()} == {
-        "hopper": (32, 13, 13),
-        "ada": (16, 13, 13),
-        "blackwell": (32, 25, 23),
-    }
-    assert {key: unit.name for key, unit in UNITS.items()} == {key: key for key in UNITS}
-
-
-def test_what_no_recording_confirms_says_so():
-    assert all("unconfirmed" in unit.evidence for unit in UNITS.values())
-    assert "published" not in UNITS["blackwell"].evidence
-    for said in ("Zeros", "unconfirmed by a recording", "evidence"):
-        assert said in gemm.mma.__doc__
-
-
 def test_the_named_plans_are_those_of_the_clause():  # G-12
     assert {key: (a.name, a.unit.name, a.promotion, a.split_k) for key, a in ACCUMULATIONS.items()} == {
         "hopper_fast": ("hopper_fast", "hopper", None, 1),
@@ -78,7 +68,16 @@ def test_a_plan_is_that_of_integers(pair, plan, rng):  # G-12
     how = PLANS[plan]
     expected = [
         [
-            mma_integers.dot(x, y, (pair[0].name, pair[1].name), INTEGERS[how.unit.name], promotion=how.promotion, split_k=how.split_k)
+            mma_integers.dot(
+                x,
+                y,
+                (pair[0].name, pair[1].name),
+                INTEGERS[how.unit.name],
+                promotion=how.promotion,
+                split_k=how.split_k,
+                tile=how.split_tile,
+                interleaved=how.split_order == "interleaved",
+            )
             for y in b.tolist()
         ]
         for x in a.tolist()
@@ -93,7 +92,16 @@ def test_the_plans_differ(rng):
     """On positive data, where what is cut off adds up. (Parts of K that are added exactly make some plans coincide.)"""
     a, b = (operand(like_a_gemm(rng, (8, 1056), E4M3FN) & 0x7F) for _ in range(2))
     results = {name: gemm.matmul(a, b, accumulate=plan).tobytes() for name, plan in PLANS.items()}
-    apart = [*ACCUMULATIONS, "promotion 64", "promotion 96", "split 2", "split 3, promotion 96"]
+    apart = [
+        *ACCUMULATIONS,
+        "promotion 64",
+        "promotion 96",
+        "split 2",
+        "split 3, promotion 96",
+        "split 3 of 64",
+        "interleaved 3",
+        "interleaved 2 of 64, slow",
+    ]
     assert len({results[name] for name in apart}) == len(apart)
     assert results["promotion beyond K"] == results["hopper_fast"]
     assert results["split 10"] == results["hopper_slow"]  # a chain for every tile; the tenth part is empty
@@ -122,14 +130,15 @@ def test_zeros_along_k_move_the_cut_of_a_split(rng):
 
 
 @pytest.mark.parametrize(("k", "count"), [(384, 2), (256, 3), (32, 1), (1056, 4), (128, 128), (0, 2)])
-def test_splits_are_runs_of_tiles_that_cover_k(k, count):  # G-12
-    tiles = -(-k // 128)
+@pytest.mark.parametrize("tile", [32, 128, 256])
+@pytest.mark.parametrize("order", ["contiguous", "interleaved"])
+def test_parts_are_tiles_that_cover_k(order, tile, k, count):  # G-12
+    tiles = -(-k // tile)
     each = -(-tiles // count)
-    owners = [tile // each for tile in range(tiles)]
-    expected = [
-        [128 * tile + i for tile in range(tiles) if owners[tile] == part for i in range(128) if 128 * tile + i < k] for part in range(count)
-    ]
-    assert [list(range(begin, end)) for begin, end in accumulate.splits(k, count)] == expected
+    owners = [i // each if order == "contiguous" else i % count for i in range(tiles)]
+    expected = [[tile * i + j for i in range(tiles) if owners[i] == part for j in range(tile) if tile * i + j < k] for part in range(count)]
+    plan = Accumulation(name="own", unit=HOPPER, split_k=count, split_order=order, split_tile=tile)
+    assert [part.tolist() for part in accumulate.parts(k, plan)] == expected
 
 
 def test_truncation_costs_what_was_measured(rng):
@@ -146,36 +155,6 @@ def test_truncation_costs_what_was_measured(rng):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"fused_width": 12}, "fused_width divides .* 32 and is at least 4; got 12"),
-        ({"fused_width": 2}, "at least 4; got 2"),
-        ({"fused_width": 64}, "got 64"),
-        ({"fused_width": 16.0}, "got 16.0"),
-        ({"fraction_bits": 0}, r"fraction_bits is an integer in \[1, 25\]; got 0"),
-        ({"fraction_bits": 26}, "got 26"),
-        ({"fraction_bits": 13.5}, "got 13.5"),
-        ({"fraction_bits": True}, "got True"),
-        ({"output_bits": 0}, r"output_bits is an integer in \[1, 23\]; got 0"),
-        ({"output_bits": 24}, "got 24"),
-    ],
-)
-def test_a_unit_that_cannot_be_is_refused(change, message):
-    with pytest.raises(ValueError, match=message):
-        dataclasses.replace(HOPPER, **change)
-
-
-@pytest.mark.parametrize("change", [{"fused_width": 4, "fraction_bits": 1, "output_bits": 1}, {"fraction_bits": 25, "output_bits": 23}])
-def test_a_unit_at_its_limits(change, rng):
-    unit = dataclasses.replace(HOPPER, **change)
-    integers = mma_integers.Unit(unit.fused_width, unit.fraction_bits, unit.output_bits)
-    a, b = (like_a_gemm(rng, (4, 64), E5M2) for _ in range(2))
-    got = gemm.matmul(operand(a, E5M2), operand(b, E5M2), accumulate=Accumulation(name="own", unit=unit))
-    expected = [[mma_integers.dot(x, y, ("e5m2", "e5m2"), integers) for y in b.tolist()] for x in a.tolist()]
-    np.testing.assert_array_equal(bits(got), np.array(expected, np.uint32))
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
         ({"promotion": 0}, "promotion is None or a multiple of 32; got 0"),
         ({"promotion": 16}, "got 16"),
         ({"promotion": 100}, "got 100"),
@@ -184,6 +163,9 @@ def test_a_unit_at_its_limits(change, rng):
         ({"split_k": 0}, "split_k is an integer of at least 1; got 0"),
         ({"split_k": 1.5}, "got 1.5"),
         ({"split_k": True}, "got True"),
+        ({"split_order": "random"}, "split_order is 'contiguous' or 'interleaved'; got 'random'"),
+        ({"split_tile": 48}, "split_tile is a multiple of 32; got 48"),
+        ({"split_tile": 0}, "got 0"),
         ({"unit": "hopper"}, r"UNITS\['hopper'\]; got 'hopper'"),
     ],
 )

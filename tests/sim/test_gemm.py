@@ -7,7 +7,8 @@ import pytest
 
 from fp8ref.formats import BFLOAT16, E4M3FN, E4M3FNUZ, E5M2, E8M0FNU, FLOAT16, FLOAT32, FP8_FORMATS
 from fp8ref.sim import cast, gemm, scaling
-from fp8ref.sim.accumulate import UNITS, Accumulation
+from fp8ref.sim.accumulate import Accumulation
+from fp8ref.sim.tensor_core import UNITS
 
 
 def quantized(codes, fmt, scale=1.0):

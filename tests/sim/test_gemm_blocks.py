@@ -9,7 +9,8 @@ import pytest
 
 from fp8ref.formats import BFLOAT16, E4M3FN, E5M2, FLOAT32
 from fp8ref.sim import cast, gemm, scaling
-from fp8ref.sim.accumulate import ACCUMULATIONS, UNITS, Accumulation
+from fp8ref.sim.accumulate import ACCUMULATIONS, Accumulation
+from fp8ref.sim.tensor_core import UNITS
 
 INTEGERS = {"hopper": mma_integers.HOPPER, "ada": mma_integers.ADA, "blackwell": mma_integers.BLACKWELL}
 RULES = ["exact", "f32", "hopper_fast", "hopper_slow", "blackwell"]

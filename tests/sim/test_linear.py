@@ -7,7 +7,8 @@ from fp8ref.delayed import DELAYED
 from fp8ref.formats import BFLOAT16, E4M3FN, E5M2, FLOAT32
 from fp8ref.recipe import OPERANDS, RECIPES, CastSpec, GemmSpec, Recipe
 from fp8ref.sim import cast, delayed, gemm, linear, scaling
-from fp8ref.sim.accumulate import ACCUMULATIONS, UNITS, Accumulation
+from fp8ref.sim.accumulate import ACCUMULATIONS, Accumulation
+from fp8ref.sim.tensor_core import UNITS
 
 GEMMS = ("output", "grad_input", "grad_weight")
 # L-2, by numpy: operands of [M, K], [N, K], [M, N] with their reduced axis last, and the Hopper plan of a slow or fast GEMM.

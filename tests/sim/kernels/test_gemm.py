@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from fp8ref.formats import E4M3FN, E5M2, FP8_FORMATS
 from fp8ref.sim import accumulate, cast, parallel
-from fp8ref.sim.accumulate import ACCUMULATIONS, UNITS, Accumulation, TensorCore
+from fp8ref.sim.accumulate import ACCUMULATIONS, Accumulation
 from fp8ref.sim.kernels import gemm as kernels
+from fp8ref.sim.tensor_core import UNITS, TensorCore
 
 PAIRS = list(product((E4M3FN, E5M2), repeat=2))
 
@@ -46,15 +47,17 @@ def units():
     shape=st.tuples(st.integers(1, 6), st.integers(1, 9), st.integers(1, 17)),
     promotion=st.sampled_from([None, 32, 64, 96, 128, 160]),
     split_k=st.integers(1, 6),
+    split_order=st.sampled_from(["contiguous", "interleaved"]),
+    split_tile=st.sampled_from([32, 64, 128]),
     pair=st.sampled_from(PAIRS),
     zeros=st.sampled_from([0.1, 0.9]),
     seed=st.integers(0, 2**32 - 1),
 )
-def test_chains_are_the_plain_ones(unit, shape, promotion, split_k, pair, zeros, seed):  # G-10, G-11, G-12
+def test_chains_are_the_plain_ones(unit, shape, promotion, split_k, split_order, split_tile, pair, zeros, seed):  # G-10, G-11, G-12
     m, n, steps = shape
     rng = np.random.default_rng(seed)
     a, b = (values(rng, (rows, 32 * steps), fmt, zeros) for rows, fmt in zip((m, n), pair, strict=True))
-    plan = Accumulation(name="any", unit=unit, promotion=promotion, split_k=split_k)
+    plan = Accumulation(name="any", unit=unit, promotion=promotion, split_k=split_k, split_order=split_order, split_tile=split_tile)
     np.testing.assert_array_equal(bits(accumulate.chains(a, b, *pair, plan)), bits(accumulate.chains_plain(a, b, *pair, plan)))
 
 

@@ -1,0 +1,152 @@
+"""A scaled GEMM's arithmetic from outside: everything that is asked of it, and the plan that its answers make (SEMANTICS G-18)."""
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+
+from fp8ref.check.probe import finish, order, plans, specials, step
+from fp8ref.check.probe.finding import Finding, table
+from fp8ref.check.probe.order import Sample
+from fp8ref.check.probe.question import Bench
+from fp8ref.check.probe.subject import Subject, operand
+from fp8ref.epilogue import Epilogue
+from fp8ref.formats import E4M3FN, Format
+from fp8ref.sim import gemm
+from fp8ref.sim.accumulate import Accumulation
+from fp8ref.sim.tensor_core import K_STEP
+
+SHAPE = (128, 128, 4096)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Identified:
+    """plans: those that fit all answers, of a tensor core, or ``f32`` or ``exact``; the simplest first, none where none does. epilogue likewise.
+
+    compared, equal
+        results of random operands under random scales, and those whose bits are the simulator's under accumulate and epilogue.
+    """
+
+    bench: Bench
+    findings: Sequence[Finding]
+    drawn: Sample
+    plans: Sequence[str | Accumulation]
+    epilogue: Epilogue | None
+    compared: int
+    equal: int
+
+    @property
+    def accumulate(self) -> str | Accumulation | None:
+        return self.plans[0] if self.plans else None
+
+    @property
+    def ok(self) -> bool:
+        """Whether the simulator has all of its bits."""
+        return self.accumulate is not None and self.epilogue is not None and self.equal == self.compared
+
+    @property
+    def plan(self) -> dict[str, Any]:
+        """What was found as data; keys of a plan that none fits are null."""
+        if self.accumulate is not None:
+            of_sums = plans.of_accumulation(self.accumulate)
+        else:
+            known = {f.what: f.value for f in self.findings if not (f.what == "fused_width" and isinstance(f.value, str))}
+            of_sums = {"accumulate": None} | {key: known.get(key) for key in plans.UNIT} | dict.fromkeys(plans.PLAN)
+        return {**of_sums, "epilogue": self.epilogue and self.epilogue.name, "out_dtype": self.bench.out.name}
+
+    def to_dict(self) -> dict[str, Any]:
+        bench = self.bench
+        return {
+            "ok": self.ok,
+            "subject": bench.subject.name,
+            "about": dict(bench.subject.about),
+            "shape": [bench.m, bench.n, bench.k],
+            "formats": [bench.fmt_a.name, bench.fmt_b.name],
+            "granularity": bench.subject.granularity,
+            "plan": self.plan,
+            "confirmed": {"compared": self.compared, "equal": self.equal},
+            "evidence": {f.what: f.to_dict() for f in self.findings},
+        }
+
+    def write(self, path: Path) -> None:
+        path.write_text(json.dumps(self.to_dict(), indent=1) + "\n", encoding="utf-8")
+
+    def print(self, console: Console) -> None:
+        bench = self.bench
+        title = f"{bench.subject.name}, [{bench.m}, {bench.n}], K = {bench.k}, {bench.fmt_a} x {bench.fmt_b}, {bench.subject.granularity}"
+        console.print(title, table(self.findings), sep="\n", markup=False)
+        console.print(self.verdict, markup=False, highlight=False, soft_wrap=True)
+
+    @property
+    def verdict(self) -> str:
+        if self.accumulate is None or self.epilogue is None:
+            missing = [name for name, value in (("accumulation", self.accumulate), ("epilogue", self.epilogue)) if value is None]
+            return f"no {' and no '.join(missing)} of the simulator gives these answers"
+        bits = f"{self.equal:,} of {self.compared:,} random results have the simulator's bits under it"
+        return f"identified: {bits}" if self.ok else f"NOT confirmed: {bits}"
+
+
+def identify(
+    subject: Subject, *, shape: tuple[int, int, int] = SHAPE, formats: tuple[Format, Format] = (E4M3FN, E4M3FN), seed: int = 0
+) -> Identified:
+    """Ask a GEMM of this shape [M, N, K] everything.
+
+    Raises:   ValueError: a K that is no multiple of 32, or none; ProbeError: the subject is no function.
+    """
+    m, n, k = shape
+    if min(m, n) < 1 or k < K_STEP or k % K_STEP:
+        raise ValueError(f"a probe takes M and N of at least 1 and a K of at least {K_STEP} that {K_STEP} divides; got {list(shape)}.")
+    bench, of_out = finish.rounding(Bench(subject=subject, m=m, n=n, k=k, fmt_a=formats[0], fmt_b=formats[1]), seed)
+    drawn = order.sample(bench, seed)
+    plans, findings = _accumulation(bench, drawn)
+    accumulate = plans[0] if plans else None
+    fits, of_epilogue = finish.epilogue(bench, accumulate, drawn, seed)
+    epilogues, compared, equal = _confirm(bench, drawn, accumulate, fits, seed)
+    if epilogues:
+        of_epilogue[0] = dataclasses.replace(of_epilogue[0], value=epilogues[0].name, others=tuple(e.name for e in epilogues[1:]))
+    findings += [*of_epilogue, *of_out, *specials.specials(bench)]
+    epilogue = epilogues[0] if epilogues else None
+    return Identified(bench=bench, findings=findings, drawn=drawn, plans=plans, epilogue=epilogue, compared=compared, equal=equal)
+
+
+def _accumulation(bench: Bench, drawn: Sample) -> tuple[Sequence[str | Accumulation], list[Finding]]:
+    """The plans that fit, and what they were found by."""
+    width = step.width(bench)
+    if not isinstance(width.value, int):
+        name = {step.SEQUENTIAL: "f32", step.WIDE: "exact"}.get(str(width.value))
+        fits = [name] if name and drawn.fits(bench, name) else []
+        evidence = f"random sums have{'' if fits else ' not'} the bits of {name!r}" if name else "no order of ours groups products so"
+        return fits, [width, Finding(what="order", value=fits[0] if fits else None, evidence=evidence)]
+    units, found = step.units(bench, width.value)
+    found = [width, *found]
+    if not units:
+        return [], found
+    plans, strung = order.order(bench, units, drawn)
+    return plans, found + strung
+
+
+def _confirm(
+    bench: Bench, drawn: Sample, accumulate: str | Accumulation | None, epilogues: Sequence[Epilogue], seed: int
+) -> tuple[Sequence[Epilogue], int, int]:
+    """The epilogues with the most results of the random operands under new random scales; of how many, and how many are equal."""
+    if accumulate is None or not epilogues:
+        return epilogues, 0, 0
+    rng = np.random.default_rng(seed + 1)
+    subject = bench.subject
+    a, b = (
+        operand(codes, fmt, subject.granularity, 2.0 ** rng.uniform(-1, 1, (len(codes), 1) if subject.granularity == "rowwise" else ()))
+        for codes, fmt in ((drawn.a, bench.fmt_a), (drawn.b, bench.fmt_b))
+    )
+    found, _ = subject.multiply(a, b)
+    acc = gemm.matmul(operand(drawn.a, bench.fmt_a, "tensorwise"), operand(drawn.b, bench.fmt_b, "tensorwise"), accumulate=accumulate)
+    equal = {}
+    for epilogue in epilogues:
+        expected = gemm.finish(acc, a.scale_inv, b.scale_inv.T, epilogue=epilogue, out_dtype=bench.out)
+        equal[epilogue] = int((found.view(np.uint32) == expected.view(np.uint32)).sum())
+    most = max(equal.values())
+    return [e for e in epilogues if equal[e] == most], found.size, most

@@ -1,0 +1,88 @@
+"""What is probed: a scaled GEMM as a function of two quantised operands, held to what a function has to be."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+
+from fp8ref.formats import BFLOAT16, FLOAT16, FLOAT32, Format
+from fp8ref.granularity import scale_shape
+from fp8ref.sim import scaling
+from fp8ref.sim.scaling import Quantized
+
+OUT_DTYPES = {"float32": FLOAT32, "bfloat16": BFLOAT16, "float16": FLOAT16}
+
+
+class ProbeError(ValueError):
+    """A function that is none: it raises, gives another shape or type, changes its operands, or does not repeat itself."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """A scaled GEMM.
+
+    function     (Quantized a [M, K], Quantized b [N, K]) -> [M, N] in NumPy, PyTorch or JAX, of float32, bfloat16 or float16; if it takes a
+                 ``bias``, also with bias [N] of float32.
+    granularity  of the scales it takes.
+    about        what it runs on, by what it is called: device, versions, flags.
+    """
+
+    name: str
+    function: Callable[..., Any]
+    granularity: Literal["tensorwise", "rowwise"] = "tensorwise"
+    bias: bool = False
+    about: Mapping[str, str] = field(default_factory=dict)
+
+    def multiply(self, a: Quantized, b: Quantized, bias: np.ndarray | None = None) -> tuple[np.ndarray, Format]:
+        """float32 [M, N] and the dtype that the function gave, run twice.
+
+        Raises:   ProbeError: see there; it names the operands.
+        """
+        with_bias = {} if bias is None else {"bias": bias}
+        first, dtype = self._once(a, b, with_bias)
+        again, _ = self._once(a, b, with_bias)
+        different = first.view(np.uint32) != again.view(np.uint32)
+        if different.any():
+            at = tuple(int(i) for i in np.argwhere(different)[0])
+            raise ProbeError(
+                f"{self.name} does not repeat itself: {_of(a, b)} gave {first[at]:.9g} at {list(at)}, then {again[at]:.9g}. "
+                "A probe needs a deterministic function; turn atomics or autotuning off."
+            )
+        return first, dtype
+
+    def _once(self, a: Quantized, b: Quantized, with_bias: dict[str, np.ndarray]) -> tuple[np.ndarray, Format]:
+        given = [np.copy(part) for part in (a.codes, a.scale, a.scale_inv, b.codes, b.scale, b.scale_inv)]
+        try:
+            found = self.function(a, b, **with_bias)
+        except Exception as error:  # whatever somebody's function raises
+            raise ProbeError(f"{self.name} raised {type(error).__name__} for {_of(a, b)}: {error}") from error
+        now = (a.codes, a.scale, a.scale_inv, b.codes, b.scale, b.scale_inv)
+        if not all(np.array_equal(before, after) for before, after in zip(given, now, strict=True)):
+            raise ProbeError(f"{self.name} changed its operands, {_of(a, b)}. Let it work on copies.")
+        values, dtype = _array(self.name, found)
+        if values.shape != (len(a.codes), len(b.codes)):
+            raise ProbeError(f"{self.name} gives [M, N] = {[len(a.codes), len(b.codes)]} for {_of(a, b)}; got shape {list(values.shape)}.")
+        return values, dtype
+
+
+def operand(codes: np.ndarray, fmt: Format, granularity: str, scale: np.ndarray | float = 1.0) -> Quantized:
+    """Codes [M, K] reduced along K, with a scale, one number or, rowwise, one for each row [M, 1]."""
+    scale = np.broadcast_to(np.asarray(scale, np.float32), scale_shape(granularity, codes.shape, -1)).copy()
+    return Quantized(codes, scale, np.asarray(scaling.scale_inv_from_scale(scale)), fmt, granularity, -1)
+
+
+def _array(name: str, found: Any) -> tuple[np.ndarray, Format]:
+    """Somebody's array as float32, and the dtype it was of."""
+    if hasattr(found, "detach"):  # PyTorch's tensors
+        dtype, found = str(found.dtype).removeprefix("torch."), found.detach().float().cpu().numpy()
+    else:
+        found = np.asarray(found)
+        dtype = str(found.dtype)
+    if dtype not in OUT_DTYPES:
+        raise ProbeError(f"{name} gives {', '.join(OUT_DTYPES)}; got {dtype}. Convert what it returns.")
+    return np.ascontiguousarray(found, np.float32), OUT_DTYPES[dtype]
+
+
+def _of(a: Quantized, b: Quantized) -> str:
+    return f"a {a.fmt} {list(a.codes.shape)} and b {b.fmt} {list(b.codes.shape)}, {a.granularity}"

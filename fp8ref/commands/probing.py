@@ -1,0 +1,110 @@
+"""fp8ref probe."""
+
+import argparse
+from pathlib import Path
+
+from fp8ref.commands import shared
+from fp8ref.commands.shared import FAILED, check_json
+
+SHAPE, FORMATS = (128, 128, 4096), ("e4m3fn", "e4m3fn")
+INSTRUCTIONS = 1 << 20  # results of random instructions that are compared, of each pairing of formats
+
+
+def add(commands) -> None:
+    probe = shared.plain(
+        commands,
+        "probe",
+        _probe,
+        "Identify the arithmetic of a scaled GEMM from outside.",
+        "Find out by chosen operands what a scaled GEMM keeps of its products and of their sums, in which order it adds them and where it scales and "
+        "rounds, as a plan of the simulator's; then hold the plan to random operands, bit for bit. Exits with 1 if no plan has all of the bits.",
+    )
+    probe.add_argument(
+        "subject",
+        metavar="SUBJECT",
+        nargs="?",
+        help="torch-scaled-mm, torch-rowwise, jax-dot; wgmma, Hopper's instruction in all pairings of formats; or module:function, "
+        "(Quantized a, Quantized b[, bias]) -> [M, N]",
+    )
+    probe.add_argument("--shape", type=int, nargs=3, metavar=("M", "N", "K"), help="of the GEMM (default 128 128 4096)")
+    probe.add_argument("--formats", nargs=2, metavar=("A", "B"), help="of its operands (default e4m3fn e4m3fn)")
+    probe.add_argument("--fast-accum", action="store_true", help="of a library's: with fast accumulation")
+    probe.add_argument("--out-dtype", metavar="DTYPE", help="of a library's: float32, bfloat16 or float16")
+    probe.add_argument("--granularity", metavar="NAME", help="of module:function: tensorwise (the default) or rowwise scales")
+    probe.add_argument("--seed", type=int, default=0, help="of the random operands (default 0)")
+    probe.add_argument("--json", type=Path, metavar="FILE", help="write what was found, and by what, to FILE")
+    probe.add_argument(
+        "--record", type=Path, metavar="DIR", help="write operands and results to DIR, to be computed again without the hardware"
+    )
+    probe.add_argument(
+        "--replay", type=Path, nargs="+", metavar="FILE", help="instead of SUBJECT: compute recordings, NAME.json, again, bit for bit"
+    )
+
+
+def _probe(known: argparse.Namespace) -> int:
+    check_json(known.json)
+    if known.seed < 0:
+        raise ValueError(f"--seed is at least 0; got {known.seed}.")
+    if known.replay:
+        return _replay(known)
+    if known.subject is None:
+        raise ValueError("a probe needs a SUBJECT, or --replay FILE. See fp8ref probe --help.")
+    if known.record and known.record.exists() and not known.record.is_dir():
+        raise ValueError(f"--record names a directory; {known.record} is a file. Name another.")
+    return _wgmma(known) if known.subject == "wgmma" else _gemm(known)
+
+
+def _gemm(known: argparse.Namespace) -> int:
+    from fp8ref import formats
+    from fp8ref.check.probe import identify, record, subjects
+    from fp8ref.run import progress
+
+    names = known.formats or FORMATS
+    unknown = [name for name in names if name not in formats.FP8_FORMATS]
+    if unknown:
+        raise ValueError(f"--formats takes two of {', '.join(formats.FP8_FORMATS)}; got {', '.join(unknown)}.")
+    subject = subjects.named(known.subject, fast=known.fast_accum, out_dtype=known.out_dtype, granularity=known.granularity)
+    fmt_a, fmt_b = (formats.FP8_FORMATS[name] for name in names)
+    found = identify.identify(subject, shape=tuple(known.shape or SHAPE), formats=(fmt_a, fmt_b), seed=known.seed)
+    found.print(progress.console())
+    if known.json:
+        found.write(known.json)
+    if known.record:
+        print(f"recorded {record.of_gemm(found, known.record)}")
+    return 0 if found.ok else FAILED
+
+
+def _wgmma(known: argparse.Namespace) -> int:
+    import json
+
+    from fp8ref.check.probe import instruction, record, wgmma
+    from fp8ref.run import progress
+
+    given = {"--shape": known.shape, "--formats": known.formats, "--out-dtype": known.out_dtype, "--granularity": known.granularity}
+    unused = [name for name, value in given.items() if value is not None] + ["--fast-accum"] * known.fast_accum
+    if unused:
+        raise ValueError(f"{', '.join(unused)}: wgmma is one instruction, m64n8k32, asked in every pairing of formats. Leave it out.")
+    multiply, about = wgmma.instruction(), wgmma.device()
+    found = []
+    for fmt_a, fmt_b in wgmma.PAIRS:
+        found.append(instruction.identify(multiply, fmt_a, fmt_b, name="wgmma", about=about, count=INSTRUCTIONS, seed=known.seed))
+        found[-1].print(progress.console())
+        if known.record:
+            print(f"recorded {record.of_instruction(found[-1], multiply, known.record)}")
+    ok = all(of.ok for of in found)
+    if known.json:
+        known.json.write_text(json.dumps({"ok": ok, "pairings": [of.to_dict() for of in found]}, indent=1) + "\n", encoding="utf-8")
+    return 0 if ok else FAILED
+
+
+def _replay(known: argparse.Namespace) -> int:
+    from fp8ref.check.probe import record
+
+    if known.subject or known.record:
+        raise ValueError("--replay takes recordings, and neither SUBJECT nor --record. Leave them out.")
+    ok = True
+    for path in known.replay:
+        replayed = record.replay(path)
+        ok &= replayed.ok
+        print(f"{path}: {replayed.equal:,} of {replayed.compared:,} recorded results have the simulator's bits")
+    return 0 if ok else FAILED

@@ -1,0 +1,166 @@
+"""One step of a tensor core, as data (SEMANTICS G-10, G-11, G-18): what it keeps of its products and of the accumulator.
+
+``step_plain`` is the definition. ``kernels.gemm`` has the same for the units that are ``compiled``, G-10's.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from fp8ref import formats
+from fp8ref.formats import E4M3FN, E5M2, Format
+
+K_STEP = 32  # of one instruction: a tensor core's K is a multiple of it
+_NONE = -(1 << 20)  # the exponent of a zero: it takes no part in a maximum
+_UNBOUNDED = -1000  # an emin below every exponent: subnormals count as if they were normal
+
+Rounding = Literal["toward_zero", "toward_negative", "nearest_even"]
+ROUNDINGS: tuple[Rounding, ...] = ("toward_zero", "toward_negative", "nearest_even")
+_CUTS = {"toward_zero": np.trunc, "toward_negative": np.floor, "nearest_even": np.rint}
+_CHOICES = {
+    "rounding": ROUNDINGS,
+    "output_rounding": ROUNDINGS,
+    "exponents": ("coded", "factors", "products"),
+    "zeros": ("excluded", "counted"),
+    "subnormals": ("kept", "flushed"),
+}
+
+
+def is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorCore:
+    """One step: ``fused_width`` products and the accumulator, aligned to the largest exponent and cut off, summed exactly, cut off (G-10).
+
+    fraction_bits    kept of each term below the largest exponent of the step.
+    output_bits      fraction bits of the result, an 8-bit exponent beside them.
+    evidence         what the numbers rest on. The rule for zeros (G-11) rests on the two emulators named in G-10, not on a recording.
+    rounding         of each term as it is cut off: ``toward_zero``, ``toward_negative`` or ``nearest_even``; output_rounding: of the result.
+    exponents        of a product, for the largest: ``coded``, the sum of its factors' as their codes have them, subnormals' at emin;
+                     ``factors``, subnormals' as if they were normal; ``products``, of its value.
+    zeros            ``excluded``: a product with a zero factor takes no part in the largest exponent; ``counted``: it does, a zero's being emin.
+    subnormals       ``kept``, or ``flushed`` to zero, of the operands.
+    """
+
+    name: str
+    fused_width: int
+    fraction_bits: int
+    output_bits: int
+    evidence: str
+    rounding: Rounding = "toward_zero"
+    output_rounding: Rounding = "toward_zero"
+    exponents: Literal["coded", "factors", "products"] = "coded"
+    zeros: Literal["excluded", "counted"] = "excluded"
+    subnormals: Literal["kept", "flushed"] = "kept"
+
+    def __post_init__(self) -> None:
+        if not is_int(self.fused_width) or self.fused_width not in (4, 8, 16, 32):
+            raise ValueError(f"fused_width divides the instruction's K = 32 and is at least 4; got {self.fused_width!r}.")
+        for key, most in (("fraction_bits", 25), ("output_bits", 23)):
+            value = getattr(self, key)
+            if not is_int(value) or not 1 <= value <= most:
+                raise ValueError(f"{key} is an integer in [1, {most}]; got {value!r}.")
+        for key, choices in _CHOICES.items():
+            if getattr(self, key) not in choices:
+                raise ValueError(f"{key} is one of {', '.join(choices)}; got {getattr(self, key)!r}.")
+        if self.zeros == "counted" and self.exponents != "coded":
+            raise ValueError(f"zeros that count do so by their code's exponent: exponents is 'coded'; got {self.exponents!r}.")
+
+    @property
+    def compiled(self) -> bool:
+        """Whether it is G-10's but for its three numbers, which is what the kernel computes."""
+        return all(getattr(self, key) == getattr(TensorCore, key) for key in _CHOICES)
+
+
+UNITS = {
+    u.name: u
+    for u in (
+        TensorCore(
+            name="hopper",
+            fused_width=32,
+            fraction_bits=13,
+            output_bits=13,
+            evidence="20,000 published H100 and H200 outputs from an accumulator of 0; others unconfirmed by a recording of this project",
+        ),
+        TensorCore(
+            name="ada",
+            fused_width=16,
+            fraction_bits=13,
+            output_bits=13,
+            evidence="20,000 published RTX 4000 Ada and L40S outputs; unconfirmed by a recording of this project",
+        ),
+        TensorCore(
+            name="blackwell",
+            fused_width=32,
+            fraction_bits=25,
+            output_bits=23,
+            evidence="as MMA-Sim models tcgen05.mma; unconfirmed by any recording at hand",
+        ),
+    )
+}
+
+
+def by_name(unit: str | TensorCore) -> TensorCore:
+    """The unit of that name; a TensorCore is itself."""
+    if isinstance(unit, TensorCore):
+        return unit
+    if not isinstance(unit, str) or unit not in UNITS:
+        raise ValueError(f"unit is a TensorCore or one of {', '.join(UNITS)}; got {unit!r}.")
+    return UNITS[unit]
+
+
+def check_pair(fmt_a: Format, fmt_b: Format) -> None:
+    """Tensor cores take e4m3fn and e5m2, in any pairing."""
+    formats.check(fmt_a)
+    formats.check(fmt_b)
+    if fmt_a not in (E4M3FN, E5M2) or fmt_b not in (E4M3FN, E5M2):
+        raise ValueError(f"tensor cores multiply e4m3fn and e5m2; got {fmt_a} and {fmt_b}. Use accumulate 'exact' or 'f32'.")
+
+
+def step_plain(a: np.ndarray, b: np.ndarray, c: np.ndarray, fmt_a: Format, fmt_b: Format, unit: TensorCore) -> np.ndarray:
+    """One step: a [..., M, w] and b [..., N, w] values of FP8 formats, c [..., M, N] values of float32, all float64 and finite; float64 [..., M, N].
+
+    Everything is exact in float64: a term has at most 27 bits above its unit, and 33 of them are summed.
+    """
+    if unit.subnormals == "flushed":
+        a, b = (np.where(np.abs(v) < 2.0**fmt.emin, 0, v) for v, fmt in ((a, fmt_a), (b, fmt_b)))
+    products = a[..., :, None, :] * b[..., None, :, :]  # [..., M, 1, w] x [..., 1, N, w] -> [..., M, N, w]
+    largest = np.maximum(_of_products(a, b, products, fmt_a, fmt_b, unit).max(axis=-1), exponents(c, -126))
+    largest = np.where(largest < _UNBOUNDED, 0, largest)  # nothing but zeros
+    scale = unit.fraction_bits - largest
+    cut = _CUTS[unit.rounding]
+    total = cut(np.ldexp(products, scale[..., None])).sum(axis=-1) + cut(np.ldexp(c, scale))
+    return _round_result(np.ldexp(total, -scale), unit.output_bits, unit.output_rounding)
+
+
+def chain_plain(a: np.ndarray, b: np.ndarray, c: np.ndarray, fmt_a: Format, fmt_b: Format, unit: TensorCore) -> np.ndarray:
+    """Steps over all of K, each from the result of the one before: a [..., M, K], b [..., N, K], c [..., M, N]; float32 [..., M, N]."""
+    acc = c.astype(np.float64)
+    for k in range(0, a.shape[-1], unit.fused_width):
+        part = slice(k, k + unit.fused_width)
+        acc = step_plain(a[..., part].astype(np.float64), b[..., part].astype(np.float64), acc, fmt_a, fmt_b, unit)
+    return acc.astype(np.float32)
+
+
+def exponents(values: np.ndarray, emin: int, zero: int = _NONE) -> np.ndarray:
+    """max(floor(log2|v|), emin) as int32; of a zero ``zero``, else a number below every sum of two of them."""
+    return np.where(values == 0, zero, np.maximum(np.frexp(values)[1] - 1, emin)).astype(np.int32)
+
+
+def _of_products(a: np.ndarray, b: np.ndarray, products: np.ndarray, fmt_a: Format, fmt_b: Format, unit: TensorCore) -> np.ndarray:
+    """The exponent of each product that takes part in the maximum, [..., M, N, w]; of the others a number below every one of them."""
+    if unit.exponents == "products":
+        return exponents(products, _UNBOUNDED)
+    emins = (fmt_a.emin, fmt_b.emin) if unit.exponents == "coded" else (_UNBOUNDED, _UNBOUNDED)
+    of_a, of_b = (exponents(v, emin, emin if unit.zeros == "counted" else _NONE) for v, emin in zip((a, b), emins, strict=True))
+    return of_a[..., :, None, :] + of_b[..., None, :, :]
+
+
+def _round_result(value: np.ndarray, bits: int, rounding: Rounding) -> np.ndarray:
+    """A step's result: value rounded to ``bits`` fraction bits, the exponent at least -126; from 2^128 on, infinity; a zero result is +0."""
+    exponent = np.maximum(np.frexp(value)[1] - 1, -126)
+    cut = np.ldexp(_CUTS[rounding](np.ldexp(value, bits - exponent)), exponent - bits)
+    return np.where(np.abs(cut) >= 2.0**128, np.copysign(np.inf, cut), cut) + 0.0
