@@ -1,9 +1,12 @@
 """The benchmark scripts run, at sizes too small to say anything: their ratios belong to `make bench`."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
+
+from fp8ref.check.probe import record
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 RESULT = BENCHMARKS / "results" / "sim.json"
@@ -101,3 +104,32 @@ def test_ten_kills_lose_nothing():  # K-1, K-2
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("torch delayed: 10 kills")
+
+
+def test_what_a_gpu_computes_is_recorded(tmp_path):
+    """On a CPU, marked as such; recordings of what was identified are computed again, and nothing is asked twice."""
+    script, out = BENCHMARKS / "gpu_probe.py", tmp_path / "dry"
+    for arguments, said in (([], "no NVIDIA GPU is here"), (["--dry"], "--dry takes --out")):
+        refused = subprocess.run(
+            [sys.executable, script, *arguments], capture_output=True, text=True, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+        )
+        assert refused.returncode == 2
+        assert said in refused.stderr
+    command = [sys.executable, script, "--dry", "--out", out]
+    none = subprocess.run([*command, "--budget", "0"], check=True, capture_output=True, text=True).stdout
+    assert "left for another run: certificate, torch-scaled-mm" in none
+    subprocess.run(command, check=True, capture_output=True)
+    found = json.loads((out / "results" / "gpu_probe.json").read_text())
+    assert found["dry"]
+    assert found["found"]["certificate"]["ok"]
+    assert "no evidence of a GPU" in (out / "results" / "gpu_probe.md").read_text()
+    asked = [name for name in found["found"] if name != "certificate"]
+    for name in asked:
+        recordings = list((out / "evidence" / name).glob("*.json"))
+        assert len(recordings) == 1
+        if found["found"][name]["ok"]:
+            assert record.replay(recordings[0]).ok
+    before = (out / "results" / "gpu_probe.json").read_bytes()
+    again = subprocess.run(command, check=True, capture_output=True, text=True)
+    assert f"{len(asked) + 1} of {len(asked) + 1} done" in again.stdout
+    assert (out / "results" / "gpu_probe.json").read_bytes() == before

@@ -8,7 +8,8 @@ import numpy as np
 
 from fp8ref.formats import Format
 
-OURS = ("fp8ref.jax", "fp8ref.torch")  # held to the specification on every input, overflow and NaN included
+# Held to the specification on every input, overflow and NaN included
+OURS = ("fp8ref.jax", "fp8ref.jax gpu", "fp8ref.torch", "fp8ref.torch cuda", "fp8ref.torch cuda compiled")
 Encode = Callable[[np.ndarray], np.ndarray]
 
 
@@ -18,14 +19,14 @@ def casts(fmt: Format) -> dict[str, tuple[Encode, bool]]:
     found: dict[str, tuple[Encode, bool]] = {}
     if _installed("ml_dtypes"):
         found["ml_dtypes"] = _ml_dtypes(fmt), False
-    if _installed("torch"):
-        found["torch"] = _torch(fmt), False
-    if _installed("torch", "torchao"):
-        found["fp8ref.torch"] = _fp8ref_torch(fmt), True
+    for suffix, run in _torchs():
+        found[f"torch{suffix}"] = run(_torch(fmt)), False
+        if _installed("torchao"):
+            found[f"fp8ref.torch{suffix}"] = run(_fp8ref_torch(fmt)), True
     if _installed("jax"):
-        found["jax"] = _jax(fmt), False
+        found[f"jax{_jax_device()}"] = _jax(fmt), False
     if _installed("jax", "flax", "optax"):
-        found["fp8ref.jax"] = _fp8ref_jax(fmt), True
+        found[f"fp8ref.jax{_jax_device()}"] = _fp8ref_jax(fmt), True
     return _require(found)
 
 
@@ -33,13 +34,13 @@ def casts(fmt: Format) -> dict[str, tuple[Encode, bool]]:
 def scales(fmt: Format, policy: str) -> dict[str, Encode]:
     """For each subject, amax float32 [n] -> scale float32 [n]."""
     found: dict[str, Encode] = {}
-    if _installed("torch", "torchao"):
+    for suffix, run in _torchs() if _installed("torchao") else ():
         if policy != "torchao_mask":  # torchao has no such rounding
-            found["torchao"] = _torchao_scale(fmt, policy)
+            found[f"torchao{suffix}"] = run(_torchao_scale(fmt, policy))
         else:
-            found["fp8ref.torch"] = _torch_scale(fmt, policy)
+            found[f"fp8ref.torch{suffix}"] = run(_torch_scale(fmt, policy))
     if _installed("jax", "flax", "optax"):
-        found["fp8ref.jax"] = _jax_scale(fmt, policy)
+        found[f"fp8ref.jax{_jax_device()}"] = _jax_scale(fmt, policy)
     return _require(found)
 
 
@@ -73,11 +74,40 @@ def _ml_dtypes(fmt: Format) -> Encode:
     return encode
 
 
-def _torch(fmt: Format) -> Encode:
+def _torchs() -> list[tuple[str, Callable[[Callable], Encode]]]:
+    """(suffix, how a function of tensors is run on arrays): on a CPU, and on a GPU if there is one, there compiled too."""
+    if not _installed("torch"):
+        return []
+    import torch
+
+    found = [("", on("cpu"))]
+    if torch.cuda.is_available():
+        found += [(" cuda", on("cuda")), (" cuda compiled", on("cuda", compiled=True))]
+    return found
+
+
+def on(device: str, *, compiled: bool = False) -> Callable[[Callable], Encode]:
+    """How a function of a tensor, which gives one, is run on arrays."""
+    import torch
+
+    def run(function: Callable) -> Encode:
+        used = torch.compile(function, dynamic=True) if compiled else function
+        return lambda x: used(torch.from_numpy(x).to(device)).cpu().numpy()
+
+    return run
+
+
+def _jax_device() -> str:
+    import jax
+
+    return "" if jax.default_backend() == "cpu" else f" {jax.default_backend()}"
+
+
+def _torch(fmt: Format) -> Callable:
     import torch
 
     dtype = getattr(torch, f"float8_{fmt.name}")
-    return lambda x: torch.from_numpy(x).to(dtype).view(torch.uint8).numpy()
+    return lambda x: x.to(dtype).view(torch.uint8)
 
 
 def _jax(fmt: Format) -> Encode:
@@ -89,12 +119,10 @@ def _jax(fmt: Format) -> Encode:
     return lambda x: np.asarray(compiled(x))
 
 
-def _fp8ref_torch(fmt: Format) -> Encode:
-    import torch
-
+def _fp8ref_torch(fmt: Format) -> Callable:
     from fp8ref.torch import cast
 
-    return lambda x: cast.encode(torch.from_numpy(x), fmt).numpy()
+    return lambda x: cast.encode(x, fmt)
 
 
 def _fp8ref_jax(fmt: Format) -> Encode:
@@ -106,20 +134,18 @@ def _fp8ref_jax(fmt: Format) -> Encode:
     return lambda x: np.asarray(compiled(x))
 
 
-def _torchao_scale(fmt: Format, policy: str) -> Encode:
+def _torchao_scale(fmt: Format, policy: str) -> Callable:
     import torch
     from torchao.float8.float8_utils import amax_to_scale
 
     dtype, power_of_two = getattr(torch, f"float8_{fmt.name}"), policy == "torchao_pow2"
-    return lambda amax: amax_to_scale(torch.from_numpy(amax), dtype, round_scales_to_power_of_2=power_of_two).numpy()
+    return lambda amax: amax_to_scale(amax, dtype, round_scales_to_power_of_2=power_of_two)
 
 
-def _torch_scale(fmt: Format, policy: str) -> Encode:
-    import torch
-
+def _torch_scale(fmt: Format, policy: str) -> Callable:
     from fp8ref.torch import scaling
 
-    return lambda amax: scaling.scale_from_amax(torch.from_numpy(amax), fmt, policy).numpy()
+    return lambda amax: scaling.scale_from_amax(amax, fmt, policy)
 
 
 def _jax_scale(fmt: Format, policy: str) -> Encode:

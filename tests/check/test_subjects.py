@@ -18,6 +18,16 @@ def test_every_cast_rounds_numbers_in_range(fmt):
         np.testing.assert_array_equal(codes, found["ml_dtypes"])
 
 
+def test_compiled_is_eager():
+    """How a GPU's compiled casts are examined, on a CPU."""
+    import torch
+
+    x = np.float32([0, -0.0, 1, 1.0625, -3.3, 200, 2.0**-9, 447.9])
+    eager, compiled = (subjects.on("cpu", compiled=how)(subjects._fp8ref_torch(E4M3FN)) for how in (False, True))
+    np.testing.assert_array_equal(compiled(x), eager(x))
+    torch._dynamo.reset()
+
+
 @pytest.mark.parametrize("policy", ["torchao", "torchao_pow2", "torchao_mask"])
 def test_every_scale(policy):
     amax = np.float32([0, 1e-40, 1e-13, 1, 3, 448, 1e30])

@@ -9,7 +9,7 @@ import numpy as np
 from fp8ref.check.probe.finding import Finding
 from fp8ref.check.probe.order import Sample
 from fp8ref.check.probe.question import Bench
-from fp8ref.check.probe.subject import Subject, operand
+from fp8ref.check.probe.subject import Subject, operand, rows_of
 from fp8ref.epilogue import BIASES, EPILOGUES, ROUNDINGS, SCALES, Epilogue
 from fp8ref.formats import BFLOAT16, FLOAT16, FLOAT32, Format
 from fp8ref.sim import cast, gemm
@@ -30,8 +30,9 @@ def rounding(bench: Bench, seed: int) -> tuple[Bench, list[Finding]]:
     for _ in range(8):
         a, b = _operands(bench.subject, one, (bench.fmt_a, bench.fmt_b), rng)
         found, given = bench.subject.multiply(a, b)
-        results.append(found)
-        exact.append(np.broadcast_to(a.scale_inv * b.scale_inv.T, found.shape))
+        rows, columns = bench.seen
+        results.append(found[np.ix_(rows, columns)])
+        exact.append(np.broadcast_to(rows_of(a, rows).scale_inv * rows_of(b, columns).scale_inv.T, results[-1].shape))
     values, products = np.stack(results), np.stack(exact)
     out = next((fmt for fmt in (BFLOAT16, FLOAT16) if np.array_equal(cast.round_to(values, fmt), values)), FLOAT32)
     evidence = (
@@ -77,14 +78,15 @@ def everyone() -> Iterator[Epilogue]:
 def _sums(
     bench: Bench, accumulate: str | Accumulation | None, drawn: Sample, rng: np.random.Generator
 ) -> list[tuple[list[np.ndarray], np.ndarray]]:
-    """(codes of a and b, their sums [M, N]): of integers, and of the random operands if the accumulation is known."""
+    """(codes of a and b, the sums that are computed again): of integers, and of the random operands if the accumulation is known."""
     integers = []
     for rows, fmt in ((bench.m, bench.fmt_a), (bench.n, bench.fmt_b)):
         codes = np.zeros((rows, bench.k), np.uint8)
         codes[:, :K_STEP] = cast.encode(rng.integers(1, 16, (rows, K_STEP)).astype(np.float32), fmt)
         integers.append(codes)
     pairs = [integers, [drawn.a, drawn.b]] if accumulate else [integers]
-    plain = ([operand(c, fmt, "tensorwise") for c, fmt in zip(pair, (bench.fmt_a, bench.fmt_b), strict=True)] for pair in pairs)
+    fmts = (bench.fmt_a, bench.fmt_b)
+    plain = ([operand(codes[some], fmt, "tensorwise") for codes, some, fmt in zip(pair, bench.seen, fmts, strict=True)] for pair in pairs)
     return [(pair, gemm.matmul(*operands, accumulate=accumulate or "exact")) for pair, operands in zip(pairs, plain, strict=True)]
 
 
@@ -93,14 +95,16 @@ def _fitting(
 ) -> tuple[list[Epilogue], Finding]:
     """Those whose bits the subject has in all results."""
     wrong, compared = dict.fromkeys(candidates, 0), 0
+    rows, columns = bench.seen
     for codes, acc in (*sums,) * ROUNDS:
         a, b = _operands(bench.subject, codes, (bench.fmt_a, bench.fmt_b), rng)
         bias = None
         if candidates[0].bias:
             bias = cast.round_to(rng.standard_normal(bench.n) * acc.std(), bench.out)
-        found, _ = bench.subject.multiply(a, b, bias)
+        found = bench.subject.multiply(a, b, bias)[0][np.ix_(rows, columns)]
+        scales = rows_of(a, rows).scale_inv, rows_of(b, columns).scale_inv.T
         for e in candidates:
-            expected = gemm.finish(acc, a.scale_inv, b.scale_inv.T, epilogue=e, out_dtype=bench.out, bias=bias)
+            expected = gemm.finish(acc, *scales, epilogue=e, out_dtype=bench.out, bias=None if bias is None else bias[columns])
             wrong[e] += int((expected != found).sum())
         compared += found.size
     fits = [e for e in candidates if not wrong[e]]

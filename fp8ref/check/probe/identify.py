@@ -14,7 +14,7 @@ from fp8ref.check.probe import finish, order, plans, specials, step
 from fp8ref.check.probe.finding import Finding, table
 from fp8ref.check.probe.order import Sample
 from fp8ref.check.probe.question import Bench
-from fp8ref.check.probe.subject import Subject, operand
+from fp8ref.check.probe.subject import Subject, operand, rows_of
 from fp8ref.epilogue import Epilogue
 from fp8ref.formats import E4M3FN, Format
 from fp8ref.sim import gemm
@@ -142,8 +142,10 @@ def _confirm(
         operand(codes, fmt, subject.granularity, 2.0 ** rng.uniform(-1, 1, (len(codes), 1) if subject.granularity == "rowwise" else ()))
         for codes, fmt in ((drawn.a, bench.fmt_a), (drawn.b, bench.fmt_b))
     )
-    found, _ = subject.multiply(a, b)
-    acc = gemm.matmul(operand(drawn.a, bench.fmt_a, "tensorwise"), operand(drawn.b, bench.fmt_b, "tensorwise"), accumulate=accumulate)
+    rows, columns = bench.seen
+    found = np.ascontiguousarray(subject.multiply(a, b)[0][np.ix_(rows, columns)])
+    a, b = rows_of(a, rows), rows_of(b, columns)
+    acc = gemm.matmul(*(operand(q.codes, q.fmt, "tensorwise") for q in (a, b)), accumulate=accumulate)
     equal = {}
     for epilogue in epilogues:
         expected = gemm.finish(acc, a.scale_inv, b.scale_inv.T, epilogue=epilogue, out_dtype=bench.out)

@@ -14,6 +14,7 @@ from fp8ref.check.probe.subject import ProbeError, Subject, operand
 from fp8ref.formats import FLOAT32, Format
 from fp8ref.sim import cast
 
+SEEN = 256  # rows, and columns
 Terms = Mapping[int, tuple[float, float]]
 
 
@@ -37,6 +38,11 @@ class Bench:
     def rounded(self, values: np.ndarray) -> np.ndarray:
         """Sums as results."""
         return cast.round_to(values, self.out, rounding=self.rounding)
+
+    @property
+    def seen(self) -> tuple[np.ndarray, np.ndarray]:
+        """Rows and columns of random results that are computed again: all, or of many some, evenly spaced, the first and the last among them."""
+        return tuple(np.unique(np.linspace(0, n - 1, min(n, SEEN)).astype(int)) for n in (self.m, self.n))  # type: ignore[return-value]
 
     @property
     def top(self) -> int:

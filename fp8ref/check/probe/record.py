@@ -55,9 +55,9 @@ def of_gemm(found: Identified, folder: Path, *, seed: int = 1) -> Path:
         "scale_b": b.scale[kept["columns"]] if rowwise else b.scale,
         "out": out[np.ix_(kept["rows"], kept["columns"])].view(np.uint32),
     }
-    flags = "-".join(str(bench.subject.about.get(key, "")) for key in ("use_fast_accum", "precision", "out_dtype"))
-    shape = f"{bench.m}x{bench.n}x{bench.k}-{bench.fmt_a}-{bench.fmt_b}"
-    return _write(folder, f"{bench.subject.name}-{flags}-{shape}", {"kind": "gemm", **found.to_dict()}, arrays)
+    words = [bench.subject.name, *(bench.subject.about[key] for key in ("accumulate", "out_dtype") if key in bench.subject.about)]
+    words += [f"{bench.m}x{bench.n}x{bench.k}", bench.fmt_a.name, bench.fmt_b.name]
+    return _write(folder, "-".join(words), {"kind": "gemm", **found.to_dict()}, arrays)
 
 
 def of_instruction(found: Instruction, multiply: Multiply, folder: Path, *, count: int = 4000, seed: int = 1) -> Path:

@@ -72,6 +72,12 @@ def operand(codes: np.ndarray, fmt: Format, granularity: str, scale: np.ndarray 
     return Quantized(codes, scale, np.asarray(scaling.scale_inv_from_scale(scale)), fmt, granularity, -1)
 
 
+def rows_of(q: Quantized, rows: np.ndarray) -> Quantized:
+    """Some rows of an operand, with their scales."""
+    scale, scale_inv = (x[rows] if x.ndim else x for x in (q.scale, q.scale_inv))
+    return q._replace(codes=q.codes[rows], scale=scale, scale_inv=scale_inv)
+
+
 def _array(name: str, found: Any) -> tuple[np.ndarray, Format]:
     """Somebody's array as float32, and the dtype it was of."""
     if hasattr(found, "detach"):  # PyTorch's tensors

@@ -62,14 +62,16 @@ def _torch(name: str, fast: bool, out_dtype: str, rowwise: bool) -> Subject:
             use_fast_accum=fast,
         )
 
-    about = {"torch": torch.__version__, "use_fast_accum": str(fast), "out_dtype": out_dtype, "device": _torch_device(torch, device)}
+    about = {"torch": torch.__version__, "accumulate": "fast" if fast else "slow", "out_dtype": out_dtype, **_torch_device(torch, device)}
     granularity = "rowwise" if rowwise else "tensorwise"
     # cuBLASLt takes no bias beside a float32 result
     return Subject(name=name, function=function, granularity=granularity, bias=out_dtype != "float32", about=about)  # type: ignore[arg-type]
 
 
-def _torch_device(torch: Any, device: str) -> str:
-    return torch.cuda.get_device_name() if device == "cuda" else "cpu"
+def _torch_device(torch: Any, device: str) -> dict[str, str]:
+    if device == "cpu":
+        return {"device": "cpu"}
+    return {"device": torch.cuda.get_device_name(), "cuda": str(torch.version.cuda), "driver": str(torch._C._cuda_getDriverVersion())}
 
 
 def _jax_dot(fast: bool, out_dtype: str) -> Subject:
@@ -95,12 +97,8 @@ def _jax_dot(fast: bool, out_dtype: str) -> Subject:
     def function(a: Quantized, b: Quantized) -> jax.Array:
         return multiply(operand(a), operand(b))
 
-    about = {
-        "jax": jax.__version__,
-        "precision": str(gemm.PRECISION[accumulate]),
-        "out_dtype": out_dtype,
-        "device": jax.devices()[0].device_kind,
-    }
+    about = {"jax": jax.__version__, "accumulate": accumulate, "precision": str(gemm.PRECISION[accumulate]), "out_dtype": out_dtype}
+    about |= {"device": jax.devices()[0].device_kind, "xla_flags": os.environ.get("XLA_FLAGS", "")}
     return Subject(name="jax-dot", function=function, about=about)
 
 
