@@ -107,7 +107,9 @@ def test_a_real_backend_trains_and_resume_changes_no_byte(config, run):
     assert contents(config.parent / "here") == before
 
 
-@pytest.mark.parametrize("command", [[], ["train"], ["crosscheck"], ["demo"]], ids=["", "train", "crosscheck", "demo"])
+@pytest.mark.parametrize(
+    "command", [[], ["train"], ["estimate"], ["crosscheck"], ["demo"]], ids=["", "train", "estimate", "crosscheck", "demo"]
+)
 @pytest.mark.parametrize("flag", ["--help", "-h"])
 def test_help_exits_with_0(run, command, flag):
     code, out, err = run(*command, flag)
@@ -115,7 +117,7 @@ def test_help_exits_with_0(run, command, flag):
     assert "usage: fp8ref" in out
 
 
-@pytest.mark.parametrize("command", ["train", "crosscheck", "demo"])
+@pytest.mark.parametrize("command", ["train", "estimate", "crosscheck", "demo"])
 def test_help_of_a_command_lists_the_keys_of_the_config(run, command):
     _, out, _ = run(command, "--help")
     assert all(f"--{key}" in out for key in ("run.steps", "model.hidden_size", "data.source", "numerics.recipe", "optimizer.beta1"))
@@ -158,7 +160,7 @@ def test_it_says_its_version(run):
     assert run("--version") == (0, f"fp8ref {fp8ref.__version__}\n", "")
 
 
-@pytest.mark.parametrize("arguments", [[], ["teach"], ["train"], ["demo"], ["crosscheck"]], ids=" ".join)
+@pytest.mark.parametrize("arguments", [[], ["teach"], ["train"], ["estimate"], ["demo"], ["crosscheck"]], ids=" ".join)
 def test_an_incomplete_command_exits_with_2(run, arguments):
     code, out, err = run(*arguments)
     assert (code, out) == (2, "")
@@ -173,7 +175,9 @@ def test_an_unknown_key_names_the_nearest_one(config, fake, run):
 
 
 @pytest.mark.parametrize("options", [["--run.stepz", "3"], ["--resum"], ["--no-such-option"], ["stray"]], ids=" ".join)
-@pytest.mark.parametrize("command", [["train", "--backend", "jax"], ["crosscheck"], ["demo"]], ids=["train", "crosscheck", "demo"])
+@pytest.mark.parametrize(
+    "command", [["train", "--backend", "jax"], ["estimate"], ["crosscheck"], ["demo"]], ids=["train", "estimate", "crosscheck", "demo"]
+)
 def test_an_unknown_option_exits_with_2_and_is_named(config, fake, run, command, options):
     code, _, err = run(*command, config, *options)
     assert code == 2

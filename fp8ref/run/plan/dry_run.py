@@ -4,9 +4,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from fp8ref.recipe import RECIPES, Decision
 from fp8ref.run.config import Config
-from fp8ref.run.plan import estimate, fit, memory, pieces, traffic
+from fp8ref.run.plan import estimate, fit, memory, passes, pieces, step, traffic
+from fp8ref.run.plan.ceilings import PUBLISHED
 from fp8ref.run.plan.hardware import GPUS
 
 
@@ -74,7 +74,7 @@ def _gemms(config: Config, backend: str) -> Table:
     table = _table("GEMMs of a device in a step", "GEMM", ">M", ">N", ">K", ">times", "of", "runs in")
     groups: dict[tuple, list[str]] = {}
     flops, in_fp8 = 0, 0
-    for d in _with_tied(config):
+    for d in step.with_tied(config):
         for g in estimate.gemms(d, config, backend):
             groups.setdefault((g.which, g.m, g.n, g.k, g.how), []).append(estimate.name(g.linear))
             flops += 2 * g.m * g.n * g.k
@@ -99,32 +99,22 @@ def _traffic(config: Config, backend: str) -> Table:
 
 
 def _break_even(config: Config, backend: str) -> Table:
-    names = list(GPUS)
-    table = _table("Where FP8 would pay: bf16's time by FP8's, by data sheets", "linear", *(f">{name}" for name in names), "")
+    names = [ceilings.gpu for ceilings in PUBLISHED.values()]
+    table = _table("Where FP8 would pay: bf16's time by FP8's, predicted", "linear", *(f">{name}" for name in names), "")
+    columns = [step.linears(config, backend, ceilings) for ceilings in PUBLISHED.values()]
     seen = set()
-    for d in config.decisions():
-        key = (estimate.name(d.path), d.shape, d.fp8)
+    for (decision, _), *ledgers in zip(columns[0], *([one for _, one in column] for column in columns), strict=True):
+        key = (estimate.name(decision.path), decision.shape, decision.fp8)
         if key in seen:
             continue
         seen.add(key)
-        ratios = [estimate.speedup(d, config, backend, gpu) for gpu in GPUS.values()]
+        ratios = [one.ratio for one in ledgers]
         cells = ["-" if ratio is None else f"{ratio:.2f}" for ratio in ratios]
         slower = [name for name, ratio in zip(names, ratios, strict=True) if ratio is not None and ratio < 1]
         table.add_row(key[0], *cells, f"SLOWER in FP8 on {' and '.join(slower)}: name it in filter_fqns" if slower else "")
-    sources = "; ".join(
-        f"{gpu.name}: {gpu.bf16 / 1e12:.0f} and {gpu.fp8 / 1e12:.0f} TFLOP/s, {gpu.bandwidth / 1e12} TB/s" for gpu in GPUS.values()
-    )
-    table.caption = f"Estimates from NVIDIA's data sheets, not measurements. {sources}. The model is in fp8ref/run/plan/estimate.py"
+    eager = "" if passes.fusion(config, backend) != "eager" else "; casts not fused, as without parallel.compile"
+    table.caption = f"Estimates from published rates, not measurements{eager}; fp8ref estimate says what they are made of."
     return table
-
-
-def _with_tied(config: Config) -> list[Decision]:
-    """The linears, and a tied head, which multiplies as one in high precision."""
-    decisions = config.decisions()
-    if not config.model.tie_word_embeddings:
-        return decisions
-    shape = (config.model.vocab_size, config.model.hidden_size)
-    return [*decisions, Decision(path="lm_head", shape=shape, recipe=RECIPES["bf16"], reason="tied")]
 
 
 def _table(title: str, *columns: str) -> Table:

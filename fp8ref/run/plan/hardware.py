@@ -1,11 +1,11 @@
-"""What data sheets say of GPUs: peaks that no program reaches, for estimates. Nothing here was measured."""
+"""What data sheets say of GPUs: peaks that no program reaches; ``ceilings`` has what programs do reach. Nothing here was measured."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """bf16, fp8: dense FLOP a second of the tensor cores. bandwidth: bytes a second. memory: bytes."""
+    """bf16, fp8: dense FLOP a second of the tensor cores. bandwidth: bytes a second. memory: bytes. processors: streaming ones (SMs)."""
 
     name: str
     bf16: float
@@ -13,6 +13,7 @@ class Gpu:
     bandwidth: float
     memory: float
     source: str
+    processors: int = 132
 
 
 _SPARSE = "tensor-core figures there are with sparsity, halved here"

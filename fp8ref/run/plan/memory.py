@@ -25,7 +25,7 @@ def lines(config: Config, backend: str) -> dict[str, tuple[int, str]]:
     return {
         "weights, float32 masters": (4 * held, "4 bytes a parameter of the device's piece"),
         "gradients, float32": (4 * held * (1 + twice), "the same" + ", and the sum over parts" * twice),
-        "AdamW's moments": (sum(_moments(size, config) for size in pieces), _moments_formula(config)),
+        "AdamW's moments": (sum(moments(size, config) for size in pieces), _moments_formula(config)),
         "FP8 states": (_states(config, backend), "scales, histories and observations of delayed scaling"),
         "weights in use": (compute, how),
         "activations": (activations, formula),
@@ -33,7 +33,8 @@ def lines(config: Config, backend: str) -> dict[str, tuple[int, str]]:
     }
 
 
-def _moments(size: int, config: Config) -> int:
+def moments(size: int, config: Config) -> int:
+    """Bytes of AdamW's two moments of a piece of this many elements."""
     fp8 = config.optimizer.kind == "adamw_fp8" and size >= SMALLEST and size % BLOCK == 0
     return 2 * (size + 4 * size // BLOCK) if fp8 else 8 * size
 

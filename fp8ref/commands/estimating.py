@@ -1,0 +1,33 @@
+"""fp8ref estimate."""
+
+import argparse
+from pathlib import Path
+
+from fp8ref.commands import shared
+from fp8ref.commands.shared import check_json
+
+
+def add(commands) -> None:
+    made = shared.of_config(
+        commands, "estimate", _estimate, "Predict what FP8 gains on a GPU, of each linear and of a step, and which linears to filter."
+    )
+    made.add_argument("--gpu", help="h100 or h200 (required)")
+    made.add_argument("--backend", choices=("jax", "torch"), default="torch", help="whose kernels (default torch)")
+    made.add_argument("--ceilings", type=Path, metavar="FILE", help="JSON of rates measured on such a GPU (default: published ones)")
+    made.add_argument("--json", type=Path, metavar="FILE", help="write all of it to FILE, in seconds")
+
+
+def _estimate(known: argparse.Namespace, options: list[str]) -> int:
+    config = shared.config(known, options)
+    check_json(known.json)
+    from fp8ref.run import progress
+    from fp8ref.run.config import ConfigError
+    from fp8ref.run.plan import ceilings, forecast
+
+    if known.gpu is None:
+        raise ConfigError("fp8ref estimate needs --gpu h100 or --gpu h200.")
+    found = forecast.of(config, known.backend, ceilings.of(known.gpu, known.ceilings))
+    found.print(progress.console())
+    if known.json:
+        found.write(known.json)
+    return 0

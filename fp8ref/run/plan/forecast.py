@@ -1,0 +1,123 @@
+"""What ``fp8ref estimate`` says: every linear's ledger, which linears to filter, and what of it a step keeps."""
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from fp8ref.run.config import Config
+from fp8ref.run.plan import fit, step
+from fp8ref.run.plan.ceilings import Ceilings
+from fp8ref.run.plan.ledger import Ledger
+from fp8ref.run.plan.step import Step
+
+COLUMNS = {"gemm": ("gemm",), "amax": ("amax", "scale"), "cast": ("cast",), "layout": ("layout",), "rescale": ("rescale",)}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One shape of linear, and how many there are."""
+
+    linear: str
+    shape: tuple[int, int]  # [N, K], whole
+    count: int
+    ledger: Ledger
+
+    @property
+    def loses(self) -> bool:
+        return self.ledger.ratio is not None and self.ledger.ratio < 1
+
+
+@dataclass(frozen=True)
+class Forecast:
+    backend: str
+    recipe: str
+    ceilings: Ceilings
+    rows: list[Row]
+    step: Step
+    fused: bool
+
+    @property
+    def to_filter(self) -> list[str]:
+        return list(dict.fromkeys(row.linear for row in self.rows if row.loses))
+
+    def print(self, console: Console) -> None:
+        table = _table("linear", ">N x K", ">of it", ">bf16", *(f">{name}" for name in COLUMNS), ">floor", ">bf16/fp8", "")
+        for row in self.rows:
+            one = row.ledger
+            cells = [_us(sum(one.parts[part] for part in parts)) if one.parts else "-" for parts in COLUMNS.values()]
+            cells += ["-", "-"] if one.ratio is None else [_us(one.floor), f"{one.ratio:.2f}"]
+            shape = f"{row.shape[0]} x {row.shape[1]}"
+            table.add_row(row.linear, shape, str(row.count), _us(one.bf16), *cells, "FILTER" if row.loses else "")
+        title = f"Linears under recipe {self.recipe!r} with {self.backend}, microseconds a device and part of a batch, PREDICTED"
+        console.print(Text(title, style="bold"), table, Text(self._advice()), "", sep="\n")
+        console.print(Text("A step of a device, milliseconds, PREDICTED", style="bold"), self._steps(), Text(self._caption()), sep="\n")
+
+    def write(self, path: Path) -> None:
+        rows = [dataclasses.asdict(row) | {"ratio": row.ledger.ratio, "filter": row.loses} for row in self.rows]
+        ratios = {name: getattr(self.step, name) for name in ("ratio", "filtered_ratio", "limit")}
+        made = {
+            "backend": self.backend,
+            "recipe": self.recipe,
+            "ceilings": dataclasses.asdict(self.ceilings) | {"measured": self.ceilings.measured},
+            "linears": rows,
+            "filter_fqns": self.to_filter,
+            "step": dataclasses.asdict(self.step) | ratios,
+        }
+        path.write_text(json.dumps(made, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+
+    def _advice(self) -> str:
+        if not any(row.ledger.parts for row in self.rows):
+            return "No linear is in FP8."
+        lost = self.to_filter
+        said = f"SLOWER in FP8: add {', '.join(lost)} to numerics.filter_fqns." if lost else "No linear is slower in FP8."
+        slow = " Casts are not fused: set parallel.compile to block." if self.backend == "torch" and not self.fused else ""
+        return f"{said}{slow} amax: with its scales; floor: launches alone."
+
+    def _steps(self) -> Table:
+        table, rest = _table("what", ">bf16", ">as configured", ">after filtering"), self.step.rest
+        linear = (self.step.bf16, self.step.configured, self.step.filtered)
+        table.add_row("linears", *map(_ms, linear))
+        for what, seconds in rest.items():
+            table.add_row(what, *[_ms(seconds)] * 3)
+        table.add_row("all", *(_ms(seconds + sum(rest.values())) for seconds in linear))
+        table.add_row("bf16's time by its", "1.00", f"{self.step.ratio:.2f}", f"{self.step.filtered_ratio:.2f}")
+        return table
+
+    def _caption(self) -> str:
+        return (
+            f"If linears took no time, the step's ratio would be {self.step.limit:.2f}. Collectives and the host are left out: they mostly "
+            f"bring ratios nearer to 1. {self.ceilings.caption}."
+        )
+
+
+def of(config: Config, backend: str, ceilings: Ceilings) -> Forecast:
+    """Raises:   ConfigError: a config that the backend would refuse, whatever it ran on."""
+    fit.check(config, backend)
+    groups: dict[tuple, tuple[int, Ledger]] = {}
+    for decision, one in step.linears(config, backend, ceilings):
+        key = (decision.path.split(".")[-1], decision.shape, decision.fp8)
+        groups[key] = (groups.get(key, (0, one))[0] + 1, one)
+    rows = [Row(name, shape, count, one) for (name, shape, _), (count, one) in groups.items()]
+    fused = backend == "jax" or config.parallel.compile != "none"
+    return Forecast(backend, config.numerics.recipe, ceilings, rows, step.of(config, backend, ceilings), fused)
+
+
+def _table(*columns: str) -> Table:
+    """Columns whose name begins with > hold numbers."""
+    table = Table()
+    for name in columns:
+        table.add_column(name.removeprefix(">"), justify="right" if name.startswith(">") else "left")
+    return table
+
+
+def _us(seconds: float) -> str:
+    return f"{seconds * 1e6:,.0f}" if seconds >= 1e-4 or not seconds else f"{seconds * 1e6:.1f}"
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:,.1f}"
