@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from fp8ref.check.probe import record
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
@@ -133,3 +135,26 @@ def test_what_a_gpu_computes_is_recorded(tmp_path):
     again = subprocess.run(command, check=True, capture_output=True, text=True)
     assert f"{len(asked) + 1} of {len(asked) + 1} done" in again.stdout
     assert (out / "results" / "gpu_probe.json").read_bytes() == before
+
+
+@pytest.mark.slow
+def test_parity_on_a_gpu_is_reported(tmp_path):
+    """On a CPU, marked as such: every run is trained once and judged, and what a budget left out is trained by the next call."""
+    script, out = BENCHMARKS / "gpu_parity.py", tmp_path / "dry"
+    refused = subprocess.run([sys.executable, script, "--dry"], capture_output=True, text=True)
+    assert refused.returncode == 2
+    assert "--dry takes --out" in refused.stderr
+    command = [sys.executable, script, "--dry", "--out", out]
+    subprocess.run(command, check=True, capture_output=True)
+    table = (out / "parity.md").read_text()
+    assert table.startswith("Dry run on a CPU: no evidence of a GPU.")
+    names = ["torch-bf16", "torch-bf16-seed1", "torch-tensorwise", "jax-bf16", "jax-tensorwise"]
+    for name in names:
+        assert f"| {name} | 10 steps, loss " in table
+    for name in ("torch-tensorwise", "jax-tensorwise"):
+        assert f"{name}: within noise" in table
+    assert not list((out / "runs").rglob("checkpoints"))
+    assert "<html" in (out / "report.html").read_text()[:200]
+    (out / "runs" / "jax-tensorwise" / "finished").unlink()
+    again = subprocess.run([*command, "--budget", "0"], check=True, capture_output=True, text=True).stdout
+    assert "left for another run: jax-tensorwise" in again
