@@ -217,3 +217,22 @@ def test_what_is_written_can_be_read_back(tmp_path):
 def test_a_shape_that_no_tensor_core_takes(shape):
     with pytest.raises(ValueError, match="K of at least 32 that 32 divides; got"):
         identify.identify(subject("hopper_slow"), shape=shape)
+
+
+@pytest.mark.parametrize("fast", [True, False])
+@pytest.mark.parametrize("profile", ["hopper", "ada"])
+def test_somebody_elses_emulator(profile, fast):
+    """mmaemu's tensor cores, which share no code with the simulator's, under cuBLASLt's order of scales."""
+    import mmaemu
+    import torch
+
+    def function(a, b):
+        tensors = [torch.from_numpy(q.codes).view(getattr(torch, f"float8_{q.fmt}")) for q in (a, b)]
+        sums = mmaemu.accumulate(*tensors, use_fast_accum=fast, profile=profile, splitk=1, backend="reference")
+        return sums * torch.tensor(a.scale_inv * b.scale_inv)
+
+    found = identify.identify(dataclasses.replace(subject("exact"), function=function), shape=(32, 32, 512))
+    unit = UNITS[profile]
+    assert found.ok
+    assert (found.plan["fused_width"], found.plan["fraction_bits"], found.plan["output_bits"]) == (unit.fused_width, 13, 13)
+    assert (found.plan["promotion"], found.plan["epilogue"]) == (None if fast else 128, "product_then_round")
