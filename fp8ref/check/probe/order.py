@@ -73,7 +73,7 @@ def sample(bench: Bench, seed: int) -> Sample:
 
 def order(bench: Bench, units: Sequence[TensorCore], drawn: Sample) -> tuple[list[Accumulation], list[Finding]]:
     """The plans that fit: by the places in chains, and of those that agree there by the bits of random sums. And what the simplest is:
-    ``promotion``, ``split_k``, ``split_order`` and ``split_tile``.
+    ``accumulator``, ``promotion``, ``split_k``, ``split_order`` and ``split_tile``.
 
     units   that give the same answers to all that was asked of one step: the first for which a plan fits is taken.
     """
@@ -92,7 +92,15 @@ def order(bench: Bench, units: Sequence[TensorCore], drawn: Sample) -> tuple[lis
         return [], [Finding(what="promotion", value=None, evidence=evidence)]
     simplest = plans[0]
     others = tuple(_named(plan) for plan in plans[1:])
-    found_out = [Finding(what="promotion", value=simplest.promotion or "none", evidence=evidence, others=others)]
+    aligned = found.max() > 0 or simplest.unit.fused_width < K_STEP
+    found_out = [
+        Finding(
+            what="accumulator",
+            value="aligned with the products, and cut off like one" if aligned else "0 in every step, whose results are added in float32",
+            evidence=f"up to {found.max()} steps before a large number lost what they had summed",
+        ),
+        Finding(what="promotion", value=simplest.promotion or "none", evidence=evidence, others=others),
+    ]
     if simplest.split_k == 1:
         return plans, [*found_out, Finding(what="split_k", value=1, evidence=SAME)]
     names = ("split_k", "split_order", "split_tile")

@@ -61,7 +61,16 @@ def units(bench: Bench, fused_width: int) -> tuple[list[TensorCore], list[Findin
         for unit, how, bits in itertools.product(left, ROUNDINGS, likeliest)
     ]
     left, results = _narrowed(bench, left, _results(bench, left[0]) if left else {}, {"output_bits": "", "output_rounding": " - "})
-    return _of_random_steps(bench, left), [*terms, *of_terms, *results]
+    agreeing = _of_random_steps(bench, left)
+    findings = [_settled(finding, agreeing) for finding in (*terms, *of_terms, *results)]
+    said = f"{len(agreeing)} of the {len(left)} units that are left have the bits of steps over random codes of all kinds"
+    return agreeing, [*findings, Finding(what="random steps", value="as the simulator has them" if agreeing else None, evidence=said)]
+
+
+def _settled(finding: Finding, left: Sequence[TensorCore]) -> Finding:
+    """The finding with the values of the units that are left."""
+    values = list(dict.fromkeys(getattr(unit, finding.what) for unit in left)) or [finding.value, *finding.others]
+    return dataclasses.replace(finding, value=values[0], others=tuple(values[1:]))
 
 
 def _narrowed(

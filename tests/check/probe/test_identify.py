@@ -53,6 +53,8 @@ def test_promotion(promotion):
     check(found, plan(promotion=promotion))
     assert found.plan["promotion"] == promotion
     assert found.plan["split_k"] == 1
+    accumulator = next(f.value for f in found.findings if f.what == "accumulator")
+    assert accumulator.startswith("0 in every step" if promotion == 32 else "aligned with the products")
 
 
 @pytest.mark.parametrize("split_order", ["contiguous", "interleaved"])
