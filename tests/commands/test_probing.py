@@ -5,6 +5,9 @@ import json
 import pytest
 
 from fp8ref import cli
+from fp8ref.check.probe import wgmma
+from fp8ref.commands import probing
+from fp8ref.sim import gemm
 
 KERNELS = """
 from fp8ref.sim import gemm
@@ -51,6 +54,28 @@ def test_from_a_function_to_a_recording(kernels, capsys):
     assert len(recordings) == 1
     assert cli.main(["probe", "--replay", *recordings]) == 0
     assert "576 of 576 recorded results have the simulator's bits" in capsys.readouterr().out
+
+
+def test_the_instruction_where_there_is_one(kernels, capsys, monkeypatch):
+    """The simulator's in place of the GPU's: all pairings are asked, recorded, and computed again."""
+
+    def simulated(a, b, c, fmt_a, fmt_b):
+        return gemm.mma(a, b, c, fmt_a=fmt_a, fmt_b=fmt_b)
+
+    monkeypatch.setattr(wgmma, "instruction", lambda: simulated)
+    monkeypatch.setattr(wgmma, "device", lambda: {"device": "none", "cuda_driver": "0"})
+    monkeypatch.setattr(probing, "INSTRUCTIONS", 1000)
+    assert cli.main(["probe", "wgmma", "--json", "found.json", "--record", "evidence"]) == 0
+    found = json.loads((kernels / "found.json").read_text())
+    assert found["ok"]
+    assert [pairing["formats"] for pairing in found["pairings"]] == [[a.name, b.name] for a, b in wgmma.PAIRS]
+    assert all(pairing["plan"]["fraction_bits"] == 13 for pairing in found["pairings"])
+    assert all(pairing["about"]["device"] == "none" for pairing in found["pairings"])
+    recordings = sorted(map(str, (kernels / "evidence").glob("*.json")))
+    assert len(recordings) == 4
+    capsys.readouterr()
+    assert cli.main(["probe", "--replay", *recordings]) == 0
+    assert sum(path.stat().st_size for path in (kernels / "evidence").iterdir()) < 2_000_000
 
 
 def test_sums_that_are_no_plan_exit_with_1(kernels, capsys):
