@@ -1,0 +1,44 @@
+"""Where a step of blocks spends its time, by kind of kernel: torch.profiler's record of some steps, which is itself some of what is idle."""
+
+import tempfile
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from gpu import breakdown, timing
+from gpu.torch_bench import Bench
+from gpu.torch_blocks import Blocks
+
+STEPS = 3
+VARIANTS = ("bf16", "fp8ref tensorwise", "fp8ref rowwise", "fp8ref rowwise_with_gw_hp", "fp8ref delayed", "torchao tensorwise")
+ON_DEVICE, ON_HOST = ("kernel", "gpu_memcpy", "gpu_memset"), ("cpu_op",)
+
+
+def run(bench: Bench) -> dict:
+    """Rows: seconds of a step by kind (``breakdown.NAMES``), and the longest kernels by name."""
+    blocks, rows = Blocks(bench, bench.sizes.blocks, bench.sizes.tokens), []
+    for variant in VARIANTS:
+        try:
+            events = recorded(bench, blocks.model(variant).step)
+            kinds = breakdown.seconds(events, STEPS)
+            rows.append({"name": variant, "kinds": kinds, "seconds": sum(kinds.values()), "longest": breakdown.longest(events, STEPS)})
+        except Exception as error:  # the others are still to be measured
+            rows.append({"name": variant, "error": timing.message(error)})
+    return {"steps": STEPS, "rows": rows}
+
+
+def recorded(bench: Bench, step) -> list[breakdown.Event]:
+    """Kernels and copies of STEPS steps; of a dry run the operators."""
+    for i in range(3):
+        step(i)
+    activities = [ProfilerActivity.CPU] if bench.dry else [ProfilerActivity.CPU, ProfilerActivity.CUDA]
+    with profile(activities=activities, acc_events=True) as record:
+        for i in range(STEPS):
+            step(i)
+        if not bench.dry:
+            torch.cuda.synchronize()
+    with tempfile.TemporaryDirectory() as folder:
+        trace = Path(folder, "trace.json")
+        record.export_chrome_trace(str(trace))
+        return breakdown.read(trace, ON_HOST if bench.dry else ON_DEVICE)

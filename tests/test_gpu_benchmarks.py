@@ -1,0 +1,371 @@
+"""The GPU benchmarks' arithmetic by hand-made numbers, and their scripts run dry: no figure here is a GPU's."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fp8ref.recipe import RECIPES
+from fp8ref.run.plan import ceilings
+from gpu import breakdown, command, estimates, ledger, results, rounding, targets, timing
+from gpu.breakdown import Event
+from gpu.ledger import Ceilings, Moved
+from gpu.results import RefusedError, Results
+from gpu.timing import Budget, Rounds, Wall
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+ENVIRONMENT = {"dry": True, "device": "cpu", "driver": None, "versions": {"torch": "1"}, "flags": {}}
+
+
+class Scripted:
+    """A clock by which the n-th row of a variant takes seconds[variant][n] for each call."""
+
+    def __init__(self, seconds):
+        self.rows, self.log = {name: iter(values) for name, values in seconds.items()}, []
+
+    def seconds(self, call, calls, *, ahead=0.0):
+        name = call(0)
+        self.log.append((name, calls, ahead))
+        return next(self.rows[name]) * calls, 0.01 * calls
+
+
+def test_variants_take_turns_and_the_first_changes():
+    # two rows each warm up, the second of which says how many calls a row of 1 second has
+    clock = Scripted({"a": [9, 0.5, 2, 4, 8], "b": [9, 0.1, 1, 1, 2]})
+    found = timing.interleaved({n: lambda i, n=n: n for n in "ab"}, clock, row_seconds=1, most=5, queued=True, rounds=3)
+    assert found == Rounds(seconds={"a": [2, 4, 8], "b": [1, 1, 2]}, errors={})
+    assert [(name, calls) for name, calls, _ in clock.log[4:]] == [("a", 2), ("b", 5), ("b", 5), ("a", 2), ("a", 2), ("b", 5)]
+    assert clock.log[4:6] == [("a", 2, timing.AHEAD * 0.02), ("b", 5, timing.AHEAD * 5 * 0.02 / 2)]
+
+
+def test_the_devices_wait_is_bounded_and_only_of_what_is_queued():
+    for queued, ahead in ((True, timing.LONGEST_AHEAD), (False, 0.0)):
+        clock = Scripted({"a": [1e-3] * 9})
+        timing.interleaved({"a": lambda i: "a"}, clock, row_seconds=1, most=100, queued=queued, rounds=1)
+        assert clock.log[-1] == ("a", 100, ahead)
+
+
+def test_a_variant_that_fails_does_not_end_the_others():
+    def fails(i):
+        raise RuntimeError("no kernel\nfor this")
+
+    found = timing.interleaved({"a": lambda i: None, "b": fails}, Wall(), row_seconds=1e-6, most=1, queued=False, rounds=2)
+    assert (found.errors, list(found.seconds)) == ({"b": "RuntimeError: no kernel"}, ["a"])
+    rows = timing.rows(found, "a")
+    assert [row["name"] for row in rows] == ["a", "b"]
+    assert rows[1] == {"name": "b", "error": "RuntimeError: no kernel"}
+
+
+def test_without_time_no_more_rounds_begin_than_have_quartiles():
+    clock = Scripted({"a": [1.0] * 99})
+    found = timing.interleaved({"a": lambda i: "a"}, clock, row_seconds=1, most=1, queued=False, rounds=50, budget=Budget(-1.0))
+    assert len(found.seconds["a"]) == timing.FEWEST
+
+
+def test_a_ratio_is_the_median_of_neighbours():
+    slow, fast, _ = timing.rows(Rounds(seconds={"bf16": [1, 2, 3], "fp8": [0.5, 0.5, 2]}, errors={"x": "e"}), "bf16")
+    assert (slow["seconds"], slow["speedup"]) == (2, 1)
+    assert (fast["seconds"], fast["speedup"], fast["speedup_quartiles"]) == (0.5, 2, [1.75, 3])  # of 2, 4 and 1.5
+
+
+@pytest.mark.parametrize(("bytes_", "sets"), [(1, 8), (100e6, 3), (1e9, 2)])
+def test_inputs_are_rotated_beyond_a_cache(bytes_, sets):
+    assert timing.sets(bytes_) == sets
+
+
+M, N, K = 2, 3, 5  # input 10 elements, weight 15, grad_output 6
+MOVED = {
+    "bf16": Moved(),
+    # amax reads 2 bytes of all 31; a cast reads 2 and writes 1; a second layout of each is 1 more; 3 amaxes and 3 casts
+    "tensorwise": Moved(amax=62, cast=93, transpose=31, launches=6),
+    "delayed": Moved(cast=93, transpose=31, launches=3),
+    # along another axis for each GEMM: two casts of each
+    "rowwise": Moved(cast=186, launches=6),
+    # input by rows, grad_output by rows once; the weight by rows, and whole for grad_input
+    "rowwise_with_gw_hp": Moved(amax=30, cast=30 + 18 + 45 + 45, launches=5),
+}
+
+
+@pytest.mark.parametrize(("recipe", "moved"), MOVED.items())
+def test_what_casts_move(recipe, moved):
+    assert ledger.moved(RECIPES[recipe], M, N, K) == moved
+
+
+def test_a_slow_rowwise_gemm_reads_and_writes_its_result_once_more():
+    assert ledger.products(RECIPES["tensorwise"], M, N, K) == Moved(launches=3)
+    assert ledger.products(RECIPES["rowwise"], M, N, K) == Moved(epilogue=4 * (10 + 15), launches=5)
+
+
+def gemms(**seconds):
+    names = {ledger.gemm_name(which, spec) for recipe in ("bf16", "tensorwise", "rowwise") for which, spec in RECIPES[recipe].gemms.items()}
+    return {name: seconds["bf16" if name.endswith("bf16") else "fp8"] for name in names}
+
+
+def test_the_floor_of_a_linear():
+    of_gemms = gemms(bf16=2.0, fp8=1.0)
+    found = ledger.entry(RECIPES["tensorwise"], (M, N, K), of_gemms, Ceilings(bandwidth=31.0, gap=0.5), 20.0)
+    assert found == {
+        "recipe": "tensorwise",
+        "gemm": 3.0,
+        "amax": 2.0,
+        "cast": 3.0,
+        "transpose": 1.0,
+        "epilogue": 0.0,
+        "launches": 4.5,  # 3 GEMMs, 3 amaxes, 3 casts
+        "floor": 13.5,
+        "measured": 20.0,
+        "floor_over_measured": 0.675,
+    }
+    with pytest.raises(KeyError):
+        ledger.entry(RECIPES["delayed"], (M, N, K), {}, Ceilings(bandwidth=1.0, gap=0.0), None)
+
+
+def test_the_floor_of_a_step_casts_what_linears_share_once():
+    linears, ceilings = {"q_proj": (M, N, K), "k_proj": (M, N, K)}, Ceilings(bandwidth=1.0, gap=0.0)
+    of_gemms = dict.fromkeys(linears, gemms(bf16=2.0, fp8=1.0))
+    alone = ledger.moved(RECIPES["tensorwise"], M, N, K).seconds(ceilings)
+    again = ledger.moved(RECIPES["tensorwise"], M, N, K, roles=("weight", "grad_output")).seconds(ceilings)
+    found = ledger.step_floor(RECIPES["tensorwise"], linears, of_gemms, ceilings, layers=2, bf16_step=1000.0)
+    assert (alone, again) == (6 * 31, 6 * 21)
+    assert found == 1000.0 + 2 * (2 * (3.0 - 6.0) + alone + again)
+    twice = ledger.step_floor(RECIPES["delayed"], linears, of_gemms, ceilings, layers=1, bf16_step=0.0)
+    assert twice == 2 * (3.0 - 6.0) + 2 * 4 * 31  # scales of their own
+
+
+KERNELS = {
+    "nvjet_qqtst_128x256_128x6_2x1_v_bz_TNT": "gemm fp8",
+    "sm90_xmma_gemm_e4m3bf16_e4m3f32_f32_tn_n": "gemm fp8",
+    "nvjet_tst_256x128_64x4_1x2_h_bz_coopA_NNT": "gemm other",
+    "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<FusedAdamMathFunctor>": "optimizer",
+    "void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<128, cutlass::bfloat16_t>>": "attention",
+    "triton_red_fused_abs_amax_1": "cast/amax (triton)",
+    "triton_poi_fused__scaled_mm__to_copy_clamp_mul_3": "cast/amax (triton)",
+    "triton_poi_fused_mul_silu_4": "other (triton)",
+    "Memcpy DtoD (Device -> Device)": "copy/transposes",
+    "aten::mm": "gemm other",
+    "aten::_scaled_mm": "gemm fp8",
+    "something": "other",
+}
+
+
+@pytest.mark.parametrize(("name", "kind"), KERNELS.items())
+def test_kinds_of_kernels(name, kind):
+    assert breakdown.kind(name) == kind
+
+
+def test_a_step_by_kind():
+    inner, outer = Event("aten::mm", 1.0, 3.0), Event("aten::linear", 0.0, 4.0)
+    found = breakdown.seconds([outer, inner, Event("something", 6.0, 8.0), Event("aten::mm", 7.0, 9.0)], steps=2)
+    assert found == dict.fromkeys(breakdown.NAMES, 0.0) | {"gemm other": 2.0, "other": 2.0, "idle": 1.0}
+    on_two_streams = [Event("aten::mm", 0.0, 4.0, "1"), Event("something", 1.0, 3.0, "2")]
+    assert breakdown.seconds(on_two_streams, steps=1) == dict.fromkeys(breakdown.NAMES, 0.0) | {"gemm other": 4.0, "other": 2.0}
+    with pytest.raises(ValueError, match="no kernel"):
+        breakdown.seconds([], steps=1)
+
+
+def test_the_longest_kernels():
+    found = breakdown.longest([Event("a", 0, 1), Event("b", 1, 4), Event("a", 4, 5)], steps=2, count=1)
+    assert found == [{"name": "b", "kind": "other", "seconds": 1.5, "calls": 0.5}]
+
+
+def test_a_trace_is_read(tmp_path):
+    kernel = {"ph": "X", "cat": "kernel", "name": "k", "ts": 2e6, "dur": 1e6, "tid": 7}
+    events = [kernel, kernel | {"cat": "cpu_op"}, {"ph": "M", "name": "process"}]
+    (tmp_path / "t.json").write_text(json.dumps({"traceEvents": events}))
+    assert breakdown.read(tmp_path / "t.json", ["kernel"]) == [Event("k", 2.0, 3.0, "7")]
+
+
+def test_what_is_asked_is_met_missed_or_not_measured():
+    rows = [{"name": "a", "rounds": [3.0, 3.0]}, {"name": "b", "rounds": [2.0, 2.0]}, {"name": "c", "error": "e"}]
+    sections = {"s": {"rows": rows}}
+
+    def verdict(name, over, at_least, dry=False, noise=None):
+        target = targets.Target(section="s", name=name, over=over, at_least=at_least)
+        return targets.judge(target, sections, dry=dry, noise=noise)["verdict"]
+
+    assert verdict("b", "a", 1.5) == "met"
+    assert verdict("b", "a", 1.51) == verdict("b", "a", 1.51, noise=0.005) == "missed"
+    assert verdict("b", "a", 1.51, noise=0.02) == "missed, by less than the noise"
+    assert verdict("c", "a", 1.0) == verdict("a", "d", 1.0) == "not measured"
+    assert verdict("b", "a", 1.5, dry=True) == "dry"
+
+
+def test_noise_is_of_two_that_are_the_same():
+    sections = {
+        name: {"rows": [{"name": "bf16 again", "speedup": s}]} for name, s in {"blocks:a": 0.98, "blocks:b": 1.01, "small": 2}.items()
+    }
+    assert targets.noise(sections, "blocks:") == pytest.approx(0.02)
+    assert targets.noise({}, "blocks:") is None
+
+
+def test_another_function_is_not_timed():
+    assert rounding.check([0.0, 0.2], rounding.LINEAR) == [0.0, 0.2]
+    for wrong in ([0.1, 0.21], [math.nan]):
+        with pytest.raises(ValueError, match="not timed"):
+            rounding.check(wrong, rounding.LINEAR)
+
+
+def test_what_was_reached_is_what_estimates_take(tmp_path):
+    rates = {"bf16_flops": 7.5e14, "fp8_flops": 1.4e15, "fp8_rowwise_flops": 1.3e15, "attention_flops": 5e14, "bandwidth": 4.2e12}
+    measured = ENVIRONMENT | {"dry": False, "device": "NVIDIA H200", "driver": "1", "ceilings": rates | {"launch_in_graph_seconds": 2e-6}}
+    path = estimates.write(measured, tmp_path)
+    assert path == tmp_path / "ceilings_h200.json"
+    read = ceilings.of("h200", path)
+    assert (read.bf16, read.fp8, read.fp8_rowwise, read.attention, read.bandwidth, read.launch) == (
+        7.5e14,
+        1.4e15,
+        1.3e15,
+        5e14,
+        4.2e12,
+        2e-6,
+    )
+    assert read.measured
+    assert "benchmarks/gpu_torch.py on NVIDIA H200, driver 1: torch 1" in read.source
+    for unlike in ({"dry": True}, {"device": "NVIDIA A100"}, {"ceilings": rates}):
+        assert estimates.write(measured | unlike, tmp_path / "none") is None
+
+
+def test_results_are_kept_by_section(tmp_path):
+    path = tmp_path / "new" / "r.json"
+    first = Results(path, ENVIRONMENT, resume=True)
+    first.put("good", {"rows": [{"name": "a", "speedup": 1.0}]})
+    first.put("bad", {"rows": [{"name": "a", "error": "e"}]})
+    first.write("# table\n")
+    assert path.with_suffix(".md").read_text() == "# table\n"
+    again = Results(path, ENVIRONMENT, resume=True)
+    assert [again.finished(name) for name in ("good", "bad", "missing")] == [True, False, False]
+    assert not Results(path, ENVIRONMENT, overwrite=True).finished("good")
+    with pytest.raises(RefusedError, match="is there already"):
+        Results(path, ENVIRONMENT)
+    with pytest.raises(RefusedError, match=r"has device 'cpu', here 'NVIDIA H200'"):
+        Results(path, ENVIRONMENT | {"device": "NVIDIA H200"}, resume=True)
+    path.write_text("[]")
+    with pytest.raises(RefusedError, match="is not a file that this script wrote"):
+        Results(path, ENVIRONMENT, resume=True)
+
+
+def test_a_dry_run_is_not_kept_among_results():
+    with pytest.raises(RefusedError, match="Name another file by --json"):
+        Results(results.KEPT / "gpu_torch.json", ENVIRONMENT)
+
+
+class Bench:
+    """What ``command`` asks of one; not dry, so that the budget counts."""
+
+    dry, clock = False, Wall()
+
+    def __init__(self, seconds):
+        self.budget = Budget(seconds)
+
+    def free(self):
+        pass
+
+
+def test_sections_run_while_there_is_time_and_failures_are_told(tmp_path, capsys):
+    def fails(bench):
+        raise RuntimeError("out of memory")
+
+    sections = {"a:x": lambda bench: {"rows": []}, "a:y": fails, "b": lambda bench: {"rows": []}}
+    asked = command.Suite(sections=sections, needed={"a": 10, "b": 1000}, targets=(), of_floor=())
+    described = ENVIRONMENT | {"dry": False, "device": "some GPU"}
+    kept = Results(tmp_path / "r.json", described)
+    assert command.execute(Bench(100), asked, kept, None) == 1
+    printed = capsys.readouterr()
+    assert "no time was left for b: run again with --resume" in printed.out
+    assert printed.err == "a:y: a:y: RuntimeError: out of memory\n"
+    again = Results(tmp_path / "r.json", described, resume=True)
+    assert command.execute(Bench(-1), asked, again, ["a"]) == 1
+    assert "no time was left for a:y: run again" in capsys.readouterr().out
+    sections["a:y"] = sections["b"]
+    assert command.execute(Bench(5000), asked, again, None) == 0
+    assert list(json.loads((tmp_path / "r.json").read_text())["sections"]) == ["a:x", "a:y", "b"]
+
+
+SCRIPTS = ("torch", "jax")
+
+
+def script(backend, *arguments):
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+    called = [sys.executable, BENCHMARKS / f"gpu_{backend}.py", *arguments]
+    return subprocess.run(called, capture_output=True, text=True, check=False, env=environment)
+
+
+@pytest.mark.parametrize("backend", SCRIPTS)
+def test_without_a_gpu_a_script_refuses(backend, tmp_path):
+    done = script(backend, "--json", tmp_path / "r.json")
+    assert (done.returncode, done.stdout, list(tmp_path.iterdir())) == (2, "", [])
+    assert "this benchmark measures a GPU" in done.stderr
+
+
+@pytest.mark.parametrize("backend", SCRIPTS)
+def test_a_dry_run_does_not_write_where_results_are_kept(backend):
+    before = sorted(results.KEPT.iterdir())
+    done = script(backend, "--dry", "--section", "ceilings")
+    assert (done.returncode, done.stdout, sorted(results.KEPT.iterdir())) == (2, "", before)
+    assert "Name another file by --json" in done.stderr
+
+
+def check(section):
+    """Every row has finite, positive ratios, but for the profile, which has times alone."""
+    for key in ("rows", "gemms", "copy", "launches"):
+        for row in section.get(key, []):
+            for value in [row["seconds"]] if "kinds" in row else [row["seconds"], row["speedup"], *row["speedup_quartiles"]]:
+                assert math.isfinite(value)
+                assert value > 0
+
+
+@pytest.mark.parametrize("backend", SCRIPTS)
+def test_one_section_dry_and_what_resume_skips(backend, tmp_path):
+    path = tmp_path / "r.json"
+    done = script(backend, "--dry", "--section", "ceilings", "--json", path)
+    assert done.returncode == 0, done.stderr
+    data = json.loads(path.read_text())
+    assert (data["dry"], data["device"], list(data["sections"])) == (True, "cpu", ["ceilings"])
+    check(data["sections"]["ceilings"])
+    rates = {key: value for key, value in data["ceilings"].items() if isinstance(value, float)}
+    assert {"bf16_flops", "fp8_flops", "bandwidth", "launch_seconds"} <= set(rates)
+    assert all(math.isfinite(value) and value > 0 for value in rates.values())
+    assert data["ceilings"]["dry"]
+    assert path.with_suffix(".md").read_text().startswith("# A dry run on a cpu: no figure here is a GPU's\n")
+    again = script(backend, "--dry", "--section", "ceilings", "--json", path, "--resume")
+    assert again.returncode == 0, again.stderr
+    assert "ceilings:" not in again.stdout
+    assert json.loads(path.read_text()) == data
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", SCRIPTS)
+def test_every_section_dry(backend, tmp_path):
+    path = tmp_path / "r.json"
+    done = script(backend, "--dry", "--json", path)
+    assert done.returncode == 0, done.stderr + done.stdout
+    data = json.loads(path.read_text())
+    assert data["dry"]
+    for section in data["sections"].values():
+        check(section)
+    linears = {name for name in data["sections"] if name.startswith("linear:")}
+    assert linears == {"linear:q_o", "linear:k_v", "linear:gate_up", "linear:down"}
+    assert len(data["ledger"]) == 5 * len(linears)
+    assert {t["verdict"] for t in data["targets"]} == {"dry"}
+    assert all(t["value"] > 0 for t in data["targets"])
+    rows = {row["name"]: row["kinds"] for row in data["sections"]["profile"]["rows"]}
+    assert list(rows)[:2] == ["bf16", "fp8ref tensorwise"]
+    if backend == "torch":  # of a CPU, XLA's names tell no FP8
+        assert rows["bf16"]["gemm fp8"] == 0 < rows["fp8ref tensorwise"]["gemm fp8"]
+
+
+@pytest.mark.gpu
+def test_cuda_events_are_a_clock():
+    import torch
+
+    from gpu.torch_clock import Events
+
+    x = torch.randn(64, 64, device="cuda")
+    for ahead in (0.0, 1e-3):
+        seconds, host = Events().seconds(lambda i: x @ x, 3, ahead=ahead)
+        assert seconds > 0
+        assert host > 0
