@@ -1,6 +1,7 @@
 """fp8ref probe."""
 
 import argparse
+import os
 from pathlib import Path
 
 from fp8ref.commands import shared
@@ -49,9 +50,24 @@ def _probe(known: argparse.Namespace) -> int:
         return _replay(known)
     if known.subject is None:
         raise ValueError("a probe needs a SUBJECT, or --replay FILE. See fp8ref probe --help.")
-    if known.record and known.record.exists() and not known.record.is_dir():
-        raise ValueError(f"--record names a directory; {known.record} is a file. Name another.")
-    return _wgmma(known) if known.subject == "wgmma" else _gemm(known)
+    if known.record:
+        _check_folder(known.record)
+    try:
+        return _wgmma(known) if known.subject == "wgmma" else _gemm(known)
+    except MemoryError as error:
+        raise ValueError(
+            f"a probe of --shape {' '.join(map(str, known.shape or SHAPE))} does not fit into memory. Probe a smaller one."
+        ) from error
+
+
+def _check_folder(folder: Path) -> None:
+    """ValueError where nothing can be recorded, before anything is asked."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"--record names a directory that can be made and written; {folder}: {error.strerror}. Name another.") from error
+    if not os.access(folder, os.W_OK):
+        raise ValueError(f"--record names a directory that can be made and written; {folder} cannot be written. Name another.")
 
 
 def _gemm(known: argparse.Namespace) -> int:
@@ -98,13 +114,26 @@ def _wgmma(known: argparse.Namespace) -> int:
 
 
 def _replay(known: argparse.Namespace) -> int:
+    import json
+
     from fp8ref.check.probe import record
 
-    if known.subject or known.record:
-        raise ValueError("--replay takes recordings, and neither SUBJECT nor --record. Leave them out.")
-    ok = True
+    given = ("subject", "shape", "formats", "fast_accum", "out_dtype", "granularity", "record")
+    unused = [name.replace("_", "-") for name in given if getattr(known, name)]
+    if unused:
+        raise ValueError(f"--replay takes all from the recordings; got {', '.join(unused)} too. Leave it out.")
+    replayed, damaged = [], []
     for path in known.replay:
-        replayed = record.replay(path)
-        ok &= replayed.ok
-        print(f"{path}: {replayed.equal:,} of {replayed.compared:,} recorded results have the simulator's bits")
+        try:
+            replayed.append(record.replay(path))
+        except ValueError as error:  # the others are still computed
+            damaged.append(str(error))
+            continue
+        print(f"{path}: {replayed[-1].equal:,} of {replayed[-1].compared:,} recorded results have the simulator's bits")
+    ok = not damaged and all(one.ok for one in replayed)
+    if known.json:
+        found = [{"path": str(one.path), "compared": one.compared, "equal": one.equal} for one in replayed]
+        known.json.write_text(json.dumps({"ok": ok, "recordings": found, "damaged": damaged}, indent=1) + "\n", encoding="utf-8")
+    if damaged:
+        raise ValueError("\n".join(damaged))
     return 0 if ok else FAILED

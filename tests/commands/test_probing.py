@@ -36,7 +36,7 @@ def kernels(tmp_path, monkeypatch):
 def test_from_a_function_to_a_recording(kernels, capsys):
     assert cli.main(["probe", "kernels_under_test:slow", "--shape", "32", "32", "512", "--json", "found.json", "--record", "evidence"]) == 0
     said = capsys.readouterr().out
-    assert "identified: 1,024 of 1,024 random results have the simulator's bits under it" in said
+    assert "identified: 4,096 of 4,096 random results have the simulator's bits under it" in said
     found = json.loads((kernels / "found.json").read_text())
     assert found["ok"]
     assert {
@@ -95,11 +95,14 @@ def test_sums_that_are_no_plan_exit_with_1(kernels, capsys):
         (["kernels_under_test:slow", "--formats", "e4m3fn", "int8"], "--formats takes two of e4m3fn, e5m2, e4m3fnuz, e5m2fnuz; got int8"),
         (["kernels_under_test:slow", "--shape", "16", "16", "100"], "K of at least 32 that 32 divides; got [16, 16, 100]"),
         (["kernels_under_test:slow", "--seed", "-1"], "--seed is at least 0; got -1"),
-        (["kernels_under_test:slow", "--record", "kernels_under_test.py"], "--record names a directory; kernels_under_test.py is a file"),
+        (
+            ["kernels_under_test:slow", "--record", "kernels_under_test.py"],
+            "--record names a directory that can be made and written; kernels_under_test.py: File exists",
+        ),
         (["kernels_under_test:slow", "--json", "missing/found.json"], "--json names a file in a directory that exists"),
         (["wgmma", "--shape", "64", "8", "32"], "--shape: wgmma is one instruction"),
-        (["wgmma", "--replay", "x.json"], "--replay takes recordings, and neither SUBJECT nor --record"),
-        (["--replay", "x.json"], "x.json is no recording of a probe"),
+        (["wgmma", "--replay", "x.json"], "--replay takes all from the recordings; got subject too. Leave it out."),
+        (["--replay", "x.json"], "x.json cannot be read as a recording of a probe"),
     ],
 )
 def test_what_a_user_can_do_wrong_exits_with_2(kernels, arguments, said, capsys):

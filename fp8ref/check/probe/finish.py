@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from fp8ref.check.probe.finding import Finding
-from fp8ref.check.probe.order import Sample
 from fp8ref.check.probe.question import Bench
 from fp8ref.check.probe.subject import Subject, operand, rows_of
 from fp8ref.epilogue import BIASES, EPILOGUES, ROUNDINGS, SCALES, Epilogue
@@ -17,49 +16,57 @@ from fp8ref.sim.accumulate import Accumulation
 from fp8ref.sim.scaling import Quantized
 from fp8ref.sim.tensor_core import K_STEP
 
-ROUNDS = 8  # of results of each kind of sum, each under other scales
+ROUNDS, MOST_ROUNDS = 8, 64  # of results, each under other scales
+ENOUGH = 4096  # results that tell orders apart
 
 
 def rounding(bench: Bench, seed: int) -> tuple[Bench, list[Finding]]:
-    """``out_dtype`` and ``out_rounding``, and the bench with them: by 1 x 1 under scales of many bits, which no sum has touched."""
+    """``out_dtype`` and ``out_rounding``, and the bench with them: by sums of integers under random scales, of more bits than a float32 has.
+
+    Some scales make results that float16 has no numbers for.
+    """
     rng = np.random.default_rng(seed)
-    one = [np.zeros((rows, bench.k), np.uint8) for rows in (bench.m, bench.n)]
-    for codes, fmt in zip(one, (bench.fmt_a, bench.fmt_b), strict=True):
-        codes[:, 0] = cast.encode(1.0, fmt)
-    results, exact = [], []
-    for _ in range(8):
-        a, b = _operands(bench.subject, one, (bench.fmt_a, bench.fmt_b), rng)
+    codes = _integers(bench, rng)
+    rows, columns = bench.seen
+    results, asked, given = [], [], FLOAT32
+    for exponent in (0, 0, 0, 0, 20, -40):
+        a, b = _operands(bench.subject, codes, (bench.fmt_a, bench.fmt_b), rng, 2.0 ** (-exponent // 2))
         found, given = bench.subject.multiply(a, b)
-        rows, columns = bench.seen
         results.append(found[np.ix_(rows, columns)])
-        exact.append(np.broadcast_to(rows_of(a, rows).scale_inv * rows_of(b, columns).scale_inv.T, results[-1].shape))
-    values, products = np.stack(results), np.stack(exact)
-    out = next((fmt for fmt in (BFLOAT16, FLOAT16) if np.array_equal(cast.round_to(values, fmt), values)), FLOAT32)
+        asked.append((rows_of(a, rows), rows_of(b, columns)))
+    values = np.stack(results)
+    out = next((fmt for fmt in (BFLOAT16, FLOAT16) if np.array_equal(cast.round_to(values, fmt), values, equal_nan=True)), FLOAT32)
     evidence = (
-        f"{values.size} results of 1 x 1 under random scales, given as {given}, are all numbers of {out}, such as {values.flat[0]:.9g}"
+        f"{values.size} sums of integers under random scales, given as {given}, are all numbers of {out}, such as {values.flat[0]:.9g}"
     )
     findings = [Finding(what="out_dtype", value=out.name, evidence=evidence)]
-    fits = [how for how in ROUNDINGS if np.array_equal(cast.round_to(products, out, rounding=how), values)]
-    if out != FLOAT32:
-        evidence = "the same results beside the scales' products"
-        findings.append(Finding(what="out_rounding", value=fits[0] if fits else None, evidence=evidence, others=tuple(fits[1:])))
-    return dataclasses.replace(bench, out=out, rounding=fits[0] if fits else "nearest_even"), findings
+    if out == FLOAT32:
+        return dataclasses.replace(bench, out=out), findings
+    wrong = dict.fromkeys(ROUNDINGS, 0)
+    for (a, b), result in zip(asked, results, strict=True):
+        sums = gemm.matmul(operand(a.codes, a.fmt, "tensorwise"), operand(b.codes, b.fmt, "tensorwise"))
+        for how in ROUNDINGS:
+            expected = cast.round_to(sums * a.scale_inv * b.scale_inv.T, out, rounding=how)
+            wrong[how] += int((expected != result).sum())
+    best = min(ROUNDINGS, key=lambda how: wrong[how])
+    evidence = f"of the same results {wrong[best]} are not so rounded, as the order of scales is not known yet"
+    findings.append(Finding(what="out_rounding", value=best, evidence=evidence))
+    return dataclasses.replace(bench, out=out, rounding=best), findings
 
 
-def epilogue(bench: Bench, accumulate: str | Accumulation | None, drawn: Sample, seed: int) -> tuple[list[Epilogue], list[Finding]]:
-    """Those that fit, the likeliest first; ``epilogue``, and of a subject that takes a bias ``epilogue with bias``: by sums under random scales.
+def epilogue(bench: Bench, accumulate: str | Accumulation | None, seed: int) -> tuple[list[Epilogue], list[Finding]]:
+    """Those that fit, the likeliest first; ``epilogue``, and of a subject that takes a bias ``epilogue with bias``.
 
-    Of small integers, which no accumulation rounds, and of random operands if the accumulation is known.
+    By sums of small integers in the first 32 of K, which all orders sum alike, under random scales.
     """
     rng = np.random.default_rng(seed)
     plain = [e for e in everyone() if e.bias is None and e.rounding == bench.rounding and not (e.round_first and bench.out == FLOAT32)]
-    sums = _sums(bench, accumulate, drawn, rng)
-    fits, found = _fitting(bench, sums, plain, rng)
+    fits, found = _fitting(bench, accumulate, plain, rng)
     if not bench.subject.bias or not fits:
         return fits, [found]
     alike = {(e.scale, e.round_first, e.rounding) for e in fits}
     biased = [e for e in everyone() if e.bias and (e.scale, e.round_first, e.rounding) in alike]
-    with_bias, more = _fitting(bench, sums, biased, rng)
+    with_bias, more = _fitting(bench, accumulate, biased, rng)
     # what the bias tells of the scales holds without it
     both = [e for e in fits if any((e.scale, e.round_first, e.rounding) == (f.scale, f.round_first, f.rounding) for f in with_bias)]
     return both or fits, [found, dataclasses.replace(more, what="epilogue with bias")]
@@ -75,32 +82,39 @@ def everyone() -> Iterator[Epilogue]:
             yield Epilogue(name=", ".join(words), scale=scale, round_first=round_first, bias=bias, rounding=rounding)
 
 
-def _sums(
-    bench: Bench, accumulate: str | Accumulation | None, drawn: Sample, rng: np.random.Generator
-) -> list[tuple[list[np.ndarray], np.ndarray]]:
-    """(codes of a and b, the sums that are computed again): of integers, and of the random operands if the accumulation is known."""
-    integers = []
+def under_scales(
+    bench: Bench, drawn: Sequence[np.ndarray], rng: np.random.Generator, factor: float = 1.0
+) -> tuple[Quantized, Quantized, np.ndarray]:
+    """Random operands under random scales, their rows and columns that are computed again, and what the subject makes of those: float32."""
+    a, b = _operands(bench.subject, drawn, (bench.fmt_a, bench.fmt_b), rng, factor)
+    rows, columns = bench.seen
+    found = np.ascontiguousarray(bench.subject.multiply(a, b)[0][np.ix_(rows, columns)])
+    return rows_of(a, rows), rows_of(b, columns), found
+
+
+def _integers(bench: Bench, rng: np.random.Generator) -> list[np.ndarray]:
+    """Codes of a and b, integers in the first 32 of K."""
+    made = []
     for rows, fmt in ((bench.m, bench.fmt_a), (bench.n, bench.fmt_b)):
         codes = np.zeros((rows, bench.k), np.uint8)
         codes[:, :K_STEP] = cast.encode(rng.integers(1, 16, (rows, K_STEP)).astype(np.float32), fmt)
-        integers.append(codes)
-    pairs = [integers, [drawn.a, drawn.b]] if accumulate else [integers]
-    fmts = (bench.fmt_a, bench.fmt_b)
-    plain = ([operand(codes[some], fmt, "tensorwise") for codes, some, fmt in zip(pair, bench.seen, fmts, strict=True)] for pair in pairs)
-    return [(pair, gemm.matmul(*operands, accumulate=accumulate or "exact")) for pair, operands in zip(pairs, plain, strict=True)]
+        made.append(codes)
+    return made
 
 
 def _fitting(
-    bench: Bench, sums: Sequence[tuple[list[np.ndarray], np.ndarray]], candidates: Sequence[Epilogue], rng: np.random.Generator
+    bench: Bench, accumulate: str | Accumulation | None, candidates: Sequence[Epilogue], rng: np.random.Generator
 ) -> tuple[list[Epilogue], Finding]:
     """Those whose bits the subject has in all results."""
     wrong, compared = dict.fromkeys(candidates, 0), 0
     rows, columns = bench.seen
-    for codes, acc in (*sums,) * ROUNDS:
-        a, b = _operands(bench.subject, codes, (bench.fmt_a, bench.fmt_b), rng)
-        bias = None
-        if candidates[0].bias:
-            bias = cast.round_to(rng.standard_normal(bench.n) * acc.std(), bench.out)
+    fmts = (bench.fmt_a, bench.fmt_b)
+    for _ in range(max(ROUNDS, min(MOST_ROUNDS, ENOUGH // (len(rows) * len(columns))))):
+        codes = _integers(bench, rng)
+        a, b = _operands(bench.subject, codes, fmts, rng)
+        plain = (operand(c[some], fmt, "tensorwise") for c, some, fmt in zip(codes, bench.seen, fmts, strict=True))
+        acc = gemm.matmul(*plain, accumulate=accumulate or "exact")
+        bias = cast.round_to(rng.standard_normal(bench.n) * acc.std(), bench.out) if candidates[0].bias else None
         found = bench.subject.multiply(a, b, bias)[0][np.ix_(rows, columns)]
         scales = rows_of(a, rows).scale_inv, rows_of(b, columns).scale_inv.T
         for e in candidates:
@@ -116,7 +130,9 @@ def _fitting(
     return fits, Finding(what="epilogue", value=names[0] if fits else None, evidence=evidence, others=tuple(names[1:]))
 
 
-def _operands(subject: Subject, codes: Sequence[np.ndarray], fmts: Sequence[Format], rng: np.random.Generator) -> list[Quantized]:
-    """The codes as operands under random scales between 1/2 and 2, of all bits."""
-    scales = (2.0 ** rng.uniform(-1, 1, (len(c), 1) if subject.granularity == "rowwise" else ()) for c in codes)
+def _operands(
+    subject: Subject, codes: Sequence[np.ndarray], fmts: Sequence[Format], rng: np.random.Generator, factor: float = 1.0
+) -> list[Quantized]:
+    """The codes as operands under random scales between 1/2 and 2, of all bits, times a factor."""
+    scales = (factor * 2.0 ** rng.uniform(-1, 1, (len(c), 1) if subject.granularity == "rowwise" else ()) for c in codes)
     return [operand(c, fmt, subject.granularity, scale) for c, fmt, scale in zip(codes, fmts, scales, strict=True)]

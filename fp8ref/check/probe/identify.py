@@ -14,7 +14,7 @@ from fp8ref.check.probe import finish, order, plans, specials, step
 from fp8ref.check.probe.finding import Finding, table
 from fp8ref.check.probe.order import Sample
 from fp8ref.check.probe.question import Bench
-from fp8ref.check.probe.subject import Subject, operand, rows_of
+from fp8ref.check.probe.subject import Subject, operand
 from fp8ref.epilogue import Epilogue
 from fp8ref.formats import E4M3FN, Format
 from fp8ref.sim import gemm
@@ -22,6 +22,7 @@ from fp8ref.sim.accumulate import Accumulation
 from fp8ref.sim.tensor_core import K_STEP
 
 SHAPE = (128, 128, 4096)
+FEW = 1000  # results, fewer than which prove little
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,9 +46,14 @@ class Identified:
         return self.plans[0] if self.plans else None
 
     @property
+    def unlike(self) -> list[Finding]:
+        """What is not as the simulator has it though random numbers are: specials, extremes, the bias."""
+        return [f for f in self.findings if f.what in specials.KINDS and f.value not in specials.ALIKE]
+
+    @property
     def ok(self) -> bool:
         """Whether the simulator has all of its bits."""
-        return self.accumulate is not None and self.epilogue is not None and self.equal == self.compared
+        return self.accumulate is not None and self.epilogue is not None and self.equal == self.compared and not self.unlike
 
     @property
     def plan(self) -> dict[str, Any]:
@@ -88,7 +94,11 @@ class Identified:
             missing = [name for name, value in (("accumulation", self.accumulate), ("epilogue", self.epilogue)) if value is None]
             return f"no {' and no '.join(missing)} of the simulator gives these answers"
         bits = f"{self.equal:,} of {self.compared:,} random results have the simulator's bits under it"
-        return f"identified: {bits}" if self.ok else f"NOT confirmed: {bits}"
+        few = f"; so few tell little: probe a larger M and N than {self.bench.m} and {self.bench.n}" if self.compared < FEW else ""
+        if self.equal < self.compared:
+            return f"NOT confirmed: {bits}"
+        unlike = ", ".join(f.what for f in self.unlike)
+        return f"identified: {bits}{few}" if self.ok else f"NOT identified: {bits}, but not: {unlike}{few}"
 
 
 def identify(
@@ -104,14 +114,28 @@ def identify(
     bench, of_out = finish.rounding(Bench(subject=subject, m=m, n=n, k=k, fmt_a=formats[0], fmt_b=formats[1]), seed)
     drawn = order.sample(bench, seed)
     plans, findings = _accumulation(bench, drawn)
-    accumulate = plans[0] if plans else None
-    fits, of_epilogue = finish.epilogue(bench, accumulate, drawn, seed)
-    epilogues, compared, equal = _confirm(bench, drawn, accumulate, fits, seed)
+    epilogues, of_epilogue = finish.epilogue(bench, plans[0] if plans else None, seed)
+    pairs, compared, equal = _confirmed(bench, plans, epilogues, seed)
+    ends: list[Finding] = []
+    if pairs:
+        plans, epilogues = (list(dict.fromkeys(of_pair)) for of_pair in zip(*pairs, strict=True))
+        tried = {epilogue: specials.extremes(bench, plans[0], epilogue, seed) for epilogue in epilogues}
+        epilogues = [e for e in epilogues if all(f.value in specials.ALIKE for f in tried[e])] or epilogues
+        ends = tried[epilogues[0]]
     if epilogues:
         of_epilogue[0] = dataclasses.replace(of_epilogue[0], value=epilogues[0].name, others=tuple(e.name for e in epilogues[1:]))
-    findings += [*of_epilogue, *of_out, *specials.specials(bench)]
+    findings = [_settled(finding, plans) for finding in findings]
+    findings += [*of_epilogue, *of_out, *specials.specials(bench), *ends]
     epilogue = epilogues[0] if epilogues else None
     return Identified(bench=bench, findings=findings, drawn=drawn, plans=plans, epilogue=epilogue, compared=compared, equal=equal)
+
+
+def _settled(finding: Finding, plans: Sequence[str | Accumulation]) -> Finding:
+    """A finding about the plan, with what is left of the plans after all."""
+    made = [plan for plan in plans if isinstance(plan, Accumulation)]
+    if not made or finding.what not in order.NAMES:
+        return finding
+    return next(found for found in order.findings_of(made, finding.evidence) if found.what == finding.what)
 
 
 def _accumulation(bench: Bench, drawn: Sample) -> tuple[Sequence[str | Accumulation], list[Finding]]:
@@ -127,28 +151,35 @@ def _accumulation(bench: Bench, drawn: Sample) -> tuple[Sequence[str | Accumulat
     if not units:
         return [], found
     plans, strung = order.order(bench, units, drawn)
+    if plans:
+        alike = [unit for unit in units if unit == plans[0].unit or drawn.fits(bench, dataclasses.replace(plans[0], unit=unit))]
+        alike.sort(key=lambda unit: unit != plans[0].unit)
+        found = [step.settled(finding, alike) for finding in found]
     return plans, found + strung
 
 
-def _confirm(
-    bench: Bench, drawn: Sample, accumulate: str | Accumulation | None, epilogues: Sequence[Epilogue], seed: int
-) -> tuple[Sequence[Epilogue], int, int]:
-    """The epilogues with the most results of the random operands under new random scales; of how many, and how many are equal."""
-    if accumulate is None or not epilogues:
-        return epilogues, 0, 0
-    rng = np.random.default_rng(seed + 1)
-    subject = bench.subject
-    a, b = (
-        operand(codes, fmt, subject.granularity, 2.0 ** rng.uniform(-1, 1, (len(codes), 1) if subject.granularity == "rowwise" else ()))
-        for codes, fmt in ((drawn.a, bench.fmt_a), (drawn.b, bench.fmt_b))
-    )
+def _confirmed(
+    bench: Bench, plans: Sequence[str | Accumulation], epilogues: Sequence[Epilogue], seed: int
+) -> tuple[list[tuple[str | Accumulation, Epilogue]], int, int]:
+    """The pairs with the most results of new random operands under random scales; of how many, and how many are equal."""
+    pairs = [(plan, epilogue) for plan in plans for epilogue in epilogues]
+    if not pairs:
+        return [], 0, 0
+    equal, compared = dict.fromkeys(pairs, 0), 0
     rows, columns = bench.seen
-    found = np.ascontiguousarray(subject.multiply(a, b)[0][np.ix_(rows, columns)])
-    a, b = rows_of(a, rows), rows_of(b, columns)
-    acc = gemm.matmul(*(operand(q.codes, q.fmt, "tensorwise") for q in (a, b)), accumulate=accumulate)
-    equal = {}
-    for epilogue in epilogues:
-        expected = gemm.finish(acc, a.scale_inv, b.scale_inv.T, epilogue=epilogue, out_dtype=bench.out)
-        equal[epilogue] = int((found.view(np.uint32) == expected.view(np.uint32)).sum())
+    for i in range(max(2, min(finish.MOST_ROUNDS, finish.ENOUGH // (len(rows) * len(columns))))):
+        rng = np.random.default_rng([seed, i])
+        a, b, found = finish.under_scales(bench, order.draw(bench, rng), rng)
+        plain = [operand(q.codes, q.fmt, "tensorwise") for q in (a, b)]
+        most = max(equal.values())
+        for plan in plans:
+            left = [epilogue for epilogue in epilogues if equal[plan, epilogue] == most]
+            if not left:
+                continue
+            acc = gemm.matmul(*plain, accumulate=plan)
+            for epilogue in left:
+                expected = gemm.finish(acc, a.scale_inv, b.scale_inv.T, epilogue=epilogue, out_dtype=bench.out)
+                equal[plan, epilogue] += int((found.view(np.uint32) == expected.view(np.uint32)).sum())
+        compared += found.size
     most = max(equal.values())
-    return [e for e in epilogues if equal[e] == most], found.size, most
+    return [pair for pair in pairs if equal[pair] == most], compared, most

@@ -14,6 +14,7 @@ import numpy as np
 from fp8ref.check.probe.finding import Finding
 from fp8ref.check.probe.question import Bench
 from fp8ref.check.probe.subject import operand
+from fp8ref.formats import FLOAT16
 from fp8ref.sim import accumulate, cast, gemm
 from fp8ref.sim.accumulate import SPLIT_ORDERS, SPLIT_TILE, Accumulation
 from fp8ref.sim.tensor_core import K_STEP, TensorCore
@@ -21,23 +22,26 @@ from fp8ref.sim.tensor_core import K_STEP, TensorCore
 PROMOTIONS = (*range(K_STEP, 513, K_STEP), 1024, 2048, 4096)
 TILES = (SPLIT_TILE, 64, 256, 32)
 SAME = "by the same"
-SIDES = (8, 32)  # rows and columns of a random result that plans are held to: few at first, which leave few
+NAMES = ("promotion", "accumulator", "split_k", "split_order", "split_tile")
+SIDES = (8, 32, 256)  # rows and columns of a random result that plans are held to: few at first, which leave few
 
 
-def places(bench: Bench, unit: TensorCore) -> np.ndarray | None:
-    """For every 32 of K, how many of the others come before it in its chain: [K / 32]; None where the answers are no such numbers."""
+def places(bench: Bench, unit: TensorCore) -> np.ndarray | str:
+    """For every 32 of K, how many of the others come before it in its chain: [K / 32]; or why that cannot be told."""
     steps = range(0, bench.k, K_STEP)
-    # so small that all of them together are lost beside the large number
-    small = bench.top - unit.fraction_bits - (len(steps) - 1).bit_length() - 1
+    # so small that all of them together are lost beside the large number; in float16 their sum is still a number
+    bits = (len(steps) - 1).bit_length()
+    top = min(bench.top, unit.fraction_bits + 15) if bench.out == FLOAT16 else bench.top
+    small = top - unit.fraction_bits - bits - 1
     pair = bench.tiny(small)
     if pair is None:
-        return None
+        return f"{bench.fmt_a} and {bench.fmt_b} have no product small enough for K = {bench.k}: probe a smaller K, or e5m2"
     filled = dict.fromkeys(steps, pair)
-    large, opposite = bench.power(bench.top), bench.power(bench.top, -1)
+    large, opposite = bench.power(top), bench.power(top, -1)
     kept = np.ldexp(bench.ask([{**filled, k: large, k + 1: opposite} for k in steps]).astype(np.float64), -small)
     lost = len(steps) - 1 - kept
     whole = np.isin(lost, np.arange(len(steps)))
-    return lost.astype(np.int64) if whole.all() else None
+    return lost.astype(np.int64) if whole.all() else "what large numbers left of small ones in other steps was no whole number of them"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,18 +61,23 @@ class Sample:
         return np.array_equal(bench.rounded(gemm.matmul(a, b, accumulate=accumulate)), self.found[:side, :side])
 
 
-def sample(bench: Bench, seed: int) -> Sample:
-    """Normal distributions whose width varies by rows and by every 32 of K, so that sums of chains round; every fourth row of one sign."""
-    rng = np.random.default_rng(seed)
+def draw(bench: Bench, rng: np.random.Generator) -> list[np.ndarray]:
+    """Codes of a and b, of normal distributions whose width varies by rows and by every 32 of K, so that sums of chains round; every fourth row
+    of one sign."""
     drawn = []
     for rows, fmt in ((bench.m, bench.fmt_a), (bench.n, bench.fmt_b)):
         widths = 2.0 ** (rng.integers(-2, 3, (rows, 1)) + rng.integers(-5, 6, (rows, bench.k // K_STEP))).repeat(K_STEP, axis=1)
         values = rng.standard_normal((rows, bench.k)) * widths
         values[::4] = np.abs(values[::4])
         drawn.append(cast.encode(values, fmt))
-    left, right = (operand(codes, fmt, bench.subject.granularity) for codes, fmt in zip(drawn, (bench.fmt_a, bench.fmt_b), strict=True))
-    found, _ = bench.subject.multiply(left, right)
-    return Sample(a=drawn[0], b=drawn[1], found=found)
+    return drawn
+
+
+def sample(bench: Bench, seed: int) -> Sample:
+    """What the subject makes of a draw."""
+    a, b = draw(bench, np.random.default_rng(seed))
+    left, right = (operand(codes, fmt, bench.subject.granularity) for codes, fmt in ((a, bench.fmt_a), (b, bench.fmt_b)))
+    return Sample(a=a, b=b, found=bench.subject.multiply(left, right)[0])
 
 
 def order(bench: Bench, units: Sequence[TensorCore], drawn: Sample) -> tuple[list[Accumulation], list[Finding]]:
@@ -78,8 +87,8 @@ def order(bench: Bench, units: Sequence[TensorCore], drawn: Sample) -> tuple[lis
     units   that give the same answers to all that was asked of one step: the first for which a plan fits is taken.
     """
     found = places(bench, units[0])
-    if found is None:
-        return [], [Finding(what="promotion", value=None, evidence="what was left in other steps was no whole number of small numbers")]
+    if isinstance(found, str):
+        return [], [Finding(what="promotion", value=None, evidence=found)]
     evidence = f"steps before it in its chain, for every 32 of K: {_short(found)}"
     fitting = [plan for plan in candidates(units[0], bench.k) if np.array_equal(of_plan(plan, bench.k), found)]
     plans: list[Accumulation] = []
@@ -90,28 +99,33 @@ def order(bench: Bench, units: Sequence[TensorCore], drawn: Sample) -> tuple[lis
     evidence += f"; of {len(fitting)} plans with such chains {len(plans)} had the bits of random sums"
     if not plans:
         return [], [Finding(what="promotion", value=None, evidence=evidence)]
+    return plans, findings_of(plans, evidence)
+
+
+def findings_of(plans: Sequence[Accumulation], evidence: str) -> list[Finding]:
+    """What the simplest of plans with the same bits is, and the others."""
     simplest = plans[0]
     others = tuple(_named(plan) for plan in plans[1:])
-    aligned = found.max() > 0 or simplest.unit.fused_width < K_STEP
-    found_out = [
-        Finding(
-            what="accumulator",
-            value="aligned with the products, and cut off like one" if aligned else "0 in every step, whose results are added in float32",
-            evidence=f"up to {found.max()} steps before a large number lost what they had summed",
-        ),
+    if simplest.promotion is None:
+        others = ("promotion of all of a chain's K or more", *others)
+    aligned = simplest.promotion != K_STEP or simplest.unit.fused_width < K_STEP
+    accumulator = "aligned with the products, and cut off like one" if aligned else "0 in every step, whose results are added in float32"
+    found = [
         Finding(what="promotion", value=simplest.promotion or "none", evidence=evidence, others=others),
+        Finding(what="accumulator", value=accumulator, evidence=SAME),
     ]
-    if simplest.split_k == 1:
-        return plans, [*found_out, Finding(what="split_k", value=1, evidence=SAME)]
-    names = ("split_k", "split_order", "split_tile")
-    return plans, [*found_out, *(Finding(what=name, value=getattr(simplest, name), evidence=SAME) for name in names)]
+    names = NAMES[2:] if simplest.split_k > 1 or any(plan.split_k > 1 for plan in plans) else NAMES[2:3]
+    for name in names:
+        values = list(dict.fromkeys(getattr(plan, name) for plan in plans))
+        found.append(Finding(what=name, value=values[0], evidence=SAME, others=tuple(values[1:])))
+    return found
 
 
 def candidates(unit: TensorCore, k: int) -> Iterator[Accumulation]:
     """Plans that are told apart, the simplest first."""
-    promotions = (None, *(p for p in PROMOTIONS if p < k))
-    whole = [Accumulation(name="probed", unit=unit, promotion=promotion) for promotion in promotions]
+    whole = [Accumulation(name="probed", unit=unit, promotion=promotion) for promotion in (None, *range(K_STEP, k, K_STEP))]
     yield from whole
+    whole = [plan for plan in whole if plan.promotion in (None, *PROMOTIONS)]
     for count, split_order, tile, plan in itertools.product(range(2, 17), SPLIT_ORDERS, TILES, whole):
         longest = -(-k // (tile * count)) * tile  # part, which promotion of more leaves one chain
         if tile < k and (plan.promotion or 0) < longest:

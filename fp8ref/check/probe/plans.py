@@ -42,6 +42,8 @@ def epilogue(plan: Mapping[str, Any]) -> Epilogue:
     Raises:   ValueError: none that a probe knows.
     """
     known = {e.name: e for e in finish.everyone()}
-    if plan.get("epilogue") not in known:
-        raise ValueError(f"a plan's epilogue is one of {', '.join(known)}; got {plan.get('epilogue')!r}. Probe again.")
+    if str(plan.get("epilogue")) not in known:
+        raise ValueError(
+            f"a plan's epilogue is one that a probe names, such as {', '.join(list(known)[:3])}; got {plan.get('epilogue')!r}. Probe again."
+        )
     return known[plan["epilogue"]]

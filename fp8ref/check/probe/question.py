@@ -114,6 +114,12 @@ class Bench:
         return answers
 
 
+def finite_codes(rng: np.random.Generator, shape: tuple[int, ...], fmt: Format) -> np.ndarray:
+    """Any codes of numbers."""
+    codes = np.arange(256, dtype=np.uint8)
+    return rng.choice(codes[np.isfinite(cast.decode(codes, fmt))], shape)
+
+
 def _emax(fmt: Format) -> int:
     """The exponent of the largest power of two of a format."""
     return int(np.frexp(fmt.max)[1]) - 1

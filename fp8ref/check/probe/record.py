@@ -4,6 +4,7 @@ A recording is NAME.json beside NAME.npz. The one says what was asked of what an
 """
 
 import json
+import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,7 +57,7 @@ def of_gemm(found: Identified, folder: Path, *, seed: int = 1) -> Path:
         "out": out[np.ix_(kept["rows"], kept["columns"])].view(np.uint32),
     }
     words = [bench.subject.name, *(bench.subject.about[key] for key in ("accumulate", "out_dtype") if key in bench.subject.about)]
-    words += [f"{bench.m}x{bench.n}x{bench.k}", bench.fmt_a.name, bench.fmt_b.name]
+    words += [bench.subject.granularity, f"{bench.m}x{bench.n}x{bench.k}", bench.fmt_a.name, bench.fmt_b.name]
     return _write(folder, "-".join(words), {"kind": "gemm", **found.to_dict()}, arrays)
 
 
@@ -74,27 +75,53 @@ def of_instruction(found: Instruction, multiply: Multiply, folder: Path, *, coun
 def replay(path: Path) -> Replayed:
     """Compute a recording, NAME.json, again by the plan that it states.
 
-    Raises:   ValueError: not a recording, or of a GEMM whose plan could not be told.
+    Raises:   ValueError: not a recording, or a damaged one; one of a GEMM whose plan could not be told.
     """
-    said, arrays = _read(path)
-    fmt_a, fmt_b = (FP8_FORMATS[name] for name in said["formats"])
-    evidence = f"{said['subject']} on {said['about'].get('device', 'a device')}"
-    accumulate = plans.accumulation(said["plan"] or {}, evidence=evidence)
-    if said["kind"] == "instruction":
-        assert isinstance(accumulate, Accumulation)
-        recorded, c = arrays["d"], arrays["c"].view(np.float32)
-        each = (
-            gemm.mma(x[None], y[None], z[None, None], fmt_a=fmt_a, fmt_b=fmt_b, unit=accumulate.unit)[0, 0]
-            for x, y, z in zip(arrays["a"], arrays["b"], c, strict=True)
-        )
-        computed = np.array(list(each), np.float32)
-    else:
-        recorded = arrays["out"]
-        granularity = said["granularity"]
-        a, b = (operand(arrays[x], fmt, granularity, arrays[f"scale_{x}"]) for x, fmt in (("a", fmt_a), ("b", fmt_b)))
-        out_dtype = OUT_DTYPES[said["plan"]["out_dtype"]]
-        computed = gemm.matmul(a, b, accumulate=accumulate, epilogue=plans.epilogue(said["plan"]), out_dtype=out_dtype)
+    try:
+        said, arrays = _read(path)
+        computed, recorded = (_instruction if said["kind"] == "instruction" else _gemm)(said, arrays)
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read as a recording of a probe ({error}). Name the .json, with its .npz beside it.") from error
+    except Exception as error:  # what a damaged archive, or arrays that do not fit each other, raise has no common base
+        why = f"{type(error).__name__}: {error}" if not isinstance(error, ValueError) else error
+        raise ValueError(
+            f"{path} is no whole recording of a probe ({why}). It is {FORMAT!r}, with an .npz file beside it; record it again."
+        ) from error
     return Replayed(path=path, compared=recorded.size, equal=int((computed.view(np.uint32) == recorded).sum()))
+
+
+def _instruction(said: dict[str, Any], arrays: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """Computed and recorded results [Q], the latter as bits."""
+    fmt_a, fmt_b = (FP8_FORMATS[name] for name in said["formats"])
+    accumulate = _accumulation(said)
+    if not isinstance(accumulate, Accumulation):
+        raise ValueError("an instruction is a tensor core's")
+    a, b, c, recorded = (arrays[key] for key in ("a", "b", "c", "d"))
+    if not (len(a) == len(b) == len(c) and recorded.shape == (len(a),)):
+        raise ValueError("its arrays are not of one length")
+    each = (
+        gemm.mma(x[None], y[None], z[None, None], fmt_a=fmt_a, fmt_b=fmt_b, unit=accumulate.unit)[0, 0]
+        for x, y, z in zip(a, b, c.view(np.float32), strict=True)
+    )
+    return np.array(list(each), np.float32), recorded
+
+
+def _gemm(said: dict[str, Any], arrays: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """Computed and recorded results [M, N], the latter as bits."""
+    if said["kind"] != "gemm":
+        raise ValueError(f"its kind is {said['kind']!r}, and there are gemm and instruction")
+    fmts = (FP8_FORMATS[name] for name in said["formats"])
+    a, b = (operand(arrays[x], fmt, said["granularity"], arrays[f"scale_{x}"]) for x, fmt in zip("ab", fmts, strict=True))
+    recorded = arrays["out"]
+    if recorded.shape != (len(a.codes), len(b.codes)):
+        raise ValueError(f"its results are {list(recorded.shape)}, of operands {list(a.codes.shape)} and {list(b.codes.shape)}")
+    out_dtype = OUT_DTYPES[said["plan"]["out_dtype"]]
+    computed = gemm.matmul(a, b, accumulate=_accumulation(said), epilogue=plans.epilogue(said["plan"]), out_dtype=out_dtype)
+    return computed, recorded
+
+
+def _accumulation(said: dict[str, Any]) -> str | Accumulation:
+    return plans.accumulation(said["plan"] or {}, evidence=f"{said['subject']} on {said['about'].get('device', 'a device')}")
 
 
 def _write(folder: Path, name: str, said: dict[str, Any], arrays: dict[str, np.ndarray]) -> Path:
@@ -107,14 +134,11 @@ def _write(folder: Path, name: str, said: dict[str, Any], arrays: dict[str, np.n
 
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    try:
-        said = json.loads(path.read_text(encoding="utf-8"))
-        if said["format"] != FORMAT:
-            raise ValueError(f"its format is {said['format']!r}")
-        with np.load(path.with_suffix(".npz"), allow_pickle=False) as file:
-            arrays = dict(file)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(
-            f"{path} is no recording of a probe ({error}); it is {FORMAT!r}, with an .npz file beside it. Record it again."
-        ) from error
-    return said, arrays
+    said = json.loads(path.read_text(encoding="utf-8"))
+    if said["format"] != FORMAT:
+        raise ValueError(f"its format is {said['format']!r}")
+    archive = path.with_suffix(".npz")
+    if not zipfile.is_zipfile(archive):
+        raise ValueError(f"{archive.name} is no archive of arrays" if archive.exists() else f"{archive.name} is not there")
+    with np.load(archive, allow_pickle=False) as file:
+        return said, dict(file)

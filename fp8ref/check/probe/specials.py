@@ -1,12 +1,19 @@
-"""What a GEMM makes of NaN, infinities, overflow and zeros (SEMANTICS G-2, G-6, G-11)."""
+"""What a GEMM makes of NaN, infinities, zeros, and results at both ends of its range (SEMANTICS G-2, G-6, G-11)."""
 
 import numpy as np
 
+from fp8ref.check.probe import finish, order
 from fp8ref.check.probe.finding import Finding
 from fp8ref.check.probe.question import Bench
+from fp8ref.check.probe.subject import operand
+from fp8ref.epilogue import Epilogue
 from fp8ref.formats import Format
+from fp8ref.sim import gemm
+from fp8ref.sim.accumulate import Accumulation
 
 NAN = 0x7FFFFFFF
+KINDS = ("nan", "infinities", "zeros of sums", "small results", "large results", "epilogue with bias")
+ALIKE = ("as IEEE 754", "as the simulator has them", *(e.name for e in finish.everyone() if e.bias))
 
 
 def specials(bench: Bench) -> list[Finding]:
@@ -17,9 +24,10 @@ def specials(bench: Bench) -> list[Finding]:
         "NaN x 1": ({0: (nan_a, one_b)}, "nan"),
         "1 x NaN": ({0: (one_a, nan_b)}, "nan"),
         "NaN x 0": ({0: (nan_a, 0)}, "nan"),
-        "-0 x 1": ({0: (0x80, one_b)}, "+0"),
         "1 x 1 - 1 x 1": ({0: (one_a, one_b), 1: (one_a | 0x80, one_b)}, "+0"),
     }
+    if bench.fmt_a.specials != "fnuz":  # which has no -0
+        asked["-0 x 1"] = ({0: (0x80, one_b)}, "+0")
     if bench.fmt_a.inf_code is not None:
         asked |= _infinities("a", bench.fmt_a.inf_code, one_b, left=True)
     if bench.fmt_b.inf_code is not None:
@@ -44,6 +52,24 @@ def specials(bench: Bench) -> list[Finding]:
         found.append(
             Finding(what="nan_bits", value=listed, evidence=f"bits of the NaNs above, widened to float32; tensor cores give {NAN:08x}")
         )
+    return found
+
+
+def extremes(bench: Bench, accumulate: str | Accumulation, epilogue: Epilogue, seed: int) -> list[Finding]:
+    """``small results``, subnormal in the output dtype or less, and ``large results``, about its largest and beyond: by scales as far from one."""
+    drawn, found = order.sample(bench, seed), []
+    for what, exponent in (("small results", bench.out.emin - 6), ("large results", int(np.frexp(bench.out.max)[1]))):
+        typical = int(np.frexp(np.median(np.abs(drawn.found[np.isfinite(drawn.found)])) or 1.0)[1])
+        factor = 2.0 ** (-(exponent - typical) / 2)  # scale multiplies into FP8: results are divided by both
+        a, b, results = finish.under_scales(bench, [drawn.a, drawn.b], np.random.default_rng(seed), factor)
+        sums = gemm.matmul(*(operand(q.codes, q.fmt, "tensorwise") for q in (a, b)), accumulate=accumulate)
+        expected = gemm.finish(sums, a.scale_inv, b.scale_inv.T, epilogue=epilogue, out_dtype=bench.out)
+        wrong = np.argwhere(expected.view(np.uint32) != results.view(np.uint32))
+        evidence = f"{results.size} results, from {np.abs(expected).min():.3g} to {np.abs(expected).max():.3g} in magnitude"
+        if len(wrong):
+            at = tuple(int(i) for i in wrong[0])
+            said = f"{len(wrong)} are not as the simulator has them, such as {results[at]:.9g} for {expected[at]:.9g}"
+        found.append(Finding(what=what, value=said if len(wrong) else ALIKE[1], evidence=evidence))
     return found
 
 

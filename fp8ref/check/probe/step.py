@@ -12,9 +12,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import numpy as np
 
 from fp8ref.check.probe.finding import Finding
-from fp8ref.check.probe.question import Bench, Terms
+from fp8ref.check.probe.question import Bench, Terms, finite_codes
 from fp8ref.check.probe.subject import operand
-from fp8ref.formats import FLOAT32
+from fp8ref.formats import FLOAT16, FLOAT32
 from fp8ref.sim import cast, tensor_core
 from fp8ref.sim.tensor_core import K_STEP, ROUNDINGS, TensorCore
 
@@ -25,7 +25,8 @@ SIDE = 64  # rows and columns of random steps
 
 def width(bench: Bench) -> Finding:
     """``fused_width``: how many products are aligned together; else ``sequential``, one by one, ``wide``, where nothing is lost, or None."""
-    large, small, start = bench.top, bench.top - FAR, bench.k - K_STEP
+    # as far apart as the formats allow, and 30 of the small ones are still a result
+    large, small, start = bench.top, max(bench.bottom, -19 if bench.out == FLOAT16 else bench.bottom), bench.k - K_STEP
     pairs = range(1, K_STEP)
     filled = dict.fromkeys(range(start, bench.k), bench.power(small))
     asked = [{**filled, start: bench.power(large), start + j: bench.power(large, -1)} for j in pairs]
@@ -62,13 +63,15 @@ def units(bench: Bench, fused_width: int) -> tuple[list[TensorCore], list[Findin
     ]
     left, results = _narrowed(bench, left, _results(bench, left[0]) if left else {}, {"output_bits": "", "output_rounding": " - "})
     agreeing = _of_random_steps(bench, left)
-    findings = [_settled(finding, agreeing) for finding in (*terms, *of_terms, *results)]
+    findings = [settled(finding, agreeing) for finding in (*terms, *of_terms, *results)]
     said = f"{len(agreeing)} of the {len(left)} units that are left have the bits of steps over random codes of all kinds"
     return agreeing, [*findings, Finding(what="random steps", value="as the simulator has them" if agreeing else None, evidence=said)]
 
 
-def _settled(finding: Finding, left: Sequence[TensorCore]) -> Finding:
-    """The finding with the values of the units that are left."""
+def settled(finding: Finding, left: Sequence[TensorCore]) -> Finding:
+    """A finding about a unit with the values of the units that are left."""
+    if finding.what not in TensorCore.__dataclass_fields__:
+        return finding
     values = list(dict.fromkeys(getattr(unit, finding.what) for unit in left)) or [finding.value, *finding.others]
     return dataclasses.replace(finding, value=values[0], others=tuple(values[1:]))
 
@@ -106,9 +109,7 @@ def _of_random_steps(bench: Bench, candidates: Sequence[TensorCore]) -> list[Ten
     for count, fmt in ((bench.m, bench.fmt_a), (bench.n, bench.fmt_b)):
         drawn = np.zeros((count, bench.k), np.uint8)
         near_one = cast.encode(rng.standard_normal((count, K_STEP)), fmt)
-        any_code = rng.integers(0, fmt.max_code + 1, (count, K_STEP), dtype=np.uint8) | rng.choice(
-            np.array([0, 0x80], np.uint8), (count, K_STEP)
-        )
+        any_code = finite_codes(rng, (count, K_STEP), fmt)
         drawn[:, -K_STEP:] = np.where(np.arange(count)[:, None] % 2, near_one, any_code)
         codes.append(drawn)
     left, right = (operand(drawn, fmt, bench.subject.granularity) for drawn, fmt in zip(codes, (bench.fmt_a, bench.fmt_b), strict=True))

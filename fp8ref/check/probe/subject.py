@@ -54,13 +54,18 @@ class Subject:
     def _once(self, a: Quantized, b: Quantized, with_bias: dict[str, np.ndarray]) -> tuple[np.ndarray, Format]:
         given = [np.copy(part) for part in (a.codes, a.scale, a.scale_inv, b.codes, b.scale, b.scale_inv)]
         try:
-            found = self.function(a, b, **with_bias)
-        except Exception as error:  # whatever somebody's function raises
-            raise ProbeError(f"{self.name} raised {type(error).__name__} for {_of(a, b)}: {error}") from error
+            with np.errstate(all="ignore"):  # NaN and overflow are asked for
+                values, dtype = _array(self.function(a, b, **with_bias))
+        except ProbeError as error:
+            raise ProbeError(f"{self.name} {error}") from error
+        except (Exception, SystemExit) as error:  # whatever somebody's function raises, or what it gives raises as it is read
+            said = f": {error}" if str(error) else ""
+            raise ProbeError(
+                f"{self.name} raised {type(error).__name__} for {_of(a, b)}{said}. Call it on such operands by itself."
+            ) from error
         now = (a.codes, a.scale, a.scale_inv, b.codes, b.scale, b.scale_inv)
         if not all(np.array_equal(before, after) for before, after in zip(given, now, strict=True)):
             raise ProbeError(f"{self.name} changed its operands, {_of(a, b)}. Let it work on copies.")
-        values, dtype = _array(self.name, found)
         if values.shape != (len(a.codes), len(b.codes)):
             raise ProbeError(f"{self.name} gives [M, N] = {[len(a.codes), len(b.codes)]} for {_of(a, b)}; got shape {list(values.shape)}.")
         return values, dtype
@@ -78,16 +83,17 @@ def rows_of(q: Quantized, rows: np.ndarray) -> Quantized:
     return q._replace(codes=q.codes[rows], scale=scale, scale_inv=scale_inv)
 
 
-def _array(name: str, found: Any) -> tuple[np.ndarray, Format]:
-    """Somebody's array as float32, and the dtype it was of."""
+def _array(found: Any) -> tuple[np.ndarray, Format]:
+    """Somebody's array as a float32 array of our own, which no later call writes to, and the dtype it was of."""
     if hasattr(found, "detach"):  # PyTorch's tensors
-        dtype, found = str(found.dtype).removeprefix("torch."), found.detach().float().cpu().numpy()
+        dtype, found = str(found.dtype).removeprefix("torch."), found.detach().float().cpu().resolve_conj().resolve_neg().numpy()
+    elif hasattr(found, "dtype"):
+        dtype, found = np.dtype(found.dtype).name, np.asarray(found)
     else:
-        found = np.asarray(found)
-        dtype = str(found.dtype)
+        raise ProbeError(f"gives one array [M, N] of NumPy, PyTorch or JAX; got {type(found).__name__}. Return the array alone.")
     if dtype not in OUT_DTYPES:
-        raise ProbeError(f"{name} gives {', '.join(OUT_DTYPES)}; got {dtype}. Convert what it returns.")
-    return np.ascontiguousarray(found, np.float32), OUT_DTYPES[dtype]
+        raise ProbeError(f"gives {', '.join(OUT_DTYPES)}; got {dtype}. Convert what it returns.")
+    return np.array(found, np.float32, order="C", ndmin=0, copy=True), OUT_DTYPES[dtype]
 
 
 def _of(a: Quantized, b: Quantized) -> str:

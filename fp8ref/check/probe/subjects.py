@@ -27,7 +27,7 @@ def named(name: str, *, fast: bool = False, out_dtype: str | None = None, granul
             raise ValueError(f"--fast-accum and --out-dtype are of {', '.join(KNOWN)}; {name} computes as it was written. Leave them out.")
         return _somebodys(name, granularity or "tensorwise")
     if name not in KNOWN:
-        raise ValueError(f"a probe takes one of {', '.join(KNOWN)}, or module:function; got {name!r}.")
+        raise ValueError(f"a probe takes one of {', '.join(KNOWN)}, wgmma, or module:function; got {name!r}.")
     if granularity:
         raise ValueError(f"--granularity is of module:function; {name} has its own. Leave it out.")
     if out_dtype is not None and out_dtype not in OUT_DTYPES:
@@ -122,17 +122,15 @@ def load(name: str) -> Callable:
     module, _, attribute = name.partition(":")
     if not module or not attribute:
         raise ValueError(f"a function is named as module:function, such as mykernel:scaled_mm; got {name!r}.")
-    sys.path.insert(0, os.getcwd())
+    here = os.getcwd()
+    if here not in sys.path:
+        sys.path.insert(0, here)  # and left there, for what the function imports when it is called
     try:
         found: Any = importlib.import_module(module)
         for part in attribute.split("."):
             found = getattr(found, part)
-    except Exception as error:  # whatever somebody's module raises
-        raise ValueError(
-            f"{name} cannot be imported from {os.getcwd()} ({type(error).__name__}: {error}). Name module:function."
-        ) from error
-    finally:
-        sys.path.remove(os.getcwd())
+    except (Exception, SystemExit) as error:  # whatever somebody's module raises
+        raise ValueError(f"{name} cannot be imported from {here} ({type(error).__name__}: {error}). Name module:function.") from error
     if not callable(found):
         raise ValueError(f"{name} is a {type(found).__name__}; a function is needed.")
     return found

@@ -75,8 +75,43 @@ def test_another_plan_is_found(recorded, tmp_path):
 def test_what_is_no_recording(damage, recorded, tmp_path):
     path = tmp_path / "recording.json"
     path.write_text({"no json": "{", "another format": '{"format": "other"}', "no arrays": recorded.read_text()}[damage])
-    with pytest.raises(ValueError, match=r"recording.json is no recording of a probe .* Record it again"):
+    with pytest.raises(ValueError, match=r"recording.json is no whole recording of a probe .*; record it again"):
         record.replay(path)
+
+
+@pytest.mark.parametrize(
+    "damage", ["cut", "flipped", "empty", "text", "fewer rows", "no out", "other kind", "no plan", "other format", "plan of a list"]
+)
+def test_a_damaged_recording_is_said_to_be_so(damage, recorded, tmp_path):
+    path = tmp_path / "recording.json"
+    said, whole = json.loads(recorded.read_text()), recorded.with_suffix(".npz").read_bytes()
+    with np.load(recorded.with_suffix(".npz")) as file:
+        arrays = dict(file)
+    if damage in ("cut", "flipped", "empty", "text"):
+        middle = len(whole) // 2
+        changed = {
+            "cut": whole[:middle],
+            "flipped": whole[:middle] + bytes([whole[middle] ^ 255]) + whole[middle + 1 :],
+            "empty": b"",
+            "text": b"no",
+        }
+        path.with_suffix(".npz").write_bytes(changed[damage])
+    else:
+        if damage == "fewer rows":
+            arrays["out"] = arrays["out"][:1]
+        if damage == "no out":
+            del arrays["out"]
+        np.savez(path.with_suffix(".npz"), **arrays)
+        said |= {
+            "other kind": {"kind": "foo"},
+            "no plan": {"plan": None},
+            "other format": {"formats": ["zzz", "e5m2"]},
+            "plan of a list": {"plan": [1]},
+        }.get(damage, {})
+    path.write_text(json.dumps(said))
+    with pytest.raises(ValueError, match=r"recording.json is no whole recording of a probe .*record it again") as error:
+        record.replay(path)
+    assert "pickle" not in str(error.value)
 
 
 @pytest.mark.parametrize("name", [*ACCUMULATIONS, "f32", "exact"])
@@ -97,5 +132,5 @@ def test_plans_that_are_not_whole():
         plans.accumulation(whole | {"fraction_bits": None, "split_k": None}, evidence="none")
     with pytest.raises(ValueError, match=r"fraction_bits is an integer in .*; got 99"):
         plans.accumulation(whole | {"fraction_bits": 99}, evidence="none")
-    with pytest.raises(ValueError, match=r"a plan's epilogue is one of scale_then_round, .*; got None"):
+    with pytest.raises(ValueError, match=r"a plan's epilogue is one that a probe names, such as scale_then_round, .*; got None"):
         plans.epilogue(whole | {"epilogue": None})

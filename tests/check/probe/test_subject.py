@@ -1,7 +1,6 @@
 """Functions that are none are refused with the operands that show it, and libraries' GEMMs are what they are on a CPU."""
 
 import dataclasses
-import sys
 
 import numpy as np
 import pytest
@@ -23,6 +22,17 @@ def raises(a, b):
     raise KeyError("no such kernel")
 
 
+def leaves(a, b):
+    raise SystemExit(0)
+
+
+class Unreadable:
+    dtype = np.dtype("float32")
+
+    def __array__(self, *_, **__):
+        raise RuntimeError("CUDA error: an illegal memory access")
+
+
 def changes(a, b):
     a.codes[0, 0] ^= 1
     return gemm.matmul(a, b)
@@ -37,11 +47,14 @@ def wanders(a, b, calls=[]):  # noqa: B006
     ("function", "said"),
     [
         (raises, "mine raised KeyError for a e4m3fn .16, 64. and b e4m3fn .16, 64., tensorwise: 'no such kernel'"),
+        (leaves, "mine raised SystemExit for .*: 0. Call it on such operands by itself"),
+        (lambda a, b: Unreadable(), "mine raised RuntimeError for .*CUDA error: an illegal memory access"),
+        (lambda a, b: (gemm.matmul(a, b), None), "mine gives one array .*; got tuple. Return the array alone"),
         (changes, "mine changed its operands, a e4m3fn .*copies"),
         (wanders, "mine does not repeat itself: .* gave .* at .0, 0., then .*deterministic"),
         (lambda a, b: gemm.matmul(a, b)[:, :3], r"mine gives \[M, N\] = \[16, 16\] .*; got shape \[16, 3\]"),
         (lambda a, b: gemm.matmul(a, b).astype(np.float64), "mine gives float32, bfloat16, float16; got float64"),
-        (lambda a, b: None, "got object"),
+        (lambda a, b: None, "gives one array .M, N. of NumPy, PyTorch or JAX; got NoneType. Return the array alone"),
     ],
 )
 def test_what_is_no_function(function, said):
@@ -60,6 +73,27 @@ def test_a_gemm_that_varies_over_its_result():
         ProbeError, match=r"sums in different ways within one result \[128, 128\], K = 1024: equal operands gave .* Probe a smaller M"
     ):
         identify.identify(Subject(name="mine", function=function), shape=(128, 128, 1024))
+
+
+def test_a_function_that_reuses_its_output():
+    """As with CUDA graphs, or out=: what it gave before is kept, and noise in it is noticed."""
+    buffer = np.zeros((32, 32), np.float32)
+
+    def reuses(a, b):
+        buffer[:] = gemm.matmul(a, b, accumulate="hopper_slow")
+        return buffer
+
+    found = identify.identify(Subject(name="mine", function=reuses), shape=(32, 32, 512))
+    assert found.ok
+    assert found.plan["promotion"] == 128
+    rng = np.random.default_rng(0)
+
+    def noisy(a, b):
+        buffer[:] = gemm.matmul(a, b) + rng.standard_normal((32, 32))
+        return buffer
+
+    with pytest.raises(ProbeError, match="mine does not repeat itself"):
+        identify.identify(Subject(name="mine", function=noisy), shape=(32, 32, 512))
 
 
 @pytest.mark.parametrize("granularity", ["tensorwise", "rowwise"])
@@ -114,17 +148,15 @@ def test_a_function_by_its_name(tmp_path, monkeypatch):
     )
     (tmp_path / "broken_kernel.py").write_text("raise RuntimeError('no GPU')\n")
     monkeypatch.chdir(tmp_path)
-    before = list(sys.path)
     made = subjects.named("mykernel:scaled_mm", granularity="rowwise")
     assert (made.bias, made.granularity) == (True, "rowwise")
-    assert sys.path == before
     for name, said in (
         ("mykernel:number", "mykernel:number is a int; a function is needed"),
         ("mykernel:missing", "cannot be imported from .*AttributeError"),
         ("broken_kernel:f", "RuntimeError: no GPU"),
         ("mykernel:", "named as module:function, such as"),
         (":f", "named as module:function"),
-        ("turing", "one of torch-scaled-mm, torch-rowwise, jax-dot, or module:function; got 'turing'"),
+        ("turing", "one of torch-scaled-mm, torch-rowwise, jax-dot, wgmma, or module:function; got 'turing'"),
     ):
         with pytest.raises(ValueError, match=said):
             subjects.named(name)
