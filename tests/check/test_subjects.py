@@ -18,6 +18,7 @@ def test_every_cast_rounds_numbers_in_range(fmt):
         np.testing.assert_array_equal(codes, found["ml_dtypes"])
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch", "ignore::UserWarning:torch")
 def test_compiled_is_eager():
     """How a GPU's compiled casts are examined, on a CPU."""
     import torch
