@@ -338,7 +338,7 @@ def test_one_section_dry_and_what_resume_skips(backend, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", SCRIPTS)
+@pytest.mark.parametrize("backend", sorted(SCRIPTS))
 def test_every_section_dry(backend, tmp_path):
     path = tmp_path / "r.json"
     done = script(backend, "--dry", "--json", path)
