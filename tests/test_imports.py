@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -50,3 +51,13 @@ def test_a_missing_framework_names_its_extra(backend, missing):
 def test_importing_the_torch_backend_prints_nothing():
     done = subprocess.run([sys.executable, "-c", "import fp8ref.torch"], capture_output=True, text=True, check=True)
     assert done.stdout + done.stderr == ""
+
+
+def test_what_is_no_python_is_installed_too():
+    root = Path(__file__).parents[1]
+    listed = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]["package-data"]
+    found: dict[str, list[str]] = {}
+    for path in sorted((root / "fp8ref").rglob("*.*")):
+        if path.is_file() and path.suffix not in (".py", ".pyc") and "__pycache__" not in path.parts:
+            found.setdefault(".".join(path.parent.relative_to(root).parts), []).append(path.name)
+    assert found == listed
