@@ -124,18 +124,19 @@ def identify(
         ends = tried[epilogues[0]]
     if epilogues:
         of_epilogue[0] = dataclasses.replace(of_epilogue[0], value=epilogues[0].name, others=tuple(e.name for e in epilogues[1:]))
-    findings = [_settled(finding, plans) for finding in findings]
+    findings = _settled(findings, plans)
     findings += [*of_epilogue, *of_out, *specials.specials(bench), *ends]
     epilogue = epilogues[0] if epilogues else None
     return Identified(bench=bench, findings=findings, drawn=drawn, plans=plans, epilogue=epilogue, compared=compared, equal=equal)
 
 
-def _settled(finding: Finding, plans: Sequence[str | Accumulation]) -> Finding:
-    """A finding about the plan, with what is left of the plans after all."""
+def _settled(findings: Sequence[Finding], plans: Sequence[str | Accumulation]) -> list[Finding]:
+    """The findings, those about the order of sums made anew from the plans that are left after all."""
     made = [plan for plan in plans if isinstance(plan, Accumulation)]
-    if not made or finding.what not in order.NAMES:
-        return finding
-    return next(found for found in order.findings_of(made, finding.evidence) if found.what == finding.what)
+    if not made:
+        return list(findings)
+    evidence = next(finding.evidence for finding in findings if finding.what == "promotion")
+    return [*(finding for finding in findings if finding.what not in order.NAMES), *order.findings_of(made, evidence)]
 
 
 def _accumulation(bench: Bench, drawn: Sample) -> tuple[Sequence[str | Accumulation], list[Finding]]:

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 
 import fp8ref
-from fp8ref.check.probe import plans
+from fp8ref.check.probe import finish, plans
 from fp8ref.check.probe.identify import Identified
 from fp8ref.check.probe.instruction import SIDE, Instruction, random_operands
-from fp8ref.check.probe.subject import OUT_DTYPES, operand
+from fp8ref.check.probe.subject import OUT_DTYPES, operand, rows_of
 from fp8ref.check.probe.wgmma import Multiply
 from fp8ref.formats import FP8_FORMATS
 from fp8ref.sim import gemm
@@ -41,21 +41,12 @@ class Replayed:
 def of_gemm(found: Identified, folder: Path, *, seed: int = 1) -> Path:
     """Write what a GEMM gives for the random operands it was identified by, under new random scales; some of its rows and columns."""
     bench, rng = found.bench, np.random.default_rng(seed)
-    rowwise = bench.subject.granularity == "rowwise"
-    a, b = (
-        operand(codes, fmt, bench.subject.granularity, 2.0 ** rng.uniform(-1, 1, (len(codes), 1) if rowwise else ()))
-        for codes, fmt in ((found.drawn.a, bench.fmt_a), (found.drawn.b, bench.fmt_b))
-    )
-    out, _ = bench.subject.multiply(a, b)
-    kept = {name: np.sort(rng.permutation(count)[:ROWS]) for name, count in (("rows", bench.m), ("columns", bench.n))}
-    arrays = {
-        **kept,
-        "a": a.codes[kept["rows"]],
-        "b": b.codes[kept["columns"]],
-        "scale_a": a.scale[kept["rows"]] if rowwise else a.scale,
-        "scale_b": b.scale[kept["columns"]] if rowwise else b.scale,
-        "out": out[np.ix_(kept["rows"], kept["columns"])].view(np.uint32),
-    }
+    a, b, out = finish.under_scales(bench, [found.drawn.a, found.drawn.b], rng)
+    rows, columns = (np.sort(rng.permutation(count)[:ROWS]) for count in out.shape)
+    a, b = rows_of(a, rows), rows_of(b, columns)
+    seen = {"rows": bench.seen[0][rows], "columns": bench.seen[1][columns]}
+    scales = {"scale_a": a.scale, "scale_b": b.scale}
+    arrays = {**seen, "a": a.codes, "b": b.codes, **scales, "out": out[np.ix_(rows, columns)].view(np.uint32)}
     words = [bench.subject.name, *(bench.subject.about[key] for key in ("accumulate", "out_dtype") if key in bench.subject.about)]
     words += [bench.subject.granularity, f"{bench.m}x{bench.n}x{bench.k}", bench.fmt_a.name, bench.fmt_b.name]
     return _write(folder, "-".join(words), {"kind": "gemm", **found.to_dict()}, arrays)

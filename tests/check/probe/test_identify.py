@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from planted_gemms import HOPPER, plan, subject
 
-from fp8ref.check.probe import identify
+from fp8ref.check.probe import identify, order
+from fp8ref.check.probe.finding import Finding
 from fp8ref.check.probe.finish import everyone
 from fp8ref.formats import BFLOAT16, E4M3FN, E5M2, FLOAT16, FLOAT32
 from fp8ref.sim import cast, gemm
@@ -267,6 +268,16 @@ def test_chains_that_are_added_in_another_order_are_no_plan(shape):
 
     found = identify.identify(dataclasses.replace(subject("exact"), function=function), shape=shape)
     assert not found.ok
+
+
+def test_what_confirms_may_leave_no_split():
+    """Then none is spoken of: of two plans that fit, the one that is split is ruled out later."""
+    plans = [plan(promotion=128), plan(split_k=4)]
+    both = order.findings_of(plans, "seen")
+    assert {"split_order", "split_tile"} <= {f.what for f in both}
+    left = identify._settled([*both, Finding(what="nan", value="as IEEE 754", evidence="")], plans[:1])
+    assert [f.what for f in left] == ["nan", "promotion", "accumulator", "split_k"]
+    assert (left[1].value, left[1].evidence, left[1].others) == (128, "seen", ())
 
 
 def test_a_promotion_beyond_k_is_among_the_others():
