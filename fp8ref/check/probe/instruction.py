@@ -10,7 +10,7 @@ from rich.console import Console
 
 from fp8ref.check.probe import plans, step
 from fp8ref.check.probe.finding import Finding, table
-from fp8ref.check.probe.question import Bench
+from fp8ref.check.probe.question import Bench, finite_codes
 from fp8ref.check.probe.subject import Subject
 from fp8ref.check.probe.wgmma import Multiply
 from fp8ref.formats import E5M2, Format
@@ -126,9 +126,7 @@ def random_operands(fmt_a: Format, fmt_b: Format, seed: int, side: int = SIDE) -
     codes = []
     for fmt in (fmt_a, fmt_b):
         near_one = cast.encode(rng.standard_normal((side, K_STEP)) * 2.0 ** rng.integers(-4, 5, (side, 1)), fmt)
-        any_code = rng.integers(0, fmt.max_code + 1, (side, K_STEP), dtype=np.uint8) | rng.choice(
-            np.array([0, 0x80], np.uint8), (side, K_STEP)
-        )
+        any_code = finite_codes(rng, (side, K_STEP), fmt)
         few = np.where(rng.random((side, K_STEP)) < 0.1, any_code, np.uint8(0))
         codes.append(np.choose(rng.integers(0, 3, (side, 1)), [near_one, any_code, few]))
     c = (rng.standard_normal((side, side)) * 2.0 ** rng.integers(-30, 36, (side, side))).astype(np.float32)
