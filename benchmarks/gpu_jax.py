@@ -55,7 +55,7 @@ def suite(of: Sizes) -> Suite:
     variants = ["bf16", "bf16 again", *(f"fp8ref {recipe}" for recipe in OURS), FLAX, MINIMAL]
     found["small"] = functools.partial(jax_blocks.run, config=of.small, tokens=of.small_tokens, variants=variants)
     found["profile"] = jax_profile.run
-    return Suite(sections=found, needed=NEEDED, targets=TARGETS, of_floor=("tensorwise", "rowwise"))
+    return Suite(sections=found, needed=NEEDED, targets=TARGETS, of_floor=("tensorwise", "rowwise"), how="xla")
 
 
 def bench(given: argparse.Namespace) -> Bench:

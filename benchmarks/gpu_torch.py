@@ -53,7 +53,7 @@ def suite(of: Sizes) -> Suite:
     variants = ["bf16", "bf16 again", *(f"fp8ref {recipe}" for recipe in OURS), "torchao tensorwise", MINIMAL]
     found["small"] = functools.partial(torch_blocks.run, config=of.small, tokens=of.small_tokens, variants=variants)
     found["profile"] = torch_profile.run
-    return Suite(sections=found, needed=NEEDED, targets=TARGETS, of_floor=("tensorwise", "rowwise"))
+    return Suite(sections=found, needed=NEEDED, targets=TARGETS, of_floor=("tensorwise", "rowwise"), how="inductor")
 
 
 def bench(given: argparse.Namespace) -> Bench:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from fp8ref.run.plan.passes import Fusion
 from gpu import environment, report, results, tables
 from gpu.results import Results
 from gpu.targets import Target
@@ -30,12 +31,16 @@ class Bench(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Suite:
-    """sections: by name, in the order in which they run. needed: seconds that one may take, compiling included, by its group."""
+    """sections: by name, in the order in which they run. needed: seconds that one may take, compiling included, by its group.
+
+    how: who fuses casts, for the ledger.
+    """
 
     sections: Mapping[str, Callable[..., dict]]
     needed: Mapping[str, float]
     targets: Sequence[Target]
     of_floor: Sequence[str]
+    how: Fusion
 
 
 def options(description: str | None, names: Sequence[str], default: Path) -> argparse.ArgumentParser:
@@ -57,7 +62,7 @@ def execute(known: Bench, suite: Suite, kept: Results, chosen: Sequence[str] | N
     """Run what is chosen (names and groups; None: all) and print what it came to. Returns the exit code: 1 where something failed."""
     wanted = [name for name in suite.sections if chosen is None or name in chosen or group(name) in chosen]
     left = [name for name in wanted if not kept.finished(name) and not _run(known, suite, kept, name)]
-    report.conclude(kept.data, suite.targets, suite.of_floor)
+    report.conclude(kept.data, suite.targets, suite.of_floor, suite.how)
     title = "A dry run on a cpu: no figure here is a GPU's" if known.dry else f"{kept.data['device']}, fp8 / bf16"
     tables.show(title, ("what", "value", "quartiles", "asked", ""), report.asked(kept.data))
     print(report.noise(kept.data))
@@ -86,7 +91,7 @@ def _run(known: Bench, suite: Suite, kept: Results, name: str) -> bool:
     took = time.monotonic() - begun
     kept.put(name, found | {"timed_by": known.clock.kind, "took_seconds": took, "clocks": clocks})
     known.free()
-    report.conclude(kept.data, suite.targets, suite.of_floor)
+    report.conclude(kept.data, suite.targets, suite.of_floor, suite.how)
     kept.write(report.markdown(kept.data))
     print(f"{name}: {took:.0f} s", *results.failed(found), sep="\n  ", flush=True)
     return True

@@ -4,6 +4,7 @@ import gc
 import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -16,13 +17,13 @@ from gpu.timing import Budget, Call, Clock, Rounds
 
 @dataclass(frozen=True, kw_only=True)
 class Bench:
-    """attention: the implementation of jax.nn.dot_product_attention that every variant runs."""
+    """attention: the one that every variant runs, as parallel.attention."""
 
     dry: bool
     clock: Clock
     sizes: Sizes
     budget: Budget
-    attention: str
+    attention: Literal["xla", "cudnn"]
     keys: itertools.count = field(default_factory=itertools.count)
 
     def timed(self, variants: dict[str, Call], *, most: int = 20, row_seconds: float | None = None) -> Rounds:

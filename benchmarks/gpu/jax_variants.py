@@ -6,6 +6,7 @@ Each is a ``Pass`` through fp8ref's own layers, which ask it for their linears; 
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 import flax.linen as nn
 import jax
@@ -43,10 +44,10 @@ class MinimalPass(Pass):
 
 
 class Variant:
-    """How one kind of linear is run, differentiated and advanced. state: {linear: what it keeps}."""
+    """How one kind of linear is run, differentiated and advanced, and by which attention. state: {linear: what it keeps}."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, name: str, attention: Literal["xla", "cudnn"] = "xla") -> None:
+        self.name, self.attention = name, attention
         kind, _, recipe = name.partition(" ")
         self.recipe = RECIPES[recipe] if kind == "fp8ref" else RECIPES["bf16"]
         self.turned = name == FLAX  # weights are [K, N]
@@ -62,14 +63,14 @@ class Variant:
         if self.name == FLAX:
 
             def of_flax(params, x, state):
-                return function(params, x, FlaxPass(given=state))
+                return function(params, x, FlaxPass(given=state, attention=self.attention))
 
             y, pull = jax.vjp(of_flax, params, x, state)
             by_params, by_x, after = pull(g)
             return y, by_params, by_x, after
 
         def of(params, x, seen):
-            run = MinimalPass() if self.name == MINIMAL else Pass(state, dict(seen))
+            run = (MinimalPass if self.name == MINIMAL else Pass)(state, dict(seen), attention=self.attention)
             return function(params, x, run), run.seen
 
         unseen = {linear: delayed.unseen(self.recipe) for linear in state}

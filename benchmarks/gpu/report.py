@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from fp8ref.recipe import RECIPES
+from fp8ref.run.plan.passes import Fusion
 from gpu import breakdown, ledger, tables, targets
 from gpu.ledger import Ceilings
 from gpu.tables import Rows
@@ -20,24 +21,25 @@ LINEARS = {  # of a block: the section that measures its shape
     "down_proj": "linear:down",
 }
 HEADS = ("section", "variant", "ms", "speed / bf16", "quartiles")
-PARTS = ("gemm", "amax", "cast", "transpose", "epilogue", "launches", "floor", "measured")
+PARTS = ("gemm", *ledger.BYTES, "launches", "floor", "measured")
 
 
-def conclude(data: dict, asked_for: Sequence[Target], of_floor: Sequence[str]) -> None:
+def conclude(data: dict, asked_for: Sequence[Target], of_floor: Sequence[str], how: Fusion) -> None:
     """Write ``ceilings``, ``ledger``, ``floors``, ``noise`` and ``targets`` into the results, from the sections that they have.
 
     of_floor  recipes whose step is to be near the ledger's floor.
+    how       who fuses casts.
     """
     sections = data["sections"]
     data["ceilings"] = {"dry": data["dry"], "device": data["device"]} | sections.get("ceilings", {}).get("ceilings", {})
     ceilings = _ceilings(data["ceilings"])
-    data["ledger"] = [line for name in dict.fromkeys(LINEARS.values()) for line in _of_linear(name, sections, ceilings)]
-    data["floors"] = [floor for recipe in OURS if (floor := _of_step(recipe, sections, ceilings))]
+    data["ledger"] = [line for name in dict.fromkeys(LINEARS.values()) for line in _of_linear(name, sections, how, ceilings)]
+    data["floors"] = [floor for recipe in OURS if (floor := _of_step(recipe, sections, how, ceilings))]
     data["noise"] = targets.noise(sections, "blocks:")
     reached = {floor["recipe"]: floor["floor_over_measured"] for floor in data["floors"]}
-    how = {"dry": data["dry"], "noise": data["noise"]}
-    data["targets"] = [targets.judge(target, sections, **how) for target in asked_for] + [
-        targets.verdict(f"blocks:{r}: the ledger's floor / fp8ref {r}", reached.get(r), FLOOR_AT_LEAST, **how) for r in of_floor
+    known = {"dry": data["dry"], "noise": data["noise"]}
+    data["targets"] = [targets.judge(target, sections, **known) for target in asked_for] + [
+        targets.verdict(f"blocks:{r}: the ledger's floor / fp8ref {r}", reached.get(r), FLOOR_AT_LEAST, **known) for r in of_floor
     ]
 
 
@@ -105,7 +107,7 @@ def _gemms(section: dict) -> dict[str, float]:
     return {row["name"]: row["seconds"] for row in section["gemms"] if "seconds" in row}
 
 
-def _of_linear(name: str, sections: dict, ceilings: Ceilings | None) -> list[dict]:
+def _of_linear(name: str, sections: dict, how: Fusion, ceilings: Ceilings | None) -> list[dict]:
     if name not in sections or ceilings is None:
         return []
     section = sections[name]
@@ -114,11 +116,12 @@ def _of_linear(name: str, sections: dict, ceilings: Ceilings | None) -> list[dic
     for recipe in ("bf16", *OURS):
         variant = recipe if recipe == "bf16" else f"fp8ref {recipe}"
         if all(ledger.gemm_name(which, spec) in gemms for which, spec in RECIPES[recipe].gemms.items()):
-            lines.append({"section": name} | ledger.entry(RECIPES[recipe], tuple(section["shape"]), gemms, ceilings, measured.get(variant)))
+            found = ledger.entry(RECIPES[recipe], tuple(section["shape"]), how, gemms, ceilings, measured.get(variant))
+            lines.append({"section": name} | found)
     return lines
 
 
-def _of_step(recipe: str, sections: dict, ceilings: Ceilings | None) -> dict | None:
+def _of_step(recipe: str, sections: dict, how: Fusion, ceilings: Ceilings | None) -> dict | None:
     """The floor of a step of blocks, next to what its section measured."""
     steps = {row["name"]: row.get("seconds") for row in sections.get(f"blocks:{recipe}", {}).get("rows", [])}
     measured, bf16 = steps.get(f"fp8ref {recipe}"), steps.get("bf16")
@@ -128,7 +131,7 @@ def _of_step(recipe: str, sections: dict, ceilings: Ceilings | None) -> dict | N
     gemms = {linear: _gemms(sections[section]) for linear, section in LINEARS.items()}
     layers = sections[f"blocks:{recipe}"]["layers"]
     try:
-        floor = ledger.step_floor(RECIPES[recipe], shapes, gemms, ceilings, layers=layers, bf16_step=bf16)
+        floor = ledger.step_floor(RECIPES[recipe], shapes, how, gemms, ceilings, layers=layers, bf16_step=bf16)
     except KeyError:  # a GEMM that failed, which its section says
         return None
     return {"recipe": recipe, "floor": floor, "measured": measured, "floor_over_measured": floor / measured}

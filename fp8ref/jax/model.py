@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -24,12 +25,18 @@ class Pass:
 
     state, seen   by the name of each linear that scales by past amaxes; seen is replaced as the pass goes on.
     taps          by the name of each linear whose operands are measured (``linear.measured``), which the pass uses once; replaced too.
+    attention     "xla" or "cudnn": the implementation of jax.nn.dot_product_attention.
     """
 
     state: Mapping[str, delayed.State] = field(default_factory=dict)
     seen: dict[str, delayed.Seen] = field(default_factory=dict)
     layout: Layout | None = None
     taps: dict[str, jax.Array] = field(default_factory=dict)
+    attention: Literal["xla", "cudnn"] = "xla"
+
+    def attended(self, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        """Causal attention of [B, T, H, D], of which k and v may have fewer heads."""
+        return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=self.attention)
 
     def linear(self, x: jax.Array, w: jax.Array, recipe: str | Recipe, name: str) -> jax.Array:
         placement = self.layout.placement(name) if self.layout else None
@@ -92,7 +99,7 @@ class Attention(nnx.Module):
         q, k, v = (p(x, run) for p in (self.q_proj, self.k_proj, self.v_proj))
         batch, length, _ = q.shape
         q, k, v = (value.reshape(batch, length, -1, self.head_dim) for value in (q, k, v))  # [B, T, H, D]
-        y = jax.nn.dot_product_attention(_rotate(q, cos, sin), _rotate(k, cos, sin), v, is_causal=True)
+        y = run.attended(_rotate(q, cos, sin), _rotate(k, cos, sin), v)
         return self.o_proj(y.reshape(batch, length, -1), run)
 
 

@@ -31,7 +31,8 @@ class Layout:
     def __init__(self, config: Config, devices: Sequence[jax.Device] | None = None) -> None:
         """devices   of a topology, which need not be here: arrays on them are shapes. By default those that jax has.
 
-        Raises:   ConfigError: more devices than there are, a batch, heads or dims that the mesh does not cut into equal pieces.
+        Raises:   ConfigError: cuDNN's attention without a GPU; more devices than there are;
+                  a batch, heads or dims that the mesh does not cut into equal pieces.
         """
         self.config = config.parallel
         self.abstract = devices is not None
@@ -41,6 +42,10 @@ class Layout:
         self._batch, self._fsdp, self._tensor = (
             tuple(axis for axis in axes if sizes[axis] > 1) for axes in (("data", "fsdp"), ("fsdp",), ("tensor",))
         )
+        if config.parallel.attention == "cudnn" and not self.on_gpu:
+            raise ConfigError(
+                f"parallel.attention 'cudnn' needs an NVIDIA GPU; jax runs on {self.devices[0].platform}. Set parallel.attention to xla."
+            )
         self.mesh: Mesh | None = None
         if config.parallel.devices == 1 and jax.process_count() == 1:
             return

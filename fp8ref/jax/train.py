@@ -204,7 +204,7 @@ class Trainer:
         cut = P(self._layout.tokens[0], "tensor" if self.config.parallel.sequence else None)
 
         def forward(params, state, tokens):
-            return f(self._model(params), tokens, Pass(state, self._unseen(), self._layout)).astype(jnp.float32)
+            return f(self._model(params), tokens, self._pass(state, self._unseen())).astype(jnp.float32)
 
         mapped = self._layout.map(forward, (self._specs, P(), self._layout.tokens), cut)
         found = jax.jit(mapped, compiler_options=COMPILER_OPTIONS)(self._params, self._fp8_state, self._tokens(tokens))
@@ -225,6 +225,9 @@ class Trainer:
         llama.check_tokens(tokens, self.config.model)
         return self._layout.put(self.config.data.parts(np.asarray(tokens, np.int32)), self._layout.parts)
 
+    def _pass(self, state, seen: dict[str, delayed.Seen], taps: dict[str, jax.Array] | None = None) -> Pass:
+        return Pass(state, seen, self._layout, taps or {}, self.config.parallel.attention)
+
     def _unseen(self) -> dict[str, delayed.Seen]:
         return {d.path: delayed.unseen(d.recipe) for d in self.decisions if d.path in self._fp8_state}
 
@@ -237,7 +240,7 @@ class Trainer:
 
     def _loss_of(self, params, seen, state, tokens: jax.Array) -> tuple[jax.Array, dict[str, delayed.Seen]]:
         """The loss of a batch, or inside shard_map of all devices' parts of it, and what the linears observed."""
-        run = Pass(state, dict(seen), self._layout)
+        run = self._pass(state, dict(seen))
         return self._loss_in(run, params, tokens), run.seen
 
     def _loss_in(self, run: Pass, params, tokens: jax.Array) -> jax.Array:
@@ -287,7 +290,7 @@ class Trainer:
         """float32 [devices, layers, 6, stats.LENGTH]: what every device measured of its parts of the operands; without shard_map of all of them."""
 
         def loss(taps, params, state, tokens):
-            run = Pass(state, self._unseen(), self._layout, dict(taps))
+            run = self._pass(state, self._unseen(), dict(taps))
             return self._loss_in(run, params, tokens), run.taps
 
         def measure(params, state, tokens):

@@ -108,6 +108,8 @@ class ParallelConfig:
     """PyTorch: the scales of all weights that are gathered in FP8 by one all-reduce a forward pass, or by one of each weight's own."""
     reduction: Literal["native", "ordered"] = "native"
     """PyTorch: gradients are summed over fsdp as the backend does, or in rank order."""
+    attention: Literal["xla", "cudnn"] = "xla"
+    """JAX: by XLA's own products, which writes all scores, or by cuDNN's fused kernel, which needs an NVIDIA GPU."""
     checkpointing: Literal["none", "selective", "full"] = "none"
     """PyTorch: what of a layer's forward pass runs again in its backward pass: nothing, all but matrix products and attention, all."""
     compile: Literal["none", "block", "model"] = "none"
@@ -136,7 +138,9 @@ class ParallelConfig:
     def foreign(self, backend: str) -> list[str]:
         """The keys that are set and that this backend has no use for."""
         theirs = (
-            ("through",) if backend == "torch" else ("gather", "precompute_scales", "reduction", "checkpointing", "compile", "timeout_s")
+            ("through", "attention")
+            if backend == "torch"
+            else ("gather", "precompute_scales", "reduction", "checkpointing", "compile", "timeout_s")
         )
         return [f"parallel.{key}" for key in theirs if getattr(self, key) != getattr(ParallelConfig(), key)]
 

@@ -112,9 +112,34 @@ def test_dequantised_operands_are_called_that():
     assert {(dot["a"], dot["b"]) for dot in proof["gemms"]} == {("bf16", "bf16")}
 
 
+def test_attention_is_by_the_implementation_that_is_asked_for(monkeypatch):
+    asked, own = [], jax.nn.dot_product_attention
+
+    def recorded(*arguments, implementation, **options):
+        asked.append(implementation)
+        return own(*arguments, **options)
+
+    with monkeypatch.context() as as_if:
+        as_if.setattr(Layout, "on_gpu", True)
+        trainers = trainer("tensorwise", {}), trainer("tensorwise", {"attention": "cudnn", "data": 2})
+    monkeypatch.setattr(jax.nn, "dot_product_attention", recorded)
+    for one in trainers:
+        one.evaluate(TOKENS[0])
+    assert asked == ["xla", "cudnn"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("parallel", [{}, {"through": "jit"}], ids=str)
+def test_cudnn_attention_gives_the_loss_of_xlas(parallel):
+    losses = [trainer("tensorwise", {"attention": one} | parallel).evaluate(TOKENS[0]) for one in ("xla", "cudnn")]
+    # both round probabilities and outputs to bfloat16, at other places: a few of 2^-8 in logits, whose mean over tokens is the loss
+    assert abs(losses[0] - losses[1]) <= 2**-7 * losses[0]
+
+
 @pytest.mark.parametrize(
     ("parallel", "more", "message"),
     [
+        ({"attention": "cudnn"}, {}, "'cudnn' needs an NVIDIA GPU; jax runs on cpu. Set parallel.attention to xla"),
         ({"data": 16}, {}, "16 devices.*jax has 8"),
         ({"data": 8}, {"data": {"batch_size": 12}}, "batch_size is divisible by data x fsdp = 8 devices; got 12"),
         ({"data": 4}, {"data": {"microbatches": 4}}, "divisible by data x fsdp = 4 devices times data.microbatches = 4; got 8"),

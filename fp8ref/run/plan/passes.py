@@ -11,7 +11,7 @@ eager     PyTorch without torch.compile: every operation of a cast is a kernel, 
 Operands in blocks: torchao's Triton kernels read a tensor once; where no kernel multiplies them (SEMANTICS G-16), they are dequantised.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -21,6 +21,7 @@ from fp8ref.run.config import Config
 
 Part = Literal["amax", "scale", "cast", "layout", "rescale"]
 Fusion = Literal["inductor", "xla", "eager"]
+ROLES: tuple[Role, ...] = ("input", "weight", "grad_output")
 GEMMS: tuple[Gemm, ...] = ("output", "grad_input", "grad_weight")
 
 
@@ -44,12 +45,19 @@ def multiplies_fp8(spec: GemmSpec, backend: str) -> bool:
 
 
 def of_linear(
-    recipe: Recipe, sizes: Mapping[Role, float], how: Fusion, *, gemms: Sequence[Gemm] = GEMMS, gathered: float | None = None
+    recipe: Recipe,
+    sizes: Mapping[Role, float],
+    how: Fusion,
+    *,
+    gemms: Sequence[Gemm] = GEMMS,
+    roles: Collection[Role] = ROLES,
+    gathered: float | None = None,
 ) -> list[Kernel]:
     """Those of one linear and one part of a batch.
 
     sizes     elements by role, of which the weight's may be a shard.
     gemms     those that run: ("output",) is a forward pass alone.
+    roles     those that it casts itself: another linear may have cast their input.
     gathered  elements of a whole weight whose codes are gathered from shards; None where they are not.
     """
     backend = "jax" if how == "xla" else "torch"
@@ -58,7 +66,7 @@ def of_linear(
     for which in gemms:
         spec = recipe.gemms[which]
         for role, cast, axis in zip(OPERANDS[which], (spec.a, spec.b), REDUCED_AXES[which], strict=True):
-            if cast is None:
+            if cast is None or role not in roles:
                 continue
             if multiplies_fp8(spec, backend):
                 wanted.setdefault(role, []).append((which, cast, axis))

@@ -111,15 +111,15 @@ def _elementwise(config: Config) -> float:
 
 
 def _attention(config: Config, backend: str, ceilings: Ceilings) -> float:
-    """Seconds a layer. PyTorch: a fused kernel, two products forward and five backward, causal ones by half.
+    """Seconds a layer. PyTorch and cuDNN: a fused kernel, two products forward and five backward, causal ones by half.
 
-    JAX: XLA's, all of every product, and scores in memory: float32 scores and bfloat16 probabilities, forward and backward 30 bytes each.
+    XLA: all of every product, and scores in memory: float32 scores and bfloat16 probabilities, forward and backward 30 bytes each.
     """
     keys, model = config.parallel, config.model
     count, length = tokens(config) * config.data.microbatches, config.data.sequence_length
     product = 2 * count * length * model.hidden_size / keys.tensor
     again = keys.checkpointing == "full"
-    if backend == "torch":
+    if backend == "torch" or keys.attention == "cudnn":
         return product / 2 * (2 * (1 + again) + 5) / ceilings.attention
     scores = count * length * model.num_attention_heads / keys.tensor
     return 6 * product / ceilings.bf16 + 30 * scores / ceilings.bandwidth

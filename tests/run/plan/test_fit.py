@@ -67,6 +67,8 @@ def test_jax_is_refused_what_its_layout_refuses(sections, parallel):  # P-1
             },
             "P-5",
         ),
+        ("jax", {"parallel": {"attention": "cudnn"}, "model": {"num_attention_heads": 16}}, "multiple of 8 up to 256; got 4"),
+        ("torch", {"parallel": {"attention": "cudnn"}}, "parallel.attention is not a key of --backend torch"),
         ("jax", {"numerics": {"filter_fqns": ("absent",)}}, "'absent' names none of"),
     ],
 )

@@ -53,6 +53,12 @@ def test_blocks_have_kernels_in_torch_alone():
     assert not passes.multiplies_fp8(RECIPES["bf16"].output, "torch")
 
 
+def test_what_another_linear_has_cast_is_not_cast_again():
+    whole, without = (passes.of_linear(RECIPES["tensorwise"], dict.fromkeys(ROLES, 1), "xla", roles=roles) for roles in (ROLES, ROLES[1:]))
+    assert whole[-len(without) :] == without
+    assert len(whole) == len(without) + 3
+
+
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "delayed"])
 def test_eager_makes_every_operand_anew(recipe):
     """Two GEMMs want each; of an amax 6 bytes, of a cast 27, and 2 to lay out what a GEMM reads across memory."""

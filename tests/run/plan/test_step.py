@@ -56,6 +56,7 @@ def test_the_rest_by_hand():
     }
     assert {what: rest[what] * H100.bandwidth for what in moved} == pytest.approx(moved)
     jax = step.of(sizes.config(), "jax", H100).rest
+    assert step.of(sizes.config(attention="cudnn"), "jax", H100).rest["attention"] == rest["attention"]
     assert jax["attention"] == pytest.approx(2 * (12 * 256 * 32 * 64 / H100.bf16 + 30 * 256 * 32 * 4 / H100.bandwidth))
 
 
