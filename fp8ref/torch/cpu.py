@@ -1,4 +1,4 @@
-"""FP8 GEMMs on a CPU without oneDNN's reference kernel.
+"""FP8 GEMMs on a CPU: which there are, and without oneDNN's reference kernel.
 
 For tensorwise e4m3 x e4m3 on processors without FP8 instructions, torch's ``_scaled_mm`` picks a oneDNN kernel that is a plain
 loop: 4.6 s for 2048 x 128 x 384, where torch's own kernel takes 2 ms (torch 2.13). Both stay within SEMANTICS B-1.
@@ -8,6 +8,8 @@ import functools
 import warnings
 
 import torch
+
+from fp8ref.recipe import Recipe
 
 
 @functools.cache
@@ -31,6 +33,25 @@ def use_native_scaled_mm() -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "(?s).*Overriding a previously registered kernel", UserWarning)
         _library().impl("_scaled_mm", without_onednn, "CPU", with_keyset=True)
+
+
+def check(recipe: Recipe) -> None:
+    """ValueError for a recipe with a GEMM that this torch does not have on a CPU: with scales of rows before 2.13."""
+    if any(spec.rowwise and spec.epilogue == "scale_then_round" for spec in recipe.gemms.values()) and not _multiplies_rows():
+        raise ValueError(
+            f"recipe {recipe.name!r} scales by rows, which torch {torch.__version__} multiplies on a GPU alone. Move the model there first, "
+            "install torch 2.13, or use recipe 'tensorwise'."
+        )
+
+
+@functools.cache
+def _multiplies_rows() -> bool:
+    codes, scale = torch.zeros(16, 16, dtype=torch.float8_e4m3fn), torch.ones(16, 1)
+    try:
+        torch._scaled_mm(codes, codes.t(), scale_a=scale, scale_b=scale.t(), out_dtype=torch.bfloat16)
+    except RuntimeError:
+        return False
+    return True
 
 
 @functools.cache

@@ -44,7 +44,7 @@ def convert(
     Returns:  the model, changed in place (a model that is itself one nn.Linear: its replacement). Recipe 'bf16' changes nothing.
     Raises:   ValueError, and nothing is changed: as ``fp8ref.recipe.plan``; a recipe that neither can run; a model that is compiled,
               sharded or FP8 already; a chosen linear of which something would be lost or that its parent does not call (R-5),
-              registered under two names, or on a GPU without FP8.
+              registered under two names, on a GPU without FP8, or on a CPU whose torch lacks the recipe's GEMMs.
     """
     recipe = recipes.by_name(recipe)
     _check_module(model)
@@ -60,6 +60,7 @@ def convert(
     for name in chosen:
         replacement.check(name, linears, model.get_submodule(name.rpartition(".")[0]) if name else None)
     if any(linears[name].weight.device.type == "cpu" for name in chosen):
+        cpu.check(recipe)
         cpu.use_native_scaled_mm()
     convert_to_float8_training(nn.Identity())  # torchao then mends what inductor makes of FP8 stores (triton-lang/triton#11111)
     group = None if amax_group is None else amax_group.group_name

@@ -9,11 +9,13 @@ from torchao.float8.float8_training_tensor import Float8TrainingTensor
 
 from fp8ref.torch import cast
 
+KINDS = frozenset(kind for kind in ("cpu", "cuda", "xpu", "mps", "hpu", "mtia") if torch.amp.is_autocast_available(kind))
+
 
 def autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
     """What torch.autocast has linears of this tensor's device compute in; None outside of it."""
-    kind = x.device.type
-    return torch.get_autocast_dtype(kind) if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind) else None
+    kind = x.device.type  # looked up among KINDS, since dynamo of torch 2.11 does not trace is_autocast_available
+    return torch.get_autocast_dtype(kind) if kind in KINDS and torch.is_autocast_enabled(kind) else None
 
 
 class Named(Protocol):

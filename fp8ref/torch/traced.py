@@ -9,7 +9,7 @@ is gathered stays until the backward pass is done with it: codes, where weights 
 """
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -79,7 +79,10 @@ class Sharded(nn.Module):
             for name, weight in self._fp8.items():
                 if weight.state is not None and weight.linear.training:
                     weight.state.see(shards[name].to(self.dtype))
-        whole = {name: self._fp8[name].gather(p, scale[name]) if name in self._fp8 else self._in_dtype(p) for name, p in shards.items()}
+        whole = {
+            name: self._fp8[name].gather.apply(p, scale[name]) if name in self._fp8 else self._in_dtype.apply(p)
+            for name, p in shards.items()
+        }
         return torch.func.functional_call(self.model, whole, args, kwargs)
 
     @torch.no_grad()
@@ -103,11 +106,11 @@ class Sharded(nn.Module):
 
 
 class _Weight(NamedTuple):
-    """How one linear's weight is gathered in FP8: gather(shard, scale) is the whole weight, whose gradient is the shard's."""
+    """How one linear's weight is gathered in FP8: gather.apply(shard, scale) is the whole weight, whose gradient is the shard's."""
 
     linear: Float8Linear | Linear
     spec: CastSpec
-    gather: Callable[[torch.Tensor, torch.Tensor], Float8TrainingTensor]
+    gather: type[torch.autograd.Function]
 
     @property
     def state(self) -> RoleState | None:
@@ -134,8 +137,11 @@ def _in_fp8(model: nn.Module, group: ProcessGroup, dtype: torch.dtype) -> dict[s
 
 
 @functools.cache
-def _gather(group: str, ranks: int, dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Of a shard float32 [n, ...], the whole [n ranks, ...] in dtype. A class for each: what a graph calls takes tensors only."""
+def _gather(group: str, ranks: int, dtype: torch.dtype) -> type[torch.autograd.Function]:
+    """Of a shard float32 [n, ...], the whole [n ranks, ...] in dtype. A class for each: what a graph calls takes tensors only.
+
+    The class, not its apply, which dynamo of torch 2.11 knows only where it is called on the class.
+    """
 
     @torch._dynamo.allow_in_graph
     class Gather(torch.autograd.Function):
@@ -147,13 +153,11 @@ def _gather(group: str, ranks: int, dtype: torch.dtype) -> Callable[[torch.Tenso
         def backward(ctx, grad: torch.Tensor) -> torch.Tensor:
             return _mean_of_ranks(grad, group, ranks)
 
-    return Gather.apply
+    return Gather
 
 
 @functools.cache
-def _gather_fp8(
-    group: str, ranks: int, dtype: torch.dtype, fmt: Format, config: LinearMMConfig | None
-) -> Callable[[torch.Tensor, torch.Tensor], Float8TrainingTensor]:
+def _gather_fp8(group: str, ranks: int, dtype: torch.dtype, fmt: Format, config: LinearMMConfig | None) -> type[torch.autograd.Function]:
     """As ``_gather``, but codes move, as uint8: gloo knows no FP8 type. config is what torchao's multiplication asks the tensor for."""
 
     @torch._dynamo.allow_in_graph
@@ -168,7 +172,7 @@ def _gather_fp8(
         def backward(ctx, grad: torch.Tensor):
             return _mean_of_ranks(grad, group, ranks), None
 
-    return GatherFP8.apply
+    return GatherFP8
 
 
 def _all_gather(x: torch.Tensor, group: str, ranks: int) -> torch.Tensor:
