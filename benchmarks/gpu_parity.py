@@ -19,6 +19,8 @@ from fp8ref.run import progress
 ROOT = Path(__file__).parents[1]
 SEEDS = 3
 BACKENDS = ("torch", "jax")
+LEFT = 3  # exit code where something is left for another run
+GRACE = 90  # seconds that a run which began in time may take beyond the budget
 FIRST = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "delayed")  # those with kernels of FP8 in both backends
 
 
@@ -56,31 +58,39 @@ def main() -> int:
     runs = out / "runs" if known.dry else known.runs
     config = [str(ROOT / "configs" / ("tiny.toml" if known.dry else "parity.toml"))]
     config += ["--run.steps", "10", "--run.eval_every", "5"] if known.dry else []
-    begin, left, lines = time.monotonic(), [], []
+    begin, left, failed, lines = time.monotonic(), [], [], []
     for name, options in asked(dry=known.dry):
         if not (runs / name / "finished").exists() and time.monotonic() - begin > known.budget:
             left.append(name)
             continue
-        said = train(runs / name, [*config, *options])
+        said = train(runs / name, [*config, *options], known.budget - (time.monotonic() - begin) + GRACE)
         lines.append(f"| {name} | {said} |")
+        if not (runs / name / "finished").exists():
+            failed.append(name)
         progress.say(f"{time.monotonic() - begin:5.0f} s  {name}: {said}")
-    verdicts = report(sorted(folder for folder in runs.iterdir() if (folder / "metrics.jsonl").exists()), out / "report.html")
+    finished = sorted(folder.parent for folder in runs.glob("*/finished"))
+    verdicts = report(finished, out / "report.html") if finished else "no run is finished"
     note = ["Dry run on a CPU: no evidence of a GPU.", ""] if known.dry else []
     table = "\n".join([*note, "| run | ended |", "|---|---|", *lines, "", "```", verdicts, "```", ""])
     (out / "parity.md").write_text(table)
     print(table)
-    print(f"left for another run: {', '.join(left)}" if left else "all runs are there")
-    return 0
+    print(*(f"failed: {name}" for name in failed), f"left for another run: {', '.join(left)}" if left else "no run is left", sep="\n")
+    return 1 if failed else LEFT if left else 0
 
 
-def train(folder: Path, options: list[str]) -> str:
-    """One run in a process of its own; its weights, which no report reads, are not kept once it is finished."""
+def train(folder: Path, options: list[str], seconds: float) -> str:
+    """One run in a process of its own, which goes on from its checkpoint where time runs out; its weights, which no report reads, are not kept
+    once it is finished.
+    """
     finished = folder / "finished"
     if not finished.exists():
         resumed = ["--resume"] if (folder / "manifest.json").exists() else []
         command = [sys.executable, "-m", "fp8ref", "train", *options, "--run.out", str(folder), *resumed]
         environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-        ended = subprocess.run(command, env=environment, capture_output=True, text=True)
+        try:
+            ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=seconds)
+        except subprocess.TimeoutExpired:
+            return f"not finished when {seconds:.0f} s were over"
         said = (ended.stdout if not ended.returncode else ended.stderr).strip().splitlines()
         if ended.returncode:
             return f"exit code {ended.returncode}: {said[-1] if said else ''}"
@@ -93,7 +103,9 @@ def report(folders: list[Path], page: Path) -> str:
     """What fp8ref report says of the runs, and its page."""
     command = [sys.executable, "-m", "fp8ref", "report", *(folder.name for folder in folders), "--out", str(page.absolute())]
     ended = subprocess.run(command, capture_output=True, text=True, cwd=folders[0].parent)
-    said = (ended.stdout or ended.stderr).strip().splitlines()
+    if ended.returncode not in (0, 1):
+        return f"no report: {ended.stderr.strip()}"
+    said = ended.stdout.strip().splitlines()
     return "\n".join(line for line in said if not line.startswith("wrote"))
 
 

@@ -1,7 +1,8 @@
 """What a GPU computes, recorded: its casts and scales, its instruction, and the GEMMs of PyTorch and JAX, each probed and kept bit for bit.
 
 Recordings go to tests/evidence, where the tests compute them again; a table of what was found to benchmarks/results/gpu_probe.json and .md. What is
-there already is not asked again: a run that was cut off goes on. --dry runs the same on a CPU, with small shapes, into another directory.
+there already, of this device and these versions, is not asked again: a run that was cut off goes on, with what failed last.
+--dry runs the same on a CPU, with small shapes, into another directory.
 """
 
 import argparse
@@ -15,12 +16,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from fp8ref.run import progress
+from gpu import environment
+from gpu.results import RefusedError, Results
 
 ROOT = Path(__file__).parents[1]
+PACKAGES = ("torch", "torchao", "jax", "jaxlib", "nvidia-cublas")
 XLA = {"": "", "pinned": "--xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false"}
 SHAPES = ((64, 64, 256), (128, 128, 1024), (128, 128, 4096), (16, 4096, 4096), (1024, 1024, 4096), (4096, 4096, 4096), (8192, 8192, 8192))
 DRY_SHAPES = ((64, 64, 256),)
 PAIRS = (("e4m3fn", "e4m3fn"), ("e5m2", "e4m3fn"))
+LONGEST = 240  # seconds of one question, after which it counts as failed
+LEFT = 3  # exit code where something is left for another run
 
 
 def asked(shapes: tuple[tuple[int, int, int], ...], *, dry: bool) -> Iterator[tuple[str, list[str], str]]:
@@ -53,67 +59,83 @@ def main() -> int:
     known = parser.parse_args()
     if known.dry and not known.out:
         parser.error("--dry takes --out: what a CPU gives is no evidence of a GPU.")
-    if not known.dry and not on_gpu():
+    device = gpu()
+    if not known.dry and device is None:
         parser.error("no NVIDIA GPU is here. --dry --out DIR runs the same on a CPU.")
     evidence = known.out / "evidence" if known.out else ROOT / "tests" / "evidence"
     results = known.out / "results" if known.out else ROOT / "benchmarks" / "results"
-    for folder in (evidence, results):
-        folder.mkdir(parents=True, exist_ok=True)
-    written = results / "gpu_probe.json"
-    done = json.loads(written.read_text()) if written.exists() else {"dry": known.dry, "found": {}}
+    evidence.mkdir(parents=True, exist_ok=True)
+    try:
+        kept = Results(results / "gpu_probe.json", environment.describe(device or "cpu", PACKAGES, dry=known.dry), resume=True)
+    except RefusedError as refused:
+        print(refused, file=sys.stderr)
+        return 2
     begin = time.monotonic()
-    todo = list(asked(DRY_SHAPES if known.dry else SHAPES, dry=known.dry))
+    questions = list(asked(DRY_SHAPES if known.dry else SHAPES, dry=known.dry))
+    todo = sorted((q for q in questions if not kept.finished(q[0])), key=lambda q: kept.tried(q[0]))  # what failed comes last
     for name, arguments, flags in todo:
-        if name in done["found"] or time.monotonic() - begin > known.budget:
-            continue
-        done["found"][name] = run(name, arguments, flags, evidence, results)
-        written.write_text(json.dumps(done, indent=1) + "\n")
-        progress.say(f"{time.monotonic() - begin:5.0f} s  {name}: {done['found'][name]['said']}")
-    table = markdown(done)
-    written.with_suffix(".md").write_text(table)
-    print(table)
-    left = [name for name, *_ in todo if name not in done["found"]]
-    print(f"{len(done['found'])} of {len(todo)} done" + (f"; left for another run: {', '.join(left)}" if left else ""))
-    return 0
+        left = known.budget - (time.monotonic() - begin)
+        if left <= 0:
+            break
+        kept.put(name, run(name, arguments, flags, evidence, results, min(LONGEST, left + 60)))
+        kept.write(markdown(kept.data))
+        progress.say(f"{time.monotonic() - begin:5.0f} s  {name}: {kept.data['sections'][name]['said']}")
+    kept.write(markdown(kept.data))
+    print(markdown(kept.data))
+    untried = [name for name, *_ in questions if not kept.tried(name)]
+    failed = [name for name, *_ in questions if kept.tried(name) and not kept.finished(name)]
+    print(f"{len(questions) - len(untried) - len(failed)} of {len(questions)} done", *(f"failed: {name}" for name in failed), sep="\n")
+    if untried:
+        print(f"left for another run: {', '.join(untried)}")
+    return 1 if failed else LEFT if untried else 0
 
 
-def run(name: str, arguments: list[str], flags: str, evidence: Path, results: Path) -> dict:
-    """One command of fp8ref in a process of its own, as XLA's flags are read once; its JSON is kept beside the table."""
+def run(name: str, arguments: list[str], flags: str, evidence: Path, results: Path, seconds: float) -> dict:
+    """One command of fp8ref in a process of its own, as XLA's flags are read once; a certificate's JSON is kept beside the table."""
     path = results / f"gpu_{name}.json" if name == "certificate" else results / "gpu_probe.tmp.json"
+    path.unlink(missing_ok=True)  # what a process that was killed left
     keep = [] if name == "certificate" else ["--record", str(evidence / name)]
-    environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "COLUMNS": "200"}
-    environment["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip()
+    variables = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "COLUMNS": "200"}
+    variables["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip()
     command = [sys.executable, "-m", "fp8ref", *arguments, "--json", str(path), *keep]
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True)
-    if ended.returncode not in (0, 1):
-        return {"ok": False, "said": ended.stderr.strip().splitlines()[-1] if ended.stderr.strip() else f"exit code {ended.returncode}"}
+    try:
+        ended = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=seconds)
+    except subprocess.TimeoutExpired:
+        return broken(name, f"did not end within {seconds:.0f} s")
+    if ended.returncode not in (0, 1) or not path.exists():  # 1: no plan has all of the bits; or it crashed, and wrote nothing
+        lines = ended.stderr.strip().splitlines()
+        return broken(name, lines[-1] if lines else f"exit code {ended.returncode}")
     read = json.loads(path.read_text())
     said = ended.stdout.strip().splitlines()
     verdict = next((line for line in reversed(said) if "simulator" in line), said[-1])
     if name == "certificate":
         return {"ok": read["ok"], "said": "casts and scales in range as the simulator has them" if read["ok"] else verdict}
     path.unlink()
-    if name == "wgmma":
-        return {"ok": read["ok"], "said": verdict, "about": read["pairings"][0]["about"], "plan": read["pairings"][0]["plan"]}
-    return {"ok": read["ok"], "said": verdict, "about": read["about"], "plan": read["plan"], "xla_flags": flags}
+    of = read["pairings"][0] if name == "wgmma" else read
+    return {"ok": read["ok"], "said": verdict, "about": of["about"], "plan": of["plan"], "xla_flags": flags}
 
 
-def markdown(done: dict) -> str:
+def broken(name: str, why: str) -> dict:
+    return {"ok": False, "said": why, "rows": [{"name": name, "error": why}]}
+
+
+def markdown(data: dict) -> str:
     """The table of what was found."""
     keys = ("fused_width", "fraction_bits", "output_bits", "promotion", "split_k", "epilogue")
-    lines = ["Dry run on a CPU: no evidence of a GPU.", ""] if done["dry"] else []
+    lines = ["Dry run on a CPU: no evidence of a GPU.", ""] if data["dry"] else [f"{data['device']}, driver {data['driver']}.", ""]
     lines += [f"| asked | {' | '.join(keys)} | bits |", f"|{'---|' * (len(keys) + 2)}"]
-    for name, found in done["found"].items():
+    for name, found in data["sections"].items():
         plan = found.get("plan") or {}
         cells = ["-" if plan.get(key) is None else str(plan[key]) for key in keys]
         lines.append(f"| {name} | {' | '.join(cells)} | {found['said']} |")
     return "\n".join(lines) + "\n"
 
 
-def on_gpu() -> bool:
+def gpu() -> str | None:
+    """The device's name, if there is one."""
     import torch
 
-    return torch.cuda.is_available()
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else None
 
 
 if __name__ == "__main__":

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+import gpu_parity
+import gpu_probe
 from fp8ref.check.probe import record
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
@@ -118,23 +120,46 @@ def test_what_a_gpu_computes_is_recorded(tmp_path):
         assert refused.returncode == 2
         assert said in refused.stderr
     command = [sys.executable, script, "--dry", "--out", out]
-    none = subprocess.run([*command, "--budget", "0"], check=True, capture_output=True, text=True).stdout
-    assert "left for another run: certificate, torch-scaled-mm" in none
+    none = subprocess.run([*command, "--budget", "0"], check=False, capture_output=True, text=True)
+    assert none.returncode == 3
+    assert "left for another run: certificate, torch-scaled-mm" in none.stdout
     subprocess.run(command, check=True, capture_output=True)
     found = json.loads((out / "results" / "gpu_probe.json").read_text())
     assert found["dry"]
-    assert found["found"]["certificate"]["ok"]
+    assert found["sections"]["certificate"]["ok"]
     assert "no evidence of a GPU" in (out / "results" / "gpu_probe.md").read_text()
-    asked = [name for name in found["found"] if name != "certificate"]
+    asked = [name for name in found["sections"] if name != "certificate"]
     for name in asked:
         recordings = list((out / "evidence" / name).glob("*.json"))
         assert len(recordings) == 1
-        if found["found"][name]["ok"]:
+        if found["sections"][name]["ok"]:
             assert record.replay(recordings[0]).ok
     before = (out / "results" / "gpu_probe.json").read_bytes()
     again = subprocess.run(command, check=True, capture_output=True, text=True)
     assert f"{len(asked) + 1} of {len(asked) + 1} done" in again.stdout
     assert (out / "results" / "gpu_probe.json").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("end", "said"),
+    [
+        (subprocess.CompletedProcess([], 1, "", "fp8ref: a defect\nAcceleratorError: out of memory\n"), "AcceleratorError: out of memory"),
+        (subprocess.CompletedProcess([], 2, "", ""), "exit code 2"),
+        (subprocess.TimeoutExpired("fp8ref", 7), "did not end within 7 s"),
+    ],
+)
+def test_a_probe_that_breaks_off_is_no_evidence(tmp_path, monkeypatch, end, said):
+    """Nor is what an earlier one left, which was killed."""
+    (tmp_path / "gpu_probe.tmp.json").write_text('{"ok": true, "about": {"device": "another"}, "plan": {}}')
+
+    def run(*arguments, **options):
+        if isinstance(end, Exception):
+            raise end
+        return end
+
+    monkeypatch.setattr(subprocess, "run", run)
+    found = gpu_probe.run("jax-dot", ["probe", "jax-dot"], "", tmp_path, tmp_path, 7)
+    assert found == {"ok": False, "said": said, "rows": [{"name": "jax-dot", "error": said}]}
 
 
 @pytest.mark.slow
@@ -156,5 +181,17 @@ def test_parity_on_a_gpu_is_reported(tmp_path):
     assert not list((out / "runs").rglob("checkpoints"))
     assert "<html" in (out / "report.html").read_text()[:200]
     (out / "runs" / "jax-tensorwise" / "finished").unlink()
-    again = subprocess.run([*command, "--budget", "0"], check=True, capture_output=True, text=True).stdout
-    assert "left for another run: jax-tensorwise" in again
+    again = subprocess.run([*command, "--budget", "0"], check=False, capture_output=True, text=True)
+    assert again.returncode == 3
+    assert "left for another run: jax-tensorwise" in again.stdout
+
+
+def test_parity_runs_that_fail_are_told(tmp_path, monkeypatch, capsys):
+    fails = subprocess.CompletedProcess([], 1, "", "no memory\n")
+    monkeypatch.setattr(subprocess, "run", lambda *arguments, **options: fails)
+    monkeypatch.setattr(sys, "argv", ["gpu_parity.py", "--dry", "--out", str(tmp_path)])
+    assert gpu_parity.main() == 1
+    printed = capsys.readouterr().out
+    assert "| torch-bf16 | exit code 1: no memory |" in printed
+    assert "failed: jax-tensorwise" in printed
+    assert "no run is finished" in printed

@@ -131,6 +131,9 @@ KERNELS = {
     "triton_red_fused_abs_amax_1": "cast/amax (triton)",
     "triton_poi_fused__scaled_mm__to_copy_clamp_mul_3": "cast/amax (triton)",
     "triton_poi_fused_mul_silu_4": "other (triton)",
+    "triton_poi_fused_sigmoid_backward_absorb": "other (triton)",
+    "gemm_fusion_dot_12": "gemm (XLA's Triton)",
+    "__triton_gemm_impl_7": "gemm (XLA's Triton)",
     "Memcpy DtoD (Device -> Device)": "copy/transposes",
     "aten::mm": "gemm other",
     "aten::_scaled_mm": "gemm fp8",
@@ -211,7 +214,8 @@ def test_what_was_reached_is_what_estimates_take(tmp_path):
     )
     assert read.measured
     assert "benchmarks/gpu_torch.py on NVIDIA H200, driver 1: torch 1" in read.source
-    for unlike in ({"dry": True}, {"device": "NVIDIA A100"}, {"ceilings": rates}):
+    others = ("NVIDIA A100", "NVIDIA GH200 480GB", "NVIDIA H100 PCIe", "NVIDIA H100 NVL", "NVIDIA H100 80GB HBM3 MIG 1g.10gb")
+    for unlike in ({"dry": True}, {"ceilings": rates}, *({"device": device} for device in others)):
         assert estimates.write(measured | unlike, tmp_path / "none") is None
 
 
@@ -260,6 +264,8 @@ def test_sections_run_while_there_is_time_and_failures_are_told(tmp_path, capsys
     described = ENVIRONMENT | {"dry": False, "device": "some GPU"}
     kept = Results(tmp_path / "r.json", described)
     assert command.execute(Bench(100), asked, kept, None) == 1
+    assert kept.tried("a:y")
+    assert not kept.tried("b")
     printed = capsys.readouterr()
     assert "no time was left for b: run again with --resume" in printed.out
     assert printed.err == "a:y: a:y: RuntimeError: out of memory\n"
@@ -267,8 +273,55 @@ def test_sections_run_while_there_is_time_and_failures_are_told(tmp_path, capsys
     assert command.execute(Bench(-1), asked, again, ["a"]) == 1
     assert "no time was left for a:y: run again" in capsys.readouterr().out
     sections["a:y"] = sections["b"]
+    assert command.execute(Bench(100), asked, again, None) == command.LEFT  # b is still to be measured
     assert command.execute(Bench(5000), asked, again, None) == 0
     assert list(json.loads((tmp_path / "r.json").read_text())["sections"]) == ["a:x", "a:y", "b"]
+
+
+def test_what_failed_is_tried_again_after_what_was_never_tried(tmp_path, capsys):
+    order = []
+
+    def section(name, fails):
+        def run(bench):
+            order.append(name)
+            return {"rows": [{"name": "row", "error": "e"}] if fails else []}
+
+        return run
+
+    sections = {"a": section("a", True), "b": section("b", False), "c": section("c", False)}
+    asked = command.Suite(sections=sections, needed=dict.fromkeys(sections, 10), targets=(), of_floor=(), how="xla")
+    kept = Results(tmp_path / "r.json", ENVIRONMENT | {"dry": False, "device": "some GPU"})
+    command.execute(Bench(100), asked, kept, ["a"])
+    command.execute(Bench(100), asked, kept, None)
+    assert order == ["a", "b", "c", "a"]
+    assert capsys.readouterr().err == "a: row: e\n" * 2
+
+
+def test_a_section_that_fails_more_than_before_leaves_what_there_was(tmp_path):
+    kept, row = Results(tmp_path / "r.json", ENVIRONMENT), {"name": "a", "speedup": 1.0}
+    kept.put("s", {"rows": [row, {"name": "b", "error": "e"}]})
+    kept.put("s", {"rows": [{"name": "s", "error": "e"}, {"name": "b", "error": "e"}]})
+    assert kept.data["sections"]["s"]["rows"][0] == row
+    kept.put("s", {"rows": [row]})
+    assert kept.finished("s")
+
+
+@pytest.mark.parametrize("name", ["r.md", "folder.json"])
+def test_results_go_to_a_file_of_json(tmp_path, name):
+    (tmp_path / "folder.json").mkdir()
+    with pytest.raises(RefusedError, match=r"results go to a file NAME\.json"):
+        Results(tmp_path / name, ENVIRONMENT, resume=True)
+
+
+def test_results_that_cannot_be_written_are_refused_before_anything_is_measured(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RefusedError, match=r"which fails: .*\. Name another file by --json"):
+        Results(tmp_path / "file" / "r.json", ENVIRONMENT)
+
+
+def test_of_a_call_that_makes_several():
+    found = timing.each(Rounds(seconds={"a": [8.0, 4.0]}, errors={"b": "e"}), 8)
+    assert (found.seconds, found.errors) == ({"a": [1.0, 0.5]}, {"b": "e"})
 
 
 SCRIPTS = ("torch", "jax")

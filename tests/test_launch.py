@@ -4,10 +4,13 @@ import os
 import socket
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 import tomli_w
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from fp8ref.run import config as configs
 from fp8ref.run import log
@@ -109,3 +112,31 @@ def test_a_job_that_was_queued_again_resumes(backend, launch, python):
     done = launch(backend, python=python, CODE="0", SLURM_RESTART_COUNT="1")
     assert all(line.endswith("--run.out run --resume") for line in done.stdout.splitlines())
     assert launch(backend, python=python, CODE="0", SLURM_RESTART_COUNT="0").stdout.count("--resume") == 0
+
+
+def needed(names, extras=()) -> set[str]:
+    """The packages that these need on a GPU's machine, themselves and by way of others."""
+    on_gpu = {"python_version": "3.12", "python_full_version": "3.12.3", "sys_platform": "linux", "platform_machine": "x86_64"}
+    todo, found = [(name, tuple(extras)) for name in names], set()
+    while todo:
+        name, extras = todo.pop()
+        if (name, extras) in found:
+            continue
+        found.add((name, extras))
+        try:
+            requirements = map(Requirement, metadata.requires(name) or ())
+        except metadata.PackageNotFoundError:  # of another platform or machine
+            continue
+        for_gpu = [
+            one for one in requirements if one.marker is None or any(one.marker.evaluate(on_gpu | {"extra": e}) for e in ("", *extras))
+        ]
+        todo += [(canonicalize_name(one.name), tuple(one.extras)) for one in for_gpu]
+    return {name for name, _ in found}
+
+
+def test_wheels_are_all_that_a_gpus_machine_lacks():
+    lines = (LAUNCH / "gpu-wheels.txt").read_text(encoding="utf-8").splitlines()
+    there = next(line for line in lines if line.startswith("# torch ")).removeprefix("# ").split()
+    wheels = {canonicalize_name(line) for line in lines if not line.startswith("#")}
+    wanted = needed(["fp8ref"], ["jax", "torch", "train"]) | needed(wheels) | needed(["gfloat", "mmaemu"])
+    assert wanted - wheels - needed(there) == {"fp8ref"}

@@ -8,11 +8,13 @@ from pathlib import Path
 
 # The first that matches a kernel's name says what it is. The names are those of cuBLASLt (nvjet: q and r stand for e4m3 and e5m2), CUTLASS,
 # PyTorch and inductor, which writes the operators that it fused into the name of a Triton kernel;
-# of XLA's fusions names tell little: a cast is one of "other (XLA)", unless it is a transposition too.
+# XLA's own GEMMs in Triton are of FP8 or not, which their names do not tell;
+# of XLA's other fusions names tell little: a cast is one of "other (XLA)", unless it is a transposition too.
 KINDS = (
     ("optimizer", r"multi_tensor_apply|adam|_foreach"),
     ("attention", r"flash|fmha|attention|sdpa"),
-    ("cast/amax (triton)", r"^triton_(?!tem).*(amax|abs|clamp|float8|_scaled_mm|reciprocal)"),
+    ("gemm (XLA's Triton)", r"gemm_fusion|triton_gemm|nested_gemm"),
+    ("cast/amax (triton)", r"^triton_(?!tem).*_(amax|abs|clamp|float8|_scaled_mm|reciprocal)(_|$)"),
     ("other (triton)", r"^triton_(?!tem)"),
     ("gemm fp8", r"e4m3|e5m2|float8|fp8|_scaled_mm|nvjet_(sm\d+_)?[qr]{2}"),
     ("gemm other", r"nvjet|gemm|cublas|cutlass|xmma|wgmma|triton_tem|splitk|aten::(add)?mm$"),

@@ -14,6 +14,7 @@ from gpu.results import Results
 from gpu.targets import Target
 from gpu.timing import Budget, Clock, message
 
+LEFT = 3  # exit code
 BUDGET = 510.0  # seconds: what begins within it ends within nine minutes
 
 
@@ -59,9 +60,13 @@ def options(description: str | None, names: Sequence[str], default: Path) -> arg
 
 
 def execute(known: Bench, suite: Suite, kept: Results, chosen: Sequence[str] | None) -> int:
-    """Run what is chosen (names and groups; None: all) and print what it came to. Returns the exit code: 1 where something failed."""
+    """Run what is chosen (names and groups; None: all) and print what it came to. Returns the exit code: 1 where something failed,
+    LEFT where no time was left.
+    """
     wanted = [name for name in suite.sections if chosen is None or name in chosen or group(name) in chosen]
-    left = [name for name in wanted if not kept.finished(name) and not _run(known, suite, kept, name)]
+    again = [name for name in wanted if kept.tried(name) and not kept.finished(name)]  # after those that were never tried
+    todo = [name for name in wanted if not kept.tried(name)] + again
+    left = [name for name in todo if not _run(known, suite, kept, name)]
     report.conclude(kept.data, suite.targets, suite.of_floor, suite.how)
     title = "A dry run on a cpu: no figure here is a GPU's" if known.dry else f"{kept.data['device']}, fp8 / bf16"
     tables.show(title, ("what", "value", "quartiles", "asked", ""), report.asked(kept.data))
@@ -70,7 +75,7 @@ def execute(known: Bench, suite: Suite, kept: Results, chosen: Sequence[str] | N
         print(f"no time was left for {', '.join(left)}: run again with --resume")
     broken = [f"{name}: {what}" for name in wanted for what in results.failed(kept.data["sections"].get(name, {}))]
     print(*broken, sep="\n", file=sys.stderr)
-    return 1 if broken else 0
+    return 1 if broken else LEFT if left else 0
 
 
 def group(name: str) -> str:
@@ -89,9 +94,9 @@ def _run(known: Bench, suite: Suite, kept: Results, name: str) -> bool:
         found = {"rows": [{"name": name, "error": message(error)}]}
     clocks = None if known.dry else [before, environment.clocks()]
     took = time.monotonic() - begun
-    kept.put(name, found | {"timed_by": known.clock.kind, "took_seconds": took, "clocks": clocks})
-    known.free()
+    kept.put(name, found | {"timed_by": known.clock.kind, "took_seconds": took, "clocks": clocks, "revision": environment.revision()})
     report.conclude(kept.data, suite.targets, suite.of_floor, suite.how)
     kept.write(report.markdown(kept.data))
+    known.free()
     print(f"{name}: {took:.0f} s", *results.failed(found), sep="\n  ", flush=True)
     return True

@@ -1,9 +1,12 @@
 """What figures were measured on: the device, its driver and clocks, versions, and flags that change kernels."""
 
+import functools
+import hashlib
 import importlib.metadata
 import os
 import platform
 import subprocess
+from pathlib import Path
 
 FLAGS = (
     "CUBLAS_WORKSPACE_CONFIG",
@@ -31,6 +34,15 @@ def version(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+@functools.cache
+def revision() -> str:
+    """What code was measured: of the sources' SHA-256, twelve digits."""
+    root, found = Path(__file__).parents[2], hashlib.sha256()
+    for path in sorted([*root.glob("fp8ref/**/*.py"), *root.glob("benchmarks/gpu/*.py")]):
+        found.update(path.read_bytes())
+    return found.hexdigest()[:12]
 
 
 def clocks() -> str | None:

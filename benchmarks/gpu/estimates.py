@@ -14,11 +14,13 @@ KEYS = {  # of fp8ref estimate, and of a benchmark's ``ceilings``
     "launch": "launch_in_graph_seconds",
 }
 
+OTHERS = {"pcie", "nvl", "mig"}  # cards of these names that have other clocks and memory than the SXM ones
+
 
 def ceilings(data: dict) -> dict | None:
     """Those of a benchmark's results; None of a dry run, of a GPU that estimates do not know, or where one was not measured."""
-    found, device = data["ceilings"], data["device"].lower()
-    gpu = next((sheet for name, sheet in NAMES.items() if name in device), None)
+    found, words = data["ceilings"], set(data["device"].lower().split())
+    gpu = None if words & OTHERS else next((sheet for name, sheet in NAMES.items() if name in words), None)
     if data["dry"] or gpu is None or not all(found.get(key) for key in KEYS.values()):
         return None
     versions = ", ".join(f"{name} {version}" for name, version in data["versions"].items() if version)

@@ -20,6 +20,7 @@ from gpu.jax_linears import differences
 from gpu.jax_variants import Variant
 
 SETS = 3  # of inputs that are rotated
+MOST = 50  # steps of a row
 WARM = 3  # steps on the same inputs, after which scales of past amaxes are of them; the last is compared with bfloat16's
 
 
@@ -98,7 +99,7 @@ def run(bench: Bench, config: LlamaConfig, tokens: int, variants: Sequence[str])
             memory[name] = getattr(made.compiled.memory_analysis(), "temp_size_in_bytes", None)
         except Exception as error:  # the others are still to be measured
             errors[name] = timing.message(error)
-    measured = bench.timed({name: model.step for name, model in models.items()}, most=3, row_seconds=0.2)
+    measured = bench.timed({name: model.step for name, model in models.items()}, most=MOST, row_seconds=0.2)
     measured.errors.update(errors)
     return {
         "tokens": tokens,

@@ -1,5 +1,7 @@
 """What XLA gets out of the device at most: large GEMMs, a copy, and programs that do next to nothing."""
 
+from collections.abc import Callable, Sequence
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -37,8 +39,8 @@ def run(bench: Bench) -> dict:
     return {"rows": rows, "copy": copied, "launches": gaps, "ceilings": ceilings}
 
 
-def gemm(bench: Bench, shape: tuple[int, int, int], types, precision, *, scales: str) -> timing.Call:
-    """[M, K] by [N, K], both contiguous along K, scaled ("tensorwise", "rowwise", "unit") and rounded to bfloat16."""
+def gemm(bench: Bench, shape: tuple[int, int, int], types, precision, *, scales: str, chained: int = 1) -> timing.Call:
+    """[M, K] by [N, K], both contiguous along K, scaled ("tensorwise", "rowwise", "unit") and rounded to bfloat16; so many of them a call."""
     m, n, k = shape
     count = timing.sets(2 * (m * k + n * k + m * n))
     pairs = [(bench.codes(m, k, dtype=types[0]), bench.codes(n, k, dtype=types[1])) for _ in range(count)]
@@ -49,8 +51,18 @@ def gemm(bench: Bench, shape: tuple[int, int, int], types, precision, *, scales:
         out = dot(a, b, 1, 1, precision)
         return (out if scales == "unit" else out * rows * columns).astype(jnp.bfloat16)
 
-    f = bench.compiled(multiply, *pairs[0], rows, columns)
-    return lambda i: f(*pairs[i % count], rows, columns)
+    return rotated(bench, multiply, pairs, rows, columns, chained=chained)
+
+
+def rotated(bench: Bench, function: Callable, pairs: Sequence, *more: jax.Array, chained: int = 1) -> timing.Call:
+    """A call is a program of so many calls of function(*pair, *more), on pairs that are rotated."""
+
+    def chain(pairs, *more):
+        return [function(*pair, *more) for pair in pairs]
+
+    taken = [[pairs[(i + j) % len(pairs)] for j in range(chained)] for i in range(len(pairs))]
+    f = bench.compiled(chain, taken[0], *more)
+    return lambda i: f(taken[i % len(pairs)], *more)
 
 
 def dot(a: jax.Array, b: jax.Array, axis_a: int, axis_b: int, precision) -> jax.Array:

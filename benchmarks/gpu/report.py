@@ -49,6 +49,9 @@ def markdown(data: dict) -> str:
         said = "# A dry run on a cpu: no figure here is a GPU's\n\n"
     said += f"Versions: {', '.join(f'{k} {v}' for k, v in data['versions'].items())}; driver {data['driver']}.\n"
     said += "Milliseconds are medians of rounds in which variants took turns; speed / bf16 is bf16's time by the variant's, median and quartiles.\n"
+    revisions = {section["revision"] for section in data["sections"].values() if "revision" in section}
+    if len(revisions) > 1:
+        said += f"Sections were measured with {len(revisions)} revisions of the code: {', '.join(sorted(revisions))}.\n"
     return f"{said}{noise(data)}\n" + "".join(
         f"\n## {title}\n\n{tables.markdown(heads, rows)}" for title, heads, rows in everything(data) if rows
     )

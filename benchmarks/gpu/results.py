@@ -24,18 +24,30 @@ class Results:
                 f"figures of a dry run are of no GPU, and are not written to benchmarks/results; got {path}. Name another file by --json."
             )
         self.path, self.data = path, environment | {"sections": {}}
+        if path.suffix != ".json" or path.is_dir():
+            raise RefusedError(f"results go to a file NAME.json, and their table to NAME.md; got {path}. Name such a file by --json.")
         if path.exists() and not resume and not overwrite:
             raise RefusedError(f"{path} is there already. Add to it by --resume, or begin anew by --overwrite.")
         if resume and path.exists():
             self.data = _earlier(path, environment)
+        try:  # before anything is measured
+            _write(path, json.dumps(self.data, indent=1) + "\n")
+        except OSError as error:
+            raise RefusedError(f"results are written to {path}, which fails: {error.strerror}. Name another file by --json.") from None
 
     def finished(self, name: str) -> bool:
         """Whether the file has a section, and nothing in it failed."""
         section = self.data["sections"].get(name)
         return section is not None and not failed(section)
 
+    def tried(self, name: str) -> bool:
+        return name in self.data["sections"]
+
     def put(self, name: str, section: dict) -> None:
-        self.data["sections"][name] = section
+        """Keep a section; an earlier one of which less failed stays."""
+        earlier = self.data["sections"].get(name)
+        if earlier is None or len(failed(section)) <= len(failed(earlier)):
+            self.data["sections"][name] = section
 
     def write(self, markdown: str) -> None:
         """Both files, each whole or as it was before."""

@@ -101,6 +101,11 @@ def interleaved(
     return Rounds(seconds=seconds, errors=errors)
 
 
+def each(measured: Rounds, calls: int) -> Rounds:
+    """Of one of so many that a call makes."""
+    return Rounds(seconds={name: [s / calls for s in taken] for name, taken in measured.seconds.items()}, errors=measured.errors)
+
+
 def ratio(reference: Sequence[float], other: Sequence[float]) -> float:
     """How many times as fast the other one is: the median of the rounds' ratios, above 1 where it takes less time."""
     return statistics.median(a / b for a, b in zip(reference, other, strict=True))

@@ -13,7 +13,6 @@ RATES = {  # keys of ``ceilings`` and the GEMMs that they are read off
     "fp8_slow_flops": "tensorwise slow",
     "fp8_e5m2_slow_flops": "tensorwise slow, e5m2 x e4m3",
     "fp8_rowwise_flops": "rowwise fast",
-    "fp8_rowwise_slow_flops": "rowwise slow, as torchao",
 }
 
 
@@ -62,7 +61,6 @@ def gemms(bench: Bench) -> dict[str, timing.Call]:
         "tensorwise slow": lambda i: scaled(*e4m3[i % count], False),
         "tensorwise slow, e5m2 x e4m3": lambda i: scaled(e5m2[i % count], e4m3[i % count][1], False),
         "rowwise fast": lambda i: scaled(*e4m3[i % count], True, rows, columns),
-        "rowwise slow, as torchao": lambda i: scaled(*e4m3[i % count], False).mul_(rows * columns),
     }
 
 

@@ -31,6 +31,7 @@ def run(bench: Bench, shape: tuple[int, int, int]) -> dict:
             passes[name] = forward_backward
         except Exception as error:  # the others are still to be measured
             errors[name] = timing.message(error)
+            inputs.clear()
     measured = bench.timed(passes)
     measured.errors.update(errors)
     rows = timing.rows(measured, "bf16")
@@ -48,6 +49,11 @@ class Inputs:
         self.count = timing.sets(2 * m * (k + n))
         self.xs = [bench.random(m, k).requires_grad_() for _ in range(self.count)]
         self.gs = [bench.random(m, n, scale=1e-3) for _ in range(self.count)]
+
+    def clear(self) -> None:
+        """No gradients of inputs, which a pass that broke off would have left to the next variant's."""
+        for x in self.xs:
+            x.grad = None
 
     def passes(self, variant: str) -> Passes:
         """i -> (output, grad_input, grad_weight), of the i-th inputs."""
@@ -85,7 +91,8 @@ def products(bench: Bench, shape: tuple[int, int, int]) -> dict[str, timing.Call
     found: dict[str, timing.Call] = {}
     for recipe in ("bf16", *OURS):
         for which, spec in RECIPES[recipe].gemms.items():
-            found.setdefault(ledger.gemm_name(which, spec), product(bench, shape, which, spec))
+            if ledger.gemm_name(which, spec) not in found:
+                found[ledger.gemm_name(which, spec)] = product(bench, shape, which, spec)
     return found
 
 

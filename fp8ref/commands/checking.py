@@ -46,13 +46,12 @@ def _crosscheck(known: argparse.Namespace, options: list[str]) -> int:
     from fp8ref.run.loop import BACKENDS
 
     check_whole(config)
-    check_json(known.json)
+    check_json(known.json, known.config)
     if known.sharded is not None:
         return _crosscheck_sharded(known, config)
     steps = crosscheck.STEPS if known.steps is None else known.steps
     if not 0 <= steps <= config.run.steps:
         raise ConfigError(f"--steps lies between 0 and run.steps = {config.run.steps}; got {steps}.")
-    check_json(known.json)
     report = crosscheck.crosscheck(config, backends=(known.backend,) if known.backend else BACKENDS, steps=steps)
     report.print()
     if known.json:

@@ -19,7 +19,7 @@ def add(commands) -> None:
 
 def _estimate(known: argparse.Namespace, options: list[str]) -> int:
     config = shared.config(known, options)
-    check_json(known.json)
+    check_json(known.json, known.config, known.ceilings)
     from fp8ref.run import progress
     from fp8ref.run.config import ConfigError
     from fp8ref.run.plan import ceilings, forecast

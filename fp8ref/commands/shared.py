@@ -48,8 +48,10 @@ def config(known: argparse.Namespace, options: list[str]):
     return configs.override(configs.load(known.config), options, prog=f"{prog} {known.config}")
 
 
-def check_json(path: Path | None) -> None:
-    """ValueError where --json cannot be written, or names what a run owns."""
+def check_json(path: Path | None, *read: Path | None) -> None:
+    """ValueError where --json cannot be written, or names what a run owns or this command reads."""
+    if path and any(other and other.exists() and path.exists() and path.samefile(other) for other in read):
+        raise ValueError(f"--json names a file of its own; {path} is read by this command. Name another.")
     if path and path.name in ("manifest.json", "metrics.jsonl", "statistics.jsonl", "config.toml", "shards.json", "batch.npy"):
         raise ValueError(
             f"--json names a file of your own; {path.name} is what runs, checkpoints and shards keep. Got {path}; name another."

@@ -56,6 +56,10 @@ class Ceilings:
                 )
         if not 1e-8 <= self.launch <= 1e-3:
             raise ValueError(f"launch is in seconds, 2e-6 or so; got {self.launch:.3g}.")
+        if not self.bf16 <= self.fp8:
+            raise ValueError(f"fp8 is no less than bf16; got {self.fp8:.3g} and {self.bf16:.3g}. Look whether they are exchanged.")
+        if not self.source.strip():
+            raise ValueError("source says where the rates come from; got nothing.")
 
     @property
     def sheet(self) -> Gpu:
@@ -112,7 +116,7 @@ def of(gpu: str, file: Path | None = None) -> Ceilings:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{file}: cannot be read ({error}). --ceilings takes a JSON file of measured rates.") from error
     except pydantic.ValidationError as error:
-        wrong = "; ".join(f"{'.'.join(map(str, e['loc'])) or 'all'}: {e['msg']}" for e in error.errors())
+        wrong = "; ".join(f"{'.'.join(map(str, e['loc'])) or 'all'}: {e['msg'].rstrip('.')}" for e in error.errors())
         raise ConfigError(f"{file}: no measured ceilings: {wrong}. The keys are {', '.join(_KEYS)}.") from error
     if made.gpu != NAMES[gpu]:
         raise ConfigError(f"{file}: of {made.gpu}, and --gpu is {gpu} ({NAMES[gpu]}). Name the GPU that it was measured on.")

@@ -40,6 +40,7 @@ class Forecast:
     rows: list[Row]
     step: Step
     fused: bool
+    named: bool  # whether some of those that lose are converted because fp8_fqns names them
 
     @property
     def to_filter(self) -> list[str]:
@@ -73,10 +74,15 @@ class Forecast:
     def _advice(self) -> str:
         if not any(row.ledger.parts for row in self.rows):
             return "No linear is in FP8."
-        lost = self.to_filter
-        said = f"SLOWER in FP8: add {', '.join(lost)} to numerics.filter_fqns." if lost else "No linear is slower in FP8."
-        slow = " Casts are not fused: set parallel.compile to block." if self.backend == "torch" and not self.fused else ""
-        return f"{said}{slow} amax: with its scales; floor: launches alone."
+        lost, tail = self.to_filter, " amax: with its scales; floor: launches alone."
+        if lost and not self.fused:
+            return f"SLOWER in FP8: {', '.join(lost)}. Casts are not fused: set parallel.compile to block and estimate again.{tail}"
+        if not lost:
+            return f"No linear is slower in FP8.{'' if self.fused else ' Casts are not fused: set parallel.compile to block.'}{tail}"
+        if not any(row.ledger.parts and not row.loses for row in self.rows):
+            return f"SLOWER in FP8: every linear. Use recipe bf16.{tail}"
+        said = f"SLOWER in FP8: add {', '.join(lost)} to numerics.filter_fqns"
+        return f"{said}{', and take what names them out of numerics.fp8_fqns' * self.named}.{tail}"
 
     def _steps(self) -> Table:
         table, rest = _table("what", ">bf16", ">as configured", ">after filtering"), self.step.rest
@@ -104,7 +110,9 @@ def of(config: Config, backend: str, ceilings: Ceilings) -> Forecast:
         groups[key] = (groups.get(key, (0, one))[0] + 1, one)
     rows = [Row(name, shape, count, one) for (name, shape, _), (count, one) in groups.items()]
     fused = backend == "jax" or config.parallel.compile != "none"
-    return Forecast(backend, config.numerics.recipe, ceilings, rows, step.of(config, backend, ceilings), fused)
+    lost = {row.linear for row in rows if row.loses}
+    named = any(d.reason.startswith("named by fp8_fqns") and d.path.split(".")[-1] in lost for d in config.decisions())
+    return Forecast(backend, config.numerics.recipe, ceilings, rows, step.of(config, backend, ceilings), fused, named)
 
 
 def _table(*columns: str) -> Table:

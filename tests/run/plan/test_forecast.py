@@ -45,9 +45,25 @@ def test_linears_that_lose_are_named():
     assert found.to_filter == ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
     text = printed(found)
     assert text.count("FILTER") == 7
-    assert f"SLOWER in FP8: add {', '.join(found.to_filter)} to numerics.filter_fqns." in " ".join(text.split())
-    assert "Casts are not fused: set parallel.compile to block." in " ".join(text.split())
+    assert f"SLOWER in FP8: {', '.join(found.to_filter)}. Casts are not fused: set parallel.compile to block" in " ".join(text.split())
     assert "NOT MEASURED" in text
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        (sizes.config(compile="block"), "SLOWER in FP8: every linear. Use recipe bf16."),
+        (LARGE, "No linear is slower in FP8."),
+        (LARGE.replace(parallel={"compile": "none"}), "Casts are not fused: set parallel.compile to block and estimate again."),
+        (LARGE.replace(model={"num_key_value_heads": 1}), "add k_proj, v_proj to numerics.filter_fqns."),
+        (
+            LARGE.replace(model={"num_key_value_heads": 1}, numerics={"fp8_fqns": ("k_proj",)}),
+            "add k_proj, v_proj to numerics.filter_fqns, and take what names them out of numerics.fp8_fqns.",
+        ),
+    ],
+)
+def test_the_advice(config, said):
+    assert said in " ".join(printed(forecast.of(config, "torch", H200)).split())
 
 
 def test_a_config_without_fp8_says_so():
