@@ -20,11 +20,11 @@ def of_gemms(seen: Sequence[Observation], recipes: Mapping[str, Recipe], batch: 
         operands = dict(zip(OPERANDS[o.gemm], (o.a, o.b), strict=True))
         for role, (hp, _, scale) in operands.items():
             why = f"it comes from {_before(o.layer, recipes)}" if role == "grad_output" else _elsewhere(o.backend)
-            yield Site(module=o.layer, role=role, value=_whole(hp, role, batch)), why
+            yield Site(module=o.layer, role=role, value=whole(hp, role, batch)), why
             yield Site(module=o.layer, role=f"{role} scale", value=np.asarray(scale)), "the tensor's values are finite"
         out = np.asarray(o.out)
         factors = {} if np.isfinite(out).all() else _factors(o, recipes[o.layer], batch)
-        yield Site(module=o.layer, role=o.gemm, value=_whole(out, o.gemm, batch), factors=factors), ""
+        yield Site(module=o.layer, role=o.gemm, value=whole(out, o.gemm, batch), factors=factors), ""
 
 
 def _elsewhere(backend: str) -> str:
@@ -49,7 +49,7 @@ def in_backend(
         yield from of_gemms([o for o in seen if o.gemm != "output"], recipes, tokens.shape)
         return
     gradients = trainer.gradients(tokens)
-    for module in _backward(config.model):
+    for module in backward(config.model):
         yield from of_gemms([o for o in seen if o.layer == module and o.gemm != "output"], recipes, tokens.shape)
         why = f"a sum over {tokens[:, 1:].size} tokens; no FP8 operand or output before it is other than finite"
         yield Site(module=module, role="weight's gradient", value=gradients[f"{module}.weight"]), why
@@ -73,18 +73,18 @@ def _factors(o: Observation, recipe: Recipe, batch: tuple[int, ...]) -> dict[str
         found[role] = value if axis == 1 else value.T
     if o.gemm != "grad_weight":  # whose rows are no tokens
         first = OPERANDS[o.gemm][0]
-        found[first] = _whole(found[first], first, batch)
+        found[first] = whole(found[first], first, batch)
     return found
 
 
-def _whole(value: np.ndarray, role: str, batch: tuple[int, ...]) -> np.ndarray:
+def whole(value: np.ndarray, role: str, batch: tuple[int, ...]) -> np.ndarray:
     """[tokens, ...] as [sequence, position, ...]; what has no tokens as it is."""
     if role in ("weight", "grad_weight"):
         return value
     return value.reshape(batch[0], batch[1] - 1, -1)
 
 
-def _backward(config: llama.LlamaConfig) -> list[str]:
+def backward(config: llama.LlamaConfig) -> list[str]:
     """Modules with parameters, in the order in which the backward pass reaches them."""
     found = [llama.EMBEDDING.removesuffix(".weight")]
     for i in range(config.num_hidden_layers):

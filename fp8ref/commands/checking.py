@@ -25,6 +25,13 @@ def add(commands) -> None:
         help="instead of CONFIG: a step that failed, RUN/failures/step-..., on one device; names the first layer, role and element that is not "
         "finite. Exits with 1 if there is one, or a code or scale is not the simulator's; with 0 if the step does not fail again",
     )
+    check.add_argument(
+        "--first-divergence",
+        nargs=2,
+        metavar=("A", "B"),
+        help="where A and B first part: step, layer, role, GEMM, element, and the clause that explains it. Two run directories, without CONFIG: they are "
+        "continued from their last equal checkpoint; or, with CONFIG, two of jax and torch, trained side by side for --steps. Exits with 1 if they part",
+    )
     check.add_argument("--json", type=Path, metavar="FILE", help="write every comparison to FILE")
     certificate = shared.plain(
         commands,
@@ -38,6 +45,8 @@ def add(commands) -> None:
 
 
 def _crosscheck(known: argparse.Namespace, options: list[str]) -> int:
+    if known.first_divergence is not None and not known.help:
+        return _crosscheck_first(known, options)
     if known.replay is not None and not known.help:
         return _crosscheck_replay(known, options)
     config = shared.config(known, options)
@@ -57,6 +66,38 @@ def _crosscheck(known: argparse.Namespace, options: list[str]) -> int:
     if known.json:
         report.write(known.json)
     return 0 if report.ok else FAILED
+
+
+def _crosscheck_first(known: argparse.Namespace, options: list[str]) -> int:
+    from fp8ref.run.config import ConfigError
+    from fp8ref.run.loop import BACKENDS
+
+    others = {"--backend": known.backend, "--sharded": known.sharded, "--replay": known.replay}
+    if unused := [name for name, value in others.items() if value is not None]:
+        raise ConfigError(
+            f"--first-divergence compares A with B; got {', '.join(unused)} too, which is another cross-check. Leave one out."
+        )
+    a, b = known.first_divergence
+    check_json(known.json)
+    if a in BACKENDS and b in BACKENDS:
+        config = shared.config(known, options)
+        from fp8ref.check import crosscheck, divergence
+
+        found = divergence.of_backends(config, a, b, steps=crosscheck.STEPS if known.steps is None else known.steps)
+    else:
+        given = {"CONFIG": known.config, "--steps": known.steps}
+        if unused := options or [name for name, value in given.items() if value is not None]:
+            raise ConfigError(
+                f"--first-divergence of two runs takes config and steps from them; got {', '.join(unused)} too. Leave it out, or name two backends: "
+                f"fp8ref crosscheck CONFIG --first-divergence {' '.join(BACKENDS)}."
+            )
+        from fp8ref.check import divergence_of_runs
+
+        found = divergence_of_runs.of_runs(Path(a), Path(b))
+    found.print()
+    if known.json:
+        found.write(known.json)
+    return 0 if found.ok else FAILED
 
 
 def _crosscheck_replay(known: argparse.Namespace, options: list[str]) -> int:

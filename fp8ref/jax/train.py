@@ -99,6 +99,11 @@ class Trainer:
         """The float32 masters by name."""
         return {_name(path): self._layout.fetch(value) for path, value in jax.tree_util.tree_leaves_with_path(self._params)}
 
+    def moments(self) -> dict[str, dict[str, np.ndarray]]:
+        """Both of Adam's, float32: by which, then by parameter."""
+        trees = zip(TREES[1:], (self._adam.mu, self._adam.nu), strict=True)
+        return {key: {_name(path): self._layout.fetch(v) for path, v in jax.tree_util.tree_leaves_with_path(tree)} for key, tree in trees}
+
     def save(self, directory: Path) -> Callable[[], None]:
         """Copy the state to host memory and begin to write it into a directory; the result waits until it is written, by every process."""
         return self._store.save(directory, self._state())

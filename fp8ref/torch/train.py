@@ -107,6 +107,15 @@ class Trainer:
         """The float32 masters by name."""
         return {name: _whole(p.detach()) for name, p in self._params.items()}
 
+    def moments(self) -> dict[str, dict[str, np.ndarray]]:
+        """Both of Adam's, float32: by which, then by parameter. Of those kept in FP8 (T-6), what their codes stand for."""
+        optimizer.begin(self._optimizer)
+        names = {id(p): name for name, p in self._params.items()}
+        found: dict[str, dict[str, np.ndarray]] = {key: {} for key in optimizer.MOMENTS}
+        for p, key, moment in optimizer.moments(self._optimizer):
+            found[key][names[id(p)]] = _whole(moment.dequantize() if optimizer.in_fp8(moment) else moment)
+        return found
+
     def save(self, directory: Path) -> Callable[[], None]:
         """Copy the state to host memory and begin to write it into a directory; the result waits until it is written, by every process."""
         return self._store.save(directory)
