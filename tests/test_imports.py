@@ -13,6 +13,7 @@ FORBIDDEN = {
     "jax": ("fp8ref.sim", "fp8ref.torch", "fp8ref.check", "torch"),
     "torch": ("fp8ref.sim", "fp8ref.jax", "fp8ref.check", "jax"),
     "sim": ("fp8ref.jax", "fp8ref.torch", "fp8ref.check", "fp8ref.run", "jax", "torch", "ml_dtypes"),
+    "plots": ("fp8ref.jax", "fp8ref.torch", "fp8ref.check", "fp8ref.run", "jax", "torch"),
 }
 
 

@@ -11,6 +11,9 @@ from pathlib import Path
 import nbformat
 import pytest
 
+from fp8ref.run import demo, tensors
+
+ROLES = ("input", "weight", "grad_output")
 ROOT = Path(__file__).parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 every_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
@@ -32,7 +35,25 @@ def shows(source: str) -> bool:
 
 
 def test_there_are_notebooks():
-    assert [path.stem for path in NOTEBOOKS] == ["04_training"]
+    assert [path.stem for path in NOTEBOOKS] == ["01_formats", "02_scaling", "03_accumulation", "04_training"]
+
+
+def test_the_tensors_beside_them_are_a_demos_and_small():
+    path = ROOT / "notebooks" / "data" / "tiny.npz"
+    kept = tensors.read(path)
+    assert path.stat().st_size <= 10**6
+    assert (kept.about["backend"], kept.about["recipe"]) == demo.OBSERVED
+    assert {name.rsplit(".", 1)[1] for name in kept.operands} == {f"{kind}/{role}" for kind in demo.KEPT for role in ROLES}
+    assert {trace.shape for trace in kept.amaxes.values()} == {(kept.about["step"],)}
+
+
+@every_notebook
+def test_no_figure_is_far_larger_than_a_screen_needs(path):
+    for cell in code_cells(path):
+        for output in cell.outputs:
+            if picture := output.get("data", {}).get("image/png"):
+                assert len(picture) < 300_000
+    assert path.stat().st_size < 1_500_000
 
 
 @every_notebook
@@ -68,7 +89,7 @@ def said(path: Path) -> list[list[str]]:
 def test_executed_again_it_says_the_same(path, tmp_path):
     """Verdicts, which bits are equal and what ran: everything but numbers."""
     shutil.copytree(ROOT / "configs", tmp_path / "configs")
-    (tmp_path / "notebooks").mkdir()
+    shutil.copytree(ROOT / "notebooks" / "data", tmp_path / "notebooks" / "data")
     again = Path(shutil.copy(path, tmp_path / "notebooks"))
     variables = os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": ""}
     command = [sys.executable, ROOT / "notebooks" / "execute.py", again]

@@ -16,13 +16,13 @@ def test_example(program, printed, capsys):
 
 
 def test_there_are_examples():
-    assert len(BLOCKS) == 10
+    assert len(BLOCKS) == 11
 
 
 def test_the_layout_names_every_module():
     layout = re.search(r"## Layout\n\n```\n(.*?)```", README, re.DOTALL)[1]
     root = Path(__file__).parents[1]
-    for room in ("sim", "jax", "torch", "check", "run"):
+    for room in ("sim", "jax", "torch", "check", "run", "plots"):
         lines = re.search(rf"^  {room}/ .*?(?=^ ? ?\w)", layout, re.MULTILINE | re.DOTALL)[0]  # and those indented further
         present = {p.stem for p in (root / "fp8ref" / room).rglob("[!_]*.py")}
         assert present <= set(re.split(r"[\s,;:]+", lines)), room

@@ -4,12 +4,15 @@ from pathlib import Path
 
 from rich.table import Table
 
+from fp8ref import plots
 from fp8ref.check.crosscheck import crosscheck
-from fp8ref.run import loop, plots, progress
+from fp8ref.run import loop, progress, tensors
 from fp8ref.run.config import Config
 from fp8ref.run.data import loader
 
 RECIPES = ("bf16", "tensorwise", "rowwise")
+OBSERVED = ("torch", "tensorwise")  # the run whose amaxes are recorded, and some of whose operands are kept
+KEPT = ("gate_proj", "down_proj")  # in the last block: the widest gradient, and the input with the most exponents
 SEEDS = 3  # bf16 runs, of weights and data order, whose range is the noise that FP8 is judged by
 
 
@@ -20,7 +23,7 @@ def demo(config: Config, out: Path) -> bool:
     """
     console = progress.console()
     runs = {
-        (backend, recipe): _train(config.replace(numerics={"recipe": recipe}), backend, out / f"{backend}-{recipe}")
+        (backend, recipe): _train(_config(config, backend, recipe), backend, out / f"{backend}-{recipe}")
         for backend in loop.BACKENDS
         for recipe in RECIPES
     }
@@ -64,8 +67,23 @@ def demo(config: Config, out: Path) -> bool:
     plots.loss_curves(axes[0], runs, entropy=entropy)
     plots.validation_gaps(axes[1], final, seeds=seeds)
     picture.savefig(out / "loss.png")
-    console.print(f"wrote {out / 'loss.png'}, {out}/crosscheck-*.json and {len(runs) + SEEDS - 1} runs in {out}/")
+    tensors.write(out / tensors.FILE, tensors.of_run(out / "-".join(OBSERVED), _kept(config)))
+    console.print(
+        f"wrote {out / 'loss.png'}, {out / tensors.FILE}, {out}/crosscheck-*.json and {len(runs) + SEEDS - 1} runs in {out}/",
+        soft_wrap=True,
+    )
     return all(report.ok for report in reports.values())
+
+
+def _config(config: Config, backend: str, recipe: str) -> Config:
+    every = 1 if (backend, recipe) == OBSERVED else config.statistics.every
+    return config.replace(numerics={"recipe": recipe}, statistics={"every": every})
+
+
+def _kept(config: Config) -> list[str]:
+    """Those linears of the last block named by KEPT that run in FP8."""
+    last = f"model.layers.{config.model.num_hidden_layers - 1}."
+    return [d.path for d in _config(config, *OBSERVED).decisions() if d.fp8 and d.path.startswith(last) and d.path.endswith(KEPT)]
 
 
 def _train(config: Config, backend: str, out: Path) -> list[dict]:

@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
-from matplotlib.colors import same_color
 
-from fp8ref.run import plots
+from fp8ref import plots
+from fp8ref.plots.runs import COLOURS
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def test_a_run_shorter_than_the_window_is_one_point(ax):
 
 
 def test_recipes_differ_by_colour_and_backends_by_style(ax):
-    runs = {(backend, recipe): lines_of([1.0]) for backend in ("jax", "torch") for recipe in plots.COLOURS}
+    runs = {(backend, recipe): lines_of([1.0]) for backend in ("jax", "torch") for recipe in COLOURS}
     plots.loss_curves(ax, runs, smooth=1)
     look = {(str(line.get_color()), line.get_linestyle()) for line in ax.lines}
     assert len(look) == len(runs) == 8
@@ -99,14 +99,6 @@ def test_the_band_is_the_spread_of_the_seeds_both_ways(ax):
 def test_every_gap_is_named_below_its_point(ax):
     plots.validation_gaps(ax, LOSSES, seeds=[2.0, 2.5])
     assert [tick.get_text() for tick in ax.get_xticklabels()] == ["jax\nrowwise", "torch\nrowwise", "bf16\nother seeds"]
-
-
-def test_a_figure_has_one_row_of_axes_on_white():
-    made, axes = plots.figure(3)
-    assert list(made.axes) == axes
-    assert len({round(ax.get_subplotspec().rowspan.start) for ax in axes}) == 1
-    assert len(axes) == 3
-    assert same_color(made.get_facecolor(), "white")
 
 
 def test_a_figure_is_saved_as_a_picture(tmp_path):

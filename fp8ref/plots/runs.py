@@ -1,13 +1,14 @@
-"""Figures as functions: arrays in, Axes out, no global state, so that a notebook can reuse them."""
+"""How runs went: losses of backends and recipes, and what they are judged by."""
 
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
-# Okabe and Ito's colours, distinguishable to colour-blind readers; backends differ by line style as well.
-COLOURS = {"bf16": "#000000", "tensorwise": "#0072B2", "rowwise": "#D55E00", "rowwise_with_gw_hp": "#009E73"}
+from fp8ref.plots import style
+
+# Backends differ by line style as well.
+COLOURS = {"bf16": style.BLACK, "tensorwise": style.BLUE, "rowwise": style.VERMILLION, "rowwise_with_gw_hp": style.GREEN}
 STYLES = {"jax": "-", "torch": (0, (4, 2))}
 
 
@@ -32,7 +33,7 @@ def loss_curves(ax: Axes, runs: Mapping[tuple[str, str], Sequence[dict]], *, ent
         )
     ax.set(xlabel="optimizer step", ylabel="training loss, nats", title=f"running mean of {smooth} steps")
     ax.legend(frameon=False, fontsize=8)
-    return _plain(ax)
+    return style.plain(ax)
 
 
 def validation_gaps(ax: Axes, losses: Mapping[tuple[str, str], float], *, seeds: Sequence[float]) -> Axes:
@@ -53,18 +54,4 @@ def validation_gaps(ax: Axes, losses: Mapping[tuple[str, str], float], *, seeds:
     ax.set(ylabel="nats", title="final validation loss minus bf16's")
     ax.margins(x=0.1, y=0.25)
     ax.legend(frameon=False, fontsize=8)
-    return _plain(ax)
-
-
-def figure(columns: int) -> tuple[Figure, Sequence[Axes]]:
-    """A figure of one row, on white so that it reads in light and dark pages; save it with ``figure.savefig``."""
-    made = Figure(figsize=(5.6 * columns, 3.8), layout="constrained", facecolor="white", dpi=120)
-    return made, np.atleast_1d(made.subplots(1, columns)).tolist()
-
-
-def _plain(ax: Axes) -> Axes:
-    ax.title.set_fontsize(10)
-    ax.spines[["top", "right"]].set_visible(False)
-    ax.grid(axis="y", color="#DDDDDD", linewidth=0.6)
-    ax.set_axisbelow(True)
-    return ax
+    return style.plain(ax)

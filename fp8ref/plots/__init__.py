@@ -1,0 +1,49 @@
+"""Figures as functions, for tensors, formats and GEMMs of your own: arrays in, Axes out, no global state and no pyplot.
+
+    figure, (left, right) = plots.figure(2)
+    plots.exponent_histogram(left, x, q)
+    plots.error_map(right, x, q)
+    IPython.display.Image(plots.png(figure))
+
+Colours are Okabe and Ito's, on white, so that figures read in light and dark pages. The notebooks are made of these. The figures of a report
+(``fp8ref.run.report.figures``) are apart: a page chooses their colours.
+"""
+
+try:
+    import matplotlib as _matplotlib
+except ImportError as error:
+    raise ImportError(f"fp8ref.plots needs matplotlib; {error.name} is missing. Install it with: pip install 'fp8ref[train]'") from error
+
+from fp8ref.plots.delayed import clipped, staleness
+from fp8ref.plots.formats import cast_curve, code_map, near_zero, number_line, ranges, relative_error, spacing, worst_error
+from fp8ref.plots.gemms import error_histogram, error_lines
+from fp8ref.plots.runs import loss_curves, validation_gaps
+from fp8ref.plots.style import figure, png
+from fp8ref.plots.tables import number_table
+from fp8ref.plots.tensors import code_difference, error_map, exponent_histogram, fate_map, magnitude_map
+
+__all__ = [
+    "cast_curve",
+    "clipped",
+    "code_difference",
+    "code_map",
+    "error_histogram",
+    "error_lines",
+    "error_map",
+    "exponent_histogram",
+    "fate_map",
+    "figure",
+    "loss_curves",
+    "magnitude_map",
+    "near_zero",
+    "number_line",
+    "number_table",
+    "png",
+    "ranges",
+    "relative_error",
+    "spacing",
+    "staleness",
+    "validation_gaps",
+    "worst_error",
+]
+del _matplotlib

@@ -1,0 +1,165 @@
+"""What a format can hold: its numbers, the gaps between them, and what rounding to it costs (SEMANTICS F, C)."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from matplotlib.axes import Axes
+
+from fp8ref.formats import Format
+from fp8ref.plots import style
+from fp8ref.sim import cast
+
+
+def ranges(ax: Axes, formats: Sequence[Format]) -> Axes:
+    """A bar a format from its smallest positive number to its largest; what is subnormal in another colour."""
+    for row, fmt in enumerate(formats):
+        smallest, normal, largest = (np.log2(v) for v in (fmt.smallest_subnormal, fmt.smallest_normal, fmt.max))
+        ax.barh(row, largest - normal, left=normal, height=0.5, color=style.BLUE, label="normal" if row == 0 else None)
+        ax.barh(row, normal - smallest, left=smallest, height=0.5, color=style.ORANGE, label="subnormal" if row == 0 else None)
+        ax.annotate(f"{fmt.max:.4g}", (largest, row), xytext=(4, 0), textcoords="offset points", va="center", fontsize=8, color=style.MUTED)
+    _rows(ax, formats)
+    lowest, highest = np.log2([min(fmt.smallest_subnormal for fmt in formats), max(fmt.max for fmt in formats)])
+    ax.set_xlim(lowest - 0.03 * (highest - lowest), highest + 0.12 * (highest - lowest))
+    style.label_powers(ax.xaxis, int(np.floor(lowest)), int(np.ceil(highest)))
+    ax.set(xlabel="magnitude", title="from the smallest number to the largest, beside it")
+    style.above(ax, 2)
+    return style.plain(ax, grid="x")
+
+
+def number_line(ax: Axes, formats: Sequence[Format]) -> Axes:
+    """Every positive number of each 8-bit format, a tick each, over log2 of its magnitude; subnormals in another colour."""
+    for row, fmt in enumerate(formats):
+        values = _positive(fmt)
+        normal = values >= fmt.smallest_normal
+        names = ("normal", "subnormal") if row == 0 else ("", "")  # once in the legend
+        ax.vlines(np.log2(values[normal]), row - 0.3, row + 0.3, color=style.BLUE, linewidth=0.7, label=names[0])
+        ax.vlines(np.log2(values[~normal]), row - 0.3, row + 0.3, color=style.VERMILLION, linewidth=1.2, label=names[1])
+        for value, side in ((fmt.smallest_subnormal, "right"), (fmt.max, "left")):
+            text = style.power(np.log2(value)) if side == "right" else f"{fmt.max:g}"
+            shift = -5 if side == "right" else 5
+            ax.annotate(
+                text,
+                (np.log2(value), row),
+                xytext=(shift, 0),
+                textcoords="offset points",
+                ha=side,
+                va="center",
+                fontsize=8,
+                color=style.MUTED,
+            )
+    _rows(ax, formats)
+    lowest = int(np.log2(min(fmt.smallest_subnormal for fmt in formats)))
+    highest = int(np.ceil(np.log2(max(fmt.max for fmt in formats))))
+    ax.set_xlim(lowest - 3, highest + 4)
+    style.label_powers(ax.xaxis, lowest, highest, ticks=12)
+    ax.set(xlabel="magnitude", title="every positive number")
+    style.above(ax, 2)
+    return style.plain(ax, grid="x")
+
+
+def near_zero(ax: Axes, formats: Sequence[Format], *, until: int = 32) -> Axes:
+    """The numbers next to zero, in units of each format's smallest, on a linear axis: evenly spaced where they are subnormal."""
+    for row, fmt in enumerate(formats):
+        values = np.append(0, _positive(fmt)) / fmt.smallest_subnormal
+        values = values[values <= until]
+        border = fmt.smallest_normal / fmt.smallest_subnormal
+        for below, colour, label in ((True, style.VERMILLION, "zero and subnormal"), (False, style.BLUE, "normal")):
+            some = values[(values < border) == below]
+            ax.plot(some, np.full(some.size, row), "o", color=colour, markersize=5, label=label if row == 0 else None)
+        ax.axhline(row, color=style.FAINT, linewidth=0.8, zorder=0)
+    _rows(ax, formats)
+    ax.set(xlabel="multiples of the format's smallest number", title="next to zero", xlim=(-1, until + 1))
+    style.above(ax, 2)
+    return style.plain(ax, grid="x")
+
+
+def spacing(ax: Axes, formats: Sequence[Format]) -> Axes:
+    """The gap between neighbouring numbers over the magnitude at which it lies, up to each format's largest."""
+    for fmt, look in zip(formats, style.looks(len(formats)), strict=True):
+        values = np.append(fmt.smallest_subnormal, _positive(fmt)[1:])
+        ax.step(np.log2(values[:-1]), np.log2(np.diff(values)), where="post", label=fmt.name, **look)
+        ax.plot(np.log2(fmt.smallest_normal), np.log2(fmt.smallest_subnormal), "o", color=look["color"], markersize=5)
+    style.label_powers(ax.xaxis, *_limits(formats, 0))
+    bottom, top = (int(limit) for limit in ax.get_ylim())
+    style.label_powers(ax.yaxis, bottom, top)
+    ax.set(xlabel="magnitude", ylabel="gap to the next number", title="spacing; a dot where the normal numbers begin")
+    ax.legend(frameon=False, fontsize=8)
+    return style.plain(ax, grid="both")
+
+
+def relative_error(ax: Axes, formats: Sequence[Format], *, lowest: int, highest: int, points: int = 4000) -> Axes:
+    """|rounded - x| / |x| of nearest even with saturation, in percent, for x from 2^lowest to 2^highest."""
+    x = np.exp2(np.linspace(lowest, highest, points))
+    for fmt, look in zip(formats, style.looks(len(formats)), strict=True):
+        ax.plot(np.log2(x), 100 * _error(x, fmt), linewidth=1.1, label=fmt.name, color=look["color"])
+    style.label_powers(ax.xaxis, lowest, highest)
+    ax.yaxis.set_major_formatter("{x:g} %")
+    ax.set(xlabel="magnitude", ylabel="relative error", title="rounded to nearest even")
+    ax.legend(frameon=False, fontsize=8)
+    return style.plain(ax, grid="both")
+
+
+def worst_error(ax: Axes, formats: Sequence[Format], *, beyond: int = 3, points: int = 256) -> Axes:
+    """The largest relative error within each power of two, from ``beyond`` of them below all ranges to as many above."""
+    lowest, highest = _limits(formats, beyond)
+    exponents = np.arange(lowest, highest)
+    x = np.ldexp(1 + (np.arange(points) + 0.5) / points, exponents[:, None])
+    for fmt, look in zip(formats, style.looks(len(formats)), strict=True):
+        ax.stairs(100 * _error(x, fmt).max(axis=1), np.append(exponents, highest), baseline=None, linewidth=1.8, label=fmt.name, **look)
+    ax.set_yscale("log")
+    ax.set_yticks([5, 10, 20, 50, 100], ["5 %", "10 %", "20 %", "50 %", "100 %"])
+    ax.minorticks_off()
+    style.label_powers(ax.xaxis, lowest, highest)
+    ax.set(xlabel="magnitude", ylabel="relative error", title="the worst within each power of two")
+    ax.legend(frameon=False, fontsize=8, loc="upper center")
+    return style.plain(ax, grid="both")
+
+
+def code_map(ax: Axes, fmt: Format) -> Axes:
+    """All 256 codes, 16 a row, coloured by log2 of their magnitude: zeros, infinities and NaNs are named."""
+    codes = np.arange(256, dtype=np.uint8).reshape(16, 16)
+    values = cast.decode(codes, fmt)
+    with np.errstate(divide="ignore"):
+        shown = np.ma.masked_invalid(np.log2(np.abs(values.astype(np.float64))))
+    image = ax.imshow(shown, cmap="viridis", interpolation="nearest")
+    for (row, column), value in np.ndenumerate(values):
+        if value == 0 or not np.isfinite(value):
+            text = "NaN" if np.isnan(value) else f"{value:g}" if np.isinf(value) else "-0" if np.signbit(value) else "0"
+            ax.text(column, row, text, ha="center", va="center", fontsize=6)
+    digits = [f"{i:X}" for i in range(16)]
+    ax.set_xticks(range(16), digits)
+    ax.set_yticks(range(16), digits)
+    ax.set(xlabel="low four bits", ylabel="high four bits", title=f"codes of {fmt.name}")
+    ax.figure.colorbar(image, ax=ax, label="log2 of the magnitude", fraction=0.046)
+    return style.plain_map(ax)
+
+
+def cast_curve(ax: Axes, x, fmt: Format, *, label: str, colour: str, **how) -> Axes:
+    """What a cast makes of x, ascending: a staircase. how: ``rounding``, ``saturate`` and ``seed``, as ``sim.cast.encode`` takes them;
+    infinities and NaNs are not drawn, and so show as a gap."""
+    x = np.asarray(x)
+    y = cast.round_to(x, fmt, **({"saturate": True} | how)).astype(np.float64)
+    ax.plot(x, np.where(np.isfinite(y), y, np.nan), color=colour, linewidth=1.6, label=label)
+    ax.set(xlabel="before the cast", ylabel=f"after, in {fmt.name}")
+    ax.legend(frameon=False, fontsize=8)
+    return style.plain(ax, grid="both")
+
+
+def _positive(fmt: Format) -> np.ndarray:
+    """float64, ascending."""
+    values = cast.decode(np.arange(fmt.max_code + 1, dtype=np.uint8), fmt).astype(np.float64)
+    return values[values > 0]
+
+
+def _error(x: np.ndarray, fmt: Format) -> np.ndarray:
+    return np.abs(cast.round_to(x, fmt, saturate=True).astype(np.float64) - x) / x
+
+
+def _limits(formats: Sequence[Format], beyond: int) -> tuple[int, int]:
+    smallest, largest = min(fmt.smallest_subnormal for fmt in formats), max(fmt.max for fmt in formats)
+    return int(np.log2(smallest)) - beyond, int(np.ceil(np.log2(largest))) + beyond
+
+
+def _rows(ax: Axes, formats: Sequence[Format]) -> None:
+    ax.set_yticks(range(len(formats)), [fmt.name for fmt in formats])
+    ax.set_ylim(len(formats) - 0.4, -0.6)  # the first on top

@@ -1,0 +1,72 @@
+"""What all figures share: colours, a figure on white, plain axes."""
+
+import io
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from PIL import Image  # matplotlib's own means of writing PNGs
+
+# Okabe and Ito's colours, distinguishable to colour-blind readers; yellow, which white swallows, is left out.
+BLACK, BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY = "#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"
+CYCLE = (BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY, BLACK)
+# As many lines as a figure has differ by these too, for eyes and printers without colours.
+DASHES: tuple = ("-", (0, (5, 2)), (0, (1, 1.2)), (0, (4, 1.5, 1, 1.5)), (0, (8, 2)), (0, (2, 2)), (0, (6, 1, 1, 1, 1, 1)))
+MUTED, FAINT = "#666666", "#DDDDDD"
+
+
+def figure(columns: int = 1, rows: int = 1, *, width: float = 5.6, height: float = 3.8) -> tuple[Figure, list[Axes]]:
+    """A figure on white, so that it reads in light and dark pages, and its axes row by row; width and height are of one of them, in inches.
+
+    Save it with ``figure.savefig``, or take ``png`` of it.
+    """
+    made = Figure(figsize=(width * columns, height * rows), layout="constrained", facecolor="white", dpi=120)
+    return made, np.atleast_1d(made.subplots(rows, columns)).ravel().tolist()
+
+
+def png(figure: Figure) -> bytes:
+    """The figure as a PNG, for IPython.display.Image: of 256 colours, which nobody sees and which make it a third as large."""
+    drawn, written = io.BytesIO(), io.BytesIO()
+    figure.savefig(drawn, format="png")
+    Image.open(drawn).convert("RGB").quantize(256, dither=Image.Dither.NONE).save(written, format="png", optimize=True)
+    return written.getvalue()
+
+
+def plain(ax: Axes, *, grid: Literal["x", "y", "both"] = "y") -> Axes:
+    """Axes without a frame on top and right, and a faint grid behind what they show."""
+    ax.title.set_fontsize(10)
+    ax.spines[["top", "right"]].set_visible(False)
+    ax.grid(axis=grid, color=FAINT, linewidth=0.6)
+    ax.set_axisbelow(True)
+    return ax
+
+
+def plain_map(ax: Axes) -> Axes:
+    """Axes of an image, whose ticks count rows and columns."""
+    ax.title.set_fontsize(10)
+    ax.tick_params(labelsize=8)
+    return ax
+
+
+def looks(count: int) -> Sequence[dict]:
+    """Colour and dash of each of so many lines."""
+    return [{"color": CYCLE[i % len(CYCLE)], "linestyle": DASHES[i % len(DASHES)]} for i in range(count)]
+
+
+def power(exponent: float) -> str:
+    """2^exponent, as matplotlib sets it."""
+    return f"$2^{{{exponent:g}}}$"
+
+
+def label_powers(axis, lowest: int, highest: int, *, ticks: int = 9) -> None:
+    """Ticks at powers of two of an axis that shows log2."""
+    every = next((n for n in (1, 2, 3, 4, 5, 8, 16, 32, 64) if (highest - lowest) // n < ticks), 64)
+    places = np.arange(-(-lowest // every) * every, highest + 1, every)
+    axis.set_ticks(places, labels=[power(float(place)) for place in places])
+
+
+def above(ax: Axes, columns: int) -> None:
+    """A legend in one row above the axes, at their right, where no data are."""
+    ax.legend(frameon=False, fontsize=8, ncols=columns, loc="lower right", bbox_to_anchor=(1, 1), borderaxespad=0)

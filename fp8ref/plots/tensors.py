@@ -1,0 +1,131 @@
+"""What quantising did to a tensor, element by element (SEMANTICS Q): x is what was quantised, q what became of it."""
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.colors import BoundaryNorm, ListedColormap, LogNorm
+from matplotlib.patches import Patch
+
+from fp8ref.plots import style
+from fp8ref.sim import cast, stats
+from fp8ref.sim.scaling import Quantized, dequantize, spread
+
+# {what became of an element: its colour in a map}
+FATES = {
+    "normal": "#E4EEF5",
+    "subnormal": style.SKY,
+    "became zero": style.VERMILLION,
+    "clipped": style.PURPLE,
+    "not finite": style.BLACK,
+    "was zero": "#FFFFFF",
+}
+
+
+def magnitude_map(ax: Axes, x, *, powers: int = 12) -> Axes:
+    """The exponent of each element of a matrix, a colour a power of two, the largest ``powers`` of them; zeros stay white."""
+    x = np.abs(np.asarray(x, np.float64))
+    exponent = np.where(x == 0, np.nan, np.frexp(x)[1] - 1.0)
+    top = int(np.nanmax(exponent)) + 1
+    norm = BoundaryNorm(np.arange(top - powers, top + 1), 256)
+    shown = np.ma.masked_invalid(np.clip(exponent, top - powers, None))
+    image = ax.imshow(shown, cmap="viridis", norm=norm, interpolation="nearest", aspect="auto")
+    bar = ax.figure.colorbar(image, ax=ax, fraction=0.046)
+    style.label_powers(bar, top - powers, top, ticks=7)
+    bar.set_label(f"magnitude; below ${{2^{{{top - powers + 1}}}}}$ one colour", fontsize=8)
+    return style.plain_map(ax)
+
+
+def error_map(ax: Axes, x, q: Quantized, *, cell: int | None = None, low: float = 1.0, high: float = 100.0) -> Axes:
+    """The error of the elements of each cell of a matrix relative to themselves, the root of its mean square in percent, from low to high.
+
+    cell  rows and columns of one; None: so many that there are at most 64 of them each way. Zeros do not count; cells of zeros stay white.
+    """
+    x = np.asarray(x, np.float64)
+    relative = np.divide(dequantize(q).astype(np.float64) - x, x, out=np.zeros_like(x), where=x != 0)
+    size = cell or -(-max(x.shape) // 64)
+    rows, columns = (np.arange(0, n, size) for n in x.shape)
+    total, count = (np.add.reduceat(np.add.reduceat(v, rows, axis=0), columns, axis=1) for v in (relative**2, (x != 0).astype(np.float64)))
+    share = 100 * np.sqrt(np.divide(total, count, out=np.full(total.shape, np.nan), where=count > 0))
+    image = ax.imshow(
+        np.ma.masked_invalid(share),
+        cmap="magma_r",
+        norm=LogNorm(low, high, clip=True),
+        interpolation="nearest",
+        aspect="auto",
+        extent=(0, x.shape[1], x.shape[0], 0),
+    )
+    bar = ax.figure.colorbar(image, ax=ax, fraction=0.046)
+    bar.set_label(f"error, % (cells of {size} x {size})", fontsize=8)
+    ticks = [tick for tick in (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100) if low <= tick <= high]
+    bar.set_ticks(ticks, labels=[f"{tick:g}" for tick in ticks])
+    bar.minorticks_off()
+    bar.ax.tick_params(labelsize=8)
+    return style.plain_map(ax)
+
+
+def fate_map(ax: Axes, x, q: Quantized, *, legend: bool = True) -> Axes:
+    """What became of every element of a matrix, by colour: see ``FATES``."""
+    fate = fates(x, q)
+    ax.imshow(fate, cmap=ListedColormap(list(FATES.values())), vmin=-0.5, vmax=len(FATES) - 0.5, interpolation="nearest", aspect="auto")
+    if legend:
+        present = [Patch(facecolor=c, edgecolor=style.MUTED, label=name) for i, (name, c) in enumerate(FATES.items()) if (fate == i).any()]
+        ax.legend(handles=present, fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1.02, 0.5))
+    return style.plain_map(ax)
+
+
+def fates(x, q: Quantized) -> np.ndarray:
+    """int, of x's shape: of every element the place in ``FATES`` of what became of it. Clipped: a cast without saturation overflows (C-4)."""
+    x = np.asarray(x, np.float32)
+    decoded = np.abs(cast.decode(q.codes, q.fmt))
+    with np.errstate(invalid="ignore", over="ignore"):  # NaN, and products beyond float32
+        scaled = x * spread(q.scale, x.shape, q.granularity, q.axis)
+    clipped = np.isfinite(decoded) & ~np.isfinite(cast.round_to(scaled, q.fmt))
+    cases = [x == 0, ~np.isfinite(decoded), decoded == 0, clipped, decoded < q.fmt.smallest_normal]
+    names = ["was zero", "not finite", "became zero", "clipped", "subnormal"]
+    return np.select(cases, [list(FATES).index(name) for name in names], list(FATES).index("normal"))
+
+
+def exponent_histogram(
+    ax: Axes, x, q: Quantized, *, lowest: int | None = None, highest: int | None = None, colour: str = style.BLUE
+) -> Axes:
+    """How many elements, in percent, have each exponent after scaling; shaded: where codes are subnormal, zero, or beyond max.
+
+    lowest, highest  exponents shown; the first and the last bar hold all below and above. None: four below the range to two above.
+    """
+    fmt = q.fmt
+    top, bottom = (
+        int(np.floor(np.log2(fmt.max))),
+        fmt.emin - fmt.mantissa_bits - 1,
+    )  # half the smallest number: from there down all becomes zero
+    lowest, highest = bottom - 4 if lowest is None else lowest, top + 2 if highest is None else highest
+    counts = stats.exponents(x, q, lowest=lowest, highest=highest).scaled
+    places = np.arange(lowest - 1, highest + 2)
+    ax.bar(
+        places + 0.5, 100 * counts / max(np.asarray(x).size, 1), width=0.85, color=colour, zorder=2
+    )  # exponent e is from 2^e to 2^(e + 1)
+    left, right = lowest - 1.2, highest + 2.2
+    ax.axvspan(bottom, fmt.emin, color=style.ORANGE, alpha=0.25, linewidth=0, zorder=0, label="subnormal")
+    ax.axvspan(left, bottom, color=style.VERMILLION, alpha=0.3, linewidth=0, zorder=0, label="becomes zero")
+    ax.axvspan(np.log2(fmt.max), right, color=style.PURPLE, alpha=0.3, linewidth=0, zorder=0, label="beyond max")
+    ax.set_xlim(left, right)
+    ax.margins(y=0.15)
+    style.label_powers(ax.xaxis, lowest, highest + 1, ticks=7)
+    ax.set(xlabel="magnitude after scaling", ylabel="% of elements")
+    ax.legend(frameon=False, fontsize=8, loc="upper left")
+    return style.plain(ax)
+
+
+def code_difference(ax: Axes, a: Quantized, b: Quantized, *, most: int = 4) -> Axes:
+    """Of every element of a matrix, by how many codes b's magnitude lies above a's; beyond ``most`` the colour stays the same."""
+    magnitude = [
+        np.where(np.isnan(cast.decode(q.codes, q.fmt)), np.nan, (q.codes & ~np.uint8(q.fmt.sign_bit)).astype(float)) for q in (a, b)
+    ]
+    image = ax.imshow(
+        np.ma.masked_invalid(magnitude[1] - magnitude[0]),
+        cmap="RdBu_r",
+        vmin=-most - 0.5,
+        vmax=most + 0.5,
+        interpolation="nearest",
+        aspect="auto",
+    )
+    ax.figure.colorbar(image, ax=ax, label="codes further from zero", fraction=0.046, ticks=range(-most, most + 1))
+    return style.plain_map(ax)

@@ -1,0 +1,120 @@
+"""Every public figure, from small arrays: it returns its Axes, says what they show, and leaves nothing behind."""
+
+import io
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from matplotlib.axes import Axes
+from matplotlib.colors import same_color
+from PIL import Image
+
+from fp8ref import plots
+from fp8ref.formats import E4M3FN, E5M2
+from fp8ref.sim import scaling
+
+X = np.ldexp(1.0, np.arange(-24, 8)).astype(np.float32).reshape(4, 8)
+Q = scaling.quantize(X, E4M3FN)
+LINES = [{"step": step, "loss": 3.0 - step} for step in range(3)]
+FIGURES = {
+    "cast_curve": lambda ax: plots.cast_curve(ax, np.linspace(1, 2, 9), E4M3FN, label="mine", colour="black"),
+    "code_difference": lambda ax: plots.code_difference(ax, Q, Q),
+    "code_map": lambda ax: plots.code_map(ax, E5M2),
+    "error_histogram": lambda ax: plots.error_histogram(ax, {"fast": np.array([0.01, 0.02]), "slow": np.array([0.0, 0.01])}),
+    "error_lines": lambda ax: plots.error_lines(ax, [32, 64], {"fast": [0.1, 0.2], "slow": [0.0, 0.1]}, ylabel="bias"),
+    "error_map": lambda ax: plots.error_map(ax, X, Q),
+    "exponent_histogram": lambda ax: plots.exponent_histogram(ax, X, Q),
+    "fate_map": lambda ax: plots.fate_map(ax, X, Q),
+    "loss_curves": lambda ax: plots.loss_curves(ax, {("jax", "bf16"): LINES}),
+    "magnitude_map": lambda ax: plots.magnitude_map(ax, X),
+    "near_zero": lambda ax: plots.near_zero(ax, [E4M3FN, E5M2]),
+    "number_line": lambda ax: plots.number_line(ax, [E4M3FN, E5M2]),
+    "number_table": lambda ax: plots.number_table(ax, [[1.0, 2.0]], ["row"], ["one", "two"]),
+    "ranges": lambda ax: plots.ranges(ax, [E4M3FN, E5M2]),
+    "relative_error": lambda ax: plots.relative_error(ax, [E4M3FN, E5M2], lowest=-8, highest=-4),
+    "spacing": lambda ax: plots.spacing(ax, [E4M3FN, E5M2]),
+    "staleness": lambda ax: plots.staleness(ax, [1.0, 2.0], {"history of 1": [1.0, 448.0]}, E4M3FN),
+    "validation_gaps": lambda ax: plots.validation_gaps(ax, {("jax", "bf16"): 2.0, ("jax", "rowwise"): 2.5}, seeds=[2.0, 2.5]),
+    "worst_error": lambda ax: plots.worst_error(ax, [E4M3FN, E5M2]),
+}
+MAPS = {"code_difference", "error_map", "fate_map", "magnitude_map", "number_table"}  # the reader's own rows and columns
+every_figure = pytest.mark.parametrize("name", FIGURES)
+
+
+@pytest.fixture
+def ax():
+    return plots.figure()[1][0]
+
+
+def test_every_figure_is_here():
+    others = {"clipped", "figure", "png"}
+    assert set(plots.__all__) == FIGURES.keys() | others
+    assert plots.__all__ == sorted(plots.__all__)
+
+
+@every_figure
+def test_it_returns_the_axes_it_was_given_and_draws_without_a_warning(ax, name):
+    assert FIGURES[name](ax) is ax
+    assert plots.png(ax.figure).startswith(b"\x89PNG\r\n")
+
+
+@every_figure
+def test_its_axes_are_named(ax, name):
+    FIGURES[name](ax)
+    if name not in MAPS and name != "validation_gaps":
+        assert ax.get_xlabel()
+    assert ax.get_ylabel() or name in MAPS or [tick.get_text() for tick in ax.get_yticklabels()] == ["e4m3fn", "e5m2"]
+    for bar in ax.figure.axes[1:]:
+        assert bar.get_ylabel(), "a colour bar says what its colours are"
+
+
+@every_figure
+def test_it_draws_on_no_other_axes_but_colour_bars(name):
+    _, (mine, other) = plots.figure(2)
+    FIGURES[name](mine)
+    assert not any([other.lines, other.patches, other.images, other.texts, other.collections])
+
+
+def test_no_figure_touches_pyplot_or_the_settings():
+    """In a process of its own, as others may import pyplot."""
+    program = (
+        "import sys, matplotlib\n"
+        "def settings(): return {key: matplotlib.rcParams[key] for key in matplotlib.rcParams if key != 'backend'}\n"  # to ask for it imports pyplot
+        "before = settings()\n"
+        "import test_plots\n"
+        "for draw in test_plots.FIGURES.values(): draw(test_plots.plots.figure()[1][0])\n"
+        "print('matplotlib.pyplot' in sys.modules, settings() == before)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, cwd=__file__.rpartition("/")[0])
+    assert (done.stdout, done.stderr) == ("False True\n", "")
+
+
+def test_without_matplotlib_the_extra_is_named():
+    program = "import sys; sys.modules['matplotlib'] = None\ntry:\n import fp8ref.plots\nexcept ImportError as e: print(e)"
+    out = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    assert "matplotlib" in out
+    assert "fp8ref[train]" in out
+
+
+def test_a_figure_has_its_axes_row_by_row_on_white():
+    made, axes = plots.figure(3, 2)
+    assert list(made.axes) == axes
+    assert [(ax.get_subplotspec().rowspan.start, ax.get_subplotspec().colspan.start) for ax in axes] == [
+        (row, column) for row in range(2) for column in range(3)
+    ]
+    assert all(isinstance(ax, Axes) for ax in axes)
+    assert same_color(made.get_facecolor(), "white")
+
+
+def test_the_sizes_given_are_of_one_of_the_axes():
+    made, _ = plots.figure(2, 3, width=4, height=2)
+    assert tuple(made.get_size_inches()) == (8, 6)
+
+
+def test_a_png_has_the_figures_size_and_an_opaque_white_ground(ax):
+    plots.spacing(ax, [E4M3FN])
+    picture = Image.open(io.BytesIO(plots.png(ax.figure)))
+    width, height = ax.figure.get_size_inches() * ax.figure.dpi
+    assert picture.size == (int(width), int(height))
+    assert picture.convert("RGBA").getpixel((0, 0)) == (255, 255, 255, 255)
