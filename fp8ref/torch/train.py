@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from fp8ref import llama
 from fp8ref.run.config import Config, ConfigError
+from fp8ref.run.plan import fit
 from fp8ref.statistics import Operand, merged, planned
 from fp8ref.torch import delayed, optimizer, proof, stats, tensor
 from fp8ref.torch.checkpoint import Store
@@ -37,6 +38,7 @@ class Trainer:
         self._mesh = mesh_of(config)
         self._device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
         if self._device.type == "cuda":
+            fit.check_on_gpu(config, self.backend)
             torch.cuda.reset_peak_memory_stats(self._device)
         model = Llama(config.model, weights).to(self._device)
         keys = config.parallel

@@ -1,6 +1,7 @@
 import subprocess
 import sys
 
+import pytest
 import torch
 
 PROGRAM = """
@@ -37,3 +38,22 @@ def test_the_scaled_product_is_of_scaled_operands():
     scale = torch.tensor(1 / 3)
     out = torch._scaled_mm(a, a.t(), scale_a=scale, scale_b=scale, out_dtype=torch.float32)
     assert torch.equal(out, (a.float() * scale) @ (a.float() * scale).t())
+
+
+def test_recipes_that_this_torch_does_not_multiply_on_a_cpu_are_refused_by_name(monkeypatch):
+    """torch 2.11 and 2.12 have no scales of rows there; what is slow multiplies on unit scales (G-5)."""
+    from fp8ref.torch import cpu, linear
+
+    def without_rows(a, b, *, scale_a, scale_b, out_dtype):
+        if scale_a.numel() > 1:
+            raise RuntimeError("Now _scaled_mm only supports per-tensor scaling for CPU backend.")
+
+    cpu._multiplies_rows.cache_clear()
+    monkeypatch.setattr(torch, "_scaled_mm", without_rows)
+    try:
+        for recipe in ("rowwise", "rowwise_with_gw_hp"):
+            with pytest.raises(ValueError, match=f"recipe '{recipe}' scales by rows, .* Move the model there first, install torch 2.13"):
+                linear.convert(torch.nn.Linear(32, 32, bias=False).bfloat16(), recipe)
+        linear.convert(torch.nn.Sequential(torch.nn.Linear(32, 32, bias=False).bfloat16()), "tensorwise")
+    finally:
+        cpu._multiplies_rows.cache_clear()

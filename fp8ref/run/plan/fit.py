@@ -4,7 +4,7 @@ from fp8ref import granularity
 from fp8ref import recipe as recipes
 from fp8ref.recipe import OPERANDS, REDUCED_AXES, Decision
 from fp8ref.run.config import Config, ConfigError
-from fp8ref.run.plan.pieces import COLUMN, ROW, used
+from fp8ref.run.plan.pieces import COLUMN, ROW, tokens, used
 
 
 def check(config: Config, backend: str) -> None:
@@ -19,6 +19,20 @@ def check(config: Config, backend: str) -> None:
     faults += (_jax if backend == "jax" else _torch)(config, decisions)
     if faults:
         raise ConfigError("\n  ".join(["this config cannot be trained:", *faults] if len(faults) > 1 else faults))
+
+
+def check_on_gpu(config: Config, backend: str) -> None:
+    """ConfigError for what a GPU's kernels would refuse, and a CPU's do not: sums over tokens by torchao that are not padded (L-5)."""
+    count = tokens(config)
+    if backend == "jax" or count % 16 == 0:
+        return
+    for d in config.decisions():
+        spec = d.recipe.grad_weight
+        if spec.a is not None and spec.a.delayed is None and granularity.by_name(spec.a.granularity).reduced is None:
+            raise ConfigError(
+                f"on a GPU PyTorch's FP8 GEMMs reduce multiples of 16 (L-5), and grad_weight of {d.path} reduces over a device's tokens of a part "
+                f"of a batch; got {count}. Change data.sequence_length, batch_size or microbatches."
+            )
 
 
 def _foreign(config: Config, backend: str) -> list[str]:

@@ -104,6 +104,7 @@ class Forecast:
 def of(config: Config, backend: str, ceilings: Ceilings) -> Forecast:
     """Raises:   ConfigError: a config that the backend would refuse, whatever it ran on."""
     fit.check(config, backend)
+    fit.check_on_gpu(config, backend)
     groups: dict[tuple, tuple[int, Ledger]] = {}
     for decision, one in step.linears(config, backend, ceilings):
         key = (decision.path.split(".")[-1], decision.shape, decision.fp8)

@@ -77,6 +77,29 @@ def test_what_a_backend_cannot_train_is_refused_by_name(backend, sections, said)
         fit.check(sizes.CONFIG.replace(**sections), backend)
 
 
+@pytest.mark.parametrize(
+    ("backend", "recipe", "refused"),
+    [
+        ("torch", "tensorwise", True),
+        ("torch", "rowwise", True),
+        ("torch", "rowwise_with_gw_hp", False),
+        ("torch", "delayed", False),
+        ("torch", "bf16", False),
+        ("jax", "tensorwise", False),
+    ],
+)
+def test_on_a_gpu_torchao_reduces_multiples_of_16_tokens(backend, recipe, refused):  # L-5
+    for length in (32, 31):
+        config = sizes.config(recipe, parts=2).replace(data={"sequence_length": length, "batch_size": 6})
+        if refused and length == 31:
+            with pytest.raises(
+                ConfigError, match=r"grad_weight of model.layers.0.self_attn.q_proj .*; got 93\. Change data.sequence_length"
+            ):
+                fit.check_on_gpu(config, backend)
+        else:
+            fit.check_on_gpu(config, backend)
+
+
 def test_every_fault_is_told_at_once():
     config = sizes.config(fsdp=3, tensor=3, compile="block")
     with pytest.raises(ConfigError) as error:
