@@ -1,10 +1,10 @@
-# make setup | demo | test | slow | gpu | wheels | exhaustive | bench | bench-jax | bench-torch | bench-data | bench-recording | bench-trainer | compile-matrix | aot | notebooks | lint.
+# make setup | demo | test | slow | gpu | wheels | exhaustive | bench | bench-jax | bench-torch | bench-data | bench-recording | bench-trainer | compile-matrix | aot | notebooks | libraries | lint.
 # Everything is installed into .venv, but for aot's, into .venv-aot; PYTHON names the interpreter they are made with.
 PYTHON ?= python3
 BIN := .venv/bin
 TESTS ?= tests fp8ref
 
-.PHONY: setup demo test slow gpu $(addprefix gpu-,probe tests bench-torch bench-jax parity) wheels exhaustive bench bench-jax bench-torch bench-data bench-recording bench-trainer compile-matrix aot notebooks lint
+.PHONY: setup demo test slow gpu $(addprefix gpu-,probe tests bench-torch bench-jax parity) wheels exhaustive bench bench-jax bench-torch bench-data bench-recording bench-trainer compile-matrix aot notebooks libraries lint
 
 setup: .venv/ready
 
@@ -102,6 +102,9 @@ aot: .venv-aot/ready
 
 notebooks: setup
 	$(BIN)/python notebooks/execute.py notebooks/*.ipynb
+
+libraries: setup
+	$(BIN)/python docs/libraries.py
 
 lint: setup
 	$(BIN)/ruff check .

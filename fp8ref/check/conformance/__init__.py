@@ -1,0 +1,1 @@
+"""What holds anybody's casts, scales and quantisers to the specification."""

@@ -1,0 +1,97 @@
+"""The specification's questions as pytest parameters: inputs with the answers, for tests without hypothesis.
+
+@pytest.mark.parametrize(("x", "codes"), parameters.casts(E4M3FN))
+def test_my_cast(x, codes):
+    require.require_cast(x, my_cast(x), E4M3FN)
+"""
+
+import numpy as np
+
+from fp8ref.check import explain
+from fp8ref.check.vectors import scale as scales_asked
+from fp8ref.check.vectors import sources
+from fp8ref.check.vectors.cast import Cast, Rules
+from fp8ref.check.vectors.quantize import Quantize
+from fp8ref.formats import Format
+from fp8ref.sim import cast, scaling
+
+try:
+    import pytest
+except ImportError as error:
+    raise ImportError(f"the parameters need pytest; {error.name} is missing. Install it with: pip install 'fp8ref[conformance]'") from error
+
+
+def casts(
+    fmt: Format, *, source: str = "float32", rounding: str = "nearest_even", saturate: bool = True, count: int = 1000, seed: int = 0
+) -> list:
+    """(x [n], codes uint8 [n]) for every kind of input, such as ``e4m3fn-float32-tie``; count of them random.
+
+    x holds bfloat16 in ml_dtypes' dtype. Raises as ``vectors.cast``, and ImportError for bfloat16 without ml_dtypes.
+    """
+    rules = Rules(rounding=rounding, saturate=saturate)
+    question = Cast(format=fmt.name, source=source, count=count, seed=seed)
+    bits = question.inputs()
+    kinds, x = question.kinds(bits), _array(bits, source)
+    codes = cast.encode(x, fmt, rounding=rules.rounding, saturate=rules.saturate)  # type: ignore[arg-type]
+    return [
+        pytest.param(x[kinds == i], codes[kinds == i], id=f"{fmt}-{source}-{kind.replace(' ', '_')}")
+        for i, kind in enumerate(explain.CASTS)
+        if (kinds == i).any()
+    ]
+
+
+def scales(fmt: Format, policy: str = "torchao", *, made: str = "scale", count: int = 1000, seed: int = 0) -> list:
+    """(amax float32 [n], what is made of it [n]) for every kind of amax, such as ``e4m3fn-torchao-power_of_two``.
+
+    made: ``scale``, ``scale_inv``, both float32, or ``e8m0``, uint8.
+    """
+    question = scales_asked.Scale(format=fmt.name, policy=policy, count=count, seed=seed)
+    bits = question.inputs()
+    kinds, amax = question.kinds(bits), bits.astype(np.uint32).view(np.float32)
+    expected = scales_asked.expected(amax, fmt, policy, made)
+    expected = expected if made == "e8m0" else expected.view(np.float32)
+    return [
+        pytest.param(amax[kinds == i], expected[kinds == i], id=f"{fmt}-{policy}-{kind.replace(' ', '_')}")
+        for i, kind in enumerate(explain.SCALES)
+        if (kinds == i).any()
+    ]
+
+
+def quantizers(
+    fmt: Format,
+    *,
+    source: str = "float32",
+    policy: str = "torchao",
+    granularity: str = "tensorwise",
+    axis: int = -1,
+    shape: tuple[int, ...] = (4, 128),
+    count: int = 10,
+    seed: int = 0,
+) -> list:
+    """(x of the shape, its ``Quantized``) for tensors of every kind, such as ``e4m3fn-rowwise-zero_lines-5``."""
+    question = Quantize(
+        format=fmt.name,
+        source=source,
+        policy=policy,
+        granularity=granularity,
+        axis=axis,
+        shape=",".join(map(str, shape)),
+        count=count,
+        seed=seed,
+    )
+    made = []
+    for i, (kind, bits) in enumerate(question.tensors()):
+        x = _array(bits, source)
+        q = scaling.quantize(x, fmt, granularity=granularity, policy=policy, axis=axis)
+        made.append(pytest.param(x, q, id=f"{fmt}-{granularity}-{kind.replace(' ', '_')}-{i}"))
+    return made
+
+
+def _array(bits: np.ndarray, source: str) -> np.ndarray:
+    if source != "bfloat16":
+        return sources.values(bits, sources.by_name(source))
+    try:
+        import ml_dtypes
+    except ImportError as error:
+        raise ImportError("arrays of bfloat16 need ml_dtypes. Install it with: pip install 'fp8ref[conformance]'") from error
+    return bits.astype(np.uint16).view(ml_dtypes.bfloat16)

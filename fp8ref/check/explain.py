@@ -1,0 +1,187 @@
+"""Why a cast's or a scale's answer is what it is: the kind of its input, the rule that decides it and its clause of SEMANTICS."""
+
+import numpy as np
+
+from fp8ref import policy as policies
+from fp8ref.formats import BFLOAT16, FLOAT16, FLOAT32, Format
+from fp8ref.policy import ScalePolicy
+from fp8ref.sim import cast
+
+CASTS = ("NaN", "infinite", "zero", "negative", "above max", "number", "tie", "beside a tie", "underflow", "subnormal", "in range")
+_ROUNDS = {
+    "nearest_even": "to the nearest number, and of two to the one with the even code",
+    "nearest_away": "to the nearest number, and of two to the larger magnitude",
+    "toward_zero": "to the next number toward zero",
+    "to_odd": "to itself where it is a number, else to the neighbour with the odd code",
+    "stochastic": "to a neighbour, by random bits",
+}
+
+
+def cast_kinds(x: np.ndarray, spacing: np.ndarray, fmt: Format) -> np.ndarray:
+    """Indices of CASTS: what decides the cast of each value; spacing is the distance of its dtype's numbers there."""
+    value = cast.exact(x)
+    finite = np.isfinite(value)
+    magnitude = np.where(finite, np.abs(value), 1.0)
+    exponent = np.where(magnitude == 0, fmt.emin, np.maximum(np.frexp(magnitude)[1] - 1, fmt.emin))
+    step = np.ldexp(1.0, exponent - fmt.mantissa_bits)
+    rest = magnitude / step - np.floor(magnitude / step)  # exact: a power of two
+    # A float64's own neighbours lie as near as 2^-53 of the spacing, which the difference below holds exactly.
+    from_tie = np.abs(rest - 0.5) * step
+    least = fmt.smallest_subnormal if fmt.signed else fmt.smallest_normal
+    cases = [
+        np.isnan(value),
+        ~finite,
+        value == 0,
+        (value < 0) & (not fmt.signed),
+        magnitude > fmt.max,
+        rest == 0,
+        rest == 0.5,
+        from_tie <= spacing,
+        magnitude < least / 2,
+        magnitude < fmt.smallest_normal,
+    ]
+    return np.select(cases, range(len(cases)), len(cases))
+
+
+def cast_rule(kind: str, fmt: Format, *, rounding: str, saturate: bool) -> str:
+    """What decides the code of an input of that kind, with its clause."""
+    if kind == "NaN":
+        return f"NaN becomes 0x{fmt.nan_code:02X} (C-5)"
+    if not fmt.signed and kind in ("zero", "negative"):
+        return f"zero and negative values have no code in {fmt}: NaN (C-7)"
+    if kind in ("infinite", "above max"):
+        over = "Inf" if fmt.inf_code is not None else "NaN"
+        if kind == "above max" and rounding in ("toward_zero", "to_odd"):
+            return f"rounding {rounding} keeps finite values at max, 0x{fmt.max_code:02X}, or below (C-4)"
+        if saturate:
+            return f"saturating, what rounds above max, {fmt.max:g}, becomes max (C-3)"
+        return f"not saturating, what rounds above max, {fmt.max:g}, becomes {over} (C-4)"
+    if not fmt.signed:
+        return f"to the nearest power of two, halfway upwards, and no lower than {fmt.smallest_normal:g} (C-7)"
+    if kind == "zero":
+        return "zero keeps its sign (C-6)" if fmt.specials != "fnuz" else f"both zeros become +0 in {fmt} (C-6)"
+    if kind == "number":
+        return "a number of the format is its own code (C-1)"
+    sentence = f"rounded once, {_ROUNDS[rounding]} (C-1, C-2)"
+    if kind == "underflow":
+        sentence += "; an underflow keeps its sign (C-6)" if fmt.specials != "fnuz" else "; an underflow is +0 (C-6)"
+    return sentence + (f"; numbers below {fmt.smallest_normal:g} are subnormal, and kept (F-1)" if kind == "subnormal" else "")
+
+
+def cast_guess(x: np.ndarray, found: np.ndarray, fmt: Format, *, rounding: str, saturate: bool) -> list[str]:
+    """Which other rules give all of these codes, the nearest first; found is what a cast of x wrongly gave."""
+    named = "nearest_even" if rounding == "stochastic" else rounding
+
+    def of(x, rounding: str = named, saturate: bool = saturate) -> np.ndarray:
+        return cast.encode(x, fmt, rounding=rounding, saturate=saturate)  # type: ignore[arg-type]
+
+    expected = of(x)
+    roundings = ("nearest_even", "nearest_away", "toward_zero", "to_odd") if fmt.signed else ("nearest_even", "toward_zero")
+    others = {f"rounding {other}": of(x, other) for other in roundings if other != rounding}
+    others["not saturating" if saturate else "saturating"] = of(x, saturate=not saturate)
+    others |= {f"rounding to {first} first": of(cast.round_to(x, first)) for first in (BFLOAT16, FLOAT16, FLOAT32)}
+    if fmt.signed:
+        magnitude, sign = expected & 0x7F, expected & 0x80
+        subnormal = (magnitude > 0) & (magnitude < 1 << fmt.mantissa_bits)
+        others["flushing subnormals to zero"] = np.where(subnormal, sign, expected)
+        others["flushing subnormals to +0"] = np.where(subnormal, 0, expected)
+        others["losing the sign"] = magnitude
+        others["losing the sign of zero"] = np.where(magnitude == 0, 0, expected)
+        others["negating"] = expected ^ 0x80
+    others["NaN"] = np.full_like(expected, fmt.nan_code)
+    others["zero"] = np.zeros_like(expected)
+    found = cast.canonical_nans(found, fmt)
+    return [name for name, codes in others.items() if np.array_equal(cast.canonical_nans(codes.astype(np.uint8), fmt), found)]
+
+
+def cast_note(x: np.ndarray, found: np.ndarray, fmt: Format, *, rounding: str, saturate: bool) -> str:
+    """Which other rule gives all of these codes, or all that are wrong, in words; or ''."""
+    named = "nearest_even" if rounding == "stochastic" else rounding
+    wrong = cast.canonical_nans(found, fmt) != cast.encode(x, fmt, rounding=named, saturate=saturate)  # type: ignore[arg-type]
+    for which, what in ((slice(None), "All codes are"), (wrong, "All that differ are")):
+        if guess := cast_guess(x[which], found[which], fmt, rounding=rounding, saturate=saturate):
+            return f"{what} what {' or '.join(guess)} gives."
+    return ""
+
+
+def simplicity(x: np.ndarray) -> np.ndarray:
+    """Indices of x, flat, the simplest values first: zeros, then finite of few significant bits and near 1, positive; infinities; NaNs."""
+    value = cast.exact(x).reshape(-1)
+    finite = np.isfinite(value)
+    fraction, exponent = np.frexp(np.where(finite, value, 1.0))
+    whole = np.ldexp(np.abs(fraction), 53).astype(np.int64)
+    significant = 53 - np.log2(np.where(whole == 0, 1, whole & -whole)) * (whole != 0) - 53 * (whole == 0)
+    return np.lexsort((np.signbit(value), np.abs(exponent - 1), significant, np.isnan(value), ~finite))
+
+
+def simplest(x: np.ndarray, among: np.ndarray) -> int:
+    """The flat index of the simplest value of x where among is true."""
+    places = np.flatnonzero(among)
+    return int(places[simplicity(x.reshape(-1)[places])[0]])
+
+
+def code(value: int, fmt: Format) -> str:
+    """A code and its value.
+
+    >>> from fp8ref.formats import E4M3FN
+    >>> code(0x7E, E4M3FN)
+    '0x7E (448)'
+    """
+    return f"0x{value:02X} ({decimal(cast.decode(np.uint8(value), fmt))})"
+
+
+def decimal(value) -> str:
+    """Enough digits to tell a value from its neighbours, float64's too, and no more."""
+    value = np.asarray(value)[()]
+    if np.isnan(value):
+        return "NaN"
+    text = str(value)
+    return text[:-2] if text.endswith(".0") else text
+
+
+SCALES = (
+    *("NaN", "infinite", "zero", "below eps", "subnormal", "overflow", "power of two", "beside a power of two"),
+    *("max times a power of two", "beside max times a power of two", "in range"),
+)
+
+
+def scale_kinds(amax: np.ndarray, fmt: Format, policy: str | ScalePolicy) -> np.ndarray:
+    """Indices of SCALES: what decides the scale of each float32 amax."""
+    policy = policies.by_name(policy)
+    value = cast.exact(amax)
+    finite = np.isfinite(value) & (value > 0)
+    safe = np.where(finite, value, 1.0)
+
+    def from_power(v: np.ndarray) -> np.ndarray:  # in float32 spacings, to the nearest power of two
+        fraction = np.frexp(v)[0]  # in [0.5, 1), whose spacing in float32 is 2^-24
+        return np.minimum(fraction - 0.5, 1 - fraction) * 2.0**24
+
+    cases = [
+        np.isnan(value),
+        np.isinf(value),
+        value == 0,
+        value < policy.eps,
+        value < 2.0**-126,
+        fmt.max / safe >= 2.0**128,
+        from_power(safe) == 0,
+        from_power(safe) <= 1,
+        from_power(safe / fmt.max) == 0,
+        from_power(safe / fmt.max) <= 64,  # S-4: up to 44 float32 numbers below a power of two count as it
+    ]
+    return np.select(cases, range(len(cases)), len(cases))
+
+
+def scale_rule(kind: str, policy: str | ScalePolicy) -> str:
+    """What decides the scale of an amax of that kind, with its clause."""
+    policy = policies.by_name(policy)
+    if policy.e8m0 is not None:
+        return f"policy {policy.name}: an e8m0 scale_inv, 2^k (S-14)"
+    special = {"NaN": policy.nan, "infinite": policy.infinite, "zero": policy.zero}.get(kind, "compute")
+    if special == "compute" or (kind == "zero" and policy.eps):
+        sentence = f"policy {policy.name}: RN32({'max * RN32(1 / amax)' if policy.ratio == 'max*(1/amax)' else 'max / amax'})"
+        sentence += f", amax at least {policy.eps:g}" if policy.eps else ""
+        sentence += f", then the power of two, by {policy.power_of_two} (S-4)" if policy.power_of_two else ""
+        clause = "S-3" if policy.floored_quotient else "S-15" if policy.name == "msamp" else "S-9"
+        return f"{sentence} ({clause}{', S-12' if kind == 'subnormal' else ''})"
+    kept = {"one": "scale 1", "keep": "the previous scale, here 1", "keep_inverse": "the inverse of the previous scale, here 1"}[special]
+    return f"policy {policy.name} gives {kept} for such an amax (S-9{'' if special == 'one' else ', S-11'})"

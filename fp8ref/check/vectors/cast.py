@@ -1,0 +1,133 @@
+"""Vectors of a cast: bits of a value, and the code it becomes (SEMANTICS C).
+
+A set has the specials of the source, every number of the format and every tie with their neighbours, overflow, and then random bits:
+half of them any, half within the format's range.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+
+import numpy as np
+
+from fp8ref.check import explain
+from fp8ref.check.vectors import format as text
+from fp8ref.check.vectors import sources
+from fp8ref.check.vectors.verdict import Verdict
+from fp8ref.formats import FORMATS, Format
+from fp8ref.sim import cast
+
+FIELDS, ANSWERS = ("value",), ("code",)
+NAMES = tuple(f.name for f in FORMATS.values() if f.bits == 8)
+ROUNDINGS = tuple(r for r in cast.ROUNDINGS if r != "stochastic")
+BATCH = 1 << 14  # lines that are judged at once
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cast:
+    format: str
+    source: str = "float32"
+    seed: int = 0
+    count: int = 10_000
+
+    def __post_init__(self) -> None:
+        if self.format not in NAMES:
+            raise ValueError(f"a cast's format is one of {', '.join(NAMES)}; got {self.format!r}.")
+        sources.by_name(self.source)
+        sources.check_random(self.seed, self.count)
+
+    @property
+    def fmt(self) -> Format:
+        return FORMATS[self.format]
+
+    def inputs(self) -> np.ndarray:
+        """The bits of all inputs, each once; uint64."""
+        source = sources.by_name(self.source)
+        return sources.distinct([sources.specials(source), sources.around(_points(self.fmt), source), _random(self, source)])
+
+    def lines(self) -> Iterator[str]:
+        digits = sources.by_name(self.source).bits // 4
+        return (f"{bits:0{digits}X}" for bits in self.inputs().tolist())
+
+    def kinds(self, bits: np.ndarray) -> np.ndarray:
+        """For each input, an index of explain.CASTS."""
+        source = sources.by_name(self.source)
+        x = sources.values(bits, source)
+        with np.errstate(invalid="ignore"):
+            finite = np.where(np.isfinite(x), x, 1)
+        return explain.cast_kinds(x, sources.spacing(finite, source), self.fmt)
+
+    def asked(self) -> dict[int, str]:
+        inputs = self.inputs()
+        return {bits: explain.CASTS[kind] for bits, kind in zip(inputs.tolist(), self.kinds(inputs), strict=True)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rules:
+    """How a cast is judged; stochastic rounding has no one answer to a line, and is not."""
+
+    rounding: str = "nearest_even"
+    saturate: bool = True
+
+    def __post_init__(self) -> None:
+        if self.rounding not in ROUNDINGS:
+            raise ValueError(f"rounding is one of {', '.join(ROUNDINGS)}, which give each input one code; got {self.rounding!r}.")
+
+
+def verify(question: Cast, rules: Rules, vectors: Iterator[text.Vector], verdict: Verdict) -> None:
+    """Judge every vector; verdict takes what is found. NaN codes are all one (C-5)."""
+    source, fmt = sources.by_name(question.source), question.fmt
+    seen: list[tuple[np.ndarray, np.ndarray]] = []
+    while batch := list(islice(vectors, BATCH)):
+        for vector in batch:
+            text.expect(vector, FIELDS, ANSWERS)
+        bits = np.array([text.number(v.line, v.fields[0], source.bits, f"a {source.name}") for v in batch], np.uint64)
+        found = np.array([text.number(v.line, v.fields[1], 8, f"a code of {fmt}") for v in batch], np.uint8)
+        x = sources.values(bits, source)
+        expected = cast.encode(x, fmt, rounding=rules.rounding, saturate=rules.saturate)  # type: ignore[arg-type]
+        differ = cast.canonical_nans(found, fmt) != expected
+        kinds = question.kinds(bits)
+        seen.append((x, found))
+        for i, vector in enumerate(batch):
+            kind = explain.CASTS[kinds[i]]
+            verdict.add(int(bits[i]), kind)
+            if differ[i] and verdict.disagree(kind):
+                verdict.show(vector.line, kind, _why(question, rules, kind, int(bits[i]), x[i], int(found[i])))
+    if verdict.differ:
+        x, found = (np.concatenate(parts) for parts in zip(*seen, strict=True))
+        note = explain.cast_note(x, found, fmt, rounding=rules.rounding, saturate=rules.saturate)
+        verdict.notes.extend([note] if note else [])
+
+
+def _why(question: Cast, rules: Rules, kind: str, bits: int, x, found: int) -> dict[str, str]:
+    fmt = question.fmt
+    expected = cast.encode(x, fmt, rounding=rules.rounding, saturate=rules.saturate)  # type: ignore[arg-type]
+    guess = explain.cast_guess(np.reshape(x, 1), np.full(1, found, np.uint8), fmt, rounding=rules.rounding, saturate=rules.saturate)
+    given = f" Got is what {' or '.join(guess)} gives." if guess else ""
+    return {
+        "vector": f"{bits:0{sources.by_name(question.source).bits // 4}X}, {question.source} {explain.decimal(x)} ({kind})",
+        "expected": explain.code(int(expected), fmt),
+        "got": explain.code(found, fmt),
+        "rule": f"{explain.cast_rule(kind, fmt, rounding=rules.rounding, saturate=rules.saturate)}.{given}",
+    }
+
+
+def _points(fmt: Format) -> np.ndarray:
+    """Positive numbers of the format, the one that would follow max, and all that lie halfway; float64."""
+    numbers = cast.decode(np.arange(fmt.max_code + 1, dtype=np.uint8), fmt).astype(np.float64)
+    top = 2 * numbers[-1] if not fmt.mantissa_bits else 2 * numbers[-1] - numbers[-2]
+    numbers = np.concatenate([numbers, [top, 2 * top]])
+    halves = (numbers[1:] + numbers[:-1]) / 2
+    return np.concatenate([numbers, halves, [numbers[1] / 4, numbers[0] / 2]])
+
+
+def _random(question: Cast, source: sources.Source) -> np.ndarray:
+    raw = sources.random(question.seed, question.count) >> np.uint64(64 - source.bits)
+    half, fmt = len(raw) // 2, question.fmt
+    # the exponents of a cast that decides anything, as fields of the source, in place of the random ones
+    bias = 1 - source.emin
+    lowest = max(1, fmt.emin - fmt.mantissa_bits - 2 + bias)
+    highest = min(source.infinity >> source.mantissa_bits, int(np.log2(fmt.max)) + 3 + bias)
+    field = np.uint64(lowest) + sources.random(question.seed + 1, half) % np.uint64(highest - lowest)
+    kept = np.uint64(source.sign | ((1 << source.mantissa_bits) - 1))
+    return np.concatenate([raw[:half] & kept | field << np.uint64(source.mantissa_bits), raw[half:]])

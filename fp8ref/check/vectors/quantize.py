@@ -1,0 +1,174 @@
+"""Vectors of a quantiser: a tensor, and the codes and scales it becomes (SEMANTICS S-5, S-6)."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from fp8ref import granularity as granularities
+from fp8ref import policy as policies
+from fp8ref.check import explain
+from fp8ref.check.vectors import format as text
+from fp8ref.check.vectors import scale, sources, tensors
+from fp8ref.check.vectors.scale import Rules as Rules
+from fp8ref.check.vectors.verdict import Verdict
+from fp8ref.formats import FLOAT32, FP8_FORMATS, Format
+from fp8ref.sim import cast, scaling
+from fp8ref.sim.scales import Scales, scales_from_amax
+
+FIELDS, ANSWERS = ("shape", "values"), ("codes", "scales")
+SOURCES = ("float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quantize:
+    """count tensors of a shape; axis is the reduced one."""
+
+    format: str
+    source: str = "float32"
+    policy: str = "torchao"
+    granularity: str = "tensorwise"
+    axis: int = -1
+    shape: str = "4,128"
+    seed: int = 0
+    count: int = 30
+
+    def __post_init__(self) -> None:
+        scale.Scale(format=self.format, policy=self.policy, seed=self.seed, count=self.count)
+        if self.source not in SOURCES:
+            raise ValueError(f"a tensor's source is one of {', '.join(SOURCES)}; got {self.source!r}.")
+        granularities.blocks(self.granularity, self.dims, self.axis)
+
+    @property
+    def fmt(self) -> Format:
+        return FP8_FORMATS[self.format]
+
+    @property
+    def dims(self) -> tuple[int, ...]:
+        return dims(self.shape)
+
+    def tensors(self) -> Iterator[tuple[str, np.ndarray]]:
+        """(kind, bits uint64 of the shape), kinds taking turns."""
+        source = sources.by_name(self.source)
+        for i in range(self.count):
+            kind = tensors.KINDS[i % len(tensors.KINDS)]
+            yield kind, tensors.made(kind, self.dims, source, (self.seed << 32) + i)
+
+    def lines(self) -> Iterator[str]:
+        width = sources.by_name(self.source).bits
+        return (f"{self.shape} {text.join(bits, width)}" for _, bits in self.tensors())
+
+    def asked(self) -> dict[bytes, str]:
+        return {_key(bits): kind for kind, bits in self.tensors()}
+
+
+def dims(shape: str) -> tuple[int, ...]:
+    """A shape as an option gives it.
+
+    >>> dims("4,128")
+    (4, 128)
+    """
+    parts = shape.split(",")
+    if not all(p.isascii() and p.isdigit() for p in parts):
+        raise ValueError(f"a shape is numbers separated by commas, such as 4,128; got {shape!r}.")
+    found = tuple(int(p) for p in parts)
+    if not 0 < math.prod(found) <= 1 << 24:
+        raise ValueError(f"a tensor of vectors has between 1 and 2^24 elements; got shape {shape}. Write more vectors instead.")
+    return found
+
+
+def verify(question: Quantize, rules: Rules, vectors: Iterator[text.Vector], verdict: Verdict) -> None:
+    """Judge every vector; verdict takes what is found. A line may have another shape than the others."""
+    scale.check_made(question.policy, rules.made)
+    source, fmt = sources.by_name(question.source), question.fmt
+    for vector in vectors:
+        text.expect(vector, FIELDS, ANSWERS)
+        shape = text.shape(vector.line, vector.fields[0])
+        try:
+            scales_shape = granularities.scale_shape(question.granularity, shape, question.axis)
+        except ValueError as error:
+            raise text.MalformedError(vector.line, str(error)) from error
+        n, groups = math.prod(shape), math.prod(scales_shape)
+        bits = text.numbers(vector.line, vector.fields[1], source.bits, n, f"values, {source.name}, of shape {vector.fields[0]}")
+        codes = text.numbers(vector.line, vector.fields[2], 8, n, f"codes of shape {vector.fields[0]}").astype(np.uint8)
+        width = scale.MADE[rules.made]
+        name = f"{rules.made} of {question.granularity} groups, shape ({', '.join(map(str, scales_shape))})"
+        made = text.numbers(vector.line, vector.fields[3], width, groups, name).astype(f"uint{width}")
+        key = _key(bits.reshape(shape))
+        kind = (verdict.asked or {}).get(key, "other")
+        verdict.add(key, kind)
+        x = sources.values(bits, source).reshape(shape)
+        why = difference(
+            x,
+            codes.reshape(shape),
+            made,
+            fmt,
+            made=rules.made,
+            policy=question.policy,
+            granularity=question.granularity,
+            axis=question.axis,
+        )
+        if why is not None and verdict.disagree(kind):
+            why["vector"] = f"{kind} tensor, {why['vector']}"
+            verdict.show(vector.line, kind, why)
+
+
+def difference(
+    x: np.ndarray, codes: np.ndarray, made_bits: np.ndarray, fmt: Format, *, made: str, policy: str, granularity: str, axis: int
+) -> dict[str, str] | None:
+    """Where a quantised tensor is not the simulator's, in words: its simplest scale that differs, else its simplest code; None where it agrees.
+
+    Shapes:   x and codes alike; made_bits, of the scales, flat, as ``scale.expected`` has them.
+    """
+    q = _quantized(x, fmt, policy=policy, granularity=granularity, axis=axis)
+    specified = scale.made_of(Scales(np.ravel(q.scale), np.ravel(q.scale_inv)), policy, made).ravel()
+    wrong = ~scale.same(made_bits, specified, made)
+    if wrong.any():
+        amaxes = np.ravel(scaling.amax(x, granularity, axis=axis))
+        group = explain.simplest(amaxes, wrong)
+        amax = amaxes[group : group + 1]
+        kind = explain.SCALES[explain.scale_kinds(amax, fmt, policy)[0]]
+        return {
+            "vector": f"{made}{at(group, np.shape(q.scale))}, of amax {scale.shown(amax.view(np.uint32)[0], 'scale')} ({kind})",
+            "expected": scale.shown(specified[group], made),
+            "got": scale.shown(made_bits[group], made),
+            "rule": f"{explain.scale_rule(kind, policy)}. {int(wrong.sum())} of {specified.size} scales differ.",
+        }
+    differ = cast.canonical_nans(codes, fmt) != q.codes
+    if not differ.any():
+        return None
+    i = explain.simplest(x, differ)
+    divides = policies.by_name(policy).stored == "scale_inv"
+    factors = q.scale_inv if divides else q.scale
+    factor = np.broadcast_to(scaling.spread(factors, x.shape, granularity, axis), x.shape).ravel()[i]
+    value = np.ravel(x)[i].astype(np.float32)
+    with np.errstate(all="ignore"):
+        scaled = value / factor if divides else value * factor
+    how = "RN32(x / scale_inv)" if divides else "RN32(x * scale)"
+    return {
+        "vector": f"element{at(i, x.shape)}, {explain.decimal(value)}, under {'scale_inv' if divides else 'scale'} {explain.decimal(factor)}",
+        "expected": explain.code(int(q.codes.ravel()[i]), fmt),
+        "got": explain.code(int(codes.ravel()[i]), fmt),
+        "rule": f"{how} = {explain.decimal(scaled)}, clipped to {fmt.max:g}, cast to nearest even ({'S-13' if divides else 'S-5'}). "
+        f"{int(differ.sum())} of {differ.size} codes differ.",
+    }
+
+
+def _quantized(x: np.ndarray, fmt: Format, *, policy: str, granularity: str, axis: int) -> scaling.Quantized:
+    """``scaling.quantize``, of few elements by its definitions, for which nothing is compiled: tests that draw many examples have deadlines."""
+    if x.size > 1 << 16 or fmt.name not in FP8_FORMATS:  # those are refused there
+        return scaling.quantize(x, fmt, granularity=granularity, policy=policy, axis=axis)
+    compute = policies.by_name(policy).compute
+    value = x if compute == FLOAT32 else cast.round_to(x, compute)
+    pair = scales_from_amax(scaling.amax_plain(value, granularity, axis=axis), fmt, policy)
+    return scaling.quantize_plain(value, pair, fmt, granularity=granularity, policy=policy, axis=axis)
+
+
+def at(index: int, shape: tuple[int, ...]) -> str:
+    """An element's place, or nothing in a shape ()."""
+    return f" [{', '.join(str(int(i)) for i in np.unravel_index(index, shape))}]" if shape else ""
+
+
+def _key(bits: np.ndarray) -> bytes:
+    return text.digest(np.array(bits.shape), bits.astype(np.uint64))

@@ -1,0 +1,137 @@
+"""Vectors of a scale: the float32 bits of an amax, and those of the scale that a policy makes of it (SEMANTICS S-3, S-9).
+
+A set has zero, infinity, NaN, subnormals, every power of two, every amax whose scale is one, the eps of a policy, the amax below which a
+scale overflows, all with their neighbours, and then random bits: half of them any, half near 1.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+
+import numpy as np
+
+from fp8ref import policy as policies
+from fp8ref.check import explain
+from fp8ref.check.vectors import format as text
+from fp8ref.check.vectors import sources
+from fp8ref.check.vectors.verdict import Verdict
+from fp8ref.formats import E8M0FNU, FP8_FORMATS, Format
+from fp8ref.policy import POLICIES
+from fp8ref.sim import cast, scales
+
+FIELDS, ANSWERS = ("amax",), ("scale",)
+BATCH = 1 << 14
+# What a library has made of an amax, and its bits; an inverse is what multiplies out of FP8.
+MADE = {"scale": 32, "scale_inv": 32, "e8m0": 8}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scale:
+    format: str
+    policy: str = "torchao"
+    seed: int = 0
+    count: int = 5_000
+
+    def __post_init__(self) -> None:
+        if self.format not in FP8_FORMATS:
+            raise ValueError(f"a scale's format is one of {', '.join(FP8_FORMATS)}; got {self.format!r}.")
+        policies.by_name(self.policy)
+        sources.check_random(self.seed, self.count)
+
+    @property
+    def fmt(self) -> Format:
+        return FP8_FORMATS[self.format]
+
+    def inputs(self) -> np.ndarray:
+        """The float32 bits of all amaxes, each once; uint64."""
+        source = sources.by_name("float32")
+        powers = 2.0 ** np.arange(-149, 128)
+        edges = powers * self.fmt.max
+        overflow = self.fmt.max / 2.0**128
+        points = [powers, edges[edges < 2.0**128], np.array([1e-12, POLICIES[self.policy].eps, overflow])]
+        # exp2_log2 counts up to 44 numbers below a power of two as it (S-4): amaxes as far above max * 2^k
+        beyond = sources.bits(points[1], source)[:, None] + np.array([2, 5, 6, 11, 12, 22, 23, 40, 44, 45, 46, 88], np.uint64)
+        raw = sources.random(self.seed, self.count) >> np.uint64(32)
+        half = len(raw) // 2
+        near = raw[:half] & np.uint64(0x007FFFFF) | (np.uint64(107) + (raw[:half] >> np.uint64(23)) % np.uint64(40)) << np.uint64(23)
+        found = [sources.specials(source), sources.around(np.concatenate(points), source), beyond.ravel(), near, raw[half:]]
+        return sources.distinct([bits & np.uint64(0x7FFFFFFF) for bits in found])
+
+    def lines(self) -> Iterator[str]:
+        return (f"{bits:08X}" for bits in self.inputs().tolist())
+
+    def kinds(self, bits: np.ndarray) -> np.ndarray:
+        """For each amax, an index of explain.SCALES."""
+        return explain.scale_kinds(bits.astype(np.uint32).view(np.float32), self.fmt, self.policy)
+
+    def asked(self) -> dict[int, str]:
+        inputs = self.inputs()
+        return {bits: explain.SCALES[kind] for bits, kind in zip(inputs.tolist(), self.kinds(inputs), strict=True)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rules:
+    """made: what the answers are: ``scale``, which multiplies into FP8, ``scale_inv``, or ``e8m0``, the code of the latter."""
+
+    made: str = "scale"
+
+
+def expected(amax: np.ndarray, fmt: Format, policy: str, made: str) -> np.ndarray:
+    """The bits of what a policy makes of amaxes; a previous scale is 1 (S-11)."""
+    return made_of(scales.scales_from_amax(amax, fmt, policy), policy, made)
+
+
+def made_of(pair: scales.Scales, policy: str, made: str) -> np.ndarray:
+    check_made(policy, made)
+    if made == "e8m0":
+        return cast.encode(pair.scale_inv, E8M0FNU)
+    return np.atleast_1d(np.asarray(getattr(pair, made), np.float32)).view(np.uint32)
+
+
+def check_made(policy: str, made: str) -> None:
+    if made not in MADE:
+        raise ValueError(f"what is made is one of {', '.join(MADE)}; got {made!r}.")
+    if made == "e8m0" and policies.by_name(policy).e8m0 is None:
+        names = ", ".join(p.name for p in POLICIES.values() if p.e8m0 is not None)
+        raise ValueError(f"the scales of policy {policy!r} are no e8m0 numbers; those of {names} are. Compare scale or scale_inv.")
+
+
+def same(found: np.ndarray, expected: np.ndarray, made: str) -> np.ndarray:
+    """Equal bits, or two NaNs."""
+    equal = found == expected
+    if made == "e8m0":
+        return equal
+    return equal | (np.isnan(found.view(np.float32)) & np.isnan(expected.view(np.float32)))
+
+
+def shown(bits: int, made: str) -> str:
+    if made == "e8m0":
+        return explain.code(bits, E8M0FNU)
+    return f"{bits:08X} ({explain.decimal(np.uint32(bits).view(np.float32))})"
+
+
+def verify(question: Scale, rules: Rules, vectors: Iterator[text.Vector], verdict: Verdict) -> None:
+    """Judge every vector; verdict takes what is found."""
+    check_made(question.policy, rules.made)
+    width = MADE[rules.made]
+    while batch := list(islice(vectors, BATCH)):
+        for vector in batch:
+            text.expect(vector, FIELDS, ANSWERS)
+        bits = np.array([text.number(v.line, v.fields[0], 32, "an amax") for v in batch], np.uint32)
+        for vector, amax in zip(batch, bits, strict=True):
+            if amax >> 31:
+                raise text.MalformedError(vector.line, f"an amax is not negative; got {amax:08X}. Clear its sign.")
+        found = np.array([text.number(v.line, v.fields[1], width, f"a {rules.made}") for v in batch], f"uint{width}")
+        specified = expected(bits.view(np.float32), question.fmt, question.policy, rules.made)
+        agree, kinds = same(found, specified, rules.made), question.kinds(bits)
+        for i, vector in enumerate(batch):
+            kind = explain.SCALES[kinds[i]]
+            verdict.add(int(bits[i]), kind)
+            if not agree[i] and verdict.disagree(kind):
+                why = {
+                    "vector": f"amax {shown(bits[i], 'scale')} ({kind})",
+                    "expected": shown(specified[i], rules.made),
+                    "got": shown(found[i], rules.made),
+                    "rule": explain.scale_rule(kind, question.policy) + ".",
+                }
+                verdict.show(vector.line, kind, why)

@@ -1,0 +1,98 @@
+"""The dtypes that inputs come in, as bits and as values, with no other library than NumPy."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from fp8ref.formats import BFLOAT16, FLOAT16, FLOAT32, Format
+from fp8ref.sim import cast
+
+
+class Source(NamedTuple):
+    name: str
+    bits: int
+    mantissa_bits: int
+    emin: int
+
+    @property
+    def infinity(self) -> int:
+        return ((1 << (self.bits - 1 - self.mantissa_bits)) - 1) << self.mantissa_bits
+
+    @property
+    def sign(self) -> int:
+        return 1 << (self.bits - 1)
+
+
+SOURCES = {
+    s.name: s
+    for s in (
+        Source("float32", 32, 23, -126),
+        Source("bfloat16", 16, 7, -126),
+        Source("float16", 16, 10, -14),
+        Source("float64", 64, 52, -1022),
+    )
+}
+_WIDE: dict[str, Format] = {f.name: f for f in (FLOAT32, BFLOAT16, FLOAT16)}
+
+
+def by_name(name: str) -> Source:
+    if name not in SOURCES:
+        raise ValueError(f"a source is one of {', '.join(SOURCES)}; got {name!r}.")
+    return SOURCES[name]
+
+
+def values(bits: np.ndarray, source: Source) -> np.ndarray:
+    """The values that bits stand for, in a dtype that casts take: bfloat16 as float32, which holds it exactly."""
+    if source.name == "bfloat16":
+        return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    return bits.astype(f"uint{source.bits}").view(source.name)
+
+
+def bits(x: np.ndarray, source: Source) -> np.ndarray:
+    """The bits of float64 values rounded to a source, uint64."""
+    x = np.asarray(x, np.float64)
+    if source.name == "float64":
+        return x.view(np.uint64)
+    rounded = cast.round_to(x, _WIDE[source.name])
+    if source.name == "float16":
+        with np.errstate(invalid="ignore"):
+            return rounded.astype(np.float16).view(np.uint16).astype(np.uint64)
+    return (rounded.view(np.uint32) >> np.uint32(32 - source.bits)).astype(np.uint64)
+
+
+def spacing(x: np.ndarray, source: Source) -> np.ndarray:
+    """The distance from each of finite values to the next of the source, float64."""
+    magnitude = np.abs(x).astype(np.float64)
+    exponent = np.where(magnitude == 0, source.emin, np.maximum(np.frexp(magnitude)[1] - 1, source.emin))
+    return np.ldexp(1.0, exponent - source.mantissa_bits)
+
+
+def specials(source: Source) -> np.ndarray:
+    """Zero, the subnormals' ends, the smallest and largest numbers, infinity, NaNs quiet and signalling, of both signs; uint64."""
+    infinity, normal = source.infinity, 1 << source.mantissa_bits
+    positive = [0, 1, 2, normal - 1, normal, infinity - 1, infinity, infinity + 1, infinity | normal >> 1, source.sign - 1]
+    return np.array([sign | p for p in positive for sign in (0, source.sign)], np.uint64)
+
+
+def around(x: np.ndarray, source: Source) -> np.ndarray:
+    """The bits of positive finite values and of their neighbours in the source, both signs; uint64."""
+    middle = bits(x, source)
+    found = np.concatenate([middle, middle - (middle > 0), middle + np.uint64(1)])
+    return np.concatenate([found, found | np.uint64(source.sign)])
+
+
+def random(seed: int, count: int) -> np.ndarray:
+    """uint64 [count] of NumPy's PCG64, whose stream is the same in every version."""
+    return np.asarray(np.random.PCG64(seed).random_raw(count), np.uint64)
+
+
+def distinct(parts: list[np.ndarray]) -> np.ndarray:
+    """All of several arrays, each number once, where it came first."""
+    together = np.concatenate(parts)
+    return together[np.sort(np.unique(together, return_index=True)[1])]
+
+
+def check_random(seed: int, count: int) -> None:
+    for name, value, bits in (("seed", seed, 32), ("count", count, 24)):
+        if not 0 <= value < 1 << bits:
+            raise ValueError(f"{name} is an integer in [0, 2^{bits}); got {value}.")

@@ -1,0 +1,126 @@
+"""fp8ref vectors gen, verify."""
+
+import argparse
+import os
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+from fp8ref.commands import shared
+from fp8ref.commands.shared import FAILED, check_json
+
+FORM = """
+A line is one vector: fields separated by blanks, each one number or several separated by commas, as bits in hexadecimal (a shape in decimal).
+Write each line again with your answers behind it:
+  cast      VALUE                              CODE
+  scale     AMAX                               SCALE
+  quantize  SHAPE VALUES                       CODES SCALES
+  gemm      M,N,K CODES_A SCALE_INV_A CODES_B SCALE_INV_B   VALUES
+The last axis is the fastest. Lines that begin with # are comments; the first says what is asked: copy it, and verify takes all from it, and
+notices what is missing.
+  fp8ref vectors gen cast --format e4m3fn | ./yours | fp8ref vectors verify cast --format e4m3fn
+"""
+# What is asked of each operation: (option, type, help)
+_FORMAT = ("--format", str, "the FP8 format, such as e4m3fn")
+_SOURCE = ("--source", str, "the dtype of the inputs: float32 (the default), bfloat16, float16; of a cast also float64")
+_POLICY = ("--policy", str, "from amax to scale: torchao (the default), or another of SEMANTICS S-9 and S-14")
+_GRANULARITY = ("--granularity", str, "tensorwise (the default), rowwise, blockwise_1x128, blockwise_128x128, mx_1x32")
+_SHAPE = ("--shape", str, "of the tensor, such as 4,128 (the default); of a GEMM M,N,K (default 4,4,256)")
+_SEED = ("--seed", int, "of the random inputs (default 0)")
+_COUNT = ("--count", int, "of random inputs, of tensors or of GEMMs")
+ASKED = {
+    "cast": (_FORMAT, _SOURCE, _SEED, _COUNT),
+    "scale": (_FORMAT, _POLICY, _SEED, _COUNT),
+    "quantize": (_FORMAT, _SOURCE, _POLICY, _GRANULARITY, ("--axis", int, "the reduced one (default -1)"), _SHAPE, _SEED, _COUNT),
+    "gemm": (
+        _FORMAT, ("--format-b", str, "of the second operand (default: of the first)"), _GRANULARITY,
+        ("--out-dtype", str, "float32 (the default), bfloat16 or float16"), _SHAPE, _SEED, _COUNT,
+    ),
+}  # fmt: skip
+_MADE = ("--made", "what the scales are: scale (the default), which multiplies into FP8, scale_inv, or e8m0, the code of the latter")
+RULES = {
+    "cast": (("--rounding", "nearest_even (the default), nearest_away, toward_zero, to_odd"),),
+    "scale": (_MADE,),
+    "quantize": (_MADE,),
+    "gemm": (
+        ("--accumulate", "exact (the default), f32, hopper_fast, hopper_slow, ada, blackwell"),
+        ("--epilogue", "scale_then_round (the default), product_then_round, unit_round_scale_round"),
+    ),
+}
+WHAT = {"cast": "a cast", "scale": "a scale", "quantize": "a quantiser", "gemm": "a scaled GEMM"}
+
+
+def add(commands) -> None:
+    help = "Test vectors for programs in any language."
+    vectors = commands.add_parser("vectors", help=help, **_long(f"{help}\n{FORM}"))
+    verbs = vectors.add_subparsers(required=True, metavar="gen | verify")
+    gen = verbs.add_parser("gen", help="write vectors to standard output", **_long(f"Write test vectors to standard output.\n{FORM}"))
+    verify = verbs.add_parser("verify", help="judge answers from standard input", **_long(f"Judge answers from standard input.\n{FORM}"))
+    makers, judges = (of.add_subparsers(required=True, metavar="|".join(ASKED)) for of in (gen, verify))
+    for operation in ASKED:
+        maker = shared.plain(makers, operation, _gen, f"vectors of {WHAT[operation]}")
+        judge = shared.plain(
+            judges,
+            operation,
+            _verify,
+            f"judge {WHAT[operation]}",
+            f"Judge {WHAT[operation]} by vectors with answers, from standard input. Exits with 1 if an answer differs.",
+        )
+        for made in (maker, judge):
+            made.set_defaults(operation=operation)
+            for option, kind, about in ASKED[operation]:
+                needed = made is maker and option == "--format"
+                made.add_argument(
+                    option, type=kind, metavar=option.removeprefix("--").upper().replace("-", "_"), help=about, required=needed
+                )
+        for option, about in RULES[operation]:
+            judge.add_argument(option, metavar="NAME", help=about)
+        if operation == "cast":
+            judge.add_argument("--no-saturate", action="store_true", help="overflow gives Inf, or NaN where there is none (C-4)")
+        judge.add_argument("--all", action="store_true", help="exit with 1 too if a vector of the set was not answered")
+        judge.add_argument("--json", type=Path, metavar="FILE", help="write what was found to FILE")
+
+
+def _long(description: str) -> dict:
+    return {"description": description, "formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
+
+
+def _gen(known: argparse.Namespace) -> int:
+    from fp8ref.check.vectors.operations import generate
+
+    _print(generate(known.operation, _settings(known)))
+    return 0
+
+
+def _verify(known: argparse.Namespace) -> int:
+    import json
+
+    check_json(known.json)
+    rules = {option.removeprefix("--"): getattr(known, option.removeprefix("--")) for option, _ in RULES[known.operation]}
+    rules = {name: value for name, value in rules.items() if value is not None}
+    if known.operation == "cast":
+        rules["saturate"] = not known.no_saturate
+    from fp8ref.check.vectors.operations import judge
+
+    verdict = judge(known.operation, sys.stdin.buffer, settings=_settings(known), rules=rules)
+    if known.json:
+        known.json.write_text(json.dumps(verdict.to_dict(), indent=1) + "\n", encoding="utf-8")
+    _print([verdict.text()])
+    if known.all and verdict.missing is None:
+        raise ValueError("--all needs the header of the vectors, which says which there are; none came. Copy the comments of gen too.")
+    return FAILED if not verdict.ok or (known.all and verdict.missing) else 0
+
+
+def _settings(known: argparse.Namespace) -> dict:
+    """The settings that were given."""
+    names = [option.removeprefix("--").replace("-", "_") for option, _, _ in ASKED[known.operation]]
+    return {name: getattr(known, name) for name in names if getattr(known, name) is not None}
+
+
+def _print(lines: Iterable[str]) -> None:
+    """Lines to standard output. Who closes it, as head does, has read enough: then what is left goes nowhere."""
+    try:
+        sys.stdout.writelines(f"{line}\n" for line in lines)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,0 +1,170 @@
+"""The commands in pipes, as a C program stands between them."""
+
+import io
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fp8ref import cli
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "cast_e4m3fn.c"
+
+
+class Input:
+    def __init__(self, text: str):
+        self.buffer = io.BytesIO(text.encode())
+
+
+@pytest.fixture
+def run(capsys, monkeypatch):
+    """run("gen", ..., given=text) -> (exit code, standard output, standard error)."""
+
+    def call(*arguments, given: str = "") -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "stdin", Input(given))
+        try:
+            code = cli.main(["vectors", *map(str, arguments)])
+        except SystemExit as stopped:
+            code = stopped.code
+        shown = capsys.readouterr()
+        return code, shown.out, shown.err
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    """compiled(macro) -> the program of examples/, compiled with -Dmacro."""
+    compiler = shutil.which("cc")
+    if compiler is None:
+        pytest.skip("no C compiler, cc")
+    folder = tmp_path_factory.mktemp("c")
+
+    def build(*macros: str) -> str:
+        program = str(folder / ("_".join(macros) or "right"))
+        warnings = ["-Wall", "-Wextra", "-Werror", "-std=c99"]
+        subprocess.run([compiler, *warnings, "-O2", *(f"-D{m}" for m in macros), "-o", program, str(EXAMPLE)], check=True)
+        return program
+
+    return build
+
+
+def through(program: str, vectors: str) -> str:
+    return subprocess.run([program], input=vectors, capture_output=True, text=True, check=True).stdout
+
+
+def test_a_program_in_c_is_right(compiled, run):
+    _, vectors, _ = run("gen", "cast", "--format", "e4m3fn")
+    code, out, err = run("verify", "cast", "--format", "e4m3fn", "--all", given=through(compiled(), vectors))
+    assert (code, err) == (0, "")
+    assert out.splitlines()[-1] == "11,562 of 11,562 answers agree"
+
+
+@pytest.mark.parametrize(
+    ("macro", "says"),
+    [
+        ("TIES_AWAY", "3A800000, float32 0.0009765625 (tie): expected 0x00 (0), got 0x01 (0.001953125)"),
+        ("TIES_AWAY", "\nAll codes are what rounding nearest_away gives.\n"),
+        ("NO_SUBNORMALS", "\nAll codes are what flushing subnormals to zero gives.\n"),
+        ("UNSIGNED", "\nAll codes are what losing the sign gives.\n"),
+    ],
+)
+def test_a_wrong_program_in_c_is_caught_and_told_why(compiled, run, tmp_path, macro, says):
+    _, vectors, _ = run("gen", "cast", "--format", "e4m3fn", "--count", 100)
+    path = tmp_path / "found.json"
+    code, out, err = run("verify", "cast", "--json", path, given=through(compiled(macro), vectors))
+    assert (code, err) == (1, "")
+    assert says in out
+    found = json.loads(path.read_text())
+    assert not found["ok"]
+    assert sum(found["differ"].values()) > 90
+    assert found["missing"] == {}
+    assert {"line", "kind", "vector", "expected", "got", "rule"} == set(found["first"][0])
+
+
+def test_the_readme_shows_what_is_said_of_a_wrong_program(compiled, run):
+    _, vectors, _ = run("gen", "cast", "--format", "e4m3fn")
+    _, out, _ = run("verify", "cast", "--format", "e4m3fn", given=through(compiled("TIES_AWAY"), vectors))
+    assert f"```\n{out}```" in (EXAMPLE.parents[1] / "README.md").read_text()
+
+
+def test_a_program_that_stops_early_is_noticed(compiled, run):
+    _, vectors, _ = run("gen", "cast", "--format", "e4m3fn")
+    answered = "".join(through(compiled(), vectors).splitlines(keepends=True)[:100])
+    code, out, _ = run("verify", "cast", given=answered)
+    assert code == 0
+    assert "missing: 11,464 of 11,562 vectors were not answered" in out
+    assert run("verify", "cast", "--all", given=answered)[0] == 1
+
+
+PIPE = """
+import subprocess, sys
+fp8ref = [sys.executable, "-m", "fp8ref", "vectors"]
+gen = subprocess.Popen([*fp8ref, "gen", "cast", "--format", "e5m2", "--count", "200000"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+gen.stdout.readline()
+gen.stdout.close()
+said = gen.stderr.read().decode()
+print(gen.wait(), repr(said))
+"""
+
+
+def test_a_closed_pipe_is_no_error():
+    done = subprocess.run([sys.executable, "-c", PIPE], capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout == "0 ''\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("gen", "cast"), "--format"),
+        (("gen", "cast", "--format", "e9m9"), "a cast's format is one of e4m3fn"),
+        (("gen", "cast", "--format", "e5m2", "--source", "float8"), "a source is one of float32"),
+        (("gen", "cast", "--format", "e5m2", "--seed", "-1"), "seed is an integer in [0, 2^32)"),
+        (("gen", "cast", "--format", "e5m2", "--policy", "flax"), "unrecognized arguments: --policy flax"),
+        (("gen", "scale", "--format", "e5m2", "--policy", "best"), "policy is a ScalePolicy or one of torchao"),
+        (("gen", "quantize", "--format", "e5m2", "--shape", "4,x"), "a shape is numbers separated by commas"),
+        (("gen", "quantize", "--format", "e5m2", "--granularity", "mx_1x32", "--shape", "4,33"), "mx_1x32 needs K"),
+        (("gen", "gemm", "--format", "e5m2", "--shape", "4,4"), "the shape of a GEMM is M,N,K"),
+        (("verify", "cast"), "none came"),
+        (("verify", "cast", "--rounding", "stochastic"), "rounding is one of nearest_even"),
+        (("verify", "gemm", "--accumulate", "quick"), "accumulate is an Accumulation, 'exact', 'f32' or one of"),
+        (("verify", "cast", "--json", "/nowhere/x.json"), "--json names a file in a directory that exists"),
+        (("verify", "cast", "--all", "--format", "e4m3fn"), "none came"),
+    ],
+)
+def test_errors_of_a_user_are_one_message(run, arguments, says):
+    code, out, err = run(*arguments)
+    assert (code, out) == (2, "")
+    assert says in err
+    assert "Traceback" not in err
+
+
+def test_all_needs_a_header(run):
+    code, _, err = run("verify", "cast", "--all", "--format", "e4m3fn", given="3F800000 38\n")
+    assert code == 2
+    assert "--all needs the header" in err
+
+
+@pytest.mark.parametrize("arguments", [(), ("gen",), ("verify",), ("verify", "gemm")])
+def test_help_states_the_form(run, arguments):
+    code, out, _ = run(*arguments, "--help")
+    assert code == 0
+    if len(arguments) < 2:
+        assert "quantize  SHAPE VALUES" in out
+
+
+@pytest.mark.parametrize("operation", ["scale", "quantize", "gemm"])
+def test_the_other_operations_from_end_to_end(run, operation):
+    _, vectors, _ = run("gen", operation, "--format", "e4m3fn", "--count", 3)
+    body = [line for line in vectors.splitlines() if not line.startswith("#")]
+    answers = {"scale": " 00000000", "quantize": f" {','.join(['00'] * 512)} 3F800000", "gemm": f" {','.join(['00000000'] * 16)}"}
+    code, out, _ = run("verify", operation, given="\n".join([vectors.splitlines()[0], *(line + answers[operation] for line in body)]))
+    assert code == 1
+    assert "expected" in out
+    code, _, err = run("verify", operation, given=vectors)
+    assert code == 2
+    assert "line 3: " in err
+    assert "the answer is missing" in err

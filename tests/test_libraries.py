@@ -1,0 +1,83 @@
+"""docs/LIBRARIES.md is what docs/libraries.py writes: some of its rows, asked again in full, and the rest of its text."""
+
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+
+DOCS = Path(__file__).parents[1] / "docs"
+PAGE = (DOCS / "LIBRARIES.md").read_text(encoding="utf-8")
+STRIDE = 5
+
+
+@pytest.fixture(scope="module")
+def libraries():
+    spec = importlib.util.spec_from_file_location("libraries", DOCS / "libraries.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def rows(kind: str) -> list[list[str]]:
+    section = PAGE.split(f"## {kind.capitalize()}\n")[1].split("\n## ")[0]
+    return [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("| `")]
+
+
+@pytest.fixture
+def same_versions(libraries):
+    if libraries.versions() not in PAGE:
+        pytest.skip(f"the page is of other versions than {libraries.versions()}")
+
+
+@pytest.mark.parametrize("kind", ["casts", "scales"])
+def test_every_row_is_there_and_in_order(libraries, kind):
+    subjects = sorted(getattr(libraries, kind)(), key=lambda subject: libraries.ORDER.index(subject.library))
+    cpu = [subject for subject in subjects if " " not in subject.library]
+    assert [row[0] for row in rows(kind)] == [f"`{subject.row}`" for subject in cpu]
+
+
+@pytest.mark.parametrize("kind", ["casts", "scales"])
+def test_some_rows_asked_again_are_the_same(libraries, kind, same_versions):
+    written = rows(kind)[::STRIDE] + [
+        row for row in rows(kind) if row[0] in ("`gfloat/compute_scale_amax/e4m3fn`", "`torchao/mx_even/e5m2`")
+    ]
+    asked = libraries.table(kind, libraries.COUNT, [row[0].strip("`") for row in written])
+    asked = {row[0]: row for row in asked}
+    for row in written:
+        assert " | ".join(asked[row[0]]) == " | ".join(row)
+
+
+def test_the_text_is_the_scripts(libraries, same_versions, monkeypatch):
+    monkeypatch.setattr(libraries, "table", lambda kind, count: [])
+    without_rows = re.sub(r"^\| `.*\n", "", PAGE, flags=re.MULTILINE)
+    assert libraries.page(0) == without_rows
+
+
+def test_a_library_that_changes_its_mind_changes_its_row(libraries):
+    """Of a cast that saturates, and of one that does not and flushes subnormals."""
+    import ml_dtypes
+    import numpy as np
+
+    from fp8ref.formats import E4M3FN
+
+    def changed(x):
+        x = np.where(np.abs(x) < 2.0**-6, np.copysign(np.float32(0), x), x)
+        return x.astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+
+    row = dict(
+        zip(libraries.CASTS, libraries.describe_cast(libraries.Subject(library="a", name="b", fmt=E4M3FN, run=changed), 100), strict=True)
+    )
+    assert (row["rounding"], row["above max"], row["subnormals"]) == ("none", "NaN", "flushed")
+    assert row["simplest that differs"] == "3C000000 (0.0078125): 0x00 (0) for 0x04 (0.0078125)"
+
+
+def test_one_row_alone_is_printed_by_its_command(libraries, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["libraries.py", "--only", "ml_dtypes/e5m2", "--count", "10"])
+    libraries.main()
+    said = capsys.readouterr().out
+    assert re.search(r"^above max +Inf$", said, re.MULTILINE)
+    monkeypatch.setattr("sys.argv", ["libraries.py", "--only", "nobody*"])
+    with pytest.raises(SystemExit):
+        libraries.main()
+    assert "no row matches nobody*" in capsys.readouterr().err
