@@ -81,9 +81,10 @@ def _crosscheck_first(known: argparse.Namespace, options: list[str]) -> int:
     check_json(known.json)
     if a in BACKENDS and b in BACKENDS:
         config = shared.config(known, options)
-        from fp8ref.check import crosscheck, divergence
+        from fp8ref.check import crosscheck
+        from fp8ref.check.divergence import live
 
-        found = divergence.of_backends(config, a, b, steps=crosscheck.STEPS if known.steps is None else known.steps)
+        found = live.of_backends(config, a, b, steps=crosscheck.STEPS if known.steps is None else known.steps)
     else:
         given = {"CONFIG": known.config, "--steps": known.steps}
         if unused := options or [name for name, value in given.items() if value is not None]:
@@ -91,9 +92,9 @@ def _crosscheck_first(known: argparse.Namespace, options: list[str]) -> int:
                 f"--first-divergence of two runs takes config and steps from them; got {', '.join(unused)} too. Leave it out, or name two backends: "
                 f"fp8ref crosscheck CONFIG --first-divergence {' '.join(BACKENDS)}."
             )
-        from fp8ref.check import divergence_of_runs
+        from fp8ref.check.divergence import runs
 
-        found = divergence_of_runs.of_runs(Path(a), Path(b))
+        found = runs.of_runs(Path(a), Path(b))
     found.print()
     if known.json:
         found.write(known.json)

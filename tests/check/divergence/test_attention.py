@@ -4,7 +4,7 @@ import torch
 from torch.nn import functional
 
 from fp8ref import llama
-from fp8ref.check.attention import attended
+from fp8ref.check.divergence.attention import attended
 from fp8ref.llama import LlamaConfig
 from fp8ref.torch.model import _rotate
 

@@ -8,7 +8,7 @@ from torchao.float8 import float8_training_tensor, float8_utils
 
 import fp8ref.torch.gemm
 from fp8ref import cli
-from fp8ref.check import divergence
+from fp8ref.check.divergence import live
 from fp8ref.formats import E4M3FN
 from fp8ref.run import loop
 from fp8ref.run.config import ConfigError
@@ -52,7 +52,7 @@ def bump(x: torch.Tensor, at: tuple[int, ...], steps: int = 1) -> torch.Tensor:
 
 
 def test_two_trainings_of_one_backend_do_not_diverge(small, capsys):
-    found = divergence.of_backends(small, "torch", "torch", steps=3)
+    found = live.of_backends(small, "torch", "torch", steps=3)
     assert found.ok
     assert found.names == ("torch (first)", "torch (second)")
     # three states of everything, the first step's beside it, and the batches
@@ -77,7 +77,7 @@ def test_a_weight_changed_by_one_ulp_is_located(small, planted):  # T-1, B-10
         trainer.step = step
 
     planted(fault)
-    first = divergence.of_backends(small, "torch", "torch", steps=5).first
+    first = live.of_backends(small, "torch", "torch", steps=5).first
     assert (first.step, first.phase, first.layer, first.role) == (2, "optimizer", f"{BLOCK}.self_attn.o_proj", "master weight")
     assert first.difference.element == AT
     assert (first.difference.differ, first.difference.worst, first.difference.unit) == (1, 1, "float32")
@@ -89,7 +89,7 @@ def test_a_scale_of_another_policy_is_located(small, planted):  # S-3
         return lambda *args, **kwargs: original(*args, **kwargs) * 0.75  # by a power of two it would leave no trace
 
     planted(lambda trainer: in_layer(trainer, f"{BLOCK}.mlp.up_proj", float8_utils, "amax_to_scale", larger))
-    first = divergence.of_backends(small, "torch", "torch", steps=2).first
+    first = live.of_backends(small, "torch", "torch", steps=2).first
     assert (first.step, first.phase, first.layer, first.role, first.part) == (0, "forward", f"{BLOCK}.mlp.up_proj", "input", "scale")
     assert first.gemm == f"{BLOCK}.mlp.up_proj output"
     a, b = (float(told.split(" ")[0]) for told in (first.difference.a, first.difference.b))
@@ -113,7 +113,7 @@ def test_an_operand_cast_by_truncation_is_located(small, planted):  # C-2
         return truncated
 
     planted(lambda trainer: in_layer(trainer, f"{BLOCK}.mlp.down_proj", float8_training_tensor, "to_fp8_saturated", truncating))
-    first = divergence.of_backends(small, "torch", "torch", steps=2).first
+    first = live.of_backends(small, "torch", "torch", steps=2).first
     assert (first.step, first.layer, first.role, first.part) == (0, f"{BLOCK}.mlp.down_proj", "input", "codes")
     x, above = truncations[0]
     assert first.difference.element == tuple(np.argwhere(above)[0])
@@ -132,7 +132,7 @@ def test_a_sum_is_told_from_one_beyond_its_bound(steps, clauses, small, planted)
 
     planted(lambda trainer: in_layer(trainer, f"{BLOCK}.self_attn.v_proj", fp8ref.torch.gemm, "matmul", summing))
     config = small.replace(numerics={"recipe": "delayed"})
-    first = divergence.of_backends(config, "torch", "torch", steps=2).first
+    first = live.of_backends(config, "torch", "torch", steps=2).first
     assert (first.step, first.layer, first.role, first.part) == (0, f"{BLOCK}.self_attn.v_proj", "output", "value")
     assert first.difference.element == (1, 4, 7)  # row 20 of sequences of 16
     assert (first.difference.differ, first.difference.worst) == (1, steps)
@@ -151,7 +151,7 @@ def test_a_gradient_is_located_before_what_it_reaches(small, planted):  # B-5
         trainer.model.get_submodule(f"{BLOCK}.mlp.gate_proj").register_forward_hook(on_output)
 
     planted(fault)
-    first = divergence.of_backends(small, "torch", "torch", steps=3).first
+    first = live.of_backends(small, "torch", "torch", steps=3).first
     assert (first.step, first.phase, first.layer, first.role) == (1, "backward", f"{BLOCK}.mlp.gate_proj", "grad_output")
     assert first.difference.element == (2, 3, 4)
     assert first.gemm == f"{BLOCK}.mlp.gate_proj grad_input"
@@ -165,7 +165,7 @@ def test_a_norm_is_named_instead_of_the_linears_that_it_enters(small, planted): 
         trainer.model.get_submodule(f"{BLOCK}.post_attention_layernorm").register_forward_hook(hook)
 
     planted(fault)
-    first = divergence.of_backends(small, "torch", "torch", steps=1).first
+    first = live.of_backends(small, "torch", "torch", steps=1).first
     assert (first.layer, first.role, first.difference.element) == (f"{BLOCK}.post_attention_layernorm", "output", (0, 1, 2))
     assert first.gemm == f"{BLOCK}.mlp.gate_proj output"
     assert first.reason.clauses == ("M-3",)
@@ -186,7 +186,7 @@ def test_what_does_not_happen_twice_is_said_to_be_unstable(small, planted):
         trainer.step = step
 
     planted(fault)
-    first = divergence.of_backends(small, "torch", "torch", steps=3).first
+    first = live.of_backends(small, "torch", "torch", steps=3).first
     assert (first.step, first.layer, first.role) == (1, "lm_head", "master weight")
     assert "one of them is not deterministic" in first.reason.text
 
@@ -197,20 +197,20 @@ def test_with_parts_of_a_batch_operands_are_left_out(small, planted):  # T-7
         trainer.model.get_submodule(f"{BLOCK}.post_attention_layernorm").register_forward_hook(hook)
 
     planted(fault)
-    found = divergence.of_backends(small.replace(data={"microbatches": 2}), "torch", "torch", steps=1)
+    found = live.of_backends(small.replace(data={"microbatches": 2}), "torch", "torch", steps=1)
     assert (found.first.phase, found.first.layer) == ("loss", "loss")
     assert "operands of GEMMs and logits are not observed" in found.notes[0]
 
 
 @pytest.mark.slow
 def test_two_trainings_in_jax_do_not_diverge(small):
-    assert divergence.of_backends(small, "jax", "jax", steps=2).ok
+    assert live.of_backends(small, "jax", "jax", steps=2).ok
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["tensorwise", "bf16"])
 def test_jax_and_torch_part_at_a_site_that_a_clause_explains(recipe, small):  # M-3, G-9
-    found = divergence.of_backends(small.replace(numerics={"recipe": recipe}), "jax", "torch", steps=2)
+    found = live.of_backends(small.replace(numerics={"recipe": recipe}), "jax", "torch", steps=2)
     first = found.first
     assert first.step == 0
     assert first.phase == "forward"
@@ -273,4 +273,4 @@ def test_the_command_trains_two_backends_and_writes_what_it_found(small, planted
 
 def test_several_devices_are_refused(small):
     with pytest.raises(ConfigError, match=r"the config has parallel\.\* for 2"):
-        divergence.of_backends(small.replace(parallel={"data": 2}), "jax", "torch")
+        live.of_backends(small.replace(parallel={"data": 2}), "jax", "torch")

@@ -3,7 +3,7 @@
 Both are trained side by side from one state. After every step their loss, norm, weights, moments and states of scaling are compared, which costs no more than
 reading them. In the first step that leaves any of them different everything is compared: both go back to where they began, come up to that step again,
 and show it value by value (``step_values``) before they take it. What leaves no trace in a step (a scale of half the size, say, of exact sums) is not
-looked for. What only runs on disk tell is in ``divergence_of_runs``.
+looked for. What only runs on disk tell is in ``runs``.
 """
 
 import dataclasses
@@ -15,12 +15,13 @@ from pathlib import Path
 
 import numpy as np
 
-from fp8ref.check import crosscheck, step_values
+from fp8ref.check import crosscheck
 from fp8ref.check.compare import Report
-from fp8ref.check.difference import Difference, difference
-from fp8ref.check.diverged import Diverged, Divergence, located
-from fp8ref.check.reasons import REASONS, Reason, Subjects, explain
-from fp8ref.check.step_values import Value
+from fp8ref.check.divergence import step_values
+from fp8ref.check.divergence.difference import Difference, difference
+from fp8ref.check.divergence.diverged import Diverged, Divergence, located
+from fp8ref.check.divergence.reasons import REASONS, Reason, Subjects, explain
+from fp8ref.check.divergence.step_values import Value
 from fp8ref.run import loop, progress
 from fp8ref.run.config import Config, ConfigError
 from fp8ref.run.data import loader

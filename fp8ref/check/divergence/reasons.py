@@ -6,12 +6,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from fp8ref.check import bounds
-from fp8ref.check.attention import attended
 from fp8ref.check.compare import Check, compare_codes, compare_scales
 from fp8ref.check.crosscheck import transposed
-from fp8ref.check.difference import Difference
+from fp8ref.check.divergence.attention import attended
+from fp8ref.check.divergence.difference import Difference
+from fp8ref.check.divergence.step_values import Value, maker
 from fp8ref.check.states import States
-from fp8ref.check.step_values import Value, maker
 from fp8ref.formats import BFLOAT16
 from fp8ref.llama import LlamaConfig
 from fp8ref.recipe import OPERANDS, REDUCED_AXES, CastSpec, Recipe

@@ -2,8 +2,8 @@ import numpy as np
 import pytest
 
 from fp8ref.check.compare import Check
-from fp8ref.check.difference import difference
-from fp8ref.check.step_values import Value
+from fp8ref.check.divergence.difference import difference
+from fp8ref.check.divergence.step_values import Value
 from fp8ref.formats import E4M3FN, E5M2
 from fp8ref.recipe import CastSpec
 

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from fp8ref.check.compare import Report
-from fp8ref.check.difference import Difference
-from fp8ref.check.reasons import Reason
-from fp8ref.check.step_values import Value, maker
+from fp8ref.check.divergence.difference import Difference
+from fp8ref.check.divergence.reasons import Reason
+from fp8ref.check.divergence.step_values import Value, maker
 from fp8ref.recipe import OPERANDS, REDUCED_AXES
 from fp8ref.run import progress
 

@@ -2,7 +2,7 @@
 
 What runs keep bounds the step: the first whose recorded loss or grad_norm differ in a bit, or the last before the first common checkpoint whose states do.
 Both are then continued, each in its own backend, from their last common checkpoint whose states are equal, or from the weights that their configs begin
-with, up to that step (``divergence.walk``). On the way every step is held to what its run recorded: a run that this machine does not give again is named.
+with, up to that step (``live.walk``). On the way every step is held to what its run recorded: a run that this machine does not give again is named.
 """
 
 import math
@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 
 from fp8ref import llama
-from fp8ref.check import divergence, step_values
 from fp8ref.check.compare import Report
-from fp8ref.check.difference import Difference, difference
-from fp8ref.check.diverged import Diverged, Divergence, located
-from fp8ref.check.divergence import Metrics, Side
-from fp8ref.check.reasons import Reason
-from fp8ref.check.step_values import Value
+from fp8ref.check.divergence import live, step_values
+from fp8ref.check.divergence.difference import Difference, difference
+from fp8ref.check.divergence.diverged import Diverged, Divergence, located
+from fp8ref.check.divergence.live import Metrics, Side
+from fp8ref.check.divergence.reasons import Reason
+from fp8ref.check.divergence.step_values import Value
 from fp8ref.run import checkpoint, export, loop, progress
 from fp8ref.run import config as configs
 from fp8ref.run.config import Config, ConfigError
@@ -91,13 +91,13 @@ def of_runs(a: Path, b: Path) -> Diverged:
         first=first,
         report=report,
         recorded=_told(found, past),
-        notes=[*past.missed.values(), *divergence.parts_of(*given)],
+        notes=[*past.missed.values(), *live.parts_of(*given)],
     )
 
 
 def _check_shapes(found: Sequence[Run], given: Sequence[Config]) -> None:
     for run, config in zip(found, given, strict=True):
-        divergence.check_alone(config, run.name)
+        live.check_alone(config, run.name)
     if llama.parameter_shapes(given[0].model) != llama.parameter_shapes(given[1].model):
         x, y = ({"model": run.settings["model"]} for run in found)
         differ = configs.differences(x, y)
@@ -160,7 +160,7 @@ def _compare_checkpoints(found: Sequence[Run], sides: Sequence[Side], past: Reco
             states.append(step_values.of_state(trainer, config, "state before"))
         if len(states) < 2:
             continue
-        if first := divergence.first_of(states[0], states[1], sides[0].name, sides[1].name, report):
+        if first := live.first_of(states[0], states[1], sides[0].name, sides[1].name, report):
             past.parted = Parted(done, (states[0], states[1]), first)
             return
         if past.differs is None or done <= past.differs[0]:
@@ -186,7 +186,7 @@ def _walked(found: Sequence[Run], sides: list[Side], past: Recorded, report: Rep
                     )
 
     with progress.bar("first divergence", stop - past.start) as advance:
-        first = divergence.walk(sides[0], sides[1], report, start=past.start, stop=stop, advance=advance, after=held)
+        first = live.walk(sides[0], sides[1], report, start=past.start, stop=stop, advance=advance, after=held)
     return first or _only_recorded(found, sides, past)
 
 
@@ -201,8 +201,8 @@ def _only_recorded(found: Sequence[Run], sides: Sequence[Side], past: Recorded) 
         return located(step, x, apart, Reason((), text))
     assert past.parted is not None
     for run, side, saved in zip(found, sides, past.parted.states, strict=True):
-        live = step_values.of_state(side.trainer, side.config, "state before")
-        if off := divergence.first_of(saved, live, run.name, "now", Report()):
+        now = step_values.of_state(side.trainer, side.config, "state before")
+        if off := live.first_of(saved, now, run.name, "now", Report()):
             v, d = off
             past.missed.setdefault(
                 run.name,

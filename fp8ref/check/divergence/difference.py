@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fp8ref.check.compare import Check
-from fp8ref.check.step_values import Value
+from fp8ref.check.divergence.step_values import Value
 from fp8ref.formats import Format
 from fp8ref.sim import cast
 

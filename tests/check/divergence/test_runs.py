@@ -8,7 +8,7 @@ import torch
 from torchao.float8 import float8_utils
 
 from fp8ref import cli, llama
-from fp8ref.check.divergence_of_runs import of_runs
+from fp8ref.check.divergence.runs import of_runs
 from fp8ref.run import checkpoint, log, loop
 from fp8ref.run import config as configs
 from fp8ref.run.config import ConfigError

@@ -5,14 +5,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fp8ref.check.attention import attended
-from fp8ref.check.difference import Difference
-from fp8ref.check.reasons import REASONS, Subjects, explain
-from fp8ref.check.step_values import Value, maker, unobserved
+from fp8ref.check.divergence.attention import attended
+from fp8ref.check.divergence.difference import Difference
+from fp8ref.check.divergence.reasons import REASONS, Subjects, explain
+from fp8ref.check.divergence.step_values import Value, maker, unobserved
 from fp8ref.recipe import RECIPES
 from fp8ref.run.config import Config
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 Q, DOWN = "model.layers.0.self_attn.q_proj", "model.layers.0.mlp.down_proj"
 APART = Difference(element=(0,), a="", b="", differ=1, of=2, worst=1, unit="bfloat16")
 
