@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Sequence
 
 import fp8ref
-from fp8ref.commands import checking, estimating, preparing, probing, runs, training, vectors
+from fp8ref.commands import checking, conforming, estimating, preparing, probing, runs, training, vectors
 from fp8ref.commands.shared import DEFECT, ERROR, INTERRUPTED, LOST, NON_FINITE, STOPPED
 
 
@@ -44,7 +44,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"fp8ref {fp8ref.__version__}")
     parser.set_defaults(leave=None)  # how a process of several ends, given the exit code
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for kind in (training, estimating, checking, probing, vectors, runs, preparing):
+    for kind in (training, estimating, checking, conforming, probing, vectors, runs, preparing):
         kind.add(commands)
     return parser
 

@@ -16,7 +16,7 @@ def test_example(program, printed, capsys):
 
 
 def test_there_are_examples():
-    assert len(BLOCKS) == 13
+    assert len(BLOCKS) == 14
 
 
 def test_the_layout_names_every_module():

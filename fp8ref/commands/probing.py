@@ -60,6 +60,12 @@ def _probe(known: argparse.Namespace) -> int:
         ) from error
 
 
+def of_function(name: str, *, formats: tuple[str, str], granularity: str | None, json: Path | None) -> int:
+    """The probe of module:function as it is by default."""
+    given = {"fast_accum": False, "out_dtype": None, "shape": None, "seed": 0, "record": None}
+    return _gemm(argparse.Namespace(subject=name, formats=formats, granularity=granularity, json=json, **given))
+
+
 def _check_folder(folder: Path) -> None:
     """ValueError where nothing can be recorded, before anything is asked."""
     try:

@@ -1,0 +1,150 @@
+"""From a cast's answers to what it is."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from fp8ref import formats
+from fp8ref.check.conformance import behaviour, decisions, described, everything, held, questions, replies, stochastic
+from fp8ref.check.conformance import subject as subjects
+from fp8ref.check.conformance.behaviour import KNOWN
+from fp8ref.check.conformance.decisions import Answers
+from fp8ref.check.conformance.outcome import Finding, Outcome
+from fp8ref.check.conformance.subject import ConformanceError, RefusedError, Subject
+from fp8ref.check.conformance.witness import Witness, bits_of, rounded, show, simplest
+from fp8ref.formats import Format
+
+
+def identify_cast(
+    function: Callable[..., Any],
+    fmt: Format,
+    *,
+    name: str | None = None,
+    expect: str | None = None,
+    framework: str | None = None,
+    device: str = "cpu",
+    exhaustive: bool = False,
+) -> Outcome:
+    """What a cast does, by what it gives for some twenty thousand inputs, or for all float32 ones.
+
+    function   one array [n], float32 or bfloat16 and, if it takes them, float16 and float64, -> [n]: codes uint8, float8, or values.
+    expect     a name of ``behaviour.KNOWN`` that it is held to, NaN codes being one (C-5).
+    framework  of the arrays it is given; by default the first that it takes of numpy, torch, jax.
+    exhaustive all 2^32 float32 inputs are held to what was found.
+
+    Raises:    ValueError: fmt not an FP8 format, an unknown name; ConformanceError: the function is none.
+    """
+    check_format(fmt)
+    wanted = None if expect is None else behaviour.known(expect)
+    name = name or subjects.name_of(function)
+    subject = subjects.of(name, function, framework=framework, device=device, shape=(16,))
+    source = subjects.first_source(subject)
+    if exhaustive and source != "float32":
+        raise ConformanceError(f"{name} takes no float32, of which all inputs would be asked. Leave --exhaustive out.")
+    layout, found_format = _format(subject, fmt, source)
+    findings = [found_format]
+    if layout is None:
+        return _unknown(subject, fmt, findings, expect)
+    asked, position = _ask(subject, source, layout)
+    if position is not None or stochastic.varies(subject, source, layout):
+        return stochastic.identify(subject, asked, fmt, findings, expect)
+    more, found = decisions.all_of(asked, layout)
+    findings += more
+    answers = {source: asked}
+    for other in subjects.DTYPES:
+        if other == source:
+            continue
+        try:
+            subject.ask(np.ones(16), other)
+        except RefusedError as error:
+            findings.append(Finding(what=f"double_rounding of {other}", value=None, said="not asked", evidence=str(error)))
+            continue
+        answers[other] = _deterministic(subject, other, layout)
+        more_found, through = decisions.double_rounding(answers[other], found, found.through.get(source))
+        findings.append(more_found)
+        found = decisions.with_through(found, other, through)
+    # In other sources NaNs are one (C-5): libraries emit other codes there, XLA 0x7F from float16 and 0x7E from float32
+    wrong = {a: a.unlike(found, canonical=a.source != source) for a in answers.values()}
+    unlike = [a.witness(simplest(a.x, differs), found, "by what was found") for a, differs in wrong.items() if differs.any()]
+    total, right = sum(a.x.size for a in wrong), sum(int((~differs).sum()) for differs in wrong.values())
+    findings.append(Finding(what="answers", value=right, evidence=f"of {total:,} are those of this", said=f"{right:,}"))
+    if exhaustive:
+        checked = everything.compare(subject, layout, found)
+        findings.append(checked.finding)
+        unlike += checked.unlike
+    names = [k for k, known in KNOWN.items() if not asked.unlike(known.of(layout)).any()]
+    alike = [k for k, known in KNOWN.items() if not asked.unlike(known.of(layout), canonical=True).any()]
+    complete = None not in (found.rounding, found.overflow, found.infinite) and not unlike
+    differences = held.cast(answers, wanted.of(fmt), fmt, layout, findings) if wanted else []
+    return Outcome(
+        name=name,
+        kind="cast",
+        fmt=fmt,
+        framework=subject.framework,
+        found=described.cast(found, findings, layout, asked, names if not unlike else [], alike if not unlike else []),
+        findings=findings,
+        identified=complete,
+        summary=described.cast_in_words(found, layout, fmt, names, alike, complete),
+        unlike=unlike,
+        expected=expect,
+        differences=differences,
+    )
+
+
+def check_format(fmt: Format) -> None:
+    formats.check(fmt)
+    if fmt.name not in formats.FP8_FORMATS:
+        raise ValueError(f"a cast is to one of {', '.join(formats.FP8_FORMATS)}; got {fmt}.")
+
+
+def _format(subject: Subject, fmt: Format, source: str) -> tuple[Format | None, Finding]:
+    x = rounded(questions.all_numbers(), source)
+    reply, position = replies.repeats(subject, x, source)
+    layout, evidence = replies.format_of(reply, x, fmt)
+    if layout is None and position is not None:
+        raise ConformanceError(
+            f"{subject.name} does not repeat itself, and is no stochastic rounding: {source} {show(x[position])} "
+            f"({bits_of(x[position], source)}) gave other codes the second time. Make it a function of its input."
+        )
+    witness = None
+    if layout is not fmt:
+        codes, expected = reply.codes(fmt), behaviour.encode(x, fmt, KNOWN["saturating"].of(fmt)).astype(np.int64)
+        at = simplest(x, codes != expected)
+        expected_reply = replies.Reply(array=expected.astype(np.uint8), dtype="uint8")
+        witness = Witness(
+            input=show(x[at]),
+            bits=(bits_of(x[at], source),),
+            dtype=source,
+            got=replies.said(reply, at, layout or fmt),
+            expected=replies.said(expected_reply, at, fmt),
+            clause="F-2" if fmt.specials != "fnuz" else "F-3",
+        )
+        evidence += f"; {witness}"
+    said = "" if layout is None else f"{layout}" if layout is fmt else f"{layout}, max {layout.max:g}, not {fmt}"
+    return layout, Finding(what="format", value=layout and layout.name, said=said, evidence=evidence, witness=witness)
+
+
+def _ask(subject: Subject, source: str, layout: Format) -> tuple[Answers, int | None]:
+    x = questions.inputs(layout, source)
+    reply, position = replies.repeats(subject, x, source)
+    return Answers(x=x, source=source, reply=reply, fmt=layout, codes=reply.codes(layout)), position
+
+
+def _deterministic(subject: Subject, source: str, layout: Format) -> Answers:
+    answers, position = _ask(subject, source, layout)
+    if position is not None:
+        raise ConformanceError(
+            f"{subject.name} does not repeat itself for {source} {show(answers.x[position])} ({bits_of(answers.x[position], source)}), "
+            "though it does for others. Make it a function of its input."
+        )
+    return answers
+
+
+def _unknown(subject: Subject, fmt: Format, findings: list[Finding], expect: str | None) -> Outcome:
+    witness = findings[0].witness
+    return Outcome(
+        name=subject.name, kind="cast", fmt=fmt, framework=subject.framework, found={"format": None}, findings=findings, identified=False,
+        summary=f"no cast to a format that is known: {findings[0].evidence}", expected=expect,
+        differences=[witness] if expect and witness else [],
+    )  # fmt: skip

@@ -1,0 +1,88 @@
+"""Where a cast or a quantiser is not what was expected: the simplest inputs."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from fp8ref.check.conformance import influence, matching, policies, questions, shrink
+from fp8ref.check.conformance.behaviour import Behaviour
+from fp8ref.check.conformance.decisions import Answers
+from fp8ref.check.conformance.matching import Matched
+from fp8ref.check.conformance.outcome import Finding
+from fp8ref.check.conformance.policies import Agreement, Asked, Candidate
+from fp8ref.check.conformance.quantized import Quantizer
+from fp8ref.check.conformance.witness import Witness, simplest
+from fp8ref.formats import Format
+from fp8ref.policy import ScalePolicy
+
+
+def cast(answers: dict[str, Answers], wanted: Behaviour, fmt: Format, layout: Format, findings: list[Finding]) -> list[Witness]:
+    """The simplest input on which it is not what was expected, for each kind of input."""
+    if layout is not fmt:
+        return [f.witness for f in findings if f.what == "format" and f.witness]
+    found: dict[str, Witness] = {}
+    for a in answers.values():
+        if a.source == "float64":  # which no name speaks of, C-8
+            continue
+        differs, magnitude = a.unlike(wanted, canonical=True), np.abs(a.x)
+        coarse = a.of(questions.coarse(fmt))
+        over = magnitude > (fmt.max + questions.numbers(fmt)[-1]) / 2
+        zero = (a.codes & ~fmt.sign_bit) == 0
+        flushed = coarse & zero & (magnitude > fmt.smallest_subnormal / 2) & (magnitude < fmt.smallest_normal)
+        beyond = "C-3" if wanted.overflow == "max" else "C-4"
+        normal = coarse & ~over & (magnitude >= fmt.smallest_normal)
+        if (differs & normal).any():  # it rounds otherwise, and so to zero
+            flushed = np.zeros_like(flushed)
+        kinds = {
+            "rounding": ("C-2", normal if (differs & normal).any() else coarse & ~over & ~flushed & (a.x != 0)),
+            "overflow": (beyond, over & np.isfinite(a.x)),
+            "infinity": (beyond, np.isinf(a.x)),
+            "NaN": ("C-5", np.isnan(a.x)),
+            "subnormal": ("F-1", flushed),
+            "zero": ("C-6", a.x == 0),
+        }
+        seen = over | np.isnan(a.x) | coarse
+        kinds["twice"] = ("C-1", ~seen if not (differs & coarse).any() else np.zeros_like(seen))
+        for kind, (clause, among) in kinds.items():
+            if kind not in found and (differs & among).any():
+                found[kind] = a.witness(simplest(a.x, differs & among), wanted, clause)
+    return list(found.values())
+
+
+def policy(
+    quantizer: Quantizer, wanted: ScalePolicy, fmt: Format, asked: Sequence[Asked], kinds: Mapping[str, str],
+    at: str, along: int, matched: Matched, layout: Format,
+) -> list[Witness]:  # fmt: skip
+    """Where scales, or codes if there are none, are not those of the policy that was expected."""
+    # Subnormals may be zeros where XLA flushes them (S-12)
+    ways = (False, True) if quantizer.subject.framework == "jax" else (False,)
+    held = [policies.agreement(Candidate(policy=wanted, top=fmt, fmt=layout, flushes=f), asked, kinds, at, along) for f in ways]
+    agreed = max(held, key=lambda a: matching.score(a, matched.considered))
+    if (agreed.deciding | ~matched.considered).all() and layout is fmt:
+        return []
+    found = witnesses(quantizer, matched, agreed, kinds, at, along)
+    if layout is not fmt:
+        code = Witness(
+            input="x of ones", bits=("0x3F800000",), dtype="float32", got=f"codes of {layout}", expected=f"codes of {fmt}", clause="F-2"
+        )
+        found.insert(0, code)
+    return found
+
+
+def layout_of(
+    quantizer: Quantizer, group: influence.Group, granularity: str | None, axis: int | None, candidate: Candidate, kinds: Mapping[str, str]
+) -> list[Witness]:
+    """Where elements share scales otherwise than expected."""
+    same = granularity in (None, group.granularity) and (axis is None or group.axis is None or axis == group.axis)
+    if same:
+        return []
+    assert group.granularity is not None
+    found = shrink.layout(quantizer, candidate, granularity or group.granularity, -1 if axis is None else axis, kinds)
+    return [found] if found else []
+
+
+def witnesses(quantizer: Quantizer, matched: Matched, of: Agreement, kinds: Mapping[str, str], at: str, along: int) -> list[Witness]:
+    """Of each kind of amax with a wrong answer, a minimal input."""
+    amax, kind = (np.concatenate([getattr(a, key) for a in matched.asked]) for key in ("amax", "kind"))
+    found = (shrink.policy(quantizer, of.candidate, kinds, at, along, a, k) for k, a in shrink.worst_kind(kind, matched.wrong(of), amax))
+    return list(dict.fromkeys(witness for witness in found if witness is not None))

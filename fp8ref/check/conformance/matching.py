@@ -1,0 +1,85 @@
+"""Which policies agree with everything that a quantiser gave."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from fp8ref import policy as policy_data
+from fp8ref.check.conformance import policies
+from fp8ref.check.conformance.amaxes import KINDS
+from fp8ref.check.conformance.behaviour import LAYOUTS
+from fp8ref.check.conformance.outcome import Finding
+from fp8ref.check.conformance.policies import Agreement, Asked, Candidate
+from fp8ref.formats import Format
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Matched:
+    """The candidates that agree with all scales, or codes where there are none; and the nearest, which is the first of them if there are."""
+
+    agreements: Sequence[Agreement]
+    nearest: Agreement
+    asked: Sequence[Asked]
+    considered: np.ndarray
+
+    def wrong(self, of: Agreement) -> np.ndarray:
+        return ~of.both & self.considered
+
+    @property
+    def names(self) -> list[str]:
+        return list(dict.fromkeys(a.candidate.policy.name for a in self.agreements))
+
+
+def match(asked: Sequence[Asked], kinds: Mapping[str, str], at: str, along: int, layout: Format, *, fixed: bool, stateful: bool) -> Matched:
+    """The asked format first; then another's max; then, of uint8 and of values, another format altogether."""
+    kind = np.concatenate([a.kind for a in asked])
+    considered = kind == KINDS.index("ordinary") if stateful else np.ones(kind.size, bool)
+    others = [f for f in LAYOUTS.values() if f is not layout]
+    few = [a for a in asked if (a.kind == KINDS.index("ordinary")).any()][:8]
+    best: Agreement | None = None
+    for stage in ([(layout, layout)], [(f, layout) for f in others], [] if fixed else [(f, f) for f in others]):
+        for flushes in (False, True):
+            candidates = [
+                Candidate(policy=policy, top=top, fmt=of, flushes=flushes) for policy in policy_data.POLICIES.values() for top, of in stage
+            ]
+            likely = [c for c in candidates if policies.agreement(c, few, kinds, at, along).deciding[ordinary(few)].all()]
+            found = [policies.agreement(c, asked, kinds, at, along) for c in likely]  # a few amaxes rule out most
+            agreed = [a for a in found if (a.deciding | ~considered).all()]
+            if agreed:
+                top_score = max(score(a, considered) for a in agreed)
+                alike = [a for a in agreed if score(a, considered) == top_score]
+                return Matched(agreements=alike, nearest=alike[0], asked=asked, considered=considered)
+            if best is None:
+                found = [policies.agreement(c, asked, kinds, at, along) for c in candidates]
+                best = max(found, key=lambda a: score(a, considered))
+    assert best is not None
+    return Matched(agreements=[], nearest=best, asked=asked, considered=considered)
+
+
+def ordinary(asked: Sequence[Asked]) -> np.ndarray:
+    return np.concatenate([a.kind for a in asked]) == KINDS.index("ordinary")
+
+
+def score(a: Agreement, considered: np.ndarray) -> tuple[int, int]:
+    return int((a.deciding & considered).sum()), int((a.both & considered).sum())
+
+
+def policy_finding(matched: Matched, kinds: Mapping[str, str], memory: int) -> Finding:
+    count, of = score(matched.nearest, matched.considered)[0], int(matched.considered.sum())
+    by = (
+        "scales"
+        if matched.nearest.scales is not None
+        else "codes or values: no scale is returned, so that policies of equal codes look alike"
+    )
+    kept = " Only ordinary amaxes: what it keeps for others one call cannot tell." if memory else ""
+    evidence = f"{count} of {of} amaxes have its {by}." + kept
+    if matched.agreements:
+        flushed = ", with subnormals as zeros (S-12)" if matched.nearest.candidate.flushes else ""
+        top = matched.nearest.candidate
+        other = f", of max {top.top.max:g}, not {top.fmt.max:g}" if top.top is not top.fmt else ""
+        said = matched.names[0] + other + flushed
+        same = f", or the same by {', '.join(matched.names[1:])}" if matched.names[1:] else ""
+        return Finding(what="policy", value=matched.names[0], said=said + same, evidence=evidence)
+    nearest = matched.nearest.candidate.policy.name
+    return Finding(what="policy", value=None, said=f"none of them; nearest {nearest}", evidence=evidence)

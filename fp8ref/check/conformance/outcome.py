@@ -1,0 +1,100 @@
+"""What was identified: findings, and what they come to."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from fp8ref.check.conformance.witness import Witness
+from fp8ref.formats import Format
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """what      the name of the thing, such as ``rounding``.
+    value     what it is; None where that cannot be told, or, of ``double_rounding``, where there is none.
+    evidence  what was asked, and answered.
+    witness   a simplest input that shows it, next to what the specification gives.
+    """
+
+    what: str
+    value: Any
+    evidence: str
+    said: str = ""
+    witness: Witness | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"what": self.what, "value": self.value, "evidence": self.evidence, "witness": self.witness and self.witness.to_dict()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What a function is.
+
+    found        as in ``is`` of --json: a value for each thing.
+    identified   whether every answer is that of what was found.
+    summary      in one line.
+    unlike       where it is not: the simplest inputs, each with what was found in place of what.
+    expected     the name that it was held to, if any, and differences: the simplest inputs on which it is not that, one for each kind.
+    """
+
+    name: str
+    kind: str
+    fmt: Format
+    framework: str
+    found: dict[str, Any]
+    findings: Sequence[Finding]
+    identified: bool
+    summary: str
+    unlike: Sequence[Witness] = field(default=())
+    expected: str | None = None
+    differences: Sequence[Witness] = field(default=())
+
+    @property
+    def ok(self) -> bool:
+        """Identified, or, where something was expected, just that."""
+        return not self.differences and not self.unlike if self.expected is not None else self.identified
+
+    @property
+    def message(self) -> str:
+        """What is to be changed for it to be what was expected: all that somebody needs to do it."""
+        if self.expected is None:
+            return self.summary
+        if self.ok:
+            return f"{self.name} is {self.expected!r}: {self.summary}"
+        return "\n".join(
+            [f"{self.name} is not {self.expected!r}, but {self.summary}", *(f"  {w}" for w in self.differences or self.unlike)]
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "ok": self.ok,
+            "name": self.name,
+            "kind": self.kind,
+            "format": self.fmt.name,
+            "framework": self.framework,
+            "is": self.found,
+            "identified": self.identified,
+            "summary": self.summary,
+            "findings": [finding.to_dict() for finding in self.findings],
+            "unlike": [witness.to_dict() for witness in self.unlike],
+            "expected": self.expected,
+            "differences": [witness.to_dict() for witness in self.differences],
+        }
+
+    def print(self, console: Console) -> None:
+        table = Table("", "found", "by", title=f"{self.name}: a {self.kind} of {self.framework} arrays, {self.fmt}", title_justify="left")
+        for finding in self.findings:
+            said = finding.said or ("cannot tell" if finding.value is None else str(finding.value))
+            table.add_row(finding.what, said, finding.evidence)
+        console.print(table)
+        for witness in (w for w in self.unlike if w not in (self.differences or self.unlike) or self.expected is None):
+            console.print(f"unlike: {witness}", markup=False, highlight=False, soft_wrap=True)
+        console.print(self.message, markup=False, highlight=False, soft_wrap=True)
+
+    def write(self, path: Path) -> None:
+        path.write_text(json.dumps(self.to_dict(), indent=1) + "\n", encoding="utf-8")

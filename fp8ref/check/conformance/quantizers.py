@@ -1,0 +1,127 @@
+"""From a quantiser's answers to what it is."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from fp8ref import policy as policy_data
+from fp8ref.check.conformance import amaxes, described, held, influence, inner, matching, policies, shrink
+from fp8ref.check.conformance import subject as subjects
+from fp8ref.check.conformance.behaviour import LAYOUTS, Behaviour
+from fp8ref.check.conformance.casts import check_format
+from fp8ref.check.conformance.influence import SHAPE
+from fp8ref.check.conformance.outcome import Finding, Outcome
+from fp8ref.check.conformance.policies import Candidate
+from fp8ref.check.conformance.quantized import Quantizer, Reading, smallest_shape
+from fp8ref.check.conformance.witness import Witness
+from fp8ref.formats import Format
+
+_ASKED_IN = ((1, 32), (16, 16), (16, 128), (128, 128), SHAPE)
+
+
+def identify_quantizer(
+    function: Callable[..., Any],
+    fmt: Format,
+    *,
+    name: str | None = None,
+    expect: str | None = None,
+    granularity: str | None = None,
+    axis: int | None = None,
+    framework: str | None = None,
+    device: str = "cpu",
+) -> Outcome:
+    """What a quantiser does: which elements share a scale, which policy makes it, what is returned, and how it rounds.
+
+    function   x [M, K], float32 or bfloat16, -> codes (uint8 or float8) or values of that shape, alone or in a tuple, a dict or an
+               object beside a scale, scale_inv or both.
+    expect     a policy's name that it is held to, with granularity and axis if they are given.
+
+    Raises:    ValueError: fmt not an FP8 format, an unknown name; ConformanceError: the function is none.
+    """
+    check_format(fmt)
+    wanted = None if expect is None else policy_data.by_name(expect)
+    if wanted is None and (granularity is not None or axis is not None):
+        raise ValueError("a granularity and an axis are expected along with a policy. Name it: --expect.")
+    name = name or subjects.name_of(function)
+    subject = subjects.of(name, function, framework=framework, device=device, shape=SHAPE)
+    quantizer = Quantizer(subject=subject, dtype=subjects.first_source(subject, SHAPE))
+    quantizer, remembered = influence.memory(quantizer)
+    group = influence.group(quantizer)
+    reading = quantizer.ask(np.ones(SHAPE, np.float32))
+    layout = _layout(reading, fmt)
+    findings = [_format_finding(reading, layout, fmt), remembered, group.finding]
+    if group.granularity is None:
+        return _unscaled(quantizer, fmt, layout, findings, expect, group.finding)
+    at, along = group.granularity, -1 if group.axis is None else group.axis
+    what = amaxes.questions(layout, quantizer.dtype)
+    shape = smallest_shape(quantizer, _ASKED_IN, lambda s: True) if at == "tensorwise" else SHAPE
+    asked = policies.ask(quantizer, what, shape, at, along)
+    kinds = policies.returned(asked, at, along)
+    matched = matching.match(asked, kinds, at, along, layout, fixed=reading.dtype.startswith("float8"), stateful=quantizer.memory > 0)
+    chosen = matched.nearest.candidate
+    unlike = [] if matched.agreements else held.witnesses(quantizer, matched, matched.nearest, kinds, at, along)
+    findings += [
+        _axis(quantizer, group.axis, at, chosen, kinds),
+        _returned(kinds, reading),
+        matching.policy_finding(matched, kinds, quantizer.memory),
+    ]
+    rounding: Behaviour | None = None
+    different: list[Witness] = []
+    if matched.agreements:
+        groups = amaxes.groups(SHAPE, at, along)
+        more, rounding, answers = inner.cast_of(quantizer, chosen.fmt, chosen.top, groups)
+        findings += more
+        different = inner.differences(answers, chosen.fmt)
+        wrong = matched.wrong(matched.nearest)
+        if not inner.explains(answers, rounding) or (not different and wrong.any()):
+            unlike = held.witnesses(quantizer, matched, matched.nearest, kinds, at, along) or different
+    differences = []
+    if wanted is not None:
+        differences = held.policy(quantizer, wanted, fmt, asked, kinds, at, along, matched, layout)
+        differences += held.layout_of(quantizer, group, granularity, axis, Candidate(policy=wanted, top=fmt, fmt=layout), kinds)
+        differences += [] if differences else different
+        differences += [remembered.witness] if remembered.witness else []
+    identified = bool(matched.agreements) and not unlike
+    found = described.quantizer(matched, chosen, group, kinds, rounding, quantizer, reading, layout, identified)
+    return Outcome(
+        name=name, kind="quantizer", fmt=fmt, framework=subject.framework, found=found, findings=findings, identified=identified,
+        summary=described.quantizer_in_words(matched, chosen, group, found, fmt, quantizer.memory), unlike=unlike, expected=expect, differences=differences,
+    )  # fmt: skip
+
+
+def _layout(reading: Reading, fmt: Format) -> Format:
+    return LAYOUTS.get(reading.dtype.removeprefix("float8_"), fmt)
+
+
+def _format_finding(reading: Reading, layout: Format, fmt: Format) -> Finding:
+    said = layout.name if layout is fmt else f"{layout}, max {layout.max:g}, not {fmt}"
+    evidence = f"it gives {reading.dtype}" + ("" if reading.dtype.startswith("float8") else f", taken for {layout}'s")
+    return Finding(what="format", value=layout.name, said=said, evidence=evidence)
+
+
+def _axis(quantizer: Quantizer, axis: int | None, granularity: str, chosen: Candidate, kinds: Mapping[str, str]) -> Finding:
+    if axis is None:
+        return Finding(what="axis", value=None, said="either", evidence=f"{granularity} scales are the same along both")
+    if axis == -1:
+        return Finding(what="axis", value=-1, evidence="scales are along the last axis")
+    witness = shrink.layout(quantizer, chosen, granularity, -1, kinds)
+    return Finding(what="axis", value=axis, evidence=str(witness) if witness else "scales are along the first axis", witness=witness)
+
+
+def _returned(kinds: Mapping[str, str], reading: Reading) -> Finding:
+    said = ", ".join(f"{kind}{f' (as {name})' if name and name != kind else ''}" for name, kind in kinds.items())
+    value = " and ".join(dict.fromkeys(kinds.values())) or None
+    evidence = f"beside {reading.dtype} of x's shape" + ("" if kinds else " nothing that goes with the amax")
+    return Finding(what="returns", value=value, said=said or "neither scale nor scale_inv", evidence=evidence)
+
+
+def _unscaled(quantizer: Quantizer, fmt: Format, layout: Format, findings: list[Finding], expect: str | None, finding: Finding) -> Outcome:
+    witness = Witness(
+        input=finding.evidence, bits=(), dtype=quantizer.dtype, got=finding.said, expected="a granularity of S-6", clause="S-6"
+    )
+    return Outcome(
+        name=quantizer.subject.name, kind="quantizer", fmt=fmt, framework=quantizer.subject.framework, findings=findings, identified=False,
+        found={"format": layout.name, "granularity": None, "axis": None, "policy": None, "memory": quantizer.memory},
+        summary=f"a quantizer with {finding.said}", unlike=[witness], expected=expect, differences=[witness] if expect else [],
+    )  # fmt: skip

@@ -1,0 +1,152 @@
+"""The smallest tensor of the simplest numbers on which a quantiser and a policy part."""
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from fp8ref.check.conformance import policies
+from fp8ref.check.conformance.amaxes import KINDS
+from fp8ref.check.conformance.policies import Candidate
+from fp8ref.check.conformance.quantized import Quantizer, Reading
+from fp8ref.check.conformance.witness import Witness, bits_of, rounded, show, simplest
+from fp8ref.formats import Format
+from fp8ref.sim import cast, scaling
+
+SHAPES = ((1, 1), (1, 32), (32, 1), (1, 128), (128, 1), (4, 4), (16, 16), (32, 32), (128, 128), (256, 384))
+_EXPONENTS = (0, 1, -1, 2, -2, 4, -4, 8, -8, 16, -16, 32, -32)
+
+
+def policy(
+    quantizer: Quantizer, candidate: Candidate, kinds: Mapping[str, str], granularity: str, axis: int, amax: float, kind: str
+) -> Witness | None:
+    """A witness that it is not the candidate's, found from an amax on which it is not; None if a single number shows nothing."""
+    for shape in SHAPES:
+        for beside in (False, True):
+            x = _only(shape, amax, quantizer.dtype, beside=beside)
+            if _parts(quantizer, candidate, kinds, granularity, axis, x) is not None:
+                number = _simpler(quantizer, candidate, kinds, granularity, axis, x) if kind in ("ordinary", "tiny", "huge") else amax
+                x = _only(shape, number, quantizer.dtype, beside=beside)
+                parts = _parts(quantizer, candidate, kinds, granularity, axis, x)
+                assert parts is not None
+                return _witness(x, quantizer, *parts, candidate, kinds)
+    return None
+
+
+def layout(quantizer: Quantizer, candidate: Candidate, granularity: str, axis: int, kinds: Mapping[str, str]) -> Witness | None:
+    """A witness that elements share scales otherwise than in this granularity along this axis: ones, and one 512 that is not for all."""
+    for shape in ((2, 2), (4, 4), (2, 32), (2, 64), (32, 32), (2, 256), (64, 64), (128, 128), (256, 256), (256, 384)):
+        x = np.ones(shape, np.float32)
+        x[0, -1] = 512
+        try:
+            found, expected = quantizer.ask(x), candidate.quantize(x, granularity, axis)
+        except ValueError:  # a shape that one of them does not take
+            continue
+        differs = policies.unlike(found, expected, candidate)
+        if differs.any():
+            at = np.unravel_index(int(np.argmax(differs)), shape)
+            where = f"element {[int(i) for i in at]}"
+            return Witness(
+                input=f"x {list(shape)} of ones, x[0, {shape[1] - 1}] = 512",
+                bits=(bits_of(1, quantizer.dtype), bits_of(512, quantizer.dtype)),
+                dtype=quantizer.dtype,
+                got=f"{_tensor_said(found, at, expected.fmt)} at {where}",
+                expected=f"{_code(expected.codes[at], expected.fmt, found)} as {granularity}, axis {axis}",
+                clause="S-6",
+            )
+    return None
+
+
+def _only(shape: tuple[int, int], amax: float, dtype: str, *, beside: bool) -> np.ndarray:
+    """One number in zeros; beside it others, if there is room."""
+    x = np.zeros(shape, np.float32)
+    if beside and np.isfinite(amax):
+        x.reshape(-1)[:] = np.float32(amax) * np.linspace(0.1, 0.95, x.size, dtype=np.float32)
+    elif beside:
+        x[:] = 1
+    x.flat[0] = amax
+    return rounded(x, dtype)
+
+
+def _parts(
+    quantizer: Quantizer, candidate: Candidate, kinds: Mapping[str, str], granularity: str, axis: int, x: np.ndarray
+) -> tuple[Reading, scaling.Quantized, int] | None:
+    """Reading, what the candidate gives, and the element on which they part (0 for a scale); None if they do not, or do not take x."""
+    try:
+        found, expected = quantizer.ask(x), candidate.quantize(x, granularity, axis)
+    except ValueError:
+        return None
+    for name, kind in kinds.items():
+        if kind != "amax":
+            ours, theirs = np.reshape(getattr(expected, kind), -1)[0], found.scales[name].reshape(-1)[0]
+            if ours != theirs and not (np.isnan(ours) and np.isnan(theirs)):
+                return found, expected, 0
+    differs = policies.unlike(found, expected, candidate)
+    return (found, expected, int(np.argmax(differs))) if differs.any() else None
+
+
+def _simpler(quantizer: Quantizer, candidate: Candidate, kinds: Mapping[str, str], granularity: str, axis: int, x: np.ndarray) -> float:
+    """The amax with as few bits, then as near to 1, as still shows it, everything else in proportion."""
+    amax = float(x.flat[0])
+    fraction, own = np.frexp(amax)
+    mantissa = float(fraction) * 2
+    for bits in range(24):
+        kept = sorted({np.floor(mantissa * 2**bits) / 2**bits, np.ceil(mantissa * 2**bits) / 2**bits})
+        for exponent in (*_EXPONENTS, int(own) - 1):
+            for m in kept:
+                with np.errstate(over="ignore", under="ignore"):
+                    number = np.float32(m * 2.0**exponent)
+                if not np.isfinite(number) or number == 0:
+                    continue
+                tried = rounded((x.astype(np.float64) * (float(number) / amax)).astype(np.float32), quantizer.dtype)
+                tried.flat[0] = rounded(np.array([number], np.float32), quantizer.dtype)[0]
+                if _parts(quantizer, candidate, kinds, granularity, axis, tried) is not None:
+                    return float(tried.flat[0])
+    return amax
+
+
+def _witness(
+    x: np.ndarray,
+    quantizer: Quantizer,
+    found: Reading,
+    expected: scaling.Quantized,
+    at: int,
+    candidate: Candidate,
+    kinds: Mapping[str, str],
+) -> Witness:
+    index = np.unravel_index(at, x.shape)
+    others = "" if at == 0 else f", and x{[int(i) for i in index]} = {show(x[index])}"
+    alone = x.size > 1 and not np.any(x.reshape(-1)[1:])
+    got, want = _tensor_said(found, index, expected.fmt), _code(expected.codes[index], expected.fmt, found)
+    for name, kind in kinds.items():
+        if kind != "amax":
+            got += f", {kind} {show(found.scales[name].flat[0])}"
+            want += f", {kind} {show(np.reshape(getattr(expected, kind), -1)[0])}"
+    return Witness(
+        input=f"x {list(x.shape)} = {show(x.flat[0])}" + (", then zeros" if alone else others),
+        bits=tuple(bits_of(v, quantizer.dtype) for v in ([x.flat[0]] if at == 0 else [x.flat[0], x[index]])),
+        dtype=quantizer.dtype,
+        got=got,
+        expected=f"{want} by {candidate.policy.name}",
+        clause=candidate.clause,
+    )
+
+
+def _tensor_said(reading: Reading, at: tuple, fmt: Format) -> str:
+    if reading.codes is None:
+        return show(reading.tensor[at])
+    return _code(reading.codes[at], fmt, reading)
+
+
+def _code(code: np.uint8, fmt: Format, reading: Reading) -> str:
+    value = show(cast.decode(np.array([code], np.uint8), fmt)[0])
+    return f"code 0x{int(code):02X} ({value})" if reading.codes is not None else f"that of code 0x{int(code):02X} ({value})"
+
+
+def worst_kind(kinds: np.ndarray, wrong: np.ndarray, amax: np.ndarray) -> list[tuple[str, float]]:
+    """Of each kind of amax with a wrong answer, the kind and its simplest amax."""
+    found = []
+    for i, kind in enumerate(KINDS):
+        of = wrong & (kinds == i)
+        if of.any():
+            found.append((kind, float(amax[simplest(amax, of)])))
+    return found

@@ -1,0 +1,240 @@
+"""What is identified: somebody's function of one array, called safely, in whichever framework's arrays it takes."""
+
+import dataclasses
+import importlib.util
+import math
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from fp8ref.check.conformance.witness import bits_of
+
+FRAMEWORKS = ("numpy", "torch", "jax")
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+
+
+class ConformanceError(ValueError):
+    """A function that is none: it raises, gives another shape or type, changes its input, or does not repeat itself."""
+
+
+class RefusedError(ConformanceError):
+    """It raises for this input."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """A function of one array.
+
+    framework  whose arrays it is given: "numpy", "torch" or "jax".
+    device     of torch's tensors.
+    """
+
+    name: str
+    function: Callable[..., Any] = field(repr=False)
+    framework: str = "numpy"
+    device: str = "cpu"
+
+    def ask(self, x: np.ndarray, dtype: str = "float32") -> Any:
+        """What it gives for x, as it gives it; x holds numbers of dtype.
+
+        Raises:   RefusedError: it raises. ConformanceError: it changes its input.
+        """
+        given = self.array(x, dtype)
+        before = _frozen(given)
+        try:
+            with np.errstate(all="ignore"):  # NaN and overflow are asked for
+                found = self.function(given)
+        except (Exception, SystemExit) as error:  # whatever somebody's function raises
+            raise RefusedError(
+                f"{self.name} raised {type(error).__name__} for {describe(x, dtype, self.framework)}: {_first_lines(error)}. "
+                "Call it on that by itself."
+            ) from error
+        if _frozen(given) != before:
+            raise ConformanceError(f"{self.name} changed its input, {describe(x, dtype, self.framework)}. Let it work on a copy.")
+        return found
+
+    def array(self, x: np.ndarray, dtype: str) -> Any:
+        """x as this framework's array of a dtype.
+
+        Raises:   RefusedError: the framework has no such array here, as for bfloat16 in NumPy without ml_dtypes.
+        """
+        if self.framework == "numpy":
+            return x.astype(_numpy_dtype(dtype))
+        if self.framework == "torch":
+            return _torch_array(x, dtype, self.device)
+        import jax
+        import jax.numpy as jnp
+
+        if dtype == "float64" and not jax.config.jax_enable_x64:  # type: ignore[attr-defined]
+            raise RefusedError("jax has no float64 here: set JAX_ENABLE_X64=1 to ask with it.")
+        return jnp.asarray(x.astype(_numpy_dtype(dtype)))
+
+
+def of(name: str, function: Callable[..., Any], *, framework: str | None = None, device: str = "cpu", shape: tuple[int, ...]) -> Subject:
+    """The subject in the framework named, else in the first whose arrays it takes of those that are imported.
+
+    Raises:   ValueError: an unknown framework, one that is not installed, or a device that is not there; RefusedError: it takes no arrays.
+    """
+    if framework is not None and framework not in FRAMEWORKS:
+        raise ValueError(f"arrays are of {', '.join(FRAMEWORKS)}; got {framework!r}.")
+    if framework is not None and importlib.util.find_spec(framework) is None:
+        raise ImportError(f"arrays of {framework} need {framework}, which is not installed. Install fp8ref[{framework}].")
+    _check_device(device, framework)
+    if device != "cpu":
+        framework = "torch"
+    if framework is not None:
+        return Subject(name=name, function=function, framework=framework, device=device)
+    refused = []
+    x = np.ones(shape, np.float32)
+    for tried in FRAMEWORKS:
+        if tried != "numpy" and tried not in sys.modules:  # what the function's own module has not imported is not its own
+            continue
+        subject = Subject(name=name, function=function, framework=tried)
+        for dtype in ("float32", "bfloat16"):
+            try:
+                found = subject.ask(x, dtype)
+            except RefusedError as error:
+                refused.append(str(error))
+            else:
+                return _of_what_it_gives(subject, found, x, dtype)
+    raise RefusedError("\n".join(dict.fromkeys(refused)))
+
+
+def _of_what_it_gives(subject: Subject, found: Any, x: np.ndarray, dtype: str) -> Subject:
+    """The subject in the framework of what came back, if it takes that: jax's functions take NumPy's arrays too."""
+    inside: list[Any] = list(getattr(found, "__dict__", {}).values())
+    if isinstance(found, tuple | list | dict):
+        inside = list(found.values() if isinstance(found, dict) else found)
+    modules = {type(part).__module__.partition(".")[0] for part in (found, *inside)}
+    for framework, module in (("torch", "torch"), ("jax", "jaxlib"), ("jax", "jax")):
+        if module in modules and framework != subject.framework:
+            other = dataclasses.replace(subject, framework=framework)
+            try:
+                other.ask(x, dtype)
+            except ConformanceError:
+                return subject
+            return other
+    return subject
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """What it is called, where nobody named it."""
+    return str(getattr(function, "__qualname__", type(function).__name__))
+
+
+def first_source(subject: Subject, shape: tuple[int, ...] = (16,)) -> str:
+    """The dtype that most is asked with."""
+    refused = []
+    for source in ("float32", "bfloat16"):
+        try:
+            subject.ask(np.ones(shape, np.float32), source)
+        except RefusedError as error:
+            refused.append(str(error))
+        else:
+            return source
+    raise RefusedError("\n".join(refused))
+
+
+def array(found: Any) -> tuple[np.ndarray, str] | None:
+    """An array of NumPy, PyTorch or JAX as NumPy's, and the name of its dtype; float8 and e8m0 as uint8. None if it is no array.
+
+    bfloat16 and float16 come as float32.
+    """
+    if hasattr(found, "detach") and hasattr(found, "dtype"):
+        return _of_torch(found)
+    if not hasattr(found, "dtype") or not hasattr(found, "shape"):
+        return None
+    try:
+        made = np.array(found)  # a copy, which no later call writes to
+    except Exception as error:  # what it gives may raise as it is read
+        raise ConformanceError(f"what it gives cannot be read ({type(error).__name__}: {_first_lines(error)}).") from error
+    name = made.dtype.name
+    if name.startswith("float8_"):
+        return made.view(np.uint8), name
+    if name in ("bfloat16", "float16"):
+        return made.astype(np.float32), name
+    return made, name
+
+
+def _of_torch(found: Any) -> tuple[np.ndarray, str]:
+    import torch
+
+    name = str(found.dtype).removeprefix("torch.")
+    try:
+        found = found.detach().cpu().resolve_conj().resolve_neg()
+        if name.startswith("float8_"):
+            found = found.contiguous().view(torch.uint8)
+        elif name in ("bfloat16", "float16"):
+            found = found.float()
+        return np.array(found.numpy()), name
+    except Exception as error:
+        raise ConformanceError(f"what it gives cannot be read ({type(error).__name__}: {_first_lines(error)}).") from error
+
+
+def describe(x: np.ndarray, dtype: str, framework: str = "numpy") -> str:
+    """An input in words: its numbers where they are few."""
+    shape = f"{framework} {dtype} {list(x.shape)}"
+    if x.size > 4:
+        return f"x {shape}"
+    return f"x {shape} = {x.tolist()} (bits {', '.join(bits_of(v, dtype) for v in x.ravel())})"
+
+
+def _torch_array(x: np.ndarray, dtype: str, device: str) -> Any:
+    """By its bits where it is bfloat16: torch's own conversion makes every NaN negative."""
+    import torch
+
+    if dtype == "bfloat16":
+        high = (x.astype(np.float32).view(np.uint32) >> np.uint32(16)).astype(np.uint16)
+        return torch.from_numpy(high).view(torch.bfloat16).to(device)
+    return torch.from_numpy(np.array(x, dtype)).to(device)
+
+
+def _numpy_dtype(dtype: str) -> Any:
+    if dtype != "bfloat16":
+        return np.dtype(dtype)
+    try:
+        import ml_dtypes
+    except ImportError as error:
+        raise RefusedError("NumPy has bfloat16 by ml_dtypes, which is not installed. Install ml_dtypes to ask with it.") from error
+    return np.dtype(ml_dtypes.bfloat16)
+
+
+def _frozen(given: Any) -> bytes:
+    """The bytes of what was given; of a torch tensor too, whose autograd and dtypes NumPy does not know."""
+    if hasattr(given, "detach"):
+        import torch
+
+        return given.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return b"" if type(given).__module__.startswith("jax") else given.tobytes()  # jax's arrays cannot be changed
+
+
+def _check_device(device: str, framework: str | None) -> None:
+    if device == "cpu":
+        return
+    if framework not in (None, "torch"):
+        raise ValueError(f"a device is chosen for torch's arrays; got {device!r} with {framework}. jax chooses its own: JAX_PLATFORMS.")
+    import torch
+
+    try:
+        torch.empty(1, device=device)
+    except Exception as error:  # of whatever kind a missing device raises
+        raise ValueError(f"device {device!r} is not there: {_first_lines(error)}. Leave it out to ask on the CPU.") from error
+
+
+def _first_lines(error: BaseException) -> str:
+    said = " ".join(str(error).split())
+    return (said[:300] + "...") if len(said) > 300 else said.rstrip(".") or "no message"
+
+
+def smallest_part(x: np.ndarray, fails: Callable[[np.ndarray], bool]) -> np.ndarray:
+    """A part of a flat x, halved while a half fails too."""
+    for _ in range(math.ceil(math.log2(max(x.size, 1)))):
+        half = x.size // 2
+        part = next((p for p in (x[:half], x[half:]) if p.size and fails(p)), None)
+        if part is None:
+            return x
+        x = part
+    return x

@@ -1,0 +1,145 @@
+"""The conform command: from a file with somebody's function to what it is, and to an exit code."""
+
+import json
+
+import pytest
+
+from fp8ref import cli
+
+FUNCTIONS = """
+import numpy as np
+import torch
+from fp8ref.formats import E4M3FN
+from fp8ref.sim import cast, gemm, scaling
+
+
+def to_fp8(x):
+    return x.to(torch.float8_e4m3fn)
+
+
+def ties_away(x):
+    return cast.encode(x, E4M3FN, rounding="nearest_away")
+
+
+def rows(x):
+    q = scaling.quantize(x, E4M3FN, granularity="rowwise", policy="torchao_pow2")
+    return q.codes, q.scale_inv
+
+
+def columns(x):
+    q = scaling.quantize(x, E4M3FN, granularity="rowwise", axis=0)
+    return q.codes, q.scale
+
+
+def slow(a, b):
+    return gemm.matmul(a, b, accumulate="hopper_slow")
+
+
+def on_a_gpu(x):
+    return x.cuda()
+
+
+def random(x):
+    return np.random.default_rng().integers(0, 100, x.shape, dtype=np.uint8)
+
+
+constant = 3
+"""
+
+
+@pytest.fixture
+def functions(tmp_path, monkeypatch):
+    (tmp_path / "somebodys_functions.py").write_text(FUNCTIONS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+    return tmp_path
+
+
+def run(*arguments):
+    return cli.main(["conform", *arguments])
+
+
+def test_a_cast_by_name(functions, capsys):
+    assert run("somebodys_functions:to_fp8", "--format", "e4m3fn", "--expect", "torch", "--json", "found.json") == 0
+    said = capsys.readouterr().out
+    assert "somebodys_functions:to_fp8: a cast of torch arrays, e4m3fn" in said
+    assert "somebodys_functions:to_fp8 is 'torch'" in said
+    found = json.loads((functions / "found.json").read_text())
+    assert found["ok"]
+    assert found["is"]["behaviour"] == ["torch"]
+    keys = ("rounding", "saturates", "double_rounding", "inf_code", "nan_code", "subnormals", "negative_zero", "policy")
+    assert [found["is"][key] for key in keys] == ["nearest_even", True, None, 0x7E, 0x7F, "kept", "kept", None]
+
+
+def test_a_wrong_cast_exits_with_1_and_says_all_there_is_to_know(functions, capsys):
+    assert run("somebodys_functions:ties_away") == 0
+    assert "rounds nearest_away" in capsys.readouterr().out
+    assert run("somebodys_functions:ties_away", "--expect", "saturating", "--json", "found.json") == 1
+    said = capsys.readouterr().out
+    assert "somebodys_functions:ties_away is not 'saturating', but a cast to e4m3fn that rounds nearest_away" in said
+    assert "1.0625 (float32 0x3F880000): got 0x39 = 1.125, expected 0x38 = 1 (C-2)" in said
+    found = json.loads((functions / "found.json").read_text())
+    assert not found["ok"]
+    witness = found["differences"][0]
+    assert (witness["bits"], witness["dtype"], witness["got"], witness["clause"]) == (["0x3F880000"], "float32", "0x39 = 1.125", "C-2")
+
+
+def test_a_quantizer_by_its_policy(functions, capsys):
+    assert (
+        run("somebodys_functions:rows", "--expect", "torchao_pow2", "--granularity", "rowwise", "--axis", "-1", "--json", "found.json") == 0
+    )
+    found = json.loads((functions / "found.json").read_text())
+    assert found["kind"] == "quantizer"
+    assert [found["is"][key] for key in ("granularity", "axis", "returns", "policy")] == ["rowwise", -1, "scale_inv", "torchao_pow2"]
+    capsys.readouterr()
+    assert run("somebodys_functions:columns", "--expect", "torchao", "--axis", "-1") == 1
+    assert "x [2, 2] of ones, x[0, 1] = 512" in capsys.readouterr().out
+
+
+def test_a_name_of_another_kind_exits_with_1(functions, capsys):
+    assert run("somebodys_functions:ties_away", "--expect", "torchao") == 1
+    assert "expected 'torchao', a policy: codes of a tensor that its amax scales (S-5)" in capsys.readouterr().out
+    assert run("somebodys_functions:rows", "--expect", "saturating") == 1
+    assert "expected 'saturating', a cast: codes by each number alone (C-1)" in capsys.readouterr().out
+
+
+def test_a_gemm_is_handed_over_to_the_probe(functions, capsys):
+    assert run("somebodys_functions:slow", "--json", "found.json") == 0
+    assert "results have the simulator's bits under it" in capsys.readouterr().out
+    found = json.loads((functions / "found.json").read_text())
+    assert found["plan"]["promotion"] == 128
+    assert run("somebodys_functions:slow", "--expect", "torchao") == 2
+    assert (
+        "--expect: somebodys_functions:slow is a GEMM, which 'fp8ref probe somebodys_functions:slow' identifies" in capsys.readouterr().err
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["ties_away", "--format", "e8m0fnu"], "--format is one of e4m3fn, e5m2, e4m3fnuz, e5m2fnuz; got e8m0fnu"),
+        (["ties_away", "--kind", "norm"], "--kind is one of cast, quantizer, gemm; got norm"),
+        (["ties_away", "--axis", "1"], "--axis is -1, the last axis of x [M, K], or 0, the first; got 1"),
+        (["ties_away", "--expect", "te"], "--expect is a cast's behaviour, one of saturating, non_saturating"),
+        (["ties_away", "--granularity", "rowwise"], "--granularity: somebodys_functions:ties_away is a cast, which has no scales"),
+        (["ties_away", "--framework", "mxnet"], "arrays are of numpy, torch, jax; got 'mxnet'"),
+        (["ties_away", "--json", "missing/found.json"], "--json names a file in a directory that exists"),
+        (["rows", "--exhaustive"], "--exhaustive goes through the inputs of a cast; somebodys_functions:rows is a quantizer"),
+        (["rows", "--axis", "0"], "--granularity and --axis are expected along with a policy. Name it: --expect torchao."),
+        (["missing"], "somebodys_functions:missing cannot be imported from"),
+        (["constant"], "somebodys_functions:constant is a int; a function is needed"),
+        (["on_a_gpu", "--framework", "torch"], "somebodys_functions:on_a_gpu raised"),
+        (["random", "--kind", "cast"], "somebodys_functions:random does not repeat itself"),
+        (["rows", "--kind", "cast"], "a cast gives one array of codes or values. Name --kind quantizer if it is one."),
+    ],
+)
+def test_what_a_user_can_do_wrong_exits_with_2(functions, arguments, said, capsys):
+    assert run(f"somebodys_functions:{arguments[0]}", *arguments[1:]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_module_that_is_not_there(functions, capsys):
+    assert run("no_such_module:cast") == 2
+    assert "no_such_module:cast cannot be imported" in capsys.readouterr().err
+    assert run("somebodys_functions") == 2
+    assert "a function is named as module:function" in capsys.readouterr().err

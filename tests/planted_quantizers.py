@@ -1,0 +1,80 @@
+"""Quantisers that are wrong in one way each, for the kit to name."""
+
+import numpy as np
+
+from fp8ref.formats import E4M3FN
+from fp8ref.sim import cast, scaling
+
+EPS = np.float32(1e-12)
+
+
+def codes(x, scale, **options):
+    with np.errstate(all="ignore"):
+        return cast.encode(np.clip(x * scale, -448, 448), E4M3FN, **options)
+
+
+def torchao(x):
+    return tuple(scaling.quantize(x, E4M3FN)[:2])
+
+
+def ties_away(x):
+    scale = scaling.quantize(x, E4M3FN).scale
+    return codes(x, scale, rounding="nearest_away"), scale
+
+
+def truncation(x):
+    scale = scaling.quantize(x, E4M3FN).scale
+    return codes(x, scale, rounding="toward_zero"), scale
+
+
+def flushes_subnormals(x):
+    q = scaling.quantize(x, E4M3FN)
+    return np.where((q.codes & 0x7F) < 8, q.codes & 0x80, q.codes), q.scale
+
+
+def scales_by_exp2_log2(x):
+    with np.errstate(all="ignore"):
+        scale = np.float32(448) / np.maximum(np.abs(x).max(), EPS)
+        scale = np.exp2(np.floor(np.log2(scale)))
+    return codes(x, scale), scale
+
+
+def scales_to_240(x):
+    with np.errstate(all="ignore"):
+        scale = np.float32(np.float32(240) / np.maximum(np.abs(x).max(), EPS))
+    return codes(x, scale), scale
+
+
+def divides(x):
+    """scale_inv = amax / max, rounded once, and not the reciprocal of a rounded scale."""
+    with np.errstate(all="ignore"):
+        scale_inv = np.maximum(np.abs(x).max(), EPS) / np.float32(448)
+        return cast.encode(np.clip(x / scale_inv, -448, 448), E4M3FN), scale_inv
+
+
+def wrong_axis(x):
+    q = scaling.quantize(x, E4M3FN, granularity="rowwise", axis=0)
+    return q.codes, q.scale
+
+
+def no_zero_amax(x):
+    """Zero amax divides by zero."""
+    with np.errstate(all="ignore"):
+        scale = np.float32(448) / np.abs(x).max()
+    return codes(x, scale), scale
+
+
+def stale(calls=1):
+    """A quantiser that scales by the amax of the call that many calls before, 1 at first."""
+    amaxes = [np.float32(1)] * calls
+
+    def quantize(x):
+        amaxes.append(np.abs(x).max())
+        scale = scaling.scale_from_amax(amaxes.pop(0), E4M3FN)
+        return codes(x, scale), scale
+
+    return quantize
+
+
+def static(x):
+    return codes(x, np.float32(16)), np.float32(16)
