@@ -1,10 +1,10 @@
-# make setup | demo | test | slow | gpu | wheels | exhaustive | bench | bench-jax | bench-torch | bench-data | bench-recording | bench-trainer | compile-matrix | aot | notebooks | libraries | lint.
+# make setup | demo | test | slow | gpu | wheels | exhaustive | bench | bench-jax | bench-torch | bench-data | bench-recording | bench-trainer | compile-matrix | aot | notebooks | libraries | clauses | lint.
 # Everything is installed into .venv, but for aot's, into .venv-aot; PYTHON names the interpreter they are made with.
 PYTHON ?= python3
 BIN := .venv/bin
 TESTS ?= tests fp8ref
 
-.PHONY: setup demo test slow gpu $(addprefix gpu-,probe tests bench-torch bench-jax parity) wheels exhaustive bench bench-jax bench-torch bench-data bench-recording bench-trainer compile-matrix aot notebooks libraries lint
+.PHONY: setup demo test slow gpu $(addprefix gpu-,probe tests bench-torch bench-jax parity) wheels exhaustive bench bench-jax bench-torch bench-data bench-recording bench-trainer compile-matrix aot notebooks libraries clauses lint
 
 setup: .venv/ready
 
@@ -105,6 +105,9 @@ notebooks: setup
 
 libraries: setup
 	$(BIN)/python docs/libraries.py
+
+clauses:
+	$(PYTHON) docs/clauses.py
 
 lint: setup
 	$(BIN)/ruff check .
