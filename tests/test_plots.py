@@ -19,6 +19,7 @@ Q = scaling.quantize(X, E4M3FN)
 LINES = [{"step": step, "loss": 3.0 - step} for step in range(3)]
 FIGURES = {
     "cast_curve": lambda ax: plots.cast_curve(ax, np.linspace(1, 2, 9), E4M3FN, label="mine", colour="black"),
+    "cast_difference": lambda ax: plots.cast_difference(ax, X[0], Q.codes[0], E4M3FN),
     "code_difference": lambda ax: plots.code_difference(ax, Q, Q),
     "code_map": lambda ax: plots.code_map(ax, E5M2),
     "error_histogram": lambda ax: plots.error_histogram(ax, {"fast": np.array([0.01, 0.02]), "slow": np.array([0.0, 0.01])}),
@@ -33,6 +34,8 @@ FIGURES = {
     "number_table": lambda ax: plots.number_table(ax, [[1.0, 2.0]], ["row"], ["one", "two"]),
     "ranges": lambda ax: plots.ranges(ax, [E4M3FN, E5M2]),
     "relative_error": lambda ax: plots.relative_error(ax, [E4M3FN, E5M2], lowest=-8, highest=-4),
+    "scale_difference": lambda ax: plots.scale_difference(ax, [1.0, 1.5, 2.0], np.float32([1, 2, 3]), np.float32([1, 1, 4]), bins=2),
+    "share_by_exponent": lambda ax: plots.share_by_exponent(ax, X, X > 1, label="mine"),
     "spacing": lambda ax: plots.spacing(ax, [E4M3FN, E5M2]),
     "staleness": lambda ax: plots.staleness(ax, [1.0, 2.0], {"history of 1": [1.0, 448.0]}, E4M3FN),
     "validation_gaps": lambda ax: plots.validation_gaps(ax, {("jax", "bf16"): 2.0, ("jax", "rowwise"): 2.5}, seeds=[2.0, 2.5]),

@@ -14,6 +14,7 @@ try:
 except ImportError as error:
     raise ImportError(f"fp8ref.plots needs matplotlib; {error.name} is missing. Install it with: pip install 'fp8ref[train]'") from error
 
+from fp8ref.plots.conformance import cast_difference, scale_difference, share_by_exponent
 from fp8ref.plots.delayed import clipped, staleness
 from fp8ref.plots.formats import cast_curve, code_map, near_zero, number_line, ranges, relative_error, spacing, worst_error
 from fp8ref.plots.gemms import error_histogram, error_lines
@@ -24,6 +25,7 @@ from fp8ref.plots.tensors import code_difference, error_map, exponent_histogram,
 
 __all__ = [
     "cast_curve",
+    "cast_difference",
     "clipped",
     "code_difference",
     "code_map",
@@ -41,6 +43,8 @@ __all__ = [
     "png",
     "ranges",
     "relative_error",
+    "scale_difference",
+    "share_by_exponent",
     "spacing",
     "staleness",
     "validation_gaps",
