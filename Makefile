@@ -1,10 +1,10 @@
-# make setup | demo | test | slow | gpu | wheels | exhaustive | bench | bench-jax | bench-torch | bench-data | bench-recording | bench-trainer | compile-matrix | aot | notebooks | libraries | clauses | lint.
+# make setup | demo | test | slow | gpu | wheels | exhaustive | bench | bench-jax | bench-torch | bench-data | bench-recording | bench-trainer | bench-simulated | compile-matrix | aot | notebooks | libraries | clauses | lint.
 # Everything is installed into .venv, but for aot's, into .venv-aot; PYTHON names the interpreter they are made with.
 PYTHON ?= python3
 BIN := .venv/bin
 TESTS ?= tests fp8ref
 
-.PHONY: setup demo test slow gpu $(addprefix gpu-,probe tests bench-torch bench-jax parity) wheels exhaustive bench bench-jax bench-torch bench-data bench-recording bench-trainer compile-matrix aot notebooks libraries clauses lint
+.PHONY: setup demo test slow gpu $(addprefix gpu-,probe tests bench-torch bench-jax parity) wheels exhaustive bench bench-jax bench-torch bench-data bench-recording bench-trainer bench-simulated compile-matrix aot notebooks libraries clauses lint
 
 setup: .venv/ready
 
@@ -87,6 +87,9 @@ bench-recording: setup
 
 bench-trainer: setup
 	$(BIN)/python benchmarks/trainer.py --json benchmarks/results/trainer.json
+
+bench-simulated: setup
+	$(BIN)/python benchmarks/simulated_hardware.py --json benchmarks/results/simulated_hardware.json
 
 compile-matrix: setup
 	$(BIN)/python benchmarks/compile_matrix.py

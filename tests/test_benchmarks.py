@@ -195,3 +195,14 @@ def test_parity_runs_that_fail_are_told(tmp_path, monkeypatch, capsys):
     assert "| torch-bf16 | exit code 1: no memory |" in printed
     assert "failed: jax-tensorwise" in printed
     assert "no run is finished" in printed
+
+
+@pytest.mark.slow
+def test_what_simulated_hardware_costs(tmp_path):
+    written = tmp_path / "simulated_hardware.json"
+    subprocess.run(
+        [sys.executable, BENCHMARKS / "simulated_hardware.py", "--quick", "--json", written], check=True, capture_output=True, text=True
+    )
+    quick, kept = json.loads(written.read_text()), json.loads((BENCHMARKS / "results" / written.name).read_text())
+    assert [(r["backend"], r["recipe"], r["plan"]) for r in quick["rows"]] == [(r["backend"], r["recipe"], r["plan"]) for r in kept["rows"]]
+    assert all(r["ratio"] > 0 for r in quick["rows"])

@@ -6,6 +6,7 @@ import numpy as np
 
 from fp8ref.formats import BFLOAT16
 from fp8ref.llama import LlamaConfig
+from fp8ref.multiply import Multiply
 from fp8ref.recipe import GemmSpec, Recipe
 from fp8ref.sim import cast, model, scaling
 
@@ -33,17 +34,24 @@ def gemm(a: scaling.Quantized, b: scaling.Quantized, spec: GemmSpec, found: np.n
 
 
 def forward(
-    tokens: np.ndarray, weights: Mapping[str, np.ndarray], config: LlamaConfig, recipes: Mapping[str, Recipe], *, advance=lambda: None
+    tokens: np.ndarray,
+    weights: Mapping[str, np.ndarray],
+    config: LlamaConfig,
+    recipes: Mapping[str, Recipe],
+    *,
+    advance=lambda: None,
+    multiply: Multiply | None = None,
 ) -> tuple[np.ndarray, float, np.ndarray, float]:
     """Simulated logits and loss, and bounds on two backends' differences in them (B-2, B-3).
 
     Shapes:   tokens [B, T + 1]; logits [B, T, V]; their bound [B, T, 1].
+    multiply  the hardware that the backends' FP8 GEMMs run under, if it is simulated.
     """
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
-    nearest = model.forward(inputs, weights, config, recipes)
+    nearest = model.forward(inputs, weights, config, recipes, multiply=multiply)
     losses, squares, previous = [], [], nearest
     for seed in range(SAMPLES):
-        sample = model.forward(inputs, weights, config, recipes, seed=seed)
+        sample = model.forward(inputs, weights, config, recipes, seed=seed, multiply=multiply)
         losses.append(model.loss(sample, targets))
         if seed % 2:
             squares.append(((sample - previous) ** 2).mean(-1, keepdims=True))

@@ -2,7 +2,8 @@
 
 For every converted linear, at step 0 and after some training, or before every step where scales come from the past: the codes and
 scales that each backend's own step used, and those that the other makes of the same operands, against the simulator's, bit for bit;
-the outputs of its three GEMMs against the exact result; then initial weights, step-0 logits and losses, and the loss curves.
+the outputs of its three GEMMs against the exact result, or, under simulated hardware, against its own, bit for bit; then initial weights,
+step-0 logits and losses, and the loss curves.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,12 +13,13 @@ import numpy as np
 
 from fp8ref import llama
 from fp8ref.check import bounds, states, synthetic
-from fp8ref.check.compare import Report, compare_codes, compare_scales, compare_values
+from fp8ref.check.compare import Report, compare_bits, compare_codes, compare_scales, compare_values
 from fp8ref.check.quantizers import Quantizer, create
 from fp8ref.check.states import States
 from fp8ref.formats import BFLOAT16, FP8_FORMATS
+from fp8ref.multiply import Factor, Multiply
 from fp8ref.recipe import OPERANDS, RECIPES, REDUCED_AXES, SHARED_RECIPES, CastSpec, Gemm, Recipe
-from fp8ref.run import loop, progress
+from fp8ref.run import hardware, loop, progress
 from fp8ref.run.config import Config, ConfigError
 from fp8ref.run.data import loader
 from fp8ref.sim import cast, delayed, gemm, scaling
@@ -45,6 +47,7 @@ def crosscheck(config: Config, *, backends: Sequence[str] = loop.BACKENDS, steps
     """
     if config.parallel.devices > 1:
         raise ConfigError(f"the cross-check is on one device; got {config.parallel.devices}. Set parallel.* to 1, or give --sharded N.")
+    multiply = hardware.of(config)
     report = Report()
     batches = loader.open_batches(config)
     weights = llama.initial_weights(config.model, seed=config.run.seed)
@@ -67,7 +70,7 @@ def crosscheck(config: Config, *, backends: Sequence[str] = loop.BACKENDS, steps
             held = states.initial(recipes)
             for step in range(steps + 1):
                 if step in (0, steps) or held:  # a state is of what every step before it had
-                    seen = check_operands(report, trainer, batches.step(step), recipes, quantizers, held)
+                    seen = check_operands(report, trainer, batches.step(step), recipes, quantizers, held, multiply)
                     held = states.after(held, recipes, amaxes(seen))
                 if step in (0, steps):
                     advance(f"{name}: operands after {step} steps")
@@ -115,7 +118,9 @@ def check_forward(
     advance: Callable[[], None],
 ) -> None:
     """Logits and loss at these weights against the simulated model and each other (B-2, B-3)."""
-    logits, loss, logits_bound, loss_bound = bounds.forward(tokens, weights, config.model, recipes, advance=advance)
+    logits, loss, logits_bound, loss_bound = bounds.forward(
+        tokens, weights, config.model, recipes, advance=advance, multiply=hardware.of(config)
+    )
     found = {"sim": (logits, loss)} | {who: (t.logits(tokens[:, :-1]), t.evaluate(tokens)) for who, t in trainers.items()}
     names = list(found)
     for i, mine in enumerate(names):
@@ -157,10 +162,12 @@ def check_operands(
     recipes: dict[str, Recipe],
     quantizers: dict[str, Quantizer],
     held: States,
+    multiply: Multiply | None = None,
 ) -> list[Observation]:
-    """Every FP8 GEMM of one forward and backward pass, which it returns: operands bit for bit, outputs within B-1.
+    """Every FP8 GEMM of one forward and backward pass, which it returns: operands bit for bit, outputs within B-1, or bit for bit too (B-12).
 
-    held    the simulator's states, of the roles that are scaled by their past, before this pass.
+    held      the simulator's states, of the roles that are scaled by their past, before this pass.
+    multiply  the simulated hardware that the trainer runs under.
     """
     seen: list[Observation] = []
     trainer.observe(tokens, lambda layer, which, a, b, out: seen.append(Observation(trainer.backend, layer, which, a, b, out)))
@@ -170,7 +177,7 @@ def check_operands(
         problem = "was planned in FP8 and did not run" if (layer, which) in expected else "ran in FP8 and was not planned"
         report.check(f"{layer}/{which}/value/{trainer.backend}", bound=1.0).fail(f"the GEMM {problem}")
     for observation in (o for o in seen if (o.layer, o.gemm) in expected):
-        _check_gemm(report, observation, recipes[observation.layer], quantizers, held)
+        _check_gemm(report, observation, recipes[observation.layer], quantizers, held, multiply)
     return seen
 
 
@@ -243,7 +250,9 @@ def transposed(q: scaling.Quantized) -> scaling.Quantized:
     return q._replace(codes=q.codes.T, scale=q.scale.T, scale_inv=q.scale_inv.T, axis=1)
 
 
-def _check_gemm(report: Report, seen: Observation, recipe: Recipe, quantizers: dict[str, Quantizer], held: States) -> None:
+def _check_gemm(
+    report: Report, seen: Observation, recipe: Recipe, quantizers: dict[str, Quantizer], held: States, multiply: Multiply | None
+) -> None:
     spec = recipe.gemms[seen.gemm]
     operands = []
     for role, operand, how, axis in zip(OPERANDS[seen.gemm], (seen.a, seen.b), (spec.a, spec.b), REDUCED_AXES[seen.gemm], strict=True):
@@ -253,6 +262,13 @@ def _check_gemm(report: Report, seen: Observation, recipe: Recipe, quantizers: d
         q = compare_quantized(report, f"{seen.layer}/{role}", hp, how, axis, {seen.backend: (codes, scale)}, quantizers, state)
         operands.append(q if axis == 1 else transposed(q))
     a, b = operands
+    if multiply is not None:
+        assert spec.accumulate is not None
+        factors = (Factor(q.codes, q.scale_inv, q.fmt, q.granularity) for q in operands)
+        expected = multiply(*factors, accumulate=spec.accumulate, epilogue=spec.epilogue, out_dtype=BFLOAT16)
+        exact = report.check(f"{seen.layer}/{seen.gemm}/value/{seen.backend}")
+        compare_bits(exact, np.asarray(seen.out, np.float32), expected, names=(seen.backend, "sim"))
+        return
     simulated = gemm.matmul(a, b, epilogue=spec.epilogue, out_dtype=BFLOAT16)  # [M, K] x [N, K] -> [M, N]
     out = np.asarray(seen.out, np.float32)
     check = report.check(f"{seen.layer}/{seen.gemm}/value/{seen.backend}", bound=1.0)

@@ -20,7 +20,7 @@ from fp8ref.check.sites import in_backend, of_gemms
 from fp8ref.check.states import States
 from fp8ref.formats import FLOAT32
 from fp8ref.recipe import OPERANDS, REDUCED_AXES, Recipe
-from fp8ref.run import failure, loop, progress
+from fp8ref.run import failure, hardware, loop, progress
 from fp8ref.run.config import Config, ConfigError
 from fp8ref.run.sections import ParallelConfig
 from fp8ref.sim import delayed, model
@@ -84,7 +84,7 @@ def simulated(
         if first is None:
             finite.add((site.module, site.role))
 
-    logits = model.forward(tokens[:, :-1], weights, config.model, recipes, states=states, watch=watch)
+    logits = model.forward(tokens[:, :-1], weights, config.model, recipes, states=states, watch=watch, multiply=hardware.of(config))
     if first is None:
         losses = model.losses(logits, tokens[:, 1:])
         target = np.take_along_axis(logits, tokens[:, 1:, None], -1)[..., 0]

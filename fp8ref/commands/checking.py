@@ -121,6 +121,10 @@ def _crosscheck_replay(known: argparse.Namespace, options: list[str]) -> int:
 def _crosscheck_sharded(known: argparse.Namespace, config) -> int:
     from fp8ref.run.config import ConfigError
 
+    if config.numerics.simulates:
+        raise ConfigError(
+            f"--sharded checks the frameworks' own GEMMs on meshes; got numerics.accumulate {config.numerics.accumulate!r}. Leave one of them out."
+        )
     if known.backend is None or known.sharded < 2:
         raise ConfigError("--sharded takes 2 devices or ranks, or more, and --backend jax or torch.")
     if known.backend == "torch":

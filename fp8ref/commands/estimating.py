@@ -26,6 +26,10 @@ def _estimate(known: argparse.Namespace, options: list[str]) -> int:
 
     if known.gpu is None:
         raise ConfigError("fp8ref estimate needs --gpu h100 or --gpu h200.")
+    if config.numerics.simulates:
+        raise ConfigError(
+            f"an estimate is of a GPU's own GEMMs; got numerics.accumulate {config.numerics.accumulate!r}, simulated on a CPU. Leave it out."
+        )
     found = forecast.of(config, known.backend, ceilings.of(known.gpu, known.ceilings))
     found.print(progress.console())
     if known.json:

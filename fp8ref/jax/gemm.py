@@ -1,13 +1,16 @@
-"""Matrix multiplication of FP8 operands (SEMANTICS G): one dot on float8 arrays, float32 out, the scales after it."""
+"""Matrix multiplication of FP8 operands (SEMANTICS G): one dot on float8 arrays, float32 out, the scales after it; or by simulated hardware."""
+
+import dataclasses
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from fp8ref.granularity import by_name
-from fp8ref.jax import scaling
+from fp8ref.jax import scaling, simulated
 from fp8ref.jax.scaling import Quantized
 from fp8ref.jax.sharding import Reduction
+from fp8ref.multiply import Multiply
 from fp8ref.recipe import GemmSpec
 
 # Explicit on every dot: with None, jax.default_matmul_precision would decide (SEMANTICS G-7).
@@ -24,6 +27,7 @@ def matmul(
     out_dtype=jnp.float32,
     collective: Reduction | None = None,
     turned: bool = False,
+    multiply: Multiply | None = None,
 ) -> jax.Array:
     """Contract a and b along their reduced axes: [..., M, K] x [..., N, K] -> [..., M, N], or ``turned`` [..., N, M].
 
@@ -31,6 +35,7 @@ def matmul(
               two, so that [K, M] with axis 0 serves as [M, K].
     Order:    dot in float32; the sum over devices; the epilogue, G-4, G-5 or G-14; round to out_dtype. If the collective is of
               scaled results: dot, epilogue, round, sum in float32, round again. Operands in blocks are dequantised first (G-16).
+    multiply  simulated hardware, of matrices: all of it (G-19); raw accumulators where they are summed over devices (G-21).
     Raises:   ValueError: ranks or reduced lengths that differ, a reduced axis among the leading dims, unknown names.
     Source:   SEMANTICS G-1, G-4, G-5, G-7, G-14, G-16, P-7, P-8.
     """
@@ -40,10 +45,23 @@ def matmul(
     if epilogue not in EPILOGUES:
         raise ValueError(f"epilogue is one of {', '.join(EPILOGUES)}; got {epilogue!r}.")
     early, late = (None, collective) if collective and collective.scaled else (collective, None)
-    if dequantises(a.granularity):
+    if multiply is not None:
+        assert a.codes.ndim == 2, "simulated hardware multiplies matrices"
+    if multiply is not None and (early is None or dequantises(a.granularity)):
+        kind = jnp.dtype(out_dtype if early is None else jnp.float32)
+        out = simulated.matmul(_arranged(a, early), b, by=multiply, accumulate=accumulate, epilogue=epilogue, out_dtype=kind)
+        out = out.T if turned else out
+        out = _total(out, early).astype(out_dtype)
+    elif dequantises(a.granularity):
         out = _total(_dot(_values(a), _values(b), axes, lax.Precision.HIGHEST, turned, early), early).astype(out_dtype)
     else:
-        acc = _total(_dot(a.codes, b.codes, axes, PRECISION[accumulate], turned, early), early)
+        if multiply is None:
+            acc = _dot(a.codes, b.codes, axes, PRECISION[accumulate], turned, early)
+        else:
+            raw = (_unscaled(q) for q in (_arranged(a, early), b))
+            acc = simulated.matmul(*raw, by=multiply, accumulate=accumulate, epilogue="product_then_round", out_dtype=jnp.float32)
+            acc = acc.T if turned else acc
+        acc = _total(acc, early)
         scale_a, scale_b = _rows(a.scale_inv, axes[0]), jnp.swapaxes(_rows(b.scale_inv, axes[1]), -1, -2)  # [.., M, 1], [.., 1, N]
         scale_a = early.own_rows(scale_a) if early else scale_a
         if turned:
@@ -77,6 +95,21 @@ def _scale(acc: jax.Array, scale_a: jax.Array, scale_b: jax.Array, epilogue: str
         info = jnp.finfo(out_dtype)
         acc = lax.reduce_precision(acc, info.nexp, info.nmant)
     return (acc * (scale_a * scale_b)).astype(out_dtype)
+
+
+def _arranged(a: Quantized, collective: Reduction | None) -> Quantized:
+    """An operand whose rows are in the order in which their results are scattered."""
+    if collective is None:
+        return a
+    lines = a.granularity != "tensorwise" and a.scale_inv.shape[0] == a.codes.shape[0]
+    scale_inv = collective.arranged(a.scale_inv) if lines else a.scale_inv
+    return dataclasses.replace(a, codes=collective.arranged(a.codes), scale_inv=scale_inv)
+
+
+def _unscaled(q: Quantized) -> Quantized:
+    """The codes alone: scales that come after a sum over devices."""
+    one = jnp.ones((), jnp.float32)
+    return dataclasses.replace(q, scale=one, scale_inv=one, granularity="tensorwise")
 
 
 def _total(partial: jax.Array, collective: Reduction | None) -> jax.Array:

@@ -10,6 +10,7 @@ MATMULS = ("__cublas$lt$matmul$f8", "__cublas$lt$matmul", "__cublas$gemm")
 
 Typed = tuple[str, tuple[int, ...]]  # dtype and shape
 
+_SIMULATED = re.compile(r'"(?P<path>[^"]*/simulated:(?P<how>[^/()"]+:(?:fast|slow))/[^"]*)"')  # a scope of ``simulated.matmul``
 _GEMM = re.compile(r"(?:^|[/(])(?P<layer>[^/()]+)/(?P<which>output|grad_input|grad_weight)[/)]")
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%?(?P<name>[\w.\-]+) \(.*\) -> .*\{$")
 _INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?(?P<name>[\w.\-]+) = (?P<type>.*?) (?P<kind>[a-z][\w\-]*)\((?P<operands>[^()]*)\)")
@@ -20,6 +21,7 @@ _ARRAY = re.compile(r"([a-z]\w*)\[([\d,]*)\]")
 class Operation:
     """One operation: its kind in StableHLO's spelling, its operands' and its result's types, where it came from, its precision.
 
+    A GEMM under simulated hardware (G-19), a call to the host, is of kind ``simulated``; its precision is ``<plan>:<fast or slow>``.
     kernel    in optimised HLO of a GPU, what runs it: a library's call, or the kind of the fusion around it.
     """
 
@@ -67,10 +69,11 @@ def from_stablehlo(module) -> Iterator[Operation]:
     for op in walk(module):
         kind = op.name.removeprefix("stablehlo.")
         if kind == "dot_general" or kind in COLLECTIVES:
-            path = re.match(r'loc\("([^"]*)"', str(op.location))
             precision = str(op.attributes["precision_config"]) if "precision_config" in op.attributes else ""
+            yield Operation(kind, tuple(_typed(v.type) for v in op.operands), _typed(op.results[0].type), _path(op), precision)
+        elif kind == "custom_call" and (found := _SIMULATED.search(str(op.location))):
             yield Operation(
-                kind, tuple(_typed(v.type) for v in op.operands), _typed(op.results[0].type), path[1] if path else "", precision
+                "simulated", tuple(_typed(v.type) for v in op.operands[:2]), _typed(op.results[0].type), found["path"], found["how"], "host"
             )
 
 
@@ -117,6 +120,10 @@ def walk(op, skip: str | None = None) -> Iterator:
                 if inner.operation.name != skip:
                     yield inner.operation
                     yield from walk(inner.operation, skip)
+
+
+def _path(op) -> str:
+    return _first(r'^loc\("([^"]*)"', str(op.location))
 
 
 def _typed(kind) -> Typed:

@@ -12,10 +12,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from fp8ref import recipe as recipes
-from fp8ref.jax import delayed, gemm, operands, scales, sharding, stats
+from fp8ref.jax import delayed, gemm, operands, scales, sharding, simulated, stats
 from fp8ref.jax.operands import Scales, Use
 from fp8ref.jax.scaling import Quantized
 from fp8ref.jax.sharding import Placement
+from fp8ref.multiply import Multiply
 from fp8ref.recipe import OPERANDS, CastSpec, Gemm, Recipe, Role
 
 _observer: ContextVar[Callable | None] = ContextVar("fp8ref_jax_observer", default=None)
@@ -30,12 +31,14 @@ def apply(
     seen: delayed.Seen | None = None,
     placement: Placement | None = None,
     name: str = "linear",
+    multiply: Multiply | None = None,
 ) -> tuple[jax.Array, delayed.Seen | None]:
     """output [..., N] = input x [..., K] x weight w [N, K], and gradients by the recipe's two backward GEMMs.
 
     Shapes:   x [..., K] and w [N, K] of one dtype, bfloat16, float16 or float32; output [..., N] of that dtype. With a placement, inside
               shard_map, they are a device's pieces, and so is the output.
     Order:    leading dims flatten to M; SEMANTICS L-2, L-3, L-6; between devices P-9.
+    multiply  simulated hardware, such as ``fp8ref.sim.hardware.by_name("hopper")``, that multiplies on the host in place of XLA's FP8 dots (G-19).
     Returns:  (output, seen). Under delayed scaling, seen merged with what this use observed of input and weight, and the
               gradient by seen merged with what it observed of grad_output (H-4): give every use the seen of the one before it.
               A recipe that scales dynamically takes and gives None.
@@ -44,7 +47,7 @@ def apply(
     Raises:   ValueError, naming the layer: shapes or dtypes that do not fit, a recipe this backend cannot run, a state or seen of
               another recipe or none where the recipe needs them, what ``sharding.mode`` refuses.
     """
-    y, seen, _ = measured(x, w, recipe=recipe, state=state, seen=seen, placement=placement, name=name, tap=None)
+    y, seen, _ = measured(x, w, recipe=recipe, state=state, seen=seen, placement=placement, name=name, tap=None, multiply=multiply)
     return y, seen
 
 
@@ -58,6 +61,7 @@ def measured(
     placement: Placement | None = None,
     name: str = "linear",
     tap: jax.Array | None,
+    multiply: Multiply | None = None,
 ) -> tuple[jax.Array, delayed.Seen | None, jax.Array | None]:
     """``apply``, and where a tap is given what quantising did to its operands (SEMANTICS Q-8).
 
@@ -68,7 +72,7 @@ def measured(
     if w.ndim != 2 or x.ndim < 1 or x.shape[-1] != w.shape[1]:
         raise ValueError(f"{name}: a linear takes x [..., K] and w [N, K] with the same K; got {x.shape} and {w.shape}.")
     rows = x.reshape(1, -1) if x.ndim == 1 else x
-    y, seen, tap = contract(rows, w, recipe, state, seen, placement, name, out_dtype=None, tap=tap)
+    y, seen, tap = contract(rows, w, recipe, state, seen, placement, name, out_dtype=None, tap=tap, multiply=multiply)
     return y.reshape(-1) if x.ndim == 1 else y, seen, tap
 
 
@@ -123,6 +127,7 @@ def contract(
     out_dtype,
     turned: bool = False,
     tap: jax.Array | None = None,
+    multiply: Multiply | None = None,
 ) -> tuple[jax.Array, delayed.Seen | None, jax.Array | None]:
     """x [..., M, K] by w [N, K], or by w [..., N, K] of equal leading dims, -> [..., M, N]: what ``apply`` and ``contraction`` are made of.
 
@@ -150,6 +155,12 @@ def contract(
             f"{name}: shards are equal (P-1), so the tokens of a sequence are divisible by their {parts} pieces along {', '.join(placement.k)}; got "
             f"{x.shape[-2]}. Pad the sequence."
         )
+    if multiply is not None:
+        try:
+            devices = 1 if mode == "one" else jax.typeof(x).sharding.mesh.size
+            simulated.check_devices(devices, mapped=mode != "jit", platform=jax.default_backend())
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from error
     n, k = sharding.gemm_dims(w, placement, mode)
     if recipe.fp8 and (n % 16 or k % 16):
         _warn_of_padding(name, *((k, n) if turned else (n, k)))
@@ -164,6 +175,7 @@ def contract(
         dtypes=(out_dtype, x.dtype, w.dtype),
         observer=_observer.get(),
         measures=tap is not None,
+        multiply=multiply,
     )
     y, after, tap = _linear(x, w, delayed.scales(state or {}, recipe), dict(seen or {}), tap, use)
     return y, None if seen is None else after, tap
@@ -237,7 +249,7 @@ def _gemm(
     qa, qb = (operands.gathered_codes(q, role, axis, use) for q, role, axis in zip(own, roles, (axis_a, axis_b), strict=True))
     rounded = gemm.output_dtype(spec, dtype)
     how = {"accumulate": spec.accumulate, "epilogue": spec.epilogue, "out_dtype": rounded}
-    out = gemm.matmul(qa, qb, **how, collective=collective, turned=turned)
+    out = gemm.matmul(qa, qb, **how, collective=collective, turned=turned, multiply=use.multiply)
     if use.observer is not None:
         seen = [
             (operands.flat(tensors[role], role, use), operands.flat(lax.bitcast_convert_type(q.codes, jnp.uint8), role, use), used.scale)

@@ -13,6 +13,7 @@ from fp8ref import llama
 from fp8ref.jax import delayed, linear
 from fp8ref.jax.parallel import Layout
 from fp8ref.llama import LlamaConfig
+from fp8ref.multiply import Multiply
 from fp8ref.recipe import Recipe
 
 Weights = Mapping[str, np.ndarray]  # parameter's name -> float32 array
@@ -25,6 +26,7 @@ class Pass:
 
     state, seen   by the name of each linear that scales by past amaxes; seen is replaced as the pass goes on.
     taps          by the name of each linear whose operands are measured (``linear.measured``), which the pass uses once; replaced too.
+    multiply      simulated hardware that FP8 GEMMs run under; None: XLA's own.
     attention     "xla" or "cudnn": the implementation of jax.nn.dot_product_attention.
     """
 
@@ -33,6 +35,7 @@ class Pass:
     layout: Layout | None = None
     taps: dict[str, jax.Array] = field(default_factory=dict)
     attention: Literal["xla", "cudnn"] = "xla"
+    multiply: Multiply | None = None
 
     def attended(self, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         """Causal attention of [B, T, H, D], of which k and v may have fewer heads."""
@@ -49,6 +52,7 @@ class Pass:
             placement=placement,
             name=name,
             tap=self.taps.get(name),
+            multiply=self.multiply,
         )
         if seen is not None:
             self.seen[name] = seen

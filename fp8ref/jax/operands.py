@@ -10,6 +10,7 @@ from fp8ref import granularity as granularities
 from fp8ref.jax import gemm, scaling, sharding
 from fp8ref.jax.scaling import Quantized
 from fp8ref.jax.sharding import Placement
+from fp8ref.multiply import Multiply
 from fp8ref.recipe import OPERANDS, REDUCED_AXES, CastSpec, Gemm, Recipe, Role
 
 Scales = Mapping[Role, jax.Array]  # of the roles whose scales a state holds
@@ -24,6 +25,7 @@ class Use:
     outer     how many sequences M is made of.
     dtypes    of the results, in the order of recipe.gemms.
     measures  a tap takes what quantising did to its operands.
+    multiply  simulated hardware that its FP8 GEMMs run under.
     """
 
     recipe: Recipe
@@ -36,6 +38,7 @@ class Use:
     dtypes: tuple = ()
     observer: Callable | None = None
     measures: bool = False
+    multiply: Multiply | None = None
 
     def over(self, role: Role, granularity: str, axis: int) -> sharding.Axes:
         """The mesh axes over which it is for us to take an amax."""

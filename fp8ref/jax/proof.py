@@ -42,6 +42,7 @@ class Gemm:
     """One dot. accumulate is ``fast`` or ``slow`` (G-7); layer and which are None of a dot that is no linear's; multiplications are M N K.
 
     kernel    of optimised HLO: what multiplies.
+    plan      the simulated hardware that multiplies on the host, by which no dot of XLA's does (G-19); None of a dot.
     """
 
     layer: str | None
@@ -53,6 +54,7 @@ class Gemm:
     accumulate: str
     multiplications: int
     kernel: str = ""
+    plan: str | None = None
 
     @property
     def fp8(self) -> bool:
@@ -90,13 +92,17 @@ def read_compiled(compiled: jax.stages.Compiled | str) -> Program:
 
 
 def gemms(program: Program) -> list[Gemm]:
-    """Every dot, in the program's order."""
+    """Every dot, and every GEMM under simulated hardware, in the program's order."""
     found = []
     for op in program.operations:
         if op.kind == "dot_general":
             (layer, which), (a, b) = op.place, (dtype for dtype, _ in op.operands)
             accumulate = "slow" if "HIGH" in op.precision.upper() else "fast"
             found.append(Gemm(layer, which, a, b, *op.result, accumulate, op.multiplications, op.kernel))
+        elif op.kind == "simulated":
+            (layer, which), (a, b) = op.place, (dtype for dtype, _ in op.operands)
+            plan, _, accumulate = op.precision.rpartition(":")
+            found.append(Gemm(layer, which, a, b, *op.result, accumulate, op.multiplications, op.kernel, plan))
     return found
 
 
@@ -106,21 +112,26 @@ def collectives(program: Program) -> list[Collective]:
     return [Collective(layer, which, op.kind, *op.result) for (layer, which), op in found]
 
 
-def missing(program: Program, planned: Mapping[str, str | Recipe], placements: Mapping[str, Placement] | None = None) -> list[str]:
+def missing(
+    program: Program, planned: Mapping[str, str | Recipe], placements: Mapping[str, Placement] | None = None, plan: str | None = None
+) -> list[str]:
     """What a plan promises and the program lacks, a line each: FP8 GEMMs by layer, operand types and accumulation, and gathers of a byte an element.
 
-    A GEMM on dequantised operands (G-16) is none of FP8, and not asked for. A gather is: along the axes by which a weight, or a
+    plan      the simulated hardware that all of them are to run under (B-12); None: XLA's own dots.
+
+    A GEMM on dequantised operands (G-16) is none of FP8, and not asked for, but under a plan. A gather is: along the axes by which a weight, or a
     tensor-parallel input or grad_output, is cut; anything wider gathered there is a line of its own.
     """
     lines, dots, moved = [], gemms(program), collectives(program)
     for layer, recipe in planned.items():
         for which, spec in recipes.by_name(recipe).gemms.items():
-            if spec.a is None or spec.b is None or gemm.dequantises(spec.a.granularity):
+            if spec.a is None or spec.b is None or (plan is None and gemm.dequantises(spec.a.granularity)):
                 continue
-            wanted = (_name(cast.DTYPES[spec.a.fmt.name]), _name(cast.DTYPES[spec.b.fmt.name]), spec.accumulate)
+            wanted = _said(_name(cast.DTYPES[spec.a.fmt.name]), _name(cast.DTYPES[spec.b.fmt.name]), spec.accumulate, plan)
             here = [dot for dot in dots if (dot.layer, dot.which) == (layer, which)]
-            others = [f"{dot.a} x {dot.b}, {dot.accumulate}" for dot in here if (dot.a, dot.b, dot.accumulate) != wanted]
-            promise = f"{layer}/{which}: planned {wanted[0]} x {wanted[1]}, {wanted[2]}"
+            found = [_said(dot.a, dot.b, dot.accumulate, dot.plan) for dot in here]
+            others = [said for said in found if said != wanted]
+            promise = f"{layer}/{which}: planned {wanted}"
             lines += [f"{promise}; {have}" for have in (others if here else ["no dot of it is there"])]
             placement = (placements or {}).get(layer)
             gathered = [role for role in OPERANDS[which] if placement and placement.gathered(role)]
@@ -168,25 +179,40 @@ def gathers(program: Program) -> dict[str, int]:
     return dict(collections.Counter(m.dtype for m in collectives(program) if m.kind == "all_gather"))
 
 
-def manifest(program: Program, planned: Mapping[str, str | Recipe], missing: list[str], compiled: Program | None = None) -> dict:
+def manifest(
+    program: Program, planned: Mapping[str, str | Recipe], missing: list[str], compiled: Program | None = None, plan: str | None = None
+) -> dict:
     """The proof as a run's manifest keeps it: every dot of a planned linear, gathers by type, GEMMs on dequantised operands, what is missing;
-    of a compiled program, its kernels and gathers."""
-    dots = [dot for dot in gemms(program) if dot.layer in planned]
+    under simulated hardware, its GEMMs, which are no dots; of a compiled program, its kernels and gathers."""
+    here = [dot for dot in gemms(program) if dot.layer in planned]
+    dots, simulated = ([dot for dot in here if (dot.plan is None) is native] for native in (True, False))
     dequantised = [
         f"{layer}/{which}"
         for layer, recipe in planned.items()
         for which, spec in recipes.by_name(recipe).gemms.items()
-        if spec.a and gemm.dequantises(spec.a.granularity)
+        if spec.a and plan is None and gemm.dequantises(spec.a.granularity)
     ]
-    return {
-        "read_from": program.source,
-        "gemms": [
-            {"gemm": f"{dot.layer}/{dot.which}", "a": dot.a, "b": dot.b, "accumulate": dot.accumulate, "fp8": dot.fp8} for dot in dots
-        ],
-        "on_dequantised_operands": dequantised,
-        "gathers": gathers(program),
-        "missing": missing,
-    } | ({"compiled": {"kernels": kernels(compiled), "gathers": gathers(compiled)}} if compiled else {})
+    return (
+        {
+            "read_from": program.source,
+            "gemms": [
+                {"gemm": f"{dot.layer}/{dot.which}", "a": dot.a, "b": dot.b, "accumulate": dot.accumulate, "fp8": dot.fp8} for dot in dots
+            ],
+            "on_dequantised_operands": dequantised,
+            "gathers": gathers(program),
+            "missing": missing,
+        }
+        | ({"simulated": [_of_simulated(dot) for dot in simulated]} if plan else {})
+        | ({"compiled": {"kernels": kernels(compiled), "gathers": gathers(compiled)}} if compiled else {})
+    )
+
+
+def _said(a: str, b: str, accumulate: str | None, plan: str | None) -> str:
+    return f"{a} x {b}, {accumulate}" + (f", under {plan}" if plan else "")
+
+
+def _of_simulated(dot: Gemm) -> dict:
+    return {"gemm": f"{dot.layer}/{dot.which}", "a": dot.a, "b": dot.b, "accumulate": dot.accumulate, "plan": dot.plan}
 
 
 def _merged(moved: list[Collective], layer: str, which: str, recipe: str | Recipe, placement: Placement | None) -> int:

@@ -189,7 +189,7 @@ def mode(x: jax.Array, w: jax.Array, placement: Placement | None, name: str) -> 
 
 def checks_variance(x: jax.Array) -> bool:
     """Whether the shard_map around was given check_vma=True, and so knows along which axes a value varies."""
-    return bool(_varying(lax.pcast(jnp.float32(0), jax.typeof(x).sharding.mesh.manual_axes, to="varying")))
+    return bool(varying(lax.pcast(jnp.float32(0), jax.typeof(x).sharding.mesh.manual_axes, to="varying")))
 
 
 def gemm_dims(w: jax.Array, placement: Placement, mode: Mode) -> tuple[int, int]:
@@ -221,7 +221,7 @@ def _dims(tokens: int, shape: tuple[int, int], placement: Placement) -> Iterator
 def _check_variance(x: jax.Array, w: jax.Array, placement: Placement, name: str) -> None:
     roles: tuple[Role, Role] = ("input", "weight")
     expected = [{axis for dim in placement.at_rest(role) for axis in dim} for role in roles]
-    found = [set(_varying(x)), set(_varying(w))]
+    found = [set(varying(x)), set(varying(w))]
     # Along an axis that both vary along and the placement does not name, there are as many linears as devices.
     apart = (found[0] & found[1]) - {axis for axes in expected for axis in axes}
     for what, wanted, got in zip(("x", "w"), expected, found, strict=True):
@@ -240,7 +240,8 @@ def _refuse_explicit(mesh, name: str) -> None:
         )
 
 
-def _varying(x: jax.Array) -> frozenset[str]:
+def varying(x: jax.Array) -> frozenset[str]:
+    """The mesh axes along which a value differs from device to device, inside shard_map."""
     kind = jax.typeof(x)
     return kind.vma if hasattr(kind, "vma") else kind.manual_axis_type.varying
 

@@ -14,10 +14,11 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from fp8ref import llama
-from fp8ref.jax import delayed, linear, proof, stats
+from fp8ref.jax import delayed, linear, proof, simulated, stats
 from fp8ref.jax.checkpoint import Store
 from fp8ref.jax.model import Llama, Pass
 from fp8ref.jax.parallel import AXES, Layout
+from fp8ref.multiply import Multiply
 from fp8ref.run.config import Config, ConfigError
 from fp8ref.statistics import merged, planned
 
@@ -32,15 +33,29 @@ class Trainer:
     backend = "jax"
 
     def __init__(
-        self, config: Config, weights: dict[str, np.ndarray] | None = None, *, devices: Sequence[jax.Device] | None = None
+        self,
+        config: Config,
+        weights: dict[str, np.ndarray] | None = None,
+        *,
+        devices: Sequence[jax.Device] | None = None,
+        multiply: Multiply | None = None,
     ) -> None:
         """weights: float32 arrays by name, by default ``llama.initial_weights`` of run.seed.
 
         devices   of a topology: the step is lowered for them, from shapes alone, and cannot run. By default those that jax has.
+        multiply  the hardware that numerics.accumulate names, simulated: what FP8 GEMMs are multiplied by (SEMANTICS G-19).
+        Raises:   ConfigError: as ``Layout``; numerics.accumulate without multiply, or on devices that cannot run under it.
         """
         self.config = config
         self.decisions = config.decisions()
         self._layout = Layout(config, devices)
+        self._multiply = multiply
+        config.numerics.check_multiply(multiply)
+        if multiply is not None:
+            try:
+                simulated.check_devices(config.parallel.devices, mapped=self._layout.mapped, platform=self._layout.devices[0].platform)
+            except ValueError as error:
+                raise ConfigError(f"numerics.accumulate {config.numerics.accumulate!r}: {error}") from error
         optimizer = config.optimizer
         self._update = optax.chain(
             optax.scale_by_adam(b1=optimizer.beta1, b2=optimizer.beta2, eps=optimizer.eps),
@@ -171,14 +186,15 @@ class Trainer:
         program = proof.read(lowered)
         planned = {d.path: d.recipe for d in self.decisions if d.fp8}
         placements = {path: placement for path in planned if (placement := self._layout.placement(path))}
-        missing = proof.missing(program, planned, placements)
+        plan = self._multiply.name if self._multiply else None
+        missing = proof.missing(program, planned, placements, plan)
         compiled = proof.read_compiled(lowered.compile()) if self._layout.on_gpu else None
         missing += proof.lost(compiled, program) if compiled else []
         if missing and not self.config.run.allow_fallback:
             raise ConfigError(
                 "the compiled step lacks what was planned:\n  " + "\n  ".join(missing) + "\nSet run.allow_fallback to train anyway."
             )
-        return proof.manifest(program, planned, missing, compiled)
+        return proof.manifest(program, planned, missing, compiled, plan)
 
     def lowered(self, tokens: np.ndarray) -> jax.stages.Lowered:
         """The step as it will be compiled."""
@@ -231,7 +247,7 @@ class Trainer:
         return self._layout.put(self.config.data.parts(np.asarray(tokens, np.int32)), self._layout.parts)
 
     def _pass(self, state, seen: dict[str, delayed.Seen], taps: dict[str, jax.Array] | None = None) -> Pass:
-        return Pass(state, seen, self._layout, taps or {}, self.config.parallel.attention)
+        return Pass(state, seen, self._layout, taps or {}, self.config.parallel.attention, self._multiply)
 
     def _unseen(self) -> dict[str, delayed.Seen]:
         return {d.path: delayed.unseen(d.recipe) for d in self.decisions if d.path in self._fp8_state}

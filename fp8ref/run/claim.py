@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from fp8ref.run import checkpoint, lock, log, progress
+from fp8ref.run import checkpoint, hardware, lock, log, progress
 from fp8ref.run import config as configs
 from fp8ref.run.config import Config, ConfigError
 from fp8ref.run.lock import Lock
@@ -53,7 +53,7 @@ def claim(out: Path, config: Config, backend: str, held: Lock, *, resume: bool, 
     if overwrite:
         held.take(out)
         return True
-    mine = {"backend": backend, "config": configs.to_dict(config)}
+    mine = {"backend": backend, "config": configs.to_dict(config), "hardware": hardware.told(config)}
     different = changed(mine, manifest)
     if different:
         key, (here, there) = next(iter(different.items()))
@@ -80,8 +80,8 @@ def make(out: Path, held: Lock) -> None:
 
 
 def changed(mine: dict, theirs: dict) -> dict:
-    """``config.differences`` in backend and config between a run and what it would go on from, but for keys of MAY_CHANGE."""
-    a, b = ({key: one.get(key) for key in ("backend", "config")} for one in (mine, theirs))
+    """``config.differences`` in backend, config and simulated hardware between a run and what it would go on from, but for keys of MAY_CHANGE."""
+    a, b = ({key: one.get(key) for key in ("backend", "config", "hardware")} for one in (mine, theirs))
     return {key: both for key, both in configs.differences(a, b).items() if not key.startswith(MAY_CHANGE)}
 
 

@@ -14,7 +14,7 @@ import tomli_w
 
 import fp8ref
 from fp8ref.recipe import Decision
-from fp8ref.run import checkpoint, failure, progress
+from fp8ref.run import checkpoint, failure, hardware, progress
 from fp8ref.run import config as configs
 from fp8ref.run.config import Config, ConfigError
 
@@ -108,7 +108,7 @@ def create(
         "data": data,
         "linears": [{"path": d.path, "shape": list(d.shape), "recipe": d.recipe.name, "fp8": d.fp8, "reason": d.reason} for d in decisions],
         "starts": _starts(out, start),
-    } | ({"proof": proof} if proof else {})
+    } | {key: value for key, value in (("hardware", hardware.told(config)), ("proof", proof)) if value}
     _replace(out / "manifest.json", _json(manifest | {"status": "running"}))  # first: by it a directory is known for a run
     if overwrite:
         for folder in (checkpoint.FOLDER, failure.FOLDER):

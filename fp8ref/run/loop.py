@@ -12,7 +12,7 @@ import numpy as np
 
 from fp8ref import llama
 from fp8ref.recipe import Decision
-from fp8ref.run import checkpoint, claim, export, failure, log, peak, progress, stopping, trackers
+from fp8ref.run import checkpoint, claim, export, failure, hardware, log, peak, progress, stopping, trackers
 from fp8ref.run import config as configs
 from fp8ref.run.checkpoint import Checkpoint, Checkpoints
 from fp8ref.run.config import Config, ConfigError
@@ -64,7 +64,8 @@ def trainer(backend: str, config: Config, weights: dict[str, np.ndarray] | None 
         raise ConfigError(f"backend is one of {', '.join(BACKENDS)}; got {backend!r}.")
     if foreign := config.parallel.foreign(backend) + config.optimizer.foreign(backend):
         raise ConfigError(f"{', '.join(foreign)} is not a key of --backend {backend}. Leave it out.")
-    return importlib.import_module(f"fp8ref.{backend}.train").Trainer(config, weights)
+    multiply = hardware.of(config, backend)
+    return importlib.import_module(f"fp8ref.{backend}.train").Trainer(config, weights, multiply=multiply)
 
 
 def train(
@@ -131,7 +132,7 @@ def _last(out: Path, config: Config, backend: str, batches: loader.Batches) -> C
         if (out / log.METRICS).exists():
             progress.say(f"{out} has no checkpoint yet: it starts again from step 0.")
         return None
-    mine = {"backend": backend, "config": configs.to_dict(config)}
+    mine = {"backend": backend, "config": configs.to_dict(config), "hardware": hardware.told(config)}
     for key, (here, there) in claim.changed(mine, found.manifest).items():
         raise ConfigError(
             f"{found.path} is of another run: its {key} is {there!r}, and this run's {here!r}. Put the run's own checkpoints back."
@@ -191,6 +192,7 @@ class _Training:
         self.asked = asked
         self.model, self.batches, self.config, self.out, self.run, self.processes = model, batches, config, out, run, processes
         about = {"backend": model.backend, "config": configs.to_dict(config), "data": batches.description}
+        about |= {"hardware": simulated} if (simulated := hardware.told(config)) else {}
         size = 3 * 4 * sum(math.prod(shape) for shape in llama.parameter_shapes(config.model).values())  # masters, and mostly two moments
         size = 0 if config.optimizer.kind == "adamw_fp8" else int(1.05 * size) + 2**20  # states of FP8, names, the disk's own blocks
         self.checkpoints = Checkpoints(out, about, keep_last=config.checkpoint.keep_last, processes=processes, size=size)

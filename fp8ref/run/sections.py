@@ -81,9 +81,26 @@ class NumericsConfig:
     lm_head is kept anyway."""
     fp8_fqns: tuple[str, ...] = ()
     """Names converted explicitly, whatever filter_fqns says; lm_head may be one."""
+    accumulate: str | None = None
+    """Simulated hardware that FP8 GEMMs run under, on a CPU: hopper (hopper_fast where the recipe says fast, else hopper_slow), one plan for all of
+    them (exact, f32, hopper_fast, hopper_slow, ada, blackwell), or the .json of a plan that fp8ref probe wrote; native: the framework's own GEMMs."""
 
     def __post_init__(self) -> None:
         require(self.recipe in recipes.RECIPES, f"numerics.recipe is one of {', '.join(recipes.RECIPES)}; got {self.recipe!r}.")
+        require(self.accumulate != "", "numerics.accumulate names simulated hardware; got ''. Leave it out for the framework's own GEMMs.")
+
+    @property
+    def simulates(self) -> bool:
+        """Whether FP8 GEMMs are to run under simulated hardware."""
+        return self.accumulate not in (None, "native")
+
+    def check_multiply(self, multiply: object) -> None:
+        """ValueError unless a trainer was given what multiplies where, and only where, ``accumulate`` asks for it."""
+        given = "none" if multiply is None else getattr(multiply, "name", repr(multiply))
+        require(
+            self.simulates == (multiply is not None),
+            f"numerics.accumulate is {self.accumulate!r}, and the trainer was given {given} to multiply by. Make trainers by fp8ref.run.loop.trainer.",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -104,12 +104,14 @@ def _chains(length: int, plan: Accumulation) -> list[tuple[int, int]]:
 
 
 def chains(a: np.ndarray, b: np.ndarray, fmt_a: Format, fmt_b: Format, plan: Accumulation) -> np.ndarray:
-    """``chains_plain``, by a compiled kernel for the units it has."""
+    """``chains_plain``, by a compiled kernel for the units it has: a view, of the transpose where that has the longer rows."""
     unit, k = plan.unit, a.shape[1]
     if k == 0:
         return np.zeros((len(a), len(b)), np.float32)
     if not unit.compiled:
         return chains_plain(a, b, fmt_a, fmt_b, plan)
+    if len(a) > len(b):  # the columns are the kernel's lanes; a step tells its factors apart by nothing
+        return chains(b, a, fmt_b, fmt_a, plan).T  # [N, M] -> [M, N]
     of_parts = [part for part in parts(k, plan) if len(part)]
     ends = np.zeros(k // unit.fused_width, np.uint8)
     start = 0

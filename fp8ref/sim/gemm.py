@@ -7,8 +7,9 @@ from fp8ref.epilogue import Epilogue
 from fp8ref.formats import BFLOAT16, FLOAT16, FLOAT32, FP8_FORMATS, Format
 from fp8ref.granularity import by_name
 from fp8ref.sim import accumulate as sums
-from fp8ref.sim import cast, exact, scaling, tensor_core
+from fp8ref.sim import cast, exact, parallel, scaling, tensor_core
 from fp8ref.sim.accumulate import Accumulation
+from fp8ref.sim.kernels import finish as kernels
 from fp8ref.sim.scaling import Quantized
 from fp8ref.sim.tensor_core import K_STEP, TensorCore
 
@@ -83,6 +84,21 @@ def finish(
     bias: np.ndarray | None = None,
 ) -> np.ndarray:
     """What an epilogue makes of an accumulator [M, N] (G-4, G-5, G-14, G-15, G-18); the scales broadcast against it, the bias is [N] or None."""
+    if bias is None and out_dtype == BFLOAT16 and epilogue.rounding == "nearest_even" and _compiled(epilogue):
+        return _finish_bfloat16(acc, scale_inv_a, scale_inv_b, epilogue)
+    return finish_plain(acc, scale_inv_a, scale_inv_b, epilogue=epilogue, out_dtype=out_dtype, bias=bias)
+
+
+def finish_plain(
+    acc: np.ndarray,
+    scale_inv_a: np.ndarray,
+    scale_inv_b: np.ndarray,
+    *,
+    epilogue: Epilogue,
+    out_dtype: Format,
+    bias: np.ndarray | None = None,
+) -> np.ndarray:
+    """The definition of ``finish``, which has a compiled kernel for bfloat16."""
     with np.errstate(invalid="ignore", over="ignore", under="ignore"):
         acc = cast.round_to(acc, out_dtype, rounding=epilogue.rounding) if epilogue.round_first else acc
         x, y = _factors(acc, scale_inv_a, scale_inv_b, epilogue)
@@ -90,6 +106,20 @@ def finish(
             assert bias is not None
             return cast.round_to(exact.multiply_add(*np.broadcast_arrays(x, y, bias)), out_dtype, rounding=epilogue.rounding)
         return _add_bias(x * y, epilogue, out_dtype, bias)
+
+
+def _compiled(epilogue: Epilogue) -> bool:
+    return epilogue.scale == "product" or (epilogue.scale == "each" and not epilogue.round_first)
+
+
+def _finish_bfloat16(acc: np.ndarray, scale_inv_a: np.ndarray, scale_inv_b: np.ndarray, epilogue: Epilogue) -> np.ndarray:
+    m, n = acc.shape
+    turned = not acc.flags.c_contiguous
+    scales = (np.ascontiguousarray(np.broadcast_to(s, shape).ravel()) for s, shape in ((scale_inv_a, (m, 1)), (scale_inv_b, (1, n))))
+    given = (np.ascontiguousarray(acc.T if turned else acc), turned, *scales, epilogue.scale == "product", epilogue.round_first)
+    out = np.empty((m, n), np.float32)
+    parallel.run(lambda begin, end: kernels.bfloat16(*given, out, begin, end), m, unit=kernels.TILE, grain=1 << 8)
+    return out
 
 
 def matmul_hp(a, b, *, out_dtype: Format = FLOAT32) -> np.ndarray:
@@ -118,7 +148,9 @@ def _accumulate(a: np.ndarray, b: np.ndarray, fmt_a: Format, fmt_b: Format, how:
         raise ValueError(
             f"a tensor core needs K divisible by {K_STEP}; got {a.shape[1]}. Pad both operands with zeros: without split-K they change no bit (G-12)."
         )
-    return canonical(sums.with_specials(sums.chains(*finite, fmt_a, fmt_b, how), a, b))
+    found = sums.chains(*finite, fmt_a, fmt_b, how)
+    whole = sums.with_specials(found, a, b)
+    return whole if whole is found and how.unit.compiled else canonical(whole)  # whose sums of finite terms are finite
 
 
 def _factors(acc: np.ndarray, scale_inv_a: np.ndarray, scale_inv_b: np.ndarray, epilogue: Epilogue) -> tuple[np.ndarray, np.ndarray]:

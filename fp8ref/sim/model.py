@@ -14,6 +14,7 @@ import numpy as np
 from fp8ref import llama
 from fp8ref import policy as policies
 from fp8ref.formats import BFLOAT16, FLOAT32, Format
+from fp8ref.multiply import Factor, Multiply
 from fp8ref.recipe import CastSpec, Recipe
 from fp8ref.sim import cast, delayed, scales, scaling
 from fp8ref.sim.scales import Scales
@@ -60,14 +61,22 @@ class Rounding:
         """To the compute dtype."""
         return cast.round_to(x, BFLOAT16, **self._mode()).astype(np.float64)
 
-    def qdq(self, x: np.ndarray, spec: CastSpec, found: Scales | None = None) -> np.ndarray:
-        """Through FP8 and back along the last axis: the values that the GEMM multiplies, scales included; by ``scales_of`` x, or those given."""
+    def codes(self, x: np.ndarray, spec: CastSpec, found: Scales) -> np.ndarray:
+        """uint8, x scaled along its last axis and cast."""
         x = x.astype(np.float32)
-        found = scales_of(x, spec) if found is None else found
         scale, scale_inv = (scaling.spread(part, x.shape, spec.granularity, -1) for part in found)
         scaled = x * scale if policies.by_name(spec.policy).stored == "scale" else x / scale_inv
-        codes = cast.encode(np.clip(scaled, -spec.fmt.max, spec.fmt.max), spec.fmt, **self._mode())
-        return cast.decode(codes, spec.fmt).astype(np.float64) * scale_inv
+        return cast.encode(np.clip(scaled, -spec.fmt.max, spec.fmt.max), spec.fmt, **self._mode())
+
+    def qdq(self, x: np.ndarray, spec: CastSpec, found: Scales | None = None) -> np.ndarray:
+        """Through FP8 and back along the last axis: the values that the GEMM multiplies, scales included; by ``scales_of`` x, or those given."""
+        found = scales_of(x, spec) if found is None else found
+        return values(self.codes(x, spec, found), spec, found)
+
+
+def values(codes: np.ndarray, spec: CastSpec, found: Scales) -> np.ndarray:
+    """What codes stand for, in float64."""
+    return cast.decode(codes, spec.fmt).astype(np.float64) * scaling.spread(found.scale_inv, codes.shape, spec.granularity, -1)
 
 
 def scales_of(x: np.ndarray, spec: CastSpec, state: delayed.DelayedState | None = None) -> Scales:
@@ -86,10 +95,12 @@ def forward(
     seed: int | None = None,
     states: Mapping[str, delayed.DelayedState] | None = None,
     watch: Watch = lambda site: None,
+    multiply: Multiply | None = None,
 ) -> np.ndarray:
     """Logits of a batch.
 
     states   "<linear>/<role>" -> state, of delayed scaling; those of a first step by default.
+    multiply hardware under which FP8 GEMMs are summed and scaled (G-19); None: exactly. Either way the result is rounded at M-3's site.
     watch    is given every value of the pass, in its order.
 
     Shapes:   tokens [B, T] integers below vocab_size; weights as ``llama.parameter_shapes``; recipes: linear's name -> its recipe;
@@ -111,6 +122,7 @@ def forward(
         master = weights[key or f"{name}.weight"]
         weight = see(name, "weight", rounding(master) if key else w[f"{name}.weight"], parts={"float32 master": master})
         spec = recipes[name].output if name in recipes else None
+        factors = []
         operands = {"input": x.reshape(-1, x.shape[-1]), "weight": weight}
         for role, how in (("input", spec.a), ("weight", spec.b)) if spec else ():
             if how is None:
@@ -118,9 +130,16 @@ def forward(
             found = scales_of(operands[role], how, (states or {}).get(f"{name}/{role}"))
             for part, scale in found._asdict().items():
                 see(name, f"{role} {part}", np.asarray(scale), fmt=FLOAT32)
-            operands[role] = rounding.qdq(operands[role], how, found)
+            codes = rounding.codes(operands[role], how, found)
+            factors.append(Factor(codes, found.scale_inv, how.fmt, how.granularity))
+            operands[role] = values(codes, how, found)
         operands["input"] = operands["input"].reshape(x.shape)
-        return see(name, "output", rounding(operands["input"] @ operands["weight"].T), factors=operands)
+        if multiply is None or spec is None or spec.accumulate is None:
+            product = operands["input"] @ operands["weight"].T
+        else:
+            product = multiply(*factors, accumulate=spec.accumulate, epilogue=spec.epilogue, out_dtype=FLOAT32)
+            product = product.reshape(*x.shape[:-1], -1)
+        return see(name, "output", rounding(product), factors=operands)
 
     def norm(name: str, x: np.ndarray) -> np.ndarray:
         weight = see(name, "weight", w[f"{name}.weight"], parts={"float32 master": weights[f"{name}.weight"]})

@@ -20,7 +20,7 @@ except ImportError as error:
         f"fp8ref.torch needs torch and torchao; {error.name} is missing. Install them with: pip install 'fp8ref[torch]'"
     ) from error
 
-from fp8ref.torch import cast, delayed, gather, layer, linear, model, parallel, processes, proof, scaling, tensor, traced, train
+from fp8ref.torch import cast, delayed, gather, layer, linear, model, parallel, processes, proof, scaling, simulated, tensor, traced, train
 
 for _logger, _level in zip(_loggers, _levels, strict=True):
     _logger.setLevel(_level)
@@ -36,6 +36,7 @@ __all__ = [
     "processes",
     "proof",
     "scaling",
+    "simulated",
     "tensor",
     "traced",
     "train",

@@ -1,11 +1,11 @@
-"""Matrix multiplication of FP8 operands (SEMANTICS G): torch._scaled_mm on float8; in blocks torchao's kernels, or dequantised operands."""
+"""Matrix multiplication of FP8 operands (SEMANTICS G): torch._scaled_mm on float8; in blocks torchao's kernels, or dequantised operands; or simulated."""
 
 import torch
 from torch.nn import functional
 
 from fp8ref.granularity import by_name
 from fp8ref.recipe import GemmSpec
-from fp8ref.torch import block_gemm, scaling
+from fp8ref.torch import block_gemm, scaling, simulated
 from fp8ref.torch.scaling import Quantized
 
 EPILOGUES = ("scale_then_round", "unit_round_scale_round")
@@ -19,6 +19,7 @@ def matmul(
     Order:    torch._scaled_mm with scale_inv of both, rounded to out_dtype (G-4); G-5: unit scales, rounded, times the product of both,
               rounded. Operands in blocks go to torchao's kernel where there is one (G-17, ``block_gemm.kernel``), else are dequantised
               first, and multiplied in float32 (G-16). K is padded with zeros to a multiple of 16, which changes no bit.
+              Within ``simulated.simulating`` all of it is simulated hardware's, blocks too (G-19).
     Raises:   ValueError: operands that are not 2-d, reduced lengths that differ, unknown names.
     Source:   SEMANTICS G-1, G-4, G-5, G-7, G-16, G-17; torchao 0.18's addmm_float8_unwrapped.
     """
@@ -31,6 +32,9 @@ def matmul(
         raise ValueError(
             f"a GEMM reduces one axis of two matrices, of one length; got {shapes[0]} along {a.axis} and {shapes[1]} along {b.axis}."
         )
+    if by := simulated.active():
+        codes, scales = [_lines(q.codes, q.axis) for q in (a, b)], [_lines(q.scale_inv, q.axis) for q in (a, b)]
+        return simulated.multiply(*codes, *scales, a.granularity, b.granularity, accumulate, epilogue, out_dtype, by.name)
     if in_blocks(a.granularity):
         if block_gemm.kernel(a, b) == "torchao_triton":
             codes_a, codes_b, scale_a, scale_b = (
@@ -70,7 +74,7 @@ def in_blocks(granularity: str) -> bool:
 
 def _lines(x: torch.Tensor, axis: int) -> torch.Tensor:
     """The matrix with its reduced axis last."""
-    return x if axis % 2 == 1 else x.t()
+    return x if axis % 2 == 1 or x.ndim == 0 else x.t()
 
 
 def _padded(codes: torch.Tensor) -> torch.Tensor:

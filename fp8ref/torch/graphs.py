@@ -16,7 +16,7 @@ from torch.fx import Graph, Node
 
 from fp8ref.recipe import Gemm as Which
 from fp8ref.torch import seen
-from fp8ref.torch.seen import BLOCK_GEMM, OPERANDS_AT, SCALED_MM, Gemm, Seen
+from fp8ref.torch.seen import BLOCK_GEMM, OPERANDS_AT, SCALED_MM, SIMULATED, Gemm, Seen
 
 aten = torch.ops.aten
 _LABEL = "fp8ref.torch.graphs"  # under which a node keeps (layer, which) from the joint graph on
@@ -129,8 +129,10 @@ def _operands(node: Node) -> list[Node]:
     return [_node(node.args[first]), _node(node.args[second])]
 
 
-def _how(node: Node) -> tuple[str | None, str | None]:
-    """A product's accumulation and granularity."""
+def _how(node: Node) -> tuple[str | None, ...]:
+    """A product's accumulation and granularity, and the simulated hardware that it runs under."""
+    if node.target is SIMULATED:
+        return seen.of_simulated(node.args)
     if node.target is BLOCK_GEMM:
         return seen.of_blocks(*(_node(argument).meta["val"] for argument in node.args[:4]))
     return _scaled(node) if node.target is SCALED_MM else (None, None)

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from fp8ref import recipe as recipes
 from fp8ref.recipe import Recipe
-from fp8ref.torch import block_gemm, gather, linear, optimizer, parallel_checks, reduction, tensor
+from fp8ref.torch import block_gemm, gather, linear, optimizer, parallel_checks, reduction, simulated, tensor
 
 Checkpointing = Literal["none", "selective", "full"]
 Compile = Literal["none", "block", "model"]
@@ -34,6 +34,7 @@ KEPT = {
     _aten.mm.default,
     _aten._scaled_mm.default,
     block_gemm.OPERATOR,
+    simulated.OPERATOR,
     _aten._scaled_dot_product_efficient_attention.default,
     _aten._scaled_dot_product_flash_attention.default,
     _aten._scaled_dot_product_flash_attention_for_cpu.default,

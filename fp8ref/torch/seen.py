@@ -1,6 +1,6 @@
 """What a proof sees of a step: its GEMMs, each with its layer, its operands' types, how they are scaled and how it accumulates."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,13 +9,20 @@ from torch import nn
 from torch._dynamo import OptimizedModule
 
 from fp8ref.recipe import Gemm as Which
-from fp8ref.torch import block_gemm
+from fp8ref.torch import block_gemm, simulated
 
 aten = torch.ops.aten
 SCALED_MM = aten._scaled_mm.default
 BLOCK_GEMM = block_gemm.OPERATOR
+SIMULATED = simulated.OPERATOR
 # Where a GEMM's operands are among its arguments.
-OPERANDS_AT: dict[Any, tuple[int, int]] = {SCALED_MM: (0, 1), BLOCK_GEMM: (0, 1), aten.mm.default: (0, 1), aten.addmm.default: (1, 2)}
+OPERANDS_AT: dict[Any, tuple[int, int]] = {
+    SCALED_MM: (0, 1),
+    BLOCK_GEMM: (0, 1),
+    SIMULATED: (0, 1),
+    aten.mm.default: (0, 1),
+    aten.addmm.default: (1, 2),
+}
 # What wrappers insert into the names of modules.
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
 
@@ -26,6 +33,7 @@ class Gemm:
 
     granularity    ``tensorwise`` or ``rowwise``, from the shapes of the scales; of a GEMM under unit scales (G-5) from the factor its
                    result is multiplied by, and ``unit`` if there is none; that of both operands where they have scales of blocks.
+    plan           the simulated hardware that it ran under (G-19); None of one that the framework multiplied.
     """
 
     layer: str
@@ -34,6 +42,7 @@ class Gemm:
     b: str
     accumulate: str | None
     granularity: str | None
+    plan: str | None = None
 
     @property
     def name(self) -> str:
@@ -44,7 +53,7 @@ class Gemm:
         return self.a.startswith("f8") and self.b.startswith("f8")
 
     def __str__(self) -> str:
-        return ", ".join(filter(None, (f"{self.a} x {self.b}", self.accumulate, self.granularity)))
+        return ", ".join(filter(None, (f"{self.a} x {self.b}", self.accumulate, self.granularity, self.plan and f"under {self.plan}")))
 
 
 @dataclass
@@ -103,3 +112,9 @@ def granularity(*scales: torch.Tensor) -> str:
 def of_blocks(codes_a: torch.Tensor, codes_b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor) -> tuple[str, str]:
     """Accumulation and granularity of a GEMM by torchao's kernels for scales of blocks (G-17)."""
     return "blocks", f"blockwise_1x128 x {block_gemm.granularity_of_b(codes_b, scale_b)}"
+
+
+def of_simulated(arguments: Sequence[Any]) -> tuple[str, str, str]:
+    """Accumulation, granularity and plan of a GEMM under simulated hardware."""
+    granularity_a, granularity_b, accumulate, _, _, plan = arguments[4:]
+    return accumulate, simulated.granularity(granularity_a, granularity_b), plan

@@ -14,10 +14,11 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from fp8ref import llama
+from fp8ref.multiply import Multiply
 from fp8ref.run.config import Config, ConfigError
 from fp8ref.run.plan import fit
 from fp8ref.statistics import Operand, merged, planned
-from fp8ref.torch import delayed, optimizer, proof, stats, tensor
+from fp8ref.torch import delayed, optimizer, proof, simulated, stats, tensor
 from fp8ref.torch.checkpoint import Store
 from fp8ref.torch.model import Llama
 from fp8ref.torch.observing import observing
@@ -29,9 +30,20 @@ class Trainer:
 
     backend = "torch"
 
-    def __init__(self, config: Config, weights: dict[str, np.ndarray] | None = None) -> None:
-        """weights: float32 arrays by name, by default ``llama.initial_weights`` of run.seed."""
+    def __init__(self, config: Config, weights: dict[str, np.ndarray] | None = None, *, multiply: Multiply | None = None) -> None:
+        """weights: float32 arrays by name, by default ``llama.initial_weights`` of run.seed.
+
+        multiply  the hardware that numerics.accumulate names, simulated: what FP8 GEMMs are multiplied by (SEMANTICS G-19).
+        Raises:   ConfigError: as ``mesh_of``; numerics.accumulate without multiply, or with a GPU.
+        """
         self.config = config
+        self._multiply = multiply
+        config.numerics.check_multiply(multiply)
+        if multiply is not None and torch.cuda.is_available():
+            raise ConfigError(
+                f"numerics.accumulate {config.numerics.accumulate!r}: simulated hardware multiplies on the host's CPU; torch has "
+                f"{torch.cuda.get_device_name()}. Hide it with CUDA_VISIBLE_DEVICES=, or use accumulate 'native'."
+            )
         self.decisions = config.decisions()
         weights = llama.initial_weights(config.model, seed=config.run.seed) if weights is None else weights
         llama.check_weights(weights, config.model)
@@ -207,12 +219,13 @@ class Trainer:
             self._backward(tokens)
         self._optimizer.zero_grad()
         delayed.forget(self.model)
-        missing = proof.missing(seen, planned)
+        plan = self._multiply.name if self._multiply else None
+        missing = proof.missing(seen, planned, plan)
         if isinstance(self.model, FSDPModule) and keys.gather == "fp8":
             missing += proof.missing_gathers(self.model, [path for path, recipe in planned.items() if recipe.serves_both("weight")])
         if missing and not self.config.run.allow_fallback:
             raise ConfigError("the step lacks what was planned:\n  " + "\n  ".join(missing) + "\nSet run.allow_fallback to train anyway.")
-        return proof.manifest(seen, planned, missing, proof.gathers(self.model))
+        return proof.manifest(seen, planned, missing, proof.gathers(self.model), plan)
 
     def _tokens(self, tokens: np.ndarray) -> torch.Tensor:
         llama.check_tokens(tokens, self.config.model)
@@ -229,6 +242,12 @@ class Trainer:
 
     @contextmanager
     def _computing(self) -> Iterator[None]:
+        """In this context the model computes as in a step: under its simulated hardware, and in the compute dtype."""
+        with simulated.simulating(self._multiply), self._rounded():
+            yield
+
+    @contextmanager
+    def _rounded(self) -> Iterator[None]:
         """In this context the model computes with parameters rounded to the compute dtype, all but the embedding table (SEMANTICS M-2).
 
         FSDP2 rounds what it gathers. Elsewhere rounded ones stand in for the masters, in the backward pass too, where checkpointed layers run again.

@@ -15,7 +15,7 @@ from torchao.float8.float8_training_tensor import Float8TrainingTensor
 from fp8ref.recipe import OPERANDS
 from fp8ref.recipe import Gemm as Which
 from fp8ref.torch import seen
-from fp8ref.torch.seen import BLOCK_GEMM, SCALED_MM, Gemm, Seen
+from fp8ref.torch.seen import BLOCK_GEMM, SCALED_MM, SIMULATED, Gemm, Seen
 
 aten = torch.ops.aten
 _ONES = (aten.ones.default, aten.new_ones.default)
@@ -107,7 +107,7 @@ class _Watch(TorchDispatchMode):
         if layer is None:
             return
         a, b = (seen.type_name(args[i].dtype) for i in seen.OPERANDS_AT[func])
-        accumulate = granularity = None
+        accumulate = granularity = plan = None
         if func is SCALED_MM:
             given = seen.arguments(func, args, kwargs)
             scales = given["scale_a"], given["scale_b"]
@@ -117,7 +117,9 @@ class _Watch(TorchDispatchMode):
                 granularity, self._unscaled[out] = "unit", len(self._found.gemms)
         elif func is BLOCK_GEMM:
             accumulate, granularity = seen.of_blocks(*args[:4])
-        self._found.gemms.append(Gemm(layer, said or which, a, b, accumulate, granularity))
+        elif func is SIMULATED:
+            accumulate, granularity, plan = seen.of_simulated(args)
+        self._found.gemms.append(Gemm(layer, said or which, a, b, accumulate, granularity, plan))
 
     def _scaled(self, index: int, factor: torch.Tensor) -> None:
         gemm = self._found.gemms[index]

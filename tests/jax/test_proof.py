@@ -79,7 +79,7 @@ def test_another_recipe_a_missing_layer_and_a_missing_gather_are_lines():
 def test_a_scale_moved_to_the_operand_is_caught(monkeypatch):
     """The rowwise fallback that XLA makes a bf16 GEMM of on a GPU: the dot then multiplies no FP8."""
 
-    def dequantised(a, b, *, accumulate, epilogue="scale_then_round", out_dtype=jnp.float32, collective=None, turned=False):
+    def dequantised(a, b, *, accumulate, epilogue="scale_then_round", out_dtype=jnp.float32, collective=None, turned=False, multiply=None):
         return linear.gemm.matmul_hp(
             scaling.dequantize(a), scaling.dequantize(b), axes=(a.axis, b.axis), out_dtype=out_dtype, collective=collective
         )

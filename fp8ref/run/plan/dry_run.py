@@ -4,6 +4,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from fp8ref.run import hardware
 from fp8ref.run.config import Config
 from fp8ref.run.plan import estimate, fit, memory, passes, pieces, step, traffic
 from fp8ref.run.plan.ceilings import PUBLISHED
@@ -35,6 +36,8 @@ def _sizes(config: Config, backend: str) -> Table:
     parts = f", in {data.microbatches} parts" * (data.microbatches > 1)
     table.add_row("tokens a step", f"{tokens:,}", f"{data.batch_size:,} sequences of {data.sequence_length:,}{parts}")
     table.add_row("tokens a device and part", f"{pieces.tokens(config):,}", "M of its GEMMs" + ", shared along tensor" * (keys.tensor > 1))
+    if simulated := hardware.of(config, backend):
+        table.add_row("FP8 GEMMs", simulated.name, "simulated, on the host's CPU; what follows is of a GPU's own")
     table.add_row("tokens a run", f"{tokens * config.run.steps:,}", f"{config.run.steps:,} steps")
     return table
 

@@ -39,6 +39,8 @@ def _gemm(name: str, proof: dict | None) -> str:
         return "dequantised: FP8 values, high-precision GEMM"
     if name in proof.get("pruned", []):
         return "not needed"
+    if simulated := next((gemm for gemm in proof.get("simulated", []) if gemm["gemm"] == name), None):
+        return f"simulated: {simulated['a']} x {simulated['b']}, {simulated['accumulate']}, under {simulated['plan']}"
     seen = [gemm for gemm in proof["gemms"] if gemm["gemm"] == name]
     fp8 = next((gemm for gemm in seen if gemm["fp8"]), None)
     if fp8:

@@ -112,6 +112,15 @@ class Gemm:
 
 
 @dataclass
+class Simulated:
+    gemm: str
+    a: str
+    b: str
+    accumulate: str
+    plan: str
+
+
+@dataclass
 class Proof:
     read_from: str
     gemms: list[Gemm]
@@ -119,6 +128,7 @@ class Proof:
     gathers: dict[str, int] = field(default_factory=dict)
     on_dequantised_operands: list[str] = field(default_factory=list)
     pruned: list[str] = field(default_factory=list)
+    simulated: list[Simulated] = field(default_factory=list)
 
 
 @dataclass
@@ -156,6 +166,7 @@ for _kind in (
     Sections,
     Linear,
     Gemm,
+    Simulated,
     Proof,
     Memory,
     Manifest,

@@ -1,0 +1,109 @@
+"""Hardware to train under (SEMANTICS G-19, G-20): which plan sums a recipe's fast GEMMs, and which its slow ones, as a function for the backends."""
+
+import dataclasses
+import hashlib
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from fp8ref import epilogue as epilogues
+from fp8ref.epilogue import Epilogue
+from fp8ref.formats import Format
+from fp8ref.granularity import by_name as granularity_of
+from fp8ref.multiply import Factor
+from fp8ref.sim import accumulate as sums
+from fp8ref.sim import gemm
+from fp8ref.sim.accumulate import ACCUMULATIONS, Accumulation
+from fp8ref.sim.scaling import Quantized
+from fp8ref.sim.tensor_core import K_STEP
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hardware:
+    """Multiplies as ``multiply.Multiply`` says: by ``fast`` where a recipe's GEMM is fast, by ``slow`` where it is slow.
+
+    Order:    K is padded with zeros to a multiple of 32, which changes no bit (G-12); ``gemm.matmul`` of the codes, under the recipe's epilogue.
+    epilogue  what the hardware does in place of scale_then_round, the GEMM of one call; None: that. A unit_round_scale_round is the
+              framework's own multiplication after a GEMM under unit scales, and stays.
+    """
+
+    name: str
+    fast: str | Accumulation
+    slow: str | Accumulation
+    epilogue: Epilogue | None = None
+
+    def __post_init__(self) -> None:
+        for plan in (self.fast, self.slow):
+            sums.by_name(plan)
+        if self.epilogue is not None and self.epilogue.bias is not None:
+            raise ValueError(f"a linear's GEMMs have no bias, and epilogue {self.epilogue.name!r} takes one. Leave it out (without_bias).")
+
+    def __call__(self, a: Factor, b: Factor, *, accumulate: Literal["fast", "slow"], epilogue: str, out_dtype: Format) -> np.ndarray:
+        if 0 in (*a.codes.shape, *b.codes.shape):
+            return np.zeros((len(a.codes), len(b.codes)), np.float32)
+        qa, qb = _quantized(a), _quantized(b)
+        plan = sums.by_name(self.fast if accumulate == "fast" else self.slow)
+        return gemm.matmul(qa, qb, accumulate=plan, epilogue=self.finishing(epilogue), out_dtype=out_dtype)
+
+    def finishing(self, epilogue: str) -> Epilogue:
+        """What a recipe's epilogue is here."""
+        named = epilogues.by_name(epilogue)
+        return named if self.epilogue is None or named.name != "scale_then_round" else self.epilogue
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it as data, for a run's manifest."""
+        of_epilogue = None if self.epilogue is None else dataclasses.asdict(self.epilogue)
+        return {"name": self.name, "fast": _told(self.fast), "slow": _told(self.slow), "scale_then_round": of_epilogue}
+
+
+HARDWARE = {
+    h.name: h
+    for h in (
+        *(Hardware(name=name, fast=name, slow=name) for name in ("exact", "f32", *ACCUMULATIONS)),
+        Hardware(name="hopper", fast="hopper_fast", slow="hopper_slow"),
+    )
+}
+
+
+def by_name(name: "str | Hardware") -> Hardware:
+    """The hardware of that name: a plan for all GEMMs, or ``hopper``; a Hardware is itself."""
+    if isinstance(name, Hardware):
+        return name
+    if not isinstance(name, str) or name not in HARDWARE:
+        raise ValueError(f"hardware is a Hardware or one of {', '.join(HARDWARE)}; got {name!r}.")
+    return HARDWARE[name]
+
+
+def probed(accumulate: str | Accumulation, epilogue: Epilogue) -> Hardware:
+    """What a probe found of one GEMM, for all of them, named by its content."""
+    unbiased = without_bias(epilogue)
+    bare = Hardware(name="probed", fast=accumulate, slow=accumulate, epilogue=None if _plainest(unbiased) else unbiased)
+    told = repr((bare.to_dict()["fast"], bare.to_dict()["scale_then_round"]))
+    return dataclasses.replace(bare, name=f"probed_{hashlib.sha256(told.encode()).hexdigest()[:12]}")
+
+
+def without_bias(epilogue: Epilogue) -> Epilogue:
+    """The same scales and roundings where nothing is added."""
+    return epilogue if epilogue.bias is None else dataclasses.replace(epilogue, name=f"{epilogue.name} without its bias", bias=None)
+
+
+def _plainest(epilogue: Epilogue) -> bool:
+    """Whether it does what scale_then_round does."""
+    return dataclasses.replace(epilogue, name="scale_then_round") == epilogues.EPILOGUES["scale_then_round"]
+
+
+def _told(plan: str | Accumulation) -> Any:
+    found = sums.by_name(plan)
+    return found if isinstance(found, str) else dataclasses.asdict(found)
+
+
+def _quantized(factor: Factor) -> Quantized:
+    """A factor as the simulator's own, K padded where scales do not vary along it; blocks divide K, and are multiples of 32 (S-6)."""
+    codes, scale_inv, fmt, granularity = factor
+    missing = 0 if granularity_of(granularity).reduced is not None else -codes.shape[1] % K_STEP
+    codes = np.pad(codes, ((0, 0), (0, missing))) if missing else np.ascontiguousarray(codes)
+    scale_inv = np.asarray(scale_inv, np.float32)
+    with np.errstate(divide="ignore"):
+        scale = np.float32(1) / scale_inv  # which no GEMM takes
+    return Quantized(codes, scale, scale_inv, fmt, granularity, 1)
