@@ -78,3 +78,21 @@ def _away(x):
 
 def nan_is_zero(x):
     return np.where(np.isnan(x), np.uint8(0), cast.encode(x, E4M3FN))
+
+
+def nan_is_max(x):
+    return np.where(np.isnan(x), np.uint8(0x7E), cast.encode(x, E4M3FN))
+
+
+def doubles(x):
+    return cast.encode(2 * x, E4M3FN)
+
+
+def quadruples(x):
+    return cast.encode(4 * x, E4M3FN)
+
+
+def infinity_is_unsigned_nan(x):
+    """NaNs keep their sign, infinities lose theirs."""
+    codes = np.where(np.isnan(x) & np.signbit(x), np.uint8(0xFF), cast.encode(x, E4M3FN))
+    return np.where(np.isinf(x), np.uint8(0x7F), codes)

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from fp8ref.formats import E4M3FN
+from fp8ref.formats import BFLOAT16, E4M3FN
 from fp8ref.sim import cast, scaling
 
 EPS = np.float32(1e-12)
@@ -78,3 +78,39 @@ def stale(calls=1):
 
 def static(x):
     return codes(x, np.float32(16)), np.float32(16)
+
+
+def by(amax, scaled=lambda scale: scale):
+    """torchao's, of another amax, or with something done to the scale."""
+
+    def quantize(x):
+        with np.errstate(all="ignore"):
+            scale = np.float32(scaled(np.float32(448) / np.maximum(amax(x), EPS)))
+        return codes(x, scale), scale
+
+    return quantize
+
+
+def _largest(x):
+    return np.abs(x).max()
+
+
+def reciprocal(x):
+    """max * (1 / amax), as PyTorch divides a number by a tensor."""
+    with np.errstate(all="ignore"):
+        scale = np.float32(448) * (np.float32(1) / np.maximum(_largest(x), EPS))
+    return codes(x, scale), scale
+
+
+def _bfloat16(x):
+    return cast.round_to(np.asarray(x, np.float32), BFLOAT16)
+
+
+forgets_abs = by(lambda x: x.max())
+minus_min = by(lambda x: -x.min())
+amax_in_bfloat16 = by(lambda x: _bfloat16(_largest(x)))
+scale_in_bfloat16 = by(_largest, _bfloat16)
+up_to_a_power_of_two = by(_largest, lambda scale: np.exp2(np.ceil(np.log2(scale))))
+twice = by(_largest, lambda scale: 2 * scale)
+nearly_240 = by(_largest, lambda scale: np.float32(240 / 448) * scale)
+one_and_a_half = by(_largest, lambda scale: np.float32(1.5) * scale)

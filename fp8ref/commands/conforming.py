@@ -1,7 +1,9 @@
 """fp8ref conform."""
 
 import argparse
+import contextlib
 import dataclasses
+import sys
 from pathlib import Path
 
 from fp8ref.commands import probing, shared
@@ -51,13 +53,14 @@ def _conform(known: argparse.Namespace) -> int:
     if known.axis not in (None, -1, 0):
         raise ValueError(f"--axis is -1, the last axis of x [M, K], or 0, the first; got {known.axis}.")
     expects_cast = _expects_cast(known.expect)
-    function = subjects.load(known.subject)
-    kind = known.kind or kinds.of(known.subject, function, framework=known.framework, device=known.device)
+    with contextlib.redirect_stdout(sys.stderr):  # what somebody's function prints is no part of the answer
+        function = subjects.load(known.subject)
+        kind = known.kind or kinds.of(known.subject, function, framework=known.framework, device=known.device)
+        if kind != "gemm":
+            expect = None if expects_cast != (kind == "cast") else known.expect
+            outcome = _identify(known, function, kind, formats.FP8_FORMATS[known.format], expect)
     if kind == "gemm":
         return _probe(known)
-    outcome = _identify(
-        known, function, kind, formats.FP8_FORMATS[known.format], None if expects_cast != (kind == "cast") else known.expect
-    )
     if known.expect and outcome.expected is None:
         outcome = _another_kind(outcome, known.expect)
     outcome.print(progress.console())
@@ -101,10 +104,9 @@ def _another_kind(outcome, expect: str):
     from fp8ref.check.conformance.witness import Witness
 
     wanted = "a policy: codes of a tensor that its amax scales" if outcome.kind == "cast" else "a cast: codes by each number alone"
+    given = "each number's code by itself, and no scale" if outcome.kind == "cast" else "codes that other elements have a part in"
     clause = "S-5" if outcome.kind == "cast" else "C-1"
-    witness = Witness(
-        input="x [256, 384]", bits=(), dtype="float32", got=f"what a {outcome.kind} gives", expected=f"{expect!r}, {wanted}", clause=clause
-    )
+    witness = Witness(input="x [256, 384]", bits=(), dtype="float32", got=given, expected=f"{expect!r}, {wanted}", clause=clause)
     return dataclasses.replace(outcome, expected=expect, differences=[witness])
 
 
@@ -116,4 +118,11 @@ def _probe(known: argparse.Namespace) -> int:
         raise ValueError(
             f"{', '.join(unused)}: {known.subject} is a GEMM, which 'fp8ref probe {known.subject}' identifies. Leave it out, or name --kind cast or quantizer."
         )
-    return probing.of_function(known.subject, formats=(known.format, known.format), granularity=known.granularity, json=known.json)
+    try:
+        return probing.of_function(known.subject, formats=(known.format, known.format), granularity=known.granularity, json=known.json)
+    except ValueError as error:
+        if known.kind:
+            raise
+        raise ValueError(
+            f"{error}\n{known.subject} must have two arguments, as a GEMM has: operands a and b. A cast or quantizer takes one, x: give the others defaults."
+        ) from error

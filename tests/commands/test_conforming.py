@@ -9,7 +9,7 @@ from fp8ref import cli
 FUNCTIONS = """
 import numpy as np
 import torch
-from fp8ref.formats import E4M3FN
+from fp8ref.formats import E4M3FN, E5M2
 from fp8ref.sim import cast, gemm, scaling
 
 
@@ -41,6 +41,24 @@ def on_a_gpu(x):
 
 def random(x):
     return np.random.default_rng().integers(0, 100, x.shape, dtype=np.uint8)
+
+
+def vector(x):
+    assert x.ndim == 1
+    return rows(x[None])
+
+
+def scaled_cast(x, scale):
+    return cast.encode(x * scale, E4M3FN)
+
+
+def three(x):
+    print("now I cast")
+    return cast.encode(x, E4M3FN)
+
+
+def narrow(x):
+    return cast.encode(x, E5M2)
 
 
 constant = 3
@@ -82,6 +100,23 @@ def test_a_wrong_cast_exits_with_1_and_says_all_there_is_to_know(functions, caps
     assert not found["ok"]
     witness = found["differences"][0]
     assert (witness["bits"], witness["dtype"], witness["got"], witness["clause"]) == (["0x3F880000"], "float32", "0x39 = 1.125", "C-2")
+
+
+def test_a_name_is_shown_as_it_is_and_what_a_function_prints_is_not_the_answer(functions, capsys):
+    (functions / "casts.py").write_text((functions / "somebodys_functions.py").read_text())
+    assert run("casts:three:") == 2  # no such attribute, and no emoji either
+    assert "casts:three:" in capsys.readouterr().err
+    assert run("casts:three") == 0
+    shown = capsys.readouterr()
+    assert "casts:three: a cast of numpy arrays" in shown.out
+    assert "now I cast" not in shown.out
+    assert "now I cast" in shown.err
+
+
+def test_another_format_than_was_asked_exits_with_1(functions, capsys):
+    assert run("somebodys_functions:narrow") == 1
+    assert "a cast to e5m2 (max 57344), not e4m3fn (max 448), that is saturating" in capsys.readouterr().out
+    assert run("somebodys_functions:narrow", "--format", "e5m2") == 0
 
 
 def test_a_quantizer_by_its_policy(functions, capsys):
@@ -130,6 +165,8 @@ def test_a_gemm_is_handed_over_to_the_probe(functions, capsys):
         (["constant"], "somebodys_functions:constant is a int; a function is needed"),
         (["on_a_gpu", "--framework", "torch"], "somebodys_functions:on_a_gpu raised"),
         (["random", "--kind", "cast"], "somebodys_functions:random does not repeat itself"),
+        (["vector", "--kind", "quantizer"], "A quantizer is asked with x [M, K]"),
+        (["scaled_cast"], "somebodys_functions:scaled_cast must have two arguments, as a GEMM has: operands a and b."),
         (["rows", "--kind", "cast"], "a cast gives one array of codes or values. Name --kind quantizer if it is one."),
     ],
 )

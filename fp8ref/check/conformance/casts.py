@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from fp8ref import formats
-from fp8ref.check.conformance import behaviour, decisions, described, everything, held, questions, replies, stochastic
+from fp8ref.check.conformance import behaviour, decisions, described, everything, held, questions, replies, sizes, stochastic
 from fp8ref.check.conformance import subject as subjects
 from fp8ref.check.conformance.behaviour import KNOWN
 from fp8ref.check.conformance.decisions import Answers
@@ -14,6 +14,7 @@ from fp8ref.check.conformance.outcome import Finding, Outcome
 from fp8ref.check.conformance.subject import ConformanceError, RefusedError, Subject
 from fp8ref.check.conformance.witness import Witness, bits_of, rounded, show, simplest
 from fp8ref.formats import Format
+from fp8ref.sim import cast
 
 
 def identify_cast(
@@ -45,7 +46,7 @@ def identify_cast(
     layout, found_format = _format(subject, fmt, source)
     findings = [found_format]
     if layout is None:
-        return _unknown(subject, fmt, findings, expect)
+        return _unknown(subject, fmt, source, findings, expect)
     asked, position = _ask(subject, source, layout)
     if position is not None or stochastic.varies(subject, source, layout):
         return stochastic.identify(subject, asked, fmt, findings, expect)
@@ -68,7 +69,14 @@ def identify_cast(
     wrong = {a: a.unlike(found, canonical=a.source != source) for a in answers.values()}
     unlike = [a.witness(simplest(a.x, differs), found, "by what was found") for a, differs in wrong.items() if differs.any()]
     total, right = sum(a.x.size for a in wrong), sum(int((~differs).sum()) for differs in wrong.values())
-    findings.append(Finding(what="answers", value=right, evidence=f"of {total:,} are those of this", said=f"{right:,}"))
+    findings.append(
+        Finding(
+            what="answers",
+            value=right,
+            evidence=f"of {total:,} are those of this{'' if exhaustive else '; --exhaustive asks all of float32'}",
+            said=f"{right:,}",
+        )
+    )
     if exhaustive:
         checked = everything.compare(subject, layout, found)
         findings.append(checked.finding)
@@ -76,6 +84,9 @@ def identify_cast(
     names = [k for k, known in KNOWN.items() if not asked.unlike(known.of(layout)).any()]
     alike = [k for k, known in KNOWN.items() if not asked.unlike(known.of(layout), canonical=True).any()]
     complete = None not in (found.rounding, found.overflow, found.infinite) and not unlike
+    shapes, elsewhere = sizes.of_cast(subject, asked, layout)
+    findings.append(shapes)
+    unlike += elsewhere
     differences = held.cast(answers, wanted.of(fmt), fmt, layout, findings) if wanted else []
     return Outcome(
         name=name,
@@ -84,8 +95,9 @@ def identify_cast(
         framework=subject.framework,
         found=described.cast(found, findings, layout, asked, names if not unlike else [], alike if not unlike else []),
         findings=findings,
-        identified=complete,
-        summary=described.cast_in_words(found, layout, fmt, names, alike, complete),
+        identified=complete and not elsewhere,
+        summary=described.cast_in_words(found, layout, fmt, names, alike, complete, not elsewhere)
+        + ("" if complete or layout is fmt else _scaled(subject, fmt, source)),
         unlike=unlike,
         expected=expect,
         differences=differences,
@@ -141,10 +153,21 @@ def _deterministic(subject: Subject, source: str, layout: Format) -> Answers:
     return answers
 
 
-def _unknown(subject: Subject, fmt: Format, findings: list[Finding], expect: str | None) -> Outcome:
+def _scaled(subject: Subject, fmt: Format, source: str) -> str:
+    """Whether its numbers are all the same number of times what they were, in words."""
+    x = rounded(questions.numbers(fmt)[1:-1], source)
+    codes = replies.ask(subject, x, source).codes(fmt)
+    with np.errstate(all="ignore"):
+        ratio = np.where(codes >= 0, cast.decode((codes & 255).astype(np.uint8), fmt), np.nan) / x
+    most = float(np.median(ratio[np.isfinite(ratio)])) if np.isfinite(ratio).any() else 1.0
+    half = np.mean(ratio == most) > 0.5 and most not in (0, 1)
+    return f"; read as {fmt}, most of {fmt}'s numbers come back as {most:g} times themselves" if half else ""
+
+
+def _unknown(subject: Subject, fmt: Format, source: str, findings: list[Finding], expect: str | None) -> Outcome:
     witness = findings[0].witness
     return Outcome(
         name=subject.name, kind="cast", fmt=fmt, framework=subject.framework, found={"format": None}, findings=findings, identified=False,
-        summary=f"no cast to a format that is known: {findings[0].evidence}", expected=expect,
+        summary=f"no cast to a format that is known: {findings[0].evidence}{_scaled(subject, fmt, source)}", expected=expect,
         differences=[witness] if expect and witness else [],
     )  # fmt: skip

@@ -25,12 +25,14 @@ class Answers:
     codes: np.ndarray
 
     def unlike(self, b: Behaviour, among: np.ndarray | None = None, *, canonical: bool = False) -> np.ndarray:
-        """Where the answers are not those of a behaviour; canonical: NaNs are one (C-5)."""
+        """Where the answers are not those of a behaviour; canonical: NaNs are one (C-5), as those of infinities are always."""
         expected = behaviour.encode(self.x, self.fmt, b, source=self.source).astype(np.int64)
         codes = self.codes
         if canonical or self.reply.values_only:
             codes, expected = self.canonical(codes), self.canonical(expected)
         different = codes != expected
+        if not canonical:
+            different &= ~np.isinf(self.x) | (self.canonical(codes) != self.canonical(expected))
         return different if among is None else different & among
 
     def canonical(self, codes: np.ndarray) -> np.ndarray:

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from fp8ref.check.conformance import influence
+from fp8ref.check.conformance import influence, policies
 from fp8ref.check.conformance import subject as subjects
 from fp8ref.check.conformance.behaviour import Behaviour, Through
 from fp8ref.check.conformance.decisions import Answers
@@ -14,6 +14,7 @@ from fp8ref.check.conformance.outcome import Finding
 from fp8ref.check.conformance.policies import Candidate
 from fp8ref.check.conformance.quantized import Quantizer, Reading
 from fp8ref.formats import Format
+from fp8ref.sim.cast import decode
 
 
 def cast(found: Behaviour, findings: list[Finding], layout: Format, a: Answers, names: list[str], alike: list[str]) -> dict[str, Any]:
@@ -47,13 +48,19 @@ def _dtype(through: Through | None) -> str | None:
     return None if through is None else str(through)
 
 
-def cast_in_words(found: Behaviour, layout: Format, fmt: Format, names: list[str], alike: list[str], complete: bool) -> str:
-    of = f"a cast to {layout}" + (f", not {fmt}," if layout is not fmt else "")
+def cast_in_words(
+    found: Behaviour, layout: Format, fmt: Format, names: list[str], alike: list[str], complete: bool, everywhere: bool
+) -> str:
+    of = f"a cast to {layout}" + (f" (max {layout.max:g}), not {fmt} (max {fmt.max:g})," if layout is not fmt else "")
+    if complete and not everywhere:
+        return f"{of} that gives other codes in arrays of other shapes"
     if not complete:
         return f"{of} that is none of those known: see where it is unlike what was found"
     how = f"rounds {found.rounding}, overflow gives {found.overflow}, infinities {found.infinite}"
     how += f", subnormals are {found.subnormals.replace('_', ' ')}" if found.subnormals != "kept" else ""
     how += ", -0 becomes 0" if found.negative_zero != "kept" and layout.specials != "fnuz" else ""
+    if not np.isnan(decoded := decode(np.array(found.nan, np.uint8), layout)).all():
+        how += f", NaN becomes {decoded[0]:g}"
     how += "".join(f", {source} is rounded to {through} first" for source, through in found.through.items())
     if names:
         return f"{of} that is {' and '.join(names)}: {how}"
@@ -70,9 +77,20 @@ def quantizer(
         "granularity": group.granularity,
         "axis": group.axis,
         "returns": " and ".join(dict.fromkeys(kinds.values())) or None,
+        "scales": {
+            name: {
+                "is": kind,
+                "shape": list(shape := reading.scales[name].shape),
+                "transposed": policies.transposed(
+                    shape, reading.tensor.shape, str(group.granularity), -1 if group.axis is None else group.axis
+                ),
+            }
+            for name, kind in kinds.items()
+        },
         "policy": matched.names[0] if matched.agreements else None,
         "same_policies": matched.names[1:],
         "nearest_policy": matched.nearest.candidate.policy.name,
+        "deviation": matched.deviation or None,
         "scales_to": chosen.top.max if matched.agreements else None,
         "flushes_subnormal_scales": chosen.flushes if matched.agreements else None,
         "memory": asked.memory,
@@ -97,10 +115,15 @@ def _nan_code(matched: Matched, chosen: Candidate) -> int | None:
     return None
 
 
-def quantizer_in_words(matched: Matched, chosen: Candidate, group: influence.Group, found: dict[str, Any], fmt: Format, memory: int) -> str:
+def quantizer_in_words(
+    matched: Matched, chosen: Candidate, group: influence.Group, found: dict[str, Any], fmt: Format, memory: int, everywhere: bool
+) -> str:
     where = f"{group.granularity}" + ("" if group.axis is None else f", axis {group.axis}")
-    what = f"a quantizer to {chosen.fmt}, {where}, that returns {found['returns'] or 'no scale'}"
+    turned = ", transposed" if any(f["transposed"] for f in found["scales"].values()) else ""
+    what = f"a quantizer to {chosen.fmt}, {where}, that returns {found['returns'] or 'no scale'}{turned}"
     if not matched.agreements:
+        if matched.deviation:
+            return f"{what}: policy {chosen.policy.name}, but {matched.deviation}"
         return f"{what}, by none of the policies that are known; nearest is {chosen.policy.name}"
     how = f", scales to {chosen.top.max:g}, not {fmt.max:g}" if chosen.top.max != fmt.max else ""
     how += ", subnormals are zeros" if chosen.flushes else ""
@@ -108,4 +131,5 @@ def quantizer_in_words(matched: Matched, chosen: Candidate, group: influence.Gro
     how += f", rounds to {found['double_rounding']} first" if found["double_rounding"] else ""
     how += f", subnormals are {found['subnormals'].replace('_', ' ')}" if found["subnormals"] != "kept" else ""
     how += f"; its amax is stale, of {memory} earlier call{'s' if memory > 1 else ''}" if memory else ""
+    how += "" if everywhere else "; in tensors of other shapes it gives something else"
     return f"{what}: policy {' or '.join(matched.names)}{how}"

@@ -4,15 +4,17 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from fp8ref.check.conformance import influence, matching, policies, questions, shrink
+from fp8ref.check.conformance import behaviour, influence, matching, policies, questions, shrink
+from fp8ref.check.conformance.amaxes import KINDS
 from fp8ref.check.conformance.behaviour import Behaviour
 from fp8ref.check.conformance.decisions import Answers
 from fp8ref.check.conformance.matching import Matched
 from fp8ref.check.conformance.outcome import Finding
 from fp8ref.check.conformance.policies import Agreement, Asked, Candidate
-from fp8ref.check.conformance.quantized import Quantizer
+from fp8ref.check.conformance.quantized import Quantizer, Reading
 from fp8ref.check.conformance.witness import Witness, simplest
 from fp8ref.formats import Format
+from fp8ref.granularity import scale_shape
 from fp8ref.policy import ScalePolicy
 
 
@@ -33,15 +35,17 @@ def cast(answers: dict[str, Answers], wanted: Behaviour, fmt: Format, layout: Fo
         normal = coarse & ~over & (magnitude >= fmt.smallest_normal)
         if (differs & normal).any():  # it rounds otherwise, and so to zero
             flushed = np.zeros_like(flushed)
+        expected = behaviour.encode(a.x, fmt, wanted, source=a.source).astype(np.int64)
+        zeros = (a.x == 0) | (zero & (expected & ~fmt.sign_bit == 0))  # of another sign, where they differ
         kinds = {
-            "rounding": ("C-2", normal if (differs & normal).any() else coarse & ~over & ~flushed & (a.x != 0)),
+            "rounding": ("C-2", normal if (differs & normal).any() else coarse & ~over & ~flushed & ~zeros),
             "overflow": (beyond, over & np.isfinite(a.x)),
             "infinity": (beyond, np.isinf(a.x)),
             "NaN": ("C-5", np.isnan(a.x)),
             "subnormal": ("F-1", flushed),
-            "zero": ("C-6", a.x == 0),
+            "zero": ("C-6", zeros),
         }
-        seen = over | np.isnan(a.x) | coarse
+        seen = over | np.isnan(a.x) | coarse | zeros
         kinds["twice"] = ("C-1", ~seen if not (differs & coarse).any() else np.zeros_like(seen))
         for kind, (clause, among) in kinds.items():
             if kind not in found and (differs & among).any():
@@ -81,8 +85,27 @@ def layout_of(
     return [found] if found else []
 
 
+def scales_shapes(reading: Reading, kinds: Mapping[str, str], at: str, along: int) -> list[Witness]:
+    """Scales the other way round than the tensor's blocks, which broadcast to it wrongly."""
+    shape = reading.tensor.shape
+    turned = (s for name in kinds if policies.transposed(s := reading.scales[name].shape, shape, at, along))
+    return [
+        Witness(
+            input=f"x {list(shape)}", bits=(), dtype=reading.dtype, got=f"scales {list(s)}",
+            expected=f"{list(scale_shape(at, shape, along))}, one for each block where that block is", clause="S-6",
+        )
+        for s in turned
+    ]  # fmt: skip
+
+
 def witnesses(quantizer: Quantizer, matched: Matched, of: Agreement, kinds: Mapping[str, str], at: str, along: int) -> list[Witness]:
-    """Of each kind of amax with a wrong answer, a minimal input."""
-    amax, kind = (np.concatenate([getattr(a, key) for a in matched.asked]) for key in ("amax", "kind"))
-    found = (shrink.policy(quantizer, of.candidate, kinds, at, along, a, k) for k, a in shrink.worst_kind(kind, matched.wrong(of), amax))
-    return list(dict.fromkeys(witness for witness in found if witness is not None))
+    """Of each kind of amax with a wrong answer, a minimal input; of those that one deviation explains, or another policy, the first alone."""
+    largest, kind = (np.concatenate([getattr(a, key) for a in matched.asked]) for key in ("largest", "kind"))
+    wrong = matched.wrong(of)
+    found: list[Witness] = []
+    for k, a in shrink.worst_kind(kind, wrong, largest):
+        if found and matched.explained[wrong & (kind == KINDS.index(k))].all():
+            continue
+        shown = shrink.policy(quantizer, of.candidate, kinds, at, along, a, k)
+        found += [shown] if shown is not None and shown not in found else []
+    return found

@@ -76,17 +76,21 @@ def _steady(quantizer: Quantizer, x: np.ndarray, what: str) -> Reading:
 
 
 def group(quantizer: Quantizer) -> Group:
-    """The block whose elements change where one of them becomes large."""
+    """The block whose elements change where one of them becomes large, or, if none does, large and negative."""
     x = noise()
-    changed = x.copy()
-    changed[_AT] = _LARGE
-    before, after = quantizer.ask(x), quantizer.ask(changed)
-    different = before.tensor != after.tensor
-    different[_AT] = True
+    before = quantizer.ask(x)
+    for large in (_LARGE, -_LARGE):
+        changed = x.copy()
+        changed[_AT] = large
+        different = before.tensor != quantizer.ask(changed).tensor
+        different[_AT] = True
+        if different.sum() > 1:
+            break
     rows, columns = (np.flatnonzero(different.any(axis=axis)) for axis in (1, 0))
     box = slice(rows[0], rows[-1] + 1), slice(columns[0], columns[-1] + 1)
     whole = bool(different[box].all())
-    evidence = f"x {list(SHAPE)} in [1, 2): x{list(_AT)} = 2^40 changes rows {rows[0]} to {rows[-1]}, columns {columns[0]} to {columns[-1]}"
+    evidence = f"x {list(SHAPE)} in [1, 2): x{list(_AT)} = {'-' if large < 0 else ''}2^40 changes "
+    evidence += f"rows {rows[0]} to {rows[-1]}, columns {columns[0]} to {columns[-1]}"
     for name in GRANULARITIES:
         for axis in (-1, 0):
             sizes = blocks(name, SHAPE, axis)

@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from fp8ref import policy as policy_data
-from fp8ref.check.conformance import policies
+from fp8ref.check.conformance import departing, policies
 from fp8ref.check.conformance.amaxes import KINDS
 from fp8ref.check.conformance.behaviour import LAYOUTS
+from fp8ref.check.conformance.deviations import NONE
 from fp8ref.check.conformance.outcome import Finding
 from fp8ref.check.conformance.policies import Agreement, Asked, Candidate
 from fp8ref.formats import Format
@@ -16,12 +17,18 @@ from fp8ref.formats import Format
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Matched:
-    """The candidates that agree with all scales, or codes where there are none; and the nearest, which is the first of them if there are."""
+    """The candidates that agree with all scales, or codes where there are none; and the nearest, which is the first of them if there are.
+
+    deviation  how it departs from the nearest policy, in words; or "".
+    explained  of each question, whether that policy, so deviating, gives the answer; what remains wrong has another cause.
+    """
 
     agreements: Sequence[Agreement]
     nearest: Agreement
     asked: Sequence[Asked]
     considered: np.ndarray
+    deviation: str = ""
+    explained: np.ndarray
 
     def wrong(self, of: Agreement) -> np.ndarray:
         return ~of.both & self.considered
@@ -36,29 +43,31 @@ def match(asked: Sequence[Asked], kinds: Mapping[str, str], at: str, along: int,
     kind = np.concatenate([a.kind for a in asked])
     considered = kind == KINDS.index("ordinary") if stateful else np.ones(kind.size, bool)
     others = [f for f in LAYOUTS.values() if f is not layout]
-    few = [a for a in asked if (a.kind == KINDS.index("ordinary")).any()][:8]
+    few = [a for a in asked if a.ordinary.any()][:8]
     best: Agreement | None = None
     for stage in ([(layout, layout)], [(f, layout) for f in others], [] if fixed else [(f, f) for f in others]):
         for flushes in (False, True):
             candidates = [
                 Candidate(policy=policy, top=top, fmt=of, flushes=flushes) for policy in policy_data.POLICIES.values() for top, of in stage
             ]
-            likely = [c for c in candidates if policies.agreement(c, few, kinds, at, along).deciding[ordinary(few)].all()]
+            likely = [c for c in candidates if policies.at_ordinary(c, few, kinds, at, along)]
             found = [policies.agreement(c, asked, kinds, at, along) for c in likely]  # a few amaxes rule out most
             agreed = [a for a in found if (a.deciding | ~considered).all()]
             if agreed:
                 top_score = max(score(a, considered) for a in agreed)
                 alike = [a for a in agreed if score(a, considered) == top_score]
-                return Matched(agreements=alike, nearest=alike[0], asked=asked, considered=considered)
+                return Matched(agreements=alike, nearest=alike[0], asked=asked, considered=considered, explained=alike[0].both)
             if best is None:
                 found = [policies.agreement(c, asked, kinds, at, along) for c in candidates]
-                best = max(found, key=lambda a: score(a, considered))
+                best = max(found, key=lambda a: (-a.ulps, score(a, considered)))
     assert best is not None
-    return Matched(agreements=[], nearest=best, asked=asked, considered=considered)
-
-
-def ordinary(asked: Sequence[Asked]) -> np.ndarray:
-    return np.concatenate([a.kind for a in asked]) == KINDS.index("ordinary")
+    deviating = departing.exactly(asked, few, kinds, at, along, layout)
+    if deviating is None or score(deviating, considered) <= score(best, considered):
+        nearest, said = departing.about(best, asked, kinds, at, along)
+        return Matched(agreements=[], nearest=nearest, asked=asked, considered=considered, deviation=said, explained=nearest.both)
+    plain = policies.agreement(dataclasses.replace(deviating.candidate, deviation=NONE), asked, kinds, at, along)
+    said = deviating.candidate.deviation.said
+    return Matched(agreements=[], nearest=plain, asked=asked, considered=considered, deviation=said, explained=deviating.both)
 
 
 def score(a: Agreement, considered: np.ndarray) -> tuple[int, int]:
@@ -82,4 +91,5 @@ def policy_finding(matched: Matched, kinds: Mapping[str, str], memory: int) -> F
         same = f", or the same by {', '.join(matched.names[1:])}" if matched.names[1:] else ""
         return Finding(what="policy", value=matched.names[0], said=said + same, evidence=evidence)
     nearest = matched.nearest.candidate.policy.name
-    return Finding(what="policy", value=None, said=f"none of them; nearest {nearest}", evidence=evidence)
+    said = f"{nearest}, but {matched.deviation}" if matched.deviation else f"none of them; nearest {nearest}"
+    return Finding(what="policy", value=None, said=said, evidence=evidence)

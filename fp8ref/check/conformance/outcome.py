@@ -8,6 +8,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from fp8ref.check.conformance.witness import Witness
 from fp8ref.formats import Format
@@ -56,8 +57,10 @@ class Outcome:
 
     @property
     def ok(self) -> bool:
-        """Identified, or, where something was expected, just that."""
-        return not self.differences and not self.unlike if self.expected is not None else self.identified
+        """Identified, in the format that was asked for, or, where something was expected, just that."""
+        if self.expected is not None:
+            return not self.differences and not self.unlike
+        return self.identified and self.found["format"] == self.fmt.name
 
     @property
     def message(self) -> str:
@@ -87,14 +90,15 @@ class Outcome:
         }
 
     def print(self, console: Console) -> None:
-        table = Table("", "found", "by", title=f"{self.name}: a {self.kind} of {self.framework} arrays, {self.fmt}", title_justify="left")
+        title = Text(f"{self.name}: a {self.kind} of {self.framework} arrays, {self.fmt}")  # a name is no markup
+        table = Table("", "found", "by", title=title, title_justify="left")
         for finding in self.findings:
             said = finding.said or ("cannot tell" if finding.value is None else str(finding.value))
-            table.add_row(finding.what, said, finding.evidence)
+            table.add_row(*(Text(cell) for cell in (finding.what, said, finding.evidence)))
         console.print(table)
-        for witness in (w for w in self.unlike if w not in (self.differences or self.unlike) or self.expected is None):
-            console.print(f"unlike: {witness}", markup=False, highlight=False, soft_wrap=True)
-        console.print(self.message, markup=False, highlight=False, soft_wrap=True)
+        for witness in self.unlike if self.expected is None else ():
+            console.out(f"unlike: {witness}", highlight=False)
+        console.out(self.message, highlight=False)
 
     def write(self, path: Path) -> None:
         path.write_text(json.dumps(self.to_dict(), indent=1) + "\n", encoding="utf-8")

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from fp8ref.check.conformance import amaxes
-from fp8ref.check.conformance.amaxes import Questions
+from fp8ref.check.conformance.amaxes import KINDS, Questions
+from fp8ref.check.conformance.deviations import NONE, Deviation
 from fp8ref.check.conformance.quantized import Quantizer, Reading
 from fp8ref.check.conformance.subject import ConformanceError, RefusedError
 from fp8ref.check.conformance.witness import rounded
@@ -23,17 +24,20 @@ CLAUSES |= dict.fromkeys(("mx_floor", "mx_rceil", "te_mxfp8"), "S-14")
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A policy, the format whose max it scales to, the format of the codes, and whether float32 subnormals are zeros (S-12)."""
+    """A policy, the format whose max it scales to, the format of the codes, whether float32 subnormals are zeros (S-12), and any deviation."""
 
     policy: ScalePolicy
     top: Format
     fmt: Format
     flushes: bool = False
+    deviation: Deviation = NONE
 
     def quantize(self, x: np.ndarray, granularity: str, axis: int) -> scaling.Quantized:
         x = _flushed(x) if self.flushes else x
         given = x if self.policy.compute.name == "float32" else cast.round_to(x, self.policy.compute)
-        scales = scales_from_amax(scaling.amax(given, granularity, axis=axis), self.top, self.policy)
+        amax = self.deviation.amax(given, granularity, axis=axis)
+        with np.errstate(all="ignore"):
+            scales = self.deviation.scales(scales_from_amax(amax, self.top, self.deviation.of(self.policy)), amax, self.top)
         if self.flushes:
             scales = Scales(*(_flushed(np.asarray(s)) for s in scales))
         return scaling.quantize_with(x, scales, self.fmt, granularity=granularity, policy=self.policy, axis=axis)
@@ -50,17 +54,29 @@ class Asked:
     x: np.ndarray
     group: np.ndarray
     kind: np.ndarray
-    amax: np.ndarray
+    largest: np.ndarray
     reading: Reading
+
+    @property
+    def amax(self) -> np.ndarray:
+        return np.abs(self.largest)
+
+    @property
+    def ordinary(self) -> np.ndarray:
+        return self.kind == KINDS.index("ordinary")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Agreement:
-    """Of each question, whether scales and codes (or values) are the candidate's; None where no scales came."""
+    """Of each question, whether scales and codes (or values) are the candidate's; None where no scales came.
+
+    ulps  by how many float32 numbers the scales are off, the median; 0 where no scales came.
+    """
 
     candidate: Candidate
     scales: np.ndarray | None
     codes: np.ndarray
+    ulps: float
 
     @property
     def both(self) -> np.ndarray:
@@ -77,20 +93,24 @@ def ask(quantizer: Quantizer, what: Questions, shape: tuple[int, int], granulari
     group = amaxes.groups(shape, granularity, axis)
     count = int(group.max()) + 1
     asked = []
-    for begin in range(0, what.amax.size, count):
-        some, kinds = what.amax[begin : begin + count], what.kind[begin : begin + count]
+    for begin in range(0, what.largest.size, count):
+        some, kinds = what.largest[begin : begin + count], what.kind[begin : begin + count]
         missing = count - some.size
-        amax = np.concatenate([some, np.zeros(missing, np.float32)])
+        largest = np.concatenate([some, np.zeros(missing, np.float32)])
         kind = np.concatenate([kinds, np.full(missing, amaxes.KINDS.index("zero"))])
-        x = amaxes.tensor(amax, group, quantizer.dtype)
+        x = amaxes.tensor(largest, group, quantizer.dtype)
         try:
             reading = quantizer.ask(x)
         except RefusedError as error:
             raise RefusedError(
-                f"{error} Its amax is {_refused(quantizer, x, amax, group):.9g}, as amaxes of a tensor may be (S-9)."
+                f"{error} Its amax is {_refused(quantizer, x, np.abs(largest), group):.9g}, as amaxes of a tensor may be (S-9)."
             ) from error
-        asked.append(Asked(x=x, group=group, kind=kind, amax=amax, reading=reading))
+        asked.append(Asked(x=x, group=group, kind=kind, largest=largest, reading=reading))
     return asked
+
+
+def ordinary(asked: Sequence[Asked]) -> np.ndarray:
+    return np.concatenate([a.ordinary for a in asked])
 
 
 def _refused(quantizer: Quantizer, x: np.ndarray, amax: np.ndarray, group: np.ndarray) -> float:
@@ -122,10 +142,10 @@ def returned(asked: Sequence[Asked], granularity: str, axis: int) -> dict[str, s
 
 
 def per_group(a: Asked, name: str, granularity: str, axis: int) -> np.ndarray:
-    """The numbers of an array of scales in the groups' order: one a group, or one an element."""
+    """The numbers of an array of scales in the groups' order: one a group, transposed or not, or one an element."""
     values, count = a.reading.scales[name], int(a.group.max()) + 1
     if values.size == count:
-        return values.reshape(-1)
+        return (values.T if transposed(values.shape, a.x.shape, granularity, axis) else values).reshape(-1)
     if values.shape == a.x.shape:
         return values.reshape(-1)[np.unique(a.group.reshape(-1), return_index=True)[1]]
     raise ConformanceError(
@@ -134,9 +154,15 @@ def per_group(a: Asked, name: str, granularity: str, axis: int) -> np.ndarray:
     )
 
 
+def transposed(shape: tuple[int, ...], of: tuple[int, ...], granularity: str, axis: int) -> bool:
+    """Whether scales of this shape, of a tensor's shape, are those of S-6 the other way round."""
+    wanted = scale_shape(granularity, of, axis)
+    return len(wanted) == 2 and wanted[0] != wanted[1] and tuple(shape) == wanted[::-1]
+
+
 def agreement(candidate: Candidate, asked: Sequence[Asked], kinds: Mapping[str, str], granularity: str, axis: int) -> Agreement:
     """Compare everything that came with the candidate's."""
-    scales, codes = [], []
+    scales, codes, off = [], [], [np.zeros(0)]
     for a in asked:
         q = candidate.quantize(a.x, granularity, axis)
         wrong = unlike(a.reading, q, candidate)
@@ -146,9 +172,21 @@ def agreement(candidate: Candidate, asked: Sequence[Asked], kinds: Mapping[str, 
             if kind != "amax":
                 found, expected = per_group(a, name, granularity, axis), np.reshape(getattr(q, kind), -1)
                 equal &= (found == expected) | (np.isnan(found) & np.isnan(expected))
+                off.append(np.abs(found.view(np.int32).astype(np.int64) - expected.view(np.int32))[a.ordinary])
         scales.append(equal)
     has_scales = any(kind != "amax" for kind in kinds.values())
-    return Agreement(candidate=candidate, scales=np.concatenate(scales) if has_scales else None, codes=np.concatenate(codes))
+    ulps = np.concatenate(off)
+    return Agreement(
+        candidate=candidate,
+        scales=np.concatenate(scales) if has_scales else None,
+        codes=np.concatenate(codes),
+        ulps=float(np.median(ulps)) if ulps.size else 0.0,
+    )
+
+
+def at_ordinary(candidate: Candidate, asked: Sequence[Asked], kinds: Mapping[str, str], granularity: str, axis: int) -> bool:
+    """Whether it decides as the candidate at every ordinary amax; looks no further than the first where it does not."""
+    return all(agreement(candidate, [a], kinds, granularity, axis).deciding[a.ordinary].all() for a in asked)
 
 
 def unlike(reading: Reading, q: scaling.Quantized, candidate: Candidate) -> np.ndarray:

@@ -22,7 +22,7 @@ _SCALES = ("scale", "_scale", "scale_inv", "_scale_inv", "scales", "scale_invers
 class Reading:
     """Of one call.
 
-    codes   uint8 of the tensor's shape, or None; dtype is what the array of that shape was of.
+    codes   uint8 of the tensor's shape, or None; dtype is what the array of that shape was of, place its name.
     values  float32 of the tensor's shape, where values came and no codes.
     scales  by the name each had, or its place; float32, e8m0 decoded.
     """
@@ -30,6 +30,7 @@ class Reading:
     codes: np.ndarray | None
     values: np.ndarray | None
     dtype: str
+    place: str
     scales: Mapping[str, np.ndarray]
 
     @property
@@ -84,12 +85,15 @@ def read(found: Any, x: np.ndarray) -> Reading:
         codes=codes,
         values=tensor.astype(np.float32) if codes is None else None,
         dtype=dtype,
+        place=main,
         scales={name: _scales(a, kind) for name, (a, kind) in arrays.items() if kind in FLOATS or kind in ("uint8", "float8_e8m0fnu")},
     )
 
 
 def _parts(found: Any) -> dict[str, Any]:
     """By name: an object's codes and scales, a dict's, a sequence's by place; else the thing itself."""
+    if isinstance(found, np.ndarray):  # whose ``data`` is its buffer
+        return {"": found}
     if isinstance(found, Mapping):
         return {str(key): value for key, value in found.items()}
     if hasattr(found, "_asdict"):

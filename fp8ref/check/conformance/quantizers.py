@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from fp8ref import policy as policy_data
-from fp8ref.check.conformance import amaxes, described, held, influence, inner, matching, policies, shrink
+from fp8ref.check.conformance import amaxes, described, held, influence, inner, matching, policies, shrink, sizes
 from fp8ref.check.conformance import subject as subjects
 from fp8ref.check.conformance.behaviour import LAYOUTS, Behaviour
 from fp8ref.check.conformance.casts import check_format
@@ -14,6 +14,7 @@ from fp8ref.check.conformance.influence import SHAPE
 from fp8ref.check.conformance.outcome import Finding, Outcome
 from fp8ref.check.conformance.policies import Candidate
 from fp8ref.check.conformance.quantized import Quantizer, Reading, smallest_shape
+from fp8ref.check.conformance.subject import RefusedError
 from fp8ref.check.conformance.witness import Witness
 from fp8ref.formats import Format
 
@@ -44,7 +45,10 @@ def identify_quantizer(
     if wanted is None and (granularity is not None or axis is not None):
         raise ValueError("a granularity and an axis are expected along with a policy. Name it: --expect.")
     name = name or subjects.name_of(function)
-    subject = subjects.of(name, function, framework=framework, device=device, shape=SHAPE)
+    try:
+        subject = subjects.of(name, function, framework=framework, device=device, shape=SHAPE)
+    except RefusedError as error:
+        raise RefusedError(f"{error}\nA quantizer is asked with x [M, K]: two axes, of which scales may reduce either (S-6).") from error
     quantizer = Quantizer(subject=subject, dtype=subjects.first_source(subject, SHAPE))
     quantizer, remembered = influence.memory(quantizer)
     group = influence.group(quantizer)
@@ -63,7 +67,7 @@ def identify_quantizer(
     unlike = [] if matched.agreements else held.witnesses(quantizer, matched, matched.nearest, kinds, at, along)
     findings += [
         _axis(quantizer, group.axis, at, chosen, kinds),
-        _returned(kinds, reading),
+        _returned(kinds, reading, at, along),
         matching.policy_finding(matched, kinds, quantizer.memory),
     ]
     rounding: Behaviour | None = None
@@ -76,17 +80,24 @@ def identify_quantizer(
         wrong = matched.wrong(matched.nearest)
         if not inner.explains(answers, rounding) or (not different and wrong.any()):
             unlike = held.witnesses(quantizer, matched, matched.nearest, kinds, at, along) or different
+    elsewhere: list[Witness] = []
+    if matched.agreements and not unlike and not different:
+        shapes, elsewhere = sizes.of_quantizer(quantizer, chosen, kinds, at, along)
+        findings.append(shapes)
+        unlike = list(elsewhere)
     differences = []
     if wanted is not None:
         differences = held.policy(quantizer, wanted, fmt, asked, kinds, at, along, matched, layout)
         differences += held.layout_of(quantizer, group, granularity, axis, Candidate(policy=wanted, top=fmt, fmt=layout), kinds)
+        differences += held.scales_shapes(reading, kinds, at, along)
         differences += [] if differences else different
         differences += [remembered.witness] if remembered.witness else []
     identified = bool(matched.agreements) and not unlike
     found = described.quantizer(matched, chosen, group, kinds, rounding, quantizer, reading, layout, identified)
     return Outcome(
         name=name, kind="quantizer", fmt=fmt, framework=subject.framework, found=found, findings=findings, identified=identified,
-        summary=described.quantizer_in_words(matched, chosen, group, found, fmt, quantizer.memory), unlike=unlike, expected=expect, differences=differences,
+        summary=described.quantizer_in_words(matched, chosen, group, found, fmt, quantizer.memory, not elsewhere),
+        unlike=unlike, expected=expect, differences=differences,
     )  # fmt: skip
 
 
@@ -109,10 +120,17 @@ def _axis(quantizer: Quantizer, axis: int | None, granularity: str, chosen: Cand
     return Finding(what="axis", value=axis, evidence=str(witness) if witness else "scales are along the first axis", witness=witness)
 
 
-def _returned(kinds: Mapping[str, str], reading: Reading) -> Finding:
-    said = ", ".join(f"{kind}{f' (as {name})' if name and name != kind else ''}" for name, kind in kinds.items())
+def _returned(kinds: Mapping[str, str], reading: Reading, granularity: str, axis: int) -> Finding:
+    """Each array beside the codes: what it is, its place, and its shape for x [256, 384], which tells rows from columns."""
+    shapes = {name: reading.scales[name].shape for name in kinds}
+    turned = {name: policies.transposed(shape, SHAPE, granularity, axis) for name, shape in shapes.items()}
+    said = ", ".join(
+        kind + (f" as {name}" if name and name != kind else "") + f" {list(shapes[name])}" + (" (transposed)" if turned[name] else "")
+        for name, kind in kinds.items()
+    )
     value = " and ".join(dict.fromkeys(kinds.values())) or None
-    evidence = f"beside {reading.dtype} of x's shape" + ("" if kinds else " nothing that goes with the amax")
+    codes = f"{reading.dtype} of x's shape, {list(SHAPE)}" + (f", as {reading.place}" if reading.place else "")
+    evidence = f"beside {codes}" + ("" if kinds else ", nothing that goes with the amax")
     return Finding(what="returns", value=value, said=said or "neither scale nor scale_inv", evidence=evidence)
 
 

@@ -117,8 +117,12 @@ def said(reply: Reply, index: int, fmt: Format) -> str:
     """One answer in words."""
     if reply.values_only:
         return show(reply.array.flat[index])
-    code = int(reply.array.flat[index])
-    return f"0x{code:02X} = {show(cast.decode(np.array([code], np.uint8), fmt)[0])}"
+    return code_said(reply.array.flat[index], fmt)
+
+
+def code_said(code: int, fmt: Format) -> str:
+    """A code and its value: 0x38 = 1."""
+    return f"0x{int(code):02X} = {show(cast.decode(np.array([code], np.uint8), fmt)[0])}"
 
 
 def _smallest_refused(asked: Subject, x: np.ndarray, source: str) -> np.ndarray:

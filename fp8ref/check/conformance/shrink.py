@@ -17,14 +17,14 @@ _EXPONENTS = (0, 1, -1, 2, -2, 4, -4, 8, -8, 16, -16, 32, -32)
 
 
 def policy(
-    quantizer: Quantizer, candidate: Candidate, kinds: Mapping[str, str], granularity: str, axis: int, amax: float, kind: str
+    quantizer: Quantizer, candidate: Candidate, kinds: Mapping[str, str], granularity: str, axis: int, largest: float, kind: str
 ) -> Witness | None:
-    """A witness that it is not the candidate's, found from an amax on which it is not; None if a single number shows nothing."""
+    """A witness that it is not the candidate's, found from a group's largest on which it is not; None if a single number shows nothing."""
     for shape in SHAPES:
         for beside in (False, True):
-            x = _only(shape, amax, quantizer.dtype, beside=beside)
+            x = _only(shape, largest, quantizer.dtype, beside=beside)
             if _parts(quantizer, candidate, kinds, granularity, axis, x) is not None:
-                number = _simpler(quantizer, candidate, kinds, granularity, axis, x) if kind in ("ordinary", "tiny", "huge") else amax
+                number = _simpler(quantizer, candidate, kinds, granularity, axis, x) if kind in ("ordinary", "tiny", "huge") else largest
                 x = _only(shape, number, quantizer.dtype, beside=beside)
                 parts = _parts(quantizer, candidate, kinds, granularity, axis, x)
                 assert parts is not None
@@ -56,14 +56,14 @@ def layout(quantizer: Quantizer, candidate: Candidate, granularity: str, axis: i
     return None
 
 
-def _only(shape: tuple[int, int], amax: float, dtype: str, *, beside: bool) -> np.ndarray:
+def _only(shape: tuple[int, int], largest: float, dtype: str, *, beside: bool) -> np.ndarray:
     """One number in zeros; beside it others, if there is room."""
     x = np.zeros(shape, np.float32)
-    if beside and np.isfinite(amax):
-        x.reshape(-1)[:] = np.float32(amax) * np.linspace(0.1, 0.95, x.size, dtype=np.float32)
+    if beside and np.isfinite(largest):
+        x.reshape(-1)[:] = np.float32(largest) * np.linspace(0.1, 0.95, x.size, dtype=np.float32)
     elif beside:
         x[:] = 1
-    x.flat[0] = amax
+    x.flat[0] = largest
     return rounded(x, dtype)
 
 
@@ -85,9 +85,9 @@ def _parts(
 
 
 def _simpler(quantizer: Quantizer, candidate: Candidate, kinds: Mapping[str, str], granularity: str, axis: int, x: np.ndarray) -> float:
-    """The amax with as few bits, then as near to 1, as still shows it, everything else in proportion."""
-    amax = float(x.flat[0])
-    fraction, own = np.frexp(amax)
+    """The largest with as few bits, then as near to 1, as still shows it, everything else in proportion."""
+    largest = float(x.flat[0])
+    fraction, own = np.frexp(largest)
     mantissa = float(fraction) * 2
     for bits in range(24):
         kept = sorted({np.floor(mantissa * 2**bits) / 2**bits, np.ceil(mantissa * 2**bits) / 2**bits})
@@ -97,11 +97,11 @@ def _simpler(quantizer: Quantizer, candidate: Candidate, kinds: Mapping[str, str
                     number = np.float32(m * 2.0**exponent)
                 if not np.isfinite(number) or number == 0:
                     continue
-                tried = rounded((x.astype(np.float64) * (float(number) / amax)).astype(np.float32), quantizer.dtype)
+                tried = rounded((x.astype(np.float64) * (float(number) / largest)).astype(np.float32), quantizer.dtype)
                 tried.flat[0] = rounded(np.array([number], np.float32), quantizer.dtype)[0]
                 if _parts(quantizer, candidate, kinds, granularity, axis, tried) is not None:
                     return float(tried.flat[0])
-    return amax
+    return largest
 
 
 def _witness(
@@ -142,11 +142,11 @@ def _code(code: np.uint8, fmt: Format, reading: Reading) -> str:
     return f"code 0x{int(code):02X} ({value})" if reading.codes is not None else f"that of code 0x{int(code):02X} ({value})"
 
 
-def worst_kind(kinds: np.ndarray, wrong: np.ndarray, amax: np.ndarray) -> list[tuple[str, float]]:
-    """Of each kind of amax with a wrong answer, the kind and its simplest amax."""
+def worst_kind(kinds: np.ndarray, wrong: np.ndarray, largest: np.ndarray) -> list[tuple[str, float]]:
+    """Of each kind of amax with a wrong answer, the kind and its simplest largest element."""
     found = []
     for i, kind in enumerate(KINDS):
         of = wrong & (kinds == i)
         if of.any():
-            found.append((kind, float(amax[simplest(amax, of)])))
+            found.append((kind, float(largest[simplest(largest, of)])))
     return found

@@ -187,7 +187,7 @@ def _torch_array(x: np.ndarray, dtype: str, device: str) -> Any:
     import torch
 
     if dtype == "bfloat16":
-        high = (x.astype(np.float32).view(np.uint32) >> np.uint32(16)).astype(np.uint16)
+        high = np.asarray(x.astype(np.float32).view(np.uint32) >> np.uint32(16), np.uint16)
         return torch.from_numpy(high).view(torch.bfloat16).to(device)
     return torch.from_numpy(np.array(x, dtype)).to(device)
 
@@ -207,7 +207,8 @@ def _frozen(given: Any) -> bytes:
     if hasattr(given, "detach"):
         import torch
 
-        return given.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        given = given.detach().cpu().contiguous().reshape(-1)
+        return given.view(torch.uint8).numpy().tobytes() if given.numel() else b""
     return b"" if type(given).__module__.startswith("jax") else given.tobytes()  # jax's arrays cannot be changed
 
 

@@ -28,7 +28,8 @@ class Witness:
     clause: str
 
     def __str__(self) -> str:
-        return f"{self.input} ({self.dtype} {', '.join(self.bits)}): got {self.got}, expected {self.expected} ({self.clause})"
+        bits = f" ({self.dtype} {', '.join(self.bits)})" if self.bits else ""
+        return f"{self.input}{bits}: got {self.got}, expected {self.expected} ({self.clause})"
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

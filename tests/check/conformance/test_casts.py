@@ -124,6 +124,60 @@ def test_mutants_by_what_is_wrong_with_them(function, differs, said):  # C-1 to 
     assert found.to_dict()["differences"][0]["bits"][0].startswith("0x")
 
 
+def test_another_format_than_was_asked_is_not_ok():  # F-2
+    found = identify_cast(to_torch(E5M2), E4M3FN, framework="torch")
+    assert found.identified
+    assert not found.ok
+    assert "a cast to e5m2 (max 57344), not e4m3fn (max 448), that is torch" in found.message
+    assert identify_cast(to_torch(E5M2), E5M2, framework="torch").ok
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        (planted.nan_is_max, "NaN becomes 448"),
+        (planted.max_240, "a cast to e4m3 (max 240), not e4m3fn (max 448), that is saturating"),
+        (planted.doubles, "; read as e4m3fn, most of e4m3fn's numbers come back as 2 times themselves"),
+        (planted.quadruples, "; read as e4m3fn, most of e4m3fn's numbers come back as 4 times themselves"),
+        (planted.infinity_is_unsigned_nan, "infinities nan"),
+    ],
+)
+def test_what_is_wrong_has_a_name(function, said):
+    assert said in identify_cast(function, E4M3FN).message
+
+
+def test_a_lost_sign_of_a_value_that_underflows_is_one_of_zero():  # C-6
+    found = identify_cast(planted.loses_negative_zeros, E4M3FN, expect="saturating")
+    assert [w.clause for w in found.differences] == ["C-6"]
+
+
+@pytest.mark.parametrize(("size", "wrong"), [((1 << 20) + 13, slice(-5, None)), (1025, slice(1024, None)), (33 * 65, slice(2112, None))])
+def test_a_tail_that_no_short_array_has(size, wrong):  # C-1
+    def function(x):
+        codes = planted.saturating(x)
+        if codes.size == size:
+            codes.reshape(-1)[wrong] ^= 1
+        return codes
+
+    found = identify_cast(function, E4M3FN, expect="saturating")
+    assert not found.ok
+    assert not found.identified
+    assert "gives other codes in arrays of other shapes" in found.message
+    at = np.unravel_index(range(size)[wrong.start], (33, 65) if size == 33 * 65 else (size,))
+    assert f"x{[int(i) for i in at]} = " in found.message
+
+
+def test_shapes_that_it_raises_for_are_said():
+    def function(x):
+        if x.ndim != 1 or not x.size:
+            raise TypeError("a vector of numbers, please")
+        return planted.saturating(x)
+
+    found = identify_cast(function, E4M3FN, expect="saturating")
+    assert found.ok
+    assert next(f for f in found.findings if f.what == "shapes").evidence.endswith("it raises for [], [0], [33, 65], [3, 5, 17]")
+
+
 def test_what_is_as_specified():
     found = identify_cast(planted.saturating, E4M3FN, expect="saturating")
     assert {key: found.found[key] for key in SPECIFIED} == SPECIFIED
@@ -151,7 +205,8 @@ def test_a_black_box_that_gives_values(function, framework, differs):
     found = identify_cast(function, E4M3FN, framework=framework)
     untold = {"nan_code": None, "nan_code_of_negative": None}
     assert {key: found.found[key] for key in SPECIFIED} == SPECIFIED | untold | differs
-    assert found.ok
+    assert found.identified
+    assert found.ok == ("format" not in differs)
 
 
 def test_a_cast_of_bfloat16_alone():

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import planted_quantizers as planted
 import pytest
@@ -117,8 +118,17 @@ MUTANTS = [
     (planted.flushes_subnormals, "torchao", {"subnormals": "flushed"}, "0.0078125 beside 448, under scale 1 (float32 0x3C000000): got 0x00 = 0"),
     (planted.scales_by_exp2_log2, "torchao_mask", {"policy": "torchao_pow2"}, "x [1, 1] = "),
     (planted.scales_to_240, "torchao", {"policy": "torchao", "scales_to": 240.0}, "x [1, 1] = 1 (float32 0x3F800000): got code 0x77 (240), scale 240, "),
-    (planted.divides, "torchao", {"policy": None, "nearest_policy": "torchao"}, "expected code 0x7E (448), scale_inv"),
-    (planted.no_zero_amax, "torchao", {"policy": None}, "x [1, 1] = 0 (float32 0x00000000): got code 0x7F (nan), scale inf, expected code 0x00 (0)"),
+    (planted.divides, "torchao", {"deviation": "its scale_inv is amax / max, not the reciprocal of the scale"}, "expected code 0x7E (448), scale_inv"),
+    (planted.no_zero_amax, "torchao", {"policy": None, "deviation": "its eps is 0"}, "(float32 0x00800000): got code 0x7E (448), scale inf, expected"),
+    (planted.reciprocal, "torchao", {"deviation": "its scale is max * (1 / amax), of two roundings, not max / amax"}, "scale 298.66668701171875, exp"),
+    (planted.nearly_240, "torchao", {"deviation": "its scale is about 0.535714 times that policy's, as of a max of 240"}, "scale 240, expected"),
+    (planted.forgets_abs, "torchao", {"policy": None, "deviation": "its amax is the largest element, without abs"}, "x [1, 1] = -1 (float32 0xBF800000)"),
+    (planted.minus_min, "torchao", {"deviation": "its amax is the smallest element's magnitude, not the largest magnitude"}, "x [1, 1] = 1 (float32 "),
+    (planted.amax_in_bfloat16, "torchao", {"policy": None, "nearest_policy": "torchao", "deviation": "its amax is rounded to bfloat16"}, "1.6210"),
+    (planted.scale_in_bfloat16, "torchao", {"deviation": "its scale is rounded to bfloat16"}, "x [1, 1] = "),
+    (planted.up_to_a_power_of_two, "torchao_pow2", {"deviation": "its scale is rounded up to a power of two, not down"}, "scale 512"),
+    (planted.twice, "torchao", {"deviation": "its scale is 2 times that policy's"}, "x [1, 1] = 1 (float32 0x3F800000): got code 0x7E (448), scale 896"),
+    (planted.one_and_a_half, "torchao", {"deviation": "its scale is about 1.5 times that policy's"}, "scale 672"),
     (planted.stale(), "torchao", {"memory": 1, "policy": "torchao"}, "after x of 1024s (float32 0x3F800000, 0x44800000): got code 0x2E, [1] 0.4375"),
     (planted.stale(3), "torchao", {"memory": 3}, "as after itself (S-2)"),
 ]  # fmt: skip
@@ -131,6 +141,60 @@ def test_mutants_by_a_minimal_input(function, expect, differs, said):  # S-3 to 
     assert not found.ok
     assert said in found.message
     assert f"mine is not {expect!r}" in found.message
+
+
+def test_one_cause_is_shown_once():  # S-3
+    found = identify_quantizer(planted.forgets_abs, E4M3FN, expect="torchao", name="mine")
+    assert len(found.differences) == 1
+    assert "policy torchao, but its amax is the largest element, without abs" in found.summary
+
+
+def test_a_cause_of_its_own_is_shown_beside_it():
+    def twice_and_nan_of_zero(x):
+        codes, scale = planted.twice(x)
+        return codes, scale if x.any() else np.float32(np.nan)
+
+    found = identify_quantizer(twice_and_nan_of_zero, E4M3FN, expect="torchao")
+    assert [w.input for w in found.differences] == ["x [1, 1] = 1", "x [1, 1] = 0"]
+
+
+@pytest.mark.parametrize("granularity", ["rowwise", "blockwise_128x128", "blockwise_1x128"])
+def test_transposed_scales(granularity):  # S-6
+    def function(x):
+        q = scaling.quantize(x, E4M3FN, granularity=granularity)
+        return q.codes, q.scale.T
+
+    found = identify_quantizer(function, E4M3FN, expect="torchao")
+    assert (found.found["policy"], found.found["returns"], found.found["scales"]["[1]"]["transposed"]) == ("torchao", "scale", True)
+    assert not found.ok
+    shape = scaling.quantize(np.ones((256, 384), np.float32), E4M3FN, granularity=granularity).scale.shape
+    assert f"x [256, 384]: got scales {list(shape[::-1])}, expected {list(shape)}" in found.message
+    assert "that returns scale, transposed" in identify_quantizer(function, E4M3FN).message
+
+
+def test_places_and_shapes_of_what_is_returned_are_said():
+    found = identify_quantizer(lambda x: planted.wrong_axis(x)[::-1], E4M3FN)
+    said = next(f for f in found.findings if f.what == "returns")
+    assert (said.said, said.evidence) == ("scale as [0] [1, 384]", "beside uint8 of x's shape, [256, 384], as [1]")
+
+
+def test_a_remainder_that_is_not_quantised():  # S-5, S-6
+    def function(x):
+        codes, scale = planted.torchao(x)
+        codes[x.shape[0] // 32 * 32 :] = 0
+        return codes, scale
+
+    found = identify_quantizer(lambda x: planted.torchao(x) if x.shape[0] < 100 else function(x), E4M3FN, expect="torchao")
+    assert not found.ok
+    assert "x[128, 0] = " in found.message
+    assert "of random x [131, 128]" in found.message
+    assert "in tensors of other shapes it gives something else" in found.message
+
+
+def test_another_formats_codes_alone():
+    """A NumPy array, whose ``data`` is a buffer that float8 has none of."""
+    found = identify_quantizer(lambda x: planted.torchao(x)[0].view(ml_dtypes.float8_e4m3fn), E4M3FN)
+    assert (found.found["policy"], found.found["gives"]) == ("torchao", "float8_e4m3fn")
 
 
 def test_the_wrong_axis():  # S-6
