@@ -14,9 +14,11 @@ bits in hexadecimal, most significant first; a shape is decimal.
                 codes of b [N, K], scale_inv of b
 
 Lines that begin with # are comments, and may be copied or dropped. The first is a header: what is asked, so that ``verify`` judges no
-answer to another question, and notices which vectors are missing. It is a version, an operation, and key=value:
+answer to another question. It is a version, an operation, and key=value:
 
     # fp8ref vectors 1: cast format=e4m3fn source=float32 seed=0 count=10000
 
-Vectors may be answered in any order, twice or not at all. Input that does not have this form is an error, with its line's number.
+From the header, or from the options of ``gen`` where it was dropped, ``verify`` makes the same vectors again: each is to come once, in any
+order, and those that are missing, unasked or repeated are named by their lines and fail, unless --some is given. A first UTF-8 mark, CRLF and
+blanks about a line mean nothing. Input that does not have this form is an error, with its line's number.
 """

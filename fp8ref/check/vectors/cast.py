@@ -6,7 +6,6 @@ half of them any, half within the format's range.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice
 
 import numpy as np
 
@@ -20,7 +19,6 @@ from fp8ref.sim import cast
 FIELDS, ANSWERS = ("value",), ("code",)
 NAMES = tuple(f.name for f in FORMATS.values() if f.bits == 8)
 ROUNDINGS = tuple(r for r in cast.ROUNDINGS if r != "stochastic")
-BATCH = 1 << 14  # lines that are judged at once
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,9 +43,13 @@ class Cast:
         source = sources.by_name(self.source)
         return sources.distinct([sources.specials(source), sources.around(_points(self.fmt), source), _random(self, source)])
 
-    def lines(self) -> Iterator[str]:
-        digits = sources.by_name(self.source).bits // 4
-        return (f"{bits:0{digits}X}" for bits in self.inputs().tolist())
+    def vectors(self) -> Iterator[tuple[str, str]]:
+        """(kind, line) of each input."""
+        inputs = self.inputs()
+        return zip((explain.CASTS[kind] for kind in self.kinds(inputs)), self.lines(inputs), strict=True)
+
+    def lines(self, bits: np.ndarray) -> list[str]:
+        return text.hexadecimal(bits, sources.by_name(self.source).bits)
 
     def kinds(self, bits: np.ndarray) -> np.ndarray:
         """For each input, an index of explain.CASTS."""
@@ -56,10 +58,6 @@ class Cast:
         with np.errstate(invalid="ignore"):
             finite = np.where(np.isfinite(x), x, 1)
         return explain.cast_kinds(x, sources.spacing(finite, source), self.fmt)
-
-    def asked(self) -> dict[int, str]:
-        inputs = self.inputs()
-        return {bits: explain.CASTS[kind] for bits, kind in zip(inputs.tolist(), self.kinds(inputs), strict=True)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,34 +76,31 @@ def verify(question: Cast, rules: Rules, vectors: Iterator[text.Vector], verdict
     """Judge every vector; verdict takes what is found. NaN codes are all one (C-5)."""
     source, fmt = sources.by_name(question.source), question.fmt
     seen: list[tuple[np.ndarray, np.ndarray]] = []
-    while batch := list(islice(vectors, BATCH)):
-        for vector in batch:
-            text.expect(vector, FIELDS, ANSWERS)
-        bits = np.array([text.number(v.line, v.fields[0], source.bits, f"a {source.name}") for v in batch], np.uint64)
-        found = np.array([text.number(v.line, v.fields[1], 8, f"a code of {fmt}") for v in batch], np.uint8)
+    for batch in text.batches(vectors):
+        bits = np.array([v.number(0, source.bits, f"a {source.name}") for v in batch], np.uint64)
+        found = np.array([v.number(1, 8, f"a code of {fmt}") for v in batch], np.uint8)
         x = sources.values(bits, source)
         expected = cast.encode(x, fmt, rounding=rules.rounding, saturate=rules.saturate)  # type: ignore[arg-type]
         differ = cast.canonical_nans(found, fmt) != expected
-        kinds = question.kinds(bits)
+        lines, kinds = question.lines(bits), question.kinds(bits)
         seen.append((x, found))
         for i, vector in enumerate(batch):
             kind = explain.CASTS[kinds[i]]
-            verdict.add(int(bits[i]), kind)
-            if differ[i] and verdict.disagree(kind):
-                verdict.show(vector.line, kind, _why(question, rules, kind, int(bits[i]), x[i], int(found[i])))
+            if verdict.add(vector.line, lines[i], kind, differs=differ[i]):
+                verdict.show(vector.line, kind, _why(question, rules, kind, lines[i], x[i], int(found[i])))
     if verdict.differ:
         x, found = (np.concatenate(parts) for parts in zip(*seen, strict=True))
         note = explain.cast_note(x, found, fmt, rounding=rules.rounding, saturate=rules.saturate)
         verdict.notes.extend([note] if note else [])
 
 
-def _why(question: Cast, rules: Rules, kind: str, bits: int, x, found: int) -> dict[str, str]:
+def _why(question: Cast, rules: Rules, kind: str, line: str, x, found: int) -> dict[str, str]:
     fmt = question.fmt
     expected = cast.encode(x, fmt, rounding=rules.rounding, saturate=rules.saturate)  # type: ignore[arg-type]
     guess = explain.cast_guess(np.reshape(x, 1), np.full(1, found, np.uint8), fmt, rounding=rules.rounding, saturate=rules.saturate)
     given = f" Got is what {' or '.join(guess)} gives." if guess else ""
     return {
-        "vector": f"{bits:0{sources.by_name(question.source).bits // 4}X}, {question.source} {explain.decimal(x)} ({kind})",
+        "vector": f"{line}, {question.source} {explain.decimal(x)} ({kind})",
         "expected": explain.code(int(expected), fmt),
         "got": explain.code(found, fmt),
         "rule": f"{explain.cast_rule(kind, fmt, rounding=rules.rounding, saturate=rules.saturate)}.{given}",

@@ -45,15 +45,13 @@ class Gemm:
         if self.out_dtype not in OUTS:
             raise ValueError(f"out_dtype is one of {', '.join(OUTS)}; got {self.out_dtype!r}.")
         sources.check_random(self.seed, self.count)
-        if len(self.dims) != 3:
-            raise ValueError(f"the shape of a GEMM is M,N,K; got {self.shape!r}.")
         m, n, k = self.dims
         for shape in ((m, k), (n, k)):
             granularities.blocks(self.granularity, shape, -1)
 
     @property
     def dims(self) -> tuple[int, ...]:
-        return quantize.dims(self.shape)
+        return quantize.dims(self.shape, FIELDS[0])
 
     def operands(self) -> Iterator[tuple[str, Quantized, Quantized]]:
         """(kind, a [M, K], b [N, K]), kinds taking turns."""
@@ -67,13 +65,13 @@ class Gemm:
                 _operand(kind, (n, k), self.format_b, self.granularity, seed + 1),
             )
 
-    def lines(self) -> Iterator[str]:
-        for _, a, b in self.operands():
-            sides = [f"{text.join(q.codes, 8)} {text.join(np.atleast_1d(q.scale_inv).view(np.uint32), 32)}" for q in (a, b)]
-            yield " ".join([self.shape, *sides])
+    def vectors(self) -> Iterator[tuple[str, str]]:
+        """(kind, line) of each product."""
+        return ((kind, self.line(a, b)) for kind, a, b in self.operands())
 
-    def asked(self) -> dict[bytes, str]:
-        return {_key(a, b): kind for kind, a, b in self.operands()}
+    def line(self, a: Quantized, b: Quantized) -> str:
+        sides = [f"{text.join(q.codes, 8)} {text.join(np.atleast_1d(q.scale_inv).view(np.uint32), 32)}" for q in (a, b)]
+        return f"{len(a.codes)},{len(b.codes)},{a.codes.shape[1]} {' '.join(sides)}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,21 +89,17 @@ def verify(question: Gemm, rules: Rules, vectors: Iterator[text.Vector], verdict
     """Judge every vector; verdict takes what is found. NaNs are all one."""
     out = sources.by_name(question.out_dtype)
     for vector in vectors:
-        text.expect(vector, FIELDS, ANSWERS)
-        m, n, k = text.shape(vector.line, vector.fields[0], 3)
+        m, n, k = vector.shape(0, FIELDS[0])
         a = _read(vector, 1, (m, k), question.format, question.granularity, "a")
         b = _read(vector, 3, (n, k), question.format_b, question.granularity, "b")
-        found_bits = text.numbers(vector.line, vector.fields[5], out.bits, m * n, f"values, {out.name}, of M x N = {m} x {n}")
-        found = sources.values(found_bits, out).astype(np.float32).reshape(m, n)
-        try:
+        found_bits = vector.numbers(5, out.bits, (m, n), f"the values, {out.name}, of M x N = {m} x {n}")
+        found = sources.values(found_bits, out).astype(np.float32)
+        with vector.named():
             expected = gemm.matmul(a, b, accumulate=rules.accumulate, epilogue=rules.epilogue, out_dtype=FORMATS[question.out_dtype])
-        except ValueError as error:
-            raise text.MalformedError(vector.line, str(error)) from error
-        key = _key(a, b)
-        kind = (verdict.asked or {}).get(key, "other")
-        verdict.add(key, kind)
-        differ = (found.view(np.uint32) != expected.view(np.uint32)) & ~(np.isnan(found) & np.isnan(expected))
-        if differ.any() and verdict.disagree(kind):
+        differ = _differ(found, expected)
+        inputs = question.line(a, b)
+        kind = verdict.kind(inputs)
+        if verdict.add(vector.line, inputs, kind, differs=differ.any()):
             i = int(np.argmax(differ.ravel()))
             why = {
                 "vector": f"{kind} operands, element{quantize.at(i, (m, n))}",
@@ -131,9 +125,14 @@ def _guess(a: Quantized, b: Quantized, found: np.ndarray, rules: Rules, question
                 other = gemm.matmul(a, b, accumulate=how, epilogue=epilogue, out_dtype=FORMATS[question.out_dtype])
             except ValueError:  # rules that do not take such operands
                 continue
-            if np.array_equal(other, found, equal_nan=True):
+            if not _differ(found, other).any():
                 return f"Got is what --accumulate {how} --epilogue {epilogue} gives."
     return ""
+
+
+def _differ(found: np.ndarray, other: np.ndarray) -> np.ndarray:
+    """Where the bits of float32 values are not the same; NaNs are all one."""
+    return (found.view(np.uint32) != other.view(np.uint32)) & ~(np.isnan(found) & np.isnan(other))
 
 
 def _shown(value: np.float32, out: sources.Source) -> str:
@@ -142,15 +141,12 @@ def _shown(value: np.float32, out: sources.Source) -> str:
 
 
 def _read(vector: text.Vector, field: int, shape: tuple[int, int], fmt: str, granularity: str, name: str) -> Quantized:
-    try:
+    with vector.named():
         scales_shape = granularities.scale_shape(granularity, shape, -1)
-    except ValueError as error:
-        raise text.MalformedError(vector.line, str(error)) from error
-    codes = text.numbers(vector.line, vector.fields[field], 8, math.prod(shape), f"codes of {name} {list(shape)}")
-    groups = math.prod(scales_shape)
-    inv = text.numbers(vector.line, vector.fields[field + 1], 32, groups, f"scale_inv of {name}, {granularity}")
-    scale_inv = inv.astype(np.uint32).view(np.float32).reshape(scales_shape)
-    return Quantized(codes.astype(np.uint8).reshape(shape), scale_inv, scale_inv, FP8_FORMATS[fmt], granularity, -1)
+    codes = vector.numbers(field, 8, shape, f"the codes of {name} {list(shape)}")
+    of_scales = f"the numbers in scale_inv of {name}, {granularity}, shape {list(scales_shape)},"
+    scale_inv = vector.numbers(field + 1, 32, scales_shape, of_scales).view(np.float32)
+    return Quantized(codes, scale_inv, scale_inv, FP8_FORMATS[fmt], granularity, -1)
 
 
 def _operand(kind: str, shape: tuple[int, int], name: str, granularity: str, seed: int) -> Quantized:
@@ -190,8 +186,3 @@ def _operand(kind: str, shape: tuple[int, int], name: str, granularity: str, see
     field = np.uint64(119) + (of_groups >> np.uint64(61))
     inverses = (field << np.uint64(23) | of_groups & np.uint64(0x7FFFFF)).astype(np.uint32).view(np.float32)
     return Quantized(codes, inverses, inverses, fmt, granularity, -1)
-
-
-def _key(a: Quantized, b: Quantized) -> bytes:
-    parts = [part for q in (a, b) for part in (q.codes.shape, q.codes, q.scale_inv)]
-    return text.digest(*(np.asarray(part) for part in parts))

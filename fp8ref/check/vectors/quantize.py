@@ -55,26 +55,19 @@ class Quantize:
             kind = tensors.KINDS[i % len(tensors.KINDS)]
             yield kind, tensors.made(kind, self.dims, source, (self.seed << 32) + i)
 
-    def lines(self) -> Iterator[str]:
-        width = sources.by_name(self.source).bits
-        return (f"{self.shape} {text.join(bits, width)}" for _, bits in self.tensors())
+    def vectors(self) -> Iterator[tuple[str, str]]:
+        """(kind, line) of each tensor."""
+        return ((kind, self.line(bits)) for kind, bits in self.tensors())
 
-    def asked(self) -> dict[bytes, str]:
-        return {_key(bits): kind for kind, bits in self.tensors()}
+    def line(self, bits: np.ndarray) -> str:
+        return f"{','.join(map(str, bits.shape))} {text.join(bits, sources.by_name(self.source).bits)}"
 
 
-def dims(shape: str) -> tuple[int, ...]:
-    """A shape as an option gives it.
-
-    >>> dims("4,128")
-    (4, 128)
-    """
-    parts = shape.split(",")
-    if not all(p.isascii() and p.isdigit() for p in parts):
-        raise ValueError(f"a shape is numbers separated by commas, such as 4,128; got {shape!r}.")
-    found = tuple(int(p) for p in parts)
-    if not 0 < math.prod(found) <= 1 << 24:
-        raise ValueError(f"a tensor of vectors has between 1 and 2^24 elements; got shape {shape}. Write more vectors instead.")
+def dims(shape: str, axes: str = "") -> tuple[int, ...]:
+    """A shape as an option gives it."""
+    found = text.shape(shape, axes)
+    if math.prod(found) > 1 << 24:
+        raise ValueError(f"the sizes of a shape that gen makes multiply to 2^24 at most; got {shape}. Write more vectors instead.")
     return found
 
 
@@ -83,33 +76,26 @@ def verify(question: Quantize, rules: Rules, vectors: Iterator[text.Vector], ver
     scale.check_made(question.policy, rules.made)
     source, fmt = sources.by_name(question.source), question.fmt
     for vector in vectors:
-        text.expect(vector, FIELDS, ANSWERS)
-        shape = text.shape(vector.line, vector.fields[0])
-        try:
+        shape = vector.shape(0)
+        with vector.named():
             scales_shape = granularities.scale_shape(question.granularity, shape, question.axis)
-        except ValueError as error:
-            raise text.MalformedError(vector.line, str(error)) from error
-        n, groups = math.prod(shape), math.prod(scales_shape)
-        bits = text.numbers(vector.line, vector.fields[1], source.bits, n, f"values, {source.name}, of shape {vector.fields[0]}")
-        codes = text.numbers(vector.line, vector.fields[2], 8, n, f"codes of shape {vector.fields[0]}").astype(np.uint8)
-        width = scale.MADE[rules.made]
-        name = f"{rules.made} of {question.granularity} groups, shape ({', '.join(map(str, scales_shape))})"
-        made = text.numbers(vector.line, vector.fields[3], width, groups, name).astype(f"uint{width}")
-        key = _key(bits.reshape(shape))
-        kind = (verdict.asked or {}).get(key, "other")
-        verdict.add(key, kind)
-        x = sources.values(bits, source).reshape(shape)
+        bits = vector.numbers(1, source.bits, shape, f"the values, {source.name}, of shape {list(shape)}")
+        codes = vector.numbers(2, 8, shape, f"the codes of shape {list(shape)}")
+        name = f"the {rules.made}s of {question.granularity} groups, shape {list(scales_shape)},"
+        made = vector.numbers(3, scale.MADE[rules.made], scales_shape, name)
         why = difference(
-            x,
-            codes.reshape(shape),
-            made,
+            sources.values(bits, source),
+            codes,
+            made.ravel(),
             fmt,
             made=rules.made,
             policy=question.policy,
             granularity=question.granularity,
             axis=question.axis,
         )
-        if why is not None and verdict.disagree(kind):
+        inputs = question.line(bits)
+        kind = verdict.kind(inputs)
+        if verdict.add(vector.line, inputs, kind, differs=why is not None) and why is not None:
             why["vector"] = f"{kind} tensor, {why['vector']}"
             verdict.show(vector.line, kind, why)
 
@@ -168,7 +154,3 @@ def _quantized(x: np.ndarray, fmt: Format, *, policy: str, granularity: str, axi
 def at(index: int, shape: tuple[int, ...]) -> str:
     """An element's place, or nothing in a shape ()."""
     return f" [{', '.join(str(int(i)) for i in np.unravel_index(index, shape))}]" if shape else ""
-
-
-def _key(bits: np.ndarray) -> bytes:
-    return text.digest(np.array(bits.shape), bits.astype(np.uint64))

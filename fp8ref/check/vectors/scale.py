@@ -6,7 +6,6 @@ scale overflows, all with their neighbours, and then random bits: half of them a
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice
 
 import numpy as np
 
@@ -20,7 +19,6 @@ from fp8ref.policy import POLICIES
 from fp8ref.sim import cast, scales
 
 FIELDS, ANSWERS = ("amax",), ("scale",)
-BATCH = 1 << 14
 # What a library has made of an amax, and its bits; an inverse is what multiplies out of FP8.
 MADE = {"scale": 32, "scale_inv": 32, "e8m0": 8}
 
@@ -57,16 +55,14 @@ class Scale:
         found = [sources.specials(source), sources.around(np.concatenate(points), source), beyond.ravel(), near, raw[half:]]
         return sources.distinct([bits & np.uint64(0x7FFFFFFF) for bits in found])
 
-    def lines(self) -> Iterator[str]:
-        return (f"{bits:08X}" for bits in self.inputs().tolist())
+    def vectors(self) -> Iterator[tuple[str, str]]:
+        """(kind, line) of each amax."""
+        inputs = self.inputs()
+        return zip((explain.SCALES[kind] for kind in self.kinds(inputs)), text.hexadecimal(inputs, 32), strict=True)
 
     def kinds(self, bits: np.ndarray) -> np.ndarray:
         """For each amax, an index of explain.SCALES."""
         return explain.scale_kinds(bits.astype(np.uint32).view(np.float32), self.fmt, self.policy)
-
-    def asked(self) -> dict[int, str]:
-        inputs = self.inputs()
-        return {bits: explain.SCALES[kind] for bits, kind in zip(inputs.tolist(), self.kinds(inputs), strict=True)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,20 +110,17 @@ def verify(question: Scale, rules: Rules, vectors: Iterator[text.Vector], verdic
     """Judge every vector; verdict takes what is found."""
     check_made(question.policy, rules.made)
     width = MADE[rules.made]
-    while batch := list(islice(vectors, BATCH)):
-        for vector in batch:
-            text.expect(vector, FIELDS, ANSWERS)
-        bits = np.array([text.number(v.line, v.fields[0], 32, "an amax") for v in batch], np.uint32)
+    for batch in text.batches(vectors):
+        bits = np.array([v.number(0, 32, "an amax") for v in batch], np.uint32)
         for vector, amax in zip(batch, bits, strict=True):
             if amax >> 31:
                 raise text.MalformedError(vector.line, f"an amax is not negative; got {amax:08X}. Clear its sign.")
-        found = np.array([text.number(v.line, v.fields[1], width, f"a {rules.made}") for v in batch], f"uint{width}")
+        found = np.array([v.number(1, width, f"a {rules.made}") for v in batch], f"uint{width}")
         specified = expected(bits.view(np.float32), question.fmt, question.policy, rules.made)
-        agree, kinds = same(found, specified, rules.made), question.kinds(bits)
+        differ, lines, kinds = ~same(found, specified, rules.made), text.hexadecimal(bits, 32), question.kinds(bits)
         for i, vector in enumerate(batch):
             kind = explain.SCALES[kinds[i]]
-            verdict.add(int(bits[i]), kind)
-            if not agree[i] and verdict.disagree(kind):
+            if verdict.add(vector.line, lines[i], kind, differs=differ[i]):
                 why = {
                     "vector": f"amax {shown(bits[i], 'scale')} ({kind})",
                     "expected": shown(specified[i], rules.made),

@@ -1,35 +1,68 @@
-"""What verify finds: disagreements, and how much of what was asked was answered, by kind of input."""
+"""What verify finds: disagreements, and by kind of input, which of the vectors that were asked were answered."""
 
+import hashlib
 from collections import Counter
-from collections.abc import Hashable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import numpy as np
+
+from fp8ref.check.vectors.format import short
 
 PRINTED = 8  # disagreements in all, and
 OF_A_KIND = 2  # of one kind of input, so that each is seen
+SHORT = 16  # characters of inputs that are shown beside their line
 
 
-@dataclass
+class Asked(NamedTuple):
+    """A vector of gen: its line there, the kind of its inputs, and their text."""
+
+    line: int
+    kind: str
+    text: str
+
+
 class Verdict:
-    """asked: the kind of every vector of the set, by its inputs; None where no header says which set it is."""
+    """Of a stream of answers. A set of vectors is answered in any order, each as often as it is asked: once, but for tiny random tensors.
 
-    asked: Mapping[Hashable, str] | None
-    compared: Counter = field(default_factory=Counter)
-    differ: Counter = field(default_factory=Counter)
-    first: list[dict] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)  # of all that differs
-    _answered: set = field(default_factory=set)
-    _others: int = 0
+    asked:    the set; inputs are told apart by their text as gen writes it.
+    some:     vectors may be missing, unasked or repeated.
+    unsure:   why the set may be another one than was asked, in words.
 
-    def add(self, key: Hashable, kind: str) -> None:
-        """A vector came with an answer."""
+    compared, differ: how many vectors came and how many of their answers are wrong, by kind; unasked and repeated: the lines of those that
+    the set does not have, or not as often; first: some that differ; notes: of all that differ.
+    """
+
+    def __init__(self, asked: Iterable[Asked], *, some: bool = False, unsure: str = ""):
+        self.some, self.unsure = some, unsure
+        self.compared: Counter[str] = Counter()
+        self.differ: Counter[str] = Counter()
+        self.unasked: list[int] = []
+        self.repeated: list[int] = []
+        self.first: list[dict] = []
+        self.notes: list[str] = []
+        self._asked: dict[bytes, list[Asked]] = {}  # by the digest of their inputs
+        self._came: Counter[bytes] = Counter()
+        for vector in asked:
+            self._asked.setdefault(_digest(vector.text), []).append(vector._replace(text=short(vector.text)))
+        self.asked = Counter(vector.kind for vectors in self._asked.values() for vector in vectors)
+
+    def kind(self, inputs: str) -> str:
+        """That of inputs of the set, else 'other'."""
+        vectors = self._asked.get(_digest(inputs))
+        return vectors[0].kind if vectors else "other"
+
+    def add(self, line: int, inputs: str, kind: str, *, differs: bool | np.bool_) -> bool:
+        """A vector came with an answer, which is not the expected one where it differs; whether that is to be shown."""
+        key = _digest(inputs)
+        self._came[key] += 1
+        if key not in self._asked:
+            self.unasked.append(line)
+        elif self._came[key] > len(self._asked[key]):
+            self.repeated.append(line)
         self.compared[kind] += 1
-        if self.asked is not None and key in self.asked:
-            self._answered.add(key)
-        else:
-            self._others += 1
-
-    def disagree(self, kind: str) -> bool:
-        """... which is not the expected one; whether it is to be shown."""
+        if not differs:
+            return False
         self.differ[kind] += 1
         return self.differ[kind] <= OF_A_KIND and len(self.first) < PRINTED
 
@@ -38,47 +71,72 @@ class Verdict:
         self.first.append({"line": line, "kind": kind} | why)
 
     @property
-    def ok(self) -> bool:
-        return not self.differ
+    def missing(self) -> list[Asked]:
+        return sorted(vector for key, vectors in self._asked.items() for vector in vectors[self._came[key] :])
 
     @property
-    def missing(self) -> dict[str, int] | None:
-        """Of each kind of input, how many vectors were asked and did not come."""
-        if self.asked is None:
-            return None
-        return dict(Counter(kind for key, kind in self.asked.items() if key not in self._answered))
+    def complete(self) -> bool:
+        """The vectors that came are those that were asked."""
+        return not (self.missing or self.unasked or self.repeated)
+
+    @property
+    def ok(self) -> bool:
+        return not self.differ and (self.some or self.complete)
 
     def text(self) -> str:
         lines = [f"line {d['line']}: {d['vector']}: expected {d['expected']}, got {d['got']}. {d['rule']}" for d in self.first]
-        total = sum(self.differ.values())
-        if total > len(self.first):
-            lines.append(f"... and {total - len(self.first):,} more")
+        came, wrong, asked = self.compared.total(), self.differ.total(), self.asked.total()
+        if wrong > len(self.first):
+            lines.append(f"... and {wrong - len(self.first):,} more")
         lines.extend(self.notes)
-        asked = Counter(self.asked.values()) if self.asked is not None else None
-        answered = Counter(self.asked[key] for key in self._answered) if self.asked is not None else Counter()
-        kinds = list(dict.fromkeys([*(asked or ()), *self.compared]))
+        answered = self._answered()
+        kinds = list(dict.fromkeys([*self.asked, *self.compared]))
         width = max(len(k) for k in kinds)
         lines.append(f"{'inputs':<{width}}  {'asked':>9}  {'answered':>9}  {'compared':>9}  {'differ':>9}")
         for kind in kinds:
-            of_asked = "-" if asked is None else f"{asked[kind]:,}"
-            lines.append(f"{kind:<{width}}  {of_asked:>9}  {answered[kind]:>9,}  {self.compared[kind]:>9,}  {self.differ[kind]:>9,}")
-        missing = self.missing
-        if missing is None:
-            lines.append("no header: how many vectors are missing is not known")
-        elif missing:
-            lines.append(f"missing: {sum(missing.values()):,} of {len(self.asked or ()):,} vectors were not answered")
-        if self._others and self.asked is not None:
-            lines.append(f"{self._others:,} vectors are not of the set that the header names; they were compared too")
-        lines.append(f"{sum(self.compared.values()) - total:,} of {sum(self.compared.values()):,} answers agree")
+            numbers = self.asked[kind], answered[kind], self.compared[kind], self.differ[kind]
+            lines.append(f"{kind:<{width}}" + "".join(f"  {n:>9,}" for n in numbers))
+        lines.extend(self._incomplete())
+        lines.append(f"{answered.total():,} of {asked:,} vectors judged; {came - wrong:,} of {came:,} answers agree")
         return "\n".join(lines)
+
+    def _answered(self) -> Counter[str]:
+        return self.asked - Counter(vector.kind for vector in self.missing)
+
+    def _incomplete(self) -> Iterable[str]:
+        if self.complete:
+            return
+        if missing := self.missing:
+            places = [f"{v.line} ({v.text})" if len(v.text) <= SHORT else f"{v.line}" for v in missing[: PRINTED + 1]]
+            yield f"missing: {len(missing):,} of the {self.asked.total():,} vectors; in gen's output, line {_some(places)}"
+        for name, lines in (("not asked", self.unasked), ("repeated", self.repeated)):
+            if lines:
+                yield f"{name}: {len(lines):,} of those that came, judged like the others; line {_some([str(n) for n in lines])}"
+        if self.unsure:
+            yield self.unsure
+        if not self.some:
+            yield "each vector that gen writes is wanted once; --some judges those that come"
 
     def to_dict(self) -> dict:
         return {
             "ok": self.ok,
+            "asked": dict(self.asked),
+            "answered": dict(self._answered()),
             "compared": dict(self.compared),
             "differ": dict(self.differ),
-            "missing": self.missing,
-            "others": self._others if self.asked is not None else None,
+            "missing": [vector._asdict() for vector in self.missing],
+            "unasked": self.unasked,
+            "repeated": self.repeated,
             "first": self.first,
             "notes": self.notes,
         }
+
+
+def _some(places: list[str]) -> str:
+    shown = ", ".join(places[:PRINTED])
+    return f"{shown}, ..." if len(places) > PRINTED else shown
+
+
+def _digest(text: str) -> bytes:
+    """16 bytes for a text, which may be a large tensor's."""
+    return hashlib.blake2b(text.encode(), digest_size=16).digest()
