@@ -11,12 +11,17 @@ BLOCKS = re.findall(r"```python\n(.*?)```\n(?:\n```\n(.*?)```)?", README, re.DOT
 
 @pytest.mark.parametrize(("program", "printed"), BLOCKS)
 def test_example(program, printed, capsys):
-    exec(compile(program, "<README.md>", "exec"), {})  # no file: hypothesis would read its source there
+    names = {}
+    exec(compile(program, "<README.md>", "exec"), names)  # no file: hypothesis would read its source there
+    for function in (f for f in names.values() if getattr(f, "pytestmark", None)):
+        parametrize = function.pytestmark[0]
+        for parameter in parametrize.args[1]:
+            function(**dict(zip(parametrize.args[0], parameter.values, strict=True)))
     assert capsys.readouterr().out == printed
 
 
 def test_there_are_examples():
-    assert len(BLOCKS) == 14
+    assert len(BLOCKS) == 15
 
 
 def test_the_layout_names_every_module():
