@@ -1,33 +1,69 @@
 """Arrays of NumPy and those of frameworks, bit for bit; no framework is imported unless it is asked for."""
 
+from typing import Any
+
 import numpy as np
 
 
-def as_numpy(x) -> np.ndarray:
-    """An array of NumPy, JAX or PyTorch as NumPy's: FP8 as the codes' uint8, PyTorch's bfloat16 as float32, which holds it exactly."""
+def numpy_dtype(dtype: str) -> np.dtype:
+    """NumPy's dtype of a name, bfloat16 being that of ml_dtypes: ImportError where that is missing."""
+    if dtype != "bfloat16":
+        return np.dtype(dtype)
+    try:
+        import ml_dtypes
+    except ImportError as error:
+        raise ImportError("arrays of bfloat16 need ml_dtypes. Install it with: pip install 'fp8ref[conformance]'") from error
+    return np.dtype(ml_dtypes.bfloat16)
+
+
+def as_numpy(x: Any) -> np.ndarray:
+    """A copy of an array of NumPy, JAX or PyTorch as NumPy's: FP8 as the codes' uint8, PyTorch's bfloat16 as float32, which holds it exactly."""
+    return named(x)[0]
+
+
+def named(x: Any) -> tuple[np.ndarray, str]:
+    """As as_numpy, and the name of its dtype, such as ``float8_e4m3fn`` or ``bfloat16``."""
     if hasattr(x, "detach"):
-        import torch
-
-        x = x.detach().cpu().contiguous()
-        if x.dtype.itemsize == 1 and x.dtype.is_floating_point:
-            x = x.view(torch.uint8)
-        x = (x.float() if x.dtype == torch.bfloat16 else x).numpy()
-    x = np.asarray(x)
-    return x.view(np.uint8) if x.dtype.name.startswith("float8_") else x
+        return _of_torch(x)
+    made = np.array(x)  # a copy, which no later call writes to
+    name = made.dtype.name
+    return made.view(np.uint8) if name.startswith("float8_") else made, name
 
 
-def as_torch(x: np.ndarray):
-    """A tensor with the bits of a NumPy array, bfloat16 of ml_dtypes included."""
+def _of_torch(x: Any) -> tuple[np.ndarray, str]:
     import torch
 
-    x = np.ascontiguousarray(x)
+    name = str(x.dtype).removeprefix("torch.")
+    x = x.detach().cpu().resolve_conj().resolve_neg()
+    if name.startswith("float8_"):
+        x = x.contiguous().view(torch.uint8)
+    elif name == "bfloat16":
+        x = x.float()
+    return np.array(x.numpy()), name
+
+
+def as_torch(x: np.ndarray, device: str = "cpu") -> Any:
+    """A tensor with the bits of a NumPy array, bfloat16 of ml_dtypes included; torch's own conversion makes every NaN negative."""
+    import torch
+
+    x = np.array(x)  # PyTorch writes where NumPy may not
     if x.dtype.name == "bfloat16":
-        return torch.from_numpy(x.view(np.int16).copy()).view(torch.bfloat16)
-    return torch.from_numpy(x.copy())  # PyTorch writes where NumPy may not
+        return torch.from_numpy(x.view(np.int16)).view(torch.bfloat16).to(device)
+    return torch.from_numpy(x).to(device)
 
 
-def as_jax(x: np.ndarray):
+def as_jax(x: np.ndarray) -> Any:
     """A JAX array with the bits of a NumPy array."""
     import jax.numpy as jnp
 
     return jnp.asarray(x)
+
+
+def written(x: Any) -> bytes:
+    """The bytes of an array that somebody may write to; of a torch tensor too, whose autograd and dtypes NumPy does not know."""
+    if hasattr(x, "detach"):
+        import torch
+
+        x = x.detach().cpu().contiguous().reshape(-1)
+        return x.view(torch.uint8).numpy().tobytes() if x.numel() else b""
+    return b"" if type(x).__module__.startswith("jax") else x.tobytes()  # jax's arrays cannot be changed

@@ -12,7 +12,8 @@ from fp8ref.check.conformance.behaviour import KNOWN
 from fp8ref.check.conformance.decisions import Answers
 from fp8ref.check.conformance.outcome import Finding, Outcome
 from fp8ref.check.conformance.subject import ConformanceError, RefusedError, Subject
-from fp8ref.check.conformance.witness import Witness, bits_of, rounded, show, simplest
+from fp8ref.check.conformance.witness import Witness, bits_of, rounded, show
+from fp8ref.check.explain import simplest
 from fp8ref.formats import Format
 from fp8ref.sim import cast
 

@@ -9,7 +9,8 @@ from fp8ref.check.conformance import behaviour, questions
 from fp8ref.check.conformance.behaviour import KNOWN, ROUNDINGS, WIDE, Behaviour, Through
 from fp8ref.check.conformance.outcome import Finding
 from fp8ref.check.conformance.replies import Reply, named, said
-from fp8ref.check.conformance.witness import Witness, rounded, simplest
+from fp8ref.check.conformance.witness import Witness, rounded
+from fp8ref.check.explain import simplest
 from fp8ref.formats import Format
 from fp8ref.sim import cast
 

@@ -9,7 +9,8 @@ from fp8ref.check.conformance.behaviour import Behaviour
 from fp8ref.check.conformance.decisions import Answers
 from fp8ref.check.conformance.outcome import Finding
 from fp8ref.check.conformance.subject import Subject
-from fp8ref.check.conformance.witness import Witness, simplest
+from fp8ref.check.conformance.witness import Witness
+from fp8ref.check.explain import simplest
 from fp8ref.formats import Format
 from fp8ref.run import progress
 

@@ -12,7 +12,8 @@ from fp8ref.check.conformance.matching import Matched
 from fp8ref.check.conformance.outcome import Finding
 from fp8ref.check.conformance.policies import Agreement, Asked, Candidate
 from fp8ref.check.conformance.quantized import Quantizer, Reading
-from fp8ref.check.conformance.witness import Witness, simplest
+from fp8ref.check.conformance.witness import Witness
+from fp8ref.check.explain import simplest
 from fp8ref.formats import Format
 from fp8ref.granularity import scale_shape
 from fp8ref.policy import ScalePolicy

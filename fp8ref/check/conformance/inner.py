@@ -11,7 +11,8 @@ from fp8ref.check.conformance.influence import SHAPE
 from fp8ref.check.conformance.outcome import Finding
 from fp8ref.check.conformance.quantized import Quantizer
 from fp8ref.check.conformance.replies import Reply
-from fp8ref.check.conformance.witness import Witness, rounded, simplest
+from fp8ref.check.conformance.witness import Witness, rounded
+from fp8ref.check.explain import simplest
 from fp8ref.formats import Format
 
 

@@ -8,6 +8,7 @@ def test_my_cast(x, codes):
 import numpy as np
 
 from fp8ref.check import explain
+from fp8ref.check.conformance import arrays
 from fp8ref.check.vectors import scale as scales_asked
 from fp8ref.check.vectors import sources
 from fp8ref.check.vectors.cast import Cast, Rules
@@ -90,8 +91,4 @@ def quantizers(
 def _array(bits: np.ndarray, source: str) -> np.ndarray:
     if source != "bfloat16":
         return sources.values(bits, sources.by_name(source))
-    try:
-        import ml_dtypes
-    except ImportError as error:
-        raise ImportError("arrays of bfloat16 need ml_dtypes. Install it with: pip install 'fp8ref[conformance]'") from error
-    return bits.astype(np.uint16).view(ml_dtypes.bfloat16)
+    return bits.astype(np.uint16).view(arrays.numpy_dtype(source))

@@ -8,7 +8,8 @@ from fp8ref.check.conformance import policies
 from fp8ref.check.conformance.amaxes import KINDS
 from fp8ref.check.conformance.policies import Candidate
 from fp8ref.check.conformance.quantized import Quantizer, Reading
-from fp8ref.check.conformance.witness import Witness, bits_of, rounded, show, simplest
+from fp8ref.check.conformance.witness import Witness, bits_of, rounded, show
+from fp8ref.check.explain import simplest
 from fp8ref.formats import Format
 from fp8ref.sim import cast, scaling
 

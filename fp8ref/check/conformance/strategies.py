@@ -13,6 +13,7 @@ from fp8ref import formats as all_formats
 from fp8ref.check import explain
 from fp8ref.check.conformance.arrays import as_jax as as_jax
 from fp8ref.check.conformance.arrays import as_torch as as_torch
+from fp8ref.check.conformance.arrays import numpy_dtype
 from fp8ref.check.vectors import scale as scales
 from fp8ref.check.vectors import sources
 from fp8ref.check.vectors.cast import Cast
@@ -198,14 +199,3 @@ def _as(x: np.ndarray, dtype: str) -> np.ndarray:
     source = sources.by_name(dtype)
     bits = sources.bits(x, source).astype(f"uint{source.bits}")
     return bits.view(numpy_dtype(dtype))
-
-
-def numpy_dtype(dtype: str) -> np.dtype:
-    """ImportError for bfloat16 where ml_dtypes is missing."""
-    if dtype != "bfloat16":
-        return np.dtype(dtype)
-    try:
-        import ml_dtypes
-    except ImportError as error:
-        raise ImportError("arrays of bfloat16 need ml_dtypes. Install it with: pip install 'fp8ref[conformance]'") from error
-    return np.dtype(ml_dtypes.bfloat16)

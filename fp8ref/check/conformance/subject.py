@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from fp8ref.check.conformance import arrays
 from fp8ref.check.conformance.witness import bits_of
 
 FRAMEWORKS = ("numpy", "torch", "jax")
@@ -43,7 +44,7 @@ class Subject:
         Raises:   RefusedError: it raises. ConformanceError: it changes its input.
         """
         given = self.array(x, dtype)
-        before = _frozen(given)
+        before = arrays.written(given)
         try:
             with np.errstate(all="ignore"):  # NaN and overflow are asked for
                 found = self.function(given)
@@ -52,7 +53,7 @@ class Subject:
                 f"{self.name} raised {type(error).__name__} for {describe(x, dtype, self.framework)}: {_first_lines(error)}. "
                 "Call it on that by itself."
             ) from error
-        if _frozen(given) != before:
+        if arrays.written(given) != before:
             raise ConformanceError(f"{self.name} changed its input, {describe(x, dtype, self.framework)}. Let it work on a copy.")
         return found
 
@@ -61,16 +62,18 @@ class Subject:
 
         Raises:   RefusedError: the framework has no such array here, as for bfloat16 in NumPy without ml_dtypes.
         """
-        if self.framework == "numpy":
-            return x.astype(_numpy_dtype(dtype))
-        if self.framework == "torch":
-            return _torch_array(x, dtype, self.device)
-        import jax
-        import jax.numpy as jnp
+        if self.framework == "jax":
+            import jax
 
-        if dtype == "float64" and not jax.config.jax_enable_x64:  # type: ignore[attr-defined]
-            raise RefusedError("jax has no float64 here: set JAX_ENABLE_X64=1 to ask with it.")
-        return jnp.asarray(x.astype(_numpy_dtype(dtype)))
+            if dtype == "float64" and not jax.config.jax_enable_x64:  # type: ignore[attr-defined]
+                raise RefusedError("jax has no float64 here: set JAX_ENABLE_X64=1 to ask with it.")
+        try:
+            given = x.astype(arrays.numpy_dtype(dtype))
+        except ImportError as error:
+            raise RefusedError(str(error)) from error
+        if self.framework == "numpy":
+            return given
+        return arrays.as_torch(given, self.device) if self.framework == "torch" else arrays.as_jax(given)
 
 
 def of(name: str, function: Callable[..., Any], *, framework: str | None = None, device: str = "cpu", shape: tuple[int, ...]) -> Subject:
@@ -143,35 +146,13 @@ def array(found: Any) -> tuple[np.ndarray, str] | None:
 
     bfloat16 and float16 come as float32.
     """
-    if hasattr(found, "detach") and hasattr(found, "dtype"):
-        return _of_torch(found)
     if not hasattr(found, "dtype") or not hasattr(found, "shape"):
         return None
     try:
-        made = np.array(found)  # a copy, which no later call writes to
+        made, name = arrays.named(found)
     except Exception as error:  # what it gives may raise as it is read
         raise ConformanceError(f"what it gives cannot be read ({type(error).__name__}: {_first_lines(error)}).") from error
-    name = made.dtype.name
-    if name.startswith("float8_"):
-        return made.view(np.uint8), name
-    if name in ("bfloat16", "float16"):
-        return made.astype(np.float32), name
-    return made, name
-
-
-def _of_torch(found: Any) -> tuple[np.ndarray, str]:
-    import torch
-
-    name = str(found.dtype).removeprefix("torch.")
-    try:
-        found = found.detach().cpu().resolve_conj().resolve_neg()
-        if name.startswith("float8_"):
-            found = found.contiguous().view(torch.uint8)
-        elif name in ("bfloat16", "float16"):
-            found = found.float()
-        return np.array(found.numpy()), name
-    except Exception as error:
-        raise ConformanceError(f"what it gives cannot be read ({type(error).__name__}: {_first_lines(error)}).") from error
+    return made.astype(np.float32) if name in ("bfloat16", "float16") else made, name
 
 
 def describe(x: np.ndarray, dtype: str, framework: str = "numpy") -> str:
@@ -180,36 +161,6 @@ def describe(x: np.ndarray, dtype: str, framework: str = "numpy") -> str:
     if x.size > 4:
         return f"x {shape}"
     return f"x {shape} = {x.tolist()} (bits {', '.join(bits_of(v, dtype) for v in x.ravel())})"
-
-
-def _torch_array(x: np.ndarray, dtype: str, device: str) -> Any:
-    """By its bits where it is bfloat16: torch's own conversion makes every NaN negative."""
-    import torch
-
-    if dtype == "bfloat16":
-        high = np.asarray(x.astype(np.float32).view(np.uint32) >> np.uint32(16), np.uint16)
-        return torch.from_numpy(high).view(torch.bfloat16).to(device)
-    return torch.from_numpy(np.array(x, dtype)).to(device)
-
-
-def _numpy_dtype(dtype: str) -> Any:
-    if dtype != "bfloat16":
-        return np.dtype(dtype)
-    try:
-        import ml_dtypes
-    except ImportError as error:
-        raise RefusedError("NumPy has bfloat16 by ml_dtypes, which is not installed. Install ml_dtypes to ask with it.") from error
-    return np.dtype(ml_dtypes.bfloat16)
-
-
-def _frozen(given: Any) -> bytes:
-    """The bytes of what was given; of a torch tensor too, whose autograd and dtypes NumPy does not know."""
-    if hasattr(given, "detach"):
-        import torch
-
-        given = given.detach().cpu().contiguous().reshape(-1)
-        return given.view(torch.uint8).numpy().tobytes() if given.numel() else b""
-    return b"" if type(given).__module__.startswith("jax") else given.tobytes()  # jax's arrays cannot be changed
 
 
 def _check_device(device: str, framework: str | None) -> None:

@@ -1,12 +1,11 @@
 """One input that tells something, as simple as can be: what went in, what came out, and what would have."""
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 
-from fp8ref.formats import BFLOAT16, FLOAT16, FLOAT32, Format
+from fp8ref.formats import BFLOAT16, FLOAT16, FLOAT32
 from fp8ref.sim import cast
 
 _WIDE = {"float32": FLOAT32, "bfloat16": BFLOAT16, "float16": FLOAT16}
@@ -49,31 +48,8 @@ def show(value: float) -> str:
     return f"{float(value):.17g}" if float(f"{float(value):.9g}") != float(value) else f"{float(value):.9g}"
 
 
-def show_code(code: int, fmt: Format) -> str:
-    """A code with its value: 0x38 = 1."""
-    value = cast.decode(np.array([code], np.uint8), fmt)[0]
-    return f"0x{int(code):02X} = {show(value)}"
-
-
-def simplest(x: np.ndarray, among: np.ndarray) -> int:
-    """The index of the simplest number of those: finite, few bits, near 1, positive."""
-    index = np.flatnonzero(among)
-    with np.errstate(invalid="ignore"):  # signalling NaNs
-        value = x[index].astype(np.float64)
-    finite = np.isfinite(value)
-    fraction, exponent = np.frexp(np.where(finite, value, 0))
-    integer = np.abs(np.ldexp(fraction, 53)).astype(np.int64)
-    trailing = np.where(integer == 0, 53, np.log2(np.maximum(integer & -integer, 1)))
-    order = np.lexsort((np.signbit(value), np.abs(exponent - 1), 53 - trailing, ~finite))
-    return int(index[order[0]])
-
-
 def rounded(x: np.ndarray, dtype: str) -> np.ndarray:
     """x as numbers of a dtype, float64 for that and float32 for the others: what a subject is asked with."""
     if dtype == "float64":
         return x.astype(np.float64)
     return x.astype(np.float32) if x.dtype == np.float32 and dtype == "float32" else cast.round_to(x, _WIDE[dtype])
-
-
-def numbers(values: Sequence[float]) -> str:
-    return ", ".join(show(v) for v in values)
