@@ -1,12 +1,12 @@
 """What was found, as ``is`` of --json and in one line."""
 
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from fp8ref.check.conformance import influence, policies
+from fp8ref.check.conformance import influence
 from fp8ref.check.conformance import subject as subjects
+from fp8ref.check.conformance.asking import Sharing
 from fp8ref.check.conformance.behaviour import Behaviour, Through
 from fp8ref.check.conformance.decisions import Answers
 from fp8ref.check.conformance.matching import Matched
@@ -68,7 +68,7 @@ def cast_in_words(
 
 
 def quantizer(
-    matched: Matched, chosen: Candidate, group: influence.Group, kinds: Mapping[str, str], rounding: Behaviour | None,
+    matched: Matched, chosen: Candidate, group: influence.Group, sharing: Sharing, rounding: Behaviour | None,
     asked: Quantizer, reading: Reading, layout: Format, identified: bool,
 ) -> dict[str, Any]:  # fmt: skip
     through = rounding.through.get(asked.dtype) if rounding else None
@@ -76,16 +76,14 @@ def quantizer(
         "format": chosen.fmt.name if matched.agreements else layout.name,
         "granularity": group.granularity,
         "axis": group.axis,
-        "returns": " and ".join(dict.fromkeys(kinds.values())) or None,
+        "returns": " and ".join(dict.fromkeys(sharing.kinds.values())) or None,
         "scales": {
             name: {
                 "is": kind,
                 "shape": list(shape := reading.scales[name].shape),
-                "transposed": policies.transposed(
-                    shape, reading.tensor.shape, str(group.granularity), -1 if group.axis is None else group.axis
-                ),
+                "transposed": sharing.turned(shape, reading.tensor.shape),
             }
-            for name, kind in kinds.items()
+            for name, kind in sharing.kinds.items()
         },
         "policy": matched.names[0] if matched.agreements else None,
         "same_policies": matched.names[1:],

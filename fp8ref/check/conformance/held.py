@@ -1,21 +1,22 @@
 """Where a cast or a quantiser is not what was expected: the simplest inputs."""
 
-from collections.abc import Mapping, Sequence
+import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
 
 from fp8ref.check.conformance import behaviour, influence, matching, policies, questions, shrink
 from fp8ref.check.conformance.amaxes import KINDS
+from fp8ref.check.conformance.asking import Asked, Sharing
 from fp8ref.check.conformance.behaviour import Behaviour
 from fp8ref.check.conformance.decisions import Answers
 from fp8ref.check.conformance.matching import Matched
 from fp8ref.check.conformance.outcome import Finding
-from fp8ref.check.conformance.policies import Agreement, Asked, Candidate
+from fp8ref.check.conformance.policies import Agreement, Candidate
 from fp8ref.check.conformance.quantized import Quantizer, Reading
 from fp8ref.check.conformance.witness import Witness
 from fp8ref.check.explain import simplest
 from fp8ref.formats import Format
-from fp8ref.granularity import scale_shape
 from fp8ref.policy import ScalePolicy
 
 
@@ -55,17 +56,16 @@ def cast(answers: dict[str, Answers], wanted: Behaviour, fmt: Format, layout: Fo
 
 
 def policy(
-    quantizer: Quantizer, wanted: ScalePolicy, fmt: Format, asked: Sequence[Asked], kinds: Mapping[str, str],
-    at: str, along: int, matched: Matched, layout: Format,
+    quantizer: Quantizer, wanted: ScalePolicy, fmt: Format, asked: Sequence[Asked], sharing: Sharing, matched: Matched, layout: Format,
 ) -> list[Witness]:  # fmt: skip
     """Where scales, or codes if there are none, are not those of the policy that was expected."""
     # Subnormals may be zeros where XLA flushes them (S-12)
     ways = (False, True) if quantizer.subject.framework == "jax" else (False,)
-    held = [policies.agreement(Candidate(policy=wanted, top=fmt, fmt=layout, flushes=f), asked, kinds, at, along) for f in ways]
+    held = [policies.agreement(Candidate(policy=wanted, top=fmt, fmt=layout, flushes=f), asked, sharing) for f in ways]
     agreed = max(held, key=lambda a: matching.score(a, matched.considered))
     if (agreed.deciding | ~matched.considered).all() and layout is fmt:
         return []
-    found = witnesses(quantizer, matched, agreed, kinds, at, along)
+    found = witnesses(quantizer, matched, agreed, sharing)
     if layout is not fmt:
         code = Witness(
             input="x of ones", bits=("0x3F800000",), dtype="float32", got=f"codes of {layout}", expected=f"codes of {fmt}", clause="F-2"
@@ -75,31 +75,32 @@ def policy(
 
 
 def layout_of(
-    quantizer: Quantizer, group: influence.Group, granularity: str | None, axis: int | None, candidate: Candidate, kinds: Mapping[str, str]
+    quantizer: Quantizer, group: influence.Group, granularity: str | None, axis: int | None, candidate: Candidate, sharing: Sharing
 ) -> list[Witness]:
     """Where elements share scales otherwise than expected."""
     same = granularity in (None, group.granularity) and (axis is None or group.axis is None or axis == group.axis)
     if same:
         return []
     assert group.granularity is not None
-    found = shrink.layout(quantizer, candidate, granularity or group.granularity, -1 if axis is None else axis, kinds)
+    expected = dataclasses.replace(sharing, granularity=granularity or group.granularity, axis=-1 if axis is None else axis)
+    found = shrink.layout(quantizer, candidate, expected)
     return [found] if found else []
 
 
-def scales_shapes(reading: Reading, kinds: Mapping[str, str], at: str, along: int) -> list[Witness]:
+def scales_shapes(reading: Reading, sharing: Sharing) -> list[Witness]:
     """Scales the other way round than the tensor's blocks, which broadcast to it wrongly."""
     shape = reading.tensor.shape
-    turned = (s for name in kinds if policies.transposed(s := reading.scales[name].shape, shape, at, along))
+    turned = (s for name in sharing.kinds if sharing.turned(s := reading.scales[name].shape, shape))
     return [
         Witness(
             input=f"x {list(shape)}", bits=(), dtype=reading.dtype, got=f"scales {list(s)}",
-            expected=f"{list(scale_shape(at, shape, along))}, one for each block where that block is", clause="S-6",
+            expected=f"{list(sharing.shape(shape))}, one for each block where that block is", clause="S-6",
         )
         for s in turned
     ]  # fmt: skip
 
 
-def witnesses(quantizer: Quantizer, matched: Matched, of: Agreement, kinds: Mapping[str, str], at: str, along: int) -> list[Witness]:
+def witnesses(quantizer: Quantizer, matched: Matched, of: Agreement, sharing: Sharing) -> list[Witness]:
     """Of each kind of amax with a wrong answer, a minimal input; of those that one deviation explains, or another policy, the first alone."""
     largest, kind = (np.concatenate([getattr(a, key) for a in matched.asked]) for key in ("largest", "kind"))
     wrong = matched.wrong(of)
@@ -107,6 +108,6 @@ def witnesses(quantizer: Quantizer, matched: Matched, of: Agreement, kinds: Mapp
     for k, a in shrink.worst_kind(kind, wrong, largest):
         if found and matched.explained[wrong & (kind == KINDS.index(k))].all():
             continue
-        shown = shrink.policy(quantizer, of.candidate, kinds, at, along, a, k)
+        shown = shrink.policy(quantizer, of.candidate, sharing, a, k)
         found += [shown] if shown is not None and shown not in found else []
     return found

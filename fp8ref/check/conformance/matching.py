@@ -1,17 +1,18 @@
 """Which policies agree with everything that a quantiser gave."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
 from fp8ref import policy as policy_data
 from fp8ref.check.conformance import departing, policies
 from fp8ref.check.conformance.amaxes import KINDS
+from fp8ref.check.conformance.asking import Asked, Sharing
 from fp8ref.check.conformance.behaviour import LAYOUTS
 from fp8ref.check.conformance.deviations import NONE
 from fp8ref.check.conformance.outcome import Finding
-from fp8ref.check.conformance.policies import Agreement, Asked, Candidate
+from fp8ref.check.conformance.policies import Agreement, Candidate
 from fp8ref.formats import Format
 
 
@@ -38,7 +39,7 @@ class Matched:
         return list(dict.fromkeys(a.candidate.policy.name for a in self.agreements))
 
 
-def match(asked: Sequence[Asked], kinds: Mapping[str, str], at: str, along: int, layout: Format, *, fixed: bool, stateful: bool) -> Matched:
+def match(asked: Sequence[Asked], sharing: Sharing, layout: Format, *, fixed: bool, stateful: bool) -> Matched:
     """The asked format first; then another's max; then, of uint8 and of values, another format altogether."""
     kind = np.concatenate([a.kind for a in asked])
     considered = kind == KINDS.index("ordinary") if stateful else np.ones(kind.size, bool)
@@ -50,22 +51,22 @@ def match(asked: Sequence[Asked], kinds: Mapping[str, str], at: str, along: int,
             candidates = [
                 Candidate(policy=policy, top=top, fmt=of, flushes=flushes) for policy in policy_data.POLICIES.values() for top, of in stage
             ]
-            likely = [c for c in candidates if policies.at_ordinary(c, few, kinds, at, along)]
-            found = [policies.agreement(c, asked, kinds, at, along) for c in likely]  # a few amaxes rule out most
+            likely = [c for c in candidates if policies.at_ordinary(c, few, sharing)]
+            found = [policies.agreement(c, asked, sharing) for c in likely]  # a few amaxes rule out most
             agreed = [a for a in found if (a.deciding | ~considered).all()]
             if agreed:
                 top_score = max(score(a, considered) for a in agreed)
                 alike = [a for a in agreed if score(a, considered) == top_score]
                 return Matched(agreements=alike, nearest=alike[0], asked=asked, considered=considered, explained=alike[0].both)
             if best is None:
-                found = [policies.agreement(c, asked, kinds, at, along) for c in candidates]
+                found = [policies.agreement(c, asked, sharing) for c in candidates]
                 best = max(found, key=lambda a: (-a.ulps, score(a, considered)))
     assert best is not None
-    deviating = departing.exactly(asked, few, kinds, at, along, layout)
+    deviating = departing.exactly(asked, few, sharing, layout)
     if deviating is None or score(deviating, considered) <= score(best, considered):
-        nearest, said = departing.about(best, asked, kinds, at, along)
+        nearest, said = departing.about(best, asked, sharing)
         return Matched(agreements=[], nearest=nearest, asked=asked, considered=considered, deviation=said, explained=nearest.both)
-    plain = policies.agreement(dataclasses.replace(deviating.candidate, deviation=NONE), asked, kinds, at, along)
+    plain = policies.agreement(dataclasses.replace(deviating.candidate, deviation=NONE), asked, sharing)
     said = deviating.candidate.deviation.said
     return Matched(agreements=[], nearest=plain, asked=asked, considered=considered, deviation=said, explained=deviating.both)
 
@@ -74,7 +75,7 @@ def score(a: Agreement, considered: np.ndarray) -> tuple[int, int]:
     return int((a.deciding & considered).sum()), int((a.both & considered).sum())
 
 
-def policy_finding(matched: Matched, kinds: Mapping[str, str], memory: int) -> Finding:
+def policy_finding(matched: Matched, memory: int) -> Finding:
     count, of = score(matched.nearest, matched.considered)[0], int(matched.considered.sum())
     by = (
         "scales"

@@ -1,13 +1,15 @@
 """From a quantiser's answers to what it is."""
 
-from collections.abc import Callable, Mapping
+import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from fp8ref import policy as policy_data
-from fp8ref.check.conformance import amaxes, described, held, influence, inner, matching, policies, shrink, sizes
+from fp8ref.check.conformance import amaxes, asking, described, held, influence, inner, matching, shrink, sizes
 from fp8ref.check.conformance import subject as subjects
+from fp8ref.check.conformance.asking import Sharing
 from fp8ref.check.conformance.behaviour import LAYOUTS, Behaviour
 from fp8ref.check.conformance.casts import check_format
 from fp8ref.check.conformance.influence import SHAPE
@@ -60,15 +62,15 @@ def identify_quantizer(
     at, along = group.granularity, -1 if group.axis is None else group.axis
     what = amaxes.questions(layout, quantizer.dtype)
     shape = smallest_shape(quantizer, _ASKED_IN, lambda s: True) if at == "tensorwise" else SHAPE
-    asked = policies.ask(quantizer, what, shape, at, along)
-    kinds = policies.returned(asked, at, along)
-    matched = matching.match(asked, kinds, at, along, layout, fixed=reading.dtype.startswith("float8"), stateful=quantizer.memory > 0)
+    asked = asking.ask(quantizer, what, shape, at, along)
+    sharing = asking.returned(asked, at, along)
+    matched = matching.match(asked, sharing, layout, fixed=reading.dtype.startswith("float8"), stateful=quantizer.memory > 0)
     chosen = matched.nearest.candidate
-    unlike = [] if matched.agreements else held.witnesses(quantizer, matched, matched.nearest, kinds, at, along)
+    unlike = [] if matched.agreements else held.witnesses(quantizer, matched, matched.nearest, sharing)
     findings += [
-        _axis(quantizer, group.axis, at, chosen, kinds),
-        _returned(kinds, reading, at, along),
-        matching.policy_finding(matched, kinds, quantizer.memory),
+        _axis(quantizer, group.axis, chosen, sharing),
+        _returned(sharing, reading),
+        matching.policy_finding(matched, quantizer.memory),
     ]
     rounding: Behaviour | None = None
     different: list[Witness] = []
@@ -79,21 +81,21 @@ def identify_quantizer(
         different = inner.differences(answers, chosen.fmt)
         wrong = matched.wrong(matched.nearest)
         if not inner.explains(answers, rounding) or (not different and wrong.any()):
-            unlike = held.witnesses(quantizer, matched, matched.nearest, kinds, at, along) or different
+            unlike = held.witnesses(quantizer, matched, matched.nearest, sharing) or different
     elsewhere: list[Witness] = []
     if matched.agreements and not unlike and not different:
-        shapes, elsewhere = sizes.of_quantizer(quantizer, chosen, kinds, at, along)
+        shapes, elsewhere = sizes.of_quantizer(quantizer, chosen, sharing)
         findings.append(shapes)
         unlike = list(elsewhere)
     differences = []
     if wanted is not None:
-        differences = held.policy(quantizer, wanted, fmt, asked, kinds, at, along, matched, layout)
-        differences += held.layout_of(quantizer, group, granularity, axis, Candidate(policy=wanted, top=fmt, fmt=layout), kinds)
-        differences += held.scales_shapes(reading, kinds, at, along)
+        differences = held.policy(quantizer, wanted, fmt, asked, sharing, matched, layout)
+        differences += held.layout_of(quantizer, group, granularity, axis, Candidate(policy=wanted, top=fmt, fmt=layout), sharing)
+        differences += held.scales_shapes(reading, sharing)
         differences += [] if differences else different
         differences += [remembered.witness] if remembered.witness else []
     identified = bool(matched.agreements) and not unlike
-    found = described.quantizer(matched, chosen, group, kinds, rounding, quantizer, reading, layout, identified)
+    found = described.quantizer(matched, chosen, group, sharing, rounding, quantizer, reading, layout, identified)
     return Outcome(
         name=name, kind="quantizer", fmt=fmt, framework=subject.framework, found=found, findings=findings, identified=identified,
         summary=described.quantizer_in_words(matched, chosen, group, found, fmt, quantizer.memory, not elsewhere),
@@ -111,26 +113,26 @@ def _format_finding(reading: Reading, layout: Format, fmt: Format) -> Finding:
     return Finding(what="format", value=layout.name, said=said, evidence=evidence)
 
 
-def _axis(quantizer: Quantizer, axis: int | None, granularity: str, chosen: Candidate, kinds: Mapping[str, str]) -> Finding:
+def _axis(quantizer: Quantizer, axis: int | None, chosen: Candidate, sharing: Sharing) -> Finding:
     if axis is None:
-        return Finding(what="axis", value=None, said="either", evidence=f"{granularity} scales are the same along both")
+        return Finding(what="axis", value=None, said="either", evidence=f"{sharing.granularity} scales are the same along both")
     if axis == -1:
         return Finding(what="axis", value=-1, evidence="scales are along the last axis")
-    witness = shrink.layout(quantizer, chosen, granularity, -1, kinds)
+    witness = shrink.layout(quantizer, chosen, dataclasses.replace(sharing, axis=-1))
     return Finding(what="axis", value=axis, evidence=str(witness) if witness else "scales are along the first axis", witness=witness)
 
 
-def _returned(kinds: Mapping[str, str], reading: Reading, granularity: str, axis: int) -> Finding:
+def _returned(sharing: Sharing, reading: Reading) -> Finding:
     """Each array beside the codes: what it is, its place, and its shape for x [256, 384], which tells rows from columns."""
-    shapes = {name: reading.scales[name].shape for name in kinds}
-    turned = {name: policies.transposed(shape, SHAPE, granularity, axis) for name, shape in shapes.items()}
+    shapes = {name: reading.scales[name].shape for name in sharing.kinds}
+    turned = {name: sharing.turned(shape, SHAPE) for name, shape in shapes.items()}
     said = ", ".join(
         kind + (f" as {name}" if name and name != kind else "") + f" {list(shapes[name])}" + (" (transposed)" if turned[name] else "")
-        for name, kind in kinds.items()
+        for name, kind in sharing.kinds.items()
     )
-    value = " and ".join(dict.fromkeys(kinds.values())) or None
+    value = " and ".join(dict.fromkeys(sharing.kinds.values())) or None
     codes = f"{reading.dtype} of x's shape, {list(SHAPE)}" + (f", as {reading.place}" if reading.place else "")
-    evidence = f"beside {codes}" + ("" if kinds else ", nothing that goes with the amax")
+    evidence = f"beside {codes}" + ("" if sharing.kinds else ", nothing that goes with the amax")
     return Finding(what="returns", value=value, said=said or "neither scale nor scale_inv", evidence=evidence)
 
 

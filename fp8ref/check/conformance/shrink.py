@@ -1,11 +1,10 @@
 """The smallest tensor of the simplest numbers on which a quantiser and a policy part."""
 
-from collections.abc import Mapping
-
 import numpy as np
 
 from fp8ref.check.conformance import policies
 from fp8ref.check.conformance.amaxes import KINDS
+from fp8ref.check.conformance.asking import Sharing
 from fp8ref.check.conformance.policies import Candidate
 from fp8ref.check.conformance.quantized import Quantizer, Reading
 from fp8ref.check.conformance.witness import Witness, bits_of, rounded, show
@@ -17,29 +16,27 @@ SHAPES = ((1, 1), (1, 32), (32, 1), (1, 128), (128, 1), (4, 4), (16, 16), (32, 3
 _EXPONENTS = (0, 1, -1, 2, -2, 4, -4, 8, -8, 16, -16, 32, -32)
 
 
-def policy(
-    quantizer: Quantizer, candidate: Candidate, kinds: Mapping[str, str], granularity: str, axis: int, largest: float, kind: str
-) -> Witness | None:
+def policy(quantizer: Quantizer, candidate: Candidate, sharing: Sharing, largest: float, kind: str) -> Witness | None:
     """A witness that it is not the candidate's, found from a group's largest on which it is not; None if a single number shows nothing."""
     for shape in SHAPES:
         for beside in (False, True):
             x = _only(shape, largest, quantizer.dtype, beside=beside)
-            if _parts(quantizer, candidate, kinds, granularity, axis, x) is not None:
-                number = _simpler(quantizer, candidate, kinds, granularity, axis, x) if kind in ("ordinary", "tiny", "huge") else largest
+            if _parts(quantizer, candidate, sharing, x) is not None:
+                number = _simpler(quantizer, candidate, sharing, x) if kind in ("ordinary", "tiny", "huge") else largest
                 x = _only(shape, number, quantizer.dtype, beside=beside)
-                parts = _parts(quantizer, candidate, kinds, granularity, axis, x)
+                parts = _parts(quantizer, candidate, sharing, x)
                 assert parts is not None
-                return _witness(x, quantizer, *parts, candidate, kinds)
+                return _witness(x, quantizer, *parts, candidate, sharing)
     return None
 
 
-def layout(quantizer: Quantizer, candidate: Candidate, granularity: str, axis: int, kinds: Mapping[str, str]) -> Witness | None:
-    """A witness that elements share scales otherwise than in this granularity along this axis: ones, and one 512 that is not for all."""
+def layout(quantizer: Quantizer, candidate: Candidate, sharing: Sharing) -> Witness | None:
+    """A witness that elements share scales otherwise than so: ones, and one 512 that is not for all."""
     for shape in ((2, 2), (4, 4), (2, 32), (2, 64), (32, 32), (2, 256), (64, 64), (128, 128), (256, 256), (256, 384)):
         x = np.ones(shape, np.float32)
         x[0, -1] = 512
         try:
-            found, expected = quantizer.ask(x), candidate.quantize(x, granularity, axis)
+            found, expected = quantizer.ask(x), candidate.quantize(x, sharing)
         except ValueError:  # a shape that one of them does not take
             continue
         differs = policies.unlike(found, expected, candidate)
@@ -51,7 +48,7 @@ def layout(quantizer: Quantizer, candidate: Candidate, granularity: str, axis: i
                 bits=(bits_of(1, quantizer.dtype), bits_of(512, quantizer.dtype)),
                 dtype=quantizer.dtype,
                 got=f"{_tensor_said(found, at, expected.fmt)} at {where}",
-                expected=f"{_code(expected.codes[at], expected.fmt, found)} as {granularity}, axis {axis}",
+                expected=f"{_code(expected.codes[at], expected.fmt, found)} as {sharing.granularity}, axis {sharing.axis}",
                 clause="S-6",
             )
     return None
@@ -68,15 +65,13 @@ def _only(shape: tuple[int, int], largest: float, dtype: str, *, beside: bool) -
     return rounded(x, dtype)
 
 
-def _parts(
-    quantizer: Quantizer, candidate: Candidate, kinds: Mapping[str, str], granularity: str, axis: int, x: np.ndarray
-) -> tuple[Reading, scaling.Quantized, int] | None:
+def _parts(quantizer: Quantizer, candidate: Candidate, sharing: Sharing, x: np.ndarray) -> tuple[Reading, scaling.Quantized, int] | None:
     """Reading, what the candidate gives, and the element on which they part (0 for a scale); None if they do not, or do not take x."""
     try:
-        found, expected = quantizer.ask(x), candidate.quantize(x, granularity, axis)
+        found, expected = quantizer.ask(x), candidate.quantize(x, sharing)
     except ValueError:
         return None
-    for name, kind in kinds.items():
+    for name, kind in sharing.kinds.items():
         if kind != "amax":
             ours, theirs = np.reshape(getattr(expected, kind), -1)[0], found.scales[name].reshape(-1)[0]
             if ours != theirs and not (np.isnan(ours) and np.isnan(theirs)):
@@ -85,7 +80,7 @@ def _parts(
     return (found, expected, int(np.argmax(differs))) if differs.any() else None
 
 
-def _simpler(quantizer: Quantizer, candidate: Candidate, kinds: Mapping[str, str], granularity: str, axis: int, x: np.ndarray) -> float:
+def _simpler(quantizer: Quantizer, candidate: Candidate, sharing: Sharing, x: np.ndarray) -> float:
     """The largest with as few bits, then as near to 1, as still shows it, everything else in proportion."""
     largest = float(x.flat[0])
     fraction, own = np.frexp(largest)
@@ -100,7 +95,7 @@ def _simpler(quantizer: Quantizer, candidate: Candidate, kinds: Mapping[str, str
                     continue
                 tried = rounded((x.astype(np.float64) * (float(number) / largest)).astype(np.float32), quantizer.dtype)
                 tried.flat[0] = rounded(np.array([number], np.float32), quantizer.dtype)[0]
-                if _parts(quantizer, candidate, kinds, granularity, axis, tried) is not None:
+                if _parts(quantizer, candidate, sharing, tried) is not None:
                     return float(tried.flat[0])
     return largest
 
@@ -112,13 +107,13 @@ def _witness(
     expected: scaling.Quantized,
     at: int,
     candidate: Candidate,
-    kinds: Mapping[str, str],
+    sharing: Sharing,
 ) -> Witness:
     index = np.unravel_index(at, x.shape)
     others = "" if at == 0 else f", and x{[int(i) for i in index]} = {show(x[index])}"
     alone = x.size > 1 and not np.any(x.reshape(-1)[1:])
     got, want = _tensor_said(found, index, expected.fmt), _code(expected.codes[index], expected.fmt, found)
-    for name, kind in kinds.items():
+    for name, kind in sharing.kinds.items():
         if kind != "amax":
             got += f", {kind} {show(found.scales[name].flat[0])}"
             want += f", {kind} {show(np.reshape(getattr(expected, kind), -1)[0])}"

@@ -4,10 +4,11 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 
-from fp8ref.check.conformance import amaxes, policies, replies
+from fp8ref.check.conformance import amaxes, asking, policies, replies
+from fp8ref.check.conformance.asking import Asked, Sharing
 from fp8ref.check.conformance.decisions import Answers
 from fp8ref.check.conformance.outcome import Finding
-from fp8ref.check.conformance.policies import Asked, Candidate
+from fp8ref.check.conformance.policies import Candidate
 from fp8ref.check.conformance.quantized import Quantizer, Reading
 from fp8ref.check.conformance.subject import RefusedError, Subject
 from fp8ref.check.conformance.witness import Witness, bits_of, rounded, show
@@ -58,14 +59,12 @@ def _listed(shapes: Iterable[tuple[int, ...]]) -> str:
     return ", ".join(str(list(shape)) for shape in shapes)
 
 
-def of_quantizer(
-    quantizer: Quantizer, candidate: Candidate, kinds: Mapping[str, str], granularity: str, axis: int
-) -> tuple[Finding, list[Witness]]:
+def of_quantizer(quantizer: Quantizer, candidate: Candidate, sharing: Sharing) -> tuple[Finding, list[Witness]]:
     """Hold tensors of other shapes to the policy that was found: few rows, many, and more than a million elements; K as S-6 asks."""
     taken, refused, found = [], [], list[Witness]()
     rng = np.random.default_rng(0)
     for rows, columns in ((1, 128), (3, 256), (131, 128), (1031, 1152)):
-        shape = (columns, rows) if axis == 0 else (rows, columns)
+        shape = (columns, rows) if sharing.axis == 0 else (rows, columns)
         x = rounded((rng.standard_normal(shape) * 2.0 ** rng.integers(-4, 5, shape)).astype(np.float32), quantizer.dtype)
         try:
             reading = quantizer.ask(x)
@@ -73,22 +72,20 @@ def of_quantizer(
             refused.append(shape)
             continue
         taken.append(shape)
-        found = found or _unlike(x, reading, candidate, kinds, granularity, axis, quantizer.dtype)
+        found = found or _unlike(x, reading, candidate, sharing, quantizer.dtype)
     evidence = f"{_listed(taken)} are quantised so too"
     evidence = str(found[0]) if found else evidence + (f"; it raises for {_listed(refused)}" if refused else "")
     return Finding(what="shapes", value=not found, said="not all alike" if found else "all alike", evidence=evidence), found
 
 
-def _unlike(
-    x: np.ndarray, reading: Reading, candidate: Candidate, kinds: Mapping[str, str], granularity: str, axis: int, dtype: str
-) -> list[Witness]:
+def _unlike(x: np.ndarray, reading: Reading, candidate: Candidate, sharing: Sharing, dtype: str) -> list[Witness]:
     """The first element of a tensor whose code, or whose group's scale, is not the candidate's."""
-    group = amaxes.groups(x.shape, granularity, axis)
+    group = amaxes.groups(x.shape, sharing.granularity, sharing.axis)
     largest = np.zeros(int(group.max()) + 1, np.float32)
     asked = Asked(x=x, group=group, kind=np.zeros(largest.size, np.int64), largest=largest, reading=reading)
-    expected = candidate.quantize(x, granularity, axis)
+    expected = candidate.quantize(x, sharing)
     differs = policies.unlike(reading, expected, candidate)
-    scales = policies.agreement(candidate, [asked], kinds, granularity, axis).scales
+    scales = policies.agreement(candidate, [asked], sharing).scales
     differs |= False if scales is None else ~scales[group]
     if not differs.any():
         return []
@@ -98,8 +95,8 @@ def _unlike(
             input=f"x{[int(i) for i in at]} = {show(x[at])} of random x {list(x.shape)}",
             bits=(bits_of(x[at], dtype),),
             dtype=dtype,
-            got=_shown(reading, at, {name: policies.per_group(asked, name, granularity, axis)[group[at]] for name in kinds}, candidate.fmt),
-            expected=_shown_by(expected, at, group[at], kinds) + f" by {candidate.policy.name}",
+            got=_shown(reading, at, {name: asking.per_group(asked, name, sharing)[group[at]] for name in sharing.kinds}, candidate.fmt),
+            expected=_shown_by(expected, at, group[at], sharing) + f" by {candidate.policy.name}",
             clause="S-5, S-6",
         )
     ]
@@ -110,6 +107,6 @@ def _shown(reading: Reading, at: tuple, scales: Mapping[str, float], fmt: Format
     return what + "".join(f", {name} {show(scale)}" for name, scale in scales.items())
 
 
-def _shown_by(q: Quantized, at: tuple, group: int, kinds: Mapping[str, str]) -> str:
-    scales = "".join(f", {kind} {show(np.reshape(getattr(q, kind), -1)[group])}" for kind in kinds.values() if kind != "amax")
+def _shown_by(q: Quantized, at: tuple, group: int, sharing: Sharing) -> str:
+    scales = "".join(f", {kind} {show(np.reshape(getattr(q, kind), -1)[group])}" for kind in sharing.kinds.values() if kind != "amax")
     return f"code {replies.code_said(q.codes[at], q.fmt)}{scales}"
