@@ -1,4 +1,7 @@
-"""Execute notebooks in their own directory, and write them with their outputs: python notebooks/execute.py NOTEBOOK..."""
+"""Execute notebooks in their own directory, and write them with their outputs.
+
+python notebooks/execute.py NOTEBOOK...
+"""
 
 import sys
 from pathlib import Path
@@ -15,7 +18,11 @@ def execute(path: Path) -> None:
     notebook = nbformat.read(path, as_version=4)
     # times of execution would change the file whenever it is executed
     NotebookClient(
-        notebook, timeout=600, record_timing=False, coalesce_streams=True, resources={"metadata": {"path": str(path.parent)}}
+        notebook,
+        timeout=600,
+        record_timing=False,
+        coalesce_streams=True,
+        resources={"metadata": {"path": str(path.parent)}},
     ).execute()
     notebook.metadata = {"kernelspec": notebook.metadata["kernelspec"]}
     nbformat.validate(notebook)

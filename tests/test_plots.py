@@ -38,6 +38,7 @@ FIGURES = {
     "share_by_exponent": lambda ax: plots.share_by_exponent(ax, X, X > 1, label="mine"),
     "spacing": lambda ax: plots.spacing(ax, [E4M3FN, E5M2]),
     "staleness": lambda ax: plots.staleness(ax, [1.0, 2.0], {"history of 1": [1.0, 448.0]}, E4M3FN),
+    "step_lines": lambda ax: plots.step_lines(ax, {"one": [3.0, 2.0], "other": [3.0, 1.0]}, ylabel="nats"),
     "validation_gaps": lambda ax: plots.validation_gaps(ax, {("jax", "bf16"): 2.0, ("jax", "rowwise"): 2.5}, seeds=[2.0, 2.5]),
     "worst_error": lambda ax: plots.worst_error(ax, [E4M3FN, E5M2]),
 }

@@ -18,7 +18,7 @@ from fp8ref.plots.conformance import cast_difference, scale_difference, share_by
 from fp8ref.plots.delayed import clipped, staleness
 from fp8ref.plots.formats import cast_curve, code_map, near_zero, number_line, ranges, relative_error, spacing, worst_error
 from fp8ref.plots.gemms import error_histogram, error_lines
-from fp8ref.plots.runs import loss_curves, validation_gaps
+from fp8ref.plots.runs import loss_curves, step_lines, validation_gaps
 from fp8ref.plots.style import figure, png
 from fp8ref.plots.tables import number_table
 from fp8ref.plots.tensors import code_difference, error_map, exponent_histogram, fate_map, magnitude_map
@@ -47,6 +47,7 @@ __all__ = [
     "share_by_exponent",
     "spacing",
     "staleness",
+    "step_lines",
     "validation_gaps",
     "worst_error",
 ]

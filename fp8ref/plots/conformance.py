@@ -23,7 +23,7 @@ def cast_difference(ax: Axes, x, codes, fmt: Format, *, label: str = "theirs") -
         x[differ], found[differ], "o", color=style.VERMILLION, markersize=3.5, label=f"{np.count_nonzero(differ):,} of {x.size:,} differ"
     )
     ax.set(xlabel="before the cast", ylabel=f"after, in {fmt.name}")
-    ax.legend(frameon=False, fontsize=8, loc="lower right")
+    style.legend(ax, loc="lower right")
     return style.plain(ax, grid="both")
 
 
@@ -43,7 +43,7 @@ def share_by_exponent(ax: Axes, x, differ, *, label: str | None = None, colour: 
     ax.yaxis.set_major_formatter("{x:g} %")
     ax.set(xlabel="magnitude", ylabel="% of inputs that differ")
     if label:
-        ax.legend(frameon=False, fontsize=8)
+        style.legend(ax)
     return style.plain(ax)
 
 
@@ -74,7 +74,7 @@ def scale_difference(ax: Axes, amaxes, scales, expected, *, bins: int = 64) -> A
     ax.yaxis.set_major_formatter(lambda share, _: f"{abs(share):g} %")
     ax.set(xlabel="log2 of the amax", ylabel="% of scales that differ")
     if ax.containers:
-        ax.legend(frameon=False, fontsize=8, loc="upper right")
+        style.legend(ax, loc="upper right")
     return style.plain(ax)
 
 

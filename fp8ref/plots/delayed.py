@@ -31,7 +31,7 @@ def staleness(ax: Axes, amaxes, scales: Mapping[str, np.ndarray], fmt: Format, *
         ax.plot(steps[missed], amaxes[missed], "x", color=look["color"], markersize=6)
     ax.set_yscale("log", base=2)
     ax.set(xlabel="optimizer step", ylabel="magnitude")
-    ax.legend(frameon=False, fontsize=8)
+    style.legend(ax)
     return style.plain(ax, grid="both")
 
 

@@ -83,7 +83,7 @@ def spacing(ax: Axes, formats: Sequence[Format]) -> Axes:
     bottom, top = (int(limit) for limit in ax.get_ylim())
     style.label_powers(ax.yaxis, bottom, top)
     ax.set(xlabel="magnitude", ylabel="gap to the next number", title="spacing; a dot where the normal numbers begin")
-    ax.legend(frameon=False, fontsize=8)
+    style.legend(ax)
     return style.plain(ax, grid="both")
 
 
@@ -95,7 +95,7 @@ def relative_error(ax: Axes, formats: Sequence[Format], *, lowest: int, highest:
     style.label_powers(ax.xaxis, lowest, highest)
     ax.yaxis.set_major_formatter("{x:g} %")
     ax.set(xlabel="magnitude", ylabel="relative error", title="rounded to nearest even")
-    ax.legend(frameon=False, fontsize=8)
+    style.legend(ax)
     return style.plain(ax, grid="both")
 
 
@@ -111,7 +111,7 @@ def worst_error(ax: Axes, formats: Sequence[Format], *, beyond: int = 3, points:
     ax.minorticks_off()
     style.label_powers(ax.xaxis, lowest, highest)
     ax.set(xlabel="magnitude", ylabel="relative error", title="the worst within each power of two")
-    ax.legend(frameon=False, fontsize=8, loc="upper center")
+    style.legend(ax, loc="upper center")
     return style.plain(ax, grid="both")
 
 
@@ -141,7 +141,7 @@ def cast_curve(ax: Axes, x, fmt: Format, *, label: str, colour: str, **how) -> A
     y = cast.round_to(x, fmt, **({"saturate": True} | how)).astype(np.float64)
     ax.plot(x, np.where(np.isfinite(y), y, np.nan), color=colour, linewidth=1.6, label=label)
     ax.set(xlabel="before the cast", ylabel=f"after, in {fmt.name}")
-    ax.legend(frameon=False, fontsize=8)
+    style.legend(ax)
     return style.plain(ax, grid="both")
 
 

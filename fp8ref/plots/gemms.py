@@ -31,7 +31,7 @@ def error_lines(ax: Axes, x, errors: Mapping[str, np.ndarray], *, ylabel: str, l
     ax.set_xticks(x[:: -(-len(x) // 9)], [f"{v:g}" for v in x[:: -(-len(x) // 9)]])
     ax.xaxis.set_minor_locator(NullLocator())
     ax.set(xlabel=xlabel, ylabel=ylabel)
-    ax.legend(frameon=False, fontsize=8)
+    style.legend(ax)
     return style.plain(ax, grid="both")
 
 
@@ -50,5 +50,5 @@ def error_histogram(ax: Axes, errors: Mapping[str, np.ndarray], *, bins: int = 6
     ax.set(xlabel="error, %", ylabel="% of outputs")
     ax.set_ylim(0, 1.35 * ax.get_ylim()[1])
     ax.set_yticks([tick for tick in ax.get_yticks() if 0 <= tick <= 100])  # room above for the legend
-    ax.legend(frameon=False, fontsize=8, loc="upper left")
+    style.legend(ax, loc="upper left")
     return style.plain(ax)

@@ -32,7 +32,19 @@ def loss_curves(ax: Axes, runs: Mapping[tuple[str, str], Sequence[dict]], *, ent
             "unigram entropy", (1, entropy), xycoords=("axes fraction", "data"), ha="right", va="bottom", color="#666666", fontsize=8
         )
     ax.set(xlabel="optimizer step", ylabel="training loss, nats", title=f"running mean of {smooth} steps")
-    ax.legend(frameon=False, fontsize=8)
+    style.legend(ax)
+    return style.plain(ax)
+
+
+def step_lines(ax: Axes, curves: Mapping[str, Sequence[float]], *, ylabel: str, first: int = 0) -> Axes:
+    """Something of several runs at every step, a line a run.
+
+    Shapes:   every one of curves [steps]. first: the number of the first step.
+    """
+    for (name, curve), look in zip(curves.items(), style.looks(len(curves)), strict=True):
+        ax.plot(np.arange(first, first + len(curve)), curve, linewidth=1.5, label=name, **look)
+    ax.set(xlabel="optimizer step", ylabel=ylabel)
+    style.legend(ax)
     return style.plain(ax)
 
 
@@ -53,5 +65,5 @@ def validation_gaps(ax: Axes, losses: Mapping[tuple[str, str], float], *, seeds:
     ax.set_xticks(range(len(names)), names, fontsize=8)
     ax.set(ylabel="nats", title="final validation loss minus bf16's")
     ax.margins(x=0.1, y=0.25)
-    ax.legend(frameon=False, fontsize=8)
+    style.legend(ax)
     return style.plain(ax)

@@ -2,7 +2,7 @@
 
 import io
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -67,6 +67,11 @@ def label_powers(axis, lowest: int, highest: int, *, ticks: int = 9) -> None:
     axis.set_ticks(places, labels=[power(float(place)) for place in places])
 
 
+def legend(ax: Axes, **how: Any) -> None:
+    """A legend on white, through which neither grid nor shading strikes; how: matplotlib's own keywords."""
+    ax.legend(**{"fontsize": 8, "facecolor": "white", "edgecolor": "none", "framealpha": 0.9, "borderpad": 0.2} | how)
+
+
 def above(ax: Axes, columns: int) -> None:
     """A legend in one row above the axes, at their right, where no data are."""
-    ax.legend(frameon=False, fontsize=8, ncols=columns, loc="lower right", bbox_to_anchor=(1, 1), borderaxespad=0)
+    legend(ax, ncols=columns, loc="lower right", bbox_to_anchor=(1, 1), borderaxespad=0)

@@ -68,7 +68,7 @@ def fate_map(ax: Axes, x, q: Quantized, *, legend: bool = True) -> Axes:
     ax.imshow(fate, cmap=ListedColormap(list(FATES.values())), vmin=-0.5, vmax=len(FATES) - 0.5, interpolation="nearest", aspect="auto")
     if legend:
         present = [Patch(facecolor=c, edgecolor=style.MUTED, label=name) for i, (name, c) in enumerate(FATES.items()) if (fate == i).any()]
-        ax.legend(handles=present, fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1.02, 0.5))
+        style.legend(ax, handles=present, loc="center left", bbox_to_anchor=(1.02, 0.5))
     return style.plain_map(ax)
 
 
@@ -110,7 +110,7 @@ def exponent_histogram(
     ax.margins(y=0.15)
     style.label_powers(ax.xaxis, lowest, highest + 1, ticks=7)
     ax.set(xlabel="magnitude after scaling", ylabel="% of elements")
-    ax.legend(frameon=False, fontsize=8, loc="upper left")
+    style.legend(ax, loc="upper left")
     return style.plain(ax)
 
 

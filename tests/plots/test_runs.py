@@ -71,6 +71,15 @@ def test_axes_name_what_they_measure(ax):
     assert "7 steps" in ax.get_title()
 
 
+def test_step_lines_are_what_they_were_given_from_the_first_step_on(ax):
+    plots.step_lines(ax, {"exact": [3.0, 2.0], "hopper_fast": [2.5, 1.0, 0.5]}, ylabel="nats", first=1)
+    np.testing.assert_array_equal(ax.lines[0].get_xydata(), [[1, 3.0], [2, 2.0]])
+    np.testing.assert_array_equal(ax.lines[1].get_xydata(), [[1, 2.5], [2, 1.0], [3, 0.5]])
+    assert [text.get_text() for text in ax.get_legend().get_texts()] == ["exact", "hopper_fast"]
+    assert (ax.get_xlabel(), ax.get_ylabel()) == ("optimizer step", "nats")
+    assert len({(line.get_color(), str(line.get_linestyle())) for line in ax.lines}) == 2
+
+
 LOSSES = {("jax", "bf16"): 2.0, ("torch", "bf16"): 2.5, ("jax", "rowwise"): 2.25, ("torch", "rowwise"): 2.0}
 
 

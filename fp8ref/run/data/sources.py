@@ -4,7 +4,7 @@ import glob
 import os
 import re
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -88,7 +88,7 @@ def _directory(source: str, root: Path) -> Source:
         # hidden: where fp8ref data prepare keeps what is not complete yet
         if _kind(path) in ("shards", "documents") and not any(part.startswith(".") for part in relative.parts):
             visible[relative.as_posix()] = path
-    text = _text(root, SUFFIXES["text"], set())
+    text = _text(root, SUFFIXES["text"], frozenset())
     if visible and text:
         name, path = min(visible.items())
         raise ConfigError(
@@ -117,17 +117,13 @@ def _kind(path: Path) -> str | None:
     return next((kind for kind, suffixes in SUFFIXES.items() if path.suffix in suffixes), None)
 
 
-def _text(root: Path, suffixes: set[str], left_out: set[str]) -> tuple[tuple[str, Path], ...]:
-    found = []
-    for path in _walk(root):
-        relative = path.relative_to(root)
-        if path.suffix in suffixes and not left_out.intersection(relative.parts) and path.is_file():
-            found.append((relative.as_posix(), path))
-    return tuple(sorted(found))
+def _text(root: Path, suffixes: set[str], left_out: Set[str]) -> tuple[tuple[str, Path], ...]:
+    found = [path for path in _walk(root, left_out) if path.suffix in suffixes and path.is_file()]
+    return tuple(sorted((path.relative_to(root).as_posix(), path) for path in found))
 
 
-def _walk(root: Path) -> Iterator[Path]:
-    """The files of a directory and of those in it; a link to a directory is not followed.
+def _walk(root: Path, left_out: Set[str] = frozenset()) -> Iterator[Path]:
+    """The files of a directory and of those in it, but for those of names left out, which are not read; a link to a directory is not followed.
 
     Raises:   ConfigError: a directory cannot be read, so that nobody knows what is left out.
     """
@@ -135,5 +131,6 @@ def _walk(root: Path) -> Iterator[Path]:
     def refuse(error: OSError) -> None:
         raise unreadable(Path(error.filename), error) from error
 
-    for folder, _, names in os.walk(root, onerror=refuse):
+    for folder, folders, names in os.walk(root, onerror=refuse):
+        folders[:] = [name for name in folders if name not in left_out]
         yield from (Path(folder, name) for name in names)

@@ -84,7 +84,7 @@ def metric(group: Sequence[Run], seeds: Seeds, key: str, ylabel: str) -> Figure 
 
 def heat_map(statistics: Sequence[dict], measure: str) -> Figure | None:
     """A measure over layers and steps, one map a role: of a layer's two GEMMs the worse. None where it was never recorded."""
-    _, larger, scaled = MEASURES[measure]
+    title, larger, scaled = MEASURES[measure]
     tables = {role: _table(statistics, role, measure, larger) for role in ROLES}
     tables = {role: (layers, scaled(values)) for role, (layers, values) in tables.items() if np.isfinite(values).any()}
     if not tables:
@@ -101,7 +101,9 @@ def heat_map(statistics: Sequence[dict], measure: str) -> Figure | None:
             ax.set_yticks(range(0, len(layers), every), [_short(layer) for layer in layers[::every]], fontsize=7, parse_math=False)
             shown = np.unique(np.linspace(0, len(steps) - 1, min(6, len(steps))).astype(int))
             ax.set_xticks(shown, [steps[i] for i in shown])
-            figure.colorbar(image, ax=ax, fraction=0.06).ax.tick_params(labelsize=8)
+            bar = figure.colorbar(image, ax=ax, fraction=0.06)
+            bar.set_label(title, fontsize=8)
+            bar.ax.tick_params(labelsize=8)
         axes[-1].set_xlabel("optimizer step")
     return figure
 

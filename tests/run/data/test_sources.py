@@ -64,6 +64,21 @@ def test_a_directory_that_may_not_be_read_is_named(tree, monkeypatch, name):
         find(root)
 
 
+def test_folders_of_the_standard_library_that_are_left_out_are_not_read_at_all(tree, monkeypatch):  # D-1
+    """site-packages may hold sixty times as many files."""
+    root = tree("a.py", "email/b.py", "email/notes.txt", "site-packages/deep/c.py", "email/test/d.py", "test.py")
+    real = os.scandir
+
+    def denied(path):
+        if {"site-packages", "test"} & set(os.fspath(path).split(os.sep)):
+            raise PermissionError(13, "Permission denied", str(path))
+        return real(path)
+
+    monkeypatch.setattr(os, "scandir", denied)
+    monkeypatch.setattr(sources.sysconfig, "get_path", lambda name: str(root))
+    assert [name for name, _ in find("stdlib").files] == ["a.py", "email/b.py", "test.py"]
+
+
 def test_a_link_to_a_file_is_read_and_one_to_a_directory_is_not_followed(tree):  # D-4
     root = tree("top/a.bin", "elsewhere/b.bin", "c.bin") / "top"
     (root / "deep").symlink_to(root.parent / "elsewhere")
