@@ -1,7 +1,34 @@
 """The executable specification of FP8 training, and two production backends held to it bit for bit.
 
-``fp8ref.sim`` (NumPy) defines what every cast, scale and GEMM means; ``fp8ref.jax`` and ``fp8ref.torch`` train with it;
-``fp8ref.check`` holds them together. Importing ``fp8ref`` imports no framework. The specification is docs/SEMANTICS.md.
+The specification is docs/SEMANTICS.md, whose numbered clauses, such as S-5, everything here cites. Where to begin:
+
+    formats, policy, granularity, delayed, epilogue, recipe
+            what there is to choose, as frozen data: E4M3FN and E5M2; POLICIES, DELAYED, EPILOGUES and RECIPES by name.
+    sim     the specification in NumPy: cast.encode and decode, scaling.quantize and dequantize, gemm.matmul and mma, linear.forward and
+            backward, delayed.step, stats.statistics. The same names in jax and torch mean the same.
+    jax     linear.apply, contraction.einsum, flax.convert and its hooks for layers; a model and its training step on a mesh.
+    torch   linear.convert, parallel.parallelize, delayed.update; a model and its training step.
+    check   conformance.identify_cast and identify_quantizer, conformance.strategies, parameters and require for tests of any library;
+            probe.identify.identify for any GEMM; vectors for any language; crosscheck.crosscheck of both backends.
+    plots   figures as functions: arrays in, matplotlib's Axes out.
+    run     around a backend: config.load, loop.train, data, checkpoints, plan, report.
+    cli     the ``fp8ref`` command, ``python -m fp8ref``.
+
+``import fp8ref`` imports none of them, and no framework; a room whose framework is missing says which extra to install.
+
+>>> import numpy as np
+>>> from fp8ref.formats import E4M3FN
+>>> from fp8ref.sim import scaling
+>>> q = scaling.quantize(np.float32([[0.5, -3.0], [1.0, 7.0]]), E4M3FN, granularity="rowwise", axis=-1)
+>>> print(q.codes)
+[[105 254]
+ [104 126]]
+>>> print(q.scale)
+[[149.33333]
+ [ 64.     ]]
+>>> print(scaling.dequantize(q))
+[[ 0.48214287 -3.        ]
+ [ 1.          7.        ]]
 """
 
 __version__ = "0.1.0"

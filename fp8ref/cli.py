@@ -15,7 +15,10 @@ from fp8ref.commands.shared import DEFECT, ERROR, INTERRUPTED, LOST, NON_FINITE,
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; arguments are those of the command line."""
+    """Run one command; arguments are those of the command line, by default this process's. Returns the exit code; a user's error is printed.
+
+    Raises:   SystemExit: arguments that no command takes, --help and --version; whatever a defect of ours raises.
+    """
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     known, options = _parser().parse_known_args(arguments)
     try:

@@ -26,6 +26,8 @@ class DelayedScaling:
     zero            an amax of zero: ``record`` it, or ``skip`` the update.
     non_finite      an infinite or NaN amax, or a flag that says so: ``skip`` the update, or ``record`` the amax as it is.
     nan_in_history  under ``max``: ``propagate`` a NaN, or ``drop`` it, as C's fmaxf does.
+
+    Raises:         ValueError: a length or interval below 1, an unknown word, a policy that makes e8m0 scales, timing ``use`` with an interval.
     """
 
     name: str
@@ -94,7 +96,7 @@ DELAYED = {
 
 
 def by_name(config: "str | DelayedScaling") -> DelayedScaling:
-    """The config of that name; a DelayedScaling is itself."""
+    """The config of that name; a DelayedScaling is itself; ValueError for anything else."""
     if isinstance(config, DelayedScaling):
         return config
     if not isinstance(config, str) or config not in DELAYED:

@@ -1,4 +1,7 @@
-"""What happens between a GEMM's accumulator and its output, as data (SEMANTICS G-4, G-5, G-14, G-15, G-18)."""
+"""What happens between a GEMM's accumulator and its output, as data (SEMANTICS G-4, G-5, G-14, G-15, G-18).
+
+EPILOGUES has by name those that recipes choose among; ``sim.gemm.finish`` obeys any.
+"""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -21,6 +24,8 @@ class Epilogue:
     bias         None: none is taken; ``before_round``: added in float32 to what is then rounded; ``fused``: likewise, in one rounding
                  with the last product; ``after_round``: added in the output dtype.
     rounding     of every rounding to the output dtype: ``nearest_even`` or ``toward_zero``.
+
+    Raises:      ValueError: an unknown word.
     """
 
     name: str
@@ -53,7 +58,7 @@ EPILOGUES = {
 
 
 def by_name(epilogue: "str | Epilogue") -> Epilogue:
-    """The epilogue of that name; an Epilogue is itself."""
+    """The epilogue of that name; an Epilogue is itself; ValueError for anything else."""
     if isinstance(epilogue, Epilogue):
         return epilogue
     if not isinstance(epilogue, str) or epilogue not in EPILOGUES:

@@ -30,13 +30,14 @@ GRANULARITIES = {
 
 
 def by_name(name: str) -> Granularity:
+    """The granularity of that name; ValueError for anything else."""
     if not isinstance(name, str) or name not in GRANULARITIES:
         raise ValueError(f"granularity is one of {', '.join(GRANULARITIES)}; got {name!r}.")
     return GRANULARITIES[name]
 
 
 def normalise_axis(axis: int, ndim: int) -> int:
-    """axis counted from the front; ValueError when the tensor has no such axis."""
+    """axis counted from the front; ValueError where a tensor of so many dims has no such axis."""
     if isinstance(axis, bool) or not isinstance(axis, int) or not -ndim <= axis < ndim:
         raise ValueError(f"the reduced axis lies in [-{ndim}, {ndim}) for a {ndim}-d tensor; got axis={axis!r}.")
     return axis % ndim
@@ -63,7 +64,7 @@ def blocks(name: str, shape: tuple[int, ...], axis: int) -> tuple[int, ...]:
 
 
 def scale_shape(name: str, shape: tuple[int, ...], axis: int) -> tuple[int, ...]:
-    """Shape of the scales: ``()`` for tensorwise, otherwise the number of blocks along each axis.
+    """Shape of the scales: ``()`` for tensorwise, otherwise the number of blocks along each axis. Raises as ``blocks``.
 
     >>> scale_shape("rowwise", (64, 256), -1), scale_shape("rowwise", (64, 256), 0)
     ((64, 1), (1, 256))

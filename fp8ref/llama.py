@@ -14,7 +14,11 @@ EMBEDDING = "model.embed_tokens.weight"
 
 @dataclass(frozen=True, kw_only=True)
 class LlamaConfig:
-    """The keys of the Hugging Face ``LlamaConfig`` that this model uses, under the same names."""
+    """The keys of the Hugging Face ``LlamaConfig`` that this model uses, under the same names.
+
+    Raises:   ValueError: a size below 1, a number that is not positive and finite, a hidden_size that is no multiple of twice the heads, or
+              heads that are no multiple of num_key_value_heads.
+    """
 
     vocab_size: int = 256
     hidden_size: int = 128
@@ -45,6 +49,7 @@ class LlamaConfig:
 
     @property
     def head_dim(self) -> int:
+        """Of one head's queries, keys and values; even, for rotary pairs."""
         return self.hidden_size // self.num_attention_heads
 
 
@@ -78,7 +83,7 @@ def parameter_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
 
 
 def initial_weights(config: LlamaConfig, *, seed: int) -> dict[str, np.ndarray]:
-    """The float32 weights that every backend starts from (SEMANTICS M-6)."""
+    """The float32 weights that every backend starts from, by name in the order of ``parameter_shapes`` (SEMANTICS M-6)."""
     generator = np.random.Generator(np.random.PCG64(seed))
     return {
         name: (generator.standard_normal(shape) * config.initializer_range).astype(np.float32)

@@ -28,9 +28,12 @@ class Multiply(Protocol):
 
     accumulate   what the recipe asks of the hardware (G-7).
     epilogue     the name of one of ``epilogue.EPILOGUES`` without a bias.
+    out_dtype    float32, bfloat16 or float16; a result that is not finite is one too.
     """
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """What a compiled graph and a manifest know it by."""
+        ...
 
     def __call__(self, a: Factor, b: Factor, *, accumulate: Literal["fast", "slow"], epilogue: str, out_dtype: Format) -> np.ndarray: ...

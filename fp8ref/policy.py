@@ -19,7 +19,7 @@ Stored = Literal["scale", "scale_inv"]
 
 @dataclass(frozen=True, kw_only=True)
 class E8M0Rule:
-    """What multiplies a tensor where an e8m0 scale_inv has no float32 reciprocal that the library uses (S-14)."""
+    """What multiplies a tensor where that is not the reciprocal of its e8m0 scale_inv (S-14): at 2^-127, code 0, and at NaN."""
 
     scale_of_code_0: float  # scale_inv 2^-127, whose reciprocal 2^127 is what arithmetic would give
     scale_of_nan: Literal["zero", "nan"]  # scale_inv NaN
@@ -42,6 +42,8 @@ class ScalePolicy:
     stored        ``scale``: tensors are multiplied by it; ``scale_inv``: tensors are divided by that, and a delayed state holds it.
     compute       the dtype of that division: tensor, scale_inv and quotient are rounded to it (S-13).
     e8m0          for the ratios that make scale_inv: its values are those of e8m0fnu.
+
+    Raises:       ValueError: eps outside [0, 1), margin no integer of 0 to 64, an unknown word, or decisions that do not go together.
     """
 
     name: str
@@ -150,7 +152,7 @@ POLICIES = {
 
 
 def by_name(policy: "str | ScalePolicy") -> ScalePolicy:
-    """The policy of that name; a ScalePolicy is itself."""
+    """The policy of that name; a ScalePolicy is itself; ValueError for anything else."""
     if isinstance(policy, ScalePolicy):
         return policy
     if not isinstance(policy, str) or policy not in POLICIES:

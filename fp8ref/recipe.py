@@ -26,7 +26,10 @@ REDUCED_AXES: dict[Gemm, tuple[int, int]] = {"output": (1, 1), "grad_input": (1,
 
 @dataclass(frozen=True, kw_only=True)
 class CastSpec:
-    """How one operand of one GEMM becomes FP8: by its own amax (``delayed`` None), or by those of the steps before."""
+    """How one operand of one GEMM becomes FP8: by its own amax (``delayed`` None), or by those of the steps before.
+
+    Raises:     ValueError: a fmt that is not FP8, an unknown granularity, delayed scaling that is not tensorwise or by another policy than its own.
+    """
 
     fmt: Format
     granularity: str = "tensorwise"
@@ -50,6 +53,8 @@ class GemmSpec:
 
     accumulate  ``fast`` or ``slow`` tensor-core accumulation (SEMANTICS G-7); required with FP8 operands, None without.
     epilogue    the name of one of ``epilogue.EPILOGUES`` that takes no bias.
+
+    Raises:     ValueError: one FP8 operand beside a high-precision one (L-4), accumulate or epilogue that do not go with the operands.
     """
 
     a: CastSpec | None = None
@@ -71,6 +76,7 @@ class GemmSpec:
 
     @property
     def fp8(self) -> bool:
+        """Whether its operands are FP8."""
         return self.a is not None
 
     @property
@@ -81,8 +87,12 @@ class GemmSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """Three GEMMs of two operands. ``output`` takes input and weight, ``grad_input`` grad_output and weight,
-    ``grad_weight`` grad_output and input, as operands a and b."""
+    """Three GEMMs of two operands, as a and b; all in high precision unless given.
+
+    output       input [M, K] and weight [N, K], reduces K.
+    grad_input   grad_output [M, N] and weight, reduces N.
+    grad_weight  grad_output and input, reduces M.
+    """
 
     name: str
     output: GemmSpec = GemmSpec()
@@ -91,10 +101,12 @@ class Recipe:
 
     @property
     def gemms(self) -> dict[Gemm, GemmSpec]:
+        """The three by name, in the order in which a step computes them."""
         return {"output": self.output, "grad_input": self.grad_input, "grad_weight": self.grad_weight}
 
     @property
     def fp8(self) -> bool:
+        """Whether any of its GEMMs is FP8."""
         return any(spec.fp8 for spec in self.gemms.values())
 
     def serves_both(self, role: Role) -> bool:
@@ -163,7 +175,7 @@ SHARED_RECIPES = ("bf16", "tensorwise", "rowwise", "rowwise_with_gw_hp")
 
 
 def by_name(recipe: str | Recipe) -> Recipe:
-    """The recipe of that name; a Recipe is itself."""
+    """The recipe of that name; a Recipe is itself; ValueError for anything else."""
     if isinstance(recipe, Recipe):
         return recipe
     if not isinstance(recipe, str) or recipe not in RECIPES:
@@ -172,7 +184,7 @@ def by_name(recipe: str | Recipe) -> Recipe:
 
 
 def delayed_casts(recipe: str | Recipe) -> dict[Role, tuple[Format, DelayedScaling]]:
-    """How each role that recipe scales by its past is cast; one state serves both of its GEMMs, so they cast it alike (SEMANTICS L-6)."""
+    """How each role that recipe scales by its past is cast; one state serves both of its GEMMs (SEMANTICS L-6): ValueError where they cast it in two ways."""
     found: dict[Role, tuple[Format, DelayedScaling]] = {}
     recipe = by_name(recipe)
     for which, gemm in recipe.gemms.items():
@@ -201,7 +213,7 @@ def matches(pattern: str, name: str) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """What becomes of one linear, and why."""
+    """What becomes of one linear, and why: reason is for a person, and names the pattern or the rule."""
 
     path: str
     shape: tuple[int, int]  # [N, K]
@@ -210,6 +222,7 @@ class Decision:
 
     @property
     def fp8(self) -> bool:
+        """Whether the linear is converted."""
         return self.recipe.fp8
 
 

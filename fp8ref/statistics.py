@@ -25,6 +25,7 @@ class Operand(NamedTuple):
 
     @property
     def name(self) -> str:
+        """``layer/gemm/role``, its key in what is recorded."""
         return f"{self.layer}/{self.gemm}/{self.role}"
 
 
@@ -40,9 +41,10 @@ def planned(decisions: Iterable[Decision]) -> list[Operand]:
 
 
 def merged(operands: Sequence[Operand], parts: Sequence[np.ndarray]) -> dict[str, dict]:
-    """The recorded statistics of each operand, by name.
+    """The recorded statistics of each operand, by name: amax, scale_min, scale_max, rates as fractions, non_finite a count, sqnr in dB (Q-8).
 
     Shapes:   parts float64 [parts, FIELDS], one array an operand; a part whose count is 0 holds nothing of it.
+    Specials: what JSON has no number for is None: an amax or scale that is not finite, an SQNR without noise, signal or a finite x.
     """
     return {operand.name: _recorded(of_one) for operand, of_one in zip(operands, parts, strict=True)}
 

@@ -24,7 +24,7 @@ def gamma(n: int) -> float:
 
 
 def gemm(a: scaling.Quantized, b: scaling.Quantized, spec: GemmSpec, found: np.ndarray, simulated: np.ndarray) -> np.ndarray:
-    """B-1: elementwise bound on |found - simulated| for outputs [M, N] in bfloat16, from a [M, K] and b [N, K]."""
+    """B-1: elementwise bound, float64, on |found - simulated| for outputs [M, N] in bfloat16, from a [M, K] and b [N, K]; NaN or Inf where an operand is."""
     magnitudes = np.abs(scaling.dequantize(a)).astype(np.float64) @ np.abs(scaling.dequantize(b)).astype(np.float64).T
     roundings = 3 if spec.epilogue == "unit_round_scale_round" else 1
     largest = np.maximum(np.abs(found), np.abs(simulated)).astype(np.float64)

@@ -28,7 +28,10 @@ SCALES = (("e4m3fn", "torchao"), ("e4m3fn", "torchao_pow2"), ("e4m3fn", "torchao
 
 
 def certify(*, exhaustive: bool = False, workers: int | None = None) -> "Certificate":
-    """Compare every library that is installed; workers processes, by default one a processor, share the exhaustive inputs."""
+    """Compare every library that is installed; workers processes, by default one a processor, share the exhaustive inputs.
+
+    exhaustive  all 2^32 inputs of a cast and 2^31 amaxes: minutes. Otherwise seconds.
+    """
     tasks = list(_tasks(exhaustive))
     result = Certificate(exhaustive=exhaustive)
     with progress.bar("certify", len(tasks)) as advance:
@@ -40,6 +43,8 @@ def certify(*, exhaustive: bool = False, workers: int | None = None) -> "Certifi
 
 @dataclass
 class Certificate:
+    """What every library did with which inputs: tallies by (format, ``cast`` or a policy)."""
+
     exhaustive: bool
     tallies: dict[tuple[str, str], Tally] = field(default_factory=dict)
 
@@ -75,6 +80,7 @@ class Certificate:
         return list(classes.values())
 
     def print(self) -> None:
+        """What agrees in range, what is decided otherwise, and the first difference of every check that failed."""
         console, report = progress.console(), self.report()
         table = Table("what", "library", "compared", "equal", "", title="inputs in range, and all inputs of fp8ref's own")
         for check in report.checks.values():
@@ -93,6 +99,7 @@ class Certificate:
         console.print("all float32 inputs" if self.exhaustive else f"one in {STRIDE} float32 inputs, all bfloat16, float16 and ties")
 
     def write(self, path: Path) -> None:
+        """``report`` and ``disagreements`` as JSON."""
         written = self.report().to_dict() | {"exhaustive": self.exhaustive, "disagreements": self.disagreements()}
         path.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
 

@@ -17,7 +17,10 @@ WHOLE_MODEL = ("weights", "logits", "loss", "grad_norm", "model")  # what stands
 
 @dataclass(kw_only=True)
 class Check:
-    """name is "<layer>/<role or gemm>/<codes|scale|value>/<backend>". A bound of 0 asks for equal bits."""
+    """How much was compared, how much was equal, and the worst difference, in the units of what compared it.
+
+    name is "<layer>/<role or gemm>/<codes|scale|value>/<backend>". A bound of 0 asks for equal bits.
+    """
 
     name: str
     compared: int = 0
@@ -28,6 +31,7 @@ class Check:
 
     @property
     def ok(self) -> bool:
+        """Whether it holds; of nothing that was compared it does not."""
         return self.compared > 0 and (self.equal == self.compared if self.bound == 0 else self.worst <= self.bound)
 
     def fail(self, message: str) -> None:
@@ -60,17 +64,21 @@ class Report:
 
     @property
     def ok(self) -> bool:
+        """Whether there are checks and all of them hold."""
         return bool(self.checks) and all(check.ok for check in self.checks.values())
 
     @property
     def failures(self) -> list[Check]:
+        """The checks that do not hold."""
         return [check for check in self.checks.values() if not check.ok]
 
     def to_dict(self) -> dict:
+        """What --json keeps: ok, and every check's name, compared, equal, worst, bound and ok."""
         checks = [{k: v for k, v in asdict(c).items() if k != "detail" or v} | {"ok": c.ok} for c in self.checks.values()]
         return {"ok": self.ok, "checks": checks}
 
     def write(self, path: Path) -> None:
+        """``to_dict`` as JSON."""
         path.write_text(json.dumps(self.to_dict(), indent=1, allow_nan=False) + "\n", encoding="utf-8")
 
     def table(self) -> list[Check]:

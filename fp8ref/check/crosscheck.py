@@ -43,6 +43,8 @@ class Observation:
 def crosscheck(config: Config, *, backends: Sequence[str] = loop.BACKENDS, steps: int = STEPS) -> Report:
     """Run every comparison. Nothing is written; training here starts from the config's own initial weights.
 
+    steps     optimizer steps of each backend, after which operands are taken again.
+    Returns:  every check; of one backend there is none against another. Clauses B-1 to B-6 and B-12.
     Raises:   ConfigError: data too short, an unknown backend, several devices.
     """
     if config.parallel.devices > 1:

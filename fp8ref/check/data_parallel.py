@@ -33,6 +33,7 @@ class Operands:
     fp8: dict[tuple[str, Gemm, Role], tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)
 
     def add(self, layer: str, which: Gemm, a: tuple, b: tuple, out: np.ndarray) -> None:
+        """Keep what a GEMM took, as an observer is told it."""
         for role, (hp, codes, scale) in zip(OPERANDS[which], (a, b), strict=True):
             if role != "weight":
                 self.hp[layer, role] = hp
@@ -90,6 +91,7 @@ class Replicated(Trainer):
         self._ranks = data, fsdp
 
     def step(self, tokens: np.ndarray) -> dict[str, float]:
+        """One optimizer step, as Trainer's, of the batch's rows rank by rank."""
         losses, found = [], []
         for rows in np.split(tokens, self._ranks[0] * self._ranks[1]):
             losses.append(self._backward(rows))  # states of delayed scaling merge what each shows

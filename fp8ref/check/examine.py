@@ -36,6 +36,7 @@ class Tally:
     first: dict = field(default_factory=dict)
 
     def add(self, other: "Tally") -> None:
+        """Count what another part counted; the first example of each kind stays."""
         self.compared += other.compared
         self.differ += other.differ
         for key, example in other.first.items():

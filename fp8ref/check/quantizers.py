@@ -11,13 +11,18 @@ from fp8ref.sim import cast, scaling
 
 
 class Quantizer(Protocol):
-    """quantize first rounds x to ``dtype``, the tensor's hp dtype; encode is the bare cast, saturating, from float32."""
+    """quantize first rounds x to ``dtype``, the tensor's hp dtype; encode is the bare cast, saturating, from float32.
+
+    Shapes:   x float32 of any shape, of axis the reduced one; codes uint8 of its shape; scale float32 of ``granularity.scale_shape``.
+    """
 
     def quantize(self, x: np.ndarray, spec: CastSpec, *, axis: int, dtype: str) -> tuple[np.ndarray, np.ndarray]: ...
     def encode(self, x: np.ndarray, fmt: Format) -> np.ndarray: ...
 
 
 class Sim:
+    """The simulator's."""
+
     def quantize(self, x: np.ndarray, spec: CastSpec, *, axis: int, dtype: str) -> tuple[np.ndarray, np.ndarray]:
         x = cast.round_to(x, FORMATS[dtype])
         q = scaling.quantize(x, spec.fmt, granularity=spec.granularity, policy=spec.policy, axis=axis)
@@ -56,6 +61,8 @@ class Jax:
 
 
 class Torch:
+    """PyTorch's, eager, on the CPU."""
+
     def quantize(self, x: np.ndarray, spec: CastSpec, *, axis: int, dtype: str) -> tuple[np.ndarray, np.ndarray]:
         import torch
 

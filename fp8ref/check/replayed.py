@@ -40,6 +40,7 @@ class Replayed:
         return self.first is None and not self.reproduced and self.report.ok
 
     def write(self, path: Path) -> None:
+        """The report, and what was found, as JSON."""
         about: dict[str, Any] = {"first": self.first and self.first.to_dict(), "reproduced": self.reproduced, "faithful": self.faithful}
         about |= {
             "backend": self.failed.backend,
@@ -49,6 +50,7 @@ class Replayed:
         path.write_text(json.dumps(self.report.to_dict() | {"ok": self.ok} | about, indent=1, allow_nan=False) + "\n", encoding="utf-8")
 
     def print(self) -> None:
+        """How it failed, whether it did again, where it began, and codes or scales that differ."""
         console = progress.console()
 
         def say(text: str) -> None:

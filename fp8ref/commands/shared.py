@@ -32,7 +32,7 @@ def plain(commands, name: str, run: Run, help: str, description: str | None = No
 
 
 def config(known: argparse.Namespace, options: list[str]):
-    """The config file with the remaining options applied."""
+    """The config file with the remaining options applied; with --help it prints them, and exits. ConfigError for what cannot be used."""
     from fp8ref.run import config as configs
 
     prog = known.parser.prog

@@ -1,5 +1,7 @@
-"""FP8 training in JAX: ``cast``, ``scaling``, ``delayed``, ``gemm``, ``linear``, hooks for ``flax``, the ``model`` in Flax NNX and its ``train``
-step with optax.
+"""FP8 training in JAX: begin with ``linear.apply``, one linear layer by any recipe, or with ``flax.convert``, for a model that is there.
+
+``cast``, ``scaling``, ``scales``, ``delayed``, ``gemm`` are what it is made of; ``contraction`` has dot_general and einsum, ``sharding`` a linear's
+placement on a mesh, ``proof`` what a compiled step really multiplies; ``model``, ``parallel``, ``train`` and ``replay`` are the trainer's own.
 
 Held to docs/SEMANTICS.md by ``fp8ref.check``; shares no code with the simulator.
 """

@@ -18,8 +18,9 @@ DTYPES = {
 def encode(x: jax.Array, fmt: Format, *, saturate: bool = True) -> jax.Array:
     """Round x once to nearest even and return the codes.
 
-    Shapes:   x any shape, float32, float16 or bfloat16; codes uint8 of the same shape.
-    Specials: as the simulator: NaN -> fmt.nan_code; above fmt.max: max if saturate, else Inf or NaN.
+    Shapes:   x any shape, empty too, float32, float16 or bfloat16, of JAX or NumPy; codes uint8 of the same shape.
+    Specials: as the simulator: NaN -> fmt.nan_code; -0 and underflow keep their sign, but in fnuz; above fmt.max, infinities too: max if saturate,
+              else Inf, or NaN in a format without infinities.
     Raises:   ValueError: fmt not FP8; x of another dtype (float64 would be rounded twice).
     Source:   SEMANTICS C-1 to C-6.
     """
@@ -29,7 +30,10 @@ def encode(x: jax.Array, fmt: Format, *, saturate: bool = True) -> jax.Array:
 
 
 def decode(codes: jax.Array, fmt: Format) -> jax.Array:
-    """The values of uint8 codes (or of the native float8 array), float32 of the same shape."""
+    """The values of uint8 codes (or of the native float8 array), exactly: float32 of the same shape. Every NaN code is NaN.
+
+    Raises:   ValueError: fmt not FP8; codes of another dtype.
+    """
     dtype = _dtype(fmt)
     if codes.dtype == jnp.uint8:
         codes = lax.bitcast_convert_type(codes, dtype)
@@ -39,7 +43,7 @@ def decode(codes: jax.Array, fmt: Format) -> jax.Array:
 
 
 def to_fp8(x: jax.Array, fmt: Format, *, saturate: bool = True) -> jax.Array:
-    """As encode, but the native float8 array; its NaNs may carry a sign."""
+    """As encode, but the native float8 array; its NaNs may carry a sign. Raises as encode."""
     dtype = _dtype(fmt)
     value = to_f32(x)
     if saturate:
@@ -48,7 +52,8 @@ def to_fp8(x: jax.Array, fmt: Format, *, saturate: bool = True) -> jax.Array:
 
 
 def to_f32(x: jax.Array) -> jax.Array:
-    """x widened to float32, rounded to its own dtype first: XLA may hand a fused consumer more digits than the dtype has."""
+    """x widened to float32, rounded to its own dtype first: XLA may hand a fused consumer more digits than the dtype has. ValueError
+    unless it is float32, float16 or bfloat16."""
     x = checked(x)
     if x.dtype == jnp.float32:
         return x

@@ -24,7 +24,9 @@ def dot_general(
     Shapes:   as lax.dot_general; output dims: batch, then x's other dims, then w's. Each element of a batch is a linear of its own rows,
               but has the tensor's scale under tensorwise and delayed.
     Order:    transposed to x [batch, M, K] and w [batch, N, K], or [batch, K, N] where it is that already; then as apply.
-    Raises:   ValueError: as apply; dtypes that differ without a preferred_element_type, which is the output's.
+    Returns:  (output, seen), as apply; differentiable as that is.
+    Raises:   ValueError: as apply; sizes of contracted or batch dims that differ; dtypes that differ without a preferred_element_type, which
+              is the output's.
     """
     (contract_x, contract_w), (batch_x, batch_w) = ((tuple(map(int, dims)) for dims in pair) for pair in dimension_numbers)
     kept_x, kept_w = ([d for d in range(v.ndim) if d not in (*c, *b)] for v, c, b in ((x, contract_x, batch_x), (w, contract_w, batch_w)))

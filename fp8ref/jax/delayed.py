@@ -58,7 +58,11 @@ State = Mapping[Role, DelayedState | FlaxState]
 
 
 def init(recipe: str | Recipe, shape: tuple[int, ...] = ()) -> dict[Role, DelayedState | FlaxState]:
-    """A state for each role that recipe scales by its past: scale 1, an empty history (H-2). shape: of a stack of layers, say."""
+    """A state for each role that recipe scales by its past: scale 1, an empty history (H-2); of any other recipe none.
+
+    shape:    of a stack of layers, say.
+    Raises:   ValueError: an unknown recipe, or histories that this backend does not keep (``implemented``).
+    """
     return {
         role: kind(config)(
             jnp.ones(shape, jnp.float32), jnp.zeros((*shape, config.history_length), jnp.float32), jnp.zeros(shape, jnp.int32)
@@ -73,12 +77,15 @@ def kind(config: DelayedScaling) -> type[DelayedState | FlaxState]:
 
 
 def unseen(recipe: str | Recipe, shape: tuple[int, ...] = ()) -> dict[Role, jax.Array]:
-    """Observations of nothing: what a step starts from."""
+    """Observations of nothing: what a step starts from, float32 [*shape, 3] a role. Raises as init."""
     return {role: jnp.zeros((*shape, 3), jnp.float32) for role in _casts(recipe)}
 
 
 def observe(x: jax.Array, *, over: tuple[str, ...] = ()) -> jax.Array:
-    """float32 [3] of a tensor, and of those along the mesh axes ``over``: its amax (0 unless finite), whether it is not finite, and 1, for seen."""
+    """float32 [3] of a tensor, and of those along the mesh axes ``over``: its amax (0 unless finite), whether it is not finite, and 1, for seen.
+
+    Raises:   ValueError: x empty, or not float32, float16 or bfloat16.
+    """
     amax = scaling.amax(x, over=over)
     finite = jnp.isfinite(amax)
     return jnp.stack([jnp.where(finite, amax, 0.0), jnp.where(finite, 0.0, 1.0), jnp.float32(1)])
@@ -90,7 +97,10 @@ def larger(a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def merge(*observations: Seen) -> dict[Role, jax.Array]:
-    """One observation of several (H-4): the maximum of amaxes and of flags, in any order and grouping."""
+    """One observation of several (H-4): the maximum of amaxes and of flags, in any order and grouping.
+
+    Raises:   ValueError: none given; observations of different roles.
+    """
     if not observations:
         raise ValueError("merge takes at least one observation; got none. unseen(recipe) is that of nothing.")
     first, *others = observations
@@ -145,7 +155,8 @@ def update(state: State, seen: Seen, *, recipe: str | Recipe) -> dict[Role, Dela
 
 
 def scales(state: State, recipe: str | Recipe) -> dict[Role, jax.Array]:
-    """What each role is multiplied by in the coming step (H-1), or under policy ``flax`` divided by; a constant of its gradients."""
+    """What each role is multiplied by in the coming step (H-1), or under policy ``flax`` divided by: float32 of the state's shape, a constant
+    of its gradients."""
     casts = _casts(recipe)
     return {role: lax.stop_gradient(_used(of_role, *casts[role])) for role, of_role in state.items()}
 
@@ -187,7 +198,10 @@ def check(state: State | None, seen: Seen | None, recipe: str | Recipe, name: st
 
 def implemented(config: DelayedScaling) -> DelayedScaling:
     """The config, if this backend implements it: fp8ref's own, with history, interval, ``most_recent`` and margin of one's choice; or
-    flax's, with any history, but for what it makes of a layer used again or not at all (H-10): reuse ``max``, unused ``keep``."""
+    flax's, with any history, but for what it makes of a layer used again or not at all (H-10): reuse ``max``, unused ``keep``.
+
+    Raises:   ValueError: any other.
+    """
     flax = dataclasses.replace(DELAYED["flax"], name=config.name, history_length=config.history_length, reuse="max", unused="keep")
     if config == flax:
         return config

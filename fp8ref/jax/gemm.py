@@ -32,9 +32,11 @@ def matmul(
     """Contract a and b along their reduced axes: [..., M, K] x [..., N, K] -> [..., M, N], or ``turned`` [..., N, M].
 
     Shapes:   a.codes and b.codes of one rank, 2 or more, and equal leading dims; each is reduced along its ``axis``, one of its last
-              two, so that [K, M] with axis 0 serves as [M, K].
+              two, so that [K, M] with axis 0 serves as [M, K]. The result is of out_dtype. Scales of both are of all of K, or of both in
+              blocks of it, which ``linear.check_recipe`` sees to.
     Order:    dot in float32; the sum over devices; the epilogue, G-4, G-5 or G-14; round to out_dtype. If the collective is of
               scaled results: dot, epilogue, round, sum in float32, round again. Operands in blocks are dequantised first (G-16).
+    Specials: Inf and NaN as in IEEE 754; overflow to infinity.
     multiply  simulated hardware, of matrices: all of it (G-19); raw accumulators where they are summed over devices (G-21).
     Raises:   ValueError: ranks or reduced lengths that differ, a reduced axis among the leading dims, unknown names.
     Source:   SEMANTICS G-1, G-4, G-5, G-7, G-14, G-16, P-7, P-8.
@@ -73,8 +75,10 @@ def matmul(
 def matmul_hp(
     a: jax.Array, b: jax.Array, *, axes: tuple[int, int], out_dtype, collective: Reduction | None = None, turned: bool = False
 ) -> jax.Array:
-    """A GEMM in high precision: float32 accumulation, one rounding to out_dtype (SEMANTICS G-9). a and b are reduced along axes,
-    -1 or -2; turned as in matmul."""
+    """A GEMM in high precision: float32 accumulation in XLA's order, one rounding to out_dtype (SEMANTICS G-9).
+
+    Shapes:   a and b as codes in matmul, reduced along axes, -1 or -2 each; collective and turned as there.
+    """
     return _total(_dot(a, b, axes, lax.Precision.DEFAULT, turned, collective), collective).astype(out_dtype)
 
 

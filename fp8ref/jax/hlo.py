@@ -56,6 +56,7 @@ class Instruction:
 
     @property
     def path(self) -> str:
+        """The named scopes that it came from; empty where it does not say."""
         return _first(r'op_name="([^"]*)"', self.line)
 
 
@@ -66,6 +67,7 @@ def place(path: str) -> tuple[str, str] | tuple[None, None]:
 
 
 def from_stablehlo(module) -> Iterator[Operation]:
+    """The dots, collectives and calls of simulated hardware of a StableHLO module, in its order."""
     for op in walk(module):
         kind = op.name.removeprefix("stablehlo.")
         if kind == "dot_general" or kind in COLLECTIVES:
@@ -97,6 +99,7 @@ def from_text(text: str) -> Iterator[Operation]:
 
 
 def instructions(text: str) -> Iterator[Instruction]:
+    """Every instruction of HLO's text, with the computation it is in."""
     computation = ""
     for line in text.splitlines():
         if found := _INSTRUCTION.match(line):

@@ -33,11 +33,12 @@ def apply(
     name: str = "linear",
     multiply: Multiply | None = None,
 ) -> tuple[jax.Array, delayed.Seen | None]:
-    """output [..., N] = input x [..., K] x weight w [N, K], and gradients by the recipe's two backward GEMMs.
+    """output [..., N] = input x [..., K] x weight w [N, K], and gradients by the recipe's two backward GEMMs. Under jit, grad, vmap and shard_map.
 
     Shapes:   x [..., K] and w [N, K] of one dtype, bfloat16, float16 or float32; output [..., N] of that dtype. With a placement, inside
               shard_map, they are a device's pieces, and so is the output.
     Order:    leading dims flatten to M; SEMANTICS L-2, L-3, L-6; between devices P-9.
+    Specials: as ``scaling.quantize`` and ``gemm.matmul``: under policy torchao a NaN or Inf makes NaN of every output that its scale reaches.
     multiply  simulated hardware, such as ``fp8ref.sim.hardware.by_name("hopper")``, that multiplies on the host in place of XLA's FP8 dots (G-19).
     Returns:  (output, seen). Under delayed scaling, seen merged with what this use observed of input and weight, and the
               gradient by seen merged with what it observed of grad_output (H-4): give every use the seen of the one before it.
@@ -63,7 +64,7 @@ def measured(
     tap: jax.Array | None,
     multiply: Multiply | None = None,
 ) -> tuple[jax.Array, delayed.Seen | None, jax.Array | None]:
-    """``apply``, and where a tap is given what quantising did to its operands (SEMANTICS Q-8).
+    """``apply``, and where a tap is given what quantising did to its operands (SEMANTICS Q-8). Raises as apply.
 
     tap       float32 zeros [6, stats.LENGTH], one for each use of a linear; inside shard_map varying along all axes of its mesh.
     Returns:  (output, seen, tap): the tap with measurements of the output GEMM's operands, of what this device holds of them. Those of the backward
@@ -132,6 +133,8 @@ def contract(
     """x [..., M, K] by w [N, K], or by w [..., N, K] of equal leading dims, -> [..., M, N]: what ``apply`` and ``contraction`` are made of.
 
     turned    w is [..., K, N], as Flax keeps it: the same bits, without transposing it.
+    out_dtype of the output; None: x's, which w's then is too.
+    Raises:   as ``apply``; a name with '/', '(' or ')'.
     """
     recipe = check_recipe(recipe, name)
     if set(name) & set("/()"):

@@ -42,6 +42,7 @@ class Pass:
         return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=self.attention)
 
     def linear(self, x: jax.Array, w: jax.Array, recipe: str | Recipe, name: str) -> jax.Array:
+        """``linear.apply`` of the linear of that name, by its own state, observations and placement."""
         placement = self.layout.placement(name) if self.layout else None
         y, seen, tap = linear.measured(
             x,
@@ -74,6 +75,8 @@ class Linear(nnx.Module):
 
 
 class RMSNorm(nnx.Module):
+    """x * rsqrt(mean(x^2) + eps) * weight over the last dim, in float32, rounded once to x's dtype (SEMANTICS M-3)."""
+
     def __init__(self, weight: np.ndarray, *, eps: float) -> None:
         self.weight = nnx.Param(jnp.asarray(weight))
         self.eps = eps
@@ -85,6 +88,8 @@ class RMSNorm(nnx.Module):
 
 
 class Embedding(nnx.Module):
+    """Rows of the float32 table, then rounded: [B, T] -> [B, T, hidden] (SEMANTICS M-2)."""
+
     def __init__(self, weight: np.ndarray) -> None:
         self.weight = nnx.Param(jnp.asarray(weight))
 
@@ -94,6 +99,8 @@ class Embedding(nnx.Module):
 
 
 class Attention(nnx.Module):
+    """Causal attention of [B, T, hidden], rotary, key and value heads shared by groups of query heads (SEMANTICS M-1)."""
+
     def __init__(self, name: str, config: LlamaConfig, weights: Weights, recipes: Recipes) -> None:
         self.head_dim = config.head_dim
         for projection in ("q_proj", "k_proj", "v_proj", "o_proj"):
@@ -108,6 +115,8 @@ class Attention(nnx.Module):
 
 
 class MLP(nnx.Module):
+    """SwiGLU: down_proj(silu(gate) * up), the product in float32 and rounded once (SEMANTICS M-3)."""
+
     def __init__(self, name: str, weights: Weights, recipes: Recipes) -> None:
         for projection in ("gate_proj", "up_proj", "down_proj"):
             setattr(self, projection, Linear(f"{name}.{projection}", weights, recipes))
@@ -120,6 +129,8 @@ class MLP(nnx.Module):
 
 
 class Layer(nnx.Module):
+    """h + attention of its norm, then + MLP of its norm: [B, T, hidden], and so the result."""
+
     def __init__(self, name: str, config: LlamaConfig, weights: Weights, recipes: Recipes) -> None:
         self.input_layernorm = RMSNorm(weights[f"{name}.input_layernorm.weight"], eps=config.rms_norm_eps)
         self.self_attn = Attention(f"{name}.self_attn", config, weights, recipes)
@@ -132,6 +143,8 @@ class Layer(nnx.Module):
 
 
 class Decoder(nnx.Module):
+    """The parameters between tokens and lm_head, under Hugging Face's names; ``Llama`` runs them."""
+
     def __init__(self, config: LlamaConfig, weights: Weights, recipes: Recipes) -> None:
         self.embed_tokens = Embedding(weights["model.embed_tokens.weight"])
         self.layers = nnx.List([Layer(f"model.layers.{i}", config, weights, recipes) for i in range(config.num_hidden_layers)])
@@ -141,6 +154,7 @@ class Decoder(nnx.Module):
 class Llama(nnx.Module):
     """Logits of a batch of tokens: [B, T] int -> [B, T, vocab_size] of the norms' dtype, the compute dtype.
 
+    Order:    SEMANTICS M-3, rounded to the compute dtype at each of its sites.
     The weights' dtype is the caller's: the training step rounds float32 masters to bfloat16 first (SEMANTICS M-2).
     """
 

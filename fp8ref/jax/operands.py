@@ -65,7 +65,10 @@ class Use:
 
 def quantize(x: jax.Array, role: Role, cast: CastSpec, axis: int, past: Scales, use: Use) -> Quantized:
     """A device's own piece, by the scale of the role's state, or without one by the tensor's own amax. Blocks are of flattened tensors;
-    of others all dims stay, as flattening one that is cut along two of them would gather it."""
+    of others all dims stay, as flattening one that is cut along two of them would gather it.
+
+    Raises:   ValueError, naming layer, role and recipe: as ``scaling.quantize``; a block that the mesh cuts (P-5).
+    """
     try:
         if role in past and cast.policy.stored == "scale_inv":
             return scaling.quantize_divided(x, past[role], cast.fmt, axis=axis)

@@ -64,6 +64,7 @@ class Layout:
 
     @property
     def on_gpu(self) -> bool:
+        """Whether its devices are GPUs."""
         return self.devices[0].platform == "gpu"
 
     @property
@@ -112,6 +113,7 @@ class Layout:
         return P(self._fsdp) if name == llama.EMBEDDING else P(*placement.at_rest("weight"))
 
     def sharding(self, spec: P) -> Sharding:
+        """Where an array of that spec lies."""
         return SingleDeviceSharding(self.devices[0]) if self.mesh is None else NamedSharding(self.mesh, spec)
 
     def put(self, value: np.ndarray, spec: P) -> jax.Array:

@@ -22,9 +22,11 @@ class Processes:
         self.first = jax.process_index() == 0
 
     def telling(self) -> AbstractContextManager:
+        """Adds nothing."""
         return nullcontext()  # jax ends every process itself, and says which was lost
 
     def gather(self, value: Any) -> list:
+        """Every process's value, of what JSON has, in order, in all of them."""
         text = np.frombuffer(json.dumps(value).encode(), np.uint8)
         lengths = multihost_utils.process_allgather(np.int32(len(text)))
         texts = multihost_utils.process_allgather(np.pad(text, (0, lengths.max() - len(text))))

@@ -58,6 +58,7 @@ class Gemm:
 
     @property
     def fp8(self) -> bool:
+        """Whether both operands are."""
         return self.a.startswith("f8") and self.b.startswith("f8")
 
 
@@ -73,7 +74,10 @@ class Collective:
 
 
 def read(lowered: jax.stages.Lowered) -> Program:
-    """The operations of ``jax.jit(f).lower(...)``. Compiles only where XLA has yet to partition the program."""
+    """The operations of ``jax.jit(f).lower(...)``. Compiles only where XLA has yet to partition the program.
+
+    Raises:   RuntimeError: a jax that dumps no HLO behind that pass.
+    """
     operations = tuple(hlo.from_stablehlo(_module(lowered)))
     if not _left_to_partition(lowered):
         return Program(operations, "stablehlo")

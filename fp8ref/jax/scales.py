@@ -39,12 +39,12 @@ def scales_from_amax(amax: jax.Array, fmt: Format, policy: str | ScalePolicy = "
 
 
 def scale_from_amax(amax: jax.Array, fmt: Format, policy: str | ScalePolicy = "torchao") -> jax.Array:
-    """The factor that multiplies into FP8: ``scales_from_amax(...).scale``."""
+    """The factor that multiplies into FP8: ``scales_from_amax(...).scale``. Shapes, order, specials and what it raises are the same."""
     return scales_from_amax(amax, fmt, policy).scale
 
 
 def with_inverse(scale: jax.Array) -> Scales:
-    """The scale and RN32(1 / scale), past a barrier without which XLA makes amax / 448 of 1 / (448 / amax)."""
+    """The scale, float32 of any shape, and RN32(1 / scale), past a barrier without which XLA makes amax / 448 of 1 / (448 / amax)."""
     scale = lax.optimization_barrier(scale)
     return Scales(scale, 1 / scale)
 
@@ -52,6 +52,7 @@ def with_inverse(scale: jax.Array) -> Scales:
 def flax_scale_inv(amax: jax.Array, previous: jax.Array, fmt: Format) -> jax.Array:
     """scale_inv of policy ``flax`` (SEMANTICS S-9, S-13), past no barrier: XLA then makes of it what it makes of flax's own.
 
+    Shapes:   amax and previous, the scale_inv before, float32 of one shape; and so the result.
     Specials: an amax of zero, Inf or NaN gives the previous one through two reciprocals; one that XLA flushes is zero.
     Source:   flax 0.12.8 linen/fp8_ops.py, compute_scale.
     """

@@ -27,7 +27,13 @@ __all__ = ["Quantized", "amax", "dequantize", "quantize", "quantize_divided", "q
 )
 @dataclass(frozen=True, kw_only=True)
 class Quantized:
-    """An FP8 tensor: hp ~ decode(codes) * scale_inv. codes is native float8; fmt, granularity and axis are static."""
+    """An FP8 tensor: hp ~ decode(codes) * scale_inv. A pytree, of which fmt, granularity and axis are static.
+
+    codes        native float8, of the hp tensor's shape.
+    scale, scale_inv
+                 float32 of ``granularity.scale_shape``: what multiplied into FP8, what multiplies out of it.
+    axis         the reduced one; under rowwise it may be several.
+    """
 
     codes: jax.Array
     scale: jax.Array
@@ -44,7 +50,7 @@ def amax(x: jax.Array, granularity: str = "tensorwise", *, axis: int | tuple[int
     Order:    of bits: as magnitudes, XLA's maximum on a CPU drops NaNs, of large tensors and between devices, and flushes subnormals.
     Devices:  ``over`` names axes of the mesh, inside shard_map, along which the largest is taken too (P-2). Under jit on a sharded
               array that happens by itself.
-    Specials: NaN if any element is NaN, on any device.
+    Specials: NaN if any element is NaN, on any device; else Inf if any is infinite; subnormals count.
     Raises:   ValueError: x empty or not float32, float16 or bfloat16; blocks that do not divide the reduced axis.
     """
     axes = axis if isinstance(axis, tuple) else (axis,)
@@ -92,9 +98,10 @@ def quantize(
 
 
 def quantize_with(x: jax.Array, scale: jax.Array, fmt: Format, *, granularity: str = "tensorwise", axis: int = -1) -> Quantized:
-    """quantize, by a scale that is there already, such as a delayed state's; scale_inv = RN32(1 / scale).
+    """quantize, by a scale that is there already, such as a delayed state's; scale_inv = RN32(1 / scale), so not for e8m0 policies (S-14).
 
-    Raises:   ValueError: a scale of another shape than ``scale_shape`` gives.
+    Shapes:   x as in quantize; scale float32 of ``scale_shape``.
+    Raises:   ValueError: a scale of another shape; x empty or not float32, float16 or bfloat16; a fmt that is not FP8.
     """
     shape = granularities.scale_shape(granularity, x.shape, axis)
     if scale.shape != shape:
@@ -106,6 +113,7 @@ def quantize_with(x: jax.Array, scale: jax.Array, fmt: Format, *, granularity: s
 def quantize_divided(x: jax.Array, scale_inv: jax.Array, fmt: Format, *, axis: int = -1) -> Quantized:
     """quantize by policy ``flax`` (SEMANTICS S-13), tensorwise: RN32(f32(x) / scale_inv), clip, round. scale_inv is of shape ().
 
+    Raises:   ValueError: x not float32, float16 or bfloat16; a fmt that is not FP8.
     On a CPU XLA makes the division a product with RN32(1 / scale_inv) under jit, as it does in flax.
     """
     codes = cast.to_fp8(cast.to_f32(x) / jnp.broadcast_to(scale_inv, x.shape), fmt)
@@ -113,7 +121,10 @@ def quantize_divided(x: jax.Array, scale_inv: jax.Array, fmt: Format, *, axis: i
 
 
 def dequantize(q: Quantized) -> jax.Array:
-    """RN32(decode(codes) * scale_inv), float32 of the codes' shape (SEMANTICS S-8)."""
+    """RN32(decode(codes) * scale_inv), float32 of the codes' shape (SEMANTICS S-8).
+
+    Specials: a NaN code or scale gives NaN, and so does a zero under an infinite scale_inv. On a CPU XLA takes a scale_inv of 2^-127 for zero.
+    """
     return cast.decode(q.codes, q.fmt) * spread(q.scale_inv, q.codes.shape, q.granularity, q.axis)
 
 

@@ -31,6 +31,9 @@ class Placement:
     sequence  n cuts the tokens of the input too (k those of the output): gathered in FP8 before, reduce-scattered after.
     scope     whose amaxes make the scales of input and grad_output: ``global``, every device's; ``local``, those of the devices
               along n and k, which share a GEMM, so that each piece of the batch has scales of its own. A weight's are global.
+
+    Raises:   ValueError: an axis that cuts two of m, n and k; fsdp not among m; sequence of a linear that is cut along both of n and k, or
+              neither; a string for a tuple; another scope.
     """
 
     m: Axes = ()
@@ -59,6 +62,7 @@ class Placement:
 
     @property
     def axes(self) -> Axes:
+        """All that cut a dim."""
         return (*self.m, *self.n, *self.k)
 
     def at_rest(self, role: Role) -> tuple[Axes, Axes]:
@@ -106,6 +110,7 @@ class Reduction:
 
     @property
     def axes(self) -> Axes:
+        """All that are summed over."""
         return (*self.sum, *self.scatter)
 
     def total(self, partial: jax.Array) -> jax.Array:

@@ -41,6 +41,7 @@ def check_devices(devices: int, *, mapped: bool, platform: str) -> None:
 def matmul(a: Quantized, b: Quantized, *, by: Multiply, accumulate: str, epilogue: str, out_dtype) -> jax.Array:
     """[M, K] x [N, K] -> [M, N] of out_dtype by a function of arrays; an operand of axis 0, or -2, is [K, M].
 
+    Shapes:   matrices of native float8 codes; scale_inv (), one for each row, or of blocks.
     Order:    the function's, all of it: XLA touches neither sum, scales nor rounding.
     Threads:  a thread of our own calls it: those in which XLA calls back flush subnormal numbers to zero.
     """

@@ -25,6 +25,8 @@ Measured = dict[tuple[Gemm, Role], jax.Array]
 def measure(x: jax.Array, q: Quantized) -> jax.Array:
     """float32 [LENGTH] of x and what it was quantised to.
 
+    Shapes:   x float32, float16 or bfloat16, of as many elements as q.codes.
+    Specials: x that are not finite are counted, and enter no sum; scales of which one is NaN have NaN extremes.
     Order:    errors e = RN32(decode(code) * scale_inv) - x in float32, where XLA may leave out the rounding of that product; squares are summed
               along the last dim, then over the others (Q-9).
     Raises:   ValueError: 2^31 elements or more, which int32 does not count.

@@ -5,6 +5,9 @@
     plots.error_map(right, x, q)
     IPython.display.Image(plots.png(figure))
 
+Every function draws on axes that it is given and returns them; x is a matrix or a list of numbers of any floating-point dtype, q what
+``sim.scaling.quantize`` made of it, fmt one of ``fp8ref.formats``. ``figure`` makes the axes, ``png`` the picture.
+
 Colours are Okabe and Ito's, on white, so that figures read in light and dark pages. The notebooks are made of these. The figures of a report
 (``fp8ref.run.report.figures``) are apart: a page chooses their colours.
 """

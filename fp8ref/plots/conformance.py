@@ -11,7 +11,8 @@ from fp8ref.sim import cast
 def cast_difference(ax: Axes, x, codes, fmt: Format, *, label: str = "theirs") -> Axes:
     """What a cast that rounds to nearest even and saturates makes of x, somebody's codes, and a dot where they are others; NaNs are a gap.
 
-    Shapes:   x [n], ascending; codes [n], uint8.
+    Shapes:   x [n], ascending, of a dtype that ``sim.cast.encode`` takes; codes [n], uint8.
+    Raises:   ValueError: as ``sim.cast.encode`` and ``decode``.
     """
     x, codes = np.asarray(x), np.asarray(codes)
     right = cast.encode(x, fmt)
@@ -30,7 +31,7 @@ def cast_difference(ax: Axes, x, codes, fmt: Format, *, label: str = "theirs") -
 def share_by_exponent(ax: Axes, x, differ, *, label: str | None = None, colour: str = style.VERMILLION) -> Axes:
     """Of the elements of each power of two, from the smallest of x to the largest, how many percent differ; zeros and what is not finite do not count.
 
-    Shapes:   x and differ, bool, of the same shape.
+    Shapes:   x and differ, bool, of the same shape; one of x at least is finite and not zero.
     """
     x, differ = np.abs(np.asarray(x, np.float64)).ravel(), np.asarray(differ).ravel()
     counted = np.isfinite(x) & (x > 0)

@@ -13,7 +13,7 @@ from fp8ref.sim import cast
 def staleness(ax: Axes, amaxes, scales: Mapping[str, np.ndarray], fmt: Format, *, first: int = 0) -> Axes:
     """A tensor's amax step by step, and under each name the largest number that fits, fmt.max / scale; a cross where the amax is clipped (Q-11).
 
-    Shapes:   amaxes and every one of scales [steps]: those that each step's tensor is multiplied by. first: the number of the first step.
+    Shapes:   amaxes and every one of scales [steps]: those that each step's tensor is multiplied by; positive. first: the number of the first step.
     """
     amaxes = np.asarray(amaxes, np.float64)
     steps = first + np.arange(amaxes.size)
@@ -36,7 +36,7 @@ def staleness(ax: Axes, amaxes, scales: Mapping[str, np.ndarray], fmt: Format, *
 
 
 def clipped(amaxes, scales, fmt: Format) -> np.ndarray:
-    """bool, of the shape of both: whether RN32(amax * scale) rounds beyond max (Q-11)."""
+    """bool, of the shape of both: whether RN32(amax * scale) rounds beyond max (Q-11). Of an amax or a scale that is NaN it does."""
     with np.errstate(over="ignore"):
         scaled = (np.asarray(amaxes, np.float64) * np.asarray(scales, np.float64)).astype(np.float32)
     return ~np.isfinite(cast.round_to(scaled, fmt))

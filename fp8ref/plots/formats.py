@@ -27,7 +27,7 @@ def ranges(ax: Axes, formats: Sequence[Format]) -> Axes:
 
 
 def number_line(ax: Axes, formats: Sequence[Format]) -> Axes:
-    """Every positive number of each 8-bit format, a tick each, over log2 of its magnitude; subnormals in another colour."""
+    """Every positive number of each format, a tick each, over log2 of its magnitude; subnormals in another colour. ValueError unless of 8 bits."""
     for row, fmt in enumerate(formats):
         values = _positive(fmt)
         normal = values >= fmt.smallest_normal
@@ -58,7 +58,10 @@ def number_line(ax: Axes, formats: Sequence[Format]) -> Axes:
 
 
 def near_zero(ax: Axes, formats: Sequence[Format], *, until: int = 32) -> Axes:
-    """The numbers next to zero, in units of each format's smallest, on a linear axis: evenly spaced where they are subnormal."""
+    """The numbers next to zero, up to ``until``, in units of each format's smallest, on a linear axis: evenly spaced where they are subnormal.
+
+    Raises:   ValueError: a format that is not of 8 bits.
+    """
     for row, fmt in enumerate(formats):
         values = np.append(0, _positive(fmt)) / fmt.smallest_subnormal
         values = values[values <= until]
@@ -74,7 +77,7 @@ def near_zero(ax: Axes, formats: Sequence[Format], *, until: int = 32) -> Axes:
 
 
 def spacing(ax: Axes, formats: Sequence[Format]) -> Axes:
-    """The gap between neighbouring numbers over the magnitude at which it lies, up to each format's largest."""
+    """The gap between neighbouring numbers over the magnitude at which it lies, up to each format's largest. ValueError unless of 8 bits."""
     for fmt, look in zip(formats, style.looks(len(formats)), strict=True):
         values = np.append(fmt.smallest_subnormal, _positive(fmt)[1:])
         ax.step(np.log2(values[:-1]), np.log2(np.diff(values)), where="post", label=fmt.name, **look)
@@ -88,7 +91,7 @@ def spacing(ax: Axes, formats: Sequence[Format]) -> Axes:
 
 
 def relative_error(ax: Axes, formats: Sequence[Format], *, lowest: int, highest: int, points: int = 4000) -> Axes:
-    """|rounded - x| / |x| of nearest even with saturation, in percent, for x from 2^lowest to 2^highest."""
+    """|rounded - x| / |x| of nearest even with saturation, in percent, for ``points`` of x from 2^lowest to 2^highest, evenly over log2 x."""
     x = np.exp2(np.linspace(lowest, highest, points))
     for fmt, look in zip(formats, style.looks(len(formats)), strict=True):
         ax.plot(np.log2(x), 100 * _error(x, fmt), linewidth=1.1, label=fmt.name, color=look["color"])
@@ -100,7 +103,10 @@ def relative_error(ax: Axes, formats: Sequence[Format], *, lowest: int, highest:
 
 
 def worst_error(ax: Axes, formats: Sequence[Format], *, beyond: int = 3, points: int = 256) -> Axes:
-    """The largest relative error within each power of two, from ``beyond`` of them below all ranges to as many above."""
+    """The largest relative error, in percent, within each power of two, from ``beyond`` of them below all ranges to as many above.
+
+    points    evenly spaced numbers of each power of two that are looked at; beyond max all saturate, below the smallest number all become zero.
+    """
     lowest, highest = _limits(formats, beyond)
     exponents = np.arange(lowest, highest)
     x = np.ldexp(1 + (np.arange(points) + 0.5) / points, exponents[:, None])
@@ -116,7 +122,7 @@ def worst_error(ax: Axes, formats: Sequence[Format], *, beyond: int = 3, points:
 
 
 def code_map(ax: Axes, fmt: Format) -> Axes:
-    """All 256 codes, 16 a row, coloured by log2 of their magnitude: zeros, infinities and NaNs are named."""
+    """All 256 codes, 16 a row, coloured by log2 of their magnitude: zeros, infinities and NaNs are named. ValueError unless fmt is of 8 bits."""
     codes = np.arange(256, dtype=np.uint8).reshape(16, 16)
     values = cast.decode(codes, fmt)
     with np.errstate(divide="ignore"):
@@ -136,7 +142,7 @@ def code_map(ax: Axes, fmt: Format) -> Axes:
 
 def cast_curve(ax: Axes, x, fmt: Format, *, label: str, colour: str, **how) -> Axes:
     """What a cast makes of x, ascending: a staircase. how: ``rounding``, ``saturate`` and ``seed``, as ``sim.cast.encode`` takes them;
-    infinities and NaNs are not drawn, and so show as a gap."""
+    infinities and NaNs are not drawn, and so show as a gap. Saturating unless told otherwise. Raises as ``sim.cast.round_to``."""
     x = np.asarray(x)
     y = cast.round_to(x, fmt, **({"saturate": True} | how)).astype(np.float64)
     ax.plot(x, np.where(np.isfinite(y), y, np.nan), color=colour, linewidth=1.6, label=label)

@@ -36,7 +36,10 @@ def error_lines(ax: Axes, x, errors: Mapping[str, np.ndarray], *, ylabel: str, l
 
 
 def error_histogram(ax: Axes, errors: Mapping[str, np.ndarray], *, bins: int = 60) -> Axes:
-    """How errors of outputs, as fractions, are spread, in percent: one outline a name over common bins."""
+    """How errors of outputs, as fractions, are spread, in percent: one outline a name over common bins.
+
+    Shapes:   every one of errors of any shape, not empty, finite.
+    """
     values = {name: 100 * np.asarray(error, np.float64).ravel() for name, error in errors.items()}
     low, high = min(v.min() for v in values.values()), max(v.max() for v in values.values())
     if low == high:

@@ -13,7 +13,7 @@ STYLES = {"jax": "-", "torch": (0, (4, 2))}
 
 
 def loss_curves(ax: Axes, runs: Mapping[tuple[str, str], Sequence[dict]], *, entropy: float | None = None, smooth: int = 10) -> Axes:
-    """Training loss over steps, one line for each (backend, recipe): the running mean of ``smooth`` steps.
+    """Training loss in nats over steps, one line for each (backend, recipe): the running mean of ``smooth`` steps; a run without steps has none.
 
     runs: metrics lines as ``log.read_metrics`` gives them. entropy: the unigram entropy of the data, in nats, as a reference line.
     """
@@ -51,7 +51,8 @@ def step_lines(ax: Axes, curves: Mapping[str, Sequence[float]], *, ylabel: str, 
 def validation_gaps(ax: Axes, losses: Mapping[tuple[str, str], float], *, seeds: Sequence[float]) -> Axes:
     """Final validation loss of each (backend, recipe) less bf16's of the same backend, over the band of the seed-to-seed spread.
 
-    seeds: final validation losses of bf16 runs that differ only in their seed; the first is the seed of ``losses``.
+    losses: in nats; (backend, "bf16") is among them for each backend. seeds: final validation losses of bf16 runs that differ only in their
+    seed; the first is the seed of ``losses``.
     """
     spread = max(seeds) - min(seeds)
     ax.axhspan(-spread, spread, color="#BBBBBB", alpha=0.4, linewidth=0, label=f"spread of {len(seeds)} bf16 seeds")

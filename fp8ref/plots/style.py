@@ -61,7 +61,7 @@ def power(exponent: float) -> str:
 
 
 def label_powers(axis, lowest: int, highest: int, *, ticks: int = 9) -> None:
-    """Ticks at powers of two of an axis that shows log2."""
+    """Ticks at powers of two of an axis that shows log2, from lowest to highest: evenly spaced, at most ``ticks`` unless they are 64 apart."""
     every = next((n for n in (1, 2, 3, 4, 5, 8, 16, 32, 64) if (highest - lowest) // n < ticks), 64)
     places = np.arange(-(-lowest // every) * every, highest + 1, every)
     axis.set_ticks(places, labels=[power(float(place)) for place in places])

@@ -12,6 +12,7 @@ def number_table(ax: Axes, values, rows: Sequence[str], columns: Sequence[str], 
     """Each number in its cell, as ``text`` writes it, on a colour that goes with it; a NaN is an empty cell.
 
     Shapes:   values [rows, columns].
+    Raises:   ValueError: values of another shape.
     """
     values = np.asarray(values, np.float64)
     if values.shape != (len(rows), len(columns)):

@@ -21,7 +21,10 @@ FATES = {
 
 
 def magnitude_map(ax: Axes, x, *, powers: int = 12) -> Axes:
-    """The exponent of each element of a matrix, a colour a power of two, the largest ``powers`` of them; zeros stay white."""
+    """The exponent of each element of a matrix, a colour a power of two, the largest ``powers`` of them; zeros and NaNs stay white.
+
+    Shapes:   x [M, K], not all of it zero.
+    """
     x = np.abs(np.asarray(x, np.float64))
     exponent = np.where(x == 0, np.nan, np.frexp(x)[1] - 1.0)
     top = int(np.nanmax(exponent)) + 1
@@ -38,6 +41,9 @@ def error_map(ax: Axes, x, q: Quantized, *, cell: int | None = None, low: float 
     """The error of the elements of each cell of a matrix relative to themselves, the root of its mean square in percent, from low to high.
 
     cell  rows and columns of one; None: so many that there are at most 64 of them each way. Zeros do not count; cells of zeros stay white.
+
+    Shapes:   x [M, K] and q's codes alike.
+    Raises:   ValueError: as ``sim.scaling.dequantize``; x that is no matrix.
     """
     x = np.asarray(x, np.float64)
     relative = np.divide(dequantize(q).astype(np.float64) - x, x, out=np.zeros_like(x), where=x != 0)
@@ -63,7 +69,7 @@ def error_map(ax: Axes, x, q: Quantized, *, cell: int | None = None, low: float 
 
 
 def fate_map(ax: Axes, x, q: Quantized, *, legend: bool = True) -> Axes:
-    """What became of every element of a matrix, by colour: see ``FATES``."""
+    """What became of every element of a matrix x [M, K], by colour: see ``FATES``."""
     fate = fates(x, q)
     ax.imshow(fate, cmap=ListedColormap(list(FATES.values())), vmin=-0.5, vmax=len(FATES) - 0.5, interpolation="nearest", aspect="auto")
     if legend:
@@ -90,6 +96,7 @@ def exponent_histogram(
     """How many elements, in percent, have each exponent after scaling; shaded: where codes are subnormal, zero, or beyond max.
 
     lowest, highest  exponents shown; the first and the last bar hold all below and above. None: four below the range to two above.
+    Raises:          ValueError: as ``sim.stats.exponents``: x of another shape than q's codes, or float64.
     """
     fmt = q.fmt
     top, bottom = (
@@ -115,7 +122,10 @@ def exponent_histogram(
 
 
 def code_difference(ax: Axes, a: Quantized, b: Quantized, *, most: int = 4) -> Axes:
-    """Of every element of a matrix, by how many codes b's magnitude lies above a's; beyond ``most`` the colour stays the same."""
+    """Of every element of a matrix, by how many codes b's magnitude lies above a's; beyond ``most`` the colour stays the same, NaNs are white.
+
+    Shapes:   codes of both [M, K], of one format.
+    """
     magnitude = [
         np.where(np.isnan(cast.decode(q.codes, q.fmt)), np.nan, (q.codes & ~np.uint8(q.fmt.sign_bit)).astype(float)) for q in (a, b)
     ]

@@ -44,10 +44,12 @@ class Checkpoint:
 
     @property
     def step(self) -> int:
+        """Steps done."""
         return self.manifest["step"]
 
     @property
     def state(self) -> Path:
+        """The directory of its tensors."""
         return self.path / "state"
 
 
@@ -227,6 +229,7 @@ def remove(path: Path) -> None:
 
 
 def make_empty(path: Path) -> None:
+    """A directory of that path with nothing in it, whatever was there."""
     remove(path)
     path.mkdir(parents=True)
 

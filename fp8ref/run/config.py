@@ -36,7 +36,11 @@ class ConfigError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Everything a run is, whichever backend runs it."""
+    """Everything a run is, whichever backend runs it; what its sections hold, ``sections`` says.
+
+    Raises:   ValueError: a vocabulary that bytes do not fit or int32 does not hold; a section of a value out of range. ``load`` and
+              ``from_dict`` make a ConfigError of it.
+    """
 
     model: LlamaConfig = field(default_factory=LlamaConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -59,7 +63,7 @@ class Config:
         return (*self.numerics.filter_fqns, *head)
 
     def decisions(self) -> list[recipes.Decision]:
-        """What becomes of every linear of the model (SEMANTICS R-2)."""
+        """What becomes of every linear of the model (SEMANTICS R-2). Raises as ``recipe.plan``."""
         return recipes.plan(
             llama.linear_shapes(self.model), self.numerics.recipe, filter_fqns=self.filter_fqns, fp8_fqns=self.numerics.fp8_fqns
         )
@@ -101,7 +105,7 @@ def load(path: str | Path) -> Config:
 
 
 def from_dict(keys: dict, *, source: str = "config") -> Config:
-    """The configuration in a nested dict; the errors name ``source``."""
+    """The configuration in a nested dict, as of TOML. ConfigError, naming ``source``, as of ``load``."""
     try:
         return _ADAPTER.validate_json(json.dumps(keys, default=str), strict=True)
     except pydantic.ValidationError as error:
@@ -128,7 +132,10 @@ def differences(a, b, path: str = "") -> dict:
 
 
 def override(config: Config, options: Sequence[str], *, prog: str) -> Config:
-    """config with command-line options applied, ``--run.steps 20``; tyro reports what it cannot use and exits with code 2."""
+    """config with command-line options applied, ``--run.steps 20``; tyro reports a value that it cannot use and exits with code 2.
+
+    Raises:   ConfigError: an unknown option, naming the nearest known one.
+    """
     known = _known_keys()
     for option in options:
         key = option[2:].split("=")[0].replace("-", "_").replace(".no_", ".")

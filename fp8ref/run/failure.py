@@ -39,7 +39,7 @@ class Failure:
 
 
 def write(out: Path, model: Trains, config: Config, tokens: np.ndarray, metrics: Mapping[str, Any], processes: Processes) -> Path:
-    """Keep a step that was not taken; every process calls it. Returns where."""
+    """Keep a step that was not taken; every process calls it. Returns where. OSError: it could not be written; nothing of it is left."""
     path = out / FOLDER / f"{checkpoint.PREFIX}{metrics['step']:08d}"
     unfinished = path.with_name(path.name + checkpoint.UNFINISHED)
     together(processes, lambda: checkpoint.make_empty(unfinished) if processes.first else None)

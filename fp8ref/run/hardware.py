@@ -50,7 +50,10 @@ def told(config: Config) -> dict | None:
 
 
 def by_name(name: str) -> "Hardware":
-    """The hardware of a name, or of the file that a name ending in .json is."""
+    """The hardware of a name, or of the file that a name ending in .json is.
+
+    Raises:   ConfigError: an unknown name; a file that cannot be read, or holds no whole plan of a GEMM.
+    """
     from fp8ref.sim import hardware
 
     if name.endswith(".json"):

@@ -48,10 +48,12 @@ class RunLog:
         self._metrics = (out / METRICS).open("a", encoding="utf-8")
 
     def step(self, metrics: dict) -> None:
+        """Write a step's line."""
         self._metrics.write(_line(metrics))
         self._metrics.flush()
 
     def statistics(self, line: dict) -> None:
+        """Write a record of what quantising did (Q-8)."""
         with (self.out / STATISTICS).open("a", encoding="utf-8") as file:
             file.write(_line(line))
 
@@ -67,6 +69,7 @@ class RunLog:
         _replace(self.out / "manifest.json", _json(self._manifest))
 
     def close(self) -> None:
+        """No more lines come."""
         self._metrics.close()
 
 

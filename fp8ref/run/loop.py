@@ -26,7 +26,20 @@ BACKENDS = ("jax", "torch")
 
 
 class Trainer(Protocol):
-    """What a backend's ``train.Trainer`` offers."""
+    """What a backend's ``train.Trainer`` offers. Batches of tokens are integers [B, T + 1], weights and gradients float32 by parameter's name.
+
+    step, evaluate       train on a batch, giving loss and grad_norm before the update, which is left out where either is not finite (T-4);
+                         the mean loss of a batch, in nats, with the weights as they are.
+    logits               float32 [B, T, vocab_size] of inputs [B, T].
+    weights, moments     of every parameter, whole; moments by which, then by parameter.
+    save, load           begin to write the state into a directory, giving what waits until it is written; read that of a step.
+    gradients            of a batch's mean loss, before clipping.
+    observe              one forward and backward pass, whose FP8 GEMMs are told to observer(layer, gemm, a, b, out).
+    statistics, measured_step
+                         what quantising does to a batch's operands (Q-8), by itself, or beside a step.
+    fp8_states           those of delayed scaling by "<layer>/<role>": stored scale, history and step.
+    peak_memory          bytes in use on a device at most; None where devices do not count, as CPUs.
+    """
 
     backend: str
     decisions: list[Decision]
@@ -51,7 +64,9 @@ class Trainer(Protocol):
 class Provable(Protocol):
     """A trainer that can read its compiled step: for the manifest, after it has refused one that lacks what was planned."""
 
-    def prove(self, tokens: np.ndarray) -> dict: ...
+    def prove(self, tokens: np.ndarray) -> dict:
+        """The proof of a step on this batch, as the manifest keeps it."""
+        ...
 
 
 class NonFiniteError(RuntimeError):
@@ -59,7 +74,12 @@ class NonFiniteError(RuntimeError):
 
 
 def trainer(backend: str, config: Config, weights: dict[str, np.ndarray] | None = None) -> Trainer:
-    """A fresh trainer of a backend, importing its framework only now."""
+    """A fresh trainer of a backend, importing its framework only now.
+
+    weights   float32 by parameter's name, to start from; None: ``llama.initial_weights`` of the config's seed.
+    Raises:   ConfigError: an unknown backend, a key that it has no use for, simulated hardware that the recipe or the mesh cannot run under, and
+              what the backend itself refuses; ImportError: its framework is not installed.
+    """
     if backend not in BACKENDS:
         raise ConfigError(f"backend is one of {', '.join(BACKENDS)}; got {backend!r}.")
     if foreign := config.parallel.foreign(backend) + config.optimizer.foreign(backend):

@@ -150,6 +150,7 @@ class ParallelConfig:
 
     @property
     def devices(self) -> int:
+        """Of the mesh, or processes in PyTorch."""
         return self.data * self.fsdp * self.tensor
 
     def foreign(self, backend: str) -> list[str]:
@@ -199,7 +200,7 @@ class OptimizerConfig:
         return ["optimizer.kind"] if backend == "jax" and self.kind != "adamw" else []
 
     def learning_rate_at(self, step: int, steps: int) -> float:
-        """Warm-up, then cosine (SEMANTICS T-3)."""
+        """The rate of a step, counted from 0, of a run of ``steps``: warm-up, then cosine (SEMANTICS T-3)."""
         if step < self.warmup_steps:
             return self.learning_rate * (step + 1) / self.warmup_steps
         done = (step - self.warmup_steps) / (steps - self.warmup_steps)

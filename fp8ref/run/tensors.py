@@ -74,7 +74,7 @@ def of_run(run: Path, layers: Sequence[str]) -> Tensors:
 
 
 def write(path: Path, tensors: Tensors) -> None:
-    """Raises: ValueError: an operand that bfloat16 does not hold."""
+    """Tensors as one .npz, operands by the bits of bfloat16. ValueError: an operand that bfloat16 does not hold."""
     arrays: dict[str, np.ndarray] = {"about": np.array(json.dumps(tensors.about))}
     for name, value in tensors.operands.items():
         bits = np.ascontiguousarray(value, np.float32).view(np.uint32)

@@ -14,7 +14,7 @@ PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb"}  # by key of config
 
 
 class Log(Protocol):
-    """``log.RunLog``, and what looks like one."""
+    """``log.RunLog``, and what looks like one: its methods are said there."""
 
     kept: list[dict]
 

@@ -26,6 +26,8 @@ class Accumulation:
     split_k      parts of K, whose sums are added in float32, in order.
     split_order  ``contiguous``: a part is a run of tiles; ``interleaved``: part i has every split_k-th tile, from the i-th on.
     split_tile   of K that stays together in a part.
+
+    Raises:      ValueError: a unit that is no TensorCore; promotion or split_tile that are no multiples of 32; split_k below 1; another split_order.
     """
 
     name: str
@@ -60,7 +62,7 @@ ACCUMULATIONS = {
 
 
 def by_name(accumulate: "str | Accumulation") -> "str | Accumulation":
-    """The plan of that name; 'exact', 'f32' and an Accumulation are themselves."""
+    """The plan of that name; 'exact', 'f32' and an Accumulation are themselves; ValueError for anything else."""
     if isinstance(accumulate, Accumulation) or accumulate in ("exact", "f32"):
         return accumulate
     if not isinstance(accumulate, str) or accumulate not in ACCUMULATIONS:
@@ -69,7 +71,7 @@ def by_name(accumulate: "str | Accumulation") -> "str | Accumulation":
 
 
 def chains_plain(a: np.ndarray, b: np.ndarray, fmt_a: Format, fmt_b: Format, plan: Accumulation) -> np.ndarray:
-    """The definition of a plan over finite values (G-12): float32 [M, N]."""
+    """The definition of a plan (G-12) over finite values a [M, K] and b [N, K] of the formats, K a multiple of 32: float32 [M, N]."""
     zero = np.zeros((len(a), len(b)), np.float32)
     total = zero
     for of_part in parts(a.shape[1], plan):
@@ -136,7 +138,10 @@ def chains(a: np.ndarray, b: np.ndarray, fmt_a: Format, fmt_b: Format, plan: Acc
 
 
 def f32(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """acc = RN32(acc + a_k * b_k), k ascending from +0 (G-3). The product of two FP8 numbers is a float32: at most 8 bits."""
+    """acc = RN32(acc + a_k * b_k), k ascending from +0 (G-3): a [M, K], b [N, K], float32 [M, N].
+
+    The product of two FP8 numbers is a float32: at most 8 bits. Subnormals are kept, infinities and NaNs as in IEEE 754; of K = 0 zeros.
+    """
     a, b = np.ascontiguousarray(a, np.float32), np.ascontiguousarray(b.T, np.float32)
     out = np.empty((len(a), b.shape[1]), np.float32)
     parallel.run(lambda begin, end: kernels.in_order(a, b, out, begin, end), len(a))

@@ -26,12 +26,18 @@ _PIECE = 1 << 18  # elements that are widened to float32 or float64 at a time: 2
 def encode(x, fmt: Format, *, rounding: Rounding = "nearest_even", saturate: bool = True, seed: int | None = None) -> np.ndarray:
     """Round x once to an 8-bit format and return its codes.
 
-    Shapes:   x any shape and memory order, float64, float32, float16 or bfloat16; codes uint8 of the same shape, C order.
+    rounding  nearest_even, nearest_away (ties), toward_zero, to_odd, or stochastic, by a seed in [0, 2^64) and the flat index in C order.
+    Shapes:   x any shape and memory order, empty too, float64, float32, float16 or bfloat16; codes uint8 of the same shape, C order.
     Order:    round as if the exponent were unbounded; then saturate or overflow; then zeros, infinities, NaNs.
     Specials: NaN -> fmt.nan_code; -0 and underflow keep their sign (not in fnuz, which has no -0);
-              above fmt.max: max if saturate, else Inf, or NaN in a format without infinities; infinities likewise.
-    Raises:   ValueError: fmt not of 8 bits; x not floating point; unknown rounding; a seed missing or not used.
+              above fmt.max: max if saturate, else Inf, or NaN in a format without infinities; infinities likewise. toward_zero and to_odd
+              give max of any finite x. Into e8m0fnu: zero and negative values -> NaN, below 2^-127 -> 2^-127.
+    Raises:   ValueError: fmt not of 8 bits; x not floating point; unknown rounding; a seed missing or not used; to_odd or stochastic into e8m0fnu.
     Source:   SEMANTICS C-1 to C-7.
+
+    >>> from fp8ref.formats import E4M3FN
+    >>> encode([448, 464, 480, -0.0, 2.0**-10, np.nan], E4M3FN), encode([448.0, 464.0, 480.0], E4M3FN, saturate=False)
+    (array([126, 126, 126, 128,   0, 127], dtype=uint8), array([126, 126, 127], dtype=uint8))
     """
     x = array(x)
     _check(x, fmt, rounding, seed)
@@ -56,7 +62,7 @@ def encode(x, fmt: Format, *, rounding: Rounding = "nearest_even", saturate: boo
 def encode_plain(
     x, fmt: Format, *, rounding: Rounding = "nearest_even", saturate: bool = True, seed: int | None = None, start: int = 0
 ) -> np.ndarray:
-    """The definition of ``encode``, in NumPy alone; start is the flat index of x's first element, for stochastic rounding."""
+    """The definition of ``encode``, in NumPy alone; start is the flat index of x's first element, for stochastic rounding. Raises as encode."""
     x = array(x)
     _check(x, fmt, rounding, seed)
     value = exact(x)
@@ -80,11 +86,12 @@ def encode_plain(
 
 
 def decode(codes, fmt: Format) -> np.ndarray:
-    """The values of the codes.
+    """The values of the codes, exactly.
 
     Shapes:   codes any shape, uint8; float32 of the same shape.
     Specials: every NaN code -> NaN; e5m2's 0x7C and 0xFC -> infinities; e8m0fnu has no zero.
     Raises:   ValueError: fmt not of 8 bits; codes not uint8.
+    Source:   SEMANTICS F-2 to F-4.
     """
     codes = np.asarray(codes)
     if codes.dtype != np.uint8:
@@ -96,16 +103,18 @@ def decode(codes, fmt: Format) -> np.ndarray:
 
 
 def canonical_nans(codes: np.ndarray, fmt: Format) -> np.ndarray:
-    """codes with every NaN replaced by the one that encode emits (SEMANTICS C-5); compare codes through this."""
+    """codes with every NaN replaced by the one that encode emits (SEMANTICS C-5); compare codes through this. Raises as decode."""
     return np.where(np.isnan(decode(codes, fmt)), np.uint8(fmt.nan_code), codes)
 
 
 def round_to(x, fmt: Format, *, rounding: Rounding = "nearest_even", saturate: bool = False, seed: int | None = None) -> np.ndarray:
-    """Round x once to the values of a format of at most 32 bits, and return the values.
+    """Round x once to the values of a format of at most 32 bits, and return the values: not saturating, unlike ``encode``, unless told so.
 
-    Shapes:   x any shape, float64 or narrower; float32 of the same shape, holding values of fmt.
+    Shapes:   x any shape, float64, float32, float16 or bfloat16; float32 of the same shape, holding values of fmt.
+    Order:    rounding, saturate and seed as in encode, subnormals kept.
     Specials: as encode; NaN -> NaN, and Inf where fmt has it.
-    Raises:   ValueError: as encode.
+    Raises:   ValueError: as encode; a wider format whose values float32 does not hold, or without -0.
+    Source:   SEMANTICS C-1 to C-6.
     """
     formats.check(fmt)
     if fmt.bits == 8:
@@ -118,7 +127,7 @@ def round_to(x, fmt: Format, *, rounding: Rounding = "nearest_even", saturate: b
 
 
 def round_to_plain(x, fmt: Format, *, rounding: Rounding = "nearest_even", saturate: bool = False, seed: int | None = None) -> np.ndarray:
-    """The definition of ``round_to`` for the wider formats, in float64."""
+    """The definition of ``round_to`` for the wider formats, in float64, whose fmt it takes on trust."""
     _check_rounding(rounding, seed)
     value = exact(x)
     magnitude, exponent = _round_magnitude(value, fmt, rounding, seed)
@@ -148,7 +157,7 @@ def _nearest_even(x: np.ndarray, fmt: Format) -> np.ndarray:
 
 
 def array(x) -> np.ndarray:
-    """np.asarray(x); ValueError where NumPy has no such array."""
+    """np.asarray(x); ValueError where NumPy reads none of it, as of a bfloat16 tensor of torch."""
     try:
         return np.asarray(x)
     except (TypeError, RuntimeError) as error:

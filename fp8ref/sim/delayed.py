@@ -55,14 +55,18 @@ class Observation(NamedTuple):
 
 
 def init(config: str | DelayedScaling, shape: tuple[int, ...] = ()) -> DelayedState:
-    """Scale 1, an empty history (SEMANTICS H-2)."""
+    """Scale 1, an empty history (SEMANTICS H-2), of as many tensors as shape has. ValueError for an unknown config."""
     config = by_name(config)
     history = np.zeros((*shape, config.history_length), np.float32)
     return DelayedState(np.ones(shape, np.float32), history, np.zeros(shape, np.int64))
 
 
 def observe(amax, *, non_finite=False, seen=True) -> Observation:
-    """One use of a tensor: its amax, and a flag for a non-finite element that a reduction may have lost (SEMANTICS H-4)."""
+    """One use of a tensor: its amax, and a flag for a non-finite element that a reduction may have lost (SEMANTICS H-4).
+
+    Shapes:   amax float32 [...], as ``scaling.amax`` gives it; flags of its shape or ().
+    Raises:   ValueError: amax negative or not float32; flags of another shape.
+    """
     amax = magnitudes(amax, "amax")
     if any(np.shape(flag) not in ((), amax.shape) for flag in (non_finite, seen)):
         raise ValueError(f"flags have the shape of amax, {amax.shape}, or (); got {np.shape(non_finite)} and {np.shape(seen)}.")
@@ -75,6 +79,7 @@ def merge(*observations: Observation) -> Observation:
 
     Shapes:   all of one shape.
     Specials: amax is NaN if any seen one is; an observation that is not seen contributes nothing; none at all is one not seen.
+    Raises:   ValueError: observations of several shapes.
     """
     if not observations:
         return observe(np.float32(0), seen=False)
@@ -87,7 +92,12 @@ def merge(*observations: Observation) -> Observation:
 
 
 def scales(state: DelayedState, config: str | DelayedScaling, fmt: Format) -> Scales:
-    """The scales of the coming step, from the steps before it (SEMANTICS H-1)."""
+    """The scales of the coming step, from the steps before it (SEMANTICS H-1): float32 of the state's shape [...].
+
+    Order:    timing ``update``: what is stored, and RN32(1 / it). timing ``use``: of the history, by the policy (S-9).
+    Specials: a state of ``init`` gives 1.
+    Raises:   ValueError: an unknown config; a fmt that is no Format, where scales are computed.
+    """
     config = by_name(config)
     if config.timing == "use":
         return _compute(state.amax_history, state.stored, config, fmt)
@@ -102,7 +112,7 @@ def update(state: DelayedState, *observations: Observation, config: str | Delaye
     Shapes:   observations of the state's shape [...].
     Order:    merge (or, under reuse ``sum``, one update a use, added up from the last use to the first); push the amax; compute.
     Specials: as the fields of DelayedScaling say.
-    Raises:   ValueError: an observation or a history of another shape.
+    Raises:   ValueError: an unknown config; what is no observation; an observation or a history of another shape.
     Source:   beside each of DELAYED.
     """
     config = by_name(config)
@@ -121,7 +131,10 @@ def update(state: DelayedState, *observations: Observation, config: str | Delaye
 
 
 def step(state: DelayedState, *observations: Observation, config: str | DelayedScaling, fmt: Format) -> tuple[DelayedState, Scales]:
-    """(state, amaxes) -> (state, scales): the scales that this step's tensor is quantised by, and the state after it."""
+    """(state, observations) -> (state, scales): the state after a step, by ``update``, and the ``scales`` that its own tensor is quantised by.
+
+    Shapes:   observations and scales of the state's shape [...]. Raises as update.
+    """
     return update(state, *observations, config=config, fmt=fmt), scales(state, config, fmt)
 
 

@@ -4,7 +4,7 @@ import numpy as np
 
 
 def matmul(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """RN32 of the exact sum over K of finite values of FP8 formats: a [M, K], b [N, K]; float32 [M, N]. A zero sum is +0."""
+    """RN32 of the exact sum over K of finite values of FP8 formats: a [M, K], b [N, K]; float32 [M, N]. A zero sum, and that of K = 0, is +0."""
     parts = _exact_products(a.astype(np.float64), b.astype(np.float64))
     # The parts are multiples of 2^-34 below 2^48 each, so that the error terms, at most 2^-4, add without rounding.
     total, tail = parts[0], np.zeros_like(parts[0])

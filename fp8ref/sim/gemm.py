@@ -58,8 +58,8 @@ def matmul(
     Order:    accumulate over K: ``exact`` (G-2), ``f32`` (G-3), or a tensor core's plan (G-12) of ``accumulate.ACCUMULATIONS``
               or your own; then the epilogue. Block scales: each block of K is accumulated by itself, scaled, and added in float32 (G-13).
     Specials: Inf and NaN as in IEEE 754; an exact zero sum is +0; overflow to infinity.
-    Raises:   ValueError: shapes that do not fit; operands not reduced along their last axis, or of granularities that do not
-              go together; scales that are not float32, negative, or NaN over codes that are not; for a tensor core, a K that is not a
+    Raises:   ValueError: operands that are no Quantized, empty (S-7), or of shapes that do not fit; not reduced along their last axis, or of
+              granularities that do not go together; scales that are not float32, negative, or NaN over codes that are not; for a tensor core, a K that is not a
               multiple of 32 or formats it does not take; a bias that the epilogue does not take; unknown names.
     Source:   SEMANTICS G-1 to G-6, G-12 to G-15.
     """
@@ -83,7 +83,12 @@ def finish(
     out_dtype: Format,
     bias: np.ndarray | None = None,
 ) -> np.ndarray:
-    """What an epilogue makes of an accumulator [M, N] (G-4, G-5, G-14, G-15, G-18); the scales broadcast against it, the bias is [N] or None."""
+    """What an epilogue makes of an accumulator: float32 [M, N], values of out_dtype (SEMANTICS G-4, G-5, G-14, G-15, G-18).
+
+    Shapes:   acc float32 [M, N]; scale_inv_a () or [M, 1], scale_inv_b () or [1, N], float32; bias float32 [N], where the epilogue takes one.
+    Order:    as the fields of Epilogue say, each product and sum rounded to float32; operands are taken on trust.
+    Specials: Inf and NaN as in IEEE 754; overflow to infinity.
+    """
     if bias is None and out_dtype == BFLOAT16 and epilogue.rounding == "nearest_even" and _compiled(epilogue):
         return _finish_bfloat16(acc, scale_inv_a, scale_inv_b, epilogue)
     return finish_plain(acc, scale_inv_a, scale_inv_b, epilogue=epilogue, out_dtype=out_dtype, bias=bias)
@@ -123,7 +128,13 @@ def _finish_bfloat16(acc: np.ndarray, scale_inv_a: np.ndarray, scale_inv_b: np.n
 
 
 def matmul_hp(a, b, *, out_dtype: Format = FLOAT32) -> np.ndarray:
-    """A GEMM in high precision (SEMANTICS G-9): [M, K] x [N, K] -> [M, N], summed in float64, rounded to float32, then to out_dtype."""
+    """A GEMM in high precision (SEMANTICS G-9): [M, K] x [N, K] -> [M, N].
+
+    Shapes:   a [M, K] and b [N, K], float64, float32, float16 or bfloat16, any of M, N, K zero; float32 [M, N] holding values of out_dtype.
+    Order:    summed in float64 in NumPy's order, rounded to float32, then to out_dtype.
+    Specials: Inf and NaN as in IEEE 754; overflow to infinity.
+    Raises:   ValueError: shapes or dtypes that do not fit; out_dtype not float32, bfloat16 or float16.
+    """
     a, b = cast.exact(a), cast.exact(b)
     _check_shapes(a, b, out_dtype)
     with np.errstate(invalid="ignore", over="ignore"):
@@ -214,6 +225,7 @@ def _check_shapes(a: np.ndarray, b: np.ndarray, out_dtype: Format) -> None:
 
 
 def check_out_dtype(out_dtype: Format) -> None:
+    """ValueError unless out_dtype is one of OUT_DTYPES."""
     if out_dtype not in OUT_DTYPES:
         raise ValueError(f"out_dtype is one of {', '.join(map(str, OUT_DTYPES))} of fp8ref.formats; got {out_dtype!r}.")
 

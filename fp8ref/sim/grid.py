@@ -24,7 +24,7 @@ class Grid(NamedTuple):
 
 
 def grid(granularity: str, shape: tuple[int, ...], axis: int) -> Grid:
-    """Raises: ValueError: as ``granularity.blocks``."""
+    """The grid of a tensor of this shape. Raises as ``granularity.blocks``."""
     sizes = granularities.blocks(granularity, shape, axis)
     size = int(np.prod(shape, dtype=np.int64))
     if granularity == "tensorwise":
@@ -54,7 +54,7 @@ def amax(x: np.ndarray, granularity: str, axis: int) -> np.ndarray:
 
 
 def encode(x: np.ndarray, scale: np.ndarray, fmt: Format, granularity: str, axis: int) -> np.ndarray:
-    """Codes of RN32(x * scale), saturated, rounded to nearest even."""
+    """Codes of RN32(f32(x) * scale), saturated, rounded to nearest even: uint8 of x's shape; scale float32 of ``scale_shape``, taken on trust."""
     g = grid(granularity, x.shape, axis)
     codes = np.empty(x.shape, np.uint8)
     matrix, scales, kernel = codes.reshape(g.rows, g.columns), np.ascontiguousarray(scale).reshape(g.scales), kernels.encoder(fmt)

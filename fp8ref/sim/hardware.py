@@ -26,6 +26,8 @@ class Hardware:
     Order:    K is padded with zeros to a multiple of 32, which changes no bit (G-12); ``gemm.matmul`` of the codes, under the recipe's epilogue.
     epilogue  what the hardware does in place of scale_then_round, the GEMM of one call; None: that. A unit_round_scale_round is the
               framework's own multiplication after a GEMM under unit scales, and stays.
+    Specials: of no rows, columns or K zeros; Inf and NaN as gemm.matmul.
+    Raises:   ValueError: an unknown plan; an epilogue that takes a bias.
     """
 
     name: str
@@ -67,7 +69,7 @@ HARDWARE = {
 
 
 def by_name(name: "str | Hardware") -> Hardware:
-    """The hardware of that name: a plan for all GEMMs, or ``hopper``; a Hardware is itself."""
+    """The hardware of that name: a plan for all GEMMs, or ``hopper``; a Hardware is itself; ValueError for anything else."""
     if isinstance(name, Hardware):
         return name
     if not isinstance(name, str) or name not in HARDWARE:

@@ -29,13 +29,14 @@ def forward(
 ) -> np.ndarray:
     """output [..., N] = input x [..., K] x weight w [N, K], reduces K.
 
-    Shapes:   x [..., K] and w [N, K] hp; float32 [..., N] holding values of out_dtype.
+    Shapes:   x [..., K] and w [N, K], float32, float16 or bfloat16, in high precision float64 too; float32 [..., N] holding values of
+              out_dtype, or of bfloat16 where an operand is rowwise, whatever out_dtype (G-8).
     Order:    leading dims flatten to M; quantise both along K; accumulate; epilogue. ``accumulate`` is what gemm.matmul takes,
               or one such for each GEMM by its name, or ``hopper``: the fast or slow plan that the recipe asks of the hardware.
     Specials: as scaling.quantize and gemm.matmul.
-    Raises:   ValueError: w not 2-d, K's that differ, dims of an FP8 linear that are not multiples of 16 (L-5) or of a block; for
-              a recipe with delayed scaling, roles without ``scales`` (``delayed.scales(state, ...)``); scales of any other role; a
-              mapping without the GEMM's name, or with another.
+    Raises:   ValueError: an unknown recipe, rule or out_dtype; w not 2-d, K's that differ; under FP8 no rows (S-7), N or K that is no
+              multiple of 16 (L-5) or of a block; for a recipe with delayed scaling, roles without ``scales``
+              (``delayed.scales(state, ...)``); scales of any other role; a mapping without the GEMM's name, or with another.
     Source:   SEMANTICS L-1 to L-6.
     """
     recipe = recipes.by_name(recipe)
@@ -57,9 +58,12 @@ def backward(
 ) -> tuple[np.ndarray, np.ndarray]:
     """(grad_input [..., K], grad_weight [N, K]) from grad_output g [..., N], input x [..., K], weight w [N, K].
 
+    Shapes:   g, x and w of dtypes as forward's; both results float32, holding values as forward's output does.
     Order:    grad_input = g [M, N] x w [K, N], reduces N; grad_weight = g [N, M] x x [K, M], reduces M; each operand is quantised
               again from its hp tensor along the axis its GEMM reduces (L-3).
+    Specials: as forward.
     Raises:   ValueError: as forward, and g whose shape is not the output's.
+    Source:   SEMANTICS L-2 to L-6.
     """
     recipe = recipes.by_name(recipe)
     x, w = _operands(x, w, recipe, scales)

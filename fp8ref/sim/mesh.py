@@ -13,7 +13,10 @@ Device = tuple[int, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class Mesh:
-    """Devices in a grid with named axes, such as ``Mesh(axes={"data": 2, "tensor": 4})``. A device is its coordinates."""
+    """Devices in a grid with named axes, such as ``Mesh(axes={"data": 2, "tensor": 4})``. A device is its coordinates.
+
+    Raises:   ValueError: an axis of fewer than one device.
+    """
 
     axes: Mapping[str, int]
 
@@ -24,6 +27,7 @@ class Mesh:
 
     @property
     def names(self) -> tuple[str, ...]:
+        """The axes, in order."""
         return tuple(self.axes)
 
     @property
@@ -44,6 +48,7 @@ class Layout:
     rule    ``ceil``: pieces of ceil(n / parts) until nothing is left, then a shorter one and empty ones;
             ``balanced``: pieces differ by at most one, longer ones first.
     sizes   tensor axis -> the size of every piece, in place of the rule: any partition, empty pieces included.
+    Raises: ValueError: axes that the tensor or the mesh lacks, a mesh axis that cuts twice, sizes that do not add up, another rule.
 
     >>> layout = Layout(mesh=Mesh(axes={"data": 4}), shape=(5, 2), splits={0: ("data",)})
     >>> layout.pieces(0), layout.index((2,))

@@ -97,8 +97,9 @@ def forward(
     watch: Watch = lambda site: None,
     multiply: Multiply | None = None,
 ) -> np.ndarray:
-    """Logits of a batch.
+    """Logits of a batch, by the trainer's Llama.
 
+    seed     of stochastic rounding at every site, one sample of its noise; None: to nearest even.
     states   "<linear>/<role>" -> state, of delayed scaling; those of a first step by default.
     multiply hardware under which FP8 GEMMs are summed and scaled (G-19); None: exactly. Either way the result is rounded at M-3's site.
     watch    is given every value of the pass, in its order.
@@ -177,12 +178,12 @@ def forward(
 
 
 def loss(logits: np.ndarray, targets: np.ndarray) -> float:
-    """Mean over all tokens of ``losses`` (SEMANTICS M-5)."""
+    """Mean over all tokens of ``losses``, in nats (SEMANTICS M-5)."""
     return float(losses(logits, targets).mean())
 
 
 def losses(logits: np.ndarray, targets: np.ndarray) -> np.ndarray:
-    """[B, T]: logsumexp(logits) - logits[target] of every token, from logits [B, T, V] and targets [B, T]."""
+    """float64 [B, T], in nats: logsumexp(logits) - logits[target] of every token, of logits [B, T, V] and targets [B, T]; Inf beyond float32 (M-7)."""
     top = logits.max(-1)
     logsumexp = top + np.log(np.exp(logits - top[..., None]).sum(-1))
     return in_range(logsumexp - np.take_along_axis(logits, targets[..., None], -1)[..., 0])

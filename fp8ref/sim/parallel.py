@@ -22,7 +22,7 @@ def threads() -> int:
 
 @contextmanager
 def using(count: int) -> Iterator[None]:
-    """Within the context, kernels called from this thread use count threads."""
+    """Within the context, kernels called from this thread use count threads; no bit changes. ValueError below 1."""
     if count < 1:
         raise ValueError(f"the number of threads is at least 1; got {count}.")
     token = _threads.set(count)

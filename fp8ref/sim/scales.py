@@ -12,7 +12,7 @@ from fp8ref.policy import ScalePolicy
 
 
 class Scales(NamedTuple):
-    """scale multiplies into FP8, scale_inv out of it; float32 of one shape."""
+    """scale multiplies into FP8, scale_inv out of it (SEMANTICS S-1); float32 of one shape."""
 
     scale: np.ndarray
     scale_inv: np.ndarray
@@ -27,7 +27,8 @@ def scales_from_amax(amax, fmt: Format, policy: str | ScalePolicy = "torchao", *
               2^k where it is e8m0 (``cast.encode(scale_inv, E8M0FNU)`` are its codes).
     Specials: ``ScalePolicy.zero``, ``infinite``, ``nan``. ``previous`` is the scale of the step before, 1 by default; under a
               policy that stores scale_inv, RN32(1 / what was stored).
-    Raises:   ValueError: amax or previous negative or not float32; previous for a policy that never keeps it.
+    Raises:   ValueError: an unknown policy; amax or previous negative or not float32; previous of another shape, or for a policy that never
+              keeps it (S-11).
     Source:   beside each policy in ``fp8ref/policy.py``.
     """
     policy = policies.by_name(policy)
@@ -56,13 +57,19 @@ def scales_from_amax(amax, fmt: Format, policy: str | ScalePolicy = "torchao", *
 
 
 def scale_from_amax(amax, fmt: Format, policy: str | ScalePolicy = "torchao", *, previous=None) -> np.ndarray:
-    """The factor that multiplies into FP8: ``scales_from_amax(...).scale``."""
+    """The factor that multiplies into FP8: ``scales_from_amax(...).scale``. Shapes, order, specials and what it raises are the same.
+
+    >>> from fp8ref.formats import E4M3FN
+    >>> [float(scale) for scale in scale_from_amax(np.float32([0, 3.5, np.inf, np.nan]), E4M3FN)]
+    [447999985582080.0, 128.0, 0.0, nan]
+    """
     return scales_from_amax(amax, fmt, policy, previous=previous).scale
 
 
 def scale_inv_from_scale(scale) -> np.ndarray:
-    """RN32(1 / scale), the factor that multiplies out of FP8 (SEMANTICS S-1). Scale 0 -> Inf, Inf -> 0, NaN -> NaN.
+    """RN32(1 / scale), the factor that multiplies out of FP8 (SEMANTICS S-1): float32 of any shape, and so the result.
 
+    Specials: scale 0 -> Inf, Inf -> 0, NaN -> NaN; a subnormal scale below 2^-128 -> Inf.
     Not for e8m0 policies, whose scale does not determine scale_inv (S-14): take both from ``scales_from_amax``.
     """
     with np.errstate(divide="ignore", over="ignore"):  # of zero, and of a subnormal scale below 2^-128

@@ -1,4 +1,4 @@
-"""From a tensor to its amax, from a scale to codes (SEMANTICS S). What lies between them, the scale, is ``scales``."""
+"""From a tensor to its amax, from a scale to codes (SEMANTICS S). What lies between them, the scale, is ``scales``, whose scale_from_amax is here too."""
 
 from typing import NamedTuple
 
@@ -18,7 +18,11 @@ from fp8ref.sim.scales import scale_inv_from_scale as scale_inv_from_scale
 class Quantized(NamedTuple):
     """An FP8 tensor: hp ~ decode(codes) * scale_inv, the scales spread over their blocks.
 
-    codes.shape is the hp tensor's; scale and scale_inv are float32 of shape ``granularity.scale_shape``.
+    codes        uint8, of the hp tensor's shape.
+    scale        float32 of shape ``granularity.scale_shape``: what multiplied into FP8.
+    scale_inv    float32 of that shape: what multiplies out of it.
+    fmt, granularity, axis
+                 what it was quantised by; axis is the reduced one.
     """
 
     codes: np.ndarray
@@ -32,15 +36,16 @@ class Quantized(NamedTuple):
 def amax(x, granularity: str = "tensorwise", *, axis: int = -1) -> np.ndarray:
     """The largest magnitude of every group that shares a scale (SEMANTICS S-2).
 
-    Shapes:   x hp, any rank; float32 of ``scale_shape(granularity, x.shape, axis)``; axis is the reduced one.
-    Specials: NaN if any element of the group is NaN; Inf if any is infinite; subnormals count.
-    Raises:   ValueError: x empty; a block that does not divide its axis; float64, whose amax need not be a float32.
+    Shapes:   x float32, float16 or bfloat16, any rank; float32 of ``scale_shape(granularity, x.shape, axis)``; axis is the reduced one.
+    Specials: NaN if any element of the group is NaN; else Inf if any is infinite; subnormals count.
+    Raises:   ValueError: x empty (S-7); an unknown granularity; an axis that is not there, or that blocks do not divide; float64, whose amax
+              need not be a float32.
     """
     return grid.amax(_tensor(x), granularity, axis)
 
 
 def amax_plain(x, granularity: str = "tensorwise", *, axis: int = -1) -> np.ndarray:
-    """The definition of ``amax``, in NumPy alone."""
+    """The definition of ``amax``, in NumPy alone. Raises as amax."""
     value = np.abs(_tensor(x).astype(np.float32))
     sizes = granularities.blocks(granularity, value.shape, axis)
     if granularity == "tensorwise":
@@ -55,7 +60,7 @@ def amax_plain(x, granularity: str = "tensorwise", *, axis: int = -1) -> np.ndar
 def quantize(x, fmt: Format, *, granularity: str = "tensorwise", policy: str | ScalePolicy = "torchao", axis: int = -1) -> Quantized:
     """Scale x into fmt's range and round to nearest even, saturating.
 
-    Shapes:   x hp [..., K] (axis is the reduced one); codes uint8 of x's shape; scales of ``scale_shape``.
+    Shapes:   x float32, float16 or bfloat16 [..., K] (axis is the reduced one); codes uint8 of x's shape; scales of ``scale_shape``.
     Units:    x ~ decode(codes) * scale_inv.
     Order:    amax; scale; RN32(f32(x) * scale); clip to +-fmt.max; round to nearest even; scale_inv = RN32(1 / scale).
               A policy that stores scale_inv divides by it instead (S-13).
@@ -74,9 +79,11 @@ def quantize(x, fmt: Format, *, granularity: str = "tensorwise", policy: str | S
 def quantize_with(
     x, scales: Scales, fmt: Format, *, granularity: str = "tensorwise", policy: str | ScalePolicy = "torchao", axis: int = -1
 ) -> Quantized:
-    """quantize, by scales that are there already, such as a delayed state's. Shapes, order and specials as quantize.
+    """quantize, by scales that are there already, such as a delayed state's. Units, order and specials as quantize.
 
-    Raises:   ValueError: scales of another shape than ``scale_shape`` gives, not float32, or negative.
+    Shapes:   x as in quantize; both of scales float32 of ``scale_shape``. Of policy only S-13 counts: whether tensors are divided, in what.
+    Raises:   ValueError: x or fmt as in quantize; scales that are no ``Scales``, of another shape, not float32, or negative.
+    Source:   SEMANTICS S-5, S-13.
     """
     policy = policies.by_name(policy)
     _check_target(fmt)
@@ -98,7 +105,7 @@ def quantize_with(
 def quantize_plain(
     x, scales: Scales, fmt: Format, *, granularity: str = "tensorwise", policy: str | ScalePolicy = "torchao", axis: int = -1
 ) -> Quantized:
-    """The definition of ``quantize_with``, in NumPy alone."""
+    """The definition of ``quantize_with``, in NumPy alone, which takes fmt and scales on trust."""
     policy = policies.by_name(policy)
     value = _in_compute_dtype(_tensor(x), policy).astype(np.float32)
     with np.errstate(divide="ignore", over="ignore", invalid="ignore"):  # 0 / 0, Inf * 0; the clip takes an overflow
@@ -114,6 +121,8 @@ def quantize_plain(
 def dequantize(q: Quantized) -> np.ndarray:
     """RN32(decode(codes) * scale_inv), float32 of the codes' shape (SEMANTICS S-8).
 
+    Shapes:   codes of any shape, scale_inv of ``scale_shape``, spread over its blocks.
+    Specials: a NaN code or scale gives NaN, and so does a zero under an infinite scale_inv (S-3); overflow to infinity.
     Raises:   ValueError: q not a Quantized, or with scales that none has (see ``check_scales``).
     """
     check_scales(q)
@@ -149,7 +158,7 @@ def check_scales(q: Quantized, name: str = "operand") -> None:
 
 
 def spread(scale: np.ndarray, shape: tuple[int, ...], granularity: str, axis: int) -> np.ndarray:
-    """One scale an element: the scales repeated over their blocks, in a shape that broadcasts against ``shape``."""
+    """The scales of a tensor of this shape, repeated over their blocks, in a shape that broadcasts against it; Raises as ``granularity.blocks``."""
     if granularity in ("tensorwise", "rowwise"):
         return scale
     for i, (n, size) in enumerate(zip(shape, granularities.blocks(granularity, shape, axis), strict=True)):

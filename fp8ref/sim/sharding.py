@@ -42,7 +42,7 @@ def scope_axes(layout: Layout, scope: str | Collection[str]) -> tuple[str, ...]:
 
 
 def max_by_comparison(partial: np.ndarray, value: np.ndarray) -> np.ndarray:
-    """The maximum as one comparison makes it: a NaN that arrives replaces the partial maximum, and the next value replaces the NaN.
+    """The elementwise maximum as one comparison makes it: a NaN that arrives replaces the partial maximum, and the next value replaces the NaN.
 
     Source:   gloo/math.h, max: std::max(value, partial). torch's gloo all_reduce(MAX) of ranks (1, NaN, 3), folded from the last rank, is 1.
     """
@@ -101,6 +101,7 @@ def quantize(
 
     Shapes:   codes of the shard's shape; scales of its own groups. Under global scope both are slices of one device's, bit for bit.
     Order:    amax over the scope; then the policy's scales and the cast (S-3 to S-5) on each device; a scale kept from before is 1.
+    Specials: as scaling.quantize, of what the scope shows; an empty shard has no codes, and under local scope the scales of amax 0.
     Raises:   ValueError: as amax and scaling.quantize.
     Source:   SEMANTICS P-4.
     """
@@ -122,6 +123,7 @@ def gather(shards: Mapping[Device, Quantized], layout: Layout) -> Quantized:
     """The whole tensor in FP8, from every device's codes and scales. Nothing is rounded again.
 
     Shapes:   codes of layout.shape; scales of ``scale_shape(granularity, layout.shape, axis)``.
+    Specials: scales compare equal where both are NaN.
     Raises:   ValueError: as check_replicas: a group has one scale, so shards that scaled it differently have no FP8 gather.
     Source:   SEMANTICS P-6.
     """

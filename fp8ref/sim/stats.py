@@ -69,18 +69,22 @@ class Statistics:
 
     @property
     def underflow_rate(self) -> np.ndarray:
+        """Of all elements, zeros and non-finite ones too (Q-3); as are the other rates."""
         return self.underflows / self.count
 
     @property
     def subnormal_rate(self) -> np.ndarray:
+        """subnormals / count."""
         return self.subnormals / self.count
 
     @property
     def overflow_rate(self) -> np.ndarray:
+        """overflows / count."""
         return self.overflows / self.count
 
     @property
     def saturation_rate(self) -> np.ndarray:
+        """saturated / count: one element a group at least, its amax."""
         return self.saturated / self.count
 
 
@@ -91,7 +95,7 @@ def statistics(x, q: Quantized, *, per_group: bool = False) -> Statistics:
     Units:    e in x's; max_ulp in spacings of q.fmt.
     Order:    scaled = RN32(f32(x) * scale), as S-5 before its clip; e = f64(dequantize(q)) - f64(x), rounded once to float64; float64 sums.
     Specials: NaN and infinite x count as ``non_finite`` and enter no sum; a finite x whose code is NaN makes the sums of e and max_ulp NaN.
-    Raises:   ValueError: x float64, empty, or not of q's shape.
+    Raises:   ValueError: x float64, no numbers, empty, or not of q's shape; a q that is no Quantized of FP8 with its scales.
     Source:   SEMANTICS Q-1 to Q-4, Q-6.
     """
     _check(x, q)

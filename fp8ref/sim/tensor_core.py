@@ -28,6 +28,7 @@ _CHOICES = {
 
 
 def is_int(value: object) -> bool:
+    """An int that is no bool."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
@@ -43,6 +44,8 @@ class TensorCore:
                      ``factors``, subnormals' as if they were normal; ``products``, of its value.
     zeros            ``excluded``: a product with a zero factor takes no part in the largest exponent; ``counted``: it does, a zero's being emin.
     subnormals       ``kept``, or ``flushed`` to zero, of the operands.
+
+    Raises:          ValueError: a width that is not 4, 8, 16 or 32; bits out of range; an unknown word; zeros counted beside other exponents.
     """
 
     name: str
@@ -104,7 +107,7 @@ UNITS = {
 
 
 def by_name(unit: str | TensorCore) -> TensorCore:
-    """The unit of that name; a TensorCore is itself."""
+    """The unit of that name; a TensorCore is itself; ValueError for anything else."""
     if isinstance(unit, TensorCore):
         return unit
     if not isinstance(unit, str) or unit not in UNITS:
@@ -113,7 +116,7 @@ def by_name(unit: str | TensorCore) -> TensorCore:
 
 
 def check_pair(fmt_a: Format, fmt_b: Format) -> None:
-    """Tensor cores take e4m3fn and e5m2, in any pairing."""
+    """ValueError unless tensor cores take both: e4m3fn and e5m2, in any pairing."""
     formats.check(fmt_a)
     formats.check(fmt_b)
     if fmt_a not in (E4M3FN, E5M2) or fmt_b not in (E4M3FN, E5M2):

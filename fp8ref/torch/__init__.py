@@ -1,5 +1,8 @@
-"""FP8 training in PyTorch: ``cast``, ``scaling``, ``linear`` (torchao's Float8Linear, or fp8ref's own ``layer``), ``delayed``; on several
-devices ``parallel``, ``gather``, ``tensor``, ``traced``, ``processes``; ``proof`` that a step ran in FP8; ``model``, ``train``.
+"""FP8 training in PyTorch: begin with ``linear.convert``, of a model on one device, or ``parallel.parallelize``, on a mesh of them.
+
+A linear becomes torchao's Float8Linear, or fp8ref's own ``layer.Linear``; ``delayed.update`` is due once a step where recipes scale by the past.
+``cast``, ``scaling`` are what that is made of; on several devices ``gather``, ``tensor``, ``traced``, ``processes``; ``proof`` that a step ran in
+FP8, ``simulated`` hardware for it; ``model`` and ``train`` are the trainer's own.
 
 Held to docs/SEMANTICS.md by ``fp8ref.check``; shares no code with the simulator.
 """

@@ -44,7 +44,7 @@ def kernels() -> tuple[Callable, Callable] | None:
 def multiply(
     codes_a: torch.Tensor, codes_b: torch.Tensor, scale_inv_a: torch.Tensor, scale_inv_b: torch.Tensor, out_dtype: torch.dtype
 ) -> torch.Tensor:
-    """[M, K] x [N, K] -> [M, N], by torchao's kernels: one operator, in eager dispatch and in compiled graphs.
+    """[M, K] x [N, K] -> [M, N] of out_dtype, by torchao's kernels: one operator, in eager dispatch and in compiled graphs.
 
     Shapes:   scale_inv_a [M, K/128]; scale_inv_b [N, K/128] or [ceil(N/128), K/128], float32; any strides.
     Order:    SEMANTICS G-17.

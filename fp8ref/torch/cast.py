@@ -18,8 +18,9 @@ HIGH_PRECISION = (torch.float32, torch.float16, torch.bfloat16)
 def encode(x: torch.Tensor, fmt: Format, *, saturate: bool = True) -> torch.Tensor:
     """Round x once to nearest even and return the codes.
 
-    Shapes:   x any shape, float32, float16 or bfloat16; codes uint8 of the same shape.
-    Specials: as the simulator: NaN -> fmt.nan_code; above fmt.max: max if saturate, else Inf or NaN.
+    Shapes:   x any shape, empty too, float32, float16 or bfloat16; codes uint8 of the same shape, on x's device.
+    Specials: as the simulator: NaN -> fmt.nan_code; -0 and underflow keep their sign, but in fnuz; above fmt.max, infinities too: max if saturate,
+              else Inf, or NaN in a format without infinities.
     Raises:   ValueError: fmt not FP8; x of another dtype (float64 would be rounded twice).
     Source:   SEMANTICS C-1 to C-6.
     """
@@ -38,7 +39,10 @@ def encode(x: torch.Tensor, fmt: Format, *, saturate: bool = True) -> torch.Tens
 
 
 def decode(codes: torch.Tensor, fmt: Format) -> torch.Tensor:
-    """The values of uint8 codes (or of the native float8 tensor), float32 of the same shape."""
+    """The values of uint8 codes (or of the native float8 tensor), exactly: float32 of the same shape. Every NaN code is NaN.
+
+    Raises:   ValueError: fmt not FP8; codes of another dtype.
+    """
     dtype = _dtype(fmt)
     if codes.dtype == torch.uint8:
         codes = codes.view(dtype)
@@ -48,7 +52,7 @@ def decode(codes: torch.Tensor, fmt: Format) -> torch.Tensor:
 
 
 def to_fp8(x: torch.Tensor, fmt: Format) -> torch.Tensor:
-    """As a saturating encode, but the native float8 tensor; its NaNs may carry a sign."""
+    """As a saturating encode, but the native float8 tensor; its NaNs may carry a sign. Raises as encode."""
     return to_f32(x).clamp(-fmt.max, fmt.max).to(_dtype(fmt))
 
 

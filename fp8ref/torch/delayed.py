@@ -34,12 +34,15 @@ class DelayedState(NamedTuple):
 
 
 def init(config: DelayedScaling, shape: tuple[int, ...] = ()) -> DelayedState:
-    """Scale 1, an empty history (H-2)."""
+    """Scale 1, an empty history (H-2), of as many tensors as shape has; on the CPU."""
     return DelayedState(torch.ones(shape), torch.zeros(*shape, config.history_length), torch.zeros(shape, dtype=torch.int64))
 
 
 def observe(x: torch.Tensor) -> torch.Tensor:
-    """float32 [3] of a tensor: its amax (0 unless finite), whether it is not finite, and 1, for seen."""
+    """float32 [3] of a tensor: its amax (0 unless finite), whether it is not finite, and 1, for seen.
+
+    Raises:   ValueError: x empty, or not float32, float16 or bfloat16.
+    """
     amax = scaling.amax(x)
     finite = amax.isfinite()
     return torch.stack([torch.where(finite, amax, 0.0), torch.where(finite, 0.0, 1.0), torch.ones_like(amax)])
@@ -47,7 +50,7 @@ def observe(x: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def merge_(seen: torch.Tensor, x: torch.Tensor) -> None:
-    """Merge what a tensor shows into an observation, in place (H-4)."""
+    """Merge what a tensor shows into an observation, float32 [3], in place (H-4). Raises as observe."""
     seen.copy_(torch.maximum(seen, observe(x)))
 
 
@@ -78,7 +81,10 @@ def casts(recipe: str | Recipe) -> dict[Role, tuple[Format, DelayedScaling]]:
 
 
 def implemented(config: DelayedScaling) -> DelayedScaling:
-    """The config, if this backend implements it: fp8ref's own, with history, interval, ``most_recent`` and margin of one's choice."""
+    """The config, if this backend implements it: fp8ref's own, with history, interval, ``most_recent`` and margin of one's choice.
+
+    Raises:   ValueError: any other.
+    """
     if not config.as_fp8refs:
         raise ValueError(
             f"fp8ref.torch keeps histories as 'delayed' does, with another history_length, amax_compute, interval or margin; got "
@@ -144,7 +150,9 @@ def states(model: nn.Module) -> Iterator[tuple[str, RoleState]]:
 def update(model: nn.Module) -> None:
     """Roll every history of a model by what was observed since the last update, compute its scales, clear the observations.
 
-    Call it once an optimizer step, after it; a step that was not taken: ``forget`` instead.
+    Call it once an optimizer step, after it; a step that was not taken: ``forget`` instead. A model without states is left as it is. Where
+    ranks share states (``RoleState.group``) all of them call it: an all-reduce merges what they saw (H-4).
+    Specials: as advance: a role that was not seen, or whose amax was not finite, keeps its state (H-5).
     """
     _merge_ranks(model)
     alike: dict[tuple[Format, DelayedScaling, torch.device], list[RoleState]] = {}

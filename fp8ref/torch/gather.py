@@ -64,6 +64,7 @@ class FP8Gather:
         """What is gathered: codes as uint8, for gloo moves no float8, and FSDP2 moves mixed dtypes as bytes anyway. And what ``after`` gets.
 
         Rows are padded to ceil(N / ranks), as FSDP2 pads: shards of unequal length gather too.
+        Raises:   ValueError: mixed precision of another dtype than ``dtype``; a weight that is cut along another dim than the first.
         """
         master, compute = self.shard.dtype, mp_policy.param_dtype or self.shard.dtype
         if self.dtype not in (master, compute):

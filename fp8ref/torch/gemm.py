@@ -16,10 +16,13 @@ def matmul(
 ) -> torch.Tensor:
     """Contract a and b along their reduced axes: [M, K] x [N, K] -> [M, N]; of axis 0, [K, M] serves as [M, K].
 
+    Shapes:   codes of matrices; scale_inv of both of all of K, or of both in blocks of it, which ``layer.check_recipe`` sees to; out [M, N] of
+              out_dtype, which under rowwise scales the device's kernel may have in bfloat16 alone (``output_dtype``).
     Order:    torch._scaled_mm with scale_inv of both, rounded to out_dtype (G-4); G-5: unit scales, rounded, times the product of both,
               rounded. Operands in blocks go to torchao's kernel where there is one (G-17, ``block_gemm.kernel``), else are dequantised
               first, and multiplied in float32 (G-16). K is padded with zeros to a multiple of 16, which changes no bit.
               Within ``simulated.simulating`` all of it is simulated hardware's, blocks too (G-19).
+    Specials: Inf and NaN as in IEEE 754; overflow to infinity.
     Raises:   ValueError: operands that are not 2-d, reduced lengths that differ, unknown names.
     Source:   SEMANTICS G-1, G-4, G-5, G-7, G-16, G-17; torchao 0.18's addmm_float8_unwrapped.
     """
@@ -58,7 +61,7 @@ def matmul(
 
 
 def matmul_hp(a: torch.Tensor, b: torch.Tensor, *, axes: tuple[int, int]) -> torch.Tensor:
-    """A GEMM in high precision (G-9), of matrices reduced along axes."""
+    """A GEMM in high precision (G-9): torch.mm of matrices of one dtype, reduced along axes, [M, K] x [N, K] -> [M, N] of that dtype."""
     return torch.mm(_lines(a, axes[0]), _lines(b, axes[1]).t())
 
 

@@ -31,6 +31,8 @@ class Linear(nn.Linear):
     group     name of the process group whose ranks hold parts of one input and one grad_output: amaxes, and what ``delayed.update``
               takes, are theirs together (P-2, scope global). None: this rank's alone.
     fqn       its name in the model that was converted, for errors.
+    Specials: as ``scaling.quantize`` and ``gemm.matmul``: under policy torchao a NaN or Inf makes NaN of every output that its scale reaches.
+    Raises:   ValueError: a recipe that ``check_recipe`` refuses; in the forward pass another K, dtype or device than the weight's, or no rows.
     """
 
     fqn: str = ""
@@ -55,7 +57,7 @@ class Linear(nn.Linear):
 
     @classmethod
     def of(cls, linear: nn.Linear, recipe: str | Recipe, group: str | None = None) -> "Linear":
-        """An existing nn.Linear's parameters, themselves, in a Linear of this recipe."""
+        """An existing nn.Linear's parameters, themselves, in a Linear of this recipe. ValueError as ``check_recipe``."""
         made = cls(linear.in_features, linear.out_features, recipe, bias=False, group=group, device="meta")
         made.weight, made.bias = linear.weight, linear.bias
         for state in made.states.values():
@@ -63,6 +65,7 @@ class Linear(nn.Linear):
         return made.train(linear.training)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """output [..., N] of input [..., K]; ValueError as ``linear_input.taken`` and ``linear_input.weight``."""
         x = linear_input.taken(input, self)
         w = linear_input.weight(self, x)
         observes = torch.is_grad_enabled() and self.training
@@ -188,7 +191,11 @@ def _gathered(w: Float8TrainingTensor, spec: CastSpec | None) -> Quantized:
 
 
 def check_recipe(recipe: str | Recipe) -> Recipe:
-    """The recipe, if ``Linear`` runs it; ValueError otherwise."""
+    """The recipe, if ``Linear`` runs it.
+
+    Raises:   ValueError: operands of a GEMM of which one alone has scales of blocks; an epilogue, policy or delayed scaling that this backend
+              does not implement.
+    """
     recipe = recipes.by_name(recipe)
     delayed.casts(recipe)
     for which, spec in recipe.gemms.items():

@@ -103,7 +103,10 @@ def deconvert(model: nn.Module) -> nn.Module:
 
 
 def weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    """model.state_dict() without the states of delayed scaling: that of the model that was converted, for those who load one."""
+    """model.state_dict() without the states of delayed scaling: that of the model that was converted, for those who load one.
+
+    Raises:   ValueError: no nn.Module.
+    """
     _check_module(model)
     states = {id(value) for _, state in delayed.states(model) for value in state.buffers()}
     # By identity: wrappers of modules change the names in a state_dict.

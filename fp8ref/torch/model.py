@@ -12,6 +12,8 @@ from fp8ref.llama import LlamaConfig
 
 
 class RMSNorm(nn.Module):
+    """x * rsqrt(mean(x^2) + eps) * weight over the last dim, in float32, rounded once to x's dtype (SEMANTICS M-3)."""
+
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(config.hidden_size))
@@ -24,15 +26,20 @@ class RMSNorm(nn.Module):
 
 
 class Embedding(nn.Module):
+    """Rows of the float32 table, then rounded: [B, T] -> [B, T, hidden] (SEMANTICS M-2)."""
+
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
 
     def forward(self, tokens: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """[B, T] -> [B, T, hidden] of dtype."""
         return functional.embedding(tokens, self.weight.float()).to(dtype)  # [B, T] -> [B, T, hidden]; the gradient sums in float32
 
 
 class Attention(nn.Module):
+    """Causal attention of [B, T, hidden], rotary, key and value heads shared by groups of query heads (SEMANTICS M-1)."""
+
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.head_dim = config.head_dim
@@ -51,6 +58,8 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
+    """SwiGLU: down_proj(silu(gate) * up), the product in float32 and rounded once (SEMANTICS M-3)."""
+
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
@@ -63,6 +72,8 @@ class MLP(nn.Module):
 
 
 class Layer(nn.Module):
+    """h + attention of its norm, then + MLP of its norm: [B, T, hidden], and so the result."""
+
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config)
@@ -76,6 +87,8 @@ class Layer(nn.Module):
 
 
 class Decoder(nn.Module):
+    """The parameters between tokens and lm_head, under Hugging Face's names; ``Llama`` runs them."""
+
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.embed_tokens = Embedding(config)
@@ -86,6 +99,7 @@ class Decoder(nn.Module):
 class Llama(nn.Module):
     """Logits of a batch of tokens: [B, T] int -> [B, T, vocab_size] of the norms' dtype, the compute dtype.
 
+    Order:    SEMANTICS M-3, rounded to the compute dtype at each of its sites.
     The weights' dtype is the caller's: the training step rounds float32 masters to bfloat16 first (SEMANTICS M-2).
     """
 
@@ -98,6 +112,7 @@ class Llama(nn.Module):
         self.load_state_dict({name: torch.tensor(value) for name, value in weights.items()})
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Logits [B, T, vocab_size] of tokens [B, T], which are taken on trust (``llama.check_tokens``)."""
         dtype = self.model.norm.weight.dtype
         cos, sin = (torch.from_numpy(table).to(tokens.device) for table in llama.rotary_tables(self.config, tokens.shape[1]))
         h = self.model.embed_tokens(tokens, dtype)

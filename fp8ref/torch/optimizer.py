@@ -14,7 +14,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def build(params: Iterable[nn.Parameter], config: OptimizerConfig) -> torch.optim.Optimizer:
-    """The optimizer of config.kind; its learning rate is that of ``set_learning_rate``."""
+    """The optimizer of config.kind, decay on parameters of two dims or more; its learning rate is that of ``set_learning_rate``."""
     params = list(params)
     groups = [
         {"params": [p for p in params if p.ndim > 1], "weight_decay": config.weight_decay},

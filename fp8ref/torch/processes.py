@@ -33,6 +33,7 @@ class Processes:
 
     @contextmanager
     def telling(self) -> Iterator[None]:
+        """In this context, what torch raises when another process is gone becomes a LostProcessError that says which, and why."""
         try:
             yield
         except LostProcessError:
@@ -49,6 +50,7 @@ class Processes:
             ) from error
 
     def gather(self, value: Any) -> list:
+        """Every process's value, of what JSON has, in order, in all of them."""
         told: list = [None] * distributed.get_world_size()
         distributed.all_gather_object(told, json.dumps(value))
         return [json.loads(text) for text in told]

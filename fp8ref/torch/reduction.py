@@ -15,6 +15,7 @@ class OrderedReduceScatter:
     """
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """A buffer for FSDP2, of no particular values."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(

@@ -39,7 +39,7 @@ def scales_from_amax(amax: torch.Tensor, fmt: Format, policy: str | ScalePolicy 
 
 
 def scale_from_amax(amax: torch.Tensor, fmt: Format, policy: str | ScalePolicy = "torchao") -> torch.Tensor:
-    """The factor that multiplies into FP8: ``scales_from_amax(...).scale``."""
+    """The factor that multiplies into FP8: ``scales_from_amax(...).scale``. Shapes, order, specials and what it raises are the same."""
     return scales_from_amax(amax, fmt, policy).scale
 
 

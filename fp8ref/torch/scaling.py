@@ -16,7 +16,13 @@ __all__ = ["Quantized", "amax", "dequantize", "quantize", "quantize_with", "scal
 
 
 class Quantized(NamedTuple):
-    """An FP8 tensor: hp ~ decode(codes) * scale_inv. codes is native float8."""
+    """An FP8 tensor: hp ~ decode(codes) * scale_inv.
+
+    codes        native float8, of the hp tensor's shape.
+    scale, scale_inv
+                 float32 of ``granularity.scale_shape``: what multiplied into FP8, what multiplies out of it.
+    axis         the reduced one.
+    """
 
     codes: torch.Tensor
     scale: torch.Tensor
@@ -30,7 +36,8 @@ def amax(x: torch.Tensor, granularity: str = "tensorwise", *, axis: int = -1) ->
     """The largest magnitude of every group that shares a scale (SEMANTICS S-2), in this rank's tensor; ``sharding.merge_amax`` merges ranks'.
 
     Shapes:   x hp, any rank; float32 of ``scale_shape(granularity, x.shape, axis)``; axis is the reduced one.
-    Specials: NaN if any element is NaN.
+    Specials: NaN if any element is NaN; else Inf if any is infinite; subnormals count, unless torch.set_flush_denormal.
+    Gradient: none.
     Raises:   ValueError: x empty or not float32, float16 or bfloat16; blocks that do not divide the reduced axis.
     """
     sizes = granularities.blocks(granularity, tuple(x.shape), axis)  # refuses empty tensors and absent axes
@@ -76,9 +83,10 @@ def quantize(
 
 
 def quantize_with(x: torch.Tensor, scale: torch.Tensor, fmt: Format, *, granularity: str = "tensorwise", axis: int = -1) -> Quantized:
-    """quantize, by a scale that is there already, such as a delayed state's; scale_inv = RN32(1 / scale).
+    """quantize, by a scale that is there already, such as a delayed state's; scale_inv = RN32(1 / scale), so not for e8m0 policies (S-14).
 
-    Raises:   ValueError: a scale of another shape than ``scale_shape`` gives.
+    Shapes:   x as in quantize; scale float32 of ``scale_shape``.
+    Raises:   ValueError: a scale of another shape; x empty or not float32, float16 or bfloat16.
     """
     shape = granularities.scale_shape(granularity, tuple(x.shape), axis)
     if tuple(scale.shape) != shape:
@@ -87,7 +95,10 @@ def quantize_with(x: torch.Tensor, scale: torch.Tensor, fmt: Format, *, granular
 
 
 def dequantize(q: Quantized) -> torch.Tensor:
-    """RN32(decode(codes) * scale_inv), float32 of the codes' shape (SEMANTICS S-8)."""
+    """RN32(decode(codes) * scale_inv), float32 of the codes' shape (SEMANTICS S-8).
+
+    Specials: a NaN code or scale gives NaN, and so does a zero under an infinite scale_inv.
+    """
     return cast.decode(q.codes, q.fmt) * spread(q.scale_inv, tuple(q.codes.shape), q.granularity, q.axis)
 
 

@@ -46,10 +46,12 @@ class Gemm:
 
     @property
     def name(self) -> str:
+        """``layer/gemm``."""
         return f"{self.layer}/{self.which}"
 
     @property
     def fp8(self) -> bool:
+        """Whether both operands are."""
         return self.a.startswith("f8") and self.b.startswith("f8")
 
     def __str__(self) -> str:
@@ -88,6 +90,7 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def unwrapped(name: str) -> str:
+    """A module's name without what torch.compile and checkpointing inserted."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 

@@ -17,7 +17,7 @@ def merge_amax(amax: torch.Tensor, group: str) -> torch.Tensor:
 
 
 def all_reduce_max(x: torch.Tensor, group: str) -> torch.Tensor:
-    """Elementwise over a group's ranks, of finite values."""
+    """The elementwise maximum over a group's ranks, of finite values; group is a process group's name."""
     return _c10d.wait_tensor(_c10d.all_reduce(x, "max", group))
 
 

@@ -29,6 +29,7 @@ class Whole(NamedTuple):
 
 @torch.no_grad()
 def of_whole(x: torch.Tensor) -> Whole:
+    """The Whole of a tensor that is not empty; the square sum, in float64, is of its finite elements."""
     value = cast.to_f32(x)
     finite = value.isfinite()
     return Whole(x.numel() - finite.count_nonzero(), x.count_nonzero(), _squares(torch.where(finite, value, 0.0)), scaling.amax(x))

@@ -12,7 +12,7 @@ from fp8ref.torch.seen import is_compiled
 
 
 def mesh_size(mesh: DeviceMesh) -> int:
-    """How many ranks a mesh of one dim has."""
+    """How many ranks a mesh of one dim has; ValueError for any other mesh."""
     if not isinstance(mesh, DeviceMesh) or mesh.ndim != 1:
         got = f"dims {mesh.mesh_dim_names or tuple(mesh.shape)}" if isinstance(mesh, DeviceMesh) else f"a {type(mesh).__name__}"
         raise ValueError(f"parallelize takes a DeviceMesh of one dim; got {got}. Give that of one dim, mesh['tensor'].")

@@ -21,6 +21,7 @@ class Float8Linear(float8_linear.Float8Linear):
     fqn: str = ""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """output [..., N] of input [..., K]."""
         config = self.config
         rowwise = config.cast_config_input.scaling_granularity is ScalingGranularity.AXISWISE
         empty = rowwise and config.cast_config_input_for_grad_weight.scaling_type is ScalingType.DISABLED

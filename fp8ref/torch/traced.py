@@ -73,6 +73,7 @@ class Sharded(nn.Module):
                 module._parameters[key] = None if p is None else cut[p]
 
     def forward(self, *args, **kwargs):
+        """The model's, on whole parameters; every rank calls it."""
         shards = dict(self.model.named_parameters())
         scale = self._scales(shards)
         if torch.is_grad_enabled():

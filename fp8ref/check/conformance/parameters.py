@@ -25,9 +25,13 @@ except ImportError as error:
 def casts(
     fmt: Format, *, source: str = "float32", rounding: str = "nearest_even", saturate: bool = True, count: int = 1000, seed: int = 0
 ) -> list:
-    """(x [n], codes uint8 [n]) for every kind of input, such as ``e4m3fn-float32-tie``; count of them random.
+    """pytest parameters (x [n], codes uint8 [n]), one for every kind of input, such as ``e4m3fn-float32-tie``; count of them random.
 
-    x holds bfloat16 in ml_dtypes' dtype. Raises as ``vectors.cast``, and ImportError for bfloat16 without ml_dtypes.
+    source    the dtype of x: float32, bfloat16 (ml_dtypes' dtype), float16 or float64.
+    Specials: NaNs of x become fmt.nan_code, the one that the simulator emits (C-5): canonicalise a library's before comparing.
+    Raises:   ValueError: a fmt that is not of 8 bits, an unknown source, stochastic or unknown rounding, a seed or count out of range;
+              ImportError: bfloat16 without ml_dtypes.
+    Source:   SEMANTICS C-1 to C-7.
     """
     rules = Rules(rounding=rounding, saturate=saturate)
     question = Cast(format=fmt.name, source=source, count=count, seed=seed)
@@ -42,9 +46,12 @@ def casts(
 
 
 def scales(fmt: Format, policy: str = "torchao", *, made: str = "scale", count: int = 1000, seed: int = 0) -> list:
-    """(amax float32 [n], what is made of it [n]) for every kind of amax, such as ``e4m3fn-torchao-power_of_two``.
+    """pytest parameters (amax float32 [n], what is made of it [n]), one for every kind of amax, such as ``e4m3fn-torchao-power_of_two``.
 
-    made: ``scale``, ``scale_inv``, both float32, or ``e8m0``, uint8.
+    made      ``scale``, ``scale_inv``, both float32, or ``e8m0``, uint8: the code of scale_inv.
+    Specials: zero, Inf and NaN are among the amaxes; a previous scale is 1 (S-11).
+    Raises:   ValueError: a fmt that is not FP8, an unknown policy or made, e8m0 of a policy whose scales are none, a seed or count out of range.
+    Source:   SEMANTICS S-3, S-4, S-9 to S-15.
     """
     question = scales_asked.Scale(format=fmt.name, policy=policy, count=count, seed=seed)
     bits = question.inputs()
@@ -69,7 +76,13 @@ def quantizers(
     count: int = 10,
     seed: int = 0,
 ) -> list:
-    """(x of the shape, its ``Quantized``) for tensors of every kind, such as ``e4m3fn-rowwise-zero_lines-5``."""
+    """pytest parameters (x of the shape, its ``sim.scaling.Quantized``), for count tensors, kinds taking turns: ``e4m3fn-rowwise-zero_lines-5``.
+
+    source    the dtype of x: float32, bfloat16 (ml_dtypes' dtype) or float16.
+    Raises:   ValueError: a fmt that is not FP8, an unknown source or policy, a shape that the granularity does not take, a seed or count out
+              of range; ImportError: bfloat16 without ml_dtypes.
+    Source:   SEMANTICS S-5, S-6.
+    """
     question = Quantize(
         format=fmt.name,
         source=source,

@@ -18,7 +18,9 @@ def require_cast(x, found_codes, fmt: Format, *, rounding: str = "nearest_even",
     """AssertionError unless found_codes are a cast's of x to fmt (SEMANTICS C).
 
     Shapes:   x any, float64, float32, float16 or bfloat16; found_codes of the same shape.
-    Raises:   ValueError: shapes or dtypes that do not fit; stochastic rounding, which no comparison of codes decides.
+    Specials: NaN codes are all one; nothing is wrong with no elements.
+    Raises:   ValueError: shapes or dtypes that do not fit; unknown rounding, or stochastic, which no comparison of codes decides.
+    Source:   SEMANTICS C-1 to C-7.
     """
     rules = Rules(rounding=rounding, saturate=saturate)
     x, found = as_numpy(x), _codes(found_codes, as_numpy(x).shape)
@@ -50,8 +52,10 @@ def require_cast(x, found_codes, fmt: Format, *, rounding: str = "nearest_even",
 def require_scales(amax, found, fmt: Format, *, policy: str = "torchao", made: str = "scale") -> None:
     """AssertionError unless found are what a policy makes of float32 amaxes: ``scale``, ``scale_inv``, or ``e8m0``, the latter's code.
 
-    Shapes:   any and the same. A previous scale is 1 (S-11).
-    Raises:   ValueError: shapes or dtypes that do not fit; negative amaxes; e8m0 of a policy whose scales are none.
+    Shapes:   amax float32 of any shape; found of as many elements, float32, of e8m0 uint8. A previous scale is 1 (S-11).
+    Specials: NaNs are all one; any other bit counts.
+    Raises:   ValueError: shapes or dtypes that do not fit; negative amaxes; an unknown policy or made; e8m0 of a policy whose scales are none.
+    Source:   SEMANTICS S-3, S-4, S-9 to S-15.
     """
     amax = as_numpy(amax)
     bits = _scales(found, made, amax.shape)
@@ -89,7 +93,9 @@ def require_quantized(
 
     Shapes:   x float32, float16 or bfloat16, found_codes of its shape; scales in any shape with as many elements as ``scale_shape`` gives.
               Of scale, scale_inv and e8m0, the codes of scale_inv, at least one.
-    Raises:   ValueError: shapes or dtypes that do not fit, or no scales.
+    Specials: NaN codes and scales are all one. Every scale that is given is compared; of those that are not nothing is said.
+    Raises:   ValueError: shapes or dtypes that do not fit, or no scales; as ``sim.scaling.quantize``.
+    Source:   SEMANTICS S-5, S-6, S-13, S-14.
     """
     x = as_numpy(x)
     given = {"scale": scale, "scale_inv": scale_inv, "e8m0": e8m0}

@@ -1,6 +1,6 @@
 """Hypothesis strategies: what casts, scales and quantisers must get right, for property tests of any library.
 
-Arrays are NumPy's, of float32, float16, or bfloat16 where ml_dtypes is installed; ``as_torch`` and ``as_jax`` make them a framework's.
+Arrays are NumPy's, of float32, float16, float64, or bfloat16 where ml_dtypes is installed; ``as_torch`` and ``as_jax`` make them a framework's.
 Examples shrink to plain numbers, small shapes and one element that matters.
 """
 
@@ -54,7 +54,8 @@ def granularities() -> st.SearchStrategy[str]:
 
 
 def shapes(granularity: str = "tensorwise", *, axis: int = -1, most: int = 6) -> st.SearchStrategy[tuple[int, int]]:
-    """[M, N] that a granularity takes: along the reduced axis whole blocks, along the other also a ragged last one."""
+    """Shapes (M, N) that a granularity takes: along the reduced axis one or two whole blocks, along the other also a ragged last one; where it has
+    no blocks along an axis, 1 to ``most`` elements."""
     of = GRANULARITIES[granularity]
     reduced = st.integers(1, most) if of.reduced is None else st.integers(1, 2).map(lambda n: n * (of.reduced or 1))
     other = st.integers(1, most) if of.other in (None, 1) else st.sampled_from([1, 2, of.other, (of.other or 1) + 1])
@@ -63,7 +64,10 @@ def shapes(granularity: str = "tensorwise", *, axis: int = -1, most: int = 6) ->
 
 @functools.cache
 def numbers(fmt: Format = E4M3FN, dtype: str = "float32", *, finite: bool = False) -> st.SearchStrategy[float]:
-    """Values of a dtype: plain ones, every number and tie of fmt with its neighbours, subnormals, any; infinities and NaN unless finite."""
+    """Values of a dtype: plain ones, every number and tie of fmt with its neighbours, subnormals, any; infinities and NaN unless finite.
+
+    Raises:   ValueError: a fmt that is not of 8 bits; an unknown dtype.
+    """
     points, width = _points(fmt, dtype), 16 if dtype == "float16" else 32
     anything = st.floats(width=width, allow_nan=not finite, allow_infinity=not finite)  # type: ignore[arg-type]
     if dtype == "bfloat16":
@@ -74,7 +78,11 @@ def numbers(fmt: Format = E4M3FN, dtype: str = "float32", *, finite: bool = Fals
 
 @functools.cache
 def amaxes(fmt: Format = E4M3FN, policy: str = "torchao", *, dtype: str = "float32", finite: bool = False) -> st.SearchStrategy[float]:
-    """Amaxes at the edges: zero, powers of two and max times them, just above and below, eps, subnormals, where the scale overflows; and any."""
+    """Amaxes at the edges: zero, powers of two and max times them, just above and below, eps, subnormals, where the scale overflows; and any; Inf
+    and NaN among them unless finite, none negative.
+
+    Raises:   ValueError: a fmt that is not FP8; an unknown policy or dtype.
+    """
     edges = [v for v in _edges(fmt, policy, dtype) if not finite or np.isfinite(v)]
     anything = numbers(fmt, dtype, finite=finite).map(abs)
     return st.one_of(_among(edges), anything)
@@ -96,7 +104,9 @@ def tensors(
 
     ``points`` are fmt's numbers and ties with their neighbours, ``scaled points`` what policy's scale makes such of; ``amax`` puts one of
     ``amaxes`` in every group, above its others; ``outliers`` are up to 2^60 times the rest; in ``zero groups`` lines are zero, along any
-    axis; ``specials`` have an infinity or NaN in a place or two, of which ``finite`` leaves none.
+    axis; ``specials`` have an infinity or NaN in a place or two, of which ``finite`` leaves none. Zeros are of both signs.
+
+    Raises:   ValueError: a fmt that is not FP8; an unknown policy or dtype; ImportError: bfloat16 without ml_dtypes.
     """
     shape = draw(shapes(granularity, axis=axis)) if shape is None else shape
     kind = draw(st.sampled_from(_DRAWN[:-1] if finite else _DRAWN))
@@ -132,7 +142,7 @@ def _unscaled(points: np.ndarray, amax: float, fmt: Format, policy: str) -> np.n
 
 @st.composite
 def shards(draw, dtype: str = "float32", *, most: int = 4, **how) -> list[np.ndarray]:
-    """A tensor's rows cut into up to ``most`` shards, ragged, some of them empty; concatenated they are one of ``tensors``."""
+    """A tensor's rows cut into up to ``most`` shards, ragged, some of them empty; concatenated they are one of ``tensors``, whose keywords how takes."""
     x = draw(tensors(dtype, **how))
     cuts = draw(st.lists(st.integers(0, len(x)), max_size=most - 1))
     return np.split(x, sorted(cuts))

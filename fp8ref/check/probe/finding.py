@@ -31,6 +31,7 @@ class Finding:
         return f"{self.value}" + (f", or the same by {listed}" if self.others else "")
 
     def to_dict(self) -> dict[str, Any]:
+        """Its fields."""
         return asdict(self)
 
 

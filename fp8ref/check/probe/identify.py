@@ -43,6 +43,7 @@ class Identified:
 
     @property
     def accumulate(self) -> str | Accumulation | None:
+        """The simplest plan that fits; None where none does."""
         return self.plans[0] if self.plans else None
 
     @property
@@ -66,6 +67,7 @@ class Identified:
         return {**of_sums, "epilogue": self.epilogue and self.epilogue.name, "out_dtype": self.bench.out.name}
 
     def to_dict(self) -> dict[str, Any]:
+        """What --json keeps: ok, subject, shape, formats, plan, confirmed, and the evidence of each finding."""
         bench = self.bench
         return {
             "ok": self.ok,
@@ -80,9 +82,11 @@ class Identified:
         }
 
     def write(self, path: Path) -> None:
+        """``to_dict`` as JSON."""
         path.write_text(json.dumps(self.to_dict(), indent=1) + "\n", encoding="utf-8")
 
     def print(self, console: Console) -> None:
+        """Every finding, and the verdict."""
         bench = self.bench
         title = f"{bench.subject.name}, [{bench.m}, {bench.n}], K = {bench.k}, {bench.fmt_a} x {bench.fmt_b}, {bench.subject.granularity}"
         console.print(title, table(self.findings), sep="\n", markup=False)
@@ -90,6 +94,7 @@ class Identified:
 
     @property
     def verdict(self) -> str:
+        """What was found in one line, for a person."""
         if self.accumulate is None or self.epilogue is None:
             missing = [name for name, value in (("accumulation", self.accumulate), ("epilogue", self.epilogue)) if value is None]
             return f"no {' and no '.join(missing)} of the simulator gives these answers"
@@ -106,7 +111,10 @@ def identify(
 ) -> Identified:
     """Ask a GEMM of this shape [M, N, K] everything.
 
-    Raises:   ValueError: a K that is no multiple of 32, or none; ProbeError: the subject is no function.
+    formats   of a [M, K] and b [N, K]; seed: of the random operands that confirm what was found.
+    Raises:   ValueError: M or N below 1, a K that is no multiple of 32; ProbeError: the subject is no function, or sums in different ways at
+              different places of one result.
+    Source:   SEMANTICS G-18.
     """
     m, n, k = shape
     if min(m, n) < 1 or k < K_STEP or k % K_STEP:

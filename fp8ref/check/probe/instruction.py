@@ -50,9 +50,11 @@ class Instruction:
 
     @property
     def ok(self) -> bool:
+        """Whether a unit of the simulator has all of its bits."""
         return bool(self.units) and self.equal == self.compared
 
     def to_dict(self) -> dict[str, Any]:
+        """What --json keeps, of the keys of ``Identified.to_dict``."""
         unit = Accumulation(name="probed", unit=self.units[0]) if self.units else None
         return {
             "ok": self.ok,
@@ -65,6 +67,7 @@ class Instruction:
         }
 
     def print(self, console: Console) -> None:
+        """Every finding, and what was identified."""
         console.print(f"{self.name}, {self.fmt_a} x {self.fmt_b}, any accumulator", table(self.findings), sep="\n", markup=False)
         bits = f"{self.equal:,} of {self.compared:,} results have the simulator's bits"
         said = (

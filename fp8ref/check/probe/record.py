@@ -35,6 +35,7 @@ class Replayed:
 
     @property
     def ok(self) -> bool:
+        """Whether there are any and all have."""
         return 0 < self.compared == self.equal
 
 

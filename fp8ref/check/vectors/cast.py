@@ -23,6 +23,8 @@ ROUNDINGS = tuple(r for r in cast.ROUNDINGS if r != "stochastic")
 
 @dataclass(frozen=True, kw_only=True)
 class Cast:
+    """What gen asks: codes of a format for values of a source; count of them random, from a seed. ValueError for what is none."""
+
     format: str
     source: str = "float32"
     seed: int = 0
@@ -36,6 +38,7 @@ class Cast:
 
     @property
     def fmt(self) -> Format:
+        """The format itself."""
         return FORMATS[self.format]
 
     def inputs(self) -> np.ndarray:
@@ -49,6 +52,7 @@ class Cast:
         return zip((explain.CASTS[kind] for kind in self.kinds(inputs)), self.lines(inputs), strict=True)
 
     def lines(self, bits: np.ndarray) -> list[str]:
+        """The line of each of these inputs."""
         return text.hexadecimal(bits, sources.by_name(self.source).bits)
 
     def kinds(self, bits: np.ndarray) -> np.ndarray:
@@ -62,7 +66,7 @@ class Cast:
 
 @dataclass(frozen=True, kw_only=True)
 class Rules:
-    """How a cast is judged; stochastic rounding has no one answer to a line, and is not."""
+    """How a cast is judged; stochastic rounding has no one answer to a line, and is not. ValueError for unknown rounding."""
 
     rounding: str = "nearest_even"
     saturate: bool = True

@@ -33,11 +33,11 @@ class Vector(NamedTuple):
     fields: list[str]
 
     def number(self, field: int, bits: int, name: str) -> int:
-        """A field that is one number of so many bits."""
+        """A field that is one number of so many bits; MalformedError for what is none."""
         return self._number(self.fields[field], bits, name)
 
     def numbers(self, field: int, bits: int, shape: tuple[int, ...], name: str) -> np.ndarray:
-        """A field of numbers of so many bits, as unsigned integers of that shape."""
+        """A field of numbers of so many bits, as unsigned integers of that shape; MalformedError for what is none."""
         parts = self.fields[field].split(",")
         if len(parts) != math.prod(shape):
             raise MalformedError(
@@ -47,6 +47,7 @@ class Vector(NamedTuple):
         return np.array([self._number(part, bits, f"each of {name}") for part in parts], f"uint{bits}").reshape(shape)
 
     def shape(self, field: int, axes: str = "") -> tuple[int, ...]:
+        """A field that is a shape; MalformedError for what is none."""
         with self.named():
             return shape(self.fields[field], axes)
 
@@ -146,12 +147,13 @@ def _settings(number: int, text: str, operation: str) -> dict[str, str]:
 
 
 def batches(vectors: Iterator[Vector]) -> Iterator[list[Vector]]:
+    """At most BATCH vectors at a time."""
     while batch := list(islice(vectors, BATCH)):
         yield batch
 
 
 def shape(text: str, axes: str = "") -> tuple[int, ...]:
-    """A shape as a field or an option gives it; axes are their names, such as M,N,K, where these are the only ones.
+    """A shape as a field or an option gives it; axes are their names, such as M,N,K, where these are the only ones. ValueError for what is none.
 
     >>> shape("4,128")
     (4, 128)
@@ -165,6 +167,7 @@ def shape(text: str, axes: str = "") -> tuple[int, ...]:
 
 
 def hexadecimal(values: np.ndarray, bits: int) -> list[str]:
+    """Each value as %0nX, n digits of so many bits."""
     return [f"{value:0{bits // 4}X}" for value in np.ravel(values).tolist()]
 
 
@@ -178,4 +181,5 @@ def join(values: np.ndarray, bits: int) -> str:
 
 
 def short(text: str) -> str:
+    """A text that a message can hold."""
     return text if len(text) <= 60 else text[:57] + "..."

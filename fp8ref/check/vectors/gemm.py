@@ -26,7 +26,7 @@ OUTS = tuple(f.name for f in OUT_DTYPES)
 
 @dataclass(frozen=True, kw_only=True)
 class Gemm:
-    """count products of a shape M,N,K; granularity is both operands'."""
+    """count products of a shape M,N,K; granularity is both operands'. ValueError for what is none."""
 
     format: str
     format_b: str = ""
@@ -51,6 +51,7 @@ class Gemm:
 
     @property
     def dims(self) -> tuple[int, ...]:
+        """M, N and K."""
         return quantize.dims(self.shape, FIELDS[0])
 
     def operands(self) -> Iterator[tuple[str, Quantized, Quantized]]:
@@ -70,12 +71,15 @@ class Gemm:
         return ((kind, self.line(a, b)) for kind, a, b in self.operands())
 
     def line(self, a: Quantized, b: Quantized) -> str:
+        """The line of a product of these operands."""
         sides = [f"{text.join(q.codes, 8)} {text.join(np.atleast_1d(q.scale_inv).view(np.uint32), 32)}" for q in (a, b)]
         return f"{len(a.codes)},{len(b.codes)},{a.codes.shape[1]} {' '.join(sides)}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rules:
+    """How a GEMM is judged: by which sum, and which epilogue without a bias. ValueError for what is none."""
+
     accumulate: str = "exact"
     epilogue: str = "scale_then_round"
 

@@ -30,6 +30,7 @@ OPERATIONS = {
 def generate(operation: str, settings: Mapping[str, Any]) -> Iterator[str]:
     """The lines of a set of vectors, its header first.
 
+    operation one of OPERATIONS; settings: the fields of its question, such as ``{"format": "e4m3fn"}``.
     Raises:   ValueError: settings that make no question.
     """
     question = OPERATIONS[operation].question(**settings)

@@ -23,7 +23,7 @@ SOURCES = ("float32", "bfloat16", "float16")
 
 @dataclass(frozen=True, kw_only=True)
 class Quantize:
-    """count tensors of a shape; axis is the reduced one."""
+    """count tensors of a shape; axis is the reduced one. ValueError for what is none."""
 
     format: str
     source: str = "float32"
@@ -42,10 +42,12 @@ class Quantize:
 
     @property
     def fmt(self) -> Format:
+        """The format itself."""
         return FP8_FORMATS[self.format]
 
     @property
     def dims(self) -> tuple[int, ...]:
+        """The shape as numbers."""
         return dims(self.shape)
 
     def tensors(self) -> Iterator[tuple[str, np.ndarray]]:
@@ -60,11 +62,12 @@ class Quantize:
         return ((kind, self.line(bits)) for kind, bits in self.tensors())
 
     def line(self, bits: np.ndarray) -> str:
+        """The line of a tensor."""
         return f"{','.join(map(str, bits.shape))} {text.join(bits, sources.by_name(self.source).bits)}"
 
 
 def dims(shape: str, axes: str = "") -> tuple[int, ...]:
-    """A shape as an option gives it."""
+    """A shape as an option gives it; ValueError for what is none, or has more than 2^24 elements."""
     found = text.shape(shape, axes)
     if math.prod(found) > 1 << 24:
         raise ValueError(f"the sizes of a shape that gen makes multiply to 2^24 at most; got {shape}. Write more vectors instead.")

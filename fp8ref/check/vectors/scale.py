@@ -25,6 +25,8 @@ MADE = {"scale": 32, "scale_inv": 32, "e8m0": 8}
 
 @dataclass(frozen=True, kw_only=True)
 class Scale:
+    """What gen asks: scales of a policy, of amaxes; count of them random, from a seed. ValueError for what is none."""
+
     format: str
     policy: str = "torchao"
     seed: int = 0
@@ -38,6 +40,7 @@ class Scale:
 
     @property
     def fmt(self) -> Format:
+        """The format itself."""
         return FP8_FORMATS[self.format]
 
     def inputs(self) -> np.ndarray:
@@ -73,11 +76,12 @@ class Rules:
 
 
 def expected(amax: np.ndarray, fmt: Format, policy: str, made: str) -> np.ndarray:
-    """The bits of what a policy makes of amaxes; a previous scale is 1 (S-11)."""
+    """The bits of what a policy makes of float32 amaxes [n], uint32 or, of e8m0, uint8; a previous scale is 1 (S-11). Raises as ``check_made``."""
     return made_of(scales.scales_from_amax(amax, fmt, policy), policy, made)
 
 
 def made_of(pair: scales.Scales, policy: str, made: str) -> np.ndarray:
+    """The bits of one of both scales, uint32, or the codes of scale_inv, uint8. Raises as ``check_made``."""
     check_made(policy, made)
     if made == "e8m0":
         return cast.encode(pair.scale_inv, E8M0FNU)
@@ -85,6 +89,7 @@ def made_of(pair: scales.Scales, policy: str, made: str) -> np.ndarray:
 
 
 def check_made(policy: str, made: str) -> None:
+    """ValueError unless made is one of MADE, and one that the policy has."""
     if made not in MADE:
         raise ValueError(f"what is made is one of {', '.join(MADE)}; got {made!r}.")
     if made == "e8m0" and policies.by_name(policy).e8m0 is None:
@@ -101,13 +106,14 @@ def same(found: np.ndarray, expected: np.ndarray, made: str) -> np.ndarray:
 
 
 def shown(bits: int, made: str) -> str:
+    """Bits and value, for a person."""
     if made == "e8m0":
         return explain.code(bits, E8M0FNU)
     return f"{bits:08X} ({explain.decimal(np.uint32(bits).view(np.float32))})"
 
 
 def verify(question: Scale, rules: Rules, vectors: Iterator[text.Vector], verdict: Verdict) -> None:
-    """Judge every vector; verdict takes what is found."""
+    """Judge every vector; verdict takes what is found. NaNs are all one. MalformedError: a line that is none; ValueError as ``check_made``."""
     check_made(question.policy, rules.made)
     width = MADE[rules.made]
     for batch in text.batches(vectors):

@@ -9,6 +9,8 @@ from fp8ref.sim import cast
 
 
 class Source(NamedTuple):
+    """A dtype's layout; bits of it are unsigned integers."""
+
     name: str
     bits: int
     mantissa_bits: int
@@ -16,10 +18,12 @@ class Source(NamedTuple):
 
     @property
     def infinity(self) -> int:
+        """The bits of +Inf; above them are NaNs."""
         return ((1 << (self.bits - 1 - self.mantissa_bits)) - 1) << self.mantissa_bits
 
     @property
     def sign(self) -> int:
+        """The sign's bit."""
         return 1 << (self.bits - 1)
 
 
@@ -36,6 +40,7 @@ _WIDE: dict[str, Format] = {f.name: f for f in (FLOAT32, BFLOAT16, FLOAT16)}
 
 
 def by_name(name: str) -> Source:
+    """The source of that name; ValueError for any other."""
     if name not in SOURCES:
         raise ValueError(f"a source is one of {', '.join(SOURCES)}; got {name!r}.")
     return SOURCES[name]
@@ -93,6 +98,7 @@ def distinct(parts: list[np.ndarray]) -> np.ndarray:
 
 
 def check_random(seed: int, count: int) -> None:
+    """ValueError unless seed is below 2^32 and count below 2^24, neither negative."""
     for name, value, bits in (("seed", seed, 32), ("count", count, 24)):
         if not 0 <= value < 1 << bits:
             raise ValueError(f"{name} is an integer in [0, 2^{bits}); got {value}.")

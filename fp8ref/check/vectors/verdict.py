@@ -72,6 +72,7 @@ class Verdict:
 
     @property
     def missing(self) -> list[Asked]:
+        """What was asked and did not come, in gen's order."""
         return sorted(vector for key, vectors in self._asked.items() for vector in vectors[self._came[key] :])
 
     @property
@@ -81,9 +82,11 @@ class Verdict:
 
     @property
     def ok(self) -> bool:
+        """Whether every answer is right and, unless ``some``, all that was asked came, once."""
         return not self.differ and (self.some or self.complete)
 
     def text(self) -> str:
+        """What verify prints."""
         lines = [f"line {d['line']}: {d['vector']}: expected {d['expected']}, got {d['got']}. {d['rule']}" for d in self.first]
         came, wrong, asked = self.compared.total(), self.differ.total(), self.asked.total()
         if wrong > len(self.first):
@@ -118,6 +121,7 @@ class Verdict:
             yield "each vector that gen writes is wanted once; --some judges those that come"
 
     def to_dict(self) -> dict:
+        """What --json keeps."""
         return {
             "ok": self.ok,
             "asked": dict(self.asked),

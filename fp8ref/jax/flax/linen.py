@@ -78,7 +78,7 @@ class Einsum(nn.Einsum):
 
 
 def layer_name(module: nn.Module) -> str:
-    """A module's dotted path, or its class where it is the whole model."""
+    """A linen module's dotted path, or its class where it is the whole model."""
     return ".".join(module.path) or type(module).__name__
 
 

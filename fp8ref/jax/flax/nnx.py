@@ -78,7 +78,7 @@ def nnx_dot_general(recipe: str | Recipe, *, name: str = "dot_general") -> DotGe
 
 
 def nnx_einsum(recipe: str | Recipe, *, name: str = "einsum") -> EinsumOp:
-    """``einsum_op`` of one nnx.Einsum, as nnx_dot_general; its subscripts are one contraction, as ``contraction.einsum`` takes them."""
+    """``einsum_op`` of one nnx.Einsum, in all as nnx_dot_general; its subscripts are one contraction, as ``contraction.einsum`` takes them."""
     return EinsumOp(recipe, name)
 
 

@@ -62,7 +62,10 @@ def update(model: Model, seen: Observed):
 
 
 def unseen(model: Model) -> Observed:
-    """Observations of nothing, to merge others into: the first carry of a scan over microbatches."""
+    """Observations of nothing, to merge others into: the first carry of a scan over microbatches.
+
+    Raises:   ValueError: neither an NNX model nor a linen model's variables.
+    """
     if isinstance(model, nnx.Module):
         return Observed(layers={path: _unseen_by(hook) for path, hook in hooks(model).items() if hook.state is not None})
     return Observed(layers={_key(path): _unseen(layer.recipe, layer.roles) for path, layer in linen_states(_variables(model)).items()})

@@ -31,7 +31,7 @@ def library(name: str, why: str) -> Any:
 
 
 class Tokenizer(Protocol):
-    """name, and how many token ids there are; end: the id after each document, None for none."""
+    """name, and how many token ids there are; end: the id after each document, None for none; dtype: little-endian uint16 or uint32."""
 
     @property
     def name(self) -> str: ...
@@ -76,6 +76,7 @@ class HuggingFace(_Base):
     made: Any
 
     def encode(self, texts: Sequence[bytes]) -> list[np.ndarray]:
+        """As Tokenizer's; ConfigError for a document that it has no tokens for."""
         try:
             found = self.made.encode_batch([text.decode() for text in texts], add_special_tokens=False)
         except Exception as error:  # the library raises Exception itself

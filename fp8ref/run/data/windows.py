@@ -9,7 +9,7 @@ MOST = 2**32 - 1  # grain shuffles 32-bit indices
 
 
 class Tokens(Protocol):
-    """Tokens [len] of one file, or of all of memory."""
+    """Tokens [len] of one file, or of all of memory; ``read`` gives those from start up to stop."""
 
     def __len__(self) -> int: ...
     def read(self, start: int, stop: int) -> np.ndarray: ...

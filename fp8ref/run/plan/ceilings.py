@@ -31,6 +31,9 @@ class Ceilings:
     bandwidth     bytes a second of a kernel that reads and writes arrays which no cache holds
     launch        seconds that the smallest kernel takes, with the gap before it
     source        where these come from
+
+    Raises:       ValueError: an unknown GPU, a rate above its data sheet's or below a hundredth of it, launches that take no time or a
+                  millisecond, fp8 slower than bf16, no source.
     """
 
     gpu: str
@@ -63,6 +66,7 @@ class Ceilings:
 
     @property
     def sheet(self) -> Gpu:
+        """The GPU's data sheet."""
         return GPUS[self.gpu]
 
     @property

@@ -29,11 +29,14 @@ class Row:
 
     @property
     def loses(self) -> bool:
+        """Whether FP8 is predicted to be slower."""
         return self.ledger.ratio is not None and self.ledger.ratio < 1
 
 
 @dataclass(frozen=True)
 class Forecast:
+    """What FP8 is predicted to gain, linear by linear and over a step; times are seconds of one device."""
+
     backend: str
     recipe: str
     ceilings: Ceilings
@@ -44,9 +47,11 @@ class Forecast:
 
     @property
     def to_filter(self) -> list[str]:
+        """The linears that lose, for filter_fqns."""
         return list(dict.fromkeys(row.linear for row in self.rows if row.loses))
 
     def print(self, console: Console) -> None:
+        """Both tables, and what they are made of."""
         table = _table("linear", ">N x K", ">of it", ">bf16", *(f">{name}" for name in COLUMNS), ">floor", ">bf16/fp8", "")
         for row in self.rows:
             one = row.ledger

@@ -32,6 +32,7 @@ class Ledger:
 
     @property
     def seconds(self) -> float:
+        """As configured: FP8's parts, or bfloat16's where there are none."""
         return sum(self.parts.values()) if self.parts else self.bf16
 
     @property

@@ -27,11 +27,14 @@ GEMMS: tuple[Gemm, ...] = ("output", "grad_input", "grad_weight")
 
 @dataclass(frozen=True)
 class Kernel:
+    """A kernel beside the GEMM: what it is for, and bytes that it moves."""
+
     part: Part
     bytes: float
 
 
 def fusion(config: Config, backend: str) -> Fusion:
+    """Who fuses elementwise work into kernels."""
     if backend == "jax":
         return "xla"
     return "eager" if config.parallel.compile == "none" else "inductor"

@@ -68,6 +68,7 @@ def linears(config: Config, backend: str, ceilings: Ceilings) -> list[tuple[Deci
 
 
 def of(config: Config, backend: str, ceilings: Ceilings) -> Step:
+    """The prediction of one optimizer step of a device, all parts of its batch."""
     parts, again = config.data.microbatches, config.parallel.checkpointing == "full"
     bf16 = configured = filtered = 0.0
     forward: dict[tuple, Ledger] = {}

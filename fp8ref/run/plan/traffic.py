@@ -22,6 +22,7 @@ class Flow:
     bytes: float = 0.0
 
     def add(self, elements: float, size: int) -> None:
+        """So many elements of size bytes each."""
         self.elements += elements
         self.bytes += elements * size
 

@@ -44,12 +44,15 @@ class Comparison:
 
     @property
     def ok(self) -> bool:
+        """Whether losses are no further apart than noise."""
         return self.result != "outside noise"
 
     def write(self, path: Path) -> None:
+        """ok and the fields, as JSON."""
         path.write_text(json.dumps({"ok": self.ok, **asdict(self)}, indent=1) + "\n", encoding="utf-8")
 
     def print(self, console: Console) -> None:
+        """What differs in config and versions, and what is said of the losses."""
         for title, found in (("config", self.settings), ("versions", self.versions)):
             if not found:
                 console.print(f"{title}: no difference")

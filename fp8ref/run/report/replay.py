@@ -54,9 +54,11 @@ class Replay:
     outcomes: dict[str, Outcome]
 
     def write(self, path: Path) -> None:
+        """The fields as JSON."""
         path.write_text(json.dumps(dataclasses.asdict(self), indent=1, allow_nan=False) + "\n", encoding="utf-8")
 
     def print(self) -> None:
+        """A row each of the outcomes."""
         history = f", history {self.history}" * (self.history is not None)
         table = Table(title=f"{self.run}: {self.policy}{history}, margin {self.margin}, {len(self.recorded)} recorded steps")
         for column in ("layer", "role", "format"):

@@ -28,6 +28,7 @@ class Run:
 
     @cached_property
     def losses(self) -> dict[int, float]:
+        """{step: training loss in nats}."""
         return self.curve("loss")
 
     def curve(self, key: str) -> dict[int, float]:
@@ -43,10 +44,12 @@ class Run:
 
     @property
     def seeds(self) -> tuple[int, int]:
+        """Of the initial weights, and of the shuffle."""
         return self.key("run.seed"), self.key("data.seed")
 
     @property
     def tokens_per_step(self) -> int:
+        """Of the global batch."""
         return self.key("data.batch_size") * self.key("data.sequence_length")
 
     @property
@@ -56,6 +59,7 @@ class Run:
 
     @property
     def finished(self) -> bool:
+        """Whether it came to its last step."""
         return self.manifest["status"] == "finished"
 
     @property
@@ -102,7 +106,7 @@ def read(path: Path) -> Run:
 
 
 def read_all(paths: Sequence[Path]) -> list[Run]:
-    """The runs in directories, each named once."""
+    """The runs in directories. ConfigError: one that is named twice, and as of ``read``."""
     seen: dict[str, Path] = {}
     for path in paths:
         first = seen.setdefault(os.path.realpath(path), path)

@@ -57,27 +57,37 @@ class Statistics:
 
 @dataclass
 class Seed:
+    """A section's seed."""
+
     seed: int
 
 
 @dataclass
 class RunKeys(Seed):
+    """Of section run: its seed, and how many steps it was to have."""
+
     steps: Count
 
 
 @dataclass
 class DataKeys(Seed):
+    """Of section data: its seed, and the size of a batch in sequences and tokens."""
+
     batch_size: Count
     sequence_length: Count
 
 
 @dataclass
 class NumericsKeys:
+    """Of section numerics."""
+
     recipe: str
 
 
 @dataclass
 class StatisticsKeys:
+    """Of section statistics: steps between records, 0 for none."""
+
     every: Whole = 0
 
 
@@ -95,6 +105,8 @@ class Sections:
 
 @dataclass
 class Linear:
+    """What became of a linear: shape is [N, K]."""
+
     path: str
     shape: list[int]
     recipe: str
@@ -104,6 +116,8 @@ class Linear:
 
 @dataclass
 class Gemm:
+    """A GEMM that the proof saw: ``gemm`` is <layer>/<which>, a and b are its operands' types."""
+
     gemm: str
     a: str
     b: str
@@ -113,6 +127,8 @@ class Gemm:
 
 @dataclass
 class Simulated:
+    """A GEMM that the proof saw under simulated hardware, by the name of its plan."""
+
     gemm: str
     a: str
     b: str
@@ -122,6 +138,8 @@ class Simulated:
 
 @dataclass
 class Proof:
+    """What a step really ran, and what was planned and is not there; gathers are counted by type."""
+
     read_from: str
     gemms: list[Gemm]
     missing: list[str] = field(default_factory=list)
@@ -133,6 +151,8 @@ class Proof:
 
 @dataclass
 class Memory:
+    """The most memory in use, and what of."""
+
     peak_bytes: Whole
     of: str
 

@@ -49,6 +49,7 @@ SOURCES = _checksum()
 
 
 def layout(fmt: Format, rounding: str, saturate: bool) -> Layout:
+    """What a cast's kernel is compiled for."""
     limit = fmt.max if saturate else 2 ** (np.floor(np.log2(fmt.max)) + 1)
     return Layout(
         mantissa_bits=u32(fmt.mantissa_bits),
@@ -91,6 +92,7 @@ def encoder(fmt: Format, rounding: str, saturate: bool) -> Callable:
 
 @njit(inline="always")
 def nearest_even(bits, to):
+    """The code of a float32's bits: adding a number whose spacing is the format's makes the processor round to it."""
     u = min(u32(bits & u32(0x7FFFFFFF)), to.limit)
     emin = u32(to.emin << u32(23))
     steps = u32(max(u32(u & u32(0x7F800000)), emin) - emin)  # (E - emin) << 23
@@ -101,6 +103,7 @@ def nearest_even(bits, to):
 
 @njit(inline="always")
 def by_shift(bits, to):
+    """The code of a float32's bits under a rounding that is not nearest even: its significand shifted, and what falls off looked at."""
     u = min(u32(bits & u32(0x7FFFFFFF)), to.limit)
     sig = u32(u32(u & u32(0x7FFFFF)) | u32(0x800000)) if u > u32(0) else u32(0)
     e = max(shift_right(u, u32(23)), u32(to.emin - u32(8)))  # below that every shift is past sig's first bit

@@ -1,0 +1,152 @@
+"""pydoc is the reference: whatever a user calls says its shapes, order, special values and errors, and where to begin."""
+
+import ast
+import re
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "fp8ref"
+INNER = {PACKAGE / "commands", PACKAGE / "check" / "divergence", PACKAGE / "check" / "conformance"}  # of which users call the next alone
+CALLED = {PACKAGE / "check" / "conformance" / f"{name}.py" for name in ("strategies", "parameters", "require")}
+Documented = ast.FunctionDef | ast.ClassDef
+
+ALL = ("Shapes", "Order", "Specials", "Raises", "Source")
+# What users rely on, and the sections that each has: an array's shapes, and its bits where the order of operations makes them.
+SECTIONS = {
+    "sim/cast.py": {"encode": ALL, "decode": ("Shapes", "Specials", "Raises", "Source"), "round_to": ALL},
+    "sim/scales.py": {"scales_from_amax": ALL},
+    "sim/scaling.py": {
+        "amax": ("Shapes", "Specials", "Raises"),
+        "quantize": ("Units", *ALL),
+        "quantize_with": ("Shapes", "Raises", "Source"),
+        "dequantize": ("Shapes", "Specials", "Raises"),
+    },
+    "sim/gemm.py": {"mma": ALL, "matmul": ("Units", *ALL), "matmul_hp": ("Shapes", "Order", "Specials", "Raises")},
+    "sim/delayed.py": {
+        "observe": ("Shapes", "Raises"),
+        "merge": ("Shapes", "Specials", "Raises"),
+        "scales": ("Order", "Specials", "Raises"),
+        "update": ALL,
+    },
+    "sim/linear.py": {"forward": ALL, "backward": ALL},
+    "sim/sharding.py": {"amax": ALL, "quantize": ALL, "gather": ("Shapes", "Specials", "Raises", "Source")},
+    "sim/sharded_gemm.py": {"matmul": ALL},
+    "sim/stats.py": {"statistics": ("Units", *ALL), "exponents": ("Shapes", "Units", "Raises", "Source"), "error": ("Shapes", "Raises")},
+    "jax/cast.py": {"encode": ("Shapes", "Specials", "Raises", "Source"), "decode": ("Raises",)},
+    "jax/scales.py": {"scales_from_amax": ("Shapes", "Order", "Specials", "Raises")},
+    "jax/scaling.py": {
+        "amax": ("Shapes", "Order", "Specials", "Raises"),
+        "quantize": ("Units", *ALL),
+        "quantize_with": ("Shapes", "Raises"),
+    },
+    "jax/gemm.py": {"matmul": ALL},
+    "jax/delayed.py": {"init": ("Raises",), "merge": ("Raises",), "update": ("Shapes", "Specials", "Raises")},
+    "jax/linear.py": {"apply": ("Shapes", "Order", "Specials", "Returns", "Gradient", "Raises")},
+    "jax/contraction.py": {"dot_general": ("Shapes", "Order", "Returns", "Raises"), "einsum": ("Shapes", "Raises")},
+    "torch/cast.py": {"encode": ("Shapes", "Specials", "Raises", "Source"), "decode": ("Raises",)},
+    "torch/scales.py": {"scales_from_amax": ALL},
+    "torch/scaling.py": {"amax": ("Shapes", "Specials", "Raises"), "quantize": ("Units", *ALL), "quantize_with": ("Shapes", "Raises")},
+    "torch/gemm.py": {"matmul": ALL},
+    "torch/delayed.py": {"observe": ("Raises",), "advance": ("Shapes", "Specials"), "update": ("Specials",)},
+    "torch/layer.py": {"Linear": ("Shapes", "Order", "State", "Gradient", "Specials", "Raises")},
+    "torch/linear.py": {"convert": ("Keeps", "Returns", "Raises"), "deconvert": ("Returns", "Raises"), "weights": ("Raises",)},
+    "torch/parallel.py": {"parallelize": ("Raises",)},
+    "recipe.py": {"plan": ("Shapes", "Returns", "Raises")},
+    "check/conformance/parameters.py": dict.fromkeys(("casts", "scales", "quantizers"), ("Raises", "Source")),
+    "check/conformance/require.py": dict.fromkeys(
+        ("require_cast", "require_scales", "require_quantized"), ("Shapes", "Specials", "Raises", "Source")
+    ),
+}
+
+
+def modules() -> list[Path]:
+    return sorted(PACKAGE.rglob("*.py"))
+
+
+def public(path: Path) -> Iterator[Documented]:
+    """The functions and classes of a module whose names have no underscore in front."""
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, Documented) and not node.name.startswith("_"):
+            yield node
+
+
+def called() -> Iterator[tuple[Path, Documented]]:
+    """What users may call, and what that is made of."""
+    for path in modules():
+        if path in CALLED or INNER.isdisjoint(path.parents):
+            yield from ((path, node) for node in public(path))
+
+
+def names(path: Path) -> set[str]:
+    """What a module has at its top: definitions, imports, values."""
+    found: set[str] = set()
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, Documented):
+            found.add(node.name)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            found |= {alias.asname or alias.name for alias in node.names}
+        elif isinstance(node, ast.Assign):
+            found |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+    return found
+
+
+def test_every_module_says_what_lives_there():
+    assert len(modules()) > 200
+    assert [str(path) for path in modules() if not ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))] == []
+
+
+def test_all_that_users_call_is_documented():
+    found = list(called())
+    rooms = {path.relative_to(PACKAGE).parts[0] for path, _ in found}
+    assert {"sim", "jax", "torch", "check", "plots", "run", "formats.py"} <= rooms
+    assert len(found) > 500
+    assert [f"{path}: {node.name}" for path, node in found if not ast.get_docstring(node)] == []
+
+
+def test_what_raises_says_so():
+    raising = [
+        (path, node)
+        for path, node in called()
+        if isinstance(node, ast.FunctionDef) and any(isinstance(inner, ast.Raise) and inner.exc for inner in ast.walk(node))
+    ]
+    assert len(raising) > 100
+    said = re.compile(r"Error\b|\b[Rr]aises\b")
+    assert [f"{path}: {node.name}" for path, node in raising if not said.search(ast.get_docstring(node) or "")] == []
+
+
+@pytest.mark.parametrize("module", SECTIONS)
+def test_what_makes_bits_states_its_sections(module):
+    documented = {node.name: ast.get_docstring(node) or "" for node in public(PACKAGE / module)}
+    for name, sections in SECTIONS[module].items():
+        lines = documented[name].splitlines()
+        absent = [section for section in sections if not any(line.lstrip().startswith(f"{section}:") for line in lines)]
+        assert not absent, f"{module}, {name}, states no {', '.join(absent)}"
+
+
+def test_the_package_says_where_to_begin():
+    said = ast.get_docstring(ast.parse((PACKAGE / "__init__.py").read_text(encoding="utf-8"))) or ""
+    parts = [p.name for p in PACKAGE.iterdir() if (p / "__init__.py").exists() and p.name != "commands"]
+    assert {"sim", "jax", "torch", "check", "plots", "run"} == set(parts)
+    begins = {}
+    for room in parts:
+        paragraph = re.search(rf"^ {{4}}{room} (.*?)(?=^ {{4}}\w|\n\n)", said, re.MULTILINE | re.DOTALL)
+        assert paragraph, f"nothing is said of {room}"
+        begins[room] = re.findall(r"\b\w+(?:\.\w+)+", paragraph[1])
+    assert all(begins[room] for room in ("sim", "jax", "torch", "check", "run"))
+    for room, entries in begins.items():
+        for entry in entries:
+            *folders, name = entry.split(".")
+            at = PACKAGE.joinpath(room, *folders)
+            held = {p.stem for p in at.glob("*.py")} | names(at / "__init__.py") if at.is_dir() else names(at.with_suffix(".py"))
+            assert name in held, f"fp8ref.{room}.{entry} is no more"
+
+
+def test_examples_in_docstrings_are_run():
+    options = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["pytest"]["ini_options"]
+    assert "--doctest-modules" in options["addopts"].split()
+    assert "fp8ref" in options["testpaths"]
+    assert sum(">>>" in path.read_text(encoding="utf-8") for path in modules()) > 5
