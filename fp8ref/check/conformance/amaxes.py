@@ -25,14 +25,19 @@ class Questions:
 
 
 def questions(fmt: Format, dtype: str, *, seed: int = 0) -> Questions:
-    """Around max * 2^k, where powers of two part; random ones; and what a policy decides by itself. Every second one is negative."""
+    """Around max * 2^k, where powers of two part; random ones; and what a policy decides by itself. Every second one is negative.
+
+    Of float16 those that it has.
+    """
     rng = np.random.default_rng(seed)
     near = (np.ldexp(fmt.max, np.arange(-46, 110, 3))[:, None].astype(np.float32).view(np.int32) + np.array([-2, -1, 0, 1, 2, 17])).astype(
         np.int32
     )
+    powers = np.ldexp(1.0, np.arange(-37, 110, 8)).astype(np.float32)
+    below = np.concatenate([np.nextafter(powers, np.float32(0)), np.float32(0.999) * powers])  # 0.999 is 1 in bfloat16
     random = np.abs(rng.standard_normal(64)) * 10.0 ** rng.integers(-6, 7, 64)
     by_kind = {
-        "ordinary": np.concatenate([2.0 ** np.arange(-30, 61, 5), near.ravel().view(np.float32), random]),
+        "ordinary": np.concatenate([2.0 ** np.arange(-30, 61, 5), near.ravel().view(np.float32), below, random]),
         "tiny": [2.0**-126, 1e-37, 1.25e-36, 1.3e-36, 1.32e-36, 1.6e-34, 2e-34, 1e-30, 1e-20, 1e-13, 0.99e-12, 1.01e-12],
         "huge": [np.finfo(np.float32).max, 2.0**127, 3e38, 1e37],
         "subnormal": [2.0**-149, 1e-44, 1e-40, 2.0**-127],
@@ -43,8 +48,8 @@ def questions(fmt: Format, dtype: str, *, seed: int = 0) -> Questions:
     largest, kind = [], []
     for i, name in enumerate(KINDS):
         values = rounded(np.asarray(by_kind[name], np.float32), dtype)
-        # rounding may carry the largest into Inf, and flush nothing: bfloat16 has float32's exponents
-        values = values[np.isfinite(values)] if name == "huge" else values
+        # rounding may carry the largest into Inf, and float16 the smallest into zero
+        values = values[np.isfinite(values) & (values != 0)] if name in KINDS[:4] else values
         values = np.unique(values).astype(np.float32) if name in KINDS[:4] else values.astype(np.float32)
         largest.append(values * np.where(np.arange(values.size) % 2 == 0, np.float32(1), np.float32(-1)))
         kind.append(np.full(values.size, i))

@@ -98,7 +98,7 @@ def returned(asked: Sequence[Asked], granularity: str, axis: int) -> Sharing:
     for name in asked[0].reading.scales:
         values = np.concatenate([per_group(a, name, sharing) for a in asked])
         low, high = (float(values[np.argmax(amax == np.float32(v))]) for v in (1, 1024))
-        if np.array_equal(values, amax, equal_nan=True):
+        if np.array_equal(values, amax, equal_nan=True) or name.strip("_").lower() == "amax":
             found[name] = "amax"
         elif low > high:
             found[name] = "scale"

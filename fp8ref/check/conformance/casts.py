@@ -49,8 +49,12 @@ def identify_cast(
     if layout is None:
         return _unknown(subject, fmt, source, findings, expect)
     asked, position = _ask(subject, source, layout)
+    some = asked.x[:: asked.x.size // 64]  # of every exponent and both signs
+    subjects.check_keeps(subject, some, some[::-1], source, _read)
     if position is not None or stochastic.varies(subject, source, layout):
-        return stochastic.identify(subject, asked, fmt, findings, expect)
+        if exhaustive:
+            raise ConformanceError(f"{name} gives equal inputs unequal codes: none that all of float32 is held to. Leave --exhaustive out.")
+        return stochastic.identify(subject, asked, position, fmt, findings, expect)
     more, found = decisions.all_of(asked, layout)
     findings += more
     answers = {source: asked}
@@ -67,7 +71,9 @@ def identify_cast(
         findings.append(more_found)
         found = decisions.with_through(found, other, through)
     # In other sources NaNs are one (C-5): libraries emit other codes there, XLA 0x7F from float16 and 0x7E from float32
-    wrong = {a: a.unlike(found, canonical=a.source != source) for a in answers.values()}
+    # and so where a NaN's payload has a part in its code
+    by_payload = next(f for f in more if f.what == "nan_code").value is None
+    wrong = {a: a.unlike(found, canonical=by_payload or a.source != source) for a in answers.values()}
     unlike = [a.witness(simplest(a.x, differs), found, "by what was found") for a, differs in wrong.items() if differs.any()]
     total, right = sum(a.x.size for a in wrong), sum(int((~differs).sum()) for differs in wrong.values())
     findings.append(
@@ -82,11 +88,15 @@ def identify_cast(
         checked = everything.compare(subject, layout, found)
         findings.append(checked.finding)
         unlike += checked.unlike
+    untaken = [s for s in ("bfloat16", "float16") if s != source and s not in answers]
     names = [k for k, known in KNOWN.items() if not asked.unlike(known.of(layout)).any()]
     alike = [k for k, known in KNOWN.items() if not asked.unlike(known.of(layout), canonical=True).any()]
     complete = None not in (found.rounding, found.overflow, found.infinite) and not unlike
-    shapes, elsewhere = sizes.of_cast(subject, asked, layout)
-    findings.append(shapes)
+    elsewhere = []
+    for hold in (sizes.shapes, sizes.strides):
+        finding, wrong_there = hold(subject, asked, found)
+        findings.append(finding)
+        elsewhere += wrong_there
     unlike += elsewhere
     differences = held.cast(answers, wanted.of(fmt), fmt, layout, findings) if wanted else []
     return Outcome(
@@ -97,12 +107,19 @@ def identify_cast(
         found=described.cast(found, findings, layout, asked, names if not unlike else [], alike if not unlike else []),
         findings=findings,
         identified=complete and not elsewhere,
+        named=bool(alike),
         summary=described.cast_in_words(found, layout, fmt, names, alike, complete, not elsewhere)
-        + ("" if complete or layout is fmt else _scaled(subject, fmt, source)),
+        + ("" if complete or layout is fmt else _scaled(subject, fmt, source))
+        + (f"; it takes no {', no '.join(untaken)}" if untaken else ""),
         unlike=unlike,
         expected=expect,
         differences=differences,
     )
+
+
+def _read(found: Any) -> list[np.ndarray]:
+    made = subjects.array(found)
+    return [made[0]] if made else []
 
 
 def check_format(fmt: Format) -> None:
@@ -114,6 +131,9 @@ def check_format(fmt: Format) -> None:
 def _format(subject: Subject, fmt: Format, source: str) -> tuple[Format | None, Finding]:
     x = rounded(questions.all_numbers(), source)
     reply, position = replies.repeats(subject, x, source)
+    if reply.values_only and np.array_equal(reply.array, x):
+        evidence = f"all {x.size} numbers of {len(behaviour.LAYOUTS)} formats come back as themselves: it rounds to none of them"
+        return None, Finding(what="format", value=None, evidence=evidence)
     layout, evidence = replies.format_of(reply, x, fmt)
     if layout is None and position is not None:
         raise ConformanceError(

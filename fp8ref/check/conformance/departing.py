@@ -19,9 +19,10 @@ def exactly(asked: Sequence[Asked], few: Sequence[Asked], sharing: Sharing, layo
     found = []
     for policy in policy_data.POLICIES.values():
         plain = Candidate(policy=policy, top=layout, fmt=layout)
+        as_is = policies.at_ordinary(plain, few, sharing)  # then only decisions at other amaxes are left to deviate
         for deviation in (*DEVIATIONS, *_factor(plain, few, sharing)):
             candidate = dataclasses.replace(plain, deviation=deviation)
-            if deviation.concerns(policy) and policies.at_ordinary(candidate, few, sharing):
+            if deviation.concerns(policy) and not (as_is and deviation.ordinary) and policies.at_ordinary(candidate, few, sharing):
                 agreed = policies.agreement(candidate, asked, sharing)
                 if agreed.both[asking.ordinary(asked)].all():
                     found.append(agreed)

@@ -114,7 +114,14 @@ def _nan_code(matched: Matched, chosen: Candidate) -> int | None:
 
 
 def quantizer_in_words(
-    matched: Matched, chosen: Candidate, group: influence.Group, found: dict[str, Any], fmt: Format, memory: int, everywhere: bool
+    matched: Matched,
+    chosen: Candidate,
+    group: influence.Group,
+    found: dict[str, Any],
+    fmt: Format,
+    memory: int,
+    everywhere: bool,
+    identified: bool,
 ) -> str:
     where = f"{group.granularity}" + ("" if group.axis is None else f", axis {group.axis}")
     turned = ", transposed" if any(f["transposed"] for f in found["scales"].values()) else ""
@@ -129,5 +136,7 @@ def quantizer_in_words(
     how += f", rounds to {found['double_rounding']} first" if found["double_rounding"] else ""
     how += f", subnormals are {found['subnormals'].replace('_', ' ')}" if found["subnormals"] != "kept" else ""
     how += f"; its amax is stale, of {memory} earlier call{'s' if memory > 1 else ''}" if memory else ""
-    how += "" if everywhere else "; in tensors of other shapes it gives something else"
+    how += ", -0 becomes 0" if found["negative_zero"] != "kept" and chosen.fmt.specials != "fnuz" else ""
+    how += "" if everywhere else "; of other tensors it gives something else"
+    how += "" if identified or not everywhere else ", but for what is unlike that"
     return f"{what}: policy {' or '.join(matched.names)}{how}"

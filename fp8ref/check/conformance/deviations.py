@@ -28,12 +28,14 @@ class Deviation:
     changes  of the policy's decisions.
     amax     as scaling.amax.
     scales   from those of the policy, the amax and the format whose max it scales to.
+    ordinary whether it shows at ordinary amaxes.
     """
 
     said: str
     changes: Mapping[str, Any] = field(default_factory=dict)
     amax: Amax = scaling.amax
     scales: Remake = _own_scales
+    ordinary: bool = True
 
     def of(self, policy: ScalePolicy) -> ScalePolicy:
         return dataclasses.replace(policy, **self.changes) if self.changes else policy
@@ -47,10 +49,17 @@ def _rounded_amax(fmt: Format) -> Amax:
     return lambda x, granularity, axis: cast.round_to(scaling.amax(x, granularity, axis=axis), fmt)
 
 
-def _rounded_scale(fmt: Format) -> Remake:
+def _rounded_scale(fmt: Format, rounding: cast.Rounding = "nearest_even") -> Remake:
     def scales(scales: Scales, amax: np.ndarray, of: Format) -> Scales:
-        scale = cast.round_to(scales.scale, fmt)
+        scale = cast.round_to(scales.scale, fmt, rounding=rounding)
         return Scales(scale, scale_inv_from_scale(scale))
+
+    return scales
+
+
+def _one_where(met: Callable[[np.ndarray], np.ndarray]) -> Remake:
+    def scales(scales: Scales, amax: np.ndarray, fmt: Format) -> Scales:
+        return Scales(*(np.where(met(amax), np.float32(1), s)[()] for s in scales))
 
     return scales
 
@@ -89,8 +98,13 @@ DEVIATIONS = (
     Deviation(said="its amax is rounded to bfloat16", amax=_rounded_amax(BFLOAT16)),
     Deviation(said="its amax is rounded to float16", amax=_rounded_amax(FLOAT16)),
     Deviation(said="its scale is max * (1 / amax), of two roundings, not max / amax", changes={"ratio": "max*(1/amax)"}),
-    *(Deviation(said=f"its eps is {eps:.9g}", changes={"eps": eps}) for eps in _EPS),
+    Deviation(said="an amax of 0 has scale 1", scales=_one_where(lambda amax: amax == 0), ordinary=False),
+    Deviation(said="an infinite amax has scale 1", scales=_one_where(np.isinf), ordinary=False),
+    Deviation(said="an amax of NaN has scale 1", scales=_one_where(np.isnan), ordinary=False),
+    Deviation(said="an amax that is not finite has scale 1", scales=_one_where(lambda amax: ~np.isfinite(amax)), ordinary=False),
+    *(Deviation(said=f"its eps is {eps:.9g}", changes={"eps": eps}, ordinary=False) for eps in _EPS),
     Deviation(said="its scale is rounded to bfloat16", scales=_rounded_scale(BFLOAT16)),
+    Deviation(said="its scale is cut to bfloat16, not rounded", scales=_rounded_scale(BFLOAT16, "toward_zero")),
     Deviation(said="its scale is rounded to float16", scales=_rounded_scale(FLOAT16)),
     Deviation(said="its scale_inv is amax / max, not the reciprocal of the scale", scales=_quotient_alone),
     Deviation(said="its scale is rounded up to a power of two, not down", scales=_power_of_two(np.ceil)),

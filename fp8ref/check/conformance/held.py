@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from fp8ref.check.conformance import behaviour, influence, matching, policies, questions, shrink
+from fp8ref.check.conformance import asking, behaviour, influence, matching, policies, questions, shrink
 from fp8ref.check.conformance.amaxes import KINDS
 from fp8ref.check.conformance.asking import Asked, Sharing
 from fp8ref.check.conformance.behaviour import Behaviour
@@ -14,7 +14,7 @@ from fp8ref.check.conformance.matching import Matched
 from fp8ref.check.conformance.outcome import Finding
 from fp8ref.check.conformance.policies import Agreement, Candidate
 from fp8ref.check.conformance.quantized import Quantizer, Reading
-from fp8ref.check.conformance.witness import Witness
+from fp8ref.check.conformance.witness import Witness, bits_of, show
 from fp8ref.check.explain import simplest
 from fp8ref.formats import Format
 from fp8ref.policy import ScalePolicy
@@ -110,4 +110,48 @@ def witnesses(quantizer: Quantizer, matched: Matched, of: Agreement, sharing: Sh
             continue
         shown = shrink.policy(quantizer, of.candidate, sharing, a, k)
         found += [shown] if shown is not None and shown not in found else []
+    if not found and wrong.any():
+        found.append(_among_others(matched, of, sharing, quantizer.dtype))
     return found
+
+
+def _among_others(matched: Matched, of: Agreement, sharing: Sharing, dtype: str) -> Witness:
+    """The first wrong answer in the tensor that was asked, where no group by itself shows one."""
+    begin = 0
+    for a in matched.asked:
+        wrong = (~of.both & matched.considered)[begin : begin + a.amax.size]
+        begin += a.amax.size
+        if wrong.any():
+            break
+    group = int(np.argmax(wrong))
+    expected = of.candidate.quantize(a.x, sharing)
+    inside = a.group == group
+    differs = inside & policies.unlike(a.reading, expected, of.candidate)
+    at = np.unravel_index(int(np.argmax(differs if differs.any() else inside)), a.x.shape)
+    shown = shrink.shown(a.reading, at, {n: asking.per_group(a, n, sharing)[group] for n in sharing.kinds}, expected, group, sharing)
+    return Witness(
+        input=f"x{[int(i) for i in at]} = {show(a.x[at])} of x {list(a.x.shape)}, whose group has amax {show(a.amax[group])}, beside groups of every kind",
+        bits=(bits_of(a.x[at], dtype),), dtype=dtype, got=shown[0], expected=f"{shown[1]} by {of.candidate.policy.name}", clause="S-6",
+    )  # fmt: skip
+
+
+def misnamed(asked: Sequence[Asked], sharing: Sharing, policy: ScalePolicy) -> list[Witness]:
+    """Arrays whose name says something else than they hold: of e8m0 policies, and those that divide, ``scale`` may be a scale_inv."""
+    found = []
+    for name, kind in sharing.kinds.items():
+        plain = name.strip("_").lower()
+        wrong = (plain == "scale_inv" and kind != "scale_inv") or (
+            plain == "scale" and kind != "scale" and policy.stored == "scale" and not policy.e8m0
+        )
+        if wrong:
+            found.append(_of_name(name, f"what is a {kind}", f"a {plain}", "S-1"))
+    for name in asked[0].reading.scales:
+        largest, amax = (np.concatenate(v) for v in zip(*((asking.per_group(a, name, sharing), a.amax) for a in asked), strict=True))
+        if name.strip("_").lower() == "amax" and not np.array_equal(largest, amax, equal_nan=True):
+            at = simplest(amax, ~((largest == amax) | (np.isnan(largest) & np.isnan(amax))))
+            found.append(_of_name(name, show(largest[at]), f"{show(amax[at])}, the largest magnitude of its group", "S-2"))
+    return found
+
+
+def _of_name(name: str, got: str, expected: str, clause: str) -> Witness:
+    return Witness(input=f"{name!r} of what it returns", bits=(), dtype="float32", got=got, expected=expected, clause=clause)

@@ -36,6 +36,11 @@ def memory(quantizer: Quantizer) -> tuple[Quantizer, Finding]:
     quantizer.once(large)
     after = [quantizer.once(small) for _ in range(_CALLS)]
     count = next((i for i in range(_CALLS - 1, -1, -1) if not same(after[i], steady)), -1) + 1
+    if count and after[-1].tensor.tobytes() == quantizer.once(small / 2).tensor.tobytes():
+        raise ConformanceError(
+            f"{quantizer.subject.name} gives for x of 0.5s {list(SHAPE)}, after x of ones, the codes of those: they are of an earlier call, "
+            "whose amax a scale may be of, and no code. Quantise what it is given."
+        )
     if not count:
         return quantizer, Finding(what="memory", value=0, said="none", evidence="a call of ones gives the same after a call of 1024s")
     witness = Witness(

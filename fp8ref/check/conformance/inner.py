@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 
 from fp8ref.check.conformance import behaviour, decisions, questions
-from fp8ref.check.conformance.behaviour import KNOWN, Behaviour
+from fp8ref.check.conformance.behaviour import KNOWN, Behaviour, Through
 from fp8ref.check.conformance.decisions import Answers
 from fp8ref.check.conformance.influence import SHAPE
 from fp8ref.check.conformance.outcome import Finding
@@ -13,7 +13,7 @@ from fp8ref.check.conformance.quantized import Quantizer
 from fp8ref.check.conformance.replies import Reply
 from fp8ref.check.conformance.witness import Witness, rounded
 from fp8ref.check.explain import simplest
-from fp8ref.formats import Format
+from fp8ref.formats import BFLOAT16, Format
 
 
 def cast_of(quantizer: Quantizer, fmt: Format, top: Format, group: np.ndarray) -> tuple[list[Finding], Behaviour, Answers]:
@@ -48,9 +48,11 @@ def cast_of(quantizer: Quantizer, fmt: Format, top: Format, group: np.ndarray) -
     return [rounding, subnormals, zero, dataclasses.replace(double, what="double_rounding")], b, a
 
 
-def differences(a: Answers, fmt: Format) -> list[Witness]:
-    """Where it is not the rounding of S-5: the simplest input."""
+def differences(a: Answers, fmt: Format, compute: Format) -> list[Witness]:
+    """Where it is not the rounding of S-5, or of quotients in bfloat16 by a policy that computes so (S-13): the simplest input."""
     wanted = KNOWN["saturating"].of(fmt)
+    if compute is BFLOAT16:
+        wanted = decisions.with_through(wanted, a.source, Through(dtype=compute.name))
     differs = a.unlike(wanted, canonical=True)
     if not differs.any():
         return []

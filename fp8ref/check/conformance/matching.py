@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from fp8ref import policy as policy_data
-from fp8ref.check.conformance import departing, policies
+from fp8ref.check.conformance import asking, departing, policies
 from fp8ref.check.conformance.amaxes import KINDS
 from fp8ref.check.conformance.asking import Asked, Sharing
 from fp8ref.check.conformance.behaviour import LAYOUTS
@@ -60,7 +60,7 @@ def match(asked: Sequence[Asked], sharing: Sharing, layout: Format, *, fixed: bo
                 return Matched(agreements=alike, nearest=alike[0], asked=asked, considered=considered, explained=alike[0].both)
             if best is None:
                 found = [policies.agreement(c, asked, sharing) for c in candidates]
-                best = max(found, key=lambda a: (-a.ulps, score(a, considered)))
+                best = max(found, key=lambda a: (bool(a.codes[asking.ordinary(asked)].all()), -a.ulps, score(a, considered)))
     assert best is not None
     deviating = departing.exactly(asked, few, sharing, layout)
     if deviating is None or score(deviating, considered) <= score(best, considered):

@@ -38,6 +38,7 @@ class Outcome:
 
     found        as in ``is`` of --json: a value for each thing.
     identified   whether every answer is that of what was found.
+    named        whether that has a name: one of ``behaviour.KNOWN``, but for NaN codes, or a policy with the cast of S-5.
     summary      in one line.
     unlike       where it is not: the simplest inputs, each with what was found in place of what.
     expected     the name that it was held to, if any, and differences: the simplest inputs on which it is not that, one for each kind.
@@ -51,22 +52,23 @@ class Outcome:
     findings: Sequence[Finding]
     identified: bool
     summary: str
+    named: bool = True
     unlike: Sequence[Witness] = field(default=())
     expected: str | None = None
     differences: Sequence[Witness] = field(default=())
 
     @property
     def ok(self) -> bool:
-        """Identified, in the format that was asked for, or, where something was expected, just that."""
+        """Identified as something that has a name, in the format that was asked for, or, where something was expected, just that."""
         if self.expected is not None:
             return not self.differences and not self.unlike
-        return self.identified and self.found["format"] == self.fmt.name
+        return self.identified and self.named and self.found["format"] == self.fmt.name
 
     @property
     def message(self) -> str:
         """What is to be changed for it to be what was expected: all that somebody needs to do it."""
         if self.expected is None:
-            return self.summary
+            return self.summary + ("" if self.named or not self.identified else ". Nothing that has a name is so")
         if self.ok:
             return f"{self.name} is {self.expected!r}: {self.summary}"
         return "\n".join(
@@ -82,6 +84,7 @@ class Outcome:
             "framework": self.framework,
             "is": self.found,
             "identified": self.identified,
+            "named": self.named,
             "summary": self.summary,
             "findings": [finding.to_dict() for finding in self.findings],
             "unlike": [witness.to_dict() for witness in self.unlike],

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fp8ref.check.conformance import asking
+from fp8ref.check.conformance import asking, behaviour
 from fp8ref.check.conformance.asking import Asked, Sharing
+from fp8ref.check.conformance.behaviour import Behaviour
 from fp8ref.check.conformance.deviations import NONE, Deviation
 from fp8ref.check.conformance.quantized import Reading
 from fp8ref.check.conformance.witness import rounded
@@ -22,13 +23,18 @@ CLAUSES |= dict.fromkeys(("mx_floor", "mx_rceil", "te_mxfp8"), "S-14")
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A policy, the format whose max it scales to, the format of the codes, whether float32 subnormals are zeros (S-12), and any deviation."""
+    """A policy, the format whose max it scales to, the format of the codes, whether float32 subnormals are zeros (S-12), and any deviation.
+
+    rounding  that of its cast, of products of dtype ``source``, where it is not that of S-5.
+    """
 
     policy: ScalePolicy
     top: Format
     fmt: Format
     flushes: bool = False
     deviation: Deviation = NONE
+    rounding: Behaviour | None = None
+    source: str = "float32"
 
     def quantize(self, x: np.ndarray, sharing: Sharing) -> scaling.Quantized:
         granularity, axis = sharing.granularity, sharing.axis
@@ -39,7 +45,15 @@ class Candidate:
             scales = self.deviation.scales(scales_from_amax(amax, self.top, self.deviation.of(self.policy)), amax, self.top)
         if self.flushes:
             scales = Scales(*(_flushed(np.asarray(s)) for s in scales))
-        return scaling.quantize_with(x, scales, self.fmt, granularity=granularity, policy=self.policy, axis=axis)
+        q = scaling.quantize_with(x, scales, self.fmt, granularity=granularity, policy=self.policy, axis=axis)
+        return q if self.rounding is None else q._replace(codes=self._codes(x, scales, sharing, self.rounding))
+
+    def _codes(self, x: np.ndarray, scales: Scales, sharing: Sharing, rounding: Behaviour) -> np.ndarray:
+        by = scales.scale if self.policy.stored == "scale" else scales.scale_inv
+        by = scaling.spread(by, x.shape, sharing.granularity, sharing.axis)
+        with np.errstate(all="ignore"):
+            scaled = x * by if self.policy.stored == "scale" else x / by
+        return behaviour.encode(np.clip(scaled, -self.fmt.max, self.fmt.max), self.fmt, rounding, source=self.source)
 
     @property
     def clause(self) -> str:

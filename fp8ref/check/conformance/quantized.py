@@ -48,19 +48,24 @@ class Quantizer:
     dtype: str
     memory: int = 0
 
-    def ask(self, x: np.ndarray) -> Reading:
+    def ask(self, x: np.ndarray, *, view: str = "contiguous") -> Reading:
         for _ in range(self.memory):
-            self.subject.ask(x, self.dtype)
-        return self.once(x)
+            self.subject.ask(x, self.dtype, view=view)
+        return self.once(x, view=view)
 
-    def once(self, x: np.ndarray) -> Reading:
-        found = self.subject.ask(x, self.dtype)
+    def once(self, x: np.ndarray, *, view: str = "contiguous") -> Reading:
+        found = self.subject.ask(x, self.dtype, view=view)
         try:
             return read(found, x)
         except ConformanceError as error:
             raise ConformanceError(
                 f"{self.subject.name} for {subjects.describe(x, self.dtype, self.subject.framework)}: {error}"
             ) from error
+
+
+def arrays_of(found: Any) -> list[np.ndarray]:
+    """Every array among the parts."""
+    return [made[0] for part in _parts(found).values() if (made := _array(part)) is not None]
 
 
 def read(found: Any, x: np.ndarray) -> Reading:

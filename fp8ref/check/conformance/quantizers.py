@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from fp8ref import policy as policy_data
-from fp8ref.check.conformance import amaxes, asking, described, held, influence, inner, matching, shrink, sizes
+from fp8ref.check.conformance import amaxes, asking, described, elsewhere, held, influence, inner, matching, policies, shrink
 from fp8ref.check.conformance import subject as subjects
 from fp8ref.check.conformance.asking import Sharing
 from fp8ref.check.conformance.behaviour import LAYOUTS, Behaviour
@@ -15,7 +15,7 @@ from fp8ref.check.conformance.casts import check_format
 from fp8ref.check.conformance.influence import SHAPE
 from fp8ref.check.conformance.outcome import Finding, Outcome
 from fp8ref.check.conformance.policies import Candidate
-from fp8ref.check.conformance.quantized import Quantizer, Reading, smallest_shape
+from fp8ref.check.conformance.quantized import Quantizer, Reading, arrays_of, smallest_shape
 from fp8ref.check.conformance.subject import RefusedError
 from fp8ref.check.conformance.witness import Witness
 from fp8ref.formats import Format
@@ -53,6 +53,7 @@ def identify_quantizer(
         raise RefusedError(f"{error}\nA quantizer is asked with x [M, K]: two axes, of which scales may reduce either (S-6).") from error
     quantizer = Quantizer(subject=subject, dtype=subjects.first_source(subject, SHAPE))
     quantizer, remembered = influence.memory(quantizer)
+    subjects.check_keeps(subject, influence.noise(), influence.noise()[::-1], quantizer.dtype, arrays_of)
     group = influence.group(quantizer)
     reading = quantizer.ask(np.ones(SHAPE, np.float32))
     layout = _layout(reading, fmt)
@@ -78,27 +79,37 @@ def identify_quantizer(
         groups = amaxes.groups(SHAPE, at, along)
         more, rounding, answers = inner.cast_of(quantizer, chosen.fmt, chosen.top, groups)
         findings += more
-        different = inner.differences(answers, chosen.fmt)
+        different = inner.differences(answers, chosen.fmt, chosen.policy.compute)
         wrong = matched.wrong(matched.nearest)
         if not inner.explains(answers, rounding) or (not different and wrong.any()):
             unlike = held.witnesses(quantizer, matched, matched.nearest, sharing) or different
-    elsewhere: list[Witness] = []
+    if different and not unlike:  # whatever else is wrong is so beside that
+        own = policies.agreement(dataclasses.replace(chosen, rounding=rounding, source=quantizer.dtype), asked, sharing)
+        unlike = held.witnesses(quantizer, matched, own, sharing) if (~own.both & matched.considered).any() else []
+    misnamed = held.misnamed(asked, sharing, chosen.policy)
+    unlike = [*unlike, *misnamed]
+    beyond: list[Witness] = []
     if matched.agreements and not unlike and not different:
-        shapes, elsewhere = sizes.of_quantizer(quantizer, chosen, sharing)
-        findings.append(shapes)
-        unlike = list(elsewhere)
+        more, beyond = elsewhere.hold(quantizer, chosen, sharing, shape)
+        findings += more
+        unlike = list(beyond)
     differences = []
     if wanted is not None:
         differences = held.policy(quantizer, wanted, fmt, asked, sharing, matched, layout)
         differences += held.layout_of(quantizer, group, granularity, axis, Candidate(policy=wanted, top=fmt, fmt=layout), sharing)
         differences += held.scales_shapes(reading, sharing)
         differences += [] if differences else different
-        differences += [remembered.witness] if remembered.witness else []
+        # te_delayed and flax keep a scale, that of an amax before
+        differences += [remembered.witness] if remembered.witness and not wanted.keeps else []
+        differences += [w for w in misnamed if w not in differences]
     identified = bool(matched.agreements) and not unlike
+    untaken = [f.what.removeprefix("from ") for f in findings if f.said == "not taken"]
     found = described.quantizer(matched, chosen, group, sharing, rounding, quantizer, reading, layout, identified)
     return Outcome(
         name=name, kind="quantizer", fmt=fmt, framework=subject.framework, found=found, findings=findings, identified=identified,
-        summary=described.quantizer_in_words(matched, chosen, group, found, fmt, quantizer.memory, not elsewhere),
+        summary=described.quantizer_in_words(matched, chosen, group, found, fmt, quantizer.memory, not beyond, identified)
+        + (f"; it takes no {', no '.join(untaken)}" if untaken else ""),
+        named=bool(matched.agreements) and not different and chosen.top.max == fmt.max,
         unlike=unlike, expected=expect, differences=differences,
     )  # fmt: skip
 

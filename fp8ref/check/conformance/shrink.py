@@ -1,5 +1,8 @@
 """The smallest tensor of the simplest numbers on which a quantiser and a policy part."""
 
+import itertools
+from collections.abc import Mapping
+
 import numpy as np
 
 from fp8ref.check.conformance import policies
@@ -18,8 +21,9 @@ _EXPONENTS = (0, 1, -1, 2, -2, 4, -4, 8, -8, 16, -16, 32, -32)
 
 def policy(quantizer: Quantizer, candidate: Candidate, sharing: Sharing, largest: float, kind: str) -> Witness | None:
     """A witness that it is not the candidate's, found from a group's largest on which it is not; None if a single number shows nothing."""
+    signs = (abs(largest), largest) if largest < 0 else (largest,)  # positive if the sign has no part in it
     for shape in SHAPES:
-        for beside in (False, True):
+        for beside, largest in itertools.product((False, True), signs):
             x = _only(shape, largest, quantizer.dtype, beside=beside)
             if _parts(quantizer, candidate, sharing, x) is not None:
                 number = _simpler(quantizer, candidate, sharing, x) if kind in ("ordinary", "tiny", "huge") else largest
@@ -125,6 +129,13 @@ def _witness(
         expected=f"{want} by {candidate.policy.name}",
         clause=candidate.clause,
     )
+
+
+def shown(reading: Reading, at: tuple, scales: Mapping[str, float], q: scaling.Quantized, group: int, sharing: Sharing) -> tuple[str, str]:
+    """What was given for an element of a group, and what a policy gives, in words."""
+    got = _tensor_said(reading, at, q.fmt) + "".join(f", {name or 'scale'} {show(scale)}" for name, scale in scales.items())
+    own = "".join(f", {kind} {show(np.reshape(getattr(q, kind), -1)[group])}" for kind in sharing.kinds.values() if kind != "amax")
+    return got, _code(q.codes[at], q.fmt, reading) + own
 
 
 def _tensor_said(reading: Reading, at: tuple, fmt: Format) -> str:

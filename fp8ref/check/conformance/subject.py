@@ -17,6 +17,15 @@ FRAMEWORKS = ("numpy", "torch", "jax")
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
+# x [M, K] as a view of another array: of its transpose, of every second column, of all but the first row. Of jax there are none.
+Make = Callable[[np.ndarray], Any]
+VIEWS: dict[str, Callable[[Make, np.ndarray], Any]] = {
+    "transposed": lambda make, x: make(np.ascontiguousarray(x.T)).T,
+    "every second column": lambda make, x: make(np.repeat(x, 2, axis=1) * np.tile(np.array([1, 0.5], np.float32), x.shape[1]))[:, ::2],
+    "behind a row": lambda make, x: make(np.concatenate([x[:1] / 2, x]))[1:],
+}
+
+
 class ConformanceError(ValueError):
     """A function that is none: it raises, gives another shape or type, changes its input, or does not repeat itself."""
 
@@ -38,12 +47,12 @@ class Subject:
     framework: str = "numpy"
     device: str = "cpu"
 
-    def ask(self, x: np.ndarray, dtype: str = "float32") -> Any:
-        """What it gives for x, as it gives it; x holds numbers of dtype.
+    def ask(self, x: np.ndarray, dtype: str = "float32", *, view: str = "contiguous") -> Any:
+        """What it gives for x, as it gives it; x holds numbers of dtype, and lies in memory as ``view`` says.
 
         Raises:   RefusedError: it raises. ConformanceError: it changes its input.
         """
-        given = self.array(x, dtype)
+        given = self.array(x, dtype) if view == "contiguous" else VIEWS[view](lambda a: self.array(a, dtype), x)
         before = arrays.written(given)
         try:
             with np.errstate(all="ignore"):  # NaN and overflow are asked for
@@ -74,6 +83,17 @@ class Subject:
         if self.framework == "numpy":
             return given
         return arrays.as_torch(given, self.device) if self.framework == "torch" else arrays.as_jax(given)
+
+
+def check_keeps(subject: Subject, x: np.ndarray, other: np.ndarray, dtype: str, read: Callable[[Any], list[np.ndarray]]) -> None:
+    """ConformanceError where what it gave for x is something else once it was called with other numbers of that shape."""
+    found = subject.ask(x, dtype)
+    before = [part.copy() for part in read(found)]
+    subject.ask(other, dtype)
+    if any(a.tobytes() != b.tobytes() for a, b in zip(before, read(found), strict=True)):
+        raise ConformanceError(
+            f"{subject.name} overwrites what it gave for {describe(x, dtype, subject.framework)} when it is called again. Give a new array each time."
+        )
 
 
 def of(name: str, function: Callable[..., Any], *, framework: str | None = None, device: str = "cpu", shape: tuple[int, ...]) -> Subject:

@@ -48,3 +48,11 @@ def test_kinds(function, kind):
 def test_what_takes_no_array_is_of_no_kind():
     with pytest.raises(RefusedError, match="mine raised ZeroDivisionError"):
         kinds.of("mine", lambda x: 1 / 0)
+
+
+def test_every_reason_is_given_where_it_takes_neither():
+    def function(x):
+        assert x.shape[1] % 256 == 0, "K in 256s"
+
+    with pytest.raises(RefusedError, match=r"(?s)\[256, 384\]: K in 256s.*\[16\]"):
+        kinds.of("mine", function)
