@@ -15,11 +15,11 @@ from pathlib import Path
 
 from fp8ref.recipe import RECIPES
 from fp8ref.run import progress
+from gpu.results import LEFT
 
 ROOT = Path(__file__).parents[1]
 SEEDS = 3
 BACKENDS = ("torch", "jax")
-LEFT = 3  # exit code where something is left for another run
 GRACE = 90  # seconds that a run which began in time may take beyond the budget
 FIRST = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "delayed")  # those with kernels of FP8 in both backends
 

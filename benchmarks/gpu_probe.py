@@ -17,7 +17,7 @@ from pathlib import Path
 
 from fp8ref.run import progress
 from gpu import environment
-from gpu.results import RefusedError, Results
+from gpu.results import LEFT, RefusedError, Results
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("torch", "torchao", "jax", "jaxlib", "nvidia-cublas")
@@ -26,7 +26,6 @@ SHAPES = ((64, 64, 256), (128, 128, 1024), (128, 128, 4096), (16, 4096, 4096), (
 DRY_SHAPES = ((64, 64, 256),)
 PAIRS = (("e4m3fn", "e4m3fn"), ("e5m2", "e4m3fn"))
 LONGEST = 240  # seconds of one question, after which it counts as failed
-LEFT = 3  # exit code where something is left for another run
 
 
 def asked(shapes: tuple[tuple[int, int, int], ...], *, dry: bool) -> Iterator[tuple[str, list[str], str]]:

@@ -4,7 +4,7 @@ import fnmatch
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from fp8ref import epilogue, granularity
 from fp8ref.delayed import DELAYED, DelayedScaling
@@ -13,6 +13,7 @@ from fp8ref.policy import POLICIES, ScalePolicy
 
 Gemm = Literal["output", "grad_input", "grad_weight"]
 Role = Literal["input", "weight", "grad_output"]
+ROLES: tuple[Role, ...] = get_args(Role)
 
 # The operands a and b of each GEMM (SEMANTICS L-2), and the axis along which it reduces their tensors:
 # input [M, K], weight [N, K], grad_output [M, N].

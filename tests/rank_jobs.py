@@ -81,7 +81,7 @@ def apart(trainer):
 def same_rows(trainer):
     """The second rank trains on other rows than the batch's second half: the first rows again."""
     if distributed.get_rank() == 1:
-        trainer._own = lambda tokens: tokens[: len(tokens) // 2]
+        trainer._step.own = lambda tokens: tokens[: len(tokens) // 2]
 
 
 def broken(trainer):

@@ -13,10 +13,12 @@ from fakes import FakeTrainer
 
 import fp8ref
 from fp8ref import cli
+from fp8ref.check.probe import plans
 from fp8ref.commands import training
 from fp8ref.run import config as configs
-from fp8ref.run import log, loop
+from fp8ref.run import hardware, log, loop
 from fp8ref.run.processes import Alone
+from fp8ref.sim.accumulate import ACCUMULATIONS
 
 
 @pytest.fixture
@@ -74,6 +76,18 @@ def test_train_writes_a_run_and_reports_its_losses(config, fake, run):
 def test_a_run_is_by_default_named_after_config_backend_and_recipe(config, fake, run):
     assert run("train", config, "--backend", "torch", "--recipe", "rowwise")[0] == 0
     assert (config.parent / "runs" / "small-torch-rowwise" / "manifest.json").is_file()
+
+
+def test_runs_that_differ_in_their_plan_alone_are_by_default_two(config, fake, run):  # G-20
+    plan = plans.of_accumulation(ACCUMULATIONS["ada"]) | {"epilogue": "product_then_round", "out_dtype": "bfloat16"}
+    (config.parent / "plan.json").write_text(json.dumps({"ok": True, "subject": "torch-scaled-mm", "plan": plan}))
+    for accumulate in ("native", "hopper", "exact", "plan.json"):
+        assert run("train", config, "--backend", "torch", "--numerics.accumulate", accumulate)[0] == 0
+    named = hardware.by_name("plan.json").name
+    assert named.startswith("probed_")
+    assert {path.name for path in (config.parent / "runs").iterdir()} == {
+        f"small-torch-tensorwise{plan}" for plan in ("", "-hopper", "-exact", f"-{named}")
+    }
 
 
 def test_options_change_the_config_that_is_trained(config, fake, run):

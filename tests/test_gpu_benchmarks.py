@@ -273,7 +273,7 @@ def test_sections_run_while_there_is_time_and_failures_are_told(tmp_path, capsys
     assert command.execute(Bench(-1), asked, again, ["a"]) == 1
     assert "no time was left for a:y: run again" in capsys.readouterr().out
     sections["a:y"] = sections["b"]
-    assert command.execute(Bench(100), asked, again, None) == command.LEFT  # b is still to be measured
+    assert command.execute(Bench(100), asked, again, None) == results.LEFT  # b is still to be measured
     assert command.execute(Bench(5000), asked, again, None) == 0
     assert list(json.loads((tmp_path / "r.json").read_text())["sections"]) == ["a:x", "a:y", "b"]
 

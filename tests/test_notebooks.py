@@ -11,9 +11,9 @@ from pathlib import Path
 import nbformat
 import pytest
 
+from fp8ref.recipe import ROLES
 from fp8ref.run import demo, tensors
 
-ROLES = ("input", "weight", "grad_output")
 ROOT = Path(__file__).parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 every_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)

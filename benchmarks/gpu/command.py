@@ -10,11 +10,10 @@ from typing import Protocol
 
 from fp8ref.run.plan.passes import Fusion
 from gpu import environment, report, results, tables
-from gpu.results import Results
+from gpu.results import LEFT, Results
 from gpu.targets import Target
 from gpu.timing import Budget, Clock, message
 
-LEFT = 3  # exit code
 BUDGET = 510.0  # seconds: what begins within it ends within nine minutes
 
 

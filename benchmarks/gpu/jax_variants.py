@@ -15,7 +15,7 @@ from jax import lax
 
 from fp8ref.jax import delayed
 from fp8ref.jax.model import Pass
-from fp8ref.jax.train import COMPILER_OPTIONS
+from fp8ref.jax.step import COMPILER_OPTIONS
 from fp8ref.recipe import RECIPES
 from gpu.report import OURS
 

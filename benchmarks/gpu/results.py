@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 
 KEPT = Path(__file__).parents[1] / "results"
+LEFT = 3  # the exit code of a script that leaves something for another run
 SAME = ("dry", "device", "driver", "versions", "flags")  # of an environment: what a table's figures have in common
 
 

@@ -94,11 +94,11 @@ class Replicated(Trainer):
         """One optimizer step, as Trainer's, of the batch's rows rank by rank."""
         losses, found = [], []
         for rows in np.split(tokens, self._ranks[0] * self._ranks[1]):
-            losses.append(self._backward(rows))  # states of delayed scaling merge what each shows
+            losses.append(self._step.backward(rows))  # states of delayed scaling merge what each shows
             found.append([p.grad for p in self._params.values()])
         for p, parts in zip(self._params.values(), zip(*found, strict=True), strict=True):
             p.grad = self._average(parts)
-        return self._update(torch.stack(losses).double().mean().item())
+        return self._updated(torch.stack(losses))
 
     def _average(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """In ascending order over fsdp, divided; then over data, divided."""

@@ -79,7 +79,18 @@ def _crosscheck_first(known: argparse.Namespace, options: list[str]) -> int:
         )
     a, b = known.first_divergence
     check_json(known.json)
-    if a in BACKENDS and b in BACKENDS:
+    backends = [name for name in (a, b) if name in BACKENDS]
+    if len(backends) == 1:
+        raise ConfigError(
+            f"--first-divergence compares two runs, or two backends that train one CONFIG; got {a} and {b}, of which {backends[0]} alone is a backend. "
+            f"Name two run directories (./{backends[0]}, if one is called so), or two of {' and '.join(BACKENDS)}."
+        )
+    if backends:
+        if known.config is None:
+            raise ConfigError(
+                f"--first-divergence of two backends trains a CONFIG in both; got {a} and {b} without one. Name it first: "
+                f"fp8ref crosscheck configs/tiny.toml --first-divergence {a} {b}."
+            )
         config = shared.config(known, options)
         from fp8ref.check import crosscheck
         from fp8ref.check.divergence import live

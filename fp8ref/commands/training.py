@@ -44,7 +44,7 @@ def _trained(known: argparse.Namespace, options: list[str]) -> int:
         return 0
     from fp8ref.run import loop
 
-    out = Path(config.run.out or f"runs/{known.config.stem}-{known.backend}-{config.numerics.recipe}")
+    out = Path(config.run.out) if config.run.out else _default(known, config)
     processes = _processes(known, config) if known.distributed else None
     with processes.telling() if processes else contextlib.nullcontext():
         lines = loop.train(config, known.backend, out, resume=known.resume, overwrite=known.overwrite, processes=processes)
@@ -55,6 +55,15 @@ def _trained(known: argparse.Namespace, options: list[str]) -> int:
     else:
         print(f"{out}: {config.run.steps} steps, loss {lines[-1]['loss']:.4f}, validation loss {lines[-1]['val_loss']:.4f}")
     return 0
+
+
+def _default(known: argparse.Namespace, config) -> Path:
+    """runs/<config>-<backend>-<recipe>, and the simulated hardware, if any: a plan of a file by what is in it."""
+    from fp8ref.run import hardware
+
+    multiply = hardware.of(config, known.backend)
+    parts = [known.config.stem, known.backend, config.numerics.recipe, *([multiply.name] if multiply else [])]
+    return Path("runs") / "-".join(parts)
 
 
 def _processes(known: argparse.Namespace, config):

@@ -5,6 +5,7 @@ import math
 import jax
 
 from fp8ref.jax import delayed, linear
+from fp8ref.multiply import Multiply
 from fp8ref.recipe import Recipe
 
 
@@ -18,15 +19,17 @@ def dot_general(
     seen: delayed.Seen | None = None,
     name: str = "dot_general",
     preferred_element_type=None,
+    multiply: Multiply | None = None,
 ) -> tuple[jax.Array, delayed.Seen | None]:
     """``lax.dot_general`` by a recipe: x is the input and w the weight, whose contracted dims are K, batch dims apart.
 
     Shapes:   as lax.dot_general; output dims: batch, then x's other dims, then w's. Each element of a batch is a linear of its own rows,
               but has the tensor's scale under tensorwise and delayed.
     Order:    transposed to x [batch, M, K] and w [batch, N, K], or [batch, K, N] where it is that already; then as apply.
+    multiply  as of apply, of contractions without batch dims.
     Returns:  (output, seen), as apply; differentiable as that is.
     Raises:   ValueError: as apply; sizes of contracted or batch dims that differ; dtypes that differ without a preferred_element_type, which
-              is the output's.
+              is the output's; batch dims under multiply.
     """
     (contract_x, contract_w), (batch_x, batch_w) = ((tuple(map(int, dims)) for dims in pair) for pair in dimension_numbers)
     kept_x, kept_w = ([d for d in range(v.ndim) if d not in (*c, *b)] for v, c, b in ((x, contract_x, batch_x), (w, contract_w, batch_w)))
@@ -38,7 +41,7 @@ def dot_general(
     b = b.reshape(*batch, -1, math.prod(sizes[2])) if turned else b.reshape(*batch, math.prod(sizes[2]), -1)
     if a.shape[:-2] != b.shape[:-2] or a.shape[-1] != b.shape[-2 if turned else -1]:
         raise ValueError(f"{name}: contracted and batch dims have equal sizes; got {x.shape} and {w.shape} with {dimension_numbers}.")
-    y, seen, _ = linear.contract(a, b, recipe, state, seen, None, name, out_dtype=preferred_element_type, turned=turned)
+    y, seen, _ = linear.contract(a, b, recipe, state, seen, None, name, out_dtype=preferred_element_type, turned=turned, multiply=multiply)
     return y.reshape([size for part in sizes for size in part]), seen
 
 
@@ -52,6 +55,7 @@ def einsum(
     seen: delayed.Seen | None = None,
     name: str = "einsum",
     preferred_element_type=None,
+    multiply: Multiply | None = None,
 ) -> tuple[jax.Array, delayed.Seen | None]:
     """``jnp.einsum`` of input x and weight w by a recipe: a letter of both is contracted, or a batch dim if the output has it too.
 
@@ -64,7 +68,9 @@ def einsum(
     batch = [letter for letter in of_x if letter in of_w and letter in out]
     contracted = [letter for letter in of_x if letter in of_w and letter not in out]
     numbers = tuple(tuple(tuple(term.index(letter) for letter in letters) for term in (of_x, of_w)) for letters in (contracted, batch))
-    y, seen = dot_general(x, w, numbers, recipe=recipe, state=state, seen=seen, name=name, preferred_element_type=preferred_element_type)
+    y, seen = dot_general(
+        x, w, numbers, recipe=recipe, state=state, seen=seen, name=name, preferred_element_type=preferred_element_type, multiply=multiply
+    )
     given = [*batch, *(letter for letter in of_x if letter not in of_w), *(letter for letter in of_w if letter not in of_x)]
     return y.transpose([given.index(letter) for letter in out]), seen
 

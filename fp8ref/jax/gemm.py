@@ -47,28 +47,11 @@ def matmul(
     if epilogue not in EPILOGUES:
         raise ValueError(f"epilogue is one of {', '.join(EPILOGUES)}; got {epilogue!r}.")
     early, late = (None, collective) if collective and collective.scaled else (collective, None)
-    if multiply is not None:
-        assert a.codes.ndim == 2, "simulated hardware multiplies matrices"
-    if multiply is not None and (early is None or dequantises(a.granularity)):
-        kind = jnp.dtype(out_dtype if early is None else jnp.float32)
-        out = simulated.matmul(_arranged(a, early), b, by=multiply, accumulate=accumulate, epilogue=epilogue, out_dtype=kind)
-        out = out.T if turned else out
-        out = _total(out, early).astype(out_dtype)
-    elif dequantises(a.granularity):
-        out = _total(_dot(_values(a), _values(b), axes, lax.Precision.HIGHEST, turned, early), early).astype(out_dtype)
+    if multiply is not None and early is None:
+        out = _simulated(multiply, a, b, accumulate, epilogue, out_dtype, turned)
     else:
-        if multiply is None:
-            acc = _dot(a.codes, b.codes, axes, PRECISION[accumulate], turned, early)
-        else:
-            raw = (_unscaled(q) for q in (_arranged(a, early), b))
-            acc = simulated.matmul(*raw, by=multiply, accumulate=accumulate, epilogue="product_then_round", out_dtype=jnp.float32)
-            acc = acc.T if turned else acc
-        acc = _total(acc, early)
-        scale_a, scale_b = _rows(a.scale_inv, axes[0]), jnp.swapaxes(_rows(b.scale_inv, axes[1]), -1, -2)  # [.., M, 1], [.., 1, N]
-        scale_a = early.own_rows(scale_a) if early else scale_a
-        if turned:
-            scale_a, scale_b = jnp.swapaxes(scale_a, -1, -2), jnp.swapaxes(scale_b, -1, -2)
-        out = _scale(acc, scale_a, scale_b, epilogue, out_dtype)
+        acc = _total(_accumulated(a, b, axes, accumulate, epilogue, early, turned, multiply), early)
+        out = acc.astype(out_dtype) if dequantises(a.granularity) else _scaled(acc, a, b, axes, epilogue, out_dtype, early, turned)
     return _total(out.astype(jnp.float32), late).astype(out_dtype) if late else out
 
 
@@ -92,7 +75,49 @@ def dequantises(granularity: str) -> bool:
     return by_name(granularity).reduced is not None
 
 
-def _scale(acc: jax.Array, scale_a: jax.Array, scale_b: jax.Array, epilogue: str, out_dtype) -> jax.Array:
+def _accumulated(
+    a: Quantized,
+    b: Quantized,
+    axes: tuple[int, int],
+    accumulate: str,
+    epilogue: str,
+    collective: Reduction | None,
+    turned: bool,
+    multiply: Multiply | None,
+) -> jax.Array:
+    """float32, what is summed over devices: raw accumulators, whose scales come after; of operands in blocks, whose scales vary along K, scaled sums."""
+    blocks = dequantises(a.granularity)
+    if multiply is None:
+        if blocks:
+            return _dot(_values(a), _values(b), axes, lax.Precision.HIGHEST, turned, collective)
+        return _dot(a.codes, b.codes, axes, PRECISION[accumulate], turned, collective)
+    a = _arranged(a, collective)
+    if blocks:
+        return _simulated(multiply, a, b, accumulate, epilogue, jnp.float32, turned)
+    return _simulated(multiply, _unscaled(a), _unscaled(b), accumulate, "product_then_round", jnp.float32, turned)
+
+
+def _simulated(by: Multiply, a: Quantized, b: Quantized, accumulate: str, epilogue: str, out_dtype, turned: bool) -> jax.Array:
+    assert a.codes.ndim == 2, "simulated hardware multiplies matrices"
+    out = simulated.matmul(a, b, by=by, accumulate=accumulate, epilogue=epilogue, out_dtype=out_dtype)
+    return out.T if turned else out
+
+
+def _scaled(
+    acc: jax.Array,
+    a: Quantized,
+    b: Quantized,
+    axes: tuple[int, int],
+    epilogue: str,
+    out_dtype,
+    collective: Reduction | None,
+    turned: bool,
+) -> jax.Array:
+    """The epilogue: accumulators times the scales of the rows of a and of b, rounded to out_dtype."""
+    scale_a, scale_b = _rows(a.scale_inv, axes[0]), jnp.swapaxes(_rows(b.scale_inv, axes[1]), -1, -2)  # [.., M, 1], [.., 1, N]
+    scale_a = collective.own_rows(scale_a) if collective else scale_a
+    if turned:
+        scale_a, scale_b = jnp.swapaxes(scale_a, -1, -2), jnp.swapaxes(scale_b, -1, -2)
     if epilogue == "scale_then_round":
         return ((acc * scale_a) * scale_b).astype(out_dtype)
     if epilogue == "unit_round_scale_round":

@@ -159,6 +159,11 @@ def contract(
             f"{x.shape[-2]}. Pad the sequence."
         )
     if multiply is not None:
+        if w.ndim > 2:
+            raise ValueError(
+                f"{name}: simulated hardware multiplies matrices, x [M, K] by w [N, K]; got a batch of them, {x.shape} and {w.shape}. "
+                "Leave multiply out of this contraction, or write it as linears."
+            )
         try:
             devices = 1 if mode == "one" else jax.typeof(x).sharding.mesh.size
             simulated.check_devices(devices, mapped=mode != "jit", platform=jax.default_backend())

@@ -31,7 +31,7 @@ class Layout:
     def __init__(self, config: Config, devices: Sequence[jax.Device] | None = None) -> None:
         """devices   of a topology, which need not be here: arrays on them are shapes. By default those that jax has.
 
-        Raises:   ConfigError: cuDNN's attention without a GPU; more devices than there are;
+        Raises:   ConfigError: cuDNN's attention of heads that it does not take, or without a GPU; more devices than there are;
                   a batch, heads or dims that the mesh does not cut into equal pieces.
         """
         self.config = config.parallel
@@ -42,6 +42,8 @@ class Layout:
         self._batch, self._fsdp, self._tensor = (
             tuple(axis for axis in axes if sizes[axis] > 1) for axes in (("data", "fsdp"), ("fsdp",), ("tensor",))
         )
+        if faults := config.parallel.unattended(config.model.head_dim):
+            raise ConfigError(faults[0])
         if config.parallel.attention == "cudnn" and not self.on_gpu:
             raise ConfigError(
                 f"parallel.attention 'cudnn' needs an NVIDIA GPU; jax runs on {self.devices[0].platform}. Set parallel.attention to xla."

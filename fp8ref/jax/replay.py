@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from fp8ref.jax import linear, operands
 from fp8ref.jax.operands import Use
 from fp8ref.jax.sharding import Placement
-from fp8ref.recipe import OPERANDS, CastSpec, Gemm, Recipe, Role
+from fp8ref.recipe import OPERANDS, ROLES, CastSpec, Gemm, Recipe, Role
 
 Operand = tuple[np.ndarray, np.ndarray]  # codes uint8, scale float32
 
@@ -25,8 +25,7 @@ def replay(
     Shapes:   tensors input [M, K], weight [N, K], grad_output [M, N], float32 holding bfloat16; codes of their shapes.
     Order:    each tensor cut by the placement; quantised and multiplied by ``linear.apply``, inside shard_map or under plain jit.
     """
-    roles: tuple[Role, ...] = ("input", "weight", "grad_output")
-    cut = (jax.device_put(jnp.asarray(tensors[role], jnp.bfloat16), NamedSharding(mesh, P(*placement.at_rest(role)))) for role in roles)
+    cut = (jax.device_put(jnp.asarray(tensors[role], jnp.bfloat16), NamedSharding(mesh, P(*placement.at_rest(role)))) for role in ROLES)
     outputs, quantized = _program(recipe, placement, mesh, through)(*cut)
     fetched = jax.tree.map(np.asarray, quantized)
     return {which: (*fetched[which], np.asarray(outputs[which], np.float32)) for which in recipe.gemms if which in fetched}
@@ -60,7 +59,7 @@ def _program(recipe: Recipe, placement: Placement, mesh: Mesh, through: str) -> 
 
     if through == "jit":
         return jax.jit(run)
-    at_rest = {role: P(*placement.at_rest(role)) for role in ("input", "weight", "grad_output")}
+    at_rest = {role: P(*placement.at_rest(role)) for role in ROLES}
     results = dict(zip(recipe.gemms, (at_rest["grad_output"], at_rest["input"], at_rest["weight"]), strict=True))
     of_operands = {
         which: tuple((at_rest[role], of_scale(role, cast, use.axis(which, role))) for role, cast in of_gemm)

@@ -18,7 +18,7 @@ except ImportError as error:
     raise ImportError(f"fp8ref.plots needs matplotlib; {error.name} is missing. Install it with: pip install 'fp8ref[train]'") from error
 
 from fp8ref.plots.conformance import cast_difference, scale_difference, share_by_exponent
-from fp8ref.plots.delayed import clipped, staleness
+from fp8ref.plots.delayed import staleness
 from fp8ref.plots.formats import cast_curve, code_map, near_zero, number_line, ranges, relative_error, spacing, worst_error
 from fp8ref.plots.gemms import error_histogram, error_lines
 from fp8ref.plots.runs import loss_curves, step_lines, validation_gaps
@@ -29,7 +29,6 @@ from fp8ref.plots.tensors import code_difference, error_map, exponent_histogram,
 __all__ = [
     "cast_curve",
     "cast_difference",
-    "clipped",
     "code_difference",
     "code_map",
     "error_histogram",

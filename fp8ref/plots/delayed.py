@@ -7,7 +7,7 @@ from matplotlib.axes import Axes
 
 from fp8ref.formats import Format
 from fp8ref.plots import style
-from fp8ref.sim import cast
+from fp8ref.sim import delayed
 
 
 def staleness(ax: Axes, amaxes, scales: Mapping[str, np.ndarray], fmt: Format, *, first: int = 0) -> Axes:
@@ -15,11 +15,11 @@ def staleness(ax: Axes, amaxes, scales: Mapping[str, np.ndarray], fmt: Format, *
 
     Shapes:   amaxes and every one of scales [steps]: those that each step's tensor is multiplied by; positive. first: the number of the first step.
     """
-    amaxes = np.asarray(amaxes, np.float64)
+    amaxes = np.asarray(amaxes)
     steps = first + np.arange(amaxes.size)
     ax.plot(steps, amaxes, color=style.BLACK, linewidth=1.2, label="amax")
     for (name, scale), look in zip(scales.items(), style.looks(len(scales)), strict=True):
-        missed = clipped(amaxes, scale, fmt)
+        missed = delayed.clipped(amaxes, scale, fmt)
         ax.step(
             steps,
             fmt.max / np.asarray(scale, np.float64),
@@ -33,10 +33,3 @@ def staleness(ax: Axes, amaxes, scales: Mapping[str, np.ndarray], fmt: Format, *
     ax.set(xlabel="optimizer step", ylabel="magnitude")
     style.legend(ax)
     return style.plain(ax, grid="both")
-
-
-def clipped(amaxes, scales, fmt: Format) -> np.ndarray:
-    """bool, of the shape of both: whether RN32(amax * scale) rounds beyond max (Q-11). Of an amax or a scale that is NaN it does."""
-    with np.errstate(over="ignore"):
-        scaled = (np.asarray(amaxes, np.float64) * np.asarray(scales, np.float64)).astype(np.float32)
-    return ~np.isfinite(cast.round_to(scaled, fmt))

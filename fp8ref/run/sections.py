@@ -153,6 +153,11 @@ class ParallelConfig:
         """Of the mesh, or processes in PyTorch."""
         return self.data * self.fsdp * self.tensor
 
+    def unattended(self, head_dim: int) -> list[str]:
+        """What is wrong with heads of this size for the attention that is asked for; nothing is where they fit."""
+        fits = self.attention != "cudnn" or (head_dim % 8 == 0 and head_dim <= 256)
+        return [] if fits else [f"parallel.attention 'cudnn' takes heads of a multiple of 8 up to 256; got {head_dim}. Set it to xla."]
+
     def foreign(self, backend: str) -> list[str]:
         """The keys that are set and that this backend has no use for."""
         theirs = (
@@ -231,7 +236,7 @@ class RunConfig:
     eval_batches: int = 4
     """Validation batches, the same ones every time."""
     out: str | None = None
-    """Directory of the run; by default runs/<config>-<backend>-<recipe>."""
+    """Directory of the run; by default runs/<config>-<backend>-<recipe>, with -<plan> behind it under numerics.accumulate."""
     init_from: str | None = None
     """Directory of a model in safetensors, as fp8ref export or transformers writes it, whose weights training starts from."""
     allow_fallback: bool = False

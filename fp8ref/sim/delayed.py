@@ -15,6 +15,7 @@ import numpy as np
 
 from fp8ref.delayed import DELAYED, DelayedScaling, by_name
 from fp8ref.formats import Format
+from fp8ref.sim import cast
 from fp8ref.sim.scales import Scales, magnitudes, scale_inv_from_scale, scales_from_amax
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "DelayedScaling",
     "DelayedState",
     "Observation",
+    "clipped",
     "flax_order",
     "init",
     "merge",
@@ -136,6 +138,18 @@ def step(state: DelayedState, *observations: Observation, config: str | DelayedS
     Shapes:   observations and scales of the state's shape [...]. Raises as update.
     """
     return update(state, *observations, config=config, fmt=fmt), scales(state, config, fmt)
+
+
+def clipped(amax, scale, fmt: Format) -> np.ndarray:
+    """Whether a tensor of this amax is clipped under a scale that comes of other amaxes (SEMANTICS Q-11).
+
+    Shapes:   amax and scale broadcast; bool of their shape.
+    Order:    RN32(amax * scale), as S-5 rounds it; clipped if its cast, unsaturated, leaves the finite range (C-4): a product that rounds back to max is not.
+    Specials: an infinite product is clipped, NaN is not.
+    """
+    with np.errstate(over="ignore", invalid="ignore"):
+        scaled = (np.asarray(amax, np.float64) * np.asarray(scale, np.float64)).astype(np.float32)
+    return ~np.isfinite(cast.round_to(scaled, fmt)) & ~np.isnan(scaled)
 
 
 def flax_order(history: np.ndarray) -> np.ndarray:

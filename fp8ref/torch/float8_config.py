@@ -4,7 +4,7 @@ import torch
 from torchao.float8 import CastConfig, Float8GemmConfig, Float8LinearConfig, ScalingType
 from torchao.float8.config import ScalingGranularity
 
-from fp8ref.recipe import OPERANDS, CastSpec, Gemm, Recipe, Role
+from fp8ref.recipe import OPERANDS, ROLES, CastSpec, Gemm, Recipe, Role
 from fp8ref.torch import cast, scales
 
 GRANULARITIES = {"tensorwise": ScalingGranularity.TENSORWISE, "rowwise": ScalingGranularity.AXISWISE}
@@ -47,7 +47,7 @@ def torchao_config(recipe: Recipe) -> Float8LinearConfig:
             scales.implemented(c.policy)
         except ValueError as error:
             raise refuse(str(error).rstrip(".")) from None
-    for role in ("input", "weight", "grad_output"):
+    for role in ROLES:
         formats = {c.fmt.name for (_, r), c in casts.items() if r == role and c is not None}
         if len(formats) > 1:
             raise refuse(f"a role has one format in both its GEMMs; got {role} in {sorted(formats)}")

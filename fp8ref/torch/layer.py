@@ -2,21 +2,19 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import get_args
 
 import torch
 from torch import nn
 from torchao.float8.float8_training_tensor import Float8TrainingTensor
 
 from fp8ref import recipe as recipes
-from fp8ref.recipe import OPERANDS, REDUCED_AXES, CastSpec, Gemm, Recipe, Role
+from fp8ref.recipe import OPERANDS, REDUCED_AXES, ROLES, CastSpec, Gemm, Recipe, Role
 from fp8ref.torch import delayed, gemm, linear_input, scales, scaling
 from fp8ref.torch.scaling import Quantized
 
 Operand = torch.Tensor | Quantized
 # Called with (which, a, b, out) of every FP8 GEMM, while it runs eagerly; see ``observing``.
 observers: list[Callable[[Gemm, Quantized, Quantized, torch.Tensor], None]] = []
-ROLES: tuple[Role, ...] = get_args(Role)  # input, weight, grad_output
 
 
 class Linear(nn.Linear):

@@ -17,10 +17,12 @@ from typing import Any, NoReturn
 import torch
 from torch import distributed
 from torch.distributed import distributed_c10d
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from fp8ref.run.config import ConfigError
+from fp8ref.run.config import Config, ConfigError
 from fp8ref.run.processes import LostProcessError
 from fp8ref.torch.last_words import LastWords
+from fp8ref.torch.parallel import AXES
 
 ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # what torchrun sets
 
@@ -124,3 +126,29 @@ def leave(code: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def mesh_of(config: Config) -> DeviceMesh | None:
+    """The processes that ``processes.join`` met, data x fsdp x tensor; None of a process alone.
+
+    Raises:   ConfigError: another number of processes than config.parallel asks for; a batch that they do not share evenly; a scope that
+              tensor parallelism does not have beside other axes.
+    """
+    keys = config.parallel
+    ranks = distributed.get_world_size() if distributed.is_initialized() else 1
+    if keys.devices != ranks:
+        raise ConfigError(
+            f"parallel asks for data x fsdp x tensor = {keys.data} x {keys.fsdp} x {keys.tensor} = {keys.devices} processes; there are {ranks}. "
+            f"Start as many: torchrun --nproc-per-node {keys.devices} -m fp8ref train ... --distributed."
+        )
+    shared = keys.data * keys.fsdp
+    if config.data.batch_size % (shared * config.data.microbatches):
+        raise ConfigError(config.data.indivisible(shared, "processes"))
+    if keys.tensor > 1 and shared > 1 and keys.amax_scope == "global" and config.numerics.recipe != "bf16":
+        raise ConfigError(
+            "in PyTorch, amaxes over data and fsdp beside tensor are each rank's own (P-14). Set parallel.amax_scope to local."
+        )
+    if ranks == 1:
+        return None
+    kind = "cuda" if torch.cuda.is_available() else "cpu"
+    return init_device_mesh(kind, (keys.data, keys.fsdp, keys.tensor), mesh_dim_names=AXES)

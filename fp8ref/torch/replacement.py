@@ -9,7 +9,8 @@ from torch._subclasses import FakeTensor
 from torch.distributed.tensor import DTensor
 from torchao.float8 import float8_linear
 
-from fp8ref.torch.layer import ROLES, Linear
+from fp8ref.recipe import ROLES
+from fp8ref.torch.layer import Linear
 from fp8ref.torch.torchao_linear import Float8Linear
 
 FP8 = (Float8Linear, float8_linear.Float8Linear, Linear)

@@ -13,6 +13,7 @@ from fp8ref.run import checkpoint, failure, loop
 from fp8ref.run import config as configs
 from fp8ref.run.config import ConfigError
 from fp8ref.run.processes import Alone
+from fp8ref.sim.hardware import Hardware
 
 TOKEN = 7  # the one whose embedding does not cancel
 TOKENS = np.random.default_rng(0).integers(8, 256, (4, 17))
@@ -63,6 +64,35 @@ def test_an_output_that_overflows_is_located(recipe, linear, row, backend, small
     assert found.reproduced
     assert found.faithful
     assert not found.ok
+
+
+@BACKENDS
+def test_a_step_under_a_plan_is_replayed_under_it(backend, small, tmp_path, monkeypatch):  # K-9, G-19
+    plain, asked = Hardware.__call__, []
+
+    def recorded(self, a, b, **how):
+        asked.append((self.name, how["accumulate"]))
+        return plain(self, a, b, **how)
+
+    config = small.replace(numerics={"recipe": "rowwise", "accumulate": "hopper"})
+    weights = weights_of(config)
+    weights[f"{LAYER}.mlp.up_proj.weight"][40] = 1e38
+    path = kept(config, backend, weights, tmp_path)
+    monkeypatch.setattr(Hardware, "__call__", recorded)
+    found = replay(path)
+    assert (found.first.layer, found.first.role, found.first.element, found.first.found_by) == (
+        f"{LAYER}.mlp.up_proj",
+        "output",
+        (*AT, 40),
+        "sim",
+    )
+    assert found.reproduced
+    assert found.faithful
+    gemms = sum(d.fp8 for d in config.decisions())
+    assert asked[: 2 * gemms] == [("hopper", "fast")] * (
+        2 * gemms
+    )  # the simulator's forward pass and the backend's; then its backward pass
+    assert set(asked) == {("hopper", "fast"), ("hopper", "slow")}
 
 
 @BOTH

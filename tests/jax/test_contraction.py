@@ -5,7 +5,9 @@ import pytest
 
 from fp8ref.jax import contraction, delayed, linear
 from fp8ref.recipe import RECIPES
+from fp8ref.sim import hardware
 
+HOPPER = hardware.by_name("hopper")
 CASES = [
     # subscripts, x, w
     ("btd,dhk->bthk", (2, 16, 64), (64, 4, 16)),
@@ -85,3 +87,31 @@ def test_subscripts_that_are_not_one_contraction(subscripts, message):
 def test_unequal_dims():
     with pytest.raises(ValueError, match=r"dot_general: contracted and batch dims have equal sizes; got \(16, 64\) and \(32, 16\)"):
         contraction.dot_general(jnp.ones((16, 64)), jnp.ones((32, 16)), (((1,), (1,)), ((), ())), recipe=RECIPES["tensorwise"])
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise"])
+@pytest.mark.parametrize(("subscripts", "turned"), [("btd,df->btf", False), ("btd,fd->btf", True)])
+def test_simulated_hardware_multiplies_as_in_the_linear(subscripts, turned, recipe, rng):  # G-19, B-12
+    x, w = (jnp.asarray(rng.standard_normal(shape), jnp.bfloat16) for shape in ((2, 64, 256), (256, 128)))
+    g = jnp.asarray(rng.standard_normal((2, 64, 128)), jnp.bfloat16)
+
+    def results(f):
+        out, vjp = jax.vjp(f, x, w)
+        return out, *vjp(g)
+
+    def einsum(multiply):
+        return results(lambda x, w: contraction.einsum(subscripts, x, w.T if turned else w, recipe=recipe, multiply=multiply)[0])
+
+    mine = einsum(HOPPER)
+    linears = results(lambda x, w: linear.apply(x, w.T, recipe=recipe, multiply=HOPPER)[0])
+    for one, other in zip(mine, linears, strict=True):
+        np.testing.assert_array_equal(np.asarray(one, np.float32), np.asarray(other, np.float32))
+    assert any((a != b).any() for a, b in zip(mine, einsum(None), strict=True))
+
+
+def test_simulated_hardware_multiplies_no_batches(rng):  # G-19
+    x, w = jnp.ones((3, 16, 64), jnp.bfloat16), jnp.ones((3, 64, 32), jnp.bfloat16)
+    with pytest.raises(
+        ValueError, match=r"^experts: simulated hardware multiplies matrices.*got a batch of them, \(3, 16, 64\) and \(3, 64, 32\)"
+    ):
+        contraction.einsum("ecd,edf->ecf", x, w, recipe="tensorwise", name="experts", multiply=HOPPER)

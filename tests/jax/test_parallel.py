@@ -47,7 +47,7 @@ def test_a_mesh_trains_as_one_device_does(recipe, parallel):  # P-9, P-10
     for tokens in TOKENS:
         mine, other = many.step(tokens), one.step(tokens)
         assert mine["loss"] == pytest.approx(other["loss"], rel=2.0**-9)
-    assert (many._step._cache_size(), one._step._cache_size()) == (1, 1)  # nothing compiled twice
+    assert (many._train._cache_size(), one._train._cache_size()) == (1, 1)  # nothing compiled twice
     assert jax.tree.structure(many._fp8_state) == jax.tree.structure(one._fp8_state)
     for mine, other in zip(jax.tree.leaves(many._fp8_state), jax.tree.leaves(one._fp8_state), strict=True):
         np.testing.assert_allclose(np.asarray(mine), np.asarray(other), rtol=2.0**-6)
@@ -140,6 +140,12 @@ def test_cudnn_attention_gives_the_loss_of_xlas(parallel):
     ("parallel", "more", "message"),
     [
         ({"attention": "cudnn"}, {}, "'cudnn' needs an NVIDIA GPU; jax runs on cpu. Set parallel.attention to xla"),
+        (
+            {"attention": "cudnn"},
+            {"model": {"num_attention_heads": 16}},
+            "'cudnn' takes heads of a multiple of 8 up to 256; got 4. Set it to xla",
+        ),
+        ({"attention": "cudnn"}, {"model": {"hidden_size": 1280}}, "'cudnn' takes heads of a multiple of 8 up to 256; got 320"),
         ({"data": 16}, {}, "16 devices.*jax has 8"),
         ({"data": 8}, {"data": {"batch_size": 12}}, "batch_size is divisible by data x fsdp = 8 devices; got 12"),
         ({"data": 4}, {"data": {"microbatches": 4}}, "divisible by data x fsdp = 4 devices times data.microbatches = 4; got 8"),

@@ -4,7 +4,7 @@ import microbatches
 import numpy as np
 import pytest
 
-from fp8ref.jax import train
+from fp8ref.jax import step
 from fp8ref.jax.train import Trainer
 from fp8ref.recipe import SHARED_RECIPES
 from fp8ref.run.data import loader
@@ -14,9 +14,9 @@ def test_optimizer_is_clipped_adamw_as_specified(small, monkeypatch):  # T-1, T-
     slope = adamw.slopes(small)
 
     def loss(self, params, seen, state, tokens):
-        return sum((value * slope[train._name(path)]).sum() for path, value in jax.tree_util.tree_leaves_with_path(params)), seen
+        return sum((value * slope[name]).sum() for name, value in step.named(params).items()), seen
 
-    monkeypatch.setattr(Trainer, "_loss_of", loss)
+    monkeypatch.setattr(step.Step, "_loss_of", loss)
     adamw.check(Trainer, small, slope)
 
 
@@ -43,12 +43,12 @@ def test_gradients_of_parts_are_summed_and_observations_merged_as_by_hand(small)
     seen = []
     trainer.observe(tokens, lambda layer, which, a, b, out: seen.append((layer, which, a[0], b[0])))
     whole = Trainer(microbatches.without_parts(config))
-    differentiated = jax.jit(whole._differentiated, compiler_options=train.COMPILER_OPTIONS)
+    differentiated = jax.jit(whole._step.differentiated, compiler_options=step.COMPILER_OPTIONS)
 
     def gradients(part):
         """whole.gradients, compiled once for all parts."""
         found = differentiated(whole._params, whole._fp8_state, whole._parts(part))[1]
-        return {train._name(path): np.asarray(value) for path, value in jax.tree_util.tree_leaves_with_path(found)}
+        return {name: np.asarray(value) for name, value in step.named(found).items()}
 
     microbatches.check_bits(trainer, whole, gradients)
     expected = microbatches.delayed_states(seen, config)

@@ -7,7 +7,7 @@ import numpy as np
 
 from fp8ref.jax.parallel import Layout
 from fp8ref.run.data import loader
-from fp8ref.torch.train import Trainer
+from fp8ref.torch.step import Step
 
 STEPS = 1000
 
@@ -17,10 +17,10 @@ def torch_pieces(config, tokens: np.ndarray) -> list[np.ndarray]:
 
     def rank(data: int, fsdp: int) -> SimpleNamespace:
         at = {"data": data, "fsdp": fsdp}
-        return SimpleNamespace(config=config, _mesh=SimpleNamespace(get_local_rank=at.get))
+        return SimpleNamespace(config=config, mesh=SimpleNamespace(get_local_rank=at.get))
 
     keys = config.parallel
-    return [Trainer._own(rank(i, j), tokens) for i in range(keys.data) for j in range(keys.fsdp)]
+    return [Step.own(rank(i, j), tokens) for i in range(keys.data) for j in range(keys.fsdp)]
 
 
 def jax_pieces(layout: Layout, tokens: np.ndarray) -> list[np.ndarray]:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from fp8ref.delayed import DELAYED, DelayedScaling
 from fp8ref.formats import E4M3FN, E5M2
 from fp8ref.policy import POLICIES
-from fp8ref.sim import delayed, scaling
+from fp8ref.sim import cast, delayed, scaling
 
 OWN = DELAYED["delayed"]
 F32 = np.float32
@@ -193,6 +193,32 @@ def test_the_orders_of_the_libraries(length):  # H-7, H-8
     np.testing.assert_array_equal(delayed.flax_order(history), rolled)
     np.testing.assert_array_equal(delayed.flax_order(rolled), history)
     np.testing.assert_array_equal(delayed.te_order(history), [0, *history[:-1][::-1]])
+
+
+@pytest.mark.parametrize(("fmt", "fits", "clips"), [(E4M3FN, 464.0, 464.5), (E5M2, 61439.0, 61440.0)])
+def test_an_amax_is_clipped_where_it_rounds_beyond_max(fmt, fits, clips):  # Q-11
+    amaxes = np.array([fits, clips, 2 * fits, 2 * clips, 0, np.inf, np.nan], F32)
+    assert delayed.clipped(amaxes, np.array([1, 1, 0.5, 0.5, np.inf, 1, 1], F32), fmt).tolist() == [
+        False,
+        True,
+        False,
+        True,
+        False,
+        True,
+        False,
+    ]
+
+
+@pytest.mark.parametrize(("fmt", "edge"), [(E4M3FN, 464.0), (E5M2, 61440.0)])
+def test_what_is_clipped_is_what_saturating_changes(rng, fmt, edge):  # Q-11, C-4
+    """Of the amaxes next to the last one whose product, rounded to float32, fits."""
+    scale = rng.uniform(0.1, 10, 100).astype(F32)
+    amaxes = ((F32(edge) / scale).view(np.uint32)[:, None] + np.arange(-4, 5)).astype(np.uint32).view(F32)
+    codes = [cast.encode(amaxes * scale[:, None], fmt, saturate=saturate) for saturate in (True, False)]
+    found = delayed.clipped(amaxes, scale[:, None], fmt)
+    np.testing.assert_array_equal(found, codes[0] != codes[1])
+    assert found.any(axis=1).all()
+    assert not found.all(axis=1).any()
 
 
 @pytest.mark.parametrize(

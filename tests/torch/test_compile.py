@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from fp8ref.run.config import ParallelConfig
 from fp8ref.torch import delayed, parallel, train
+from fp8ref.torch import step as training_step
 from fp8ref.torch.parallel import parallelize
 
 ASKED = list(itertools.product(matrix.RECIPES, matrix.HOW, matrix.GATHERS))
@@ -116,7 +117,7 @@ def test_neither_checkpointing_nor_compiling_changes_a_bit(recipe, backend):  # 
 def test_the_trainers_whole_model_compiles(small, monkeypatch):
     tokens = torch.randint(0, 256, (4, 17), generator=torch.Generator().manual_seed(0)).numpy()
     eager = train.Trainer(small).gradients(tokens)
-    monkeypatch.setattr(train, "parallelize", functools.partial(parallel.parallelize, compile_backend="aot_eager"))
+    monkeypatch.setattr(training_step, "parallelize", functools.partial(parallel.parallelize, compile_backend="aot_eager"))
     torch._dynamo.utils.counters.clear()
     whole = train.Trainer(small.replace(parallel={"compile": "model"})).gradients(tokens)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
@@ -130,7 +131,7 @@ def test_the_trainer_compiles_whole_models_that_tensor_parallelism_does_not_cut(
 
 def whole_and_eager(config):
     """Loss and gradients of a batch, compiled whole and not; each half of it, a rank's, has tokens of its own."""
-    train.parallelize = functools.partial(parallel.parallelize, compile_backend="aot_eager")
+    training_step.parallelize = functools.partial(parallel.parallelize, compile_backend="aot_eager")
     half = torch.randint(0, 128, (2, 17), generator=torch.Generator().manual_seed(0))
     tokens, found = torch.cat([half, half + 128]).numpy(), []
     for how in ("model", "none"):

@@ -11,6 +11,7 @@ from fp8ref.run import loop
 from fp8ref.run.config import ConfigError
 from fp8ref.run.data import loader
 from fp8ref.torch import optimizer
+from fp8ref.torch.step import Step
 from fp8ref.torch.train import Trainer
 
 KINDS = ("adamw", "adamw_fused", "adamw_fp8")
@@ -106,7 +107,7 @@ def test_states_of_another_sharding_are_refused(small, shape):  # T-6
 def test_the_fused_optimizer_is_clipped_adamw_as_specified(small, monkeypatch):  # T-1, T-2, T-3
     slope = adamw.slopes(small)
     monkeypatch.setattr(
-        Trainer, "_loss", lambda self, tokens: sum((p * torch.from_numpy(slope[name])).sum() for name, p in self._params.items())
+        Step, "loss", lambda self, tokens: sum((p * torch.from_numpy(slope[name])).sum() for name, p in self.params.items())
     )
     adamw.check(Trainer, small.replace(optimizer={"kind": "adamw_fused"}), slope)
 

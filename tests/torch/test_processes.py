@@ -9,10 +9,11 @@ import torch
 from started import DEADLINE, ENDLESS, SHARDED, Forked, command, free_port, variables
 
 from fp8ref import cli
-from fp8ref.run import log
+from fp8ref.run import log, loop
 from fp8ref.run.config import ConfigError
 from fp8ref.run.data import loader
 from fp8ref.torch import processes, train
+from fp8ref.torch.step import Step
 
 
 def run(n, tmp_path, config):
@@ -38,18 +39,18 @@ def run(n, tmp_path, config):
 
 def loses():
     """A loss that is not finite here alone, in the third step; its gradients are. Says whether the optimizer went on."""
-    plain, stepped = train.Trainer._loss, torch.optim.AdamW.step
+    plain, stepped = Step.loss, torch.optim.AdamW.step
     seen = []
 
     def loss(self, tokens):
-        return plain(self, tokens) + (float("inf") if self._count == 2 else 0.0)
+        return plain(self, tokens) + (float("inf") if len(seen) == 2 else 0.0)
 
-    def step(self, *args):
+    def adamw(self, *args):
         seen.append(0)
         print(f"optimizer step {len(seen)}", flush=True)
         return stepped(self, *args)
 
-    train.Trainer._loss, torch.optim.AdamW.step = loss, step
+    Step.loss, torch.optim.AdamW.step = loss, adamw
 
 
 @pytest.fixture
@@ -62,15 +63,18 @@ def endless(config):
     return config.replace(**ENDLESS)
 
 
-def test_two_processes_train_as_one_does(tmp_path, config):
+@pytest.mark.parametrize("plan", [None, "hopper"])
+def test_two_processes_train_as_one_does(tmp_path, config, plan):  # G-21
     """Rowwise scales of tokens do not depend on the mesh, those over tokens do: as between meshes of JAX, 2^-9 of a loss."""
+    config = config.replace(numerics={"accumulate": plan})
     codes, outputs = run(2, tmp_path, config)
     assert codes == [0, 0], outputs
     assert outputs[0].startswith(f"{tmp_path / 'run'}: 3 steps, loss ")
     assert outputs[1] == ""
     manifest, metrics = log.read_manifest(tmp_path / "run"), log.read_metrics(tmp_path / "run")
     assert (manifest["status"], manifest["device"]) == ("finished", "cpu, 2 processes")
-    one, batches = train.Trainer(config.replace(parallel={"fsdp": 1})), loader.open_batches(config)
+    assert {gemm["plan"] for gemm in manifest["proof"].get("simulated", [])} == ({plan} if plan else set())
+    one, batches = loop.trainer("torch", config.replace(parallel={"fsdp": 1})), loader.open_batches(config)
     for step, line in enumerate(metrics):
         expected = one.step(batches.step(step))
         assert {key: line[key] for key in expected} == pytest.approx(expected, rel=2.0**-9)

@@ -7,6 +7,7 @@ import torch
 from fp8ref.recipe import RECIPES
 from fp8ref.run.data import loader
 from fp8ref.torch import delayed
+from fp8ref.torch.step import Step
 from fp8ref.torch.train import Trainer
 
 
@@ -14,9 +15,9 @@ def test_optimizer_is_clipped_adamw_as_specified(small, monkeypatch):  # T-1, T-
     slope = adamw.slopes(small)
 
     def loss(self, tokens):
-        return sum((p * torch.from_numpy(slope[name])).sum() for name, p in self._params.items())
+        return sum((p * torch.from_numpy(slope[name])).sum() for name, p in self.params.items())
 
-    monkeypatch.setattr(Trainer, "_loss", loss)
+    monkeypatch.setattr(Step, "loss", loss)
     adamw.check(Trainer, small, slope)
 
 
@@ -79,13 +80,13 @@ def test_delayed_scaling_merges_the_parts_and_rolls_once(small):  # T-7, H-4
 def test_one_part_that_is_not_finite_stops_the_step(part, small, monkeypatch):  # T-4, T-7
     config = microbatches.config_of(small, "delayed")
     trainer, tokens = Trainer(config), microbatches.tokens_of(config)
-    before, honest, calls = trainer.weights(), Trainer._loss, []
+    before, honest, calls = trainer.weights(), Step.loss, []
 
     def loss(self, tokens):
         calls.append(len(calls))
         return honest(self, tokens) * (np.inf if calls[-1] == part else 1)
 
-    monkeypatch.setattr(Trainer, "_loss", loss)
+    monkeypatch.setattr(Step, "loss", loss)
     assert not np.isfinite(trainer.step(tokens)["loss"])
     assert len(calls) == microbatches.PARTS
     assert all(np.array_equal(value, before[name]) for name, value in trainer.weights().items())

@@ -20,9 +20,10 @@ from fp8ref.check.compare import Report
 from fp8ref.check.divergence import step_values
 from fp8ref.check.divergence.difference import Difference, difference
 from fp8ref.check.divergence.diverged import Diverged, Divergence, located
-from fp8ref.check.divergence.reasons import REASONS, Reason, Subjects, explain
+from fp8ref.check.divergence.explain import explain
+from fp8ref.check.divergence.reasons import REASONS, Reason, Subjects
 from fp8ref.check.divergence.step_values import Value
-from fp8ref.run import loop, progress
+from fp8ref.run import hardware, loop, progress
 from fp8ref.run.config import Config, ConfigError
 from fp8ref.run.data import loader
 from fp8ref.run.data.loader import Batches
@@ -144,7 +145,13 @@ def _look(a: Side, b: Side, tokens: np.ndarray, step: int, report: Report) -> Di
     unseen = [] if v.phase != "forward" else sorted({name for side in (a, b) for name in step_values.unobserved(v.layer, side.config)})
     outputs = {w.layer: w.value for w in sequences[0] if w.phase == "forward" and w.role == "output"}
     subjects = Subjects(
-        names=(a.name, b.name), recipes=(recipes[0], recipes[1]), states=states, model=a.config.model, outputs=outputs, unseen=unseen
+        names=(a.name, b.name),
+        recipes=(recipes[0], recipes[1]),
+        states=states,
+        model=a.config.model,
+        outputs=outputs,
+        unseen=unseen,
+        multiply=(hardware.of(a.config), hardware.of(b.config)),
     )
     other = {w.key: w for w in sequences[1]}.get(v.key)
     if other is None or v.key not in {w.key for w in sequences[0]}:  # by the GEMM, not by the operand that is its first value

@@ -7,20 +7,17 @@ with, up to that step (``live.walk``). On the way every step is held to what its
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from fp8ref import llama
 from fp8ref.check.compare import Report
-from fp8ref.check.divergence import live, step_values
-from fp8ref.check.divergence.difference import Difference, difference
+from fp8ref.check.divergence import live, records, step_values
+from fp8ref.check.divergence.difference import difference
 from fp8ref.check.divergence.diverged import Diverged, Divergence, located
 from fp8ref.check.divergence.live import Metrics, Side
 from fp8ref.check.divergence.reasons import Reason
-from fp8ref.check.divergence.step_values import Value
+from fp8ref.check.divergence.records import KEYS, Recorded
 from fp8ref.run import checkpoint, export, loop, progress
 from fp8ref.run import config as configs
 from fp8ref.run.config import Config, ConfigError
@@ -28,7 +25,6 @@ from fp8ref.run.data import loader
 from fp8ref.run.report import runs
 from fp8ref.run.report.runs import Run
 
-KEYS = ("loss", "grad_norm")
 INERT = (
     "run.eval_",
     "run.allow_fallback",
@@ -37,31 +33,6 @@ INERT = (
     "statistics.",
     "parallel.timeout_s",
 )  # keys that change no bit of training
-
-
-@dataclass(frozen=True)
-class Parted:
-    """The first checkpoint of both, of so many steps, whose states differ, and where."""
-
-    done: int
-    states: tuple[list[Value], list[Value]]
-    first: tuple[Value, Difference]
-
-
-@dataclass
-class Recorded:
-    """What both runs wrote.
-
-    steps     how many both recorded; differs: the first, and its metric, that is not the same in both.
-    start     steps of the last checkpoint of both whose states are equal.
-    missed    by run: what it recorded and this machine does not give again.
-    """
-
-    steps: int
-    differs: tuple[int, str] | None
-    start: int = 0
-    parted: Parted | None = None
-    missed: dict[str, str] = field(default_factory=dict)
 
 
 def of_runs(a: Path, b: Path) -> Diverged:
@@ -74,9 +45,9 @@ def of_runs(a: Path, b: Path) -> Diverged:
     _check_shapes(found, given)
     settings = {k: v for k, v in configs.differences(found[0].settings, found[1].settings).items() if not k.startswith(INERT)}
     report, names = Report(), (found[0].name, found[1].name)
-    past = Recorded(*_first_recorded(found[0], found[1], report))
+    past = Recorded(*records.first_recorded(found[0], found[1], report))
     sides = [_side(run, config) for run, config in zip(found, given, strict=True)]
-    _compare_checkpoints(found, sides, past, report)
+    records.compare_checkpoints(found, sides, past, report)
     first, stop = None, past.steps
     if past.differs or past.parted:
         stop = min(past.differs[0] + 1 if past.differs else past.steps, past.parted.done if past.parted else past.steps)
@@ -90,7 +61,7 @@ def of_runs(a: Path, b: Path) -> Diverged:
         steps=(first.step + 1 - past.start) if first else past.steps,
         first=first,
         report=report,
-        recorded=_told(found, past),
+        recorded=records.told(found, past),
         notes=[*past.missed.values(), *live.parts_of(*given)],
     )
 
@@ -107,27 +78,6 @@ def _check_shapes(found: Sequence[Run], given: Sequence[Config]) -> None:
         raise ConfigError(f"--first-divergence compares models of one shape, value by value; {told}. Train one of them again.")
 
 
-def _first_recorded(a: Run, b: Run, report: Report) -> tuple[int, tuple[int, str] | None]:
-    """How many steps both recorded, and the first whose loss or norm differ; the step that ended one run, where the other took it."""
-    steps = [int(s) for s in runs.common_steps([a, b])]
-    for step in steps:
-        for key in KEYS:
-            found = [run.curve(key).get(step) for run in (a, b)]
-            if None in found:  # of a line that lacks it
-                continue
-            x, y = (_recorded(key, value) for value in found)
-            if difference(x, y, report.check(f"{key}/recorded/value/{b.name}-{a.name}", bound=0.0)):
-                return len(steps), (step, key)
-    ends = [max(run.losses, default=-1) + 1 for run in (a, b)]
-    if bool(a.diverged) != bool(b.diverged) or (a.diverged and ends[0] != ends[1]):
-        short = min(end for run, end in zip((a, b), ends, strict=True) if run.diverged)
-        if short < max(ends):
-            return short + 1, (short, "loss")
-    if not steps and not (a.diverged and b.diverged):
-        raise ConfigError(f"{a.name} and {b.name} have no step in common. Train one of them again.")
-    return len(steps), None
-
-
 def _side(run: Run, config: Config) -> Side:
     """A trainer as the run's own began.
 
@@ -140,31 +90,6 @@ def _side(run: Run, config: Config) -> Side:
     given = export.read(Path(config.run.init_from), config.model) if config.run.init_from else None
     trainer = loop.trainer(run.manifest["backend"], config, given)
     return Side(name=run.name, config=config, trainer=trainer, batches=batches)
-
-
-def _compare_checkpoints(found: Sequence[Run], sides: Sequence[Side], past: Recorded, report: Report) -> None:
-    """States that both runs saved after as many steps: the last that are equal, and the first that are not. The trainers are left at one of them, or
-    where they began."""
-    initial = [(side.trainer, side.config) for side in sides]
-    common = sorted(set.intersection(*({int(p.name.removeprefix(checkpoint.PREFIX)) for p in checkpoint.saved(run.path)} for run in found)))
-    for done in common:
-        states = []
-        for run, (trainer, config) in zip(found, initial, strict=True):
-            path = run.path / checkpoint.FOLDER / f"{checkpoint.PREFIX}{done:08d}"
-            try:
-                checkpoint.verify(path)
-            except ConfigError as error:
-                progress.say(f"{error} It is passed over.")
-                break
-            trainer.load(path / "state", done)
-            states.append(step_values.of_state(trainer, config, "state before"))
-        if len(states) < 2:
-            continue
-        if first := live.first_of(states[0], states[1], sides[0].name, sides[1].name, report):
-            past.parted = Parted(done, (states[0], states[1]), first)
-            return
-        if past.differs is None or done <= past.differs[0]:
-            past.start = done
 
 
 def _walked(found: Sequence[Run], sides: list[Side], past: Recorded, report: Report, stop: int) -> Divergence:
@@ -195,7 +120,7 @@ def _only_recorded(found: Sequence[Run], sides: Sequence[Side], past: Recorded) 
     text = f"no clause explains it: from step {past.start} on both configs give one run up to there"
     if past.differs and (past.parted is None or past.differs[0] < past.parted.done):
         step, key = past.differs
-        x, y = (_recorded(key, run.curve(key).get(step, math.nan)) for run in found)
+        x, y = (records.recorded(key, run.curve(key).get(step, math.nan)) for run in found)
         apart = difference(x, y, Report().check(key))
         assert apart is not None
         return located(step, x, apart, Reason((), text))
@@ -212,23 +137,5 @@ def _only_recorded(found: Sequence[Run], sides: Sequence[Side], past: Recorded) 
     return located(past.parted.done, *past.parted.first, Reason((), text))
 
 
-def _recorded(key: str, value: float | None) -> Value:
-    return Value(phase="loss", layer=key, role="recorded", value=np.asarray(value, np.float64))
-
-
 def _same(x: float, y: Any) -> bool:
     return x == y or (math.isnan(x) and math.isnan(y))
-
-
-def _told(found: Sequence[Run], past: Recorded) -> str:
-    """What the records say."""
-    if past.differs:
-        step, key = past.differs
-        values = [run.curve(key).get(step) for run in found]
-        said = f"recorded: the first difference is {key} of step {step}, " + " and ".join("none" if v is None else repr(v) for v in values)
-    else:
-        said = f"recorded: {' and '.join(KEYS)} of {past.steps} steps are equal"
-    if past.parted:
-        v, d = past.parted.first
-        said += f"; states after {past.parted.done} steps differ first in {v.layer}, {v.role}, element {list(d.element or ())}"
-    return said + (f"; states after {past.start} steps are equal" if past.start else "")

@@ -11,13 +11,12 @@ from fp8ref.check.crosscheck import Observation
 from fp8ref.check.replay import observed
 from fp8ref.check.sites import backward, whole
 from fp8ref.formats import Format
-from fp8ref.recipe import OPERANDS, CastSpec, Gemm, Recipe, Role
+from fp8ref.recipe import OPERANDS, ROLES, CastSpec, Gemm, Recipe
 from fp8ref.run import loop
 from fp8ref.run.config import Config
 
 Phase = Literal["state before", "batch", "forward", "loss", "backward", "optimizer"]
 Part = Literal["value", "scale", "codes"]
-ROLES: tuple[Role, ...] = ("input", "weight", "grad_output")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,6 +16,7 @@ from fp8ref import recipe as recipes
 from fp8ref.jax import linear
 from fp8ref.jax.flax import linen as linen_hooks
 from fp8ref.jax.flax import nnx as nnx_hooks
+from fp8ref.multiply import Multiply
 from fp8ref.recipe import Recipe
 
 
@@ -27,6 +28,7 @@ def convert(
     fp8_fqns: Sequence[str] = (),
     inputs: tuple | None = None,
     rngs: Any = None,
+    multiply: Multiply | None = None,
 ):
     """The model with FP8 in its linears, but those that filter_fqns names or whose dims are not multiples of 16.
 
@@ -34,6 +36,7 @@ def convert(
     linen:    a new module of the same fields and parameters, whose nn.Dense and nn.DenseGeneral have hooks wherever they are called;
               ``inputs``, arguments of its call (jax.ShapeDtypeStruct will do), show which those are, traced with ``rngs``. Under delayed
               scaling its init makes the state: {**variables, STATE: converted.init(rngs, *inputs)[STATE]}.
+    multiply  simulated hardware of every hook, as of ``linen_dot_general``.
     Patterns: as everywhere: runs of whole components of a layer's dotted path, or shell patterns (R-3).
     Raises:   ValueError: a pattern that names nothing; nothing converted; a layer that has a hook already, a precision, or in linen none
               that could be set (nn.Einsum); a converted linen model inside another or bound; in its call, a layer that ``inputs`` did not show.
@@ -43,15 +46,15 @@ def convert(
     if isinstance(model, nnx.Module):
         if inputs is not None or rngs is not None:
             raise ValueError("inputs and rngs show the layers of a linen model; an NNX model has them, so leave both out.")
-        return _convert_nnx(model, recipe, options)
+        return _convert_nnx(model, recipe, options, multiply)
     if isinstance(model, nn.Module):
         if inputs is None:
             raise ValueError(f"a linen model shows its layers when it is called: give arguments of {type(model).__name__} as inputs=(x,).")
-        return _convert_linen(model, recipe, options, inputs, rngs)
+        return _convert_linen(model, recipe, options, inputs, rngs, multiply)
     raise ValueError(f"convert takes a linen or an NNX module; got {type(model).__name__}.")
 
 
-def _convert_nnx(model: nnx.Module, recipe: Recipe, options: Mapping) -> nnx.Module:
+def _convert_nnx(model: nnx.Module, recipe: Recipe, options: Mapping, multiply: Multiply | None) -> nnx.Module:
     nnx_hooks.hooks(model)  # refuses shared ones
     layers = {
         ".".join(map(str, path)) or type(model).__name__: layer
@@ -68,9 +71,9 @@ def _convert_nnx(model: nnx.Module, recipe: Recipe, options: Mapping) -> nnx.Mod
     for decision, layer in chosen:
         stack = layer.kernel.get_value().shape[: layer.kernel.get_value().ndim - _kernel_ndim(layer)]
         if isinstance(layer, nnx.Einsum):
-            layer.einsum_op = nnx.data(nnx_hooks.EinsumOp(decision.recipe, decision.path, stack))
+            layer.einsum_op = nnx.data(nnx_hooks.EinsumOp(decision.recipe, decision.path, stack, multiply))
         else:
-            layer.dot_general = nnx.data(nnx_hooks.DotGeneral(decision.recipe, decision.path, stack))
+            layer.dot_general = nnx.data(nnx_hooks.DotGeneral(decision.recipe, decision.path, stack, multiply))
     return model
 
 
@@ -101,7 +104,7 @@ def _einsum_dims(name: str, subscripts: str, shape: Sequence[int]) -> tuple[int,
     )
 
 
-def _convert_linen(model: nn.Module, recipe: Recipe, options: Mapping, inputs: tuple, rngs) -> nn.Module:
+def _convert_linen(model: nn.Module, recipe: Recipe, options: Mapping, inputs: tuple, rngs, multiply: Multiply | None) -> nn.Module:
     if isinstance(model, _Converted):
         raise ValueError(f"{type(model).__name__} is converted already; convert the original model, once.")
     rngs = jax.random.key(0) if rngs is None else rngs
@@ -128,7 +131,7 @@ def _convert_linen(model: nn.Module, recipe: Recipe, options: Mapping, inputs: t
             )
         if decision.fp8:
             _check_free(decision.path, [hook for hook in (layer.dot_general, layer.dot_general_cls) if hook is not None], layer.precision)
-    converted = _converted(model, {decision.path: decision.recipe if decision.fp8 else None for decision in plan})
+    converted = _converted(model, {decision.path: decision.recipe if decision.fp8 else None for decision in plan}, multiply)
     jax.eval_shape(lambda: init(converted))  # what a call refuses is refused here
     return converted
 
@@ -165,7 +168,7 @@ class _Converted:
     """What marks a converted linen module's class."""
 
 
-def _converted(model: nn.Module, recipes_by_layer: Mapping[str, Recipe | None]) -> nn.Module:
+def _converted(model: nn.Module, recipes_by_layer: Mapping[str, Recipe | None], multiply: Multiply | None) -> nn.Module:
     """A copy of model, of a class of its own: what init or apply call under it meets hooks."""
 
     def intercept(call, args, kwargs, context):
@@ -178,7 +181,7 @@ def _converted(model: nn.Module, recipes_by_layer: Mapping[str, Recipe | None]) 
         recipe = recipes_by_layer[name]
         if recipe is None:
             return call(*args, **kwargs)
-        object.__setattr__(layer, "dot_general_cls", linen_hooks.linen_dot_general(recipe))  # of this call's bound copy
+        object.__setattr__(layer, "dot_general_cls", linen_hooks.linen_dot_general(recipe, multiply=multiply))  # of this call's bound copy
         try:
             return call(*args, **kwargs)
         finally:

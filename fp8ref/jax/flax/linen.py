@@ -12,6 +12,7 @@ from flax import struct, traverse_util
 from fp8ref.jax import contraction, delayed, linear
 from fp8ref.jax.flax import observed
 from fp8ref.jax.flax.observed import SEEN, STATE
+from fp8ref.multiply import Multiply
 from fp8ref.recipe import Recipe, Role
 
 
@@ -26,6 +27,7 @@ class Fp8DotGeneral(nn.Module):
     """``lax.dot_general`` of an input and a weight by a recipe, as a hook of a linen layer."""
 
     recipe: Recipe
+    multiply: Multiply | None = None
 
     @nn.compact
     def __call__(self, x, w, dimension_numbers, precision=None, preferred_element_type=None) -> jax.Array:
@@ -37,31 +39,34 @@ class Fp8Einsum(nn.Module):
     """``jnp.einsum`` of an input and a weight by a recipe."""
 
     recipe: Recipe
+    multiply: Multiply | None = None
 
     @nn.compact
     def __call__(self, subscripts, x, w, precision=None, preferred_element_type=None) -> jax.Array:
         return _contract(self, functools.partial(contraction.einsum, subscripts, x, w), precision, preferred_element_type)
 
 
-def linen_dot_general(recipe: str | Recipe) -> Callable[[], Fp8DotGeneral]:
+def linen_dot_general(recipe: str | Recipe, *, multiply: Multiply | None = None) -> Callable[[], Fp8DotGeneral]:
     """``dot_general_cls`` of nn.Dense, nn.DenseGeneral and what is made of them; one serves any number of layers, each gets its own hook.
 
     Shapes:   as lax.dot_general; the layer's kernel is the weight, its contracted dims K. Outputs are of the operands' dtype.
     Order:    Flax promotes x and the kernel to one dtype, which the recipe then sees; the bias is added to the rounded output.
+    multiply  simulated hardware in place of XLA's FP8 dots, as of ``linear.apply``; layers with batch dims are refused under it.
     Raises:   ValueError, naming the layer: as ``linear.apply``; a precision, which is the recipe's; under delayed scaling, a collection
               'fp8_state' that a transformation does not pass on, or observations that would be lost in ``value_and_grad``.
     """
-    return functools.partial(Fp8DotGeneral, recipe=_checked(recipe, "linen_dot_general"))
+    return functools.partial(Fp8DotGeneral, recipe=_checked(recipe, "linen_dot_general"), multiply=multiply)
 
 
 class Einsum(nn.Einsum):
-    """``nn.Einsum`` by a recipe: same fields and parameters, and ``recipe``.
+    """``nn.Einsum`` by a recipe: same fields and parameters, ``recipe`` and, as of linen_dot_general, ``multiply``.
 
     Shapes:   by einsum_str: one contraction of the input and the kernel, as ``contraction.einsum`` takes it.
     Raises:   ValueError: as linen_dot_general; subscripts that are not one contraction.
     """
 
     recipe: str | Recipe = dataclasses.field(kw_only=True)
+    multiply: Multiply | None = dataclasses.field(default=None, kw_only=True)
 
     @nn.compact
     def __call__(self, inputs: jax.Array, einsum_str: str | None = None) -> jax.Array:
@@ -72,7 +77,7 @@ class Einsum(nn.Einsum):
             shape, broadcast = self._get_bias_shape(subscripts, inputs, kernel)
             bias = self.param("bias", self.bias_init, shape, self.param_dtype)
         inputs, kernel, bias = self.promote_dtype(inputs, kernel, bias, dtype=self.dtype)
-        op = Fp8Einsum(_checked(self.recipe, layer_name(self)))
+        op = Fp8Einsum(_checked(self.recipe, layer_name(self)), self.multiply)
         y = op(subscripts, inputs, kernel, self.precision, self.preferred_element_type)
         return y if bias is None else y + bias.reshape(broadcast)
 
@@ -102,7 +107,7 @@ def _contract(hook: nn.Module, use: Callable, precision, preferred_element_type)
     recipe: Recipe = hook.recipe
     name = ".".join(hook.path[:-1]) or type(hook.parent).__name__
     observed.check_arguments(name, recipe, precision, None)
-    use = functools.partial(use, recipe=recipe, name=name, preferred_element_type=preferred_element_type)
+    use = functools.partial(use, recipe=recipe, name=name, preferred_element_type=preferred_element_type, multiply=hook.multiply)
     if not delayed.keeps_state(recipe):
         return use()[0]
     if not hook.has_variable(STATE, "state") and not hook.is_mutable_collection(STATE):

@@ -8,6 +8,7 @@ from flax import errors, nnx
 
 from fp8ref.jax import contraction, delayed, linear
 from fp8ref.jax.flax import observed
+from fp8ref.multiply import Multiply
 from fp8ref.recipe import Recipe
 
 
@@ -20,17 +21,20 @@ class Seen(nnx.Variable):
 
 
 class Hook(nnx.Module):
-    """What one layer's contraction needs: its recipe and, under delayed scaling, its state."""
+    """What one layer's contraction needs: its recipe, its simulated hardware or None and, under delayed scaling, its state."""
 
-    def __init__(self, recipe: str | Recipe, name: str, stack: tuple[int, ...] = ()) -> None:
+    def __init__(self, recipe: str | Recipe, name: str, stack: tuple[int, ...] = (), multiply: Multiply | None = None) -> None:
         self.recipe = linear.check_recipe(recipe, name)
         self.name = name
+        self.multiply = multiply
         self.state = nnx.data(Fp8State(delayed.init(self.recipe, stack)) if delayed.keeps_state(self.recipe) else None)
         self.seen = nnx.data(None)
 
     def _contract(self, use: Callable, precision, out_sharding, preferred_element_type) -> jax.Array:
         observed.check_arguments(self.name, self.recipe, precision, out_sharding)
-        use = functools.partial(use, recipe=self.recipe, name=self.name, preferred_element_type=preferred_element_type)
+        use = functools.partial(
+            use, recipe=self.recipe, name=self.name, preferred_element_type=preferred_element_type, multiply=self.multiply
+        )
         if self.state is None:
             return use()[0]
         state = self.state.get_value()
@@ -65,21 +69,22 @@ class EinsumOp(Hook):
         return self._contract(use, precision, out_sharding, preferred_element_type)
 
 
-def nnx_dot_general(recipe: str | Recipe, *, name: str = "dot_general") -> DotGeneral:
+def nnx_dot_general(recipe: str | Recipe, *, name: str = "dot_general", multiply: Multiply | None = None) -> DotGeneral:
     """``dot_general`` of one nnx.Linear or nnx.LinearGeneral: a fresh hook for each, as it holds the layer's state.
 
     Shapes:   as lax.dot_general; the layer's kernel is the weight, its contracted dims K. Outputs are of the operands' dtype, or of the
               layer's preferred_element_type.
     Order:    Flax promotes x and the kernel to one dtype, which the recipe then sees; the bias is added to the rounded output.
+    multiply  simulated hardware in place of XLA's FP8 dots, as of ``linear.apply``; layers with batch dims are refused under it.
     Raises:   ValueError, naming the layer (in ``value_and_grad`` by its path): as ``linear.apply``; a precision, which is the recipe's, or
               an out_sharding. One hook in several layers is refused by ``value_and_grad``, ``update`` and ``convert``.
     """
-    return DotGeneral(recipe, name)
+    return DotGeneral(recipe, name, multiply=multiply)
 
 
-def nnx_einsum(recipe: str | Recipe, *, name: str = "einsum") -> EinsumOp:
+def nnx_einsum(recipe: str | Recipe, *, name: str = "einsum", multiply: Multiply | None = None) -> EinsumOp:
     """``einsum_op`` of one nnx.Einsum, in all as nnx_dot_general; its subscripts are one contraction, as ``contraction.einsum`` takes them."""
-    return EinsumOp(recipe, name)
+    return EinsumOp(recipe, name, multiply=multiply)
 
 
 def hooks(model: nnx.Module) -> dict[str, Hook]:

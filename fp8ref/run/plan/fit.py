@@ -57,9 +57,8 @@ def _cut(config: Config) -> list[str]:
 
 def _jax(config: Config, decisions: list[Decision]) -> list[str]:
     """Pieces are equal, and hold whole blocks (P-1, P-5)."""
-    keys, faults = config.parallel, []
-    if keys.attention == "cudnn" and (config.model.head_dim % 8 or config.model.head_dim > 256):
-        faults.append(f"parallel.attention 'cudnn' takes heads of a multiple of 8 up to 256; got {config.model.head_dim}. Set it to xla.")
+    keys = config.parallel
+    faults = keys.unattended(config.model.head_dim)
     if config.model.vocab_size % keys.fsdp:
         faults.append(f"model.vocab_size is divisible by parallel.fsdp = {keys.fsdp}; got {config.model.vocab_size}.")
     for d in decisions:

@@ -16,12 +16,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from fp8ref import granularity
-from fp8ref.recipe import OPERANDS, REDUCED_AXES, CastSpec, Gemm, GemmSpec, Recipe, Role
+from fp8ref.recipe import OPERANDS, REDUCED_AXES, ROLES, CastSpec, Gemm, GemmSpec, Recipe, Role
 from fp8ref.run.config import Config
 
 Part = Literal["amax", "scale", "cast", "layout", "rescale"]
 Fusion = Literal["inductor", "xla", "eager"]
-ROLES: tuple[Role, ...] = ("input", "weight", "grad_output")
 GEMMS: tuple[Gemm, ...] = ("output", "grad_input", "grad_weight")
 
 

@@ -11,13 +11,13 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
+from fp8ref.recipe import ROLES
 from fp8ref.run.report import noise, runs, svg
 from fp8ref.run.report.judge import Paired, Seeds
 from fp8ref.run.report.runs import Run
 
 POINTS = 1000  # of a curve, more of which no screen shows and every page would carry
 DASHES = ("-", (0, (5, 2)), (0, (1, 1.5)))  # runs differ by these too, for eyes and printers without colours
-ROLES = ("input", "weight", "grad_output")
 # {measure: (title, whether the larger of a layer's two GEMMs is shown, how it is scaled)}
 MEASURES: dict[str, tuple[str, bool, Callable]] = {
     "amax": ("largest magnitude (log2)", True, np.log2),

@@ -17,7 +17,7 @@ from fp8ref.recipe import OPERANDS
 from fp8ref.run import progress
 from fp8ref.run.config import ConfigError
 from fp8ref.run.report import files
-from fp8ref.sim import cast, delayed
+from fp8ref.sim import delayed
 from fp8ref.sim.scales import scales_from_amax
 
 KNOWN = (*DELAYED, *(name for name in POLICIES if name not in DELAYED))
@@ -175,9 +175,7 @@ def _dynamic(amaxes: np.ndarray, policy: ScalePolicy, fmt: Format) -> np.ndarray
 def _outcome(amaxes: np.ndarray, scales: np.ndarray, fmt: Format) -> Outcome:
     counted = np.isfinite(amaxes) & (amaxes > 0) & np.isfinite(scales) & (scales > 0)
     amax, scale = amaxes[counted].astype(np.float64), scales[counted].astype(np.float64)
-    with np.errstate(over="ignore"):
-        scaled = (amax * scale).astype(np.float32)  # RN32, as a cast rounds it
-    clipped = ~np.isfinite(cast.decode(cast.encode(scaled, fmt, saturate=False), fmt))
+    clipped = delayed.clipped(amax, scale, fmt)
     bits = np.log2(fmt.max) - np.log2(amax) - np.log2(scale)
     unused = np.maximum(bits[~clipped], 0)
     return Outcome(

@@ -125,13 +125,13 @@ def test_an_operand_cast_by_truncation_is_located(small, planted):  # C-2
     assert f"torch (second)'s ({above.sum()} of {above.size} are not)" in first.reason.text
 
 
-@pytest.mark.parametrize(("steps", "clauses"), [(1, ("G-7", "B-1")), (64, ())])
-def test_a_sum_is_told_from_one_beyond_its_bound(steps, clauses, small, planted):  # B-1
+@pytest.mark.parametrize(("plan", "steps", "clauses"), [(None, 1, ("G-7", "B-1")), (None, 64, ()), ("hopper", 1, ())])
+def test_a_sum_is_told_from_one_beyond_its_bound_and_from_one_that_is_not_its_plans(plan, steps, clauses, small, planted):  # B-1, B-12
     def summing(original):
         return lambda *args, **kwargs: bump(original(*args, **kwargs), (20, 7), steps)
 
     planted(lambda trainer: in_layer(trainer, f"{BLOCK}.self_attn.v_proj", fp8ref.torch.gemm, "matmul", summing))
-    config = small.replace(numerics={"recipe": "delayed"})
+    config = small.replace(numerics={"recipe": "delayed", "accumulate": plan})
     first = live.of_backends(config, "torch", "torch", steps=2).first
     assert (first.step, first.layer, first.role, first.part) == (0, f"{BLOCK}.self_attn.v_proj", "output", "value")
     assert first.difference.element == (1, 4, 7)  # row 20 of sequences of 16
@@ -140,6 +140,7 @@ def test_a_sum_is_told_from_one_beyond_its_bound(steps, clauses, small, planted)
     assert list(first.operands) == ["input row 20", "weight row 7"]
     assert all(told.startswith("scale 1 (0x3F800000), codes ") and told.count(" ") == 4 + 31 for told in first.operands.values())
     assert ("no clause explains it" in first.reason.text) == (not clauses)
+    assert ("of torch (second) are not its plan's bit for bit (B-12): a fault" in first.reason.text) == (plan is not None)
 
 
 def test_a_gradient_is_located_before_what_it_reaches(small, planted):  # B-5
@@ -266,7 +267,19 @@ def test_the_command_trains_two_backends_and_writes_what_it_found(small, planted
         assert run("crosscheck", path, "--first-divergence", "jax", "torch", *options) == 2
         assert f"--first-divergence compares A with B; got {named} too" in capsys.readouterr().err
     assert run("crosscheck", "--first-divergence", "jax", "torch") == 2
-    assert "needs a CONFIG" in capsys.readouterr().err
+    assert (
+        "two backends trains a CONFIG in both; got jax and torch without one. Name it first: "
+        "fp8ref crosscheck configs/tiny.toml --first-divergence jax torch"
+    ) in capsys.readouterr().err
+    for pair in (("runs/a", "torch"), ("jax", "runs/a")):
+        assert run("crosscheck", "--first-divergence", *pair) == 2
+        alone = next(name for name in pair if name != "runs/a")
+        said = capsys.readouterr().err
+        assert (
+            f"compares two runs, or two backends that train one CONFIG; got {' and '.join(pair)}, of which {alone} alone is a backend"
+            in said
+        )
+        assert f"Name two run directories (./{alone}, if one is called so), or two of jax and torch" in said
     assert run("crosscheck", path, "--first-divergence", "torch", "torch", "--steps", 7) == 2
     assert "between 1 and run.steps = 6; got 7" in capsys.readouterr().err
 

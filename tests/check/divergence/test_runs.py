@@ -69,6 +69,7 @@ def test_equal_runs_do_not_diverge(trained, capsys):
         ({"numerics": {"recipe": "rowwise"}}, "numerics.recipe", 0, ("forward", f"{BLOCK}.self_attn.q_proj", "input", "scale"), ("R-1",)),
         ({"numerics": {"recipe": "delayed"}}, "numerics.recipe", 0, ("forward", f"{BLOCK}.self_attn.q_proj", "input", "scale"), ("R-1",)),
         ({"numerics": {"recipe": "bf16"}}, "numerics.recipe", 0, ("forward", f"{BLOCK}.self_attn.q_proj", "output", "value"), ("R-2",)),
+        ({"numerics": {"accumulate": "hopper"}}, "numerics.accumulate", 0, ("forward", f"{BLOCK}.self_attn.q_proj", "output", "value"), ("G-20",)),
     ],
     ids=lambda v: v if isinstance(v, str) else None,
 )  # fmt: skip

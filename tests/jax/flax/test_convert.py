@@ -6,7 +6,9 @@ import pytest
 from flax import nnx
 
 from fp8ref import jax as fj
+from fp8ref.sim import hardware
 
+HOPPER = hardware.by_name("hopper")
 SEEN, STATE = fj.flax.SEEN, fj.flax.STATE
 X = jnp.asarray(np.random.default_rng(0).standard_normal((4, 32)), jnp.float32)
 
@@ -223,3 +225,16 @@ def test_a_layer_that_the_inputs_did_not_show_is_refused():
     model = linen_convert(model=Switch())
     with pytest.raises(ValueError, match="sometimes is not among the layers that convert's inputs showed: always"):
         model.init(jax.random.key(0), X, extra=True)
+
+
+def test_a_converted_model_runs_under_simulated_hardware():  # G-19
+    """Linen and NNX: every layer that is converted, as one written with such hooks."""
+    written = Model(fj.flax.linen_dot_general("tensorwise", multiply=HOPPER))
+    variables = written.init(jax.random.key(0), X)
+    found = linen_convert(filter_fqns=["lm_head"], multiply=HOPPER).apply(variables, X)
+    same(found, written.apply(variables, X))
+    assert (found != linen_convert(filter_fqns=["lm_head"]).apply(variables, X)).any()
+    model = fj.flax.convert(nnx.Sequential(nnx.Linear(32, 32, rngs=nnx.Rngs(0))), "tensorwise", multiply=HOPPER)
+    by_hand = nnx.Linear(32, 32, dot_general=fj.flax.nnx_dot_general("tensorwise", multiply=HOPPER), rngs=nnx.Rngs(0))
+    same(model(X), by_hand(X))
+    assert (model(X) != nnx.Linear(32, 32, dot_general=fj.flax.nnx_dot_general("tensorwise"), rngs=nnx.Rngs(0))(X)).any()

@@ -13,7 +13,9 @@ from fp8ref import jax as fj
 from fp8ref.delayed import DELAYED
 from fp8ref.jax import contraction, delayed, linear
 from fp8ref.recipe import RECIPES
+from fp8ref.sim import hardware
 
+HOPPER = hardware.by_name("hopper")
 SEEN, STATE = fj.flax.SEEN, fj.flax.STATE
 
 
@@ -319,3 +321,19 @@ def test_the_whole_state_survives_serialization():
     _, _, seen = fj.flax.value_and_grad(squares(Unrolled()))(variables, X)
     after = fj.flax.update(variables, seen)
     same(serialization.from_bytes(variables, serialization.to_bytes(after)), after)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+def test_layers_take_simulated_hardware(recipe, rng):  # G-19
+    """Each by itself: nn.Dense and the like by their hook, Einsum by its field; the bits of the linear's."""
+    x, kernel = (jnp.asarray(rng.standard_normal(shape), jnp.bfloat16) for shape in ((16, 256), (256, 128)))
+    given = {"state": delayed.init(recipe), "seen": delayed.unseen(recipe)} if recipe == "delayed" else {}
+    native, expected = (np.asarray(linear.apply(x, kernel.T, recipe=recipe, multiply=m, **given)[0], np.float32) for m in (None, HOPPER))
+    assert (native != expected).any()
+    for layer in (
+        nn.Dense(128, use_bias=False, dtype=jnp.bfloat16, dot_general_cls=hook(recipe, multiply=HOPPER)),
+        fj.flax.Einsum((256, 128), "ab,bc->ac", recipe=recipe, use_bias=False, dtype=jnp.bfloat16, multiply=HOPPER),
+    ):
+        variables = layer.init(jax.random.key(0), x)
+        variables["params"]["kernel"] = kernel.astype(jnp.float32)
+        np.testing.assert_array_equal(np.asarray(layer.apply(variables, x, mutable=[SEEN])[0], np.float32), expected)

@@ -8,6 +8,7 @@ from flax import nnx
 
 from fp8ref import jax as fj
 from fp8ref.jax import contraction, delayed, linear
+from fp8ref.sim import hardware
 
 
 def integers(shape, largest, e, seed=0):
@@ -15,6 +16,7 @@ def integers(shape, largest, e, seed=0):
     return jnp.asarray(np.random.default_rng(seed).integers(-largest, largest + 1, shape) * 2.0**e, jnp.float32)
 
 
+HOPPER = hardware.by_name("hopper")
 X, KERNEL = integers((8, 32), 3, 0), integers((3, 32, 32), 2, -2)
 
 
@@ -255,3 +257,22 @@ def test_errors_name_requirement_layer_and_remedy(call, message):
 def test_both_names_mean_their_modules():
     assert fj.flax.__name__ == "fp8ref.jax.flax"
     assert flax.__name__ == "flax"
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+def test_layers_take_simulated_hardware(recipe, rng):  # G-19
+    """In a jitted step with gradients, as in the linear: outputs' squares and the kernel's gradient."""
+    x, kernel = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in ((16, 256), (256, 128)))
+
+    def of_linear(kernel, multiply):
+        given = {"state": delayed.init(recipe), "seen": delayed.unseen(recipe)} if recipe == "delayed" else {}
+        return (linear.apply(x, kernel.T, recipe=recipe, multiply=multiply, **given)[0] ** 2).sum()
+
+    native, expected = (np.asarray(jax.jit(jax.grad(lambda k, m=m: of_linear(k, m)))(kernel)) for m in (None, HOPPER))
+    assert (native != expected).any()
+    for layer in (
+        nnx.Linear(256, 128, use_bias=False, dot_general=fj.flax.nnx_dot_general(recipe, multiply=HOPPER), rngs=nnx.Rngs(0)),
+        nnx.Einsum("ab,bc->ac", (256, 128), einsum_op=fj.flax.nnx_einsum(recipe, multiply=HOPPER), rngs=nnx.Rngs(0)),
+    ):
+        layer.kernel.set_value(kernel)
+        np.testing.assert_array_equal(np.asarray(step(layer, x)[1]["kernel"].get_value()), expected)

@@ -112,7 +112,7 @@ def kept_by_autograd(config) -> int:
     """Bytes that a forward pass of the trainer leaves for the backward pass, but for parameters."""
     trainer, found = Trainer(config), {}
     tokens = np.random.default_rng(0).integers(0, 256, (config.data.batch_size, config.data.sequence_length + 1))
-    with trainer._computing():
+    with trainer._step.computing():
         parameters = {p.untyped_storage().data_ptr() for m in trainer.model.modules() for p in m._parameters.values() if p is not None}
 
         def keep(x):
@@ -121,7 +121,7 @@ def kept_by_autograd(config) -> int:
             return x
 
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-            trainer._loss(tokens)
+            trainer._step.loss(tokens)
         return sum(x.untyped_storage().nbytes() for x in found.values())
 
 

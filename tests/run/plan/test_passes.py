@@ -1,11 +1,9 @@
 import pytest
 import sizes
 
-from fp8ref.recipe import RECIPES
+from fp8ref.recipe import RECIPES, ROLES
 from fp8ref.run.plan import passes
 from fp8ref.run.plan.passes import Kernel
-
-ROLES = ("input", "weight", "grad_output")
 
 
 def moved(recipe, how, role, **keys):
