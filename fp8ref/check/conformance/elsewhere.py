@@ -86,9 +86,9 @@ def strides(quantizer: Quantizer, candidate: Candidate, sharing: Sharing) -> tup
 
 
 def strides_finding(taken: list[str], refused: list[str], found: list[Witness]) -> Finding:
-    said = ", ".join(taken) or "none asked"
-    evidence = "the same there as contiguous" if taken else "jax has none" if not refused else "none is taken"
-    evidence += f"; it raises for {', '.join(refused)}" if refused and taken else ""
+    said = "not all alike" if found else "all alike" if taken else "not taken" if refused else "not asked"
+    evidence = f"{', '.join(taken)}: as contiguous" if taken else "" if refused else "jax has none"
+    evidence += f"{'; ' * bool(taken)}it raises for {', '.join(refused)}" if refused else ""
     return Finding(what="strides", value=not found, said=said, evidence=str(found[0]) if found else evidence)
 
 
