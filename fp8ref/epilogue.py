@@ -6,6 +6,8 @@ EPILOGUES has by name those that recipes choose among; ``sim.gemm.finish`` obeys
 from dataclasses import dataclass
 from typing import Literal
 
+from fp8ref.granularity import block_of
+
 Scale = Literal["each", "b_first", "product"]
 Rounding = Literal["nearest_even", "toward_zero"]
 Bias = Literal["before_round", "fused", "after_round"]
@@ -64,3 +66,16 @@ def by_name(epilogue: "str | Epilogue") -> Epilogue:
     if not isinstance(epilogue, str) or epilogue not in EPILOGUES:
         raise ValueError(f"epilogue is an Epilogue or one of {', '.join(EPILOGUES)}; got {epilogue!r}.")
     return EPILOGUES[epilogue]
+
+
+def check_pair(epilogue: str, taken: tuple[str, ...], a: str, b: str) -> int | None:
+    """``granularity.block_of`` of both operands' granularities, for a backend that has the epilogues of those names.
+
+    Raises:   ValueError: an epilogue that is none of them, or that blocks do not have; granularities that do not go together.
+    """
+    if epilogue not in taken:
+        raise ValueError(f"epilogue is one of {', '.join(taken)}; got {epilogue!r}.")
+    block = block_of(a, b)
+    if block is not None and epilogue == "unit_round_scale_round":
+        raise ValueError(f"epilogue {epilogue!r} scales a rounded sum over all of K, and block scales have none. Use 'scale_then_round'.")
+    return block

@@ -36,6 +36,23 @@ def by_name(name: str) -> Granularity:
     return GRANULARITIES[name]
 
 
+def block_of(a: str, b: str) -> int | None:
+    """The length along K of the blocks that share a scale, of both operands of a GEMM; None where all of K does (SEMANTICS G-13, L-4).
+
+    >>> block_of("blockwise_1x128", "blockwise_128x128"), block_of("rowwise", "tensorwise")
+    (128, None)
+
+    Raises:   ValueError: lengths that differ, or blocks on one side alone; an unknown granularity.
+    """
+    length, other = by_name(a).reduced, by_name(b).reduced
+    if length != other:
+        raise ValueError(
+            f"the operands' scales cover the same length of K: all of it, or blocks of one size; got {a} and {b}. "
+            "Quantise both alike, or dequantise and use matmul_hp."
+        )
+    return length
+
+
 def normalise_axis(axis: int, ndim: int) -> int:
     """axis counted from the front; ValueError where a tensor of so many dims has no such axis."""
     if isinstance(axis, bool) or not isinstance(axis, int) or not -ndim <= axis < ndim:

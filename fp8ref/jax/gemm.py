@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from fp8ref import epilogue as epilogues
 from fp8ref.granularity import by_name
 from fp8ref.jax import scaling, simulated
 from fp8ref.jax.scaling import Quantized
@@ -33,19 +34,19 @@ def matmul(
 
     Shapes:   a.codes and b.codes of one rank, 2 or more, and equal leading dims; each is reduced along its ``axis``, one of its last
               two, so that [K, M] with axis 0 serves as [M, K]. The result is of out_dtype. Scales of both are of all of K, or of both in
-              blocks of it, which ``linear.check_recipe`` sees to.
+              blocks of it of one length.
     Order:    dot in float32; the sum over devices; the epilogue, G-4, G-5 or G-14; round to out_dtype. If the collective is of
               scaled results: dot, epilogue, round, sum in float32, round again. Operands in blocks are dequantised first (G-16).
     Specials: Inf and NaN as in IEEE 754; overflow to infinity.
     multiply  simulated hardware, of matrices: all of it (G-19); raw accumulators where they are summed over devices (G-21).
-    Raises:   ValueError: ranks or reduced lengths that differ, a reduced axis among the leading dims, unknown names.
-    Source:   SEMANTICS G-1, G-4, G-5, G-7, G-14, G-16, P-7, P-8.
+    Raises:   ValueError: ranks or reduced lengths that differ, a reduced axis among the leading dims, unknown names;
+              granularities that do not go together (``epilogue.check_pair``); blocks under unit_round_scale_round.
+    Source:   SEMANTICS G-1, G-4, G-5, G-7, G-13, G-14, G-16, P-7, P-8.
     """
     axes = _reduced_axes(a, b)
     if accumulate not in PRECISION:
         raise ValueError(f"accumulate is one of {', '.join(PRECISION)}; got {accumulate!r}.")
-    if epilogue not in EPILOGUES:
-        raise ValueError(f"epilogue is one of {', '.join(EPILOGUES)}; got {epilogue!r}.")
+    epilogues.check_pair(epilogue, EPILOGUES, a.granularity, b.granularity)
     early, late = (None, collective) if collective and collective.scaled else (collective, None)
     if multiply is not None and early is None:
         out = _simulated(multiply, a, b, accumulate, epilogue, out_dtype, turned)
@@ -66,7 +67,7 @@ def matmul_hp(
 
 
 def output_dtype(spec: GemmSpec, dtype):
-    """The dtype a GEMM rounds to before its result is widened to dtype (SEMANTICS G-8)."""
+    """The dtype a GEMM rounds to before its result is cast to dtype (SEMANTICS G-8)."""
     return jnp.bfloat16 if spec.rowwise else dtype
 
 

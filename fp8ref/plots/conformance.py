@@ -31,12 +31,12 @@ def cast_difference(ax: Axes, x, codes, fmt: Format, *, label: str = "theirs") -
 def share_by_exponent(ax: Axes, x, differ, *, label: str | None = None, colour: str = style.VERMILLION) -> Axes:
     """Of the elements of each power of two, from the smallest of x to the largest, how many percent differ; zeros and what is not finite do not count.
 
-    Shapes:   x and differ, bool, of the same shape; one of x at least is finite and not zero.
+    Shapes:   x and differ, bool, of the same shape; without a finite number but zero there are no bars.
     """
     x, differ = np.abs(np.asarray(x, np.float64)).ravel(), np.asarray(differ).ravel()
     counted = np.isfinite(x) & (x > 0)
     exponent = np.frexp(x[counted])[1] - 1
-    lowest, highest = int(exponent.min()), int(exponent.max())
+    lowest, highest = (int(exponent.min()), int(exponent.max())) if exponent.size else (0, -1)
     total, wrong = (np.bincount(exponent - lowest, weights, highest - lowest + 1) for weights in (None, differ[counted].astype(np.float64)))
     share = 100 * np.divide(wrong, total, out=np.zeros(total.size), where=total > 0)
     ax.bar(np.arange(lowest, highest + 1) + 0.5, share, width=0.85, color=colour, label=label)  # exponent e is from 2^e to 2^(e + 1)

@@ -21,16 +21,18 @@ FATES = {
 
 
 def magnitude_map(ax: Axes, x, *, powers: int = 12) -> Axes:
-    """The exponent of each element of a matrix, a colour a power of two, the largest ``powers`` of them; zeros and NaNs stay white.
+    """The exponent of each element of a matrix, a colour a power of two, the largest ``powers`` of them; zeros, infinities and NaNs stay white.
 
-    Shapes:   x [M, K], not all of it zero.
+    Shapes:   x [M, K]; of one without a finite number but zero the map is white, and its colours end at 1.
     """
     x = np.abs(np.asarray(x, np.float64))
-    exponent = np.where(x == 0, np.nan, np.frexp(x)[1] - 1.0)
-    top = int(np.nanmax(exponent)) + 1
+    shown = np.isfinite(x) & (x > 0)
+    exponent = np.where(shown, np.frexp(x)[1] - 1.0, np.nan)
+    top = int(exponent[shown].max()) + 1 if shown.any() else 1
     norm = BoundaryNorm(np.arange(top - powers, top + 1), 256)
-    shown = np.ma.masked_invalid(np.clip(exponent, top - powers, None))
-    image = ax.imshow(shown, cmap="viridis", norm=norm, interpolation="nearest", aspect="auto")
+    image = ax.imshow(
+        np.ma.masked_invalid(np.clip(exponent, top - powers, None)), cmap="viridis", norm=norm, interpolation="nearest", aspect="auto"
+    )
     bar = ax.figure.colorbar(image, ax=ax, fraction=0.046)
     style.label_powers(bar, top - powers, top, ticks=7)
     bar.set_label(f"magnitude; below ${{2^{{{top - powers + 1}}}}}$ one colour", fontsize=8)

@@ -5,7 +5,7 @@ import numpy as np
 from fp8ref import epilogue as epilogues
 from fp8ref.epilogue import Epilogue
 from fp8ref.formats import BFLOAT16, FLOAT16, FLOAT32, FP8_FORMATS, Format
-from fp8ref.granularity import by_name
+from fp8ref.granularity import block_of
 from fp8ref.sim import accumulate as sums
 from fp8ref.sim import cast, exact, parallel, scaling, tensor_core
 from fp8ref.sim.accumulate import Accumulation
@@ -204,18 +204,13 @@ def _check(a: Quantized, b: Quantized, epilogue: Epilogue, out_dtype: Format) ->
         if q.fmt.name not in FP8_FORMATS:
             raise ValueError(f"an operand's format is one of {', '.join(FP8_FORMATS)}; got {name} in {q.fmt}.")
     _check_shapes(a.codes, b.codes, out_dtype)
-    lengths = [by_name(q.granularity).reduced for q in (a, b)]
-    if lengths[0] != lengths[1]:
-        raise ValueError(
-            f"the operands' scales cover the same length of K: all of it, or blocks of one size; got {a.granularity} and {b.granularity}. "
-            "Quantise both alike, or dequantise and use matmul_hp."
-        )
-    if lengths[0] is not None and (epilogue.round_first or epilogue.bias == "fused"):
+    block = block_of(a.granularity, b.granularity)
+    if block is not None and (epilogue.round_first or epilogue.bias == "fused"):
         raise ValueError(
             f"epilogue {epilogue.name!r} scales {'a rounded' if epilogue.round_first else 'the'} sum over all of K, and block scales have none. "
             "Use 'scale_then_round'."
         )
-    return lengths[0]
+    return block
 
 
 def _check_shapes(a: np.ndarray, b: np.ndarray, out_dtype: Format) -> None:

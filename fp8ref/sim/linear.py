@@ -30,8 +30,9 @@ def forward(
     """output [..., N] = input x [..., K] x weight w [N, K], reduces K.
 
     Shapes:   x [..., K] and w [N, K], float32, float16 or bfloat16, in high precision float64 too; float32 [..., N] holding values of
-              out_dtype, or of bfloat16 where an operand is rowwise, whatever out_dtype (G-8).
-    Order:    leading dims flatten to M; quantise both along K; accumulate; epilogue. ``accumulate`` is what gemm.matmul takes,
+              out_dtype.
+    Order:    leading dims flatten to M; quantise both along K; accumulate; epilogue; where an operand is rowwise, rounded to bfloat16
+              and then to out_dtype (G-8). ``accumulate`` is what gemm.matmul takes,
               or one such for each GEMM by its name, or ``hopper``: the fast or slow plan that the recipe asks of the hardware.
     Specials: as scaling.quantize and gemm.matmul.
     Raises:   ValueError: an unknown recipe, rule or out_dtype; w not 2-d, K's that differ; under FP8 no rows (S-7), N or K that is no
@@ -99,7 +100,8 @@ def _gemm(
         # As a kernel does where a tile reaches beyond K: a tensor core takes 32 of K at a time, and zeros change no bit (G-12).
         a, b = (np.pad(v, ((0, 0), (0, -v.shape[1] % K_STEP))) for v in (a, b))
     qa, qb = (_quantize(v, cast_spec, role, scales) for v, cast_spec, role in ((a, spec.a, roles[0]), (b, spec.b, roles[1])))
-    return gemm.matmul(qa, qb, accumulate=how, epilogue=spec.epilogue, out_dtype=BFLOAT16 if spec.rowwise else out_dtype)
+    out = gemm.matmul(qa, qb, accumulate=how, epilogue=spec.epilogue, out_dtype=BFLOAT16 if spec.rowwise else out_dtype)
+    return cast.round_to(out, out_dtype) if spec.rowwise else out
 
 
 def _rule(which: Gemm, spec: GemmSpec, accumulate: Accumulate) -> str | Accumulation:

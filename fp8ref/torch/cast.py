@@ -43,7 +43,7 @@ def decode(codes: torch.Tensor, fmt: Format) -> torch.Tensor:
 
     Raises:   ValueError: fmt not FP8; codes of another dtype.
     """
-    dtype = _dtype(fmt)
+    dtype = native(fmt)
     if codes.dtype == torch.uint8:
         codes = codes.view(dtype)
     if codes.dtype != dtype:
@@ -53,7 +53,7 @@ def decode(codes: torch.Tensor, fmt: Format) -> torch.Tensor:
 
 def to_fp8(x: torch.Tensor, fmt: Format) -> torch.Tensor:
     """As a saturating encode, but the native float8 tensor; its NaNs may carry a sign. Raises as encode."""
-    return to_f32(x).clamp(-fmt.max, fmt.max).to(_dtype(fmt))
+    return to_f32(x).clamp(-fmt.max, fmt.max).to(native(fmt))
 
 
 def to_f32(x: torch.Tensor) -> torch.Tensor:
@@ -68,7 +68,8 @@ def checked(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def _dtype(fmt: Format) -> torch.dtype:
+def native(fmt: Format) -> torch.dtype:
+    """torch's dtype of an FP8 format; ValueError for anything else."""
     formats.check(fmt)
     if fmt.name not in DTYPES:
         raise ValueError(f"casts go to one of {', '.join(DTYPES)}; got {fmt}.")

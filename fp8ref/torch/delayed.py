@@ -13,8 +13,9 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from fp8ref import formats
 from fp8ref import recipe as recipes
-from fp8ref.delayed import DelayedScaling
+from fp8ref.delayed import DelayedScaling, by_name
 from fp8ref.formats import Format
 from fp8ref.recipe import Recipe, Role
 from fp8ref.torch import scaling, sharding
@@ -33,8 +34,9 @@ class DelayedState(NamedTuple):
     step: torch.Tensor
 
 
-def init(config: DelayedScaling, shape: tuple[int, ...] = ()) -> DelayedState:
-    """Scale 1, an empty history (H-2), of as many tensors as shape has; on the CPU."""
+def init(config: str | DelayedScaling, shape: tuple[int, ...] = ()) -> DelayedState:
+    """Scale 1, an empty history (H-2), of as many tensors as shape has; on the CPU. Raises as ``implemented``."""
+    config = implemented(config)
     return DelayedState(torch.ones(shape), torch.zeros(*shape, config.history_length), torch.zeros(shape, dtype=torch.int64))
 
 
@@ -54,12 +56,15 @@ def merge_(seen: torch.Tensor, x: torch.Tensor) -> None:
     seen.copy_(torch.maximum(seen, observe(x)))
 
 
-def advance(state: DelayedState, seen: torch.Tensor, config: DelayedScaling, fmt: Format) -> DelayedState:
+def advance(state: DelayedState, seen: torch.Tensor, config: str | DelayedScaling, fmt: Format) -> DelayedState:
     """The state after an optimizer step, given all that was observed in it (H-3, H-5, H-6).
 
     Shapes:   seen float32 [..., 3], merged by maximum, of the state's shape [...].
     Specials: what was not seen, or flagged as not finite, keeps its state; a zero amax is recorded.
+    Raises:   ValueError: as ``implemented``; a fmt that is no Format.
     """
+    formats.check(fmt)
+    config = implemented(config)
     amax, non_finite, was_seen = seen.unbind(-1)
     history = torch.cat([amax[..., None], state.amax_history[..., :-1]], dim=-1)
     used = amax if config.amax_compute == "most_recent" else history.amax(dim=-1)
@@ -80,11 +85,13 @@ def casts(recipe: str | Recipe) -> dict[Role, tuple[Format, DelayedScaling]]:
     return {role: (fmt, implemented(config)) for role, (fmt, config) in recipes.delayed_casts(recipe).items()}
 
 
-def implemented(config: DelayedScaling) -> DelayedScaling:
-    """The config, if this backend implements it: fp8ref's own, with history, interval, ``most_recent`` and margin of one's choice.
+def implemented(config: str | DelayedScaling) -> DelayedScaling:
+    """The config, or the one of that name, if this backend implements it: fp8ref's own, with history, interval, ``most_recent`` and margin of
+    one's choice.
 
     Raises:   ValueError: any other.
     """
+    config = by_name(config)
     if not config.as_fp8refs:
         raise ValueError(
             f"fp8ref.torch keeps histories as 'delayed' does, with another history_length, amax_compute, interval or margin; got "

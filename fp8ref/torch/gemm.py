@@ -3,6 +3,7 @@
 import torch
 from torch.nn import functional
 
+from fp8ref import epilogue as epilogues
 from fp8ref.granularity import by_name
 from fp8ref.recipe import GemmSpec
 from fp8ref.torch import block_gemm, scaling, simulated
@@ -16,29 +17,29 @@ def matmul(
 ) -> torch.Tensor:
     """Contract a and b along their reduced axes: [M, K] x [N, K] -> [M, N]; of axis 0, [K, M] serves as [M, K].
 
-    Shapes:   codes of matrices; scale_inv of both of all of K, or of both in blocks of it, which ``layer.check_recipe`` sees to; out [M, N] of
+    Shapes:   codes of matrices; scale_inv of both of all of K, or of both in blocks of it of one length; out [M, N] of
               out_dtype, which under rowwise scales the device's kernel may have in bfloat16 alone (``output_dtype``).
     Order:    torch._scaled_mm with scale_inv of both, rounded to out_dtype (G-4); G-5: unit scales, rounded, times the product of both,
               rounded. Operands in blocks go to torchao's kernel where there is one (G-17, ``block_gemm.kernel``), else are dequantised
               first, and multiplied in float32 (G-16). K is padded with zeros to a multiple of 16, which changes no bit.
               Within ``simulated.simulating`` all of it is simulated hardware's, blocks too (G-19).
     Specials: Inf and NaN as in IEEE 754; overflow to infinity.
-    Raises:   ValueError: operands that are not 2-d, reduced lengths that differ, unknown names.
-    Source:   SEMANTICS G-1, G-4, G-5, G-7, G-16, G-17; torchao 0.18's addmm_float8_unwrapped.
+    Raises:   ValueError: operands that are not 2-d, reduced lengths that differ, unknown names; granularities that do not go together
+              (``epilogue.check_pair``); blocks under unit_round_scale_round.
+    Source:   SEMANTICS G-1, G-4, G-5, G-7, G-13, G-16, G-17; torchao 0.18's addmm_float8_unwrapped.
     """
     if accumulate not in ("fast", "slow"):
         raise ValueError(f"accumulate is 'fast' or 'slow'; got {accumulate!r}.")
-    if epilogue not in EPILOGUES:
-        raise ValueError(f"epilogue is one of {', '.join(EPILOGUES)}; got {epilogue!r}.")
     shapes = tuple(a.codes.shape), tuple(b.codes.shape)
     if any(len(shape) != 2 for shape in shapes) or shapes[0][a.axis] != shapes[1][b.axis]:
         raise ValueError(
             f"a GEMM reduces one axis of two matrices, of one length; got {shapes[0]} along {a.axis} and {shapes[1]} along {b.axis}."
         )
+    block = epilogues.check_pair(epilogue, EPILOGUES, a.granularity, b.granularity)
     if by := simulated.active():
         codes, scales = [_lines(q.codes, q.axis) for q in (a, b)], [_lines(q.scale_inv, q.axis) for q in (a, b)]
         return simulated.multiply(*codes, *scales, a.granularity, b.granularity, accumulate, epilogue, out_dtype, by.name)
-    if in_blocks(a.granularity):
+    if block is not None:
         if block_gemm.kernel(a, b) == "torchao_triton":
             codes_a, codes_b, scale_a, scale_b = (
                 _lines(x, q.axis) for x, q in ((a.codes, a), (b.codes, b), (a.scale_inv, a), (b.scale_inv, b))
@@ -66,7 +67,7 @@ def matmul_hp(a: torch.Tensor, b: torch.Tensor, *, axes: tuple[int, int]) -> tor
 
 
 def output_dtype(spec: GemmSpec, dtype: torch.dtype) -> torch.dtype:
-    """The dtype a GEMM rounds to before its result is widened to dtype (SEMANTICS G-8)."""
+    """The dtype a GEMM rounds to before its result is cast to dtype (SEMANTICS G-8)."""
     return torch.bfloat16 if spec.rowwise else dtype
 
 

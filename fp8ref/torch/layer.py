@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torchao.float8.float8_training_tensor import Float8TrainingTensor
 
+from fp8ref import epilogue as epilogues
 from fp8ref import recipe as recipes
 from fp8ref.recipe import OPERANDS, REDUCED_AXES, ROLES, CastSpec, Gemm, Recipe, Role
 from fp8ref.torch import delayed, gemm, linear_input, scales, scaling
@@ -191,23 +192,19 @@ def _gathered(w: Float8TrainingTensor, spec: CastSpec | None) -> Quantized:
 def check_recipe(recipe: str | Recipe) -> Recipe:
     """The recipe, if ``Linear`` runs it.
 
-    Raises:   ValueError: operands of a GEMM of which one alone has scales of blocks; an epilogue, policy or delayed scaling that this backend
+    Raises:   ValueError: operands of a GEMM whose scales cover different lengths of K; an epilogue, policy or delayed scaling that this backend
               does not implement.
     """
     recipe = recipes.by_name(recipe)
     delayed.casts(recipe)
     for which, spec in recipe.gemms.items():
-        present = [c for c in (spec.a, spec.b) if c is not None]
-        if len({gemm.in_blocks(c.granularity) for c in present}) > 1:
-            raise ValueError(
-                f"operands of a GEMM have scales of all of K, or both of blocks of it; {which} of recipe {recipe.name!r} has one each."
-            )
-        if present and spec.epilogue not in gemm.EPILOGUES:
-            raise ValueError(f"epilogue is one of {', '.join(gemm.EPILOGUES)}; {which} of recipe {recipe.name!r} has {spec.epilogue!r}.")
-        for c in present:
-            if c.delayed is None:
-                try:
-                    scales.implemented(c.policy)
-                except ValueError as error:
-                    raise ValueError(f"{which} of recipe {recipe.name!r}: {error}") from None
+        if spec.a is None or spec.b is None:
+            continue
+        try:
+            epilogues.check_pair(spec.epilogue, gemm.EPILOGUES, spec.a.granularity, spec.b.granularity)
+            for cast in (spec.a, spec.b):
+                if cast.delayed is None:
+                    scales.implemented(cast.policy)
+        except ValueError as error:
+            raise ValueError(f"{which} of recipe {recipe.name!r}: {error}") from None
     return recipe

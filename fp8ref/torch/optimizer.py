@@ -18,7 +18,7 @@ def build(params: Iterable[nn.Parameter], config: OptimizerConfig) -> torch.opti
     params = list(params)
     groups = [
         {"params": [p for p in params if p.ndim > 1], "weight_decay": config.weight_decay},
-        {"params": [p for p in params if p.ndim == 1], "weight_decay": 0.0},
+        {"params": [p for p in params if p.ndim <= 1], "weight_decay": 0.0},
     ]
     betas = (config.beta1, config.beta2)
     if config.kind == "adamw_fp8":

@@ -25,13 +25,13 @@ def scales_from_amax(amax: torch.Tensor, fmt: Format, policy: str | ScalePolicy 
     Shapes:   amax float32, any shape; both scales float32 of that shape.
     Order:    RN32(fmt.max / max(amax, eps)), its power of two if asked, RN32(1 / scale); or exactly 2^-k and 2^k under e8m0.
     Specials: zero amax -> RN32(fmt.max / eps); Inf -> 0; NaN -> NaN. e8m0: S-14.
-    Raises:   ValueError: a policy that this backend does not implement.
+    Raises:   ValueError: a policy that this backend does not implement; a fmt that is not FP8.
     Source:   torchao's amax_to_scale, but for ``mask`` and e8m0.
     """
-    policy = implemented(policy)
+    policy, dtype = implemented(policy), cast.native(fmt)
     if policy.e8m0:
         return _e8m0_scales(amax, fmt, policy)
-    scale = amax_to_scale(amax, cast.DTYPES[fmt.name], round_scales_to_power_of_2=policy.power_of_two == "exp2_log2")
+    scale = amax_to_scale(amax, dtype, round_scales_to_power_of_2=policy.power_of_two == "exp2_log2")
     if policy.power_of_two == "mask":
         masked = (scale.view(torch.int32) & -(1 << 23)).view(torch.float32)
         scale = torch.where(scale.isnan(), scale, masked)

@@ -86,7 +86,7 @@ def quantize_with(x: torch.Tensor, scale: torch.Tensor, fmt: Format, *, granular
     """quantize, by a scale that is there already, such as a delayed state's; scale_inv = RN32(1 / scale), so not for e8m0 policies (S-14).
 
     Shapes:   x as in quantize; scale float32 of ``scale_shape``.
-    Raises:   ValueError: a scale of another shape; x empty or not float32, float16 or bfloat16.
+    Raises:   ValueError: a scale of another shape; x empty or not float32, float16 or bfloat16; a fmt that is not FP8.
     """
     shape = granularities.scale_shape(granularity, tuple(x.shape), axis)
     if tuple(scale.shape) != shape:
@@ -104,7 +104,7 @@ def dequantize(q: Quantized) -> torch.Tensor:
 
 def _quantized(x: torch.Tensor, scale: torch.Tensor, scale_inv: torch.Tensor, fmt: Format, granularity: str, axis: int) -> Quantized:
     of_elements = spread(scale, tuple(x.shape), granularity, axis)
-    codes = hp_tensor_and_scale_to_float8(x.detach(), of_elements, cast.DTYPES[fmt.name])._data
+    codes = hp_tensor_and_scale_to_float8(x.detach(), of_elements, cast.native(fmt))._data
     return Quantized(codes, scale, scale_inv, fmt, granularity, axis)
 
 

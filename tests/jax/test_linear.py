@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fp8ref.formats import BFLOAT16, E4M3FN
+from fp8ref.formats import BFLOAT16, E4M3FN, FLOAT16
 from fp8ref.jax import cast as jax_cast
 from fp8ref.jax import linear
 from fp8ref.policy import POLICIES
@@ -46,6 +46,17 @@ def test_float32_works_and_rowwise_rounds_to_bfloat16(recipe, operands):  # G-8
     rounded = np.array_equal(y, cast.round_to(y, BFLOAT16))
     assert rounded or not recipe.startswith("rowwise")
     assert (y.dtype, y.shape) == (np.float32, (2, 24, 32))
+
+
+@pytest.mark.parametrize("size", [2.0**-16, 1.0, 2.0**8])
+@recipes
+def test_float16_equals_the_simulator_on_integers(recipe, size, operands):  # G-8
+    """Of results that are subnormal in float16, normal, and beyond it."""
+    x, w, g = operands
+    x = x * np.float32(size)
+    expected = sim.forward(x, w * 64, recipe, out_dtype=FLOAT16), *sim.backward(g, x, w * 64, recipe, out_dtype=FLOAT16)
+    for ours, theirs in zip(run(x, w * 64, g, recipe, jnp.float16), expected, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
 
 
 @recipes
@@ -93,7 +104,7 @@ def test_errors_name_the_layer(x, w, options, message):
 def test_a_recipe_that_jax_cannot_run_is_refused_by_name():
     block, row = (CastSpec(fmt=E4M3FN, granularity=granularity) for granularity in ("blockwise_1x128", "rowwise"))
     for spec, message in (
-        (GemmSpec(a=block, b=row, accumulate="slow"), "grad_weight of recipe 'mine' has one each"),
+        (GemmSpec(a=block, b=row, accumulate="slow"), "grad_weight of recipe 'mine': .*got blockwise_1x128 and rowwise"),
         (GemmSpec(a=row, b=CastSpec(fmt=E4M3FN, policy=POLICIES["te_current"]), accumulate="slow"), "'te_current'.*fp8ref.sim"),
     ):
         with pytest.raises(ValueError, match=f"q_proj: .*{message}"):

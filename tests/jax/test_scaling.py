@@ -1,4 +1,5 @@
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -81,6 +82,25 @@ def test_amax_of_a_large_tensor_keeps_its_nan(dtype):  # S-2
     for granularity, groups in (("tensorwise", 1), ("rowwise", 1), ("blockwise_1x128", 1)):
         assert int(jnp.isnan(jax.jit(functools.partial(scaling.amax, granularity=granularity, axis=0))(x)).sum()) == groups
     assert not jnp.isnan(jax.jit(jnp.max)(x.astype(jnp.float32)))
+
+
+@pytest.mark.parametrize("shape", [(32, 127), (32, 128), (4096, 1), (1, 4096), (4, 8, 128)], ids=str)
+@pytest.mark.parametrize("granularity", ["tensorwise", "rowwise"])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_amax_keeps_a_nan_in_every_place(dtype, granularity, shape):  # S-2
+    """Of shapes below and above 4,096 elements, from which on XLA's float32 maximum on a CPU drops NaNs."""
+
+    @jax.jit
+    def nans(place):
+        x = jnp.ones(math.prod(shape), dtype).at[place].set(jnp.nan).reshape(shape)
+        lost = jnp.isnan(jnp.max(lax.optimization_barrier(x).astype(jnp.float32)))
+        return jnp.isnan(scaling.amax(lax.optimization_barrier(x), granularity)).reshape(-1), ~lost
+
+    found = [nans(place) for place in range(math.prod(shape))]
+    groups = shape[-1] if granularity == "rowwise" else math.prod(shape)
+    expected = np.arange(math.prod(shape)) // groups
+    np.testing.assert_array_equal([np.flatnonzero(ours).tolist() for ours, _ in found], expected[:, None])
+    assert all(lost for _, lost in found) == (math.prod(shape) >= 4096)
 
 
 def test_amax_keeps_subnormals():  # S-12

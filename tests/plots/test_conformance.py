@@ -43,6 +43,13 @@ def test_a_share_is_of_the_inputs_of_each_power_of_two(ax):
     np.testing.assert_allclose([bar.get_x() + bar.get_width() / 2 for bar in ax.patches], [0.5, 1.5, 2.5], rtol=1e-14)
 
 
+@pytest.mark.parametrize("x", [[0.0, -0.0], [np.inf, np.nan], []], ids=str)
+def test_of_no_power_of_two_there_is_no_bar(ax, x):
+    plots.share_by_exponent(ax, x, [True] * len(x))
+    ax.figure.draw_without_rendering()
+    assert not ax.patches
+
+
 def test_scales_above_go_up_and_those_below_down_by_how_many_ulps(ax):
     expected = np.ones(8, np.float32)
     scales = (expected.view(np.int32) + np.int32([0, 1, 1, 0, -1, -2, -3, 0])).view(np.float32)

@@ -57,6 +57,20 @@ def test_a_magnitude_map_shows_exponents_and_leaves_zeros_white(ax):
     assert shown[1, 1] == -5  # all below the eight powers that are told apart, -5 to 2, is shown as the lowest of them
 
 
+@pytest.mark.parametrize("x", [[[0.0, -0.0]], [[np.nan, 0.0]], [[np.inf, np.nan]]], ids=str)
+def test_a_magnitude_map_of_nothing_that_has_an_exponent_is_white(ax, x):
+    plots.magnitude_map(ax, x)
+    ax.figure.draw_without_rendering()
+    assert ax.images[0].get_array().mask.all()
+
+
+def test_infinities_are_white_and_no_magnitude_of_a_map(ax):
+    plots.magnitude_map(ax, [[np.inf, 2.0**-30], [-np.inf, 2.0**-31]])
+    shown = ax.images[0].get_array()
+    assert shown.mask.tolist() == [[True, False], [True, False]]
+    np.testing.assert_array_equal(shown[:, 1], [-30, -31])
+
+
 def test_an_error_map_has_the_relative_errors_of_cells(ax):
     x = np.array([[1.0, 17.0], [2.0**-12, 0.0]], np.float32)
     plots.error_map(ax, x, unscaled(x), cell=1)

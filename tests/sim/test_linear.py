@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from fp8ref.delayed import DELAYED
-from fp8ref.formats import BFLOAT16, E4M3FN, E5M2, FLOAT32
+from fp8ref.formats import BFLOAT16, E4M3FN, E5M2, FLOAT16, FLOAT32
 from fp8ref.recipe import OPERANDS, RECIPES, CastSpec, GemmSpec, Recipe
 from fp8ref.sim import cast, delayed, gemm, linear, scaling
 from fp8ref.sim.accumulate import ACCUMULATIONS, Accumulation
@@ -200,6 +200,21 @@ def test_rowwise_outputs_pass_through_bfloat16(operands):  # G-8
     wide = linear.forward(x, w, "rowwise", out_dtype=FLOAT32)
     np.testing.assert_array_equal(wide, cast.round_to(wide, BFLOAT16))
     assert (linear.forward(x, w, "tensorwise", out_dtype=FLOAT32) != linear.forward(x, w, "tensorwise")).any()
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "rowwise_with_gw_hp"])
+def test_rowwise_outputs_in_float16_are_rounded_a_second_time(recipe, operands):  # G-8
+    """By NumPy, of results small enough to be subnormal in float16, and so large that it has none."""
+    x, w, g = operands
+    for size in (2.0**-20, 1.0, 2.0**13):
+        given = np.float32(size) * x, w, g
+        first, second = (results(*given, recipe, out_dtype=fmt) for fmt in (BFLOAT16, FLOAT16))
+        for which in GEMMS if recipe == "rowwise" else ("output", "grad_input"):
+            with np.errstate(over="ignore"):
+                expected = first[which].astype(np.float16)
+            np.testing.assert_array_equal(second[which], expected)
+            assert which == "grad_input" or (np.isinf(expected).any() == (size > 1))
+    assert (first["output"] != second["output"]).any()
 
 
 @pytest.mark.parametrize("recipe", DYNAMIC)

@@ -168,6 +168,22 @@ def test_loading_forgets_what_was_observed():  # H-4
     assert model.states["input"].amax_history[0] == 2
 
 
+def test_configs_go_by_name_too():  # H-2
+    for mine, theirs in zip(delayed.init("delayed"), delayed.init(DELAYED["delayed"]), strict=True):
+        assert torch.equal(mine, theirs)
+    seen = delayed.observe(torch.full((4,), 2.0))
+    for mine, theirs in zip(
+        *(delayed.advance(delayed.init("delayed"), seen, c, E4M3FN) for c in ("delayed", DELAYED["delayed"])), strict=True
+    ):
+        assert torch.equal(mine, theirs)
+    with pytest.raises(ValueError, match="one of delayed, te_delayed, flax; got 'late'"):
+        delayed.init("late")
+    with pytest.raises(ValueError, match=r"'te_delayed'.*fp8ref\.sim"):
+        delayed.init("te_delayed")
+    with pytest.raises(ValueError, match=r"fmt is a Format.*got 'e4m3fn'"):
+        delayed.advance(delayed.init("delayed"), seen, "delayed", "e4m3fn")
+
+
 def test_histories_that_this_backend_does_not_keep_are_refused():
     for name in ("te_delayed", "flax"):
         with pytest.raises(ValueError, match=f"'{name}'.*fp8ref.sim"):

@@ -1,9 +1,12 @@
+import itertools
+
 import numpy as np
 import pytest
 import torch
 
 from fp8ref.check import bounds
 from fp8ref.formats import BFLOAT16, E4M3FN, E5M2
+from fp8ref.granularity import GRANULARITIES
 from fp8ref.recipe import RECIPES
 from fp8ref.sim import gemm as sim_gemm
 from fp8ref.sim import scaling as sim_scaling
@@ -56,6 +59,34 @@ def test_a_tensorwise_operand_beside_a_rowwise_one_counts_as_rowwise(rng):  # L-
     spread = whole._replace(scale=whole.scale.expand(48, 1), scale_inv=whole.scale_inv.expand(48, 1), granularity="rowwise")
     options = {"accumulate": "slow", "out_dtype": torch.bfloat16}
     assert torch.equal(gemm.matmul(row, whole, **options), gemm.matmul(row, spread, **options))
+
+
+@pytest.mark.parametrize("granularities", list(itertools.product(GRANULARITIES, repeat=2)), ids=" x ".join)
+def test_operands_whose_scales_go_together_are_the_simulators(granularities, rng):  # G-13, L-4
+    """Any other pair is refused by both: scales of one shape would broadcast over the other's."""
+    x, y = (rng.standard_normal((n, 256)).astype(np.float32) * 2.0 ** np.arange(-8, 8).repeat(16) for n in (2, 32))
+    policies = ["mx_rceil" if g == "mx_1x32" else "torchao" for g in granularities]
+    options = [{"granularity": g, "policy": p} for g, p in zip(granularities, policies, strict=True)]
+    operands = [scaling.quantize(torch.from_numpy(v.astype(np.float32)), E4M3FN, **o) for v, o in zip((x, y), options, strict=True)]
+    simulated = [sim_scaling.quantize(v.astype(np.float32), E4M3FN, **o) for v, o in zip((x, y), options, strict=True)]
+    try:
+        expected = sim_gemm.matmul(*simulated, out_dtype=BFLOAT16)
+    except ValueError:
+        with pytest.raises(ValueError, match=f"same length of K.*got {' and '.join(granularities)}. Quantise both alike"):
+            gemm.matmul(*operands, accumulate="slow")
+        return
+    out = gemm.matmul(*operands, accumulate="slow", out_dtype=torch.bfloat16)
+    magnitudes = [np.abs(sim_scaling.dequantize(q).astype(np.float64)) for q in simulated]
+    bound = 2**-7 * np.abs(expected) + 2 * bounds.gamma(256) * (
+        magnitudes[0] @ magnitudes[1].T
+    )  # both rounded once; float32 sums in any order
+    assert (np.abs(out.float().numpy() - expected) <= bound).all()
+
+
+def test_blocks_have_no_epilogue_of_a_rounded_sum():  # G-5, G-13
+    q = scaling.quantize(torch.ones(16, 128), E4M3FN, granularity="blockwise_1x128")
+    with pytest.raises(ValueError, match=r"rounded sum over all of K.*Use 'scale_then_round'"):
+        gemm.matmul(q, q, accumulate="slow", epilogue="unit_round_scale_round")
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from linears import run
 from torch import nn
 
 from fp8ref.check import bounds
-from fp8ref.formats import E4M3FN, E5M2
+from fp8ref.formats import E4M3FN, E5M2, FLOAT16
 from fp8ref.policy import ScalePolicy
 from fp8ref.recipe import RECIPES, CastSpec, GemmSpec, Recipe
 from fp8ref.sim import linear as sim
@@ -45,6 +45,16 @@ def test_outputs_and_gradients_equal_the_simulator_on_integers(recipe, rng):  # 
     expected = sim.backward(g, x, w, recipe)
     np.testing.assert_array_equal(grad_input.float(), expected[0])
     np.testing.assert_array_equal(grad_weight.float(), expected[1])
+
+
+@pytest.mark.parametrize("size", [2.0**-16, 1.0, 2.0**8])
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
+def test_float16_outputs_equal_the_simulator_on_integers(recipe, size, rng):  # G-8
+    """Of results that are subnormal in float16, normal, and beyond it."""
+    x, w = (rng.integers(-7, 8, shape).astype(np.float32) for shape in ((48, 64), (32, 64)))
+    x *= np.float32(size)
+    y = layer_of(w, recipe, torch.float16)(torch.from_numpy(x).half())
+    np.testing.assert_array_equal(y.detach().float(), sim.forward(x, w, recipe, out_dtype=FLOAT16))
 
 
 @pytest.mark.parametrize("recipe", ["blockwise", "mxfp8"])
@@ -124,7 +134,7 @@ def test_compiled_by_aot_eager_it_is_itself(recipe):
                 name="halves",
                 output=GemmSpec(a=CastSpec(fmt=E4M3FN, granularity="blockwise_1x128"), b=CastSpec(fmt=E4M3FN), accumulate="slow"),
             ),
-            "one each",
+            "got blockwise_1x128 and tensorwise",
         ),
         (
             Recipe(

@@ -10,6 +10,7 @@ from torchao.optim.subclass_fp8 import OptimStateFp8
 from fp8ref.run import loop
 from fp8ref.run.config import ConfigError
 from fp8ref.run.data import loader
+from fp8ref.run.sections import OptimizerConfig
 from fp8ref.torch import optimizer
 from fp8ref.torch.step import Step
 from fp8ref.torch.train import Trainer
@@ -117,6 +118,19 @@ def test_the_config_builds_the_optimizer_that_it_names(small, kind):
     built = Trainer(small.replace(optimizer={"kind": kind}))._optimizer
     assert type(built).__name__ == ("AdamWFp8" if kind == "adamw_fp8" else "AdamW")
     assert bool(built.defaults.get("fused")) == (kind == "adamw_fused")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_numbers_train_as_vectors_do_and_do_not_decay(kind):  # T-1
+    """Parameters without dims: the first update of one whose gradient is 1 is by the learning rate, and none is of one whose gradient is 0."""
+    params = [torch.nn.Parameter(torch.full(shape, 4.0)) for shape in ((), (), (1,), (1, 1))]
+    built = optimizer.build(params, OptimizerConfig(kind=kind, weight_decay=0.5))
+    optimizer.set_learning_rate(built, 0.25)
+    for p, slope in zip(params, (1.0, 0.0, 0.0, 0.0), strict=True):
+        p.grad = torch.full_like(p, slope)
+    built.step()
+    # eps is 1e-8, which float32 drops beside 1; the matrix alone decays, by 0.25 * 0.5 of it
+    assert [p.item() for p in params] == [3.75, 4.0, 4.0, 3.5]
 
 
 @pytest.mark.parametrize("kind", KINDS[1:])

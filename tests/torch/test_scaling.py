@@ -4,7 +4,7 @@ import torch
 from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic
 
 from fp8ref.check import synthetic
-from fp8ref.formats import E4M3FN, E5M2
+from fp8ref.formats import BFLOAT16, E4M3FN, E5M2
 from fp8ref.policy import POLICIES
 from fp8ref.sim import cast as sim_cast
 from fp8ref.sim import scaling as sim
@@ -87,6 +87,18 @@ def test_quantize_equals_torchaos_dynamic_cast(granularity, axis, pow2, rng):  #
 def test_errors(x, options, message):
     with pytest.raises(ValueError, match=message):
         scaling.quantize(x, E4M3FN, **options)
+
+
+@pytest.mark.parametrize(("fmt", "message"), [("e4m3fn", "fmt is a Format.*got 'e4m3fn'"), (BFLOAT16, "e5m2fnuz; got bfloat16")])
+@pytest.mark.parametrize("policy", ["torchao", "mx_rceil"])
+def test_a_fmt_that_is_not_fp8_is_refused(fmt, message, policy):
+    x = torch.ones(4, 32)
+    with pytest.raises(ValueError, match=message):
+        scaling.quantize(x, fmt, policy=policy)
+    with pytest.raises(ValueError, match=message):
+        scaling.quantize_with(x, torch.ones(()), fmt)
+    with pytest.raises(ValueError, match=message):
+        scaling.scale_from_amax(torch.ones(()), fmt, policy)
 
 
 def test_codes_are_native_float8():

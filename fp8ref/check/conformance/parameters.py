@@ -7,6 +7,7 @@ def test_my_cast(x, codes):
 
 import numpy as np
 
+from fp8ref import formats
 from fp8ref.check import explain
 from fp8ref.check.conformance import arrays
 from fp8ref.check.vectors import scale as scales_asked
@@ -33,6 +34,7 @@ def casts(
               ImportError: bfloat16 without ml_dtypes.
     Source:   SEMANTICS C-1 to C-7.
     """
+    formats.check(fmt)
     rules = Rules(rounding=rounding, saturate=saturate)
     question = Cast(format=fmt.name, source=source, count=count, seed=seed)
     bits = question.inputs()
@@ -53,6 +55,7 @@ def scales(fmt: Format, policy: str = "torchao", *, made: str = "scale", count: 
     Raises:   ValueError: a fmt that is not FP8, an unknown policy or made, e8m0 of a policy whose scales are none, a seed or count out of range.
     Source:   SEMANTICS S-3, S-4, S-9 to S-15.
     """
+    formats.check(fmt)
     question = scales_asked.Scale(format=fmt.name, policy=policy, count=count, seed=seed)
     bits = question.inputs()
     kinds, amax = question.kinds(bits), bits.astype(np.uint32).view(np.float32)
@@ -83,6 +86,7 @@ def quantizers(
               of range; ImportError: bfloat16 without ml_dtypes.
     Source:   SEMANTICS S-5, S-6.
     """
+    formats.check(fmt)
     question = Quantize(
         format=fmt.name,
         source=source,

@@ -38,3 +38,9 @@ def test_quantizers():
     for p in found:
         x, q = p.values
         require.require_quantized(x, q.codes, E4M3FN, scale=q.scale, granularity="rowwise", axis=0)
+
+
+@pytest.mark.parametrize("asked", [parameters.casts, parameters.scales, parameters.quantizers])
+def test_a_format_by_name_is_refused(asked):
+    with pytest.raises(ValueError, match=r"fmt is a Format.*got 'e4m3fn'.*formats\.FORMATS"):
+        asked("e4m3fn")

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 
+import hypothesis
 import ml_dtypes
 import numpy as np
 import pytest
@@ -161,6 +162,50 @@ def test_a_wrong_quantiser_is_found(fault):
 
     with pytest.raises(AssertionError, match="tensorwise e4m3fn of shape"):
         agrees()
+
+
+def loses_a_nan(x):
+    """Its maximum keeps a NaN in the first place alone, as a loop of comparisons does."""
+    amax = x.ravel()[0] if np.isnan(x.ravel()[0]) else np.fmax.reduce(np.abs(x), axis=None)
+    scale = scaling.scale_from_amax(np.float32(abs(amax)), E4M3FN)
+    with np.errstate(all="ignore"):
+        return cast.encode(x * scale, E4M3FN), scale
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_quantiser_that_loses_a_nan_is_found_in_a_hundred_examples(seed):  # S-2
+    @hypothesis.seed(seed)
+    @settings(max_examples=100, database=None, deadline=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
+    @given(strategies.tensors())
+    def agrees(x):
+        codes, scale = loses_a_nan(x)
+        require.require_quantized(x, codes, E4M3FN, scale=scale)
+
+    with pytest.raises(AssertionError, match="tensorwise e4m3fn of shape"):
+        agrees()
+
+
+@pytest.mark.parametrize("special", [np.isnan, np.isinf], ids=["NaN", "infinity"])
+def test_specials_come_in_every_place_alone(special):
+    alone = np.zeros((2, 3), bool)
+
+    @settings(steady, max_examples=2000)
+    @given(strategies.tensors(shape=alone.shape))
+    def drawn(x):
+        if np.count_nonzero(~np.isfinite(x)) == 1:
+            alone[special(x)] = True
+
+    drawn()
+    assert alone.all()
+
+
+@pytest.mark.parametrize("shape", [None, (2, 3)])
+def test_an_unknown_granularity_is_refused(shape):
+    message = r"granularity is one of tensorwise, .*; got 'columnwise'"
+    with pytest.raises(ValueError, match=message):
+        strategies.shapes("columnwise")
+    with pytest.raises(ValueError, match=message):
+        find(strategies.tensors(granularity="columnwise", shape=shape), lambda x: True, settings=looking)
 
 
 @pytest.mark.parametrize("dtype", strategies.DTYPES)
