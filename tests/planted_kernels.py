@@ -81,6 +81,35 @@ def forgets_an_offset(x):
     return rows(start)
 
 
+def loses_lane_17(x):
+    values = magnitudes(x).reshape(-1)
+    return whole(x, values.masked_fill(torch.arange(values.numel()) % 32 == 17, 0).amax())
+
+
+def last_column_in_bfloat16(x):
+    return rows(x, magnitudes(x)[:, : -1 if x.shape[1] > 1 else None].amax(-1, keepdim=True)) if x.dtype == torch.bfloat16 else rows(x)
+
+
+def strides_in_bfloat16(x):
+    return forgets_strides(x) if x.dtype == torch.bfloat16 else rows(x)
+
+
+def negative_nans(x):
+    """Of an integer maximum that does not mask the sign."""
+    return rows(x, torch.where(x.isnan() & x.signbit(), 0.0, magnitudes(x)).amax(-1, keepdim=True))
+
+
+def infinity_before_nan(x):
+    amax = magnitudes(x).amax(-1, keepdim=True)
+    return rows(x, torch.where(x.isinf().any(-1, keepdim=True), torch.inf, amax))
+
+
+def tail_of_16(x):
+    codes, scale = rows(x)
+    codes.view(torch.uint8)[:, x.shape[1] // 16 * 16 :] = 0
+    return codes, scale
+
+
 def products_in_float16(x):
     _, scale = rows(x)
     return cast(x.half() * scale.half()), scale
@@ -149,14 +178,14 @@ def one_call_late():
     return quantize
 
 
-def delayed():
-    """By the largest of 16 amaxes before, 1 at first: te_delayed."""
+def delayed(calls=16):
+    """By the largest of so many amaxes before, 1 at first: te_delayed."""
     history, scales = [], [torch.tensor(1.0)]
 
     def quantize(x):
         codes, used = cast(x.float() * scales[0]), scales[0]
         history.insert(0, magnitudes(x).amax())
-        del history[16:]
+        del history[calls:]
         amax = torch.stack(history).amax()
         if amax > 0 and amax.isfinite():
             scales[0] = scale_of(amax)

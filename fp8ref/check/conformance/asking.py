@@ -9,7 +9,7 @@ from fp8ref.check.conformance import amaxes
 from fp8ref.check.conformance.amaxes import KINDS, Questions
 from fp8ref.check.conformance.quantized import Quantizer, Reading
 from fp8ref.check.conformance.subject import ConformanceError, RefusedError
-from fp8ref.granularity import scale_shape
+from fp8ref.granularity import by_name, scale_shape
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +73,38 @@ def ask(quantizer: Quantizer, what: Questions, shape: tuple[int, int], granulari
             ) from error
         asked.append(Asked(x=x, group=group, kind=kind, largest=largest, reading=reading))
     return asked
+
+
+def considered(quantizer: Quantizer, asked: Sequence[Asked], sharing: Sharing) -> np.ndarray:
+    """Of each question, whether its answer is the quantiser's: with a memory at ordinary amaxes alone, in JAX not of a NaN that XLA's max loses."""
+    if quantizer.memory:
+        return ordinary(asked)
+    counts = []
+    for a in asked:
+        nan = a.kind == KINDS.index("NaN")
+        counts.append(~nan if nan.any() and loses_nan(quantizer, a.x, sharing) else np.ones_like(nan))
+    return np.concatenate(counts)
+
+
+def loses_nan(quantizer: Quantizer, x: np.ndarray, sharing: Sharing) -> bool:
+    """Whether jax's own maximum of magnitudes, over the groups of x, is of other numbers than a NaN there (P-3)."""
+    if quantizer.subject.framework != "jax":
+        return False
+    import jax.numpy as jnp
+
+    magnitudes, axis = jnp.abs(quantizer.subject.array(x, quantizer.dtype).astype(jnp.float32)), sharing.axis
+    block = by_name(sharing.granularity)
+    if sharing.granularity == "tensorwise":
+        found = jnp.max(magnitudes)[None]
+    elif block.reduced is None:
+        found = jnp.max(magnitudes, axis)
+    else:  # of blocks of lines, also where blocks are of many
+        lines = magnitudes if axis == -1 else magnitudes.T
+        found = jnp.max(lines.reshape(len(lines), -1, block.reduced), -1)
+    nan = np.isnan(x)
+    wanted = nan.any() if sharing.granularity == "tensorwise" else nan.any(axis=axis)
+    lines_lost = ~np.isnan(np.asarray(found)).reshape(np.size(wanted), -1).any(axis=1)
+    return bool(np.any(lines_lost & np.reshape(wanted, -1)))
 
 
 def ordinary(asked: Sequence[Asked]) -> np.ndarray:

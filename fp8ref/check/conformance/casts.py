@@ -1,5 +1,6 @@
 """From a cast's answers to what it is."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -49,8 +50,7 @@ def identify_cast(
     if layout is None:
         return _unknown(subject, fmt, source, findings, expect)
     asked, position = _ask(subject, source, layout)
-    some = asked.x[:: asked.x.size // 64]  # of every exponent and both signs
-    subjects.check_keeps(subject, some, some[::-1], source, _read)
+    _check_keeps(subject, asked)
     if position is not None or stochastic.varies(subject, source, layout):
         if exhaustive:
             raise ConformanceError(f"{name} gives equal inputs unequal codes: none that all of float32 is held to. Leave --exhaustive out.")
@@ -93,10 +93,14 @@ def identify_cast(
     alike = [k for k, known in KNOWN.items() if not asked.unlike(known.of(layout), canonical=True).any()]
     complete = None not in (found.rounding, found.overflow, found.infinite) and not unlike
     elsewhere = []
-    for hold in (sizes.shapes, sizes.strides):
-        finding, wrong_there = hold(subject, asked, found)
-        findings.append(finding)
-        elsewhere += wrong_there
+    for of, a in (
+        (of, a) for of, a in answers.items() if of != "float64" and a not in (b for b, differs in wrong.items() if differs.any())
+    ):
+        _check_keeps(subject, a)
+        for hold in (sizes.shapes, sizes.strides):
+            finding, wrong_there = hold(subject, a, found)
+            findings.append(finding if of == source else dataclasses.replace(finding, what=f"{finding.what} of {of}"))
+            elsewhere += wrong_there
     unlike += elsewhere
     differences = held.cast(answers, wanted.of(fmt), fmt, layout, findings) if wanted else []
     return Outcome(
@@ -115,6 +119,11 @@ def identify_cast(
         expected=expect,
         differences=differences,
     )
+
+
+def _check_keeps(subject: Subject, a: Answers) -> None:
+    some = a.x[:: a.x.size // 64]  # of every exponent and both signs
+    subjects.check_keeps(subject, some, some[::-1], a.source, _read)
 
 
 def _read(found: Any) -> list[np.ndarray]:

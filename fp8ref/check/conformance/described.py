@@ -135,7 +135,7 @@ def quantizer_in_words(
     how += "" if found["rounding"] == "nearest_even" else f", rounds {found['rounding']}"
     how += f", rounds to {found['double_rounding']} first" if found["double_rounding"] else ""
     how += f", subnormals are {found['subnormals'].replace('_', ' ')}" if found["subnormals"] != "kept" else ""
-    how += f"; its amax is stale, of {memory} earlier call{'s' if memory > 1 else ''}" if memory else ""
+    how += f"; its amax is stale, of {memory} earlier call{'s' if memory > 1 else ''}; told by ordinary amaxes alone" if memory else ""
     how += ", -0 becomes 0" if found["negative_zero"] != "kept" and chosen.fmt.specials != "fnuz" else ""
     how += "" if everywhere else "; of other tensors it gives something else"
     how += "" if identified or not everywhere else ", but for what is unlike that"

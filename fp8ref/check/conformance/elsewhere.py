@@ -1,6 +1,5 @@
 """A quantiser beyond the tensors that its policy was told by: other shapes and dtypes, other places of what counts, other strides."""
 
-import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -9,50 +8,79 @@ import numpy as np
 
 from fp8ref import policy as policy_data
 from fp8ref.check.conformance import amaxes, asking, policies, shrink
+from fp8ref.check.conformance import subject as subjects
 from fp8ref.check.conformance.asking import Asked, Sharing
+from fp8ref.check.conformance.influence import noise
 from fp8ref.check.conformance.outcome import Finding
 from fp8ref.check.conformance.policies import Candidate
-from fp8ref.check.conformance.quantized import Quantizer, Reading
+from fp8ref.check.conformance.quantized import Quantizer, Reading, arrays_of
 from fp8ref.check.conformance.subject import VIEWS, RefusedError
 from fp8ref.check.conformance.witness import Witness, bits_of, rounded, show
+from fp8ref.granularity import by_name
 from fp8ref.policy import ScalePolicy
+from fp8ref.sim import scaling
 
 # K as S-6 asks; one row, a square, rows that no block divides, long rows, more than a million elements
-SHAPES = ((1, 128), (3, 256), (128, 128), (131, 128), (7, 8192), (1031, 1152))
-_PLANTED = {"the largest": 4.0, "NaN": np.nan, "an infinity": np.inf}
+SHAPES = ((1, 128), (3, 256), (128, 128), (131, 128), (3, 28672), (1031, 1152))
+# of lines and whole tensors, K is free
+RAGGED = ((1, 1), (2, 3), (3, 17), (4, 1000))
+_LARGE = 1 << 20
+_WHOLE = (20, 264)
+_PLANTED = {
+    "the largest last": (4.0, None),
+    "the largest inside": (None, 4.0),
+    "NaN last": (np.nan, None),
+    "NaN inside": (None, np.nan),
+    "an infinity last": (np.inf, None),
+    "an infinity inside": (None, np.inf),
+    "two NaNs": (np.nan, np.nan),
+    "a NaN inside and an infinity last": (np.inf, np.nan),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tensor:
-    """x float32 [M, K] and, if something was planted in its groups, what, and the flat index of each."""
+    """x float32 [M, K] and, if something was planted in its groups, what, and the flat index of it in each."""
 
     x: np.ndarray
     planted: str = ""
     at: np.ndarray | None = None
 
     def __str__(self) -> str:
-        return f"x {list(self.x.shape)}" + (f" in [1, 2), {self.planted} in each group" if self.planted else "")
+        return f"x {list(self.x.shape)}" + (f" in [1, 2) / 256, {self.planted} in each group" if self.planted else "")
 
 
 def hold(quantizer: Quantizer, candidate: Candidate, sharing: Sharing, shape: tuple[int, int]) -> tuple[list[Finding], list[Witness]]:
-    """Shapes, strides and dtypes, as far as the first that is unlike; shape is what the dtypes are asked in."""
+    """Dtypes, and in each of them shapes and strides, as far as the first that is unlike; shape is what the dtypes are asked in."""
     findings, found = list[Finding](), list[Witness]()
-    for asked in (shapes, strides, functools.partial(dtypes, shape=shape)):
-        if not found:
-            more, found = asked(quantizer, candidate, sharing)
-            findings += more
+    candidates = {quantizer.dtype: candidate}
+    for dtype in (quantizer.dtype, *(d for d in ("bfloat16", "float16") if d != quantizer.dtype)):
+        other = replace(quantizer, dtype=dtype)
+        if dtype != quantizer.dtype:
+            of, finding, wrong = from_dtype(other, candidate, sharing, shape)
+            findings, found = [*findings, finding], [*found, *wrong]
+            if of is None:
+                continue
+            candidates[dtype] = of
+        subjects.check_keeps(other.subject, noise(), noise()[::-1], dtype, arrays_of)
+        for asked in (shapes, strides):
+            if not found:
+                more, found = asked(other, candidates[dtype], sharing, large=dtype == quantizer.dtype)
+                findings += [f if dtype == quantizer.dtype else replace(f, what=f"{f.what} of {dtype}") for f in more]
     return findings, found
 
 
-def shapes(quantizer: Quantizer, candidate: Candidate, sharing: Sharing) -> tuple[list[Finding], list[Witness]]:
-    """Hold tensors of other shapes to the policy that was found, with what counts last in its group and somewhere inside."""
+def shapes(quantizer: Quantizer, candidate: Candidate, sharing: Sharing, *, large: bool = True) -> tuple[list[Finding], list[Witness]]:
+    """Hold tensors of other shapes to the policy that was found, with what counts in every place of a tensor, and last and inside of a group."""
     taken, refused, found, lost = [], [], list[Witness](), list[Witness]()
-    for rows, columns in SHAPES:
+    asked = [*(RAGGED if by_name(sharing.granularity).reduced is None else ()), *(SHAPES if large else SHAPES[:-1])]
+    asked += [_WHOLE] if sharing.granularity == "tensorwise" and not quantizer.memory else []
+    for rows, columns in asked:
         shape = (columns, rows) if sharing.axis == 0 else (rows, columns)
         try:
             for tensor in _tensors(shape, sharing, quantizer):
                 unlike = _unlike(tensor, quantizer.ask(tensor.x), candidate, sharing, quantizer.dtype)
-                if quantizer.subject.framework == "jax" and tensor.planted.startswith("NaN"):  # XLA's max, and nobody's decision
+                if unlike and "NaN" in tensor.planted and asking.loses_nan(quantizer, tensor.x, sharing):
                     lost = lost or unlike
                 else:
                     found = found or unlike
@@ -60,17 +88,17 @@ def shapes(quantizer: Quantizer, candidate: Candidate, sharing: Sharing) -> tupl
             refused.append(shape)
         else:
             taken.append(shape)
-    evidence = f"{_listed(taken)}: so too, with the largest, NaN or an infinity last in its group and inside"
+    evidence = f"{_listed(taken)}: so too, with the largest, NaNs and infinities of either sign last in its group and inside"
     evidence += f"; it raises for {_listed(refused)}" if refused else ""
     said = "not all alike" if found else "all alike"
     findings = [Finding(what="shapes", value=not found, said=said, evidence=str(found[0]) if found else evidence)]
-    findings += [Finding(what="NaN inside", value=False, said="lost in some places, as by XLA's max", evidence=str(w)) for w in lost]
+    findings += [Finding(what="NaN inside", value=False, said="lost where XLA's max loses it", evidence=str(w)) for w in lost]
     return findings, found
 
 
-def strides(quantizer: Quantizer, candidate: Candidate, sharing: Sharing) -> tuple[list[Finding], list[Witness]]:
+def strides(quantizer: Quantizer, candidate: Candidate, sharing: Sharing, *, large: bool = True) -> tuple[list[Finding], list[Witness]]:
     """Hold tensors that do not lie in memory one element after the other to the same."""
-    tensor = next(_tensors((128, 256), sharing, quantizer))
+    tensor = _random((128, 256), quantizer)
     taken, refused, found = [], [], list[Witness]()
     for view in VIEWS if quantizer.subject.framework != "jax" else ():
         try:
@@ -92,38 +120,27 @@ def strides_finding(taken: list[str], refused: list[str], found: list[Witness]) 
     return Finding(what="strides", value=not found, said=said, evidence=str(found[0]) if found else evidence)
 
 
-def dtypes(quantizer: Quantizer, candidate: Candidate, sharing: Sharing, shape: tuple[int, int]) -> tuple[list[Finding], list[Witness]]:
-    """From bfloat16 and float16: by the same policy, or by one that differs in what it computes in alone (S-13)."""
-    findings, found = [], []
-    for dtype in ("bfloat16", "float16"):
-        if dtype == quantizer.dtype:
-            continue
-        other = replace(quantizer, dtype=dtype)
-        try:
-            other.once(np.ones(shape, np.float32))
-            asked = asking.ask(other, amaxes.questions(candidate.fmt, dtype), shape, sharing.granularity, sharing.axis)
-        except RefusedError as error:
-            findings.append(Finding(what=f"from {dtype}", value=None, said="not taken", evidence=str(error)))
-            continue
-        alike = [p for p in policy_data.POLICIES.values() if _decisions(p) == _decisions(candidate.policy)]
-        held = [
-            policies.agreement(replace(candidate, policy=p), asked, sharing) for p in sorted(alike, key=lambda p: p != candidate.policy)
-        ]
-        agreed = [a for a in held if a.both[asking.ordinary(asked) if quantizer.memory else slice(None)].all()]
-        if agreed:
-            findings.append(
-                Finding(
-                    what=f"from {dtype}",
-                    value=agreed[0].candidate.policy.name,
-                    evidence=f"{agreed[0].both.size} groups are as by it",
-                )
-            )
-            continue
-        wrong = _unlike_of(asked, held[0].both, candidate, sharing, dtype)
-        findings.append(Finding(what=f"from {dtype}", value=None, said="something else", evidence=str(wrong[0])))
-        if dtype == "bfloat16" or candidate.policy.stored == "scale":  # of quotients in float16 no policy speaks (S-13)
-            found += wrong
-    return findings, found
+def from_dtype(
+    quantizer: Quantizer, candidate: Candidate, sharing: Sharing, shape: tuple[int, int]
+) -> tuple[Candidate | None, Finding, list[Witness]]:
+    """In another dtype: by the same policy, or by one that differs in what it computes in alone (S-13)."""
+    dtype = quantizer.dtype
+    try:
+        quantizer.once(np.ones(shape, np.float32))
+        asked = asking.ask(quantizer, amaxes.questions(candidate.fmt, dtype), shape, sharing.granularity, sharing.axis)
+    except RefusedError as error:
+        return None, Finding(what=f"from {dtype}", value=None, said="not taken", evidence=str(error)), []
+    alike = [p for p in policy_data.POLICIES.values() if _decisions(p) == _decisions(candidate.policy)]
+    held = [policies.agreement(replace(candidate, policy=p), asked, sharing) for p in sorted(alike, key=lambda p: p != candidate.policy)]
+    considered = asking.considered(quantizer, asked, sharing)
+    agreed = next((a.candidate for a in held if (a.both | ~considered).all()), None)
+    if agreed:
+        evidence = f"{considered.sum()} groups are as by it"
+        return agreed, Finding(what=f"from {dtype}", value=agreed.policy.name, evidence=evidence), []
+    wrong = _unlike_of(asked, held[0].both | ~considered, candidate, sharing, dtype)
+    finding = Finding(what=f"from {dtype}", value=None, said="something else", evidence=str(wrong[0]))
+    stated = dtype == "bfloat16" or candidate.policy.stored == "scale"  # of quotients in float16 no policy speaks (S-13)
+    return None, finding, wrong if stated else []
 
 
 def _decisions(policy: ScalePolicy) -> dict[str, Any]:
@@ -132,22 +149,40 @@ def _decisions(policy: ScalePolicy) -> dict[str, Any]:
 
 
 def _tensors(shape: tuple[int, int], sharing: Sharing, quantizer: Quantizer) -> Iterator[Tensor]:
-    """One of random numbers of few bits, whose products with a scale are ties too; then with something planted in each group."""
+    """With something planted in each group; in many places of one; then random."""
     rng = np.random.default_rng(0)
-    random = (rng.standard_normal(shape) * 2.0 ** rng.integers(-4, 5, shape)).astype(np.float32)
-    yield Tensor(x=rounded(rounded(random, "bfloat16"), quantizer.dtype))
     group = amaxes.groups(shape, sharing.granularity, sharing.axis).reshape(-1)
     order = np.argsort(group, kind="stable")
-    last = np.searchsorted(group[order], np.arange(group.max() + 1), side="right") - 1
     size = np.bincount(group)
-    inside = order[last - (size * rng.uniform(0, 1, size.size)).astype(np.int64)]
-    for name, value in _PLANTED.items():
-        if quantizer.memory and not np.isfinite(value):  # what it keeps then one call cannot tell
-            continue
-        for where, at in (("last", order[last]), ("inside", inside)):
-            x = (1 + rng.integers(0, 8, shape) / 8).astype(np.float32)
-            x.reshape(-1)[at] = value
-            yield Tensor(x=x, planted=f"{name} {where}", at=at)
+    end = np.searchsorted(group[order], np.arange(size.size), side="right") - 1
+    last, inside = order[end], order[end - (size * rng.uniform(0, 1, size.size)).astype(np.int64)]
+    for name, (at_last, at_inside) in _PLANTED.items():
+        special = not {at_last, at_inside} <= {4.0, None}
+        # what a quantiser with a memory keeps then one call cannot tell
+        if not (special and quantizer.memory) and (group.size < _LARGE or name == "the largest last"):
+            planted = [(at, value) for at, value in ((last, at_last), (inside, at_inside)) if value is not None]
+            yield _with(shape, rng, name, planted)
+    if shape in (_WHOLE, _WHOLE[::-1]):
+        # 35 has no divisor in common with 32, 128 and 264, so that all lanes, most columns and every block are met; then the start of every row
+        for i, at in enumerate((*range(0, group.size, 35), *range(0, group.size, shape[1]))):
+            yield _with(shape, rng, f"the largest at {at}", [(np.array([at]), 4.0 if i % 2 else -4.0)])
+    yield _random(shape, quantizer)
+
+
+def _random(shape: tuple[int, int], quantizer: Quantizer) -> Tensor:
+    """Numbers of few bits, whose products with a scale are ties too."""
+    rng = np.random.default_rng(0)
+    x = (rng.standard_normal(shape) * 2.0 ** rng.integers(-4, 5, shape)).astype(np.float32)
+    return Tensor(x=rounded(rounded(x, "bfloat16"), quantizer.dtype))
+
+
+def _with(shape: tuple[int, int], rng: np.random.Generator, name: str, planted: list[tuple[np.ndarray, float]]) -> Tensor:
+    """Of either sign, from group to group."""
+    x = ((1 + rng.integers(0, 8, shape) / 8) / 256).astype(np.float32)
+    for at, value in planted:
+        sign = np.where(np.arange(at.size) % 2, -1, 1) * np.copysign(1, value)
+        x.reshape(-1)[at] = np.copysign(np.float32(value if not np.isfinite(value) else value / 256), sign)
+    return Tensor(x=x, planted=name, at=planted[0][0])
 
 
 def _unlike(tensor: Tensor, reading: Reading, candidate: Candidate, sharing: Sharing, dtype: str) -> list[Witness]:
@@ -160,6 +195,9 @@ def _unlike(tensor: Tensor, reading: Reading, candidate: Candidate, sharing: Sha
     scales = policies.agreement(candidate, [asked], sharing).scales
     differs = policies.unlike(reading, expected, candidate)
     differs |= False if scales is None else ~scales[group]
+    for name in (n for n, kind in sharing.kinds.items() if kind == "amax"):
+        amax = np.reshape(scaling.amax(x, sharing.granularity, axis=sharing.axis), -1)
+        differs |= ~np.isclose(asking.per_group(asked, name, sharing), amax, rtol=0, atol=0, equal_nan=True)[group]
     if not differs.any():
         return []
     at = np.unravel_index(int(np.argmax(differs)), x.shape)

@@ -43,6 +43,11 @@ def memory(quantizer: Quantizer) -> tuple[Quantizer, Finding]:
         )
     if not count:
         return quantizer, Finding(what="memory", value=0, said="none", evidence="a call of ones gives the same after a call of 1024s")
+    if count == _CALLS:
+        raise ConformanceError(
+            f"{quantizer.subject.name} remembers more than {_CALLS} calls: of x of ones {list(SHAPE)} it gives something else that long after x of "
+            "1024s. Give it a shorter history."
+        )
     witness = Witness(
         input="x of ones, after x of 1024s",
         bits=(bits_of(1, quantizer.dtype), bits_of(1024, quantizer.dtype)),

@@ -7,7 +7,6 @@ import numpy as np
 
 from fp8ref import policy as policy_data
 from fp8ref.check.conformance import asking, departing, policies
-from fp8ref.check.conformance.amaxes import KINDS
 from fp8ref.check.conformance.asking import Asked, Sharing
 from fp8ref.check.conformance.behaviour import LAYOUTS
 from fp8ref.check.conformance.deviations import NONE
@@ -39,17 +38,18 @@ class Matched:
         return list(dict.fromkeys(a.candidate.policy.name for a in self.agreements))
 
 
-def match(asked: Sequence[Asked], sharing: Sharing, layout: Format, *, fixed: bool, stateful: bool) -> Matched:
-    """The asked format first; then another's max; then, of uint8 and of values, another format altogether."""
-    kind = np.concatenate([a.kind for a in asked])
-    considered = kind == KINDS.index("ordinary") if stateful else np.ones(kind.size, bool)
+def match(asked: Sequence[Asked], sharing: Sharing, layout: Format, considered: np.ndarray, *, fixed: bool, flushing: bool) -> Matched:
+    """Of the questions considered, the asked format first; then another's max; then, of uint8 and of values, another format altogether."""
     others = [f for f in LAYOUTS.values() if f is not layout]
     few = [a for a in asked if a.ordinary.any()][:8]
     best: Agreement | None = None
     for stage in ([(layout, layout)], [(f, layout) for f in others], [] if fixed else [(f, f) for f in others]):
-        for flushes in (False, True):
+        for ways in ((False, True),) if flushing else ((False,), (True,)):
             candidates = [
-                Candidate(policy=policy, top=top, fmt=of, flushes=flushes) for policy in policy_data.POLICIES.values() for top, of in stage
+                Candidate(policy=policy, top=top, fmt=of, flushes=flushes)
+                for flushes in ways
+                for policy in policy_data.POLICIES.values()
+                for top, of in stage
             ]
             likely = [c for c in candidates if policies.at_ordinary(c, few, sharing)]
             found = [policies.agreement(c, asked, sharing) for c in likely]  # a few amaxes rule out most

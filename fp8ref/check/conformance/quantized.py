@@ -57,7 +57,7 @@ class Quantizer:
         found = self.subject.ask(x, self.dtype, view=view)
         try:
             return read(found, x)
-        except ConformanceError as error:
+        except Exception as error:  # what it gives may raise as it is read
             raise ConformanceError(
                 f"{self.subject.name} for {subjects.describe(x, self.dtype, self.subject.framework)}: {error}"
             ) from error

@@ -15,7 +15,7 @@ from fp8ref.check.conformance.casts import check_format
 from fp8ref.check.conformance.influence import SHAPE
 from fp8ref.check.conformance.outcome import Finding, Outcome
 from fp8ref.check.conformance.policies import Candidate
-from fp8ref.check.conformance.quantized import Quantizer, Reading, arrays_of, smallest_shape
+from fp8ref.check.conformance.quantized import Quantizer, Reading, smallest_shape
 from fp8ref.check.conformance.subject import RefusedError
 from fp8ref.check.conformance.witness import Witness
 from fp8ref.formats import Format
@@ -53,7 +53,6 @@ def identify_quantizer(
         raise RefusedError(f"{error}\nA quantizer is asked with x [M, K]: two axes, of which scales may reduce either (S-6).") from error
     quantizer = Quantizer(subject=subject, dtype=subjects.first_source(subject, SHAPE))
     quantizer, remembered = influence.memory(quantizer)
-    subjects.check_keeps(subject, influence.noise(), influence.noise()[::-1], quantizer.dtype, arrays_of)
     group = influence.group(quantizer)
     reading = quantizer.ask(np.ones(SHAPE, np.float32))
     layout = _layout(reading, fmt)
@@ -65,7 +64,9 @@ def identify_quantizer(
     shape = smallest_shape(quantizer, _ASKED_IN, lambda s: True) if at == "tensorwise" else SHAPE
     asked = asking.ask(quantizer, what, shape, at, along)
     sharing = asking.returned(asked, at, along)
-    matched = matching.match(asked, sharing, layout, fixed=reading.dtype.startswith("float8"), stateful=quantizer.memory > 0)
+    considered = asking.considered(quantizer, asked, sharing)
+    fixed, flushing = reading.dtype.startswith("float8"), subject.framework == "jax"
+    matched = matching.match(asked, sharing, layout, considered, fixed=fixed, flushing=flushing)
     chosen = matched.nearest.candidate
     unlike = [] if matched.agreements else held.witnesses(quantizer, matched, matched.nearest, sharing)
     findings += [
@@ -90,7 +91,10 @@ def identify_quantizer(
     unlike = [*unlike, *misnamed]
     beyond: list[Witness] = []
     if matched.agreements and not unlike and not different:
-        more, beyond = elsewhere.hold(quantizer, chosen, sharing, shape)
+        for agreed in sorted(matched.agreements, key=lambda a: a.candidate.policy != wanted):  # those that only other tensors tell apart
+            more, beyond = elsewhere.hold(quantizer, agreed.candidate, sharing, shape)
+            if not beyond:
+                break
         findings += more
         unlike = list(beyond)
     differences = []

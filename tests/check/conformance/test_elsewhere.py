@@ -1,5 +1,6 @@
 """What a quantiser does beyond the tensors that its policy was told by: each planted kernel is right there, and found out elsewhere."""
 
+import jax.numpy as jnp
 import planted_kernels as planted
 import pytest
 import torch
@@ -28,13 +29,19 @@ def test_what_is_right_everywhere():  # S-16
     [
         (planted.another_in_float16, "(float16 0x"),
         (planted.mean_in_bfloat16, "(bfloat16 0x"),
-        (planted.divides, "expected code 0x58 (16)"),
-        (planted.compares_for_the_largest, "NaN last in each group as x[0, 127] = nan"),
-        (planted.but_the_last_column, "the largest last in each group as x[0, 127] = 4 (float32 0x"),
-        (planted.but_the_last_column, "(as without x[0, 127]), expected code 0x72 (160), scale 112 by torchao"),
-        (planted.whole_blocks_alone, "(as without x[130, 127])"),
+        (planted.divides, "expected code 0x58 (16), scale 17.066667556762695 by torchao"),
+        (planted.compares_for_the_largest, "NaN last in each group as x[0, 2] = nan"),
+        (planted.but_the_last_column, "the largest last in each group as x[1, 2] = 0.015625 (float32 0x"),
+        (planted.but_the_last_column, "(as without x[1, 2]), expected code "),
+        (planted.whole_blocks_alone, "(as without x[3, 999])"),
         (planted.up_to_1024_rows, "(as without x[1030, 1151])"),
-        (planted.up_to_2048_columns, "of x [7, 8192]"),
+        (planted.up_to_2048_columns, "of x [3, 28672]"),
+        (planted.loses_lane_17, "the largest at "),
+        (planted.last_column_in_bfloat16, "(bfloat16 0x"),
+        (planted.strides_in_bfloat16, "transposed in memory (bfloat16 0x"),
+        (planted.negative_nans, "(as without x[1, 2]), expected code 0x7F (nan), scale nan by torchao"),
+        (planted.infinity_before_nan, "a NaN inside and an infinity last"),
+        (planted.tail_of_16, "got code 0x00 (0)"),
         (planted.transposes_squares, "of x [128, 128]"),
         (planted.forgets_strides, "of x [128, 256], transposed in memory"),
         (planted.forgets_an_offset, "of x [128, 256], behind a row in memory"),
@@ -81,6 +88,39 @@ def test_what_calls_have_in_common(function, said):
         asked(function)
 
 
+def test_a_workspace_of_another_dtype():
+    quantize = planted.with_a_workspace()
+    with pytest.raises(ConformanceError, match="mine overwrites what it gave for x torch bfloat16"):
+        asked(lambda x: quantize(x) if x.dtype == torch.bfloat16 else planted.rows(x))
+
+
+def test_more_calls_than_are_asked():
+    with pytest.raises(ConformanceError, match="mine remembers more than 20 calls"):
+        asked(planted.delayed(24), "te_delayed")
+
+
+@pytest.mark.parametrize("axis", [-1, 0])
+def test_what_xla_loses_is_held_against_nobody(axis):  # P-3, S-16
+    def quantize(x):
+        amax = jnp.max(jnp.abs(x.astype(jnp.float32)), axis, keepdims=True)
+        scale = 448 / jnp.maximum(amax, 1e-12)
+        return jnp.clip(x.astype(jnp.float32) * scale, -448, 448).astype(jnp.float8_e4m3fn), scale
+
+    found = identify_quantizer(quantize, E4M3FN, framework="jax", expect="torchao")
+    assert found.ok, found.message
+    assert {f.what: f.said for f in found.findings}["NaN inside"] == "lost where XLA's max loses it"
+
+
+def test_a_nan_that_is_dropped_in_jax_is_a_fault():  # S-2
+    def quantize(x):
+        x = x.astype(jnp.float32)
+        amax = jnp.max(jnp.where(jnp.isnan(x) & (jnp.arange(x.shape[1]) > 0), 0, jnp.abs(x)), -1, keepdims=True)
+        scale = 448 / jnp.maximum(amax, 1e-12)
+        return jnp.clip(x * scale, -448, 448).astype(jnp.float8_e4m3fn), scale
+
+    assert not identify_quantizer(quantize, E4M3FN, framework="jax").ok
+
+
 def test_a_delayed_quantizer_by_its_policy():  # S-11, H-1
     found = asked(planted.delayed(), "te_delayed")
     assert found.ok, found.message
@@ -107,4 +147,7 @@ def test_shapes_that_it_does_not_take_are_said():
 
     found = asked(function)
     assert found.ok
-    assert "it raises for [1, 128], [3, 256], [131, 128], [7, 8192], [1031, 1152]" in {f.what: f.evidence for f in found.findings}["shapes"]
+    assert (
+        "it raises for [1, 1], [2, 3], [3, 17], [4, 1000], [1, 128], [3, 256], [131, 128], [3, 28672], [1031, 1152]"
+        in {f.what: f.evidence for f in found.findings}["shapes"]
+    )
