@@ -114,6 +114,7 @@ def strides(quantizer: Quantizer, candidate: Candidate, sharing: Sharing, *, lar
 
 
 def strides_finding(taken: list[str], refused: list[str], found: list[Witness]) -> Finding:
+    """What is said of views that were taken, or raised for, and of where one is unlike."""
     said = "not all alike" if found else "all alike" if taken else "not taken" if refused else "not asked"
     evidence = f"{', '.join(taken)}: as contiguous" if taken else "" if refused else "jax has none"
     evidence += f"{'; ' * bool(taken)}it raises for {', '.join(refused)}" if refused else ""
