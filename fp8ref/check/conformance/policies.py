@@ -43,7 +43,7 @@ class Candidate:
         amax = self.deviation.amax(given, granularity, axis=axis)
         with np.errstate(all="ignore"):
             scales = self.deviation.scales(scales_from_amax(amax, self.top, self.deviation.of(self.policy)), amax, self.top)
-        if self.flushes:
+        if self.flushes and self.policy.e8m0 is None:  # e8m0 codes are no floats, and none is flushed
             scales = Scales(*(_flushed(np.asarray(s)) for s in scales))
         q = scaling.quantize_with(x, scales, self.fmt, granularity=granularity, policy=self.policy, axis=axis)
         return q if self.rounding is None else q._replace(codes=self._codes(x, scales, sharing, self.rounding))

@@ -8,6 +8,7 @@ import torch
 from fp8ref.check.conformance import identify_quantizer
 from fp8ref.check.conformance.subject import ConformanceError
 from fp8ref.formats import E4M3FN
+from fp8ref.jax import scaling as jax_scaling
 
 
 def asked(function, expect="torchao"):
@@ -109,6 +110,16 @@ def test_what_xla_loses_is_held_against_nobody(axis):  # P-3, S-16
     found = identify_quantizer(quantize, E4M3FN, framework="jax", expect="torchao")
     assert found.ok, found.message
     assert {f.what: f.said for f in found.findings}["NaN inside"] == "lost where XLA's max loses it"
+
+
+def test_what_xla_flushes_beside_an_e8m0_scale_is_held_against_nobody():  # S-12, S-14
+    def quantize(x):
+        q = jax_scaling.quantize(x, E4M3FN, granularity="mx_1x32", policy="mx_floor")
+        return q.codes, q.scale_inv.astype(jnp.float8_e8m0fnu)
+
+    found = identify_quantizer(quantize, E4M3FN, framework="jax", expect="mx_floor")
+    assert found.ok, found.message
+    assert found.found["flushes_subnormal_scales"]
 
 
 def test_a_nan_that_is_dropped_in_jax_is_a_fault():  # S-2
