@@ -2,7 +2,7 @@
 
 import fnmatch
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -311,3 +311,20 @@ def _multiple(recipe: Recipe, which: Gemm) -> int:
     """What the length that a GEMM reduces is a multiple of: of 16 (L-5), and of the blocks of its operands (S-6)."""
     casts = [cast for cast in (recipe.gemms[which].a, recipe.gemms[which].b) if cast is not None]
     return math.lcm(16, *(granularity.by_name(cast.granularity).reduced or 1 for cast in casts))
+
+
+def check_gemms(recipe: Recipe, taken: tuple[str, ...], implemented: Callable[[ScalePolicy], object]) -> None:
+    """Hold each FP8 GEMM of a recipe to what a backend has: epilogues of those names, and policies that ``implemented`` does not refuse.
+
+    Raises:   ValueError: naming the GEMM; as ``epilogue.check_pair`` and ``implemented``.
+    """
+    for which, spec in recipe.gemms.items():
+        if spec.a is None or spec.b is None:
+            continue
+        try:
+            epilogue.check_pair(spec.epilogue, taken, spec.a.granularity, spec.b.granularity)
+            for cast in (spec.a, spec.b):
+                if cast.delayed is None:
+                    implemented(cast.policy)
+        except ValueError as error:
+            raise ValueError(f"{which} of recipe {recipe.name!r}: {error}") from None

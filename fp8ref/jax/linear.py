@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from fp8ref import epilogue as epilogues
 from fp8ref import recipe as recipes
 from fp8ref.jax import delayed, gemm, operands, scales, sharding, simulated, stats
 from fp8ref.jax.operands import Scales, Use
@@ -82,18 +81,9 @@ def check_recipe(recipe: str | Recipe, name: str) -> Recipe:
     """The recipe, if this backend runs it; ValueError, naming the layer, otherwise."""
     try:
         recipe = recipes.by_name(recipe)
+        recipes.check_gemms(recipe, gemm.EPILOGUES, scales.implemented)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
-    for which, spec in recipe.gemms.items():
-        if spec.a is None or spec.b is None:
-            continue
-        try:
-            epilogues.check_pair(spec.epilogue, gemm.EPILOGUES, spec.a.granularity, spec.b.granularity)
-            for cast in (spec.a, spec.b):
-                if cast.delayed is None:
-                    scales.implemented(cast.policy)
-        except ValueError as error:
-            raise ValueError(f"{name}: {which} of recipe {recipe.name!r}: {error}") from error
     return recipe
 
 

@@ -7,7 +7,6 @@ import torch
 from torch import nn
 from torchao.float8.float8_training_tensor import Float8TrainingTensor
 
-from fp8ref import epilogue as epilogues
 from fp8ref import recipe as recipes
 from fp8ref.recipe import OPERANDS, REDUCED_AXES, ROLES, CastSpec, Gemm, Recipe, Role
 from fp8ref.torch import delayed, gemm, linear_input, scales, scaling
@@ -197,14 +196,5 @@ def check_recipe(recipe: str | Recipe) -> Recipe:
     """
     recipe = recipes.by_name(recipe)
     delayed.casts(recipe)
-    for which, spec in recipe.gemms.items():
-        if spec.a is None or spec.b is None:
-            continue
-        try:
-            epilogues.check_pair(spec.epilogue, gemm.EPILOGUES, spec.a.granularity, spec.b.granularity)
-            for cast in (spec.a, spec.b):
-                if cast.delayed is None:
-                    scales.implemented(cast.policy)
-        except ValueError as error:
-            raise ValueError(f"{which} of recipe {recipe.name!r}: {error}") from None
+    recipes.check_gemms(recipe, gemm.EPILOGUES, scales.implemented)
     return recipe
