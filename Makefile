@@ -43,7 +43,7 @@ $(GPU_SITE):
 	rm -rf .gpu-site
 	mkdir -p .gpu-site
 	$(if $(wildcard wheels/*.whl),$(GPU_PYTHON) -m pip install --disable-pip-version-check -q --no-index --no-deps --target .gpu-site wheels/*.whl)
-	$(ON_GPU) -c 'import fp8ref.jax, fp8ref.torch, fp8ref.run.loop, gfloat, hypothesis, matplotlib, mmaemu, pytest'
+	$(ON_GPU) -c 'import fp8ref.jax, fp8ref.torch, fp8ref.train.loop, gfloat, hypothesis, matplotlib, mmaemu, pytest'
 	touch $@
 
 gpu-probe: $(GPU_SITE)
@@ -116,3 +116,4 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports

@@ -20,11 +20,12 @@ import jax
 import numpy as np
 from jax.experimental import topologies
 
-from fp8ref.jax import hlo, proof
-from fp8ref.jax.train import Trainer
+from fp8ref.jax import proof
+from fp8ref.jax.proof import hlo
 from fp8ref.llama import LlamaConfig
-from fp8ref.run.config import Config
-from fp8ref.run.sections import DataConfig
+from fp8ref.train.config import Config
+from fp8ref.train.jax.trainer import Trainer
+from fp8ref.train.sections import DataConfig
 
 MODEL = LlamaConfig(
     vocab_size=1024, hidden_size=4096, intermediate_size=14336, num_hidden_layers=2, num_attention_heads=32, num_key_value_heads=8

@@ -26,13 +26,13 @@ from torch.distributed.device_mesh import init_device_mesh
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from ranks import run
 
-from fp8ref.check import bounds
+from fp8ref.crosscheck import bounds
 from fp8ref.llama import initial_weights
-from fp8ref.run.config import Config
-from fp8ref.torch import delayed, linear, traced
-from fp8ref.torch.gather import FP8Gather
+from fp8ref.torch import compiled_fsdp, convert, delayed
+from fp8ref.torch.fsdp import FP8Gather
 from fp8ref.torch.parallel import parallelize
-from fp8ref.torch.train import Trainer
+from fp8ref.train.config import Config
+from fp8ref.train.torch.trainer import Trainer
 
 RECIPES = ("tensorwise", "delayed")
 HOW = ("block", "model", "traced")
@@ -134,8 +134,8 @@ def built(recipe: str, how: str, gather: str, backend="aot_eager") -> tuple[nn.M
     mesh = init_device_mesh("cpu", (distributed.get_world_size(),), mesh_dim_names=("fsdp",))
     fp8, made = gather == "fp8", model()
     if how == "traced":
-        converted = linear.convert(made, recipe, amax_group=mesh.get_group() if recipe == "delayed" else None)
-        sharded = traced.shard(converted, mesh.get_group(), gather_fp8=fp8)
+        converted = convert.convert(made, recipe, amax_group=mesh.get_group() if recipe == "delayed" else None)
+        sharded = compiled_fsdp.shard(converted, mesh.get_group(), gather_fp8=fp8)
         return sharded, torch.compile(sharded, fullgraph=True, backend=backend)
     scope = "global" if recipe == "delayed" else "local"
     sharded = parallelize(
@@ -162,7 +162,7 @@ def trained(sharded: nn.Module, called: nn.Module, steps: int = 3) -> dict[str, 
         found[f"loss {step}"] = loss.detach()
     cut = {name.removeprefix("model."): p for name, p in sharded.named_parameters()}
     found |= {f"grad of {name}": getattr(p.grad, "_local_tensor", p.grad).clone() for name, p in cut.items()}
-    whole = sharded.weights() if isinstance(sharded, traced.Sharded) else {name: p.full_tensor() for name, p in cut.items()}
+    whole = sharded.weights() if isinstance(sharded, compiled_fsdp.Sharded) else {name: p.full_tensor() for name, p in cut.items()}
     return found | whole | {name.removeprefix("model."): b.clone() for name, b in sharded.named_buffers()}
 
 

@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 
 from fp8ref.llama import LlamaConfig
-from fp8ref.run.config import Config
-from fp8ref.run.data.loader import Batches, open_batches
-from fp8ref.run.sections import DataConfig
+from fp8ref.train.config import Config
+from fp8ref.train.data.loader import Batches, open_batches
+from fp8ref.train.sections import DataConfig
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Predictions of fp8ref.run.plan next to what others measured on H100s: python benchmarks/estimate_published.py
+"""Predictions of fp8ref.estimate next to what others measured on H100s: python benchmarks/estimate_published.py
 
 Nothing here is fitted. Every row is predicted from the ceilings of fp8ref/run/plan/ceilings.py; those of Meta's H100s, of 500 W and slower memory,
 from rates that were published of that card, and from the usual shares of its peaks beside them, to show what hangs on the rates.
@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from fp8ref.estimate import kernels, linear_cost, step_time
+from fp8ref.estimate.gpu_rates import COPY, PUBLISHED, ROWWISE, Ceilings
 from fp8ref.recipe import RECIPES, Gemm, plan
-from fp8ref.run import config as configs
-from fp8ref.run.plan import ledger, passes, step
-from fp8ref.run.plan.ceilings import COPY, PUBLISHED, ROWWISE, Ceilings
+from fp8ref.train import config as configs
 
 H100 = PUBLISHED["h100"]
 # torchao 0.18, testing/training/roofline_utils.py: "2.4 TB per second, custom to Meta's H100 variant". That torchtitan's runs below are on it
@@ -45,11 +45,11 @@ class Row:
 
 
 def linear(
-    recipe: str, m: int, k: int, n: int, *, ceilings: Ceilings, gemms: Sequence[Gemm] = passes.GEMMS, how: passes.Fusion = "inductor"
+    recipe: str, m: int, k: int, n: int, *, ceilings: Ceilings, gemms: Sequence[Gemm] = kernels.GEMMS, how: kernels.Fusion = "inductor"
 ):
     """bfloat16's time by FP8's of a linear of M tokens, K features in and N out."""
-    sizes = [size for size in ledger.sizes_of(m, n, k) if size[0] in gemms]
-    return ledger.of_sizes(RECIPES[recipe], sizes, how, ceilings).ratio
+    sizes = [size for size in linear_cost.sizes_of(m, n, k) if size[0] in gemms]
+    return linear_cost.of_sizes(RECIPES[recipe], sizes, how, ceilings).ratio
 
 
 def rows(meta: Ceilings = META) -> list[Row]:
@@ -95,7 +95,7 @@ def _llama(meta: Ceilings) -> list[Row]:
     """
     made = []
     for recipe, tokens in LLAMA.items():
-        predicted = step.of(_llama_config(recipe), "torch", meta).ratio
+        predicted = step_time.of(_llama_config(recipe), "torch", meta).ratio
         made.append(Row("a step of Llama 3 8B, 8 x H100", recipe, tokens / LLAMA_BF16, predicted, TORCHAO))
     return made
 
@@ -129,7 +129,7 @@ def main() -> None:
         print(f"| {row.what} | {row.recipe} | {row.published:.2f} | {row.predicted:.2f} | {100 * row.error:+.0f} % | {shares} |")
     whole = {recipe: linear(recipe, 65536, 1664, 6656, ceilings=H100) for recipe in ("tensorwise", "rowwise")}
     print("\nnanochat's linear, of all three products: " + ", ".join(f"{recipe} {ratio:.2f} predicted" for recipe, ratio in whole.items()))
-    made = step.of(_llama_config("tensorwise"), "torch", META)
+    made = step_time.of(_llama_config("tensorwise"), "torch", META)
     seconds = made.bf16 + sum(made.rest.values())
     print(f"Llama 3 8B in bfloat16: {8192 / seconds:,.0f} tokens a second and GPU predicted, {LLAMA_BF16:,} published")
     for recipe in ("tensorwise", "rowwise"):

@@ -13,8 +13,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from fp8ref import console
 from fp8ref.recipe import RECIPES
-from fp8ref.run import progress
 from gpu.results import LEFT
 
 ROOT = Path(__file__).parents[1]
@@ -67,7 +67,7 @@ def main() -> int:
         lines.append(f"| {name} | {said} |")
         if not (runs / name / "finished").exists():
             failed.append(name)
-        progress.say(f"{time.monotonic() - begin:5.0f} s  {name}: {said}")
+        console.say(f"{time.monotonic() - begin:5.0f} s  {name}: {said}")
     finished = sorted(folder.parent for folder in runs.glob("*/finished"))
     verdicts = report(finished, out / "report.html") if finished else "no run is finished"
     note = ["Dry run on a CPU: no evidence of a GPU.", ""] if known.dry else []

@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from fp8ref.run import progress
+from fp8ref import console
 from gpu import environment
 from gpu.results import LEFT, RefusedError, Results
 
@@ -78,7 +78,7 @@ def main() -> int:
             break
         kept.put(name, run(name, arguments, flags, evidence, results, min(LONGEST, left + 60)))
         kept.write(markdown(kept.data))
-        progress.say(f"{time.monotonic() - begin:5.0f} s  {name}: {kept.data['sections'][name]['said']}")
+        console.say(f"{time.monotonic() - begin:5.0f} s  {name}: {kept.data['sections'][name]['said']}")
     kept.write(markdown(kept.data))
     print(markdown(kept.data))
     untried = [name for name, *_ in questions if not kept.tried(name)]

@@ -19,14 +19,14 @@ from pathlib import Path
 import numpy as np
 
 from fp8ref.llama import LlamaConfig
-from fp8ref.run import checkpoint, log
-from fp8ref.run.config import Config
-from fp8ref.run.sections import CheckpointConfig, DataConfig, NumericsConfig, RunConfig
+from fp8ref.train import checkpoint, log
+from fp8ref.train.config import Config
+from fp8ref.train.sections import CheckpointConfig, DataConfig, NumericsConfig, RunConfig
 
 MODEL = LlamaConfig(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
 # a server that imported what processes need, and ran nothing of it, forks them within a moment
 CONTEXT = get_context("forkserver")
-CONTEXT.set_forkserver_preload(["fp8ref.run.loop", "fp8ref.torch.train", "fp8ref.jax.train"])
+CONTEXT.set_forkserver_preload(["fp8ref.train.loop", "fp8ref.train.torch.trainer", "fp8ref.train.jax.trainer"])
 
 
 def main() -> int:
@@ -124,7 +124,7 @@ class Killing:
         return found + [f"{out.name}: another {name}" for name, value in weights[0].items() if not np.array_equal(value, weights[1][name])]
 
     def weights(self, run: Path) -> dict[str, np.ndarray]:
-        from fp8ref.run import export
+        from fp8ref.train import export
 
         made = self.folder / f"{run.name}-weights"
         if not made.exists():
@@ -143,7 +143,7 @@ def train(config: Config, backend: str, out: Path) -> None:
         import torch
 
         torch.set_num_threads(1)
-    from fp8ref.run import loop
+    from fp8ref.train import loop
 
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stderr(nowhere):
         loop.train(config, backend, out, resume=True)

@@ -14,9 +14,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from fp8ref.run import config as configs
-from fp8ref.run import loop
-from fp8ref.run.data import loader
+from fp8ref.train import config as configs
+from fp8ref.train import loop
+from fp8ref.train.data import loader
 
 ROOT = Path(__file__).parents[1]
 EVERY, AT_MOST = 50, 1.03

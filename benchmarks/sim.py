@@ -29,7 +29,8 @@ from rich.console import Console
 from rich.table import Table
 
 from fp8ref.formats import E4M3FN
-from fp8ref.sim import cast, gemm, parallel, scaling
+from fp8ref.sim import cast, gemm, scaling
+from fp8ref.sim import threads as parallel
 
 REPETITIONS = 9
 

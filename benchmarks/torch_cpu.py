@@ -75,7 +75,7 @@ def start_up(linears: int) -> dict:
     step()
     plain = step()
     start = time.perf_counter()
-    with proof.watching(model) as seen:
+    with proof.trace_eager(model) as seen:
         step()
     names = {name: "tensorwise" for name, m in model.named_modules() if isinstance(m, nn.Linear)}
     missing = proof.missing(seen, names)

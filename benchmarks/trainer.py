@@ -18,10 +18,10 @@ from rich.console import Console
 from rich.table import Table
 
 from fp8ref.llama import LlamaConfig
-from fp8ref.run import config as configs
-from fp8ref.run import log, loop
-from fp8ref.run.config import Config
-from fp8ref.run.sections import DataConfig, NumericsConfig
+from fp8ref.train import config as configs
+from fp8ref.train import log, loop
+from fp8ref.train.config import Config
+from fp8ref.train.sections import DataConfig, NumericsConfig
 
 ROOT = Path(__file__).parents[1]
 AT_MOST = 0.02  # of a run, around its steps

@@ -1,4 +1,4 @@
-"""What each library's casts and scales are, asked by the test vectors of ``fp8ref.check.vectors``: writes docs/LIBRARIES.md.
+"""What each library's casts and scales are, asked by the test vectors of ``fp8ref.conformance.vectors``: writes docs/LIBRARIES.md.
 
 python docs/libraries.py                            # asks all, and writes the page
 python docs/libraries.py --only torch/e4m3fn        # asks and prints the lines of one row, or several: fnmatch patterns
@@ -17,10 +17,10 @@ from pathlib import Path
 
 import numpy as np
 
-from fp8ref.check import explain, subjects
-from fp8ref.check.conformance.arrays import as_numpy, as_torch
-from fp8ref.check.vectors import cast as casts_asked
-from fp8ref.check.vectors import scale as scales_asked
+from fp8ref.conformance import explain, libraries
+from fp8ref.conformance.arrays import as_numpy, as_torch
+from fp8ref.conformance.vectors import cast as casts_asked
+from fp8ref.conformance.vectors import scale as scales_asked
 from fp8ref.formats import E4M3FN, E5M2, E8M0FNU, FP8_FORMATS, Format
 from fp8ref.policy import POLICIES
 from fp8ref.sim import cast
@@ -70,7 +70,7 @@ def casts() -> Iterator[Subject]:
     names = {"torch": "`x.to(dtype)`", "jax": "`x.astype(dtype)`, jitted", "ml_dtypes": "`x.astype(dtype)`"}
     names |= {"fp8ref.torch": "`cast.encode(x, fmt)`", "fp8ref.jax": "`cast.encode(x, fmt)`, jitted"}
     for fmt in FP8_FORMATS.values():
-        for library, (run, _) in subjects.casts(fmt).items():
+        for library, (run, _) in libraries.casts(fmt).items():
             if library in names:  # and not those of a GPU
                 yield Subject(library=library, name=names[library], fmt=fmt, run=run)
     for fmt in (E4M3FN, E5M2):

@@ -70,7 +70,7 @@ def of_torch(recipe: str, plan: hardware.Hardware | None, steps: int, lr: np.flo
     for linear, w in zip(model, start(), strict=True):
         linear.weight.data = torch.from_numpy(w)
     model, losses = ft.linear.convert(model, recipe), []
-    with ft.simulated.simulating(plan):
+    with ft.hardware.simulating(plan):
         for i in range(steps):
             x, target = map(torch.from_numpy, batch(i))
             for j, linear in enumerate(model):

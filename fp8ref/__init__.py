@@ -6,12 +6,17 @@ The specification is docs/SEMANTICS.md, whose numbered clauses, such as S-5, eve
             what there is to choose, as frozen data: E4M3FN and E5M2; POLICIES, DELAYED, EPILOGUES and RECIPES by name.
     sim     the specification in NumPy: cast.encode and decode, scaling.quantize and dequantize, gemm.matmul and mma, linear.forward and
             backward, delayed.step, stats.statistics. The same names in jax and torch mean the same.
-    jax     linear.apply, contraction.einsum, flax.convert and its hooks for layers; a model and its training step on a mesh.
-    torch   linear.convert, parallel.parallelize, delayed.update; a model and its training step.
-    check   conformance.identify_cast and identify_quantizer, conformance.strategies, parameters and require for tests of any library;
-            probe.identify.identify for any GEMM; vectors for any language; crosscheck.crosscheck of both backends.
+    jax     linear.apply, contraction.einsum, flax.convert and its hooks for layers, sharding.Placement on a mesh, proof.read.
+    torch   convert.convert, linear.Linear, parallel.parallelize, delayed.update, proof.trace_eager.
+    conformance
+            is this code right? identify_cast and identify_quantizer, gemm.identify.identify, strategies, parameters and require for tests
+            of any library, vectors for any language.
+    crosscheck
+            do our backends agree with the specification? one_device.crosscheck, sharded_jax, sharded_torch, divergence, nonfinite.
+    train   config.load, loop.train, data, checkpoints, report: one training loop, a backend each in jax and torch.
+    estimate
+            report.of, dry_run.show: what a config would take on a GPU, from shapes and published rates.
     plots   figures as functions: arrays in, matplotlib's Axes out.
-    run     around a backend: config.load, loop.train, data, checkpoints, plan, report.
     cli     the ``fp8ref`` command, ``python -m fp8ref``.
 
 ``import fp8ref`` imports none of them, and no framework; a room whose framework is missing says which extra to install.
@@ -31,4 +36,7 @@ The specification is docs/SEMANTICS.md, whose numbered clauses, such as S-5, eve
  [ 1.          7.        ]]
 """
 
+from fp8ref import moved
+
 __version__ = "0.1.0"
+moved.install()

@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Sequence
 
 import fp8ref
-from fp8ref.commands import checking, conforming, estimating, preparing, probing, runs, training, vectors
+from fp8ref.commands import certify, conform, crosscheck, data, estimate, probe, runs, train, vectors
 from fp8ref.commands.shared import DEFECT, ERROR, INTERRUPTED, LOST, NON_FINITE, STOPPED
 
 
@@ -47,7 +47,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"fp8ref {fp8ref.__version__}")
     parser.set_defaults(leave=None)  # how a process of several ends, given the exit code
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for kind in (training, estimating, checking, conforming, probing, vectors, runs, preparing):
+    for kind in (train, estimate, crosscheck, certify, conform, probe, vectors, runs, data):
         kind.add(commands)
     return parser
 
@@ -56,9 +56,7 @@ def _code_of(error: Exception) -> int | None:
     """The exit code of an error a user can cause; None for a defect of ours, which keeps its traceback."""
     if isinstance(error, ValueError | OSError | ImportError):
         return ERROR
-    from fp8ref.run.loop import NonFiniteError
-    from fp8ref.run.processes import LostProcessError
-    from fp8ref.run.stopping import StoppedError
+    from fp8ref.errors import LostProcessError, NonFiniteError, StoppedError
 
     codes = {NonFiniteError: NON_FINITE, LostProcessError: LOST, StoppedError: STOPPED}
     return next((code for kind, code in codes.items() if isinstance(error, kind)), None)

@@ -10,6 +10,9 @@ from dataclasses import dataclass
 import numpy as np
 
 EMBEDDING = "model.embed_tokens.weight"
+# Linears that tensor parallelism cuts by output features, and those that it cuts by input features.
+COLUMN = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+ROW = ("o_proj", "down_proj")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from fp8ref.llama import LlamaConfig
-from fp8ref.run.config import Config, DataConfig, RunConfig
+from fp8ref.train.config import Config, DataConfig, RunConfig
 
 # Before anything imports jax: a CPU as eight devices, for meshes.
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()

@@ -8,7 +8,7 @@ from fp8ref import granularity
 from fp8ref.recipe import OPERANDS, REDUCED_AXES, CastSpec
 from fp8ref.sim import scaling, stats
 from fp8ref.sim.scaling import Quantized
-from fp8ref.statistics import planned
+from fp8ref.stats import planned
 
 U = 2.0**-24
 

@@ -1,7 +1,7 @@
 """GEMMs whose arithmetic is known, for a probe to find out."""
 
 from fp8ref import epilogue as epilogues
-from fp8ref.check.probe.subject import Subject
+from fp8ref.conformance.gemm.adapter import Subject
 from fp8ref.formats import FLOAT32
 from fp8ref.sim import gemm
 from fp8ref.sim.accumulate import Accumulation

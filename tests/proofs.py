@@ -7,7 +7,7 @@ from torch import nn
 
 from fp8ref.formats import E4M3FN, E5M2
 from fp8ref.recipe import RECIPES, CastSpec, GemmSpec, Recipe
-from fp8ref.torch import linear
+from fp8ref.torch import convert
 
 NAMES = {"e4m3fn": "f8e4m3fn", "e5m2": "f8e5m2"}
 E4, E5 = CastSpec(fmt=E4M3FN), CastSpec(fmt=E5M2)
@@ -24,7 +24,7 @@ WEIGHT_ONLY = dataclasses.replace(DISTINCT, name="weight_only", grad_input=GemmS
 def square(recipe):
     """Two linears of 128 x 128; with 128 tokens M = N = K."""
     torch.manual_seed(0)
-    return linear.convert(nn.Sequential(nn.Linear(128, 128, bias=False), nn.ReLU(), nn.Linear(128, 128)).bfloat16(), recipe)
+    return convert.convert(nn.Sequential(nn.Linear(128, 128, bias=False), nn.ReLU(), nn.Linear(128, 128)).bfloat16(), recipe)
 
 
 def expected(recipe, layers=("0", "2"), without=()):

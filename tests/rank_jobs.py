@@ -1,4 +1,4 @@
-"""What ranks of ``fp8ref.check.ranks`` are given in the tests: importable by name, as processes need it."""
+"""What ranks of ``fp8ref.crosscheck.process_group`` are given in the tests: importable by name, as processes need it."""
 
 import functools
 import os
@@ -7,11 +7,11 @@ import threading
 import torch
 from torch import distributed
 
+from fp8ref.errors import ConfigError
 from fp8ref.recipe import OPERANDS
-from fp8ref.run.config import ConfigError
-from fp8ref.statistics import planned
+from fp8ref.stats import planned
 from fp8ref.torch import delayed
-from fp8ref.torch.train import Trainer
+from fp8ref.train.torch.trainer import Trainer
 
 
 def add(value):

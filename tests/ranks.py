@@ -1,4 +1,4 @@
-"""``fp8ref.check.ranks`` for functions of test files, which pytest imports under names that no import finds."""
+"""``fp8ref.crosscheck.process_group`` for functions of test files, which pytest imports under names that no import finds."""
 
 import importlib.util
 import sys
@@ -6,15 +6,15 @@ from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
-from fp8ref.check import ranks
+from fp8ref.crosscheck import process_group
 
 PATIENCE = 120  # seconds, after which what hangs has failed
-ranks.CONTEXT.set_forkserver_preload([*ranks.PRELOADED, "pytest"])
+process_group.CONTEXT.set_forkserver_preload([*process_group.PRELOADED, "pytest"])
 
 
 def run(n: int, function: Callable, *args, timeout: int = PATIENCE) -> list:
-    """``fp8ref.check.ranks.run`` of a function at the top level of any file."""
-    return ranks.run(n, call, named(function), *args, timeout_s=timeout, patience_s=timeout)
+    """``fp8ref.crosscheck.process_group.run`` of a function at the top level of any file."""
+    return process_group.run(n, call, named(function), *args, timeout_s=timeout, patience_s=timeout)
 
 
 def call(where: tuple[str, str], *args):

@@ -5,7 +5,7 @@ Hidden 64, inner 128, 4 heads of 16 and 2 for keys and values (32 features), 2 l
 """
 
 from fp8ref.llama import LlamaConfig
-from fp8ref.run.config import Config, DataConfig
+from fp8ref.train.config import Config, DataConfig
 
 LAYER, TABLE, NORMS = 36864, 16384, 320
 CONFIG = Config(

@@ -10,8 +10,8 @@ from torchao.float8.float8_training_tensor import Float8TrainingTensor
 
 from fp8ref import llama
 from fp8ref.recipe import OPERANDS
-from fp8ref.torch import linear
-from fp8ref.torch.model import Llama
+from fp8ref.torch import convert
+from fp8ref.train.torch.llama import Llama
 
 CONFIG = llama.LlamaConfig(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
 GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
@@ -23,7 +23,7 @@ def mesh():
 
 def build(recipe="tensorwise", dtype=torch.bfloat16, config=CONFIG, **options):
     weights = {name: value * (4 if value.ndim > 1 else 1) for name, value in llama.initial_weights(config, seed=0).items()}
-    return linear.convert(Llama(config, weights).to(dtype), recipe, **options)
+    return convert.convert(Llama(config, weights).to(dtype), recipe, **options)
 
 
 def some_tokens(batch=2, length=16):

@@ -10,7 +10,7 @@ import pytest
 
 import gpu_parity
 import gpu_probe
-from fp8ref.check.probe import record
+from fp8ref.conformance.gemm import recording
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 RESULT = BENCHMARKS / "results" / "sim.json"
@@ -133,7 +133,7 @@ def test_what_a_gpu_computes_is_recorded(tmp_path):
         recordings = list((out / "evidence" / name).glob("*.json"))
         assert len(recordings) == 1
         if found["sections"][name]["ok"]:
-            assert record.replay(recordings[0]).ok
+            assert recording.verify(recordings[0]).ok
     before = (out / "results" / "gpu_probe.json").read_bytes()
     again = subprocess.run(command, check=True, capture_output=True, text=True)
     assert f"{len(asked) + 1} of {len(asked) + 1} done" in again.stdout

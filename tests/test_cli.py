@@ -13,12 +13,12 @@ from fakes import FakeTrainer
 
 import fp8ref
 from fp8ref import cli
-from fp8ref.check.probe import plans
-from fp8ref.commands import training
-from fp8ref.run import config as configs
-from fp8ref.run import hardware, log, loop
-from fp8ref.run.processes import Alone
+from fp8ref.commands import train
+from fp8ref.conformance.gemm import plans
 from fp8ref.sim.accumulate import ACCUMULATIONS
+from fp8ref.train import config as configs
+from fp8ref.train import hardware, log, loop
+from fp8ref.train.processes import Alone
 
 
 @pytest.fixture
@@ -398,7 +398,7 @@ def test_sigterm_while_a_framework_loads_exits_with_5(config, fake, run, monkeyp
         return Alone()
 
     fake()
-    monkeypatch.setattr(training, "_processes", meet)
+    monkeypatch.setattr(train, "_processes", meet)
     command = ("train", config, "--backend", "jax", "--run.out", "here")
     code, out, err = run(*command, "--distributed")
     assert (code, out) == (5, "")

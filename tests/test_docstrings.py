@@ -10,8 +10,8 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "fp8ref"
-INNER = {PACKAGE / "commands", PACKAGE / "check" / "divergence", PACKAGE / "check" / "conformance"}  # of which users call the next alone
-CALLED = {PACKAGE / "check" / "conformance" / f"{name}.py" for name in ("strategies", "parameters", "require")}
+INNER = {PACKAGE / "commands", PACKAGE / "crosscheck" / "divergence", PACKAGE / "conformance"}  # of which users call the next alone
+CALLED = {PACKAGE / "conformance" / f"{name}.py" for name in ("strategies", "parameters", "require")}
 Documented = ast.FunctionDef | ast.ClassDef
 
 ALL = ("Shapes", "Order", "Specials", "Raises", "Source")
@@ -52,12 +52,12 @@ SECTIONS = {
     "torch/scaling.py": {"amax": ("Shapes", "Specials", "Raises"), "quantize": ("Units", *ALL), "quantize_with": ("Shapes", "Raises")},
     "torch/gemm.py": {"matmul": ALL},
     "torch/delayed.py": {"observe": ("Raises",), "advance": ("Shapes", "Specials"), "update": ("Specials",)},
-    "torch/layer.py": {"Linear": ("Shapes", "Order", "State", "Gradient", "Specials", "Raises")},
-    "torch/linear.py": {"convert": ("Keeps", "Returns", "Raises"), "deconvert": ("Returns", "Raises"), "weights": ("Raises",)},
+    "torch/linear.py": {"Linear": ("Shapes", "Order", "State", "Gradient", "Specials", "Raises")},
+    "torch/convert.py": {"convert": ("Keeps", "Returns", "Raises"), "deconvert": ("Returns", "Raises"), "weights": ("Raises",)},
     "torch/parallel.py": {"parallelize": ("Raises",)},
     "recipe.py": {"plan": ("Shapes", "Returns", "Raises")},
-    "check/conformance/parameters.py": dict.fromkeys(("casts", "scales", "quantizers"), ("Raises", "Source")),
-    "check/conformance/require.py": dict.fromkeys(
+    "conformance/parameters.py": dict.fromkeys(("casts", "scales", "quantizers"), ("Raises", "Source")),
+    "conformance/require.py": dict.fromkeys(
         ("require_cast", "require_scales", "require_quantized"), ("Shapes", "Specials", "Raises", "Source")
     ),
 }
@@ -95,14 +95,14 @@ def names(path: Path) -> set[str]:
 
 
 def test_every_module_says_what_lives_there():
-    assert len(modules()) > 200
+    assert len(modules()) > 150
     assert [str(path) for path in modules() if not ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))] == []
 
 
 def test_all_that_users_call_is_documented():
     found = list(called())
     rooms = {path.relative_to(PACKAGE).parts[0] for path, _ in found}
-    assert {"sim", "jax", "torch", "check", "plots", "run", "formats.py"} <= rooms
+    assert {"sim", "jax", "torch", "conformance", "crosscheck", "estimate", "plots", "train", "formats.py"} <= rooms
     assert len(found) > 500
     assert [f"{path}: {node.name}" for path, node in found if not ast.get_docstring(node)] == []
 
@@ -130,13 +130,13 @@ def test_what_makes_bits_states_its_sections(module):
 def test_the_package_says_where_to_begin():
     said = ast.get_docstring(ast.parse((PACKAGE / "__init__.py").read_text(encoding="utf-8"))) or ""
     parts = [p.name for p in PACKAGE.iterdir() if (p / "__init__.py").exists() and p.name != "commands"]
-    assert {"sim", "jax", "torch", "check", "plots", "run"} == set(parts)
+    assert {"sim", "jax", "torch", "conformance", "crosscheck", "estimate", "plots", "train"} == set(parts)
     begins = {}
     for room in parts:
-        paragraph = re.search(rf"^ {{4}}{room} (.*?)(?=^ {{4}}\w|\n\n)", said, re.MULTILINE | re.DOTALL)
+        paragraph = re.search(rf"^ {{4}}{room}\s(.*?)(?=^ {{4}}\w|\n\n)", said, re.MULTILINE | re.DOTALL)
         assert paragraph, f"nothing is said of {room}"
         begins[room] = re.findall(r"\b\w+(?:\.\w+)+", paragraph[1])
-    assert all(begins[room] for room in ("sim", "jax", "torch", "check", "run"))
+    assert all(begins[room] for room in begins if room != "plots")
     for room, entries in begins.items():
         for entry in entries:
             *folders, name = entry.split(".")

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from fp8ref.estimate import gpu_rates
 from fp8ref.recipe import RECIPES
-from fp8ref.run.plan import ceilings
 from gpu import breakdown, command, estimates, ledger, results, rounding, targets, timing
 from gpu.breakdown import Event
 from gpu.ledger import Ceilings
@@ -203,7 +203,7 @@ def test_what_was_reached_is_what_estimates_take(tmp_path):
     measured = ENVIRONMENT | {"dry": False, "device": "NVIDIA H200", "driver": "1", "ceilings": rates | {"launch_in_graph_seconds": 2e-6}}
     path = estimates.write(measured, tmp_path)
     assert path == tmp_path / "ceilings_h200.json"
-    read = ceilings.of("h200", path)
+    read = gpu_rates.of("h200", path)
     assert (read.bf16, read.fp8, read.fp8_rowwise, read.attention, read.bandwidth, read.launch) == (
         7.5e14,
         1.4e15,

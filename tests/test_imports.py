@@ -1,6 +1,5 @@
-"""Which room imports what: the oracle shares no code with its subject, and no framework is imported unasked."""
+"""Which room imports what: layers are held by import-linter; here, what an import brings, what is missing, and where old names went."""
 
-import ast
 import subprocess
 import sys
 import tomllib
@@ -8,45 +7,48 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1] / "fp8ref"
-FORBIDDEN = {
-    "jax": ("fp8ref.sim", "fp8ref.torch", "fp8ref.check", "torch"),
-    "torch": ("fp8ref.sim", "fp8ref.jax", "fp8ref.check", "jax"),
-    "sim": ("fp8ref.jax", "fp8ref.torch", "fp8ref.check", "fp8ref.run", "jax", "torch", "ml_dtypes"),
-    "plots": ("fp8ref.jax", "fp8ref.torch", "fp8ref.check", "fp8ref.run", "jax", "torch"),
-}
+ROOT = Path(__file__).parents[1]
 
 
-def imported(path: Path) -> set[str]:
-    names = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}: relative import"
-            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
-    return names
+def run(program: str) -> str:
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.strip()
 
 
-@pytest.mark.parametrize("room", FORBIDDEN)
-def test_rooms_keep_apart(room):
-    for path in (ROOT / room).rglob("*.py"):
-        for name in imported(path):
-            assert not any(name == f or name.startswith(f"{f}.") for f in FORBIDDEN[room]), f"{path.name} imports {name}"
+def imported(module: str, names: set[str]) -> str:
+    return run(f"import {module}, sys; print(sorted({names!r} & set(sys.modules)))")
 
 
 @pytest.mark.parametrize("module", ["fp8ref", "fp8ref.formats", "fp8ref.recipe", "fp8ref.llama", "fp8ref.sim", "fp8ref.cli"])
 def test_no_framework_is_imported_unasked(module):
-    program = f"import {module}, sys; print(sorted({{'jax', 'torch', 'flax', 'pydantic', 'matplotlib'}} & set(sys.modules)))"
-    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+    assert imported(module, {"jax", "torch", "flax", "pydantic", "matplotlib", "rich"}) == "[]"
 
 
-@pytest.mark.parametrize(("backend", "missing"), [("jax", "flax"), ("torch", "torchao")])
-def test_a_missing_framework_names_its_extra(backend, missing):
-    program = f"import sys; sys.modules[{missing!r}] = None\ntry:\n import fp8ref.{backend}\nexcept ImportError as e: print(e)"
-    out = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+@pytest.mark.parametrize("backend", ["jax", "torch"])
+def test_a_library_imports_no_trainer(backend):
+    other = {"jax": "torch", "torch": "jax"}[backend]
+    rooms = {"fp8ref.train", "fp8ref.sim", "fp8ref.conformance", "fp8ref.crosscheck", f"fp8ref.{other}"}
+    assert imported(f"fp8ref.{backend}", {"tyro", "pydantic", "grain", *rooms}) == "[]"
+
+
+def test_conformance_imports_no_framework():
+    assert imported("fp8ref.conformance.require", {"jax", "torch", "rich", "pydantic", "tyro", "fp8ref.train"}) == "[]"
+
+
+MISSING = [
+    ("fp8ref.jax", "flax", "jax"),
+    ("fp8ref.torch", "torchao", "torch"),
+    ("fp8ref.train.config", "pydantic", "train"),
+    ("fp8ref.estimate.report", "pydantic", "train"),
+    ("fp8ref.plots", "matplotlib", "train"),
+    ("fp8ref.conformance.strategies", "hypothesis", "conformance"),
+]
+
+
+@pytest.mark.parametrize(("module", "missing", "extra"), MISSING)
+def test_a_missing_package_names_its_extra(module, missing, extra):
+    out = run(f"import sys; sys.modules[{missing!r}] = None\ntry:\n import {module}\nexcept ImportError as e: print(e)")
     assert missing in out
-    assert f"fp8ref[{backend}]" in out
+    assert f"fp8ref[{extra}]" in out
 
 
 def test_importing_the_torch_backend_prints_nothing():
@@ -54,11 +56,46 @@ def test_importing_the_torch_backend_prints_nothing():
     assert done.stdout + done.stderr == ""
 
 
+MOVED = [
+    ("import fp8ref.check.conformance.require", "fp8ref.conformance"),
+    ("from fp8ref.run import config", "fp8ref.train"),
+    ("import fp8ref.torch.layer", "fp8ref.torch.linear"),
+    ("from fp8ref.jax import train", "fp8ref.train.jax.trainer"),
+    ("from fp8ref import torch as ft; ft.simulated", "fp8ref.torch.hardware"),
+    ("from fp8ref import sim; sim.model", "fp8ref.sim.llama"),
+]
+
+
+@pytest.mark.parametrize(("statement", "now"), MOVED)
+def test_a_module_that_moved_says_where(statement, now):
+    assert now in run(f"try:\n {statement}\nexcept (ImportError, AttributeError) as e: print(e)")
+
+
+def test_every_moved_name_is_gone_and_what_it_became_is_there():
+    program = """
+import importlib, importlib.util, re
+from fp8ref import moved
+for old, new in moved.MOVED.items():
+    try:
+        importlib.util.find_spec(old)
+    except ImportError:
+        pass
+    else:
+        print(old, "is still there")
+    for name in re.findall(r"fp8ref[.\\w]+", new):
+        importlib.import_module(name)
+"""
+    assert run(program) == ""
+
+
+def test_the_converters_of_torch_are_still_found_beside_the_layer():
+    assert run("from fp8ref import torch as ft; print(ft.linear.convert is ft.convert.convert)") == "True"
+
+
 def test_what_is_no_python_is_installed_too():
-    root = Path(__file__).parents[1]
-    listed = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]["package-data"]
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]["package-data"]
     found: dict[str, list[str]] = {}
-    for path in sorted((root / "fp8ref").rglob("*.*")):
+    for path in sorted((ROOT / "fp8ref").rglob("*.*")):
         if path.is_file() and path.suffix not in (".py", ".pyc") and "__pycache__" not in path.parts:
-            found.setdefault(".".join(path.parent.relative_to(root).parts), []).append(path.name)
+            found.setdefault(".".join(path.parent.relative_to(ROOT).parts), []).append(path.name)
     assert found == listed

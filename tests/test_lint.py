@@ -5,9 +5,15 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
+COMMANDS = [
+    ["-m", "ruff", "check", "."],
+    ["-m", "ruff", "format", "--check", "."],
+    ["-m", "mypy"],
+    ["-c", "from importlinter.cli import lint_imports_command; lint_imports_command()"],
+]
 
 
-@pytest.mark.parametrize("command", [["ruff", "check", "."], ["ruff", "format", "--check", "."], ["mypy"]], ids=" ".join)
+@pytest.mark.parametrize("command", COMMANDS, ids=["ruff check", "ruff format", "mypy", "lint-imports"])
 def test_lint(command):
-    done = subprocess.run([sys.executable, "-m", *command], cwd=ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -11,8 +11,9 @@ from pathlib import Path
 import nbformat
 import pytest
 
+from fp8ref.commands import demo
 from fp8ref.recipe import ROLES
-from fp8ref.run import demo, tensors
+from fp8ref.train import tensors
 
 ROOT = Path(__file__).parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))

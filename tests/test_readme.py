@@ -24,10 +24,10 @@ def test_there_are_examples():
     assert len(BLOCKS) == 15
 
 
-def test_the_layout_names_every_module():
+def test_the_layout_names_every_room():
     layout = re.search(r"## Layout\n\n```\n(.*?)```", README, re.DOTALL)[1]
-    root = Path(__file__).parents[1]
-    for room in ("sim", "jax", "torch", "check", "run", "plots"):
-        lines = re.search(rf"^  {room}/ .*?(?=^ ? ?\w)", layout, re.MULTILINE | re.DOTALL)[0]  # and those indented further
-        present = {p.stem for p in (root / "fp8ref" / room).rglob("[!_]*.py")}
-        assert present <= set(re.split(r"[\s,;:]+", lines)), room
+    root = Path(__file__).parents[1] / "fp8ref"
+    named = set(re.findall(r"^  (\w+)/ ", layout, re.MULTILINE))
+    assert named == {p.parent.name for p in root.glob("*/__init__.py")}
+    modules = set(re.split(r"[\s,;:()]+", re.search(r"fp8ref/\n(.*?)^  sim/", layout, re.MULTILINE | re.DOTALL)[1]))
+    assert {p.name for p in root.glob("[!_]*.py")} <= modules

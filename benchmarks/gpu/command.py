@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from fp8ref.run.plan.passes import Fusion
+from fp8ref.estimate.kernels import Fusion
 from gpu import environment, report, results, tables
 from gpu.results import LEFT, Results
 from gpu.targets import Target

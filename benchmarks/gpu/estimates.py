@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from fp8ref.run.plan.ceilings import NAMES
+from fp8ref.estimate.gpu_rates import NAMES
 
 KEYS = {  # of fp8ref estimate, and of a benchmark's ``ceilings``
     "bf16": "bf16_flops",

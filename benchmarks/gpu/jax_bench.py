@@ -9,7 +9,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-from fp8ref.jax.step import COMPILER_OPTIONS
+from fp8ref.train.jax.step import COMPILER_OPTIONS
 from gpu import timing
 from gpu.sizes import Sizes
 from gpu.timing import Budget, Call, Clock, Rounds

@@ -12,8 +12,8 @@ import optax
 from flax import nnx
 
 from fp8ref import llama
-from fp8ref.jax.model import Layer
 from fp8ref.llama import LlamaConfig
+from fp8ref.train.jax.llama import Layer
 from gpu import rounding, timing
 from gpu.jax_bench import Bench
 from gpu.jax_linears import differences

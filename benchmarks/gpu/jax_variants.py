@@ -14,9 +14,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from fp8ref.jax import delayed
-from fp8ref.jax.model import Pass
-from fp8ref.jax.step import COMPILER_OPTIONS
 from fp8ref.recipe import RECIPES
+from fp8ref.train.jax.llama import Pass
+from fp8ref.train.jax.step import COMPILER_OPTIONS
 from gpu.report import OURS
 
 FLAX, MINIMAL, DEFAULTS = "flax Fp8DirectDotGeneralOp", "minimal tensorwise", "bf16, jax's options"

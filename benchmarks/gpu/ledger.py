@@ -7,9 +7,9 @@ comes before it can do better than this floor.
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+from fp8ref.estimate import kernels as passes
+from fp8ref.estimate.kernels import Fusion, Kernel
 from fp8ref.recipe import RECIPES, ROLES, Gemm, GemmSpec, Recipe, Role
-from fp8ref.run.plan import passes
-from fp8ref.run.plan.passes import Fusion, Kernel
 
 INPUT_OF = {"q_proj": "attention", "k_proj": "attention", "v_proj": "attention", "gate_proj": "mlp", "up_proj": "mlp"}
 BYTES = ("amax", "cast", "layout", "rescale")

@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
+from fp8ref.estimate.kernels import Fusion
 from fp8ref.recipe import RECIPES
-from fp8ref.run.plan.passes import Fusion
 from gpu import breakdown, ledger, tables, targets
 from gpu.ledger import Ceilings
 from gpu.tables import Rows

@@ -13,7 +13,7 @@ from torch._dynamo.utils import counters
 from fp8ref import llama
 from fp8ref.llama import LlamaConfig
 from fp8ref.torch import delayed
-from fp8ref.torch.model import Layer
+from fp8ref.train.torch.llama import Layer
 from gpu import rounding, timing
 from gpu.torch_bench import Bench
 from gpu.torch_linears import differences

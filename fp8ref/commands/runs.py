@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 
 from fp8ref.commands import shared
-from fp8ref.commands.shared import FAILED, check_json
+from fp8ref.commands.shared import check_json, conclude
 
 
 def add(commands) -> None:
@@ -55,16 +55,16 @@ def add(commands) -> None:
 
 
 def _export(known: argparse.Namespace) -> int:
-    from fp8ref.run import progress
-    from fp8ref.run.export import export
+    from fp8ref import console
+    from fp8ref.train.export import export
 
-    step = export(known.run_directory, known.out, tokenizer=known.tokenizer, say=progress.say)
+    step = export(known.run_directory, known.out, tokenizer=known.tokenizer, say=console.say)
     print(f"{known.out}: the weights after {step} steps")
     return 0
 
 
 def _report(known: argparse.Namespace) -> int:
-    from fp8ref.run.report import page, runs
+    from fp8ref.train.report import page, runs
 
     print(page.write(runs.read_all(known.runs), known.out, confidence=_confidence(known)))
     return 0
@@ -72,14 +72,10 @@ def _report(known: argparse.Namespace) -> int:
 
 def _compare(known: argparse.Namespace) -> int:
     check_json(known.json)
-    from fp8ref.run import progress
-    from fp8ref.run.report import compare, runs
+    from fp8ref.train.report import compare, runs
 
     found = compare.compare(runs.read(known.a), runs.read(known.b), runs.read_all(known.seeds), confidence=_confidence(known))
-    found.print(progress.console())
-    if known.json:
-        found.write(known.json)
-    return 0 if found.ok else FAILED
+    return conclude(found, known.json)
 
 
 def _confidence(known: argparse.Namespace) -> float:
@@ -90,10 +86,7 @@ def _confidence(known: argparse.Namespace) -> float:
 
 def _replay(known: argparse.Namespace) -> int:
     check_json(known.json)
-    from fp8ref.run.report.replay import replay
+    from fp8ref.train.report.what_if import replay
 
     found = replay(known.run_directory, known.policy, history=known.history, margin=known.margin)
-    found.print()
-    if known.json:
-        found.write(known.json)
-    return 0
+    return conclude(found, known.json)

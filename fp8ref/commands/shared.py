@@ -5,6 +5,8 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+from fp8ref.result import Result
+
 ERROR, FAILED, DEFECT, NON_FINITE, LOST, STOPPED, INTERRUPTED = 2, 1, 1, 3, 4, 5, 130
 Run = Callable[[argparse.Namespace], int]
 
@@ -33,19 +35,28 @@ def plain(commands, name: str, run: Run, help: str, description: str | None = No
 
 def config(known: argparse.Namespace, options: list[str]):
     """The config file with the remaining options applied; with --help it prints them, and exits. ConfigError for what cannot be used."""
-    from fp8ref.run import config as configs
+    from fp8ref.errors import ConfigError
+    from fp8ref.train import config as configs
 
     prog = known.parser.prog
     if known.help:
         print(known.parser.format_help())
         configs.override(configs.Config(), ["--help"], prog=f"{prog} CONFIG")  # prints, and exits with 0
     if known.config is None:
-        raise configs.ConfigError(f"{prog} needs a CONFIG, such as configs/tiny.toml. See {prog} --help.")
+        raise ConfigError(f"{prog} needs a CONFIG, such as configs/tiny.toml. See {prog} --help.")
     if options and not known.config.exists():
-        raise configs.ConfigError(
+        raise ConfigError(
             f"{known.config}: no such file. {prog} takes CONFIG first, then the options of its keys, such as {prog} configs/tiny.toml --run.steps 20."
         )
     return configs.override(configs.load(known.config), options, prog=f"{prog} {known.config}")
+
+
+def conclude(found: Result, json: Path | None) -> int:
+    """Print a result, write it to --json where that was given, and return its exit code."""
+    found.print()
+    if json:
+        found.write(json)
+    return found.exit_code
 
 
 def check_json(path: Path | None, *read: Path | None) -> None:
@@ -62,7 +73,7 @@ def check_json(path: Path | None, *read: Path | None) -> None:
 
 def check_whole(config) -> None:
     """ConfigError where batches come in parts, which a cross-check does not take."""
-    from fp8ref.run.config import ConfigError
+    from fp8ref.errors import ConfigError
 
     if config.data.microbatches > 1:
         raise ConfigError(f"a cross-check takes whole batches; got data.microbatches = {config.data.microbatches}. Set it to 1.")

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from fp8ref.commands import shared
-from fp8ref.commands.shared import FAILED, check_json
+from fp8ref.commands.shared import check_json
 
 FORM = """
 A line is one vector: fields separated by blanks, each one number or several separated by commas, as bits in hexadecimal (a shape in decimal).
@@ -87,27 +87,25 @@ def _long(description: str) -> dict:
 
 
 def _gen(known: argparse.Namespace) -> int:
-    from fp8ref.check.vectors.operations import generate
+    from fp8ref.conformance.vectors.operations import generate
 
     _print(generate(known.operation, _settings(known)))
     return 0
 
 
 def _verify(known: argparse.Namespace) -> int:
-    import json
-
     check_json(known.json)
     rules = {option.removeprefix("--"): getattr(known, option.removeprefix("--")) for option, _ in RULES[known.operation]}
     rules = {name: value for name, value in rules.items() if value is not None}
     if known.operation == "cast":
         rules["saturate"] = not known.no_saturate
-    from fp8ref.check.vectors.operations import judge
+    from fp8ref.conformance.vectors.operations import judge
 
     verdict = judge(known.operation, sys.stdin.buffer, settings=_settings(known), rules=rules, some=known.some)
     if known.json:
-        known.json.write_text(json.dumps(verdict.to_dict(), indent=1) + "\n", encoding="utf-8")
-    _print([verdict.text()])
-    return 0 if verdict.ok else FAILED
+        verdict.write(known.json)
+    _print([verdict.text()])  # plain text: vectors need no console
+    return verdict.exit_code
 
 
 def _settings(known: argparse.Namespace) -> dict:

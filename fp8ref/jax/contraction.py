@@ -4,8 +4,8 @@ import math
 
 import jax
 
+from fp8ref.hardware import Multiply
 from fp8ref.jax import delayed, linear
-from fp8ref.multiply import Multiply
 from fp8ref.recipe import Recipe
 
 

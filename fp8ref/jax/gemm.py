@@ -8,10 +8,10 @@ from jax import lax
 
 from fp8ref import epilogue as epilogues
 from fp8ref.granularity import by_name
-from fp8ref.jax import scaling, simulated
+from fp8ref.hardware import Multiply
+from fp8ref.jax import hardware, scaling
 from fp8ref.jax.scaling import Quantized
 from fp8ref.jax.sharding import Reduction
-from fp8ref.multiply import Multiply
 from fp8ref.recipe import GemmSpec
 
 # Explicit on every dot: with None, jax.default_matmul_precision would decide (SEMANTICS G-7).
@@ -100,7 +100,7 @@ def _accumulated(
 
 def _simulated(by: Multiply, a: Quantized, b: Quantized, accumulate: str, epilogue: str, out_dtype, turned: bool) -> jax.Array:
     assert a.codes.ndim == 2, "simulated hardware multiplies matrices"
-    out = simulated.matmul(a, b, by=by, accumulate=accumulate, epilogue=epilogue, out_dtype=out_dtype)
+    out = hardware.matmul(a, b, by=by, accumulate=accumulate, epilogue=epilogue, out_dtype=out_dtype)
     return out.T if turned else out
 
 

@@ -12,11 +12,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from fp8ref import recipe as recipes
-from fp8ref.jax import delayed, gemm, operands, scales, sharding, simulated, stats
+from fp8ref.hardware import Multiply
+from fp8ref.jax import delayed, gemm, hardware, operands, scales, sharding, stats
 from fp8ref.jax.operands import Scales, Use
 from fp8ref.jax.scaling import Quantized
 from fp8ref.jax.sharding import Placement
-from fp8ref.multiply import Multiply
 from fp8ref.recipe import OPERANDS, CastSpec, Gemm, Recipe, Role
 
 _observer: ContextVar[Callable | None] = ContextVar("fp8ref_jax_observer", default=None)
@@ -151,7 +151,7 @@ def contract(
             )
         try:
             devices = 1 if mode == "one" else jax.typeof(x).sharding.mesh.size
-            simulated.check_devices(devices, mapped=mode != "jit", platform=jax.default_backend())
+            hardware.check_devices(devices, mapped=mode != "jit", platform=jax.default_backend())
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from error
     n, k = sharding.gemm_dims(w, placement, mode)

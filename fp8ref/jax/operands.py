@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import jax
 
 from fp8ref import granularity as granularities
+from fp8ref.hardware import Multiply
 from fp8ref.jax import gemm, scaling, sharding
 from fp8ref.jax.scaling import Quantized
 from fp8ref.jax.sharding import Placement
-from fp8ref.multiply import Multiply
 from fp8ref.recipe import OPERANDS, REDUCED_AXES, CastSpec, Gemm, Recipe, Role
 
 Scales = Mapping[Role, jax.Array]  # of the roles whose scales a state holds

@@ -15,7 +15,7 @@ from fp8ref.formats import Format
 from fp8ref.jax import cast, scales, scaling
 from fp8ref.jax.scaling import Quantized
 from fp8ref.recipe import OPERANDS, Gemm, Role
-from fp8ref.statistics import COUNTS
+from fp8ref.stats import COUNTS
 
 LENGTH = 2 * len(COUNTS) + 6
 ROWS: tuple[tuple[Gemm, Role], ...] = tuple((gemm, role) for gemm, roles in OPERANDS.items() for role in roles)

@@ -9,7 +9,7 @@ Every function draws on axes that it is given and returns them; x is a matrix or
 ``sim.scaling.quantize`` made of it, fmt one of ``fp8ref.formats``. ``figure`` makes the axes, ``png`` the picture.
 
 Colours are Okabe and Ito's, on white, so that figures read in light and dark pages. The notebooks are made of these. The figures of a report
-(``fp8ref.run.report.figures``) are apart: a page chooses their colours.
+(``fp8ref.train.report.figures``) are apart: a page chooses their colours.
 """
 
 try:

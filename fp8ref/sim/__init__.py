@@ -7,6 +7,11 @@ Arrays are float32 unless said otherwise, also where they hold values of a narro
 values, not a storage type.
 """
 
-from fp8ref.sim import accumulate, cast, delayed, gemm, linear, mesh, model, scaling, sharding, stats
+from fp8ref import moved
+from fp8ref.sim import accumulate, cast, delayed, gemm, linear, llama, mesh, scaling, sharding, stats
 
-__all__ = ["accumulate", "cast", "delayed", "gemm", "linear", "mesh", "model", "scaling", "sharding", "stats"]
+__all__ = ["accumulate", "cast", "delayed", "gemm", "linear", "llama", "mesh", "scaling", "sharding", "stats"]
+
+
+def __getattr__(name: str):
+    raise moved.attribute_error(__name__, name)

@@ -9,7 +9,7 @@ from typing import Literal
 import numpy as np
 
 from fp8ref.formats import Format
-from fp8ref.sim import parallel
+from fp8ref.sim import threads
 from fp8ref.sim.kernels import gemm as kernels
 from fp8ref.sim.tensor_core import K_STEP, UNITS, TensorCore, chain_plain, is_int
 
@@ -133,7 +133,7 @@ def chains(a: np.ndarray, b: np.ndarray, fmt_a: Format, fmt_b: Format, plan: Acc
         for j in range(begin, end, kernels.COLUMNS):
             kernels.chains(a, fmt_a.emin, b, fmt_b.emin, ends, out, j, min(j + kernels.COLUMNS, end), *numbers)
 
-    parallel.run(columns, len(b), unit=32)
+    threads.run(columns, len(b), unit=32)
     return out
 
 
@@ -144,7 +144,7 @@ def f32(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """
     a, b = np.ascontiguousarray(a, np.float32), np.ascontiguousarray(b.T, np.float32)
     out = np.empty((len(a), b.shape[1]), np.float32)
-    parallel.run(lambda begin, end: kernels.in_order(a, b, out, begin, end), len(a))
+    threads.run(lambda begin, end: kernels.in_order(a, b, out, begin, end), len(a))
     return out
 
 

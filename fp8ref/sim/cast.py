@@ -15,7 +15,7 @@ import numpy as np
 
 from fp8ref import formats
 from fp8ref.formats import BFLOAT16, FLOAT16, FLOAT32, FP8_FORMATS, Format
-from fp8ref.sim import parallel, philox
+from fp8ref.sim import philox, threads
 from fp8ref.sim.kernels import cast as kernels
 
 Rounding = Literal["nearest_even", "nearest_away", "toward_zero", "to_odd", "stochastic"]
@@ -55,7 +55,7 @@ def encode(x, fmt: Format, *, rounding: Rounding = "nearest_even", saturate: boo
 
     for start, piece in _pieces(x):
         bits, target = float32_bits(piece), flat[start : start + piece.size]
-        parallel.run(encode_range, bits.size, unit=philox.BLOCK, grain=1 << 17)
+        threads.run(encode_range, bits.size, unit=philox.BLOCK, grain=1 << 17)
     return codes
 
 

@@ -7,9 +7,9 @@ from fp8ref.epilogue import Epilogue
 from fp8ref.formats import BFLOAT16, FLOAT16, FLOAT32, FP8_FORMATS, Format
 from fp8ref.granularity import block_of
 from fp8ref.sim import accumulate as sums
-from fp8ref.sim import cast, exact, parallel, scaling, tensor_core
+from fp8ref.sim import cast, exact, scaling, tensor_core, threads
 from fp8ref.sim.accumulate import Accumulation
-from fp8ref.sim.kernels import finish as kernels
+from fp8ref.sim.kernels import epilogue as kernels
 from fp8ref.sim.scaling import Quantized
 from fp8ref.sim.tensor_core import K_STEP, TensorCore
 
@@ -123,7 +123,7 @@ def _finish_bfloat16(acc: np.ndarray, scale_inv_a: np.ndarray, scale_inv_b: np.n
     scales = (np.ascontiguousarray(np.broadcast_to(s, shape).ravel()) for s, shape in ((scale_inv_a, (m, 1)), (scale_inv_b, (1, n))))
     given = (np.ascontiguousarray(acc.T if turned else acc), turned, *scales, epilogue.scale == "product", epilogue.round_first)
     out = np.empty((m, n), np.float32)
-    parallel.run(lambda begin, end: kernels.bfloat16(*given, out, begin, end), m, unit=kernels.TILE, grain=1 << 8)
+    threads.run(lambda begin, end: kernels.bfloat16(*given, out, begin, end), m, unit=kernels.TILE, grain=1 << 8)
     return out
 
 

@@ -7,7 +7,7 @@ import numpy as np
 
 from fp8ref import granularity as granularities
 from fp8ref.formats import Format
-from fp8ref.sim import cast, parallel
+from fp8ref.sim import cast, threads
 from fp8ref.sim.kernels import scaling as kernels
 
 _PIECE = 1 << 18  # elements whose float32 bits are held at a time
@@ -48,7 +48,7 @@ def amax(x: np.ndarray, granularity: str, axis: int) -> np.ndarray:
         _in_pieces(x, g, begin, end, lambda a, b, piece: kernels.amax(piece, g.group[a:b], g.width, bits))
         partial.append(bits)
 
-    parallel.run(rows, g.rows, grain=max(1, (1 << 17) // g.columns))
+    threads.run(rows, g.rows, grain=max(1, (1 << 17) // g.columns))
     result = np.maximum.reduce(partial).view(np.float32).reshape(granularities.scale_shape(granularity, x.shape, axis))
     return np.where(np.isnan(result), np.float32(np.nan), result)[()]
 
@@ -62,7 +62,7 @@ def encode(x: np.ndarray, scale: np.ndarray, fmt: Format, granularity: str, axis
     def rows(begin: int, end: int) -> None:
         _in_pieces(x, g, begin, end, lambda a, b, piece: kernel(piece, g.group[a:b], g.width, scales, matrix[a:b]))
 
-    parallel.run(rows, g.rows, grain=max(1, (1 << 17) // g.columns))
+    threads.run(rows, g.rows, grain=max(1, (1 << 17) // g.columns))
     return codes
 
 

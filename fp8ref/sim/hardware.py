@@ -11,7 +11,7 @@ from fp8ref import epilogue as epilogues
 from fp8ref.epilogue import Epilogue
 from fp8ref.formats import Format
 from fp8ref.granularity import by_name as granularity_of
-from fp8ref.multiply import Factor
+from fp8ref.hardware import Factor
 from fp8ref.sim import accumulate as sums
 from fp8ref.sim import gemm
 from fp8ref.sim.accumulate import ACCUMULATIONS, Accumulation

@@ -6,7 +6,7 @@ from torch.nn import functional
 from fp8ref import epilogue as epilogues
 from fp8ref.granularity import by_name
 from fp8ref.recipe import GemmSpec
-from fp8ref.torch import block_gemm, scaling, simulated
+from fp8ref.torch import block_gemm, hardware, scaling
 from fp8ref.torch.scaling import Quantized
 
 EPILOGUES = ("scale_then_round", "unit_round_scale_round")
@@ -36,9 +36,9 @@ def matmul(
             f"a GEMM reduces one axis of two matrices, of one length; got {shapes[0]} along {a.axis} and {shapes[1]} along {b.axis}."
         )
     block = epilogues.check_pair(epilogue, EPILOGUES, a.granularity, b.granularity)
-    if by := simulated.active():
+    if by := hardware.active():
         codes, scales = [_lines(q.codes, q.axis) for q in (a, b)], [_lines(q.scale_inv, q.axis) for q in (a, b)]
-        return simulated.multiply(*codes, *scales, a.granularity, b.granularity, accumulate, epilogue, out_dtype, by.name)
+        return hardware.multiply(*codes, *scales, a.granularity, b.granularity, accumulate, epilogue, out_dtype, by.name)
     if block is not None:
         if block_gemm.kernel(a, b) == "torchao_triton":
             codes_a, codes_b, scale_a, scale_b = (

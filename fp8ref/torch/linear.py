@@ -1,137 +1,207 @@
-"""From nn.Linear to FP8 and back: torchao's Float8Linear where that runs the recipe, else fp8ref's own ``layer.Linear``.
+"""fp8ref's own linear layer: three GEMMs by any recipe (SEMANTICS L), for those that torchao's Float8Linear does not run."""
 
-    model = convert(model, "delayed", filter_fqns=["lm_head"])  # an optimizer built before goes on
-    ...                                                         # training
-    model.save_pretrained(path, state_dict=weights(model))      # a transformers model, while it trains
-    deconvert(model).save_pretrained(path)                      # and when it is done
-
-A checkpoint to go on from holds the whole model.state_dict(), states of delayed scaling included.
-"""
-
-from collections.abc import Sequence
+import functools
+import importlib
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
-from torch.distributed import ProcessGroup
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-from torchao.float8 import convert_to_float8_training
-from torchao.float8.float8_linear_utils import swap_linear_layers
+from torchao.float8.float8_training_tensor import Float8TrainingTensor
 
 from fp8ref import recipe as recipes
-from fp8ref.recipe import Recipe
-from fp8ref.torch import cpu, delayed, float8_config, replacement
-from fp8ref.torch.layer import Linear, check_recipe
-from fp8ref.torch.seen import is_compiled
-from fp8ref.torch.torchao_linear import Float8Linear
+from fp8ref.recipe import OPERANDS, REDUCED_AXES, ROLES, CastSpec, Gemm, Recipe, Role
+from fp8ref.torch import delayed, gemm, linear_input, scales, scaling
+from fp8ref.torch.scaling import Quantized
 
-__all__ = ["Linear", "check_model", "convert", "deconvert", "weights"]
+Operand = torch.Tensor | Quantized
+# Called with (which, a, b, out) of every FP8 GEMM, while it runs eagerly; see ``observing``.
+observers: list[Callable[[Gemm, Quantized, Quantized, torch.Tensor], None]] = []
 
 
-def convert(
-    model: nn.Module,
-    recipe: str | Recipe,
-    *,
-    filter_fqns: Sequence[str] = (),
-    fp8_fqns: Sequence[str] = (),
-    amax_group: ProcessGroup | None = None,
-) -> nn.Module:
-    """Replace the linears that SEMANTICS R-2 and R-4 choose, by torchao's Float8Linear, or by ``Linear``.
+class Linear(nn.Linear):
+    """An nn.Linear whose GEMMs follow a recipe: any that ``check_recipe`` takes, those with delayed scaling or scales of blocks too.
 
-    amax_group  ranks that have parts of one batch, and take the amaxes of input and grad_output together (P-2, scope global; by ``Linear``).
-                None: each its own, torchao's meaning.
-    Keeps:    the very Parameters, tied ones tied: an optimizer built before the conversion trains the model as one built after it. And
-              attributes that a linear was given (R-5).
-    Returns:  the model, changed in place (a model that is itself one nn.Linear: its replacement). Recipe 'bf16' changes nothing.
-    Raises:   ValueError, and nothing is changed: as ``fp8ref.recipe.plan``; a recipe that neither can run; a model that is compiled,
-              sharded or FP8 already; a chosen linear of which something would be lost or that its parent does not call (R-5),
-              registered under two names, on a GPU without FP8, or on a CPU whose torch lacks the recipe's GEMMs.
+    Shapes:   x [..., K], weight [N, K] and bias [N]; output [..., N] of x's dtype. A weight of another dtype is refused, but under
+              torch.autocast all are taken in its dtype, and observed so (L-7).
+    Order:    leading dims flatten to M; SEMANTICS L-2, L-3, L-6; the bias is added to the rounded output (G-15, round_then_bias).
+    State:    ``states[role]`` of every role with delayed scaling; read during a step, rolled by ``delayed.update``. Only where gradients
+              are enabled and the module is in training mode is anything observed.
+    Gradient: once; a backward pass with create_graph=True is refused (L-8).
+    group     name of the process group whose ranks hold parts of one input and one grad_output: amaxes, and what ``delayed.update``
+              takes, are theirs together (P-2, scope global). None: this rank's alone.
+    fqn       its name in the model that was converted, for errors.
+    Specials: as ``scaling.quantize`` and ``gemm.matmul``: under policy torchao a NaN or Inf makes NaN of every output that its scale reaches.
+    Raises:   ValueError: a recipe that ``check_recipe`` refuses; in the forward pass another K, dtype or device than the weight's, or no rows.
+    """
+
+    fqn: str = ""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        recipe: str | Recipe,
+        *,
+        bias: bool = True,
+        group: str | None = None,
+        device=None,
+        dtype=None,
+    ) -> None:
+        super().__init__(in_features, out_features, bias=bias, device=device, dtype=dtype)
+        self.recipe, self.group = check_recipe(recipe), group
+        self._multiply = _multiply(self.recipe, group)
+        self.states = nn.ModuleDict(
+            {role: delayed.RoleState(fmt, config, self.weight.device, group) for role, (fmt, config) in delayed.casts(self.recipe).items()}
+        )
+
+    @classmethod
+    def of(cls, linear: nn.Linear, recipe: str | Recipe, group: str | None = None) -> "Linear":
+        """An existing nn.Linear's parameters, themselves, in a Linear of this recipe. ValueError as ``check_recipe``."""
+        made = cls(linear.in_features, linear.out_features, recipe, bias=False, group=group, device="meta")
+        made.weight, made.bias = linear.weight, linear.bias
+        for state in made.states.values():
+            state.to_empty(device=linear.weight.device)
+        return made.train(linear.training)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """output [..., N] of input [..., K]; ValueError as ``linear_input.taken`` and ``linear_input.weight``."""
+        x = linear_input.taken(input, self)
+        w = linear_input.weight(self, x)
+        observes = torch.is_grad_enabled() and self.training
+        states = [self.state(role) for role in ROLES]
+        if observes:
+            for state, tensor in zip(states[:2], (x, w), strict=True):
+                if state and not isinstance(tensor, Float8TrainingTensor):  # of such a weight its shards were seen (sharding.FP8Gather)
+                    state.see(tensor)
+        past = [state.scale if state else None for state in states]
+        seen = states[-1].seen if observes and states[-1] else None
+        y = self._multiply.apply(x, w, seen, *past)
+        return y if self.bias is None else y + self.bias.to(y.dtype)
+
+    def __getstate__(self) -> dict:
+        return {key: value for key, value in vars(self).items() if key != "_multiply"}  # a class that pickle does not find
+
+    def __setstate__(self, state: dict) -> None:
+        super().__setstate__(state)
+        self._multiply = _multiply(self.recipe, self.group)
+
+    def state(self, role: Role) -> delayed.RoleState | None:
+        """The state of a role that is scaled by its past; None of any other."""
+        if role not in self.states:
+            return None
+        return self.states[role]  # type: ignore[return-value]
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, recipe={self.recipe.name}"
+
+
+@functools.cache
+def _multiply(recipe: Recipe, group: str | None) -> type[torch.autograd.Function]:
+    """x [..., K] by w [N, K]. A class for each recipe and group: what a compiled graph calls takes tensors and numbers only."""
+    first = {"input": recipe.output.a, "weight": recipe.output.b, "grad_output": recipe.grad_input.a}
+    once: dict[Role, CastSpec | None] = {
+        role: first[role] if recipe.serves_both(role) else None for role in ROLES
+    }  # cast once, kept as codes
+
+    def operand(which: Gemm, role: Role, x: Operand, past: Sequence[torch.Tensor | None]) -> Operand:
+        """What a GEMM takes of a role: cast along the axis that it reduces, but for what was cast already, and as it is in high precision."""
+        at = OPERANDS[which].index(role)
+        axis, spec = REDUCED_AXES[which][at] - 2, (recipe.gemms[which].a, recipe.gemms[which].b)[at]
+        if isinstance(x, Quantized):
+            return x._replace(axis=axis)
+        if spec is None:
+            return x
+        scale = past[ROLES.index(role)]
+        if scale is not None:
+            return scaling.quantize_with(x, scale, spec.fmt, granularity=spec.granularity, axis=axis)
+        # Ranks cut M: they share the scale of a tensor and of a row along M, and nothing of a row along K or N, of a block or of a weight (P-5).
+        shared = role != "weight" and (spec.granularity == "tensorwise" or (spec.granularity == "rowwise" and axis == -2))
+        over = group if shared else None
+        return scaling.quantize(x, spec.fmt, granularity=spec.granularity, policy=spec.policy, axis=axis, group=over)
+
+    def multiply(which: Gemm, operands: Sequence[Operand], dtype: torch.dtype) -> torch.Tensor:
+        spec = recipe.gemms[which]
+        a, b = operands
+        if isinstance(a, Quantized) and isinstance(b, Quantized):
+            assert spec.accumulate is not None
+            out_dtype = gemm.output_dtype(spec, dtype)
+            out = gemm.matmul(a, b, accumulate=spec.accumulate, epilogue=spec.epilogue, out_dtype=out_dtype).to(dtype)
+            for observer in observers:
+                observer(which, a, b, out)
+            return out
+        assert isinstance(a, torch.Tensor)
+        assert isinstance(b, torch.Tensor)
+        first, second = (axis - 2 for axis in REDUCED_AXES[which])
+        return gemm.matmul_hp(a, b, axes=(first, second))
+
+    def kept(q: Operand) -> tuple[torch.Tensor, ...]:
+        assert isinstance(q, Quantized)
+        return q.codes, q.scale, q.scale_inv
+
+    @torch._dynamo.allow_in_graph  # AOTAutograd traces into it; dynamo alone would refuse what backward writes into seen
+    class Multiply(torch.autograd.Function):
+        """past: the scales, of ROLES, that a state holds; seen: where grad_output's observation is merged."""
+
+        @staticmethod
+        @linear_input.without_autocast
+        def forward(ctx, x: torch.Tensor, w: torch.Tensor, seen: torch.Tensor | None, *past: torch.Tensor | None) -> torch.Tensor:
+            rows = x.reshape(-1, x.shape[-1])
+            a = operand("output", "input", rows, past)
+            b = operand("output", "weight", _gathered(w, once["weight"]) if isinstance(w, Float8TrainingTensor) else w, past)
+            ctx.save_for_backward(*(kept(a) if once["input"] else (rows,)), *(kept(b) if once["weight"] else (w,)), *past)
+            ctx.seen = seen  # not saved: other uses of the layer merge into it before the backward pass
+            return multiply("output", (a, b), x.dtype).reshape(*x.shape[:-1], len(w))
+
+        @staticmethod
+        @linear_input.without_autocast
+        def backward(ctx, grad_output: torch.Tensor):
+            if torch.is_grad_enabled():  # autograd would follow neither codes nor what makes them
+                raise ValueError(
+                    "gradients of a linear in FP8 are not differentiated again (L-8); got create_graph=True. Leave it out, or keep the linears "
+                    "of the model in high precision by filter_fqns."
+                )
+            saved = iter(ctx.saved_tensors)
+            of_input, of_weight = (
+                Quantized(next(saved), next(saved), next(saved), spec.fmt, spec.granularity, -1) if spec else next(saved)
+                for spec in (once["input"], once["weight"])
+            )
+            past = list(saved)
+            rows = grad_output.reshape(-1, grad_output.shape[-1])
+            if ctx.seen is not None:
+                delayed.merge_(ctx.seen, rows)
+            g: Operand = operand("grad_input", "grad_output", rows, past) if once["grad_output"] else rows
+            grad_input = grad_weight = None
+            if ctx.needs_input_grad[0]:
+                operands = operand("grad_input", "grad_output", g, past), operand("grad_input", "weight", of_weight, past)
+                grad_input = multiply("grad_input", operands, rows.dtype)
+                grad_input = grad_input.reshape(*grad_output.shape[:-1], grad_input.shape[-1])
+            if ctx.needs_input_grad[1]:
+                operands = operand("grad_weight", "grad_output", g, past), operand("grad_weight", "input", of_input, past)
+                grad_weight = multiply("grad_weight", operands, rows.dtype)
+            return grad_input, grad_weight, *(None for _ in ctx.needs_input_grad[2:])
+
+    return Multiply
+
+
+def _gathered(w: Float8TrainingTensor, spec: CastSpec | None) -> Quantized:
+    """A weight that came as codes and one scale."""
+    assert spec is not None
+    return Quantized(w._data, w._scale, w._scale.reciprocal(), spec.fmt, spec.granularity, -1)
+
+
+def check_recipe(recipe: str | Recipe) -> Recipe:
+    """The recipe, if ``Linear`` runs it.
+
+    Raises:   ValueError: operands of a GEMM whose scales cover different lengths of K; an epilogue, policy or delayed scaling that this backend
+              does not implement.
     """
     recipe = recipes.by_name(recipe)
-    _check_module(model)
-    linears = {name: m for name, m in model.named_modules(remove_duplicate=False) if isinstance(m, nn.Linear)}
-    shapes = {name: (m.out_features, m.in_features) for name, m in linears.items()}
-    chosen = [d.path for d in recipes.plan(shapes, recipe, filter_fqns=filter_fqns, fp8_fqns=fp8_fqns) if d.fp8]
-    if not chosen:
-        return model
-    config = float8_config.torchao_config(recipe) if amax_group is None and float8_config.expresses(recipe) else None
-    if config is None:
-        check_recipe(recipe)
-    check_model(model, "Convert a model first, then {} it")
-    for name in chosen:
-        replacement.check(name, linears, model.get_submodule(name.rpartition(".")[0]) if name else None)
-    if any(linears[name].weight.device.type == "cpu" for name in chosen):
-        cpu.check(recipe)
-        cpu.use_native_scaled_mm()
-    convert_to_float8_training(nn.Identity())  # torchao then mends what inductor makes of FP8 stores (triton-lang/triton#11111)
-    group = None if amax_group is None else amax_group.group_name
-
-    def make(linear: nn.Linear) -> nn.Linear:
-        return Linear.of(linear, recipe, group) if config is None else Float8Linear.from_float(linear, config=config)
-
-    model = swap_linear_layers(model, make, module_filter_fn=lambda _, name: name in chosen)
-    for name in chosen:
-        made = model.get_submodule(name)
-        assert isinstance(made, Float8Linear | Linear)
-        made.recipe, made.fqn = recipe, name
-        replacement.carry(linears[name], made)
-    return model
+    delayed.casts(recipe)
+    recipes.check_gemms(recipe, gemm.EPILOGUES, scales.implemented)
+    return recipe
 
 
-def deconvert(model: nn.Module) -> nn.Module:
-    """The way back from ``convert``: every linear in FP8 becomes an nn.Linear of the same Parameters; states of delayed scaling go.
-
-    Returns:  the model, changed in place (one linear in FP8: its replacement). A model without FP8 linears is left as it is.
-    Raises:   ValueError, and nothing is changed: a model that is compiled or sharded; a linear in FP8 that was given hooks or other methods.
-    """
-    _check_module(model)
-    fp8 = {name: m for name, m in model.named_modules(remove_duplicate=False) if isinstance(m, replacement.FP8)}
-    if fp8:
-        check_model(model, "Deconvert a model before you {} it, or save weights(model) of it as it is")
-    for name, linear in fp8.items():
-        what = name or "the model"
-        if lost := replacement.lost(linear, replacement.FP8):
-            raise ValueError(f"{what} {lost}. Undo that first.")
-        if unusual := replacement.unusual(linear):
-            raise ValueError(f"{what} {unusual}. Deconvert a model before you shard it.")
-    made = {linear: _plain(linear) for linear in fp8.values()}
-    for name, linear in fp8.items():
-        if not name:
-            return made[linear]
-        parent, _, key = name.rpartition(".")
-        setattr(model.get_submodule(parent), key, made[linear])
-    return model
-
-
-def weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    """model.state_dict() without the states of delayed scaling: that of the model that was converted, for those who load one.
-
-    Raises:   ValueError: no nn.Module.
-    """
-    _check_module(model)
-    states = {id(value) for _, state in delayed.states(model) for value in state.buffers()}
-    # By identity: wrappers of modules change the names in a state_dict.
-    left_out = {key for key, value in model.state_dict(keep_vars=True).items() if id(value) in states}
-    return {key: value for key, value in model.state_dict().items() if key not in left_out}
-
-
-def _plain(linear: nn.Linear) -> nn.Linear:
-    plain = nn.Linear(linear.in_features, linear.out_features, bias=False, device="meta")
-    plain.weight, plain.bias = linear.weight, linear.bias
-    replacement.carry(linear, plain)
-    return plain
-
-
-def _check_module(model: object) -> None:
-    if not isinstance(model, nn.Module):
-        raise ValueError(f"a model is an nn.Module; got a {type(model).__name__}. Give the module itself.")
-
-
-def check_model(model: nn.Module, remedy: str) -> None:
-    """ValueError for a model that is compiled or sharded; remedy has a gap for the verb."""
-    for name, module in model.named_modules():
-        if is_compiled(module):
-            raise ValueError(f"{name or 'the model'} is compiled. {remedy.format('compile')}.")
-        if isinstance(module, FSDPModule):
-            raise ValueError(f"{name or 'the model'} is sharded by fully_shard. {remedy.format('shard')}.")
-        if isinstance(module, FullyShardedDataParallel):  # which writes parameters into the modules that it knows
-            raise ValueError(f"{name or 'the model'} is sharded by FullyShardedDataParallel. {remedy.format('shard')}.")
+def __getattr__(name: str):
+    if name in ("check_model", "convert", "deconvert", "weights"):  # which were here, and whose module needs this one
+        return getattr(importlib.import_module("fp8ref.torch.convert"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

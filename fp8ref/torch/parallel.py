@@ -21,7 +21,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from fp8ref import recipe as recipes
 from fp8ref.recipe import Recipe
-from fp8ref.torch import block_gemm, gather, linear, optimizer, parallel_checks, reduction, simulated, tensor
+from fp8ref.torch import block_gemm, convert, fsdp, hardware, parallel_checks, reduction, tensor_parallel
 
 Checkpointing = Literal["none", "selective", "full"]
 Compile = Literal["none", "block", "model"]
@@ -34,7 +34,7 @@ KEPT = {
     _aten.mm.default,
     _aten._scaled_mm.default,
     block_gemm.OPERATOR,
-    simulated.OPERATOR,
+    hardware.OPERATOR,
     _aten._scaled_dot_product_efficient_attention.default,
     _aten._scaled_dot_product_flash_attention.default,
     _aten._scaled_dot_product_flash_attention_for_cpu.default,
@@ -52,7 +52,7 @@ def parallelize(
     fp8_fqns: Sequence[str] = (),
     amax_scope: Scope = "local",
     sequence: bool = False,
-    tensor_plan: Mapping[str, tensor.Style] | None = None,
+    tensor_plan: Mapping[str, tensor_parallel.Style] | None = None,
     checkpointing: Checkpointing = "none",
     compile: Compile = "none",
     compile_backend: str | Callable = "inductor",
@@ -107,13 +107,13 @@ def parallelize(
     batch, tensor_mesh = (None, None) if mesh is None else _parts(mesh)
     if compile == "model":
         parallel_checks.whole(model, keep_dtype if batch is not None else [])
-    linear.check_model(model, "Parallelise a model first, then {} it; and once")
+    convert.check_model(model, "Parallelise a model first, then {} it; and once")
     if (sequence or tensor_plan is not None) and (mesh is None or "tensor" not in (mesh.mesh_dim_names or ())):
         raise ValueError(
             "sequence and tensor_plan cut linears over a mesh with a dim named tensor; there is none. Add it, or leave them out."
         )
     if mesh is not None:
-        optimizer.check_none_holds(model)
+        parallel_checks.check_none_holds(model)
     if batch is not None and ordered_reduction and batch.ndim == 2 and batch.size(0) > 2:
         raise ValueError(
             f"ordered_reduction adds over fsdp in rank order, and over at most 2 along data; got {batch.size(0)}. Make data 1 or 2."
@@ -121,13 +121,13 @@ def parallelize(
     if batch is not None and amax_scope == "local" and recipes.delayed_casts(recipe):
         raise ValueError(f"recipe {recipe.name!r} keeps one state for all ranks, of amaxes of all; got amax_scope='local'. Use 'global'.")
     group = _group(batch) if batch is not None and amax_scope == "global" and recipe.fp8 else None
-    model = linear.convert(model, recipe, filter_fqns=filter_fqns, fp8_fqns=fp8_fqns, amax_group=group)
+    model = convert.convert(model, recipe, filter_fqns=filter_fqns, fp8_fqns=fp8_fqns, amax_group=group)
     if tensor_mesh is not None:
         try:
-            tensor.parallelize(model, tensor_mesh, sequence=sequence, plan=tensor_plan)
+            tensor_parallel.parallelize(model, tensor_mesh, sequence=sequence, plan=tensor_plan)
         except ValueError:
             if recipe.fp8:  # otherwise what is FP8 was so before
-                linear.deconvert(model)
+                convert.deconvert(model)
             raise
     for block in blocks:
         forward = _checkpointed(block.forward, checkpointing)
@@ -150,9 +150,9 @@ def parallelize(
     if ordered_reduction:
         reduction.order(model)
     if gather_fp8 and recipe.fp8 and recipe.serves_both("weight"):
-        gather.gather_in_fp8(model, dtype=param_dtype if fp8_from == "compute" else None, precompute=precompute_scales)
+        fsdp.gather_in_fp8(model, dtype=param_dtype if fp8_from == "compute" else None, precompute=precompute_scales)
     else:
-        model.register_forward_pre_hook(gather.recover, prepend=True)  # as an FP8 gather does where a forward pass begins
+        model.register_forward_pre_hook(fsdp.recover, prepend=True)  # as an FP8 gather does where a forward pass begins
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.register_forward_pre_hook(parallel_checks.eager, prepend=True)  # before all other hooks, of which dynamo leaves some out

@@ -1,5 +1,6 @@
 """What ``parallel.parallelize`` refuses by name, before a model is changed where that can be seen."""
 
+import gc
 import hashlib
 from collections.abc import Sequence
 from typing import Any, get_args
@@ -8,8 +9,7 @@ import torch
 from torch import distributed, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-
-from fp8ref.torch import optimizer
+from torch.distributed.tensor import DTensor
 
 
 def options(**given: tuple[object, Any]) -> None:
@@ -49,7 +49,7 @@ def eager(unit: nn.Module, args: tuple) -> None:
 
 def copies(model: nn.Module, mesh: DeviceMesh) -> None:
     """ValueError unless ranks along data, whose gradients are averaged, start from the same weights: nothing would make them equal."""
-    shards = {name: optimizer.local(p.detach()) for name, p in model.named_parameters()}
+    shards = {name: _local(p.detach()) for name, p in model.named_parameters()}
     mine = {name: _digest(shard) for name, shard in shards.items() if not shard.is_meta}
     found: list = [None] * mesh.size(0)
     distributed.all_gather_object(found, mine, group=mesh.get_group("data"))
@@ -62,3 +62,20 @@ def copies(model: nn.Module, mesh: DeviceMesh) -> None:
 
 def _digest(x: torch.Tensor) -> str:
     return hashlib.sha256(x.contiguous().reshape(-1).view(torch.uint8).cpu().numpy().data).hexdigest()
+
+
+def check_none_holds(model: nn.Module) -> None:
+    """ValueError if an optimizer holds a model's parameters, which are about to be replaced: it would train what nothing uses."""
+    parameters = {id(p): name for name, p in model.named_parameters()}
+    for found in gc.get_objects():
+        if issubclass(type(found), torch.optim.Optimizer):
+            held = [parameters[id(p)] for group in found.param_groups for p in group["params"] if id(p) in parameters]
+            if held:
+                raise ValueError(
+                    f"an optimizer is built after a model is cut, which replaces parameters; a {type(found).__name__} already holds {held[0]}. "
+                    "Build it afterwards."
+                )
+
+
+def _local(x: torch.Tensor) -> torch.Tensor:
+    return x.to_local() if isinstance(x, DTensor) else x

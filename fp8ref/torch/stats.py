@@ -10,9 +10,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from fp8ref.formats import Format
 from fp8ref.recipe import OPERANDS
-from fp8ref.statistics import FIELDS, Operand
-from fp8ref.torch import cast, observing, scaling
-from fp8ref.torch.observing import Observed
+from fp8ref.stats import FIELDS, Operand
+from fp8ref.torch import cast, gemm_observer, scaling
+from fp8ref.torch.gemm_observer import Observed
 from fp8ref.torch.scaling import Quantized
 
 Parts = dict[str, list[torch.Tensor]]  # float64 [FIELDS] of each microbatch, by an operand's name
@@ -114,7 +114,7 @@ def measuring(model: nn.Module, planned: list[Operand], found: Parts) -> Iterato
                     if operand.role == role:
                         found.setdefault(operand.name, []).append(measured(operand, seen))
 
-    with observing.observed(model, observer):
+    with gemm_observer.observed(model, observer):
         yield
 
 

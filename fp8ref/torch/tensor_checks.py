@@ -7,8 +7,8 @@ from torch.distributed.tensor import DeviceMesh, DTensor
 from torchao.float8.float8_linear import Float8Linear
 
 from fp8ref.torch import torchao_linear
-from fp8ref.torch.layer import Linear
-from fp8ref.torch.seen import is_compiled
+from fp8ref.torch.linear import Linear
+from fp8ref.torch.proof.records import is_compiled
 
 
 def mesh_size(mesh: DeviceMesh) -> int:

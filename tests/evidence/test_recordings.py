@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from fp8ref.check.probe import record
+from fp8ref.conformance.gemm import recording
 
 RECORDINGS = sorted(Path(__file__).parent.rglob("*.json"))
 
 
 @pytest.mark.parametrize("path", RECORDINGS, ids=lambda path: path.stem)
 def test_a_recording_is_the_simulators(path):
-    replayed = record.replay(path)
+    replayed = recording.verify(path)
     assert replayed.ok, f"{replayed.compared - replayed.equal} of {replayed.compared} results have other bits"

@@ -4,7 +4,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from fp8ref.check import synthetic
+from fp8ref.conformance.inputs import synthetic
 from fp8ref.formats import BFLOAT16, E4M3FN, E5M2, FP8_FORMATS
 from fp8ref.jax import cast
 from fp8ref.sim import cast as sim

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fp8ref.check import bounds
+from fp8ref.crosscheck import bounds
 from fp8ref.formats import BFLOAT16, E4M3FN, E5M2
 from fp8ref.granularity import GRANULARITIES
 from fp8ref.jax import gemm, scaling

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from fp8ref.check import synthetic
+from fp8ref.conformance.inputs import synthetic
 from fp8ref.formats import E4M3FN, E5M2
 from fp8ref.jax import scaling
 from fp8ref.policy import POLICIES, ScalePolicy

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from fp8ref.jax.train import Trainer as JaxTrainer
 from fp8ref.recipe import SHARED_RECIPES
-from fp8ref.run.data import loader
-from fp8ref.torch.train import Trainer as TorchTrainer
+from fp8ref.train.data import loader
+from fp8ref.train.jax.trainer import Trainer as JaxTrainer
+from fp8ref.train.torch.trainer import Trainer as TorchTrainer
 
 
 def test_both_start_from_the_same_bits(small):  # M-6

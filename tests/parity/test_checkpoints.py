@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
+from fp8ref.errors import ConfigError
 from fp8ref.recipe import RECIPES
-from fp8ref.run import loop
-from fp8ref.run.config import ConfigError
-from fp8ref.run.data import loader
+from fp8ref.train import loop
+from fp8ref.train.data import loader
 
 # minutes of XLA's compiler, and the same code but for the states of delayed scaling
 QUICK = {("jax", "delayed"), *(("torch", recipe) for recipe in RECIPES)}

@@ -5,9 +5,9 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from fp8ref.jax.parallel import Layout
-from fp8ref.run.data import loader
-from fp8ref.torch.step import Step
+from fp8ref.train.data import loader
+from fp8ref.train.jax.mesh import Layout
+from fp8ref.train.torch.step import Step
 
 STEPS = 1000
 

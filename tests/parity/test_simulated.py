@@ -5,15 +5,15 @@ import numpy as np
 import pytest
 import torch
 
-from fp8ref.check import crosscheck
+from fp8ref.crosscheck import one_device
 from fp8ref.jax import gemm as jax_gemm
 from fp8ref.jax import scaling as jax_scaling
 from fp8ref.recipe import RECIPES
-from fp8ref.run import loop
 from fp8ref.sim import hardware
 from fp8ref.torch import gemm as torch_gemm
+from fp8ref.torch import hardware as simulated
 from fp8ref.torch import scaling as torch_scaling
-from fp8ref.torch import simulated
+from fp8ref.train import loop
 
 RECIPE_PLANS = [("tensorwise", "hopper"), ("rowwise", "hopper_fast"), ("blockwise", "hopper"), ("mxfp8", "ada"), ("tensorwise", "f32")]
 
@@ -42,7 +42,7 @@ def test_equal_operands_give_equal_outputs(rng, recipe, plan, which):
 @pytest.mark.slow
 @pytest.mark.parametrize(("recipe", "plan"), [("tensorwise", "hopper"), ("rowwise", "hopper_fast")])
 def test_the_crosscheck_asks_for_the_simulators_bits(small, recipe, plan):
-    report = crosscheck.crosscheck(small.replace(numerics={"recipe": recipe, "accumulate": plan}), steps=0)
+    report = one_device.crosscheck(small.replace(numerics={"recipe": recipe, "accumulate": plan}), steps=0)
     assert report.ok, [check.detail for check in report.failures]
     outputs = [c for name, c in report.checks.items() if name.split("/")[1] in ("output", "grad_input", "grad_weight")]
     assert len(outputs) == 7 * 3 * len(loop.BACKENDS)
@@ -54,6 +54,6 @@ def test_the_crosscheck_finds_a_backend_that_ran_under_another_plan(small, monke
     monkeypatch.setattr(
         loop, "trainer", lambda backend, config, *given: made(backend, config.replace(numerics={"accumulate": "f32"}), *given)
     )
-    report = crosscheck.crosscheck(small.replace(numerics={"accumulate": "hopper_fast"}), backends=("torch",), steps=0)
+    report = one_device.crosscheck(small.replace(numerics={"accumulate": "hopper_fast"}), backends=("torch",), steps=0)
     failed = {check.name for check in report.failures}
     assert {name.split("/")[1] for name in failed if "layers" in name} == {"output", "grad_input", "grad_weight"}

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from fp8ref.run import loop
-from fp8ref.run.data import loader
+from fp8ref.train import loop
+from fp8ref.train.data import loader
 
 
 @pytest.mark.parametrize("backend", loop.BACKENDS)

@@ -5,8 +5,8 @@ import pytest
 
 from fp8ref import llama
 from fp8ref.recipe import SHARED_RECIPES
-from fp8ref.run import loop
-from fp8ref.run.data import loader
+from fp8ref.train import loop
+from fp8ref.train.data import loader
 
 pytestmark = pytest.mark.parametrize("backend", loop.BACKENDS)
 

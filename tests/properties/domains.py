@@ -11,7 +11,7 @@ import numpy as np
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from fp8ref.check import synthetic
+from fp8ref.conformance.inputs import synthetic
 from fp8ref.formats import Format
 
 F32 = np.float32

@@ -5,7 +5,7 @@ import pytest
 from gfloat import RoundMode, decode_float, encode_ndarray, round_ndarray
 from gfloat.formats import format_info_ocp_e4m3, format_info_ocp_e5m2, format_info_ocp_e8m0
 
-from fp8ref.check import synthetic
+from fp8ref.conformance.inputs import synthetic
 from fp8ref.formats import E4M3FN, E5M2, E8M0FNU
 from fp8ref.sim import cast
 

@@ -7,7 +7,7 @@ import pytest
 
 from fp8ref.epilogue import EPILOGUES, Epilogue
 from fp8ref.formats import BFLOAT16, E4M3FN, E5M2, FLOAT32
-from fp8ref.multiply import Factor
+from fp8ref.hardware import Factor
 from fp8ref.sim import gemm, hardware, scaling
 from fp8ref.sim.accumulate import ACCUMULATIONS, Accumulation
 from fp8ref.sim.hardware import HARDWARE

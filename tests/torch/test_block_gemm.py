@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import nn
 
-from fp8ref.check import bounds
+from fp8ref.crosscheck import bounds
 from fp8ref.formats import BFLOAT16, E4M3FN, E5M2, FLOAT32
 from fp8ref.recipe import OPERANDS, RECIPES, REDUCED_AXES
 from fp8ref.sim import gemm as sim_gemm
 from fp8ref.sim import scaling as sim_scaling
-from fp8ref.torch import block_gemm, gemm, linear, parallel, proof, scaling
+from fp8ref.torch import block_gemm, convert, gemm, parallel, proof, scaling
 from fp8ref.torch.scaling import Quantized
 
 GEMMS = tuple(RECIPES["blockwise"].gemms)
@@ -152,7 +152,7 @@ def test_without_triton_or_under_other_names_there_is_no_kernel(monkeypatch):
 
 def model():
     torch.manual_seed(0)
-    return linear.convert(nn.Sequential(nn.Linear(256, 256, bias=False), nn.ReLU(), nn.Linear(256, 256)).bfloat16(), "blockwise")
+    return convert.convert(nn.Sequential(nn.Linear(256, 256, bias=False), nn.ReLU(), nn.Linear(256, 256)).bfloat16(), "blockwise")
 
 
 def step(module):
@@ -173,7 +173,7 @@ def described(seen):
 
 def test_the_proof_names_what_multiplied(faked, monkeypatch):  # B-8
     module = model()
-    with proof.watching(module) as seen:
+    with proof.trace_eager(module) as seen:
         step(module)
     assert described(seen) == SEEN
     assert len(seen.gemms) == 6
@@ -181,7 +181,7 @@ def test_the_proof_names_what_multiplied(faked, monkeypatch):  # B-8
     found = proof.manifest(seen, PLAN, [])
     assert found["on_dequantised_operands"] == []
     assert all(g["fp8"] for g in found["gemms"])
-    with proof.watching(module) as seen:  # one fallback among many steps is named
+    with proof.trace_eager(module) as seen:  # one fallback among many steps is named
         step(module)
         monkeypatch.setattr(block_gemm, "_has_tensor_cores", lambda device: False)
         step(module)
@@ -191,7 +191,7 @@ def test_the_proof_names_what_multiplied(faked, monkeypatch):  # B-8
 def test_selective_checkpointing_keeps_the_kernels_results(faked):
     module = model()
     checkpointed = parallel._checkpointed(module.forward, "selective")
-    with proof.watching(module) as seen:
+    with proof.trace_eager(module) as seen:
         step(checkpointed)
     assert [g.which for g in seen.gemms].count("output") == 2
 
@@ -201,7 +201,7 @@ def test_selective_checkpointing_keeps_the_kernels_results(faked):
 def test_compiled_the_kernel_is_one_operator_and_seen(faked):  # B-8, G-17
     torch._dynamo.reset()
     module = model()
-    with proof.compiled(module) as seen:
+    with proof.trace_compiled(module) as seen:
         step(torch.compile(module))
     assert described(seen) == SEEN
     assert proof.manifest(seen, PLAN, [])["on_dequantised_operands"] == []

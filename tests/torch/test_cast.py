@@ -3,7 +3,7 @@ import numpy as np
 import pytest
 import torch
 
-from fp8ref.check import synthetic
+from fp8ref.conformance.inputs import synthetic
 from fp8ref.formats import BFLOAT16, E4M3FN, E5M2, FP8_FORMATS
 from fp8ref.sim import cast as sim
 from fp8ref.torch import cast

@@ -14,10 +14,11 @@ from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from fp8ref.run.config import ParallelConfig
-from fp8ref.torch import delayed, parallel, train
-from fp8ref.torch import step as training_step
+from fp8ref.torch import delayed, parallel
 from fp8ref.torch.parallel import parallelize
+from fp8ref.train.config import ParallelConfig
+from fp8ref.train.torch import step as training_step
+from fp8ref.train.torch import trainer as train
 
 ASKED = list(itertools.product(matrix.RECIPES, matrix.HOW, matrix.GATHERS))
 

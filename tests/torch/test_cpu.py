@@ -42,7 +42,7 @@ def test_the_scaled_product_is_of_scaled_operands():
 
 def test_recipes_that_this_torch_does_not_multiply_on_a_cpu_are_refused_by_name(monkeypatch):
     """torch 2.11 and 2.12 have no scales of rows there; what is slow multiplies on unit scales (G-5)."""
-    from fp8ref.torch import cpu, linear
+    from fp8ref.torch import convert, cpu
 
     def without_rows(a, b, *, scale_a, scale_b, out_dtype):
         if scale_a.numel() > 1:
@@ -53,7 +53,7 @@ def test_recipes_that_this_torch_does_not_multiply_on_a_cpu_are_refused_by_name(
     try:
         for recipe in ("rowwise", "rowwise_with_gw_hp"):
             with pytest.raises(ValueError, match=f"recipe '{recipe}' scales by rows, .* Move the model there first, install torch 2.13"):
-                linear.convert(torch.nn.Linear(32, 32, bias=False).bfloat16(), recipe)
-        linear.convert(torch.nn.Sequential(torch.nn.Linear(32, 32, bias=False).bfloat16()), "tensorwise")
+                convert.convert(torch.nn.Linear(32, 32, bias=False).bfloat16(), recipe)
+        convert.convert(torch.nn.Sequential(torch.nn.Linear(32, 32, bias=False).bfloat16()), "tensorwise")
     finally:
         cpu._multiplies_rows.cache_clear()

@@ -9,7 +9,7 @@ from fp8ref.formats import BFLOAT16, E4M3FN, E5M2
 from fp8ref.recipe import CastSpec, GemmSpec, Recipe
 from fp8ref.sim import delayed as sim
 from fp8ref.sim import linear as sim_linear
-from fp8ref.torch import delayed, linear
+from fp8ref.torch import convert, delayed
 
 
 def assert_equal(ours: delayed.DelayedState | delayed.RoleState, theirs: sim.DelayedState):
@@ -46,7 +46,7 @@ def powers_of_two(model, expected):
 def test_fifty_training_steps_equal_the_simulator(rng):  # H-1 to H-4, L-2, L-3, L-6
     config = DELAYED["delayed"]
     recipe = recipe_of(config)
-    model = linear.Linear(64, 32, recipe, bias=False, dtype=torch.bfloat16)
+    model = convert.Linear(64, 32, recipe, bias=False, dtype=torch.bfloat16)
     expected = {role: sim.init(config) for role in ROLES}
     for step in range(50):
         shapes, sizes = ((2, 24, 64), (32, 64), (2, 24, 32)), 2.0 ** np.array([0, -6, -10]) * 2.0 ** rng.integers(-3, 4)
@@ -73,7 +73,7 @@ def run(model, x, g):
 
 
 def test_uses_and_microbatches_merge_by_maximum():  # H-4, H-11
-    layer = linear.Linear(16, 16, "delayed", bias=False)
+    layer = convert.Linear(16, 16, "delayed", bias=False)
     model = nn.Sequential(layer, layer)
     small, large = torch.full((4, 16), 0.5), torch.full((4, 16), 3.0)
     for x in (small, large, small):
@@ -90,7 +90,7 @@ def test_uses_and_microbatches_merge_by_maximum():  # H-4, H-11
 
 
 def test_evaluation_observes_nothing():
-    model, x = linear.Linear(16, 16, "delayed"), torch.ones(4, 16)
+    model, x = convert.Linear(16, 16, "delayed"), torch.ones(4, 16)
     with torch.no_grad():
         model(x)
     model.eval()
@@ -99,7 +99,7 @@ def test_evaluation_observes_nothing():
 
 
 def test_what_is_not_finite_is_flagged_and_keeps_the_state():  # H-5
-    model = linear.Linear(16, 16, "delayed", bias=False)
+    model = convert.Linear(16, 16, "delayed", bias=False)
     for bad in (torch.inf, torch.nan):
         x = torch.ones(4, 16)
         x[1, 2] = bad
@@ -111,7 +111,7 @@ def test_what_is_not_finite_is_flagged_and_keeps_the_state():  # H-5
 
 
 def test_a_step_not_taken_is_forgotten():
-    model = linear.Linear(16, 16, "delayed")
+    model = convert.Linear(16, 16, "delayed")
     run(model, torch.ones(4, 16), torch.ones(4, 16))
     delayed.forget(model)
     delayed.update(model)
@@ -119,7 +119,7 @@ def test_a_step_not_taken_is_forgotten():
 
 
 def test_states_keep_their_dtypes_and_are_saved():
-    model = linear.Linear(16, 16, "delayed")
+    model = convert.Linear(16, 16, "delayed")
     run(model, torch.full((4, 16), 3.0), torch.ones(4, 16))
     delayed.update(model)
     scale = model.states["input"].scale.clone()
@@ -128,7 +128,7 @@ def test_states_keep_their_dtypes_and_are_saved():
     assert torch.equal(model.states["input"].scale, scale)
     saved = model.state_dict()
     assert {key for key in saved if "input" in key} == {f"states.input.{key}" for key in ("scale", "amax_history", "step")}
-    again = linear.Linear(16, 16, "delayed", dtype=torch.bfloat16)
+    again = convert.Linear(16, 16, "delayed", dtype=torch.bfloat16)
     again.load_state_dict(saved)
     x = torch.randn(4, 16).bfloat16()
     assert torch.equal(again(x), model(x))
@@ -136,7 +136,7 @@ def test_states_keep_their_dtypes_and_are_saved():
 
 def test_states_made_without_memory_start_where_they_get_some():  # H-2
     with torch.device("meta"):
-        model = linear.convert(nn.Sequential(nn.Linear(16, 16)), "delayed")
+        model = convert.convert(nn.Sequential(nn.Linear(16, 16)), "delayed")
     assert all(state.scale.is_meta for _, state in delayed.states(model))
     model.to_empty(device="cpu")
     for _, state in delayed.states(model):
@@ -148,8 +148,8 @@ def test_states_made_without_memory_start_where_they_get_some():  # H-2
 
 def test_states_that_are_assigned_bring_their_device():
     with torch.device("meta"):
-        model = linear.convert(nn.Sequential(nn.Linear(16, 16)), "delayed")
-    saved = linear.convert(nn.Sequential(nn.Linear(16, 16)), "delayed").state_dict()
+        model = convert.convert(nn.Sequential(nn.Linear(16, 16)), "delayed")
+    saved = convert.convert(nn.Sequential(nn.Linear(16, 16)), "delayed").state_dict()
     model.load_state_dict(saved, assign=True)
     run(model, torch.ones(4, 16), torch.ones(4, 16))
     delayed.update(model)
@@ -157,7 +157,7 @@ def test_states_that_are_assigned_bring_their_device():
 
 
 def test_loading_forgets_what_was_observed():  # H-4
-    model = linear.Linear(16, 16, "delayed")
+    model = convert.Linear(16, 16, "delayed")
     run(model, torch.ones(4, 16), torch.ones(4, 16))
     delayed.update(model)
     saved = {key: value.clone() for key, value in model.state_dict().items()}

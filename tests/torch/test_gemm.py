@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from fp8ref.check import bounds
+from fp8ref.crosscheck import bounds
 from fp8ref.formats import BFLOAT16, E4M3FN, E5M2
 from fp8ref.granularity import GRANULARITIES
 from fp8ref.recipe import RECIPES

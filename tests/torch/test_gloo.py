@@ -8,7 +8,7 @@ from torch import distributed, nn
 from torchao.float8.float8_ops import FLOAT8_OPS_TABLE
 from torchao.float8.float8_training_tensor import Float8TrainingTensor, GemmInputRole, LinearMMConfig
 
-from fp8ref.torch import gloo, tensor
+from fp8ref.torch import gloo, tensor_parallel
 
 
 def part(dtype, *, last_first=False, device="cpu"):
@@ -58,7 +58,7 @@ def test_other_devices_gathers_are_left_alone():
 
 
 def gathered(recipe, filter_fqns):
-    model = tensor.parallelize(build(recipe, filter_fqns=filter_fqns), mesh(), sequence=True)
+    model = tensor_parallel.parallelize(build(recipe, filter_fqns=filter_fqns), mesh(), sequence=True)
     with Watch(model) as watch:
         y = model(some_tokens())
         forward = list(watch.gathers)

@@ -6,7 +6,7 @@ from torch._dynamo.utils import counters
 from torchao.float8.float8_training_tensor import Float8TrainingTensor, GemmInputRole
 
 from fp8ref.formats import E4M3FN
-from fp8ref.torch import linear, linear_input, scaling
+from fp8ref.torch import convert, linear_input, scaling
 
 recipes = pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp", "delayed", "blockwise", "mxfp8"])
 own = pytest.mark.parametrize("recipe", ["delayed", "blockwise", "mxfp8"])
@@ -14,7 +14,7 @@ own = pytest.mark.parametrize("recipe", ["delayed", "blockwise", "mxfp8"])
 
 def converted(recipe, dtype=torch.float32):
     torch.manual_seed(0)
-    return linear.convert(nn.Sequential(nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 128)).to(dtype), recipe)
+    return convert.convert(nn.Sequential(nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 128)).to(dtype), recipe)
 
 
 def autocast(module, dtype=torch.bfloat16):
@@ -83,7 +83,7 @@ def test_under_autocast_compiled_by_aot_eager_it_is_itself(recipe):  # L-7
 
 
 def test_a_weight_gathered_in_fp8_is_taken_as_it_is():  # L-7
-    layer, x = linear.Linear(64, 32, "tensorwise", bias=False), torch.randn(16, 64)
+    layer, x = convert.Linear(64, 32, "tensorwise", bias=False), torch.randn(16, 64)
     codes = scaling.quantize(layer.weight.detach().bfloat16(), E4M3FN)
     whole = Float8TrainingTensor(codes.codes, codes.scale, torch.float32, None, GemmInputRole.WEIGHT).requires_grad_()
     with torch.autocast("cpu"):
@@ -128,7 +128,7 @@ class Block(nn.Module):
 def test_blocks_whose_linears_differ_in_name_alone_share_a_graph(recipe):
     torch._dynamo.reset()
     counters.clear()
-    model = linear.convert(nn.Sequential(*(Block() for _ in range(3))), recipe)
+    model = convert.convert(nn.Sequential(*(Block() for _ in range(3))), recipe)
     for block in model:
         torch.compile(block.forward, backend="aot_eager", fullgraph=True)(torch.randn(128, 128))
     assert counters["stats"]["unique_graphs"] == 1

@@ -10,7 +10,7 @@ from torch import nn
 from torchao.optim import AdamWFp8
 from torchao.optim.subclass_fp8 import OptimStateFp8
 
-from fp8ref.torch import delayed, linear
+from fp8ref.torch import convert, delayed
 
 OPTIMIZERS = {
     "adamw_foreach": lambda params: torch.optim.AdamW(params, lr=1e-2, foreach=True),
@@ -51,8 +51,8 @@ def train(module, optimizer, steps=3):
 def test_an_optimizer_built_before_conversion_trains_as_one_built_after(recipe, optimizer):
     original, build = wide(), OPTIMIZERS[optimizer]
     before = build(original.parameters())
-    early = train(linear.convert(original, recipe), before)
-    converted = linear.convert(wide(), recipe)
+    early = train(convert.convert(original, recipe), before)
+    converted = convert.convert(wide(), recipe)
     late = train(converted, build(converted.parameters()))
     assert all(torch.equal(a, b) for a, b in zip(early, late, strict=True))
     assert all((a != b).any() for a, b in zip(early, wide().parameters(), strict=True))
@@ -60,7 +60,7 @@ def test_an_optimizer_built_before_conversion_trains_as_one_built_after(recipe, 
 
 @optimizers
 def test_states_of_delayed_scaling_are_no_part_of_an_optimizers(optimizer):
-    converted = linear.convert(wide(), "delayed")
+    converted = convert.convert(wide(), "delayed")
     built = OPTIMIZERS[optimizer](converted.parameters())
     converted(batch(0)).square().mean().backward()
     held = {key: value.clone() for key, value in converted.named_buffers()}
@@ -84,7 +84,7 @@ def test_accumulated_microbatches_leave_the_delayed_state_of_one_batch(parts):  
     x[:8], g[:8] = 2 * x[:8], 3 * g[:8]  # the first microbatch has the largest amaxes
 
     def states(*rows):
-        converted = linear.convert(wide(), "delayed")
+        converted = convert.convert(wide(), "delayed")
         optimizer = torch.optim.AdamW(converted.parameters())
         for p, w in zip(converted.parameters(), drawn, strict=True):
             p.data = w.clone()
@@ -119,14 +119,14 @@ def test_torchaos_fp8_states_depend_on_the_size_of_a_parameters_piece():
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
 def test_torchaos_fp8_states_are_saved_and_go_on_bit_for_bit(recipe):
-    first = linear.convert(wide(), recipe)
+    first = convert.convert(wide(), recipe)
     optimizer = OPTIMIZERS["torchao_fp8"](first.parameters())
     train(first, optimizer)
     file = io.BytesIO()
     torch.save({"model": first.state_dict(), "optimizer": optimizer.state_dict()}, file)
     file.seek(0)
     saved = torch.load(file, weights_only=True)
-    again = linear.convert(wide(), recipe)
+    again = convert.convert(wide(), recipe)
     again.load_state_dict(saved["model"])
     resumed = OPTIMIZERS["torchao_fp8"](again.parameters())
     resumed.load_state_dict(saved["optimizer"])

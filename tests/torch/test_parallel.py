@@ -9,10 +9,11 @@ from torch import distributed, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 
-from fp8ref.run.config import Config, ConfigError
+from fp8ref.errors import ConfigError
 from fp8ref.torch import delayed
 from fp8ref.torch.parallel import parallelize
-from fp8ref.torch.train import Trainer
+from fp8ref.train.config import Config
+from fp8ref.train.torch.trainer import Trainer
 
 MODEL = {
     "hidden_size": 64,

@@ -6,10 +6,10 @@ from ranks import run
 from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from fp8ref.run.config import Config
-from fp8ref.torch import linear
+from fp8ref.torch import convert
 from fp8ref.torch.parallel import parallelize
-from fp8ref.torch.train import Trainer
+from fp8ref.train.config import Config
+from fp8ref.train.torch.trainer import Trainer
 
 
 def config_of(**parallel):
@@ -51,7 +51,7 @@ def refusals():
     by_tensor = mesh("tensor")
     refused("plan", lambda: parallelize(made, "tensorwise", mesh=by_tensor, tensor_plan={"7": "colwise"}))
     refused("no plan", lambda: parallelize(made, "tensorwise", mesh=by_tensor, tensor_plan={}))
-    by_hand = linear.convert(model(), "tensorwise")
+    by_hand = convert.convert(model(), "tensorwise")
     refused("plan of FP8 by hand", lambda: parallelize(by_hand, "bf16", mesh=by_tensor, tensor_plan={"7": "colwise"}))
     found["kept FP8"] = str([type(m).__name__ for m in by_hand.modules()])
     found["unchanged"] = str([type(m).__name__ for m in made.modules()])

@@ -28,14 +28,14 @@ def test_a_planted_fallback_is_missing(which):
         slow = dataclasses.replace(RECIPES["tensorwise"].output, accumulate="slow")
         model[2] = square(dataclasses.replace(RECIPES["tensorwise"], output=slow))[2]
         gemms, have = gemms[:1], "f8e4m3fn x f8e4m3fn, slow, tensorwise"
-    with proof.watching(model) as seen:
+    with proof.trace_eager(model) as seen:
         step(model)
     assert proof.missing(seen, plan) == [f"2/{gemm}: planned {wanted}, tensorwise; {have}" for gemm, wanted in gemms]
 
 
 def test_another_granularity_and_a_backward_pass_that_never_ran_are_missing():
     model = square("rowwise")
-    with proof.watching(model) as seen:
+    with proof.trace_eager(model) as seen:
         model(torch.randn(128, 128).bfloat16())
     assert proof.missing(seen, {"2": "rowwise"}) == [
         f"2/{which}: planned f8e4m3fn x f8e4m3fn, slow, rowwise; no GEMM of it was seen" for which in ("grad_input", "grad_weight")
@@ -47,7 +47,7 @@ def test_another_granularity_and_a_backward_pass_that_never_ran_are_missing():
 
 def test_one_fallback_among_many_steps_is_missing():
     model = square("tensorwise")
-    with proof.watching(model) as seen:
+    with proof.trace_eager(model) as seen:
         step(model)
         model[2].linear_mm_config = model[2].linear_mm_config._replace(
             output=model[2].linear_mm_config.output._replace(use_fast_accum=False)
@@ -60,7 +60,7 @@ def test_one_fallback_among_many_steps_is_missing():
 
 def test_the_manifest_has_each_gemm_once():
     model = square("rowwise_with_gw_hp")
-    with proof.watching(model) as seen:
+    with proof.trace_eager(model) as seen:
         step(model)
         step(model)
     found = proof.manifest(seen, {"2": "rowwise_with_gw_hp"}, ["a line"])

@@ -3,7 +3,7 @@ import pytest
 import torch
 from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic
 
-from fp8ref.check import synthetic
+from fp8ref.conformance.inputs import synthetic
 from fp8ref.formats import BFLOAT16, E4M3FN, E5M2
 from fp8ref.policy import POLICIES
 from fp8ref.sim import cast as sim_cast

@@ -7,7 +7,8 @@ from ranks import run
 from torch import distributed, nn
 
 from fp8ref.recipe import OPERANDS
-from fp8ref.torch import layer, linear, sharding
+from fp8ref.torch import convert, sharding
+from fp8ref.torch import linear as layer
 
 INF, NAN = math.inf, math.nan
 # What each of three ranks has, and all of them together.
@@ -64,7 +65,7 @@ def test_the_maximum_is_elementwise():
 
 def operands_of_all(recipe, poison):
     """Codes and scales of every operand of one linear, of this rank's half of a batch, scaled by amaxes of both halves."""
-    made = linear.convert(nn.Sequential(nn.Linear(64, 32, bias=False)), recipe, amax_group=distributed.group.WORLD)
+    made = convert.convert(nn.Sequential(nn.Linear(64, 32, bias=False)), recipe, amax_group=distributed.group.WORLD)
     return operands(made, *halves(made, poison)[distributed.get_rank()])
 
 

@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from fp8ref.torch import linear, tensor, tensor_checks
+from fp8ref.torch import convert, tensor_checks, tensor_parallel
 
 
 class Scaled(nn.Linear):
@@ -37,7 +37,7 @@ def linears():
 
 
 def sharded():
-    return tensor.parallelize(build(), mesh())
+    return tensor_parallel.parallelize(build(), mesh())
 
 
 def fully_sharded():
@@ -54,7 +54,7 @@ REFUSED = {
     "no mesh": (build, {"mesh": lambda: None}, "one dim; got a NoneType.*mesh"),
     "no plan": (linears, {}, "got a Sequential. Give plan="),
     "sequence of others": (linears, {"sequence": True, **COLUMN}, "trainer's Llama.*got a Sequential with a plan.*Leave sequence"),
-    "sequence with a plan": (build, {"sequence": True, "plan": tensor.PLAN}, "got a Llama with a plan"),
+    "sequence with a plan": (build, {"sequence": True, "plan": tensor_parallel.PLAN}, "got a Llama with a plan"),
     "no style": (linears, {"plan": {"0": "column"}}, "colwise and rowwise; got 'column' for '0'"),
     "no linear": (linears, {"plan": {"q_proj": "colwise"}}, "'q_proj' names none of the linears: 0, 1"),
     "two styles": (linears, {"plan": {"0": "colwise", "*": "rowwise"}}, r"0 is to be both colwise and rowwise, the second by '\*'"),
@@ -70,7 +70,7 @@ REFUSED = {
     "subclass": (lambda: nn.Sequential(Scaled(64, 64)), COLUMN, "0 is a Scaled"),
     "beside": (lambda: nn.Sequential(nn.Linear(16, 16), Beside()), COLUMN, "1 holds parameters beside modules"),
     "delayed": (lambda: build("delayed"), {}, "q_proj is fp8ref's own Linear of recipe 'delayed'.*Use tensorwise"),
-    "blockwise": (lambda: linear.convert(nn.Sequential(nn.Linear(128, 128)), "blockwise"), COLUMN, "0 is fp8ref's own.*'blockwise'"),
+    "blockwise": (lambda: convert.convert(nn.Sequential(nn.Linear(128, 128)), "blockwise"), COLUMN, "0 is fp8ref's own.*'blockwise'"),
     "compiled": (
         lambda: torch.compile(linears(), backend="eager"),
         {"plan": {"*": "colwise"}},
@@ -87,12 +87,12 @@ def refusals():
         before = [(name, type(p.data)) for name, p in model.named_parameters()]
         on = options.pop("mesh", mesh)()
         with pytest.raises(ValueError, match=message):
-            tensor.parallelize(model, on, **options)
+            tensor_parallel.parallelize(model, on, **options)
         assert before == [(name, type(p.data)) for name, p in model.named_parameters()], message
     with pytest.raises(ValueError, match=r"T divisible by 2 ranks; got T = 15\. Pad them"):
-        tensor.parallelize(build(), mesh(), sequence=True)(some_tokens(length=15))
+        tensor_parallel.parallelize(build(), mesh(), sequence=True)(some_tokens(length=15))
     with pytest.raises(ValueError, match=r"q_proj (has forward hooks|is sharded already)"):
-        linear.convert(tensor.parallelize(build("bf16"), mesh()), "tensorwise")
+        convert.convert(tensor_parallel.parallelize(build("bf16"), mesh()), "tensorwise")
     return len(REFUSED)
 
 
@@ -104,7 +104,7 @@ def test_what_cannot_be_cut_is_refused():  # P-14
 
 
 def in_fp8(k, n):
-    return linear.convert(nn.Sequential(nn.Linear(k, n, bias=False)).bfloat16(), "tensorwise")
+    return convert.convert(nn.Sequential(nn.Linear(k, n, bias=False)).bfloat16(), "tensorwise")
 
 
 @pytest.mark.parametrize(("style", "shape"), [("colwise", (16, 6)), ("rowwise", (6, 16))])

@@ -10,12 +10,12 @@ from torchao.float8.float8_tensor_parallel import Float8ColwiseParallel, Float8R
 
 from fp8ref.policy import POLICIES
 from fp8ref.recipe import RECIPES, CastSpec, GemmSpec, Recipe
-from fp8ref.torch import gloo, linear, tensor
+from fp8ref.torch import convert, gloo, tensor_parallel
 
 
 def observed(recipe, sequence):
     """Of a rank: the FP8 GEMMs of a step, and its part of each linear's input and gradient, outside of all styles."""
-    model = tensor.parallelize(build(recipe), mesh(), sequence=sequence)
+    model = tensor_parallel.parallelize(build(recipe), mesh(), sequence=sequence)
     parts = {}
 
     def takes(names):
@@ -33,11 +33,11 @@ def observed(recipe, sequence):
 
     for name, module in model.named_modules():
         last = name.split(".")[-1]
-        if last in tensor.PLAN:
+        if last in tensor_parallel.PLAN:
             module.register_forward_hook(gives(name))
-        if last in tensor.ROW:
+        if last in tensor_parallel.ROW:
             module.register_forward_pre_hook(takes([name]), prepend=True)
-        columns = [f"{name}.{child}" for child, _ in module.named_children() if child in tensor.COLUMN]
+        columns = [f"{name}.{child}" for child, _ in module.named_children() if child in tensor_parallel.COLUMN]
         module.register_forward_pre_hook(takes(columns), prepend=True)
     with Watch(model) as watch:
         y = model(some_tokens())
@@ -70,10 +70,10 @@ TENSORWISE_POW2 = Recipe(name="tensorwise_pow2", output=FP8, grad_input=FP8, gra
 )
 def test_codes_and_scales_are_those_of_one_process(recipe, sequence):  # P-14, P-15, P-16
     ranks = run(2, observed, recipe, sequence)
-    layers = {name: m for name, m in build(recipe).named_modules() if name.split(".")[-1] in tensor.PLAN}
+    layers = {name: m for name, m in build(recipe).named_modules() if name.split(".")[-1] in tensor_parallel.PLAN}
     assert len(layers) == 14
     for name, layer in layers.items():
-        style = tensor.PLAN[name.split(".")[-1]]
+        style = tensor_parallel.PLAN[name.split(".")[-1]]
         ends = (1 if sequence else None, -1)
         cuts = dict(zip(("input", "grad_output"), ends if style == "colwise" else ends[::-1], strict=True))
         x, g = (assembled([parts[name, role] for _, parts in ranks], dim) for role, dim in cuts.items())
@@ -111,15 +111,15 @@ def cut_by_torchao():
     """As cut_exactly, by torchao's own styles: without biases, with biases, and the scales that a rowwise recipe's input has."""
     found = []
     for bias in (False, True):
-        model = linear.convert(exact(bias), "tensorwise")
+        model = convert.convert(exact(bias), "tensorwise")
         gloo.gather_fp8_as_bytes()
         found.append(passed_exactly(parallelize_module(model, mesh(), {"0": Float8ColwiseParallel(), "1": Float8RowwiseParallel()})))
     shapes = []
     for cut in (
         lambda m: parallelize_module(m, mesh(), {"0": Float8ColwiseParallel()}),
-        lambda m: tensor.parallelize(m, mesh(), plan={"0": "colwise"}),
+        lambda m: tensor_parallel.parallelize(m, mesh(), plan={"0": "colwise"}),
     ):
-        model = cut(linear.convert(nn.Sequential(nn.Linear(64, 64, bias=False)).bfloat16(), "rowwise"))
+        model = cut(convert.convert(nn.Sequential(nn.Linear(64, 64, bias=False)).bfloat16(), "rowwise"))
         with Watch(model) as watch, torch.no_grad():
             model(signs(16, 64, seed=5))
         shapes.append(watch.gemms["0", "output"][1].shape)
@@ -127,7 +127,7 @@ def cut_by_torchao():
 
 
 def test_what_torchaos_styles_do_not_mean_takes_others():  # P-15
-    expected = [passed_exactly(linear.convert(exact(bias), "tensorwise")) for bias in (False, True)]
+    expected = [passed_exactly(convert.convert(exact(bias), "tensorwise")) for bias in (False, True)]
     for without, with_biases, shapes in run(2, cut_by_torchao):
         assert all(torch.equal(a, b) for a, b in zip(without, expected[False], strict=True))
         # the first bias's gradient is a sum of e5m2 codes, where Float8Linear sums what it has before the cast

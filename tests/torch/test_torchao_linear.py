@@ -4,7 +4,7 @@ from linears import run
 from torch import nn
 from torchao.float8 import Float8LinearConfig, float8_linear
 
-from fp8ref.torch import linear
+from fp8ref.torch import convert
 from fp8ref.torch.torchao_linear import Float8Linear
 
 recipes = pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
@@ -12,11 +12,11 @@ recipes = pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_w
 
 def converted(recipe):
     torch.manual_seed(0)
-    return linear.convert(nn.Sequential(nn.Linear(64, 32)).bfloat16(), recipe)
+    return convert.convert(nn.Sequential(nn.Linear(64, 32)).bfloat16(), recipe)
 
 
 def test_it_is_torchaos_with_a_name():  # R-1
-    model = linear.convert(nn.ModuleDict({"a": nn.Sequential(nn.Linear(64, 32))}), "tensorwise")
+    model = convert.convert(nn.ModuleDict({"a": nn.Sequential(nn.Linear(64, 32))}), "tensorwise")
     assert type(model["a"][0]) is Float8Linear
     assert isinstance(model["a"][0], float8_linear.Float8Linear)
     assert model["a"][0].fqn == "a.0"

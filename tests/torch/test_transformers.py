@@ -7,8 +7,8 @@ import pytest
 import torch
 import transformers
 
-from fp8ref.torch import delayed, linear
-from fp8ref.torch.linear import Linear
+from fp8ref.torch import convert, delayed
+from fp8ref.torch.convert import Linear
 
 RECIPES = ("tensorwise", "rowwise", "delayed", "blockwise")
 recipes = pytest.mark.parametrize("recipe", RECIPES)
@@ -83,7 +83,7 @@ def assert_loads_cleanly(path, weights, expected_logits):
 def test_a_llama_trains_and_its_weights_load_into_an_unconverted_one(recipe, tied, head, tmp_path, warned):  # R-2
     model = llama(recipe, tied=tied)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    assert linear.convert(model, recipe, filter_fqns=() if head else ("lm_head",)) is model
+    assert convert.convert(model, recipe, filter_fqns=() if head else ("lm_head",)) is model
     fp8 = converted_names(model)
     assert ("lm_head" in fp8) == head
     assert "model.layers.1.mlp.down_proj" in fp8
@@ -93,8 +93,8 @@ def test_a_llama_trains_and_its_weights_load_into_an_unconverted_one(recipe, tie
 
     weights = {name: p.detach().clone() for name, p in model.named_parameters()}
     of_fp8 = logits(model)
-    model.save_pretrained(tmp_path / "during", state_dict=linear.weights(model))
-    assert linear.deconvert(model) is model
+    model.save_pretrained(tmp_path / "during", state_dict=convert.weights(model))
+    assert convert.deconvert(model) is model
     assert not converted_names(model)
     assert not torch.equal(logits(model), of_fp8)
     model.save_pretrained(tmp_path / "after")
@@ -105,12 +105,12 @@ def test_a_llama_trains_and_its_weights_load_into_an_unconverted_one(recipe, tie
 
 def test_states_saved_with_the_weights_are_what_from_pretrained_warns_of(tmp_path, warned):
     """Why ``weights`` and ``deconvert`` are there: nothing fails, but every state is reported."""
-    model = linear.convert(llama("delayed"), "delayed", filter_fqns=["lm_head"])
+    model = convert.convert(llama("delayed"), "delayed", filter_fqns=["lm_head"])
     train(model, 1)
     model.save_pretrained(tmp_path)
     _, report = transformers.LlamaForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
     assert any("UNEXPECTED" in message for message in warned())
-    assert set(report["unexpected_keys"]) == model.state_dict().keys() - linear.weights(model).keys()
+    assert set(report["unexpected_keys"]) == model.state_dict().keys() - convert.weights(model).keys()
     assert not report["missing_keys"]
     assert len(report["unexpected_keys"]) == 3 * 3 * sum(isinstance(m, Linear) for m in model.modules())
 
@@ -120,7 +120,7 @@ def test_a_tied_head_in_fp8_and_the_embedding_add_up_in_one_gradient(recipe):
     tied, untied = llama(recipe, tied=True), llama(recipe)
     untied.load_state_dict(tied.state_dict())
     for model in (tied, untied):
-        linear.convert(model, recipe, fp8_fqns=["lm_head"])(input_ids=TOKENS, labels=TOKENS).loss.backward()
+        convert.convert(model, recipe, fp8_fqns=["lm_head"])(input_ids=TOKENS, labels=TOKENS).loss.backward()
     assert tied.lm_head.weight is tied.model.embed_tokens.weight
     head, table = untied.lm_head.weight.grad, untied.model.embed_tokens.weight.grad
     assert head.any()
@@ -137,7 +137,7 @@ def test_gradient_checkpointing_changes_no_bit(recipe, reentrant):  # H-4
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", FutureWarning)  # transformers 5.23 prefers another name, which 5.0 does not have
                 model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-        linear.convert(model, recipe, filter_fqns=["lm_head"])
+        convert.convert(model, recipe, filter_fqns=["lm_head"])
         losses = train(model, 2)
         return losses, model.state_dict()
 

@@ -13,10 +13,10 @@ from flax.core import Scope
 from jax import lax
 
 from fp8ref import recipe as recipes
+from fp8ref.hardware import Multiply
 from fp8ref.jax import linear
 from fp8ref.jax.flax import linen as linen_hooks
 from fp8ref.jax.flax import nnx as nnx_hooks
-from fp8ref.multiply import Multiply
 from fp8ref.recipe import Recipe
 
 

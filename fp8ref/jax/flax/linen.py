@@ -9,10 +9,10 @@ import flax.linen as nn
 import jax
 from flax import struct, traverse_util
 
+from fp8ref.hardware import Multiply
 from fp8ref.jax import contraction, delayed, linear
 from fp8ref.jax.flax import observed
 from fp8ref.jax.flax.observed import SEEN, STATE
-from fp8ref.multiply import Multiply
 from fp8ref.recipe import Recipe, Role
 
 

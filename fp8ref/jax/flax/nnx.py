@@ -6,9 +6,9 @@ from collections.abc import Callable
 import jax
 from flax import errors, nnx
 
+from fp8ref.hardware import Multiply
 from fp8ref.jax import contraction, delayed, linear
 from fp8ref.jax.flax import observed
-from fp8ref.multiply import Multiply
 from fp8ref.recipe import Recipe
 
 

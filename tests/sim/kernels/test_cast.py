@@ -8,9 +8,9 @@ import numba
 import numpy as np
 import pytest
 
-from fp8ref.check import synthetic
+from fp8ref.conformance.inputs import synthetic
 from fp8ref.formats import E4M3FN, FP8_FORMATS
-from fp8ref.sim import cast, parallel, philox
+from fp8ref.sim import cast, philox, threads
 from fp8ref.sim.kernels import cast as kernels
 from fp8ref.sim.kernels import scaling
 
@@ -73,7 +73,7 @@ def test_threads_do_not_change_bits():
     for options in ({}, {"rounding": "stochastic", "seed": 1}):
         results = []
         for count in (1, 2, 3):
-            with parallel.using(count):
+            with threads.using(count):
                 results.append(cast.encode(x, FP8_FORMATS["e5m2"], **options))
         assert all(np.array_equal(a, b) for a, b in itertools.pairwise(results))
 

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fp8ref.formats import E4M3FN, E5M2, FP8_FORMATS
-from fp8ref.sim import accumulate, cast, parallel
+from fp8ref.sim import accumulate, cast
+from fp8ref.sim import threads as parallel
 from fp8ref.sim.accumulate import ACCUMULATIONS, Accumulation
 from fp8ref.sim.kernels import gemm as kernels
 from fp8ref.sim.tensor_core import UNITS, TensorCore

@@ -1,0 +1,26 @@
+"""fp8ref certify."""
+
+import argparse
+from pathlib import Path
+
+from fp8ref.commands import shared
+from fp8ref.commands.shared import check_json, conclude
+
+
+def add(commands) -> None:
+    certificate = shared.plain(
+        commands,
+        "certify",
+        _certify,
+        "Compare casts and scales of the libraries at hand with the simulator.",
+        "Casts and scales of torch, jax, ml_dtypes, torchao and fp8ref's own backends against the simulator.",
+    )
+    certificate.add_argument("--exhaustive", action="store_true", help="all 2^32 inputs of a cast, all 2^31 of a scale (minutes)")
+    certificate.add_argument("--json", type=Path, metavar="FILE", help="write every comparison to FILE")
+
+
+def _certify(known: argparse.Namespace) -> int:
+    check_json(known.json)
+    from fp8ref.conformance.certify import certify
+
+    return conclude(certify(exhaustive=known.exhaustive), known.json)

@@ -1,0 +1,124 @@
+"""fp8ref conform."""
+
+import argparse
+import contextlib
+import dataclasses
+import sys
+from pathlib import Path
+
+from fp8ref.commands import probe, shared
+from fp8ref.commands.shared import check_json, conclude
+
+
+def add(commands) -> None:
+    conform = shared.plain(
+        commands,
+        "conform",
+        _conform,
+        "Identify somebody's cast or quantiser, and hold it to the specification.",
+        "Find out by chosen inputs how a cast rounds, saturates and treats zeros, subnormals, infinities and NaNs, or which elements share a scale in a "
+        "quantiser and which policy makes it. Exits with 1 if it is none of those known, or, with --expect, not what was expected.",
+    )
+    conform.add_argument(
+        "subject", metavar="MODULE:FUNCTION", help="of one array of numpy, torch or jax; a GEMM is handed over to fp8ref probe"
+    )
+    conform.add_argument("--format", default="e4m3fn", metavar="NAME", help="that it casts to (default e4m3fn)")
+    conform.add_argument("--kind", metavar="KIND", help="cast, quantizer or gemm (default: found out)")
+    conform.add_argument(
+        "--expect", metavar="NAME", help="a cast's behaviour, such as saturating, or a quantizer's policy, such as torchao: exits with 1 if it is another"
+    )  # fmt: skip
+    conform.add_argument(
+        "--granularity", metavar="NAME", help="with --expect POLICY: its granularity, such as rowwise; of a gemm, its scales'"
+    )
+    conform.add_argument("--axis", type=int, metavar="N", help="with --expect POLICY: the axis that its scales reduce, -1 or 0")
+    conform.add_argument(
+        "--framework", metavar="NAME", help="whose arrays it takes: numpy, torch or jax (default: found out, in this order)"
+    )
+    conform.add_argument("--device", default="cpu", metavar="NAME", help="of torch's tensors, such as cuda (default cpu)")
+    conform.add_argument("--exhaustive", action="store_true", help="of a cast: all 2^32 float32 inputs too (minutes)")
+    conform.add_argument("--json", type=Path, metavar="FILE", help="write what was found, and by what, to FILE")
+
+
+def _conform(known: argparse.Namespace) -> int:
+    check_json(known.json)
+    from fp8ref import formats
+    from fp8ref.conformance import classify
+    from fp8ref.conformance.gemm import builtin
+
+    if known.format not in formats.FP8_FORMATS:
+        raise ValueError(f"--format is one of {', '.join(formats.FP8_FORMATS)}; got {known.format}.")
+    if known.kind not in (None, *classify.KINDS):
+        raise ValueError(f"--kind is one of {', '.join(classify.KINDS)}; got {known.kind}.")
+    if known.axis not in (None, -1, 0):
+        raise ValueError(f"--axis is -1, the last axis of x [M, K], or 0, the first; got {known.axis}.")
+    expects_cast = _expects_cast(known.expect)
+    with contextlib.redirect_stdout(sys.stderr):  # what somebody's function prints is no part of the answer
+        function = builtin.load(known.subject)
+        kind = known.kind or classify.of(known.subject, function, framework=known.framework, device=known.device)
+        if kind != "gemm":
+            expect = None if expects_cast != (kind == "cast") else known.expect
+            outcome = _identify(known, function, kind, formats.FP8_FORMATS[known.format], expect)
+    if kind == "gemm":
+        return _probe(known)
+    if known.expect and outcome.expected is None:
+        outcome = _another_kind(outcome, known.expect)
+    return conclude(outcome, known.json)
+
+
+def _expects_cast(name: str | None) -> bool | None:
+    """Whether the name is a cast's; None without one."""
+    from fp8ref import policy
+    from fp8ref.conformance.cast.behaviour import KNOWN
+
+    if name is not None and name not in KNOWN and name not in policy.POLICIES:
+        raise ValueError(
+            f"--expect is a cast's behaviour, one of {', '.join(KNOWN)}, or a quantizer's policy, one of {', '.join(policy.POLICIES)}; got {name}."
+        )
+    return None if name is None else name in KNOWN
+
+
+def _identify(known: argparse.Namespace, function, kind: str, fmt, expect: str | None):
+    from fp8ref import conformance
+
+    where = {"name": known.subject, "expect": expect, "framework": known.framework, "device": known.device}
+    if kind == "cast":
+        given = [f"--{name}" for name in ("granularity", "axis") if getattr(known, name) is not None]
+        if given:
+            raise ValueError(f"{', '.join(given)}: {known.subject} is a cast, which has no scales. Leave it out, or name --kind quantizer.")
+        return conformance.identify_cast(function, fmt, exhaustive=known.exhaustive, **where)
+    if known.exhaustive:
+        raise ValueError(
+            f"--exhaustive goes through the inputs of a cast; {known.subject} is a quantizer. Leave it out, or name --kind cast."
+        )
+    if expect is None and (known.granularity is not None or known.axis is not None):
+        raise ValueError("--granularity and --axis are expected along with a policy. Name it: --expect torchao.")
+    return conformance.identify_quantizer(function, fmt, granularity=known.granularity, axis=known.axis, **where)
+
+
+def _another_kind(outcome, expect: str):
+    """A cast where a policy was expected, or a quantiser where a cast was."""
+    from fp8ref.conformance.counterexample import Witness
+
+    wanted = "a policy: codes of a tensor that its amax scales" if outcome.kind == "cast" else "a cast: codes by each number alone"
+    given = "each number's code by itself, and no scale" if outcome.kind == "cast" else "codes that other elements have a part in"
+    clause = "S-5" if outcome.kind == "cast" else "C-1"
+    witness = Witness(input="x [256, 384]", bits=(), dtype="float32", got=given, expected=f"{expect!r}, {wanted}", clause=clause)
+    return dataclasses.replace(outcome, expected=expect, differences=[witness])
+
+
+def _probe(known: argparse.Namespace) -> int:
+    given = {"--expect": known.expect, "--axis": known.axis, "--framework": known.framework, "--exhaustive": known.exhaustive or None}
+    given["--device"] = None if known.device == "cpu" else known.device
+    unused = [name for name, value in given.items() if value is not None]
+    if unused:
+        raise ValueError(
+            f"{', '.join(unused)}: {known.subject} is a GEMM, which 'fp8ref probe {known.subject}' identifies. Leave it out, or name --kind cast or quantizer."
+        )
+    try:
+        return probe.of_function(known.subject, formats=(known.format, known.format), granularity=known.granularity, json=known.json)
+    except ValueError as error:
+        if known.kind:
+            raise
+        raise ValueError(
+            f"{error}\n{known.subject} must have two arguments, as a GEMM has: operands a and b. A cast or quantizer takes one, x: give the others defaults."
+        ) from error

@@ -1,0 +1,149 @@
+"""fp8ref crosscheck."""
+
+import argparse
+import os
+from pathlib import Path
+
+from fp8ref.commands import shared
+from fp8ref.commands.shared import FAILED, check_json, check_whole, conclude
+
+
+def add(commands) -> None:
+    check = shared.of_config(commands, "crosscheck", _crosscheck, "Hold the backends to the simulator on a config's real operands.")
+    check.add_argument("--backend", choices=("jax", "torch"), help="one backend alone (default: both)")
+    check.add_argument("--steps", type=int, help="optimizer steps before operands are taken again (default 5)")
+    check.add_argument(
+        "--sharded",
+        type=int,
+        metavar="N",
+        help="with --backend jax: on every mesh of N devices, of a CPU if it has no others; torch: of N processes of its own, data x fsdp",
+    )
+    check.add_argument(
+        "--replay",
+        type=Path,
+        metavar="PATH",
+        help="instead of CONFIG: a step that failed, RUN/failures/step-..., on one device; names the first layer, role and element that is not "
+        "finite. Exits with 1 if there is one, or a code or scale is not the simulator's; with 0 if the step does not fail again",
+    )
+    check.add_argument(
+        "--first-divergence",
+        nargs=2,
+        metavar=("A", "B"),
+        help="where A and B first part: step, layer, role, GEMM, element, and the clause that explains it. Two run directories, without CONFIG: they are "
+        "continued from their last equal checkpoint; or, with CONFIG, two of jax and torch, trained side by side for --steps. Exits with 1 if they part",
+    )
+    check.add_argument("--json", type=Path, metavar="FILE", help="write every comparison to FILE")
+
+
+def _crosscheck(known: argparse.Namespace, options: list[str]) -> int:
+    if known.first_divergence is not None and not known.help:
+        return _crosscheck_first(known, options)
+    if known.replay is not None and not known.help:
+        return _crosscheck_replay(known, options)
+    config = shared.config(known, options)
+    from fp8ref.crosscheck import one_device
+    from fp8ref.errors import ConfigError
+    from fp8ref.train.loop import BACKENDS
+
+    check_whole(config)
+    check_json(known.json, known.config)
+    if known.sharded is not None:
+        return _crosscheck_sharded(known, config)
+    steps = one_device.STEPS if known.steps is None else known.steps
+    if not 0 <= steps <= config.run.steps:
+        raise ConfigError(f"--steps lies between 0 and run.steps = {config.run.steps}; got {steps}.")
+    report = one_device.crosscheck(config, backends=(known.backend,) if known.backend else BACKENDS, steps=steps)
+    return conclude(report, known.json)
+
+
+def _crosscheck_first(known: argparse.Namespace, options: list[str]) -> int:
+    from fp8ref.errors import ConfigError
+    from fp8ref.train.loop import BACKENDS
+
+    others = {"--backend": known.backend, "--sharded": known.sharded, "--replay": known.replay}
+    if unused := [name for name, value in others.items() if value is not None]:
+        raise ConfigError(
+            f"--first-divergence compares A with B; got {', '.join(unused)} too, which is another cross-check. Leave one out."
+        )
+    a, b = known.first_divergence
+    check_json(known.json)
+    backends = [name for name in (a, b) if name in BACKENDS]
+    if len(backends) == 1:
+        raise ConfigError(
+            f"--first-divergence compares two runs, or two backends that train one CONFIG; got {a} and {b}, of which {backends[0]} alone is a backend. "
+            f"Name two run directories (./{backends[0]}, if one is called so), or two of {' and '.join(BACKENDS)}."
+        )
+    if backends:
+        if known.config is None:
+            raise ConfigError(
+                f"--first-divergence of two backends trains a CONFIG in both; got {a} and {b} without one. Name it first: "
+                f"fp8ref crosscheck configs/tiny.toml --first-divergence {a} {b}."
+            )
+        config = shared.config(known, options)
+        from fp8ref.crosscheck import one_device
+        from fp8ref.crosscheck.divergence import live
+
+        found = live.of_backends(config, a, b, steps=one_device.STEPS if known.steps is None else known.steps)
+    else:
+        given = {"CONFIG": known.config, "--steps": known.steps}
+        if unused := options or [name for name, value in given.items() if value is not None]:
+            raise ConfigError(
+                f"--first-divergence of two runs takes config and steps from them; got {', '.join(unused)} too. Leave it out, or name two backends: "
+                f"fp8ref crosscheck CONFIG --first-divergence {' '.join(BACKENDS)}."
+            )
+        from fp8ref.crosscheck.divergence import from_runs
+
+        found = from_runs.of_runs(Path(a), Path(b))
+    return conclude(found, known.json)
+
+
+def _crosscheck_replay(known: argparse.Namespace, options: list[str]) -> int:
+    from fp8ref.errors import ConfigError
+
+    given = {"CONFIG": known.config, "--backend": known.backend, "--steps": known.steps, "--sharded": known.sharded}
+    unused = options or [name for name, value in given.items() if value is not None]  # an option's value would pass for CONFIG
+    if unused:
+        raise ConfigError(f"--replay takes config and backend from the step that failed; got {', '.join(unused)} too. Leave it out.")
+    check_json(known.json)
+    from fp8ref.crosscheck.nonfinite.rerun import replay
+
+    found = replay(known.replay)
+    return conclude(found, known.json)
+
+
+def _crosscheck_sharded(known: argparse.Namespace, config) -> int:
+    from fp8ref.errors import ConfigError
+
+    if config.numerics.simulates:
+        raise ConfigError(
+            f"--sharded checks the frameworks' own GEMMs on meshes; got numerics.accumulate {config.numerics.accumulate!r}. Leave one of them out."
+        )
+    if known.backend is None or known.sharded < 2:
+        raise ConfigError("--sharded takes 2 devices or ranks, or more, and --backend jax or torch.")
+    if known.backend == "torch":
+        from fp8ref.crosscheck import sharded_torch
+
+        steps = sharded_torch.STEPS if known.steps is None else known.steps
+        report, unfit = sharded_torch.crosscheck(config, known.sharded, steps=steps)
+    else:
+        report, unfit = _sharded_jax(known, config)
+    report.print()
+    for name, why in unfit.items():
+        print(f"left out {name}: {why}")
+    if known.json:
+        report.write(known.json)
+    return 0 if report.ok else FAILED
+
+
+def _sharded_jax(known: argparse.Namespace, config):
+    from fp8ref.errors import ConfigError
+
+    if known.steps is not None:
+        raise ConfigError("--sharded with --backend jax takes no --steps: it replays step 0.")
+    import jax
+
+    if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+        jax.config.update("jax_num_cpu_devices", known.sharded)  # a CPU is as many devices as it is told before it is asked
+    from fp8ref.crosscheck import sharded_jax
+
+    return sharded_jax.crosscheck(config, known.sharded)

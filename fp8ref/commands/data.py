@@ -1,0 +1,58 @@
+"""fp8ref data prepare."""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from fp8ref.commands import shared
+from fp8ref.commands.shared import INTERRUPTED
+
+
+def add(commands) -> None:
+    data = commands.add_parser("data", help="Prepare what a model is trained on.", description="Prepare what a model is trained on.")
+    of_data = data.add_subparsers(required=True, metavar="COMMAND")
+    prepare = shared.plain(of_data, "prepare", _prepare, "Turn text into shards of tokens.")
+    # the defaults are those of the config's keys (DataConfig), which are not imported for --help alone
+    key: Any = {"default": argparse.SUPPRESS}
+    prepare.add_argument(
+        "--source",
+        required=True,
+        help="stdlib, a directory of text, .jsonl or .parquet (file, directory, pattern), or hf:org/name[:config]",
+    )
+    prepare.add_argument("--out", required=True, type=Path, metavar="DIR", help="directory to write, which is not there yet or empty")
+    prepare.add_argument("--tokenizer", **key, help="a tokenizer.json, or tiktoken:NAME (default: bytes)")
+    prepare.add_argument(
+        "--end-of-document", **key, metavar="TOKEN", help="the token after each document; '' for none (default: the tokenizer's)"
+    )
+    prepare.add_argument("--text-column", **key, metavar="NAME", help="the column that holds the text (default text)")
+    prepare.add_argument("--hf-split", **key, metavar="NAME", help="the split of a dataset of the hub (default train)")
+    prepare.add_argument(
+        "--validation-fraction", **key, type=float, metavar="F", help="share for validation (default 0.1); unused where files are named val"
+    )
+    prepare.add_argument("--shard-tokens", **key, type=int, metavar="N", help="most tokens in a file (default 10^8)")
+
+
+def _prepare(known: argparse.Namespace) -> int:
+    from fp8ref.train import signals
+    from fp8ref.train.data.prepare import prepare
+    from fp8ref.train.sections import DataConfig
+
+    names = ("source", "tokenizer", "end_of_document", "text_column", "validation_fraction")
+    data = DataConfig(**{name: getattr(known, name) for name in names if hasattr(known, name)})
+    options = {name: getattr(known, name) for name in ("shard_tokens", "hf_split") if hasattr(known, name)}
+    try:
+        with signals.exiting():
+            made = prepare(data, known.out, **options)
+    except KeyboardInterrupt:
+        print(f"interrupted; nothing is kept of {known.out}", file=sys.stderr)
+        return INTERRUPTED
+    except SystemExit:
+        print(f"stopped by SIGTERM; nothing is kept of {known.out}", file=sys.stderr)
+        return signals.TERMINATED
+    tokens = {split: sum(f.tokens for name, f in made.files.items() if name.startswith(split)) for split in ("train", "val")}
+    print(
+        f"{known.out}: {tokens['train']:,} tokens for training, {tokens['val']:,} for validation, {made.dtype}, in {len(made.files)} files\n"
+        f"train from them with --data.source {known.out} --model.vocab_size {made.vocab_size}"
+    )
+    return 0

@@ -1,0 +1,94 @@
+"""The whole path on one config: train with both backends in bf16 and FP8, cross-check, print one table, draw one picture."""
+
+from pathlib import Path
+
+from rich.table import Table
+
+from fp8ref import console as consoles
+from fp8ref import plots
+from fp8ref.crosscheck.one_device import crosscheck
+from fp8ref.train import loop, tensors
+from fp8ref.train.config import Config
+from fp8ref.train.data import loader
+
+RECIPES = ("bf16", "tensorwise", "rowwise")
+OBSERVED = ("torch", "tensorwise")  # the run whose amaxes are recorded, and some of whose operands are kept
+KEPT = ("gate_proj", "down_proj")  # in the last block: the widest gradient, and the input with the most exponents
+SEEDS = 3  # bf16 runs, of weights and data order, whose range is the noise that FP8 is judged by
+
+
+def demo(config: Config, out: Path) -> bool:
+    """Train, cross-check, print and draw; runs go to ``out``, replacing those of an earlier demo.
+
+    Returns:  whether every cross-check held.
+    """
+    console = consoles.console()
+    runs = {
+        (backend, recipe): _train(_config(config, backend, recipe), backend, out / f"{backend}-{recipe}")
+        for backend in loop.BACKENDS
+        for recipe in RECIPES
+    }
+    final = {key: lines[-1]["val_loss"] for key, lines in runs.items()}
+    seeds = [final["jax", "bf16"]]
+    for i in range(1, SEEDS):
+        other = _config(config, "jax", "bf16").replace(run={"seed": config.run.seed + i}, data={"seed": config.data.seed + i})
+        seeds.append(_train(other, "jax", out / f"jax-bf16-seed{i}")[-1]["val_loss"])
+    reports = {recipe: crosscheck(_config(config, "jax", recipe)) for recipe in RECIPES[1:]}
+    for recipe, report in reports.items():
+        report.write(out / f"crosscheck-{recipe}.json")
+    entropy = loader.open_batches(config).description.get("validation_unigram_entropy")  # of shards nobody counts it
+
+    spread = max(seeds) - min(seeds)
+    table = Table("backend", "recipe", "final loss", "val loss", "minus bf16", "codes equal", "scales equal", "cross-check")
+    for (backend, recipe), lines in runs.items():
+        bits, verdict = ["-", "-"], "-"
+        if recipe in reports:
+            rows = [row for row in reports[recipe].table() if row.name.startswith("layers/")]
+            for i, kind in enumerate(("codes", "scale")):
+                counts = [(row.compared, row.equal) for row in rows if row.name.endswith(f"/{kind}/{backend}")]
+                compared, equal = map(sum, zip(*counts, strict=True))
+                bits[i] = f"all {compared:,}" if equal == compared else f"all but {compared - equal:,} of {compared:,}"
+            verdict = "holds" if reports[recipe].ok else "FAILS"
+        gap = final[backend, recipe] - final[backend, "bf16"]
+        table.add_row(backend, recipe, f"{lines[-1]['loss']:.4f}", f"{final[backend, recipe]:.4f}", f"{gap:+.4f}", *bits, verdict)
+    console.print(table)
+    reference = "" if entropy is None else f"; unigram entropy of the validation text {entropy:.3f} nats"
+    console.print(f"validation loss {max(final.values()):.3f} at most{reference}")
+    gaps = {key: abs(value - final[key[0], "bf16"]) for key, value in final.items() if key[1] != "bf16"}
+    worst = max(gaps, key=gaps.get)  # type: ignore[arg-type]
+    console.print(
+        f"bf16 over {SEEDS} seeds: {', '.join(f'{v:.4f}' for v in seeds)}, spread {spread:.4f}\n"
+        f"largest gap of FP8 to bf16 {gaps[worst]:.4f} ({' '.join(worst)}): {'within' if gaps[worst] <= spread else 'outside'} the spread"
+    )
+    for report in reports.values():
+        for failure in report.failures[:5]:
+            console.print(failure.detail, markup=False)
+
+    picture, axes = plots.figure(2)
+    plots.loss_curves(axes[0], runs, entropy=entropy)
+    plots.validation_gaps(axes[1], final, seeds=seeds)
+    picture.savefig(out / "loss.png")
+    tensors.write(out / tensors.FILE, tensors.of_run(out / "-".join(OBSERVED), _kept(config)))
+    console.print(
+        f"wrote {out / 'loss.png'}, {out / tensors.FILE}, {out}/crosscheck-*.json and {len(runs) + SEEDS - 1} runs in {out}/",
+        soft_wrap=True,
+    )
+    return all(report.ok for report in reports.values())
+
+
+def _config(config: Config, backend: str, recipe: str) -> Config:
+    every = 1 if (backend, recipe) == OBSERVED else config.statistics.every
+    plan = {"accumulate": None} if recipe == "bf16" else {}  # bf16 has no FP8 GEMM to run under simulated hardware
+    return config.replace(numerics={"recipe": recipe} | plan, statistics={"every": every})
+
+
+def _kept(config: Config) -> list[str]:
+    """Those linears of the last block named by KEPT that run in FP8."""
+    last = f"model.layers.{config.model.num_hidden_layers - 1}."
+    return [d.path for d in _config(config, *OBSERVED).decisions() if d.fp8 and d.path.startswith(last) and d.path.endswith(KEPT)]
+
+
+def _train(config: Config, backend: str, out: Path) -> list[dict]:
+    lines = loop.train(config, backend, out, overwrite=True)
+    assert lines is not None  # only a resumed run has nothing to do
+    return lines

@@ -1,0 +1,33 @@
+"""fp8ref estimate."""
+
+import argparse
+from pathlib import Path
+
+from fp8ref.commands import shared
+from fp8ref.commands.shared import check_json, conclude
+
+
+def add(commands) -> None:
+    made = shared.of_config(
+        commands, "estimate", _estimate, "Predict what FP8 gains on a GPU, of each linear and of a step, and which linears to filter."
+    )
+    made.add_argument("--gpu", help="h100 or h200 (required)")
+    made.add_argument("--backend", choices=("jax", "torch"), default="torch", help="whose kernels (default torch)")
+    made.add_argument("--ceilings", type=Path, metavar="FILE", help="JSON of rates measured on such a GPU (default: published ones)")
+    made.add_argument("--json", type=Path, metavar="FILE", help="write all of it to FILE, in seconds")
+
+
+def _estimate(known: argparse.Namespace, options: list[str]) -> int:
+    config = shared.config(known, options)
+    check_json(known.json, known.config, known.ceilings)
+    from fp8ref.errors import ConfigError
+    from fp8ref.estimate import gpu_rates, report
+
+    if known.gpu is None:
+        raise ConfigError("fp8ref estimate needs --gpu h100 or --gpu h200.")
+    if config.numerics.simulates:
+        raise ConfigError(
+            f"an estimate is of a GPU's own GEMMs; got numerics.accumulate {config.numerics.accumulate!r}, simulated on a CPU. Leave it out."
+        )
+    found = report.of(config, known.backend, gpu_rates.of(known.gpu, known.ceilings))
+    return conclude(found, known.json)

@@ -1,0 +1,127 @@
+"""fp8ref probe."""
+
+import argparse
+import os
+from pathlib import Path
+
+from fp8ref.commands import shared
+from fp8ref.commands.shared import check_json, conclude
+
+SHAPE, FORMATS = (128, 128, 4096), ("e4m3fn", "e4m3fn")
+INSTRUCTIONS = 1 << 20  # results of random instructions that are compared, of each pairing of formats
+
+
+def add(commands) -> None:
+    probe = shared.plain(
+        commands,
+        "probe",
+        _probe,
+        "Identify the arithmetic of a scaled GEMM from outside.",
+        "Find out by chosen operands what a scaled GEMM keeps of its products and of their sums, in which order it adds them and where it scales and "
+        "rounds, as a plan of the simulator's; then hold the plan to random operands, bit for bit. Exits with 1 if no plan has all of the bits.",
+    )
+    probe.add_argument(
+        "subject",
+        metavar="SUBJECT",
+        nargs="?",
+        help="torch-scaled-mm, torch-rowwise, jax-dot; wgmma, Hopper's instruction in all pairings of formats; or module:function, "
+        "(Quantized a, Quantized b[, bias]) -> [M, N]",
+    )
+    probe.add_argument("--shape", type=int, nargs=3, metavar=("M", "N", "K"), help="of the GEMM (default 128 128 4096)")
+    probe.add_argument("--formats", nargs=2, metavar=("A", "B"), help="of its operands (default e4m3fn e4m3fn)")
+    probe.add_argument("--fast-accum", action="store_true", help="of a library's: with fast accumulation")
+    probe.add_argument("--out-dtype", metavar="DTYPE", help="of a library's: float32, bfloat16 or float16")
+    probe.add_argument("--granularity", metavar="NAME", help="of module:function: tensorwise (the default) or rowwise scales")
+    probe.add_argument("--seed", type=int, default=0, help="of the random operands (default 0)")
+    probe.add_argument("--json", type=Path, metavar="FILE", help="write what was found, and by what, to FILE")
+    probe.add_argument(
+        "--record", type=Path, metavar="DIR", help="write operands and results to DIR, to be computed again without the hardware"
+    )
+    probe.add_argument(
+        "--replay", type=Path, nargs="+", metavar="FILE", help="instead of SUBJECT: compute recordings, NAME.json, again, bit for bit"
+    )
+
+
+def _probe(known: argparse.Namespace) -> int:
+    check_json(known.json)
+    if known.seed < 0:
+        raise ValueError(f"--seed is at least 0; got {known.seed}.")
+    if known.replay:
+        return _replay(known)
+    if known.subject is None:
+        raise ValueError("a probe needs a SUBJECT, or --replay FILE. See fp8ref probe --help.")
+    if known.record:
+        _check_folder(known.record)
+    try:
+        return _wgmma(known) if known.subject == "wgmma" else _gemm(known)
+    except MemoryError as error:
+        raise ValueError(
+            f"a probe of --shape {' '.join(map(str, known.shape or SHAPE))} does not fit into memory. Probe a smaller one."
+        ) from error
+
+
+def of_function(name: str, *, formats: tuple[str, str], granularity: str | None, json: Path | None) -> int:
+    """The probe of module:function as it is by default."""
+    given = {"fast_accum": False, "out_dtype": None, "shape": None, "seed": 0, "record": None}
+    return _gemm(argparse.Namespace(subject=name, formats=formats, granularity=granularity, json=json, **given))
+
+
+def _check_folder(folder: Path) -> None:
+    """ValueError where nothing can be recorded, before anything is asked."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"--record names a directory that can be made and written; {folder}: {error.strerror}. Name another.") from error
+    if not os.access(folder, os.W_OK):
+        raise ValueError(f"--record names a directory that can be made and written; {folder} cannot be written. Name another.")
+
+
+def _gemm(known: argparse.Namespace) -> int:
+    from fp8ref import formats
+    from fp8ref.conformance.gemm import builtin, identify, recording
+
+    names = known.formats or FORMATS
+    unknown = [name for name in names if name not in formats.FP8_FORMATS]
+    if unknown:
+        raise ValueError(f"--formats takes two of {', '.join(formats.FP8_FORMATS)}; got {', '.join(unknown)}.")
+    subject = builtin.named(known.subject, fast=known.fast_accum, out_dtype=known.out_dtype, granularity=known.granularity)
+    fmt_a, fmt_b = (formats.FP8_FORMATS[name] for name in names)
+    found = identify.identify(subject, shape=tuple(known.shape or SHAPE), formats=(fmt_a, fmt_b), seed=known.seed)
+    code = conclude(found, known.json)
+    if known.record:
+        print(f"recorded {recording.of_gemm(found, known.record)}")
+    return code
+
+
+def _wgmma(known: argparse.Namespace) -> int:
+    from fp8ref.conformance.gemm import instruction, recording, wgmma
+
+    given = {"--shape": known.shape, "--formats": known.formats, "--out-dtype": known.out_dtype, "--granularity": known.granularity}
+    unused = [name for name, value in given.items() if value is not None] + ["--fast-accum"] * known.fast_accum
+    if unused:
+        raise ValueError(f"{', '.join(unused)}: wgmma is one instruction, m64n8k32, asked in every pairing of formats. Leave it out.")
+    multiply, about = wgmma.instruction(), wgmma.device()
+    found = []
+    for fmt_a, fmt_b in wgmma.PAIRS:
+        found.append(instruction.identify(multiply, fmt_a, fmt_b, name="wgmma", about=about, count=INSTRUCTIONS, seed=known.seed))
+        found[-1].print()
+        if known.record:
+            print(f"recorded {recording.of_instruction(found[-1], multiply, known.record)}")
+    pairings = instruction.Pairings(found)
+    if known.json:
+        pairings.write(known.json)
+    return pairings.exit_code
+
+
+def _replay(known: argparse.Namespace) -> int:
+    from fp8ref.conformance.gemm import recording
+
+    given = ("subject", "shape", "formats", "fast_accum", "out_dtype", "granularity", "record")
+    unused = [name.replace("_", "-") for name in given if getattr(known, name)]
+    if unused:
+        raise ValueError(f"--replay takes all from the recordings; got {', '.join(unused)} too. Leave it out.")
+    found = recording.verify_all(known.replay)
+    code = conclude(found, known.json)
+    if found.damaged:
+        raise ValueError("\n".join(found.damaged))
+    return code

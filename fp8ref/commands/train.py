@@ -1,0 +1,86 @@
+"""fp8ref train, demo."""
+
+import argparse
+import contextlib
+import os
+from pathlib import Path
+
+from fp8ref.commands import shared
+from fp8ref.commands.shared import FAILED, check_whole
+from fp8ref.train import signals
+
+
+def add(commands) -> None:
+    train = shared.of_config(commands, "train", _train, "Train a model and write a run directory.")
+    train.add_argument("--backend", choices=("jax", "torch"), help="the framework to train with (required)")
+    train.add_argument("--resume", action="store_true", help="continue a run that stopped; leave a finished one alone")
+    train.add_argument("--overwrite", action="store_true", help="replace a run that is already there")
+    train.add_argument("--dry-run", action="store_true", help="print sizes, memory, GEMMs and where FP8 would pay; build and read nothing")
+    train.add_argument("--distributed", action="store_true", help="one of several processes that train together")
+    demo = shared.of_config(
+        commands, "demo", _demo, "Train with both backends in bf16 and FP8, cross-check, print a table and draw the losses."
+    )
+    demo.add_argument("--out", type=Path, default=Path("demo"), help="directory for the runs and the picture (default demo)")
+
+
+def _train(known: argparse.Namespace, options: list[str]) -> int:
+    with signals.asked():  # before a framework takes its seconds to load
+        return _trained(known, options)
+
+
+def _trained(known: argparse.Namespace, options: list[str]) -> int:
+    config = shared.config(known, options)
+    from fp8ref.errors import ConfigError
+
+    if known.backend is None:
+        raise ConfigError("fp8ref train needs --backend jax or --backend torch.")
+    if known.dry_run:
+        if given := [key for key in ("resume", "overwrite", "distributed") if getattr(known, key)]:
+            raise ConfigError(f"--dry-run is of a config alone, in one process; got --{given[0]} beside it. Leave that out.")
+        from fp8ref import console
+        from fp8ref.estimate import dry_run
+
+        dry_run.show(config, known.backend, console.console())
+        return 0
+    from fp8ref.train import loop
+
+    out = Path(config.run.out) if config.run.out else _default(known, config)
+    processes = _processes(known, config) if known.distributed else None
+    with processes.telling() if processes else contextlib.nullcontext():
+        lines = loop.train(config, known.backend, out, resume=known.resume, overwrite=known.overwrite, processes=processes)
+    if processes and not processes.first:
+        return 0
+    if lines is None:
+        print(f"{out} is finished; nothing to do")
+    else:
+        print(f"{out}: {config.run.steps} steps, loss {lines[-1]['loss']:.4f}, validation loss {lines[-1]['val_loss']:.4f}")
+    return 0
+
+
+def _default(known: argparse.Namespace, config) -> Path:
+    """runs/<config>-<backend>-<recipe>, and the simulated hardware, if any: a plan of a file by what is in it."""
+    from fp8ref.train import hardware
+
+    multiply = hardware.of(config, known.backend)
+    parts = [known.config.stem, known.backend, config.numerics.recipe, *([multiply.name] if multiply else [])]
+    return Path("runs") / "-".join(parts)
+
+
+def _processes(known: argparse.Namespace, config):
+    if known.backend == "jax":
+        from fp8ref.train.jax.processes import join
+
+        return join()
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # before torch is loaded; its warning of a lost process is a page of C++ frames
+    from fp8ref.train.torch import processes
+
+    known.leave = processes.leave
+    return processes.join(config.parallel.timeout_s)
+
+
+def _demo(known: argparse.Namespace, options: list[str]) -> int:
+    config = shared.config(known, options)
+    check_whole(config)
+    from fp8ref.commands.demo import demo
+
+    return 0 if demo(config, known.out) else FAILED

@@ -1,0 +1,142 @@
+"""What a cast gives, as codes of a format: codes as they are, values by the numbers that they are."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from fp8ref.conformance import subject
+from fp8ref.conformance.cast import inputs
+from fp8ref.conformance.cast.behaviour import LAYOUTS
+from fp8ref.conformance.counterexample import bits_of, show
+from fp8ref.conformance.subject import ConformanceError, RefusedError, Subject
+from fp8ref.formats import Format
+from fp8ref.sim import cast
+
+NO_CODE = -1  # of a value that no code of the format has
+FLOATS = ("float32", "bfloat16", "float16", "float64")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reply:
+    """The array that came back: codes uint8, or values; dtype is what it was of."""
+
+    array: np.ndarray
+    dtype: str
+
+    @property
+    def values_only(self) -> bool:
+        """Values tell no NaN from another."""
+        return self.array.dtype != np.uint8
+
+    @property
+    def layouts(self) -> list[Format]:
+        """The formats that it can be in."""
+        named = self.dtype.removeprefix("float8_")
+        return [LAYOUTS[named]] if named != self.dtype else list(LAYOUTS.values())
+
+    def codes(self, fmt: Format) -> np.ndarray:
+        """int64 codes of fmt, NO_CODE where a value has none."""
+        return self.array.astype(np.int64) if not self.values_only else of_values(self.array, fmt)
+
+
+def ask(subject: Subject, x: np.ndarray, source: str) -> Reply:
+    """A cast's reply to x.
+
+    Raises:   ConformanceError: as Subject.ask, with a smallest input that it raises for; not one array of x's shape, of codes or values.
+    """
+    try:
+        found = subject.ask(x, source)
+    except RefusedError:
+        part = _smallest_refused(subject, x, source)
+        subject.ask(part, source)  # its message names that part
+        raise
+    return read(subject, found, x, source)
+
+
+def read(asked: Subject, found: Any, x: np.ndarray, source: str) -> Reply:
+    of = f"for {subject.describe(x, source, asked.framework)}"
+    made = subject.array(found)
+    if made is None:
+        raise ConformanceError(
+            f"{asked.name} gives a {type(found).__name__} {of}; a cast gives one array of codes or values. Name --kind quantizer if it is one."
+        )
+    array, dtype = made
+    if array.shape != x.shape:
+        raise ConformanceError(
+            f"{asked.name} gives shape {list(array.shape)} {of}; a cast keeps the shape. Return one code for each number."
+        )
+    if dtype != "uint8" and dtype not in FLOATS and dtype.removeprefix("float8_") not in LAYOUTS:
+        raise ConformanceError(
+            f"{asked.name} gives {dtype} {of}; codes are uint8 or float8 ({', '.join(LAYOUTS)}), values {', '.join(FLOATS)}. "
+            "View other codes as uint8."
+        )
+    return Reply(array=array, dtype=dtype)
+
+
+def repeats(asked: Subject, x: np.ndarray, source: str) -> tuple[Reply, int | None]:
+    """The reply, and where the same question once more is answered otherwise."""
+    first, again = ask(asked, x, source), ask(asked, x, source)
+    different = first.array.view(np.uint8).reshape(x.size, -1) != again.array.view(np.uint8).reshape(x.size, -1)
+    if first.dtype != again.dtype or not different.any():
+        return first, None
+    return first, int(np.argmax(different.any(axis=1)))
+
+
+def format_of(reply: Reply, x: np.ndarray, fmt: Format) -> tuple[Format | None, str]:
+    """The format whose numbers come back as themselves, fmt if it is as good as another; and how many did.
+
+    x is questions.all_numbers(), and reply the one to it. None where half of a format's numbers do not.
+    """
+    scores = {}
+    for layout in sorted(reply.layouts, key=lambda f: f is not fmt):
+        known = np.isin(np.abs(x), inputs.numbers(layout)[:-1])
+        codes = reply.codes(layout)
+        expected = cast.encode_plain(x, layout).astype(np.int64)
+        right = codes == expected
+        if reply.values_only:  # numbers of other formats, which this one has not, do not come back as themselves
+            right = np.where(known, right, reply.array != x)
+            known = np.ones_like(known)
+        scores[layout.name] = (int(right[known].sum()), int(known.sum()))
+    best = max(scores, key=lambda name: scores[name][0] / scores[name][1])
+    right, of = scores[best]
+    return (LAYOUTS[best] if right > of / 2 else None), f"{right} of {of} numbers come back as {best}'s"
+
+
+def of_values(values: np.ndarray, fmt: Format) -> np.ndarray:
+    """The codes of values, NaN's the one of C-5; int64, NO_CODE where there is none."""
+    table = cast.decode(np.arange(fmt.max_code + 1 + (fmt.inf_code is not None), dtype=np.uint8), fmt)
+    magnitude = np.abs(values)
+    at = np.minimum(np.searchsorted(table, magnitude), len(table) - 1)
+    codes = np.where(table[at] == magnitude, at | np.where(np.signbit(values), fmt.sign_bit, 0), NO_CODE)
+    if fmt.specials == "fnuz":
+        codes = np.where(values == 0, 0, codes)
+    return np.where(np.isnan(values), fmt.nan_code, codes).astype(np.int64)
+
+
+def said(reply: Reply, index: int, fmt: Format) -> str:
+    """One answer in words."""
+    if reply.values_only:
+        return show(reply.array.flat[index])
+    return code_said(reply.array.flat[index], fmt)
+
+
+def code_said(code: int, fmt: Format) -> str:
+    """A code and its value: 0x38 = 1."""
+    return f"0x{int(code):02X} = {show(cast.decode(np.array([code], np.uint8), fmt)[0])}"
+
+
+def _smallest_refused(asked: Subject, x: np.ndarray, source: str) -> np.ndarray:
+    def fails(part: np.ndarray) -> bool:
+        try:
+            asked.ask(part, source)
+        except RefusedError:
+            return True
+        return False
+
+    return subject.smallest_part(x, fails) if x.ndim == 1 else x
+
+
+def named(x: np.ndarray, index: int, source: str) -> tuple[str, str]:
+    """A number in words, and its bits."""
+    return show(x[index]), bits_of(x[index], source)

@@ -1,0 +1,161 @@
+"""A cast that rounds at random: how often it rounds away from zero, where, and what it decides without chance."""
+
+import dataclasses
+
+import numpy as np
+
+from fp8ref.conformance.cast import behaviour, chances, decisions, describe, inputs, mismatches, outputs
+from fp8ref.conformance.cast.behaviour import KNOWN, Behaviour
+from fp8ref.conformance.cast.chances import FRACTIONS, REPEATED, Chances
+from fp8ref.conformance.cast.decisions import Answers
+from fp8ref.conformance.cast.outputs import Reply
+from fp8ref.conformance.counterexample import Witness, bits_of, rounded, show
+from fp8ref.conformance.explain import simplest
+from fp8ref.conformance.finding import Finding
+from fp8ref.conformance.outcome import Outcome
+from fp8ref.conformance.subject import ConformanceError, Subject
+from fp8ref.formats import Format
+
+SETTLED = 1 << 6  # times: a quarter of the smallest number never becomes zero in 4^-64 of the casts that round by C-2
+NOT_ASKED = ("behaviour_but_for_nan_codes", "double_rounding", "double_roundings")
+
+
+def varies(subject: Subject, source: str, fmt: Format) -> bool:
+    """Whether equal numbers of one input get unequal codes."""
+    codes = chances.of(subject, source, fmt).answers.codes.reshape(-1, REPEATED)
+    return bool((codes != codes[:, :1]).any())
+
+
+def identify(subject: Subject, a: Answers, position: int | None, fmt: Format, findings: list[Finding], expect: str | None) -> Outcome:
+    """How often it rounds away from zero, what it decides without chance, and whether a second call gives other codes.
+
+    position   where a second reply to a.x was another, if it was.
+
+    Raises:    ConformanceError: no number is rounded to both its neighbours, or one to what is neither, so that this is not rounding.
+    """
+    shares = chances.of(subject, a.source, a.fmt)
+    if not shares.random.any():
+        raise _no_chance(subject, a, position, shares)
+    again = bool((chances.of(subject, a.source, a.fmt).answers.codes != shares.answers.codes).any())
+    without_chance = chances.ask(subject, _without_chance(a.fmt, a.source), SETTLED, a.source, a.fmt)
+    settled = _settled(without_chance)
+    decided, found = _decided(settled)
+    unlike = _unlike(subject, (without_chance, shares.answers, a), found)
+    how = _rounding(shares, again)
+    findings = [*findings, how, *decided]
+    names, alike, nearest = _names(settled)
+    unlike = unlike or nearest
+    names, alike = ([], []) if unlike else (names, alike)
+    is_too = {"behaviour_but_for_rounding": names, "behaviour_but_for_rounding_and_nan_codes": alike, "repeats_itself": not again}
+    described_too = describe.as_data(found, findings, a.fmt, settled, [], [])
+    return Outcome(
+        name=subject.name, kind="cast", fmt=fmt, framework=subject.framework, findings=findings, identified=how.witness is None and not unlike,
+        found={k: v for k, v in described_too.items() if k not in NOT_ASKED} | is_too,
+        summary=_in_words(shares, fmt, decided, names, alike),
+        unlike=[*([how.witness] if how.witness else []), *unlike],
+        expected=expect, differences=_differences(shares, settled, expect, fmt, findings) if expect else [],
+    )  # fmt: skip
+
+
+def _without_chance(fmt: Format, source: str) -> np.ndarray:
+    """Numbers, zeros, what is well above max, infinities and NaNs, beside magnitudes so small that a zero is among the answers to each."""
+    n = inputs.numbers(fmt)
+    with np.errstate(over="ignore"):
+        return np.concatenate([rounded(np.concatenate([n, -n, inputs.special(fmt)]), source), inputs.nans(source)])
+
+
+def _settled(a: Answers) -> Answers:
+    """Of SETTLED answers to a number the one nearest zero, which without chance is all of them: as of a rounding toward zero."""
+    nearest = np.argmin((a.codes & 0x7F).reshape(-1, SETTLED), axis=1)
+    at = np.arange(nearest.size) * SETTLED + nearest
+    return dataclasses.replace(a, x=a.x[at], codes=a.codes[at], reply=Reply(array=a.reply.array[at], dtype=a.reply.dtype))
+
+
+def _decided(a: Answers) -> tuple[list[Finding], Behaviour]:
+    """Every decision but the rounding, each under those found before it, of settled answers."""
+    b = dataclasses.replace(KNOWN["saturating"].of(a.fmt), rounding="toward_zero")
+    zero = decisions.negative_zero(a, b)
+    b = dataclasses.replace(b, negative_zero=zero.value or b.negative_zero)
+    small = decisions.subnormals(a, b)
+    b = dataclasses.replace(b, subnormals=small.value or "kept")
+    over, infinite = decisions.overflow(a, b), decisions.infinities(a, b)
+    nan, pair = decisions.nans(a, b)
+    b = dataclasses.replace(b, overflow=over.value or "max", infinite=infinite.value or "max", nan=pair or b.nan)
+    return [over, infinite, nan, small, zero], b
+
+
+def _names(settled: Answers) -> tuple[list[str], list[str], list[Witness]]:
+    """What is the same but for rounding, and but for NaN codes too; and the simplest input on which the nearest of them is not."""
+    known = {k: dataclasses.replace(b.of(settled.fmt), rounding="toward_zero") for k, b in KNOWN.items()}
+    names = [k for k, b in known.items() if not settled.unlike(b).any()]
+    differs = {k: settled.unlike(b, canonical=True) for k, b in known.items()}
+    nearest = min(known, key=lambda k: int(differs[k].sum()))
+    if differs[nearest].any():
+        return [], [], [settled.witness(simplest(settled.x, differs[nearest]), known[nearest], f"by {nearest}")]
+    return names, [k for k in known if not differs[k].any()], []
+
+
+def _unlike(subject: Subject, asked: tuple[Answers, ...], found: Behaviour) -> list[Witness]:
+    """The simplest input whose answer is that of neither neighbour: beyond the format's numbers, or zero with the other sign."""
+    shown = []
+    for a in asked:
+        wrong = a.unlike(found) & a.unlike(dataclasses.replace(found, rounding="away_from_zero"))
+        magnitude = np.abs(a.x)
+        sign = ((a.codes & 0x7F) == 0) & (magnitude < a.fmt.smallest_subnormal)
+        outside = wrong & (magnitude <= a.fmt.max) & ~sign
+        if outside.any():
+            at = simplest(a.x, outside)
+            raise _error(subject, a, at, f"gave {outputs.said(a.reply, at, a.fmt)}, which is no neighbour")
+        if wrong.any():
+            shown.append(a.witness(simplest(a.x, wrong), found, "by what was found"))
+    return shown[:1]
+
+
+def _rounding(shares: Chances, again: bool) -> Finding:
+    """Of the rounding, whose value is None where it is not by the distance."""
+    depart, a = np.flatnonzero(shares.depart), shares.answers
+    evidence = f"{REPEATED} times each, {shares.x.size} {a.source} numbers at {', '.join(f'{f:g}' for f in FRACTIONS)} between neighbours, of both signs, "
+    evidence += "two binades and subnormals; "
+    shown = [f"{show(shares.x[i])} {shares.away[i]:.3f}, not {shares.fractions[i]:g}" for i in depart[:4]]
+    more = f" and {depart.size - 4} more" if depart.size > 4 else ""
+    evidence += f"away from zero went {', '.join(shown)}{more}" if depart.size else "each went away from zero as often as that"
+    evidence += "; a second call gives other codes" if again else "; a second call gives the same codes: by position, from a fixed seed"
+    witness = None
+    if depart.size:
+        at = simplest(shares.x, shares.depart)
+        witness = shares.witness(at, f"{shares.fractions[at]:g} of the time")
+    return Finding(
+        what="rounding", value=None if witness else "stochastic", evidence=evidence, words="at random" if witness else "", witness=witness
+    )
+
+
+def _in_words(shares: Chances, fmt: Format, decided: list[Finding], names: list[str], alike: list[str]) -> str:
+    of, wrong = shares.answers.fmt, int(shares.depart.sum())
+    layout = f"{of}" + (f" (max {of.max:g}), not {fmt} (max {fmt.max:g})," if of is not fmt else "")
+    how = f"but not by the distance (C-2) at {wrong} of the" if wrong else "with the probability of C-2 at the"
+    rest = " and ".join(names or alike) + ("" if names else " but for NaN codes") if alike else "none of those known"
+    what = ", ".join(f"{f.what.replace('_', ' ')} {f.said or f.value or 'unknown'}" for f in decided)
+    return f"a cast to {layout} that rounds at random, {how} {shares.x.size} fractions asked, and is otherwise {rest}: {what}"
+
+
+def _differences(shares: Chances, settled: Answers, expect: str, fmt: Format, findings: list[Finding]) -> list[Witness]:
+    """The simplest number that is rounded at random, which no name does, and what else is not as expected."""
+    at = simplest(shares.x, shares.random)
+    code = behaviour.encode(shares.x[at : at + 1], settled.fmt, KNOWN[expect].of(settled.fmt))[0]
+    rounds = shares.witness(at, f"{chances.said(code, settled)} every time")
+    with np.errstate(invalid="ignore"):  # a signalling NaN
+        return [rounds, *mismatches.unexpected({settled.source: settled}, KNOWN[expect].of(fmt), fmt, settled.fmt, findings)]
+
+
+def _no_chance(subject: Subject, a: Answers, position: int | None, shares: Chances) -> ConformanceError:
+    if position is not None:
+        return _error(subject, a, position, "gave other codes the second time")
+    codes = shares.answers.codes.reshape(-1, REPEATED)
+    return _error(subject, shares.answers, int(np.argmax(codes != codes[:, :1])), "is not given one code all over an array")
+
+
+def _error(subject: Subject, a: Answers, at: int, what: str) -> ConformanceError:
+    return ConformanceError(
+        f"{subject.name} does not repeat itself, and is no stochastic rounding: {a.source} {show(a.x[at])} ({bits_of(a.x[at], a.source)}) "
+        f"{what}. Make it a function of its input."
+    )

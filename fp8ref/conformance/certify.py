@@ -1,0 +1,134 @@
+"""Certificates: casts and scales of every library at hand against the simulator, over all float32 inputs.
+
+``certify(exhaustive=True)`` goes through the 2^32 inputs of a cast and the 2^31 non-negative ones of a scale; without, through one
+in 1009 of them and through every float16, every bfloat16, and every tie of the format with its neighbours. What a library
+decides differently from C-4 and C-5, on overflow and on NaN, is listed with its count; a difference in range is a failure.
+"""
+
+import os
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from multiprocessing import get_context
+from typing import TYPE_CHECKING, Any
+
+from fp8ref import console
+from fp8ref.conformance import libraries
+from fp8ref.conformance.compare import Report
+from fp8ref.conformance.examine import Tally, Task, examine
+from fp8ref.formats import E4M3FN, E5M2
+from fp8ref.result import Result
+from fp8ref.sim import threads
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+CHUNK = 1 << 22  # inputs of a task
+STRIDE = 1009
+SCALES = (("e4m3fn", "torchao"), ("e4m3fn", "torchao_pow2"), ("e4m3fn", "torchao_mask"), ("e5m2", "torchao"))
+
+
+def certify(*, exhaustive: bool = False, workers: int | None = None) -> "Certificate":
+    """Compare every library that is installed; workers processes, by default one a processor, share the exhaustive inputs.
+
+    exhaustive  all 2^32 inputs of a cast and 2^31 amaxes: minutes. Otherwise seconds.
+    """
+    tasks = list(_tasks(exhaustive))
+    result = Certificate(exhaustive=exhaustive)
+    with console.bar("certify", len(tasks)) as advance:
+        for task, tally in _run(tasks, (workers or threads.threads()) if exhaustive else 1):
+            result.tallies.setdefault((task.fmt, task.kind), Tally()).add(tally)
+            advance(f"{task.fmt} {task.kind}")
+    return result
+
+
+@dataclass
+class Certificate(Result):
+    """What every library did with which inputs: tallies by (format, ``cast`` or a policy)."""
+
+    exhaustive: bool
+    tallies: dict[tuple[str, str], Tally] = field(default_factory=dict)
+
+    def report(self) -> Report:
+        """One check for each format, cast or policy, and library: all inputs whose result the specification and every library agree to define."""
+        report = Report()
+        for (fmt, kind), tally in self.tallies.items():
+            for (subject, where), compared in tally.compared.items():
+                if where not in ("in range", "scale") and subject not in libraries.OURS:
+                    continue
+                check = report.check(f"{fmt}/{'cast' if kind == 'cast' else 'scale.' + kind}/{subject}")
+                differ = sum(n for (s, w, *_), n in tally.differ.items() if (s, w) == (subject, where))
+                check.compared += compared
+                check.equal += compared - differ
+                check.worst = max(check.worst, float(differ > 0))
+                check.detail = check.detail or tally.first.get((subject, where), "")
+        return report
+
+    def disagreements(self) -> list[dict]:
+        """Every class of inputs on which a library decides otherwise: which codes for which, and how often."""
+        classes: dict[tuple, dict] = {}
+        for (fmt, kind), tally in self.tallies.items():
+            for (subject, where, ours, theirs), count in sorted(tally.differ.items()):
+                of_class = classes.setdefault(
+                    (fmt, kind, subject, where),
+                    {"format": fmt, "what": kind, "library": subject, "inputs": where, "compared": tally.compared[subject, where]}
+                    | {"differ": 0, "specified": [], "found": []},
+                )
+                of_class["differ"] += count
+                for key, code in (("specified", ours), ("found", theirs)):
+                    if code not in of_class[key]:
+                        of_class[key].append(code)
+        return list(classes.values())
+
+    @property
+    def ok(self) -> bool:
+        """Whether every check of ``report`` holds."""
+        return self.report().ok
+
+    def to_dict(self) -> dict[str, Any]:
+        """``report`` and ``disagreements``."""
+        return self.report().to_dict() | {"exhaustive": self.exhaustive, "disagreements": self.disagreements()}
+
+    def render(self, console: "Console") -> None:
+        """What agrees in range, what is decided otherwise, and the first difference of every check that failed."""
+        from rich.table import Table
+
+        report = self.report()
+        table = Table("what", "library", "compared", "equal", "", title="inputs in range, and all inputs of fp8ref's own")
+        for check in report.checks.values():
+            what, subject = check.name.rsplit("/", 1)
+            table.add_row(what, subject, f"{check.compared:,}", f"{check.equal:,}", "ok" if check.ok else "FAILS")
+        console.print(table)
+        table = Table("format", "library", "inputs", "specified", "found", "differ", "of", title="decided otherwise (SEMANTICS C-4, C-5)")
+        for row in self.disagreements():
+            table.add_row(
+                row["format"], row["library"], row["inputs"], *(" ".join(row[k]) for k in ("specified", "found")),
+                f"{row['differ']:,}", f"{row['compared']:,}",
+            )  # fmt: skip
+        console.print(table)
+        for check in report.failures:
+            console.print(f"{check.name}: {check.detail}", markup=False, soft_wrap=True)
+        console.print("all float32 inputs" if self.exhaustive else f"one in {STRIDE} float32 inputs, all bfloat16, float16 and ties")
+
+
+def _tasks(exhaustive: bool) -> Iterator[Task]:
+    stride, chunk = (1, CHUNK) if exhaustive else (STRIDE, CHUNK * STRIDE)
+    for kind, fmt, size in [("cast", f.name, 1 << 32) for f in (E4M3FN, E5M2)] + [(p, f, 1 << 31) for f, p in SCALES]:
+        if not exhaustive:  # every input, each counted once, holds these
+            yield Task(kind=kind, fmt=fmt, special=True)
+        # Successive strided chunks start where the stride left off: chunk is a multiple of it.
+        yield from (Task(kind=kind, fmt=fmt, begin=i, end=min(i + chunk, size), stride=stride) for i in range(0, size, chunk))
+
+
+def _run(tasks: list[Task], workers: int) -> Iterator[tuple[Task, Tally]]:
+    if workers == 1:
+        yield from ((task, examine(task)) for task in tasks)
+        return
+    # Fresh interpreters, each with one thread: XLA and torch would otherwise start a pool a process.
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=_one_thread) as pool:
+        yield from zip(tasks, pool.map(examine, tasks), strict=True)
+
+
+def _one_thread() -> None:
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_multi_thread_eigen=false"
+    libraries.one_thread()

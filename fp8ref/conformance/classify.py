@@ -1,0 +1,55 @@
+"""Whether a function is a cast, a quantiser or a GEMM, by what it takes and gives."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any, Literal
+
+import numpy as np
+
+from fp8ref.conformance import subject as subjects
+from fp8ref.conformance.quantizer.granularity import SHAPE
+from fp8ref.conformance.subject import ConformanceError, RefusedError
+
+Kind = Literal["cast", "quantizer", "gemm"]
+KINDS: tuple[Kind, ...] = ("cast", "quantizer", "gemm")
+
+
+def of(name: str, function: Callable[..., Any], *, framework: str | None = None, device: str = "cpu") -> Kind:
+    """A GEMM takes two operands. A cast gives one array, in which no element has a part in another's code; all else is a quantiser.
+
+    Raises:   ValueError: as subjects.of.
+    """
+    if _operands(function) == 2:
+        return "gemm"
+    try:
+        subject = subjects.of(name, function, framework=framework, device=device, shape=SHAPE)
+    except RefusedError as error:
+        try:
+            subjects.of(name, function, framework=framework, device=device, shape=(16,))  # of one axis, or of none
+        except RefusedError as other:
+            raise RefusedError(f"{error}\n{other}") from other
+        return "cast"
+    x = np.resize(np.array([1, 1.5, -2, 0.5], np.float32), SHAPE)  # numbers of every format, which no cast changes
+    changed = x.copy()
+    changed[0, 0] = 2.0**40
+    source = subjects.first_source(subject, SHAPE)
+    try:
+        before, after = (subjects.array(subject.ask(asked, source)) for asked in (x, changed))
+    except ConformanceError:  # an array that only its parts can be read of
+        return "quantizer"
+    if before is None or after is None or before[0].shape != SHAPE or after[0].shape != SHAPE:
+        return "quantizer"  # which says so itself if it is none either
+    again = subjects.array(subject.ask(x, source))  # one that remembers an amax shows it a call later
+    assert again is not None
+    others = np.arange(x.size).reshape(SHAPE) > 0
+    alone = all(np.array_equal(before[0][others], other[0][others]) for other in (after, again))
+    return "cast" if alone else "quantizer"
+
+
+def _operands(function: Callable[..., Any]) -> int:
+    """How many arguments it must have."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # a builtin without one
+        return 1
+    return sum(p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)

@@ -1,0 +1,138 @@
+"""What lies between the sum and the result: the dtype it is rounded to, how scales multiply it, where the bias comes (SEMANTICS G-4, G-5, G-14, G-15)."""
+
+import dataclasses
+import itertools
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from fp8ref.conformance.finding import Finding
+from fp8ref.conformance.gemm.adapter import Subject, operand, rows_of
+from fp8ref.conformance.gemm.stimulus import Bench
+from fp8ref.epilogue import BIASES, EPILOGUES, ROUNDINGS, SCALES, Epilogue
+from fp8ref.formats import BFLOAT16, FLOAT16, FLOAT32, Format
+from fp8ref.sim import cast, gemm
+from fp8ref.sim.accumulate import Accumulation
+from fp8ref.sim.scaling import Quantized
+from fp8ref.sim.tensor_core import K_STEP
+
+ROUNDS, MOST_ROUNDS = 8, 64  # of results, each under other scales
+ENOUGH = 4096  # results that tell orders apart
+
+
+def rounding(bench: Bench, seed: int) -> tuple[Bench, list[Finding]]:
+    """``out_dtype`` and ``out_rounding``, and the bench with them: by sums of integers under random scales, of more bits than a float32 has.
+
+    Some scales make results that float16 has no numbers for.
+    """
+    rng = np.random.default_rng(seed)
+    codes = _integers(bench, rng)
+    rows, columns = bench.seen
+    results, asked, given = [], [], FLOAT32
+    for exponent in (0, 0, 0, 0, 20, -40):
+        a, b = _operands(bench.subject, codes, (bench.fmt_a, bench.fmt_b), rng, 2.0 ** (-exponent // 2))
+        found, given = bench.subject.multiply(a, b)
+        results.append(found[np.ix_(rows, columns)])
+        asked.append((rows_of(a, rows), rows_of(b, columns)))
+    values = np.stack(results)
+    out = next((fmt for fmt in (BFLOAT16, FLOAT16) if np.array_equal(cast.round_to(values, fmt), values, equal_nan=True)), FLOAT32)
+    evidence = (
+        f"{values.size} sums of integers under random scales, given as {given}, are all numbers of {out}, such as {values.flat[0]:.9g}"
+    )
+    findings = [Finding(what="out_dtype", value=out.name, evidence=evidence)]
+    if out == FLOAT32:
+        return dataclasses.replace(bench, out=out), findings
+    wrong = dict.fromkeys(ROUNDINGS, 0)
+    for (a, b), result in zip(asked, results, strict=True):
+        sums = gemm.matmul(operand(a.codes, a.fmt, "tensorwise"), operand(b.codes, b.fmt, "tensorwise"))
+        for how in ROUNDINGS:
+            expected = cast.round_to(sums * a.scale_inv * b.scale_inv.T, out, rounding=how)
+            wrong[how] += int((expected != result).sum())
+    best = min(ROUNDINGS, key=lambda how: wrong[how])
+    evidence = f"of the same results {wrong[best]} are not so rounded, as the order of scales is not known yet"
+    findings.append(Finding(what="out_rounding", value=best, evidence=evidence))
+    return dataclasses.replace(bench, out=out, rounding=best), findings
+
+
+def epilogue(bench: Bench, accumulate: str | Accumulation | None, seed: int) -> tuple[list[Epilogue], list[Finding]]:
+    """Those that fit, the likeliest first; ``epilogue``, and of a subject that takes a bias ``epilogue with bias``.
+
+    By sums of small integers in the first 32 of K, which all orders sum alike, under random scales.
+    """
+    rng = np.random.default_rng(seed)
+    plain = [e for e in everyone() if e.bias is None and e.rounding == bench.rounding and not (e.round_first and bench.out == FLOAT32)]
+    fits, found = _fitting(bench, accumulate, plain, rng)
+    if not bench.subject.bias or not fits:
+        return fits, [found]
+    alike = {(e.scale, e.round_first, e.rounding) for e in fits}
+    biased = [e for e in everyone() if e.bias and (e.scale, e.round_first, e.rounding) in alike]
+    with_bias, more = _fitting(bench, accumulate, biased, rng)
+    # what the bias tells of the scales holds without it
+    both = [e for e in fits if any((e.scale, e.round_first, e.rounding) == (f.scale, f.round_first, f.rounding) for f in with_bias)]
+    return both or fits, [found, dataclasses.replace(more, what="epilogue with bias")]
+
+
+def everyone() -> Iterator[Epilogue]:
+    """Every epilogue, the named ones under their names, and first."""
+    yield from EPILOGUES.values()
+    named = {(e.scale, e.round_first, e.bias, e.rounding) for e in EPILOGUES.values()}
+    for rounding, round_first, scale, bias in itertools.product(ROUNDINGS, (False, True), SCALES, (None, *BIASES)):
+        if (scale, round_first, bias, rounding) not in named:
+            words = [scale, *["round_first"] * round_first, *[f"bias {bias}"] * bool(bias), *[rounding] * (rounding != "nearest_even")]
+            yield Epilogue(name=", ".join(words), scale=scale, round_first=round_first, bias=bias, rounding=rounding)
+
+
+def under_scales(
+    bench: Bench, drawn: Sequence[np.ndarray], rng: np.random.Generator, factor: float = 1.0
+) -> tuple[Quantized, Quantized, np.ndarray]:
+    """Random operands under random scales, their rows and columns that are computed again, and what the subject makes of those: float32."""
+    a, b = _operands(bench.subject, drawn, (bench.fmt_a, bench.fmt_b), rng, factor)
+    rows, columns = bench.seen
+    found = np.ascontiguousarray(bench.subject.multiply(a, b)[0][np.ix_(rows, columns)])
+    return rows_of(a, rows), rows_of(b, columns), found
+
+
+def _integers(bench: Bench, rng: np.random.Generator) -> list[np.ndarray]:
+    """Codes of a and b, integers in the first 32 of K."""
+    made = []
+    for rows, fmt in ((bench.m, bench.fmt_a), (bench.n, bench.fmt_b)):
+        codes = np.zeros((rows, bench.k), np.uint8)
+        codes[:, :K_STEP] = cast.encode(rng.integers(1, 16, (rows, K_STEP)).astype(np.float32), fmt)
+        made.append(codes)
+    return made
+
+
+def _fitting(
+    bench: Bench, accumulate: str | Accumulation | None, candidates: Sequence[Epilogue], rng: np.random.Generator
+) -> tuple[list[Epilogue], Finding]:
+    """Those whose bits the subject has in all results."""
+    wrong, compared = dict.fromkeys(candidates, 0), 0
+    rows, columns = bench.seen
+    fmts = (bench.fmt_a, bench.fmt_b)
+    for _ in range(max(ROUNDS, min(MOST_ROUNDS, ENOUGH // (len(rows) * len(columns))))):
+        codes = _integers(bench, rng)
+        a, b = _operands(bench.subject, codes, fmts, rng)
+        plain = (operand(c[some], fmt, "tensorwise") for c, some, fmt in zip(codes, bench.seen, fmts, strict=True))
+        acc = gemm.matmul(*plain, accumulate=accumulate or "exact")
+        bias = cast.round_to(rng.standard_normal(bench.n) * acc.std(), bench.out) if candidates[0].bias else None
+        found = bench.subject.multiply(a, b, bias)[0][np.ix_(rows, columns)]
+        scales = rows_of(a, rows).scale_inv, rows_of(b, columns).scale_inv.T
+        for e in candidates:
+            expected = gemm.finish(acc, *scales, epilogue=e, out_dtype=bench.out, bias=None if bias is None else bias[columns])
+            wrong[e] += int((expected != found).sum())
+        compared += found.size
+    fits = [e for e in candidates if not wrong[e]]
+    nearest = min((e for e in candidates if wrong[e]), key=lambda e: wrong[e], default=None)
+    evidence = f"{compared} results under random scales"
+    if nearest:
+        evidence += f"; {nearest.name} differs in {wrong[nearest]} of them" + ("" if fits else ", the least of all")
+    names = [e.name for e in fits]
+    return fits, Finding(what="epilogue", value=names[0] if fits else None, evidence=evidence, others=tuple(names[1:]))
+
+
+def _operands(
+    subject: Subject, codes: Sequence[np.ndarray], fmts: Sequence[Format], rng: np.random.Generator, factor: float = 1.0
+) -> list[Quantized]:
+    """The codes as operands under random scales between 1/2 and 2, of all bits, times a factor."""
+    scales = (factor * 2.0 ** rng.uniform(-1, 1, (len(c), 1) if subject.granularity == "rowwise" else ()) for c in codes)
+    return [operand(c, fmt, subject.granularity, scale) for c, fmt, scale in zip(codes, fmts, scales, strict=True)]

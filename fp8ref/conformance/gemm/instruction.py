@@ -1,0 +1,244 @@
+"""One instruction from outside, whose accumulator is an operand: first a step from 0, then what it makes of accumulators (SEMANTICS G-10, G-11)."""
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fp8ref.conformance.finding import Finding, table
+from fp8ref.conformance.gemm import plans, step
+from fp8ref.conformance.gemm.adapter import Subject
+from fp8ref.conformance.gemm.stimulus import Bench, finite_codes
+from fp8ref.conformance.gemm.wgmma import Multiply
+from fp8ref.formats import E5M2, Format
+from fp8ref.result import Result
+from fp8ref.sim import cast, gemm
+from fp8ref.sim.accumulate import Accumulation
+from fp8ref.sim.scaling import Quantized
+from fp8ref.sim.tensor_core import K_STEP, TensorCore
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+SIDE = 128
+FULL, TOP_FLOAT = 0x7F7FFFFF, 128
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """A group of instructions: codes [Q, 32] of both operands and an accumulator [Q] each, by name; what was answered, float32 [Q]."""
+
+    group: str
+    a: np.ndarray
+    b: np.ndarray
+    c: np.ndarray
+    d: np.ndarray
+
+
+@dataclass(frozen=True, kw_only=True)
+class Instruction(Result):
+    """What was found of a pairing of formats: the units that fit a step from 0, and what every group of accumulators gave beside the first."""
+
+    name: str
+    about: Mapping[str, str]
+    fmt_a: Format
+    fmt_b: Format
+    units: Sequence[TensorCore]
+    findings: Sequence[Finding]
+    asked: Sequence[Asked]
+    compared: int
+    equal: int
+
+    @property
+    def ok(self) -> bool:
+        """Whether a unit of the simulator has all of its bits."""
+        return bool(self.units) and self.equal == self.compared
+
+    def to_dict(self) -> dict[str, Any]:
+        """What --json keeps, of the keys of ``Identified.to_dict``."""
+        unit = Accumulation(name="probed", unit=self.units[0]) if self.units else None
+        return {
+            "ok": self.ok,
+            "subject": self.name,
+            "about": dict(self.about),
+            "formats": [self.fmt_a.name, self.fmt_b.name],
+            "plan": unit and plans.of_accumulation(unit),
+            "confirmed": {"compared": self.compared, "equal": self.equal},
+            "evidence": {f.what: f.to_dict() | {"others": list(f.others)} for f in self.findings},
+        }
+
+    def render(self, console: "Console") -> None:
+        """Every finding, and what was identified."""
+        console.print(f"{self.name}, {self.fmt_a} x {self.fmt_b}, any accumulator", table(self.findings), sep="\n", markup=False)
+        bits = f"{self.equal:,} of {self.compared:,} results have the simulator's bits"
+        said = (
+            f"identified: {bits}" if self.ok else f"NOT confirmed: {bits}" if self.units else "no unit of the simulator gives these answers"
+        )
+        console.print(said, markup=False, highlight=False, soft_wrap=True)
+
+
+@dataclass(frozen=True)
+class Pairings(Result):
+    """One instruction in every pairing of formats."""
+
+    found: Sequence[Instruction]
+
+    @property
+    def ok(self) -> bool:
+        """Whether each of them is identified."""
+        return all(one.ok for one in self.found)
+
+    def to_dict(self) -> dict[str, Any]:
+        """What --json keeps."""
+        return {"ok": self.ok, "pairings": [one.to_dict() for one in self.found]}
+
+    def render(self, console: "Console") -> None:
+        """Each of them."""
+        for one in self.found:
+            one.render(console)
+
+
+def subject_of(multiply: Multiply, name: str) -> Subject:
+    """The instruction from an accumulator of 0 as a GEMM of K = 32; it knows no scales, and is asked under scales of one."""
+
+    def function(a: Quantized, b: Quantized) -> np.ndarray:
+        return multiply(a.codes, b.codes, np.zeros((len(a.codes), len(b.codes)), np.float32), a.fmt, b.fmt)
+
+    return Subject(name=name, function=function)
+
+
+def identify(
+    multiply: Multiply, fmt_a: Format, fmt_b: Format, *, name: str, count: int, about: Mapping[str, str] | None = None, seed: int = 0
+) -> Instruction:
+    """Ask an instruction everything; ``count`` results of random operands and accumulators are compared, at least."""
+    bench = Bench(subject=subject_of(multiply, name), m=SIDE, n=SIDE, k=K_STEP, fmt_a=fmt_a, fmt_b=fmt_b)
+    width = step.width(bench)
+    units, found = step.units(bench, width.value) if isinstance(width.value, int) else ([], [])
+    findings = [width, *found]
+    asked, compared, equal = [], 0, 0
+    for group, (a, b, c) in _groups(fmt_a, fmt_b):
+        d = _diagonal(multiply, a, b, c, fmt_a, fmt_b)
+        asked.append(Asked(group=group, a=a, b=b, c=c, d=d))
+        if units:
+            expected = np.array(
+                [
+                    gemm.mma(x[None], y[None], z[None, None], fmt_a=fmt_a, fmt_b=fmt_b, unit=units[0])[0, 0]
+                    for x, y, z in zip(a, b, c, strict=True)
+                ]
+            )
+            same = expected.view(np.uint32) == d.view(np.uint32)
+            compared, equal = compared + same.size, equal + int(same.sum())
+            findings.append(_of_group(group, c, d, expected, same))
+    for i in range(-(-count // SIDE**2) if units else 0):
+        same = _random(multiply, fmt_a, fmt_b, units[0], seed + i)
+        compared, equal = compared + same.size, equal + int(same.sum())
+    return Instruction(
+        name=name,
+        about=about or {},
+        fmt_a=fmt_a,
+        fmt_b=fmt_b,
+        units=units,
+        findings=findings,
+        asked=asked,
+        compared=compared,
+        equal=equal,
+    )
+
+
+def random_operands(fmt_a: Format, fmt_b: Format, seed: int, side: int = SIDE) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Finite codes of all kinds, and accumulators from far below the products to far above them, some of any finite bits."""
+    rng = np.random.default_rng(seed)
+    codes = []
+    for fmt in (fmt_a, fmt_b):
+        near_one = cast.encode(rng.standard_normal((side, K_STEP)) * 2.0 ** rng.integers(-4, 5, (side, 1)), fmt)
+        any_code = finite_codes(rng, (side, K_STEP), fmt)
+        few = np.where(rng.random((side, K_STEP)) < 0.1, any_code, np.uint8(0))
+        codes.append(np.choose(rng.integers(0, 3, (side, 1)), [near_one, any_code, few]))
+    c = (rng.standard_normal((side, side)) * 2.0 ** rng.integers(-30, 36, (side, side))).astype(np.float32)
+    bits = rng.integers(0, 1 << 32, c.shape, dtype=np.uint32)
+    of_any_bits = np.where(bits >> 23 & 0xFF == 0xFF, bits & np.uint32(0xBFFFFFFF), bits).view(np.float32)
+    return codes[0], codes[1], np.choose(rng.integers(0, 8, c.shape), [c, c, c, c, c, of_any_bits, of_any_bits, np.zeros_like(c)])
+
+
+def _random(multiply: Multiply, fmt_a: Format, fmt_b: Format, unit: TensorCore, seed: int) -> np.ndarray:
+    a, b, c = random_operands(fmt_a, fmt_b, seed)
+    expected = gemm.mma(a, b, c, fmt_a=fmt_a, fmt_b=fmt_b, unit=unit)
+    return multiply(a, b, c, fmt_a, fmt_b).view(np.uint32) == expected.view(np.uint32)
+
+
+def _diagonal(multiply: Multiply, a: np.ndarray, b: np.ndarray, c: np.ndarray, fmt_a: Format, fmt_b: Format) -> np.ndarray:
+    """Question i is row i of a, row i of b and c[i]: float32 [Q]."""
+    found = []
+    for i in range(0, len(a), SIDE):
+        part = slice(i, i + SIDE)
+        found.append(np.diagonal(multiply(a[part], b[part], np.diag(c[part]).astype(np.float32), fmt_a, fmt_b)))
+    return np.concatenate(found)
+
+
+def _of_group(group: str, c: np.ndarray, d: np.ndarray, expected: np.ndarray, same: np.ndarray) -> Finding:
+    if same.all():
+        return Finding(what=group, value="as the simulator has it", evidence=f"{same.size} instructions")
+    i = int(np.flatnonzero(~same)[0])
+    bits = (int(x.view(np.uint32)) for x in (c[i], d[i], expected[i]))
+    evidence = "of {} instructions {} differ; number {}, from c = {:08x}, gave {:08x}, and the simulator {:08x}".format(
+        same.size, int((~same).sum()), i, *bits
+    )
+    return Finding(what=group, value="not as the simulator has it", evidence=evidence)
+
+
+def _groups(fmt_a: Format, fmt_b: Format) -> Iterator[tuple[str, tuple[np.ndarray, np.ndarray, np.ndarray]]]:
+    """Accumulators by what they ask."""
+    one_a, one_b = (fmt.bias << fmt.mantissa_bits for fmt in (fmt_a, fmt_b))
+    odd = [1 + 2.0**-13, 1 + 2.0**-14, 1 + 2.0**-13 + 2.0**-14, 1 + 2.0**-23, 2 - 2.0**-23, 1.0]
+    scaled = [
+        sign * m * 2.0**e for e in (-149, -140, -130, -127, -126, -120, -100, -40, -20, 0, 20, 100, 127) for m in odd for sign in (1, -1)
+    ]
+    finite = [x for x in scaled if abs(x) < 2.0**TOP_FLOAT]
+    yield "accumulators alone", _made([({}, c) for c in finite])
+    zeros = [{0: (0, fmt_b.max_code)}, {31: (fmt_a.max_code, 0)}, dict.fromkeys(range(K_STEP), (128, one_b))]
+    yield "accumulators and zero products", _made([(terms, c) for terms in zeros for c in finite])
+    near = [sign * m * 2.0**e for e in range(-20, 22) for m in odd for sign in (1, -1)]
+    yield "accumulators and 1 x 1", _made([({0: (one_a, one_b)}, c) for c in near])
+    large = {0: (fmt_a.max_code, fmt_b.max_code)}
+    opposite = {0: (fmt_a.max_code | 0x80, fmt_b.max_code)}
+    top = float(np.uint32(FULL).view(np.float32))
+    yield (
+        "accumulators near overflow",
+        _made([(t, s * c) for t in (large, opposite, {}) for c in (top, top / 2, 2.0**127) for s in (1, -1)]),
+    )
+    signs = [0.0, -0.0, 1.0, -1.0]
+    zero_terms = [
+        {},
+        dict.fromkeys(range(K_STEP), (128, one_b)),
+        {0: (one_a, one_b)},
+        {0: (one_a | 0x80, one_b)},
+        {0: (one_a, one_b), 1: (one_a | 0x80, one_b)},
+    ]
+    yield "signs of zero", _made([(t, c) for t in zero_terms for c in signs])
+    yield "NaN and infinities", _made([(t, c) for t in _specials(fmt_a, fmt_b, one_a, one_b) for c in (0.0, 1.0, np.inf, -np.inf, np.nan)])
+    payloads = np.array([0x7F800001, 0xFF800001, 0x7FC00000, 0xFFC00000, 0x7FFFFFFF, 0xFFFFFFFF], np.uint32).view(np.float32)
+    a, b, _ = _made([(t, 0.0) for t in ({}, {0: (one_a, one_b)}) for _ in payloads])
+    yield "NaN accumulators", (a, b, np.tile(payloads, 2))  # bits, which a float of Python's would not keep
+
+
+def _specials(fmt_a: Format, fmt_b: Format, one_a: int, one_b: int) -> list[dict[int, tuple[int, int]]]:
+    terms: list[dict[int, tuple[int, int]]] = [{0: (fmt_a.nan_code, one_b)}, {31: (one_a, fmt_b.nan_code)}, {0: (fmt_a.nan_code, 0)}, {}]
+    for fmt, one, left in ((fmt_a, one_b, True), (fmt_b, one_a, False)):
+        if fmt.inf_code is not None:
+            pairs = [(fmt.inf_code | sign, other) for sign, other in itertools.product((0, 0x80), (one, one | 0x80, 0))]
+            terms += [{0: pair if left else pair[::-1]} for pair in pairs]
+            both = {0: (fmt.inf_code, one), 1: (fmt.inf_code | 0x80, one)}
+            terms.append({k: pair if left else pair[::-1] for k, pair in both.items()})
+    if fmt_a == fmt_b == E5M2:
+        terms.append({0: (0x7C, 0x7C)})
+    return terms
+
+
+def _made(questions: Sequence[tuple[dict[int, tuple[int, int]], float]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    a, b = (np.zeros((len(questions), K_STEP), np.uint8) for _ in range(2))
+    for i, (terms, _) in enumerate(questions):
+        for k, (x, y) in terms.items():
+            a[i, k], b[i, k] = x, y
+    return a, b, np.array([c for _, c in questions], np.float32)

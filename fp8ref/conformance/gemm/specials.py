@@ -1,0 +1,99 @@
+"""What a GEMM makes of NaN, infinities, zeros, and results at both ends of its range (SEMANTICS G-2, G-6, G-11)."""
+
+import numpy as np
+
+from fp8ref.conformance.finding import Finding
+from fp8ref.conformance.gemm import epilogues, order
+from fp8ref.conformance.gemm.adapter import operand
+from fp8ref.conformance.gemm.stimulus import Bench
+from fp8ref.epilogue import Epilogue
+from fp8ref.formats import Format
+from fp8ref.sim import gemm
+from fp8ref.sim.accumulate import Accumulation
+
+NAN = 0x7FFFFFFF
+KINDS = ("nan", "infinities", "zeros of sums", "small results", "large results", "epilogue with bias")
+ALIKE = ("as IEEE 754", "as the simulator has them", *(e.name for e in epilogues.everyone() if e.bias))
+
+
+def specials(bench: Bench) -> list[Finding]:
+    """``nan``, ``infinities`` and ``zeros of sums``: each as G-6 has it, or as what was answered."""
+    one_a, one_b = _code(bench.fmt_a, 1.0), _code(bench.fmt_b, 1.0)
+    nan_a, nan_b = bench.fmt_a.nan_code, bench.fmt_b.nan_code
+    asked: dict[str, tuple[dict[int, tuple[int, int]], str]] = {
+        "NaN x 1": ({0: (nan_a, one_b)}, "nan"),
+        "1 x NaN": ({0: (one_a, nan_b)}, "nan"),
+        "NaN x 0": ({0: (nan_a, 0)}, "nan"),
+        "1 x 1 - 1 x 1": ({0: (one_a, one_b), 1: (one_a | 0x80, one_b)}, "+0"),
+    }
+    if bench.fmt_a.specials != "fnuz":  # which has no -0
+        asked["-0 x 1"] = ({0: (0x80, one_b)}, "+0")
+    if bench.fmt_a.inf_code is not None:
+        asked |= _infinities("a", bench.fmt_a.inf_code, one_b, left=True)
+    if bench.fmt_b.inf_code is not None:
+        asked |= _infinities("b", bench.fmt_b.inf_code, one_a, left=False)
+    a, b = (np.zeros((len(asked), bench.k), np.uint8) for _ in range(2))
+    for row, (terms, _) in enumerate(asked.values()):
+        for k, (x, y) in terms.items():
+            a[row, k], b[row, k] = x, y
+    answers = bench.ask_codes(a, b)
+    got = {name: _read(x) for name, x in zip(asked, answers, strict=True)}
+    found = []
+    for what, expected in (("nan", {"nan"}), ("infinities", {"inf", "-inf", "nan"}), ("zeros of sums", {"+0"})):
+        names = [n for n, (_, e) in asked.items() if e in expected and ("Inf" in n) == (what == "infinities")]
+        if not names:
+            continue
+        wrong = {n: got[n] for n in names if got[n] != asked[n][1]}
+        said = "as IEEE 754" if not wrong else ", ".join(f"{n} is {value}" for n, value in wrong.items())
+        found.append(Finding(what=what, value=said, evidence=", ".join(f"{n} is {got[n]}" for n in names)))
+    bits = {int(x.view(np.uint32)) for x in answers if np.isnan(x)}
+    if bits:
+        listed = ", ".join(f"{b:08x}" for b in sorted(bits))
+        found.append(
+            Finding(what="nan_bits", value=listed, evidence=f"bits of the NaNs above, widened to float32; tensor cores give {NAN:08x}")
+        )
+    return found
+
+
+def extremes(bench: Bench, accumulate: str | Accumulation, epilogue: Epilogue, seed: int) -> list[Finding]:
+    """``small results``, subnormal in the output dtype or less, and ``large results``, about its largest and beyond: by scales as far from one."""
+    drawn, found = order.sample(bench, seed), []
+    for what, exponent in (("small results", bench.out.emin - 6), ("large results", int(np.frexp(bench.out.max)[1]))):
+        typical = int(np.frexp(np.median(np.abs(drawn.found[np.isfinite(drawn.found)])) or 1.0)[1])
+        factor = 2.0 ** (-(exponent - typical) / 2)  # scale multiplies into FP8: results are divided by both
+        a, b, results = epilogues.under_scales(bench, [drawn.a, drawn.b], np.random.default_rng(seed), factor)
+        sums = gemm.matmul(*(operand(q.codes, q.fmt, "tensorwise") for q in (a, b)), accumulate=accumulate)
+        expected = gemm.finish(sums, a.scale_inv, b.scale_inv.T, epilogue=epilogue, out_dtype=bench.out)
+        wrong = np.argwhere(expected.view(np.uint32) != results.view(np.uint32))
+        evidence = f"{results.size} results, from {np.abs(expected).min():.3g} to {np.abs(expected).max():.3g} in magnitude"
+        if len(wrong):
+            at = tuple(int(i) for i in wrong[0])
+            said = f"{len(wrong)} are not as the simulator has them, such as {results[at]:.9g} for {expected[at]:.9g}"
+        found.append(Finding(what=what, value=said if len(wrong) else ALIKE[1], evidence=evidence))
+    return found
+
+
+def _infinities(who: str, inf: int, one: int, *, left: bool) -> dict[str, tuple[dict[int, tuple[int, int]], str]]:
+    def pair(x: int, y: int) -> tuple[int, int]:
+        return (x, y) if left else (y, x)
+
+    return {
+        f"Inf of {who} x 1": ({0: pair(inf, one)}, "inf"),
+        f"Inf of {who} x -1": ({0: pair(inf, one | 0x80)}, "-inf"),
+        f"Inf of {who} x 0": ({0: pair(inf, 0)}, "nan"),
+        f"Inf - Inf of {who}": ({0: pair(inf, one), 1: pair(inf | 0x80, one)}, "nan"),
+        f"Inf + Inf of {who}": ({0: pair(inf, one), 31: pair(inf, one)}, "inf"),
+    }
+
+
+def _code(fmt: Format, value: float) -> int:
+    """The code of a power of two that is a normal number."""
+    return (int(np.log2(value)) + fmt.bias) << fmt.mantissa_bits
+
+
+def _read(value: np.float32) -> str:
+    if np.isnan(value):
+        return "nan"
+    if value == 0:
+        return "-0" if np.signbit(value) else "+0"
+    return f"{value:g}"

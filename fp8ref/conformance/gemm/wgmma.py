@@ -1,0 +1,139 @@
+"""Hopper's instruction by itself: ``wgmma.mma_async`` m64n8k32 with FP8 operands and any accumulator, compiled as it is asked for."""
+
+import ctypes
+import functools
+import importlib.util
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from fp8ref.conformance.gemm.adapter import ProbeError
+from fp8ref.formats import E4M3FN, E5M2, Format
+from fp8ref.sim import cast
+
+SOURCE = Path(__file__).with_suffix(".cu")
+TILE_M, TILE_N, K = 64, 8, 32
+HOPPER = 90
+PAIRS: tuple[tuple[Format, Format], ...] = ((E4M3FN, E4M3FN), (E4M3FN, E5M2), (E5M2, E4M3FN), (E5M2, E5M2))
+# Offsets of a matrix in shared memory, along K and along rows: as PTX's documents read, and the other way round
+LAYOUTS = ((128, 256), (256, 128))
+Multiply = Callable[[np.ndarray, np.ndarray, np.ndarray, Format, Format], np.ndarray]
+
+
+def nvcc() -> str:
+    """The compiler: of CUDA_HOME, on the PATH, in /usr/local/cuda, or of the package nvidia-cuda-nvcc.
+
+    Raises:   ProbeError: there is none.
+    """
+    spec = importlib.util.find_spec("nvidia")
+    packages = [
+        folder / "bin" for root in (spec.submodule_search_locations if spec else []) or [] for folder in sorted(Path(root).glob("cu*"))
+    ]
+    home = os.environ.get("CUDA_HOME")
+    places = [*([Path(home) / "bin"] if home else []), *os.get_exec_path(), Path("/usr/local/cuda/bin"), *packages]
+    found = shutil.which("nvcc", path=os.pathsep.join(map(str, places)))
+    if not found:
+        raise ProbeError("wgmma is compiled by nvcc, which is not here. Set CUDA_HOME, or pip install 'fp8ref[cuda]', which has it.")
+    return found
+
+
+def build(folder: Path) -> Path:
+    """The compiled library, in a folder.
+
+    Raises:   ProbeError: the compiler refuses.
+    """
+    library = folder / "wgmma.so"
+    command = [nvcc(), "-O2", "-gencode=arch=compute_90a,code=sm_90a", "-shared", "-Xcompiler", "-fPIC", "-o", str(library), str(SOURCE)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise ProbeError(f"nvcc cannot compile {SOURCE.name} ({(done.stderr or done.stdout).strip()}). Use CUDA 12.0 or later.")
+    return library
+
+
+@functools.cache
+def load() -> ctypes.CDLL:
+    """The library, compiled and loaded once a process."""
+    with tempfile.TemporaryDirectory() as folder:
+        made = ctypes.CDLL(str(build(Path(folder))))
+    made.fp8ref_error.restype = ctypes.c_char_p
+    return made
+
+
+def device() -> dict[str, str]:
+    """Name and driver of the GPU.
+
+    Raises:   ProbeError: there is none, or it is not Hopper's.
+    """
+    library = load()
+    name, capability, driver = ctypes.create_string_buffer(256), ctypes.c_int(), ctypes.c_int()
+    _check(library, library.fp8ref_device(name, len(name), ctypes.byref(capability), ctypes.byref(driver)))
+    if capability.value != HOPPER:
+        raise ProbeError(
+            f"wgmma is an instruction of compute capability 9.0; {name.value.decode()} has {capability.value / 10}. Probe another subject."
+        )
+    return {"device": name.value.decode(), "cuda_driver": str(driver.value)}
+
+
+def instruction() -> Multiply:
+    """(a [M, 32], b [N, 32], c [M, N], formats) -> c + a b^T as the GPU computes it, float32 [M, N]; right on integers first.
+
+    Raises:   ProbeError: no compiler, no Hopper GPU, or integers come out wrong.
+    """
+    device()
+    for layout in LAYOUTS:
+        multiply = functools.partial(_multiply, layout=layout)
+        if right_on_integers(multiply):
+            return multiply
+    raise ProbeError(
+        "wgmma gives wrong sums of small integers, which every accumulation gives right: the kernel does not fit this GPU or compiler."
+    )
+
+
+def right_on_integers(multiply: Multiply) -> bool:
+    """Whether sums of integers from -4 to 4 and an accumulator are those of arithmetic, for every pair of formats."""
+    rng = np.random.default_rng(0)
+    for fmt_a, fmt_b in PAIRS:
+        a, b = rng.integers(-4, 5, (2 * TILE_M, K)), rng.integers(-4, 5, (3 * TILE_N, K))
+        c = rng.integers(-100, 101, (len(a), len(b)))
+        found = multiply(
+            cast.encode(a.astype(np.float32), fmt_a), cast.encode(b.astype(np.float32), fmt_b), c.astype(np.float32), fmt_a, fmt_b
+        )
+        if not np.array_equal(found, a @ b.T + c):
+            return False
+    return True
+
+
+def tiles(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Operands cut into tiles, [tiles, 64, 32], [tiles, 8, 32] and [tiles, 64, 8], filled up with zeros; tiles go along N first."""
+    rows, columns = -(-len(a) // TILE_M), -(-len(b) // TILE_N)
+    a = np.pad(a, ((0, rows * TILE_M - len(a)), (0, 0))).reshape(rows, TILE_M, K)
+    b = np.pad(b, ((0, columns * TILE_N - len(b)), (0, 0))).reshape(columns, TILE_N, K)
+    c = np.pad(c, ((0, rows * TILE_M - c.shape[0]), (0, columns * TILE_N - c.shape[1])))
+    c = c.reshape(rows, TILE_M, columns, TILE_N).transpose(0, 2, 1, 3)
+    cut = (np.repeat(a, columns, axis=0), np.tile(b, (rows, 1, 1)), c.reshape(-1, TILE_M, TILE_N))
+    return tuple(np.ascontiguousarray(x) for x in cut)  # type: ignore[return-value]
+
+
+def untiled(d: np.ndarray, m: int, n: int) -> np.ndarray:
+    """Tiles [tiles, 64, 8] as a matrix [M, N]."""
+    rows, columns = -(-m // TILE_M), -(-n // TILE_N)
+    return d.reshape(rows, columns, TILE_M, TILE_N).transpose(0, 2, 1, 3).reshape(rows * TILE_M, columns * TILE_N)[:m, :n]
+
+
+def _multiply(a: np.ndarray, b: np.ndarray, c: np.ndarray, fmt_a: Format, fmt_b: Format, layout: tuple[int, int]) -> np.ndarray:
+    library = load()
+    cut_a, cut_b, cut_c = tiles(a, b, np.asarray(c, np.float32))
+    d = np.full(cut_c.shape, 0x7FC0DEAD, np.uint32).view(np.float32)  # a NaN that nothing computes: what is not written shows
+    pointers = (x.ctypes.data_as(ctypes.c_void_p) for x in (cut_a, cut_b, cut_c, d))
+    _check(library, library.fp8ref_wgmma(PAIRS.index((fmt_a, fmt_b)), *pointers, len(cut_c), *layout))
+    return np.ascontiguousarray(untiled(d, len(a), len(b)))
+
+
+def _check(library: ctypes.CDLL, error: int) -> None:
+    if error:
+        raise ProbeError(f"wgmma needs an NVIDIA GPU of compute capability 9.0; CUDA says {library.fp8ref_error(error).decode()!r}.")

@@ -1,0 +1,1 @@
+"""Inputs that distinguish casts, scales and quantizers: chosen, random and special values, in every source dtype."""

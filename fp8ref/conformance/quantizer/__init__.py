@@ -1,0 +1,1 @@
+"""Identify a quantizer: its granularity, axis, scale policy, outputs and cast, from its outputs (SEMANTICS S-16)."""

@@ -1,0 +1,127 @@
+"""Which elements share a scale, and whether earlier calls have a part in it: by what one large element changes."""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from fp8ref.conformance.counterexample import Witness, bits_of
+from fp8ref.conformance.finding import Finding
+from fp8ref.conformance.quantizer.outputs import Quantizer, Reading
+from fp8ref.conformance.subject import ConformanceError
+from fp8ref.granularity import GRANULARITIES, blocks
+
+SHAPE = (256, 384)
+_AT = (130, 200)  # in blocks that differ for every granularity and axis
+_LARGE = 2.0**40
+_CALLS = 20  # more than any history that is in use, of 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """granularity and axis (None where it has no part in it), or None with the block's size in words."""
+
+    granularity: str | None
+    axis: int | None
+    finding: Finding
+
+
+def memory(quantizer: Quantizer) -> tuple[Quantizer, Finding]:
+    """How many calls it remembers.
+
+    Raises:   ConformanceError: equal calls after equal calls give unequal answers.
+    """
+    small, large = np.ones(SHAPE, np.float32), np.full(SHAPE, 1024, np.float32)
+    _steady(quantizer, noise(), "x random in [1, 2)")
+    steady = _steady(quantizer, small, "x of ones")
+    quantizer.once(large)
+    after = [quantizer.once(small) for _ in range(_CALLS)]
+    count = next((i for i in range(_CALLS - 1, -1, -1) if not same(after[i], steady)), -1) + 1
+    if count and after[-1].tensor.tobytes() == quantizer.once(small / 2).tensor.tobytes():
+        raise ConformanceError(
+            f"{quantizer.subject.name} gives for x of 0.5s {list(SHAPE)}, after x of ones, the codes of those: they are of an earlier call, "
+            "whose amax a scale may be of, and no code. Quantise what it is given."
+        )
+    if not count:
+        return quantizer, Finding(what="memory", value=0, words="none", evidence="a call of ones gives the same after a call of 1024s")
+    if count == _CALLS:
+        raise ConformanceError(
+            f"{quantizer.subject.name} remembers more than {_CALLS} calls: of x of ones {list(SHAPE)} it gives something else that long after x of "
+            "1024s. Give it a shorter history."
+        )
+    witness = Witness(
+        input="x of ones, after x of 1024s",
+        bits=(bits_of(1, quantizer.dtype), bits_of(1024, quantizer.dtype)),
+        dtype=quantizer.dtype,
+        got=_said(after[0]),
+        expected=f"{_said(steady)}, as after itself",
+        clause="S-2",
+    )
+    evidence = (
+        f"{witness}; from call {count + 1} on it is the same. Whether it takes their maximum, and what it keeps, one call cannot tell"
+    )
+    finding = Finding(
+        what="memory", value=count, words=f"stale: of {count} earlier call{'s' if count > 1 else ''}", evidence=evidence, witness=witness
+    )
+    return replace(quantizer, memory=count), finding
+
+
+def noise() -> np.ndarray:
+    """Numbers in [1, 2) that every dtype has; float32 of SHAPE."""
+    return (1 + np.random.default_rng(0).integers(0, 128, SHAPE) / 128).astype(np.float32)
+
+
+def _steady(quantizer: Quantizer, x: np.ndarray, what: str) -> Reading:
+    """The answer that equal calls come to, and stay at."""
+    for _ in range(_CALLS):
+        quantizer.once(x)
+    before, now = quantizer.once(x), quantizer.once(x)
+    if same(before, now):
+        return now
+    different = before.tensor != now.tensor
+    at = np.unravel_index(int(np.argmax(different)), SHAPE) if different.any() else (0, 0)
+    raise ConformanceError(
+        f"{quantizer.subject.name} does not repeat itself: {what} {list(SHAPE)}, given {_CALLS} times, at last gave {before.tensor[at]} and then "
+        f"{now.tensor[at]} for x{[int(i) for i in at]} = {x[at]:g} (bits {bits_of(x[at], quantizer.dtype)}). Make it a function of its input."
+    )
+
+
+def group(quantizer: Quantizer) -> Group:
+    """The block whose elements change where one of them becomes large, or, if none does, large and negative."""
+    x = noise()
+    before = quantizer.ask(x)
+    for large in (_LARGE, -_LARGE):
+        changed = x.copy()
+        changed[_AT] = large
+        different = before.tensor != quantizer.ask(changed).tensor
+        different[_AT] = True
+        if different.sum() > 1:
+            break
+    rows, columns = (np.flatnonzero(different.any(axis=axis)) for axis in (1, 0))
+    box = slice(rows[0], rows[-1] + 1), slice(columns[0], columns[-1] + 1)
+    whole = bool(different[box].all())
+    evidence = f"x {list(SHAPE)} in [1, 2): x{list(_AT)} = {'-' if large < 0 else ''}2^40 changes "
+    evidence += f"rows {rows[0]} to {rows[-1]}, columns {columns[0]} to {columns[-1]}"
+    for name in GRANULARITIES:
+        for axis in (-1, 0):
+            sizes = blocks(name, SHAPE, axis)
+            expected = tuple(slice(at // size * size, at // size * size + size) for at, size in zip(_AT, sizes, strict=True))
+            if whole and expected == box:
+                free = name in ("tensorwise", "blockwise_128x128")
+                return Group(
+                    granularity=name, axis=None if free else axis, finding=Finding(what="granularity", value=name, evidence=evidence)
+                )
+    alone = different.sum() == 1
+    said = "no scale of its own amax" if alone else f"blocks of {len(rows)} x {len(columns)}" + ("" if whole else ", not all of them")
+    return Group(granularity=None, axis=None, finding=Finding(what="granularity", value=None, words=said, evidence=evidence))
+
+
+def same(a: Reading, b: Reading) -> bool:
+    """All of it, bit for bit."""
+    pairs = [(a.tensor, b.tensor), *((a.scales[name], b.scales.get(name)) for name in a.scales)]
+    return all(q is not None and p.shape == q.shape and p.tobytes() == q.tobytes() for p, q in pairs)
+
+
+def _said(reading: Reading) -> str:
+    first = reading.tensor.flat[0]
+    shown = f"code 0x{int(first):02X}" if reading.codes is not None else f"{first:g}"
+    return shown + "".join(f", {name} {scale.flat[0]:.9g}" for name, scale in reading.scales.items() if scale.size)

@@ -1,0 +1,71 @@
+"""The cast within a quantiser: under scale 1, which a group has whose amax is the format's max."""
+
+import dataclasses
+
+import numpy as np
+
+from fp8ref.conformance.cast import behaviour, decisions, inputs
+from fp8ref.conformance.cast.behaviour import KNOWN, Behaviour, Through
+from fp8ref.conformance.cast.decisions import Answers
+from fp8ref.conformance.cast.outputs import Reply
+from fp8ref.conformance.counterexample import Witness, rounded
+from fp8ref.conformance.explain import simplest
+from fp8ref.conformance.finding import Finding
+from fp8ref.conformance.quantizer.granularity import SHAPE
+from fp8ref.conformance.quantizer.outputs import Quantizer
+from fp8ref.formats import BFLOAT16, Format
+
+
+def cast_of(quantizer: Quantizer, fmt: Format, top: Format, group: np.ndarray) -> tuple[list[Finding], Behaviour, Answers]:
+    """What it rounds like, as far as inputs of magnitude up to max show it; group [M, K] is each element's.
+
+    The scale is 1 where the amax is ``top.max``, whichever the policy.
+    """
+    limit = min(fmt.max, top.max)
+    x = inputs.inputs(fmt, quantizer.dtype, limit=limit)
+    anchors = np.zeros(SHAPE, bool)
+    anchors.reshape(-1)[np.unique(group.reshape(-1), return_index=True)[1]] = True
+    room = int((~anchors).sum())
+    found = []
+    for begin in range(0, x.size, room):
+        some = x[begin : begin + room]
+        given = np.zeros(SHAPE, np.float32)
+        given[anchors] = top.max
+        given[~anchors] = np.concatenate([some, np.zeros(room - some.size, np.float32)])
+        reading = quantizer.ask(rounded(given, quantizer.dtype))
+        found.append(reading.tensor[~anchors][: some.size])
+    reply = Reply(array=np.concatenate(found), dtype=reading.dtype)
+    a = Answers(x=x, source=quantizer.dtype, reply=reply, fmt=fmt, codes=reply.codes(fmt))
+    b = KNOWN["saturating"].of(fmt)
+    rounding = decisions.rounding(a, b)
+    b = dataclasses.replace(b, rounding=rounding.value or "nearest_even")
+    zero = decisions.negative_zero(a, b)
+    b = dataclasses.replace(b, negative_zero=zero.value or "kept")
+    subnormals = decisions.subnormals(a, b)
+    b = dataclasses.replace(b, subnormals=subnormals.value or "kept")
+    double, through = decisions.double_rounding(a, b)
+    b = decisions.with_through(b, a.source, through)
+    return [rounding, subnormals, zero, dataclasses.replace(double, what="double_rounding")], b, a
+
+
+def differences(a: Answers, fmt: Format, compute: Format) -> list[Witness]:
+    """Where it is not the rounding of S-5, or of quotients in bfloat16 by a policy that computes so (S-13): the simplest input."""
+    wanted = KNOWN["saturating"].of(fmt)
+    if compute is BFLOAT16:
+        wanted = decisions.with_through(wanted, a.source, Through(dtype=compute.name))
+    differs = a.unlike(wanted, canonical=True)
+    if not differs.any():
+        return []
+    coarse = differs & a.of(inputs.coarse(fmt))
+    normal = coarse & (np.abs(a.x) >= fmt.smallest_normal)
+    among, clause = (normal, "C-2") if normal.any() else (coarse, "F-1") if coarse.any() else (differs, "C-1")
+    at = simplest(a.x, among)
+    if a.x[at] == 0:
+        clause = "C-6"
+    shown = a.witness(at, wanted, f"S-5, {clause}")
+    return [dataclasses.replace(shown, input=f"{shown.input} beside {fmt.max:g}, under scale 1")]
+
+
+def explains(a: Answers, b: Behaviour) -> bool:
+    """Whether every answer is that of b."""
+    return not np.any(a.canonical(a.codes) != a.canonical(behaviour.encode(a.x, a.fmt, b, source=a.source).astype(np.int64)))

@@ -1,0 +1,147 @@
+"""Comparisons for tests: an AssertionError says what is wrong by the simplest input that shows it, and which clause of SEMANTICS decides.
+
+Arrays may be NumPy's, JAX's or PyTorch's; codes are uint8 or FP8 dtypes. NaN codes are all one (C-5), and so are NaN scales.
+"""
+
+import numpy as np
+
+from fp8ref import granularity as granularities
+from fp8ref.conformance import explain
+from fp8ref.conformance.arrays import as_numpy
+from fp8ref.conformance.inputs import dtypes
+from fp8ref.conformance.vectors import quantize, scale
+from fp8ref.conformance.vectors.cast import Rules
+from fp8ref.formats import Format
+from fp8ref.sim import cast
+
+
+def require_cast(x, found_codes, fmt: Format, *, rounding: str = "nearest_even", saturate: bool = True) -> None:
+    """AssertionError unless found_codes are a cast's of x to fmt (SEMANTICS C).
+
+    Shapes:   x any, float64, float32, float16 or bfloat16; found_codes of the same shape.
+    Specials: NaN codes are all one; nothing is wrong with no elements.
+    Raises:   ValueError: shapes or dtypes that do not fit; unknown rounding, or stochastic, which no comparison of codes decides.
+    Source:   SEMANTICS C-1 to C-7.
+    """
+    rules = Rules(rounding=rounding, saturate=saturate)
+    x, found = as_numpy(x), _codes(found_codes, as_numpy(x).shape)
+    # of few elements by the definition, for which nothing is compiled: tests that draw many examples have deadlines
+    encode = cast.encode_plain if x.size <= 1 << 16 else cast.encode
+    expected = encode(x, fmt, rounding=rules.rounding, saturate=rules.saturate)  # type: ignore[arg-type]
+    differ = cast.canonical_nans(found, fmt) != expected
+    if not differ.any():
+        return
+    how = {"rounding": rules.rounding, "saturate": rules.saturate}
+    i = explain.simplest(x, differ)
+    value = x.reshape(-1)[i : i + 1]
+    source = dtypes.by_name(x.dtype.name)
+    with np.errstate(invalid="ignore"):
+        finite = np.where(np.isfinite(value), value, 1)
+    kind = explain.CASTS[int(explain.cast_kinds(value, dtypes.spacing(finite, source), fmt)[0])]
+    raise AssertionError(
+        _message(
+            f"{int(differ.sum())} of {x.size} codes of {fmt} differ; the simplest:",
+            input=f"{x.dtype.name} {explain.decimal(value[0])}, bits {_bits(value)}{_at(i, x.shape)} ({kind})",
+            expected=explain.code(int(expected.reshape(-1)[i]), fmt),
+            got=explain.code(int(found.reshape(-1)[i]), fmt),
+            rule=explain.cast_rule(kind, fmt, **how),  # type: ignore[arg-type]
+            note=explain.cast_note(x, found, fmt, **how),  # type: ignore[arg-type]
+        )
+    )
+
+
+def require_scales(amax, found, fmt: Format, *, policy: str = "torchao", made: str = "scale") -> None:
+    """AssertionError unless found are what a policy makes of float32 amaxes: ``scale``, ``scale_inv``, or ``e8m0``, the latter's code.
+
+    Shapes:   amax float32 of any shape; found of as many elements, float32, of e8m0 uint8. A previous scale is 1 (S-11).
+    Specials: NaNs are all one; any other bit counts.
+    Raises:   ValueError: shapes or dtypes that do not fit; negative amaxes; an unknown policy or made; e8m0 of a policy whose scales are none.
+    Source:   SEMANTICS S-3, S-4, S-9 to S-15.
+    """
+    amax = as_numpy(amax)
+    bits = _scales(found, made, amax.shape)
+    expected = scale.expected(amax.reshape(-1), fmt, policy, made)
+    differ = ~scale.same(bits, expected, made)
+    if not differ.any():
+        return
+    i = explain.simplest(amax, differ)
+    value = amax.reshape(-1)[i : i + 1]
+    kind = explain.SCALES[int(explain.scale_kinds(value, fmt, policy)[0])]
+    raise AssertionError(
+        _message(
+            f"{int(differ.sum())} of {amax.size} scales to {fmt} differ; the simplest:",
+            input=f"amax {explain.decimal(value[0])}, bits {_bits(value)}{_at(i, amax.shape)} ({kind})",
+            expected=scale.shown(expected[i], made),
+            got=scale.shown(bits[i], made),
+            rule=explain.scale_rule(kind, policy),
+        )
+    )
+
+
+def require_quantized(
+    x,
+    found_codes,
+    fmt: Format,
+    *,
+    scale=None,
+    scale_inv=None,
+    e8m0=None,
+    granularity: str = "tensorwise",
+    policy: str = "torchao",
+    axis: int = -1,
+) -> None:
+    """AssertionError unless codes and scales are those of ``sim.scaling.quantize``: scales first, then the codes under them.
+
+    Shapes:   x float32, float16 or bfloat16, found_codes of its shape; scales in any shape with as many elements as ``scale_shape`` gives.
+              Of scale, scale_inv and e8m0, the codes of scale_inv, at least one.
+    Specials: NaN codes and scales are all one. Every scale that is given is compared; of those that are not nothing is said.
+    Raises:   ValueError: shapes or dtypes that do not fit, or no scales; as ``sim.scaling.quantize``.
+    Source:   SEMANTICS S-5, S-6, S-13, S-14.
+    """
+    x = as_numpy(x)
+    given = {"scale": scale, "scale_inv": scale_inv, "e8m0": e8m0}
+    if all(value is None for value in given.values()):
+        raise ValueError("codes mean nothing without their scales; got none. Give scale, scale_inv or e8m0.")
+    codes, shape = _codes(found_codes, x.shape), granularities.scale_shape(granularity, x.shape, axis)
+    how = {"policy": policy, "granularity": granularity, "axis": axis}
+    for made, value in given.items():
+        if value is None:
+            continue
+        why = quantize.difference(x, codes, _scales(value, made, shape), fmt, made=made, **how)  # type: ignore[arg-type]
+        if why is not None:
+            raise AssertionError(
+                _message(
+                    f"{granularity} {fmt} of shape {x.shape} differs:",
+                    input=why["vector"],
+                    **{k: why[k] for k in ("expected", "got", "rule")},
+                )
+            )
+
+
+def _codes(found, shape: tuple[int, ...]) -> np.ndarray:
+    found = as_numpy(found)
+    if found.dtype != np.uint8 or found.shape != shape:
+        raise ValueError(f"codes are uint8 or an FP8 dtype, of the input's shape {shape}; got {found.dtype} {found.shape}.")
+    return found
+
+
+def _scales(found, made: str, shape: tuple[int, ...]) -> np.ndarray:
+    """Their bits, flat."""
+    found, size = as_numpy(found), int(np.prod(shape))
+    dtype = np.uint8 if made == "e8m0" else np.float32
+    if found.dtype != dtype or found.size != size:
+        raise ValueError(f"{made} is {np.dtype(dtype)} with {size} elements, shape {shape}; got {found.dtype} {found.shape}.")
+    return np.ascontiguousarray(found).reshape(-1).view(np.uint8 if made == "e8m0" else np.uint32)
+
+
+def _bits(value: np.ndarray) -> str:
+    width = value.dtype.itemsize
+    return f"{int(value.view(f'uint{8 * width}')[0]):0{2 * width}X}"
+
+
+def _at(i: int, shape: tuple[int, ...]) -> str:
+    return f", at{quantize.at(i, shape)}" if shape else ""
+
+
+def _message(title: str, *, note: str = "", **lines: str) -> str:
+    return "\n".join([title, *(f"  {name:<8}  {line}" for name, line in lines.items()), *([f"  {note}"] if note else [])])

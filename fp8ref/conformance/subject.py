@@ -1,0 +1,212 @@
+"""What is identified: somebody's function of one array, called safely, in whichever framework's arrays it takes."""
+
+import dataclasses
+import importlib.util
+import math
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from fp8ref.conformance import arrays
+from fp8ref.conformance.counterexample import bits_of
+
+FRAMEWORKS = ("numpy", "torch", "jax")
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+
+
+# x [M, K] as a view of another array: of its transpose, of every second column, of all but the first row. Of jax there are none.
+Make = Callable[[np.ndarray], Any]
+VIEWS: dict[str, Callable[[Make, np.ndarray], Any]] = {
+    "transposed": lambda make, x: make(np.ascontiguousarray(x.T)).T,
+    "every second column": lambda make, x: make(np.repeat(x, 2, axis=1) * np.tile(np.array([1, 0.5], np.float32), x.shape[1]))[:, ::2],
+    "behind a row": lambda make, x: make(np.concatenate([x[:1] / 2, x]))[1:],
+}
+
+
+class ConformanceError(ValueError):
+    """A function that is none: it raises, gives another shape or type, changes its input, or does not repeat itself."""
+
+
+class RefusedError(ConformanceError):
+    """It raises for this input."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """A function of one array.
+
+    framework  whose arrays it is given: "numpy", "torch" or "jax".
+    device     of torch's tensors.
+    """
+
+    name: str
+    function: Callable[..., Any] = field(repr=False)
+    framework: str = "numpy"
+    device: str = "cpu"
+
+    def ask(self, x: np.ndarray, dtype: str = "float32", *, view: str = "contiguous") -> Any:
+        """What it gives for x, as it gives it; x holds numbers of dtype, and lies in memory as ``view`` says.
+
+        Raises:   RefusedError: it raises. ConformanceError: it changes its input.
+        """
+        given = self.array(x, dtype) if view == "contiguous" else VIEWS[view](lambda a: self.array(a, dtype), x)
+        before = arrays.written(given)
+        try:
+            with np.errstate(all="ignore"):  # NaN and overflow are asked for
+                found = self.function(given)
+        except (Exception, SystemExit) as error:  # whatever somebody's function raises
+            raise RefusedError(
+                f"{self.name} raised {type(error).__name__} for {describe(x, dtype, self.framework)}: {_first_lines(error)}. "
+                "Call it on that by itself."
+            ) from error
+        if arrays.written(given) != before:
+            raise ConformanceError(f"{self.name} changed its input, {describe(x, dtype, self.framework)}. Let it work on a copy.")
+        return found
+
+    def array(self, x: np.ndarray, dtype: str) -> Any:
+        """x as this framework's array of a dtype.
+
+        Raises:   RefusedError: the framework has no such array here, as for bfloat16 in NumPy without ml_dtypes.
+        """
+        if self.framework == "jax":
+            import jax
+
+            if dtype == "float64" and not jax.config.jax_enable_x64:  # type: ignore[attr-defined]
+                raise RefusedError("jax has no float64 here: set JAX_ENABLE_X64=1 to ask with it.")
+        try:
+            given = x.astype(arrays.numpy_dtype(dtype))
+        except ImportError as error:
+            raise RefusedError(str(error)) from error
+        if self.framework == "numpy":
+            return given
+        return arrays.as_torch(given, self.device) if self.framework == "torch" else arrays.as_jax(given)
+
+
+def check_keeps(subject: Subject, x: np.ndarray, other: np.ndarray, dtype: str, read: Callable[[Any], list[np.ndarray]]) -> None:
+    """ConformanceError where what it gave for x is something else once it was called with other numbers of that shape."""
+    found = subject.ask(x, dtype)
+    before = [part.copy() for part in read(found)]
+    subject.ask(other, dtype)
+    if any(a.tobytes() != b.tobytes() for a, b in zip(before, read(found), strict=True)):
+        raise ConformanceError(
+            f"{subject.name} overwrites what it gave for {describe(x, dtype, subject.framework)} when it is called again. Give a new array each time."
+        )
+
+
+def of(name: str, function: Callable[..., Any], *, framework: str | None = None, device: str = "cpu", shape: tuple[int, ...]) -> Subject:
+    """The subject in the framework named, else in the first whose arrays it takes of those that are imported.
+
+    Raises:   ValueError: an unknown framework, one that is not installed, or a device that is not there; RefusedError: it takes no arrays.
+    """
+    if framework is not None and framework not in FRAMEWORKS:
+        raise ValueError(f"arrays are of {', '.join(FRAMEWORKS)}; got {framework!r}.")
+    if framework is not None and importlib.util.find_spec(framework) is None:
+        raise ImportError(f"arrays of {framework} need {framework}, which is not installed. Install fp8ref[{framework}].")
+    _check_device(device, framework)
+    if device != "cpu":
+        framework = "torch"
+    if framework is not None:
+        return Subject(name=name, function=function, framework=framework, device=device)
+    refused = []
+    x = np.ones(shape, np.float32)
+    for tried in FRAMEWORKS:
+        if tried != "numpy" and tried not in sys.modules:  # what the function's own module has not imported is not its own
+            continue
+        subject = Subject(name=name, function=function, framework=tried)
+        for dtype in ("float32", "bfloat16"):
+            try:
+                found = subject.ask(x, dtype)
+            except RefusedError as error:
+                refused.append(str(error))
+            else:
+                return _of_what_it_gives(subject, found, x, dtype)
+    raise RefusedError("\n".join(dict.fromkeys(refused)))
+
+
+def _of_what_it_gives(subject: Subject, found: Any, x: np.ndarray, dtype: str) -> Subject:
+    """The subject in the framework of what came back, if it takes that: jax's functions take NumPy's arrays too."""
+    inside: list[Any] = list(getattr(found, "__dict__", {}).values())
+    if isinstance(found, tuple | list | dict):
+        inside = list(found.values() if isinstance(found, dict) else found)
+    modules = {type(part).__module__.partition(".")[0] for part in (found, *inside)}
+    for framework, module in (("torch", "torch"), ("jax", "jaxlib"), ("jax", "jax")):
+        if module in modules and framework != subject.framework:
+            other = dataclasses.replace(subject, framework=framework)
+            try:
+                other.ask(x, dtype)
+            except ConformanceError:
+                return subject
+            return other
+    return subject
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """What it is called, where nobody named it."""
+    return str(getattr(function, "__qualname__", type(function).__name__))
+
+
+def first_source(subject: Subject, shape: tuple[int, ...] = (16,)) -> str:
+    """The dtype that most is asked with."""
+    refused = []
+    for source in ("float32", "bfloat16"):
+        try:
+            subject.ask(np.ones(shape, np.float32), source)
+        except RefusedError as error:
+            refused.append(str(error))
+        else:
+            return source
+    raise RefusedError("\n".join(refused))
+
+
+def array(found: Any) -> tuple[np.ndarray, str] | None:
+    """An array of NumPy, PyTorch or JAX as NumPy's, and the name of its dtype; float8 and e8m0 as uint8. None if it is no array.
+
+    bfloat16 and float16 come as float32.
+    """
+    if not hasattr(found, "dtype") or not hasattr(found, "shape"):
+        return None
+    try:
+        made, name = arrays.named(found)
+    except Exception as error:  # what it gives may raise as it is read
+        raise ConformanceError(f"what it gives cannot be read ({type(error).__name__}: {_first_lines(error)}).") from error
+    return made.astype(np.float32) if name in ("bfloat16", "float16") else made, name
+
+
+def describe(x: np.ndarray, dtype: str, framework: str = "numpy") -> str:
+    """An input in words: its numbers where they are few."""
+    shape = f"{framework} {dtype} {list(x.shape)}"
+    if x.size > 4:
+        return f"x {shape}"
+    return f"x {shape} = {x.tolist()} (bits {', '.join(bits_of(v, dtype) for v in x.ravel())})"
+
+
+def _check_device(device: str, framework: str | None) -> None:
+    if device == "cpu":
+        return
+    if framework not in (None, "torch"):
+        raise ValueError(f"a device is chosen for torch's arrays; got {device!r} with {framework}. jax chooses its own: JAX_PLATFORMS.")
+    import torch
+
+    try:
+        torch.empty(1, device=device)
+    except Exception as error:  # of whatever kind a missing device raises
+        raise ValueError(f"device {device!r} is not there: {_first_lines(error)}. Leave it out to ask on the CPU.") from error
+
+
+def _first_lines(error: BaseException) -> str:
+    said = " ".join(str(error).split())
+    return (said[:300] + "...") if len(said) > 300 else said.rstrip(".") or "no message"
+
+
+def smallest_part(x: np.ndarray, fails: Callable[[np.ndarray], bool]) -> np.ndarray:
+    """A part of a flat x, halved while a half fails too."""
+    for _ in range(math.ceil(math.log2(max(x.size, 1)))):
+        half = x.size // 2
+        part = next((p for p in (x[:half], x[half:]) if p.size and fails(p)), None)
+        if part is None:
+            return x
+        x = part
+    return x

@@ -1,0 +1,132 @@
+"""Vectors of a cast: bits of a value, and the code it becomes (SEMANTICS C).
+
+A set has the specials of the source, every number of the format and every tie with their neighbours, overflow, and then random bits:
+half of them any, half within the format's range.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from fp8ref.conformance import explain
+from fp8ref.conformance.inputs import dtypes
+from fp8ref.conformance.vectors import format as text
+from fp8ref.conformance.vectors.verdict import Verdict
+from fp8ref.formats import FORMATS, Format
+from fp8ref.sim import cast
+
+FIELDS, ANSWERS = ("value",), ("code",)
+NAMES = tuple(f.name for f in FORMATS.values() if f.bits == 8)
+ROUNDINGS = tuple(r for r in cast.ROUNDINGS if r != "stochastic")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cast:
+    """What gen asks: codes of a format for values of a source; count of them random, from a seed. ValueError for what is none."""
+
+    format: str
+    source: str = "float32"
+    seed: int = 0
+    count: int = 10_000
+
+    def __post_init__(self) -> None:
+        if self.format not in NAMES:
+            raise ValueError(f"a cast's format is one of {', '.join(NAMES)}; got {self.format!r}.")
+        dtypes.by_name(self.source)
+        dtypes.check_random(self.seed, self.count)
+
+    @property
+    def fmt(self) -> Format:
+        """The format itself."""
+        return FORMATS[self.format]
+
+    def inputs(self) -> np.ndarray:
+        """The bits of all inputs, each once; uint64."""
+        source = dtypes.by_name(self.source)
+        return dtypes.distinct([dtypes.specials(source), dtypes.around(_points(self.fmt), source), _random(self, source)])
+
+    def vectors(self) -> Iterator[tuple[str, str]]:
+        """(kind, line) of each input."""
+        inputs = self.inputs()
+        return zip((explain.CASTS[kind] for kind in self.kinds(inputs)), self.lines(inputs), strict=True)
+
+    def lines(self, bits: np.ndarray) -> list[str]:
+        """The line of each of these inputs."""
+        return text.hexadecimal(bits, dtypes.by_name(self.source).bits)
+
+    def kinds(self, bits: np.ndarray) -> np.ndarray:
+        """For each input, an index of explain.CASTS."""
+        source = dtypes.by_name(self.source)
+        x = dtypes.values(bits, source)
+        with np.errstate(invalid="ignore"):
+            finite = np.where(np.isfinite(x), x, 1)
+        return explain.cast_kinds(x, dtypes.spacing(finite, source), self.fmt)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rules:
+    """How a cast is judged; stochastic rounding has no one answer to a line, and is not. ValueError for unknown rounding."""
+
+    rounding: str = "nearest_even"
+    saturate: bool = True
+
+    def __post_init__(self) -> None:
+        if self.rounding not in ROUNDINGS:
+            raise ValueError(f"rounding is one of {', '.join(ROUNDINGS)}, which give each input one code; got {self.rounding!r}.")
+
+
+def verify(question: Cast, rules: Rules, vectors: Iterator[text.Vector], verdict: Verdict) -> None:
+    """Judge every vector; verdict takes what is found. NaN codes are all one (C-5)."""
+    source, fmt = dtypes.by_name(question.source), question.fmt
+    seen: list[tuple[np.ndarray, np.ndarray]] = []
+    for batch in text.batches(vectors):
+        bits = np.array([v.number(0, source.bits, f"a {source.name}") for v in batch], np.uint64)
+        found = np.array([v.number(1, 8, f"a code of {fmt}") for v in batch], np.uint8)
+        x = dtypes.values(bits, source)
+        expected = cast.encode(x, fmt, rounding=rules.rounding, saturate=rules.saturate)  # type: ignore[arg-type]
+        differ = cast.canonical_nans(found, fmt) != expected
+        lines, kinds = question.lines(bits), question.kinds(bits)
+        seen.append((x, found))
+        for i, vector in enumerate(batch):
+            kind = explain.CASTS[kinds[i]]
+            if verdict.add(vector.line, lines[i], kind, differs=differ[i]):
+                verdict.show(vector.line, kind, _why(question, rules, kind, lines[i], x[i], int(found[i])))
+    if verdict.differ:
+        x, found = (np.concatenate(parts) for parts in zip(*seen, strict=True))
+        note = explain.cast_note(x, found, fmt, rounding=rules.rounding, saturate=rules.saturate)
+        verdict.notes.extend([note] if note else [])
+
+
+def _why(question: Cast, rules: Rules, kind: str, line: str, x, found: int) -> dict[str, str]:
+    fmt = question.fmt
+    expected = cast.encode(x, fmt, rounding=rules.rounding, saturate=rules.saturate)  # type: ignore[arg-type]
+    guess = explain.cast_guess(np.reshape(x, 1), np.full(1, found, np.uint8), fmt, rounding=rules.rounding, saturate=rules.saturate)
+    given = f" Got is what {' or '.join(guess)} gives." if guess else ""
+    return {
+        "vector": f"{line}, {question.source} {explain.decimal(x)} ({kind})",
+        "expected": explain.code(int(expected), fmt),
+        "got": explain.code(found, fmt),
+        "rule": f"{explain.cast_rule(kind, fmt, rounding=rules.rounding, saturate=rules.saturate)}.{given}",
+    }
+
+
+def _points(fmt: Format) -> np.ndarray:
+    """Positive numbers of the format, the one that would follow max, and all that lie halfway; float64."""
+    numbers = cast.decode(np.arange(fmt.max_code + 1, dtype=np.uint8), fmt).astype(np.float64)
+    top = 2 * numbers[-1] if not fmt.mantissa_bits else 2 * numbers[-1] - numbers[-2]
+    numbers = np.concatenate([numbers, [top, 2 * top]])
+    halves = (numbers[1:] + numbers[:-1]) / 2
+    return np.concatenate([numbers, halves, [numbers[1] / 4, numbers[0] / 2]])
+
+
+def _random(question: Cast, source: dtypes.Source) -> np.ndarray:
+    raw = dtypes.random(question.seed, question.count) >> np.uint64(64 - source.bits)
+    half, fmt = len(raw) // 2, question.fmt
+    # the exponents of a cast that decides anything, as fields of the source, in place of the random ones
+    bias = 1 - source.emin
+    lowest = max(1, fmt.emin - fmt.mantissa_bits - 2 + bias)
+    highest = min(source.infinity >> source.mantissa_bits, int(np.log2(fmt.max)) + 3 + bias)
+    field = np.uint64(lowest) + dtypes.random(question.seed + 1, half) % np.uint64(highest - lowest)
+    kept = np.uint64(source.sign | ((1 << source.mantissa_bits) - 1))
+    return np.concatenate([raw[:half] & kept | field << np.uint64(source.mantissa_bits), raw[half:]])

@@ -1,0 +1,185 @@
+"""The text that vectors are written in (see the package): headers, lines, and numbers in hexadecimal."""
+
+import codecs
+import dataclasses
+import math
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import chain, islice
+from typing import NamedTuple
+
+import numpy as np
+
+VERSION = 1
+BATCH = 1 << 14  # vectors of one number each that are judged at once
+_TITLE = re.compile(r"#\s*fp8ref\s+vectors\b")
+_HEADER = re.compile(r"#\s*fp8ref\s+vectors\s+(\d+):\s*(\w+)((?:\s+\w+=[\w,-]+)*)")
+_HEX = re.compile(r"(?:0[xX])?([0-9a-fA-F]+)")
+_SHAPE = re.compile(r"[1-9][0-9]{0,8}(,[1-9][0-9]{0,8}){0,31}")  # 32 axes, NumPy's most
+
+
+class MalformedError(ValueError):
+    """A line that is no vector, with its number."""
+
+    def __init__(self, line: int, why: str):
+        super().__init__(f"line {line}: {why}")
+
+
+class Vector(NamedTuple):
+    """A line's number and its fields, which are counted from 0."""
+
+    line: int
+    fields: list[str]
+
+    def number(self, field: int, bits: int, name: str) -> int:
+        """A field that is one number of so many bits; MalformedError for what is none."""
+        return self._number(self.fields[field], bits, name)
+
+    def numbers(self, field: int, bits: int, shape: tuple[int, ...], name: str) -> np.ndarray:
+        """A field of numbers of so many bits, as unsigned integers of that shape; MalformedError for what is none."""
+        parts = self.fields[field].split(",")
+        if len(parts) != math.prod(shape):
+            raise MalformedError(
+                self.line,
+                f"{name} are {math.prod(shape):,} in number, separated by commas; got {len(parts):,}. Write all, the last axis fastest.",
+            )
+        return np.array([self._number(part, bits, f"each of {name}") for part in parts], f"uint{bits}").reshape(shape)
+
+    def shape(self, field: int, axes: str = "") -> tuple[int, ...]:
+        """A field that is a shape; MalformedError for what is none."""
+        with self.named():
+            return shape(self.fields[field], axes)
+
+    @contextmanager
+    def named(self) -> Iterator[None]:
+        """Names the line in a ValueError of what is done with its fields."""
+        try:
+            yield
+        except ValueError as error:
+            raise MalformedError(self.line, str(error)) from error
+
+    def _number(self, text: str, bits: int, name: str) -> int:
+        match = _HEX.fullmatch(text)
+        if match is None or (value := int(match[1], 16)) >> bits:
+            digits = bits // 4
+            raise MalformedError(
+                self.line,
+                f"{name} is {bits} bits in hexadecimal, at most {digits} digits; got {short(text)!r}. Write them as %0{digits}X does.",
+            )
+        return value
+
+
+def header(operation: str, question) -> str:
+    """The line that states a question, a dataclass of names and numbers.
+
+    >>> from fp8ref.conformance.vectors.cast import Cast
+    >>> header("cast", Cast(format="e4m3fn"))
+    '# fp8ref vectors 1: cast format=e4m3fn source=float32 seed=0 count=10000'
+    """
+    settings = " ".join(f"{field.name}={getattr(question, field.name)}" for field in dataclasses.fields(question))
+    return f"# fp8ref vectors {VERSION}: {operation} {settings}"
+
+
+def read(
+    stream: Iterable[bytes], operation: str, inputs: Sequence[str], answers: Sequence[str]
+) -> tuple[dict[str, str] | None, Iterator[Vector]]:
+    """What the header of a stream asks, as text, or None without one; and the vectors, with the fields that were named.
+
+    Raises:   ValueError: no vector at all. MalformedError: a header of another operation or version; a line that is neither ASCII text nor
+              a vector, where the iterator comes to it.
+    """
+    texts = ((number, _text(number, raw)) for number, raw in enumerate(stream, start=1))
+    stated = None
+    for number, text in texts:
+        if _TITLE.match(text):
+            if stated is not None:
+                raise MalformedError(number, "a second header. Judge one set of vectors at a time.")
+            stated = _settings(number, text, operation)
+        elif text and not text.startswith("#"):
+            return stated, _vectors(chain([(number, text)], texts), inputs, answers)
+    raise ValueError(f"vectors of {operation} were expected, one a line; none came. Did the program before this one fail?")
+
+
+def _vectors(texts: Iterable[tuple[int, str]], inputs: Sequence[str], answers: Sequence[str]) -> Iterator[Vector]:
+    for number, text in texts:
+        if _TITLE.match(text):
+            raise MalformedError(number, "a header behind vectors. Judge one set of vectors at a time.")
+        if text and not text.startswith("#"):
+            fields = text.split()
+            if len(fields) != len(inputs) + len(answers):
+                missing = "; the answer is missing" if len(fields) == len(inputs) else ""
+                raise MalformedError(
+                    number,
+                    f"a vector is {', '.join(inputs)}, then {', '.join(answers)}, separated by blanks; got {len(fields)} fields{missing}: "
+                    f"{short(text)!r}. Write gen's line again, and the answers behind it.",
+                )
+            yield Vector(number, fields)
+
+
+def _text(number: int, raw: bytes) -> str:
+    """A line without its end and blanks about it, and the first without a UTF-8 mark, which Windows puts there."""
+    if (number == 1 and raw.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))) or b"\0" in raw:
+        raise MalformedError(
+            number,
+            "a line is ASCII text; got UTF-16 (its mark, or bytes of zero), which PowerShell writes with >. "
+            "Convert it with iconv -f UTF-16 -t ASCII, or write it with | Out-File -Encoding ascii.",
+        )
+    raw = raw.removeprefix(codecs.BOM_UTF8) if number == 1 else raw
+    try:
+        return raw.decode("ascii").strip()
+    except UnicodeDecodeError as error:
+        raise MalformedError(number, f"a line is ASCII text; got byte 0x{raw[error.start]:02X}. Print numbers in hexadecimal.") from error
+
+
+def _settings(number: int, text: str, operation: str) -> dict[str, str]:
+    match = _HEADER.fullmatch(text)
+    if match is None:
+        raise MalformedError(number, f"a header is '# fp8ref vectors {VERSION}: OPERATION KEY=VALUE ...'; got {short(text)!r}. Copy gen's.")
+    version, asked, settings = match.groups()
+    if int(version) != VERSION:
+        raise MalformedError(
+            number, f"these are vectors of version {version}; this fp8ref judges version {VERSION}. Use the one that made them."
+        )
+    if asked != operation:
+        raise MalformedError(number, f"these are vectors of {asked!r}, not of {operation!r}. Use fp8ref vectors verify {asked}.")
+    return dict(setting.split("=", 1) for setting in settings.split())
+
+
+def batches(vectors: Iterator[Vector]) -> Iterator[list[Vector]]:
+    """At most BATCH vectors at a time."""
+    while batch := list(islice(vectors, BATCH)):
+        yield batch
+
+
+def shape(text: str, axes: str = "") -> tuple[int, ...]:
+    """A shape as a field or an option gives it; axes are their names, such as M,N,K, where these are the only ones. ValueError for what is none.
+
+    >>> shape("4,128")
+    (4, 128)
+    """
+    if not _SHAPE.fullmatch(text) or (axes and text.count(",") != axes.count(",")):
+        raise ValueError(
+            f"a shape is {axes or '1 to 32 axes'}, each at least 1, in decimal, separated by commas; got {short(text)!r}. "
+            f"Write it as {'4,4,256' if axes else '4,128'} is written."
+        )
+    return tuple(int(n) for n in text.split(","))
+
+
+def hexadecimal(values: np.ndarray, bits: int) -> list[str]:
+    """Each value as %0nX, n digits of so many bits."""
+    return [f"{value:0{bits // 4}X}" for value in np.ravel(values).tolist()]
+
+
+def join(values: np.ndarray, bits: int) -> str:
+    """A field of numbers.
+
+    >>> join(np.array([1, 255]), 16)
+    '0001,00FF'
+    """
+    return ",".join(hexadecimal(values, bits))
+
+
+def short(text: str) -> str:
+    """A text that a message can hold."""
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,0 +1,193 @@
+"""Vectors of a scaled GEMM: codes and scales of two operands, and their product (SEMANTICS G)."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from fp8ref import epilogue as epilogues
+from fp8ref import granularity as granularities
+from fp8ref.conformance import explain
+from fp8ref.conformance.inputs import dtypes
+from fp8ref.conformance.vectors import format as text
+from fp8ref.conformance.vectors import quantize
+from fp8ref.conformance.vectors.verdict import Verdict
+from fp8ref.formats import FORMATS, FP8_FORMATS
+from fp8ref.sim import accumulate, cast, gemm
+from fp8ref.sim.gemm import OUT_DTYPES
+from fp8ref.sim.scaling import Quantized
+
+FIELDS, ANSWERS = ("M,N,K", "codes of a", "scale_inv of a", "codes of b", "scale_inv of b"), ("values",)
+KINDS = ("ordinary", "any code", "one large", "cancelling", "subnormal", "zero", "specials")
+ACCUMULATE = ("exact", "f32", *accumulate.ACCUMULATIONS)
+EPILOGUES = tuple(e.name for e in epilogues.EPILOGUES.values() if e.bias is None)
+OUTS = tuple(f.name for f in OUT_DTYPES)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gemm:
+    """count products of a shape M,N,K; granularity is both operands'. ValueError for what is none."""
+
+    format: str
+    format_b: str = ""
+    granularity: str = "tensorwise"
+    out_dtype: str = "float32"
+    shape: str = "4,4,256"
+    seed: int = 0
+    count: int = 35
+
+    def __post_init__(self) -> None:
+        if not self.format_b:
+            object.__setattr__(self, "format_b", self.format)
+        for name in (self.format, self.format_b):
+            if name not in FP8_FORMATS:
+                raise ValueError(f"an operand's format is one of {', '.join(FP8_FORMATS)}; got {name!r}.")
+        if self.out_dtype not in OUTS:
+            raise ValueError(f"out_dtype is one of {', '.join(OUTS)}; got {self.out_dtype!r}.")
+        dtypes.check_random(self.seed, self.count)
+        m, n, k = self.dims
+        for shape in ((m, k), (n, k)):
+            granularities.blocks(self.granularity, shape, -1)
+
+    @property
+    def dims(self) -> tuple[int, ...]:
+        """M, N and K."""
+        return quantize.dims(self.shape, FIELDS[0])
+
+    def operands(self) -> Iterator[tuple[str, Quantized, Quantized]]:
+        """(kind, a [M, K], b [N, K]), kinds taking turns."""
+        m, n, k = self.dims
+        for i in range(self.count):
+            kind = KINDS[i % len(KINDS)]
+            seed = (self.seed << 32) + 2 * i
+            yield (
+                kind,
+                _operand(kind, (m, k), self.format, self.granularity, seed),
+                _operand(kind, (n, k), self.format_b, self.granularity, seed + 1),
+            )
+
+    def vectors(self) -> Iterator[tuple[str, str]]:
+        """(kind, line) of each product."""
+        return ((kind, self.line(a, b)) for kind, a, b in self.operands())
+
+    def line(self, a: Quantized, b: Quantized) -> str:
+        """The line of a product of these operands."""
+        sides = [f"{text.join(q.codes, 8)} {text.join(np.atleast_1d(q.scale_inv).view(np.uint32), 32)}" for q in (a, b)]
+        return f"{len(a.codes)},{len(b.codes)},{a.codes.shape[1]} {' '.join(sides)}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rules:
+    """How a GEMM is judged: by which sum, and which epilogue without a bias. ValueError for what is none."""
+
+    accumulate: str = "exact"
+    epilogue: str = "scale_then_round"
+
+    def __post_init__(self) -> None:
+        accumulate.by_name(self.accumulate)
+        if self.epilogue not in EPILOGUES:
+            raise ValueError(f"epilogue is one of {', '.join(EPILOGUES)}, which take no bias; got {self.epilogue!r}.")
+
+
+def verify(question: Gemm, rules: Rules, vectors: Iterator[text.Vector], verdict: Verdict) -> None:
+    """Judge every vector; verdict takes what is found. NaNs are all one."""
+    out = dtypes.by_name(question.out_dtype)
+    for vector in vectors:
+        m, n, k = vector.shape(0, FIELDS[0])
+        a = _read(vector, 1, (m, k), question.format, question.granularity, "a")
+        b = _read(vector, 3, (n, k), question.format_b, question.granularity, "b")
+        found_bits = vector.numbers(5, out.bits, (m, n), f"the values, {out.name}, of M x N = {m} x {n}")
+        found = dtypes.values(found_bits, out).astype(np.float32)
+        with vector.named():
+            expected = gemm.matmul(a, b, accumulate=rules.accumulate, epilogue=rules.epilogue, out_dtype=FORMATS[question.out_dtype])
+        differ = _differ(found, expected)
+        inputs = question.line(a, b)
+        kind = verdict.kind(inputs)
+        if verdict.add(vector.line, inputs, kind, differs=differ.any()):
+            i = int(np.argmax(differ.ravel()))
+            why = {
+                "vector": f"{kind} operands, element{quantize.at(i, (m, n))}",
+                "expected": _shown(expected.ravel()[i], out),
+                "got": _shown(found.ravel()[i], out),
+                "rule": f"{_rule(rules, question)}. {int(differ.sum())} of {differ.size} values differ. {_guess(a, b, found, rules, question)}".strip(),
+            }
+            verdict.show(vector.line, kind, why)
+
+
+def _rule(rules: Rules, question: Gemm) -> str:
+    how = {"exact": "the exact sum, rounded once to float32 (G-2)", "f32": "float32 sums in the order of K (G-3)"}
+    clause = {"scale_then_round": "G-4", "product_then_round": "G-14", "unit_round_scale_round": "G-5"}[rules.epilogue]
+    blocks = ", block by block (G-13)" if granularities.by_name(question.granularity).reduced else ""
+    return f"{how.get(rules.accumulate, f'{rules.accumulate} (G-10, G-12)')}{blocks}, then {rules.epilogue} ({clause})"
+
+
+def _guess(a: Quantized, b: Quantized, found: np.ndarray, rules: Rules, question: Gemm) -> str:
+    """Which other rules give these values, or ''."""
+    for how in ACCUMULATE:
+        for epilogue in EPILOGUES:
+            try:
+                other = gemm.matmul(a, b, accumulate=how, epilogue=epilogue, out_dtype=FORMATS[question.out_dtype])
+            except ValueError:  # rules that do not take such operands
+                continue
+            if not _differ(found, other).any():
+                return f"Got is what --accumulate {how} --epilogue {epilogue} gives."
+    return ""
+
+
+def _differ(found: np.ndarray, other: np.ndarray) -> np.ndarray:
+    """Where the bits of float32 values are not the same; NaNs are all one."""
+    return (found.view(np.uint32) != other.view(np.uint32)) & ~(np.isnan(found) & np.isnan(other))
+
+
+def _shown(value: np.float32, out: dtypes.Source) -> str:
+    bits = int(dtypes.bits(np.full(1, value), out)[0])
+    return f"{bits:0{out.bits // 4}X} ({explain.decimal(value)})"
+
+
+def _read(vector: text.Vector, field: int, shape: tuple[int, int], fmt: str, granularity: str, name: str) -> Quantized:
+    with vector.named():
+        scales_shape = granularities.scale_shape(granularity, shape, -1)
+    codes = vector.numbers(field, 8, shape, f"the codes of {name} {list(shape)}")
+    of_scales = f"the numbers in scale_inv of {name}, {granularity}, shape {list(scales_shape)},"
+    scale_inv = vector.numbers(field + 1, 32, scales_shape, of_scales).view(np.float32)
+    return Quantized(codes, scale_inv, scale_inv, FP8_FORMATS[fmt], granularity, -1)
+
+
+def _operand(kind: str, shape: tuple[int, int], name: str, granularity: str, seed: int) -> Quantized:
+    fmt = FP8_FORMATS[name]
+    raw = dtypes.random(seed, 2 * math.prod(shape)).reshape(2, *shape)
+    sign = (raw[0] >> np.uint64(63)).astype(np.uint8) * np.uint8(fmt.sign_bit)
+    magnitude = (raw[0] & np.uint64(0x7F)).astype(np.uint8)
+    # codes whose exponents are near that of 1, so that no product dwarfs the others
+    ordinary = (fmt.bias - 3 << fmt.mantissa_bits) + magnitude % np.uint8(6 << fmt.mantissa_bits)
+    # 2^8 in one place of both, and elsewhere 2^-5 to 2^-1: products that a sum of 14 bits drops and one of 24 keeps
+    large = fmt.bias + 8 << fmt.mantissa_bits
+    small = (fmt.bias - 5 << fmt.mantissa_bits) + magnitude % np.uint8(4 << fmt.mantissa_bits)
+    lowest = magnitude % np.uint8(1 << fmt.mantissa_bits)
+    codes = {
+        "ordinary": ordinary,
+        "any code": np.minimum(magnitude, fmt.max_code),
+        "one large": np.where(np.arange(shape[1]) == seed // 2 % shape[1], large, small),
+        "cancelling": ordinary,
+        "subnormal": lowest,
+        "zero": np.zeros(shape),
+        "specials": magnitude,
+    }[kind].astype(np.uint8)
+    if fmt.specials == "fnuz":
+        sign[codes == 0] = 0
+    codes = codes | sign
+    if kind == "cancelling":  # pairs whose products of like factors cancel, all but the last of them
+        half = shape[1] // 2
+        codes[:, half : 2 * half - 1] = codes[:, : half - 1] ^ np.uint8(fmt.sign_bit if seed % 2 else 0)
+        if fmt.specials == "fnuz":
+            codes[codes == fmt.nan_code] = 0
+    if kind == "specials":  # one of this kind in a line at most, so that not all results are NaN
+        finite = np.isfinite(cast.decode(codes, fmt))
+        codes = np.where(finite | (np.arange(shape[1]) == seed // 2 % shape[1]), codes, np.uint8(1))
+    groups = granularities.scale_shape(granularity, shape, -1)
+    of_groups = dtypes.random(seed ^ 1 << 63, math.prod(groups)).reshape(groups)
+    # scale_inv between 2^-8 and 1, of random mantissas
+    field = np.uint64(119) + (of_groups >> np.uint64(61))
+    inverses = (field << np.uint64(23) | of_groups & np.uint64(0x7FFFFF)).astype(np.uint32).view(np.float32)
+    return Quantized(codes, inverses, inverses, fmt, granularity, -1)

@@ -1,0 +1,100 @@
+"""Vectors by the name of their operation: made from settings, and judged from a stream."""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from fp8ref.conformance.vectors import cast, gemm, quantize, scale
+from fp8ref.conformance.vectors import format as text
+from fp8ref.conformance.vectors.verdict import Asked, Verdict
+
+
+class Operation(NamedTuple):
+    """question: what gen asks, whose vectors() are (kind, line); verify: judges vectors by a question and rules, into a verdict."""
+
+    question: type
+    rules: type
+    verify: Callable[[Any, Any, Iterator[text.Vector], Verdict], None]
+    fields: tuple[str, ...]
+    answers: tuple[str, ...]
+
+
+OPERATIONS = {
+    "cast": Operation(cast.Cast, cast.Rules, cast.verify, cast.FIELDS, cast.ANSWERS),
+    "scale": Operation(scale.Scale, scale.Rules, scale.verify, scale.FIELDS, scale.ANSWERS),
+    "quantize": Operation(quantize.Quantize, quantize.Rules, quantize.verify, quantize.FIELDS, quantize.ANSWERS),
+    "gemm": Operation(gemm.Gemm, gemm.Rules, gemm.verify, gemm.FIELDS, gemm.ANSWERS),
+}
+
+
+def generate(operation: str, settings: Mapping[str, Any]) -> Iterator[str]:
+    """The lines of a set of vectors, its header first.
+
+    operation one of OPERATIONS; settings: the fields of its question, such as ``{"format": "e4m3fn"}``.
+    Raises:   ValueError: settings that make no question.
+    """
+    question = OPERATIONS[operation].question(**settings)
+    yield from _comments(operation, question)
+    for _, line in question.vectors():
+        yield line
+
+
+def judge(operation: str, stream: Iterable[bytes], *, settings: Mapping[str, Any], rules: Mapping[str, Any], some: bool = False) -> Verdict:
+    """Compare the answers of a stream with the simulator's, and its vectors with those that ``generate`` writes.
+
+    settings are what the vectors should ask: those that are named agree with the stream's header, and without one make the question.
+    some: vectors may be missing, unasked or repeated.
+    Raises:   ValueError: a header of another question; settings or rules that are none; no vector. MalformedError: a line that is none.
+    """
+    of = OPERATIONS[operation]
+    of_rules = of.rules(**rules)
+    stated, vectors = text.read(stream, operation, of.fields, of.answers)
+    unsure = ""
+    if stated is None:
+        if "format" not in settings:
+            raise ValueError("these vectors have no header; say what they ask, with --format at least. See fp8ref vectors verify --help.")
+        question = of.question(**settings)
+        unsure = (
+            f"no header came, so what was asked is not known, and taken to be fp8ref vectors gen {operation} {_options(settings)}: "
+            "copy gen's lines that begin with #, or give verify the options that gen had"
+        )
+    else:
+        question = of.question(**_typed(of.question, stated))
+        for name, value in settings.items():
+            if getattr(question, name) != value:
+                option = _options({name: value})
+                raise ValueError(
+                    f"the vectors ask {operation} with {name}={getattr(question, name)}; got {option}. "
+                    f"Make them with fp8ref vectors gen {operation} {option}."
+                )
+    start = len(_comments(operation, question)) + 1
+    asked = (Asked(number, kind, line) for number, (kind, line) in enumerate(question.vectors(), start))
+    verdict = Verdict(asked, some=some, unsure=unsure)
+    of.verify(question, of_rules, vectors, verdict)
+    return verdict
+
+
+def _comments(operation: str, question) -> list[str]:
+    of = OPERATIONS[operation]
+    form = f"# a line is {', '.join(of.fields)}, separated by blanks; answer by writing it with {', '.join(of.answers)} behind"
+    return [text.header(operation, question), form]
+
+
+def _options(settings: Mapping[str, Any]) -> str:
+    return " ".join(f"--{name.replace('_', '-')} {value}" for name, value in settings.items())
+
+
+def _typed(question: type, stated: Mapping[str, str]) -> dict[str, Any]:
+    """A header's settings, in the types of the question's fields."""
+    types = {field.name: field.type for field in dataclasses.fields(question)}
+    found: dict[str, Any] = {}
+    for name, value in stated.items():
+        if name not in types:
+            raise ValueError(f"a header's keys are {', '.join(types)}; got {name!r}. Use the fp8ref that made these vectors.")
+        try:
+            found[name] = int(value) if types[name] in (int, "int") else value
+        except ValueError as error:
+            raise ValueError(f"{name} of a header is an integer; got {value!r}. Copy gen's.") from error
+    if "format" not in found:
+        raise ValueError("a header names a format; this one does not. Use the one that fp8ref vectors gen writes.")
+    return found

@@ -1,0 +1,160 @@
+"""Vectors of a quantiser: a tensor, and the codes and scales it becomes (SEMANTICS S-5, S-6)."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from fp8ref import granularity as granularities
+from fp8ref import policy as policies
+from fp8ref.conformance import explain
+from fp8ref.conformance.inputs import dtypes, random_tensors
+from fp8ref.conformance.vectors import format as text
+from fp8ref.conformance.vectors import scale
+from fp8ref.conformance.vectors.scale import Rules as Rules
+from fp8ref.conformance.vectors.verdict import Verdict
+from fp8ref.formats import FLOAT32, FP8_FORMATS, Format
+from fp8ref.sim import cast, scaling
+from fp8ref.sim.scales import Scales, scales_from_amax
+
+FIELDS, ANSWERS = ("shape", "values"), ("codes", "scales")
+SOURCES = ("float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quantize:
+    """count tensors of a shape; axis is the reduced one. ValueError for what is none."""
+
+    format: str
+    source: str = "float32"
+    policy: str = "torchao"
+    granularity: str = "tensorwise"
+    axis: int = -1
+    shape: str = "4,128"
+    seed: int = 0
+    count: int = 30
+
+    def __post_init__(self) -> None:
+        scale.Scale(format=self.format, policy=self.policy, seed=self.seed, count=self.count)
+        if self.source not in SOURCES:
+            raise ValueError(f"a tensor's source is one of {', '.join(SOURCES)}; got {self.source!r}.")
+        granularities.blocks(self.granularity, self.dims, self.axis)
+
+    @property
+    def fmt(self) -> Format:
+        """The format itself."""
+        return FP8_FORMATS[self.format]
+
+    @property
+    def dims(self) -> tuple[int, ...]:
+        """The shape as numbers."""
+        return dims(self.shape)
+
+    def tensors(self) -> Iterator[tuple[str, np.ndarray]]:
+        """(kind, bits uint64 of the shape), kinds taking turns."""
+        source = dtypes.by_name(self.source)
+        for i in range(self.count):
+            kind = random_tensors.KINDS[i % len(random_tensors.KINDS)]
+            yield kind, random_tensors.made(kind, self.dims, source, (self.seed << 32) + i)
+
+    def vectors(self) -> Iterator[tuple[str, str]]:
+        """(kind, line) of each tensor."""
+        return ((kind, self.line(bits)) for kind, bits in self.tensors())
+
+    def line(self, bits: np.ndarray) -> str:
+        """The line of a tensor."""
+        return f"{','.join(map(str, bits.shape))} {text.join(bits, dtypes.by_name(self.source).bits)}"
+
+
+def dims(shape: str, axes: str = "") -> tuple[int, ...]:
+    """A shape as an option gives it; ValueError for what is none, or has more than 2^24 elements."""
+    found = text.shape(shape, axes)
+    if math.prod(found) > 1 << 24:
+        raise ValueError(f"the sizes of a shape that gen makes multiply to 2^24 at most; got {shape}. Write more vectors instead.")
+    return found
+
+
+def verify(question: Quantize, rules: Rules, vectors: Iterator[text.Vector], verdict: Verdict) -> None:
+    """Judge every vector; verdict takes what is found. A line may have another shape than the others."""
+    scale.check_made(question.policy, rules.made)
+    source, fmt = dtypes.by_name(question.source), question.fmt
+    for vector in vectors:
+        shape = vector.shape(0)
+        with vector.named():
+            scales_shape = granularities.scale_shape(question.granularity, shape, question.axis)
+        bits = vector.numbers(1, source.bits, shape, f"the values, {source.name}, of shape {list(shape)}")
+        codes = vector.numbers(2, 8, shape, f"the codes of shape {list(shape)}")
+        name = f"the {rules.made}s of {question.granularity} groups, shape {list(scales_shape)},"
+        made = vector.numbers(3, scale.MADE[rules.made], scales_shape, name)
+        why = difference(
+            dtypes.values(bits, source),
+            codes,
+            made.ravel(),
+            fmt,
+            made=rules.made,
+            policy=question.policy,
+            granularity=question.granularity,
+            axis=question.axis,
+        )
+        inputs = question.line(bits)
+        kind = verdict.kind(inputs)
+        if verdict.add(vector.line, inputs, kind, differs=why is not None) and why is not None:
+            why["vector"] = f"{kind} tensor, {why['vector']}"
+            verdict.show(vector.line, kind, why)
+
+
+def difference(
+    x: np.ndarray, codes: np.ndarray, made_bits: np.ndarray, fmt: Format, *, made: str, policy: str, granularity: str, axis: int
+) -> dict[str, str] | None:
+    """Where a quantised tensor is not the simulator's, in words: its simplest scale that differs, else its simplest code; None where it agrees.
+
+    Shapes:   x and codes alike; made_bits, of the scales, flat, as ``scale.expected`` has them.
+    """
+    q = _quantized(x, fmt, policy=policy, granularity=granularity, axis=axis)
+    specified = scale.made_of(Scales(np.ravel(q.scale), np.ravel(q.scale_inv)), policy, made).ravel()
+    wrong = ~scale.same(made_bits, specified, made)
+    if wrong.any():
+        amaxes = np.ravel(scaling.amax(x, granularity, axis=axis))
+        group = explain.simplest(amaxes, wrong)
+        amax = amaxes[group : group + 1]
+        kind = explain.SCALES[explain.scale_kinds(amax, fmt, policy)[0]]
+        return {
+            "vector": f"{made}{at(group, np.shape(q.scale))}, of amax {scale.shown(amax.view(np.uint32)[0], 'scale')} ({kind})",
+            "expected": scale.shown(specified[group], made),
+            "got": scale.shown(made_bits[group], made),
+            "rule": f"{explain.scale_rule(kind, policy)}. {int(wrong.sum())} of {specified.size} scales differ.",
+        }
+    differ = cast.canonical_nans(codes, fmt) != q.codes
+    if not differ.any():
+        return None
+    i = explain.simplest(x, differ)
+    divides = policies.by_name(policy).stored == "scale_inv"
+    factors = q.scale_inv if divides else q.scale
+    factor = np.broadcast_to(scaling.spread(factors, x.shape, granularity, axis), x.shape).ravel()[i]
+    value = np.ravel(x)[i].astype(np.float32)
+    with np.errstate(all="ignore"):
+        scaled = value / factor if divides else value * factor
+    how = "RN32(x / scale_inv)" if divides else "RN32(x * scale)"
+    return {
+        "vector": f"element{at(i, x.shape)}, {explain.decimal(value)}, under {'scale_inv' if divides else 'scale'} {explain.decimal(factor)}",
+        "expected": explain.code(int(q.codes.ravel()[i]), fmt),
+        "got": explain.code(int(codes.ravel()[i]), fmt),
+        "rule": f"{how} = {explain.decimal(scaled)}, clipped to {fmt.max:g}, cast to nearest even ({'S-13' if divides else 'S-5'}). "
+        f"{int(differ.sum())} of {differ.size} codes differ.",
+    }
+
+
+def _quantized(x: np.ndarray, fmt: Format, *, policy: str, granularity: str, axis: int) -> scaling.Quantized:
+    """``scaling.quantize``, of few elements by its definitions, for which nothing is compiled: tests that draw many examples have deadlines."""
+    if x.size > 1 << 16 or fmt.name not in FP8_FORMATS:  # those are refused there
+        return scaling.quantize(x, fmt, granularity=granularity, policy=policy, axis=axis)
+    compute = policies.by_name(policy).compute
+    value = x if compute == FLOAT32 else cast.round_to(x, compute)
+    pair = scales_from_amax(scaling.amax_plain(value, granularity, axis=axis), fmt, policy)
+    return scaling.quantize_plain(value, pair, fmt, granularity=granularity, policy=policy, axis=axis)
+
+
+def at(index: int, shape: tuple[int, ...]) -> str:
+    """An element's place, or nothing in a shape ()."""
+    return f" [{', '.join(str(int(i)) for i in np.unravel_index(index, shape))}]" if shape else ""

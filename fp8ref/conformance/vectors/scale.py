@@ -1,0 +1,136 @@
+"""Vectors of a scale: the float32 bits of an amax, and those of the scale that a policy makes of it (SEMANTICS S-3, S-9).
+
+A set has zero, infinity, NaN, subnormals, every power of two, every amax whose scale is one, the eps of a policy, the amax below which a
+scale overflows, all with their neighbours, and then random bits: half of them any, half near 1.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from fp8ref import policy as policies
+from fp8ref.conformance import explain
+from fp8ref.conformance.inputs import dtypes
+from fp8ref.conformance.vectors import format as text
+from fp8ref.conformance.vectors.verdict import Verdict
+from fp8ref.formats import E8M0FNU, FP8_FORMATS, Format
+from fp8ref.policy import POLICIES
+from fp8ref.sim import cast, scales
+
+FIELDS, ANSWERS = ("amax",), ("scale",)
+# What a library has made of an amax, and its bits; an inverse is what multiplies out of FP8.
+MADE = {"scale": 32, "scale_inv": 32, "e8m0": 8}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scale:
+    """What gen asks: scales of a policy, of amaxes; count of them random, from a seed. ValueError for what is none."""
+
+    format: str
+    policy: str = "torchao"
+    seed: int = 0
+    count: int = 5_000
+
+    def __post_init__(self) -> None:
+        if self.format not in FP8_FORMATS:
+            raise ValueError(f"a scale's format is one of {', '.join(FP8_FORMATS)}; got {self.format!r}.")
+        policies.by_name(self.policy)
+        dtypes.check_random(self.seed, self.count)
+
+    @property
+    def fmt(self) -> Format:
+        """The format itself."""
+        return FP8_FORMATS[self.format]
+
+    def inputs(self) -> np.ndarray:
+        """The float32 bits of all amaxes, each once; uint64."""
+        source = dtypes.by_name("float32")
+        powers = 2.0 ** np.arange(-149, 128)
+        edges = powers * self.fmt.max
+        overflow = self.fmt.max / 2.0**128
+        points = [powers, edges[edges < 2.0**128], np.array([1e-12, POLICIES[self.policy].eps, overflow])]
+        # exp2_log2 counts up to 44 numbers below a power of two as it (S-4): amaxes as far above max * 2^k
+        beyond = dtypes.bits(points[1], source)[:, None] + np.array([2, 5, 6, 11, 12, 22, 23, 40, 44, 45, 46, 88], np.uint64)
+        raw = dtypes.random(self.seed, self.count) >> np.uint64(32)
+        half = len(raw) // 2
+        near = raw[:half] & np.uint64(0x007FFFFF) | (np.uint64(107) + (raw[:half] >> np.uint64(23)) % np.uint64(40)) << np.uint64(23)
+        found = [dtypes.specials(source), dtypes.around(np.concatenate(points), source), beyond.ravel(), near, raw[half:]]
+        return dtypes.distinct([bits & np.uint64(0x7FFFFFFF) for bits in found])
+
+    def vectors(self) -> Iterator[tuple[str, str]]:
+        """(kind, line) of each amax."""
+        inputs = self.inputs()
+        return zip((explain.SCALES[kind] for kind in self.kinds(inputs)), text.hexadecimal(inputs, 32), strict=True)
+
+    def kinds(self, bits: np.ndarray) -> np.ndarray:
+        """For each amax, an index of explain.SCALES."""
+        return explain.scale_kinds(bits.astype(np.uint32).view(np.float32), self.fmt, self.policy)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rules:
+    """made: what the answers are: ``scale``, which multiplies into FP8, ``scale_inv``, or ``e8m0``, the code of the latter."""
+
+    made: str = "scale"
+
+
+def expected(amax: np.ndarray, fmt: Format, policy: str, made: str) -> np.ndarray:
+    """The bits of what a policy makes of float32 amaxes [n], uint32 or, of e8m0, uint8; a previous scale is 1 (S-11). Raises as ``check_made``."""
+    return made_of(scales.scales_from_amax(amax, fmt, policy), policy, made)
+
+
+def made_of(pair: scales.Scales, policy: str, made: str) -> np.ndarray:
+    """The bits of one of both scales, uint32, or the codes of scale_inv, uint8. Raises as ``check_made``."""
+    check_made(policy, made)
+    if made == "e8m0":
+        return cast.encode(pair.scale_inv, E8M0FNU)
+    return np.atleast_1d(np.asarray(getattr(pair, made), np.float32)).view(np.uint32)
+
+
+def check_made(policy: str, made: str) -> None:
+    """ValueError unless made is one of MADE, and one that the policy has."""
+    if made not in MADE:
+        raise ValueError(f"what is made is one of {', '.join(MADE)}; got {made!r}.")
+    if made == "e8m0" and policies.by_name(policy).e8m0 is None:
+        names = ", ".join(p.name for p in POLICIES.values() if p.e8m0 is not None)
+        raise ValueError(f"the scales of policy {policy!r} are no e8m0 numbers; those of {names} are. Compare scale or scale_inv.")
+
+
+def same(found: np.ndarray, expected: np.ndarray, made: str) -> np.ndarray:
+    """Equal bits, or two NaNs."""
+    equal = found == expected
+    if made == "e8m0":
+        return equal
+    return equal | (np.isnan(found.view(np.float32)) & np.isnan(expected.view(np.float32)))
+
+
+def shown(bits: int, made: str) -> str:
+    """Bits and value, for a person."""
+    if made == "e8m0":
+        return explain.code(bits, E8M0FNU)
+    return f"{bits:08X} ({explain.decimal(np.uint32(bits).view(np.float32))})"
+
+
+def verify(question: Scale, rules: Rules, vectors: Iterator[text.Vector], verdict: Verdict) -> None:
+    """Judge every vector; verdict takes what is found. NaNs are all one. MalformedError: a line that is none; ValueError as ``check_made``."""
+    check_made(question.policy, rules.made)
+    width = MADE[rules.made]
+    for batch in text.batches(vectors):
+        bits = np.array([v.number(0, 32, "an amax") for v in batch], np.uint32)
+        for vector, amax in zip(batch, bits, strict=True):
+            if amax >> 31:
+                raise text.MalformedError(vector.line, f"an amax is not negative; got {amax:08X}. Clear its sign.")
+        found = np.array([v.number(1, width, f"a {rules.made}") for v in batch], f"uint{width}")
+        specified = expected(bits.view(np.float32), question.fmt, question.policy, rules.made)
+        differ, lines, kinds = ~same(found, specified, rules.made), text.hexadecimal(bits, 32), question.kinds(bits)
+        for i, vector in enumerate(batch):
+            kind = explain.SCALES[kinds[i]]
+            if verdict.add(vector.line, lines[i], kind, differs=differ[i]):
+                why = {
+                    "vector": f"amax {shown(bits[i], 'scale')} ({kind})",
+                    "expected": shown(specified[i], rules.made),
+                    "got": shown(found[i], rules.made),
+                    "rule": explain.scale_rule(kind, question.policy) + ".",
+                }
+                verdict.show(vector.line, kind, why)

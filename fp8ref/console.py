@@ -1,0 +1,53 @@
+"""What a person sees: tables on standard output, notes and one progress bar on standard error.
+
+The bar is silent where standard error is no terminal. rich is imported when something is shown, so that libraries need it only then.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from fp8ref import extras
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+def console() -> "Console":
+    """Standard output, wide enough for tables also where it is a file. ImportError without rich, naming the extra."""
+    made = _rich()
+    return made if made.is_terminal else _rich(width=120)
+
+
+def say(text: str) -> None:
+    """A line to standard error, for what a person should know and no program reads."""
+    _rich(stderr=True).print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+@contextmanager
+def bar(title: str, total: int | None, *, shown: bool = True, done: int = 0) -> Iterator[Callable[..., None]]:
+    """Yields a function that advances the bar, by one by default, and shows a note next to it. total None: unknown."""
+    console = _rich(stderr=True)
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (
+        TextColumn("{task.description:<22}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[note]}"),
+    )
+    with Progress(*columns, console=console, disable=not (shown and console.is_terminal)) as progress:
+        task = progress.add_task(title, total=total, completed=done, note="")
+
+        def advance(note: str = "", by: int = 1) -> None:
+            progress.update(task, advance=by, note=note)
+
+        yield advance
+
+
+def _rich(**options) -> "Console":
+    extras.require("conformance", "what fp8ref prints", "rich")
+    from rich.console import Console
+
+    return Console(**options)

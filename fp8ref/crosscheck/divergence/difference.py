@@ -1,0 +1,106 @@
+"""Where two arrays first differ in their bits, and by how much."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from fp8ref.conformance.compare import Check
+from fp8ref.crosscheck.divergence.step_values import Value
+from fp8ref.formats import Format
+from fp8ref.sim import cast
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """Of two arrays.
+
+    element   the index of the first element that differs, in the order of rows; None where nothing is comparable by elements.
+    a, b      what they have there, with its bits.
+    differ    how many of ``of`` elements differ.
+    worst     the largest distance in steps between neighbouring numbers of ``unit``; None of other shapes or formats.
+    largest   the largest distance as a number; None where there is none, or none that is finite.
+    """
+
+    element: tuple[int, ...] | None
+    a: str
+    b: str
+    differ: int
+    of: int
+    worst: int | None = None
+    largest: float | None = None
+    unit: str = ""
+
+
+def difference(a: Value, b: Value, check: Check) -> Difference | None:
+    """The first difference of two arrays, NaNs alike (C-5), which check counts; None where their bits are equal."""
+    x, y = np.asarray(a.value), np.asarray(b.value)
+    if x.shape != y.shape or a.fmt != b.fmt:
+        check.fail(f"{_kind(a)} and {_kind(b)}")
+        return Difference(element=None, a=_kind(a), b=_kind(b), differ=x.size, of=x.size)
+    distance, equal, unit = _distance(x, y, a.fmt)
+    check.add(equal, distance, lambda index: " and ".join(_told(np.atleast_1d(v), index, a.fmt, unit) for v in (x, y)))
+    bad = np.flatnonzero(~equal)
+    if not bad.size:
+        return None
+    index = tuple(int(i) for i in np.unravel_index(bad[0], x.shape))
+    return Difference(
+        element=index,
+        a=_told(x, index, a.fmt, unit),
+        b=_told(y, index, a.fmt, unit),
+        differ=int(bad.size),
+        of=x.size,
+        worst=int(distance[~equal].max()),
+        largest=_largest(x, y, a.fmt),
+        unit=unit,
+    )
+
+
+def _distance(x: np.ndarray, y: np.ndarray, fmt: Format | None) -> tuple[np.ndarray, np.ndarray, str]:
+    """Between elements, as integers; which are equal; in what unit."""
+    if fmt is not None:
+        x, y = (cast.canonical_nans(v, fmt) for v in (x, y))
+        magnitudes = [(v & ~np.uint8(fmt.sign_bit)).astype(np.int64) for v in (x, y)]
+        left, right = (np.where(v & fmt.sign_bit, -m, m) for v, m in zip((x, y), magnitudes, strict=True))
+        return np.abs(left - right), x == y, f"codes of {fmt.name}"
+    if not np.issubdtype(x.dtype, np.floating):
+        return np.abs(x.astype(np.int64) - y), x == y, "tokens"
+    wide = x.dtype == np.float64
+    equal = (x.view(np.int64) == y.view(np.int64)) if wide else (x.view(np.int32) == y.view(np.int32))
+    equal = equal | (np.isnan(x) & np.isnan(y))
+    low = 16 if _is_bfloat16(x) and _is_bfloat16(y) else 0
+    left, right = (_ordered(v.astype(np.float32)) >> low for v in (x, y))
+    return np.where(equal, 0, np.abs(left - right)), equal, "bfloat16" if low else "float32"
+
+
+def _largest(x: np.ndarray, y: np.ndarray, fmt: Format | None) -> float | None:
+    left, right = (np.asarray(v if fmt is None else cast.decode(v, fmt), np.float64) for v in (x, y))
+    with np.errstate(invalid="ignore"):
+        found = np.where(left == right, 0.0, np.abs(left - right)).max(initial=0.0)
+    return float(found) if np.isfinite(found) else None
+
+
+def _is_bfloat16(x: np.ndarray) -> bool:
+    """Whether all of it are numbers of bfloat16: then it is taken for such."""
+    return x.dtype == np.float32 and x.ndim > 0 and not (x.view(np.uint32) & 0xFFFF).any()
+
+
+def _ordered(x: np.ndarray) -> np.ndarray:
+    """float32 as integers that increase with the value."""
+    bits = x.view(np.int32).astype(np.int64)
+    return np.where(bits < 0, -(bits & 0x7FFFFFFF), bits)
+
+
+def _told(x: np.ndarray, index: tuple[int, ...], fmt: Format | None, unit: str) -> str:
+    """An element and its bits."""
+    value = x[index]
+    if fmt is not None:
+        return f"{float(cast.decode(np.uint8(value), fmt)):.9g} (code 0x{int(value):02X})"
+    if unit == "tokens":
+        return str(int(value))
+    bits = int(np.float32(value).view(np.uint32))
+    shown = f"0x{bits >> 16:04X}" if unit == "bfloat16" else f"0x{bits:08X}"
+    return f"{float(value):.17g}" if x.dtype == np.float64 else f"{float(value):.9g} ({shown})"
+
+
+def _kind(v: Value) -> str:
+    return f"{v.fmt.name if v.fmt else v.value.dtype.name} {list(np.shape(v.value))}"

@@ -1,0 +1,194 @@
+"""Where two trainings first part, live (SEMANTICS B-10).
+
+Both are trained side by side from one state. After every step their loss, norm, weights, moments and states of scaling are compared, which costs no more than
+reading them. In the first step that leaves any of them different everything is compared: both go back to where they began, come up to that step again,
+and show it value by value (``step_values``) before they take it. What leaves no trace in a step (a scale of half the size, say, of exact sums) is not
+looked for. What only runs on disk tell is in ``runs``.
+"""
+
+import dataclasses
+import itertools
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from fp8ref import console
+from fp8ref.conformance.compare import Report
+from fp8ref.crosscheck import one_device
+from fp8ref.crosscheck.divergence import step_values
+from fp8ref.crosscheck.divergence.difference import Difference, difference
+from fp8ref.crosscheck.divergence.explain import explain
+from fp8ref.crosscheck.divergence.reasons import REASONS, Reason, Subjects
+from fp8ref.crosscheck.divergence.report import Diverged, Divergence, located
+from fp8ref.crosscheck.divergence.step_values import Value
+from fp8ref.errors import ConfigError
+from fp8ref.sim import delayed
+from fp8ref.train import hardware, loop
+from fp8ref.train.config import Config
+from fp8ref.train.data import loader
+from fp8ref.train.data.loader import Batches
+
+Metrics = Mapping[str, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Side:
+    """A or B, being trained."""
+
+    name: str
+    config: Config
+    trainer: loop.Trainer
+    batches: Batches
+
+
+def of_backends(config: Config, a: str, b: str, *, steps: int = one_device.STEPS) -> Diverged:
+    """Train a config in two backends, or twice in one, from its initial weights.
+
+    Raises:   ConfigError: data too short, an unknown backend, several devices; ImportError: a backend that is not installed.
+    """
+    check_alone(config, "the config")
+    if not 1 <= steps <= config.run.steps:
+        raise ConfigError(f"--steps of --first-divergence lies between 1 and run.steps = {config.run.steps}; got {steps}.")
+    batches = loader.open_batches(config)
+    names = (a, b) if a != b else (f"{a} (first)", f"{b} (second)")
+    sides = [
+        Side(name=name, config=config, trainer=loop.trainer(backend, config), batches=batches)
+        for name, backend in zip(names, (a, b), strict=True)
+    ]
+    report = Report()
+    with console.bar(f"first divergence {config.numerics.recipe}", steps) as advance:
+        first = walk(sides[0], sides[1], report, start=0, stop=steps, advance=advance)
+    done = steps if first is None else first.step + 1
+    return Diverged(names=names, settings={}, versions={}, start=0, steps=done, first=first, report=report, notes=parts_of(config))
+
+
+def check_alone(config: Config, whose: str) -> None:
+    """ConfigError unless it was trained on one device, whose bits one device gives again."""
+    if config.parallel.devices > 1:
+        raise ConfigError(
+            f"--first-divergence trains on one device; {whose} has parallel.* for {config.parallel.devices}, whose sums one device does not repeat (K-2). "
+            "Compare losses with fp8ref compare, or meshes with fp8ref crosscheck --sharded."
+        )
+
+
+def parts_of(*configs: Config) -> list[str]:
+    """What is said where batches come in parts, whose operands are not observed."""
+    if all(config.data.microbatches == 1 for config in configs):
+        return []
+    return [
+        "with data.microbatches above 1 operands of GEMMs and logits are not observed: the batch, loss, gradients and states were compared"
+    ]
+
+
+def walk(
+    a: Side,
+    b: Side,
+    report: Report,
+    *,
+    start: int,
+    stop: int,
+    advance: Callable[..., None] = lambda *_: None,
+    after: Callable[[int, Metrics, Metrics], None] = lambda *_: None,
+) -> Divergence | None:
+    """The first difference before step ``stop``, from the state after ``start`` steps in which both trainers are.
+
+    after   is given the metrics of every step that both took and that left no difference, and of the one that did.
+    """
+    before = [step_values.of_state(side.trainer, side.config, "state before") for side in (a, b)]
+    if found := first_of(before[0], before[1], a.name, b.name, report):
+        return located(start, found[0], found[1], _reason_of_start(found[0], start))
+    with tempfile.TemporaryDirectory(prefix="fp8ref-") as folder:
+        places = [Path(folder) / name for name in "ab"]
+        for place, side in zip(places, (a, b), strict=True):
+            side.trainer.save(place)()
+        for step in range(start, stop):
+            tokens = [side.batches.step(step) for side in (a, b)]
+            batch = [[step_values.of_batch(t)] for t in tokens]
+            if found := first_of(batch[0], batch[1], a.name, b.name, report):
+                return located(step, *found, REASONS["tokens"])
+            metrics = [side.trainer.step(t) for side, t in zip((a, b), tokens, strict=True)]
+            after(step, metrics[0], metrics[1])
+            if found := first_of(_left(a, metrics[0]), _left(b, metrics[1]), a.name, b.name, report):
+                for place, side in zip(places, (a, b), strict=True):
+                    side.trainer.load(place, start)
+                    for again in range(start, step):
+                        side.trainer.step(side.batches.step(again))
+                return _look(a, b, tokens[0], step, report) or located(step, *found, _unstable(found[0]))
+            advance(f"step {step}")
+    return None
+
+
+def _left(side: Side, metrics: Metrics) -> Iterator[Value]:
+    """What a step leaves, by which one that differs is known."""
+    for key, role in (("loss", "mean"), ("grad_norm", "norm")):
+        yield Value(phase="loss", layer=key, role=role, value=np.asarray(metrics[key], np.float64))
+    yield from step_values.of_state(side.trainer, side.config, "optimizer")
+
+
+def _look(a: Side, b: Side, tokens: np.ndarray, step: int, report: Report) -> Divergence | None:
+    """Everything of one step, which both take, in order."""
+    operands = not parts_of(a.config, b.config)
+    recipes = [{d.path: d.recipe for d in side.config.decisions()} for side in (a, b)]
+    states = {name: delayed.DelayedState(*parts) for name, parts in a.trainer.fp8_states().items()}
+    sequences: list[list[Value]] = []
+    for side, of_linears in zip((a, b), recipes, strict=True):
+        seen = step_values.look(side.trainer, tokens, side.config, operands=operands)
+        metrics = side.trainer.step(tokens)  # last: it changes the weights
+        rate = side.config.optimizer.learning_rate_at(step, side.config.run.steps)
+        sequences.append([*step_values.of_step(seen, metrics, tokens, side.config, of_linears, rate)])
+        sequences[-1] += step_values.of_state(side.trainer, side.config, "optimizer")
+    found = first_of(sequences[0], sequences[1], a.name, b.name, report)
+    if found is None:
+        return None
+    v, d = found
+    unseen = [] if v.phase != "forward" else sorted({name for side in (a, b) for name in step_values.unobserved(v.layer, side.config)})
+    outputs = {w.layer: w.value for w in sequences[0] if w.phase == "forward" and w.role == "output"}
+    subjects = Subjects(
+        names=(a.name, b.name),
+        recipes=(recipes[0], recipes[1]),
+        states=states,
+        model=a.config.model,
+        outputs=outputs,
+        unseen=unseen,
+        multiply=(hardware.of(a.config), hardware.of(b.config)),
+    )
+    other = {w.key: w for w in sequences[1]}.get(v.key)
+    if other is None or v.key not in {w.key for w in sequences[0]}:  # by the GEMM, not by the operand that is its first value
+        return located(step, dataclasses.replace(v, role=v.gemm or v.role, seen=None), d, REASONS["absent"])
+    return located(step, v, d, explain(v, other, d, subjects))
+
+
+def first_of(mine: Iterable[Value], theirs: Iterable[Value], a: str, b: str, report: Report) -> tuple[Value, Difference] | None:
+    """The first of A's values that is not B's, or of a GEMM that only one of them has; report counts all up to it.
+
+    Other values that only one has, the states of a recipe that scales by its past, are passed over: the GEMM that takes its scale of them is not.
+    """
+    ours, others = list(mine), list(theirs)
+    keys = [{v.key for v in values} for values in (ours, others)]
+    ours, others = ([v for v in values if v.gemm or v.key in there] for values, there in ((ours, keys[1]), (others, keys[0])))
+    suffix = f"{b}-{a}"
+    for v, w in itertools.zip_longest(ours, others):
+        if v is None or w is None or v.key != w.key:
+            alone_in_a = w is None or (v is not None and v.key not in keys[1])
+            lone = v if alone_in_a else w
+            has = lone.cast.fmt.name if lone.cast else "there"
+            told = (has, "not there") if alone_in_a else ("not there", has)
+            report.check(f"{lone.name}/{suffix}").fail(f"{a} {told[0]}, {b} {told[1]}")
+            return lone, Difference(element=None, a=told[0], b=told[1], differ=lone.value.size, of=lone.value.size)
+        if found := difference(v, w, report.check(f"{v.name}/{suffix}")):
+            return v, found
+    return None
+
+
+def _reason_of_start(v: Value, start: int) -> Reason:
+    return REASONS["initial weights" if v.role == "master weight" and not start else "state"]
+
+
+def _unstable(v: Value) -> Reason:
+    return Reason(
+        (),
+        f"the step left {v.layer}'s {v.role} different, and not when both took it again from the same state: one of them is not deterministic",
+    )

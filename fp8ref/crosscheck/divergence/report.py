@@ -1,0 +1,183 @@
+"""Where two runs first part, and all that is said of it (SEMANTICS B-10): printed, and written as JSON."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fp8ref.conformance.compare import Report
+from fp8ref.crosscheck.divergence.difference import Difference
+from fp8ref.crosscheck.divergence.reasons import Reason
+from fp8ref.crosscheck.divergence.step_values import Value, maker
+from fp8ref.recipe import OPERANDS, REDUCED_AXES
+from fp8ref.result import Result
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+SHOWN = 8  # codes of an operand on a screen; JSON has all
+
+
+@dataclass(frozen=True, kw_only=True)
+class Divergence:
+    """The first value that differs. layer, role: of M-3 or of the linear (L-2); gemm: the FP8 GEMM that it is of, the linear's name before it."""
+
+    step: int
+    phase: str
+    layer: str
+    role: str
+    part: str
+    gemm: str
+    difference: Difference
+    reason: Reason
+    operands: dict[str, str] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        found = asdict(self)
+        found |= found.pop("difference") | {"clauses": list(self.reason.clauses), "why": found.pop("reason")["text"]}
+        return found
+
+    def __str__(self) -> str:
+        at = "" if self.difference.element in (None, ()) else f", element {list(self.difference.element or ())}"
+        part = "" if self.part == "value" else f" {self.part}"
+        of = f" (operand of GEMM {self.gemm})" if self.gemm else ""
+        return f"step {self.step}, {self.phase}: {self.layer}, {self.role}{part}{of}{at}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Diverged(Result):
+    """What was found of A and B.
+
+    settings, versions   {dotted key: (A's, B's)} where they differ; keys that change no bit are left out.
+    steps                how many were compared, and from which on.
+    notes                what a person should know before believing it.
+    """
+
+    names: tuple[str, str]
+    settings: dict[str, tuple]
+    versions: dict[str, tuple]
+    start: int
+    steps: int
+    first: Divergence | None
+    report: Report
+    recorded: str = ""
+    notes: Sequence[str] = ()
+
+    @property
+    def ok(self) -> bool:
+        return self.first is None
+
+    @property
+    def compared(self) -> int:
+        return sum(check.compared for check in self.report.checks.values())
+
+    def to_dict(self) -> dict[str, Any]:
+        """What --json keeps."""
+        about: dict[str, Any] = {"ok": self.ok, "names": list(self.names), "first": self.first and self.first.to_dict()}
+        about |= {"settings": self.settings, "versions": self.versions, "start": self.start, "steps": self.steps, "compared": self.compared}
+        about |= {"recorded": self.recorded, "notes": list(self.notes)}
+        return self.report.to_dict() | about
+
+    def render(self, console: "Console") -> None:
+        """Settings and versions that differ, then the first divergence."""
+
+        def say(text: str) -> None:
+            console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+        a, b = self.names
+        for what, differ in (("configs differ in", self.settings), ("versions differ in", self.versions)):
+            for key, values in differ.items():
+                say(f"{what} {key}: {' and '.join('unset' if v is None else json.dumps(v) for v in values)}")
+        if self.recorded:
+            say(self.recorded)
+        if self.first is None:
+            begun = f" from step {self.start} on" if self.start else ""
+            say(f"no divergence: {self.compared:,} values of {self.steps} steps{begun} are equal, bit for bit")
+        else:
+            d = self.first.difference
+            say(f"first divergence, {self.first}")
+            for name, value in ((a, d.a), (b, d.b)):
+                say(f"  {name}: {value}")
+            if d.element is not None and d.of > 1:
+                say(f"  {d.differ:,} of {d.of:,} differ{_by(d)}")
+            for name, told in self.first.operands.items():
+                say(f"  {name}: {_shortened(told)}")
+            clauses = ", ".join(self.first.reason.clauses)
+            say(f"  {clauses + ': ' if clauses else ''}{self.first.reason.text}")
+        for note in self.notes:
+            say(note)
+
+
+def located(step: int, v: Value, d: Difference, reason: Reason) -> Divergence:
+    """A difference by its place: the input of a linear by the site that makes it."""
+    layer, role = v.layer, v.role
+    gemm = f"{v.layer} {v.gemm}" if v.gemm and v.gemm != v.role else ""
+    if v.gemm == "output" and (role, v.part) == ("input", "value"):
+        layer, role = maker(v.layer)
+    return Divergence(
+        step=step, phase=v.phase, layer=layer, role=role, part=v.part, gemm=gemm, difference=d, reason=reason, operands=_operands(v, d)
+    )
+
+
+def _operands(v: Value, d: Difference) -> dict[str, str]:
+    """The bits that the first element was made of, equal in both, as far as they are known."""
+    if v.seen is None or v.gemm is None or d.element is None:
+        return {}
+    roles = dict(zip(OPERANDS[v.gemm], (v.seen.a, v.seen.b), strict=True))
+    if v.role == v.gemm:
+        flat = np.shape(v.seen.out)
+        at = np.unravel_index(np.ravel_multi_index(d.element, np.shape(v.value)), flat)
+        lines = zip(roles.items(), at, REDUCED_AXES[v.gemm], strict=True)
+        return {
+            f"{role} {'row' if axis == 1 else 'column'} {int(i)}": f"scale {_scale(scale, int(i), axis)}, codes {_hex(codes, int(i), axis)}"
+            for (role, (_, codes, scale)), i, axis in lines
+        }
+    hp, _, scale = roles[v.role]
+    hp = np.asarray(hp, np.float32)
+    if v.part == "scale":
+        return {f"{v.role} amax": f"{float(np.abs(hp).max()):.9g}"}
+    if v.part == "codes":
+        value = hp.reshape(np.shape(v.value))[d.element]
+        told = {f"{v.role}": f"{float(value):.9g} (0x{int(value.view(np.uint32)):08X})"}
+        if np.size(scale) == 1:
+            told["scale"] = _bits(np.asarray(scale, np.float32).reshape(-1)[0])
+        return told
+    return {}
+
+
+def _scale(scale: np.ndarray, line: int, axis: int) -> str:
+    """Of a line: its own, the tensor's, or how many it has in blocks."""
+    scale = np.asarray(scale, np.float32)
+    if scale.ndim == 0:
+        return _bits(scale)
+    own = np.take(scale, min(line, scale.shape[1 - axis] - 1), axis=1 - axis).reshape(-1)
+    return _bits(own[0]) if own.size == 1 else f"of {own.size} blocks"
+
+
+def _bits(x: np.ndarray) -> str:
+    return f"{float(x):.9g} (0x{int(np.float32(x).view(np.uint32)):08X})"
+
+
+def _hex(codes: np.ndarray, line: int, axis: int) -> str:
+    return np.take(np.asarray(codes), line, axis=1 - axis).tobytes().hex(" ")
+
+
+def _by(d: Difference) -> str:
+    """How far elements lie apart."""
+    if d.unit == "tokens" or d.worst is None:
+        return ""
+    largest = "" if d.largest is None else f" by {d.largest:.3g} at most,"
+    return (
+        f",{largest} {d.worst:,} of {d.unit}'s numbers apart"
+        if not d.unit.startswith("codes")
+        else f",{largest} {d.worst:,} {d.unit} apart"
+    )
+
+
+def _shortened(text: str) -> str:
+    """Of a line of codes, the first ones."""
+    head, word, codes = text.partition("codes ")
+    parts = codes.split(" ")
+    return text if len(parts) <= SHOWN else f"{head}{word}{' '.join(parts[:SHOWN])} ... ({len(parts)} codes)"

@@ -1,0 +1,126 @@
+"""Where a step that failed began to (SEMANTICS K-9): its forward pass in the simulator, its backward pass as the backend computes it.
+
+The step is what ``run.failure`` kept. It runs again on one device, whichever mesh it failed on.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from fp8ref import console, llama
+from fp8ref.conformance.compare import Report
+from fp8ref.crosscheck import adapters
+from fp8ref.crosscheck.delayed_states import States
+from fp8ref.crosscheck.nonfinite import first as nonfinite
+from fp8ref.crosscheck.nonfinite.first import First
+from fp8ref.crosscheck.nonfinite.report import Replayed
+from fp8ref.crosscheck.nonfinite.sites import in_backend, of_gemms
+from fp8ref.crosscheck.one_device import Observation, compare_quantized
+from fp8ref.errors import ConfigError
+from fp8ref.formats import FLOAT32
+from fp8ref.recipe import OPERANDS, REDUCED_AXES, Recipe
+from fp8ref.sim import delayed
+from fp8ref.sim import llama as model
+from fp8ref.sim.llama import Site
+from fp8ref.train import failed_step, hardware, loop
+from fp8ref.train.config import Config
+from fp8ref.train.sections import ParallelConfig
+
+
+def replay(path: Path) -> Replayed:
+    """Run a failed step again; path: its directory or its manifest.json.
+
+    Raises:   ConfigError: it cannot be read, or not on one device; ImportError: its backend is not installed.
+    """
+    failed = failed_step.read(path)
+    if failed.config.parallel.devices > 1 and failed.config.optimizer.kind == "adamw_fp8":
+        raise ConfigError(
+            f"{path}: moments in FP8 lie in blocks of each process's piece (T-6), so that a step of {failed.config.parallel.devices} processes is not "
+            "read by one. Train with optimizer.kind 'adamw' to replay what fails."
+        )
+    config = dataclasses.replace(failed.config, parallel=ParallelConfig()).replace(data={"microbatches": 1})
+    tokens = failed.tokens
+    console.say(
+        f"replaying step {failed.metrics['step']} of {failed.backend} on one device: its global batch of {tokens[:, 1:].size:,} tokens at once"
+    )
+    # the state has all weights: those that a trainer would start from are not drawn
+    trainer = loop.trainer(failed.backend, config, {k: np.zeros(s, np.float32) for k, s in llama.parameter_shapes(config.model).items()})
+    trainer.load(failed.state, int(failed.metrics["step"]))
+    recipes = {d.path: d.recipe for d in config.decisions()}
+    states = {name: delayed.DelayedState(*parts) for name, parts in trainer.fp8_states().items()}
+    report = Report()
+    with console.bar(f"replay {config.numerics.recipe}", 4) as advance, np.errstate(all="ignore"):  # infinities are what is looked for
+        first, finite = simulated(report, tokens, trainer.weights(), config, recipes, states)
+        advance("the simulator's forward pass")
+        seen = observed(trainer, tokens, config)
+        operands = check_codes(report, seen, recipes, states)
+        advance("every FP8 GEMM")
+        metrics = trainer.step(tokens)  # last: were it finite, it would change the weights
+        advance("the step")
+        before = [o for o in seen if o.gemm == "output" and (o.layer, "output") in finite]  # where the simulator's values are finite
+        sites: Iterable[tuple[Site, str]] = of_gemms(before, recipes, tokens.shape)
+        if first is None:
+            sites = itertools.chain(sites, in_backend(trainer, tokens, config, recipes, seen, metrics))
+        for site, why in sites:
+            found = nonfinite.look(site, report.check(f"{site.module}/{site.role}/finite/{failed.backend}"), by=failed.backend, why=why)
+            if found:
+                first = found
+                break
+        advance("its gradients")
+    return Replayed(path=path, failed=failed, metrics=metrics, first=first, report=report, operands=operands)
+
+
+def simulated(
+    report: Report, tokens: np.ndarray, weights: Mapping[str, np.ndarray], config: Config, recipes: Mapping[str, Recipe], states: States
+) -> tuple[First | None, set[tuple[str, str]]]:
+    """The first value of the simulated forward pass that is not finite, the loss included; module and role of all values before it."""
+    first: First | None = None
+    finite: set[tuple[str, str]] = set()
+
+    def watch(site: Site) -> None:
+        nonlocal first
+        if first is None:
+            first = nonfinite.look(site, report.check(f"{site.module}/{site.role}/finite/sim"), by="sim")
+        if first is None:
+            finite.add((site.module, site.role))
+
+    logits = model.forward(tokens[:, :-1], weights, config.model, recipes, states=states, watch=watch, multiply=hardware.of(config))
+    if first is None:
+        losses = model.losses(logits, tokens[:, 1:])
+        target = np.take_along_axis(logits, tokens[:, 1:, None], -1)[..., 0]
+        watch(
+            Site(
+                module="loss", role="of a token", value=losses, parts={"largest logit": logits.max(-1), "its target's": target}, fmt=FLOAT32
+            )
+        )
+        total = model.in_range(losses.sum())
+        watch(
+            Site(module="loss", role="mean", value=np.asarray(total / losses.size), parts={"sum over the batch": losses.sum()}, fmt=FLOAT32)
+        )
+    return first, finite
+
+
+def observed(trainer: loop.Trainer, tokens: np.ndarray, config: Config) -> list[Observation]:
+    """Every FP8 GEMM of a pass, in the order of the forward pass and then of the backward one; callbacks come in any."""
+    seen: list[Observation] = []
+    trainer.observe(tokens, lambda layer, which, a, b, out: seen.append(Observation(trainer.backend, layer, which, a, b, out)))
+    place = {name: i for i, name in enumerate(llama.linear_shapes(config.model))}
+    gemms = list(OPERANDS)
+    return sorted(seen, key=lambda o: (o.gemm != "output", place[o.layer] if o.gemm == "output" else -place[o.layer], gemms.index(o.gemm)))
+
+
+def check_codes(report: Report, seen: Sequence[Observation], recipes: Mapping[str, Recipe], states: States) -> int:
+    """Codes and scales of every operand against the simulator's, bit for bit. Returns how many operands."""
+    count = 0
+    who = adapters.create({o.backend for o in seen})
+    for o in seen:
+        spec = recipes[o.layer].gemms[o.gemm]
+        for role, (hp, codes, scale), how, axis in zip(OPERANDS[o.gemm], (o.a, o.b), (spec.a, spec.b), REDUCED_AXES[o.gemm], strict=True):
+            assert how is not None
+            state = states[f"{o.layer}/{role}"] if how.delayed else None
+            compare_quantized(report, f"{o.layer}/{role}", hp, how, axis, {o.backend: (codes, scale)}, who, state)
+            count += 1
+    return count

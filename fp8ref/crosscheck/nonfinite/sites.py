@@ -1,0 +1,111 @@
+"""What a backend computed of a step, as sites in the order of its pass, each with why it would not be finite (SEMANTICS K-9)."""
+
+import math
+from collections.abc import Container, Iterator, Mapping, Sequence
+
+import numpy as np
+
+from fp8ref import llama
+from fp8ref.crosscheck.one_device import Observation
+from fp8ref.recipe import OPERANDS, REDUCED_AXES, Recipe
+from fp8ref.sim import scaling
+from fp8ref.sim.llama import Site
+from fp8ref.train import loop
+from fp8ref.train.config import Config
+
+
+def of_gemms(seen: Sequence[Observation], recipes: Mapping[str, Recipe], batch: tuple[int, ...]) -> Iterator[tuple[Site, str]]:
+    """Operands and output of FP8 GEMMs as sites, and why one would not be finite where its parts do not say."""
+    for o in seen:
+        operands = dict(zip(OPERANDS[o.gemm], (o.a, o.b), strict=True))
+        for role, (hp, _, scale) in operands.items():
+            why = f"it comes from {_before(o.layer, recipes)}" if role == "grad_output" else _elsewhere(o.backend)
+            yield Site(module=o.layer, role=role, value=whole(hp, role, batch)), why
+            yield Site(module=o.layer, role=f"{role} scale", value=np.asarray(scale)), "the tensor's values are finite"
+        out = np.asarray(o.out)
+        factors = {} if np.isfinite(out).all() else _factors(o, recipes[o.layer], batch)
+        yield Site(module=o.layer, role=o.gemm, value=whole(out, o.gemm, batch), factors=factors), ""
+
+
+def _elsewhere(backend: str) -> str:
+    return f"the simulator's is finite: {backend} sums in another order, or has a fault"
+
+
+def in_backend(
+    trainer: loop.Trainer,
+    tokens: np.ndarray,
+    config: Config,
+    recipes: Mapping[str, Recipe],
+    seen: Sequence[Observation],
+    metrics: Mapping[str, float],
+) -> Iterator[tuple[Site, str]]:
+    """What a backend computed after the FP8 GEMMs of the forward pass: logits, loss; then GEMMs and parameters' gradients from the last layer to
+    the first; their norm. Each with why it would not be finite, where its parts do not say: the simulator's forward pass is."""
+    elsewhere = _elsewhere(trainer.backend)
+    if not math.isfinite(metrics["loss"]):
+        yield Site(module="lm_head", role="output", value=trainer.logits(tokens[:, :-1])), elsewhere
+        yield Site(module="loss", role="mean", value=np.asarray(metrics["loss"])), elsewhere
+    if all(map(math.isfinite, metrics.values())):
+        yield from of_gemms([o for o in seen if o.gemm != "output"], recipes, tokens.shape)
+        return
+    gradients = trainer.gradients(tokens)
+    for module in backward(config.model):
+        yield from of_gemms([o for o in seen if o.layer == module and o.gemm != "output"], recipes, tokens.shape)
+        why = f"a sum over {tokens[:, 1:].size} tokens; no FP8 operand or output before it is other than finite"
+        yield Site(module=module, role="weight's gradient", value=gradients[f"{module}.weight"]), why
+    name, largest = max(gradients.items(), key=lambda item: float(np.abs(item[1]).max()))
+    index = tuple(int(i) for i in np.unravel_index(np.abs(largest).argmax(), largest.shape))
+    squares = math.fsum(float(np.square(g.astype(np.float64)).sum()) for g in gradients.values())
+    why = f"all gradients are finite; the sum of their squares is {squares:.4g}, the largest {name} {list(index)}: {largest[index]:.9g}"
+    yield Site(module="gradient", role="norm", value=np.asarray(metrics["grad_norm"])), why
+
+
+def _factors(o: Observation, recipe: Recipe, batch: tuple[int, ...]) -> dict[str, np.ndarray]:
+    """The operands as values, the reduced axis last: what ``Site.factors`` asks for."""
+    found: dict[str, np.ndarray] = {}
+    spec = recipe.gemms[o.gemm]
+    for role, (hp, codes, scale), how, axis in zip(OPERANDS[o.gemm], (o.a, o.b), (spec.a, spec.b), REDUCED_AXES[o.gemm], strict=True):
+        del hp
+        assert how is not None
+        scale = np.asarray(scale, np.float32)
+        q = scaling.Quantized(np.asarray(codes), scale, scaling.scale_inv_from_scale(scale), how.fmt, how.granularity, axis)
+        value = scaling.dequantize(q)
+        found[role] = value if axis == 1 else value.T
+    if o.gemm != "grad_weight":  # whose rows are no tokens
+        first = OPERANDS[o.gemm][0]
+        found[first] = whole(found[first], first, batch)
+    return found
+
+
+def whole(value: np.ndarray, role: str, batch: tuple[int, ...]) -> np.ndarray:
+    """[tokens, ...] as [sequence, position, ...]; what has no tokens as it is."""
+    if role in ("weight", "grad_weight"):
+        return value
+    return value.reshape(batch[0], batch[1] - 1, -1)
+
+
+def backward(config: llama.LlamaConfig) -> list[str]:
+    """Modules with parameters, in the order in which the backward pass reaches them."""
+    found = [llama.EMBEDDING.removesuffix(".weight")]
+    for i in range(config.num_hidden_layers):
+        layer = f"model.layers.{i}"
+        found += [f"{layer}.input_layernorm", *(f"{layer}.self_attn.{p}_proj" for p in "qkvo")]
+        found += [f"{layer}.post_attention_layernorm", *(f"{layer}.mlp.{p}_proj" for p in ("gate", "up", "down"))]
+    found += ["model.norm"] if config.tie_word_embeddings else ["model.norm", "lm_head"]
+    return found[::-1]
+
+
+def _before(linear: str, linears: Container[str]) -> str:
+    """What the backward pass goes through just before a linear."""
+    layer, _, name = linear.rpartition(".")
+    if name in ("gate_proj", "up_proj"):
+        return f"silu(gate) * up of {layer}, after down_proj's grad_input"
+    if name in ("q_proj", "k_proj", "v_proj"):
+        return f"the attention of {layer}, after o_proj's grad_input"
+    if name == "o_proj":
+        return f"{layer.removesuffix('.self_attn')}.post_attention_layernorm, or the residual beside it"
+    if name == "down_proj":
+        block, _, index = layer.removesuffix(".mlp").rpartition(".")
+        after = f"{block}.{int(index) + 1}"
+        return f"{after}.input_layernorm, or the residual beside it" if f"{after}.mlp.down_proj" in linears else "model.norm"
+    return "the loss"

@@ -1,0 +1,96 @@
+"""Processes of one gloo group on this machine's CPU: a rank and a thread each, ended together."""
+
+import datetime
+import logging
+import os
+import pickle
+import sys
+import tempfile
+import traceback
+import warnings
+from collections.abc import Callable
+from multiprocessing import connection, get_context
+
+from fp8ref.errors import ConfigError
+
+# Ranks are forked from a server that has imported what they run and never run it: each starts in a moment, with no threads in it.
+CONTEXT = get_context("forkserver")
+PRELOADED = ["fp8ref.crosscheck.fsdp_run", "torch._dynamo", "torch.distributed.fsdp"]
+CONTEXT.set_forkserver_preload(PRELOADED)
+
+
+class RankError(RuntimeError):
+    """A rank failed; the message has its number and, unless it ended or stood still without a word, its traceback."""
+
+
+def run(n: int, function: Callable, *args, timeout_s: int = 600, patience_s: float | None = None) -> list:
+    """function(*args) on n ranks, in the default process group: what each returned, by rank.
+
+    function    at the top level of a module; it, args and results are pickled.
+    timeout_s   that a collective may take.
+    patience_s  that may pass without a result of any rank; None: as long as it takes.
+    Raises:     ConfigError of the first rank that raised one; RankError of one that failed otherwise or died, or of those that gave no result
+                in time. The other ranks are then ended.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        pipes = [CONTEXT.Pipe() for _ in range(n)]
+        processes = [
+            CONTEXT.Process(target=_rank, args=(rank, n, folder, timeout_s, theirs, function, args), daemon=True)
+            for rank, (_, theirs) in enumerate(pipes)
+        ]
+        try:
+            for process, (_, theirs) in zip(processes, pipes, strict=True):
+                process.start()
+                theirs.close()  # so that a rank that dies shows as the end of its pipe
+            return _results([ours for ours, _ in pipes], patience_s)
+        finally:
+            for process in processes:
+                if process.pid is not None:
+                    process.terminate()
+                    process.join()
+
+
+def _results(pipes: list[connection.Connection], patience_s: float | None) -> list:
+    found: dict[connection.Connection, object] = {}
+    while len(found) < len(pipes):
+        ready = connection.wait([p for p in pipes if p not in found], patience_s)
+        if not ready:
+            raise RankError(f"ranks {[rank for rank, p in enumerate(pipes) if p not in found]}: no result within {patience_s} s")
+        for pipe in ready:
+            assert isinstance(pipe, connection.Connection)
+            try:
+                kind, value = pickle.loads(pipe.recv_bytes())
+            except EOFError:
+                kind, value = "failed", "it ended without a result"
+            if kind != "done":
+                raise (ConfigError if kind == "refused" else RankError)(f"rank {pipes.index(pipe)}: {value}")
+            found[pipe] = value
+    return [found[p] for p in pipes]
+
+
+def _rank(rank: int, n: int, folder: str, timeout_s: int, pipe: connection.Connection, function: Callable, args: tuple) -> None:
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch looks for one: gloo's ranks compute on the CPU
+    import torch
+    from torch import distributed
+
+    torch.set_num_threads(1)
+    # Of results that are views, and of gathers in two steps: nothing here writes into results, and whole weights are fetched rarely.
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor", UserWarning)
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+    try:
+        timeout = datetime.timedelta(seconds=timeout_s)
+        distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=n, timeout=timeout)
+        # Not pipe.send, by which torch would hand over tensors' memory: it is gone with the rank.
+        message, done = pickle.dumps(("done", function(*args))), True
+        distributed.barrier()  # none is gone while another still asks it for something
+        distributed.destroy_process_group()
+    except ConfigError as error:
+        message, done = pickle.dumps(("refused", str(error))), False
+    except BaseException:
+        message, done = pickle.dumps(("failed", traceback.format_exc())), False
+    pipe.send_bytes(message)
+    if not done:
+        pipe.poll(None)  # until it is ended: were its connections gone, the others would fail too, and hide the cause
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # gloo can abort when an interpreter ends

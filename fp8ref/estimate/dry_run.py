@@ -1,0 +1,134 @@
+"""What a run would be, from its config alone: sizes, memory, GEMMs, communication, where FP8 would pay. Needs no device and no data."""
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from fp8ref.estimate import gemms, kernels, memory, step_time, traffic
+from fp8ref.estimate.gpu_rates import PUBLISHED
+from fp8ref.estimate.gpus import GPUS
+from fp8ref.train import device_shapes, feasibility, hardware
+from fp8ref.train.config import Config
+
+
+def show(config: Config, backend: str, console: Console) -> None:
+    """Print all of it.
+
+    Raises:   ConfigError: a config that the backend would refuse, whatever it ran on.
+    """
+    feasibility.check(config, backend)
+    for made in (_sizes, _memory, _linears, _gemms, _traffic, _break_even):
+        table = made(config, backend)
+        # beside the table, or a narrow one would fold them
+        title, caption, table.title, table.caption = table.title, table.caption, None, None
+        console.print(Text(str(title), style="bold"), table, *([Text(str(caption))] if caption else []), "", sep="\n")
+
+
+def _sizes(config: Config, backend: str) -> Table:
+    keys, data = config.parallel, config.data
+    table = _table(f"The run, with {backend}", "what", ">size", "how")
+    for kind, count in device_shapes.kinds(config).items():
+        share = f"{count / 1e9:.2f} billion" if count >= 1e8 else ""
+        table.add_row(f"parameters: {kind}", f"{count:,}", share)
+    mesh = f"data {keys.data} x fsdp {keys.fsdp} x tensor {keys.tensor}" + ", sequences cut over tensor" * keys.sequence
+    table.add_row("devices", f"{keys.devices:,}", mesh)
+    tokens = data.batch_size * data.sequence_length
+    parts = f", in {data.microbatches} parts" * (data.microbatches > 1)
+    table.add_row("tokens a step", f"{tokens:,}", f"{data.batch_size:,} sequences of {data.sequence_length:,}{parts}")
+    table.add_row(
+        "tokens a device and part", f"{device_shapes.tokens(config):,}", "M of its GEMMs" + ", shared along tensor" * (keys.tensor > 1)
+    )
+    if simulated := hardware.of(config, backend):
+        table.add_row("FP8 GEMMs", simulated.name, "simulated, on the host's CPU; what follows is of a GPU's own")
+    table.add_row("tokens a run", f"{tokens * config.run.steps:,}", f"{config.run.steps:,} steps")
+    return table
+
+
+def _memory(config: Config, backend: str) -> Table:
+    table = _table("Memory of a device, estimated", "what", ">GiB", "how")
+    lines = memory.lines(config, backend)
+    for what, (size, how) in lines.items():
+        table.add_row(what, _gib(size), how)
+    total = sum(size for size, _ in lines.values())
+    fits = ", ".join(f"{gpu.name} {'has' if total <= gpu.memory else 'LACKS'} it ({_gib(gpu.memory)})" for gpu in GPUS.values())
+    table.add_row("all", _gib(total), fits)
+    if config.parallel.checkpointing == "none" or backend == "jax":
+        table.caption = "H, A, KV, F: hidden, query, key and value, inner features on a device; no activation checkpointing"
+    else:
+        table.caption = (
+            f"H, A, KV, F: hidden, query, key and value, inner features on a device; checkpointing {config.parallel.checkpointing}"
+        )
+    return table
+
+
+def _linears(config: Config, backend: str) -> Table:
+    table = _table(f"Linears under recipe {config.numerics.recipe!r}", "linear", ">weight [N, K]", ">of them", "FP8", "why")
+    groups: dict[tuple, int] = {}
+    for d in config.decisions():
+        key = (gemms.name(d.path), d.shape, d.fp8, d.reason.replace(d.path, gemms.name(d.path)))
+        groups[key] = groups.get(key, 0) + 1
+    for (name, shape, fp8, why), count in groups.items():
+        table.add_row(name, f"{list(shape)}", str(count), "yes" if fp8 else "no", why)
+    if config.model.tie_word_embeddings:
+        table.add_row("lm_head", f"{[config.model.vocab_size, config.model.hidden_size]}", "1", "no", "tied to the embedding (R-2)")
+    return table
+
+
+def _gemms(config: Config, backend: str) -> Table:
+    """Distinct shapes [M, K] x [N, K], with how often a device runs each in a step."""
+    table = _table("GEMMs of a device in a step", "GEMM", ">M", ">N", ">K", ">times", "of", "runs in")
+    groups: dict[tuple, list[str]] = {}
+    flops, in_fp8 = 0, 0
+    for d in step_time.with_tied(config):
+        for g in gemms.gemms(d, config, backend):
+            groups.setdefault((g.which, g.m, g.n, g.k, g.how), []).append(gemms.name(g.linear))
+            flops += 2 * g.m * g.n * g.k
+            in_fp8 += 2 * g.m * g.n * g.k * g.fp8
+    for (which, m, n, k, how), names in groups.items():
+        times = len(names) * config.data.microbatches
+        table.add_row(which, f"{m:,}", f"{n:,}", f"{k:,}", f"{times:,}", ", ".join(dict.fromkeys(names)), how)
+    again = "; what checkpointing runs again is not counted" if config.parallel.checkpointing != "none" else ""
+    share = f"{100 * in_fp8 / flops:.1f} % of their {flops * config.data.microbatches:.3g} FLOPs in FP8"
+    table.caption = f"{share}; attention's own products are not linears{again}"
+    return table
+
+
+def _traffic(config: Config, backend: str) -> Table:
+    table = _table("What a device receives in a step, GiB", "for", ">as configured", ">all bf16", ">all float32")
+    flows = traffic.flows(config, backend)
+    for purpose, flow in flows.items():
+        table.add_row(purpose, _gib(flow.bytes), _gib(2 * flow.elements), _gib(4 * flow.elements))
+    if not flows:
+        table.add_row("nothing: one device", "0", "0", "0")
+    return table
+
+
+def _break_even(config: Config, backend: str) -> Table:
+    names = [ceilings.gpu for ceilings in PUBLISHED.values()]
+    table = _table("Where FP8 would pay: bf16's time by FP8's, predicted", "linear", *(f">{name}" for name in names), "")
+    columns = [step_time.linears(config, backend, ceilings) for ceilings in PUBLISHED.values()]
+    seen = set()
+    for (decision, _), *ledgers in zip(columns[0], *([one for _, one in column] for column in columns), strict=True):
+        key = (gemms.name(decision.path), decision.shape, decision.fp8)
+        if key in seen:
+            continue
+        seen.add(key)
+        ratios = [one.ratio for one in ledgers]
+        cells = ["-" if ratio is None else f"{ratio:.2f}" for ratio in ratios]
+        slower = [name for name, ratio in zip(names, ratios, strict=True) if ratio is not None and ratio < 1]
+        table.add_row(key[0], *cells, f"SLOWER in FP8 on {' and '.join(slower)}: name it in filter_fqns" if slower else "")
+    eager = "" if kernels.fusion(config, backend) != "eager" else "; casts not fused, as without parallel.compile"
+    table.caption = f"Estimates from published rates, not measurements{eager}; fp8ref estimate says what they are made of."
+    return table
+
+
+def _table(title: str, *columns: str) -> Table:
+    """Columns whose name begins with > hold numbers."""
+    table = Table(title=title)
+    for name in columns:
+        table.add_column(name.removeprefix(">"), justify="right" if name.startswith(">") else "left")
+    return table
+
+
+def _gib(size: float) -> str:
+    return f"{size / 2**30:,.2f}"

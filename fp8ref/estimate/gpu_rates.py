@@ -1,0 +1,131 @@
+"""What programs reach on a GPU: the rates that every estimate divides by. Published ones are here; measured ones come from a file.
+
+A file of measured ceilings is JSON, with every key of ``Ceilings`` and no others:
+
+    {"gpu": "H200 SXM", "bf16": 7.5e14, "fp8": 1.4e15, "fp8_rowwise": 1.3e15, "attention": 5e14, "bandwidth": 4.2e12, "launch": 2e-6,
+     "source": "what was run, on which machine, with which versions"}
+
+The figures in this example are no one's; they show the units.
+"""
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import pydantic
+
+from fp8ref.errors import ConfigError
+from fp8ref.estimate.gpus import GPUS, Gpu
+
+NAMES = {"h100": "H100 SXM", "h200": "H200 SXM"}  # --gpu
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ceilings:
+    """gpu           a name of hardware.GPUS
+    bf16          FLOP a second of a large GEMM
+    fp8           the same, operands with one scale each
+    fp8_rowwise   the same, with a scale for every row
+    attention     FLOP a second of fused attention in bfloat16, causal products counted by half
+    bandwidth     bytes a second of a kernel that reads and writes arrays which no cache holds
+    launch        seconds that the smallest kernel takes, with the gap before it
+    source        where these come from
+
+    Raises:       ValueError: an unknown GPU, a rate above its data sheet's or below a hundredth of it, launches that take no time or a
+                  millisecond, fp8 slower than bf16, no source.
+    """
+
+    gpu: str
+    bf16: float
+    fp8: float
+    fp8_rowwise: float
+    attention: float
+    bandwidth: float
+    launch: float
+    source: str
+    measured: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        if self.gpu not in GPUS:
+            raise ValueError(f"gpu is one of {', '.join(GPUS)}; got {self.gpu!r}.")
+        peaks = {"bf16": self.sheet.bf16, "attention": self.sheet.bf16, "bandwidth": self.sheet.bandwidth}
+        peaks |= dict.fromkeys(("fp8", "fp8_rowwise"), self.sheet.fp8)
+        for key, peak in peaks.items():
+            if not peak / 100 <= getattr(self, key) <= peak:  # false for NaN too
+                unit = "bytes" if key == "bandwidth" else "FLOP"
+                raise ValueError(
+                    f"{key} is in {unit} a second, from a hundredth of the data sheet's {peak:.3g} up to it; got {getattr(self, key):.3g}."
+                )
+        if not 1e-8 <= self.launch <= 1e-3:
+            raise ValueError(f"launch is in seconds, 2e-6 or so; got {self.launch:.3g}.")
+        if not self.bf16 <= self.fp8:
+            raise ValueError(f"fp8 is no less than bf16; got {self.fp8:.3g} and {self.bf16:.3g}. Look whether they are exchanged.")
+        if not self.source.strip():
+            raise ValueError("source says where the rates come from; got nothing.")
+
+    @property
+    def sheet(self) -> Gpu:
+        """The GPU's data sheet."""
+        return GPUS[self.gpu]
+
+    @property
+    def caption(self) -> str:
+        """Whether these were measured, and what they are."""
+        figures = f"{self.bf16 / 1e12:.0f} and {self.fp8 / 1e12:.0f} TFLOP/s ({self.fp8_rowwise / 1e12:.0f} with scales of rows)"
+        rest = f"attention {self.attention / 1e12:.0f}, {self.bandwidth / 1e12:.2f} TB/s, {self.launch * 1e6:.1f} us a kernel"
+        return f"{'MEASURED' if self.measured else 'Published, NOT MEASURED here'}: {self.gpu} reaches {figures}, {rest}. {self.source}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured(Ceilings):
+    """Those of a file."""
+
+    measured: ClassVar[bool] = True
+    __pydantic_config__ = pydantic.ConfigDict(extra="forbid", strict=True)
+
+
+_MADE_OF = (
+    "Of NVIDIA's data sheet, GEMMs reach 78 % and copies 92 %, and a kernel takes 2 us: torchao 0.18, testing/training/roofline_utils.py, "
+    "seen there on an H100. Rowwise GEMMs reach 95 % of tensorwise ones (90 to 100 %: pytorch/pytorch#147971); attention 35 % of bf16's peak "
+    "(FlashAttention-2 on an H100: arXiv 2407.08608)"
+)
+GEMM, ROWWISE, ATTENTION, COPY, LAUNCH = 0.78, 0.95, 0.35, 0.92, 2e-6
+PUBLISHED = {
+    name: Ceilings(
+        gpu=gpu.name,
+        bf16=GEMM * gpu.bf16,
+        fp8=GEMM * gpu.fp8,
+        fp8_rowwise=ROWWISE * GEMM * gpu.fp8,
+        attention=ATTENTION * gpu.bf16,
+        bandwidth=COPY * gpu.bandwidth,
+        launch=LAUNCH,
+        source=_MADE_OF,
+    )
+    for name, gpu in ((name, GPUS[sheet]) for name, sheet in NAMES.items())
+}
+
+
+def of(gpu: str, file: Path | None = None) -> Ceilings:
+    """Those of a GPU by its name on the command line: measured ones from a file, published ones without.
+
+    Raises:   ConfigError: an unknown GPU; a file that cannot be read, is no such JSON, or is of another GPU.
+    """
+    if gpu not in NAMES:
+        raise ConfigError(f"--gpu is one of {', '.join(NAMES)}; got {gpu!r}.")
+    if file is None:
+        return PUBLISHED[gpu]
+    try:
+        made = _FILE.validate_json(file.read_text(encoding="utf-8"), strict=True)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file}: cannot be read ({error}). --ceilings takes a JSON file of measured rates.") from error
+    except pydantic.ValidationError as error:
+        wrong = "; ".join(f"{'.'.join(map(str, e['loc'])) or 'all'}: {e['msg'].rstrip('.')}" for e in error.errors())
+        raise ConfigError(f"{file}: no measured ceilings: {wrong}. The keys are {', '.join(_KEYS)}.") from error
+    if made.gpu != NAMES[gpu]:
+        raise ConfigError(f"{file}: of {made.gpu}, and --gpu is {gpu} ({NAMES[gpu]}). Name the GPU that it was measured on.")
+    return made
+
+
+_KEYS = [field.name for field in dataclasses.fields(Measured)]
+_FILE = pydantic.TypeAdapter(Measured)

@@ -1,0 +1,112 @@
+"""Bytes that a device holds while it trains, from shapes alone: an estimate, whose formulas are beside its lines.
+
+The tests hold it to what PyTorch's autograd keeps, within 2 %, and to the temporary memory of XLA's programs for H200s, within 30 %.
+What is left out: the framework's own (CUDA context and libraries, a GiB or so), fragmentation, buffers of collectives, workspaces of GEMMs.
+"""
+
+import math
+
+from fp8ref import llama
+from fp8ref.recipe import delayed_casts
+from fp8ref.train.config import Config
+from fp8ref.train.device_shapes import at_rest, in_fp8, sharded, tokens, used
+
+LOGITS = 14  # bytes an element: bfloat16 once; float32 logits, their softmax and their gradient
+BLOCK, SMALLEST = 256, 4096  # of moments in FP8 (T-6)
+
+
+def lines(config: Config, backend: str) -> dict[str, tuple[int, str]]:
+    """What is held -> bytes, and how they are counted."""
+    pieces = [math.prod(at_rest(name, shape, config, backend)) for name, shape in llama.parameter_shapes(config.model).items()]
+    held = sum(pieces)
+    twice = backend == "jax" and config.data.microbatches > 1
+    activations, formula = _activations(config, backend)
+    compute, how = _compute(config, backend)
+    return {
+        "weights, float32 masters": (4 * held, "4 bytes a parameter of the device's piece"),
+        "gradients, float32": (4 * held * (1 + twice), "the same" + ", and the sum over parts" * twice),
+        "AdamW's moments": (sum(moments(size, config) for size in pieces), _moments_formula(config)),
+        "FP8 states": (_states(config, backend), "scales, histories and observations of delayed scaling"),
+        "weights in use": (compute, how),
+        "activations": (activations, formula),
+        "logits": (_logits(config, backend), f"{LOGITS} bytes each: bf16; float32 logits, softmax and gradient"),
+    }
+
+
+def moments(size: int, config: Config) -> int:
+    """Bytes of AdamW's two moments of a piece of this many elements."""
+    fp8 = config.optimizer.kind == "adamw_fp8" and size >= SMALLEST and size % BLOCK == 0
+    return 2 * (size + 4 * size // BLOCK) if fp8 else 8 * size
+
+
+def _moments_formula(config: Config) -> str:
+    if config.optimizer.kind == "adamw_fp8":
+        return f"2 codes and 2 scales of {BLOCK}; float32 in pieces below {SMALLEST} or no multiple of {BLOCK} (T-6)"
+    return "2 float32 a parameter"
+
+
+def _states(config: Config, backend: str) -> int:
+    """A role: a scale, a history, what was observed, float32, and a count: 4 bytes in JAX, 8 in PyTorch."""
+    return sum(
+        4 * (1 + delayed.history_length + 3) + (4 if backend == "jax" else 8)
+        for decision in config.decisions()
+        for _, delayed in delayed_casts(decision.recipe).values()
+    )
+
+
+def _compute(config: Config, backend: str) -> tuple[int, str]:
+    """Copies of weights in the compute dtype, and what is gathered."""
+    model = config.model
+    table = model.vocab_size * model.hidden_size
+    # the table is used as it is; torch's model that is compiled whole gathers it in the compute dtype (P-19)
+    shapes = {name: shape for name, shape in llama.parameter_shapes(model).items() if name != llama.EMBEDDING}
+    own = sum(2 * math.prod(at_rest(name, shape, config, backend)) for name, shape in shapes.items())
+    if not sharded(config, backend):
+        return own, "bf16 copies of all but the embedding table"
+    blocks: dict[str, int] = {}
+    elements: dict[str, int] = {}
+    for decision in config.decisions():
+        block = ".".join(decision.path.split(".")[:3])
+        size = math.prod(used(decision.path, decision.shape, config))
+        elements[block] = elements.get(block, 0) + size
+        blocks[block] = blocks.get(block, 0) + size * (1 if in_fp8(decision.recipe, config, backend) else 2)
+    head, layer = blocks.pop("lm_head", 0), max(blocks.values())
+    if backend == "jax":
+        return own + layer + head + 4 * table + 8 * max(elements.values()), (
+            "bf16 copies of the pieces; one layer, lm_head and the float32 table gathered; two blocks' gradients in float32"
+        )
+    if config.parallel.compile == "model":
+        whole = sum(blocks.values()) + head + 2 * table
+        return whole + 6 * (sum(elements.values()) + table), "the whole model gathered, its gradients in bf16 and float32"
+    one = max(elements.values())
+    return 2 * layer + head + 8 * table + 6 * one, (
+        "two layers, lm_head and the float32 table gathered; the table's gradient, and the largest block's in bf16 and float32"
+    )
+
+
+def _activations(config: Config, backend: str) -> tuple[int, str]:
+    """Of one part of a batch, what the backward pass needs of the forward pass."""
+    keys, model = config.parallel, config.model
+    count, layers = tokens(config), model.num_hidden_layers
+    h = model.hidden_size / (keys.tensor if keys.sequence else 1)
+    a, kv, f = (n / keys.tensor for n in (model.hidden_size, model.num_key_value_heads * model.head_dim, model.intermediate_size))
+    if backend == "jax" or keys.compile != "none":
+        # bf16: the inputs of both norms and what they give; q, k, v; attention's output; gate, up and their product
+        layer, formula = 2 * (4 * h + 2 * a + 2 * kv + 3 * f), "2 (4 H + 2 A + 2 KV + 3 F)"
+    else:
+        # eager autograd keeps float32 too: two of each norm; gate, its SiLU and up
+        layer, formula = 2 * (2 * h + 2 * a + 2 * kv + f) + 16 * h + 12 * f, "2 (2 H + 2 A + 2 KV + F) + 16 H + 12 F"
+    if keys.checkpointing == "full":
+        return int(count * (layers * 2 * h + layer)), f"tokens x (layers x 2 H + one layer's {formula}) bytes"
+    if keys.checkpointing == "selective":
+        # the layer's input, and the results of seven products and of attention
+        kept = 2 * (h + 2 * a + 2 * kv + 2 * f + 2 * h)
+        return int(count * (layers * kept + layer)), f"tokens x (layers x 2 (3 H + 2 A + 2 KV + 2 F) + one layer's {formula}) bytes"
+    return int(count * layers * layer), f"tokens x layers x {formula} bytes"
+
+
+def _logits(config: Config, backend: str) -> int:
+    count = tokens(config)
+    if config.parallel.sequence and backend == "jax":
+        count //= config.parallel.tensor
+    return LOGITS * count * config.model.vocab_size

@@ -1,0 +1,142 @@
+"""What ``fp8ref estimate`` says: every linear's ledger, which linears to filter, and what of it a step keeps."""
+
+import dataclasses
+from dataclasses import dataclass
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from fp8ref.estimate import step_time
+from fp8ref.estimate.gpu_rates import Ceilings
+from fp8ref.estimate.linear_cost import Ledger
+from fp8ref.estimate.step_time import Step
+from fp8ref.result import Result
+from fp8ref.train import feasibility
+from fp8ref.train.config import Config
+
+COLUMNS = {"gemm": ("gemm",), "amax": ("amax", "scale"), "cast": ("cast",), "layout": ("layout",), "rescale": ("rescale",)}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One shape of linear, and how many there are."""
+
+    linear: str
+    shape: tuple[int, int]  # [N, K], whole
+    count: int
+    ledger: Ledger
+
+    @property
+    def loses(self) -> bool:
+        """Whether FP8 is predicted to be slower."""
+        return self.ledger.ratio is not None and self.ledger.ratio < 1
+
+
+@dataclass(frozen=True)
+class Forecast(Result):
+    """What FP8 is predicted to gain, linear by linear and over a step; times are seconds of one device."""
+
+    backend: str
+    recipe: str
+    ceilings: Ceilings
+    rows: list[Row]
+    step: Step
+    fused: bool
+    named: bool  # whether some of those that lose are converted because fp8_fqns names them
+
+    @property
+    def to_filter(self) -> list[str]:
+        """The linears that lose, for filter_fqns."""
+        return list(dict.fromkeys(row.linear for row in self.rows if row.loses))
+
+    def render(self, console: Console) -> None:
+        """Both tables, and what they are made of."""
+        table = _table("linear", ">N x K", ">of it", ">bf16", *(f">{name}" for name in COLUMNS), ">floor", ">bf16/fp8", "")
+        for row in self.rows:
+            one = row.ledger
+            cells = [_us(sum(one.parts[part] for part in parts)) if one.parts else "-" for parts in COLUMNS.values()]
+            cells += ["-", "-"] if one.ratio is None else [_us(one.floor), f"{one.ratio:.2f}"]
+            shape = f"{row.shape[0]} x {row.shape[1]}"
+            table.add_row(row.linear, shape, str(row.count), _us(one.bf16), *cells, "FILTER" if row.loses else "")
+        title = f"Linears under recipe {self.recipe!r} with {self.backend}, microseconds a device and part of a batch, PREDICTED"
+        console.print(Text(title, style="bold"), table, Text(self._advice()), "", sep="\n")
+        console.print(Text("A step of a device, milliseconds, PREDICTED", style="bold"), self._steps(), Text(self._caption()), sep="\n")
+
+    @property
+    def ok(self) -> bool:
+        """An estimate has nothing that could fail."""
+        return True
+
+    def to_dict(self) -> dict:
+        """What --json keeps."""
+        rows = [dataclasses.asdict(row) | {"ratio": row.ledger.ratio, "filter": row.loses} for row in self.rows]
+        ratios = {name: getattr(self.step, name) for name in ("ratio", "filtered_ratio", "limit")}
+        return {
+            "backend": self.backend,
+            "recipe": self.recipe,
+            "ceilings": dataclasses.asdict(self.ceilings) | {"measured": self.ceilings.measured},
+            "linears": rows,
+            "filter_fqns": self.to_filter,
+            "step": dataclasses.asdict(self.step) | ratios,
+        }
+
+    def _advice(self) -> str:
+        if not any(row.ledger.parts for row in self.rows):
+            return "No linear is in FP8."
+        lost, tail = self.to_filter, " amax: with its scales; floor: launches alone."
+        if lost and not self.fused:
+            return f"SLOWER in FP8: {', '.join(lost)}. Casts are not fused: set parallel.compile to block and estimate again.{tail}"
+        if not lost:
+            return f"No linear is slower in FP8.{'' if self.fused else ' Casts are not fused: set parallel.compile to block.'}{tail}"
+        if not any(row.ledger.parts and not row.loses for row in self.rows):
+            return f"SLOWER in FP8: every linear. Use recipe bf16.{tail}"
+        said = f"SLOWER in FP8: add {', '.join(lost)} to numerics.filter_fqns"
+        return f"{said}{', and take what names them out of numerics.fp8_fqns' * self.named}.{tail}"
+
+    def _steps(self) -> Table:
+        table, rest = _table("what", ">bf16", ">as configured", ">after filtering"), self.step.rest
+        linear = (self.step.bf16, self.step.configured, self.step.filtered)
+        table.add_row("linears", *map(_ms, linear))
+        for what, seconds in rest.items():
+            table.add_row(what, *[_ms(seconds)] * 3)
+        table.add_row("all", *(_ms(seconds + sum(rest.values())) for seconds in linear))
+        table.add_row("bf16's time by its", "1.00", f"{self.step.ratio:.2f}", f"{self.step.filtered_ratio:.2f}")
+        return table
+
+    def _caption(self) -> str:
+        return (
+            f"If linears took no time, the step's ratio would be {self.step.limit:.2f}. Collectives and the host are left out: they mostly "
+            f"bring ratios nearer to 1. {self.ceilings.caption}."
+        )
+
+
+def of(config: Config, backend: str, ceilings: Ceilings) -> Forecast:
+    """Raises:   ConfigError: a config that the backend would refuse, whatever it ran on."""
+    feasibility.check(config, backend)
+    feasibility.check_on_gpu(config, backend)
+    groups: dict[tuple, tuple[int, Ledger]] = {}
+    for decision, one in step_time.linears(config, backend, ceilings):
+        key = (decision.path.split(".")[-1], decision.shape, decision.fp8)
+        groups[key] = (groups.get(key, (0, one))[0] + 1, one)
+    rows = [Row(name, shape, count, one) for (name, shape, _), (count, one) in groups.items()]
+    fused = backend == "jax" or config.parallel.compile != "none"
+    lost = {row.linear for row in rows if row.loses}
+    named = any(d.reason.startswith("named by fp8_fqns") and d.path.split(".")[-1] in lost for d in config.decisions())
+    return Forecast(backend, config.numerics.recipe, ceilings, rows, step_time.of(config, backend, ceilings), fused, named)
+
+
+def _table(*columns: str) -> Table:
+    """Columns whose name begins with > hold numbers."""
+    table = Table()
+    for name in columns:
+        table.add_column(name.removeprefix(">"), justify="right" if name.startswith(">") else "left")
+    return table
+
+
+def _us(seconds: float) -> str:
+    return f"{seconds * 1e6:,.0f}" if seconds >= 1e-4 or not seconds else f"{seconds * 1e6:.1f}"
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:,.1f}"

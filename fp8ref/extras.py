@@ -1,0 +1,58 @@
+"""Packages that an installation may lack: which extra of fp8ref brings them."""
+
+import importlib.metadata
+import importlib.util
+import re
+import sys
+
+# The extras that the most specific answer is taken from first: a package may stand in several.
+ORDER = ("jax", "torch", "conformance", "train", "data", "notebooks")
+
+
+def require(extra: str, room: str, *packages: str) -> None:
+    """Check that packages can be imported, without importing them.
+
+    Raises:   ImportError: naming the packages that are missing and the extra that installs them.
+    """
+    missing = [package for package in packages if not _present(package)]
+    if missing:
+        verb = "is" if len(missing) == 1 else "are"
+        raise ImportError(
+            f"{room} needs {', '.join(packages)}; {', '.join(missing)} {verb} missing. Install with: pip install 'fp8ref[{extra}]'",
+            name=missing[0],
+        )
+
+
+def remedy(error: ImportError) -> str | None:
+    """What to install for a package that an import did not find; None where no extra of fp8ref brings it."""
+    package = (error.name or "").split(".")[0]
+    if not isinstance(error, ModuleNotFoundError) or not package or package == "fp8ref":
+        return None
+    extra = extra_of(package)
+    return None if extra is None else f"{package} is missing. Install it with: pip install 'fp8ref[{extra}]'"
+
+
+def extra_of(package: str) -> str | None:
+    """The extra whose requirements name a package, by the metadata that fp8ref was installed with; None where none does."""
+    try:
+        lines = importlib.metadata.requires("fp8ref") or []
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    wanted = _normalised(package)
+    found = set()
+    for line in lines:
+        name = re.match(r"[A-Za-z0-9._-]+", line)
+        extra = re.search(r"extra == ['\"]([\w-]+)['\"]", line)
+        if name and extra and _normalised(name[0]) == wanted:
+            found.add(extra[1])
+    return next((extra for extra in ORDER if extra in found), min(found, default=None))
+
+
+def _normalised(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def _present(package: str) -> bool:
+    if package in sys.modules:
+        return sys.modules[package] is not None
+    return importlib.util.find_spec(package) is not None

@@ -1,0 +1,86 @@
+"""FP8 GEMMs by a function on the host, in place of XLA's dots (SEMANTICS G-19): what a training step under simulated hardware multiplies by."""
+
+import functools
+import os
+from concurrent.futures import ThreadPoolExecutor
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from fp8ref.formats import BFLOAT16, FLOAT16, FLOAT32
+from fp8ref.hardware import Factor, Multiply
+from fp8ref.jax import sharding
+from fp8ref.jax.scaling import Quantized
+
+SCOPE = "simulated"  # in the names of operations: simulated:<plan>:<fast or slow>
+THREADS = 4  # of XLA's pool, for each device of a mesh: with fewer than two its devices wait for each other for ever (measured, jax 0.10)
+_FORMATS = {"float32": FLOAT32, "bfloat16": BFLOAT16, "float16": FLOAT16}
+
+
+def check_devices(devices: int, *, mapped: bool, platform: str) -> None:
+    """ValueError where a step on so many devices would not come back from the host, or would gather its operands there first."""
+    if platform != "cpu":
+        raise ValueError(f"simulated hardware multiplies on the host's CPU; jax runs on {platform}. Use accumulate 'native' there.")
+    if devices == 1:
+        return
+    if not mapped:
+        raise ValueError(
+            "on a mesh, simulated hardware multiplies inside shard_map, each device its own pieces; under plain jit XLA would gather them all "
+            "for one call. Set parallel.through to shard_map."
+        )
+    given, needed = os.environ.get("NPROC", ""), THREADS * devices
+    if not given.isdigit() or int(given) < needed:
+        raise ValueError(
+            f"{devices} devices of a CPU that call back to the host need {needed} threads in XLA's pool, or they wait for each other for ever; "
+            f"NPROC is {given or 'not set'}. Set NPROC={needed} in the environment before jax starts."
+        )
+
+
+def matmul(a: Quantized, b: Quantized, *, by: Multiply, accumulate: str, epilogue: str, out_dtype) -> jax.Array:
+    """[M, K] x [N, K] -> [M, N] of out_dtype by a function of arrays; an operand of axis 0, or -2, is [K, M].
+
+    Shapes:   matrices of native float8 codes; scale_inv (), one for each row, or of blocks.
+    Order:    the function's, all of it: XLA touches neither sum, scales nor rounding.
+    Threads:  a thread of our own calls it: those in which XLA calls back flush subnormal numbers to zero.
+    """
+    axes = tuple(q.axis % 2 for q in (a, b) if isinstance(q.axis, int))
+    shape = a.codes.shape[1 - axes[0]], b.codes.shape[1 - axes[1]]
+    kinds = tuple((q.fmt, q.granularity) for q in (a, b))
+    out_dtype = jnp.dtype(out_dtype)
+    thread = _thread()
+
+    def multiplied(codes: tuple, scales: tuple) -> np.ndarray:
+        factors = (
+            Factor(np.asarray(c).view(np.uint8), np.asarray(s), *kind)
+            if axis == 1
+            else Factor(np.asarray(c).view(np.uint8).T, np.asarray(s).T, *kind)
+            for c, s, axis, kind in zip(codes, scales, axes, kinds, strict=True)
+        )
+        found = by(*factors, accumulate=accumulate, epilogue=epilogue, out_dtype=_FORMATS[out_dtype.name])  # type: ignore[arg-type]
+        return _narrowed(found, out_dtype)
+
+    def on_host(codes: tuple, scales: tuple) -> np.ndarray:
+        return thread.submit(multiplied, codes, scales).result()
+
+    codes, scales = (a.codes, b.codes), (a.scale_inv, b.scale_inv)
+    with jax.named_scope(f"{SCOPE}:{by.name}:{accumulate}"):
+        out = jax.pure_callback(on_host, jax.ShapeDtypeStruct(shape, out_dtype), codes, scales, vmap_method="sequential")
+    varying = frozenset().union(*(sharding.varying(v) for v in (*codes, *scales)))
+    return lax.pcast(out, tuple(varying), to="varying") if varying else out  # a callback's result says nothing of it
+
+
+def _narrowed(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """float32 values of dtype, in dtype: exact. A bfloat16 is the upper half of its float32."""
+    if dtype == jnp.bfloat16:
+        return (values.view(np.uint32) >> np.uint32(16)).astype(np.uint16).view(dtype)
+    return values.astype(dtype)
+
+
+@functools.cache
+def _thread() -> ThreadPoolExecutor:
+    """One thread, begun while a function is traced, outside XLA: a new thread has its parent's mode of rounding and flushing."""
+    made = ThreadPoolExecutor(1, thread_name_prefix="fp8ref-simulated")
+    made.submit(int).result()
+    return made

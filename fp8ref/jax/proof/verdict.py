@@ -1,0 +1,244 @@
+"""Read the dots and collectives of a step, and compare them with the plan (SEMANTICS B-7).
+
+Where nothing is left for XLA to partition (one device, or shard_map), the StableHLO shows them all. Under plain jit on a mesh the
+collectives exist only after SPMD partitioning: the program is compiled, and the HLO after that pass is read.
+Which kernels a GPU runs is in the HLO after all passes, which ``read_compiled`` reads.
+"""
+
+import collections
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+
+from fp8ref import recipe as recipes
+from fp8ref.jax import cast, gemm
+from fp8ref.jax.proof import hlo
+from fp8ref.jax.proof.hlo import COLLECTIVES, Operation
+from fp8ref.jax.sharding import Placement
+from fp8ref.recipe import OPERANDS, Recipe
+
+
+@dataclass(frozen=True)
+class Program:
+    """A step, read. source: ``stablehlo``, ``hlo after spmd partitioning`` or ``optimised hlo``."""
+
+    operations: tuple[Operation, ...]
+    source: str
+
+
+@dataclass(frozen=True)
+class Gemm:
+    """One dot. accumulate is ``fast`` or ``slow`` (G-7); layer and which are None of a dot that is no linear's; multiplications are M N K.
+
+    kernel    of optimised HLO: what multiplies.
+    plan      the simulated hardware that multiplies on the host, by which no dot of XLA's does (G-19); None of a dot.
+    """
+
+    layer: str | None
+    which: str | None
+    a: str
+    b: str
+    out: str
+    shape: tuple[int, ...]
+    accumulate: str
+    multiplications: int
+    kernel: str = ""
+    plan: str | None = None
+
+    @property
+    def fp8(self) -> bool:
+        """Whether both operands are."""
+        return self.a.startswith("f8") and self.b.startswith("f8")
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective: what it moves, and to which shape."""
+
+    layer: str | None
+    which: str | None
+    kind: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def read(lowered: jax.stages.Lowered) -> Program:
+    """The operations of ``jax.jit(f).lower(...)``. Compiles only where XLA has yet to partition the program.
+
+    Raises:   RuntimeError: a jax that dumps no HLO behind that pass.
+    """
+    operations = tuple(hlo.from_stablehlo(_module(lowered)))
+    if not _left_to_partition(lowered):
+        return Program(operations, "stablehlo")
+    with tempfile.TemporaryDirectory() as directory:
+        lowered.compile(compiler_options={"xla_dump_to": directory, "xla_dump_hlo_pass_re": ".*spmd.*"})
+        texts = sorted(Path(directory).glob("*after_spmd-partitioning*.txt"))
+        if not texts:
+            raise RuntimeError("XLA wrote no HLO after SPMD partitioning; fp8ref.jax.proof reads what jax 0.10 dumps. Use shard_map.")
+        return Program(tuple(hlo.from_text(texts[-1].read_text())), "hlo after spmd partitioning")
+
+
+def read_compiled(compiled: jax.stages.Compiled | str) -> Program:
+    """The operations of a step as XLA compiled it for a GPU, or of its text."""
+    text = compiled if isinstance(compiled, str) else compiled.as_text()
+    return Program(tuple(hlo.from_text(text or "")), "optimised hlo")
+
+
+def gemms(program: Program) -> list[Gemm]:
+    """Every dot, and every GEMM under simulated hardware, in the program's order."""
+    found = []
+    for op in program.operations:
+        if op.kind == "dot_general":
+            (layer, which), (a, b) = op.place, (dtype for dtype, _ in op.operands)
+            accumulate = "slow" if "HIGH" in op.precision.upper() else "fast"
+            found.append(Gemm(layer, which, a, b, *op.result, accumulate, op.multiplications, op.kernel))
+        elif op.kind == "simulated":
+            (layer, which), (a, b) = op.place, (dtype for dtype, _ in op.operands)
+            plan, _, accumulate = op.precision.rpartition(":")
+            found.append(Gemm(layer, which, a, b, *op.result, accumulate, op.multiplications, op.kernel, plan))
+    return found
+
+
+def collectives(program: Program) -> list[Collective]:
+    """Every collective, in the program's order."""
+    found = [(op.place, op) for op in program.operations if op.kind in COLLECTIVES]
+    return [Collective(layer, which, op.kind, *op.result) for (layer, which), op in found]
+
+
+def missing(
+    program: Program, planned: Mapping[str, str | Recipe], placements: Mapping[str, Placement] | None = None, plan: str | None = None
+) -> list[str]:
+    """What a plan promises and the program lacks, a line each: FP8 GEMMs by layer, operand types and accumulation, and gathers of a byte an element.
+
+    plan      the simulated hardware that all of them are to run under (B-12); None: XLA's own dots.
+
+    A GEMM on dequantised operands (G-16) is none of FP8, and not asked for, but under a plan. A gather is: along the axes by which a weight, or a
+    tensor-parallel input or grad_output, is cut; anything wider gathered there is a line of its own.
+    """
+    lines, dots, moved = [], gemms(program), collectives(program)
+    for layer, recipe in planned.items():
+        for which, spec in recipes.by_name(recipe).gemms.items():
+            if spec.a is None or spec.b is None or (plan is None and gemm.dequantises(spec.a.granularity)):
+                continue
+            wanted = _said(_name(cast.DTYPES[spec.a.fmt.name]), _name(cast.DTYPES[spec.b.fmt.name]), spec.accumulate, plan)
+            here = [dot for dot in dots if (dot.layer, dot.which) == (layer, which)]
+            found = [_said(dot.a, dot.b, dot.accumulate, dot.plan) for dot in here]
+            others = [said for said in found if said != wanted]
+            promise = f"{layer}/{which}: planned {wanted}"
+            lines += [f"{promise}; {have}" for have in (others if here else ["no dot of it is there"])]
+            placement = (placements or {}).get(layer)
+            gathered = [role for role in OPERANDS[which] if placement and placement.gathered(role)]
+            bytes_ = [m for m in moved if (m.layer, m.which, m.kind) == (layer, which, "all_gather") and m.dtype.startswith("f8")]
+            wide = [m for m in moved if (m.layer, m.which, m.kind) == (layer, which, "all_gather") and not m.dtype.startswith("f8")]
+            if len(bytes_) + _merged(moved, layer, which, recipe, placement) < len(gathered):
+                lines.append(f"{layer}/{which}: planned {len(gathered)} gathers in FP8, of {', '.join(gathered)}; {len(bytes_)} are there")
+            # Scales of rows are [..., M, 1], or [M] where XLA leaves the 1 out.
+            wide = [m for m in wide if len(m.shape) > 1 and 1 not in m.shape[-2:]]
+            lines += [f"{layer}/{which}: gathers {m.dtype}{list(m.shape)}" for m in wide]
+    return lines
+
+
+def lost(compiled: Program, program: Program) -> list[str]:
+    """FP8 dots of a program that the compiled one multiplies in anything wider, a line each.
+
+    XLA may merge dots that share an operand into one, of one's name: a dot without any kernel of its own name is lost only if the FP8
+    kernels of its kind (output, grad_input or grad_weight; fast or slow) multiply less than the program's dots of that kind.
+    """
+
+    def kind(dot: Gemm) -> tuple[str | None, str]:
+        return dot.which, dot.accumulate
+
+    dots, here = [dot for dot in gemms(program) if dot.fp8], gemms(compiled)
+    left: collections.Counter = collections.Counter()
+    for sign, those in ((1, dots), (-1, [dot for dot in here if dot.fp8])):
+        for dot in those:
+            left[kind(dot)] += sign * dot.multiplications
+    lines = []
+    for dot in dots:
+        own = [k for k in here if (k.layer, k.which) == (dot.layer, dot.which)]
+        if (own or left[kind(dot)] > 0) and not any(k.fp8 and kind(k) == kind(dot) for k in own):
+            found = [f"{k.a} x {k.b}, {k.accumulate}, by {k.kernel}" for k in own] or ["no kernel of its name"]
+            lines.append(f"{dot.layer}/{dot.which}: {dot.a} x {dot.b}, {dot.accumulate}, is compiled to {'; '.join(found)}")
+    return lines
+
+
+def kernels(compiled: Program) -> dict[str, int]:
+    """How many kernels of each name multiply each pair of types: {"__cublas$lt$matmul$f8: f8e4m3fn x f8e4m3fn": 2}."""
+    return dict(collections.Counter(f"{dot.kernel}: {dot.a} x {dot.b}" for dot in gemms(compiled)))
+
+
+def gathers(program: Program) -> dict[str, int]:
+    """How many tensors are gathered, by type."""
+    return dict(collections.Counter(m.dtype for m in collectives(program) if m.kind == "all_gather"))
+
+
+def manifest(
+    program: Program, planned: Mapping[str, str | Recipe], missing: list[str], compiled: Program | None = None, plan: str | None = None
+) -> dict:
+    """The proof as a run's manifest keeps it: every dot of a planned linear, gathers by type, GEMMs on dequantised operands, what is missing;
+    under simulated hardware, its GEMMs, which are no dots; of a compiled program, its kernels and gathers."""
+    here = [dot for dot in gemms(program) if dot.layer in planned]
+    dots, simulated = ([dot for dot in here if (dot.plan is None) is native] for native in (True, False))
+    dequantised = [
+        f"{layer}/{which}"
+        for layer, recipe in planned.items()
+        for which, spec in recipes.by_name(recipe).gemms.items()
+        if spec.a and plan is None and gemm.dequantises(spec.a.granularity)
+    ]
+    return (
+        {
+            "read_from": program.source,
+            "gemms": [
+                {"gemm": f"{dot.layer}/{dot.which}", "a": dot.a, "b": dot.b, "accumulate": dot.accumulate, "fp8": dot.fp8} for dot in dots
+            ],
+            "on_dequantised_operands": dequantised,
+            "gathers": gathers(program),
+            "missing": missing,
+        }
+        | ({"simulated": [_of_simulated(dot) for dot in simulated]} if plan else {})
+        | ({"compiled": {"kernels": kernels(compiled), "gathers": gathers(compiled)}} if compiled else {})
+    )
+
+
+def _said(a: str, b: str, accumulate: str | None, plan: str | None) -> str:
+    return f"{a} x {b}, {accumulate}" + (f", under {plan}" if plan else "")
+
+
+def _of_simulated(dot: Gemm) -> dict:
+    return {"gemm": f"{dot.layer}/{dot.which}", "a": dot.a, "b": dot.b, "accumulate": dot.accumulate, "plan": dot.plan}
+
+
+def _merged(moved: list[Collective], layer: str, which: str, recipe: str | Recipe, placement: Placement | None) -> int:
+    """1 where the other GEMM of the backward pass gathers grad_output for both: in a loop JAX makes equal gathers one."""
+    other = {"grad_input": "grad_weight", "grad_weight": "grad_input"}.get(which)
+    if (
+        other is None
+        or placement is None
+        or not placement.gathered("grad_output")
+        or not recipes.by_name(recipe).serves_both("grad_output")
+    ):
+        return 0
+    needed = sum(bool(placement.gathered(role)) for role in OPERANDS[other])  # type: ignore[index]
+    there = sum((m.layer, m.which, m.kind) == (layer, other, "all_gather") and m.dtype.startswith("f8") for m in moved)
+    return int(there >= needed)
+
+
+def _name(dtype) -> str:
+    """HLO's name of an FP8 dtype: f8e4m3fn."""
+    return jax.numpy.dtype(dtype).name.replace("float8_", "f8")
+
+
+def _left_to_partition(lowered: jax.stages.Lowered) -> bool:
+    """Whether XLA has dots to split over devices: more than one partition, and a dot outside all of shard_map's bodies."""
+    module = _module(lowered)
+    partitions = module.attributes["mhlo.num_partitions"].value if "mhlo.num_partitions" in module.attributes else 1
+    return partitions > 1 and any(True for op in hlo.walk(module, skip="sdy.manual_computation") if op.name == "stablehlo.dot_general")
+
+
+def _module(lowered: jax.stages.Lowered):
+    module = lowered.compiler_ir("stablehlo")
+    assert module is not None
+    return module.operation

@@ -1,1 +1,0 @@
-"""What a config would take, before anything is built: memory, GEMMs, traffic, time."""

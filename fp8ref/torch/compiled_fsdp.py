@@ -1,0 +1,185 @@
+"""Weights cut by hand, whose gathers and reduce-scatters are traced with the model into one graph (SEMANTICS P-18).
+
+    linear.convert(model, "tensorwise")
+    model = traced.shard(model, mesh.get_group())
+    step = torch.compile(model, fullgraph=True)           # then build the optimizer, of model.parameters()
+
+FSDP2 gathers in hooks that a graph does not contain. Here collectives are nodes of the graph, which a compiler may move and overlap. What
+is gathered stays until the backward pass is done with it: codes, where weights are gathered in FP8.
+"""
+
+import functools
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch.distributed import ProcessGroup
+from torch.distributed.fsdp import FSDPModule
+from torchao.float8.float8_linear import Float8Linear
+from torchao.float8.float8_training_tensor import Float8TrainingTensor, GemmInputRole, LinearMMConfig
+
+from fp8ref.formats import Format
+from fp8ref.recipe import CastSpec
+from fp8ref.torch import parallel_checks, scales, scaling, sharding
+from fp8ref.torch.delayed import RoleState
+from fp8ref.torch.linear import Linear
+from fp8ref.torch.proof.records import is_compiled
+
+_c10d = torch.ops._c10d_functional  # defined by what sharding imports
+
+
+def shard(model: nn.Module, group: ProcessGroup, *, param_dtype: torch.dtype = torch.bfloat16, gather_fp8: bool = True) -> "Sharded":
+    """A model whose parameters, float32 masters, are cut along their first dim over a group's ranks, and gathered whole where it is called.
+
+    param_dtype   what shards are rounded to before they are gathered, or cast to FP8; gradients come in it, and are reduced in float32.
+    gather_fp8    linears' weights whose one scale serves both their GEMMs are gathered as codes; all others in param_dtype.
+    Returns:      the model within a ``Sharded``; its parameters are replaced: build the optimizer afterwards.
+    Raises:       ValueError, before anything is changed: a model that is compiled or sharded already; a parameter of another dtype than
+                  float32, or whose first dim the ranks do not share evenly; with gather_fp8, nothing to gather in FP8, a weight in FP8 that
+                  another module shares, delayed scaling without a process group, or an optimizer that was built before.
+    """
+    for name, module in model.named_modules():
+        if is_compiled(module) or isinstance(module, FSDPModule):
+            raise ValueError(f"{name or 'the model'} is compiled or sharded already. Shard a model by traced.shard first, then compile it.")
+    for name, p in model.named_parameters():
+        if p.dtype != torch.float32 or p.ndim == 0 or p.shape[0] % group.size():
+            raise ValueError(
+                f"masters are float32 and cut evenly along their first dim over {group.size()} ranks; {name} is {p.dtype} of shape "
+                f"{tuple(p.shape)}. Pad it, or use fully_shard."
+            )
+    parallel_checks.check_none_holds(model)
+    weights = _in_fp8(model, group, param_dtype) if gather_fp8 else {}
+    if gather_fp8 and not weights:
+        raise ValueError(
+            "an FP8 gather is of linears whose weight has one scale for both GEMMs, and the model has none. Use gather_fp8=False."
+        )
+    return Sharded(model, group, param_dtype, weights)
+
+
+class Sharded(nn.Module):
+    """``model`` holds shards [N / ranks, ...] as its parameters, under their names; a call runs it with whole ones in their place."""
+
+    def __init__(self, model: nn.Module, group: ProcessGroup, dtype: torch.dtype, weights: "dict[str, _Weight]") -> None:
+        super().__init__()
+        self.model, self.group, self.ranks, self.dtype = model, group.group_name, group.size(), dtype
+        self._fp8 = weights
+        self._in_dtype = _gather(self.group, self.ranks, dtype)
+        cut: dict[nn.Parameter, nn.Parameter] = {}  # tied ones stay tied
+        for module in model.modules():
+            for key, p in module._parameters.items():
+                if p is not None and p not in cut:
+                    cut[p] = nn.Parameter(p.detach().chunk(self.ranks)[group.rank()].clone(), requires_grad=p.requires_grad)
+                module._parameters[key] = None if p is None else cut[p]
+
+    def forward(self, *args, **kwargs):
+        """The model's, on whole parameters; every rank calls it."""
+        shards = dict(self.model.named_parameters())
+        scale = self._scales(shards)
+        if torch.is_grad_enabled():
+            for name, weight in self._fp8.items():
+                if weight.state is not None and weight.linear.training:
+                    weight.state.see(shards[name].to(self.dtype))
+        whole = {
+            name: self._fp8[name].gather.apply(p, scale[name]) if name in self._fp8 else self._in_dtype.apply(p)
+            for name, p in shards.items()
+        }
+        return torch.func.functional_call(self.model, whole, args, kwargs)
+
+    @torch.no_grad()
+    def weights(self) -> dict[str, torch.Tensor]:
+        """The whole masters, on every rank, by their names in the model."""
+        return {name: _all_gather(p.detach(), self.group, self.ranks) for name, p in self.model.named_parameters()}
+
+    @torch.no_grad()
+    def _scales(self, shards: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """float32 () of each weight gathered in FP8: its state's, or of all ranks' amaxes, which one all-reduce merges (P-3)."""
+        found, alike = {}, {}  # type: ignore[var-annotated]
+        for name, weight in self._fp8.items():
+            if weight.state is None:
+                alike.setdefault(weight.spec, []).append(name)
+            else:
+                found[name] = weight.state.scale.clone()
+        for spec, names in alike.items():
+            amax = sharding.merge_amax(torch.stack([scaling.amax(shards[name].to(self.dtype)) for name in names]), self.group)
+            found.update(zip(names, scales.scale_from_amax(amax, spec.fmt, spec.policy).unbind(), strict=True))
+        return found
+
+
+class _Weight(NamedTuple):
+    """How one linear's weight is gathered in FP8: gather.apply(shard, scale) is the whole weight, whose gradient is the shard's."""
+
+    linear: Float8Linear | Linear
+    spec: CastSpec
+    gather: type[torch.autograd.Function]
+
+    @property
+    def state(self) -> RoleState | None:
+        return self.linear.state("weight") if isinstance(self.linear, Linear) else None
+
+
+def _in_fp8(model: nn.Module, group: ProcessGroup, dtype: torch.dtype) -> dict[str, _Weight]:
+    """The weights that are gathered in FP8, by their parameter's name; ValueError for one that cannot be."""
+    names: dict[torch.Tensor, list[str]] = {}
+    for name, p in model.named_parameters(remove_duplicate=False):
+        names.setdefault(p, []).append(name)
+    found = {}
+    for name, linear in model.named_modules():
+        if not isinstance(linear, Float8Linear | Linear) or not linear.recipe.serves_both("weight"):
+            continue
+        spec, config = linear.recipe.output.b, getattr(linear, "linear_mm_config", None)
+        assert spec is not None
+        if len(shared := names[linear.weight]) > 1:
+            raise ValueError(f"{shared[0]} is {shared[1]} too, and both would become FP8. Untie them, or keep {name} in high precision.")
+        if isinstance(linear, Linear) and (state := linear.state("weight")) and state.group is None:
+            raise ValueError(f"ranks share the states of {name}, which scales by its past. Give linear.convert their group, amax_group.")
+        found[shared[0]] = _Weight(linear, spec, _gather_fp8(group.group_name, group.size(), dtype, spec.fmt, config))
+    return found
+
+
+@functools.cache
+def _gather(group: str, ranks: int, dtype: torch.dtype) -> type[torch.autograd.Function]:
+    """Of a shard float32 [n, ...], the whole [n ranks, ...] in dtype. A class for each: what a graph calls takes tensors only.
+
+    The class, not its apply, which dynamo of torch 2.11 knows only where it is called on the class.
+    """
+
+    @torch._dynamo.allow_in_graph
+    class Gather(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, shard: torch.Tensor) -> torch.Tensor:
+            return _all_gather(shard.to(dtype), group, ranks)
+
+        @staticmethod
+        def backward(ctx, grad: torch.Tensor) -> torch.Tensor:
+            return _mean_of_ranks(grad, group, ranks)
+
+    return Gather
+
+
+@functools.cache
+def _gather_fp8(group: str, ranks: int, dtype: torch.dtype, fmt: Format, config: LinearMMConfig | None) -> type[torch.autograd.Function]:
+    """As ``_gather``, but codes move, as uint8: gloo knows no FP8 type. config is what torchao's multiplication asks the tensor for."""
+
+    @torch._dynamo.allow_in_graph
+    class GatherFP8(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, shard: torch.Tensor, scale: torch.Tensor) -> Float8TrainingTensor:
+            codes = scaling.quantize_with(shard.to(dtype), scale, fmt).codes
+            whole = _all_gather(codes.view(torch.uint8), group, ranks).view(codes.dtype)
+            return Float8TrainingTensor(whole, scale, dtype, config, GemmInputRole.WEIGHT)
+
+        @staticmethod
+        def backward(ctx, grad: torch.Tensor):
+            return _mean_of_ranks(grad, group, ranks), None
+
+    return GatherFP8
+
+
+def _all_gather(x: torch.Tensor, group: str, ranks: int) -> torch.Tensor:
+    return _c10d.wait_tensor(_c10d.all_gather_into_tensor(x.contiguous(), ranks, group))
+
+
+def _mean_of_ranks(grad: torch.Tensor, group: str, ranks: int) -> torch.Tensor:
+    """This rank's rows of the mean gradient, float32: summed as the backend does, then divided."""
+    return _c10d.wait_tensor(_c10d.reduce_scatter_tensor(grad.float().contiguous(), "sum", ranks, group)) / ranks

@@ -1,0 +1,123 @@
+"""What a proof sees of a step: its GEMMs, each with its layer, its operands' types, how they are scaled and how it accumulates."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch._dynamo import OptimizedModule
+
+from fp8ref.recipe import Gemm as Which
+from fp8ref.torch import block_gemm, hardware
+
+aten = torch.ops.aten
+SCALED_MM = aten._scaled_mm.default
+BLOCK_GEMM = block_gemm.OPERATOR
+SIMULATED = hardware.OPERATOR
+# Where a GEMM's operands are among its arguments.
+OPERANDS_AT: dict[Any, tuple[int, int]] = {
+    SCALED_MM: (0, 1),
+    BLOCK_GEMM: (0, 1),
+    SIMULATED: (0, 1),
+    aten.mm.default: (0, 1),
+    aten.addmm.default: (1, 2),
+}
+# What wrappers insert into the names of modules.
+_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
+
+
+@dataclass(frozen=True)
+class Gemm:
+    """One GEMM of a linear. accumulate is ``fast`` or ``slow`` (G-7), or ``blocks`` (G-17); None, as granularity is, of a GEMM that is none of FP8.
+
+    granularity    ``tensorwise`` or ``rowwise``, from the shapes of the scales; of a GEMM under unit scales (G-5) from the factor its
+                   result is multiplied by, and ``unit`` if there is none; that of both operands where they have scales of blocks.
+    plan           the simulated hardware that it ran under (G-19); None of one that the framework multiplied.
+    """
+
+    layer: str
+    which: Which
+    a: str
+    b: str
+    accumulate: str | None
+    granularity: str | None
+    plan: str | None = None
+
+    @property
+    def name(self) -> str:
+        """``layer/gemm``."""
+        return f"{self.layer}/{self.which}"
+
+    @property
+    def fp8(self) -> bool:
+        """Whether both operands are."""
+        return self.a.startswith("f8") and self.b.startswith("f8")
+
+    def __str__(self) -> str:
+        return ", ".join(filter(None, (f"{self.a} x {self.b}", self.accumulate, self.granularity, self.plan and f"under {self.plan}")))
+
+
+@dataclass
+class Seen:
+    """The GEMMs of every linear, in the order seen, recomputed and repeated ones too.
+
+    wanted, unwanted    GEMMs of a backward pass, as ``layer/gemm``, whose gradient somebody needs, or nobody.
+    """
+
+    read_from: str
+    gemms: list[Gemm] = field(default_factory=list)
+    wanted: set[str] = field(default_factory=set)
+    unwanted: set[str] = field(default_factory=set)
+
+    @property
+    def pruned(self) -> set[str]:
+        """GEMMs that are not there because their gradient is not needed."""
+        return self.unwanted - self.wanted - {gemm.name for gemm in self.gemms}
+
+
+def linears(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
+    """Every linear, by its name in the model before anything was compiled or wrapped for checkpointing."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            yield unwrapped(name), module
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether a module, or its forward, went through torch.compile."""
+    forward = vars(module).get("forward")
+    return isinstance(module, OptimizedModule) or module._compiled_call_impl is not None or hasattr(forward, "_torchdynamo_orig_callable")
+
+
+def unwrapped(name: str) -> str:
+    """A module's name without what torch.compile and checkpointing inserted."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def type_name(dtype: torch.dtype) -> str:
+    """The short name of a type, as HLO has it: f8e4m3fn, bf16, f32."""
+    name = str(dtype).removeprefix("torch.")
+    for long, short in (("bfloat", "bf"), ("float8_", "f8"), ("float", "f")):
+        name = name.replace(long, short)
+    return name.replace("uint", "u")
+
+
+def arguments(op: Any, args: tuple, kwargs: dict) -> dict[str, Any]:
+    """An operator's arguments by name, defaults left out."""
+    return dict(zip((argument.name for argument in op._schema.arguments), args, strict=False)) | kwargs
+
+
+def granularity(*scales: torch.Tensor) -> str:
+    """What scales of these shapes scale: those of rows are [M, 1] and [1, N], and their product [M, N]."""
+    return "rowwise" if any(scale.ndim > 1 for scale in scales) else "tensorwise"
+
+
+def of_blocks(codes_a: torch.Tensor, codes_b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor) -> tuple[str, str]:
+    """Accumulation and granularity of a GEMM by torchao's kernels for scales of blocks (G-17)."""
+    return "blocks", f"blockwise_1x128 x {block_gemm.granularity_of_b(codes_b, scale_b)}"
+
+
+def of_simulated(arguments: Sequence[Any]) -> tuple[str, str, str]:
+    """Accumulation, granularity and plan of a GEMM under simulated hardware."""
+    granularity_a, granularity_b, accumulate, _, _, plan = arguments[4:]
+    return accumulate, hardware.granularity(granularity_a, granularity_b), plan

@@ -1,0 +1,243 @@
+"""Checkpoints of a run: each whole or not there, written while training goes on, verified before it is read (SEMANTICS K).
+
+    RUN/checkpoints/step-00000100/state/           tensors, as the backend's library writes them
+                                  manifest.json    all else, and every file's size and sha256; written last
+
+One is written into a directory of another name, which the first process renames when every process has written its part.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from fp8ref.errors import ConfigError
+from fp8ref.train.processes import Processes, together
+
+FORMAT = 1  # of the directory and its manifest
+FOLDER, PREFIX = "checkpoints", "step-"
+REMEDY = "Those before it are intact; make room, and go on with --resume."
+UNFINISHED, REMOVED, DAMAGED = ".unfinished", ".removed", ".damaged"  # behind a name: none of those is ever read
+
+
+class OtherFormatError(ConfigError):
+    """A checkpoint that another version of fp8ref wrote: not damaged, and not to be passed over."""
+
+
+class Saves(Protocol):
+    """What a trainer offers: copy the state and begin to write it into a directory; the result waits until every process has."""
+
+    def save(self, directory: Path) -> Callable[[], None]: ...
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """One that was verified: the state after ``step`` steps."""
+
+    path: Path
+    manifest: dict[str, Any]
+
+    @property
+    def step(self) -> int:
+        """Steps done."""
+        return self.manifest["step"]
+
+    @property
+    def state(self) -> Path:
+        """The directory of its tensors."""
+        return self.path / "state"
+
+
+class Checkpoints:
+    """Those that a run writes. Every process of it calls ``save`` and ``finish`` at the same steps."""
+
+    def __init__(self, out: Path, about: Mapping[str, Any], *, keep_last: int, processes: Processes, size: int = 0) -> None:
+        """about: what the manifests say beside step and files, as JSON. size: bytes that a state takes, as far as they are known."""
+        self._folder, self._about, self._keep_last, self._processes = out / FOLDER, dict(about), keep_last, processes
+        self._size = size
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoints")
+        self._pending: Future | None = None
+        if processes.first:  # what a process that was killed left behind
+            for rest in (p for ending in (UNFINISHED, REMOVED) for p in self._folder.glob(f"{PREFIX}*{ending}") if p.is_dir()):
+                shutil.rmtree(rest)
+
+    def save(self, model: Saves, step: int) -> None:
+        """Begin to write the state after ``step`` steps, once the checkpoint before is written. Training goes on when the state is copied.
+
+        Raises:   OSError of the checkpoint before, or of this one's directory: on every process.
+        """
+        self.finish()
+        unfinished = self._folder / f"{PREFIX}{step:08d}{UNFINISHED}"
+        together(self._processes, lambda: self._prepare(unfinished) if self._processes.first else None)
+        written = model.save(unfinished / "state")
+        self._pending = self._thread.submit(self._complete, written, unfinished, step)
+
+    def finish(self) -> None:
+        """Wait until the last one is written.
+
+        Raises:   OSError: it could not be; those before it are as they were.
+        """
+        if self._pending is not None:
+            pending, self._pending = self._pending, None
+            pending.result()
+
+    def check(self) -> None:
+        """Raise what went wrong with the last one, if it has ended by now."""
+        if self._pending is not None and self._pending.done():
+            self.finish()
+
+    def _complete(self, written: Callable[[], None], unfinished: Path, step: int) -> None:
+        final = unfinished.with_name(unfinished.name.removesuffix(UNFINISHED))
+        try:
+            written()
+            if not self._processes.first:
+                return
+            write_manifest(unfinished, self._about | {"step": step})
+            remove(final)  # of a run that came this far before
+            os.replace(unfinished, final)
+            sync(self._folder)
+            for old in saved(self._folder.parent)[self._keep_last :]:
+                remove(old)
+        except Exception as error:
+            if self._processes.first:  # room for what the run has yet to say
+                shutil.rmtree(unfinished, ignore_errors=True)
+            raise OSError(f"checkpoint {final.name} could not be written: {error}. {REMEDY}") from error
+
+    def _prepare(self, unfinished: Path) -> None:
+        make_empty(unfinished)
+        free = shutil.disk_usage(unfinished).free
+        if free < self._size:
+            unfinished.rmdir()
+            name = unfinished.name.removesuffix(UNFINISHED)
+            raise OSError(f"checkpoint {name} takes {self._size / 1e6:,.0f} MB, and {self._folder} has {free / 1e6:,.0f} MB left. {REMEDY}")
+
+
+def saved(out: Path) -> list[Path]:
+    """The checkpoints of a run, newest first; neither unfinished nor damaged ones."""
+    return sorted((p for p in (out / FOLDER).glob(f"{PREFIX}*") if p.name.removeprefix(PREFIX).isdecimal() and p.is_dir()), reverse=True)
+
+
+def latest(out: Path, say: Callable[[str], None], *, aside: bool = True) -> Checkpoint | None:
+    """The newest checkpoint that is intact. Damaged ones before it are told to ``say``, and, if this process may write, kept under another name.
+
+    Raises:   ConfigError: there are checkpoints, and none is intact.
+    """
+    found = saved(out)
+    problems = []
+    for path in found:
+        try:
+            return Checkpoint(path, verify(path))
+        except OtherFormatError:
+            raise
+        except (ConfigError, FileNotFoundError) as error:
+            if not path.exists():  # a run that goes on has removed it, for newer ones
+                return latest(out, say, aside=aside)
+            if not isinstance(error, ConfigError):
+                raise
+            problems.append(str(error))
+            if path != found[-1]:
+                damaged = path.with_name(path.name + DAMAGED)
+                say(f"{error} Trying the one before it{f'; this one is kept as {damaged.name}' if aside else ''}.")
+                if aside:
+                    remove(damaged)
+                    os.replace(path, damaged)
+    if problems:
+        raise ConfigError(f"no checkpoint of {out} is intact: {problems[-1]} Put its files back, or train again with --overwrite.")
+    return None
+
+
+def verify(path: Path) -> dict[str, Any]:
+    """The manifest of a checkpoint, after every file was compared with it.
+
+    Raises:   ConfigError: a manifest that is missing, changed or of another version; files that are missing, changed or not its own.
+              OSError: a file that is there and cannot be read, which says nothing about its bytes.
+    """
+    try:
+        manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError, RecursionError) as error:
+        raise ConfigError(f"checkpoint {path}: manifest.json cannot be read ({error}).") from error
+    if not isinstance(manifest, dict):
+        raise ConfigError(f"checkpoint {path}: manifest.json cannot be read (it is no JSON object).")
+    own = manifest.pop("sha256", None)
+    if manifest.get("format") != FORMAT:
+        raise OtherFormatError(
+            f"checkpoint {path}: is of format {manifest.get('format')!r}; this fp8ref reads format {FORMAT}. Use the version that wrote it."
+        )
+    if own != _digest(manifest):
+        raise ConfigError(f"checkpoint {path}: manifest.json was changed after it was written.")
+    there, listed = _files(path), manifest["files"]
+    for name in sorted(there.keys() ^ listed.keys()):
+        raise ConfigError(f"checkpoint {path}: {name} {'is missing' if name in listed else 'is none of its files'}.")
+    for name, size in there.items():
+        if size != listed[name]["bytes"]:
+            raise ConfigError(f"checkpoint {path}: {name} has {size:,} bytes; {listed[name]['bytes']:,} were written.")
+    for name, digest in _digests(path, there).items():
+        if digest != listed[name]["sha256"]:
+            raise ConfigError(f"checkpoint {path}: {name} is damaged: its sha256 is not the one that was written.")
+    return manifest
+
+
+def write_manifest(path: Path, about: Mapping[str, Any]) -> None:
+    """manifest.json, after every other file of a checkpoint has reached the disk."""
+    sizes = _files(path)
+    digests = _digests(path, sizes, sync=True)
+    content = {"format": FORMAT, **about, "files": {name: {"bytes": sizes[name], "sha256": digests[name]} for name in sizes}}
+    with (path / "manifest.json").open("w", encoding="utf-8") as file:
+        file.write(json.dumps(content | {"sha256": _digest(content)}, indent=1, allow_nan=False) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    for folder in [path, *(p for p in path.rglob("*") if p.is_dir())]:
+        sync(folder)
+
+
+def _digest(content: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _files(path: Path) -> dict[str, int]:
+    """Name -> bytes of all files but the manifest."""
+    found = {p.relative_to(path).as_posix(): p.stat().st_size for p in sorted(path.rglob("*")) if p.is_file()}
+    found.pop("manifest.json", None)
+    return found
+
+
+def _digests(path: Path, names: Mapping[str, int], *, sync: bool = False) -> dict[str, str]:
+    """sha256 of files, several at a time; sync: bring them to the disk too."""
+
+    def read(name: str) -> str:
+        with (path / name).open("rb") as file:
+            if sync:
+                os.fsync(file.fileno())
+            return hashlib.file_digest(file, "sha256").hexdigest()
+
+    with ThreadPoolExecutor() as threads:
+        return dict(zip(names, threads.map(read, names), strict=True))
+
+
+def remove(path: Path) -> None:
+    """A directory, if it is there; under another name first, or what a process that is killed leaves of it would pass for damaged."""
+    if path.exists():
+        going = path.with_name(path.name + REMOVED)
+        shutil.rmtree(going, ignore_errors=True)
+        os.replace(path, going)
+        shutil.rmtree(going)
+
+
+def make_empty(path: Path) -> None:
+    """A directory of that path with nothing in it, whatever was there."""
+    remove(path)
+    path.mkdir(parents=True)
+
+
+def sync(path: Path) -> None:
+    """Bring a directory's names, or a file, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,168 @@
+"""One TOML file configures both backends; every key of it is a command-line option of the same dotted name.
+
+``load`` reads a file, ``override`` applies options. What keys there are: ``sections``.
+"""
+
+import dataclasses
+import difflib
+import json
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pydantic
+import tyro
+
+from fp8ref import llama
+from fp8ref import recipe as recipes
+from fp8ref.errors import ConfigError
+from fp8ref.llama import LlamaConfig
+from fp8ref.train.sections import (
+    CheckpointConfig,
+    DataConfig,
+    LogConfig,
+    NumericsConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    RunConfig,
+    StatisticsConfig,
+    require,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Everything a run is, whichever backend runs it; what its sections hold, ``sections`` says.
+
+    Raises:   ValueError: a vocabulary that bytes do not fit or int32 does not hold; a section of a value out of range. ``load`` and
+              ``from_dict`` make a ConfigError of it.
+    """
+
+    model: LlamaConfig = field(default_factory=LlamaConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    numerics: NumericsConfig = field(default_factory=NumericsConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    statistics: StatisticsConfig = field(default_factory=StatisticsConfig)
+    run: RunConfig = field(default_factory=RunConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+
+    def __post_init__(self) -> None:
+        size = self.model.vocab_size
+        require(256 <= size <= 2**31, f"model.vocab_size lies between 256, for byte tokens (D-1), and 2^31, for int32; got {size}.")
+
+    @property
+    def filter_fqns(self) -> tuple[str, ...]:
+        """numerics.filter_fqns and the model's lm_head, which stays in high precision unless fp8_fqns names it (SEMANTICS R-2)."""
+        head = () if self.model.tie_word_embeddings or "lm_head" in self.numerics.filter_fqns else ("lm_head",)
+        return (*self.numerics.filter_fqns, *head)
+
+    def decisions(self) -> list[recipes.Decision]:
+        """What becomes of every linear of the model (SEMANTICS R-2). Raises as ``recipe.plan``."""
+        return recipes.plan(
+            llama.linear_shapes(self.model), self.numerics.recipe, filter_fqns=self.filter_fqns, fp8_fqns=self.numerics.fp8_fqns
+        )
+
+    def replace(self, **sections) -> "Config":
+        """A copy with keys of sections replaced: ``config.replace(run={"steps": 3})``."""
+        return dataclasses.replace(self, **{name: dataclasses.replace(getattr(self, name), **keys) for name, keys in sections.items()})
+
+
+for _section in (
+    LlamaConfig,
+    DataConfig,
+    NumericsConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    StatisticsConfig,
+    RunConfig,
+    CheckpointConfig,
+    LogConfig,
+    Config,
+):
+    _section.__pydantic_config__ = pydantic.ConfigDict(extra="forbid", strict=True)  # type: ignore[union-attr]
+_ADAPTER = pydantic.TypeAdapter(Config)
+
+
+def load(path: str | Path) -> Config:
+    """The configuration in a TOML file.
+
+    Raises:   ConfigError: no such file, no TOML, an unknown key (naming the nearest known one), a value of the wrong type or range.
+    """
+    path = Path(path)
+    try:
+        keys = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror}). Name a TOML file such as configs/tiny.toml.") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: is not TOML: {error}.") from error
+    return from_dict(keys, source=str(path))
+
+
+def from_dict(keys: dict, *, source: str = "config") -> Config:
+    """The configuration in a nested dict, as of TOML. ConfigError, naming ``source``, as of ``load``."""
+    try:
+        return _ADAPTER.validate_json(json.dumps(keys, default=str), strict=True)
+    except pydantic.ValidationError as error:
+        raise ConfigError("\n".join(f"{source}: {_explain(e)}" for e in error.errors())) from error
+
+
+def to_dict(config: Config) -> dict:
+    """The nested dict that ``from_dict`` reads; keys that are None, which TOML lacks, are left out."""
+
+    def prune(value):
+        return {k: prune(v) for k, v in value.items() if v is not None} if isinstance(value, dict) else value
+
+    return prune(json.loads(_ADAPTER.dump_json(config)))
+
+
+def differences(a, b, path: str = "") -> dict:
+    """{dotted key: (a's value, b's)} where two nested dicts, such as those of ``to_dict``, differ."""
+    if isinstance(a, dict) and isinstance(b, dict):
+        found: dict = {}
+        for key in {**a, **b}:
+            found |= differences(a.get(key), b.get(key), f"{path}.{key}" if path else key)
+        return found
+    return {} if a == b else {path: (a, b)}
+
+
+def override(config: Config, options: Sequence[str], *, prog: str) -> Config:
+    """config with command-line options applied, ``--run.steps 20``; tyro reports a value that it cannot use and exits with code 2.
+
+    Raises:   ConfigError: an unknown option, naming the nearest known one.
+    """
+    known = _known_keys()
+    for option in options:
+        key = option[2:].split("=")[0].replace("-", "_").replace(".no_", ".")
+        if option.startswith("--") and key not in (*known, "help", "recipe"):
+            raise ConfigError(f"unknown option {option.split('=')[0]!r}; {_nearest(key, known)}")
+    return tyro.cli(Config, default=config, args=list(options), prog=prog, use_underscores=True)
+
+
+def _explain(error) -> str:
+    *parents, key = [str(part) for part in error["loc"]] or [""]
+    dotted = ".".join([*parents, key])
+    if error["type"] == "unexpected_keyword_argument":
+        return f"unknown key {dotted!r}; {_nearest(dotted, _known_keys())}"
+    if error["type"] == "value_error":
+        return str(error["ctx"]["error"])
+    return f"{dotted}: {error['msg']}; got {error['input']!r}."
+
+
+def _nearest(key: str, known: list[str]) -> str:
+    """What a person may have meant: the nearest key, or one that ends like it, or else the keys of its section."""
+    section, _, last = key.rpartition(".")
+    candidates = [k for k in known if ("." in k) == bool(section)]
+    ends = {k.split(".")[-1]: k for k in known if "." in k}
+    near = difflib.get_close_matches(key, candidates, n=1, cutoff=0.7) or [
+        ends[e] for e in difflib.get_close_matches(last, ends, n=1, cutoff=0.7)
+    ]
+    siblings = [k for k in candidates if not section or k.startswith(f"{section}.")] or known
+    return f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(siblings)}."
+
+
+def _known_keys() -> list[str]:
+    sections = dataclasses.fields(Config)
+    return [s.name for s in sections] + [f"{s.name}.{f.name}" for s in sections for f in dataclasses.fields(s.default_factory)]  # type: ignore[arg-type]

@@ -1,0 +1,157 @@
+"""Global batches of tokens that are a pure function of (seed, step), whatever they are read from (SEMANTICS D)."""
+
+import hashlib
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import grain
+import numpy as np
+
+from fp8ref.errors import ConfigError
+from fp8ref.train.config import Config
+from fp8ref.train.data import documents, fingerprint, shards, sources, tokenizers, windows
+from fp8ref.train.data.sources import Source
+from fp8ref.train.data.windows import InMemory, Windows
+
+
+@dataclass(frozen=True)
+class Batches:
+    """Global batches [batch_size, sequence_length + 1], int32, by index: any step is as near as the first.
+
+    train, validation  one row at a time: row j of batch k is row k * batch_size + j.
+    description        what the tokens are, as JSON; its sha256 tells other data.
+    """
+
+    train: grain.MapDataset
+    validation: grain.MapDataset
+    batch_size: int
+    description: dict
+
+    def step(self, step: int) -> np.ndarray:
+        """The training batch of a step, of which no other is read."""
+        return self._rows(self.train, step)
+
+    def held_out(self, index: int) -> np.ndarray:
+        """A validation batch; the same index is always the same one."""
+        return self._rows(self.validation, index)
+
+    def _rows(self, dataset: grain.MapDataset, batch: int) -> np.ndarray:
+        return np.stack([dataset[batch * self.batch_size + row] for row in range(self.batch_size)])
+
+
+def open_batches(config: Config, *, first: bool = True) -> Batches:
+    """Find the tokens that config.data names and cut them into batches. Text and documents are read whole, shards only where needed.
+
+    first     of several processes, the one that shows progress, and looks through shards' tokens for all of them.
+    Raises:   ConfigError: nothing that can be read there, tokens that the model has no embedding for, or a split shorter than the
+              batches asked of it.
+    """
+    data = config.data
+    source = sources.find(data)
+    if source.kind == "hub":
+        raise ConfigError(
+            f"data.source {data.source!r} is a dataset of the hub, which is read from its beginning only: no step but the first would be near. "
+            f"Write shards of it first: fp8ref data prepare --source {shlex.quote(data.source)} --out tokens; then set data.source to 'tokens'."
+        )
+    if source.kind in ("shards", "documents") and all(sources.is_validation(name) for name, _ in source.files):
+        raise ConfigError(
+            f"data.source {data.source!r}: every file is for validation by its name, {source.files[0][0]!r} for one (D-5). "
+            "Name files for training too, or rename them."
+        )
+    if source.kind == "shards":
+        train, validation, description = _shards(config, source, first)
+    elif source.kind == "text" and data.tokenizer is None and data.end_of_document is None:
+        train, validation, description = _bytes(config, source)
+    else:
+        train, validation, description = _documents(config, source, first)
+    needed = {"train": (train, data.batch_size), "validation": (validation, data.batch_size * config.run.eval_batches)}
+    for name, (split, least) in needed.items():
+        if not least <= len(split) <= windows.MOST:
+            raise ConfigError(
+                f"data.source {data.source!r}: the {name} split holds {len(split)} sequences of {data.sequence_length} tokens, and "
+                + (
+                    f"{least} are needed. Give more text, lower data.batch_size, data.sequence_length or run.eval_batches, or change "
+                    "data.validation_fraction."
+                    if len(split) < least
+                    else f"{windows.MOST} are the most that can be shuffled. Raise data.sequence_length, or name fewer files."
+                )
+            )
+    return Batches(
+        train=grain.MapDataset.source(train).seed(data.seed).shuffle().repeat(),
+        validation=grain.MapDataset.source(validation).seed(0).shuffle(),
+        batch_size=data.batch_size,
+        description={"source": data.source, **description},
+    )
+
+
+def _bytes(config: Config, source: Source) -> tuple[Windows, Windows, dict]:
+    """Files of text as one run of bytes for each split (D-1)."""
+    documents.check_size(config.data, source)
+    splits: dict[bool, list[bytes]] = {False: [], True: []}
+    for name, path in source.files:
+        splits[documents.file_is_validation(name, config.data.validation_fraction)].append(documents.read_bytes(path))
+    train, validation = (np.frombuffer(b"".join(splits[held_out]), np.uint8) for held_out in (False, True))
+    hashed = hashlib.sha256()
+    for part in (train.data, b"\0", validation.data):
+        hashed.update(part)
+    return (
+        *_whole([train, validation], config),
+        {
+            "files": len(source.files),
+            "sha256": hashed.hexdigest(),
+            "train_bytes": len(train),
+            "validation_bytes": len(validation),
+            "validation_unigram_entropy": unigram_entropy(validation),
+        },
+    )
+
+
+def _documents(config: Config, source: Source, first: bool) -> tuple[Windows, Windows, dict]:
+    """Documents, tokenised now and held in memory (D-6)."""
+    tokenizer = tokenizers.load(config.data, source.kind)
+    shards.check_vocabulary(tokenizer.vocab_size, config.model.vocab_size, f"tokenizer {tokenizer.name}")
+    documents.check_size(config.data, source)
+    splits: dict[bool, list[np.ndarray]] = {False: [], True: []}
+    for held_out, tokens in documents.tokenised(config.data, source, tokenizer, shown=first):
+        splits[held_out].append(tokens)
+    empty = [np.empty(0, tokenizer.dtype)]
+    train, validation = (np.concatenate(splits[held_out] or empty) for held_out in (False, True))
+    hashed = hashlib.sha256()
+    for part in (train, validation):
+        hashed.update(len(part).to_bytes(8, "little") + part.astype("<u4").tobytes())
+    return (
+        *_whole([train, validation], config),
+        {
+            "files": len(source.files),
+            "tokenizer": tokenizer.name,
+            "sha256": hashed.hexdigest(),
+            "train_tokens": len(train),
+            "validation_tokens": len(validation),
+            "validation_unigram_entropy": unigram_entropy(validation),
+        },
+    )
+
+
+def _shards(config: Config, source: Source, first: bool) -> tuple[Windows, Windows, dict]:
+    """Shards of tokens, mapped into memory when a window of theirs is asked for (D-4, D-5)."""
+    data = config.data
+    opened = shards.open_shards(source, data.token_dtype, config.model.vocab_size, data.sequence_length, scan=first)
+    train, validation = shards.split(opened, data.validation_fraction, data.sequence_length)
+    described = [{"name": s.name, "bytes": s.bytes, "tokens": len(s)} for s in opened]
+    description = {"sha256": fingerprint.of(opened), "tokens": sum(map(len, opened)), "files": described}
+    return Windows(train, data.sequence_length), Windows(validation, data.sequence_length), description
+
+
+def _whole(splits: Sequence[np.ndarray], config: Config) -> tuple[Windows, Windows]:
+    length = config.data.sequence_length
+    train, validation = (Windows([windows.whole(InMemory(split), length)], length) for split in splits)
+    return train, validation
+
+
+def unigram_entropy(tokens: bytes | np.ndarray) -> float:
+    """Entropy of the tokens' frequencies, in nats: the loss of the best model that ignores context. 0 of none."""
+    tokens = np.frombuffer(tokens, np.uint8) if isinstance(tokens, bytes) else tokens
+    counts = np.bincount(tokens)
+    frequency = counts[counts > 0] / max(1, len(tokens))
+    return float(-(frequency * np.log(frequency)).sum())

@@ -1,0 +1,125 @@
+"""``fp8ref data prepare``: text or documents, of the hub too, become shards of tokens (SEMANTICS D-7)."""
+
+import contextlib
+import dataclasses
+import hashlib
+import os
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+
+from fp8ref.errors import ConfigError
+from fp8ref.train import checkpoint
+from fp8ref.train.data import documents, fingerprint, sidecar, sources, tokenizers, unfinished
+from fp8ref.train.data.sidecar import Sidecar
+from fp8ref.train.sections import DataConfig
+
+SHARD_TOKENS = 10**8
+
+
+class _Writer:
+    """The shards of one split, of at most so many tokens each, one open at a time."""
+
+    def __init__(self, folder: Path, split: str, most: int) -> None:
+        self._folder, self._split, self._most = folder, split, most
+        self._file: BinaryIO | None = None
+        self._left = 0
+        self._hash = hashlib.sha256()
+        self.files: dict[str, sidecar.File] = {}
+        self.max_id = -1
+
+    def write(self, tokens: np.ndarray) -> None:
+        if len(tokens):
+            self.max_id = max(self.max_id, int(tokens.max()))
+        while len(tokens):
+            if self._file is None:
+                self._file = (self._folder / self._name()).open("xb")
+                self._left, self._hash = self._most, hashlib.sha256()
+            piece, tokens = tokens[: self._left], tokens[self._left :]
+            self._file.write(piece.tobytes())
+            self._hash.update(piece.tobytes())
+            self._left -= len(piece)
+            if not self._left:
+                self.finish()
+
+    def finish(self) -> None:
+        """Close the open shard, of which nothing is left in the operating system's buffers."""
+        if self._file is not None:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._file.close()
+            sample = fingerprint.sample(self._folder / self._name())
+            self.files[self._name()] = sidecar.File(tokens=self._most - self._left, sha256=self._hash.hexdigest(), sample=sample)
+            self._file = None
+
+    def abandon(self) -> None:
+        """Close what is open, also where the disk takes no more."""
+        if self._file is not None:
+            with contextlib.suppress(OSError):  # what it still held is removed with the folder
+                self._file.close()
+
+    def _name(self) -> str:
+        return f"{self._split}-{len(self.files):05d}.bin"
+
+
+def prepare(data: DataConfig, out: Path, *, shard_tokens: int = SHARD_TOKENS, hf_split: str | None = None) -> Sidecar:
+    """Tokenise what data names and write train-00000.bin, val-00000.bin and so on to ``out``, shards.json last.
+
+    The directory appears under its name when it is complete, and not at all otherwise.
+    Raises:   ConfigError: out is there and not empty, the source or the tokenizer cannot be used, or nothing can be written.
+    """
+    if shard_tokens < 2:
+        raise ConfigError(f"--shard-tokens is at least 2, for a window of one token and the next; got {shard_tokens}.")
+    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        raise ConfigError(f"--out {out} is there already and not empty; it is left alone. Name another directory.")
+    source = sources.find(data)
+    if source.kind == "shards":
+        raise ConfigError(f"--source {data.source!r} is token shards already. Train from it: data.source takes it as it is.")
+    if hf_split is not None:
+        if source.kind != "hub" or not hf_split:
+            raise ConfigError(f"--hf-split names a split of a --source hf:org/name; got {hf_split!r} and --source {data.source!r}.")
+        source = dataclasses.replace(source, split=hf_split)
+    tokenizer = tokenizers.load(data, source.kind)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with unfinished.folder(out) as hidden:
+            folder = hidden / "shards"
+            folder.mkdir()
+            if out.exists():  # a link or a mount point cannot be replaced, which is to be known now
+                os.rename(folder, out)
+                folder.mkdir()
+            made = _write(data, source, tokenizer, folder, shard_tokens)
+            os.rename(folder, out)
+            checkpoint.sync(out.parent)
+    except OSError as error:
+        raise ConfigError(
+            f"--out {out} cannot be written ({error.strerror}); nothing is kept of it. Free space, or name another."
+        ) from error
+    return made
+
+
+def _write(data: DataConfig, source: sources.Source, tokenizer: tokenizers.Tokenizer, folder: Path, shard_tokens: int) -> Sidecar:
+    train, validation = _Writer(folder, "train", shard_tokens), _Writer(folder, "val", shard_tokens)
+    with contextlib.ExitStack() as stack:
+        stack.callback(train.abandon)
+        stack.callback(validation.abandon)
+        for held_out, tokens in documents.tokenised(data, source, tokenizer):
+            (validation if held_out else train).write(tokens)
+        train.finish()
+        validation.finish()
+    if not train.files:
+        raise ConfigError(f"--source {data.source!r} holds no text for training. Give more, or lower --validation-fraction.")
+    made = Sidecar(
+        format="fp8ref shards 2",
+        source=data.source,
+        tokenizer=tokenizer.name,
+        vocab_size=tokenizer.vocab_size,
+        end_of_document=tokenizer.end,
+        dtype="uint16" if tokenizer.dtype.itemsize == 2 else "uint32",
+        max_id=max(train.max_id, validation.max_id),
+        files={**train.files, **validation.files},
+    )
+    checkpoint.sync(sidecar.write(folder, made))
+    checkpoint.sync(folder)
+    return made

@@ -1,0 +1,192 @@
+"""Shards of tokens on disk: .bin and .npy files of uint16 or uint32, mapped into memory when they are read (SEMANTICS D-4, D-5)."""
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from fp8ref import console
+from fp8ref.errors import ConfigError
+from fp8ref.train.data import sidecar, sources, windows
+from fp8ref.train.data.sources import Source
+from fp8ref.train.data.windows import Part
+
+OPEN = 64  # files mapped at once: each holds a file descriptor
+START = 2**16  # bytes that tell how wide a file's tokens are
+SCANNED = 2**24  # tokens looked through between two steps of the progress bar
+# llm.c's headers of 256 int32, (magic, version): the tokens' type; the third number is how many there are
+LLM_C = {(20240520, 1): "<u2", (20240801, 7): "<u4"}
+LLM_C_BYTES = 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shard:
+    """One file's tokens: where they begin in it, and what a sidecar says of them, if there is one."""
+
+    name: str
+    path: Path
+    dtype: np.dtype
+    offset: int
+    tokens: int
+    bytes: int
+    vocab_size: int
+    mapped: Callable[["Shard"], np.ndarray]
+    recorded: sidecar.Recorded | None = None
+
+    def __len__(self) -> int:
+        return self.tokens
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """Tokens start to stop, every one of which the model has an embedding for.
+
+        Raises:   ConfigError: it has none, which a file that changed since it was opened may bring about.
+        """
+        tokens = self.mapped(self)[start:stop]
+        if len(tokens) and int(tokens.max()) >= self.vocab_size:
+            at = start + int(np.argmax(tokens >= self.vocab_size))
+            raise ConfigError(
+                f"{self.path}: token {at} (byte {self.offset + at * self.dtype.itemsize}) is {self.mapped(self)[at]}, and model.vocab_size is "
+                f"{self.vocab_size}. Set model.vocab_size to that of the tokenizer, or data.token_dtype if {self.dtype} is not what the file holds."
+            )
+        return tokens
+
+
+def open_shards(source: Source, token_dtype: str | None, vocab_size: int, length: int, *, scan: bool = True) -> list[Shard]:
+    """The shards of a source, found sound; with scan, tokens that no sidecar vouches for are all looked at, if one could be too large.
+
+    Raises:   ConfigError: a file is unreadable, of another type or shape, too short for a window, or holds tokens from vocab_size on.
+    """
+    mapped = functools.lru_cache(OPEN)(_map)
+    records = sidecar.Sidecars()
+    opened = []
+    for name, path in source.files:
+        try:
+            opened.append(_open(name, path, records.of(path), token_dtype, vocab_size, mapped))
+        except OSError as error:
+            raise sources.unreadable(path, error) from error
+        if len(opened[-1]) <= length and not opened[-1].recorded:  # the last shard of a split is as long as it comes
+            raise ConfigError(
+                f"{path} holds {len(opened[-1])} tokens, and a window is data.sequence_length + 1 = {length + 1}; windows do not cross files (D-4). "
+                "Leave the file out, join it with another, or lower data.sequence_length."
+            )
+    for path, recorded in records.read():
+        check_vocabulary(recorded, vocab_size, str(path))
+    if scan:
+        _scan([s for s in opened if not s.recorded and vocab_size <= np.iinfo(s.dtype).max])
+    return opened
+
+
+def check_vocabulary(tokenizer: int, model: int, what: str) -> None:
+    """ConfigError where the tokenizer of ``what`` makes tokens that the model has no embedding for."""
+    if tokenizer > model:
+        raise ConfigError(
+            f"model.vocab_size is {model}, and the vocabulary of {what} {tokenizer}. Set model.vocab_size to {tokenizer} or more."
+        )
+
+
+def split(shards: Sequence[Shard], fraction: float, length: int) -> tuple[list[Part], list[Part]]:
+    """The parts of training and validation: whole files by their names, or the last windows of each file (D-5)."""
+    train, validation = [], []
+    named = any(sources.is_validation(shard.name) for shard in shards)
+    for shard in shards:
+        whole = windows.whole(shard, length)
+        held_out = (whole.number if sources.is_validation(shard.name) else 0) if named else int(whole.number * fraction)
+        train.append(Part(shard, 0, whole.number - held_out))
+        validation.append(Part(shard, whole.number - held_out, held_out))
+    return train, validation
+
+
+def _map(shard: Shard) -> np.ndarray:
+    try:
+        return np.memmap(shard.path, shard.dtype, "r", shard.offset, (shard.tokens,))
+    except OSError as error:
+        raise sources.unreadable(shard.path, error) from error
+    except ValueError as error:
+        raise ConfigError(f"{shard.path} was cut since it was opened ({error}). Put the file back.") from error
+
+
+def _open(name: str, path: Path, recorded: sidecar.Recorded | None, token_dtype: str | None, vocab_size: int, mapped) -> Shard:
+    size = path.stat().st_size
+    if not size:
+        raise ConfigError(f"{path} is empty. Leave it out of data.source, or write it again.")
+    if path.suffix == ".npy":
+        dtype, offset = _npy(path)
+    else:
+        stated = recorded.dtype if recorded else _llm_c(path, size)
+        offset = LLM_C_BYTES if stated and not recorded else 0
+        dtype = np.dtype(stated or f"<u{4 if token_dtype == 'uint32' else 2}")
+        if (size - offset) % dtype.itemsize:
+            raise ConfigError(
+                f"{path} is {size} bytes, which is no whole number of {dtype.name} tokens. Set data.token_dtype, or write the file again."
+            )
+        if not stated and token_dtype is None:
+            _check_width(path)
+    if token_dtype not in (None, dtype.name):
+        raise ConfigError(f"data.token_dtype is {token_dtype}, and {path} holds {dtype.name}. Leave data.token_dtype out.")
+    tokens = (size - offset) // dtype.itemsize
+    if recorded and (tokens, dtype) != (recorded.tokens, np.dtype(recorded.dtype)):
+        raise ConfigError(f"{path} holds {tokens} tokens, and {recorded.path} says {recorded.tokens}. Write the shards again.")
+    return Shard(
+        name=name,
+        path=path,
+        dtype=dtype,
+        offset=offset,
+        tokens=tokens,
+        bytes=size,
+        vocab_size=vocab_size,
+        mapped=mapped,
+        recorded=recorded,
+    )
+
+
+def _npy(path: Path) -> tuple[np.dtype, int]:
+    """The type of a .npy file's tokens, and where they begin."""
+    try:
+        array = np.load(path, mmap_mode="r", allow_pickle=False)
+    except OSError:
+        raise
+    except Exception as error:  # what NumPy makes of a damaged header has no common base
+        raise ConfigError(f"{path} is no whole .npy file ({error}). Write it again with numpy.save.") from error
+    if not isinstance(array, np.memmap):
+        raise ConfigError(f"{path} is a .npz archive under another name. Write its array by numpy.save.")
+    if array.ndim != 1 or array.dtype.kind != "u" or array.dtype.itemsize not in (2, 4):
+        raise ConfigError(f"{path} holds {array.dtype} of shape {array.shape}; a shard is uint16 or uint32 of one dimension. Convert it.")
+    return array.dtype, array.offset
+
+
+def _llm_c(path: Path, size: int) -> str | None:
+    """The type of the tokens after a header of llm.c's; None where there is no such header.
+
+    Raises:   ConfigError: as many tokens as it says do not follow.
+    """
+    with path.open("rb") as file:
+        magic, version, tokens = np.frombuffer(file.read(12).ljust(12, b"\0"), "<i4").tolist()
+    dtype = LLM_C.get((magic, version))
+    if dtype and size != (said := LLM_C_BYTES + tokens * np.dtype(dtype).itemsize):
+        raise ConfigError(
+            f"{path} is {size} bytes, and by its llm.c header, of {tokens} tokens, {said}. Write it again, or copy all of it."
+        )
+    return dtype
+
+
+def _check_width(path: Path) -> None:
+    """ConfigError for small 32-bit integers, of which every second uint16 is 0: no vocabulary would be found too small for them."""
+    with path.open("rb") as file:
+        start = file.read(START)
+    low, high = np.frombuffer(start[: len(start) // 4 * 4], "<u2").reshape(-1, 2).T
+    if len(low) >= 32 and low.any() and not high.any():
+        raise ConfigError(
+            f"{path}: read as uint16, every second token is 0; they look like uint32. Set data.token_dtype to 'uint32', or to 'uint16' if not."
+        )
+
+
+def _scan(shards: Sequence[Shard]) -> None:
+    """Look at every token once."""
+    pieces = [(shard, start) for shard in shards for start in range(0, len(shard), SCANNED)]
+    if pieces:
+        with console.bar("checking tokens", len(pieces)) as advance:
+            for shard, start in pieces:
+                shard.read(start, start + SCANNED)
+                advance(shard.name)

@@ -1,0 +1,136 @@
+"""What data.source names: which files, of which kind, and which of them are for validation (SEMANTICS D)."""
+
+import glob
+import os
+import re
+import sysconfig
+from collections.abc import Iterator, Set
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from fp8ref.errors import ConfigError
+from fp8ref.train.sections import DataConfig
+
+SUFFIXES = {"shards": {".bin", ".npy"}, "documents": {".jsonl", ".parquet"}, "text": {".md", ".py", ".txt"}}
+LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+HUB = "hf:"
+# The keys that say something of each kind; the others of these, if set, are refused
+KEYS = {
+    "shards": {"token_dtype"},
+    "text": {"tokenizer", "end_of_document"},
+    "documents": {"tokenizer", "end_of_document", "text_column"},
+    "hub": {"tokenizer", "end_of_document", "text_column"},
+}
+_VALIDATION = re.compile(r"(?<![a-z])val(id|idation)?(?![a-z])", re.IGNORECASE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """kind: shards, text, documents or hub; files: (name, path) in the order of their names, relative POSIX paths; split: of the hub's."""
+
+    kind: str
+    files: tuple[tuple[str, Path], ...] = ()
+    split: str = "train"
+
+
+def find(data: DataConfig) -> Source:
+    """The files that data.source names; their contents are not read.
+
+    Raises:   ConfigError: nothing there, nothing that is read, more than one kind, or a key that this kind has no use for.
+    """
+    source = _find(data.source)
+    defaults = {f.name: f.default for f in fields(DataConfig)}
+    unused = [key for key in sorted(set().union(*KEYS.values()) - KEYS[source.kind]) if getattr(data, key) != defaults[key]]
+    if unused:
+        raise ConfigError(
+            f"data.{', data.'.join(unused)} {'is' if len(unused) == 1 else 'are'} set, and data.source {data.source!r}, which is {source.kind}, "
+            "has no use for it. Leave it out."
+        )
+    return source
+
+
+def is_validation(name: str) -> bool:
+    """Whether a file is for validation by its name: val, valid or validation stands in it as a word (D-5)."""
+    return bool(_VALIDATION.search(name))
+
+
+def unreadable(path: Path, error: Exception) -> ConfigError:
+    """What to raise of a file that cannot be read."""
+    return ConfigError(f"{path} cannot be read ({getattr(error, 'strerror', None) or error}). Repair it, or leave it out of data.source.")
+
+
+def _find(source: str) -> Source:
+    if source.startswith(HUB):
+        return Source(kind="hub")
+    if source == "stdlib":
+        return Source(kind="text", files=_text(Path(sysconfig.get_path("stdlib")), {".py"}, LEFT_OUT))
+    root = Path(source)
+    if root.is_dir():
+        return _directory(source, root)
+    paths = [root] if root.exists() else [Path(p) for p in glob.glob(source, recursive=True) if not os.path.isdir(p)]
+    if paths and all(_kind(path) in ("shards", "documents") for path in paths):
+        common = Path(os.path.commonpath([path.parent for path in paths]))
+        return _of_one_kind(source, {path.relative_to(common).as_posix(): path for path in paths})
+    what = "matches no file" if glob.has_magic(source) else "is no directory"
+    if paths:
+        other = next(path for path in paths if _kind(path) not in ("shards", "documents"))
+        what = f"{what} and matches {other.name}" if glob.has_magic(source) and len(paths) > 1 else what
+    raise ConfigError(
+        f"data.source is 'stdlib' or a directory; got {source!r}, which {what}. A file or a pattern may name "
+        "token shards (.bin, .npy) or documents (.jsonl, .parquet), and hf:org/name a dataset of the Hugging Face hub."
+    )
+
+
+def _directory(source: str, root: Path) -> Source:
+    visible = {}
+    for path in _walk(root):
+        relative = path.relative_to(root)
+        # hidden: where fp8ref data prepare keeps what is not complete yet
+        if _kind(path) in ("shards", "documents") and not any(part.startswith(".") for part in relative.parts):
+            visible[relative.as_posix()] = path
+    text = _text(root, SUFFIXES["text"], frozenset())
+    if visible and text:
+        name, path = min(visible.items())
+        raise ConfigError(
+            f"data.source {source!r} holds {_kind(path)} ({name}) and text ({text[0][0]}). Name the former by a pattern, such as "
+            f"'{source}/**/*{path.suffix}', or keep the text in a directory of its own."
+        )
+    if visible:
+        return _of_one_kind(source, visible)
+    if not any(path.stat().st_size for _, path in text):
+        raise ConfigError(
+            f"data.source {source!r} holds no .md, .py, .txt files with text in them, no token shards (.bin, .npy) "
+            "and no documents (.jsonl, .parquet)."
+        )
+    return Source(kind="text", files=text)
+
+
+def _of_one_kind(source: str, files: dict[str, Path]) -> Source:
+    kinds = {str(_kind(path)): name for name, path in sorted(files.items(), reverse=True)}
+    if len(kinds) > 1:
+        held = " and ".join(f"{kind} ({name})" for kind, name in sorted(kinds.items()))
+        raise ConfigError(f"data.source {source!r} names {held}. Name one kind by a pattern, such as 'directory/*.bin'.")
+    return Source(kind=next(iter(kinds)), files=tuple(sorted(files.items())))
+
+
+def _kind(path: Path) -> str | None:
+    return next((kind for kind, suffixes in SUFFIXES.items() if path.suffix in suffixes), None)
+
+
+def _text(root: Path, suffixes: set[str], left_out: Set[str]) -> tuple[tuple[str, Path], ...]:
+    found = [path for path in _walk(root, left_out) if path.suffix in suffixes and path.is_file()]
+    return tuple(sorted((path.relative_to(root).as_posix(), path) for path in found))
+
+
+def _walk(root: Path, left_out: Set[str] = frozenset()) -> Iterator[Path]:
+    """The files of a directory and of those in it, but for those of names left out, which are not read; a link to a directory is not followed.
+
+    Raises:   ConfigError: a directory cannot be read, so that nobody knows what is left out.
+    """
+
+    def refuse(error: OSError) -> None:
+        raise unreadable(Path(error.filename), error) from error
+
+    for folder, folders, names in os.walk(root, onerror=refuse):
+        folders[:] = [name for name in folders if name not in left_out]
+        yield from (Path(folder, name) for name in names)

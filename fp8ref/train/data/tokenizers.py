@@ -1,0 +1,169 @@
+"""How text becomes tokens: its bytes, a tokenizer.json of Hugging Face's tokenizers, or an encoding of tiktoken (SEMANTICS D-6).
+
+The libraries are imported only when used. No tokenizer adds tokens of its own, and a special token's text in a document is text.
+"""
+
+import importlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from fp8ref.errors import ConfigError
+from fp8ref.train.sections import DataConfig
+
+TIKTOKEN = "tiktoken:"
+
+
+def library(name: str, why: str) -> Any:
+    """A module of the extra [data], imported now.
+
+    Raises:   ConfigError: it is not installed.
+    """
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        package = name.split(".")[0]
+        raise ConfigError(f"{why} needs {package} ({error}). Install it with pip install 'fp8ref[data]'.") from error
+
+
+class Tokenizer(Protocol):
+    """name, and how many token ids there are; end: the id after each document, None for none; dtype: little-endian uint16 or uint32."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def end(self) -> int | None: ...
+    @property
+    def dtype(self) -> np.dtype: ...
+    def encode(self, texts: Sequence[bytes]) -> list[np.ndarray]:
+        """The tokens of each text, UTF-8, the end included."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Base:
+    name: str
+    vocab_size: int
+    end: int | None
+
+    @property
+    def dtype(self) -> np.dtype:
+        return np.dtype("<u2" if self.vocab_size <= 2**16 else "<u4")
+
+    def _ended(self, ids) -> np.ndarray:
+        tokens = np.asarray(ids, self.dtype)
+        return tokens if self.end is None else np.append(tokens, self.dtype.type(self.end))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bytes(_Base):
+    """Each byte is a token."""
+
+    def encode(self, texts: Sequence[bytes]) -> list[np.ndarray]:
+        return [self._ended(np.frombuffer(text, np.uint8)) for text in texts]
+
+
+@dataclass(frozen=True, kw_only=True)
+class HuggingFace(_Base):
+    """A tokenizers.Tokenizer."""
+
+    made: Any
+
+    def encode(self, texts: Sequence[bytes]) -> list[np.ndarray]:
+        """As Tokenizer's; ConfigError for a document that it has no tokens for."""
+        try:
+            found = self.made.encode_batch([text.decode() for text in texts], add_special_tokens=False)
+        except Exception as error:  # the library raises Exception itself
+            raise ConfigError(
+                f"data.tokenizer {self.name!r} has no tokens for a document ({error}). Give it one for what it does not know."
+            ) from error
+        return [self._ended(encoding.ids) for encoding in found]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tiktoken(_Base):
+    """A tiktoken.Encoding."""
+
+    made: Any
+
+    def encode(self, texts: Sequence[bytes]) -> list[np.ndarray]:
+        return [self._ended(ids) for ids in self.made.encode_ordinary_batch([text.decode() for text in texts])]
+
+
+def load(data: DataConfig, kind: str) -> Tokenizer:
+    """The tokenizer that data names, for a source of this kind.
+
+    Raises:   ConfigError: a library or a file is missing, or the token that ends documents is.
+    """
+    if data.tokenizer is None:
+        return _bytes(data.end_of_document, kind)
+    if data.tokenizer.startswith(TIKTOKEN):
+        return _tiktoken(data.tokenizer, data.end_of_document)
+    return _hugging_face(data.tokenizer, data.end_of_document)
+
+
+def _bytes(end: str | None, kind: str) -> Bytes:
+    if end is None:
+        return Bytes(name="bytes", vocab_size=256, end=None if kind == "text" else 0)
+    if len(end.encode(errors="surrogatepass")) > 1:
+        raise ConfigError(f"data.end_of_document is one byte where tokens are bytes, or '' for none; got {end!r}.")
+    return Bytes(name="bytes", vocab_size=256, end=end.encode()[0] if end else None)
+
+
+def _tiktoken(name: str, end: str | None) -> Tiktoken:
+    tiktoken = library("tiktoken", f"data.tokenizer {name!r}")
+    try:
+        made = tiktoken.get_encoding(name.removeprefix(TIKTOKEN))
+    except Exception as error:  # an unknown name, or whatever a download that fails raises
+        known, why = ", ".join(tiktoken.list_encoding_names()), str(error).partition("\n")[0]
+        raise ConfigError(
+            f"data.tokenizer {name!r}: tiktoken cannot give it ({type(error).__name__}: {why}). It knows {known}, and downloads each once; "
+            "without a network set TIKTOKEN_CACHE_DIR to where that was done."
+        ) from error
+    special = {token: made.encode_single_token(token) for token in made.special_tokens_set}
+    return Tiktoken(name=name, vocab_size=made.n_vocab, end=_end(special, end, "<|endoftext|>", name), made=made)
+
+
+def _hugging_face(name: str, end: str | None) -> HuggingFace:
+    made_by = library("tokenizers", f"data.tokenizer {name!r}")
+    path = Path(name) / "tokenizer.json" if Path(name).is_dir() else Path(name)
+    try:
+        made = made_by.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises Exception itself
+        raise ConfigError(
+            f"data.tokenizer {name!r} cannot be read as a tokenizer.json ({error}). Name such a file, a directory that holds one, or tiktoken:NAME."
+        ) from error
+    made.encode_special_tokens = True
+    made.no_truncation()
+    made.no_padding()
+    vocabulary = made.get_vocab(with_added_tokens=True)
+    own = _eos_token(path.with_name("tokenizer_config.json"))
+    return HuggingFace(name=name, vocab_size=max(vocabulary.values(), default=-1) + 1, end=_end(vocabulary, end, own, name), made=made)
+
+
+def _eos_token(path: Path) -> str | None:
+    """eos_token of a tokenizer_config.json, which is a token or an object that holds one; None where there is none."""
+    try:
+        token = json.loads(path.read_text(encoding="utf-8")).get("eos_token")
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, AttributeError) as error:
+        raise ConfigError(f"{path} cannot be read ({error}). Repair or remove it.") from error
+    token = token.get("content") if isinstance(token, dict) else token
+    return token if isinstance(token, str) else None
+
+
+def _end(ids: dict[str, int], wanted: str | None, own: str | None, name: str) -> int | None:
+    token = own if wanted is None else wanted
+    if token == "":
+        return None
+    if token not in ids:
+        what = "names no token that ends a document" if token is None else f"has no token {token!r}"
+        raise ConfigError(f"data.tokenizer {name!r} {what}. Set data.end_of_document to one of its tokens, or to '' for none.")
+    return ids[token]

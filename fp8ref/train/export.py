@@ -1,0 +1,191 @@
+"""A run's weights as other programs read them: config.json and safetensors, of transformers' LlamaForCausalLM (SEMANTICS K-7)."""
+
+import dataclasses
+import importlib
+import json
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError, deserialize
+from safetensors.numpy import save_file
+
+from fp8ref import llama
+from fp8ref.errors import ConfigError
+from fp8ref.llama import LlamaConfig
+from fp8ref.train import checkpoint, log
+from fp8ref.train import config as configs
+from fp8ref.train.checkpoint import Checkpoint
+from fp8ref.train.config import Config
+
+LARGEST = 5 * 2**30  # bytes of a file, more in which a single tensor is larger
+INDEX = "model.safetensors.index.json"
+DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}  # NumPy has no bfloat16: its bits
+
+
+def export(run: Path, out: Path, *, tokenizer: Path | None = None, say: Callable[[str], None] = print) -> int:
+    """Write the weights of a run's newest intact checkpoint, float32, to a directory that is empty or not there. Returns their step.
+
+    tokenizer   a file, or a directory of files, that is copied beside them; by default the tokenizer.json that the run read its data by, if it is there.
+    Raises:   ConfigError: no run, no checkpoint of it; out holds something or lies in the run; no such tokenizer.
+    """
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(f"--out {out} holds something; it is left alone. Name a directory that is not there.")
+    if tokenizer is not None and not tokenizer.exists():
+        raise ConfigError(f"--tokenizer {tokenizer} is not there. Name a file or a directory of files.")
+    if out.absolute().is_relative_to(run.absolute()):
+        raise ConfigError(f"--out {out} lies in the run's own directory {run}. Name another directory.")
+    while True:
+        found = checkpoint.latest(run, say, aside=False)
+        if found is None:
+            log.read_manifest(run)  # which says where it is no run
+            raise ConfigError(f"{run} has no checkpoint yet. Train it with checkpoint.every above 0, or to its end.")
+        try:
+            _export(found, out, tokenizer)
+            return found.step
+        except (OSError, ValueError):
+            if found.path.exists():
+                raise
+            # a run that goes on has removed it, for newer ones
+
+
+def _export(found: Checkpoint, out: Path, tokenizer: Path | None) -> None:
+    config = configs.from_dict(found.manifest["config"], source=str(found.path / "manifest.json"))
+    used = config.data.tokenizer
+    if tokenizer is None and used and Path(used).is_file():
+        tokenizer = Path(used)
+    beside = [] if tokenizer is None else [tokenizer] if tokenizer.is_file() else sorted(p for p in tokenizer.iterdir() if p.is_file())
+    library = importlib.import_module(f"fp8ref.train.{found.manifest['backend']}.checkpoint")
+    unfinished = out.with_name(out.name + checkpoint.UNFINISHED)
+    try:
+        checkpoint.make_empty(unfinished)
+        _write(unfinished, config, library.weights(found.state, llama.parameter_shapes(config.model)))
+        for file in beside:
+            shutil.copyfile(file, unfinished / file.name)
+        if out.exists():
+            out.rmdir()
+        unfinished.rename(out)
+    except (OSError, SafetensorError) as error:
+        raise OSError(f"--out {out} could not be written: {error}. Make room, or name another directory.") from error
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def read(path: Path, model: LlamaConfig) -> dict[str, np.ndarray]:
+    """The weights of a directory that ``export`` or transformers wrote, in float32, which holds float16 and bfloat16 exactly.
+
+    Raises:   ConfigError: no such directory, another model's config.json, no safetensors, files that are missing or damaged, weights of
+              other names, shapes or dtypes, or not finite.
+    """
+    _check_config(path, model)
+    index = path / INDEX
+    try:
+        names = (
+            sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()), key=str)
+            if index.is_file()
+            else ["model.safetensors"]
+        )
+        weights: dict[str, np.ndarray] = {}
+        for name in names:
+            if not isinstance(name, str) or Path(name).name != name:
+                raise ValueError(f"{INDEX} has {name!r}, and names a file of its own directory")
+            weights |= {key: _array(path / name, key, found) for key, found in deserialize((path / name).read_bytes())}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, SafetensorError) as error:
+        raise ConfigError(f"run.init_from {path}: {error}. It holds weights in safetensors; pickled ones are never read.") from error
+    if model.tie_word_embeddings:
+        weights.pop("lm_head.weight", None)
+    try:
+        llama.check_weights(weights, model)
+    except ValueError as error:
+        raise ConfigError(f"run.init_from {path}: {error}") from error
+    return weights
+
+
+def _write(out: Path, config: Config, weights: Iterator[tuple[str, np.ndarray]]) -> None:
+    """Files of at most LARGEST bytes, one after the other, so that no more than one is in memory."""
+    files: dict[str, str] = {}
+    piece: dict[str, np.ndarray] = {}
+    written: list[Path] = []
+
+    def close() -> None:
+        path = out / f"model-{len(written) + 1:05d}.safetensors"
+        save_file(piece, path, metadata={"format": "pt"})
+        written.append(path)
+        files.update(dict.fromkeys(piece, path.name))
+        piece.clear()
+
+    total = 0
+    for name, value in weights:
+        if piece and sum(v.nbytes for v in piece.values()) + value.nbytes > LARGEST:
+            close()
+        piece[name] = np.ascontiguousarray(value)
+        total += value.nbytes
+    close()
+    if len(written) == 1:
+        written[0].rename(out / "model.safetensors")
+    else:
+        renamed = {p.name: f"model-{i + 1:05d}-of-{len(written):05d}.safetensors" for i, p in enumerate(written)}
+        for path in written:
+            path.rename(out / renamed[path.name])
+        index = {"metadata": {"total_size": total}, "weight_map": {name: renamed[file] for name, file in files.items()}}
+        (out / INDEX).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
+    (out / "config.json").write_text(json.dumps(_hugging_face(config), indent=1) + "\n", encoding="utf-8")
+
+
+def _hugging_face(config: Config) -> dict[str, Any]:
+    """config.json."""
+    model = dataclasses.asdict(config.model)
+    theta = model.pop("rope_theta")
+    return {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        **model,
+        "head_dim": config.model.head_dim,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "max_position_embeddings": config.data.sequence_length,
+        "rope_theta": theta,
+        "rope_parameters": {"rope_type": "default", "rope_theta": theta},
+        "dtype": "float32",
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+
+
+def _check_config(path: Path, model: LlamaConfig) -> None:
+    """ConfigError where config.json says what this model is not. What only says how weights were drawn may differ."""
+    try:
+        found = json.loads((path / "config.json").read_text(encoding="utf-8"))
+        found.setdefault("rope_theta", (found.get("rope_parameters") or {}).get("rope_theta"))
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
+        raise ConfigError(
+            f"run.init_from {path}: config.json cannot be read ({error}). Name a directory that fp8ref export wrote."
+        ) from error
+    asked: Mapping[str, Any] = {
+        "model_type": "llama",
+        **dataclasses.asdict(model),
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+    }
+    scaled = (found.get("rope_parameters") or found.get("rope_scaling") or {}).get("rope_type", "default")
+    if scaled != "default":
+        raise ConfigError(f"run.init_from {path}: rotary tables are of rope_type 'default' here (M-4); its config.json says {scaled!r}.")
+    for key in ("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size"):
+        if key not in found:
+            raise ConfigError(f"run.init_from {path}: its config.json has no {key}. Name a directory that fp8ref export wrote.")
+    for key in asked.keys() - {"initializer_range"}:
+        if key in found and found[key] is not None and found[key] != asked[key]:
+            raise ConfigError(
+                f"run.init_from {path}: its config.json has {key} {found[key]!r}; model.{key} is {asked[key]!r}. Make them equal."
+            )
+
+
+def _array(path: Path, key: str, found: Mapping[str, Any]) -> np.ndarray:
+    if found["dtype"] not in DTYPES:
+        raise ConfigError(f"{path.name}: {key} is {found['dtype']}; weights are float32, float16 or bfloat16")
+    value = np.frombuffer(found["data"], DTYPES[found["dtype"]]).reshape(found["shape"])
+    return (value.astype(np.uint32) << 16).view(np.float32) if found["dtype"] == "BF16" else value.astype(np.float32)

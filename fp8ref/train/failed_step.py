@@ -1,0 +1,98 @@
+"""What is kept of a step whose loss or gradient is not finite, so that ``fp8ref crosscheck --replay`` can find where it began (SEMANTICS K-6).
+
+RUN/failures/step-00000012/state/          the state before that step, as checkpoints have it
+                           batch.npy       its global batch, int32 [batch_size, sequence_length + 1]
+                           manifest.json   step, loss, gradient norm, backend and config, as checkpoints have it
+"""
+
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from fp8ref.errors import ConfigError
+from fp8ref.train import checkpoint
+from fp8ref.train import config as configs
+from fp8ref.train.config import Config
+from fp8ref.train.processes import Processes, together
+
+FOLDER = "failures"
+
+
+class Trains(checkpoint.Saves, Protocol):
+    """A trainer; ``backend`` is its framework's name."""
+
+    backend: str
+
+
+@dataclass(frozen=True)
+class Failure:
+    """One that was read. metrics: step, loss and grad_norm, numbers as text, for JSON has none that are not finite."""
+
+    state: Path
+    tokens: np.ndarray
+    config: Config
+    backend: str
+    metrics: Mapping[str, str]
+
+
+def write(out: Path, model: Trains, config: Config, tokens: np.ndarray, metrics: Mapping[str, Any], processes: Processes) -> Path:
+    """Keep a step that was not taken; every process calls it. Returns where. OSError: it could not be written; nothing of it is left."""
+    path = out / FOLDER / f"{checkpoint.PREFIX}{metrics['step']:08d}"
+    unfinished = path.with_name(path.name + checkpoint.UNFINISHED)
+    together(processes, lambda: checkpoint.make_empty(unfinished) if processes.first else None)
+
+    def complete() -> None:
+        np.save(unfinished / "batch.npy", np.asarray(tokens, np.int32), allow_pickle=False)
+        about = {"backend": model.backend, "config": configs.to_dict(config), "metrics": {k: str(v) for k, v in metrics.items()}}
+        checkpoint.write_manifest(unfinished, about | {"step": metrics["step"]})
+        checkpoint.remove(path)
+        unfinished.rename(path)
+
+    try:
+        model.save(unfinished / "state")()
+        together(processes, lambda: complete() if processes.first else None)
+    except Exception:
+        if processes.first:
+            shutil.rmtree(unfinished, ignore_errors=True)
+        raise
+    return path
+
+
+def read(path: Path) -> Failure:
+    """What ``write`` kept; path: the directory or its manifest.json.
+
+    Raises:   ConfigError: it is none, naming those that are near; or it is damaged.
+    """
+    folder = path.parent if path.name == "manifest.json" else path
+    if not (folder / "manifest.json").is_file() or _is_run(folder):
+        what = "is not there" if not path.exists() else "is a file" if path.is_file() else "is a run" if _is_run(path) else "is none"
+        raise ConfigError(_no_failure(path, what))
+    manifest = checkpoint.verify(folder)
+    if "metrics" not in manifest:
+        raise ConfigError(_no_failure(path, "is a checkpoint"))
+    return Failure(
+        state=folder / "state",
+        tokens=np.load(folder / "batch.npy", allow_pickle=False),
+        config=configs.from_dict(manifest["config"], source=str(folder / "manifest.json")),
+        backend=manifest["backend"],
+        metrics=manifest["metrics"],
+    )
+
+
+def _is_run(folder: Path) -> bool:
+    return (folder / "config.toml").is_file()
+
+
+def _no_failure(path: Path, what: str) -> str:
+    """What a path is instead of a step that failed, and the steps that its run kept."""
+    said = f"a replay takes the directory of a step that failed, RUN/{FOLDER}/{checkpoint.PREFIX}...; {path} {what}."
+    run = next((folder for folder in (path, *path.parents) if _is_run(folder)), None)
+    if run is None:
+        return said
+    steps = (p for p in (run / FOLDER).glob(f"{checkpoint.PREFIX}*") if p.name.removeprefix(checkpoint.PREFIX).isdecimal())
+    kept = ", ".join(map(str, sorted(steps)))
+    return f"{said} {run} kept {kept}." if kept else f"{said} {run} kept none: no step of it failed."

@@ -1,0 +1,86 @@
+"""The simulated hardware that a config names (SEMANTICS G-20): a plan's name, or the file of one that a probe found."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fp8ref.errors import ConfigError
+from fp8ref.granularity import by_name as granularity_of
+from fp8ref.train.config import Config
+
+if TYPE_CHECKING:
+    from fp8ref.sim.hardware import Hardware
+
+
+def of(config: Config, backend: str | None = None) -> "Hardware | None":
+    """What a trainer of this config, of this backend or either, multiplies by; None where the framework's own GEMMs run.
+
+    Raises:   ConfigError: a name that is none, a file that holds no whole plan of a GEMM; a plan that the recipe's GEMMs cannot run under.
+    """
+    if not config.numerics.simulates:
+        return None
+    name = config.numerics.accumulate
+    assert name is not None
+    found = by_name(name)
+    specs = [spec for d in config.decisions() for spec in d.recipe.gemms.values() if spec.fp8]
+    if not specs:
+        raise ConfigError(
+            f"numerics.accumulate {name!r} is of FP8 GEMMs, and recipe {config.numerics.recipe!r} has none. Leave it out, or use recipe 'tensorwise'."
+        )
+    casts = [cast for spec in specs for cast in (spec.a, spec.b) if cast is not None]
+    if unknown := sorted({cast.fmt.name for cast in casts} - {"e4m3fn", "e5m2"}):
+        raise ConfigError(f"numerics.accumulate {name!r}: tensor cores multiply e4m3fn and e5m2; the recipe has {', '.join(unknown)}.")
+    epilogue = found.epilogue
+    if epilogue is not None and epilogue.round_first and any(granularity_of(cast.granularity).reduced is not None for cast in casts):
+        raise ConfigError(
+            f"numerics.accumulate {name!r}: its epilogue {epilogue.name!r} rounds the sum over all of K before it is scaled, and recipe "
+            f"{config.numerics.recipe!r} scales blocks of K. Use recipe 'rowwise', or a plan by name."
+        )
+    if epilogue is not None and backend == "jax" and config.parallel.devices > 1:
+        raise ConfigError(
+            f"numerics.accumulate {name!r}: on a mesh sums over devices are scaled by JAX (G-21), and this plan has an epilogue of its own, "
+            f"{epilogue.name!r}. Use one device, or a plan by name."
+        )
+    return found
+
+
+def told(config: Config) -> dict | None:
+    """All of the plan, for a manifest."""
+    found = of(config)
+    return None if found is None else found.to_dict()
+
+
+def by_name(name: str) -> "Hardware":
+    """The hardware of a name, or of the file that a name ending in .json is.
+
+    Raises:   ConfigError: an unknown name; a file that cannot be read, or holds no whole plan of a GEMM.
+    """
+    from fp8ref.sim import hardware
+
+    if name.endswith(".json"):
+        return _probed(Path(name))
+    try:
+        return hardware.by_name(name)
+    except ValueError:
+        known = ", ".join(("native", *hardware.HARDWARE))
+        raise ConfigError(f"numerics.accumulate is one of {known}, or the .json of a plan that fp8ref probe wrote; got {name!r}.") from None
+
+
+def _probed(path: Path) -> "Hardware":
+    from fp8ref.conformance.gemm import plans
+    from fp8ref.sim import hardware
+
+    try:
+        said = json.loads(path.read_text(encoding="utf-8"))
+        plan = said["plan"]
+        accumulate, epilogue = plans.accumulation(plan, evidence=f"a probe of {said['subject']}"), plans.epilogue(plan)
+        return hardware.probed(accumulate, epilogue)
+    except OSError as error:
+        raise ConfigError(
+            f"numerics.accumulate: {path} cannot be read ({error.strerror}). Name what fp8ref probe SUBJECT --json FILE wrote."
+        ) from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:  # of JSON that is something else
+        why = "it has no plan" if isinstance(error, KeyError | TypeError | AttributeError) else str(error).rstrip(".")
+        raise ConfigError(
+            f"numerics.accumulate: {path} holds no whole plan of a GEMM ({why}). Name what fp8ref probe SUBJECT --json FILE wrote."
+        ) from error

@@ -1,0 +1,73 @@
+"""A training state on disk, as orbax writes it: every process its own devices' pieces, and no pickle (SEMANTICS K-2)."""
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as orbax
+import tensorstore
+
+from fp8ref.errors import ConfigError
+
+INDEX_BYTES = 2**26
+
+
+class Store:
+    """Of trees of arrays, whatever mesh they lie on."""
+
+    def __init__(self) -> None:
+        self._writer = orbax.AsyncCheckpointer(orbax.StandardCheckpointHandler())
+
+    def save(self, directory: Path, tree: Any) -> Callable[[], None]:
+        """Copy a tree to host memory, and begin to write it; the result waits until every process's part is written."""
+        self._writer.save(directory.absolute(), args=orbax.args.StandardSave(tree))
+        return self._writer.wait_until_finished
+
+    def load(self, directory: Path, like: Any) -> Any:
+        """The tree, on the devices and with the types of another one.
+
+        Raises:   ConfigError: a tree of other names, shapes or types.
+        """
+        saved = _arrays(self._writer.metadata(directory.absolute()).item_metadata.tree)
+        mine = _arrays(like)
+        for name in sorted(saved.keys() ^ mine.keys()):
+            where = "is not in the checkpoint" if name in mine else "is in the checkpoint, and not in this model"
+            raise ConfigError(f"{name} {where}. Load a state of the same model and recipe.")
+        for name, value in mine.items():
+            if tuple(saved[name].shape) != value.shape:
+                raise ConfigError(
+                    f"{name} is {list(value.shape)} here and {list(saved[name].shape)} in the checkpoint. Load a state of the same model."
+                )
+        abstract = jax.tree.map(lambda v: jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=v.sharding), like)
+        return self._writer.restore(directory.absolute(), args=orbax.args.StandardRestore(abstract))
+
+
+def weights(directory: Path, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, np.ndarray]]:
+    """The weights alone, one after the other: float32 by name, in this process. By tensorstore, as orbax does, which reads its metadata for every call.
+
+    Raises:   ConfigError: tensors of other names or shapes.
+    """
+    found = json.loads((directory / "_METADATA").read_text(encoding="utf-8"))
+    saved = {tuple(of_one["key"] for of_one in value["key_metadata"]) for value in found["tree_metadata"].values()}
+    base = {"driver": "ocdbt", "base": {"driver": "file", "path": f"{directory.absolute()}/"}}
+    context = tensorstore.Context({"cache_pool": {"total_bytes_limit": INDEX_BYTES}})  # the database's index, which all tensors share
+    for name, shape in shapes.items():
+        if ("model", name) not in saved:
+            raise ConfigError(f"{name} is not in the checkpoint. Load a state of the same model.")
+        spec = {
+            "driver": "zarr3" if found.get("use_zarr3") else "zarr",
+            "kvstore": {**base, "path": f"model.{name}/"},
+            "fill_missing_data_reads": False,
+        }
+        array = tensorstore.open(spec, context=context, open=True, read=True).result()
+        if array.shape != shape:
+            raise ConfigError(f"{name} is {list(shape)} here and {list(array.shape)} in the checkpoint. Load a state of the same model.")
+        yield name, array.read().result()
+
+
+def _arrays(tree: Any) -> dict[str, Any]:
+    found = jax.tree_util.tree_leaves_with_path(tree)
+    return {".".join(str(getattr(part, "key", part)) for part in path): leaf for path, leaf in found}

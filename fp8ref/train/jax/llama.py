@@ -1,0 +1,191 @@
+"""The trainer's Llama as a Flax NNX module (SEMANTICS M). Attributes spell Hugging Face's parameter names."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from fp8ref import llama
+from fp8ref.hardware import Multiply
+from fp8ref.jax import delayed, linear
+from fp8ref.llama import LlamaConfig
+from fp8ref.recipe import Recipe
+from fp8ref.train.jax.mesh import Layout
+
+Weights = Mapping[str, np.ndarray]  # parameter's name -> float32 array
+Recipes = Mapping[str, Recipe]  # linear's name -> recipe
+
+
+@dataclass
+class Pass:
+    """One pass through the model: the states that its linears read, the observations they emit, and how they lie on a mesh.
+
+    state, seen   by the name of each linear that scales by past amaxes; seen is replaced as the pass goes on.
+    taps          by the name of each linear whose operands are measured (``linear.measured``), which the pass uses once; replaced too.
+    multiply      simulated hardware that FP8 GEMMs run under; None: XLA's own.
+    attention     "xla" or "cudnn": the implementation of jax.nn.dot_product_attention.
+    """
+
+    state: Mapping[str, delayed.State] = field(default_factory=dict)
+    seen: dict[str, delayed.Seen] = field(default_factory=dict)
+    layout: Layout | None = None
+    taps: dict[str, jax.Array] = field(default_factory=dict)
+    attention: Literal["xla", "cudnn"] = "xla"
+    multiply: Multiply | None = None
+
+    def attended(self, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        """Causal attention of [B, T, H, D], of which k and v may have fewer heads."""
+        return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=self.attention)
+
+    def linear(self, x: jax.Array, w: jax.Array, recipe: str | Recipe, name: str) -> jax.Array:
+        """``linear.apply`` of the linear of that name, by its own state, observations and placement."""
+        placement = self.layout.placement(name) if self.layout else None
+        y, seen, tap = linear.measured(
+            x,
+            w,
+            recipe=recipe,
+            state=self.state.get(name),
+            seen=self.seen.get(name),
+            placement=placement,
+            name=name,
+            tap=self.taps.get(name),
+            multiply=self.multiply,
+        )
+        if seen is not None:
+            self.seen[name] = seen
+        if tap is not None:
+            self.taps[name] = tap
+        return y
+
+
+class Linear(nnx.Module):
+    """y [..., N] = x [..., K] x weight [N, K], by the layer's recipe."""
+
+    def __init__(self, name: str, weights: Weights, recipes: Recipes) -> None:
+        self.weight = nnx.Param(jnp.asarray(weights[f"{name}.weight"]))
+        self.recipe = recipes[name]
+        self.name = name
+
+    def __call__(self, x: jax.Array, run: Pass) -> jax.Array:
+        return run.linear(x, self.weight[...], self.recipe, self.name)
+
+
+class RMSNorm(nnx.Module):
+    """x * rsqrt(mean(x^2) + eps) * weight over the last dim, in float32, rounded once to x's dtype (SEMANTICS M-3)."""
+
+    def __init__(self, weight: np.ndarray, *, eps: float) -> None:
+        self.weight = nnx.Param(jnp.asarray(weight))
+        self.eps = eps
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        wide = x.astype(jnp.float32)
+        mean_square = jnp.mean(wide * wide, axis=-1, keepdims=True)
+        return (wide * jax.lax.rsqrt(mean_square + self.eps) * self.weight[...].astype(jnp.float32)).astype(x.dtype)
+
+
+class Embedding(nnx.Module):
+    """Rows of the float32 table, then rounded: [B, T] -> [B, T, hidden] (SEMANTICS M-2)."""
+
+    def __init__(self, weight: np.ndarray) -> None:
+        self.weight = nnx.Param(jnp.asarray(weight))
+
+    def __call__(self, tokens: jax.Array, dtype, run: Pass) -> jax.Array:
+        table = run.layout.whole(self.weight[...]) if run.layout else self.weight[...]
+        return table[tokens].astype(dtype)  # [B, T] -> [B, T, hidden]; the gradient sums in the table's dtype
+
+
+class Attention(nnx.Module):
+    """Causal attention of [B, T, hidden], rotary, key and value heads shared by groups of query heads (SEMANTICS M-1)."""
+
+    def __init__(self, name: str, config: LlamaConfig, weights: Weights, recipes: Recipes) -> None:
+        self.head_dim = config.head_dim
+        for projection in ("q_proj", "k_proj", "v_proj", "o_proj"):
+            setattr(self, projection, Linear(f"{name}.{projection}", weights, recipes))
+
+    def __call__(self, x: jax.Array, cos: jax.Array, sin: jax.Array, run: Pass) -> jax.Array:
+        q, k, v = (p(x, run) for p in (self.q_proj, self.k_proj, self.v_proj))
+        batch, length, _ = q.shape
+        q, k, v = (value.reshape(batch, length, -1, self.head_dim) for value in (q, k, v))  # [B, T, H, D]
+        y = run.attended(_rotate(q, cos, sin), _rotate(k, cos, sin), v)
+        return self.o_proj(y.reshape(batch, length, -1), run)
+
+
+class MLP(nnx.Module):
+    """SwiGLU: down_proj(silu(gate) * up), the product in float32 and rounded once (SEMANTICS M-3)."""
+
+    def __init__(self, name: str, weights: Weights, recipes: Recipes) -> None:
+        for projection in ("gate_proj", "up_proj", "down_proj"):
+            setattr(self, projection, Linear(f"{name}.{projection}", weights, recipes))
+
+    def __call__(self, x: jax.Array, run: Pass) -> jax.Array:
+        # Past the barrier XLA keeps these two for the backward pass, and not the float32 products that they are rounded from.
+        gate, up = jax.lax.optimization_barrier((self.gate_proj(x, run), self.up_proj(x, run)))
+        gate, up = gate.astype(jnp.float32), up.astype(jnp.float32)
+        return self.down_proj((jax.nn.silu(gate) * up).astype(x.dtype), run)
+
+
+class Layer(nnx.Module):
+    """h + attention of its norm, then + MLP of its norm: [B, T, hidden], and so the result."""
+
+    def __init__(self, name: str, config: LlamaConfig, weights: Weights, recipes: Recipes) -> None:
+        self.input_layernorm = RMSNorm(weights[f"{name}.input_layernorm.weight"], eps=config.rms_norm_eps)
+        self.self_attn = Attention(f"{name}.self_attn", config, weights, recipes)
+        self.post_attention_layernorm = RMSNorm(weights[f"{name}.post_attention_layernorm.weight"], eps=config.rms_norm_eps)
+        self.mlp = MLP(f"{name}.mlp", weights, recipes)
+
+    def __call__(self, h: jax.Array, cos: jax.Array, sin: jax.Array, run: Pass) -> jax.Array:
+        h = h + self.self_attn(self.input_layernorm(h), cos, sin, run)
+        return h + self.mlp(self.post_attention_layernorm(h), run)
+
+
+class Decoder(nnx.Module):
+    """The parameters between tokens and lm_head, under Hugging Face's names; ``Llama`` runs them."""
+
+    def __init__(self, config: LlamaConfig, weights: Weights, recipes: Recipes) -> None:
+        self.embed_tokens = Embedding(weights["model.embed_tokens.weight"])
+        self.layers = nnx.List([Layer(f"model.layers.{i}", config, weights, recipes) for i in range(config.num_hidden_layers)])
+        self.norm = RMSNorm(weights["model.norm.weight"], eps=config.rms_norm_eps)
+
+
+class Llama(nnx.Module):
+    """Logits of a batch of tokens: [B, T] int -> [B, T, vocab_size] of the norms' dtype, the compute dtype.
+
+    Order:    SEMANTICS M-3, rounded to the compute dtype at each of its sites.
+    The weights' dtype is the caller's: the training step rounds float32 masters to bfloat16 first (SEMANTICS M-2).
+    """
+
+    def __init__(self, config: LlamaConfig, weights: Weights, recipes: Recipes) -> None:
+        self.config = config
+        self.model = Decoder(config, weights, recipes)
+        if not config.tie_word_embeddings:
+            self.lm_head = Linear("lm_head", weights, recipes)
+
+    def __call__(self, tokens: jax.Array, run: Pass | None = None) -> jax.Array:
+        """run: what the linears read and emit; its layout, if any, says which part of the tokens' sequences the logits are of."""
+        run = run or Pass()
+        cos, sin = (jnp.asarray(table) for table in llama.rotary_tables(self.config, tokens.shape[1]))
+        h = self.embedded(tokens, run)
+        for layer in self.model.layers:
+            h = layer(h, cos, sin, run)
+        h = self.model.norm(h)
+        if not self.config.tie_word_embeddings:
+            return self.lm_head(h, run)
+        return run.linear(h, self.model.embed_tokens.weight[...].astype(h.dtype), "bf16", "lm_head")
+
+    def embedded(self, tokens: jax.Array, run: Pass) -> jax.Array:
+        """What the layers are given: [B, T, hidden] of the compute dtype, or a device's own part of it."""
+        own = run.layout.own_sequence(tokens) if run.layout else tokens
+        h = self.model.embed_tokens(own, self.model.norm.weight[...].dtype, run)
+        return run.layout.cut_sequence(h) if run.layout else h
+
+
+def _rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """Rotary embedding of [B, T, H, D] by float32 tables [T, D], rounded once to x's dtype."""
+    wide = x.astype(jnp.float32)
+    first, second = jnp.split(wide, 2, axis=-1)
+    half = jnp.concatenate([-second, first], axis=-1)
+    return (wide * cos[:, None, :] + half * sin[:, None, :]).astype(x.dtype)

@@ -1,0 +1,195 @@
+"""The trainer's mesh: where config.parallel puts a Llama's parameters, tokens and linears.
+
+Attention and MLP are tensor-parallel by heads and inner features: q, k, v, gate and up column-parallel, o and down row-parallel. Matrices are cut
+along their first dim over fsdp too, and gathered for use, linears' in FP8; norms are whole everywhere.
+"""
+
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import multihost_utils
+from jax.sharding import AxisType, Mesh, NamedSharding, Sharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
+
+from fp8ref import llama
+from fp8ref.errors import ConfigError
+from fp8ref.jax import sharding
+from fp8ref.jax.sharding import Placement
+from fp8ref.recipe import Role
+from fp8ref.train.config import Config
+
+AXES = ("data", "fsdp", "tensor")
+
+
+class Layout:
+    """One config on a mesh; on one device there is none, and everything here does nothing."""
+
+    def __init__(self, config: Config, devices: Sequence[jax.Device] | None = None) -> None:
+        """devices   of a topology, which need not be here: arrays on them are shapes. By default those that jax has.
+
+        Raises:   ConfigError: cuDNN's attention of heads that it does not take, or without a GPU; more devices than there are;
+                  a batch, heads or dims that the mesh does not cut into equal pieces.
+        """
+        self.config = config.parallel
+        self.abstract = devices is not None
+        self.devices = (jax.devices() if devices is None else list(devices))[: config.parallel.devices]
+        sizes = {axis: getattr(config.parallel, axis) for axis in AXES}
+        # An axis of one device cuts nothing, so that no placement names it.
+        self._batch, self._fsdp, self._tensor = (
+            tuple(axis for axis in axes if sizes[axis] > 1) for axes in (("data", "fsdp"), ("fsdp",), ("tensor",))
+        )
+        if faults := config.parallel.unattended(config.model.head_dim):
+            raise ConfigError(faults[0])
+        if config.parallel.attention == "cudnn" and not self.on_gpu:
+            raise ConfigError(
+                f"parallel.attention 'cudnn' needs an NVIDIA GPU; jax runs on {self.devices[0].platform}. Set parallel.attention to xla."
+            )
+        self.mesh: Mesh | None = None
+        if config.parallel.devices == 1 and jax.process_count() == 1:
+            return
+        if config.parallel.devices > len(self.devices):
+            raise ConfigError(
+                f"parallel asks for {config.parallel.devices} devices ({sizes}); jax has {len(self.devices)}. "
+                "Make it smaller; on a CPU, XLA_FLAGS=--xla_force_host_platform_device_count=8 makes eight."
+            )
+        if jax.process_count() > 1 and config.parallel.devices != jax.device_count():
+            raise ConfigError(
+                f"{jax.process_count()} processes train on all their devices, {jax.device_count()}; parallel asks for {config.parallel.devices} "
+                f"({sizes}). Make data, fsdp and tensor multiply to {jax.device_count()}."
+            )
+        self._check(config, sizes)
+        self.mesh = jax.make_mesh(tuple(sizes.values()), AXES, axis_types=(AxisType.Auto,) * 3, devices=self.devices)
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether its devices are GPUs."""
+        return self.devices[0].platform == "gpu"
+
+    @property
+    def description(self) -> str:
+        """What trains, for the manifest: platform and kind of the devices, how many, and of how many processes."""
+        first, processes = self.devices[0], jax.process_count()
+        many = f", {self.config.devices} devices" * (self.config.devices > 1) + f" in {processes} processes" * (processes > 1)
+        return f"{first.platform}: {first.device_kind}{many}"
+
+    @property
+    def mapped(self) -> bool:
+        """Whether the model runs inside shard_map, on pieces."""
+        return self.mesh is not None and self.config.through == "shard_map"
+
+    @property
+    def tokens(self) -> P:
+        """Of tokens [B, T]."""
+        return P(self._batch)
+
+    @property
+    def parts(self) -> P:
+        """Of tokens [microbatches, B, T]."""
+        return P(None, self._batch)
+
+    @property
+    def cutting_tokens(self) -> tuple[str, ...]:
+        """The mesh axes along which devices have tokens of their own, behind the embedding."""
+        return (*self._batch, *self._tensor) if self.config.sequence else self._batch
+
+    def placement(self, linear: str) -> Placement | None:
+        """Of a linear, by its name."""
+        if self.config.devices == 1:
+            return None
+        last, scope, sequence = linear.split(".")[-1], self.config.amax_scope, self.config.sequence
+        if last in llama.COLUMN:
+            return Placement(m=self._batch, n=self._tensor, fsdp=self._fsdp, sequence=sequence, scope=scope)
+        if last in llama.ROW:
+            return Placement(m=self._batch, k=self._tensor, fsdp=self._fsdp, sequence=sequence, scope=scope)
+        return Placement(m=self.cutting_tokens, fsdp=self._fsdp, scope=scope)
+
+    def parameter(self, name: str, shape: tuple[int, ...]) -> P:
+        """Of a parameter, by its name: a linear's weight as it is at rest, the embedding table cut over fsdp, norms whole."""
+        placement = self.placement(name.removesuffix(".weight"))
+        if placement is None or len(shape) < 2:
+            return P()
+        return P(self._fsdp) if name == llama.EMBEDDING else P(*placement.at_rest("weight"))
+
+    def sharding(self, spec: P) -> Sharding:
+        """Where an array of that spec lies."""
+        return SingleDeviceSharding(self.devices[0]) if self.mesh is None else NamedSharding(self.mesh, spec)
+
+    def put(self, value: np.ndarray, spec: P) -> jax.Array:
+        """On the devices, every process its own devices' pieces of the whole value; of a topology's, a shape and how it lies there."""
+        if self.abstract:
+            return jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=self.sharding(spec))  # type: ignore[return-value]
+        if self.mesh is None:
+            return jnp.asarray(value)
+        whole = np.asarray(value)
+        return jax.make_array_from_callback(whole.shape, self.sharding(spec), whole.__getitem__)
+
+    def fetch(self, value: jax.Array) -> np.ndarray:
+        """The whole of it, in every process."""
+        return np.asarray(value if value.is_fully_addressable else multihost_utils.process_allgather(value, tiled=True))
+
+    def map(self, f: Callable, in_specs, out_specs) -> Callable:
+        """f on every device's pieces, if the model is to run inside shard_map."""
+        return jax.shard_map(f, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs) if self.mapped else f
+
+    def whole(self, table: jax.Array) -> jax.Array:
+        """A table cut over fsdp, gathered as it is."""
+        return lax.all_gather(table, self._fsdp, axis=0, tiled=True) if self.mapped and self._fsdp else table
+
+    def own_sequence(self, tokens: jax.Array) -> jax.Array:
+        """Of tokens [B, T], under sequence parallelism, a device's own part of T."""
+        if not (self.mapped and self.config.sequence):
+            return tokens
+        length = tokens.shape[1] // self.config.tensor
+        return lax.dynamic_slice_in_dim(tokens, lax.axis_index("tensor") * length, length, axis=1)
+
+    def cut_sequence(self, h: jax.Array) -> jax.Array:
+        """Under plain jit, what ``own_sequence`` is inside shard_map, of h [B, T, hidden]."""
+        if self.mesh is None or self.mapped or not self.config.sequence:
+            return h
+        return lax.with_sharding_constraint(h, NamedSharding(self.mesh, P(self._batch, self._tensor, None)))
+
+    def apart(self, value: jax.Array) -> jax.Array:
+        """The same on every device, as one of each device's own: what is computed from it may differ."""
+        return lax.pcast(value, AXES, to="varying") if self.mapped else value
+
+    def own_parts(self, of_devices: np.ndarray, linear: str, role: Role) -> np.ndarray:
+        """Of [devices, ...], those of devices that together hold one copy of a linear's tensor; without shard_map there is one for all."""
+        if not self.mapped:
+            return of_devices
+        placement = self.placement(linear)
+        assert placement is not None
+        cutting = {axis for axes in placement.at_rest(role) for axis in axes}
+        sizes = [getattr(self.config, axis) for axis in AXES]
+        found = of_devices.reshape(*sizes, *of_devices.shape[1:])
+        found = found[tuple(slice(None) if axis in cutting else slice(1) for axis in AXES)]
+        return found.reshape(-1, *of_devices.shape[1:])
+
+    def mean(self, values: jax.Array) -> jax.Array:
+        """Of every device's values [B, T], all of equal shape."""
+        mean = values.mean()
+        return lax.pmean(mean, self.cutting_tokens) if self.mapped and self.cutting_tokens else mean
+
+    def _check(self, config: Config, sizes: dict[str, int]) -> None:
+        rows, tensor = sizes["data"] * sizes["fsdp"], sizes["tensor"]
+        if config.data.batch_size % (rows * config.data.microbatches):
+            raise ConfigError(config.data.indivisible(rows, "devices"))
+        if self.config.sequence and config.data.sequence_length % tensor:
+            raise ConfigError(
+                f"under parallel.sequence data.sequence_length is divisible by tensor = {tensor}; got {config.data.sequence_length}."
+            )
+        for key in ("num_attention_heads", "num_key_value_heads"):
+            if getattr(config.model, key) % tensor:
+                raise ConfigError(f"model.{key} is divisible by parallel.tensor = {tensor}; got {getattr(config.model, key)}.")
+        if config.model.vocab_size % sizes["fsdp"]:
+            raise ConfigError(f"model.vocab_size is divisible by parallel.fsdp = {sizes['fsdp']}; got {config.model.vocab_size}.")
+        tokens = config.data.batch_size // config.data.microbatches * config.data.sequence_length
+        try:
+            for name, shape in llama.linear_shapes(config.model).items():
+                placement = self.placement(name)
+                assert placement is not None
+                sharding.check_shapes(name, tokens, shape, placement, sizes)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error

@@ -1,0 +1,175 @@
+"""The training step in JAX (SEMANTICS T): float32 masters, bfloat16 compute, optax's AdamW; functions of the state, to be compiled."""
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from fp8ref import llama
+from fp8ref.hardware import Multiply
+from fp8ref.jax import delayed, stats
+from fp8ref.train.config import Config
+from fp8ref.train.jax.llama import Llama, Pass
+from fp8ref.train.jax.mesh import AXES, Layout
+
+# XLA may otherwise leave out a rounding to bfloat16 between fused operations (SEMANTICS M-3 states where they are).
+COMPILER_OPTIONS = {"xla_allow_excess_precision": False}
+
+
+class Step:
+    """What a step computes of a state that ``begin`` makes, and of tokens [B, T + 1], or of the parts of a batch, [microbatches, B, T + 1] (T-7).
+
+    multiply  the simulated hardware that FP8 GEMMs are multiplied by (SEMANTICS G-19), or None.
+    """
+
+    def __init__(self, config: Config, layout: Layout, multiply: Multiply | None) -> None:
+        self.config, self.layout, self._multiply = config, layout, multiply
+        self.decisions = config.decisions()
+        optimizer = config.optimizer
+        self._optimizer = optax.chain(
+            optax.scale_by_adam(b1=optimizer.beta1, b2=optimizer.beta2, eps=optimizer.eps),
+            optax.add_decayed_weights(optimizer.weight_decay, mask=lambda p: jax.tree.map(lambda v: v.ndim > 1, p)),
+        )
+
+    def begin(self, weights: dict[str, np.ndarray] | None) -> tuple[tuple, tuple]:
+        """The state before the first step, on the layout's devices, and where each part of it lies: parameters, the optimizer's state, states of linears
+        that scale by past amaxes. Shapes alone where the layout is abstract.
+
+        weights: float32 arrays by name, by default ``llama.initial_weights`` of run.seed.
+        """
+        config = self.config
+        if self.layout.abstract:
+            shapes = {name: jax.ShapeDtypeStruct(shape, np.float32) for name, shape in llama.parameter_shapes(config.model).items()}
+            self._graph, *state = jax.eval_shape(self._initial, shapes)
+        else:
+            weights = llama.initial_weights(config.model, seed=config.run.seed) if weights is None else weights
+            llama.check_weights(weights, config.model)
+            self._graph, *state = self._initial(weights)
+        params, opt_state, fp8_state = state
+        self._specs = jax.tree_util.tree_map_with_path(lambda path, value: self.layout.parameter(name_of(path), value.shape), params)
+        of_optimizer = optax.tree_utils.tree_map_params(
+            self._optimizer, lambda _, spec: spec, opt_state, self._specs, transform_non_params=lambda _: P()
+        )
+        specs = (self._specs, of_optimizer, jax.tree.map(lambda _: P(), fp8_state))
+        return jax.tree.map(self.layout.put, (params, opt_state, fp8_state), specs), specs
+
+    def train(self, params, opt_state, fp8_state, tokens: jax.Array, lr: jax.Array) -> tuple:
+        """The three parts of the state after a step at this learning rate, its loss and its gradients' norm; where either of these is not finite, as
+        they were (T-4)."""
+        loss, grads, seen = self.differentiated(params, fp8_state, tokens)
+        norm = optax.tree.norm(grads)
+        grads = jax.tree.map(lambda g: g * jnp.minimum(1.0, self.config.optimizer.max_norm / norm), grads)
+        updates, new_opt_state = self._optimizer.update(grads, opt_state, params)
+        new_params = jax.tree.map(lambda p, u: p - lr * u, params, updates)
+        recipes = {d.path: d.recipe for d in self.decisions}
+        new_fp8_state = {name: delayed.update(fp8_state[name], seen[name], recipe=recipes[name]) for name in fp8_state}
+        finite = jnp.isfinite(loss) & jnp.isfinite(norm)
+        keep = functools.partial(jax.tree.map, lambda new, old: jnp.where(finite, new, old))
+        return keep(new_params, params), keep(new_opt_state, opt_state), keep(new_fp8_state, fp8_state), loss, norm
+
+    def differentiated(self, params, state, tokens: jax.Array):
+        """(loss, gradients, observations of forward and backward pass) of a batch, or of parts of one."""
+
+        def differentiate(params, state, tokens):
+            gradient = jax.value_and_grad(self._loss_of, argnums=(0, 1), has_aux=True)
+            (loss, forward), (grads, backward) = gradient(params, self._unseen(), state, tokens)
+            return loss, grads, {name: delayed.merge(forward[name], backward[name]) for name in forward}
+
+        def accumulate(params, state, parts):
+            def add(before, tokens):
+                (loss, grads, seen), found = before, differentiate(params, state, tokens)
+                total = jax.tree.map(jnp.add, (loss, grads), found[:2])
+                return (*total, {name: delayed.merge(seen[name], found[2][name]) for name in seen}), None
+
+            nothing = jnp.float32(0), jax.tree.map(jnp.zeros_like, params), self._unseen()
+            (loss, grads, seen), _ = lax.scan(add, nothing, parts)
+            return *jax.tree.map(lambda total: total * np.float32(1 / len(parts)), (loss, grads)), seen
+
+        f = accumulate if tokens.ndim == 3 else differentiate
+        return self.layout.map(f, (self._specs, P(), self._cut(tokens)), (P(), self._specs, P()))(params, state, tokens)
+
+    def evaluated(self, params, state, tokens: jax.Array) -> jax.Array:
+        """The loss of a batch, or of parts of one."""
+
+        def loss_of(params, state, tokens):
+            if tokens.ndim == 3:
+                return lax.map(lambda part: loss_of(params, state, part), tokens).mean()
+            return self._loss_of(params, self._unseen(), state, tokens)[0]
+
+        return self.layout.map(loss_of, (self._specs, P(), self._cut(tokens)), P())(params, state, tokens)
+
+    def measured(self, params, state, tokens: jax.Array) -> jax.Array:
+        """float32 [devices, layers, 6, stats.LENGTH]: what every device measured of its parts of the operands; without shard_map of all of them."""
+
+        def loss(taps, params, state, tokens):
+            run = self._pass(state, self._unseen(), dict(taps))
+            return self._loss_in(run, params, tokens), run.taps
+
+        def measure(params, state, tokens):
+            taps = {layer: self.layout.apart(jnp.zeros((len(stats.ROWS), stats.LENGTH))) for layer in self.measured_layers}
+            (_, forward), backward = jax.value_and_grad(loss, has_aux=True)(taps, params, state, tokens)
+            return jnp.stack([forward[layer] + backward[layer] for layer in taps])[None]
+
+        return self.layout.map(measure, (self._specs, P(), self.layout.tokens), P(AXES))(params, state, tokens)
+
+    def forward(self, f: Callable[[Llama, jax.Array, Pass], jax.Array], params, state, tokens: jax.Array) -> jax.Array:
+        """float32 f [B, T, ...] of the model and tokens [B, T]."""
+        cut = P(self.layout.tokens[0], "tensor" if self.config.parallel.sequence else None)
+
+        def mapped(params, state, tokens):
+            return f(self._model(params), tokens, self._pass(state, self._unseen())).astype(jnp.float32)
+
+        return self.layout.map(mapped, (self._specs, P(), self.layout.tokens), cut)(params, state, tokens)
+
+    @property
+    def measured_layers(self) -> list[str]:
+        return [d.path for d in self.decisions if d.fp8]
+
+    def _initial(self, weights: dict) -> tuple:
+        """The model's graph; parameters, optimizer's state, and states of linears that scale by past amaxes, which no optimizer sees."""
+        graph, params = nnx.split(Llama(self.config.model, weights, {d.path: d.recipe for d in self.decisions}), nnx.Param)
+        params = nnx.to_pure_dict(params)
+        fp8_state = {d.path: delayed.init(d.recipe) for d in self.decisions if delayed.keeps_state(d.recipe)}
+        return graph, params, self._optimizer.init(params), fp8_state
+
+    def _pass(self, state, seen: dict[str, delayed.Seen], taps: dict[str, jax.Array] | None = None) -> Pass:
+        return Pass(state, seen, self.layout, taps or {}, self.config.parallel.attention, self._multiply)
+
+    def _unseen(self) -> dict[str, delayed.Seen]:
+        return {d.path: delayed.unseen(d.recipe) for d in self.decisions if delayed.keeps_state(d.recipe)}
+
+    def _model(self, params) -> Llama:
+        """The model on parameters rounded to the compute dtype, all but the embedding table (SEMANTICS M-2)."""
+        compute = jax.tree_util.tree_map_with_path(
+            lambda path, value: value if name_of(path) == llama.EMBEDDING else value.astype(jnp.bfloat16), params
+        )
+        return nnx.merge(self._graph, nnx.State(compute))
+
+    def _loss_of(self, params, seen, state, tokens: jax.Array) -> tuple[jax.Array, dict[str, delayed.Seen]]:
+        """The loss of a batch, or inside shard_map of all devices' parts of it, and what the linears observed."""
+        run = self._pass(state, dict(seen))
+        return self._loss_in(run, params, tokens), run.seen
+
+    def _loss_in(self, run: Pass, params, tokens: jax.Array) -> jax.Array:
+        logits = self._model(params)(tokens[:, :-1], run).astype(jnp.float32)  # [B, T, V]
+        targets = self.layout.own_sequence(tokens[:, 1:])
+        return self.layout.mean(optax.softmax_cross_entropy_with_integer_labels(logits, targets))
+
+    def _cut(self, tokens: jax.Array) -> P:
+        return self.layout.parts if tokens.ndim == 3 else self.layout.tokens
+
+
+def name_of(path) -> str:
+    """The Hugging Face name of a leaf of the parameter tree."""
+    return ".".join(str(getattr(part, "key", part)) for part in path)
+
+
+def named(tree) -> dict:
+    """The leaves of a tree of parameters by name."""
+    return {name_of(path): value for path, value in jax.tree_util.tree_leaves_with_path(tree)}

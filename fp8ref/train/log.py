@@ -1,0 +1,238 @@
+"""What a run leaves behind: config.toml, metrics.jsonl (one JSON object a step), statistics.jsonl where asked for, and manifest.json (what ran, and how)."""
+
+import contextlib
+import importlib.metadata
+import json
+import math
+import os
+import platform
+import shutil
+from pathlib import Path
+from typing import ClassVar
+
+import tomli_w
+
+import fp8ref
+from fp8ref import console
+from fp8ref.errors import ConfigError
+from fp8ref.recipe import Decision
+from fp8ref.train import checkpoint, failed_step, hardware
+from fp8ref.train import config as configs
+from fp8ref.train.config import Config
+
+PACKAGES = (
+    "numpy",
+    "jax",
+    "jaxlib",
+    "flax",
+    "optax",
+    "orbax-checkpoint",
+    "torch",
+    "torchao",
+    "grain",
+    "safetensors",
+    "tokenizers",
+    "tiktoken",
+)
+METRICS, STATISTICS = "metrics.jsonl", "statistics.jsonl"
+
+
+class RunLog:
+    """A run directory being written. Each metrics line is flushed as it is written; the manifest is replaced whole."""
+
+    def __init__(self, out: Path, manifest: dict, *, start: int = 0) -> None:
+        """start: the first step that it will write; lines of that and later ones, and a torn last line, are removed; of statistics alike."""
+        self.out = out
+        self._manifest = manifest
+        self.kept = _keep(out / METRICS, start, ("loss", "seconds"))
+        _keep(out / STATISTICS, start, ("statistics",))
+        self.status("running")
+        self._metrics = (out / METRICS).open("a", encoding="utf-8")
+
+    def step(self, metrics: dict) -> None:
+        """Write a step's line."""
+        self._metrics.write(_line(metrics))
+        self._metrics.flush()
+
+    def statistics(self, line: dict) -> None:
+        """Write a record of what quantising did (Q-8)."""
+        with (self.out / STATISTICS).open("a", encoding="utf-8") as file:
+            file.write(_line(line))
+
+    def sync(self) -> None:
+        """Bring metrics and statistics to the disk, as a checkpoint of their last step is."""
+        os.fsync(self._metrics.fileno())
+        if (self.out / STATISTICS).exists():
+            checkpoint.sync(self.out / STATISTICS)
+
+    def status(self, status: str, **more) -> None:
+        """running, finished, stopped, interrupted or failed."""
+        self._manifest = {**self._manifest, "status": status, **more}
+        _replace(self.out / "manifest.json", _json(self._manifest))
+
+    def close(self) -> None:
+        """No more lines come."""
+        self._metrics.close()
+
+
+class Unwritten:
+    """The same run in a process that is not the one that writes."""
+
+    kept: ClassVar[list[dict]] = []
+
+    def sync(self) -> None: ...
+    def step(self, metrics: dict) -> None: ...
+    def statistics(self, line: dict) -> None: ...
+    def status(self, status: str, **more) -> None: ...
+    def close(self) -> None: ...
+
+
+def create(
+    out: Path,
+    config: Config,
+    backend: str,
+    *,
+    data: dict,
+    decisions: list[Decision],
+    device: str,
+    proof: dict | None = None,
+    overwrite: bool = False,
+    start: int = 0,
+) -> RunLog:
+    """Start writing a run into a directory that ``claim`` allowed and that is locked.
+
+    overwrite   drops the checkpoints of the run before.
+    start       the first step, of a run that resumes from a checkpoint.
+    """
+    manifest = {
+        "fp8ref": fp8ref.__version__,
+        "backend": backend,
+        "device": device,
+        "versions": {"python": platform.python_version(), **_versions()},
+        "config": configs.to_dict(config),
+        "data": data,
+        "linears": [{"path": d.path, "shape": list(d.shape), "recipe": d.recipe.name, "fp8": d.fp8, "reason": d.reason} for d in decisions],
+        "starts": _starts(out, start),
+    } | {key: value for key, value in (("hardware", hardware.told(config)), ("proof", proof)) if value}
+    _replace(out / "manifest.json", _json(manifest | {"status": "running"}))  # first: by it a directory is known for a run
+    if overwrite:
+        for folder in (checkpoint.FOLDER, failed_step.FOLDER):
+            checkpoint.remove(out / folder)
+    _replace(out / "config.toml", tomli_w.dumps(configs.to_dict(config)))
+    return RunLog(out, manifest, start=start)
+
+
+def finish(out: Path) -> None:
+    """Say of a run, all of whose steps are in its last checkpoint, that it is finished."""
+    manifest = read_manifest(out)
+    manifest.pop("error", None)
+    lines = read_metrics(out)
+    _replace(out / "manifest.json", _json(manifest | {"status": "finished", "final": lines[-1] if lines else {}}))
+
+
+def read_manifest(out: Path) -> dict:
+    """manifest.json of a run; ConfigError when it is missing, damaged or another program's."""
+    try:
+        manifest = json.loads((out / "manifest.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{out / 'manifest.json'} cannot be read ({error}); {out} is no intact run. Name another directory.") from error
+    if not isinstance(manifest, dict) or not {"fp8ref", "status"} <= manifest.keys():
+        raise ConfigError(
+            f"{out / 'manifest.json'} is not a manifest of fp8ref; {out} is left alone. Name another directory with --run.out."
+        )
+    return manifest
+
+
+def read_metrics(out: Path) -> list[dict]:
+    """The lines of metrics.jsonl, a torn last one left out."""
+    return read_lines(out / METRICS)
+
+
+def read_lines(path: Path) -> list[dict]:
+    """Of a file with a JSON object a line, a torn last one left out; none of a file that is not there.
+
+    Raises:   ConfigError: a line that is something else.
+    """
+    lines = _parsed(path)
+    if None in lines:
+        raise ConfigError(f"{path}, line {lines.index(None) + 1}, is not a JSON object. Mend it, or take the file away.")
+    return [line for line in lines if line is not None]
+
+
+def _parsed(path: Path) -> list[dict | None]:
+    """Each whole line's object, None where it is something else."""
+    if not path.exists():
+        return []
+
+    def parse(line: str) -> dict | None:
+        try:
+            value = json.loads(line)
+        except (ValueError, RecursionError):
+            return None
+        return value if isinstance(value, dict) else None
+
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+    return [parse(line) for line in lines if line.endswith("\n")]
+
+
+def _starts(out: Path, start: int) -> list[int]:
+    """The step at which each process, or all of them together, began: 0, and those of resuming, as far as they are known."""
+    try:
+        before = read_manifest(out).get("starts") if start else []
+    except ConfigError:  # claim has said so
+        before = []
+    return [*(before if isinstance(before, list) else []), start]
+
+
+def _keep(path: Path, start: int, keys: tuple[str, ...]) -> list[dict]:
+    """The lines of steps before ``start``, all that is left of a file; where lines are damaged, it stays under another name too."""
+    lines = _parsed(path) if start else []
+    good: list[dict] = []
+    for line in lines:
+        if line is not None and _intact(line, keys) and (not good or line["step"] > good[-1]["step"]):
+            good.append(line)
+    if len(good) < len(lines):
+        aside = path.with_name(path.name + checkpoint.DAMAGED)
+        shutil.copyfile(path, aside)
+        console.say(
+            f"{path}: {len(lines) - len(good)} of {len(lines)} lines are damaged; they are left out, and the file is kept as {aside.name}."
+        )
+    kept = [line for line in good if line["step"] < start]
+    path.unlink(missing_ok=True) if not kept else _replace(path, "".join(_line(line) for line in kept))
+    return kept
+
+
+def _intact(line: dict, keys: tuple[str, ...]) -> bool:
+    """Whether a line has a step and these keys: statistics an object, all else numbers that are finite."""
+
+    def fits(key: str, value: object) -> bool:
+        return isinstance(value, dict) if key == "statistics" else type(value) in (int, float) and math.isfinite(value)  # type: ignore[arg-type]
+
+    step = line.get("step")
+    return type(step) is int and step >= 0 and line.keys() >= set(keys) and all(fits(*item) for item in line.items())
+
+
+def _json(manifest: dict) -> str:
+    return json.dumps(manifest, indent=1, allow_nan=False) + "\n"
+
+
+def _line(metrics: dict) -> str:
+    return json.dumps(metrics, allow_nan=False) + "\n"
+
+
+def _versions() -> dict[str, str]:
+    installed = {d.metadata["Name"].lower(): d.version for d in importlib.metadata.distributions() if d.metadata["Name"]}
+    return {name: installed[name] for name in PACKAGES if name in installed}
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write a file so that a reader, or a crash, sees the old one or the new one."""
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        checkpoint.sync(temporary)
+        os.replace(temporary, path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise OSError(f"{path} could not be written: {error.strerror or error}. Make room, or the directory writable.") from error

@@ -1,0 +1,198 @@
+"""The figures of a report, as functions of what ``judge`` finds; their colours are those of ``svg``."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
+
+from fp8ref.recipe import ROLES
+from fp8ref.train.report import noise, runs, svg
+from fp8ref.train.report.runs import Run
+from fp8ref.train.report.seed_noise import Paired, Seeds
+
+POINTS = 1000  # of a curve, more of which no screen shows and every page would carry
+DASHES = ("-", (0, (5, 2)), (0, (1, 1.5)))  # runs differ by these too, for eyes and printers without colours
+# {measure: (title, whether the larger of a layer's two GEMMs is shown, how it is scaled)}
+MEASURES: dict[str, tuple[str, bool, Callable]] = {
+    "amax": ("largest magnitude (log2)", True, np.log2),
+    "underflow_rate": ("underflow, % of elements", True, lambda x: 100 * x),
+    "saturation_rate": ("saturated, % of elements", True, lambda x: 100 * x),
+    "sqnr": ("SQNR, dB", False, lambda x: x),
+}
+
+
+def losses(group: Sequence[Run], seeds: Seeds) -> Figure:
+    """Running means of training losses, over the band of the bf16 seeds."""
+    with _axes("optimizer step", "training loss, nats") as (figure, ax):
+        if seeds.band is not None:
+            _band(ax, seeds.steps, seeds.band.low, seeds.band.high, svg.BAND)
+        for run, look in _looks(group, seeds):
+            if not run.losses:  # of a first step that was not finite
+                continue
+            steps = np.array(list(run.losses))
+            width = _width(seeds, len(steps))
+            _line(ax, steps[width - 1 :], noise.running_mean(runs.at(run.losses, steps), width), run.name, look)
+        _legend(ax)
+    return figure
+
+
+def gaps(pairs: Sequence[Paired], group: Sequence[Run], seeds: Seeds) -> Figure:
+    """Gaps to the bf16 run of equal seeds with their intervals, over what seeds differ by; scaled to the gaps, however wide that is."""
+    looks = {id(run): look for run, look in _looks(group, seeds)}
+    with _axes("optimizer step", "loss minus bf16's, nats") as (figure, ax):
+        if seeds.limit is not None:
+            _band(ax, seeds.steps, -seeds.limit, seeds.limit, svg.BAND)
+        ax.axhline(0, color=svg.MUTED, linewidth=0.8)
+        for pair in pairs:
+            look = looks[id(pair.run)]
+            _band(ax, pair.steps, pair.gap.low, pair.gap.high, look["color"])
+            _line(ax, pair.steps, pair.gap.mean, pair.run.name, look)
+        widest = 1.25 * max(np.abs([pair.gap.low, pair.gap.high]).max() for pair in pairs)
+        seen = max(widest, 0 if seeds.limit is None else 0.15 * seeds.limit.max())
+        if seen > 0:
+            ax.set_ylim(-seen, seen)
+        _legend(ax)
+    return figure
+
+
+def metric(group: Sequence[Run], seeds: Seeds, key: str, ylabel: str) -> Figure | None:
+    """A metric of every run as it was written, but for means of speeds; of gradient norms no peak is left out. None where no run has it."""
+    present = [(run, look, run.curve(key)) for run, look in _looks(group, seeds) if run.curve(key)]
+    if not present:
+        return None
+    with _axes("optimizer step", ylabel) as (figure, ax):
+        for run, look, curve in present:
+            values = np.array(list(curve.values()))
+            width = _width(seeds, len(curve)) if key == "tokens_per_second" else 1
+            values = _peaks(values) if key == "grad_norm" else noise.running_mean(values, width)
+            marked = {"marker": "o", "markersize": 3} if len(curve) <= 40 else {}
+            _line(ax, np.array(list(curve))[width - 1 :], values, run.name, look | marked)
+        if key == "grad_norm" and any(any(curve.values()) for _, _, curve in present):  # a log has no zero
+            ax.set_yscale("log")
+            ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            ax.yaxis.set_major_formatter("{x:g}")
+            ax.yaxis.set_minor_formatter(NullFormatter())
+        _legend(ax)
+    return figure
+
+
+def heat_map(statistics: Sequence[dict], measure: str) -> Figure | None:
+    """A measure over layers and steps, one map a role: of a layer's two GEMMs the worse. None where it was never recorded."""
+    title, larger, scaled = MEASURES[measure]
+    tables = {role: _table(statistics, role, measure, larger) for role in ROLES}
+    tables = {role: (layers, scaled(values)) for role, (layers, values) in tables.items() if np.isfinite(values).any()}
+    if not tables:
+        return None
+    steps = [line["step"] for line in statistics]
+    rows = max(len(layers) for layers, _ in tables.values())
+    with matplotlib.rc_context(svg.STYLE):
+        figure = Figure(figsize=(4.8, 0.9 + len(tables) * min(3.2, 0.55 + 0.14 * rows)), layout="constrained")
+        axes = np.atleast_1d(figure.subplots(len(tables), 1, sharex=True))
+        for ax, (role, (layers, values)) in zip(axes, tables.items(), strict=True):
+            image = ax.imshow(np.ma.masked_invalid(values), aspect="auto", interpolation="nearest", cmap="cividis")
+            ax.set_title(role, fontsize=10, loc="left")
+            every = -(-len(layers) // 24)
+            ax.set_yticks(range(0, len(layers), every), [_short(layer) for layer in layers[::every]], fontsize=7, parse_math=False)
+            shown = np.unique(np.linspace(0, len(steps) - 1, min(6, len(steps))).astype(int))
+            ax.set_xticks(shown, [steps[i] for i in shown])
+            bar = figure.colorbar(image, ax=ax, fraction=0.06)
+            bar.set_label(title, fontsize=8)
+            bar.ax.tick_params(labelsize=8)
+        axes[-1].set_xlabel("optimizer step")
+    return figure
+
+
+def _table(statistics: Sequence[dict], role: str, measure: str, larger: bool) -> tuple[list[str], np.ndarray]:
+    """The layers that have a role, and [layers, steps]: NaN where nothing was recorded."""
+    cells: dict[tuple[str, int], float] = {}
+    for column, line in enumerate(statistics):
+        for key, values in line["statistics"].items():
+            layer, _, of = key.rsplit("/", 2)
+            value = values.get(measure)
+            if of == role and value is not None and not (measure == "amax" and value == 0):
+                worse = max if larger else min
+                cells[layer, column] = worse(cells.get((layer, column), value), value)
+    layers = list(dict.fromkeys(key.rsplit("/", 2)[0] for line in statistics for key in line["statistics"] if key.endswith(f"/{role}")))
+    rows = {layer: row for row, layer in enumerate(layers)}
+    table = np.full((len(layers), len(statistics)), np.nan)
+    for (layer, column), value in cells.items():
+        table[rows[layer], column] = value
+    return layers, table
+
+
+def _short(layer: str) -> str:
+    return layer.removeprefix("model.layers.").removeprefix("model.")
+
+
+def _looks(group: Sequence[Run], seeds: Seeds) -> Iterator[tuple[Run, dict[str, Any]]]:
+    """Each run and how it is drawn: the seeds alike, in the background."""
+    others = 0
+    for run in group:
+        if any(run is member for member in seeds.runs):
+            yield run, {"color": svg.SEED, "linewidth": 1.0, "zorder": 2}
+            continue
+        turn, colour = divmod(others, len(svg.RUNS))
+        yield run, {"color": svg.RUNS[colour], "linestyle": DASHES[turn % len(DASHES)], "linewidth": 1.7, "zorder": 3}
+        others += 1
+
+
+def _width(seeds: Seeds, count: int) -> int:
+    """How many steps a mean is of: the noise's window, or where there is none, this run's own."""
+    return min(noise.window(count) if seeds.band is None else seeds.width, count)
+
+
+def _every(count: int) -> slice:
+    """Of so many points every k-th, at most POINTS, the last among them."""
+    k = -(-count // POINTS)
+    return slice((count - 1) % k if count else 0, None, k)
+
+
+def _peaks(values: np.ndarray) -> np.ndarray:
+    """At each point that ``_every`` keeps the largest since the one before."""
+    k = -(-len(values) // POINTS)
+    padded = np.concatenate([np.full(k - 1, -np.inf), values])
+    return np.lib.stride_tricks.sliding_window_view(padded, k).max(axis=-1)
+
+
+def _band(ax: Axes, x, low, high, colour: str) -> None:
+    some = _every(len(x))
+    ax.fill_between(x[some], low[some], high[some], color=colour, alpha=0.3, linewidth=0)
+
+
+def _line(ax: Axes, x, y, name: str, look: dict[str, Any]) -> None:
+    some = _every(len(x))
+    (line,) = ax.plot(x[some], y[some], **look)
+    line.set_gid(name)  # the legend's, where a label would be read as markup
+
+
+@contextmanager
+def _axes(xlabel: str, ylabel: str) -> Iterator[tuple[Figure, Axes]]:
+    with matplotlib.rc_context(svg.STYLE):
+        figure = Figure(figsize=(4.8, 3.6), layout="constrained")
+        ax = figure.subplots()
+        ax.set(xlabel=xlabel, ylabel=ylabel)
+        ax.spines[["top", "right"]].set_visible(False)
+        ax.grid(axis="y", color=svg.LINE, linewidth=0.6)
+        ax.set_axisbelow(True)
+        ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+        yield figure, ax
+
+
+def _legend(ax: Axes) -> None:
+    """The runs by name, the seeds as one. Names are text: neither formulas nor, from an underscore on, hidden."""
+    entries: dict[str, Line2D] = {}
+    for line in ax.lines:
+        if name := line.get_gid():
+            entries.setdefault("bf16 seeds" if line.get_color() == svg.SEED else name, line)
+            line.set_gid(None)
+    below = {"loc": "outside lower center", "ncols": 2, "frameon": False, "fontsize": 9}
+    made = ax.figure.legend(list(entries.values()), ["-"] * len(entries), **below)
+    for text, name in zip(made.get_texts(), entries, strict=True):
+        text.set_parse_math(False)
+        text.set_text(name if len(name) <= 40 else f"...{name[-37:]}")

@@ -1,0 +1,162 @@
+"""One page on runs: is this FP8 loss normal, what ran in FP8, how fast, and what its numbers looked like (SEMANTICS E).
+
+The page is a single HTML file without scripts, which asks for nothing from anywhere, in light and dark; its figures lie beside it as PNGs too.
+"""
+
+import importlib.resources
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import jinja2
+import markupsafe
+import numpy as np
+from matplotlib.figure import Figure
+
+import fp8ref
+from fp8ref.errors import ConfigError
+from fp8ref.train import config as configs
+from fp8ref.train.report import figures, noise, seed_noise, svg
+from fp8ref.train.report.fp8_coverage import gemms
+from fp8ref.train.report.runs import Run
+from fp8ref.train.report.seed_noise import Verdict
+
+GENERATOR = '<meta name="generator" content="fp8ref report">'
+METRICS = {"val_loss": "validation loss, nats", "grad_norm": "gradient norm", "tokens_per_second": "tokens per second"}
+
+
+def write(given: Sequence[Run], out: Path, *, confidence: float = noise.CONFIDENCE) -> str:
+    """Write the page to ``out`` and <out>-<figure>.png beside it; returns the verdicts as text.
+
+    Raises:   ConfigError: before anything is written, a directory that is not there, or a file that is no report; what cannot be written.
+    """
+    if out.is_dir() or not out.absolute().parent.is_dir():
+        raise ConfigError(f"--out names a file in a directory that exists; got {out}.")
+    if out.exists() and GENERATOR not in out.read_text(encoding="utf-8", errors="replace")[:1000]:
+        raise ConfigError(f"{out} exists and is no report of fp8ref; it is left alone. Name another file with --out.")
+    found = seed_noise.groups(given)
+    groups = [_group(index, group, confidence) for index, group in enumerate(found)]
+    for group in groups:
+        group["unlike"] = ", ".join(configs.differences(found[0][0].reference, group["runs"][0].reference))
+    drawn: dict[str, Figure] = {name: figure for group in groups for name, figure, _ in group["figures"]}
+    page = _page(groups, given, confidence)
+    try:
+        for name, figure in drawn.items():
+            _put(out.with_name(f"{out.stem}-{name}.png"), svg.png(figure))
+        _put(out, page.encode(errors="replace"))
+    except OSError as error:
+        raise ConfigError(f"--out {out} cannot be written ({error.strerror}). Name a file in a directory that can be written.") from error
+    said = [f"{run.name}: {verdict_text(run, verdict)}" for group in groups for run, verdict in group["verdicts"]]
+    return "\n".join([*said, f"wrote {out} and {len(drawn)} PNG{'s' * (len(drawn) != 1)} beside it"])
+
+
+def verdict_text(run: Run, verdict: Verdict) -> str:
+    """A verdict in a sentence."""
+    if verdict.kind == "cannot tell":
+        return f"cannot tell: {verdict.reason}."
+    if verdict.value is None or verdict.limit is None:
+        return f"{verdict.kind}: it ended at step {verdict.step}, after {verdict.left_tokens:,} tokens, by {verdict.reason.rstrip('.')}."
+    what = f"{verdict.value:+.4f} nats from {verdict.to.name}" if verdict.to else f"loss {verdict.value:.4f}"
+    of = f"of {len(verdict.seeds.runs)} seeds" + (", few: the limit is wide" if len(verdict.seeds.runs) < 3 else "")
+    said = f"{verdict.kind}: {what} at step {verdict.step}, where the noise of bf16 ends at {verdict.limit:{'+' if verdict.to else ''}.4f} ({of})"
+    if verdict.left_tokens is not None:
+        said += f"; left it after {verdict.left_tokens:,} tokens (step {verdict.left_step})"
+    return said + "."
+
+
+def _group(index: int, group: list[Run], confidence: float) -> dict:
+    seeds = seed_noise.seeds_of(group, confidence=confidence)
+    judged = [run for run in group if not any(run is member for member in seeds.runs)]
+    verdicts = [(run, seed_noise.verdict(run, group, confidence=confidence)) for run in judged if not run.bf16 or seeds.band is not None]
+    partners = [(run, seed_noise.partner(run, group)) for run in judged]
+    pairs = [p for p in (seed_noise.paired(run, to, confidence=confidence) for run, to in partners if to) if p]
+    made: list[tuple[str, Figure | None, str]] = [("loss", figures.losses(group, seeds), "Training loss, the mean of the last steps")]
+    if pairs:
+        made.append(("gap", figures.gaps(pairs, group, seeds), "Gap to the bf16 run of equal seeds, with its confidence interval"))
+    made += [(key, figures.metric(group, seeds, key, label), label.capitalize()) for key, label in METRICS.items()]
+    statistics = []
+    for number, run in enumerate(run for run in group if any(line["statistics"] for line in run.statistics)):
+        maps = [(f"stats{number}-{m}", figures.heat_map(run.statistics, m), figures.MEASURES[m][0]) for m in figures.MEASURES]
+        statistics.append((run, [f"g{index}-{name}" for name, figure, _ in maps if figure is not None], _non_finite(run)))
+        made += [(name, figure, f"{run.name}: {title}, by layer and step") for name, figure, title in maps]
+    return {
+        "runs": group,
+        "seeds": seeds,
+        "verdicts": verdicts,
+        "pairs": pairs,
+        "figures": [(f"g{index}-{name}", figure, title) for name, figure, title in made if figure is not None],
+        "statistics": statistics,
+        "speed": [_speed(run, group) for run in group],
+    }
+
+
+def _page(groups: list[dict], given: Sequence[Run], confidence: float) -> str:
+    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    template = environment.from_string(importlib.resources.files("fp8ref.train.report").joinpath("page.html").read_text(encoding="utf-8"))
+    drawn = {
+        name: (markupsafe.Markup(svg.inline(figure, name, title)), title) for group in groups for name, figure, title in group["figures"]
+    }
+    return template.render(
+        generator=markupsafe.Markup(GENERATOR),
+        light=markupsafe.Markup(svg.variables(dark=False)),
+        dark=markupsafe.Markup(svg.variables(dark=True)),
+        version=fp8ref.__version__,
+        groups=groups,
+        runs=given,
+        drawn=drawn,
+        confidence=confidence,
+        verdict_text=verdict_text,
+        gemms=gemms,
+        settings=_settings(given),
+    )
+
+
+def _settings(given: Sequence[Run]) -> list[tuple[str, list]]:
+    """(dotted key, every run's value) where configs, versions, backends, devices or texts differ."""
+    settings = [{**run.settings, "versions": run.versions} for run in given]
+    keys = dict.fromkeys(key for other in settings for key in configs.differences(settings[0], other))
+
+    def value(of: dict, dotted: str):
+        for part in dotted.split("."):
+            of = of.get(part) if isinstance(of, dict) else None  # type: ignore[assignment]
+        return "-" if of is None else of
+
+    return [(key, [value(of, key) for of in settings]) for key in keys]
+
+
+def _speed(run: Run, group: Sequence[Run]) -> dict:
+    """Steps, last losses, peak memory, median tokens a second and its ratio to the group's first bf16 run of the same backend on the same device."""
+    like = [r for r in group if r.bf16 and all(r.manifest[k] == run.manifest[k] for k in ("backend", "device"))]
+    mine, theirs = _median(run), _median(like[0]) if like else None
+    memory = run.manifest.get("memory") or {}
+    return {
+        "run": run,
+        "steps": len(run.losses),
+        "last": [next(reversed(run.curve(key).values()), None) for key in ("loss", "val_loss")],
+        "median": mine,
+        "ratio": mine / theirs if mine and theirs else None,
+        "peak": f"{memory['peak_bytes'] / 2**30:,.2f} GiB of the {memory['of']}" if memory else None,
+    }
+
+
+def _median(run: Run) -> float | None:
+    """Of all but the first tenth of the steps, in which things are compiled."""
+    values = list(run.curve("tokens_per_second").values())
+    return float(np.median(values[len(values) // 10 :])) if values else None
+
+
+def _non_finite(run: Run) -> list[tuple[str, int, int]]:
+    """(operand, first step, count there) of every operand that was ever not finite."""
+    found: dict[str, tuple[str, int, int]] = {}
+    for line in run.statistics:
+        for key, values in line["statistics"].items():
+            if values.get("non_finite"):
+                found.setdefault(key, (key, line["step"], values["non_finite"]))
+    return list(found.values())
+
+
+def _put(path: Path, content: bytes) -> None:
+    """Write a file so that a reader sees the old one or the new one, whole."""
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_bytes(content)
+    os.replace(temporary, path)

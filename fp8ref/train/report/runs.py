@@ -1,0 +1,125 @@
+"""Run directories read back, by whoever compares or reports them."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fp8ref.errors import ConfigError
+from fp8ref.train.report import files
+
+# What a run and the bf16 runs it is judged by have in common (E-1), beside the text: sections of the config, and keys.
+SAME = ("model", "optimizer", "data.batch_size", "data.sequence_length", "run.steps")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One run directory, as ``files`` checked it. lines: of metrics.jsonl, ascending; statistics: of statistics.jsonl, none where there is no such file."""
+
+    path: Path
+    name: str
+    manifest: dict
+    lines: list[dict]
+    statistics: list[dict]
+
+    @cached_property
+    def losses(self) -> dict[int, float]:
+        """{step: training loss in nats}."""
+        return self.curve("loss")
+
+    def curve(self, key: str) -> dict[int, float]:
+        """{step: value} of a metric, where it was written; in the order of the steps."""
+        return {line["step"]: float(line[key]) for line in self.lines if key in line}
+
+    def key(self, dotted: str) -> Any:
+        """A key of the config, such as ``run.seed``."""
+        value: Any = self.manifest["config"]
+        for part in dotted.split("."):
+            value = value[part]
+        return value
+
+    @property
+    def seeds(self) -> tuple[int, int]:
+        """Of the initial weights, and of the shuffle."""
+        return self.key("run.seed"), self.key("data.seed")
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Of the global batch."""
+        return self.key("data.batch_size") * self.key("data.sequence_length")
+
+    @property
+    def bf16(self) -> bool:
+        """Whether no linear runs in FP8."""
+        return not any(linear["fp8"] for linear in self.manifest["linears"])
+
+    @property
+    def finished(self) -> bool:
+        """Whether it came to its last step."""
+        return self.manifest["status"] == "finished"
+
+    @property
+    def diverged(self) -> str:
+        """What the run ended by, if that was a loss or gradient that is not finite; else ''."""
+        error = self.manifest.get("error", "") if self.manifest["status"] == "failed" else ""
+        return error if error.startswith("NonFiniteError") else ""
+
+    @property
+    def text(self) -> Any:
+        """What the training text is known by: its hash, or else all that the manifest says of it."""
+        data = self.manifest["data"]
+        return data.get("sha256", data)
+
+    @property
+    def settings(self) -> dict:
+        """What was chosen: the config but for the directory, backend and text."""
+        config = self.manifest["config"]
+        run = {key: value for key, value in config["run"].items() if key != "out"}
+        return {**config, "run": run, "backend": self.manifest["backend"], "text": self.text}
+
+    @property
+    def versions(self) -> dict:
+        """What it ran with."""
+        return {**self.manifest["versions"], "fp8ref": self.manifest["fp8ref"], "device": self.manifest["device"]}
+
+    @property
+    def reference(self) -> dict:
+        """What this run has in common with the runs it is judged by."""
+        return {**{key: self.key(key) for key in SAME}, "text": self.text}
+
+
+def read(path: Path) -> Run:
+    """The run in a directory, finished or not.
+
+    Raises:   ConfigError: no run there, a file of it that is damaged, or no step yet; a run whose first step was not finite has none, and is one.
+    """
+    name = str(path).encode(errors="replace").decode()  # what is no text in a file's name can be neither printed nor drawn
+    run = Run(path=path, name=name, manifest=files.manifest(path), lines=files.metrics(path), statistics=files.statistics(path))
+    if not run.lines and not run.diverged:
+        error = f": {run.manifest['error']}" if run.manifest.get("error") else ""
+        raise ConfigError(f"{path} has no step yet (its status is {run.manifest['status']!r}{error}). Leave it out, or train it first.")
+    return run
+
+
+def read_all(paths: Sequence[Path]) -> list[Run]:
+    """The runs in directories. ConfigError: one that is named twice, and as of ``read``."""
+    seen: dict[str, Path] = {}
+    for path in paths:
+        first = seen.setdefault(os.path.realpath(path), path)
+        if first is not path:
+            raise ConfigError(f"every run is named once; got {path} and {first}. Leave one out.")
+    return [read(path) for path in paths]
+
+
+def common_steps(runs: Sequence[Run]) -> np.ndarray:
+    """The steps that all runs have, ascending."""
+    return np.array(sorted(set.intersection(*(set(run.losses) for run in runs))), np.int64)
+
+
+def at(curve: dict[int, float], steps: np.ndarray) -> np.ndarray:
+    """A curve's values at steps."""
+    return np.array([curve[int(step)] for step in steps], np.float64)

@@ -1,0 +1,192 @@
+"""What another scaling would have made of a run: its recorded amaxes through delayed scaling, or a dynamic policy (SEMANTICS Q-11)."""
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from fp8ref import recipe as recipes
+from fp8ref.delayed import DELAYED, DelayedScaling
+from fp8ref.errors import ConfigError
+from fp8ref.formats import FP8_FORMATS, Format
+from fp8ref.policy import POLICIES, ScalePolicy
+from fp8ref.recipe import OPERANDS
+from fp8ref.result import Result
+from fp8ref.sim import delayed
+from fp8ref.sim.scales import scales_from_amax
+from fp8ref.train.report import files
+
+KNOWN = (*DELAYED, *(name for name in POLICIES if name not in DELAYED))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """Of one role of one linear, in one format.
+
+    steps     recorded steps that count: those with an amax that is finite and not zero.
+    skipped   the other recorded steps.
+    clipped   steps whose amax would have been clipped (C-4); excess: by how many bits at most, log2(amax * scale / max).
+    wasted    bits of range unused in the steps that were not, log2(max / (amax * scale)): the mean, and the most.
+    """
+
+    steps: int
+    skipped: int
+    clipped: int
+    excess: float | None
+    wasted_mean: float | None
+    wasted_max: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replay(Result):
+    """What a policy would have made of the amaxes that a run recorded. outcomes: by "<layer>/<role>/<format>"."""
+
+    run: str
+    policy: str
+    history: int | None
+    margin: int
+    every: int
+    recorded: list[int]
+    outcomes: dict[str, Outcome]
+
+    @property
+    def ok(self) -> bool:
+        """A question of what would have been: there is always an answer."""
+        return True
+
+    def to_dict(self) -> dict:
+        """The fields."""
+        return dataclasses.asdict(self)
+
+    def render(self, console: Console) -> None:
+        """A row each of the outcomes."""
+        history = f", history {self.history}" * (self.history is not None)
+        table = Table(title=f"{self.run}: {self.policy}{history}, margin {self.margin}, {len(self.recorded)} recorded steps")
+        for column in ("layer", "role", "format"):
+            table.add_column(column)
+        for column in ("clipped", "by bits, at most", "wasted bits, mean", "at most"):
+            table.add_column(column, justify="right")
+        for name, o in self.outcomes.items():
+            numbers = ("-" if value is None else f"{value:.2f}" for value in (o.excess, o.wasted_mean, o.wasted_max))
+            table.add_row(*name.rsplit("/", 2), f"{o.clipped} of {o.steps}", *numbers)
+        console.print(table)
+        if self.every > 1:
+            console.print(
+                f"Recorded every {self.every} steps: a history here is of recorded steps, {self.every} apart, not of consecutive ones."
+            )
+
+
+def replay(run: Path, policy: str, *, history: int | None = None, margin: int | None = None) -> Replay:
+    """Every recorded operand's amaxes, in the order of steps, through a policy from its first state on.
+
+    policy    of DELAYED, or else of POLICIES, as a dynamic one of whole tensors: blocks' and rows' own amaxes are not recorded.
+    history   of how many amaxes a delayed scale is; margin: powers of two of room. None: as the policy has them.
+    Raises:   ConfigError: no run, none with statistics; a policy, history or margin that there is not.
+    """
+    config, scaling = _scaling(policy, history, margin)
+    manifest, lines = files.manifest(run), files.statistics(run)
+    if not any(line["statistics"] for line in lines):
+        raise ConfigError(
+            f"{run} has no statistics of FP8 operands. Train with --statistics.every 1, or any number of steps, in an FP8 recipe."
+        )
+    try:
+        formats = _formats(manifest)
+    except ValueError as error:
+        raise ConfigError(f"{run / 'manifest.json'}: {error} A replay takes runs of named recipes.") from error
+    amaxes: dict[str, np.ndarray] = {}
+    for name, of_gemm in {name: name.split("/") for line in lines for name in line["statistics"]}.items():
+        layer, gemm, role = of_gemm
+        fmt = formats.get((layer, gemm, role))
+        if fmt is None:
+            raise ConfigError(
+                f"{run / 'statistics.jsonl'} has {name}, which {run / 'manifest.json'} does not plan; they are of different runs."
+            )
+        found = [line["statistics"].get(name, {}).get("amax") for line in lines]
+        amaxes.setdefault(
+            f"{layer}/{role}/{fmt.name}", np.array([math.nan if a is None else a for a in found], np.float32)
+        )  # a role's, in any GEMM
+    outcomes: dict[str, Outcome] = {}
+    for fmt in FP8_FORMATS.values():
+        names = [name for name in amaxes if name.rpartition("/")[2] == fmt.name]
+        if names:
+            of_steps = np.stack([amaxes[name] for name in names], axis=1)  # [steps, operands]
+            scales = _delayed(of_steps, config, fmt) if config else _dynamic(of_steps, scaling, fmt)
+            outcomes |= {name: _outcome(of_steps[:, i], scales[:, i], fmt) for i, name in enumerate(names)}
+    return Replay(
+        run=str(run),
+        policy=policy,
+        history=config.history_length if config else None,
+        margin=scaling.margin,
+        every=manifest["config"].get("statistics", {}).get("every", 1),
+        recorded=[line["step"] for line in lines],
+        outcomes={name: outcomes[name] for name in amaxes},
+    )
+
+
+def _scaling(name: str, history: int | None, margin: int | None) -> tuple[DelayedScaling | None, ScalePolicy]:
+    if name not in KNOWN:
+        raise ConfigError(f"--policy is one of {', '.join(KNOWN)}; got {name!r}.")
+    config = DELAYED.get(name)
+    policy = config.policy if config else POLICIES[name]
+    if history is not None and config is None:
+        raise ConfigError(f"--history is of delayed scaling, {', '.join(DELAYED)}; policy {name!r} looks at one amax. Leave it out.")
+    if history is not None and history < 1:
+        raise ConfigError(f"--history is at least 1; got {history}.")
+    try:
+        policy = policy if margin is None else dataclasses.replace(policy, margin=margin)
+        if config:
+            config = dataclasses.replace(config, policy=policy, history_length=history or config.history_length)
+    except ValueError as error:
+        raise ConfigError(f"--margin {margin} with --policy {name}: {error}") from error
+    return config, policy
+
+
+def _formats(manifest: dict) -> dict[tuple[str, str, str], Format]:
+    """Of every FP8 operand that a run plans."""
+    found: dict[tuple[str, str, str], Format] = {}
+    for linear in manifest["linears"]:
+        for gemm, spec in recipes.by_name(linear["recipe"]).gemms.items():
+            for role, spec_of_role in zip(OPERANDS[gemm], (spec.a, spec.b), strict=True):
+                if spec_of_role is not None:
+                    found[linear["path"], gemm, role] = spec_of_role.fmt
+    return found
+
+
+def _delayed(amaxes: np.ndarray, config: DelayedScaling, fmt: Format) -> np.ndarray:
+    """float32 [steps, operands]: what each step's tensors would have been multiplied by, from scale 1 on (H-1, H-2)."""
+    config = dataclasses.replace(config, history_length=min(config.history_length, len(amaxes) + 2))  # the rest would stay empty
+    state, found = delayed.init(config, amaxes.shape[1:]), []
+    for now in amaxes:
+        found.append(delayed.scales(state, config, fmt).scale)
+        state = delayed.update(state, delayed.observe(now, non_finite=np.isnan(now)), config=config, fmt=fmt)
+    return np.stack(found)
+
+
+def _dynamic(amaxes: np.ndarray, policy: ScalePolicy, fmt: Format) -> np.ndarray:
+    """The same of each step's own amaxes; a policy that keeps a scale keeps that of the recorded step before, first 1."""
+    if not policy.keeps:
+        return scales_from_amax(amaxes, fmt, policy).scale
+    found = [np.ones(amaxes.shape[1:], np.float32)]
+    for now in amaxes:
+        found.append(np.asarray(scales_from_amax(now, fmt, policy, previous=found[-1]).scale))
+    return np.stack(found[1:])
+
+
+def _outcome(amaxes: np.ndarray, scales: np.ndarray, fmt: Format) -> Outcome:
+    counted = np.isfinite(amaxes) & (amaxes > 0) & np.isfinite(scales) & (scales > 0)
+    amax, scale = amaxes[counted].astype(np.float64), scales[counted].astype(np.float64)
+    clipped = delayed.clipped(amax, scale, fmt)
+    bits = np.log2(fmt.max) - np.log2(amax) - np.log2(scale)
+    unused = np.maximum(bits[~clipped], 0)
+    return Outcome(
+        steps=int(counted.sum()),
+        skipped=int((~counted).sum()),
+        clipped=int(clipped.sum()),
+        excess=float(-bits[clipped].min()) if clipped.any() else None,
+        wasted_mean=float(unused.mean()) if unused.size else None,
+        wasted_max=float(unused.max()) if unused.size else None,
+    )

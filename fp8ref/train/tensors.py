@@ -1,0 +1,119 @@
+"""Real tensors of a run, for notebooks and for studies of formats and scales: what some of its linears multiply, and the amaxes it recorded.
+
+One .npz, which NumPy reads without pickle:
+
+    <layer>/<role>        uint16, the bits of bfloat16: input [M, K], weight [N, K], grad_output [M, N], of the first ROWS tokens
+    <layer>/<role>/amax   float32 [recorded steps]: the largest magnitude of the whole tensor, NaN where it was not finite
+    about                 JSON: backend, recipe, step, recorded steps, the data's hash
+"""
+
+import json
+import zipfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fp8ref import console
+from fp8ref.errors import ConfigError
+from fp8ref.recipe import OPERANDS
+from fp8ref.train import checkpoint, loop
+from fp8ref.train import config as configs
+from fp8ref.train.data import loader
+from fp8ref.train.report import files
+
+FILE = "tensors.npz"
+ROWS = 384
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tensors:
+    """operands: by "<layer>/<role>", float32 that bfloat16 holds. amaxes: by the same names, of every linear; about: what they are of."""
+
+    operands: dict[str, np.ndarray]
+    amaxes: dict[str, np.ndarray]
+    about: dict[str, Any]
+
+
+def of_run(run: Path, layers: Sequence[str]) -> Tensors:
+    """What ``layers`` multiply in the step after a run's last checkpoint, and the amaxes that the run recorded.
+
+    The pass has the weights of the checkpoint and the batch of the step that would come next; nothing is updated.
+
+    Raises:   ConfigError: no run, none of one device, no checkpoint; a layer that does not run in FP8, which nobody observes.
+    """
+    manifest, lines = files.manifest(run), files.statistics(run)
+    config = configs.load(run / "config.toml")
+    if config.parallel.devices > 1:
+        raise ConfigError(f"tensors are taken of runs on one device; {run} has {config.parallel.devices}. Train with parallel.* at 1.")
+    planned = [linear["path"] for linear in manifest["linears"] if linear["fp8"]]
+    if absent := [layer for layer in layers if layer not in planned]:
+        raise ConfigError(f"tensors are of linears that run in FP8; {run} has no {absent[0]} among {', '.join(planned) or 'none'}.")
+    last = checkpoint.latest(run, console.say, aside=False)
+    if last is None:
+        raise ConfigError(f"{run} has no checkpoint. Train it to its end, or with --checkpoint.every.")
+    trainer = loop.trainer(manifest["backend"], config)
+    trainer.load(last.state, last.step)
+    operands: dict[str, np.ndarray] = {}
+
+    def keep(layer, gemm, a, b, out) -> None:
+        for role, (hp, _, _) in zip(OPERANDS[gemm], (a, b), strict=True):
+            if layer in layers:
+                operands[f"{layer}/{role}"] = np.array(hp if role == "weight" else hp[:ROWS], np.float32)
+
+    trainer.observe(loader.open_batches(config).step(last.step), keep)
+    about = {
+        "backend": manifest["backend"],
+        "recipe": config.numerics.recipe,
+        "step": last.step,
+        "recorded": [line["step"] for line in lines],
+        "data": manifest["data"]["sha256"],
+    }
+    return Tensors(operands=dict(sorted(operands.items())), amaxes=_amaxes(lines), about=about)
+
+
+def write(path: Path, tensors: Tensors) -> None:
+    """Tensors as one .npz, operands by the bits of bfloat16. ValueError: an operand that bfloat16 does not hold."""
+    arrays: dict[str, np.ndarray] = {"about": np.array(json.dumps(tensors.about))}
+    for name, value in tensors.operands.items():
+        bits = np.ascontiguousarray(value, np.float32).view(np.uint32)
+        if np.any(bits & 0xFFFF):
+            raise ValueError(f"operands are kept as bfloat16, which does not hold all of {name}. Round it with sim.cast.round_to first.")
+        arrays[name] = (bits >> 16).astype(np.uint16)
+    arrays |= {f"{name}/amax": np.asarray(value, np.float32) for name, value in tensors.amaxes.items()}
+    with path.open("wb") as file:
+        np.savez_compressed(file, **arrays)  # type: ignore[arg-type]  # of mypy's view of allow_pickle
+
+
+def read(path: Path | str) -> Tensors:
+    """What ``write`` wrote; bfloat16 bits widened to float32, which is exact.
+
+    Raises:   ConfigError: no such file, or none of this kind.
+    """
+    try:
+        with np.load(path, allow_pickle=False) as found:
+            arrays = dict(found)
+        about = json.loads(str(arrays.pop("about")))
+    except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile) as error:
+        raise ConfigError(f"{path} is no file of tensors, such as fp8ref demo writes into its directory ({FILE}): {error}") from error
+    return Tensors(
+        operands={
+            name: (bits.astype(np.uint32) << np.uint32(16)).view(np.float32) for name, bits in arrays.items() if not name.endswith("/amax")
+        },
+        amaxes={name.removesuffix("/amax"): value for name, value in arrays.items() if name.endswith("/amax")},
+        about=about,
+    )
+
+
+def _amaxes(lines: Sequence[dict]) -> dict[str, np.ndarray]:
+    """[recorded steps] of every operand: the same in each GEMM that takes it."""
+    found: dict[str, np.ndarray] = {}
+    for row, line in enumerate(lines):
+        for name, measured in line["statistics"].items():
+            layer, _, role = name.rsplit("/", 2)
+            trace = found.setdefault(f"{layer}/{role}", np.full(len(lines), np.nan, np.float32))
+            if measured["amax"] is not None:
+                trace[row] = measured["amax"]
+    return found

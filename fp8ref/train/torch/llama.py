@@ -1,0 +1,141 @@
+"""The trainer's Llama as an ``nn.Module`` (SEMANTICS M). Modules spell Hugging Face's parameter names."""
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional
+
+from fp8ref import llama
+from fp8ref.llama import LlamaConfig
+from fp8ref.torch.tensor_parallel import TensorPlan
+
+
+class RMSNorm(nn.Module):
+    """x * rsqrt(mean(x^2) + eps) * weight over the last dim, in float32, rounded once to x's dtype (SEMANTICS M-3)."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(config.hidden_size))
+        self.eps = config.rms_norm_eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.float()
+        mean_square = wide.square().mean(-1, keepdim=True)
+        return (wide * torch.rsqrt(mean_square + self.eps) * self.weight.float()).to(x.dtype)
+
+
+class Embedding(nn.Module):
+    """Rows of the float32 table, then rounded: [B, T] -> [B, T, hidden] (SEMANTICS M-2)."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
+
+    def forward(self, tokens: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """[B, T] -> [B, T, hidden] of dtype."""
+        return functional.embedding(tokens, self.weight.float()).to(dtype)  # [B, T] -> [B, T, hidden]; the gradient sums in float32
+
+
+class Attention(nn.Module):
+    """Causal attention of [B, T, hidden], rotary, key and value heads shared by groups of query heads (SEMANTICS M-1)."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        hidden, kv = config.hidden_size, config.num_key_value_heads * config.head_dim
+        self.q_proj = nn.Linear(hidden, hidden, bias=False)
+        self.k_proj = nn.Linear(hidden, kv, bias=False)
+        self.v_proj = nn.Linear(hidden, kv, bias=False)
+        self.o_proj = nn.Linear(hidden, hidden, bias=False)
+
+    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        batch, length, _ = x.shape
+        heads = [p(x).view(batch, length, -1, self.head_dim).transpose(1, 2) for p in (self.q_proj, self.k_proj, self.v_proj)]
+        q, k, v = heads  # [B, H, T, D]
+        y = functional.scaled_dot_product_attention(_rotate(q, cos, sin), _rotate(k, cos, sin), v, is_causal=True, enable_gqa=True)
+        return self.o_proj(y.transpose(1, 2).reshape(batch, length, -1))
+
+
+class MLP(nn.Module):
+    """SwiGLU: down_proj(silu(gate) * up), the product in float32 and rounded once (SEMANTICS M-3)."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = self.gate_proj(x).float(), self.up_proj(x).float()
+        return self.down_proj((functional.silu(gate) * up).to(x.dtype))
+
+
+class Layer(nn.Module):
+    """h + attention of its norm, then + MLP of its norm: [B, T, hidden], and so the result."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config)
+        self.self_attn = Attention(config)
+        self.post_attention_layernorm = RMSNorm(config)
+        self.mlp = MLP(config)
+
+    def forward(self, h: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        h = h + self.self_attn(self.input_layernorm(h), cos, sin)
+        return h + self.mlp(self.post_attention_layernorm(h))
+
+
+class Decoder(nn.Module):
+    """The parameters between tokens and lm_head, under Hugging Face's names; ``Llama`` runs them."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.embed_tokens = Embedding(config)
+        self.layers = nn.ModuleList([Layer(config) for _ in range(config.num_hidden_layers)])
+        self.norm = RMSNorm(config)
+
+
+class Llama(nn.Module):
+    """Logits of a batch of tokens: [B, T] int -> [B, T, vocab_size] of the norms' dtype, the compute dtype.
+
+    Order:    SEMANTICS M-3, rounded to the compute dtype at each of its sites.
+    The weights' dtype is the caller's: the training step rounds float32 masters to bfloat16 first (SEMANTICS M-2).
+    """
+
+    tensor_plan = TensorPlan(
+        styles={**dict.fromkeys(llama.COLUMN, "colwise"), **dict.fromkeys(llama.ROW, "rowwise")},
+        blocks={Attention: 2, MLP: 0},  # Attention also takes the two rotary tables
+        embedding=Embedding,
+        norm=RMSNorm,
+        last_norm="model.norm",
+    )
+
+    def __init__(self, config: LlamaConfig, weights: Mapping[str, np.ndarray]) -> None:
+        super().__init__()
+        self.config = config
+        self.model = Decoder(config)
+        if not config.tie_word_embeddings:
+            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.load_state_dict({name: torch.tensor(value) for name, value in weights.items()})
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Logits [B, T, vocab_size] of tokens [B, T], which are taken on trust (``llama.check_tokens``)."""
+        dtype = self.model.norm.weight.dtype
+        cos, sin = (torch.from_numpy(table).to(tokens.device) for table in llama.rotary_tables(self.config, tokens.shape[1]))
+        h = self.model.embed_tokens(tokens, dtype)
+        for layer in self.model.layers:
+            h = layer(h, cos, sin)
+        h = self.model.norm(h)
+        if not self.config.tie_word_embeddings:
+            return self.lm_head(h)
+        return functional.linear(h, self.model.embed_tokens.weight.to(dtype))
+
+
+def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotary embedding of [B, H, T, D] by float32 tables [T, D], rounded once to x's dtype."""
+    wide = x.float()
+    first, second = wide.chunk(2, dim=-1)
+    half = torch.cat([-second, first], dim=-1)
+    return (wide * cos + half * sin).to(x.dtype)

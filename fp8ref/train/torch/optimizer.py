@@ -1,0 +1,104 @@
+"""AdamW (SEMANTICS T-1): torch's, torch's fused, or torchao's with moments in FP8 (T-6). Weights decay in matrices only."""
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fp8ref.train.sections import OptimizerConfig
+
+BLOCK, SMALLEST = 256, 4096  # torchao's: values that share a scale, and those below which a piece's moments stay float32
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def build(params: Iterable[nn.Parameter], config: OptimizerConfig) -> torch.optim.Optimizer:
+    """The optimizer of config.kind, decay on parameters of two dims or more; its learning rate is that of ``set_learning_rate``."""
+    params = list(params)
+    groups = [
+        {"params": [p for p in params if p.ndim > 1], "weight_decay": config.weight_decay},
+        {"params": [p for p in params if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+    betas = (config.beta1, config.beta2)
+    if config.kind == "adamw_fp8":
+        from torchao.optim import AdamWFp8
+
+        return AdamWFp8(groups, betas=betas, eps=config.eps)
+    return torch.optim.AdamW(groups, betas=betas, eps=config.eps, **{"fused" if config.kind == "adamw_fused" else "foreach": True})
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:
+    """From the next step on. torchao's is a tensor, or each new rate would compile its step again."""
+    for group in optimizer.param_groups:
+        if isinstance(group["lr"], torch.Tensor):
+            group["lr"].fill_(value)
+        else:
+            group["lr"] = value
+
+
+def begin(optimizer: torch.optim.Optimizer, step: int | None = None) -> None:
+    """Give every parameter that has none the moments which its first step would: zeros. step: as after so many steps."""
+    fused = optimizer.defaults.get("fused")
+    for p in _parameters(optimizer):
+        state = optimizer.state[p]
+        if not state:
+            state["step"] = torch.zeros((), device=p.device if fused else None)
+            state |= {key: _zeros_in_fp8(p) if _takes_fp8(optimizer, p) else torch.zeros_like(p, requires_grad=False) for key in MOMENTS}
+        if step is not None:
+            state["step"].fill_(step)
+
+
+def moments(optimizer: torch.optim.Optimizer) -> Iterator[tuple[nn.Parameter, str, torch.Tensor]]:
+    """(parameter, which, moment) of all that ``begin`` or a step made."""
+    for p in _parameters(optimizer):
+        yield from ((p, key, optimizer.state[p][key]) for key in MOMENTS if key in optimizer.state[p])
+
+
+def in_fp8(moment: torch.Tensor) -> bool:
+    """Whether a rank's piece of a moment is torchao's, codes and scales."""
+    from torchao.optim.subclass_fp8 import OptimStateFp8
+
+    return isinstance(moment, OptimStateFp8)
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[nn.Parameter]:
+    return (p for group in optimizer.param_groups for p in group["params"])
+
+
+def _takes_fp8(optimizer: torch.optim.Optimizer, p: nn.Parameter) -> bool:
+    """Whether a rank's piece of p has moments in FP8 (T-6)."""
+    from torchao.optim import AdamWFp8
+
+    size = local(p).numel()
+    return isinstance(optimizer, AdamWFp8) and size >= SMALLEST and size % BLOCK == 0
+
+
+def _zeros_in_fp8(p: nn.Parameter) -> torch.Tensor:
+    from torchao.optim.subclass_fp8 import OptimStateFp8
+
+    piece = local(p)
+    made = OptimStateFp8.zeros(piece.shape, BLOCK, piece.device)
+    if not isinstance(p, DTensor):
+        return made
+    return DTensor.from_local(made, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
+
+
+def check_states(optimizer: torch.optim.Optimizer) -> None:
+    """Whether the moments of torchao's optimizer lie as its own would on these parameters (T-6). Call it after ``load_state_dict``.
+
+    torch loads states of another sharding without a word: the next step would go wrong, or would keep float32 what should be FP8.
+    Raises:   ValueError: moments of another shape, or another format, than this sharding's.
+    """
+    for p, key, found in moments(optimizer):
+        piece, moment, expected = local(p), local(found), _takes_fp8(optimizer, p)
+        if moment.shape != piece.shape or in_fp8(moment) != expected:
+            formats = {True: "FP8", False: "float32"}
+            raise ValueError(
+                f"{key} of a parameter whose piece here is {tuple(piece.shape)} is {formats[expected]} of that shape; got "
+                f"{formats[in_fp8(moment)]} {tuple(moment.shape)}. Load states into the sharding that saved them."
+            )
+
+
+def local(x: torch.Tensor) -> torch.Tensor:
+    """This rank's piece."""
+    return x.to_local() if isinstance(x, DTensor) else x

@@ -1,0 +1,154 @@
+"""Several processes of one run, a device each, through torch.distributed."""
+
+import contextlib
+import datetime
+import json
+import logging
+import os
+import re
+import socket
+import sys
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import torch
+from torch import distributed
+from torch.distributed import distributed_c10d
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from fp8ref.errors import ConfigError, LostProcessError
+from fp8ref.torch.parallel import AXES
+from fp8ref.train.config import Config
+from fp8ref.train.torch.failure_reporting import LastWords
+
+ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # what torchrun sets
+
+
+class Processes:
+    """Those of a run that ``join``ed; see ``fp8ref.train.processes``."""
+
+    def __init__(self, words: LastWords, timeout_s: int) -> None:
+        self._words, self._timeout_s, self.first = words, timeout_s, distributed.get_rank() == 0
+
+    @contextmanager
+    def telling(self) -> Iterator[None]:
+        """In this context, what torch raises when another process is gone becomes a LostProcessError that says which, and why."""
+        try:
+            yield
+        except LostProcessError:
+            raise
+        except BaseException as error:
+            if not _lost(error):
+                self._words.leave(error)
+                raise
+            why = self._words.which(waited=re.search("timed? ?out", str(error), re.IGNORECASE) is not None, timeout_s=self._timeout_s)
+            # gloo's place in its own source, and what it advises, help nobody
+            shown = re.sub(r"^\[\S*\] ", "", str(error).splitlines()[0]).split(". ")[0]
+            raise LostProcessError(
+                f"process {distributed.get_rank()} stops: {why}. Start all of them again. Here it showed as: {shown}"
+            ) from error
+
+    def gather(self, value: Any) -> list:
+        """Every process's value, of what JSON has, in order, in all of them."""
+        told: list = [None] * distributed.get_world_size()
+        distributed.all_gather_object(told, json.dumps(value))
+        return [json.loads(text) for text in told]
+
+
+def join(timeout_s: int) -> Processes:
+    """Meet the run's other processes, each of which torchrun started; on GPUs by NCCL, else by gloo.
+
+    Raises:   ConfigError: variables that torchrun sets and nobody set, values that are none, processes that do not come within timeout_s.
+    """
+    missing = [name for name in ENVIRONMENT if name not in os.environ]
+    if missing:
+        raise ConfigError(
+            f"--distributed is for processes that torchrun starts: torchrun --nproc-per-node 2 -m fp8ref train ...; not set: {', '.join(missing)}."
+        )
+    rank, ranks, port = (os.environ[name] for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
+    if not (rank.isdecimal() and ranks.isdecimal() and port.isdecimal() and int(rank) < int(ranks) and int(port) < 2**16):
+        raise ConfigError(
+            f"RANK lies below WORLD_SIZE, and MASTER_PORT is a port; got {rank}, {ranks} and {port}. torchrun sets all of them."
+        )
+    # Of results that are views, and of gathers in two steps: nothing here writes into results, and whole weights are fetched rarely.
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor", UserWarning)
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+    gpu, timeout = torch.cuda.is_available(), datetime.timedelta(seconds=timeout_s)
+    if gpu:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    # torch gives groups of a mesh's axes a timeout of its own, half an hour
+    distributed_c10d.default_pg_timeout = timeout
+    distributed_c10d.default_pg_nccl_timeout = timeout if distributed.is_nccl_available() else None
+    _reach(timeout_s)
+    try:
+        store, index, count = next(distributed.rendezvous("env://", timeout=timeout))
+        words = LastWords(store, index, count, kept_by_first=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True")
+        backend = "cpu:gloo,cuda:nccl" if gpu else "gloo"
+        distributed.init_process_group(
+            backend, store=distributed.PrefixStore("groups", store), rank=index, world_size=count, timeout=timeout
+        )
+    except (ValueError, RuntimeError) as error:
+        raise ConfigError(f"the run's processes did not meet: {error} Start all of them, with one MASTER_ADDR and MASTER_PORT.") from error
+    return Processes(words, timeout_s)
+
+
+def _reach(timeout_s: int) -> None:
+    """Until process 0 listens; torch, where it does not, prints pages of C++ frames."""
+    address, until, why = (os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]), time.monotonic() + timeout_s, ""
+    while os.environ["RANK"] != "0" and time.monotonic() < until:
+        try:
+            socket.create_connection(address, timeout_s).close()
+            return
+        except OSError as error:
+            why = str(error)
+            time.sleep(0.1)
+    if why:
+        raise ConfigError(
+            f"process 0 does not listen at MASTER_ADDR {address[0]}, MASTER_PORT {address[1]} within {timeout_s} s (parallel.timeout_s): {why}. "
+            "Start all processes, with one MASTER_ADDR and MASTER_PORT."
+        )
+
+
+def _lost(error: BaseException) -> bool:
+    """Whether this is how torch says that another process is gone: by types of its own, or in gloo's words."""
+    return isinstance(error, distributed.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error).lower())
+
+
+def leave(code: int) -> NoReturn:
+    """End this process with an exit code, at once: an interpreter that ends by itself may abort in gloo's threads after all went well."""
+    if code == 0 and distributed.is_initialized():
+        with contextlib.suppress(RuntimeError):  # of one that is gone: this one's part is done
+            distributed.barrier()  # none is gone while another still asks it for something
+            distributed.destroy_process_group()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def mesh_of(config: Config) -> DeviceMesh | None:
+    """The processes that ``processes.join`` met, data x fsdp x tensor; None of a process alone.
+
+    Raises:   ConfigError: another number of processes than config.parallel asks for; a batch that they do not share evenly; a scope that
+              tensor parallelism does not have beside other axes.
+    """
+    keys = config.parallel
+    ranks = distributed.get_world_size() if distributed.is_initialized() else 1
+    if keys.devices != ranks:
+        raise ConfigError(
+            f"parallel asks for data x fsdp x tensor = {keys.data} x {keys.fsdp} x {keys.tensor} = {keys.devices} processes; there are {ranks}. "
+            f"Start as many: torchrun --nproc-per-node {keys.devices} -m fp8ref train ... --distributed."
+        )
+    shared = keys.data * keys.fsdp
+    if config.data.batch_size % (shared * config.data.microbatches):
+        raise ConfigError(config.data.indivisible(shared, "processes"))
+    if keys.tensor > 1 and shared > 1 and keys.amax_scope == "global" and config.numerics.recipe != "bf16":
+        raise ConfigError(
+            "in PyTorch, amaxes over data and fsdp beside tensor are each rank's own (P-14). Set parallel.amax_scope to local."
+        )
+    if ranks == 1:
+        return None
+    kind = "cuda" if torch.cuda.is_available() else "cpu"
+    return init_device_mesh(kind, (keys.data, keys.fsdp, keys.tensor), mesh_dim_names=AXES)

@@ -1,0 +1,161 @@
+"""The training step in PyTorch (SEMANTICS T): float32 masters, bfloat16 compute, AdamW; one rank's passes, the loss and norm of all, the update."""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+from torch import distributed
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn import functional
+
+from fp8ref import llama
+from fp8ref.hardware import Multiply
+from fp8ref.torch import delayed, hardware
+from fp8ref.torch.parallel import parallelize
+from fp8ref.train.config import Config
+from fp8ref.train.torch import optimizer
+from fp8ref.train.torch.llama import Llama
+
+
+class Step:
+    """What a step changes: a model, its float32 masters ``params`` by name, its optimizer; and what a step computes of them.
+
+    mesh      of processes, as ``mesh_of`` makes it; device: this one's.
+    multiply  the simulated hardware that FP8 GEMMs are multiplied by (SEMANTICS G-19), or None.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        weights: dict[str, np.ndarray],
+        mesh: DeviceMesh | None,
+        device: torch.device,
+        multiply: Multiply | None,
+    ) -> None:
+        self.config, self.mesh, self.device, self.multiply = config, mesh, device, multiply
+        model = Llama(config.model, weights).to(device)
+        keys = config.parallel
+        self.model = parallelize(
+            model,
+            config.numerics.recipe,
+            mesh=self.mesh,
+            blocks=model.model.layers,
+            keep_dtype=[] if keys.compile == "model" else [model.model.embed_tokens],  # P-19
+            filter_fqns=config.filter_fqns,
+            fp8_fqns=config.numerics.fp8_fqns,
+            amax_scope=keys.amax_scope,
+            sequence=keys.sequence,
+            checkpointing=keys.checkpointing,
+            compile=keys.compile,
+            gather_fp8=keys.gather == "fp8",
+            precompute_scales=keys.precompute_scales,
+            ordered_reduction=keys.reduction == "ordered",
+        )
+        self.params = dict(self.model.named_parameters())
+        self.optimizer = optimizer.build(self.params.values(), config.optimizer)
+
+    def backward(self, tokens: np.ndarray) -> torch.Tensor:
+        """This rank's losses of a batch's parts, [microbatches] without a graph; gradients are left in the masters (T-7)."""
+        self.optimizer.zero_grad()
+        parts, losses = self.config.data.parts(tokens), []
+        with self.computing():
+            for part in parts:
+                loss = self.loss(self.own(part))
+                loss.backward()  # FSDP2 reduces each part's gradient, and adds it to the float32 shard
+                losses.append(loss.detach())
+        if len(parts) > 1:
+            grads = [optimizer.local(p.grad) for p in self.params.values() if p.grad is not None]
+            torch._foreach_mul_(grads, float(np.float32(1 / len(parts))))
+        return torch.stack(losses)
+
+    def update(self, loss: float, lr: float) -> dict[str, float]:
+        """Clip the gradients that lie in the masters, of a batch of this loss, and take the optimizer's step. Returns "loss" and "grad_norm"; where
+        either is not finite nothing changes (T-4), on any rank."""
+        grads = [p.grad for p in self.params.values() if p.grad is not None]
+        norm = self._norm(grads)
+        metrics = {"loss": loss, "grad_norm": norm.item()}
+        if all(map(math.isfinite, metrics.values())):
+            torch._foreach_mul_([optimizer.local(g) for g in grads], torch.clamp(self.config.optimizer.max_norm / norm, max=1.0))
+            optimizer.set_learning_rate(self.optimizer, lr)
+            self.optimizer.step()
+            delayed.update(self.model)
+        else:
+            delayed.forget(self.model)
+        return metrics
+
+    def forget(self) -> None:
+        """Leave no trace of a backward pass that no update is made of."""
+        self.optimizer.zero_grad()
+        delayed.forget(self.model)
+
+    def loss(self, tokens: np.ndarray) -> torch.Tensor:
+        batch = self.tokens(tokens)
+        logits = self.model(batch[:, :-1]).float()  # [B, T, V]
+        return functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+
+    def mean(self, losses: torch.Tensor) -> float:
+        """Of every rank's losses, one of each part."""
+        return self._of_ranks(losses.double().mean()).mean().item()
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """In this context the model computes as in a step: under its simulated hardware, and in the compute dtype."""
+        with hardware.simulating(self.multiply), self._rounded():
+            yield
+
+    def tokens(self, tokens: np.ndarray) -> torch.Tensor:
+        llama.check_tokens(tokens, self.config.model)
+        return torch.from_numpy(np.asarray(tokens, np.int64)).to(self.device)
+
+    def own(self, tokens: np.ndarray) -> np.ndarray:
+        """This rank's sequences of a batch (SEMANTICS P-10)."""
+        if self.mesh is None:
+            return tokens
+        keys = self.config.parallel
+        rows = len(tokens) // (keys.data * keys.fsdp)
+        index = self.mesh.get_local_rank("data") * keys.fsdp + self.mesh.get_local_rank("fsdp")
+        return tokens[index * rows :][:rows]
+
+    @contextmanager
+    def _rounded(self) -> Iterator[None]:
+        """In this context the model computes with parameters rounded to the compute dtype, all but the embedding table (SEMANTICS M-2).
+
+        FSDP2 rounds what it gathers. Elsewhere rounded ones stand in for the masters, in the backward pass too, where checkpointed layers run again.
+        """
+        if isinstance(self.model, FSDPModule):
+            yield
+            return
+        places = [(self.model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2], p) for name, p in self.params.items()]
+        table = self.params[llama.EMBEDDING]
+        try:
+            for module, key, p in places:
+                module._parameters[key] = p if p is table else p.to(torch.bfloat16)  # type: ignore[assignment]
+            yield
+        finally:
+            for module, key, p in places:
+                module._parameters[key] = p
+
+    def _norm(self, grads: list[torch.Tensor]) -> torch.Tensor:
+        """float32 (): of all gradients together (T-2). In float64, so that how they are cut changes no more than the last of its bits."""
+        held = [g for g in grads if optimizer.local(g).numel()]
+        squares = torch.stack(torch._foreach_norm([optimizer.local(g) for g in held], 2, torch.float64)).square()
+        copies = squares.new_tensor([self._copies(g) for g in held])  # how many ranks hold the same of it
+        return self._of_ranks((squares / copies).sum()).sum().sqrt().float()
+
+    def _copies(self, x: torch.Tensor) -> int:
+        if not isinstance(x, DTensor):
+            return 1
+        cut = math.prod(x.device_mesh.size(i) for i, placement in enumerate(x.placements) if not placement.is_replicate())
+        return self.config.parallel.devices // cut
+
+    def _of_ranks(self, value: torch.Tensor) -> torch.Tensor:
+        """[ranks] of a number of each."""
+        if self.mesh is None:
+            return value[None]
+        found = [torch.empty_like(value) for _ in range(distributed.get_world_size())]
+        distributed.all_gather(found, value)
+        return torch.stack(found)

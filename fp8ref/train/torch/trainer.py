@@ -1,0 +1,207 @@
+"""A model being trained in PyTorch: what a run asks of it and keeps; on one device, or one of several processes. Its step is ``step.Step``."""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from fp8ref import llama
+from fp8ref.errors import ConfigError
+from fp8ref.hardware import Multiply
+from fp8ref.stats import Operand, merged, planned
+from fp8ref.torch import delayed, proof, stats
+from fp8ref.torch.gemm_observer import observing
+from fp8ref.torch.parallel import AXES
+from fp8ref.train import feasibility
+from fp8ref.train.config import Config
+from fp8ref.train.torch import optimizer
+from fp8ref.train.torch.checkpoint import Store
+from fp8ref.train.torch.llama import Llama
+from fp8ref.train.torch.processes import mesh_of
+from fp8ref.train.torch.step import Step
+
+
+class Trainer:
+    """One model being trained. ``step`` and ``evaluate`` take tokens [B, T + 1], integers: inputs and the targets after them."""
+
+    backend = "torch"
+
+    def __init__(self, config: Config, weights: dict[str, np.ndarray] | None = None, *, multiply: Multiply | None = None) -> None:
+        """weights: float32 arrays by name, by default ``llama.initial_weights`` of run.seed.
+
+        multiply  the hardware that numerics.accumulate names, simulated: what FP8 GEMMs are multiplied by (SEMANTICS G-19).
+        Raises:   ConfigError: as ``mesh_of``; numerics.accumulate without multiply, or with a GPU.
+        """
+        self.config = config
+        self._multiply = multiply
+        config.numerics.check_multiply(multiply)
+        if multiply is not None and torch.cuda.is_available():
+            raise ConfigError(
+                f"numerics.accumulate {config.numerics.accumulate!r}: simulated hardware multiplies on the host's CPU; torch has "
+                f"{torch.cuda.get_device_name()}. Hide it with CUDA_VISIBLE_DEVICES=, or use accumulate 'native'."
+            )
+        self.decisions = config.decisions()
+        weights = llama.initial_weights(config.model, seed=config.run.seed) if weights is None else weights
+        llama.check_weights(weights, config.model)
+        mesh = mesh_of(config)
+        self._device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+        if self._device.type == "cuda":
+            feasibility.check_on_gpu(config, self.backend)
+            torch.cuda.reset_peak_memory_stats(self._device)
+        self._step = Step(config, weights, mesh, self._device, multiply)
+        self.model, self._params, self._optimizer = self._step.model, self._step.params, self._step.optimizer
+        self._count = 0
+        self._store = Store(self.model, self._params, self._optimizer)
+        self.device = f"cuda: {torch.cuda.get_device_name()}" if self._device.type == "cuda" else "cpu"
+        self.device += f", {config.parallel.devices} processes" * (config.parallel.devices > 1)
+
+    def step(self, tokens: np.ndarray) -> dict[str, float]:
+        """One optimizer step: {"loss", "grad_norm"} before the update. Where either is not finite nothing changes (T-4), on any rank."""
+        return self._updated(self._step.backward(tokens))
+
+    def _updated(self, losses: torch.Tensor) -> dict[str, float]:
+        """The second half of a step, after its backward passes: of this rank's losses."""
+        lr = self.config.optimizer.learning_rate_at(self._count, self.config.run.steps)
+        metrics = self._step.update(self._step.mean(losses), lr)
+        self._count += all(map(math.isfinite, metrics.values()))
+        return metrics
+
+    @torch.no_grad()
+    def evaluate(self, tokens: np.ndarray) -> float:
+        """The loss of a batch."""
+        with self._step.computing():
+            return self._step.mean(torch.stack([self._step.loss(self._step.own(part)) for part in self.config.data.parts(tokens)]))
+
+    @torch.no_grad()
+    def logits(self, tokens: np.ndarray) -> np.ndarray:
+        """float32 [B, T, vocab_size] from tokens [B, T]."""
+        with self._step.computing():
+            return self.model(self._step.tokens(tokens)).float().cpu().numpy()
+
+    def gradients(self, tokens: np.ndarray) -> dict[str, np.ndarray]:
+        """float32 gradients of the loss of a batch by parameter, not clipped; nothing is updated."""
+        self._step.backward(tokens)
+        found = {name: _whole(p.grad) for name, p in self._params.items() if p.grad is not None}
+        self._step.forget()
+        return found
+
+    def weights(self) -> dict[str, np.ndarray]:
+        """The float32 masters by name."""
+        return {name: _whole(p.detach()) for name, p in self._params.items()}
+
+    def moments(self) -> dict[str, dict[str, np.ndarray]]:
+        """Both of Adam's, float32: by which, then by parameter. Of those kept in FP8 (T-6), what their codes stand for."""
+        optimizer.begin(self._optimizer)
+        names = {id(p): name for name, p in self._params.items()}
+        found: dict[str, dict[str, np.ndarray]] = {key: {} for key in optimizer.MOMENTS}
+        for p, key, moment in optimizer.moments(self._optimizer):
+            found[key][names[id(p)]] = _whole(moment.dequantize() if optimizer.in_fp8(moment) else moment)
+        return found
+
+    def save(self, directory: Path) -> Callable[[], None]:
+        """Copy the state to host memory and begin to write it into a directory; the result waits until it is written, by every process."""
+        return self._store.save(directory)
+
+    def load(self, directory: Path, step: int) -> None:
+        """Continue from the state of so many steps that ``save`` wrote, on this mesh or another."""
+        self._store.load(directory, step)
+        self._count = step
+
+    def fp8_states(self) -> dict[str, tuple[np.ndarray, ...]]:
+        """What linears that scale by their past keep: (stored, amax_history, step) by "<linear>/<role>"."""
+        found = {}
+        for name, state in delayed.states(self.model):
+            linear, _, role = name.rpartition(".states.")
+            found[f"{linear}/{role}"] = tuple(_copy(getattr(state, key)) for key in delayed.DelayedState._fields)
+        return found
+
+    def peak_memory(self) -> int | None:
+        """Bytes of GPU memory in tensors at most since the trainer was made; None on a CPU."""
+        return torch.cuda.max_memory_allocated(self._device) if self._device.type == "cuda" else None
+
+    def observe(self, tokens: np.ndarray, observer) -> None:
+        """A forward and backward pass, no update, in which every FP8 GEMM reports to observer (see ``observing``), once a part of the batch."""
+
+        def as_numpy(name, gemm, a, b, out):
+            # float32 holds every bfloat16; NumPy has no bfloat16 of its own
+            operands = [(_copy(hp.float()), _copy(codes), _copy(scale)) for hp, codes, scale in (a, b)]
+            observer(name, gemm, *operands, _copy(out.float()))
+
+        with observing(self.model, as_numpy):
+            self._step.backward(tokens)
+        self._step.forget()
+
+    def statistics(self, tokens: np.ndarray) -> dict[str, dict]:
+        """What quantising did to every FP8 operand of a step on this batch (SEMANTICS Q-8): an eager forward and backward pass, no update."""
+        with torch.compiler.set_stance("force_eager"):
+            _, found = self._measured(tokens)
+        self._step.forget()
+        return found
+
+    def measured_step(self, tokens: np.ndarray) -> tuple[dict[str, float], dict[str, dict]]:
+        """``step`` and ``statistics`` of one batch: of the step's own passes, but where those are compiled, and with the same results as without."""
+        if self.config.parallel.compile != "none":
+            found = self.statistics(tokens)
+            return self.step(tokens), found
+        losses, found = self._measured(tokens)
+        return self._updated(losses), found
+
+    def _measured(self, tokens: np.ndarray) -> tuple[torch.Tensor, dict[str, dict]]:
+        """The backward passes of a step, and what they show of every FP8 operand of all ranks."""
+        operands = planned(self.decisions)
+        if not operands:
+            return self._step.backward(tokens), {}
+        found: stats.Parts = {}
+        with stats.measuring(self.model, operands, found):
+            losses = self._step.backward(tokens)
+        parts = stats.of_ranks(stats.stacked(operands, found)).cpu().numpy()
+        return losses, merged(
+            operands,
+            [of_one[self._own_parts(operand)].reshape(-1, of_one.shape[-1]) for operand, of_one in zip(operands, parts, strict=True)],
+        )
+
+    def _own_parts(self, operand: Operand) -> np.ndarray:
+        """Of all ranks, those that together hold one copy of an operand (SEMANTICS P-10)."""
+        keys = self.config.parallel
+        gathered = isinstance(self.model, FSDPModule) and hasattr(self.model.get_submodule(operand.layer), "fp8_gather")
+        style = Llama.tensor_plan.styles.get(operand.layer.rpartition(".")[2])
+        whole = "input" if style == "colwise" else "grad_output"  # along tensor
+        cut = {
+            "data": operand.role != "weight",
+            "fsdp": operand.role != "weight" or gathered,
+            "tensor": style is not None and operand.role != whole,
+        }
+        ranks = np.arange(keys.devices).reshape(keys.data, keys.fsdp, keys.tensor)
+        return ranks[tuple(slice(None if cut[axis] else 1) for axis in AXES)].ravel()
+
+    def prove(self, tokens: np.ndarray) -> dict:
+        """What a step multiplies and gathers, for the manifest: seen in one that updates nothing (SEMANTICS B-8). Before the first step.
+
+        Raises:   ConfigError: an FP8 GEMM or gather that was planned and is not there, unless run.allow_fallback.
+        """
+        keys = self.config.parallel
+        planned = {d.path: d.recipe for d in self.decisions if d.fp8}
+        with (proof.trace_compiled if keys.compile != "none" else proof.trace_eager)(self.model) as seen:
+            self._step.backward(tokens)
+        self._step.forget()
+        plan = self._multiply.name if self._multiply else None
+        missing = proof.missing(seen, planned, plan)
+        if isinstance(self.model, FSDPModule) and keys.gather == "fp8":
+            missing += proof.missing_gathers(self.model, [path for path, recipe in planned.items() if recipe.serves_both("weight")])
+        if missing and not self.config.run.allow_fallback:
+            raise ConfigError("the step lacks what was planned:\n  " + "\n  ".join(missing) + "\nSet run.allow_fallback to train anyway.")
+        return proof.manifest(seen, planned, missing, proof.gathers(self.model), plan)
+
+
+def _whole(x: torch.Tensor) -> np.ndarray:
+    """A copy of all of it, on every rank."""
+    return _copy(x.full_tensor() if isinstance(x, DTensor) else x)
+
+
+def _copy(x: torch.Tensor) -> np.ndarray:
+    """With memory of its own: FSDP2 frees a gathered weight's, which an array must not share."""
+    return x.detach().cpu().clone().numpy()

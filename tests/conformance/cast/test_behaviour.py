@@ -1,0 +1,85 @@
+"""The model of casts that the kit compares with is the simulator's where both have a rounding, and each library's where it has its name."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+from fp8ref.conformance.cast import behaviour, inputs
+from fp8ref.conformance.cast.behaviour import KNOWN, LAYOUTS, ROUNDINGS, Through
+from fp8ref.formats import BFLOAT16, E4M3FN, E5M2, FP8_FORMATS
+from fp8ref.sim import cast
+
+ours = pytest.mark.parametrize("fmt", FP8_FORMATS.values(), ids=str)
+
+
+@ours
+@pytest.mark.parametrize("rounding", sorted(set(ROUNDINGS) & set(cast.ROUNDINGS)))
+@pytest.mark.parametrize("source", ["float32", "float64"])
+def test_roundings_are_the_simulators(fmt, rounding, source):  # C-2, C-3, C-5, C-6
+    x = inputs.inputs(fmt, source)
+    model = dataclasses.replace(KNOWN["saturating"].of(fmt), rounding=rounding)
+    np.testing.assert_array_equal(behaviour.encode(x, fmt, model, source=source), cast.encode(x, fmt, rounding=rounding))
+
+
+@ours
+def test_the_unsaturating_is_the_simulators(fmt):  # C-4
+    x = inputs.inputs(fmt, "float32")
+    np.testing.assert_array_equal(behaviour.encode(x, fmt, KNOWN["non_saturating"].of(fmt)), cast.encode(x, fmt, saturate=False))
+
+
+@pytest.mark.parametrize("fmt", LAYOUTS.values(), ids=str)
+def test_directed_roundings_lie_around_the_exact_value(fmt):  # C-8
+    x = inputs.inputs(fmt, "float32", limit=fmt.max)
+    model = KNOWN["saturating"].of(fmt)
+    values = {r: cast.decode(behaviour.encode(x, fmt, dataclasses.replace(model, rounding=r)), fmt) for r in ROUNDINGS}
+    assert (values["down"] <= x).all()
+    assert (values["up"] >= x).all()
+    assert (np.abs(values["away_from_zero"]) >= np.abs(x)).all()
+    nearest, other = (np.abs(values[r].astype(np.float64) - x) for r in ("nearest_even", "nearest_zero"))
+    np.testing.assert_array_equal(nearest, other)
+    assert (np.abs(values["nearest_zero"]) <= np.abs(values["nearest_away"])).all()
+    assert len({value.tobytes() for value in values.values()}) == len(ROUNDINGS)
+
+
+@pytest.mark.parametrize("fmt", [E4M3FN, E5M2], ids=str)
+@pytest.mark.parametrize("name", ["torch", "ml_dtypes", "jax"])
+def test_names_are_what_the_libraries_do(name, fmt):  # C-5, C-8
+    x = inputs.inputs(fmt, "float32")
+    with np.errstate(all="ignore"):
+        found = {
+            "torch": lambda: torch.from_numpy(x).to(getattr(torch, f"float8_{fmt.name}")).view(torch.uint8).numpy(),
+            "ml_dtypes": lambda: x.astype(getattr(ml_dtypes, f"float8_{fmt.name}")).view(np.uint8),
+            "jax": lambda: np.asarray(jnp.asarray(x).astype(f"float8_{fmt.name}")).view(np.uint8),
+        }[name]()
+    np.testing.assert_array_equal(behaviour.encode(x, fmt, KNOWN[name].of(fmt)), found)
+
+
+@pytest.mark.parametrize("name", ["e4m3", "e3m4", "e4m3b11fnuz"])
+def test_the_other_layouts_are_those_of_ml_dtypes(name):
+    dtype = getattr(ml_dtypes, f"float8_{name}")
+    ours = cast.decode(np.arange(256, dtype=np.uint8), LAYOUTS[name])
+    np.testing.assert_array_equal(ours, np.arange(256, dtype=np.uint8).view(dtype).astype(np.float32))
+
+
+def test_a_double_rounding_is_of_its_source_alone():
+    model = dataclasses.replace(KNOWN["saturating"].of(E4M3FN), through={"float32": Through(dtype="bfloat16")})
+    x = inputs.inputs(E4M3FN, "float32")
+    np.testing.assert_array_equal(behaviour.encode(x, E4M3FN, model), cast.encode(cast.round_to(x, BFLOAT16), E4M3FN))
+    np.testing.assert_array_equal(behaviour.encode(x, E4M3FN, model, source="float64"), cast.encode(x, E4M3FN))
+
+
+def test_inputs_are_numbers_of_their_dtype():
+    for source in ("float32", "bfloat16", "float16"):
+        x = inputs.inputs(E4M3FN, source)
+        finite = x[np.isfinite(x)]
+        with np.errstate(over="ignore"):
+            np.testing.assert_array_equal(finite.astype({"bfloat16": ml_dtypes.bfloat16}.get(source, source)).astype(np.float32), finite)
+
+
+def test_an_unknown_name():
+    with pytest.raises(ValueError, match=r"a cast's behaviour is one of saturating, non_saturating, .*; got 'tf32'"):
+        behaviour.known("tf32")

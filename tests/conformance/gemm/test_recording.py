@@ -1,0 +1,136 @@
+"""Recordings are computed again bit for bit, and what was changed in one is found."""
+
+import json
+
+import numpy as np
+import pytest
+from planted_gemms import plan, subject
+
+from fp8ref.conformance.gemm import identify, instruction, plans, recording
+from fp8ref.epilogue import EPILOGUES
+from fp8ref.formats import BFLOAT16, E4M3FN, E5M2
+from fp8ref.sim import gemm
+from fp8ref.sim.accumulate import ACCUMULATIONS
+from fp8ref.sim.tensor_core import UNITS
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory):
+    found = identify.identify(subject("hopper_slow", out=BFLOAT16, granularity="rowwise"), shape=(64, 48, 512))
+    return recording.of_gemm(found, tmp_path_factory.mktemp("recorded"))
+
+
+def simulated(a, b, c, fmt_a, fmt_b):
+    return gemm.mma(a, b, c, fmt_a=fmt_a, fmt_b=fmt_b)
+
+
+def test_a_gemm(recorded):
+    replayed = recording.verify(recorded)
+    assert replayed.ok
+    assert replayed.compared == 24 * 24
+    said = json.loads(recorded.read_text())
+    assert (said["format"], said["kind"], said["subject"]) == (recording.FORMAT, "gemm", "planted")
+    assert recorded.stat().st_size + recorded.with_suffix(".npz").stat().st_size < 100_000
+
+
+@pytest.mark.parametrize("name", ["f32", "exact"])
+def test_sums_that_are_no_tensor_cores(name, tmp_path):
+    found = identify.identify(subject(name), shape=(16, 16, 64))
+    assert recording.verify(recording.of_gemm(found, tmp_path)).ok
+
+
+@pytest.mark.parametrize("pair", [(E4M3FN, E4M3FN), (E5M2, E4M3FN)], ids=lambda p: f"{p[0]}-{p[1]}")
+def test_an_instruction(pair, tmp_path):
+    found = instruction.identify(simulated, *pair, name="wgmma", about={"device": "none"}, count=0)
+    path = recording.of_instruction(found, simulated, tmp_path, count=300)
+    replayed = recording.verify(path)
+    assert replayed.ok
+    assert replayed.compared >= 300 + sum(len(asked.d) for asked in found.asked)
+    with np.load(path.with_suffix(".npz")) as file:
+        assert (file["c"] != 0).sum() > 1000
+
+
+def test_a_changed_bit_is_found(recorded, tmp_path):
+    path = tmp_path / recorded.name
+    path.write_bytes(recorded.read_bytes())
+    with np.load(recorded.with_suffix(".npz")) as file:
+        arrays = dict(file)
+    arrays["out"][3, 4] ^= 1 << 16
+    np.savez(path.with_suffix(".npz"), **arrays)
+    replayed = recording.verify(path)
+    assert not replayed.ok
+    assert replayed.compared - replayed.equal == 1
+
+
+def test_another_plan_is_found(recorded, tmp_path):
+    said = json.loads(recorded.read_text())
+    said["plan"]["fraction_bits"] = 9
+    path = tmp_path / recorded.name
+    path.write_text(json.dumps(said))
+    path.with_suffix(".npz").write_bytes(recorded.with_suffix(".npz").read_bytes())
+    assert not recording.verify(path).ok
+
+
+@pytest.mark.parametrize("damage", ["no json", "another format", "no arrays"])
+def test_what_is_no_recording(damage, recorded, tmp_path):
+    path = tmp_path / "recording.json"
+    path.write_text({"no json": "{", "another format": '{"format": "other"}', "no arrays": recorded.read_text()}[damage])
+    with pytest.raises(ValueError, match=r"recording.json is no whole recording of a probe .*; record it again"):
+        recording.verify(path)
+
+
+@pytest.mark.parametrize(
+    "damage", ["cut", "flipped", "empty", "text", "fewer rows", "no out", "other kind", "no plan", "other format", "plan of a list"]
+)
+def test_a_damaged_recording_is_said_to_be_so(damage, recorded, tmp_path):
+    path = tmp_path / "recording.json"
+    said, whole = json.loads(recorded.read_text()), recorded.with_suffix(".npz").read_bytes()
+    with np.load(recorded.with_suffix(".npz")) as file:
+        arrays = dict(file)
+    if damage in ("cut", "flipped", "empty", "text"):
+        middle = len(whole) // 2
+        changed = {
+            "cut": whole[:middle],
+            "flipped": whole[:middle] + bytes([whole[middle] ^ 255]) + whole[middle + 1 :],
+            "empty": b"",
+            "text": b"no",
+        }
+        path.with_suffix(".npz").write_bytes(changed[damage])
+    else:
+        if damage == "fewer rows":
+            arrays["out"] = arrays["out"][:1]
+        if damage == "no out":
+            del arrays["out"]
+        np.savez(path.with_suffix(".npz"), **arrays)
+        said |= {
+            "other kind": {"kind": "foo"},
+            "no plan": {"plan": None},
+            "other format": {"formats": ["zzz", "e5m2"]},
+            "plan of a list": {"plan": [1]},
+        }.get(damage, {})
+    path.write_text(json.dumps(said))
+    with pytest.raises(ValueError, match=r"recording.json is no whole recording of a probe .*record it again") as error:
+        recording.verify(path)
+    assert "pickle" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", [*ACCUMULATIONS, "f32", "exact"])
+def test_a_plan_is_itself_again(name):
+    accumulate = ACCUMULATIONS.get(name, name)
+    written = json.loads(json.dumps(plans.of_accumulation(accumulate)))
+    read = plans.accumulation(written, evidence="none")
+    assert plans.of_accumulation(read) == written
+    if name in ACCUMULATIONS:
+        assert written["fused_width"] == ACCUMULATIONS[name].unit.fused_width
+        assert written["promotion"] == ACCUMULATIONS[name].promotion
+
+
+def test_plans_that_are_not_whole():
+    whole = plans.of_accumulation(plan(UNITS["ada"], promotion=64)) | {"epilogue": "product_then_round"}
+    assert plans.epilogue(whole) is EPILOGUES["product_then_round"]
+    with pytest.raises(ValueError, match=r"all of its keys; fraction_bits, split_k could not be told or are missing. Probe again"):
+        plans.accumulation(whole | {"fraction_bits": None, "split_k": None}, evidence="none")
+    with pytest.raises(ValueError, match=r"fraction_bits is an integer in .*; got 99"):
+        plans.accumulation(whole | {"fraction_bits": 99}, evidence="none")
+    with pytest.raises(ValueError, match=r"a plan's epilogue is one that a probe names, such as scale_then_round, .*; got None"):
+        plans.epilogue(whole | {"epilogue": None})

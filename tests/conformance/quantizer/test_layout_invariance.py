@@ -1,0 +1,164 @@
+"""What a quantiser does beyond the tensors that its policy was told by: each planted kernel is right there, and found out elsewhere."""
+
+import jax.numpy as jnp
+import planted_kernels as planted
+import pytest
+import torch
+
+from fp8ref.conformance import identify_quantizer
+from fp8ref.conformance.subject import ConformanceError
+from fp8ref.formats import E4M3FN
+from fp8ref.jax import scaling as jax_scaling
+
+
+def asked(function, expect="torchao"):
+    return identify_quantizer(function, E4M3FN, name="mine", framework="torch", expect=expect)
+
+
+def test_what_is_right_everywhere():  # S-16
+    found = asked(planted.rows)
+    assert found.ok
+    said = {f.what: f.said for f in found.findings}
+    assert (said["shapes"], said["strides"]) == ("all alike", "all alike")
+    assert "transposed, every second column, behind a row: as contiguous" in [f.evidence for f in found.findings]
+    by = {f.what: f.value for f in found.findings}
+    assert (by["from bfloat16"], by["from float16"]) == ("torchao", "torchao")
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        (planted.another_in_float16, "(float16 0x"),
+        (planted.mean_in_bfloat16, "(bfloat16 0x"),
+        (planted.divides, "expected code 0x58 (16), scale 17.066667556762695 by torchao"),
+        (planted.compares_for_the_largest, "NaN last in each group as x[0, 2] = nan"),
+        (planted.but_the_last_column, "the largest last in each group as x[1, 2] = 0.015625 (float32 0x"),
+        (planted.but_the_last_column, "(as without x[1, 2]), expected code "),
+        (planted.whole_blocks_alone, "(as without x[3, 999])"),
+        (planted.up_to_1024_rows, "(as without x[1030, 1151])"),
+        (planted.up_to_2048_columns, "of x [3, 28672]"),
+        (planted.loses_lane_17, "the largest at "),
+        (planted.last_column_in_bfloat16, "(bfloat16 0x"),
+        (planted.strides_in_bfloat16, "transposed in memory (bfloat16 0x"),
+        (planted.negative_nans, "(as without x[1, 2]), expected code 0x7F (nan), scale nan by torchao"),
+        (planted.infinity_before_nan, "a NaN inside and an infinity last"),
+        (planted.tail_of_16, "got code 0x00 (0)"),
+        (planted.transposes_squares, "of x [128, 128]"),
+        (planted.forgets_strides, "of x [128, 256], transposed in memory"),
+        (planted.forgets_an_offset, "of x [128, 256], behind a row in memory"),
+    ],
+)
+def test_what_is_wrong_elsewhere(function, said):  # S-2, S-5, S-6, S-16
+    found = asked(function)
+    assert not found.ok
+    assert not found.identified
+    assert "of other tensors it gives something else" in found.message
+    assert said in found.message
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        (planted.products_in_float16, "rounds to float16 first, but for what is unlike that"),
+        (planted.adds_zero, "-0 becomes 0"),
+        (planted.nan_of_all, "beside groups of every kind"),
+        (planted.another_scale_in_bfloat16, "policy torchao, but for what is unlike that"),
+        (planted.one_for_zero, "policy torchao, but an amax of 0 has scale 1"),
+        (planted.rolls_scales, "nearest is torchao"),
+        (planted.calls_the_inverse_scale, "'scale' of what it returns: got what is a scale_inv, expected a scale (S-1)"),
+        (planted.calls_the_scale_inverse, "'scale_inv' of what it returns: got what is a scale, expected a scale_inv (S-1)"),
+        (planted.doubles_the_amax, "'amax' of what it returns: got 2, expected 1, the largest magnitude of its group (S-2)"),
+    ],
+)
+def test_what_no_name_has(function, said):  # S-1 to S-6
+    for expect in ("torchao", None):
+        found = asked(function, expect)
+        assert not found.ok
+        assert said in found.message + "".join(map(str, found.unlike))
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        (planted.with_a_workspace(), "mine overwrites what it gave for x torch float32"),
+        (planted.one_call_late(), "mine gives for x of 0.5s .* after x of ones, the codes of those"),
+    ],
+)
+def test_what_calls_have_in_common(function, said):
+    with pytest.raises(ConformanceError, match=said):
+        asked(function)
+
+
+def test_a_workspace_of_another_dtype():
+    quantize = planted.with_a_workspace()
+    with pytest.raises(ConformanceError, match="mine overwrites what it gave for x torch bfloat16"):
+        asked(lambda x: quantize(x) if x.dtype == torch.bfloat16 else planted.rows(x))
+
+
+def test_more_calls_than_are_asked():
+    with pytest.raises(ConformanceError, match="mine remembers more than 20 calls"):
+        asked(planted.delayed(24), "te_delayed")
+
+
+@pytest.mark.parametrize("axis", [-1, 0])
+def test_what_xla_loses_is_held_against_nobody(axis):  # P-3, S-16
+    def quantize(x):
+        amax = jnp.max(jnp.abs(x.astype(jnp.float32)), axis, keepdims=True)
+        scale = 448 / jnp.maximum(amax, 1e-12)
+        return jnp.clip(x.astype(jnp.float32) * scale, -448, 448).astype(jnp.float8_e4m3fn), scale
+
+    found = identify_quantizer(quantize, E4M3FN, framework="jax", expect="torchao")
+    assert found.ok, found.message
+    assert {f.what: f.said for f in found.findings}["NaN inside"] == "lost where XLA's max loses it"
+
+
+def test_what_xla_flushes_beside_an_e8m0_scale_is_held_against_nobody():  # S-12, S-14
+    def quantize(x):
+        q = jax_scaling.quantize(x, E4M3FN, granularity="mx_1x32", policy="mx_floor")
+        return q.codes, q.scale_inv.astype(jnp.float8_e8m0fnu)
+
+    found = identify_quantizer(quantize, E4M3FN, framework="jax", expect="mx_floor")
+    assert found.ok, found.message
+    assert found.found["flushes_subnormal_scales"]
+
+
+def test_a_nan_that_is_dropped_in_jax_is_a_fault():  # S-2
+    def quantize(x):
+        x = x.astype(jnp.float32)
+        amax = jnp.max(jnp.where(jnp.isnan(x) & (jnp.arange(x.shape[1]) > 0), 0, jnp.abs(x)), -1, keepdims=True)
+        scale = 448 / jnp.maximum(amax, 1e-12)
+        return jnp.clip(x * scale, -448, 448).astype(jnp.float8_e4m3fn), scale
+
+    assert not identify_quantizer(quantize, E4M3FN, framework="jax").ok
+
+
+def test_a_delayed_quantizer_by_its_policy():  # S-11, H-1
+    found = asked(planted.delayed(), "te_delayed")
+    assert found.ok, found.message
+    assert found.found["memory"] == 16
+    assert not asked(planted.delayed(), "torchao").ok
+
+
+def test_what_it_does_not_take_is_said():
+    def function(x):
+        if x.dtype != torch.float32 or not x.is_contiguous():
+            raise TypeError("contiguous float32, please")
+        return planted.rows(x)
+
+    found = asked(function)
+    assert found.ok
+    assert "it takes no bfloat16, no float16" in found.message
+    assert next(f for f in found.findings if f.what == "strides").evidence.endswith("it raises for transposed, every second column")
+
+
+def test_shapes_that_it_does_not_take_are_said():
+    def function(x):
+        assert x.shape[0] % 16 == 0
+        return planted.rows(x)
+
+    found = asked(function)
+    assert found.ok
+    assert (
+        "it raises for [1, 1], [2, 3], [3, 17], [4, 1000], [1, 128], [3, 256], [131, 128], [3, 28672], [1031, 1152]"
+        in {f.what: f.evidence for f in found.findings}["shapes"]
+    )

@@ -1,0 +1,63 @@
+import numpy as np
+import pytest
+
+from fp8ref.conformance import libraries
+from fp8ref.conformance.certify import Certificate
+from fp8ref.conformance.examine import Task, examine, special_inputs
+from fp8ref.formats import E4M3FN, E5M2
+from fp8ref.sim import cast
+
+
+def test_a_wrong_rounding_is_a_failure_that_names_an_input(monkeypatch):
+    def to_odd(x):
+        return cast.encode(x, E4M3FN, rounding="to_odd", saturate=False)
+
+    monkeypatch.setattr(libraries, "casts", lambda fmt: {"wrong": (to_odd, False)})
+    tally = examine(Task(kind="cast", fmt="e4m3fn", special=True))
+    certificate = Certificate(exhaustive=False, tallies={("e4m3fn", "cast"): tally})
+    report = certificate.report()
+    assert not report.ok
+    (failure,) = report.failures
+    assert 0 < failure.equal < failure.compared
+    bits = np.uint32(int(failure.detail.rpartition("0x")[2].rstrip(")"), 16))
+    assert to_odd(bits.view(np.float32)) != cast.encode(bits.view(np.float32), E4M3FN, saturate=False)
+
+
+@pytest.mark.parametrize("amax", [1.0, 0.0, np.inf, np.nan])
+def test_a_wrong_scale_is_a_failure(monkeypatch, amax):
+    def one_ulp_off(values):
+        from fp8ref.sim import scales
+
+        made = scales.scale_from_amax(values, E5M2, "torchao")
+        hit = (values == amax) | (np.isnan(values) & np.isnan(amax))
+        return np.where(hit, np.float32(3), made).astype(np.float32)
+
+    monkeypatch.setattr(libraries, "scales", lambda fmt, policy: {"wrong": one_ulp_off})
+    tally = examine(Task(kind="torchao", fmt="e5m2", special=True))
+    report = Certificate(exhaustive=False, tallies={("e5m2", "torchao"): tally}).report()
+    assert not report.ok
+    assert "found" in report.failures[0].detail
+
+
+def test_special_inputs_have_every_tie_and_its_neighbours():
+    for fmt in (E4M3FN, E5M2):
+        inputs = set(special_inputs(fmt).view(np.uint32).tolist())
+        values = np.unique(cast.decode(np.arange(256, dtype=np.uint8), fmt))
+        values = values[np.isfinite(values)]
+        ties = ((values[1:].astype(np.float64) + values[:-1]) / 2).astype(np.float32)
+        for point in (ties, np.nextafter(ties, np.float32(np.inf)), np.nextafter(ties, np.float32(-np.inf)), values):
+            assert set(point.view(np.uint32).tolist()) <= inputs | {0x80000000}
+        assert {0x7F800000, 0xFF800000, 0x80000000, 0} <= inputs
+
+
+def test_classes_of_differences_are_counted(monkeypatch):
+    """Runs of neighbours, alternating and repeated: 6 inputs of which every other one is wrong in one of two ways."""
+    bits = np.full(6, 1.0, np.float32).view(np.uint32)
+    good = int(cast.encode(np.float32([1.0]), E4M3FN)[0])
+    codes = np.uint8([good, 1, 2, 2, good, 1])
+    monkeypatch.setattr(libraries, "casts", lambda fmt: {"wrong": (lambda x: codes, True)})
+    from fp8ref.conformance.examine import _examine_casts
+
+    tally = _examine_casts(bits, E4M3FN)
+    assert tally.compared == {("wrong", "in range"): 6}
+    assert tally.differ == {("wrong", "in range", f"0x{good:02X}", "0x01"): 2, ("wrong", "in range", f"0x{good:02X}", "0x02"): 2}

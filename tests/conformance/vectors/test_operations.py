@@ -1,0 +1,295 @@
+"""Every operation: what gen asks, answered rightly and wrongly, as verify judges it."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from fp8ref.conformance.inputs import dtypes
+from fp8ref.conformance.vectors import cast as casts
+from fp8ref.conformance.vectors import gemm as gemms
+from fp8ref.conformance.vectors import scale as scales_asked
+from fp8ref.conformance.vectors.format import join
+from fp8ref.conformance.vectors.operations import OPERATIONS, generate, judge
+from fp8ref.conformance.vectors.quantize import Quantize
+from fp8ref.formats import BFLOAT16, E4M3FN, FORMATS, FP8_FORMATS
+from fp8ref.sim import cast, gemm, scales, scaling
+
+DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float32": np.float32, "float64": np.float64}
+
+
+def answered(lines, answer) -> list[bytes]:
+    """A stream in which answer(fields) is written behind every vector."""
+    return [(line if line.startswith("#") else f"{line} {answer(*line.split())}").encode() + b"\n" for line in lines]
+
+
+def judged(operation: str, settings: dict, answer, **rules):
+    return judge(operation, answered(generate(operation, settings), answer), settings=settings, rules=rules)
+
+
+def values(text: str, dtype) -> np.ndarray:
+    """The numbers of a field."""
+    return np.array([int(v, 16) for v in text.split(",")], f"uint{8 * np.dtype(dtype).itemsize}").view(dtype)
+
+
+def dims(text: str) -> tuple[int, ...]:
+    return tuple(int(n) for n in text.split(","))
+
+
+def ml_cast(fmt: str, source: str):
+    """The cast of ml_dtypes, saturating, from float64, which every source is exactly; its own clip keeps NaNs."""
+
+    def answer(text: str) -> str:
+        x, dtype = values(text, DTYPES[source]).astype(np.float64), getattr(ml_dtypes, f"float8_{fmt}")
+        limit = float(ml_dtypes.finfo(dtype).max)
+        return f"{np.clip(x, -limit, limit).astype(dtype).view(np.uint8)[0]:02x}"
+
+    return answer
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # signalling NaNs
+@pytest.mark.parametrize("source", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("fmt", FP8_FORMATS)
+def test_the_cast_of_ml_dtypes_agrees(fmt, source):
+    verdict = judged("cast", {"format": fmt, "source": source, "count": 500}, ml_cast(fmt, source))
+    assert verdict.ok
+    assert {"tie", "beside a tie", "number", "NaN", "infinite", "above max", "zero"} <= set(verdict.compared)
+
+
+@pytest.mark.parametrize("fmt", FP8_FORMATS)
+@pytest.mark.parametrize("source", dtypes.SOURCES)
+def test_a_set_has_every_number_and_every_tie_of_the_format(fmt, source):
+    inputs = set(casts.Cast(format=fmt, source=source, count=0).inputs().tolist())
+    numbers = np.unique(cast.decode(np.arange(FORMATS[fmt].max_code + 1, dtype=np.uint8), FORMATS[fmt])).astype(np.float64)
+    ties = (numbers[1:] + numbers[:-1]) / 2
+    of = np.concatenate([numbers, ties])
+    with np.errstate(over="ignore", under="ignore"):
+        found = of.astype(DTYPES[source])
+    exact = found[found.astype(np.float64) == of]  # float16 does not reach all
+    assert set(exact.view(f"uint{8 * exact.itemsize}").tolist()) <= inputs
+    if source != "float16":
+        assert len(exact) == len(of)
+        bits = exact[exact > 0].view(f"uint{8 * exact.itemsize}")
+        assert set((bits - 1).tolist()) | set((bits + 1).tolist()) <= inputs
+
+
+def test_rounding_twice_is_noticed_and_named():  # C-1
+    def by_float32(text: str) -> str:
+        return f"{cast.encode(values(text, np.float64).astype(np.float32), E4M3FN)[0]:02X}"
+
+    with np.errstate(all="ignore"):
+        verdict = judged("cast", {"format": "e4m3fn", "source": "float64", "count": 0}, by_float32)
+    assert set(verdict.differ) == {"beside a tie"}
+    assert all("rounding to float32 first" in d["rule"] for d in verdict.first)
+
+
+def test_an_e8m0_cast():  # C-7
+    def answer(text: str, *, up: bool = True) -> str:
+        with np.errstate(invalid="ignore"):
+            fraction, k = np.frexp(values(text, np.float32).astype(np.float64)[0])
+        if not fraction > 0:
+            return "FF"
+        if np.isinf(fraction):
+            return "FE"
+        return f"{min(max(int(k) + 126 + (fraction >= 0.75 if up else fraction > 0.75), 0), 254):02X}"
+
+    settings = {"format": "e8m0fnu", "count": 300}
+    assert judged("cast", settings, answer).ok
+    verdict = judged("cast", settings, lambda text: answer(text, up=False))
+    assert set(verdict.differ) == {"tie"}
+    assert "C-7" in verdict.first[0]["rule"]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"rounding": "toward_zero"}, "rounding toward_zero"),
+        ({"rounding": "nearest_away"}, "rounding nearest_away"),
+        ({"saturate": False}, "not saturating"),
+    ],
+)
+def test_a_wrong_cast_is_named(wrong, says):
+    def answer(text: str) -> str:
+        return f"{cast.encode(values(text, np.float32), FORMATS['e5m2'], **wrong)[0]:02X}"
+
+    verdict = judged("cast", {"format": "e5m2", "count": 50}, answer)
+    assert verdict.notes == [f"All codes are what {says} gives."]
+    assert all(f"Got is what {says}" in d["rule"] or says in d["rule"] for d in verdict.first)
+    assert judged("cast", {"format": "e5m2", "count": 50}, answer, **wrong).ok
+
+
+def test_the_scales_of_torchao_agree():  # S-3
+    import torch
+    from torchao.float8.float8_utils import amax_to_scale
+
+    def answer(text: str, power: bool = False) -> str:
+        amax = torch.from_numpy(values(text, np.float32).copy())
+        return join(amax_to_scale(amax, torch.float8_e4m3fn, round_scales_to_power_of_2=power).numpy().view(np.uint32), 32)
+
+    settings = {"format": "e4m3fn", "count": 200}
+    verdict = judged("scale", settings, answer)
+    assert verdict.ok
+    assert judged("scale", settings | {"policy": "torchao_pow2"}, lambda t: answer(t, True)).ok
+    verdict = judged("scale", settings | {"policy": "torchao_mask"}, lambda t: answer(t, True))
+    assert "beside max times a power of two" in verdict.differ  # S-4: exp2_log2 and mask differ there alone
+    assert set(verdict.differ) <= {"beside max times a power of two", "infinite", "below eps"}
+
+
+def test_an_inverse_and_an_e8m0_code_are_answers_too():  # S-14
+    def of(policy, made):
+        def answer(text: str) -> str:
+            pair = scales.scales_from_amax(values(text, np.float32), E4M3FN, policy)
+            if made == "e8m0":
+                nan = np.isnan(pair.scale_inv[0])
+                return "FF" if nan else f"{int(np.log2(pair.scale_inv[0])) + 127:02X}"
+            return join(getattr(pair, made).view(np.uint32), 32)
+
+        return answer
+
+    settings = {"format": "e4m3fn", "policy": "mx_rceil", "count": 50}
+    assert judged("scale", settings, of("mx_rceil", "e8m0"), made="e8m0").ok
+    verdict = judged("scale", settings, of("mx_floor", "e8m0"), made="e8m0")
+    assert not verdict.ok
+    assert "S-14" in verdict.first[0]["rule"]
+    assert judged("scale", {"format": "e5m2", "policy": "flax", "count": 50}, of("flax", "scale_inv"), made="scale_inv").differ  # e4m3fn's
+    with pytest.raises(ValueError, match="are no e8m0 numbers"):
+        judged("scale", {"format": "e5m2", "policy": "flax"}, of("flax", "scale"), made="e8m0")
+
+
+def quantised(question: Quantize, *, codes=lambda c: c, scale=lambda s: s, **other):
+    source = dtypes.by_name(question.source)
+
+    def answer(shape: str, numbers: str) -> str:
+        x = dtypes.values(values(numbers, f"uint{source.bits}"), source).reshape(dims(shape))
+        how = {"granularity": question.granularity, "policy": question.policy, "axis": question.axis} | other
+        q = scaling.quantize(x, question.fmt, **how)
+        return f"{join(codes(q.codes), 8)} {join(np.atleast_1d(scale(q.scale)).view(np.uint32), 32)}"
+
+    return answer
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"format": "e4m3fn"},
+        {"format": "e5m2", "source": "bfloat16", "granularity": "rowwise", "axis": 0, "shape": "5,3,7"},
+        {"format": "e4m3fn", "source": "float16", "granularity": "blockwise_128x128", "shape": "130,128", "count": 3},
+        {"format": "e4m3fn", "granularity": "mx_1x32", "policy": "mx_rceil", "shape": "3,64"},
+        {"format": "e4m3fnuz", "policy": "flax", "shape": "33"},
+    ],
+    ids=lambda s: "-".join(str(v) for v in s.values()),
+)
+def test_quantisers(settings):  # S-5, S-6
+    question = Quantize(**settings)
+    verdict = judged("quantize", settings, quantised(question))
+    assert verdict.ok
+    if settings.get("count", 30) == 30:
+        assert set(verdict.compared) == {
+            "ordinary", "outliers", "wide", "subnormal", "zeros", "zero lines", "power of two", "huge", "infinity", "NaN",
+        }  # fmt: skip
+    verdict = judged("quantize", settings, quantised(question, scale=lambda s: s * np.float32(2)))
+    assert "of amax" in verdict.first[0]["vector"]
+
+
+def test_a_set_that_repeats_itself_is_asked_as_often():
+    """Of tensors of one element some are alike."""
+    settings = {"format": "e4m3fn", "shape": "1"}
+    stream = answered(generate("quantize", settings), quantised(Quantize(**settings)))
+    assert len(set(stream)) < len(stream)
+    assert judge("quantize", stream, settings=settings, rules={}).ok
+    again = judge("quantize", [*stream, stream[2]], settings=settings, rules={})
+    assert again.repeated == [33]
+    assert not again.ok
+
+
+def test_a_wrong_code_under_a_right_scale_is_named_by_its_element():
+    def last_off(codes):
+        codes = codes.copy()
+        codes[-1, -1] ^= 1
+        return codes
+
+    verdict = judged("quantize", {"format": "e4m3fn", "count": 1}, quantised(Quantize(format="e4m3fn"), codes=last_off))
+    assert verdict.differ == {"ordinary": 1}
+    assert "element [3, 127]" in verdict.first[0]["vector"]
+    assert "1 of 512 codes differ" in verdict.first[0]["rule"]
+
+
+def multiplied(question: gemms.Gemm, **how):
+    def answer(shape: str, a: str, scale_a: str, b: str, scale_b: str) -> str:
+        m, n, k = dims(shape)
+        sides = []
+        for codes, scale, rows, fmt in ((a, scale_a, m, question.format), (b, scale_b, n, question.format_b)):
+            inv = values(scale, np.float32).reshape(() if question.granularity == "tensorwise" else (rows, -1))
+            sides.append(scaling.Quantized(values(codes, np.uint8).reshape(rows, k), inv, inv, FORMATS[fmt], question.granularity, -1))
+        out = gemm.matmul(*sides, out_dtype=FORMATS[question.out_dtype], **how)
+        bits = out.view(np.uint32)
+        return join(bits, 32) if question.out_dtype == "float32" else join(bits >> np.uint32(16), 16)
+
+    return answer
+
+
+@pytest.mark.parametrize(
+    "how", [{"accumulate": "exact"}, {"accumulate": "hopper_fast", "epilogue": "product_then_round"}, {"accumulate": "f32"}]
+)
+@pytest.mark.parametrize(
+    "settings", [{"format": "e4m3fn"}, {"format": "e5m2", "format_b": "e4m3fn", "granularity": "rowwise", "out_dtype": "bfloat16"}]
+)
+def test_gemms(settings, how):  # G-2, G-3, G-12
+    verdict = judged("gemm", settings, multiplied(gemms.Gemm(**settings), **how), **how)
+    assert verdict.ok
+    assert set(verdict.compared) == set(gemms.KINDS)
+
+
+def test_other_sums_are_told_apart_and_named():
+    settings, how = {"format": "e4m3fn"}, {"accumulate": "hopper_slow"}
+    verdict = judged("gemm", settings, multiplied(gemms.Gemm(**settings), **how))
+    assert {"ordinary", "one large", "cancelling"} <= set(verdict.differ)
+    assert not {"zero"} & set(verdict.differ)
+    assert any("Got is what --accumulate hopper_slow --epilogue scale_then_round gives." in d["rule"] for d in verdict.first)
+
+
+def test_a_zero_of_the_other_sign_is_not_said_to_be_what_was_asked():
+    line = b"1,1,1 38 80000000 38 3F800000 00000000\n"
+    verdict = judge("gemm", [line], settings={"format": "e4m3fn"}, rules={}, some=True)
+    assert (verdict.first[0]["expected"], verdict.first[0]["got"]) == ("80000000 (-0)", "00000000 (0)")
+    assert "Got is" not in verdict.first[0]["rule"]
+
+
+def test_every_pair_of_plans_is_told_apart_by_a_set():
+    """But for those that are one up to a K of 128: fast and slow."""
+    settings = {"format": "e4m3fn", "shape": "2,2,512", "count": 14}
+    question = gemms.Gemm(**settings)
+    operands = [(a, b) for _, a, b in question.operands()]
+    results = {how: np.stack([gemm.matmul(a, b, accumulate=how) for a, b in operands]).view(np.uint32) for how in gemms.ACCUMULATE}
+    names = list(results)
+    for i, first in enumerate(names):
+        for second in names[i + 1 :]:
+            assert (results[first] != results[second]).any(), (first, second)
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_a_set_is_the_same_wherever_it_is_made(operation):
+    """PCG64's stream is NumPy's promise; all else is integers."""
+    import hashlib
+
+    text = "\n".join(generate(operation, {"format": "e4m3fn", "count": 8})).encode()
+    assert hashlib.sha256(text).hexdigest()[:16] == KNOWN[operation]
+
+
+KNOWN = {"cast": "9ff6f6371e43151f", "scale": "93b28cd5a43b8c0c", "quantize": "b7132baafb1aa421", "gemm": "9e640881ec793137"}
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_another_seed_asks_otherwise(operation):
+    first, second = (list(generate(operation, {"format": "e4m3fn", "seed": seed, "count": 8})) for seed in (0, 1))
+    assert first[2:] != second[2:]
+
+
+def test_scales_are_asked_once_each():
+    inputs = scales_asked.Scale(format="e4m3fn").inputs()
+    assert len(np.unique(inputs)) == len(inputs)
+
+
+def test_bfloat16_needs_no_ml_dtypes():
+    x = np.float64([1.0, -2.5, 3.0e38, np.inf])
+    bits = dtypes.bits(x, dtypes.by_name("bfloat16"))
+    np.testing.assert_array_equal(dtypes.values(bits, dtypes.by_name("bfloat16")), cast.round_to(x, BFLOAT16))

@@ -1,0 +1,213 @@
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from torchao.float8 import float8_training_tensor, float8_utils
+
+from fp8ref.crosscheck.one_device import crosscheck
+from fp8ref.jax import cast as jax_cast
+from fp8ref.jax import linear as jax_linear
+from fp8ref.jax import scales as jax_scales
+from fp8ref.sim import cast as sim_cast
+from fp8ref.torch import cast as torch_cast
+from fp8ref.train.jax import llama as jax_model
+from fp8ref.train.torch import llama as torch_model
+from fp8ref.train.torch import trainer as torch_train
+
+SLOW = functools.partial(pytest.param, marks=pytest.mark.slow)
+RARE = [("delayed", "jax"), *itertools.product(("blockwise", "mxfp8"), ("torch", "jax"))]
+
+
+def run(config, recipe, **options):
+    return crosscheck(config.replace(numerics={"recipe": recipe}), **options)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", SLOW("rowwise"), "rowwise_with_gw_hp", SLOW("bf16")])
+def test_both_backends_hold_to_the_simulator(recipe, small):
+    report = run(small, recipe, steps=2)
+    assert report.ok, [f.detail for f in report.failures]
+    rows = {row.name: row for row in report.table()}
+    if recipe != "bf16":
+        for backend in ("jax", "torch"):
+            for role in ("input", "weight", "grad_output"):
+                for kind in ("codes", "scale"):
+                    row = rows[f"layers/{role}/{kind}/{backend}"]
+                    assert row.compared == row.equal > 0
+            assert rows[f"layers/output/value/{backend}"].compared > 0
+    for name in ("logits/step0/value/jax", "logits/step0/value/jax-torch", "loss/step0/value/torch", "loss/curve/value/jax-torch"):
+        assert name in rows
+    assert rows["grad_norm/curve/value/jax-torch"].compared == 2
+
+
+def test_one_backend_alone(small):
+    report = run(small, "tensorwise", backends=("torch",), steps=0)
+    assert report.ok
+    assert {name.rsplit("/", 1)[1] for name in report.checks} == {"torch"}
+
+
+@pytest.mark.parametrize(("recipe", "backend"), [("delayed", "torch"), *(SLOW(*case) for case in RARE)], ids=lambda value: value)
+def test_recipes_of_fp8refs_own_linear(recipe, backend, small):
+    if recipe == "blockwise":  # blocks of 128 along N, K and the tokens
+        small = small.replace(model={"hidden_size": 128, "intermediate_size": 128}, data={"sequence_length": 32})
+    report = run(small, recipe, backends=(backend,), steps=2)
+    assert report.ok, [f.detail for f in report.failures]
+    scales = {row.name: row for row in report.table()}[f"layers/grad_output/scale/{backend}"]
+    # the operands of two GEMMs; delayed scales are looked at before each step and after the last
+    assert recipe != "delayed" or scales.compared == 2 * 3 * len(
+        [d for d in small.replace(numerics={"recipe": recipe}).decisions() if d.fp8]
+    )
+    assert scales.compared == scales.equal > 0
+
+
+def test_a_history_that_stands_still_fails_and_is_located(small, monkeypatch):  # H-1
+    monkeypatch.setattr(torch_train.delayed, "update", lambda model: None)
+    report = run(small, "delayed", backends=("torch",), steps=1)
+    failures = {f.name.rpartition("self_attn.")[2] for f in report.failures}
+    assert {"q_proj/input/scale/torch", "q_proj/input/codes/torch", "q_proj/grad_output/scale/torch"} <= failures
+
+
+def jax_scale_one_ulp_up(monkeypatch):
+    original = jax_scales.scales_from_amax
+
+    def fault(*args):
+        return jax_scales.with_inverse(jnp.nextafter(original(*args).scale, jnp.float32(jnp.inf)))
+
+    monkeypatch.setattr(jax_scales, "scales_from_amax", fault)
+
+
+def jax_rounds_to_odd(monkeypatch):
+    def fault(x, fmt, *, saturate=True):
+        dtype = jax_cast.DTYPES[fmt.name]
+        value = jnp.clip(jax_cast.to_f32(x), -fmt.max, fmt.max)
+        nearest = value.astype(dtype)
+        codes = jax_linear.jax.lax.bitcast_convert_type(nearest, jnp.uint8)
+        back = nearest.astype(jnp.float32)
+        step = jnp.where(jnp.abs(back) > jnp.abs(value), -1, 1)  # the neighbour on the other side of the value
+        odd = jnp.where((back != value) & (codes % 2 == 0) & (codes & 0x7F != 0), codes + step, codes)
+        return jax_linear.jax.lax.bitcast_convert_type(odd.astype(jnp.uint8), dtype)
+
+    monkeypatch.setattr(jax_cast, "to_fp8", fault)
+
+
+def jax_leaves_saturation_out(monkeypatch):
+    monkeypatch.setattr(jax_cast, "to_fp8", lambda x, fmt, *, saturate=True: jax_cast.to_f32(x).astype(jax_cast.DTYPES[fmt.name]))
+
+
+def torch_scale_one_ulp_down(monkeypatch):
+    original = float8_utils.amax_to_scale
+
+    def fault(*args, **kwargs):
+        return torch.nextafter(original(*args, **kwargs), torch.tensor(0.0))
+
+    monkeypatch.setattr(float8_utils, "amax_to_scale", fault)
+
+
+def torch_rounds_to_odd(monkeypatch):
+    def fault(x, dtype):
+        fmt = next(f for f in sim_cast.FP8_FORMATS.values() if torch_cast.DTYPES[f.name] == dtype)
+        codes = sim_cast.encode(x.detach().numpy(), fmt, rounding="to_odd")
+        return torch.from_numpy(codes).view(dtype)
+
+    monkeypatch.setattr(float8_training_tensor, "to_fp8_saturated", fault)
+
+
+def torch_leaves_saturation_out(monkeypatch):
+    monkeypatch.setattr(torch_cast, "to_fp8", lambda x, fmt: torch_cast.to_f32(x).to(torch_cast.DTYPES[fmt.name]))
+
+
+@pytest.mark.parametrize(
+    ("plant", "backend", "names"),
+    [
+        (jax_scale_one_ulp_up, "jax", ["q_proj/input/scale/jax", "q_proj/grad_output/scale/jax", "synthetic.normal/tensorwise/scale/jax"]),
+        SLOW(jax_rounds_to_odd, "jax", ["q_proj/input/codes/jax", "q_proj/weight/codes/jax", "q_proj/grad_output/codes/jax"]),
+        SLOW(jax_leaves_saturation_out, "jax", ["synthetic.cast/e4m3fn/codes/jax", "synthetic.cast/e5m2/codes/jax"]),
+        (torch_scale_one_ulp_down, "torch", ["q_proj/input/scale/torch", "q_proj/weight/scale/torch"]),
+        (torch_rounds_to_odd, "torch", ["q_proj/input/codes/torch", "q_proj/grad_output/codes/torch"]),
+        (torch_leaves_saturation_out, "torch", ["synthetic.cast/e5m2/codes/torch"]),
+    ],
+)
+def test_a_planted_fault_fails_and_is_located(plant, backend, names, small, monkeypatch):
+    plant(monkeypatch)
+    report = run(small, "tensorwise", backends=(backend,), steps=0)
+    assert not report.ok
+    details = {check.name: check.detail for check in report.failures}
+    for name in names:
+        [found] = [detail for failed, detail in details.items() if failed.endswith(name)][:1]
+        assert "differ, first at [" in found
+        assert "sim 0x" in found or "sim np.float32" in found
+        if "/codes/" in name:
+            assert "float32 bits 0x" in found
+
+
+def no_causal_mask(monkeypatch):
+    original = jax.nn.dot_product_attention
+    monkeypatch.setattr(jax.nn, "dot_product_attention", lambda *args, **kwargs: original(*args, **{**kwargs, "is_causal": False}))
+
+
+def no_scaling_of_scores(monkeypatch):
+    original = jax.nn.dot_product_attention
+    monkeypatch.setattr(jax.nn, "dot_product_attention", lambda *args, **kwargs: original(*args, **kwargs, scale=1.0))
+
+
+def rotary_of_interleaved_pairs(monkeypatch):
+    def rotate(x, cos, sin):
+        wide, half = x.astype(jnp.float32), x.shape[-1] // 2
+        even, odd = wide[..., ::2], wide[..., 1::2]
+        c, s = cos[:, None, :half], sin[:, None, :half]
+        return jnp.stack([even * c - odd * s, even * s + odd * c], -1).reshape(x.shape).astype(x.dtype)
+
+    monkeypatch.setattr(jax_model, "_rotate", rotate)
+
+
+def gelu_for_silu(monkeypatch):
+    monkeypatch.setattr(jax.nn, "silu", jax.nn.gelu)
+
+
+@pytest.mark.parametrize(
+    ("plant", "recipe"),
+    [
+        (no_causal_mask, "bf16"),
+        (no_scaling_of_scores, "tensorwise"),
+        *(SLOW(plant, "bf16") for plant in (no_scaling_of_scores, rotary_of_interleaved_pairs, gelu_for_silu)),
+        SLOW(rotary_of_interleaved_pairs, "tensorwise"),
+    ],
+)
+def test_a_wrong_model_breaks_the_logits_bound(plant, recipe, small, monkeypatch):  # B-2, B-6
+    plant(monkeypatch)
+    failed = {check.name for check in run(small, recipe, backends=("jax",), steps=0).failures}
+    assert "logits/probe/value/jax" in failed
+
+
+def test_wrong_gradients_break_their_bound(small, monkeypatch):  # B-5: the mean square is taken for a constant in one backend
+    def forward(self, x):
+        wide = x.float()
+        mean_square = wide.square().mean(-1, keepdim=True).detach()
+        return (wide * torch.rsqrt(mean_square + self.eps) * self.weight.float()).to(x.dtype)
+
+    monkeypatch.setattr(torch_model.RMSNorm, "forward", forward)
+    report = run(small, "bf16", steps=0)
+    failed = {check.name for check in report.failures}
+    assert "model.embed_tokens/gradient/value/jax-torch" in failed
+    assert not any("logits" in name or "loss" in name for name in failed)
+
+
+def test_a_gemm_that_was_planned_and_did_not_run_fails(small, monkeypatch):
+    monkeypatch.setattr(
+        jax_linear, "_observer", type("Deaf", (), {"get": lambda self: None, "set": lambda *a: None, "reset": lambda *a: None})()
+    )
+    report = run(small, "tensorwise", backends=("jax",), steps=0)
+    failed = {check.name: check.detail for check in report.failures}
+    assert "did not run" in failed["model.layers.0.mlp.up_proj/grad_weight/value/jax"]
+
+
+def test_a_wrong_gemm_breaks_its_bound(small, monkeypatch):
+    from fp8ref.jax import gemm
+
+    original = gemm._dot
+    monkeypatch.setattr(gemm, "_dot", lambda *args: original(*args) * np.float32(1.02))
+    report = run(small, "tensorwise", backends=("jax",), steps=0)
+    assert any("/grad_weight/value/jax" in check.name for check in report.failures)

@@ -1,0 +1,75 @@
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import tomli_w
+
+from fp8ref import cli
+from fp8ref.crosscheck import sharded_jax
+from fp8ref.errors import ConfigError
+from fp8ref.jax.sharding import Reduction
+from fp8ref.train import config as configs
+
+
+@pytest.fixture
+def small(small):
+    """Two key-value heads, and an inner dim whose halves are multiples of 16."""
+    return dataclasses.replace(small, model=dataclasses.replace(small.model, num_key_value_heads=2, intermediate_size=64))
+
+
+def test_every_mesh_of_two_holds_to_the_simulator(small, tmp_path):  # P-4, P-9, B-7
+    """By the command, which makes two devices of a CPU."""
+    config, result = tmp_path / "config.toml", tmp_path / "check.json"
+    config.write_text(tomli_w.dumps(configs.to_dict(small)))
+    environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
+    command = [sys.executable, "-m", "fp8ref", "crosscheck", config, "--backend", "jax", "--sharded", "2", "--json", result]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "left out" not in done.stdout
+    checks = {check["name"]: check for check in json.loads(result.read_text())["checks"]}
+    backends = {name.rsplit("/", 1)[1] for name in checks}
+    assert len(backends) == 8  # data, fsdp, tensor, and tensor with sequences, each both ways
+    for backend in backends:
+        for name in ("input/codes", "input/scale", "weight/codes", "grad_output/scale", "output/value", "grad_weight/value"):
+            assert checks[f"model.layers.0.mlp.down_proj/{name}/{backend}"]["compared"] > 0
+        assert checks[f"model/first_input/value/{backend}"]["equal"] == checks[f"model/first_input/value/{backend}"]["compared"] > 0
+
+
+def test_rows_scaled_as_another_devices_fail_and_name_the_mesh(small, monkeypatch):
+    """After a reduce-scatter every device takes the first rows' scales."""
+    monkeypatch.setattr(
+        Reduction, "own_rows", lambda self, scale: scale[: scale.shape[0] // 2] if self.scatter and scale.size > 1 else scale
+    )
+    monkeypatch.setattr(sharded_jax, "THROUGH", ("shard_map",))
+    monkeypatch.setattr(sharded_jax, "_factors", lambda devices: [((1, 1, devices), True)])
+    report, _ = sharded_jax.crosscheck(small.replace(numerics={"recipe": "rowwise"}), 2)
+    failed = {name for name, check in report.checks.items() if not check.ok}
+    assert "model.layers.0.mlp.down_proj/output/value/jax 1x1x2 sequence shard_map" in failed
+    assert all("/value/" in name for name in failed)
+
+
+def test_meshes_that_do_not_fit_are_named(small, monkeypatch):
+    odd = dataclasses.replace(small, model=dataclasses.replace(small.model, num_key_value_heads=1))
+    monkeypatch.setattr(sharded_jax, "THROUGH", ("shard_map",))
+    monkeypatch.setattr(
+        sharded_jax, "_factors", lambda devices: [((1, devices, 1), False), ((1, 1, devices), False), ((1, 1, devices), True)]
+    )
+    report, unfit = sharded_jax.crosscheck(odd, 2)
+    assert report.ok
+    assert set(unfit) == {"1x1x2 shard_map", "1x1x2 sequence shard_map"}
+    assert all("num_key_value_heads" in why for why in unfit.values())
+    monkeypatch.setattr(sharded_jax, "_factors", lambda devices: [((1, 1, devices), False)])
+    with pytest.raises(ConfigError, match=r"no mesh of 2 devices fits this model: 1x1x2 shard_map: .*num_key_value_heads"):
+        sharded_jax.crosscheck(odd, 2)
+
+
+def test_errors(small, tmp_path, capsys):
+    with pytest.raises(ConfigError, match="got 'bf16'"):
+        sharded_jax.crosscheck(small.replace(numerics={"recipe": "bf16"}), 2)
+    with pytest.raises(ConfigError, match="needs as many devices; jax has 8"):
+        sharded_jax.crosscheck(small, 16)
+    assert cli.main(["crosscheck", "configs/tiny.toml", "--sharded", "8"]) == 2
+    assert "--backend jax" in capsys.readouterr().err

@@ -1,0 +1,168 @@
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+import rank_jobs
+import tomli_w
+
+from fp8ref import cli
+from fp8ref.crosscheck import fsdp_run, process_group, sharded_torch
+from fp8ref.errors import ConfigError
+from fp8ref.train import config as configs
+from fp8ref.train.data import loader
+
+STEPS = 2
+UP = "model.layers.0.mlp.up_proj"
+Q = "model.layers.0.self_attn.q_proj"
+
+
+@pytest.fixture
+def small(small):
+    """Hidden size 64, two steps, as few rows as two ranks share."""
+    model = dataclasses.replace(small.model, hidden_size=64, intermediate_size=96)
+    return dataclasses.replace(small, model=model).replace(data={"batch_size": 2})
+
+
+@pytest.fixture
+def one_mesh(monkeypatch):
+    monkeypatch.setattr(sharded_torch, "_meshes", lambda n: [(1, n)])
+
+
+@pytest.fixture
+def local(small):
+    return small.replace(parallel={"amax_scope": "local"})
+
+
+def failed(report):
+    return {check.name for check in report.failures}
+
+
+def test_two_ranks_hold_to_the_simulator_and_to_one_process(small, tmp_path, capsys):  # P-4, P-6, P-11, P-13
+    """By the command; every mesh and scope."""
+    config, result = tmp_path / "config.toml", tmp_path / "check.json"
+    config.write_text(tomli_w.dumps(configs.to_dict(small)))
+    command = ["crosscheck", str(config), "--backend", "torch", "--sharded", "2", "--steps", str(STEPS), "--json", str(result)]
+    assert cli.main(command) == 0, capsys.readouterr().out
+    checks = {check["name"]: check for check in json.loads(result.read_text())["checks"]}
+    for mesh in ("1x2", "2x1"):
+        for scope in ("local", "global"):
+            name = f"torch {mesh} {scope}"
+            for what in ("input/codes", "input/scale", "weight/codes", "weight/scale", "grad_output/codes", "grad_output/scale"):
+                assert checks[f"{UP}/{what}/{name}"]["equal"] > 0
+            for how in ("fp8 each", "compute", "native"):
+                assert checks[f"model/losses/value/{name} {how}"]["equal"] == 2 * STEPS
+                assert checks[f"{UP}/weights/value/{name} {how}"]["equal"] == 2 * 96 * 64
+        assert checks[f"model/losses/value/torch {mesh} local fp8"]["equal"] == 2 * STEPS  # against one process
+        assert checks[f"{Q}/input/codes/torch {mesh} global one process"]["equal"] > 0
+    assert checks["model/bytes saved/value/torch 1x2 local fp8"]["equal"] == 2
+    assert not any(check["bound"] for check in checks.values())
+
+
+@pytest.mark.slow
+def test_scales_of_rows_are_each_ranks_own(local, one_mesh):  # P-5
+    report, unfit = sharded_torch.crosscheck(local.replace(numerics={"recipe": "rowwise_with_gw_hp"}), 2, steps=1)
+    assert report.ok
+    assert not unfit
+    assert not any("fp8" in name or "bytes" in name for name in report.checks)  # weights scaled by rows are gathered as they are
+    assert report.checks["model/losses/value/torch 1x2 local compute"].equal == 2
+    assert report.checks[f"{Q}/input/scale/torch 1x2 local"].equal == 2 * 2 * 16  # before and after the step
+
+
+def test_scales_of_rows_under_scope_global(small, one_mesh, monkeypatch):  # P-5
+    monkeypatch.setattr(sharded_torch, "SCOPES", ("global",))
+    report, _ = sharded_torch.crosscheck(small.replace(numerics={"recipe": "rowwise"}), 2, steps=1)
+    assert report.ok, failed(report)
+
+
+def test_histories_are_of_all_ranks(small, one_mesh):  # H-4
+    config = small.replace(numerics={"recipe": "delayed"})
+    report, _ = sharded_torch.crosscheck(config, 2, steps=STEPS)
+    assert report.ok
+    assert {name.rsplit("/", 1)[1].split()[2] for name in report.checks} == {"global"}
+    for role in ("input", "weight", "grad_output"):
+        assert report.checks[f"{UP}/{role} history/value/torch 1x2 global"].equal == STEPS * 2 * (2 + 16)
+        assert report.checks[f"{UP}/{role} state/value/torch 1x2 global compute"].equal == STEPS * 2 * (2 + 16)
+
+
+def test_a_gather_by_another_scale_is_reported(local, one_mesh):  # P-6
+    report, _ = sharded_torch.crosscheck(local, 2, steps=STEPS, prepare=rank_jobs.wrong_scale)
+    assert not report.ok
+    found = failed(report)
+    assert f"{UP}/weight/codes/torch 1x2 local" in found
+    assert {f"model/losses/value/torch 1x2 local {how}" for how in ("fp8", "fp8 each", "native")} <= found
+    assert not {f"{UP}/weight/scale/torch 1x2 local", "model/losses/value/torch 1x2 local compute"} & found
+    check = report.checks[f"{Q}/weight/codes/torch 1x2 local"]
+    assert check.compared / 2 <= check.equal < check.compared  # the first rank's rows are right
+    assert "sim 0x" in check.detail
+
+
+@pytest.mark.slow
+def test_histories_of_a_ranks_own_are_reported(small, one_mesh):  # H-4
+    config = small.replace(numerics={"recipe": "delayed"})
+    report, _ = sharded_torch.crosscheck(config, 2, steps=STEPS, prepare=rank_jobs.apart)
+    assert {f"{UP}/input history/value/torch 1x2 global", f"{UP}/input state/value/torch 1x2 global fp8"} <= failed(report)
+
+
+@pytest.mark.slow
+def test_other_rows_are_reported(local, one_mesh):  # P-10
+    report, _ = sharded_torch.crosscheck(local, 2, steps=1, prepare=rank_jobs.same_rows)
+    found = failed(report)
+    assert "model/losses/value/torch 1x2 local fp8" in found
+    assert not any("/codes/" in name for name in found)  # those are of the rows that a rank has
+
+
+def test_a_rank_that_fails_ends_the_check(small, one_mesh):
+    with pytest.raises(process_group.RankError, match=r"(?s)rank 1: Traceback.*KeyError"):
+        sharded_torch.crosscheck(small, 2, prepare=rank_jobs.broken)
+
+
+def test_one_process_has_the_gradients_of_the_whole_batch(small):
+    """Two ranks' mean is that of the batch, but for rounding: the norm of a step's gradient is nearly that of one device's."""
+    tokens = [loader.open_batches(small).step(step) for step in range(2)]
+    run = process_group.run(1, fsdp_run.replicate, small.replace(numerics={"recipe": "bf16"}), 1, 2, tokens)[0]
+    alone = process_group.run(1, fsdp_run.replicate, small.replace(numerics={"recipe": "bf16"}), 1, 1, tokens)[0]
+    np.testing.assert_allclose(run.metrics, alone.metrics, rtol=1e-2)  # of bfloat16's 2^-8
+    assert (run.metrics != alone.metrics).any()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+def test_four_ranks(small, recipe):
+    config = small.replace(numerics={"recipe": recipe}, data={"batch_size": 4})
+    report, unfit = sharded_torch.crosscheck(config, 4)
+    assert report.ok, failed(report)
+    scopes = ["global"] if recipe == "delayed" else ["local", "global"]
+    assert set(unfit) == {f"torch 4x1 {scope} against one process" for scope in scopes}
+    for mesh in ("1x4", "2x2", "4x1"):
+        assert report.checks[f"model/losses/value/torch {mesh} {scopes[0]} compute"].equal == 4 * sharded_torch.STEPS
+    assert report.checks[f"model/bytes saved/value/torch 2x2 {scopes[0]} fp8"].equal == 4
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"numerics": {"recipe": "bf16"}}, "got 'bf16'"),
+        ({"numerics": {"recipe": "mxfp8"}}, "got 'mxfp8'"),
+        ({"data": {"batch_size": 3}}, "got 2 and 3"),
+        ({"numerics": {"recipe": "delayed"}, "parallel": {"amax_scope": "local"}}, "keeps one state for all ranks"),
+        ({"parallel": {"tensor": 2}}, "got parallel.tensor. Leave"),
+        ({"parallel": {"compile": True}}, "got parallel.compile"),
+        ({"parallel": {"checkpointing": "full"}}, "got parallel.checkpointing"),
+        ({"parallel": {"through": "jit"}}, "parallel.through is not a key of --backend torch"),
+    ],
+)
+def test_refusals(small, keys, message):
+    with pytest.raises(ConfigError, match=message):
+        sharded_torch.crosscheck(small.replace(**keys), 2)
+
+
+def test_refusals_of_the_command(small, capsys):
+    for steps in (0, small.run.steps + 1):
+        with pytest.raises(ConfigError, match="--steps lies between 1 and"):
+            sharded_torch.crosscheck(small, 2, steps=steps)
+    assert cli.main(["crosscheck", "configs/tiny.toml", "--sharded", "2"]) == 2
+    assert "--backend jax or torch" in capsys.readouterr().err
+    assert cli.main(["crosscheck", "configs/tiny.toml", "--backend", "torch", "--sharded", "1"]) == 2
+    assert cli.main(["crosscheck", "configs/tiny.toml", "--backend", "jax", "--sharded", "2", "--steps", "3"]) == 2
+    assert "no --steps" in capsys.readouterr().err

@@ -1,0 +1,92 @@
+import io
+import re
+from pathlib import Path
+
+import pytest
+import sizes
+from rich.console import Console
+
+from fp8ref.estimate import dry_run
+from fp8ref.train import config as configs
+from fp8ref.train import device_shapes
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+
+def shown(config, backend="torch") -> str:
+    console = Console(file=io.StringIO(), width=160, color_system=None)
+    dry_run.show(config, backend, console)
+    return console.file.getvalue()
+
+
+def row(text: str, *cells: str) -> bool:
+    """Whether a line of a table begins with these cells."""
+    return re.search(r"│ *" + r" *│ *".join(map(re.escape, cells)) + r" *│", text) is not None
+
+
+# The public figures: 8.03, 70.6 and 405 (405.9 with both embeddings) billion, Llama 3.2 1B 1.24 (its embedding, tied, once).
+@pytest.mark.parametrize(("name", "billions"), [("1b", 1.24), ("8b", 8.03), ("70b", 70.6), ("405b", 405.9), ("125m", 0.12)])
+def test_parameters_are_as_published(name, billions):
+    count = device_shapes.kinds(configs.load(CONFIGS / f"llama-{name}.toml"))["all"]
+    assert count / 1e9 == pytest.approx(billions, abs=0.05 if billions > 10 else 0.005)
+
+
+@pytest.mark.parametrize("backend", ["jax", "torch"])
+@pytest.mark.parametrize("name", ["125m", "1b", "8b", "70b", "405b"])
+def test_every_config_is_accepted_by_both_backends(name, backend):
+    config = configs.load(CONFIGS / f"llama-{name}.toml")
+    for key in ("hidden_size", "intermediate_size", "vocab_size"):
+        assert getattr(config.model, key) % 128 == 0
+    text = shown(config, backend)
+    assert "parameters: all" in text
+    assert row(text, "gate_proj", f"[{config.model.intermediate_size}, {config.model.hidden_size}]")
+
+
+def test_what_is_printed():
+    text = shown(sizes.config(parts=2, **sizes.MESH))
+    assert row(text, "parameters: all", "106,816")
+    assert row(text, "devices", "4", "data 1 x fsdp 2 x tensor 2, sequences cut over tensor")
+    assert row(text, "tokens a step", "256", "8 sequences of 32, in 2 parts")
+    assert row(text, "tokens a device and part", "64")
+    assert row(text, "tokens a run", "51,200")  # of 200 steps
+    assert row(text, "k_proj", "[32, 64]", "2", "yes", "every linear not filtered")
+    assert row(text, "lm_head", "[256, 64]", "1", "no", "named by filter_fqns 'lm_head'")
+    # two layers, two parts, k and v: 8 products
+    assert row(text, "output", "64", "16", "64", "8", "k_proj, v_proj", "e4m3fn tensorwise x e4m3fn tensorwise, fast")
+    assert row(text, "grad_weight", "256", "64", "64", "2", "lm_head", "bf16")
+    # cut over 2: a layer's 18432 and lm_head's 16384 weights
+    assert f"{100 * 2 * 18432 / (2 * 18432 + 16384):.1f} % of their {2 * 3 * 2 * 64 * (2 * 18432 + 16384):.3g} FLOPs in FP8" in text
+    assert "weights, gathered over fsdp" in text
+    assert "not measurements" in text
+
+
+def test_linears_that_would_be_slower_are_told():
+    """Of 256 tokens and 64 features, casts take longer than any GEMM."""
+    text = shown(sizes.config())
+    assert row(text, "q_proj")
+    assert "SLOWER in FP8 on H100 SXM and H200 SXM: name it in filter_fqns" in text
+    assert "SLOWER" not in shown(sizes.config("bf16"))
+
+
+def test_a_head_that_is_tied_multiplies_too():
+    text = shown(sizes.CONFIG.replace(model={"tie_word_embeddings": True}))
+    assert row(text, "lm_head", "[256, 64]", "1", "no", "tied to the embedding (R-2)")
+    assert row(text, "output", "256", "256", "64", "1", "lm_head", "bf16")
+
+
+def test_a_device_that_lacks_the_memory_is_told():
+    assert "H100 SXM has it" in shown(sizes.CONFIG)
+    assert "H100 SXM LACKS it" in shown(sizes.CONFIG.replace(data={"batch_size": 1 << 20}))
+
+
+def test_one_device_receives_nothing():
+    assert row(shown(sizes.CONFIG), "nothing: one device", "0", "0", "0")
+
+
+def test_the_readme_shows_what_is_printed():
+    readme = (CONFIGS.parent / "README.md").read_text()
+    config = configs.load(CONFIGS / "llama-8b.toml").replace(parallel={"checkpointing": "selective", "compile": "block"})
+    console = Console(file=io.StringIO(), width=120, color_system=None)
+    dry_run.show(config, "torch", console)
+    tables = ["\n".join(line.rstrip() for line in table.splitlines()) for table in console.file.getvalue().split("\n\n")]
+    assert [table in readme for table in tables if table.startswith(("Memory", "Where"))] == [True, True]

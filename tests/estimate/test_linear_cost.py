@@ -1,0 +1,107 @@
+import dataclasses
+
+import pytest
+import sizes
+
+from fp8ref.estimate import linear_cost
+from fp8ref.estimate.gpu_rates import PUBLISHED
+from fp8ref.recipe import RECIPES
+
+H100 = PUBLISHED["h100"]
+ROUND = dataclasses.replace(H100, bf16=5e14, fp8=1e15, fp8_rowwise=8e14, bandwidth=1e12, launch=1e-6)
+
+
+def made(recipe="tensorwise", m=8192, n=4096, k=4096, how="inductor", **keys):
+    return linear_cost.of_sizes(RECIPES[recipe], linear_cost.sizes_of(m, n, k), how, ROUND, **keys)
+
+
+def test_a_gemm_that_fills_every_processor_takes_its_flops():
+    """11 x 12 tiles of 128 x 256 on 132 processors."""
+    m, n, k = 11 * 128, 12 * 256, 8192
+    assert linear_cost.gemm_seconds(m, n, k, 5e14, 0, ROUND) == pytest.approx(2 * m * n * k / 5e14)
+
+
+def test_a_wave_that_is_part_empty_takes_as_long():
+    """One row of tiles more; sums in pieces would move more bytes than they save."""
+    m, n, k = 11 * 128 + 1, 12 * 256, 8192
+    assert linear_cost.gemm_seconds(m, n, k, 5e14, 0, ROUND) > 1.2 * linear_cost.gemm_seconds(m - 1, n, k, 5e14, 0, ROUND)
+
+
+def test_a_long_sum_is_cut_into_pieces():
+    """One tile's sum of 2^20, by 8 processors in an eighth of the time, and float32 parts, written and read."""
+    whole = 132 * 2 * 128 * 128 * 2**20 / 5e14
+    assert linear_cost.gemm_seconds(128, 128, 2**20, 5e14, 0, ROUND) == pytest.approx(whole / 8 + 8 * 8 * 128 * 128 / 1e12)
+
+
+def test_a_gemm_takes_no_less_than_its_bytes_nor_a_launch():
+    assert linear_cost.gemm_seconds(128, 128, 128, 5e14, 1e9, ROUND) == 1e-3
+    assert linear_cost.gemm_seconds(128, 128, 128, 5e14, 1, ROUND) == 1e-6
+
+
+def test_the_parts_of_a_linear():
+    """Tensorwise, inductor: amaxes of 2 bytes, casts of 4, a weight's of 6, at 1e12 bytes a second; a scale's kernel is a launch."""
+    one, elements = made(), {"input": 8192 * 4096, "weight": 4096 * 4096, "grad_output": 8192 * 4096}
+    assert one.parts["amax"] == pytest.approx(2 * sum(elements.values()) / 1e12)
+    assert one.parts["cast"] == pytest.approx((4 * sum(elements.values()) + 2 * elements["weight"]) / 1e12)
+    assert one.parts["scale"] == pytest.approx(3e-6)
+    assert one.parts["layout"] == one.parts["rescale"] == 0
+    assert one.parts["gemm"] == pytest.approx(one.bf16 / 2)
+    assert (one.kernels, one.floor) == (3 + 3 + 3 + 4, pytest.approx(13e-6))
+    assert one.seconds == pytest.approx(sum(one.parts.values()))
+    assert one.ratio == pytest.approx(one.bf16 / one.seconds)
+
+
+def test_rowwise_gemms_run_at_their_rate_where_they_scale_themselves():
+    """output at the rowwise rate; the other two, slow, at the tensorwise one with a kernel after them of 4 bytes a result."""
+    one, flops = made("rowwise"), 2 * 8192 * 4096 * 4096
+    assert one.parts["rescale"] == pytest.approx(4 * (8192 * 4096 + 4096 * 4096) / 1e12)
+    ideal = flops / 8e14 + 2 * flops / 1e15
+    assert ideal < one.parts["gemm"] < 1.1 * ideal  # waves
+
+
+def test_high_precision_has_no_ratio():
+    one = made("bf16")
+    assert (one.ratio, one.parts, one.seconds) == (None, {}, one.bf16)
+
+
+def test_operands_without_a_kernel_multiply_in_bf16():  # G-16
+    one = made("mxfp8", how="xla")
+    assert one.parts["gemm"] == pytest.approx(one.bf16)
+    assert one.ratio < 1
+
+
+def test_small_linears_lose_and_large_ones_win():
+    ratios = [made(m=length, n=length, k=length).ratio for length in (256, 1024, 4096, 16384)]
+    assert ratios == sorted(ratios)
+    assert ratios[0] < 1 < ratios[-1] < 2
+
+
+def test_a_sum_of_no_time_leaves_the_launches():
+    """Of a tiny linear, every kernel takes a launch: FP8's floor is its time."""
+    one = made(m=16, n=16, k=16)
+    assert one.seconds == pytest.approx(one.floor)
+    assert one.bf16 == pytest.approx(3e-6)
+
+
+def test_each_device_casts_its_own_rows_of_a_weight_that_is_gathered_in_fp8():
+    config = sizes.config(fsdp=2, compile="block")
+    decision = next(d for d in config.decisions() if d.path.endswith("0.mlp.up_proj"))
+    slow = dataclasses.replace(ROUND, bandwidth=H100.sheet.bandwidth / 100, launch=1e-8)
+    one = linear_cost.of_decision(decision, config, "torch", slow)
+    tokens, weight, outputs = 128 * 64, 128 * 64, 128 * 128
+    assert one.parts["amax"] == pytest.approx(2 * (tokens + weight / 2 + outputs) / slow.bandwidth)
+    assert one.parts["cast"] == pytest.approx((4 * tokens + 3 * weight / 2 + 4 * outputs) / slow.bandwidth)
+    assert one.parts["layout"] == pytest.approx(2 * weight / slow.bandwidth)
+    alone = linear_cost.of_decision(decision, sizes.config(fsdp=2, compile="block", gather="compute"), "torch", slow)
+    assert alone.parts["layout"] == 0
+    assert alone.parts["cast"] == pytest.approx((4 * tokens + 6 * weight + 4 * outputs) / slow.bandwidth)
+
+
+def test_a_forward_pass_alone():
+    config = sizes.config(compile="block")
+    decision = config.decisions()[0]
+    whole, forward = (
+        linear_cost.of_decision(decision, config, "torch", H100, gemms=g) for g in (("output", "grad_input", "grad_weight"), ("output",))
+    )
+    assert forward.kernels < whole.kernels
+    assert forward.bf16 < whole.bf16

@@ -1,0 +1,145 @@
+"""Counted by hand from the sizes in tests/sizes.py."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import sizes
+import torch
+
+from fp8ref.estimate import memory
+from fp8ref.llama import LlamaConfig
+from fp8ref.train.config import Config
+from fp8ref.train.torch.trainer import Trainer
+
+ALL = 106816
+COMPILED = json.loads((Path(__file__).parents[2] / "benchmarks/results/aot.json").read_text())
+
+
+def bytes_of(config, backend="torch"):
+    return {what: size for what, (size, _) in memory.lines(config, backend).items()}
+
+
+def test_one_device():
+    found = bytes_of(sizes.config())
+    assert found == {
+        "weights, float32 masters": 4 * ALL,
+        "gradients, float32": 4 * ALL,
+        "AdamW's moments": 8 * ALL,
+        "FP8 states": 0,
+        "weights in use": 2 * (ALL - sizes.TABLE),
+        "activations": 256 * 2 * (2 * (2 * 64 + 2 * 64 + 2 * 32 + 128) + 16 * 64 + 12 * 128),
+        "logits": 14 * 256 * 256,
+    }
+
+
+def test_jax_sums_parts_beside_the_gradients_of_one():
+    assert bytes_of(sizes.config(parts=2), "jax")["gradients, float32"] == 8 * ALL
+    assert bytes_of(sizes.config(parts=2), "torch")["gradients, float32"] == 4 * ALL
+
+
+def test_parts_need_the_activations_of_one():
+    whole, half = bytes_of(sizes.config()), bytes_of(sizes.config(parts=2))
+    assert [2 * half[key] for key in ("activations", "logits")] == [whole[key] for key in ("activations", "logits")]
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({}, 256 * 2 * 3456),
+        ({"checkpointing": "full"}, 256 * (2 * 2 * 64 + 3456)),
+        ({"checkpointing": "selective"}, 256 * (2 * 2 * (3 * 64 + 2 * 64 + 2 * 32 + 2 * 128) + 3456)),
+        ({"compile": "block"}, 256 * 2 * 1664),
+    ],
+    ids=str,
+)
+def test_activations(keys, expected):
+    """Of a token and a layer: 3456 bytes eagerly, 2 (4 x 64 + 2 x 64 + 2 x 32 + 3 x 128) = 1664 compiled."""
+    assert bytes_of(sizes.config(**keys))["activations"] == expected
+    if not keys:
+        assert bytes_of(sizes.config(), "jax")["activations"] == 256 * 2 * 1664
+
+
+def test_tensor_parallelism_cuts_inner_features_and_sequence_the_others():
+    # 128 tokens of the two sharing a batch; H = 64 whole or cut, A = 32, KV = 16, F = 64
+    whole = bytes_of(sizes.config(fsdp=2, tensor=2), "jax")["activations"]
+    cut = bytes_of(sizes.config(fsdp=2, tensor=2, sequence=True), "jax")["activations"]
+    assert whole == 128 * 2 * 2 * (4 * 64 + 2 * 32 + 2 * 16 + 3 * 64)
+    assert cut == 128 * 2 * 2 * (4 * 32 + 2 * 32 + 2 * 16 + 3 * 64)
+
+
+@pytest.mark.parametrize(("backend", "role"), [("torch", 88), ("jax", 84)])
+def test_states_of_delayed_scaling(backend, role):
+    """A scale, 16 amaxes, 3 observations of 4 bytes, and a count of 8 or 4; 14 linears of 3 roles."""
+    assert bytes_of(sizes.config("delayed"), backend)["FP8 states"] == 14 * 3 * role
+
+
+def test_moments_in_fp8_of_pieces_that_are_large_enough():  # T-6
+    """k and v of 2048 and the norms stay float32."""
+    small = 2 * 2 * 2048 + 320
+    assert bytes_of(sizes.config(optimizer="adamw_fp8"))["AdamW's moments"] == 8 * small + 2 * (ALL - small) * (1 + 4 / 256)
+    # over 2: q and o, of 2048 now, too
+    small = 2 * (2 * 1024 + 2 * 2048) + 160
+    held = (ALL - 320) // 2 + 160
+    assert bytes_of(sizes.config(optimizer="adamw_fp8", fsdp=2))["AdamW's moments"] == 8 * small + 2 * (held - small) * (1 + 4 / 256)
+
+
+def test_a_mesh_in_jax():
+    found = bytes_of(sizes.config(**sizes.MESH), "jax")
+    held = 2 * sizes.TABLE // 2 + 2 * sizes.LAYER // 4 + 320
+    assert found["weights, float32 masters"] == 4 * held
+    # bf16 copies; one layer of codes, cut over tensor; lm_head in bf16; the float32 table; two layers' gradients in float32
+    copies = 2 * (held - sizes.TABLE // 2)
+    assert found["weights in use"] == copies + sizes.LAYER // 2 + 2 * sizes.TABLE + 4 * sizes.TABLE + 8 * sizes.LAYER // 2
+
+
+@pytest.mark.parametrize(("recipe", "code"), [("tensorwise", 1), ("rowwise", 2)])
+def test_a_mesh_in_pytorch(recipe, code):
+    found = bytes_of(sizes.config(recipe, **sizes.MESH))
+    held = 2 * sizes.TABLE // 2 + 2 * sizes.LAYER // 4 + 160
+    assert found["weights, float32 masters"] == 4 * held
+    # two layers, lm_head, the table and its gradient; a layer's gradient in bf16 and float32
+    assert found["weights in use"] == 2 * code * sizes.LAYER // 2 + 2 * sizes.TABLE + 8 * sizes.TABLE + 6 * sizes.LAYER // 2
+
+
+def test_a_model_compiled_whole_is_gathered_whole():  # P-19
+    found = bytes_of(sizes.config(fsdp=2, compile="model"))["weights in use"]
+    assert found == 2 * sizes.LAYER + 2 * sizes.TABLE + 2 * sizes.TABLE + 6 * (2 * sizes.LAYER + 2 * sizes.TABLE)
+
+
+def kept_by_autograd(config) -> int:
+    """Bytes that a forward pass of the trainer leaves for the backward pass, but for parameters."""
+    trainer, found = Trainer(config), {}
+    tokens = np.random.default_rng(0).integers(0, 256, (config.data.batch_size, config.data.sequence_length + 1))
+    with trainer._step.computing():
+        parameters = {p.untyped_storage().data_ptr() for m in trainer.model.modules() for p in m._parameters.values() if p is not None}
+
+        def keep(x):
+            if x.untyped_storage().data_ptr() not in parameters:
+                found[x.untyped_storage().data_ptr()] = x
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+            trainer._step.loss(tokens)
+        return sum(x.untyped_storage().nbytes() for x in found.values())
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "tensorwise"])
+def test_activations_are_what_autograd_keeps_of_a_layer(recipe):
+    """Left out are each norm's reciprocal, attention's log-sum and the norms' weights: 8 + 16 bytes a token and 512, of 3456 a token."""
+    two, three = (sizes.config(recipe).replace(model={"num_hidden_layers": layers}) for layers in (2, 3))
+    kept = kept_by_autograd(three) - kept_by_autograd(two)
+    assert kept == pytest.approx(bytes_of(three)["activations"] - bytes_of(two)["activations"], rel=0.02)
+
+
+@pytest.mark.parametrize("row", COMPILED["rows"], ids=lambda row: f"{row['recipe']} {row['mesh']}")
+def test_an_estimate_is_near_what_xla_allots_for_an_h200(row):
+    """Gradients are temporary there. Which of a block's results live at once is XLA's choice: 30 %, far below a layer kept too often."""
+    model = dict(COMPILED["model"])
+    length, sequences = model.pop("sequence_length"), model.pop("sequences_per_device")
+    config = Config(model=LlamaConfig(**model)).replace(numerics={"recipe": row["recipe"]}, parallel=row["mesh"])
+    config = config.replace(data={"sequence_length": length, "batch_size": sequences * config.parallel.devices})
+    found = bytes_of(config, "jax")
+    temporary = sum(found[key] for key in ("gradients, float32", "weights in use", "activations", "logits"))
+    assert temporary == pytest.approx(row["temporary_mib"] * 2**20, rel=0.3)

@@ -1,0 +1,85 @@
+"""Counted by hand from the sizes in tests/sizes.py."""
+
+import json
+from pathlib import Path
+
+import pytest
+import sizes
+
+from fp8ref.estimate import traffic
+from fp8ref.llama import LlamaConfig
+from fp8ref.train.config import Config
+
+COMPILED = json.loads((Path(__file__).parents[2] / "benchmarks/results/aot.json").read_text())
+
+
+def flows(config, backend):
+    return {purpose: (flow.elements, flow.bytes) for purpose, flow in traffic.flows(config, backend).items()}
+
+
+def test_one_device_receives_nothing():
+    assert flows(sizes.config(), "jax") == flows(sizes.config(), "torch") == {}
+
+
+def test_a_mesh_in_jax():
+    """Two parts of 64 tokens a device: 64 x 64 / 2 = 2048 elements from the other of tensor."""
+    layers, table = sizes.LAYER, sizes.TABLE  # two layers, cut over tensor
+    assert flows(sizes.config(parts=2, **sizes.MESH), "jax") == {
+        # half of the table once, of the layers' codes and of lm_head twice
+        "weights, gathered over fsdp": (2 * (table / 2 + layers + table), 2 * (4 * table / 2 + layers + 2 * table)),
+        "gradients, reduced over fsdp": (2 * (2 * table + layers) / 2, 2 * 4 * (2 * table + layers) / 2),
+        "gradients, summed over data": (2 * 2 * 3 / 4 * 320, 4 * 2 * 2 * 3 / 4 * 320),
+        # of q, k, v together and of gate and up, both passes; a grad_input of each; a byte of codes, and float32
+        "inputs, gathered over tensor": (2 * 2 * 4 * 2048, 2 * 2 * 4 * 2048),
+        "grad_inputs, summed over tensor": (2 * 10 * 2048, 4 * 2 * 10 * 2048),
+        "outputs, summed over tensor": (2 * 4 * 2048, 4 * 2 * 4 * 2048),
+        "grad_outputs, gathered over tensor": (2 * 4 * 2048, 2 * 4 * 2048),
+    }
+
+
+def test_a_mesh_in_pytorch():
+    found = flows(sizes.config("rowwise", **sizes.MESH), "torch")  # 128 tokens a device: 4096 elements; scales of rows gather in bf16
+    layers, table = sizes.LAYER, sizes.TABLE
+    assert found == {
+        "weights, gathered over fsdp": (table / 2 + layers + table + 320, 4 * table / 2 + 2 * layers + 2 * table + 2 * 320),
+        "gradients, reduced over fsdp": ((2 * table + layers + 320) / 2, 4 * (2 * table + layers + 320) / 2),
+        "inputs, gathered over tensor": (2 * 4 * 4096, 2 * 2 * 4 * 4096),
+        "grad_inputs, summed over tensor": (4 * 4096, 2 * 4 * 4096),
+        "outputs, summed over tensor": (4 * 4096, 2 * 4 * 4096),
+        "grad_outputs, gathered over tensor": (4 * 4096, 2 * 4 * 4096),
+    }
+
+
+def test_copies_sum_their_gradients():
+    elements = 106816
+    assert flows(sizes.config(data=4), "jax") == {"gradients, summed over data": (2 * 3 / 4 * elements, 4 * 2 * 3 / 4 * elements)}
+    assert flows(sizes.config(data=4), "torch")["gradients, summed over data"] == (2 * 3 / 4 * elements, 4 * 2 * 3 / 4 * elements)
+
+
+def test_a_tensorwise_input_is_gathered_as_codes_in_pytorch():  # P-15
+    found = flows(sizes.config(**sizes.MESH), "torch")
+    assert found["inputs, gathered over tensor"] == (2 * 4 * 4096, 2 * 4 * 4096)
+    assert found["grad_outputs, gathered over tensor"] == (4 * 4096, 4 * 4096)
+
+
+def test_without_sequence_parallelism_sums_are_all_reduces():
+    found = flows(sizes.config(tensor=2), "torch")  # 256 tokens
+    assert found == dict.fromkeys(("grad_inputs, summed over tensor", "outputs, summed over tensor"), (2 * 4 * 8192, 4 * 4 * 8192))
+
+
+@pytest.mark.parametrize("row", [r for r in COMPILED["rows"] if r["gathers_mib"]], ids=lambda row: f"{row['recipe']} {row['mesh']}")
+def test_gathers_are_those_that_xla_compiles_for_h200s(row):
+    """Of what is gathered, a device receives all but its own part."""
+    model = dict(COMPILED["model"])
+    length, sequences = model.pop("sequence_length"), model.pop("sequences_per_device")
+    config = Config(model=LlamaConfig(**model)).replace(numerics={"recipe": row["recipe"]}, parallel=row["mesh"])
+    keys = config.parallel
+    config = config.replace(data={"sequence_length": length, "batch_size": sequences * keys.devices})
+    received = {purpose.split()[-1]: 0.0 for purpose in ("over fsdp", "over tensor")}
+    for purpose, flow in traffic.flows(config, "jax").items():
+        if "gathered" in purpose:
+            received[purpose.split()[-1]] += flow.bytes
+    whole = received["fsdp"] * keys.fsdp / (keys.fsdp - 1) + (
+        received["tensor"] * keys.tensor / (keys.tensor - 1) if keys.tensor > 1 else 0
+    )
+    assert whole / 2**20 == pytest.approx(sum(row["gathers_mib"].values()))

@@ -1,0 +1,125 @@
+import functools
+import io
+import re
+
+import pytest
+from fakes import FakeTrainer
+from rich.console import Console
+
+from fp8ref import console as consoles
+from fp8ref.train import loop
+from fp8ref.train.processes import Alone
+
+
+@pytest.fixture
+def terminal(monkeypatch) -> io.StringIO:
+    """What a person at a terminal of 120 columns sees."""
+    shown = io.StringIO()
+
+    def console(**_):
+        return Console(file=shown, force_terminal=True, width=120, color_system=None, legacy_windows=False)
+
+    monkeypatch.setattr("rich.console.Console", console)
+    return shown
+
+
+def last_frame(terminal: io.StringIO) -> str:
+    return [line for line in terminal.getvalue().splitlines() if "jax" in line][-1]
+
+
+def test_the_bar_counts_to_its_total(terminal):
+    with consoles.bar("jax rowwise", 3) as advance:
+        for _ in range(3):
+            advance("")
+    assert "3/3" in terminal.getvalue()
+    assert "jax rowwise" in terminal.getvalue()
+
+
+def test_each_advance_is_one(terminal):
+    with consoles.bar("jax rowwise", 3) as advance:
+        advance("")
+    assert "1/3" in last_frame(terminal)
+    assert "2/3" not in terminal.getvalue()
+
+
+def test_the_note_of_the_last_advance_is_shown(terminal):
+    with consoles.bar("jax", 2) as advance:
+        advance("loss 5.000")
+        advance("loss 4.000")
+    assert "loss 4.000" in last_frame(terminal)
+    assert "loss 5.000" not in last_frame(terminal)
+
+
+def test_a_note_with_brackets_is_shown_as_it_is(terminal):
+    with consoles.bar("jax", 1) as advance:
+        advance("[64, 32] GEMMs")
+    assert "[64, 32] GEMMs" in terminal.getvalue()
+
+
+def test_the_note_may_be_left_out(terminal):
+    with consoles.bar("jax", 1) as advance:
+        advance()
+    assert "1/1" in terminal.getvalue()
+
+
+def test_the_bar_goes_to_standard_error(monkeypatch):
+    asked = []
+
+    def console(**keys):
+        asked.append(keys)
+        return Console(file=io.StringIO())
+
+    monkeypatch.setattr("rich.console.Console", console)
+    with consoles.bar("jax", 1):
+        pass
+    assert asked == [{"stderr": True}]
+
+
+def test_the_bar_is_silent_where_there_is_no_terminal(monkeypatch, capfd):
+    for variable in ("FORCE_COLOR", "TTY_COMPATIBLE"):  # with these rich takes anything for a terminal
+        monkeypatch.delenv(variable, raising=False)
+    with consoles.bar("jax", 2) as advance:
+        advance("loss 5.000")
+    assert capfd.readouterr() == ("", "")
+
+
+def test_an_error_inside_passes_through_and_ends_the_bar(terminal):
+    def fail():
+        with consoles.bar("jax", 2):
+            raise RuntimeError("from inside")
+
+    with pytest.raises(RuntimeError, match="from inside"):
+        fail()
+    assert "\x1b[?25h" in terminal.getvalue()  # the cursor is shown again
+
+
+def test_tables_are_wide_also_in_a_file(monkeypatch):
+    monkeypatch.setattr("rich.console.Console", functools.partial(Console, file=io.StringIO(), force_terminal=False))
+    assert consoles.console().width == 120
+
+
+def test_tables_take_the_width_of_a_terminal(monkeypatch):
+    monkeypatch.setattr("rich.console.Console", functools.partial(Console, file=io.StringIO(), force_terminal=True, width=77))
+    assert consoles.console().width == 77
+
+
+class Other(Alone):
+    """A process that is not the one that shows; the first has claimed the run's directory."""
+
+    first = False
+
+    def __init__(self):
+        self.told = iter((None, True))
+
+    def gather(self, value):
+        return [next(self.told, value)]
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_run_shows_steps_loss_speed_and_the_time_left_on_one_process(first, terminal, small, monkeypatch, tmp_path):
+    monkeypatch.setattr(loop, "trainer", lambda _, config, __: FakeTrainer(config))
+    loop.train(small, "jax", tmp_path / "run", processes=Alone() if first else Other())
+    if first:
+        assert re.search(r"jax tensorwise .* 6/6 0:00:00 loss 4\.375, [\d,]+ tokens/s", last_frame(terminal))
+    else:
+        assert terminal.getvalue() == ""

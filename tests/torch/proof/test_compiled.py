@@ -1,0 +1,114 @@
+"""What is seen of the graphs of a compiled step (SEMANTICS B-8)."""
+
+import pytest
+import torch
+import torch._inductor.config as inductor_config
+from proofs import DISTINCT, expected, fp8, name_of, square, step
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from torchao.float8 import Float8LinearConfig
+from torchao.float8.float8_linear import Float8Linear
+
+from fp8ref.torch import proof
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:torch", "ignore::UserWarning:torch")
+
+
+class Block(nn.Module):
+    def __init__(self, recipe):
+        super().__init__()
+        self.mlp = square(recipe)
+
+    def forward(self, x):
+        return self.mlp(x)
+
+
+class Blocks(nn.Module):
+    """Two blocks of two linears; recomputed in the backward pass, or not."""
+
+    LAYERS = ("blocks.0.mlp.0", "blocks.0.mlp.2", "blocks.1.mlp.0", "blocks.1.mlp.2")
+
+    def __init__(self, recipe, recompute=False):
+        super().__init__()
+        self.blocks, self.recompute = nn.ModuleList([Block(recipe), Block(recipe)]), recompute
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.recompute else block(x)
+        return x
+
+
+PASSES = ("joint_custom_pre_pass", "post_grad_custom_post_pass")
+
+
+@pytest.fixture
+def fresh():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def test_passes_that_were_there_run_first_and_remain():
+    ran, model = [], square("tensorwise")
+    earlier = {name: lambda graph, name=name: ran.append((name, len(graph.nodes))) for name in PASSES}
+    with inductor_config.patch(earlier):
+        with proof.trace_compiled(model) as seen:
+            passes = [getattr(inductor_config, name) for name in PASSES]
+            for run in passes:
+                run(torch.fx.Graph())
+            assert [run.uuid() for run in passes] == [None, None]  # inductor then leaves its caches alone
+        assert ran == [(name, 0) for name in PASSES]
+        assert seen.gemms == []
+        assert {name: getattr(inductor_config, name) for name in PASSES} == earlier
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["rowwise", DISTINCT], ids=name_of)
+def test_compiled_gemms_are_seen_though_the_cache_has_them(recipe, fresh):
+    model = square(recipe)
+    x = torch.randn(128, 128).bfloat16()
+    step(torch.compile(model), x)
+    torch._dynamo.reset()
+    with proof.trace_compiled(model) as seen:
+        step(torch.compile(model), x)
+    assert seen.read_from == "inductor post-grad graphs"
+    assert fp8(seen) == expected(recipe, without={"0/grad_input"})
+    assert seen.pruned == {"0/grad_input"}
+    assert proof.missing(seen, {"0": recipe, "2": recipe}) == []
+
+
+@pytest.mark.slow
+def test_compiled_and_recomputed_a_forward_pass_is_no_backward_pass(fresh):
+    model = Blocks("delayed", recompute=True)
+    with proof.trace_compiled(model) as seen:
+        step(torch.compile(lambda x: model(x)))
+    assert fp8(seen) == expected("delayed", Blocks.LAYERS, without={"blocks.0.mlp.0/grad_input"})
+    assert [g.which for g in seen.gemms].count("output") > 4
+    assert proof.missing(seen, dict.fromkeys(Blocks.LAYERS, "delayed")) == []
+
+
+@pytest.mark.slow
+def test_blocks_compiled_on_their_own_share_a_graph(fresh):
+    model = Blocks("tensorwise")
+    for block in model.blocks:
+        block.compile()
+    with proof.trace_compiled(model) as seen:
+        step(model, torch.randn(128, 128).bfloat16().requires_grad_())
+    assert fp8(seen) == expected("tensorwise", Blocks.LAYERS)
+    assert len(seen.gemms) == 12
+    assert proof.missing(seen, dict.fromkeys(Blocks.LAYERS, "tensorwise")) == []
+
+
+@pytest.mark.slow
+def test_planted_fallbacks_are_missing_from_a_compiled_model_too(fresh):
+    model = square("tensorwise")
+    model[0] = Float8Linear.from_float(nn.Linear(128, 128, bias=False).bfloat16(), Float8LinearConfig(emulate=True))
+    model[2] = nn.Linear(128, 128, bias=False).bfloat16()
+    with proof.trace_compiled(model) as seen:
+        step(torch.compile(model))
+    lines = proof.missing(seen, dict.fromkeys(("0", "2", "3"), "tensorwise"))
+    assert [line.partition(":")[0] for line in lines] == [
+        *("0/output", "0/grad_weight"),
+        *(f"{i}/{which}" for i in (2, 3) for which in ("output", "grad_input", "grad_weight")),
+    ]
+    assert [line.partition("; ")[2] for line in lines] == ["f32 x f32"] * 2 + ["bf16 x bf16"] * 3 + ["no GEMM of it was seen"] * 3

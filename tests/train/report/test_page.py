@@ -1,0 +1,272 @@
+import re
+import shutil
+from html.parser import HTMLParser
+
+import made_runs
+import numpy as np
+import pytest
+from made_runs import falling
+
+from fp8ref.errors import ConfigError
+from fp8ref.train.report import page, runs, seed_noise
+
+VOID = {"meta", "link", "br", "img", "hr"}
+LAYERS = [f"model.layers.0.{name}" for name in ("self_attn.q_proj", "mlp.up_proj")]
+OPERANDS = ["output/input", "output/weight", "grad_input/grad_output", "grad_input/weight", "grad_weight/grad_output", "grad_weight/input"]
+
+
+class Page(HTMLParser):
+    """Well-formed HTML, or an AssertionError; text, tags, attributes and ids."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open, self.tags, self.attributes, self.ids, self.text = [], [], [], [], ""
+        self.feed(text)
+        self.close()
+        assert not self.open
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append(tag)
+        self.attributes += attributes
+        self.ids += [value for key, value in attributes if key == "id"]
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attributes):
+        self.handle_starttag(tag, attributes)
+        if tag not in VOID:
+            self.open.pop()
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, text):
+        if self.open[-1:] != ["style"]:
+            self.text += " " + re.sub(r"\s+", " ", text)
+
+
+def statistics(**special) -> list[dict]:
+    usual = {"amax": 2.0, "scale_min": 1.0, "scale_max": 1.0, "underflow_rate": 0.01, "saturation_rate": 0.0, "overflow_rate": 0.0}
+    usual |= {"non_finite": 0, "sqnr": 30.0}
+    return [
+        {
+            "step": step,
+            "statistics": {f"{layer}/{operand}": usual | (special if step == 20 else {}) for layer in LAYERS for operand in OPERANDS},
+        }
+        for step in (0, 10, 20)
+    ]
+
+
+@pytest.fixture
+def seeds(tmp_path, small):
+    return made_runs.three_seeds(tmp_path, small)
+
+
+@pytest.fixture
+def fp8(tmp_path, small):
+    def make(above=0.0, name="fp8", **keys):
+        return made_runs.make(tmp_path / name, small, falling(above=above, wobble=0), **{"recipe": "tensorwise", **keys})
+
+    return make
+
+
+@pytest.fixture
+def write(tmp_path, monkeypatch):
+    """write(runs) -> (Page, what was printed); checks what holds of every page. pictures: PNGs are drawn too, which takes as long again."""
+
+    def make(given, pictures=False, **keys):
+        if not pictures:
+            monkeypatch.setattr(page.svg, "png", lambda _: b"")
+        out = tmp_path / "out" / "report.html"
+        out.parent.mkdir(exist_ok=True)
+        said = page.write(given, out, **keys)
+        text = out.read_text()
+        # Nothing is asked of anywhere: no address at all, and references into the page, or data, alone.
+        assert "http" not in text
+        assert not re.search(r"url\((?!#)", text)
+        parsed = Page(text)
+        assert {"script", "link", "iframe", "img"}.isdisjoint(parsed.tags)
+        assert all(value.startswith(("#", "data:image/png")) for key, value in parsed.attributes if key in ("href", "src", "xlink:href"))
+        assert len(parsed.ids) == len(set(parsed.ids))
+        assert {value[1:] for key, value in parsed.attributes if key == "href" and value[0] == "#"} <= set(parsed.ids)
+        assert parsed.tags.count("svg") == len(list(out.parent.glob("*.png")))
+        assert not list(out.parent.glob("*.tmp"))
+        return parsed, said
+
+    return make
+
+
+@pytest.mark.parametrize(("above", "kind"), [(0.1, "within noise"), (0.5, "outside noise")])
+def test_the_page_says_the_verdict(seeds, fp8, write, above, kind):
+    run = fp8(above)
+    shown, said = write([*seeds, run])
+    verdict = seed_noise.verdict(run, [*seeds, run])
+    assert f" {kind} : {verdict.value:+.4f} nats from {seeds[0].name} at step 59" in shown.text
+    assert f"{run.name}: {kind}: " in said
+    assert (f"{verdict.left_tokens:,} tokens" in shown.text) == (kind == "outside noise") if verdict.left_tokens else True
+    assert "of 3 seeds" in shown.text
+
+
+def test_one_seed_cannot_tell(seeds, fp8, write):
+    shown, said = write([seeds[0], fp8()])
+    assert "cannot tell" in shown.text
+    assert "at least 2 finished bf16 runs" in said
+
+
+def test_two_seeds_are_said_to_be_few(seeds, fp8):
+    run = fp8()
+    assert "of 2 seeds, few: the limit is wide" in page.verdict_text(run, seed_noise.verdict(run, [*seeds[:2], run]))
+
+
+def test_bf16_runs_alone_have_no_verdict(seeds, write):
+    shown, _ = write(seeds)
+    assert "There is no run here to judge" in shown.text
+    assert "No run here has a linear in FP8." in shown.text
+
+
+def test_figures_lie_beside_the_page(seeds, fp8, write, tmp_path):
+    write([*seeds, fp8(statistics=statistics())], pictures=True)
+    names = {path.name.removeprefix("report-g0-") for path in (tmp_path / "out").glob("*.png")}
+    metrics = {"loss.png", "gap.png", "val_loss.png", "grad_norm.png", "tokens_per_second.png"}
+    maps = {f"stats0-{name}.png" for name in ("amax", "underflow_rate", "saturation_rate", "sqnr")}
+    assert names == metrics | maps
+    assert all(path.read_bytes().startswith(b"\x89PNG\r\n") for path in (tmp_path / "out").glob("*.png"))
+
+
+def test_colours_are_variables_in_light_and_dark(seeds, fp8, write, tmp_path):
+    write([*seeds, fp8()])
+    text = (tmp_path / "out" / "report.html").read_text()
+    assert "@media (prefers-color-scheme: dark) { :root {" in text
+    for svg in re.findall(r"<svg.*?</svg>", text, re.DOTALL):
+        used = re.findall(r"(?:fill|stroke): ([^;\"]+)", svg)
+        assert set(used) - {"none"} <= {value for value in used if value.startswith("var(--")}
+    assert "var(--run0)" in text
+
+
+def test_every_figure_is_described(seeds, fp8, write):
+    shown, _ = write([*seeds, fp8()])
+    assert shown.attributes.count(("role", "img")) == shown.tags.count("svg")
+    assert all(value for key, value in shown.attributes if key == "aria-label")
+
+
+def test_a_run_s_name_is_text(seeds, fp8, write):
+    """Its directory's, but for a slash."""
+    names = ["<script>alert(1)<", "a & b", "$x_{$", "_hidden", '"onload="x', "試行"]
+    shown, said = write([*seeds, *(fp8(0.5, name) for name in names)], pictures=True)
+    assert all(name in shown.text and f"{name}: outside noise" in said for name in names)
+    assert "onload" not in [key for key, _ in shown.attributes]
+
+
+def test_statistics_that_are_not_finite_are_named(seeds, fp8, write):
+    shown, _ = write([*seeds, fp8(statistics=statistics(non_finite=3, sqnr=None, amax=0.0))])
+    assert f"{LAYERS[0]}/output/input: 3 non-finite elements at step 20." in shown.text
+
+
+def test_a_measure_that_was_never_finite_has_no_figure(seeds, fp8, write, tmp_path):
+    write(
+        [*seeds, fp8(statistics=[{"step": 0, "statistics": {f"{LAYERS[0]}/output/input": {"amax": 1.0, "sqnr": None, "non_finite": 0}}}])]
+    )
+    assert [path.name for path in (tmp_path / "out").glob("*stats*")] == ["report-g0-stats0-amax.png"]
+
+
+def test_memory_is_shown_where_it_was_recorded(seeds, fp8, write):
+    shown, _ = write([*seeds, fp8(more={"memory": {"peak_bytes": 3 << 29, "of": "device"}}), fp8(name="unknown", more={"memory": None})])
+    assert "peak memory" in shown.text
+    assert shown.text.count("1.50 GiB of the device") == 1
+
+
+def test_speed_is_next_to_bf16_of_the_same_backend(seeds, fp8, write):
+    shown, _ = write([*seeds, fp8(speed=1500.0), fp8(name="alone", backend="jax", speed=3000.0)])
+    row = {run: re.search(rf"{run}\s+finished\s+60\s+[\d.]+\s+[\d.]+\s+([\d,]+)\s+(\S+)", shown.text).groups() for run in ("fp8", "alone")}
+    assert row == {"fp8": ("1,500", "1.50x"), "alone": ("3,000", "-")}
+
+
+def test_what_ran_is_shown_with_what_is_missing(seeds, fp8, write):
+    line = "model.layers.0.mlp.up_proj/output: planned f8e4m3fn x f8e4m3fn, fast; no GEMM of it was seen"
+    proof = {"read_from": "eager dispatch", "gemms": [], "missing": [line], "gathers": {"u8": 7}}
+    shown, _ = write([*seeds, fp8(proof=proof)])
+    assert "7 of 8 linears in FP8" in shown.text
+    assert "1 missing" in shown.text
+    assert line in shown.text
+    assert "MISSING" in shown.text
+    assert "Gathers: 7 of u8" in shown.text
+
+
+def test_what_differs_is_a_table(seeds, fp8, write):
+    shown, _ = write([*seeds, fp8(backend="jax")])
+    assert re.search(r"numerics\.recipe\s+bf16\s+bf16\s+bf16\s+tensorwise", shown.text)
+    assert re.search(r"backend\s+torch\s+torch\s+torch\s+jax", shown.text)
+    assert "model.hidden_size" not in shown.text
+
+
+def test_an_unfinished_run_shows_its_status_and_a_torn_line_is_left_out(seeds, tmp_path, small, write):
+    run = made_runs.make(tmp_path / "stopped", small, falling(40, wobble=0), recipe="tensorwise", status="interrupted")
+    with (run.path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 40, "lo')
+    shown, _ = write([*seeds, runs.read(run.path)])
+    assert "stopped (interrupted)" in shown.text
+    assert "at step 39" in shown.text
+
+
+def test_runs_of_different_models_are_apart(seeds, tmp_path, small, write):
+    other = made_runs.make(tmp_path / "wide", small.replace(model={"hidden_size": 64}), falling(), recipe="tensorwise")
+    shown, said = write([*seeds, other])
+    assert "Runs 2 of 2" in shown.text
+    assert "Of another model.hidden_size than the first" in shown.text
+    assert f"{other.name}: cannot tell" in said
+
+
+def test_more_runs_than_colours_can_be_drawn(seeds, fp8, write):
+    shown, _ = write([*seeds, *(fp8(i / 50, f"run{i}") for i in range(8))])
+    assert all(f"run{i}" in shown.text for i in range(8))
+
+
+def test_one_run_of_one_step_is_a_page(tmp_path, small, write):
+    shown, said = write([made_runs.make(tmp_path / "run", small, [5.5], recipe="tensorwise", status="running")])
+    assert "cannot tell" in said
+    assert "run (running)" in shown.text
+
+
+def test_a_foreign_file_is_left_alone(seeds, tmp_path):
+    (tmp_path / "mine.html").write_text("<p>mine")
+    with pytest.raises(ConfigError, match="is no report of fp8ref; it is left alone"):
+        page.write(seeds, tmp_path / "mine.html")
+    assert (tmp_path / "mine.html").read_text() == "<p>mine"
+    assert not list(tmp_path.glob("*.png"))
+
+
+def test_a_run_whose_first_step_was_not_finite_is_outside(seeds, fp8, tmp_path, small, write):
+    died = made_runs.make(tmp_path / "died", small, [], recipe="tensorwise", status="failed", more={"error": "NonFiniteError: step 0"})
+    for given in ([died], [*seeds, died]):
+        shown, said = write(given)
+        assert f"{died.name}: outside noise: it ended at step 0, after 64 tokens, by NonFiniteError: step 0." in said
+        assert re.search(r"died\s+failed\s+0\s+-\s+-\s+-\s+-", shown.text)
+        shutil.rmtree(tmp_path / "out")
+
+
+def test_statistics_of_nothing_are_not_shown(tmp_path, small, write):
+    run = made_runs.make(tmp_path / "bf16", small, [5.0], statistics=[{"step": 0, "statistics": {}}])
+    assert "FP8 statistics" not in write([run])[0].text
+
+
+def test_a_gradient_of_zero_is_drawn(tmp_path, small, write):
+    write([made_runs.make(tmp_path / "zero", small, np.full(6, -1.0))])
+
+
+def test_a_file_that_cannot_be_written_is_named(seeds, tmp_path):
+    with pytest.raises(ConfigError, match=r"--out .* cannot be written \(File name too long\)\. Name a file"):
+        page.write(seeds[:1], tmp_path / ("x" * 250 + ".html"))
+
+
+@pytest.mark.parametrize("out", ["absent/report.html", "."])
+def test_a_place_that_is_not_there_is_refused(seeds, tmp_path, out):
+    with pytest.raises(ConfigError, match="a file in a directory that exists"):
+        page.write(seeds, tmp_path / out)
+
+
+def test_a_report_is_written_again_to_the_same_bytes(seeds, fp8, write, tmp_path):
+    given = [*seeds, fp8(statistics=statistics())]
+    write(given)
+    shutil.copy(tmp_path / "out" / "report.html", tmp_path / "first.html")
+    write(given)
+    assert (tmp_path / "first.html").read_bytes() == (tmp_path / "out" / "report.html").read_bytes()

@@ -1,0 +1,67 @@
+import os
+
+import made_runs
+import numpy as np
+import pytest
+
+from fp8ref.errors import ConfigError
+from fp8ref.train.report import runs
+
+
+@pytest.fixture
+def made(tmp_path, small):
+    return made_runs.make(tmp_path / "run", small, [5.0, 4.0, 3.0], recipe="tensorwise", seed=3)
+
+
+def test_a_run_is_what_was_written(made, tmp_path):
+    assert (made.path, made.name) == (tmp_path / "run", str(tmp_path / "run"))
+    assert made.losses == {0: 5.0, 1: 4.0, 2: 3.0}
+    assert (made.seeds, made.tokens_per_step, made.bf16, made.finished, made.statistics) == ((3, 3), 64, False, True, [])
+
+
+def test_bf16_is_a_run_without_a_linear_in_fp8(tmp_path, small):
+    assert made_runs.make(tmp_path / "run", small, [1.0]).bf16
+
+
+def test_a_torn_last_line_is_left_out(made):
+    with (made.path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 3, "lo')
+    assert runs.read(made.path).losses == made.losses
+
+
+def test_a_run_without_steps_is_refused_with_its_status(tmp_path, small):
+    with pytest.raises(ConfigError, match=r"no step yet .*'running'"):
+        made_runs.make(tmp_path / "run", small, [], status="running")
+
+
+def test_why_there_is_no_step_is_said(tmp_path, small):
+    with pytest.raises(ConfigError, match=r"no step yet \(its status is 'failed': OSError: disk\)"):
+        made_runs.make(tmp_path / "run", small, [], status="failed", more={"error": "OSError: disk"})
+
+
+def test_a_run_whose_first_step_was_not_finite_is_one(tmp_path, small):
+    run = made_runs.make(tmp_path / "run", small, [], status="failed", more={"error": "NonFiniteError: step 0"})
+    assert (run.losses, run.diverged) == ({}, "NonFiniteError: step 0")
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "metrics.jsonl", "statistics.jsonl"])
+def test_every_file_is_checked(made, name):
+    (made.path / name).write_text("[]\n")
+    with pytest.raises(ConfigError, match=name):
+        runs.read(made.path)
+
+
+def test_a_name_that_is_no_text_is_made_one(tmp_path, small):
+    path = tmp_path / os.fsdecode(b"caf\xe9")
+    assert made_runs.make(path, small, [1.0]).name == str(tmp_path / "caf?")
+
+
+def test_a_run_is_named_once(made):
+    with pytest.raises(ConfigError, match="named once"):
+        runs.read_all([made.path, made.path / ".." / "run"])
+
+
+def test_common_steps_are_those_of_all(tmp_path, small):
+    long, short = (made_runs.make(tmp_path / str(n), small, np.arange(n)) for n in (6, 4))
+    assert runs.common_steps([long, short]).tolist() == [0, 1, 2, 3]
+    assert runs.at(long.losses, np.array([3, 1])).tolist() == [3.0, 1.0]

@@ -1,0 +1,294 @@
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from fakes import FakeTrainer
+
+from fp8ref.errors import ConfigError, NonFiniteError, StoppedError
+from fp8ref.train import checkpoint, log, loop
+from fp8ref.train.data import loader
+
+
+@pytest.fixture
+def fake(monkeypatch, small):
+    """Puts a FakeTrainer in place of the backends: fake({step: what happens there}) -> the trainer."""
+
+    def install(on_step=None) -> FakeTrainer:
+        made = FakeTrainer(small, on_step)
+        monkeypatch.setattr(loop, "trainer", lambda *_: made)
+        return made
+
+    return install
+
+
+def contents(folder) -> dict:
+    return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_train_returns_and_writes_one_line_a_step(tmp_path, small, fake):
+    fake()
+    lines = loop.train(small, "jax", tmp_path / "run")
+    assert [line["step"] for line in lines] == [0, 1, 2, 3, 4, 5]
+    assert [line["loss"] for line in lines] == [5.0, 4.875, 4.75, 4.625, 4.5, 4.375]
+    assert log.read_metrics(tmp_path / "run") == lines
+
+
+def test_the_manifest_says_how_much_memory_it_took(tmp_path, small, fake):
+    fake()
+    loop.train(small, "jax", tmp_path / "run")
+    assert log.read_manifest(tmp_path / "run")["memory"] == {"peak_bytes": 3 << 29, "of": "device"}
+
+
+def test_each_step_trains_on_its_batch(tmp_path, small, fake):  # D-2
+    trainer = fake()
+    loop.train(small, "jax", tmp_path / "run")
+    batches = loader.open_batches(small)
+    assert len(trainer.batches) == 6
+    for step, tokens in enumerate(trainer.batches):
+        np.testing.assert_array_equal(tokens, batches.step(step))
+
+
+def test_validation_follows_the_update_every_so_often_and_at_the_end(tmp_path, small, fake):  # T-5
+    fake()
+    lines = loop.train(small.replace(run={"eval_every": 4}), "jax", tmp_path / "run")
+    assert {line["step"]: line["val_loss"] for line in lines if "val_loss" in line} == {3: 4.0, 5: 6.0}
+
+
+def test_every_validation_takes_the_same_batches(tmp_path, small, fake):  # D-2
+    trainer = fake()
+    config = small.replace(run={"eval_batches": 2, "eval_every": 3}, data={"validation_fraction": 0.4})
+    loop.train(config, "jax", tmp_path / "run")
+    batches = loader.open_batches(config)
+    for found, expected in zip(trainer.validated, [batches.held_out(0), batches.held_out(1)] * 2, strict=True):
+        np.testing.assert_array_equal(found, expected)
+
+
+def test_time_and_throughput_are_measured(tmp_path, small, fake):
+    fake()
+    lines = loop.train(small, "jax", tmp_path / "run")
+    seconds = [line["seconds"] for line in lines]
+    assert seconds == sorted(seconds)
+    assert all(line["tokens_per_second"] > 4 * 16 / seconds[-1] for line in lines)  # 4 sequences of 16 tokens in less than the whole run
+
+
+def test_a_finished_run_says_so(tmp_path, small, fake):
+    fake()
+    lines = loop.train(small, "jax", tmp_path / "run")
+    manifest = log.read_manifest(tmp_path / "run")
+    assert (manifest["status"], manifest["final"]) == ("finished", lines[-1])
+    assert manifest["device"] == "none: fake"
+    assert manifest["data"] == loader.open_batches(small).description
+
+
+@pytest.mark.parametrize("metrics", [{"loss": np.nan}, {"loss": np.inf}, {"grad_norm": np.nan}, {"grad_norm": np.inf}])
+def test_a_loss_or_gradient_that_is_not_finite_stops_the_run(tmp_path, small, fake, metrics):  # T-4
+    trainer = fake({2: metrics})
+    with pytest.raises(NonFiniteError, match="step 2: loss") as error:
+        loop.train(small, "jax", tmp_path / "run")
+    assert len(trainer.batches) == 3
+    assert [line["step"] for line in log.read_metrics(tmp_path / "run")] == [0, 1]
+    manifest = log.read_manifest(tmp_path / "run")
+    assert manifest["status"] == "failed"
+    assert str(error.value) in manifest["error"]
+
+
+def test_the_error_names_the_weights_that_are_not_finite(tmp_path, small, fake):  # T-4
+    fake({0: {"loss": float("nan")}})
+    with pytest.raises(NonFiniteError, match=r"non-finite weights: broken\. fp8ref crosscheck --replay"):
+        loop.train(small, "jax", tmp_path / "run")
+
+
+def test_a_backend_keeps_its_weights_when_the_gradient_is_not_finite(tmp_path, small, monkeypatch):  # T-4
+    trainer = loop.trainer("jax", small.replace(model={"initializer_range": 1e30}))
+    monkeypatch.setattr(loop, "trainer", lambda *_: trainer)
+    before = trainer.weights()
+    with pytest.raises(NonFiniteError, match=r"step 0: .*nan.*all weights are finite"):
+        loop.train(small, "jax", tmp_path / "run")
+    for name, value in trainer.weights().items():
+        np.testing.assert_array_equal(value, before[name], err_msg=name)
+
+
+def test_an_interrupted_run_keeps_its_metrics(tmp_path, small, fake):
+    fake({4: KeyboardInterrupt()})
+    with pytest.raises(KeyboardInterrupt):
+        loop.train(small, "jax", tmp_path / "run")
+    assert [line["step"] for line in log.read_metrics(tmp_path / "run")] == [0, 1, 2, 3]
+    assert log.read_manifest(tmp_path / "run")["status"] == "interrupted"
+
+
+def test_a_run_that_fails_keeps_its_metrics_and_its_error(tmp_path, small, fake):
+    fake({1: RuntimeError("out of memory")})
+    with pytest.raises(RuntimeError, match="out of memory"):
+        loop.train(small, "jax", tmp_path / "run")
+    assert len(log.read_metrics(tmp_path / "run")) == 1
+    manifest = log.read_manifest(tmp_path / "run")
+    assert (manifest["status"], manifest["error"]) == ("failed", "RuntimeError: out of memory")
+
+
+def test_a_full_disk_does_not_hide_what_happened(tmp_path, small, fake, monkeypatch):
+    fake({1: RuntimeError("out of memory")})
+    plain = log.RunLog.status
+
+    def full(self, status, **more):
+        if status == "failed":
+            raise OSError(28, "No space left on device")
+        plain(self, status, **more)
+
+    monkeypatch.setattr(log.RunLog, "status", full)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        loop.train(small, "jax", tmp_path / "run")
+
+
+def test_an_interrupted_run_resumes_to_the_metrics_of_an_uninterrupted_one(tmp_path, small, fake):
+    fake({4: KeyboardInterrupt()})
+    with pytest.raises(KeyboardInterrupt):
+        loop.train(small, "jax", tmp_path / "run")
+    fake()
+    resumed = loop.train(small, "jax", tmp_path / "run", resume=True)
+    fake()
+    whole = loop.train(small, "jax", tmp_path / "whole")
+    timeless = [[{k: v for k, v in line.items() if k not in ("seconds", "tokens_per_second")} for line in run] for run in (resumed, whole)]
+    assert timeless[0] == timeless[1]
+    manifest = log.read_manifest(tmp_path / "run")
+    assert manifest["status"] == "finished"
+    assert "error" not in manifest
+
+
+def test_resuming_a_finished_run_does_nothing(tmp_path, small, fake):
+    fake()
+    loop.train(small, "jax", tmp_path / "run")
+    before = contents(tmp_path / "run")
+    again = fake()
+    assert loop.train(small, "jax", tmp_path / "run", resume=True) is None
+    assert not again.batches
+    assert contents(tmp_path / "run") == before
+
+
+def test_overwriting_replaces_a_run(tmp_path, small, fake):
+    fake()
+    loop.train(small, "jax", tmp_path / "run")
+    (tmp_path / "run" / "note.txt").write_text("old")
+    longer = small.replace(run={"steps": 8})
+    assert len(loop.train(longer, "jax", tmp_path / "run", overwrite=True)) == 8
+    assert len(log.read_metrics(tmp_path / "run")) == 8
+    assert (tmp_path / "run" / "note.txt").read_text() == "old"  # only a run's own files are replaced
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [{"data": {"source": "absent"}}, {"data": {"batch_size": 10**6}}, {"numerics": {"filter_fqns": ("absent",)}}],
+    ids=["source", "batch", "pattern"],
+)
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_config_that_cannot_be_trained_writes_and_removes_nothing(tmp_path, small, monkeypatch, sections, overwrite):
+    """loop.train raises ConfigError before anything is written; a run about to be overwritten is still there."""
+    out = tmp_path / "run"
+    if overwrite:
+        monkeypatch.setattr(loop, "trainer", lambda *_: FakeTrainer(small))
+        loop.train(small, "jax", out)
+    before = contents(out) if overwrite else None
+    monkeypatch.setattr(loop, "trainer", lambda _, config, __: FakeTrainer(config))
+    with pytest.raises(ValueError, match=r"data\.source|train split|filter_fqns"):
+        loop.train(small.replace(**sections), "jax", out, overwrite=overwrite)
+    assert (contents(out) if overwrite else None) == before
+    assert out.exists() == overwrite
+
+
+def test_an_unknown_backend_is_refused(tmp_path, small):
+    with pytest.raises(ConfigError, match="jax, torch; got 'tensorflow'"):
+        loop.trainer("tensorflow", small)
+
+
+def test_importing_the_loop_imports_no_backend():
+    code = "import sys, fp8ref.train.loop; print(sorted({'torch', 'fp8ref.jax', 'fp8ref.torch'} & sys.modules.keys()))"
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert shown.stdout.strip() == "[]"
+
+
+def test_a_validation_loss_that_is_not_finite_does_not_pass_for_a_finished_run(tmp_path, small, fake):
+    trainer = fake()
+    trainer.evaluate = lambda _: float("nan")
+    with pytest.raises(NonFiniteError):
+        loop.train(small, "jax", tmp_path / "run")
+    assert log.read_manifest(tmp_path / "run")["status"] == "failed"
+
+
+def test_metrics_are_json_that_every_reader_takes(tmp_path, small, fake):
+    """NaN and Infinity are no numbers of JSON's."""
+    trainer = fake()
+    trainer.evaluate = lambda _: float("nan")
+    with contextlib.suppress(NonFiniteError):
+        loop.train(small, "jax", tmp_path / "run")
+    for name in ("metrics.jsonl", "manifest.json"):
+        text = (tmp_path / "run" / name).read_text()
+        constants = []
+        for part in text.splitlines() if name == "metrics.jsonl" else [text]:
+            json.loads(part, parse_constant=constants.append)
+        assert constants == [], name
+
+
+@pytest.mark.parametrize(
+    ("backend", "sections", "key"),
+    [
+        ("torch", {"parallel": {"through": "jit"}}, "parallel.through"),
+        ("jax", {"parallel": {"gather": "compute"}}, "parallel.gather"),
+        ("jax", {"parallel": {"reduction": "ordered", "compile": "block"}}, "parallel.reduction, parallel.compile"),
+        ("jax", {"parallel": {"checkpointing": "full"}}, "parallel.checkpointing"),
+        ("jax", {"optimizer": {"kind": "adamw_fp8"}}, "optimizer.kind"),
+    ],
+)
+def test_a_backend_refuses_keys_that_it_would_ignore(small, backend, sections, key):
+    with pytest.raises(ConfigError, match=f"{key} is not a key of --backend {backend}. Leave it out"):
+        loop.trainer(backend, small.replace(**sections))
+
+
+def test_a_full_disk_does_not_hide_a_loss_that_is_not_finite(tmp_path, small, fake):  # T-4
+    trainer = fake({2: {"loss": float("nan")}})
+
+    def full(directory):
+        raise OSError(28, "No space left on device")
+
+    trainer.save = full
+    with pytest.raises(NonFiniteError, match=r"step 2: loss nan.*The step could not be kept: .*No space left"):
+        loop.train(small, "jax", tmp_path / "run")
+    assert not list((tmp_path / "run").glob("failures/*"))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("backend", "torch", "its backend is 'torch', and this run's 'jax'"),
+        ("seed", 3, r"its config\.run\.seed is 3"),
+        ("step", 9, "of step 9, and run.steps is 6"),
+    ],
+)
+def test_another_runs_checkpoint_is_refused(tmp_path, small, fake, key, value, said):
+    fake({5: RuntimeError("out of memory")})
+    with pytest.raises(RuntimeError):
+        loop.train(small.replace(checkpoint={"every": 2}), "jax", tmp_path / "run")
+    path = tmp_path / "run" / "checkpoints" / "step-00000004"
+    manifest = json.loads((path / "manifest.json").read_text())
+    manifest["config"]["run"] |= {key: value} if key == "seed" else {}
+    (path / "manifest.json").unlink()
+    about = {name: manifest[name] for name in ("backend", "config", "data", "step")} | ({key: value} if key != "seed" else {})
+    checkpoint.write_manifest(path, about)
+    trainer = fake()
+    with pytest.raises(ConfigError, match=said):
+        loop.train(small.replace(checkpoint={"every": 2}), "jax", tmp_path / "run", resume=True)
+    assert not trainer.batches
+
+
+def test_sigterm_before_the_first_step_is_heard(tmp_path, small, monkeypatch):  # K-8
+    def building(*_):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return FakeTrainer(small)
+
+    monkeypatch.setattr(loop, "trainer", building)
+    with pytest.raises(StoppedError, match="before a step was taken; --resume continues"):
+        loop.train(small, "jax", tmp_path / "run")
+    assert log.read_manifest(tmp_path / "run")["status"] == "stopped"

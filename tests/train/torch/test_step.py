@@ -1,0 +1,62 @@
+import adamw
+import microbatches
+import numpy as np
+import pytest
+import torch
+
+from fp8ref.torch import delayed
+from fp8ref.train.torch.step import Step
+from fp8ref.train.torch.trainer import Trainer
+
+
+def test_optimizer_is_clipped_adamw_as_specified(small, monkeypatch):  # T-1, T-2, T-3
+    slope = adamw.slopes(small)
+
+    def loss(self, tokens):
+        return sum((p * torch.from_numpy(slope[name])).sum() for name, p in self.params.items())
+
+    monkeypatch.setattr(Step, "loss", loss)
+    adamw.check(Trainer, small, slope)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_gradients_of_parts_are_summed_in_float32_as_by_hand(recipe, small):  # T-7
+    config = microbatches.config_of(small, recipe)
+    whole = Trainer(microbatches.without_parts(config))
+    microbatches.check_bits(Trainer(config), whole, whole.gradients)
+
+
+def test_a_batch_in_parts_is_the_batch_but_for_rounding(small):  # T-7
+    microbatches.check_whole(Trainer, microbatches.config_of(small, "bf16"))
+
+
+def test_delayed_scaling_merges_the_parts_and_rolls_once(small):  # T-7, H-4
+    config = microbatches.config_of(small, "delayed")
+    trainer, tokens = Trainer(config), microbatches.tokens_of(config)
+    seen = []
+    trainer.observe(tokens, lambda layer, which, a, b, out: seen.append((layer, which, a[0], b[0])))
+    trainer.step(tokens)
+    expected = microbatches.delayed_states(seen, config)
+    assert len(expected) == 3 * sum(d.fp8 for d in trainer.decisions)
+    for name, state in delayed.states(trainer.model):
+        layer, _, role = name.rpartition(".")
+        found = (state.scale.numpy(), state.amax_history.numpy(), state.step.numpy())
+        for mine, theirs in zip(found, expected[layer.removesuffix(".states"), role], strict=True):
+            np.testing.assert_array_equal(mine, theirs, err_msg=name)
+
+
+@pytest.mark.parametrize("part", range(microbatches.PARTS))
+def test_one_part_that_is_not_finite_stops_the_step(part, small, monkeypatch):  # T-4, T-7
+    config = microbatches.config_of(small, "delayed")
+    trainer, tokens = Trainer(config), microbatches.tokens_of(config)
+    before, honest, calls = trainer.weights(), Step.loss, []
+
+    def loss(self, tokens):
+        calls.append(len(calls))
+        return honest(self, tokens) * (np.inf if calls[-1] == part else 1)
+
+    monkeypatch.setattr(Step, "loss", loss)
+    assert not np.isfinite(trainer.step(tokens)["loss"])
+    assert len(calls) == microbatches.PARTS
+    assert all(np.array_equal(value, before[name]) for name, value in trainer.weights().items())
+    assert all(state.step == 0 and not state.seen.any() for _, state in delayed.states(trainer.model))
