@@ -1,10 +1,10 @@
-# make setup | demo | test | slow | gpu | wheels | exhaustive | bench | bench-jax | bench-torch | bench-data | bench-recording | bench-trainer | bench-simulated | compile-matrix | aot | notebooks | libraries | clauses | lint.
+# make setup | demo | test | slow | gpu | wheels | extras | exhaustive | bench | bench-jax | bench-torch | bench-data | bench-recording | bench-trainer | bench-simulated | compile-matrix | aot | notebooks | libraries | clauses | lint.
 # Everything is installed into .venv, but for aot's, into .venv-aot; PYTHON names the interpreter they are made with.
 PYTHON ?= python3
 BIN := .venv/bin
 TESTS ?= tests fp8ref
 
-.PHONY: setup demo test slow gpu $(addprefix gpu-,probe tests bench-torch bench-jax parity) wheels exhaustive bench bench-jax bench-torch bench-data bench-recording bench-trainer bench-simulated compile-matrix aot notebooks libraries clauses lint
+.PHONY: setup demo test slow gpu $(addprefix gpu-,probe tests bench-torch bench-jax parity) wheels extras exhaustive bench bench-jax bench-torch bench-data bench-recording bench-trainer bench-simulated compile-matrix aot notebooks libraries clauses lint
 
 setup: .venv/ready
 
@@ -66,6 +66,10 @@ wheels: setup
 	$(BIN)/python -m pip download --disable-pip-version-check -q --no-deps --only-binary=:all: --python-version 3.12 --implementation cp \
 	$(foreach n,17 24 27 28 31 34 35,--platform manylinux_2_$(n)_x86_64) --platform manylinux2014_x86_64 --platform manylinux1_x86_64 \
 	-c constraints.txt -d wheels -r launch/gpu-wheels.txt
+
+# Each extra alone in a new environment: make extras EXTRAS='jax torch'; all without, or every fourth from TURN on.
+extras: setup
+	$(BIN)/python tests/install/extras.py $(EXTRAS) $(if $(TURN),--turn $(TURN))
 
 exhaustive: setup
 	$(BIN)/python -m pytest -m exhaustive $(TESTS)

@@ -23,6 +23,7 @@ from jax.experimental import topologies
 from fp8ref.jax import proof
 from fp8ref.jax.proof import hlo
 from fp8ref.llama import LlamaConfig
+from fp8ref.recipe import RECIPES
 from fp8ref.train.config import Config
 from fp8ref.train.jax.trainer import Trainer
 from fp8ref.train.sections import DataConfig
@@ -55,8 +56,8 @@ BYTES = {"f64": 8, "f32": 4, "s32": 4, "u32": 4, "bf16": 2, "f16": 2, "s16": 2, 
 FSDP, CUBE = {"fsdp": 8}, {"data": 2, "fsdp": 2, "tensor": 2, "sequence": True}
 # recipe, mesh, GEMMs by Triton
 CASES = [
-    *((recipe, {}, False) for recipe in ("bf16", "tensorwise", "rowwise", "rowwise_with_gw_hp", "delayed")),
-    *((recipe, FSDP, False) for recipe in ("bf16", "tensorwise", "rowwise", "rowwise_with_gw_hp", "delayed")),
+    *((name, {}, False) for name, r in RECIPES.items() if not r.in_blocks),
+    *((name, FSDP, False) for name, r in RECIPES.items() if not r.in_blocks),
     *((recipe, CUBE, False) for recipe in ("bf16", "tensorwise", "rowwise")),
     *((recipe, {**FSDP, "through": "jit"}, False) for recipe in ("bf16", "tensorwise", "rowwise")),
     *((recipe, {}, True) for recipe in ("bf16", "tensorwise", "rowwise")),

@@ -28,6 +28,7 @@ from ranks import run
 
 from fp8ref.crosscheck import bounds
 from fp8ref.llama import initial_weights
+from fp8ref.recipe import by_name
 from fp8ref.torch import compiled_fsdp, convert, delayed
 from fp8ref.torch.fsdp import FP8Gather
 from fp8ref.torch.parallel import parallelize
@@ -134,10 +135,10 @@ def built(recipe: str, how: str, gather: str, backend="aot_eager") -> tuple[nn.M
     mesh = init_device_mesh("cpu", (distributed.get_world_size(),), mesh_dim_names=("fsdp",))
     fp8, made = gather == "fp8", model()
     if how == "traced":
-        converted = convert.convert(made, recipe, amax_group=mesh.get_group() if recipe == "delayed" else None)
+        converted = convert.convert(made, recipe, amax_group=mesh.get_group() if by_name(recipe).delayed else None)
         sharded = compiled_fsdp.shard(converted, mesh.get_group(), gather_fp8=fp8)
         return sharded, torch.compile(sharded, fullgraph=True, backend=backend)
-    scope = "global" if recipe == "delayed" else "local"
+    scope = "global" if by_name(recipe).delayed else "local"
     sharded = parallelize(
         made, recipe, mesh=mesh, blocks=list(made)[:2], amax_scope=scope, compile=how, compile_backend=backend, gather_fp8=fp8
     )

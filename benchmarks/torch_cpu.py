@@ -18,12 +18,12 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from torch import nn
-from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+from torchao.float8 import Float8LinearConfig, Float8LinearRecipeName, convert_to_float8_training
 
 from fp8ref import torch as ft
 from fp8ref.torch import cpu, proof
 
-RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")  # those that torchao has
+RECIPES = tuple(name.value for name in Float8LinearRecipeName)
 ASKED = 0.98
 LINEARS, PROOF_SECONDS = 200, 10.0
 

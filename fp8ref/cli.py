@@ -10,8 +10,10 @@ import traceback
 from collections.abc import Sequence
 
 import fp8ref
+from fp8ref import extras
 from fp8ref.commands import certify, conform, crosscheck, data, estimate, probe, runs, train, vectors
 from fp8ref.commands.shared import DEFECT, ERROR, INTERRUPTED, LOST, NON_FINITE, STOPPED
+from fp8ref.errors import LostProcessError, NonFiniteError, StoppedError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -34,7 +36,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             traceback.print_exc()
             code = DEFECT
         else:
-            print(f"fp8ref: {error}", file=sys.stderr)
+            remedy = extras.remedy(error) if isinstance(error, ImportError) else None
+            print(f"fp8ref: {remedy or error}", file=sys.stderr)
     if known.leave:
         known.leave(code)
     return code
@@ -56,7 +59,5 @@ def _code_of(error: Exception) -> int | None:
     """The exit code of an error a user can cause; None for a defect of ours, which keeps its traceback."""
     if isinstance(error, ValueError | OSError | ImportError):
         return ERROR
-    from fp8ref.errors import LostProcessError, NonFiniteError, StoppedError
-
     codes = {NonFiniteError: NON_FINITE, LostProcessError: LOST, StoppedError: STOPPED}
     return next((code for kind, code in codes.items() if isinstance(error, kind)), None)

@@ -110,6 +110,27 @@ class Recipe:
         """Whether any of its GEMMs is FP8."""
         return any(spec.fp8 for spec in self.gemms.values())
 
+    @property
+    def casts(self) -> tuple[CastSpec, ...]:
+        """Every operand's cast, GEMM after GEMM; none of a GEMM in high precision."""
+        return tuple(cast for gemm in self.gemms.values() for cast in (gemm.a, gemm.b) if cast is not None)
+
+    @property
+    def delayed(self) -> bool:
+        """Whether any operand is scaled by the amaxes of earlier steps: its linears then keep a state."""
+        return any(cast.delayed is not None for cast in self.casts)
+
+    @property
+    def in_blocks(self) -> bool:
+        """Whether any operand has scales of blocks along the axis that its GEMM reduces, which few kernels take (G-16, G-17)."""
+        return any(granularity.by_name(cast.granularity).reduced is not None for cast in self.casts)
+
+    @property
+    def shared(self) -> bool:
+        """Whether torchao's scaling covers it: each operand by its own amax, over the tensor or a row. Such recipes are cut by tensor parallelism
+        in PyTorch, and replayed by the cross-check on JAX's meshes."""
+        return not self.delayed and not self.in_blocks
+
     def serves_both(self, role: Role) -> bool:
         """Whether both of a role's GEMMs take the same of it: no cast, or one scale of the whole tensor, in one format by one policy."""
         first, second = (
@@ -171,8 +192,7 @@ SMALL: dict[str, tuple[tuple[float, float], ...]] = {
     "rowwise": ((2048, math.inf), (math.inf, 1024), (4096, 2048)),
     "delayed": ((1024, 4096),),
 }
-# What the cross-check compares. Both trainers, and the simulator's linear, run every recipe.
-SHARED_RECIPES = ("bf16", "tensorwise", "rowwise", "rowwise_with_gw_hp")
+SHARED_RECIPES = tuple(name for name, recipe in RECIPES.items() if recipe.shared)
 
 
 def by_name(recipe: str | Recipe) -> Recipe:

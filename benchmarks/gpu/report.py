@@ -10,7 +10,7 @@ from gpu.tables import Rows
 from gpu.targets import Target
 
 FLOOR_AT_LEAST = 0.8
-OURS = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "delayed")
+OURS = tuple(name for name, r in RECIPES.items() if r.fp8 and not r.in_blocks)
 LINEARS = {  # of a block: the section that measures its shape
     "q_proj": "linear:q_o",
     "k_proj": "linear:k_v",

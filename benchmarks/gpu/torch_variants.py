@@ -2,12 +2,12 @@
 
 import torch
 from torch import nn
-from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+from torchao.float8 import Float8LinearConfig, Float8LinearRecipeName, convert_to_float8_training
 
 from fp8ref import torch as ft
 from gpu.report import OURS
 
-TORCHAO = ("tensorwise", "rowwise", "rowwise_with_gw_hp")  # the recipes that torchao has
+TORCHAO = tuple(name.value for name in Float8LinearRecipeName)
 MINIMAL = "minimal tensorwise"
 ALL = (
     "bf16",

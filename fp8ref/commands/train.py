@@ -7,7 +7,6 @@ from pathlib import Path
 
 from fp8ref.commands import shared
 from fp8ref.commands.shared import FAILED, check_whole
-from fp8ref.train import signals
 
 
 def add(commands) -> None:
@@ -24,6 +23,8 @@ def add(commands) -> None:
 
 
 def _train(known: argparse.Namespace, options: list[str]) -> int:
+    from fp8ref.train import signals
+
     with signals.asked():  # before a framework takes its seconds to load
         return _trained(known, options)
 

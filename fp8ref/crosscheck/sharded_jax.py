@@ -15,7 +15,7 @@ from fp8ref.crosscheck import bounds
 from fp8ref.crosscheck.one_device import transposed
 from fp8ref.errors import ConfigError
 from fp8ref.formats import BFLOAT16
-from fp8ref.recipe import OPERANDS, REDUCED_AXES, SHARED_RECIPES, Gemm, Recipe, Role
+from fp8ref.recipe import OPERANDS, RECIPES, REDUCED_AXES, Gemm, Recipe, Role
 from fp8ref.sim import gemm, scaling
 from fp8ref.train import loop
 from fp8ref.train.config import Config
@@ -31,10 +31,9 @@ def crosscheck(config: Config, devices: int) -> tuple[Report, dict[str, str]]:
               were left out, by name.
     Raises:   ConfigError: a recipe without FP8 or that only JAX runs, too few devices, no mesh that fits.
     """
-    if config.numerics.recipe not in SHARED_RECIPES[1:]:
-        raise ConfigError(
-            f"--sharded is of recipes {', '.join(SHARED_RECIPES[1:])}; got {config.numerics.recipe!r}. Give --recipe one of these."
-        )
+    taken = [name for name, recipe in RECIPES.items() if recipe.fp8 and recipe.shared]
+    if config.numerics.recipe not in taken:
+        raise ConfigError(f"--sharded is of recipes {', '.join(taken)}; got {config.numerics.recipe!r}. Give --recipe one of these.")
     import jax
 
     if jax.device_count() < devices:

@@ -15,12 +15,11 @@ from fp8ref.crosscheck import delayed_states, fsdp_run, process_group, sharded_o
 from fp8ref.crosscheck.delayed_states import States
 from fp8ref.crosscheck.fsdp_run import Run, Watcher
 from fp8ref.errors import ConfigError
-from fp8ref.recipe import Recipe
+from fp8ref.recipe import RECIPES, Recipe
 from fp8ref.train.config import Config
 from fp8ref.train.data import loader
 from fp8ref.train.sections import ParallelConfig
 
-RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "delayed")
 SCOPES = ("local", "global")
 STEPS = 5
 
@@ -39,7 +38,7 @@ def crosscheck(config: Config, n: int, *, steps: int = STEPS, prepare: Watcher |
     _check(config, n, steps)
     recipes = {d.path: d.recipe for d in config.decisions() if d.fp8}
     asked = config.parallel.amax_scope
-    scopes = (asked,) if asked == "local" or config.numerics.recipe == "delayed" else SCOPES
+    scopes = (asked,) if asked == "local" or RECIPES[config.numerics.recipe].delayed else SCOPES
     meshes = _meshes(n)
     batches = loader.open_batches(config)
     tokens = [batches.step(step) for step in range(steps + 1)]
@@ -159,12 +158,15 @@ def _variants(copies: int, n: int, *, fp8: bool) -> Iterator[tuple[str, dict]]:
 
 def _check(config: Config, n: int, steps: int) -> None:
     keys = config.parallel
-    if config.numerics.recipe not in RECIPES:
-        raise ConfigError(f"--sharded is of recipes {', '.join(RECIPES)}; got {config.numerics.recipe!r}. Give --recipe one of these.")
+    taken = [name for name, recipe in RECIPES.items() if recipe.fp8 and not recipe.in_blocks]
+    if config.numerics.recipe not in taken:
+        raise ConfigError(f"--sharded is of recipes {', '.join(taken)}; got {config.numerics.recipe!r}. Give --recipe one of these.")
     if foreign := keys.foreign("torch"):
         raise ConfigError(f"{', '.join(foreign)} is not a key of --backend torch. Leave it out.")
-    if config.numerics.recipe == "delayed" and keys.amax_scope == "local":
-        raise ConfigError("recipe 'delayed' keeps one state for all ranks, of amaxes of all. Set parallel.amax_scope to global.")
+    if RECIPES[config.numerics.recipe].delayed and keys.amax_scope == "local":
+        raise ConfigError(
+            f"recipe {config.numerics.recipe!r} keeps one state for all ranks, of amaxes of all. Set parallel.amax_scope to global."
+        )
     other = [f"parallel.{key}" for key in ("tensor", "compile", "checkpointing") if getattr(keys, key) != getattr(ParallelConfig(), key)]
     if other:  # what is compiled or runs again shows its operands to no observer
         raise ConfigError(f"--sharded N --backend torch is of data x fsdp, layer after layer; got {', '.join(other)}. Leave it out.")

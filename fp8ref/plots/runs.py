@@ -1,14 +1,17 @@
 """How runs went: losses of backends and recipes, and what they are judged by."""
 
+import itertools
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 from matplotlib.axes import Axes
 
 from fp8ref.plots import style
+from fp8ref.recipe import RECIPES
 
 # Backends differ by line style as well.
-COLOURS = {"bf16": style.BLACK, "tensorwise": style.BLUE, "rowwise": style.VERMILLION, "rowwise_with_gw_hp": style.GREEN}
+_IN_TURN = itertools.cycle((style.BLUE, style.VERMILLION, style.GREEN))
+COLOURS = {name: next(_IN_TURN) if recipe.fp8 else style.BLACK for name, recipe in RECIPES.items()}
 STYLES = {"jax": "-", "torch": (0, (4, 2))}
 
 

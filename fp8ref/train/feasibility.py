@@ -94,11 +94,10 @@ def _torch(config: Config, decisions: list[Decision]) -> list[str]:
     shared, recipe = keys.data * keys.fsdp, recipes.by_name(config.numerics.recipe)
     if keys.tensor > 1 and shared > 1 and keys.amax_scope == "global" and recipe.fp8:
         faults.append("in PyTorch, amaxes over data and fsdp beside tensor are each rank's own (P-14). Set parallel.amax_scope to local.")
-    if keys.tensor > 1 and recipe.name not in ("bf16", "tensorwise", "rowwise", "rowwise_with_gw_hp"):
-        faults.append(
-            f"in PyTorch parallel.tensor takes recipes tensorwise, rowwise and rowwise_with_gw_hp; got {recipe.name!r}. Set it to 1."
-        )
-    if shared > 1 and keys.amax_scope == "local" and recipes.delayed_casts(recipe):
+    if keys.tensor > 1 and not recipe.shared:
+        *taken, last = [name for name, r in recipes.RECIPES.items() if r.fp8 and r.shared]
+        faults.append(f"in PyTorch parallel.tensor takes recipes {', '.join(taken)} and {last}; got {recipe.name!r}. Set it to 1.")
+    if shared > 1 and keys.amax_scope == "local" and recipe.delayed:
         faults.append(f"recipe {recipe.name!r} keeps one state for all ranks; parallel.amax_scope is local. Set it to global.")
     if keys.reduction == "ordered" and keys.data > 2:
         faults.append(f"parallel.reduction 'ordered' adds over at most 2 along data; got {keys.data}. Make data 1 or 2.")
