@@ -7,6 +7,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
+from fp8ref import registry
 from fp8ref.policy import POLICIES, ScalePolicy
 
 
@@ -97,8 +98,4 @@ DELAYED = {
 
 def by_name(config: "str | DelayedScaling") -> DelayedScaling:
     """The config of that name; a DelayedScaling is itself; ValueError for anything else."""
-    if isinstance(config, DelayedScaling):
-        return config
-    if not isinstance(config, str) or config not in DELAYED:
-        raise ValueError(f"delayed scaling is a DelayedScaling or one of {', '.join(DELAYED)}; got {config!r}.")
-    return DELAYED[config]
+    return registry.lookup("delayed scaling is a DelayedScaling or", DELAYED, config, DelayedScaling)

@@ -6,6 +6,7 @@ EPILOGUES has by name those that recipes choose among; ``sim.gemm.finish`` obeys
 from dataclasses import dataclass
 from typing import Literal
 
+from fp8ref import registry
 from fp8ref.granularity import block_of
 
 Scale = Literal["each", "b_first", "product"]
@@ -61,11 +62,7 @@ EPILOGUES = {
 
 def by_name(epilogue: "str | Epilogue") -> Epilogue:
     """The epilogue of that name; an Epilogue is itself; ValueError for anything else."""
-    if isinstance(epilogue, Epilogue):
-        return epilogue
-    if not isinstance(epilogue, str) or epilogue not in EPILOGUES:
-        raise ValueError(f"epilogue is an Epilogue or one of {', '.join(EPILOGUES)}; got {epilogue!r}.")
-    return EPILOGUES[epilogue]
+    return registry.lookup("epilogue is an Epilogue or", EPILOGUES, epilogue, Epilogue)
 
 
 def check_pair(epilogue: str, taken: tuple[str, ...], a: str, b: str) -> int | None:

@@ -3,6 +3,8 @@
 import math
 from dataclasses import dataclass
 
+from fp8ref import registry
+
 
 @dataclass(frozen=True, kw_only=True)
 class Granularity:
@@ -31,9 +33,7 @@ GRANULARITIES = {
 
 def by_name(name: str) -> Granularity:
     """The granularity of that name; ValueError for anything else."""
-    if not isinstance(name, str) or name not in GRANULARITIES:
-        raise ValueError(f"granularity is one of {', '.join(GRANULARITIES)}; got {name!r}.")
-    return GRANULARITIES[name]
+    return registry.lookup("granularity is", GRANULARITIES, name)
 
 
 def block_of(a: str, b: str) -> int | None:

@@ -8,6 +8,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from fp8ref import registry
 from fp8ref.formats import BFLOAT16, FLOAT32, Format
 
 Ratio = Literal["max/amax", "max*(1/amax)", "amax/max", "exponents"]
@@ -101,6 +102,19 @@ class ScalePolicy:
         return any(special in ("keep", "keep_inverse") for special in (self.zero, self.infinite, self.nan))
 
     @property
+    def clause(self) -> str:
+        """The clause of SEMANTICS that decides its scales, S-9 where no narrower one does."""
+        if self.e8m0 is not None:
+            return "S-14"
+        if self.stored == "scale_inv":
+            return "S-13"
+        if self.ratio == "max*(1/amax)":
+            return "S-15"
+        if self.floored_quotient:
+            return "S-3" if self.power_of_two is None else "S-4"
+        return "S-9"
+
+    @property
     def floored_quotient(self) -> bool:
         """Whether it takes every decision as policy ``torchao`` does, eps and power of two aside: what the backends implement."""
         return self == dataclasses.replace(POLICIES["torchao"], name=self.name, eps=self.eps, power_of_two=self.power_of_two)
@@ -153,8 +167,4 @@ POLICIES = {
 
 def by_name(policy: "str | ScalePolicy") -> ScalePolicy:
     """The policy of that name; a ScalePolicy is itself; ValueError for anything else."""
-    if isinstance(policy, ScalePolicy):
-        return policy
-    if not isinstance(policy, str) or policy not in POLICIES:
-        raise ValueError(f"policy is a ScalePolicy or one of {', '.join(POLICIES)}; got {policy!r}.")
-    return POLICIES[policy]
+    return registry.lookup("policy is a ScalePolicy or", POLICIES, policy, ScalePolicy)

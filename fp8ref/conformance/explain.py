@@ -181,7 +181,7 @@ def scale_rule(kind: str, policy: str | ScalePolicy) -> str:
         sentence = f"policy {policy.name}: RN32({'max * RN32(1 / amax)' if policy.ratio == 'max*(1/amax)' else 'max / amax'})"
         sentence += f", amax at least {policy.eps:g}" if policy.eps else ""
         sentence += f", then the power of two, by {policy.power_of_two} (S-4)" if policy.power_of_two else ""
-        clause = "S-3" if policy.floored_quotient else "S-15" if policy.name == "msamp" else "S-9"
+        clause = "S-3" if policy.floored_quotient else "S-15" if policy.clause == "S-15" else "S-9"
         return f"{sentence} ({clause}{', S-12' if kind == 'subnormal' else ''})"
     kept = {"one": "scale 1", "keep": "the previous scale, here 1", "keep_inverse": "the inverse of the previous scale, here 1"}[special]
     return f"policy {policy.name} gives {kept} for such an amax (S-9{'' if special == 'one' else ', S-11'})"

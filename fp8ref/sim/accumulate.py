@@ -8,6 +8,7 @@ from typing import Literal
 
 import numpy as np
 
+from fp8ref import registry
 from fp8ref.formats import Format
 from fp8ref.sim import threads
 from fp8ref.sim.kernels import gemm as kernels
@@ -63,11 +64,9 @@ ACCUMULATIONS = {
 
 def by_name(accumulate: "str | Accumulation") -> "str | Accumulation":
     """The plan of that name; 'exact', 'f32' and an Accumulation are themselves; ValueError for anything else."""
-    if isinstance(accumulate, Accumulation) or accumulate in ("exact", "f32"):
+    if accumulate in ("exact", "f32"):
         return accumulate
-    if not isinstance(accumulate, str) or accumulate not in ACCUMULATIONS:
-        raise ValueError(f"accumulate is an Accumulation, 'exact', 'f32' or one of {', '.join(ACCUMULATIONS)}; got {accumulate!r}.")
-    return ACCUMULATIONS[accumulate]
+    return registry.lookup("accumulate is an Accumulation, 'exact', 'f32' or", ACCUMULATIONS, accumulate, Accumulation)
 
 
 def chains_plain(a: np.ndarray, b: np.ndarray, fmt_a: Format, fmt_b: Format, plan: Accumulation) -> np.ndarray:

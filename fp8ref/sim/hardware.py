@@ -8,6 +8,7 @@ from typing import Any, Literal
 import numpy as np
 
 from fp8ref import epilogue as epilogues
+from fp8ref import registry
 from fp8ref.epilogue import Epilogue
 from fp8ref.formats import Format
 from fp8ref.granularity import by_name as granularity_of
@@ -70,11 +71,7 @@ HARDWARE = {
 
 def by_name(name: "str | Hardware") -> Hardware:
     """The hardware of that name: a plan for all GEMMs, or ``hopper``; a Hardware is itself; ValueError for anything else."""
-    if isinstance(name, Hardware):
-        return name
-    if not isinstance(name, str) or name not in HARDWARE:
-        raise ValueError(f"hardware is a Hardware or one of {', '.join(HARDWARE)}; got {name!r}.")
-    return HARDWARE[name]
+    return registry.lookup("hardware is a Hardware or", HARDWARE, name, Hardware)
 
 
 def probed(accumulate: str | Accumulation, epilogue: Epilogue) -> Hardware:

@@ -8,7 +8,7 @@ from typing import Literal
 
 import numpy as np
 
-from fp8ref import formats
+from fp8ref import formats, registry
 from fp8ref.formats import E4M3FN, E5M2, Format
 
 K_STEP = 32  # of one instruction: a tensor core's K is a multiple of it
@@ -108,11 +108,7 @@ UNITS = {
 
 def by_name(unit: str | TensorCore) -> TensorCore:
     """The unit of that name; a TensorCore is itself; ValueError for anything else."""
-    if isinstance(unit, TensorCore):
-        return unit
-    if not isinstance(unit, str) or unit not in UNITS:
-        raise ValueError(f"unit is a TensorCore or one of {', '.join(UNITS)}; got {unit!r}.")
-    return UNITS[unit]
+    return registry.lookup("unit is a TensorCore or", UNITS, unit, TensorCore)
 
 
 def check_pair(fmt_a: Format, fmt_b: Format) -> None:

@@ -17,10 +17,6 @@ from fp8ref.policy import ScalePolicy
 from fp8ref.sim import cast, scaling
 from fp8ref.sim.scales import Scales, scales_from_amax
 
-# Where each policy is decided
-CLAUSES = {"torchao": "S-3", "torchao_pow2": "S-4", "torchao_mask": "S-4", "flax": "S-13", "flax_bf16": "S-13", "msamp": "S-15"}
-CLAUSES |= dict.fromkeys(("mx_floor", "mx_rceil", "te_mxfp8"), "S-14")
-
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
@@ -58,7 +54,7 @@ class Candidate:
 
     @property
     def clause(self) -> str:
-        return CLAUSES.get(self.policy.name, "S-9")
+        return self.policy.clause
 
 
 @dataclass(frozen=True, kw_only=True)
