@@ -7,9 +7,9 @@ from fp8ref.epilogue import Epilogue
 from fp8ref.formats import BFLOAT16, FLOAT16, FLOAT32, FP8_FORMATS, Format
 from fp8ref.granularity import block_of
 from fp8ref.sim import accumulate as sums
-from fp8ref.sim import cast, exact, scaling, tensor_core, threads
+from fp8ref.sim import cast, scaling, tensor_core, threads
 from fp8ref.sim.accumulate import Accumulation
-from fp8ref.sim.kernels import epilogue as kernels
+from fp8ref.sim.kernels import gemm as kernels
 from fp8ref.sim.scaling import Quantized
 from fp8ref.sim.tensor_core import K_STEP, TensorCore
 
@@ -109,7 +109,7 @@ def finish_plain(
         x, y = _factors(acc, scale_inv_a, scale_inv_b, epilogue)
         if epilogue.bias == "fused":
             assert bias is not None
-            return cast.round_to(exact.multiply_add(*np.broadcast_arrays(x, y, bias)), out_dtype, rounding=epilogue.rounding)
+            return cast.round_to(sums.multiply_add(*np.broadcast_arrays(x, y, bias)), out_dtype, rounding=epilogue.rounding)
         return _add_bias(x * y, epilogue, out_dtype, bias)
 
 
@@ -123,7 +123,7 @@ def _finish_bfloat16(acc: np.ndarray, scale_inv_a: np.ndarray, scale_inv_b: np.n
     scales = (np.ascontiguousarray(np.broadcast_to(s, shape).ravel()) for s, shape in ((scale_inv_a, (m, 1)), (scale_inv_b, (1, n))))
     given = (np.ascontiguousarray(acc.T if turned else acc), turned, *scales, epilogue.scale == "product", epilogue.round_first)
     out = np.empty((m, n), np.float32)
-    threads.run(lambda begin, end: kernels.bfloat16(*given, out, begin, end), m, unit=kernels.TILE, grain=1 << 8)
+    threads.run(lambda begin, end: kernels.finish_bfloat16(*given, out, begin, end), m, unit=kernels.TILE, grain=1 << 8)
     return out
 
 
@@ -152,7 +152,7 @@ def _accumulate(a: np.ndarray, b: np.ndarray, fmt_a: Format, fmt_b: Format, how:
         return sums.f32(a, b)
     finite = sums.finite_part(a), sums.finite_part(b)
     if how == "exact":
-        return sums.with_specials(exact.matmul(*finite), a, b)
+        return sums.with_specials(sums.exact_sum(*finite), a, b)
     assert isinstance(how, Accumulation)
     tensor_core.check_pair(fmt_a, fmt_b)
     if a.shape[1] % K_STEP:
@@ -191,7 +191,7 @@ def _by_blocks(values: tuple[np.ndarray, np.ndarray], a: Quantized, b: Quantized
         part = slice(i * block, (i + 1) * block)
         acc = _accumulate(values[0][:, part], values[1][:, part], a.fmt, b.fmt, how)
         x, y = _factors(acc, left[:, i, None], right[None, :, i], epilogue)  # [M, N], [M, 1] and [1, N]
-        total = exact.multiply_add(x, y, total) if epilogue.scale == "product" else total + x * y
+        total = sums.multiply_add(x, y, total) if epilogue.scale == "product" else total + x * y
     return total
 
 

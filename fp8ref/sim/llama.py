@@ -68,11 +68,6 @@ class Rounding:
         scaled = x * scale if policies.by_name(spec.policy).stored == "scale" else x / scale_inv
         return cast.encode(np.clip(scaled, -spec.fmt.max, spec.fmt.max), spec.fmt, **self._mode())
 
-    def qdq(self, x: np.ndarray, spec: CastSpec, found: Scales | None = None) -> np.ndarray:
-        """Through FP8 and back along the last axis: the values that the GEMM multiplies, scales included; by ``scales_of`` x, or those given."""
-        found = scales_of(x, spec) if found is None else found
-        return values(self.codes(x, spec, found), spec, found)
-
 
 def values(codes: np.ndarray, spec: CastSpec, found: Scales) -> np.ndarray:
     """What codes stand for, in float64."""

@@ -123,18 +123,6 @@ def split(x, layout: Layout) -> dict[Device, np.ndarray]:
     return {device: x[layout.index(device)] for device in layout.mesh.devices}
 
 
-def unsplit(shards: Mapping[Device, np.ndarray], layout: Layout) -> np.ndarray:
-    """The whole tensor. Of replicas the first device's is taken.
-
-    Raises:   ValueError: a device without a shard, or with one of another shape than the layout gives it.
-    """
-    check_shapes({device: np.shape(shard) for device, shard in shards.items()}, layout)
-    whole = np.empty(layout.shape, next(iter(shards.values())).dtype)
-    for device in reversed(layout.mesh.devices):
-        whole[layout.index(device)] = shards[device]
-    return whole
-
-
 def check_shapes(shapes: Mapping[Device, tuple[int, ...]], layout: Layout) -> None:
     """ValueError unless every device of the mesh has a shard of the shape that the layout gives it."""
     if set(shapes) != set(layout.mesh.devices):

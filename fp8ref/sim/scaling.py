@@ -1,5 +1,6 @@
 """From a tensor to its amax, from a scale to codes (SEMANTICS S). What lies between them, the scale, is ``scales``, whose scale_from_amax is here too."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -9,10 +10,13 @@ from fp8ref import granularity as granularities
 from fp8ref import policy as policies
 from fp8ref.formats import FLOAT32, Format
 from fp8ref.policy import ScalePolicy
-from fp8ref.sim import cast, grid
+from fp8ref.sim import cast, threads
+from fp8ref.sim.kernels import scaling as kernels
 from fp8ref.sim.scales import Scales, magnitudes, scales_from_amax
 from fp8ref.sim.scales import scale_from_amax as scale_from_amax
 from fp8ref.sim.scales import scale_inv_from_scale as scale_inv_from_scale
+
+_PIECE = 1 << 18  # elements whose float32 bits are held at a time
 
 
 class Quantized(NamedTuple):
@@ -41,7 +45,7 @@ def amax(x, granularity: str = "tensorwise", *, axis: int = -1) -> np.ndarray:
     Raises:   ValueError: x empty (S-7); an unknown granularity; an axis that is not there, or that blocks do not divide; float64, whose amax
               need not be a float32.
     """
-    return grid.amax(_tensor(x), granularity, axis)
+    return _compiled_amax(_tensor(x), granularity, axis)
 
 
 def amax_plain(x, granularity: str = "tensorwise", *, axis: int = -1) -> np.ndarray:
@@ -98,7 +102,9 @@ def quantize_with(
             f"{granularity} scales of x.shape={value.shape} have shape {shape}; got {np.shape(scales.scale)}, {np.shape(scales.scale_inv)}."
         )
     if policy.stored == "scale":
-        return Quantized(grid.encode(value, scales.scale, fmt, granularity, axis), scales.scale, scales.scale_inv, fmt, granularity, axis)
+        return Quantized(
+            _compiled_encode(value, scales.scale, fmt, granularity, axis), scales.scale, scales.scale_inv, fmt, granularity, axis
+        )
     return quantize_plain(value, scales, fmt, granularity=granularity, policy=policy, axis=axis)
 
 
@@ -186,3 +192,64 @@ def _check_target(fmt: Format) -> None:
 def _in_compute_dtype(x: np.ndarray, policy: ScalePolicy) -> np.ndarray:
     """x rounded to the dtype that the policy divides in (S-13); x itself where that is float32."""
     return x if policy.compute == FLOAT32 else cast.round_to(x, policy.compute)
+
+
+class Grid(NamedTuple):
+    """Row r of the matrix [rows, columns] takes row group[r] of the scales; ``width`` elements of a row share a scale."""
+
+    rows: int
+    columns: int
+    group: np.ndarray
+    width: int
+    scales: tuple[int, int]
+
+
+def grid_of(granularity: str, shape: tuple[int, ...], axis: int) -> Grid:
+    """The grid of a tensor of this shape. Raises as ``granularity.blocks``."""
+    sizes = granularities.blocks(granularity, shape, axis)
+    size = int(np.prod(shape, dtype=np.int64))
+    if granularity == "tensorwise":
+        columns = next((c for c in (4096, 512, 64) if size % c == 0), shape[-1] if shape else 1)
+        return Grid(size // columns, columns, np.zeros(size // columns, np.int64), columns, (1, 1))
+    group = np.zeros((), np.int64)
+    for n, block in zip(shape[:-1], sizes[:-1], strict=True):  # C order: the last of these axes varies fastest
+        group = group[..., None] * -(-n // block) + np.arange(n) // block
+    counts = [-(-n // block) for n, block in zip(shape, sizes, strict=True)]
+    scales = (int(np.prod(counts[:-1], dtype=np.int64)), counts[-1])
+    return Grid(size // shape[-1], shape[-1], group.reshape(-1), sizes[-1], scales)
+
+
+def _compiled_amax(x: np.ndarray, granularity: str, axis: int) -> np.ndarray:
+    """``scaling.amax_plain`` by a kernel, for float32, float16 and bfloat16."""
+    g = grid_of(granularity, x.shape, axis)
+    partial: list[np.ndarray] = []
+
+    def rows(begin: int, end: int) -> None:
+        bits = np.zeros(g.scales, np.uint32)
+        _in_pieces(x, g, begin, end, lambda a, b, piece: kernels.amax(piece, g.group[a:b], g.width, bits))
+        partial.append(bits)
+
+    threads.run(rows, g.rows, grain=max(1, (1 << 17) // g.columns))
+    result = np.maximum.reduce(partial).view(np.float32).reshape(granularities.scale_shape(granularity, x.shape, axis))
+    return np.where(np.isnan(result), np.float32(np.nan), result)[()]
+
+
+def _compiled_encode(x: np.ndarray, scale: np.ndarray, fmt: Format, granularity: str, axis: int) -> np.ndarray:
+    """Codes of RN32(f32(x) * scale), saturated, rounded to nearest even: uint8 of x's shape; scale float32 of ``scale_shape``, taken on trust."""
+    g = grid_of(granularity, x.shape, axis)
+    codes = np.empty(x.shape, np.uint8)
+    matrix, scales, kernel = codes.reshape(g.rows, g.columns), np.ascontiguousarray(scale).reshape(g.scales), kernels.encoder(fmt)
+
+    def rows(begin: int, end: int) -> None:
+        _in_pieces(x, g, begin, end, lambda a, b, piece: kernel(piece, g.group[a:b], g.width, scales, matrix[a:b]))
+
+    threads.run(rows, g.rows, grain=max(1, (1 << 17) // g.columns))
+    return codes
+
+
+def _in_pieces(x: np.ndarray, g: Grid, begin: int, end: int, work: Callable[[int, int, np.ndarray], None]) -> None:
+    matrix = x.reshape(g.rows, g.columns)
+    step = max(1, _PIECE // g.columns)
+    for a in range(begin, end, step):
+        b = min(a + step, end)
+        work(a, b, cast.float32_bits(np.ascontiguousarray(matrix[a:b])).reshape(b - a, g.columns))

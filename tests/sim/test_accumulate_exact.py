@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from fp8ref.formats import E4M3FN, E5M2, E5M2FNUZ, FP8_FORMATS
-from fp8ref.sim import cast, exact
+from fp8ref.sim import accumulate, cast
 
 UNIT = 1 << 17  # every FP8 number is a multiple of 2^-17
 LIMIT = Fraction(2) ** 128 - Fraction(2) ** 103  # from here on a float32 rounds to infinity
@@ -54,15 +54,15 @@ def test_sums_that_cancel(pair, rng):  # G-2
         a = np.concatenate([x, x, last[0]], axis=1)[:, order]
         b = np.concatenate([y, -y, last[1]], axis=1)[:, order]
         expected = np.float32(last[0][0, 0] * last[1][0, 0]) + np.float32(0)
-        np.testing.assert_array_equal(bits(exact.matmul(a, b)), bits(expected.reshape(1, 1)))
+        np.testing.assert_array_equal(bits(accumulate.exact_sum(a, b)), bits(expected.reshape(1, 1)))
 
 
 @pytest.mark.parametrize("k", [1, 2, 31, (1 << 15) - 1, 1 << 15, (1 << 15) + 1, 70_000])
 def test_one_column_of_any_length(k, rng):  # G-2
     """2^15 products make a part; the values spread over e5m2's whole range, so that parts cancel and meet at all magnitudes."""
     x, y = (values(rng, (1, k), E5M2) for _ in range(2))
-    assert exact.matmul(x, y)[0, 0] == exact_dot(x[0], y[0])
-    assert exact.matmul(np.abs(x), np.abs(y))[0, 0] == exact_dot(np.abs(x[0]), np.abs(y[0]))
+    assert accumulate.exact_sum(x, y)[0, 0] == exact_dot(x[0], y[0])
+    assert accumulate.exact_sum(np.abs(x), np.abs(y))[0, 0] == exact_dot(np.abs(x[0]), np.abs(y[0]))
 
 
 @pytest.mark.parametrize("fmt", [E4M3FN, E5M2, E5M2FNUZ], ids=str)
@@ -71,33 +71,33 @@ def test_the_last_bit_of_the_largest_sum(fmt):
     x = np.full((1, 70_001), fmt.max, np.float32)
     y = np.where(np.arange(70_001) % 2, x, -x)
     x[0, 0] = y[0, 0] = fmt.smallest_subnormal
-    assert exact.matmul(x, y)[0, 0] == np.float32(fmt.smallest_subnormal**2)
+    assert accumulate.exact_sum(x, y)[0, 0] == np.float32(fmt.smallest_subnormal**2)
     y[0, 1] = 0
-    assert exact.matmul(x, y)[0, 0] == exact_dot(x[0], y[0]) == np.float32(-(fmt.max**2))
+    assert accumulate.exact_sum(x, y)[0, 0] == exact_dot(x[0], y[0]) == np.float32(-(fmt.max**2))
 
 
 def test_a_tie_is_broken_by_the_smallest_product():
     """2^24 + 1 lies halfway between two float32s; 2^-32 on either side of it decides, which a float64 no longer holds."""
     x = np.float32([[4096, 1, 2.0**-16]])
     y = np.float32([[4096, 1, 2.0**-16], [4096, 1, -(2.0**-16)], [4096, 1, 0]])
-    np.testing.assert_array_equal(exact.matmul(x, y), np.float32([[2.0**24 + 2, 2.0**24, 2.0**24]]))
+    np.testing.assert_array_equal(accumulate.exact_sum(x, y), np.float32([[2.0**24 + 2, 2.0**24, 2.0**24]]))
     assert len(set((x.astype(np.float64) @ y.astype(np.float64).T).flat)) == 1
 
 
 def test_zero_sums_are_positive_zero():  # G-2
     x = np.float32([[1, 1], [0, -0.0], [-1, 0]])
     y = np.float32([[1, -1], [-1, -0.0], [0, 5], [0, 2.0**-16]])
-    result = exact.matmul(x, y)
+    result = accumulate.exact_sum(x, y)
     assert not np.signbit(result[result == 0]).any()
     assert (result == 0).sum() == 7
-    assert not bits(exact.matmul(np.zeros((2, 0), np.float32), np.zeros((3, 0), np.float32))).any()
+    assert not bits(accumulate.exact_sum(np.zeros((2, 0), np.float32), np.zeros((3, 0), np.float32))).any()
 
 
 def test_operands_of_one_magnitude_class():
     """Only numbers of at least 1, only smaller ones, only zeros: parts that a sum leaves out."""
     large, small, none = np.full((2, 3), 1, np.float32), np.full((2, 3), 0.875, np.float32), np.zeros((2, 3), np.float32)
     for a, b in product((large, small, none), repeat=2):
-        np.testing.assert_array_equal(exact.matmul(a, b), np.full((2, 2), 3 * a[0, 0] * b[0, 0], np.float32))
+        np.testing.assert_array_equal(accumulate.exact_sum(a, b), np.full((2, 2), 3 * a[0, 0] * b[0, 0], np.float32))
 
 
 @settings(max_examples=500)
@@ -113,7 +113,7 @@ def test_operands_of_one_magnitude_class():
 @example(2.0**128 - 2.0**103, 0.0)
 @example(5.0, -5.0)
 def test_round_sum_rounds_the_sum_once(x, y):
-    result, total = exact.round_sum(np.float64([x]), np.float64([y])), Fraction(x) + Fraction(y)
+    result, total = accumulate.round_sum(np.float64([x]), np.float64([y])), Fraction(x) + Fraction(y)
     assert bits(result)[0] == rounded(total).view(np.uint32) or (result[0] == 0 == total)
 
 
@@ -125,7 +125,7 @@ def test_round_sum_rounds_the_sum_once(x, y):
 @example(2.0**64, 2.0**64, -(2.0**127))
 @example(2.0**127, 2.0, 0.0)
 def test_multiply_add_rounds_once(x, y, z):  # G-13
-    result = exact.multiply_add(*np.float32([[x], [y], [z]]))
+    result = accumulate.multiply_add(*np.float32([[x], [y], [z]]))
     total = Fraction(x) * Fraction(y) + Fraction(z)
     assert bits(result)[0] == rounded(total).view(np.uint32) or (result[0] == 0 == total)
 
@@ -136,7 +136,7 @@ def test_multiply_add_of_infinities_and_nans(rng):
     x, y, z = (v.reshape(-1) for v in np.meshgrid(special, special, special))
     with np.errstate(invalid="ignore"):
         expected = x * y + z
-    result = exact.multiply_add(x, y, z)
+    result = accumulate.multiply_add(x, y, z)
     np.testing.assert_array_equal(result, expected)
     assert result.dtype == np.float32
     np.testing.assert_array_equal(np.signbit(result[result == 0]), np.signbit(expected[expected == 0]))
