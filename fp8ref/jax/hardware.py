@@ -19,6 +19,20 @@ THREADS = 4  # of XLA's pool, for each device of a mesh: with fewer than two its
 _FORMATS = {"float32": FLOAT32, "bfloat16": BFLOAT16, "float16": FLOAT16}
 
 
+def check(x: jax.Array, w: jax.Array, mode: sharding.Mode, name: str) -> None:
+    """ValueError, naming the layer, where simulated hardware cannot multiply these operands, or not on these devices."""
+    if w.ndim > 2:
+        raise ValueError(
+            f"{name}: simulated hardware multiplies matrices, x [M, K] by w [N, K]; got a batch of them, {x.shape} and {w.shape}. "
+            "Leave multiply out of this contraction, or write it as linears."
+        )
+    try:
+        devices = 1 if mode == "one" else jax.typeof(x).sharding.mesh.size
+        check_devices(devices, mapped=mode != "jit", platform=jax.default_backend())
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
+
+
 def check_devices(devices: int, *, mapped: bool, platform: str) -> None:
     """ValueError where a step on so many devices would not come back from the host, or would gather its operands there first."""
     if platform != "cpu":

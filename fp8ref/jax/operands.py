@@ -5,6 +5,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import jax
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from fp8ref import granularity as granularities
 from fp8ref.hardware import Multiply
@@ -63,17 +65,17 @@ class Use:
         return self.mode == "shard_map" and bool(self.placement.gathered(role)) and self.serves_backward(role)
 
 
-def quantize(x: jax.Array, role: Role, cast: CastSpec, axis: int, past: Scales, use: Use) -> Quantized:
+def quantize(x: jax.Array, role: Role, cast: CastSpec, axis: int, state_scales: Scales, use: Use) -> Quantized:
     """A device's own piece, by the scale of the role's state, or without one by the tensor's own amax. Blocks are of flattened tensors;
     of others all dims stay, as flattening one that is cut along two of them would gather it.
 
     Raises:   ValueError, naming layer, role and recipe: as ``scaling.quantize``; a block that the mesh cuts (P-5).
     """
     try:
-        if role in past and cast.policy.stored == "scale_inv":
-            return scaling.quantize_divided(x, past[role], cast.fmt, axis=axis)
-        if role in past:
-            return scaling.quantize_with(x, past[role], cast.fmt, granularity=cast.granularity, axis=axis)
+        if role in state_scales and cast.policy.stored == "scale_inv":
+            return scaling.quantize_divided(x, state_scales[role], cast.fmt, axis=axis)
+        if role in state_scales:
+            return scaling.quantize_with(x, state_scales[role], cast.fmt, granularity=cast.granularity, axis=axis)
         over = use.over(role, cast.granularity, axis)
         if gemm.dequantises(cast.granularity):
             x = flat(x, role, use)
@@ -97,9 +99,29 @@ def gathered(x: jax.Array, role: Role, use: Use) -> jax.Array:
     """[M, ...] of every device for use, of codes, of their scales or of a tensor as it is."""
     axes = use.placement.gathered(role)
     if axes and use.mode == "jit":
-        x = sharding.gather_by_compiler(x, use.placement, role)
+        x = gather_by_compiler(x, use.placement, role)
     x = flat(x, role, use)
-    return sharding.gather_rows(x, axes, 1 if role == "weight" else use.outer) if axes and use.mode == "shard_map" else x
+    return gather_rows(x, axes, 1 if role == "weight" else use.outer) if axes and use.mode == "shard_map" else x
+
+
+def gather_rows(x: jax.Array, axes: sharding.Axes, outer: int) -> jax.Array:
+    """Inside shard_map: [rows, columns] of every device along axes, joined within each of ``outer`` groups of rows."""
+    grouped = x.reshape(outer, -1, x.shape[-1])
+    return lax.all_gather(grouped, axes, axis=1, tiled=True).reshape(-1, x.shape[-1])
+
+
+def gather_by_compiler(x: jax.Array, placement: Placement, role: Role) -> jax.Array:
+    """Under plain jit: x [..., rows, columns] pinned to its pieces, then to whole rows, so that XLA gathers x and not what x was made of.
+
+    With leading dims, it is those that m cuts, and the rows, of a sequence, that are gathered.
+    """
+    mesh, (rows, columns), gathered = jax.typeof(x).sharding.mesh, placement.at_rest(role), placement.gathered(role)
+    leading = [PartitionSpec.UNCONSTRAINED] * (x.ndim - 2)
+    within = gathered if leading else rows
+    columns = columns if x.shape[-1] > 1 else ()  # of scales of rows there is one column
+    for cutting in (within, tuple(axis for axis in within if axis not in gathered)):
+        x = lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*leading, cutting, columns)))
+    return x
 
 
 def flat(x: jax.Array, role: Role, use: Use) -> jax.Array:

@@ -12,7 +12,6 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec
 
 from fp8ref.recipe import Gemm, Role
 
@@ -139,31 +138,11 @@ class Reduction:
         return own.reshape(-1, 1)
 
 
-def gather_rows(x: jax.Array, axes: Axes, outer: int) -> jax.Array:
-    """Inside shard_map: [rows, columns] of every device along axes, joined within each of ``outer`` groups of rows."""
-    grouped = x.reshape(outer, -1, x.shape[-1])
-    return lax.all_gather(grouped, axes, axis=1, tiled=True).reshape(-1, x.shape[-1])
-
-
-def gather_by_compiler(x: jax.Array, placement: Placement, role: Role) -> jax.Array:
-    """Under plain jit: x [..., rows, columns] pinned to its pieces, then to whole rows, so that XLA gathers x and not what x was made of.
-
-    With leading dims, it is those that m cuts, and the rows, of a sequence, that are gathered.
-    """
-    mesh, (rows, columns), gathered = jax.typeof(x).sharding.mesh, placement.at_rest(role), placement.gathered(role)
-    leading = [PartitionSpec.UNCONSTRAINED] * (x.ndim - 2)
-    within = gathered if leading else rows
-    columns = columns if x.shape[-1] > 1 else ()  # of scales of rows there is one column
-    for cutting in (within, tuple(axis for axis in within if axis not in gathered)):
-        x = lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*leading, cutting, columns)))
-    return x
-
-
 def mode(x: jax.Array, w: jax.Array, placement: Placement | None, name: str) -> Mode:
     """How collectives come about here: not at all, by our own inside shard_map, or by XLA's under jit on a mesh.
 
     Raises:   ValueError, naming the layer: no placement inside shard_map; axes that the mesh lacks; tensors that vary along other axes
-              than placement says; local scope, or explicit axes, outside shard_map.
+              than placement says; a sequence that its devices do not divide; local scope, or explicit axes, outside shard_map.
     """
     mesh = jax.typeof(x).sharding.mesh
     manual = set(getattr(mesh, "manual_axes", ()))
@@ -189,6 +168,11 @@ def mode(x: jax.Array, w: jax.Array, placement: Placement | None, name: str) -> 
         raise ValueError(f"{name}: inside shard_map all axes of a placement are its own, {', '.join(manual)}; got {', '.join(outside)}.")
     if checks_variance(x):
         _check_variance(x, w, placement, name)
+    if placement.sequence and x.shape[-2] % (parts := math.prod(map(lax.axis_size, placement.k))):
+        raise ValueError(
+            f"{name}: shards are equal (P-1), so the tokens of a sequence are divisible by their {parts} pieces along "
+            f"{', '.join(placement.k)}; got {x.shape[-2]}. Pad the sequence."
+        )
     return "shard_map"
 
 

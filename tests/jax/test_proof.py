@@ -9,7 +9,7 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from fp8ref.jax import linear, proof, scaling, sharding
+from fp8ref.jax import linear, operands, proof, scaling
 from fp8ref.jax.sharding import Placement
 from fp8ref.recipe import RECIPES
 
@@ -100,7 +100,7 @@ def test_a_single_constraint_that_gathers_something_wider_is_caught(monkeypatch)
             x, NamedSharding(mesh, P(*[P.UNCONSTRAINED] * (x.ndim - 2), placement.n if role == "weight" else None, columns))
         )
 
-    monkeypatch.setattr(sharding, "gather_by_compiler", one_constraint)
+    monkeypatch.setattr(operands, "gather_by_compiler", one_constraint)
     plan = {"layers.0.fc": "tensorwise"}, {"layers.0.fc": PLACEMENT}
     assert proof.missing(with_both, *plan) == []
     assert proof.missing(proof.read(lowered("tensorwise", "jit")), *plan) != []
