@@ -1,6 +1,12 @@
-"""How a GEMM sums (SEMANTICS G-3, G-12): in float32 in order, or as chains of a tensor core's steps. ``exact.py`` has the exact sum.
+"""Accumulation, the sum over K of a GEMM: exact (SEMANTICS G-2), in float32 in order (G-3), or by a tensor core's plan (G-12).
 
-``chains_plain`` is the definition of a plan; ``chains`` is the same by a compiled kernel, where there is one.
+    exact_sum   one rounding, of the exact sum
+    f32         acc = RN32(acc + a_k * b_k), k ascending
+    chains      chains of tensor-core steps, each from 0, added in float32 as an ``Accumulation`` says
+
+All take finite values; ``with_specials`` puts infinities and NaNs back (G-6). Scales come later, in ``gemm``.
+``chains_plain`` and ``f32_plain`` are the definitions; their compiled twins are in ``kernels.gemm``. ``exact_sum`` has none:
+a float64 matrix product does its work.
 """
 
 from dataclasses import dataclass
@@ -21,14 +27,15 @@ SPLIT_TILE = 128
 
 @dataclass(frozen=True, kw_only=True)
 class Accumulation:
-    """A GEMM's plan (G-12): chains of steps that start from 0 every ``promotion`` of K and are added in float32, in order.
+    """An accumulation plan (G-12): chains of steps that start from 0 every ``promotion`` of K, added in float32, in order.
 
     promotion    None: one chain over all of K, fast accumulation. 128: slow.
     split_k      parts of K, whose sums are added in float32, in order.
     split_order  ``contiguous``: a part is a run of tiles; ``interleaved``: part i has every split_k-th tile, from the i-th on.
-    split_tile   of K that stays together in a part.
+    split_tile   length along K of a tile, which stays together in a part.
 
-    Raises:      ValueError: a unit that is no TensorCore; promotion or split_tile that are no multiples of 32; split_k below 1; another split_order.
+    Raises:      ValueError: a unit that is not a TensorCore; promotion or split_tile not multiples of 32; split_k below 1;
+                 another split_order.
     """
 
     name: str
@@ -83,7 +90,7 @@ def chains_plain(a: np.ndarray, b: np.ndarray, fmt_a: Format, fmt_b: Format, pla
 
 
 def parts(k: int, plan: Accumulation) -> list[np.ndarray]:
-    """The indices of K in each of the plan's parts, in the order in which it sums them; parts beyond the last tile are empty.
+    """The indices of K in each part of the plan, in the order of summation; parts beyond the last tile are empty.
 
     >>> plan = Accumulation(name="two halves", unit=UNITS["hopper"], split_k=2)
     >>> [f"{part.min()} to {part.max()}" for part in parts(384, plan)]
@@ -99,13 +106,13 @@ def parts(k: int, plan: Accumulation) -> list[np.ndarray]:
 
 
 def _chains(length: int, plan: Accumulation) -> list[tuple[int, int]]:
-    """Where the chains of a part begin and end."""
+    """(begin, end) of each chain of a part."""
     each = plan.promotion or max(length, 1)
     return [(k, min(k + each, length)) for k in range(0, length, each)]
 
 
 def chains(a: np.ndarray, b: np.ndarray, fmt_a: Format, fmt_b: Format, plan: Accumulation) -> np.ndarray:
-    """``chains_plain``, by a compiled kernel for the units it has: a view, of the transpose where that has the longer rows."""
+    """``chains_plain``, by a compiled kernel where the unit is ``compiled``. The result may be a transposed view."""
     unit, k = plan.unit, a.shape[1]
     if k == 0:
         return np.zeros((len(a), len(b)), np.float32)
@@ -114,7 +121,7 @@ def chains(a: np.ndarray, b: np.ndarray, fmt_a: Format, fmt_b: Format, plan: Acc
     if len(a) > len(b):  # the columns are the kernel's lanes; a step tells its factors apart by nothing
         return chains(b, a, fmt_b, fmt_a, plan).T  # [N, M] -> [M, N]
     of_parts = [part for part in parts(k, plan) if len(part)]
-    ends = np.zeros(k // unit.fused_width, np.uint8)
+    ends = np.zeros(k // unit.fused_width, np.uint8)  # for each step: does a chain end after it, does a part
     start = 0
     for part in of_parts:
         for _, end in _chains(len(part), plan):
@@ -157,7 +164,10 @@ def f32_plain(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def exact_sum(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """RN32 of the exact sum over K of finite values of FP8 formats: a [M, K], b [N, K]; float32 [M, N]. A zero sum, and that of K = 0, is +0."""
+    """RN32 of the exact sum over K (G-2): a [M, K], b [N, K], finite values of FP8 formats; float32 [M, N]; a zero sum is +0.
+
+    A float64 alone does not hold the exact sum of products of e5m2 numbers, so it is kept in several.
+    """
     parts = _exact_products(a.astype(np.float64), b.astype(np.float64))
     # The parts are multiples of 2^-34 below 2^48 each, so that the error terms, at most 2^-4, add without rounding.
     total, tail = parts[0], np.zeros_like(parts[0])
@@ -175,7 +185,7 @@ def multiply_add(x: np.ndarray, y: np.ndarray, z: np.ndarray) -> np.ndarray:
 
 
 def round_sum(x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """RN32(x + y) of finite float64 numbers: their sum rounded to odd in float64, then to float32.
+    """RN32(x + y) of finite float64 numbers, rounded once: their sum rounded to odd in float64, then to float32.
 
     A float64 rounded to odd rounds to float32 as the exact sum does (Boldo and Melquiond, "Emulation of FMA and correctly
     rounded sums: proved algorithms using rounding to odd", 2008).
@@ -206,7 +216,7 @@ def _exact_products(a: np.ndarray, b: np.ndarray) -> list[np.ndarray]:
 
 
 def _by_magnitude(x: np.ndarray) -> list[np.ndarray]:
-    """Arrays that sum to x: its numbers of magnitude at least 1, and the others; whichever has any."""
+    """Arrays that sum to x: numbers of magnitude at least 1, and the smaller ones; an array of zeros is left out."""
     large = np.where(abs(x) >= 1, x, 0)
     return [part for part in (large, x - large) if part.any()]
 

@@ -1,10 +1,13 @@
-"""Rounding to a format (SEMANTICS C): one rounding, from the exact value.
+"""Round numbers to a format, once, from the exact value (SEMANTICS C).
 
-``encode_plain`` is the definition, in float64 arithmetic that is exact. A finite float64 x is |x| = n * 2^q, where 2^q is the
-spacing of the format's numbers at |x|. Dividing by a power of two is exact, so n keeps every bit of x, and rounding x is
-rounding n to an integer. The codes of a format count its magnitudes upwards without gaps, so that
-code = n + (steps of the exponent below) * 2^mantissa_bits, and a carry out of n is right by itself.
-``encode`` is the same function by compiled kernels.
+``encode`` gives codes, ``decode`` their values, ``round_to`` values of any format of at most 32 bits.
+Order: round as if the exponent were unbounded; saturate or overflow; then zeros, infinities and NaNs (C-3 to C-6).
+
+``encode_plain`` is the definition, in float64 arithmetic that is exact. A finite x is |x| = n * 2^q, where 2^q is the spacing
+of the format's numbers at |x|. Dividing by a power of two is exact, so n keeps every bit of x: rounding x is rounding n to an
+integer. The codes of a format count its magnitudes upwards without gaps, so that
+code = n + (steps of the exponent above emin) * 2^mantissa_bits, and a carry out of n gives the right code by itself.
+The compiled twin is ``kernels.cast``.
 """
 
 import functools
@@ -67,6 +70,7 @@ def encode_plain(
     _check(x, fmt, rounding, seed)
     value = exact(x)
     magnitude, exponent = _round_magnitude(value, fmt, rounding, seed, start)
+    # Subnormals and the first normal binade share a spacing, so both count from the same emin.
     code = magnitude.astype(np.int64) + (exponent - fmt.emin) * (1 << fmt.mantissa_bits)
     if not fmt.signed:
         code -= 1  # no zero: the smallest magnitude is 1 * 2^emin, and its code is 0
@@ -127,7 +131,7 @@ def round_to(x, fmt: Format, *, rounding: Rounding = "nearest_even", saturate: b
 
 
 def round_to_plain(x, fmt: Format, *, rounding: Rounding = "nearest_even", saturate: bool = False, seed: int | None = None) -> np.ndarray:
-    """The definition of ``round_to`` for the wider formats, in float64, whose fmt it takes on trust."""
+    """The definition of ``round_to`` for formats wider than 8 bits, in float64; fmt is not checked."""
     _check_rounding(rounding, seed)
     value = exact(x)
     magnitude, exponent = _round_magnitude(value, fmt, rounding, seed)
@@ -145,19 +149,20 @@ def _check_wide(fmt: Format) -> None:
 
 
 def _nearest_even(x: np.ndarray, fmt: Format) -> np.ndarray:
-    """float32 to the nearest value of float32, float16 or bfloat16, in integers and in NumPy's own float16."""
+    """A faster ``round_to`` from float32 to float32, float16 or bfloat16: NumPy's own float16, bfloat16 by integers."""
     if fmt.name == "float32":
         return x.copy()
     if fmt.name == "float16":
         with np.errstate(over="ignore", under="ignore", invalid="ignore"):
             return x.astype(np.float16).astype(np.float32)
+    # bfloat16 is float32's upper half. Adding 0x7FFF, and 1 more where the kept half is odd, carries exactly as a tie to even does.
     bits = np.atleast_1d(x).view(np.uint32)
     rounded = (bits + (((bits >> np.uint32(16)) & np.uint32(1)) + np.uint32(0x7FFF))) & np.uint32(0xFFFF0000)
     return np.where(np.isnan(x), x, rounded.view(np.float32).reshape(x.shape))
 
 
 def array(x) -> np.ndarray:
-    """np.asarray(x); ValueError where NumPy reads none of it, as of a bfloat16 tensor of torch."""
+    """np.asarray(x); ValueError where NumPy cannot read x, such as a bfloat16 tensor of torch."""
     try:
         return np.asarray(x)
     except (TypeError, RuntimeError) as error:
@@ -168,7 +173,7 @@ def array(x) -> np.ndarray:
 
 
 def exact(x) -> np.ndarray:
-    """x as float64, value for value; ValueError when its dtype is not a floating-point one that float64 holds."""
+    """x as float64, exactly; ValueError unless float64 holds its floating-point dtype."""
     x = array(x)
     check_dtype(x)
     if x.dtype == np.float64:
@@ -187,7 +192,7 @@ def float32_bits(x: np.ndarray) -> np.ndarray:
 
 
 def _pieces(x: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
-    """(flat index, part of x, flat and contiguous), in C order; whole where no copy is needed, else in parts of limited size."""
+    """(flat index, flat contiguous part of x), in C order. Parts that need a copy are of limited size, to bound the memory."""
     if x.flags.c_contiguous:
         whole = x.reshape(-1)
         size = whole.size if x.dtype == np.float32 else _PIECE
@@ -242,6 +247,7 @@ def _round_magnitude(value: np.ndarray, fmt: Format, rounding: Rounding, seed: i
     rest = n - floor
     if rounding == "nearest_even" and fmt.mantissa_bits:
         return np.rint(n), exponent
+    # Without mantissa bits (e8m0fnu) n is 1 or lies between 1 and 2, and C-7 has ties go up, not to an even integer.
     if rounding in ("nearest_even", "nearest_away"):
         return floor + (rest >= 0.5), exponent
     if rounding == "toward_zero":
@@ -250,6 +256,7 @@ def _round_magnitude(value: np.ndarray, fmt: Format, rounding: Rounding, seed: i
         return floor + ((rest > 0) & (floor % 2 == 0)), exponent
     assert seed is not None
     random = philox.uniform48(start, value.size, int(seed)).reshape(value.shape)
+    # Up with the probability of what is cut off: 48 bits of it are compared, the rest is ignored (C-2).
     return floor + (np.floor(rest * 2.0**48) + random >= 2.0**48), exponent
 
 

@@ -1,11 +1,13 @@
 """Delayed scaling: the scale of a step comes from the amaxes of the steps before it (SEMANTICS H). Pure state and functions.
 
-    state = delayed.init(config)
+    state = delayed.init(config)                                   # scale 1, an empty history
     scales = delayed.scales(state, config, fmt)                    # of this step, before its tensor is seen
     q = scaling.quantize_with(x, scales, fmt, policy=config.policy)
     state = delayed.update(state, delayed.observe(scaling.amax(x)), config=config, fmt=fmt)
 
-config is a ``fp8ref.delayed.DelayedScaling``, one of DELAYED or your own.
+config is a ``fp8ref.delayed.DelayedScaling``: one of DELAYED or a custom one.
+Order of an update: merge the step's observations by maximum (H-4); push the amax on the history; compute the next scale from
+the history, by the config's policy (H-3).
 """
 
 import functools
@@ -49,7 +51,7 @@ class DelayedState(NamedTuple):
 
 
 class Observation(NamedTuple):
-    """What a step saw of a tensor: amax float32, non_finite and seen bool, all of one shape [...]."""
+    """What a step observed of a tensor: amax float32; non_finite, seen bool: whether it was observed; all of one shape [...]."""
 
     amax: np.ndarray
     non_finite: np.ndarray
@@ -57,7 +59,7 @@ class Observation(NamedTuple):
 
 
 def init(config: str | DelayedScaling, shape: tuple[int, ...] = ()) -> DelayedState:
-    """Scale 1, an empty history (SEMANTICS H-2), of as many tensors as shape has. ValueError for an unknown config."""
+    """The state before the first step (SEMANTICS H-2): scale 1, an empty history; shape as of a stack. ValueError: unknown config."""
     config = by_name(config)
     history = np.zeros((*shape, config.history_length), np.float32)
     return DelayedState(np.ones(shape, np.float32), history, np.zeros(shape, np.int64))
@@ -144,7 +146,8 @@ def clipped(amax, scale, fmt: Format) -> np.ndarray:
     """Whether a tensor of this amax is clipped under a scale that comes of other amaxes (SEMANTICS Q-11).
 
     Shapes:   amax and scale broadcast; bool of their shape.
-    Order:    RN32(amax * scale), as S-5 rounds it; clipped if its cast, unsaturated, leaves the finite range (C-4): a product that rounds back to max is not.
+    Order:    RN32(amax * scale), as S-5 rounds it; clipped if its cast, unsaturated, leaves the finite range (C-4). A product
+              that rounds back to max is not clipped.
     Specials: an infinite product is clipped, NaN is not.
     """
     with np.errstate(over="ignore", invalid="ignore"):
@@ -163,9 +166,10 @@ def te_order(history: np.ndarray) -> np.ndarray:
 
 
 def _advance(state: DelayedState, use: Observation, config: DelayedScaling, fmt: Format) -> DelayedState:
-    """The state after one observation; each element of it is pushed, skipped or unused."""
+    """The state after one observation; for each element the amax is pushed, skipped, or not there (unused)."""
     pushed = np.concatenate([use.amax[..., None], state.amax_history[..., :-1]], axis=-1)
     computed = _compute(state.amax_history if config.timing == "use" else pushed, state.stored, config, fmt)
+    # Under timing ``use`` the scale that this step used is stored, so what is stored is one step behind.
     due = state.step % config.interval == 0
     stored = np.where(due, computed.scale if config.policy.stored == "scale" else computed.scale_inv, state.stored)
     skipped = np.zeros(state.stored.shape, bool)
@@ -202,6 +206,7 @@ def _check(state: DelayedState, observations: tuple[Observation, ...], config: D
 
 
 def _compute(history: np.ndarray, stored: np.ndarray, config: DelayedScaling, fmt: Format) -> Scales:
+    """The scales of a history, by the config's policy; ``stored`` is the scale that the policy may keep."""
     if config.amax_compute == "most_recent":
         amax = history[..., 0]
     else:

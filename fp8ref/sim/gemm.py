@@ -1,4 +1,10 @@
-"""Matrix multiplication of FP8 operands (SEMANTICS G): accumulate the codes, then the epilogue applies the scales."""
+"""Matrix multiplication of FP8 operands, [M, K] x [N, K] -> [M, N] (SEMANTICS G).
+
+Order: decode the codes; accumulate over K, by ``accumulate.py``; then the epilogue: scales, rounding to out_dtype, bias (G-4).
+Block scales: each block of K is accumulated by itself, scaled, and added in float32 (G-13).
+``mma`` is a single tensor-core instruction (G-10), ``matmul_hp`` a GEMM in high precision (G-9).
+``finish_plain`` defines the epilogue; its compiled twin, for bfloat16, is in ``kernels.gemm``.
+"""
 
 import numpy as np
 
@@ -56,11 +62,12 @@ def matmul(
               length along K; bias [N], values of out_dtype; float32 [M, N] holding values of out_dtype.
     Units:    out ~ dequantize(a) @ dequantize(b).T + bias
     Order:    accumulate over K: ``exact`` (G-2), ``f32`` (G-3), or a tensor core's plan (G-12) of ``accumulate.ACCUMULATIONS``
-              or your own; then the epilogue. Block scales: each block of K is accumulated by itself, scaled, and added in float32 (G-13).
+              or a custom one; then the epilogue. Block scales: each block of K is accumulated by itself, scaled, and added in float32 (G-13).
     Specials: Inf and NaN as in IEEE 754; an exact zero sum is +0; overflow to infinity.
-    Raises:   ValueError: operands that are no Quantized, empty (S-7), or of shapes that do not fit; not reduced along their last axis, or of
-              granularities that do not go together; scales that are not float32, negative, or NaN over codes that are not; for a tensor core, a K that is not a
-              multiple of 32 or formats it does not take; a bias that the epilogue does not take; unknown names.
+    Raises:   ValueError: operands that are not a Quantized, empty (S-7), or of shapes that do not fit; not reduced along their
+              last axis, or of granularities that do not go together; scales that are not float32, negative, or NaN over codes
+              that are not; for a tensor core, a K that is not a multiple of 32 or formats it does not take; a bias that the
+              epilogue does not take; unknown names.
     Source:   SEMANTICS G-1 to G-6, G-12 to G-15.
     """
     epilogue, accumulate = epilogues.by_name(epilogue), sums.by_name(accumulate)
@@ -83,10 +90,11 @@ def finish(
     out_dtype: Format,
     bias: np.ndarray | None = None,
 ) -> np.ndarray:
-    """What an epilogue makes of an accumulator: float32 [M, N], values of out_dtype (SEMANTICS G-4, G-5, G-14, G-15, G-18).
+    """The epilogue: accumulator -> output, float32 [M, N] holding values of out_dtype (SEMANTICS G-4, G-5, G-14, G-15, G-18).
 
-    Shapes:   acc float32 [M, N]; scale_inv_a () or [M, 1], scale_inv_b () or [1, N], float32; bias float32 [N], where the epilogue takes one.
-    Order:    as the fields of Epilogue say, each product and sum rounded to float32; operands are taken on trust.
+    Shapes:   acc float32 [M, N]; scale_inv_a () or [M, 1], scale_inv_b () or [1, N], float32; bias float32 [N], if the
+              epilogue takes one.
+    Order:    as the fields of Epilogue say, each product and sum rounded to float32; operands are not checked.
     Specials: Inf and NaN as in IEEE 754; overflow to infinity.
     """
     if bias is None and out_dtype == BFLOAT16 and epilogue.rounding == "nearest_even" and _compiled(epilogue):
@@ -142,7 +150,7 @@ def matmul_hp(a, b, *, out_dtype: Format = FLOAT32) -> np.ndarray:
 
 
 def canonical(values: np.ndarray) -> np.ndarray:
-    """values with every NaN replaced by 0x7FFFFFFF, the one that tensor cores give."""
+    """values with every NaN replaced by 0x7FFFFFFF, the NaN that tensor cores give."""
     return np.where(np.isnan(values), np.uint32(0x7FFFFFFF).view(np.float32), values)
 
 
@@ -161,11 +169,12 @@ def _accumulate(a: np.ndarray, b: np.ndarray, fmt_a: Format, fmt_b: Format, how:
         )
     found = sums.chains(*finite, fmt_a, fmt_b, how)
     whole = sums.with_specials(found, a, b)
-    return whole if whole is found and how.unit.compiled else canonical(whole)  # whose sums of finite terms are finite
+    # A compiled unit's sums of finite terms are finite; other units may overflow to infinity, and infinities may meet.
+    return whole if whole is found and how.unit.compiled else canonical(whole)
 
 
 def _factors(acc: np.ndarray, scale_inv_a: np.ndarray, scale_inv_b: np.ndarray, epilogue: Epilogue) -> tuple[np.ndarray, np.ndarray]:
-    """The last product of the scaling, as its factors."""
+    """The two factors of the last product of the scaling: what is left to do, so that a bias can be fused with it."""
     if epilogue.scale == "product":
         return acc, scale_inv_a * scale_inv_b
     first, last = (scale_inv_a, scale_inv_b) if epilogue.scale == "each" else (scale_inv_b, scale_inv_a)
@@ -196,7 +205,7 @@ def _by_blocks(values: tuple[np.ndarray, np.ndarray], a: Quantized, b: Quantized
 
 
 def _check(a: Quantized, b: Quantized, epilogue: Epilogue, out_dtype: Format) -> int | None:
-    """The length along K of the blocks that share a scale; None where all of a row does."""
+    """Check the operands. Returns the length along K of the blocks that share a scale, None where all of K does."""
     for name, q in (("a", a), ("b", b)):
         scaling.check_scales(q, name)
         if q.granularity != "tensorwise" and q.axis not in (-1, 1):

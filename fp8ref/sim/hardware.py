@@ -1,4 +1,8 @@
-"""Hardware to train under (SEMANTICS G-19, G-20): which plan sums a recipe's fast GEMMs, and which its slow ones, as a function for the backends."""
+"""Simulated hardware for the backends to train under (SEMANTICS G-19, G-20).
+
+A ``Hardware`` names the accumulation plan of a recipe's fast GEMMs and that of its slow ones. It is a function of arrays, as
+``fp8ref.hardware.Multiply`` asks: codes and scales in, ``gemm.matmul`` inside, float32 out. HARDWARE has them by name.
+"""
 
 import dataclasses
 import hashlib
@@ -22,12 +26,13 @@ from fp8ref.sim.tensor_core import K_STEP
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """Multiplies as ``multiply.Multiply`` says: by ``fast`` where a recipe's GEMM is fast, by ``slow`` where it is slow.
+    """A ``fp8ref.hardware.Multiply``: sums by plan ``fast`` where a recipe's GEMM is fast, by ``slow`` where it is slow.
 
-    Order:    K is padded with zeros to a multiple of 32, which changes no bit (G-12); ``gemm.matmul`` of the codes, under the recipe's epilogue.
-    epilogue  what the hardware does in place of scale_then_round, the GEMM of one call; None: that. A unit_round_scale_round is the
-              framework's own multiplication after a GEMM under unit scales, and stays.
-    Specials: of no rows, columns or K zeros; Inf and NaN as gemm.matmul.
+    Order:    K is padded with zeros to a multiple of 32, which changes no bit (G-12); ``gemm.matmul`` of the codes, under the
+              recipe's epilogue.
+    epilogue  replaces scale_then_round, the epilogue of a single library call; None: it stays. A unit_round_scale_round always
+              stays: it is the framework's own multiplication after a GEMM under unit scales.
+    Specials: no rows, columns or K: zeros; Inf and NaN as gemm.matmul.
     Raises:   ValueError: an unknown plan; an epilogue that takes a bias.
     """
 
@@ -50,12 +55,12 @@ class Hardware:
         return gemm.matmul(qa, qb, accumulate=plan, epilogue=self.finishing(epilogue), out_dtype=out_dtype)
 
     def finishing(self, epilogue: str) -> Epilogue:
-        """What a recipe's epilogue is here."""
+        """The epilogue that this hardware runs where a recipe asks for ``epilogue``."""
         named = epilogues.by_name(epilogue)
         return named if self.epilogue is None or named.name != "scale_then_round" else self.epilogue
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it as data, for a run's manifest."""
+        """Plans and epilogue as data, for a run's manifest."""
         of_epilogue = None if self.epilogue is None else dataclasses.asdict(self.epilogue)
         return {"name": self.name, "fast": _told(self.fast), "slow": _told(self.slow), "scale_then_round": of_epilogue}
 
@@ -75,7 +80,7 @@ def by_name(name: "str | Hardware") -> Hardware:
 
 
 def probed(accumulate: str | Accumulation, epilogue: Epilogue) -> Hardware:
-    """What a probe found of one GEMM, for all of them, named by its content."""
+    """Hardware that runs every GEMM by the plan and epilogue that a probe identified; its name is a hash of both."""
     unbiased = without_bias(epilogue)
     bare = Hardware(name="probed", fast=accumulate, slow=accumulate, epilogue=None if _plainest(unbiased) else unbiased)
     told = repr((bare.to_dict()["fast"], bare.to_dict()["scale_then_round"]))
@@ -83,12 +88,12 @@ def probed(accumulate: str | Accumulation, epilogue: Epilogue) -> Hardware:
 
 
 def without_bias(epilogue: Epilogue) -> Epilogue:
-    """The same scales and roundings where nothing is added."""
+    """The same scales and roundings, without the bias."""
     return epilogue if epilogue.bias is None else dataclasses.replace(epilogue, name=f"{epilogue.name} without its bias", bias=None)
 
 
 def _plainest(epilogue: Epilogue) -> bool:
-    """Whether it does what scale_then_round does."""
+    """True if the epilogue equals scale_then_round in all but name."""
     return dataclasses.replace(epilogue, name="scale_then_round") == epilogues.EPILOGUES["scale_then_round"]
 
 
@@ -98,7 +103,7 @@ def _told(plan: str | Accumulation) -> Any:
 
 
 def _quantized(factor: Factor) -> Quantized:
-    """A factor as the simulator's own, K padded where scales do not vary along it; blocks divide K, and are multiples of 32 (S-6)."""
+    """A factor as a Quantized, K padded to a multiple of 32. Block scales need no padding: blocks are multiples of 32 (S-6)."""
     codes, scale_inv, fmt, granularity = factor
     missing = 0 if granularity_of(granularity).reduced is not None else -codes.shape[1] % K_STEP
     codes = np.pad(codes, ((0, 0), (0, missing))) if missing else np.ascontiguousarray(codes)

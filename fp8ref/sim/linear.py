@@ -1,4 +1,12 @@
-"""A linear layer is three GEMMs (SEMANTICS L): what the forward and the backward pass of a recipe mean."""
+"""A linear layer by a recipe, forward and backward: three GEMMs (SEMANTICS L).
+
+    output      [M, N] = input [M, K]       x weight [N, K], reduces K
+    grad_input  [M, K] = grad_output [M, N] x weight [K, N], reduces N
+    grad_weight [N, K] = grad_output [N, M] x input [K, M], reduces M
+
+Order: leading dims flatten to M; each operand is quantised from its high-precision tensor along the axis that its GEMM
+reduces (L-3), so a tensor may have several FP8 forms; accumulate; epilogue; round to out_dtype.
+"""
 
 import math
 from collections.abc import Mapping
@@ -15,7 +23,7 @@ from fp8ref.sim.scaling import Quantized, Scales
 from fp8ref.sim.tensor_core import K_STEP
 
 Accumulate = str | Accumulation | Mapping[Gemm, str | Accumulation]
-_WHOLE_LINES = ("tensorwise", "rowwise")  # scales that zeros along K leave as they are
+_WHOLE_LINES = ("tensorwise", "rowwise")  # granularities whose scales do not change when K is padded with zeros
 
 
 def forward(
@@ -78,7 +86,7 @@ def backward(
 
 
 def _lines(x: np.ndarray) -> np.ndarray:
-    """[..., K] -> [M, K]; M of an empty tensor too."""
+    """[..., K] -> [M, K]. M is computed: reshape(-1, K) cannot infer it where K is 0."""
     return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 

@@ -1,7 +1,7 @@
-"""The trainer's Llama, forward pass only (SEMANTICS M-3): every rounding site named, everything between them in float64.
+"""The trainer's Llama, forward pass only (SEMANTICS M-3): every rounding is at a named site, all else in float64.
 
-Slow and plain, for checking: the rounding is an argument, so that the same pass gives the nearest-even result, or, with
-stochastic rounding, one sample of what rounding alone does to it (SEMANTICS B-2, B-3).
+Slow and plain, for checks. With ``seed=None`` all sites round to nearest even. With a seed they round stochastically, which
+gives one sample of the noise of rounding alone (SEMANTICS B-2, B-3). ``watch`` receives every value of the pass by its site.
 """
 
 import functools
@@ -24,13 +24,13 @@ _TOO_LARGE = 2.0**128 - 2.0**103  # rounds to infinity in float32, as all above
 
 @dataclass(frozen=True, kw_only=True)
 class Site:
-    """One value of the pass, as ``watch`` is given it.
+    """One value of the pass, given to ``watch``.
 
-    module, role   where it is: the module's full name, and input, weight or output of it, or what M-3 calls the site.
-    parts          what it is made of, element by element: name -> array that broadcasts to value's shape.
-    factors        of a product that sums over K: names and arrays, value[..., i, j] = sum_k of first [..., i, k] * second [..., j, k]; second may
-                   lack the leading dims.
-    fmt            what it is rounded to, or, within float32 results, float32.
+    module, role   the module's full name; input, weight or output, or M-3's name of the site.
+    parts          the arrays it was computed from, element by element: name -> array that broadcasts to value's shape.
+    factors        the operands of a product that sums over K: value[..., i, j] = sum_k of first [..., i, k] * second [..., j, k];
+                   second may lack the leading dims.
+    fmt            the format that it is rounded to; float32 within float32 results.
     """
 
     module: str
@@ -58,7 +58,7 @@ class Rounding:
         return {"rounding": "stochastic", "seed": (self._seed << 32) + self._site}
 
     def __call__(self, x: np.ndarray) -> np.ndarray:
-        """To the compute dtype."""
+        """x rounded to bfloat16, the compute dtype."""
         return cast.round_to(x, BFLOAT16, **self._mode()).astype(np.float64)
 
     def codes(self, x: np.ndarray, spec: CastSpec, found: Scales) -> np.ndarray:
@@ -70,12 +70,12 @@ class Rounding:
 
 
 def values(codes: np.ndarray, spec: CastSpec, found: Scales) -> np.ndarray:
-    """What codes stand for, in float64."""
+    """decode(codes) * scale_inv, in float64: the values that the GEMM multiplies."""
     return cast.decode(codes, spec.fmt).astype(np.float64) * scaling.spread(found.scale_inv, codes.shape, spec.granularity, -1)
 
 
 def scales_of(x: np.ndarray, spec: CastSpec, state: delayed.DelayedState | None = None) -> Scales:
-    """What a cast scales a tensor by, along its last axis; under delayed scaling by a state, or else by a first step's."""
+    """The scales of a cast of x along its last axis; under delayed scaling those of the state, by default a first step's."""
     if spec.delayed is not None:
         return delayed.scales(delayed.init(spec.delayed) if state is None else state, spec.delayed, spec.fmt)
     return scales.scales_from_amax(scaling.amax(x.astype(np.float32), spec.granularity, axis=-1), spec.fmt, spec.policy)
@@ -94,14 +94,15 @@ def forward(
 ) -> np.ndarray:
     """Logits of a batch, by the trainer's Llama.
 
-    seed     of stochastic rounding at every site, one sample of its noise; None: to nearest even.
-    states   "<linear>/<role>" -> state, of delayed scaling; those of a first step by default.
-    multiply hardware under which FP8 GEMMs are summed and scaled (G-19); None: exactly. Either way the result is rounded at M-3's site.
-    watch    is given every value of the pass, in its order.
+    seed     of stochastic rounding at every site; None: to nearest even.
+    states   "<linear>/<role>" -> state of delayed scaling; by default those of a first step.
+    multiply hardware that sums and scales FP8 GEMMs (G-19); None: exact sums. Either way the result is rounded at M-3's site.
+    watch    called with every value of the pass, in its order.
 
     Shapes:   tokens [B, T] integers below vocab_size; weights as ``llama.parameter_shapes``; recipes: linear's name -> its recipe;
               logits float64 [B, T, vocab_size], values of bfloat16.
-    Order:    SEMANTICS M-3; sums in float64, so that only the stated roundings are left. What M-3 has in float32 is infinite beyond its range (M-7).
+    Order:    SEMANTICS M-3; sums in float64, so that only the stated roundings are left. Values that M-3 has in float32 become
+              infinite beyond its range (M-7).
     Raises:   ValueError: a token outside the vocabulary.
     """
     if tokens.min() < 0 or tokens.max() >= config.vocab_size:
@@ -178,14 +179,17 @@ def loss(logits: np.ndarray, targets: np.ndarray) -> float:
 
 
 def losses(logits: np.ndarray, targets: np.ndarray) -> np.ndarray:
-    """float64 [B, T], in nats: logsumexp(logits) - logits[target] of every token, of logits [B, T, V] and targets [B, T]; Inf beyond float32 (M-7)."""
+    """The loss of every token, logsumexp(logits) - logits[target], float64 [B, T] in nats; Inf beyond float32 (M-7).
+
+    Shapes:   logits [B, T, V]; targets [B, T].
+    """
     top = logits.max(-1)
     logsumexp = top + np.log(np.exp(logits - top[..., None]).sum(-1))
     return in_range(logsumexp - np.take_along_axis(logits, targets[..., None], -1)[..., 0])
 
 
 def in_range(x: np.ndarray) -> np.ndarray:
-    """x, infinite where float32 would be."""
+    """x, with infinities where float32 would overflow."""
     return np.where(np.abs(x) >= _TOO_LARGE, np.copysign(np.inf, x), x)
 
 
@@ -213,7 +217,7 @@ def _attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, rounding: Rounding, 
     scores = in_range(q @ k.swapaxes(-1, -2)) / np.sqrt(q.shape[-1])  # [B, H, T, T]
     scores = np.where(np.tril(np.ones(scores.shape[-2:], bool)), scores, -np.inf)
     top = scores.max(-1, keepdims=True)
-    # -inf is a probability of 0, unless a token's scores are all of that
+    # A score of -inf is a probability of 0, no failure, unless all of a token's scores are -inf.
     see("attention scores", np.where(np.isneginf(scores) & ~np.isneginf(top), 0, scores), factors={"query": q, "key": k}, fmt=FLOAT32)
     p = np.exp(scores - top)
     p = rounding(p / p.sum(-1, keepdims=True))

@@ -1,4 +1,7 @@
-"""Which device holds which piece of a tensor (SEMANTICS P-1). Layouts only: nothing here communicates, and nothing rounds."""
+"""Layouts: which device of a mesh holds which piece of a tensor (SEMANTICS P-1). Nothing here communicates or rounds.
+
+``Mesh`` is a grid of devices with named axes, ``Layout`` the cut of one tensor over it, ``split`` its pieces.
+"""
 
 import itertools
 import math
@@ -13,7 +16,7 @@ Device = tuple[int, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class Mesh:
-    """Devices in a grid with named axes, such as ``Mesh(axes={"data": 2, "tensor": 4})``. A device is its coordinates.
+    """Devices in a grid with named axes, such as ``Mesh(axes={"data": 2, "tensor": 4})``. A device is named by its coordinates.
 
     Raises:   ValueError: an axis of fewer than one device.
     """
@@ -42,7 +45,7 @@ class Mesh:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """How a tensor lies on a mesh (SEMANTICS P-1).
+    """How a tensor is cut over a mesh (SEMANTICS P-1).
 
     splits  tensor axis -> the mesh axes that cut it, the first one slowest; mesh axes not named replicate.
     rule    ``ceil``: pieces of ceil(n / parts) until nothing is left, then a shorter one and empty ones;

@@ -1,8 +1,8 @@
-"""The random numbers of stochastic rounding (SEMANTICS C-2): a function of a seed and an element's flat index, nothing else.
+"""Random numbers of stochastic rounding (SEMANTICS C-2): a function of a seed and an element's flat index, nothing else.
 
 Philox4x32 turns a counter of four 32-bit words and a key of two into four random words by rounds of multiplication. Seven
 rounds are the fewest that pass BigCrush: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3" (2011),
-table 2; they are what the vendors' default of ten is a margin over.
+table 2. Vendors use ten by default, as a safety margin. The compiled twin is in ``kernels.cast``.
 """
 
 import numpy as np
@@ -29,7 +29,7 @@ def words(counter: np.ndarray, stream: int, seed: int, rounds: int = ROUNDS) -> 
 
 
 def uniform48(start: int, count: int, seed: int) -> np.ndarray:
-    """Integers below 2^48, float64 [count], for the elements start, start + 1, ...: 16 bits that nearly always decide, then 32 more.
+    """Integers below 2^48, float64 [count], for the elements start, start + 1, ...: 16 high bits, which nearly always decide, and 32 low.
 
     The 16 bits of element i: of the counters of its block of 4096 elements, in order, the words 0 and 1 serve the first half of
     the block, low half-word before high, and the words 2 and 3 the second half. The 32 bits: word 0 of counter i, stream 1.

@@ -1,4 +1,9 @@
-"""From an amax to the scales of a policy (SEMANTICS S-3, S-4, S-9 to S-15)."""
+"""Scales from an amax, by a policy (SEMANTICS S-3, S-4, S-9 to S-15).
+
+Order (S-9): floor by eps; ratio; overflow; power of two; special amaxes. ``scale`` multiplies into FP8, ``scale_inv`` out of it.
+Every quotient is formed of exact numbers and rounded once to float32. ``fp8ref.policy`` holds the decisions as data. There is
+no compiled twin: amaxes are few.
+"""
 
 import math
 from typing import NamedTuple
@@ -49,6 +54,7 @@ def scales_from_amax(amax, fmt: Format, policy: str | ScalePolicy = "torchao", *
             scale = round_to_power_of_two(scale, by_log2=policy.power_of_two == "exp2_log2")
         # A previous scale is kept as it is, not made a power of two again; but TE bounds it too (delayed_scaling.cu).
         kept = {"one": np.float32(1), "keep": previous, "keep_inverse": np.float32(1) / previous}
+        # Asked of the floored amax: under an eps no amax is zero, and the ratio decides.
         for met, special in ((floored == 0, policy.zero), (np.isinf(floored), policy.infinite), (np.isnan(floored), policy.nan)):
             if special != "compute":
                 scale = np.where(met, kept[special], scale)
@@ -77,7 +83,7 @@ def scale_inv_from_scale(scale) -> np.ndarray:
 
 
 def magnitudes(value, name: str) -> np.ndarray:
-    """value as an array, if it is float32 and nowhere negative; ValueError otherwise."""
+    """value as an array; ValueError unless it is float32 and nowhere negative."""
     value = np.asarray(value)
     if value.dtype != np.float32:
         raise ValueError(f"{name} is float32; got {value.dtype}. Convert it with .astype(np.float32).")
@@ -117,7 +123,7 @@ def _overflow(scale: np.ndarray, policy: ScalePolicy) -> np.ndarray:
 
 
 def _e8m0_scales(amax: np.ndarray, fmt: Format, policy: ScalePolicy) -> Scales:
-    """scale_inv = 2^k, k in [-127, 127], or NaN; scale = 2^-k but where the policy's rule says otherwise (S-14)."""
+    """scale_inv = 2^k, k in [-127, 127], or NaN; scale = 2^-k except where the policy's rule says otherwise (S-14)."""
     assert policy.e8m0 is not None
     if policy.ratio == "exponents":  # the exponent field of a subnormal is 0, far below the clip all the same
         k = (amax.view(np.uint32) >> 23).astype(np.int64) - 127 - (math.frexp(fmt.max)[1] - 1)
@@ -126,7 +132,7 @@ def _e8m0_scales(amax: np.ndarray, fmt: Format, policy: ScalePolicy) -> Scales:
         if policy.power_of_two == "exp2_log2":
             k = np.ceil(np.log2(quotient).astype(np.float32))
         else:
-            fraction, k = np.frexp(quotient)
+            fraction, k = np.frexp(quotient)  # quotient = fraction * 2^k with fraction in [0.5, 1): 0.5 is a power of two, not rounded up
             k = np.where(np.isinf(quotient), 127, np.where(quotient == 0, -127, k - (fraction == 0.5)))
     nan = np.isnan(amax)
     k = np.where(nan, 0, np.clip(k, -127, 127)).astype(np.int64)

@@ -1,4 +1,10 @@
-"""From a tensor to its amax, from a scale to codes (SEMANTICS S). What lies between them, the scale, is ``scales``, whose scale_from_amax is here too."""
+"""Quantise a tensor: amax, scale, codes; and dequantise it (SEMANTICS S).
+
+Order of ``quantize``: amax of each group that shares a scale (S-2); the policy's scale, by ``scales.py``; RN32(x * scale);
+clip to +-max; round to nearest even (S-5). ``dequantize`` multiplies by scale_inv (S-8).
+``amax_plain`` and ``quantize_plain`` are the definitions. Their compiled twins are in ``kernels.scaling``, and the last part
+of this file prepares what those take: any tensor and granularity as a matrix over a coarser grid of scales.
+"""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -23,10 +29,10 @@ class Quantized(NamedTuple):
     """An FP8 tensor: hp ~ decode(codes) * scale_inv, the scales spread over their blocks.
 
     codes        uint8, of the hp tensor's shape.
-    scale        float32 of shape ``granularity.scale_shape``: what multiplied into FP8.
-    scale_inv    float32 of that shape: what multiplies out of it.
+    scale        float32 of shape ``granularity.scale_shape``: multiplied into FP8.
+    scale_inv    float32 of that shape: multiplies out of it.
     fmt, granularity, axis
-                 what it was quantised by; axis is the reduced one.
+                 how it was quantised; axis is the reduced one.
     """
 
     codes: np.ndarray
@@ -83,10 +89,11 @@ def quantize(x, fmt: Format, *, granularity: str = "tensorwise", policy: str | S
 def quantize_with(
     x, scales: Scales, fmt: Format, *, granularity: str = "tensorwise", policy: str | ScalePolicy = "torchao", axis: int = -1
 ) -> Quantized:
-    """quantize, by scales that are there already, such as a delayed state's. Units, order and specials as quantize.
+    """Quantise by given scales, such as a delayed state's. Units, order and specials as quantize.
 
-    Shapes:   x as in quantize; both of scales float32 of ``scale_shape``. Of policy only S-13 counts: whether tensors are divided, in what.
-    Raises:   ValueError: x or fmt as in quantize; scales that are no ``Scales``, of another shape, not float32, or negative.
+    Shapes:   x as in quantize; both of scales float32 of ``scale_shape``. Of the policy only S-13 counts: whether tensors are
+              divided by scale_inv, and in which dtype.
+    Raises:   ValueError: x or fmt as in quantize; scales that are not a ``Scales``, of another shape, not float32, or negative.
     Source:   SEMANTICS S-5, S-13.
     """
     policy = policies.by_name(policy)
@@ -111,7 +118,7 @@ def quantize_with(
 def quantize_plain(
     x, scales: Scales, fmt: Format, *, granularity: str = "tensorwise", policy: str | ScalePolicy = "torchao", axis: int = -1
 ) -> Quantized:
-    """The definition of ``quantize_with``, in NumPy alone, which takes fmt and scales on trust."""
+    """The definition of ``quantize_with``, in NumPy alone; fmt and scales are not checked."""
     policy = policies.by_name(policy)
     value = _in_compute_dtype(_tensor(x), policy).astype(np.float32)
     with np.errstate(divide="ignore", over="ignore", invalid="ignore"):  # 0 / 0, Inf * 0; the clip takes an overflow
@@ -129,7 +136,7 @@ def dequantize(q: Quantized) -> np.ndarray:
 
     Shapes:   codes of any shape, scale_inv of ``scale_shape``, spread over its blocks.
     Specials: a NaN code or scale gives NaN, and so does a zero under an infinite scale_inv (S-3); overflow to infinity.
-    Raises:   ValueError: q not a Quantized, or with scales that none has (see ``check_scales``).
+    Raises:   ValueError: q not a Quantized, or with invalid scales (see ``check_scales``).
     """
     check_scales(q)
     with np.errstate(invalid="ignore", over="ignore"):  # 0 * Inf, under an infinite amax
@@ -164,7 +171,7 @@ def check_scales(q: Quantized, name: str = "operand") -> None:
 
 
 def spread(scale: np.ndarray, shape: tuple[int, ...], granularity: str, axis: int) -> np.ndarray:
-    """The scales of a tensor of this shape, repeated over their blocks, in a shape that broadcasts against it; Raises as ``granularity.blocks``."""
+    """Repeat scales over their blocks, so that they broadcast against a tensor of this shape. Raises as ``granularity.blocks``."""
     if granularity in ("tensorwise", "rowwise"):
         return scale
     for i, (n, size) in enumerate(zip(shape, granularities.blocks(granularity, shape, axis), strict=True)):
@@ -190,12 +197,12 @@ def _check_target(fmt: Format) -> None:
 
 
 def _in_compute_dtype(x: np.ndarray, policy: ScalePolicy) -> np.ndarray:
-    """x rounded to the dtype that the policy divides in (S-13); x itself where that is float32."""
+    """x rounded to the dtype in which the policy divides (S-13); x itself where that is float32."""
     return x if policy.compute == FLOAT32 else cast.round_to(x, policy.compute)
 
 
 class Grid(NamedTuple):
-    """Row r of the matrix [rows, columns] takes row group[r] of the scales; ``width`` elements of a row share a scale."""
+    """A tensor as a matrix [rows, columns] over a grid of scales: row r takes row group[r] of the scales, ``width`` elements a scale."""
 
     rows: int
     columns: int
@@ -209,6 +216,7 @@ def grid_of(granularity: str, shape: tuple[int, ...], axis: int) -> Grid:
     sizes = granularities.blocks(granularity, shape, axis)
     size = int(np.prod(shape, dtype=np.int64))
     if granularity == "tensorwise":
+        # One scale, so that rows may be cut anywhere: long ones, for the kernel's lanes.
         columns = next((c for c in (4096, 512, 64) if size % c == 0), shape[-1] if shape else 1)
         return Grid(size // columns, columns, np.zeros(size // columns, np.int64), columns, (1, 1))
     group = np.zeros((), np.int64)
@@ -220,7 +228,7 @@ def grid_of(granularity: str, shape: tuple[int, ...], axis: int) -> Grid:
 
 
 def _compiled_amax(x: np.ndarray, granularity: str, axis: int) -> np.ndarray:
-    """``scaling.amax_plain`` by a kernel, for float32, float16 and bfloat16."""
+    """``amax_plain`` by a kernel, for float32, float16 and bfloat16."""
     g = grid_of(granularity, x.shape, axis)
     partial: list[np.ndarray] = []
 
@@ -230,12 +238,13 @@ def _compiled_amax(x: np.ndarray, granularity: str, axis: int) -> np.ndarray:
         partial.append(bits)
 
     threads.run(rows, g.rows, grain=max(1, (1 << 17) // g.columns))
+    # Bits of magnitudes order as the magnitudes do, NaNs on top, so that integers give the right maximum.
     result = np.maximum.reduce(partial).view(np.float32).reshape(granularities.scale_shape(granularity, x.shape, axis))
     return np.where(np.isnan(result), np.float32(np.nan), result)[()]
 
 
 def _compiled_encode(x: np.ndarray, scale: np.ndarray, fmt: Format, granularity: str, axis: int) -> np.ndarray:
-    """Codes of RN32(f32(x) * scale), saturated, rounded to nearest even: uint8 of x's shape; scale float32 of ``scale_shape``, taken on trust."""
+    """uint8 codes of RN32(f32(x) * scale), saturated, rounded to nearest even; scale float32 of ``scale_shape``, not checked."""
     g = grid_of(granularity, x.shape, axis)
     codes = np.empty(x.shape, np.uint8)
     matrix, scales, kernel = codes.reshape(g.rows, g.columns), np.ascontiguousarray(scale).reshape(g.scales), kernels.encoder(fmt)
@@ -248,6 +257,7 @@ def _compiled_encode(x: np.ndarray, scale: np.ndarray, fmt: Format, granularity:
 
 
 def _in_pieces(x: np.ndarray, g: Grid, begin: int, end: int, work: Callable[[int, int, np.ndarray], None]) -> None:
+    """work(first row, row after the last, float32 bits of these rows), over pieces of limited memory."""
     matrix = x.reshape(g.rows, g.columns)
     step = max(1, _PIECE // g.columns)
     for a in range(begin, end, step):

@@ -1,6 +1,7 @@
-"""A GEMM whose reduced axis lies on several devices (SEMANTICS P-7, P-8): what is summed over them, and what is rounded before.
+"""A GEMM whose reduced axis is cut over devices (SEMANTICS P-7, P-8): what is summed over them, and what is rounded before.
 
-It is grad_weight under data parallelism, which reduces M, and the output of a row-parallel linear, which reduces K.
+Two GEMMs of training are such: grad_weight under data parallelism, which reduces M, and the output of a row-parallel linear,
+which reduces K. ``matmul``'s ``reduce`` says whether devices sum raw accumulators, scaled results or rounded outputs.
 """
 
 from collections.abc import Sequence
@@ -34,7 +35,8 @@ def matmul(
     Shapes:   a[r].codes [M, K_r], b[r].codes [N, K_r], tensorwise or rowwise along K; a rank with K_r = 0 adds nothing. float32 [M, N].
     Order:    accumulate within a rank; then as above; the epilogue is G-4.
     Specials: Inf and NaN as in IEEE 754.
-    Raises:   ValueError: ``exact`` or ``accumulator`` with scales that differ between ranks; operands that gemm.matmul refuses; nothing to sum.
+    Raises:   ValueError: ``exact`` or ``accumulator`` with scales that differ between ranks; operands that gemm.matmul refuses;
+              nothing to sum.
     Source:   SEMANTICS P-7, P-8.
     """
     _check(a, b, reduce, accumulate, out_dtype)
@@ -42,6 +44,7 @@ def matmul(
     if reduce in ("exact", "accumulator"):
         _check_scales("a", [qa for qa, _ in ranks])
         _check_scales("b", [qb for _, qb in ranks])
+        # One scale for all ranks, so that it can be applied after the sum.
         sa, sb = ranks[0][0].scale_inv, ranks[0][1].scale_inv
     with np.errstate(invalid="ignore", over="ignore"):  # Inf - Inf, Inf * 0 and overflow are results here
         if reduce == "exact":
@@ -62,7 +65,7 @@ def _sum(parts: list[np.ndarray]) -> np.ndarray:
 
 
 def _unit(side: Sequence[Quantized], codes: np.ndarray) -> Quantized:
-    """Codes under scale one: their GEMM is the raw accumulator."""
+    """Codes under scale 1: their GEMM is the raw accumulator."""
     one = np.ones((), np.float32)
     return Quantized(codes, one, one, side[0].fmt, "tensorwise", -1)
 

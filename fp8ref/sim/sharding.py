@@ -1,8 +1,11 @@
-"""Quantising a tensor that many devices hold: whose amax makes the scale (SEMANTICS P).
+"""Quantise a tensor that is sharded over devices, and gather it in FP8 (SEMANTICS P-2 to P-6).
 
 A *scope* names the mesh axes over which an amax is reduced. Under ``"global"`` the shards' codes and scales are those of one
-device; under ``"local"`` every device scales its own shard, and that is another result, not a wrong one. A scope in between
-is wrong when devices that share a scale's group are left out: ``check_replicas`` and ``gather`` then name the axes.
+device, bit for bit. Under ``"local"`` every device scales its own shard, which is another valid result. A scope in between is
+wrong if it leaves out devices that share a group of elements with one scale: ``check_replicas`` and ``gather`` then name the axes.
+
+Order: local amax; non-finite amaxes become 0 and a flag; both are max-reduced over the scope; the flag puts Inf or NaN back
+(P-3), because the maximum of some collectives drops NaNs; then each device scales and casts its shard (P-4).
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -22,14 +25,14 @@ Maximum = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 
 class Amax(NamedTuple):
-    """amax float32, and beside it, of the same shape, non_finite uint8: 0 all finite, 1 an infinity, 2 a NaN."""
+    """amax float32, and non_finite uint8 of the same shape: 0 all finite, 1 an infinity, 2 a NaN."""
 
     amax: np.ndarray
     non_finite: np.ndarray
 
 
 def scope_axes(layout: Layout, scope: str | Collection[str]) -> tuple[str, ...]:
-    """The mesh axes of a scope: none for ``"local"``, all for ``"global"``, else those named; ValueError for any other."""
+    """The mesh axes of a scope: none for ``"local"``, all for ``"global"``, else the named ones; ValueError for any other."""
     if scope == "local":
         return ()
     if scope == "global":
@@ -62,9 +65,10 @@ def amax(
     """Every device's amax: the largest magnitude of each group, over the devices of its scope that hold part of the group.
 
     ``maximum`` is the collective's: ``np.fmax`` drops NaNs (XLA:CPU's pmax), ``max_by_comparison`` drops some (gloo's MAX). The
-    result does not depend on it, as nothing that is not finite enters it; ``flag=False`` leaves the flag out, to show what then happens.
+    result does not depend on it, because only finite numbers enter it. ``flag=False`` leaves the flag out, to show the failure.
 
-    Shapes:   shards[device] hp, as the layout gives it; amax and non_finite of the shard's own scales, the reduced axis counting as one piece.
+    Shapes:   shards[device] hp, as the layout gives it; amax and non_finite of the shape of the shard's own scales, the reduced
+              axis counting as one piece.
     Order:    local amax; where it is not finite, 0 and a flag; both max-reduced in device order; then the flag puts Inf or NaN back.
     Specials: an empty shard contributes 0; NaN beats Inf.
     Raises:   ValueError: an empty tensor (S-7); a block cut by the layout; an unknown scope; shards that are not the layout's.
@@ -101,7 +105,8 @@ def quantize(
 
     Shapes:   codes of the shard's shape; scales of its own groups. Under global scope both are slices of one device's, bit for bit.
     Order:    amax over the scope; then the policy's scales and the cast (S-3 to S-5) on each device; a scale kept from before is 1.
-    Specials: as scaling.quantize, of what the scope shows; an empty shard has no codes, and under local scope the scales of amax 0.
+    Specials: as scaling.quantize, for the elements in the scope; an empty shard has no codes, and under local scope the scales
+              of amax 0.
     Raises:   ValueError: as amax and scaling.quantize.
     Source:   SEMANTICS P-4.
     """
@@ -139,9 +144,9 @@ def gather(shards: Mapping[Device, Quantized], layout: Layout) -> Quantized:
 
 
 def check_replicas(shards: Mapping[Device, Quantized], layout: Layout) -> None:
-    """Whether the devices agree: one scale a group, and replicas equal in every code.
+    """Check that the devices agree: one scale for each group, and replicas equal in every code.
 
-    Raises:   ValueError: naming the mesh axes along which scales differ, which the scope left out, or along which replicas' codes do.
+    Raises:   ValueError: naming the mesh axes along which scales differ, which the scope left out, or replicas' codes differ.
     Source:   SEMANTICS P-6.
     """
     check_shapes({device: q.codes.shape for device, q in shards.items()}, layout)
@@ -170,7 +175,7 @@ def check_replicas(shards: Mapping[Device, Quantized], layout: Layout) -> None:
 
 
 def _group_sizes(layout: Layout, granularity: str, axis: int) -> list[int | None]:
-    """The size of a group along each tensor axis, None for all of it; ValueError for a tensor without scales or a block cut in two."""
+    """The size of a scale's group along each tensor axis, None for the whole axis; ValueError: no scales, or a block that is cut."""
     granularities.scale_shape(granularity, layout.shape, axis)
     kind, ndim = granularities.by_name(granularity), len(layout.shape)
     if kind.name == "tensorwise":
@@ -188,7 +193,7 @@ def _group_sizes(layout: Layout, granularity: str, axis: int) -> list[int | None
 
 
 def _groups(layout: Layout, device: Device, granularity: str, axis: int) -> tuple[slice, ...]:
-    """Which of the whole tensor's scales are the device's."""
+    """The slices of the whole tensor's scales that belong to the device's shard."""
     if granularity == "tensorwise":
         return ()
     sizes = _group_sizes(layout, granularity, axis)
@@ -197,6 +202,7 @@ def _groups(layout: Layout, device: Device, granularity: str, axis: int) -> tupl
 
 
 def _local_amax(shard: np.ndarray, granularity: str, axis: int, sizes: list[int | None], flag: bool) -> Amax:
+    """A shard's amaxes, ready to be reduced: 0 and a flag where one is not finite; 0 of an empty shard."""
     shard = np.asarray(shard)
     if shard.size:
         value = scaling.amax(shard, granularity, axis=axis)
@@ -210,5 +216,6 @@ def _local_amax(shard: np.ndarray, granularity: str, axis: int, sizes: list[int 
 
 
 def _restore(reduced: Amax) -> Amax:
+    """A reduced amax, with Inf or NaN put back where the flag says so."""
     special = np.where(reduced.non_finite == 2, np.float32(np.nan), np.float32(np.inf))
     return Amax(np.where(reduced.non_finite, special, reduced.amax)[()], reduced.non_finite[()])

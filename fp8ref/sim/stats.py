@@ -1,7 +1,8 @@
-"""What quantising did to a tensor, in numbers (SEMANTICS Q): per tensor, or for each group that shares a scale.
+"""Quantisation error in numbers (SEMANTICS Q): for a tensor, or for each group that shares a scale.
 
-``statistics`` counts and sums, ``exponents`` makes histograms, ``error`` compares a GEMM's output with a reference. All three are
-sums or maxima over elements, taken in slabs, so that a large tensor needs little memory beside it.
+``statistics`` gives SQNR, bias, and the rates of underflow, overflow and saturation; ``exponents`` histograms; ``error`` the
+error of a GEMM's output against a reference. Statistics and histograms are sums or maxima over elements, taken in slabs by
+``reduce_groups``, so that a large tensor needs little extra memory.
 """
 
 from collections.abc import Callable, Hashable, Iterator
@@ -21,11 +22,11 @@ K = TypeVar("K", bound=Hashable)
 
 @dataclass(frozen=True, kw_only=True)
 class Statistics:
-    """Counts (int64) and sums (float64), one a tensor (shape ``()``) or one a group (the scales' shape, SEMANTICS Q-6).
+    """Counts (int64) and sums (float64), of a tensor (shape ``()``) or of each group (the scales' shape, SEMANTICS Q-6).
 
     count          elements
     zeros          inputs that are zero
-    non_finite     inputs that are NaN or infinite: in no sum and no maximum, but in the counts of codes
+    non_finite     inputs that are NaN or infinite: left out of sums and maxima, but among the counts of codes
     non_finite_codes  codes that are NaN or infinite
     underflows     inputs that are not zero whose code is zero
     subnormals     codes that are subnormal, zero not among them
@@ -52,7 +53,7 @@ class Statistics:
 
     @property
     def sqnr(self) -> np.ndarray:
-        """10 log10(signal / noise) in dB. Inf without noise, -Inf under infinite noise or noise without signal; NaN if a finite x
+        """10 log10(signal / noise) in dB. Inf without noise; -Inf if noise is infinite or there is no signal; NaN if a finite x
         became NaN, or no x is finite (Q-1)."""
         with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
             value = 10 * np.log10(self.signal / self.noise)
@@ -72,7 +73,7 @@ class Statistics:
 
     @property
     def underflow_rate(self) -> np.ndarray:
-        """Of all elements, zeros and non-finite ones too (Q-3); as are the other rates."""
+        """underflows / count: of all elements, zeros and non-finite ones included (Q-3), like the other rates."""
         return self.underflows / self.count
 
     @property
@@ -87,18 +88,19 @@ class Statistics:
 
     @property
     def saturation_rate(self) -> np.ndarray:
-        """saturated / count: one element a group at least, its amax."""
+        """saturated / count: at least one element of each group, its amax."""
         return self.saturated / self.count
 
 
 def statistics(x, q: Quantized, *, per_group: bool = False) -> Statistics:
-    """What became of x when it was quantised to q.
+    """The statistics of x and the q that it was quantised to.
 
     Shapes:   x hp, the shape of q.codes; every field () or, per group, the shape of q.scale.
     Units:    e in x's; max_ulp in spacings of q.fmt.
     Order:    scaled = RN32(f32(x) * scale), as S-5 before its clip; e = f64(dequantize(q)) - f64(x), rounded once to float64; float64 sums.
-    Specials: NaN and infinite x count as ``non_finite`` and enter no sum; a finite x whose code is NaN makes the sums of e and max_ulp NaN.
-    Raises:   ValueError: x float64, no numbers, empty, or not of q's shape; a q that is no Quantized of FP8 with its scales.
+    Specials: NaN and infinite x count as ``non_finite`` and enter no sum; a finite x whose code is NaN makes the sums of e and
+              max_ulp NaN.
+    Raises:   ValueError: x float64, not numbers, empty, or not of q's shape; a q that is not a Quantized of FP8 with its scales.
     Source:   SEMANTICS Q-1 to Q-4, Q-6.
     """
     _check(x, q)
@@ -107,6 +109,7 @@ def statistics(x, q: Quantized, *, per_group: bool = False) -> Statistics:
 
 
 def _measure(x: np.ndarray, q: Quantized) -> Iterator[tuple[str, np.ufunc, np.ndarray]]:
+    """The fields of Statistics, as ``reduce_groups`` takes them."""
     finite, scaled, decoded = np.isfinite(x), _scaled(x, q), cast.decode(q.codes, q.fmt)
     at_code = np.abs(decoded)
     yield "count", np.add, np.ones(x.shape, np.bool_)
@@ -127,26 +130,29 @@ def _measure(x: np.ndarray, q: Quantized) -> Iterator[tuple[str, np.ufunc, np.nd
 
 
 def _scaled(x: np.ndarray, q: Quantized) -> np.ndarray:
-    """What the cast rounded: RN32(x * scale), before the clip."""
+    """The numbers that the cast rounded: RN32(x * scale), before the clip."""
     return x * scaling.spread(q.scale, x.shape, q.granularity, q.axis)
 
 
 def _spacing(scaled: np.ndarray, fmt: Format) -> np.ndarray:
-    """The distance between neighbouring numbers of the format at these values, as if its exponent had no upper end."""
+    """The gap between neighbouring numbers of the format at these values, as if its exponent were unbounded above."""
     exponent = np.where(scaled == 0, fmt.emin, np.maximum(np.frexp(scaled)[1] - 1, fmt.emin))
     return np.ldexp(1.0, exponent - fmt.mantissa_bits)
 
 
 def _overflows(scaled: np.ndarray, fmt: Format) -> np.ndarray:
-    """Whether the values round, to nearest even and with an exponent unbounded above, beyond max."""
+    """Whether the values, rounded to nearest even with an exponent unbounded above, exceed max."""
+    # The tie between max and the next number goes to the even code: to max itself unless max's code is odd.
     magnitude, tie = np.abs(scaled), fmt.max + _spacing(np.asarray(fmt.max), fmt) / 2
     return magnitude >= tie if fmt.max_code % 2 else magnitude > tie
 
 
 @dataclass(frozen=True, kw_only=True)
 class Exponents:
-    """Histograms of floor(log2 |value|), int64 [..., bins] (SEMANTICS Q-5): bin 0 is below 2^lowest, bin 1 is exponent lowest, and so on; the last is
-    2^(highest + 1) and above, infinities included. Zeros and NaNs are in no bin.
+    """Histograms of floor(log2 |value|), int64 [..., bins] (SEMANTICS Q-5).
+
+    Bin 0 is below 2^lowest, bin 1 is exponent lowest, and so on; the last is 2^(highest + 1) and above, infinities included.
+    Zeros and NaNs are in no bin.
 
     scaled  of the values before the cast, RN32(f32(x) * scale); codes  of the decoded codes.
     """
@@ -158,10 +164,11 @@ class Exponents:
 
 
 def exponents(x, q: Quantized, *, per_group: bool = False, lowest: int | None = None, highest: int | None = None) -> Exponents:
-    """Where x lay in the format's range, and where its codes do.
+    """Histograms of exponents, before and after the cast: which part of the format's range is used.
 
-    Shapes:   as statistics, with an axis of highest - lowest + 3 bins behind.
-    Units:    exponents of scaled values. Default range: from half the smallest subnormal (below it everything rounds to zero) to the exponent of max.
+    Shapes:   as statistics, with a last axis of highest - lowest + 3 bins.
+    Units:    exponents of scaled values. Default range: from half the smallest subnormal (below it everything rounds to zero) to
+              the exponent of max.
     Raises:   ValueError: as statistics; lowest above highest.
     Source:   SEMANTICS Q-5.
     """
@@ -188,11 +195,11 @@ def exponents(x, q: Quantized, *, per_group: bool = False, lowest: int | None = 
 
 @dataclass(frozen=True, kw_only=True)
 class Error:
-    """How far an output lies from its reference (SEMANTICS Q-7), over the elements whose reference is finite.
+    """The error of an output against its reference (SEMANTICS Q-7), over the elements whose reference is finite.
 
-    count            those elements
-    non_finite       elements whose reference is not finite
-    disagreeing      those of them where the output is not the same NaN or infinity
+    count            elements whose reference is finite
+    non_finite       elements whose reference is not
+    disagreeing      those among the latter where the output is not the same NaN or infinity
     max_absolute     max |out - ref|
     max_relative     max |out - ref| / |ref|, 0 / 0 being 0
     rms_relative     sqrt(sum (out - ref)^2 / sum ref^2)
@@ -211,7 +218,7 @@ class Error:
 
 
 def error(out, reference) -> Error:
-    """The error of a GEMM's output against a reference, for those who study accumulation.
+    """The error of a GEMM's output against a reference, such as an exact sum.
 
     Shapes:   out and reference of one shape, any floating-point dtypes, each widened to float64.
     Specials: an output that is NaN or Inf where the reference is finite makes the results NaN or Inf; nothing finite: NaN; 0 / 0 is 0.
@@ -242,10 +249,11 @@ def error(out, reference) -> Error:
 def reduce_groups(
     x, q: Quantized, measure: Callable[[np.ndarray, Quantized], Iterator[tuple[K, np.ufunc, np.ndarray]]], *, per_group: bool
 ) -> dict[K, np.ndarray]:
-    """The reductions that ``measure`` asks for, over all elements or over each of q's groups.
+    """Sums and maxima of what ``measure`` yields, over all elements or over each of q's groups, in slabs of bounded memory.
 
-    ``measure`` takes a slab, as float32, and its Quantized, and yields (key, np.add or np.maximum, one value an element); truth values are counted.
-    Slabs are whole rows of the first axis and cut no group of scales, so a tensor of one row is one slab.
+    ``measure`` takes a slab, as float32, and its Quantized, and yields (key, np.add or np.maximum, one value for each
+    element); truth values are counted. Slabs are whole rows of the first axis and cut no group of scales, so a tensor of one
+    row is one slab.
 
     Shapes:   x not empty, the shape of q.codes; a result () or, per group, the shape of q.scale.
     Order:    within a slab the last axis first; slabs in order.
@@ -273,6 +281,7 @@ def reduce_groups(
 
 
 def _reduce(values: np.ndarray, combine: np.ufunc, groups: list[int | None]) -> np.ndarray:
+    """One reduction of a slab, the last axis first; ``groups`` has the length of a group along each axis, None for all of it."""
     for i in reversed(range(values.ndim)):
         dtype = np.int64 if values.dtype == np.bool_ else values.dtype
         size = groups[i]
@@ -284,7 +293,7 @@ def _reduce(values: np.ndarray, combine: np.ufunc, groups: list[int | None]) -> 
 
 
 def _quotient(a, b, *, zero: bool = False) -> np.ndarray:
-    """a / b as IEEE 754 has it, save that 0 / 0 is 0 if ``zero``."""
+    """a / b by IEEE 754, except that 0 / 0 is 0 if ``zero``."""
     with np.errstate(divide="ignore", invalid="ignore"):
         value = np.true_divide(a, b)
     return np.where((np.asarray(a) == 0) & zero, 0.0, value)[()]

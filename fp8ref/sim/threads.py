@@ -1,6 +1,6 @@
-"""Work split over threads: kernels release the interpreter's lock, and every piece writes its own part of the result.
+"""Split a kernel's work over threads. Kernels release the interpreter's lock, and every piece writes its own part of the result.
 
-No result depends on the number of threads.
+No result depends on the number of threads: pieces are cut where it changes no bit.
 """
 
 import functools
@@ -15,7 +15,7 @@ _threads: ContextVar[int | None] = ContextVar("fp8ref_threads", default=None)
 
 
 def threads() -> int:
-    """How many threads kernels use: as many as the process has processors, unless ``using`` says otherwise."""
+    """The number of threads that kernels use: the process's processors, unless ``using`` sets it."""
     chosen = _threads.get()
     return chosen if chosen is not None else len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 

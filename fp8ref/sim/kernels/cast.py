@@ -22,7 +22,7 @@ u32, u64 = np.uint32, np.uint64
 
 
 class Layout(NamedTuple):
-    """What a kernel is compiled for: everything a format, a rounding and saturation decide. Numbers are uint32."""
+    """The constants of a kernel, decided by format, rounding and saturation. Numbers are uint32."""
 
     mantissa_bits: np.uint32
     spacing: np.uint32  # 23 - mantissa_bits
@@ -40,6 +40,7 @@ class Layout(NamedTuple):
 
 
 def _checksum() -> int:
+    """A checksum of the kernels' sources, part of every kernel's constants: an edited helper makes a new kernel."""
     package = importlib.resources.files("fp8ref.sim")
     kernels = sorted((f for f in package.joinpath("kernels").iterdir() if f.name.endswith(".py")), key=lambda f: f.name)
     return zlib.crc32(b"".join(f.read_bytes() for f in (*kernels, package.joinpath("philox.py"))))
@@ -49,7 +50,7 @@ SOURCES = _checksum()
 
 
 def layout(fmt: Format, rounding: str, saturate: bool) -> Layout:
-    """What a cast's kernel is compiled for."""
+    """The constants of a cast's kernel."""
     limit = fmt.max if saturate else 2 ** (np.floor(np.log2(fmt.max)) + 1)
     return Layout(
         mantissa_bits=u32(fmt.mantissa_bits),
@@ -103,7 +104,7 @@ def nearest_even(bits, to):
 
 @njit(inline="always")
 def by_shift(bits, to):
-    """The code of a float32's bits under a rounding that is not nearest even: its significand shifted, and what falls off looked at."""
+    """The code of a float32's bits under another rounding: shift the significand, and look at the bits that fall off."""
     u = min(u32(bits & u32(0x7FFFFFFF)), to.limit)
     sig = u32(u32(u & u32(0x7FFFFF)) | u32(0x800000)) if u > u32(0) else u32(0)
     e = max(shift_right(u, u32(23)), u32(to.emin - u32(8)))  # below that every shift is past sig's first bit
@@ -136,6 +137,8 @@ CHUNK = 256  # elements; few enough that one in 2^16, which 16 bits leave undeci
 
 
 def _stochastic(to: Layout) -> Callable:
+    """``encode`` by stochastic rounding: 16 random bits decide nearly every element; where they tie, 32 more are drawn."""
+
     @compiled
     def encode(bits, out, start, seed):
         random = np.empty((2, philox.BLOCK // 8), np.uint64)

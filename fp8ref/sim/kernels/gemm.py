@@ -1,4 +1,8 @@
-"""Tensor-core chains over finite operands, the columns of the result as lanes (SEMANTICS G-10 to G-12)."""
+"""GEMM kernels: tensor-core chains (SEMANTICS G-10 to G-12), float32 sums in order (G-3), the bfloat16 epilogue (G-4, G-5, G-14).
+
+The twins of ``accumulate.chains_plain``, ``accumulate.f32_plain`` and ``gemm.finish_plain``. In the first, the columns of the
+result are a vector's lanes, and operands are finite.
+"""
 
 import numpy as np
 from numba import njit
@@ -105,7 +109,7 @@ def _add(a, b, k, unit, sums):
 
 @njit(nogil=True, inline="always", error_model="numpy")
 def _narrow(a, b, acc, exponent, unit, sums, fraction_bits, output_bits):
-    """The rest of a step whose sum an int32 and a float32 hold."""
+    """Sum and cut off a step whose sum fits an int32 and a float32."""
     mask = u32(u32(0xFFFFFFFF) << u32(23 - output_bits))
     _align(acc, exponent, unit, sums, fraction_bits)
     for k in range(0, a.size, _GROUP):
@@ -117,7 +121,7 @@ def _narrow(a, b, acc, exponent, unit, sums, fraction_bits, output_bits):
 
 @njit(nogil=True, inline="always", error_model="numpy")
 def _wide(a, b, acc, exponent, unit, sums, wide, fraction_bits, output_bits):
-    """The rest of a step of which an int32 holds four products, and a float64 the sum."""
+    """Sum and cut off a step whose sum needs a float64; an int32 holds four products."""
     mask = ~((np.uint64(1) << np.uint64(52 - output_bits)) - np.uint64(1))
     _align(acc, exponent, unit, sums, fraction_bits)
     for j in range(acc.size):
@@ -158,10 +162,11 @@ def _rounded(value):
 
 @compiled
 def finish_bfloat16(acc, turned, scale_a, scale_b, product, round_first, out, begin, end):
-    """Fills the rows begin to end of out [M, N] from acc [M, N], or turned [N, M], float32, and scale_inv of rows [M] and columns [N].
+    """The epilogue to bfloat16, without a bias: fills the rows begin to end of out [M, N].
 
-    product: acc times the product of both, else acc times that of its row, then that of its column; round_first: acc is rounded before, and
-    product is True.
+    acc         float32 [M, N], or with ``turned`` [N, M]; scale_a [M] and scale_b [N], scale_inv of rows and of columns.
+    product     acc times the product of both scales; else acc times its row's, then times its column's.
+    round_first acc is rounded first; product is then True.
     """
     n = out.shape[1]
     tile = np.empty((TILE, TILE + 1), np.float32)  # a row longer, so that a column of it does not fall into one set of the cache
