@@ -1,6 +1,7 @@
-"""Delayed scaling as data: every decision between the amaxes of past steps and a scale (SEMANTICS H). ``sim.delayed`` obeys it.
+"""Delayed scaling as data: every decision between the amaxes of past steps and a scale (SEMANTICS H).
 
-The ways in which libraries differ are fields; DELAYED holds fp8ref's own choice and those of two libraries.
+Each way in which libraries differ is a field. DELAYED holds fp8ref's own choice and those of TransformerEngine and Flax.
+``sim.delayed`` implements all of them; a backend implements some and refuses the others.
 """
 
 import dataclasses
@@ -15,20 +16,21 @@ from fp8ref.policy import POLICIES, ScalePolicy
 class DelayedScaling:
     """Every decision between the amaxes of past steps and a scale.
 
-    history_length  how many observed amaxes count, the newest included.
+    history_length  the number of observed amaxes that count, the newest included.
     amax_compute    ``max`` of the history, or the ``most_recent`` amax.
     interval        the scale is computed at the first observed update and at every interval-th after it; the history grows at each.
-    policy          from that amax to the scale; the margin is its.
+    policy          makes the scale of that amax; its margin applies.
     timing          ``update``: the scale is computed when an amax arrives, for the next step. ``use``: it is computed
                     at the next step, and stored after that step; what is stored is one step behind.
     reuse           several uses of a module in one step: ``max``: one observation, the largest; ``sum``: every use makes a
                     state, and autodiff adds them up.
-    unused          a module without a use in a step: ``keep`` its state, or ``zero`` all of it.
+    unused          a module that a step does not use: ``keep`` its state, or ``zero`` all of it.
     zero            an amax of zero: ``record`` it, or ``skip`` the update.
     non_finite      an infinite or NaN amax, or a flag that says so: ``skip`` the update, or ``record`` the amax as it is.
     nan_in_history  under ``max``: ``propagate`` a NaN, or ``drop`` it, as C's fmaxf does.
 
-    Raises:         ValueError: a length or interval below 1, an unknown word, a policy that makes e8m0 scales, timing ``use`` with an interval.
+    Raises:         ValueError: a length or interval below 1, an unknown word, a policy that makes e8m0 scales, timing ``use``
+                    with an interval.
     """
 
     name: str
@@ -60,7 +62,7 @@ class DelayedScaling:
 
     @property
     def as_fp8refs(self) -> bool:
-        """Whether it keeps histories as fp8ref's own does (H-1 to H-6), but for history_length, amax_compute, interval and margin."""
+        """True if only history_length, amax_compute, interval and margin may differ from fp8ref's own rules (H-1 to H-6)."""
         policy = dataclasses.replace(POLICIES["te_delayed"], name=self.policy.name, margin=self.policy.margin)
         free = {key: getattr(self, key) for key in ("name", "history_length", "amax_compute", "interval")}
         return self == DelayedScaling(policy=policy, **free)

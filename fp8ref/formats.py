@@ -1,7 +1,7 @@
-"""Floating-point formats as data (SEMANTICS F-1 to F-4): five of 8 bits, and the wider ones that tensors come in.
+"""Floating-point formats as data (SEMANTICS F-1 to F-4): five formats of 8 bits, and float32, bfloat16 and float16.
 
 A format is a layout and a rule for its special codes; everything else is derived. Nothing here rounds: see ``sim/cast.py``.
-``FP8_FORMATS`` has by name the four that tensors are quantised to, ``FORMATS`` all of them.
+``FP8_FORMATS`` holds the four formats that tensors are quantised to, by name; ``FORMATS`` holds all of them.
 """
 
 from dataclasses import dataclass
@@ -10,9 +10,9 @@ from typing import Literal
 
 @dataclass(frozen=True, kw_only=True)
 class Format:
-    """One binary floating-point format: a number is (-1)^sign * 2^(exponent field - bias) * 1.mantissa, subnormal where the field is 0.
+    """A binary floating-point format: (-1)^sign * 2^(exponent field - bias) * 1.mantissa, subnormal where the field is 0.
 
-    Equal where all fields are, hashable, and printed by its name. ``specials`` names which codes are not finite numbers:
+    Formats are equal where all fields are, hashable, and printed by name. ``specials`` says which codes are not finite numbers:
     ``ieee``   the all-ones exponent holds Inf (mantissa 0) and NaN;
     ``fn``     no Inf; only the code with all exponent and mantissa bits set is NaN, in both signs;
     ``fnuz``   no Inf, no -0; the code of -0 is the only NaN.
@@ -28,7 +28,7 @@ class Format:
 
     @property
     def bits(self) -> int:
-        """Of a code, the sign's among them."""
+        """The length of a code, the sign bit included."""
         return self.signed + self.exponent_bits + self.mantissa_bits
 
     @property
@@ -38,7 +38,7 @@ class Format:
 
     @property
     def sign_bit(self) -> int:
-        """What a negative number's code has set; 0 of an unsigned format."""
+        """The bit that negative numbers have set; 0 in an unsigned format."""
         return 1 << (self.bits - 1) if self.signed else 0
 
     @property
@@ -68,7 +68,7 @@ class Format:
 
     @property
     def inf_code(self) -> int | None:
-        """The code of +Inf; None of a format without infinities."""
+        """The code of +Inf; None in a format without infinities."""
         return self.max_code + 1 if self.specials == "ieee" else None
 
     @property

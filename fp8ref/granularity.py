@@ -1,4 +1,4 @@
-"""Which elements share a scale (SEMANTICS S-6): the shape of a tensor's scales, as data."""
+"""Granularities as data: which elements of a tensor share a scale, and the shape of its scales (SEMANTICS S-6)."""
 
 import math
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from fp8ref import registry
 class Granularity:
     """A block of ``other`` x ``reduced`` elements shares one scale; ``None`` is the whole axis.
 
-    ``reduced`` counts along the reduced axis (a GEMM's K), ``other`` along every other axis. Blocks divide the reduced axis;
+    ``reduced`` is a length along the reduced axis (a GEMM's K), ``other`` along every other axis. Blocks divide the reduced axis;
     along another axis the last block may be shorter, as if the tensor were padded with zeros (SEMANTICS S-6).
     """
 
@@ -37,7 +37,7 @@ def by_name(name: str) -> Granularity:
 
 
 def block_of(a: str, b: str) -> int | None:
-    """The length along K of the blocks that share a scale, of both operands of a GEMM; None where all of K does (SEMANTICS G-13, L-4).
+    """The length along K that shares a scale, for both operands of a GEMM; None for all of K (SEMANTICS G-13, L-4).
 
     >>> block_of("blockwise_1x128", "blockwise_128x128"), block_of("rowwise", "tensorwise")
     (128, None)
@@ -54,7 +54,7 @@ def block_of(a: str, b: str) -> int | None:
 
 
 def normalise_axis(axis: int, ndim: int) -> int:
-    """axis counted from the front; ValueError where a tensor of so many dims has no such axis."""
+    """axis counted from the front; ValueError if a tensor of ndim dims has no such axis."""
     if isinstance(axis, bool) or not isinstance(axis, int) or not -ndim <= axis < ndim:
         raise ValueError(f"the reduced axis lies in [-{ndim}, {ndim}) for a {ndim}-d tensor; got axis={axis!r}.")
     return axis % ndim
@@ -63,7 +63,7 @@ def normalise_axis(axis: int, ndim: int) -> int:
 def blocks(name: str, shape: tuple[int, ...], axis: int) -> tuple[int, ...]:
     """The size of a whole block along each axis of a tensor of this shape: ``shape`` itself for tensorwise.
 
-    Raises:   ValueError: an empty tensor (SEMANTICS S-7); unless tensorwise, an axis that is not there or a block that does not divide K.
+    Raises:   ValueError: an empty tensor (SEMANTICS S-7); unless tensorwise, an axis that x lacks or a block that does not divide K.
     """
     granularity = by_name(name)
     if math.prod(shape) == 0:

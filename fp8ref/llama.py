@@ -1,6 +1,7 @@
-"""What both backends' models share (SEMANTICS M): sizes, parameter names and shapes, initial weights, rotary tables.
+"""The trainer's Llama as data, shared by both backends (SEMANTICS M): sizes, parameter names and shapes, initial weights.
 
-Names and shapes are those of ``transformers.LlamaForCausalLM``.
+Names and shapes are those of ``transformers.LlamaForCausalLM``. The forward passes are ``sim.llama``, ``train.jax.llama`` and
+``train.torch.llama``.
 """
 
 import math
@@ -52,12 +53,12 @@ class LlamaConfig:
 
     @property
     def head_dim(self) -> int:
-        """Of one head's queries, keys and values; even, for rotary pairs."""
+        """The length of a head's query, key or value; even, because rotary embeddings pair its elements."""
         return self.hidden_size // self.num_attention_heads
 
 
 def linear_shapes(config: LlamaConfig) -> dict[str, tuple[int, int]]:
-    """Name -> [N, K] of every linear, in the order of the forward pass; the tied lm_head is not a linear of its own."""
+    """Name -> [N, K] of every linear, in the order of the forward pass. A tied lm_head is the embedding, so it is not among them."""
     hidden, inner = config.hidden_size, config.intermediate_size
     kv = config.num_key_value_heads * config.head_dim
     shapes: dict[str, tuple[int, int]] = {}
