@@ -1,8 +1,9 @@
 """Quantisation error in numbers (SEMANTICS Q): for a tensor, or for each group that shares a scale.
 
-``statistics`` gives SQNR, bias, and the rates of underflow, overflow and saturation; ``exponents`` histograms; ``error`` the
-error of a GEMM's output against a reference. Statistics and histograms are sums or maxima over elements, taken in slabs by
-``reduce_groups``, so that a large tensor needs little extra memory.
+``statistics`` gives SQNR, bias, and the rates of underflow, overflow and saturation; ``exponents``
+histograms; ``error`` the error of a GEMM's output against a reference. Statistics and histograms
+are sums or maxima over elements, taken in slabs by ``reduce_groups``, so that a large tensor needs
+little extra memory.
 """
 
 from collections.abc import Callable, Hashable, Iterator
@@ -22,19 +23,23 @@ K = TypeVar("K", bound=Hashable)
 
 @dataclass(frozen=True, kw_only=True)
 class Statistics:
-    """Counts (int64) and sums (float64), of a tensor (shape ``()``) or of each group (the scales' shape, SEMANTICS Q-6).
+    """Counts (int64) and sums (float64), of a tensor (shape ``()``) or of each group (the scales'
+    shape, SEMANTICS Q-6).
 
     count          elements
     zeros          inputs that are zero
-    non_finite     inputs that are NaN or infinite: left out of sums and maxima, but among the counts of codes
+    non_finite     inputs that are NaN or infinite: left out of sums and maxima, but among the
+                   counts of codes
     non_finite_codes  codes that are NaN or infinite
     underflows     inputs that are not zero whose code is zero
     subnormals     codes that are subnormal, zero not among them
-    overflows      scaled values, NaN apart, that a cast without saturation would not leave finite (C-4)
+    overflows      scaled values, NaN apart, that a cast without saturation would not leave finite
+                   (C-4)
     saturated      codes of +-max: the group's amax is one of them, overflow or not
     signal, noise  sum of x^2, sum of e^2, with the error e = dequantize(q) - x
     magnitude, error  sum of |x|, sum of e
-    max_ulp        largest |decode(code) - scaled|, in units of the format's spacing at the scaled value (Q-2)
+    max_ulp        largest |decode(code) - scaled|, in units of the format's spacing at the scaled
+                   value (Q-2)
     """
 
     count: np.ndarray
@@ -53,8 +58,8 @@ class Statistics:
 
     @property
     def sqnr(self) -> np.ndarray:
-        """10 log10(signal / noise) in dB. Inf without noise; -Inf if noise is infinite or there is no signal; NaN if a finite x
-        became NaN, or no x is finite (Q-1)."""
+        """10 log10(signal / noise) in dB. Inf without noise; -Inf if noise is infinite or there is
+        no signal; NaN if a finite x became NaN, or no x is finite (Q-1)."""
         with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
             value = 10 * np.log10(self.signal / self.noise)
         value = np.where(self.noise == 0, np.inf, value)
@@ -73,7 +78,8 @@ class Statistics:
 
     @property
     def underflow_rate(self) -> np.ndarray:
-        """underflows / count: of all elements, zeros and non-finite ones included (Q-3), like the other rates."""
+        """underflows / count: of all elements, zeros and non-finite ones included (Q-3), like the
+        other rates."""
         return self.underflows / self.count
 
     @property
@@ -97,10 +103,12 @@ def statistics(x, q: Quantized, *, per_group: bool = False) -> Statistics:
 
     Shapes:   x hp, the shape of q.codes; every field () or, per group, the shape of q.scale.
     Units:    e in x's; max_ulp in spacings of q.fmt.
-    Order:    scaled = RN32(f32(x) * scale), as S-5 before its clip; e = f64(dequantize(q)) - f64(x), rounded once to float64; float64 sums.
-    Specials: NaN and infinite x count as ``non_finite`` and enter no sum; a finite x whose code is NaN makes the sums of e and
-              max_ulp NaN.
-    Raises:   ValueError: x float64, not numbers, empty, or not of q's shape; a q that is not a Quantized of FP8 with its scales.
+    Order:    scaled = RN32(f32(x) * scale), as S-5 before its clip; e = f64(dequantize(q)) -
+              f64(x), rounded once to float64; float64 sums.
+    Specials: NaN and infinite x count as ``non_finite`` and enter no sum; a finite x whose code is
+              NaN makes the sums of e and max_ulp NaN.
+    Raises:   ValueError: x float64, not numbers, empty, or not of q's shape; a q that is not a
+              Quantized of FP8 with its scales.
     Source:   SEMANTICS Q-1 to Q-4, Q-6.
     """
     _check(x, q)
@@ -135,14 +143,16 @@ def _scaled(x: np.ndarray, q: Quantized) -> np.ndarray:
 
 
 def _spacing(scaled: np.ndarray, fmt: Format) -> np.ndarray:
-    """The gap between neighbouring numbers of the format at these values, as if its exponent were unbounded above."""
+    """The gap between neighbouring numbers of the format at these values, as if its exponent were
+    unbounded above."""
     exponent = np.where(scaled == 0, fmt.emin, np.maximum(np.frexp(scaled)[1] - 1, fmt.emin))
     return np.ldexp(1.0, exponent - fmt.mantissa_bits)
 
 
 def _overflows(scaled: np.ndarray, fmt: Format) -> np.ndarray:
     """Whether the values, rounded to nearest even with an exponent unbounded above, exceed max."""
-    # The tie between max and the next number goes to the even code: to max itself unless max's code is odd.
+    # The tie between max and the next number goes to the even code: to max itself unless max's code
+    # is odd.
     magnitude, tie = np.abs(scaled), fmt.max + _spacing(np.asarray(fmt.max), fmt) / 2
     return magnitude >= tie if fmt.max_code % 2 else magnitude > tie
 
@@ -151,8 +161,8 @@ def _overflows(scaled: np.ndarray, fmt: Format) -> np.ndarray:
 class Exponents:
     """Histograms of floor(log2 |value|), int64 [..., bins] (SEMANTICS Q-5).
 
-    Bin 0 is below 2^lowest, bin 1 is exponent lowest, and so on; the last is 2^(highest + 1) and above, infinities included.
-    Zeros and NaNs are in no bin.
+    Bin 0 is below 2^lowest, bin 1 is exponent lowest, and so on; the last is 2^(highest + 1) and
+    above, infinities included. Zeros and NaNs are in no bin.
 
     scaled  of the values before the cast, RN32(f32(x) * scale); codes  of the decoded codes.
     """
@@ -167,8 +177,8 @@ def exponents(x, q: Quantized, *, per_group: bool = False, lowest: int | None = 
     """Histograms of exponents, before and after the cast: which part of the format's range is used.
 
     Shapes:   as statistics, with a last axis of highest - lowest + 3 bins.
-    Units:    exponents of scaled values. Default range: from half the smallest subnormal (below it everything rounds to zero) to
-              the exponent of max.
+    Units:    exponents of scaled values. Default range: from half the smallest subnormal (below it
+              everything rounds to zero) to the exponent of max.
     Raises:   ValueError: as statistics; lowest above highest.
     Source:   SEMANTICS Q-5.
     """
@@ -195,7 +205,8 @@ def exponents(x, q: Quantized, *, per_group: bool = False, lowest: int | None = 
 
 @dataclass(frozen=True, kw_only=True)
 class Error:
-    """The error of an output against its reference (SEMANTICS Q-7), over the elements whose reference is finite.
+    """The error of an output against its reference (SEMANTICS Q-7), over the elements whose
+    reference is finite.
 
     count            elements whose reference is finite
     non_finite       elements whose reference is not
@@ -204,7 +215,8 @@ class Error:
     max_relative     max |out - ref| / |ref|, 0 / 0 being 0
     rms_relative     sqrt(sum (out - ref)^2 / sum ref^2)
     bias             sum (out - ref) / sum |ref|
-    magnitude_bias   sum sign(ref) (out - ref) / sum |ref|: negative where magnitudes shrink, as truncation makes them
+    magnitude_bias   sum sign(ref) (out - ref) / sum |ref|: negative where magnitudes shrink, as
+                     truncation makes them
     """
 
     count: int
@@ -221,7 +233,8 @@ def error(out, reference) -> Error:
     """The error of a GEMM's output against a reference, such as an exact sum.
 
     Shapes:   out and reference of one shape, any floating-point dtypes, each widened to float64.
-    Specials: an output that is NaN or Inf where the reference is finite makes the results NaN or Inf; nothing finite: NaN; 0 / 0 is 0.
+    Specials: an output that is NaN or Inf where the reference is finite makes the results NaN or
+              Inf; nothing finite: NaN; 0 / 0 is 0.
     Raises:   ValueError: shapes that differ; nothing to compare.
     Source:   SEMANTICS Q-7.
     """
@@ -249,11 +262,12 @@ def error(out, reference) -> Error:
 def reduce_groups(
     x, q: Quantized, measure: Callable[[np.ndarray, Quantized], Iterator[tuple[K, np.ufunc, np.ndarray]]], *, per_group: bool
 ) -> dict[K, np.ndarray]:
-    """Sums and maxima of what ``measure`` yields, over all elements or over each of q's groups, in slabs of bounded memory.
+    """Sums and maxima of what ``measure`` yields, over all elements or over each of q's groups, in
+    slabs of bounded memory.
 
-    ``measure`` takes a slab, as float32, and its Quantized, and yields (key, np.add or np.maximum, one value for each
-    element); truth values are counted. Slabs are whole rows of the first axis and cut no group of scales, so a tensor of one
-    row is one slab.
+    ``measure`` takes a slab, as float32, and its Quantized, and yields (key, np.add or np.maximum,
+    one value for each element); truth values are counted. Slabs are whole rows of the first axis
+    and cut no group of scales, so a tensor of one row is one slab.
 
     Shapes:   x not empty, the shape of q.codes; a result () or, per group, the shape of q.scale.
     Order:    within a slab the last axis first; slabs in order.
@@ -281,7 +295,8 @@ def reduce_groups(
 
 
 def _reduce(values: np.ndarray, combine: np.ufunc, groups: list[int | None]) -> np.ndarray:
-    """One reduction of a slab, the last axis first; ``groups`` has the length of a group along each axis, None for all of it."""
+    """One reduction of a slab, the last axis first; ``groups`` has the length of a group along each
+    axis, None for all of it."""
     for i in reversed(range(values.ndim)):
         dtype = np.int64 if values.dtype == np.bool_ else values.dtype
         size = groups[i]
