@@ -25,11 +25,11 @@ Observations of several microbatches ``merge``. The state is not among the param
 Flax casts the weight to the compute dtype before the hook sees it, and adds the bias after the output is rounded.
 """
 
-from fp8ref.jax.flax.checkpoint import flax_recipe, from_flax, to_flax
+from fp8ref.jax.flax.amax_observations import SEEN, STATE, Observed, merge
 from fp8ref.jax.flax.convert import convert
+from fp8ref.jax.flax.fp8_ops_state import flax_recipe, from_flax, to_flax
 from fp8ref.jax.flax.linen import Einsum, linen_dot_general
 from fp8ref.jax.flax.nnx import Fp8State, Seen, nnx_dot_general, nnx_einsum
-from fp8ref.jax.flax.observed import SEEN, STATE, Observed, merge
 from fp8ref.jax.flax.training import unseen, update, value_and_grad
 
 __all__ = [

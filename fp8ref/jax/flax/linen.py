@@ -11,8 +11,8 @@ from flax import struct, traverse_util
 
 from fp8ref.hardware import Multiply
 from fp8ref.jax import contraction, delayed, linear
-from fp8ref.jax.flax import observed
-from fp8ref.jax.flax.observed import SEEN, STATE
+from fp8ref.jax.flax import amax_observations
+from fp8ref.jax.flax.amax_observations import SEEN, STATE
 from fp8ref.recipe import Recipe, Role
 
 
@@ -106,7 +106,7 @@ def _checked(recipe: str | Recipe, name: str) -> Recipe:
 def _contract(hook: nn.Module, use: Callable, precision, preferred_element_type) -> jax.Array:
     recipe: Recipe = hook.recipe
     name = ".".join(hook.path[:-1]) or type(hook.parent).__name__
-    observed.check_arguments(name, recipe, precision, None)
+    amax_observations.check_arguments(name, recipe, precision, None)
     use = functools.partial(use, recipe=recipe, name=name, preferred_element_type=preferred_element_type, multiply=hook.multiply)
     if not delayed.keeps_state(recipe):
         return use()[0]
@@ -126,4 +126,4 @@ def _contract(hook: nn.Module, use: Callable, precision, preferred_element_type)
         f"Call apply(..., mutable=[{SEEN!r}]), and name {SEEN!r} in variable_axes of nn.scan and nn.vmap, or in variable_carry of an "
         "nn.scan that shares weights."
     )
-    return use(state=state.roles, seen=observed.unobserved(recipe, name, remedy))[0]
+    return use(state=state.roles, seen=amax_observations.unobserved(recipe, name, remedy))[0]

@@ -8,7 +8,7 @@ from flax import errors, nnx
 
 from fp8ref.hardware import Multiply
 from fp8ref.jax import contraction, delayed, linear
-from fp8ref.jax.flax import observed
+from fp8ref.jax.flax import amax_observations
 from fp8ref.recipe import Recipe
 
 
@@ -31,7 +31,7 @@ class Hook(nnx.Module):
         self.seen = nnx.data(None)
 
     def _contract(self, use: Callable, precision, out_sharding, preferred_element_type) -> jax.Array:
-        observed.check_arguments(self.name, self.recipe, precision, out_sharding)
+        amax_observations.check_arguments(self.name, self.recipe, precision, out_sharding)
         use = functools.partial(
             use, recipe=self.recipe, name=self.name, preferred_element_type=preferred_element_type, multiply=self.multiply
         )
@@ -40,7 +40,7 @@ class Hook(nnx.Module):
         state = self.state.get_value()
         if self.seen is None:
             remedy = "Use models other than value_and_grad's first argument outside of its loss, and hooks as attributes of their layers."
-            return use(state=state, seen=observed.unobserved(self.recipe, self.name, remedy))[0]
+            return use(state=state, seen=amax_observations.unobserved(self.recipe, self.name, remedy))[0]
         y, after = use(state=state, seen=self.seen.get_value())
         try:
             self.seen.set_value(after)
@@ -49,7 +49,7 @@ class Hook(nnx.Module):
                 f"{self.name}: what this layer observes cannot leave a transformation that closes over it. Use nnx.scan, nnx.remat and the "
                 "like in place of JAX's, with the layer among their arguments."
             ) from error
-        observed.record(self.name)
+        amax_observations.record(self.name)
         return y
 
 

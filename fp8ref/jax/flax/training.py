@@ -7,10 +7,10 @@ import jax
 from flax import nnx, traverse_util
 
 from fp8ref.jax import delayed
-from fp8ref.jax.flax import observed
+from fp8ref.jax.flax import amax_observations
+from fp8ref.jax.flax.amax_observations import SEEN, STATE, Observed
 from fp8ref.jax.flax.linen import collection, linen_states
 from fp8ref.jax.flax.nnx import Fp8State, Hook, Seen, hooks, layer_name
-from fp8ref.jax.flax.observed import SEEN, STATE, Observed
 
 Model: TypeAlias = nnx.Module | Mapping
 
@@ -45,15 +45,15 @@ def update(model: Model, seen: Observed):
     Specials: of a layer that was not used, or whose amax is not finite, the state stays (H-5).
     Raises:   ValueError, at trace time: seen that is not of ``value_and_grad``; naming the layer, observations that are missing.
     """
-    observed.check(seen)
+    amax_observations.check(seen)
     if isinstance(model, nnx.Module):
         of_hooks = {path: hook for path, hook in hooks(model).items() if hook.state is not None}
-        observed.same_layers(of_hooks, seen.layers, "update")
+        amax_observations.same_layers(of_hooks, seen.layers, "update")
         for path, hook in of_hooks.items():
             hook.state.set_value(delayed.update(hook.state.get_value(), seen.layers[path], recipe=hook.recipe))
         return None
     layers = linen_states(_variables(model))
-    observed.same_layers({_key(path): layer for path, layer in layers.items()}, seen.layers, "update")
+    amax_observations.same_layers({_key(path): layer for path, layer in layers.items()}, seen.layers, "update")
     after = {
         path: layer.replace(roles=delayed.update(layer.roles, seen.layers[_key(path)], recipe=layer.recipe))
         for path, layer in layers.items()
@@ -82,7 +82,7 @@ def _of_nnx(loss_fn: Callable, model: nnx.Module, args: tuple, has_aux: bool, wr
             hook.name = layer_name(path, model)
         for hook in stateful.values():
             hook.seen = nnx.data(Seen(_unseen_by(hook)))
-        with observed.observing() as observers:
+        with amax_observations.observing() as observers:
             watched = _watched(loss_fn, observers)
             differentiated = nnx.DiffState(0, nnx.Any(nnx.All(wrt, nnx.Not(Fp8State)), Seen))
             value, both = nnx.value_and_grad(watched, argnums=differentiated, has_aux=has_aux)(model, *args)
@@ -127,7 +127,7 @@ def _of_linen(loss_fn: Callable, variables: Mapping, args: tuple, has_aux: bool)
             )
         return loss, (seen, aux)
 
-    with observed.observing():
+    with amax_observations.observing():
         try:
             differentiated = jax.value_and_grad(of, argnums=(0, 1), has_aux=True)
             (loss, (forward, aux)), (grads, backward) = differentiated(variables["params"], dict(start))
@@ -159,7 +159,7 @@ def _linen_seen(updated, expected: Mapping) -> Mapping[str, delayed.Seen]:
     seen: dict[str, dict] = {}
     for path, value in traverse_util.flatten_dict(updated.get(SEEN, {})).items():
         seen.setdefault(_key(path[:-2]), {})[path[-1]] = value
-    observed.same_layers(expected, seen, "value_and_grad")
+    amax_observations.same_layers(expected, seen, "value_and_grad")
     return seen
 
 

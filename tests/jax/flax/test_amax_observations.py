@@ -2,8 +2,8 @@ import jax.numpy as jnp
 import pytest
 
 from fp8ref.jax import delayed
-from fp8ref.jax.flax import observed
-from fp8ref.jax.flax.observed import Observed
+from fp8ref.jax.flax import amax_observations
+from fp8ref.jax.flax.amax_observations import Observed
 from fp8ref.recipe import RECIPES
 
 
@@ -13,7 +13,7 @@ def of(amax):
 
 def test_microbatches_merge_by_the_largest_in_any_order():  # H-4
     one, two = (Observed(layers={"fc": of(amax)}) for amax in (3.0, 5.0))
-    for merged in (observed.merge(one, two), observed.merge(two, one), observed.merge(two)):
+    for merged in (amax_observations.merge(one, two), amax_observations.merge(two, one), amax_observations.merge(two)):
         assert merged.layers["fc"]["input"].tolist() == [5, 0, 1]
         assert merged.layers["fc"]["weight"].tolist() == [0, 0, 0]
 
@@ -29,14 +29,14 @@ def test_microbatches_merge_by_the_largest_in_any_order():  # H-4
 )
 def test_what_does_not_merge(arguments, message):
     with pytest.raises(ValueError, match=message):
-        observed.merge(*arguments)
+        amax_observations.merge(*arguments)
 
 
 def test_a_layer_whose_observations_would_be_lost_is_named():
     recipe = RECIPES["delayed"]
-    assert set(observed.unobserved(recipe, "fc", "Remedy.")) == {"input", "weight", "grad_output"}
-    with observed.observing() as names:
-        observed.record("head")
+    assert set(amax_observations.unobserved(recipe, "fc", "Remedy.")) == {"input", "weight", "grad_output"}
+    with amax_observations.observing() as names:
+        amax_observations.record("head")
         with pytest.raises(ValueError, match=r"fc: recipe 'delayed' .*lost. Remedy\."):
-            observed.unobserved(recipe, "fc", "Remedy.")
+            amax_observations.unobserved(recipe, "fc", "Remedy.")
     assert names == {"head"}

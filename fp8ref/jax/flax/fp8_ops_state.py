@@ -10,8 +10,8 @@ from flax import traverse_util
 from fp8ref.delayed import DELAYED
 from fp8ref.formats import E4M3FN, E5M2, Format
 from fp8ref.jax.delayed import FlaxState
+from fp8ref.jax.flax.amax_observations import STATE
 from fp8ref.jax.flax.linen import LayerState, collection, linen_states
-from fp8ref.jax.flax.observed import STATE
 from fp8ref.recipe import CastSpec, GemmSpec, Recipe, Role
 
 COLLECTION = "_overwrite_with_gradient"
