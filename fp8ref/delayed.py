@@ -1,7 +1,9 @@
-"""Delayed scaling as data: every decision between the amaxes of past steps and a scale (SEMANTICS H).
+"""Delayed scaling as data: every decision between the amaxes of past steps and a scale (SEMANTICS
+H).
 
-Each way in which libraries differ is a field. DELAYED holds fp8ref's own choice and those of TransformerEngine and Flax.
-``sim.delayed`` implements all of them; a backend implements some and refuses the others.
+Each way in which libraries differ is a field. DELAYED holds fp8ref's own choice and those of
+TransformerEngine and Flax. ``sim.delayed`` implements all of them; a backend implements some and
+refuses the others.
 """
 
 import dataclasses
@@ -18,19 +20,22 @@ class DelayedScaling:
 
     history_length  the number of observed amaxes that count, the newest included.
     amax_compute    ``max`` of the history, or the ``most_recent`` amax.
-    interval        the scale is computed at the first observed update and at every interval-th after it; the history grows at each.
+    interval        the scale is computed at the first observed update and at every interval-th
+                    after it; the history grows at each.
     policy          makes the scale of that amax; its margin applies.
-    timing          ``update``: the scale is computed when an amax arrives, for the next step. ``use``: it is computed
-                    at the next step, and stored after that step; what is stored is one step behind.
-    reuse           several uses of a module in one step: ``max``: one observation, the largest; ``sum``: every use makes a
-                    state, and autodiff adds them up.
+    timing          ``update``: the scale is computed when an amax arrives, for the next step.
+                    ``use``: it is computed at the next step, and stored after that step; what is
+                    stored is one step behind.
+    reuse           several uses of a module in one step: ``max``: one observation, the largest;
+                    ``sum``: every use makes a state, and autodiff adds them up.
     unused          a module that a step does not use: ``keep`` its state, or ``zero`` all of it.
     zero            an amax of zero: ``record`` it, or ``skip`` the update.
-    non_finite      an infinite or NaN amax, or a flag that says so: ``skip`` the update, or ``record`` the amax as it is.
+    non_finite      an infinite or NaN amax, or a flag that says so: ``skip`` the update, or
+                    ``record`` the amax as it is.
     nan_in_history  under ``max``: ``propagate`` a NaN, or ``drop`` it, as C's fmaxf does.
 
-    Raises:         ValueError: a length or interval below 1, an unknown word, a policy that makes e8m0 scales, timing ``use``
-                    with an interval.
+    Raises:         ValueError: a length or interval below 1, an unknown word, a policy that makes
+                    e8m0 scales, timing ``use`` with an interval.
     """
 
     name: str
@@ -62,7 +67,8 @@ class DelayedScaling:
 
     @property
     def as_fp8refs(self) -> bool:
-        """True if only history_length, amax_compute, interval and margin may differ from fp8ref's own rules (H-1 to H-6)."""
+        """True if only history_length, amax_compute, interval and margin may differ from fp8ref's
+        own rules (H-1 to H-6)."""
         policy = dataclasses.replace(POLICIES["te_delayed"], name=self.policy.name, margin=self.policy.margin)
         free = {key: getattr(self, key) for key in ("name", "history_length", "amax_compute", "interval")}
         return self == DelayedScaling(policy=policy, **free)
@@ -82,9 +88,11 @@ DELAYED = {
     d.name: d
     for d in (
         DelayedScaling(name="delayed"),
-        # TransformerEngine, common/recipe/delayed_scaling.cu: kernel_bulk (commit 6b71a0ad); defaults of common/recipe/__init__.py.
+        # TransformerEngine, common/recipe/delayed_scaling.cu: kernel_bulk (commit 6b71a0ad);
+        # defaults of common/recipe/__init__.py.
         DelayedScaling(name="te_delayed", history_length=1024, zero="skip", non_finite="record", nan_in_history="drop"),
-        # flax 0.12.8, linen/fp8_ops.py: Fp8DirectDotGeneralOp, whose state is overwritten with its own cotangent.
+        # flax 0.12.8, linen/fp8_ops.py: Fp8DirectDotGeneralOp, whose state is overwritten with its
+        # own cotangent.
         DelayedScaling(
             name="flax",
             history_length=1024,

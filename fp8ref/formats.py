@@ -1,7 +1,9 @@
-"""Floating-point formats as data (SEMANTICS F-1 to F-4): five formats of 8 bits, and float32, bfloat16 and float16.
+"""Floating-point formats as data (SEMANTICS F-1 to F-4): five formats of 8 bits, and float32,
+bfloat16 and float16.
 
-A format is a layout and a rule for its special codes; everything else is derived. Nothing here rounds: see ``sim/cast.py``.
-``FP8_FORMATS`` holds the four formats that tensors are quantised to, by name; ``FORMATS`` holds all of them.
+A format is a layout and a rule for its special codes; everything else is derived. Nothing here
+rounds: see ``sim/cast.py``. ``FP8_FORMATS`` holds the four formats that tensors are quantised to,
+by name; ``FORMATS`` holds all of them.
 """
 
 from dataclasses import dataclass
@@ -10,9 +12,11 @@ from typing import Literal
 
 @dataclass(frozen=True, kw_only=True)
 class Format:
-    """A binary floating-point format: (-1)^sign * 2^(exponent field - bias) * 1.mantissa, subnormal where the field is 0.
+    """A binary floating-point format: (-1)^sign * 2^(exponent field - bias) * 1.mantissa, subnormal
+    where the field is 0.
 
-    Formats are equal where all fields are, hashable, and printed by name. ``specials`` says which codes are not finite numbers:
+    Formats are equal where all fields are, hashable, and printed by name. ``specials`` says which
+    codes are not finite numbers:
     ``ieee``   the all-ones exponent holds Inf (mantissa 0) and NaN;
     ``fn``     no Inf; only the code with all exponent and mantissa bits set is NaN, in both signs;
     ``fnuz``   no Inf, no -0; the code of -0 is the only NaN.
@@ -33,7 +37,8 @@ class Format:
 
     @property
     def emin(self) -> int:
-        """The exponent of the smallest normal number; subnormals are multiples of 2^(emin - mantissa_bits)."""
+        """The exponent of the smallest normal number; subnormals are multiples of 2^(emin -
+        mantissa_bits)."""
         return 1 - self.bias if self.signed else -self.bias
 
     @property
@@ -63,7 +68,8 @@ class Format:
 
     @property
     def smallest_subnormal(self) -> float:
-        """The smallest positive number (in e8m0fnu, which has no subnormals, the smallest normal one)."""
+        """The smallest positive number (in e8m0fnu, which has no subnormals, the smallest normal
+        one)."""
         return 2.0 ** (self.emin - self.mantissa_bits)
 
     @property

@@ -1,4 +1,5 @@
-"""Granularities as data: which elements of a tensor share a scale, and the shape of its scales (SEMANTICS S-6)."""
+"""Granularities as data: which elements of a tensor share a scale, and the shape of its scales
+(SEMANTICS S-6)."""
 
 import math
 from dataclasses import dataclass
@@ -10,8 +11,9 @@ from fp8ref import registry
 class Granularity:
     """A block of ``other`` x ``reduced`` elements shares one scale; ``None`` is the whole axis.
 
-    ``reduced`` is a length along the reduced axis (a GEMM's K), ``other`` along every other axis. Blocks divide the reduced axis;
-    along another axis the last block may be shorter, as if the tensor were padded with zeros (SEMANTICS S-6).
+    ``reduced`` is a length along the reduced axis (a GEMM's K), ``other`` along every other axis.
+    Blocks divide the reduced axis; along another axis the last block may be shorter, as if the
+    tensor were padded with zeros (SEMANTICS S-6).
     """
 
     name: str
@@ -37,7 +39,8 @@ def by_name(name: str) -> Granularity:
 
 
 def block_of(a: str, b: str) -> int | None:
-    """The length along K that shares a scale, for both operands of a GEMM; None for all of K (SEMANTICS G-13, L-4).
+    """The length along K that shares a scale, for both operands of a GEMM; None for all of K
+    (SEMANTICS G-13, L-4).
 
     >>> block_of("blockwise_1x128", "blockwise_128x128"), block_of("rowwise", "tensorwise")
     (128, None)
@@ -61,9 +64,11 @@ def normalise_axis(axis: int, ndim: int) -> int:
 
 
 def blocks(name: str, shape: tuple[int, ...], axis: int) -> tuple[int, ...]:
-    """The size of a whole block along each axis of a tensor of this shape: ``shape`` itself for tensorwise.
+    """The size of a whole block along each axis of a tensor of this shape: ``shape`` itself for
+    tensorwise.
 
-    Raises:   ValueError: an empty tensor (SEMANTICS S-7); unless tensorwise, an axis that x lacks or a block that does not divide K.
+    Raises:   ValueError: an empty tensor (SEMANTICS S-7); unless tensorwise, an axis that x lacks
+              or a block that does not divide K.
     """
     granularity = by_name(name)
     if math.prod(shape) == 0:
@@ -81,7 +86,8 @@ def blocks(name: str, shape: tuple[int, ...], axis: int) -> tuple[int, ...]:
 
 
 def scale_shape(name: str, shape: tuple[int, ...], axis: int) -> tuple[int, ...]:
-    """Shape of the scales: ``()`` for tensorwise, otherwise the number of blocks along each axis. Raises as ``blocks``.
+    """Shape of the scales: ``()`` for tensorwise, otherwise the number of blocks along each axis.
+    Raises as ``blocks``.
 
     >>> scale_shape("rowwise", (64, 256), -1), scale_shape("rowwise", (64, 256), 0)
     ((64, 1), (1, 256))

@@ -1,4 +1,5 @@
-"""Look up frozen data by name: policies, recipes, epilogues, accumulation plans and hardware share one lookup and one error."""
+"""Look up frozen data by name: policies, recipes, epilogues, accumulation plans and hardware share
+one lookup and one error."""
 
 from collections.abc import Mapping
 from typing import TypeVar
@@ -18,7 +19,8 @@ def lookup(requirement: str, table: Mapping[str, T], key: str | T, kind: type[T]
     """
     if kind is not None and isinstance(key, kind):
         return key
-    # The type is asked first: an unhashable key, such as a list, would raise TypeError in the table.
+    # The type is asked first: an unhashable key, such as a list, would raise TypeError in the
+    # table.
     if not isinstance(key, str) or key not in table:
         raise ValueError(f"{requirement} one of {', '.join(table)}; got {key!r}.")
     return table[key]

@@ -1,7 +1,8 @@
 """The quantisation statistics that a run records of its FP8 operands (SEMANTICS Q-8 to Q-10).
 
-A backend measures the part of an operand that a device or rank holds, as float64 numbers in the order of FIELDS. ``merged``
-makes one record of all parts. The simulator's own statistics are ``sim.stats``.
+A backend measures the part of an operand that a device or rank holds, as float64 numbers in the
+order of FIELDS. ``merged`` makes one record of all parts. The simulator's own statistics are
+``sim.stats``.
 """
 
 import math
@@ -42,10 +43,13 @@ def planned(decisions: Iterable[Decision]) -> list[Operand]:
 
 
 def merged(operands: Sequence[Operand], parts: Sequence[np.ndarray]) -> dict[str, dict]:
-    """The recorded statistics of each operand, by name (Q-8): amax, scale_min, scale_max; rates as fractions; non_finite, a count; sqnr in dB.
+    """The recorded statistics of each operand, by name (Q-8): amax, scale_min, scale_max; rates as
+    fractions; non_finite, a count; sqnr in dB.
 
-    Shapes:   parts float64 [parts, FIELDS], one array for each operand; a part whose count is 0 holds no element of it.
-    Specials: None where JSON has no number: an amax or scale that is not finite, an SQNR without noise, signal or a finite x.
+    Shapes:   parts float64 [parts, FIELDS], one array for each operand; a part whose count is 0
+              holds no element of it.
+    Specials: None where JSON has no number: an amax or scale that is not finite, an SQNR without
+              noise, signal or a finite x.
     """
     return {operand.name: _recorded(of_one) for operand, of_one in zip(operands, parts, strict=True)}
 

@@ -1,9 +1,10 @@
 """One linear layer: three GEMMs (SEMANTICS L), joined to JAX's autodiff by one custom_vjp.
 
-Read it from top to bottom. ``apply`` and ``contract`` check the arguments and collect what is static in a ``Use``; ``_forward``
-runs the output GEMM and says what the backward pass needs; ``_backward`` runs grad_input and grad_weight. All three GEMMs go
-through ``_gemm``: quantise each operand along the axis that is reduced, gather it in FP8, multiply, round.
-``operands`` quantises and gathers, ``gemm`` multiplies, ``sharding`` says which mesh axes each of them is about.
+Read it from top to bottom. ``apply`` and ``contract`` check the arguments and collect what is
+static in a ``Use``; ``_forward`` runs the output GEMM and says what the backward pass needs;
+``_backward`` runs grad_input and grad_weight. All three GEMMs go through ``_gemm``: quantise each
+operand along the axis that is reduced, gather it in FP8, multiply, round. ``operands`` quantises
+and gathers, ``gemm`` multiplies, ``sharding`` says which mesh axes each of them is about.
 """
 
 import functools
@@ -39,20 +40,28 @@ def apply(
     name: str = "linear",
     multiply: Multiply | None = None,
 ) -> tuple[jax.Array, delayed.Seen | None]:
-    """output [..., N] = input x [..., K] x weight w [N, K], and gradients by the recipe's two backward GEMMs. Under jit, grad, vmap and shard_map.
+    """output [..., N] = input x [..., K] x weight w [N, K], and gradients by the recipe's two
+    backward GEMMs.
 
-    Shapes:   x [..., K] and w [N, K] of one dtype, bfloat16, float16 or float32; output [..., N] of that dtype. With a placement, inside
-              shard_map, they are a device's pieces, and so is the output.
+    Works under jit, grad, vmap and shard_map.
+
+    Shapes:   x [..., K] and w [N, K] of one dtype, bfloat16, float16 or float32; output [..., N] of
+              that dtype. With a placement, inside shard_map, all of them are a device's pieces.
     Order:    leading dims flatten to M; SEMANTICS L-2, L-3, L-6; between devices P-9.
-    Specials: as ``scaling.quantize`` and ``gemm.matmul``: under policy torchao a NaN or Inf makes NaN of every output that its scale reaches.
-    multiply  simulated hardware, such as ``fp8ref.sim.hardware.by_name("hopper")``, that multiplies on the host in place of XLA's FP8 dots (G-19).
-    Returns:  (output, seen). Under delayed scaling, seen merged with what this use observed of input and weight, and the
-              gradient by seen merged with what it observed of grad_output (H-4): give every use the seen of the one before it.
-              A recipe that scales dynamically takes and gives None.
-    Gradient: by x, w and seen; state is a constant. Inside shard_map they are complete: of what a device holds, summed over the others.
-    Warns:    once, of dims that are not multiples of 16, which XLA pads for the hardware (L-5).
-    Raises:   ValueError, naming the layer: shapes or dtypes that do not fit, a recipe this backend cannot run, a state or seen of
-              another recipe or none where the recipe needs them, what ``sharding.mode`` refuses.
+    Specials: as ``scaling.quantize`` and ``gemm.matmul``: under policy torchao a NaN or Inf makes
+              NaN of every output that its scale reaches.
+    multiply  simulated hardware, such as ``fp8ref.sim.hardware.by_name("hopper")``: multiplies on
+              the host in place of XLA's FP8 dots (G-19).
+    Returns:  (output, seen). Under delayed scaling, seen is merged with this use's observations of
+              input and weight, and the gradient by seen with its observation of grad_output (H-4):
+              give every use the seen of the use before it. A recipe that scales dynamically takes
+              and gives None.
+    Gradient: by x, w and seen; state is a constant. Inside shard_map gradients are complete: those
+              of a device's pieces, summed over the other devices.
+    Warns:    once, if dims are not multiples of 16, which XLA pads for the hardware (L-5).
+    Raises:   ValueError, naming the layer: shapes or dtypes that do not fit, a recipe this backend
+              cannot run, a state or seen of another recipe, or none if the recipe needs them; and
+              as ``sharding.mode``.
     """
     y, seen, _ = measured(x, w, recipe=recipe, state=state, seen=seen, placement=placement, name=name, tap=None, multiply=multiply)
     return y, seen
@@ -70,11 +79,15 @@ def measured(
     tap: jax.Array | None,
     multiply: Multiply | None = None,
 ) -> tuple[jax.Array, delayed.Seen | None, jax.Array | None]:
-    """``apply``, and where a tap is given what quantising did to its operands (SEMANTICS Q-8). Raises as apply.
+    """``apply``, and with a tap the quantisation statistics of its operands (SEMANTICS Q-8). Raises
+    as apply.
 
-    tap       float32 zeros [6, stats.LENGTH], one for each use of a linear; inside shard_map varying along all axes of its mesh.
-    Returns:  (output, seen, tap): the tap with measurements of the output GEMM's operands, of what this device holds of them. Those of the backward
-              GEMMs' are the gradient by the tap, in other rows; what a GEMM takes of an earlier one, codes and scale, is measured there alone.
+    tap       float32 zeros [6, stats.LENGTH], one for each use of a linear; inside shard_map
+              varying along all axes of its mesh.
+    Returns:  (output, seen, tap): the tap holds measurements of this device's part of the output
+              GEMM's operands. Those of the backward GEMMs are the gradient by the tap, in other
+              rows. An operand that a GEMM takes over from an earlier one, codes and scale, is
+              measured once, there.
     """
     if w.ndim != 2 or x.ndim < 1 or x.shape[-1] != w.shape[1]:
         raise ValueError(f"{name}: a linear takes x [..., K] and w [N, K] with the same K; got {x.shape} and {w.shape}.")
@@ -95,10 +108,12 @@ def check_recipe(recipe: str | Recipe, name: str) -> Recipe:
 
 @contextmanager
 def observing(observer: Callable):
-    """While a function is traced in this context, every FP8 GEMM reports what it computed, from inside the compiled program.
+    """While a function is traced in this context, every FP8 GEMM reports its operands and result,
+    from inside the compiled program.
 
-    observer(name, gemm, a, b, out) is called with NumPy values when it runs: a and b as (hp, codes uint8, scale), hp and
-    codes in the tensors' own layout (SEMANTICS L-2's input [M, K], weight [N, K], grad_output [M, N]; Flax's weights [K, N]).
+    observer(name, gemm, a, b, out) is called with NumPy values when it runs: a and b as (hp, codes
+    uint8, scale), hp and codes in the tensors' own layout (SEMANTICS L-2's input [M, K], weight [N,
+    K], grad_output [M, N]; Flax's weights [K, N]).
     """
     token = _observer.set(observer)
     try:
@@ -121,7 +136,8 @@ def contract(
     tap: jax.Array | None = None,
     multiply: Multiply | None = None,
 ) -> tuple[jax.Array, delayed.Seen | None, jax.Array | None]:
-    """x [..., M, K] x w [N, K], or w [..., N, K] of equal leading dims, -> [..., M, N]: the core of ``apply`` and ``contraction``.
+    """x [..., M, K] x w [N, K], or w [..., N, K] of equal leading dims, -> [..., M, N]: the core of
+    ``apply`` and ``contraction``.
 
     turned    w is [..., K, N], as Flax keeps it: the same bits, without transposing it.
     out_dtype of the output; None: x's, which w's then is too.
@@ -178,8 +194,9 @@ def _forward(x: jax.Array, w: jax.Array, state_scales: Scales, seen: dict, tap: 
             if cast
         }
         y, measured = _gemm("output", tensors, quantized, state_scales, use)  # [M, K] x [N, K] -> [M, N]
-    # Residuals: a tensorwise operand serves the backward pass as codes, a byte an element. Every other one is quantised again
-    # from its tensor, along another axis (L-3), so the tensor is saved.
+    # Residuals: a tensorwise operand serves the backward pass as codes, a byte an element. Every
+    # other one is quantised again from its tensor, along another axis (L-3), so the tensor is
+    # saved.
     codes = {role: q for role, q in quantized.items() if use.serves_backward(role)}
     saved = {role: v for role, v in tensors.items() if role not in codes or use.observer}
     tap = None if tap is None else tap + stats.rows(measured)
@@ -189,11 +206,13 @@ def _forward(x: jax.Array, w: jax.Array, state_scales: Scales, seen: dict, tap: 
 def _backward(use: Use, residuals, cotangents):
     """grad_input and grad_weight, in the order of ``_linear``'s arguments.
 
-    The cotangent of seen carries observations: ``later`` holds those of the uses after this one, and what is returned adds
-    grad_output's. The cotangent of tap carries measurements in the same way.
+    The cotangent of seen carries observations: ``later`` holds those of the uses after this one,
+    and what is returned adds grad_output's. The cotangent of tap carries measurements in the same
+    way.
     """
     (saved, codes, state_scales, seen), (g, later, tap) = residuals, cotangents
-    # Without a barrier XLA merges this gather with the equal one of the forward pass, and keeps the whole tensor until then.
+    # Without a barrier XLA merges this gather with the equal one of the forward pass, and keeps the
+    # whole tensor until then.
     saved, codes = (
         {role: jax.tree.map(lax.optimization_barrier, v) if use.gathers_again(role) else v for role, v in those.items()}
         for those in (saved, codes)
@@ -203,7 +222,8 @@ def _backward(use: Use, residuals, cotangents):
     first, second = use.recipe.grad_input.a, use.recipe.grad_weight.a
     with jax.named_scope(f"{use.name}/grad_input"):
         if first is not None and first == second and first.granularity == "tensorwise":
-            # One scale for all of grad_output: its codes serve both GEMMs, whichever axis each reduces.
+            # One scale for all of grad_output: its codes serve both GEMMs, whichever axis each
+            # reduces.
             quantized["grad_output"] = operands.quantize(g, "grad_output", first, -1, state_scales, use)
         grad_input, of_first = _gemm("grad_input", tensors, quantized, state_scales, use)  # [M, N] x [N, K] -> [M, K]
     with jax.named_scope(f"{use.name}/grad_weight"):
@@ -220,11 +240,13 @@ _linear.defvjp(_forward, _backward)
 def _gemm(
     which: Gemm, tensors: Mapping[Role, jax.Array], quantized: Mapping[Role, Quantized], state_scales: Scales, use: Use
 ) -> tuple[jax.Array, stats.Measured]:
-    """One of the three GEMMs (SEMANTICS L-2), leading dims flattened to M unless they are batch dims.
+    """One of the three GEMMs (SEMANTICS L-2), leading dims flattened to M unless they are batch
+    dims.
 
     quantized  operands that are quantised already; the others are quantised here, from tensors.
 
-    Order:     quantise, gather, multiply and sum over devices, round as G-8 says, cast to the result's dtype.
+    Order:     quantise, gather, multiply and sum over devices, round as G-8 says, cast to the
+               result's dtype.
     Returns:   the result, and measurements of the operands that no earlier GEMM has measured.
     """
     spec, roles, collective = use.recipe.gemms[which], OPERANDS[which], use.collective(which)
@@ -260,7 +282,8 @@ def _gemm(
 
 
 def _observed(seen: dict, tensors: Mapping[Role, jax.Array], given: dict, use: Use) -> dict:
-    """seen, merged with the amaxes of those of its roles that are among tensors; over a vmapped axis that ``given`` lacks, the largest."""
+    """seen, merged with the amaxes of those of its roles that are among tensors; over a vmapped
+    axis that ``given`` lacks, the largest."""
     merged = {}
     for role, of_role in seen.items():
         if role in tensors:
@@ -270,7 +293,8 @@ def _observed(seen: dict, tensors: Mapping[Role, jax.Array], given: dict, use: U
 
 
 def _check_arrays(x: jax.Array, w: jax.Array, out_dtype, name: str):
-    """The output's dtype; ValueError for a name that ``proof`` could not read back, or dtypes that do not fit."""
+    """The output's dtype; ValueError for a name that ``proof`` could not read back, or dtypes that
+    do not fit."""
     if set(name) & set("/()"):
         raise ValueError(f"a layer's name has no '/', '(' or ')', by which the proof parts it from what is around it; got {name!r}.")
     if out_dtype is None and x.dtype != w.dtype:

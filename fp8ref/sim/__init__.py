@@ -1,4 +1,5 @@
-"""The simulator: FP8 training numerics in NumPy, the definition of correct. It imports neither jax nor torch.
+"""The simulator: FP8 training numerics in NumPy, the definition of correct. It imports neither jax
+nor torch.
 
 Read it in this order; each module cites its clauses of docs/SEMANTICS.md:
 
@@ -6,7 +7,8 @@ Read it in this order; each module cites its clauses of docs/SEMANTICS.md:
     scales        amax -> scale, by a policy (S)
     scaling       tensor -> amax, codes and back (S)
     delayed       scales from the amaxes of earlier steps (H)
-    accumulate    sum over K: exact, float32 in order, tensor-core plans (G), whose single step is ``tensor_core``
+    tensor_core   one step of a tensor core (G)
+    accumulate    sum over K: exact, float32 in order, plans of tensor-core steps (G)
     gemm          accumulate, then the epilogue (G)
     linear        the three GEMMs of a layer (L)
     mesh, sharding, sharded_gemm
@@ -15,9 +17,10 @@ Read it in this order; each module cites its clauses of docs/SEMANTICS.md:
     stats         what quantising cost (Q)
     hardware      a plan for each of a recipe's GEMMs, for the backends to call (G-19)
 
-The definition of each function is plain NumPy, named ``..._plain`` where it has a compiled twin. The twins are in ``kernels``,
-and equal the definitions bit for bit. ``philox`` draws the numbers of stochastic rounding; ``threads`` splits the kernels' work.
-Arrays are float32 unless said otherwise, also where they hold values of a narrower format: such a format is a set of values.
+The definition of each function is plain NumPy, named ``..._plain`` where it has a compiled twin.
+The twins are in ``kernels``, and equal the definitions bit for bit. ``philox`` draws the numbers of
+stochastic rounding; ``threads`` splits the kernels' work. Arrays are float32 unless said otherwise,
+also where they hold values of a narrower format: such a format is a set of values.
 """
 
 from fp8ref import moved

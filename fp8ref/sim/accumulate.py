@@ -1,12 +1,13 @@
-"""Accumulation, the sum over K of a GEMM: exact (SEMANTICS G-2), in float32 in order (G-3), or by a tensor core's plan (G-12).
+"""Accumulation, the sum over K of a GEMM: exact (SEMANTICS G-2), in float32 in order (G-3), or by a
+tensor core's plan (G-12).
 
     exact_sum   one rounding, of the exact sum
     f32         acc = RN32(acc + a_k * b_k), k ascending
-    chains      chains of tensor-core steps, each from 0, added in float32 as an ``Accumulation`` says
+    chains      chains of tensor-core steps, added in float32 as an ``Accumulation`` says
 
-All take finite values; ``with_specials`` puts infinities and NaNs back (G-6). Scales come later, in ``gemm``.
-``chains_plain`` and ``f32_plain`` are the definitions; their compiled twins are in ``kernels.gemm``. ``exact_sum`` has none:
-a float64 matrix product does its work.
+All take finite values; ``with_specials`` puts infinities and NaNs back (G-6). Scales come later, in
+``gemm``. ``chains_plain`` and ``f32_plain`` are the definitions; their compiled twins are in
+``kernels.gemm``. ``exact_sum`` has none: a float64 matrix product does its work.
 """
 
 from dataclasses import dataclass
@@ -27,15 +28,17 @@ SPLIT_TILE = 128
 
 @dataclass(frozen=True, kw_only=True)
 class Accumulation:
-    """An accumulation plan (G-12): chains of steps that start from 0 every ``promotion`` of K, added in float32, in order.
+    """An accumulation plan (G-12): chains of steps that start from 0 every ``promotion`` of K,
+    added in float32, in order.
 
     promotion    None: one chain over all of K, fast accumulation. 128: slow.
     split_k      parts of K, whose sums are added in float32, in order.
-    split_order  ``contiguous``: a part is a run of tiles; ``interleaved``: part i has every split_k-th tile, from the i-th on.
+    split_order  ``contiguous``: a part is a run of tiles; ``interleaved``: part i has every
+                 split_k-th tile, from the i-th on.
     split_tile   length along K of a tile, which stays together in a part.
 
-    Raises:      ValueError: a unit that is not a TensorCore; promotion or split_tile not multiples of 32; split_k below 1;
-                 another split_order.
+    Raises:      ValueError: a unit that is not a TensorCore; promotion or split_tile not multiples
+                 of 32; split_k below 1; another split_order.
     """
 
     name: str
@@ -70,14 +73,16 @@ ACCUMULATIONS = {
 
 
 def by_name(accumulate: "str | Accumulation") -> "str | Accumulation":
-    """The plan of that name; 'exact', 'f32' and an Accumulation are themselves; ValueError for anything else."""
+    """The plan of that name; 'exact', 'f32' and an Accumulation are themselves; ValueError for
+    anything else."""
     if accumulate in ("exact", "f32"):
         return accumulate
     return registry.lookup("accumulate is an Accumulation, 'exact', 'f32' or", ACCUMULATIONS, accumulate, Accumulation)
 
 
 def chains_plain(a: np.ndarray, b: np.ndarray, fmt_a: Format, fmt_b: Format, plan: Accumulation) -> np.ndarray:
-    """The definition of a plan (G-12) over finite values a [M, K] and b [N, K] of the formats, K a multiple of 32: float32 [M, N]."""
+    """The definition of a plan (G-12) over finite values a [M, K] and b [N, K] of the formats, K a
+    multiple of 32: float32 [M, N]."""
     zero = np.zeros((len(a), len(b)), np.float32)
     total = zero
     for of_part in parts(a.shape[1], plan):
@@ -90,7 +95,8 @@ def chains_plain(a: np.ndarray, b: np.ndarray, fmt_a: Format, fmt_b: Format, pla
 
 
 def parts(k: int, plan: Accumulation) -> list[np.ndarray]:
-    """The indices of K in each part of the plan, in the order of summation; parts beyond the last tile are empty.
+    """The indices of K in each part of the plan, in the order of summation; parts beyond the last
+    tile are empty.
 
     >>> plan = Accumulation(name="two halves", unit=UNITS["hopper"], split_k=2)
     >>> [f"{part.min()} to {part.max()}" for part in parts(384, plan)]
@@ -112,7 +118,8 @@ def _chains(length: int, plan: Accumulation) -> list[tuple[int, int]]:
 
 
 def chains(a: np.ndarray, b: np.ndarray, fmt_a: Format, fmt_b: Format, plan: Accumulation) -> np.ndarray:
-    """``chains_plain``, by a compiled kernel where the unit is ``compiled``. The result may be a transposed view."""
+    """``chains_plain``, by a compiled kernel where the unit is ``compiled``. The result may be a
+    transposed view."""
     unit, k = plan.unit, a.shape[1]
     if k == 0:
         return np.zeros((len(a), len(b)), np.float32)
@@ -146,7 +153,8 @@ def chains(a: np.ndarray, b: np.ndarray, fmt_a: Format, fmt_b: Format, plan: Acc
 def f32(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """acc = RN32(acc + a_k * b_k), k ascending from +0 (G-3): a [M, K], b [N, K], float32 [M, N].
 
-    The product of two FP8 numbers is a float32: at most 8 bits. Subnormals are kept, infinities and NaNs as in IEEE 754; of K = 0 zeros.
+    The product of two FP8 numbers is a float32: at most 8 bits. Subnormals are kept, infinities and
+    NaNs as in IEEE 754; of K = 0 zeros.
     """
     a, b = np.ascontiguousarray(a, np.float32), np.ascontiguousarray(b.T, np.float32)
     out = np.empty((len(a), b.shape[1]), np.float32)
@@ -164,12 +172,15 @@ def f32_plain(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def exact_sum(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """RN32 of the exact sum over K (G-2): a [M, K], b [N, K], finite values of FP8 formats; float32 [M, N]; a zero sum is +0.
+    """RN32 of the exact sum over K (G-2): a [M, K], b [N, K], finite values of FP8 formats; float32
+    [M, N]; a zero sum is +0.
 
-    A float64 alone does not hold the exact sum of products of e5m2 numbers, so it is kept in several.
+    A float64 alone does not hold the exact sum of products of e5m2 numbers, so it is kept in
+    several.
     """
     parts = _exact_products(a.astype(np.float64), b.astype(np.float64))
-    # The parts are multiples of 2^-34 below 2^48 each, so that the error terms, at most 2^-4, add without rounding.
+    # The parts are multiples of 2^-34 below 2^48 each, so that the error terms, at most 2^-4, add
+    # without rounding.
     total, tail = parts[0], np.zeros_like(parts[0])
     for part in parts[1:]:
         total, error = _two_sum(total, part)
@@ -178,17 +189,19 @@ def exact_sum(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def multiply_add(x: np.ndarray, y: np.ndarray, z: np.ndarray) -> np.ndarray:
-    """RN32(x * y + z), rounded once: a fused multiply-add of float32 numbers, whose product float64 holds exactly."""
+    """RN32(x * y + z), rounded once: a fused multiply-add of float32 numbers, whose product float64
+    holds exactly."""
     with np.errstate(invalid="ignore", over="ignore"):
         product = x.astype(np.float64) * y.astype(np.float64)
         return np.where(np.isfinite(product) & np.isfinite(z), round_sum(product, z.astype(np.float64)), (product + z).astype(np.float32))
 
 
 def round_sum(x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """RN32(x + y) of finite float64 numbers, rounded once: their sum rounded to odd in float64, then to float32.
+    """RN32(x + y) of finite float64 numbers, rounded once: their sum rounded to odd in float64,
+    then to float32.
 
-    A float64 rounded to odd rounds to float32 as the exact sum does (Boldo and Melquiond, "Emulation of FMA and correctly
-    rounded sums: proved algorithms using rounding to odd", 2008).
+    A float64 rounded to odd rounds to float32 as the exact sum does (Boldo and Melquiond,
+    "Emulation of FMA and correctly rounded sums: proved algorithms using rounding to odd", 2008).
     """
     total, tail = _two_sum(x, y)
     bits = total.view(np.int64)
@@ -201,9 +214,10 @@ def round_sum(x: np.ndarray, y: np.ndarray) -> np.ndarray:
 def _exact_products(a: np.ndarray, b: np.ndarray) -> list[np.ndarray]:
     """Float64 [M, N] arrays whose exact sum is a @ b.T.
 
-    Numbers of magnitude at least 1 are multiples of 2^-3 below 2^16, the others multiples of 2^-17: at most 19 bits either
-    way. Products of such parts have at most 38 bits and share one quantum, and so do sums of 2^15 of them: 53 bits, which a
-    float64 matrix product adds in any order without rounding. (E4M3 and E5M2 in all variants: F-2, F-3.)
+    Numbers of magnitude at least 1 are multiples of 2^-3 below 2^16, the others multiples of 2^-17:
+    at most 19 bits either way. Products of such parts have at most 38 bits and share one quantum,
+    and so do sums of 2^15 of them: 53 bits, which a float64 matrix product adds in any order
+    without rounding. (E4M3 and E5M2 in all variants: F-2, F-3.)
     """
     chunks = range(0, a.shape[1], 1 << 15)
     parts = [
@@ -216,7 +230,8 @@ def _exact_products(a: np.ndarray, b: np.ndarray) -> list[np.ndarray]:
 
 
 def _by_magnitude(x: np.ndarray) -> list[np.ndarray]:
-    """Arrays that sum to x: numbers of magnitude at least 1, and the smaller ones; an array of zeros is left out."""
+    """Arrays that sum to x: numbers of magnitude at least 1, and the smaller ones; an array of
+    zeros is left out."""
     large = np.where(abs(x) >= 1, x, 0)
     return [part for part in (large, x - large) if part.any()]
 
@@ -229,9 +244,11 @@ def _two_sum(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def with_specials(finite: np.ndarray, a: np.ndarray, b: np.ndarray, c: np.ndarray | None = None) -> np.ndarray:
-    """``finite``, the sum of the finite terms, replaced where infinities or NaNs decide it (G-6): a [M, K], b [N, K], c [M, N].
+    """``finite``, the sum of the finite terms, replaced where infinities or NaNs decide it (G-6): a
+    [M, K], b [N, K], c [M, N].
 
-    NaN where a term is NaN, an infinity meets a zero factor, or infinities of both signs meet; else the infinity.
+    NaN where a term is NaN, an infinity meets a zero factor, or infinities of both signs meet; else
+    the infinity.
     """
     c = np.zeros(finite.shape, np.float32) if c is None else c
     if np.isfinite(a).all() and np.isfinite(b).all() and np.isfinite(c).all():

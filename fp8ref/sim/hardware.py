@@ -1,7 +1,8 @@
 """Simulated hardware for the backends to train under (SEMANTICS G-19, G-20).
 
-A ``Hardware`` names the accumulation plan of a recipe's fast GEMMs and that of its slow ones. It is a function of arrays, as
-``fp8ref.hardware.Multiply`` asks: codes and scales in, ``gemm.matmul`` inside, float32 out. HARDWARE has them by name.
+A ``Hardware`` names the accumulation plan of a recipe's fast GEMMs and that of its slow ones. It is
+a function of arrays, as ``fp8ref.hardware.Multiply`` asks: codes and scales in, ``gemm.matmul``
+inside, float32 out. HARDWARE has them by name.
 """
 
 import dataclasses
@@ -26,12 +27,14 @@ from fp8ref.sim.tensor_core import K_STEP
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """A ``fp8ref.hardware.Multiply``: sums by plan ``fast`` where a recipe's GEMM is fast, by ``slow`` where it is slow.
+    """A ``fp8ref.hardware.Multiply``: sums by plan ``fast`` where a recipe's GEMM is fast, by
+    ``slow`` where it is slow.
 
-    Order:    K is padded with zeros to a multiple of 32, which changes no bit (G-12); ``gemm.matmul`` of the codes, under the
-              recipe's epilogue.
-    epilogue  replaces scale_then_round, the epilogue of a single library call; None: it stays. A unit_round_scale_round always
-              stays: it is the framework's own multiplication after a GEMM under unit scales.
+    Order:    K is padded with zeros to a multiple of 32, which changes no bit (G-12);
+              ``gemm.matmul`` of the codes, under the recipe's epilogue.
+    epilogue  replaces scale_then_round, the epilogue of a single library call; None: it stays. A
+              unit_round_scale_round always stays: it is the framework's own multiplication after a
+              GEMM under unit scales.
     Specials: no rows, columns or K: zeros; Inf and NaN as gemm.matmul.
     Raises:   ValueError: an unknown plan; an epilogue that takes a bias.
     """
@@ -75,12 +78,14 @@ HARDWARE = {
 
 
 def by_name(name: "str | Hardware") -> Hardware:
-    """The hardware of that name: a plan for all GEMMs, or ``hopper``; a Hardware is itself; ValueError for anything else."""
+    """The hardware of that name: a plan for all GEMMs, or ``hopper``; a Hardware is itself;
+    ValueError for anything else."""
     return registry.lookup("hardware is a Hardware or", HARDWARE, name, Hardware)
 
 
 def probed(accumulate: str | Accumulation, epilogue: Epilogue) -> Hardware:
-    """Hardware that runs every GEMM by the plan and epilogue that a probe identified; its name is a hash of both."""
+    """Hardware that runs every GEMM by the plan and epilogue that a probe identified; its name is a
+    hash of both."""
     unbiased = without_bias(epilogue)
     bare = Hardware(name="probed", fast=accumulate, slow=accumulate, epilogue=None if _plainest(unbiased) else unbiased)
     told = repr((bare.to_dict()["fast"], bare.to_dict()["scale_then_round"]))
@@ -103,7 +108,8 @@ def _told(plan: str | Accumulation) -> Any:
 
 
 def _quantized(factor: Factor) -> Quantized:
-    """A factor as a Quantized, K padded to a multiple of 32. Block scales need no padding: blocks are multiples of 32 (S-6)."""
+    """A factor as a Quantized, K padded to a multiple of 32. Block scales need no padding: blocks
+    are multiples of 32 (S-6)."""
     codes, scale_inv, fmt, granularity = factor
     missing = 0 if granularity_of(granularity).reduced is not None else -codes.shape[1] % K_STEP
     codes = np.pad(codes, ((0, 0), (0, missing))) if missing else np.ascontiguousarray(codes)

@@ -1,7 +1,9 @@
-"""The trainer's Llama, forward pass only (SEMANTICS M-3): every rounding is at a named site, all else in float64.
+"""The trainer's Llama, forward pass only (SEMANTICS M-3): every rounding is at a named site, all
+else in float64.
 
-Slow and plain, for checks. With ``seed=None`` all sites round to nearest even. With a seed they round stochastically, which
-gives one sample of the noise of rounding alone (SEMANTICS B-2, B-3). ``watch`` receives every value of the pass by its site.
+Slow and plain, for checks. With ``seed=None`` all sites round to nearest even. With a seed they
+round stochastically, which gives one sample of the noise of rounding alone (SEMANTICS B-2, B-3).
+``watch`` receives every value of the pass by its site.
 """
 
 import functools
@@ -27,9 +29,10 @@ class Site:
     """One value of the pass, given to ``watch``.
 
     module, role   the module's full name; input, weight or output, or M-3's name of the site.
-    parts          the arrays it was computed from, element by element: name -> array that broadcasts to value's shape.
-    factors        the operands of a product that sums over K: value[..., i, j] = sum_k of first [..., i, k] * second [..., j, k];
-                   second may lack the leading dims.
+    parts          the arrays it was computed from, element by element: name -> array that
+                   broadcasts to value's shape.
+    factors        the operands of a product that sums over K: value[..., i, j] = sum_k of first
+                   [..., i, k] * second [..., j, k]; second may lack the leading dims.
     fmt            the format that it is rounded to; float32 within float32 results.
     """
 
@@ -45,7 +48,8 @@ Watch = Callable[[Site], None]
 
 
 class Rounding:
-    """Rounds at the sites of M-3 and in FP8 casts: nearest even, or stochastically when a seed is given."""
+    """Rounds at the sites of M-3 and in FP8 casts: nearest even, or stochastically when a seed is
+    given."""
 
     def __init__(self, seed: int | None = None) -> None:
         self._seed = seed
@@ -75,7 +79,8 @@ def values(codes: np.ndarray, spec: CastSpec, found: Scales) -> np.ndarray:
 
 
 def scales_of(x: np.ndarray, spec: CastSpec, state: delayed.DelayedState | None = None) -> Scales:
-    """The scales of a cast of x along its last axis; under delayed scaling those of the state, by default a first step's."""
+    """The scales of a cast of x along its last axis; under delayed scaling those of the state, by
+    default a first step's."""
     if spec.delayed is not None:
         return delayed.scales(delayed.init(spec.delayed) if state is None else state, spec.delayed, spec.fmt)
     return scales.scales_from_amax(scaling.amax(x.astype(np.float32), spec.granularity, axis=-1), spec.fmt, spec.policy)
@@ -96,13 +101,15 @@ def forward(
 
     seed     of stochastic rounding at every site; None: to nearest even.
     states   "<linear>/<role>" -> state of delayed scaling; by default those of a first step.
-    multiply hardware that sums and scales FP8 GEMMs (G-19); None: exact sums. Either way the result is rounded at M-3's site.
+    multiply hardware that sums and scales FP8 GEMMs (G-19); None: exact sums. Either way the result
+    is rounded at M-3's site.
     watch    called with every value of the pass, in its order.
 
-    Shapes:   tokens [B, T] integers below vocab_size; weights as ``llama.parameter_shapes``; recipes: linear's name -> its recipe;
-              logits float64 [B, T, vocab_size], values of bfloat16.
-    Order:    SEMANTICS M-3; sums in float64, so that only the stated roundings are left. Values that M-3 has in float32 become
-              infinite beyond its range (M-7).
+    Shapes:   tokens [B, T] integers below vocab_size; weights as ``llama.parameter_shapes``;
+              recipes: linear's name -> its recipe; logits float64 [B, T, vocab_size], values of
+              bfloat16.
+    Order:    SEMANTICS M-3; sums in float64, so that only the stated roundings are left. Values
+              that M-3 has in float32 become infinite beyond its range (M-7).
     Raises:   ValueError: a token outside the vocabulary.
     """
     if tokens.min() < 0 or tokens.max() >= config.vocab_size:
@@ -179,7 +186,8 @@ def loss(logits: np.ndarray, targets: np.ndarray) -> float:
 
 
 def losses(logits: np.ndarray, targets: np.ndarray) -> np.ndarray:
-    """The loss of every token, logsumexp(logits) - logits[target], float64 [B, T] in nats; Inf beyond float32 (M-7).
+    """The loss of every token, logsumexp(logits) - logits[target], float64 [B, T] in nats; Inf
+    beyond float32 (M-7).
 
     Shapes:   logits [B, T, V]; targets [B, T].
     """
@@ -194,7 +202,8 @@ def in_range(x: np.ndarray) -> np.ndarray:
 
 
 def _rotary(config: llama.LlamaConfig, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """cos and sin [length, head_dim], float32 values (SEMANTICS M-4), written apart from the backends' table."""
+    """cos and sin [length, head_dim], float32 values (SEMANTICS M-4), written apart from the
+    backends' table."""
     i = np.arange(config.head_dim) % (config.head_dim // 2)
     angle = np.arange(length)[:, None] / config.rope_theta ** (2 * i / config.head_dim)
     return np.cos(angle).astype(np.float32).astype(np.float64), np.sin(angle).astype(np.float32).astype(np.float64)
@@ -211,7 +220,8 @@ def _rotate_half(x: np.ndarray) -> np.ndarray:
 
 
 def _attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, rounding: Rounding, see: Callable) -> np.ndarray:
-    """Causal attention, key and value heads shared by groups of query heads. [B, H, T, D] -> [B, T, H * D]"""
+    """Causal attention, key and value heads shared by groups of query heads. [B, H, T, D] -> [B, T,
+    H * D]"""
     groups = q.shape[1] // k.shape[1]
     k, v = (np.repeat(t, groups, axis=1) for t in (k, v))
     scores = in_range(q @ k.swapaxes(-1, -2)) / np.sqrt(q.shape[-1])  # [B, H, T, T]

@@ -1,6 +1,8 @@
-"""Layouts: which device of a mesh holds which piece of a tensor (SEMANTICS P-1). Nothing here communicates or rounds.
+"""Layouts: which device of a mesh holds which piece of a tensor (SEMANTICS P-1). Nothing here
+communicates or rounds.
 
-``Mesh`` is a grid of devices with named axes, ``Layout`` the cut of one tensor over it, ``split`` its pieces.
+``Mesh`` is a grid of devices with named axes, ``Layout`` the cut of one tensor over it, ``split``
+its pieces.
 """
 
 import itertools
@@ -16,7 +18,8 @@ Device = tuple[int, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class Mesh:
-    """Devices in a grid with named axes, such as ``Mesh(axes={"data": 2, "tensor": 4})``. A device is named by its coordinates.
+    """Devices in a grid with named axes, such as ``Mesh(axes={"data": 2, "tensor": 4})``. A device
+    is named by its coordinates.
 
     Raises:   ValueError: an axis of fewer than one device.
     """
@@ -47,11 +50,14 @@ class Mesh:
 class Layout:
     """How a tensor is cut over a mesh (SEMANTICS P-1).
 
-    splits  tensor axis -> the mesh axes that cut it, the first one slowest; mesh axes not named replicate.
-    rule    ``ceil``: pieces of ceil(n / parts) until nothing is left, then a shorter one and empty ones;
-            ``balanced``: pieces differ by at most one, longer ones first.
-    sizes   tensor axis -> the size of every piece, in place of the rule: any partition, empty pieces included.
-    Raises: ValueError: axes that the tensor or the mesh lacks, a mesh axis that cuts twice, sizes that do not add up, another rule.
+    splits  tensor axis -> the mesh axes that cut it, the first one slowest; mesh axes not named
+            replicate.
+    rule    ``ceil``: pieces of ceil(n / parts) until nothing is left, then a shorter one and empty
+            ones; ``balanced``: pieces differ by at most one, longer ones first.
+    sizes   tensor axis -> the size of every piece, in place of the rule: any partition, empty
+            pieces included.
+    Raises: ValueError: axes that the tensor or the mesh lacks, a mesh axis that cuts twice, sizes
+            that do not add up, another rule.
 
     >>> layout = Layout(mesh=Mesh(axes={"data": 4}), shape=(5, 2), splits={0: ("data",)})
     >>> layout.pieces(0), layout.index((2,))
@@ -118,7 +124,8 @@ def split(x, layout: Layout) -> dict[Device, np.ndarray]:
 
     Shapes:   x of layout.shape; shards[device] = x[layout.index(device)], possibly empty.
     Raises:   ValueError: x of another shape.
-    Source:   SEMANTICS P-1. ``ceil`` is torch.chunk's and DTensor's rule and the one XLA pads by; ``balanced`` is np.array_split's.
+    Source:   SEMANTICS P-1. ``ceil`` is torch.chunk's and DTensor's rule and the one XLA pads by;
+              ``balanced`` is np.array_split's.
     """
     x = np.asarray(x)
     if x.shape != layout.shape:
@@ -127,7 +134,8 @@ def split(x, layout: Layout) -> dict[Device, np.ndarray]:
 
 
 def check_shapes(shapes: Mapping[Device, tuple[int, ...]], layout: Layout) -> None:
-    """ValueError unless every device of the mesh has a shard of the shape that the layout gives it."""
+    """ValueError unless every device of the mesh has a shard of the shape that the layout gives
+    it."""
     if set(shapes) != set(layout.mesh.devices):
         raise ValueError(f"every device of the mesh has one shard: {layout.mesh.devices}; got {sorted(shapes)}.")
     for device, shape in shapes.items():

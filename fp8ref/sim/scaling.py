@@ -1,9 +1,10 @@
 """Quantise a tensor: amax, scale, codes; and dequantise it (SEMANTICS S).
 
-Order of ``quantize``: amax of each group that shares a scale (S-2); the policy's scale, by ``scales.py``; RN32(x * scale);
-clip to +-max; round to nearest even (S-5). ``dequantize`` multiplies by scale_inv (S-8).
-``amax_plain`` and ``quantize_plain`` are the definitions. Their compiled twins are in ``kernels.scaling``, and the last part
-of this file prepares what those take: any tensor and granularity as a matrix over a coarser grid of scales.
+Order of ``quantize``: amax of each group that shares a scale (S-2); the policy's scale, by
+``scales.py``; RN32(x * scale); clip to +-max; round to nearest even (S-5). ``dequantize``
+multiplies by scale_inv (S-8). ``amax_plain`` and ``quantize_plain`` are the definitions. Their
+compiled twins are in ``kernels.scaling``, and the last part of this file prepares what those take:
+any tensor and granularity as a matrix over a coarser grid of scales.
 """
 
 from collections.abc import Callable
@@ -46,10 +47,11 @@ class Quantized(NamedTuple):
 def amax(x, granularity: str = "tensorwise", *, axis: int = -1) -> np.ndarray:
     """The largest magnitude of every group that shares a scale (SEMANTICS S-2).
 
-    Shapes:   x float32, float16 or bfloat16, any rank; float32 of ``scale_shape(granularity, x.shape, axis)``; axis is the reduced one.
+    Shapes:   x float32, float16 or bfloat16, any rank; float32 of ``scale_shape(granularity,
+              x.shape, axis)``; axis is the reduced one.
     Specials: NaN if any element of the group is NaN; else Inf if any is infinite; subnormals count.
-    Raises:   ValueError: x empty (S-7); an unknown granularity; an axis that is not there, or that blocks do not divide; float64, whose amax
-              need not be a float32.
+    Raises:   ValueError: x empty (S-7); an unknown granularity; an axis that is not there, or that
+              blocks do not divide; float64, whose amax need not be a float32.
     """
     return _compiled_amax(_tensor(x), granularity, axis)
 
@@ -70,14 +72,17 @@ def amax_plain(x, granularity: str = "tensorwise", *, axis: int = -1) -> np.ndar
 def quantize(x, fmt: Format, *, granularity: str = "tensorwise", policy: str | ScalePolicy = "torchao", axis: int = -1) -> Quantized:
     """Scale x into fmt's range and round to nearest even, saturating.
 
-    Shapes:   x float32, float16 or bfloat16 [..., K] (axis is the reduced one); codes uint8 of x's shape; scales of ``scale_shape``.
+    Shapes:   x float32, float16 or bfloat16 [..., K] (axis is the reduced one); codes uint8 of x's
+              shape; scales of ``scale_shape``.
     Units:    x ~ decode(codes) * scale_inv.
-    Order:    amax; scale; RN32(f32(x) * scale); clip to +-fmt.max; round to nearest even; scale_inv = RN32(1 / scale).
-              A policy that stores scale_inv divides by it instead (S-13).
-    Specials: -0 kept. Policy ``torchao``: zero amax -> codes 0; NaN anywhere in a group -> all its codes NaN; Inf -> scale 0:
-              finite -> +-0, Inf -> NaN. Other policies: S-10. A policy that would keep a previous scale takes 1 (S-11).
+    Order:    amax; scale; RN32(f32(x) * scale); clip to +-fmt.max; round to nearest even; scale_inv
+              = RN32(1 / scale). A policy that stores scale_inv divides by it instead (S-13).
+    Specials: -0 kept. Policy ``torchao``: zero amax -> codes 0; NaN anywhere in a group -> all its
+              codes NaN; Inf -> scale 0: finite -> +-0, Inf -> NaN. Other policies: S-10. A policy
+              that would keep a previous scale takes 1 (S-11).
     Raises:   ValueError: as amax and scales_from_amax; a fmt that is not FP8.
-    Source:   SEMANTICS S-5; torchao 0.18 float8/float8_training_tensor.py, hp_tensor_and_scale_to_float8.
+    Source:   SEMANTICS S-5; torchao 0.18 float8/float8_training_tensor.py,
+              hp_tensor_and_scale_to_float8.
     """
     policy = policies.by_name(policy)
     _check_target(fmt)
@@ -91,9 +96,10 @@ def quantize_with(
 ) -> Quantized:
     """Quantise by given scales, such as a delayed state's. Units, order and specials as quantize.
 
-    Shapes:   x as in quantize; both of scales float32 of ``scale_shape``. Of the policy only S-13 counts: whether tensors are
-              divided by scale_inv, and in which dtype.
-    Raises:   ValueError: x or fmt as in quantize; scales that are not a ``Scales``, of another shape, not float32, or negative.
+    Shapes:   x as in quantize; both of scales float32 of ``scale_shape``. Of the policy only S-13
+              counts: whether tensors are divided by scale_inv, and in which dtype.
+    Raises:   ValueError: x or fmt as in quantize; scales that are not a ``Scales``, of another
+              shape, not float32, or negative.
     Source:   SEMANTICS S-5, S-13.
     """
     policy = policies.by_name(policy)
@@ -135,7 +141,8 @@ def dequantize(q: Quantized) -> np.ndarray:
     """RN32(decode(codes) * scale_inv), float32 of the codes' shape (SEMANTICS S-8).
 
     Shapes:   codes of any shape, scale_inv of ``scale_shape``, spread over its blocks.
-    Specials: a NaN code or scale gives NaN, and so does a zero under an infinite scale_inv (S-3); overflow to infinity.
+    Specials: a NaN code or scale gives NaN, and so does a zero under an infinite scale_inv (S-3);
+              overflow to infinity.
     Raises:   ValueError: q not a Quantized, or with invalid scales (see ``check_scales``).
     """
     check_scales(q)
@@ -144,8 +151,8 @@ def dequantize(q: Quantized) -> np.ndarray:
 
 
 def check_scales(q: Quantized, name: str = "operand") -> None:
-    """ValueError unless q is a Quantized whose scale_inv is float32, has the granularity's shape, is not negative, and is NaN only
-    over codes that are NaN or zero (S-5, S-14)."""
+    """ValueError unless q is a Quantized whose scale_inv is float32, has the granularity's shape,
+    is not negative, and is NaN only over codes that are NaN or zero (S-5, S-14)."""
     if not isinstance(q, Quantized):
         raise ValueError(f"{name} is a Quantized; got {type(q).__name__}. Use scaling.quantize.")
     if not isinstance(q.codes, np.ndarray) or q.codes.dtype != np.uint8:
@@ -171,7 +178,8 @@ def check_scales(q: Quantized, name: str = "operand") -> None:
 
 
 def spread(scale: np.ndarray, shape: tuple[int, ...], granularity: str, axis: int) -> np.ndarray:
-    """Repeat scales over their blocks, so that they broadcast against a tensor of this shape. Raises as ``granularity.blocks``."""
+    """Repeat scales over their blocks, so that they broadcast against a tensor of this shape.
+    Raises as ``granularity.blocks``."""
     if granularity in ("tensorwise", "rowwise"):
         return scale
     for i, (n, size) in enumerate(zip(shape, granularities.blocks(granularity, shape, axis), strict=True)):
@@ -202,7 +210,8 @@ def _in_compute_dtype(x: np.ndarray, policy: ScalePolicy) -> np.ndarray:
 
 
 class Grid(NamedTuple):
-    """A tensor as a matrix [rows, columns] over a grid of scales: row r takes row group[r] of the scales, ``width`` elements a scale."""
+    """A tensor as a matrix [rows, columns] over a grid of scales: row r takes row group[r] of the
+    scales, ``width`` elements a scale."""
 
     rows: int
     columns: int
@@ -238,13 +247,15 @@ def _compiled_amax(x: np.ndarray, granularity: str, axis: int) -> np.ndarray:
         partial.append(bits)
 
     threads.run(rows, g.rows, grain=max(1, (1 << 17) // g.columns))
-    # Bits of magnitudes order as the magnitudes do, NaNs on top, so that integers give the right maximum.
+    # Bits of magnitudes order as the magnitudes do, NaNs on top, so that integers give the right
+    # maximum.
     result = np.maximum.reduce(partial).view(np.float32).reshape(granularities.scale_shape(granularity, x.shape, axis))
     return np.where(np.isnan(result), np.float32(np.nan), result)[()]
 
 
 def _compiled_encode(x: np.ndarray, scale: np.ndarray, fmt: Format, granularity: str, axis: int) -> np.ndarray:
-    """uint8 codes of RN32(f32(x) * scale), saturated, rounded to nearest even; scale float32 of ``scale_shape``, not checked."""
+    """uint8 codes of RN32(f32(x) * scale), saturated, rounded to nearest even; scale float32 of
+    ``scale_shape``, not checked."""
     g = grid_of(granularity, x.shape, axis)
     codes = np.empty(x.shape, np.uint8)
     matrix, scales, kernel = codes.reshape(g.rows, g.columns), np.ascontiguousarray(scale).reshape(g.scales), kernels.encoder(fmt)
@@ -257,7 +268,8 @@ def _compiled_encode(x: np.ndarray, scale: np.ndarray, fmt: Format, granularity:
 
 
 def _in_pieces(x: np.ndarray, g: Grid, begin: int, end: int, work: Callable[[int, int, np.ndarray], None]) -> None:
-    """work(first row, row after the last, float32 bits of these rows), over pieces of limited memory."""
+    """work(first row, row after the last, float32 bits of these rows), over pieces of limited
+    memory."""
     matrix = x.reshape(g.rows, g.columns)
     step = max(1, _PIECE // g.columns)
     for a in range(begin, end, step):

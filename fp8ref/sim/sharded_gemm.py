@@ -1,7 +1,9 @@
-"""A GEMM whose reduced axis is cut over devices (SEMANTICS P-7, P-8): what is summed over them, and what is rounded before.
+"""A GEMM whose reduced axis is cut over devices (SEMANTICS P-7, P-8): what is summed over them, and
+what is rounded before.
 
-Two GEMMs of training are such: grad_weight under data parallelism, which reduces M, and the output of a row-parallel linear,
-which reduces K. ``matmul``'s ``reduce`` says whether devices sum raw accumulators, scaled results or rounded outputs.
+Two GEMMs of training are such: grad_weight under data parallelism, which reduces M, and the output
+of a row-parallel linear, which reduces K. ``matmul``'s ``reduce`` says whether devices sum raw
+accumulators, scaled results or rounded outputs.
 """
 
 from collections.abc import Sequence
@@ -27,16 +29,21 @@ def matmul(
 ) -> np.ndarray:
     """[M, K_r] x [N, K_r] on each rank r -> [M, N], summed over the ranks.
 
-    ``exact``        one device's exact GEMM: RN32 of the exact sum over all ranks, then the epilogue.
-    ``accumulator``  each rank's raw float32 accumulator; acc = RN32(acc + acc_r), r ascending; then the epilogue, once (P-7).
-    ``scaled``       each rank applies its scales first; then sum in float32, r ascending, and round to out_dtype.
-    ``rounded``      each rank rounds its finished output to out_dtype; then sum and round as ``scaled`` (P-8): tensor-parallel linears.
+    ``exact``        one device's exact GEMM: RN32 of the exact sum over all ranks, then the
+                     epilogue.
+    ``accumulator``  each rank's raw float32 accumulator; acc = RN32(acc + acc_r), r ascending; then
+                     the epilogue, once (P-7).
+    ``scaled``       each rank applies its scales first; then sum in float32, r ascending, and round
+                     to out_dtype.
+    ``rounded``      each rank rounds its finished output to out_dtype; then sum and round as
+                     ``scaled`` (P-8): tensor-parallel linears.
 
-    Shapes:   a[r].codes [M, K_r], b[r].codes [N, K_r], tensorwise or rowwise along K; a rank with K_r = 0 adds nothing. float32 [M, N].
+    Shapes:   a[r].codes [M, K_r], b[r].codes [N, K_r], tensorwise or rowwise along K; a rank with
+              K_r = 0 adds nothing. float32 [M, N].
     Order:    accumulate within a rank; then as above; the epilogue is G-4.
     Specials: Inf and NaN as in IEEE 754.
-    Raises:   ValueError: ``exact`` or ``accumulator`` with scales that differ between ranks; operands that gemm.matmul refuses;
-              nothing to sum.
+    Raises:   ValueError: ``exact`` or ``accumulator`` with scales that differ between ranks;
+              operands that gemm.matmul refuses; nothing to sum.
     Source:   SEMANTICS P-7, P-8.
     """
     _check(a, b, reduce, accumulate, out_dtype)

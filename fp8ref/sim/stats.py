@@ -23,23 +23,19 @@ K = TypeVar("K", bound=Hashable)
 
 @dataclass(frozen=True, kw_only=True)
 class Statistics:
-    """Counts (int64) and sums (float64), of a tensor (shape ``()``) or of each group (the scales'
-    shape, SEMANTICS Q-6).
+    """Counts (int64) and sums (float64) of a tensor, shape (), or of each group, the scales' (Q-6).
 
     count          elements
     zeros          inputs that are zero
-    non_finite     inputs that are NaN or infinite: left out of sums and maxima, but among the
-                   counts of codes
+    non_finite     inputs that are NaN or infinite: in no sum or maximum; their codes are counted
     non_finite_codes  codes that are NaN or infinite
     underflows     inputs that are not zero whose code is zero
     subnormals     codes that are subnormal, zero not among them
-    overflows      scaled values, NaN apart, that a cast without saturation would not leave finite
-                   (C-4)
+    overflows      scaled values, NaN apart, that become non-finite without saturation (C-4)
     saturated      codes of +-max: the group's amax is one of them, overflow or not
     signal, noise  sum of x^2, sum of e^2, with the error e = dequantize(q) - x
     magnitude, error  sum of |x|, sum of e
-    max_ulp        largest |decode(code) - scaled|, in units of the format's spacing at the scaled
-                   value (Q-2)
+    max_ulp        largest |decode(code) - scaled|, in the format's spacings at scaled (Q-2)
     """
 
     count: np.ndarray
@@ -78,8 +74,7 @@ class Statistics:
 
     @property
     def underflow_rate(self) -> np.ndarray:
-        """underflows / count: of all elements, zeros and non-finite ones included (Q-3), like the
-        other rates."""
+        """underflows / count; every rate is of all elements, zeros and non-finite too (Q-3)."""
         return self.underflows / self.count
 
     @property
@@ -143,16 +138,14 @@ def _scaled(x: np.ndarray, q: Quantized) -> np.ndarray:
 
 
 def _spacing(scaled: np.ndarray, fmt: Format) -> np.ndarray:
-    """The gap between neighbouring numbers of the format at these values, as if its exponent were
-    unbounded above."""
+    """The format's spacing at these values, as if its exponent were unbounded above."""
     exponent = np.where(scaled == 0, fmt.emin, np.maximum(np.frexp(scaled)[1] - 1, fmt.emin))
     return np.ldexp(1.0, exponent - fmt.mantissa_bits)
 
 
 def _overflows(scaled: np.ndarray, fmt: Format) -> np.ndarray:
     """Whether the values, rounded to nearest even with an exponent unbounded above, exceed max."""
-    # The tie between max and the next number goes to the even code: to max itself unless max's code
-    # is odd.
+    # The tie between max and the next number goes to the even code of the two.
     magnitude, tie = np.abs(scaled), fmt.max + _spacing(np.asarray(fmt.max), fmt) / 2
     return magnitude >= tie if fmt.max_code % 2 else magnitude > tie
 
@@ -233,8 +226,7 @@ def error(out, reference) -> Error:
     """The error of a GEMM's output against a reference, such as an exact sum.
 
     Shapes:   out and reference of one shape, any floating-point dtypes, each widened to float64.
-    Specials: an output that is NaN or Inf where the reference is finite makes the results NaN or
-              Inf; nothing finite: NaN; 0 / 0 is 0.
+    Specials: NaN or Inf where the reference is finite gives NaN or Inf; nothing finite: NaN; 0 / 0: 0.
     Raises:   ValueError: shapes that differ; nothing to compare.
     Source:   SEMANTICS Q-7.
     """
@@ -262,8 +254,7 @@ def error(out, reference) -> Error:
 def reduce_groups(
     x, q: Quantized, measure: Callable[[np.ndarray, Quantized], Iterator[tuple[K, np.ufunc, np.ndarray]]], *, per_group: bool
 ) -> dict[K, np.ndarray]:
-    """Sums and maxima of what ``measure`` yields, over all elements or over each of q's groups, in
-    slabs of bounded memory.
+    """Sums and maxima of what ``measure`` yields, over all elements or each of q's groups, in slabs.
 
     ``measure`` takes a slab, as float32, and its Quantized, and yields (key, np.add or np.maximum,
     one value for each element); truth values are counted. Slabs are whole rows of the first axis

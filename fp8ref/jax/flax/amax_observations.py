@@ -1,4 +1,10 @@
-"""What a step observed of every layer, and how a hook learns whether it must be observed."""
+"""Amax observations of a Flax model's layers under delayed scaling, collected over a step
+(SEMANTICS H-9).
+
+``Observed`` holds those of a whole step, by the path of each hook. ``observing`` is entered by
+``value_and_grad``: within it, a hook that cannot deliver its observations raises instead of losing
+them. STATE and SEEN are the names of linen's variable collections.
+"""
 
 import functools
 from collections.abc import Mapping
@@ -19,15 +25,20 @@ _observing: ContextVar[set[str] | None] = ContextVar("fp8ref_jax_flax_observing"
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["layers"], meta_fields=[])
 @dataclass(frozen=True, kw_only=True)
 class Observed:
-    """Observations of a whole step, forward and backward, by the path of each hook: only ``value_and_grad`` makes them, and ``update`` takes no others."""
+    """The observations of a whole step, forward and backward, by the path of each hook.
+
+    Only ``value_and_grad`` makes them, and ``update`` takes nothing else.
+    """
 
     layers: Mapping[str, delayed.Seen]
 
 
 def merge(*observed: Observed) -> Observed:
-    """One step's observations of those of its microbatches (SEMANTICS H-4): maxima, in any order.
+    """Merge the observations of microbatches into those of one step (SEMANTICS H-4): maxima, in any
+    order.
 
-    Raises:   ValueError: none given, something that ``value_and_grad`` did not make, or of different models.
+    Raises:   ValueError: none given, something that ``value_and_grad`` did not make, or of
+              different models.
     """
     if not observed:
         raise ValueError("merge takes the observations of at least one value_and_grad; got none.")
@@ -38,7 +49,7 @@ def merge(*observed: Observed) -> Observed:
 
 
 def check(seen: object) -> Observed:
-    """seen, if it is a step's observations; ValueError otherwise."""
+    """seen, if it is an ``Observed``; ValueError otherwise."""
     if not isinstance(seen, Observed):
         raise ValueError(
             "update takes what fj.flax.value_and_grad observed, in the forward and the backward pass; got "
@@ -48,7 +59,7 @@ def check(seen: object) -> Observed:
 
 
 def same_layers(expected: Mapping, got: Mapping, name: str) -> None:
-    """ValueError unless both are of the same layers, named by the paths of their hooks."""
+    """ValueError unless both name the same layers, by the paths of their hooks."""
     if missing := [path for path in expected if path not in got]:
         raise ValueError(
             f"{name}: every layer with a state is observed; {', '.join(missing)} is not. Thread {SEEN!r} through every use of the "
@@ -60,7 +71,8 @@ def same_layers(expected: Mapping, got: Mapping, name: str) -> None:
 
 @contextmanager
 def observing():
-    """While a loss is traced in this context, a hook with a state must be able to give its observations. Gives the set of those that did."""
+    """In this context, hooks with a state must deliver their observations. Yields the names of
+    those that did."""
     names: set[str] = set()
     token = _observing.set(names)
     try:
@@ -70,20 +82,21 @@ def observing():
 
 
 def record(name: str) -> None:
-    """Note that a layer gave its observations to whatever transformation it is in."""
+    """Note that a layer delivered its observations."""
     if (names := _observing.get()) is not None:
         names.add(name)
 
 
 def unobserved(recipe: Recipe, name: str, remedy: str) -> dict:
-    """Observations to discard, of a layer that only computes; ValueError, naming it, where a step would lose them."""
+    """Empty observations for a layer that only computes; ValueError, naming it, within
+    ``observing``."""
     if _observing.get() is not None:
         raise ValueError(f"{name}: recipe {recipe.name!r} scales by past amaxes, and what this layer observes would be lost. {remedy}")
     return delayed.unseen(recipe)
 
 
 def check_arguments(name: str, recipe: Recipe, precision, out_sharding) -> None:
-    """ValueError for what Flax passes to a hook and a recipe decides."""
+    """ValueError for arguments of Flax's that the recipe decides."""
     if precision is not None:
         raise ValueError(
             f"{name}: recipe {recipe.name!r} says how each of the three GEMMs accumulates; got precision={precision!r}. Leave the layer's "

@@ -1,4 +1,5 @@
-"""Converting an existing model, linen or NNX: which layers is ``recipe.plan``'s to say (SEMANTICS R-2, R-3)."""
+"""Convert an existing Flax model, linen or NNX, to FP8; ``recipe.plan`` picks the layers (SEMANTICS
+R-2, R-3)."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -30,16 +31,22 @@ def convert(
     rngs: Any = None,
     multiply: Multiply | None = None,
 ):
-    """The model with FP8 in its linears, but those that filter_fqns names or whose dims are not multiples of 16.
+    """Put FP8 into the linears of a model, except those that filter_fqns names or whose dims are
+    not multiples of 16.
 
-    NNX:      every nnx.Linear, nnx.LinearGeneral and nnx.Einsum, stacks of them too, gets a hook; the model itself changes and is returned.
-    linen:    a new module of the same fields and parameters, whose nn.Dense and nn.DenseGeneral have hooks wherever they are called;
-              ``inputs``, arguments of its call (jax.ShapeDtypeStruct will do), show which those are, traced with ``rngs``. Under delayed
-              scaling its init makes the state: {**variables, STATE: converted.init(rngs, *inputs)[STATE]}.
-    multiply  simulated hardware of every hook, as of ``linen_dot_general``.
-    Patterns: as everywhere: runs of whole components of a layer's dotted path, or shell patterns (R-3).
-    Raises:   ValueError: a pattern that names nothing; nothing converted; a layer that has a hook already, a precision, or in linen none
-              that could be set (nn.Einsum); a converted linen model inside another or bound; in its call, a layer that ``inputs`` did not show.
+    NNX:      every nnx.Linear, nnx.LinearGeneral and nnx.Einsum, stacks of them too, gets a hook;
+              the model itself changes and is returned.
+    linen:    a new module of the same fields and parameters, whose nn.Dense and nn.DenseGeneral
+    have hooks wherever they are
+              called. ``inputs``, arguments of its call (jax.ShapeDtypeStruct will do), show which
+              those are, traced with ``rngs``. Under delayed scaling its init makes the state:
+              {**variables, STATE: converted.init(rngs, *inputs)[STATE]}.
+    multiply  simulated hardware of every hook, as in ``linen_dot_general``.
+    Patterns: as everywhere: runs of whole components of a layer's dotted path, or shell patterns
+              (R-3).
+    Raises:   ValueError: a pattern that names nothing; nothing converted; a layer that has a hook
+              or a precision already, or that takes no hook (linen's nn.Einsum); a converted linen
+              model inside another or bound; in its call, a layer that ``inputs`` did not show.
     """
     recipe = linear.check_recipe(recipe, "convert")
     options = {"filter_fqns": filter_fqns, "fp8_fqns": fp8_fqns}
@@ -137,7 +144,7 @@ def _convert_linen(model: nn.Module, recipe: Recipe, options: Mapping, inputs: t
 
 
 def _is_linear_call(context) -> bool:
-    """Of layers with a hook that a model may leave open; fj.flax.Einsum has its recipe."""
+    """True if the call is of a layer that takes a hook; fj.flax.Einsum has its recipe already."""
     layer = context.module
     return context.method_name == "__call__" and isinstance(layer, nn.Dense | nn.DenseGeneral | nn.Einsum) and not isinstance(
         layer, linen_hooks.Einsum
@@ -165,11 +172,11 @@ def _check_free(name: str, hooks: list, precision) -> None:
 
 
 class _Converted:
-    """What marks a converted linen module's class."""
+    """The mark of a converted linen module's class."""
 
 
 def _converted(model: nn.Module, recipes_by_layer: Mapping[str, Recipe | None], multiply: Multiply | None) -> nn.Module:
-    """A copy of model, of a class of its own: what init or apply call under it meets hooks."""
+    """A copy of model whose class runs init and apply with hooks in its linears."""
 
     def intercept(call, args, kwargs, context):
         if not _is_linear_call(context):

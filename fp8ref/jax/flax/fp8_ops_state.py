@@ -1,4 +1,8 @@
-"""Flax's own FP8 state, collection ``_overwrite_with_gradient``, to ours and back, bit for bit (SEMANTICS H-8)."""
+"""Convert the FP8 state of Flax's own fp8_ops to ours and back, bit for bit (SEMANTICS H-8).
+
+Flax keeps it in collection ``_overwrite_with_gradient``, we in 'fp8_state'. ``from_flax`` and
+``to_flax`` convert variables; ``flax_recipe`` is the recipe under which training continues alike.
+"""
 
 import dataclasses
 from collections.abc import Mapping
@@ -16,15 +20,18 @@ from fp8ref.recipe import CastSpec, GemmSpec, Recipe, Role
 
 COLLECTION = "_overwrite_with_gradient"
 _ROLES: dict[Role, str] = {"input": "input", "weight": "kernel", "grad_output": "output_grad"}
-# Flax's modules inside its layers, and ours. Their numbers stay: Fp8DirectDotGeneralOp_0 is Fp8DotGeneral_0.
+# Flax's modules inside its layers, and ours. Their numbers stay: Fp8DirectDotGeneralOp_0 is
+# Fp8DotGeneral_0.
 _OPS = {"Fp8DirectDotGeneralOp": "Fp8DotGeneral", "Fp8Einsum": "Fp8Einsum"}
 
 
 def flax_recipe(history_length: int = 1024) -> Recipe:
-    """The recipe of Flax's Fp8DirectDotGeneralOp: e4m3, e4m3 and e5m2, policy ``flax``, the product of scales after each GEMM.
+    """The recipe of Flax's Fp8DirectDotGeneralOp: e4m3, e4m3 and e5m2, policy ``flax``, product of
+    scales after each GEMM.
 
-    A layer used in every step, once, has Flax's outputs, gradients and state, bit for bit, in float32 on a CPU. Used again, its amaxes
-    merge by max; not used, it keeps its state: Flax adds up and zeroes. bfloat16 operands are divided in float32.
+    A layer used once in every step has Flax's outputs, gradients and state, bit for bit, in float32
+    on a CPU. Amaxes of several uses merge by maximum, and an unused layer keeps its state, where
+    Flax sums and zeroes. bfloat16 operands are divided in float32.
     """
     config = dataclasses.replace(DELAYED["flax"], history_length=history_length, reuse="max", unused="keep")
 
@@ -41,13 +48,13 @@ def flax_recipe(history_length: int = 1024) -> Recipe:
 
 
 def from_flax(variables: Mapping) -> dict:
-    """Variables of a Flax FP8 model for the same model with hooks of ``flax_recipe``: its collection becomes 'fp8_state'.
+    """Variables of a Flax FP8 model, for the same model with hooks of ``flax_recipe``.
 
-    Every stored scale is kept verbatim, and histories of Flax's order become newest first, so that ``to_flax`` gives back the same bits.
-    Flax counts no steps: ``step`` is 0.
+    Flax's collection becomes 'fp8_state'. Stored scales stay as they are, and histories become
+    newest first, so ``to_flax`` gives back the same bits. Flax counts no steps: ``step`` is 0.
 
-    Raises:   ValueError: no such collection; in it, an op other than Fp8DirectDotGeneralOp and Fp8Einsum, or entries of other names,
-              shapes or dtypes than Flax's.
+    Raises:   ValueError: no such collection; in it, an op other than Fp8DirectDotGeneralOp and
+              Fp8Einsum, or entries of other names, shapes or dtypes than Flax's.
     """
     if not variables.get(COLLECTION):
         raise ValueError(f"from_flax takes variables with Flax's {COLLECTION!r}; got {', '.join(variables) or 'none'}.")
@@ -62,7 +69,8 @@ def from_flax(variables: Mapping) -> dict:
 def to_flax(variables: Mapping) -> dict:
     """Variables for Flax's own FP8 layers: the inverse of ``from_flax``.
 
-    Raises:   ValueError: no 'fp8_state'; naming the layer, a state that Flax could not continue, as it is not of ``flax_recipe``.
+    Raises:   ValueError: no 'fp8_state'; naming the layer, a state that is not of ``flax_recipe``,
+              which Flax could not continue.
     """
     layers = linen_states(variables)
     if not layers:
@@ -107,7 +115,10 @@ def _layer_from_flax(name: str, entries: Mapping[str, jax.Array]) -> LayerState:
 
 
 def _reordered(history: jax.Array) -> jax.Array:
-    """Newest first <-> [newest, oldest, ..., second newest], Flax's roll(-1) with slot 0 overwritten: its own inverse."""
+    """Newest first <-> [newest, oldest, ..., second newest]; its own inverse.
+
+    Flax rolls its history by -1 and overwrites slot 0.
+    """
     return jnp.concatenate([history[..., :1], history[..., :0:-1]], axis=-1)
 
 

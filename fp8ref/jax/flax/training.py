@@ -1,4 +1,5 @@
-"""A training step under delayed scaling: gradients with observations, and one update of the state (SEMANTICS H-9)."""
+"""Train a Flax model under delayed scaling: ``value_and_grad`` with observations, ``update`` of the
+state (SEMANTICS H-9)."""
 
 from collections.abc import Callable, Mapping
 from typing import TypeAlias
@@ -16,16 +17,23 @@ Model: TypeAlias = nnx.Module | Mapping
 
 
 def value_and_grad(loss_fn: Callable, *, has_aux: bool = False, wrt=nnx.Param) -> Callable:
-    """A function of loss_fn's arguments that returns (value, grads, seen): its value, its gradient, and what the step observed.
+    """A function of loss_fn's arguments that returns (value, grads, seen): its value, its gradient,
+    and what the step observed.
 
-    NNX:      loss_fn(model, *args) -> loss, or (loss, aux) under has_aux; grads is the nnx.State of the model's variables that ``wrt``
-              filters, as of nnx.grad.
-    linen:    loss_fn(variables, *args) -> (loss, updated), or (loss, (updated, aux)), where updated is what apply(..., mutable=[SEEN])
-              returned; a second apply in one loss takes {**variables, **updated} of the first. grads is of variables["params"].
-    Returns:  value: loss, or (loss, aux); seen: an Observed, for ``merge`` and ``update``. Recipes without a state observe nothing.
-    Transformations: jit, remat and vmap around the layers or the loss; scan over stacked layers, their state and observations stacked
-              too. In linen an nn.scan that shares weights carries SEEN, in variable_carry: refused by name otherwise.
-    Raises:   ValueError, at trace time: a model without FP8 layers; naming the layer, observations that would be lost, or a shared hook.
+    NNX:      loss_fn(model, *args) -> loss, or (loss, aux) under has_aux; grads is the nnx.State of
+              the model's variables that ``wrt`` filters, as of nnx.grad.
+    linen:    loss_fn(variables, *args) -> (loss, updated), or (loss, (updated, aux)), where updated
+    is what apply(..., mutable=[SEEN])
+              returned; a second apply in one loss takes {**variables, **updated} of the first.
+              grads is of variables["params"].
+    Returns:  value: loss, or (loss, aux); seen: an Observed, for ``merge`` and ``update``. Recipes
+              without a state observe nothing.
+    Transformations: jit, remat and vmap around the layers or the loss; scan over stacked layers,
+                     their state and observations stacked
+              too. In linen an nn.scan that shares weights carries SEEN, in variable_carry: refused
+              by name otherwise.
+    Raises:   ValueError, at trace time: a model without FP8 layers; naming the layer, observations
+              that would be lost, or a shared hook.
     """
 
     def run(model: Model, *args):
@@ -39,11 +47,13 @@ def value_and_grad(loss_fn: Callable, *, has_aux: bool = False, wrt=nnx.Param) -
 
 
 def update(model: Model, seen: Observed):
-    """The state after an optimizer step, made of all that was observed in it: call it once a step, inside jit or not.
+    """The state after an optimizer step, from the step's observations: call it once a step, inside
+    jit or not.
 
     Returns:  linen: variables with a new 'fp8_state'; NNX: None, as the model itself changes.
-    Specials: of a layer that was not used, or whose amax is not finite, the state stays (H-5).
-    Raises:   ValueError, at trace time: seen that is not of ``value_and_grad``; naming the layer, observations that are missing.
+    Specials: the state of a layer stays if it was not used, or its amax is not finite (H-5).
+    Raises:   ValueError, at trace time: seen that is not of ``value_and_grad``; naming the layer,
+              observations that are missing.
     """
     amax_observations.check(seen)
     if isinstance(model, nnx.Module):
@@ -62,7 +72,7 @@ def update(model: Model, seen: Observed):
 
 
 def unseen(model: Model) -> Observed:
-    """Observations of nothing, to merge others into: the first carry of a scan over microbatches.
+    """Empty observations, to merge others into: the first carry of a scan over microbatches.
 
     Raises:   ValueError: neither an NNX model nor a linen model's variables.
     """
@@ -96,7 +106,10 @@ def _of_nnx(loss_fn: Callable, model: nnx.Module, args: tuple, has_aux: bool, wr
 
 
 def _watched(loss_fn: Callable, observers: set[str]) -> Callable:
-    """loss_fn; ValueError, naming the layer, where a layer gave observations that a transformation dropped: nnx.scan drops what is broadcast."""
+    """loss_fn; ValueError, naming the layer, if a transformation dropped its observations.
+
+    nnx.scan drops changes to a layer that it broadcasts.
+    """
 
     def watched(model: nnx.Module, *args):
         before = {path: hook.seen.get_value() for path, hook in hooks(model).items() if hook.seen is not None}

@@ -1,7 +1,8 @@
-"""GEMM kernels: tensor-core chains (SEMANTICS G-10 to G-12), float32 sums in order (G-3), the bfloat16 epilogue (G-4, G-5, G-14).
+"""GEMM kernels: tensor-core chains (SEMANTICS G-10 to G-12), float32 sums in order (G-3), the
+bfloat16 epilogue (G-4, G-5, G-14).
 
-The twins of ``accumulate.chains_plain``, ``accumulate.f32_plain`` and ``gemm.finish_plain``. In the first, the columns of the
-result are a vector's lanes, and operands are finite.
+The twins of ``accumulate.chains_plain``, ``accumulate.f32_plain`` and ``gemm.finish_plain``. In the
+first, the columns of the result are a vector's lanes, and operands are finite.
 """
 
 import numpy as np
@@ -19,21 +20,23 @@ TILE = 32  # rows and columns that are read one way and written the other
 
 @compiled
 def chains(a, emin_a, b, emin_b, ends, out, begin, end, width, fraction_bits, output_bits):
-    """Fills the columns begin to end of out [M, N] with the chains of a [M, K] and b [N, K] through a unit of these three numbers.
+    """Fills the columns begin to end of out [M, N] with the chains of a [M, K] and b [N, K] through
+    a unit of these three numbers.
 
-    a and b are float32 values of FP8 numbers whose formats have these emin; width is a multiple of 4. ends uint8 [K / width]
-    says what follows step i: CHAIN_END adds the accumulator to the split's sum and clears it, SPLIT_END adds that sum to out
-    and clears it.
+    a and b are float32 values of FP8 numbers whose formats have these emin; width is a multiple of
+    4. ends uint8 [K / width] says what follows step i: CHAIN_END adds the accumulator to the
+    split's sum and clears it, SPLIT_END adds that sum to out and clears it.
 
-    A chain from 0 stays a multiple of 2^(-28 - fraction_bits), -28 the smallest exponent of a product, and below 2^32 K:
-    float32 neither underflows nor overflows.
+    A chain from 0 stays a multiple of 2^(-28 - fraction_bits), -28 the smallest exponent of a
+    product, and below 2^32 K: float32 neither underflows nor overflows.
     """
     m, n = a.shape[0], end - begin
     acc, part = np.zeros((m, n), np.float32), np.zeros((m, n), np.float32)
     ea, bk, eb = np.empty(width, np.int8), np.empty((width, n), np.float32), np.empty((width, n), np.int8)
     exponent, unit = np.empty(n, np.int8), np.empty(n, np.float32)
     sums, wide = np.empty(n, np.int32), np.empty(n, np.float64)
-    # Products lie below 2^(fraction_bits + 2) units and the accumulator below 2^(fraction_bits + 1); a sum below 2^24 is a float32.
+    # Products lie below 2^(fraction_bits + 2) units and the accumulator below 2^(fraction_bits +
+    # 1); a sum below 2^24 is a float32.
     narrow = (width << (fraction_bits + 2)) + (1 << (fraction_bits + 1)) <= 1 << 24
     out[:, begin:end] = f32(0)
     for block in range(ends.size):
@@ -73,7 +76,8 @@ def _exponents(values, emin, out):
 
 @njit(nogil=True, inline="always", error_model="numpy")
 def _largest(ea, eb, acc, exponent):
-    """exponent[j] = the largest of the products ea + eb[:, j] and of acc[j]; 0 counts as 2^-64, which no sum of a chain reaches."""
+    """exponent[j] = the largest of the products ea + eb[:, j] and of acc[j]; 0 counts as 2^-64,
+    which no sum of a chain reaches."""
     n = acc.size
     for j in range(n):
         exponent[j] = i8(max(i32(i32(as_bits(acc[j]) >> u32(23) & u32(0xFF)) - i32(127)), i32(NO_EXPONENT)))
@@ -88,7 +92,8 @@ def _largest(ea, eb, acc, exponent):
 
 @njit(nogil=True, inline="always", error_model="numpy")
 def _align(acc, exponent, unit, sums, fraction_bits):
-    """unit = 2^(fraction_bits - exponent), and sums = the accumulator cut off to multiples of 1 / unit."""
+    """unit = 2^(fraction_bits - exponent), and sums = the accumulator cut off to multiples of 1 /
+    unit."""
     places = i32(127 + fraction_bits)
     for j in range(acc.size):
         unit[j] = as_float(u32(u32(i32(places - i32(exponent[j]))) << u32(23)))
@@ -142,7 +147,8 @@ def _wide(a, b, acc, exponent, unit, sums, wide, fraction_bits, output_bits):
 
 @compiled
 def in_order(a, b, out, begin, end):
-    """out[i] = RN32(... RN32(RN32(a_i0 * b_0) + a_i1 * b_1) ...), k ascending from +0, for the rows begin to end: a [M, K], b [K, N]."""
+    """out[i] = RN32(... RN32(RN32(a_i0 * b_0) + a_i1 * b_1) ...), k ascending from +0, for the rows
+    begin to end: a [M, K], b [K, N]."""
     for i in range(begin, end):
         row = out[i]
         row[:] = f32(0)
@@ -164,8 +170,10 @@ def _rounded(value):
 def finish_bfloat16(acc, turned, scale_a, scale_b, product, round_first, out, begin, end):
     """The epilogue to bfloat16, without a bias: fills the rows begin to end of out [M, N].
 
-    acc         float32 [M, N], or with ``turned`` [N, M]; scale_a [M] and scale_b [N], scale_inv of rows and of columns.
-    product     acc times the product of both scales; else acc times its row's, then times its column's.
+    acc         float32 [M, N], or with ``turned`` [N, M]; scale_a [M] and scale_b [N], scale_inv of
+                rows and of columns.
+    product     acc times the product of both scales; else acc times its row's, then times its
+                column's.
     round_first acc is rounded first; product is then True.
     """
     n = out.shape[1]
