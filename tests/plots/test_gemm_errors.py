@@ -44,3 +44,20 @@ def test_an_error_histogram_shares_out_all_outputs_over_common_bins(ax):
 def test_errors_that_are_all_equal_have_a_histogram_too(ax):
     plots.error_histogram(ax, {"exact": np.zeros(4)}, bins=3)
     np.testing.assert_array_equal(ax.patches[1].get_data().values, [0, 100, 0])
+
+
+def test_a_number_table_writes_each_number_into_its_cell(ax):
+    plots.number_table(ax, [[1.0, 2.5], [np.nan, -3.0]], ["a", "b"], ["one", "two"], text="{:.2f}")
+    assert {note.get_position(): note.get_text() for note in ax.texts} == {(0, 0): "1.00", (1, 0): "2.50", (1, 1): "-3.00"}
+    assert [tick.get_text() for tick in ax.get_xticklabels()] == ["one", "two"]
+    assert [tick.get_text() for tick in ax.get_yticklabels()] == ["a", "b"]
+
+
+def test_numbers_are_dark_on_light_and_light_on_dark(ax):
+    plots.number_table(ax, [[0.0, 1.0]], ["a"], ["dark", "light"])
+    assert [note.get_color() for note in ax.texts] == ["white", "black"]
+
+
+def test_names_and_numbers_go_together(ax):
+    with pytest.raises(ValueError, match=r"values are \[1, 2\].*got \(2, 1\)"):
+        plots.number_table(ax, [[1.0], [2.0]], ["a"], ["one", "two"])

@@ -1,6 +1,7 @@
-"""How far GEMMs lie from the exact sum (SEMANTICS G, Q-7)."""
+"""Errors of GEMMs against the exact sum: over K, as histograms, and as tables of numbers (SEMANTICS
+G, Q-7)."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -10,9 +11,12 @@ from fp8ref.plots import style
 
 
 def error_lines(ax: Axes, x, errors: Mapping[str, np.ndarray], *, ylabel: str, linear: float = 0.01, xlabel: str = "K") -> Axes:
-    """Errors in percent over K, or whatever x is, a line a name: on a logarithmic axis; where some are not positive, linear within ``linear`` percent.
+    """Errors in percent over K, or another x, one line for each name.
 
-    Shapes:   x [n], ascending powers of two or the like; every one of errors [n], as fractions.
+    The axis is logarithmic; if some errors are not positive, it is linear within ``linear``
+    percent.
+
+    Shapes:   x [n], ascending, such as powers of two; every one of errors [n], as fractions.
     """
     x = np.asarray(x)
     percent = {name: 100 * np.asarray(error, np.float64) for name, error in errors.items()}
@@ -36,9 +40,9 @@ def error_lines(ax: Axes, x, errors: Mapping[str, np.ndarray], *, ylabel: str, l
 
 
 def error_histogram(ax: Axes, errors: Mapping[str, np.ndarray], *, bins: int = 60) -> Axes:
-    """How errors of outputs, as fractions, are spread, in percent: one outline a name over common bins.
+    """The distribution of output errors in percent: one outline for each name, over common bins.
 
-    Shapes:   every one of errors of any shape, not empty, finite.
+    Shapes:   every one of errors of any shape, not empty, finite; as fractions.
     """
     values = {name: 100 * np.asarray(error, np.float64).ravel() for name, error in errors.items()}
     low, high = min(v.min() for v in values.values()), max(v.max() for v in values.values())
@@ -55,3 +59,25 @@ def error_histogram(ax: Axes, errors: Mapping[str, np.ndarray], *, bins: int = 6
     ax.set_yticks([tick for tick in ax.get_yticks() if 0 <= tick <= 100])  # room above for the legend
     style.legend(ax, loc="upper left")
     return style.plain(ax)
+
+
+def number_table(ax: Axes, values, rows: Sequence[str], columns: Sequence[str], *, text: str = "{:.1f}", cmap: str = "viridis") -> Axes:
+    """A table of coloured numbers: each in its cell, formatted by ``text``; a NaN is an empty cell.
+
+    Shapes:   values [rows, columns].
+    Raises:   ValueError: values of another shape.
+    """
+    values = np.asarray(values, np.float64)
+    if values.shape != (len(rows), len(columns)):
+        raise ValueError(f"values are [{len(rows)}, {len(columns)}], as many as there are names; got {values.shape}.")
+    image = ax.imshow(np.ma.masked_invalid(values), cmap=cmap, aspect="auto")
+    for (row, column), value in np.ndenumerate(values):
+        if np.isfinite(value):
+            red, green, blue, _ = image.cmap(image.norm(value))
+            light = 0.299 * red + 0.587 * green + 0.114 * blue > 0.5
+            ax.text(column, row, text.format(value), ha="center", va="center", fontsize=9, color="black" if light else "white")
+    ax.set_xticks(range(len(columns)), columns)
+    ax.set_yticks(range(len(rows)), rows)
+    ax.spines[:].set_visible(False)
+    ax.tick_params(length=0)
+    return style.plain_map(ax)
