@@ -66,7 +66,7 @@ class DelayedScaling:
             raise ValueError(f"under timing 'use' a scale is computed at every use; got interval={self.interval}. Use timing 'update'.")
 
     @property
-    def as_fp8refs(self) -> bool:
+    def keeps_histories_as_fp8ref(self) -> bool:
         """True if only history_length, amax_compute, interval and margin may differ from fp8ref's
         own rules (H-1 to H-6)."""
         policy = dataclasses.replace(POLICIES["te_delayed"], name=self.policy.name, margin=self.policy.margin)

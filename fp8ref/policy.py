@@ -151,8 +151,8 @@ _TE_DELAYED = ScalePolicy(name="te_delayed", overflow="float32_max", zero="keep"
 _FLAX = ScalePolicy(name="flax", zero="keep", infinite="keep", nan="keep", stored="scale_inv")
 
 # MS-AMP (commit 0367bdc5), msamp/common/tensor/meta.py: ScalingMeta.compute_scaling_factor. In
-# PyTorch number / tensor is number * (1 / tensor); the last `where` of that function inverts
-# whatever is there if the exponent is negative.
+# PyTorch number / tensor is number * (1 / tensor); the last `where` of that function inverts its result
+# if the exponent is negative.
 _MSAMP = ScalePolicy(name="msamp", ratio="max*(1/amax)", power_of_two="exp2_log2", zero="keep", infinite="keep_inverse", nan="keep")
 
 # torchao 0.18, prototype/mx_formats/mx_tensor.py: to_mx (FLOOR), _to_mx_rceil.

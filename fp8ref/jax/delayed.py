@@ -223,7 +223,7 @@ def implemented(config: DelayedScaling) -> DelayedScaling:
     flax = dataclasses.replace(DELAYED["flax"], name=config.name, history_length=config.history_length, reuse="max", unused="keep")
     if config == flax:
         return config
-    if not config.as_fp8refs:
+    if not config.keeps_histories_as_fp8ref:
         raise ValueError(
             f"fp8ref.jax keeps histories as 'delayed' does, with another history_length, amax_compute, interval or margin; got "
             f"{config.name!r}. Use fp8ref.sim.delayed for it; flax's with reuse 'max' and unused 'keep' works too (H-10)."
@@ -232,10 +232,13 @@ def implemented(config: DelayedScaling) -> DelayedScaling:
 
 
 def _largest(magnitudes: jax.Array, *, axis: int) -> jax.Array:
+    """The maximum along an axis, of bits as ``scaling.amax`` takes it."""
     return jnp.squeeze(scaling.amax(magnitudes, "rowwise", axis=axis), axis)
 
 
 def _used(state: DelayedState | FlaxState, fmt: Format, config: DelayedScaling) -> jax.Array:
+    """The number that a state scales by in the coming step (H-1): the scale, under policy ``flax``
+    scale_inv."""
     if config.timing == "update":
         return state.stored
     return scale_rules.flax_scale_inv(jnp.max(state.amax_history, axis=-1), state.stored, fmt)
@@ -243,6 +246,8 @@ def _used(state: DelayedState | FlaxState, fmt: Format, config: DelayedScaling) 
 
 @functools.partial(jax.jit, static_argnames=("fmt", "config"))  # traced once for all states of a shape
 def _advance(state: DelayedState | FlaxState, seen: jax.Array, fmt: Format, config: DelayedScaling) -> DelayedState | FlaxState:
+    """The state after one update: the amax pushed on the history and the scale computed, or the
+    state kept."""
     amax, non_finite, was_seen = seen[..., 0], seen[..., 1], seen[..., 2]
     if config.timing == "use":
         # Recorded as infinity: the scale is kept until it leaves the history, as with a NaN.
@@ -271,6 +276,8 @@ def _scale_of(amax: jax.Array, past: jax.Array, state: DelayedState | FlaxState,
 
 
 def _where(condition: jax.Array, a: DelayedState | FlaxState, b: DelayedState | FlaxState) -> DelayedState | FlaxState:
+    """``jnp.where`` over both fields of states; condition has the state's shape."""
+
     def select(x: jax.Array, y: jax.Array) -> jax.Array:
         return jnp.where(condition.reshape(condition.shape + (1,) * (x.ndim - condition.ndim)), x, y)
 

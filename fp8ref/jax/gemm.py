@@ -114,6 +114,7 @@ def _accumulated(
 
 
 def _simulated(by: Multiply, a: Quantized, b: Quantized, accumulate: str, epilogue: str, out_dtype, turned: bool) -> jax.Array:
+    """The GEMM by simulated hardware, [M, N], or [N, M] if turned."""
     assert a.codes.ndim == 2, "simulated hardware multiplies matrices"
     out = hardware.matmul(a, b, by=by, accumulate=accumulate, epilogue=epilogue, out_dtype=out_dtype)
     return out.T if turned else out
@@ -159,6 +160,7 @@ def _unscaled(q: Quantized) -> Quantized:
 
 
 def _total(partial: jax.Array, collective: Reduction | None) -> jax.Array:
+    """The sum over devices, where there is one."""
     return partial if collective is None else collective.total(partial)
 
 
@@ -196,6 +198,7 @@ def _reduced_axes(a: Quantized, b: Quantized) -> tuple[int, int]:
 
 
 def _from_the_end(q: Quantized) -> int:
+    """The reduced axis of q, counted from the end; ValueError if there are several."""
     if not isinstance(q.axis, int):
         raise ValueError(f"a GEMM reduces one axis of an operand; got one quantised along {q.axis}. Flatten it first.")
     return q.axis - q.codes.ndim if q.axis >= 0 else q.axis

@@ -310,6 +310,7 @@ def _check_arrays(x: jax.Array, w: jax.Array, out_dtype, name: str):
 
 
 def _warn_of_padding(name: str, n: int, k: int) -> None:
+    """Warn, once for each layer, that XLA pads the weight to multiples of 16 for every GEMM."""
     padded = [-(-size // 16) * 16 for size in (n, k)]
     warnings.warn(
         f"{name}: FP8 kernels take multiples of 16 (L-5); XLA pads the weight [{n}, {k}] to {padded} for every GEMM, "

@@ -83,7 +83,7 @@ def encode_plain(
     if not fmt.signed:
         code -= 1  # no zero: the smallest magnitude is 1 * 2^emin, and its code is 0
     directed = rounding in ("toward_zero", "to_odd")
-    # An infinity is above max whatever the rounding; a finite value only under the roundings that
+    # An infinity is above max under every rounding; a finite value only under the roundings that
     # can carry it there (C-4).
     above = np.isinf(value) | (code > fmt.max_code)
     overflow = fmt.max_code if saturate else (fmt.nan_code if fmt.inf_code is None else fmt.inf_code)
@@ -122,8 +122,8 @@ def canonical_nans(codes: np.ndarray, fmt: Format) -> np.ndarray:
 
 
 def round_to(x, fmt: Format, *, rounding: Rounding = "nearest_even", saturate: bool = False, seed: int | None = None) -> np.ndarray:
-    """Round x once to the values of a format of at most 32 bits, and return the values: not
-    saturating, unlike ``encode``, unless told so.
+    """Round x once to a format of at most 32 bits, and return values. By default it does not
+    saturate, unlike ``encode``.
 
     Shapes:   x any shape, float64, float32, float16 or bfloat16; float32 of the same shape, holding
               values of fmt.

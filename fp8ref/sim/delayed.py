@@ -202,6 +202,7 @@ def _advance(state: DelayedState, use: Observation, config: DelayedScaling, fmt:
 
 
 def _select(condition: np.ndarray, a: DelayedState, b: DelayedState) -> DelayedState:
+    """a where condition, else b, for each element of a state."""
     stored, step = np.where(condition, a.stored, b.stored), np.where(condition, a.step, b.step)
     return DelayedState(stored, np.where(condition[..., None], a.amax_history, b.amax_history), step)
 

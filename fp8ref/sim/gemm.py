@@ -132,10 +132,12 @@ def finish_plain(
 
 
 def _compiled(epilogue: Epilogue) -> bool:
+    """True if ``kernels.gemm`` has this epilogue."""
     return epilogue.scale == "product" or (epilogue.scale == "each" and not epilogue.round_first)
 
 
 def _finish_bfloat16(acc: np.ndarray, scale_inv_a: np.ndarray, scale_inv_b: np.ndarray, epilogue: Epilogue) -> np.ndarray:
+    """``finish`` by the compiled kernel, which reads a transposed accumulator in place."""
     m, n = acc.shape
     turned = not acc.flags.c_contiguous
     scales = (np.ascontiguousarray(np.broadcast_to(s, shape).ravel()) for s, shape in ((scale_inv_a, (m, 1)), (scale_inv_b, (1, n))))
@@ -252,6 +254,7 @@ def check_out_dtype(out_dtype: Format) -> None:
 
 
 def _check_bias(bias, epilogue: Epilogue, out_dtype: Format, n: int) -> np.ndarray | None:
+    """bias as float32 values of out_dtype, or None; ValueError if the epilogue does not take it."""
     if (bias is None) != (epilogue.bias is None):
         have = "no bias was given" if bias is None else "a bias was given"
         taking = ", ".join(e.name for e in epilogues.EPILOGUES.values() if (e.bias is None) == (bias is None))

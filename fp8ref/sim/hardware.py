@@ -65,7 +65,7 @@ class Hardware:
     def to_dict(self) -> dict[str, Any]:
         """Plans and epilogue as data, for a run's manifest."""
         of_epilogue = None if self.epilogue is None else dataclasses.asdict(self.epilogue)
-        return {"name": self.name, "fast": _told(self.fast), "slow": _told(self.slow), "scale_then_round": of_epilogue}
+        return {"name": self.name, "fast": _as_data(self.fast), "slow": _as_data(self.slow), "scale_then_round": of_epilogue}
 
 
 HARDWARE = {
@@ -87,9 +87,9 @@ def probed(accumulate: str | Accumulation, epilogue: Epilogue) -> Hardware:
     """Hardware that runs every GEMM by the plan and epilogue that a probe identified; its name is a
     hash of both."""
     unbiased = without_bias(epilogue)
-    bare = Hardware(name="probed", fast=accumulate, slow=accumulate, epilogue=None if _plainest(unbiased) else unbiased)
-    told = repr((bare.to_dict()["fast"], bare.to_dict()["scale_then_round"]))
-    return dataclasses.replace(bare, name=f"probed_{hashlib.sha256(told.encode()).hexdigest()[:12]}")
+    bare = Hardware(name="probed", fast=accumulate, slow=accumulate, epilogue=None if _is_scale_then_round(unbiased) else unbiased)
+    content = repr((bare.to_dict()["fast"], bare.to_dict()["scale_then_round"]))
+    return dataclasses.replace(bare, name=f"probed_{hashlib.sha256(content.encode()).hexdigest()[:12]}")
 
 
 def without_bias(epilogue: Epilogue) -> Epilogue:
@@ -97,12 +97,13 @@ def without_bias(epilogue: Epilogue) -> Epilogue:
     return epilogue if epilogue.bias is None else dataclasses.replace(epilogue, name=f"{epilogue.name} without its bias", bias=None)
 
 
-def _plainest(epilogue: Epilogue) -> bool:
+def _is_scale_then_round(epilogue: Epilogue) -> bool:
     """True if the epilogue equals scale_then_round in all but name."""
     return dataclasses.replace(epilogue, name="scale_then_round") == epilogues.EPILOGUES["scale_then_round"]
 
 
-def _told(plan: str | Accumulation) -> Any:
+def _as_data(plan: str | Accumulation) -> Any:
+    """A plan as JSON can hold it: its name if it is exact or f32, else its fields."""
     found = sums.by_name(plan)
     return found if isinstance(found, str) else dataclasses.asdict(found)
 

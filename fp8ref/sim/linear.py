@@ -104,6 +104,11 @@ def _gemm(
     out_dtype: Format,
     scales: Mapping[Role, Scales] | None,
 ) -> np.ndarray:
+    """One of the three GEMMs: operands turned so that the reduced axis is last, quantised,
+    multiplied.
+
+    [M, K] x [N, K] -> [M, N], with M, N and K of that GEMM.
+    """
     gemm.check_out_dtype(out_dtype)
     spec, how = recipe.gemms[which], _rule(which, recipe.gemms[which], accumulate)
     roles, axes = OPERANDS[which], recipes.REDUCED_AXES[which]
@@ -120,6 +125,7 @@ def _gemm(
 
 
 def _rule(which: Gemm, spec: GemmSpec, accumulate: Accumulate) -> str | Accumulation:
+    """The accumulation of one GEMM; ``hopper`` is resolved to the plan that the recipe asks for."""
     if isinstance(accumulate, Mapping):
         if which not in accumulate or not set(accumulate) <= set(OPERANDS):
             raise ValueError(
@@ -133,6 +139,7 @@ def _rule(which: Gemm, spec: GemmSpec, accumulate: Accumulate) -> str | Accumula
 
 
 def _quantize(x: np.ndarray, spec: CastSpec, role: Role, scales: Mapping[Role, Scales] | None) -> Quantized:
+    """An operand by its cast: dynamically, or by the scales of its role's state."""
     if spec.delayed is None:
         return scaling.quantize(x, spec.fmt, granularity=spec.granularity, policy=spec.policy, axis=-1)
     if scales is None or role not in scales:
@@ -144,6 +151,7 @@ def _quantize(x: np.ndarray, spec: CastSpec, role: Role, scales: Mapping[Role, S
 
 
 def _operands(x, w, recipe: Recipe, scales: Mapping[Role, Scales] | None) -> tuple[np.ndarray, np.ndarray]:
+    """x and w as arrays; ValueError for shapes, dtypes or scales that do not fit the recipe."""
     x, w = cast.array(x), cast.array(w)
     if w.ndim != 2 or x.ndim < 1 or x.shape[-1] != w.shape[1]:
         raise ValueError(f"a linear takes x [..., K] and w [N, K] with the same K; got {x.shape} and {w.shape}.")

@@ -118,13 +118,13 @@ def forward(
     w = {name: value.astype(np.float64) if name == "model.embed_tokens.weight" else rounding(value) for name, value in weights.items()}
     cos, sin = _rotary(config, tokens.shape[1])
 
-    def see(module: str, role: str, value: np.ndarray, **made_of: Any) -> np.ndarray:
+    def report(module: str, role: str, value: np.ndarray, **made_of: Any) -> np.ndarray:
         watch(Site(module=module, role=role, value=value, **made_of))
         return value
 
     def linear(name: str, x: np.ndarray, key: str | None = None) -> np.ndarray:  # [B, T, K] x [N, K] -> [B, T, N]
         master = weights[key or f"{name}.weight"]
-        weight = see(name, "weight", rounding(master) if key else w[f"{name}.weight"], parts={"float32 master": master})
+        weight = report(name, "weight", rounding(master) if key else w[f"{name}.weight"], parts={"float32 master": master})
         spec = recipes[name].output if name in recipes else None
         factors = []
         operands = {"input": x.reshape(-1, x.shape[-1]), "weight": weight}
@@ -133,7 +133,7 @@ def forward(
                 continue
             found = scales_of(operands[role], how, (states or {}).get(f"{name}/{role}"))
             for part, scale in found._asdict().items():
-                see(name, f"{role} {part}", np.asarray(scale), fmt=FLOAT32)
+                report(name, f"{role} {part}", np.asarray(scale), fmt=FLOAT32)
             codes = rounding.codes(operands[role], how, found)
             factors.append(Factor(codes, found.scale_inv, how.fmt, how.granularity))
             operands[role] = values(codes, how, found)
@@ -143,36 +143,36 @@ def forward(
         else:
             product = multiply(*factors, accumulate=spec.accumulate, epilogue=spec.epilogue, out_dtype=FLOAT32)
             product = product.reshape(*x.shape[:-1], -1)
-        return see(name, "output", rounding(product), factors=operands)
+        return report(name, "output", rounding(product), factors=operands)
 
     def norm(name: str, x: np.ndarray) -> np.ndarray:
-        weight = see(name, "weight", w[f"{name}.weight"], parts={"float32 master": weights[f"{name}.weight"]})
+        weight = report(name, "weight", w[f"{name}.weight"], parts={"float32 master": weights[f"{name}.weight"]})
         mean_square = in_range((x**2).sum(-1, keepdims=True)) / x.shape[-1]
         parts = {"input": x, "mean of squares": mean_square, "weight": weight}
-        return see(name, "output", rounding(x / np.sqrt(mean_square + config.rms_norm_eps) * weight), parts=parts)
+        return report(name, "output", rounding(x / np.sqrt(mean_square + config.rms_norm_eps) * weight), parts=parts)
 
     def attention(name: str, x: np.ndarray) -> np.ndarray:
         q, k, v = (_heads(linear(f"{name}.{p}_proj", x), config.head_dim) for p in "qkv")
 
         def rotated(what: str, t: np.ndarray) -> np.ndarray:
             half = _rotate_half(t)
-            return see(name, f"rotated {what}", rounding(t * cos + half * sin), parts={what: t, f"rotate_half({what})": half})
+            return report(name, f"rotated {what}", rounding(t * cos + half * sin), parts={what: t, f"rotate_half({what})": half})
 
         q, k = rotated("query", q), rotated("key", k)
-        return linear(f"{name}.o_proj", _attention(q, k, v, rounding, functools.partial(see, name)))
+        return linear(f"{name}.o_proj", _attention(q, k, v, rounding, functools.partial(report, name)))
 
     def mlp(name: str, x: np.ndarray) -> np.ndarray:
         gate, up = linear(f"{name}.gate_proj", x), linear(f"{name}.up_proj", x)
         with np.errstate(over="ignore"):  # e^-gate, of gates below -709
             product = rounding(gate / (1 + np.exp(-gate)) * up)
-        return linear(f"{name}.down_proj", see(name, "silu(gate) * up", product, parts={"gate": gate, "up": up}))
+        return linear(f"{name}.down_proj", report(name, "silu(gate) * up", product, parts={"gate": gate, "up": up}))
 
     def residual(name: str, after: str, h: np.ndarray, y: np.ndarray) -> np.ndarray:
-        return see(name, f"residual after {after}", rounding(h + y), parts={"residual": h, f"output of {after}": y})
+        return report(name, f"residual after {after}", rounding(h + y), parts={"residual": h, f"output of {after}": y})
 
     rows = w[llama.EMBEDDING][tokens]
     of_token = {"token": tokens[..., None], "float32 master": rows}
-    h = see(llama.EMBEDDING.removesuffix(".weight"), "output", rounding(rows), parts=of_token)  # [B, T, hidden]
+    h = report(llama.EMBEDDING.removesuffix(".weight"), "output", rounding(rows), parts=of_token)  # [B, T, hidden]
     for i in range(config.num_hidden_layers):
         layer = f"model.layers.{i}"
         h = residual(layer, "self_attn", h, attention(f"{layer}.self_attn", norm(f"{layer}.input_layernorm", h)))
@@ -219,7 +219,7 @@ def _rotate_half(x: np.ndarray) -> np.ndarray:
     return np.concatenate([-second, first], axis=-1)
 
 
-def _attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, rounding: Rounding, see: Callable) -> np.ndarray:
+def _attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, rounding: Rounding, report: Callable) -> np.ndarray:
     """Causal attention, key and value heads shared by groups of query heads. [B, H, T, D] -> [B, T,
     H * D]"""
     groups = q.shape[1] // k.shape[1]
@@ -228,10 +228,10 @@ def _attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, rounding: Rounding, 
     scores = np.where(np.tril(np.ones(scores.shape[-2:], bool)), scores, -np.inf)
     top = scores.max(-1, keepdims=True)
     # A score of -inf is a probability of 0, no failure, unless all of a token's scores are -inf.
-    see("attention scores", np.where(np.isneginf(scores) & ~np.isneginf(top), 0, scores), factors={"query": q, "key": k}, fmt=FLOAT32)
+    report("attention scores", np.where(np.isneginf(scores) & ~np.isneginf(top), 0, scores), factors={"query": q, "key": k}, fmt=FLOAT32)
     p = np.exp(scores - top)
     p = rounding(p / p.sum(-1, keepdims=True))
-    see("attention probabilities", p)
+    report("attention probabilities", p)
     out = rounding(p @ v)
-    see("attention output", out)
+    report("attention output", out)
     return out.swapaxes(1, 2).reshape(out.shape[0], out.shape[2], -1)

@@ -127,6 +127,7 @@ def _ratio(amax: np.ndarray, fmt: Format, policy: ScalePolicy) -> np.ndarray:
 
 
 def _overflow(scale: np.ndarray, policy: ScalePolicy) -> np.ndarray:
+    """An infinite scale, replaced by float32's maximum where the policy says so."""
     return scale if policy.overflow == "inf" else np.where(np.isinf(scale), np.finfo(np.float32).max, scale)
 
 

@@ -101,6 +101,8 @@ def _check(a: Sequence[Quantized], b: Sequence[Quantized], reduce: Reduce, accum
 
 
 def _check_scales(name: str, side: list[Quantized]) -> None:
+    """ValueError unless all ranks' scales are equal, and constant along K: only then are
+    accumulators summed."""
     first = side[0]
     for q in side:
         if q.granularity not in ("tensorwise", "rowwise") or (q.granularity == "rowwise" and q.axis not in (-1, 1)):

@@ -145,7 +145,7 @@ def _spacing(scaled: np.ndarray, fmt: Format) -> np.ndarray:
 
 def _overflows(scaled: np.ndarray, fmt: Format) -> np.ndarray:
     """Whether the values, rounded to nearest even with an exponent unbounded above, exceed max."""
-    # The tie between max and the next number goes to the even code of the two.
+    # A tie between max and the next number goes to the even one of their codes.
     magnitude, tie = np.abs(scaled), fmt.max + _spacing(np.asarray(fmt.max), fmt) / 2
     return magnitude >= tie if fmt.max_code % 2 else magnitude > tie
 
@@ -226,7 +226,8 @@ def error(out, reference) -> Error:
     """The error of a GEMM's output against a reference, such as an exact sum.
 
     Shapes:   out and reference of one shape, any floating-point dtypes, each widened to float64.
-    Specials: NaN or Inf where the reference is finite gives NaN or Inf; nothing finite: NaN; 0 / 0: 0.
+    Specials: NaN or Inf where the reference is finite gives NaN or Inf; nothing finite: NaN; 0 / 0:
+              0.
     Raises:   ValueError: shapes that differ; nothing to compare.
     Source:   SEMANTICS Q-7.
     """
@@ -254,7 +255,8 @@ def error(out, reference) -> Error:
 def reduce_groups(
     x, q: Quantized, measure: Callable[[np.ndarray, Quantized], Iterator[tuple[K, np.ufunc, np.ndarray]]], *, per_group: bool
 ) -> dict[K, np.ndarray]:
-    """Sums and maxima of what ``measure`` yields, over all elements or each of q's groups, in slabs.
+    """Sums and maxima of what ``measure`` yields, over all elements or each of q's groups, in
+    slabs.
 
     ``measure`` takes a slab, as float32, and its Quantized, and yields (key, np.add or np.maximum,
     one value for each element); truth values are counted. Slabs are whole rows of the first axis
@@ -286,8 +288,7 @@ def reduce_groups(
 
 
 def _reduce(values: np.ndarray, combine: np.ufunc, groups: list[int | None]) -> np.ndarray:
-    """One reduction of a slab, the last axis first; ``groups`` has the length of a group along each
-    axis, None for all of it."""
+    """Reduce a slab, the last axis first; groups: the length of a group along each axis, or None."""
     for i in reversed(range(values.ndim)):
         dtype = np.int64 if values.dtype == np.bool_ else values.dtype
         size = groups[i]

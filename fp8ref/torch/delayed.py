@@ -92,7 +92,7 @@ def implemented(config: str | DelayedScaling) -> DelayedScaling:
     Raises:   ValueError: any other.
     """
     config = by_name(config)
-    if not config.as_fp8refs:
+    if not config.keeps_histories_as_fp8ref:
         raise ValueError(
             f"fp8ref.torch keeps histories as 'delayed' does, with another history_length, amax_compute, interval or margin; got "
             f"{config.name!r}. Use fp8ref.sim.delayed for it."

@@ -62,6 +62,7 @@ def convert(
 
 
 def _convert_nnx(model: nnx.Module, recipe: Recipe, options: Mapping, multiply: Multiply | None) -> nnx.Module:
+    """Put hooks into an NNX model's layers, after all of them were checked."""
     nnx_hooks.hooks(model)  # refuses shared ones
     layers = {
         ".".join(map(str, path)) or type(model).__name__: layer
@@ -94,12 +95,15 @@ def _dims(name: str, layer) -> tuple[int, int]:
 
 
 def _kernel_ndim(layer) -> int:
+    """The number of dims of one layer's kernel; a stacked kernel has more."""
     if isinstance(layer, nnx.Einsum):
         return len(layer.kernel_shape)
     return 2 if isinstance(layer, nnx.Linear) else len(layer.batch_axis) + len(layer.in_features) + len(layer.out_features)
 
 
 def _einsum_dims(name: str, subscripts: str, shape: Sequence[int]) -> tuple[int, int]:
+    """N and K of an einsum's kernel: the product of its output letters and of its contracted
+    ones."""
     operands, _, out = subscripts.replace(" ", "").partition("->")
     of_x, _, of_w = operands.partition(",")
     if "." in of_w or len(of_w) != len(shape):
@@ -112,6 +116,11 @@ def _einsum_dims(name: str, subscripts: str, shape: Sequence[int]) -> tuple[int,
 
 
 def _convert_linen(model: nn.Module, recipe: Recipe, options: Mapping, inputs: tuple, rngs, multiply: Multiply | None) -> nn.Module:
+    """A linen module with hooks in its linears.
+
+    A linen module names its layers only when it is called. So its init is traced once to record
+    them, and once more with hooks, to raise here what a call would refuse.
+    """
     if isinstance(model, _Converted):
         raise ValueError(f"{type(model).__name__} is converted already; convert the original model, once.")
     rngs = jax.random.key(0) if rngs is None else rngs
@@ -152,6 +161,7 @@ def _is_linear_call(context) -> bool:
 
 
 def _linen_dims(name: str, layer: nn.Module, x, *args, **kwargs) -> tuple[int, int]:
+    """N and K of a linen layer's weight, from its fields and its input."""
     if isinstance(layer, nn.Einsum):
         return _einsum_dims(name, layer.einsum_str or kwargs.get("einsum_str", *args), layer.shape)
     if isinstance(layer, nn.Dense):
@@ -161,6 +171,7 @@ def _linen_dims(name: str, layer: nn.Module, x, *args, **kwargs) -> tuple[int, i
 
 
 def _check_free(name: str, hooks: list, precision) -> None:
+    """ValueError if a layer has a hook or a precision already."""
     if hooks:
         raise ValueError(
             f"{name} has a hook already, of {type(hooks[0]).__name__}: a layer is converted once. Name it in filter_fqns, or remove its hook."

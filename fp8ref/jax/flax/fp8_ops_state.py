@@ -92,6 +92,7 @@ def to_flax(variables: Mapping) -> dict:
 
 
 def _layer_from_flax(name: str, entries: Mapping[str, jax.Array]) -> LayerState:
+    """The state of one layer from Flax's entries; ValueError for other names, shapes or dtypes."""
     expected = {f"{role}_{kind}" for role in _ROLES.values() for kind in ("scale", "amax_history")}
     if set(entries) != expected:
         raise ValueError(f"{name}: Flax keeps {', '.join(sorted(expected))}; got {', '.join(sorted(entries))}.")
@@ -123,6 +124,8 @@ def _reordered(history: jax.Array) -> jax.Array:
 
 
 def _renamed(path: tuple[str, ...], ops: Mapping[str, str]) -> tuple[str, ...]:
+    """The path of a hook, with the op's name replaced and its number kept; ValueError for another
+    op."""
     op, underscore, number = path[-1].rpartition("_")
     if op not in ops:
         raise ValueError(f"{'.'.join(path)}: FP8 state belongs to one of {', '.join(ops)} inside a layer; got {path[-1]!r}.")

@@ -107,12 +107,16 @@ def collection(of_paths: Mapping[tuple[str, ...], Any], name: str) -> dict:
 
 
 def _checked(recipe: str | Recipe, name: str) -> Recipe:
+    """The recipe, if this backend runs it and keeps its histories; ValueError, naming the layer,
+    otherwise."""
     checked = linear.check_recipe(recipe, name)
     delayed.keeps_state(checked)  # refuses delayed scaling that this backend does not implement
     return checked
 
 
 def _contract(hook: nn.Module, use: Callable, precision, preferred_element_type) -> jax.Array:
+    """Run ``use``, a contraction, with the hook's state, and thread its observations through
+    collection SEEN."""
     recipe: Recipe = hook.recipe
     name = ".".join(hook.path[:-1]) or type(hook.parent).__name__
     amax_observations.check_arguments(name, recipe, precision, None)

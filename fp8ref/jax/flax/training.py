@@ -82,6 +82,11 @@ def unseen(model: Model) -> Observed:
 
 
 def _of_nnx(loss_fn: Callable, model: nnx.Module, args: tuple, has_aux: bool, wrt):
+    """(value, grads, seen) of an NNX model.
+
+    Each hook with a state gets a ``Seen`` variable for the call. Its forward value holds
+    observations of input and weight, its gradient those of grad_output.
+    """
     every = hooks(model)
     if not every:
         raise ValueError(f"fp8ref.jax.flax needs a model with FP8 layers; got {type(model).__name__} without. Use fj.flax.convert first.")
@@ -126,6 +131,8 @@ def _watched(loss_fn: Callable, observers: set[str]) -> Callable:
 
 
 def _of_linen(loss_fn: Callable, variables: Mapping, args: tuple, has_aux: bool):
+    """(value, grads, seen) of a linen model; collection SEEN is an argument, as ``_of_nnx``'s Seen
+    variables are."""
     rest = {name: collection for name, collection in variables.items() if name not in ("params", SEEN)}
     start, paths = unseen(variables).layers, linen_states(variables)
 
@@ -156,6 +163,7 @@ def _of_linen(loss_fn: Callable, variables: Mapping, args: tuple, has_aux: bool)
 
 
 def _variables(model) -> Mapping:
+    """model, if it is a linen model's variables; ValueError otherwise."""
     if not isinstance(model, Mapping) or "params" not in model:
         got = f"collections {', '.join(model)}" if isinstance(model, Mapping) else type(model).__name__
         raise ValueError(f"the first argument is an NNX model, or a linen model's variables with 'params'; got {got}.")
@@ -163,6 +171,8 @@ def _variables(model) -> Mapping:
 
 
 def _linen_seen(updated, expected: Mapping) -> Mapping[str, delayed.Seen]:
+    """The observations in the collections that a linen loss returned, by path of the hook;
+    ValueError if some are missing."""
     if not isinstance(updated, Mapping) or (expected and SEEN not in updated):
         got = f"collections {', '.join(updated)}" if isinstance(updated, Mapping) else type(updated).__name__
         raise ValueError(
@@ -185,4 +195,5 @@ def _unseen_by(hook: Hook) -> delayed.Seen:
 
 
 def _unseen(recipe, roles: Mapping) -> delayed.Seen:
+    """Empty observations of the roles that have a state, of the state's shape."""
     return {role: blank for role, of_role in roles.items() for blank in [delayed.unseen(recipe, of_role.stored.shape)[role]]}
