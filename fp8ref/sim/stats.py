@@ -226,7 +226,7 @@ def error(out, reference) -> Error:
     """The error of a GEMM's output against a reference, such as an exact sum.
 
     Shapes:   out and reference of one shape, any floating-point dtypes, each widened to float64.
-    Specials: NaN or Inf where the reference is finite gives NaN or Inf; no finite element: NaN.
+    Specials: NaN or Inf for a finite reference gives NaN or Inf; none finite: NaN; 0 / 0 is 0.
     Raises:   ValueError: shapes that differ; nothing to compare.
     Source:   SEMANTICS Q-7.
     """
