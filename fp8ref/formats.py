@@ -49,6 +49,8 @@ class Format:
     @property
     def max_code(self) -> int:
         """The code of the largest finite number."""
+        # All exponent and mantissa bits set. ieee has infinity and NaNs in this exponent, fn has
+        # its NaN in this code, fnuz a number.
         top = (1 << (self.exponent_bits + self.mantissa_bits)) - 1
         if self.specials == "ieee":
             return top - (1 << self.mantissa_bits)

@@ -37,6 +37,7 @@ def dot_general(
     """
     (contract_x, contract_w), (batch_x, batch_w) = ((tuple(map(int, dims)) for dims in pair) for pair in dimension_numbers)
     kept_x, kept_w = ([d for d in range(v.ndim) if d not in (*c, *b)] for v, c, b in ((x, contract_x, batch_x), (w, contract_w, batch_w)))
+    # The output's dims: batch, then x's other dims, then w's.
     sizes = [[x.shape[d] for d in batch_x], [x.shape[d] for d in kept_x], [w.shape[d] for d in kept_w]]
     batch = [math.prod(sizes[0])] if batch_x else []
     a = x.transpose(*batch_x, *kept_x, *contract_x).reshape(*batch, math.prod(sizes[1]), -1)  # [batch, M, K]

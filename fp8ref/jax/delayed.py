@@ -253,11 +253,14 @@ def _advance(state: DelayedState | FlaxState, seen: jax.Array, fmt: Format, conf
         # Recorded as infinity: the scale is kept until it leaves the history, as with a NaN.
         amax = jnp.where(non_finite > 0, jnp.inf, amax)
     past = state.amax_history[..., :-1]
+    # The newest first; the oldest falls out.
     pushed = jnp.concatenate([amax[..., None], past], axis=-1)
     stored = _used(state, fmt, config) if config.timing == "use" else _scale_of(amax, past, state, fmt, config)
     after = kind(config)(stored, pushed, state.step + 1)
     taken = (was_seen > 0) & ((non_finite == 0) | (config.timing == "use"))
     kept = _where(taken, after, state)
+    # A flag above 1 is a sum (see update). Under jit nothing can raise, so a NaN scale makes it
+    # visible.
     summed = jnp.maximum(non_finite, was_seen) > 1
     return kept._replace(stored=jnp.where(summed, jnp.nan, kept.stored))
 

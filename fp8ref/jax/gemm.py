@@ -58,6 +58,8 @@ def matmul(
     if accumulate not in PRECISION:
         raise ValueError(f"accumulate is one of {', '.join(PRECISION)}; got {accumulate!r}.")
     epilogues.check_pair(epilogue, EPILOGUES, a.granularity, b.granularity)
+    # Raw accumulators are summed over devices before the epilogue; results under different scales,
+    # after it.
     early, late = (None, collective) if collective and collective.scaled else (collective, None)
     if multiply is not None and early is None:
         out = _simulated(multiply, a, b, accumulate, epilogue, out_dtype, turned)
@@ -139,6 +141,7 @@ def _scaled(
     if epilogue == "scale_then_round":
         return ((acc * scale_a) * scale_b).astype(out_dtype)
     if epilogue == "unit_round_scale_round":
+        # A cast to out_dtype and back could be removed by XLA; reduce_precision is not.
         info = jnp.finfo(out_dtype)
         acc = lax.reduce_precision(acc, info.nexp, info.nmant)
     return (acc * (scale_a * scale_b)).astype(out_dtype)
@@ -211,6 +214,7 @@ def _dot(
     ``collective`` scatters them."""
     a = collective.arranged(a) if collective else a
     if turned:
+        # [N, M] = b x a: the same products, and the result needs no transpose.
         a, b, axes = b, a, (axes[1], axes[0])
     leading = tuple(range(a.ndim - 2))
     # Without a preferred type, e4m3 x e5m2 would demote the e4m3 operand to e5m2.

@@ -104,6 +104,7 @@ def gathered_codes(q: Quantized, role: Role, axis: int, use: Use) -> Quantized:
     """q gathered in FP8 from all devices that cut its rows, to be reduced along axis; scales of
     rows or blocks are gathered with it."""
     blocks = gemm.dequantises(q.granularity) and use.mode == "shard_map"
+    # Tensorwise scales, and scales of columns, are the same on all devices that gather.
     lines = blocks or (q.granularity == "rowwise" and axis == -1)
     scale, scale_inv = (gathered(v, role, use) if lines else _scales_of_columns(v, use) for v in (q.scale, q.scale_inv))
     return dataclasses.replace(q, codes=gathered(q.codes, role, use), scale=scale, scale_inv=scale_inv, axis=axis)

@@ -143,6 +143,7 @@ def _exponent_field(amax: jax.Array, fmt: Format, policy: ScalePolicy) -> jax.Ar
     """The int32 exponent field, k + 127, of a scale_inv 2^k (S-4, S-14); 255 for infinity; that of
     a NaN amax means nothing."""
     bits = lax.bitcast_convert_type(amax, jnp.int32)
+    # A table look-up, because XLA's log2 is an approximation.
     steps = jnp.asarray(_steps(fmt, policy)).at[lax.bitcast_convert_type(amax, jnp.uint32) >> 23].get(mode="promise_in_bounds")
     return (bits + steps) >> 23
 
@@ -157,6 +158,7 @@ def _steps(fmt: Format, policy: ScalePolicy) -> np.ndarray:
     """
     binade = np.arange(256) << 23
     first = _rounded_field(binade, fmt, policy)
+    # By bisection over the 23 mantissa bits.
     last = np.zeros(256, np.int64)  # the last mantissa of that value, found a bit at a time; infinity has but one
     for bit in 2 ** np.arange(22, -1, -1):
         last[:255] += bit * (_rounded_field((binade + last + bit)[:255], fmt, policy) == first[:255])

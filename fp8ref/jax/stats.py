@@ -55,7 +55,7 @@ def measure(x: jax.Array, q: Quantized) -> jax.Array:
         scaled = jnp.abs(times(wide, scaling.spread(q.scale, shape, q.granularity, q.axis)))
         return [_number(~jnp.isfinite(wide)), _number(scaled > bound if above else scaled >= bound)]
 
-    # The amaxes say whether there is any of either.
+    # The amaxes say whether there is any of either, so that the branch seldom runs.
     none = jnp.isfinite(amax) & (jnp.max(times(of_groups, q.scale)) < bound)
     non_finite, overflows = lax.cond(none, lambda: [jnp.zeros_like(amax, jnp.int32)] * 2, rare)
     counts = {

@@ -192,6 +192,7 @@ def multiply_add(x: np.ndarray, y: np.ndarray, z: np.ndarray) -> np.ndarray:
     """RN32(x * y + z), rounded once: a fused multiply-add of float32 numbers, whose product float64
     holds exactly."""
     with np.errstate(invalid="ignore", over="ignore"):
+        # An infinity or a NaN needs no single rounding: the ordinary sum has the right result.
         product = x.astype(np.float64) * y.astype(np.float64)
         return np.where(np.isfinite(product) & np.isfinite(z), round_sum(product, z.astype(np.float64)), (product + z).astype(np.float32))
 
@@ -205,6 +206,8 @@ def round_sum(x: np.ndarray, y: np.ndarray) -> np.ndarray:
     """
     total, tail = _two_sum(x, y)
     bits = total.view(np.int64)
+    # Round to odd: an inexact sum whose last bit is even moves to the neighbour on the tail's side,
+    # whose last bit is odd.
     even = (tail != 0) & (bits % 2 == 0)
     outward = np.where(np.signbit(tail) == np.signbit(total), 1, -1)
     with np.errstate(over="ignore", under="ignore"):
@@ -261,6 +264,7 @@ def with_specials(finite: np.ndarray, a: np.ndarray, b: np.ndarray, c: np.ndarra
     up_a, down_a, up_b, down_b = a > 0, a < 0, b > 0, b < 0
     positive = count(inf_a & up_a, up_b) + count(inf_a & down_a, down_b) + count(up_a, inf_b & up_b) + count(down_a, inf_b & down_b)
     negative = count(inf_a & up_a, down_b) + count(inf_a & down_a, up_b) + count(up_a, inf_b & down_b) + count(down_a, inf_b & up_b)
+    # The sum contains an infinity of that sign.
     above, below = (positive > 0) | (c == np.inf), (negative > 0) | (c == -np.inf)
     invalid = count(inf_a, b == 0) + count(a == 0, inf_b) > 0
     nan = np.isnan(a).any(axis=1)[:, None] | np.isnan(b).any(axis=1)[None, :] | np.isnan(c) | invalid | (above & below)

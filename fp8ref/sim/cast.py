@@ -90,6 +90,7 @@ def encode_plain(
     code = np.where(above, np.where(directed & ~np.isinf(value), fmt.max_code, overflow), code)
     if fmt.signed:
         negative = np.signbit(value) & (code != fmt.nan_code)
+        # fnuz has no -0: that code is its NaN.
         if fmt.specials == "fnuz":
             negative &= code != 0
         code = np.where(negative, code | fmt.sign_bit, code)

@@ -135,6 +135,7 @@ def update(state: DelayedState, *observations: Observation, config: str | Delaye
     unused = Observation(np.zeros_like(state.stored), *(np.zeros(state.stored.shape, bool),) * 2)
     if config.reuse == "max":
         return _advance(state, merge(unused, *observations), config, fmt)
+    # reuse sum: autodiff adds the states that the uses made, from the last use to the first (H-8).
     stored, history = np.zeros_like(state.stored), np.zeros_like(state.amax_history)
     for use in reversed(observations):
         after = _advance(state, use, config, fmt)

@@ -139,6 +139,7 @@ def _compiled(epilogue: Epilogue) -> bool:
 def _finish_bfloat16(acc: np.ndarray, scale_inv_a: np.ndarray, scale_inv_b: np.ndarray, epilogue: Epilogue) -> np.ndarray:
     """``finish`` by the compiled kernel, which reads a transposed accumulator in place."""
     m, n = acc.shape
+    # ``chains`` may give a transposed view; the kernel reads it as it lies, without a copy.
     turned = not acc.flags.c_contiguous
     scales = (np.ascontiguousarray(np.broadcast_to(s, shape).ravel()) for s, shape in ((scale_inv_a, (m, 1)), (scale_inv_b, (1, n))))
     given = (np.ascontiguousarray(acc.T if turned else acc), turned, *scales, epilogue.scale == "product", epilogue.round_first)

@@ -113,6 +113,7 @@ class Layout:
             names, pieces = self.splits.get(axis, ()), self.pieces(axis)
             place = 0
             for name, coordinate in zip(names, self.mesh.along(device, names), strict=True):
+                # The place among the pieces, the mesh axes read as digits, the first one slowest.
                 place = place * self.mesh.axes[name] + coordinate
             start = sum(pieces[:place])
             slices.append(slice(start, start + pieces[place]))

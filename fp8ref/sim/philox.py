@@ -27,6 +27,7 @@ def words(counter: np.ndarray, stream: int, seed: int, rounds: int = ROUNDS) -> 
     for _ in range(rounds):
         p0, p1 = c0 * np.uint64(MULTIPLIERS[0]), c2 * np.uint64(MULTIPLIERS[1])
         c0, c1, c2, c3 = (p1 >> _32) ^ c1 ^ np.uint64(k0), p1 & _LOW, (p0 >> _32) ^ c3 ^ np.uint64(k1), p0 & _LOW
+        # The key of the next round, by Weyl sequences.
         k0, k1 = (k0 + WEYL[0]) & 0xFFFFFFFF, (k1 + WEYL[1]) & 0xFFFFFFFF
     return np.stack([c0, c1, c2, c3], axis=-1).astype(np.uint32)
 
@@ -40,6 +41,8 @@ def uniform48(start: int, count: int, seed: int) -> np.ndarray:
     second half. The 32 bits: word 0 of counter i, stream 1.
     """
     index = np.arange(start, start + count, dtype=np.uint64)
+    # Words 0 and 1 of all counters come first, words 2 and 3 second: a kernel then fills two arrays
+    # of 64-bit words.
     block, within = index // np.uint64(BLOCK), index % np.uint64(BLOCK)
     half, place = within // np.uint64(BLOCK // 2), within % np.uint64(BLOCK // 2)
     counter = block * np.uint64(BLOCK // 8) + place // np.uint64(4)

@@ -55,6 +55,7 @@ def matmul(
         sa, sb = ranks[0][0].scale_inv, ranks[0][1].scale_inv
     with np.errstate(invalid="ignore", over="ignore"):  # Inf - Inf, Inf * 0 and overflow are results here
         if reduce == "exact":
+            # All ranks' codes side by side along K are one device's operand.
             whole = [_unit(side, np.concatenate([q.codes for q in side], axis=-1)) for side in zip(*ranks, strict=True)]
             return cast.round_to(gemm.matmul(*whole, accumulate="exact") * sa * sb.T, out_dtype)
         if reduce == "accumulator":

@@ -185,6 +185,7 @@ def exponents(x, q: Quantized, *, per_group: bool = False, lowest: int | None = 
     def measure(x: np.ndarray, q: Quantized) -> Iterator[tuple[tuple[str, int], np.ufunc, np.ndarray]]:
         for name, value in (("scaled", _scaled(x, q)), ("codes", cast.decode(q.codes, q.fmt))):
             exponent = np.where(np.isinf(value), highest + 1, np.frexp(value)[1] - 1)
+            # All below lowest share the first bin, all above highest the last.
             place = np.clip(exponent, lowest - 1, highest + 1) - (lowest - 1)
             counted = (value != 0) & ~np.isnan(value)
             for i in bins:
@@ -265,6 +266,7 @@ def reduce_groups(
     Order:    within a slab the last axis first; slabs in order.
     """
     x, codes = np.atleast_1d(np.asarray(x)), np.atleast_1d(q.codes)
+    # The length of a group along each axis; slabs are cut between groups only.
     sizes: list[int | None] = [None] * x.ndim
     if q.granularity != "tensorwise":
         kind, axis = granularities.by_name(q.granularity), granularities.normalise_axis(q.axis, x.ndim)

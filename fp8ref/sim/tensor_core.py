@@ -142,6 +142,7 @@ def step_plain(a: np.ndarray, b: np.ndarray, c: np.ndarray, fmt_a: Format, fmt_b
     products = a[..., :, None, :] * b[..., None, :, :]  # [..., M, 1, w] x [..., 1, N, w] -> [..., M, N, w]
     largest = np.maximum(_of_products(a, b, products, fmt_a, fmt_b, unit).max(axis=-1), exponents(c, -126))
     largest = np.where(largest < _UNBOUNDED, 0, largest)  # nothing but zeros
+    # In units of 2^(E - fraction_bits), cutting a term off is rounding it to an integer.
     scale = unit.fraction_bits - largest
     cut = _CUTS[unit.rounding]
     total = cut(np.ldexp(products, scale[..., None])).sum(axis=-1) + cut(np.ldexp(c, scale))

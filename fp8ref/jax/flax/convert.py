@@ -63,6 +63,7 @@ def convert(
 
 def _convert_nnx(model: nnx.Module, recipe: Recipe, options: Mapping, multiply: Multiply | None) -> nnx.Module:
     """Put hooks into an NNX model's layers, after all of them were checked."""
+    # Called for its check.
     nnx_hooks.hooks(model)  # refuses shared ones
     layers = {
         ".".join(map(str, path)) or type(model).__name__: layer
@@ -136,6 +137,7 @@ def _convert_linen(model: nn.Module, recipe: Recipe, options: Mapping, inputs: t
             layers[name] = context.module.clone(parent=None), _linen_dims(name, context.module, *args, **kwargs)
         return call(*args, **kwargs)
 
+    # Shapes are enough to name layers and dims: nothing is computed.
     with nn.intercept_methods(record):
         jax.eval_shape(lambda: init(model))
     plan = recipes.plan({name: dims for name, (_, dims) in layers.items()}, recipe, **options)
@@ -199,6 +201,8 @@ def _converted(model: nn.Module, recipes_by_layer: Mapping[str, Recipe | None], 
         recipe = recipes_by_layer[name]
         if recipe is None:
             return call(*args, **kwargs)
+        # Modules are frozen, but this is the copy that is bound for this call; it is restored
+        # below.
         object.__setattr__(layer, "dot_general_cls", linen_hooks.linen_dot_general(recipe, multiply=multiply))  # of this call's bound copy
         try:
             return call(*args, **kwargs)

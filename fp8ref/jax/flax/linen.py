@@ -131,6 +131,7 @@ def _contract(hook: nn.Module, use: Callable, precision, preferred_element_type)
     state = hook.variable(STATE, "state", lambda: LayerState(roles=delayed.init(recipe), recipe=recipe)).value
     if state.recipe != recipe:
         raise ValueError(f"{name}: a state goes with the recipe it was made for, {state.recipe.name!r}; got recipe {recipe.name!r}.")
+    # value_and_grad passes SEEN in, and apply(mutable=[SEEN]) lets it out.
     if hook.has_variable(SEEN, "seen") and hook.is_mutable_collection(SEEN):
         seen = hook.variable(SEEN, "seen")
         y, seen.value = use(state=state.roles, seen=seen.value)

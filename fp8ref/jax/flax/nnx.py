@@ -48,6 +48,8 @@ class Hook(nnx.Module):
             return use(state=state, seen=amax_observations.unobserved(self.recipe, self.name, remedy))[0]
         y, after = use(state=state, seen=self.seen.get_value())
         try:
+            # NNX refuses to change a Variable of another trace: the layer was closed over, and its
+            # observation cannot leave.
             self.seen.set_value(after)
         except errors.TraceContextError as error:
             raise ValueError(

@@ -105,6 +105,7 @@ def _of_nnx(loss_fn: Callable, model: nnx.Module, args: tuple, has_aux: bool, wr
     finally:
         for path, hook in every.items():
             hook.name, hook.seen = names[path], nnx.data(None)
+    # The gradient by Seen variables carries the observations of grad_output.
     backward, grads = nnx.split_state(both, Seen, ...)
     of_path = {".".join(map(str, path[:-1])): variable.get_value() for path, variable in nnx.to_flat_state(backward)}
     return value, grads, Observed(layers={path: delayed.merge(forward[path], of_path[path]) for path in forward})
@@ -117,6 +118,7 @@ def _watched(loss_fn: Callable, observers: set[str]) -> Callable:
     """
 
     def watched(model: nnx.Module, *args):
+        # A layer that ran but whose Seen is unchanged was a copy: its changes were dropped.
         before = {path: hook.seen.get_value() for path, hook in hooks(model).items() if hook.seen is not None}
         out = loss_fn(model, *args)
         for path, hook in hooks(model).items():

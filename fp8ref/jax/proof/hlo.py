@@ -94,6 +94,7 @@ def from_text(text: str) -> Iterator[Operation]:
         if one.types:
             types[one.name] = one.types[0]
         kind = one.kind.replace("-", "_").removesuffix("_start")
+        # A GPU's library call multiplies under its target's name.
         target = _first(r'custom_call_target="([^"]*)"', one.line)
         if one.kind == "dot" or target in MATMULS:
             precision = _first(r'operand_precision(?:=\{|":\[)([^}\]]*)', one.line)

@@ -140,6 +140,7 @@ def missing(
             others = [said for said in found if said != wanted]
             promise = f"{layer}/{which}: planned {wanted}"
             lines += [f"{promise}; {have}" for have in (others if here else ["no dot of it is there"])]
+            # Gathers: one in FP8 for each role that the placement gathers.
             placement = (placements or {}).get(layer)
             gathered = [role for role in OPERANDS[which] if placement and placement.gathered(role)]
             bytes_ = [m for m in moved if (m.layer, m.which, m.kind) == (layer, which, "all_gather") and m.dtype.startswith("f8")]
@@ -163,6 +164,7 @@ def lost(compiled: Program, program: Program) -> list[str]:
     def kind(dot: Gemm) -> tuple[str | None, str]:
         return dot.which, dot.accumulate
 
+    # How much of each kind's work FP8 kernels leave undone: positive where some dot was lost.
     dots, here = [dot for dot in gemms(program) if dot.fp8], gemms(compiled)
     left: collections.Counter = collections.Counter()
     for sign, those in ((1, dots), (-1, [dot for dot in here if dot.fp8])):

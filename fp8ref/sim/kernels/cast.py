@@ -102,7 +102,9 @@ def nearest_even(bits, to):
     u = min(u32(bits & u32(0x7FFFFFFF)), to.limit)
     emin = u32(to.emin << u32(23))
     steps = u32(max(u32(u & u32(0x7F800000)), emin) - emin)  # (E - emin) << 23
+    # 2^(E + 23 - mantissa_bits): a float32 whose last place is the format's spacing at |x|.
     adder = u32(steps + u32(emin + u32(to.spacing << u32(23))))
+    # The sum keeps the adder's exponent, so the bits above the adder's count spacings: they are n.
     n = u32(as_bits(np.float32(as_float(u) + as_float(adder))) - adder)
     return pack(bits, u32(n + shift_right(steps, to.spacing)), to)
 
@@ -115,6 +117,7 @@ def by_shift(bits, to):
     sig = u32(u32(u & u32(0x7FFFFF)) | u32(0x800000)) if u > u32(0) else u32(0)
     e = max(shift_right(u, u32(23)), u32(to.emin - u32(8)))  # below that every shift is past sig's first bit
     top = max(e, to.emin)
+    # Below emin the spacing stays, so the shift grows as the exponent falls.
     shift = u32(u32(top + to.spacing) - e)
     n = shift_right(sig, shift)
     rest = u32(sig - u32(n << shift))
@@ -132,6 +135,7 @@ def pack(bits, code, to):
     u = u32(bits & u32(0x7FFFFFFF))
     sign = u32(shift_right(bits, u32(24)) & u32(0x80))
     if not to.saturate:
+        # From a finite value a directed rounding never leaves the finite range (C-4).
         kept = to.directed and u < u32(0x7F800000)
         code = (to.max_code if kept else to.overflow_code) if code > to.max_code else code
         sign = sign if code != to.nan_code else u32(0)

@@ -53,6 +53,7 @@ def chains(a, emin_a, b, emin_b, ends, out, begin, end, width, fraction_bits, ou
                 _narrow(row, bk, acc[i], exponent, unit, sums, fraction_bits, output_bits)
             else:
                 _wide(row, bk, acc[i], exponent, unit, sums, wide, fraction_bits, output_bits)
+        # A chain ends here: its sum joins the part's. A part ends too: its sum joins the result's.
         if ends[block]:
             for i in range(m):
                 chain, total, result = acc[i], part[i], out[i, begin:end]
@@ -69,6 +70,7 @@ def chains(a, emin_a, b, emin_b, ends, out, begin, end, width, fraction_bits, ou
 def _exponents(values, emin, out):
     """max(floor(log2|v|), emin); NO_EXPONENT of a zero."""
     for i in range(values.size):
+        # The exponent field, unbiased; subnormals of the format count as emin (G-10).
         magnitude = u32(as_bits(values[i]) & u32(0x7FFFFFFF))
         exponent = max(i32(i32(magnitude >> u32(23)) - i32(127)), i32(emin))
         out[i] = i8(exponent if magnitude > u32(0) else i32(NO_EXPONENT))
@@ -96,6 +98,7 @@ def _align(acc, exponent, unit, sums, fraction_bits):
     unit."""
     places = i32(127 + fraction_bits)
     for j in range(acc.size):
+        # The power of two from its exponent field.
         unit[j] = as_float(u32(u32(i32(places - i32(exponent[j]))) << u32(23)))
         sums[j] = truncate(f32(acc[j] * unit[j]))
 
@@ -120,6 +123,7 @@ def _narrow(a, b, acc, exponent, unit, sums, fraction_bits, output_bits):
     for k in range(0, a.size, _GROUP):
         _add(a, b, k, unit, sums)
     for j in range(acc.size):
+        # Both steps are exact: a sum below 2^24, and a power of two. Then clearing bits cuts off.
         total = f32(f32(sums[j]) / unit[j])
         acc[j] = as_float(u32(as_bits(total) & mask))
 
@@ -138,6 +142,7 @@ def _wide(a, b, acc, exponent, unit, sums, wide, fraction_bits, output_bits):
             wide[j] += np.float64(sums[j])
             sums[j] = i32(0)
     for j in range(acc.size):
+        # Exact: unit is a power of two. Then clearing bits cuts off after output_bits.
         wide[j] = wide[j] / np.float64(unit[j])
     bits = wide.view(np.uint64)
     for j in range(acc.size):
@@ -177,6 +182,7 @@ def finish_bfloat16(acc, turned, scale_a, scale_b, product, round_first, out, be
     round_first acc is rounded first; product is then True.
     """
     n = out.shape[1]
+    # A turned accumulator is read along its rows and written along its columns, a tile at a time.
     tile = np.empty((TILE, TILE + 1), np.float32)  # a row longer, so that a column of it does not fall into one set of the cache
     for first in range(begin, end, TILE):
         rows = min(TILE, end - first)
