@@ -21,12 +21,12 @@ from torchao.float8.float8_training_tensor import Float8TrainingTensor, GemmInpu
 
 from fp8ref.formats import Format
 from fp8ref.recipe import CastSpec
-from fp8ref.torch import parallel_checks, scales, scaling, sharding
+from fp8ref.torch import parallel_checks, scales, scaling
 from fp8ref.torch.delayed import RoleState
 from fp8ref.torch.linear import Linear
 from fp8ref.torch.proof.records import is_compiled
 
-_c10d = torch.ops._c10d_functional  # defined by what sharding imports
+_c10d = torch.ops._c10d_functional  # defined by what scaling imports
 
 
 def shard(model: nn.Module, group: ProcessGroup, *, param_dtype: torch.dtype = torch.bfloat16, gather_fp8: bool = True) -> "Sharded":
@@ -101,7 +101,7 @@ class Sharded(nn.Module):
             else:
                 found[name] = weight.state.scale.clone()
         for spec, names in alike.items():
-            amax = sharding.merge_amax(torch.stack([scaling.amax(shards[name].to(self.dtype)) for name in names]), self.group)
+            amax = scaling.merge_amax(torch.stack([scaling.amax(shards[name].to(self.dtype)) for name in names]), self.group)
             found.update(zip(names, scales.scale_from_amax(amax, spec.fmt, spec.policy).unbind(), strict=True))
         return found
 

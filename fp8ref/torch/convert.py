@@ -19,7 +19,7 @@ from torchao.float8.float8_linear_utils import swap_linear_layers
 
 from fp8ref import recipe as recipes
 from fp8ref.recipe import Recipe
-from fp8ref.torch import cpu, delayed, float8_config, module_swap
+from fp8ref.torch import delayed, gemm, module_swap, torchao_linear
 from fp8ref.torch.linear import Linear, check_recipe
 from fp8ref.torch.proof.records import is_compiled
 from fp8ref.torch.torchao_linear import Float8Linear
@@ -53,15 +53,15 @@ def convert(
     chosen = [d.path for d in recipes.plan(shapes, recipe, filter_fqns=filter_fqns, fp8_fqns=fp8_fqns) if d.fp8]
     if not chosen:
         return model
-    config = float8_config.torchao_config(recipe) if amax_group is None and float8_config.expresses(recipe) else None
+    config = torchao_linear.torchao_config(recipe) if amax_group is None and torchao_linear.expresses(recipe) else None
     if config is None:
         check_recipe(recipe)
     check_model(model, "Convert a model first, then {} it")
     for name in chosen:
         module_swap.check(name, linears, model.get_submodule(name.rpartition(".")[0]) if name else None)
     if any(linears[name].weight.device.type == "cpu" for name in chosen):
-        cpu.check(recipe)
-        cpu.use_native_scaled_mm()
+        gemm.check_cpu(recipe)
+        gemm.use_native_scaled_mm()
     convert_to_float8_training(nn.Identity())  # torchao then mends what inductor makes of FP8 stores (triton-lang/triton#11111)
     group = None if amax_group is None else amax_group.group_name
 

@@ -18,7 +18,7 @@ from fp8ref import recipe as recipes
 from fp8ref.delayed import DelayedScaling, by_name
 from fp8ref.formats import Format
 from fp8ref.recipe import Recipe, Role
-from fp8ref.torch import scaling, sharding
+from fp8ref.torch import scaling
 
 
 class DelayedState(NamedTuple):
@@ -180,7 +180,7 @@ def _merge_ranks(model: nn.Module) -> None:
         if state.group is not None:
             by_group.setdefault((state.group, state.scale.device), []).append(state)
     for (group, _), members in by_group.items():
-        merged = sharding.all_reduce_max(torch.stack([s.seen for s in members]), group)
+        merged = scaling.all_reduce_max(torch.stack([s.seen for s in members]), group)
         torch._foreach_copy_([s.seen for s in members], list(merged.unbind()))
 
 

@@ -23,7 +23,7 @@ from torchao.float8.float8_linear import Float8Linear
 from torchao.float8.float8_training_tensor import Float8TrainingTensor, GemmInputRole
 
 from fp8ref.recipe import CastSpec, Recipe
-from fp8ref.torch import cast, scales, scaling, sharding
+from fp8ref.torch import cast, scales, scaling
 from fp8ref.torch.linear import Linear
 
 
@@ -157,7 +157,7 @@ def compute_scales(gathers: Iterable[FP8Gather]) -> None:
         if held:
             amax[held] = torch.stack(torch._foreach_norm([members[i].shard for i in held], math.inf)).float()
         for group in groups:
-            amax = sharding.merge_amax(amax, group)
+            amax = scaling.merge_amax(amax, group)
         # Rounding is monotonic: the amax of the rounded shard is the rounded amax.
         scale = scales.scale_from_amax(amax.to(dtype).float(), spec.fmt, spec.policy)
         for g, of_one in zip(members, scale.unbind(), strict=True):

@@ -1,18 +1,31 @@
 """From a tensor to its amax, and from a scale to codes (SEMANTICS S)."""
 
+import math
 from typing import NamedTuple
 
 import torch
+import torch.distributed._functional_collectives  # defines the operators of _c10d
 from torch.nn import functional
 from torchao.float8.float8_training_tensor import hp_tensor_and_scale_to_float8
 
 from fp8ref import granularity as granularities
 from fp8ref.formats import Format
 from fp8ref.policy import ScalePolicy
-from fp8ref.torch import cast, scales, sharding
+from fp8ref.torch import cast, scales
 from fp8ref.torch.scales import scale_from_amax
 
-__all__ = ["Quantized", "amax", "dequantize", "quantize", "quantize_with", "scale_from_amax", "spread"]
+__all__ = [
+    "Quantized",
+    "all_reduce_max",
+    "amax",
+    "dequantize",
+    "merge_amax",
+    "quantize",
+    "quantize_with",
+    "scale_from_amax",
+    "spread",
+]
+_c10d = torch.ops._c10d_functional
 
 
 class Quantized(NamedTuple):
@@ -33,7 +46,7 @@ class Quantized(NamedTuple):
 
 
 def amax(x: torch.Tensor, granularity: str = "tensorwise", *, axis: int = -1) -> torch.Tensor:
-    """The largest magnitude of every group that shares a scale (SEMANTICS S-2), in this rank's tensor; ``sharding.merge_amax`` merges ranks'.
+    """The largest magnitude of every group that shares a scale (SEMANTICS S-2), in this rank's tensor; ``merge_amax`` merges ranks'.
 
     Shapes:   x hp, any rank; float32 of ``scale_shape(granularity, x.shape, axis)``; axis is the reduced one.
     Specials: NaN if any element is NaN; else Inf if any is infinite; subnormals count, unless torch.set_flush_denormal.
@@ -49,6 +62,30 @@ def amax(x: torch.Tensor, granularity: str = "tensorwise", *, axis: int = -1) ->
     padding = [n for size, length in zip(sizes[::-1], x.shape[::-1], strict=True) for n in (0, -length % size)]  # last dim first
     parts = [n for size, length in zip(sizes, x.shape, strict=True) for n in (-(-length // size), size)]
     return functional.pad(magnitudes, padding).reshape(parts).amax(dim=tuple(range(1, len(parts), 2))).float()
+
+
+def merge_amax(amax: torch.Tensor, group: str) -> torch.Tensor:
+    """The largest of every rank's amax, float32 of any shape; group is a process group's name.
+
+    Specials: Inf or NaN on any rank is Inf or NaN on all, NaN before Inf: a flag beside each amax says it, for gloo's maximum loses NaNs (P-3).
+    """
+    return _unflagged(all_reduce_max(_flagged(amax), group))
+
+
+def all_reduce_max(x: torch.Tensor, group: str) -> torch.Tensor:
+    """The elementwise maximum over a group's ranks, of finite values; group is a process group's name."""
+    return _c10d.wait_tensor(_c10d.all_reduce(x, "max", group))
+
+
+def _flagged(amax: torch.Tensor) -> torch.Tensor:
+    """[2, ...]: amaxes, 0 unless finite, and flags: 1 of an infinite one, 2 of a NaN, else 0."""
+    flag = torch.where(amax.isnan(), 2.0, torch.where(amax.isinf(), 1.0, 0.0))
+    return torch.stack([torch.where(flag > 0, 0.0, amax), flag])
+
+
+def _unflagged(merged: torch.Tensor) -> torch.Tensor:
+    amax, flag = merged.unbind()
+    return torch.where(flag == 2, math.nan, torch.where(flag == 1, math.inf, amax))
 
 
 def quantize(
@@ -77,7 +114,7 @@ def quantize(
         raise ValueError(f"groups of mx_1x32 have e8m0 scales, of policy mx_rceil, mx_floor or te_mxfp8; got policy {policy.name!r}.")
     largest = amax(x, granularity, axis=axis)
     if group is not None:
-        largest = sharding.merge_amax(largest, group)
+        largest = merge_amax(largest, group)
     scale, scale_inv = scales.scales_from_amax(largest, fmt, policy)
     return _quantized(x, scale, scale_inv, fmt, granularity, axis)
 

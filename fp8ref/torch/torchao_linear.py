@@ -1,12 +1,14 @@
-"""torchao's Float8Linear, which checks what it is given and gives torchao's kernels what they take."""
+"""torchao's Float8Linear: which recipes it runs, as a Float8LinearConfig, and the checks that fp8ref adds to it."""
 
 import torch
-from torchao.float8 import ScalingType, float8_linear
+from torchao.float8 import CastConfig, Float8GemmConfig, Float8LinearConfig, ScalingType, float8_linear
 from torchao.float8.config import ScalingGranularity
 from torchao.float8.float8_training_tensor import Float8TrainingTensor
 
-from fp8ref.recipe import Recipe
-from fp8ref.torch import linear_input
+from fp8ref.recipe import OPERANDS, ROLES, CastSpec, Gemm, Recipe, Role
+from fp8ref.torch import cast, linear_input, scales
+
+GRANULARITIES = {"tensorwise": ScalingGranularity.TENSORWISE, "rowwise": ScalingGranularity.AXISWISE}
 
 
 class Float8Linear(float8_linear.Float8Linear):
@@ -36,3 +38,74 @@ class Float8Linear(float8_linear.Float8Linear):
             with torch.inference_mode(False), torch.no_grad():  # nor a reshape of them, or a view of gathered ones, but in other modes
                 return super().forward(x)
         return super().forward(x)
+
+
+def expresses(recipe: Recipe) -> bool:
+    """Whether torchao_config takes the recipe."""
+    try:
+        torchao_config(recipe)
+    except ValueError:
+        return False
+    return True
+
+
+def torchao_config(recipe: Recipe) -> Float8LinearConfig:
+    """The Float8LinearConfig that means this recipe, built from fresh parts (torchao mutates the ones it is given).
+
+    Raises:   ValueError: what torchao cannot express, by name: an eps, a power of two or an epilogue of its own choosing, a role
+              in two formats, scales not tensorwise or rowwise.
+    """
+
+    def refuse(what: str) -> ValueError:
+        return ValueError(f"torchao cannot run recipe {recipe.name!r}: {what}. Use a recipe of fp8ref.recipe.SHARED_RECIPES.")
+
+    casts = {
+        (gemm, role): cast_spec
+        for gemm, spec in recipe.gemms.items()
+        for role, cast_spec in zip(OPERANDS[gemm], (spec.a, spec.b), strict=True)
+    }
+    present = [c for c in casts.values() if c is not None]
+    powers = {c.policy.power_of_two for c in present}
+    if len(powers) > 1 or "mask" in powers:
+        raise refuse(f"power_of_two is None or 'exp2_log2', the same for every cast; got {sorted(map(str, powers))}")
+    for c in present:
+        if c.delayed is not None:
+            raise refuse("it scales dynamically, and this recipe is delayed")
+        if c.granularity not in GRANULARITIES:
+            raise refuse(f"granularity is tensorwise or rowwise; got {c.granularity!r}")
+        try:
+            scales.implemented(c.policy)
+        except ValueError as error:
+            raise refuse(str(error).rstrip(".")) from None
+    for role in ROLES:
+        formats = {c.fmt.name for (_, r), c in casts.items() if r == role and c is not None}
+        if len(formats) > 1:
+            raise refuse(f"a role has one format in both its GEMMs; got {role} in {sorted(formats)}")
+    for gemm, spec in recipe.gemms.items():
+        meant = "unit_round_scale_round" if spec.rowwise and spec.accumulate == "slow" else "scale_then_round"
+        if spec.fp8 and spec.epilogue != meant:
+            raise refuse(f"the epilogue of {gemm} is {meant!r}; got {spec.epilogue!r}")
+
+    def cast_config(gemm: Gemm, role: Role) -> CastConfig:
+        spec: CastSpec | None = casts[gemm, role]
+        other = next((c for (_, r), c in casts.items() if r == role and c is not None), None)
+        if spec is None:
+            dtype = cast.DTYPES[other.fmt.name] if other else torch.float8_e4m3fn  # unused, but torchao wants one a role
+            return CastConfig(scaling_type=ScalingType.DISABLED, target_dtype=dtype)
+        return CastConfig(scaling_granularity=GRANULARITIES[spec.granularity], target_dtype=cast.DTYPES[spec.fmt.name])
+
+    def gemm_config(gemm: Gemm) -> Float8GemmConfig:
+        return Float8GemmConfig(use_fast_accum=recipe.gemms[gemm].accumulate == "fast")
+
+    return Float8LinearConfig(
+        cast_config_input=cast_config("output", "input"),
+        cast_config_weight=cast_config("output", "weight"),
+        cast_config_grad_output=cast_config("grad_input", "grad_output"),
+        cast_config_input_for_grad_weight=cast_config("grad_weight", "input"),
+        cast_config_weight_for_grad_input=cast_config("grad_input", "weight"),
+        cast_config_grad_output_for_grad_weight=cast_config("grad_weight", "grad_output"),
+        gemm_config_output=gemm_config("output"),
+        gemm_config_grad_input=gemm_config("grad_input"),
+        gemm_config_grad_weight=gemm_config("grad_weight"),
+        round_scales_to_power_of_2="exp2_log2" in powers,
+    )
