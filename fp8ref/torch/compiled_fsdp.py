@@ -21,10 +21,10 @@ from torchao.float8.float8_training_tensor import Float8TrainingTensor, GemmInpu
 
 from fp8ref.formats import Format
 from fp8ref.recipe import CastSpec
-from fp8ref.torch import parallel_checks, scales, scaling
+from fp8ref.torch import scales, scaling
 from fp8ref.torch.delayed import RoleState
 from fp8ref.torch.linear import Linear
-from fp8ref.torch.proof.records import is_compiled
+from fp8ref.torch.model_checks import check_no_optimizer, is_compiled
 
 _c10d = torch.ops._c10d_functional  # defined by what scaling imports
 
@@ -48,7 +48,7 @@ def shard(model: nn.Module, group: ProcessGroup, *, param_dtype: torch.dtype = t
                 f"masters are float32 and cut evenly along their first dim over {group.size()} ranks; {name} is {p.dtype} of shape "
                 f"{tuple(p.shape)}. Pad it, or use fully_shard."
             )
-    parallel_checks.check_none_holds(model)
+    check_no_optimizer(model)
     weights = _in_fp8(model, group, param_dtype) if gather_fp8 else {}
     if gather_fp8 and not weights:
         raise ValueError(

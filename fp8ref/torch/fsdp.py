@@ -11,10 +11,11 @@ that is gathered in a way of its own, ``fsdp_pre_all_gather`` and ``fsdp_post_al
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
-from torch import nn
+from torch import distributed, nn
+from torch.distributed import ProcessGroup, ReduceOp
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
@@ -276,3 +277,33 @@ def _check_unit(name: str, unit: FSDPModule) -> None:
                 f"weights gathered in FP8 are not resharded to a smaller mesh after the forward pass (FSDP2 cannot); {name or 'the model'} "
                 "has an integer reshard_after_forward. Use True or False."
             )
+
+
+class OrderedReduceScatter:
+    """What FSDP2's ``set_custom_reduce_scatter`` takes: all-to-all, then ``acc = RN32(acc + g_r)`` in ascending rank order.
+
+    Where an average is asked for, the sum is divided by the number of ranks.
+    """
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """A buffer for FSDP2, of no particular values."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: ProcessGroup, op: ReduceOp, async_op: bool = False
+    ) -> None:
+        parts = torch.empty_like(input_tensor)
+        distributed.all_to_all_single(parts, input_tensor, group=group)
+        first, *others = parts.view(group.size(), -1).unbind()
+        output_tensor.copy_(first)
+        for part in others:
+            output_tensor += part
+        if op == ReduceOp.AVG:
+            output_tensor /= group.size()
+
+
+def sum_in_rank_order(model: nn.Module) -> None:
+    """Have every fully_shard unit of a model sum its gradients in rank order."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_custom_reduce_scatter(OrderedReduceScatter())  # type: ignore[arg-type]

@@ -15,6 +15,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph, Node
 
 from fp8ref.recipe import Gemm as Which
+from fp8ref.torch.model_checks import is_compiled
 from fp8ref.torch.proof import records
 from fp8ref.torch.proof.records import BLOCK_GEMM, OPERANDS_AT, SCALED_MM, SIMULATED, Gemm, Seen
 
@@ -62,7 +63,7 @@ class _Reader:
         self._regions = {
             records.unwrapped(name): type(getattr(module, "_orig_mod", module))
             for name, module in model.named_modules()
-            if name and records.is_compiled(module)
+            if name and is_compiled(module)
         }
 
     def label(self, graph: Graph) -> None:

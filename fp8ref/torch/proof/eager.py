@@ -14,6 +14,7 @@ from torchao.float8.float8_training_tensor import Float8TrainingTensor
 
 from fp8ref.recipe import OPERANDS
 from fp8ref.recipe import Gemm as Which
+from fp8ref.torch.model_checks import is_compiled
 from fp8ref.torch.proof import records
 from fp8ref.torch.proof.records import BLOCK_GEMM, SCALED_MM, SIMULATED, Gemm, Seen
 
@@ -31,7 +32,7 @@ def trace_eager(model: nn.Module) -> Iterator[Seen]:
     Raises:   ValueError: the model is compiled, and would run eagerly here (use ``compiled``).
     """
     for name, module in model.named_modules():
-        if records.is_compiled(module):
+        if is_compiled(module):
             raise ValueError(f"{name or 'the model'} is compiled, and would not be while it is watched. Use proof.trace_compiled.")
     found = Seen("eager dispatch")
     watch = _Watch(found)

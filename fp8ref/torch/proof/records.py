@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._dynamo import OptimizedModule
 
 from fp8ref.recipe import Gemm as Which
 from fp8ref.torch import block_gemm, hardware
@@ -81,12 +80,6 @@ def linears(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear):
             yield unwrapped(name), module
-
-
-def is_compiled(module: nn.Module) -> bool:
-    """Whether a module, or its forward, went through torch.compile."""
-    forward = vars(module).get("forward")
-    return isinstance(module, OptimizedModule) or module._compiled_call_impl is not None or hasattr(forward, "_torchdynamo_orig_callable")
 
 
 def unwrapped(name: str) -> str:

@@ -77,21 +77,6 @@ def test_linears_have_the_names_they_had_before_wrapping():
     assert records.unwrapped("my_orig_mod.up") == "my_orig_mod.up"
 
 
-def test_compiled_is_a_module_that_went_through_compile_in_any_way():
-    assert not records.is_compiled(nn.Linear(4, 4))
-    assert records.is_compiled(torch.compile(nn.Linear(4, 4), backend="eager"))
-    in_place = nn.Linear(4, 4)
-    in_place.compile(backend="eager")
-    assert records.is_compiled(in_place)
-    by_forward = nn.Linear(4, 4)
-    by_forward.forward = torch.compile(by_forward.forward, backend="eager")
-    assert records.is_compiled(by_forward)
-    other = nn.Linear(4, 4)
-    other.forward = lambda x: x
-    assert not records.is_compiled(other)
-    assert not records.is_compiled(nn.Sequential(in_place))  # what is in it is
-
-
 def test_arguments_have_names_wherever_they_stand():
     a, b, one = torch.zeros(16, 16), torch.zeros(16, 16), torch.ones(())
     found = records.arguments(records.SCALED_MM, (a, b, one), {"scale_b": 2 * one, "use_fast_accum": True})

@@ -10,7 +10,7 @@ from torchao.float8.float8_tensor_parallel import Float8ColwiseParallel, Float8R
 
 from fp8ref.policy import POLICIES
 from fp8ref.recipe import RECIPES, CastSpec, GemmSpec, Recipe
-from fp8ref.torch import convert, gloo, tensor_parallel
+from fp8ref.torch import convert, tensor_parallel
 
 
 def observed(recipe, sequence):
@@ -112,7 +112,7 @@ def cut_by_torchao():
     found = []
     for bias in (False, True):
         model = convert.convert(exact(bias), "tensorwise")
-        gloo.gather_fp8_as_bytes()
+        tensor_parallel.gather_fp8_as_bytes()
         found.append(passed_exactly(parallelize_module(model, mesh(), {"0": Float8ColwiseParallel(), "1": Float8RowwiseParallel()})))
     shapes = []
     for cut in (

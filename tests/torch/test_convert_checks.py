@@ -8,7 +8,7 @@ from torch._subclasses import FakeTensorMode
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
-from fp8ref.torch import convert, delayed, module_swap
+from fp8ref.torch import convert, delayed
 
 ways = pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
 
@@ -21,7 +21,7 @@ def test_attributes_go_along_both_ways(recipe):  # R-5
     model[0].weight.tag = flag
     model = convert.convert(model, recipe)
     assert model[0]._is_hf_initialized
-    assert module_swap.extras(model[0]).keys() == {"lr_mult", "_is_hf_initialized", "mask"}
+    assert convert.added_attributes(model[0]).keys() == {"lr_mult", "_is_hf_initialized", "mask"}
     model[0].lr_mult, model[0].later = 4, flag
     model[0](torch.ones(4, 32)).sum().backward()
     delayed.update(model)
@@ -119,8 +119,8 @@ def test_a_linear_that_torchs_fast_path_leaves_out_is_refused(recipe):  # R-5
 def test_layers_that_call_their_linears_are_converted():
     decoder = convert.convert(nn.TransformerDecoderLayer(64, 4, 128), "tensorwise", filter_fqns=["out_proj"])
     own = convert.convert(Own(64, 4, 128), "tensorwise", filter_fqns=["out_proj"])
-    assert isinstance(decoder.linear1, module_swap.FP8)
-    assert isinstance(own.linear2, module_swap.FP8)
+    assert isinstance(decoder.linear1, convert.FP8_LINEARS)
+    assert isinstance(own.linear2, convert.FP8_LINEARS)
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,7 @@ def test_a_gpu_without_fp8_is_named(capability, monkeypatch):
         model = nn.ModuleDict({"up": nn.Linear(32, 32, bias=False, device="meta")})
         model["up"].weight = nn.Parameter(torch.empty(32, 32, device="cuda"))
     if capability >= (8, 9):
-        module_swap.check("up", dict(model.named_modules()), model)
+        convert.check_linear("up", dict(model.named_modules()), model)
         return
     with pytest.raises(ValueError, match=rf"up lies on A GPU of compute capability {capability[0]}\.{capability[1]}; .* 8\.9 or later"):
         convert.convert(model, "tensorwise")

@@ -11,7 +11,7 @@ from torch.distributed import ReduceOp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from fp8ref.torch.reduction import OrderedReduceScatter, order
+from fp8ref.torch.fsdp import OrderedReduceScatter, sum_in_rank_order
 
 PARTS = (2.0**24, 1.0, -1.0)
 IN_ORDER = 2.0**24 - 1
@@ -52,7 +52,7 @@ def sharded():
     mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
     model = nn.Sequential(fully_shard(Scale(), mesh=mesh), Scale())
     fully_shard(model, mesh=mesh)
-    order(model)
+    sum_in_rank_order(model)
     model(torch.ones(9)).mul(PARTS[distributed.get_rank()]).sum().backward()
     return [p.grad.full_tensor().tolist() for p in model.parameters()]
 

@@ -8,7 +8,7 @@ from torch import distributed, nn
 from torchao.float8.float8_ops import FLOAT8_OPS_TABLE
 from torchao.float8.float8_training_tensor import Float8TrainingTensor, GemmInputRole, LinearMMConfig
 
-from fp8ref.torch import gloo, tensor_parallel
+from fp8ref.torch import tensor_parallel
 
 
 def part(dtype, *, last_first=False, device="cpu"):
@@ -19,7 +19,7 @@ def part(dtype, *, last_first=False, device="cpu"):
 
 
 def moved(dtype):
-    gloo.gather_fp8_as_bytes()
+    tensor_parallel.gather_fp8_as_bytes()
     mine = part(dtype, last_first=distributed.get_rank() == 1)
     with Watch(nn.Identity()) as watch:
         whole = torch.ops._c10d_functional.wait_tensor(GATHER(mine, 2, distributed.group.WORLD.group_name))
@@ -39,9 +39,9 @@ def test_codes_move_as_bytes_and_no_bit_of_them_changes(dtype):  # P-15
 def elsewhere():
     """What the operator is given on another device; and whether a second call changes what is done."""
     theirs = FLOAT8_OPS_TABLE[GATHER]
-    gloo.gather_fp8_as_bytes()
+    tensor_parallel.gather_fp8_as_bytes()
     ours = FLOAT8_OPS_TABLE[GATHER]
-    gloo.gather_fp8_as_bytes()
+    tensor_parallel.gather_fp8_as_bytes()
     given = []
 
     def op(codes, *rest):
