@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from fp8ref.torch import convert, tensor_parallel
+from fp8ref.train.torch.llama import Llama
 
 
 class Scaled(nn.Linear):
@@ -54,7 +55,7 @@ REFUSED = {
     "no mesh": (build, {"mesh": lambda: None}, "one dim; got a NoneType.*mesh"),
     "no plan": (linears, {}, "got a Sequential. Give plan="),
     "sequence of others": (linears, {"sequence": True, **COLUMN}, "trainer's Llama.*got a Sequential with a plan.*Leave sequence"),
-    "sequence with a plan": (build, {"sequence": True, "plan": tensor_parallel.PLAN}, "got a Llama with a plan"),
+    "sequence with a plan": (build, {"sequence": True, "plan": Llama.tensor_plan.styles}, "got a Llama with a plan"),
     "no style": (linears, {"plan": {"0": "column"}}, "colwise and rowwise; got 'column' for '0'"),
     "no linear": (linears, {"plan": {"q_proj": "colwise"}}, "'q_proj' names none of the linears: 0, 1"),
     "two styles": (linears, {"plan": {"0": "colwise", "*": "rowwise"}}, r"0 is to be both colwise and rowwise, the second by '\*'"),
