@@ -12,7 +12,7 @@ from fp8ref.formats import Format
 from fp8ref.recipe import OPERANDS
 from fp8ref.stats import FIELDS, Operand
 from fp8ref.torch import cast, gemm_observer, scaling
-from fp8ref.torch.gemm_observer import Observed
+from fp8ref.torch.gemm_observer import GemmOperand
 from fp8ref.torch.scaling import Quantized
 
 Parts = dict[str, list[torch.Tensor]]  # float64 [FIELDS] of each microbatch, by an operand's name
@@ -89,7 +89,7 @@ def measuring(model: nn.Module, planned: list[Operand], found: Parts) -> Iterato
     once: dict[tuple, torch.Tensor] = {}  # of operands that two GEMMs take
     wholes: dict[tuple, Whole] = {}
 
-    def measured(operand: Operand, seen: Observed) -> torch.Tensor:
+    def measured(operand: Operand, seen: GemmOperand) -> torch.Tensor:
         gather = gathers.get(operand.layer) if operand.role == "weight" else None
         spec, axis = operand.cast, seen.axis
         key = (operand.layer, operand.role, spec, None if spec.granularity == "tensorwise" else axis)
@@ -103,7 +103,7 @@ def measuring(model: nn.Module, planned: list[Operand], found: Parts) -> Iterato
             once[key] = measure(x, Quantized(codes, seen.scale, seen.scale_inv, spec.fmt, spec.granularity, axis), wholes.get(key[:2]))
         return once[key]
 
-    def observer(name: str, gemm, a: Observed, b: Observed, out: torch.Tensor) -> None:
+    def observer(name: str, gemm, a: GemmOperand, b: GemmOperand, out: torch.Tensor) -> None:
         if gemm == "output":  # of the next microbatch
             for kept in (once, wholes):
                 for key in [key for key in kept if key[0] == name]:
@@ -114,7 +114,7 @@ def measuring(model: nn.Module, planned: list[Operand], found: Parts) -> Iterato
                     if operand.role == role:
                         found.setdefault(operand.name, []).append(measured(operand, seen))
 
-    with gemm_observer.observed(model, observer):
+    with gemm_observer.observe_gemms(model, observer):
         yield
 
 

@@ -14,7 +14,7 @@ from fp8ref.errors import ConfigError
 from fp8ref.hardware import Multiply
 from fp8ref.stats import Operand, merged, planned
 from fp8ref.torch import delayed, proof, stats
-from fp8ref.torch.gemm_observer import observing
+from fp8ref.torch.gemm_observer import observe_gemms
 from fp8ref.torch.parallel import AXES
 from fp8ref.train import feasibility
 from fp8ref.train.config import Config
@@ -124,14 +124,14 @@ class Trainer:
         return torch.cuda.max_memory_allocated(self._device) if self._device.type == "cuda" else None
 
     def observe(self, tokens: np.ndarray, observer) -> None:
-        """A forward and backward pass, no update, in which every FP8 GEMM reports to observer (see ``observing``), once a part of the batch."""
+        """A forward and backward pass, no update, in which every FP8 GEMM reports to observer (see ``observe_gemms``), once a part of the batch."""
 
         def as_numpy(name, gemm, a, b, out):
             # float32 holds every bfloat16; NumPy has no bfloat16 of its own
-            operands = [(_copy(hp.float()), _copy(codes), _copy(scale)) for hp, codes, scale in (a, b)]
+            operands = [(_copy(hp.float()), _copy(codes), _copy(scale)) for hp, codes, scale, *_ in (a, b)]
             observer(name, gemm, *operands, _copy(out.float()))
 
-        with observing(self.model, as_numpy):
+        with observe_gemms(self.model, as_numpy):
             self._step.backward(tokens)
         self._step.forget()
 

@@ -28,42 +28,42 @@ def test_a_planted_fallback_is_missing(which):
         slow = dataclasses.replace(RECIPES["tensorwise"].output, accumulate="slow")
         model[2] = square(dataclasses.replace(RECIPES["tensorwise"], output=slow))[2]
         gemms, have = gemms[:1], "f8e4m3fn x f8e4m3fn, slow, tensorwise"
-    with proof.trace_eager(model) as seen:
+    with proof.trace_eager(model) as trace:
         step(model)
-    assert proof.missing(seen, plan) == [f"2/{gemm}: planned {wanted}, tensorwise; {have}" for gemm, wanted in gemms]
+    assert proof.missing(trace, plan) == [f"2/{gemm}: planned {wanted}, tensorwise; {have}" for gemm, wanted in gemms]
 
 
 def test_another_granularity_and_a_backward_pass_that_never_ran_are_missing():
     model = square("rowwise")
-    with proof.trace_eager(model) as seen:
+    with proof.trace_eager(model) as trace:
         model(torch.randn(128, 128).bfloat16())
-    assert proof.missing(seen, {"2": "rowwise"}) == [
+    assert proof.missing(trace, {"2": "rowwise"}) == [
         f"2/{which}: planned f8e4m3fn x f8e4m3fn, slow, rowwise; no GEMM of it was seen" for which in ("grad_input", "grad_weight")
     ]
-    assert proof.missing(seen, {"2": "tensorwise"})[0] == (
+    assert proof.missing(trace, {"2": "tensorwise"})[0] == (
         "2/output: planned f8e4m3fn x f8e4m3fn, fast, tensorwise; f8e4m3fn x f8e4m3fn, fast, rowwise"
     )
 
 
 def test_one_fallback_among_many_steps_is_missing():
     model = square("tensorwise")
-    with proof.trace_eager(model) as seen:
+    with proof.trace_eager(model) as trace:
         step(model)
         model[2].linear_mm_config = model[2].linear_mm_config._replace(
             output=model[2].linear_mm_config.output._replace(use_fast_accum=False)
         )
         step(model)
-    assert proof.missing(seen, {"0": "tensorwise", "2": "tensorwise"}) == [
+    assert proof.missing(trace, {"0": "tensorwise", "2": "tensorwise"}) == [
         "2/output: planned f8e4m3fn x f8e4m3fn, fast, tensorwise; f8e4m3fn x f8e4m3fn, slow, tensorwise"
     ]
 
 
 def test_the_manifest_has_each_gemm_once():
     model = square("rowwise_with_gw_hp")
-    with proof.trace_eager(model) as seen:
+    with proof.trace_eager(model) as trace:
         step(model)
         step(model)
-    found = proof.manifest(seen, {"2": "rowwise_with_gw_hp"}, ["a line"])
+    found = proof.manifest(trace, {"2": "rowwise_with_gw_hp"}, ["a line"])
     assert list(found) == ["read_from", "gemms", "on_dequantised_operands", "pruned", "gathers", "missing"]
     assert (found["read_from"], found["missing"]) == ("eager dispatch", ["a line"])
     assert found["gemms"] == [
