@@ -1,10 +1,25 @@
-"""FP8 training in PyTorch: ``convert.convert`` puts FP8 into a model on one device, ``parallel.parallelize`` into one on a mesh.
+"""FP8 training in PyTorch: ``convert.convert`` on one device, ``parallel.parallelize`` on a mesh of devices.
 
-A linear becomes torchao's Float8Linear, or fp8ref's own ``linear.Linear``; a recipe with delayed scaling needs ``delayed.update`` once a step.
-``cast``, ``scaling`` and ``gemm`` are the parts; for several devices ``fsdp``, ``tensor_parallel`` and ``compiled_fsdp``; ``proof`` shows that a step
-ran in FP8, ``hardware`` puts simulated hardware in place of torch's FP8 GEMMs.
+A linear becomes torchao's Float8Linear, or fp8ref's own ``linear.Linear``. A recipe with delayed scaling needs
+``delayed.update`` once a step. One step of an FP8 linear under FSDP2, with scales of whole tensors:
 
-Held to docs/SEMANTICS.md by ``fp8ref.crosscheck``; shares no code with the simulator. The trainer is ``fp8ref.train.torch``.
+    forward     amax of every rank's shard of w --all-reduce--> scale of w                  fsdp, scaling, scales
+                shard of w [N/ranks, K] --cast--> codes --all-gather--> codes of w [N, K]   fsdp
+                x [M, K] --cast--> codes of x                                               linear, scaling, cast
+                output      = x @ w.T   [M, K] @ [K, N] -> [M, N]                           linear, gemm
+    backward    codes of w are gathered again                                               fsdp
+                g = grad_output [M, N] --cast--> codes of g                                 linear, scaling, cast
+                grad_input  = g @ w     [M, N] @ [N, K] -> [M, K]                           linear, gemm
+                grad_weight = g.T @ x   [N, M] @ [M, K] -> [N, K]                           linear, gemm
+                grad_weight --reduce-scatter in float32--> shard's gradient [N/ranks, K]    FSDP2 (or in rank order: fsdp)
+    afterwards  optimizer.step() on float32 shards; delayed.update(model)                   delayed
+
+``convert`` puts the linears in, ``torchao_linear`` runs torchao's recipes, ``block_gemm`` multiplies block scales.
+``tensor_parallel`` cuts linears, ``compiled_fsdp`` shards within a compiled graph. ``proof`` shows that a step ran in
+FP8. ``hardware`` puts simulated hardware in place of torch's FP8 GEMMs.
+
+``fp8ref.crosscheck`` checks it against docs/SEMANTICS.md; it shares no code with the simulator. The trainer is
+``fp8ref.train.torch``.
 """
 
 import logging

@@ -1,7 +1,8 @@
-"""Which kernel multiplies operands that have scales of blocks (SEMANTICS G-16, G-17), and what torchao's is handed.
+"""GEMMs of operands with block scales, by torchao's Triton kernels (SEMANTICS G-16, G-17).
 
-torchao's Triton kernels (prototype.blockwise_fp8_training) take codes and scale_inv as they are; its casts have no part in it. torch's own
-``scaled_mm`` of such scales is cuBLASLt's, of compute capability 9.0 alone, and states no order of operations.
+The kernels (torchao.prototype.blockwise_fp8_training) take codes and scale_inv; torchao's own casts are not used.
+torch's ``scaled_mm`` of block scales is not used either: it runs on compute capability 9.0 only, and cuBLASLt states
+no order of operations.
 """
 
 import functools
@@ -15,12 +16,13 @@ from fp8ref.torch.scaling import Quantized
 
 Kernel = Literal["torchao_triton", "dequantised"]
 BLOCK = 128
-TILE = 256  # rows or columns of the largest tile that torchao's kernels are tuned over: they load the scales of all of it, unmasked
-OFFSETS = 2**31  # and address elements by int32
+# Rows or columns of the largest tile that torchao's kernels are tuned over. They load the scales of a whole tile, unmasked.
+TILE = 256
+OFFSETS = 2**31  # the kernels address elements by int32
 
 
 def kernel(a: Quantized, b: Quantized) -> Kernel:
-    """What multiplies a and b: torchao's Triton kernel on codes, or a GEMM in high precision on dequantised operands."""
+    """Choose what multiplies a and b: torchao's Triton kernel on codes, or a float32 GEMM on dequantised operands."""
     m, k, n = a.codes.shape[1 - a.axis % 2], a.codes.shape[a.axis], b.codes.shape[1 - b.axis % 2]
     fits = (
         (a.fmt.name, b.fmt.name) == ("e4m3fn", "e4m3fn")
@@ -32,7 +34,7 @@ def kernel(a: Quantized, b: Quantized) -> Kernel:
 
 @functools.cache
 def kernels() -> tuple[Callable, Callable] | None:
-    """torchao's GEMMs for b in blocks of 1x128 and of 128x128; None without Triton, or where torchao has them under no such names."""
+    """torchao's GEMMs for b in blocks of 1x128 and of 128x128; None without Triton, or if torchao lacks these names."""
     try:
         from torchao.prototype.blockwise_fp8_training.kernels import triton_fp8_gemm_1x128_128x1, triton_fp8_gemm_1x128_128x128
     except ImportError:
@@ -71,22 +73,20 @@ OPERATOR = torch.ops.fp8ref.block_gemm.default
 
 
 def granularity_of_b(codes_b: torch.Tensor, scale_inv_b: torch.Tensor) -> str:
-    """Of b [N, K], from the shape of its scales. For N = 1 the two are one."""
+    """The granularity of b [N, K], from the shape of its scales. For N = 1 both are the same."""
     name = "blockwise_1x128" if scale_inv_b.shape[0] == codes_b.shape[0] else "blockwise_128x128"
     assert by_name(name).reduced == BLOCK
     return name
 
 
 def _has_tensor_cores(device: torch.device) -> bool:
-    """An NVIDIA GPU that torchao's prototype takes; Triton refuses e4m3fn before 8.9."""
+    """Whether it is an NVIDIA GPU that torchao's prototype takes. Triton refuses e4m3fn before 8.9."""
     return device.type == "cuda" and torch.version.cuda is not None and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def _roomy(scales: torch.Tensor, *, rows: int = 1, columns: int = 1) -> torch.Tensor:
-    """scales, followed by zeros up to multiples of rows and columns, in a new row-major matrix.
-
-    Not ``pad`` and ``contiguous``: of a dim of length 1 these keep whatever stride it has, and the kernels ask for 1.
-    """
+    """Scales padded with zeros to multiples of rows and columns, in a new row-major matrix."""
+    # Not pad and contiguous: of a dim of length 1 they keep any stride, and the kernels need stride 1.
     n, m = scales.shape
     made = scales.new_zeros(n + -n % rows, m + -m % columns)
     made[:n, :m] = scales

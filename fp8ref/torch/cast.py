@@ -1,4 +1,4 @@
-"""Rounding to a format with torch's own conversion (SEMANTICS C): nearest even, from float32, float16 or bfloat16."""
+"""Cast to FP8 by torch's own conversion (SEMANTICS C): round to nearest even, from float32, float16 or bfloat16."""
 
 import torch
 
@@ -11,7 +11,7 @@ DTYPES = {
     "e4m3fnuz": torch.float8_e4m3fnuz,
     "e5m2fnuz": torch.float8_e5m2fnuz,
 }
-# What casts to FP8 take.
+# The dtypes that may be cast to FP8.
 HIGH_PRECISION = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -19,8 +19,8 @@ def encode(x: torch.Tensor, fmt: Format, *, saturate: bool = True) -> torch.Tens
     """Round x once to nearest even and return the codes.
 
     Shapes:   x any shape, empty too, float32, float16 or bfloat16; codes uint8 of the same shape, on x's device.
-    Specials: as the simulator: NaN -> fmt.nan_code; -0 and underflow keep their sign, but in fnuz; above fmt.max, infinities too: max if saturate,
-              else Inf, or NaN in a format without infinities.
+    Specials: as the simulator: NaN -> fmt.nan_code; -0 and underflow keep their sign, except in fnuz; above fmt.max,
+              infinities included: max if saturate, else Inf, or NaN in a format without infinities.
     Raises:   ValueError: fmt not FP8; x of another dtype (float64 would be rounded twice).
     Source:   SEMANTICS C-1 to C-6.
     """

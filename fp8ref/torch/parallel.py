@@ -33,7 +33,7 @@ Scope = Literal["local", "global"]
 Source = Literal["compute", "master"]
 AXES = ("data", "fsdp", "tensor")
 _aten = torch.ops.aten
-# What selective checkpointing keeps: the results of matrix products and attention, which cost most to make again.
+# Operators whose results selective checkpointing keeps: matrix products and attention cost most to recompute.
 KEPT = {
     _aten.mm.default,
     _aten._scaled_mm.default,
@@ -69,32 +69,36 @@ def parallelize(
 ) -> nn.Module:
     """Convert, checkpoint, compile and shard a model, in place.
 
-    mesh        of dims named data (copies of the weights), fsdp (parts of them) and tensor (parts of every linear), in this order, data
-                only with fsdp; None: one device.
-    model       may lie on the meta device: give it memory (``to_empty``) and load its weights afterwards.
-    blocks      the modules of it that are checkpointed, compiled and gathered one at a time.
+    mesh        of dims named data (copies of the weights), fsdp (shards of them) and tensor (parts of every linear),
+                in this order, data only with fsdp. None: one device.
+    model       may be on the meta device: give it memory (``to_empty``) and load its weights afterwards.
+    blocks      its modules that are checkpointed, compiled and gathered one at a time.
     filter_fqns, fp8_fqns
-                as ``linear.convert``.
-    amax_scope  whose amaxes scale input and grad_output: each rank's own, torchao's meaning, or all ranks' (P-2). Delayed scaling keeps one
-                state for all ranks, so takes ``global``.
+                as ``convert.convert``.
+    amax_scope  whose amaxes scale input and grad_output: each rank's own, as in torchao (local), or all ranks' (global,
+                P-2). Delayed scaling keeps one state for all ranks, and needs global.
     sequence, tensor_plan
-                as ``tensor.parallelize``.
+                as sequence and plan of ``tensor_parallel.parallelize``.
     checkpointing
-                ``full`` keeps a block's inputs and runs it again in the backward pass; ``selective`` keeps the results of KEPT too.
+                ``full`` keeps a block's inputs and recomputes the rest in the backward pass; ``selective`` also keeps
+                the results of KEPT.
     compile, compile_backend
-                by torch.compile, without graph breaks: each ``block``'s forward, or the whole ``model``'s, which is then gathered in one
-                piece: FSDP2 gathers in hooks, which no graph contains (``traced`` gathers in the graph).
+                torch.compile of each ``block``'s forward, or of the whole ``model``'s, without graph breaks. The whole
+                model is gathered in one piece: FSDP2 gathers in hooks, which no graph contains (``compiled_fsdp``
+                gathers in the graph).
     gather_fp8, precompute_scales, fp8_from
-                weights in FP8, as ``gather.gather_in_fp8``; fp8_from: from shards rounded to param_dtype, or from the masters.
+                gather weights in FP8, as ``fsdp.gather_in_fp8``: from shards rounded to param_dtype (compute), or from
+                the masters (master).
     ordered_reduction
-                gradients are summed in rank order, whatever the backend does (P-13).
-    param_dtype what parameters are rounded to as they are gathered; gradients are reduced in float32.
-    keep_dtype  modules of it, such as an embedding table, whose parameters are used as they are.
-    Ranks       start from the same weights, as FSDP2 asks; along data that is looked at.
-    Raises:     ValueError, before anything is changed: as ``linear.convert`` and ``tensor.parallelize``; an option of another value; blocks
-                that are not the model's, or named twice; a mesh of other dims; a model that is compiled or sharded already; an optimizer
-                that was built before; delayed scaling of scope local; under compile='model', modules that are, or by keep_dtype would be,
-                sharded by themselves. As ``gather.gather_in_fp8``, and of copies with other weights, after the model was sharded.
+                sum gradients in rank order, on any backend (P-13).
+    param_dtype parameters are rounded to it as they are gathered; gradients are reduced in float32.
+    keep_dtype  modules, such as an embedding table, whose parameters are not rounded.
+    Ranks       start from the same weights, as FSDP2 requires; along data it is checked.
+    Raises:     ValueError, before anything is changed: as ``convert.convert`` and ``tensor_parallel.parallelize``; an
+                unknown value of an option; blocks that are not the model's, or named twice; a mesh of other dims; a
+                model that is compiled or sharded already; an optimizer that was built before; delayed scaling of scope
+                local; under compile='model', modules that are, or by keep_dtype would be, sharded by themselves.
+                After the model was sharded: as ``fsdp.gather_in_fp8``; copies with different weights.
     """
     recipe, blocks, keep_dtype = recipes.by_name(recipe), list(blocks), list(keep_dtype)
     _check_values(
@@ -190,7 +194,7 @@ def _shard(
 
 
 def _parts(mesh: DeviceMesh) -> tuple[DeviceMesh | None, DeviceMesh | None]:
-    """Of a mesh, the ranks that share a batch and those that share a linear; None where it is one rank."""
+    """Split a mesh into the ranks that share a batch and those that share a linear; None for a single rank."""
     names = mesh.mesh_dim_names or ()
     if not names or names != tuple(axis for axis in AXES if axis in names) or ("data" in names and "fsdp" not in names):
         raise ValueError(
@@ -210,14 +214,14 @@ def _group(batch: DeviceMesh) -> ProcessGroup:
 
 
 def _check_values(**given: tuple[object, Any]) -> None:
-    """ValueError for one that has another value than its Literal."""
+    """ValueError for an option whose value is not one of its Literal's."""
     for name, (value, allowed) in given.items():
         if value not in get_args(allowed):
             raise ValueError(f"{name} is one of {', '.join(get_args(allowed))}; got {value!r}. Spell one of them.")
 
 
 def _check_modules(model: nn.Module, blocks: list[nn.Module], keep_dtype: list[nn.Module]) -> None:
-    """ValueError unless blocks and keep_dtype are modules within the model, each there once."""
+    """ValueError unless blocks and keep_dtype are modules within the model, each named once."""
     named = [*blocks, *keep_dtype]
     if not set(model.modules()).difference([model]).issuperset(named):
         raise ValueError("blocks and keep_dtype are modules within the model. Name them by model.get_submodule.")
@@ -238,24 +242,26 @@ def _check_batch(recipe: Recipe, batch: DeviceMesh, amax_scope: Scope, ordered_r
 
 
 def _check_one_graph(model: nn.Module, keep_dtype: Sequence[nn.Module]) -> None:
-    """ValueError unless one graph can be the model's forward: within it, FSDP2's hooks would be left out, and weights not gathered."""
+    """ValueError if a graph of the whole forward would contain FSDP units: without their hooks, no weight is gathered."""
     nested = [name or "the model" for name, module in model.named_modules() if isinstance(module, FSDPModule)]
     nested += [name for name, module in model.named_modules() if any(module is kept for kept in keep_dtype)]
     if nested:
         raise ValueError(
             f"compile='model' is of a model that fully_shard shards as one; {nested[0]} is, or with keep_dtype would be, sharded by itself. "
-            "Use compile='block', or traced.shard, whose gathers are in the graph."
+            "Use compile='block', or compiled_fsdp.shard, whose gathers are in the graph."
         )
 
 
 def _refuse_tracing(unit: nn.Module, args: tuple) -> None:
-    """ValueError where dynamo traces a unit's call: it would leave FSDP2's hooks out, and the weights as they are, in shards."""
+    """Forward pre-hook: ValueError if dynamo traces a unit's call, without FSDP2's hooks and on shards of the weights."""
     if torch.compiler.is_dynamo_compiling():
-        raise ValueError("a fully_shard unit is called within a graph. Use parallelize(compile='block') or 'model', or traced.shard.")
+        raise ValueError(
+            "a fully_shard unit is called within a graph. Use parallelize(compile='block') or 'model', or compiled_fsdp.shard."
+        )
 
 
 def _check_copies(model: nn.Module, mesh: DeviceMesh) -> None:
-    """ValueError unless ranks along data, whose gradients are averaged, start from the same weights: nothing would make them equal."""
+    """ValueError unless ranks along data start from the same weights. Averaging gradients would keep them different."""
     shards = {name: _local(p.detach()) for name, p in model.named_parameters()}
     mine = {name: _digest(shard) for name, shard in shards.items() if not shard.is_meta}
     found: list = [None] * mesh.size(0)

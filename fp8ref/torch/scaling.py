@@ -1,4 +1,4 @@
-"""From a tensor to its amax, and from a scale to codes (SEMANTICS S)."""
+"""Scaled quantisation to FP8: amax of a tensor, also over ranks, scale, codes (SEMANTICS S, P-2, P-3)."""
 
 import math
 from typing import NamedTuple
@@ -33,7 +33,7 @@ class Quantized(NamedTuple):
 
     codes        native float8, of the hp tensor's shape.
     scale, scale_inv
-                 float32 of ``granularity.scale_shape``: what multiplied into FP8, what multiplies out of it.
+                 float32 of ``granularity.scale_shape``: the factor into FP8, and the factor out of it.
     axis         the reduced one.
     """
 
@@ -46,7 +46,7 @@ class Quantized(NamedTuple):
 
 
 def amax(x: torch.Tensor, granularity: str = "tensorwise", *, axis: int = -1) -> torch.Tensor:
-    """The largest magnitude of every group that shares a scale (SEMANTICS S-2), in this rank's tensor; ``merge_amax`` merges ranks'.
+    """The largest magnitude of every group that shares a scale (SEMANTICS S-2), on this rank; see ``merge_amax``.
 
     Shapes:   x hp, any rank; float32 of ``scale_shape(granularity, x.shape, axis)``; axis is the reduced one.
     Specials: NaN if any element is NaN; else Inf if any is infinite; subnormals count, unless torch.set_flush_denormal.
@@ -65,9 +65,10 @@ def amax(x: torch.Tensor, granularity: str = "tensorwise", *, axis: int = -1) ->
 
 
 def merge_amax(amax: torch.Tensor, group: str) -> torch.Tensor:
-    """The largest of every rank's amax, float32 of any shape; group is a process group's name.
+    """The elementwise maximum of every rank's amax, float32 of any shape (P-2). group is a process group's name.
 
-    Specials: Inf or NaN on any rank is Inf or NaN on all, NaN before Inf: a flag beside each amax says it, for gloo's maximum loses NaNs (P-3).
+    Specials: Inf or NaN on any rank is Inf or NaN on all, NaN before Inf. A flag is reduced beside each amax, because
+              gloo's maximum loses NaNs (P-3).
     """
     return _unflagged(all_reduce_max(_flagged(amax), group))
 
@@ -78,12 +79,13 @@ def all_reduce_max(x: torch.Tensor, group: str) -> torch.Tensor:
 
 
 def _flagged(amax: torch.Tensor) -> torch.Tensor:
-    """[2, ...]: amaxes, 0 unless finite, and flags: 1 of an infinite one, 2 of a NaN, else 0."""
+    """[2, ...]: amaxes, 0 unless finite, and flags: 1 for Inf, 2 for NaN, else 0."""
     flag = torch.where(amax.isnan(), 2.0, torch.where(amax.isinf(), 1.0, 0.0))
     return torch.stack([torch.where(flag > 0, 0.0, amax), flag])
 
 
 def _unflagged(merged: torch.Tensor) -> torch.Tensor:
+    """The amaxes of ``_flagged``, merged: Inf or NaN where a flag says so."""
     amax, flag = merged.unbind()
     return torch.where(flag == 2, math.nan, torch.where(flag == 1, math.inf, amax))
 
@@ -99,7 +101,7 @@ def quantize(
 ) -> Quantized:
     """Scale x into fmt's range and round to nearest even, saturating.
 
-    group     name of a process group whose ranks each hold a part of the groups that share scales: amaxes are theirs together (P-2).
+    group     name of a process group whose ranks hold parts of the groups that share a scale: their amaxes merge (P-2).
     Shapes:   x hp [..., K] (axis is the reduced one); codes native float8 of x's shape; scales of ``scale_shape``.
     Units:    x ~ decode(codes) * scale_inv.
     Order:    amax; scale; RN32(f32(x) * scale); clip to +-fmt.max; round to nearest even; scale_inv = RN32(1 / scale), or exactly 2^k
@@ -120,7 +122,7 @@ def quantize(
 
 
 def quantize_with(x: torch.Tensor, scale: torch.Tensor, fmt: Format, *, granularity: str = "tensorwise", axis: int = -1) -> Quantized:
-    """quantize, by a scale that is there already, such as a delayed state's; scale_inv = RN32(1 / scale), so not for e8m0 policies (S-14).
+    """quantize by a given scale, such as a delayed state's. scale_inv = RN32(1 / scale), so not for e8m0 policies (S-14).
 
     Shapes:   x as in quantize; scale float32 of ``scale_shape``.
     Raises:   ValueError: a scale of another shape; x empty or not float32, float16 or bfloat16; a fmt that is not FP8.
@@ -146,7 +148,7 @@ def _quantized(x: torch.Tensor, scale: torch.Tensor, scale_inv: torch.Tensor, fm
 
 
 def spread(scale: torch.Tensor, shape: tuple[int, ...], granularity: str, axis: int) -> torch.Tensor:
-    """The scales of a tensor of this shape, of a shape that broadcasts to it."""
+    """Scales expanded to a shape that broadcasts to the tensor's."""
     if granularity in ("tensorwise", "rowwise"):
         return scale
     for i, size in enumerate(granularities.blocks(granularity, shape, axis)):

@@ -12,7 +12,7 @@ GRANULARITIES = {"tensorwise": ScalingGranularity.TENSORWISE, "rowwise": Scaling
 
 
 class Float8Linear(float8_linear.Float8Linear):
-    """torchao's, bit for bit (R-1), of the recipe that ``linear.convert`` says.
+    """torchao's Float8Linear, bit for bit (R-1), with checks of its input. ``convert.convert`` makes it and sets its recipe.
 
     Shapes:   x [..., K] in any layout; output [..., N] of x's dtype, or of autocast's (L-7).
     fqn       its name in the model that was converted, for errors.
@@ -29,13 +29,14 @@ class Float8Linear(float8_linear.Float8Linear):
         empty = rowwise and config.cast_config_input_for_grad_weight.scaling_type is ScalingType.DISABLED
         x = linear_input.taken(input, self, empty=empty)
         if rowwise and x.ndim > 2 and not x.is_contiguous():
-            x = x.contiguous()  # torchao flattens the codes, and has no copy of codes with scales of rows
+            x = x.contiguous()  # torchao flattens the codes, but cannot copy codes with rowwise scales
         if (
             (rowwise or isinstance(self.weight, Float8TrainingTensor))
             and not torch.compiler.is_compiling()
             and torch.is_inference_mode_enabled()
         ):
-            with torch.inference_mode(False), torch.no_grad():  # nor a reshape of them, or a view of gathered ones, but in other modes
+            # In inference mode, torchao can neither reshape codes with rowwise scales nor view gathered ones.
+            with torch.inference_mode(False), torch.no_grad():
                 return super().forward(x)
         return super().forward(x)
 

@@ -11,6 +11,7 @@ from torchao.float8.float8_tensor_parallel import Float8ColwiseParallel, Float8R
 from fp8ref.policy import POLICIES
 from fp8ref.recipe import RECIPES, CastSpec, GemmSpec, Recipe
 from fp8ref.torch import convert, tensor_parallel
+from fp8ref.train.torch.llama import Llama
 
 
 def observed(recipe, sequence):
@@ -33,7 +34,7 @@ def observed(recipe, sequence):
 
     for name, module in model.named_modules():
         last = name.split(".")[-1]
-        if last in tensor_parallel.PLAN:
+        if last in Llama.tensor_plan.styles:
             module.register_forward_hook(gives(name))
         if last in tensor_parallel.ROW:
             module.register_forward_pre_hook(takes([name]), prepend=True)
@@ -70,10 +71,10 @@ TENSORWISE_POW2 = Recipe(name="tensorwise_pow2", output=FP8, grad_input=FP8, gra
 )
 def test_codes_and_scales_are_those_of_one_process(recipe, sequence):  # P-14, P-15, P-16
     ranks = run(2, observed, recipe, sequence)
-    layers = {name: m for name, m in build(recipe).named_modules() if name.split(".")[-1] in tensor_parallel.PLAN}
+    layers = {name: m for name, m in build(recipe).named_modules() if name.split(".")[-1] in Llama.tensor_plan.styles}
     assert len(layers) == 14
     for name, layer in layers.items():
-        style = tensor_parallel.PLAN[name.split(".")[-1]]
+        style = Llama.tensor_plan.styles[name.split(".")[-1]]
         ends = (1 if sequence else None, -1)
         cuts = dict(zip(("input", "grad_output"), ends if style == "colwise" else ends[::-1], strict=True))
         x, g = (assembled([parts[name, role] for _, parts in ranks], dim) for role, dim in cuts.items())
