@@ -1,11 +1,12 @@
-"""Sharding whose gathers and reduce-scatters compile with the model into one graph (SEMANTICS P-18).
+"""Sharding whose collectives compile with the model into one graph (SEMANTICS P-18).
 
     convert.convert(model, "tensorwise")
     model = compiled_fsdp.shard(model, mesh.get_group())
     step = torch.compile(model, fullgraph=True)  # then build the optimizer, of model.parameters()
 
-FSDP2 gathers in hooks, which no graph contains. Here collectives are nodes of the graph, which a compiler may move
-and overlap. Gathered weights, codes if they are FP8, stay in memory until the backward pass has used them.
+FSDP2 gathers in hooks, which no graph contains. Here collectives are nodes of the graph, which a
+compiler may move and overlap. Gathered weights, codes if they are FP8, stay in memory until the
+backward pass has used them.
 """
 
 import functools
@@ -30,16 +31,21 @@ _c10d = torch.ops._c10d_functional  # defined by what scaling imports
 
 
 def shard(model: nn.Module, group: ProcessGroup, *, param_dtype: torch.dtype = torch.bfloat16, gather_fp8: bool = True) -> "Sharded":
-    """Shard a model's parameters, float32 masters, along their first dim over a group's ranks. A call gathers them.
+    """Shard a model's parameters, float32 masters, along their first dim over a group's ranks.
 
-    param_dtype   shards are rounded to it before they are gathered or cast to FP8. Gradients have it, and are reduced
-                  in float32.
-    gather_fp8    gather a weight as FP8 codes if one scale serves both its GEMMs; all others in param_dtype.
-    Returns:      the model in a ``Sharded``. Its parameters are replaced: build the optimizer afterwards.
-    Raises:       ValueError, before anything is changed: a model that is compiled or sharded already; a parameter that
-                  is not float32, or whose first dim the ranks do not divide; an optimizer that was built before; with
-                  gather_fp8, nothing to gather in FP8, an FP8 weight that another module shares, or delayed scaling
-                  without a process group.
+    A call gathers them.
+
+    param_dtype   shards are rounded to it before they are gathered or cast to FP8. Gradients have
+                  it, and are reduced in float32.
+    gather_fp8    gather a weight as FP8 codes if one scale serves both its GEMMs; all others in
+                  param_dtype.
+    Returns:      the model in a ``Sharded``. Its parameters are replaced: build the optimizer
+                  afterwards.
+    Raises:       ValueError, before anything is changed: a model that is compiled or sharded
+                  already; a parameter that is not float32, or whose first dim the ranks do not
+                  divide; an optimizer that was built before; with gather_fp8, nothing to gather in
+                  FP8, an FP8 weight that another module shares, or delayed scaling without a
+                  process group.
     """
     for name, module in model.named_modules():
         if is_compiled(module) or isinstance(module, FSDPModule):
@@ -62,7 +68,7 @@ def shard(model: nn.Module, group: ProcessGroup, *, param_dtype: torch.dtype = t
 
 
 class Sharded(nn.Module):
-    """A model whose parameters are shards [N / ranks, ...] under their own names; a call runs it on the whole ones."""
+    """A model whose parameters are shards [N / ranks, ...]; a call runs it on the whole ones."""
 
     def __init__(self, model: nn.Module, group: ProcessGroup, dtype: torch.dtype, weights: "dict[str, _Weight]") -> None:
         super().__init__()
@@ -97,7 +103,7 @@ class Sharded(nn.Module):
 
     @torch.no_grad()
     def _scales(self, shards: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The scale, float32 (), of each weight gathered in FP8: its delayed state's, or by one all-reduce of amaxes (P-3)."""
+        """The scale, float32 (), of each FP8 weight: its delayed state's, or all-reduced (P-3)."""
         found, alike = {}, {}  # type: ignore[var-annotated]
         for name, weight in self._fp8.items():
             if weight.state is None:
@@ -111,7 +117,7 @@ class Sharded(nn.Module):
 
 
 class _Weight(NamedTuple):
-    """How one linear's weight is gathered in FP8: gather.apply(shard, scale) returns the whole weight."""
+    """The FP8 gather of one weight: gather.apply(shard, scale) returns the whole weight."""
 
     linear: Float8Linear | Linear
     spec: CastSpec
@@ -123,7 +129,7 @@ class _Weight(NamedTuple):
 
 
 def _in_fp8(model: nn.Module, group: ProcessGroup, dtype: torch.dtype) -> dict[str, _Weight]:
-    """The weights that are gathered in FP8, by parameter name; ValueError for one that cannot be."""
+    """The weights to gather in FP8, by parameter name; ValueError for one that cannot be."""
     names: dict[torch.Tensor, list[str]] = {}
     for name, p in model.named_parameters(remove_duplicate=False):
         names.setdefault(p, []).append(name)
@@ -143,10 +149,13 @@ def _in_fp8(model: nn.Module, group: ProcessGroup, dtype: torch.dtype) -> dict[s
 
 @functools.cache
 def _gather(group: str, ranks: int, dtype: torch.dtype) -> type[torch.autograd.Function]:
-    """Gather: shard float32 [n, ...] -> whole [n * ranks, ...] in dtype. Backward: the shard of the mean gradient.
+    """Gather: shard float32 [n, ...] -> whole [n * ranks, ...] in dtype.
 
-    A class for each set of constants, because a compiled graph calls it with tensors only. The class is returned, not
-    its apply: dynamo of torch 2.11 knows apply only as an attribute of the class.
+    Backward: the shard of the mean gradient.
+
+    A class for each set of constants, because a compiled graph calls it with tensors only. The
+    class is returned, not its apply: dynamo of torch 2.11 knows apply only as an attribute of the
+    class.
     """
 
     @torch._dynamo.allow_in_graph
@@ -166,7 +175,8 @@ def _gather(group: str, ranks: int, dtype: torch.dtype) -> type[torch.autograd.F
 def _gather_fp8(group: str, ranks: int, dtype: torch.dtype, fmt: Format, config: LinearMMConfig | None) -> type[torch.autograd.Function]:
     """As ``_gather``, but FP8 codes are gathered, as uint8: gloo has no FP8 type.
 
-    config    the LinearMMConfig that torchao's multiplication reads from the tensor; None for ``linear.Linear``.
+    config    the LinearMMConfig that torchao's multiplication reads from the tensor; None for
+              ``linear.Linear``.
     """
 
     @torch._dynamo.allow_in_graph
@@ -190,5 +200,5 @@ def _all_gather(x: torch.Tensor, group: str, ranks: int) -> torch.Tensor:
 
 
 def _mean_of_ranks(grad: torch.Tensor, group: str, ranks: int) -> torch.Tensor:
-    """This rank's rows of the mean gradient, float32: summed in the backend's order, then divided."""
+    """This rank's rows of the mean gradient, float32: the backend's sum, divided by the ranks."""
     return _c10d.wait_tensor(_c10d.reduce_scatter_tensor(grad.float().contiguous(), "sum", ranks, group)) / ranks

@@ -1,9 +1,9 @@
-"""Swap a model's nn.Linear for FP8 linears and back: torchao's Float8Linear if it runs the recipe, else ``linear.Linear``.
+"""Convert a model to FP8 and back: swap nn.Linear for torchao's Float8Linear, or ``linear.Linear``.
 
-    model = convert(model, "delayed", filter_fqns=["lm_head"])  # an optimizer built before stays valid
-    ...                                                         # training
-    model.save_pretrained(path, state_dict=weights(model))      # export a transformers model during training
-    deconvert(model).save_pretrained(path)                      # and export it after training
+    model = convert(model, "delayed", filter_fqns=["lm_head"])  # an optimizer stays valid
+    ...
+    model.save_pretrained(path, state_dict=weights(model))  # export during training
+    deconvert(model).save_pretrained(path)                  # export after training
 
 To resume training, save the whole model.state_dict(): it holds the states of delayed scaling too.
 """
@@ -40,7 +40,8 @@ _HOOKS = (
     "_load_state_dict_pre_hooks",
     "_load_state_dict_post_hooks",
 )
-# Attributes of every nn.Linear, and those that an FP8 linear adds. Any other was added by the user or a framework.
+# Attributes of every nn.Linear, and those that an FP8 linear adds. Any other was added by the user
+# or a framework.
 _COMMON = frozenset(vars(nn.Linear(1, 1, device="meta")))
 _OWN = {"recipe", "fqn", "fp8_gather", "group", "states", "_multiply", "config", "linear_mm_config"} | {
     f"scaling_type_{role}" for role in ROLES
@@ -55,16 +56,19 @@ def convert(
     fp8_fqns: Sequence[str] = (),
     amax_group: ProcessGroup | None = None,
 ) -> nn.Module:
-    """Replace the linears that SEMANTICS R-2 and R-4 choose, by torchao's Float8Linear, or by ``Linear``.
+    """Replace the chosen linears (SEMANTICS R-2, R-4) by torchao's Float8Linear, or by ``Linear``.
 
-    amax_group  ranks that hold parts of one batch and share the amaxes of input and grad_output (P-2, scope
-                global). Only ``Linear`` shares amaxes. None: every rank uses its own, as torchao does.
-    Keeps:    the Parameter objects, tied ones tied, so an optimizer built before stays valid. Also attributes
-              that were added to a linear (R-5).
-    Returns:  the model, changed in place (a model that is itself one nn.Linear: its replacement). Recipe 'bf16' changes nothing.
-    Raises:   ValueError, and nothing is changed: as ``fp8ref.recipe.plan``; a recipe that neither can run; a model that is compiled,
-              sharded or FP8 already; a chosen linear of which something would be lost or that its parent does not call (R-5),
-              registered under two names, on a GPU without FP8, or on a CPU whose torch lacks the recipe's GEMMs.
+    amax_group  ranks that hold parts of one batch and share the amaxes of input and grad_output
+                (P-2, scope global). Only ``Linear`` shares amaxes. None: every rank uses its own,
+                as torchao does.
+    Keeps:    the Parameter objects, tied ones tied, so an optimizer built before stays valid. Also
+              attributes that were added to a linear (R-5).
+    Returns:  the model, changed in place (a model that is itself one nn.Linear: its replacement).
+              Recipe 'bf16' changes nothing.
+    Raises:   ValueError, and nothing is changed: as ``fp8ref.recipe.plan``; a recipe that neither
+              can run; a model that is compiled, sharded or FP8 already; a chosen linear of which
+              something would be lost or that its parent does not call (R-5), registered under two
+              names, on a GPU without FP8, or on a CPU whose torch lacks the recipe's GEMMs.
     """
     recipe = recipes.by_name(recipe)
     _check_module(model)
@@ -82,7 +86,8 @@ def convert(
     if any(linears[name].weight.device.type == "cpu" for name in chosen):
         gemm.check_cpu(recipe)
         gemm.use_native_scaled_mm()
-    # Run for its side effect: torchao patches inductor's code for FP8 stores (triton-lang/triton#11111).
+    # Run for its side effect: torchao patches inductor's code for FP8 stores
+    # (triton-lang/triton#11111).
     convert_to_float8_training(nn.Identity())
     group = None if amax_group is None else amax_group.group_name
 
@@ -99,10 +104,14 @@ def convert(
 
 
 def deconvert(model: nn.Module) -> nn.Module:
-    """Undo ``convert``: replace every FP8 linear by an nn.Linear of the same Parameters. States of delayed scaling are dropped.
+    """Undo ``convert``: replace every FP8 linear by an nn.Linear of the same Parameters.
 
-    Returns:  the model, changed in place (one linear in FP8: its replacement). A model without FP8 linears is left as it is.
-    Raises:   ValueError, and nothing is changed: a model that is compiled or sharded; a linear in FP8 that was given hooks or other methods.
+    States of delayed scaling are dropped.
+
+    Returns:  the model, changed in place (one linear in FP8: its replacement). A model without FP8
+              linears is left as it is.
+    Raises:   ValueError, and nothing is changed: a model that is compiled or sharded; a linear in
+              FP8 that was given hooks or other methods.
     """
     _check_module(model)
     fp8 = {name: m for name, m in model.named_modules(remove_duplicate=False) if isinstance(m, FP8_LINEARS)}
@@ -124,7 +133,7 @@ def deconvert(model: nn.Module) -> nn.Module:
 
 
 def weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return model.state_dict() without the states of delayed scaling: the keys that the model had before ``convert``.
+    """Return model.state_dict() without delayed scaling: the keys that it had before ``convert``.
 
     Raises:   ValueError: model is not an nn.Module.
     """
@@ -149,13 +158,13 @@ def _check_module(model: object) -> None:
 
 
 def added_attributes(linear: nn.Linear) -> dict[str, Any]:
-    """The attributes that the user or a framework added to a linear, such as Hugging Face's _is_hf_initialized."""
+    """The attributes that the user or a framework added to a linear, such as _is_hf_initialized."""
     known = _COMMON | _OWN if isinstance(linear, FP8_LINEARS) else _COMMON
     return {key: value for key, value in vars(linear).items() if key not in known}
 
 
 def _carry(old: nn.Linear, new: nn.Linear) -> None:
-    """Copy training mode and added attributes from a linear to its replacement, which has the parameters already."""
+    """Copy training mode and added attributes from a linear to its replacement."""
     vars(new).update(added_attributes(old))
     new.train(old.training)
 
@@ -163,7 +172,8 @@ def _carry(old: nn.Linear, new: nn.Linear) -> None:
 def _what_is_lost(linear: nn.Linear, kinds: tuple[type[nn.Linear], ...]) -> str:
     """Say what a replacement would lose of a linear, or nothing ("").
 
-    kinds     the classes that may be replaced: their own forward is the part that a swap is meant to change.
+    kinds     the classes that may be replaced: their own forward is the part that a swap is meant
+              to change.
     """
     kind = type(linear).__name__
     if type(linear) not in kinds:
@@ -192,7 +202,7 @@ def _unusual_parameter(linear: nn.Linear) -> str:
 
 
 def check_linear(name: str, linears: Mapping[str, nn.Linear], parent: nn.Module | None) -> None:
-    """ValueError unless a linear can become an FP8 linear: nothing of it is lost, and its parent calls it."""
+    """ValueError unless a linear can become FP8: nothing of it is lost, and its parent calls it."""
     linear = linears[name]
     what = name or "the model"
     if isinstance(linear, FP8_LINEARS):
@@ -220,7 +230,7 @@ def check_linear(name: str, linears: Mapping[str, nn.Linear], parent: nn.Module 
 
 
 def _check_called(name: str, parent: nn.Module | None) -> None:
-    """ValueError for a linear of a torch module that reads its weight instead of calling it: it would not run in FP8."""
+    """ValueError for a linear of a torch module that reads its weight instead of calling it."""
     key, forward = name.rpartition(".")[2], getattr(type(parent), "forward", None)
     if forward is nn.MultiheadAttention.forward:
         raise ValueError(f"{name} is never called: nn.MultiheadAttention reads its weight, without FP8. Name it in filter_fqns.")

@@ -1,11 +1,11 @@
-"""Delayed scaling in PyTorch (SEMANTICS H): scales come from amax histories, which are updated once a step.
+"""Delayed scaling (SEMANTICS H): scales come from amax histories, updated once a step.
 
-    loss = model(x).sum(); loss.backward()  # reads scales; merges amax observations of input, weight and grad_output
+    model(x).sum().backward()  # reads scales; observes amaxes of input, weight and grad_output
     optimizer.step()
-    delayed.update(model)                   # rolls histories, changes scales, clears the observations
+    delayed.update(model)      # rolls histories, changes scales, clears the observations
 
-An observation (``seen``) merges by elementwise maximum. So microbatches, uses of a module and recomputed forward
-passes may come in any order, and any number of times.
+An observation (``seen``) merges by elementwise maximum. So microbatches, uses of a module and
+recomputed forward passes may come in any order, and any number of times.
 """
 
 from collections.abc import Iterator
@@ -36,13 +36,16 @@ class DelayedState(NamedTuple):
 
 
 def init(config: str | DelayedScaling, shape: tuple[int, ...] = ()) -> DelayedState:
-    """Scale 1, an empty history (H-2), of as many tensors as shape has; on the CPU. Raises as ``implemented``."""
+    """Scale 1, an empty history (H-2), of as many tensors as shape has; on the CPU.
+
+    Raises as ``implemented``.
+    """
     config = implemented(config)
     return DelayedState(torch.ones(shape), torch.zeros(*shape, config.history_length), torch.zeros(shape, dtype=torch.int64))
 
 
 def observe(x: torch.Tensor) -> torch.Tensor:
-    """The amax observation of a tensor, float32 [3]: amax (0 unless finite), 1 if it is not finite, and 1 for seen.
+    """The amax observation of a tensor, float32 [3]: amax (0 unless finite), not finite, seen (1).
 
     Raises:   ValueError: x empty, or not float32, float16 or bfloat16.
     """
@@ -61,7 +64,8 @@ def advance(state: DelayedState, seen: torch.Tensor, config: str | DelayedScalin
     """The state after an optimizer step, given the merged observation of the step (H-3, H-5, H-6).
 
     Shapes:   seen float32 [..., 3], merged by maximum, of the state's shape [...].
-    Specials: a state that was not seen, or whose amax was not finite, is kept; a zero amax is recorded.
+    Specials: a state that was not seen, or whose amax was not finite, is kept; a zero amax is
+              recorded.
     Raises:   ValueError: as ``implemented``; a fmt that is not a Format.
     """
     formats.check(fmt)
@@ -70,8 +74,8 @@ def advance(state: DelayedState, seen: torch.Tensor, config: str | DelayedScalin
     history = torch.cat([amax[..., None], state.amax_history[..., :-1]], dim=-1)
     used = amax if config.amax_compute == "most_recent" else history.amax(dim=-1)
     limit = fmt.max * 2.0**-config.policy.margin
-    # In float64, rounded once: torch computes number / tensor as number * (1 / tensor), which rounds twice. A zero
-    # amax keeps the scale (te_delayed).
+    # In float64, rounded once: torch computes number / tensor as number * (1 / tensor), which
+    # rounds twice. A zero amax keeps the scale (te_delayed).
     scale = (limit / used.double()).float().clamp(max=torch.finfo(torch.float32).max)
     scale = torch.where((state.step % config.interval == 0) & (used > 0), scale, state.scale)
     taken = (was_seen > 0) & (non_finite == 0)
@@ -90,7 +94,8 @@ def casts(recipe: str | Recipe) -> dict[Role, tuple[Format, DelayedScaling]]:
 def implemented(config: str | DelayedScaling) -> DelayedScaling:
     """The config, or the one of that name, if this backend implements it.
 
-    It implements fp8ref's own ('delayed'), with any history_length, amax_compute, interval and margin.
+    It implements fp8ref's own ('delayed'), with any history_length, amax_compute, interval and
+    margin.
     Raises:   ValueError: another config.
     """
     config = by_name(config)
@@ -103,9 +108,10 @@ def implemented(config: str | DelayedScaling) -> DelayedScaling:
 
 
 class RoleState(nn.Module):
-    """The delayed scaling state of one role of one linear, and the current step's amax observation, seen float32 [3].
+    """Delayed scaling of one role of a linear: its state, and the current step's observation, seen.
 
-    Checkpoints hold scale, amax_history and step, but not seen. ``.to`` another dtype changes none of them.
+    Checkpoints hold scale, amax_history and step, but not seen. ``.to`` another dtype changes none
+    of them.
     """
 
     scale: torch.Tensor
@@ -114,7 +120,7 @@ class RoleState(nn.Module):
     seen: torch.Tensor
 
     def __init__(self, fmt: Format, config: DelayedScaling, device: torch.device, group: str | None = None) -> None:
-        """group: name of the process group whose ranks observe parts of one tensor; ``update`` merges their observations."""
+        """group: name of the process group whose ranks observe parts of one tensor (H-4)."""
         super().__init__()
         self.fmt, self.config, self.group = fmt, config, group
         for key, value in init(config)._asdict().items():
@@ -147,7 +153,8 @@ class RoleState(nn.Module):
     def _load_from_state_dict(self, *args, **kwargs) -> None:
         """Load a state, and clear the observation, which belongs to a step of the state before."""
         super()._load_from_state_dict(*args, **kwargs)
-        self.seen = torch.zeros_like(self.seen, device=self.scale.device)  # an assigned state may be on another device
+        # an assigned state may be on another device
+        self.seen = torch.zeros_like(self.seen, device=self.scale.device)
 
 
 def states(model: nn.Module) -> Iterator[tuple[str, RoleState]]:
@@ -157,11 +164,13 @@ def states(model: nn.Module) -> Iterator[tuple[str, RoleState]]:
 
 @torch.no_grad()
 def update(model: nn.Module) -> None:
-    """Roll every history of a model by the amaxes observed since the last update, compute new scales, clear observations.
+    """Roll a model's histories by the observed amaxes, compute new scales, clear observations.
 
-    Call it once after each optimizer step. If the step was skipped, call ``forget`` instead. Ranks that share states
-    (``RoleState.group``) all call it: an all-reduce merges their observations (H-4).
-    Specials: as advance: a role that was not seen, or whose amax was not finite, keeps its state (H-5).
+    Call it once after each optimizer step. If the step was skipped, call ``forget`` instead. Ranks
+    that share states (``RoleState.group``) all call it: an all-reduce merges their observations
+    (H-4).
+    Specials: as advance: a role that was not seen, or whose amax was not finite, keeps its state
+              (H-5).
     """
     _merge_ranks(model)
     alike: dict[tuple[Format, DelayedScaling, torch.device], list[RoleState]] = {}

@@ -1,4 +1,4 @@
-"""FSDP2 with FP8: all-gather weights as FP8 codes, and sum gradients in rank order (SEMANTICS P-6, P-11, P-13).
+"""FSDP2 with FP8: all-gather weights as codes, reduce gradients in rank order (P-6, P-11, P-13).
 
     convert.convert(model, "tensorwise")
     for block in model.layers:
@@ -6,123 +6,42 @@
     fully_shard(model, mesh=mesh, mp_policy=policy)
     fsdp.gather_in_fp8(model, dtype=torch.bfloat16)  # then build the optimizer
 
-Parameters stay the plain shards that FSDP2 makes: optimizers, checkpoints and clipping see no FP8. FSDP2 calls
-``fsdp_pre_all_gather`` and ``fsdp_post_all_gather`` of a shard that has them; FP8Gather sets them on the shard.
+Parameters stay the plain shards that FSDP2 makes: optimizers, checkpoints and clipping see no FP8.
+``fp8_gather`` is the gather of one weight; here are those of a model, and when they happen.
 """
 
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import distributed, nn
 from torch.distributed import ProcessGroup, ReduceOp
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.nn import functional
 from torchao.float8.float8_linear import Float8Linear
-from torchao.float8.float8_training_tensor import Float8TrainingTensor, GemmInputRole
 
 from fp8ref.recipe import CastSpec, Recipe
-from fp8ref.torch import cast, scales, scaling
+from fp8ref.torch.fp8_gather import FP8Gather, compute_scales
 from fp8ref.torch.linear import Linear
-
-
-class FP8Gather:
-    """Gathers one linear's weight as FP8 codes: every rank casts its shard by the scale of the whole weight.
-
-    scale       float32 (), of the current forward pass and its backward pass.
-    moved       the dtype in which FSDP2 last gathered the weight; None before.
-    shard       this rank's rows [n, K] of the master, also while the whole weight is gathered; n may be 0.
-    """
-
-    def __init__(self, name: str, linear: Float8Linear | Linear, spec: CastSpec, dtype: torch.dtype, *, precomputed: bool) -> None:
-        self.name, self.linear, self.spec, self.dtype, self.precomputed = name, linear, spec, dtype, precomputed
-        self.state = linear.state("weight") if isinstance(linear, Linear) else None
-        self.scale: torch.Tensor | None = None
-        self.moved: torch.dtype | None = None
-        self.shard = torch.empty(0)
-
-    @property
-    def groups(self) -> tuple[str, ...]:
-        """Names of the process groups whose ranks hold shards of the weight."""
-        weight = self.linear.weight
-        assert isinstance(weight, DTensor)
-        mesh = weight.device_mesh
-        return tuple(mesh.get_group(i).group_name for i, placement in enumerate(weight.placements) if not placement.is_replicate())
-
-    def attach(self) -> None:
-        """Set FSDP2's hooks on the shard. Loading with assign=True replaces the shard, so every forward pass calls this."""
-        weight = self.linear.weight
-        assert isinstance(weight, DTensor)
-        self.shard = weight._local_tensor
-        self.shard.fsdp_pre_all_gather = self.before  # type: ignore[attr-defined]
-        self.shard.fsdp_post_all_gather = self.after  # type: ignore[attr-defined]
-
-    def before(
-        self, mesh: DeviceMesh, outer_size: torch.Size, outer_stride: tuple[int, ...], module: nn.Module, mp_policy: MixedPrecisionPolicy
-    ) -> tuple[tuple[torch.Tensor], tuple[torch.Tensor, int]]:
-        """FSDP2's fsdp_pre_all_gather: the tensors to gather, and the metadata for ``after``.
-
-        Codes [ceil(N / ranks), K] are gathered, as uint8: gloo has no float8, and FSDP2 moves mixed dtypes as bytes
-        anyway. Rows are padded as FSDP2 pads, so shards of unequal length gather too.
-        Raises:   ValueError: mixed precision of another dtype than ``dtype``; a weight cut along another dim than its first.
-        """
-        master, compute = self.shard.dtype, mp_policy.param_dtype or self.shard.dtype
-        if self.dtype not in (master, compute):
-            raise ValueError(
-                f"shards are cast to FP8 from the compute dtype, {compute}, or from the masters', {master}; {self.name} was to be from "
-                f"{self.dtype}. Give gather_in_fp8 the param_dtype of the mixed precision."
-            )
-        if self.shard.shape[1:] != outer_size[1:]:
-            raise ValueError(f"fully_shard cuts a weight that is gathered in FP8 along its first dim; {self.name}.weight is cut otherwise.")
-        if not self.precomputed or self.scale is None:  # None: the caller gathers before any forward pass
-            compute_scales([self])
-        assert self.scale is not None
-        shard = self.shard.to(self.dtype)
-        codes = scaling.quantize_with(shard, self.scale, self.spec.fmt).codes.view(torch.uint8) if shard.numel() else shard.to(torch.uint8)
-        rows = -(-outer_size[0] // mesh.size())
-        return (functional.pad(codes, (0, 0, 0, rows - len(codes))),), (self.scale, outer_size[0])
-
-    def after(
-        self,
-        gathered: tuple[torch.Tensor],
-        metadata: tuple[torch.Tensor, int],
-        param_dtype: torch.dtype,
-        *,
-        out: torch.Tensor | None = None,
-    ) -> tuple[Float8TrainingTensor, tuple] | None:
-        """FSDP2's fsdp_post_all_gather: the whole weight [N, K] as torchao's FP8 tensor.
-
-        out       the tensor of an earlier gather. FSDP2 has filled its codes again; only its scale is set.
-        """
-        (codes,), (scale, rows) = gathered, metadata
-        self.moved = codes.dtype
-        if out is not None:
-            whole = out._local_tensor if isinstance(out, DTensor) else out
-            whole._scale = scale  # type: ignore[attr-defined]
-            return None
-        config = getattr(self.linear, "linear_mm_config", None)  # torchao's multiplication asks the tensor for it
-        return Float8TrainingTensor(
-            codes.view(cast.DTYPES[self.spec.fmt.name])[:rows], scale, param_dtype, config, GemmInputRole.WEIGHT
-        ), ()
 
 
 def gather_in_fp8(model: nn.Module, *, dtype: torch.dtype | None, precompute: bool = True) -> list[FP8Gather]:
     """Make FSDP2 gather weights in FP8, of a model that was converted and sharded.
 
-    A weight whose one scale serves both its GEMMs is gathered in FP8. Linears with rowwise or block scales are
-    gathered as before.
+    A weight whose one scale serves both its GEMMs is gathered in FP8. Linears with rowwise or block
+    scales are gathered as before.
 
-    dtype       the dtype that shards are rounded to before the cast. ``param_dtype`` of the mixed precision: the codes
-                are those that the linear would make of the gathered weight, and no bit of training changes. None, the
-                masters' dtype: one rounding less, and other codes, of about one float32 weight in thirty.
-    precompute  compute the scales of all weights where a forward pass begins, from the weights as they are then, by one
-                all-reduce for each set of ranks that shards alike. Else each gather computes its weight's scale.
+    dtype       the dtype that shards are rounded to before the cast. ``param_dtype`` of the mixed
+                precision: the codes are those that the linear would make of the gathered weight,
+                and no bit of training changes. None, the masters' dtype: one rounding less, and
+                other codes, of about one float32 weight in thirty.
+    precompute  compute the scales of all weights where a forward pass begins, from the weights as
+                they are then, by one all-reduce for each set of ranks that shards alike. Else each
+                gather computes its weight's scale.
     Returns:    the FP8Gather of each weight.
-    Raises:     ValueError: nothing to gather in FP8; a weight that is not sharded by fully_shard along its first dim,
-                that another module shares, or whose mixed precision is of another dtype; resharding to another mesh
-                after the forward pass; delayed scaling without a process group.
+    Raises:     ValueError: nothing to gather in FP8; a weight that is not sharded by fully_shard
+                along its first dim, that another module shares, or whose mixed precision is of
+                another dtype; resharding to another mesh after the forward pass; delayed scaling
+                without a process group.
     """
     gathers = [
         FP8Gather(name, linear, spec, dtype or linear.weight.dtype, precomputed=precompute)
@@ -150,35 +69,13 @@ def gather_in_fp8(model: nn.Module, *, dtype: torch.dtype | None, precompute: bo
     return gathers
 
 
-@torch.no_grad()
-def compute_scales(gathers: Iterable[FP8Gather]) -> None:
-    """Compute the scales of whole weights from every rank's shards: one all-reduce for all that shard alike (P-3)."""
-    alike: dict[tuple, list[FP8Gather]] = {}
-    for g in gathers:
-        if g.state is not None:
-            g.scale = g.state.scale.clone()
-        else:
-            alike.setdefault((g.groups, g.dtype, g.spec, g.shard.device), []).append(g)
-    for (groups, dtype, spec, device), members in alike.items():
-        amax = torch.zeros(len(members), device=device)
-        held = [i for i, g in enumerate(members) if g.shard.numel()]
-        if held:
-            amax[held] = torch.stack(torch._foreach_norm([members[i].shard for i in held], math.inf)).float()
-        for group in groups:
-            amax = scaling.merge_amax(amax, group)
-        # Rounding is monotonic: the amax of a shard rounded to dtype is the rounded amax of the shard.
-        scale = scales.scale_from_amax(amax.to(dtype).float(), spec.fmt, spec.policy)
-        for g, of_one in zip(members, scale.unbind(), strict=True):
-            g.scale = of_one
-
-
 class _Forward:
-    """Hooks where a forward pass of FSDP units begins: recover, reshard, compute scales, observe weights.
+    """Hooks where a forward pass begins: recover, reshard, compute scales, observe weights.
 
-    outermost   the unit whose forward pass runs. Calling it again begins a new pass: after an interrupt, no hook
-                reported the end of the old one.
-    observed    the gathers whose shards this pass has observed. A pass without gradients observes none, so that
-                checkpointing can run it again and observe then.
+    outermost   the unit whose forward pass runs. Calling it again begins a new pass: after an
+                interrupt, no hook reported the end of the old one.
+    observed    the gathers whose shards this pass has observed. A pass without gradients observes
+                none, so that checkpointing can run it again and observe then.
     """
 
     def __init__(self, gathers: list[FP8Gather]) -> None:
@@ -189,7 +86,8 @@ class _Forward:
 
     def watch(self, unit: FSDPModule) -> None:
         assert isinstance(unit, nn.Module)
-        # begin runs before FSDP2's own hook, which gathers. end is always called: a failed forward pass is over too.
+        # begin runs before FSDP2's own hook, which gathers. end is always called: a failed forward
+        # pass is over too.
         unit.register_forward_pre_hook(self.begin, prepend=True)
         unit.register_forward_hook(self.end, always_call=True)
 
@@ -209,7 +107,8 @@ class _Forward:
             if isinstance(inner, FSDPModule):
                 inner.reshard()
         if not all(isinstance(g.linear.weight, DTensor) for g in gathers):
-            # Resharding did not bring the shards back: an interrupted forward pass still holds gathered weights.
+            # Resharding did not bring the shards back: an interrupted forward pass still holds
+            # gathered weights.
             assert isinstance(unit, FSDPModule)
             _start_afresh(unit)
         for g in gathers:
@@ -222,7 +121,7 @@ class _Forward:
             self.outermost = None
 
     def _observe(self, unit: nn.Module) -> None:
-        """Observe the amaxes of a unit's weights for delayed scaling, once in a pass that takes gradients."""
+        """Observe a unit's weights for delayed scaling, once in a pass that takes gradients."""
         if not self.stateful or not torch.is_grad_enabled():
             return
         within = set(unit.modules())
@@ -257,7 +156,8 @@ def _start_afresh(unit: FSDPModule) -> None:
             for group in module._get_fsdp_state()._fsdp_param_groups:
                 for p in group.fsdp_params:
                     if hasattr(p, "_unsharded_param"):
-                        p._unsharded_param.grad = None  # the reset keeps it, and the next gradient would be added
+                        # the reset keeps it, and the next gradient would be added
+                        p._unsharded_param.grad = None
 
 
 def _one_cast(recipe: Recipe) -> CastSpec | None:
@@ -293,9 +193,10 @@ def _check_unit(name: str, unit: FSDPModule) -> None:
 
 
 class OrderedReduceScatter:
-    """Reduce-scatter that adds in rank order, for FSDP2's ``set_custom_reduce_scatter``: the same bits on any backend.
+    """A reduce-scatter for FSDP2's ``set_custom_reduce_scatter`` that adds in rank order.
 
-    Order:    all-to-all; acc = RN32(acc + g_r) for ascending ranks r; for an average, divided by the number of ranks.
+    Order:    all-to-all; acc = RN32(acc + g_r) for ascending ranks r; for an average, divided by
+              the number of ranks.
     """
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""FP8 GEMMs (SEMANTICS G): by torch._scaled_mm, torchao's block kernels, dequantised operands or simulated hardware."""
+"""FP8 GEMMs (SEMANTICS G): by torch._scaled_mm, block kernels, or on dequantised operands."""
 
 import functools
 import warnings
@@ -18,18 +18,23 @@ EPILOGUES = ("scale_then_round", "unit_round_scale_round")
 def matmul(
     a: Quantized, b: Quantized, *, accumulate: str, epilogue: str = "scale_then_round", out_dtype: torch.dtype = torch.float32
 ) -> torch.Tensor:
-    """Multiply a and b along their reduced axes: [M, K] x [N, K] -> [M, N]. With reduced axis 0, [K, M] serves as [M, K].
+    """Multiply a and b along their reduced axes: [M, K] x [N, K] -> [M, N].
 
-    Shapes:   codes of matrices; scale_inv of both over all of K, or of both in blocks of K of one length; out [M, N] of
-              out_dtype. Under rowwise scales a device's kernel may support bfloat16 only (``output_dtype``).
-    Order:    torch._scaled_mm with both scale_inv, rounded to out_dtype (G-4); or unit scales, rounded, times the
-              product of both, rounded (G-5). Block operands go to torchao's kernel if there is one (G-17,
-              ``block_gemm.kernel``). Else they are dequantised first, and multiplied in float32 (G-16).
-              K is padded with zeros to a multiple of 16, which changes no bit. Within ``hardware.simulating``,
-              simulated hardware computes all of it, blocks too (G-19).
+    With reduced axis 0, [K, M] serves as [M, K].
+
+    Shapes:   codes of matrices; scale_inv of both over all of K, or of both in blocks of K of one
+              length; out [M, N] of out_dtype. Under rowwise scales a device's kernel may support
+              bfloat16 only (``output_dtype``).
+    Order:    torch._scaled_mm with both scale_inv, rounded to out_dtype (G-4); or unit scales,
+              rounded, times the product of both, rounded (G-5). Block operands go to torchao's
+              kernel if there is one (G-17, ``block_gemm.kernel``). Else they are dequantised first,
+              and multiplied in float32 (G-16). K is padded with zeros to a multiple of 16, which
+              changes no bit. Within ``hardware.simulating``, simulated hardware computes all of it,
+              blocks too (G-19).
     Specials: Inf and NaN as in IEEE 754; overflow to infinity.
-    Raises:   ValueError: operands that are not 2-d; reduced lengths that differ; unknown names; granularities that do
-              not go together (``epilogue.check_pair``); blocks under unit_round_scale_round.
+    Raises:   ValueError: operands that are not 2-d; reduced lengths that differ; unknown names;
+              granularities that do not go together (``epilogue.check_pair``); blocks under
+              unit_round_scale_round.
     Source:   SEMANTICS G-1, G-4, G-5, G-7, G-13, G-16, G-17; torchao 0.18's addmm_float8_unwrapped.
     """
     if accumulate not in ("fast", "slow"):
@@ -68,7 +73,7 @@ def matmul(
 
 
 def matmul_hp(a: torch.Tensor, b: torch.Tensor, *, axes: tuple[int, int]) -> torch.Tensor:
-    """A GEMM in high precision (G-9), reduced along axes: [M, K] x [N, K] -> [M, N] of the operands' dtype."""
+    """A GEMM in high precision (G-9), along axes: [M, K] x [N, K] -> [M, N] of one dtype."""
     return torch.mm(_lines(a, axes[0]), _lines(b, axes[1]).t())
 
 
@@ -78,7 +83,7 @@ def output_dtype(spec: GemmSpec, dtype: torch.dtype) -> torch.dtype:
 
 
 def in_blocks(granularity: str) -> bool:
-    """Whether scales vary along K. torch._scaled_mm, with a scale or a vector of them for each operand, cannot multiply these."""
+    """Whether scales vary along K, so that torch._scaled_mm cannot multiply the operands."""
     return by_name(granularity).reduced is not None
 
 
@@ -96,7 +101,7 @@ def _padded(codes: torch.Tensor) -> torch.Tensor:
 
 
 def _scales(a: Quantized, b: Quantized) -> tuple[torch.Tensor, torch.Tensor]:
-    """scale_inv of both, () each, or [M, 1] and [1, N]: beside a rowwise one, a tensorwise one counts as equal scales (L-4)."""
+    """scale_inv of both, () or [M, 1] and [1, N]; a tensorwise one is repeated by row (L-4)."""
     if a.granularity == b.granularity == "tensorwise":
         return a.scale_inv, b.scale_inv
     rows, columns = (q.scale_inv.expand(q.codes.shape[1 - q.axis % 2]) if q.scale_inv.ndim == 0 else q.scale_inv for q in (a, b))
@@ -105,10 +110,12 @@ def _scales(a: Quantized, b: Quantized) -> tuple[torch.Tensor, torch.Tensor]:
 
 @functools.cache
 def use_native_scaled_mm() -> None:
-    """Make ``torch._scaled_mm`` on a CPU run without oneDNN, for the rest of the process. Idempotent.
+    """Make ``torch._scaled_mm`` on a CPU run without oneDNN, for the rest of the process.
 
-    For tensorwise e4m3 on processors without FP8 instructions, oneDNN's kernel is a plain loop: 4.6 s for
-    2048 x 128 x 384. torch's own kernel takes 2 ms (torch 2.13). Both satisfy SEMANTICS B-1.
+    Idempotent.
+
+    For tensorwise e4m3 on processors without FP8 instructions, oneDNN's kernel is a plain loop: 4.6
+    s for 2048 x 128 x 384. torch's own kernel takes 2 ms (torch 2.13). Both satisfy SEMANTICS B-1.
     """
     if not hasattr(torch.library, "get_kernel"):  # before torch 2.9: slow, but correct
         return
@@ -128,7 +135,7 @@ def use_native_scaled_mm() -> None:
 
 
 def check_cpu(recipe: Recipe) -> None:
-    """ValueError for a recipe that this torch cannot multiply on a CPU: rowwise scales, before torch 2.13."""
+    """ValueError for a recipe that torch cannot multiply on a CPU: rowwise, before 2.13."""
     if any(spec.rowwise and spec.epilogue == "scale_then_round" for spec in recipe.gemms.values()) and not _cpu_multiplies_rows():
         raise ValueError(
             f"recipe {recipe.name!r} scales by rows, which torch {torch.__version__} multiplies on a GPU alone. Move the model there first, "
@@ -149,5 +156,5 @@ def _cpu_multiplies_rows() -> bool:
 
 @functools.cache
 def _library() -> torch.library.Library:
-    """The library that holds the registration, kept for the life of the process: the registration ends with it."""
+    """The library of the registration, cached because the registration ends with it."""
     return torch.library.Library("aten", "IMPL", "CPU")

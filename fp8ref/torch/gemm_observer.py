@@ -1,4 +1,4 @@
-"""Observe the FP8 GEMMs of a model that runs eagerly: operands, scales and result of each, for the cross-check."""
+"""Observe the FP8 GEMMs of a model that runs eagerly: operands, scales and result of each."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -20,9 +20,10 @@ from fp8ref.torch.linear import Linear
 class GemmOperand(NamedTuple):
     """An operand of a GEMM, as this rank has it.
 
-    hp           the tensor before the cast. Of a weight gathered in FP8, the values that its codes stand for.
-    codes        uint8. hp and codes are in the tensor's own layout, not the GEMM's (SEMANTICS L-2): input [M, K],
-                 weight [N, K], grad_output [M, N].
+    hp           the tensor before the cast. Of a weight gathered in FP8, the values that its codes
+                 stand for.
+    codes        uint8. hp and codes are in the tensor's own layout, not the GEMM's (SEMANTICS L-2):
+                 input [M, K], weight [N, K], grad_output [M, N].
     scale, scale_inv
                  what multiplied into FP8, and what multiplies out of it.
     axis         the axis that the GEMM reduces.
@@ -39,15 +40,17 @@ class GemmOperand(NamedTuple):
 def observe_gemms(model: nn.Module, observer: Callable) -> Iterator[None]:
     """In this context, report every FP8 GEMM of the model's linears to an observer.
 
-    observer    called as observer(name, gemm, a, b, out): the linear's name, which GEMM it is, its operands as
-                GemmOperand, and its result. A GEMM that checkpointing runs again is reported once.
+    observer    called as observer(name, gemm, a, b, out): the linear's name, which GEMM it is, its
+                operands as GemmOperand, and its result. A GEMM that checkpointing runs again is
+                reported once.
     """
     reporter = _Reporter(observer)
     handles = []
     for name, module in model.named_modules():
         is_linear = isinstance(module, Float8Linear | Linear)
         if is_linear or getattr(module, "shares_input", False):
-            # First of all hooks: tensor parallelism's own may cast the input, in the linear or in the block around it.
+            # First of all hooks: tensor parallelism's own may cast the input, in the linear or in
+            # the block around it.
             handles.append(module.register_forward_pre_hook(reporter.keep_input(name), prepend=True))
         if is_linear:
             handles.append(module.register_forward_pre_hook(reporter.keep_weight(name)))
@@ -63,7 +66,7 @@ def observe_gemms(model: nn.Module, observer: Callable) -> Iterator[None]:
 
 
 class _Reporter(TorchDispatchMode):
-    """Sees each product of FP8 tensors before torchao unwraps them; hooks tell the layer and keep its hp tensors."""
+    """Sees products of FP8 tensors before torchao unwraps them; hooks give layer and hp tensors."""
 
     def __init__(self, observer: Callable) -> None:
         super().__init__()
@@ -119,7 +122,8 @@ class _Reporter(TorchDispatchMode):
             roles = tuple(t._gemm_input_role.value for t in args)
             gemm = next(g for g, operands in OPERANDS.items() if operands == roles)
             found = []
-            # torchao multiplies input x weight.t() and grad_output.t() x input: transpose back to the own layout
+            # torchao multiplies input x weight.t() and grad_output.t() x input: transpose back to
+            # the own layout
             for tensor, transposed in zip(args, (gemm == "grad_weight", gemm == "output"), strict=True):
                 codes, scale = tensor._data.view(torch.uint8), tensor._scale
                 if transposed:
@@ -130,7 +134,8 @@ class _Reporter(TorchDispatchMode):
 
     def _report(self, which, roles, found, out) -> None:
         """Call the observer; found holds codes, scale and scale_inv of each role."""
-        # An output GEMM within a backward pass is a checkpointed block's, which has been reported already.
+        # An output GEMM within a backward pass is a checkpointed block's, which has been reported
+        # already.
         if which == "output" and torch._C._current_graph_task_id() != -1:
             return
         name = self._forward if which == "output" else self._backward
@@ -141,7 +146,10 @@ class _Reporter(TorchDispatchMode):
         self._observer(name, which, a, b, out)
 
     def _like_codes(self, name: str, role: str, codes: torch.Tensor) -> torch.Tensor:
-        """A role's hp tensor in rows. If sequence parallelism had cut its tokens, it is gathered, as its codes were."""
+        """A role's hp tensor in rows.
+
+        If sequence parallelism had cut its tokens, it is gathered, as its codes were.
+        """
         hp = self._hp[name][role]
         if role != "weight" and hp.numel() != codes.numel():
             with _disable_current_modes():

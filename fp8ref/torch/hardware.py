@@ -1,10 +1,11 @@
-"""Train under simulated hardware: a function on the host computes the FP8 GEMMs of a model (SEMANTICS G-19).
+"""Train under simulated hardware: a function on the host computes the FP8 GEMMs (SEMANTICS G-19).
 
 with hardware.simulating(sim_hardware.by_name("hopper")):  # sim_hardware is fp8ref.sim.hardware
     loss(model(x)).backward()
 
-One operator takes the place of torch._scaled_mm and torchao's kernels, eagerly and in compiled graphs. It names the
-accumulation plan. A graph keeps the plan that it was compiled under: compile and run inside the context.
+One operator takes the place of torch._scaled_mm and torchao's kernels, eagerly and in compiled
+graphs. It names the accumulation plan. A graph keeps the plan that it was compiled under: compile
+and run inside the context.
 """
 
 import inspect
@@ -18,20 +19,25 @@ from fp8ref.formats import BFLOAT16, FLOAT16, FLOAT32, FP8_FORMATS
 from fp8ref.hardware import Factor, Multiply
 from fp8ref.torch import cast
 
-# The private function of torchao that multiplies FP8 matrices in training, and its parameters in torchao 0.18.
+# The private function of torchao that multiplies FP8 matrices in training, and its parameters in
+# torchao 0.18.
 REPLACED = "addmm_float8_unwrapped"
 PARAMETERS = ("a_data", "a_scale", "b_data", "b_scale", "output_dtype", "output_scale", "bias", "use_fast_accum")
 _FORMATS = {cast.DTYPES[name]: fmt for name, fmt in FP8_FORMATS.items() if name in cast.DTYPES}
 _OUT = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
-_known: dict[str, Multiply] = {}  # by name: an operator takes tensors, numbers and strings, but no function
+# by name: an operator takes tensors, numbers and strings, but no function
+_known: dict[str, Multiply] = {}
 _active: list[Multiply] = []
 
 
 @contextmanager
 def simulating(multiply: Multiply | None) -> Iterator[None]:
-    """In this context, multiply computes every FP8 GEMM of ``linear.Linear`` and Float8Linear. None changes nothing.
+    """In this context, multiply computes every FP8 GEMM of ``linear.Linear`` and Float8Linear.
 
-    Scope:    torchao's function is replaced for all threads, and restored at the end, after errors too.
+    None changes nothing.
+
+    Scope:    torchao's function is replaced for all threads, and restored at the end, after errors
+              too.
     Raises:   ImportError: torchao has no such function, or one of other parameters.
     """
     if multiply is None:
@@ -72,7 +78,7 @@ def multiply(
     out_dtype: torch.dtype,
     plan: str,
 ) -> torch.Tensor:
-    """[M, K] x [N, K] -> [M, N] of out_dtype, by the function of that plan, which sums, scales and rounds.
+    """[M, K] x [N, K] -> [M, N] of out_dtype: the plan's function sums, scales and rounds.
 
     Shapes:   float8 codes and float32 scale_inv (), [M, 1] or of blocks, in any strides.
     Raises:   ValueError: tensors on another device than the CPU.
@@ -98,7 +104,7 @@ OPERATOR = torch.ops.fp8ref.simulated_gemm.default
 
 
 def granularity(a: str, b: str) -> str:
-    """The name of two operands' granularities in a proof: a tensorwise one beside a rowwise one is rowwise (L-4)."""
+    """The granularity of two operands in a proof: tensorwise beside rowwise is rowwise (L-4)."""
     if {a, b} <= {"tensorwise", "rowwise"}:
         return "rowwise" if "rowwise" in (a, b) else "tensorwise"
     return f"{a} x {b}"
@@ -107,8 +113,8 @@ def granularity(a: str, b: str) -> str:
 def _addmm(a_data, a_scale, b_data, b_scale, output_dtype, output_scale=None, bias=None, use_fast_accum=False) -> torch.Tensor:
     """Replaces torchao's function: a_data [M, K] x b_data [K, N] -> [M, N].
 
-    As in torchao, a rowwise GEMM rounds to bfloat16 (G-8), and a slow rowwise one runs under unit scales, is rounded,
-    scaled and rounded again (G-5). The simulator computes these roundings too.
+    As in torchao, a rowwise GEMM rounds to bfloat16 (G-8), and a slow rowwise one runs under unit
+    scales, is rounded, scaled and rounded again (G-5). The simulator computes these roundings too.
     """
     if output_scale is not None:
         raise ValueError("simulated hardware has no outputs in FP8; torchao asked for an output_scale. Use accumulate 'native'.")

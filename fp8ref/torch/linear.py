@@ -1,6 +1,9 @@
-"""fp8ref's own linear layer: three GEMMs by any recipe (SEMANTICS L). It runs the recipes that torchao's linear cannot.
+"""fp8ref's own linear layer: three GEMMs by any recipe (SEMANTICS L).
 
-Of an input x [M, K], a weight w [N, K] and a grad_output g [M, N], each cast to FP8 as the recipe says:
+It runs the recipes that torchao's linear cannot.
+
+Of an input x [M, K], a weight w [N, K] and a grad_output g [M, N], each cast to FP8 as the recipe
+says:
 
     output      = x @ w.T    [M, K] @ [K, N] -> [M, N]
     grad_input  = g @ w      [M, N] @ [N, K] -> [M, K]
@@ -29,22 +32,25 @@ observers: list[Callable[[Gemm, Quantized, Quantized, torch.Tensor], None]] = []
 
 
 class Linear(nn.Linear):
-    """An nn.Linear whose GEMMs follow a recipe: any that ``check_recipe`` takes, delayed scaling and block scales included.
+    """An nn.Linear whose GEMMs follow a recipe, delayed scaling and block scales included.
 
-    Shapes:   x [..., K], weight [N, K] and bias [N]; output [..., N] of x's dtype. The weight has x's dtype; under
-              torch.autocast both are cast to its dtype, and amaxes are observed in it (L-7).
-    Order:    leading dims flatten to M; SEMANTICS L-2, L-3, L-6; the bias is added to the rounded output (G-15,
-              round_then_bias).
-    State:    ``states[role]`` of every role with delayed scaling; read during a step, rolled by ``delayed.update``.
-              Amaxes are observed only if gradients are enabled and the module is in training mode.
+    Shapes:   x [..., K], weight [N, K] and bias [N]; output [..., N] of x's dtype. The weight has
+              x's dtype; under torch.autocast both are cast to its dtype, and amaxes are observed in
+              it (L-7).
+    Order:    leading dims flatten to M; SEMANTICS L-2, L-3, L-6; the bias is added to the rounded
+              output (G-15, round_then_bias).
+    State:    ``states[role]`` of every role with delayed scaling; read during a step, rolled by
+              ``delayed.update``. Amaxes are observed only if gradients are enabled and the module
+              is in training mode.
     Gradient: once; a backward pass with create_graph=True is refused (L-8).
-    group     name of the process group whose ranks hold parts of one input and one grad_output, and share their
-              amaxes and what ``delayed.update`` takes (P-2, scope global). None: this rank alone.
+    group     name of the process group whose ranks hold parts of one input and one grad_output, and
+              share their amaxes and what ``delayed.update`` takes (P-2, scope global). None: this
+              rank alone.
     fqn       its name in the model that was converted, for errors.
-    Specials: as ``scaling.quantize`` and ``gemm.matmul``: under policy torchao a NaN or Inf makes NaN of every output
-              that its scale reaches.
-    Raises:   ValueError: a recipe that ``check_recipe`` refuses; in the forward pass an input of another K, dtype or
-              device than the weight's, or without rows.
+    Specials: as ``scaling.quantize`` and ``gemm.matmul``: under policy torchao a NaN or Inf makes
+              NaN of every output that its scale reaches.
+    Raises:   ValueError: a recipe that ``check_recipe`` refuses; in the forward pass an input of
+              another K, dtype or device than the weight's, or without rows.
     """
 
     fqn: str = ""
@@ -69,7 +75,10 @@ class Linear(nn.Linear):
 
     @classmethod
     def of(cls, linear: nn.Linear, recipe: str | Recipe, group: str | None = None) -> "Linear":
-        """A Linear of this recipe with the Parameters of an existing nn.Linear. ValueError as ``check_recipe``."""
+        """A Linear of this recipe with the Parameters of an existing nn.Linear.
+
+        ValueError as ``check_recipe``.
+        """
         made = cls(linear.in_features, linear.out_features, recipe, bias=False, group=group, device="meta")
         made.weight, made.bias = linear.weight, linear.bias
         for state in made.states.values():
@@ -77,14 +86,15 @@ class Linear(nn.Linear):
         return made.train(linear.training)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """output [..., N] of input [..., K]; ValueError as ``linear_input.taken`` and ``linear_input.weight``."""
+        """output [..., N] of input [..., K]. ValueError as in linear_input."""
         x = linear_input.taken(input, self)
         w = linear_input.weight(self, x)
         observes = torch.is_grad_enabled() and self.training
         states = [self.state(role) for role in ROLES]
         if observes:
             for state, tensor in zip(states[:2], (x, w), strict=True):
-                # Of a weight gathered as codes, fsdp.FP8Gather has observed this rank's shard already.
+                # Of a weight gathered as codes, fp8_gather.FP8Gather has observed this rank's shard
+                # already.
                 if state and not isinstance(tensor, Float8TrainingTensor):
                     state.see(tensor)
         delayed_scales = [state.scale if state else None for state in states]
@@ -93,7 +103,8 @@ class Linear(nn.Linear):
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
     def __getstate__(self) -> dict:
-        return {key: value for key, value in vars(self).items() if key != "_multiply"}  # pickle cannot find a local class
+        # Without the class of _bind, which pickle cannot find.
+        return {key: value for key, value in vars(self).items() if key != "_multiply"}
 
     def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)
@@ -111,14 +122,14 @@ class Linear(nn.Linear):
 
 @dataclass(frozen=True)
 class _Spec:
-    """The constants of a linear's GEMMs: the recipe, and the process group that shares amaxes (None: this rank alone)."""
+    """The constants of a linear: its recipe, and the process group that shares amaxes, or None."""
 
     recipe: Recipe
     group: str | None
 
     @functools.cached_property
     def cast_once(self) -> dict[Role, CastSpec | None]:
-        """The cast of each role whose two GEMMs take the same codes (L-3): cast once, saved as codes. None of any other."""
+        """The cast of each role whose two GEMMs take the same codes (L-3); None of any other."""
         first = {"input": self.recipe.output.a, "weight": self.recipe.output.b, "grad_output": self.recipe.grad_input.a}
         return {role: first[role] if self.recipe.serves_both(role) else None for role in ROLES}
 
@@ -127,11 +138,13 @@ class _Spec:
 def _bind(spec: _Spec) -> type[torch.autograd.Function]:
     """x [..., K], w [N, K] -> [..., N] by a spec, as an autograd.Function.
 
-    A class for each spec: a compiled graph calls it with tensors only. Were the spec an argument, dynamo would rebuild
-    it from proxies of its fields, which the checks in Recipe and CastSpec cannot read (torch 2.13).
+    A class for each spec: a compiled graph calls it with tensors only. Were the spec an argument,
+    dynamo would rebuild it from proxies of its fields, which the checks in Recipe and CastSpec
+    cannot read (torch 2.13).
     """
 
-    @torch._dynamo.allow_in_graph  # AOTAutograd traces into it; dynamo would refuse that backward writes into seen
+    # AOTAutograd traces into it. Dynamo would refuse that its backward pass writes into seen.
+    @torch._dynamo.allow_in_graph
     class Multiply(torch.autograd.Function):
         @staticmethod
         @linear_input.without_autocast
@@ -151,22 +164,27 @@ def _forward(
 ) -> torch.Tensor:
     """output [..., N] of x [..., K] and w [N, K].
 
-    seen            float32 [3], into which the backward pass merges the amax observation of grad_output; or None.
-    delayed_scales  of each of ROLES, the scale that its state holds; None of a role that scales by its own amax.
+    seen            float32 [3], into which the backward pass merges the amax observation of
+                    grad_output; or None.
+    delayed_scales  of each of ROLES, the scale that its state holds; None of a role that scales by
+                    its own amax.
     """
     rows = x.reshape(-1, x.shape[-1])  # [M, K]
     a = _operand(spec, "output", "input", rows, delayed_scales)
     b = _operand(spec, "output", "weight", _gathered(w, spec) if isinstance(w, Float8TrainingTensor) else w, delayed_scales)
-    # Codes of a weight that FSDP2 gathered are a view of its buffer, which it fills again before the backward pass.
+    # Codes of a weight that FSDP2 gathered are a view of its buffer, which it fills again before
+    # the backward pass.
     saved_a, saved_b = _tensors(a) if spec.cast_once["input"] else (rows,), _tensors(b) if spec.cast_once["weight"] else (w,)
     ctx.save_for_backward(*saved_a, *saved_b, *delayed_scales)
-    ctx.seen = seen  # not saved: other uses of the layer may change it before the backward pass, which autograd would refuse
+    # An attribute, not a saved tensor: other uses of the layer may write it before the backward
+    # pass, which autograd would refuse.
+    ctx.seen = seen
     output = _gemm(spec, "output", a, b, x.dtype)  # [M, K] @ [K, N] -> [M, N]
     return output.reshape(*x.shape[:-1], len(w))
 
 
 def _backward(ctx, spec: _Spec, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    """grad_input [..., K] and grad_weight [N, K] of grad_output [..., N], where they are needed; None of all other arguments."""
+    """grad_input [..., K] and grad_weight [N, K] of grad_output [..., N]; None where not needed."""
     if torch.is_grad_enabled():  # autograd would follow neither codes nor scales
         raise ValueError(
             "gradients of a linear in FP8 are not differentiated again (L-8); got create_graph=True. Leave it out, or keep the linears "
@@ -196,9 +214,10 @@ def _backward(ctx, spec: _Spec, grad_output: torch.Tensor) -> tuple[torch.Tensor
 
 
 def _operand(spec: _Spec, which: Gemm, role: Role, x: Operand, delayed_scales: Sequence[torch.Tensor | None]) -> Operand:
-    """A role's tensor as a GEMM takes it: cast along the axis that the GEMM reduces, or x itself in high precision.
+    """A role's tensor as a GEMM takes it: cast along its reduced axis, or in high precision.
 
-    Codes that were cast once for both GEMMs only change their reduced axis: one scale serves either.
+    Codes that were cast once for both GEMMs only change their reduced axis: one scale serves
+    either.
     """
     at = OPERANDS[which].index(role)
     axis, cast = REDUCED_AXES[which][at] - 2, (spec.recipe.gemms[which].a, spec.recipe.gemms[which].b)[at]
@@ -209,8 +228,8 @@ def _operand(spec: _Spec, which: Gemm, role: Role, x: Operand, delayed_scales: S
     scale = delayed_scales[ROLES.index(role)]
     if scale is not None:
         return scaling.quantize_with(x, scale, cast.fmt, granularity=cast.granularity, axis=axis)
-    # Ranks cut M. They share the scale of a whole tensor, and of a row along M. They share no scale of a row along
-    # K or N, of a block, or of a weight, which every rank holds whole (P-5).
+    # Ranks cut M. They share the scale of a whole tensor, and of a row along M. They share no scale
+    # of a row along K or N, of a block, or of a weight, which every rank holds whole (P-5).
     shared = role != "weight" and (cast.granularity == "tensorwise" or (cast.granularity == "rowwise" and axis == -2))
     group = spec.group if shared else None
     return scaling.quantize(x, cast.fmt, granularity=cast.granularity, policy=cast.policy, axis=axis, group=group)
@@ -248,8 +267,8 @@ def _tensors(q: Operand) -> tuple[torch.Tensor, ...]:
 def check_recipe(recipe: str | Recipe) -> Recipe:
     """The recipe, if ``Linear`` runs it.
 
-    Raises:   ValueError: operands of a GEMM whose scales cover different lengths of K; an epilogue, policy or delayed
-              scaling that this backend does not implement.
+    Raises:   ValueError: operands of a GEMM whose scales cover different lengths of K; an epilogue,
+              policy or delayed scaling that this backend does not implement.
     """
     recipe = recipes.by_name(recipe)
     delayed.casts(recipe)

@@ -1,4 +1,4 @@
-"""Check the input and weight of an FP8 linear, and cast them under torch.autocast as F.linear does (SEMANTICS L-7)."""
+"""Check the input of an FP8 linear, and cast it under torch.autocast as F.linear does (L-7)."""
 
 import functools
 from collections.abc import Callable
@@ -13,20 +13,24 @@ KINDS = frozenset(kind for kind in ("cpu", "cuda", "xpu", "mps", "hpu", "mtia") 
 
 
 def autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
-    """The dtype in which torch.autocast computes linears on this tensor's device; None outside of autocast."""
-    kind = x.device.type  # looked up among KINDS, since dynamo of torch 2.11 does not trace is_autocast_available
+    """The dtype of linears under torch.autocast on x's device; None outside of autocast."""
+    # looked up among KINDS, since dynamo of torch 2.11 does not trace is_autocast_available
+    kind = x.device.type
     return torch.get_autocast_dtype(kind) if kind in KINDS and torch.is_autocast_enabled(kind) else None
 
 
 class Named(Protocol):
-    """A linear with its name. Only errors read the name: a compiled graph that read it would be of that linear only."""
+    """A linear with its name.
+
+    Only errors read the name: a compiled graph that read it would be of that linear only.
+    """
 
     fqn: str
     weight: torch.Tensor
 
 
 def taken(x: torch.Tensor, linear: Named, *, empty: bool = False) -> torch.Tensor:
-    """The input x [..., K] of a linear of weight w [N, K], in the autocast dtype where there is one.
+    """Check the input x [..., K] of a linear, and cast it to the autocast dtype if there is one.
 
     empty     whether x may have no rows. An empty tensor has no amax (S-7).
     Raises:   ValueError: another K; another device; x not float32, float16 or bfloat16; no rows.
@@ -47,7 +51,9 @@ def taken(x: torch.Tensor, linear: Named, *, empty: bool = False) -> torch.Tenso
 
 
 def weight(linear: Named, x: torch.Tensor) -> torch.Tensor:
-    """A linear's weight in the dtype of an input x that ``taken`` returned. A weight gathered as codes is left as it is.
+    """A linear's weight in the dtype of an input x that ``taken`` returned.
+
+    A weight gathered as codes is left as it is.
 
     Raises:   ValueError: outside of autocast, another dtype than the input's.
     """

@@ -1,4 +1,4 @@
-"""Checks of a whole model before it is converted or cut: compiled, sharded, or held by an optimizer already."""
+"""Checks of a model before it is converted or cut: compiled, sharded, held by an optimizer."""
 
 import gc
 
@@ -21,15 +21,16 @@ def check_model(model: nn.Module, remedy: str) -> None:
             raise ValueError(f"{name or 'the model'} is compiled. {remedy.format('compile')}.")
         if isinstance(module, FSDPModule):
             raise ValueError(f"{name or 'the model'} is sharded by fully_shard. {remedy.format('shard')}.")
-        if isinstance(module, FullyShardedDataParallel):  # which writes parameters into the modules that it knows
+        # FSDP1 writes parameters into the modules that it has wrapped.
+        if isinstance(module, FullyShardedDataParallel):
             raise ValueError(f"{name or 'the model'} is sharded by FullyShardedDataParallel. {remedy.format('shard')}.")
 
 
 def check_no_optimizer(model: nn.Module) -> None:
-    """ValueError if an optimizer holds a model's parameters, which are about to be replaced: it would train unused tensors."""
+    """ValueError if an optimizer holds a model's parameters, which are about to be replaced."""
     parameters = {id(p): name for name, p in model.named_parameters()}
-    # Nothing links a parameter to its optimizer, so every live object is looked at. isinstance would read __class__ of
-    # each, which a proxy computes; its type is enough.
+    # Nothing links a parameter to its optimizer, so every live object is looked at. isinstance
+    # would read __class__ of each, which a proxy computes; its type is enough.
     for found in gc.get_objects():
         if issubclass(type(found), torch.optim.Optimizer):
             held = [parameters[id(p)] for group in found.param_groups for p in group["params"] if id(p) in parameters]

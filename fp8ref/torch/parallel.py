@@ -1,12 +1,12 @@
-"""Convert, cut, checkpoint, compile and shard a model, in the one order that works (SEMANTICS P-12).
+"""Convert, cut, compile and shard a model, in the one order that works (SEMANTICS P-12).
 
     mesh = init_device_mesh("cuda", (2, 4), mesh_dim_names=("data", "fsdp"))
     model = parallelize(model, "tensorwise", mesh=mesh, blocks=model.layers)
     optimizer = torch.optim.AdamW(model.parameters())  # afterwards: fully_shard replaces parameters
 
-1 convert; 2 tensor parallelism; 3 checkpoint and 4 compile each block's forward; 5 fully_shard each block,
-then the model; 6 FP8 gather. The caller then builds the optimizer and loads weights. Scales need no step:
-they are computed where a forward pass begins.
+1 convert; 2 tensor parallelism; 3 checkpoint and 4 compile each block's forward; 5 fully_shard each
+block, then the model; 6 FP8 gather. The caller then builds the optimizer and loads weights. Scales
+need no step: they are computed where a forward pass begins.
 """
 
 import functools
@@ -33,7 +33,8 @@ Scope = Literal["local", "global"]
 Source = Literal["compute", "master"]
 AXES = ("data", "fsdp", "tensor")
 _aten = torch.ops.aten
-# Operators whose results selective checkpointing keeps: matrix products and attention cost most to recompute.
+# Operators whose results selective checkpointing keeps: matrix products and attention cost most to
+# recompute.
 KEPT = {
     _aten.mm.default,
     _aten._scaled_mm.default,
@@ -69,36 +70,40 @@ def parallelize(
 ) -> nn.Module:
     """Convert, checkpoint, compile and shard a model, in place.
 
-    mesh        of dims named data (copies of the weights), fsdp (shards of them) and tensor (parts of every linear),
-                in this order, data only with fsdp. None: one device.
-    model       may be on the meta device: give it memory (``to_empty``) and load its weights afterwards.
+    mesh        of dims named data (copies of the weights), fsdp (shards of them) and tensor (parts
+                of every linear), in this order, data only with fsdp. None: one device.
+    model       may be on the meta device: give it memory (``to_empty``) and load its weights
+                afterwards.
     blocks      its modules that are checkpointed, compiled and gathered one at a time.
     filter_fqns, fp8_fqns
                 as ``convert.convert``.
-    amax_scope  whose amaxes scale input and grad_output: each rank's own, as in torchao (local), or all ranks' (global,
-                P-2). Delayed scaling keeps one state for all ranks, and needs global.
+    amax_scope  whose amaxes scale input and grad_output: each rank's own, as in torchao (local), or
+                all ranks' (global, P-2). Delayed scaling keeps one state for all ranks, and needs
+                global.
     sequence, tensor_plan
                 as sequence and plan of ``tensor_parallel.parallelize``.
     checkpointing
-                ``full`` keeps a block's inputs and recomputes the rest in the backward pass; ``selective`` also keeps
-                the results of KEPT.
+                ``full`` keeps a block's inputs and recomputes the rest in the backward pass;
+                ``selective`` also keeps the results of KEPT.
     compile, compile_backend
-                torch.compile of each ``block``'s forward, or of the whole ``model``'s, without graph breaks. The whole
-                model is gathered in one piece: FSDP2 gathers in hooks, which no graph contains (``compiled_fsdp``
-                gathers in the graph).
+                torch.compile of each ``block``'s forward, or of the whole ``model``'s, without
+                graph breaks. The whole model is gathered in one piece: FSDP2 gathers in hooks,
+                which no graph contains (``compiled_fsdp`` gathers in the graph).
     gather_fp8, precompute_scales, fp8_from
-                gather weights in FP8, as ``fsdp.gather_in_fp8``: from shards rounded to param_dtype (compute), or from
-                the masters (master).
+                gather weights in FP8, as ``fsdp.gather_in_fp8``: from shards rounded to param_dtype
+                (compute), or from the masters (master).
     ordered_reduction
                 sum gradients in rank order, on any backend (P-13).
     param_dtype parameters are rounded to it as they are gathered; gradients are reduced in float32.
     keep_dtype  modules, such as an embedding table, whose parameters are not rounded.
     Ranks       start from the same weights, as FSDP2 requires; along data it is checked.
-    Raises:     ValueError, before anything is changed: as ``convert.convert`` and ``tensor_parallel.parallelize``; an
-                unknown value of an option; blocks that are not the model's, or named twice; a mesh of other dims; a
-                model that is compiled or sharded already; an optimizer that was built before; delayed scaling of scope
-                local; under compile='model', modules that are, or by keep_dtype would be, sharded by themselves.
-                After the model was sharded: as ``fsdp.gather_in_fp8``; copies with different weights.
+    Raises:     ValueError, before anything is changed: as ``convert.convert`` and
+                ``tensor_parallel.parallelize``; an unknown value of an option; blocks that are not
+                the model's, or named twice; a mesh of other dims; a model that is compiled or
+                sharded already; an optimizer that was built before; delayed scaling of scope local;
+                under compile='model', modules that are, or by keep_dtype would be, sharded by
+                themselves. After the model was sharded: as ``fsdp.gather_in_fp8``; copies with
+                different weights.
     """
     recipe, blocks, keep_dtype = recipes.by_name(recipe), list(blocks), list(keep_dtype)
     _check_values(
@@ -140,7 +145,8 @@ def parallelize(
     if gather_fp8 and recipe.fp8 and recipe.serves_both("weight"):
         fsdp.gather_in_fp8(model, dtype=param_dtype if fp8_from == "compute" else None, precompute=precompute_scales)
     else:
-        model.register_forward_pre_hook(fsdp.recover, prepend=True)  # gather_in_fp8 does it where there is one
+        # gather_in_fp8 recovers by itself.
+        model.register_forward_pre_hook(fsdp.recover, prepend=True)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             # Before all other hooks: dynamo leaves out some that come later.
@@ -173,7 +179,7 @@ def _checkpointed(forward: Callable, how: Checkpointing) -> Callable:
 
 
 def _compile_forwards(model: nn.Module, blocks: Sequence[nn.Module], compile: Compile, backend: str | Callable) -> None:
-    """torch.compile of forward methods, not of modules: FSDP2's hooks, which dynamo would skip, stay around them."""
+    """Compile forward methods, not modules: FSDP2's hooks, which dynamo skips, stay around them."""
     for module in {"none": (), "block": blocks, "model": (model,)}[compile]:
         module.forward = torch.compile(module.forward, fullgraph=True, backend=backend)
 
@@ -181,20 +187,25 @@ def _compile_forwards(model: nn.Module, blocks: Sequence[nn.Module], compile: Co
 def _shard(
     model: nn.Module, blocks: Sequence[nn.Module], keep_dtype: Sequence[nn.Module], mesh: DeviceMesh, param_dtype: torch.dtype
 ) -> None:
-    """fully_shard modules of keep_dtype, then blocks, then the model. ValueError if copies along data have other weights."""
+    """fully_shard modules of keep_dtype, then blocks, then the model.
+
+    ValueError if copies along data have other weights.
+    """
     policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     as_is = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
     for module in keep_dtype:
-        fully_shard(module, mesh=mesh, mp_policy=as_is, reshard_after_forward=False)  # a tied table is used again after its own forward
+        # A tied embedding table is used again after its own forward, so it stays gathered.
+        fully_shard(module, mesh=mesh, mp_policy=as_is, reshard_after_forward=False)
     for module in (*blocks, model):
-        # Reshard the model too: weights that an evaluation left gathered would be those of that time.
+        # Reshard the model too: weights that an evaluation left gathered would be those of that
+        # time.
         fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
     if mesh.ndim == 2:
         _check_copies(model, mesh)
 
 
 def _parts(mesh: DeviceMesh) -> tuple[DeviceMesh | None, DeviceMesh | None]:
-    """Split a mesh into the ranks that share a batch and those that share a linear; None for a single rank."""
+    """Split a mesh into ranks that share a batch, and a linear; None for a single rank."""
     names = mesh.mesh_dim_names or ()
     if not names or names != tuple(axis for axis in AXES if axis in names) or ("data" in names and "fsdp" not in names):
         raise ValueError(
@@ -242,7 +253,7 @@ def _check_batch(recipe: Recipe, batch: DeviceMesh, amax_scope: Scope, ordered_r
 
 
 def _check_one_graph(model: nn.Module, keep_dtype: Sequence[nn.Module]) -> None:
-    """ValueError if a graph of the whole forward would contain FSDP units: without their hooks, no weight is gathered."""
+    """ValueError if a graph of the whole forward would contain FSDP units, without their hooks."""
     nested = [name or "the model" for name, module in model.named_modules() if isinstance(module, FSDPModule)]
     nested += [name for name, module in model.named_modules() if any(module is kept for kept in keep_dtype)]
     if nested:
@@ -253,7 +264,7 @@ def _check_one_graph(model: nn.Module, keep_dtype: Sequence[nn.Module]) -> None:
 
 
 def _refuse_tracing(unit: nn.Module, args: tuple) -> None:
-    """Forward pre-hook: ValueError if dynamo traces a unit's call, without FSDP2's hooks and on shards of the weights."""
+    """Forward pre-hook: ValueError if dynamo traces a unit's call, without FSDP2's hooks."""
     if torch.compiler.is_dynamo_compiling():
         raise ValueError(
             "a fully_shard unit is called within a graph. Use parallelize(compile='block') or 'model', or compiled_fsdp.shard."
@@ -261,7 +272,10 @@ def _refuse_tracing(unit: nn.Module, args: tuple) -> None:
 
 
 def _check_copies(model: nn.Module, mesh: DeviceMesh) -> None:
-    """ValueError unless ranks along data start from the same weights. Averaging gradients would keep them different."""
+    """ValueError unless ranks along data start from the same weights.
+
+    Averaging gradients would keep them different.
+    """
     shards = {name: _local(p.detach()) for name, p in model.named_parameters()}
     mine = {name: _digest(shard) for name, shard in shards.items() if not shard.is_meta}
     found: list = [None] * mesh.size(0)

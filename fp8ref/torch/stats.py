@@ -1,4 +1,4 @@
-"""FP8 statistics of a model's operands, measured on the device: underflows, saturation, quantisation noise (Q-8 to Q-10)."""
+"""FP8 statistics of a model's operands, measured on the device (SEMANTICS Q-8 to Q-10)."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,7 +19,10 @@ Parts = dict[str, list[torch.Tensor]]  # by operand name: float64 [FIELDS] of ea
 
 
 class Whole(NamedTuple):
-    """The statistics of a tensor that do not depend on its cast. Casts along both axes share them."""
+    """The statistics of a tensor that do not depend on its cast.
+
+    Casts along both axes share them.
+    """
 
     non_finite: torch.Tensor
     nonzero: torch.Tensor
@@ -29,7 +32,7 @@ class Whole(NamedTuple):
 
 @torch.no_grad()
 def of_whole(x: torch.Tensor) -> Whole:
-    """The Whole of a tensor that is not empty. signal is the float64 sum of squares of its finite elements."""
+    """The Whole of a tensor that is not empty; signal sums the squares of its finite elements."""
     value = cast.to_f32(x)
     finite = value.isfinite()
     return Whole(x.numel() - finite.count_nonzero(), x.count_nonzero(), _squares(torch.where(finite, value, 0.0)), scaling.amax(x))
@@ -40,13 +43,15 @@ def measure(x: torch.Tensor, q: Quantized, whole: Whole | None = None) -> torch.
     """float64 [FIELDS] of x and its quantised q; zeros if this rank holds no element of x.
 
     whole     of_whole(x), if the caller has it already.
-    Order:    errors e = RN32(decode(code) * scale_inv) - x in float32; squares and sums in float64 (Q-9).
+    Order:    errors e = RN32(decode(code) * scale_inv) - x in float32; squares and sums in float64
+              (Q-9).
     """
     if not x.numel():
         return torch.zeros(len(FIELDS), dtype=torch.float64, device=x.device)
     whole = of_whole(x) if whole is None else whole
     ends = torch.stack(q.scale.aminmax())  # NaN if any is
-    # Finite tensors have a cheaper way. It is taken on a CPU only: on a GPU, to ask would be to wait for the device.
+    # Finite tensors have a cheaper way. It is taken on a CPU only: on a GPU, to ask would be to
+    # wait for the device.
     finite = x.device.type == "cpu" and not whole.non_finite and bool(ends.isfinite().all())
     underflows, saturated, overflows, noise = (_of_finite if finite else _of_any)(x, q, whole)
     counts = (torch.full((), x.numel(), device=x.device), whole.non_finite, underflows, saturated, overflows)
@@ -67,7 +72,7 @@ def _of_any(x: torch.Tensor, q: Quantized, whole: Whole) -> tuple[torch.Tensor, 
 
 
 def _of_finite(x: torch.Tensor, q: Quantized, whole: Whole) -> tuple[torch.Tensor, ...]:
-    """As ``_of_any``, of a finite x and finite scales: no code is NaN, and the code of zero is zero."""
+    """As ``_of_any``, of a finite x and finite scales: no code is NaN, and zero's is zero."""
     codes, value = q.codes.view(torch.uint8), cast.to_f32(x)
     magnitudes = codes & ~q.fmt.sign_bit
     underflows = whole.nonzero - magnitudes.count_nonzero()
@@ -83,10 +88,10 @@ def _of_finite(x: torch.Tensor, q: Quantized, whole: Whole) -> tuple[torch.Tenso
 
 @contextmanager
 def measuring(model: nn.Module, planned: list[Operand], found: Parts) -> Iterator[None]:
-    """In this context, of one eager forward and backward pass, measure this rank's parts of planned operands into found.
+    """Measure planned operands into found, in a context of one eager forward and backward pass.
 
-    A rank's part is its rows of input and grad_output. Of a weight gathered in FP8 it is the rank's shard, else the
-    whole weight. Under tensor parallelism it is what the rank has of each.
+    A rank's part is its rows of input and grad_output. Of a weight gathered in FP8 it is the rank's
+    shard, else the whole weight. Under tensor parallelism it is what the rank has of each.
     """
     by_gemm = {(o.layer, o.gemm): [p for p in planned if (p.layer, p.gemm) == (o.layer, o.gemm)] for o in planned}
     gathers = {name: module.fp8_gather for name, module in model.named_modules() if hasattr(module, "fp8_gather")}
@@ -99,7 +104,8 @@ def measuring(model: nn.Module, planned: list[Operand], found: Parts) -> Iterato
         key = (operand.layer, operand.role, spec, None if spec.granularity == "tensorwise" else axis)
         if key not in once:
             codes, x = of_gemm.codes.view(cast.DTYPES[spec.fmt.name]), of_gemm.hp
-            if gather is not None:  # the GEMM had the gathered weight; this rank cast its own rows, by the same scale
+            # the GEMM had the gathered weight; this rank cast its own rows, by the same scale
+            if gather is not None:
                 x = gather.shard.to(gather.dtype)
                 codes = scaling.quantize_with(x, of_gemm.scale, spec.fmt).codes if x.numel() else codes
             if key[:2] not in wholes and x.numel():
@@ -125,7 +131,7 @@ def measuring(model: nn.Module, planned: list[Operand], found: Parts) -> Iterato
 
 
 def of_ranks(parts: torch.Tensor) -> torch.Tensor:
-    """[operands, ranks, ...] of every rank's [operands, ...], by one all-gather; one rank without a process group."""
+    """[operands, ranks, ...] of every rank's [operands, ...], by one all-gather."""
     if not distributed.is_initialized():
         return parts[:, None]
     found = [torch.empty_like(parts) for _ in range(distributed.get_world_size())]
@@ -147,7 +153,9 @@ def _spread(scale: torch.Tensor, q: Quantized) -> torch.Tensor:
 
 
 def _overflows(scaled: torch.Tensor, fmt: Format) -> torch.Tensor:
-    """How many magnitudes round beyond max (C-4): those above the tie of max and the next number, and an odd max's tie."""
+    """How many magnitudes round beyond max (C-4)."""
+    # Those above the tie of max and the number that would follow. The tie itself rounds to even:
+    # away from an odd max.
     step = fmt.max - cast.decode(torch.tensor(fmt.max_code - 1, dtype=torch.uint8), fmt).item()
     bound = fmt.max + step / 2
     return (scaled >= bound if fmt.max_code % 2 else scaled > bound).count_nonzero()

@@ -1,8 +1,8 @@
 """Tensor and sequence parallelism of a converted model, by DTensor (SEMANTICS P-14 to P-17).
 
-A linear takes one of torch's parallel styles. It takes torchao's style, which gathers activations in FP8, if that style
-means the same recipe. Every other parameter becomes a replicated DTensor, so that an optimizer, a norm or fully_shard
-finds parameters of one kind only.
+A linear takes one of torch's parallel styles. It takes torchao's style, which gathers activations
+in FP8, if that style means the same recipe. Every other parameter becomes a replicated DTensor, so
+that an optimizer, a norm or fully_shard finds parameters of one kind only.
 """
 
 import functools
@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 import torch
-import torch.distributed._functional_collectives  # defines all_gather_into_tensor of _c10d_functional
+
+# defines all_gather_into_tensor of _c10d_functional
+import torch.distributed._functional_collectives
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DeviceMesh, DTensor, Placement, Replicate, Shard, distribute_tensor
@@ -34,13 +36,13 @@ _WHOLE, _TOKENS = Replicate(), Shard(1)  # placements of activations [B, T, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class TensorPlan:
-    """How a model's modules are cut over a tensor-parallel mesh. A model states it as its attribute ``tensor_plan``.
+    """How tensor parallelism cuts a model, which holds it as its attribute ``tensor_plan``.
 
-    styles     the style of each linear, by pattern (SEMANTICS R-3). A rowwise linear takes the output of colwise ones.
-    blocks     classes whose colwise linears share one input; the value is the number of further arguments, which are
-               the same on all ranks.
+    styles     of linears, by pattern (SEMANTICS R-3). Rowwise ones take what colwise ones give.
+    blocks     classes whose colwise linears share one input, and how many further arguments they
+               take, which are the same on all ranks.
     embedding  the class after which sequence parallelism cuts the tokens.
-    norm       the class that runs on a rank's own tokens; the one called ``last_norm`` gathers them.
+    norm       the class that runs on a rank's own tokens; ``last_norm`` names the one that gathers.
     """
 
     styles: Mapping[str, Style]
@@ -51,17 +53,19 @@ class TensorPlan:
 
 
 def parallelize(model: nn.Module, mesh: DeviceMesh, *, sequence: bool = False, plan: Mapping[str, Style] | None = None) -> nn.Module:
-    """Cut a model's linears over a mesh of one dim, and replicate all other parameters. The first rank's values are used.
+    """Cut a model's linears over a mesh of one dim; replicate all else, from the first rank.
 
-    sequence  sequence parallelism: cut the tokens between the linears too, from the embedding to the last norm. Only a
-              model with a ``tensor_plan`` can.
-    plan      the style of each linear, by pattern (SEMANTICS R-3); by default that of the model's ``tensor_plan``.
-    Returns:  the model, changed in place. All ranks give it the same tokens, and get the same whole outputs.
+    sequence  sequence parallelism: cut the tokens between the linears too, from the embedding to
+              the last norm. Only a model with a ``tensor_plan`` can.
+    plan      the style of each linear, by pattern (SEMANTICS R-3); by default that of the model's
+              ``tensor_plan``.
+    Returns:  the model, changed in place. All ranks give the same tokens and get the same outputs.
     Order:    convert, parallelize, then fully_shard over another dim of the mesh.
-    Raises:   ValueError, and nothing is changed: a mesh of several dims; a pattern that names no linear; a linear that
-              DTensor cannot run; dims or heads that the ranks do not cut evenly; FP8 dims that are then not multiples
-              of 16; parameters that are cut and shared, or sharded already.
-              In the forward pass: a sequence that the ranks do not cut evenly.
+    Raises:   ValueError, and nothing is changed: a mesh of several dims; a pattern that names no
+              linear; a linear that DTensor cannot run; dims or heads that the ranks do not cut
+              evenly; FP8 dims that are then not multiples of 16; parameters that are cut and
+              shared, or sharded already. In the forward pass: a sequence that the ranks do not cut
+              evenly.
     """
     ranks = _mesh_size(mesh)
     own: TensorPlan | None = getattr(model, "tensor_plan", None)
@@ -86,7 +90,8 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, *, sequence: bool = False, p
     _replace_parameters(model, mesh, styles, _TOKENS if sequence else _WHOLE, own, planned=plan is not None)
     if own:
         model.register_forward_pre_hook(lambda _, args: _check_length(args[0], ranks) if sequence else None)
-        # A tied lm_head is F.linear on the embedding's weight: no module lays its output out, so the model does.
+        # A tied lm_head is F.linear on the embedding's weight: no module lays its output out, so
+        # the model does.
         model.register_forward_hook(lambda _, args, out: _local(out))
     return model
 
@@ -97,7 +102,8 @@ def _replace_parameters(
     """Cut the linears of styles, and replicate every other parameter.
 
     between   placement of the tokens between linears.
-    own       the model's tensor_plan, whose blocks share one cast of their input unless the user gave a plan (planned).
+    own       the model's tensor_plan, whose blocks share one cast of their input unless the user
+              gave a plan (planned).
     """
     replicated: dict[nn.Parameter, nn.Parameter] = {}
     for name, module in list(model.named_modules()):
@@ -135,9 +141,9 @@ def _styles(model: nn.Module, plan: Mapping[str, Style]) -> dict[str, Style]:
 def gathers_fp8(module: nn.Module) -> bool:
     """Whether torchao's Float8 parallel styles compute what this linear's config means.
 
-    The styles ignore the config: they cast input and grad_output tensorwise, the input to e4m3, without rounding scales
-    to powers of two. They also sum a bias's gradient from codes. A linear that means anything else takes torch's plain
-    styles, and casts by its config after the gather.
+    The styles ignore the config: they cast input and grad_output tensorwise, the input to e4m3,
+    without rounding scales to powers of two. They also sum a bias's gradient from codes. A linear
+    that means anything else takes torch's plain styles, and casts by its config after the gather.
     """
     if not isinstance(module, Float8Linear) or module.bias is not None:
         return False
@@ -160,22 +166,26 @@ def _cut(linear: nn.Module, mesh: DeviceMesh, style: Style, between: Placement) 
 
 
 def _share_input(block: nn.Module, mesh: DeviceMesh, between: Placement, columns: Sequence[str], same: int) -> None:
-    """Have a block cast and gather its input x once for all its colwise linears, and reduce its gradient once.
+    """Make a block cast and gather its input x once for all its colwise linears.
 
     same      number of the block's further arguments, which are whole on every rank.
     """
     others = (None,) * same  # plain tensors, such as rotary tables: left as they are
     before, after = (between, *others), (_WHOLE, *others)
-    block.shares_input = True  # type: ignore[assignment]  # gemm_observer then takes x from here, before it is cast
+    # gemm_observer then takes x at the block, before it is cast.
+    block.shares_input = True  # type: ignore[assignment]
     if all(gathers_fp8(block.get_submodule(name)) for name in columns):
         style = PrepareFloat8ModuleInput(input_layouts=before, desired_input_layouts=after, fwd_config_submodule_fqn=columns[0])
-    else:  # some linears take x in high precision, so x is gathered so; FP8 ones cast it after the gather
+    else:  # some linears take x in high precision: FP8 ones cast it after the gather
         style = PrepareModuleInput(input_layouts=before, desired_input_layouts=after)
     parallelize_module(block, mesh, style)
 
 
 def _replicate(module: nn.Module, mesh: DeviceMesh, replicated: dict[nn.Parameter, nn.Parameter]) -> None:
-    """Turn a module's direct parameters into replicated DTensors. A parameter that modules share stays shared."""
+    """Turn a module's direct parameters into replicated DTensors.
+
+    A parameter that modules share stays shared.
+    """
     for key, p in list(module.named_parameters(recurse=False)):
         if p not in replicated:
             replicated[p] = nn.Parameter(distribute_tensor(p.detach(), mesh, [_WHOLE]), requires_grad=p.requires_grad)
@@ -183,21 +193,22 @@ def _replicate(module: nn.Module, mesh: DeviceMesh, replicated: dict[nn.Paramete
 
 
 def _lay_out_own(plan: TensorPlan, name: str, module: nn.Module, mesh: DeviceMesh, between: Placement) -> None:
-    """Lay out a module between the linears by a plan: the embedding cuts the tokens, the last norm gathers them."""
+    """Lay out a module by a plan: the embedding cuts the tokens, the last norm gathers them."""
     if isinstance(module, plan.embedding):
         _lay_out(module, mesh, _WHOLE, between)
     elif isinstance(module, plan.norm):
         last = name == plan.last_norm
         _lay_out(module, mesh, between, _WHOLE if last else between, local=not last)
         weight = module.get_parameter("weight")
-        if weight.requires_grad:  # each rank has the gradient of its own tokens: the whole one is their sum
+        # each rank has the gradient of its own tokens: the whole one is their sum
+        if weight.requires_grad:
             weight.register_hook(lambda g: g.redistribute(placements=[_WHOLE]))
     else:
         _lay_out(module, mesh, _WHOLE, _WHOLE)
 
 
 def _lay_out(module: nn.Module, mesh: DeviceMesh, before: Placement, after: Placement, *, local: bool = True) -> None:
-    """Run a module of replicated parameters on DTensors: plain inputs are placed as ``before``, outputs as ``after``."""
+    """Run a replicated module on DTensors: inputs are placed ``before``, outputs ``after``."""
 
     def entering(_, args, kwargs):
         def lay(x: torch.Tensor) -> DTensor:
@@ -289,19 +300,19 @@ def _check_length(tokens: torch.Tensor, ranks: int) -> None:
 
 @functools.cache
 def gather_fp8_as_bytes() -> None:
-    """Make torchao's all-gather of a Float8TrainingTensor move uint8 on a CPU, for the rest of the process. Idempotent.
+    """Make torchao's all-gather of FP8 tensors move uint8 on a CPU, in this process. Idempotent.
 
     gloo knows no FP8 type ("Invalid scalar type"). NCCL does, and GPUs are left alone.
     """
-    # torchao's handler is replaced, not the operator. A Python kernel of the operator would enter gloo holding the
-    # interpreter lock; gloo's threads wait for that lock to free tensors: a deadlock.
+    # torchao's handler is replaced, not the operator. A Python kernel of the operator would enter
+    # gloo holding the interpreter lock; gloo's threads wait for that lock to free tensors: a
+    # deadlock.
     theirs = FLOAT8_OPS_TABLE[_ALL_GATHER]
 
     def gather(op, args, kwargs=None):
         def as_bytes(codes: torch.Tensor, *rest, **named) -> torch.Tensor:
-            return op(codes.view(torch.uint8), *rest, **named).view(
-                codes.dtype
-            )  # wait_tensor finds its work by storage, which a view shares
+            # Viewing the result is safe before it is waited for: wait_tensor goes by storage.
+            return op(codes.view(torch.uint8), *rest, **named).view(codes.dtype)
 
         return theirs(as_bytes if args[0].device.type == "cpu" else op, args, kwargs or {})
 

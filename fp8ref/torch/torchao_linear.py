@@ -1,4 +1,4 @@
-"""torchao's Float8Linear: which recipes it runs, as a Float8LinearConfig, and the checks that fp8ref adds to it."""
+"""torchao's Float8Linear: a recipe as its config, and checks that fp8ref adds."""
 
 import torch
 from torchao.float8 import CastConfig, Float8GemmConfig, Float8LinearConfig, ScalingType, float8_linear
@@ -12,11 +12,14 @@ GRANULARITIES = {"tensorwise": ScalingGranularity.TENSORWISE, "rowwise": Scaling
 
 
 class Float8Linear(float8_linear.Float8Linear):
-    """torchao's Float8Linear, bit for bit (R-1), with checks of its input. ``convert.convert`` makes it and sets its recipe.
+    """torchao's Float8Linear, bit for bit (R-1), with checks of its input.
+
+    ``convert.convert`` makes it and sets its recipe.
 
     Shapes:   x [..., K] in any layout; output [..., N] of x's dtype, or of autocast's (L-7).
     fqn       its name in the model that was converted, for errors.
-    Raises:   ValueError: as ``linear_input.taken``; an x without rows is taken where no GEMM reduces M and no scale is of a tensor.
+    Raises:   ValueError: as ``linear_input.taken``; an x without rows is taken where no GEMM
+              reduces M and no scale is of a tensor.
     """
 
     recipe: Recipe
@@ -29,13 +32,15 @@ class Float8Linear(float8_linear.Float8Linear):
         empty = rowwise and config.cast_config_input_for_grad_weight.scaling_type is ScalingType.DISABLED
         x = linear_input.taken(input, self, empty=empty)
         if rowwise and x.ndim > 2 and not x.is_contiguous():
-            x = x.contiguous()  # torchao flattens the codes, but cannot copy codes with rowwise scales
+            # torchao flattens the codes, but cannot copy codes with rowwise scales
+            x = x.contiguous()
         if (
             (rowwise or isinstance(self.weight, Float8TrainingTensor))
             and not torch.compiler.is_compiling()
             and torch.is_inference_mode_enabled()
         ):
-            # In inference mode, torchao can neither reshape codes with rowwise scales nor view gathered ones.
+            # In inference mode, torchao can neither reshape codes with rowwise scales nor view
+            # gathered ones.
             with torch.inference_mode(False), torch.no_grad():
                 return super().forward(x)
         return super().forward(x)
@@ -51,10 +56,10 @@ def expresses(recipe: Recipe) -> bool:
 
 
 def torchao_config(recipe: Recipe) -> Float8LinearConfig:
-    """The Float8LinearConfig that means this recipe, built from fresh parts (torchao mutates the ones it is given).
+    """The Float8LinearConfig of a recipe, of fresh parts: torchao mutates those that it is given.
 
-    Raises:   ValueError: what torchao cannot express, by name: an eps, a power of two or an epilogue of its own choosing, a role
-              in two formats, scales not tensorwise or rowwise.
+    Raises:   ValueError: what torchao cannot express, by name: an eps, a power of two or an
+              epilogue of its own choosing, a role in two formats, scales not tensorwise or rowwise.
     """
 
     def refuse(what: str) -> ValueError:
@@ -91,7 +96,8 @@ def torchao_config(recipe: Recipe) -> Float8LinearConfig:
         spec: CastSpec | None = casts[gemm, role]
         other = next((c for (_, r), c in casts.items() if r == role and c is not None), None)
         if spec is None:
-            dtype = cast.DTYPES[other.fmt.name] if other else torch.float8_e4m3fn  # unused, but torchao wants one a role
+            # unused, but torchao wants one a role
+            dtype = cast.DTYPES[other.fmt.name] if other else torch.float8_e4m3fn
             return CastConfig(scaling_type=ScalingType.DISABLED, target_dtype=dtype)
         return CastConfig(scaling_granularity=GRANULARITIES[spec.granularity], target_dtype=cast.DTYPES[spec.fmt.name])
 

@@ -1,10 +1,10 @@
-"""Prove that a training step ran in FP8: trace its GEMMs, and compare them with the plan (SEMANTICS B-8).
+"""Prove that a step ran in FP8: trace its GEMMs, and compare them with the plan (B-8).
 
 with proof.trace_eager(model) as trace:      # eager: the products in the model's linears
     loss(model(x)).backward()
 with proof.trace_compiled(model) as trace:   # compiled: the graphs that inductor compiles
     loss(torch.compile(model)(x)).backward()
-missing = proof.missing(trace, {"mlp.up_proj": "tensorwise"})  # a line for each planned GEMM that did not run
+missing = proof.missing(trace, {"mlp.up_proj": "tensorwise"})  # absent GEMMs, a line each
 proof.manifest(trace, {"mlp.up_proj": "tensorwise"}, missing)  # the proof, for a run's manifest
 """
 

@@ -1,7 +1,8 @@
 """Trace the GEMMs of a compiled model: read them off the graphs that inductor generates code from.
 
-Two graphs are read. The joint graph of a forward and a backward pass tells the GEMMs apart: an operand is followed back
-to the layer's weight or to its input. The post-grad graphs, one for each pass, tell how each GEMM runs in the end.
+Two graphs are read. The joint graph of a forward and a backward pass tells the GEMMs apart: an
+operand is followed back to the layer's weight or to its input. The post-grad graphs, one for each
+pass, tell how each GEMM runs in the end.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -20,15 +21,19 @@ from fp8ref.torch.proof import records
 from fp8ref.torch.proof.records import BLOCK_GEMM, OPERANDS_AT, SCALED_MM, SIMULATED, GemmRecord, GemmTrace
 
 aten = torch.ops.aten
-_LABEL = "fp8ref.torch.proof.compiled"  # the key in a node's metadata of (layer, which), set on the joint graph
+# the key in a node's metadata of (layer, which), set on the joint graph
+_LABEL = "fp8ref.torch.proof.compiled"
 
 
 @contextmanager
 def trace_compiled(model: nn.Module) -> Iterator[GemmTrace]:
-    """Record the GEMMs of the graphs that inductor compiles in this context. Run the first step in it: later ones compile nothing.
+    """Record the GEMMs of the graphs that inductor compiles in this context.
 
-    Inductor's caches are neither read, which would hide the graphs, nor written. Modules of one class that are compiled
-    one by one share a graph, which counts for all of them. A linear compiled by itself has no name in its graph.
+    Run the first step in it: later ones compile nothing.
+
+    Inductor's caches are neither read, which would hide the graphs, nor written. Modules of one
+    class that are compiled one by one share a graph, which counts for all of them. A linear
+    compiled by itself has no name in its graph.
     """
     trace = GemmTrace("inductor post-grad graphs")
     reader = _Reader(model, trace)
@@ -41,7 +46,10 @@ def trace_compiled(model: nn.Module) -> Iterator[GemmTrace]:
 
 
 class _Pass(CustomGraphPass):
-    """A pass that reads a graph after the passes set before. It has no uuid, so inductor bypasses its caches."""
+    """A pass that reads a graph after the passes set before.
+
+    It has no uuid, so inductor bypasses its caches.
+    """
 
     def __init__(self, read: Callable[[Graph], None], earlier) -> None:
         self._read = read
@@ -61,7 +69,8 @@ class _Reader:
 
     def __init__(self, model: nn.Module, trace: GemmTrace) -> None:
         self._trace = trace
-        self._names = {str(id(module)): name for name, module in records.linears(model)}  # dynamo's keys of modules are their ids
+        # dynamo's keys of modules are their ids
+        self._names = {str(id(module)): name for name, module in records.linears(model)}
         self._regions = {
             records.unwrapped(name): type(getattr(module, "_orig_mod", module))
             for name, module in model.named_modules()
@@ -69,7 +78,7 @@ class _Reader:
         }
 
     def label(self, graph: Graph) -> None:
-        """Label each GEMM of a joint graph with its layer and which it is; record the gradients that no GEMM computes."""
+        """Label each GEMM of a joint graph; record the gradients that no GEMM computes."""
         gemms = [(self._layer(node), node) for node in graph.nodes if node.target in OPERANDS_AT]
         weights: dict[str, set[Node]] = {}
         for layer, node in gemms:
@@ -103,7 +112,7 @@ class _Reader:
         return next((self._names[key] for key in keys if key in self._names), None)
 
     def _roots(self, operand: Node, layer: str) -> set[Node]:
-        """Sources that an operand is computed from in its layer: nodes of other layers, graph inputs, results of GEMMs."""
+        """What an operand in its layer comes from: nodes of other layers, graph inputs, GEMMs."""
         roots, visited, nodes = set(), set(), [operand]
         while nodes:
             node = nodes.pop()
@@ -133,7 +142,7 @@ def _operands(node: Node) -> list[Node]:
 
 
 def _how(node: Node) -> tuple[str | None, ...]:
-    """Accumulation and granularity of a product, and its simulated hardware if it runs under one."""
+    """Accumulation and granularity of a product, and its simulated hardware if any."""
     if node.target is SIMULATED:
         return records.of_simulated(node.args)
     if node.target is BLOCK_GEMM:

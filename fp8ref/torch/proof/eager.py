@@ -1,4 +1,4 @@
-"""Trace the GEMMs of a model that runs eagerly: every matrix product in its linears, forward and backward."""
+"""Trace the GEMMs of a model that runs eagerly: every matrix product in its linears."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -20,15 +20,20 @@ from fp8ref.torch.proof.records import BLOCK_GEMM, SCALED_MM, SIMULATED, GemmRec
 aten = torch.ops.aten
 _ONES = (aten.ones.default, aten.new_ones.default)
 _TIMES = (aten.mul_.Tensor, aten.mul.Tensor)
-_LAYER_KEY = "fp8ref.torch.proof.eager"  # the key in an autograd node's metadata that names its layer
+# the key in an autograd node's metadata that names its layer
+_LAYER_KEY = "fp8ref.torch.proof.eager"
 
 
 @contextmanager
 def trace_eager(model: nn.Module) -> Iterator[GemmTrace]:
-    """Record a model's GEMMs in this context, forward and backward, also under checkpointing. No bit of them changes.
+    """Record a model's GEMMs in this context, forward and backward, also under checkpointing.
 
-    The backward pass may run in a context of its own: each node of the autograd graph remembers its layer.
-    Raises:   ValueError: the model is compiled, and would run eagerly here (use ``trace_compiled``).
+    No bit of them changes.
+
+    The backward pass may run in a context of its own: each node of the autograd graph remembers its
+    layer.
+    Raises:   ValueError: the model is compiled, and would run eagerly here (use
+              ``trace_compiled``).
     """
     for name, module in model.named_modules():
         if is_compiled(module):
@@ -48,7 +53,7 @@ def trace_eager(model: nn.Module) -> Iterator[GemmTrace]:
 
 
 class _Tracer(TorchDispatchMode):
-    """Names a GEMM by where it runs: in a linear's forward pass, or in an autograd node that the forward pass made.
+    """Names a GEMM by where it runs: in a linear's forward pass, or in an autograd node of it.
 
     A forward pass that is recomputed runs in a node too; the linear that runs then names its GEMMs.
     """
@@ -59,7 +64,8 @@ class _Tracer(TorchDispatchMode):
         self._inside: list[str] = []
         self._announced: Gemm | None = None  # the next GEMM, from the roles of torchao's operands
         self._ones = WeakTensorKeyDictionary()
-        self._unscaled = WeakTensorKeyDictionary()  # results under unit scales, to their index among the GEMMs
+        # results under unit scales, to their index among the GEMMs
+        self._unscaled = WeakTensorKeyDictionary()
 
     def on_enter(self, name: str) -> Callable:
         def hook(module, args):
@@ -70,7 +76,8 @@ class _Tracer(TorchDispatchMode):
     def on_leave(self, name: str) -> Callable:
         def hook(module, args, kwargs, output):
             self._inside.pop()
-            if not isinstance(output, torch.Tensor) or output.grad_fn is None:  # None: an exception, or early stopping of a checkpoint
+            # None: an exception, or early stopping of a checkpoint
+            if not isinstance(output, torch.Tensor) or output.grad_fn is None:
                 return
             x = next(value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
             needed = {"grad_input": x.requires_grad, "grad_weight": module.weight.requires_grad}
@@ -87,7 +94,8 @@ class _Tracer(TorchDispatchMode):
         kwargs = kwargs or {}
         if FakeTensor in types:  # DTensor asks for shapes; nothing is computed
             return func(*args, **kwargs)
-        if any(t is not torch.Tensor for t in types):  # a subclass unwraps itself, and dispatches again
+        # a subclass unwraps itself, and dispatches again
+        if any(t is not torch.Tensor for t in types):
             if func is aten.mm.default and all(isinstance(t, Float8TrainingTensor) for t in args):
                 roles = tuple(t._gemm_input_role.value for t in args)
                 self._announced = next(which for which, operands in OPERANDS.items() if operands == roles)
@@ -133,7 +141,8 @@ class _Tracer(TorchDispatchMode):
         place = _memory(node).get(_LAYER_KEY) if node is not None else None
         if not place or not place["order"]:
             return None, "output"
-        # A linear's backward pass is one node, which makes the gradients that are needed in this order. One may run twice (retain_graph).
+        # A linear's backward pass is one node, which makes the gradients that are needed in this
+        # order. One may run twice (retain_graph).
         task = torch._C._current_graph_task_id()
         place["count"] = place["count"] + 1 if place.get("task") == task else 0
         place["task"] = task
@@ -146,12 +155,13 @@ def _memory(node: Node) -> dict:
 
 
 def _between(inputs: Iterable[torch.Tensor | None], output: torch.Tensor) -> Iterator[Node]:
-    """The nodes of the autograd graph from an output back to its inputs, without those of the inputs."""
+    """The autograd nodes from an output back to its inputs, without those of the inputs."""
     visited = {x.grad_fn for x in inputs if x is not None}
     nodes = [output.grad_fn]
     while nodes:
         node = nodes.pop()
-        if node is not None and node not in visited and node.next_functions:  # a leaf's node outlives the step
+        # a leaf's node outlives the step
+        if node is not None and node not in visited and node.next_functions:
             visited.add(node)
             yield node
             nodes += [upstream for upstream, _ in node.next_functions]

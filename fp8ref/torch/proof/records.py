@@ -1,4 +1,4 @@
-"""Records of the GEMMs of a step: layer, operand types, granularity of the scales and accumulation of each."""
+"""Records of the GEMMs of a step: layer, operand types, granularity and accumulation of each."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -30,11 +30,14 @@ _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
 class GemmRecord:
     """One GEMM of a linear, as it ran.
 
-    accumulate     ``fast`` or ``slow`` (G-7), or ``blocks`` (G-17); None of a GEMM in high precision.
-    granularity    ``tensorwise`` or ``rowwise``, from the shapes of the scales. Under unit scales (G-5) it is that of
-                   the factor that multiplies the result, or ``unit`` without one. Of operands with block scales it
-                   names both. None of a GEMM in high precision.
-    plan           the simulated hardware that it ran under (G-19); None if the framework multiplied.
+    accumulate     ``fast`` or ``slow`` (G-7), or ``blocks`` (G-17); None of a GEMM in high
+                   precision.
+    granularity    ``tensorwise`` or ``rowwise``, from the shapes of the scales. Under unit scales
+                   (G-5) it is that of the factor that multiplies the result, or ``unit`` without
+                   one. Of operands with block scales it names both. None of a GEMM in high
+                   precision.
+    plan           the simulated hardware that it ran under (G-19); None if the framework
+                   multiplied.
     """
 
     layer: str
@@ -61,7 +64,7 @@ class GemmRecord:
 
 @dataclass
 class GemmTrace:
-    """The GEMMs of every linear of a model, in the order in which they ran, recomputed and repeated ones included.
+    """The GEMMs of a model's linears, in the order in which they ran, repeated ones included.
 
     wanted      GEMMs of a backward pass, as ``layer/gemm``, whose gradient is needed.
     unwanted    those whose gradient is not needed.
@@ -79,7 +82,7 @@ class GemmTrace:
 
 
 def linears(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
-    """Every linear, by its name in the model before anything was compiled or wrapped for checkpointing."""
+    """Every linear, by its name before modules were compiled or wrapped for checkpointing."""
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear):
             yield unwrapped(name), module
@@ -104,7 +107,7 @@ def arguments(op: Any, args: tuple, kwargs: dict) -> dict[str, Any]:
 
 
 def granularity(*scales: torch.Tensor) -> str:
-    """Granularity from the shapes of scales: rowwise ones are [M, 1] and [1, N], and their product is [M, N]."""
+    """Granularity from the shapes of scales: rowwise ones are [M, 1], [1, N] or their product."""
     return "rowwise" if any(scale.ndim > 1 for scale in scales) else "tensorwise"
 
 

@@ -8,18 +8,19 @@ from torch import nn
 from fp8ref import recipe as recipes
 from fp8ref.recipe import Recipe
 from fp8ref.torch import cast, gemm, hardware
-from fp8ref.torch.fsdp import FP8Gather
+from fp8ref.torch.fp8_gather import FP8Gather
 from fp8ref.torch.proof.records import GemmRecord, GemmTrace, linears, type_name
 
 
 def missing(trace: GemmTrace, planned: Mapping[str, str | Recipe], plan: str | None = None) -> list[str]:
-    """Compare a trace with a plan: a line for each planned FP8 GEMM that did not run, or ever ran otherwise.
+    """A line for each planned FP8 GEMM that did not run, or ever ran otherwise than planned.
 
-    Types, accumulation and granularity are compared. Two kinds of GEMM may be absent: those whose gradient is not
-    needed, and, unless under simulated hardware, those of block scales, for which the device may have no kernel
-    (G-16, G-17).
+    Types, accumulation and granularity are compared. Two kinds of GEMM may be absent: those whose
+    gradient is not needed, and, unless under simulated hardware, those of block scales, for which
+    the device may have no kernel (G-16, G-17).
 
-    plan      the simulated hardware that every GEMM must run under (B-12); None: the framework's own GEMMs.
+    plan      the simulated hardware that every GEMM must run under (B-12); None: the framework's
+              own GEMMs.
     """
     here: dict[str, set[GemmRecord]] = {}
     for found in trace.gemms:
@@ -34,7 +35,7 @@ def missing(trace: GemmTrace, planned: Mapping[str, str | Recipe], plan: str | N
 
 
 def missing_gathers(model: nn.Module, planned: Iterable[str]) -> list[str]:
-    """Compare FSDP2's gathers with a plan: a line for each planned weight that was not gathered as FP8 codes."""
+    """A line for each planned weight that FSDP2 did not gather as FP8 codes."""
     found = gathers(model)
     return [
         f"{layer}/weight: planned a gather of one byte an element; {found.get(layer, 'none of it was seen')}"
@@ -44,7 +45,7 @@ def missing_gathers(model: nn.Module, planned: Iterable[str]) -> list[str]:
 
 
 def gathers(model: nn.Module) -> dict[str, str]:
-    """The type in which FSDP2 last gathered each weight that has an FP8 gather, by linear: u8 if it moved codes."""
+    """The type in which FSDP2 last gathered each weight with an FP8 gather: u8 means codes."""
     found = {name: getattr(linear, "fp8_gather", None) for name, linear in linears(model)}
     return {name: type_name(g.moved) for name, g in found.items() if isinstance(g, FP8Gather) and g.moved is not None}
 
@@ -58,9 +59,9 @@ def manifest(
 ) -> dict:
     """The proof for a run's manifest, as plain data.
 
-    It holds each distinct GEMM of a planned linear once, the GEMMs on dequantised operands, those whose gradient is not
-    needed, the number of weights gathered in each type, and what is missing. GEMMs under simulated hardware are a list
-    of their own.
+    It holds each distinct GEMM of a planned linear once, the GEMMs on dequantised operands, those
+    whose gradient is not needed, the number of weights gathered in each type, and what is missing.
+    GEMMs under simulated hardware are a list of their own.
     """
     fp8, pruned = list(_fp8(planned, plan)), trace.pruned
     once = [g for g in dict.fromkeys(trace.gemms) if g.layer in planned]
