@@ -113,35 +113,35 @@ def parallelize(
         fp8_from=(fp8_from, Source),
     )
     _check_modules(model, blocks, keep_dtype)
-    if not blocks and (checkpointing != "none" or compile == "block"):
-        raise ValueError(
-            f"checkpointing and compile='block' are of blocks; got {checkpointing!r} and {compile!r} without any. Name blocks."
-        )
+    _check_blocks(blocks, checkpointing, compile)
     batch, by_tensor = (None, None) if mesh is None else _parts(mesh)
     if compile == "model":
         _check_one_graph(model, keep_dtype if batch is not None else [])
     check_model(model, "Parallelise a model first, then {} it; and once")
-    if (sequence or tensor_plan is not None) and (mesh is None or "tensor" not in (mesh.mesh_dim_names or ())):
-        raise ValueError(
-            "sequence and tensor_plan cut linears over a mesh with a dim named tensor; there is none. Add it, or leave them out."
-        )
+    if sequence or tensor_plan is not None:
+        _check_tensor_dim(mesh)
     if mesh is not None:
         check_no_optimizer(model)
     if batch is not None:
         _check_batch(recipe, batch, amax_scope, ordered_reduction)
 
+    # 1 convert
     group = _group(batch) if batch is not None and amax_scope == "global" and recipe.fp8 else None
     model = convert.convert(model, recipe, filter_fqns=filter_fqns, fp8_fqns=fp8_fqns, amax_group=group)
+    # 2 tensor parallelism, of whole linears
     if by_tensor is not None:
         _cut_linears(model, recipe, by_tensor, sequence, tensor_plan)
+    # 3 checkpointing, and 4 torch.compile around it
     for block in blocks:
         block.forward = _checkpointed(block.forward, checkpointing)
     _compile_forwards(model, blocks, compile, compile_backend)
     if batch is None:
         return model
+    # 5 fully_shard, around compiled forwards
     _shard(model, [] if compile == "model" else blocks, keep_dtype, batch, param_dtype)
     if ordered_reduction:
         fsdp.sum_in_rank_order(model)
+    # 6 FP8 gather, of units that exist
     if gather_fp8 and recipe.fp8 and recipe.serves_both("weight"):
         fsdp.gather_in_fp8(model, dtype=param_dtype if fp8_from == "compute" else None, precompute=precompute_scales)
     else:
@@ -149,7 +149,7 @@ def parallelize(
         model.register_forward_pre_hook(fsdp.recover, prepend=True)
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            # Before all other hooks: dynamo leaves out some that come later.
+            # Before all other hooks, some of which dynamo leaves out.
             module.register_forward_pre_hook(_refuse_tracing, prepend=True)
     return model
 
@@ -240,6 +240,22 @@ def _check_modules(model: nn.Module, blocks: list[nn.Module], keep_dtype: list[n
     twice = [names[module] for i, module in enumerate(named) if module in named[:i]]
     if twice:
         raise ValueError(f"a module is one of blocks or of keep_dtype, once; {twice[0]} is named twice. Leave one out.")
+
+
+def _check_blocks(blocks: Sequence[nn.Module], checkpointing: Checkpointing, compile: Compile) -> None:
+    """ValueError for options of blocks without any block."""
+    if not blocks and (checkpointing != "none" or compile == "block"):
+        raise ValueError(
+            f"checkpointing and compile='block' are of blocks; got {checkpointing!r} and {compile!r} without any. Name blocks."
+        )
+
+
+def _check_tensor_dim(mesh: DeviceMesh | None) -> None:
+    """ValueError for options of tensor parallelism without a mesh that has it."""
+    if mesh is None or "tensor" not in (mesh.mesh_dim_names or ()):
+        raise ValueError(
+            "sequence and tensor_plan cut linears over a mesh with a dim named tensor; there is none. Add it, or leave them out."
+        )
 
 
 def _check_batch(recipe: Recipe, batch: DeviceMesh, amax_scope: Scope, ordered_reduction: bool) -> None:
