@@ -8,6 +8,7 @@ from torch import nn
 from torch.distributed.tensor.parallel import parallelize_module
 from torchao.float8.float8_tensor_parallel import Float8ColwiseParallel, Float8RowwiseParallel
 
+from fp8ref import llama
 from fp8ref.policy import POLICIES
 from fp8ref.recipe import RECIPES, CastSpec, GemmSpec, Recipe
 from fp8ref.torch import convert, tensor_parallel
@@ -36,7 +37,7 @@ def observed(recipe, sequence):
         last = name.split(".")[-1]
         if last in Llama.tensor_plan.styles:
             module.register_forward_hook(gives(name))
-        if last in tensor_parallel.ROW:
+        if last in llama.ROW:
             module.register_forward_pre_hook(takes([name]), prepend=True)
         columns = [f"{name}.{child}" for child, _ in module.named_children() if child in tensor_parallel.COLUMN]
         module.register_forward_pre_hook(takes(columns), prepend=True)
