@@ -39,7 +39,7 @@ def observed(recipe, sequence):
             module.register_forward_hook(gives(name))
         if last in llama.ROW:
             module.register_forward_pre_hook(takes([name]), prepend=True)
-        columns = [f"{name}.{child}" for child, _ in module.named_children() if child in tensor_parallel.COLUMN]
+        columns = [f"{name}.{child}" for child, _ in module.named_children() if child in llama.COLUMN]
         module.register_forward_pre_hook(takes(columns), prepend=True)
     with Watch(model) as watch:
         y = model(some_tokens())
