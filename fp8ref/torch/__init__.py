@@ -30,8 +30,8 @@ from fp8ref import extras, moved
 
 extras.require("torch", "fp8ref.torch", "torch", "torchao")
 
-# On import, torchao and torch.utils._pytree warn about GPU extensions of other builds and about each
-# other. A user can do nothing about it.
+# On import, torchao and torch.utils._pytree warn about GPU extensions of other builds and about
+# each other. A user can do nothing about it.
 _loggers = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")]
 _levels = [logger.level for logger in _loggers]
 for _logger in _loggers:
