@@ -19,6 +19,7 @@ import numpy as np
 
 from fp8ref.conformance import explain, libraries
 from fp8ref.conformance.arrays import as_numpy, as_torch
+from fp8ref.conformance.inputs import kinds as input_kinds
 from fp8ref.conformance.vectors import cast as casts_asked
 from fp8ref.conformance.vectors import scale as scales_asked
 from fp8ref.formats import E4M3FN, E5M2, E8M0FNU, FP8_FORMATS, Format
@@ -120,7 +121,7 @@ def describe_cast(subject: Subject, count: int) -> list[str]:
     x = bits.astype(np.uint32).view(np.float32)
     with np.errstate(all="ignore"):
         raw = as_numpy(subject.run(x))
-    found, kinds = cast.canonical_nans(raw, fmt), np.array(explain.CASTS)[question.kinds(bits)]
+    found, kinds = cast.canonical_nans(raw, fmt), np.array(input_kinds.CASTS)[question.kinds(bits)]
     over = (kinds == "above max") & (np.abs(cast.exact(x)) > fmt.max * 1.1)
     inside = np.isin(kinds, ["zero", "number", "tie", "beside a tie", "underflow", "subnormal", "in range"])
     roundings = [r for r in casts_asked.ROUNDINGS if np.array_equal(cast.encode(x[inside], fmt, rounding=r), found[inside])]
@@ -157,7 +158,7 @@ def describe_scale(subject: Subject, count: int) -> list[str]:
             wrong[policy] = ~scales_asked.same(found, scales_asked.expected(amax, fmt, policy, made), made)
     nearest = min(wrong, key=lambda policy: int(wrong[policy].sum()))
     alike = [policy for policy in wrong if np.array_equal(wrong[policy], wrong[nearest])]
-    kinds = np.array(explain.SCALES)[explain.scale_kinds(amax, fmt, nearest)]
+    kinds = np.array(input_kinds.AMAXES)[input_kinds.of_amaxes(amax, fmt, nearest)]
     those = Counter(kinds[wrong[nearest]].tolist())
     met = "; ".join(f"{kind} {n:,}" for kind, n in those.items())
     default = scales_asked.expected(amax, fmt, DEFAULT, "scale_inv" if made != "scale" else "scale")

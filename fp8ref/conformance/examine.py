@@ -8,12 +8,12 @@ import numpy as np
 from numba import njit
 
 from fp8ref.conformance import libraries
-from fp8ref.conformance.inputs import synthetic
+from fp8ref.conformance.inputs import cast_inputs
+from fp8ref.conformance.inputs.kinds import CAST_RANGES
 from fp8ref.formats import FP8_FORMATS, Format
 from fp8ref.sim import cast, scales, threads
 
 PIECE = 1 << 17  # inputs at a time
-KINDS = ("in range", "above max", "infinite", "NaN")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,14 +44,6 @@ class Tally:
             self.first.setdefault(key, example)
 
 
-def special_inputs(fmt: Format) -> np.ndarray:
-    """Every float16 and bfloat16 value, and the numbers of the format, its ties and their float32 neighbours; float32."""
-    half = np.arange(1 << 16, dtype=np.uint16)
-    with np.errstate(invalid="ignore"):  # signalling NaNs
-        wide = [half.view(np.float16).astype(np.float32), (half.astype(np.uint32) << np.uint32(16)).view(np.float32)]
-    return np.concatenate([synthetic.casts(fmt), *wide])
-
-
 def examine(task: Task) -> Tally:
     """Compare one part of the inputs, on one thread."""
     fmt, tally = FP8_FORMATS[task.fmt], Tally()
@@ -64,7 +56,7 @@ def examine(task: Task) -> Tally:
 def _inputs(task: Task, fmt: Format) -> Iterator[np.ndarray]:
     """The task's inputs as float32 bits, in pieces whose float64 temporaries stay in a cache."""
     if task.special:
-        bits = special_inputs(fmt).view(np.uint32)
+        bits = cast_inputs.edges_and_16_bit(fmt).view(np.uint32)
         yield bits if task.kind == "cast" else bits & np.uint32(0x7FFFFFFF)
     else:
         step = PIECE * task.stride
@@ -79,19 +71,19 @@ def _examine_casts(bits: np.ndarray, fmt: Format) -> Tally:
     counts = _sort(bits, specified[False], fmt.max_code, kind)
     for subject, (encode, saturates) in libraries.casts(fmt).items():
         found, expected = encode(x), specified[saturates]
-        tally.compared.update({(subject, KINDS[k]): int(n) for k, n in enumerate(counts) if n})
+        tally.compared.update({(subject, CAST_RANGES[k]): int(n) for k, n in enumerate(counts) if n})
         if np.array_equal(found, expected):
             continue
         for k, code, other, count, index in _runs(kind, expected, found).tolist():
             codes = f"0x{code:02X}", f"0x{other:02X}"
-            tally.differ[subject, KINDS[k], *codes] += count
-            tally.first.setdefault((subject, KINDS[k]), _example(bits[index], *codes))
+            tally.differ[subject, CAST_RANGES[k], *codes] += count
+            tally.first.setdefault((subject, CAST_RANGES[k]), _example(bits[index], *codes))
     return tally
 
 
 @njit(cache=True)
 def _sort(bits, unsaturated, max_code, kind):
-    """kind [n], an index of KINDS for each input, and how many there are of each."""
+    """kind [n], an index of CAST_RANGES for each input, and how many there are of each."""
     counts = np.zeros(4, np.int64)
     for i in range(bits.size):
         magnitude = bits[i] & np.uint32(0x7FFFFFFF)

@@ -7,7 +7,6 @@ from fp8ref.formats import BFLOAT16, FLOAT16, FLOAT32, Format
 from fp8ref.policy import ScalePolicy
 from fp8ref.sim import cast
 
-CASTS = ("NaN", "infinite", "zero", "negative", "above max", "number", "tie", "beside a tie", "underflow", "subnormal", "in range")
 _ROUNDS = {
     "nearest_even": "to the nearest number, and of two to the one with the even code",
     "nearest_away": "to the nearest number, and of two to the larger magnitude",
@@ -15,32 +14,6 @@ _ROUNDS = {
     "to_odd": "to itself where it is a number, else to the neighbour with the odd code",
     "stochastic": "to a neighbour, by random bits",
 }
-
-
-def cast_kinds(x: np.ndarray, spacing: np.ndarray, fmt: Format) -> np.ndarray:
-    """Indices of CASTS: what decides the cast of each value; spacing is the distance of its dtype's numbers there."""
-    value = cast.exact(x)
-    finite = np.isfinite(value)
-    magnitude = np.where(finite, np.abs(value), 1.0)
-    exponent = np.where(magnitude == 0, fmt.emin, np.maximum(np.frexp(magnitude)[1] - 1, fmt.emin))
-    step = np.ldexp(1.0, exponent - fmt.mantissa_bits)
-    rest = magnitude / step - np.floor(magnitude / step)  # exact: a power of two
-    # A float64's own neighbours lie as near as 2^-53 of the spacing, which the difference below holds exactly.
-    from_tie = np.abs(rest - 0.5) * step
-    least = fmt.smallest_subnormal if fmt.signed else fmt.smallest_normal
-    cases = [
-        np.isnan(value),
-        ~finite,
-        value == 0,
-        (value < 0) & (not fmt.signed),
-        magnitude > fmt.max,
-        rest == 0,
-        rest == 0.5,
-        from_tie <= spacing,
-        magnitude < least / 2,
-        magnitude < fmt.smallest_normal,
-    ]
-    return np.select(cases, range(len(cases)), len(cases))
 
 
 def cast_rule(kind: str, fmt: Format, *, rounding: str, saturate: bool) -> str:
@@ -137,38 +110,6 @@ def decimal(value) -> str:
         return "NaN"
     text = str(value)
     return text[:-2] if text.endswith(".0") else text
-
-
-SCALES = (
-    *("NaN", "infinite", "zero", "below eps", "subnormal", "overflow", "power of two", "beside a power of two"),
-    *("max times a power of two", "beside max times a power of two", "in range"),
-)
-
-
-def scale_kinds(amax: np.ndarray, fmt: Format, policy: str | ScalePolicy) -> np.ndarray:
-    """Indices of SCALES: what decides the scale of each float32 amax."""
-    policy = policies.by_name(policy)
-    value = cast.exact(amax)
-    finite = np.isfinite(value) & (value > 0)
-    safe = np.where(finite, value, 1.0)
-
-    def from_power(v: np.ndarray) -> np.ndarray:  # in float32 spacings, to the nearest power of two
-        fraction = np.frexp(v)[0]  # in [0.5, 1), whose spacing in float32 is 2^-24
-        return np.minimum(fraction - 0.5, 1 - fraction) * 2.0**24
-
-    cases = [
-        np.isnan(value),
-        np.isinf(value),
-        value == 0,
-        value < policy.eps,
-        value < 2.0**-126,
-        fmt.max / safe >= 2.0**128,
-        from_power(safe) == 0,
-        from_power(safe) <= 1,
-        from_power(safe / fmt.max) == 0,
-        from_power(safe / fmt.max) <= 64,  # S-4: up to 44 float32 numbers below a power of two count as it
-    ]
-    return np.select(cases, range(len(cases)), len(cases))
 
 
 def scale_rule(kind: str, policy: str | ScalePolicy) -> str:

@@ -8,8 +8,8 @@ def test_my_cast(x, codes):
 import numpy as np
 
 from fp8ref import formats
-from fp8ref.conformance import arrays, explain
-from fp8ref.conformance.inputs import dtypes
+from fp8ref.conformance import arrays
+from fp8ref.conformance.inputs import dtypes, kinds
 from fp8ref.conformance.vectors import scale as scales_asked
 from fp8ref.conformance.vectors.cast import Cast, Rules
 from fp8ref.conformance.vectors.quantize import Quantize
@@ -37,12 +37,12 @@ def casts(
     rules = Rules(rounding=rounding, saturate=saturate)
     question = Cast(format=fmt.name, source=source, count=count, seed=seed)
     bits = question.inputs()
-    kinds, x = question.kinds(bits), _array(bits, source)
+    of_kinds, x = question.kinds(bits), _array(bits, source)
     codes = cast.encode(x, fmt, rounding=rules.rounding, saturate=rules.saturate)  # type: ignore[arg-type]
     return [
-        pytest.param(x[kinds == i], codes[kinds == i], id=f"{fmt}-{source}-{kind.replace(' ', '_')}")
-        for i, kind in enumerate(explain.CASTS)
-        if (kinds == i).any()
+        pytest.param(x[of_kinds == i], codes[of_kinds == i], id=f"{fmt}-{source}-{kind.replace(' ', '_')}")
+        for i, kind in enumerate(kinds.CASTS)
+        if (of_kinds == i).any()
     ]
 
 
@@ -57,13 +57,13 @@ def scales(fmt: Format, policy: str = "torchao", *, made: str = "scale", count: 
     formats.check(fmt)
     question = scales_asked.Scale(format=fmt.name, policy=policy, count=count, seed=seed)
     bits = question.inputs()
-    kinds, amax = question.kinds(bits), bits.astype(np.uint32).view(np.float32)
+    of_kinds, amax = question.kinds(bits), bits.astype(np.uint32).view(np.float32)
     expected = scales_asked.expected(amax, fmt, policy, made)
     expected = expected if made == "e8m0" else expected.view(np.float32)
     return [
-        pytest.param(amax[kinds == i], expected[kinds == i], id=f"{fmt}-{policy}-{kind.replace(' ', '_')}")
-        for i, kind in enumerate(explain.SCALES)
-        if (kinds == i).any()
+        pytest.param(amax[of_kinds == i], expected[of_kinds == i], id=f"{fmt}-{policy}-{kind.replace(' ', '_')}")
+        for i, kind in enumerate(kinds.AMAXES)
+        if (of_kinds == i).any()
     ]
 
 

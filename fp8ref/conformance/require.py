@@ -8,7 +8,7 @@ import numpy as np
 from fp8ref import granularity as granularities
 from fp8ref.conformance import explain
 from fp8ref.conformance.arrays import as_numpy
-from fp8ref.conformance.inputs import dtypes
+from fp8ref.conformance.inputs import dtypes, kinds
 from fp8ref.conformance.vectors import quantize, scale
 from fp8ref.conformance.vectors.cast import Rules
 from fp8ref.formats import Format
@@ -34,10 +34,7 @@ def require_cast(x, found_codes, fmt: Format, *, rounding: str = "nearest_even",
     how = {"rounding": rules.rounding, "saturate": rules.saturate}
     i = explain.simplest(x, differ)
     value = x.reshape(-1)[i : i + 1]
-    source = dtypes.by_name(x.dtype.name)
-    with np.errstate(invalid="ignore"):
-        finite = np.where(np.isfinite(value), value, 1)
-    kind = explain.CASTS[int(explain.cast_kinds(value, dtypes.spacing(finite, source), fmt)[0])]
+    kind = kinds.CASTS[int(kinds.of_casts(value, dtypes.by_name(x.dtype.name), fmt)[0])]
     raise AssertionError(
         _message(
             f"{int(differ.sum())} of {x.size} codes of {fmt} differ; the simplest:",
@@ -66,7 +63,7 @@ def require_scales(amax, found, fmt: Format, *, policy: str = "torchao", made: s
         return
     i = explain.simplest(amax, differ)
     value = amax.reshape(-1)[i : i + 1]
-    kind = explain.SCALES[int(explain.scale_kinds(value, fmt, policy)[0])]
+    kind = kinds.AMAXES[int(kinds.of_amaxes(value, fmt, policy)[0])]
     raise AssertionError(
         _message(
             f"{int(differ.sum())} of {amax.size} scales to {fmt} differ; the simplest:",

@@ -32,10 +32,10 @@ except ImportError as error:
     ) from error
 
 DTYPES = ("float32", "bfloat16", "float16")
-KINDS = ("plain", "points", "amax", "scaled points", "outliers", "zero groups", "all zero", "subnormal", "any", "specials")
+PATTERNS = ("plain", "points", "amax", "scaled points", "outliers", "zero groups", "all zero", "subnormal", "any", "specials")
 # Those by which scales and roundings of products differ come more often, and so do infinities and NaN: of a hundred examples hypothesis draws
 # some twenty afresh and makes the others of these, mostly of the same kind.
-_DRAWN = ("plain", "points", *2 * ("amax", "scaled points"), *KINDS[2:-2], *2 * ("any",), *8 * ("specials",))
+_DRAWN = ("plain", "points", *2 * ("amax", "scaled points"), *PATTERNS[2:-2], *2 * ("any",), *8 * ("specials",))
 PLAIN = (0.0, 1.0, -1.0, 2.0, 0.5, -0.0, 3.0, 0.0625, -448.0, 100.0)
 
 
@@ -104,7 +104,7 @@ def tensors(
     shape: tuple[int, ...] | None = None,
     finite: bool = False,
 ) -> np.ndarray:
-    """Tensors of one of KINDS, in ``shape`` or one of ``shapes(granularity, axis=axis)``.
+    """Tensors of one of PATTERNS, in ``shape`` or one of ``shapes(granularity, axis=axis)``.
 
     ``points`` are fmt's numbers and ties with their neighbours, ``scaled points`` what policy's scale makes such of; ``amax`` puts one of
     ``amaxes`` in every group, above its others; ``outliers`` are up to 2^60 times the rest; in ``zero groups`` lines are zero, along any
@@ -114,26 +114,26 @@ def tensors(
     """
     block = by_name(granularity).reduced
     shape = draw(shapes(granularity, axis=axis)) if shape is None else shape
-    kind = draw(st.sampled_from([kind for kind in _DRAWN if not finite or kind != "specials"]))
-    if kind == "all zero":
+    pattern = draw(st.sampled_from([p for p in _DRAWN if not finite or p != "specials"]))
+    if pattern == "all zero":
         return _as(np.where(draw(hnp.arrays(np.bool_, shape)), -0.0, 0.0), dtype)
     # cyclically, so that examples shrink to few values whatever the shape
-    x = np.resize(np.float64(draw(st.lists(_elements(kind, fmt, dtype, finite), min_size=1, max_size=24))), shape)
+    x = np.resize(np.float64(draw(st.lists(_elements(pattern, fmt, dtype, finite), min_size=1, max_size=24))), shape)
     place = tuple(draw(st.integers(0, n - 1)) for n in shape)
-    if kind == "outliers":
+    if pattern == "outliers":
         x[place] = (x[place] or 1.0) * 2.0 ** draw(st.integers(4, 12 if dtype == "float16" else 60))
-    elif kind == "zero groups":
+    elif pattern == "zero groups":
         along = draw(st.integers(0, len(shape) - 1))
         lines = draw(hnp.arrays(np.bool_, shape[along]))
         x[np.broadcast_to(lines.reshape([-1 if i == along else 1 for i in range(len(shape))]), shape)] = 0
-    elif kind in ("amax", "scaled points"):
+    elif pattern in ("amax", "scaled points"):
         amax = draw(amaxes(fmt, policy, dtype=dtype, finite=True))
-        if kind == "scaled points":
+        if pattern == "scaled points":
             x = _unscaled(x, amax, fmt, policy)
         x = np.clip(x, -amax, amax)
         block = block or shape[axis]
         np.moveaxis(x, axis, -1)[..., place[axis] % block :: block] = amax
-    elif kind == "specials":
+    elif pattern == "specials":
         x[place] = draw(st.sampled_from([1.0, np.inf, np.nan]))
         # Counted from the end: hypothesis prefers the beginning, where a maximum that drops a NaN may keep one.
         x[tuple(-1 - draw(st.integers(0, n - 1)) for n in shape)] = draw(st.sampled_from([np.inf, np.nan, -np.inf, np.nan, np.nan]))
@@ -161,15 +161,15 @@ def _among(values: list[float]) -> st.SearchStrategy[float]:
 
 
 @functools.cache
-def _elements(kind: str, fmt: Format, dtype: str, finite: bool) -> st.SearchStrategy[float]:
-    """The numbers that a tensor of that kind is made of."""
-    if kind == "any":
+def _elements(pattern: str, fmt: Format, dtype: str, finite: bool) -> st.SearchStrategy[float]:
+    """The numbers that a tensor of that pattern is made of."""
+    if pattern == "any":
         return numbers(fmt, dtype, finite=finite)
-    if kind == "points":
+    if pattern == "points":
         return _among([v for v in _points(fmt, dtype) if np.isfinite(v)])
-    if kind == "scaled points":
+    if pattern == "scaled points":
         return _among([v for v in _points(fmt, "float32") if abs(v) <= fmt.max])
-    if kind == "subnormal":
+    if pattern == "subnormal":
         return st.integers(-(1 << 12), 1 << 12).map(lambda n: n * float(_tiny(dtype)))
     return st.one_of(st.sampled_from(PLAIN), st.integers(-64, 64).map(lambda n: n / 16))
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from fp8ref import console, llama
 from fp8ref.conformance.compare import Report, compare_bits, compare_codes, compare_scales, compare_values
-from fp8ref.conformance.inputs import synthetic
+from fp8ref.conformance.inputs import cast_inputs, tensor_inputs
 from fp8ref.crosscheck import bounds, delayed_states
 from fp8ref.crosscheck.adapters import Quantizer, create
 from fp8ref.crosscheck.delayed_states import States
@@ -90,13 +90,13 @@ def check_synthetic(report: Report, name: str, quantizers: dict[str, Quantizer])
     """Codes and scales of made-up tensors by the recipe of this name and those that all libraries run, both axes; and bare casts, where
     saturation shows (dynamic scales never exceed max)."""
     for fmt in FP8_FORMATS.values():
-        values = synthetic.casts(fmt)
+        values = cast_inputs.edges(fmt)
         found = {"sim": cast.encode(values, fmt)} | {who: q.encode(values, fmt) for who, q in quantizers.items()}
         for backend in quantizers:
             compare_codes(report.check(f"synthetic.cast/{fmt}/codes/{backend}"), found, backend, fmt, values)
     gemms = [g for each in (*SHARED_RECIPES, name) for g in RECIPES[each].gemms.values()]
     specs = {(c.fmt, c.granularity, c.policy): c for g in gemms for c in (g.a, g.b) if c is not None and c.delayed is None}
-    for case, values in synthetic.tensors().items():
+    for case, values in tensor_inputs.samples().items():
         for spec in specs.values():
             for axis in (0, 1) if spec.granularity == "rowwise" else (1,):
                 compare_quantized(report, f"synthetic.{case}/{spec.granularity}", values, spec, axis, {}, quantizers)

@@ -6,10 +6,11 @@ from functools import cached_property
 
 import numpy as np
 
-from fp8ref.conformance.cast import behaviour, inputs, outputs
+from fp8ref.conformance.cast import behaviour, outputs
 from fp8ref.conformance.cast.behaviour import KNOWN
 from fp8ref.conformance.cast.decisions import Answers
 from fp8ref.conformance.counterexample import Witness, bits_of, rounded, show
+from fp8ref.conformance.inputs import cast_inputs
 from fp8ref.conformance.subject import Subject
 from fp8ref.formats import Format
 
@@ -60,7 +61,7 @@ class Chances:
 
 def of(subject: Subject, source: str, fmt: Format) -> Chances:
     """Both signs, between neighbours of which the lower is zero, the smallest number, 1, or 12, which every format has."""
-    n = inputs.numbers(fmt)
+    n = cast_inputs.with_next(fmt)
     at = np.searchsorted(n, (0, fmt.smallest_subnormal, 1, 12))
     x = (n[at, None] + (n[at + 1] - n[at])[:, None] * np.array(FRACTIONS)).ravel()
     x, fractions = np.concatenate([x, -x]), np.tile(FRACTIONS, 2 * at.size)

@@ -5,12 +5,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fp8ref.conformance.cast import behaviour, inputs
+from fp8ref.conformance.cast import behaviour
 from fp8ref.conformance.cast.behaviour import KNOWN, ROUNDINGS, WIDE, Behaviour, Through
 from fp8ref.conformance.cast.outputs import Reply, named, said
 from fp8ref.conformance.counterexample import Witness, rounded
 from fp8ref.conformance.explain import simplest
 from fp8ref.conformance.finding import Finding
+from fp8ref.conformance.inputs import cast_inputs
 from fp8ref.formats import Format
 from fp8ref.sim import cast
 
@@ -62,7 +63,7 @@ class Answers:
 def rounding(a: Answers, b: Behaviour) -> Finding:
     """By numbers, quarter points and ties that every intermediate format holds too, so that only one rounding shows."""
     fmt, magnitude = a.fmt, np.abs(a.x)
-    asked = a.of(inputs.coarse(fmt)) & (magnitude >= fmt.smallest_normal) & (magnitude <= fmt.max)
+    asked = a.of(cast_inputs.coarse(fmt)) & (magnitude >= fmt.smallest_normal) & (magnitude <= fmt.max)
     found = [r for r in ROUNDINGS if not a.unlike(dataclasses.replace(b, rounding=r), asked).any()]
     differs = a.unlike(b, asked)
     about = f"{int(asked.sum())} numbers, quarter points and ties"
@@ -73,7 +74,7 @@ def rounding(a: Answers, b: Behaviour) -> Finding:
 
 
 def subnormals(a: Answers, b: Behaviour) -> Finding:
-    asked = a.of(inputs.coarse(a.fmt)) & (a.x != 0) & (np.abs(a.x) < a.fmt.smallest_normal)
+    asked = a.of(cast_inputs.coarse(a.fmt)) & (a.x != 0) & (np.abs(a.x) < a.fmt.smallest_normal)
     found = [s for s in ("kept", "flushed", "flushed_before") if not a.unlike(dataclasses.replace(b, subnormals=s), asked).any()]
     differs = a.unlike(b, asked)
     if differs.any():
@@ -98,7 +99,7 @@ def negative_zero(a: Answers, b: Behaviour) -> Finding:
 
 def overflow(a: Answers, b: Behaviour) -> Finding:
     """By the smallest input that is above max under every rounding, and is still finite in float16."""
-    n = inputs.numbers(a.fmt)
+    n = cast_inputs.with_next(a.fmt)
     over = n[-1] if b.rounding not in ("nearest_even", "nearest_away", "nearest_zero") else n[-2] + (n[-1] - n[-2]) * 0.75
     at = int(np.flatnonzero(a.x == np.asarray(over, a.x.dtype))[0])
     return _beyond("overflow", a, at, b)

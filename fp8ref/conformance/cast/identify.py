@@ -8,13 +8,14 @@ import numpy as np
 
 from fp8ref import formats
 from fp8ref.conformance import subject as subjects
-from fp8ref.conformance.cast import behaviour, decisions, describe, inputs, layout_invariance, mismatches, outputs, stochastic
+from fp8ref.conformance.cast import behaviour, decisions, describe, layout_invariance, mismatches, outputs, stochastic
 from fp8ref.conformance.cast import exhaustive as everything
 from fp8ref.conformance.cast.behaviour import KNOWN
 from fp8ref.conformance.cast.decisions import Answers
 from fp8ref.conformance.counterexample import Witness, bits_of, rounded, show
 from fp8ref.conformance.explain import simplest
 from fp8ref.conformance.finding import Finding
+from fp8ref.conformance.inputs import cast_inputs
 from fp8ref.conformance.outcome import Outcome
 from fp8ref.conformance.subject import ConformanceError, RefusedError, Subject
 from fp8ref.formats import Format
@@ -140,7 +141,7 @@ def check_format(fmt: Format) -> None:
 
 
 def _format(subject: Subject, fmt: Format, source: str) -> tuple[Format | None, Finding]:
-    x = rounded(inputs.all_numbers(), source)
+    x = rounded(cast_inputs.of_layouts(), source)
     reply, position = outputs.repeats(subject, x, source)
     if reply.values_only and np.array_equal(reply.array, x):
         evidence = f"all {x.size} numbers of {len(behaviour.LAYOUTS)} formats come back as themselves: it rounds to none of them"
@@ -170,7 +171,7 @@ def _format(subject: Subject, fmt: Format, source: str) -> tuple[Format | None, 
 
 
 def _ask(subject: Subject, source: str, layout: Format) -> tuple[Answers, int | None]:
-    x = inputs.inputs(layout, source)
+    x = cast_inputs.identifying(layout, source)
     reply, position = outputs.repeats(subject, x, source)
     return Answers(x=x, source=source, reply=reply, fmt=layout, codes=reply.codes(layout)), position
 
@@ -187,7 +188,7 @@ def _deterministic(subject: Subject, source: str, layout: Format) -> Answers:
 
 def _scaled(subject: Subject, fmt: Format, source: str) -> str:
     """Whether its numbers are all the same number of times what they were, in words."""
-    x = rounded(inputs.numbers(fmt)[1:-1], source)
+    x = rounded(cast_inputs.with_next(fmt)[1:-1], source)
     codes = outputs.ask(subject, x, source).codes(fmt)
     with np.errstate(all="ignore"):
         ratio = np.where(codes >= 0, cast.decode((codes & 255).astype(np.uint8), fmt), np.nan) / x

@@ -2,12 +2,13 @@
 
 import numpy as np
 
-from fp8ref.conformance.cast import behaviour, inputs
+from fp8ref.conformance.cast import behaviour
 from fp8ref.conformance.cast.behaviour import Behaviour
 from fp8ref.conformance.cast.decisions import Answers
 from fp8ref.conformance.counterexample import Witness
 from fp8ref.conformance.explain import simplest
 from fp8ref.conformance.finding import Finding
+from fp8ref.conformance.inputs import cast_inputs
 from fp8ref.formats import Format
 
 
@@ -20,8 +21,8 @@ def unexpected(answers: dict[str, Answers], wanted: Behaviour, fmt: Format, layo
         if a.source == "float64":  # which no name speaks of, C-8
             continue
         differs, magnitude = a.unlike(wanted, canonical=True), np.abs(a.x)
-        coarse = a.of(inputs.coarse(fmt))
-        over = magnitude > (fmt.max + inputs.numbers(fmt)[-1]) / 2
+        coarse = a.of(cast_inputs.coarse(fmt))
+        over = magnitude > (fmt.max + cast_inputs.with_next(fmt)[-1]) / 2
         zero = (a.codes & ~fmt.sign_bit) == 0
         flushed = coarse & zero & (magnitude > fmt.smallest_subnormal / 2) & (magnitude < fmt.smallest_normal)
         beyond = "C-3" if wanted.overflow == "max" else "C-4"

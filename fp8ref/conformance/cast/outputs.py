@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 
 from fp8ref.conformance import subject
-from fp8ref.conformance.cast import inputs
 from fp8ref.conformance.cast.behaviour import LAYOUTS
 from fp8ref.conformance.counterexample import bits_of, show
+from fp8ref.conformance.inputs import cast_inputs
 from fp8ref.conformance.subject import ConformanceError, RefusedError, Subject
 from fp8ref.formats import Format
 from fp8ref.sim import cast
@@ -90,7 +90,7 @@ def format_of(reply: Reply, x: np.ndarray, fmt: Format) -> tuple[Format | None, 
     """
     scores = {}
     for layout in sorted(reply.layouts, key=lambda f: f is not fmt):
-        known = np.isin(np.abs(x), inputs.numbers(layout)[:-1])
+        known = np.isin(np.abs(x), cast_inputs.with_next(layout)[:-1])
         codes = reply.codes(layout)
         expected = cast.encode_plain(x, layout).astype(np.int64)
         right = codes == expected

@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 
-from fp8ref.conformance.cast import behaviour, chances, decisions, describe, inputs, mismatches, outputs
+from fp8ref.conformance.cast import behaviour, chances, decisions, describe, mismatches, outputs
 from fp8ref.conformance.cast.behaviour import KNOWN, Behaviour
 from fp8ref.conformance.cast.chances import FRACTIONS, REPEATED, Chances
 from fp8ref.conformance.cast.decisions import Answers
@@ -12,6 +12,7 @@ from fp8ref.conformance.cast.outputs import Reply
 from fp8ref.conformance.counterexample import Witness, bits_of, rounded, show
 from fp8ref.conformance.explain import simplest
 from fp8ref.conformance.finding import Finding
+from fp8ref.conformance.inputs import cast_inputs
 from fp8ref.conformance.outcome import Outcome
 from fp8ref.conformance.subject import ConformanceError, Subject
 from fp8ref.formats import Format
@@ -59,9 +60,9 @@ def identify(subject: Subject, a: Answers, position: int | None, fmt: Format, fi
 
 def _without_chance(fmt: Format, source: str) -> np.ndarray:
     """Numbers, zeros, what is well above max, infinities and NaNs, beside magnitudes so small that a zero is among the answers to each."""
-    n = inputs.numbers(fmt)
+    n = cast_inputs.with_next(fmt)
     with np.errstate(over="ignore"):
-        return np.concatenate([rounded(np.concatenate([n, -n, inputs.special(fmt)]), source), inputs.nans(source)])
+        return np.concatenate([rounded(np.concatenate([n, -n, cast_inputs.special(fmt)]), source), cast_inputs.nans(source)])
 
 
 def _settled(a: Answers) -> Answers:

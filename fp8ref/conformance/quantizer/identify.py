@@ -12,7 +12,7 @@ from fp8ref.conformance.cast.behaviour import LAYOUTS, Behaviour
 from fp8ref.conformance.cast.identify import check_format
 from fp8ref.conformance.counterexample import Witness
 from fp8ref.conformance.finding import Finding
-from fp8ref.conformance.inputs import amaxes
+from fp8ref.conformance.inputs import amax_inputs
 from fp8ref.conformance.outcome import Outcome
 from fp8ref.conformance.quantizer import describe, inner_cast, layout_invariance, matching, minimize, mismatches, policy_match, queries
 from fp8ref.conformance.quantizer import granularity as influence
@@ -63,7 +63,7 @@ def identify_quantizer(
     if group.granularity is None:
         return _unscaled(quantizer, fmt, layout, findings, expect, group.finding)
     at, along = group.granularity, -1 if group.axis is None else group.axis
-    what = amaxes.questions(layout, quantizer.dtype)
+    what = amax_inputs.identifying(layout, quantizer.dtype)
     shape = smallest_shape(quantizer, _ASKED_IN, lambda s: True) if at == "tensorwise" else SHAPE
     asked = queries.ask(quantizer, what, shape, at, along)
     sharing = queries.returned(asked, at, along)
@@ -80,7 +80,7 @@ def identify_quantizer(
     rounding: Behaviour | None = None
     different: list[Witness] = []
     if matched.agreements:
-        groups = amaxes.groups(SHAPE, at, along)
+        groups = amax_inputs.groups(SHAPE, at, along)
         more, rounding, answers = inner_cast.cast_of(quantizer, chosen.fmt, chosen.top, groups)
         findings += more
         different = inner_cast.differences(answers, chosen.fmt, chosen.policy.compute)

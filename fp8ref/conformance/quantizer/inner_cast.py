@@ -4,13 +4,14 @@ import dataclasses
 
 import numpy as np
 
-from fp8ref.conformance.cast import behaviour, decisions, inputs
+from fp8ref.conformance.cast import behaviour, decisions
 from fp8ref.conformance.cast.behaviour import KNOWN, Behaviour, Through
 from fp8ref.conformance.cast.decisions import Answers
 from fp8ref.conformance.cast.outputs import Reply
 from fp8ref.conformance.counterexample import Witness, rounded
 from fp8ref.conformance.explain import simplest
 from fp8ref.conformance.finding import Finding
+from fp8ref.conformance.inputs import cast_inputs
 from fp8ref.conformance.quantizer.granularity import SHAPE
 from fp8ref.conformance.quantizer.outputs import Quantizer
 from fp8ref.formats import BFLOAT16, Format
@@ -22,7 +23,7 @@ def cast_of(quantizer: Quantizer, fmt: Format, top: Format, group: np.ndarray) -
     The scale is 1 where the amax is ``top.max``, whichever the policy.
     """
     limit = min(fmt.max, top.max)
-    x = inputs.inputs(fmt, quantizer.dtype, limit=limit)
+    x = cast_inputs.identifying(fmt, quantizer.dtype, limit=limit)
     anchors = np.zeros(SHAPE, bool)
     anchors.reshape(-1)[np.unique(group.reshape(-1), return_index=True)[1]] = True
     room = int((~anchors).sum())
@@ -56,7 +57,7 @@ def differences(a: Answers, fmt: Format, compute: Format) -> list[Witness]:
     differs = a.unlike(wanted, canonical=True)
     if not differs.any():
         return []
-    coarse = differs & a.of(inputs.coarse(fmt))
+    coarse = differs & a.of(cast_inputs.coarse(fmt))
     normal = coarse & (np.abs(a.x) >= fmt.smallest_normal)
     among, clause = (normal, "C-2") if normal.any() else (coarse, "F-1") if coarse.any() else (differs, "C-1")
     at = simplest(a.x, among)

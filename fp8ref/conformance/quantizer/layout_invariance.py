@@ -10,7 +10,7 @@ from fp8ref import policy as policy_data
 from fp8ref.conformance import subject as subjects
 from fp8ref.conformance.counterexample import Witness, bits_of, rounded, show
 from fp8ref.conformance.finding import Finding, of_strides
-from fp8ref.conformance.inputs import amaxes
+from fp8ref.conformance.inputs import amax_inputs
 from fp8ref.conformance.quantizer import minimize, policy_match, queries
 from fp8ref.conformance.quantizer.granularity import noise
 from fp8ref.conformance.quantizer.outputs import Quantizer, Reading, arrays_of
@@ -121,7 +121,7 @@ def from_dtype(
     dtype = quantizer.dtype
     try:
         quantizer.once(np.ones(shape, np.float32))
-        asked = queries.ask(quantizer, amaxes.questions(candidate.fmt, dtype), shape, sharing.granularity, sharing.axis)
+        asked = queries.ask(quantizer, amax_inputs.identifying(candidate.fmt, dtype), shape, sharing.granularity, sharing.axis)
     except RefusedError as error:
         return None, Finding(what=f"from {dtype}", value=None, words="not taken", evidence=str(error)), []
     alike = [p for p in policy_data.POLICIES.values() if _decisions(p) == _decisions(candidate.policy)]
@@ -147,7 +147,7 @@ def _decisions(policy: ScalePolicy) -> dict[str, Any]:
 def _tensors(shape: tuple[int, int], sharing: Sharing, quantizer: Quantizer) -> Iterator[Tensor]:
     """With something planted in each group; in many places of one; then random."""
     rng = np.random.default_rng(0)
-    group = amaxes.groups(shape, sharing.granularity, sharing.axis).reshape(-1)
+    group = amax_inputs.groups(shape, sharing.granularity, sharing.axis).reshape(-1)
     order = np.argsort(group, kind="stable")
     size = np.bincount(group)
     end = np.searchsorted(group[order], np.arange(size.size), side="right") - 1
@@ -184,7 +184,7 @@ def _with(shape: tuple[int, int], rng: np.random.Generator, name: str, planted: 
 def _unlike(tensor: Tensor, reading: Reading, candidate: Candidate, sharing: Sharing, dtype: str) -> list[Witness]:
     """The first element of a tensor whose code, or whose group's scale, is not the candidate's."""
     x = tensor.x
-    group = amaxes.groups(x.shape, sharing.granularity, sharing.axis)
+    group = amax_inputs.groups(x.shape, sharing.granularity, sharing.axis)
     none = np.zeros(int(group.max()) + 1, np.float32)
     asked = Asked(x=x, group=group, kind=np.zeros(none.size, np.int64), largest=none, reading=reading)
     expected = candidate.quantize(x, sharing)

@@ -7,7 +7,7 @@ import numpy as np
 
 from fp8ref.conformance.counterexample import Witness, bits_of, rounded, show
 from fp8ref.conformance.explain import simplest
-from fp8ref.conformance.inputs.amaxes import KINDS
+from fp8ref.conformance.inputs.kinds import AMAX_RANGES
 from fp8ref.conformance.quantizer import policy_match
 from fp8ref.conformance.quantizer.outputs import Quantizer, Reading
 from fp8ref.conformance.quantizer.policy_match import Candidate
@@ -152,7 +152,7 @@ def _code(code: np.uint8, fmt: Format, reading: Reading) -> str:
 def worst_kind(kinds: np.ndarray, wrong: np.ndarray, largest: np.ndarray) -> list[tuple[str, float]]:
     """Of each kind of amax with a wrong answer, the kind and its simplest largest element."""
     found = []
-    for i, kind in enumerate(KINDS):
+    for i, kind in enumerate(AMAX_RANGES):
         of = wrong & (kinds == i)
         if of.any():
             found.append((kind, float(largest[simplest(largest, of)])))

@@ -7,7 +7,7 @@ import numpy as np
 
 from fp8ref.conformance.counterexample import Witness, bits_of, show
 from fp8ref.conformance.explain import simplest
-from fp8ref.conformance.inputs.amaxes import KINDS
+from fp8ref.conformance.inputs.kinds import AMAX_RANGES
 from fp8ref.conformance.quantizer import granularity as influence
 from fp8ref.conformance.quantizer import matching, minimize, policy_match, queries
 from fp8ref.conformance.quantizer.matching import Matched
@@ -69,7 +69,7 @@ def witnesses(quantizer: Quantizer, matched: Matched, of: Agreement, sharing: Sh
     wrong = matched.wrong(of)
     found: list[Witness] = []
     for k, a in minimize.worst_kind(kind, wrong, largest):
-        if found and matched.explained[wrong & (kind == KINDS.index(k))].all():
+        if found and matched.explained[wrong & (kind == AMAX_RANGES.index(k))].all():
             continue
         shown = minimize.policy(quantizer, of.candidate, sharing, a, k)
         found += [shown] if shown is not None and shown not in found else []

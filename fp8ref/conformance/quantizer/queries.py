@@ -5,8 +5,9 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from fp8ref.conformance.inputs import amaxes
-from fp8ref.conformance.inputs.amaxes import KINDS, Questions
+from fp8ref.conformance.inputs import amax_inputs
+from fp8ref.conformance.inputs.amax_inputs import Amaxes
+from fp8ref.conformance.inputs.kinds import AMAX_RANGES
 from fp8ref.conformance.quantizer.outputs import Quantizer, Reading
 from fp8ref.conformance.subject import ConformanceError, RefusedError
 from fp8ref.granularity import by_name, scale_shape
@@ -51,20 +52,20 @@ class Asked:
 
     @property
     def ordinary(self) -> np.ndarray:
-        return self.kind == KINDS.index("ordinary")
+        return self.kind == AMAX_RANGES.index("ordinary")
 
 
-def ask(quantizer: Quantizer, what: Questions, shape: tuple[int, int], granularity: str, axis: int) -> list[Asked]:
+def ask(quantizer: Quantizer, what: Amaxes, shape: tuple[int, int], granularity: str, axis: int) -> list[Asked]:
     """Every question, as many in a tensor as it has groups; groups without one are zeros."""
-    group = amaxes.groups(shape, granularity, axis)
+    group = amax_inputs.groups(shape, granularity, axis)
     count = int(group.max()) + 1
     asked = []
     for begin in range(0, what.largest.size, count):
         some, kinds = what.largest[begin : begin + count], what.kind[begin : begin + count]
         missing = count - some.size
         largest = np.concatenate([some, np.zeros(missing, np.float32)])
-        kind = np.concatenate([kinds, np.full(missing, amaxes.KINDS.index("zero"))])
-        x = amaxes.tensor(largest, group, quantizer.dtype)
+        kind = np.concatenate([kinds, np.full(missing, AMAX_RANGES.index("zero"))])
+        x = amax_inputs.tensor(largest, group, quantizer.dtype)
         try:
             reading = quantizer.ask(x)
         except RefusedError as error:
@@ -81,7 +82,7 @@ def considered(quantizer: Quantizer, asked: Sequence[Asked], sharing: Sharing) -
         return ordinary(asked)
     counts = []
     for a in asked:
-        nan = a.kind == KINDS.index("NaN")
+        nan = a.kind == AMAX_RANGES.index("NaN")
         counts.append(~nan if nan.any() and loses_nan(quantizer, a.x, sharing) else np.ones_like(nan))
     return np.concatenate(counts)
 

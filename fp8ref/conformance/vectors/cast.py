@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fp8ref.conformance import explain
-from fp8ref.conformance.inputs import dtypes
+from fp8ref.conformance.inputs import cast_inputs, dtypes, kinds
 from fp8ref.conformance.vectors import format as text
 from fp8ref.conformance.vectors.verdict import Verdict
 from fp8ref.formats import FORMATS, Format
@@ -43,25 +43,21 @@ class Cast:
 
     def inputs(self) -> np.ndarray:
         """The bits of all inputs, each once; uint64."""
-        source = dtypes.by_name(self.source)
-        return dtypes.distinct([dtypes.specials(source), dtypes.around(_points(self.fmt), source), _random(self, source)])
+        return cast_inputs.vector_bits(self.fmt, dtypes.by_name(self.source), seed=self.seed, count=self.count)
 
     def vectors(self) -> Iterator[tuple[str, str]]:
         """(kind, line) of each input."""
         inputs = self.inputs()
-        return zip((explain.CASTS[kind] for kind in self.kinds(inputs)), self.lines(inputs), strict=True)
+        return zip((kinds.CASTS[kind] for kind in self.kinds(inputs)), self.lines(inputs), strict=True)
 
     def lines(self, bits: np.ndarray) -> list[str]:
         """The line of each of these inputs."""
         return text.hexadecimal(bits, dtypes.by_name(self.source).bits)
 
     def kinds(self, bits: np.ndarray) -> np.ndarray:
-        """For each input, an index of explain.CASTS."""
+        """For each input, an index of kinds.CASTS."""
         source = dtypes.by_name(self.source)
-        x = dtypes.values(bits, source)
-        with np.errstate(invalid="ignore"):
-            finite = np.where(np.isfinite(x), x, 1)
-        return explain.cast_kinds(x, dtypes.spacing(finite, source), self.fmt)
+        return kinds.of_casts(dtypes.values(bits, source), source, self.fmt)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,10 +82,10 @@ def verify(question: Cast, rules: Rules, vectors: Iterator[text.Vector], verdict
         x = dtypes.values(bits, source)
         expected = cast.encode(x, fmt, rounding=rules.rounding, saturate=rules.saturate)  # type: ignore[arg-type]
         differ = cast.canonical_nans(found, fmt) != expected
-        lines, kinds = question.lines(bits), question.kinds(bits)
+        lines, of_kinds = question.lines(bits), question.kinds(bits)
         seen.append((x, found))
         for i, vector in enumerate(batch):
-            kind = explain.CASTS[kinds[i]]
+            kind = kinds.CASTS[of_kinds[i]]
             if verdict.add(vector.line, lines[i], kind, differs=differ[i]):
                 verdict.show(vector.line, kind, _why(question, rules, kind, lines[i], x[i], int(found[i])))
     if verdict.differ:
@@ -109,24 +105,3 @@ def _why(question: Cast, rules: Rules, kind: str, line: str, x, found: int) -> d
         "got": explain.code(found, fmt),
         "rule": f"{explain.cast_rule(kind, fmt, rounding=rules.rounding, saturate=rules.saturate)}.{given}",
     }
-
-
-def _points(fmt: Format) -> np.ndarray:
-    """Positive numbers of the format, the one that would follow max, and all that lie halfway; float64."""
-    numbers = cast.decode(np.arange(fmt.max_code + 1, dtype=np.uint8), fmt).astype(np.float64)
-    top = 2 * numbers[-1] if not fmt.mantissa_bits else 2 * numbers[-1] - numbers[-2]
-    numbers = np.concatenate([numbers, [top, 2 * top]])
-    halves = (numbers[1:] + numbers[:-1]) / 2
-    return np.concatenate([numbers, halves, [numbers[1] / 4, numbers[0] / 2]])
-
-
-def _random(question: Cast, source: dtypes.Source) -> np.ndarray:
-    raw = dtypes.random(question.seed, question.count) >> np.uint64(64 - source.bits)
-    half, fmt = len(raw) // 2, question.fmt
-    # the exponents of a cast that decides anything, as fields of the source, in place of the random ones
-    bias = 1 - source.emin
-    lowest = max(1, fmt.emin - fmt.mantissa_bits - 2 + bias)
-    highest = min(source.infinity >> source.mantissa_bits, int(np.log2(fmt.max)) + 3 + bias)
-    field = np.uint64(lowest) + dtypes.random(question.seed + 1, half) % np.uint64(highest - lowest)
-    kept = np.uint64(source.sign | ((1 << source.mantissa_bits) - 1))
-    return np.concatenate([raw[:half] & kept | field << np.uint64(source.mantissa_bits), raw[half:]])

@@ -19,7 +19,8 @@ from fp8ref.sim.gemm import OUT_DTYPES
 from fp8ref.sim.scaling import Quantized
 
 FIELDS, ANSWERS = ("M,N,K", "codes of a", "scale_inv of a", "codes of b", "scale_inv of b"), ("values",)
-KINDS = ("ordinary", "any code", "one large", "cancelling", "subnormal", "zero", "specials")
+# How an operand's codes are filled: patterns of whole arrays, where inputs.kinds sorts single numbers.
+PATTERNS = ("ordinary", "any code", "one large", "cancelling", "subnormal", "zero", "specials")
 ACCUMULATE = ("exact", "f32", *accumulate.ACCUMULATIONS)
 EPILOGUES = tuple(e.name for e in epilogues.EPILOGUES.values() if e.bias is None)
 OUTS = tuple(f.name for f in OUT_DTYPES)
@@ -56,20 +57,20 @@ class Gemm:
         return quantize.dims(self.shape, FIELDS[0])
 
     def operands(self) -> Iterator[tuple[str, Quantized, Quantized]]:
-        """(kind, a [M, K], b [N, K]), kinds taking turns."""
+        """(pattern, a [M, K], b [N, K]), patterns taking turns."""
         m, n, k = self.dims
         for i in range(self.count):
-            kind = KINDS[i % len(KINDS)]
+            pattern = PATTERNS[i % len(PATTERNS)]
             seed = (self.seed << 32) + 2 * i
             yield (
-                kind,
-                _operand(kind, (m, k), self.format, self.granularity, seed),
-                _operand(kind, (n, k), self.format_b, self.granularity, seed + 1),
+                pattern,
+                _operand(pattern, (m, k), self.format, self.granularity, seed),
+                _operand(pattern, (n, k), self.format_b, self.granularity, seed + 1),
             )
 
     def vectors(self) -> Iterator[tuple[str, str]]:
-        """(kind, line) of each product."""
-        return ((kind, self.line(a, b)) for kind, a, b in self.operands())
+        """(pattern, line) of each product."""
+        return ((pattern, self.line(a, b)) for pattern, a, b in self.operands())
 
     def line(self, a: Quantized, b: Quantized) -> str:
         """The line of a product of these operands."""
@@ -154,7 +155,7 @@ def _read(vector: text.Vector, field: int, shape: tuple[int, int], fmt: str, gra
     return Quantized(codes, scale_inv, scale_inv, FP8_FORMATS[fmt], granularity, -1)
 
 
-def _operand(kind: str, shape: tuple[int, int], name: str, granularity: str, seed: int) -> Quantized:
+def _operand(pattern: str, shape: tuple[int, int], name: str, granularity: str, seed: int) -> Quantized:
     fmt = FP8_FORMATS[name]
     raw = dtypes.random(seed, 2 * math.prod(shape)).reshape(2, *shape)
     sign = (raw[0] >> np.uint64(63)).astype(np.uint8) * np.uint8(fmt.sign_bit)
@@ -173,16 +174,16 @@ def _operand(kind: str, shape: tuple[int, int], name: str, granularity: str, see
         "subnormal": lowest,
         "zero": np.zeros(shape),
         "specials": magnitude,
-    }[kind].astype(np.uint8)
+    }[pattern].astype(np.uint8)
     if fmt.specials == "fnuz":
         sign[codes == 0] = 0
     codes = codes | sign
-    if kind == "cancelling":  # pairs whose products of like factors cancel, all but the last of them
+    if pattern == "cancelling":  # pairs whose products of like factors cancel, all but the last of them
         half = shape[1] // 2
         codes[:, half : 2 * half - 1] = codes[:, : half - 1] ^ np.uint8(fmt.sign_bit if seed % 2 else 0)
         if fmt.specials == "fnuz":
             codes[codes == fmt.nan_code] = 0
-    if kind == "specials":  # one of this kind in a line at most, so that not all results are NaN
+    if pattern == "specials":  # one of them in a line at most, so that not all results are NaN
         finite = np.isfinite(cast.decode(codes, fmt))
         codes = np.where(finite | (np.arange(shape[1]) == seed // 2 % shape[1]), codes, np.uint8(1))
     groups = granularities.scale_shape(granularity, shape, -1)

@@ -9,7 +9,7 @@ import numpy as np
 from fp8ref import granularity as granularities
 from fp8ref import policy as policies
 from fp8ref.conformance import explain
-from fp8ref.conformance.inputs import dtypes, random_tensors
+from fp8ref.conformance.inputs import dtypes, kinds, tensor_inputs
 from fp8ref.conformance.vectors import format as text
 from fp8ref.conformance.vectors import scale
 from fp8ref.conformance.vectors.scale import Rules as Rules
@@ -52,15 +52,15 @@ class Quantize:
         return dims(self.shape)
 
     def tensors(self) -> Iterator[tuple[str, np.ndarray]]:
-        """(kind, bits uint64 of the shape), kinds taking turns."""
+        """(pattern, bits uint64 of the shape), patterns taking turns."""
         source = dtypes.by_name(self.source)
         for i in range(self.count):
-            kind = random_tensors.KINDS[i % len(random_tensors.KINDS)]
-            yield kind, random_tensors.made(kind, self.dims, source, (self.seed << 32) + i)
+            pattern = tensor_inputs.PATTERNS[i % len(tensor_inputs.PATTERNS)]
+            yield pattern, tensor_inputs.filled(pattern, self.dims, source, (self.seed << 32) + i)
 
     def vectors(self) -> Iterator[tuple[str, str]]:
-        """(kind, line) of each tensor."""
-        return ((kind, self.line(bits)) for kind, bits in self.tensors())
+        """(pattern, line) of each tensor."""
+        return ((pattern, self.line(bits)) for pattern, bits in self.tensors())
 
     def line(self, bits: np.ndarray) -> str:
         """The line of a tensor."""
@@ -118,7 +118,7 @@ def difference(
         amaxes = np.ravel(scaling.amax(x, granularity, axis=axis))
         group = explain.simplest(amaxes, wrong)
         amax = amaxes[group : group + 1]
-        kind = explain.SCALES[explain.scale_kinds(amax, fmt, policy)[0]]
+        kind = kinds.AMAXES[kinds.of_amaxes(amax, fmt, policy)[0]]
         return {
             "vector": f"{made}{at(group, np.shape(q.scale))}, of amax {scale.shown(amax.view(np.uint32)[0], 'scale')} ({kind})",
             "expected": scale.shown(specified[group], made),

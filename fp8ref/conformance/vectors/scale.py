@@ -11,7 +11,7 @@ import numpy as np
 
 from fp8ref import policy as policies
 from fp8ref.conformance import explain
-from fp8ref.conformance.inputs import dtypes
+from fp8ref.conformance.inputs import amax_inputs, dtypes, kinds
 from fp8ref.conformance.vectors import format as text
 from fp8ref.conformance.vectors.verdict import Verdict
 from fp8ref.formats import E8M0FNU, FP8_FORMATS, Format
@@ -45,27 +45,16 @@ class Scale:
 
     def inputs(self) -> np.ndarray:
         """The float32 bits of all amaxes, each once; uint64."""
-        source = dtypes.by_name("float32")
-        powers = 2.0 ** np.arange(-149, 128)
-        edges = powers * self.fmt.max
-        overflow = self.fmt.max / 2.0**128
-        points = [powers, edges[edges < 2.0**128], np.array([1e-12, POLICIES[self.policy].eps, overflow])]
-        # exp2_log2 counts up to 44 numbers below a power of two as it (S-4): amaxes as far above max * 2^k
-        beyond = dtypes.bits(points[1], source)[:, None] + np.array([2, 5, 6, 11, 12, 22, 23, 40, 44, 45, 46, 88], np.uint64)
-        raw = dtypes.random(self.seed, self.count) >> np.uint64(32)
-        half = len(raw) // 2
-        near = raw[:half] & np.uint64(0x007FFFFF) | (np.uint64(107) + (raw[:half] >> np.uint64(23)) % np.uint64(40)) << np.uint64(23)
-        found = [dtypes.specials(source), dtypes.around(np.concatenate(points), source), beyond.ravel(), near, raw[half:]]
-        return dtypes.distinct([bits & np.uint64(0x7FFFFFFF) for bits in found])
+        return amax_inputs.vector_bits(self.fmt, self.policy, seed=self.seed, count=self.count)
 
     def vectors(self) -> Iterator[tuple[str, str]]:
         """(kind, line) of each amax."""
         inputs = self.inputs()
-        return zip((explain.SCALES[kind] for kind in self.kinds(inputs)), text.hexadecimal(inputs, 32), strict=True)
+        return zip((kinds.AMAXES[kind] for kind in self.kinds(inputs)), text.hexadecimal(inputs, 32), strict=True)
 
     def kinds(self, bits: np.ndarray) -> np.ndarray:
-        """For each amax, an index of explain.SCALES."""
-        return explain.scale_kinds(bits.astype(np.uint32).view(np.float32), self.fmt, self.policy)
+        """For each amax, an index of kinds.AMAXES."""
+        return kinds.of_amaxes(bits.astype(np.uint32).view(np.float32), self.fmt, self.policy)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,9 +112,9 @@ def verify(question: Scale, rules: Rules, vectors: Iterator[text.Vector], verdic
                 raise text.MalformedError(vector.line, f"an amax is not negative; got {amax:08X}. Clear its sign.")
         found = np.array([v.number(1, width, f"a {rules.made}") for v in batch], f"uint{width}")
         specified = expected(bits.view(np.float32), question.fmt, question.policy, rules.made)
-        differ, lines, kinds = ~same(found, specified, rules.made), text.hexadecimal(bits, 32), question.kinds(bits)
+        differ, lines, of_kinds = ~same(found, specified, rules.made), text.hexadecimal(bits, 32), question.kinds(bits)
         for i, vector in enumerate(batch):
-            kind = explain.SCALES[kinds[i]]
+            kind = kinds.AMAXES[of_kinds[i]]
             if verdict.add(vector.line, lines[i], kind, differs=differ[i]):
                 why = {
                     "vector": f"amax {shown(bits[i], 'scale')} ({kind})",

@@ -1,20 +1,40 @@
-"""The amaxes that tell scale policies apart, and tensors whose groups have them."""
+"""Inputs of scales: amaxes that distinguish scale policies, and tensors whose groups have given amaxes."""
 
 from dataclasses import dataclass
 
 import numpy as np
 
+from fp8ref import policy as policies
 from fp8ref.conformance.counterexample import rounded
+from fp8ref.conformance.inputs import dtypes
+from fp8ref.conformance.inputs.kinds import AMAX_RANGES, NONZERO_RANGES
 from fp8ref.formats import Format
 from fp8ref.granularity import blocks, scale_shape
 
-KINDS = ("ordinary", "tiny", "huge", "subnormal", "zero", "infinite", "NaN")
+# What the elements behind a group's largest are, relative to it: of both signs, ties, small ones that underflow, zeros.
 _PARTS = np.array([1, -0.5, 0.3, 0.7, 0.9, 2.0**-5, -(2.0**-9), 2.0**-12, 0, -0.0, -0.99, 0.01], np.float32)
 
 
+def vector_bits(fmt: Format, policy: str, *, seed: int, count: int) -> np.ndarray:
+    """The float32 bits of a scale's test vectors, each once, uint64: edges with their neighbours, then ``count`` random amaxes."""
+    source = dtypes.by_name("float32")
+    powers = 2.0 ** np.arange(-149, 128)
+    edges = powers * fmt.max
+    overflow = fmt.max / 2.0**128  # below it the scale is no float32
+    points = [powers, edges[edges < 2.0**128], np.array([1e-12, policies.by_name(policy).eps, overflow])]
+    # exp2_log2 counts up to 44 numbers below a power of two as it (S-4): amaxes as far above max * 2^k
+    beyond = dtypes.bits(points[1], source)[:, None] + np.array([2, 5, 6, 11, 12, 22, 23, 40, 44, 45, 46, 88], np.uint64)
+    raw = dtypes.random(seed, count) >> np.uint64(32)
+    half = len(raw) // 2
+    # one half near 1, where scales are ordinary: exponent fields 107 to 146 in place of any
+    near = raw[:half] & np.uint64(0x007FFFFF) | (np.uint64(107) + (raw[:half] >> np.uint64(23)) % np.uint64(40)) << np.uint64(23)
+    found = [dtypes.specials(source), dtypes.around(np.concatenate(points), source), beyond.ravel(), near, raw[half:]]
+    return dtypes.distinct([bits & np.uint64(0x7FFFFFFF) for bits in found])
+
+
 @dataclass(frozen=True, kw_only=True)
-class Questions:
-    """The element [n] float32 of largest magnitude, of either sign, and, of each, the index of its kind in KINDS."""
+class Amaxes:
+    """Elements of largest magnitude, one a group: ``largest`` [n] float32, of either sign, and ``kind`` [n], an index of AMAX_RANGES."""
 
     largest: np.ndarray
     kind: np.ndarray
@@ -24,10 +44,10 @@ class Questions:
         return np.abs(self.largest)
 
 
-def questions(fmt: Format, dtype: str, *, seed: int = 0) -> Questions:
-    """Around max * 2^k, where powers of two part; random ones; and what a policy decides by itself. Every second one is negative.
+def identifying(fmt: Format, dtype: str, *, seed: int = 0) -> Amaxes:
+    """Amaxes that tell scale policies apart: near max * 2^k, where powers of two change, random ones, and special cases.
 
-    Of float16 those that it has.
+    Every second one is negative. A narrow dtype such as float16 gets those that it can hold.
     """
     rng = np.random.default_rng(seed)
     near = (np.ldexp(fmt.max, np.arange(-46, 110, 3))[:, None].astype(np.float32).view(np.int32) + np.array([-2, -1, 0, 1, 2, 17])).astype(
@@ -46,18 +66,18 @@ def questions(fmt: Format, dtype: str, *, seed: int = 0) -> Questions:
         "NaN": [np.nan, np.nan],
     }  # fmt: skip
     largest, kind = [], []
-    for i, name in enumerate(KINDS):
+    for i, name in enumerate(AMAX_RANGES):
         values = rounded(np.asarray(by_kind[name], np.float32), dtype)
-        # rounding may carry the largest into Inf, and float16 the smallest into zero
-        values = values[np.isfinite(values) & (values != 0)] if name in KINDS[:4] else values
-        values = np.unique(values).astype(np.float32) if name in KINDS[:4] else values.astype(np.float32)
+        # rounding may carry the largest to Inf, and in float16 the smallest to zero: they would be of another range
+        values = values[np.isfinite(values) & (values != 0)] if name in NONZERO_RANGES else values
+        values = np.unique(values).astype(np.float32) if name in NONZERO_RANGES else values.astype(np.float32)
         largest.append(values * np.where(np.arange(values.size) % 2 == 0, np.float32(1), np.float32(-1)))
         kind.append(np.full(values.size, i))
-    return Questions(largest=np.concatenate(largest), kind=np.concatenate(kind))
+    return Amaxes(largest=np.concatenate(largest), kind=np.concatenate(kind))
 
 
 def groups(shape: tuple[int, int], granularity: str, axis: int) -> np.ndarray:
-    """Of each element, the index of its group in the scales' C order; int [M, K]."""
+    """The index of each element's group, in the C order of the scales; int [M, K]."""
     counts = scale_shape(granularity, shape, axis) or (1, 1)
     sizes = blocks(granularity, shape, axis)
     rows, columns = (np.arange(n) // size for n, size in zip(shape, sizes, strict=True))
@@ -65,7 +85,10 @@ def groups(shape: tuple[int, int], granularity: str, axis: int) -> np.ndarray:
 
 
 def tensor(largest: np.ndarray, group: np.ndarray, dtype: str) -> np.ndarray:
-    """Numbers [M, K] of dtype whose groups have these of largest magnitude: each first in its group, then fixed parts of it, then random ones."""
+    """Numbers [M, K] of dtype whose groups have these elements of largest magnitude.
+
+    Order:    a group's first element is its largest; fixed fractions of it follow, then random ones.
+    """
     x = np.zeros(group.shape, np.float32)
     flat, of = x.reshape(-1), group.reshape(-1)
     order = np.argsort(of, kind="stable")
