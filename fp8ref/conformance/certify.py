@@ -5,17 +5,14 @@ in 1009 of them and through every float16, every bfloat16, and every tie of the 
 decides differently from C-4 and C-5, on overflow and on NaN, is listed with its count; a difference in range is a failure.
 """
 
-import os
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
-from multiprocessing import get_context
 from typing import TYPE_CHECKING, Any
 
 from fp8ref import console
 from fp8ref.conformance import libraries
 from fp8ref.conformance.compare import Report
-from fp8ref.conformance.examine import Tally, Task, examine
+from fp8ref.conformance.exhaustive import Tally, Task, run
 from fp8ref.formats import E4M3FN, E5M2
 from fp8ref.result import Result
 from fp8ref.sim import threads
@@ -36,7 +33,7 @@ def certify(*, exhaustive: bool = False, workers: int | None = None) -> "Certifi
     tasks = list(_tasks(exhaustive))
     result = Certificate(exhaustive=exhaustive)
     with console.bar("certify", len(tasks)) as advance:
-        for task, tally in _run(tasks, (workers or threads.threads()) if exhaustive else 1):
+        for task, tally in run(tasks, (workers or threads.threads()) if exhaustive else 1):
             result.tallies.setdefault((task.fmt, task.kind), Tally()).add(tally)
             advance(f"{task.fmt} {task.kind}")
     return result
@@ -118,17 +115,3 @@ def _tasks(exhaustive: bool) -> Iterator[Task]:
             yield Task(kind=kind, fmt=fmt, special=True)
         # Successive strided chunks start where the stride left off: chunk is a multiple of it.
         yield from (Task(kind=kind, fmt=fmt, begin=i, end=min(i + chunk, size), stride=stride) for i in range(0, size, chunk))
-
-
-def _run(tasks: list[Task], workers: int) -> Iterator[tuple[Task, Tally]]:
-    if workers == 1:
-        yield from ((task, examine(task)) for task in tasks)
-        return
-    # Fresh interpreters, each with one thread: XLA and torch would otherwise start a pool a process.
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=_one_thread) as pool:
-        yield from zip(tasks, pool.map(examine, tasks), strict=True)
-
-
-def _one_thread() -> None:
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_multi_thread_eigen=false"
-    libraries.one_thread()

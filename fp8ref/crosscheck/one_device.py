@@ -12,10 +12,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from fp8ref import console, llama
+from fp8ref.conformance import library_calls
 from fp8ref.conformance.compare import Report, compare_bits, compare_codes, compare_scales, compare_values
 from fp8ref.conformance.inputs import cast_inputs, tensor_inputs
+from fp8ref.conformance.library_calls import Quantizer
 from fp8ref.crosscheck import bounds, delayed_states
-from fp8ref.crosscheck.adapters import Quantizer, create
 from fp8ref.crosscheck.delayed_states import States
 from fp8ref.errors import ConfigError
 from fp8ref.formats import BFLOAT16, FP8_FORMATS
@@ -59,7 +60,7 @@ def crosscheck(config: Config, *, backends: Sequence[str] = loop.BACKENDS, steps
     replicates = bounds.REPLICATES if len(backends) > 1 else 0
     work = 1 + 2 * bounds.SAMPLES + len(backends) * (steps + 2) + replicates * (1 + bool(steps))
     with console.bar(f"crosscheck {config.numerics.recipe}", work) as advance:
-        quantizers = create(backends)
+        quantizers = library_calls.quantizers(backends)
         check_synthetic(report, config.numerics.recipe, quantizers)
         advance("synthetic tensors")
         for name, start in (("probe", bounds.probe_weights(weights, seed=config.run.seed)), ("step0", weights)):

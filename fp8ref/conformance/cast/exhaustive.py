@@ -1,55 +1,34 @@
-"""All 2^32 float32 inputs of a cast, next to what was found."""
+"""Hold a cast to its description on all 2^32 float32 inputs."""
 
-from dataclasses import dataclass
+from collections.abc import Callable
 
 import numpy as np
 
-from fp8ref import console
+from fp8ref.conformance import exhaustive
 from fp8ref.conformance.cast import behaviour, outputs
 from fp8ref.conformance.cast.behaviour import Behaviour
 from fp8ref.conformance.cast.decisions import Answers
 from fp8ref.conformance.counterexample import Witness
-from fp8ref.conformance.explain import simplest
 from fp8ref.conformance.finding import Finding
 from fp8ref.conformance.subject import Subject
 from fp8ref.formats import Format
 
-INPUTS = 1 << 32
-PIECE = 1 << 20
 
+def compare(subject: Subject, fmt: Format, found: Behaviour, *, inputs: int | None = None) -> tuple[Finding, list[Witness]]:
+    """How many inputs, from bits 0 on, have the codes of what was found; and the simplest that has not, if any."""
 
-@dataclass(frozen=True, kw_only=True)
-class Checked:
-    finding: Finding
-    unlike: list[Witness]
+    def differing(x: np.ndarray) -> tuple[np.ndarray, Callable[[int], Witness]]:
+        reply = outputs.ask(subject, x, "float32")
+        codes = reply.codes(fmt) if reply.values_only else reply.array
+        answers = Answers(x=x, source="float32", reply=reply, fmt=fmt, codes=codes.astype(np.int64))
+        # nearly always all are equal: one comparison, without the one of NaNs and infinities
+        same = np.array_equal(codes, behaviour.encode(x, fmt, found))
+        differs = np.zeros(x.shape, bool) if same else answers.unlike(found)
+        return differs, lambda at: answers.witness(at, found, "by what was found")
 
-
-def compare(subject: Subject, fmt: Format, found: Behaviour, *, inputs: int | None = None) -> Checked:
-    """Every input from bits 0 on, in pieces; the simplest of those that are unlike what was found."""
-    inputs = INPUTS if inputs is None else inputs
-    wrong, best, count = 0, None, -(-inputs // PIECE)
-    with console.bar("all float32 inputs", count) as advance:
-        for begin in range(0, inputs, PIECE):
-            x = np.arange(begin, min(begin + PIECE, inputs), dtype=np.int64).astype(np.uint32).view(np.float32)
-            reply = outputs.ask(subject, x, "float32")
-            codes = reply.codes(fmt) if reply.values_only else reply.array
-            expected = behaviour.encode(x, fmt, found)
-            if not np.array_equal(codes, expected):
-                answers = Answers(x=x, source="float32", reply=reply, fmt=fmt, codes=codes.astype(np.int64))
-                differs = answers.unlike(found)
-                wrong += int(differs.sum())
-                if differs.any():
-                    at = simplest(x, differs)
-                    best = _simpler(best, (x[at], answers.witness(at, found, "by what was found")))
-            advance(f"{wrong:,} unlike" if wrong else "")
+    wrong, simplest = exhaustive.simplest_difference(differing, inputs=inputs)
+    total = exhaustive.INPUTS if inputs is None else inputs
     finding = Finding(
-        what="all inputs", value=inputs - wrong, words=f"{inputs - wrong:,}", evidence=f"of {inputs:,} float32 inputs are those of this"
+        what="all inputs", value=total - wrong, words=f"{total - wrong:,}", evidence=f"of {total:,} float32 inputs are those of this"
     )
-    return Checked(finding=finding, unlike=[best[1]] if best else [])
-
-
-def _simpler(first: tuple[float, Witness] | None, second: tuple[float, Witness]) -> tuple[float, Witness]:
-    if first is None:
-        return second
-    both = np.array([first[0], second[0]], np.float32)
-    return (first, second)[simplest(both, np.array([True, True]))]
+    return finding, [simplest] if simplest else []

@@ -88,9 +88,9 @@ def identify_cast(
         )
     )
     if exhaustive:
-        checked = everything.compare(subject, layout, found)
-        findings.append(checked.finding)
-        unlike += checked.unlike
+        finding, differing = everything.compare(subject, layout, found)
+        findings.append(finding)
+        unlike += differing
     untaken = [s for s in ("bfloat16", "float16") if s != source and s not in answers]
     names = [k for k, known in KNOWN.items() if not asked.unlike(known.of(layout)).any()]
     alike = [k for k, known in KNOWN.items() if not asked.unlike(known.of(layout), canonical=True).any()]

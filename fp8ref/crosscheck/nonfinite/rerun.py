@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 
 from fp8ref import console, llama
+from fp8ref.conformance import library_calls
 from fp8ref.conformance.compare import Report
-from fp8ref.crosscheck import adapters
 from fp8ref.crosscheck.delayed_states import States
 from fp8ref.crosscheck.nonfinite import first as nonfinite
 from fp8ref.crosscheck.nonfinite.first import First
@@ -115,7 +115,7 @@ def observed(trainer: loop.Trainer, tokens: np.ndarray, config: Config) -> list[
 def check_codes(report: Report, seen: Sequence[Observation], recipes: Mapping[str, Recipe], states: States) -> int:
     """Codes and scales of every operand against the simulator's, bit for bit. Returns how many operands."""
     count = 0
-    who = adapters.create({o.backend for o in seen})
+    who = library_calls.quantizers({o.backend for o in seen})
     for o in seen:
         spec = recipes[o.layer].gemms[o.gemm]
         for role, (hp, codes, scale), how, axis in zip(OPERANDS[o.gemm], (o.a, o.b), (spec.a, spec.b), REDUCED_AXES[o.gemm], strict=True):
