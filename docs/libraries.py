@@ -27,7 +27,7 @@ from fp8ref.sim import cast
 PAGE = Path(__file__).with_name("LIBRARIES.md")
 LIBRARIES = ("torch", "jax", "ml_dtypes", "torchao", "flax", "gfloat", "numpy")
 ORDER = ("ml_dtypes", "torch", "jax", "torchao", "flax", "gfloat", "fp8ref.torch", "fp8ref.jax")
-COUNT = 200_000  # random inputs of a row; of a library that takes one number at a time SLOWLY
+COUNT = 200_000  # random inputs of a row; SLOWLY for a library that takes one number at a time
 SLOWLY = 2_000
 DEFAULT = "torchao"  # the simulator's policy, where none is named
 CASTS = (
@@ -82,7 +82,7 @@ def describe_cast(function: Function, count: int) -> list[str]:
 
 
 def describe_scale(function: Function, count: int) -> list[str]:
-    """The cells of a scale's row. Its policy is the one whose answers are nearest, which need not be all of them."""
+    """The cells of a scale's row. Its policy is the one with the fewest differing scales, which need not be none."""
     question = scales_asked.Scale(format=function.fmt.name, count=min(count, SLOWLY) if function.slow else count)
     bits, fmt, made = question.inputs().astype(np.uint32), function.fmt, function.made
     amax = bits.view(np.float32)
@@ -114,14 +114,14 @@ def describe_scale(function: Function, count: int) -> list[str]:
 
 
 def _in_float32(found: np.ndarray, made: str, expected: np.ndarray) -> tuple[np.ndarray, np.ndarray, str]:
-    """e8m0 codes as the bits of the scale_inv that they are."""
+    """e8m0 codes as the float32 bits of their scale_inv."""
     if made == "e8m0":
         return cast.decode(found, E8M0FNU).view(np.uint32), expected, "scale_inv"
     return found, expected, made
 
 
 def _became(codes: np.ndarray, fmt: Format) -> str:
-    """What numbers that are too large became."""
+    """What values above max became: max, Inf or NaN."""
     magnitude = codes if fmt.specials == "fnuz" else codes & 0x7F
     magnitude = np.where(codes == fmt.nan_code, fmt.nan_code, magnitude & 0x7F)
     names = {fmt.max_code: "max", fmt.nan_code: "NaN"} | ({fmt.inf_code: "Inf"} if fmt.inf_code is not None else {})

@@ -1,4 +1,4 @@
-"""Why a cast's or a scale's answer is what it is: the kind of its input, the rule that decides it and its clause of SEMANTICS."""
+"""Explain a cast's code or a policy's scale: the rule that decides it, with its clause, and the simplest input that shows it."""
 
 import numpy as np
 
@@ -17,7 +17,7 @@ _ROUNDS = {
 
 
 def cast_rule(kind: str, fmt: Format, *, rounding: str, saturate: bool) -> str:
-    """What decides the code of an input of that kind, with its clause."""
+    """The rule that decides the code of an input of a kind (``inputs.kinds.CASTS``), with its clause."""
     if kind == "NaN":
         return f"NaN becomes 0x{fmt.nan_code:02X} (C-5)"
     if not fmt.signed and kind in ("zero", "negative"):
@@ -42,7 +42,7 @@ def cast_rule(kind: str, fmt: Format, *, rounding: str, saturate: bool) -> str:
 
 
 def cast_guess(x: np.ndarray, found: np.ndarray, fmt: Format, *, rounding: str, saturate: bool) -> list[str]:
-    """Which other rules give all of these codes, the nearest first; found is what a cast of x wrongly gave."""
+    """Other rules that give exactly the codes found for x, by name, the likeliest first."""
     named = "nearest_even" if rounding == "stochastic" else rounding
 
     def of(x, rounding: str = named, saturate: bool = saturate) -> np.ndarray:
@@ -68,7 +68,7 @@ def cast_guess(x: np.ndarray, found: np.ndarray, fmt: Format, *, rounding: str, 
 
 
 def cast_note(x: np.ndarray, found: np.ndarray, fmt: Format, *, rounding: str, saturate: bool) -> str:
-    """Which other rule gives all of these codes, or all that are wrong, in words; or ''."""
+    """A sentence: which other rule gives all codes found, or all the wrong ones; '' if none does."""
     named = "nearest_even" if rounding == "stochastic" else rounding
     wrong = cast.canonical_nans(found, fmt) != cast.encode(x, fmt, rounding=named, saturate=saturate)  # type: ignore[arg-type]
     for which, what in ((slice(None), "All codes are"), (wrong, "All that differ are")):
@@ -78,7 +78,10 @@ def cast_note(x: np.ndarray, found: np.ndarray, fmt: Format, *, rounding: str, s
 
 
 def simplicity(x: np.ndarray) -> np.ndarray:
-    """Indices of x, flat, the simplest values first: zeros, then finite of few significant bits and near 1, positive; infinities; NaNs."""
+    """Flat indices of x, the simplest values first.
+
+    Order:    finite values before infinities before NaNs; zeros first, then by significant bits, nearness to 1, sign.
+    """
     value = cast.exact(x).reshape(-1)
     finite = np.isfinite(value)
     fraction, exponent = np.frexp(np.where(finite, value, 1.0))
@@ -88,7 +91,7 @@ def simplicity(x: np.ndarray) -> np.ndarray:
 
 
 def simplest(x: np.ndarray, among: np.ndarray) -> int:
-    """The flat index of the simplest value of x where among is true."""
+    """The flat index of the simplest value of x among those where ``among`` is true."""
     places = np.flatnonzero(among)
     return int(places[simplicity(x.reshape(-1)[places])[0]])
 
@@ -104,7 +107,7 @@ def code(value: int, fmt: Format) -> str:
 
 
 def decimal(value) -> str:
-    """Enough digits to tell a value from its neighbours, float64's too, and no more."""
+    """The shortest decimal that tells a value from its neighbours in its dtype."""
     value = np.asarray(value)[()]
     if np.isnan(value):
         return "NaN"
@@ -113,7 +116,7 @@ def decimal(value) -> str:
 
 
 def scale_rule(kind: str, policy: str | ScalePolicy) -> str:
-    """What decides the scale of an amax of that kind, with its clause."""
+    """The rule that decides the scale of an amax of a kind (``inputs.kinds.AMAXES``), with its clause."""
     policy = policies.by_name(policy)
     if policy.e8m0 is not None:
         return f"policy {policy.name}: an e8m0 scale_inv, 2^k (S-14)"

@@ -1,7 +1,7 @@
-"""Vectors of a cast: bits of a value, and the code it becomes (SEMANTICS C).
+"""Test vectors of a cast: the bits of a value, and its code (SEMANTICS C).
 
-A set has the specials of the source, every number of the format and every tie with their neighbours, overflow, and then random bits:
-half of them any, half within the format's range.
+A set has the specials of the source, every number and tie of the format with their neighbours, overflow, and then random bits: half
+of them any, half near the format's range (``inputs.cast_inputs.vector_bits``).
 """
 
 from collections.abc import Iterator
@@ -23,7 +23,10 @@ ROUNDINGS = tuple(r for r in cast.ROUNDINGS if r != "stochastic")
 
 @dataclass(frozen=True, kw_only=True)
 class Cast:
-    """What gen asks: codes of a format for values of a source; count of them random, from a seed. ValueError for what is none."""
+    """A set of vectors: values of a source, to be cast to a format; ``count`` of them random, from ``seed``.
+
+    Raises:   ValueError: an unknown format or source, a seed or count out of range.
+    """
 
     format: str
     source: str = "float32"
@@ -51,7 +54,7 @@ class Cast:
         return zip((kinds.CASTS[kind] for kind in self.kinds(inputs)), self.lines(inputs), strict=True)
 
     def lines(self, bits: np.ndarray) -> list[str]:
-        """The line of each of these inputs."""
+        """The line of each input."""
         return text.hexadecimal(bits, dtypes.by_name(self.source).bits)
 
     def kinds(self, bits: np.ndarray) -> np.ndarray:
@@ -62,7 +65,7 @@ class Cast:
 
 @dataclass(frozen=True, kw_only=True)
 class Rules:
-    """How a cast is judged; stochastic rounding has no one answer to a line, and is not. ValueError for unknown rounding."""
+    """How a cast is judged; not stochastic rounding, which has several right answers to a line. ValueError for unknown rounding."""
 
     rounding: str = "nearest_even"
     saturate: bool = True
@@ -73,7 +76,7 @@ class Rules:
 
 
 def verify(question: Cast, rules: Rules, vectors: Iterator[text.Vector], verdict: Verdict) -> None:
-    """Judge every vector; verdict takes what is found. NaN codes are all one (C-5)."""
+    """Judge every vector, and record it in the verdict. All NaN codes count as equal (C-5)."""
     source, fmt = dtypes.by_name(question.source), question.fmt
     seen: list[tuple[np.ndarray, np.ndarray]] = []
     for batch in text.batches(vectors):

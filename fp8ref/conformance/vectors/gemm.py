@@ -1,4 +1,4 @@
-"""Vectors of a scaled GEMM: codes and scales of two operands, and their product (SEMANTICS G)."""
+"""Test vectors of a scaled GEMM: codes and scales of two operands, and their product (SEMANTICS G)."""
 
 import math
 from collections.abc import Iterator
@@ -28,7 +28,10 @@ OUTS = tuple(f.name for f in OUT_DTYPES)
 
 @dataclass(frozen=True, kw_only=True)
 class Gemm:
-    """count products of a shape M,N,K; granularity is both operands'. ValueError for what is none."""
+    """A set of vectors: ``count`` products of a shape M,N,K; both operands have the granularity.
+
+    Raises:   ValueError: an unknown format, granularity or out_dtype, a shape that does not fit, a seed or count out of range.
+    """
 
     format: str
     format_b: str = ""
@@ -80,7 +83,7 @@ class Gemm:
 
 @dataclass(frozen=True, kw_only=True)
 class Rules:
-    """How a GEMM is judged: by which sum, and which epilogue without a bias. ValueError for what is none."""
+    """How a GEMM is judged: by which accumulation, and which epilogue without a bias. ValueError if either is unknown."""
 
     accumulate: str = "exact"
     epilogue: str = "scale_then_round"
@@ -92,7 +95,7 @@ class Rules:
 
 
 def verify(question: Gemm, rules: Rules, vectors: Iterator[text.Vector], verdict: Verdict) -> None:
-    """Judge every vector; verdict takes what is found. NaNs are all one."""
+    """Judge every vector, and record it in the verdict. All NaNs count as equal."""
     out = dtypes.by_name(question.out_dtype)
     for vector in vectors:
         m, n, k = vector.shape(0, FIELDS[0])
@@ -124,12 +127,12 @@ def _rule(rules: Rules, question: Gemm) -> str:
 
 
 def _guess(a: Quantized, b: Quantized, found: np.ndarray, rules: Rules, question: Gemm) -> str:
-    """Which other rules give these values, or ''."""
+    """A sentence: which other accumulation and epilogue give these values; '' if none do."""
     for how in ACCUMULATE:
         for epilogue in EPILOGUES:
             try:
                 other = gemm.matmul(a, b, accumulate=how, epilogue=epilogue, out_dtype=FORMATS[question.out_dtype])
-            except ValueError:  # rules that do not take such operands
+            except ValueError:  # an accumulation that does not take such operands
                 continue
             if not _differ(found, other).any():
                 return f"Got is what --accumulate {how} --epilogue {epilogue} gives."
@@ -137,7 +140,7 @@ def _guess(a: Quantized, b: Quantized, found: np.ndarray, rules: Rules, question
 
 
 def _differ(found: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """Where the bits of float32 values are not the same; NaNs are all one."""
+    """Where the bits of float32 values differ; all NaNs count as equal."""
     return (found.view(np.uint32) != other.view(np.uint32)) & ~(np.isnan(found) & np.isnan(other))
 
 
@@ -162,7 +165,8 @@ def _operand(pattern: str, shape: tuple[int, int], name: str, granularity: str, 
     magnitude = (raw[0] & np.uint64(0x7F)).astype(np.uint8)
     # codes whose exponents are near that of 1, so that no product dwarfs the others
     ordinary = (fmt.bias - 3 << fmt.mantissa_bits) + magnitude % np.uint8(6 << fmt.mantissa_bits)
-    # 2^8 in one place of both, and elsewhere 2^-5 to 2^-1: products that a sum of 14 bits drops and one of 24 keeps
+    # 2^8 at one k of both operands, elsewhere 2^-5 to 2^-1: beside the product 2^16, a sum of 14 bits drops the others and one of
+    # 24 keeps them
     large = fmt.bias + 8 << fmt.mantissa_bits
     small = (fmt.bias - 5 << fmt.mantissa_bits) + magnitude % np.uint8(4 << fmt.mantissa_bits)
     lowest = magnitude % np.uint8(1 << fmt.mantissa_bits)
@@ -178,12 +182,12 @@ def _operand(pattern: str, shape: tuple[int, int], name: str, granularity: str, 
     if fmt.specials == "fnuz":
         sign[codes == 0] = 0
     codes = codes | sign
-    if pattern == "cancelling":  # pairs whose products of like factors cancel, all but the last of them
+    if pattern == "cancelling":  # the second half of K repeats the first, in one operand negated: all products but one cancel
         half = shape[1] // 2
         codes[:, half : 2 * half - 1] = codes[:, : half - 1] ^ np.uint8(fmt.sign_bit if seed % 2 else 0)
         if fmt.specials == "fnuz":
             codes[codes == fmt.nan_code] = 0
-    if pattern == "specials":  # one of them in a line at most, so that not all results are NaN
+    if pattern == "specials":  # at most one NaN or Inf a line, so that some results are finite
         finite = np.isfinite(cast.decode(codes, fmt))
         codes = np.where(finite | (np.arange(shape[1]) == seed // 2 % shape[1]), codes, np.uint8(1))
     groups = granularities.scale_shape(granularity, shape, -1)
