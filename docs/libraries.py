@@ -1,4 +1,5 @@
-"""Describe the casts and scales of each library by the test vectors of ``fp8ref.conformance.vectors``; writes docs/LIBRARIES.md.
+"""Describe the casts and scales of each library by the test vectors of
+``fp8ref.conformance.vectors``; writes docs/LIBRARIES.md.
 
 python docs/libraries.py                            # asks all, and writes the page
 python docs/libraries.py --only torch/e4m3fn        # asks and prints the lines of one row, or several: fnmatch patterns
@@ -82,7 +83,9 @@ def describe_cast(function: Function, count: int) -> list[str]:
 
 
 def describe_scale(function: Function, count: int) -> list[str]:
-    """The cells of a scale's row. Its policy is the one with the fewest differing scales, which need not be none."""
+    """The cells of a scale's row. Its policy is the one with the fewest differing scales, which
+    need not be none.
+    """
     question = scales_asked.Scale(format=function.fmt.name, count=min(count, SLOWLY) if function.slow else count)
     bits, fmt, made = question.inputs().astype(np.uint32), function.fmt, function.made
     amax = bits.view(np.float32)

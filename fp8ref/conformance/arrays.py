@@ -1,4 +1,4 @@
-"""Convert arrays between NumPy, PyTorch and JAX bit for bit, without importing a framework that is not used."""
+"""Convert arrays between NumPy, PyTorch and JAX bit for bit; import only what is used."""
 
 from typing import Any
 
@@ -66,9 +66,11 @@ def as_jax(x: np.ndarray) -> Any:
 
 
 def written(x: Any) -> bytes:
-    """The bytes of an array, to tell whether a function wrote to it; b"" for JAX's arrays, which cannot change.
+    """The bytes of an array, to tell whether a function wrote to it; b"" for JAX's arrays, which
+    cannot change.
 
-    Torch tensors are read as bytes by torch itself: NumPy refuses those with gradients, and their FP8 and bfloat16 dtypes.
+    Torch tensors are read as bytes by torch itself: NumPy refuses those with gradients, and their
+    FP8 and bfloat16 dtypes.
     """
     if hasattr(x, "detach"):
         import torch

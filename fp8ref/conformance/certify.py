@@ -1,8 +1,9 @@
-"""Certificates: casts and scales of every installed library against the simulator, over all float32 inputs.
+"""Certificates: casts and scales of every installed library against the simulator.
 
-``certify(exhaustive=True)`` goes through all 2^32 inputs of a cast and all 2^31 non-negative amaxes. Without ``exhaustive`` it
-takes one in 1009 of them, and every float16, every bfloat16, and every tie of the format with its neighbours. A difference in
-range is a failure. A library that decides overflow or NaN otherwise than C-4 and C-5 is listed with the number of inputs.
+``certify(exhaustive=True)`` goes through all 2^32 inputs of a cast and all 2^31 non-negative
+amaxes. Without ``exhaustive`` it takes one in 1009 of them, and every float16, every bfloat16, and
+every tie of the format with its neighbours. A difference in range is a failure. A library that
+decides overflow or NaN otherwise than C-4 and C-5 is listed with the number of inputs.
 """
 
 from collections.abc import Iterator
@@ -50,7 +51,8 @@ class Certificate(Result):
     def report(self) -> Report:
         """A check for each format, cast or policy, and library.
 
-        Libraries are held to the specification in range, where all agree what a cast is; fp8ref's own on every input.
+        Libraries are held to the specification in range, where all agree what a cast is; fp8ref's
+        own on every input.
         """
         report = Report()
         for (fmt, kind), tally in self.tallies.items():
@@ -66,7 +68,9 @@ class Certificate(Result):
         return report
 
     def disagreements(self) -> list[dict]:
-        """A row for every kind of input on which a library differs: the codes specified, the codes found, and how often."""
+        """A row for every kind of input on which a library differs: the codes specified, the codes
+        found, and how often.
+        """
         classes: dict[tuple, dict] = {}
         for (fmt, kind), tally in self.tallies.items():
             for (subject, where, ours, theirs), count in sorted(tally.differ.items()):
@@ -91,7 +95,9 @@ class Certificate(Result):
         return self.report().to_dict() | {"exhaustive": self.exhaustive, "disagreements": self.disagreements()}
 
     def render(self, console: "Console") -> None:
-        """Print the checks, the kinds of input that libraries decide otherwise, and the first difference of each failed check."""
+        """Print the checks, the kinds of input that libraries decide otherwise, and the first
+        difference of each failed check.
+        """
         from rich.table import Table
 
         report = self.report()

@@ -1,4 +1,4 @@
-"""Named checks of compared values, and the report that collects them: elements compared, elements equal, worst difference, bound."""
+"""Named checks of compared values, and the report that collects them."""
 
 import sys
 from dataclasses import asdict, dataclass, field
@@ -114,7 +114,9 @@ class Report(Result):
 
 
 def compare_codes(check: Check, found: dict[str, np.ndarray], backend: str, fmt: Format, hp: np.ndarray) -> None:
-    """Compare codes of a backend with those of "sim". A difference is described by all codes found and the input's bits; worst: in codes."""
+    """Compare codes of a backend with those of "sim". A difference is described by all codes found
+    and the input's bits; worst: in codes.
+    """
     canonical = {who: cast.canonical_nans(np.asarray(codes), fmt) for who, codes in found.items()}
     sim, mine = canonical["sim"], canonical[backend]
     if sim.shape != mine.shape:
@@ -145,7 +147,9 @@ def compare_bits(check: Check, value: np.ndarray, reference: np.ndarray, *, name
 
 
 def compare_values(check: Check, value, reference, bound, *, names: tuple[str, str]) -> None:
-    """Compare values with a reference within an elementwise bound; worst: the largest difference in units of its bound."""
+    """Compare values with a reference within an elementwise bound; worst: the largest difference in
+    units of its bound.
+    """
     value, reference, bound = (np.asarray(v, np.float64) for v in np.broadcast_arrays(value, reference, bound))
     equal = (value == reference) | (np.isnan(value) & np.isnan(reference))
     with np.errstate(invalid="ignore", divide="ignore"):

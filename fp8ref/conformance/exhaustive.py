@@ -1,7 +1,7 @@
-"""All float32 inputs, in pieces: the casts and scales of every library next to the simulator, or a custom cast next to its description.
+"""All float32 inputs, in pieces: of every library's casts and scales, or of one custom cast.
 
-``run`` shares tasks out to processes and tallies by kind of input where a library differs (``fp8ref certify``).
-``simplest_difference`` goes through all inputs of one function in this process (``fp8ref conform --exhaustive``).
+``run`` shares tasks among processes and tallies where a library differs: ``fp8ref certify``.
+``simplest_difference`` asks one function in this process: ``fp8ref conform --exhaustive``.
 """
 
 import os
@@ -31,7 +31,9 @@ PIECE = 1 << 17  # inputs at a time: few enough for their float64 temporaries to
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """A part of the inputs: bits begin, begin + stride, ... below end, or ``edges_and_16_bit`` of the format."""
+    """A part of the inputs: bits begin, begin + stride, ... below end, or ``edges_and_16_bit`` of
+    the format.
+    """
 
     kind: str  # "cast" or a scale policy
     fmt: str
@@ -43,7 +45,12 @@ class Task:
 
 @dataclass
 class Tally:
-    """How many inputs were compared, by (library, kind of input), and how many differ, by (library, kind, simulator's code, library's)."""
+    """Counts of a part of the inputs.
+
+    compared  how many inputs, by (library, kind of input).
+    differ    how many differ, by (library, kind of input, simulator's code, library's code).
+    first     an example in words, by (library, kind of input).
+    """
 
     compared: Counter = field(default_factory=Counter)
     differ: Counter = field(default_factory=Counter)
@@ -68,9 +75,11 @@ def pieces(begin: int, end: int, *, stride: int = 1) -> Iterator[np.ndarray]:
 def simplest_difference(
     differing: Callable[[np.ndarray], tuple[np.ndarray, Callable[[int], Description]]], *, inputs: int | None = None
 ) -> tuple[int, Description | None]:
-    """How many of all float32 inputs differ, and the description of the simplest one that does, if any.
+    """How many of all float32 inputs differ, and the description of the simplest one that does, if
+    any.
 
-    differing  x float32 [n] -> where x differs, bool [n], and a function that describes the difference at an index.
+    differing  x float32 [n] -> where x differs, bool [n], and a function that describes the
+               difference at an index.
     inputs     how many, from bits 0 on; by default all.
     """
     inputs = INPUTS if inputs is None else inputs
@@ -83,7 +92,7 @@ def simplest_difference(
             if differs.any():
                 count += int(differs.sum())
                 at = simplest(x, differs)
-                # described at once, since a description may need answers that the next piece replaces
+                # described at once: a description may need answers that the next piece replaces
                 if best is None or simplest(np.array([best[0], x[at]]), np.array([True, True])) == 1:
                     best = x[at], describe(at)
             advance(f"{count:,} unlike" if count else "")
@@ -95,7 +104,7 @@ def run(tasks: Sequence[Task], workers: int) -> Iterator[tuple[Task, Tally]]:
     if workers == 1:
         yield from ((task, examine(task)) for task in tasks)
         return
-    # Fresh interpreters, each with one thread: XLA and torch would otherwise start a pool a process.
+    # Fresh interpreters of one thread each: XLA and torch would otherwise start a pool in each.
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=_one_thread) as pool:
         yield from zip(tasks, pool.map(examine, tasks), strict=True)
 
@@ -106,7 +115,9 @@ def _one_thread() -> None:
 
 
 def examine(task: Task) -> Tally:
-    """Run every library on a task's inputs, on one thread, and tally where it differs from the simulator."""
+    """Run every library on a task's inputs, on one thread, and tally where it differs from the
+    simulator.
+    """
     fmt, tally = FP8_FORMATS[task.fmt], Tally()
     with threads.using(1):
         for bits in _inputs(task, fmt):
@@ -147,7 +158,7 @@ def _classify(bits, unsaturated, max_code, kind):
     for i in range(bits.size):
         magnitude = bits[i] & np.uint32(0x7FFFFFFF)
         of_special = 2 if magnitude == 0x7F800000 else 3 if magnitude > 0x7F800000 else 1
-        # whatever rounds above max has a code above max_code, of Inf or NaN, if it does not saturate
+        # unsaturated, what rounds above max becomes Inf or NaN, whose codes are above max_code
         kind[i] = of_special if (unsaturated[i] & 0x7F) > max_code else 0
         counts[kind[i]] += 1
     return counts
@@ -155,7 +166,8 @@ def _classify(bits, unsaturated, max_code, kind):
 
 @njit(cache=True)
 def _run_lengths(kind, expected, found):
-    """Runs of neighbours that differ in one way: rows of (kind, expected code, found code, how many, index of the first).
+    """Runs of neighbours that differ in one way: rows of (kind, expected code, found code, how
+    many, index of the first).
 
     Neighbouring inputs nearly always differ alike, so that a few rows stand for millions of inputs.
     """

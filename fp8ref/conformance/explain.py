@@ -1,4 +1,4 @@
-"""Explain a cast's code or a policy's scale: the rule that decides it, with its clause, and the simplest input that shows it."""
+"""Explain a cast's code or a policy's scale: the rule and the clause that decide it."""
 
 import numpy as np
 
@@ -17,7 +17,9 @@ _ROUNDS = {
 
 
 def cast_rule(kind: str, fmt: Format, *, rounding: str, saturate: bool) -> str:
-    """The rule that decides the code of an input of a kind (``inputs.kinds.CASTS``), with its clause."""
+    """The rule that decides the code of an input of a kind (``inputs.kinds.CASTS``), with its
+    clause.
+    """
     if kind == "NaN":
         return f"NaN becomes 0x{fmt.nan_code:02X} (C-5)"
     if not fmt.signed and kind in ("zero", "negative"):
@@ -80,7 +82,8 @@ def cast_note(x: np.ndarray, found: np.ndarray, fmt: Format, *, rounding: str, s
 def simplicity(x: np.ndarray) -> np.ndarray:
     """Flat indices of x, the simplest values first.
 
-    Order:    finite values before infinities before NaNs; zeros first, then by significant bits, nearness to 1, sign.
+    Order:    finite values before infinities before NaNs; zeros first, then by significant bits,
+              nearness to 1, sign.
     """
     value = cast.exact(x).reshape(-1)
     finite = np.isfinite(value)
@@ -116,7 +119,9 @@ def decimal(value) -> str:
 
 
 def scale_rule(kind: str, policy: str | ScalePolicy) -> str:
-    """The rule that decides the scale of an amax of a kind (``inputs.kinds.AMAXES``), with its clause."""
+    """The rule that decides the scale of an amax of a kind (``inputs.kinds.AMAXES``), with its
+    clause.
+    """
     policy = policies.by_name(policy)
     if policy.e8m0 is not None:
         return f"policy {policy.name}: an e8m0 scale_inv, 2^k (S-14)"

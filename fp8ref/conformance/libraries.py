@@ -1,8 +1,8 @@
-"""Which casts and scales each library has: the registry of what certificates and docs/LIBRARIES.md compare with the simulator.
+"""The registry of library casts and scales that are compared with the simulator.
 
-``casts`` and ``scales`` are those of every installed library, bare, and fp8ref's own, for a certificate.
-``every_cast`` and ``every_scale`` are the rows of docs/LIBRARIES.md: these on a CPU, and what libraries have besides.
-``library_calls`` says how each is called.
+``casts`` and ``scales`` are those of every installed library, bare, and fp8ref's own, for a
+certificate. ``every_cast`` and ``every_scale`` are the rows of docs/LIBRARIES.md: these on a CPU,
+and what libraries have besides. ``library_calls`` says how each is called.
 """
 
 import functools
@@ -64,7 +64,8 @@ def casts(fmt: Format) -> dict[str, Function]:
 
 @functools.cache
 def scales(fmt: Format, policy: str) -> dict[str, Function]:
-    """The scales of a policy that torchao has, or, where it has none, fp8ref.torch; and those of fp8ref.jax.
+    """The scales of a policy that torchao has, or, where it has none, fp8ref.torch; and those of
+    fp8ref.jax.
 
     Raises:   ImportError: none is installed.
     """
@@ -81,7 +82,9 @@ def scales(fmt: Format, policy: str) -> dict[str, Function]:
 
 
 def every_cast() -> Iterator[Function]:
-    """Every cast of a library on a CPU, overflowing as the library does when it is not asked to do otherwise."""
+    """Every cast of a library on a CPU, overflowing as the library does when it is not asked to do
+    otherwise.
+    """
     for fmt in FP8_FORMATS.values():
         yield from (f for name, f in casts(fmt).items() if " " not in name)  # a device stands behind a blank
     for fmt in (E4M3FN, E5M2):
@@ -125,7 +128,9 @@ def one_thread() -> None:
 
 
 def _torch_devices() -> list[tuple[str, Callable[[Callable], Run]]]:
-    """(suffix of the library's name, ``on_torch``): a CPU, and a GPU if there is one, there compiled too."""
+    """(suffix of the library's name, ``on_torch``): a CPU, and a GPU if there is one, there
+    compiled too.
+    """
     if not _installed("torch"):
         return []
     import torch

@@ -1,7 +1,7 @@
 """How each library's casts, scales and quantizers are called on NumPy arrays.
 
-Casts are float32 [n] -> codes uint8 [n], scales are amax float32 [n] -> scale, scale_inv or e8m0 code [n].
-A framework is imported when a function of it is made, not with this module.
+Casts are float32 [n] -> codes uint8 [n], scales are amax float32 [n] -> scale, scale_inv or e8m0
+code [n]. A framework is imported when a function of it is made, not with this module.
 """
 
 from collections.abc import Callable, Iterable
@@ -29,7 +29,9 @@ def on_torch(device: str, *, compiled: bool = False) -> Callable[[Callable], Run
 
 
 def on_jax(function: Callable) -> Run:
-    """A function of a JAX array, which gives one, as a function of NumPy's; jitted, as it is in training."""
+    """A function of a JAX array, which gives one, as a function of NumPy's; jitted, as it is in
+    training.
+    """
     import jax
 
     compiled = jax.jit(function)
@@ -161,9 +163,11 @@ def fp8ref_jax_scale(fmt: Format, policy: str) -> Run:
 
 
 class Quantizer(Protocol):
-    """quantize first rounds x to ``dtype``, the tensor's hp dtype; encode is the bare cast, saturating, from float32.
+    """quantize first rounds x to ``dtype``, the tensor's hp dtype; encode is the bare cast,
+    saturating, from float32.
 
-    Shapes:   x float32 of any shape, of axis the reduced one; codes uint8 of its shape; scale float32 of ``granularity.scale_shape``.
+    Shapes:   x float32 of any shape, of axis the reduced one; codes uint8 of its shape; scale
+              float32 of ``granularity.scale_shape``.
     """
 
     def quantize(self, x: np.ndarray, spec: CastSpec, *, axis: int, dtype: str) -> tuple[np.ndarray, np.ndarray]: ...
@@ -187,7 +191,9 @@ class _SimQuantizer:
 
 
 class _JaxQuantizer:
-    """Compiled, as in training: XLA's rewrites are part of what is compared. Each (spec, axis) is compiled once a shape."""
+    """Compiled, as in training: XLA's rewrites are part of what is compared. Each (spec, axis) is
+    compiled once a shape.
+    """
 
     def __init__(self) -> None:
         self._compiled: dict[tuple, Callable] = {}

@@ -1,4 +1,4 @@
-"""Test vectors as pytest parameters: inputs with their specified results, for tests without hypothesis.
+"""Test vectors as pytest parameters: inputs with their specified results.
 
 @pytest.mark.parametrize(("x", "codes"), parameters.casts(E4M3FN))
 def test_my_cast(x, codes):
@@ -26,13 +26,15 @@ except ImportError:
 def casts(
     fmt: Format, *, source: str = "float32", rounding: str = "nearest_even", saturate: bool = True, count: int = 1000, seed: int = 0
 ) -> list:
-    """pytest parameters (x [n], codes uint8 [n]), one for every kind of input, such as ``e4m3fn-float32-tie``.
+    """pytest parameters (x [n], codes uint8 [n]), one for every kind of input, such as
+    ``e4m3fn-float32-tie``.
 
     count     how many inputs are random, from ``seed``; the others are the edges of the format.
     source    the dtype of x: float32, bfloat16 (ml_dtypes' dtype), float16 or float64.
-    Specials: NaNs of x become fmt.nan_code, as in the simulator (C-5). Canonicalise a library's NaN codes before comparing.
-    Raises:   ValueError: a fmt that is not of 8 bits, an unknown source, stochastic or unknown rounding, a seed or count out of range;
-              ImportError: bfloat16 without ml_dtypes.
+    Specials: NaNs of x become fmt.nan_code, as in the simulator (C-5). Canonicalise a library's NaN
+              codes before comparing.
+    Raises:   ValueError: a fmt that is not of 8 bits, an unknown source, stochastic or unknown
+              rounding, a seed or count out of range; ImportError: bfloat16 without ml_dtypes.
     Source:   SEMANTICS C-1 to C-7.
     """
     formats.check(fmt)
@@ -49,13 +51,14 @@ def casts(
 
 
 def scales(fmt: Format, policy: str = "torchao", *, made: str = "scale", count: int = 1000, seed: int = 0) -> list:
-    """pytest parameters (amax float32 [n], its scale [n]), one for every kind of amax, such as ``e4m3fn-torchao-power_of_two``.
+    """pytest parameters (amax float32 [n], its scale [n]), one for every kind of amax, such as
+    ``e4m3fn-torchao-power_of_two``.
 
     count     how many amaxes are random, from ``seed``; the others are the edges of the policy.
     made      ``scale`` or ``scale_inv``, float32, or ``e8m0``, the uint8 code of scale_inv.
     Specials: zero, Inf and NaN are among the amaxes; a previous scale is 1 (S-11).
-    Raises:   ValueError: a fmt that is not FP8, an unknown policy or made, e8m0 of a policy without e8m0 scales, a seed or
-              count out of range.
+    Raises:   ValueError: a fmt that is not FP8, an unknown policy or made, e8m0 of a policy without
+              e8m0 scales, a seed or count out of range.
     Source:   SEMANTICS S-3, S-4, S-9 to S-15.
     """
     formats.check(fmt)
@@ -82,12 +85,14 @@ def quantizers(
     count: int = 10,
     seed: int = 0,
 ) -> list:
-    """pytest parameters (x of the shape, its ``sim.scaling.Quantized``), such as ``e4m3fn-rowwise-zero_lines-5``.
+    """pytest parameters (x of the shape, its ``sim.scaling.Quantized``), such as
+    ``e4m3fn-rowwise-zero_lines-5``.
 
     count     how many tensors; the patterns of ``inputs.tensor_inputs`` take turns.
     source    the dtype of x: float32, bfloat16 (ml_dtypes' dtype) or float16.
-    Raises:   ValueError: a fmt that is not FP8, an unknown source or policy, a shape that the granularity does not take, a seed or count out
-              of range; ImportError: bfloat16 without ml_dtypes.
+    Raises:   ValueError: a fmt that is not FP8, an unknown source or policy, a shape that the
+              granularity does not take, a seed or count out of range; ImportError: bfloat16 without
+              ml_dtypes.
     Source:   SEMANTICS S-5, S-6.
     """
     formats.check(fmt)

@@ -1,7 +1,7 @@
-"""Assert that codes or scales are the specified ones; an AssertionError shows the simplest wrong input and its clause.
+"""Assert that codes or scales are those specified; errors show the simplest wrong input.
 
-Arrays may be NumPy's, JAX's or PyTorch's; codes are uint8 or FP8 dtypes. All NaN codes count as equal (C-5), and so do NaN
-scales.
+Arrays may be NumPy's, JAX's or PyTorch's; codes are uint8 or FP8 dtypes. All NaN codes count as
+equal (C-5), and so do NaN scales.
 """
 
 import numpy as np
@@ -17,16 +17,18 @@ from fp8ref.sim import cast
 
 
 def require_cast(x, found_codes, fmt: Format, *, rounding: str = "nearest_even", saturate: bool = True) -> None:
-    """Require that found_codes are the cast of x to fmt (SEMANTICS C), else raise an AssertionError.
+    """Require that found_codes are the cast of x to fmt (SEMANTICS C), else raise an
+    AssertionError.
 
     Shapes:   x any, float64, float32, float16 or bfloat16; found_codes of the same shape.
     Specials: all NaN codes count as equal. An empty x passes.
-    Raises:   ValueError: shapes or dtypes that do not fit; unknown rounding; stochastic rounding, which has no single code.
+    Raises:   ValueError: shapes or dtypes that do not fit; unknown rounding; stochastic rounding,
+              which has no single code.
     Source:   SEMANTICS C-1 to C-7.
     """
     rules = Rules(rounding=rounding, saturate=saturate)
     x, found = as_numpy(x), _codes(found_codes, as_numpy(x).shape)
-    # few elements by the definition, which compiles nothing: tests that draw many examples have deadlines
+    # few elements by the definition, which compiles nothing: tests of many examples have deadlines
     encode = cast.encode_plain if x.size <= 1 << 16 else cast.encode
     expected = encode(x, fmt, rounding=rules.rounding, saturate=rules.saturate)  # type: ignore[arg-type]
     differ = cast.canonical_nans(found, fmt) != expected
@@ -52,10 +54,11 @@ def require_scales(amax, found, fmt: Format, *, policy: str = "torchao", made: s
     """Require that found are a policy's scales of float32 amaxes, else raise an AssertionError.
 
     made      what found holds: ``scale``, ``scale_inv``, or ``e8m0``, the code of scale_inv.
-    Shapes:   amax float32 of any shape; found of as many elements, float32, of e8m0 uint8. A previous scale is 1 (S-11).
+    Shapes:   amax float32 of any shape; found of as many elements, float32, of e8m0 uint8. A
+              previous scale is 1 (S-11).
     Specials: all NaNs count as equal; any other bit counts.
-    Raises:   ValueError: shapes or dtypes that do not fit; negative amaxes; an unknown policy or made; e8m0 of a policy without
-              e8m0 scales.
+    Raises:   ValueError: shapes or dtypes that do not fit; negative amaxes; an unknown policy or
+              made; e8m0 of a policy without e8m0 scales.
     Source:   SEMANTICS S-3, S-4, S-9 to S-15.
     """
     amax = as_numpy(amax)
@@ -90,13 +93,17 @@ def require_quantized(
     policy: str = "torchao",
     axis: int = -1,
 ) -> None:
-    """Require that codes and scales are those of ``sim.scaling.quantize``, else raise an AssertionError.
+    """Require that codes and scales are those of ``sim.scaling.quantize``, else raise an
+    AssertionError.
 
-    Give at least one of scale, scale_inv and e8m0, the codes of scale_inv. All that are given are compared, scales before codes.
+    Give at least one of scale, scale_inv and e8m0, the codes of scale_inv. All that are given are
+    compared, scales before codes.
 
-    Shapes:   x float32, float16 or bfloat16, found_codes of its shape; scales in any shape with as many elements as ``scale_shape`` gives.
+    Shapes:   x float32, float16 or bfloat16, found_codes of its shape; scales in any shape with as
+              many elements as ``scale_shape`` gives.
     Specials: all NaN codes count as equal, and so do NaN scales.
-    Raises:   ValueError: shapes or dtypes that do not fit, or no scales; as ``sim.scaling.quantize``.
+    Raises:   ValueError: shapes or dtypes that do not fit, or no scales; as
+              ``sim.scaling.quantize``.
     Source:   SEMANTICS S-5, S-6, S-13, S-14.
     """
     x = as_numpy(x)

@@ -34,9 +34,9 @@ except ImportError:
 
 DTYPES = ("float32", "bfloat16", "float16")
 PATTERNS = ("plain", "points", "amax", "scaled points", "outliers", "zero groups", "all zero", "subnormal", "any", "specials")
-# Patterns that tell scales and roundings of products apart are repeated, and so are infinities and NaN.
-# Of a hundred examples hypothesis draws some twenty afresh. It mutates these into the others, which
-# mostly keep the pattern: a pattern drawn once may never come.
+# Patterns that tell scales and roundings of products apart are repeated, and so are infinities and
+# NaN. Of a hundred examples hypothesis draws some twenty afresh. It mutates these into the others,
+# which mostly keep the pattern: a pattern drawn once may never come.
 _DRAWN = ("plain", "points", *2 * ("amax", "scaled points"), *PATTERNS[2:-2], *2 * ("any",), *8 * ("specials",))
 PLAIN = (0.0, 1.0, -1.0, 2.0, 0.5, -0.0, 3.0, 0.0625, -448.0, 100.0)
 
@@ -72,7 +72,8 @@ def shapes(granularity: str = "tensorwise", *, axis: int = -1, most: int = 6) ->
 
 @functools.cache
 def numbers(fmt: Format = E4M3FN, dtype: str = "float32", *, finite: bool = False) -> st.SearchStrategy[float]:
-    """Values of a dtype: plain ones, every number and tie of fmt with its neighbours, and any other.
+    """Values of a dtype: plain ones, every number and tie of fmt with its neighbours, and any
+    other.
 
     Specials: infinities and NaN are among them, unless ``finite``.
     Raises:   ValueError: a fmt that is not of 8 bits; an unknown dtype.
@@ -121,7 +122,8 @@ def tensors(
     ``specials``       one or two elements are infinite or NaN; never drawn if ``finite``.
     Zeros have both signs.
 
-    Raises:   ValueError: a fmt that is not FP8; an unknown policy, dtype or granularity; ImportError: bfloat16 without ml_dtypes.
+    Raises:   ValueError: a fmt that is not FP8; an unknown policy, dtype or granularity;
+              ImportError: bfloat16 without ml_dtypes.
     """
     block = by_name(granularity).reduced
     shape = draw(shapes(granularity, axis=axis)) if shape is None else shape
@@ -146,13 +148,16 @@ def tensors(
         np.moveaxis(x, axis, -1)[..., place[axis] % block :: block] = amax
     elif pattern == "specials":
         x[place] = draw(st.sampled_from([1.0, np.inf, np.nan]))
-        # Counted from the end: hypothesis prefers the beginning, where a maximum that drops a NaN may keep one.
+        # Counted from the end: hypothesis prefers the beginning, where a maximum that drops a NaN
+        # may keep one.
         x[tuple(-1 - draw(st.integers(0, n - 1)) for n in shape)] = draw(st.sampled_from([np.inf, np.nan, -np.inf, np.nan, np.nan]))
     return _as(x, dtype)
 
 
 def _unscaled(points: np.ndarray, amax: float, fmt: Format, policy: str) -> np.ndarray:
-    """What the scale of an amax turns into points, or nearly; unchanged if that scale is zero or infinite."""
+    """What the scale of an amax turns into points, or nearly; unchanged if that scale is zero or
+    infinite.
+    """
     factor = float(scales_from_amax(np.float32(amax), fmt, policy).scale)
     return points / factor if 0 < factor < math.inf else points
 
@@ -217,7 +222,9 @@ def _rounded(value: float) -> float:
 
 
 def _finite(value: float, finite: bool) -> float:
-    """The largest number in place of an infinity that rounding made, if only finite values are wanted."""
+    """The largest number in place of an infinity that rounding made, if only finite values are
+    wanted.
+    """
     return float(np.copysign(all_formats.BFLOAT16.max, value)) if finite and np.isinf(value) else value
 
 

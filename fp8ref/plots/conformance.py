@@ -9,7 +9,8 @@ from fp8ref.sim import cast
 
 
 def cast_difference(ax: Axes, x, codes, fmt: Format, *, label: str = "theirs") -> Axes:
-    """Draw codes of x over those of a saturating cast to nearest even, with a dot wherever they differ; NaNs are a gap.
+    """Draw codes of x over those of a saturating cast to nearest even, with a dot wherever they
+    differ; NaNs are a gap.
 
     Shapes:   x [n], ascending, of a dtype that ``sim.cast.encode`` takes; codes [n], uint8.
     Raises:   ValueError: as ``sim.cast.encode`` and ``decode``.
@@ -29,7 +30,8 @@ def cast_difference(ax: Axes, x, codes, fmt: Format, *, label: str = "theirs") -
 
 
 def share_by_exponent(ax: Axes, x, differ, *, label: str | None = None, colour: str = style.VERMILLION) -> Axes:
-    """Draw how many percent of the elements of x differ, a bar for each power of two of their magnitude.
+    """Draw how many percent of the elements of x differ, a bar for each power of two of their
+    magnitude.
 
     Shapes:   x and differ, bool, of the same shape.
     Specials: zeros, infinities and NaNs are left out; without any other element there are no bars.
@@ -50,11 +52,13 @@ def share_by_exponent(ax: Axes, x, differ, *, label: str | None = None, colour: 
 
 
 def scale_difference(ax: Axes, amaxes, scales, expected, *, bins: int = 64) -> Axes:
-    """Draw how many percent of scales are above the expected ones, upwards, and below them, downwards, over log2 of the amax.
+    """Draw how many percent of scales are above the expected ones, upwards, and below them,
+    downwards, over log2 of the amax.
 
     Differences of two or more ulps are darker.
 
-    Shapes:   amaxes, scales and expected [n], positive and finite; scales and expected float32, whose order is that of their bits.
+    Shapes:   amaxes, scales and expected [n], positive and finite; scales and expected float32,
+              whose order is that of their bits.
     """
     place = np.log2(np.asarray(amaxes, np.float64))
     ulps = np.asarray(scales, np.float32).view(np.int32).astype(np.int64) - np.asarray(expected, np.float32).view(np.int32)

@@ -1,4 +1,4 @@
-"""Inputs of scales: amaxes that distinguish scale policies, and tensors whose groups have given amaxes."""
+"""Inputs of scales: amaxes that distinguish policies, and tensors whose groups have them."""
 
 from dataclasses import dataclass
 
@@ -11,18 +11,21 @@ from fp8ref.conformance.inputs.kinds import AMAX_RANGES, NONZERO_RANGES
 from fp8ref.formats import Format
 from fp8ref.granularity import blocks, scale_shape
 
-# What the elements behind a group's largest are, relative to it: of both signs, ties, small ones that underflow, zeros.
+# What the elements behind a group's largest are, relative to it: of both signs, ties, small ones
+# that underflow, zeros.
 _PARTS = np.array([1, -0.5, 0.3, 0.7, 0.9, 2.0**-5, -(2.0**-9), 2.0**-12, 0, -0.0, -0.99, 0.01], np.float32)
 
 
 def vector_bits(fmt: Format, policy: str, *, seed: int, count: int) -> np.ndarray:
-    """The float32 bits of a scale's test vectors, each once, uint64: edges with their neighbours, then ``count`` random amaxes."""
+    """The float32 bits of a scale's test vectors, each once, uint64: edges with their neighbours,
+    then ``count`` random amaxes.
+    """
     source = dtypes.by_name("float32")
     powers = 2.0 ** np.arange(-149, 128)
     edges = powers * fmt.max
     overflow = fmt.max / 2.0**128  # below it the scale is no float32
     points = [powers, edges[edges < 2.0**128], np.array([1e-12, policies.by_name(policy).eps, overflow])]
-    # exp2_log2 counts up to 44 numbers below a power of two as it (S-4): amaxes as far above max * 2^k
+    # exp2_log2 counts up to 44 numbers below a power of two as it (S-4): here as far from max * 2^k
     beyond = dtypes.bits(points[1], source)[:, None] + np.array([2, 5, 6, 11, 12, 22, 23, 40, 44, 45, 46, 88], np.uint64)
     raw = dtypes.random(seed, count) >> np.uint64(32)
     half = len(raw) // 2
@@ -34,7 +37,11 @@ def vector_bits(fmt: Format, policy: str, *, seed: int, count: int) -> np.ndarra
 
 @dataclass(frozen=True, kw_only=True)
 class Amaxes:
-    """Elements of largest magnitude, one a group: ``largest`` [n] float32, of either sign, and ``kind`` [n], an index of AMAX_RANGES."""
+    """Amaxes to ask with, one for each group.
+
+    largest   the elements of largest magnitude, of either sign; float32 [n].
+    kind      indices of AMAX_RANGES; int [n].
+    """
 
     largest: np.ndarray
     kind: np.ndarray
@@ -45,7 +52,8 @@ class Amaxes:
 
 
 def identifying(fmt: Format, dtype: str, *, seed: int = 0) -> Amaxes:
-    """Amaxes that tell scale policies apart: near max * 2^k, where powers of two change, random ones, and special cases.
+    """Amaxes that tell scale policies apart: near max * 2^k, where powers of two change, random
+    ones, and special cases.
 
     Every second one is negative. A narrow dtype such as float16 gets those that it can hold.
     """
@@ -68,7 +76,8 @@ def identifying(fmt: Format, dtype: str, *, seed: int = 0) -> Amaxes:
     largest, kind = [], []
     for i, name in enumerate(AMAX_RANGES):
         values = rounded(np.asarray(by_kind[name], np.float32), dtype)
-        # rounding may carry the largest to Inf, and in float16 the smallest to zero: they would be of another range
+        # rounding may carry the largest to Inf, and in float16 the smallest to zero: they would be
+        # of another range
         values = values[np.isfinite(values) & (values != 0)] if name in NONZERO_RANGES else values
         values = np.unique(values).astype(np.float32) if name in NONZERO_RANGES else values.astype(np.float32)
         largest.append(values * np.where(np.arange(values.size) % 2 == 0, np.float32(1), np.float32(-1)))
@@ -87,7 +96,8 @@ def groups(shape: tuple[int, int], granularity: str, axis: int) -> np.ndarray:
 def tensor(largest: np.ndarray, group: np.ndarray, dtype: str) -> np.ndarray:
     """Numbers [M, K] of dtype whose groups have these elements of largest magnitude.
 
-    Order:    a group's first element is its largest; fixed fractions of it follow, then random ones.
+    Order:    a group's first element is its largest; fixed fractions of it follow, then random
+              ones.
     """
     x = np.zeros(group.shape, np.float32)
     flat, of = x.reshape(-1), group.reshape(-1)

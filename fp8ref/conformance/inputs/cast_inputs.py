@@ -1,7 +1,8 @@
 """Inputs of casts: a format's numbers and midpoints with their neighbours, specials, random values.
 
-Three sets are built of them. ``edges`` is small and float32, ``vector_bits`` is what ``fp8ref vectors`` writes for any language,
-and ``identifying`` tells every decision of an unknown cast from the others.
+Three sets are built of them. ``edges`` is small and float32, ``vector_bits`` is what ``fp8ref
+vectors`` writes for any language, and ``identifying`` tells every decision of an unknown cast from
+the others.
 """
 
 import numpy as np
@@ -11,15 +12,16 @@ from fp8ref.conformance.inputs import dtypes
 from fp8ref.formats import E4M3FN, E4M3FNUZ, E5M2, E5M2FNUZ, Format
 from fp8ref.sim import cast
 
-# The formats that an unknown cast may turn out to have: the specification's four, and three that only ml_dtypes names.
-# Its e4m3 is not in OFP8: an e4m3 with infinities.
+# The formats that an unknown cast may turn out to have: the specification's four, and three that
+# only ml_dtypes names. Its e4m3 is not in OFP8: an e4m3 with infinities.
 E4M3 = Format(name="e4m3", exponent_bits=4, mantissa_bits=3, bias=7, specials="ieee")
 E4M3B11FNUZ = Format(name="e4m3b11fnuz", exponent_bits=4, mantissa_bits=3, bias=11, specials="fnuz")
 E3M4 = Format(name="e3m4", exponent_bits=3, mantissa_bits=4, bias=3, specials="ieee")
 LAYOUTS = {f.name: f for f in (E4M3FN, E5M2, E4M3FNUZ, E5M2FNUZ, E4M3, E4M3B11FNUZ, E3M4)}
 
-# k of the relative distances 2^-k to a number or a midpoint. They go beyond bfloat16's 8 bits, float16's 11 and float32's 24:
-# a cast that first rounds to one of these takes such an input for the midpoint itself, and gives another code.
+# k of the relative distances 2^-k to a number or a midpoint. They go beyond bfloat16's 8 bits,
+# float16's 11 and float32's 24: a cast that first rounds to one of these takes such an input for
+# the midpoint itself, and gives another code.
 _NEAR = {"float32": range(8, 24), "bfloat16": range(5, 8), "float16": range(5, 11), "float64": (*range(8, 24), 25, 28, 40, 50)}
 
 
@@ -47,7 +49,9 @@ def _midpoints(ascending: np.ndarray) -> np.ndarray:
 
 
 def edges(fmt: Format) -> np.ndarray:
-    """Every number, every midpoint with its two neighbours, overflow and specials, both signs; float32."""
+    """Every number, every midpoint with its two neighbours, overflow and specials, both signs;
+    float32.
+    """
     n = with_next(fmt)
     ties = _midpoints(n).astype(np.float32)
     beside = [np.nextafter(ties, np.float32(side)) for side in (-np.inf, np.inf)]
@@ -65,7 +69,9 @@ def edges_and_16_bit(fmt: Format) -> np.ndarray:
 
 
 def vector_bits(fmt: Format, source: dtypes.Source, *, seed: int, count: int) -> np.ndarray:
-    """The bits of a cast's test vectors, each once, uint64: specials, numbers and ties with their neighbours, then ``count`` random."""
+    """The bits of a cast's test vectors, each once, uint64: specials, numbers and ties with their
+    neighbours, then ``count`` random.
+    """
     n = with_next(fmt)
     n = np.append(n, 2 * n[-1])  # well above max too, where overflow is decided
     points = np.concatenate([n, _midpoints(n), [n[1] / 4, n[0] / 2]])
@@ -73,10 +79,13 @@ def vector_bits(fmt: Format, source: dtypes.Source, *, seed: int, count: int) ->
 
 
 def _random_bits(fmt: Format, source: dtypes.Source, seed: int, count: int) -> np.ndarray:
-    """Half of them any bits, half with exponents near the format's range; uint64, the same on every machine."""
+    """Half of them any bits, half with exponents near the format's range; uint64, the same on every
+    machine.
+    """
     raw = dtypes.random(seed, count) >> np.uint64(64 - source.bits)
     half = len(raw) // 2
-    # Most random exponents are far outside FP8's range, where every cast does the same: replace the exponent field of one half.
+    # Most random exponents are far outside FP8's range, where every cast does the same: replace the
+    # exponent field of one half.
     bias = 1 - source.emin
     lowest = max(1, fmt.emin - fmt.mantissa_bits - 2 + bias)
     highest = min(source.infinity >> source.mantissa_bits, int(np.log2(fmt.max)) + 3 + bias)
@@ -101,7 +110,8 @@ def identifying(fmt: Format, source: str, *, limit: float = np.inf) -> np.ndarra
 def coarse(fmt: Format) -> np.ndarray:
     """Numbers and the three quarter points between neighbours, both signs.
 
-    bfloat16 and float16 hold them exactly, except at float16's ends: a first rounding to either leaves them as they are.
+    bfloat16 and float16 hold them exactly, except at float16's ends: a first rounding to either
+    leaves them as they are.
     """
     n = with_next(fmt)
     found = np.concatenate([n, *(n[:-1] + (n[1:] - n[:-1]) * part for part in (0.25, 0.5, 0.75))])
@@ -109,7 +119,9 @@ def coarse(fmt: Format) -> np.ndarray:
 
 
 def fine(fmt: Format, source: str) -> np.ndarray:
-    """Just beside every number and midpoint, at each distance that the source's dtype can tell; both signs."""
+    """Just beside every number and midpoint, at each distance that the source's dtype can tell;
+    both signs.
+    """
     n = with_next(fmt)[1:]
     at = np.concatenate([n, _midpoints(n)])
     near = np.array([side * 2.0**-k for k in _NEAR[source] for side in (-1, 1)])

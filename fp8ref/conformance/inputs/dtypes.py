@@ -73,7 +73,9 @@ def spacing(x: np.ndarray, source: Source) -> np.ndarray:
 
 
 def specials(source: Source) -> np.ndarray:
-    """Bits of zero, the smallest and largest subnormal and normal numbers, infinity and NaNs, both signs; uint64."""
+    """Bits of zero, the smallest and largest subnormal and normal numbers, infinity and NaNs, both
+    signs; uint64.
+    """
     infinity, normal = source.infinity, 1 << source.mantissa_bits
     positive = [0, 1, 2, normal - 1, normal, infinity - 1, infinity, infinity + 1, infinity | normal >> 1, source.sign - 1]
     return np.array([sign | p for p in positive for sign in (0, source.sign)], np.uint64)

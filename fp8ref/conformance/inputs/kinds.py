@@ -1,7 +1,8 @@
 """The kind of a single input, by what decides its answer: of a cast's value, and of a scale's amax.
 
-A *kind* belongs to one number. How a whole tensor or a GEMM operand is filled is its *pattern* (``tensor_inputs``, ``vectors.gemm``).
-Which decision of a cast went wrong is neither: ``conformance.cast`` names that.
+A *kind* belongs to one number. How a whole tensor or a GEMM operand is filled is its *pattern*
+(``tensor_inputs``, ``vectors.gemm``). Which decision of a cast went wrong is neither:
+``conformance.cast`` names that.
 """
 
 import numpy as np
@@ -28,12 +29,12 @@ CAST_CLAUSES = {
 }
 CASTS = tuple(CAST_CLAUSES)
 
-# A certificate tallies 2^32 inputs by these four alone. They are names of CASTS, but follow from the unsaturated code:
-# "above max" is what rounds above max, and "in range" is everything else.
+# A certificate tallies 2^32 inputs by these four alone. They are names of CASTS, but follow from
+# the unsaturated code: "above max" is what rounds above max, and "in range" is everything else.
 CAST_RANGES = ("in range", "above max", "infinite", "NaN")
 
-# Kinds of an amax under a policy. The clauses are those that a kind adds to the policy's formula (S-3, S-9, S-14, S-15).
-# The first that applies is the kind.
+# Kinds of an amax under a policy. The clauses are those that a kind adds to the policy's formula
+# (S-3, S-9, S-14, S-15). The first that applies is the kind.
 AMAX_CLAUSES = {
     "NaN": "S-9, S-11",
     "infinite": "S-9, S-11",
@@ -49,8 +50,8 @@ AMAX_CLAUSES = {
 }
 AMAXES = tuple(AMAX_CLAUSES)
 
-# An amax by its magnitude alone, where no policy is known yet. "ordinary" amaxes are those for which every policy divides,
-# without eps, overflow or a special case.
+# An amax by its magnitude alone, where no policy is known yet. "ordinary" amaxes are those for
+# which every policy divides, without eps, overflow or a special case.
 AMAX_RANGES = ("ordinary", "tiny", "huge", "subnormal", "zero", "infinite", "NaN")
 NONZERO_RANGES = AMAX_RANGES[:4]  # finite amaxes above zero
 
@@ -64,7 +65,8 @@ def of_casts(x: np.ndarray, source: dtypes.Source, fmt: Format) -> np.ndarray:
     exponent = np.where(magnitude == 0, fmt.emin, np.maximum(np.frexp(magnitude)[1] - 1, fmt.emin))
     step = np.ldexp(1.0, exponent - fmt.mantissa_bits)
     rest = magnitude / step - np.floor(magnitude / step)  # exact: a power of two
-    # A float64's own neighbours can be as near as 2^-53 of the spacing, which the difference below holds exactly.
+    # A float64's own neighbours can be as near as 2^-53 of the spacing, which the difference below
+    # holds exactly.
     from_tie = np.abs(rest - 0.5) * step
     least = fmt.smallest_subnormal if fmt.signed else fmt.smallest_normal
     cases = [

@@ -1,4 +1,4 @@
-"""Whole tensors as inputs of quantizers, each filled by a named pattern: outliers, zeros, subnormals, an infinity, a NaN.
+"""Whole tensors as inputs of quantizers, each filled by a named pattern.
 
 ``filled`` makes test vectors for any language. ``samples`` makes what the backends are compared on.
 """
@@ -15,12 +15,16 @@ PATTERNS = ("ordinary", "outliers", "wide", "subnormal", "zeros", "zero lines", 
 
 
 def filled(pattern: str, shape: tuple[int, ...], source: dtypes.Source, seed: int) -> np.ndarray:
-    """The bits of a tensor that has one of PATTERNS, uint64 of that shape; made of random bits alone, so the same on every machine.
+    """The bits of a tensor that has one of PATTERNS, uint64 of that shape; made of random bits
+    alone, so the same on every machine.
 
-    ``ordinary`` numbers have uniform mantissas, and exponents that fall off geometrically from 1. The other patterns change some of them:
+    ``ordinary`` numbers have uniform mantissas, and exponents that fall off geometrically from 1.
+    The other patterns change some of them:
     ``outliers``      a few are 2^11 times as large.
     ``wide``          exponents cover half the source's range.
-    ``subnormal``     all are; ``zeros``: all are, of both signs; ``zero lines``: every third line is.
+    ``subnormal``     all are.
+    ``zeros``         all are, of both signs.
+    ``zero lines``    every third line is zero.
     ``power of two``  the largest magnitude is one.
     ``huge``          exponents are at the top of the range.
     ``infinity``      one element is, or with ``NaN`` is NaN.
@@ -57,12 +61,17 @@ def filled(pattern: str, shape: tuple[int, ...], source: dtypes.Source, seed: in
 
 
 def _leading_zeros(x: np.ndarray) -> np.ndarray:
-    """Of 64 random bits: geometrically distributed. frexp of 53 bits is exact, where log2 would differ between machines."""
+    """Of 64 random bits: geometrically distributed.
+
+    By frexp of 53 bits, which is exact, where log2 would differ between machines.
+    """
     return 64 - np.frexp((x >> np.uint64(11)).astype(np.float64))[1] - 11
 
 
 def samples(seed: int = 0) -> dict[str, np.ndarray]:
-    """A tensor of each pattern that training rarely shows, by its name: float32 [48, 128], every value a bfloat16 too."""
+    """A tensor of each pattern that training rarely shows, by its name: float32 [48, 128], every
+    value a bfloat16 too.
+    """
     rng = np.random.default_rng(seed)
     normal = rng.standard_normal((48, 128))
     cases = {

@@ -1,7 +1,8 @@
 """Test vectors of a cast: the bits of a value, and its code (SEMANTICS C).
 
-A set has the specials of the source, every number and tie of the format with their neighbours, overflow, and then random bits: half
-of them any, half near the format's range (``inputs.cast_inputs.vector_bits``).
+A set has the specials of the source, every number and tie of the format with their neighbours,
+overflow, and then random bits: half of them any, half near the format's range
+(``inputs.cast_inputs.vector_bits``).
 """
 
 from collections.abc import Iterator
@@ -23,7 +24,8 @@ ROUNDINGS = tuple(r for r in cast.ROUNDINGS if r != "stochastic")
 
 @dataclass(frozen=True, kw_only=True)
 class Cast:
-    """A set of vectors: values of a source, to be cast to a format; ``count`` of them random, from ``seed``.
+    """A set of vectors: values of a source, to be cast to a format; ``count`` of them random, from
+    ``seed``.
 
     Raises:   ValueError: an unknown format or source, a seed or count out of range.
     """
@@ -65,7 +67,9 @@ class Cast:
 
 @dataclass(frozen=True, kw_only=True)
 class Rules:
-    """How a cast is judged; not stochastic rounding, which has several right answers to a line. ValueError for unknown rounding."""
+    """How a cast is judged; not stochastic rounding, which has several right answers to a line.
+    ValueError for unknown rounding.
+    """
 
     rounding: str = "nearest_even"
     saturate: bool = True

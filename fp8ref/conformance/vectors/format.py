@@ -37,7 +37,9 @@ class Vector(NamedTuple):
         return self._number(self.fields[field], bits, name)
 
     def numbers(self, field: int, bits: int, shape: tuple[int, ...], name: str) -> np.ndarray:
-        """A field as numbers of so many bits, unsigned integers of a shape; MalformedError if it is not that."""
+        """A field as numbers of so many bits, unsigned integers of a shape; MalformedError if it is
+        not that.
+        """
         parts = self.fields[field].split(",")
         if len(parts) != math.prod(shape):
             raise MalformedError(
@@ -84,11 +86,12 @@ def header(operation: str, question) -> str:
 def read(
     stream: Iterable[bytes], operation: str, inputs: Sequence[str], answers: Sequence[str]
 ) -> tuple[dict[str, str] | None, Iterator[Vector]]:
-    """The settings in a stream's header, as text, or None without a header; and an iterator of its vectors.
+    """The settings in a stream's header, as text, or None without a header; and an iterator of its
+    vectors.
 
     inputs    names of the fields that gen writes; answers: of those that are appended.
-    Raises:   ValueError: no vector at all. MalformedError: a header of another operation or version; and, from the iterator,
-              a line that is not ASCII text or not a vector.
+    Raises:   ValueError: no vector at all. MalformedError: a header of another operation or
+              version; and, from the iterator, a line that is not ASCII text or not a vector.
     """
     texts = ((number, _text(number, raw)) for number, raw in enumerate(stream, start=1))
     stated = None
@@ -119,7 +122,9 @@ def _vectors(texts: Iterable[tuple[int, str]], inputs: Sequence[str], answers: S
 
 
 def _text(number: int, raw: bytes) -> str:
-    """A line without its end and surrounding blanks; the first also without a UTF-8 mark, which Windows writes."""
+    """A line without its end and surrounding blanks; the first also without a UTF-8 mark, which
+    Windows writes.
+    """
     if (number == 1 and raw.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))) or b"\0" in raw:
         raise MalformedError(
             number,

@@ -19,7 +19,8 @@ from fp8ref.sim.gemm import OUT_DTYPES
 from fp8ref.sim.scaling import Quantized
 
 FIELDS, ANSWERS = ("M,N,K", "codes of a", "scale_inv of a", "codes of b", "scale_inv of b"), ("values",)
-# How an operand's codes are filled: patterns of whole arrays, where inputs.kinds sorts single numbers.
+# How an operand's codes are filled: patterns of whole arrays, where inputs.kinds sorts single
+# numbers.
 PATTERNS = ("ordinary", "any code", "one large", "cancelling", "subnormal", "zero", "specials")
 ACCUMULATE = ("exact", "f32", *accumulate.ACCUMULATIONS)
 EPILOGUES = tuple(e.name for e in epilogues.EPILOGUES.values() if e.bias is None)
@@ -30,7 +31,8 @@ OUTS = tuple(f.name for f in OUT_DTYPES)
 class Gemm:
     """A set of vectors: ``count`` products of a shape M,N,K; both operands have the granularity.
 
-    Raises:   ValueError: an unknown format, granularity or out_dtype, a shape that does not fit, a seed or count out of range.
+    Raises:   ValueError: an unknown format, granularity or out_dtype, a shape that does not fit, a
+              seed or count out of range.
     """
 
     format: str
@@ -83,7 +85,9 @@ class Gemm:
 
 @dataclass(frozen=True, kw_only=True)
 class Rules:
-    """How a GEMM is judged: by which accumulation, and which epilogue without a bias. ValueError if either is unknown."""
+    """How a GEMM is judged: by which accumulation, and which epilogue without a bias. ValueError if
+    either is unknown.
+    """
 
     accumulate: str = "exact"
     epilogue: str = "scale_then_round"
@@ -165,8 +169,8 @@ def _operand(pattern: str, shape: tuple[int, int], name: str, granularity: str, 
     magnitude = (raw[0] & np.uint64(0x7F)).astype(np.uint8)
     # codes whose exponents are near that of 1, so that no product dwarfs the others
     ordinary = (fmt.bias - 3 << fmt.mantissa_bits) + magnitude % np.uint8(6 << fmt.mantissa_bits)
-    # 2^8 at one k of both operands, elsewhere 2^-5 to 2^-1: beside the product 2^16, a sum of 14 bits drops the others and one of
-    # 24 keeps them
+    # 2^8 at one k of both operands, elsewhere 2^-5 to 2^-1: beside the product 2^16, a sum of 14
+    # bits drops the others and one of 24 keeps them
     large = fmt.bias + 8 << fmt.mantissa_bits
     small = (fmt.bias - 5 << fmt.mantissa_bits) + magnitude % np.uint8(4 << fmt.mantissa_bits)
     lowest = magnitude % np.uint8(1 << fmt.mantissa_bits)

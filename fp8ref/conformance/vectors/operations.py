@@ -47,12 +47,13 @@ def generate(operation: str, settings: Mapping[str, Any]) -> Iterator[str]:
 
 
 def judge(operation: str, stream: Iterable[bytes], *, settings: Mapping[str, Any], rules: Mapping[str, Any], some: bool = False) -> Verdict:
-    """Compare the answers of a stream with the simulator's, and its vectors with those that ``generate`` writes.
+    """Compare the answers of a stream with the simulator's, and its vectors with those that
+    ``generate`` writes.
 
     settings  must agree with the stream's header; without a header they are the question.
     some      vectors may be missing, unasked or repeated.
-    Raises:   ValueError: settings that differ from the header's; invalid settings or rules; no vector.
-              MalformedError: a line that is not a vector.
+    Raises:   ValueError: settings that differ from the header's; invalid settings or rules; no
+              vector. MalformedError: a line that is not a vector.
     """
     of = OPERATIONS[operation]
     of_rules = of.rules(**rules)

@@ -26,7 +26,8 @@ SOURCES = ("float32", "bfloat16", "float16")
 class Quantize:
     """A set of vectors: ``count`` tensors of a shape; ``axis`` is the reduced one.
 
-    Raises:   ValueError: an unknown format, source, policy or granularity, a shape that does not fit, a seed or count out of range.
+    Raises:   ValueError: an unknown format, source, policy or granularity, a shape that does not
+              fit, a seed or count out of range.
     """
 
     format: str
@@ -112,7 +113,8 @@ def difference(
 ) -> dict[str, str] | None:
     """Describe where a quantized tensor differs from the simulator's; None where it agrees.
 
-    A differing scale comes before differing codes, which follow from it; of either the simplest is described.
+    A differing scale comes before differing codes, which follow from it; of either the simplest is
+    described.
 
     Shapes:   x and codes alike; made_bits, of the scales, flat, as ``scale.expected`` returns them.
     """
@@ -151,7 +153,9 @@ def difference(
 
 
 def _quantized(x: np.ndarray, fmt: Format, *, policy: str, granularity: str, axis: int) -> scaling.Quantized:
-    """``scaling.quantize``; of few elements by its definitions, which compile nothing: tests that draw many examples have deadlines."""
+    """``scaling.quantize``; of few elements by its definitions, which compile nothing: tests that
+    draw many examples have deadlines.
+    """
     if x.size > 1 << 16 or fmt.name not in FP8_FORMATS:  # scaling.quantize refuses other formats
         return scaling.quantize(x, fmt, granularity=granularity, policy=policy, axis=axis)
     compute = policies.by_name(policy).compute

@@ -1,8 +1,9 @@
-"""Test vectors of a scale: the float32 bits of an amax, and those of its scale under a policy (SEMANTICS S-3, S-9).
+"""Test vectors of a scale: the float32 bits of an amax, and those of its scale under a policy
+(SEMANTICS S-3, S-9).
 
-A set has zero, infinity, NaN, subnormals, every power of two, every amax whose scale is a power of two, the policy's eps, and the amax
-below which a scale overflows, all with their neighbours. Random bits follow: half any, half near 1
-(``inputs.amax_inputs.vector_bits``).
+A set has zero, infinity, NaN, subnormals, every power of two, every amax whose scale is a power of
+two, the policy's eps, and the amax below which a scale overflows, all with their neighbours. Random
+bits follow: half any, half near 1 (``inputs.amax_inputs.vector_bits``).
 """
 
 from collections.abc import Iterator
@@ -20,13 +21,15 @@ from fp8ref.policy import POLICIES
 from fp8ref.sim import cast, scales
 
 FIELDS, ANSWERS = ("amax",), ("scale",)
-# What a library may make of an amax, and its width in bits; scale_inv is what multiplies out of FP8.
+# What a library may make of an amax, and its width in bits; scale_inv is what multiplies out of
+# FP8.
 MADE = {"scale": 32, "scale_inv": 32, "e8m0": 8}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scale:
-    """A set of vectors: amaxes, whose scales a policy makes; ``count`` of them random, from ``seed``.
+    """A set of vectors: amaxes, whose scales a policy makes; ``count`` of them random, from
+    ``seed``.
 
     Raises:   ValueError: an unknown format or policy, a seed or count out of range.
     """
@@ -63,18 +66,24 @@ class Scale:
 
 @dataclass(frozen=True, kw_only=True)
 class Rules:
-    """made: what an answer is: ``scale``, which multiplies into FP8, ``scale_inv``, or ``e8m0``, the code of scale_inv."""
+    """made: what an answer is: ``scale``, which multiplies into FP8, ``scale_inv``, or ``e8m0``,
+    the code of scale_inv.
+    """
 
     made: str = "scale"
 
 
 def expected(amax: np.ndarray, fmt: Format, policy: str, made: str) -> np.ndarray:
-    """The bits of a policy's scales of float32 amaxes [n], uint32, or uint8 for e8m0; a previous scale is 1 (S-11). Raises as ``check_made``."""
+    """The bits of a policy's scales of float32 amaxes [n], uint32, or uint8 for e8m0; a previous
+    scale is 1 (S-11). Raises as ``check_made``.
+    """
     return made_of(scales.scales_from_amax(amax, fmt, policy), policy, made)
 
 
 def made_of(pair: scales.Scales, policy: str, made: str) -> np.ndarray:
-    """The bits of ``scale`` or ``scale_inv`` of a pair, uint32, or the e8m0 codes of scale_inv, uint8. Raises as ``check_made``."""
+    """The bits of ``scale`` or ``scale_inv`` of a pair, uint32, or the e8m0 codes of scale_inv,
+    uint8. Raises as ``check_made``.
+    """
     check_made(policy, made)
     if made == "e8m0":
         return cast.encode(pair.scale_inv, E8M0FNU)

@@ -1,4 +1,6 @@
-"""The verdict of ``fp8ref vectors verify``: wrong answers, and how many vectors of each kind were asked and answered."""
+"""The verdict of ``fp8ref vectors verify``: wrong answers, and how many vectors of each kind were
+asked and answered.
+"""
 
 import hashlib
 from collections import Counter
@@ -32,14 +34,16 @@ class Asked(NamedTuple):
 class Verdict(Result):
     """Collects the answers of a stream to a set of vectors.
 
-    Answers come in any order, each vector as often as it is asked: once, except tiny random tensors, which may be drawn twice.
+    Answers come in any order, each vector as often as it is asked: once, except tiny random
+    tensors, which may be drawn twice.
 
     asked     the set; inputs are recognised by their text as gen writes it.
     some      vectors may be missing, unasked or repeated.
     unsure    why the set may not be the one that was answered, in words.
 
     compared  how many vectors came, by kind; differ: how many of their answers are wrong.
-    unasked   lines of vectors that are not in the set; repeated: lines of those that came too often.
+    unasked   lines of vectors that are not in the set; repeated: lines of those that came too
+              often.
     first     some wrong answers; notes: sentences about all of them.
     """
 
@@ -63,7 +67,9 @@ class Verdict(Result):
         return vectors[0].kind if vectors else "other"
 
     def add(self, line: int, inputs: str, kind: str, *, differs: bool | np.bool_) -> bool:
-        """Record a vector that came, and whether its answer differs. Returns whether to ``show`` it."""
+        """Record a vector that came, and whether its answer differs. Returns whether to ``show``
+        it.
+        """
         key = _digest(inputs)
         self._came[key] += 1
         if key not in self._asked:
@@ -77,7 +83,9 @@ class Verdict(Result):
         return self.differ[kind] <= OF_A_KIND and len(self.first) < PRINTED
 
     def show(self, line: int, kind: str, why: dict[str, str]) -> None:
-        """Add a wrong answer to ``first``; why has the keys vector, expected, got and rule, in words."""
+        """Add a wrong answer to ``first``; why has the keys vector, expected, got and rule, in
+        words.
+        """
         self.first.append({"line": line, "kind": kind} | why)
 
     @property
