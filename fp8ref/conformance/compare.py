@@ -154,7 +154,7 @@ def compare_values(check: Check, value, reference, bound, *, names: tuple[str, s
     equal = (value == reference) | (np.isnan(value) & np.isnan(reference))
     with np.errstate(invalid="ignore", divide="ignore"):
         ratio = np.where(equal, 0, np.abs(value - reference) / bound)
-    ratio = np.where(np.isnan(ratio), np.inf, ratio)
+    ratio = np.where(np.isnan(ratio), np.inf, ratio)  # NaN on one side only is beyond any bound
     check.add(
         equal,
         ratio,
@@ -167,5 +167,6 @@ def compare_values(check: Check, value, reference, bound, *, names: tuple[str, s
 
 def _ordered(codes: np.ndarray, fmt: Format) -> np.ndarray:
     """Codes as integers that increase with the value."""
+    # codes are sign and magnitude: negated magnitudes put both zeros at 0 and neighbours 1 apart
     magnitude = (codes & ~np.uint8(fmt.sign_bit)).astype(int)
     return np.where(codes & fmt.sign_bit, -magnitude, magnitude)

@@ -89,6 +89,7 @@ def simplicity(x: np.ndarray) -> np.ndarray:
     finite = np.isfinite(value)
     fraction, exponent = np.frexp(np.where(finite, value, 1.0))
     whole = np.ldexp(np.abs(fraction), 53).astype(np.int64)
+    # whole & -whole is the lowest set bit: the bits from it up to the 53rd are significant, of zero none
     significant = 53 - np.log2(np.where(whole == 0, 1, whole & -whole)) * (whole != 0) - 53 * (whole == 0)
     return np.lexsort((np.signbit(value), np.abs(exponent - 1), significant, np.isnan(value), ~finite))
 

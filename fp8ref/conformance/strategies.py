@@ -130,7 +130,7 @@ def tensors(
     pattern = draw(st.sampled_from([p for p in _DRAWN if not finite or p != "specials"]))
     if pattern == "all zero":
         return _as(np.where(draw(hnp.arrays(np.bool_, shape)), -0.0, 0.0), dtype)
-    # cyclically, so that examples shrink to few values whatever the shape
+    # repeated to fill the shape, so that examples of any shape shrink to few values
     x = np.resize(np.float64(draw(st.lists(_elements(pattern, fmt, dtype, finite), min_size=1, max_size=24))), shape)
     place = tuple(draw(st.integers(0, n - 1)) for n in shape)
     if pattern == "outliers":

@@ -29,6 +29,7 @@ def filled(pattern: str, shape: tuple[int, ...], source: dtypes.Source, seed: in
     ``huge``          exponents are at the top of the range.
     ``infinity``      one element is, or with ``NaN`` is NaN.
     """
+    # two words an element, for its sign and mantissa and for its exponent, and one for a place
     raw = dtypes.random(seed, 2 * math.prod(shape) + 1)
     fractions, others, place = raw[: math.prod(shape)], raw[math.prod(shape) : -1], int(raw[-1])
     mantissa = fractions & np.uint64((1 << source.mantissa_bits) - 1)
@@ -53,10 +54,9 @@ def filled(pattern: str, shape: tuple[int, ...], source: dtypes.Source, seed: in
     if pattern == "zero lines":
         bits[np.indices(shape)[0] % 3 == 0] = 0
     if pattern in ("infinity", "NaN"):
-        bits.reshape(-1)[place % bits.size] |= np.uint64(source.infinity)
-        one = bits.reshape(-1)[place % bits.size]
-        quiet = np.uint64(source.infinity | 1 << (source.mantissa_bits - 1))
-        bits.reshape(-1)[place % bits.size] = one & np.uint64(source.sign) | (quiet if pattern == "NaN" else np.uint64(source.infinity))
+        special = source.infinity | (1 << (source.mantissa_bits - 1) if pattern == "NaN" else 0)
+        flat, at = bits.reshape(-1), place % bits.size
+        flat[at] = flat[at] & np.uint64(source.sign) | np.uint64(special)
     return bits
 
 

@@ -82,7 +82,7 @@ class Rules:
 def verify(question: Cast, rules: Rules, vectors: Iterator[text.Vector], verdict: Verdict) -> None:
     """Judge every vector, and record it in the verdict. All NaN codes count as equal (C-5)."""
     source, fmt = dtypes.by_name(question.source), question.fmt
-    seen: list[tuple[np.ndarray, np.ndarray]] = []
+    answered: list[tuple[np.ndarray, np.ndarray]] = []
     for batch in text.batches(vectors):
         bits = np.array([v.number(0, source.bits, f"a {source.name}") for v in batch], np.uint64)
         found = np.array([v.number(1, 8, f"a code of {fmt}") for v in batch], np.uint8)
@@ -90,13 +90,13 @@ def verify(question: Cast, rules: Rules, vectors: Iterator[text.Vector], verdict
         expected = cast.encode(x, fmt, rounding=rules.rounding, saturate=rules.saturate)  # type: ignore[arg-type]
         differ = cast.canonical_nans(found, fmt) != expected
         lines, of_kinds = question.lines(bits), question.kinds(bits)
-        seen.append((x, found))
+        answered.append((x, found))
         for i, vector in enumerate(batch):
             kind = kinds.CASTS[of_kinds[i]]
             if verdict.add(vector.line, lines[i], kind, differs=differ[i]):
                 verdict.show(vector.line, kind, _why(question, rules, kind, lines[i], x[i], int(found[i])))
-    if verdict.differ:
-        x, found = (np.concatenate(parts) for parts in zip(*seen, strict=True))
+    if verdict.differ:  # only all answers together can tell which other rule was followed
+        x, found = (np.concatenate(parts) for parts in zip(*answered, strict=True))
         note = explain.cast_note(x, found, fmt, rounding=rules.rounding, saturate=rules.saturate)
         verdict.notes.extend([note] if note else [])
 

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from fp8ref.conformance.vectors import cast, gemm, quantize, scale
 from fp8ref.conformance.vectors import format as text
-from fp8ref.conformance.vectors.verdict import Asked, Verdict
+from fp8ref.conformance.vectors.verdict import AskedVector, Verdict
 
 
 class Operation(NamedTuple):
@@ -77,7 +77,7 @@ def judge(operation: str, stream: Iterable[bytes], *, settings: Mapping[str, Any
                     f"Make them with fp8ref vectors gen {operation} {option}."
                 )
     start = len(_comments(operation, question)) + 1
-    asked = (Asked(number, kind, line) for number, (kind, line) in enumerate(question.vectors(), start))
+    asked = (AskedVector(number, kind, line) for number, (kind, line) in enumerate(question.vectors(), start))
     verdict = Verdict(asked, some=some, unsure=unsure)
     of.verify(question, of_rules, vectors, verdict)
     return verdict

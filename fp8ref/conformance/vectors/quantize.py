@@ -132,6 +132,7 @@ def difference(
             "got": scale.shown(made_bits[group], made),
             "rule": f"{explain.scale_rule(kind, policy)}. {int(wrong.sum())} of {specified.size} scales differ.",
         }
+    # scales agree from here on, so that a wrong code comes from the multiplication or the cast
     differ = cast.canonical_nans(codes, fmt) != q.codes
     if not differ.any():
         return None

@@ -20,7 +20,7 @@ OF_A_KIND = 2  # wrong answers of one kind of input, so that other kinds are sho
 SHORT = 16  # characters: longer inputs are not shown beside the number of their line
 
 
-class Asked(NamedTuple):
+class AskedVector(NamedTuple):
     """A vector of gen: the number of its line, its kind, and the text of its inputs.
 
     The kind is that of its number (``inputs.kinds``), or the pattern of its tensors.
@@ -47,7 +47,7 @@ class Verdict(Result):
     first     some wrong answers; notes: sentences about all of them.
     """
 
-    def __init__(self, asked: Iterable[Asked], *, some: bool = False, unsure: str = ""):
+    def __init__(self, asked: Iterable[AskedVector], *, some: bool = False, unsure: str = ""):
         self.some, self.unsure = some, unsure
         self.compared: Counter[str] = Counter()
         self.differ: Counter[str] = Counter()
@@ -55,7 +55,7 @@ class Verdict(Result):
         self.repeated: list[int] = []
         self.first: list[dict] = []
         self.notes: list[str] = []
-        self._asked: dict[bytes, list[Asked]] = {}  # by the digest of their inputs
+        self._asked: dict[bytes, list[AskedVector]] = {}  # by the digest of their inputs
         self._came: Counter[bytes] = Counter()
         for vector in asked:
             self._asked.setdefault(_digest(vector.text), []).append(vector._replace(text=short(vector.text)))
@@ -89,7 +89,7 @@ class Verdict(Result):
         self.first.append({"line": line, "kind": kind} | why)
 
     @property
-    def missing(self) -> list[Asked]:
+    def missing(self) -> list[AskedVector]:
         """The vectors that were asked and did not come, in gen's order."""
         return sorted(vector for key, vectors in self._asked.items() for vector in vectors[self._came[key] :])
 
