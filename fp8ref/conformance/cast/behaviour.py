@@ -8,10 +8,11 @@ from typing import Literal
 import numpy as np
 
 from fp8ref import formats
-from fp8ref.conformance.inputs.cast_inputs import LAYOUTS as LAYOUTS
+from fp8ref.conformance.inputs.cast_inputs import CAST_FORMATS
 from fp8ref.formats import BFLOAT16, FLOAT16, FLOAT32, Format
 from fp8ref.sim import cast
 
+LAYOUTS = CAST_FORMATS
 ROUNDINGS = ("nearest_even", "nearest_away", "nearest_zero", "toward_zero", "away_from_zero", "to_odd", "up", "down")
 Beyond = Literal["max", "inf", "nan"]
 WIDE = {"bfloat16": BFLOAT16, "float16": FLOAT16, "float32": FLOAT32}

@@ -141,7 +141,7 @@ def check_format(fmt: Format) -> None:
 
 
 def _format(subject: Subject, fmt: Format, source: str) -> tuple[Format | None, Finding]:
-    x = rounded(cast_inputs.of_layouts(), source)
+    x = rounded(cast_inputs.all_numbers(), source)
     reply, position = outputs.repeats(subject, x, source)
     if reply.values_only and np.array_equal(reply.array, x):
         evidence = f"all {x.size} numbers of {len(behaviour.LAYOUTS)} formats come back as themselves: it rounds to none of them"

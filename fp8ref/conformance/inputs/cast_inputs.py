@@ -17,7 +17,7 @@ from fp8ref.sim import cast
 E4M3 = Format(name="e4m3", exponent_bits=4, mantissa_bits=3, bias=7, specials="ieee")
 E4M3B11FNUZ = Format(name="e4m3b11fnuz", exponent_bits=4, mantissa_bits=3, bias=11, specials="fnuz")
 E3M4 = Format(name="e3m4", exponent_bits=3, mantissa_bits=4, bias=3, specials="ieee")
-LAYOUTS = {f.name: f for f in (E4M3FN, E5M2, E4M3FNUZ, E5M2FNUZ, E4M3, E4M3B11FNUZ, E3M4)}
+CAST_FORMATS = {f.name: f for f in (E4M3FN, E5M2, E4M3FNUZ, E5M2FNUZ, E4M3, E4M3B11FNUZ, E3M4)}
 
 # k of the relative distances 2^-k to a number or a midpoint. They go beyond bfloat16's 8 bits,
 # float16's 11 and float32's 24: a cast that first rounds to one of these takes such an input for
@@ -37,9 +37,9 @@ def with_next(fmt: Format) -> np.ndarray:
     return np.append(n, following)
 
 
-def of_layouts() -> np.ndarray:
-    """The finite numbers of every layout, both signs; float64."""
-    found = np.unique(np.concatenate([non_negative(fmt) for fmt in LAYOUTS.values()]))
+def all_numbers() -> np.ndarray:
+    """The finite numbers of all CAST_FORMATS, both signs; float64."""
+    found = np.unique(np.concatenate([non_negative(fmt) for fmt in CAST_FORMATS.values()]))
     return np.concatenate([found, -found[1:]])
 
 
@@ -99,7 +99,7 @@ def identifying(fmt: Format, source: str, *, limit: float = np.inf) -> np.ndarra
 
     limit     keeps finite magnitudes up to it, and no NaN; without one, NaNs are included.
     """
-    found = np.concatenate([coarse(fmt), fine(fmt, source), special(fmt), of_layouts(), _random_values()])
+    found = np.concatenate([coarse(fmt), fine(fmt, source), special(fmt), all_numbers(), _random_values()])
     with np.errstate(over="ignore"):
         found = rounded(found, source)
     if limit < np.inf:
