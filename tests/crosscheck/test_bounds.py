@@ -7,6 +7,7 @@ from fp8ref.crosscheck import bounds
 from fp8ref.formats import BFLOAT16, E4M3FN
 from fp8ref.recipe import RECIPES, plan
 from fp8ref.sim import cast, gemm, scaling
+from fp8ref.sim import llama as model
 
 
 def test_constants_are_students_quantiles():  # B-3, B-4
@@ -54,11 +55,11 @@ def test_forward_bounds_hold_another_sample_and_not_another_model(rng):  # B-2, 
     tokens = rng.integers(0, 256, (2, 17))
     recipes = {d.path: d.recipe for d in plan(llama.linear_shapes(config), "tensorwise")}
     logits, loss, logits_bound, loss_bound = bounds.forward(tokens, weights, config, recipes)
-    other = bounds.model.forward(tokens[:, :-1], weights, config, recipes, seed=99)
+    other = model.forward(tokens[:, :-1], weights, config, recipes, seed=99)
     assert (np.abs(other - logits) <= logits_bound).all()
-    assert abs(bounds.model.loss(other, tokens[:, 1:]) - loss) <= loss_bound
+    assert abs(model.loss(other, tokens[:, 1:]) - loss) <= loss_bound
     wrong = weights | {"model.layers.0.self_attn.v_proj.weight": weights["model.layers.0.self_attn.v_proj.weight"][::-1]}
-    different = bounds.model.forward(tokens[:, :-1], wrong, config, recipes)
+    different = model.forward(tokens[:, :-1], wrong, config, recipes)
     assert (np.abs(different - logits) > logits_bound).any()
 
 
