@@ -43,7 +43,7 @@ def _conform(known: argparse.Namespace) -> int:
     check_json(known.json)
     from fp8ref import formats
     from fp8ref.conformance import classify
-    from fp8ref.conformance.gemm import builtin
+    from fp8ref.conformance.gemm import library_gemms
 
     if known.format not in formats.FP8_FORMATS:
         raise ValueError(f"--format is one of {', '.join(formats.FP8_FORMATS)}; got {known.format}.")
@@ -53,7 +53,7 @@ def _conform(known: argparse.Namespace) -> int:
         raise ValueError(f"--axis is -1, the last axis of x [M, K], or 0, the first; got {known.axis}.")
     expects_cast = _expects_cast(known.expect)
     with contextlib.redirect_stdout(sys.stderr):  # what somebody's function prints is no part of the answer
-        function = builtin.load(known.subject)
+        function = library_gemms.load(known.subject)
         kind = known.kind or classify.of(known.subject, function, framework=known.framework, device=known.device)
         if kind != "gemm":
             expect = None if expects_cast != (kind == "cast") else known.expect

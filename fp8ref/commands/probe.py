@@ -78,13 +78,13 @@ def _check_folder(folder: Path) -> None:
 
 def _gemm(known: argparse.Namespace) -> int:
     from fp8ref import formats
-    from fp8ref.conformance.gemm import builtin, identify, recording
+    from fp8ref.conformance.gemm import identify, library_gemms, recording
 
     names = known.formats or FORMATS
     unknown = [name for name in names if name not in formats.FP8_FORMATS]
     if unknown:
         raise ValueError(f"--formats takes two of {', '.join(formats.FP8_FORMATS)}; got {', '.join(unknown)}.")
-    subject = builtin.named(known.subject, fast=known.fast_accum, out_dtype=known.out_dtype, granularity=known.granularity)
+    subject = library_gemms.named(known.subject, fast=known.fast_accum, out_dtype=known.out_dtype, granularity=known.granularity)
     fmt_a, fmt_b = (formats.FP8_FORMATS[name] for name in names)
     found = identify.identify(subject, shape=tuple(known.shape or SHAPE), formats=(fmt_a, fmt_b), seed=known.seed)
     code = conclude(found, known.json)

@@ -18,7 +18,7 @@ from fp8ref.train.report.runs import read
 
 def probed(path, accumulate="hopper_slow", epilogue="product_then_round", **changes):
     """What ``fp8ref probe --json`` writes, of a plan."""
-    plan = plans.of_accumulation(ACCUMULATIONS.get(accumulate, accumulate)) | {"epilogue": epilogue, "out_dtype": "bfloat16"} | changes
+    plan = plans.plan_to_dict(ACCUMULATIONS.get(accumulate, accumulate)) | {"epilogue": epilogue, "out_dtype": "bfloat16"} | changes
     path.write_text(json.dumps({"ok": True, "subject": "torch-scaled-mm", "plan": plan}))
     return str(path)
 

@@ -1,4 +1,4 @@
-"""What is probed: a scaled GEMM as a function of two quantised operands, held to what a function has to be."""
+"""The scaled GEMM that is probed: a function of two quantised operands, called safely."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -15,17 +15,17 @@ OUT_DTYPES = {"float32": FLOAT32, "bfloat16": BFLOAT16, "float16": FLOAT16}
 
 
 class ProbeError(ValueError):
-    """A function that is none: it raises, gives another shape or type, changes its operands, or does not repeat itself."""
+    """An invalid GEMM: it raises, gives another shape or type, changes its operands, or is not deterministic."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Subject:
-    """A scaled GEMM.
+class ScaledGemm:
+    """A scaled GEMM: a function of two quantised operands.
 
-    function     (Quantized a [M, K], Quantized b [N, K]) -> [M, N] in NumPy, PyTorch or JAX, of float32, bfloat16 or float16; if it takes a
-                 ``bias``, also with bias [N] of float32.
+    function     (Quantized a [M, K], Quantized b [N, K]) -> [M, N], an array of NumPy, PyTorch or JAX
+                 in float32, bfloat16 or float16; with ``bias`` set, also bias [N] of float32.
     granularity  of the scales it takes.
-    about        what it runs on, by what it is called: device, versions, flags.
+    about        what it runs on: device, versions, flags.
     """
 
     name: str
@@ -35,10 +35,11 @@ class Subject:
     about: Mapping[str, str] = field(default_factory=dict)
 
     def multiply(self, a: Quantized, b: Quantized, bias: np.ndarray | None = None) -> tuple[np.ndarray, Format]:
-        """float32 [M, N] and the dtype that the function gave, run twice.
+        """Run the function twice; return its result as float32 [M, N], and the result's dtype.
 
-        Raises:   ProbeError: see there; it names the operands.
+        Raises:   ProbeError: the GEMM is invalid.
         """
+        # A probe reads single bits: a result that changes between runs would be taken for arithmetic.
         with_bias = {} if bias is None else {"bias": bias}
         first, dtype = self._once(a, b, with_bias)
         again, _ = self._once(a, b, with_bias)
@@ -54,11 +55,11 @@ class Subject:
     def _once(self, a: Quantized, b: Quantized, with_bias: dict[str, np.ndarray]) -> tuple[np.ndarray, Format]:
         given = [np.copy(part) for part in (a.codes, a.scale, a.scale_inv, b.codes, b.scale, b.scale_inv)]
         try:
-            with np.errstate(all="ignore"):  # NaN and overflow are asked for
+            with np.errstate(all="ignore"):  # stimuli hold NaN and overflow
                 values, dtype = _array(self.function(a, b, **with_bias))
         except ProbeError as error:
             raise ProbeError(f"{self.name} {error}") from error
-        except (Exception, SystemExit) as error:  # whatever somebody's function raises, or what it gives raises as it is read
+        except (Exception, SystemExit) as error:  # a custom function, or reading its result, may raise anything
             said = f": {error}" if str(error) else ""
             raise ProbeError(
                 f"{self.name} raised {type(error).__name__} for {_of(a, b)}{said}. Call it on such operands by itself."
@@ -72,19 +73,19 @@ class Subject:
 
 
 def operand(codes: np.ndarray, fmt: Format, granularity: str, scale: np.ndarray | float = 1.0) -> Quantized:
-    """Codes [M, K] reduced along K, with a scale, one number or, rowwise, one for each row [M, 1]."""
+    """An operand from codes [M, K], reduced along K; scale: one number, or rowwise [M, 1]."""
     scale = np.broadcast_to(np.asarray(scale, np.float32), scale_shape(granularity, codes.shape, -1)).copy()
     return Quantized(codes, scale, np.asarray(scaling.scale_inv_from_scale(scale)), fmt, granularity, -1)
 
 
 def rows_of(q: Quantized, rows: np.ndarray) -> Quantized:
-    """Some rows of an operand, with their scales."""
+    """The given rows of an operand, with their scales."""
     scale, scale_inv = (x[rows] if x.ndim else x for x in (q.scale, q.scale_inv))
     return q._replace(codes=q.codes[rows], scale=scale, scale_inv=scale_inv)
 
 
 def _array(found: Any) -> tuple[np.ndarray, Format]:
-    """Somebody's array as a float32 array of our own, which no later call writes to, and the dtype it was of."""
+    """A framework's array as a float32 copy, which no later call writes to, and its dtype."""
     if hasattr(found, "detach"):  # PyTorch's tensors
         dtype, found = str(found.dtype).removeprefix("torch."), found.detach().float().cpu().resolve_conj().resolve_neg().numpy()
     elif hasattr(found, "dtype"):

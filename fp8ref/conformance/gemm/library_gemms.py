@@ -1,4 +1,4 @@
-"""The GEMMs that have a name: PyTorch's, JAX's; and anybody's, as ``module:function``."""
+"""The scaled GEMMs of PyTorch and JAX by name, and any other as ``module:function``."""
 
 import importlib
 import inspect
@@ -8,24 +8,25 @@ from collections.abc import Callable
 from importlib.metadata import version
 from typing import Any
 
-from fp8ref.conformance.gemm.adapter import OUT_DTYPES, Subject
+from fp8ref.conformance.gemm.scaled_gemm import OUT_DTYPES, ScaledGemm
 from fp8ref.sim.scaling import Quantized
 
 KNOWN = ("torch-scaled-mm", "torch-rowwise", "jax-dot")
 
 
-def named(name: str, *, fast: bool = False, out_dtype: str | None = None, granularity: str | None = None) -> Subject:
-    """The subject of a name.
+def named(name: str, *, fast: bool = False, out_dtype: str | None = None, granularity: str | None = None) -> ScaledGemm:
+    """The scaled GEMM of a name in KNOWN, or of ``module:function``.
 
-    fast       with fast accumulation, of the libraries' own.
-    out_dtype  that they round to: float32, but of torch-rowwise bfloat16, which is all it has on a GPU.
-    Raises:    ValueError: an unknown name or dtype, a function that cannot be found, an option that it has no use for;
-               ImportError: its framework is not installed.
+    fast       use the library's fast accumulation.
+    out_dtype  that the library rounds to: by default float32, and bfloat16 for torch-rowwise, which
+               has no other on a GPU.
+    Raises:    ValueError: an unknown name or dtype, a function that cannot be found, an unused option.
+               ImportError: the framework is not installed.
     """
     if ":" in name:
         if fast or out_dtype:
             raise ValueError(f"--fast-accum and --out-dtype are of {', '.join(KNOWN)}; {name} computes as it was written. Leave them out.")
-        return _somebodys(name, granularity or "tensorwise")
+        return _custom(name, granularity or "tensorwise")
     if name not in KNOWN:
         raise ValueError(f"a probe takes one of {', '.join(KNOWN)}, wgmma, or module:function; got {name!r}.")
     if granularity:
@@ -38,7 +39,7 @@ def named(name: str, *, fast: bool = False, out_dtype: str | None = None, granul
     return _torch(name, fast, out_dtype or ("bfloat16" if rowwise else "float32"), rowwise)
 
 
-def _torch(name: str, fast: bool, out_dtype: str, rowwise: bool) -> Subject:
+def _torch(name: str, fast: bool, out_dtype: str, rowwise: bool) -> ScaledGemm:
     import torch
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -64,8 +65,8 @@ def _torch(name: str, fast: bool, out_dtype: str, rowwise: bool) -> Subject:
 
     about = {"torch": torch.__version__, "accumulate": "fast" if fast else "slow", "out_dtype": out_dtype, **_torch_device(torch, device)}
     granularity = "rowwise" if rowwise else "tensorwise"
-    # cuBLASLt takes no bias beside a float32 result
-    return Subject(name=name, function=function, granularity=granularity, bias=out_dtype != "float32", about=about)  # type: ignore[arg-type]
+    # cuBLASLt takes no bias with a float32 result
+    return ScaledGemm(name=name, function=function, granularity=granularity, bias=out_dtype != "float32", about=about)  # type: ignore[arg-type]
 
 
 def _torch_device(torch: Any, device: str) -> dict[str, str]:
@@ -74,7 +75,7 @@ def _torch_device(torch: Any, device: str) -> dict[str, str]:
     return {"device": torch.cuda.get_device_name(), "cuda": str(torch.version.cuda), "driver": str(torch._C._cuda_getDriverVersion())}
 
 
-def _jax_dot(fast: bool, out_dtype: str) -> Subject:
+def _jax_dot(fast: bool, out_dtype: str) -> ScaledGemm:
     import jax
     import jax.numpy as jnp
     from jax import lax
@@ -99,37 +100,37 @@ def _jax_dot(fast: bool, out_dtype: str) -> Subject:
 
     about = {"jax": jax.__version__, "accumulate": accumulate, "precision": str(gemm.PRECISION[accumulate]), "out_dtype": out_dtype}
     about |= {"device": jax.devices()[0].device_kind, "xla_flags": os.environ.get("XLA_FLAGS", "")}
-    return Subject(name="jax-dot", function=function, about=about)
+    return ScaledGemm(name="jax-dot", function=function, about=about)
 
 
-def _somebodys(name: str, granularity: str) -> Subject:
+def _custom(name: str, granularity: str) -> ScaledGemm:
     function = load(name)
     try:
         parameters = inspect.signature(function).parameters
-    except (TypeError, ValueError):  # a builtin without one
+    except (TypeError, ValueError):  # a builtin without a signature
         parameters = {}  # type: ignore[assignment]
     if granularity not in ("tensorwise", "rowwise"):
         raise ValueError(f"--granularity is tensorwise or rowwise; got {granularity!r}.")
     about = {"numpy": version("numpy")}
-    return Subject(name=name, function=function, granularity=granularity, bias="bias" in parameters, about=about)  # type: ignore[arg-type]
+    return ScaledGemm(name=name, function=function, granularity=granularity, bias="bias" in parameters, about=about)  # type: ignore[arg-type]
 
 
 def load(name: str) -> Callable:
-    """The function that ``module:function`` names; modules are looked for in the working directory too.
+    """Import the function that ``module:function`` names; the working directory is searched too.
 
-    Raises:   ValueError: there is none, or its module raises as it is imported.
+    Raises:   ValueError: there is none, or its module raises on import.
     """
     module, _, attribute = name.partition(":")
     if not module or not attribute:
         raise ValueError(f"a function is named as module:function, such as mykernel:scaled_mm; got {name!r}.")
     here = os.getcwd()
     if here not in sys.path:
-        sys.path.insert(0, here)  # and left there, for what the function imports when it is called
+        sys.path.insert(0, here)  # stays there, for imports inside the function
     try:
         found: Any = importlib.import_module(module)
         for part in attribute.split("."):
             found = getattr(found, part)
-    except (Exception, SystemExit) as error:  # whatever somebody's module raises
+    except (Exception, SystemExit) as error:  # a custom module may raise anything
         raise ValueError(f"{name} cannot be imported from {here} ({type(error).__name__}: {error}). Name module:function.") from error
     if not callable(found):
         raise ValueError(f"{name} is a {type(found).__name__}; a function is needed.")
