@@ -92,7 +92,10 @@ def broken(trainer):
 
 
 def statistics(config, tokens):
-    """After one step of a trainer: statistics, GEMM operands, weights, and how many ranks' parts make each operand."""
+    """After one step of a trainer.
+
+    Statistics, GEMM operands, weights, and how many ranks' parts make each operand.
+    """
     trainer = Trainer(config)
     trainer.step(tokens)
     operands = {}

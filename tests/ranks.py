@@ -1,4 +1,7 @@
-"""Run functions of test files on ranks: pytest imports these files under names that no rank can import."""
+"""Run functions of test files on ranks.
+
+Pytest imports these files under names that no rank can import.
+"""
 
 import importlib.util
 import sys

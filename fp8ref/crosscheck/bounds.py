@@ -1,4 +1,7 @@
-"""Bounds of SEMANTICS B, for values whose bits are not defined: GEMM outputs, attention, logits, losses, gradients."""
+"""Bounds of SEMANTICS B on GEMM outputs, attention, logits, losses and gradients.
+
+The bits of these values are not defined: they depend on the order of float32 sums.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,7 +25,7 @@ T_CURVE = 9.1  # Student's t, two-sided 1e-4, REPLICATES = 6 degrees of freedom:
 
 
 def gamma(n: int) -> float:
-    """n u / (1 - n u), u = 2^-24: the relative error of n float32 roundings (Higham, section 3.1)."""
+    """The relative error of n float32 roundings: n u / (1 - n u), u = 2^-24 (Higham, section 3.1)."""
     return n * 2.0**-24 / (1 - n * 2.0**-24)
 
 
@@ -33,9 +36,9 @@ def gemm(a: scaling.Quantized, b: scaling.Quantized, spec: GemmSpec, found: np.n
     Specials: NaN or Inf where an operand is.
     """
     # n float32 roundings in any order err by gamma(n) of the sum of magnitudes. K + 9 are: K - 1
-    # additions, at most five products with scales, three roundings of the simulator's and two of the
-    # magnitudes here. Then both results round to bfloat16: values d apart end at most d + 1 ulp apart,
-    # or d + 3 where the sum is rounded before it is scaled (G-5).
+    # additions, at most five products with scales, three roundings of the simulator's and two of
+    # the magnitudes here. Then both results round to bfloat16: values d apart end at most d + 1 ulp
+    # apart, or d + 3 where the sum is rounded before it is scaled (G-5).
     magnitudes = np.abs(scaling.dequantize(a)).astype(np.float64) @ np.abs(scaling.dequantize(b)).astype(np.float64).T
     roundings = 3 if spec.epilogue == "unit_round_scale_round" else 1
     largest = np.maximum(np.abs(found), np.abs(simulated)).astype(np.float64)
@@ -70,9 +73,9 @@ class Attention:
 
 
 def attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, config: llama.LlamaConfig) -> Attention:
-    """Causal attention of the projections [B, T, heads * head_dim], taken before the rotary embedding.
+    """Causal attention of three projections, taken before the rotary embedding.
 
-    k and v may have fewer heads than q (grouped queries).
+    Shapes:   q, k, v [B, T, heads * head_dim]; k and v may have fewer heads (grouped queries).
     """
     dim, groups = config.head_dim, config.num_attention_heads // config.num_key_value_heads
     cos, sin = (t.astype(np.float64) for t in llama.rotary_tables(config, q.shape[1]))
@@ -80,7 +83,7 @@ def attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, config: llama.LlamaCo
     k, v = (np.repeat(x, groups, axis=1) for x in (k, v))
 
     def rotated(x: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The rotary embedding: exact; rounded; and the sum of its terms' magnitudes, which scales float32 roundings."""
+        """The rotary embedding of x: exact, rounded, and the sum of its terms' magnitudes."""
         first, second = np.split(x, 2, axis=-1)
         half = np.concatenate([-second, first], axis=-1)
         exact = x * cos + half * sin
@@ -170,7 +173,7 @@ def probe_weights(weights: Mapping[str, np.ndarray], *, seed: int) -> dict[str, 
 
 
 def rerounded(weights: Mapping[str, np.ndarray], *, seed: int) -> dict[str, np.ndarray]:
-    """A replicate's weights: each rounded stochastically to the compute dtype, where M-2 rounds to nearest (B-4, B-5)."""
+    """A replicate's weights: rounded stochastically, where M-2 rounds to nearest (B-4, B-5)."""
     return {
         name: cast.round_to(value, BFLOAT16, rounding="stochastic", seed=(seed << 16) + i)
         for i, (name, value) in enumerate(weights.items())
@@ -178,11 +181,17 @@ def rerounded(weights: Mapping[str, np.ndarray], *, seed: int) -> dict[str, np.n
 
 
 def gradient(base: np.ndarray, replicates: list[np.ndarray]) -> float:
-    """Bound on the norm of two backends' difference in a parameter's gradient, from one backend's replicates (B-5)."""
+    """Bound on the norm of two backends' difference in a parameter's gradient (B-5).
+
+    base, replicates   one backend's gradient, and that of its replicates.
+    """
     return GRADIENT_FACTOR * float(np.sqrt(np.mean([np.square(r - base).sum() for r in replicates])))
 
 
 def curve(base: np.ndarray, replicates: np.ndarray) -> np.ndarray:
-    """Bound on the difference of two backends' losses at each step [S], from one backend's [S] and replicates' [R, S] (B-4)."""
+    """Bound on the difference of two backends' losses at each step (B-4).
+
+    Shapes:   base [S], one backend's losses; replicates [R, S], its replicates'; the bound [S].
+    """
     departure = np.maximum.accumulate(np.abs(replicates - base), axis=1)
     return T_CURVE * np.sqrt((departure**2).mean(axis=0))

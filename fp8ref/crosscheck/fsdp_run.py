@@ -44,7 +44,9 @@ class Operands:
 
 @dataclass(kw_only=True)
 class Run:
-    """One training run on one rank. Amaxes and operands are of a watched run only (but see ``replicate``).
+    """One training run on one rank.
+
+    Amaxes and operands are of a watched run only (but see ``replicate``).
 
     metrics   float64 [steps, 2]: loss and gradient norm.
     weights   whole, after the last step.
@@ -64,7 +66,9 @@ class Run:
 
 
 def train(config: Config, variants: Mapping[str, dict], tokens: Sequence[np.ndarray], prepare: Watcher | None) -> dict[str, Run]:
-    """Train once from the initial weights for each variant of ``parallel``; the first run is watched.
+    """Train once from the initial weights for each variant of ``parallel``.
+
+    The first run is watched.
 
     tokens   the batches: one step for each except the last, which shows operands after training.
     prepare  is called with every trainer before it trains.
@@ -79,7 +83,10 @@ def train(config: Config, variants: Mapping[str, dict], tokens: Sequence[np.ndar
 
 
 def replicate(config: Config, data: int, fsdp: int, tokens: Sequence[np.ndarray]) -> Run:
-    """Run the training of data x fsdp ranks in one process; its operands are those of the whole first batch."""
+    """Run the training of data x fsdp ranks in one process.
+
+    Its operands are those of the whole first batch.
+    """
     trainer, whole = Replicated(config, data, fsdp), Operands()
     trainer.observe(tokens[0], whole.add)
     run = _run(trainer, tokens, watched=False)
@@ -88,7 +95,10 @@ def replicate(config: Config, data: int, fsdp: int, tokens: Sequence[np.ndarray]
 
 
 class Replicated(Trainer):
-    """Data parallelism in one process, without FSDP2: each rank's rows in turn, gradients averaged in the order of P-13."""
+    """Data parallelism in one process, without FSDP2.
+
+    Each rank's rows in turn, gradients averaged in the order of P-13.
+    """
 
     def __init__(self, config: Config, data: int, fsdp: int) -> None:
         super().__init__(config.replace(parallel={"data": 1, "fsdp": 1}))
@@ -125,7 +135,8 @@ def _run(trainer: Trainer, tokens: Sequence[np.ndarray], *, watched: bool) -> Ru
         trainer.observe(tokens[0], operands.add)
     for i, batch in enumerate(tokens[:-1]):
         if watched and any(delayed.states(trainer.model)):
-            # The step itself calls no observer. A pass before it, at the same weights, shows its amaxes.
+            # The step itself calls no observer. A pass before it, at the same weights, shows its
+            # amaxes.
             if i:
                 operands = Operands()
                 trainer.observe(batch, operands.add)
@@ -148,7 +159,10 @@ def _run(trainer: Trainer, tokens: Sequence[np.ndarray], *, watched: bool) -> Ru
 
 
 def _amaxes(trainer: Trainer, operands: Operands) -> dict[str, np.ndarray]:
-    """Amaxes that delayed scaling observes: of this rank's rows, and of whole weights in the compute dtype."""
+    """Amaxes that delayed scaling observes.
+
+    Of this rank's rows, and of whole weights in the compute dtype.
+    """
     weights = trainer.weights()
     found = {}
     for decision in trainer.decisions:

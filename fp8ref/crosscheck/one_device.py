@@ -1,4 +1,6 @@
-"""Compare both backends with the simulator on a config's real operands, on one device (SEMANTICS S, G, B).
+"""Compare both backends with the simulator on a config's real operands, on one device.
+
+SEMANTICS S, G, B.
 
 The operands of every converted linear are taken at step 0 and after some training. Under delayed
 scaling they are taken before every step: a state depends on all steps before it. Compared are:
@@ -117,7 +119,7 @@ def check_forward(
     *,
     advance: Callable[[], None],
 ) -> None:
-    """Check logits and loss at these weights against the simulated model and each other (B-2, B-3)."""
+    """Check logits and loss against the simulated model and each other (B-2, B-3)."""
     logits, loss, logits_bound, loss_bound = bounds.forward(
         tokens, weights, config.model, recipes, advance=advance, multiply=hardware.of(config)
     )
@@ -140,7 +142,7 @@ def check_gradients(
     *,
     advance: Callable[[], None],
 ) -> None:
-    """Check the gradient of every parameter, backend against backend, within the rounding noise (B-5)."""
+    """Check every parameter's gradient, backend against backend, within rounding noise (B-5)."""
     found = {name: trainer.gradients(tokens) for name, trainer in trainers.items()}
     base = _base(found)
     replicates = []
@@ -164,7 +166,7 @@ def check_curves(
     *,
     advance: Callable[[], None],
 ) -> None:
-    """Check losses and gradient norms of every step, backend against backend, within the rounding noise (B-4)."""
+    """Check losses and gradient norms of every step, backend against backend (B-4)."""
     base = _base(curves)
     runs = []
     for seed in range(bounds.REPLICATES):
@@ -180,5 +182,8 @@ def check_curves(
 
 
 def _base(found: dict) -> str:
-    """The backend whose replicates set the bounds: torch if it takes part, as it compiles nothing."""
+    """The backend whose replicates set the bounds.
+
+    Torch if it takes part, as it compiles nothing.
+    """
     return "torch" if "torch" in found else next(iter(found))

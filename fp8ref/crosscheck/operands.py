@@ -1,4 +1,6 @@
-"""Compare the codes, scales and outputs of observed FP8 GEMMs with the simulator's (SEMANTICS S, H, G).
+"""Compare the codes, scales and outputs of observed FP8 GEMMs with the simulator's.
+
+SEMANTICS S, H, G.
 
 ``observe`` records the GEMMs of one pass of a trainer; ``check_operands`` compares them. The
 simulator's states of delayed scaling follow the backend's from step to step (``initial_states``,
@@ -27,7 +29,10 @@ States = Mapping[str, delayed.DelayedState]  # by "<layer>/<role>"
 
 @dataclass(frozen=True)
 class Observation:
-    """One FP8 GEMM as a backend computed it: operands (hp, codes, scale) in their own layout, and its output."""
+    """One FP8 GEMM as a backend computed it.
+
+    Operands (hp, codes, scale) in their own layout, and its output.
+    """
 
     backend: str
     layer: str
@@ -38,14 +43,17 @@ class Observation:
 
 
 def observe(trainer: loop.Trainer, tokens: np.ndarray) -> list[Observation]:
-    """Record every FP8 GEMM of one forward and backward pass, in the order of the backend's callbacks."""
+    """Record every FP8 GEMM of one forward and backward pass, in the order of callbacks."""
     observations: list[Observation] = []
     trainer.observe(tokens, lambda layer, which, a, b, out: observations.append(Observation(trainer.backend, layer, which, a, b, out)))
     return observations
 
 
 def in_pass_order(observations: Sequence[Observation], config: Config) -> list[Observation]:
-    """Sort observations as the forward pass and then the backward pass run: callbacks come in any order."""
+    """Sort observations as the forward pass and then the backward pass run.
+
+    Callbacks come in any order.
+    """
     place = {name: i for i, name in enumerate(llama.linear_shapes(config.model))}
     gemms = list(OPERANDS)
     return sorted(
@@ -103,8 +111,10 @@ def compare_quantized(
 ) -> scaling.Quantized:
     """Compare codes and scales of hp in every implementation.
 
-    live      codes and scale that a training step used, by backend. Other backends quantise hp anew.
-    state     of a role under delayed scaling. No quantizer has it, so that only ``live`` is compared.
+    live      codes and scale that a training step used, by backend. Other backends quantise hp
+              anew.
+    state     of a role under delayed scaling. No quantizer has it, so that only ``live`` is
+              compared.
     Returns:  the simulator's codes and scales.
     """
     hp = np.asarray(hp, np.float32)
@@ -148,7 +158,8 @@ def _check_gemm(
         q = compare_quantized(report, f"{layer}/{role}", hp, how, axis, {backend: (codes, scale)}, quantizers, state)
         operands.append(q if axis == 1 else transposed(q))
     a, b = operands
-    # The simulator's operands are multiplied, not the backend's: a wrong code shows in the output too.
+    # The simulator's operands are multiplied, not the backend's: a wrong code shows in the output
+    # too.
     out = np.asarray(observed.out, np.float32)
     if multiply is not None:
         assert spec.accumulate is not None
@@ -162,12 +173,18 @@ def _check_gemm(
 
 
 def initial_states(recipes: Mapping[str, Recipe]) -> States:
-    """The simulator's states of delayed scaling before the first step; empty if every scale is dynamic."""
+    """The simulator's states of delayed scaling before the first step.
+
+    Empty if every scale is dynamic.
+    """
     return {name: delayed.init(config) for name, (_, config) in _delayed_casts(recipes).items()}
 
 
 def states_after(states: States, recipes: Mapping[str, Recipe], amaxes: Mapping[str, Sequence]) -> States:
-    """The states after a step in which each role had these amaxes, float32 (): one for every use or rank."""
+    """The states after a step in which each role had these amaxes, float32 ().
+
+    One for every use or rank.
+    """
     found = {}
     for name, (fmt, config) in _delayed_casts(recipes).items():
         found[name] = delayed.update(states[name], *map(delayed.observe, amaxes[name]), config=config, fmt=fmt)

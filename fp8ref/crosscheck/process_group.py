@@ -1,4 +1,7 @@
-"""Run a function on the ranks of a gloo process group on this machine's CPU: one process and thread each."""
+"""Run a function on the ranks of a gloo process group on this machine's CPU.
+
+One process and thread each.
+"""
 
 import datetime
 import logging
@@ -13,8 +16,8 @@ from multiprocessing import connection, get_context
 
 from fp8ref.errors import ConfigError
 
-# Ranks are forked from a server that has imported their modules and runs nothing. A rank then starts
-# in a moment, and inherits no thread: forking a process with threads can deadlock.
+# Ranks are forked from a server that has imported their modules and runs nothing. A rank then
+# starts in a moment, and inherits no thread: forking a process with threads can deadlock.
 CONTEXT = get_context("forkserver")
 PRELOADED = ["fp8ref.crosscheck.fsdp_run", "torch._dynamo", "torch.distributed.fsdp"]
 CONTEXT.set_forkserver_preload(PRELOADED)
@@ -75,8 +78,8 @@ def _rank(rank: int, n: int, folder: str, timeout_s: int, pipe: connection.Conne
     from torch import distributed
 
     torch.set_num_threads(1)
-    # FSDP2 warns of results that are views, and DTensor of gathers in two steps. Nothing here writes
-    # into results, and whole weights are rarely fetched.
+    # FSDP2 warns of results that are views, and DTensor of gathers in two steps. Nothing here
+    # writes into results, and whole weights are rarely fetched.
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor", UserWarning)
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     try:

@@ -1,4 +1,6 @@
-"""Compare JAX's sharded linears with the simulator on every mesh of N devices (SEMANTICS P-4, P-9, B-7).
+"""Compare JAX's sharded linears with the simulator on every mesh of N devices.
+
+SEMANTICS P-4, P-9, B-7.
 
 One device runs step 0, and every converted linear's tensors are kept. Each linear is then rerun on
 every mesh data x fsdp x tensor, inside shard_map and under plain jit. Codes and scales are compared
@@ -41,7 +43,8 @@ def crosscheck(config: Config, devices: int) -> tuple[Report, dict[str, str]]:
 
     Returns:  the report, whose backends are named "jax 2x2x2 shard_map" for data x fsdp x tensor;
               and why each mesh that the model does not fit was left out, by name.
-    Raises:   ConfigError: a recipe without FP8 or that only JAX runs, too few devices, no mesh that fits.
+    Raises:   ConfigError: a recipe without FP8 or that only JAX runs, too few devices, no mesh that
+              fits.
     """
     taken = [name for name, recipe in RECIPES.items() if recipe.fp8 and recipe.shared]
     if config.numerics.recipe not in taken:
@@ -91,7 +94,10 @@ def crosscheck(config: Config, devices: int) -> tuple[Report, dict[str, str]]:
 
 
 def _factors(devices: int) -> list[tuple[tuple[int, int, int], bool]]:
-    """Every (data, fsdp, tensor) of so many devices; if tensor is above 1, also with tokens cut over it (sequence parallelism)."""
+    """Every (data, fsdp, tensor) of so many devices.
+
+    If tensor is above 1, also with tokens cut over it (sequence parallelism).
+    """
     divisors = [n for n in range(1, devices + 1) if devices % n == 0]
     sizes = [(d, f, devices // d // f) for d in divisors for f in divisors if devices % (d * f) == 0]
     return [(size, sequence) for size in sizes for sequence in (False, True) if size[2] > 1 or not sequence]
@@ -110,7 +116,11 @@ def _tensors(trainer: loop.Trainer, tokens: np.ndarray) -> dict[str, dict[Role, 
 
 
 def _simulated(tensors: dict[Role, np.ndarray], recipe: Recipe) -> dict[Gemm, tuple]:
-    """For every FP8 GEMM: both operands quantised in their own layout, the same as [M, K] and [N, K], and the exact output."""
+    """For every FP8 GEMM.
+
+    Both operands quantised in their own layout, the same as [M, K] and [N, K], and the exact
+    output.
+    """
     result = {}
     for which, spec in recipe.gemms.items():
         if spec.a is None or spec.b is None:
@@ -147,12 +157,14 @@ def _compare(
 def rerun_linear(
     tensors: dict[Role, np.ndarray], *, recipe: Recipe, placement: Placement, mesh: Mesh, through: str
 ) -> dict[Gemm, tuple[Operand, Operand, np.ndarray]]:
-    """Run one linear's three GEMMs on a mesh: codes and scales of the operands, and the output, float32.
+    """Run one linear's three GEMMs on a mesh.
+
+    Codes and scales of the operands, and the output, float32.
 
     Shapes:   tensors input [M, K], weight [N, K], grad_output [M, N], float32 holding bfloat16;
               codes of their shapes. All are whole tensors, not shards.
-    Order:    each tensor is cut by the placement, then quantised and multiplied by ``linear.apply``,
-              inside shard_map or under plain jit.
+    Order:    each tensor is cut by the placement, then quantised and multiplied by
+              ``linear.apply``, inside shard_map or under plain jit.
     """
     cut = (jax.device_put(jnp.asarray(tensors[role], jnp.bfloat16), NamedSharding(mesh, P(*placement.at_rest(role)))) for role in ROLES)
     outputs, quantized = _program(recipe, placement, mesh, through)(*cut)
@@ -162,9 +174,13 @@ def rerun_linear(
 
 @functools.cache
 def _program(recipe: Recipe, placement: Placement, mesh: Mesh, through: str) -> Callable:
-    """Compile (input, weight, grad_output) -> the outputs of all three GEMMs, and (codes, scale) of the FP8 ones' operands."""
-    # In shard_map a device sees its own shard alone, and amaxes take explicit collectives. Under jit
-    # XLA inserts them. Quantising has to know which of the two it is in.
+    """Compile the three GEMMs of a linear on a mesh.
+
+    Returns:  (input, weight, grad_output) -> (the outputs of all three GEMMs, and of the FP8 ones
+              (codes, scale) of both operands).
+    """
+    # In shard_map a device sees its own shard alone, and amaxes take explicit collectives. Under
+    # jit XLA inserts them. Quantising has to know which of the two it is in.
     use = Use(recipe=recipe, name="rerun", placement=placement, mode="shard_map" if through == "shard_map" else "jit")
     fp8 = {
         which: [(role, cast) for role, cast in zip(OPERANDS[which], (spec.a, spec.b), strict=True) if cast]
@@ -186,7 +202,8 @@ def _program(recipe: Recipe, placement: Placement, mesh: Mesh, through: str) -> 
 
     def of_scale(role: Role, cast: CastSpec, axis: int) -> P:
         rows, columns = placement.at_rest(role)
-        # A rowwise scale is cut as the dimension that is not reduced; a tensorwise one is on every device.
+        # A rowwise scale is cut as the dimension that is not reduced; a tensorwise one is on every
+        # device.
         return P() if cast.granularity == "tensorwise" else P(rows, None) if axis == -1 else P(None, columns)
 
     if through == "jit":

@@ -1,4 +1,6 @@
-"""Compare FSDP2 in PyTorch with the simulator and with replicated training (SEMANTICS P-4, P-6, P-11, P-13, H-4).
+"""Compare FSDP2 in PyTorch with the simulator and with replicated training.
+
+SEMANTICS P-4, P-6, P-11, P-13, H-4.
 
 On every mesh data x fsdp of N gloo ranks:
 
@@ -132,7 +134,7 @@ class _Check:
                 compare_bits(self.report.check(f"{name} state/value/{backend}"), mine[name], state, names=names)
 
     def _states(self, backend: str, runs: list[Run]) -> list[States]:
-        """Compare every rank's delayed states with the simulator's, which take the amaxes of all ranks.
+        """Compare every rank's delayed states with the simulator's of all ranks' amaxes (H-4).
 
         Returns:  the simulator's states before every step and after the last.
         """
@@ -150,7 +152,10 @@ class _Check:
         return found
 
     def _bytes(self, name: str, parts: int, layers: list[str], runs: list[tuple[Run, Run]]) -> None:
-        """Check that gathering FP8 codes saves half of bfloat16's bytes in each pass; all else is gathered alike."""
+        """Check that gathering FP8 codes saves half of bfloat16's bytes in each pass.
+
+        All else is gathered alike.
+        """
         shapes = {layer: runs[0][0].weights[f"{layer}.weight"].shape for layer in layers}
         codes = 2 * sum(-(-rows // parts) * columns for rows, columns in shapes.values())  # shards are padded to equal lengths
         check = self.report.check(f"model/bytes saved/value/{name} fp8")
@@ -204,11 +209,12 @@ def check_operands(
     runs: Sequence[Run],
     states: Sequence[States],
 ) -> None:
-    """Compare codes and scales of every rank's operands, before the first step and after the last (P-4, P-6).
+    """Compare codes and scales of every rank's operands, before and after training (P-4, P-6).
 
     config   whose data, fsdp and amax_scope are those of the runs.
     runs     the watched run of each rank.
-    states   the simulator's delayed states, first and last among them; empty if every scale is dynamic.
+    states   the simulator's delayed states, first and last among them; empty if every scale is
+             dynamic.
     """
     initial = llama.initial_weights(config.model, seed=config.run.seed)
     for when, masters in ((0, initial), (-1, runs[0].weights)):
@@ -230,7 +236,7 @@ def check_operands(
 
 
 def check_first_layer(report: Report, backend: str, runs: Sequence[Run], one: Run) -> None:
-    """Under scope global, compare each rank's input of the first layer with its rows of one process's (P-4)."""
+    """Under scope global, compare each rank's first input with its rows of one process's (P-4)."""
     whole, names = one.operands[0], (backend, "one process")
     for layer, which, role in whole.fp8:
         if layer not in FIRST or role != "input":

@@ -1,4 +1,4 @@
-"""The epilogue: output dtype and rounding, how scales multiply the sum, where the bias is added (SEMANTICS G-4, G-5, G-14, G-15).
+"""Identify the epilogue: output dtype and rounding, scales, bias (SEMANTICS G-4, G-5, G-14, G-15).
 
 The stimuli are sums of small integers, which every order of accumulation adds exactly. Random
 scales then make the results round, so that only the epilogue decides their bits.
@@ -59,7 +59,10 @@ def rounding(bench: Bench, seed: int) -> tuple[Bench, list[Finding]]:
 
 
 def epilogue(bench: Bench, accumulate: str | Accumulation | None, seed: int) -> tuple[list[Epilogue], list[Finding]]:
-    """The epilogues that fit, the likeliest first, and the findings ``epilogue`` and ``epilogue with bias``."""
+    """The epilogues that fit, the likeliest first.
+
+    Returns:  the epilogues, and the findings ``epilogue`` and ``epilogue with bias``.
+    """
     rng = np.random.default_rng(seed)
     plain = [e for e in candidates() if e.bias is None and e.rounding == bench.rounding and not (e.round_first and bench.out == FLOAT32)]
     fits, found = _fitting(bench, accumulate, plain, rng)
@@ -74,7 +77,7 @@ def epilogue(bench: Bench, accumulate: str | Accumulation | None, seed: int) -> 
 
 
 def candidates() -> Iterator[Epilogue]:
-    """Every epilogue that can be found: first those that have a name, then the other combinations."""
+    """Every epilogue that is tried: first those with a name, then the other combinations."""
     yield from EPILOGUES.values()
     named = {(e.scale, e.round_first, e.bias, e.rounding) for e in EPILOGUES.values()}
     for rounding, round_first, scale, bias in itertools.product(ROUNDINGS, (False, True), SCALES, (None, *BIASES)):
@@ -86,7 +89,10 @@ def candidates() -> Iterator[Epilogue]:
 def under_scales(
     bench: Bench, drawn: Sequence[np.ndarray], rng: np.random.Generator, factor: float = 1.0
 ) -> tuple[Quantized, Quantized, np.ndarray]:
-    """Run random operands under random scales: the sampled rows of a and of b, and their results, float32."""
+    """Run operands from codes under random scales.
+
+    Returns:  the sampled rows of a and of b, and their results, float32.
+    """
     a, b = _operands(bench.gemm, drawn, (bench.fmt_a, bench.fmt_b), rng, factor)
     rows, columns = bench.sampled
     found = np.ascontiguousarray(bench.gemm.multiply(a, b)[0][np.ix_(rows, columns)])
@@ -134,6 +140,6 @@ def _fitting(
 def _operands(
     scaled: ScaledGemm, codes: Sequence[np.ndarray], fmts: Sequence[Format], rng: np.random.Generator, factor: float = 1.0
 ) -> list[Quantized]:
-    """Operands from codes, under random scales between 1/2 and 2 with random mantissas, times a factor."""
+    """Operands from codes, under random scales between 1/2 and 2, times a factor."""
     scales = (factor * 2.0 ** rng.uniform(-1, 1, (len(c), 1) if scaled.granularity == "rowwise" else ()) for c in codes)
     return [operand(c, fmt, scaled.granularity, scale) for c, fmt, scale in zip(codes, fmts, scales, strict=True)]

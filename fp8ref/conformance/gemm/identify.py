@@ -1,9 +1,10 @@
-"""Identify a scaled GEMM's arithmetic from its results: accumulation plan, epilogue and specials (SEMANTICS G-18).
+"""Identify a scaled GEMM's accumulation plan, epilogue and specials (SEMANTICS G-18).
 
 1. The output dtype and rounding, from sums of integers (``epilogues``).
 2. The width and roundings of one step (``step``), then the order of steps (``plans``).
 3. The epilogue: how scales and bias enter (``epilogues``).
-4. Plan and epilogue are confirmed on new random operands; then NaN, infinities and extremes (``specials``).
+4. Plan and epilogue are confirmed on new random operands; then NaN, infinities and extremes
+   (``specials``).
 """
 
 import dataclasses
@@ -57,7 +58,7 @@ class Identified(Result):
 
     @property
     def unlike(self) -> list[Finding]:
-        """Findings that differ from the simulator although random results do not: specials, extremes, the bias."""
+        """Specials, extremes and the bias, where they differ from the simulator."""
         return [f for f in self.findings if f.what in specials.KINDS and f.value not in specials.ALIKE]
 
     @property
@@ -76,7 +77,7 @@ class Identified(Result):
         return {**of_sums, "epilogue": self.epilogue and self.epilogue.name, "out_dtype": self.bench.out.name}
 
     def to_dict(self) -> dict[str, Any]:
-        """As --json writes it: ok, subject, shape, formats, plan, confirmed, and the evidence of each finding."""
+        """As --json writes it: ok, subject, shape, formats, plan, confirmed and evidence."""
         bench = self.bench
         return {
             "ok": self.ok,
@@ -184,7 +185,10 @@ def _accumulation(bench: Bench, drawn: Sample) -> tuple[Sequence[str | Accumulat
 def _confirmed(
     bench: Bench, plans: Sequence[str | Accumulation], fitting: Sequence[Epilogue], seed: int
 ) -> tuple[list[tuple[str | Accumulation, Epilogue]], int, int]:
-    """The pairs that fit new random results best: the pairs, how many results were compared, how many are equal."""
+    """The pairs that fit new random results best.
+
+    Returns:  the pairs, how many results were compared, and how many are equal.
+    """
     pairs = [(plan, epilogue) for plan in plans for epilogue in fitting]
     if not pairs:
         return [], 0, 0

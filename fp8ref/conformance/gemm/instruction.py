@@ -1,4 +1,4 @@
-"""Identify one tensor-core instruction, D = A B^T + C, whose accumulator is an operand (SEMANTICS G-10, G-11).
+"""Identify one tensor-core instruction, D = A B^T + C (SEMANTICS G-10, G-11).
 
 The step from C = 0 is identified as a GEMM of K = 32. Its unit then has to predict the results for
 groups of chosen accumulators, and for random ones.
@@ -32,7 +32,10 @@ FULL, TOP_FLOAT = 0x7F7FFFFF, 128
 
 @dataclass(frozen=True, kw_only=True)
 class InstructionGroup:
-    """A group of Q instructions: codes a and b [Q, 32], accumulators c and results d, float32 [Q]."""
+    """A group of Q instructions.
+
+    Shapes:   codes a and b [Q, 32]; accumulators c and results d [Q], float32.
+    """
 
     group: str
     a: np.ndarray
@@ -110,7 +113,10 @@ class Pairings(Result):
 
 
 def as_scaled_gemm(multiply: Multiply, name: str) -> ScaledGemm:
-    """The instruction with an accumulator of 0 as a GEMM of K = 32; it ignores scales, which are one."""
+    """The instruction with an accumulator of 0 as a GEMM of K = 32.
+
+    It ignores scales, which are one.
+    """
 
     def function(a: Quantized, b: Quantized) -> np.ndarray:
         return multiply(a.codes, b.codes, np.zeros((len(a.codes), len(b.codes)), np.float32), a.fmt, b.fmt)
@@ -121,7 +127,10 @@ def as_scaled_gemm(multiply: Multiply, name: str) -> ScaledGemm:
 def identify(
     multiply: Multiply, fmt_a: Format, fmt_b: Format, *, name: str, count: int, about: Mapping[str, str] | None = None, seed: int = 0
 ) -> Instruction:
-    """Identify an instruction; at least ``count`` results of random operands and accumulators are compared."""
+    """Identify an instruction.
+
+    At least ``count`` results of random operands and accumulators are compared.
+    """
     bench = Bench(gemm=as_scaled_gemm(multiply, name), m=SIDE, n=SIDE, k=K_STEP, fmt_a=fmt_a, fmt_b=fmt_b)
     width = step.width(bench)
     units, found = step.units(bench, width.value) if isinstance(width.value, int) else ([], [])

@@ -20,7 +20,7 @@ def named(name: str, *, fast: bool = False, out_dtype: str | None = None, granul
     fast       use the library's fast accumulation.
     out_dtype  that the library rounds to: by default float32, and bfloat16 for torch-rowwise, which
                has no other on a GPU.
-    Raises:    ValueError: an unknown name or dtype, a function that cannot be found, an unused option.
+    Raises:    ValueError: an unknown name or dtype, a missing function, an unused option.
                ImportError: the framework is not installed.
     """
     if ":" in name:

@@ -35,10 +35,11 @@ SIDES = (8, 32, 256)  # rows and columns of a random result that plans are compa
 
 
 def places(bench: Bench, unit: TensorCore) -> np.ndarray | str:
-    """For every 32 of K, how many steps come before it in its chain, [K / 32]; or why that cannot be measured."""
+    """How many steps come before each 32 of K in its chain, [K / 32]; or why that is unknown."""
     steps = range(0, bench.k, K_STEP)
-    # So small that all of them together are below the last bit kept beside the large number: then what
-    # is lost does not depend on their order. In float16 the sum of those left is still a number.
+    # So small that all of them together are below the last bit kept beside the large number: then
+    # what is lost does not depend on their order. In float16 the sum of those left is still a
+    # number.
     bits = (len(steps) - 1).bit_length()
     top = min(bench.top, unit.fraction_bits + 15) if bench.out == FLOAT16 else bench.top
     small = top - unit.fraction_bits - bits - 1
@@ -55,7 +56,7 @@ def places(bench: Bench, unit: TensorCore) -> np.ndarray | str:
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """Random operands, codes [M, K] and [N, K], and the GEMM's result under scales of one, float32 [M, N]."""
+    """Random codes [M, K] and [N, K], and the GEMM's result under scales of one, float32 [M, N]."""
 
     a: np.ndarray
     b: np.ndarray
@@ -93,10 +94,10 @@ def draw_sample(bench: Bench, seed: int) -> Sample:
 
 
 def fitting_plans(bench: Bench, units: Sequence[TensorCore], drawn: Sample) -> tuple[list[Accumulation], list[Finding]]:
-    """The plans that have the measured places in chains and the bits of random sums, the simplest first.
+    """The plans with the measured places in chains and the bits of random sums.
 
     units     that fit one step equally: the first for which a plan fits is taken.
-    Returns:  the plans, and the simplest one's ``accumulator``, ``promotion``, ``split_k``,
+    Returns:  the plans, the simplest first, and its ``accumulator``, ``promotion``, ``split_k``,
               ``split_order`` and ``split_tile`` as findings.
     """
     found = places(bench, units[0])
@@ -167,7 +168,10 @@ def _short(places: np.ndarray) -> str:
 
 
 def plan_to_dict(accumulate: str | Accumulation) -> dict[str, Any]:
-    """An accumulation as JSON: ``accumulate`` names one without a tensor core, else the unit's and the plan's keys are set."""
+    """An accumulation as JSON.
+
+    ``accumulate`` names one without a tensor core, else the unit's and the plan's keys are set.
+    """
     if isinstance(accumulate, str):
         return {"accumulate": accumulate} | dict.fromkeys(UNIT + PLAN)
     return {"accumulate": None} | {key: getattr(accumulate.unit, key) for key in UNIT} | {key: getattr(accumulate, key) for key in PLAN}
@@ -176,7 +180,8 @@ def plan_to_dict(accumulate: str | Accumulation) -> dict[str, Any]:
 def accumulation(plan: Mapping[str, Any], *, evidence: str) -> str | Accumulation:
     """Read the accumulation of a plan that a probe wrote.
 
-    Raises:   ValueError: keys that are missing, or null because the probe could not tell; invalid values.
+    Raises:   ValueError: keys that are missing, or null because the probe could not tell; invalid
+              values.
     """
     if plan.get("accumulate") is not None:
         return str(plan["accumulate"])

@@ -1,4 +1,4 @@
-"""Record a GEMM's or an instruction's results bit for bit, and verify recordings without the hardware.
+"""Record a GEMM's results bit for bit, and verify recordings without the hardware.
 
 A recording is NAME.json, which holds the GEMM, the formats and the identified plan, and NAME.npz,
 which holds operands and results.
@@ -33,7 +33,10 @@ FORMAT = "fp8ref recording 1"
 
 @dataclass(frozen=True, kw_only=True)
 class Verified:
-    """One verified recording: results that were computed again, and those with the recorded bits."""
+    """One verified recording.
+
+    compared   results that were computed again; equal: those with the recorded bits.
+    """
 
     path: Path
     compared: int
@@ -80,7 +83,10 @@ def verify_all(paths: Iterable[Path]) -> Recordings:
 
 
 def of_gemm(found: Identified, folder: Path, *, seed: int = 1) -> Path:
-    """Record some rows and columns of a GEMM: the random operands that identified it, under new random scales."""
+    """Record some rows and columns of a GEMM.
+
+    Its operands are those that identified it, under new random scales.
+    """
     bench, rng = found.bench, np.random.default_rng(seed)
     a, b, out = epilogues.under_scales(bench, [found.drawn.a, found.drawn.b], rng)
     rows, columns = (np.sort(rng.permutation(count)[:ROWS]) for count in out.shape)

@@ -15,15 +15,18 @@ OUT_DTYPES = {"float32": FLOAT32, "bfloat16": BFLOAT16, "float16": FLOAT16}
 
 
 class ProbeError(ValueError):
-    """An invalid GEMM: it raises, gives another shape or type, changes its operands, or is not deterministic."""
+    """An invalid GEMM.
+
+    It raises, gives another shape or type, changes its operands, or is not deterministic.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScaledGemm:
     """A scaled GEMM: a function of two quantised operands.
 
-    function     (Quantized a [M, K], Quantized b [N, K]) -> [M, N], an array of NumPy, PyTorch or JAX
-                 in float32, bfloat16 or float16; with ``bias`` set, also bias [N] of float32.
+    function     (Quantized a [M, K], Quantized b [N, K]) -> [M, N], an array of NumPy, PyTorch or
+                 JAX in float32, bfloat16 or float16; with ``bias`` set, also bias [N] of float32.
     granularity  of the scales it takes.
     about        what it runs on: device, versions, flags.
     """
@@ -39,7 +42,8 @@ class ScaledGemm:
 
         Raises:   ProbeError: the GEMM is invalid.
         """
-        # A probe reads single bits: a result that changes between runs would be taken for arithmetic.
+        # A probe reads single bits: a result that changes between runs would be taken for
+        # arithmetic.
         with_bias = {} if bias is None else {"bias": bias}
         first, dtype = self._once(a, b, with_bias)
         again, _ = self._once(a, b, with_bias)

@@ -1,4 +1,7 @@
-"""NaN, infinities, signs of zero, and results at both ends of a GEMM's range (SEMANTICS G-2, G-6, G-11)."""
+"""NaN, infinities, signs of zero, and results at both ends of a GEMM's range.
+
+SEMANTICS G-2, G-6, G-11.
+"""
 
 import numpy as np
 
@@ -17,7 +20,7 @@ ALIKE = ("as IEEE 754", "as the simulator has them", *(e.name for e in epilogues
 
 
 def specials(bench: Bench) -> list[Finding]:
-    """Find ``nan``, ``infinities`` and ``zeros of sums``: as G-6 states them, or what the GEMM gives instead."""
+    """Find ``nan``, ``infinities`` and ``zeros of sums``: as G-6 states them, or other values."""
     one_a, one_b = _code(bench.fmt_a, 1.0), _code(bench.fmt_b, 1.0)
     nan_a, nan_b = bench.fmt_a.nan_code, bench.fmt_b.nan_code
     stimuli: dict[str, tuple[dict[int, tuple[int, int]], str]] = {
@@ -56,7 +59,7 @@ def specials(bench: Bench) -> list[Finding]:
 
 
 def extremes(bench: Bench, accumulate: str | Accumulation, epilogue: Epilogue, seed: int) -> list[Finding]:
-    """Find ``small results``, subnormal in the output dtype or less, and ``large results``, near its largest or beyond.
+    """Find ``small results`` and ``large results``: at both ends of the output dtype, and beyond.
 
     Random operands are run under scales that move their results there.
     """

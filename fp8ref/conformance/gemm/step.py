@@ -1,4 +1,4 @@
-"""One step of the accumulation: its width, which bits of its terms it keeps, and which of its result (SEMANTICS G-10, G-18).
+"""Identify one step of the accumulation: its width, and the bits it keeps (SEMANTICS G-10, G-18).
 
 A step adds up to 32 products to the accumulator at once. Candidate units of the simulator are
 narrowed by groups of stimuli: those stay whose predicted results are the GEMM's. Most stimuli
@@ -32,8 +32,8 @@ def width(bench: Bench) -> Finding:
     """
     # 2^large is at 0 and -2^large at j; the other 30 products are small. From the group of 0 to the
     # group of j the sum holds the large number, and small ones are lost. Those in later groups are
-    # kept. How many are kept, for every j, shows the groups' width. Large and small are as far apart
-    # as the formats allow, while the sum of 30 small ones is still a result.
+    # kept. How many are kept, for every j, shows the groups' width. Large and small are as far
+    # apart as the formats allow, while the sum of 30 small ones is still a result.
     large, small, start = bench.top, max(bench.bottom, -19 if bench.out == FLOAT16 else bench.bottom), bench.k - K_STEP
     pairs = range(1, K_STEP)
     filled = dict.fromkeys(range(start, bench.k), bench.power(small))
@@ -51,7 +51,10 @@ def width(bench: Bench) -> Finding:
 
 
 def units(bench: Bench, fused_width: int) -> tuple[list[TensorCore], list[Finding]]:
-    """The tensor cores of this width that predict all results, the likeliest first, and findings about them."""
+    """The tensor cores of this width that predict all results, the likeliest first.
+
+    Returns:  the tensor cores, and findings about them.
+    """
     plain = TensorCore(name="probed", fused_width=fused_width, fraction_bits=13, output_bits=23, evidence="probed")
     fitting = [dataclasses.replace(plain, fraction_bits=bits, rounding=how) for bits in range(25, 0, -1) for how in ROUNDINGS]
     fitting, terms = _narrowed(bench, fitting, _terms(bench), {"fraction_bits": "", "rounding": "1.5"})
@@ -108,7 +111,7 @@ def _narrowed(
 
 
 def _predicted(bench: Bench, a: np.ndarray, b: np.ndarray, unit: TensorCore) -> np.ndarray:
-    """A unit's results, float32 [Q], of stimuli in codes [Q, K] whose terms are in the last 32 of K."""
+    """A unit's results [Q] of stimuli in codes [Q, K] whose terms are in the last 32 of K."""
     left, right = (cast.decode(codes[:, None, -K_STEP:], fmt) for codes, fmt in ((a, bench.fmt_a), (b, bench.fmt_b)))  # [Q, 1, 32]
     zero = np.zeros((len(a), 1, 1), np.float32)
     return bench.rounded(tensor_core.chain_plain(left, right, zero, bench.fmt_a, bench.fmt_b, unit)[:, 0, 0])
@@ -137,7 +140,10 @@ def _of_random_steps(bench: Bench, candidates: Sequence[TensorCore]) -> list[Ten
 
 
 def _terms(bench: Bench) -> dict[str, Terms]:
-    """Stimuli 2^E - 2^E + x: the part of x that remains gives ``fraction_bits`` and ``rounding``."""
+    """Stimuli 2^E - 2^E + x.
+
+    The part of x that remains gives ``fraction_bits`` and ``rounding``.
+    """
     large = bench.top
     pair = {0: bench.power(large), 1: bench.power(large, -1)}
     return {f"2^{large} - 2^{large} {name}": {**pair, 2: small} for name, small in _small(bench, range(large - 1, large - FAR, -1))}
@@ -171,7 +177,10 @@ def _about_exponents(bench: Bench, fraction_bits: int) -> dict[str, Terms]:
 
 
 def _results(bench: Bench, unit: TensorCore) -> dict[str, Terms]:
-    """Stimuli whose sums have more bits than their terms; for narrow output dtypes also sums next to a tie."""
+    """Stimuli whose sums have more bits than their terms.
+
+    For narrow output dtypes also sums next to a tie.
+    """
     least = max(bench.bottom, -24) + 1
     base = least + unit.fraction_bits  # the exponent of the terms, whose last place is then 2^least
     if base > bench.top:

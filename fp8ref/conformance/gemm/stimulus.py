@@ -1,8 +1,8 @@
 """Stimuli for a GEMM: rows of products whose sum shows how it is computed.
 
-One stimulus is a row of a and a row of b; the GEMM's result for the pair is its answer. Many are run
-in one GEMM: stimulus i is row i of a and row i of b, and both repeat along M and N. The answer to
-stimulus i then stands at every place [r, c] with r = c = i modulo the number of stimuli. All of
+One stimulus is a row of a and a row of b; the GEMM's result for the pair is its answer. Many are
+run in one GEMM: stimulus i is row i of a and row i of b, and both repeat along M and N. The answer
+to stimulus i then stands at every place [r, c] with r = c = i modulo the number of stimuli. All of
 these must be equal, which exposes a GEMM whose arithmetic differs between tiles of its result.
 """
 
@@ -26,7 +26,7 @@ class VariesError(ProbeError):
 
 @dataclass(frozen=True, kw_only=True)
 class Bench:
-    """A GEMM on the bench: its shape, its operands' formats, and the format and rounding of its results."""
+    """A GEMM of one shape, with the formats of its operands and the rounding of its results."""
 
     gemm: ScaledGemm
     m: int
@@ -43,7 +43,10 @@ class Bench:
 
     @property
     def sampled(self) -> tuple[np.ndarray, np.ndarray]:
-        """Rows and columns of a result that the simulator computes too: all, or at most 256, evenly spaced from first to last."""
+        """Rows and columns of a result that the simulator computes too.
+
+        All, or at most 256, evenly spaced from first to last.
+        """
         return tuple(np.unique(np.linspace(0, n - 1, min(n, SAMPLED)).astype(int)) for n in (self.m, self.n))  # type: ignore[return-value]
 
     @property
@@ -69,7 +72,10 @@ class Bench:
         return 2.0 ** _emax(self.fmt_a), 2.0 ** _emax(self.fmt_b)
 
     def tiny(self, exponent: int) -> tuple[float, float] | None:
-        """Two numbers whose product is 2^exponent, subnormal if necessary; None if the formats have none."""
+        """Two numbers whose product is 2^exponent, subnormal if necessary.
+
+        None if the formats have none.
+        """
         if exponent >= self.bottom:
             return self.power(exponent)
         x = 2.0**exponent / self.fmt_b.smallest_subnormal

@@ -1,4 +1,7 @@
-"""Run Hopper's ``wgmma.mma_async`` m64n8k32 alone, with FP8 operands and any accumulator; compiled on first use."""
+"""Run Hopper's ``wgmma.mma_async`` m64n8k32 alone, with FP8 operands and any accumulator.
+
+Compiled on first use.
+"""
 
 import ctypes
 import functools
@@ -27,7 +30,7 @@ Multiply = Callable[[np.ndarray, np.ndarray, np.ndarray, Format, Format], np.nda
 
 
 def nvcc() -> str:
-    """Find the compiler: in CUDA_HOME, on the PATH, in /usr/local/cuda, or in the package nvidia-cuda-nvcc.
+    """Find nvcc: in CUDA_HOME, on the PATH, in /usr/local/cuda, or in the package nvidia-cuda-nvcc.
 
     Raises:   ProbeError: there is none.
     """
@@ -81,7 +84,9 @@ def device() -> dict[str, str]:
 
 
 def instruction() -> Multiply:
-    """The instruction as a function: (a [M, 32], b [N, 32], c [M, N], formats) -> c + a b^T, float32 [M, N].
+    """The instruction as a function that returns c + a b^T.
+
+    Shapes:   a [M, 32]; b [N, 32]; c and the result [M, N], float32.
 
     Sums of integers, which every accumulation gives exactly, check the kernel first.
 
@@ -98,7 +103,7 @@ def instruction() -> Multiply:
 
 
 def right_on_integers(multiply: Multiply) -> bool:
-    """True if sums of integers from -4 to 4 and an accumulator are exact, for every pair of formats."""
+    """True if sums of small integers and an accumulator are exact, for every pair of formats."""
     rng = np.random.default_rng(0)
     for fmt_a, fmt_b in PAIRS:
         a, b = rng.integers(-4, 5, (2 * TILE_M, K)), rng.integers(-4, 5, (3 * TILE_N, K))
@@ -112,7 +117,10 @@ def right_on_integers(multiply: Multiply) -> bool:
 
 
 def tiles(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Cut operands into tiles [tiles, 64, 32], [tiles, 8, 32] and [tiles, 64, 8], padded with zeros; tiles go along N first."""
+    """Cut operands into tiles, padded with zeros; tiles go along N first.
+
+    Shapes:   a [tiles, 64, 32]; b [tiles, 8, 32]; c [tiles, 64, 8].
+    """
     rows, columns = -(-len(a) // TILE_M), -(-len(b) // TILE_N)
     a = np.pad(a, ((0, rows * TILE_M - len(a)), (0, 0))).reshape(rows, TILE_M, K)
     b = np.pad(b, ((0, columns * TILE_N - len(b)), (0, 0))).reshape(columns, TILE_N, K)

@@ -1,4 +1,4 @@
-"""Compare two backends' scales, codes, GEMM results and attention with the simulator's: which backend is at fault?
+"""Compare two backends' differing values with the simulator's: which backend is at fault?
 
 Each function gives the reason of one difference. Where the simulator defines the bits, a backend
 that differs from it is at fault. Where a clause leaves the order of a sum to the library, both
@@ -44,7 +44,10 @@ class Context:
 
 
 def of_attention(a: Value, b: Value, module: str, context: Context) -> Reason:
-    """Why attention's output differs: equal queries, keys and values give outputs within B-11, if they are observed."""
+    """Why attention's output differs.
+
+    Equal queries, keys and values give outputs within B-11, if they are observed.
+    """
     projections = [context.outputs.get(f"{module}.{p}_proj") for p in "qkv"]
     q, k, v = projections
     if q is None or k is None or v is None:
@@ -60,7 +63,8 @@ def of_attention(a: Value, b: Value, module: str, context: Context) -> Reason:
             (),
             f"no clause explains it: queries, keys and values are equal, and B-11's bound is exceeded ({shown} of it): a fault of attention",
         )
-    # Within the bound, the share of elements equal to each variant shows which order a library uses.
+    # Within the bound, the share of elements equal to each variant shows which order a library
+    # uses.
     before, after = ([int((out == variant).sum()) for out in outs] for variant in (simulated.before, simulated.after))
     return Reason(
         ("M-3", "B-11"),
@@ -71,7 +75,10 @@ def of_attention(a: Value, b: Value, module: str, context: Context) -> Reason:
 
 
 def of_cast(a: Value, b: Value, context: Context) -> Reason:
-    """Why a scale or codes of equal tensors differ: their bits are defined, and a backend without them is at fault."""
+    """Why a scale or codes of equal tensors differ.
+
+    Their bits are defined, and a backend without them is at fault.
+    """
     assert a.cast is not None
     assert a.gemm is not None
     at = OPERANDS[a.gemm].index(a.role)
@@ -123,9 +130,12 @@ def _used(v: Value, at: int, context: Context) -> scaling.Quantized:
 
 
 def of_sum(a: Value, b: Value, context: Context) -> Reason:
-    """Why results of equal operands differ: the order of the sum, if each backend sums as stated; else a fault.
+    """Why results of equal operands differ: the order of the sum, or else a fault.
 
-    As stated means within B-1 of the exact result, or under simulated hardware the plan's bits (B-12).
+    It is the order if each backend sums as stated.
+
+    As stated means within B-1 of the exact result, or under simulated hardware the plan's bits
+    (B-12).
     """
     assert a.observation is not None
     qa, qb = (q if q.axis == 1 else transposed(q) for q in (_used(a, at, context) for at in (0, 1)))

@@ -18,7 +18,8 @@ class Difference:
               shapes or formats differ.
     a, b      the two elements, with their bits; or the two shapes and formats.
     differ    how many of ``of`` elements differ.
-    worst     the largest distance, counted in neighbouring numbers of ``unit``; None without elements.
+    worst     the largest distance, counted in neighbouring numbers of ``unit``; None without
+              elements.
     largest   the largest distance as a number; None if it is not finite, or without elements.
     """
 
@@ -73,7 +74,8 @@ def _distance(x: np.ndarray, y: np.ndarray, fmt: Format | None) -> tuple[np.ndar
     wide = x.dtype == np.float64
     equal = (x.view(np.int64) == y.view(np.int64)) if wide else (x.view(np.int32) == y.view(np.int32))
     equal = equal | (np.isnan(x) & np.isnan(y))
-    # A bfloat16 is the upper half of a float32: without the lower 16 bits, distances count bfloat16 numbers.
+    # A bfloat16 is the upper half of a float32: without the lower 16 bits, distances count bfloat16
+    # numbers.
     low = 16 if _is_bfloat16(x) and _is_bfloat16(y) else 0
     left, right = (_ordered(v.astype(np.float32)) >> low for v in (x, y))
     return np.where(equal, 0, np.abs(left - right)), equal, "bfloat16" if low else "float32"

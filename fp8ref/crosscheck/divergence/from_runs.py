@@ -2,8 +2,8 @@
 
 1. The records bound the step: the first step whose recorded loss or grad_norm differ in a bit, or
    the last step before the first common checkpoint whose states differ.
-2. Both runs are continued, each in its own backend, up to that step (``live.find_divergence``). They
-   begin at their last common checkpoint with equal states, or at the weights of their configs.
+2. Both runs are continued, each in its own backend, up to that step (``live.find_divergence``).
+   They begin at their last common checkpoint with equal states, or at the weights of their configs.
 3. On the way every step is compared with what its run recorded. A run that this machine does not
    reproduce is named in the report's notes.
 """
@@ -38,7 +38,7 @@ INERT = ("run.eval_", "run.allow_fallback", "checkpoint.", "log.", "statistics."
 
 @dataclass(frozen=True)
 class CheckpointDifference:
-    """The first common checkpoint, after ``done`` steps, whose states differ, and their first difference."""
+    """The first common checkpoint whose states differ, after ``done`` steps, and where."""
 
     done: int
     states: tuple[list[Value], list[Value]]
@@ -66,7 +66,8 @@ class Recorded:
 def of_runs(a: Path, b: Path) -> DivergenceReport:
     """The first divergence of the runs in two directories.
 
-    Raises:   ConfigError: no runs, or damaged ones; models of other shapes; several devices; data that changed since.
+    Raises:   ConfigError: no runs, or damaged ones; models of other shapes; several devices; data
+              that changed since.
     """
     found = runs.read_all([a, b])
     given = [configs.from_dict(run.manifest["config"], source=f"{run.path / 'manifest.json'}") for run in found]
@@ -147,7 +148,10 @@ def _continue_both(found: Sequence[Run], sides: list[Side], records: Recorded, r
 
 
 def _only_recorded(found: Sequence[Run], sides: Sequence[Side], records: Recorded) -> Divergence:
-    """The divergence of records whose runs, continued here, do not diverge: a config no longer gives its run."""
+    """The divergence of records whose runs do not diverge when they are continued here.
+
+    One of the configs no longer gives its run.
+    """
     text = f"no clause explains it: from step {records.start} on both configs give one run up to there"
     if records.metric_differs and (records.checkpoint_differs is None or records.metric_differs[0] < records.checkpoint_differs.done):
         step, key = records.metric_differs
@@ -173,7 +177,9 @@ def _same(x: float, y: Any) -> bool:
 
 
 def _compare_metrics(a: Run, b: Run, report: Report) -> tuple[int, tuple[int, str] | None]:
-    """Compare recorded metrics: how many steps both recorded, and the first step and metric that differ.
+    """Compare recorded metrics.
+
+    Returns:  how many steps both recorded, and the first step and metric that differ.
 
     A step that ended one run as diverged, and that the other run took, differs in its loss.
     """

@@ -50,7 +50,8 @@ class Side:
 def of_backends(config: Config, a: str, b: str, *, steps: int = one_device.STEPS) -> DivergenceReport:
     """Train a config in two backends, or twice in one, from its initial weights.
 
-    Raises:   ConfigError: data too short, an unknown backend, several devices; ImportError: a backend that is not installed.
+    Raises:   ConfigError: data too short, an unknown backend, several devices; ImportError: a
+              backend that is not installed.
     """
     check_alone(config, "the config")
     if not 1 <= steps <= config.run.steps:
@@ -99,7 +100,9 @@ def find_divergence(
     advance: Callable[..., None] = lambda *_: None,
     after: Callable[[int, Metrics, Metrics], None] = lambda *_: None,
 ) -> Divergence | None:
-    """Train both from their state after ``start`` steps; return the first difference before step ``stop``.
+    """Train both from their state after ``start`` steps.
+
+    Return the first difference before step ``stop``.
 
     after   is called with the metrics of every step that both took.
     """
@@ -117,8 +120,8 @@ def find_divergence(
                 return located(step, *found, REASONS["tokens"])
             metrics = [side.trainer.step(t) for side, t in zip((a, b), tokens, strict=True)]
             after(step, metrics[0], metrics[1])
-            # Cheap every step: what it leaves. Only the step that differs is looked at value by value,
-            # by taking it again, since its operands are gone once the weights have changed.
+            # Cheap every step: what it leaves. Only the step that differs is looked at value by
+            # value, by taking it again, since its operands are gone once the weights have changed.
             if found := first_of(_results(a, metrics[0]), _results(b, metrics[1]), a.name, b.name, report):
                 for place, side in zip(places, (a, b), strict=True):
                     side.trainer.load(place, start)
@@ -171,7 +174,7 @@ def _first_in_step(a: Side, b: Side, tokens: np.ndarray, step: int, report: Repo
 
 
 def first_of(mine: Iterable[Value], theirs: Iterable[Value], a: str, b: str, report: Report) -> tuple[Value, Difference] | None:
-    """The first of A's values that differs from B's, or belongs to a GEMM that only one of them has.
+    """The first of A's values that differs from B's, or is of a GEMM that only one of them has.
 
     States of delayed scaling that only one of them has are skipped: the GEMM that takes its scale
     from them is compared. The report counts all values up to the first that differs.

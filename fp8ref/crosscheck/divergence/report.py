@@ -1,4 +1,4 @@
-"""The first divergence of two trainings: where it is, why, and the report that is printed and written as JSON (SEMANTICS B-10)."""
+"""Report the first divergence of two trainings: where it is, and why (SEMANTICS B-10)."""
 
 import json
 from collections.abc import Sequence
@@ -62,7 +62,8 @@ class Divergence:
 class DivergenceReport(Result):
     """The first divergence of A and B, or that there is none.
 
-    settings, versions   {dotted key: (A's, B's)} where they differ; keys that change no bit are left out.
+    settings, versions   {dotted key: (A's, B's)} where they differ; keys that change no bit are
+                         left out.
     start, steps         the step that the comparison began at, and how many steps were compared.
     notes                what limits the result, such as operands that were not observed.
     """
@@ -123,7 +124,10 @@ class DivergenceReport(Result):
 
 
 def located(step: int, v: Value, d: Difference, reason: Reason) -> Divergence:
-    """Place a difference: at its layer and role, or, for the input of a linear, at the site that computed it."""
+    """Place a difference at its layer and role.
+
+    The input of a linear is placed at the site that computed it.
+    """
     layer, role = v.layer, v.role
     gemm = f"{v.layer} {v.gemm}" if v.gemm and v.gemm != v.role else ""
     if v.gemm == "output" and (role, v.part) == ("input", "value"):
@@ -134,7 +138,7 @@ def located(step: int, v: Value, d: Difference, reason: Reason) -> Divergence:
 
 
 def _operands(v: Value, d: Difference) -> dict[str, str]:
-    """The bits that the first differing element was computed from, equal in both, as far as they were observed."""
+    """The equal bits that the first differing element was computed from, if observed."""
     if v.observation is None or v.gemm is None or d.element is None:
         return {}
     roles = dict(zip(OPERANDS[v.gemm], (v.observation.a, v.observation.b), strict=True))

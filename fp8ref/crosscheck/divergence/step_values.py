@@ -1,4 +1,7 @@
-"""The values of one training step, in the order in which two backends are compared (SEMANTICS B-10)."""
+"""The values of one training step, in the order in which two backends are compared.
+
+SEMANTICS B-10.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -57,7 +60,7 @@ class Value:
 
 @dataclass(frozen=True, kw_only=True)
 class Pass:
-    """A forward and backward pass before its step is taken: GEMMs in the order of the pass, logits, gradients."""
+    """GEMMs, logits and gradients of a forward and backward pass, before its step is taken."""
 
     gemms: Sequence[Observation]
     logits: np.ndarray | None
@@ -65,7 +68,10 @@ class Pass:
 
 
 def look(trainer: loop.Trainer, tokens: np.ndarray, config: Config, *, operands: bool) -> Pass:
-    """Run a forward and backward pass that updates nothing; operands: also observe FP8 GEMMs and logits."""
+    """Run a forward and backward pass that updates nothing.
+
+    operands   also observe FP8 GEMMs and logits.
+    """
     return Pass(
         gemms=in_pass_order(observe(trainer, tokens), config) if operands else [],
         logits=trainer.logits(tokens[:, :-1]) if operands else None,
@@ -76,7 +82,7 @@ def look(trainer: loop.Trainer, tokens: np.ndarray, config: Config, *, operands:
 def of_step(
     found: Pass, metrics: Mapping[str, float], tokens: np.ndarray, config: Config, recipes: Mapping[str, Recipe], learning_rate: float
 ) -> Iterator[Value]:
-    """The values between the states before and after a step: GEMMs, logits, loss, gradients, norm, learning rate."""
+    """GEMMs, logits, loss, gradients, norm and learning rate of a step, in that order."""
     # The order is B-10's: each value is computed from values before it. The first that differs has
     # equal inputs, so that its own operation is what differs.
     for o in found.gemms:
@@ -136,7 +142,10 @@ def site_before(linear: str) -> tuple[str, str]:
 
 
 def unobserved(layer: str, config: Config) -> list[str]:
-    """Linears before this layer in the forward pass whose output GEMM is in high precision: no observer sees them."""
+    """Linears before this layer in the forward pass whose output GEMM is in high precision.
+
+    No observer sees them.
+    """
     names = list(llama.linear_shapes(config.model))
     recipes = {d.path: d.recipe for d in config.decisions()}
     until = names.index(layer) if layer in names else len(names)

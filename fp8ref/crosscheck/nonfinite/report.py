@@ -1,4 +1,7 @@
-"""The first non-finite value of a step and what caused it, and the report of a rerun (SEMANTICS K-9)."""
+"""The first non-finite value of a step and what caused it, and the report of a rerun.
+
+SEMANTICS K-9.
+"""
 
 import math
 from collections.abc import Mapping
@@ -121,7 +124,10 @@ class RerunReport(Result):
 
     @property
     def faithful(self) -> bool:
-        """True if the backend's codes and scales are the simulator's: the training diverged, the implementation is right."""
+        """True if the backend's codes and scales are the simulator's.
+
+        Then the numbers diverged, and the implementation is right.
+        """
         return all(check.ok for name, check in self.report.checks.items() if "/finite/" not in name)
 
     @property
@@ -140,7 +146,7 @@ class RerunReport(Result):
         return self.report.to_dict() | {"ok": self.ok} | about
 
     def render(self, console: "Console") -> None:
-        """Print how the step failed, whether it failed again, the first non-finite value, and differing codes or scales."""
+        """Print how the step failed, whether it failed again, and the first non-finite value."""
 
         def say(text: str) -> None:
             console.print(text, markup=False, highlight=False, soft_wrap=True)

@@ -77,7 +77,10 @@ def rerun(path: Path) -> RerunReport:
 def simulated(
     report: Report, tokens: np.ndarray, weights: Mapping[str, np.ndarray], config: Config, recipes: Mapping[str, Recipe], states: States
 ) -> tuple[NonFinite | None, set[tuple[str, str]]]:
-    """The first non-finite value of the simulated forward pass, loss included; and (module, role) of all values before it."""
+    """Search the simulated forward pass, loss included.
+
+    Returns:  the first non-finite value, and (module, role) of all values before it.
+    """
     first: NonFinite | None = None
     finite: set[tuple[str, str]] = set()
 
@@ -105,7 +108,10 @@ def simulated(
 
 
 def check_codes(report: Report, observations: Sequence[Observation], recipes: Mapping[str, Recipe], states: States) -> int:
-    """Compare codes and scales of every operand with the simulator's, bit for bit; return how many operands."""
+    """Compare codes and scales of every operand with the simulator's, bit for bit.
+
+    Returns:  how many operands were compared.
+    """
     count = 0
     who = library_calls.quantizers({o.backend for o in observations})
     for o in observations:

@@ -1,4 +1,7 @@
-"""A backend's values of one step, in the order of its pass, each with why it may not be finite (SEMANTICS K-9)."""
+"""A backend's values of one step, in the order of its pass, each with why it may not be finite.
+
+SEMANTICS K-9.
+"""
 
 import math
 from collections.abc import Container, Iterator, Mapping, Sequence
@@ -15,7 +18,10 @@ from fp8ref.train.config import Config
 
 
 def of_gemms(observations: Sequence[Observation], recipes: Mapping[str, Recipe], batch: tuple[int, ...]) -> Iterator[tuple[Site, str]]:
-    """Operands, scales and output of FP8 GEMMs as sites, each with its cause if its parts do not show one."""
+    """Operands, scales and outputs of FP8 GEMMs as sites, each with its cause.
+
+    The cause is empty if the site's parts show it.
+    """
     for o in observations:
         operands = dict(zip(OPERANDS[o.gemm], (o.a, o.b), strict=True))
         for role, (hp, _, scale) in operands.items():
@@ -39,7 +45,9 @@ def in_backend(
     observations: Sequence[Observation],
     metrics: Mapping[str, float],
 ) -> Iterator[tuple[Site, str]]:
-    """The values after the forward pass's FP8 GEMMs: logits and loss; gradients from last to first layer; their norm.
+    """The values after the forward pass's FP8 GEMMs, in order.
+
+    Logits and loss come first, then gradients from the last layer to the first, then their norm.
 
     Each comes with its cause if its parts do not show one. The simulator's forward pass is finite.
     """
