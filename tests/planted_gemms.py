@@ -1,5 +1,7 @@
 """GEMMs whose arithmetic is known, for a probe to identify."""
 
+import dataclasses
+
 from fp8ref import epilogue as epilogues
 from fp8ref.conformance.gemm.scaled_gemm import ScaledGemm
 from fp8ref.formats import FLOAT32
@@ -22,3 +24,19 @@ def planted_gemm(accumulate, *, epilogue="scale_then_round", with_bias=None, out
         return gemm.matmul(a, b, accumulate=accumulate, epilogue=epilogues.by_name(chosen), out_dtype=out, bias=bias)
 
     return ScaledGemm(name="planted", function=function, granularity=granularity, bias=with_bias is not None)
+
+
+def fields(accumulation):
+    """A plan without names."""
+    named = dataclasses.asdict(accumulation)
+    del named["name"], named["unit"]["name"], named["unit"]["evidence"]
+    return named
+
+
+def check_planted(found, planted, *, alone=False):
+    """Every bit is the simulator's, and the planted plan is among those that fit; alone: it is the only one."""
+    assert found.ok, found.verdict
+    assert found.equal == found.compared >= 4096
+    assert fields(planted) in [fields(p) for p in found.plans]
+    if alone:
+        assert len(found.plans) == 1
