@@ -40,8 +40,8 @@ def crosscheck(config: Config, n: int, *, steps: int = STEPS, prepare: Watcher |
     """Train on every mesh data x fsdp of n ranks, and compare.
 
     All values of ``parallel``'s data, fsdp, gather, precompute_scales and reduction are tried, not
-    only the config's. Under amax_scope global, scope local is tried too, except for ``delayed``,
-    which has no local scope: only local dynamic scales can be computed by one process alone.
+    only the config's. If the config has amax_scope global, local is tried too: only local scales
+    can be repeated by one process without the others. Delayed scaling has no local scope.
 
     prepare   is called on every rank with every trainer before it trains; it is pickled.
     Returns:  the report, whose backends are named "torch 2x2 local" for data x fsdp and the scope,
@@ -49,12 +49,12 @@ def crosscheck(config: Config, n: int, *, steps: int = STEPS, prepare: Watcher |
               out, with the reason, by name.
     Raises:   ConfigError: a recipe without FP8 or not shared by both backends, a batch that the
               ranks do not share evenly, keys that this check does not take.
-              ranks.RankError: a rank failed.
+              process_group.RankError: a rank failed.
     """
     _check(config, n, steps)
     recipes = {d.path: d.recipe for d in config.decisions() if d.fp8}
-    asked = config.parallel.amax_scope
-    scopes = (asked,) if asked == "local" or RECIPES[config.numerics.recipe].delayed else SCOPES
+    scope = config.parallel.amax_scope
+    scopes = (scope,) if scope == "local" or RECIPES[config.numerics.recipe].delayed else SCOPES
     meshes = _meshes(n)
     batches = loader.open_batches(config)
     tokens = [batches.step(step) for step in range(steps + 1)]
@@ -89,13 +89,13 @@ class _Check:
         watched = [runs[next(iter(variants))] for runs in found]
         one = self._one_process(copies, parts)
         states = self._states(name, watched)
-        check_operands(self.report, name, config, self.recipes, watched, states)
+        check_ranks(self.report, name, config, self.recipes, watched, states)
         if scope == "global":
             check_first_layer(self.report, name, watched, one)
         # The one process takes each rank's rows in turn. Its dynamic scales are those of one rank's
         # rows, and so not those that global scope takes from the rows of all ranks.
         exact = scope == "local" or bool(states)
-        key = (scope, *self._tree(copies, parts))
+        key = (scope, *self._sum_order(copies, parts))
         if exact and copies <= 2:
             self._first[key] = "one process", one
         for rank, runs in enumerate(found):
@@ -110,15 +110,15 @@ class _Check:
     def _run(self, n: int, *what) -> list:
         return process_group.run(n, *what, timeout_s=self.config.parallel.timeout_s)
 
-    def _tree(self, copies: int, parts: int) -> tuple[int, int]:
+    def _sum_order(self, copies: int, parts: int) -> tuple[int, int]:
         """The order of the sum over ranks, as a key: a sum of two has only one order."""
         return (1, 2) if self.n == 2 else (copies, parts)
 
     def _one_process(self, copies: int, parts: int) -> Run:
-        tree = self._tree(copies, parts)
-        if tree not in self._replicated:
-            self._replicated[tree] = self._run(1, fsdp_run.replicate, self.config, *tree, self.tokens)[0]
-        return self._replicated[tree]
+        order = self._sum_order(copies, parts)
+        if order not in self._replicated:
+            self._replicated[order] = self._run(1, fsdp_run.replicate, self.config, *order, self.tokens)[0]
+        return self._replicated[order]
 
     def _compare(self, backend: str, rank: str, run: Run, against: str, expected: Run) -> None:
         """Compare two runs bit for bit."""
@@ -152,12 +152,10 @@ class _Check:
         return found
 
     def _bytes(self, name: str, parts: int, layers: list[str], runs: list[tuple[Run, Run]]) -> None:
-        """Check that gathering FP8 codes saves half of bfloat16's bytes in each pass.
-
-        All else is gathered alike.
-        """
+        """Check that gathering FP8 codes saves half of bfloat16's bytes in each of two passes."""
         shapes = {layer: runs[0][0].weights[f"{layer}.weight"].shape for layer in layers}
-        codes = 2 * sum(-(-rows // parts) * columns for rows, columns in shapes.values())  # shards are padded to equal lengths
+        # one byte less an element, in each of two passes; shards are padded to equal lengths
+        codes = 2 * sum(-(-rows // parts) * columns for rows, columns in shapes.values())
         check = self.report.check(f"model/bytes saved/value/{name} fp8")
         for fp8, compute in runs:
             compare_values(check, compute.gathered - fp8.gathered, codes, 1.0, names=("fewer bytes than in bfloat16", "bytes of FP8 codes"))
@@ -170,6 +168,7 @@ def _meshes(n: int) -> list[tuple[int, int]]:
 
 def _variants(copies: int, n: int, *, fp8: bool) -> Iterator[tuple[str, dict]]:
     """Settings of ``parallel`` that must not change a bit. The first is the run that is watched."""
+    # An ordered reduction takes at most two copies (P-13); gloo adds more in an order of its own.
     ordered = {"gather": "compute", "precompute_scales": True, "reduction": "ordered" if copies <= 2 else "native"}
     if fp8:
         yield "fp8", {**ordered, "gather": "fp8"}
@@ -201,7 +200,7 @@ def _check(config: Config, n: int, steps: int) -> None:
         raise ConfigError(f"--steps lies between 1 and run.steps = {config.run.steps}; got {steps}.")
 
 
-def check_operands(
+def check_ranks(
     report: Report,
     backend: str,
     config: Config,

@@ -83,6 +83,7 @@ def _of_parameter(v: Value, context: Context) -> Reason:
 
 
 def _of_gemm(a: Value, b: Value, d: Difference, context: Context) -> Reason:
+    # The order is that of the values: an operand's tensor, scale and codes come before the result.
     if a.cast != b.cast:
         return REASONS["recipe"]
     if a.part != "value":
@@ -98,9 +99,7 @@ def _of_gemm(a: Value, b: Value, d: Difference, context: Context) -> Reason:
 
 
 def _of_rounding(d: Difference, context: Context) -> Reason:
-    """Why a norm's output, or silu(gate) * up, differs.
-
-    Each is one float32 result, rounded once (M-3).
+    """Why a norm's output, or silu(gate) * up, differs: one float32 result, rounded once (M-3).
 
     Two float32 evaluations of up to 2^14 terms differ by less than 2^-9 of the result (gamma(n),
     Higham, section 3.1). A spacing of bfloat16 is at least 2^-8 of it. Their roundings are

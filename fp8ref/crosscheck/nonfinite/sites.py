@@ -25,7 +25,7 @@ def of_gemms(observations: Sequence[Observation], recipes: Mapping[str, Recipe],
     for o in observations:
         operands = dict(zip(OPERANDS[o.gemm], (o.a, o.b), strict=True))
         for role, (hp, _, scale) in operands.items():
-            why = f"it comes from {_before(o.layer, recipes)}" if role == "grad_output" else _backends_own(o.backend)
+            why = f"it comes from {_before(o.layer, recipes)}" if role == "grad_output" else _finite_in_sim(o.backend)
             yield Site(module=o.layer, role=role, value=whole(hp, role, batch)), why
             yield Site(module=o.layer, role=f"{role} scale", value=np.asarray(scale)), "the tensor's values are finite"
         out = np.asarray(o.out)
@@ -33,7 +33,8 @@ def of_gemms(observations: Sequence[Observation], recipes: Mapping[str, Recipe],
         yield Site(module=o.layer, role=o.gemm, value=whole(out, o.gemm, batch), factors=factors), ""
 
 
-def _backends_own(backend: str) -> str:
+def _finite_in_sim(backend: str) -> str:
+    """The cause of a backend's non-finite value that is finite in the simulator."""
     return f"the simulator's is finite: {backend} sums in another order, or has a fault"
 
 
@@ -51,10 +52,10 @@ def in_backend(
 
     Each comes with its cause if its parts do not show one. The simulator's forward pass is finite.
     """
-    backends_own = _backends_own(trainer.backend)
+    why_sim_differs = _finite_in_sim(trainer.backend)
     if not math.isfinite(metrics["loss"]):
-        yield Site(module="lm_head", role="output", value=trainer.logits(tokens[:, :-1])), backends_own
-        yield Site(module="loss", role="mean", value=np.asarray(metrics["loss"])), backends_own
+        yield Site(module="lm_head", role="output", value=trainer.logits(tokens[:, :-1])), why_sim_differs
+        yield Site(module="loss", role="mean", value=np.asarray(metrics["loss"])), why_sim_differs
     if all(map(math.isfinite, metrics.values())):
         yield from of_gemms([o for o in observations if o.gemm != "output"], recipes, tokens.shape)
         return
