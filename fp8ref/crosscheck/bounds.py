@@ -25,7 +25,7 @@ T_CURVE = 9.1  # Student's t, two-sided 1e-4, REPLICATES = 6 degrees of freedom:
 
 
 def gamma(n: int) -> float:
-    """The relative error of n float32 roundings: n u / (1 - n u), u = 2^-24 (Higham, section 3.1)."""
+    """Relative error of n float32 roundings: n u / (1 - n u), u = 2^-24 (Higham, section 3.1)."""
     return n * 2.0**-24 / (1 - n * 2.0**-24)
 
 

@@ -53,8 +53,8 @@ def crosscheck(config: Config, n: int, *, steps: int = STEPS, prepare: Watcher |
     """
     _check(config, n, steps)
     recipes = {d.path: d.recipe for d in config.decisions() if d.fp8}
-    scope = config.parallel.amax_scope
-    scopes = (scope,) if scope == "local" or RECIPES[config.numerics.recipe].delayed else SCOPES
+    chosen = config.parallel.amax_scope
+    scopes = (chosen,) if chosen == "local" or RECIPES[config.numerics.recipe].delayed else SCOPES
     meshes = _meshes(n)
     batches = loader.open_batches(config)
     tokens = [batches.step(step) for step in range(steps + 1)]

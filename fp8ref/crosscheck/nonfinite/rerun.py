@@ -59,8 +59,8 @@ def rerun(path: Path) -> RerunReport:
         advance("every FP8 GEMM")
         metrics = trainer.step(tokens)  # last: a finite step changes the weights
         advance("the step")
-        # The simulator's forward pass is searched first, as it knows the parts of every value. Where
-        # its values are finite, the backend's own GEMMs may still not be.
+        # The simulator's forward pass is searched first, as it knows the parts of every value.
+        # Where its values are finite, the backend's own GEMMs may still not be.
         before = [o for o in observations if o.gemm == "output" and (o.layer, "output") in finite]
         sites: Iterable[tuple[Site, str]] = of_gemms(before, recipes, tokens.shape)
         if first is None:
