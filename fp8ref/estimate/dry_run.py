@@ -4,10 +4,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from fp8ref.estimate import gemms, kernels, memory, step_time, traffic
-from fp8ref.estimate.gpu_rates import PUBLISHED
-from fp8ref.estimate.gpus import GPUS
-from fp8ref.train import device_shapes, feasibility, hardware
+from fp8ref.estimate import kernels, linear_cost, memory, step_time, traffic
+from fp8ref.estimate.gpu_rates import GPUS, PUBLISHED
+from fp8ref.train import device_shapes, hardware
 from fp8ref.train.config import Config
 
 
@@ -16,7 +15,7 @@ def show(config: Config, backend: str, console: Console) -> None:
 
     Raises:   ConfigError: a config that the backend would refuse, whatever it ran on.
     """
-    feasibility.check(config, backend)
+    device_shapes.check(config, backend)
     for made in (_sizes, _memory, _linears, _gemms, _traffic, _break_even):
         table = made(config, backend)
         # beside the table, or a narrow one would fold them
@@ -65,7 +64,7 @@ def _linears(config: Config, backend: str) -> Table:
     table = _table(f"Linears under recipe {config.numerics.recipe!r}", "linear", ">weight [N, K]", ">of them", "FP8", "why")
     groups: dict[tuple, int] = {}
     for d in config.decisions():
-        key = (gemms.name(d.path), d.shape, d.fp8, d.reason.replace(d.path, gemms.name(d.path)))
+        key = (linear_cost.short_name(d.path), d.shape, d.fp8, d.reason.replace(d.path, linear_cost.short_name(d.path)))
         groups[key] = groups.get(key, 0) + 1
     for (name, shape, fp8, why), count in groups.items():
         table.add_row(name, f"{list(shape)}", str(count), "yes" if fp8 else "no", why)
@@ -80,8 +79,8 @@ def _gemms(config: Config, backend: str) -> Table:
     groups: dict[tuple, list[str]] = {}
     flops, in_fp8 = 0, 0
     for d in step_time.with_tied(config):
-        for g in gemms.gemms(d, config, backend):
-            groups.setdefault((g.which, g.m, g.n, g.k, g.how), []).append(gemms.name(g.linear))
+        for g in linear_cost.gemm_shapes(d, config, backend):
+            groups.setdefault((g.which, g.m, g.n, g.k, g.runs_in), []).append(linear_cost.short_name(g.linear))
             flops += 2 * g.m * g.n * g.k
             in_fp8 += 2 * g.m * g.n * g.k * g.fp8
     for (which, m, n, k, how), names in groups.items():
@@ -109,7 +108,7 @@ def _break_even(config: Config, backend: str) -> Table:
     columns = [step_time.linears(config, backend, ceilings) for ceilings in PUBLISHED.values()]
     seen = set()
     for (decision, _), *ledgers in zip(columns[0], *([one for _, one in column] for column in columns), strict=True):
-        key = (gemms.name(decision.path), decision.shape, decision.fp8)
+        key = (linear_cost.short_name(decision.path), decision.shape, decision.fp8)
         if key in seen:
             continue
         seen.add(key)

@@ -6,19 +6,31 @@ into a few pieces, whose float32 parts are added afterwards, where that is faste
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from fp8ref.estimate import kernels as passes
-from fp8ref.estimate.gemms import gemms as shapes_of
+from fp8ref.estimate import kernels
 from fp8ref.estimate.gpu_rates import Ceilings
-from fp8ref.estimate.kernels import Fusion
-from fp8ref.recipe import Decision, Gemm, Recipe
+from fp8ref.estimate.kernels import Fusion, multiplies_fp8
+from fp8ref.recipe import Decision, Gemm, GemmSpec, Recipe
 from fp8ref.train.config import Config
-from fp8ref.train.device_shapes import in_fp8
+from fp8ref.train.device_shapes import in_fp8, tokens, used
 
 TILES, PIECES = ((128, 256), (256, 128), (128, 128)), (1, 2, 4, 8)  # of a result on one processor, as cuBLAS's on Hopper; of a sum
 Size = tuple[Gemm, int, int, int]  # [M, K] x [N, K] -> [M, N]
+
+
+@dataclass(frozen=True)
+class GemmShape:
+    """One GEMM on one device: [M, K] x [N, K] -> [M, N], of a linear, and how it runs."""
+
+    linear: str
+    which: Gemm
+    m: int
+    n: int
+    k: int
+    runs_in: str
+    fp8: bool
 
 
 @dataclass(frozen=True)
@@ -41,6 +53,29 @@ class Ledger:
         return self.bf16 / self.seconds if self.parts else None
 
 
+def short_name(linear: str) -> str:
+    """model.layers.7.mlp.up_proj -> up_proj."""
+    return linear.split(".")[-1]
+
+
+def gemm_shapes(decision: Decision, config: Config, backend: str) -> Iterator[GemmShape]:
+    """The three of a linear, of one part of a batch (SEMANTICS L-2)."""
+    m, (n, k) = tokens(config), used(decision.path, decision.shape, config)
+    if short_name(decision.path) == "lm_head" and config.parallel.sequence and backend == "jax":
+        m //= config.parallel.tensor  # whole along tensor, of its own tokens
+    for which, dims in (("output", (m, n, k)), ("grad_input", (m, k, n)), ("grad_weight", (n, k, m))):
+        spec = decision.recipe.gemms[which]  # type: ignore[index]
+        yield GemmShape(decision.path, which, *dims, runs_in(spec, backend), multiplies_fp8(spec, backend))  # type: ignore[arg-type]
+
+
+def runs_in(spec: GemmSpec, backend: str) -> str:
+    """Formats, granularities and accumulation of a GEMM, as on an H100 or H200."""
+    if spec.a is None or spec.b is None:
+        return "bf16"
+    operands = " x ".join(f"{cast.fmt.name} {cast.granularity}" + " delayed" * (cast.delayed is not None) for cast in (spec.a, spec.b))
+    return f"{operands}, {spec.accumulate}" if multiplies_fp8(spec, backend) else f"{operands}, dequantised: no FP8 GEMM (G-16)"
+
+
 def gemm_seconds(m: int, n: int, k: int, rate: float, bytes_: float, ceilings: Ceilings) -> float:
     """[M, K] x [N, K] -> [M, N], at a rate in FLOP a second, moving bytes_."""
     processors = ceilings.sheet.processors
@@ -61,18 +96,18 @@ def of_sizes(recipe: Recipe, sizes: Sequence[Size], how: Fusion, ceilings: Ceili
     if not any(recipe.gemms[which].fp8 for which, *_ in sizes):
         return Ledger(bf16, {}, len(sizes), len(sizes) * ceilings.launch)
     backend = "jax" if how == "xla" else "torch"
-    multiplied, kernels = 0.0, []
+    multiplied, made = 0.0, []
     for which, m, n, k in sizes:
         spec = recipe.gemms[which]
-        fp8, after = passes.multiplies_fp8(spec, backend), passes.rescale(spec, m * n, how)
-        kernels += after
+        fp8, after = multiplies_fp8(spec, backend), kernels.rescale(spec, m * n, how)
+        made += after
         unscaled = bool(after) or not spec.rowwise
         rate = ceilings.bf16 if not fp8 else ceilings.fp8 if unscaled else ceilings.fp8_rowwise
         written = 4 if how == "xla" and after else 2
         multiplied += gemm_seconds(m, n, k, rate, (1 if fp8 else 2) * k * (m + n) + written * m * n, ceilings)
     elements = _elements(sizes)
     whole = elements["weight"]
-    kernels += passes.of_linear(
+    made += kernels.of_linear(
         recipe,
         elements | {"weight": whole / shard},
         how,
@@ -80,18 +115,18 @@ def of_sizes(recipe: Recipe, sizes: Sequence[Size], how: Fusion, ceilings: Ceili
         gathered=whole if gathered else None,
     )
     parts = {"gemm": multiplied} | dict.fromkeys(("amax", "scale", "cast", "layout", "rescale"), 0.0)
-    for kernel in kernels:
+    for kernel in made:
         parts[kernel.part] += max(kernel.bytes / ceilings.bandwidth, ceilings.launch)
-    count = len(sizes) + len(kernels)
+    count = len(sizes) + len(made)
     return Ledger(bf16, parts, count, count * ceilings.launch)
 
 
-def of_decision(decision: Decision, config: Config, backend: str, ceilings: Ceilings, *, gemms: Sequence[Gemm] = passes.GEMMS) -> Ledger:
+def of_decision(decision: Decision, config: Config, backend: str, ceilings: Ceilings, *, gemms: Sequence[Gemm] = kernels.GEMMS) -> Ledger:
     """Of a linear of a config, on one device, for one part of a batch."""
-    sizes: list[Size] = [(s.which, s.m, s.n, s.k) for s in shapes_of(decision, config, backend) if s.which in gemms]
+    sizes: list[Size] = [(s.which, s.m, s.n, s.k) for s in gemm_shapes(decision, config, backend) if s.which in gemms]
     fsdp = config.parallel.fsdp
     gathered = fsdp > 1 and in_fp8(decision.recipe, config, backend)
-    return of_sizes(decision.recipe, sizes, passes.fusion(config, backend), ceilings, shard=fsdp if gathered else 1, gathered=gathered)
+    return of_sizes(decision.recipe, sizes, kernels.fusion(config, backend), ceilings, shard=fsdp if gathered else 1, gathered=gathered)
 
 
 def sizes_of(m: int, n: int, k: int) -> list[Size]:

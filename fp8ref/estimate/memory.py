@@ -7,25 +7,32 @@ What is left out: the framework's own (CUDA context and libraries, a GiB or so),
 import math
 
 from fp8ref import llama
-from fp8ref.recipe import delayed_casts
+from fp8ref.train import train_state
 from fp8ref.train.config import Config
 from fp8ref.train.device_shapes import at_rest, in_fp8, sharded, tokens, used
+from fp8ref.train.train_state import FP8_BLOCK, FP8_SMALLEST
 
 LOGITS = 14  # bytes an element: bfloat16 once; float32 logits, their softmax and their gradient
-BLOCK, SMALLEST = 256, 4096  # of moments in FP8 (T-6)
+OBSERVATION = 3 * 4  # bytes that a role's observation takes until the step's update: amax and two flags, float32
 
 
 def lines(config: Config, backend: str) -> dict[str, tuple[int, str]]:
     """What is held -> bytes, and how they are counted."""
     pieces = [math.prod(at_rest(name, shape, config, backend)) for name, shape in llama.parameter_shapes(config.model).items()]
     held = sum(pieces)
+    kept: dict[str, int] = {}  # of the training state, bytes by label
+    for one in train_state.PER_PARAMETER:
+        kept[one.label] = kept.get(one.label, 0) + sum(one.device_bytes(size, config.optimizer.kind) for size in pieces)
+    masters = train_state.PER_PARAMETER[0].label
+    formulas = {masters: "4 bytes a parameter of the device's piece", "AdamW's moments": _moments_formula(config)}
+    state = {label: (size, formulas.get(label, "4 bytes a parameter")) for label, size in kept.items()}
     twice = backend == "jax" and config.data.microbatches > 1
     activations, formula = _activations(config, backend)
     compute, how = _compute(config, backend)
     return {
-        "weights, float32 masters": (4 * held, "4 bytes a parameter of the device's piece"),
+        masters: state.pop(masters),
         "gradients, float32": (4 * held * (1 + twice), "the same" + ", and the sum over parts" * twice),
-        "AdamW's moments": (sum(moments(size, config) for size in pieces), _moments_formula(config)),
+        **state,
         "FP8 states": (_states(config, backend), "scales, histories and observations of delayed scaling"),
         "weights in use": (compute, how),
         "activations": (activations, formula),
@@ -35,23 +42,20 @@ def lines(config: Config, backend: str) -> dict[str, tuple[int, str]]:
 
 def moments(size: int, config: Config) -> int:
     """Bytes of AdamW's two moments of a piece of this many elements."""
-    fp8 = config.optimizer.kind == "adamw_fp8" and size >= SMALLEST and size % BLOCK == 0
-    return 2 * (size + 4 * size // BLOCK) if fp8 else 8 * size
+    return sum(one.device_bytes(size, config.optimizer.kind) for one in train_state.PER_PARAMETER if one.moment)
 
 
 def _moments_formula(config: Config) -> str:
     if config.optimizer.kind == "adamw_fp8":
-        return f"2 codes and 2 scales of {BLOCK}; float32 in pieces below {SMALLEST} or no multiple of {BLOCK} (T-6)"
+        return f"2 codes and 2 scales of {FP8_BLOCK}; float32 in pieces below {FP8_SMALLEST} or no multiple of {FP8_BLOCK} (T-6)"
     return "2 float32 a parameter"
 
 
 def _states(config: Config, backend: str) -> int:
-    """A role: a scale, a history, what was observed, float32, and a count: 4 bytes in JAX, 8 in PyTorch."""
-    return sum(
-        4 * (1 + delayed.history_length + 3) + (4 if backend == "jax" else 8)
-        for decision in config.decisions()
-        for _, delayed in delayed_casts(decision.recipe).values()
-    )
+    """The saved states of delayed scaling, and an observation for each role."""
+    states = train_state.fp8_states(config, backend)
+    roles = sum(name.endswith(".amax_history") for name in states)
+    return sum(tensor.nbytes for tensor in states.values()) + OBSERVATION * roles
 
 
 def _compute(config: Config, backend: str) -> tuple[int, str]:

@@ -12,7 +12,7 @@ from fp8ref.estimate.gpu_rates import Ceilings
 from fp8ref.estimate.linear_cost import Ledger
 from fp8ref.estimate.step_time import Step
 from fp8ref.result import Result
-from fp8ref.train import feasibility
+from fp8ref.train import device_shapes
 from fp8ref.train.config import Config
 
 COLUMNS = {"gemm": ("gemm",), "amax": ("amax", "scale"), "cast": ("cast",), "layout": ("layout",), "rescale": ("rescale",)}
@@ -113,8 +113,8 @@ class Forecast(Result):
 
 def of(config: Config, backend: str, ceilings: Ceilings) -> Forecast:
     """Raises:   ConfigError: a config that the backend would refuse, whatever it ran on."""
-    feasibility.check(config, backend)
-    feasibility.check_on_gpu(config, backend)
+    device_shapes.check(config, backend)
+    device_shapes.check_on_gpu(config, backend)
     groups: dict[tuple, tuple[int, Ledger]] = {}
     for decision, one in step_time.linears(config, backend, ceilings):
         key = (decision.path.split(".")[-1], decision.shape, decision.fp8)

@@ -2,8 +2,10 @@
 
 import math
 
-from fp8ref import llama
-from fp8ref.recipe import Recipe
+from fp8ref import granularity, llama
+from fp8ref import recipe as recipes
+from fp8ref.errors import ConfigError
+from fp8ref.recipe import OPERANDS, REDUCED_AXES, Decision, Recipe
 from fp8ref.train.config import Config
 
 
@@ -47,3 +49,107 @@ def kinds(config: Config) -> dict[str, int]:
         kind = "embedding" if name == llama.EMBEDDING else "norms" if len(shape) < 2 else "lm_head" if parts[0] == "lm_head" else ""
         found[kind or ("attention" if "self_attn" in parts else "mlp")] += math.prod(shape)
     return found | {"all": sum(found.values())}
+
+
+def check(config: Config, backend: str) -> None:
+    """ConfigError, one line a fault, for what the backend's trainer would refuse, whichever devices it had."""
+    faults, decisions = [*_foreign(config, backend), *_cut(config)], []
+    try:
+        decisions = [
+            d for d in config.decisions() if d.path.startswith("model.layers.0.") or d.path == "lm_head"
+        ]  # one layer stands for all
+    except ValueError as error:
+        faults.append(str(error))
+    faults += (_jax if backend == "jax" else _torch)(config, decisions)
+    if faults:
+        raise ConfigError("\n  ".join(["this config cannot be trained:", *faults] if len(faults) > 1 else faults))
+
+
+def check_on_gpu(config: Config, backend: str) -> None:
+    """ConfigError for what a GPU's kernels would refuse, and a CPU's do not: sums over tokens by torchao that are not padded (L-5)."""
+    count = tokens(config)
+    if backend == "jax" or count % 16 == 0:
+        return
+    for d in config.decisions():
+        spec = d.recipe.grad_weight
+        if spec.a is not None and spec.a.delayed is None and granularity.by_name(spec.a.granularity).reduced is None:
+            raise ConfigError(
+                f"on a GPU PyTorch's FP8 GEMMs reduce multiples of 16 (L-5), and grad_weight of {d.path} reduces over a device's tokens of a part "
+                f"of a batch; got {count}. Change data.sequence_length, batch_size or microbatches."
+            )
+
+
+def _foreign(config: Config, backend: str) -> list[str]:
+    foreign = config.parallel.foreign(backend) + config.optimizer.foreign(backend)
+    return [f"{', '.join(foreign)} is not a key of --backend {backend}. Leave it out."] if foreign else []
+
+
+def _cut(config: Config) -> list[str]:
+    """Batches, sequences and heads."""
+    keys, model, data, faults = config.parallel, config.model, config.data, []
+    if data.batch_size % (keys.data * keys.fsdp * data.microbatches):
+        faults.append(data.indivisible(keys.data * keys.fsdp, "devices"))
+    if keys.sequence and data.sequence_length % keys.tensor:
+        faults.append(f"under parallel.sequence data.sequence_length is divisible by tensor = {keys.tensor}; got {data.sequence_length}.")
+    faults += [
+        f"model.{key} is divisible by parallel.tensor = {keys.tensor}; got {getattr(model, key)}."
+        for key in ("num_attention_heads", "num_key_value_heads", "intermediate_size")
+        if getattr(model, key) % keys.tensor
+    ]
+    return faults
+
+
+def _jax(config: Config, decisions: list[Decision]) -> list[str]:
+    """Pieces are equal, and hold whole blocks (P-1, P-5)."""
+    keys = config.parallel
+    faults = keys.unattended(config.model.head_dim)
+    if config.model.vocab_size % keys.fsdp:
+        faults.append(f"model.vocab_size is divisible by parallel.fsdp = {keys.fsdp}; got {config.model.vocab_size}.")
+    for d in decisions:
+        parts = keys.fsdp * (keys.tensor if d.path.split(".")[-1] in llama.COLUMN else 1)
+        if d.shape[0] % parts:
+            faults.append(f"{d.path}: its {d.shape[0]} rows are divisible by the {parts} pieces that parallel cuts them into.")
+        elif d.fp8 and keys.devices > 1 and keys.through == "shard_map":
+            faults += _blocks(d, config)
+    return faults
+
+
+def _blocks(decision: Decision, config: Config) -> list[str]:
+    """Of a linear's weight, cut through a block by tensor or fsdp."""
+    keys, last, faults = config.parallel, decision.path.split(".")[-1], []
+    n, k = used(decision.path, decision.shape, config)
+    cuts = (keys.fsdp > 1 or (keys.tensor > 1 and last in llama.COLUMN), keys.tensor > 1 and last in llama.ROW)
+    for which, spec in decision.recipe.gemms.items():
+        if spec.b is None or "weight" not in OPERANDS[which] or granularity.by_name(spec.b.granularity).reduced is None:
+            continue
+        sizes = granularity.blocks(spec.b.granularity, decision.shape, REDUCED_AXES[which][1])
+        for what, length, size, cut in zip(("rows", "columns"), (n // keys.fsdp, k), sizes, cuts, strict=True):
+            if cut and length % size:
+                faults.append(
+                    f"{decision.path}: no layout cuts a block (P-5), so its pieces hold a multiple of {size} {what}; they hold {length}."
+                )
+    return list(dict.fromkeys(faults))
+
+
+def _torch(config: Config, decisions: list[Decision]) -> list[str]:
+    """What FSDP2 and tensor parallelism take (P-13, P-14)."""
+    keys, faults = config.parallel, []
+    shared, recipe = keys.data * keys.fsdp, recipes.by_name(config.numerics.recipe)
+    if keys.tensor > 1 and shared > 1 and keys.amax_scope == "global" and recipe.fp8:
+        faults.append("in PyTorch, amaxes over data and fsdp beside tensor are each rank's own (P-14). Set parallel.amax_scope to local.")
+    if keys.tensor > 1 and not recipe.shared:
+        *taken, last = [name for name, r in recipes.RECIPES.items() if r.fp8 and r.shared]
+        faults.append(f"in PyTorch parallel.tensor takes recipes {', '.join(taken)} and {last}; got {recipe.name!r}. Set it to 1.")
+    if shared > 1 and keys.amax_scope == "local" and recipe.delayed:
+        faults.append(f"recipe {recipe.name!r} keeps one state for all ranks; parallel.amax_scope is local. Set it to global.")
+    if keys.reduction == "ordered" and keys.data > 2:
+        faults.append(f"parallel.reduction 'ordered' adds over at most 2 along data; got {keys.data}. Make data 1 or 2.")
+    if keys.tensor > 1 and recipe.fp8:
+        faults += [
+            f"{d.path} is FP8, and its piece of {keys.tensor} is no multiple of 16: {length}. Lower parallel.tensor, or name it in filter_fqns."
+            for d in decisions
+            if d.fp8
+            for length in used(d.path, d.shape, config)
+            if length % 16
+        ]
+    return faults

@@ -10,17 +10,15 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 
-from fp8ref import console, llama
+from fp8ref import console
 from fp8ref.errors import ConfigError, LostProcessError, NonFiniteError, StoppedError
 from fp8ref.recipe import Decision
-from fp8ref.train import checkpoint, export, failed_step, hardware, log, profiling, run_dir, signals, trackers
+from fp8ref.train import checkpoint, export, failed_step, hardware, log, profiling, run_dir, signals, trackers, train_state
 from fp8ref.train import config as configs
 from fp8ref.train.checkpoint import Checkpoint, Checkpoints
 from fp8ref.train.config import Config
 from fp8ref.train.data import loader
-from fp8ref.train.lock import Lock
 from fp8ref.train.processes import Alone, Processes, together
-from fp8ref.train.stopwatch import Stopwatch
 
 BACKENDS = ("jax", "torch")
 
@@ -94,7 +92,7 @@ def train(
     Raises:   ConfigError before anything is written; NonFiniteError, StoppedError, KeyboardInterrupt after all so far is on disk.
     """
     processes = processes or Alone()
-    with signals.asked() as asked, contextlib.closing(Lock()) as held:
+    with signals.asked() as asked, contextlib.closing(run_dir.Lock()) as held:
 
         def on_first(f: Callable):
             return together(processes, lambda: f() if processes.first else None)
@@ -209,10 +207,9 @@ class _Training:
         self.model, self.batches, self.config, self.out, self.run, self.processes = model, batches, config, out, run, processes
         about = {"backend": model.backend, "config": configs.to_dict(config), "data": batches.description}
         about |= {"hardware": simulated} if (simulated := hardware.told(config)) else {}
-        size = 3 * 4 * sum(math.prod(shape) for shape in llama.parameter_shapes(config.model).values())  # masters, and mostly two moments
-        size = 0 if config.optimizer.kind == "adamw_fp8" else int(1.05 * size) + 2**20  # states of FP8, names, the disk's own blocks
+        size = train_state.disk_bytes(config, model.backend)
         self.checkpoints = Checkpoints(out, about, keep_last=config.checkpoint.keep_last, processes=processes, size=size)
-        self.watch = Stopwatch()
+        self.watch = profiling.Stopwatch()
 
     def all(self, start: int) -> list[dict]:
         """Train from step ``start`` to the last; the metrics of every step, those before it included."""

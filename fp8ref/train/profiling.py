@@ -2,12 +2,36 @@
 
 import contextlib
 import re
+import time
+from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
 from fp8ref.train.processes import Processes
 
 PROCESS = Path("/proc/self")
+
+
+class Stopwatch:
+    """seconds: of each name so far."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = defaultdict(float)
+        self._start = time.perf_counter()
+
+    @contextlib.contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        before = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] += time.perf_counter() - before
+
+    @property
+    def total(self) -> float:
+        """Since it was made."""
+        return time.perf_counter() - self._start
 
 
 class Counts(Protocol):

@@ -1,14 +1,19 @@
 """Whether a directory is a run's to write: it is new, or may be replaced, or is the same run's. One training at a time has it."""
 
+import errno
+import fcntl
+import os
+import platform
 from pathlib import Path
 
 from fp8ref import console
 from fp8ref.errors import ConfigError
-from fp8ref.train import checkpoint, hardware, lock, log
+from fp8ref.train import checkpoint, hardware, log
 from fp8ref.train import config as configs
 from fp8ref.train.config import Config
-from fp8ref.train.lock import Lock
 
+LOCK = ".lock"
+UNKNOWN = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)  # of file systems that have no locks
 # in a run that resumes; where data lie, not which
 MAY_CHANGE = (
     "config.run.out",
@@ -18,6 +23,48 @@ MAY_CHANGE = (
     "config.statistics.",
     "config.log.",
 )
+
+
+class Lock:
+    """An advisory lock on a run directory, from ``take`` until ``close``."""
+
+    def __init__(self) -> None:
+        self._descriptor: int | None = None
+
+    def take(self, out: Path) -> bool:
+        """Lock a directory that is there. Whether this changed anything: not where the same object has it already.
+
+        Raises:   ConfigError: another process trains there, or nobody can write.
+        """
+        if self._descriptor is not None:
+            return False
+        try:
+            descriptor = os.open(out / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+        except OSError as error:
+            raise ConfigError(
+                f"{out} cannot be written ({error.strerror}). Make it writable, or name another directory with --run.out."
+            ) from error
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            owner = os.pread(descriptor, 1000, 0).decode(errors="replace").strip()
+            os.close(descriptor)
+            raise ConfigError(
+                f"{out} is being trained in by {owner or 'another process'}. Wait until that ends, or name another directory with --run.out."
+            ) from error
+        except OSError as error:
+            if error.errno not in UNKNOWN:
+                os.close(descriptor)
+                raise
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"process {os.getpid()} on {platform.node()}\n".encode(), 0)
+        self._descriptor = descriptor
+        return True
+
+    def close(self) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
 
 
 def claim(out: Path, config: Config, backend: str, held: Lock, *, resume: bool, overwrite: bool) -> bool:
@@ -89,4 +136,4 @@ def changed(mine: dict, theirs: dict) -> dict:
 
 def _empty(out: Path) -> bool:
     """Whether nothing is there but what a process leaves that is killed while it writes its first file."""
-    return {path.name for path in out.iterdir()} <= {"manifest.json.tmp", lock.NAME}
+    return {path.name for path in out.iterdir()} <= {"manifest.json.tmp", LOCK}

@@ -22,7 +22,7 @@ from fp8ref.recipe import OPERANDS
 from fp8ref.train import checkpoint, loop
 from fp8ref.train import config as configs
 from fp8ref.train.data import loader
-from fp8ref.train.report import files
+from fp8ref.train.report import run_files
 
 FILE = "tensors.npz"
 ROWS = 384
@@ -44,7 +44,7 @@ def of_run(run: Path, layers: Sequence[str]) -> Tensors:
 
     Raises:   ConfigError: no run, none of one device, no checkpoint; a layer that does not run in FP8, which nobody observes.
     """
-    manifest, lines = files.manifest(run), files.statistics(run)
+    manifest, lines = run_files.manifest(run), run_files.statistics(run)
     config = configs.load(run / "config.toml")
     if config.parallel.devices > 1:
         raise ConfigError(f"tensors are taken of runs on one device; {run} has {config.parallel.devices}. Train with parallel.* at 1.")

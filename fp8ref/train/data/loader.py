@@ -10,7 +10,7 @@ import numpy as np
 
 from fp8ref.errors import ConfigError
 from fp8ref.train.config import Config
-from fp8ref.train.data import documents, fingerprint, shards, sources, tokenizers, windows
+from fp8ref.train.data import documents, shards, sources, tokenizers, windows
 from fp8ref.train.data.sources import Source
 from fp8ref.train.data.windows import InMemory, Windows
 
@@ -139,7 +139,7 @@ def _shards(config: Config, source: Source, first: bool) -> tuple[Windows, Windo
     opened = shards.open_shards(source, data.token_dtype, config.model.vocab_size, data.sequence_length, scan=first)
     train, validation = shards.split(opened, data.validation_fraction, data.sequence_length)
     described = [{"name": s.name, "bytes": s.bytes, "tokens": len(s)} for s in opened]
-    description = {"sha256": fingerprint.of(opened), "tokens": sum(map(len, opened)), "files": described}
+    description = {"sha256": shards.fingerprint(opened), "tokens": sum(map(len, opened)), "files": described}
     return Windows(train, data.sequence_length), Windows(validation, data.sequence_length), description
 
 

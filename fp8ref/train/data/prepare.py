@@ -2,8 +2,13 @@
 
 import contextlib
 import dataclasses
+import fcntl
+import glob
 import hashlib
 import os
+import shutil
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -11,11 +16,12 @@ import numpy as np
 
 from fp8ref.errors import ConfigError
 from fp8ref.train import checkpoint
-from fp8ref.train.data import documents, fingerprint, sidecar, sources, tokenizers, unfinished
+from fp8ref.train.data import documents, sidecar, sources, tokenizers
 from fp8ref.train.data.sidecar import Sidecar
 from fp8ref.train.sections import DataConfig
 
 SHARD_TOKENS = 10**8
+LOCK = "lock"  # held by the process that writes, and by nobody once it is gone
 
 
 class _Writer:
@@ -49,7 +55,7 @@ class _Writer:
             self._file.flush()
             os.fsync(self._file.fileno())
             self._file.close()
-            sample = fingerprint.sample(self._folder / self._name())
+            sample = sidecar.sample(self._folder / self._name())
             self.files[self._name()] = sidecar.File(tokens=self._most - self._left, sha256=self._hash.hexdigest(), sample=sample)
             self._file = None
 
@@ -83,7 +89,7 @@ def prepare(data: DataConfig, out: Path, *, shard_tokens: int = SHARD_TOKENS, hf
     tokenizer = tokenizers.load(data, source.kind)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        with unfinished.folder(out) as hidden:
+        with hidden_folder(out) as hidden:
             folder = hidden / "shards"
             folder.mkdir()
             if out.exists():  # a link or a mount point cannot be replaced, which is to be known now
@@ -97,6 +103,22 @@ def prepare(data: DataConfig, out: Path, *, shard_tokens: int = SHARD_TOKENS, hf
             f"--out {out} cannot be written ({error.strerror}); nothing is kept of it. Free space, or name another."
         ) from error
     return made
+
+
+@contextlib.contextmanager
+def hidden_folder(out: Path) -> Iterator[Path]:
+    """A new directory beside out, hidden, so that no source finds it; removed whatever happens, short of a kill.
+
+    What killed ones left for the same out is removed first; that of one which still writes is left alone.
+    """
+    for old in out.parent.glob(f".{glob.escape(out.name)}.{'?' * 8}"):
+        with contextlib.suppress(OSError), (old / LOCK).open("rb+") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(old)
+    with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as made, Path(made, LOCK).open("xb") as lock:
+        with contextlib.suppress(OSError):  # on a file system without locks none is ever taken for a killed one's
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield Path(made)
 
 
 def _write(data: DataConfig, source: sources.Source, tokenizer: tokenizers.Tokenizer, folder: Path, shard_tokens: int) -> Sidecar:

@@ -1,6 +1,7 @@
 """Shards of tokens on disk: .bin and .npy files of uint16 or uint32, mapped into memory when they are read (SEMANTICS D-4, D-5)."""
 
 import functools
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,8 @@ SCANNED = 2**24  # tokens looked through between two steps of the progress bar
 # llm.c's headers of 256 int32, (magic, version): the tokens' type; the third number is how many there are
 LLM_C = {(20240520, 1): "<u2", (20240801, 7): "<u4"}
 LLM_C_BYTES = 1024
+
+WHOLE = 2**30  # bytes of a source that are all read, in a few seconds; of a larger one samples are
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +99,34 @@ def split(shards: Sequence[Shard], fraction: float, length: int) -> tuple[list[P
         train.append(Part(shard, 0, whole.number - held_out))
         validation.append(Part(shard, whole.number - held_out, held_out))
     return train, validation
+
+
+def fingerprint(shards: Sequence[Shard]) -> str:
+    """SHA-256 of every shard's name, size and contents: the hash a sidecar records, or that of the file or, of a large source, of a sample.
+
+    Raises:   ConfigError: a file is not the one that its sidecar was written for.
+    """
+    hashed = hashlib.sha256()
+    whole = sum(shard.bytes for shard in shards) <= WHOLE
+    for shard in shards:
+        try:
+            contents = _sha256(shard.path) if whole else sidecar.sample(shard.path)
+        except OSError as error:
+            raise sources.unreadable(shard.path, error) from error
+        if recorded := shard.recorded:
+            if contents != (recorded.sha256 if whole else recorded.sample):
+                raise ConfigError(
+                    f"{shard.path} was changed after it was written: its SHA-256{'' if whole else ' of samples'} is {contents}, not that in "
+                    f"{recorded.path}. Put the file back, or write the shards again."
+                )
+            contents = recorded.sha256
+        hashed.update(f"{shard.name}\0{shard.bytes}\0{contents}\n".encode())
+    return hashed.hexdigest()
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _map(shard: Shard) -> np.ndarray:

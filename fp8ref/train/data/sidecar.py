@@ -1,5 +1,6 @@
 """shards.json: what ``fp8ref data prepare`` says of the shards beside it (SEMANTICS D-7)."""
 
+import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -9,6 +10,7 @@ import pydantic
 from fp8ref.errors import ConfigError
 
 NAME = "shards.json"
+PIECES, PIECE = 8, 2**13  # of a sample: how many, of how many bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,6 +99,17 @@ class Sidecars:
     def read(self) -> list[tuple[Path, int]]:
         """(path, vocabulary) of each that there is."""
         return [(folder / NAME, max(made.vocab_size, made.max_id + 1)) for folder, made in self._read.items() if made]
+
+
+def sample(path: Path) -> str:
+    """SHA-256 of pieces of a file at even distances, the first and the last among them: together all of a small one."""
+    hashed = hashlib.sha256()
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        for i in range(PIECES):
+            file.seek(max(0, i * (size - PIECE) // (PIECES - 1)))
+            hashed.update(file.read(PIECE))
+    return hashed.hexdigest()
 
 
 def _first(error: OSError | pydantic.ValidationError) -> str:

@@ -11,6 +11,7 @@ import orbax.checkpoint as orbax
 import tensorstore
 
 from fp8ref.errors import ConfigError
+from fp8ref.train import train_state
 
 INDEX_BYTES = 2**26
 
@@ -31,8 +32,8 @@ class Store:
 
         Raises:   ConfigError: a tree of other names, shapes or types.
         """
-        saved = _arrays(self._writer.metadata(directory.absolute()).item_metadata.tree)
-        mine = _arrays(like)
+        saved = train_state.flat(self._writer.metadata(directory.absolute()).item_metadata.tree)
+        mine = train_state.flat(like)
         for name in sorted(saved.keys() ^ mine.keys()):
             where = "is not in the checkpoint" if name in mine else "is in the checkpoint, and not in this model"
             raise ConfigError(f"{name} {where}. Load a state of the same model and recipe.")
@@ -55,19 +56,14 @@ def weights(directory: Path, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[
     base = {"driver": "ocdbt", "base": {"driver": "file", "path": f"{directory.absolute()}/"}}
     context = tensorstore.Context({"cache_pool": {"total_bytes_limit": INDEX_BYTES}})  # the database's index, which all tensors share
     for name, shape in shapes.items():
-        if ("model", name) not in saved:
+        if (train_state.MASTERS, name) not in saved:
             raise ConfigError(f"{name} is not in the checkpoint. Load a state of the same model.")
         spec = {
             "driver": "zarr3" if found.get("use_zarr3") else "zarr",
-            "kvstore": {**base, "path": f"model.{name}/"},
+            "kvstore": {**base, "path": f"{train_state.MASTERS}.{name}/"},
             "fill_missing_data_reads": False,
         }
         array = tensorstore.open(spec, context=context, open=True, read=True).result()
         if array.shape != shape:
             raise ConfigError(f"{name} is {list(shape)} here and {list(array.shape)} in the checkpoint. Load a state of the same model.")
         yield name, array.read().result()
-
-
-def _arrays(tree: Any) -> dict[str, Any]:
-    found = jax.tree_util.tree_leaves_with_path(tree)
-    return {".".join(str(getattr(part, "key", part)) for part in path): leaf for path, leaf in found}

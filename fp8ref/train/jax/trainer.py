@@ -3,24 +3,21 @@
 import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
-import optax
 
 from fp8ref import llama
 from fp8ref.errors import ConfigError
 from fp8ref.hardware import Multiply
 from fp8ref.jax import hardware, linear, proof, stats
 from fp8ref.stats import merged, planned
+from fp8ref.train import train_state
 from fp8ref.train.config import Config
 from fp8ref.train.jax.checkpoint import Store
 from fp8ref.train.jax.llama import Llama, Pass
 from fp8ref.train.jax.mesh import Layout
-from fp8ref.train.jax.step import COMPILER_OPTIONS, Step, named
-
-TREES = ("model", "exp_avg", "exp_avg_sq")  # what a checkpoint calls the weights and Adam's two moments, in either backend
+from fp8ref.train.jax.step import COMPILER_OPTIONS, State, Step, named
 
 
 class Trainer:
@@ -53,10 +50,11 @@ class Trainer:
                 raise ConfigError(f"numerics.accumulate {config.numerics.accumulate!r}: {error}") from error
         self._step = Step(config, self._layout, multiply)
         self.decisions = self._step.decisions
-        (self._params, self._opt_state, self._fp8_state), specs = self._step.begin(weights)
-        # as they came, so that the second step is not compiled again
-        placed = None if self._layout.mesh is None else (*jax.tree.map(self._layout.sharding, specs), None, None)
-        self._train = jax.jit(self._step.train, donate_argnums=(0, 1, 2), out_shardings=placed, compiler_options=COMPILER_OPTIONS)
+        specs: State
+        self._state, specs = self._step.begin(weights)
+        # A step leaves the state placed as it found it, so that the second step is not compiled again.
+        placed = None if self._layout.mesh is None else (jax.tree.map(self._layout.sharding, specs), None, None)
+        self._train = jax.jit(self._step.train, donate_argnums=0, out_shardings=placed, compiler_options=COMPILER_OPTIONS)
         self._loss = jax.jit(self._step.evaluated, compiler_options=COMPILER_OPTIONS)
         self._measure = jax.jit(self._step.measured, compiler_options=COMPILER_OPTIONS)
         self._count = 0
@@ -65,8 +63,7 @@ class Trainer:
 
     def step(self, tokens: np.ndarray) -> dict[str, float]:
         """One optimizer step: {"loss", "grad_norm"} before the update. Where either is not finite nothing changes (T-4)."""
-        *state, loss, norm = self._train(*self._arguments(tokens))
-        self._params, self._opt_state, self._fp8_state = state
+        self._state, loss, norm = self._train(*self._arguments(tokens))
         metrics = {"loss": float(loss), "grad_norm": float(norm)}
         self._count += all(map(np.isfinite, metrics.values()))
         return metrics
@@ -94,23 +91,20 @@ class Trainer:
         return self._fetched(self._params)
 
     def moments(self) -> dict[str, dict[str, np.ndarray]]:
-        """Both of Adam's, float32: by which, then by parameter."""
-        trees = zip(TREES[1:], (self._adam.mu, self._adam.nu), strict=True)
-        return {key: self._fetched(tree) for key, tree in trees}
+        """Both of Adam's moments, float32: by which, then by parameter."""
+        tensors = self._step.tensors(self._state)
+        return {key: {name: self._layout.fetch(value) for name, value in tensors[key].items()} for key in train_state.MOMENTS}
 
     def save(self, directory: Path) -> Callable[[], None]:
         """Copy the state to host memory and begin to write it into a directory; the result waits until it is written, by every process."""
-        return self._store.save(directory, self._state())
+        tensors = self._step.tensors(self._state)
+        train_state.check(tensors, self.config, self.backend)
+        return self._store.save(directory, tensors)
 
     def load(self, directory: Path, step: int) -> None:
         """Continue from the state of so many steps that ``save`` wrote, on this mesh or another."""
-        found, mine = self._store.load(directory, self._state()), (self._params, self._adam.mu, self._adam.nu)
-        self._params, mu, nu = (
-            jax.tree.unflatten(jax.tree.structure(tree), found[key].values()) for key, tree in zip(TREES, mine, strict=True)
-        )
-        self._opt_state = optax.tree_utils.tree_set(self._opt_state, mu=mu, nu=nu, count=found["count"])
-        for name, roles in found.get("fp8", {}).items():
-            self._fp8_state[name] = {role: type(self._fp8_state[name][role])(**fields) for role, fields in roles.items()}
+        found = self._store.load(directory, self._step.tensors(self._state))
+        self._state = self._step.restored(self._state, found)
         self._count = step
 
     def fp8_states(self) -> dict[str, tuple[np.ndarray, ...]]:
@@ -180,14 +174,12 @@ class Trainer:
         return self._train.lower(*self._arguments(tokens))
 
     @property
-    def _adam(self) -> optax.ScaleByAdamState:
-        return self._opt_state[0]
+    def _params(self):
+        return self._state.params
 
-    def _state(self) -> dict[str, Any]:
-        """All that training changes, by name."""
-        trees = {key: named(tree) for key, tree in zip(TREES, (self._params, self._adam.mu, self._adam.nu), strict=True)}
-        fp8 = {name: {role: state._asdict() for role, state in roles.items()} for name, roles in self._fp8_state.items()}
-        return trees | {"count": self._adam.count} | ({"fp8": fp8} if fp8 else {})
+    @property
+    def _fp8_state(self) -> dict:
+        return self._state.fp8
 
     def _of_model(self, tokens: np.ndarray, f: Callable[[Llama, jax.Array, Pass], jax.Array]) -> np.ndarray:
         """f [B, T, ...] of the model and tokens [B, T], as float32."""
@@ -200,7 +192,7 @@ class Trainer:
 
     def _arguments(self, tokens: np.ndarray) -> tuple:
         lr = self.config.optimizer.learning_rate_at(self._count, self.config.run.steps)
-        return self._params, self._opt_state, self._fp8_state, self._parts(tokens), np.float32(lr)
+        return self._state, self._parts(tokens), np.float32(lr)
 
     def _tokens(self, tokens: np.ndarray) -> jax.Array:
         llama.check_tokens(tokens, self.config.model)

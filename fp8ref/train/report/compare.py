@@ -12,7 +12,7 @@ from rich.table import Table
 from fp8ref.errors import ConfigError
 from fp8ref.result import Result
 from fp8ref.train import config as configs
-from fp8ref.train.report import noise, runs
+from fp8ref.train.report import runs, seed_noise
 from fp8ref.train.report.runs import Run
 
 METRICS = ("loss", "grad_norm", "val_loss")
@@ -64,7 +64,7 @@ class Comparison(Result):
         console.print(self.said, markup=False, highlight=False, soft_wrap=True)
 
 
-def compare(a: Run, b: Run, seeds: Sequence[Run] = (), *, confidence: float = noise.CONFIDENCE) -> Comparison:
+def compare(a: Run, b: Run, seeds: Sequence[Run] = (), *, confidence: float = seed_noise.CONFIDENCE) -> Comparison:
     """Compare B with A.
 
     seeds     bf16 runs whose noise the losses are held to; A or B may be among them, which makes the test milder.
@@ -112,19 +112,19 @@ def _by_losses(
     a: Run, b: Run, chosen: Sequence[Run], steps: np.ndarray, confidence: float
 ) -> tuple[LossVerdict, By, float, float, float, str]:
     """result, noise, difference, low, high and what is said of two runs that did not diverge."""
-    width = noise.window(len(steps))
+    width = seed_noise.window(len(steps))
     if len(steps) < width:
         who = "A, B and --seeds" if chosen else f"{a.name} and {b.name}"
         raise ConfigError(
-            f"{who} have {len(steps)} steps in common, and {noise.BATCHES} are needed. Leave the shortest out, or train it on."
+            f"{who} have {len(steps)} steps in common, and {seed_noise.BATCHES} are needed. Leave the shortest out, or train it on."
         )
-    gap = noise.gap(runs.at(b.losses, steps) - runs.at(a.losses, steps), width, confidence=confidence)
+    gap = seed_noise.gap(runs.at(b.losses, steps) - runs.at(a.losses, steps), width, confidence=confidence)
     difference = float(gap.mean[-1])
     result: LossVerdict
     by: By
     if chosen:
         last = np.stack([runs.at(run.losses, steps) for run in chosen])[:, -width:].mean(axis=1, keepdims=True)
-        high = float(noise.limit(last, confidence=confidence)[0])  # the report's limit, either way
+        high = float(seed_noise.limit(last, confidence=confidence)[0])  # the report's limit, either way
         by, low, result = "seeds", -high, "within noise" if abs(difference) <= high else "outside noise"
         said = f"two bf16 runs of different seeds lie up to {high:.4f} apart, by {len(chosen)} of them"
     elif a.seeds == b.seeds:

@@ -12,7 +12,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
 from fp8ref.recipe import ROLES
-from fp8ref.train.report import noise, runs, svg
+from fp8ref.train.report import runs, seed_noise, svg
 from fp8ref.train.report.runs import Run
 from fp8ref.train.report.seed_noise import Paired, Seeds
 
@@ -37,7 +37,7 @@ def losses(group: Sequence[Run], seeds: Seeds) -> Figure:
                 continue
             steps = np.array(list(run.losses))
             width = _width(seeds, len(steps))
-            _line(ax, steps[width - 1 :], noise.running_mean(runs.at(run.losses, steps), width), run.name, look)
+            _line(ax, steps[width - 1 :], seed_noise.running_mean(runs.at(run.losses, steps), width), run.name, look)
         _legend(ax)
     return figure
 
@@ -70,7 +70,7 @@ def metric(group: Sequence[Run], seeds: Seeds, key: str, ylabel: str) -> Figure 
         for run, look, curve in present:
             values = np.array(list(curve.values()))
             width = _width(seeds, len(curve)) if key == "tokens_per_second" else 1
-            values = _peaks(values) if key == "grad_norm" else noise.running_mean(values, width)
+            values = _peaks(values) if key == "grad_norm" else seed_noise.running_mean(values, width)
             marked = {"marker": "o", "markersize": 3} if len(curve) <= 40 else {}
             _line(ax, np.array(list(curve))[width - 1 :], values, run.name, look | marked)
         if key == "grad_norm" and any(any(curve.values()) for _, _, curve in present):  # a log has no zero
@@ -144,7 +144,7 @@ def _looks(group: Sequence[Run], seeds: Seeds) -> Iterator[tuple[Run, dict[str, 
 
 def _width(seeds: Seeds, count: int) -> int:
     """How many steps a mean is of: the noise's window, or where there is none, this run's own."""
-    return min(noise.window(count) if seeds.band is None else seeds.width, count)
+    return min(seed_noise.window(count) if seeds.band is None else seeds.width, count)
 
 
 def _every(count: int) -> slice:

@@ -6,6 +6,7 @@ The page is a single HTML file without scripts, which asks for nothing from anyw
 import importlib.resources
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import jinja2
@@ -15,9 +16,9 @@ from matplotlib.figure import Figure
 
 import fp8ref
 from fp8ref.errors import ConfigError
+from fp8ref.recipe import OPERANDS
 from fp8ref.train import config as configs
-from fp8ref.train.report import figures, noise, seed_noise, svg
-from fp8ref.train.report.fp8_coverage import gemms
+from fp8ref.train.report import figures, seed_noise, svg
 from fp8ref.train.report.runs import Run
 from fp8ref.train.report.seed_noise import Verdict
 
@@ -25,7 +26,17 @@ GENERATOR = '<meta name="generator" content="fp8ref report">'
 METRICS = {"val_loss": "validation loss, nats", "grad_norm": "gradient norm", "tokens_per_second": "tokens per second"}
 
 
-def write(given: Sequence[Run], out: Path, *, confidence: float = noise.CONFIDENCE) -> str:
+@dataclass(frozen=True, kw_only=True)
+class LinearCoverage:
+    """One linear: its three GEMMs, each a few words."""
+
+    path: str
+    shape: str
+    plan: str
+    gemms: tuple[str, ...]
+
+
+def write(given: Sequence[Run], out: Path, *, confidence: float = seed_noise.CONFIDENCE) -> str:
     """Write the page to ``out`` and <out>-<figure>.png beside it; returns the verdicts as text.
 
     Raises:   ConfigError: before anything is written, a directory that is not there, or a file that is no report; what cannot be written.
@@ -106,7 +117,7 @@ def _page(groups: list[dict], given: Sequence[Run], confidence: float) -> str:
         drawn=drawn,
         confidence=confidence,
         verdict_text=verdict_text,
-        gemms=gemms,
+        gemms=fp8_coverage,
         settings=_settings(given),
     )
 
@@ -160,3 +171,35 @@ def _put(path: Path, content: bytes) -> None:
     temporary = path.with_name(path.name + ".tmp")
     temporary.write_bytes(content)
     os.replace(temporary, path)
+
+
+def fp8_coverage(run: Run) -> list[LinearCoverage]:
+    """Every linear of a run, and what became of its output, grad_input and grad_weight GEMMs."""
+    proof = run.manifest.get("proof")
+    return [
+        LinearCoverage(
+            path=linear["path"],
+            shape=" x ".join(map(str, linear["shape"])),
+            plan=linear["recipe"] if linear["fp8"] else f"high precision: {linear['reason']}",
+            gemms=tuple(_gemm(f"{linear['path']}/{which}", proof) if linear["fp8"] else "high precision" for which in OPERANDS),
+        )
+        for linear in run.manifest["linears"]
+    ]
+
+
+def _gemm(name: str, proof: dict | None) -> str:
+    if proof is None:
+        return "planned, no proof recorded"
+    if any(message.startswith((f"{name}:", f"{name} ")) for message in proof.get("missing", [])):
+        return "MISSING"
+    if name in proof.get("on_dequantised_operands", []):
+        return "dequantised: FP8 values, high-precision GEMM"
+    if name in proof.get("pruned", []):
+        return "not needed"
+    if simulated := next((gemm for gemm in proof.get("simulated", []) if gemm["gemm"] == name), None):
+        return f"simulated: {simulated['a']} x {simulated['b']}, {simulated['accumulate']}, under {simulated['plan']}"
+    seen = [gemm for gemm in proof["gemms"] if gemm["gemm"] == name]
+    fp8 = next((gemm for gemm in seen if gemm["fp8"]), None)
+    if fp8:
+        return f"FP8: {fp8['a']} x {fp8['b']}, {fp8['accumulate']}"
+    return f"high precision: {seen[0]['a']} x {seen[0]['b']}" if seen else "not seen"

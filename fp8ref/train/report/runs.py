@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from fp8ref.errors import ConfigError
-from fp8ref.train.report import files
+from fp8ref.train.report import run_files
 
 # What a run and the bf16 runs it is judged by have in common (E-1), beside the text: sections of the config, and keys.
 SAME = ("model", "optimizer", "data.batch_size", "data.sequence_length", "run.steps")
@@ -98,7 +98,7 @@ def read(path: Path) -> Run:
     Raises:   ConfigError: no run there, a file of it that is damaged, or no step yet; a run whose first step was not finite has none, and is one.
     """
     name = str(path).encode(errors="replace").decode()  # what is no text in a file's name can be neither printed nor drawn
-    run = Run(path=path, name=name, manifest=files.manifest(path), lines=files.metrics(path), statistics=files.statistics(path))
+    run = Run(path=path, name=name, manifest=run_files.manifest(path), lines=run_files.metrics(path), statistics=run_files.statistics(path))
     if not run.lines and not run.diverged:
         error = f": {run.manifest['error']}" if run.manifest.get("error") else ""
         raise ConfigError(f"{path} has no step yet (its status is {run.manifest['status']!r}{error}). Leave it out, or train it first.")

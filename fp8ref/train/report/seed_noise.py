@@ -1,17 +1,58 @@
-"""Which runs are whose noise, and what that noise says of a run (SEMANTICS E): ``noise`` applied to run directories."""
+"""Is a run's loss worse than what another seed of bf16 would have shown? (SEMANTICS E)
 
+n bf16 runs that differ in their seeds alone are a sample of what training gives without FP8. At each step, each run's loss is its mean over
+the last W steps, and s is the sample standard deviation of the n runs. Two comparisons are made with it, one-sided: FP8 is suspected of a
+higher loss, and errs in being suspected in at most 5 % of runs (at the default confidence), if losses of seeds are normal. t is
+Student's quantile at n - 1 degrees of freedom.
+
+*A run of a seed of its own* is held to the mean m of the n: one more bf16 run lies below m + t s sqrt(1 + 1/n), the prediction interval of one
+more observation, which is exact for any n >= 2.
+
+*A run with the seeds of a bf16 run* saw its batches and its initial weights. Their gap, step by step, is free of what batches and
+initial weights do, and is held to t s sqrt(2), by which two bf16 runs of different seeds differ. That is conservative: equal seeds correlate
+losses by some rho >= 0, and the gap's variance without any effect of FP8 is 2 sigma^2 (1 - rho). A gap beyond it is more than choosing
+another seed does; a gap within it may be real all the same, and its interval says so.
+
+Steps of one run are *not* observations: a seed's loss stays high or low for long, so nothing is gained by counting them. That is why two
+seeds allow little to be said: t is 6.3, of three 2.9, of five 2.1.
+
+*The interval of a gap.* Neighbouring steps' gaps resemble each other, so it comes of batch means: the W steps are cut into 5 batches, whose means
+are more nearly independent than steps are. It says how well the gap of these two runs is known, not what another pair would show.
+
+The verdict is one test, of the last step in common. Where a run left, the first step from which it stayed outside, describes it and
+tests nothing more.
+"""
+
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
 from fp8ref.train import config as configs
-from fp8ref.train.report import noise, runs
-from fp8ref.train.report.noise import Band, Gap
+from fp8ref.train.report import runs
 from fp8ref.train.report.runs import Run
 
+BATCHES = 5
+CONFIDENCE = 0.95
 Kind = Literal["within noise", "outside noise", "cannot tell"]
+
+
+class Band(NamedTuple):
+    """What one more run stays below; and, for figures, as far below the mean. float64 arrays of one length."""
+
+    mean: np.ndarray
+    low: np.ndarray
+    high: np.ndarray
+
+
+class Gap(NamedTuple):
+    """The mean difference of two runs over the last W steps, and its confidence interval; at each step from the W-th on."""
+
+    mean: np.ndarray
+    low: np.ndarray
+    high: np.ndarray
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +101,76 @@ class Verdict:
     left_tokens: int | None = None
 
 
+def student(confidence: float, dof: int) -> float:
+    """t with P(|T| <= t) = confidence, T of Student's distribution with dof degrees of freedom.
+
+    Raises:   ValueError: confidence outside (0, 1), dof below 1.
+    Source:   Abramowitz and Stegun, 26.7.3 and 26.7.4: closed forms in theta = atan(t / sqrt(dof)), increasing in theta.
+    """
+    if not 0 < confidence < 1:
+        raise ValueError(f"confidence lies between 0 and 1; got {confidence}.")
+    if dof < 1:
+        raise ValueError(f"Student's distribution has at least 1 degree of freedom; got {dof}.")
+    low, high = 0.0, math.pi / 2
+    for _ in range(100):  # bisection: 2^-100 of the interval is below a double's spacing
+        theta = (low + high) / 2
+        low, high = (theta, high) if _inside(theta, dof) < confidence else (low, theta)
+    return math.sqrt(dof) * math.tan(low)
+
+
+def window(steps: int) -> int:
+    """W: a tenth of the steps that runs have in common, cut down to a multiple of 5; at least 5."""
+    return BATCHES * max(1, steps // (10 * BATCHES))
+
+
+def running_mean(losses: np.ndarray, width: int) -> np.ndarray:
+    """Means of every ``width`` consecutive values along the last axis: [..., S] -> [..., S - width + 1]."""
+    losses = np.asarray(losses, np.float64)
+    centre = losses.mean(axis=-1, keepdims=True)  # so that sums stay small, and those of a constant zero
+    sums = np.cumsum(losses - centre, axis=-1)
+    sums = np.concatenate([np.zeros_like(centre), sums], axis=-1)
+    return (sums[..., width:] - sums[..., :-width]) / width + centre
+
+
+def band(curves: np.ndarray, *, confidence: float = CONFIDENCE) -> Band:
+    """The limits of one more curve, at each point by itself (E-2).
+
+    Shapes:   curves [n, S], n independent runs; each field [S].
+    Raises:   ValueError: fewer than two curves.
+    """
+    half = _spread(curves, confidence) * math.sqrt(1 + 1 / len(curves))
+    mean = np.asarray(np.mean(curves, axis=0, dtype=np.float64))
+    return Band(mean, mean - half, mean + half)
+
+
+def limit(curves: np.ndarray, *, confidence: float = CONFIDENCE) -> np.ndarray:
+    """What the difference of two runs of different seeds stays below, at each point by itself (E-3): [n, S] -> [S]."""
+    return _spread(curves, confidence) * math.sqrt(2)
+
+
+def first_outside(curve: np.ndarray, high: np.ndarray) -> int | None:
+    """The index from which a curve stays above a limit to the end; None where it does not end above (E-4)."""
+    above = curve > high
+    if not above[-1]:
+        return None
+    below = np.flatnonzero(~above)
+    return int(below[-1]) + 1 if len(below) else 0
+
+
+def gap(difference: np.ndarray, width: int, *, confidence: float = CONFIDENCE) -> Gap:
+    """The running mean of a step-by-step difference and its interval by batch means (E-5).
+
+    Shapes:   difference [S]; each field [S - width + 1]. width: a multiple of 5.
+    """
+    assert width % BATCHES == 0, width
+    size = width // BATCHES
+    short = running_mean(difference, size)  # [S - size + 1]
+    batches = np.lib.stride_tricks.sliding_window_view(short, width - size + 1)[:, ::size]  # [S - width + 1, 5]
+    mean = batches.mean(axis=1)
+    half = student(confidence, BATCHES - 1) * batches.std(axis=1, ddof=1) / math.sqrt(BATCHES)
+    return Gap(mean, mean - half, mean + half)
+
+
 def groups(given: Sequence[Run]) -> list[list[Run]]:
     """Runs by what they have in common with their reference (E-1), in the order given."""
     found: list[list[Run]] = []
@@ -69,7 +180,7 @@ def groups(given: Sequence[Run]) -> list[list[Run]]:
     return found
 
 
-def seeds_of(group: Sequence[Run], *, but: Run | None = None, among: Sequence[Run] = (), confidence: float = noise.CONFIDENCE) -> Seeds:
+def seeds_of(group: Sequence[Run], *, but: Run | None = None, among: Sequence[Run] = (), confidence: float = CONFIDENCE) -> Seeds:
     """The noise of a group (E-1, E-2): its finished bf16 runs, one for each pair of seeds, the first given.
 
     but       a run whose seeds are left out.
@@ -81,20 +192,20 @@ def seeds_of(group: Sequence[Run], *, but: Run | None = None, among: Sequence[Ru
             chosen.setdefault(run.seeds, run)
     members = tuple(chosen.values())
     steps = runs.common_steps([*members, *among]) if members else np.array([], np.int64)
-    width = noise.window(len(steps))
+    width = window(len(steps))
     if len(members) < 2 or len(steps) < width:
         return Seeds(runs=members, common=steps, width=width)
-    curves = noise.running_mean(np.stack([runs.at(run.losses, steps) for run in members]), width)
+    curves = running_mean(np.stack([runs.at(run.losses, steps) for run in members]), width)
     return Seeds(
         runs=members,
         common=steps,
         width=width,
-        band=noise.band(curves, confidence=confidence),
-        limit=noise.limit(curves, confidence=confidence),
+        band=band(curves, confidence=confidence),
+        limit=limit(curves, confidence=confidence),
     )
 
 
-def verdict(run: Run, group: Sequence[Run], *, confidence: float = noise.CONFIDENCE) -> Verdict:
+def verdict(run: Run, group: Sequence[Run], *, confidence: float = CONFIDENCE) -> Verdict:
     """Judge one run of a group by its bf16 runs: by its gap, if one of them has its seeds, or else by its loss (E-2 to E-4).
 
     A run that would itself be part of the noise is judged by the seeds other than its own.
@@ -109,11 +220,11 @@ def verdict(run: Run, group: Sequence[Run], *, confidence: float = noise.CONFIDE
     if len(seeds.runs) < 2:
         return Verdict(kind="cannot tell", seeds=seeds, reason=_too_few(run, seeds))
     if seeds.band is None or seeds.limit is None:
-        least = f"it and the bf16 runs have {len(seeds.common)} steps in common, and {noise.BATCHES} are needed"
+        least = f"it and the bf16 runs have {len(seeds.common)} steps in common, and {BATCHES} are needed"
         return Verdict(kind="cannot tell", seeds=seeds, reason=least)
     losses = runs.at(run.losses, seeds.common) - (runs.at(to.losses, seeds.common) if to else 0)
-    curve, high = noise.running_mean(losses, seeds.width), seeds.limit if to else seeds.band.high
-    index = noise.left(curve, high)
+    curve, high = running_mean(losses, seeds.width), seeds.limit if to else seeds.band.high
+    index = first_outside(curve, high)
     left = None if index is None else int(seeds.steps[index])
     return Verdict(
         kind="within noise" if left is None else "outside noise",
@@ -134,14 +245,14 @@ def partner(run: Run, group: Sequence[Run]) -> Run | None:
     return partners[0] if partners else None
 
 
-def paired(run: Run, to: Run, *, confidence: float = noise.CONFIDENCE) -> Paired | None:
+def paired(run: Run, to: Run, *, confidence: float = CONFIDENCE) -> Paired | None:
     """The gap of two runs, step by step (E-5); None where they have fewer than 5 steps in common."""
     steps = runs.common_steps([run, to])
-    width = noise.window(len(steps))
+    width = window(len(steps))
     if len(steps) < width:
         return None
     difference = runs.at(run.losses, steps) - runs.at(to.losses, steps)
-    return Paired(run=run, to=to, steps=steps[width - 1 :], gap=noise.gap(difference, width, confidence=confidence))
+    return Paired(run=run, to=to, steps=steps[width - 1 :], gap=gap(difference, width, confidence=confidence))
 
 
 def _too_few(run: Run, seeds: Seeds) -> str:
@@ -151,3 +262,28 @@ def _too_few(run: Run, seeds: Seeds) -> str:
         "it takes at least 2 finished bf16 runs of different seeds with its text, model, optimizer, batch and number of steps, and "
         f"{have}. Train more with --recipe bf16 --run.seed {weights + 1} --data.seed {order + 1}, and so on"
     )
+
+
+def _spread(curves: np.ndarray, confidence: float) -> np.ndarray:
+    """t s, t one-sided: P(T <= t) = confidence."""
+    curves = np.asarray(curves, np.float64)
+    if len(curves) < 2:
+        raise ValueError(f"the noise of seeds takes at least 2 runs; got {len(curves)}.")
+    if not 0.5 < confidence < 1:
+        raise ValueError(f"confidence lies between 0.5 and 1; got {confidence}.")
+    return student(2 * confidence - 1, len(curves) - 1) * curves.std(axis=0, ddof=1)
+
+
+def _inside(theta: float, dof: int) -> float:
+    """P(|T| <= sqrt(dof) tan(theta))."""
+    cos2, term, total = math.cos(theta) ** 2, 1.0, 0.0
+    if dof % 2 == 0:
+        for i in range(dof // 2):
+            total += term
+            term *= cos2 * (2 * i + 1) / (2 * i + 2)
+        return math.sin(theta) * total
+    term = math.cos(theta)
+    for i in range(dof // 2):
+        total += term
+        term *= cos2 * (2 * i + 2) / (2 * i + 3)
+    return (theta + math.sin(theta) * total) * 2 / math.pi

@@ -18,7 +18,7 @@ from fp8ref.recipe import OPERANDS
 from fp8ref.result import Result
 from fp8ref.sim import delayed
 from fp8ref.sim.scales import scales_from_amax
-from fp8ref.train.report import files
+from fp8ref.train.report import run_files
 
 KNOWN = (*DELAYED, *(name for name in POLICIES if name not in DELAYED))
 
@@ -88,7 +88,7 @@ def replay(run: Path, policy: str, *, history: int | None = None, margin: int | 
     Raises:   ConfigError: no run, none with statistics; a policy, history or margin that there is not.
     """
     config, scaling = _scaling(policy, history, margin)
-    manifest, lines = files.manifest(run), files.statistics(run)
+    manifest, lines = run_files.manifest(run), run_files.statistics(run)
     if not any(line["statistics"] for line in lines):
         raise ConfigError(
             f"{run} has no statistics of FP8 operands. Train with --statistics.every 1, or any number of steps, in an FP8 recipe."

@@ -3,13 +3,11 @@
 from collections.abc import Iterable, Iterator
 
 import torch
-from torch import nn
+from torch import distributed, nn
 from torch.distributed.tensor import DTensor
 
 from fp8ref.train.sections import OptimizerConfig
-
-BLOCK, SMALLEST = 256, 4096  # torchao's: values that share a scale, and those below which a piece's moments stay float32
-MOMENTS = ("exp_avg", "exp_avg_sq")
+from fp8ref.train.train_state import FP8_BLOCK, MOMENTS, moments_in_fp8
 
 
 def build(params: Iterable[nn.Parameter], config: OptimizerConfig) -> torch.optim.Optimizer:
@@ -54,6 +52,18 @@ def moments(optimizer: torch.optim.Optimizer) -> Iterator[tuple[nn.Parameter, st
         yield from ((p, key, optimizer.state[p][key]) for key in MOMENTS if key in optimizer.state[p])
 
 
+def stored(moment: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The tensors of a moment that a checkpoint holds, by suffix of its name: "" for a moment in float32.
+
+    A moment in FP8 has codes and scales for blocks of each rank's own piece, so that their names hold the rank.
+    """
+    piece = local(moment)
+    if not in_fp8(piece):
+        return {"": moment}
+    rank = distributed.get_rank() if distributed.is_initialized() else 0
+    return {f".rank{rank}.codes": piece.codes.view(torch.uint8), f".rank{rank}.scale": piece.scale}  # type: ignore[attr-defined]
+
+
 def in_fp8(moment: torch.Tensor) -> bool:
     """Whether a rank's piece of a moment is torchao's, codes and scales."""
     from torchao.optim.subclass_fp8 import OptimStateFp8
@@ -69,15 +79,14 @@ def _takes_fp8(optimizer: torch.optim.Optimizer, p: nn.Parameter) -> bool:
     """Whether a rank's piece of p has moments in FP8 (T-6)."""
     from torchao.optim import AdamWFp8
 
-    size = local(p).numel()
-    return isinstance(optimizer, AdamWFp8) and size >= SMALLEST and size % BLOCK == 0
+    return isinstance(optimizer, AdamWFp8) and moments_in_fp8(local(p).numel())
 
 
 def _zeros_in_fp8(p: nn.Parameter) -> torch.Tensor:
     from torchao.optim.subclass_fp8 import OptimStateFp8
 
     piece = local(p)
-    made = OptimStateFp8.zeros(piece.shape, BLOCK, piece.device)
+    made = OptimStateFp8.zeros(piece.shape, FP8_BLOCK, piece.device)
     if not isinstance(p, DTensor):
         return made
     return DTensor.from_local(made, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())

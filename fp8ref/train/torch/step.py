@@ -16,6 +16,7 @@ from fp8ref import llama
 from fp8ref.hardware import Multiply
 from fp8ref.torch import delayed, hardware
 from fp8ref.torch.parallel import parallelize
+from fp8ref.train import train_state
 from fp8ref.train.config import Config
 from fp8ref.train.torch import optimizer
 from fp8ref.train.torch.llama import Llama
@@ -90,6 +91,24 @@ class Step:
     def forget(self) -> None:
         """Leave no trace of a backward pass that no update is made of."""
         self.optimizer.zero_grad()
+        delayed.forget(self.model)
+
+    def tensors(self) -> dict[str, dict[str, torch.Tensor]]:
+        """The tensors that training writes in place, by the names of ``train_state``, nested."""
+        optimizer.begin(self.optimizer)
+        names = {id(p): name for name, p in self.params.items()}
+        # The sharded parameters. While FSDP2 has gathered a module, for instance after an evaluation, its attributes hold others.
+        found = {train_state.MASTERS: {name: p.detach() for name, p in self.params.items()}}
+        for p, key, moment in optimizer.moments(self.optimizer):
+            found.setdefault(key, {}).update({names[id(p)] + suffix: part for suffix, part in optimizer.stored(moment).items()})
+        states = delayed.states(self.model)
+        found[train_state.FP8] = {f"{name}.{key}": getattr(state, key) for name, state in states for key in delayed.DelayedState._fields}
+        return found
+
+    def resume(self, step: int) -> None:
+        """Continue from ``tensors`` that were read from a checkpoint of so many steps."""
+        optimizer.begin(self.optimizer, step)
+        optimizer.check_states(self.optimizer)
         delayed.forget(self.model)
 
     def loss(self, tokens: np.ndarray) -> torch.Tensor:

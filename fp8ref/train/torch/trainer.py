@@ -16,7 +16,7 @@ from fp8ref.stats import Operand, merged, planned
 from fp8ref.torch import delayed, proof, stats
 from fp8ref.torch.gemm_observer import observe_gemms
 from fp8ref.torch.parallel import AXES
-from fp8ref.train import feasibility
+from fp8ref.train import device_shapes, train_state
 from fp8ref.train.config import Config
 from fp8ref.train.torch import optimizer
 from fp8ref.train.torch.checkpoint import Store
@@ -50,12 +50,12 @@ class Trainer:
         mesh = mesh_of(config)
         self._device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
         if self._device.type == "cuda":
-            feasibility.check_on_gpu(config, self.backend)
+            device_shapes.check_on_gpu(config, self.backend)
             torch.cuda.reset_peak_memory_stats(self._device)
         self._step = Step(config, weights, mesh, self._device, multiply)
         self.model, self._params, self._optimizer = self._step.model, self._step.params, self._step.optimizer
         self._count = 0
-        self._store = Store(self.model, self._params, self._optimizer)
+        self._store = Store()
         self.device = f"cuda: {torch.cuda.get_device_name()}" if self._device.type == "cuda" else "cpu"
         self.device += f", {config.parallel.devices} processes" * (config.parallel.devices > 1)
 
@@ -97,18 +97,21 @@ class Trainer:
         """Both of Adam's, float32: by which, then by parameter. Of those kept in FP8 (T-6), what their codes stand for."""
         optimizer.begin(self._optimizer)
         names = {id(p): name for name, p in self._params.items()}
-        found: dict[str, dict[str, np.ndarray]] = {key: {} for key in optimizer.MOMENTS}
+        found: dict[str, dict[str, np.ndarray]] = {key: {} for key in train_state.MOMENTS}
         for p, key, moment in optimizer.moments(self._optimizer):
             found[key][names[id(p)]] = _whole(moment.dequantize() if optimizer.in_fp8(moment) else moment)
         return found
 
     def save(self, directory: Path) -> Callable[[], None]:
         """Copy the state to host memory and begin to write it into a directory; the result waits until it is written, by every process."""
-        return self._store.save(directory)
+        tensors = self._step.tensors()
+        train_state.check(tensors, self.config, self.backend)
+        return self._store.save(directory, train_state.flat(tensors))
 
     def load(self, directory: Path, step: int) -> None:
         """Continue from the state of so many steps that ``save`` wrote, on this mesh or another."""
-        self._store.load(directory, step)
+        self._store.load(directory, train_state.flat(self._step.tensors()))
+        self._step.resume(step)
         self._count = step
 
     def fp8_states(self) -> dict[str, tuple[np.ndarray, ...]]:

@@ -4,7 +4,7 @@ import made_runs
 import pytest
 
 from fp8ref.errors import ConfigError
-from fp8ref.train.report import files
+from fp8ref.train.report import run_files
 
 OPERAND = "model.layers.0.mlp.up_proj/output/input"
 
@@ -23,21 +23,21 @@ def measured(step=0, **measures) -> str:
 
 
 def test_what_a_run_writes_is_taken_as_it_is(run):
-    assert files.manifest(run) == json.loads((run / "manifest.json").read_text())
-    assert files.metrics(run) == [json.loads(text) for text in (run / "metrics.jsonl").read_text().splitlines()]
-    assert files.statistics(run) == []
+    assert run_files.manifest(run) == json.loads((run / "manifest.json").read_text())
+    assert run_files.metrics(run) == [json.loads(text) for text in (run / "metrics.jsonl").read_text().splitlines()]
+    assert run_files.statistics(run) == []
     (run / "statistics.jsonl").write_text(measured(sqnr=None) + measured(9, non_finite=3, amax=None))
-    assert [found["step"] for found in files.statistics(run)] == [0, 9]
+    assert [found["step"] for found in run_files.statistics(run)] == [0, 9]
 
 
 @pytest.mark.parametrize(("rest", "count"), [('{"step": 3, "lo', 3), (line().rstrip(), 3), (line(), 4), (line() + "{", 4)])
 def test_a_torn_last_line_is_left_out(run, rest, count):
     with (run / "metrics.jsonl").open("a") as file:
         file.write(rest)
-    assert len(files.metrics(run)) == count
+    assert len(run_files.metrics(run)) == count
 
 
-@pytest.mark.parametrize("read", [files.metrics, files.statistics])
+@pytest.mark.parametrize("read", [run_files.metrics, run_files.statistics])
 @pytest.mark.parametrize("content", ["", "{", "[1]", "3", "null", pytest.param("[" * 100_000, id="deep")])
 def test_a_line_that_is_no_object_is_named(run, read, content):
     (run / f"{read.__name__}.jsonl").write_text(content + "\n")
@@ -71,7 +71,7 @@ def test_a_line_of_metrics_that_is_damaged_is_named(run, content, problem):
     with (run / "metrics.jsonl").open("a") as file:
         file.write(content)
     with pytest.raises(ConfigError, match=rf"metrics\.jsonl, line 4, {problem}.*\. Mend it, or leave"):
-        files.metrics(run)
+        run_files.metrics(run)
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_a_line_of_metrics_that_is_damaged_is_named(run, content, problem):
 def test_a_line_of_statistics_that_is_damaged_is_named(run, content, problem):
     (run / "statistics.jsonl").write_text(measured() + content)
     with pytest.raises(ConfigError, match=rf"statistics\.jsonl, line 2, .*{problem}.*\. Mend it, or leave"):
-        files.statistics(run)
+        run_files.statistics(run)
 
 
 def changed(run, path, value):
@@ -136,25 +136,25 @@ def changed(run, path, value):
 def test_a_manifest_that_is_damaged_is_named(run, path, value, problem):
     changed(run, path, value)
     with pytest.raises(ConfigError, match=rf"manifest\.json {problem}.*\. .*/run is no intact run\. Leave it out\."):
-        files.manifest(run)
+        run_files.manifest(run)
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"fp8ref": "0", "sta'])
 def test_a_manifest_that_is_none_is_refused(run, content):
     (run / "manifest.json").write_text(content)
     with pytest.raises(ConfigError, match=r"manifest\.json (cannot be read|is not a manifest of fp8ref)"):
-        files.manifest(run)
+        run_files.manifest(run)
 
 
 def test_no_directory_and_no_run_are_refused(run, tmp_path):
     for path in (tmp_path / "absent", run / "metrics.jsonl"):
         with pytest.raises(ConfigError, match="is no directory"):
-            files.manifest(path)
+            run_files.manifest(path)
     with pytest.raises(ConfigError, match="no intact run"):
-        files.manifest(tmp_path)
+        run_files.manifest(tmp_path)
 
 
 def test_half_a_surrogate_pair_is_text(run):
     """As in the path of a text whose name is no UTF-8."""
     changed(run, "config.data.source", "caf\udce9")
-    assert files.manifest(run)["config"]["data"]["source"] == "caf\udce9"
+    assert run_files.manifest(run)["config"]["data"]["source"] == "caf\udce9"
