@@ -1,4 +1,4 @@
-"""fp8ref conform."""
+"""fp8ref conform: identify a custom cast or quantizer, and test it against the specification."""
 
 import argparse
 import contextlib
@@ -66,7 +66,10 @@ def _conform(known: argparse.Namespace) -> int:
 
 
 def _expects_cast(name: str | None) -> bool | None:
-    """Whether the name is a cast's; None without one."""
+    """Whether --expect names a cast's behaviour (True) or a quantizer's policy (False).
+
+    None without it.
+    """
     from fp8ref import policy
     from fp8ref.conformance.cast.behaviour import KNOWN
 
@@ -96,7 +99,7 @@ def _identify(known: argparse.Namespace, function, kind: str, fmt, expect: str |
 
 
 def _another_kind(outcome, expect: str):
-    """A cast where a policy was expected, or a quantiser where a cast was."""
+    """The outcome if --expect named a policy for a cast, or a cast for a quantizer."""
     from fp8ref.conformance.counterexample import Witness
 
     wanted = "a policy: codes of a tensor that its amax scales" if outcome.kind == "cast" else "a cast: codes by each number alone"

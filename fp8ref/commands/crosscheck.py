@@ -1,4 +1,4 @@
-"""fp8ref crosscheck."""
+"""fp8ref crosscheck: compare the backends with the simulator, on the operands of a config."""
 
 import argparse
 import os

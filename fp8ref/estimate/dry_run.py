@@ -1,4 +1,4 @@
-"""What a run would be, from its config alone: sizes, memory, GEMMs, communication, where FP8 would pay. Needs no device and no data."""
+"""``fp8ref train --dry-run``: tables of sizes, memory, GEMMs, communication and break-even."""
 
 from rich.console import Console
 from rich.table import Table
@@ -11,14 +11,14 @@ from fp8ref.train.config import Config
 
 
 def show(config: Config, backend: str, console: Console) -> None:
-    """Print all of it.
+    """Print all tables.
 
-    Raises:   ConfigError: a config that the backend would refuse, whatever it ran on.
+    Raises:   ConfigError: the backend would refuse the config on any devices.
     """
     device_shapes.check(config, backend)
     for made in (_sizes, _memory, _linears, _gemms, _traffic, _break_even):
         table = made(config, backend)
-        # beside the table, or a narrow one would fold them
+        # printed apart: rich folds titles and captions to the width of the table
         title, caption, table.title, table.caption = table.title, table.caption, None, None
         console.print(Text(str(title), style="bold"), table, *([Text(str(caption))] if caption else []), "", sep="\n")
 
@@ -74,7 +74,7 @@ def _linears(config: Config, backend: str) -> Table:
 
 
 def _gemms(config: Config, backend: str) -> Table:
-    """Distinct shapes [M, K] x [N, K], with how often a device runs each in a step."""
+    """Distinct GEMM shapes [M, K] x [N, K], and how often a device runs each in a step."""
     table = _table("GEMMs of a device in a step", "GEMM", ">M", ">N", ">K", ">times", "of", "runs in")
     groups: dict[tuple, list[str]] = {}
     flops, in_fp8 = 0, 0
@@ -106,12 +106,12 @@ def _break_even(config: Config, backend: str) -> Table:
     names = [ceilings.gpu for ceilings in PUBLISHED.values()]
     table = _table("Where FP8 would pay: bf16's time by FP8's, predicted", "linear", *(f">{name}" for name in names), "")
     columns = [step_time.linears(config, backend, ceilings) for ceilings in PUBLISHED.values()]
-    seen = set()
+    shown = set()
     for (decision, _), *ledgers in zip(columns[0], *([one for _, one in column] for column in columns), strict=True):
         key = (linear_cost.short_name(decision.path), decision.shape, decision.fp8)
-        if key in seen:
+        if key in shown:
             continue
-        seen.add(key)
+        shown.add(key)
         ratios = [one.ratio for one in ledgers]
         cells = ["-" if ratio is None else f"{ratio:.2f}" for ratio in ratios]
         slower = [name for name, ratio in zip(names, ratios, strict=True) if ratio is not None and ratio < 1]
@@ -122,7 +122,7 @@ def _break_even(config: Config, backend: str) -> Table:
 
 
 def _table(title: str, *columns: str) -> Table:
-    """Columns whose name begins with > hold numbers."""
+    """A table. Columns whose name begins with > are right-aligned, for numbers."""
     table = Table(title=title)
     for name in columns:
         table.add_column(name.removeprefix(">"), justify="right" if name.startswith(">") else "left")

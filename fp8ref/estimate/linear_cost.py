@@ -1,8 +1,9 @@
-"""What a linear's three GEMMs cost in bfloat16 and in FP8, part by part: an estimate from ceilings, by one model for every table.
+"""Roofline estimate of a linear's three GEMMs in bfloat16 and in FP8, with quantisation.
 
-A kernel takes the longest of: its FLOPs at the rate that large GEMMs reach; its bytes at the bandwidth that copies reach; a launch.
-A GEMM's tiles go to processors in waves, of which the last may be part empty: large shapes hardly notice, small ones do; their sum may be cut
-into a few pieces, whose float32 parts are added afterwards, where that is faster. Kernels run one after another.
+A kernel takes the longest of three times: its FLOPs at the rate of large GEMMs, its bytes at the
+bandwidth of copies, and a launch. A GEMM's tiles run on the processors in waves, and the last wave
+may be partly empty, which slows small shapes. The sum over K may be split into pieces (split-K),
+whose float32 parts are added afterwards. Kernels run one after another.
 """
 
 import math
@@ -16,13 +17,17 @@ from fp8ref.recipe import Decision, Gemm, GemmSpec, Recipe
 from fp8ref.train.config import Config
 from fp8ref.train.device_shapes import in_fp8, tokens, used
 
-TILES, PIECES = ((128, 256), (256, 128), (128, 128)), (1, 2, 4, 8)  # of a result on one processor, as cuBLAS's on Hopper; of a sum
+TILES = ((128, 256), (256, 128), (128, 128))  # of a result on one processor, as cuBLAS's on Hopper
+PIECES = (1, 2, 4, 8)  # of a sum over K
 Size = tuple[Gemm, int, int, int]  # [M, K] x [N, K] -> [M, N]
 
 
 @dataclass(frozen=True)
 class GemmShape:
-    """One GEMM on one device: [M, K] x [N, K] -> [M, N], of a linear, and how it runs."""
+    """One GEMM of a linear on one device: [M, K] x [N, K] -> [M, N].
+
+    runs_in: its dtypes and accumulation, in words.
+    """
 
     linear: str
     which: Gemm
@@ -35,16 +40,19 @@ class GemmShape:
 
 @dataclass(frozen=True)
 class Ledger:
-    """Seconds of one linear for one part of a batch. parts: FP8's, by what they are for; empty where nothing is in FP8."""
+    """Seconds of one linear for one microbatch.
+
+    parts: FP8's by purpose; empty if no GEMM is in FP8.
+    """
 
     bf16: float
     parts: dict[str, float]
     kernels: int
-    floor: float  # of FP8's launches alone: no bandwidth makes it faster
+    floor: float  # seconds of the kernel launches alone: no bandwidth makes it faster
 
     @property
     def seconds(self) -> float:
-        """As configured: FP8's parts, or bfloat16's where there are none."""
+        """Time as configured: FP8's parts, or bfloat16 without any."""
         return sum(self.parts.values()) if self.parts else self.bf16
 
     @property
@@ -59,10 +67,10 @@ def short_name(linear: str) -> str:
 
 
 def gemm_shapes(decision: Decision, config: Config, backend: str) -> Iterator[GemmShape]:
-    """The three of a linear, of one part of a batch (SEMANTICS L-2)."""
+    """The three GEMMs of a linear, for one microbatch (SEMANTICS L-2)."""
     m, (n, k) = tokens(config), used(decision.path, decision.shape, config)
     if short_name(decision.path) == "lm_head" and config.parallel.sequence and backend == "jax":
-        m //= config.parallel.tensor  # whole along tensor, of its own tokens
+        m //= config.parallel.tensor  # its weight is not cut over tensor; its tokens are
     for which, dims in (("output", (m, n, k)), ("grad_input", (m, k, n)), ("grad_weight", (n, k, m))):
         spec = decision.recipe.gemms[which]  # type: ignore[index]
         yield GemmShape(decision.path, which, *dims, runs_in(spec, backend), multiplies_fp8(spec, backend))  # type: ignore[arg-type]
@@ -77,7 +85,7 @@ def runs_in(spec: GemmSpec, backend: str) -> str:
 
 
 def gemm_seconds(m: int, n: int, k: int, rate: float, bytes_: float, ceilings: Ceilings) -> float:
-    """[M, K] x [N, K] -> [M, N], at a rate in FLOP a second, moving bytes_."""
+    """Time of [M, K] x [N, K] -> [M, N] at ``rate`` FLOP a second, with bytes_ of memory traffic."""
     processors = ceilings.sheet.processors
     traffic, found = bytes_ / ceilings.bandwidth, math.inf
     for height, width in TILES:
@@ -91,7 +99,11 @@ def gemm_seconds(m: int, n: int, k: int, rate: float, bytes_: float, ceilings: C
 
 
 def of_sizes(recipe: Recipe, sizes: Sequence[Size], how: Fusion, ceilings: Ceilings, *, shard: int = 1, gathered: bool = False) -> Ledger:
-    """Of the GEMMs named in sizes. shard: devices that each cast their part of a weight, whose codes are then gathered where gathered."""
+    """Cost of the GEMMs in ``sizes``.
+
+    shard     devices that each quantise their shard of the weight.
+    gathered  whether the shards' codes are then all-gathered.
+    """
     bf16 = sum(gemm_seconds(m, n, k, ceilings.bf16, 2 * (k * (m + n) + m * n), ceilings) for _, m, n, k in sizes)
     if not any(recipe.gemms[which].fp8 for which, *_ in sizes):
         return Ledger(bf16, {}, len(sizes), len(sizes) * ceilings.launch)
@@ -122,7 +134,7 @@ def of_sizes(recipe: Recipe, sizes: Sequence[Size], how: Fusion, ceilings: Ceili
 
 
 def of_decision(decision: Decision, config: Config, backend: str, ceilings: Ceilings, *, gemms: Sequence[Gemm] = kernels.GEMMS) -> Ledger:
-    """Of a linear of a config, on one device, for one part of a batch."""
+    """Cost of a config's linear on one device, for one microbatch."""
     sizes: list[Size] = [(s.which, s.m, s.n, s.k) for s in gemm_shapes(decision, config, backend) if s.which in gemms]
     fsdp = config.parallel.fsdp
     gathered = fsdp > 1 and in_fp8(decision.recipe, config, backend)
@@ -135,7 +147,7 @@ def sizes_of(m: int, n: int, k: int) -> list[Size]:
 
 
 def _elements(sizes: Sequence[Size]) -> dict:
-    """Elements of every role, from any one of a linear's GEMMs."""
+    """Elements of each role's tensor, from any one of a linear's GEMMs."""
     which, m, n, k = sizes[0]
     tokens, rows, columns = {"output": (m, n, k), "grad_input": (m, k, n), "grad_weight": (k, m, n)}[which]
     return {"input": tokens * columns, "weight": rows * columns, "grad_output": tokens * rows}

@@ -1,4 +1,8 @@
-"""How a config cuts a model and its batches over devices, from shapes alone (SEMANTICS P-10, P-14): what dry runs count with."""
+"""Shapes on each device, and whether a backend can train them (SEMANTICS P-10, P-14).
+
+Computed from the configuration alone: dry runs and estimates use it without devices, processes or
+data.
+"""
 
 import math
 
@@ -10,19 +14,26 @@ from fp8ref.train.config import Config
 
 
 def tokens(config: Config) -> int:
-    """Of one part of a batch, those that a device trains, before tensor parallelism cuts any."""
+    """Tokens of one microbatch on a device, before tensor parallelism cuts any."""
     shared = config.parallel.data * config.parallel.fsdp * config.data.microbatches
     return config.data.batch_size // shared * config.data.sequence_length
 
 
 def used(linear: str, shape: tuple[int, int], config: Config) -> tuple[int, int]:
-    """[N, K] of a linear's weight as a device multiplies by it: cut by tensor parallelism, and gathered over fsdp."""
+    """[N, K] of a linear's weight in a device's GEMMs.
+
+    Cut by tensor parallelism, gathered over fsdp.
+    """
     (n, k), last, tensor = shape, linear.split(".")[-1], config.parallel.tensor
     return (n // tensor if last in llama.COLUMN else n), (k // tensor if last in llama.ROW else k)
 
 
 def at_rest(parameter: str, shape: tuple[int, ...], config: Config, backend: str) -> tuple[int, ...]:
-    """A parameter's piece on a device, the largest of all: JAX cuts matrices over fsdp, evenly; FSDP2 everything, the last pieces shorter."""
+    """Shape of the largest piece of a parameter that a device stores.
+
+    JAX cuts matrices over fsdp, evenly. FSDP2 cuts every parameter, and its last pieces may be
+    shorter.
+    """
     cut = used(parameter.removesuffix(".weight"), shape, config) if len(shape) == 2 else shape
     if backend == "jax" and len(shape) < 2:
         return cut
@@ -30,19 +41,19 @@ def at_rest(parameter: str, shape: tuple[int, ...], config: Config, backend: str
 
 
 def sharded(config: Config, backend: str) -> bool:
-    """Whether parameters are gathered for use, and gradients reduced."""
+    """Whether parameters are all-gathered for use, and gradients reduce-scattered."""
     return config.parallel.fsdp > 1 or (backend == "torch" and config.parallel.data > 1)
 
 
 def in_fp8(recipe: Recipe, config: Config, backend: str) -> bool:
-    """Whether a weight of this recipe moves as codes over fsdp."""
+    """Whether fsdp gathers a weight of this recipe in FP8."""
     if not recipe.output.fp8:
         return False
     return backend == "jax" or (config.parallel.gather == "fp8" and recipe.serves_both("weight"))
 
 
 def kinds(config: Config) -> dict[str, int]:
-    """How many parameters of each kind there are, and in all."""
+    """Number of parameters by kind, and in all."""
     found = dict.fromkeys(("embedding", "attention", "mlp", "norms", "lm_head"), 0)
     for name, shape in llama.parameter_shapes(config.model).items():
         parts = name.split(".")
@@ -52,7 +63,7 @@ def kinds(config: Config) -> dict[str, int]:
 
 
 def check(config: Config, backend: str) -> None:
-    """ConfigError, one line a fault, for what the backend's trainer would refuse, whichever devices it had."""
+    """ConfigError, a line for each fault, if the backend would refuse this config on any devices."""
     faults, decisions = [*_foreign(config, backend), *_cut(config)], []
     try:
         decisions = [
@@ -66,7 +77,10 @@ def check(config: Config, backend: str) -> None:
 
 
 def check_on_gpu(config: Config, backend: str) -> None:
-    """ConfigError for what a GPU's kernels would refuse, and a CPU's do not: sums over tokens by torchao that are not padded (L-5)."""
+    """ConfigError if a GPU's kernels would refuse what a CPU's accept.
+
+    torchao does not pad sums over tokens to 16 (L-5).
+    """
     count = tokens(config)
     if backend == "jax" or count % 16 == 0:
         return
@@ -85,7 +99,7 @@ def _foreign(config: Config, backend: str) -> list[str]:
 
 
 def _cut(config: Config) -> list[str]:
-    """Batches, sequences and heads."""
+    """Faults of batches, sequences and heads that the mesh does not divide."""
     keys, model, data, faults = config.parallel, config.model, config.data, []
     if data.batch_size % (keys.data * keys.fsdp * data.microbatches):
         faults.append(data.indivisible(keys.data * keys.fsdp, "devices"))
@@ -100,7 +114,7 @@ def _cut(config: Config) -> list[str]:
 
 
 def _jax(config: Config, decisions: list[Decision]) -> list[str]:
-    """Pieces are equal, and hold whole blocks (P-1, P-5)."""
+    """JAX's faults: pieces must be equal, and hold whole blocks (P-1, P-5)."""
     keys = config.parallel
     faults = keys.unattended(config.model.head_dim)
     if config.model.vocab_size % keys.fsdp:
@@ -115,7 +129,7 @@ def _jax(config: Config, decisions: list[Decision]) -> list[str]:
 
 
 def _blocks(decision: Decision, config: Config) -> list[str]:
-    """Of a linear's weight, cut through a block by tensor or fsdp."""
+    """Faults of a linear's weight if tensor or fsdp cuts it inside a block."""
     keys, last, faults = config.parallel, decision.path.split(".")[-1], []
     n, k = used(decision.path, decision.shape, config)
     cuts = (keys.fsdp > 1 or (keys.tensor > 1 and last in llama.COLUMN), keys.tensor > 1 and last in llama.ROW)
@@ -132,7 +146,7 @@ def _blocks(decision: Decision, config: Config) -> list[str]:
 
 
 def _torch(config: Config, decisions: list[Decision]) -> list[str]:
-    """What FSDP2 and tensor parallelism take (P-13, P-14)."""
+    """PyTorch's faults: the limits of FSDP2 and tensor parallelism (P-13, P-14)."""
     keys, faults = config.parallel, []
     shared, recipe = keys.data * keys.fsdp, recipes.by_name(config.numerics.recipe)
     if keys.tensor > 1 and shared > 1 and keys.amax_scope == "global" and recipe.fp8:

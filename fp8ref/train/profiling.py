@@ -1,4 +1,7 @@
-"""How much memory a run took at most: of a device, where its framework counts that, else of the process, as Linux counts it."""
+"""Peak memory and wall-clock time of a run, for its manifest.
+
+Peak memory is the device's, if its framework counts it, and otherwise the process's, from Linux.
+"""
 
 import contextlib
 import re
@@ -14,7 +17,7 @@ PROCESS = Path("/proc/self")
 
 
 class Stopwatch:
-    """seconds: of each name so far."""
+    """Seconds by name: ``with watch("step"): ...`` adds to ``watch.seconds["step"]``."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
@@ -30,24 +33,27 @@ class Stopwatch:
 
     @property
     def total(self) -> float:
-        """Since it was made."""
+        """Seconds since the stopwatch was made."""
         return time.perf_counter() - self._start
 
 
 class Counts(Protocol):
-    """A trainer; ``peak_memory`` is None where its devices do not count."""
+    """A trainer. ``peak_memory`` is None if its devices do not count, as CPUs."""
 
     def peak_memory(self) -> int | None: ...
 
 
 def begin() -> None:
-    """Forget what this process took before; it may have trained other runs."""
-    with contextlib.suppress(OSError):  # no Linux
+    """Reset Linux's peak counter of this process, which may have trained other runs before."""
+    with contextlib.suppress(OSError):  # not Linux
         (PROCESS / "clear_refs").write_text("5")
 
 
 def memory(model: Counts, processes: Processes) -> dict[str, Any] | None:
-    """{"peak_bytes": of the device or process that took the most, "of": "device" or "process"}; None where nobody counts."""
+    """{"peak_bytes": the largest over all processes, "of": "device" or "process"}.
+
+    None if nothing counts it.
+    """
     device = model.peak_memory()
     found = _of_process() if device is None else device
     told = [peak for peak in processes.gather(found) if peak is not None]

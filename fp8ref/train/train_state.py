@@ -1,14 +1,18 @@
-"""The training state: the name, shape and dtype of every tensor in a checkpoint, for both backends (SEMANTICS K-2).
+"""The training state: name, shape and dtype of every tensor in a checkpoint (SEMANTICS K-2).
+
+Both backends share this declaration.
 
     model.<parameter>                    the float32 master
     exp_avg.<parameter>                  AdamW's first moment; exp_avg_sq.<parameter> is its second
     fp8.<linear>.<role>.<field>          JAX: a delayed-scaling state. PyTorch names its module, <linear>.states.<role>
     count                                JAX: steps taken. PyTorch restores them from the manifest's step
 
-``step.Step.tensors`` of a backend returns the live tensors under these names, and ``checkpoint.Store`` writes and reads them.
-The loop compares ``disk_bytes`` with the free disk space; ``estimate.memory`` counts the bytes on a device.
+``step.Step.tensors`` of a backend returns the live tensors under these names, and
+``checkpoint.Store`` writes and reads them. The loop compares ``disk_bytes`` with the free disk
+space; ``estimate.memory`` counts the bytes on a device.
 
-To keep another tensor for each parameter, such as a moving average of the weights, add it to PER_PARAMETER and to the two ``Step`` classes.
+To keep another tensor for each parameter, such as a moving average of the weights, add it to
+PER_PARAMETER and to the two ``Step`` classes.
 """
 
 import math
@@ -21,7 +25,8 @@ from fp8ref import llama
 from fp8ref.recipe import delayed_casts
 from fp8ref.train.config import Config
 
-# Blocks of torchao's FP8 optimizer (T-6): values that share a scale, and the smallest piece whose moments are kept in FP8.
+# Blocks of torchao's FP8 optimizer (T-6): values that share a scale, and the smallest piece whose
+# moments are kept in FP8.
 FP8_BLOCK, FP8_SMALLEST = 256, 4096
 
 
@@ -70,7 +75,8 @@ class Tensor:
 def schema(config: Config, backend: str) -> dict[str, Tensor]:
     """Every tensor of a state by its name on disk.
 
-    Under ``adamw_fp8`` each process stores codes and scales of its own pieces in place of a moment; ``logical`` gives the moment's name.
+    Under ``adamw_fp8`` each process stores codes and scales of its own pieces in place of a moment;
+    ``logical`` gives the moment's name.
     """
     found = {
         f"{one.name}.{name}": Tensor(shape, "float32")
@@ -84,7 +90,8 @@ def schema(config: Config, backend: str) -> dict[str, Tensor]:
 
 def fp8_states(config: Config, backend: str) -> dict[str, Tensor]:
     """The part of the schema that delayed scaling keeps (SEMANTICS H-2)."""
-    # The field names are those of each backend's DelayedState; torch.nn registers the states of a linear under ``states``.
+    # The field names are those of each backend's DelayedState; torch.nn registers the states of a
+    # linear under ``states``.
     module, scale, count = (".states", "scale", "int64") if backend == "torch" else ("", "stored", "int32")
     found: dict[str, Tensor] = {}
     for decision in config.decisions():
@@ -97,7 +104,10 @@ def fp8_states(config: Config, backend: str) -> dict[str, Tensor]:
 
 
 def disk_bytes(config: Config, backend: str) -> int:
-    """Bytes that a checkpoint needs on the disk; 0 under ``adamw_fp8``, where each process's pieces decide."""
+    """Bytes that a checkpoint needs on the disk.
+
+    0 under ``adamw_fp8``, where each process's pieces decide.
+    """
     if config.optimizer.kind == "adamw_fp8":
         return 0
     # 5 % and a MiB more: names and indices, and whole blocks of the disk
@@ -118,7 +128,7 @@ def flat(tensors: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def logical(name: str) -> str:
-    """The name in the schema of a tensor on disk: a moment's, for one process's codes or scales of it (T-6)."""
+    """The schema's name of a tensor on disk: without the rank of codes or scales (T-6)."""
     return re.sub(r"\.rank\d+\.(codes|scale)$", "", name)
 
 

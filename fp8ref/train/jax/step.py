@@ -1,4 +1,7 @@
-"""The training step in JAX (SEMANTICS T): float32 masters, bfloat16 compute, optax's AdamW; functions of the state, to be compiled."""
+"""The training step in JAX (SEMANTICS T): float32 masters, bfloat16 compute, optax's AdamW.
+
+Pure functions of the state, which ``trainer.Trainer`` compiles.
+"""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -20,7 +23,8 @@ from fp8ref.train.config import Config
 from fp8ref.train.jax.llama import Llama, Pass
 from fp8ref.train.jax.mesh import AXES, Layout
 
-# XLA may otherwise leave out a rounding to bfloat16 between fused operations (SEMANTICS M-3 states where they are).
+# XLA may otherwise leave out a rounding to bfloat16 between fused operations (SEMANTICS M-3 states
+# where they are).
 COMPILER_OPTIONS = {"xla_allow_excess_precision": False}
 
 
@@ -38,7 +42,7 @@ class State(NamedTuple):
 
 
 class Step:
-    """The functions of a training step: of the ``State`` that ``begin`` makes and a batch of tokens, [B, T + 1].
+    """The functions of a training step. ``begin`` makes the state; batches are tokens [B, T + 1].
 
     A batch that is trained in parts is [microbatches, B, T + 1] (SEMANTICS T-7).
 
@@ -55,7 +59,8 @@ class Step:
         )
 
     def begin(self, weights: dict[str, np.ndarray] | None) -> tuple[State, State]:
-        """The state before the first step, on the layout's devices, and the PartitionSpec of each of its arrays.
+        """The state before the first step, on the layout's devices, and the PartitionSpec of each
+        of its arrays.
 
         Where the layout is abstract, the state holds shapes instead of arrays.
 
@@ -90,7 +95,7 @@ class Step:
         recipes = {d.path: d.recipe for d in self.decisions}
         fp8 = {name: delayed.update(state.fp8[name], seen[name], recipe=recipes[name]) for name in state.fp8}
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
-        # A select, and not a branch: the program is the same either way, and its buffers can be donated
+        # Selected by element, so that the decision stays on the device
         return jax.tree.map(lambda new, old: jnp.where(finite, new, old), State(params, optimizer, fp8), state), loss, norm
 
     def tensors(self, state: State) -> dict[str, Any]:
@@ -121,7 +126,7 @@ class Step:
         return State(tree(state.params, train_state.MASTERS), optimizer, fp8)
 
     def differentiated(self, params, state, tokens: jax.Array):
-        """(loss, gradients, observations of forward and backward pass) of a batch, or of parts of one."""
+        """(loss, gradients, amax observations of both passes) of a batch, or of its parts."""
 
         def differentiate(params, state, tokens):
             gradient = jax.value_and_grad(self._loss_of, argnums=(0, 1), has_aux=True)
@@ -142,7 +147,7 @@ class Step:
         return self.layout.map(f, (self._specs, P(), self._cut(tokens)), (P(), self._specs, P()))(params, state, tokens)
 
     def evaluated(self, params, state, tokens: jax.Array) -> jax.Array:
-        """The loss of a batch, or of parts of one."""
+        """The loss of a batch, or of its parts."""
 
         def loss_of(params, state, tokens):
             if tokens.ndim == 3:
@@ -152,7 +157,12 @@ class Step:
         return self.layout.map(loss_of, (self._specs, P(), self._cut(tokens)), P())(params, state, tokens)
 
     def measured(self, params, state, tokens: jax.Array) -> jax.Array:
-        """float32 [devices, layers, 6, stats.LENGTH]: what every device measured of its parts of the operands; without shard_map of all of them."""
+        """Statistics float32 [devices, layers, 6, stats.LENGTH].
+
+        Each device measures its own shards of the operands.
+
+        Without shard_map there is one row, of the whole operands.
+        """
 
         def loss(taps, params, state, tokens):
             run = self._pass(state, self._unseen(), dict(taps))
@@ -166,7 +176,8 @@ class Step:
         return self.layout.map(measure, (self._specs, P(), self.layout.tokens), P(AXES))(params, state, tokens)
 
     def forward(self, f: Callable[[Llama, jax.Array, Pass], jax.Array], params, state, tokens: jax.Array) -> jax.Array:
-        """float32 f [B, T, ...] of the model and tokens [B, T]."""
+        """f(model, tokens [B, T], run) -> float32 [B, T, ...], inside shard_map if the layout is
+        mapped."""
         cut = P(self.layout.tokens[0], "tensor" if self.config.parallel.sequence else None)
 
         def mapped(params, state, tokens):
@@ -192,14 +203,14 @@ class Step:
         return {d.path: delayed.unseen(d.recipe) for d in self.decisions if delayed.keeps_state(d.recipe)}
 
     def _model(self, params) -> Llama:
-        """The model on parameters rounded to the compute dtype, all but the embedding table (SEMANTICS M-2)."""
+        """The model on parameters rounded to bfloat16, except the embedding table (SEMANTICS M-2)."""
         compute = jax.tree_util.tree_map_with_path(
             lambda path, value: value if name_of(path) == llama.EMBEDDING else value.astype(jnp.bfloat16), params
         )
         return nnx.merge(self._graph, nnx.State(compute))
 
     def _loss_of(self, params, seen, state, tokens: jax.Array) -> tuple[jax.Array, dict[str, delayed.Seen]]:
-        """The loss of a batch, or inside shard_map of all devices' parts of it, and what the linears observed."""
+        """(mean loss of the whole batch, amax observations of this device's forward pass)."""
         run = self._pass(state, dict(seen))
         return self._loss_in(run, params, tokens), run.seen
 
@@ -213,10 +224,10 @@ class Step:
 
 
 def name_of(path) -> str:
-    """The Hugging Face name of a leaf of the parameter tree."""
+    """The Hugging Face name of a parameter, from its path in the tree."""
     return ".".join(str(getattr(part, "key", part)) for part in path)
 
 
 def named(tree) -> dict:
-    """The leaves of a tree of parameters by name."""
+    """{parameter name: leaf} of a tree of parameters."""
     return {name_of(path): value for path, value in jax.tree_util.tree_leaves_with_path(tree)}

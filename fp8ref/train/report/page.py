@@ -1,6 +1,7 @@
-"""One page on runs: is this FP8 loss normal, what ran in FP8, how fast, and what its numbers looked like (SEMANTICS E).
+"""The HTML report on runs: FP8 loss against bf16 seeds, what ran in FP8, speed (SEMANTICS E).
 
-The page is a single HTML file without scripts, which asks for nothing from anywhere, in light and dark; its figures lie beside it as PNGs too.
+One HTML file without scripts or external resources, for light and dark screens. Its figures are
+also written as PNGs.
 """
 
 import importlib.resources
@@ -28,7 +29,7 @@ METRICS = {"val_loss": "validation loss, nats", "grad_norm": "gradient norm", "t
 
 @dataclass(frozen=True, kw_only=True)
 class LinearCoverage:
-    """One linear: its three GEMMs, each a few words."""
+    """What ran of one linear: its plan, and each of its three GEMMs in a few words."""
 
     path: str
     shape: str
@@ -37,9 +38,12 @@ class LinearCoverage:
 
 
 def write(given: Sequence[Run], out: Path, *, confidence: float = seed_noise.CONFIDENCE) -> str:
-    """Write the page to ``out`` and <out>-<figure>.png beside it; returns the verdicts as text.
+    """Write the page to ``out``, and each figure to <out>-<figure>.png.
 
-    Raises:   ConfigError: before anything is written, a directory that is not there, or a file that is no report; what cannot be written.
+    Returns the verdicts as text.
+
+    Raises:   ConfigError: out is a directory, or in none; it exists and is not a report; it cannot
+              be written.
     """
     if out.is_dir() or not out.absolute().parent.is_dir():
         raise ConfigError(f"--out names a file in a directory that exists; got {out}.")
@@ -62,7 +66,7 @@ def write(given: Sequence[Run], out: Path, *, confidence: float = seed_noise.CON
 
 
 def verdict_text(run: Run, verdict: Verdict) -> str:
-    """A verdict in a sentence."""
+    """A verdict as a sentence."""
     if verdict.kind == "cannot tell":
         return f"cannot tell: {verdict.reason}."
     if verdict.value is None or verdict.limit is None:
@@ -123,7 +127,7 @@ def _page(groups: list[dict], given: Sequence[Run], confidence: float) -> str:
 
 
 def _settings(given: Sequence[Run]) -> list[tuple[str, list]]:
-    """(dotted key, every run's value) where configs, versions, backends, devices or texts differ."""
+    """(dotted key, each run's value) wherever config, versions, backend, device or text differ."""
     settings = [{**run.settings, "versions": run.versions} for run in given]
     keys = dict.fromkeys(key for other in settings for key in configs.differences(settings[0], other))
 
@@ -136,7 +140,10 @@ def _settings(given: Sequence[Run]) -> list[tuple[str, list]]:
 
 
 def _speed(run: Run, group: Sequence[Run]) -> dict:
-    """Steps, last losses, peak memory, median tokens a second and its ratio to the group's first bf16 run of the same backend on the same device."""
+    """A row of the speed table.
+
+    ratio: to the group's first bf16 run of the same backend and device.
+    """
     like = [r for r in group if r.bf16 and all(r.manifest[k] == run.manifest[k] for k in ("backend", "device"))]
     mine, theirs = _median(run), _median(like[0]) if like else None
     memory = run.manifest.get("memory") or {}
@@ -151,13 +158,13 @@ def _speed(run: Run, group: Sequence[Run]) -> dict:
 
 
 def _median(run: Run) -> float | None:
-    """Of all but the first tenth of the steps, in which things are compiled."""
+    """Median tokens per second, without the first tenth of the steps, which includes compilation."""
     values = list(run.curve("tokens_per_second").values())
     return float(np.median(values[len(values) // 10 :])) if values else None
 
 
 def _non_finite(run: Run) -> list[tuple[str, int, int]]:
-    """(operand, first step, count there) of every operand that was ever not finite."""
+    """(operand, first step, number of elements) of every operand that ever had non-finite elements."""
     found: dict[str, tuple[str, int, int]] = {}
     for line in run.statistics:
         for key, values in line["statistics"].items():
@@ -167,14 +174,14 @@ def _non_finite(run: Run) -> list[tuple[str, int, int]]:
 
 
 def _put(path: Path, content: bytes) -> None:
-    """Write a file so that a reader sees the old one or the new one, whole."""
+    """Replace a file atomically."""
     temporary = path.with_name(path.name + ".tmp")
     temporary.write_bytes(content)
     os.replace(temporary, path)
 
 
 def fp8_coverage(run: Run) -> list[LinearCoverage]:
-    """Every linear of a run, and what became of its output, grad_input and grad_weight GEMMs."""
+    """What ran in FP8: for every linear, its planned recipe and the GEMMs that the proof found."""
     proof = run.manifest.get("proof")
     return [
         LinearCoverage(
@@ -198,8 +205,8 @@ def _gemm(name: str, proof: dict | None) -> str:
         return "not needed"
     if simulated := next((gemm for gemm in proof.get("simulated", []) if gemm["gemm"] == name), None):
         return f"simulated: {simulated['a']} x {simulated['b']}, {simulated['accumulate']}, under {simulated['plan']}"
-    seen = [gemm for gemm in proof["gemms"] if gemm["gemm"] == name]
-    fp8 = next((gemm for gemm in seen if gemm["fp8"]), None)
+    found = [gemm for gemm in proof["gemms"] if gemm["gemm"] == name]
+    fp8 = next((gemm for gemm in found if gemm["fp8"]), None)
     if fp8:
         return f"FP8: {fp8['a']} x {fp8['b']}, {fp8['accumulate']}"
-    return f"high precision: {seen[0]['a']} x {seen[0]['b']}" if seen else "not seen"
+    return f"high precision: {found[0]['a']} x {found[0]['b']}" if found else "not seen"

@@ -1,4 +1,8 @@
-"""What a run's files hold that reports use, as pydantic checks it; keys that nothing here uses may be anything."""
+"""Read a run's manifest.json, metrics.jsonl and statistics.jsonl, validated by pydantic.
+
+The dataclasses declare the keys that reports use; other keys are ignored. An error names file,
+line, value and remedy.
+"""
 
 import json
 from collections.abc import Iterator
@@ -14,7 +18,8 @@ from fp8ref.formats import FLOAT32
 from fp8ref.recipe import OPERANDS
 from fp8ref.train import log
 
-# Beyond float32, as norms summed in float64 are, and within what sums of squares stay finite of
+# Norms are summed in float64 and may exceed float32. Up to 1e100, sums of their squares stay
+# finite.
 Number = Annotated[float, Field(allow_inf_nan=False, ge=-1e100, le=1e100)]
 Size = Annotated[float, Field(allow_inf_nan=False, ge=0, le=1e100)]
 Magnitude = Annotated[float, Field(allow_inf_nan=False, ge=0, le=FLOAT32.max)]
@@ -32,7 +37,10 @@ def _operand(name: str) -> str:
 
 @dataclass
 class Metrics:
-    """A line of metrics.jsonl; what may be left out has some value here, which nobody reads."""
+    """A line of metrics.jsonl.
+
+    Defaults only mark optional keys: the values are read from the file.
+    """
 
     step: Whole
     loss: Number
@@ -43,7 +51,7 @@ class Metrics:
 
 @dataclass
 class Measures:
-    """What a line of statistics.jsonl has of one operand; null where it was not finite."""
+    """One operand's statistics in a line of statistics.jsonl; null if the value was not finite."""
 
     amax: Magnitude | None = None
     underflow_rate: Size | None = None
@@ -62,21 +70,21 @@ class Statistics:
 
 @dataclass
 class Seed:
-    """A section's seed."""
+    """The seed of a section."""
 
     seed: int
 
 
 @dataclass
 class RunKeys(Seed):
-    """Of section run: its seed, and how many steps it was to have."""
+    """Keys of section run: seed and number of steps."""
 
     steps: Count
 
 
 @dataclass
 class DataKeys(Seed):
-    """Of section data: its seed, and the size of a batch in sequences and tokens."""
+    """Keys of section data: seed, and the size of a batch."""
 
     batch_size: Count
     sequence_length: Count
@@ -84,21 +92,21 @@ class DataKeys(Seed):
 
 @dataclass
 class NumericsKeys:
-    """Of section numerics."""
+    """Keys of section numerics."""
 
     recipe: str
 
 
 @dataclass
 class StatisticsKeys:
-    """Of section statistics: steps between records, 0 for none."""
+    """Keys of section statistics: steps between records; 0 for none."""
 
     every: Whole = 0
 
 
 @dataclass
 class Sections:
-    """Of a config what a report uses; of model and optimizer it compares all."""
+    """The config's keys that a report uses. model and optimizer are compared as a whole."""
 
     model: dict[str, Any]
     optimizer: dict[str, Any]
@@ -110,7 +118,7 @@ class Sections:
 
 @dataclass
 class Linear:
-    """What became of a linear: shape is [N, K]."""
+    """A linear, of weight shape [N, K], and the recipe that was planned for it."""
 
     path: str
     shape: list[int]
@@ -121,7 +129,7 @@ class Linear:
 
 @dataclass
 class Gemm:
-    """A GEMM that the proof saw: ``gemm`` is <layer>/<which>, a and b are its operands' types."""
+    """A GEMM in the proof. gemm: <layer>/<which>; a, b: dtypes of its operands."""
 
     gemm: str
     a: str
@@ -132,7 +140,7 @@ class Gemm:
 
 @dataclass
 class Simulated:
-    """A GEMM that the proof saw under simulated hardware, by the name of its plan."""
+    """A GEMM in the proof that ran under simulated hardware; plan: its accumulation plan."""
 
     gemm: str
     a: str
@@ -143,7 +151,7 @@ class Simulated:
 
 @dataclass
 class Proof:
-    """What a step really ran, and what was planned and is not there; gathers are counted by type."""
+    """The GEMMs of a traced step, and what was planned but missing. gathers: number by dtype."""
 
     read_from: str
     gemms: list[Gemm]
@@ -156,7 +164,7 @@ class Proof:
 
 @dataclass
 class Memory:
-    """The most memory in use, and what of."""
+    """Peak memory, of the device or the process."""
 
     peak_bytes: Whole
     of: str
@@ -201,9 +209,9 @@ _MANIFEST, _METRICS, _STATISTICS = (pydantic.TypeAdapter(kind) for kind in (Mani
 
 
 def manifest(run: Path) -> dict:
-    """manifest.json.
+    """The manifest of a run.
 
-    Raises:   ConfigError: no directory, no such file, or one that no run leaves.
+    Raises:   ConfigError: no directory; no manifest; one with missing or invalid keys.
     """
     if not run.is_dir():
         raise ConfigError(f"{run} is no directory. Name a run, as fp8ref train --run.out wrote it.")
@@ -213,20 +221,24 @@ def manifest(run: Path) -> dict:
 
 
 def metrics(run: Path) -> list[dict]:
-    """The lines of metrics.jsonl, in the order of their steps; none of a file that is not there.
+    """The lines of metrics.jsonl, in the order of steps; none if there is no file.
 
-    Raises:   ConfigError: a line that is no JSON object, lacks a step or loss, has a value of another kind, or a step out of order.
+    Raises:   ConfigError: a line is not a JSON object; lacks step or loss; has an invalid value; is
+              out of order.
     """
     return list(_lines(run / log.METRICS, _METRICS))
 
 
 def statistics(run: Path) -> list[dict]:
-    """The same of statistics.jsonl, whose lines have a step and statistics."""
+    """The lines of statistics.jsonl, as ``metrics``."""
     return list(_lines(run / log.STATISTICS, _STATISTICS))
 
 
 def _lines(path: Path, kind: pydantic.TypeAdapter) -> Iterator[dict]:
-    """A torn last line is left out."""
+    """The lines of a JSON Lines file, checked.
+
+    A torn last line, of a run that was killed, is skipped.
+    """
     if not path.exists():
         return
     remedy = f"Mend it, or leave {path.parent} out."
@@ -247,13 +259,13 @@ def _lines(path: Path, kind: pydantic.TypeAdapter) -> Iterator[dict]:
 
 def _check(kind: pydantic.TypeAdapter, text: str, where: str, remedy: str) -> None:
     try:
-        kind.validate_json(text.encode(errors="replace"))  # half a surrogate pair, as names of files may hold, is text too
+        kind.validate_json(text.encode(errors="replace"))  # file names may hold unpaired surrogates
     except pydantic.ValidationError as error:
         raise ConfigError(f"{where} {_problem(error.errors()[0])}. {remedy}") from error
 
 
 def _problem(error) -> str:
-    """What pydantic found, in a few words."""
+    """pydantic's error in a few words."""
     dotted = ".".join(str(part) for part in error["loc"] if part != "[key]")
     if not dotted:
         return "is not a JSON object"

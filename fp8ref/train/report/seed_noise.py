@@ -1,26 +1,28 @@
-"""Is a run's loss worse than what another seed of bf16 would have shown? (SEMANTICS E)
+"""Group bf16 seed runs, and judge FP8 runs against their spread (SEMANTICS E).
 
-n bf16 runs that differ in their seeds alone are a sample of what training gives without FP8. At each step, each run's loss is its mean over
-the last W steps, and s is the sample standard deviation of the n runs. Two comparisons are made with it, one-sided: FP8 is suspected of a
-higher loss, and errs in being suspected in at most 5 % of runs (at the default confidence), if losses of seeds are normal. t is
-Student's quantile at n - 1 degrees of freedom.
+The sample is n bf16 runs that differ only in their seeds. At each step, a run's loss is its mean
+over the last W steps, and s is the sample standard deviation over the n runs. t is Student's
+quantile at n - 1 degrees of freedom. Both tests are one-sided, because FP8 is suspected of a higher
+loss. If losses of seeds are normal, at most 5 % of sound runs fail (at the default confidence).
 
-*A run of a seed of its own* is held to the mean m of the n: one more bf16 run lies below m + t s sqrt(1 + 1/n), the prediction interval of one
-more observation, which is exact for any n >= 2.
+*A run with seeds of its own* is compared with the mean m of the sample. One more bf16 run lies
+below m + t s sqrt(1 + 1/n): the prediction interval of one more observation, exact for any n >= 2.
 
-*A run with the seeds of a bf16 run* saw its batches and its initial weights. Their gap, step by step, is free of what batches and
-initial weights do, and is held to t s sqrt(2), by which two bf16 runs of different seeds differ. That is conservative: equal seeds correlate
-losses by some rho >= 0, and the gap's variance without any effect of FP8 is 2 sigma^2 (1 - rho). A gap beyond it is more than choosing
-another seed does; a gap within it may be real all the same, and its interval says so.
+*A run with the seeds of a bf16 run* had the same batches and initial weights, so that their gap is
+free of both. The limit is t s sqrt(2), by which two bf16 runs of different seeds differ. This is
+conservative: equal seeds correlate the losses by some rho >= 0, and without any effect of FP8 the
+gap's variance is 2 sigma^2 (1 - rho). A gap above the limit is more than another seed causes. A gap
+below it may still be real; its confidence interval shows that.
 
-Steps of one run are *not* observations: a seed's loss stays high or low for long, so nothing is gained by counting them. That is why two
-seeds allow little to be said: t is 6.3, of three 2.9, of five 2.1.
+Steps of one run are *not* observations: a seed's loss stays high or low for long, and more steps
+add little. Hence two seeds prove little: t is 6.3 for two, 2.9 for three, 2.1 for five.
 
-*The interval of a gap.* Neighbouring steps' gaps resemble each other, so it comes of batch means: the W steps are cut into 5 batches, whose means
-are more nearly independent than steps are. It says how well the gap of these two runs is known, not what another pair would show.
+*The interval of a gap* uses batch means, because gaps of neighbouring steps are correlated. The W
+steps are cut into 5 batches, whose means are more nearly independent. It shows how well this pair's
+gap is known, not what another pair would show.
 
-The verdict is one test, of the last step in common. Where a run left, the first step from which it stayed outside, describes it and
-tests nothing more.
+The verdict is one test, at the last common step. ``left_step``, from which a run stayed outside,
+only describes it.
 """
 
 import math
@@ -40,7 +42,10 @@ Kind = Literal["within noise", "outside noise", "cannot tell"]
 
 
 class Band(NamedTuple):
-    """What one more run stays below; and, for figures, as far below the mean. float64 arrays of one length."""
+    """high: the limit of one more run.
+
+    low: as far below the mean, for figures. float64 arrays of one length.
+    """
 
     mean: np.ndarray
     low: np.ndarray
@@ -48,7 +53,8 @@ class Band(NamedTuple):
 
 
 class Gap(NamedTuple):
-    """The mean difference of two runs over the last W steps, and its confidence interval; at each step from the W-th on."""
+    """Mean difference of two runs over the last W steps, with its confidence interval, from the
+    W-th step on."""
 
     mean: np.ndarray
     low: np.ndarray
@@ -57,17 +63,20 @@ class Gap(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Seeds:
-    """The finished bf16 runs of a group, one for each pair of seeds; band and limit are None where runs or steps are too few."""
+    """The bf16 sample of a group: finished runs, one for each pair of seeds.
+
+    band, limit: None if there is too little.
+    """
 
     runs: tuple[Run, ...]
-    common: np.ndarray  # steps
+    common: np.ndarray  # steps that all runs have
     width: int
     band: Band | None = None
     limit: np.ndarray | None = None
 
     @property
     def steps(self) -> np.ndarray:
-        """Where band and limit are: the last step of each window."""
+        """The steps of band and limit: the last step of each window."""
         return self.common[self.width - 1 :]
 
     @property
@@ -78,7 +87,7 @@ class Seeds:
 
 @dataclass(frozen=True, kw_only=True)
 class Paired:
-    """The gap of a run to another that saw the same batches, at ``steps``, the last of each window."""
+    """The gap between two runs of equal seeds, at ``steps``, the last step of each window."""
 
     run: Run
     to: Run
@@ -88,7 +97,10 @@ class Paired:
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """Whether one run's loss is higher than another seed of bf16 would show. reason: why it cannot be told, or that the loss is no number."""
+    """Whether a run's loss is higher than another bf16 seed's.
+
+    reason: of "cannot tell", or the non-finite loss.
+    """
 
     kind: Kind
     seeds: Seeds
@@ -105,7 +117,8 @@ def student(confidence: float, dof: int) -> float:
     """t with P(|T| <= t) = confidence, T of Student's distribution with dof degrees of freedom.
 
     Raises:   ValueError: confidence outside (0, 1), dof below 1.
-    Source:   Abramowitz and Stegun, 26.7.3 and 26.7.4: closed forms in theta = atan(t / sqrt(dof)), increasing in theta.
+    Source:   Abramowitz and Stegun, 26.7.3 and 26.7.4: closed forms in theta = atan(t / sqrt(dof)),
+              increasing in theta.
     """
     if not 0 < confidence < 1:
         raise ValueError(f"confidence lies between 0 and 1; got {confidence}.")
@@ -124,16 +137,16 @@ def window(steps: int) -> int:
 
 
 def running_mean(losses: np.ndarray, width: int) -> np.ndarray:
-    """Means of every ``width`` consecutive values along the last axis: [..., S] -> [..., S - width + 1]."""
+    """Means of ``width`` consecutive values on the last axis: [..., S] -> [..., S - width + 1]."""
     losses = np.asarray(losses, np.float64)
-    centre = losses.mean(axis=-1, keepdims=True)  # so that sums stay small, and those of a constant zero
+    centre = losses.mean(axis=-1, keepdims=True)  # keeps the sums small, and those of a constant exactly 0
     sums = np.cumsum(losses - centre, axis=-1)
     sums = np.concatenate([np.zeros_like(centre), sums], axis=-1)
     return (sums[..., width:] - sums[..., :-width]) / width + centre
 
 
 def band(curves: np.ndarray, *, confidence: float = CONFIDENCE) -> Band:
-    """The limits of one more curve, at each point by itself (E-2).
+    """The prediction limits of one more curve, pointwise (E-2).
 
     Shapes:   curves [n, S], n independent runs; each field [S].
     Raises:   ValueError: fewer than two curves.
@@ -144,12 +157,15 @@ def band(curves: np.ndarray, *, confidence: float = CONFIDENCE) -> Band:
 
 
 def limit(curves: np.ndarray, *, confidence: float = CONFIDENCE) -> np.ndarray:
-    """What the difference of two runs of different seeds stays below, at each point by itself (E-3): [n, S] -> [S]."""
+    """The pointwise limit of the difference of two runs of different seeds (E-3): [n, S] -> [S]."""
     return _spread(curves, confidence) * math.sqrt(2)
 
 
 def first_outside(curve: np.ndarray, high: np.ndarray) -> int | None:
-    """The index from which a curve stays above a limit to the end; None where it does not end above (E-4)."""
+    """The index from which a curve stays above the limit to its end.
+
+    None if it ends below (E-4).
+    """
     above = curve > high
     if not above[-1]:
         return None
@@ -158,7 +174,8 @@ def first_outside(curve: np.ndarray, high: np.ndarray) -> int | None:
 
 
 def gap(difference: np.ndarray, width: int, *, confidence: float = CONFIDENCE) -> Gap:
-    """The running mean of a step-by-step difference and its interval by batch means (E-5).
+    """The running mean of a step-by-step difference, and its confidence interval by batch means
+    (E-5).
 
     Shapes:   difference [S]; each field [S - width + 1]. width: a multiple of 5.
     """
@@ -172,7 +189,7 @@ def gap(difference: np.ndarray, width: int, *, confidence: float = CONFIDENCE) -
 
 
 def groups(given: Sequence[Run]) -> list[list[Run]]:
-    """Runs by what they have in common with their reference (E-1), in the order given."""
+    """Group runs that are comparable (E-1), in the order given."""
     found: list[list[Run]] = []
     for run in given:
         mine = next((group for group in found if not configs.differences(group[0].reference, run.reference)), None)
@@ -181,10 +198,12 @@ def groups(given: Sequence[Run]) -> list[list[Run]]:
 
 
 def seeds_of(group: Sequence[Run], *, but: Run | None = None, among: Sequence[Run] = (), confidence: float = CONFIDENCE) -> Seeds:
-    """The noise of a group (E-1, E-2): its finished bf16 runs, one for each pair of seeds, the first given.
+    """The bf16 sample of a group (E-1, E-2).
+
+    It has the finished bf16 runs, the first for each pair of seeds.
 
     but       a run whose seeds are left out.
-    among     more runs that have the steps in common.
+    among     more runs, which must have the common steps too.
     """
     chosen: dict[tuple[int, int], Run] = {}
     for run in group:
@@ -206,7 +225,9 @@ def seeds_of(group: Sequence[Run], *, but: Run | None = None, among: Sequence[Ru
 
 
 def verdict(run: Run, group: Sequence[Run], *, confidence: float = CONFIDENCE) -> Verdict:
-    """Judge one run of a group by its bf16 runs: by its gap, if one of them has its seeds, or else by its loss (E-2 to E-4).
+    """Judge one run of a group by its bf16 runs (E-2 to E-4).
+
+    Its gap is judged if a bf16 run has its seeds, and else its loss.
 
     A run that would itself be part of the noise is judged by the seeds other than its own.
     """
@@ -239,14 +260,17 @@ def verdict(run: Run, group: Sequence[Run], *, confidence: float = CONFIDENCE) -
 
 
 def partner(run: Run, group: Sequence[Run]) -> Run | None:
-    """The bf16 run of a group with this run's seeds; of those, one of its backend and a finished one first."""
+    """The bf16 run of equal seeds.
+
+    If there are several, one of the same backend, and then a finished one.
+    """
     partners = [other for other in group if other is not run and other.bf16 and other.seeds == run.seeds]
     partners.sort(key=lambda other: (other.manifest["backend"] != run.manifest["backend"], not other.finished))
     return partners[0] if partners else None
 
 
 def paired(run: Run, to: Run, *, confidence: float = CONFIDENCE) -> Paired | None:
-    """The gap of two runs, step by step (E-5); None where they have fewer than 5 steps in common."""
+    """The gap between two runs, step by step (E-5); None if they have fewer than 5 common steps."""
     steps = runs.common_steps([run, to])
     width = window(len(steps))
     if len(steps) < width:
@@ -265,7 +289,7 @@ def _too_few(run: Run, seeds: Seeds) -> str:
 
 
 def _spread(curves: np.ndarray, confidence: float) -> np.ndarray:
-    """t s, t one-sided: P(T <= t) = confidence."""
+    """t s, with one-sided t: P(T <= t) = confidence."""
     curves = np.asarray(curves, np.float64)
     if len(curves) < 2:
         raise ValueError(f"the noise of seeds takes at least 2 runs; got {len(curves)}.")

@@ -1,6 +1,8 @@
-"""A training state on disk, as torch.distributed.checkpoint writes it in safetensors: every rank its own pieces (SEMANTICS K-2).
+"""PyTorch's checkpoint store: torch.distributed.checkpoint in safetensors (SEMANTICS K-2).
 
-Tensors only: what else torch would write beside them it would pickle, and nothing here reads a pickle.
+dcp, its usual short name, lets each rank write its own shards.
+
+Only tensors are written: torch would pickle anything else, and nothing here reads a pickle.
 """
 
 import contextlib
@@ -23,7 +25,7 @@ from fp8ref.errors import ConfigError
 from fp8ref.train import train_state
 
 COPYING = StagingOptions(use_pinned_memory=False, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=False)
-SHARDING = "DCP_SHARDING_INFO"  # the key of a file's metadata under which dcp says what part of each tensor it holds
+SHARDING = "DCP_SHARDING_INFO"  # key in a file's metadata: where dcp records which part of each tensor it holds
 
 
 class Store:
@@ -32,11 +34,15 @@ class Store:
     def __init__(self) -> None:
         self._group: ProcessGroup | None = None
         if distributed.is_initialized():
-            # A group apart, because a thread writes while training uses the others. gloo: dcp sends objects, which nccl cannot.
+            # A group apart: a thread writes while training uses the others. gloo: dcp exchanges
+            # objects on the host.
             self._group = distributed.new_group(backend="gloo")
 
     def save(self, directory: Path, tensors: Mapping[str, torch.Tensor]) -> Callable[[], None]:
-        """Copy tensors to host memory, and begin to write them; the result waits until every rank's part is written."""
+        """Copy tensors to host memory, and begin to write them.
+
+        The result waits until every rank's part is written.
+        """
         stager = DefaultStager(COPYING)
         staged = stager.stage(dict(tensors))
         stager.close()
@@ -56,7 +62,8 @@ class Store:
     def load(self, directory: Path, tensors: Mapping[str, torch.Tensor]) -> None:
         """Read a state into tensors in place, whatever mesh wrote it.
 
-        Raises:   ConfigError: another model's or recipe's tensors; moments in FP8 of another mesh (T-6).
+        Raises:   ConfigError: another model's or recipe's tensors; moments in FP8 of another mesh
+                  (T-6).
         """
         _be_quiet()
         reader = dcp.HuggingFaceStorageReader(str(directory))
@@ -79,11 +86,13 @@ class Store:
 
 
 def weights(directory: Path, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, np.ndarray]]:
-    """The weights alone, one after the other: float32 by name, in this process. Every file's header is read once, a tensor when it is asked for.
+    """The weights of a saved state, one after the other: (name, float32 array), in this process.
 
-    Raises:   ConfigError: tensors of other names or shapes, or parts that leave something out.
+    Each file's header is read once; a tensor is read when it is asked for.
+    Raises:   ConfigError: the saved weights have other names or shapes, or parts of one are
+              missing.
     """
-    parts: dict[str, dict[tuple[int, ...], safe_open]] = {}  # of a tensor, where each begins and the file it is in
+    parts: dict[str, dict[tuple[int, ...], safe_open]] = {}  # {tensor: {offsets of a part: its file}}
     with contextlib.ExitStack() as files:
         for path in sorted(directory.glob("*.safetensors")):
             file = files.enter_context(safe_open(path, framework="np"))
@@ -108,7 +117,10 @@ def weights(directory: Path, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[
 
 @contextmanager
 def _as_os_error() -> Iterator[None]:
-    """What dcp raises, which is no Exception and holds those of ranks, is an OSError that says the first of them."""
+    """In this context dcp's CheckpointException becomes an OSError with the first rank's cause.
+
+    dcp's own is a BaseException, which ``except Exception`` would not catch.
+    """
     try:
         yield
     except dcp.CheckpointException as error:
@@ -117,5 +129,8 @@ def _as_os_error() -> Iterator[None]:
 
 
 def _be_quiet() -> None:
-    """dcp warns of every process that is alone."""
+    """Hide dcp's warning that torch.distributed is not initialised.
+
+    A run of one process is fine.
+    """
     warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
