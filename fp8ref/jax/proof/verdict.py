@@ -7,12 +7,14 @@ after SPMD partitioning, so the program is compiled and the HLO after that pass 
 """
 
 import collections
+import contextlib
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import jax
+from jax.experimental.compilation_cache import compilation_cache
 
 from fp8ref import recipe as recipes
 from fp8ref.jax import cast, gemm
@@ -81,12 +83,26 @@ def read(lowered: jax.stages.Lowered) -> Program:
     operations = tuple(hlo.from_stablehlo(_module(lowered)))
     if not _left_to_partition(lowered):
         return Program(operations, "stablehlo")
-    with tempfile.TemporaryDirectory() as directory:
+    with tempfile.TemporaryDirectory() as directory, _compiled_anew():
         lowered.compile(compiler_options={"xla_dump_to": directory, "xla_dump_hlo_pass_re": ".*spmd.*"})
         texts = sorted(Path(directory).glob("*after_spmd-partitioning*.txt"))
         if not texts:
             raise RuntimeError("XLA wrote no HLO after SPMD partitioning; fp8ref.jax.proof reads what jax 0.10 dumps. Use shard_map.")
         return Program(tuple(hlo.from_text(texts[-1].read_text())), "hlo after spmd partitioning")
+
+
+@contextlib.contextmanager
+def _compiled_anew() -> Iterator[None]:
+    """In this context XLA compiles even what JAX's persistent cache holds, for only then does it
+    dump anything. JAX asks its setting once, hence the resets."""
+    before = jax.config.jax_enable_compilation_cache
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()
+    try:
+        yield
+    finally:
+        jax.config.update("jax_enable_compilation_cache", before)
+        compilation_cache.reset_cache()
 
 
 def read_compiled(compiled: jax.stages.Compiled | str) -> Program:
