@@ -1,26 +1,32 @@
 """FP8 in Flax layers, linen and NNX, by any recipe.
 
-    nn.Dense(64, dot_general_cls=fj.flax.linen_dot_general("rowwise"))            # linen: nn.Dense, nn.DenseGeneral
-    fj.flax.Einsum((32, 4, 16), "btd,dhk->bthk", recipe="rowwise")                # linen's nn.Einsum has no hook
-    nnx.Linear(32, 64, dot_general=fj.flax.nnx_dot_general("rowwise"), rngs=rngs)  # NNX: a fresh hook for each layer
-    nnx.Einsum("btd,dhk->bthk", (32, 4, 16), einsum_op=fj.flax.nnx_einsum("rowwise"), rngs=rngs)
+    # linen: nn.Dense and nn.DenseGeneral; nn.Einsum has no hook, so there is one of ours
+    nn.Dense(64, dot_general_cls=fj.flax.linen_dot_general("rowwise"))
+    fj.flax.Einsum((32, 4, 16), "btd,dhk->bthk", recipe="rowwise")
+
+    # NNX: a fresh hook for each layer
+    nnx.Linear(32, 64, dot_general=fj.flax.nnx_dot_general("rowwise"), rngs=rngs)
+    op = fj.flax.nnx_einsum("rowwise")
+    nnx.Einsum("btd,dhk->bthk", (32, 4, 16), einsum_op=op, rngs=rngs)
 
 ``convert`` puts them into an existing model; filter_fqns takes patterns as everywhere in fp8ref
 (R-3):
 
-    model = fj.flax.convert(model, "rowwise", filter_fqns=["lm_head"])             # NNX; linen: inputs=(x,) too
+    model = fj.flax.convert(model, "rowwise", filter_fqns=["lm_head"])  # linen: inputs=(x,) too
 
 Under delayed scaling a step observes amaxes, in the backward pass too. ``value_and_grad`` collects
 them:
 
-    loss, grads, seen = fj.flax.value_and_grad(loss_fn)(model, batch)             # NNX: loss_fn(model, batch) -> loss
-    fj.flax.update(model, seen)                                                   # once an optimizer step
+    # NNX: loss_fn(model, batch) -> loss
+    loss, grads, seen = fj.flax.value_and_grad(loss_fn)(model, batch)
+    fj.flax.update(model, seen)  # once an optimizer step
 
-    def loss_fn(variables, batch):                                               # linen: its observations are returned
+    # linen: loss_fn returns the observations too, and grads is of variables["params"]
+    def loss_fn(variables, batch):
         y, updated = model.apply(variables, batch, mutable=[fj.flax.SEEN])
         return (y ** 2).mean(), updated
 
-    loss, grads, seen = fj.flax.value_and_grad(loss_fn)(variables, batch)         # grads of variables["params"]
+    loss, grads, seen = fj.flax.value_and_grad(loss_fn)(variables, batch)
     variables = fj.flax.update(variables, seen)
 
 ``merge`` joins the observations of several microbatches. The state is not among the parameters: no
