@@ -52,9 +52,9 @@ def test_a_forked_child_makes_threads_of_its_own():
     program = """
 import os, sys, numpy as np
 from fp8ref.formats import E4M3FN
-from fp8ref.sim import cast, parallel
+from fp8ref.sim import cast, threads
 x = np.ones(1 << 20, np.float32)
-with parallel.using(2):
+with threads.using(2):
     whole = cast.encode(x, E4M3FN)
     child = os.fork()
     if child == 0:
