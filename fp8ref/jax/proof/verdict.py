@@ -95,7 +95,7 @@ def read(lowered: jax.stages.Lowered) -> Program:
 def _compiled_anew() -> Iterator[None]:
     """In this context XLA compiles even what JAX's persistent cache holds, for only then does it
     dump anything. JAX asks its setting once, hence the resets."""
-    before = jax.config.jax_enable_compilation_cache
+    before = jax.config.jax_enable_compilation_cache  # type: ignore[attr-defined]
     jax.config.update("jax_enable_compilation_cache", False)
     compilation_cache.reset_cache()
     try:
