@@ -1,4 +1,4 @@
-"""FSDP2 with weights gathered in FP8, on as many processes as there are: torchrun --nproc-per-node 2 examples/torch_fsdp.py"""
+"""Train with FSDP2 and weights gathered in FP8: torchrun --nproc-per-node 2 examples/torch_fsdp.py"""
 
 import torch
 from torch import distributed, nn
@@ -34,7 +34,7 @@ def main() -> None:
             print(f"step {step}: loss {mean.item() / distributed.get_world_size():.4f}")
     if distributed.get_rank() == 0:
         print(ft.proof.gathers(model))  # u8: codes, a byte an element
-    distributed.barrier()  # no rank leaves while another still asks it for something
+    distributed.barrier()  # no rank exits while another still communicates with it
     distributed.destroy_process_group()
 
 

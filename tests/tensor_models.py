@@ -1,4 +1,4 @@
-"""Models that tensor parallelism cuts, what their passes give, and what of them is seen on a rank."""
+"""Models for tensor parallelism, their outputs and gradients, and the FP8 GEMMs of a rank."""
 
 import torch
 from torch import distributed, nn

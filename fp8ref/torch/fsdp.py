@@ -65,7 +65,7 @@ def gather_in_fp8(model: nn.Module, *, dtype: torch.dtype | None, precompute: bo
         g.linear.fp8_gather = g
     forward = _Forward(gathers)
     for unit in units.values():
-        forward.watch(unit)
+        forward.register(unit)
     return gathers
 
 
@@ -84,7 +84,7 @@ class _Forward:
         self.outermost: nn.Module | None = None
         self.observed: set[FP8Gather] = set()
 
-    def watch(self, unit: FSDPModule) -> None:
+    def register(self, unit: FSDPModule) -> None:
         assert isinstance(unit, nn.Module)
         # begin runs before FSDP2's own hook, which gathers. end is always called: a failed forward
         # pass is over too.

@@ -27,7 +27,7 @@ def scales_from_amax(amax: torch.Tensor, fmt: Format, policy: str | ScalePolicy 
               2^-k and 2^k under e8m0.
     Specials: zero amax -> RN32(fmt.max / eps); Inf -> 0; NaN -> NaN. e8m0: S-14.
     Raises:   ValueError: a policy that this backend does not implement; a fmt that is not FP8.
-    Source:   torchao's amax_to_scale, but for ``mask`` and e8m0.
+    Source:   torchao's amax_to_scale, except ``mask`` and e8m0.
     """
     policy, dtype = implemented(policy), cast.native(fmt)
     if policy.e8m0:
@@ -40,7 +40,7 @@ def scales_from_amax(amax: torch.Tensor, fmt: Format, policy: str | ScalePolicy 
 
 
 def scale_from_amax(amax: torch.Tensor, fmt: Format, policy: str | ScalePolicy = "torchao") -> torch.Tensor:
-    """The factor into FP8: ``scales_from_amax(...).scale``, and as that in all else."""
+    """The factor into FP8: ``scales_from_amax(...).scale``. Its docstring applies."""
     return scales_from_amax(amax, fmt, policy).scale
 
 

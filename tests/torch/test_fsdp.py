@@ -56,7 +56,7 @@ class Broken(torch.autograd.Function):
 
 
 def broken_backward():
-    """Whether training goes on, after an error in a backward pass, as if there had been none; of a model without FP8 gather too."""
+    """Whether training resumes after an error in a backward pass as if there had been none, also without FP8 gather."""
     found = []
     for fp8 in (True, False):
         mesh = init_device_mesh("cpu", (distributed.get_world_size(),), mesh_dim_names=("fsdp",))
@@ -75,7 +75,7 @@ def broken_backward():
 
 
 def interrupted():
-    """Whether training goes on, after an interrupt in a forward pass, as if there had been none."""
+    """Whether training resumes after an interrupt in a forward pass as if there had been none."""
     found = []
     for how in ({}, {"recipe": "delayed", "group": True}):
         model = sharded(**how)

@@ -36,7 +36,7 @@ def warned(caplog):
 
 
 def llama(recipe, *, tied=False):
-    """hidden 64, but for a recipe whose blocks are 128 long."""
+    """hidden 64, or 128 for a recipe with blocks of 128."""
     hidden = 128 if recipe == "blockwise" else 64
     sizes = {"hidden_size": hidden, "intermediate_size": 2 * hidden, "num_attention_heads": 4, "num_key_value_heads": 2}
     torch.manual_seed(0)
