@@ -121,30 +121,30 @@ def encode(x: np.ndarray, fmt: Format, behaviour: Behaviour, *, source: str = "f
 
 
 def _magnitudes(value: np.ndarray, fmt: Format, behaviour: Behaviour) -> np.ndarray:
-    """The codes of the rounded magnitudes, which go on above max; int64."""
-    with np.errstate(invalid="ignore"):  # a signalling NaN
-        value = value.astype(np.float64)
-    magnitude = np.where(np.isfinite(value), np.abs(value), 0.0)
+    """The codes of the rounded magnitudes, counted on beyond max; int64."""
+    value = cast.exact(value)
     if behaviour.subnormals == "flushed_before":
-        magnitude = np.where(magnitude < fmt.smallest_normal, 0.0, magnitude)
-    exponent = np.where(magnitude == 0, fmt.emin, np.maximum(np.frexp(magnitude)[1] - 1, fmt.emin))
-    n = np.ldexp(magnitude, fmt.mantissa_bits - exponent)
-    floor = np.floor(n)
-    rest, odd, negative = n - floor, floor % 2 == 1, np.signbit(value)
-    more = {
-        "nearest_even": (rest > 0.5) | ((rest == 0.5) & odd),
-        "nearest_away": rest >= 0.5,
-        "nearest_zero": rest > 0.5,
-        "toward_zero": np.zeros_like(odd),
-        "away_from_zero": rest > 0,
-        "to_odd": (rest > 0) & ~odd,
-        "up": (rest > 0) & ~negative,
-        "down": (rest > 0) & negative,
-    }[behaviour.rounding]
-    code = (floor + more).astype(np.int64) + (exponent - fmt.emin) * (1 << fmt.mantissa_bits)
+        value = np.where(np.abs(value) < fmt.smallest_normal, np.copysign(0.0, value), value)
+    n, exponent = cast.in_spacings(value, fmt)
+    code = cast.magnitude_codes(_rounded(n, np.signbit(value), fmt, behaviour.rounding), exponent, fmt)
     if behaviour.subnormals != "kept":
         code = np.where(code < 1 << fmt.mantissa_bits, 0, code)
     return code
+
+
+def _rounded(n: np.ndarray, negative: np.ndarray, fmt: Format, rounding: str) -> np.ndarray:
+    """n, magnitudes in spacings, as integers: by the simulator's rounding where it has this one (C-2), else by C-8."""
+    if rounding in cast.ROUNDINGS:
+        return cast.round_spacings(n, fmt, rounding)  # type: ignore[arg-type]
+    floor = np.floor(n)
+    rest = n - floor
+    away = {
+        "nearest_zero": rest > 0.5,
+        "away_from_zero": rest > 0,
+        "up": (rest > 0) & ~negative,
+        "down": (rest > 0) & negative,
+    }[rounding]
+    return floor + away
 
 
 def _with_specials(code: np.ndarray, above: np.ndarray, value: np.ndarray, fmt: Format, behaviour: Behaviour) -> np.ndarray:

@@ -25,6 +25,35 @@ def test_roundings_are_the_simulators(fmt, rounding, source):  # C-2, C-3, C-5, 
     np.testing.assert_array_equal(behaviour.encode(x, fmt, model, source=source), cast.encode(x, fmt, rounding=rounding))
 
 
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+@pytest.mark.parametrize("fmt", LAYOUTS.values(), ids=str)
+def test_roundings_by_the_table_of_numbers(fmt, rounding):  # C-2, C-8
+    """Every number and tie of a format, and the float64 numbers next to each: the neighbour is chosen by comparison alone."""
+    numbers = inputs.numbers(fmt)
+    ties = (numbers[1:] + numbers[:-1]) / 2  # exact: numbers have few bits
+    points = np.concatenate([numbers, ties])
+    points = np.concatenate([points, np.nextafter(points, np.inf), np.nextafter(points, 0)])
+    points = points[points <= fmt.max]
+    x = np.concatenate([points, -points])
+    magnitude, negative = np.abs(x), np.signbit(x)
+    below = np.searchsorted(numbers, magnitude, side="right") - 1  # codes count the numbers from zero
+    inexact, tie, above_tie = magnitude != numbers[below], magnitude == ties[below], magnitude > ties[below]
+    away = {
+        "nearest_even": above_tie | (tie & (below % 2 == 1)),
+        "nearest_away": above_tie | tie,
+        "nearest_zero": above_tie,
+        "toward_zero": np.zeros_like(tie),
+        "away_from_zero": inexact,
+        "to_odd": inexact & (below % 2 == 0),
+        "up": inexact & ~negative,
+        "down": inexact & negative,
+    }[rounding]
+    codes = below + away
+    signed = negative & ((codes != 0) | (fmt.specials != "fnuz"))
+    model = dataclasses.replace(KNOWN["saturating"].of(fmt), rounding=rounding)
+    np.testing.assert_array_equal(behaviour.encode(x, fmt, model, source="float64"), codes | np.where(signed, fmt.sign_bit, 0))
+
+
 @ours
 def test_the_unsaturating_is_the_simulators(fmt):  # C-4
     x = inputs.inputs(fmt, "float32")
