@@ -1,62 +1,16 @@
 """The decisions of a cast, each from the answers that it decides."""
 
 import dataclasses
-from dataclasses import dataclass
 
 import numpy as np
 
-from fp8ref.conformance.cast import behaviour, inputs
+from fp8ref.conformance.cast import inputs
 from fp8ref.conformance.cast.behaviour import KNOWN, ROUNDINGS, WIDE, Behaviour, Through
-from fp8ref.conformance.cast.outputs import Reply, named, said
-from fp8ref.conformance.counterexample import Witness, rounded
+from fp8ref.conformance.cast.outputs import Answers, named, said
 from fp8ref.conformance.explain import simplest
 from fp8ref.conformance.finding import Finding
 from fp8ref.formats import Format
 from fp8ref.sim import cast
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Answers:
-    """x [n] of dtype ``source``, and the reply, codes of fmt."""
-
-    x: np.ndarray
-    source: str
-    reply: Reply
-    fmt: Format
-    codes: np.ndarray
-
-    def unlike(self, b: Behaviour, among: np.ndarray | None = None, *, canonical: bool = False) -> np.ndarray:
-        """Where the answers are not those of a behaviour; canonical: NaNs are one (C-5), as those of infinities are always."""
-        expected = behaviour.encode(self.x, self.fmt, b, source=self.source).astype(np.int64)
-        codes = self.codes
-        if canonical or self.reply.values_only:
-            codes, expected = self.canonical(codes), self.canonical(expected)
-        different = codes != expected
-        if not canonical:
-            different &= ~np.isinf(self.x) | (self.canonical(codes) != self.canonical(expected))
-        return different if among is None else different & among
-
-    def canonical(self, codes: np.ndarray) -> np.ndarray:
-        nan = np.isnan(cast.decode(np.arange(256, dtype=np.uint8), self.fmt))
-        return np.where((codes >= 0) & nan[codes], self.fmt.nan_code, codes)
-
-    def of(self, values: np.ndarray) -> np.ndarray:
-        """Which of x are among values."""
-        kept = rounded(values, self.source)
-        return np.isin(self.x, kept[np.isfinite(kept)])
-
-    def witness(self, index: int, expected: Behaviour, clause: str) -> Witness:
-        value, bits = named(self.x, index, self.source)
-        code = behaviour.encode(self.x[index : index + 1], self.fmt, expected, source=self.source)
-        shown = cast.decode(code, self.fmt)[0] if self.reply.values_only else None
-        return Witness(
-            input=value,
-            bits=(bits,),
-            dtype=self.source,
-            got=said(self.reply, index, self.fmt),
-            expected=f"{shown:.9g}" if shown is not None else said(Reply(array=code, dtype="uint8"), 0, self.fmt),
-            clause=clause,
-        )
 
 
 def rounding(a: Answers, b: Behaviour) -> Finding:

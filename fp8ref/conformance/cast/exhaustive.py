@@ -7,7 +7,7 @@ import numpy as np
 from fp8ref import console
 from fp8ref.conformance.cast import behaviour, outputs
 from fp8ref.conformance.cast.behaviour import Behaviour
-from fp8ref.conformance.cast.decisions import Answers
+from fp8ref.conformance.cast.outputs import Answers
 from fp8ref.conformance.counterexample import Witness
 from fp8ref.conformance.explain import simplest
 from fp8ref.conformance.finding import Finding

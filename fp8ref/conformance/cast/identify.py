@@ -8,14 +8,13 @@ import numpy as np
 
 from fp8ref import formats
 from fp8ref.conformance import subject as subjects
-from fp8ref.conformance.cast import behaviour, decisions, describe, inputs, layout_invariance, mismatches, outputs, stochastic
+from fp8ref.conformance.cast import behaviour, decisions, describe, inputs, layout_invariance, outputs, stochastic
 from fp8ref.conformance.cast import exhaustive as everything
 from fp8ref.conformance.cast.behaviour import KNOWN
-from fp8ref.conformance.cast.decisions import Answers
+from fp8ref.conformance.cast.outputs import Answers
 from fp8ref.conformance.counterexample import Witness, bits_of, rounded, show
 from fp8ref.conformance.explain import simplest
-from fp8ref.conformance.finding import Finding
-from fp8ref.conformance.outcome import Outcome
+from fp8ref.conformance.finding import Finding, Outcome
 from fp8ref.conformance.subject import ConformanceError, RefusedError, Subject
 from fp8ref.formats import Format
 from fp8ref.sim import cast
@@ -104,7 +103,7 @@ def identify_cast(
             findings.append(finding if of == source else dataclasses.replace(finding, what=f"{finding.what} of {of}"))
             elsewhere += wrong_there
     unlike += elsewhere
-    differences = mismatches.unexpected(answers, wanted.of(fmt), fmt, layout, findings) if wanted else []
+    differences = describe.unexpected(answers, wanted.of(fmt), fmt, layout, findings) if wanted else []
     return Outcome(
         name=name,
         kind="cast",

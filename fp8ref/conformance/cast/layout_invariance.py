@@ -6,7 +6,7 @@ import numpy as np
 
 from fp8ref.conformance.cast import behaviour, outputs
 from fp8ref.conformance.cast.behaviour import Behaviour
-from fp8ref.conformance.cast.decisions import Answers
+from fp8ref.conformance.cast.outputs import Answers
 from fp8ref.conformance.counterexample import Witness, bits_of, show
 from fp8ref.conformance.finding import Finding, of_strides
 from fp8ref.conformance.subject import VIEWS, RefusedError, Subject

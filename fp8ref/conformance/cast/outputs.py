@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 
 from fp8ref.conformance import subject
-from fp8ref.conformance.cast import inputs
-from fp8ref.conformance.cast.behaviour import LAYOUTS
-from fp8ref.conformance.counterexample import bits_of, show
+from fp8ref.conformance.cast import behaviour, inputs
+from fp8ref.conformance.cast.behaviour import LAYOUTS, Behaviour
+from fp8ref.conformance.counterexample import Witness, bits_of, rounded, show
 from fp8ref.conformance.subject import ConformanceError, RefusedError, Subject
 from fp8ref.formats import Format
 from fp8ref.sim import cast
@@ -38,6 +38,50 @@ class Reply:
     def codes(self, fmt: Format) -> np.ndarray:
         """int64 codes of fmt, NO_CODE where a value has none."""
         return self.array.astype(np.int64) if not self.values_only else of_values(self.array, fmt)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Answers:
+    """x [n] of dtype ``source``, and the reply, codes of fmt."""
+
+    x: np.ndarray
+    source: str
+    reply: Reply
+    fmt: Format
+    codes: np.ndarray
+
+    def unlike(self, b: Behaviour, among: np.ndarray | None = None, *, canonical: bool = False) -> np.ndarray:
+        """Where the answers are not those of a behaviour; canonical: NaNs are one (C-5), as those of infinities are always."""
+        expected = behaviour.encode(self.x, self.fmt, b, source=self.source).astype(np.int64)
+        codes = self.codes
+        if canonical or self.reply.values_only:
+            codes, expected = self.canonical(codes), self.canonical(expected)
+        different = codes != expected
+        if not canonical:
+            different &= ~np.isinf(self.x) | (self.canonical(codes) != self.canonical(expected))
+        return different if among is None else different & among
+
+    def canonical(self, codes: np.ndarray) -> np.ndarray:
+        nan = np.isnan(cast.decode(np.arange(256, dtype=np.uint8), self.fmt))
+        return np.where((codes >= 0) & nan[codes], self.fmt.nan_code, codes)
+
+    def of(self, values: np.ndarray) -> np.ndarray:
+        """Which of x are among values."""
+        kept = rounded(values, self.source)
+        return np.isin(self.x, kept[np.isfinite(kept)])
+
+    def witness(self, index: int, expected: Behaviour, clause: str) -> Witness:
+        value, bits = named(self.x, index, self.source)
+        code = behaviour.encode(self.x[index : index + 1], self.fmt, expected, source=self.source)
+        shown = cast.decode(code, self.fmt)[0] if self.reply.values_only else None
+        return Witness(
+            input=value,
+            bits=(bits,),
+            dtype=self.source,
+            got=said(self.reply, index, self.fmt),
+            expected=f"{shown:.9g}" if shown is not None else said(Reply(array=code, dtype="uint8"), 0, self.fmt),
+            clause=clause,
+        )
 
 
 def ask(subject: Subject, x: np.ndarray, source: str) -> Reply:

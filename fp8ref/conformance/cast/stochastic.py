@@ -1,20 +1,88 @@
-"""A cast that rounds at random: how often it rounds away from zero, where, and what it decides without chance."""
+"""Identify a cast that rounds stochastically: how often it rounds away from zero, and what it decides without chance."""
 
 import dataclasses
+from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
-from fp8ref.conformance.cast import behaviour, chances, decisions, describe, inputs, mismatches, outputs
+from fp8ref.conformance.cast import behaviour, decisions, describe, inputs, outputs
 from fp8ref.conformance.cast.behaviour import KNOWN, Behaviour
-from fp8ref.conformance.cast.chances import FRACTIONS, REPEATED, Chances
-from fp8ref.conformance.cast.decisions import Answers
-from fp8ref.conformance.cast.outputs import Reply
+from fp8ref.conformance.cast.outputs import Answers, Reply
 from fp8ref.conformance.counterexample import Witness, bits_of, rounded, show
 from fp8ref.conformance.explain import simplest
-from fp8ref.conformance.finding import Finding
-from fp8ref.conformance.outcome import Outcome
+from fp8ref.conformance.finding import Finding, Outcome
 from fp8ref.conformance.subject import ConformanceError, Subject
 from fp8ref.formats import Format
+
+REPEATED = 1 << 12
+FRACTIONS = (1 / 16, 1 / 4, 1 / 2, 3 / 4, 15 / 16)
+RARELY = 2.0**-8  # a sixteenth of the least of them
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Chances:
+    """Numbers x [n] at fractions [n] of the way from a number of the format to the next away from zero, and the answers to each, REPEATED times."""
+
+    x: np.ndarray
+    fractions: np.ndarray
+    answers: Answers  # [n * REPEATED]
+
+    @cached_property
+    def away(self) -> np.ndarray:
+        """The share [n] of the answers that are the neighbour away from zero."""
+        return (self.answers.codes.reshape(-1, REPEATED) == self.neighbours[:, None]).mean(axis=1)
+
+    @property
+    def neighbours(self) -> np.ndarray:
+        fmt = self.answers.fmt
+        return behaviour.encode(self.x, fmt, dataclasses.replace(KNOWN["saturating"].of(fmt), rounding="away_from_zero"))
+
+    @property
+    def random(self) -> np.ndarray:
+        """Where both neighbours are given, and neither hardly ever."""
+        return np.minimum(self.away, 1 - self.away) >= RARELY
+
+    @property
+    def depart(self) -> np.ndarray:
+        """Where the share is not the fraction (C-2).
+
+        Of REPEATED independent choices its standard deviation is sqrt(f (1 - f) / REPEATED). Beyond five of them at one of 40 fractions is, by
+        the binomial distribution, one such cast in 36,000.
+        """
+        return np.abs(self.away - self.fractions) > 5 * np.sqrt(self.fractions * (1 - self.fractions) / REPEATED)
+
+    def witness(self, at: int, expected: str) -> Witness:
+        a = self.answers
+        return Witness(
+            input=f"{show(self.x[at])}, {REPEATED} times", bits=(bits_of(self.x[at], a.source),), dtype=a.source,
+            got=f"{code_or_value(self.neighbours[at], a)} {self.away[at]:.3f} of the time", expected=expected, clause="C-2",
+        )  # fmt: skip
+
+
+def measure(subject: Subject, source: str, fmt: Format) -> Chances:
+    """Both signs, between neighbours of which the lower is zero, the smallest number, 1, or 12, which every format has."""
+    n = inputs.numbers(fmt)
+    at = np.searchsorted(n, (0, fmt.smallest_subnormal, 1, 12))
+    x = (n[at, None] + (n[at + 1] - n[at])[:, None] * np.array(FRACTIONS)).ravel()
+    x, fractions = np.concatenate([x, -x]), np.tile(FRACTIONS, 2 * at.size)
+    exact = rounded(x, source) == x
+    x = rounded(x[exact], source)
+    return Chances(x=x, fractions=fractions[exact], answers=ask_repeatedly(subject, x, REPEATED, source, fmt))
+
+
+def ask_repeatedly(subject: Subject, x: np.ndarray, times: int, source: str, fmt: Format) -> Answers:
+    """Each of x [n] so many times in a row; answers [n * times]."""
+    asked = np.repeat(x, times)
+    reply = outputs.ask(subject, asked, source)
+    return Answers(x=asked, source=source, reply=reply, fmt=fmt, codes=reply.codes(fmt))
+
+
+def code_or_value(code: int, a: Answers) -> str:
+    """A code and its value, or the value alone of what gives values."""
+    shown = outputs.code_said(code, a.fmt)
+    return shown.partition(" = ")[2] if a.reply.values_only else shown
+
 
 SETTLED = 1 << 6  # times: a quarter of the smallest number never becomes zero in 4^-64 of the casts that round by C-2
 NOT_ASKED = ("behaviour_but_for_nan_codes", "double_rounding", "double_roundings")
@@ -22,7 +90,7 @@ NOT_ASKED = ("behaviour_but_for_nan_codes", "double_rounding", "double_roundings
 
 def varies(subject: Subject, source: str, fmt: Format) -> bool:
     """Whether equal numbers of one input get unequal codes."""
-    codes = chances.of(subject, source, fmt).answers.codes.reshape(-1, REPEATED)
+    codes = measure(subject, source, fmt).answers.codes.reshape(-1, REPEATED)
     return bool((codes != codes[:, :1]).any())
 
 
@@ -33,11 +101,11 @@ def identify(subject: Subject, a: Answers, position: int | None, fmt: Format, fi
 
     Raises:    ConformanceError: no number is rounded to both its neighbours, or one to what is neither, so that this is not rounding.
     """
-    shares = chances.of(subject, a.source, a.fmt)
+    shares = measure(subject, a.source, a.fmt)
     if not shares.random.any():
         raise _no_chance(subject, a, position, shares)
-    again = bool((chances.of(subject, a.source, a.fmt).answers.codes != shares.answers.codes).any())
-    without_chance = chances.ask(subject, _without_chance(a.fmt, a.source), SETTLED, a.source, a.fmt)
+    again = bool((measure(subject, a.source, a.fmt).answers.codes != shares.answers.codes).any())
+    without_chance = ask_repeatedly(subject, _without_chance(a.fmt, a.source), SETTLED, a.source, a.fmt)
     settled = _settled(without_chance)
     decided, found = _decided(settled)
     unlike = _unlike(subject, (without_chance, shares.answers, a), found)
@@ -142,9 +210,9 @@ def _differences(shares: Chances, settled: Answers, expect: str, fmt: Format, fi
     """The simplest number that is rounded at random, which no name does, and what else is not as expected."""
     at = simplest(shares.x, shares.random)
     code = behaviour.encode(shares.x[at : at + 1], settled.fmt, KNOWN[expect].of(settled.fmt))[0]
-    rounds = shares.witness(at, f"{chances.said(code, settled)} every time")
+    rounds = shares.witness(at, f"{code_or_value(code, settled)} every time")
     with np.errstate(invalid="ignore"):  # a signalling NaN
-        return [rounds, *mismatches.unexpected({settled.source: settled}, KNOWN[expect].of(fmt), fmt, settled.fmt, findings)]
+        return [rounds, *describe.unexpected({settled.source: settled}, KNOWN[expect].of(fmt), fmt, settled.fmt, findings)]
 
 
 def _no_chance(subject: Subject, a: Answers, position: int | None, shares: Chances) -> ConformanceError:

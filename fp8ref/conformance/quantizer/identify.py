@@ -11,15 +11,13 @@ from fp8ref.conformance import subject as subjects
 from fp8ref.conformance.cast.behaviour import LAYOUTS, Behaviour
 from fp8ref.conformance.cast.identify import check_format
 from fp8ref.conformance.counterexample import Witness
-from fp8ref.conformance.finding import Finding
+from fp8ref.conformance.finding import Outcome
 from fp8ref.conformance.inputs import amaxes
-from fp8ref.conformance.outcome import Outcome
-from fp8ref.conformance.quantizer import describe, inner_cast, layout_invariance, matching, minimize, mismatches, policy_match, queries
+from fp8ref.conformance.quantizer import candidates, counterexamples, describe, inner_cast, layout_invariance, policy_match, queries
 from fp8ref.conformance.quantizer import granularity as influence
+from fp8ref.conformance.quantizer.candidates import Candidate
 from fp8ref.conformance.quantizer.granularity import SHAPE
 from fp8ref.conformance.quantizer.outputs import Quantizer, Reading, smallest_shape
-from fp8ref.conformance.quantizer.policy_match import Candidate
-from fp8ref.conformance.quantizer.queries import Sharing
 from fp8ref.conformance.subject import RefusedError
 from fp8ref.formats import Format
 
@@ -59,9 +57,9 @@ def identify_quantizer(
     group = influence.group(quantizer)
     reading = quantizer.ask(np.ones(SHAPE, np.float32))
     layout = _layout(reading, fmt)
-    findings = [_format_finding(reading, layout, fmt), remembered, group.finding]
+    findings = [describe.format_finding(reading, layout, fmt), remembered, group.finding]
     if group.granularity is None:
-        return _unscaled(quantizer, fmt, layout, findings, expect, group.finding)
+        return describe.unscaled(quantizer, fmt, layout, findings, expect, group.finding)
     at, along = group.granularity, -1 if group.axis is None else group.axis
     what = amaxes.questions(layout, quantizer.dtype)
     shape = smallest_shape(quantizer, _ASKED_IN, lambda s: True) if at == "tensorwise" else SHAPE
@@ -69,13 +67,13 @@ def identify_quantizer(
     sharing = queries.returned(asked, at, along)
     considered = queries.considered(quantizer, asked, sharing)
     fixed, flushing = reading.dtype.startswith("float8"), subject.framework == "jax"
-    matched = matching.match(asked, sharing, layout, considered, fixed=fixed, flushing=flushing)
+    matched = policy_match.match(asked, sharing, layout, considered, fixed=fixed, flushing=flushing)
     chosen = matched.nearest.candidate
-    unlike = [] if matched.agreements else mismatches.witnesses(quantizer, matched, matched.nearest, sharing)
+    unlike = [] if matched.agreements else counterexamples.witnesses(quantizer, matched, matched.nearest, sharing)
     findings += [
-        _axis(quantizer, group.axis, chosen, sharing),
-        _returned(sharing, reading),
-        matching.policy_finding(matched, quantizer.memory),
+        describe.axis(quantizer, group.axis, chosen, sharing),
+        describe.returned(sharing, reading),
+        describe.policy_finding(matched, quantizer.memory),
     ]
     rounding: Behaviour | None = None
     different: list[Witness] = []
@@ -86,11 +84,11 @@ def identify_quantizer(
         different = inner_cast.differences(answers, chosen.fmt, chosen.policy.compute)
         wrong = matched.wrong(matched.nearest)
         if not inner_cast.explains(answers, rounding) or (not different and wrong.any()):
-            unlike = mismatches.witnesses(quantizer, matched, matched.nearest, sharing) or different
+            unlike = counterexamples.witnesses(quantizer, matched, matched.nearest, sharing) or different
     if different and not unlike:  # whatever else is wrong is so beside that
-        own = policy_match.agreement(dataclasses.replace(chosen, rounding=rounding, source=quantizer.dtype), asked, sharing)
-        unlike = mismatches.witnesses(quantizer, matched, own, sharing) if (~own.both & matched.considered).any() else []
-    misnamed = mismatches.misnamed(asked, sharing, chosen.policy)
+        own = candidates.agreement(dataclasses.replace(chosen, rounding=rounding, source=quantizer.dtype), asked, sharing)
+        unlike = counterexamples.witnesses(quantizer, matched, own, sharing) if (~own.both & matched.considered).any() else []
+    misnamed = counterexamples.misnamed(asked, sharing, chosen.policy)
     unlike = [*unlike, *misnamed]
     beyond: list[Witness] = []
     if matched.agreements and not unlike and not different:
@@ -102,9 +100,11 @@ def identify_quantizer(
         unlike = list(beyond)
     differences = []
     if wanted is not None:
-        differences = mismatches.policy(quantizer, wanted, fmt, asked, sharing, matched, layout)
-        differences += mismatches.layout_of(quantizer, group, granularity, axis, Candidate(policy=wanted, top=fmt, fmt=layout), sharing)
-        differences += mismatches.scales_shapes(reading, sharing)
+        differences = counterexamples.unexpected_policy(quantizer, wanted, fmt, asked, sharing, matched, layout)
+        differences += counterexamples.layout_of(
+            quantizer, group, granularity, axis, Candidate(policy=wanted, top=fmt, fmt=layout), sharing
+        )
+        differences += counterexamples.scales_shapes(reading, sharing)
         differences += [] if differences else different
         # te_delayed and flax keep a scale, that of an amax before
         differences += [remembered.witness] if remembered.witness and not wanted.keeps else []
@@ -123,43 +123,3 @@ def identify_quantizer(
 
 def _layout(reading: Reading, fmt: Format) -> Format:
     return LAYOUTS.get(reading.dtype.removeprefix("float8_"), fmt)
-
-
-def _format_finding(reading: Reading, layout: Format, fmt: Format) -> Finding:
-    said = layout.name if layout is fmt else f"{layout}, max {layout.max:g}, not {fmt}"
-    evidence = f"it gives {reading.dtype}" + ("" if reading.dtype.startswith("float8") else f", taken for {layout}'s")
-    return Finding(what="format", value=layout.name, words=said, evidence=evidence)
-
-
-def _axis(quantizer: Quantizer, axis: int | None, chosen: Candidate, sharing: Sharing) -> Finding:
-    if axis is None:
-        return Finding(what="axis", value=None, words="either", evidence=f"{sharing.granularity} scales are the same along both")
-    if axis == -1:
-        return Finding(what="axis", value=-1, evidence="scales are along the last axis")
-    witness = minimize.layout(quantizer, chosen, dataclasses.replace(sharing, axis=-1))
-    return Finding(what="axis", value=axis, evidence=str(witness) if witness else "scales are along the first axis", witness=witness)
-
-
-def _returned(sharing: Sharing, reading: Reading) -> Finding:
-    """Each array beside the codes: what it is, its place, and its shape for x [256, 384], which tells rows from columns."""
-    shapes = {name: reading.scales[name].shape for name in sharing.kinds}
-    turned = {name: sharing.turned(shape, SHAPE) for name, shape in shapes.items()}
-    said = ", ".join(
-        kind + (f" as {name}" if name and name != kind else "") + f" {list(shapes[name])}" + (" (transposed)" if turned[name] else "")
-        for name, kind in sharing.kinds.items()
-    )
-    value = " and ".join(dict.fromkeys(sharing.kinds.values())) or None
-    codes = f"{reading.dtype} of x's shape, {list(SHAPE)}" + (f", as {reading.place}" if reading.place else "")
-    evidence = f"beside {codes}" + ("" if sharing.kinds else ", nothing that goes with the amax")
-    return Finding(what="returns", value=value, words=said or "neither scale nor scale_inv", evidence=evidence)
-
-
-def _unscaled(quantizer: Quantizer, fmt: Format, layout: Format, findings: list[Finding], expect: str | None, finding: Finding) -> Outcome:
-    witness = Witness(
-        input=finding.evidence, bits=(), dtype=quantizer.dtype, got=finding.said, expected="a granularity of S-6", clause="S-6"
-    )
-    return Outcome(
-        name=quantizer.subject.name, kind="quantizer", fmt=fmt, framework=quantizer.subject.framework, findings=findings, identified=False,
-        found={"format": layout.name, "granularity": None, "axis": None, "policy": None, "memory": quantizer.memory},
-        summary=f"a quantizer with {finding.said}", unlike=[witness], expected=expect, differences=[witness] if expect else [],
-    )  # fmt: skip

@@ -6,8 +6,7 @@ import numpy as np
 
 from fp8ref.conformance.cast import behaviour, decisions, inputs
 from fp8ref.conformance.cast.behaviour import KNOWN, Behaviour, Through
-from fp8ref.conformance.cast.decisions import Answers
-from fp8ref.conformance.cast.outputs import Reply
+from fp8ref.conformance.cast.outputs import Answers, Reply
 from fp8ref.conformance.counterexample import Witness, rounded
 from fp8ref.conformance.explain import simplest
 from fp8ref.conformance.finding import Finding

@@ -11,10 +11,10 @@ from fp8ref.conformance import subject as subjects
 from fp8ref.conformance.counterexample import Witness, bits_of, rounded, show
 from fp8ref.conformance.finding import Finding, of_strides
 from fp8ref.conformance.inputs import amaxes
-from fp8ref.conformance.quantizer import minimize, policy_match, queries
+from fp8ref.conformance.quantizer import candidates, counterexamples, queries
+from fp8ref.conformance.quantizer.candidates import Candidate
 from fp8ref.conformance.quantizer.granularity import noise
 from fp8ref.conformance.quantizer.outputs import Quantizer, Reading, arrays_of
-from fp8ref.conformance.quantizer.policy_match import Candidate
 from fp8ref.conformance.quantizer.queries import Asked, Sharing
 from fp8ref.conformance.subject import VIEWS, RefusedError
 from fp8ref.granularity import by_name
@@ -125,9 +125,7 @@ def from_dtype(
     except RefusedError as error:
         return None, Finding(what=f"from {dtype}", value=None, words="not taken", evidence=str(error)), []
     alike = [p for p in policy_data.POLICIES.values() if _decisions(p) == _decisions(candidate.policy)]
-    held = [
-        policy_match.agreement(replace(candidate, policy=p), asked, sharing) for p in sorted(alike, key=lambda p: p != candidate.policy)
-    ]
+    held = [candidates.agreement(replace(candidate, policy=p), asked, sharing) for p in sorted(alike, key=lambda p: p != candidate.policy)]
     considered = queries.considered(quantizer, asked, sharing)
     agreed = next((a.candidate for a in held if (a.both | ~considered).all()), None)
     if agreed:
@@ -188,8 +186,8 @@ def _unlike(tensor: Tensor, reading: Reading, candidate: Candidate, sharing: Sha
     none = np.zeros(int(group.max()) + 1, np.float32)
     asked = Asked(x=x, group=group, kind=np.zeros(none.size, np.int64), largest=none, reading=reading)
     expected = candidate.quantize(x, sharing)
-    scales = policy_match.agreement(candidate, [asked], sharing).scales
-    differs = policy_match.unlike(reading, expected, candidate)
+    scales = candidates.agreement(candidate, [asked], sharing).scales
+    differs = candidates.unlike(reading, expected, candidate)
     differs |= False if scales is None else ~scales[group]
     for name in (n for n, kind in sharing.kinds.items() if kind == "amax"):
         amax = np.reshape(scaling.amax(x, sharing.granularity, axis=sharing.axis), -1)
@@ -199,7 +197,7 @@ def _unlike(tensor: Tensor, reading: Reading, candidate: Candidate, sharing: Sha
     at = np.unravel_index(int(np.argmax(differs)), x.shape)
     place = "" if tensor.at is None else f" as {_named(tensor.at[group[at]], x)}"
     got = {name: queries.per_group(asked, name, sharing)[group[at]] for name in sharing.kinds}
-    shown = minimize.shown(reading, at, got, expected, group[at], sharing)
+    shown = counterexamples.shown(reading, at, got, expected, group[at], sharing)
     return [
         Witness(
             input=f"x{_index(at)} = {show(x[at])} of {tensor}{place}",

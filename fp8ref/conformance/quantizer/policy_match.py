@@ -1,132 +1,128 @@
-"""Which policy's scales and codes a quantiser has."""
+"""Match a quantizer's scales and codes with every policy, then with every policy that has one known deviation."""
 
+import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
-from fp8ref.conformance.cast import behaviour
-from fp8ref.conformance.cast.behaviour import Behaviour
-from fp8ref.conformance.counterexample import rounded
-from fp8ref.conformance.quantizer import queries
-from fp8ref.conformance.quantizer.deviations import NONE, Deviation
-from fp8ref.conformance.quantizer.outputs import Reading
+from fp8ref import policy as policy_data
+from fp8ref.conformance.cast.behaviour import LAYOUTS
+from fp8ref.conformance.quantizer import candidates, queries
+from fp8ref.conformance.quantizer.candidates import DEVIATIONS, NONE, Agreement, Candidate, Deviation, times
 from fp8ref.conformance.quantizer.queries import Asked, Sharing
 from fp8ref.formats import Format
-from fp8ref.policy import ScalePolicy
-from fp8ref.sim import cast, scaling
-from fp8ref.sim.scales import Scales, scales_from_amax
-
-# Where each policy is decided
-CLAUSES = {"torchao": "S-3", "torchao_pow2": "S-4", "torchao_mask": "S-4", "flax": "S-13", "flax_bf16": "S-13", "msamp": "S-15"}
-CLAUSES |= dict.fromkeys(("mx_floor", "mx_rceil", "te_mxfp8"), "S-14")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Candidate:
-    """A policy, the format whose max it scales to, the format of the codes, whether float32 subnormals are zeros (S-12), and any deviation.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Matched:
+    """The candidates that agree with all scales, or codes where there are none; and the nearest, which is the first of them if there are.
 
-    rounding  that of its cast, of products of dtype ``source``, where it is not that of S-5.
+    deviation  how it departs from the nearest policy, in words; or "".
+    explained  of each question, whether that policy, so deviating, gives the answer; what remains wrong has another cause.
     """
 
-    policy: ScalePolicy
-    top: Format
-    fmt: Format
-    flushes: bool = False
-    deviation: Deviation = NONE
-    rounding: Behaviour | None = None
-    source: str = "float32"
+    agreements: Sequence[Agreement]
+    nearest: Agreement
+    asked: Sequence[Asked]
+    considered: np.ndarray
+    deviation: str = ""
+    explained: np.ndarray
 
-    def quantize(self, x: np.ndarray, sharing: Sharing) -> scaling.Quantized:
-        granularity, axis = sharing.granularity, sharing.axis
-        x = _flushed(x) if self.flushes else x
-        given = x if self.policy.compute.name == "float32" else cast.round_to(x, self.policy.compute)
-        amax = self.deviation.amax(given, granularity, axis=axis)
-        with np.errstate(all="ignore"):
-            scales = self.deviation.scales(scales_from_amax(amax, self.top, self.deviation.of(self.policy)), amax, self.top)
-        if self.flushes and self.policy.e8m0 is None:  # e8m0 codes are no floats, and none is flushed
-            scales = Scales(*(_flushed(np.asarray(s)) for s in scales))
-        q = scaling.quantize_with(x, scales, self.fmt, granularity=granularity, policy=self.policy, axis=axis)
-        return q if self.rounding is None else q._replace(codes=self._codes(x, scales, sharing, self.rounding))
-
-    def _codes(self, x: np.ndarray, scales: Scales, sharing: Sharing, rounding: Behaviour) -> np.ndarray:
-        by = scales.scale if self.policy.stored == "scale" else scales.scale_inv
-        by = scaling.spread(by, x.shape, sharing.granularity, sharing.axis)
-        with np.errstate(all="ignore"):
-            scaled = x * by if self.policy.stored == "scale" else x / by
-        return behaviour.encode(np.clip(scaled, -self.fmt.max, self.fmt.max), self.fmt, rounding, source=self.source)
+    def wrong(self, of: Agreement) -> np.ndarray:
+        return ~of.both & self.considered
 
     @property
-    def clause(self) -> str:
-        return CLAUSES.get(self.policy.name, "S-9")
+    def names(self) -> list[str]:
+        return list(dict.fromkeys(a.candidate.policy.name for a in self.agreements))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Agreement:
-    """Of each question, whether scales and codes (or values) are the candidate's; None where no scales came.
+def match(asked: Sequence[Asked], sharing: Sharing, layout: Format, considered: np.ndarray, *, fixed: bool, flushing: bool) -> Matched:
+    """Of the questions considered, the asked format first; then another's max; then, of uint8 and of values, another format altogether."""
+    others = [f for f in LAYOUTS.values() if f is not layout]
+    few = [a for a in asked if a.ordinary.any()][:8]
+    best: Agreement | None = None
+    for stage in ([(layout, layout)], [(f, layout) for f in others], [] if fixed else [(f, f) for f in others]):
+        for ways in ((False, True),) if flushing else ((False,), (True,)):
+            tried = [
+                Candidate(policy=policy, top=top, fmt=of, flushes=flushes)
+                for flushes in ways
+                for policy in policy_data.POLICIES.values()
+                for top, of in stage
+            ]
+            likely = [c for c in tried if candidates.at_ordinary(c, few, sharing)]
+            found = [candidates.agreement(c, asked, sharing) for c in likely]  # a few amaxes rule out most
+            agreed = [a for a in found if (a.deciding | ~considered).all()]
+            if agreed:
+                top_score = max(score(a, considered) for a in agreed)
+                alike = [a for a in agreed if score(a, considered) == top_score]
+                return Matched(agreements=alike, nearest=alike[0], asked=asked, considered=considered, explained=alike[0].both)
+            if best is None:
+                found = [candidates.agreement(c, asked, sharing) for c in tried]
+                best = max(found, key=lambda a: (bool(a.codes[queries.ordinary(asked)].all()), -a.ulps, score(a, considered)))
+    assert best is not None
+    deviating = exactly(asked, few, sharing, layout)
+    if deviating is None or score(deviating, considered) <= score(best, considered):
+        nearest, said = about(best, asked, sharing)
+        return Matched(agreements=[], nearest=nearest, asked=asked, considered=considered, deviation=said, explained=nearest.both)
+    plain = candidates.agreement(dataclasses.replace(deviating.candidate, deviation=NONE), asked, sharing)
+    said = deviating.candidate.deviation.said
+    return Matched(agreements=[], nearest=plain, asked=asked, considered=considered, deviation=said, explained=deviating.both)
 
-    ulps  by how many float32 numbers the scales are off, the median; 0 where no scales came.
+
+def score(a: Agreement, considered: np.ndarray) -> tuple[int, int]:
+    return int((a.deciding & considered).sum()), int((a.both & considered).sum())
+
+
+def exactly(asked: Sequence[Asked], few: Sequence[Asked], sharing: Sharing, layout: Format) -> Agreement | None:
+    """The policy, with a deviation, that agrees at all ordinary amaxes, and most often at the others."""
+    found = []
+    for policy in policy_data.POLICIES.values():
+        plain = Candidate(policy=policy, top=layout, fmt=layout)
+        as_is = candidates.at_ordinary(plain, few, sharing)  # then only decisions at other amaxes are left to deviate
+        for deviation in (*DEVIATIONS, *_factor(plain, few, sharing)):
+            candidate = dataclasses.replace(plain, deviation=deviation)
+            if deviation.concerns(policy) and not (as_is and deviation.ordinary) and candidates.at_ordinary(candidate, few, sharing):
+                agreed = candidates.agreement(candidate, asked, sharing)
+                if agreed.both[queries.ordinary(asked)].all():
+                    found.append(agreed)
+    return max(found, key=lambda a: int(a.both.sum())) if found else None
+
+
+def _factor(candidate: Candidate, few: Sequence[Asked], sharing: Sharing) -> list[Deviation]:
+    """The power of two that its scales are that many times the candidate's, if it is one for all, and not 1."""
+    ratios = _ratios(candidate, few, sharing)
+    exact = ratios.size > 0 and np.all(ratios == ratios[0]) and ratios[0] != 1 and np.frexp(ratios[0])[0] == 0.5
+    return [times(float(ratios[0]))] if exact else []
+
+
+def about(best: Agreement, asked: Sequence[Asked], sharing: Sharing) -> tuple[Agreement, str]:
+    """The policy whose scales it has about some number of times, and that in words; else the best, and nothing.
+
+    About: of four roundings to float32 in a ratio of scales or of their reciprocals, each is within 2^-24, and so two ratios within 2^-21.
     """
-
-    candidate: Candidate
-    scales: np.ndarray | None
-    codes: np.ndarray
-    ulps: float
-
-    @property
-    def both(self) -> np.ndarray:
-        return self.codes if self.scales is None else self.scales & self.codes
-
-    @property
-    def deciding(self) -> np.ndarray:
-        """What tells the policy: its scales, where there are any."""
-        return self.codes if self.scales is None else self.scales
+    for policy in policy_data.POLICIES.values():
+        candidate = dataclasses.replace(best.candidate, policy=policy)
+        ratios = _ratios(candidate, asked, sharing)
+        if ratios.size and ratios.max() / ratios.min() < 1 + 2.0**-21 and abs(np.log2(ratios[0])) > 2.0**-20:
+            ratio = float(np.median(ratios))
+            other = next(
+                (f", as of a max of {f.max:g}" for f in LAYOUTS.values() if abs(ratio * candidate.top.max / f.max - 1) < 2.0**-20), ""
+            )
+            said = f"its scale is about {ratio:.6g} times that policy's{other}"
+            return candidates.agreement(candidate, asked, sharing), said
+    return best, ""
 
 
-def agreement(candidate: Candidate, asked: Sequence[Asked], sharing: Sharing) -> Agreement:
-    """Compare everything that came with the candidate's."""
-    scales, codes, off = [], [], [np.zeros(0)]
-    for a in asked:
-        q = candidate.quantize(a.x, sharing)
-        wrong = unlike(a.reading, q, candidate)
-        codes.append(np.bincount(a.group.reshape(-1), weights=wrong.reshape(-1)) == 0)
-        equal = np.ones(a.amax.size, bool)
-        for name, kind in sharing.kinds.items():
-            if kind != "amax":
-                found, expected = queries.per_group(a, name, sharing), np.reshape(getattr(q, kind), -1)
-                equal &= (found == expected) | (np.isnan(found) & np.isnan(expected))
-                off.append(np.abs(found.view(np.int32).astype(np.int64) - expected.view(np.int32))[a.ordinary])
-        scales.append(equal)
-    has_scales = any(kind != "amax" for kind in sharing.kinds.values())
-    ulps = np.concatenate(off)
-    return Agreement(
-        candidate=candidate,
-        scales=np.concatenate(scales) if has_scales else None,
-        codes=np.concatenate(codes),
-        ulps=float(np.median(ulps)) if ulps.size else 0.0,
-    )
-
-
-def at_ordinary(candidate: Candidate, asked: Sequence[Asked], sharing: Sharing) -> bool:
-    """Whether it decides as the candidate at every ordinary amax; looks no further than the first where it does not."""
-    return all(agreement(candidate, [a], sharing).deciding[a.ordinary].all() for a in asked)
-
-
-def unlike(reading: Reading, q: scaling.Quantized, candidate: Candidate) -> np.ndarray:
-    """Where codes, NaNs being one, or values are not those of q; values by S-8 or as quotients by the scale, rounded to their dtype."""
-    if reading.codes is not None:
-        return cast.canonical_nans(reading.codes, q.fmt) != cast.canonical_nans(q.codes, q.fmt)
-    assert reading.values is not None
-    decoded = cast.decode(q.codes, q.fmt)
-    with np.errstate(all="ignore"):
-        spread = [scaling.spread(s, q.codes.shape, q.granularity, q.axis) for s in (q.scale_inv, q.scale)]
-        results = [decoded * spread[0], decoded / spread[1]]
-    differs = []
-    for expected in results:
-        expected = rounded(_flushed(expected) if candidate.flushes else expected, reading.dtype)
-        differs.append(~((reading.values == expected) | (np.isnan(reading.values) & np.isnan(expected))))
-    return min(differs, key=lambda d: int(d.sum()))
-
-
-def _flushed(x: np.ndarray) -> np.ndarray:
-    return np.where(np.abs(x) < np.float32(2.0**-126), np.copysign(np.float32(0), x), x).astype(np.float32)[()]
+def _ratios(candidate: Candidate, few: Sequence[Asked], sharing: Sharing) -> np.ndarray:
+    """How many times the candidate's scale its own is, at ordinary amaxes; empty where none is returned, or one is 0, infinite or NaN."""
+    name = sharing.scale
+    if name is None:
+        return np.zeros(0)
+    found = []
+    for a in few:
+        expected = np.reshape(getattr(candidate.quantize(a.x, sharing), sharing.kinds[name]), -1)
+        with np.errstate(all="ignore"):
+            ratio = queries.per_group(a, name, sharing).astype(np.float64) / expected
+            found.append((ratio if sharing.kinds[name] == "scale" else 1 / ratio)[a.ordinary])
+    ratios = np.concatenate(found)
+    return ratios if np.all((ratios > 0) & (ratios < np.inf)) else np.zeros(0)

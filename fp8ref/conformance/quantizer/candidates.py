@@ -1,0 +1,234 @@
+"""Candidates for a quantizer: each policy, as it is or with one known deviation, and how far its answers agree with one."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from fp8ref.conformance.cast import behaviour
+from fp8ref.conformance.cast.behaviour import Behaviour
+from fp8ref.conformance.counterexample import rounded
+from fp8ref.conformance.quantizer import queries
+from fp8ref.conformance.quantizer.outputs import Reading
+from fp8ref.conformance.quantizer.queries import Asked, Sharing
+from fp8ref.formats import BFLOAT16, FLOAT16, Format
+from fp8ref.policy import ScalePolicy
+from fp8ref.sim import cast, scaling
+from fp8ref.sim.scales import Scales, scale_inv_from_scale, scales_from_amax
+
+Amax = Callable[..., np.ndarray]
+Remake = Callable[[Scales, np.ndarray, Format], Scales]
+
+
+def _own_scales(scales: Scales, amax: np.ndarray, fmt: Format) -> Scales:
+    return scales
+
+
+@dataclass(frozen=True, kw_only=True)
+class Deviation:
+    """One thing done otherwise than by a policy.
+
+    said     completes "policy torchao, but".
+    changes  of the policy's decisions.
+    amax     as scaling.amax.
+    scales   from those of the policy, the amax and the format whose max it scales to.
+    ordinary whether it shows at ordinary amaxes.
+    """
+
+    said: str
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    amax: Amax = scaling.amax
+    scales: Remake = _own_scales
+    ordinary: bool = True
+
+    def of(self, policy: ScalePolicy) -> ScalePolicy:
+        return dataclasses.replace(policy, **self.changes) if self.changes else policy
+
+    def concerns(self, policy: ScalePolicy) -> bool:
+        """Whether the policy has what is changed: those of e8m0 scales have no eps and a ratio of their own (S-14)."""
+        return not self.changes or (policy.e8m0 is None and any(getattr(policy, key) != value for key, value in self.changes.items()))
+
+
+def _rounded_amax(fmt: Format) -> Amax:
+    return lambda x, granularity, axis: cast.round_to(scaling.amax(x, granularity, axis=axis), fmt)
+
+
+def _rounded_scale(fmt: Format, rounding: cast.Rounding = "nearest_even") -> Remake:
+    def scales(scales: Scales, amax: np.ndarray, of: Format) -> Scales:
+        scale = cast.round_to(scales.scale, fmt, rounding=rounding)
+        return Scales(scale, scale_inv_from_scale(scale))
+
+    return scales
+
+
+def _one_where(met: Callable[[np.ndarray], np.ndarray]) -> Remake:
+    def scales(scales: Scales, amax: np.ndarray, fmt: Format) -> Scales:
+        return Scales(*(np.where(met(amax), np.float32(1), s)[()] for s in scales))
+
+    return scales
+
+
+def _quotient_alone(scales: Scales, amax: np.ndarray, fmt: Format) -> Scales:
+    """Of float64 quotients, rounded once."""
+    return Scales(scales.scale, (amax.astype(np.float64) / fmt.max).astype(np.float32))
+
+
+def _power_of_two(rounding: Callable[[np.ndarray], np.ndarray]) -> Remake:
+    def scales(scales: Scales, amax: np.ndarray, fmt: Format) -> Scales:
+        scale = np.exp2(rounding(np.log2(scales.scale.astype(np.float64)).astype(np.float32)).astype(np.float64)).astype(np.float32)
+        return Scales(scale, scale_inv_from_scale(scale))
+
+    return scales
+
+
+def times(factor: float) -> Deviation:
+    def scales(scales: Scales, amax: np.ndarray, fmt: Format) -> Scales:
+        scale = scales.scale * np.float32(factor)
+        return Scales(scale, scale_inv_from_scale(scale))
+
+    return Deviation(said=f"its scale is {factor:g} times that policy's", scales=scales)
+
+
+def _without_abs(part: Callable[[np.ndarray, np.float32], np.ndarray]) -> Amax:
+    return lambda x, granularity, axis: scaling.amax(part(x, np.float32(0)), granularity, axis=axis)
+
+
+# What libraries take for the smallest amax that counts: none, powers of ten, the smallest normal numbers and the epsilon of float32 and bfloat16
+_EPS = (0.0, 1e-4, 1e-5, 1e-6, 1e-7, 1e-8, 1e-9, 1e-10, 1e-12, 1e-15, 1e-20, 1e-30, 2.0**-126, 2.0**-23, 2.0**-7)
+
+DEVIATIONS = (
+    Deviation(said="its amax is the largest element, without abs", amax=_without_abs(np.maximum)),
+    Deviation(said="its amax is the smallest element's magnitude, not the largest magnitude", amax=_without_abs(np.minimum)),
+    Deviation(said="its amax is rounded to bfloat16", amax=_rounded_amax(BFLOAT16)),
+    Deviation(said="its amax is rounded to float16", amax=_rounded_amax(FLOAT16)),
+    Deviation(said="its scale is max * (1 / amax), of two roundings, not max / amax", changes={"ratio": "max*(1/amax)"}),
+    Deviation(said="an amax of 0 has scale 1", scales=_one_where(lambda amax: amax == 0), ordinary=False),
+    Deviation(said="an infinite amax has scale 1", scales=_one_where(np.isinf), ordinary=False),
+    Deviation(said="an amax of NaN has scale 1", scales=_one_where(np.isnan), ordinary=False),
+    Deviation(said="an amax that is not finite has scale 1", scales=_one_where(lambda amax: ~np.isfinite(amax)), ordinary=False),
+    *(Deviation(said=f"its eps is {eps:.9g}", changes={"eps": eps}, ordinary=False) for eps in _EPS),
+    Deviation(said="its scale is rounded to bfloat16", scales=_rounded_scale(BFLOAT16)),
+    Deviation(said="its scale is cut to bfloat16, not rounded", scales=_rounded_scale(BFLOAT16, "toward_zero")),
+    Deviation(said="its scale is rounded to float16", scales=_rounded_scale(FLOAT16)),
+    Deviation(said="its scale_inv is amax / max, not the reciprocal of the scale", scales=_quotient_alone),
+    Deviation(said="its scale is rounded up to a power of two, not down", scales=_power_of_two(np.ceil)),
+    Deviation(said="its scale is rounded to the nearest power of two, by log2", scales=_power_of_two(np.rint)),
+)
+NONE = Deviation(said="")
+
+
+# Where each policy is decided
+CLAUSES = {"torchao": "S-3", "torchao_pow2": "S-4", "torchao_mask": "S-4", "flax": "S-13", "flax_bf16": "S-13", "msamp": "S-15"}
+CLAUSES |= dict.fromkeys(("mx_floor", "mx_rceil", "te_mxfp8"), "S-14")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A policy, the format whose max it scales to, the format of the codes, whether float32 subnormals are zeros (S-12), and any deviation.
+
+    rounding  that of its cast, of products of dtype ``source``, where it is not that of S-5.
+    """
+
+    policy: ScalePolicy
+    top: Format
+    fmt: Format
+    flushes: bool = False
+    deviation: Deviation = NONE
+    rounding: Behaviour | None = None
+    source: str = "float32"
+
+    def quantize(self, x: np.ndarray, sharing: Sharing) -> scaling.Quantized:
+        granularity, axis = sharing.granularity, sharing.axis
+        x = _flushed(x) if self.flushes else x
+        given = x if self.policy.compute.name == "float32" else cast.round_to(x, self.policy.compute)
+        amax = self.deviation.amax(given, granularity, axis=axis)
+        with np.errstate(all="ignore"):
+            scales = self.deviation.scales(scales_from_amax(amax, self.top, self.deviation.of(self.policy)), amax, self.top)
+        if self.flushes and self.policy.e8m0 is None:  # e8m0 codes are no floats, and none is flushed
+            scales = Scales(*(_flushed(np.asarray(s)) for s in scales))
+        q = scaling.quantize_with(x, scales, self.fmt, granularity=granularity, policy=self.policy, axis=axis)
+        return q if self.rounding is None else q._replace(codes=self._codes(x, scales, sharing, self.rounding))
+
+    def _codes(self, x: np.ndarray, scales: Scales, sharing: Sharing, rounding: Behaviour) -> np.ndarray:
+        by = scales.scale if self.policy.stored == "scale" else scales.scale_inv
+        by = scaling.spread(by, x.shape, sharing.granularity, sharing.axis)
+        with np.errstate(all="ignore"):
+            scaled = x * by if self.policy.stored == "scale" else x / by
+        return behaviour.encode(np.clip(scaled, -self.fmt.max, self.fmt.max), self.fmt, rounding, source=self.source)
+
+    @property
+    def clause(self) -> str:
+        return CLAUSES.get(self.policy.name, "S-9")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Agreement:
+    """Of each question, whether scales and codes (or values) are the candidate's; None where no scales came.
+
+    ulps  by how many float32 numbers the scales are off, the median; 0 where no scales came.
+    """
+
+    candidate: Candidate
+    scales: np.ndarray | None
+    codes: np.ndarray
+    ulps: float
+
+    @property
+    def both(self) -> np.ndarray:
+        return self.codes if self.scales is None else self.scales & self.codes
+
+    @property
+    def deciding(self) -> np.ndarray:
+        """What tells the policy: its scales, where there are any."""
+        return self.codes if self.scales is None else self.scales
+
+
+def agreement(candidate: Candidate, asked: Sequence[Asked], sharing: Sharing) -> Agreement:
+    """Compare everything that came with the candidate's."""
+    scales, codes, off = [], [], [np.zeros(0)]
+    for a in asked:
+        q = candidate.quantize(a.x, sharing)
+        wrong = unlike(a.reading, q, candidate)
+        codes.append(np.bincount(a.group.reshape(-1), weights=wrong.reshape(-1)) == 0)
+        equal = np.ones(a.amax.size, bool)
+        for name, kind in sharing.kinds.items():
+            if kind != "amax":
+                found, expected = queries.per_group(a, name, sharing), np.reshape(getattr(q, kind), -1)
+                equal &= (found == expected) | (np.isnan(found) & np.isnan(expected))
+                off.append(np.abs(found.view(np.int32).astype(np.int64) - expected.view(np.int32))[a.ordinary])
+        scales.append(equal)
+    has_scales = any(kind != "amax" for kind in sharing.kinds.values())
+    ulps = np.concatenate(off)
+    return Agreement(
+        candidate=candidate,
+        scales=np.concatenate(scales) if has_scales else None,
+        codes=np.concatenate(codes),
+        ulps=float(np.median(ulps)) if ulps.size else 0.0,
+    )
+
+
+def at_ordinary(candidate: Candidate, asked: Sequence[Asked], sharing: Sharing) -> bool:
+    """Whether it decides as the candidate at every ordinary amax; looks no further than the first where it does not."""
+    return all(agreement(candidate, [a], sharing).deciding[a.ordinary].all() for a in asked)
+
+
+def unlike(reading: Reading, q: scaling.Quantized, candidate: Candidate) -> np.ndarray:
+    """Where codes, NaNs being one, or values are not those of q; values by S-8 or as quotients by the scale, rounded to their dtype."""
+    if reading.codes is not None:
+        return cast.canonical_nans(reading.codes, q.fmt) != cast.canonical_nans(q.codes, q.fmt)
+    assert reading.values is not None
+    decoded = cast.decode(q.codes, q.fmt)
+    with np.errstate(all="ignore"):
+        spread = [scaling.spread(s, q.codes.shape, q.granularity, q.axis) for s in (q.scale_inv, q.scale)]
+        results = [decoded * spread[0], decoded / spread[1]]
+    differs = []
+    for expected in results:
+        expected = rounded(_flushed(expected) if candidate.flushes else expected, reading.dtype)
+        differs.append(~((reading.values == expected) | (np.isnan(reading.values) & np.isnan(expected))))
+    return min(differs, key=lambda d: int(d.sum()))
+
+
+def _flushed(x: np.ndarray) -> np.ndarray:
+    return np.where(np.abs(x) < np.float32(2.0**-126), np.copysign(np.float32(0), x), x).astype(np.float32)[()]
