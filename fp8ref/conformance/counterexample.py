@@ -12,7 +12,7 @@ _WIDE = {"float32": FLOAT32, "bfloat16": BFLOAT16, "float16": FLOAT16}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Witness:
+class Counterexample:
     """input     in words, the numbers as they are.
     bits      of each number, hexadecimal, of ``dtype``.
     got       what the function gives; expected: what it would give if it were what was expected, or what it was compared with.

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from fp8ref.conformance.counterexample import Witness
+from fp8ref.conformance.counterexample import Counterexample
 from fp8ref.formats import Format
 from fp8ref.result import Result
 
@@ -28,11 +28,11 @@ class Finding:
     value: Any
     evidence: str
     words: str = ""
-    witness: Witness | None = None
+    witness: Counterexample | None = None
     others: tuple = ()
 
     @property
-    def said(self) -> str:
+    def text(self) -> str:
         """The value as a person reads it."""
         if self.words:
             return self.words
@@ -53,16 +53,16 @@ def table(findings: Sequence[Finding], **options: Any) -> "Table":
 
     made = Table("", "found", "by", **options)
     for finding in findings:
-        made.add_row(*(Text(cell) for cell in (finding.what, finding.said, finding.evidence)))  # none of it is markup
+        made.add_row(*(Text(cell) for cell in (finding.what, finding.text, finding.evidence)))  # none of it is markup
     return made
 
 
-def of_strides(taken: list[str], refused: list[str], found: list[Witness]) -> Finding:
+def strides_finding(taken: list[str], refused: list[str], found: list[Counterexample]) -> Finding:
     """What is said of views that were taken, or raised for, and of where one is unlike."""
-    said = "not all alike" if found else "all alike" if taken else "not taken" if refused else "not asked"
+    text = "not all alike" if found else "all alike" if taken else "not taken" if refused else "not asked"
     evidence = f"{', '.join(taken)}: as contiguous" if taken else "" if refused else "jax has none"
     evidence += f"{'; ' * bool(taken)}it raises for {', '.join(refused)}" if refused else ""
-    return Finding(what="strides", value=not found, words=said, evidence=str(found[0]) if found else evidence)
+    return Finding(what="strides", value=not found, words=text, evidence=str(found[0]) if found else evidence)
 
 
 if TYPE_CHECKING:
@@ -90,9 +90,9 @@ class Outcome(Result):
     identified: bool
     summary: str
     named: bool = True
-    unlike: Sequence[Witness] = field(default=())
+    unlike: Sequence[Counterexample] = field(default=())
     expected: str | None = None
-    differences: Sequence[Witness] = field(default=())
+    differences: Sequence[Counterexample] = field(default=())
 
     @property
     def ok(self) -> bool:

@@ -52,7 +52,7 @@ class Subject:
 
         Raises:   RefusedError: it raises. ConformanceError: it changes its input.
         """
-        given = self.array(x, dtype) if view == "contiguous" else VIEWS[view](lambda a: self.array(a, dtype), x)
+        given = self.make_array(x, dtype) if view == "contiguous" else VIEWS[view](lambda a: self.make_array(a, dtype), x)
         before = arrays.written(given)
         try:
             with np.errstate(all="ignore"):  # NaN and overflow are asked for
@@ -66,7 +66,7 @@ class Subject:
             raise ConformanceError(f"{self.name} changed its input, {describe(x, dtype, self.framework)}. Let it work on a copy.")
         return found
 
-    def array(self, x: np.ndarray, dtype: str) -> Any:
+    def make_array(self, x: np.ndarray, dtype: str) -> Any:
         """x as this framework's array of a dtype.
 
         Raises:   RefusedError: the framework has no such array here, as for bfloat16 in NumPy without ml_dtypes.
@@ -85,7 +85,7 @@ class Subject:
         return arrays.as_torch(given, self.device) if self.framework == "torch" else arrays.as_jax(given)
 
 
-def check_keeps(subject: Subject, x: np.ndarray, other: np.ndarray, dtype: str, read: Callable[[Any], list[np.ndarray]]) -> None:
+def check_no_reuse(subject: Subject, x: np.ndarray, other: np.ndarray, dtype: str, read: Callable[[Any], list[np.ndarray]]) -> None:
     """ConformanceError where what it gave for x is something else once it was called with other numbers of that shape."""
     found = subject.ask(x, dtype)
     before = [part.copy() for part in read(found)]
@@ -96,7 +96,7 @@ def check_keeps(subject: Subject, x: np.ndarray, other: np.ndarray, dtype: str, 
         )
 
 
-def of(name: str, function: Callable[..., Any], *, framework: str | None = None, device: str = "cpu", shape: tuple[int, ...]) -> Subject:
+def wrap(name: str, function: Callable[..., Any], *, framework: str | None = None, device: str = "cpu", shape: tuple[int, ...]) -> Subject:
     """The subject in the framework named, else in the first whose arrays it takes of those that are imported.
 
     Raises:   ValueError: an unknown framework, one that is not installed, or a device that is not there; RefusedError: it takes no arrays.
@@ -122,11 +122,11 @@ def of(name: str, function: Callable[..., Any], *, framework: str | None = None,
             except RefusedError as error:
                 refused.append(str(error))
             else:
-                return _of_what_it_gives(subject, found, x, dtype)
+                return _in_framework_of_output(subject, found, x, dtype)
     raise RefusedError("\n".join(dict.fromkeys(refused)))
 
 
-def _of_what_it_gives(subject: Subject, found: Any, x: np.ndarray, dtype: str) -> Subject:
+def _in_framework_of_output(subject: Subject, found: Any, x: np.ndarray, dtype: str) -> Subject:
     """The subject in the framework of what came back, if it takes that: jax's functions take NumPy's arrays too."""
     inside: list[Any] = list(getattr(found, "__dict__", {}).values())
     if isinstance(found, tuple | list | dict):
@@ -148,7 +148,7 @@ def name_of(function: Callable[..., Any]) -> str:
     return str(getattr(function, "__qualname__", type(function).__name__))
 
 
-def first_source(subject: Subject, shape: tuple[int, ...] = (16,)) -> str:
+def first_dtype(subject: Subject, shape: tuple[int, ...] = (16,)) -> str:
     """The dtype that most is asked with."""
     refused = []
     for source in ("float32", "bfloat16"):
@@ -161,7 +161,7 @@ def first_source(subject: Subject, shape: tuple[int, ...] = (16,)) -> str:
     raise RefusedError("\n".join(refused))
 
 
-def array(found: Any) -> tuple[np.ndarray, str] | None:
+def read_array(found: Any) -> tuple[np.ndarray, str] | None:
     """An array of NumPy, PyTorch or JAX as NumPy's, and the name of its dtype; float8 and e8m0 as uint8. None if it is no array.
 
     bfloat16 and float16 come as float32.
@@ -197,11 +197,11 @@ def _check_device(device: str, framework: str | None) -> None:
 
 
 def _first_lines(error: BaseException) -> str:
-    said = " ".join(str(error).split())
-    return (said[:300] + "...") if len(said) > 300 else said.rstrip(".") or "no message"
+    text = " ".join(str(error).split())
+    return (text[:300] + "...") if len(text) > 300 else text.rstrip(".") or "no message"
 
 
-def smallest_part(x: np.ndarray, fails: Callable[[np.ndarray], bool]) -> np.ndarray:
+def smaller_part(x: np.ndarray, fails: Callable[[np.ndarray], bool]) -> np.ndarray:
     """A part of a flat x, halved while a half fails too."""
     for _ in range(math.ceil(math.log2(max(x.size, 1)))):
         half = x.size // 2

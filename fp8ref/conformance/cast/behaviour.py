@@ -15,15 +15,15 @@ from fp8ref.sim import cast
 E4M3 = Format(name="e4m3", exponent_bits=4, mantissa_bits=3, bias=7, specials="ieee")
 E4M3B11FNUZ = Format(name="e4m3b11fnuz", exponent_bits=4, mantissa_bits=3, bias=11, specials="fnuz")
 E3M4 = Format(name="e3m4", exponent_bits=3, mantissa_bits=4, bias=3, specials="ieee")
-LAYOUTS = {f.name: f for f in (E4M3FN, E5M2, E4M3FNUZ, E5M2FNUZ, E4M3, E4M3B11FNUZ, E3M4)}
+CAST_FORMATS = {f.name: f for f in (E4M3FN, E5M2, E4M3FNUZ, E5M2FNUZ, E4M3, E4M3B11FNUZ, E3M4)}
 
 ROUNDINGS = ("nearest_even", "nearest_away", "nearest_zero", "toward_zero", "away_from_zero", "to_odd", "up", "down")
-Beyond = Literal["max", "inf", "nan"]
+SpecialResult = Literal["max", "inf", "nan"]
 WIDE = {"bfloat16": BFLOAT16, "float16": FLOAT16, "float32": FLOAT32}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Through:
+class DoubleRounding:
     """An intermediate format, and how it is rounded to."""
 
     dtype: str
@@ -42,20 +42,20 @@ class Behaviour:
     nan            the codes of NaN, without and with the sign.
     subnormals     ``kept``; ``flushed``: results below the smallest normal number are zeros; ``flushed_before``: inputs below it are.
     negative_zero  ``kept``; ``lost``, of negative values that underflow too; ``lost_at_zero``, of -0 itself alone.
-    through        the intermediate format of a double rounding, by the source's dtype.
+    double_rounding  the intermediate format of a double rounding, by the source's dtype.
     """
 
     rounding: str = "nearest_even"
-    overflow: Beyond = "max"
-    infinite: Beyond = "max"
+    overflow: SpecialResult = "max"
+    infinite: SpecialResult = "max"
     nan: tuple[int, int]
     subnormals: Literal["kept", "flushed", "flushed_before"] = "kept"
     negative_zero: Literal["kept", "lost", "lost_at_zero"] = "kept"
-    through: Mapping[str, Through] = field(default_factory=dict)
+    double_rounding: Mapping[str, DoubleRounding] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Known:
+class KnownCast:
     """A cast with a name, for every format: ``special`` is Inf where the format has it, else NaN.
 
     nan  ``emitted``: C-5; ``signed``: that with the input's sign; ``quiet``: the quiet NaN of IEEE 754 with the input's sign.
@@ -66,9 +66,9 @@ class Known:
     nan: Literal["emitted", "signed", "quiet"]
     saturates_only: tuple[str, ...] = ()  # formats in which an overflow of ``special`` is max all the same
 
-    def of(self, fmt: Format) -> Behaviour:
-        special: Beyond = "nan" if fmt.inf_code is None else "inf"
-        beyond: Beyond = "max" if self.overflow == "max" or fmt.name in self.saturates_only else special
+    def behaviour(self, fmt: Format) -> Behaviour:
+        special: SpecialResult = "nan" if fmt.inf_code is None else "inf"
+        beyond: SpecialResult = "max" if self.overflow == "max" or fmt.name in self.saturates_only else special
         code = fmt.nan_code
         if self.nan == "quiet" and fmt.inf_code is not None:
             code = fmt.inf_code | 1 << (fmt.mantissa_bits - 1)
@@ -77,23 +77,23 @@ class Known:
 
 
 # Where two are the same in a format, a cast has both names. torch's changed in 2.12: e4m3fn saturates since.
-KNOWN = {
+KNOWN_CASTS = {
     k.name: k
     for k in (
-        Known(name="saturating", overflow="max", nan="emitted"),  # the specification's default, C-3
-        Known(name="non_saturating", overflow="special", nan="emitted"),  # C-4
-        Known(name="torch", overflow="special", nan="signed", saturates_only=("e4m3fn",)),
-        Known(name="torch_2.11", overflow="special", nan="signed"),
-        Known(name="ml_dtypes", overflow="special", nan="quiet"),
-        Known(name="jax", overflow="special", nan="quiet"),
+        KnownCast(name="saturating", overflow="max", nan="emitted"),  # the specification's default, C-3
+        KnownCast(name="non_saturating", overflow="special", nan="emitted"),  # C-4
+        KnownCast(name="torch", overflow="special", nan="signed", saturates_only=("e4m3fn",)),
+        KnownCast(name="torch_2.11", overflow="special", nan="signed"),
+        KnownCast(name="ml_dtypes", overflow="special", nan="quiet"),
+        KnownCast(name="jax", overflow="special", nan="quiet"),
     )
 }
 
 
-def known(name: str) -> Known:
-    if name not in KNOWN:
-        raise ValueError(f"a cast's behaviour is one of {', '.join(KNOWN)}; got {name!r}.")
-    return KNOWN[name]
+def by_name(name: str) -> KnownCast:
+    if name not in KNOWN_CASTS:
+        raise ValueError(f"a cast's behaviour is one of {', '.join(KNOWN_CASTS)}; got {name!r}.")
+    return KNOWN_CASTS[name]
 
 
 def encode(x: np.ndarray, fmt: Format, behaviour: Behaviour, *, source: str = "float32") -> np.ndarray:
@@ -103,12 +103,12 @@ def encode(x: np.ndarray, fmt: Format, behaviour: Behaviour, *, source: str = "f
     Order:    the intermediate format; round with the exponent unbounded; overflow; subnormals; zeros; infinities; NaN.
     """
     formats.check(fmt)
-    through = behaviour.through.get(source)
+    through = behaviour.double_rounding.get(source)
     value = x
     if through is not None:
         value = cast.round_to_plain(x, WIDE[through.dtype], rounding=through.rounding)  # type: ignore[arg-type]
         value = np.where(np.isnan(x), np.copysign(np.float32(np.nan), np.where(np.signbit(x), np.float32(-1), np.float32(1))), value)
-    special: Beyond = "nan" if fmt.inf_code is None else "inf"
+    special: SpecialResult = "nan" if fmt.inf_code is None else "inf"
     plain = behaviour.rounding == "nearest_even" and behaviour.subnormals == "kept" and value.dtype == np.float32
     plain &= behaviour.negative_zero == ("lost" if fmt.specials == "fnuz" else "kept") and fmt.name in formats.FP8_FORMATS
     if plain and behaviour.overflow == behaviour.infinite and behaviour.overflow in ("max", special):
@@ -152,7 +152,7 @@ def _with_specials(code: np.ndarray, above: np.ndarray, value: np.ndarray, fmt: 
     nan = np.where(negative, behaviour.nan[1], behaviour.nan[0])
     sign = np.where(negative, fmt.sign_bit, 0)
 
-    def beyond(kind: Beyond) -> np.ndarray:
+    def beyond(kind: SpecialResult) -> np.ndarray:
         return nan if kind == "nan" else sign | (fmt.max_code if kind == "max" or fmt.inf_code is None else fmt.inf_code)
 
     infinite = np.isinf(value)

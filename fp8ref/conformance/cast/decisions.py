@@ -5,52 +5,52 @@ import dataclasses
 import numpy as np
 
 from fp8ref.conformance.cast import inputs
-from fp8ref.conformance.cast.behaviour import KNOWN, ROUNDINGS, WIDE, Behaviour, Through
-from fp8ref.conformance.cast.outputs import Answers, named, said
+from fp8ref.conformance.cast.behaviour import KNOWN_CASTS, ROUNDINGS, WIDE, Behaviour, DoubleRounding
+from fp8ref.conformance.cast.outputs import Responses, number_text, output_text
 from fp8ref.conformance.explain import simplest
 from fp8ref.conformance.finding import Finding
 from fp8ref.formats import Format
 from fp8ref.sim import cast
 
 
-def rounding(a: Answers, b: Behaviour) -> Finding:
+def rounding(a: Responses, b: Behaviour) -> Finding:
     """By numbers, quarter points and ties that every intermediate format holds too, so that only one rounding shows."""
     fmt, magnitude = a.fmt, np.abs(a.x)
-    asked = a.of(inputs.coarse(fmt)) & (magnitude >= fmt.smallest_normal) & (magnitude <= fmt.max)
-    found = [r for r in ROUNDINGS if not a.unlike(dataclasses.replace(b, rounding=r), asked).any()]
-    differs = a.unlike(b, asked)
-    about = f"{int(asked.sum())} numbers, quarter points and ties"
+    relevant = a.among(inputs.coarse(fmt)) & (magnitude >= fmt.smallest_normal) & (magnitude <= fmt.max)
+    found = [r for r in ROUNDINGS if not a.mismatches(dataclasses.replace(b, rounding=r), relevant).any()]
+    differs = a.mismatches(b, relevant)
+    about = f"{int(relevant.sum())} numbers, quarter points and ties"
     if differs.any():
-        shown = a.witness(simplest(a.x, differs), b, "C-2")
+        shown = a.counterexample(simplest(a.x, differs), b, "C-2")
         return Finding(what="rounding", value=found[0] if found else None, evidence=f"{about}: {shown}", witness=shown)
     return Finding(what="rounding", value="nearest_even", evidence=f"{about}")
 
 
-def subnormals(a: Answers, b: Behaviour) -> Finding:
-    asked = a.of(inputs.coarse(a.fmt)) & (a.x != 0) & (np.abs(a.x) < a.fmt.smallest_normal)
-    found = [s for s in ("kept", "flushed", "flushed_before") if not a.unlike(dataclasses.replace(b, subnormals=s), asked).any()]
-    differs = a.unlike(b, asked)
+def subnormals(a: Responses, b: Behaviour) -> Finding:
+    relevant = a.among(inputs.coarse(a.fmt)) & (a.x != 0) & (np.abs(a.x) < a.fmt.smallest_normal)
+    found = [s for s in ("kept", "flushed", "flushed_before") if not a.mismatches(dataclasses.replace(b, subnormals=s), relevant).any()]
+    differs = a.mismatches(b, relevant)
     if differs.any():
-        shown = a.witness(simplest(a.x, differs), b, "F-1")
+        shown = a.counterexample(simplest(a.x, differs), b, "F-1")
         return Finding(what="subnormals", value=found[0] if found else None, evidence=str(shown), witness=shown)
-    return Finding(what="subnormals", value="kept", evidence=f"{int(asked.sum())} inputs below {a.fmt.smallest_normal:g}")
+    return Finding(what="subnormals", value="kept", evidence=f"{int(relevant.sum())} inputs below {a.fmt.smallest_normal:g}")
 
 
-def negative_zero(a: Answers, b: Behaviour) -> Finding:
+def negative_zero(a: Responses, b: Behaviour) -> Finding:
     at = int(np.flatnonzero((a.x == 0) & np.signbit(a.x))[0])
-    code, shown = int(a.codes[at]), said(a.reply, at, a.fmt)
+    code, shown = int(a.codes[at]), output_text(a.output, at, a.fmt)
     under = int(np.flatnonzero(a.x == np.asarray(-a.fmt.smallest_subnormal / 4, a.x.dtype))[0])
-    evidence = f"-0 gives {shown}, {a.x[under]:g} gives {said(a.reply, under, a.fmt)}"
+    evidence = f"-0 gives {shown}, {a.x[under]:g} gives {output_text(a.output, under, a.fmt)}"
     value = None
     if code == 0:
         value = "lost" if a.codes[under] == 0 else "lost_at_zero"
     elif code == a.fmt.sign_bit and a.fmt.specials != "fnuz":
         value = "kept"
-    wrong = None if value == ("lost" if a.fmt.specials == "fnuz" else "kept") else a.witness(at, b, "C-6")
+    wrong = None if value == ("lost" if a.fmt.specials == "fnuz" else "kept") else a.counterexample(at, b, "C-6")
     return Finding(what="negative_zero", value=value, evidence=evidence, witness=wrong)
 
 
-def overflow(a: Answers, b: Behaviour) -> Finding:
+def overflow(a: Responses, b: Behaviour) -> Finding:
     """By the smallest input that is above max under every rounding, and is still finite in float16."""
     n = inputs.numbers(a.fmt)
     over = n[-1] if b.rounding not in ("nearest_even", "nearest_away", "nearest_zero") else n[-2] + (n[-1] - n[-2]) * 0.75
@@ -58,24 +58,24 @@ def overflow(a: Answers, b: Behaviour) -> Finding:
     return _beyond("overflow", a, at, b)
 
 
-def infinities(a: Answers, b: Behaviour) -> Finding:
+def infinities(a: Responses, b: Behaviour) -> Finding:
     return _beyond("infinities", a, int(np.flatnonzero(np.isposinf(a.x))[0]), b)
 
 
-def _beyond(what: str, a: Answers, at: int, b: Behaviour) -> Finding:
+def _beyond(what: str, a: Responses, at: int, b: Behaviour) -> Finding:
     code = int(a.codes[at])
     kinds = {a.fmt.max_code: "max", a.fmt.inf_code: "inf"}
     value = kinds.get(code, "nan" if code >= 0 and np.isnan(cast.decode(np.array([code], np.uint8), a.fmt)[0]) else None)
-    shown, bits = named(a.x, at, a.source)
-    wrong = None if value == "max" else a.witness(at, b, "C-3")
-    return Finding(what=what, value=value, evidence=f"{shown} ({bits}) gives {said(a.reply, at, a.fmt)}", witness=wrong)
+    shown, bits = number_text(a.x, at, a.source)
+    wrong = None if value == "max" else a.counterexample(at, b, "C-3")
+    return Finding(what=what, value=value, evidence=f"{shown} ({bits}) gives {output_text(a.output, at, a.fmt)}", witness=wrong)
 
 
-def nans(a: Answers, b: Behaviour) -> tuple[Finding, tuple[int, int] | None]:
+def nans(a: Responses, b: Behaviour) -> tuple[Finding, tuple[int, int] | None]:
     """The codes of NaNs, without and with the sign, if the payload has no part in them."""
     nan = np.isnan(a.x)
     by_sign = [sorted({int(c) for c in a.codes[nan & (np.signbit(a.x) == negative)]}) for negative in (False, True)]
-    if a.reply.values_only and by_sign == [[a.fmt.nan_code]] * 2:
+    if a.output.values_only and by_sign == [[a.fmt.nan_code]] * 2:
         code = a.fmt.nan_code
         return Finding(what="nan_code", value=None, evidence="NaN stays NaN; values tell no code", words="NaN"), (code, code)
     shown = " and ".join(", ".join(f"0x{c:02X}" if c >= 0 else "no code" for c in codes) for codes in by_sign)
@@ -83,35 +83,35 @@ def nans(a: Answers, b: Behaviour) -> tuple[Finding, tuple[int, int] | None]:
     if any(len(codes) != 1 for codes in by_sign):
         return Finding(what="nan_code", value=None, evidence=evidence), None
     pair = by_sign[0][0], by_sign[1][0]
-    differs = a.unlike(b, nan)
-    wrong = a.witness(int(np.argmax(differs)), b, "C-5") if differs.any() else None
+    differs = a.mismatches(b, nan)
+    wrong = a.counterexample(int(np.argmax(differs)), b, "C-5") if differs.any() else None
     word = f"0x{pair[0] & 255:02X}" if pair[0] == pair[1] else f"0x{pair[0] & 255:02X}, of -NaN 0x{pair[1] & 255:02X}"
     return Finding(what="nan_code", value=pair[0], evidence=evidence, words=word, witness=wrong), pair
 
 
-def double_rounding(a: Answers, b: Behaviour, known: Through | None = None) -> tuple[Finding, Through | None]:
+def double_rounding(a: Responses, b: Behaviour, known: DoubleRounding | None = None) -> tuple[Finding, DoubleRounding | None]:
     """Through which format it rounds first, by inputs just beside numbers and ties; known: what float32 goes through."""
-    asked = np.isfinite(a.x)
-    candidates: list[Through | None] = [None, known] if known else [None]
+    relevant = np.isfinite(a.x)
+    candidates: list[DoubleRounding | None] = [None, known] if known else [None]
     narrower = [d for d in WIDE if d != a.source and (d != "float32" or a.source == "float64")]
-    candidates += [Through(dtype=d, rounding=r) for r in ("nearest_even", "toward_zero") for d in narrower]
-    misses = {c: int(a.unlike(with_through(b, a.source, c), asked).sum()) for c in candidates}
+    candidates += [DoubleRounding(dtype=d, rounding=r) for r in ("nearest_even", "toward_zero") for d in narrower]
+    misses = {c: int(a.mismatches(with_double_rounding(b, a.source, c), relevant).sum()) for c in candidates}
     found = min(misses, key=lambda c: misses[c])  # the first of equals: what has no intermediate format comes first
     what = "double_rounding" if a.source == "float32" else f"double_rounding of {a.source}"
     if found is None:
-        return Finding(what=what, value=None, words="none", evidence=f"{int(asked.sum()):,} inputs, those beside ties among them"), None
-    shown = a.witness(simplest(a.x, a.unlike(b, asked)), b, "C-1")
+        return Finding(what=what, value=None, words="none", evidence=f"{int(relevant.sum()):,} inputs, those beside ties among them"), None
+    shown = a.counterexample(simplest(a.x, a.mismatches(b, relevant)), b, "C-1")
     return Finding(what=what, value=str(found), evidence=str(shown), witness=shown), found
 
 
-def with_through(b: Behaviour, source: str, through: Through | None) -> Behaviour:
-    kept = {s: t for s, t in b.through.items() if s != source}
-    return dataclasses.replace(b, through=kept | ({source: through} if through else {}))
+def with_double_rounding(b: Behaviour, source: str, through: DoubleRounding | None) -> Behaviour:
+    kept = {s: t for s, t in b.double_rounding.items() if s != source}
+    return dataclasses.replace(b, double_rounding=kept | ({source: through} if through else {}))
 
 
-def all_of(a: Answers, layout: Format) -> tuple[list[Finding], Behaviour]:
+def decide_all(a: Responses, found_fmt: Format) -> tuple[list[Finding], Behaviour]:
     """Every decision, each under those found before it."""
-    b = KNOWN["saturating"].of(layout)
+    b = KNOWN_CASTS["saturating"].behaviour(found_fmt)
     how = rounding(a, b)
     if how.value:
         b = dataclasses.replace(b, rounding=how.value)
@@ -125,5 +125,5 @@ def all_of(a: Answers, layout: Format) -> tuple[list[Finding], Behaviour]:
     nan, pair = nans(a, b)
     b = dataclasses.replace(b, overflow=over.value or "max", infinite=infinite.value or "max", nan=pair or b.nan)
     double, through = double_rounding(a, b)
-    b = with_through(b, a.source, through)
+    b = with_double_rounding(b, a.source, through)
     return [how, over, infinite, nan, small, zero, double], b

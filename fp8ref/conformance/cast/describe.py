@@ -6,73 +6,79 @@ import numpy as np
 
 from fp8ref.conformance import subject as subjects
 from fp8ref.conformance.cast import behaviour, inputs
-from fp8ref.conformance.cast.behaviour import Behaviour, Through
-from fp8ref.conformance.cast.outputs import Answers
-from fp8ref.conformance.counterexample import Witness
+from fp8ref.conformance.cast.behaviour import Behaviour, DoubleRounding
+from fp8ref.conformance.cast.outputs import Responses
+from fp8ref.conformance.counterexample import Counterexample
 from fp8ref.conformance.explain import simplest
 from fp8ref.conformance.finding import Finding
 from fp8ref.formats import Format
 from fp8ref.sim.cast import decode
 
 
-def as_data(found: Behaviour, findings: list[Finding], layout: Format, a: Answers, names: list[str], alike: list[str]) -> dict[str, Any]:
+def result_dict(
+    found: Behaviour, findings: list[Finding], found_fmt: Format, a: Responses, names: list[str], names_but_for_nan: list[str]
+) -> dict[str, Any]:
     by = {f.what: f.value for f in findings}
     inf = int(a.codes[np.flatnonzero(np.isposinf(a.x))[0]])
     return {
-        "format": layout.name,
+        "format": found_fmt.name,
         "behaviour": names,
-        "behaviour_but_for_nan_codes": alike,
+        "behaviour_but_for_nan_codes": names_but_for_nan,
         "rounding": by["rounding"],
         "saturates": None if by["overflow"] is None else by["overflow"] == "max",
         "overflow": by["overflow"],
         "infinities": by["infinities"],
         "inf_code": inf if inf >= 0 else None,
         "nan_code": by["nan_code"],
-        "nan_code_of_negative": None if a.reply.values_only or by["nan_code"] is None else found.nan[1],
+        "nan_code_of_negative": None if a.output.values_only or by["nan_code"] is None else found.nan[1],
         "subnormals": by["subnormals"],
         "negative_zero": by["negative_zero"],
-        "double_rounding": _dtype(found.through.get(a.source)),
-        "double_roundings": {s: _dtype(found.through.get(s)) for s in subjects.DTYPES if _was_asked(s, a.source, by, findings)},
+        "double_rounding": _dtype(found.double_rounding.get(a.source)),
+        "double_roundings": {s: _dtype(found.double_rounding.get(s)) for s in subjects.DTYPES if _was_asked(s, a.source, by, findings)},
         "policy": None,
-        "gives": a.reply.dtype,
+        "gives": a.output.dtype,
     }
 
 
 def _was_asked(source: str, first: str, by: dict[str, Any], findings: list[Finding]) -> bool:
-    return source == first or any(f.what == f"double_rounding of {source}" and f.said != "not asked" for f in findings)
+    return source == first or any(f.what == f"double_rounding of {source}" and f.text != "not asked" for f in findings)
 
 
-def _dtype(through: Through | None) -> str | None:
+def _dtype(through: DoubleRounding | None) -> str | None:
     return None if through is None else str(through)
 
 
-def in_words(found: Behaviour, layout: Format, fmt: Format, names: list[str], alike: list[str], complete: bool, everywhere: bool) -> str:
-    of = f"a cast to {layout}" + (f" (max {layout.max:g}), not {fmt} (max {fmt.max:g})," if layout is not fmt else "")
+def summary(
+    found: Behaviour, found_fmt: Format, fmt: Format, names: list[str], names_but_for_nan: list[str], complete: bool, everywhere: bool
+) -> str:
+    of = f"a cast to {found_fmt}" + (f" (max {found_fmt.max:g}), not {fmt} (max {fmt.max:g})," if found_fmt is not fmt else "")
     if complete and not everywhere:
         return f"{of} that gives other codes in arrays of other shapes"
     if not complete:
         return f"{of} that is none of those known: see where it is unlike what was found"
     how = f"rounds {found.rounding}, overflow gives {found.overflow}, infinities {found.infinite}"
     how += f", subnormals are {found.subnormals.replace('_', ' ')}" if found.subnormals != "kept" else ""
-    how += ", -0 becomes 0" if found.negative_zero != "kept" and layout.specials != "fnuz" else ""
-    if not np.isnan(decoded := decode(np.array(found.nan, np.uint8), layout)).all():
+    how += ", -0 becomes 0" if found.negative_zero != "kept" and found_fmt.specials != "fnuz" else ""
+    if not np.isnan(decoded := decode(np.array(found.nan, np.uint8), found_fmt)).all():
         how += f", NaN becomes {decoded[0]:g}"
-    how += "".join(f", {source} is rounded to {through} first" for source, through in found.through.items())
+    how += "".join(f", {source} is rounded to {through} first" for source, through in found.double_rounding.items())
     if names:
         return f"{of} that is {' and '.join(names)}: {how}"
-    return f"{of} that is {' and '.join(alike)} but for NaN codes: {how}" if alike else f"{of} that {how}"
+    return f"{of} that is {' and '.join(names_but_for_nan)} but for NaN codes: {how}" if names_but_for_nan else f"{of} that {how}"
 
 
-def unexpected(answers: dict[str, Answers], wanted: Behaviour, fmt: Format, layout: Format, findings: list[Finding]) -> list[Witness]:
+def differences_from(
+    responses: dict[str, Responses], wanted: Behaviour, fmt: Format, found_fmt: Format, findings: list[Finding]
+) -> list[Counterexample]:
     """The simplest input on which it is not what was expected, for each kind of input."""
-    if layout is not fmt:
+    if found_fmt is not fmt:
         return [f.witness for f in findings if f.what == "format" and f.witness]
-    found: dict[str, Witness] = {}
-    for a in answers.values():
+    found: dict[str, Counterexample] = {}
+    for a in responses.values():
         if a.source == "float64":  # which no name speaks of, C-8
             continue
-        differs, magnitude = a.unlike(wanted, canonical=True), np.abs(a.x)
-        coarse = a.of(inputs.coarse(fmt))
+        differs, magnitude = a.mismatches(wanted, canonical=True), np.abs(a.x)
+        coarse = a.among(inputs.coarse(fmt))
         over = magnitude > (fmt.max + inputs.numbers(fmt)[-1]) / 2
         zero = (a.codes & ~fmt.sign_bit) == 0
         flushed = coarse & zero & (magnitude > fmt.smallest_subnormal / 2) & (magnitude < fmt.smallest_normal)
@@ -94,5 +100,5 @@ def unexpected(answers: dict[str, Answers], wanted: Behaviour, fmt: Format, layo
         kinds["twice"] = ("C-1", ~seen if not (differs & coarse).any() else np.zeros_like(seen))
         for kind, (clause, among) in kinds.items():
             if kind not in found and (differs & among).any():
-                found[kind] = a.witness(simplest(a.x, differs & among), wanted, clause)
+                found[kind] = a.counterexample(simplest(a.x, differs & among), wanted, clause)
     return list(found.values())

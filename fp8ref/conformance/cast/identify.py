@@ -10,9 +10,9 @@ from fp8ref import formats
 from fp8ref.conformance import subject as subjects
 from fp8ref.conformance.cast import behaviour, decisions, describe, inputs, layout_invariance, outputs, stochastic
 from fp8ref.conformance.cast import exhaustive as everything
-from fp8ref.conformance.cast.behaviour import KNOWN
-from fp8ref.conformance.cast.outputs import Answers
-from fp8ref.conformance.counterexample import Witness, bits_of, rounded, show
+from fp8ref.conformance.cast.behaviour import KNOWN_CASTS
+from fp8ref.conformance.cast.outputs import Responses
+from fp8ref.conformance.counterexample import Counterexample, bits_of, rounded, show
 from fp8ref.conformance.explain import simplest
 from fp8ref.conformance.finding import Finding, Outcome
 from fp8ref.conformance.subject import ConformanceError, RefusedError, Subject
@@ -40,25 +40,25 @@ def identify_cast(
     Raises:    ValueError: fmt not an FP8 format, an unknown name; ConformanceError: the function is none.
     """
     check_format(fmt)
-    wanted = None if expect is None else behaviour.known(expect)
+    wanted = None if expect is None else behaviour.by_name(expect)
     name = name or subjects.name_of(function)
-    subject = subjects.of(name, function, framework=framework, device=device, shape=(16,))
-    source = subjects.first_source(subject)
+    subject = subjects.wrap(name, function, framework=framework, device=device, shape=(16,))
+    source = subjects.first_dtype(subject)
     if exhaustive and source != "float32":
         raise ConformanceError(f"{name} takes no float32, of which all inputs would be asked. Leave --exhaustive out.")
-    layout, found_format = _format(subject, fmt, source)
+    found_fmt, found_format = _format(subject, fmt, source)
     findings = [found_format]
-    if layout is None:
+    if found_fmt is None:
         return _unknown(subject, fmt, source, findings, expect)
-    asked, position = _ask(subject, source, layout)
-    _check_keeps(subject, asked)
-    if position is not None or stochastic.varies(subject, source, layout):
+    first, position = _ask(subject, source, found_fmt)
+    _check_keeps(subject, first)
+    if position is not None or stochastic.varies(subject, source, found_fmt):
         if exhaustive:
             raise ConformanceError(f"{name} gives equal inputs unequal codes: none that all of float32 is held to. Leave --exhaustive out.")
-        return stochastic.identify(subject, asked, position, fmt, findings, expect)
-    more, found = decisions.all_of(asked, layout)
+        return stochastic.identify(subject, first, position, fmt, findings, expect)
+    more, found = decisions.decide_all(first, found_fmt)
     findings += more
-    answers = {source: asked}
+    responses = {source: first}
     for other in subjects.DTYPES:
         if other == source:
             continue
@@ -67,15 +67,15 @@ def identify_cast(
         except RefusedError as error:
             findings.append(Finding(what=f"double_rounding of {other}", value=None, words="not asked", evidence=str(error)))
             continue
-        answers[other] = _deterministic(subject, other, layout)
-        more_found, through = decisions.double_rounding(answers[other], found, found.through.get(source))
+        responses[other] = _deterministic(subject, other, found_fmt)
+        more_found, through = decisions.double_rounding(responses[other], found, found.double_rounding.get(source))
         findings.append(more_found)
-        found = decisions.with_through(found, other, through)
+        found = decisions.with_double_rounding(found, other, through)
     # In other sources NaNs are one (C-5): libraries emit other codes there, XLA 0x7F from float16 and 0x7E from float32
     # and so where a NaN's payload has a part in its code
     by_payload = next(f for f in more if f.what == "nan_code").value is None
-    wrong = {a: a.unlike(found, canonical=by_payload or a.source != source) for a in answers.values()}
-    unlike = [a.witness(simplest(a.x, differs), found, "by what was found") for a, differs in wrong.items() if differs.any()]
+    wrong = {a: a.mismatches(found, canonical=by_payload or a.source != source) for a in responses.values()}
+    unlike = [a.counterexample(simplest(a.x, differs), found, "by what was found") for a, differs in wrong.items() if differs.any()]
     total, right = sum(a.x.size for a in wrong), sum(int((~differs).sum()) for differs in wrong.values())
     findings.append(
         Finding(
@@ -86,35 +86,35 @@ def identify_cast(
         )
     )
     if exhaustive:
-        checked = everything.compare(subject, layout, found)
+        checked = everything.compare(subject, found_fmt, found)
         findings.append(checked.finding)
         unlike += checked.unlike
-    untaken = [s for s in ("bfloat16", "float16") if s != source and s not in answers]
-    names = [k for k, known in KNOWN.items() if not asked.unlike(known.of(layout)).any()]
-    alike = [k for k, known in KNOWN.items() if not asked.unlike(known.of(layout), canonical=True).any()]
+    untaken = [s for s in ("bfloat16", "float16") if s != source and s not in responses]
+    names = [k for k, known in KNOWN_CASTS.items() if not first.mismatches(known.behaviour(found_fmt)).any()]
+    names_but_for_nan = [k for k, known in KNOWN_CASTS.items() if not first.mismatches(known.behaviour(found_fmt), canonical=True).any()]
     complete = None not in (found.rounding, found.overflow, found.infinite) and not unlike
     elsewhere = []
     for of, a in (
-        (of, a) for of, a in answers.items() if of != "float64" and a not in (b for b, differs in wrong.items() if differs.any())
+        (of, a) for of, a in responses.items() if of != "float64" and a not in (b for b, differs in wrong.items() if differs.any())
     ):
         _check_keeps(subject, a)
-        for hold in (layout_invariance.shapes, layout_invariance.strides):
-            finding, wrong_there = hold(subject, a, found)
+        for check in (layout_invariance.check_shapes, layout_invariance.check_strides):
+            finding, wrong_there = check(subject, a, found)
             findings.append(finding if of == source else dataclasses.replace(finding, what=f"{finding.what} of {of}"))
             elsewhere += wrong_there
     unlike += elsewhere
-    differences = describe.unexpected(answers, wanted.of(fmt), fmt, layout, findings) if wanted else []
+    differences = describe.differences_from(responses, wanted.behaviour(fmt), fmt, found_fmt, findings) if wanted else []
     return Outcome(
         name=name,
         kind="cast",
         fmt=fmt,
         framework=subject.framework,
-        found=describe.as_data(found, findings, layout, asked, names if not unlike else [], alike if not unlike else []),
+        found=describe.result_dict(found, findings, found_fmt, first, names if not unlike else [], names_but_for_nan if not unlike else []),
         findings=findings,
         identified=complete and not elsewhere,
-        named=bool(alike),
-        summary=describe.in_words(found, layout, fmt, names, alike, complete, not elsewhere)
-        + ("" if complete or layout is fmt else _scaled(subject, fmt, source))
+        named=bool(names_but_for_nan),
+        summary=describe.summary(found, found_fmt, fmt, names, names_but_for_nan, complete, not elsewhere)
+        + ("" if complete or found_fmt is fmt else _scaled(subject, fmt, source))
         + (f"; it takes no {', no '.join(untaken)}" if untaken else ""),
         unlike=unlike,
         expected=expect,
@@ -122,13 +122,13 @@ def identify_cast(
     )
 
 
-def _check_keeps(subject: Subject, a: Answers) -> None:
+def _check_keeps(subject: Subject, a: Responses) -> None:
     some = a.x[:: a.x.size // 64]  # of every exponent and both signs
-    subjects.check_keeps(subject, some, some[::-1], a.source, _read)
+    subjects.check_no_reuse(subject, some, some[::-1], a.source, _read)
 
 
 def _read(found: Any) -> list[np.ndarray]:
-    made = subjects.array(found)
+    made = subjects.read_array(found)
     return [made[0]] if made else []
 
 
@@ -140,48 +140,48 @@ def check_format(fmt: Format) -> None:
 
 def _format(subject: Subject, fmt: Format, source: str) -> tuple[Format | None, Finding]:
     x = rounded(inputs.all_numbers(), source)
-    reply, position = outputs.repeats(subject, x, source)
-    if reply.values_only and np.array_equal(reply.array, x):
-        evidence = f"all {x.size} numbers of {len(behaviour.LAYOUTS)} formats come back as themselves: it rounds to none of them"
+    output, position = outputs.ask_twice(subject, x, source)
+    if output.values_only and np.array_equal(output.array, x):
+        evidence = f"all {x.size} numbers of {len(behaviour.CAST_FORMATS)} formats come back as themselves: it rounds to none of them"
         return None, Finding(what="format", value=None, evidence=evidence)
-    layout, evidence = outputs.format_of(reply, x, fmt)
-    if layout is None and position is not None:
+    found_fmt, evidence = outputs.identify_format(output, x, fmt)
+    if found_fmt is None and position is not None:
         raise ConformanceError(
             f"{subject.name} does not repeat itself, and is no stochastic rounding: {source} {show(x[position])} "
             f"({bits_of(x[position], source)}) gave other codes the second time. Make it a function of its input."
         )
     witness = None
-    if layout is not fmt:
-        codes, expected = reply.codes(fmt), behaviour.encode(x, fmt, KNOWN["saturating"].of(fmt)).astype(np.int64)
+    if found_fmt is not fmt:
+        codes, expected = output.codes(fmt), behaviour.encode(x, fmt, KNOWN_CASTS["saturating"].behaviour(fmt)).astype(np.int64)
         at = simplest(x, codes != expected)
-        expected_reply = outputs.Reply(array=expected.astype(np.uint8), dtype="uint8")
-        witness = Witness(
+        expected_output = outputs.Output(array=expected.astype(np.uint8), dtype="uint8")
+        witness = Counterexample(
             input=show(x[at]),
             bits=(bits_of(x[at], source),),
             dtype=source,
-            got=outputs.said(reply, at, layout or fmt),
-            expected=outputs.said(expected_reply, at, fmt),
+            got=outputs.output_text(output, at, found_fmt or fmt),
+            expected=outputs.output_text(expected_output, at, fmt),
             clause="F-2" if fmt.specials != "fnuz" else "F-3",
         )
         evidence += f"; {witness}"
-    said = "" if layout is None else f"{layout}" if layout is fmt else f"{layout}, max {layout.max:g}, not {fmt}"
-    return layout, Finding(what="format", value=layout and layout.name, words=said, evidence=evidence, witness=witness)
+    text = "" if found_fmt is None else f"{found_fmt}" if found_fmt is fmt else f"{found_fmt}, max {found_fmt.max:g}, not {fmt}"
+    return found_fmt, Finding(what="format", value=found_fmt and found_fmt.name, words=text, evidence=evidence, witness=witness)
 
 
-def _ask(subject: Subject, source: str, layout: Format) -> tuple[Answers, int | None]:
-    x = inputs.inputs(layout, source)
-    reply, position = outputs.repeats(subject, x, source)
-    return Answers(x=x, source=source, reply=reply, fmt=layout, codes=reply.codes(layout)), position
+def _ask(subject: Subject, source: str, found_fmt: Format) -> tuple[Responses, int | None]:
+    x = inputs.inputs(found_fmt, source)
+    output, position = outputs.ask_twice(subject, x, source)
+    return Responses(x=x, source=source, output=output, fmt=found_fmt, codes=output.codes(found_fmt)), position
 
 
-def _deterministic(subject: Subject, source: str, layout: Format) -> Answers:
-    answers, position = _ask(subject, source, layout)
+def _deterministic(subject: Subject, source: str, found_fmt: Format) -> Responses:
+    responses, position = _ask(subject, source, found_fmt)
     if position is not None:
         raise ConformanceError(
-            f"{subject.name} does not repeat itself for {source} {show(answers.x[position])} ({bits_of(answers.x[position], source)}), "
+            f"{subject.name} does not repeat itself for {source} {show(responses.x[position])} ({bits_of(responses.x[position], source)}), "
             "though it does for others. Make it a function of its input."
         )
-    return answers
+    return responses
 
 
 def _scaled(subject: Subject, fmt: Format, source: str) -> str:

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from fp8ref.conformance.cast.behaviour import LAYOUTS
+from fp8ref.conformance.cast.behaviour import CAST_FORMATS
 from fp8ref.conformance.counterexample import rounded
 from fp8ref.formats import Format
 from fp8ref.sim import cast
@@ -19,7 +19,7 @@ def numbers(fmt: Format) -> np.ndarray:
 
 def all_numbers() -> np.ndarray:
     """The numbers of every layout, both signs; float64."""
-    found = np.unique(np.concatenate([numbers(fmt)[:-1] for fmt in LAYOUTS.values()]))
+    found = np.unique(np.concatenate([numbers(fmt)[:-1] for fmt in CAST_FORMATS.values()]))
     return np.concatenate([found, -found[1:]])
 
 

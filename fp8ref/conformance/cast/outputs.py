@@ -7,8 +7,8 @@ import numpy as np
 
 from fp8ref.conformance import subject
 from fp8ref.conformance.cast import behaviour, inputs
-from fp8ref.conformance.cast.behaviour import LAYOUTS, Behaviour
-from fp8ref.conformance.counterexample import Witness, bits_of, rounded, show
+from fp8ref.conformance.cast.behaviour import CAST_FORMATS, Behaviour
+from fp8ref.conformance.counterexample import Counterexample, bits_of, rounded, show
 from fp8ref.conformance.subject import ConformanceError, RefusedError, Subject
 from fp8ref.formats import Format
 from fp8ref.sim import cast
@@ -18,7 +18,7 @@ FLOATS = ("float32", "bfloat16", "float16", "float64")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reply:
+class Output:
     """The array that came back: codes uint8, or values; dtype is what it was of."""
 
     array: np.ndarray
@@ -30,31 +30,31 @@ class Reply:
         return self.array.dtype != np.uint8
 
     @property
-    def layouts(self) -> list[Format]:
+    def candidate_formats(self) -> list[Format]:
         """The formats that it can be in."""
         named = self.dtype.removeprefix("float8_")
-        return [LAYOUTS[named]] if named != self.dtype else list(LAYOUTS.values())
+        return [CAST_FORMATS[named]] if named != self.dtype else list(CAST_FORMATS.values())
 
     def codes(self, fmt: Format) -> np.ndarray:
         """int64 codes of fmt, NO_CODE where a value has none."""
-        return self.array.astype(np.int64) if not self.values_only else of_values(self.array, fmt)
+        return self.array.astype(np.int64) if not self.values_only else codes_of_values(self.array, fmt)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Answers:
+class Responses:
     """x [n] of dtype ``source``, and the reply, codes of fmt."""
 
     x: np.ndarray
     source: str
-    reply: Reply
+    output: Output
     fmt: Format
     codes: np.ndarray
 
-    def unlike(self, b: Behaviour, among: np.ndarray | None = None, *, canonical: bool = False) -> np.ndarray:
+    def mismatches(self, b: Behaviour, among: np.ndarray | None = None, *, canonical: bool = False) -> np.ndarray:
         """Where the answers are not those of a behaviour; canonical: NaNs are one (C-5), as those of infinities are always."""
         expected = behaviour.encode(self.x, self.fmt, b, source=self.source).astype(np.int64)
         codes = self.codes
-        if canonical or self.reply.values_only:
+        if canonical or self.output.values_only:
             codes, expected = self.canonical(codes), self.canonical(expected)
         different = codes != expected
         if not canonical:
@@ -65,26 +65,26 @@ class Answers:
         nan = np.isnan(cast.decode(np.arange(256, dtype=np.uint8), self.fmt))
         return np.where((codes >= 0) & nan[codes], self.fmt.nan_code, codes)
 
-    def of(self, values: np.ndarray) -> np.ndarray:
+    def among(self, values: np.ndarray) -> np.ndarray:
         """Which of x are among values."""
         kept = rounded(values, self.source)
         return np.isin(self.x, kept[np.isfinite(kept)])
 
-    def witness(self, index: int, expected: Behaviour, clause: str) -> Witness:
-        value, bits = named(self.x, index, self.source)
+    def counterexample(self, index: int, expected: Behaviour, clause: str) -> Counterexample:
+        value, bits = number_text(self.x, index, self.source)
         code = behaviour.encode(self.x[index : index + 1], self.fmt, expected, source=self.source)
-        shown = cast.decode(code, self.fmt)[0] if self.reply.values_only else None
-        return Witness(
+        shown = cast.decode(code, self.fmt)[0] if self.output.values_only else None
+        return Counterexample(
             input=value,
             bits=(bits,),
             dtype=self.source,
-            got=said(self.reply, index, self.fmt),
-            expected=f"{shown:.9g}" if shown is not None else said(Reply(array=code, dtype="uint8"), 0, self.fmt),
+            got=output_text(self.output, index, self.fmt),
+            expected=f"{shown:.9g}" if shown is not None else output_text(Output(array=code, dtype="uint8"), 0, self.fmt),
             clause=clause,
         )
 
 
-def ask(subject: Subject, x: np.ndarray, source: str) -> Reply:
+def ask(subject: Subject, x: np.ndarray, source: str) -> Output:
     """A cast's reply to x.
 
     Raises:   ConformanceError: as Subject.ask, with a smallest input that it raises for; not one array of x's shape, of codes or values.
@@ -98,9 +98,9 @@ def ask(subject: Subject, x: np.ndarray, source: str) -> Reply:
     return read(subject, found, x, source)
 
 
-def read(asked: Subject, found: Any, x: np.ndarray, source: str) -> Reply:
+def read(asked: Subject, found: Any, x: np.ndarray, source: str) -> Output:
     of = f"for {subject.describe(x, source, asked.framework)}"
-    made = subject.array(found)
+    made = subject.read_array(found)
     if made is None:
         raise ConformanceError(
             f"{asked.name} gives a {type(found).__name__} {of}; a cast gives one array of codes or values. Name --kind quantizer if it is one."
@@ -110,15 +110,15 @@ def read(asked: Subject, found: Any, x: np.ndarray, source: str) -> Reply:
         raise ConformanceError(
             f"{asked.name} gives shape {list(array.shape)} {of}; a cast keeps the shape. Return one code for each number."
         )
-    if dtype != "uint8" and dtype not in FLOATS and dtype.removeprefix("float8_") not in LAYOUTS:
+    if dtype != "uint8" and dtype not in FLOATS and dtype.removeprefix("float8_") not in CAST_FORMATS:
         raise ConformanceError(
-            f"{asked.name} gives {dtype} {of}; codes are uint8 or float8 ({', '.join(LAYOUTS)}), values {', '.join(FLOATS)}. "
+            f"{asked.name} gives {dtype} {of}; codes are uint8 or float8 ({', '.join(CAST_FORMATS)}), values {', '.join(FLOATS)}. "
             "View other codes as uint8."
         )
-    return Reply(array=array, dtype=dtype)
+    return Output(array=array, dtype=dtype)
 
 
-def repeats(asked: Subject, x: np.ndarray, source: str) -> tuple[Reply, int | None]:
+def ask_twice(asked: Subject, x: np.ndarray, source: str) -> tuple[Output, int | None]:
     """The reply, and where the same question once more is answered otherwise."""
     first, again = ask(asked, x, source), ask(asked, x, source)
     different = first.array.view(np.uint8).reshape(x.size, -1) != again.array.view(np.uint8).reshape(x.size, -1)
@@ -127,27 +127,27 @@ def repeats(asked: Subject, x: np.ndarray, source: str) -> tuple[Reply, int | No
     return first, int(np.argmax(different.any(axis=1)))
 
 
-def format_of(reply: Reply, x: np.ndarray, fmt: Format) -> tuple[Format | None, str]:
+def identify_format(output: Output, x: np.ndarray, fmt: Format) -> tuple[Format | None, str]:
     """The format whose numbers come back as themselves, fmt if it is as good as another; and how many did.
 
     x is questions.all_numbers(), and reply the one to it. None where half of a format's numbers do not.
     """
     scores = {}
-    for layout in sorted(reply.layouts, key=lambda f: f is not fmt):
-        known = np.isin(np.abs(x), inputs.numbers(layout)[:-1])
-        codes = reply.codes(layout)
-        expected = cast.encode_plain(x, layout).astype(np.int64)
+    for found_fmt in sorted(output.candidate_formats, key=lambda f: f is not fmt):
+        known = np.isin(np.abs(x), inputs.numbers(found_fmt)[:-1])
+        codes = output.codes(found_fmt)
+        expected = cast.encode_plain(x, found_fmt).astype(np.int64)
         right = codes == expected
-        if reply.values_only:  # numbers of other formats, which this one has not, do not come back as themselves
-            right = np.where(known, right, reply.array != x)
+        if output.values_only:  # numbers of other formats, which this one has not, do not come back as themselves
+            right = np.where(known, right, output.array != x)
             known = np.ones_like(known)
-        scores[layout.name] = (int(right[known].sum()), int(known.sum()))
+        scores[found_fmt.name] = (int(right[known].sum()), int(known.sum()))
     best = max(scores, key=lambda name: scores[name][0] / scores[name][1])
     right, of = scores[best]
-    return (LAYOUTS[best] if right > of / 2 else None), f"{right} of {of} numbers come back as {best}'s"
+    return (CAST_FORMATS[best] if right > of / 2 else None), f"{right} of {of} numbers come back as {best}'s"
 
 
-def of_values(values: np.ndarray, fmt: Format) -> np.ndarray:
+def codes_of_values(values: np.ndarray, fmt: Format) -> np.ndarray:
     """The codes of values, NaN's the one of C-5; int64, NO_CODE where there is none."""
     table = cast.decode(np.arange(fmt.max_code + 1 + (fmt.inf_code is not None), dtype=np.uint8), fmt)
     magnitude = np.abs(values)
@@ -158,14 +158,14 @@ def of_values(values: np.ndarray, fmt: Format) -> np.ndarray:
     return np.where(np.isnan(values), fmt.nan_code, codes).astype(np.int64)
 
 
-def said(reply: Reply, index: int, fmt: Format) -> str:
+def output_text(output: Output, index: int, fmt: Format) -> str:
     """One answer in words."""
-    if reply.values_only:
-        return show(reply.array.flat[index])
-    return code_said(reply.array.flat[index], fmt)
+    if output.values_only:
+        return show(output.array.flat[index])
+    return code_text(output.array.flat[index], fmt)
 
 
-def code_said(code: int, fmt: Format) -> str:
+def code_text(code: int, fmt: Format) -> str:
     """A code and its value: 0x38 = 1."""
     return f"0x{int(code):02X} = {show(cast.decode(np.array([code], np.uint8), fmt)[0])}"
 
@@ -178,9 +178,9 @@ def _smallest_refused(asked: Subject, x: np.ndarray, source: str) -> np.ndarray:
             return True
         return False
 
-    return subject.smallest_part(x, fails) if x.ndim == 1 else x
+    return subject.smaller_part(x, fails) if x.ndim == 1 else x
 
 
-def named(x: np.ndarray, index: int, source: str) -> tuple[str, str]:
+def number_text(x: np.ndarray, index: int, source: str) -> tuple[str, str]:
     """A number in words, and its bits."""
     return show(x[index]), bits_of(x[index], source)

@@ -7,36 +7,36 @@ from functools import cached_property
 import numpy as np
 
 from fp8ref.conformance.cast import behaviour, decisions, describe, inputs, outputs
-from fp8ref.conformance.cast.behaviour import KNOWN, Behaviour
-from fp8ref.conformance.cast.outputs import Answers, Reply
-from fp8ref.conformance.counterexample import Witness, bits_of, rounded, show
+from fp8ref.conformance.cast.behaviour import KNOWN_CASTS, Behaviour
+from fp8ref.conformance.cast.outputs import Output, Responses
+from fp8ref.conformance.counterexample import Counterexample, bits_of, rounded, show
 from fp8ref.conformance.explain import simplest
 from fp8ref.conformance.finding import Finding, Outcome
 from fp8ref.conformance.subject import ConformanceError, Subject
 from fp8ref.formats import Format
 
-REPEATED = 1 << 12
+REPEATS = 1 << 12
 FRACTIONS = (1 / 16, 1 / 4, 1 / 2, 3 / 4, 15 / 16)
 RARELY = 2.0**-8  # a sixteenth of the least of them
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Chances:
+class RoundingRates:
     """Numbers x [n] at fractions [n] of the way from a number of the format to the next away from zero, and the answers to each, REPEATED times."""
 
     x: np.ndarray
     fractions: np.ndarray
-    answers: Answers  # [n * REPEATED]
+    responses: Responses  # [n * REPEATED]
 
     @cached_property
     def away(self) -> np.ndarray:
         """The share [n] of the answers that are the neighbour away from zero."""
-        return (self.answers.codes.reshape(-1, REPEATED) == self.neighbours[:, None]).mean(axis=1)
+        return (self.responses.codes.reshape(-1, REPEATS) == self.neighbours[:, None]).mean(axis=1)
 
     @property
     def neighbours(self) -> np.ndarray:
-        fmt = self.answers.fmt
-        return behaviour.encode(self.x, fmt, dataclasses.replace(KNOWN["saturating"].of(fmt), rounding="away_from_zero"))
+        fmt = self.responses.fmt
+        return behaviour.encode(self.x, fmt, dataclasses.replace(KNOWN_CASTS["saturating"].behaviour(fmt), rounding="away_from_zero"))
 
     @property
     def random(self) -> np.ndarray:
@@ -50,17 +50,17 @@ class Chances:
         Of REPEATED independent choices its standard deviation is sqrt(f (1 - f) / REPEATED). Beyond five of them at one of 40 fractions is, by
         the binomial distribution, one such cast in 36,000.
         """
-        return np.abs(self.away - self.fractions) > 5 * np.sqrt(self.fractions * (1 - self.fractions) / REPEATED)
+        return np.abs(self.away - self.fractions) > 5 * np.sqrt(self.fractions * (1 - self.fractions) / REPEATS)
 
-    def witness(self, at: int, expected: str) -> Witness:
-        a = self.answers
-        return Witness(
-            input=f"{show(self.x[at])}, {REPEATED} times", bits=(bits_of(self.x[at], a.source),), dtype=a.source,
+    def counterexample(self, at: int, expected: str) -> Counterexample:
+        a = self.responses
+        return Counterexample(
+            input=f"{show(self.x[at])}, {REPEATS} times", bits=(bits_of(self.x[at], a.source),), dtype=a.source,
             got=f"{code_or_value(self.neighbours[at], a)} {self.away[at]:.3f} of the time", expected=expected, clause="C-2",
         )  # fmt: skip
 
 
-def measure(subject: Subject, source: str, fmt: Format) -> Chances:
+def measure_rates(subject: Subject, source: str, fmt: Format) -> RoundingRates:
     """Both signs, between neighbours of which the lower is zero, the smallest number, 1, or 12, which every format has."""
     n = inputs.numbers(fmt)
     at = np.searchsorted(n, (0, fmt.smallest_subnormal, 1, 12))
@@ -68,80 +68,84 @@ def measure(subject: Subject, source: str, fmt: Format) -> Chances:
     x, fractions = np.concatenate([x, -x]), np.tile(FRACTIONS, 2 * at.size)
     exact = rounded(x, source) == x
     x = rounded(x[exact], source)
-    return Chances(x=x, fractions=fractions[exact], answers=ask_repeatedly(subject, x, REPEATED, source, fmt))
+    return RoundingRates(x=x, fractions=fractions[exact], responses=ask_repeatedly(subject, x, REPEATS, source, fmt))
 
 
-def ask_repeatedly(subject: Subject, x: np.ndarray, times: int, source: str, fmt: Format) -> Answers:
+def ask_repeatedly(subject: Subject, x: np.ndarray, times: int, source: str, fmt: Format) -> Responses:
     """Each of x [n] so many times in a row; answers [n * times]."""
     asked = np.repeat(x, times)
-    reply = outputs.ask(subject, asked, source)
-    return Answers(x=asked, source=source, reply=reply, fmt=fmt, codes=reply.codes(fmt))
+    output = outputs.ask(subject, asked, source)
+    return Responses(x=asked, source=source, output=output, fmt=fmt, codes=output.codes(fmt))
 
 
-def code_or_value(code: int, a: Answers) -> str:
+def code_or_value(code: int, a: Responses) -> str:
     """A code and its value, or the value alone of what gives values."""
-    shown = outputs.code_said(code, a.fmt)
-    return shown.partition(" = ")[2] if a.reply.values_only else shown
+    shown = outputs.code_text(code, a.fmt)
+    return shown.partition(" = ")[2] if a.output.values_only else shown
 
 
-SETTLED = 1 << 6  # times: a quarter of the smallest number never becomes zero in 4^-64 of the casts that round by C-2
+REPEATS_OF_SPECIALS = 1 << 6  # times: a quarter of the smallest number never becomes zero in 4^-64 of the casts that round by C-2
 NOT_ASKED = ("behaviour_but_for_nan_codes", "double_rounding", "double_roundings")
 
 
 def varies(subject: Subject, source: str, fmt: Format) -> bool:
     """Whether equal numbers of one input get unequal codes."""
-    codes = measure(subject, source, fmt).answers.codes.reshape(-1, REPEATED)
+    codes = measure_rates(subject, source, fmt).responses.codes.reshape(-1, REPEATS)
     return bool((codes != codes[:, :1]).any())
 
 
-def identify(subject: Subject, a: Answers, position: int | None, fmt: Format, findings: list[Finding], expect: str | None) -> Outcome:
+def identify(subject: Subject, a: Responses, position: int | None, fmt: Format, findings: list[Finding], expect: str | None) -> Outcome:
     """How often it rounds away from zero, what it decides without chance, and whether a second call gives other codes.
 
     position   where a second reply to a.x was another, if it was.
 
     Raises:    ConformanceError: no number is rounded to both its neighbours, or one to what is neither, so that this is not rounding.
     """
-    shares = measure(subject, a.source, a.fmt)
-    if not shares.random.any():
-        raise _no_chance(subject, a, position, shares)
-    again = bool((measure(subject, a.source, a.fmt).answers.codes != shares.answers.codes).any())
-    without_chance = ask_repeatedly(subject, _without_chance(a.fmt, a.source), SETTLED, a.source, a.fmt)
-    settled = _settled(without_chance)
-    decided, found = _decided(settled)
-    unlike = _unlike(subject, (without_chance, shares.answers, a), found)
-    how = _rounding(shares, again)
+    rates = measure_rates(subject, a.source, a.fmt)
+    if not rates.random.any():
+        raise _no_chance(subject, a, position, rates)
+    differs_again = bool((measure_rates(subject, a.source, a.fmt).responses.codes != rates.responses.codes).any())
+    without_chance = ask_repeatedly(subject, _inputs_without_chance(a.fmt, a.source), REPEATS_OF_SPECIALS, a.source, a.fmt)
+    truncated = _truncated(without_chance)
+    decided, found = _decide(truncated)
+    unlike = _unlike(subject, (without_chance, rates.responses, a), found)
+    how = _rounding(rates, differs_again)
     findings = [*findings, how, *decided]
-    names, alike, nearest = _names(settled)
+    names, names_but_for_nan, nearest = _behaviours(truncated)
     unlike = unlike or nearest
-    names, alike = ([], []) if unlike else (names, alike)
-    is_too = {"behaviour_but_for_rounding": names, "behaviour_but_for_rounding_and_nan_codes": alike, "repeats_itself": not again}
-    described_too = describe.as_data(found, findings, a.fmt, settled, [], [])
+    names, names_but_for_nan = ([], []) if unlike else (names, names_but_for_nan)
+    is_too = {
+        "behaviour_but_for_rounding": names,
+        "behaviour_but_for_rounding_and_nan_codes": names_but_for_nan,
+        "repeats_itself": not differs_again,
+    }
+    described_too = describe.result_dict(found, findings, a.fmt, truncated, [], [])
     return Outcome(
         name=subject.name, kind="cast", fmt=fmt, framework=subject.framework, findings=findings, identified=how.witness is None and not unlike,
         found={k: v for k, v in described_too.items() if k not in NOT_ASKED} | is_too,
-        summary=_in_words(shares, fmt, decided, names, alike),
+        summary=_in_words(rates, fmt, decided, names, names_but_for_nan),
         unlike=[*([how.witness] if how.witness else []), *unlike],
-        expected=expect, differences=_differences(shares, settled, expect, fmt, findings) if expect else [],
+        expected=expect, differences=_differences(rates, truncated, expect, fmt, findings) if expect else [],
     )  # fmt: skip
 
 
-def _without_chance(fmt: Format, source: str) -> np.ndarray:
+def _inputs_without_chance(fmt: Format, source: str) -> np.ndarray:
     """Numbers, zeros, what is well above max, infinities and NaNs, beside magnitudes so small that a zero is among the answers to each."""
     n = inputs.numbers(fmt)
     with np.errstate(over="ignore"):
         return np.concatenate([rounded(np.concatenate([n, -n, inputs.special(fmt)]), source), inputs.nans(source)])
 
 
-def _settled(a: Answers) -> Answers:
+def _truncated(a: Responses) -> Responses:
     """Of SETTLED answers to a number the one nearest zero, which without chance is all of them: as of a rounding toward zero."""
-    nearest = np.argmin((a.codes & 0x7F).reshape(-1, SETTLED), axis=1)
-    at = np.arange(nearest.size) * SETTLED + nearest
-    return dataclasses.replace(a, x=a.x[at], codes=a.codes[at], reply=Reply(array=a.reply.array[at], dtype=a.reply.dtype))
+    nearest = np.argmin((a.codes & 0x7F).reshape(-1, REPEATS_OF_SPECIALS), axis=1)
+    at = np.arange(nearest.size) * REPEATS_OF_SPECIALS + nearest
+    return dataclasses.replace(a, x=a.x[at], codes=a.codes[at], output=Output(array=a.output.array[at], dtype=a.output.dtype))
 
 
-def _decided(a: Answers) -> tuple[list[Finding], Behaviour]:
+def _decide(a: Responses) -> tuple[list[Finding], Behaviour]:
     """Every decision but the rounding, each under those found before it, of settled answers."""
-    b = dataclasses.replace(KNOWN["saturating"].of(a.fmt), rounding="toward_zero")
+    b = dataclasses.replace(KNOWN_CASTS["saturating"].behaviour(a.fmt), rounding="toward_zero")
     zero = decisions.negative_zero(a, b)
     b = dataclasses.replace(b, negative_zero=zero.value or b.negative_zero)
     small = decisions.subnormals(a, b)
@@ -152,77 +156,84 @@ def _decided(a: Answers) -> tuple[list[Finding], Behaviour]:
     return [over, infinite, nan, small, zero], b
 
 
-def _names(settled: Answers) -> tuple[list[str], list[str], list[Witness]]:
+def _behaviours(truncated: Responses) -> tuple[list[str], list[str], list[Counterexample]]:
     """What is the same but for rounding, and but for NaN codes too; and the simplest input on which the nearest of them is not."""
-    known = {k: dataclasses.replace(b.of(settled.fmt), rounding="toward_zero") for k, b in KNOWN.items()}
-    names = [k for k, b in known.items() if not settled.unlike(b).any()]
-    differs = {k: settled.unlike(b, canonical=True) for k, b in known.items()}
+    known = {k: dataclasses.replace(b.behaviour(truncated.fmt), rounding="toward_zero") for k, b in KNOWN_CASTS.items()}
+    names = [k for k, b in known.items() if not truncated.mismatches(b).any()]
+    differs = {k: truncated.mismatches(b, canonical=True) for k, b in known.items()}
     nearest = min(known, key=lambda k: int(differs[k].sum()))
     if differs[nearest].any():
-        return [], [], [settled.witness(simplest(settled.x, differs[nearest]), known[nearest], f"by {nearest}")]
+        return [], [], [truncated.counterexample(simplest(truncated.x, differs[nearest]), known[nearest], f"by {nearest}")]
     return names, [k for k in known if not differs[k].any()], []
 
 
-def _unlike(subject: Subject, asked: tuple[Answers, ...], found: Behaviour) -> list[Witness]:
+def _unlike(subject: Subject, asked: tuple[Responses, ...], found: Behaviour) -> list[Counterexample]:
     """The simplest input whose answer is that of neither neighbour: beyond the format's numbers, or zero with the other sign."""
     shown = []
     for a in asked:
-        wrong = a.unlike(found) & a.unlike(dataclasses.replace(found, rounding="away_from_zero"))
+        wrong = a.mismatches(found) & a.mismatches(dataclasses.replace(found, rounding="away_from_zero"))
         magnitude = np.abs(a.x)
         sign = ((a.codes & 0x7F) == 0) & (magnitude < a.fmt.smallest_subnormal)
         outside = wrong & (magnitude <= a.fmt.max) & ~sign
         if outside.any():
             at = simplest(a.x, outside)
-            raise _error(subject, a, at, f"gave {outputs.said(a.reply, at, a.fmt)}, which is no neighbour")
+            raise _error(subject, a, at, f"gave {outputs.output_text(a.output, at, a.fmt)}, which is no neighbour")
         if wrong.any():
-            shown.append(a.witness(simplest(a.x, wrong), found, "by what was found"))
+            shown.append(a.counterexample(simplest(a.x, wrong), found, "by what was found"))
     return shown[:1]
 
 
-def _rounding(shares: Chances, again: bool) -> Finding:
+def _rounding(rates: RoundingRates, differs_again: bool) -> Finding:
     """Of the rounding, whose value is None where it is not by the distance."""
-    depart, a = np.flatnonzero(shares.depart), shares.answers
-    evidence = f"{REPEATED} times each, {shares.x.size} {a.source} numbers at {', '.join(f'{f:g}' for f in FRACTIONS)} between neighbours, of both signs, "
+    depart, a = np.flatnonzero(rates.depart), rates.responses
+    evidence = f"{REPEATS} times each, {rates.x.size} {a.source} numbers at {', '.join(f'{f:g}' for f in FRACTIONS)} between neighbours, of both signs, "
     evidence += "two binades and subnormals; "
-    shown = [f"{show(shares.x[i])} {shares.away[i]:.3f}, not {shares.fractions[i]:g}" for i in depart[:4]]
+    shown = [f"{show(rates.x[i])} {rates.away[i]:.3f}, not {rates.fractions[i]:g}" for i in depart[:4]]
     more = f" and {depart.size - 4} more" if depart.size > 4 else ""
     evidence += f"away from zero went {', '.join(shown)}{more}" if depart.size else "each went away from zero as often as that"
-    evidence += "; a second call gives other codes" if again else "; a second call gives the same codes: by position, from a fixed seed"
+    evidence += (
+        "; a second call gives other codes" if differs_again else "; a second call gives the same codes: by position, from a fixed seed"
+    )
     witness = None
     if depart.size:
-        at = simplest(shares.x, shares.depart)
-        witness = shares.witness(at, f"{shares.fractions[at]:g} of the time")
+        at = simplest(rates.x, rates.depart)
+        witness = rates.counterexample(at, f"{rates.fractions[at]:g} of the time")
     return Finding(
         what="rounding", value=None if witness else "stochastic", evidence=evidence, words="at random" if witness else "", witness=witness
     )
 
 
-def _in_words(shares: Chances, fmt: Format, decided: list[Finding], names: list[str], alike: list[str]) -> str:
-    of, wrong = shares.answers.fmt, int(shares.depart.sum())
-    layout = f"{of}" + (f" (max {of.max:g}), not {fmt} (max {fmt.max:g})," if of is not fmt else "")
+def _in_words(rates: RoundingRates, fmt: Format, decided: list[Finding], names: list[str], names_but_for_nan: list[str]) -> str:
+    of, wrong = rates.responses.fmt, int(rates.depart.sum())
+    found_fmt = f"{of}" + (f" (max {of.max:g}), not {fmt} (max {fmt.max:g})," if of is not fmt else "")
     how = f"but not by the distance (C-2) at {wrong} of the" if wrong else "with the probability of C-2 at the"
-    rest = " and ".join(names or alike) + ("" if names else " but for NaN codes") if alike else "none of those known"
-    what = ", ".join(f"{f.what.replace('_', ' ')} {f.said or f.value or 'unknown'}" for f in decided)
-    return f"a cast to {layout} that rounds at random, {how} {shares.x.size} fractions asked, and is otherwise {rest}: {what}"
+    rest = (
+        " and ".join(names or names_but_for_nan) + ("" if names else " but for NaN codes") if names_but_for_nan else "none of those known"
+    )
+    what = ", ".join(f"{f.what.replace('_', ' ')} {f.text or f.value or 'unknown'}" for f in decided)
+    return f"a cast to {found_fmt} that rounds at random, {how} {rates.x.size} fractions asked, and is otherwise {rest}: {what}"
 
 
-def _differences(shares: Chances, settled: Answers, expect: str, fmt: Format, findings: list[Finding]) -> list[Witness]:
+def _differences(rates: RoundingRates, truncated: Responses, expect: str, fmt: Format, findings: list[Finding]) -> list[Counterexample]:
     """The simplest number that is rounded at random, which no name does, and what else is not as expected."""
-    at = simplest(shares.x, shares.random)
-    code = behaviour.encode(shares.x[at : at + 1], settled.fmt, KNOWN[expect].of(settled.fmt))[0]
-    rounds = shares.witness(at, f"{code_or_value(code, settled)} every time")
+    at = simplest(rates.x, rates.random)
+    code = behaviour.encode(rates.x[at : at + 1], truncated.fmt, KNOWN_CASTS[expect].behaviour(truncated.fmt))[0]
+    rounds = rates.counterexample(at, f"{code_or_value(code, truncated)} every time")
     with np.errstate(invalid="ignore"):  # a signalling NaN
-        return [rounds, *describe.unexpected({settled.source: settled}, KNOWN[expect].of(fmt), fmt, settled.fmt, findings)]
+        return [
+            rounds,
+            *describe.differences_from({truncated.source: truncated}, KNOWN_CASTS[expect].behaviour(fmt), fmt, truncated.fmt, findings),
+        ]
 
 
-def _no_chance(subject: Subject, a: Answers, position: int | None, shares: Chances) -> ConformanceError:
+def _no_chance(subject: Subject, a: Responses, position: int | None, rates: RoundingRates) -> ConformanceError:
     if position is not None:
         return _error(subject, a, position, "gave other codes the second time")
-    codes = shares.answers.codes.reshape(-1, REPEATED)
-    return _error(subject, shares.answers, int(np.argmax(codes != codes[:, :1])), "is not given one code all over an array")
+    codes = rates.responses.codes.reshape(-1, REPEATS)
+    return _error(subject, rates.responses, int(np.argmax(codes != codes[:, :1])), "is not given one code all over an array")
 
 
-def _error(subject: Subject, a: Answers, at: int, what: str) -> ConformanceError:
+def _error(subject: Subject, a: Responses, at: int, what: str) -> ConformanceError:
     return ConformanceError(
         f"{subject.name} does not repeat itself, and is no stochastic rounding: {a.source} {show(a.x[at])} ({bits_of(a.x[at], a.source)}) "
         f"{what}. Make it a function of its input."

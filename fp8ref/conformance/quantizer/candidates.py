@@ -11,15 +11,15 @@ from fp8ref.conformance.cast import behaviour
 from fp8ref.conformance.cast.behaviour import Behaviour
 from fp8ref.conformance.counterexample import rounded
 from fp8ref.conformance.quantizer import queries
-from fp8ref.conformance.quantizer.outputs import Reading
-from fp8ref.conformance.quantizer.queries import Asked, Sharing
+from fp8ref.conformance.quantizer.outputs import QuantizerOutput
+from fp8ref.conformance.quantizer.queries import Response, ScaleLayout
 from fp8ref.formats import BFLOAT16, FLOAT16, Format
 from fp8ref.policy import ScalePolicy
 from fp8ref.sim import cast, scaling
 from fp8ref.sim.scales import Scales, scale_inv_from_scale, scales_from_amax
 
 Amax = Callable[..., np.ndarray]
-Remake = Callable[[Scales, np.ndarray, Format], Scales]
+ChangeScales = Callable[[Scales, np.ndarray, Format], Scales]
 
 
 def _own_scales(scales: Scales, amax: np.ndarray, fmt: Format) -> Scales:
@@ -37,16 +37,16 @@ class Deviation:
     ordinary whether it shows at ordinary amaxes.
     """
 
-    said: str
+    text: str
     changes: Mapping[str, Any] = field(default_factory=dict)
     amax: Amax = scaling.amax
-    scales: Remake = _own_scales
+    scales: ChangeScales = _own_scales
     ordinary: bool = True
 
-    def of(self, policy: ScalePolicy) -> ScalePolicy:
+    def applied_to(self, policy: ScalePolicy) -> ScalePolicy:
         return dataclasses.replace(policy, **self.changes) if self.changes else policy
 
-    def concerns(self, policy: ScalePolicy) -> bool:
+    def applies_to(self, policy: ScalePolicy) -> bool:
         """Whether the policy has what is changed: those of e8m0 scales have no eps and a ratio of their own (S-14)."""
         return not self.changes or (policy.e8m0 is None and any(getattr(policy, key) != value for key, value in self.changes.items()))
 
@@ -55,7 +55,7 @@ def _rounded_amax(fmt: Format) -> Amax:
     return lambda x, granularity, axis: cast.round_to(scaling.amax(x, granularity, axis=axis), fmt)
 
 
-def _rounded_scale(fmt: Format, rounding: cast.Rounding = "nearest_even") -> Remake:
+def _rounded_scale(fmt: Format, rounding: cast.Rounding = "nearest_even") -> ChangeScales:
     def scales(scales: Scales, amax: np.ndarray, of: Format) -> Scales:
         scale = cast.round_to(scales.scale, fmt, rounding=rounding)
         return Scales(scale, scale_inv_from_scale(scale))
@@ -63,7 +63,7 @@ def _rounded_scale(fmt: Format, rounding: cast.Rounding = "nearest_even") -> Rem
     return scales
 
 
-def _one_where(met: Callable[[np.ndarray], np.ndarray]) -> Remake:
+def _one_where(met: Callable[[np.ndarray], np.ndarray]) -> ChangeScales:
     def scales(scales: Scales, amax: np.ndarray, fmt: Format) -> Scales:
         return Scales(*(np.where(met(amax), np.float32(1), s)[()] for s in scales))
 
@@ -75,7 +75,7 @@ def _quotient_alone(scales: Scales, amax: np.ndarray, fmt: Format) -> Scales:
     return Scales(scales.scale, (amax.astype(np.float64) / fmt.max).astype(np.float32))
 
 
-def _power_of_two(rounding: Callable[[np.ndarray], np.ndarray]) -> Remake:
+def _power_of_two(rounding: Callable[[np.ndarray], np.ndarray]) -> ChangeScales:
     def scales(scales: Scales, amax: np.ndarray, fmt: Format) -> Scales:
         scale = np.exp2(rounding(np.log2(scales.scale.astype(np.float64)).astype(np.float32)).astype(np.float64)).astype(np.float32)
         return Scales(scale, scale_inv_from_scale(scale))
@@ -83,12 +83,12 @@ def _power_of_two(rounding: Callable[[np.ndarray], np.ndarray]) -> Remake:
     return scales
 
 
-def times(factor: float) -> Deviation:
+def scale_times(factor: float) -> Deviation:
     def scales(scales: Scales, amax: np.ndarray, fmt: Format) -> Scales:
         scale = scales.scale * np.float32(factor)
         return Scales(scale, scale_inv_from_scale(scale))
 
-    return Deviation(said=f"its scale is {factor:g} times that policy's", scales=scales)
+    return Deviation(text=f"its scale is {factor:g} times that policy's", scales=scales)
 
 
 def _without_abs(part: Callable[[np.ndarray, np.float32], np.ndarray]) -> Amax:
@@ -99,24 +99,24 @@ def _without_abs(part: Callable[[np.ndarray, np.float32], np.ndarray]) -> Amax:
 _EPS = (0.0, 1e-4, 1e-5, 1e-6, 1e-7, 1e-8, 1e-9, 1e-10, 1e-12, 1e-15, 1e-20, 1e-30, 2.0**-126, 2.0**-23, 2.0**-7)
 
 DEVIATIONS = (
-    Deviation(said="its amax is the largest element, without abs", amax=_without_abs(np.maximum)),
-    Deviation(said="its amax is the smallest element's magnitude, not the largest magnitude", amax=_without_abs(np.minimum)),
-    Deviation(said="its amax is rounded to bfloat16", amax=_rounded_amax(BFLOAT16)),
-    Deviation(said="its amax is rounded to float16", amax=_rounded_amax(FLOAT16)),
-    Deviation(said="its scale is max * (1 / amax), of two roundings, not max / amax", changes={"ratio": "max*(1/amax)"}),
-    Deviation(said="an amax of 0 has scale 1", scales=_one_where(lambda amax: amax == 0), ordinary=False),
-    Deviation(said="an infinite amax has scale 1", scales=_one_where(np.isinf), ordinary=False),
-    Deviation(said="an amax of NaN has scale 1", scales=_one_where(np.isnan), ordinary=False),
-    Deviation(said="an amax that is not finite has scale 1", scales=_one_where(lambda amax: ~np.isfinite(amax)), ordinary=False),
-    *(Deviation(said=f"its eps is {eps:.9g}", changes={"eps": eps}, ordinary=False) for eps in _EPS),
-    Deviation(said="its scale is rounded to bfloat16", scales=_rounded_scale(BFLOAT16)),
-    Deviation(said="its scale is cut to bfloat16, not rounded", scales=_rounded_scale(BFLOAT16, "toward_zero")),
-    Deviation(said="its scale is rounded to float16", scales=_rounded_scale(FLOAT16)),
-    Deviation(said="its scale_inv is amax / max, not the reciprocal of the scale", scales=_quotient_alone),
-    Deviation(said="its scale is rounded up to a power of two, not down", scales=_power_of_two(np.ceil)),
-    Deviation(said="its scale is rounded to the nearest power of two, by log2", scales=_power_of_two(np.rint)),
+    Deviation(text="its amax is the largest element, without abs", amax=_without_abs(np.maximum)),
+    Deviation(text="its amax is the smallest element's magnitude, not the largest magnitude", amax=_without_abs(np.minimum)),
+    Deviation(text="its amax is rounded to bfloat16", amax=_rounded_amax(BFLOAT16)),
+    Deviation(text="its amax is rounded to float16", amax=_rounded_amax(FLOAT16)),
+    Deviation(text="its scale is max * (1 / amax), of two roundings, not max / amax", changes={"ratio": "max*(1/amax)"}),
+    Deviation(text="an amax of 0 has scale 1", scales=_one_where(lambda amax: amax == 0), ordinary=False),
+    Deviation(text="an infinite amax has scale 1", scales=_one_where(np.isinf), ordinary=False),
+    Deviation(text="an amax of NaN has scale 1", scales=_one_where(np.isnan), ordinary=False),
+    Deviation(text="an amax that is not finite has scale 1", scales=_one_where(lambda amax: ~np.isfinite(amax)), ordinary=False),
+    *(Deviation(text=f"its eps is {eps:.9g}", changes={"eps": eps}, ordinary=False) for eps in _EPS),
+    Deviation(text="its scale is rounded to bfloat16", scales=_rounded_scale(BFLOAT16)),
+    Deviation(text="its scale is cut to bfloat16, not rounded", scales=_rounded_scale(BFLOAT16, "toward_zero")),
+    Deviation(text="its scale is rounded to float16", scales=_rounded_scale(FLOAT16)),
+    Deviation(text="its scale_inv is amax / max, not the reciprocal of the scale", scales=_quotient_alone),
+    Deviation(text="its scale is rounded up to a power of two, not down", scales=_power_of_two(np.ceil)),
+    Deviation(text="its scale is rounded to the nearest power of two, by log2", scales=_power_of_two(np.rint)),
 )
-NONE = Deviation(said="")
+NO_DEVIATION = Deviation(text="")
 
 
 # Where each policy is decided
@@ -132,28 +132,30 @@ class Candidate:
     """
 
     policy: ScalePolicy
-    top: Format
+    scale_fmt: Format
     fmt: Format
     flushes: bool = False
-    deviation: Deviation = NONE
+    deviation: Deviation = NO_DEVIATION
     rounding: Behaviour | None = None
     source: str = "float32"
 
-    def quantize(self, x: np.ndarray, sharing: Sharing) -> scaling.Quantized:
-        granularity, axis = sharing.granularity, sharing.axis
+    def quantize(self, x: np.ndarray, scale_layout: ScaleLayout) -> scaling.Quantized:
+        granularity, axis = scale_layout.granularity, scale_layout.axis
         x = _flushed(x) if self.flushes else x
         given = x if self.policy.compute.name == "float32" else cast.round_to(x, self.policy.compute)
         amax = self.deviation.amax(given, granularity, axis=axis)
         with np.errstate(all="ignore"):
-            scales = self.deviation.scales(scales_from_amax(amax, self.top, self.deviation.of(self.policy)), amax, self.top)
+            scales = self.deviation.scales(
+                scales_from_amax(amax, self.scale_fmt, self.deviation.applied_to(self.policy)), amax, self.scale_fmt
+            )
         if self.flushes and self.policy.e8m0 is None:  # e8m0 codes are no floats, and none is flushed
             scales = Scales(*(_flushed(np.asarray(s)) for s in scales))
         q = scaling.quantize_with(x, scales, self.fmt, granularity=granularity, policy=self.policy, axis=axis)
-        return q if self.rounding is None else q._replace(codes=self._codes(x, scales, sharing, self.rounding))
+        return q if self.rounding is None else q._replace(codes=self._codes(x, scales, scale_layout, self.rounding))
 
-    def _codes(self, x: np.ndarray, scales: Scales, sharing: Sharing, rounding: Behaviour) -> np.ndarray:
+    def _codes(self, x: np.ndarray, scales: Scales, scale_layout: ScaleLayout, rounding: Behaviour) -> np.ndarray:
         by = scales.scale if self.policy.stored == "scale" else scales.scale_inv
-        by = scaling.spread(by, x.shape, sharing.granularity, sharing.axis)
+        by = scaling.spread(by, x.shape, scale_layout.granularity, scale_layout.axis)
         with np.errstate(all="ignore"):
             scaled = x * by if self.policy.stored == "scale" else x / by
         return behaviour.encode(np.clip(scaled, -self.fmt.max, self.fmt.max), self.fmt, rounding, source=self.source)
@@ -185,21 +187,21 @@ class Agreement:
         return self.codes if self.scales is None else self.scales
 
 
-def agreement(candidate: Candidate, asked: Sequence[Asked], sharing: Sharing) -> Agreement:
+def agreement(candidate: Candidate, responses: Sequence[Response], scale_layout: ScaleLayout) -> Agreement:
     """Compare everything that came with the candidate's."""
     scales, codes, off = [], [], [np.zeros(0)]
-    for a in asked:
-        q = candidate.quantize(a.x, sharing)
-        wrong = unlike(a.reading, q, candidate)
+    for a in responses:
+        q = candidate.quantize(a.x, scale_layout)
+        wrong = mismatches(a.output, q, candidate)
         codes.append(np.bincount(a.group.reshape(-1), weights=wrong.reshape(-1)) == 0)
         equal = np.ones(a.amax.size, bool)
-        for name, kind in sharing.kinds.items():
+        for name, kind in scale_layout.kinds.items():
             if kind != "amax":
-                found, expected = queries.per_group(a, name, sharing), np.reshape(getattr(q, kind), -1)
+                found, expected = queries.per_group(a, name, scale_layout), np.reshape(getattr(q, kind), -1)
                 equal &= (found == expected) | (np.isnan(found) & np.isnan(expected))
                 off.append(np.abs(found.view(np.int32).astype(np.int64) - expected.view(np.int32))[a.ordinary])
         scales.append(equal)
-    has_scales = any(kind != "amax" for kind in sharing.kinds.values())
+    has_scales = any(kind != "amax" for kind in scale_layout.kinds.values())
     ulps = np.concatenate(off)
     return Agreement(
         candidate=candidate,
@@ -209,24 +211,24 @@ def agreement(candidate: Candidate, asked: Sequence[Asked], sharing: Sharing) ->
     )
 
 
-def at_ordinary(candidate: Candidate, asked: Sequence[Asked], sharing: Sharing) -> bool:
+def agrees_at_ordinary(candidate: Candidate, responses: Sequence[Response], scale_layout: ScaleLayout) -> bool:
     """Whether it decides as the candidate at every ordinary amax; looks no further than the first where it does not."""
-    return all(agreement(candidate, [a], sharing).deciding[a.ordinary].all() for a in asked)
+    return all(agreement(candidate, [a], scale_layout).deciding[a.ordinary].all() for a in responses)
 
 
-def unlike(reading: Reading, q: scaling.Quantized, candidate: Candidate) -> np.ndarray:
+def mismatches(output: QuantizerOutput, q: scaling.Quantized, candidate: Candidate) -> np.ndarray:
     """Where codes, NaNs being one, or values are not those of q; values by S-8 or as quotients by the scale, rounded to their dtype."""
-    if reading.codes is not None:
-        return cast.canonical_nans(reading.codes, q.fmt) != cast.canonical_nans(q.codes, q.fmt)
-    assert reading.values is not None
+    if output.codes is not None:
+        return cast.canonical_nans(output.codes, q.fmt) != cast.canonical_nans(q.codes, q.fmt)
+    assert output.values is not None
     decoded = cast.decode(q.codes, q.fmt)
     with np.errstate(all="ignore"):
         spread = [scaling.spread(s, q.codes.shape, q.granularity, q.axis) for s in (q.scale_inv, q.scale)]
         results = [decoded * spread[0], decoded / spread[1]]
     differs = []
     for expected in results:
-        expected = rounded(_flushed(expected) if candidate.flushes else expected, reading.dtype)
-        differs.append(~((reading.values == expected) | (np.isnan(reading.values) & np.isnan(expected))))
+        expected = rounded(_flushed(expected) if candidate.flushes else expected, output.dtype)
+        differs.append(~((output.values == expected) | (np.isnan(output.values) & np.isnan(expected))))
     return min(differs, key=lambda d: int(d.sum()))
 
 

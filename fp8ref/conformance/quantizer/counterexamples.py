@@ -6,15 +6,15 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from fp8ref.conformance.counterexample import Witness, bits_of, rounded, show
+from fp8ref.conformance.counterexample import Counterexample, bits_of, rounded, show
 from fp8ref.conformance.explain import simplest
 from fp8ref.conformance.inputs.amaxes import KINDS
 from fp8ref.conformance.quantizer import candidates, policy_match, queries
-from fp8ref.conformance.quantizer import granularity as influence
 from fp8ref.conformance.quantizer.candidates import Agreement, Candidate
-from fp8ref.conformance.quantizer.outputs import Quantizer, Reading
-from fp8ref.conformance.quantizer.policy_match import Matched
-from fp8ref.conformance.quantizer.queries import Asked, Sharing
+from fp8ref.conformance.quantizer.granularity import FoundGranularity
+from fp8ref.conformance.quantizer.outputs import Quantizer, QuantizerOutput
+from fp8ref.conformance.quantizer.policy_match import PolicyMatch
+from fp8ref.conformance.quantizer.queries import Response, ScaleLayout
 from fp8ref.formats import Format
 from fp8ref.policy import ScalePolicy
 from fp8ref.sim import cast, scaling
@@ -23,46 +23,48 @@ SHAPES = ((1, 1), (1, 32), (32, 1), (1, 128), (128, 1), (4, 4), (16, 16), (32, 3
 _EXPONENTS = (0, 1, -1, 2, -2, 4, -4, 8, -8, 16, -16, 32, -32)
 
 
-def policy(quantizer: Quantizer, candidate: Candidate, sharing: Sharing, largest: float, kind: str) -> Witness | None:
+def smallest_for_policy(
+    quantizer: Quantizer, candidate: Candidate, scale_layout: ScaleLayout, largest: float, kind: str
+) -> Counterexample | None:
     """A witness that it is not the candidate's, found from a group's largest on which it is not; None if a single number shows nothing."""
     signs = (abs(largest), largest) if largest < 0 else (largest,)  # positive if the sign has no part in it
     for shape in SHAPES:
         for beside, largest in itertools.product((False, True), signs):
-            x = _only(shape, largest, quantizer.dtype, beside=beside)
-            if _parts(quantizer, candidate, sharing, x) is not None:
-                number = _simpler(quantizer, candidate, sharing, x) if kind in ("ordinary", "tiny", "huge") else largest
-                x = _only(shape, number, quantizer.dtype, beside=beside)
-                parts = _parts(quantizer, candidate, sharing, x)
-                assert parts is not None
-                return _witness(x, quantizer, *parts, candidate, sharing)
+            x = _single_value(shape, largest, quantizer.dtype, beside=beside)
+            if _first_difference(quantizer, candidate, scale_layout, x) is not None:
+                number = _simplest_value(quantizer, candidate, scale_layout, x) if kind in ("ordinary", "tiny", "huge") else largest
+                x = _single_value(shape, number, quantizer.dtype, beside=beside)
+                difference = _first_difference(quantizer, candidate, scale_layout, x)
+                assert difference is not None
+                return _counterexample(x, quantizer, *difference, candidate, scale_layout)
     return None
 
 
-def layout(quantizer: Quantizer, candidate: Candidate, sharing: Sharing) -> Witness | None:
+def smallest_for_granularity(quantizer: Quantizer, candidate: Candidate, scale_layout: ScaleLayout) -> Counterexample | None:
     """A witness that elements share scales otherwise than so: ones, and one 512 that is not for all."""
     for shape in ((2, 2), (4, 4), (2, 32), (2, 64), (32, 32), (2, 256), (64, 64), (128, 128), (256, 256), (256, 384)):
         x = np.ones(shape, np.float32)
         x[0, -1] = 512
         try:
-            found, expected = quantizer.ask(x), candidate.quantize(x, sharing)
+            found, expected = quantizer.ask(x), candidate.quantize(x, scale_layout)
         except ValueError:  # a shape that one of them does not take
             continue
-        differs = candidates.unlike(found, expected, candidate)
+        differs = candidates.mismatches(found, expected, candidate)
         if differs.any():
             at = np.unravel_index(int(np.argmax(differs)), shape)
             where = f"element {[int(i) for i in at]}"
-            return Witness(
+            return Counterexample(
                 input=f"x {list(shape)} of ones, x[0, {shape[1] - 1}] = 512",
                 bits=(bits_of(1, quantizer.dtype), bits_of(512, quantizer.dtype)),
                 dtype=quantizer.dtype,
-                got=f"{_tensor_said(found, at, expected.fmt)} at {where}",
-                expected=f"{_code(expected.codes[at], expected.fmt, found)} as {sharing.granularity}, axis {sharing.axis}",
+                got=f"{_element_text(found, at, expected.fmt)} at {where}",
+                expected=f"{_code_text(expected.codes[at], expected.fmt, found)} as {scale_layout.granularity}, axis {scale_layout.axis}",
                 clause="S-6",
             )
     return None
 
 
-def _only(shape: tuple[int, int], largest: float, dtype: str, *, beside: bool) -> np.ndarray:
+def _single_value(shape: tuple[int, int], largest: float, dtype: str, *, beside: bool) -> np.ndarray:
     """One number in zeros; beside it others, if there is room."""
     x = np.zeros(shape, np.float32)
     if beside and np.isfinite(largest):
@@ -73,22 +75,24 @@ def _only(shape: tuple[int, int], largest: float, dtype: str, *, beside: bool) -
     return rounded(x, dtype)
 
 
-def _parts(quantizer: Quantizer, candidate: Candidate, sharing: Sharing, x: np.ndarray) -> tuple[Reading, scaling.Quantized, int] | None:
+def _first_difference(
+    quantizer: Quantizer, candidate: Candidate, scale_layout: ScaleLayout, x: np.ndarray
+) -> tuple[QuantizerOutput, scaling.Quantized, int] | None:
     """Reading, what the candidate gives, and the element on which they part (0 for a scale); None if they do not, or do not take x."""
     try:
-        found, expected = quantizer.ask(x), candidate.quantize(x, sharing)
+        found, expected = quantizer.ask(x), candidate.quantize(x, scale_layout)
     except ValueError:
         return None
-    for name, kind in sharing.kinds.items():
+    for name, kind in scale_layout.kinds.items():
         if kind != "amax":
             ours, theirs = np.reshape(getattr(expected, kind), -1)[0], found.scales[name].reshape(-1)[0]
             if ours != theirs and not (np.isnan(ours) and np.isnan(theirs)):
                 return found, expected, 0
-    differs = candidates.unlike(found, expected, candidate)
+    differs = candidates.mismatches(found, expected, candidate)
     return (found, expected, int(np.argmax(differs))) if differs.any() else None
 
 
-def _simpler(quantizer: Quantizer, candidate: Candidate, sharing: Sharing, x: np.ndarray) -> float:
+def _simplest_value(quantizer: Quantizer, candidate: Candidate, scale_layout: ScaleLayout, x: np.ndarray) -> float:
     """The largest with as few bits, then as near to 1, as still shows it, everything else in proportion."""
     largest = float(x.flat[0])
     fraction, own = np.frexp(largest)
@@ -103,29 +107,29 @@ def _simpler(quantizer: Quantizer, candidate: Candidate, sharing: Sharing, x: np
                     continue
                 tried = rounded((x.astype(np.float64) * (float(number) / largest)).astype(np.float32), quantizer.dtype)
                 tried.flat[0] = rounded(np.array([number], np.float32), quantizer.dtype)[0]
-                if _parts(quantizer, candidate, sharing, tried) is not None:
+                if _first_difference(quantizer, candidate, scale_layout, tried) is not None:
                     return float(tried.flat[0])
     return largest
 
 
-def _witness(
+def _counterexample(
     x: np.ndarray,
     quantizer: Quantizer,
-    found: Reading,
+    found: QuantizerOutput,
     expected: scaling.Quantized,
     at: int,
     candidate: Candidate,
-    sharing: Sharing,
-) -> Witness:
+    scale_layout: ScaleLayout,
+) -> Counterexample:
     index = np.unravel_index(at, x.shape)
     others = "" if at == 0 else f", and x{[int(i) for i in index]} = {show(x[index])}"
     alone = x.size > 1 and not np.any(x.reshape(-1)[1:])
-    got, want = _tensor_said(found, index, expected.fmt), _code(expected.codes[index], expected.fmt, found)
-    for name, kind in sharing.kinds.items():
+    got, want = _element_text(found, index, expected.fmt), _code_text(expected.codes[index], expected.fmt, found)
+    for name, kind in scale_layout.kinds.items():
         if kind != "amax":
             got += f", {kind} {show(found.scales[name].flat[0])}"
             want += f", {kind} {show(np.reshape(getattr(expected, kind), -1)[0])}"
-    return Witness(
+    return Counterexample(
         input=f"x {list(x.shape)} = {show(x.flat[0])}" + (", then zeros" if alone else others),
         bits=tuple(bits_of(v, quantizer.dtype) for v in ([x.flat[0]] if at == 0 else [x.flat[0], x[index]])),
         dtype=quantizer.dtype,
@@ -135,25 +139,27 @@ def _witness(
     )
 
 
-def shown(reading: Reading, at: tuple, scales: Mapping[str, float], q: scaling.Quantized, group: int, sharing: Sharing) -> tuple[str, str]:
+def output_texts(
+    output: QuantizerOutput, at: tuple, scales: Mapping[str, float], q: scaling.Quantized, group: int, scale_layout: ScaleLayout
+) -> tuple[str, str]:
     """What was given for an element of a group, and what a policy gives, in words."""
-    got = _tensor_said(reading, at, q.fmt) + "".join(f", {name or 'scale'} {show(scale)}" for name, scale in scales.items())
-    own = "".join(f", {kind} {show(np.reshape(getattr(q, kind), -1)[group])}" for kind in sharing.kinds.values() if kind != "amax")
-    return got, _code(q.codes[at], q.fmt, reading) + own
+    got = _element_text(output, at, q.fmt) + "".join(f", {name or 'scale'} {show(scale)}" for name, scale in scales.items())
+    own = "".join(f", {kind} {show(np.reshape(getattr(q, kind), -1)[group])}" for kind in scale_layout.kinds.values() if kind != "amax")
+    return got, _code_text(q.codes[at], q.fmt, output) + own
 
 
-def _tensor_said(reading: Reading, at: tuple, fmt: Format) -> str:
-    if reading.codes is None:
-        return show(reading.tensor[at])
-    return _code(reading.codes[at], fmt, reading)
+def _element_text(output: QuantizerOutput, at: tuple, fmt: Format) -> str:
+    if output.codes is None:
+        return show(output.tensor[at])
+    return _code_text(output.codes[at], fmt, output)
 
 
-def _code(code: np.uint8, fmt: Format, reading: Reading) -> str:
+def _code_text(code: np.uint8, fmt: Format, output: QuantizerOutput) -> str:
     value = show(cast.decode(np.array([code], np.uint8), fmt)[0])
-    return f"code 0x{int(code):02X} ({value})" if reading.codes is not None else f"that of code 0x{int(code):02X} ({value})"
+    return f"code 0x{int(code):02X} ({value})" if output.codes is not None else f"that of code 0x{int(code):02X} ({value})"
 
 
-def worst_kind(kinds: np.ndarray, wrong: np.ndarray, largest: np.ndarray) -> list[tuple[str, float]]:
+def simplest_by_kind(kinds: np.ndarray, wrong: np.ndarray, largest: np.ndarray) -> list[tuple[str, float]]:
     """Of each kind of amax with a wrong answer, the kind and its simplest largest element."""
     found = []
     for i, kind in enumerate(KINDS):
@@ -164,102 +170,113 @@ def worst_kind(kinds: np.ndarray, wrong: np.ndarray, largest: np.ndarray) -> lis
 
 
 def unexpected_policy(
-    quantizer: Quantizer, wanted: ScalePolicy, fmt: Format, asked: Sequence[Asked], sharing: Sharing, matched: Matched, layout: Format,
-) -> list[Witness]:  # fmt: skip
+    quantizer: Quantizer, wanted: ScalePolicy, fmt: Format, responses: Sequence[Response], scale_layout: ScaleLayout, matched: PolicyMatch, found_fmt: Format,
+) -> list[Counterexample]:  # fmt: skip
     """Where scales, or codes if there are none, are not those of the policy that was expected."""
     # Subnormals may be zeros where XLA flushes them (S-12)
     ways = (False, True) if quantizer.subject.framework == "jax" else (False,)
-    held = [candidates.agreement(Candidate(policy=wanted, top=fmt, fmt=layout, flushes=f), asked, sharing) for f in ways]
-    agreed = max(held, key=lambda a: policy_match.score(a, matched.considered))
-    if (agreed.deciding | ~matched.considered).all() and layout is fmt:
+    agreements = [
+        candidates.agreement(Candidate(policy=wanted, scale_fmt=fmt, fmt=found_fmt, flushes=f), responses, scale_layout) for f in ways
+    ]
+    agreed = max(agreements, key=lambda a: policy_match.score(a, matched.considered))
+    if (agreed.deciding | ~matched.considered).all() and found_fmt is fmt:
         return []
-    found = witnesses(quantizer, matched, agreed, sharing)
-    if layout is not fmt:
-        code = Witness(
-            input="x of ones", bits=("0x3F800000",), dtype="float32", got=f"codes of {layout}", expected=f"codes of {fmt}", clause="F-2"
+    found = for_policy(quantizer, matched, agreed, scale_layout)
+    if found_fmt is not fmt:
+        code = Counterexample(
+            input="x of ones", bits=("0x3F800000",), dtype="float32", got=f"codes of {found_fmt}", expected=f"codes of {fmt}", clause="F-2"
         )
         found.insert(0, code)
     return found
 
 
-def layout_of(
-    quantizer: Quantizer, group: influence.Group, granularity: str | None, axis: int | None, candidate: Candidate, sharing: Sharing
-) -> list[Witness]:
+def unexpected_granularity(
+    quantizer: Quantizer,
+    group: FoundGranularity,
+    granularity: str | None,
+    axis: int | None,
+    candidate: Candidate,
+    scale_layout: ScaleLayout,
+) -> list[Counterexample]:
     """Where elements share scales otherwise than expected."""
     same = granularity in (None, group.granularity) and (axis is None or group.axis is None or axis == group.axis)
     if same:
         return []
     assert group.granularity is not None
-    expected = dataclasses.replace(sharing, granularity=granularity or group.granularity, axis=-1 if axis is None else axis)
-    found = layout(quantizer, candidate, expected)
+    expected = dataclasses.replace(scale_layout, granularity=granularity or group.granularity, axis=-1 if axis is None else axis)
+    found = smallest_for_granularity(quantizer, candidate, expected)
     return [found] if found else []
 
 
-def scales_shapes(reading: Reading, sharing: Sharing) -> list[Witness]:
+def transposed_scales(output: QuantizerOutput, scale_layout: ScaleLayout) -> list[Counterexample]:
     """Scales the other way round than the tensor's blocks, which broadcast to it wrongly."""
-    shape = reading.tensor.shape
-    turned = (s for name in sharing.kinds if sharing.turned(s := reading.scales[name].shape, shape))
+    shape = output.tensor.shape
+    transposed = (s for name in scale_layout.kinds if scale_layout.is_transposed(s := output.scales[name].shape, shape))
     return [
-        Witness(
-            input=f"x {list(shape)}", bits=(), dtype=reading.dtype, got=f"scales {list(s)}",
-            expected=f"{list(sharing.shape(shape))}, one for each block where that block is", clause="S-6",
+        Counterexample(
+            input=f"x {list(shape)}", bits=(), dtype=output.dtype, got=f"scales {list(s)}",
+            expected=f"{list(scale_layout.shape(shape))}, one for each block where that block is", clause="S-6",
         )
-        for s in turned
+        for s in transposed
     ]  # fmt: skip
 
 
-def witnesses(quantizer: Quantizer, matched: Matched, of: Agreement, sharing: Sharing) -> list[Witness]:
+def for_policy(quantizer: Quantizer, matched: PolicyMatch, agreed: Agreement, scale_layout: ScaleLayout) -> list[Counterexample]:
     """Of each kind of amax with a wrong answer, a minimal input; of those that one deviation explains, or another policy, the first alone."""
-    largest, kind = (np.concatenate([getattr(a, key) for a in matched.asked]) for key in ("largest", "kind"))
-    wrong = matched.wrong(of)
-    found: list[Witness] = []
-    for k, a in worst_kind(kind, wrong, largest):
+    largest, kind = (np.concatenate([getattr(a, key) for a in matched.responses]) for key in ("largest", "kind"))
+    wrong = matched.mismatches(agreed)
+    found: list[Counterexample] = []
+    for k, a in simplest_by_kind(kind, wrong, largest):
         if found and matched.explained[wrong & (kind == KINDS.index(k))].all():
             continue
-        shown = policy(quantizer, of.candidate, sharing, a, k)
+        shown = smallest_for_policy(quantizer, agreed.candidate, scale_layout, a, k)
         found += [shown] if shown is not None and shown not in found else []
     if not found and wrong.any():
-        found.append(_among_others(matched, of, sharing, quantizer.dtype))
+        found.append(_in_context(matched, agreed, scale_layout, quantizer.dtype))
     return found
 
 
-def _among_others(matched: Matched, of: Agreement, sharing: Sharing, dtype: str) -> Witness:
+def _in_context(matched: PolicyMatch, agreed: Agreement, scale_layout: ScaleLayout, dtype: str) -> Counterexample:
     """The first wrong answer in the tensor that was asked, where no group by itself shows one."""
     begin = 0
-    for a in matched.asked:
-        wrong = (~of.both & matched.considered)[begin : begin + a.amax.size]
+    for a in matched.responses:
+        wrong = (~agreed.both & matched.considered)[begin : begin + a.amax.size]
         begin += a.amax.size
         if wrong.any():
             break
     group = int(np.argmax(wrong))
-    expected = of.candidate.quantize(a.x, sharing)
+    expected = agreed.candidate.quantize(a.x, scale_layout)
     inside = a.group == group
-    differs = inside & candidates.unlike(a.reading, expected, of.candidate)
+    differs = inside & candidates.mismatches(a.output, expected, agreed.candidate)
     at = np.unravel_index(int(np.argmax(differs if differs.any() else inside)), a.x.shape)
-    got, wanted = shown(a.reading, at, {n: queries.per_group(a, n, sharing)[group] for n in sharing.kinds}, expected, group, sharing)
-    return Witness(
+    got, wanted = output_texts(
+        a.output, at, {n: queries.per_group(a, n, scale_layout)[group] for n in scale_layout.kinds}, expected, group, scale_layout
+    )
+    return Counterexample(
         input=f"x{[int(i) for i in at]} = {show(a.x[at])} of x {list(a.x.shape)}, whose group has amax {show(a.amax[group])}, beside groups of every kind",
-        bits=(bits_of(a.x[at], dtype),), dtype=dtype, got=got, expected=f"{wanted} by {of.candidate.policy.name}", clause="S-6",
+        bits=(bits_of(a.x[at], dtype),), dtype=dtype, got=got, expected=f"{wanted} by {agreed.candidate.policy.name}", clause="S-6",
     )  # fmt: skip
 
 
-def misnamed(asked: Sequence[Asked], sharing: Sharing, policy: ScalePolicy) -> list[Witness]:
+def misnamed_arrays(responses: Sequence[Response], scale_layout: ScaleLayout, policy: ScalePolicy) -> list[Counterexample]:
     """Arrays whose name says something else than they hold: of e8m0 policies, and those that divide, ``scale`` may be a scale_inv."""
     found = []
-    for name, kind in sharing.kinds.items():
+    for name, kind in scale_layout.kinds.items():
         plain = name.strip("_").lower()
         wrong = (plain == "scale_inv" and kind != "scale_inv") or (
             plain == "scale" and kind != "scale" and policy.stored == "scale" and not policy.e8m0
         )
         if wrong:
             found.append(_of_name(name, f"what is a {kind}", f"a {plain}", "S-1"))
-    for name in asked[0].reading.scales:
-        largest, amax = (np.concatenate(v) for v in zip(*((queries.per_group(a, name, sharing), a.amax) for a in asked), strict=True))
+    for name in responses[0].output.scales:
+        largest, amax = (
+            np.concatenate(v) for v in zip(*((queries.per_group(a, name, scale_layout), a.amax) for a in responses), strict=True)
+        )
         if name.strip("_").lower() == "amax" and not np.array_equal(largest, amax, equal_nan=True):
             at = simplest(amax, ~((largest == amax) | (np.isnan(largest) & np.isnan(amax))))
             found.append(_of_name(name, show(largest[at]), f"{show(amax[at])}, the largest magnitude of its group", "S-2"))
     return found
 
 
-def _of_name(name: str, got: str, expected: str, clause: str) -> Witness:
-    return Witness(input=f"{name!r} of what it returns", bits=(), dtype="float32", got=got, expected=expected, clause=clause)
+def _of_name(name: str, got: str, expected: str, clause: str) -> Counterexample:
+    return Counterexample(input=f"{name!r} of what it returns", bits=(), dtype="float32", got=got, expected=expected, clause=clause)

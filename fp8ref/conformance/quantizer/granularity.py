@@ -4,9 +4,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from fp8ref.conformance.counterexample import Witness, bits_of
+from fp8ref.conformance.counterexample import Counterexample, bits_of
 from fp8ref.conformance.finding import Finding
-from fp8ref.conformance.quantizer.outputs import Quantizer, Reading
+from fp8ref.conformance.quantizer.outputs import Quantizer, QuantizerOutput
 from fp8ref.conformance.subject import ConformanceError
 from fp8ref.granularity import GRANULARITIES, blocks
 
@@ -17,7 +17,7 @@ _CALLS = 20  # more than any history that is in use, of 16
 
 
 @dataclass(frozen=True, kw_only=True)
-class Group:
+class FoundGranularity:
     """granularity and axis (None where it has no part in it), or None with the block's size in words."""
 
     granularity: str | None
@@ -25,17 +25,17 @@ class Group:
     finding: Finding
 
 
-def memory(quantizer: Quantizer) -> tuple[Quantizer, Finding]:
+def identify_memory(quantizer: Quantizer) -> tuple[Quantizer, Finding]:
     """How many calls it remembers.
 
     Raises:   ConformanceError: equal calls after equal calls give unequal answers.
     """
     small, large = np.ones(SHAPE, np.float32), np.full(SHAPE, 1024, np.float32)
-    _steady(quantizer, noise(), "x random in [1, 2)")
-    steady = _steady(quantizer, small, "x of ones")
+    _steady_output(quantizer, noise(), "x random in [1, 2)")
+    steady = _steady_output(quantizer, small, "x of ones")
     quantizer.once(large)
     after = [quantizer.once(small) for _ in range(_CALLS)]
-    count = next((i for i in range(_CALLS - 1, -1, -1) if not same(after[i], steady)), -1) + 1
+    count = next((i for i in range(_CALLS - 1, -1, -1) if not equal_outputs(after[i], steady)), -1) + 1
     if count and after[-1].tensor.tobytes() == quantizer.once(small / 2).tensor.tobytes():
         raise ConformanceError(
             f"{quantizer.subject.name} gives for x of 0.5s {list(SHAPE)}, after x of ones, the codes of those: they are of an earlier call, "
@@ -48,12 +48,12 @@ def memory(quantizer: Quantizer) -> tuple[Quantizer, Finding]:
             f"{quantizer.subject.name} remembers more than {_CALLS} calls: of x of ones {list(SHAPE)} it gives something else that long after x of "
             "1024s. Give it a shorter history."
         )
-    witness = Witness(
+    witness = Counterexample(
         input="x of ones, after x of 1024s",
         bits=(bits_of(1, quantizer.dtype), bits_of(1024, quantizer.dtype)),
         dtype=quantizer.dtype,
-        got=_said(after[0]),
-        expected=f"{_said(steady)}, as after itself",
+        got=_text(after[0]),
+        expected=f"{_text(steady)}, as after itself",
         clause="S-2",
     )
     evidence = (
@@ -70,12 +70,12 @@ def noise() -> np.ndarray:
     return (1 + np.random.default_rng(0).integers(0, 128, SHAPE) / 128).astype(np.float32)
 
 
-def _steady(quantizer: Quantizer, x: np.ndarray, what: str) -> Reading:
+def _steady_output(quantizer: Quantizer, x: np.ndarray, what: str) -> QuantizerOutput:
     """The answer that equal calls come to, and stay at."""
     for _ in range(_CALLS):
         quantizer.once(x)
     before, now = quantizer.once(x), quantizer.once(x)
-    if same(before, now):
+    if equal_outputs(before, now):
         return now
     different = before.tensor != now.tensor
     at = np.unravel_index(int(np.argmax(different)), SHAPE) if different.any() else (0, 0)
@@ -85,7 +85,7 @@ def _steady(quantizer: Quantizer, x: np.ndarray, what: str) -> Reading:
     )
 
 
-def group(quantizer: Quantizer) -> Group:
+def identify_granularity(quantizer: Quantizer) -> FoundGranularity:
     """The block whose elements change where one of them becomes large, or, if none does, large and negative."""
     x = noise()
     before = quantizer.ask(x)
@@ -107,21 +107,21 @@ def group(quantizer: Quantizer) -> Group:
             expected = tuple(slice(at // size * size, at // size * size + size) for at, size in zip(_AT, sizes, strict=True))
             if whole and expected == box:
                 free = name in ("tensorwise", "blockwise_128x128")
-                return Group(
+                return FoundGranularity(
                     granularity=name, axis=None if free else axis, finding=Finding(what="granularity", value=name, evidence=evidence)
                 )
     alone = different.sum() == 1
-    said = "no scale of its own amax" if alone else f"blocks of {len(rows)} x {len(columns)}" + ("" if whole else ", not all of them")
-    return Group(granularity=None, axis=None, finding=Finding(what="granularity", value=None, words=said, evidence=evidence))
+    text = "no scale of its own amax" if alone else f"blocks of {len(rows)} x {len(columns)}" + ("" if whole else ", not all of them")
+    return FoundGranularity(granularity=None, axis=None, finding=Finding(what="granularity", value=None, words=text, evidence=evidence))
 
 
-def same(a: Reading, b: Reading) -> bool:
+def equal_outputs(a: QuantizerOutput, b: QuantizerOutput) -> bool:
     """All of it, bit for bit."""
     pairs = [(a.tensor, b.tensor), *((a.scales[name], b.scales.get(name)) for name in a.scales)]
     return all(q is not None and p.shape == q.shape and p.tobytes() == q.tobytes() for p, q in pairs)
 
 
-def _said(reading: Reading) -> str:
-    first = reading.tensor.flat[0]
-    shown = f"code 0x{int(first):02X}" if reading.codes is not None else f"{first:g}"
-    return shown + "".join(f", {name} {scale.flat[0]:.9g}" for name, scale in reading.scales.items() if scale.size)
+def _text(output: QuantizerOutput) -> str:
+    first = output.tensor.flat[0]
+    shown = f"code 0x{int(first):02X}" if output.codes is not None else f"{first:g}"
+    return shown + "".join(f", {name} {scale.flat[0]:.9g}" for name, scale in output.scales.items() if scale.size)

@@ -8,16 +8,15 @@ import numpy as np
 
 from fp8ref import policy as policy_data
 from fp8ref.conformance import subject as subjects
-from fp8ref.conformance.cast.behaviour import LAYOUTS, Behaviour
+from fp8ref.conformance.cast.behaviour import CAST_FORMATS, Behaviour
 from fp8ref.conformance.cast.identify import check_format
-from fp8ref.conformance.counterexample import Witness
+from fp8ref.conformance.counterexample import Counterexample
 from fp8ref.conformance.finding import Outcome
 from fp8ref.conformance.inputs import amaxes
 from fp8ref.conformance.quantizer import candidates, counterexamples, describe, inner_cast, layout_invariance, policy_match, queries
-from fp8ref.conformance.quantizer import granularity as influence
 from fp8ref.conformance.quantizer.candidates import Candidate
-from fp8ref.conformance.quantizer.granularity import SHAPE
-from fp8ref.conformance.quantizer.outputs import Quantizer, Reading, smallest_shape
+from fp8ref.conformance.quantizer.granularity import SHAPE, identify_granularity, identify_memory
+from fp8ref.conformance.quantizer.outputs import Quantizer, QuantizerOutput, smallest_shape
 from fp8ref.conformance.subject import RefusedError
 from fp8ref.formats import Format
 
@@ -49,77 +48,77 @@ def identify_quantizer(
         raise ValueError("a granularity and an axis are expected along with a policy. Name it: --expect.")
     name = name or subjects.name_of(function)
     try:
-        subject = subjects.of(name, function, framework=framework, device=device, shape=SHAPE)
+        subject = subjects.wrap(name, function, framework=framework, device=device, shape=SHAPE)
     except RefusedError as error:
         raise RefusedError(f"{error}\nA quantizer is asked with x [M, K]: two axes, of which scales may reduce either (S-6).") from error
-    quantizer = Quantizer(subject=subject, dtype=subjects.first_source(subject, SHAPE))
-    quantizer, remembered = influence.memory(quantizer)
-    group = influence.group(quantizer)
-    reading = quantizer.ask(np.ones(SHAPE, np.float32))
-    layout = _layout(reading, fmt)
-    findings = [describe.format_finding(reading, layout, fmt), remembered, group.finding]
+    quantizer = Quantizer(subject=subject, dtype=subjects.first_dtype(subject, SHAPE))
+    quantizer, remembered = identify_memory(quantizer)
+    group = identify_granularity(quantizer)
+    output = quantizer.ask(np.ones(SHAPE, np.float32))
+    found_fmt = _format_of(output, fmt)
+    findings = [describe.format_finding(output, found_fmt, fmt), remembered, group.finding]
     if group.granularity is None:
-        return describe.unscaled(quantizer, fmt, layout, findings, expect, group.finding)
+        return describe.without_granularity(quantizer, fmt, found_fmt, findings, expect, group.finding)
     at, along = group.granularity, -1 if group.axis is None else group.axis
-    what = amaxes.questions(layout, quantizer.dtype)
+    what = amaxes.questions(found_fmt, quantizer.dtype)
     shape = smallest_shape(quantizer, _ASKED_IN, lambda s: True) if at == "tensorwise" else SHAPE
-    asked = queries.ask(quantizer, what, shape, at, along)
-    sharing = queries.returned(asked, at, along)
-    considered = queries.considered(quantizer, asked, sharing)
-    fixed, flushing = reading.dtype.startswith("float8"), subject.framework == "jax"
-    matched = policy_match.match(asked, sharing, layout, considered, fixed=fixed, flushing=flushing)
+    responses = queries.ask(quantizer, what, shape, at, along)
+    scale_layout = queries.identify_returned(responses, at, along)
+    considered = queries.considered(quantizer, responses, scale_layout)
+    fixed, flushing = output.dtype.startswith("float8"), subject.framework == "jax"
+    matched = policy_match.match_policies(responses, scale_layout, found_fmt, considered, fixed=fixed, flushing=flushing)
     chosen = matched.nearest.candidate
-    unlike = [] if matched.agreements else counterexamples.witnesses(quantizer, matched, matched.nearest, sharing)
+    unlike = [] if matched.agreements else counterexamples.for_policy(quantizer, matched, matched.nearest, scale_layout)
     findings += [
-        describe.axis(quantizer, group.axis, chosen, sharing),
-        describe.returned(sharing, reading),
+        describe.axis_finding(quantizer, group.axis, chosen, scale_layout),
+        describe.returned_finding(scale_layout, output),
         describe.policy_finding(matched, quantizer.memory),
     ]
     rounding: Behaviour | None = None
-    different: list[Witness] = []
+    different: list[Counterexample] = []
     if matched.agreements:
         groups = amaxes.groups(SHAPE, at, along)
-        more, rounding, answers = inner_cast.cast_of(quantizer, chosen.fmt, chosen.top, groups)
+        more, rounding, answers = inner_cast.identify_inner_cast(quantizer, chosen.fmt, chosen.scale_fmt, groups)
         findings += more
-        different = inner_cast.differences(answers, chosen.fmt, chosen.policy.compute)
-        wrong = matched.wrong(matched.nearest)
+        different = inner_cast.unexpected_rounding(answers, chosen.fmt, chosen.policy.compute)
+        wrong = matched.mismatches(matched.nearest)
         if not inner_cast.explains(answers, rounding) or (not different and wrong.any()):
-            unlike = counterexamples.witnesses(quantizer, matched, matched.nearest, sharing) or different
+            unlike = counterexamples.for_policy(quantizer, matched, matched.nearest, scale_layout) or different
     if different and not unlike:  # whatever else is wrong is so beside that
-        own = candidates.agreement(dataclasses.replace(chosen, rounding=rounding, source=quantizer.dtype), asked, sharing)
-        unlike = counterexamples.witnesses(quantizer, matched, own, sharing) if (~own.both & matched.considered).any() else []
-    misnamed = counterexamples.misnamed(asked, sharing, chosen.policy)
+        own = candidates.agreement(dataclasses.replace(chosen, rounding=rounding, source=quantizer.dtype), responses, scale_layout)
+        unlike = counterexamples.for_policy(quantizer, matched, own, scale_layout) if (~own.both & matched.considered).any() else []
+    misnamed = counterexamples.misnamed_arrays(responses, scale_layout, chosen.policy)
     unlike = [*unlike, *misnamed]
-    beyond: list[Witness] = []
+    beyond: list[Counterexample] = []
     if matched.agreements and not unlike and not different:
         for agreed in sorted(matched.agreements, key=lambda a: a.candidate.policy != wanted):  # those that only other tensors tell apart
-            more, beyond = layout_invariance.hold(quantizer, agreed.candidate, sharing, shape)
+            more, beyond = layout_invariance.check(quantizer, agreed.candidate, scale_layout, shape)
             if not beyond:
                 break
         findings += more
         unlike = list(beyond)
     differences = []
     if wanted is not None:
-        differences = counterexamples.unexpected_policy(quantizer, wanted, fmt, asked, sharing, matched, layout)
-        differences += counterexamples.layout_of(
-            quantizer, group, granularity, axis, Candidate(policy=wanted, top=fmt, fmt=layout), sharing
+        differences = counterexamples.unexpected_policy(quantizer, wanted, fmt, responses, scale_layout, matched, found_fmt)
+        differences += counterexamples.unexpected_granularity(
+            quantizer, group, granularity, axis, Candidate(policy=wanted, scale_fmt=fmt, fmt=found_fmt), scale_layout
         )
-        differences += counterexamples.scales_shapes(reading, sharing)
+        differences += counterexamples.transposed_scales(output, scale_layout)
         differences += [] if differences else different
         # te_delayed and flax keep a scale, that of an amax before
         differences += [remembered.witness] if remembered.witness and not wanted.keeps else []
         differences += [w for w in misnamed if w not in differences]
     identified = bool(matched.agreements) and not unlike
-    untaken = [f.what.removeprefix("from ") for f in findings if f.said == "not taken"]
-    found = describe.as_data(matched, chosen, group, sharing, rounding, quantizer, reading, layout, identified)
+    untaken = [f.what.removeprefix("from ") for f in findings if f.text == "not taken"]
+    found = describe.result_dict(matched, chosen, group, scale_layout, rounding, quantizer, output, found_fmt, identified)
     return Outcome(
         name=name, kind="quantizer", fmt=fmt, framework=subject.framework, found=found, findings=findings, identified=identified,
-        summary=describe.in_words(matched, chosen, group, found, fmt, quantizer.memory, not beyond, identified)
+        summary=describe.summary(matched, chosen, group, found, fmt, quantizer.memory, not beyond, identified)
         + (f"; it takes no {', no '.join(untaken)}" if untaken else ""),
-        named=bool(matched.agreements) and not different and chosen.top.max == fmt.max,
+        named=bool(matched.agreements) and not different and chosen.scale_fmt.max == fmt.max,
         unlike=unlike, expected=expect, differences=differences,
     )  # fmt: skip
 
 
-def _layout(reading: Reading, fmt: Format) -> Format:
-    return LAYOUTS.get(reading.dtype.removeprefix("float8_"), fmt)
+def _format_of(output: QuantizerOutput, fmt: Format) -> Format:
+    return CAST_FORMATS.get(output.dtype.removeprefix("float8_"), fmt)

@@ -8,14 +8,14 @@ import numpy as np
 
 from fp8ref import policy as policy_data
 from fp8ref.conformance import subject as subjects
-from fp8ref.conformance.counterexample import Witness, bits_of, rounded, show
-from fp8ref.conformance.finding import Finding, of_strides
+from fp8ref.conformance.counterexample import Counterexample, bits_of, rounded, show
+from fp8ref.conformance.finding import Finding, strides_finding
 from fp8ref.conformance.inputs import amaxes
 from fp8ref.conformance.quantizer import candidates, counterexamples, queries
 from fp8ref.conformance.quantizer.candidates import Candidate
 from fp8ref.conformance.quantizer.granularity import noise
-from fp8ref.conformance.quantizer.outputs import Quantizer, Reading, arrays_of
-from fp8ref.conformance.quantizer.queries import Asked, Sharing
+from fp8ref.conformance.quantizer.outputs import Quantizer, QuantizerOutput, arrays_of
+from fp8ref.conformance.quantizer.queries import Response, ScaleLayout
 from fp8ref.conformance.subject import VIEWS, RefusedError
 from fp8ref.granularity import by_name
 from fp8ref.policy import ScalePolicy
@@ -40,7 +40,7 @@ _PLANTED = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tensor:
+class PlantedTensor:
     """x float32 [M, K] and, if something was planted in its groups, what, and the flat index of it in each."""
 
     x: np.ndarray
@@ -51,37 +51,41 @@ class Tensor:
         return f"x {list(self.x.shape)}" + (f" in [1, 2) / 256, {self.planted} in each group" if self.planted else "")
 
 
-def hold(quantizer: Quantizer, candidate: Candidate, sharing: Sharing, shape: tuple[int, int]) -> tuple[list[Finding], list[Witness]]:
+def check(
+    quantizer: Quantizer, candidate: Candidate, scale_layout: ScaleLayout, shape: tuple[int, int]
+) -> tuple[list[Finding], list[Counterexample]]:
     """Dtypes, and in each of them shapes and strides, as far as the first that is unlike; shape is what the dtypes are asked in."""
-    findings, found = list[Finding](), list[Witness]()
-    candidates = {quantizer.dtype: candidate}
+    findings, found = list[Finding](), list[Counterexample]()
+    by_dtype = {quantizer.dtype: candidate}
     for dtype in (quantizer.dtype, *(d for d in ("bfloat16", "float16") if d != quantizer.dtype)):
         other = replace(quantizer, dtype=dtype)
         if dtype != quantizer.dtype:
-            of, finding, wrong = from_dtype(other, candidate, sharing, shape)
+            of, finding, wrong = check_dtype(other, candidate, scale_layout, shape)
             findings, found = [*findings, finding], [*found, *wrong]
             if of is None:
                 continue
-            candidates[dtype] = of
-        subjects.check_keeps(other.subject, noise(), noise()[::-1], dtype, arrays_of)
-        for asked in (shapes, strides):
+            by_dtype[dtype] = of
+        subjects.check_no_reuse(other.subject, noise(), noise()[::-1], dtype, arrays_of)
+        for check_one in (check_shapes, check_strides):
             if not found:
-                more, found = asked(other, candidates[dtype], sharing, large=dtype == quantizer.dtype)
+                more, found = check_one(other, by_dtype[dtype], scale_layout, large=dtype == quantizer.dtype)
                 findings += [f if dtype == quantizer.dtype else replace(f, what=f"{f.what} of {dtype}") for f in more]
     return findings, found
 
 
-def shapes(quantizer: Quantizer, candidate: Candidate, sharing: Sharing, *, large: bool = True) -> tuple[list[Finding], list[Witness]]:
+def check_shapes(
+    quantizer: Quantizer, candidate: Candidate, scale_layout: ScaleLayout, *, large: bool = True
+) -> tuple[list[Finding], list[Counterexample]]:
     """Hold tensors of other shapes to the policy that was found, with what counts in every place of a tensor, and last and inside of a group."""
-    taken, refused, found, lost = [], [], list[Witness](), list[Witness]()
-    asked = [*(RAGGED if by_name(sharing.granularity).reduced is None else ()), *(SHAPES if large else SHAPES[:-1])]
-    asked += [_WHOLE] if sharing.granularity == "tensorwise" and not quantizer.memory else []
-    for rows, columns in asked:
-        shape = (columns, rows) if sharing.axis == 0 else (rows, columns)
+    taken, refused, found, lost = [], [], list[Counterexample](), list[Counterexample]()
+    sizes = [*(RAGGED if by_name(scale_layout.granularity).reduced is None else ()), *(SHAPES if large else SHAPES[:-1])]
+    sizes += [_WHOLE] if scale_layout.granularity == "tensorwise" and not quantizer.memory else []
+    for rows, columns in sizes:
+        shape = (columns, rows) if scale_layout.axis == 0 else (rows, columns)
         try:
-            for tensor in _tensors(shape, sharing, quantizer):
-                unlike = _unlike(tensor, quantizer.ask(tensor.x), candidate, sharing, quantizer.dtype)
-                if unlike and "NaN" in tensor.planted and queries.loses_nan(quantizer, tensor.x, sharing):
+            for tensor in _tensors(shape, scale_layout, quantizer):
+                unlike = _counterexample(tensor, quantizer.ask(tensor.x), candidate, scale_layout, quantizer.dtype)
+                if unlike and "NaN" in tensor.planted and queries.loses_nan(quantizer, tensor.x, scale_layout):
                     lost = lost or unlike
                 else:
                     found = found or unlike
@@ -91,47 +95,53 @@ def shapes(quantizer: Quantizer, candidate: Candidate, sharing: Sharing, *, larg
             taken.append(shape)
     evidence = f"{_listed(taken)}: so too, with the largest, NaNs and infinities of either sign last in its group and inside"
     evidence += f"; it raises for {_listed(refused)}" if refused else ""
-    said = "not all alike" if found else "all alike"
-    findings = [Finding(what="shapes", value=not found, words=said, evidence=str(found[0]) if found else evidence)]
+    text = "not all alike" if found else "all alike"
+    findings = [Finding(what="shapes", value=not found, words=text, evidence=str(found[0]) if found else evidence)]
     findings += [Finding(what="NaN inside", value=False, words="lost where XLA's max loses it", evidence=str(w)) for w in lost]
     return findings, found
 
 
-def strides(quantizer: Quantizer, candidate: Candidate, sharing: Sharing, *, large: bool = True) -> tuple[list[Finding], list[Witness]]:
+def check_strides(
+    quantizer: Quantizer, candidate: Candidate, scale_layout: ScaleLayout, *, large: bool = True
+) -> tuple[list[Finding], list[Counterexample]]:
     """Hold tensors that do not lie in memory one element after the other to the same."""
     tensor = _random((128, 256), quantizer)
-    taken, refused, found = [], [], list[Witness]()
+    taken, refused, found = [], [], list[Counterexample]()
     for view in VIEWS if quantizer.subject.framework != "jax" else ():
         try:
-            reading = quantizer.ask(tensor.x, view=view)
+            output = quantizer.ask(tensor.x, view=view)
         except RefusedError:
             refused.append(view)
             continue
         taken.append(view)
         found = found or [
-            replace(w, input=f"{w.input}, {view} in memory") for w in _unlike(tensor, reading, candidate, sharing, quantizer.dtype)
+            replace(w, input=f"{w.input}, {view} in memory")
+            for w in _counterexample(tensor, output, candidate, scale_layout, quantizer.dtype)
         ]
-    return [of_strides(taken, refused, found)], found
+    return [strides_finding(taken, refused, found)], found
 
 
-def from_dtype(
-    quantizer: Quantizer, candidate: Candidate, sharing: Sharing, shape: tuple[int, int]
-) -> tuple[Candidate | None, Finding, list[Witness]]:
+def check_dtype(
+    quantizer: Quantizer, candidate: Candidate, scale_layout: ScaleLayout, shape: tuple[int, int]
+) -> tuple[Candidate | None, Finding, list[Counterexample]]:
     """In another dtype: by the same policy, or by one that differs in what it computes in alone (S-13)."""
     dtype = quantizer.dtype
     try:
         quantizer.once(np.ones(shape, np.float32))
-        asked = queries.ask(quantizer, amaxes.questions(candidate.fmt, dtype), shape, sharing.granularity, sharing.axis)
+        responses = queries.ask(quantizer, amaxes.questions(candidate.fmt, dtype), shape, scale_layout.granularity, scale_layout.axis)
     except RefusedError as error:
         return None, Finding(what=f"from {dtype}", value=None, words="not taken", evidence=str(error)), []
-    alike = [p for p in policy_data.POLICIES.values() if _decisions(p) == _decisions(candidate.policy)]
-    held = [candidates.agreement(replace(candidate, policy=p), asked, sharing) for p in sorted(alike, key=lambda p: p != candidate.policy)]
-    considered = queries.considered(quantizer, asked, sharing)
-    agreed = next((a.candidate for a in held if (a.both | ~considered).all()), None)
+    same_decisions = [p for p in policy_data.POLICIES.values() if _decisions(p) == _decisions(candidate.policy)]
+    agreements = [
+        candidates.agreement(replace(candidate, policy=p), responses, scale_layout)
+        for p in sorted(same_decisions, key=lambda p: p != candidate.policy)
+    ]
+    considered = queries.considered(quantizer, responses, scale_layout)
+    agreed = next((a.candidate for a in agreements if (a.both | ~considered).all()), None)
     if agreed:
         evidence = f"{considered.sum()} groups are as by it"
         return agreed, Finding(what=f"from {dtype}", value=agreed.policy.name, evidence=evidence), []
-    wrong = _unlike_of(asked, held[0].both | ~considered, candidate, sharing, dtype)
+    wrong = _counterexample_among(responses, agreements[0].both | ~considered, candidate, scale_layout, dtype)
     finding = Finding(what=f"from {dtype}", value=None, words="something else", evidence=str(wrong[0]))
     stated = dtype == "bfloat16" or candidate.policy.stored == "scale"  # of quotients in float16 no policy speaks (S-13)
     return None, finding, wrong if stated else []
@@ -142,10 +152,10 @@ def _decisions(policy: ScalePolicy) -> dict[str, Any]:
     return {f.name: getattr(policy, f.name) for f in fields(policy) if f.name not in ("name", "compute")}
 
 
-def _tensors(shape: tuple[int, int], sharing: Sharing, quantizer: Quantizer) -> Iterator[Tensor]:
+def _tensors(shape: tuple[int, int], scale_layout: ScaleLayout, quantizer: Quantizer) -> Iterator[PlantedTensor]:
     """With something planted in each group; in many places of one; then random."""
     rng = np.random.default_rng(0)
-    group = amaxes.groups(shape, sharing.granularity, sharing.axis).reshape(-1)
+    group = amaxes.groups(shape, scale_layout.granularity, scale_layout.axis).reshape(-1)
     order = np.argsort(group, kind="stable")
     size = np.bincount(group)
     end = np.searchsorted(group[order], np.arange(size.size), side="right") - 1
@@ -163,76 +173,80 @@ def _tensors(shape: tuple[int, int], sharing: Sharing, quantizer: Quantizer) -> 
     yield _random(shape, quantizer)
 
 
-def _random(shape: tuple[int, int], quantizer: Quantizer) -> Tensor:
+def _random(shape: tuple[int, int], quantizer: Quantizer) -> PlantedTensor:
     """Numbers of few bits, whose products with a scale are ties too."""
     rng = np.random.default_rng(0)
     x = (rng.standard_normal(shape) * 2.0 ** rng.integers(-4, 5, shape)).astype(np.float32)
-    return Tensor(x=rounded(rounded(x, "bfloat16"), quantizer.dtype))
+    return PlantedTensor(x=rounded(rounded(x, "bfloat16"), quantizer.dtype))
 
 
-def _with(shape: tuple[int, int], rng: np.random.Generator, name: str, planted: list[tuple[np.ndarray, float]]) -> Tensor:
+def _with(shape: tuple[int, int], rng: np.random.Generator, name: str, planted: list[tuple[np.ndarray, float]]) -> PlantedTensor:
     """Of either sign, from group to group."""
     x = ((1 + rng.integers(0, 8, shape) / 8) / 256).astype(np.float32)
     for at, value in planted:
         sign = np.where(np.arange(at.size) % 2, -1, 1) * np.copysign(1, value)
         x.reshape(-1)[at] = np.copysign(np.float32(value if not np.isfinite(value) else value / 256), sign)
-    return Tensor(x=x, planted=name, at=planted[0][0])
+    return PlantedTensor(x=x, planted=name, at=planted[0][0])
 
 
-def _unlike(tensor: Tensor, reading: Reading, candidate: Candidate, sharing: Sharing, dtype: str) -> list[Witness]:
+def _counterexample(
+    tensor: PlantedTensor, output: QuantizerOutput, candidate: Candidate, scale_layout: ScaleLayout, dtype: str
+) -> list[Counterexample]:
     """The first element of a tensor whose code, or whose group's scale, is not the candidate's."""
     x = tensor.x
-    group = amaxes.groups(x.shape, sharing.granularity, sharing.axis)
+    group = amaxes.groups(x.shape, scale_layout.granularity, scale_layout.axis)
     none = np.zeros(int(group.max()) + 1, np.float32)
-    asked = Asked(x=x, group=group, kind=np.zeros(none.size, np.int64), largest=none, reading=reading)
-    expected = candidate.quantize(x, sharing)
-    scales = candidates.agreement(candidate, [asked], sharing).scales
-    differs = candidates.unlike(reading, expected, candidate)
+    response = Response(x=x, group=group, kind=np.zeros(none.size, np.int64), largest=none, output=output)
+    expected = candidate.quantize(x, scale_layout)
+    scales = candidates.agreement(candidate, [response], scale_layout).scales
+    differs = candidates.mismatches(output, expected, candidate)
     differs |= False if scales is None else ~scales[group]
-    for name in (n for n, kind in sharing.kinds.items() if kind == "amax"):
-        amax = np.reshape(scaling.amax(x, sharing.granularity, axis=sharing.axis), -1)
-        differs |= ~np.isclose(queries.per_group(asked, name, sharing), amax, rtol=0, atol=0, equal_nan=True)[group]
+    for name in (n for n, kind in scale_layout.kinds.items() if kind == "amax"):
+        amax = np.reshape(scaling.amax(x, scale_layout.granularity, axis=scale_layout.axis), -1)
+        differs |= ~np.isclose(queries.per_group(response, name, scale_layout), amax, rtol=0, atol=0, equal_nan=True)[group]
     if not differs.any():
         return []
     at = np.unravel_index(int(np.argmax(differs)), x.shape)
-    place = "" if tensor.at is None else f" as {_named(tensor.at[group[at]], x)}"
-    got = {name: queries.per_group(asked, name, sharing)[group[at]] for name in sharing.kinds}
-    shown = counterexamples.shown(reading, at, got, expected, group[at], sharing)
+    place = "" if tensor.at is None else f" as {_element_text(tensor.at[group[at]], x)}"
+    got = {name: queries.per_group(response, name, scale_layout)[group[at]] for name in scale_layout.kinds}
+    got_text, wanted_text = counterexamples.output_texts(output, at, got, expected, group[at], scale_layout)
     return [
-        Witness(
+        Counterexample(
             input=f"x{_index(at)} = {show(x[at])} of {tensor}{place}",
             bits=(bits_of(x[at], dtype),),
             dtype=dtype,
-            got=shown[0] + _as_without(tensor, candidate, sharing, group[at], got),
-            expected=f"{shown[1]} by {candidate.policy.name}",
+            got=got_text + _as_without(tensor, candidate, scale_layout, group[at], got),
+            expected=f"{wanted_text} by {candidate.policy.name}",
             clause="S-2, S-5, S-6",
         )
     ]
 
 
-def _as_without(tensor: Tensor, candidate: Candidate, sharing: Sharing, group: int, got: Mapping[str, float]) -> str:
+def _as_without(tensor: PlantedTensor, candidate: Candidate, scale_layout: ScaleLayout, group: int, got: Mapping[str, float]) -> str:
     """Whether the scale is that of the group without what was planted in it, in words."""
-    name = sharing.scale
+    name = scale_layout.scale
     if tensor.at is None or name is None:
         return ""
     x = tensor.x.copy()
     x.reshape(-1)[tensor.at] = 0
-    without = np.reshape(getattr(candidate.quantize(x, sharing), sharing.kinds[name]), -1)[group]
+    without = np.reshape(getattr(candidate.quantize(x, scale_layout), scale_layout.kinds[name]), -1)[group]
     return f" (as without x{_index(np.unravel_index(tensor.at[group], x.shape))})" if without == got[name] else ""
 
 
-def _unlike_of(asked: list[Asked], right: np.ndarray, candidate: Candidate, sharing: Sharing, dtype: str) -> list[Witness]:
+def _counterexample_among(
+    responses: list[Response], right: np.ndarray, candidate: Candidate, scale_layout: ScaleLayout, dtype: str
+) -> list[Counterexample]:
     """Of the first question that was answered otherwise."""
     begin = 0
-    for a in asked:
+    for a in responses:
         wrong = ~right[begin : begin + a.amax.size]
         begin += a.amax.size
         if wrong.any():
-            return _unlike(Tensor(x=a.x), a.reading, candidate, sharing, dtype)
+            return _counterexample(PlantedTensor(x=a.x), a.output, candidate, scale_layout, dtype)
     return []
 
 
-def _named(at: int, x: np.ndarray) -> str:
+def _element_text(at: int, x: np.ndarray) -> str:
     index = np.unravel_index(at, x.shape)
     return f"x{_index(index)} = {show(x[index])}"
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from fp8ref.conformance import subject as subjects
-from fp8ref.conformance.cast.behaviour import LAYOUTS
+from fp8ref.conformance.cast.behaviour import CAST_FORMATS
 from fp8ref.conformance.cast.outputs import FLOATS
 from fp8ref.conformance.subject import ConformanceError, Subject
 from fp8ref.formats import E8M0FNU
@@ -19,7 +19,7 @@ _SCALES = ("scale", "_scale", "scale_inv", "_scale_inv", "scales", "scale_invers
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reading:
+class QuantizerOutput:
     """Of one call.
 
     codes   uint8 of the tensor's shape, or None; dtype is what the array of that shape was of, place its name.
@@ -48,12 +48,12 @@ class Quantizer:
     dtype: str
     memory: int = 0
 
-    def ask(self, x: np.ndarray, *, view: str = "contiguous") -> Reading:
+    def ask(self, x: np.ndarray, *, view: str = "contiguous") -> QuantizerOutput:
         for _ in range(self.memory):
             self.subject.ask(x, self.dtype, view=view)
         return self.once(x, view=view)
 
-    def once(self, x: np.ndarray, *, view: str = "contiguous") -> Reading:
+    def once(self, x: np.ndarray, *, view: str = "contiguous") -> QuantizerOutput:
         found = self.subject.ask(x, self.dtype, view=view)
         try:
             return read(found, x)
@@ -68,7 +68,7 @@ def arrays_of(found: Any) -> list[np.ndarray]:
     return [made[0] for part in _parts(found).values() if (made := _array(part)) is not None]
 
 
-def read(found: Any, x: np.ndarray) -> Reading:
+def read(found: Any, x: np.ndarray) -> QuantizerOutput:
     """The parts of what a quantiser gave for x.
 
     Raises:   ConformanceError: no array of x's shape among them, or one of another dtype.
@@ -86,7 +86,7 @@ def read(found: Any, x: np.ndarray) -> Reading:
         )
     tensor, dtype = arrays.pop(main)
     codes = tensor if dtype not in FLOATS else None
-    return Reading(
+    return QuantizerOutput(
         codes=codes,
         values=tensor.astype(np.float32) if codes is None else None,
         dtype=dtype,
@@ -112,13 +112,13 @@ def _parts(found: Any) -> dict[str, Any]:
 
 
 def _array(part: Any) -> tuple[np.ndarray, str] | None:
-    return (np.asarray(part, np.float64), "float64") if isinstance(part, float) else subjects.array(part)
+    return (np.asarray(part, np.float64), "float64") if isinstance(part, float) else subjects.read_array(part)
 
 
 def _is_codes(name: str, dtype: str, count: int) -> bool:
     if dtype == "uint8":
         return count == 1 or name.startswith("[") or name in _CODES
-    return dtype.removeprefix("float8_") in LAYOUTS
+    return dtype.removeprefix("float8_") in CAST_FORMATS
 
 
 def _scales(a: np.ndarray, dtype: str) -> np.ndarray:

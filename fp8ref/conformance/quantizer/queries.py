@@ -7,13 +7,13 @@ import numpy as np
 
 from fp8ref.conformance.inputs import amaxes
 from fp8ref.conformance.inputs.amaxes import KINDS, Questions
-from fp8ref.conformance.quantizer.outputs import Quantizer, Reading
+from fp8ref.conformance.quantizer.outputs import Quantizer, QuantizerOutput
 from fp8ref.conformance.subject import ConformanceError, RefusedError
 from fp8ref.granularity import by_name, scale_shape
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sharing:
+class ScaleLayout:
     """Which elements share a scale, and what each array beside the codes is, by its name or place: ``scale``, ``scale_inv``, ``amax``."""
 
     granularity: str
@@ -24,7 +24,7 @@ class Sharing:
         """That of the scales of a tensor of this shape (S-6)."""
         return scale_shape(self.granularity, of, self.axis)
 
-    def turned(self, shape: tuple[int, ...], of: tuple[int, ...]) -> bool:
+    def is_transposed(self, shape: tuple[int, ...], of: tuple[int, ...]) -> bool:
         """Whether scales of a shape, of a tensor of another, are those of S-6 the other way round."""
         wanted = self.shape(of)
         return len(wanted) == 2 and wanted[0] != wanted[1] and tuple(shape) == wanted[::-1]
@@ -36,14 +36,14 @@ class Sharing:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class Response:
     """One tensor, its groups' questions, and what was read."""
 
     x: np.ndarray
     group: np.ndarray
     kind: np.ndarray
     largest: np.ndarray
-    reading: Reading
+    output: QuantizerOutput
 
     @property
     def amax(self) -> np.ndarray:
@@ -54,11 +54,11 @@ class Asked:
         return self.kind == KINDS.index("ordinary")
 
 
-def ask(quantizer: Quantizer, what: Questions, shape: tuple[int, int], granularity: str, axis: int) -> list[Asked]:
+def ask(quantizer: Quantizer, what: Questions, shape: tuple[int, int], granularity: str, axis: int) -> list[Response]:
     """Every question, as many in a tensor as it has groups; groups without one are zeros."""
     group = amaxes.groups(shape, granularity, axis)
     count = int(group.max()) + 1
-    asked = []
+    responses = []
     for begin in range(0, what.largest.size, count):
         some, kinds = what.largest[begin : begin + count], what.kind[begin : begin + count]
         missing = count - some.size
@@ -66,35 +66,35 @@ def ask(quantizer: Quantizer, what: Questions, shape: tuple[int, int], granulari
         kind = np.concatenate([kinds, np.full(missing, amaxes.KINDS.index("zero"))])
         x = amaxes.tensor(largest, group, quantizer.dtype)
         try:
-            reading = quantizer.ask(x)
+            output = quantizer.ask(x)
         except RefusedError as error:
             raise RefusedError(
                 f"{error} Its amax is {_refused(quantizer, x, np.abs(largest), group):.9g}, as amaxes of a tensor may be (S-9)."
             ) from error
-        asked.append(Asked(x=x, group=group, kind=kind, largest=largest, reading=reading))
-    return asked
+        responses.append(Response(x=x, group=group, kind=kind, largest=largest, output=output))
+    return responses
 
 
-def considered(quantizer: Quantizer, asked: Sequence[Asked], sharing: Sharing) -> np.ndarray:
+def considered(quantizer: Quantizer, responses: Sequence[Response], scale_layout: ScaleLayout) -> np.ndarray:
     """Of each question, whether its answer is the quantiser's: with a memory at ordinary amaxes alone, in JAX not of a NaN that XLA's max loses."""
     if quantizer.memory:
-        return ordinary(asked)
+        return ordinary(responses)
     counts = []
-    for a in asked:
+    for a in responses:
         nan = a.kind == KINDS.index("NaN")
-        counts.append(~nan if nan.any() and loses_nan(quantizer, a.x, sharing) else np.ones_like(nan))
+        counts.append(~nan if nan.any() and loses_nan(quantizer, a.x, scale_layout) else np.ones_like(nan))
     return np.concatenate(counts)
 
 
-def loses_nan(quantizer: Quantizer, x: np.ndarray, sharing: Sharing) -> bool:
+def loses_nan(quantizer: Quantizer, x: np.ndarray, scale_layout: ScaleLayout) -> bool:
     """Whether jax's own maximum of magnitudes, over the groups of x, is of other numbers than a NaN there (P-3)."""
     if quantizer.subject.framework != "jax":
         return False
     import jax.numpy as jnp
 
-    magnitudes, axis = jnp.abs(quantizer.subject.array(x, quantizer.dtype).astype(jnp.float32)), sharing.axis
-    block = by_name(sharing.granularity)
-    if sharing.granularity == "tensorwise":
+    magnitudes, axis = jnp.abs(quantizer.subject.make_array(x, quantizer.dtype).astype(jnp.float32)), scale_layout.axis
+    block = by_name(scale_layout.granularity)
+    if scale_layout.granularity == "tensorwise":
         found = jnp.max(magnitudes)[None]
     elif block.reduced is None:
         found = jnp.max(magnitudes, axis)
@@ -102,13 +102,13 @@ def loses_nan(quantizer: Quantizer, x: np.ndarray, sharing: Sharing) -> bool:
         lines = magnitudes if axis == -1 else magnitudes.T
         found = jnp.max(lines.reshape(len(lines), -1, block.reduced), -1)
     nan = np.isnan(x)
-    wanted = nan.any() if sharing.granularity == "tensorwise" else nan.any(axis=axis)
+    wanted = nan.any() if scale_layout.granularity == "tensorwise" else nan.any(axis=axis)
     lines_lost = ~np.isnan(np.asarray(found)).reshape(np.size(wanted), -1).any(axis=1)
     return bool(np.any(lines_lost & np.reshape(wanted, -1)))
 
 
-def ordinary(asked: Sequence[Asked]) -> np.ndarray:
-    return np.concatenate([a.ordinary for a in asked])
+def ordinary(responses: Sequence[Response]) -> np.ndarray:
+    return np.concatenate([a.ordinary for a in responses])
 
 
 def _refused(quantizer: Quantizer, x: np.ndarray, amax: np.ndarray, group: np.ndarray) -> float:
@@ -121,14 +121,14 @@ def _refused(quantizer: Quantizer, x: np.ndarray, amax: np.ndarray, group: np.nd
     return float(amax[0])
 
 
-def returned(asked: Sequence[Asked], granularity: str, axis: int) -> Sharing:
+def identify_returned(responses: Sequence[Response], granularity: str, axis: int) -> ScaleLayout:
     """What each array beside the codes is, by how it goes with the amax.
 
     Raises:   ConformanceError: one has no number for each group.
     """
-    amax, found, sharing = np.concatenate([a.amax for a in asked]), {}, Sharing(granularity=granularity, axis=axis)
-    for name in asked[0].reading.scales:
-        values = np.concatenate([per_group(a, name, sharing) for a in asked])
+    amax, found, scale_layout = np.concatenate([a.amax for a in responses]), {}, ScaleLayout(granularity=granularity, axis=axis)
+    for name in responses[0].output.scales:
+        values = np.concatenate([per_group(a, name, scale_layout) for a in responses])
         low, high = (float(values[np.argmax(amax == np.float32(v))]) for v in (1, 1024))
         if np.array_equal(values, amax, equal_nan=True) or name.strip("_").lower() == "amax":
             found[name] = "amax"
@@ -136,17 +136,17 @@ def returned(asked: Sequence[Asked], granularity: str, axis: int) -> Sharing:
             found[name] = "scale"
         elif low < high:
             found[name] = "scale_inv"
-    return replace(sharing, kinds=found)
+    return replace(scale_layout, kinds=found)
 
 
-def per_group(a: Asked, name: str, sharing: Sharing) -> np.ndarray:
+def per_group(a: Response, name: str, scale_layout: ScaleLayout) -> np.ndarray:
     """The numbers of an array of scales in the groups' order: one a group, transposed or not, or one an element."""
-    values, count = a.reading.scales[name], int(a.group.max()) + 1
+    values, count = a.output.scales[name], int(a.group.max()) + 1
     if values.size == count:
-        return (values.T if sharing.turned(values.shape, a.x.shape) else values).reshape(-1)
+        return (values.T if scale_layout.is_transposed(values.shape, a.x.shape) else values).reshape(-1)
     if values.shape == a.x.shape:
         return values.reshape(-1)[np.unique(a.group.reshape(-1), return_index=True)[1]]
     raise ConformanceError(
         f"its {name or 'scales'} have shape {list(values.shape)} for x {list(a.x.shape)}, but elements share scales as in "
-        f"{sharing.granularity}, axis {sharing.axis}, whose scales have shape {list(sharing.shape(a.x.shape))}. Return one scale for each group."
+        f"{scale_layout.granularity}, axis {scale_layout.axis}, whose scales have shape {list(scale_layout.shape(a.x.shape))}. Return one scale for each group."
     )

@@ -13,7 +13,7 @@ import torch
 from fp8ref.conformance import identify_cast
 from fp8ref.conformance import subject as subjects
 from fp8ref.conformance.cast import exhaustive
-from fp8ref.conformance.cast.behaviour import KNOWN, Through
+from fp8ref.conformance.cast.behaviour import KNOWN_CASTS, DoubleRounding
 from fp8ref.conformance.subject import ConformanceError
 from fp8ref.formats import E4M3FN, E5M2, E8M0FNU
 from fp8ref.jax import cast as jax_cast
@@ -251,7 +251,7 @@ def test_the_rare_input_is_found_among_all(monkeypatch):
     start = int(rare.view(np.uint32)) & ~0xFFFFF
     assert start > 0
     checked = exhaustive.compare(
-        subjects.Subject(name="mine", function=function), E4M3FN, KNOWN["saturating"].of(E4M3FN), inputs=start + 0x100000
+        subjects.Subject(name="mine", function=function), E4M3FN, KNOWN_CASTS["saturating"].behaviour(E4M3FN), inputs=start + 0x100000
     )
     assert [w.bits for w in checked.unlike] == [(f"0x{int(rare.view(np.uint32)):08X}",)]
     assert checked.finding.value == start + 0x100000 - 1
@@ -329,7 +329,7 @@ def test_the_parts_of_a_result_are_frozen():
     found = identify_cast(planted.saturating, E4M3FN)
     with pytest.raises(dataclasses.FrozenInstanceError):
         found.identified = False
-    assert str(Through(dtype="bfloat16")) == "bfloat16"
+    assert str(DoubleRounding(dtype="bfloat16")) == "bfloat16"
 
 
 def test_a_result_that_the_next_call_overwrites():

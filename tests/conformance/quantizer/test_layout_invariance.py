@@ -18,7 +18,7 @@ def asked(function, expect="torchao"):
 def test_what_is_right_everywhere():  # S-16
     found = asked(planted.rows)
     assert found.ok
-    said = {f.what: f.said for f in found.findings}
+    said = {f.what: f.text for f in found.findings}
     assert (said["shapes"], said["strides"]) == ("all alike", "all alike")
     assert "transposed, every second column, behind a row: as contiguous" in [f.evidence for f in found.findings]
     by = {f.what: f.value for f in found.findings}
@@ -109,7 +109,7 @@ def test_what_xla_loses_is_held_against_nobody(axis):  # P-3, S-16
 
     found = identify_quantizer(quantize, E4M3FN, framework="jax", expect="torchao")
     assert found.ok, found.message
-    assert {f.what: f.said for f in found.findings}["NaN inside"] == "lost where XLA's max loses it"
+    assert {f.what: f.text for f in found.findings}["NaN inside"] == "lost where XLA's max loses it"
 
 
 def test_what_xla_flushes_beside_an_e8m0_scale_is_held_against_nobody():  # S-12, S-14
