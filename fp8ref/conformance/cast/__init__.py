@@ -1,1 +1,1 @@
-"""Identify a cast: its rounding, saturation, NaN codes, subnormals and double rounding, from its outputs (SEMANTICS C-8)."""
+"""Identify a cast from its outputs: rounding, saturation, NaN codes, subnormals, double rounding."""

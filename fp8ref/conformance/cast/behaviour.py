@@ -1,6 +1,10 @@
-"""What a cast can be, as data: each decision a field, each library's cast a name (SEMANTICS C), and the codes that follow from them."""
+"""The behaviour of a cast as data: one field for each decision, and the codes that follow (SEMANTICS C).
 
-import dataclasses
+``KNOWN_CASTS`` are the casts with a name: the specification's two and those of the libraries.
+``encode`` gives the codes of any behaviour. It rounds by ``sim.cast``, and adds the four roundings
+that the specification does not have.
+"""
+
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -11,7 +15,7 @@ from fp8ref import formats
 from fp8ref.formats import BFLOAT16, E4M3FN, E4M3FNUZ, E5M2, E5M2FNUZ, FLOAT16, FLOAT32, Format
 from fp8ref.sim import cast
 
-# Beside the specification's four: those of ml_dtypes' names, of which e4m3 is what OFP8 has not, an e4m3 with infinities.
+# Besides the specification's four formats, those of ml_dtypes. Its e4m3 has infinities, unlike OFP8's.
 E4M3 = Format(name="e4m3", exponent_bits=4, mantissa_bits=3, bias=7, specials="ieee")
 E4M3B11FNUZ = Format(name="e4m3b11fnuz", exponent_bits=4, mantissa_bits=3, bias=11, specials="fnuz")
 E3M4 = Format(name="e3m4", exponent_bits=3, mantissa_bits=4, bias=3, specials="ieee")
@@ -24,7 +28,7 @@ WIDE = {"bfloat16": BFLOAT16, "float16": FLOAT16, "float32": FLOAT32}
 
 @dataclass(frozen=True, kw_only=True)
 class DoubleRounding:
-    """An intermediate format, and how it is rounded to."""
+    """The intermediate format of a double rounding, and the rounding to it."""
 
     dtype: str
     rounding: str = "nearest_even"
@@ -37,12 +41,14 @@ class DoubleRounding:
 class Behaviour:
     """Every decision of a cast to one format.
 
-    rounding       one of ROUNDINGS, as if the exponent were unbounded.
-    overflow       what finite magnitudes that round above max become; infinite: what infinities become.
-    nan            the codes of NaN, without and with the sign.
-    subnormals     ``kept``; ``flushed``: results below the smallest normal number are zeros; ``flushed_before``: inputs below it are.
-    negative_zero  ``kept``; ``lost``, of negative values that underflow too; ``lost_at_zero``, of -0 itself alone.
-    double_rounding  the intermediate format of a double rounding, by the source's dtype.
+    rounding         one of ROUNDINGS, as if the exponent were unbounded.
+    overflow         what finite magnitudes that round above max give; infinite: what infinities give.
+    nan              the codes of NaN and of -NaN.
+    subnormals       ``kept``; ``flushed``: results below the smallest normal number become zeros;
+                     ``flushed_before``: inputs below it do.
+    negative_zero    ``kept``; ``lost``: -0 and negative values that underflow give 0;
+                     ``lost_at_zero``: -0 alone does.
+    double_rounding  the intermediate format, by the dtype of the input; no entry: rounded once.
     """
 
     rounding: str = "nearest_even"
@@ -56,17 +62,20 @@ class Behaviour:
 
 @dataclass(frozen=True, kw_only=True)
 class KnownCast:
-    """A cast with a name, for every format: ``special`` is Inf where the format has it, else NaN.
+    """A cast with a name, in every format.
 
-    nan  ``emitted``: C-5; ``signed``: that with the input's sign; ``quiet``: the quiet NaN of IEEE 754 with the input's sign.
+    overflow  ``special``: Inf where the format has it, else NaN.
+    nan       ``emitted``: the code of C-5; ``signed``: that code with the input's sign;
+              ``quiet``: the quiet NaN of IEEE 754 with the input's sign.
     """
 
     name: str
     overflow: Literal["max", "special"]
     nan: Literal["emitted", "signed", "quiet"]
-    saturates_only: tuple[str, ...] = ()  # formats in which an overflow of ``special`` is max all the same
+    saturates_only: tuple[str, ...] = ()  # formats in which overflow gives max, though overflow is ``special``
 
     def behaviour(self, fmt: Format) -> Behaviour:
+        """The behaviour of this cast in one format."""
         special: SpecialResult = "nan" if fmt.inf_code is None else "inf"
         beyond: SpecialResult = "max" if self.overflow == "max" or fmt.name in self.saturates_only else special
         code = fmt.nan_code
@@ -76,7 +85,7 @@ class KnownCast:
         return Behaviour(overflow=beyond, infinite=beyond, nan=(code, signed), negative_zero="lost" if fmt.specials == "fnuz" else "kept")
 
 
-# Where two are the same in a format, a cast has both names. torch's changed in 2.12: e4m3fn saturates since.
+# Where two are the same in a format, a cast has both names. Since 2.12 torch saturates to e4m3fn.
 KNOWN_CASTS = {
     k.name: k
     for k in (
@@ -91,6 +100,7 @@ KNOWN_CASTS = {
 
 
 def by_name(name: str) -> KnownCast:
+    """The known cast of this name; ValueError lists the names."""
     if name not in KNOWN_CASTS:
         raise ValueError(f"a cast's behaviour is one of {', '.join(KNOWN_CASTS)}; got {name!r}.")
     return KNOWN_CASTS[name]
@@ -99,7 +109,7 @@ def by_name(name: str) -> KnownCast:
 def encode(x: np.ndarray, fmt: Format, behaviour: Behaviour, *, source: str = "float32") -> np.ndarray:
     """The codes that a cast of this behaviour gives.
 
-    Shapes:   x any shape, float32 or float64 holding numbers of dtype ``source``; codes uint8 of its shape.
+    Shapes:   x any shape, float32 or float64 holding numbers of dtype ``source``; codes uint8, same shape.
     Order:    the intermediate format; round with the exponent unbounded; overflow; subnormals; zeros; infinities; NaN.
     """
     formats.check(fmt)
@@ -107,21 +117,22 @@ def encode(x: np.ndarray, fmt: Format, behaviour: Behaviour, *, source: str = "f
     value = x
     if through is not None:
         value = cast.round_to_plain(x, WIDE[through.dtype], rounding=through.rounding)  # type: ignore[arg-type]
+        # round_to_plain gives one NaN for all; the code of a NaN may depend on its sign.
         value = np.where(np.isnan(x), np.copysign(np.float32(np.nan), np.where(np.signbit(x), np.float32(-1), np.float32(1))), value)
     special: SpecialResult = "nan" if fmt.inf_code is None else "inf"
+    # The compiled encode is much faster. It has this behaviour, except for the codes of NaNs.
     plain = behaviour.rounding == "nearest_even" and behaviour.subnormals == "kept" and value.dtype == np.float32
     plain &= behaviour.negative_zero == ("lost" if fmt.specials == "fnuz" else "kept") and fmt.name in formats.FP8_FORMATS
     if plain and behaviour.overflow == behaviour.infinite and behaviour.overflow in ("max", special):
         codes = cast.encode(value, fmt, saturate=behaviour.overflow == "max")
         nan = codes == fmt.nan_code  # of NaNs and of overflow, which have one code
         return np.where(nan, np.where(np.signbit(value), *(np.uint8(c) for c in behaviour.nan[::-1])), codes) if nan.any() else codes
-    code = _magnitudes(value, fmt, behaviour)
-    above = code > fmt.max_code
-    return _with_specials(code, above, value, fmt, behaviour)
+    code = _magnitude_codes(value, fmt, behaviour)
+    return _with_specials(code, code > fmt.max_code, value, fmt, behaviour)
 
 
-def _magnitudes(value: np.ndarray, fmt: Format, behaviour: Behaviour) -> np.ndarray:
-    """The codes of the rounded magnitudes, counted on beyond max; int64."""
+def _magnitude_codes(value: np.ndarray, fmt: Format, behaviour: Behaviour) -> np.ndarray:
+    """The codes of the rounded magnitudes; int64, counted on beyond ``fmt.max_code``."""
     value = cast.exact(value)
     if behaviour.subnormals == "flushed_before":
         value = np.where(np.abs(value) < fmt.smallest_normal, np.copysign(0.0, value), value)
@@ -133,7 +144,7 @@ def _magnitudes(value: np.ndarray, fmt: Format, behaviour: Behaviour) -> np.ndar
 
 
 def _rounded(n: np.ndarray, negative: np.ndarray, fmt: Format, rounding: str) -> np.ndarray:
-    """n, magnitudes in spacings, as integers: by the simulator's rounding where it has this one (C-2), else by C-8."""
+    """n of ``cast.in_spacings`` rounded to integers: by the simulator where it has the mode (C-2), else by C-8."""
     if rounding in cast.ROUNDINGS:
         return cast.round_spacings(n, fmt, rounding)  # type: ignore[arg-type]
     floor = np.floor(n)
@@ -148,6 +159,7 @@ def _rounded(n: np.ndarray, negative: np.ndarray, fmt: Format, rounding: str) ->
 
 
 def _with_specials(code: np.ndarray, above: np.ndarray, value: np.ndarray, fmt: Format, behaviour: Behaviour) -> np.ndarray:
+    """Codes of magnitudes with their signs, overflow, infinities and NaNs; above marks overflow."""
     negative = np.signbit(value)
     nan = np.where(negative, behaviour.nan[1], behaviour.nan[0])
     sign = np.where(negative, fmt.sign_bit, 0)
@@ -158,12 +170,7 @@ def _with_specials(code: np.ndarray, above: np.ndarray, value: np.ndarray, fmt: 
     infinite = np.isinf(value)
     lost = np.zeros_like(negative) if behaviour.negative_zero == "kept" else code == 0 if behaviour.negative_zero == "lost" else value == 0
     signed = code | np.where(lost, 0, sign)
+    # Later lines win: infinities are above max too, and code is 0 for NaNs.
     signed = np.where(above & ~infinite, beyond(behaviour.overflow), signed)
     signed = np.where(infinite, beyond(behaviour.infinite), signed)
     return np.where(np.isnan(value), nan, signed).astype(np.uint8)
-
-
-def neighbours(x: np.ndarray, fmt: Format, behaviour: Behaviour) -> tuple[np.ndarray, np.ndarray]:
-    """The codes below and above each x, between which a stochastic rounding chooses."""
-    lower, upper = (dataclasses.replace(behaviour, rounding=r) for r in ("toward_zero", "away_from_zero"))
-    return encode(x, fmt, lower), encode(x, fmt, upper)

@@ -1,4 +1,8 @@
-"""The decisions of a cast, each from the answers that it decides."""
+"""Find each decision of a cast, such as its rounding, from the outputs that this decision alone explains.
+
+Each function takes the responses and the behaviour found so far, and gives a finding.
+Its value is None where no value of the decision explains the outputs.
+"""
 
 import dataclasses
 
@@ -14,7 +18,10 @@ from fp8ref.sim import cast
 
 
 def rounding(a: Responses, b: Behaviour) -> Finding:
-    """By numbers, quarter points and ties that every intermediate format holds too, so that only one rounding shows."""
+    """The rounding, from normal numbers, quarter points and ties.
+
+    Intermediate formats hold all of these exactly, so that a double rounding does not show here.
+    """
     fmt, magnitude = a.fmt, np.abs(a.x)
     relevant = a.among(inputs.coarse(fmt)) & (magnitude >= fmt.smallest_normal) & (magnitude <= fmt.max)
     found = [r for r in ROUNDINGS if not a.mismatches(dataclasses.replace(b, rounding=r), relevant).any()]
@@ -27,6 +34,7 @@ def rounding(a: Responses, b: Behaviour) -> Finding:
 
 
 def subnormals(a: Responses, b: Behaviour) -> Finding:
+    """Whether subnormals are kept or flushed, from inputs below the smallest normal number."""
     relevant = a.among(inputs.coarse(a.fmt)) & (a.x != 0) & (np.abs(a.x) < a.fmt.smallest_normal)
     found = [s for s in ("kept", "flushed", "flushed_before") if not a.mismatches(dataclasses.replace(b, subnormals=s), relevant).any()]
     differs = a.mismatches(b, relevant)
@@ -37,6 +45,7 @@ def subnormals(a: Responses, b: Behaviour) -> Finding:
 
 
 def negative_zero(a: Responses, b: Behaviour) -> Finding:
+    """Whether -0 keeps its sign, and whether a negative number that underflows does."""
     at = int(np.flatnonzero((a.x == 0) & np.signbit(a.x))[0])
     code, shown = int(a.codes[at]), output_text(a.output, at, a.fmt)
     under = int(np.flatnonzero(a.x == np.asarray(-a.fmt.smallest_subnormal / 4, a.x.dtype))[0])
@@ -51,7 +60,10 @@ def negative_zero(a: Responses, b: Behaviour) -> Finding:
 
 
 def overflow(a: Responses, b: Behaviour) -> Finding:
-    """By the smallest input that is above max under every rounding, and is still finite in float16."""
+    """What overflow gives, from the smallest input that is above max under every rounding.
+
+    Larger inputs would be infinite in float16.
+    """
     n = inputs.numbers(a.fmt)
     over = n[-1] if b.rounding not in ("nearest_even", "nearest_away", "nearest_zero") else n[-2] + (n[-1] - n[-2]) * 0.75
     at = int(np.flatnonzero(a.x == np.asarray(over, a.x.dtype))[0])
@@ -59,10 +71,12 @@ def overflow(a: Responses, b: Behaviour) -> Finding:
 
 
 def infinities(a: Responses, b: Behaviour) -> Finding:
+    """What an infinity gives."""
     return _beyond("infinities", a, int(np.flatnonzero(np.isposinf(a.x))[0]), b)
 
 
 def _beyond(what: str, a: Responses, at: int, b: Behaviour) -> Finding:
+    """Whether the input at this index gives max, Inf or NaN."""
     code = int(a.codes[at])
     kinds = {a.fmt.max_code: "max", a.fmt.inf_code: "inf"}
     value = kinds.get(code, "nan" if code >= 0 and np.isnan(cast.decode(np.array([code], np.uint8), a.fmt)[0]) else None)
@@ -72,7 +86,7 @@ def _beyond(what: str, a: Responses, at: int, b: Behaviour) -> Finding:
 
 
 def nans(a: Responses, b: Behaviour) -> tuple[Finding, tuple[int, int] | None]:
-    """The codes of NaNs, without and with the sign, if the payload has no part in them."""
+    """The codes of NaN and of -NaN; no codes if they depend on the payload."""
     nan = np.isnan(a.x)
     by_sign = [sorted({int(c) for c in a.codes[nan & (np.signbit(a.x) == negative)]}) for negative in (False, True)]
     if a.output.values_only and by_sign == [[a.fmt.nan_code]] * 2:
@@ -90,13 +104,16 @@ def nans(a: Responses, b: Behaviour) -> tuple[Finding, tuple[int, int] | None]:
 
 
 def double_rounding(a: Responses, b: Behaviour, known: DoubleRounding | None = None) -> tuple[Finding, DoubleRounding | None]:
-    """Through which format it rounds first, by inputs just beside numbers and ties; known: what float32 goes through."""
+    """The intermediate format of a double rounding, from inputs just next to numbers and ties.
+
+    known: the intermediate format already found for another dtype, tried too.
+    """
     relevant = np.isfinite(a.x)
     candidates: list[DoubleRounding | None] = [None, known] if known else [None]
     narrower = [d for d in WIDE if d != a.source and (d != "float32" or a.source == "float64")]
     candidates += [DoubleRounding(dtype=d, rounding=r) for r in ("nearest_even", "toward_zero") for d in narrower]
     misses = {c: int(a.mismatches(with_double_rounding(b, a.source, c), relevant).sum()) for c in candidates}
-    found = min(misses, key=lambda c: misses[c])  # the first of equals: what has no intermediate format comes first
+    found = min(misses, key=lambda c: misses[c])  # of equals the first, which is no double rounding
     what = "double_rounding" if a.source == "float32" else f"double_rounding of {a.source}"
     if found is None:
         return Finding(what=what, value=None, words="none", evidence=f"{int(relevant.sum()):,} inputs, those beside ties among them"), None
@@ -105,12 +122,15 @@ def double_rounding(a: Responses, b: Behaviour, known: DoubleRounding | None = N
 
 
 def with_double_rounding(b: Behaviour, source: str, through: DoubleRounding | None) -> Behaviour:
+    """b with this double rounding, or none, for inputs of dtype source."""
     kept = {s: t for s, t in b.double_rounding.items() if s != source}
     return dataclasses.replace(b, double_rounding=kept | ({source: through} if through else {}))
 
 
 def decide_all(a: Responses, found_fmt: Format) -> tuple[list[Finding], Behaviour]:
-    """Every decision, each under those found before it."""
+    """All decisions, each found under those before it, and the behaviour that they make up."""
+    # The order matters: the rounding shows at normal numbers whatever the others are, and each of
+    # the others is read off inputs that all decisions before it explain.
     b = KNOWN_CASTS["saturating"].behaviour(found_fmt)
     how = rounding(a, b)
     if how.value:

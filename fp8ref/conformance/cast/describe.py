@@ -1,4 +1,4 @@
-"""Describe an identified cast: as JSON, in one line, and by where it differs from an expected cast."""
+"""Describe an identified cast: as JSON, in one line, and by its differences from an expected cast."""
 
 from typing import Any
 
@@ -18,6 +18,7 @@ from fp8ref.sim.cast import decode
 def result_dict(
     found: Behaviour, findings: list[Finding], found_fmt: Format, a: Responses, names: list[str], names_but_for_nan: list[str]
 ) -> dict[str, Any]:
+    """``is`` of --json: names are the known casts that it equals."""
     by = {f.what: f.value for f in findings}
     inf = int(a.codes[np.flatnonzero(np.isposinf(a.x))[0]])
     return {
@@ -51,6 +52,10 @@ def _dtype(through: DoubleRounding | None) -> str | None:
 def summary(
     found: Behaviour, found_fmt: Format, fmt: Format, names: list[str], names_but_for_nan: list[str], complete: bool, everywhere: bool
 ) -> str:
+    """The cast in one line.
+
+    complete    every output is explained by the behaviour found; everywhere: in other shapes too.
+    """
     of = f"a cast to {found_fmt}" + (f" (max {found_fmt.max:g}), not {fmt} (max {fmt.max:g})," if found_fmt is not fmt else "")
     if complete and not everywhere:
         return f"{of} that gives other codes in arrays of other shapes"
@@ -70,12 +75,15 @@ def summary(
 def differences_from(
     responses: dict[str, Responses], wanted: Behaviour, fmt: Format, found_fmt: Format, findings: list[Finding]
 ) -> list[Counterexample]:
-    """The simplest input on which it is not what was expected, for each kind of input."""
+    """The simplest input whose code is not the expected one, for each kind of input.
+
+    Inputs that several decisions have a part in count for the first of them that is wrong.
+    """
     if found_fmt is not fmt:
         return [f.witness for f in findings if f.what == "format" and f.witness]
     found: dict[str, Counterexample] = {}
     for a in responses.values():
-        if a.source == "float64":  # which no name speaks of, C-8
+        if a.source == "float64":  # the known casts leave it open (C-8)
             continue
         differs, magnitude = a.mismatches(wanted, canonical=True), np.abs(a.x)
         coarse = a.among(inputs.coarse(fmt))
@@ -84,10 +92,10 @@ def differences_from(
         flushed = coarse & zero & (magnitude > fmt.smallest_subnormal / 2) & (magnitude < fmt.smallest_normal)
         beyond = "C-3" if wanted.overflow == "max" else "C-4"
         normal = coarse & ~over & (magnitude >= fmt.smallest_normal)
-        if (differs & normal).any():  # it rounds otherwise, and so to zero
+        if (differs & normal).any():  # then another rounding is why small numbers become zero
             flushed = np.zeros_like(flushed)
         expected = behaviour.encode(a.x, fmt, wanted, source=a.source).astype(np.int64)
-        zeros = (a.x == 0) | (zero & (expected & ~fmt.sign_bit == 0))  # of another sign, where they differ
+        zeros = (a.x == 0) | (zero & (expected & ~fmt.sign_bit == 0))  # where they differ, by the sign alone
         kinds = {
             "rounding": ("C-2", normal if (differs & normal).any() else coarse & ~over & ~flushed & ~zeros),
             "overflow": (beyond, over & np.isfinite(a.x)),
@@ -96,8 +104,8 @@ def differences_from(
             "subnormal": ("F-1", flushed),
             "zero": ("C-6", zeros),
         }
-        seen = over | np.isnan(a.x) | coarse | zeros
-        kinds["twice"] = ("C-1", ~seen if not (differs & coarse).any() else np.zeros_like(seen))
+        explained = over | np.isnan(a.x) | coarse | zeros
+        kinds["twice"] = ("C-1", ~explained if not (differs & coarse).any() else np.zeros_like(explained))
         for kind, (clause, among) in kinds.items():
             if kind not in found and (differs & among).any():
                 found[kind] = a.counterexample(simplest(a.x, differs & among), wanted, clause)

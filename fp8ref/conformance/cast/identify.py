@@ -1,4 +1,8 @@
-"""From a cast's answers to what it is."""
+"""Identify a cast: ``identify_cast`` asks it with chosen inputs, and finds its format and every decision.
+
+The format comes first, then the decisions for one dtype, then double rounding from the other dtypes.
+Last come the same codes in arrays of other shapes and strides. Every output must be explained.
+"""
 
 import dataclasses
 from collections.abc import Callable
@@ -10,7 +14,7 @@ from fp8ref import formats
 from fp8ref.conformance import subject as subjects
 from fp8ref.conformance.cast import behaviour, decisions, describe, inputs, layout_invariance, outputs, stochastic
 from fp8ref.conformance.cast import exhaustive as everything
-from fp8ref.conformance.cast.behaviour import KNOWN_CASTS
+from fp8ref.conformance.cast.behaviour import KNOWN_CASTS, Behaviour
 from fp8ref.conformance.cast.outputs import Responses
 from fp8ref.conformance.counterexample import Counterexample, bits_of, rounded, show
 from fp8ref.conformance.explain import simplest
@@ -30,14 +34,16 @@ def identify_cast(
     device: str = "cpu",
     exhaustive: bool = False,
 ) -> Outcome:
-    """What a cast does, by what it gives for some twenty thousand inputs, or for all float32 ones.
+    """Identify a cast from its outputs for some twenty thousand inputs, or for all float32 inputs.
 
-    function   one array [n], float32 or bfloat16 and, if it takes them, float16 and float64, -> [n]: codes uint8, float8, or values.
-    expect     a name of ``behaviour.KNOWN`` that it is held to, NaN codes being one (C-5).
-    framework  of the arrays it is given; by default the first that it takes of numpy, torch, jax.
-    exhaustive all 2^32 float32 inputs are held to what was found.
+    function   array [n] -> array [n] of codes (uint8 or float8) or values. It takes float32 or
+               bfloat16; float16 and float64 are tried too.
+    expect     a name of ``behaviour.KNOWN_CASTS`` that it must equal, all NaN codes being one (C-5).
+    framework  whose arrays it is given; by default the first that it takes of numpy, torch, jax.
+    exhaustive compare all 2^32 float32 inputs with the behaviour found.
 
-    Raises:    ValueError: fmt not an FP8 format, an unknown name; ConformanceError: the function is none.
+    Raises:    ValueError: fmt not an FP8 format, an unknown name; ConformanceError: not a valid cast:
+               it raises, gives another shape or type, changes its input, or does not repeat itself.
     """
     check_format(fmt)
     wanted = None if expect is None else behaviour.by_name(expect)
@@ -46,33 +52,23 @@ def identify_cast(
     source = subjects.first_dtype(subject)
     if exhaustive and source != "float32":
         raise ConformanceError(f"{name} takes no float32, of which all inputs would be asked. Leave --exhaustive out.")
-    found_fmt, found_format = _format(subject, fmt, source)
-    findings = [found_format]
+    found_fmt, format_finding = _format(subject, fmt, source)
+    findings = [format_finding]
     if found_fmt is None:
-        return _unknown(subject, fmt, source, findings, expect)
+        return _without_format(subject, fmt, source, findings, expect)
     first, position = _ask(subject, source, found_fmt)
-    _check_keeps(subject, first)
+    _check_no_reuse(subject, first)
     if position is not None or stochastic.varies(subject, source, found_fmt):
         if exhaustive:
             raise ConformanceError(f"{name} gives equal inputs unequal codes: none that all of float32 is held to. Leave --exhaustive out.")
         return stochastic.identify(subject, first, position, fmt, findings, expect)
     more, found = decisions.decide_all(first, found_fmt)
     findings += more
-    responses = {source: first}
-    for other in subjects.DTYPES:
-        if other == source:
-            continue
-        try:
-            subject.ask(np.ones(16), other)
-        except RefusedError as error:
-            findings.append(Finding(what=f"double_rounding of {other}", value=None, words="not asked", evidence=str(error)))
-            continue
-        responses[other] = _deterministic(subject, other, found_fmt)
-        more_found, through = decisions.double_rounding(responses[other], found, found.double_rounding.get(source))
-        findings.append(more_found)
-        found = decisions.with_double_rounding(found, other, through)
-    # In other sources NaNs are one (C-5): libraries emit other codes there, XLA 0x7F from float16 and 0x7E from float32
-    # and so where a NaN's payload has a part in its code
+    others, more_findings, found = _other_dtypes(subject, source, found, found_fmt)
+    findings += more_findings
+    responses = {source: first} | others
+    # NaN codes count as equal (C-5) in the other dtypes, where libraries emit other codes: XLA 0x7F
+    # from float16 and 0x7E from float32. So they do where the code depends on the payload.
     by_payload = next(f for f in more if f.what == "nan_code").value is None
     wrong = {a: a.mismatches(found, canonical=by_payload or a.source != source) for a in responses.values()}
     unlike = [a.counterexample(simplest(a.x, differs), found, "by what was found") for a, differs in wrong.items() if differs.any()]
@@ -93,15 +89,8 @@ def identify_cast(
     names = [k for k, known in KNOWN_CASTS.items() if not first.mismatches(known.behaviour(found_fmt)).any()]
     names_but_for_nan = [k for k, known in KNOWN_CASTS.items() if not first.mismatches(known.behaviour(found_fmt), canonical=True).any()]
     complete = None not in (found.rounding, found.overflow, found.infinite) and not unlike
-    elsewhere = []
-    for of, a in (
-        (of, a) for of, a in responses.items() if of != "float64" and a not in (b for b, differs in wrong.items() if differs.any())
-    ):
-        _check_keeps(subject, a)
-        for check in (layout_invariance.check_shapes, layout_invariance.check_strides):
-            finding, wrong_there = check(subject, a, found)
-            findings.append(finding if of == source else dataclasses.replace(finding, what=f"{finding.what} of {of}"))
-            elsewhere += wrong_there
+    more_findings, elsewhere = _other_layouts(subject, source, [a for a, differs in wrong.items() if not differs.any()], found)
+    findings += more_findings
     unlike += elsewhere
     differences = describe.differences_from(responses, wanted.behaviour(fmt), fmt, found_fmt, findings) if wanted else []
     return Outcome(
@@ -122,23 +111,62 @@ def identify_cast(
     )
 
 
-def _check_keeps(subject: Subject, a: Responses) -> None:
+def _other_dtypes(
+    subject: Subject, source: str, found: Behaviour, found_fmt: Format
+) -> tuple[dict[str, Responses], list[Finding], Behaviour]:
+    """The responses in each other dtype that it takes, and the behaviour with their double roundings."""
+    responses, findings = dict[str, Responses](), list[Finding]()
+    for other in subjects.DTYPES:
+        if other == source:
+            continue
+        try:
+            subject.ask(np.ones(16), other)
+        except RefusedError as error:
+            findings.append(Finding(what=f"double_rounding of {other}", value=None, words="not asked", evidence=str(error)))
+            continue
+        responses[other] = _deterministic(subject, other, found_fmt)
+        finding, through = decisions.double_rounding(responses[other], found, found.double_rounding.get(source))
+        findings.append(finding)
+        found = decisions.with_double_rounding(found, other, through)
+    return responses, findings, found
+
+
+def _other_layouts(
+    subject: Subject, source: str, explained: list[Responses], found: Behaviour
+) -> tuple[list[Finding], list[Counterexample]]:
+    """Check other shapes and strides in each dtype whose responses are explained, except float64."""
+    findings, wrong = list[Finding](), list[Counterexample]()
+    for a in explained:
+        if a.source == "float64":
+            continue
+        _check_no_reuse(subject, a)
+        for check in (layout_invariance.check_shapes, layout_invariance.check_strides):
+            finding, counterexamples = check(subject, a, found)
+            findings.append(finding if a.source == source else dataclasses.replace(finding, what=f"{finding.what} of {a.source}"))
+            wrong += counterexamples
+    return findings, wrong
+
+
+def _check_no_reuse(subject: Subject, a: Responses) -> None:
+    """ConformanceError where a later call overwrites the output of an earlier one."""
     some = a.x[:: a.x.size // 64]  # of every exponent and both signs
-    subjects.check_no_reuse(subject, some, some[::-1], a.source, _read)
+    subjects.check_no_reuse(subject, some, some[::-1], a.source, _arrays)
 
 
-def _read(found: Any) -> list[np.ndarray]:
+def _arrays(found: Any) -> list[np.ndarray]:
     made = subjects.read_array(found)
     return [made[0]] if made else []
 
 
 def check_format(fmt: Format) -> None:
+    """ValueError unless fmt is an FP8 format that tensors are cast to."""
     formats.check(fmt)
     if fmt.name not in formats.FP8_FORMATS:
         raise ValueError(f"a cast is to one of {', '.join(formats.FP8_FORMATS)}; got {fmt}.")
 
 
 def _format(subject: Subject, fmt: Format, source: str) -> tuple[Format | None, Finding]:
+    """The format that it casts to, from the numbers of every format; None if there is none."""
     x = rounded(inputs.all_numbers(), source)
     output, position = outputs.ask_twice(subject, x, source)
     if output.values_only and np.array_equal(output.array, x):
@@ -169,12 +197,14 @@ def _format(subject: Subject, fmt: Format, source: str) -> tuple[Format | None, 
 
 
 def _ask(subject: Subject, source: str, found_fmt: Format) -> tuple[Responses, int | None]:
+    """The responses to all chosen inputs, and the first index where a second call differs."""
     x = inputs.inputs(found_fmt, source)
     output, position = outputs.ask_twice(subject, x, source)
     return Responses(x=x, source=source, output=output, fmt=found_fmt, codes=output.codes(found_fmt)), position
 
 
 def _deterministic(subject: Subject, source: str, found_fmt: Format) -> Responses:
+    """As _ask; ConformanceError where a second call differs."""
     responses, position = _ask(subject, source, found_fmt)
     if position is not None:
         raise ConformanceError(
@@ -185,7 +215,7 @@ def _deterministic(subject: Subject, source: str, found_fmt: Format) -> Response
 
 
 def _scaled(subject: Subject, fmt: Format, source: str) -> str:
-    """Whether its numbers are all the same number of times what they were, in words."""
+    """In words, the factor by which most numbers of fmt are scaled; empty if there is none."""
     x = rounded(inputs.numbers(fmt)[1:-1], source)
     codes = outputs.ask(subject, x, source).codes(fmt)
     with np.errstate(all="ignore"):
@@ -195,7 +225,8 @@ def _scaled(subject: Subject, fmt: Format, source: str) -> str:
     return f"; read as {fmt}, most of {fmt}'s numbers come back as {most:g} times themselves" if half else ""
 
 
-def _unknown(subject: Subject, fmt: Format, source: str, findings: list[Finding], expect: str | None) -> Outcome:
+def _without_format(subject: Subject, fmt: Format, source: str, findings: list[Finding], expect: str | None) -> Outcome:
+    """The outcome for a cast whose format is unknown."""
     witness = findings[0].witness
     return Outcome(
         name=subject.name, kind="cast", fmt=fmt, framework=subject.framework, found={"format": None}, findings=findings, identified=False,

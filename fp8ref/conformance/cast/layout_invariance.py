@@ -1,4 +1,4 @@
-"""A cast of arrays of other shapes and strides: whether each element gets the code that it gets elsewhere, tails of blocks included."""
+"""Check that a cast gives the same codes in arrays of other shapes and strides, tails of blocks included."""
 
 from collections.abc import Iterable
 
@@ -11,12 +11,12 @@ from fp8ref.conformance.counterexample import Counterexample, bits_of, show
 from fp8ref.conformance.finding import Finding, strides_finding
 from fp8ref.conformance.subject import VIEWS, RefusedError, Subject
 
-# Beside the sizes of vectors, warps and blocks, and beyond a million elements
+# Sizes that are no multiple of vectors, warps or blocks; and more than a million elements
 SHAPES: tuple[tuple[int, ...], ...] = ((), (0,), (1,), (3,), (127,), (1025,), ((1 << 20) + 13,), (33, 65), (64, 64), (3, 5, 17))
 
 
 def check_shapes(subject: Subject, a: Responses, found: Behaviour) -> tuple[Finding, list[Counterexample]]:
-    """Hold arrays of other shapes to what was found; a shape that it raises for is said, and no fault."""
+    """Compare arrays of other shapes with the behaviour found; a shape that raises is reported, and no fault."""
     taken, refused, wrong = [], [], list[Counterexample]()
     for shape in SHAPES:
         at = np.arange(int(np.prod(shape))) % a.x.size
@@ -26,15 +26,15 @@ def check_shapes(subject: Subject, a: Responses, found: Behaviour) -> tuple[Find
             refused.append(shape)
             continue
         taken.append(shape)
-        wrong = wrong or _unlike(a, at.reshape(shape), output, found)
+        wrong = wrong or _counterexample(a, at.reshape(shape), output, found)
     evidence = f"{_listed(taken)}: the same codes" + (f"; it raises for {_listed(refused)}" if refused else "")
     evidence = str(wrong[0]) if wrong else evidence
     return Finding(what="shapes", value=not wrong, words="not all alike" if wrong else "all alike", evidence=evidence), wrong
 
 
 def check_strides(subject: Subject, a: Responses, found: Behaviour) -> tuple[Finding, list[Counterexample]]:
-    """Hold arrays that do not lie in memory one element after the other to it."""
-    at = np.arange(33 * 65).reshape(33, 65) * 7 % a.x.size
+    """Compare arrays that are not contiguous in memory with the behaviour found."""
+    at = np.arange(33 * 65).reshape(33, 65) * 7 % a.x.size  # a step of 7: next to each other are unrelated numbers
     taken, refused, wrong = [], [], list[Counterexample]()
     for view in VIEWS if subject.framework != "jax" else ():
         x = a.x[at]
@@ -44,12 +44,12 @@ def check_strides(subject: Subject, a: Responses, found: Behaviour) -> tuple[Fin
             refused.append(view)
             continue
         taken.append(view)
-        wrong = wrong or _unlike(a, at, output, found, f", {view} in memory")
+        wrong = wrong or _counterexample(a, at, output, found, f", {view} in memory")
     return strides_finding(taken, refused, wrong), wrong
 
 
-def _unlike(a: Responses, at: np.ndarray, output: outputs.Output, found: Behaviour, how: str = "") -> list[Counterexample]:
-    """The first element whose code is not the one found; codes of NaN are one (C-5)."""
+def _counterexample(a: Responses, at: np.ndarray, output: outputs.Output, found: Behaviour, how: str = "") -> list[Counterexample]:
+    """The first element whose code is not that of the behaviour found; NaN codes count as equal (C-5)."""
     expected = behaviour.encode(a.x, a.fmt, found, source=a.source).astype(np.int64)[at]
     differs = a.canonical(output.codes(a.fmt)) != a.canonical(expected)
     if not differs.any():

@@ -1,11 +1,11 @@
-"""What a cast gives, as codes of a format: codes as they are, values by the numbers that they are."""
+"""The outputs of a cast, read as codes of a format: codes as they are, values by the code of that value."""
 
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from fp8ref.conformance import subject
+from fp8ref.conformance import subject as subjects
 from fp8ref.conformance.cast import behaviour, inputs
 from fp8ref.conformance.cast.behaviour import CAST_FORMATS, Behaviour
 from fp8ref.conformance.counterexample import Counterexample, bits_of, rounded, show
@@ -13,36 +13,36 @@ from fp8ref.conformance.subject import ConformanceError, RefusedError, Subject
 from fp8ref.formats import Format
 from fp8ref.sim import cast
 
-NO_CODE = -1  # of a value that no code of the format has
+NO_CODE = -1  # stands for a value that the format does not have
 FLOATS = ("float32", "bfloat16", "float16", "float64")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Output:
-    """The array that came back: codes uint8, or values; dtype is what it was of."""
+    """The array that a cast returned: codes as uint8, or values; dtype is that of the array itself."""
 
     array: np.ndarray
     dtype: str
 
     @property
     def values_only(self) -> bool:
-        """Values tell no NaN from another."""
+        """True if the array holds values, from which the code of a NaN cannot be read."""
         return self.array.dtype != np.uint8
 
     @property
     def candidate_formats(self) -> list[Format]:
-        """The formats that it can be in."""
+        """The formats that its codes or values may be in: one if the dtype names it, else all."""
         named = self.dtype.removeprefix("float8_")
         return [CAST_FORMATS[named]] if named != self.dtype else list(CAST_FORMATS.values())
 
     def codes(self, fmt: Format) -> np.ndarray:
-        """int64 codes of fmt, NO_CODE where a value has none."""
+        """The codes in fmt, int64; NO_CODE where fmt does not have a value."""
         return self.array.astype(np.int64) if not self.values_only else codes_of_values(self.array, fmt)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Responses:
-    """x [n] of dtype ``source``, and the reply, codes of fmt."""
+    """Inputs of a cast and its outputs: x [n], numbers of dtype ``source``; codes [n] in fmt."""
 
     x: np.ndarray
     source: str
@@ -51,7 +51,10 @@ class Responses:
     codes: np.ndarray
 
     def mismatches(self, b: Behaviour, among: np.ndarray | None = None, *, canonical: bool = False) -> np.ndarray:
-        """Where the answers are not those of a behaviour; canonical: NaNs are one (C-5), as those of infinities are always."""
+        """Where the codes are not those of a behaviour, optionally only among some inputs.
+
+        canonical  all NaN codes count as equal (C-5). For infinite inputs they always do.
+        """
         expected = behaviour.encode(self.x, self.fmt, b, source=self.source).astype(np.int64)
         codes = self.codes
         if canonical or self.output.values_only:
@@ -62,15 +65,17 @@ class Responses:
         return different if among is None else different & among
 
     def canonical(self, codes: np.ndarray) -> np.ndarray:
+        """codes with every NaN code replaced by the one of C-5; NO_CODE stays."""
         nan = np.isnan(cast.decode(np.arange(256, dtype=np.uint8), self.fmt))
         return np.where((codes >= 0) & nan[codes], self.fmt.nan_code, codes)
 
     def among(self, values: np.ndarray) -> np.ndarray:
-        """Which of x are among values."""
+        """Where x is one of these values, rounded to the dtype of x."""
         kept = rounded(values, self.source)
         return np.isin(self.x, kept[np.isfinite(kept)])
 
     def counterexample(self, index: int, expected: Behaviour, clause: str) -> Counterexample:
+        """One input with the code it got, and the code that a behaviour gives."""
         value, bits = number_text(self.x, index, self.source)
         code = behaviour.encode(self.x[index : index + 1], self.fmt, expected, source=self.source)
         shown = cast.decode(code, self.fmt)[0] if self.output.values_only else None
@@ -85,9 +90,9 @@ class Responses:
 
 
 def ask(subject: Subject, x: np.ndarray, source: str) -> Output:
-    """A cast's reply to x.
+    """The output of a cast for x.
 
-    Raises:   ConformanceError: as Subject.ask, with a smallest input that it raises for; not one array of x's shape, of codes or values.
+    Raises:   ConformanceError: as Subject.ask, naming a smallest part of x that raises; or as read.
     """
     try:
         found = subject.ask(x, source)
@@ -98,29 +103,33 @@ def ask(subject: Subject, x: np.ndarray, source: str) -> Output:
     return read(subject, found, x, source)
 
 
-def read(asked: Subject, found: Any, x: np.ndarray, source: str) -> Output:
-    of = f"for {subject.describe(x, source, asked.framework)}"
-    made = subject.read_array(found)
+def read(subject: Subject, found: Any, x: np.ndarray, source: str) -> Output:
+    """What a cast returned for x, as an Output.
+
+    Raises:   ConformanceError: not one array of x's shape that holds codes or values.
+    """
+    of = f"for {subjects.describe(x, source, subject.framework)}"
+    made = subjects.read_array(found)
     if made is None:
         raise ConformanceError(
-            f"{asked.name} gives a {type(found).__name__} {of}; a cast gives one array of codes or values. Name --kind quantizer if it is one."
+            f"{subject.name} gives a {type(found).__name__} {of}; a cast gives one array of codes or values. Name --kind quantizer if it is one."
         )
     array, dtype = made
     if array.shape != x.shape:
         raise ConformanceError(
-            f"{asked.name} gives shape {list(array.shape)} {of}; a cast keeps the shape. Return one code for each number."
+            f"{subject.name} gives shape {list(array.shape)} {of}; a cast keeps the shape. Return one code for each number."
         )
     if dtype != "uint8" and dtype not in FLOATS and dtype.removeprefix("float8_") not in CAST_FORMATS:
         raise ConformanceError(
-            f"{asked.name} gives {dtype} {of}; codes are uint8 or float8 ({', '.join(CAST_FORMATS)}), values {', '.join(FLOATS)}. "
+            f"{subject.name} gives {dtype} {of}; codes are uint8 or float8 ({', '.join(CAST_FORMATS)}), values {', '.join(FLOATS)}. "
             "View other codes as uint8."
         )
     return Output(array=array, dtype=dtype)
 
 
-def ask_twice(asked: Subject, x: np.ndarray, source: str) -> tuple[Output, int | None]:
-    """The reply, and where the same question once more is answered otherwise."""
-    first, again = ask(asked, x, source), ask(asked, x, source)
+def ask_twice(subject: Subject, x: np.ndarray, source: str) -> tuple[Output, int | None]:
+    """The output for x, and the first index where a second call with x gives another."""
+    first, again = ask(subject, x, source), ask(subject, x, source)
     different = first.array.view(np.uint8).reshape(x.size, -1) != again.array.view(np.uint8).reshape(x.size, -1)
     if first.dtype != again.dtype or not different.any():
         return first, None
@@ -128,9 +137,10 @@ def ask_twice(asked: Subject, x: np.ndarray, source: str) -> tuple[Output, int |
 
 
 def identify_format(output: Output, x: np.ndarray, fmt: Format) -> tuple[Format | None, str]:
-    """The format whose numbers come back as themselves, fmt if it is as good as another; and how many did.
+    """The format whose own numbers the cast leaves unchanged, and how many it does, in words.
 
-    x is questions.all_numbers(), and reply the one to it. None where half of a format's numbers do not.
+    x is inputs.all_numbers(), and output that for it. Of equally good formats it is fmt.
+    None if no format has more than half of its numbers unchanged.
     """
     scores = {}
     for found_fmt in sorted(output.candidate_formats, key=lambda f: f is not fmt):
@@ -138,7 +148,7 @@ def identify_format(output: Output, x: np.ndarray, fmt: Format) -> tuple[Format 
         codes = output.codes(found_fmt)
         expected = cast.encode_plain(x, found_fmt).astype(np.int64)
         right = codes == expected
-        if output.values_only:  # numbers of other formats, which this one has not, do not come back as themselves
+        if output.values_only:  # then numbers that this format lacks must change
             right = np.where(known, right, output.array != x)
             known = np.ones_like(known)
         scores[found_fmt.name] = (int(right[known].sum()), int(known.sum()))
@@ -148,7 +158,7 @@ def identify_format(output: Output, x: np.ndarray, fmt: Format) -> tuple[Format 
 
 
 def codes_of_values(values: np.ndarray, fmt: Format) -> np.ndarray:
-    """The codes of values, NaN's the one of C-5; int64, NO_CODE where there is none."""
+    """The codes of values, int64: NaN by C-5; NO_CODE where fmt does not have the value."""
     table = cast.decode(np.arange(fmt.max_code + 1 + (fmt.inf_code is not None), dtype=np.uint8), fmt)
     magnitude = np.abs(values)
     at = np.minimum(np.searchsorted(table, magnitude), len(table) - 1)
@@ -159,28 +169,30 @@ def codes_of_values(values: np.ndarray, fmt: Format) -> np.ndarray:
 
 
 def output_text(output: Output, index: int, fmt: Format) -> str:
-    """One answer in words."""
+    """One element of an output as text: code and value, or the value alone."""
     if output.values_only:
         return show(output.array.flat[index])
     return code_text(output.array.flat[index], fmt)
 
 
 def code_text(code: int, fmt: Format) -> str:
-    """A code and its value: 0x38 = 1."""
+    """A code and its value as text: 0x38 = 1."""
     return f"0x{int(code):02X} = {show(cast.decode(np.array([code], np.uint8), fmt)[0])}"
 
 
-def _smallest_refused(asked: Subject, x: np.ndarray, source: str) -> np.ndarray:
+def _smallest_refused(subject: Subject, x: np.ndarray, source: str) -> np.ndarray:
+    """A part of x for which the cast raises too, halved while it can be."""
+
     def fails(part: np.ndarray) -> bool:
         try:
-            asked.ask(part, source)
+            subject.ask(part, source)
         except RefusedError:
             return True
         return False
 
-    return subject.smaller_part(x, fails) if x.ndim == 1 else x
+    return subjects.smaller_part(x, fails) if x.ndim == 1 else x
 
 
 def number_text(x: np.ndarray, index: int, source: str) -> tuple[str, str]:
-    """A number in words, and its bits."""
+    """One input as text: its value, and its bits in hexadecimal."""
     return show(x[index]), bits_of(x[index], source)

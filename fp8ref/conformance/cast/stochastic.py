@@ -1,4 +1,9 @@
-"""Identify a cast that rounds stochastically: how often it rounds away from zero, and what it decides without chance."""
+"""Identify a cast that rounds stochastically: its probabilities (C-2), then its other decisions.
+
+Probabilities are measured: the same numbers between neighbours, REPEATS times each. The other
+decisions show without chance: of a few answers to an input, that nearest to zero is the one that
+rounding toward zero gives, so that the functions of ``decisions`` apply to it.
+"""
 
 import dataclasses
 from dataclasses import dataclass
@@ -17,42 +22,50 @@ from fp8ref.formats import Format
 
 REPEATS = 1 << 12
 FRACTIONS = (1 / 16, 1 / 4, 1 / 2, 3 / 4, 15 / 16)
-RARELY = 2.0**-8  # a sixteenth of the least of them
+RARELY = 2.0**-8  # a sixteenth of the smallest fraction
+# A quarter of the smallest number rounds to it every time in 4^-64 of the casts that follow C-2.
+REPEATS_OF_SPECIALS = 1 << 6
+NOT_ASKED = ("behaviour_but_for_nan_codes", "double_rounding", "double_roundings")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RoundingRates:
-    """Numbers x [n] at fractions [n] of the way from a number of the format to the next away from zero, and the answers to each, REPEATED times."""
+    """How often numbers between two neighbours of the format are rounded away from zero.
+
+    x [n] are numbers at ``fractions`` [n] of the way from one neighbour to the next away from zero.
+    """
 
     x: np.ndarray
     fractions: np.ndarray
-    responses: Responses  # [n * REPEATED]
+    responses: Responses  # [n * REPEATS]
 
     @cached_property
     def away(self) -> np.ndarray:
-        """The share [n] of the answers that are the neighbour away from zero."""
+        """How often [n] the code is the neighbour away from zero, as a fraction of 1."""
         return (self.responses.codes.reshape(-1, REPEATS) == self.neighbours[:, None]).mean(axis=1)
 
     @property
     def neighbours(self) -> np.ndarray:
+        """The codes [n] next to x away from zero."""
         fmt = self.responses.fmt
         return behaviour.encode(self.x, fmt, dataclasses.replace(KNOWN_CASTS["saturating"].behaviour(fmt), rounding="away_from_zero"))
 
     @property
     def random(self) -> np.ndarray:
-        """Where both neighbours are given, and neither hardly ever."""
+        """Where both neighbours occur, each more than rarely."""
         return np.minimum(self.away, 1 - self.away) >= RARELY
 
     @property
     def depart(self) -> np.ndarray:
-        """Where the share is not the fraction (C-2).
+        """Where the rate is not the fraction f, which is the probability of C-2.
 
-        Of REPEATED independent choices its standard deviation is sqrt(f (1 - f) / REPEATED). Beyond five of them at one of 40 fractions is, by
-        the binomial distribution, one such cast in 36,000.
+        Of REPEATS independent choices the standard deviation is sqrt(f (1 - f) / REPEATS). By the
+        binomial distribution, a right cast is five of them off at one of 40 fractions once in 36,000.
         """
         return np.abs(self.away - self.fractions) > 5 * np.sqrt(self.fractions * (1 - self.fractions) / REPEATS)
 
     def counterexample(self, at: int, expected: str) -> Counterexample:
+        """One number, how often it got the neighbour away from zero, and how often it should."""
         a = self.responses
         return Counterexample(
             input=f"{show(self.x[at])}, {REPEATS} times", bits=(bits_of(self.x[at], a.source),), dtype=a.source,
@@ -61,7 +74,10 @@ class RoundingRates:
 
 
 def measure_rates(subject: Subject, source: str, fmt: Format) -> RoundingRates:
-    """Both signs, between neighbours of which the lower is zero, the smallest number, 1, or 12, which every format has."""
+    """Rates between zero, the smallest number, 1 or 12 and the next number, of both signs.
+
+    Every format has these four. Fractions that the dtype cannot tell are left out.
+    """
     n = inputs.numbers(fmt)
     at = np.searchsorted(n, (0, fmt.smallest_subnormal, 1, 12))
     x = (n[at, None] + (n[at + 1] - n[at])[:, None] * np.array(FRACTIONS)).ravel()
@@ -72,34 +88,31 @@ def measure_rates(subject: Subject, source: str, fmt: Format) -> RoundingRates:
 
 
 def ask_repeatedly(subject: Subject, x: np.ndarray, times: int, source: str, fmt: Format) -> Responses:
-    """Each of x [n] so many times in a row; answers [n * times]."""
+    """The responses [n * times] to one array that holds each of x [n] so many times in a row."""
     asked = np.repeat(x, times)
     output = outputs.ask(subject, asked, source)
     return Responses(x=asked, source=source, output=output, fmt=fmt, codes=output.codes(fmt))
 
 
 def code_or_value(code: int, a: Responses) -> str:
-    """A code and its value, or the value alone of what gives values."""
+    """A code and its value as text, or the value alone where the cast returns values."""
     shown = outputs.code_text(code, a.fmt)
     return shown.partition(" = ")[2] if a.output.values_only else shown
 
 
-REPEATS_OF_SPECIALS = 1 << 6  # times: a quarter of the smallest number never becomes zero in 4^-64 of the casts that round by C-2
-NOT_ASKED = ("behaviour_but_for_nan_codes", "double_rounding", "double_roundings")
-
-
 def varies(subject: Subject, source: str, fmt: Format) -> bool:
-    """Whether equal numbers of one input get unequal codes."""
+    """Whether equal numbers in one array get different codes."""
     codes = measure_rates(subject, source, fmt).responses.codes.reshape(-1, REPEATS)
     return bool((codes != codes[:, :1]).any())
 
 
 def identify(subject: Subject, a: Responses, position: int | None, fmt: Format, findings: list[Finding], expect: str | None) -> Outcome:
-    """How often it rounds away from zero, what it decides without chance, and whether a second call gives other codes.
+    """Measure the probabilities, find the other decisions, and check whether a second call repeats the first.
 
-    position   where a second reply to a.x was another, if it was.
+    position   the first index where two outputs for a.x differ, if they do.
 
-    Raises:    ConformanceError: no number is rounded to both its neighbours, or one to what is neither, so that this is not rounding.
+    Raises:    ConformanceError: not stochastic rounding: no number gets both its neighbours, or one
+               gets neither.
     """
     rates = measure_rates(subject, a.source, a.fmt)
     if not rates.random.any():
@@ -108,43 +121,46 @@ def identify(subject: Subject, a: Responses, position: int | None, fmt: Format, 
     without_chance = ask_repeatedly(subject, _inputs_without_chance(a.fmt, a.source), REPEATS_OF_SPECIALS, a.source, a.fmt)
     truncated = _truncated(without_chance)
     decided, found = _decide(truncated)
-    unlike = _unlike(subject, (without_chance, rates.responses, a), found)
+    unlike = _neither_neighbour(subject, (without_chance, rates.responses, a), found)
     how = _rounding(rates, differs_again)
     findings = [*findings, how, *decided]
     names, names_but_for_nan, nearest = _behaviours(truncated)
     unlike = unlike or nearest
     names, names_but_for_nan = ([], []) if unlike else (names, names_but_for_nan)
-    is_too = {
+    of_chance = {
         "behaviour_but_for_rounding": names,
         "behaviour_but_for_rounding_and_nan_codes": names_but_for_nan,
         "repeats_itself": not differs_again,
     }
-    described_too = describe.result_dict(found, findings, a.fmt, truncated, [], [])
+    result = describe.result_dict(found, findings, a.fmt, truncated, [], [])
     return Outcome(
         name=subject.name, kind="cast", fmt=fmt, framework=subject.framework, findings=findings, identified=how.witness is None and not unlike,
-        found={k: v for k, v in described_too.items() if k not in NOT_ASKED} | is_too,
-        summary=_in_words(rates, fmt, decided, names, names_but_for_nan),
+        found={k: v for k, v in result.items() if k not in NOT_ASKED} | of_chance,
+        summary=_summary(rates, fmt, decided, names, names_but_for_nan),
         unlike=[*([how.witness] if how.witness else []), *unlike],
         expected=expect, differences=_differences(rates, truncated, expect, fmt, findings) if expect else [],
     )  # fmt: skip
 
 
 def _inputs_without_chance(fmt: Format, source: str) -> np.ndarray:
-    """Numbers, zeros, what is well above max, infinities and NaNs, beside magnitudes so small that a zero is among the answers to each."""
+    """Inputs that leave nothing to chance: numbers of the format, overflow, infinities and NaNs.
+
+    With them magnitudes so small that each becomes zero at least once in REPEATS_OF_SPECIALS times.
+    """
     n = inputs.numbers(fmt)
     with np.errstate(over="ignore"):
         return np.concatenate([rounded(np.concatenate([n, -n, inputs.special(fmt)]), source), inputs.nans(source)])
 
 
 def _truncated(a: Responses) -> Responses:
-    """Of SETTLED answers to a number the one nearest zero, which without chance is all of them: as of a rounding toward zero."""
+    """Of REPEATS_OF_SPECIALS answers to each input the one nearest to zero: as if rounded toward zero."""
     nearest = np.argmin((a.codes & 0x7F).reshape(-1, REPEATS_OF_SPECIALS), axis=1)
     at = np.arange(nearest.size) * REPEATS_OF_SPECIALS + nearest
     return dataclasses.replace(a, x=a.x[at], codes=a.codes[at], output=Output(array=a.output.array[at], dtype=a.output.dtype))
 
 
 def _decide(a: Responses) -> tuple[list[Finding], Behaviour]:
-    """Every decision but the rounding, each under those found before it, of settled answers."""
+    """All decisions except the rounding, each found under those before it."""
     b = dataclasses.replace(KNOWN_CASTS["saturating"].behaviour(a.fmt), rounding="toward_zero")
     zero = decisions.negative_zero(a, b)
     b = dataclasses.replace(b, negative_zero=zero.value or b.negative_zero)
@@ -157,7 +173,10 @@ def _decide(a: Responses) -> tuple[list[Finding], Behaviour]:
 
 
 def _behaviours(truncated: Responses) -> tuple[list[str], list[str], list[Counterexample]]:
-    """What is the same but for rounding, and but for NaN codes too; and the simplest input on which the nearest of them is not."""
+    """The known casts that are equal except for rounding; those equal except for NaN codes too.
+
+    If there are none, the simplest input on which the nearest known cast differs.
+    """
     known = {k: dataclasses.replace(b.behaviour(truncated.fmt), rounding="toward_zero") for k, b in KNOWN_CASTS.items()}
     names = [k for k, b in known.items() if not truncated.mismatches(b).any()]
     differs = {k: truncated.mismatches(b, canonical=True) for k, b in known.items()}
@@ -167,10 +186,15 @@ def _behaviours(truncated: Responses) -> tuple[list[str], list[str], list[Counte
     return names, [k for k in known if not differs[k].any()], []
 
 
-def _unlike(subject: Subject, asked: tuple[Responses, ...], found: Behaviour) -> list[Counterexample]:
-    """The simplest input whose answer is that of neither neighbour: beyond the format's numbers, or zero with the other sign."""
+def _neither_neighbour(subject: Subject, responses: tuple[Responses, ...], found: Behaviour) -> list[Counterexample]:
+    """The simplest input whose code is neither of its neighbours.
+
+    It is above max, or a zero of the wrong sign. Any other such input is no rounding at all.
+
+    Raises:   ConformanceError: another input got neither of its neighbours.
+    """
     shown = []
-    for a in asked:
+    for a in responses:
         wrong = a.mismatches(found) & a.mismatches(dataclasses.replace(found, rounding="away_from_zero"))
         magnitude = np.abs(a.x)
         sign = ((a.codes & 0x7F) == 0) & (magnitude < a.fmt.smallest_subnormal)
@@ -184,7 +208,7 @@ def _unlike(subject: Subject, asked: tuple[Responses, ...], found: Behaviour) ->
 
 
 def _rounding(rates: RoundingRates, differs_again: bool) -> Finding:
-    """Of the rounding, whose value is None where it is not by the distance."""
+    """The finding on the rounding: ``stochastic`` if every rate is the distance, else None."""
     depart, a = np.flatnonzero(rates.depart), rates.responses
     evidence = f"{REPEATS} times each, {rates.x.size} {a.source} numbers at {', '.join(f'{f:g}' for f in FRACTIONS)} between neighbours, of both signs, "
     evidence += "two binades and subnormals; "
@@ -203,7 +227,7 @@ def _rounding(rates: RoundingRates, differs_again: bool) -> Finding:
     )
 
 
-def _in_words(rates: RoundingRates, fmt: Format, decided: list[Finding], names: list[str], names_but_for_nan: list[str]) -> str:
+def _summary(rates: RoundingRates, fmt: Format, decided: list[Finding], names: list[str], names_but_for_nan: list[str]) -> str:
     of, wrong = rates.responses.fmt, int(rates.depart.sum())
     found_fmt = f"{of}" + (f" (max {of.max:g}), not {fmt} (max {fmt.max:g})," if of is not fmt else "")
     how = f"but not by the distance (C-2) at {wrong} of the" if wrong else "with the probability of C-2 at the"
@@ -215,7 +239,7 @@ def _in_words(rates: RoundingRates, fmt: Format, decided: list[Finding], names: 
 
 
 def _differences(rates: RoundingRates, truncated: Responses, expect: str, fmt: Format, findings: list[Finding]) -> list[Counterexample]:
-    """The simplest number that is rounded at random, which no name does, and what else is not as expected."""
+    """The simplest number that is rounded at random, as no known cast does, and the other differences."""
     at = simplest(rates.x, rates.random)
     code = behaviour.encode(rates.x[at : at + 1], truncated.fmt, KNOWN_CASTS[expect].behaviour(truncated.fmt))[0]
     rounds = rates.counterexample(at, f"{code_or_value(code, truncated)} every time")
@@ -227,6 +251,7 @@ def _differences(rates: RoundingRates, truncated: Responses, expect: str, fmt: F
 
 
 def _no_chance(subject: Subject, a: Responses, position: int | None, rates: RoundingRates) -> ConformanceError:
+    """The error for a cast whose outputs vary, though none of the numbers between neighbours is rounded both ways."""
     if position is not None:
         return _error(subject, a, position, "gave other codes the second time")
     codes = rates.responses.codes.reshape(-1, REPEATS)

@@ -1,4 +1,8 @@
-"""Candidates for a quantizer: each policy, as it is or with one known deviation, and how far its answers agree with one."""
+"""Candidate quantizers: a policy, as it is or with one known deviation, and a comparison with the outputs.
+
+``DEVIATIONS`` are the mistakes that have a name, such as an amax without abs. ``agreement`` tells
+for which groups a quantizer's scales and codes are those of a candidate.
+"""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -23,17 +27,18 @@ ChangeScales = Callable[[Scales, np.ndarray, Format], Scales]
 
 
 def _own_scales(scales: Scales, amax: np.ndarray, fmt: Format) -> Scales:
+    """The policy's scales, unchanged."""
     return scales
 
 
 @dataclass(frozen=True, kw_only=True)
 class Deviation:
-    """One thing done otherwise than by a policy.
+    """One way to depart from a policy.
 
-    said     completes "policy torchao, but".
-    changes  of the policy's decisions.
-    amax     as scaling.amax.
-    scales   from those of the policy, the amax and the format whose max it scales to.
+    text     completes "policy torchao, but".
+    changes  fields of the policy, with other values.
+    amax     replaces scaling.amax.
+    scales   (policy's scales, amax, format whose max is scaled to) -> scales.
     ordinary whether it shows at ordinary amaxes.
     """
 
@@ -44,10 +49,11 @@ class Deviation:
     ordinary: bool = True
 
     def applied_to(self, policy: ScalePolicy) -> ScalePolicy:
+        """The policy with the changed fields."""
         return dataclasses.replace(policy, **self.changes) if self.changes else policy
 
     def applies_to(self, policy: ScalePolicy) -> bool:
-        """Whether the policy has what is changed: those of e8m0 scales have no eps and a ratio of their own (S-14)."""
+        """Whether it changes the policy: those of e8m0 scales have no eps, and another ratio (S-14)."""
         return not self.changes or (policy.e8m0 is None and any(getattr(policy, key) != value for key, value in self.changes.items()))
 
 
@@ -63,15 +69,15 @@ def _rounded_scale(fmt: Format, rounding: cast.Rounding = "nearest_even") -> Cha
     return scales
 
 
-def _one_where(met: Callable[[np.ndarray], np.ndarray]) -> ChangeScales:
+def _one_where(condition: Callable[[np.ndarray], np.ndarray]) -> ChangeScales:
     def scales(scales: Scales, amax: np.ndarray, fmt: Format) -> Scales:
-        return Scales(*(np.where(met(amax), np.float32(1), s)[()] for s in scales))
+        return Scales(*(np.where(condition(amax), np.float32(1), s)[()] for s in scales))
 
     return scales
 
 
 def _quotient_alone(scales: Scales, amax: np.ndarray, fmt: Format) -> Scales:
-    """Of float64 quotients, rounded once."""
+    """scale_inv = amax / max, by a float64 quotient rounded once."""
     return Scales(scales.scale, (amax.astype(np.float64) / fmt.max).astype(np.float32))
 
 
@@ -84,6 +90,8 @@ def _power_of_two(rounding: Callable[[np.ndarray], np.ndarray]) -> ChangeScales:
 
 
 def scale_times(factor: float) -> Deviation:
+    """The deviation of a scale that is ``factor`` times the policy's."""
+
     def scales(scales: Scales, amax: np.ndarray, fmt: Format) -> Scales:
         scale = scales.scale * np.float32(factor)
         return Scales(scale, scale_inv_from_scale(scale))
@@ -95,7 +103,7 @@ def _without_abs(part: Callable[[np.ndarray, np.float32], np.ndarray]) -> Amax:
     return lambda x, granularity, axis: scaling.amax(part(x, np.float32(0)), granularity, axis=axis)
 
 
-# What libraries take for the smallest amax that counts: none, powers of ten, the smallest normal numbers and the epsilon of float32 and bfloat16
+# The eps of libraries: none, powers of ten, the smallest normal number, the epsilon of float32 and of bfloat16
 _EPS = (0.0, 1e-4, 1e-5, 1e-6, 1e-7, 1e-8, 1e-9, 1e-10, 1e-12, 1e-15, 1e-20, 1e-30, 2.0**-126, 2.0**-23, 2.0**-7)
 
 DEVIATIONS = (
@@ -118,17 +126,18 @@ DEVIATIONS = (
 )
 NO_DEVIATION = Deviation(text="")
 
-
-# Where each policy is decided
+# The clause that decides each policy
 CLAUSES = {"torchao": "S-3", "torchao_pow2": "S-4", "torchao_mask": "S-4", "flax": "S-13", "flax_bf16": "S-13", "msamp": "S-15"}
 CLAUSES |= dict.fromkeys(("mx_floor", "mx_rceil", "te_mxfp8"), "S-14")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A policy, the format whose max it scales to, the format of the codes, whether float32 subnormals are zeros (S-12), and any deviation.
+    """A policy, possibly with one deviation, to compare a quantizer with.
 
-    rounding  that of its cast, of products of dtype ``source``, where it is not that of S-5.
+    scale_fmt  the format whose max it scales to; fmt: the format of the codes.
+    flushes    float32 subnormals are zeros, as under XLA (S-12).
+    rounding   the behaviour of the cast, where it is not that of S-5, for products of dtype ``source``.
     """
 
     policy: ScalePolicy
@@ -140,6 +149,7 @@ class Candidate:
     source: str = "float32"
 
     def quantize(self, x: np.ndarray, scale_layout: ScaleLayout) -> scaling.Quantized:
+        """x [M, K] as this candidate quantizes it."""
         granularity, axis = scale_layout.granularity, scale_layout.axis
         x = _flushed(x) if self.flushes else x
         given = x if self.policy.compute.name == "float32" else cast.round_to(x, self.policy.compute)
@@ -148,7 +158,7 @@ class Candidate:
             scales = self.deviation.scales(
                 scales_from_amax(amax, self.scale_fmt, self.deviation.applied_to(self.policy)), amax, self.scale_fmt
             )
-        if self.flushes and self.policy.e8m0 is None:  # e8m0 codes are no floats, and none is flushed
+        if self.flushes and self.policy.e8m0 is None:  # an e8m0 scale is no float, and so never flushed
             scales = Scales(*(_flushed(np.asarray(s)) for s in scales))
         q = scaling.quantize_with(x, scales, self.fmt, granularity=granularity, policy=self.policy, axis=axis)
         return q if self.rounding is None else q._replace(codes=self._codes(x, scales, scale_layout, self.rounding))
@@ -167,9 +177,10 @@ class Candidate:
 
 @dataclass(frozen=True, kw_only=True)
 class Agreement:
-    """Of each question, whether scales and codes (or values) are the candidate's; None where no scales came.
+    """For each group of all responses, whether scales and codes (or values) are the candidate's.
 
-    ulps  by how many float32 numbers the scales are off, the median; 0 where no scales came.
+    scales  None if the quantizer returns no scale.
+    ulps    the median distance of the scales in float32 numbers; 0 without scales.
     """
 
     candidate: Candidate
@@ -179,16 +190,17 @@ class Agreement:
 
     @property
     def both(self) -> np.ndarray:
+        """For each group, whether scales and codes agree."""
         return self.codes if self.scales is None else self.scales & self.codes
 
     @property
     def deciding(self) -> np.ndarray:
-        """What tells the policy: its scales, where there are any."""
+        """For each group, whether what decides the policy agrees: scales, or codes without scales."""
         return self.codes if self.scales is None else self.scales
 
 
 def agreement(candidate: Candidate, responses: Sequence[Response], scale_layout: ScaleLayout) -> Agreement:
-    """Compare everything that came with the candidate's."""
+    """Compare all outputs with those of the candidate, group by group."""
     scales, codes, off = [], [], [np.zeros(0)]
     for a in responses:
         q = candidate.quantize(a.x, scale_layout)
@@ -212,12 +224,16 @@ def agreement(candidate: Candidate, responses: Sequence[Response], scale_layout:
 
 
 def agrees_at_ordinary(candidate: Candidate, responses: Sequence[Response], scale_layout: ScaleLayout) -> bool:
-    """Whether it decides as the candidate at every ordinary amax; looks no further than the first where it does not."""
+    """Whether all groups of ordinary amax agree with the candidate; stops at the first that does not."""
     return all(agreement(candidate, [a], scale_layout).deciding[a.ordinary].all() for a in responses)
 
 
 def mismatches(output: QuantizerOutput, q: scaling.Quantized, candidate: Candidate) -> np.ndarray:
-    """Where codes, NaNs being one, or values are not those of q; values by S-8 or as quotients by the scale, rounded to their dtype."""
+    """Where the codes (all NaN codes being one), or else the values, are not those of q.
+
+    Values may be decoded * scale_inv (S-8) or decoded / scale, rounded to their dtype: whichever
+    agrees more.
+    """
     if output.codes is not None:
         return cast.canonical_nans(output.codes, q.fmt) != cast.canonical_nans(q.codes, q.fmt)
     assert output.values is not None
@@ -233,4 +249,5 @@ def mismatches(output: QuantizerOutput, q: scaling.Quantized, candidate: Candida
 
 
 def _flushed(x: np.ndarray) -> np.ndarray:
+    """x with float32 subnormals as zeros of their sign."""
     return np.where(np.abs(x) < np.float32(2.0**-126), np.copysign(np.float32(0), x), x).astype(np.float32)[()]

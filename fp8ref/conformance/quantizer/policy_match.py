@@ -1,4 +1,8 @@
-"""Match a quantizer's scales and codes with every policy, then with every policy that has one known deviation."""
+"""Find the policies that explain a quantizer's scales and codes, else the policy and deviation that do.
+
+If no policy agrees, each policy with one known deviation is tried, then a constant factor between
+the scales. If nothing agrees, the nearest policy is reported.
+"""
 
 import dataclasses
 from collections.abc import Sequence
@@ -15,10 +19,14 @@ from fp8ref.formats import Format
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PolicyMatch:
-    """The candidates that agree with all scales, or codes where there are none; and the nearest, which is the first of them if there are.
+    """The policies that explain a quantizer's scales, or its codes if it returns no scales.
 
-    deviation  how it departs from the nearest policy, in words; or "".
-    explained  of each question, whether that policy, so deviating, gives the answer; what remains wrong has another cause.
+    agreements those policies; empty if there is none.
+    nearest    the first of them, else the policy that agrees most.
+    considered for each group, whether its response counts (``queries.considered``).
+    deviation  how the quantizer departs from the nearest policy, in words; or "".
+    explained  for each group, whether the nearest policy with that deviation gives the response.
+               What it does not explain has another cause.
     """
 
     agreements: Sequence[Agreement]
@@ -29,17 +37,26 @@ class PolicyMatch:
     explained: np.ndarray
 
     def mismatches(self, agreement: Agreement) -> np.ndarray:
+        """For each group that counts, whether it disagrees."""
         return ~agreement.both & self.considered
 
     @property
     def names(self) -> list[str]:
+        """The names of the policies that agree."""
         return list(dict.fromkeys(a.candidate.policy.name for a in self.agreements))
 
 
 def match_policies(
     responses: Sequence[Response], scale_layout: ScaleLayout, found_fmt: Format, considered: np.ndarray, *, fixed: bool, flushing: bool
 ) -> PolicyMatch:
-    """Of the questions considered, the asked format first; then another's max; then, of uint8 and of values, another format altogether."""
+    """The policies that agree with all responses that count.
+
+    Scaling to the max of found_fmt is tried first, then to another format's max, then codes of
+    another format.
+
+    fixed     the dtype of the codes names their format, so that no other is tried.
+    flushing  subnormals may be zeros, as under XLA: tried together with policies that keep them.
+    """
     others = [f for f in CAST_FORMATS.values() if f is not found_fmt]
     sample = [a for a in responses if a.ordinary.any()][:8]
     best: Agreement | None = None
@@ -51,8 +68,9 @@ def match_policies(
                 for policy in policy_data.POLICIES.values()
                 for scale_fmt, of in stage
             ]
+            # A few ordinary amaxes rule out most candidates cheaply.
             likely = [c for c in tried if candidates.agrees_at_ordinary(c, sample, scale_layout)]
-            found = [candidates.agreement(c, responses, scale_layout) for c in likely]  # a few amaxes rule out most
+            found = [candidates.agreement(c, responses, scale_layout) for c in likely]
             agreed = [a for a in found if (a.deciding | ~considered).all()]
             if agreed:
                 top_score = max(score(a, considered) for a in agreed)
@@ -74,17 +92,19 @@ def match_policies(
 
 
 def score(a: Agreement, considered: np.ndarray) -> tuple[int, int]:
+    """How many groups that count agree in what decides the policy, and how many in scales and codes."""
     return int((a.deciding & considered).sum()), int((a.both & considered).sum())
 
 
 def match_deviation(
     responses: Sequence[Response], sample: Sequence[Response], scale_layout: ScaleLayout, found_fmt: Format
 ) -> Agreement | None:
-    """The policy, with a deviation, that agrees at all ordinary amaxes, and most often at the others."""
+    """The policy with one deviation that agrees at all ordinary amaxes, and at most of the others."""
     found = []
     for policy in policy_data.POLICIES.values():
         plain = Candidate(policy=policy, scale_fmt=found_fmt, fmt=found_fmt)
-        as_is = candidates.agrees_at_ordinary(plain, sample, scale_layout)  # then only decisions at other amaxes are left to deviate
+        # If the policy agrees at ordinary amaxes as it is, only deviations at the others are left.
+        as_is = candidates.agrees_at_ordinary(plain, sample, scale_layout)
         for deviation in (*DEVIATIONS, *_power_of_two_factor(plain, sample, scale_layout)):
             candidate = dataclasses.replace(plain, deviation=deviation)
             if (
@@ -99,16 +119,17 @@ def match_deviation(
 
 
 def _power_of_two_factor(candidate: Candidate, sample: Sequence[Response], scale_layout: ScaleLayout) -> list[Deviation]:
-    """The power of two that its scales are that many times the candidate's, if it is one for all, and not 1."""
+    """The deviation of scales that are all the same power of two times the candidate's; none if not."""
     ratios = _ratios(candidate, sample, scale_layout)
     exact = ratios.size > 0 and np.all(ratios == ratios[0]) and ratios[0] != 1 and np.frexp(ratios[0])[0] == 0.5
     return [scale_times(float(ratios[0]))] if exact else []
 
 
 def match_ratio(best: Agreement, responses: Sequence[Response], scale_layout: ScaleLayout) -> tuple[Agreement, str]:
-    """The policy whose scales it has about some number of times, and that in words; else the best, and nothing.
+    """The policy whose scales differ by one factor, and the factor in words; else the best, and "".
 
-    About: of four roundings to float32 in a ratio of scales or of their reciprocals, each is within 2^-24, and so two ratios within 2^-21.
+    The factor may vary by rounding: a ratio of scales, or of their reciprocals, has four roundings
+    to float32, each within 2^-24, so that two ratios are within 2^-21.
     """
     for policy in policy_data.POLICIES.values():
         candidate = dataclasses.replace(best.candidate, policy=policy)
@@ -129,7 +150,10 @@ def match_ratio(best: Agreement, responses: Sequence[Response], scale_layout: Sc
 
 
 def _ratios(candidate: Candidate, sample: Sequence[Response], scale_layout: ScaleLayout) -> np.ndarray:
-    """How many times the candidate's scale its own is, at ordinary amaxes; empty where none is returned, or one is 0, infinite or NaN."""
+    """The quantizer's scales divided by the candidate's, at ordinary amaxes.
+
+    Empty without scales, or if a ratio is 0, infinite or NaN.
+    """
     name = scale_layout.scale
     if name is None:
         return np.zeros(0)
