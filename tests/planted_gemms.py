@@ -1,4 +1,4 @@
-"""GEMMs whose arithmetic is known, for a probe to find out."""
+"""GEMMs of known arithmetic, for the probe to identify."""
 
 from fp8ref import epilogue as epilogues
 from fp8ref.conformance.gemm.adapter import Subject

@@ -1,4 +1,4 @@
-"""What identifying a cast, a quantizer or a GEMM gives: findings, each with its evidence, and the result of them all."""
+"""The result of identifying a cast, a quantizer or a GEMM: findings, each with its evidence, and the outcome."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -16,12 +16,14 @@ SHOWN = 4  # of the other values, printed
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """what      the name of the thing, such as ``rounding`` or ``fraction_bits``.
-    value     what it is; None where that cannot be told, or, of ``double_rounding``, where there is none.
-    evidence  what was asked, and answered.
-    words     the value as a person reads it, where str(value) is not that.
-    witness   a simplest input that shows it, next to what the specification gives.
-    others    values under which every answer would have been the same.
+    """One property of a function, its value, and the evidence.
+
+    what      the property, such as ``rounding`` or ``fraction_bits``.
+    value     None if it cannot be told; for ``double_rounding``, None if there is none.
+    evidence  which inputs, and what came out.
+    words     the value for a reader, if str(value) does not say it.
+    witness   a simplest input that shows it, compared with the specification.
+    others    values that explain all outputs as well.
     """
 
     what: str
@@ -33,7 +35,7 @@ class Finding:
 
     @property
     def text(self) -> str:
-        """The value as a person reads it."""
+        """The value for a reader."""
         if self.words:
             return self.words
         if self.value is None:
@@ -42,23 +44,23 @@ class Finding:
         return f"{self.value}" + (f", or the same by {listed}" if self.others else "")
 
     def to_dict(self) -> dict[str, Any]:
-        """what, value and evidence, and, next to them, what its kind has: ``witness`` of an array function, ``others`` of a GEMM."""
+        """what, value and evidence. Results add ``witness`` for casts and quantizers, ``others`` for GEMMs."""
         return {"what": self.what, "value": self.value, "evidence": self.evidence}
 
 
 def table(findings: Sequence[Finding], **options: Any) -> "Table":
-    """What was found, a row each; options are those of rich's Table."""
+    """The findings as a table, a row each; options are those of rich's Table."""
     from rich.table import Table
     from rich.text import Text
 
     made = Table("", "found", "by", **options)
     for finding in findings:
-        made.add_row(*(Text(cell) for cell in (finding.what, finding.text, finding.evidence)))  # none of it is markup
+        made.add_row(*(Text(cell) for cell in (finding.what, finding.text, finding.evidence)))  # Text: not parsed as markup
     return made
 
 
 def strides_finding(taken: list[str], refused: list[str], found: list[Counterexample]) -> Finding:
-    """What is said of views that were taken, or raised for, and of where one is unlike."""
+    """The finding on strides: the views taken, those that raise, and the first counterexample."""
     text = "not all alike" if found else "all alike" if taken else "not taken" if refused else "not asked"
     evidence = f"{', '.join(taken)}: as contiguous" if taken else "" if refused else "jax has none"
     evidence += f"{'; ' * bool(taken)}it raises for {', '.join(refused)}" if refused else ""
@@ -71,14 +73,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome(Result):
-    """What a function is.
+    """What a cast or a quantizer was identified as.
 
-    found        as in ``is`` of --json: a value for each thing.
-    identified   whether every answer is that of what was found.
-    named        whether that has a name: one of ``behaviour.KNOWN``, but for NaN codes, or a policy with the cast of S-5.
+    found        ``is`` of --json: each property and its value.
+    identified   whether what was found explains every output.
+    named        whether that has a name: a known cast (except for NaN codes), or a policy with the
+                 cast of S-5.
     summary      in one line.
-    unlike       where it is not: the simplest inputs, each with what was found in place of what.
-    expected     the name that it was held to, if any, and differences: the simplest inputs on which it is not that, one for each kind.
+    unlike       the simplest inputs that it does not explain.
+    expected     the name that it should have, if any.
+    differences  the simplest inputs on which it differs from that, one of each kind.
     """
 
     name: str
@@ -96,14 +100,14 @@ class Outcome(Result):
 
     @property
     def ok(self) -> bool:
-        """Identified as something that has a name, in the format that was asked for, or, where something was expected, just that."""
+        """Equal to what was expected; else identified, with a name, and in the format asked for."""
         if self.expected is not None:
             return not self.differences and not self.unlike
         return self.identified and self.named and self.found["format"] == self.fmt.name
 
     @property
     def message(self) -> str:
-        """What is to be changed for it to be what was expected: all that somebody needs to do it."""
+        """The summary, and the counterexamples to what was expected."""
         if self.expected is None:
             return self.summary + ("" if self.named or not self.identified else ". Nothing that has a name is so")
         if self.ok:
@@ -132,7 +136,9 @@ class Outcome(Result):
     def render(self, console: "Console") -> None:
         from rich.text import Text
 
-        title = Text(f"{self.name}: a {self.kind} of {self.framework} arrays, {self.fmt}")  # a name is no markup
+        title = Text(
+            f"{self.name}: a {self.kind} of {self.framework} arrays, {self.fmt}"
+        )  # Text: brackets in a name are not parsed as markup
         console.print(table(self.findings, title=title, title_justify="left"))
         for witness in self.unlike if self.expected is None else ():
             console.out(f"unlike: {witness}", highlight=False)

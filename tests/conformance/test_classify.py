@@ -1,4 +1,4 @@
-"""A function's kind is found out by what it takes and gives."""
+"""A function is classified as cast, quantizer or GEMM from its arguments and outputs."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,8 @@
-"""The simplest tensors on which a quantizer differs from a policy, a granularity or a name."""
+"""The simplest tensors on which a quantizer differs from a policy, a granularity or the name of an array.
+
+From an amax that gave a wrong answer, the smallest tensor is searched for, then the simplest number
+that still shows it.
+"""
 
 import dataclasses
 import itertools
@@ -26,8 +30,11 @@ _EXPONENTS = (0, 1, -1, 2, -2, 4, -4, 8, -8, 16, -16, 32, -32)
 def smallest_for_policy(
     quantizer: Quantizer, candidate: Candidate, scale_layout: ScaleLayout, largest: float, kind: str
 ) -> Counterexample | None:
-    """A witness that it is not the candidate's, found from a group's largest on which it is not; None if a single number shows nothing."""
-    signs = (abs(largest), largest) if largest < 0 else (largest,)  # positive if the sign has no part in it
+    """The simplest tensor that differs from the candidate, found from a group's largest element.
+
+    None if no tensor made of that element differs.
+    """
+    signs = (abs(largest), largest) if largest < 0 else (largest,)  # negative only if positive shows nothing
     for shape in SHAPES:
         for beside, largest in itertools.product((False, True), signs):
             x = _single_value(shape, largest, quantizer.dtype, beside=beside)
@@ -41,13 +48,13 @@ def smallest_for_policy(
 
 
 def smallest_for_granularity(quantizer: Quantizer, candidate: Candidate, scale_layout: ScaleLayout) -> Counterexample | None:
-    """A witness that elements share scales otherwise than so: ones, and one 512 that is not for all."""
+    """The smallest tensor of ones with a single 512 that shows another granularity or axis; None if none does."""
     for shape in ((2, 2), (4, 4), (2, 32), (2, 64), (32, 32), (2, 256), (64, 64), (128, 128), (256, 256), (256, 384)):
         x = np.ones(shape, np.float32)
         x[0, -1] = 512
         try:
             found, expected = quantizer.ask(x), candidate.quantize(x, scale_layout)
-        except ValueError:  # a shape that one of them does not take
+        except ValueError:  # one of them does not take this shape
             continue
         differs = candidates.mismatches(found, expected, candidate)
         if differs.any():
@@ -65,7 +72,7 @@ def smallest_for_granularity(quantizer: Quantizer, candidate: Candidate, scale_l
 
 
 def _single_value(shape: tuple[int, int], largest: float, dtype: str, *, beside: bool) -> np.ndarray:
-    """One number in zeros; beside it others, if there is room."""
+    """One number, followed by zeros or, with ``beside``, by other numbers, smaller in magnitude."""
     x = np.zeros(shape, np.float32)
     if beside and np.isfinite(largest):
         x.reshape(-1)[:] = np.float32(largest) * np.linspace(0.1, 0.95, x.size, dtype=np.float32)
@@ -78,7 +85,10 @@ def _single_value(shape: tuple[int, int], largest: float, dtype: str, *, beside:
 def _first_difference(
     quantizer: Quantizer, candidate: Candidate, scale_layout: ScaleLayout, x: np.ndarray
 ) -> tuple[QuantizerOutput, scaling.Quantized, int] | None:
-    """Reading, what the candidate gives, and the element on which they part (0 for a scale); None if they do not, or do not take x."""
+    """Output, expected output, and the first flat index that differs (0 for a scale).
+
+    None if nothing differs, or one of them does not take x.
+    """
     try:
         found, expected = quantizer.ask(x), candidate.quantize(x, scale_layout)
     except ValueError:
@@ -93,7 +103,7 @@ def _first_difference(
 
 
 def _simplest_value(quantizer: Quantizer, candidate: Candidate, scale_layout: ScaleLayout, x: np.ndarray) -> float:
-    """The largest with as few bits, then as near to 1, as still shows it, everything else in proportion."""
+    """The number of fewest bits, then nearest to 1, that still shows the difference; x scaled with it."""
     largest = float(x.flat[0])
     fraction, own = np.frexp(largest)
     mantissa = float(fraction) * 2
@@ -142,25 +152,27 @@ def _counterexample(
 def output_texts(
     output: QuantizerOutput, at: tuple, scales: Mapping[str, float], q: scaling.Quantized, group: int, scale_layout: ScaleLayout
 ) -> tuple[str, str]:
-    """What was given for an element of a group, and what a policy gives, in words."""
+    """One element and its scales as text: those of the quantizer, and those expected."""
     got = _element_text(output, at, q.fmt) + "".join(f", {name or 'scale'} {show(scale)}" for name, scale in scales.items())
     own = "".join(f", {kind} {show(np.reshape(getattr(q, kind), -1)[group])}" for kind in scale_layout.kinds.values() if kind != "amax")
     return got, _code_text(q.codes[at], q.fmt, output) + own
 
 
 def _element_text(output: QuantizerOutput, at: tuple, fmt: Format) -> str:
+    """One element of an output as text."""
     if output.codes is None:
         return show(output.tensor[at])
     return _code_text(output.codes[at], fmt, output)
 
 
 def _code_text(code: np.uint8, fmt: Format, output: QuantizerOutput) -> str:
+    """A code as text; next to an output of values it stands for a value."""
     value = show(cast.decode(np.array([code], np.uint8), fmt)[0])
     return f"code 0x{int(code):02X} ({value})" if output.codes is not None else f"that of code 0x{int(code):02X} ({value})"
 
 
 def simplest_by_kind(kinds: np.ndarray, wrong: np.ndarray, largest: np.ndarray) -> list[tuple[str, float]]:
-    """Of each kind of amax with a wrong answer, the kind and its simplest largest element."""
+    """For each kind of amax with a wrong group, the kind and its simplest largest element."""
     found = []
     for i, kind in enumerate(KINDS):
         of = wrong & (kinds == i)
@@ -172,8 +184,8 @@ def simplest_by_kind(kinds: np.ndarray, wrong: np.ndarray, largest: np.ndarray) 
 def unexpected_policy(
     quantizer: Quantizer, wanted: ScalePolicy, fmt: Format, responses: Sequence[Response], scale_layout: ScaleLayout, matched: PolicyMatch, found_fmt: Format,
 ) -> list[Counterexample]:  # fmt: skip
-    """Where scales, or codes if there are none, are not those of the policy that was expected."""
-    # Subnormals may be zeros where XLA flushes them (S-12)
+    """Counterexamples to an expected policy: to its scales, or its codes if no scale is returned."""
+    # XLA may flush subnormals to zeros (S-12).
     ways = (False, True) if quantizer.subject.framework == "jax" else (False,)
     agreements = [
         candidates.agreement(Candidate(policy=wanted, scale_fmt=fmt, fmt=found_fmt, flushes=f), responses, scale_layout) for f in ways
@@ -198,7 +210,7 @@ def unexpected_granularity(
     candidate: Candidate,
     scale_layout: ScaleLayout,
 ) -> list[Counterexample]:
-    """Where elements share scales otherwise than expected."""
+    """A counterexample to an expected granularity and axis, if another was found."""
     same = granularity in (None, group.granularity) and (axis is None or group.axis is None or axis == group.axis)
     if same:
         return []
@@ -209,7 +221,7 @@ def unexpected_granularity(
 
 
 def transposed_scales(output: QuantizerOutput, scale_layout: ScaleLayout) -> list[Counterexample]:
-    """Scales the other way round than the tensor's blocks, which broadcast to it wrongly."""
+    """Returned scales that are transposed, and so would broadcast to the wrong blocks."""
     shape = output.tensor.shape
     transposed = (s for name in scale_layout.kinds if scale_layout.is_transposed(s := output.scales[name].shape, shape))
     return [
@@ -222,7 +234,10 @@ def transposed_scales(output: QuantizerOutput, scale_layout: ScaleLayout) -> lis
 
 
 def for_policy(quantizer: Quantizer, matched: PolicyMatch, agreed: Agreement, scale_layout: ScaleLayout) -> list[Counterexample]:
-    """Of each kind of amax with a wrong answer, a minimal input; of those that one deviation explains, or another policy, the first alone."""
+    """A counterexample for each kind of amax with a wrong group.
+
+    Of kinds that the same deviation explains, only the first: one cause is shown once.
+    """
     largest, kind = (np.concatenate([getattr(a, key) for a in matched.responses]) for key in ("largest", "kind"))
     wrong = matched.mismatches(agreed)
     found: list[Counterexample] = []
@@ -237,7 +252,7 @@ def for_policy(quantizer: Quantizer, matched: PolicyMatch, agreed: Agreement, sc
 
 
 def _in_context(matched: PolicyMatch, agreed: Agreement, scale_layout: ScaleLayout, dtype: str) -> Counterexample:
-    """The first wrong answer in the tensor that was asked, where no group by itself shows one."""
+    """The first wrong group within the tensor that was asked, for a fault that no group shows by itself."""
     begin = 0
     for a in matched.responses:
         wrong = (~agreed.both & matched.considered)[begin : begin + a.amax.size]
@@ -259,7 +274,10 @@ def _in_context(matched: PolicyMatch, agreed: Agreement, scale_layout: ScaleLayo
 
 
 def misnamed_arrays(responses: Sequence[Response], scale_layout: ScaleLayout, policy: ScalePolicy) -> list[Counterexample]:
-    """Arrays whose name says something else than they hold: of e8m0 policies, and those that divide, ``scale`` may be a scale_inv."""
+    """Arrays named scale, scale_inv or amax that hold something else.
+
+    Policies that store e8m0 scales, or that divide, may call a scale_inv ``scale``.
+    """
     found = []
     for name, kind in scale_layout.kinds.items():
         plain = name.strip("_").lower()

@@ -1,4 +1,4 @@
-"""What a quantizer was found to be, as ``is`` of --json and in one line."""
+"""Describe an identified quantizer: as findings, as JSON, and in one line."""
 
 import dataclasses
 from typing import Any
@@ -21,6 +21,7 @@ def result_dict(
     matched: PolicyMatch, chosen: Candidate, group: FoundGranularity, scale_layout: ScaleLayout, rounding: Behaviour | None,
     quantizer: Quantizer, output: QuantizerOutput, found_fmt: Format, identified: bool,
 ) -> dict[str, Any]:  # fmt: skip
+    """``is`` of --json."""
     through = rounding.double_rounding.get(quantizer.dtype) if rounding else None
     return {
         "format": chosen.fmt.name if matched.agreements else found_fmt.name,
@@ -54,7 +55,7 @@ def result_dict(
 
 
 def _nan_code(matched: PolicyMatch, chosen: Candidate) -> int | None:
-    """The code under a NaN, where all of a NaN's group are one."""
+    """The code of NaN inputs, if it is one; None without codes."""
     for a in matched.responses:
         at = np.isnan(a.x)
         if a.output.codes is not None and at.any():
@@ -73,6 +74,10 @@ def summary(
     everywhere: bool,
     identified: bool,
 ) -> str:
+    """The quantizer in one line.
+
+    everywhere  other shapes, dtypes and strides follow the policy too.
+    """
     where = f"{group.granularity}" + ("" if group.axis is None else f", axis {group.axis}")
     transposed = ", transposed" if any(f["transposed"] for f in found["scales"].values()) else ""
     what = f"a quantizer to {chosen.fmt}, {where}, that returns {found['returns'] or 'no scale'}{transposed}"
@@ -93,12 +98,14 @@ def summary(
 
 
 def format_finding(output: QuantizerOutput, found_fmt: Format, fmt: Format) -> Finding:
+    """The finding on the format; the dtype names it, or it is taken for the one asked for."""
     text = found_fmt.name if found_fmt is fmt else f"{found_fmt}, max {found_fmt.max:g}, not {fmt}"
     evidence = f"it gives {output.dtype}" + ("" if output.dtype.startswith("float8") else f", taken for {found_fmt}'s")
     return Finding(what="format", value=found_fmt.name, words=text, evidence=evidence)
 
 
 def axis_finding(quantizer: Quantizer, axis: int | None, chosen: Candidate, scale_layout: ScaleLayout) -> Finding:
+    """The finding on the axis that scales reduce, with a tensor on which axis -1 would differ."""
     if axis is None:
         return Finding(what="axis", value=None, words="either", evidence=f"{scale_layout.granularity} scales are the same along both")
     if axis == -1:
@@ -108,7 +115,7 @@ def axis_finding(quantizer: Quantizer, axis: int | None, chosen: Candidate, scal
 
 
 def returned_finding(scale_layout: ScaleLayout, output: QuantizerOutput) -> Finding:
-    """Each array beside the codes: what it is, its place, and its shape for x [256, 384], which tells rows from columns."""
+    """The finding on the returned scales: kind, place and shape for x [256, 384] of each."""
     shapes = {name: output.scales[name].shape for name in scale_layout.kinds}
     transposed = {name: scale_layout.is_transposed(shape, SHAPE) for name, shape in shapes.items()}
     text = ", ".join(
@@ -124,6 +131,7 @@ def returned_finding(scale_layout: ScaleLayout, output: QuantizerOutput) -> Find
 def without_granularity(
     quantizer: Quantizer, fmt: Format, found_fmt: Format, findings: list[Finding], expect: str | None, finding: Finding
 ) -> Outcome:
+    """The outcome for a quantizer whose scales follow no granularity of S-6."""
     witness = Counterexample(
         input=finding.evidence, bits=(), dtype=quantizer.dtype, got=finding.text, expected="a granularity of S-6", clause="S-6"
     )
@@ -135,6 +143,7 @@ def without_granularity(
 
 
 def policy_finding(matched: PolicyMatch, memory: int) -> Finding:
+    """The finding on the scale policy."""
     count, of = policy_match.score(matched.nearest, matched.considered)[0], int(matched.considered.sum())
     by = (
         "scales"

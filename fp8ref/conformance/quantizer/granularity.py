@@ -1,4 +1,7 @@
-"""Which elements share a scale, and whether earlier calls have a part in it: by what one large element changes."""
+"""Identify a quantizer's granularity and memory, by what one large element changes.
+
+Granularity: the elements whose codes change share its scale. Memory: the later calls that change.
+"""
 
 from dataclasses import dataclass, replace
 
@@ -11,14 +14,18 @@ from fp8ref.conformance.subject import ConformanceError
 from fp8ref.granularity import GRANULARITIES, blocks
 
 SHAPE = (256, 384)
-_AT = (130, 200)  # in blocks that differ for every granularity and axis
+_AT = (130, 200)  # its blocks are others for every granularity and axis
 _LARGE = 2.0**40
-_CALLS = 20  # more than any history that is in use, of 16
+_CALLS = 20  # more than the amax histories in use, of 16
 
 
 @dataclass(frozen=True, kw_only=True)
 class FoundGranularity:
-    """granularity and axis (None where it has no part in it), or None with the block's size in words."""
+    """The granularity and axis found.
+
+    granularity  None if none of the specification's fits; the finding then names the block.
+    axis         None where the granularity does not depend on it.
+    """
 
     granularity: str | None
     axis: int | None
@@ -26,9 +33,10 @@ class FoundGranularity:
 
 
 def identify_memory(quantizer: Quantizer) -> tuple[Quantizer, Finding]:
-    """How many calls it remembers.
+    """Find how many earlier calls have a part in the scale.
 
-    Raises:   ConformanceError: equal calls after equal calls give unequal answers.
+    Raises:   ConformanceError: repeated calls with one tensor do not settle, the codes are those of
+              an earlier call, or more than 20 calls are remembered.
     """
     small, large = np.ones(SHAPE, np.float32), np.full(SHAPE, 1024, np.float32)
     _steady_output(quantizer, noise(), "x random in [1, 2)")
@@ -66,12 +74,12 @@ def identify_memory(quantizer: Quantizer) -> tuple[Quantizer, Finding]:
 
 
 def noise() -> np.ndarray:
-    """Numbers in [1, 2) that every dtype has; float32 of SHAPE."""
+    """Random numbers in [1, 2) that are exact in every dtype; float32 of SHAPE."""
     return (1 + np.random.default_rng(0).integers(0, 128, SHAPE) / 128).astype(np.float32)
 
 
 def _steady_output(quantizer: Quantizer, x: np.ndarray, what: str) -> QuantizerOutput:
-    """The answer that equal calls come to, and stay at."""
+    """The output on which repeated calls with x settle; ConformanceError if they do not."""
     for _ in range(_CALLS):
         quantizer.once(x)
     before, now = quantizer.once(x), quantizer.once(x)
@@ -86,7 +94,7 @@ def _steady_output(quantizer: Quantizer, x: np.ndarray, what: str) -> QuantizerO
 
 
 def identify_granularity(quantizer: Quantizer) -> FoundGranularity:
-    """The block whose elements change where one of them becomes large, or, if none does, large and negative."""
+    """Find the block whose codes change when one element becomes large, or else large and negative."""
     x = noise()
     before = quantizer.ask(x)
     for large in (_LARGE, -_LARGE):
@@ -116,12 +124,13 @@ def identify_granularity(quantizer: Quantizer) -> FoundGranularity:
 
 
 def equal_outputs(a: QuantizerOutput, b: QuantizerOutput) -> bool:
-    """All of it, bit for bit."""
+    """Whether two outputs are equal, bit for bit."""
     pairs = [(a.tensor, b.tensor), *((a.scales[name], b.scales.get(name)) for name in a.scales)]
     return all(q is not None and p.shape == q.shape and p.tobytes() == q.tobytes() for p, q in pairs)
 
 
 def _text(output: QuantizerOutput) -> str:
+    """The first element and the first of each array of scales, as text."""
     first = output.tensor.flat[0]
     shown = f"code 0x{int(first):02X}" if output.codes is not None else f"{first:g}"
     return shown + "".join(f", {name} {scale.flat[0]:.9g}" for name, scale in output.scales.items() if scale.size)

@@ -1,4 +1,8 @@
-"""From a quantiser's answers to what it is."""
+"""Identify a quantizer: ``identify_quantizer`` asks it with chosen tensors, and finds policy and rounding.
+
+In this order: memory and granularity, scale layout, policy, the cast under scale 1, and last whether all
+that holds for other shapes, dtypes and strides. Counterexamples are searched for at each step.
+"""
 
 import dataclasses
 from collections.abc import Callable
@@ -20,7 +24,7 @@ from fp8ref.conformance.quantizer.outputs import Quantizer, QuantizerOutput, sma
 from fp8ref.conformance.subject import RefusedError
 from fp8ref.formats import Format
 
-_ASKED_IN = ((1, 32), (16, 16), (16, 128), (128, 128), SHAPE)
+_TENSORWISE_SHAPES = ((1, 32), (16, 16), (16, 128), (128, 128), SHAPE)
 
 
 def identify_quantizer(
@@ -34,13 +38,14 @@ def identify_quantizer(
     framework: str | None = None,
     device: str = "cpu",
 ) -> Outcome:
-    """What a quantiser does: which elements share a scale, which policy makes it, what is returned, and how it rounds.
+    """Identify a quantizer: its granularity, scale policy, returned scales and rounding.
 
-    function   x [M, K], float32 or bfloat16, -> codes (uint8 or float8) or values of that shape, alone or in a tuple, a dict or an
-               object beside a scale, scale_inv or both.
-    expect     a policy's name that it is held to, with granularity and axis if they are given.
+    function   x [M, K], float32 or bfloat16, -> codes (uint8 or float8) or values of that shape, alone
+               or in a tuple, a dict or an object next to a scale, a scale_inv or both.
+    expect     a policy's name that it must follow, with granularity and axis if they are given.
 
-    Raises:    ValueError: fmt not an FP8 format, an unknown name; ConformanceError: the function is none.
+    Raises:    ValueError: fmt not an FP8 format, an unknown name; ConformanceError: not a valid
+               quantizer: it raises, gives other shapes, changes its input, or does not repeat itself.
     """
     check_format(fmt)
     wanted = None if expect is None else policy_data.by_name(expect)
@@ -61,7 +66,7 @@ def identify_quantizer(
         return describe.without_granularity(quantizer, fmt, found_fmt, findings, expect, group.finding)
     at, along = group.granularity, -1 if group.axis is None else group.axis
     what = amaxes.questions(found_fmt, quantizer.dtype)
-    shape = smallest_shape(quantizer, _ASKED_IN, lambda s: True) if at == "tensorwise" else SHAPE
+    shape = smallest_shape(quantizer, _TENSORWISE_SHAPES, lambda s: True) if at == "tensorwise" else SHAPE
     responses = queries.ask(quantizer, what, shape, at, along)
     scale_layout = queries.identify_returned(responses, at, along)
     considered = queries.considered(quantizer, responses, scale_layout)
@@ -84,14 +89,15 @@ def identify_quantizer(
         wrong = matched.mismatches(matched.nearest)
         if not inner_cast.explains(answers, rounding) or (not different and wrong.any()):
             unlike = counterexamples.for_policy(quantizer, matched, matched.nearest, scale_layout) or different
-    if different and not unlike:  # whatever else is wrong is so beside that
+    if different and not unlike:  # is anything wrong that its rounding does not explain?
         own = candidates.agreement(dataclasses.replace(chosen, rounding=rounding, source=quantizer.dtype), responses, scale_layout)
         unlike = counterexamples.for_policy(quantizer, matched, own, scale_layout) if (~own.both & matched.considered).any() else []
     misnamed = counterexamples.misnamed_arrays(responses, scale_layout, chosen.policy)
     unlike = [*unlike, *misnamed]
     beyond: list[Counterexample] = []
     if matched.agreements and not unlike and not different:
-        for agreed in sorted(matched.agreements, key=lambda a: a.candidate.policy != wanted):  # those that only other tensors tell apart
+        # Several policies may agree so far. The expected one is tried first in other tensors.
+        for agreed in sorted(matched.agreements, key=lambda a: a.candidate.policy != wanted):
             more, beyond = layout_invariance.check(quantizer, agreed.candidate, scale_layout, shape)
             if not beyond:
                 break
@@ -105,7 +111,7 @@ def identify_quantizer(
         )
         differences += counterexamples.transposed_scales(output, scale_layout)
         differences += [] if differences else different
-        # te_delayed and flax keep a scale, that of an amax before
+        # A memory is a fault, except for te_delayed and flax, which keep a scale of earlier amaxes.
         differences += [remembered.witness] if remembered.witness and not wanted.keeps else []
         differences += [w for w in misnamed if w not in differences]
     identified = bool(matched.agreements) and not unlike
@@ -121,4 +127,5 @@ def identify_quantizer(
 
 
 def _format_of(output: QuantizerOutput, fmt: Format) -> Format:
+    """The format that the dtype of the output names, else fmt."""
     return CAST_FORMATS.get(output.dtype.removeprefix("float8_"), fmt)

@@ -1,4 +1,4 @@
-"""The cast within a quantiser: under scale 1, which a group has whose amax is the format's max."""
+"""Identify the cast within a quantizer, with scale 1: that of groups whose amax is the format's max."""
 
 import dataclasses
 
@@ -18,12 +18,14 @@ from fp8ref.formats import BFLOAT16, Format
 def identify_inner_cast(
     quantizer: Quantizer, fmt: Format, scale_fmt: Format, group: np.ndarray
 ) -> tuple[list[Finding], Behaviour, Responses]:
-    """What it rounds like, as far as inputs of magnitude up to max show it; group [M, K] is each element's.
+    """The decisions of the cast that inputs of magnitude up to max show, and its responses to them.
 
-    The scale is 1 where the amax is ``top.max``, whichever the policy.
+    scale_fmt  the format whose max is scaled to: with that amax the scale is 1 under every policy.
+    group      for each element, the index of its group, [M, K].
     """
     limit = min(fmt.max, scale_fmt.max)
     x = inputs.inputs(fmt, quantizer.dtype, limit=limit)
+    # One element of each group, the anchor, is max; the others hold the inputs.
     anchors = np.zeros(SHAPE, bool)
     anchors.reshape(-1)[np.unique(group.reshape(-1), return_index=True)[1]] = True
     room = int((~anchors).sum())
@@ -50,7 +52,10 @@ def identify_inner_cast(
 
 
 def unexpected_rounding(a: Responses, fmt: Format, compute: Format) -> list[Counterexample]:
-    """Where it is not the rounding of S-5, or of quotients in bfloat16 by a policy that computes so (S-13): the simplest input."""
+    """The simplest input that is not cast as in S-5; as a list, empty if there is none.
+
+    A policy that computes in bfloat16 rounds to it before the cast (S-13).
+    """
     wanted = KNOWN_CASTS["saturating"].behaviour(fmt)
     if compute is BFLOAT16:
         wanted = decisions.with_double_rounding(wanted, a.source, DoubleRounding(dtype=compute.name))
@@ -68,5 +73,5 @@ def unexpected_rounding(a: Responses, fmt: Format, compute: Format) -> list[Coun
 
 
 def explains(a: Responses, b: Behaviour) -> bool:
-    """Whether every answer is that of b."""
+    """Whether all codes are those of behaviour b; NaN codes count as equal."""
     return not np.any(a.canonical(a.codes) != a.canonical(behaviour.encode(a.x, a.fmt, b, source=a.source).astype(np.int64)))

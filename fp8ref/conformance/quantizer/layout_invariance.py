@@ -1,4 +1,8 @@
-"""A quantiser beyond the tensors that its policy was told by: other shapes and dtypes, other places of what counts, other strides."""
+"""Check that the identified policy also holds for other shapes, dtypes and strides.
+
+In each shape the largest element, NaNs and infinities are planted in turn: last in each group, inside
+of each group, and for one shape in many places. Kernels go wrong there: at tails, lanes and blocks.
+"""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
@@ -21,12 +25,13 @@ from fp8ref.granularity import by_name
 from fp8ref.policy import ScalePolicy
 from fp8ref.sim import scaling
 
-# K as S-6 asks; one row, a square, rows that no block divides, long rows, more than a million elements
+# One row, a square, rows that no block divides, long rows, more than a million elements; K as S-6 asks
 SHAPES = ((1, 128), (3, 256), (128, 128), (131, 128), (3, 28672), (1031, 1152))
-# of lines and whole tensors, K is free
+# For scales of lines and of whole tensors, where K is free
 RAGGED = ((1, 1), (2, 3), (3, 17), (4, 1000))
 _LARGE = 1 << 20
 _WHOLE = (20, 264)
+# What is planted in each group: its value at the last element, and at one inside
 _PLANTED = {
     "the largest last": (4.0, None),
     "the largest inside": (None, 4.0),
@@ -41,7 +46,10 @@ _PLANTED = {
 
 @dataclass(frozen=True, kw_only=True)
 class PlantedTensor:
-    """x float32 [M, K] and, if something was planted in its groups, what, and the flat index of it in each."""
+    """A tensor x, float32 [M, K], possibly with something planted in each group.
+
+    planted  what, in words; at: for each group, the flat index of the planted element.
+    """
 
     x: np.ndarray
     planted: str = ""
@@ -54,7 +62,10 @@ class PlantedTensor:
 def check(
     quantizer: Quantizer, candidate: Candidate, scale_layout: ScaleLayout, shape: tuple[int, int]
 ) -> tuple[list[Finding], list[Counterexample]]:
-    """Dtypes, and in each of them shapes and strides, as far as the first that is unlike; shape is what the dtypes are asked in."""
+    """Check the dtypes, and in each the shapes and strides, up to the first counterexample.
+
+    shape  of the tensors by which the policy of another dtype is checked.
+    """
     findings, found = list[Finding](), list[Counterexample]()
     by_dtype = {quantizer.dtype: candidate}
     for dtype in (quantizer.dtype, *(d for d in ("bfloat16", "float16") if d != quantizer.dtype)):
@@ -76,7 +87,10 @@ def check(
 def check_shapes(
     quantizer: Quantizer, candidate: Candidate, scale_layout: ScaleLayout, *, large: bool = True
 ) -> tuple[list[Finding], list[Counterexample]]:
-    """Hold tensors of other shapes to the policy that was found, with what counts in every place of a tensor, and last and inside of a group."""
+    """Compare tensors of other shapes with the candidate.
+
+    A NaN that XLA's own max loses is reported, and no fault (P-3).
+    """
     taken, refused, found, lost = [], [], list[Counterexample](), list[Counterexample]()
     sizes = [*(RAGGED if by_name(scale_layout.granularity).reduced is None else ()), *(SHAPES if large else SHAPES[:-1])]
     sizes += [_WHOLE] if scale_layout.granularity == "tensorwise" and not quantizer.memory else []
@@ -104,7 +118,7 @@ def check_shapes(
 def check_strides(
     quantizer: Quantizer, candidate: Candidate, scale_layout: ScaleLayout, *, large: bool = True
 ) -> tuple[list[Finding], list[Counterexample]]:
-    """Hold tensors that do not lie in memory one element after the other to the same."""
+    """Compare tensors that are not contiguous in memory with the candidate."""
     tensor = _random((128, 256), quantizer)
     taken, refused, found = [], [], list[Counterexample]()
     for view in VIEWS if quantizer.subject.framework != "jax" else ():
@@ -124,7 +138,10 @@ def check_strides(
 def check_dtype(
     quantizer: Quantizer, candidate: Candidate, scale_layout: ScaleLayout, shape: tuple[int, int]
 ) -> tuple[Candidate | None, Finding, list[Counterexample]]:
-    """In another dtype: by the same policy, or by one that differs in what it computes in alone (S-13)."""
+    """Find the candidate for another dtype: the same policy, or one that differs only in what it computes in (S-13).
+
+    None if the dtype is not taken, or no such policy agrees.
+    """
     dtype = quantizer.dtype
     try:
         quantizer.once(np.ones(shape, np.float32))
@@ -143,17 +160,17 @@ def check_dtype(
         return agreed, Finding(what=f"from {dtype}", value=agreed.policy.name, evidence=evidence), []
     wrong = _counterexample_among(responses, agreements[0].both | ~considered, candidate, scale_layout, dtype)
     finding = Finding(what=f"from {dtype}", value=None, words="something else", evidence=str(wrong[0]))
-    stated = dtype == "bfloat16" or candidate.policy.stored == "scale"  # of quotients in float16 no policy speaks (S-13)
+    stated = dtype == "bfloat16" or candidate.policy.stored == "scale"  # S-13 leaves quotients in float16 open
     return None, finding, wrong if stated else []
 
 
 def _decisions(policy: ScalePolicy) -> dict[str, Any]:
-    """All but what it is called and computes in."""
+    """All fields of a policy except its name and what it computes in."""
     return {f.name: getattr(policy, f.name) for f in fields(policy) if f.name not in ("name", "compute")}
 
 
 def _tensors(shape: tuple[int, int], scale_layout: ScaleLayout, quantizer: Quantizer) -> Iterator[PlantedTensor]:
-    """With something planted in each group; in many places of one; then random."""
+    """Tensors with something planted in each group, then in many places of one, then random ones."""
     rng = np.random.default_rng(0)
     group = amaxes.groups(shape, scale_layout.granularity, scale_layout.axis).reshape(-1)
     order = np.argsort(group, kind="stable")
@@ -162,26 +179,27 @@ def _tensors(shape: tuple[int, int], scale_layout: ScaleLayout, quantizer: Quant
     last, inside = order[end], order[end - (size * rng.uniform(0, 1, size.size)).astype(np.int64)]
     for name, (at_last, at_inside) in _PLANTED.items():
         special = not {at_last, at_inside} <= {4.0, None}
-        # what a quantiser with a memory keeps then one call cannot tell
+        # With a memory, a quantizer may keep scales after these: one call cannot tell.
         if not (special and quantizer.memory) and (group.size < _LARGE or name == "the largest last"):
             planted = [(at, value) for at, value in ((last, at_last), (inside, at_inside)) if value is not None]
             yield _with(shape, rng, name, planted)
     if shape in (_WHOLE, _WHOLE[::-1]):
-        # 35 has no divisor in common with 32, 128 and 264, so that all lanes, most columns and every block are met; then the start of every row
+        # 35 shares no divisor with 32, 128 and 264: it meets all lanes, most columns and every block.
+        # Then the start of every row.
         for i, at in enumerate((*range(0, group.size, 35), *range(0, group.size, shape[1]))):
             yield _with(shape, rng, f"the largest at {at}", [(np.array([at]), 4.0 if i % 2 else -4.0)])
     yield _random(shape, quantizer)
 
 
 def _random(shape: tuple[int, int], quantizer: Quantizer) -> PlantedTensor:
-    """Numbers of few bits, whose products with a scale are ties too."""
+    """Random numbers of few bits, whose products with a scale are often ties."""
     rng = np.random.default_rng(0)
     x = (rng.standard_normal(shape) * 2.0 ** rng.integers(-4, 5, shape)).astype(np.float32)
     return PlantedTensor(x=rounded(rounded(x, "bfloat16"), quantizer.dtype))
 
 
 def _with(shape: tuple[int, int], rng: np.random.Generator, name: str, planted: list[tuple[np.ndarray, float]]) -> PlantedTensor:
-    """Of either sign, from group to group."""
+    """Small random numbers with values planted at flat indices, the sign alternating from group to group."""
     x = ((1 + rng.integers(0, 8, shape) / 8) / 256).astype(np.float32)
     for at, value in planted:
         sign = np.where(np.arange(at.size) % 2, -1, 1) * np.copysign(1, value)
@@ -192,7 +210,7 @@ def _with(shape: tuple[int, int], rng: np.random.Generator, name: str, planted: 
 def _counterexample(
     tensor: PlantedTensor, output: QuantizerOutput, candidate: Candidate, scale_layout: ScaleLayout, dtype: str
 ) -> list[Counterexample]:
-    """The first element of a tensor whose code, or whose group's scale, is not the candidate's."""
+    """The first element whose code, or whose group's scale, is not the candidate's; empty if there is none."""
     x = tensor.x
     group = amaxes.groups(x.shape, scale_layout.granularity, scale_layout.axis)
     none = np.zeros(int(group.max()) + 1, np.float32)
@@ -223,7 +241,7 @@ def _counterexample(
 
 
 def _as_without(tensor: PlantedTensor, candidate: Candidate, scale_layout: ScaleLayout, group: int, got: Mapping[str, float]) -> str:
-    """Whether the scale is that of the group without what was planted in it, in words."""
+    """In words, whether the scale is that of the group without the planted element: the kernel overlooked it."""
     name = scale_layout.scale
     if tensor.at is None or name is None:
         return ""
@@ -236,7 +254,7 @@ def _as_without(tensor: PlantedTensor, candidate: Candidate, scale_layout: Scale
 def _counterexample_among(
     responses: list[Response], right: np.ndarray, candidate: Candidate, scale_layout: ScaleLayout, dtype: str
 ) -> list[Counterexample]:
-    """Of the first question that was answered otherwise."""
+    """The counterexample of the first response with a group that is not right."""
     begin = 0
     for a in responses:
         wrong = ~right[begin : begin + a.amax.size]

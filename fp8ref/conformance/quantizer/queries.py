@@ -1,4 +1,7 @@
-"""What a quantiser was asked with, and what it gave for each group of elements that share a scale."""
+"""Query a quantizer with tensors whose groups have chosen amaxes, and read each group's scale.
+
+A group is the elements that share a scale. All arrays of numbers by group follow the scales' C order.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,30 +17,38 @@ from fp8ref.granularity import by_name, scale_shape
 
 @dataclass(frozen=True, kw_only=True)
 class ScaleLayout:
-    """Which elements share a scale, and what each array beside the codes is, by its name or place: ``scale``, ``scale_inv``, ``amax``."""
+    """Which elements share a scale, and which of the returned arrays are scales.
+
+    kinds  by the name or place of each array: ``scale``, ``scale_inv`` or ``amax``.
+    """
 
     granularity: str
     axis: int
     kinds: Mapping[str, str] = field(default_factory=dict)
 
     def shape(self, of: tuple[int, ...]) -> tuple[int, ...]:
-        """That of the scales of a tensor of this shape (S-6)."""
+        """The shape of the scales of a tensor of this shape (S-6)."""
         return scale_shape(self.granularity, of, self.axis)
 
     def is_transposed(self, shape: tuple[int, ...], of: tuple[int, ...]) -> bool:
-        """Whether scales of a shape, of a tensor of another, are those of S-6 the other way round."""
+        """Whether scales of this shape, for a tensor of shape ``of``, are transposed scales of S-6."""
         wanted = self.shape(of)
         return len(wanted) == 2 and wanted[0] != wanted[1] and tuple(shape) == wanted[::-1]
 
     @property
     def scale(self) -> str | None:
-        """The name of the first scale or scale_inv."""
+        """The name of the first array that is a scale or scale_inv; None without one."""
         return next((name for name, kind in self.kinds.items() if kind != "amax"), None)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Response:
-    """One tensor, its groups' questions, and what was read."""
+    """One tensor x [M, K], and what a quantizer returned for it.
+
+    group    for each element, the index of its group, int [M, K].
+    kind     for each group, the index of its kind of amax in KINDS.
+    largest  for each group, its element of largest magnitude, with the sign.
+    """
 
     x: np.ndarray
     group: np.ndarray
@@ -51,11 +62,12 @@ class Response:
 
     @property
     def ordinary(self) -> np.ndarray:
+        """For each group, whether its amax is an ordinary number, where no policy has special rules."""
         return self.kind == KINDS.index("ordinary")
 
 
 def ask(quantizer: Quantizer, what: Questions, shape: tuple[int, int], granularity: str, axis: int) -> list[Response]:
-    """Every question, as many in a tensor as it has groups; groups without one are zeros."""
+    """The responses to all amaxes, as many in a tensor as it has groups; groups left over are zeros."""
     group = amaxes.groups(shape, granularity, axis)
     count = int(group.max()) + 1
     responses = []
@@ -76,7 +88,11 @@ def ask(quantizer: Quantizer, what: Questions, shape: tuple[int, int], granulari
 
 
 def considered(quantizer: Quantizer, responses: Sequence[Response], scale_layout: ScaleLayout) -> np.ndarray:
-    """Of each question, whether its answer is the quantiser's: with a memory at ordinary amaxes alone, in JAX not of a NaN that XLA's max loses."""
+    """For each group of all responses, whether it counts in the comparison with a policy.
+
+    A quantizer with a memory is compared at ordinary amaxes alone: what it keeps after other amaxes,
+    one call cannot tell. In JAX a NaN does not count if XLA's own max loses it (P-3).
+    """
     if quantizer.memory:
         return ordinary(responses)
     counts = []
@@ -87,7 +103,7 @@ def considered(quantizer: Quantizer, responses: Sequence[Response], scale_layout
 
 
 def loses_nan(quantizer: Quantizer, x: np.ndarray, scale_layout: ScaleLayout) -> bool:
-    """Whether jax's own maximum of magnitudes, over the groups of x, is of other numbers than a NaN there (P-3)."""
+    """Whether jax.numpy.max over the magnitudes of a group of x drops a NaN in it (P-3)."""
     if quantizer.subject.framework != "jax":
         return False
     import jax.numpy as jnp
@@ -98,7 +114,7 @@ def loses_nan(quantizer: Quantizer, x: np.ndarray, scale_layout: ScaleLayout) ->
         found = jnp.max(magnitudes)[None]
     elif block.reduced is None:
         found = jnp.max(magnitudes, axis)
-    else:  # of blocks of lines, also where blocks are of many
+    else:  # the parts of lines in a block, for blocks of several lines too
         lines = magnitudes if axis == -1 else magnitudes.T
         found = jnp.max(lines.reshape(len(lines), -1, block.reduced), -1)
     nan = np.isnan(x)
@@ -108,11 +124,12 @@ def loses_nan(quantizer: Quantizer, x: np.ndarray, scale_layout: ScaleLayout) ->
 
 
 def ordinary(responses: Sequence[Response]) -> np.ndarray:
+    """For each group of all responses, whether its amax is ordinary."""
     return np.concatenate([a.ordinary for a in responses])
 
 
 def _refused(quantizer: Quantizer, x: np.ndarray, amax: np.ndarray, group: np.ndarray) -> float:
-    """The first amax that it raises for by itself, all other groups zeros; the first of all if it takes each."""
+    """The first amax that makes it raise by itself, all other groups being zeros; else the first amax."""
     for i, one in enumerate(amax):
         try:
             quantizer.ask(np.where(group == i, x, np.float32(0)))
@@ -122,9 +139,11 @@ def _refused(quantizer: Quantizer, x: np.ndarray, amax: np.ndarray, group: np.nd
 
 
 def identify_returned(responses: Sequence[Response], granularity: str, axis: int) -> ScaleLayout:
-    """What each array beside the codes is, by how it goes with the amax.
+    """Which returned arrays are scales, by how their numbers change with the amax.
 
-    Raises:   ConformanceError: one has no number for each group.
+    A scale falls as the amax grows, a scale_inv rises. An array that does neither is left out.
+
+    Raises:   ConformanceError: an array does not have one number for each group.
     """
     amax, found, scale_layout = np.concatenate([a.amax for a in responses]), {}, ScaleLayout(granularity=granularity, axis=axis)
     for name in responses[0].output.scales:
@@ -140,7 +159,7 @@ def identify_returned(responses: Sequence[Response], granularity: str, axis: int
 
 
 def per_group(a: Response, name: str, scale_layout: ScaleLayout) -> np.ndarray:
-    """The numbers of an array of scales in the groups' order: one a group, transposed or not, or one an element."""
+    """The scale of each group, from an array with one number for each group, transposed or not, or for each element."""
     values, count = a.output.scales[name], int(a.group.max()) + 1
     if values.size == count:
         return (values.T if scale_layout.is_transposed(values.shape, a.x.shape) else values).reshape(-1)

@@ -1,4 +1,4 @@
-"""The model of casts that the kit compares with is the simulator's where both have a rounding, and each library's where it has its name."""
+"""behaviour.encode agrees with the simulator, with exact comparison in every rounding, and with each library it names."""
 
 import dataclasses
 

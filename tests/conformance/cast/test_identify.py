@@ -1,4 +1,4 @@
-"""Casts are identified by name, and wrong ones by what is wrong with them and the simplest input that shows it."""
+"""identify_cast names library casts, and reports what is wrong with planted ones and the simplest input that shows it."""
 
 import dataclasses
 

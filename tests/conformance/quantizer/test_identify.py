@@ -1,4 +1,4 @@
-"""Quantisers are identified: granularity, axis, policy, what they return and how they round; wrong ones by a minimal input."""
+"""identify_quantizer finds granularity, axis, policy, returned scales and rounding; planted faults by a minimal input."""
 
 from types import SimpleNamespace
 
