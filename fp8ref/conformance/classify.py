@@ -15,7 +15,7 @@ KINDS: tuple[Kind, ...] = ("cast", "quantizer", "gemm")
 
 
 def kind_of(name: str, function: Callable[..., Any], *, framework: str | None = None, device: str = "cpu") -> Kind:
-    """A GEMM takes two operands. In a cast no element changes the code of another. All else is a quantizer.
+    """A GEMM takes two operands. In a cast no element changes another's code. Else a quantizer.
 
     Raises:   ValueError: as subjects.wrap.
     """

@@ -1,4 +1,4 @@
-"""The result of identifying a cast, a quantizer or a GEMM: findings, each with its evidence, and the outcome."""
+"""What identification finds: properties with their evidence, and the outcome of them all."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -44,7 +44,7 @@ class Finding:
         return f"{self.value}" + (f", or the same by {listed}" if self.others else "")
 
     def to_dict(self) -> dict[str, Any]:
-        """what, value and evidence. Results add ``witness`` for casts and quantizers, ``others`` for GEMMs."""
+        """what, value and evidence. Results add ``witness`` or ``others``."""
         return {"what": self.what, "value": self.value, "evidence": self.evidence}
 
 

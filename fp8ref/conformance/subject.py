@@ -1,4 +1,4 @@
-"""The function under test: called with arrays of the framework that it takes, and checked for side effects."""
+"""The function under test, called with arrays of its framework and checked for side effects."""
 
 import dataclasses
 import importlib.util
@@ -17,7 +17,7 @@ FRAMEWORKS = ("numpy", "torch", "jax")
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
-# x [M, K] as a view that is not contiguous, or does not begin where its memory does. JAX has no views.
+# x [M, K] as a view that is not contiguous, or starts inside its memory. JAX has no views.
 Make = Callable[[np.ndarray], Any]
 VIEWS: dict[str, Callable[[Make, np.ndarray], Any]] = {
     "transposed": lambda make, x: make(np.ascontiguousarray(x.T)).T,
@@ -27,7 +27,7 @@ VIEWS: dict[str, Callable[[Make, np.ndarray], Any]] = {
 
 
 class ConformanceError(ValueError):
-    """Not a valid cast or quantizer: it raises, gives other shapes or types, changes its input, or does not repeat itself."""
+    """Not a valid cast or quantizer: it raises, has wrong outputs or side effects, or does not repeat."""
 
 
 class RefusedError(ConformanceError):
@@ -86,7 +86,7 @@ class Subject:
 
 
 def check_no_reuse(subject: Subject, x: np.ndarray, other: np.ndarray, dtype: str, read: Callable[[Any], list[np.ndarray]]) -> None:
-    """ConformanceError if a later call, with other numbers of the same shape, overwrites an earlier output."""
+    """ConformanceError if a later call, with other numbers, overwrites an earlier output."""
     found = subject.ask(x, dtype)
     before = [part.copy() for part in read(found)]
     subject.ask(other, dtype)
@@ -97,7 +97,7 @@ def check_no_reuse(subject: Subject, x: np.ndarray, other: np.ndarray, dtype: st
 
 
 def wrap(name: str, function: Callable[..., Any], *, framework: str | None = None, device: str = "cpu", shape: tuple[int, ...]) -> Subject:
-    """A function as a Subject, in the framework named, else in the first imported one whose arrays it takes.
+    """A function as a Subject of the framework named, else of the first imported one that it takes.
 
     Raises:   ValueError: an unknown framework, or a device that is not there; ImportError: the framework
               is not installed; RefusedError: it takes no arrays.
@@ -128,7 +128,7 @@ def wrap(name: str, function: Callable[..., Any], *, framework: str | None = Non
 
 
 def _in_framework_of_output(subject: Subject, found: Any, x: np.ndarray, dtype: str) -> Subject:
-    """The subject in the framework of its output, if it takes that: JAX functions take NumPy arrays too."""
+    """The subject in the framework of its output, as JAX functions take NumPy arrays too."""
     inside: list[Any] = list(getattr(found, "__dict__", {}).values())
     if isinstance(found, tuple | list | dict):
         inside = list(found.values() if isinstance(found, dict) else found)
@@ -163,7 +163,7 @@ def first_dtype(subject: Subject, shape: tuple[int, ...] = (16,)) -> str:
 
 
 def read_array(found: Any) -> tuple[np.ndarray, str] | None:
-    """An array of NumPy, PyTorch or JAX as a NumPy array, and the name of its dtype; None if it is no array.
+    """An array of any framework as a NumPy array, and the name of its dtype; None if it is no array.
 
     float8 and e8m0 become uint8; bfloat16 and float16 become float32.
     """

@@ -1,1 +1,1 @@
-"""Identify a cast from its outputs: rounding, saturation, NaN codes, subnormals, double rounding."""
+"""Identify a cast: its rounding, overflow, NaN codes, subnormals and double rounding (C-8)."""

@@ -1,4 +1,4 @@
-"""The behaviour of a cast as data: one field for each decision, and the codes that follow (SEMANTICS C).
+"""The behaviour of a cast as data: a field for each decision, and the codes (SEMANTICS C).
 
 ``KNOWN_CASTS`` are the casts with a name: the specification's two and those of the libraries.
 ``encode`` gives the codes of any behaviour. It rounds by ``sim.cast``, and adds the four roundings
@@ -15,7 +15,7 @@ from fp8ref import formats
 from fp8ref.formats import BFLOAT16, E4M3FN, E4M3FNUZ, E5M2, E5M2FNUZ, FLOAT16, FLOAT32, Format
 from fp8ref.sim import cast
 
-# Besides the specification's four formats, those of ml_dtypes. Its e4m3 has infinities, unlike OFP8's.
+# Besides the specification's four formats, those of ml_dtypes. Its e4m3 has infinities, unlike OFP8.
 E4M3 = Format(name="e4m3", exponent_bits=4, mantissa_bits=3, bias=7, specials="ieee")
 E4M3B11FNUZ = Format(name="e4m3b11fnuz", exponent_bits=4, mantissa_bits=3, bias=11, specials="fnuz")
 E3M4 = Format(name="e3m4", exponent_bits=3, mantissa_bits=4, bias=3, specials="ieee")
@@ -144,7 +144,7 @@ def _magnitude_codes(value: np.ndarray, fmt: Format, behaviour: Behaviour) -> np
 
 
 def _rounded(n: np.ndarray, negative: np.ndarray, fmt: Format, rounding: str) -> np.ndarray:
-    """n of ``cast.in_spacings`` rounded to integers: by the simulator where it has the mode (C-2), else by C-8."""
+    """n of ``cast.in_spacings`` as integers: rounded by the simulator if it has the mode."""
     if rounding in cast.ROUNDINGS:
         return cast.round_spacings(n, fmt, rounding)  # type: ignore[arg-type]
     floor = np.floor(n)

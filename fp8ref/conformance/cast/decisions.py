@@ -1,4 +1,4 @@
-"""Find each decision of a cast, such as its rounding, from the outputs that this decision alone explains.
+"""Find each decision of a cast, such as its rounding, from the outputs that it alone explains.
 
 Each function takes the responses and the behaviour found so far, and gives a finding.
 Its value is None where no value of the decision explains the outputs.

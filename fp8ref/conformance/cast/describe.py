@@ -1,4 +1,4 @@
-"""Describe an identified cast: as JSON, in one line, and by its differences from an expected cast."""
+"""Describe an identified cast: as JSON, in one line, and by differences from an expected one."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Identify a cast: ``identify_cast`` asks it with chosen inputs, and finds its format and every decision.
+"""Identify a cast, by ``identify_cast``: its format and every decision, from chosen inputs.
 
 The format comes first, then the decisions for one dtype, then double rounding from the other dtypes.
 Last come the same codes in arrays of other shapes and strides. Every output must be explained.
@@ -114,7 +114,7 @@ def identify_cast(
 def _other_dtypes(
     subject: Subject, source: str, found: Behaviour, found_fmt: Format
 ) -> tuple[dict[str, Responses], list[Finding], Behaviour]:
-    """The responses in each other dtype that it takes, and the behaviour with their double roundings."""
+    """The responses in each other dtype that it takes, and the behaviour with double roundings."""
     responses, findings = dict[str, Responses](), list[Finding]()
     for other in subjects.DTYPES:
         if other == source:
@@ -134,7 +134,7 @@ def _other_dtypes(
 def _other_layouts(
     subject: Subject, source: str, explained: list[Responses], found: Behaviour
 ) -> tuple[list[Finding], list[Counterexample]]:
-    """Check other shapes and strides in each dtype whose responses are explained, except float64."""
+    """Check other shapes and strides in each dtype that is explained, except float64."""
     findings, wrong = list[Finding](), list[Counterexample]()
     for a in explained:
         if a.source == "float64":

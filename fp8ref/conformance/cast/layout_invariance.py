@@ -1,4 +1,4 @@
-"""Check that a cast gives the same codes in arrays of other shapes and strides, tails of blocks included."""
+"""Check that a cast gives the same codes in arrays of other shapes and strides."""
 
 from collections.abc import Iterable
 
@@ -16,7 +16,7 @@ SHAPES: tuple[tuple[int, ...], ...] = ((), (0,), (1,), (3,), (127,), (1025,), ((
 
 
 def check_shapes(subject: Subject, a: Responses, found: Behaviour) -> tuple[Finding, list[Counterexample]]:
-    """Compare arrays of other shapes with the behaviour found; a shape that raises is reported, and no fault."""
+    """Compare arrays of other shapes with the behaviour found. A shape that raises is no fault."""
     taken, refused, wrong = [], [], list[Counterexample]()
     for shape in SHAPES:
         at = np.arange(int(np.prod(shape))) % a.x.size
@@ -49,7 +49,7 @@ def check_strides(subject: Subject, a: Responses, found: Behaviour) -> tuple[Fin
 
 
 def _counterexample(a: Responses, at: np.ndarray, output: outputs.Output, found: Behaviour, how: str = "") -> list[Counterexample]:
-    """The first element whose code is not that of the behaviour found; NaN codes count as equal (C-5)."""
+    """The first element with another code than the behaviour found gives; all NaN codes are one."""
     expected = behaviour.encode(a.x, a.fmt, found, source=a.source).astype(np.int64)[at]
     differs = a.canonical(output.codes(a.fmt)) != a.canonical(expected)
     if not differs.any():

@@ -1,4 +1,4 @@
-"""The outputs of a cast, read as codes of a format: codes as they are, values by the code of that value."""
+"""The outputs of a cast, read as codes of a format, whether they are codes or values."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +19,7 @@ FLOATS = ("float32", "bfloat16", "float16", "float64")
 
 @dataclass(frozen=True, kw_only=True)
 class Output:
-    """The array that a cast returned: codes as uint8, or values; dtype is that of the array itself."""
+    """The array that a cast returned: codes as uint8, or values; dtype is the original one."""
 
     array: np.ndarray
     dtype: str

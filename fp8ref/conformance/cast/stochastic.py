@@ -107,7 +107,7 @@ def varies(subject: Subject, source: str, fmt: Format) -> bool:
 
 
 def identify(subject: Subject, a: Responses, position: int | None, fmt: Format, findings: list[Finding], expect: str | None) -> Outcome:
-    """Measure the probabilities, find the other decisions, and check whether a second call repeats the first.
+    """Measure the probabilities, find the other decisions, check whether a second call is equal.
 
     position   the first index where two outputs for a.x differ, if they do.
 
@@ -153,7 +153,7 @@ def _inputs_without_chance(fmt: Format, source: str) -> np.ndarray:
 
 
 def _truncated(a: Responses) -> Responses:
-    """Of REPEATS_OF_SPECIALS answers to each input the one nearest to zero: as if rounded toward zero."""
+    """The answer nearest to zero for each input: what rounding toward zero would give."""
     nearest = np.argmin((a.codes & 0x7F).reshape(-1, REPEATS_OF_SPECIALS), axis=1)
     at = np.arange(nearest.size) * REPEATS_OF_SPECIALS + nearest
     return dataclasses.replace(a, x=a.x[at], codes=a.codes[at], output=Output(array=a.output.array[at], dtype=a.output.dtype))
@@ -239,7 +239,7 @@ def _summary(rates: RoundingRates, fmt: Format, decided: list[Finding], names: l
 
 
 def _differences(rates: RoundingRates, truncated: Responses, expect: str, fmt: Format, findings: list[Finding]) -> list[Counterexample]:
-    """The simplest number that is rounded at random, as no known cast does, and the other differences."""
+    """The simplest number that is rounded at random, and the other differences."""
     at = simplest(rates.x, rates.random)
     code = behaviour.encode(rates.x[at : at + 1], truncated.fmt, KNOWN_CASTS[expect].behaviour(truncated.fmt))[0]
     rounds = rates.counterexample(at, f"{code_or_value(code, truncated)} every time")
@@ -251,7 +251,7 @@ def _differences(rates: RoundingRates, truncated: Responses, expect: str, fmt: F
 
 
 def _no_chance(subject: Subject, a: Responses, position: int | None, rates: RoundingRates) -> ConformanceError:
-    """The error for a cast whose outputs vary, though none of the numbers between neighbours is rounded both ways."""
+    """The error for outputs that vary, though no number between neighbours is rounded both ways."""
     if position is not None:
         return _error(subject, a, position, "gave other codes the second time")
     codes = rates.responses.codes.reshape(-1, REPEATS)

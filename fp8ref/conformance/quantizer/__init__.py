@@ -1,1 +1,1 @@
-"""Identify a quantizer from its outputs: granularity, scale policy, returned scales, rounding (SEMANTICS S-16)."""
+"""Identify a quantizer: its granularity, scale policy, returned scales and rounding (S-16)."""

@@ -1,4 +1,4 @@
-"""Candidate quantizers: a policy, as it is or with one known deviation, and a comparison with the outputs.
+"""Candidate quantizers: a policy, as it is or with one known deviation.
 
 ``DEVIATIONS`` are the mistakes that have a name, such as an amax without abs. ``agreement`` tells
 for which groups a quantizer's scales and codes are those of a candidate.
@@ -53,7 +53,7 @@ class Deviation:
         return dataclasses.replace(policy, **self.changes) if self.changes else policy
 
     def applies_to(self, policy: ScalePolicy) -> bool:
-        """Whether it changes the policy: those of e8m0 scales have no eps, and another ratio (S-14)."""
+        """Whether it changes the policy. One of e8m0 scales has no eps, and its own ratio (S-14)."""
         return not self.changes or (policy.e8m0 is None and any(getattr(policy, key) != value for key, value in self.changes.items()))
 
 
@@ -103,7 +103,7 @@ def _without_abs(part: Callable[[np.ndarray, np.float32], np.ndarray]) -> Amax:
     return lambda x, granularity, axis: scaling.amax(part(x, np.float32(0)), granularity, axis=axis)
 
 
-# The eps of libraries: none, powers of ten, the smallest normal number, the epsilon of float32 and of bfloat16
+# The eps of libraries: none, powers of ten, the smallest normal number, and two epsilons
 _EPS = (0.0, 1e-4, 1e-5, 1e-6, 1e-7, 1e-8, 1e-9, 1e-10, 1e-12, 1e-15, 1e-20, 1e-30, 2.0**-126, 2.0**-23, 2.0**-7)
 
 DEVIATIONS = (
@@ -195,7 +195,7 @@ class Agreement:
 
     @property
     def deciding(self) -> np.ndarray:
-        """For each group, whether what decides the policy agrees: scales, or codes without scales."""
+        """For each group, whether what decides a policy agrees: scales, else codes."""
         return self.codes if self.scales is None else self.scales
 
 
@@ -224,7 +224,7 @@ def agreement(candidate: Candidate, responses: Sequence[Response], scale_layout:
 
 
 def agrees_at_ordinary(candidate: Candidate, responses: Sequence[Response], scale_layout: ScaleLayout) -> bool:
-    """Whether all groups of ordinary amax agree with the candidate; stops at the first that does not."""
+    """Whether all groups of ordinary amax agree; stops at the first response that does not."""
     return all(agreement(candidate, [a], scale_layout).deciding[a.ordinary].all() for a in responses)
 
 

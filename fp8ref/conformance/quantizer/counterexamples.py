@@ -1,4 +1,4 @@
-"""The simplest tensors on which a quantizer differs from a policy, a granularity or the name of an array.
+"""Counterexamples: the simplest tensors on which a quantizer is not what was expected.
 
 From an amax that gave a wrong answer, the smallest tensor is searched for, then the simplest number
 that still shows it.
@@ -48,7 +48,10 @@ def smallest_for_policy(
 
 
 def smallest_for_granularity(quantizer: Quantizer, candidate: Candidate, scale_layout: ScaleLayout) -> Counterexample | None:
-    """The smallest tensor of ones with a single 512 that shows another granularity or axis; None if none does."""
+    """The smallest tensor of ones with one 512 that shows another granularity or axis.
+
+    None if no tensor does.
+    """
     for shape in ((2, 2), (4, 4), (2, 32), (2, 64), (32, 32), (2, 256), (64, 64), (128, 128), (256, 256), (256, 384)):
         x = np.ones(shape, np.float32)
         x[0, -1] = 512
@@ -103,7 +106,7 @@ def _first_difference(
 
 
 def _simplest_value(quantizer: Quantizer, candidate: Candidate, scale_layout: ScaleLayout, x: np.ndarray) -> float:
-    """The number of fewest bits, then nearest to 1, that still shows the difference; x scaled with it."""
+    """The number of fewest bits, then nearest to 1, for which x, scaled with it, still differs."""
     largest = float(x.flat[0])
     fraction, own = np.frexp(largest)
     mantissa = float(fraction) * 2
@@ -184,7 +187,7 @@ def simplest_by_kind(kinds: np.ndarray, wrong: np.ndarray, largest: np.ndarray) 
 def unexpected_policy(
     quantizer: Quantizer, wanted: ScalePolicy, fmt: Format, responses: Sequence[Response], scale_layout: ScaleLayout, matched: PolicyMatch, found_fmt: Format,
 ) -> list[Counterexample]:  # fmt: skip
-    """Counterexamples to an expected policy: to its scales, or its codes if no scale is returned."""
+    """Counterexamples to an expected policy: to its scales, else to its codes."""
     # XLA may flush subnormals to zeros (S-12).
     ways = (False, True) if quantizer.subject.framework == "jax" else (False,)
     agreements = [
@@ -252,7 +255,7 @@ def for_policy(quantizer: Quantizer, matched: PolicyMatch, agreed: Agreement, sc
 
 
 def _in_context(matched: PolicyMatch, agreed: Agreement, scale_layout: ScaleLayout, dtype: str) -> Counterexample:
-    """The first wrong group within the tensor that was asked, for a fault that no group shows by itself."""
+    """The first wrong group in the tensor that was asked, if no group shows the fault by itself."""
     begin = 0
     for a in matched.responses:
         wrong = (~agreed.both & matched.considered)[begin : begin + a.amax.size]

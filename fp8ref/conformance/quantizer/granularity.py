@@ -94,7 +94,7 @@ def _steady_output(quantizer: Quantizer, x: np.ndarray, what: str) -> QuantizerO
 
 
 def identify_granularity(quantizer: Quantizer) -> FoundGranularity:
-    """Find the block whose codes change when one element becomes large, or else large and negative."""
+    """Find the block whose codes change when one element becomes large, of either sign."""
     x = noise()
     before = quantizer.ask(x)
     for large in (_LARGE, -_LARGE):

@@ -1,4 +1,4 @@
-"""Identify a quantizer: ``identify_quantizer`` asks it with chosen tensors, and finds policy and rounding.
+"""Identify a quantizer, by ``identify_quantizer``: its scales and rounding, from chosen tensors.
 
 In this order: memory and granularity, scale layout, policy, the cast under scale 1, and last whether all
 that holds for other shapes, dtypes and strides. Counterexamples are searched for at each step.
@@ -14,15 +14,19 @@ from fp8ref import policy as policy_data
 from fp8ref.conformance import subject as subjects
 from fp8ref.conformance.cast.behaviour import CAST_FORMATS, Behaviour
 from fp8ref.conformance.cast.identify import check_format
+from fp8ref.conformance.cast.outputs import Responses
 from fp8ref.conformance.counterexample import Counterexample
-from fp8ref.conformance.finding import Outcome
+from fp8ref.conformance.finding import Finding, Outcome
 from fp8ref.conformance.inputs import amaxes
 from fp8ref.conformance.quantizer import candidates, counterexamples, describe, inner_cast, layout_invariance, policy_match, queries
 from fp8ref.conformance.quantizer.candidates import Candidate
 from fp8ref.conformance.quantizer.granularity import SHAPE, identify_granularity, identify_memory
 from fp8ref.conformance.quantizer.outputs import Quantizer, QuantizerOutput, smallest_shape
+from fp8ref.conformance.quantizer.policy_match import PolicyMatch
+from fp8ref.conformance.quantizer.queries import ScaleLayout
 from fp8ref.conformance.subject import RefusedError
 from fp8ref.formats import Format
+from fp8ref.policy import ScalePolicy
 
 _TENSORWISE_SHAPES = ((1, 32), (16, 16), (16, 128), (128, 128), SHAPE)
 
@@ -73,7 +77,6 @@ def identify_quantizer(
     fixed, flushing = output.dtype.startswith("float8"), subject.framework == "jax"
     matched = policy_match.match_policies(responses, scale_layout, found_fmt, considered, fixed=fixed, flushing=flushing)
     chosen = matched.nearest.candidate
-    unlike = [] if matched.agreements else counterexamples.for_policy(quantizer, matched, matched.nearest, scale_layout)
     findings += [
         describe.axis_finding(quantizer, group.axis, chosen, scale_layout),
         describe.returned_finding(scale_layout, output),
@@ -81,26 +84,19 @@ def identify_quantizer(
     ]
     rounding: Behaviour | None = None
     different: list[Counterexample] = []
-    if matched.agreements:
+    if not matched.agreements:
+        unlike = counterexamples.for_policy(quantizer, matched, matched.nearest, scale_layout)
+    else:
         groups = amaxes.groups(SHAPE, at, along)
         more, rounding, answers = inner_cast.identify_inner_cast(quantizer, chosen.fmt, chosen.scale_fmt, groups)
         findings += more
         different = inner_cast.unexpected_rounding(answers, chosen.fmt, chosen.policy.compute)
-        wrong = matched.mismatches(matched.nearest)
-        if not inner_cast.explains(answers, rounding) or (not different and wrong.any()):
-            unlike = counterexamples.for_policy(quantizer, matched, matched.nearest, scale_layout) or different
-    if different and not unlike:  # is anything wrong that its rounding does not explain?
-        own = candidates.agreement(dataclasses.replace(chosen, rounding=rounding, source=quantizer.dtype), responses, scale_layout)
-        unlike = counterexamples.for_policy(quantizer, matched, own, scale_layout) if (~own.both & matched.considered).any() else []
+        unlike = _unexplained(quantizer, matched, scale_layout, answers, rounding, different)
     misnamed = counterexamples.misnamed_arrays(responses, scale_layout, chosen.policy)
     unlike = [*unlike, *misnamed]
     beyond: list[Counterexample] = []
     if matched.agreements and not unlike and not different:
-        # Several policies may agree so far. The expected one is tried first in other tensors.
-        for agreed in sorted(matched.agreements, key=lambda a: a.candidate.policy != wanted):
-            more, beyond = layout_invariance.check(quantizer, agreed.candidate, scale_layout, shape)
-            if not beyond:
-                break
+        more, beyond = _other_tensors(quantizer, matched, wanted, scale_layout, shape)
         findings += more
         unlike = list(beyond)
     differences = []
@@ -124,6 +120,41 @@ def identify_quantizer(
         named=bool(matched.agreements) and not different and chosen.scale_fmt.max == fmt.max,
         unlike=unlike, expected=expect, differences=differences,
     )  # fmt: skip
+
+
+def _unexplained(
+    quantizer: Quantizer,
+    matched: PolicyMatch,
+    scale_layout: ScaleLayout,
+    answers: Responses,
+    rounding: Behaviour,
+    different: list[Counterexample],
+) -> list[Counterexample]:
+    """Counterexamples that the policy found and the rounding found do not explain together.
+
+    answers    of the inner cast; different: where its rounding is not that of S-5.
+    """
+    if not inner_cast.explains(answers, rounding):
+        return counterexamples.for_policy(quantizer, matched, matched.nearest, scale_layout) or different
+    if not different:
+        # Its codes are wrong in a tensor of many groups, though its cast is right.
+        wrong = matched.mismatches(matched.nearest).any()
+        return counterexamples.for_policy(quantizer, matched, matched.nearest, scale_layout) if wrong else []
+    # Compare with the policy and this other rounding: is anything left that the rounding does not explain?
+    candidate = dataclasses.replace(matched.nearest.candidate, rounding=rounding, source=quantizer.dtype)
+    own = candidates.agreement(candidate, matched.responses, scale_layout)
+    return counterexamples.for_policy(quantizer, matched, own, scale_layout) if matched.mismatches(own).any() else []
+
+
+def _other_tensors(
+    quantizer: Quantizer, matched: PolicyMatch, wanted: ScalePolicy | None, scale_layout: ScaleLayout, shape: tuple[int, int]
+) -> tuple[list[Finding], list[Counterexample]]:
+    """Check other shapes, dtypes and strides with each policy that agrees so far, the expected one first."""
+    for agreed in sorted(matched.agreements, key=lambda a: a.candidate.policy != wanted):
+        findings, beyond = layout_invariance.check(quantizer, agreed.candidate, scale_layout, shape)
+        if not beyond:
+            break
+    return findings, beyond
 
 
 def _format_of(output: QuantizerOutput, fmt: Format) -> Format:

@@ -1,4 +1,4 @@
-"""Identify the cast within a quantizer, with scale 1: that of groups whose amax is the format's max."""
+"""Identify the cast within a quantizer, with scale 1: in groups whose amax is max."""
 
 import dataclasses
 

@@ -25,7 +25,7 @@ from fp8ref.granularity import by_name
 from fp8ref.policy import ScalePolicy
 from fp8ref.sim import scaling
 
-# One row, a square, rows that no block divides, long rows, more than a million elements; K as S-6 asks
+# K as S-6 asks: one row, a square, rows that no block divides, long rows, over a million elements
 SHAPES = ((1, 128), (3, 256), (128, 128), (131, 128), (3, 28672), (1031, 1152))
 # For scales of lines and of whole tensors, where K is free
 RAGGED = ((1, 1), (2, 3), (3, 17), (4, 1000))
@@ -138,7 +138,7 @@ def check_strides(
 def check_dtype(
     quantizer: Quantizer, candidate: Candidate, scale_layout: ScaleLayout, shape: tuple[int, int]
 ) -> tuple[Candidate | None, Finding, list[Counterexample]]:
-    """Find the candidate for another dtype: the same policy, or one that differs only in what it computes in (S-13).
+    """Find the candidate for another dtype: the same policy, or one that computes in that dtype (S-13).
 
     None if the dtype is not taken, or no such policy agrees.
     """
@@ -170,7 +170,7 @@ def _decisions(policy: ScalePolicy) -> dict[str, Any]:
 
 
 def _tensors(shape: tuple[int, int], scale_layout: ScaleLayout, quantizer: Quantizer) -> Iterator[PlantedTensor]:
-    """Tensors with something planted in each group, then in many places of one, then random ones."""
+    """Tensors with values planted in each group, then in many places, then random ones."""
     rng = np.random.default_rng(0)
     group = amaxes.groups(shape, scale_layout.granularity, scale_layout.axis).reshape(-1)
     order = np.argsort(group, kind="stable")
@@ -184,7 +184,7 @@ def _tensors(shape: tuple[int, int], scale_layout: ScaleLayout, quantizer: Quant
             planted = [(at, value) for at, value in ((last, at_last), (inside, at_inside)) if value is not None]
             yield _with(shape, rng, name, planted)
     if shape in (_WHOLE, _WHOLE[::-1]):
-        # 35 shares no divisor with 32, 128 and 264: it meets all lanes, most columns and every block.
+        # 35 shares no divisor with 32, 128 and 264: it meets all lanes and blocks, most columns.
         # Then the start of every row.
         for i, at in enumerate((*range(0, group.size, 35), *range(0, group.size, shape[1]))):
             yield _with(shape, rng, f"the largest at {at}", [(np.array([at]), 4.0 if i % 2 else -4.0)])
@@ -199,7 +199,7 @@ def _random(shape: tuple[int, int], quantizer: Quantizer) -> PlantedTensor:
 
 
 def _with(shape: tuple[int, int], rng: np.random.Generator, name: str, planted: list[tuple[np.ndarray, float]]) -> PlantedTensor:
-    """Small random numbers with values planted at flat indices, the sign alternating from group to group."""
+    """Small random numbers with values planted at flat indices, of alternating sign."""
     x = ((1 + rng.integers(0, 8, shape) / 8) / 256).astype(np.float32)
     for at, value in planted:
         sign = np.where(np.arange(at.size) % 2, -1, 1) * np.copysign(1, value)
@@ -210,7 +210,7 @@ def _with(shape: tuple[int, int], rng: np.random.Generator, name: str, planted: 
 def _counterexample(
     tensor: PlantedTensor, output: QuantizerOutput, candidate: Candidate, scale_layout: ScaleLayout, dtype: str
 ) -> list[Counterexample]:
-    """The first element whose code, or whose group's scale, is not the candidate's; empty if there is none."""
+    """The first element whose code or scale is not the candidate's; empty if there is none."""
     x = tensor.x
     group = amaxes.groups(x.shape, scale_layout.granularity, scale_layout.axis)
     none = np.zeros(int(group.max()) + 1, np.float32)
@@ -241,7 +241,7 @@ def _counterexample(
 
 
 def _as_without(tensor: PlantedTensor, candidate: Candidate, scale_layout: ScaleLayout, group: int, got: Mapping[str, float]) -> str:
-    """In words, whether the scale is that of the group without the planted element: the kernel overlooked it."""
+    """In words, whether the kernel overlooked the planted element: the scale is as without it."""
     name = scale_layout.scale
     if tensor.at is None or name is None:
         return ""

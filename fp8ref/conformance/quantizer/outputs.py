@@ -107,7 +107,7 @@ def read(found: Any, x: np.ndarray) -> QuantizerOutput:
 
 
 def _parts(found: Any) -> dict[str, Any]:
-    """The parts by name: attributes of an object, items of a dict, items of a sequence by place; else the whole."""
+    """The parts by name: attributes, or items of a dict or sequence; else the whole."""
     if isinstance(found, np.ndarray):  # its attribute ``data`` is a buffer, and no codes
         return {"": found}
     if isinstance(found, Mapping):
@@ -128,7 +128,7 @@ def _array(part: Any) -> tuple[np.ndarray, str] | None:
 
 
 def _is_codes(name: str, dtype: str, count: int) -> bool:
-    """Whether an array holds codes; a uint8 one among several only in a place or under a name of codes."""
+    """Whether an array holds codes: float8, or uint8 where codes may be."""
     if dtype == "uint8":
         return count == 1 or name.startswith("[") or name in _CODES
     return dtype.removeprefix("float8_") in CAST_FORMATS

@@ -1,4 +1,4 @@
-"""Find the policies that explain a quantizer's scales and codes, else the policy and deviation that do.
+"""Find the policies that explain a quantizer's scales and codes, else a policy and a deviation.
 
 If no policy agrees, each policy with one known deviation is tried, then a constant factor between
 the scales. If nothing agrees, the nearest policy is reported.
@@ -92,14 +92,14 @@ def match_policies(
 
 
 def score(a: Agreement, considered: np.ndarray) -> tuple[int, int]:
-    """How many groups that count agree in what decides the policy, and how many in scales and codes."""
+    """How many groups agree in what decides the policy, and how many in scales and codes."""
     return int((a.deciding & considered).sum()), int((a.both & considered).sum())
 
 
 def match_deviation(
     responses: Sequence[Response], sample: Sequence[Response], scale_layout: ScaleLayout, found_fmt: Format
 ) -> Agreement | None:
-    """The policy with one deviation that agrees at all ordinary amaxes, and at most of the others."""
+    """The policy with one deviation that agrees at all ordinary amaxes and at most others."""
     found = []
     for policy in policy_data.POLICIES.values():
         plain = Candidate(policy=policy, scale_fmt=found_fmt, fmt=found_fmt)
@@ -119,7 +119,7 @@ def match_deviation(
 
 
 def _power_of_two_factor(candidate: Candidate, sample: Sequence[Response], scale_layout: ScaleLayout) -> list[Deviation]:
-    """The deviation of scales that are all the same power of two times the candidate's; none if not."""
+    """The deviation of scales that are all one power of two times the candidate's, if they are."""
     ratios = _ratios(candidate, sample, scale_layout)
     exact = ratios.size > 0 and np.all(ratios == ratios[0]) and ratios[0] != 1 and np.frexp(ratios[0])[0] == 0.5
     return [scale_times(float(ratios[0]))] if exact else []

@@ -31,7 +31,7 @@ class ScaleLayout:
         return scale_shape(self.granularity, of, self.axis)
 
     def is_transposed(self, shape: tuple[int, ...], of: tuple[int, ...]) -> bool:
-        """Whether scales of this shape, for a tensor of shape ``of``, are transposed scales of S-6."""
+        """Whether this is the transposed shape of the scales of a tensor of shape ``of``."""
         wanted = self.shape(of)
         return len(wanted) == 2 and wanted[0] != wanted[1] and tuple(shape) == wanted[::-1]
 
@@ -62,12 +62,12 @@ class Response:
 
     @property
     def ordinary(self) -> np.ndarray:
-        """For each group, whether its amax is an ordinary number, where no policy has special rules."""
+        """For each group, whether its amax is ordinary: no policy has special rules for it."""
         return self.kind == KINDS.index("ordinary")
 
 
 def ask(quantizer: Quantizer, what: Questions, shape: tuple[int, int], granularity: str, axis: int) -> list[Response]:
-    """The responses to all amaxes, as many in a tensor as it has groups; groups left over are zeros."""
+    """The responses to all amaxes, one for each group of a tensor; groups left over are zeros."""
     group = amaxes.groups(shape, granularity, axis)
     count = int(group.max()) + 1
     responses = []
@@ -129,7 +129,7 @@ def ordinary(responses: Sequence[Response]) -> np.ndarray:
 
 
 def _refused(quantizer: Quantizer, x: np.ndarray, amax: np.ndarray, group: np.ndarray) -> float:
-    """The first amax that makes it raise by itself, all other groups being zeros; else the first amax."""
+    """The first amax that makes it raise with zeros in all other groups; else the first amax."""
     for i, one in enumerate(amax):
         try:
             quantizer.ask(np.where(group == i, x, np.float32(0)))
@@ -159,7 +159,7 @@ def identify_returned(responses: Sequence[Response], granularity: str, axis: int
 
 
 def per_group(a: Response, name: str, scale_layout: ScaleLayout) -> np.ndarray:
-    """The scale of each group, from an array with one number for each group, transposed or not, or for each element."""
+    """The scale of each group, from an array of one for each group, or for each element."""
     values, count = a.output.scales[name], int(a.group.max()) + 1
     if values.size == count:
         return (values.T if scale_layout.is_transposed(values.shape, a.x.shape) else values).reshape(-1)
