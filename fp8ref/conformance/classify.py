@@ -31,7 +31,7 @@ def kind_of(name: str, function: Callable[..., Any], *, framework: str | None = 
         return "cast"
     x = np.resize(np.array([1, 1.5, -2, 0.5], np.float32), SHAPE)  # numbers of every format
     changed = x.copy()
-    changed[0, 0] = 2.0**40
+    changed[0, 0] = 2.0**40  # an amax that changes every other code under a shared scale
     source = subjects.first_dtype(subject, SHAPE)
     try:
         before, after = (subjects.read_array(subject.ask(asked, source)) for asked in (x, changed))

@@ -53,6 +53,7 @@ class Subject:
         Raises:   RefusedError: it raises. ConformanceError: it changes its input.
         """
         given = self.make_array(x, dtype) if view == "contiguous" else VIEWS[view](lambda a: self.make_array(a, dtype), x)
+        # Compare bits, as NaN is not equal to itself.
         before = arrays.written(given)
         try:
             with np.errstate(all="ignore"):  # inputs include NaN and overflow
@@ -111,10 +112,11 @@ def wrap(name: str, function: Callable[..., Any], *, framework: str | None = Non
         framework = "torch"
     if framework is not None:
         return Subject(name=name, function=function, framework=framework, device=device)
+    # A framework that nothing has imported cannot be the function's own, and is not imported here.
     refused = []
     x = np.ones(shape, np.float32)
     for tried in FRAMEWORKS:
-        if tried != "numpy" and tried not in sys.modules:  # its module would have imported it
+        if tried != "numpy" and tried not in sys.modules:
             continue
         subject = Subject(name=name, function=function, framework=tried)
         for dtype in ("float32", "bfloat16"):

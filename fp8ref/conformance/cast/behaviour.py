@@ -15,7 +15,7 @@ from fp8ref import formats
 from fp8ref.formats import BFLOAT16, E4M3FN, E4M3FNUZ, E5M2, E5M2FNUZ, FLOAT16, FLOAT32, Format
 from fp8ref.sim import cast
 
-# Besides the specification's four formats, those of ml_dtypes. Its e4m3 has infinities, unlike OFP8.
+# The specification's four, and those that ml_dtypes alone has. OFP8 has no e4m3 with infinities.
 E4M3 = Format(name="e4m3", exponent_bits=4, mantissa_bits=3, bias=7, specials="ieee")
 E4M3B11FNUZ = Format(name="e4m3b11fnuz", exponent_bits=4, mantissa_bits=3, bias=11, specials="fnuz")
 E3M4 = Format(name="e3m4", exponent_bits=3, mantissa_bits=4, bias=3, specials="ieee")
@@ -139,6 +139,7 @@ def _magnitude_codes(value: np.ndarray, fmt: Format, behaviour: Behaviour) -> np
     n, exponent = cast.in_spacings(value, fmt)
     code = cast.magnitude_codes(_rounded(n, np.signbit(value), fmt, behaviour.rounding), exponent, fmt)
     if behaviour.subnormals != "kept":
+        # By the rounded code: what rounds up to the smallest normal number is kept here.
         code = np.where(code < 1 << fmt.mantissa_bits, 0, code)
     return code
 
@@ -147,6 +148,7 @@ def _rounded(n: np.ndarray, negative: np.ndarray, fmt: Format, rounding: str) ->
     """n of ``cast.in_spacings`` as integers: rounded by the simulator if it has the mode."""
     if rounding in cast.ROUNDINGS:
         return cast.round_spacings(n, fmt, rounding)  # type: ignore[arg-type]
+    # The rest is exact, and so is its comparison with a half.
     floor = np.floor(n)
     rest = n - floor
     away = {

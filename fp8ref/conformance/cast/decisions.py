@@ -25,6 +25,7 @@ def rounding(a: Responses, b: Behaviour) -> Finding:
     fmt, magnitude = a.fmt, np.abs(a.x)
     relevant = a.among(inputs.coarse(fmt)) & (magnitude >= fmt.smallest_normal) & (magnitude <= fmt.max)
     found = [r for r in ROUNDINGS if not a.mismatches(dataclasses.replace(b, rounding=r), relevant).any()]
+    # Only one rounding explains all of these inputs. None may, if the function is no cast.
     differs = a.mismatches(b, relevant)
     about = f"{int(relevant.sum())} numbers, quarter points and ties"
     if differs.any():
@@ -48,6 +49,7 @@ def negative_zero(a: Responses, b: Behaviour) -> Finding:
     """Whether -0 keeps its sign, and whether a negative number that underflows does."""
     at = int(np.flatnonzero((a.x == 0) & np.signbit(a.x))[0])
     code, shown = int(a.codes[at]), output_text(a.output, at, a.fmt)
+    # A quarter of the smallest subnormal rounds to zero under every rounding to nearest.
     under = int(np.flatnonzero(a.x == np.asarray(-a.fmt.smallest_subnormal / 4, a.x.dtype))[0])
     evidence = f"-0 gives {shown}, {a.x[under]:g} gives {output_text(a.output, under, a.fmt)}"
     value = None
@@ -65,6 +67,7 @@ def overflow(a: Responses, b: Behaviour) -> Finding:
     Larger inputs would be infinite in float16.
     """
     n = inputs.numbers(a.fmt)
+    # n[-2] is max, n[-1] would be the next number. Below it a directed rounding may give max.
     over = n[-1] if b.rounding not in ("nearest_even", "nearest_away", "nearest_zero") else n[-2] + (n[-1] - n[-2]) * 0.75
     at = int(np.flatnonzero(a.x == np.asarray(over, a.x.dtype))[0])
     return _beyond("overflow", a, at, b)
@@ -92,6 +95,7 @@ def nans(a: Responses, b: Behaviour) -> tuple[Finding, tuple[int, int] | None]:
     if a.output.values_only and by_sign == [[a.fmt.nan_code]] * 2:
         code = a.fmt.nan_code
         return Finding(what="nan_code", value=None, evidence="NaN stays NaN; values tell no code", words="NaN"), (code, code)
+    # Codes may differ by the payload: then no pair of codes describes them.
     shown = " and ".join(", ".join(f"0x{c:02X}" if c >= 0 else "no code" for c in codes) for codes in by_sign)
     evidence = f"{int(nan.sum())} NaNs, without and with the sign, give {shown}"
     if any(len(codes) != 1 for codes in by_sign):
@@ -112,6 +116,7 @@ def double_rounding(a: Responses, b: Behaviour, known: DoubleRounding | None = N
     candidates: list[DoubleRounding | None] = [None, known] if known else [None]
     narrower = [d for d in WIDE if d != a.source and (d != "float32" or a.source == "float64")]
     candidates += [DoubleRounding(dtype=d, rounding=r) for r in ("nearest_even", "toward_zero") for d in narrower]
+    # Not "explains all": other decisions, such as overflow, may be wrong in this dtype too.
     misses = {c: int(a.mismatches(with_double_rounding(b, a.source, c), relevant).sum()) for c in candidates}
     found = min(misses, key=lambda c: misses[c])  # of equals the first, which is no double rounding
     what = "double_rounding" if a.source == "float32" else f"double_rounding of {a.source}"

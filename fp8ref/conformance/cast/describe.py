@@ -96,6 +96,7 @@ def differences_from(
             flushed = np.zeros_like(flushed)
         expected = behaviour.encode(a.x, fmt, wanted, source=a.source).astype(np.int64)
         zeros = (a.x == 0) | (zero & (expected & ~fmt.sign_bit == 0))  # where they differ, by the sign alone
+        # As disjoint as can be, so that one fault gives one counterexample.
         kinds = {
             "rounding": ("C-2", normal if (differs & normal).any() else coarse & ~over & ~flushed & ~zeros),
             "overflow": (beyond, over & np.isfinite(a.x)),
@@ -104,6 +105,8 @@ def differences_from(
             "subnormal": ("F-1", flushed),
             "zero": ("C-6", zeros),
         }
+        # What is left are inputs just next to numbers and ties, where double rounding shows.
+        # They tell nothing new if numbers and ties themselves are wrong.
         explained = over | np.isnan(a.x) | coarse | zeros
         kinds["twice"] = ("C-1", ~explained if not (differs & coarse).any() else np.zeros_like(explained))
         for kind, (clause, among) in kinds.items():

@@ -58,6 +58,7 @@ def identify_cast(
         return _without_format(subject, fmt, source, findings, expect)
     first, position = _ask(subject, source, found_fmt)
     _check_no_reuse(subject, first)
+    # A stochastic cast may repeat itself call by call: a fixed seed shows only within an array.
     if position is not None or stochastic.varies(subject, source, found_fmt):
         if exhaustive:
             raise ConformanceError(f"{name} gives equal inputs unequal codes: none that all of float32 is held to. Leave --exhaustive out.")
@@ -149,7 +150,7 @@ def _other_layouts(
 
 def _check_no_reuse(subject: Subject, a: Responses) -> None:
     """ConformanceError where a later call overwrites the output of an earlier one."""
-    some = a.x[:: a.x.size // 64]  # of every exponent and both signs
+    some = a.x[:: a.x.size // 64]  # a.x is sorted by its bits: these have all exponents and both signs
     subjects.check_no_reuse(subject, some, some[::-1], a.source, _arrays)
 
 
@@ -169,6 +170,7 @@ def _format(subject: Subject, fmt: Format, source: str) -> tuple[Format | None, 
     """The format that it casts to, from the numbers of every format; None if there is none."""
     x = rounded(inputs.all_numbers(), source)
     output, position = outputs.ask_twice(subject, x, source)
+    # The identity would be taken for a cast to any format.
     if output.values_only and np.array_equal(output.array, x):
         evidence = f"all {x.size} numbers of {len(behaviour.CAST_FORMATS)} formats come back as themselves: it rounds to none of them"
         return None, Finding(what="format", value=None, evidence=evidence)
@@ -218,6 +220,7 @@ def _scaled(subject: Subject, fmt: Format, source: str) -> str:
     """In words, the factor by which most numbers of fmt are scaled; empty if there is none."""
     x = rounded(inputs.numbers(fmt)[1:-1], source)
     codes = outputs.ask(subject, x, source).codes(fmt)
+    # A format with another bias, read as fmt, looks like a constant factor.
     with np.errstate(all="ignore"):
         ratio = np.where(codes >= 0, cast.decode((codes & 255).astype(np.uint8), fmt), np.nan) / x
     most = float(np.median(ratio[np.isfinite(ratio)])) if np.isfinite(ratio).any() else 1.0

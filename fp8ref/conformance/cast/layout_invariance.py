@@ -19,6 +19,7 @@ def check_shapes(subject: Subject, a: Responses, found: Behaviour) -> tuple[Find
     """Compare arrays of other shapes with the behaviour found. A shape that raises is no fault."""
     taken, refused, wrong = [], [], list[Counterexample]()
     for shape in SHAPES:
+        # at maps each element to the input in a.x whose code is known.
         at = np.arange(int(np.prod(shape))) % a.x.size
         try:
             output = outputs.ask(subject, a.x[at].reshape(shape), a.source)

@@ -60,6 +60,7 @@ class Responses:
         if canonical or self.output.values_only:
             codes, expected = self.canonical(codes), self.canonical(expected)
         different = codes != expected
+        # Where an infinity becomes NaN, any NaN code will do.
         if not canonical:
             different &= ~np.isinf(self.x) | (self.canonical(codes) != self.canonical(expected))
         return different if among is None else different & among
@@ -151,6 +152,7 @@ def identify_format(output: Output, x: np.ndarray, fmt: Format) -> tuple[Format 
         if output.values_only:  # then numbers that this format lacks must change
             right = np.where(known, right, output.array != x)
             known = np.ones_like(known)
+        # Compare fractions, as formats have different counts of numbers.
         scores[found_fmt.name] = (int(right[known].sum()), int(known.sum()))
     best = max(scores, key=lambda name: scores[name][0] / scores[name][1])
     right, of = scores[best]
@@ -161,6 +163,7 @@ def codes_of_values(values: np.ndarray, fmt: Format) -> np.ndarray:
     """The codes of values, int64: NaN by C-5; NO_CODE where fmt does not have the value."""
     table = cast.decode(np.arange(fmt.max_code + 1 + (fmt.inf_code is not None), dtype=np.uint8), fmt)
     magnitude = np.abs(values)
+    # Codes count the magnitudes upwards, so that the place in the table is the code.
     at = np.minimum(np.searchsorted(table, magnitude), len(table) - 1)
     codes = np.where(table[at] == magnitude, at | np.where(np.signbit(values), fmt.sign_bit, 0), NO_CODE)
     if fmt.specials == "fnuz":

@@ -80,6 +80,7 @@ def measure_rates(subject: Subject, source: str, fmt: Format) -> RoundingRates:
     """
     n = inputs.numbers(fmt)
     at = np.searchsorted(n, (0, fmt.smallest_subnormal, 1, 12))
+    # [4, 5]: five fractions of the way from each of these numbers to the next
     x = (n[at, None] + (n[at + 1] - n[at])[:, None] * np.array(FRACTIONS)).ravel()
     x, fractions = np.concatenate([x, -x]), np.tile(FRACTIONS, 2 * at.size)
     exact = rounded(x, source) == x
@@ -121,6 +122,7 @@ def identify(subject: Subject, a: Responses, position: int | None, fmt: Format, 
     without_chance = ask_repeatedly(subject, _inputs_without_chance(a.fmt, a.source), REPEATS_OF_SPECIALS, a.source, a.fmt)
     truncated = _truncated(without_chance)
     decided, found = _decide(truncated)
+    # Three sets of inputs must be explained: those without chance, those of the rates, and a.x.
     unlike = _neither_neighbour(subject, (without_chance, rates.responses, a), found)
     how = _rounding(rates, differs_again)
     findings = [*findings, how, *decided]
@@ -154,6 +156,7 @@ def _inputs_without_chance(fmt: Format, source: str) -> np.ndarray:
 
 def _truncated(a: Responses) -> Responses:
     """The answer nearest to zero for each input: what rounding toward zero would give."""
+    # Without the sign bit, codes count the magnitudes upwards.
     nearest = np.argmin((a.codes & 0x7F).reshape(-1, REPEATS_OF_SPECIALS), axis=1)
     at = np.arange(nearest.size) * REPEATS_OF_SPECIALS + nearest
     return dataclasses.replace(a, x=a.x[at], codes=a.codes[at], output=Output(array=a.output.array[at], dtype=a.output.dtype))
@@ -197,6 +200,7 @@ def _neither_neighbour(subject: Subject, responses: tuple[Responses, ...], found
     for a in responses:
         wrong = a.mismatches(found) & a.mismatches(dataclasses.replace(found, rounding="away_from_zero"))
         magnitude = np.abs(a.x)
+        # A zero of the wrong sign is a fault, but still a rounding.
         sign = ((a.codes & 0x7F) == 0) & (magnitude < a.fmt.smallest_subnormal)
         outside = wrong & (magnitude <= a.fmt.max) & ~sign
         if outside.any():

@@ -83,6 +83,7 @@ def _quotient_alone(scales: Scales, amax: np.ndarray, fmt: Format) -> Scales:
 
 def _power_of_two(rounding: Callable[[np.ndarray], np.ndarray]) -> ChangeScales:
     def scales(scales: Scales, amax: np.ndarray, fmt: Format) -> Scales:
+        # log2 is rounded to float32, as that of libraries is.
         scale = np.exp2(rounding(np.log2(scales.scale.astype(np.float64)).astype(np.float32)).astype(np.float64)).astype(np.float32)
         return Scales(scale, scale_inv_from_scale(scale))
 
@@ -152,6 +153,7 @@ class Candidate:
         """x [M, K] as this candidate quantizes it."""
         granularity, axis = scale_layout.granularity, scale_layout.axis
         x = _flushed(x) if self.flushes else x
+        # The amax is that of x in the policy's own dtype (S-13), the cast that of x itself.
         given = x if self.policy.compute.name == "float32" else cast.round_to(x, self.policy.compute)
         amax = self.deviation.amax(given, granularity, axis=axis)
         with np.errstate(all="ignore"):
@@ -205,12 +207,14 @@ def agreement(candidate: Candidate, responses: Sequence[Response], scale_layout:
     for a in responses:
         q = candidate.quantize(a.x, scale_layout)
         wrong = mismatches(a.output, q, candidate)
+        # A group agrees if none of its elements is wrong.
         codes.append(np.bincount(a.group.reshape(-1), weights=wrong.reshape(-1)) == 0)
         equal = np.ones(a.amax.size, bool)
         for name, kind in scale_layout.kinds.items():
             if kind != "amax":
                 found, expected = queries.per_group(a, name, scale_layout), np.reshape(getattr(q, kind), -1)
                 equal &= (found == expected) | (np.isnan(found) & np.isnan(expected))
+                # The bits of positive float32 numbers, as integers, count these numbers.
                 off.append(np.abs(found.view(np.int32).astype(np.int64) - expected.view(np.int32))[a.ordinary])
         scales.append(equal)
     has_scales = any(kind != "amax" for kind in scale_layout.kinds.values())
@@ -243,6 +247,7 @@ def mismatches(output: QuantizerOutput, q: scaling.Quantized, candidate: Candida
         results = [decoded * spread[0], decoded / spread[1]]
     differs = []
     for expected in results:
+        # XLA flushes the product too.
         expected = rounded(_flushed(expected) if candidate.flushes else expected, output.dtype)
         differs.append(~((output.values == expected) | (np.isnan(output.values) & np.isnan(expected))))
     return min(differs, key=lambda d: int(d.sum()))

@@ -35,10 +35,12 @@ def smallest_for_policy(
     None if no tensor made of that element differs.
     """
     signs = (abs(largest), largest) if largest < 0 else (largest,)  # negative only if positive shows nothing
+    # The smallest shape first, then zeros before other numbers next to the largest.
     for shape in SHAPES:
         for beside, largest in itertools.product((False, True), signs):
             x = _single_value(shape, largest, quantizer.dtype, beside=beside)
             if _first_difference(quantizer, candidate, scale_layout, x) is not None:
+                # No simpler number stands for a zero, a subnormal, an infinity or a NaN.
                 number = _simplest_value(quantizer, candidate, scale_layout, x) if kind in ("ordinary", "tiny", "huge") else largest
                 x = _single_value(shape, number, quantizer.dtype, beside=beside)
                 difference = _first_difference(quantizer, candidate, scale_layout, x)
@@ -59,6 +61,7 @@ def smallest_for_granularity(quantizer: Quantizer, candidate: Candidate, scale_l
             found, expected = quantizer.ask(x), candidate.quantize(x, scale_layout)
         except ValueError:  # one of them does not take this shape
             continue
+        # Ones become other codes where they share the scale of 512.
         differs = candidates.mismatches(found, expected, candidate)
         if differs.any():
             at = np.unravel_index(int(np.argmax(differs)), shape)
@@ -110,6 +113,7 @@ def _simplest_value(quantizer: Quantizer, candidate: Candidate, scale_layout: Sc
     largest = float(x.flat[0])
     fraction, own = np.frexp(largest)
     mantissa = float(fraction) * 2
+    # Cut and rounded up to each count of bits, times each power of two, simplest first.
     for bits in range(24):
         kept = sorted({np.floor(mantissa * 2**bits) / 2**bits, np.ceil(mantissa * 2**bits) / 2**bits})
         for exponent in (*_EXPONENTS, int(own) - 1):
@@ -245,6 +249,7 @@ def for_policy(quantizer: Quantizer, matched: PolicyMatch, agreed: Agreement, sc
     wrong = matched.mismatches(agreed)
     found: list[Counterexample] = []
     for k, a in simplest_by_kind(kind, wrong, largest):
+        # Shown already: the same policy and deviation explain these groups too.
         if found and matched.explained[wrong & (kind == KINDS.index(k))].all():
             continue
         shown = smallest_for_policy(quantizer, agreed.candidate, scale_layout, a, k)

@@ -41,9 +41,11 @@ def identify_memory(quantizer: Quantizer) -> tuple[Quantizer, Finding]:
     small, large = np.ones(SHAPE, np.float32), np.full(SHAPE, 1024, np.float32)
     _steady_output(quantizer, noise(), "x random in [1, 2)")
     steady = _steady_output(quantizer, small, "x of ones")
+    # After one call of 1024s, count the calls of ones until the output settles again.
     quantizer.once(large)
     after = [quantizer.once(small) for _ in range(_CALLS)]
     count = next((i for i in range(_CALLS - 1, -1, -1) if not equal_outputs(after[i], steady)), -1) + 1
+    # A scale of an earlier call is a memory. Codes of an earlier call are a fault.
     if count and after[-1].tensor.tobytes() == quantizer.once(small / 2).tensor.tobytes():
         raise ConformanceError(
             f"{quantizer.subject.name} gives for x of 0.5s {list(SHAPE)}, after x of ones, the codes of those: they are of an earlier call, "
@@ -97,6 +99,7 @@ def identify_granularity(quantizer: Quantizer) -> FoundGranularity:
     """Find the block whose codes change when one element becomes large, of either sign."""
     x = noise()
     before = quantizer.ask(x)
+    # An amax that is the negated smallest element, by mistake, changes only with a negative one.
     for large in (_LARGE, -_LARGE):
         changed = x.copy()
         changed[_AT] = large
@@ -105,6 +108,7 @@ def identify_granularity(quantizer: Quantizer) -> FoundGranularity:
         if different.sum() > 1:
             break
     rows, columns = (np.flatnonzero(different.any(axis=axis)) for axis in (1, 0))
+    # The changed elements should fill their bounding box, and that be a block of some granularity.
     box = slice(rows[0], rows[-1] + 1), slice(columns[0], columns[-1] + 1)
     whole = bool(different[box].all())
     evidence = f"x {list(SHAPE)} in [1, 2): x{list(_AT)} = {'-' if large < 0 else ''}2^40 changes "

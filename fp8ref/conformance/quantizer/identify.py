@@ -69,6 +69,7 @@ def identify_quantizer(
     if group.granularity is None:
         return describe.without_granularity(quantizer, fmt, found_fmt, findings, expect, group.finding)
     at, along = group.granularity, -1 if group.axis is None else group.axis
+    # One scale for a tensor takes a tensor for each amax: the smallest that the quantizer takes.
     what = amaxes.questions(found_fmt, quantizer.dtype)
     shape = smallest_shape(quantizer, _TENSORWISE_SHAPES, lambda s: True) if at == "tensorwise" else SHAPE
     responses = queries.ask(quantizer, what, shape, at, along)
@@ -99,6 +100,7 @@ def identify_quantizer(
         more, beyond = _other_tensors(quantizer, matched, wanted, scale_layout, shape)
         findings += more
         unlike = list(beyond)
+    # What was expected is compared separately: the function may be identified as something else.
     differences = []
     if wanted is not None:
         differences = counterexamples.unexpected_policy(quantizer, wanted, fmt, responses, scale_layout, matched, found_fmt)
@@ -140,7 +142,7 @@ def _unexplained(
         # Its codes are wrong in a tensor of many groups, though its cast is right.
         wrong = matched.mismatches(matched.nearest).any()
         return counterexamples.for_policy(quantizer, matched, matched.nearest, scale_layout) if wrong else []
-    # Compare with the policy and this other rounding: is anything left that the rounding does not explain?
+    # Compare with the policy and this other rounding: what is left, the rounding does not explain.
     candidate = dataclasses.replace(matched.nearest.candidate, rounding=rounding, source=quantizer.dtype)
     own = candidates.agreement(candidate, matched.responses, scale_layout)
     return counterexamples.for_policy(quantizer, matched, own, scale_layout) if matched.mismatches(own).any() else []

@@ -42,6 +42,7 @@ def identify_inner_cast(
     b = KNOWN_CASTS["saturating"].behaviour(fmt)
     rounding = decisions.rounding(a, b)
     b = dataclasses.replace(b, rounding=rounding.value or "nearest_even")
+    # Zeros before subnormals: a lost sign would look like a wrong subnormal.
     zero = decisions.negative_zero(a, b)
     b = dataclasses.replace(b, negative_zero=zero.value or "kept")
     subnormals = decisions.subnormals(a, b)
@@ -62,6 +63,8 @@ def unexpected_rounding(a: Responses, fmt: Format, compute: Format) -> list[Coun
     differs = a.mismatches(wanted, canonical=True)
     if not differs.any():
         return []
+    # Numbers, quarter points and ties first: where they are wrong, the rounding or subnormals are.
+    # If only inputs next to ties are wrong, it is rounded twice (C-1).
     coarse = differs & a.among(inputs.coarse(fmt))
     normal = coarse & (np.abs(a.x) >= fmt.smallest_normal)
     among, clause = (normal, "C-2") if normal.any() else (coarse, "F-1") if coarse.any() else (differs, "C-1")

@@ -177,6 +177,7 @@ def _tensors(shape: tuple[int, int], scale_layout: ScaleLayout, quantizer: Quant
     size = np.bincount(group)
     end = np.searchsorted(group[order], np.arange(size.size), side="right") - 1
     last, inside = order[end], order[end - (size * rng.uniform(0, 1, size.size)).astype(np.int64)]
+    # order lists the elements group by group, so that end is the last element of each group.
     for name, (at_last, at_inside) in _PLANTED.items():
         special = not {at_last, at_inside} <= {4.0, None}
         # With a memory, a quantizer may keep scales after these: one call cannot tell.
@@ -213,6 +214,7 @@ def _counterexample(
     """The first element whose code or scale is not the candidate's; empty if there is none."""
     x = tensor.x
     group = amaxes.groups(x.shape, scale_layout.granularity, scale_layout.axis)
+    # kind and largest play no part in comparing scales and codes.
     none = np.zeros(int(group.max()) + 1, np.float32)
     response = Response(x=x, group=group, kind=np.zeros(none.size, np.int64), largest=none, output=output)
     expected = candidate.quantize(x, scale_layout)

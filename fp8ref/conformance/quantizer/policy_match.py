@@ -61,6 +61,7 @@ def match_policies(
     sample = [a for a in responses if a.ordinary.any()][:8]
     best: Agreement | None = None
     for stage in ([(found_fmt, found_fmt)], [(f, found_fmt) for f in others], [] if fixed else [(f, f) for f in others]):
+        # Elsewhere than in JAX a policy that flushes is tried only after those that do not.
         for ways in ((False, True),) if flushing else ((False,), (True,)):
             tried = [
                 Candidate(policy=policy, scale_fmt=scale_fmt, fmt=of, flushes=flushes)
@@ -76,11 +77,13 @@ def match_policies(
                 top_score = max(score(a, considered) for a in agreed)
                 tied = [a for a in agreed if score(a, considered) == top_score]
                 return PolicyMatch(agreements=tied, nearest=tied[0], responses=responses, considered=considered, explained=tied[0].both)
+            # The nearest policy is that of the first stage: most likely it is meant, and wrong.
             if best is None:
                 found = [candidates.agreement(c, responses, scale_layout) for c in tried]
                 best = max(found, key=lambda a: (bool(a.codes[queries.ordinary(responses)].all()), -a.ulps, score(a, considered)))
     assert best is not None
     deviating = match_deviation(responses, sample, scale_layout, found_fmt)
+    # A deviation must explain more than the best policy does as it is.
     if deviating is None or score(deviating, considered) <= score(best, considered):
         nearest, text = match_ratio(best, responses, scale_layout)
         return PolicyMatch(
@@ -134,6 +137,7 @@ def match_ratio(best: Agreement, responses: Sequence[Response], scale_layout: Sc
     for policy in policy_data.POLICIES.values():
         candidate = dataclasses.replace(best.candidate, policy=policy)
         ratios = _ratios(candidate, responses, scale_layout)
+        # Within 2^-20 of 1 the factor may be rounding alone.
         if ratios.size and ratios.max() / ratios.min() < 1 + 2.0**-21 and abs(np.log2(ratios[0])) > 2.0**-20:
             ratio = float(np.median(ratios))
             other = next(

@@ -109,6 +109,7 @@ def loses_nan(quantizer: Quantizer, x: np.ndarray, scale_layout: ScaleLayout) ->
     import jax.numpy as jnp
 
     magnitudes, axis = jnp.abs(quantizer.subject.make_array(x, quantizer.dtype).astype(jnp.float32)), scale_layout.axis
+    # Along the axes that a JAX quantizer reduces: whether XLA loses a NaN depends on them.
     block = by_name(scale_layout.granularity)
     if scale_layout.granularity == "tensorwise":
         found = jnp.max(magnitudes)[None]
@@ -148,6 +149,7 @@ def identify_returned(responses: Sequence[Response], granularity: str, axis: int
     amax, found, scale_layout = np.concatenate([a.amax for a in responses]), {}, ScaleLayout(granularity=granularity, axis=axis)
     for name in responses[0].output.scales:
         values = np.concatenate([per_group(a, name, scale_layout) for a in responses])
+        # Both amaxes are among those asked, and exact in every dtype.
         low, high = (float(values[np.argmax(amax == np.float32(v))]) for v in (1, 1024))
         if np.array_equal(values, amax, equal_nan=True) or name.strip("_").lower() == "amax":
             found[name] = "amax"
@@ -161,6 +163,7 @@ def identify_returned(responses: Sequence[Response], granularity: str, axis: int
 def per_group(a: Response, name: str, scale_layout: ScaleLayout) -> np.ndarray:
     """The scale of each group, from an array of one for each group, or for each element."""
     values, count = a.output.scales[name], int(a.group.max()) + 1
+    # The first element of a group stands for it, where scales are expanded to the tensor's shape.
     if values.size == count:
         return (values.T if scale_layout.is_transposed(values.shape, a.x.shape) else values).reshape(-1)
     if values.shape == a.x.shape:
