@@ -72,7 +72,7 @@ def identify_cast(
     # from float16 and 0x7E from float32. So they do where the code depends on the payload.
     by_payload = next(f for f in more if f.what == "nan_code").value is None
     wrong = {a: a.mismatches(found, canonical=by_payload or a.source != source) for a in responses.values()}
-    unlike = [a.counterexample(simplest(a.x, differs), found, "by what was found") for a, differs in wrong.items() if differs.any()]
+    unexplained = [a.counterexample(simplest(a.x, differs), found, "by what was found") for a, differs in wrong.items() if differs.any()]
     total, right = sum(a.x.size for a in wrong), sum(int((~differs).sum()) for differs in wrong.values())
     findings.append(
         Finding(
@@ -85,28 +85,30 @@ def identify_cast(
     if exhaustive:
         checked = everything.compare(subject, found_fmt, found)
         findings.append(checked.finding)
-        unlike += checked.unlike
+        unexplained += checked.unlike
     untaken = [s for s in ("bfloat16", "float16") if s != source and s not in responses]
     names = [k for k, known in KNOWN_CASTS.items() if not first.mismatches(known.behaviour(found_fmt)).any()]
     names_but_for_nan = [k for k, known in KNOWN_CASTS.items() if not first.mismatches(known.behaviour(found_fmt), canonical=True).any()]
-    complete = None not in (found.rounding, found.overflow, found.infinite) and not unlike
+    complete = None not in (found.rounding, found.overflow, found.infinite) and not unexplained
     more_findings, elsewhere = _other_layouts(subject, source, [a for a, differs in wrong.items() if not differs.any()], found)
     findings += more_findings
-    unlike += elsewhere
+    unexplained += elsewhere
     differences = describe.differences_from(responses, wanted.behaviour(fmt), fmt, found_fmt, findings) if wanted else []
     return Outcome(
         name=name,
         kind="cast",
         fmt=fmt,
         framework=subject.framework,
-        found=describe.result_dict(found, findings, found_fmt, first, names if not unlike else [], names_but_for_nan if not unlike else []),
+        found=describe.result_dict(
+            found, findings, found_fmt, first, names if not unexplained else [], names_but_for_nan if not unexplained else []
+        ),
         findings=findings,
         identified=complete and not elsewhere,
         named=bool(names_but_for_nan),
         summary=describe.summary(found, found_fmt, fmt, names, names_but_for_nan, complete, not elsewhere)
         + ("" if complete or found_fmt is fmt else _scaled(subject, fmt, source))
         + (f"; it takes no {', no '.join(untaken)}" if untaken else ""),
-        unlike=unlike,
+        unlike=unexplained,
         expected=expect,
         differences=differences,
     )

@@ -123,12 +123,12 @@ def identify(subject: Subject, a: Responses, position: int | None, fmt: Format, 
     truncated = _truncated(without_chance)
     decided, found = _decide(truncated)
     # Three sets of inputs must be explained: those without chance, those of the rates, and a.x.
-    unlike = _neither_neighbour(subject, (without_chance, rates.responses, a), found)
+    unexplained = _neither_neighbour(subject, (without_chance, rates.responses, a), found)
     how = _rounding(rates, differs_again)
     findings = [*findings, how, *decided]
     names, names_but_for_nan, nearest = _behaviours(truncated)
-    unlike = unlike or nearest
-    names, names_but_for_nan = ([], []) if unlike else (names, names_but_for_nan)
+    unexplained = unexplained or nearest
+    names, names_but_for_nan = ([], []) if unexplained else (names, names_but_for_nan)
     of_chance = {
         "behaviour_but_for_rounding": names,
         "behaviour_but_for_rounding_and_nan_codes": names_but_for_nan,
@@ -136,10 +136,10 @@ def identify(subject: Subject, a: Responses, position: int | None, fmt: Format, 
     }
     result = describe.result_dict(found, findings, a.fmt, truncated, [], [])
     return Outcome(
-        name=subject.name, kind="cast", fmt=fmt, framework=subject.framework, findings=findings, identified=how.witness is None and not unlike,
+        name=subject.name, kind="cast", fmt=fmt, framework=subject.framework, findings=findings, identified=how.witness is None and not unexplained,
         found={k: v for k, v in result.items() if k not in NOT_ASKED} | of_chance,
         summary=_summary(rates, fmt, decided, names, names_but_for_nan),
-        unlike=[*([how.witness] if how.witness else []), *unlike],
+        unlike=[*([how.witness] if how.witness else []), *unexplained],
         expected=expect, differences=_differences(rates, truncated, expect, fmt, findings) if expect else [],
     )  # fmt: skip
 

@@ -86,20 +86,20 @@ def identify_quantizer(
     rounding: Behaviour | None = None
     different: list[Counterexample] = []
     if not matched.agreements:
-        unlike = counterexamples.for_policy(quantizer, matched, matched.nearest, scale_layout)
+        unexplained = counterexamples.for_policy(quantizer, matched, matched.nearest, scale_layout)
     else:
         groups = amaxes.groups(SHAPE, at, along)
         more, rounding, answers = inner_cast.identify_inner_cast(quantizer, chosen.fmt, chosen.scale_fmt, groups)
         findings += more
         different = inner_cast.unexpected_rounding(answers, chosen.fmt, chosen.policy.compute)
-        unlike = _unexplained(quantizer, matched, scale_layout, answers, rounding, different)
+        unexplained = _unexplained(quantizer, matched, scale_layout, answers, rounding, different)
     misnamed = counterexamples.misnamed_arrays(responses, scale_layout, chosen.policy)
-    unlike = [*unlike, *misnamed]
+    unexplained = [*unexplained, *misnamed]
     beyond: list[Counterexample] = []
-    if matched.agreements and not unlike and not different:
+    if matched.agreements and not unexplained and not different:
         more, beyond = _other_tensors(quantizer, matched, wanted, scale_layout, shape)
         findings += more
-        unlike = list(beyond)
+        unexplained = list(beyond)
     # What was expected is compared separately: the function may be identified as something else.
     differences = []
     if wanted is not None:
@@ -112,7 +112,7 @@ def identify_quantizer(
         # A memory is a fault, except for te_delayed and flax, which keep a scale of earlier amaxes.
         differences += [remembered.witness] if remembered.witness and not wanted.keeps else []
         differences += [w for w in misnamed if w not in differences]
-    identified = bool(matched.agreements) and not unlike
+    identified = bool(matched.agreements) and not unexplained
     untaken = [f.what.removeprefix("from ") for f in findings if f.text == "not taken"]
     found = describe.result_dict(matched, chosen, group, scale_layout, rounding, quantizer, output, found_fmt, identified)
     return Outcome(
@@ -120,7 +120,7 @@ def identify_quantizer(
         summary=describe.summary(matched, chosen, group, found, fmt, quantizer.memory, not beyond, identified)
         + (f"; it takes no {', no '.join(untaken)}" if untaken else ""),
         named=bool(matched.agreements) and not different and chosen.scale_fmt.max == fmt.max,
-        unlike=unlike, expected=expect, differences=differences,
+        unlike=unexplained, expected=expect, differences=differences,
     )  # fmt: skip
 
 

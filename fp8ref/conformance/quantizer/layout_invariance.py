@@ -98,11 +98,11 @@ def check_shapes(
         shape = (columns, rows) if scale_layout.axis == 0 else (rows, columns)
         try:
             for tensor in _tensors(shape, scale_layout, quantizer):
-                unlike = _counterexample(tensor, quantizer.ask(tensor.x), candidate, scale_layout, quantizer.dtype)
-                if unlike and "NaN" in tensor.planted and queries.loses_nan(quantizer, tensor.x, scale_layout):
-                    lost = lost or unlike
+                unexplained = _counterexample(tensor, quantizer.ask(tensor.x), candidate, scale_layout, quantizer.dtype)
+                if unexplained and "NaN" in tensor.planted and queries.loses_nan(quantizer, tensor.x, scale_layout):
+                    lost = lost or unexplained
                 else:
-                    found = found or unlike
+                    found = found or unexplained
         except RefusedError:
             refused.append(shape)
         else:
