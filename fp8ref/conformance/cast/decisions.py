@@ -134,8 +134,8 @@ def with_double_rounding(b: Behaviour, source: str, through: DoubleRounding | No
 
 def decide_all(a: Responses, found_fmt: Format) -> tuple[list[Finding], Behaviour]:
     """All decisions, each found under those before it, and the behaviour that they make up."""
-    # The order matters: the rounding shows at normal numbers whatever the others are, and each of
-    # the others is read off inputs that all decisions before it explain.
+    # The order matters. The rounding shows at normal numbers, where no other decision plays a part.
+    # Each of the others is read off inputs that the decisions before it explain.
     b = KNOWN_CASTS["saturating"].behaviour(found_fmt)
     how = rounding(a, b)
     if how.value:
