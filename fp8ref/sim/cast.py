@@ -233,9 +233,8 @@ def _check_rounding(rounding: str, seed: int | None) -> None:
 
 
 def in_spacings(value: np.ndarray, fmt: Format) -> tuple[np.ndarray, np.ndarray]:
-    """|value| in units of the format's spacing there, exactly: (n, e) with |value| = n * 2^(e - mantissa_bits) and e >= emin.
-
-    Infinities and NaNs give n = 0.
+    """|value| in units of the format's spacing there, exactly: (n, e), e >= emin, with
+    |value| = n * 2^(e - mantissa_bits). Infinities and NaNs give n = 0.
     """
     magnitude = np.where(np.isfinite(value), np.abs(value), 0.0)
     # frexp's mantissa is in [0.5, 1), hence the -1. Below emin the spacing is that of the subnormals.
@@ -245,12 +244,15 @@ def in_spacings(value: np.ndarray, fmt: Format) -> tuple[np.ndarray, np.ndarray]
 
 
 def round_spacings(n: np.ndarray, fmt: Format, rounding: Rounding, *, seed: int | None = None, start: int = 0) -> np.ndarray:
-    """n of ``in_spacings`` rounded to integers, float64; start is the flat index of its first element, for stochastic rounding."""
+    """n of ``in_spacings`` rounded to integers, float64.
+
+    start  the flat index of its first element, for stochastic rounding.
+    """
     floor = np.floor(n)
     rest = n - floor
     if rounding == "nearest_even" and fmt.mantissa_bits:
         return np.rint(n)
-    # A format without mantissa bits, e8m0, has no even n to choose: its ties go up (C-7).
+    # Without mantissa bits (e8m0fnu) n is 1 or between 1 and 2. Ties go up (C-7), not to an even n.
     if rounding in ("nearest_even", "nearest_away"):
         return floor + (rest >= 0.5)
     if rounding == "toward_zero":
@@ -264,8 +266,12 @@ def round_spacings(n: np.ndarray, fmt: Format, rounding: Rounding, *, seed: int 
 
 
 def magnitude_codes(n: np.ndarray, exponent: np.ndarray, fmt: Format) -> np.ndarray:
-    """The codes of the magnitudes n * 2^(exponent - mantissa_bits), n integers; int64, counted on beyond ``fmt.max_code``."""
-    # A carry of n into the next exponent gives that exponent's first code by itself.
+    """The codes of the magnitudes n * 2^(exponent - mantissa_bits); int64, counted on beyond ``max_code``.
+
+    n holds integers, as float64.
+    """
+    # A carry of n into the next exponent gives that exponent's first code by itself. Subnormals and
+    # the first normal binade share a spacing, so that both count from the same emin.
     return n.astype(np.int64) + (exponent - fmt.emin) * (1 << fmt.mantissa_bits)
 
 
