@@ -237,7 +237,7 @@ def in_spacings(value: np.ndarray, fmt: Format) -> tuple[np.ndarray, np.ndarray]
     |value| = n * 2^(e - mantissa_bits). Infinities and NaNs give n = 0.
     """
     magnitude = np.where(np.isfinite(value), np.abs(value), 0.0)
-    # frexp's mantissa is in [0.5, 1), hence the -1. Below emin the spacing is that of the subnormals.
+    # frexp's mantissa is in [0.5, 1), hence the -1. Below emin the subnormals' spacing holds.
     exponent = np.maximum(np.frexp(magnitude)[1] - 1, fmt.emin)
     exponent = np.where(magnitude == 0, fmt.emin, exponent)
     return np.ldexp(magnitude, fmt.mantissa_bits - exponent), exponent
