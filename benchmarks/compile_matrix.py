@@ -30,7 +30,7 @@ from fp8ref.crosscheck import bounds
 from fp8ref.llama import initial_weights
 from fp8ref.recipe import by_name
 from fp8ref.torch import compiled_fsdp, convert, delayed
-from fp8ref.torch.fsdp import FP8Gather
+from fp8ref.torch.fp8_gather import FP8Gather
 from fp8ref.torch.parallel import parallelize
 from fp8ref.train.config import Config
 from fp8ref.train.torch.trainer import Trainer

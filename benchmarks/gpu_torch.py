@@ -19,7 +19,7 @@ from collections.abc import Callable
 import torch
 
 from fp8ref import llama
-from fp8ref.torch import cpu
+from fp8ref.torch import gemm
 from gpu import command, environment, estimates, report, results, sizes, torch_blocks, torch_ceilings, torch_linears, torch_profile
 from gpu.command import Suite
 from gpu.report import OURS
@@ -60,7 +60,7 @@ def bench(given: argparse.Namespace) -> Bench:
     torch.manual_seed(0)
     budget = Budget(given.budget)
     if given.dry:
-        cpu.use_native_scaled_mm()  # as convert does
+        gemm.use_native_scaled_mm()  # as convert does
         torch.set_num_threads(1)  # matrices this small wait for threads longer than they take
         return Bench(device="cpu", clock=Wall(), sizes=sizes.dry(), backend="aot_eager", budget=budget)
     if not torch.cuda.is_available():

@@ -21,7 +21,7 @@ from torch import nn
 from torchao.float8 import Float8LinearConfig, Float8LinearRecipeName, convert_to_float8_training
 
 from fp8ref import torch as ft
-from fp8ref.torch import cpu, proof
+from fp8ref.torch import gemm, proof
 
 RECIPES = tuple(name.value for name in Float8LinearRecipeName)
 ASKED = 0.98
@@ -88,7 +88,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="sizes too small to say anything")
     known = parser.parse_args()
     sizes = (64, 64, 2, 3) if known.quick else (512, 512, 4, 200)
-    cpu.use_native_scaled_mm()  # as convert does: torch's oneDNN kernel would hide everything else (fp8ref.torch.cpu)
+    gemm.use_native_scaled_mm()  # as convert does: torch's oneDNN kernel would hide everything else (fp8ref.torch.gemm)
     rows, proving = measure(*sizes), start_up(5 if known.quick else LINEARS)
     table = Table("recipe", "pairs", "torchao's time / fp8ref's", "quartiles", "asked")
     for row in rows:

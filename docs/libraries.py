@@ -1,4 +1,5 @@
-"""What each library's casts and scales are, asked by the test vectors of ``fp8ref.conformance.vectors``: writes docs/LIBRARIES.md.
+"""Describe the casts and scales of each library by the test vectors of
+``fp8ref.conformance.vectors``; writes docs/LIBRARIES.md.
 
 python docs/libraries.py                            # asks all, and writes the page
 python docs/libraries.py --only torch/e4m3fn        # asks and prints the lines of one row, or several: fnmatch patterns
@@ -7,28 +8,27 @@ python docs/libraries.py --only 'torchao*' --count 100000
 
 import argparse
 import fnmatch
-import functools
 import importlib.metadata
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
 
 from fp8ref.conformance import explain, libraries
-from fp8ref.conformance.arrays import as_numpy, as_torch
+from fp8ref.conformance.inputs import kinds
+from fp8ref.conformance.libraries import Function
 from fp8ref.conformance.vectors import cast as casts_asked
 from fp8ref.conformance.vectors import scale as scales_asked
-from fp8ref.formats import E4M3FN, E5M2, E8M0FNU, FP8_FORMATS, Format
+from fp8ref.formats import E8M0FNU, Format
 from fp8ref.policy import POLICIES
 from fp8ref.sim import cast
 
 PAGE = Path(__file__).with_name("LIBRARIES.md")
 LIBRARIES = ("torch", "jax", "ml_dtypes", "torchao", "flax", "gfloat", "numpy")
 ORDER = ("ml_dtypes", "torch", "jax", "torchao", "flax", "gfloat", "fp8ref.torch", "fp8ref.jax")
-COUNT = 200_000  # random inputs of a row; of a library that takes one number at a time SLOWLY
+COUNT = 200_000  # random inputs of a row; SLOWLY for a library that takes one number at a time
 SLOWLY = 2_000
 DEFAULT = "torchao"  # the simulator's policy, where none is named
 CASTS = (
@@ -48,90 +48,30 @@ CASTS = (
 SCALES = ("row", "what", "policy", "compared", "differ from it", "those", "differ from `torchao`", "simplest of them")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Subject:
-    """A cast, float32 [n] -> codes, or a scale, amax float32 [n] -> what ``made`` names."""
-
-    library: str
-    name: str  # what is called
-    fmt: Format
-    run: Callable[[np.ndarray], np.ndarray]
-    made: str = ""  # of a scale: scale, scale_inv or e8m0
-    kind: str = ""  # which of several
-    slow: bool = False
-
-    @property
-    def row(self) -> str:
-        return f"{self.library}/{self.kind}{'/' if self.kind else ''}{self.fmt}"
+def row(function: Function) -> str:
+    """The name of a function's row, such as ``torchao/mx_even/e5m2``."""
+    return "/".join(part for part in (function.library, function.variant, function.fmt.name) if part)
 
 
-def casts() -> Iterator[Subject]:
-    """Every cast there is, with its overflow as the library does it when nothing is said."""
-    names = {"torch": "`x.to(dtype)`", "jax": "`x.astype(dtype)`, jitted", "ml_dtypes": "`x.astype(dtype)`"}
-    names |= {"fp8ref.torch": "`cast.encode(x, fmt)`", "fp8ref.jax": "`cast.encode(x, fmt)`, jitted"}
-    for fmt in FP8_FORMATS.values():
-        for library, (run, _) in libraries.casts(fmt).items():
-            if library in names:  # and not those of a GPU
-                yield Subject(library=library, name=names[library], fmt=fmt, run=run)
-    for fmt in (E4M3FN, E5M2):
-        yield Subject(
-            library="torchao", kind="saturated", name="`to_fp8_saturated(x, dtype)`", fmt=fmt, run=functools.partial(_torchao, fmt=fmt)
-        )
-        yield Subject(
-            library="flax", kind="quantize", name="`fp8_ops.quantize(x, dtype, 1, float32)`", fmt=fmt, run=functools.partial(_flax, fmt=fmt)
-        )
-        for sat in (False, True):
-            name = f"`encode_ndarray(fi, round_ndarray(fi, x, sat={sat}))`"
-            run = functools.partial(_gfloat, fmt=fmt, sat=sat)
-            yield Subject(library="gfloat", kind="sat" if sat else "", name=name, fmt=fmt, run=run)
-
-
-def scales() -> Iterator[Subject]:
-    """Every scale there is."""
-    for fmt in (E4M3FN, E5M2):
-        for power in (False, True):
-            run = functools.partial(_torchao_scale, fmt=fmt, power=power)
-            kind = "amax_to_scale" + ("_pow2" if power else "")
-            name = f"`amax_to_scale(amax, dtype{', round_scales_to_power_of_2=True' if power else ''})`"
-            yield Subject(library="torchao", kind=kind, name=name, fmt=fmt, run=run, made="scale")
-        for mode in ("floor", "rceil", "ceil", "even"):
-            run = functools.partial(_mx, fmt=fmt, mode=mode)
-            yield Subject(
-                library="torchao", kind=f"mx_{mode}", name=f"`to_mx(x, dtype, 32, {mode.upper()})`", fmt=fmt, run=run, made="e8m0"
-            )
-        run = functools.partial(_flax_scale, fmt=fmt)
-        yield Subject(
-            library="flax", kind="compute_scale", name="`fp8_ops.compute_scale(amax, 1, max)`", fmt=fmt, run=run, made="scale_inv"
-        )
-        run = functools.partial(_gfloat_scale, fmt=fmt)
-        name = "`compute_scale_amax(fi.emax, x)`"
-        yield Subject(library="gfloat", kind="compute_scale_amax", name=name, fmt=fmt, run=run, made="e8m0", slow=True)
-        for library, of in (("fp8ref.torch", _fp8ref_torch), ("fp8ref.jax", _fp8ref_jax)):
-            for policy in ("torchao", "torchao_pow2", "torchao_mask", "mx_floor", "mx_rceil", "te_mxfp8"):
-                run = functools.partial(of, fmt=fmt, policy=policy)
-                name = f"`scaling.scale_from_amax(amax, fmt, {policy!r})`"
-                yield Subject(library=library, kind=policy, name=name, fmt=fmt, run=run, made="scale")
-
-
-def describe_cast(subject: Subject, count: int) -> list[str]:
+def describe_cast(function: Function, count: int) -> list[str]:
     """The cells of a cast's row."""
-    question = casts_asked.Cast(format=subject.fmt.name, count=count)
-    bits, fmt = question.inputs(), subject.fmt
+    question = casts_asked.Cast(format=function.fmt.name, count=count)
+    bits, fmt = question.inputs(), function.fmt
     x = bits.astype(np.uint32).view(np.float32)
     with np.errstate(all="ignore"):
-        raw = as_numpy(subject.run(x))
-    found, kinds = cast.canonical_nans(raw, fmt), np.array(explain.CASTS)[question.kinds(bits)]
-    over = (kinds == "above max") & (np.abs(cast.exact(x)) > fmt.max * 1.1)
-    inside = np.isin(kinds, ["zero", "number", "tie", "beside a tie", "underflow", "subnormal", "in range"])
+        raw = function.run(x)
+    found, kind = cast.canonical_nans(raw, fmt), np.array(kinds.CASTS)[question.kinds(bits)]
+    over = (kind == "above max") & (np.abs(cast.exact(x)) > fmt.max * 1.1)
+    inside = np.isin(kind, ["zero", "number", "tie", "beside a tie", "underflow", "subnormal", "in range"])
     roundings = [r for r in casts_asked.ROUNDINGS if np.array_equal(cast.encode(x[inside], fmt, rounding=r), found[inside])]
-    small = (kinds == "number") & (np.abs(x) < fmt.smallest_normal)
+    small = (kind == "number") & (np.abs(x) < fmt.smallest_normal)
     differ = found != cast.encode(x, fmt)
     return [
-        f"`{subject.row}`",
-        subject.name,
+        f"`{row(function)}`",
+        function.call,
         ", ".join(roundings) or "none",
         _became(found[over], fmt),
-        _became(found[kinds == "infinite"], fmt),
+        _became(found[kind == "infinite"], fmt),
         " ".join(sorted({f"0x{c:02X}" for c in raw[np.isnan(x) & ~np.signbit(x)]})),
         " ".join(sorted({f"0x{c:02X}" for c in raw[np.isnan(x) & np.signbit(x)]})),
         "kept" if (found[small] != 0).all() and (found[small] != 0x80).all() else "flushed",
@@ -142,14 +82,16 @@ def describe_cast(subject: Subject, count: int) -> list[str]:
     ]
 
 
-def describe_scale(subject: Subject, count: int) -> list[str]:
-    """The cells of a scale's row. Its policy is the one whose answers are nearest, which need not be all of them."""
-    question = scales_asked.Scale(format=subject.fmt.name, count=min(count, SLOWLY) if subject.slow else count)
-    bits, fmt, made = question.inputs().astype(np.uint32), subject.fmt, subject.made
+def describe_scale(function: Function, count: int) -> list[str]:
+    """The cells of a scale's row. Its policy is the one with the fewest differing scales, which
+    need not be none.
+    """
+    question = scales_asked.Scale(format=function.fmt.name, count=min(count, SLOWLY) if function.slow else count)
+    bits, fmt, made = question.inputs().astype(np.uint32), function.fmt, function.made
     amax = bits.view(np.float32)
     with np.errstate(all="ignore"), warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
-        found = as_numpy(subject.run(amax))
+        found = function.run(amax)
     found = found if made == "e8m0" else found.view(np.uint32)
     wrong = {}
     for policy, of in POLICIES.items():
@@ -157,14 +99,14 @@ def describe_scale(subject: Subject, count: int) -> list[str]:
             wrong[policy] = ~scales_asked.same(found, scales_asked.expected(amax, fmt, policy, made), made)
     nearest = min(wrong, key=lambda policy: int(wrong[policy].sum()))
     alike = [policy for policy in wrong if np.array_equal(wrong[policy], wrong[nearest])]
-    kinds = np.array(explain.SCALES)[explain.scale_kinds(amax, fmt, nearest)]
-    those = Counter(kinds[wrong[nearest]].tolist())
-    met = "; ".join(f"{kind} {n:,}" for kind, n in those.items())
+    kind = np.array(kinds.AMAXES)[kinds.of_amaxes(amax, fmt, nearest)]
+    those = Counter(kind[wrong[nearest]].tolist())
+    met = "; ".join(f"{name} {n:,}" for name, n in those.items())
     default = scales_asked.expected(amax, fmt, DEFAULT, "scale_inv" if made != "scale" else "scale")
     other = ~scales_asked.same(*_in_float32(found, made, default))
     return [
-        f"`{subject.row}`",
-        f"{subject.name}: {made}",
+        f"`{row(function)}`",
+        f"{function.call}: {made}",
         ", ".join(f"`{p}`" for p in alike) if not those else f"nearest `{nearest}`",
         f"{len(amax):,}",
         f"{sum(those.values()):,}",
@@ -175,14 +117,14 @@ def describe_scale(subject: Subject, count: int) -> list[str]:
 
 
 def _in_float32(found: np.ndarray, made: str, expected: np.ndarray) -> tuple[np.ndarray, np.ndarray, str]:
-    """e8m0 codes as the bits of the scale_inv that they are."""
+    """e8m0 codes as the float32 bits of their scale_inv."""
     if made == "e8m0":
         return cast.decode(found, E8M0FNU).view(np.uint32), expected, "scale_inv"
     return found, expected, made
 
 
 def _became(codes: np.ndarray, fmt: Format) -> str:
-    """What numbers that are too large became."""
+    """What values above max became: max, Inf or NaN."""
     magnitude = codes if fmt.specials == "fnuz" else codes & 0x7F
     magnitude = np.where(codes == fmt.nan_code, fmt.nan_code, magnitude & 0x7F)
     names = {fmt.max_code: "max", fmt.nan_code: "NaN"} | ({fmt.inf_code: "Inf"} if fmt.inf_code is not None else {})
@@ -209,11 +151,17 @@ def _bits(value: np.float32) -> str:
     return f"{int(value.view(np.uint32)):08X}"
 
 
+def functions(kind: str) -> list[Function]:
+    """The "casts" or "scales" that the page lists, in its order."""
+    every = libraries.every_cast() if kind == "casts" else libraries.every_scale()
+    return sorted(every, key=lambda function: ORDER.index(function.library))
+
+
 def table(kind: str, count: int, only: Iterable[str] = ("*",)) -> list[list[str]]:
     """The rows of "casts" or "scales" whose names match one of the patterns."""
-    made, describe = (casts(), describe_cast) if kind == "casts" else (scales(), describe_scale)
-    asked = [subject for subject in made if any(fnmatch.fnmatchcase(subject.row, pattern) for pattern in only)]
-    return [describe(subject, count) for subject in sorted(asked, key=lambda subject: ORDER.index(subject.library))]
+    asked = [function for function in functions(kind) if any(fnmatch.fnmatchcase(row(function), pattern) for pattern in only)]
+    describe = describe_cast if kind == "casts" else describe_scale
+    return [describe(function, count) for function in asked]
 
 
 def versions() -> str:
@@ -246,77 +194,6 @@ def page(count: int) -> str:
 def _markdown(head: Iterable[str], rows: list[list[str]]) -> str:
     lines = [list(head), ["---" for _ in head], *rows]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
-
-
-def _torchao(x: np.ndarray, fmt: Format) -> np.ndarray:
-    import torch
-    from torchao.float8.float8_utils import to_fp8_saturated
-
-    return as_numpy(to_fp8_saturated(torch.from_numpy(x), getattr(torch, f"float8_{fmt}")))
-
-
-def _flax(x: np.ndarray, fmt: Format) -> np.ndarray:
-    import jax.numpy as jnp
-    from flax.linen import fp8_ops
-
-    return as_numpy(fp8_ops.quantize(jnp.asarray(x), getattr(jnp, f"float8_{fmt}"), jnp.float32(1), jnp.float32))
-
-
-def _gfloat(x: np.ndarray, fmt: Format, sat: bool) -> np.ndarray:
-    import gfloat
-
-    info = _gfloat_info(fmt)
-    return gfloat.encode_ndarray(info, gfloat.round_ndarray(info, x.astype(np.float64), sat=sat)).astype(np.uint8)
-
-
-def _gfloat_info(fmt: Format):
-    from gfloat import formats
-
-    return {"e4m3fn": formats.format_info_ocp_e4m3, "e5m2": formats.format_info_ocp_e5m2}[fmt.name]
-
-
-def _torchao_scale(amax: np.ndarray, fmt: Format, power: bool) -> np.ndarray:
-    import torch
-    from torchao.float8.float8_utils import amax_to_scale
-
-    return as_numpy(amax_to_scale(as_torch(amax), getattr(torch, f"float8_{fmt}"), round_scales_to_power_of_2=power))
-
-
-def _mx(amax: np.ndarray, fmt: Format, mode: str) -> np.ndarray:
-    import torch
-    from torchao.prototype.mx_formats.config import ScaleCalculationMode
-    from torchao.prototype.mx_formats.mx_tensor import to_mx
-
-    blocks = as_torch(np.pad(amax[:, None], [(0, 0), (0, 31)]))  # [n, 32]: an amax and 31 zeros
-    return to_mx(blocks, getattr(torch, f"float8_{fmt}"), 32, ScaleCalculationMode(mode))[0].view(torch.uint8).numpy().reshape(-1)
-
-
-def _flax_scale(amax: np.ndarray, fmt: Format) -> np.ndarray:
-    import jax.numpy as jnp
-    from flax.linen import fp8_ops
-
-    return as_numpy(fp8_ops.compute_scale(jnp.asarray(amax), jnp.float32(1), jnp.float32(fmt.max)))
-
-
-def _gfloat_scale(amax: np.ndarray, fmt: Format) -> np.ndarray:
-    from gfloat.block import compute_scale_amax
-
-    emax = _gfloat_info(fmt).emax
-    return cast.encode(np.float64([float(compute_scale_amax(emax, np.full(1, a))) for a in amax]), E8M0FNU)
-
-
-def _fp8ref_torch(amax: np.ndarray, fmt: Format, policy: str) -> np.ndarray:
-    from fp8ref.torch import scaling
-
-    return as_numpy(scaling.scale_from_amax(as_torch(amax), fmt, policy))
-
-
-def _fp8ref_jax(amax: np.ndarray, fmt: Format, policy: str) -> np.ndarray:
-    import jax
-
-    from fp8ref.jax import scaling
-
-    return as_numpy(jax.jit(lambda a: scaling.scale_from_amax(a, fmt, policy))(amax))
 
 
 def main() -> None:

@@ -1,7 +1,8 @@
 """The ``fp8ref`` command.
 
-Exit codes: 0 done, 1 a comparison failed or a defect of ours, 2 a user's error, 3 a loss that is not finite, 4 another process of the run is gone,
-5 SIGTERM, after the state was saved, 130 Ctrl-C, 143 SIGTERM where there is no state to save.
+Exit codes: 0 done; 1 a comparison failed, or a bug of fp8ref; 2 a user's error; 3 a loss that is
+not finite; 4 another process of the run was lost; 5 SIGTERM, after the state was saved; 130 Ctrl-C;
+143 SIGTERM without a state to save.
 """
 
 import argparse
@@ -11,15 +12,17 @@ from collections.abc import Sequence
 
 import fp8ref
 from fp8ref import extras
-from fp8ref.commands import certify, conform, crosscheck, data, estimate, probe, runs, train, vectors
+from fp8ref.commands import certify, conform, crosscheck, data, demo, estimate, probe, runs, train, vectors
 from fp8ref.commands.shared import DEFECT, ERROR, INTERRUPTED, LOST, NON_FINITE, STOPPED
 from fp8ref.errors import LostProcessError, NonFiniteError, StoppedError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; arguments are those of the command line, by default this process's. Returns the exit code; a user's error is printed.
+    """Run one command; arguments are those of the command line, by default this process's.
 
-    Raises:   SystemExit: arguments that no command takes, --help and --version; whatever a defect of ours raises.
+    Returns the exit code; a user's error is printed.
+
+    Raises:   SystemExit: invalid arguments, --help and --version; any exception of a bug in fp8ref.
     """
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     known, options = _parser().parse_known_args(arguments)
@@ -50,13 +53,16 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"fp8ref {fp8ref.__version__}")
     parser.set_defaults(leave=None)  # how a process of several ends, given the exit code
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for kind in (train, estimate, crosscheck, certify, conform, probe, vectors, runs, data):
+    for kind in (train, demo, estimate, crosscheck, certify, conform, probe, vectors, runs, data):
         kind.add(commands)
     return parser
 
 
 def _code_of(error: Exception) -> int | None:
-    """The exit code of an error a user can cause; None for a defect of ours, which keeps its traceback."""
+    """The exit code of an error that a user can cause.
+
+    None for a bug of fp8ref, which keeps its traceback.
+    """
     if isinstance(error, ValueError | OSError | ImportError):
         return ERROR
     codes = {NonFiniteError: NON_FINITE, LostProcessError: LOST, StoppedError: STOPPED}

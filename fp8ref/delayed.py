@@ -1,12 +1,16 @@
-"""Delayed scaling as data: every decision between the amaxes of past steps and a scale (SEMANTICS H). ``sim.delayed`` obeys it.
+"""Delayed scaling as data: every decision between the amaxes of past steps and a scale (SEMANTICS
+H).
 
-The ways in which libraries differ are fields; DELAYED holds fp8ref's own choice and those of two libraries.
+Each way in which libraries differ is a field. DELAYED holds fp8ref's own choice and those of
+TransformerEngine and Flax. ``sim.delayed`` implements all of them; a backend implements some and
+refuses the others.
 """
 
 import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
+from fp8ref import registry
 from fp8ref.policy import POLICIES, ScalePolicy
 
 
@@ -14,20 +18,24 @@ from fp8ref.policy import POLICIES, ScalePolicy
 class DelayedScaling:
     """Every decision between the amaxes of past steps and a scale.
 
-    history_length  how many observed amaxes count, the newest included.
+    history_length  the number of observed amaxes that count, the newest included.
     amax_compute    ``max`` of the history, or the ``most_recent`` amax.
-    interval        the scale is computed at the first observed update and at every interval-th after it; the history grows at each.
-    policy          from that amax to the scale; the margin is its.
-    timing          ``update``: the scale is computed when an amax arrives, for the next step. ``use``: it is computed
-                    at the next step, and stored after that step; what is stored is one step behind.
-    reuse           several uses of a module in one step: ``max``: one observation, the largest; ``sum``: every use makes a
-                    state, and autodiff adds them up.
-    unused          a module without a use in a step: ``keep`` its state, or ``zero`` all of it.
+    interval        the scale is computed at the first observed update and at every interval-th
+                    after it; the history grows at each.
+    policy          makes the scale of that amax; its margin applies.
+    timing          ``update``: the scale is computed when an amax arrives, for the next step.
+                    ``use``: it is computed at the next step, and stored after that step; what is
+                    stored is one step behind.
+    reuse           several uses of a module in one step: ``max``: one observation, the largest;
+                    ``sum``: every use makes a state, and autodiff adds them up.
+    unused          a module that a step does not use: ``keep`` its state, or ``zero`` all of it.
     zero            an amax of zero: ``record`` it, or ``skip`` the update.
-    non_finite      an infinite or NaN amax, or a flag that says so: ``skip`` the update, or ``record`` the amax as it is.
+    non_finite      an infinite or NaN amax, or a flag that says so: ``skip`` the update, or
+                    ``record`` the amax as it is.
     nan_in_history  under ``max``: ``propagate`` a NaN, or ``drop`` it, as C's fmaxf does.
 
-    Raises:         ValueError: a length or interval below 1, an unknown word, a policy that makes e8m0 scales, timing ``use`` with an interval.
+    Raises:         ValueError: a length or interval below 1, an unknown word, a policy that makes
+                    e8m0 scales, timing ``use`` with an interval.
     """
 
     name: str
@@ -58,8 +66,9 @@ class DelayedScaling:
             raise ValueError(f"under timing 'use' a scale is computed at every use; got interval={self.interval}. Use timing 'update'.")
 
     @property
-    def as_fp8refs(self) -> bool:
-        """Whether it keeps histories as fp8ref's own does (H-1 to H-6), but for history_length, amax_compute, interval and margin."""
+    def keeps_histories_as_fp8ref(self) -> bool:
+        """True if only history_length, amax_compute, interval and margin may differ from fp8ref's
+        own rules (H-1 to H-6)."""
         policy = dataclasses.replace(POLICIES["te_delayed"], name=self.policy.name, margin=self.policy.margin)
         free = {key: getattr(self, key) for key in ("name", "history_length", "amax_compute", "interval")}
         return self == DelayedScaling(policy=policy, **free)
@@ -79,9 +88,11 @@ DELAYED = {
     d.name: d
     for d in (
         DelayedScaling(name="delayed"),
-        # TransformerEngine, common/recipe/delayed_scaling.cu: kernel_bulk (commit 6b71a0ad); defaults of common/recipe/__init__.py.
+        # TransformerEngine, common/recipe/delayed_scaling.cu: kernel_bulk (commit 6b71a0ad);
+        # defaults of common/recipe/__init__.py.
         DelayedScaling(name="te_delayed", history_length=1024, zero="skip", non_finite="record", nan_in_history="drop"),
-        # flax 0.12.8, linen/fp8_ops.py: Fp8DirectDotGeneralOp, whose state is overwritten with its own cotangent.
+        # flax 0.12.8, linen/fp8_ops.py: Fp8DirectDotGeneralOp, whose state is overwritten with its
+        # own cotangent.
         DelayedScaling(
             name="flax",
             history_length=1024,
@@ -97,8 +108,4 @@ DELAYED = {
 
 def by_name(config: "str | DelayedScaling") -> DelayedScaling:
     """The config of that name; a DelayedScaling is itself; ValueError for anything else."""
-    if isinstance(config, DelayedScaling):
-        return config
-    if not isinstance(config, str) or config not in DELAYED:
-        raise ValueError(f"delayed scaling is a DelayedScaling or one of {', '.join(DELAYED)}; got {config!r}.")
-    return DELAYED[config]
+    return registry.lookup("delayed scaling is a DelayedScaling or", DELAYED, config, DelayedScaling)

@@ -1,11 +1,14 @@
-"""What happens between a GEMM's accumulator and its output, as data (SEMANTICS G-4, G-5, G-14, G-15, G-18).
+"""Epilogues as data: the scales, roundings and bias between a GEMM's accumulator and its output
+(SEMANTICS G-4, G-5, G-14, G-15, G-18).
 
-EPILOGUES has by name those that recipes choose among; ``sim.gemm.finish`` obeys any.
+EPILOGUES holds those that recipes choose among, by name. ``sim.gemm.finish`` implements every
+``Epilogue``.
 """
 
 from dataclasses import dataclass
 from typing import Literal
 
+from fp8ref import registry
 from fp8ref.granularity import block_of
 
 Scale = Literal["each", "b_first", "product"]
@@ -20,12 +23,14 @@ ROUNDINGS: tuple[Rounding, ...] = ("nearest_even", "toward_zero")
 class Epilogue:
     """The order of scales, roundings and bias.
 
-    scale        ``each``: RN32(RN32(acc * scale_inv_a) * scale_inv_b); ``b_first``: that of b first, then that of a;
-                 ``product``: RN32(acc * RN32(scale_inv_a * scale_inv_b)).
-    round_first  whether the accumulator is rounded to the output dtype before it is scaled, and so the output twice.
-    bias         None: none is taken; ``before_round``: added in float32 to what is then rounded; ``fused``: likewise, in one rounding
-                 with the last product; ``after_round``: added in the output dtype.
-    rounding     of every rounding to the output dtype: ``nearest_even`` or ``toward_zero``.
+    scale        ``each``: RN32(RN32(acc * scale_inv_a) * scale_inv_b); ``b_first``: that of b
+                 first, then that of a; ``product``: RN32(acc * RN32(scale_inv_a * scale_inv_b)).
+    round_first  whether the accumulator is rounded to the output dtype before it is scaled; the
+                 output is then rounded twice.
+    bias         None: no bias; ``before_round``: added in float32, then the sum is rounded;
+                 ``fused``: the same, in one rounding with the last product; ``after_round``: added
+                 in the output dtype.
+    rounding     used for every rounding to the output dtype: ``nearest_even`` or ``toward_zero``.
 
     Raises:      ValueError: an unknown word.
     """
@@ -61,17 +66,15 @@ EPILOGUES = {
 
 def by_name(epilogue: "str | Epilogue") -> Epilogue:
     """The epilogue of that name; an Epilogue is itself; ValueError for anything else."""
-    if isinstance(epilogue, Epilogue):
-        return epilogue
-    if not isinstance(epilogue, str) or epilogue not in EPILOGUES:
-        raise ValueError(f"epilogue is an Epilogue or one of {', '.join(EPILOGUES)}; got {epilogue!r}.")
-    return EPILOGUES[epilogue]
+    return registry.lookup("epilogue is an Epilogue or", EPILOGUES, epilogue, Epilogue)
 
 
 def check_pair(epilogue: str, taken: tuple[str, ...], a: str, b: str) -> int | None:
-    """``granularity.block_of`` of both operands' granularities, for a backend that has the epilogues of those names.
+    """``granularity.block_of`` of granularities a and b, if a backend that has the epilogues named
+    in ``taken`` can run the pair.
 
-    Raises:   ValueError: an epilogue that is none of them, or that blocks do not have; granularities that do not go together.
+    Raises:   ValueError: an epilogue not among ``taken``, or one that block scales cannot have;
+              granularities that do not go together.
     """
     if epilogue not in taken:
         raise ValueError(f"epilogue is one of {', '.join(taken)}; got {epilogue!r}.")

@@ -1,7 +1,9 @@
-"""Floating-point formats as data (SEMANTICS F-1 to F-4): five of 8 bits, and the wider ones that tensors come in.
+"""Floating-point formats as data (SEMANTICS F-1 to F-4): five formats of 8 bits, and float32,
+bfloat16 and float16.
 
-A format is a layout and a rule for its special codes; everything else is derived. Nothing here rounds: see ``sim/cast.py``.
-``FP8_FORMATS`` has by name the four that tensors are quantised to, ``FORMATS`` all of them.
+A format is a layout and a rule for its special codes; everything else is derived. Nothing here
+rounds: see ``sim/cast.py``. ``FP8_FORMATS`` holds the four formats that tensors are quantised to,
+by name; ``FORMATS`` holds all of them.
 """
 
 from dataclasses import dataclass
@@ -10,9 +12,11 @@ from typing import Literal
 
 @dataclass(frozen=True, kw_only=True)
 class Format:
-    """One binary floating-point format: a number is (-1)^sign * 2^(exponent field - bias) * 1.mantissa, subnormal where the field is 0.
+    """A binary floating-point format: (-1)^sign * 2^(exponent field - bias) * 1.mantissa, subnormal
+    where the field is 0.
 
-    Equal where all fields are, hashable, and printed by its name. ``specials`` names which codes are not finite numbers:
+    Formats are equal where all fields are, hashable, and printed by name. ``specials`` says which
+    codes are not finite numbers:
     ``ieee``   the all-ones exponent holds Inf (mantissa 0) and NaN;
     ``fn``     no Inf; only the code with all exponent and mantissa bits set is NaN, in both signs;
     ``fnuz``   no Inf, no -0; the code of -0 is the only NaN.
@@ -28,22 +32,25 @@ class Format:
 
     @property
     def bits(self) -> int:
-        """Of a code, the sign's among them."""
+        """The length of a code, the sign bit included."""
         return self.signed + self.exponent_bits + self.mantissa_bits
 
     @property
     def emin(self) -> int:
-        """The exponent of the smallest normal number; subnormals are multiples of 2^(emin - mantissa_bits)."""
+        """The exponent of the smallest normal number; subnormals are multiples of 2^(emin -
+        mantissa_bits)."""
         return 1 - self.bias if self.signed else -self.bias
 
     @property
     def sign_bit(self) -> int:
-        """What a negative number's code has set; 0 of an unsigned format."""
+        """The bit that negative numbers have set; 0 in an unsigned format."""
         return 1 << (self.bits - 1) if self.signed else 0
 
     @property
     def max_code(self) -> int:
         """The code of the largest finite number."""
+        # All exponent and mantissa bits set. ieee has infinity and NaNs in this exponent, fn has
+        # its NaN in this code, fnuz a number.
         top = (1 << (self.exponent_bits + self.mantissa_bits)) - 1
         if self.specials == "ieee":
             return top - (1 << self.mantissa_bits)
@@ -63,12 +70,13 @@ class Format:
 
     @property
     def smallest_subnormal(self) -> float:
-        """The smallest positive number (in e8m0fnu, which has no subnormals, the smallest normal one)."""
+        """The smallest positive number (in e8m0fnu, which has no subnormals, the smallest normal
+        one)."""
         return 2.0 ** (self.emin - self.mantissa_bits)
 
     @property
     def inf_code(self) -> int | None:
-        """The code of +Inf; None of a format without infinities."""
+        """The code of +Inf; None in a format without infinities."""
         return self.max_code + 1 if self.specials == "ieee" else None
 
     @property

@@ -1,15 +1,19 @@
-"""Which elements share a scale (SEMANTICS S-6): the shape of a tensor's scales, as data."""
+"""Granularities as data: which elements of a tensor share a scale, and the shape of its scales
+(SEMANTICS S-6)."""
 
 import math
 from dataclasses import dataclass
+
+from fp8ref import registry
 
 
 @dataclass(frozen=True, kw_only=True)
 class Granularity:
     """A block of ``other`` x ``reduced`` elements shares one scale; ``None`` is the whole axis.
 
-    ``reduced`` counts along the reduced axis (a GEMM's K), ``other`` along every other axis. Blocks divide the reduced axis;
-    along another axis the last block may be shorter, as if the tensor were padded with zeros (SEMANTICS S-6).
+    ``reduced`` is a length along the reduced axis (a GEMM's K), ``other`` along every other axis.
+    Blocks divide the reduced axis; along another axis the last block may be shorter, as if the
+    tensor were padded with zeros (SEMANTICS S-6).
     """
 
     name: str
@@ -31,13 +35,12 @@ GRANULARITIES = {
 
 def by_name(name: str) -> Granularity:
     """The granularity of that name; ValueError for anything else."""
-    if not isinstance(name, str) or name not in GRANULARITIES:
-        raise ValueError(f"granularity is one of {', '.join(GRANULARITIES)}; got {name!r}.")
-    return GRANULARITIES[name]
+    return registry.lookup("granularity is", GRANULARITIES, name)
 
 
 def block_of(a: str, b: str) -> int | None:
-    """The length along K of the blocks that share a scale, of both operands of a GEMM; None where all of K does (SEMANTICS G-13, L-4).
+    """The length along K that shares a scale, for both operands of a GEMM; None for all of K
+    (SEMANTICS G-13, L-4).
 
     >>> block_of("blockwise_1x128", "blockwise_128x128"), block_of("rowwise", "tensorwise")
     (128, None)
@@ -54,16 +57,18 @@ def block_of(a: str, b: str) -> int | None:
 
 
 def normalise_axis(axis: int, ndim: int) -> int:
-    """axis counted from the front; ValueError where a tensor of so many dims has no such axis."""
+    """axis counted from the front; ValueError if a tensor of ndim dims has no such axis."""
     if isinstance(axis, bool) or not isinstance(axis, int) or not -ndim <= axis < ndim:
         raise ValueError(f"the reduced axis lies in [-{ndim}, {ndim}) for a {ndim}-d tensor; got axis={axis!r}.")
     return axis % ndim
 
 
 def blocks(name: str, shape: tuple[int, ...], axis: int) -> tuple[int, ...]:
-    """The size of a whole block along each axis of a tensor of this shape: ``shape`` itself for tensorwise.
+    """The size of a whole block along each axis of a tensor of this shape: ``shape`` itself for
+    tensorwise.
 
-    Raises:   ValueError: an empty tensor (SEMANTICS S-7); unless tensorwise, an axis that is not there or a block that does not divide K.
+    Raises:   ValueError: an empty tensor (SEMANTICS S-7); unless tensorwise, an axis that x lacks
+              or a block that does not divide K.
     """
     granularity = by_name(name)
     if math.prod(shape) == 0:
@@ -81,7 +86,8 @@ def blocks(name: str, shape: tuple[int, ...], axis: int) -> tuple[int, ...]:
 
 
 def scale_shape(name: str, shape: tuple[int, ...], axis: int) -> tuple[int, ...]:
-    """Shape of the scales: ``()`` for tensorwise, otherwise the number of blocks along each axis. Raises as ``blocks``.
+    """Shape of the scales: ``()`` for tensorwise, otherwise the number of blocks along each axis.
+    Raises as ``blocks``.
 
     >>> scale_shape("rowwise", (64, 256), -1), scale_shape("rowwise", (64, 256), 0)
     ((64, 1), (1, 256))

@@ -1,6 +1,8 @@
-"""What takes the place of a framework's FP8 GEMM: a function of arrays in host memory (SEMANTICS G-19).
+"""The interface of simulated hardware: a function on the host that replaces a framework's FP8 GEMM
+(SEMANTICS G-19).
 
-The backends know no simulator: they are given one of these, ``sim.hardware.Hardware`` in a run, and call it where they would multiply.
+The backends import no simulator. They receive a ``Multiply``, in a run a ``sim.hardware.Hardware``,
+and call it where they would multiply.
 """
 
 from typing import Literal, NamedTuple, Protocol
@@ -24,16 +26,17 @@ class Factor(NamedTuple):
 
 
 class Multiply(Protocol):
-    """[M, K] x [N, K] -> float32 [M, N], values of out_dtype: the sum, the scales and the rounding. Hashable; of one name does one thing.
+    """[M, K] x [N, K] -> float32 [M, N], values of out_dtype: sum, scales and rounding. Hashable;
+    two of one name are equal.
 
-    accumulate   what the recipe asks of the hardware (G-7).
-    epilogue     the name of one of ``epilogue.EPILOGUES`` without a bias.
-    out_dtype    float32, bfloat16 or float16; a result that is not finite is one too.
+    accumulate   ``fast`` or ``slow``, as the recipe asks (G-7).
+    epilogue     a name in ``epilogue.EPILOGUES``, without a bias.
+    out_dtype    float32, bfloat16 or float16; results may be infinite or NaN.
     """
 
     @property
     def name(self) -> str:
-        """What a compiled graph and a manifest know it by."""
+        """The name in compiled graphs and manifests."""
         ...
 
     def __call__(self, a: Factor, b: Factor, *, accumulate: Literal["fast", "slow"], epilogue: str, out_dtype: Format) -> np.ndarray: ...

@@ -1,6 +1,8 @@
-"""What both backends' models share (SEMANTICS M): sizes, parameter names and shapes, initial weights, rotary tables.
+"""The trainer's Llama as data, shared by both backends (SEMANTICS M): sizes, parameter names and
+shapes, initial weights.
 
-Names and shapes are those of ``transformers.LlamaForCausalLM``.
+Names and shapes are those of ``transformers.LlamaForCausalLM``. The forward passes are
+``sim.llama``, ``train.jax.llama`` and ``train.torch.llama``.
 """
 
 import math
@@ -19,8 +21,9 @@ ROW = ("o_proj", "down_proj")
 class LlamaConfig:
     """The keys of the Hugging Face ``LlamaConfig`` that this model uses, under the same names.
 
-    Raises:   ValueError: a size below 1, a number that is not positive and finite, a hidden_size that is no multiple of twice the heads, or
-              heads that are no multiple of num_key_value_heads.
+    Raises:   ValueError: a size below 1, a number that is not positive and finite, a hidden_size
+              that is no multiple of twice the heads, or heads that are no multiple of
+              num_key_value_heads.
     """
 
     vocab_size: int = 256
@@ -52,12 +55,14 @@ class LlamaConfig:
 
     @property
     def head_dim(self) -> int:
-        """Of one head's queries, keys and values; even, for rotary pairs."""
+        """The length of a head's query, key or value; even, because rotary embeddings pair its
+        elements."""
         return self.hidden_size // self.num_attention_heads
 
 
 def linear_shapes(config: LlamaConfig) -> dict[str, tuple[int, int]]:
-    """Name -> [N, K] of every linear, in the order of the forward pass; the tied lm_head is not a linear of its own."""
+    """Name -> [N, K] of every linear, in the order of the forward pass. A tied lm_head is the
+    embedding, so it is not among them."""
     hidden, inner = config.hidden_size, config.intermediate_size
     kv = config.num_key_value_heads * config.head_dim
     shapes: dict[str, tuple[int, int]] = {}
@@ -86,7 +91,8 @@ def parameter_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
 
 
 def initial_weights(config: LlamaConfig, *, seed: int) -> dict[str, np.ndarray]:
-    """The float32 weights that every backend starts from, by name in the order of ``parameter_shapes`` (SEMANTICS M-6)."""
+    """The float32 weights that every backend starts from, by name in the order of
+    ``parameter_shapes`` (SEMANTICS M-6)."""
     generator = np.random.Generator(np.random.PCG64(seed))
     return {
         name: (generator.standard_normal(shape) * config.initializer_range).astype(np.float32)
@@ -97,7 +103,8 @@ def initial_weights(config: LlamaConfig, *, seed: int) -> dict[str, np.ndarray]:
 
 
 def rotary_tables(config: LlamaConfig, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """cos and sin, each float32 [length, head_dim], the frequencies repeated for the rotate-half convention (M-4)."""
+    """cos and sin, each float32 [length, head_dim], the frequencies repeated for the rotate-half
+    convention (M-4)."""
     frequency = config.rope_theta ** (-np.arange(0, config.head_dim, 2, dtype=np.float64) / config.head_dim)
     angle = np.outer(np.arange(length, dtype=np.float64), np.concatenate([frequency, frequency]))
     return np.cos(angle).astype(np.float32), np.sin(angle).astype(np.float32)
@@ -121,7 +128,8 @@ def check_weights(weights: Mapping[str, np.ndarray], config: LlamaConfig) -> Non
 
 
 def check_tokens(tokens: np.ndarray, config: LlamaConfig) -> None:
-    """ValueError unless tokens are integers [B, T] in the vocabulary: a GPU or XLA would clamp or wrap others silently."""
+    """ValueError unless tokens are integers [B, T] in the vocabulary: a GPU or XLA would clamp or
+    wrap others silently."""
     tokens = np.asarray(tokens)
     if tokens.ndim != 2 or not np.issubdtype(tokens.dtype, np.integer):
         raise ValueError(f"tokens are integers [B, T]; got {tokens.dtype} {list(tokens.shape)}.")

@@ -1,13 +1,17 @@
-"""Every decision between an amax and a scale, as data (SEMANTICS S-3, S-4, S-9 to S-15). ``sim.scaling`` obeys it.
+"""Scale policies as data: every decision between an amax and a scale (SEMANTICS S-3, S-4, S-9 to
+S-15).
 
-One dataclass holds the decisions, and each library is one value of it: no code anywhere asks a policy for its name.
-Backends implement some policies and refuse the others.
+One dataclass holds the decisions, and the policy of each library is one value of it. ``sim.scales``
+implements all of them; a backend implements some and refuses the others. Code asks for decisions,
+never for a policy's name, so a policy that other values of the same decisions express is one line
+of POLICIES.
 """
 
 import dataclasses
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from fp8ref import registry
 from fp8ref.formats import BFLOAT16, FLOAT32, Format
 
 Ratio = Literal["max/amax", "max*(1/amax)", "amax/max", "exponents"]
@@ -19,31 +23,38 @@ Stored = Literal["scale", "scale_inv"]
 
 @dataclass(frozen=True, kw_only=True)
 class E8M0Rule:
-    """What multiplies a tensor where that is not the reciprocal of its e8m0 scale_inv (S-14): at 2^-127, code 0, and at NaN."""
+    """The scales that are not the reciprocal of an e8m0 scale_inv (S-14): where scale_inv is
+    2^-127, code 0, and where it is NaN."""
 
-    scale_of_code_0: float  # scale_inv 2^-127, whose reciprocal 2^127 is what arithmetic would give
-    scale_of_nan: Literal["zero", "nan"]  # scale_inv NaN
+    scale_of_code_0: float  # where scale_inv is 2^-127; arithmetic would give 2^127
+    scale_of_nan: Literal["zero", "nan"]  # where scale_inv is NaN
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScalePolicy:
-    """From amax to scale, in this order (S-9): floor by eps; ratio; overflow; power of two; special amaxes.
+    """The decisions from amax to scale, in this order (S-9): floor by eps; ratio; overflow; power
+    of two; special amaxes.
 
-    eps           the smallest amax that counts, an exact real number; 0 has no effect.
+    eps           smaller amaxes are replaced by it, an exact real number; 0 has no effect.
     margin        powers of two of room: fmt.max * 2^-margin takes the place of fmt.max.
-    ratio         ``max/amax``: RN32(fmt.max / amax); ``max*(1/amax)``: RN32(fmt.max * RN32(1 / amax)). The next two make
-                  scale_inv: ``amax/max``: RN32(amax / fmt.max); ``exponents``: 2^(floor(log2 amax) - floor(log2 fmt.max)).
-    power_of_two  None; ``mask``: the largest power of two not above the scale; ``exp2_log2``: the same by way of RN32(log2).
-                  Where the ratio makes scale_inv it is rounded up instead, which is the scale rounded down.
-    overflow      what a scale above float32's range becomes.
+    ratio         ``max/amax``: RN32(fmt.max / amax); ``max*(1/amax)``: RN32(fmt.max * RN32(1 /
+                  amax)). The next two make scale_inv: ``amax/max``: RN32(amax / fmt.max);
+                  ``exponents``: 2^(floor(log2 amax) - floor(log2 fmt.max)).
+    power_of_two  None; ``mask``: the largest power of two not above the scale; ``exp2_log2``: the
+                  same by way of RN32(log2). Where the ratio makes scale_inv, scale_inv is rounded
+                  up instead, which rounds the scale down.
+    overflow      the scale that replaces one above float32's range.
     zero, infinite, nan
-                  what such an amax gives: ``compute``, whatever the arithmetic gives; ``one``: scale 1; ``keep``: the
-                  previous scale; ``keep_inverse``: RN32(1 / previous scale).
-    stored        ``scale``: tensors are multiplied by it; ``scale_inv``: tensors are divided by that, and a delayed state holds it.
-    compute       the dtype of that division: tensor, scale_inv and quotient are rounded to it (S-13).
+                  the scale of such an amax: ``compute``: the result of the arithmetic; ``one``:
+                  scale 1; ``keep``: the previous scale; ``keep_inverse``: RN32(1 / previous scale).
+    stored        ``scale``: tensors are multiplied by scale. ``scale_inv``: they are divided by
+                  scale_inv, and a delayed state holds scale_inv.
+    compute       the dtype of that division: tensor, scale_inv and quotient are rounded to it
+                  (S-13).
     e8m0          for the ratios that make scale_inv: its values are those of e8m0fnu.
 
-    Raises:       ValueError: eps outside [0, 1), margin no integer of 0 to 64, an unknown word, or decisions that do not go together.
+    Raises:       ValueError: eps outside [0, 1), margin not an integer from 0 to 64, an unknown
+                  word, or decisions that contradict each other.
     """
 
     name: str
@@ -86,7 +97,7 @@ class ScalePolicy:
             raise ValueError(f"{key} is one of {', '.join(get_args(allowed))}; got {getattr(self, key)!r}.")
 
     def _check_e8m0(self) -> None:
-        """Nothing that an e8m0 scale has no use for is accepted and ignored."""
+        """Refuse decisions that an e8m0 scale would ignore."""
         if self.power_of_two is None or (self.ratio == "exponents" and self.power_of_two != "mask"):
             need = "'mask'" if self.ratio == "exponents" else "'mask' or 'exp2_log2'"
             raise ValueError(f"an e8m0 scale is a power of two: ratio {self.ratio!r} takes power_of_two {need}; got {self.power_of_two!r}.")
@@ -97,32 +108,51 @@ class ScalePolicy:
 
     @property
     def keeps(self) -> bool:
-        """Whether some amax makes it keep the previous scale, so that it takes one (S-11)."""
+        """True if the policy needs the previous scale, because it keeps it for some amax (S-11)."""
         return any(special in ("keep", "keep_inverse") for special in (self.zero, self.infinite, self.nan))
 
     @property
+    def clause(self) -> str:
+        """The clause of SEMANTICS that decides its scales; S-9, the general one, unless a narrower
+        clause does."""
+        if self.e8m0 is not None:
+            return "S-14"
+        if self.stored == "scale_inv":
+            return "S-13"
+        if self.ratio == "max*(1/amax)":
+            return "S-15"
+        if self.floored_quotient:
+            return "S-3" if self.power_of_two is None else "S-4"
+        return "S-9"
+
+    @property
     def floored_quotient(self) -> bool:
-        """Whether it takes every decision as policy ``torchao`` does, eps and power of two aside: what the backends implement."""
+        """True if only eps and power_of_two may differ from policy ``torchao``; the backends
+        implement these policies."""
         return self == dataclasses.replace(POLICIES["torchao"], name=self.name, eps=self.eps, power_of_two=self.power_of_two)
 
 
 # torchao 0.18, float8/float8_utils.py: amax_to_scale, _round_scale_down_to_power_of_2.
 _TORCHAO = ScalePolicy(name="torchao", eps=1e-12)
 
-# TransformerEngine, common/recipe/recipe_common.cuh: compute_scale_from_amax (commit 01c24fe0), called by
-# current_scaling.cu with value_for_inf = FLT_MAX, and by transpose/quantize_transpose_{vector,square}_blockwise.cu with the
-# largest finite value of the tensor's dtype: masked, 2^127 for float32 and bfloat16; float16 amaxes never overflow.
-# Defaults of common/recipe/__init__.py: Float8CurrentScaling, Float8BlockScaling (eps 0; the latter powers of two).
+# TransformerEngine, common/recipe/recipe_common.cuh: compute_scale_from_amax (commit 01c24fe0),
+# called by current_scaling.cu with value_for_inf = FLT_MAX, and by
+# transpose/quantize_transpose_{vector,square}_blockwise.cu with the largest finite value of the
+# tensor's dtype: masked, 2^127 for float32 and bfloat16; float16 amaxes never overflow. Defaults of
+# common/recipe/__init__.py: Float8CurrentScaling, Float8BlockScaling (eps 0; the latter powers of
+# two).
 _TE_CURRENT = ScalePolicy(name="te_current", overflow="float32_max", zero="one", infinite="one", nan="one")
 
 # TransformerEngine, common/recipe/delayed_scaling.cu: kernel, kernel_bulk (commit 6b71a0ad).
 _TE_DELAYED = ScalePolicy(name="te_delayed", overflow="float32_max", zero="keep", infinite="keep", nan="keep")
 
-# flax 0.12.8, linen/fp8_ops.py: compute_scale, quantize. The quotient is formed, and its reciprocal stored.
+# flax 0.12.8, linen/fp8_ops.py: compute_scale, quantize. The quotient is formed, and its reciprocal
+# stored.
 _FLAX = ScalePolicy(name="flax", zero="keep", infinite="keep", nan="keep", stored="scale_inv")
 
-# MS-AMP (commit 0367bdc5), msamp/common/tensor/meta.py: ScalingMeta.compute_scaling_factor. In PyTorch number / tensor is
-# number * (1 / tensor); the last `where` of that function inverts whatever is there if the exponent is negative.
+# MS-AMP (commit 0367bdc5), msamp/common/tensor/meta.py: ScalingMeta.compute_scaling_factor. In
+# PyTorch number / tensor is number * (1 / tensor); the last `where` of that function inverts its result
+# if the exponent is negative.
 _MSAMP = ScalePolicy(name="msamp", ratio="max*(1/amax)", power_of_two="exp2_log2", zero="keep", infinite="keep_inverse", nan="keep")
 
 # torchao 0.18, prototype/mx_formats/mx_tensor.py: to_mx (FLOOR), _to_mx_rceil.
@@ -145,7 +175,8 @@ POLICIES = {
         _MSAMP,
         _MX_FLOOR,
         _MX_RCEIL,
-        # TransformerEngine, common/util/ptx.cuh: float_to_e8m0, exp2f_rcp (commit 03198ae1): the exact round-up.
+        # TransformerEngine, common/util/ptx.cuh: float_to_e8m0, exp2f_rcp (commit 03198ae1): the
+        # exact round-up.
         dataclasses.replace(_MX_RCEIL, name="te_mxfp8", power_of_two="mask"),
     )
 }
@@ -153,8 +184,4 @@ POLICIES = {
 
 def by_name(policy: "str | ScalePolicy") -> ScalePolicy:
     """The policy of that name; a ScalePolicy is itself; ValueError for anything else."""
-    if isinstance(policy, ScalePolicy):
-        return policy
-    if not isinstance(policy, str) or policy not in POLICIES:
-        raise ValueError(f"policy is a ScalePolicy or one of {', '.join(POLICIES)}; got {policy!r}.")
-    return POLICIES[policy]
+    return registry.lookup("policy is a ScalePolicy or", POLICIES, policy, ScalePolicy)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from fp8ref import epilogue, granularity
+from fp8ref import epilogue, granularity, registry
 from fp8ref.delayed import DELAYED, DelayedScaling
 from fp8ref.formats import E4M3FN, E5M2, FP8_FORMATS, Format
 from fp8ref.policy import POLICIES, ScalePolicy
@@ -197,11 +197,7 @@ SHARED_RECIPES = tuple(name for name, recipe in RECIPES.items() if recipe.shared
 
 def by_name(recipe: str | Recipe) -> Recipe:
     """The recipe of that name; a Recipe is itself; ValueError for anything else."""
-    if isinstance(recipe, Recipe):
-        return recipe
-    if not isinstance(recipe, str) or recipe not in RECIPES:
-        raise ValueError(f"recipe is a Recipe or one of {', '.join(RECIPES)}; got {recipe!r}.")
-    return RECIPES[recipe]
+    return registry.lookup("recipe is a Recipe or", RECIPES, recipe, Recipe)
 
 
 def delayed_casts(recipe: str | Recipe) -> dict[Role, tuple[Format, DelayedScaling]]:

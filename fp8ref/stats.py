@@ -1,6 +1,8 @@
-"""What a run records of the operands of its FP8 GEMMs (SEMANTICS Q-8 to Q-10): backends measure parts of them, and here parts become one line.
+"""The quantisation statistics that a run records of its FP8 operands (SEMANTICS Q-8 to Q-10).
 
-A part is what one device or rank holds of an operand, measured as float64 numbers in the order of FIELDS.
+A backend measures the part of an operand that a device or rank holds, as float64 numbers in the
+order of FIELDS. ``merged`` makes one record of all parts. The simulator's own statistics are
+``sim.stats``.
 """
 
 import math
@@ -30,7 +32,7 @@ class Operand(NamedTuple):
 
 
 def planned(decisions: Iterable[Decision]) -> list[Operand]:
-    """Every FP8 operand that a plan has, in its order."""
+    """Every FP8 operand of a plan of linears, in its order."""
     return [
         Operand(d.path, gemm, role, cast)
         for d in decisions
@@ -41,10 +43,13 @@ def planned(decisions: Iterable[Decision]) -> list[Operand]:
 
 
 def merged(operands: Sequence[Operand], parts: Sequence[np.ndarray]) -> dict[str, dict]:
-    """The recorded statistics of each operand, by name: amax, scale_min, scale_max, rates as fractions, non_finite a count, sqnr in dB (Q-8).
+    """The recorded statistics of each operand, by name (Q-8): amax, scale_min, scale_max; rates as
+    fractions; non_finite, a count; sqnr in dB.
 
-    Shapes:   parts float64 [parts, FIELDS], one array an operand; a part whose count is 0 holds nothing of it.
-    Specials: what JSON has no number for is None: an amax or scale that is not finite, an SQNR without noise, signal or a finite x.
+    Shapes:   parts float64 [parts, FIELDS], one array for each operand; a part whose count is 0
+              holds no element of it.
+    Specials: None where JSON has no number: an amax or scale that is not finite, an SQNR without
+              noise, signal or a finite x.
     """
     return {operand.name: _recorded(of_one) for operand, of_one in zip(operands, parts, strict=True)}
 
@@ -75,5 +80,5 @@ def _sqnr(signal: float, noise: float, *, nothing: bool) -> float | None:
 
 
 def _json(value: float) -> float | None:
-    """JSON has no NaN and no infinity."""
+    """value, or None if it is NaN or infinite, which JSON cannot write."""
     return value if math.isfinite(value) else None

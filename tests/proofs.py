@@ -1,4 +1,4 @@
-"""Small models of linears, and what a proof is to see of them, for the tests of what is seen of GEMMs."""
+"""Small models of linears, and the GEMMs that a proof of them must record."""
 
 import dataclasses
 
@@ -42,8 +42,8 @@ def name_of(recipe):
     return getattr(recipe, "name", recipe)
 
 
-def fp8(seen):
-    return {(g.name, g.a, g.b, g.accumulate, g.granularity) for g in seen.gemms if g.fp8}
+def fp8(trace):
+    return {(g.name, g.a, g.b, g.accumulate, g.granularity) for g in trace.gemms if g.fp8}
 
 
 def step(module, x=None):

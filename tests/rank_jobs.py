@@ -1,4 +1,4 @@
-"""What ranks of ``fp8ref.crosscheck.process_group`` are given in the tests: importable by name, as processes need it."""
+"""Functions that tests run on ranks (``process_group.run``): a rank imports them by name."""
 
 import functools
 import os
@@ -51,7 +51,7 @@ def give_a_lambda():
 
 
 def wrong_scale(trainer):
-    """The second rank casts what it gathers by half the scale that it and the others tell (P-6)."""
+    """The second rank gathers codes under half the scale that all ranks report (P-6)."""
     if distributed.get_rank() == 1:
         for module in trainer.model.modules():
             if hasattr(module, "fp8_gather"):
@@ -63,23 +63,23 @@ def halved(gather):
 
     @functools.wraps(honest)  # FSDP2 counts parameters
     def before(*args):
-        _, told = honest(*args)
+        _, reported = honest(*args)
         kept, gather.scale, gather.precomputed = (gather.scale, gather.precomputed), gather.scale / 2, True
         codes, _ = honest(*args)
         gather.scale, gather.precomputed = kept
-        return codes, told
+        return codes, reported
 
     return before
 
 
 def apart(trainer):
-    """Every rank keeps the histories of its own rows (H-4)."""
+    """Every rank keeps amax histories of its own rows alone (H-4)."""
     for _, state in delayed.states(trainer.model):
         state.group = None
 
 
 def same_rows(trainer):
-    """The second rank trains on other rows than the batch's second half: the first rows again."""
+    """The second rank trains on the batch's first rows instead of its second half."""
     if distributed.get_rank() == 1:
         trainer._step.own = lambda tokens: tokens[: len(tokens) // 2]
 
@@ -92,15 +92,18 @@ def broken(trainer):
 
 
 def statistics(config, tokens):
-    """Of a trainer after one step: its statistics, what its GEMMs had, its weights, and how many ranks' parts make each operand."""
+    """After one step of a trainer.
+
+    Statistics, GEMM operands, weights, and how many ranks' parts make each operand.
+    """
     trainer = Trainer(config)
     trainer.step(tokens)
-    seen = {}
+    operands = {}
 
     def observer(layer, gemm, a, b, out):
         for role, operand in zip(OPERANDS[gemm], (a, b), strict=True):
-            seen[f"{layer}/{gemm}/{role}"] = operand
+            operands[f"{layer}/{gemm}/{role}"] = operand
 
     trainer.observe(tokens, observer)
     parts = {operand.name: len(trainer._own_parts(operand)) for operand in planned(trainer.decisions)}
-    return trainer.statistics(tokens), seen, trainer.weights(), parts
+    return trainer.statistics(tokens), operands, trainer.weights(), parts

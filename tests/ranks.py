@@ -1,4 +1,7 @@
-"""``fp8ref.crosscheck.process_group`` for functions of test files, which pytest imports under names that no import finds."""
+"""Run functions of test files on ranks.
+
+Pytest imports these files under names that no rank can import.
+"""
 
 import importlib.util
 import sys
@@ -8,12 +11,12 @@ from types import ModuleType
 
 from fp8ref.crosscheck import process_group
 
-PATIENCE = 120  # seconds, after which what hangs has failed
+PATIENCE = 120  # seconds; a test that hangs longer has failed
 process_group.CONTEXT.set_forkserver_preload([*process_group.PRELOADED, "pytest"])
 
 
 def run(n: int, function: Callable, *args, timeout: int = PATIENCE) -> list:
-    """``fp8ref.crosscheck.process_group.run`` of a function at the top level of any file."""
+    """As ``process_group.run``, for a function at the top level of any file."""
     return process_group.run(n, call, named(function), *args, timeout_s=timeout, patience_s=timeout)
 
 
@@ -23,12 +26,12 @@ def call(where: tuple[str, str], *args):
 
 
 def named(function: Callable) -> tuple[str, str]:
-    """The file and the name by which ``call`` finds a function, in any process."""
+    """The file and name by which ``call`` finds a function in any process."""
     return function.__code__.co_filename, function.__name__
 
 
 def _module(file: str) -> ModuleType:
-    """A file as a module, by its path."""
+    """Import a file by its path."""
     spec = importlib.util.spec_from_file_location(Path(file).stem, file)
     assert spec is not None
     assert spec.loader is not None

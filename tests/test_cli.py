@@ -79,7 +79,7 @@ def test_a_run_is_by_default_named_after_config_backend_and_recipe(config, fake,
 
 
 def test_runs_that_differ_in_their_plan_alone_are_by_default_two(config, fake, run):  # G-20
-    plan = plans.of_accumulation(ACCUMULATIONS["ada"]) | {"epilogue": "product_then_round", "out_dtype": "bfloat16"}
+    plan = plans.plan_to_dict(ACCUMULATIONS["ada"]) | {"epilogue": "product_then_round", "out_dtype": "bfloat16"}
     (config.parent / "plan.json").write_text(json.dumps({"ok": True, "subject": "torch-scaled-mm", "plan": plan}))
     for accumulate in ("native", "hopper", "exact", "plan.json"):
         assert run("train", config, "--backend", "torch", "--numerics.accumulate", accumulate)[0] == 0

@@ -30,6 +30,12 @@ def test_the_backends_policies_differ_in_eps_and_power_of_two_alone():  # S-3
         assert not ScalePolicy(name="mine", eps=1e-12, **{key: value}).floored_quotient, key
 
 
+def test_every_policy_names_the_clause_that_decides_it():
+    clauses = {"torchao": "S-3", "torchao_pow2": "S-4", "torchao_mask": "S-4", "flax": "S-13", "flax_bf16": "S-13", "msamp": "S-15"}
+    clauses |= dict.fromkeys(("mx_floor", "mx_rceil", "te_mxfp8"), "S-14") | dict.fromkeys(("te_current", "te_delayed", "te_block"), "S-9")
+    assert {name: p.clause for name, p in POLICIES.items()} == clauses
+
+
 def test_which_policies_keep_a_previous_scale():  # S-11
     assert {name for name, p in POLICIES.items() if p.keeps} == {"te_delayed", "flax", "flax_bf16", "msamp"}
 

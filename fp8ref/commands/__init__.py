@@ -1,1 +1,5 @@
-"""What the ``fp8ref`` command offers, a module for each kind of thing it does. Each imports what it runs when it runs it."""
+"""The commands of ``fp8ref``, a module for each; ``runs`` holds export, report, compare and replay.
+
+A module's ``add`` declares the options. What the command needs is imported when it runs, so that
+--help is fast.
+"""

@@ -1,4 +1,4 @@
-"""fp8ref certify."""
+"""fp8ref certify: compare casts and scales of installed libraries with the simulator."""
 
 import argparse
 from pathlib import Path

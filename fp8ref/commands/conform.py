@@ -1,4 +1,4 @@
-"""fp8ref conform."""
+"""fp8ref conform: identify a custom cast or quantizer, and test it against the specification."""
 
 import argparse
 import contextlib
@@ -43,7 +43,7 @@ def _conform(known: argparse.Namespace) -> int:
     check_json(known.json)
     from fp8ref import formats
     from fp8ref.conformance import classify
-    from fp8ref.conformance.gemm import builtin
+    from fp8ref.conformance.gemm import library_gemms
 
     if known.format not in formats.FP8_FORMATS:
         raise ValueError(f"--format is one of {', '.join(formats.FP8_FORMATS)}; got {known.format}.")
@@ -53,7 +53,7 @@ def _conform(known: argparse.Namespace) -> int:
         raise ValueError(f"--axis is -1, the last axis of x [M, K], or 0, the first; got {known.axis}.")
     expects_cast = _expects_cast(known.expect)
     with contextlib.redirect_stdout(sys.stderr):  # what somebody's function prints is no part of the answer
-        function = builtin.load(known.subject)
+        function = library_gemms.load(known.subject)
         kind = known.kind or classify.kind_of(known.subject, function, framework=known.framework, device=known.device)
         if kind != "gemm":
             expect = None if expects_cast != (kind == "cast") else known.expect
@@ -66,7 +66,10 @@ def _conform(known: argparse.Namespace) -> int:
 
 
 def _expects_cast(name: str | None) -> bool | None:
-    """Whether the name is a cast's; None without one."""
+    """Whether --expect names a cast's behaviour (True) or a quantizer's policy (False).
+
+    None without it.
+    """
     from fp8ref import policy
     from fp8ref.conformance.cast.behaviour import KNOWN_CASTS
 
@@ -96,7 +99,7 @@ def _identify(known: argparse.Namespace, function, kind: str, fmt, expect: str |
 
 
 def _another_kind(outcome, expect: str):
-    """A cast where a policy was expected, or a quantiser where a cast was."""
+    """The outcome if --expect named a policy for a cast, or a cast for a quantizer."""
     from fp8ref.conformance.counterexample import Counterexample
 
     wanted = "a policy: codes of a tensor that its amax scales" if outcome.kind == "cast" else "a cast: codes by each number alone"

@@ -1,4 +1,4 @@
-"""fp8ref crosscheck."""
+"""fp8ref crosscheck: compare the backends with the simulator, on the operands of a config."""
 
 import argparse
 import os
@@ -105,9 +105,9 @@ def _crosscheck_replay(known: argparse.Namespace, options: list[str]) -> int:
     if unused:
         raise ConfigError(f"--replay takes config and backend from the step that failed; got {', '.join(unused)} too. Leave it out.")
     check_json(known.json)
-    from fp8ref.crosscheck.nonfinite.rerun import replay
+    from fp8ref.crosscheck.nonfinite.rerun import rerun
 
-    found = replay(known.replay)
+    found = rerun(known.replay)
     return conclude(found, known.json)
 
 

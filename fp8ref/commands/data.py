@@ -1,4 +1,4 @@
-"""fp8ref data prepare."""
+"""fp8ref data prepare: tokenise text into token shards."""
 
 import argparse
 import sys
@@ -13,7 +13,8 @@ def add(commands) -> None:
     data = commands.add_parser("data", help="Prepare what a model is trained on.", description="Prepare what a model is trained on.")
     of_data = data.add_subparsers(required=True, metavar="COMMAND")
     prepare = shared.plain(of_data, "prepare", _prepare, "Turn text into shards of tokens.")
-    # the defaults are those of the config's keys (DataConfig), which are not imported for --help alone
+    # the defaults are those of the config's keys (DataConfig), which are not imported for --help
+    # alone
     key: Any = {"default": argparse.SUPPRESS}
     prepare.add_argument(
         "--source",
@@ -42,7 +43,7 @@ def _prepare(known: argparse.Namespace) -> int:
     data = DataConfig(**{name: getattr(known, name) for name in names if hasattr(known, name)})
     options = {name: getattr(known, name) for name in ("shard_tokens", "hf_split") if hasattr(known, name)}
     try:
-        with signals.exiting():
+        with signals.exiting_on_sigterm():
             made = prepare(data, known.out, **options)
     except KeyboardInterrupt:
         print(f"interrupted; nothing is kept of {known.out}", file=sys.stderr)

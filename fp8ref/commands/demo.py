@@ -1,15 +1,14 @@
-"""The whole path on one config: train with both backends in bf16 and FP8, cross-check, print one table, draw one picture."""
+"""fp8ref demo: train one config in bf16 and FP8 with both backends, cross-check, and draw losses."""
 
+import argparse
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from rich.table import Table
+from fp8ref.commands import shared
+from fp8ref.commands.shared import FAILED, check_whole
 
-from fp8ref import console as consoles
-from fp8ref import plots
-from fp8ref.crosscheck.one_device import crosscheck
-from fp8ref.train import loop, tensors
-from fp8ref.train.config import Config
-from fp8ref.train.data import loader
+if TYPE_CHECKING:
+    from fp8ref.train.config import Config
 
 RECIPES = ("bf16", "tensorwise", "rowwise")
 OBSERVED = ("torch", "tensorwise")  # the run whose amaxes are recorded, and some of whose operands are kept
@@ -17,11 +16,34 @@ KEPT = ("gate_proj", "down_proj")  # in the last block: the widest gradient, and
 SEEDS = 3  # bf16 runs, of weights and data order, whose range is the noise that FP8 is judged by
 
 
-def demo(config: Config, out: Path) -> bool:
-    """Train, cross-check, print and draw; runs go to ``out``, replacing those of an earlier demo.
+def add(commands) -> None:
+    made = shared.of_config(
+        commands, "demo", _demo, "Train with both backends in bf16 and FP8, cross-check, print a table and draw the losses."
+    )
+    made.add_argument("--out", type=Path, default=Path("demo"), help="directory for the runs and the picture (default demo)")
+
+
+def _demo(known: argparse.Namespace, options: list[str]) -> int:
+    config = shared.config(known, options)
+    check_whole(config)
+    return 0 if demo(config, known.out) else FAILED
+
+
+def demo(config: "Config", out: Path) -> bool:
+    """Train, cross-check, print and draw.
+
+    Runs go to ``out``, where they replace those of an earlier demo.
 
     Returns:  whether every cross-check held.
     """
+    from rich.table import Table
+
+    from fp8ref import console as consoles
+    from fp8ref import plots
+    from fp8ref.crosscheck.one_device import crosscheck
+    from fp8ref.train import loop, tensors
+    from fp8ref.train.data import loader
+
     console = consoles.console()
     runs = {
         (backend, recipe): _train(_config(config, backend, recipe), backend, out / f"{backend}-{recipe}")
@@ -76,19 +98,21 @@ def demo(config: Config, out: Path) -> bool:
     return all(report.ok for report in reports.values())
 
 
-def _config(config: Config, backend: str, recipe: str) -> Config:
+def _config(config: "Config", backend: str, recipe: str) -> "Config":
     every = 1 if (backend, recipe) == OBSERVED else config.statistics.every
     plan = {"accumulate": None} if recipe == "bf16" else {}  # bf16 has no FP8 GEMM to run under simulated hardware
     return config.replace(numerics={"recipe": recipe} | plan, statistics={"every": every})
 
 
-def _kept(config: Config) -> list[str]:
+def _kept(config: "Config") -> list[str]:
     """Those linears of the last block named by KEPT that run in FP8."""
     last = f"model.layers.{config.model.num_hidden_layers - 1}."
     return [d.path for d in _config(config, *OBSERVED).decisions() if d.fp8 and d.path.startswith(last) and d.path.endswith(KEPT)]
 
 
-def _train(config: Config, backend: str, out: Path) -> list[dict]:
+def _train(config: "Config", backend: str, out: Path) -> list[dict]:
+    from fp8ref.train import loop
+
     lines = loop.train(config, backend, out, overwrite=True)
     assert lines is not None  # only a resumed run has nothing to do
     return lines

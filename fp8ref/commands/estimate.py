@@ -1,4 +1,4 @@
-"""fp8ref estimate."""
+"""fp8ref estimate: predict what FP8 gains on a GPU."""
 
 import argparse
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""fp8ref probe."""
+"""fp8ref probe: identify the arithmetic of a scaled GEMM."""
 
 import argparse
 import os
@@ -8,7 +8,7 @@ from fp8ref.commands import shared
 from fp8ref.commands.shared import check_json, conclude
 
 SHAPE, FORMATS = (128, 128, 4096), ("e4m3fn", "e4m3fn")
-INSTRUCTIONS = 1 << 20  # results of random instructions that are compared, of each pairing of formats
+INSTRUCTIONS = 1 << 20  # results of random instructions to compare, for each pair of formats
 
 
 def add(commands) -> None:
@@ -61,13 +61,13 @@ def _probe(known: argparse.Namespace) -> int:
 
 
 def of_function(name: str, *, formats: tuple[str, str], granularity: str | None, json: Path | None) -> int:
-    """The probe of module:function as it is by default."""
+    """Probe module:function with the default options."""
     given = {"fast_accum": False, "out_dtype": None, "shape": None, "seed": 0, "record": None}
     return _gemm(argparse.Namespace(subject=name, formats=formats, granularity=granularity, json=json, **given))
 
 
 def _check_folder(folder: Path) -> None:
-    """ValueError where nothing can be recorded, before anything is asked."""
+    """ValueError if recordings cannot be written; checked before the probe begins."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -78,13 +78,13 @@ def _check_folder(folder: Path) -> None:
 
 def _gemm(known: argparse.Namespace) -> int:
     from fp8ref import formats
-    from fp8ref.conformance.gemm import builtin, identify, recording
+    from fp8ref.conformance.gemm import identify, library_gemms, recording
 
     names = known.formats or FORMATS
     unknown = [name for name in names if name not in formats.FP8_FORMATS]
     if unknown:
         raise ValueError(f"--formats takes two of {', '.join(formats.FP8_FORMATS)}; got {', '.join(unknown)}.")
-    subject = builtin.named(known.subject, fast=known.fast_accum, out_dtype=known.out_dtype, granularity=known.granularity)
+    subject = library_gemms.named(known.subject, fast=known.fast_accum, out_dtype=known.out_dtype, granularity=known.granularity)
     fmt_a, fmt_b = (formats.FP8_FORMATS[name] for name in names)
     found = identify.identify(subject, shape=tuple(known.shape or SHAPE), formats=(fmt_a, fmt_b), seed=known.seed)
     code = conclude(found, known.json)

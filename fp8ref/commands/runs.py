@@ -1,4 +1,4 @@
-"""fp8ref export, report, compare, replay: of runs that are there."""
+"""fp8ref export, report, compare and replay: commands on finished runs."""
 
 import argparse
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What commands share: their parsers, exit codes, and reading a config."""
+"""Shared by all commands: argument parsers, exit codes, reading a config, printing results."""
 
 import argparse
 import os
@@ -12,7 +12,11 @@ Run = Callable[[argparse.Namespace], int]
 
 
 def of_config(commands, name: str, run: Callable[[argparse.Namespace, list[str]], int], help: str) -> argparse.ArgumentParser:
-    """A command of a CONFIG, whose keys are options too: run gets them. tyro reads those, so --help shows both (see ``config``)."""
+    """Add a command that takes a CONFIG and options for its keys, which ``config`` applies.
+
+    argparse reads the command's own options and tyro those of the config, so that --help prints
+    both.
+    """
     made = commands.add_parser(name, help=help, description=help, allow_abbrev=False, add_help=False)
     made.add_argument("config", metavar="CONFIG", type=Path, nargs="?", help="a TOML file, such as configs/tiny.toml")
     made.add_argument("-h", "--help", action="store_true", help="show this, and every key of CONFIG")
@@ -21,7 +25,7 @@ def of_config(commands, name: str, run: Callable[[argparse.Namespace, list[str]]
 
 
 def plain(commands, name: str, run: Run, help: str, description: str | None = None) -> argparse.ArgumentParser:
-    """A command that knows all its options."""
+    """Add a command whose options are all declared to argparse."""
     made = commands.add_parser(name, help=help, description=description or help, allow_abbrev=False)
 
     def strict(known: argparse.Namespace, options: list[str]) -> int:
@@ -34,7 +38,10 @@ def plain(commands, name: str, run: Run, help: str, description: str | None = No
 
 
 def config(known: argparse.Namespace, options: list[str]):
-    """The config file with the remaining options applied; with --help it prints them, and exits. ConfigError for what cannot be used."""
+    """The config file with the remaining options applied.
+
+    With --help it prints all options, and exits.
+    """
     from fp8ref.errors import ConfigError
     from fp8ref.train import config as configs
 
@@ -60,7 +67,7 @@ def conclude(found: Result, json: Path | None) -> int:
 
 
 def check_json(path: Path | None, *read: Path | None) -> None:
-    """ValueError where --json cannot be written, or names what a run owns or this command reads."""
+    """ValueError if --json cannot be written, or names a file of a run or of this command."""
     if path and any(other and other.exists() and path.exists() and path.samefile(other) for other in read):
         raise ValueError(f"--json names a file of its own; {path} is read by this command. Name another.")
     if path and path.name in ("manifest.json", "metrics.jsonl", "statistics.jsonl", "config.toml", "shards.json", "batch.npy"):
@@ -72,7 +79,7 @@ def check_json(path: Path | None, *read: Path | None) -> None:
 
 
 def check_whole(config) -> None:
-    """ConfigError where batches come in parts, which a cross-check does not take."""
+    """ConfigError for microbatches, which a cross-check does not support."""
     from fp8ref.errors import ConfigError
 
     if config.data.microbatches > 1:

@@ -1,4 +1,4 @@
-"""fp8ref train, demo."""
+"""fp8ref train: train a model and write a run directory."""
 
 import argparse
 import contextlib
@@ -6,7 +6,6 @@ import os
 from pathlib import Path
 
 from fp8ref.commands import shared
-from fp8ref.commands.shared import FAILED, check_whole
 
 
 def add(commands) -> None:
@@ -16,16 +15,12 @@ def add(commands) -> None:
     train.add_argument("--overwrite", action="store_true", help="replace a run that is already there")
     train.add_argument("--dry-run", action="store_true", help="print sizes, memory, GEMMs and where FP8 would pay; build and read nothing")
     train.add_argument("--distributed", action="store_true", help="one of several processes that train together")
-    demo = shared.of_config(
-        commands, "demo", _demo, "Train with both backends in bf16 and FP8, cross-check, print a table and draw the losses."
-    )
-    demo.add_argument("--out", type=Path, default=Path("demo"), help="directory for the runs and the picture (default demo)")
 
 
 def _train(known: argparse.Namespace, options: list[str]) -> int:
     from fp8ref.train import signals
 
-    with signals.asked():  # before a framework takes its seconds to load
+    with signals.deferring_sigterm():  # before a framework takes its seconds to load
         return _trained(known, options)
 
 
@@ -47,7 +42,7 @@ def _trained(known: argparse.Namespace, options: list[str]) -> int:
 
     out = Path(config.run.out) if config.run.out else _default(known, config)
     processes = _processes(known, config) if known.distributed else None
-    with processes.telling() if processes else contextlib.nullcontext():
+    with processes.naming_lost_processes() if processes else contextlib.nullcontext():
         lines = loop.train(config, known.backend, out, resume=known.resume, overwrite=known.overwrite, processes=processes)
     if processes and not processes.first:
         return 0
@@ -59,7 +54,7 @@ def _trained(known: argparse.Namespace, options: list[str]) -> int:
 
 
 def _default(known: argparse.Namespace, config) -> Path:
-    """runs/<config>-<backend>-<recipe>, and the simulated hardware, if any: a plan of a file by what is in it."""
+    """The default directory: runs/<config>-<backend>-<recipe>[-<simulated hardware>]."""
     from fp8ref.train import hardware
 
     multiply = hardware.of(config, known.backend)
@@ -77,11 +72,3 @@ def _processes(known: argparse.Namespace, config):
 
     known.leave = processes.leave
     return processes.join(config.parallel.timeout_s)
-
-
-def _demo(known: argparse.Namespace, options: list[str]) -> int:
-    config = shared.config(known, options)
-    check_whole(config)
-    from fp8ref.commands.demo import demo
-
-    return 0 if demo(config, known.out) else FAILED

@@ -1,4 +1,4 @@
-"""fp8ref vectors gen, verify."""
+"""fp8ref vectors gen and verify: test vectors for programs in any language."""
 
 import argparse
 import os
@@ -115,7 +115,10 @@ def _settings(known: argparse.Namespace) -> dict:
 
 
 def _print(lines: Iterable[str]) -> None:
-    """Lines to standard output. Who closes it, as head does, has read enough: then what is left goes nowhere."""
+    """Print lines.
+
+    If the reader closes the pipe, as ``head`` does, discard the rest without an error.
+    """
     try:
         sys.stdout.writelines(f"{line}\n" for line in lines)
         sys.stdout.flush()

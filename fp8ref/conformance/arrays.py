@@ -1,4 +1,4 @@
-"""Arrays of NumPy and those of frameworks, bit for bit; no framework is imported unless it is asked for."""
+"""Convert arrays between NumPy, PyTorch and JAX bit for bit; import only what is used."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import numpy as np
 
 
 def numpy_dtype(dtype: str) -> np.dtype:
-    """NumPy's dtype of a name, bfloat16 being that of ml_dtypes: ImportError where that is missing."""
+    """NumPy's dtype of a name; bfloat16 is ml_dtypes', and an ImportError without it."""
     if dtype != "bfloat16":
         return np.dtype(dtype)
     try:
@@ -17,12 +17,15 @@ def numpy_dtype(dtype: str) -> np.dtype:
 
 
 def as_numpy(x: Any) -> np.ndarray:
-    """A copy of an array of NumPy, JAX or PyTorch as NumPy's: FP8 as the codes' uint8, PyTorch's bfloat16 as float32, which holds it exactly."""
+    """A NumPy copy of an array of NumPy, JAX or PyTorch.
+
+    FP8 arrays become uint8 codes. PyTorch's bfloat16 becomes float32, which holds it exactly.
+    """
     return named(x)[0]
 
 
 def named(x: Any) -> tuple[np.ndarray, str]:
-    """As as_numpy, and the name of its dtype, such as ``float8_e4m3fn`` or ``bfloat16``."""
+    """``as_numpy`` of x, and the name of x's dtype, such as ``float8_e4m3fn`` or ``bfloat16``."""
     if hasattr(x, "detach"):
         return _of_torch(x)
     made = np.array(x)  # a copy, which no later call writes to
@@ -43,7 +46,10 @@ def _of_torch(x: Any) -> tuple[np.ndarray, str]:
 
 
 def as_torch(x: np.ndarray, device: str = "cpu") -> Any:
-    """A tensor with the bits of a NumPy array, bfloat16 of ml_dtypes included; torch's own conversion makes every NaN negative."""
+    """A tensor with the bits of a NumPy array, which may be ml_dtypes' bfloat16.
+
+    Bits are reinterpreted, since torch's own conversion to bfloat16 makes every NaN negative.
+    """
     import torch
 
     x = np.array(x)  # PyTorch writes where NumPy may not
@@ -60,10 +66,15 @@ def as_jax(x: np.ndarray) -> Any:
 
 
 def written(x: Any) -> bytes:
-    """The bytes of an array that somebody may write to; of a torch tensor too, whose autograd and dtypes NumPy does not know."""
+    """The bytes of an array, to tell whether a function wrote to it; b"" for JAX's arrays, which
+    cannot change.
+
+    Torch tensors are read as bytes by torch itself: NumPy refuses those with gradients, and their
+    FP8 and bfloat16 dtypes.
+    """
     if hasattr(x, "detach"):
         import torch
 
         x = x.detach().cpu().contiguous().reshape(-1)
         return x.view(torch.uint8).numpy().tobytes() if x.numel() else b""
-    return b"" if type(x).__module__.startswith("jax") else x.tobytes()  # jax's arrays cannot be changed
+    return b"" if type(x).__module__.startswith("jax") else x.tobytes()

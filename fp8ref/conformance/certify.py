@@ -1,21 +1,19 @@
-"""Certificates: casts and scales of every library at hand against the simulator, over all float32 inputs.
+"""Certificates: casts and scales of every installed library against the simulator.
 
-``certify(exhaustive=True)`` goes through the 2^32 inputs of a cast and the 2^31 non-negative ones of a scale; without, through one
-in 1009 of them and through every float16, every bfloat16, and every tie of the format with its neighbours. What a library
-decides differently from C-4 and C-5, on overflow and on NaN, is listed with its count; a difference in range is a failure.
+``certify(exhaustive=True)`` goes through all 2^32 inputs of a cast and all 2^31 non-negative
+amaxes. Without ``exhaustive`` it takes one in 1009 of them, and every float16, every bfloat16, and
+every tie of the format with its neighbours. A difference in range is a failure. A library that
+decides overflow or NaN otherwise than C-4 and C-5 is listed with the number of inputs.
 """
 
-import os
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
-from multiprocessing import get_context
 from typing import TYPE_CHECKING, Any
 
 from fp8ref import console
 from fp8ref.conformance import libraries
 from fp8ref.conformance.compare import Report
-from fp8ref.conformance.examine import Tally, Task, examine
+from fp8ref.conformance.exhaustive import Tally, Task, run
 from fp8ref.formats import E4M3FN, E5M2
 from fp8ref.result import Result
 from fp8ref.sim import threads
@@ -29,14 +27,15 @@ SCALES = (("e4m3fn", "torchao"), ("e4m3fn", "torchao_pow2"), ("e4m3fn", "torchao
 
 
 def certify(*, exhaustive: bool = False, workers: int | None = None) -> "Certificate":
-    """Compare every library that is installed; workers processes, by default one a processor, share the exhaustive inputs.
+    """Compare every installed library with the simulator.
 
     exhaustive  all 2^32 inputs of a cast and 2^31 amaxes: minutes. Otherwise seconds.
+    workers     processes that share the exhaustive inputs; by default one a processor.
     """
     tasks = list(_tasks(exhaustive))
     result = Certificate(exhaustive=exhaustive)
     with console.bar("certify", len(tasks)) as advance:
-        for task, tally in _run(tasks, (workers or threads.threads()) if exhaustive else 1):
+        for task, tally in run(tasks, (workers or threads.threads()) if exhaustive else 1):
             result.tallies.setdefault((task.fmt, task.kind), Tally()).add(tally)
             advance(f"{task.fmt} {task.kind}")
     return result
@@ -44,13 +43,17 @@ def certify(*, exhaustive: bool = False, workers: int | None = None) -> "Certifi
 
 @dataclass
 class Certificate(Result):
-    """What every library did with which inputs: tallies by (format, ``cast`` or a policy)."""
+    """The differences of every library, tallied by (format, ``cast`` or a policy)."""
 
     exhaustive: bool
     tallies: dict[tuple[str, str], Tally] = field(default_factory=dict)
 
     def report(self) -> Report:
-        """One check for each format, cast or policy, and library: all inputs whose result the specification and every library agree to define."""
+        """A check for each format, cast or policy, and library.
+
+        Libraries are held to the specification in range, where all agree what a cast is; fp8ref's
+        own on every input.
+        """
         report = Report()
         for (fmt, kind), tally in self.tallies.items():
             for (subject, where), compared in tally.compared.items():
@@ -65,7 +68,9 @@ class Certificate(Result):
         return report
 
     def disagreements(self) -> list[dict]:
-        """Every class of inputs on which a library decides otherwise: which codes for which, and how often."""
+        """A row for every kind of input on which a library differs: the codes specified, the codes
+        found, and how often.
+        """
         classes: dict[tuple, dict] = {}
         for (fmt, kind), tally in self.tallies.items():
             for (subject, where, ours, theirs), count in sorted(tally.differ.items()):
@@ -90,7 +95,9 @@ class Certificate(Result):
         return self.report().to_dict() | {"exhaustive": self.exhaustive, "disagreements": self.disagreements()}
 
     def render(self, console: "Console") -> None:
-        """What agrees in range, what is decided otherwise, and the first difference of every check that failed."""
+        """Print the checks, the kinds of input that libraries decide otherwise, and the first
+        difference of each failed check.
+        """
         from rich.table import Table
 
         report = self.report()
@@ -114,21 +121,7 @@ class Certificate(Result):
 def _tasks(exhaustive: bool) -> Iterator[Task]:
     stride, chunk = (1, CHUNK) if exhaustive else (STRIDE, CHUNK * STRIDE)
     for kind, fmt, size in [("cast", f.name, 1 << 32) for f in (E4M3FN, E5M2)] + [(p, f, 1 << 31) for f, p in SCALES]:
-        if not exhaustive:  # every input, each counted once, holds these
+        if not exhaustive:  # all inputs contain these, and count each once
             yield Task(kind=kind, fmt=fmt, special=True)
         # Successive strided chunks start where the stride left off: chunk is a multiple of it.
         yield from (Task(kind=kind, fmt=fmt, begin=i, end=min(i + chunk, size), stride=stride) for i in range(0, size, chunk))
-
-
-def _run(tasks: list[Task], workers: int) -> Iterator[tuple[Task, Tally]]:
-    if workers == 1:
-        yield from ((task, examine(task)) for task in tasks)
-        return
-    # Fresh interpreters, each with one thread: XLA and torch would otherwise start a pool a process.
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=_one_thread) as pool:
-        yield from zip(tasks, pool.map(examine, tasks), strict=True)
-
-
-def _one_thread() -> None:
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_multi_thread_eigen=false"
-    libraries.one_thread()

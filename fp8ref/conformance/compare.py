@@ -1,4 +1,4 @@
-"""One comparison and its verdict: how much was compared, how much was equal, the worst difference and the bound on it."""
+"""Named checks of compared values, and the report that collects them."""
 
 import sys
 from dataclasses import asdict, dataclass, field
@@ -13,14 +13,17 @@ from fp8ref.sim import cast
 if TYPE_CHECKING:
     from rich.console import Console
 
-WHOLE_MODEL = ("weights", "logits", "loss", "grad_norm", "model")  # what stands in place of a layer in the names of some checks
+# First parts of check names that are no layer's: they compare the whole model
+WHOLE_MODEL = ("weights", "logits", "loss", "grad_norm", "model")
 
 
 @dataclass(kw_only=True)
 class Check:
-    """How much was compared, how much was equal, and the worst difference, in the units of what compared it.
+    """How many elements were compared, how many were equal, and the worst difference.
 
-    name is "<layer>/<role or gemm>/<codes|scale|value>/<backend>". A bound of 0 asks for equal bits.
+    name      "<layer>/<role or gemm>/<codes|scale|value>/<backend>".
+    worst     in the units of the function that compared: codes, ulps or multiples of a bound.
+    bound     of ``worst``; 0 requires equal bits.
     """
 
     name: str
@@ -32,17 +35,17 @@ class Check:
 
     @property
     def ok(self) -> bool:
-        """Whether it holds; of nothing that was compared it does not."""
+        """Whether the check holds; it does not if nothing was compared."""
         return self.compared > 0 and (self.equal == self.compared if self.bound == 0 else self.worst <= self.bound)
 
     def fail(self, message: str) -> None:
-        """A difference that cannot be counted by elements."""
+        """Fail by a difference that has no elements to count, such as another shape."""
         self.compared += 1
         self.worst = sys.float_info.max
         self.detail = self.detail or f"{self.name}: {message}"
 
     def add(self, equal: np.ndarray, distance: np.ndarray, describe) -> None:
-        """Count elements; describe(index) explains the first one that breaks the bound."""
+        """Count elements; ``describe(index)`` says in words what the first one beyond the bound is."""
         equal, distance = np.atleast_1d(equal), np.atleast_1d(distance)
         self.compared += equal.size
         self.equal += int(equal.sum())
@@ -60,7 +63,7 @@ class Report(Result):
     checks: dict[str, Check] = field(default_factory=dict)
 
     def check(self, name: str, *, bound: float = 0.0) -> Check:
-        """The check of that name, made on first use; more comparisons of one name add up."""
+        """The check of that name, created on first use; comparisons under one name add up."""
         return self.checks.setdefault(name, Check(name=name, bound=bound))
 
     @property
@@ -74,7 +77,7 @@ class Report(Result):
         return [check for check in self.checks.values() if not check.ok]
 
     def to_dict(self) -> dict:
-        """What --json keeps: ok, and every check's name, compared, equal, worst, bound and ok."""
+        """The contents of --json: ok, and every check's name, compared, equal, worst, bound and ok."""
         checks = [{k: v for k, v in asdict(c).items() if k != "detail" or v} | {"ok": c.ok} for c in self.checks.values()]
         return {"ok": self.ok, "checks": checks}
 
@@ -111,7 +114,9 @@ class Report(Result):
 
 
 def compare_codes(check: Check, found: dict[str, np.ndarray], backend: str, fmt: Format, hp: np.ndarray) -> None:
-    """Codes of one backend against "sim"; a difference names the codes of everyone and the input's bits. worst: in codes."""
+    """Compare codes of a backend with those of "sim". A difference is described by all codes found
+    and the input's bits; worst: in codes.
+    """
     canonical = {who: cast.canonical_nans(np.asarray(codes), fmt) for who, codes in found.items()}
     sim, mine = canonical["sim"], canonical[backend]
     if sim.shape != mine.shape:
@@ -126,12 +131,12 @@ def compare_codes(check: Check, found: dict[str, np.ndarray], backend: str, fmt:
 
 
 def compare_scales(check: Check, found: dict[str, np.ndarray], backend: str) -> None:
-    """Scales of one backend against "sim", as float32 bits, NaNs alike. worst: in ulps."""
+    """Compare scales of a backend with those of "sim" bit for bit, all NaNs equal; worst: in ulps."""
     compare_bits(check, found[backend], found["sim"], names=(backend, "sim"), what="scales")
 
 
 def compare_bits(check: Check, value: np.ndarray, reference: np.ndarray, *, names: tuple[str, str], what: str = "values") -> None:
-    """float32 against a reference, bit for bit, NaNs alike. worst: in ulps."""
+    """Compare float32 values with a reference bit for bit, all NaNs equal; worst: in ulps."""
     if reference.shape != value.shape:
         return check.fail(f"{what} of shape {reference.shape} in {names[1]}, {value.shape} in {names[0]}")
     expected, mine = (np.atleast_1d(np.asarray(v, np.float32)) for v in (reference, value))
@@ -142,12 +147,14 @@ def compare_bits(check: Check, value: np.ndarray, reference: np.ndarray, *, name
 
 
 def compare_values(check: Check, value, reference, bound, *, names: tuple[str, str]) -> None:
-    """Values against a reference within an elementwise bound. worst: the largest difference in units of its bound."""
+    """Compare values with a reference within an elementwise bound; worst: the largest difference in
+    units of its bound.
+    """
     value, reference, bound = (np.asarray(v, np.float64) for v in np.broadcast_arrays(value, reference, bound))
     equal = (value == reference) | (np.isnan(value) & np.isnan(reference))
     with np.errstate(invalid="ignore", divide="ignore"):
         ratio = np.where(equal, 0, np.abs(value - reference) / bound)
-    ratio = np.where(np.isnan(ratio), np.inf, ratio)
+    ratio = np.where(np.isnan(ratio), np.inf, ratio)  # NaN on one side only is beyond any bound
     check.add(
         equal,
         ratio,
@@ -160,5 +167,6 @@ def compare_values(check: Check, value, reference, bound, *, names: tuple[str, s
 
 def _ordered(codes: np.ndarray, fmt: Format) -> np.ndarray:
     """Codes as integers that increase with the value."""
+    # codes are sign and magnitude: negated magnitudes put both zeros at 0 and neighbours 1 apart
     magnitude = (codes & ~np.uint8(fmt.sign_bit)).astype(int)
     return np.where(codes & fmt.sign_bit, -magnitude, magnitude)

@@ -1,4 +1,4 @@
-"""Why a cast's or a scale's answer is what it is: the kind of its input, the rule that decides it and its clause of SEMANTICS."""
+"""Explain a cast's code or a policy's scale: the rule and the clause that decide it."""
 
 import numpy as np
 
@@ -7,7 +7,6 @@ from fp8ref.formats import BFLOAT16, FLOAT16, FLOAT32, Format
 from fp8ref.policy import ScalePolicy
 from fp8ref.sim import cast
 
-CASTS = ("NaN", "infinite", "zero", "negative", "above max", "number", "tie", "beside a tie", "underflow", "subnormal", "in range")
 _ROUNDS = {
     "nearest_even": "to the nearest number, and of two to the one with the even code",
     "nearest_away": "to the nearest number, and of two to the larger magnitude",
@@ -17,34 +16,10 @@ _ROUNDS = {
 }
 
 
-def cast_kinds(x: np.ndarray, spacing: np.ndarray, fmt: Format) -> np.ndarray:
-    """Indices of CASTS: what decides the cast of each value; spacing is the distance of its dtype's numbers there."""
-    value = cast.exact(x)
-    finite = np.isfinite(value)
-    magnitude = np.where(finite, np.abs(value), 1.0)
-    exponent = np.where(magnitude == 0, fmt.emin, np.maximum(np.frexp(magnitude)[1] - 1, fmt.emin))
-    step = np.ldexp(1.0, exponent - fmt.mantissa_bits)
-    rest = magnitude / step - np.floor(magnitude / step)  # exact: a power of two
-    # A float64's own neighbours lie as near as 2^-53 of the spacing, which the difference below holds exactly.
-    from_tie = np.abs(rest - 0.5) * step
-    least = fmt.smallest_subnormal if fmt.signed else fmt.smallest_normal
-    cases = [
-        np.isnan(value),
-        ~finite,
-        value == 0,
-        (value < 0) & (not fmt.signed),
-        magnitude > fmt.max,
-        rest == 0,
-        rest == 0.5,
-        from_tie <= spacing,
-        magnitude < least / 2,
-        magnitude < fmt.smallest_normal,
-    ]
-    return np.select(cases, range(len(cases)), len(cases))
-
-
 def cast_rule(kind: str, fmt: Format, *, rounding: str, saturate: bool) -> str:
-    """What decides the code of an input of that kind, with its clause."""
+    """The rule that decides the code of an input of a kind (``inputs.kinds.CASTS``), with its
+    clause.
+    """
     if kind == "NaN":
         return f"NaN becomes 0x{fmt.nan_code:02X} (C-5)"
     if not fmt.signed and kind in ("zero", "negative"):
@@ -69,7 +44,7 @@ def cast_rule(kind: str, fmt: Format, *, rounding: str, saturate: bool) -> str:
 
 
 def cast_guess(x: np.ndarray, found: np.ndarray, fmt: Format, *, rounding: str, saturate: bool) -> list[str]:
-    """Which other rules give all of these codes, the nearest first; found is what a cast of x wrongly gave."""
+    """Other rules that give exactly the codes found for x, by name, the likeliest first."""
     named = "nearest_even" if rounding == "stochastic" else rounding
 
     def of(x, rounding: str = named, saturate: bool = saturate) -> np.ndarray:
@@ -95,7 +70,7 @@ def cast_guess(x: np.ndarray, found: np.ndarray, fmt: Format, *, rounding: str, 
 
 
 def cast_note(x: np.ndarray, found: np.ndarray, fmt: Format, *, rounding: str, saturate: bool) -> str:
-    """Which other rule gives all of these codes, or all that are wrong, in words; or ''."""
+    """A sentence: which other rule gives all codes found, or all the wrong ones; '' if none does."""
     named = "nearest_even" if rounding == "stochastic" else rounding
     wrong = cast.canonical_nans(found, fmt) != cast.encode(x, fmt, rounding=named, saturate=saturate)  # type: ignore[arg-type]
     for which, what in ((slice(None), "All codes are"), (wrong, "All that differ are")):
@@ -105,17 +80,22 @@ def cast_note(x: np.ndarray, found: np.ndarray, fmt: Format, *, rounding: str, s
 
 
 def simplicity(x: np.ndarray) -> np.ndarray:
-    """Indices of x, flat, the simplest values first: zeros, then finite of few significant bits and near 1, positive; infinities; NaNs."""
+    """Flat indices of x, the simplest values first.
+
+    Order:    finite values before infinities before NaNs; zeros first, then by significant bits,
+              nearness to 1, sign.
+    """
     value = cast.exact(x).reshape(-1)
     finite = np.isfinite(value)
     fraction, exponent = np.frexp(np.where(finite, value, 1.0))
     whole = np.ldexp(np.abs(fraction), 53).astype(np.int64)
+    # whole & -whole is the lowest set bit: the bits from it up to the 53rd are significant, of zero none
     significant = 53 - np.log2(np.where(whole == 0, 1, whole & -whole)) * (whole != 0) - 53 * (whole == 0)
     return np.lexsort((np.signbit(value), np.abs(exponent - 1), significant, np.isnan(value), ~finite))
 
 
 def simplest(x: np.ndarray, among: np.ndarray) -> int:
-    """The flat index of the simplest value of x where among is true."""
+    """The flat index of the simplest value of x among those where ``among`` is true."""
     places = np.flatnonzero(among)
     return int(places[simplicity(x.reshape(-1)[places])[0]])
 
@@ -131,7 +111,7 @@ def code(value: int, fmt: Format) -> str:
 
 
 def decimal(value) -> str:
-    """Enough digits to tell a value from its neighbours, float64's too, and no more."""
+    """The shortest decimal that tells a value from its neighbours in its dtype."""
     value = np.asarray(value)[()]
     if np.isnan(value):
         return "NaN"
@@ -139,40 +119,10 @@ def decimal(value) -> str:
     return text[:-2] if text.endswith(".0") else text
 
 
-SCALES = (
-    *("NaN", "infinite", "zero", "below eps", "subnormal", "overflow", "power of two", "beside a power of two"),
-    *("max times a power of two", "beside max times a power of two", "in range"),
-)
-
-
-def scale_kinds(amax: np.ndarray, fmt: Format, policy: str | ScalePolicy) -> np.ndarray:
-    """Indices of SCALES: what decides the scale of each float32 amax."""
-    policy = policies.by_name(policy)
-    value = cast.exact(amax)
-    finite = np.isfinite(value) & (value > 0)
-    safe = np.where(finite, value, 1.0)
-
-    def from_power(v: np.ndarray) -> np.ndarray:  # in float32 spacings, to the nearest power of two
-        fraction = np.frexp(v)[0]  # in [0.5, 1), whose spacing in float32 is 2^-24
-        return np.minimum(fraction - 0.5, 1 - fraction) * 2.0**24
-
-    cases = [
-        np.isnan(value),
-        np.isinf(value),
-        value == 0,
-        value < policy.eps,
-        value < 2.0**-126,
-        fmt.max / safe >= 2.0**128,
-        from_power(safe) == 0,
-        from_power(safe) <= 1,
-        from_power(safe / fmt.max) == 0,
-        from_power(safe / fmt.max) <= 64,  # S-4: up to 44 float32 numbers below a power of two count as it
-    ]
-    return np.select(cases, range(len(cases)), len(cases))
-
-
 def scale_rule(kind: str, policy: str | ScalePolicy) -> str:
-    """What decides the scale of an amax of that kind, with its clause."""
+    """The rule that decides the scale of an amax of a kind (``inputs.kinds.AMAXES``), with its
+    clause.
+    """
     policy = policies.by_name(policy)
     if policy.e8m0 is not None:
         return f"policy {policy.name}: an e8m0 scale_inv, 2^k (S-14)"
@@ -181,7 +131,7 @@ def scale_rule(kind: str, policy: str | ScalePolicy) -> str:
         sentence = f"policy {policy.name}: RN32({'max * RN32(1 / amax)' if policy.ratio == 'max*(1/amax)' else 'max / amax'})"
         sentence += f", amax at least {policy.eps:g}" if policy.eps else ""
         sentence += f", then the power of two, by {policy.power_of_two} (S-4)" if policy.power_of_two else ""
-        clause = "S-3" if policy.floored_quotient else "S-15" if policy.name == "msamp" else "S-9"
+        clause = "S-3" if policy.floored_quotient else "S-15" if policy.clause == "S-15" else "S-9"
         return f"{sentence} ({clause}{', S-12' if kind == 'subnormal' else ''})"
     kept = {"one": "scale 1", "keep": "the previous scale, here 1", "keep_inverse": "the inverse of the previous scale, here 1"}[special]
     return f"policy {policy.name} gives {kept} for such an amax (S-9{'' if special == 'one' else ', S-11'})"

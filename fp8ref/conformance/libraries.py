@@ -1,100 +1,144 @@
-"""The casts and scales that a certificate examines: those of each library that is installed, bare, and fp8ref's own."""
+"""The registry of library casts and scales that are compared with the simulator.
+
+``casts`` and ``scales`` are those of every installed library, bare, and fp8ref's own, for a
+certificate. ``every_cast`` and ``every_scale`` are the rows of docs/LIBRARIES.md: these on a CPU,
+and what libraries have besides. ``library_calls`` says how each is called.
+"""
 
 import functools
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 
-import numpy as np
-
-from fp8ref.formats import Format
+from fp8ref.conformance import library_calls as calls
+from fp8ref.conformance.library_calls import Run, on_torch
+from fp8ref.formats import E4M3FN, E5M2, FP8_FORMATS, Format
 
 # Held to the specification on every input, overflow and NaN included
 OURS = ("fp8ref.jax", "fp8ref.jax gpu", "fp8ref.torch", "fp8ref.torch cuda", "fp8ref.torch cuda compiled")
-Encode = Callable[[np.ndarray], np.ndarray]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Function:
+    """A cast, float32 [n] -> codes uint8 [n], or a scale, amax float32 [n] -> what ``made`` names.
+
+    library    whose it is, and what it runs on if that is no CPU, such as ``torch cuda``.
+    variant    which of several, if the library has more than one.
+    call       what is called, as code.
+    saturates  whether a cast is asked to saturate.
+    made       by a scale: ``scale``, ``scale_inv`` or ``e8m0``, the code of the latter.
+    slow       whether it takes one number at a time.
+    """
+
+    library: str
+    fmt: Format
+    run: Run = field(repr=False)
+    variant: str = ""
+    call: str = ""
+    saturates: bool = False
+    made: str = ""
+    slow: bool = False
 
 
 @functools.cache
-def casts(fmt: Format) -> dict[str, tuple[Encode, bool]]:
-    """For each subject, float32 [n] -> codes uint8 [n], and whether it is asked to saturate."""
-    found: dict[str, tuple[Encode, bool]] = {}
+def casts(fmt: Format) -> dict[str, Function]:
+    """The bare casts of all installed libraries and fp8ref's own, by library.
+
+    Raises:   ImportError: none is installed.
+    """
+    found = []
     if _installed("ml_dtypes"):
-        found["ml_dtypes"] = _ml_dtypes(fmt), False
-    for suffix, run in _torchs():
-        found[f"torch{suffix}"] = run(_torch(fmt)), False
+        found.append(Function(library="ml_dtypes", fmt=fmt, call="`x.astype(dtype)`", run=calls.ml_dtypes_cast(fmt)))
+    for suffix, run in _torch_devices():
+        found.append(Function(library=f"torch{suffix}", fmt=fmt, call="`x.to(dtype)`", run=run(calls.torch_cast(fmt))))
         if _installed("torchao"):
-            found[f"fp8ref.torch{suffix}"] = run(_fp8ref_torch(fmt)), True
+            ours = run(calls.fp8ref_torch_cast(fmt))
+            found.append(Function(library=f"fp8ref.torch{suffix}", fmt=fmt, call="`cast.encode(x, fmt)`", run=ours, saturates=True))
     if _installed("jax"):
-        found[f"jax{_jax_device()}"] = _jax(fmt), False
+        found.append(Function(library=f"jax{_jax_device()}", fmt=fmt, call="`x.astype(dtype)`, jitted", run=calls.jax_cast(fmt)))
     if _installed("jax", "flax", "optax"):
-        found[f"fp8ref.jax{_jax_device()}"] = _fp8ref_jax(fmt), True
-    return _require(found)
+        call = "`cast.encode(x, fmt)`, jitted"
+        found.append(Function(library=f"fp8ref.jax{_jax_device()}", fmt=fmt, call=call, run=calls.fp8ref_jax_cast(fmt), saturates=True))
+    return _by_library(found)
 
 
 @functools.cache
-def scales(fmt: Format, policy: str) -> dict[str, Encode]:
-    """For each subject, amax float32 [n] -> scale float32 [n]."""
-    found: dict[str, Encode] = {}
-    for suffix, run in _torchs() if _installed("torchao") else ():
+def scales(fmt: Format, policy: str) -> dict[str, Function]:
+    """The scales of a policy that torchao has, or, where it has none, fp8ref.torch; and those of
+    fp8ref.jax.
+
+    Raises:   ImportError: none is installed.
+    """
+    found = []
+    for suffix, run in _torch_devices() if _installed("torchao") else ():
         if policy != "torchao_mask":  # torchao has no such rounding
-            found[f"torchao{suffix}"] = run(_torchao_scale(fmt, policy))
+            scale = run(calls.torchao_scale(fmt, power_of_two=policy == "torchao_pow2"))
+            found.append(Function(library=f"torchao{suffix}", fmt=fmt, run=scale, made="scale"))
         else:
-            found[f"fp8ref.torch{suffix}"] = run(_torch_scale(fmt, policy))
+            found.append(Function(library=f"fp8ref.torch{suffix}", fmt=fmt, run=run(calls.fp8ref_torch_scale(fmt, policy)), made="scale"))
     if _installed("jax", "flax", "optax"):
-        found[f"fp8ref.jax{_jax_device()}"] = _jax_scale(fmt, policy)
-    return _require(found)
+        found.append(Function(library=f"fp8ref.jax{_jax_device()}", fmt=fmt, run=calls.fp8ref_jax_scale(fmt, policy), made="scale"))
+    return _by_library(found)
+
+
+def every_cast() -> Iterator[Function]:
+    """Every cast of a library on a CPU, overflowing as the library does when it is not asked to do
+    otherwise.
+    """
+    for fmt in FP8_FORMATS.values():
+        yield from (f for name, f in casts(fmt).items() if " " not in name)  # a device stands behind a blank
+    for fmt in (E4M3FN, E5M2):
+        saturated, quantize = on_torch("cpu")(calls.torchao_cast(fmt)), functools.partial(calls.flax_cast, fmt=fmt)
+        yield Function(library="torchao", variant="saturated", call="`to_fp8_saturated(x, dtype)`", fmt=fmt, run=saturated)
+        yield Function(library="flax", variant="quantize", call="`fp8_ops.quantize(x, dtype, 1, float32)`", fmt=fmt, run=quantize)
+        for saturate in (False, True):
+            call = f"`encode_ndarray(fi, round_ndarray(fi, x, sat={saturate}))`"
+            run = functools.partial(calls.gfloat_cast, fmt=fmt, saturate=saturate)
+            yield Function(library="gfloat", variant="sat" if saturate else "", call=call, fmt=fmt, run=run)
+
+
+def every_scale() -> Iterator[Function]:
+    """Every scale of a library on a CPU."""
+    for fmt in (E4M3FN, E5M2):
+        torchao = Function(library="torchao", fmt=fmt, made="scale", variant="amax_to_scale", call="`amax_to_scale(amax, dtype)`",
+                           run=on_torch("cpu")(calls.torchao_scale(fmt)))  # fmt: skip
+        yield torchao
+        yield replace(torchao, variant="amax_to_scale_pow2", call="`amax_to_scale(amax, dtype, round_scales_to_power_of_2=True)`",
+                      run=on_torch("cpu")(calls.torchao_scale(fmt, power_of_two=True)))  # fmt: skip
+        for mode in ("floor", "rceil", "ceil", "even"):
+            call = f"`to_mx(x, dtype, 32, {mode.upper()})`"
+            yield replace(torchao, variant=f"mx_{mode}", call=call, run=on_torch("cpu")(calls.torchao_mx_scale(fmt, mode)), made="e8m0")
+        yield Function(library="flax", variant="compute_scale", call="`fp8_ops.compute_scale(amax, 1, max)`", fmt=fmt,
+                       run=functools.partial(calls.flax_scale, fmt=fmt), made="scale_inv")  # fmt: skip
+        yield Function(library="gfloat", variant="compute_scale_amax", call="`compute_scale_amax(fi.emax, x)`", fmt=fmt,
+                       run=functools.partial(calls.gfloat_scale, fmt=fmt), made="e8m0", slow=True)  # fmt: skip
+        for policy in ("torchao", "torchao_pow2", "torchao_mask", "mx_floor", "mx_rceil", "te_mxfp8"):
+            ours = Function(library="fp8ref.torch", variant=policy, call=f"`scaling.scale_from_amax(amax, fmt, {policy!r})`", fmt=fmt,
+                            run=on_torch("cpu")(calls.fp8ref_torch_scale(fmt, policy)), made="scale")  # fmt: skip
+            yield ours
+            yield replace(ours, library="fp8ref.jax", run=calls.fp8ref_jax_scale(fmt, policy))
 
 
 def one_thread() -> None:
-    """For a process of several: torch, where it is installed, takes one thread."""
+    """Give torch, where it is installed, one thread in this process, which is one of several."""
     if _installed("torch"):
         import torch
 
         torch.set_num_threads(1)
 
 
-def _installed(*modules: str) -> bool:
-    return all(importlib.util.find_spec(m) is not None for m in modules)
-
-
-def _require(found: dict) -> dict:
-    if not found:
-        raise ImportError("a certificate compares libraries with the simulator; none is installed. Install fp8ref[all].")
-    return found
-
-
-def _ml_dtypes(fmt: Format) -> Encode:
-    import ml_dtypes
-
-    dtype = getattr(ml_dtypes, f"float8_{fmt.name}")
-
-    def encode(x: np.ndarray) -> np.ndarray:
-        with np.errstate(all="ignore"):
-            return x.astype(dtype).view(np.uint8)
-
-    return encode
-
-
-def _torchs() -> list[tuple[str, Callable[[Callable], Encode]]]:
-    """(suffix, how a function of tensors is run on arrays): on a CPU, and on a GPU if there is one, there compiled too."""
+def _torch_devices() -> list[tuple[str, Callable[[Callable], Run]]]:
+    """(suffix of the library's name, ``on_torch``): a CPU, and a GPU if there is one, there
+    compiled too.
+    """
     if not _installed("torch"):
         return []
     import torch
 
-    found = [("", on("cpu"))]
+    found = [("", on_torch("cpu"))]
     if torch.cuda.is_available():
-        found += [(" cuda", on("cuda")), (" cuda compiled", on("cuda", compiled=True))]
+        found += [(" cuda", on_torch("cuda")), (" cuda compiled", on_torch("cuda", compiled=True))]
     return found
-
-
-def on(device: str, *, compiled: bool = False) -> Callable[[Callable], Encode]:
-    """How a function of a tensor, which gives one, is run on arrays."""
-    import torch
-
-    def run(function: Callable) -> Encode:
-        used = torch.compile(function, dynamic=True) if compiled else function
-        return lambda x: used(torch.from_numpy(x).to(device)).cpu().numpy()
-
-    return run
 
 
 def _jax_device() -> str:
@@ -103,55 +147,11 @@ def _jax_device() -> str:
     return "" if jax.default_backend() == "cpu" else f" {jax.default_backend()}"
 
 
-def _torch(fmt: Format) -> Callable:
-    import torch
-
-    dtype = getattr(torch, f"float8_{fmt.name}")
-    return lambda x: x.to(dtype).view(torch.uint8)
+def _installed(*modules: str) -> bool:
+    return all(importlib.util.find_spec(m) is not None for m in modules)
 
 
-def _jax(fmt: Format) -> Encode:
-    import jax
-    import jax.numpy as jnp
-
-    dtype = getattr(jnp, f"float8_{fmt.name}")
-    compiled = jax.jit(lambda x: jax.lax.bitcast_convert_type(x.astype(dtype), jnp.uint8))
-    return lambda x: np.asarray(compiled(x))
-
-
-def _fp8ref_torch(fmt: Format) -> Callable:
-    from fp8ref.torch import cast
-
-    return lambda x: cast.encode(x, fmt)
-
-
-def _fp8ref_jax(fmt: Format) -> Encode:
-    import jax
-
-    from fp8ref.jax import cast
-
-    compiled = jax.jit(lambda x: cast.encode(x, fmt))
-    return lambda x: np.asarray(compiled(x))
-
-
-def _torchao_scale(fmt: Format, policy: str) -> Callable:
-    import torch
-    from torchao.float8.float8_utils import amax_to_scale
-
-    dtype, power_of_two = getattr(torch, f"float8_{fmt.name}"), policy == "torchao_pow2"
-    return lambda amax: amax_to_scale(amax, dtype, round_scales_to_power_of_2=power_of_two)
-
-
-def _torch_scale(fmt: Format, policy: str) -> Callable:
-    from fp8ref.torch import scaling
-
-    return lambda amax: scaling.scale_from_amax(amax, fmt, policy)
-
-
-def _jax_scale(fmt: Format, policy: str) -> Encode:
-    import jax
-
-    from fp8ref.jax import scaling
-
-    compiled = jax.jit(lambda amax: scaling.scale_from_amax(amax, fmt, policy))
-    return lambda amax: np.asarray(compiled(amax))
+def _by_library(found: list[Function]) -> dict[str, Function]:
+    if not found:
+        raise ImportError("a certificate compares libraries with the simulator; none is installed. Install fp8ref[all].")
+    return {function.library: function for function in found}

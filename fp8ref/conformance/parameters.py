@@ -1,4 +1,4 @@
-"""The specification's questions as pytest parameters: inputs with the answers, for tests without hypothesis.
+"""Test vectors as pytest parameters: inputs with their specified results.
 
 @pytest.mark.parametrize(("x", "codes"), parameters.casts(E4M3FN))
 def test_my_cast(x, codes):
@@ -7,9 +7,9 @@ def test_my_cast(x, codes):
 
 import numpy as np
 
-from fp8ref import formats
-from fp8ref.conformance import arrays, explain
-from fp8ref.conformance.inputs import dtypes
+from fp8ref import extras, formats
+from fp8ref.conformance import arrays
+from fp8ref.conformance.inputs import dtypes, kinds
 from fp8ref.conformance.vectors import scale as scales_asked
 from fp8ref.conformance.vectors.cast import Cast, Rules
 from fp8ref.conformance.vectors.quantize import Quantize
@@ -18,52 +18,59 @@ from fp8ref.sim import cast, scaling
 
 try:
     import pytest
-except ImportError as error:
-    raise ImportError(f"the parameters need pytest; {error.name} is missing. Install it with: pip install 'fp8ref[conformance]'") from error
+except ImportError:
+    extras.require("conformance", "fp8ref.conformance.parameters", "pytest")
+    raise
 
 
 def casts(
     fmt: Format, *, source: str = "float32", rounding: str = "nearest_even", saturate: bool = True, count: int = 1000, seed: int = 0
 ) -> list:
-    """pytest parameters (x [n], codes uint8 [n]), one for every kind of input, such as ``e4m3fn-float32-tie``; count of them random.
+    """pytest parameters (x [n], codes uint8 [n]), one for every kind of input, such as
+    ``e4m3fn-float32-tie``.
 
+    count     how many inputs are random, from ``seed``; the others are the edges of the format.
     source    the dtype of x: float32, bfloat16 (ml_dtypes' dtype), float16 or float64.
-    Specials: NaNs of x become fmt.nan_code, the one that the simulator emits (C-5): canonicalise a library's before comparing.
-    Raises:   ValueError: a fmt that is not of 8 bits, an unknown source, stochastic or unknown rounding, a seed or count out of range;
-              ImportError: bfloat16 without ml_dtypes.
+    Specials: NaNs of x become fmt.nan_code, as in the simulator (C-5). Canonicalise a library's NaN
+              codes before comparing.
+    Raises:   ValueError: a fmt that is not of 8 bits, an unknown source, stochastic or unknown
+              rounding, a seed or count out of range; ImportError: bfloat16 without ml_dtypes.
     Source:   SEMANTICS C-1 to C-7.
     """
     formats.check(fmt)
     rules = Rules(rounding=rounding, saturate=saturate)
     question = Cast(format=fmt.name, source=source, count=count, seed=seed)
     bits = question.inputs()
-    kinds, x = question.kinds(bits), _array(bits, source)
+    of_kinds, x = question.kinds(bits), _array(bits, source)
     codes = cast.encode(x, fmt, rounding=rules.rounding, saturate=rules.saturate)  # type: ignore[arg-type]
     return [
-        pytest.param(x[kinds == i], codes[kinds == i], id=f"{fmt}-{source}-{kind.replace(' ', '_')}")
-        for i, kind in enumerate(explain.CASTS)
-        if (kinds == i).any()
+        pytest.param(x[of_kinds == i], codes[of_kinds == i], id=f"{fmt}-{source}-{kind.replace(' ', '_')}")
+        for i, kind in enumerate(kinds.CASTS)
+        if (of_kinds == i).any()
     ]
 
 
 def scales(fmt: Format, policy: str = "torchao", *, made: str = "scale", count: int = 1000, seed: int = 0) -> list:
-    """pytest parameters (amax float32 [n], what is made of it [n]), one for every kind of amax, such as ``e4m3fn-torchao-power_of_two``.
+    """pytest parameters (amax float32 [n], its scale [n]), one for every kind of amax, such as
+    ``e4m3fn-torchao-power_of_two``.
 
-    made      ``scale``, ``scale_inv``, both float32, or ``e8m0``, uint8: the code of scale_inv.
+    count     how many amaxes are random, from ``seed``; the others are the edges of the policy.
+    made      ``scale`` or ``scale_inv``, float32, or ``e8m0``, the uint8 code of scale_inv.
     Specials: zero, Inf and NaN are among the amaxes; a previous scale is 1 (S-11).
-    Raises:   ValueError: a fmt that is not FP8, an unknown policy or made, e8m0 of a policy whose scales are none, a seed or count out of range.
+    Raises:   ValueError: a fmt that is not FP8, an unknown policy or made, e8m0 of a policy without
+              e8m0 scales, a seed or count out of range.
     Source:   SEMANTICS S-3, S-4, S-9 to S-15.
     """
     formats.check(fmt)
     question = scales_asked.Scale(format=fmt.name, policy=policy, count=count, seed=seed)
     bits = question.inputs()
-    kinds, amax = question.kinds(bits), bits.astype(np.uint32).view(np.float32)
+    of_kinds, amax = question.kinds(bits), bits.astype(np.uint32).view(np.float32)
     expected = scales_asked.expected(amax, fmt, policy, made)
     expected = expected if made == "e8m0" else expected.view(np.float32)
     return [
-        pytest.param(amax[kinds == i], expected[kinds == i], id=f"{fmt}-{policy}-{kind.replace(' ', '_')}")
-        for i, kind in enumerate(explain.SCALES)
-        if (kinds == i).any()
+        pytest.param(amax[of_kinds == i], expected[of_kinds == i], id=f"{fmt}-{policy}-{kind.replace(' ', '_')}")
+        for i, kind in enumerate(kinds.AMAXES)
+        if (of_kinds == i).any()
     ]
 
 
@@ -78,11 +85,14 @@ def quantizers(
     count: int = 10,
     seed: int = 0,
 ) -> list:
-    """pytest parameters (x of the shape, its ``sim.scaling.Quantized``), for count tensors, kinds taking turns: ``e4m3fn-rowwise-zero_lines-5``.
+    """pytest parameters (x of the shape, its ``sim.scaling.Quantized``), such as
+    ``e4m3fn-rowwise-zero_lines-5``.
 
+    count     how many tensors; the patterns of ``inputs.tensor_inputs`` take turns.
     source    the dtype of x: float32, bfloat16 (ml_dtypes' dtype) or float16.
-    Raises:   ValueError: a fmt that is not FP8, an unknown source or policy, a shape that the granularity does not take, a seed or count out
-              of range; ImportError: bfloat16 without ml_dtypes.
+    Raises:   ValueError: a fmt that is not FP8, an unknown source or policy, a shape that the
+              granularity does not take, a seed or count out of range; ImportError: bfloat16 without
+              ml_dtypes.
     Source:   SEMANTICS S-5, S-6.
     """
     formats.check(fmt)

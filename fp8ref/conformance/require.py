@@ -1,6 +1,7 @@
-"""Comparisons for tests: an AssertionError says what is wrong by the simplest input that shows it, and which clause of SEMANTICS decides.
+"""Assert that codes or scales are those specified; errors show the simplest wrong input.
 
-Arrays may be NumPy's, JAX's or PyTorch's; codes are uint8 or FP8 dtypes. NaN codes are all one (C-5), and so are NaN scales.
+Arrays may be NumPy's, JAX's or PyTorch's; codes are uint8 or FP8 dtypes. All NaN codes count as
+equal (C-5), and so do NaN scales.
 """
 
 import numpy as np
@@ -8,7 +9,7 @@ import numpy as np
 from fp8ref import granularity as granularities
 from fp8ref.conformance import explain
 from fp8ref.conformance.arrays import as_numpy
-from fp8ref.conformance.inputs import dtypes
+from fp8ref.conformance.inputs import dtypes, kinds
 from fp8ref.conformance.vectors import quantize, scale
 from fp8ref.conformance.vectors.cast import Rules
 from fp8ref.formats import Format
@@ -16,16 +17,18 @@ from fp8ref.sim import cast
 
 
 def require_cast(x, found_codes, fmt: Format, *, rounding: str = "nearest_even", saturate: bool = True) -> None:
-    """AssertionError unless found_codes are a cast's of x to fmt (SEMANTICS C).
+    """Require that found_codes are the cast of x to fmt (SEMANTICS C), else raise an
+    AssertionError.
 
     Shapes:   x any, float64, float32, float16 or bfloat16; found_codes of the same shape.
-    Specials: NaN codes are all one; nothing is wrong with no elements.
-    Raises:   ValueError: shapes or dtypes that do not fit; unknown rounding, or stochastic, which no comparison of codes decides.
+    Specials: all NaN codes count as equal. An empty x passes.
+    Raises:   ValueError: shapes or dtypes that do not fit; unknown rounding; stochastic rounding,
+              which has no single code.
     Source:   SEMANTICS C-1 to C-7.
     """
     rules = Rules(rounding=rounding, saturate=saturate)
     x, found = as_numpy(x), _codes(found_codes, as_numpy(x).shape)
-    # of few elements by the definition, for which nothing is compiled: tests that draw many examples have deadlines
+    # few elements by the definition, which compiles nothing: tests of many examples have deadlines
     encode = cast.encode_plain if x.size <= 1 << 16 else cast.encode
     expected = encode(x, fmt, rounding=rules.rounding, saturate=rules.saturate)  # type: ignore[arg-type]
     differ = cast.canonical_nans(found, fmt) != expected
@@ -34,10 +37,7 @@ def require_cast(x, found_codes, fmt: Format, *, rounding: str = "nearest_even",
     how = {"rounding": rules.rounding, "saturate": rules.saturate}
     i = explain.simplest(x, differ)
     value = x.reshape(-1)[i : i + 1]
-    source = dtypes.by_name(x.dtype.name)
-    with np.errstate(invalid="ignore"):
-        finite = np.where(np.isfinite(value), value, 1)
-    kind = explain.CASTS[int(explain.cast_kinds(value, dtypes.spacing(finite, source), fmt)[0])]
+    kind = kinds.CASTS[int(kinds.of_casts(value, dtypes.by_name(x.dtype.name), fmt)[0])]
     raise AssertionError(
         _message(
             f"{int(differ.sum())} of {x.size} codes of {fmt} differ; the simplest:",
@@ -51,11 +51,14 @@ def require_cast(x, found_codes, fmt: Format, *, rounding: str = "nearest_even",
 
 
 def require_scales(amax, found, fmt: Format, *, policy: str = "torchao", made: str = "scale") -> None:
-    """AssertionError unless found are what a policy makes of float32 amaxes: ``scale``, ``scale_inv``, or ``e8m0``, the latter's code.
+    """Require that found are a policy's scales of float32 amaxes, else raise an AssertionError.
 
-    Shapes:   amax float32 of any shape; found of as many elements, float32, of e8m0 uint8. A previous scale is 1 (S-11).
-    Specials: NaNs are all one; any other bit counts.
-    Raises:   ValueError: shapes or dtypes that do not fit; negative amaxes; an unknown policy or made; e8m0 of a policy whose scales are none.
+    made      what found holds: ``scale``, ``scale_inv``, or ``e8m0``, the code of scale_inv.
+    Shapes:   amax float32 of any shape; found of as many elements, float32, of e8m0 uint8. A
+              previous scale is 1 (S-11).
+    Specials: all NaNs count as equal; any other bit counts.
+    Raises:   ValueError: shapes or dtypes that do not fit; negative amaxes; an unknown policy or
+              made; e8m0 of a policy without e8m0 scales.
     Source:   SEMANTICS S-3, S-4, S-9 to S-15.
     """
     amax = as_numpy(amax)
@@ -66,7 +69,7 @@ def require_scales(amax, found, fmt: Format, *, policy: str = "torchao", made: s
         return
     i = explain.simplest(amax, differ)
     value = amax.reshape(-1)[i : i + 1]
-    kind = explain.SCALES[int(explain.scale_kinds(value, fmt, policy)[0])]
+    kind = kinds.AMAXES[int(kinds.of_amaxes(value, fmt, policy)[0])]
     raise AssertionError(
         _message(
             f"{int(differ.sum())} of {amax.size} scales to {fmt} differ; the simplest:",
@@ -90,12 +93,17 @@ def require_quantized(
     policy: str = "torchao",
     axis: int = -1,
 ) -> None:
-    """AssertionError unless codes and scales are those of ``sim.scaling.quantize``: scales first, then the codes under them.
+    """Require that codes and scales are those of ``sim.scaling.quantize``, else raise an
+    AssertionError.
 
-    Shapes:   x float32, float16 or bfloat16, found_codes of its shape; scales in any shape with as many elements as ``scale_shape`` gives.
-              Of scale, scale_inv and e8m0, the codes of scale_inv, at least one.
-    Specials: NaN codes and scales are all one. Every scale that is given is compared; of those that are not nothing is said.
-    Raises:   ValueError: shapes or dtypes that do not fit, or no scales; as ``sim.scaling.quantize``.
+    Give at least one of scale, scale_inv and e8m0, the codes of scale_inv. All that are given are
+    compared, scales before codes.
+
+    Shapes:   x float32, float16 or bfloat16, found_codes of its shape; scales in any shape with as
+              many elements as ``scale_shape`` gives.
+    Specials: all NaN codes count as equal, and so do NaN scales.
+    Raises:   ValueError: shapes or dtypes that do not fit, or no scales; as
+              ``sim.scaling.quantize``.
     Source:   SEMANTICS S-5, S-6, S-13, S-14.
     """
     x = as_numpy(x)
@@ -126,7 +134,7 @@ def _codes(found, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def _scales(found, made: str, shape: tuple[int, ...]) -> np.ndarray:
-    """Their bits, flat."""
+    """The bits of found scales, flat."""
     found, size = as_numpy(found), int(np.prod(shape))
     dtype = np.uint8 if made == "e8m0" else np.float32
     if found.dtype != dtype or found.size != size:

@@ -1,7 +1,8 @@
-"""Hypothesis strategies: what casts, scales and quantisers must get right, for property tests of any library.
+"""Hypothesis strategies for property tests of any library's casts, scales and quantizers.
 
-Arrays are NumPy's, of float32, float16, float64, or bfloat16 where ml_dtypes is installed; ``as_torch`` and ``as_jax`` make them a framework's.
-Examples shrink to plain numbers, small shapes and one element that matters.
+Arrays are NumPy's: float32, float16, float64, or bfloat16 where ml_dtypes is installed.
+``as_torch`` and ``as_jax`` convert them. Examples shrink to plain numbers, small shapes and one
+element that matters.
 """
 
 import functools
@@ -9,6 +10,7 @@ import math
 
 import numpy as np
 
+from fp8ref import extras
 from fp8ref import formats as all_formats
 from fp8ref.conformance import explain
 from fp8ref.conformance.arrays import as_jax as as_jax
@@ -26,16 +28,16 @@ from fp8ref.sim.scales import scales_from_amax
 try:
     from hypothesis import strategies as st
     from hypothesis.extra import numpy as hnp
-except ImportError as error:
-    raise ImportError(
-        f"the strategies need hypothesis; {error.name} is missing. Install it with: pip install 'fp8ref[conformance]'"
-    ) from error
+except ImportError:
+    extras.require("conformance", "fp8ref.conformance.strategies", "hypothesis")
+    raise
 
 DTYPES = ("float32", "bfloat16", "float16")
-KINDS = ("plain", "points", "amax", "scaled points", "outliers", "zero groups", "all zero", "subnormal", "any", "specials")
-# Those by which scales and roundings of products differ come more often, and so do infinities and NaN: of a hundred examples hypothesis draws
-# some twenty afresh and makes the others of these, mostly of the same kind.
-_DRAWN = ("plain", "points", *2 * ("amax", "scaled points"), *KINDS[2:-2], *2 * ("any",), *8 * ("specials",))
+PATTERNS = ("plain", "points", "amax", "scaled points", "outliers", "zero groups", "all zero", "subnormal", "any", "specials")
+# Patterns that tell scales and roundings of products apart are repeated, and so are infinities and
+# NaN. Of a hundred examples hypothesis draws some twenty afresh. It mutates these into the others,
+# which mostly keep the pattern: a pattern drawn once may never come.
+_DRAWN = ("plain", "points", *2 * ("amax", "scaled points"), *PATTERNS[2:-2], *2 * ("any",), *8 * ("specials",))
 PLAIN = (0.0, 1.0, -1.0, 2.0, 0.5, -0.0, 3.0, 0.0625, -448.0, 100.0)
 
 
@@ -55,8 +57,10 @@ def granularities() -> st.SearchStrategy[str]:
 
 
 def shapes(granularity: str = "tensorwise", *, axis: int = -1, most: int = 6) -> st.SearchStrategy[tuple[int, int]]:
-    """Shapes (M, N) that a granularity takes: along the reduced axis one or two whole blocks, along the other also a ragged last one; where it has
-    no blocks along an axis, 1 to ``most`` elements.
+    """Shapes (M, N) that a granularity takes.
+
+    The reduced axis has one or two whole blocks; the other may also end in a ragged one. An axis
+    without blocks has 1 to ``most`` elements.
 
     Raises:   ValueError: an unknown granularity.
     """
@@ -68,8 +72,10 @@ def shapes(granularity: str = "tensorwise", *, axis: int = -1, most: int = 6) ->
 
 @functools.cache
 def numbers(fmt: Format = E4M3FN, dtype: str = "float32", *, finite: bool = False) -> st.SearchStrategy[float]:
-    """Values of a dtype: plain ones, every number and tie of fmt with its neighbours, subnormals, any; infinities and NaN unless finite.
+    """Values of a dtype: plain ones, every number and tie of fmt with its neighbours, and any
+    other.
 
+    Specials: infinities and NaN are among them, unless ``finite``.
     Raises:   ValueError: a fmt that is not of 8 bits; an unknown dtype.
     """
     points, width = _points(fmt, dtype), 16 if dtype == "float16" else 32
@@ -82,9 +88,11 @@ def numbers(fmt: Format = E4M3FN, dtype: str = "float32", *, finite: bool = Fals
 
 @functools.cache
 def amaxes(fmt: Format = E4M3FN, policy: str = "torchao", *, dtype: str = "float32", finite: bool = False) -> st.SearchStrategy[float]:
-    """Amaxes at the edges: zero, powers of two and max times them, just above and below, eps, subnormals, where the scale overflows; and any; Inf
-    and NaN among them unless finite, none negative.
+    """Amaxes at a policy's edges, and any other; none is negative.
 
+    Edges are zero, subnormals, eps, the amax whose scale overflows, and powers of two and max times
+    them, each with its neighbours.
+    Specials: Inf and NaN are among them, unless ``finite``.
     Raises:   ValueError: a fmt that is not FP8; an unknown policy or dtype.
     """
     edges = [v for v in _edges(fmt, policy, dtype) if not finite or np.isfinite(v)]
@@ -104,86 +112,100 @@ def tensors(
     shape: tuple[int, ...] | None = None,
     finite: bool = False,
 ) -> np.ndarray:
-    """Tensors of one of KINDS, in ``shape`` or one of ``shapes(granularity, axis=axis)``.
+    """Tensors of one of PATTERNS, in ``shape`` or one of ``shapes(granularity, axis=axis)``.
 
-    ``points`` are fmt's numbers and ties with their neighbours, ``scaled points`` what policy's scale makes such of; ``amax`` puts one of
-    ``amaxes`` in every group, above its others; ``outliers`` are up to 2^60 times the rest; in ``zero groups`` lines are zero, along any
-    axis; ``specials`` have an infinity or NaN in a place or two, of which ``finite`` leaves none. Zeros are of both signs.
+    ``points``         elements are fmt's numbers and ties with their neighbours.
+    ``scaled points``  elements become such under the policy's scale.
+    ``amax``           every group has one of ``amaxes``, above its other elements.
+    ``outliers``       one element is up to 2^60 times as large as the rest.
+    ``zero groups``    some lines are zero, along any axis.
+    ``specials``       one or two elements are infinite or NaN; never drawn if ``finite``.
+    Zeros have both signs.
 
-    Raises:   ValueError: a fmt that is not FP8; an unknown policy, dtype or granularity; ImportError: bfloat16 without ml_dtypes.
+    Raises:   ValueError: a fmt that is not FP8; an unknown policy, dtype or granularity;
+              ImportError: bfloat16 without ml_dtypes.
     """
     block = by_name(granularity).reduced
     shape = draw(shapes(granularity, axis=axis)) if shape is None else shape
-    kind = draw(st.sampled_from([kind for kind in _DRAWN if not finite or kind != "specials"]))
-    if kind == "all zero":
+    pattern = draw(st.sampled_from([p for p in _DRAWN if not finite or p != "specials"]))
+    if pattern == "all zero":
         return _as(np.where(draw(hnp.arrays(np.bool_, shape)), -0.0, 0.0), dtype)
-    # cyclically, so that examples shrink to few values whatever the shape
-    x = np.resize(np.float64(draw(st.lists(_elements(kind, fmt, dtype, finite), min_size=1, max_size=24))), shape)
+    # repeated to fill the shape, so that examples of any shape shrink to few values
+    x = np.resize(np.float64(draw(st.lists(_elements(pattern, fmt, dtype, finite), min_size=1, max_size=24))), shape)
     place = tuple(draw(st.integers(0, n - 1)) for n in shape)
-    if kind == "outliers":
+    if pattern == "outliers":
         x[place] = (x[place] or 1.0) * 2.0 ** draw(st.integers(4, 12 if dtype == "float16" else 60))
-    elif kind == "zero groups":
+    elif pattern == "zero groups":
         along = draw(st.integers(0, len(shape) - 1))
         lines = draw(hnp.arrays(np.bool_, shape[along]))
         x[np.broadcast_to(lines.reshape([-1 if i == along else 1 for i in range(len(shape))]), shape)] = 0
-    elif kind in ("amax", "scaled points"):
+    elif pattern in ("amax", "scaled points"):
         amax = draw(amaxes(fmt, policy, dtype=dtype, finite=True))
-        if kind == "scaled points":
+        if pattern == "scaled points":
             x = _unscaled(x, amax, fmt, policy)
         x = np.clip(x, -amax, amax)
         block = block or shape[axis]
         np.moveaxis(x, axis, -1)[..., place[axis] % block :: block] = amax
-    elif kind == "specials":
+    elif pattern == "specials":
         x[place] = draw(st.sampled_from([1.0, np.inf, np.nan]))
-        # Counted from the end: hypothesis prefers the beginning, where a maximum that drops a NaN may keep one.
+        # Counted from the end: hypothesis prefers the beginning, where a maximum that drops a NaN
+        # may keep one.
         x[tuple(-1 - draw(st.integers(0, n - 1)) for n in shape)] = draw(st.sampled_from([np.inf, np.nan, -np.inf, np.nan, np.nan]))
     return _as(x, dtype)
 
 
 def _unscaled(points: np.ndarray, amax: float, fmt: Format, policy: str) -> np.ndarray:
-    """What becomes points, or lies beside them, under the scale of an amax; as they are under a scale of zero."""
+    """What the scale of an amax turns into points, or nearly; unchanged if that scale is zero or
+    infinite.
+    """
     factor = float(scales_from_amax(np.float32(amax), fmt, policy).scale)
     return points / factor if 0 < factor < math.inf else points
 
 
 @st.composite
 def shards(draw, dtype: str = "float32", *, most: int = 4, **how) -> list[np.ndarray]:
-    """A tensor's rows cut into up to ``most`` shards, ragged, some of them empty; concatenated they are one of ``tensors``, whose keywords how takes."""
+    """A tensor's rows cut into up to ``most`` ragged shards, of which some may be empty.
+
+    how       keywords of ``tensors``, one of which the shards are if concatenated.
+    """
     x = draw(tensors(dtype, **how))
     cuts = draw(st.lists(st.integers(0, len(x)), max_size=most - 1))
     return np.split(x, sorted(cuts))
 
 
 def _among(values: list[float]) -> st.SearchStrategy[float]:
-    """One of many values, the first the simplest, each about as likely: of long ranges hypothesis prefers the beginning."""
+    """One of many values, each about as likely; examples shrink to the first.
+
+    Drawn by two short ranges, since hypothesis prefers the beginning of a long one.
+    """
     last = len(values) - 1
     return st.tuples(st.integers(0, last // 64), st.integers(0, 63)).map(lambda place: values[min(64 * place[0] + place[1], last)])
 
 
 @functools.cache
-def _elements(kind: str, fmt: Format, dtype: str, finite: bool) -> st.SearchStrategy[float]:
-    """The numbers that a tensor of that kind is made of."""
-    if kind == "any":
+def _elements(pattern: str, fmt: Format, dtype: str, finite: bool) -> st.SearchStrategy[float]:
+    """The numbers that a tensor of that pattern is made of."""
+    if pattern == "any":
         return numbers(fmt, dtype, finite=finite)
-    if kind == "points":
+    if pattern == "points":
         return _among([v for v in _points(fmt, dtype) if np.isfinite(v)])
-    if kind == "scaled points":
+    if pattern == "scaled points":
         return _among([v for v in _points(fmt, "float32") if abs(v) <= fmt.max])
-    if kind == "subnormal":
+    if pattern == "subnormal":
         return st.integers(-(1 << 12), 1 << 12).map(lambda n: n * float(_tiny(dtype)))
     return st.one_of(st.sampled_from(PLAIN), st.integers(-64, 64).map(lambda n: n / 16))
 
 
 @functools.cache
 def _points(fmt: Format, dtype: str) -> list[float]:
-    """The inputs of a cast's vectors, less the random ones, the simplest first."""
+    """The inputs of a cast's vectors without the random ones, the simplest first."""
     bits = Cast(format=fmt.name, source=dtype, count=0).inputs()
     return _ordered(bits, dtype)
 
 
 @functools.cache
 def _edges(fmt: Format, policy: str, dtype: str) -> list[float]:
-    """The amaxes of a scale's vectors that a dtype holds, or nearest to them, the simplest first."""
+    """The amaxes of a scale's vectors, rounded to a dtype, the simplest first."""
     amax = scales.Scale(format=fmt.name, policy=policy, count=0).inputs().astype(np.uint32).view(np.float32)
     source = dtypes.by_name(dtype)
     return _ordered(dtypes.distinct([dtypes.bits(cast.exact(amax), source)]), dtype)
@@ -200,7 +222,9 @@ def _rounded(value: float) -> float:
 
 
 def _finite(value: float, finite: bool) -> float:
-    """What rounds to infinity, where none is wanted, is the largest number."""
+    """The largest number in place of an infinity that rounding made, if only finite values are
+    wanted.
+    """
     return float(np.copysign(all_formats.BFLOAT16.max, value)) if finite and np.isinf(value) else value
 
 
@@ -211,7 +235,7 @@ def _tiny(dtype: str) -> np.float64:
 
 
 def _as(x: np.ndarray, dtype: str) -> np.ndarray:
-    """float64 rounded to a dtype, in NumPy's array of it."""
+    """float64 values rounded to a dtype, as NumPy's array of that dtype."""
     source = dtypes.by_name(dtype)
     bits = dtypes.bits(x, source).astype(f"uint{source.bits}")
     return bits.view(numpy_dtype(dtype))

@@ -1,5 +1,9 @@
-"""Do our backends agree with the specification? Hold both to the simulator, bit for bit where bits are defined (SEMANTICS B).
+"""Do our backends agree with the specification? Compare both with the simulator (SEMANTICS B).
 
-``one_device.crosscheck`` compares a config's real operands, GEMMs and losses; ``sharded_jax`` and ``sharded_torch`` do so on meshes. ``divergence``
-finds where two trainings first differ; ``nonfinite.rerun`` finds where a step began to fail.
+Bits are compared where they are defined, and held to ``bounds`` where they are not.
+
+- ``one_device.crosscheck``: a config's real operands, GEMMs, losses and gradients.
+- ``sharded_jax``, ``sharded_torch``: the same on meshes of devices or ranks.
+- ``divergence``: the first value in which two trainings differ.
+- ``nonfinite.rerun``: the first non-finite value of a failed step.
 """

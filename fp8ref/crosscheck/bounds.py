@@ -1,30 +1,44 @@
-"""The bounds of SEMANTICS B, where bits are not defined: GEMM outputs, logits, the loss, loss curves."""
+"""Bounds of SEMANTICS B on GEMM outputs, attention, logits, losses and gradients.
+
+The bits of these values are not defined: they depend on the order of float32 sums.
+"""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import numpy as np
 
+from fp8ref import llama
 from fp8ref.formats import BFLOAT16
 from fp8ref.hardware import Multiply
-from fp8ref.llama import LlamaConfig
 from fp8ref.recipe import GemmSpec, Recipe
-from fp8ref.sim import cast, llama, scaling
+from fp8ref.sim import cast, scaling
+from fp8ref.sim import llama as model
 
 SAMPLES = 16  # runs of the simulated model under stochastic rounding
 T_LOSS = 7.91  # Student's t, two-sided 1e-6, SAMPLES - 1 = 15 degrees of freedom
 SIGMAS = 8.0  # B-2
 REPLICATES = 6  # training runs whose first rounding was stochastic
 GRADIENT_FACTOR = 3.0  # B-5
+U = 2.0**-8  # bfloat16 has 8 significant bits: a rounding errs by at most U of its result
 T_CURVE = 9.1  # Student's t, two-sided 1e-4, REPLICATES = 6 degrees of freedom: the mean is known, it is the unperturbed run
 
 
 def gamma(n: int) -> float:
-    """n u / (1 - n u), u = 2^-24: the relative error of n float32 roundings (Higham, section 3.1)."""
+    """Relative error of n float32 roundings: n u / (1 - n u), u = 2^-24 (Higham, section 3.1)."""
     return n * 2.0**-24 / (1 - n * 2.0**-24)
 
 
 def gemm(a: scaling.Quantized, b: scaling.Quantized, spec: GemmSpec, found: np.ndarray, simulated: np.ndarray) -> np.ndarray:
-    """B-1: elementwise bound, float64, on |found - simulated| for outputs [M, N] in bfloat16, from a [M, K] and b [N, K]; NaN or Inf where an operand is."""
+    """Bound on |found - simulated| of a GEMM's bfloat16 outputs, elementwise, in float64 (B-1).
+
+    Shapes:   a [M, K]; b [N, K]; found, simulated and the bound [M, N].
+    Specials: NaN or Inf where an operand is.
+    """
+    # n float32 roundings in any order err by gamma(n) of the sum of magnitudes. K + 9 are: K - 1
+    # additions, at most five products with scales, three roundings of the simulator's and two of
+    # the magnitudes here. Then both results round to bfloat16: values d apart end at most d + 1 ulp
+    # apart, or d + 3 where the sum is rounded before it is scaled (G-5).
     magnitudes = np.abs(scaling.dequantize(a)).astype(np.float64) @ np.abs(scaling.dequantize(b)).astype(np.float64).T
     roundings = 3 if spec.epilogue == "unit_round_scale_round" else 1
     largest = np.maximum(np.abs(found), np.abs(simulated)).astype(np.float64)
@@ -33,10 +47,83 @@ def gemm(a: scaling.Quantized, b: scaling.Quantized, spec: GemmSpec, found: np.n
     return gamma(a.codes.shape[1] + 9) * magnitudes + roundings * ulp
 
 
+@dataclass(frozen=True, kw_only=True)
+class Attention:
+    """Attention of given queries, keys and values, and how far roundings can take it (B-11).
+
+    All are float64 [B, T, H * D].
+
+    exact          without roundings.
+    before, after  with probabilities normalised before, or after, they are rounded.
+    magnitude      sum of p |v|.
+    spread         bound on the relative error of p's exponents.
+    """
+
+    exact: np.ndarray
+    before: np.ndarray
+    after: np.ndarray
+    magnitude: np.ndarray
+    spread: np.ndarray
+
+    def distance(self, out: np.ndarray) -> float:
+        """The largest distance of an output from the exact one, in units of the bound."""
+        bound = (np.exp(2 * self.spread) * (1 + 2 * U) - 1) * self.magnitude + 2 * U * np.abs(out)
+        error = np.abs(out - self.exact)
+        return float(np.where(error == 0, 0, error / np.maximum(bound, 1e-300)).max())
+
+
+def attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, config: llama.LlamaConfig) -> Attention:
+    """Causal attention of three projections, taken before the rotary embedding.
+
+    Shapes:   q, k, v [B, T, heads * head_dim]; k and v may have fewer heads (grouped queries).
+    """
+    dim, groups = config.head_dim, config.num_attention_heads // config.num_key_value_heads
+    cos, sin = (t.astype(np.float64) for t in llama.rotary_tables(config, q.shape[1]))
+    q, k, v = (np.asarray(x, np.float64).reshape(*x.shape[:2], -1, dim).swapaxes(1, 2) for x in (q, k, v))  # [B, H, T, D]
+    k, v = (np.repeat(x, groups, axis=1) for x in (k, v))
+
+    def rotated(x: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The rotary embedding of x: exact, rounded, and the sum of its terms' magnitudes."""
+        first, second = np.split(x, 2, axis=-1)
+        half = np.concatenate([-second, first], axis=-1)
+        exact = x * cos + half * sin
+        return exact, _rounded(exact), np.abs(x * cos) + np.abs(half * sin)
+
+    (exact_q, near_q, size_q), (exact_k, near_k, size_k) = rotated(q), rotated(k)
+    causal = np.tril(np.ones((q.shape[2], q.shape[2]), bool))
+    p = _softmax(exact_q, exact_k, causal)
+    weights, total = _exponentials(near_q, near_k, causal)
+    # Each factor of a score errs by U; a third U is room for float32, U^2 and the exponential.
+    scores = np.where(causal, size_q @ size_k.swapaxes(-1, -2), 0).max(-1, keepdims=True) / np.sqrt(dim)
+    found = {
+        "exact": p @ v,
+        "before": _rounded(_rounded(weights / total) @ v),
+        "after": _rounded(_rounded(weights) @ v / total),
+        "magnitude": p @ np.abs(v),
+        "spread": np.broadcast_to(3 * U * scores, v.shape),
+    }
+    return Attention(**{name: x.swapaxes(1, 2).reshape(x.shape[0], x.shape[2], -1) for name, x in found.items()})  # [B, T, H * D]
+
+
+def _exponentials(q: np.ndarray, k: np.ndarray, causal: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    scores = np.where(causal, q @ k.swapaxes(-1, -2) / np.sqrt(q.shape[-1]), -np.inf)  # [B, H, T, T]
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    return weights, weights.sum(-1, keepdims=True)
+
+
+def _softmax(q: np.ndarray, k: np.ndarray, causal: np.ndarray) -> np.ndarray:
+    weights, total = _exponentials(q, k, causal)
+    return weights / total
+
+
+def _rounded(x: np.ndarray) -> np.ndarray:
+    return cast.round_to(x, BFLOAT16).astype(np.float64)
+
+
 def forward(
     tokens: np.ndarray,
     weights: Mapping[str, np.ndarray],
-    config: LlamaConfig,
+    config: llama.LlamaConfig,
     recipes: Mapping[str, Recipe],
     *,
     advance=lambda: None,
@@ -45,25 +132,32 @@ def forward(
     """Simulated logits and loss, and bounds on two backends' differences in them (B-2, B-3).
 
     Shapes:   tokens [B, T + 1]; logits [B, T, V]; their bound [B, T, 1].
-    multiply  the hardware that the backends' FP8 GEMMs run under, if it is simulated.
+    multiply  the simulated hardware of the backends' FP8 GEMMs, if any.
     """
+    # A worst-case bound over ten roundings in a row would exceed the logits. Stochastic rounding
+    # samples what roundings do instead: two backends, which mostly round alike, differ at most as
+    # much as two independent samples do. Pairs of samples give sigma.
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
-    nearest = llama.forward(inputs, weights, config, recipes, multiply=multiply)
+    nearest = model.forward(inputs, weights, config, recipes, multiply=multiply)
     losses, squares, previous = [], [], nearest
     for seed in range(SAMPLES):
-        sample = llama.forward(inputs, weights, config, recipes, seed=seed, multiply=multiply)
-        losses.append(llama.loss(sample, targets))
+        sample = model.forward(inputs, weights, config, recipes, seed=seed, multiply=multiply)
+        losses.append(model.loss(sample, targets))
         if seed % 2:
             squares.append(((sample - previous) ** 2).mean(-1, keepdims=True))
         previous = sample
         advance()
     sigma = np.sqrt(np.mean(squares, axis=0))
-    return nearest, llama.loss(nearest, targets), SIGMAS * sigma, T_LOSS * float(np.std(losses, ddof=1)) * np.sqrt(2)
+    return nearest, model.loss(nearest, targets), SIGMAS * sigma, T_LOSS * float(np.std(losses, ddof=1)) * np.sqrt(2)
 
 
 def probe_weights(weights: Mapping[str, np.ndarray], *, seed: int) -> dict[str, np.ndarray]:
-    """Weights at which everything in the model matters: at the usual initial ones scores and gates are near zero, so that
-    attention is uniform whatever rotates or scales it. Matrices N(0, 1 / K), query, key and gate twice that; the embedding N(0, 1); norms 1 + N(0, 1/16)."""
+    """Weights at which every operation shows in the logits (B-6).
+
+    At the usual initial weights scores and gates are near zero: attention is then uniform, however
+    it is rotated or scaled. Matrices here are N(0, 1 / K), query, key and gate N(0, 2 / K), the
+    embedding N(0, 1), norms 1 + N(0, 1/16).
+    """
     rng = np.random.Generator(np.random.PCG64(seed))
 
     def draw(name: str, shape: tuple[int, ...]) -> np.ndarray:
@@ -79,7 +173,7 @@ def probe_weights(weights: Mapping[str, np.ndarray], *, seed: int) -> dict[str, 
 
 
 def rerounded(weights: Mapping[str, np.ndarray], *, seed: int) -> dict[str, np.ndarray]:
-    """A replicate's weights (B-4, B-5): each rounded stochastically to the compute dtype, another choice at the first rounding of M-2."""
+    """A replicate's weights: rounded stochastically, where M-2 rounds to nearest (B-4, B-5)."""
     return {
         name: cast.round_to(value, BFLOAT16, rounding="stochastic", seed=(seed << 16) + i)
         for i, (name, value) in enumerate(weights.items())
@@ -87,11 +181,17 @@ def rerounded(weights: Mapping[str, np.ndarray], *, seed: int) -> dict[str, np.n
 
 
 def gradient(base: np.ndarray, replicates: list[np.ndarray]) -> float:
-    """B-5: bound on the norm of two backends' difference in one parameter's gradient, from one backend's and its replicates'."""
+    """Bound on the norm of two backends' difference in a parameter's gradient (B-5).
+
+    base, replicates   one backend's gradient, and that of its replicates.
+    """
     return GRADIENT_FACTOR * float(np.sqrt(np.mean([np.square(r - base).sum() for r in replicates])))
 
 
 def curve(base: np.ndarray, replicates: np.ndarray) -> np.ndarray:
-    """B-4: bound on two backends' losses at each step [S], from one backend's losses [S] and its replicates' [R, S]."""
+    """Bound on the difference of two backends' losses at each step (B-4).
+
+    Shapes:   base [S], one backend's losses; replicates [R, S], its replicates'; the bound [S].
+    """
     departure = np.maximum.accumulate(np.abs(replicates - base), axis=1)
     return T_CURVE * np.sqrt((departure**2).mean(axis=0))

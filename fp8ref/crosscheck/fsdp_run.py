@@ -1,6 +1,7 @@
-"""What the ranks of ``sharded_torch`` do: train with FSDP2 and watch; and the same training in one process, without it.
+"""Train with FSDP2 on one rank and record operands and states; or train replicated, in one process.
 
-Everything here is called in processes that ``ranks.run`` starts, so that all compute with one thread.
+``sharded_torch`` compares these runs. All functions are called in processes that
+``process_group.run`` starts, so that all compute with one thread.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,9 +24,10 @@ Watcher = Callable[[Trainer], None]
 
 @dataclass
 class Operands:
-    """What the FP8 GEMMs of one forward and backward pass took on one rank.
+    """The operands of the FP8 GEMMs in one forward and backward pass on one rank.
 
-    hp     of input and grad_output, float32 of bfloat16 values, by layer and role. A weight that was gathered in FP8 has none.
+    hp     input and grad_output, float32 holding bfloat16, by layer and role. Weights are left out:
+           one that was gathered in FP8 has no high-precision copy.
     fp8    (codes uint8, scale float32) by layer, GEMM and role.
     """
 
@@ -33,7 +35,7 @@ class Operands:
     fp8: dict[tuple[str, Gemm, Role], tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)
 
     def add(self, layer: str, which: Gemm, a: tuple, b: tuple, out: np.ndarray) -> None:
-        """Keep what a GEMM took, as an observer is told it."""
+        """Keep one GEMM's operands; the signature is an observer's."""
         for role, (hp, codes, scale) in zip(OPERANDS[which], (a, b), strict=True):
             if role != "weight":
                 self.hp[layer, role] = hp
@@ -42,14 +44,17 @@ class Operands:
 
 @dataclass(kw_only=True)
 class Run:
-    """One training run as one rank saw it.
+    """One training run on one rank.
+
+    Amaxes and operands are of a watched run only (but see ``replicate``).
 
     metrics   float64 [steps, 2]: loss and gradient norm.
     weights   whole, after the last step.
-    states    delayed scaling's after each step, float32 [2 + history]: scale, number of updates, history; by "<layer>/<role>".
-    amaxes    what each step had of each of them on this rank, taken by the simulator; of the run that is watched alone.
-    operands  before the first step and after the last; of the run that is watched alone (but see ``replicate``).
-    gathered  bytes that this rank put into all-gathers in one forward and backward pass.
+    states    of delayed scaling after each step, float32 [2 + history]: scale, number of updates,
+              history; by "<layer>/<role>".
+    amaxes    of each role under delayed scaling in each step, on this rank, by the simulator.
+    operands  before the first step and after the last.
+    gathered  bytes that this rank sent into all-gathers in one forward and backward pass.
     """
 
     metrics: np.ndarray
@@ -61,9 +66,12 @@ class Run:
 
 
 def train(config: Config, variants: Mapping[str, dict], tokens: Sequence[np.ndarray], prepare: Watcher | None) -> dict[str, Run]:
-    """A run from the initial weights for each variant of the config's ``parallel``, one step for each batch but the last; the first is watched.
+    """Train once from the initial weights for each variant of ``parallel``.
 
-    prepare  is given every trainer before it trains.
+    The first run is watched.
+
+    tokens   the batches: one step for each except the last, which shows operands after training.
+    prepare  is called with every trainer before it trains.
     """
     runs: dict[str, Run] = {}
     for name, keys in variants.items():
@@ -75,7 +83,10 @@ def train(config: Config, variants: Mapping[str, dict], tokens: Sequence[np.ndar
 
 
 def replicate(config: Config, data: int, fsdp: int, tokens: Sequence[np.ndarray]) -> Run:
-    """The run of data x fsdp ranks in one process. Its operands are of the first batch as a whole, before the first step."""
+    """Run the training of data x fsdp ranks in one process.
+
+    Its operands are those of the whole first batch.
+    """
     trainer, whole = Replicated(config, data, fsdp), Operands()
     trainer.observe(tokens[0], whole.add)
     run = _run(trainer, tokens, watched=False)
@@ -84,24 +95,28 @@ def replicate(config: Config, data: int, fsdp: int, tokens: Sequence[np.ndarray]
 
 
 class Replicated(Trainer):
-    """Data parallelism without FSDP2, in one process: every rank's rows in turn at the same weights, gradients averaged as P-13 says."""
+    """Data parallelism in one process, without FSDP2.
+
+    Each rank's rows in turn, gradients averaged in the order of P-13.
+    """
 
     def __init__(self, config: Config, data: int, fsdp: int) -> None:
         super().__init__(config.replace(parallel={"data": 1, "fsdp": 1}))
         self._ranks = data, fsdp
 
     def step(self, tokens: np.ndarray) -> dict[str, float]:
-        """One optimizer step, as Trainer's, of the batch's rows rank by rank."""
+        """Take one optimizer step, as Trainer does, from the batch's rows rank by rank."""
         losses, found = [], []
         for rows in np.split(tokens, self._ranks[0] * self._ranks[1]):
-            losses.append(self._step.backward(rows))  # states of delayed scaling merge what each shows
+            losses.append(self._step.backward(rows))  # delayed scaling merges the amaxes of all
             found.append([p.grad for p in self._params.values()])
         for p, parts in zip(self._params.values(), zip(*found, strict=True), strict=True):
             p.grad = self._average(parts)
         return self._updated(torch.stack(losses))
 
     def _average(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """In ascending order over fsdp, divided; then over data, divided."""
+        """Sum over fsdp in ascending order and divide; then the same over data."""
+        # Float32 sums depend on the order: this is the one that P-13 prescribes for FSDP2.
         data, fsdp = self._ranks
         return _mean([_mean(parts[i * fsdp :][:fsdp]) for i in range(data)])
 
@@ -114,47 +129,52 @@ def _mean(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _run(trainer: Trainer, tokens: Sequence[np.ndarray], *, watched: bool) -> Run:
-    metrics, states, amaxes, operands = [], [], [], []
-    seen = Operands()
+    metrics, states, amaxes, kept = [], [], [], []
+    operands = Operands()
     with gathers() as gathered:
-        trainer.observe(tokens[0], seen.add)
+        trainer.observe(tokens[0], operands.add)
     for i, batch in enumerate(tokens[:-1]):
         if watched and any(delayed.states(trainer.model)):
+            # The step itself calls no observer. A pass before it, at the same weights, shows its
+            # amaxes.
             if i:
-                seen = Operands()
-                trainer.observe(batch, seen.add)
-            amaxes.append(_amaxes(trainer, seen))
+                operands = Operands()
+                trainer.observe(batch, operands.add)
+            amaxes.append(_amaxes(trainer, operands))
         if i == 0:
-            operands.append(seen)
+            kept.append(operands)
         metrics.append(list(trainer.step(batch).values()))
         states.append({_name(name): _vector(state) for name, state in delayed.states(trainer.model)})
     if watched:
-        operands.append(Operands())
-        trainer.observe(tokens[-1], operands[-1].add)
+        kept.append(Operands())
+        trainer.observe(tokens[-1], kept[-1].add)
     return Run(
         metrics=np.array(metrics),
         weights=trainer.weights(),
         states=states,
         amaxes=amaxes,
-        operands=operands if watched else [],
+        operands=kept if watched else [],
         gathered=gathered.bytes,
     )
 
 
-def _amaxes(trainer: Trainer, seen: Operands) -> dict[str, np.ndarray]:
-    """Of whatever delayed scaling observes of this rank's rows, and of whole weights in the compute dtype."""
+def _amaxes(trainer: Trainer, operands: Operands) -> dict[str, np.ndarray]:
+    """Amaxes that delayed scaling observes.
+
+    Of this rank's rows, and of whole weights in the compute dtype.
+    """
     weights = trainer.weights()
     found = {}
     for decision in trainer.decisions:
         for role in delayed_casts(decision.recipe) if decision.fp8 else ():
             whole = role == "weight"
-            hp = cast.round_to(weights[f"{decision.path}.weight"], BFLOAT16) if whole else seen.hp[decision.path, role]
+            hp = cast.round_to(weights[f"{decision.path}.weight"], BFLOAT16) if whole else operands.hp[decision.path, role]
             found[f"{decision.path}/{role}"] = scaling.amax(hp)
     return found
 
 
 def _name(state: str) -> str:
-    """Of a state "q_proj.states.input": "q_proj/input"."""
+    """The layer and role of a state: "q_proj.states.input" -> "q_proj/input"."""
     layer, _, role = state.rpartition(".")
     return f"{layer.removesuffix('.states')}/{role}"
 
@@ -177,6 +197,6 @@ class _Gathers(TorchDispatchMode):
 
 @contextmanager
 def gathers() -> Iterator[_Gathers]:
-    """Counts the bytes that this rank puts into all-gathers, in this context."""
-    with _Gathers() as seen:
-        yield seen
+    """Count the bytes that this rank sends into all-gathers in this context."""
+    with _Gathers() as counted:
+        yield counted

@@ -1,4 +1,7 @@
-"""Processes of one gloo group on this machine's CPU: a rank and a thread each, ended together."""
+"""Run a function on the ranks of a gloo process group on this machine's CPU.
+
+One process and thread each.
+"""
 
 import datetime
 import logging
@@ -13,24 +16,25 @@ from multiprocessing import connection, get_context
 
 from fp8ref.errors import ConfigError
 
-# Ranks are forked from a server that has imported what they run and never run it: each starts in a moment, with no threads in it.
+# Ranks are forked from a server that has imported their modules and runs nothing. A rank then
+# starts in a moment, and inherits no thread: forking a process with threads can deadlock.
 CONTEXT = get_context("forkserver")
 PRELOADED = ["fp8ref.crosscheck.fsdp_run", "torch._dynamo", "torch.distributed.fsdp"]
 CONTEXT.set_forkserver_preload(PRELOADED)
 
 
 class RankError(RuntimeError):
-    """A rank failed; the message has its number and, unless it ended or stood still without a word, its traceback."""
+    """A rank failed. The message has its number and its traceback, unless it died or hung."""
 
 
 def run(n: int, function: Callable, *args, timeout_s: int = 600, patience_s: float | None = None) -> list:
-    """function(*args) on n ranks, in the default process group: what each returned, by rank.
+    """Call function(*args) on n ranks in the default process group; return the results by rank.
 
     function    at the top level of a module; it, args and results are pickled.
-    timeout_s   that a collective may take.
-    patience_s  that may pass without a result of any rank; None: as long as it takes.
-    Raises:     ConfigError of the first rank that raised one; RankError of one that failed otherwise or died, or of those that gave no result
-                in time. The other ranks are then ended.
+    timeout_s   for one collective.
+    patience_s  without a result of any rank; None: no limit.
+    Raises:     ConfigError: a rank raised one. RankError: a rank raised something else or died, or
+                gave no result in time. The other ranks are then ended.
     """
     with tempfile.TemporaryDirectory() as folder:
         pipes = [CONTEXT.Pipe() for _ in range(n)]
@@ -41,7 +45,7 @@ def run(n: int, function: Callable, *args, timeout_s: int = 600, patience_s: flo
         try:
             for process, (_, theirs) in zip(processes, pipes, strict=True):
                 process.start()
-                theirs.close()  # so that a rank that dies shows as the end of its pipe
+                theirs.close()  # if a rank dies, its pipe ends
             return _results([ours for ours, _ in pipes], patience_s)
         finally:
             for process in processes:
@@ -69,20 +73,21 @@ def _results(pipes: list[connection.Connection], patience_s: float | None) -> li
 
 
 def _rank(rank: int, n: int, folder: str, timeout_s: int, pipe: connection.Connection, function: Callable, args: tuple) -> None:
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch looks for one: gloo's ranks compute on the CPU
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch looks for a GPU: gloo ranks compute on the CPU
     import torch
     from torch import distributed
 
     torch.set_num_threads(1)
-    # Of results that are views, and of gathers in two steps: nothing here writes into results, and whole weights are fetched rarely.
+    # FSDP2 warns of results that are views, and DTensor of gathers in two steps. Nothing here
+    # writes into results, and whole weights are rarely fetched.
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor", UserWarning)
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     try:
         timeout = datetime.timedelta(seconds=timeout_s)
         distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=n, timeout=timeout)
-        # Not pipe.send, by which torch would hand over tensors' memory: it is gone with the rank.
+        # Not pipe.send: torch would share the tensors' memory, which is gone with the rank.
         message, done = pickle.dumps(("done", function(*args))), True
-        distributed.barrier()  # none is gone while another still asks it for something
+        distributed.barrier()  # no rank leaves while another still needs it
         distributed.destroy_process_group()
     except ConfigError as error:
         message, done = pickle.dumps(("refused", str(error))), False
@@ -90,7 +95,7 @@ def _rank(rank: int, n: int, folder: str, timeout_s: int, pipe: connection.Conne
         message, done = pickle.dumps(("failed", traceback.format_exc())), False
     pipe.send_bytes(message)
     if not done:
-        pipe.poll(None)  # until it is ended: were its connections gone, the others would fail too, and hide the cause
+        pipe.poll(None)  # wait to be ended: if it left, others would fail too and hide the cause
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)  # gloo can abort when an interpreter ends
+    os._exit(0)  # gloo can abort as the interpreter exits

@@ -1,46 +1,56 @@
-"""Holds a mesh of devices to the simulator: what one device's linears computed, replayed on every mesh (SEMANTICS P-4, P-9, B-7).
+"""Compare JAX's sharded linears with the simulator on every mesh of N devices.
 
-Of every converted linear, on the operands of one device's own step: codes and scales bit for bit, outputs within B-1, for every way of cutting
-N devices into data, fsdp and tensor, inside shard_map and under plain jit; and for each, of the whole model, what the first layer is given, bit
-for bit, and the proof of its step.
+SEMANTICS P-4, P-9, B-7.
+
+One device runs step 0, and every converted linear's tensors are kept. Each linear is then rerun on
+every mesh data x fsdp x tensor, inside shard_map and under plain jit. Codes and scales are compared
+bit for bit, outputs within B-1. Of the whole model on each mesh, the first layer's input is
+compared bit for bit, and the proof of the compiled step is checked.
 """
 
+import functools
 import itertools
+from collections.abc import Callable
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from fp8ref import console
 from fp8ref.conformance.compare import Report, compare_codes, compare_scales, compare_values
 from fp8ref.crosscheck import bounds
-from fp8ref.crosscheck.one_device import transposed
+from fp8ref.crosscheck.operands import transposed
 from fp8ref.errors import ConfigError
 from fp8ref.formats import BFLOAT16
-from fp8ref.recipe import OPERANDS, RECIPES, REDUCED_AXES, Gemm, Recipe, Role
+from fp8ref.jax import linear, operands
+from fp8ref.jax.operands import Use
+from fp8ref.jax.sharding import Placement
+from fp8ref.recipe import OPERANDS, RECIPES, REDUCED_AXES, ROLES, CastSpec, Gemm, Recipe, Role
 from fp8ref.sim import gemm, scaling
 from fp8ref.train import loop
 from fp8ref.train.config import Config
 from fp8ref.train.data import loader
+from fp8ref.train.jax.mesh import Layout
 
+Operand = tuple[np.ndarray, np.ndarray]  # codes uint8, scale float32
 THROUGH = ("shard_map", "jit")
 
 
 def crosscheck(config: Config, devices: int) -> tuple[Report, dict[str, str]]:
-    """Replay step 0 of one device on every mesh of so many devices.
+    """Rerun the linears of one device's step 0 on every mesh of so many devices.
 
-    Returns:  the report, its backends named "jax 2x2x2 shard_map" for data x fsdp x tensor; and why meshes that the model does not fit
-              were left out, by name.
-    Raises:   ConfigError: a recipe without FP8 or that only JAX runs, too few devices, no mesh that fits.
+    Returns:  the report, whose backends are named "jax 2x2x2 shard_map" for data x fsdp x tensor;
+              and why each mesh that the model does not fit was left out, by name.
+    Raises:   ConfigError: a recipe without FP8 or that only JAX runs, too few devices, no mesh that
+              fits.
     """
     taken = [name for name, recipe in RECIPES.items() if recipe.fp8 and recipe.shared]
     if config.numerics.recipe not in taken:
         raise ConfigError(f"--sharded is of recipes {', '.join(taken)}; got {config.numerics.recipe!r}. Give --recipe one of these.")
-    import jax
-
     if jax.device_count() < devices:
         raise ConfigError(f"--sharded {devices} needs as many devices; jax has {jax.device_count()}.")
-    from fp8ref.crosscheck.mesh_rerun import replay
-    from fp8ref.train.jax.mesh import Layout
-
     report, unfit = Report(), {}
     config = config.replace(parallel={"data": 1, "fsdp": 1, "tensor": 1, "sequence": False})
     tokens = loader.open_batches(config).step(0)
@@ -64,14 +74,14 @@ def crosscheck(config: Config, devices: int) -> tuple[Report, dict[str, str]]:
                 placement = layout.placement(layer)
                 assert placement is not None
                 assert layout.mesh is not None
-                found = replay(tensors[layer], recipe=recipe, placement=placement, mesh=layout.mesh, through=through)
+                found = rerun_linear(tensors[layer], recipe=recipe, placement=placement, mesh=layout.mesh, through=through)
                 for which, (a, b, out) in found.items():
                     _compare(report, f"jax {name}", layer, which, recipe, tensors[layer], expected[layer][which], (a, b), out)
             many = loop.trainer("jax", meshed)
             proof = many.prove(tokens)  # type: ignore[attr-defined]
             mine = many.first_input(tokens[:, :-1])  # type: ignore[attr-defined]
             check = report.check(f"model/first_input/value/jax {name}", bound=1.0)
-            compare_values(check, mine, first, 2.0**-149, names=(f"jax {name}", "one device"))  # no two differ by less
+            compare_values(check, mine, first, 2.0**-149, names=(f"jax {name}", "one device"))  # bit for bit: no two float32 differ by less
             check = report.check(f"model/proof/value/jax {name}", bound=1.0)
             planned = sum(spec.fp8 for recipe in recipes.values() for spec in recipe.gemms.values())
             compare_values(check, sum(dot["fp8"] for dot in proof["gemms"]), planned, 0.5, names=("FP8 dots", "planned"))
@@ -84,14 +94,17 @@ def crosscheck(config: Config, devices: int) -> tuple[Report, dict[str, str]]:
 
 
 def _factors(devices: int) -> list[tuple[tuple[int, int, int], bool]]:
-    """Every (data, fsdp, tensor) of so many devices, and where tensor is above 1, with its tokens cut over it too."""
+    """Every (data, fsdp, tensor) of so many devices.
+
+    If tensor is above 1, also with tokens cut over it (sequence parallelism).
+    """
     divisors = [n for n in range(1, devices + 1) if devices % n == 0]
     sizes = [(d, f, devices // d // f) for d in divisors for f in divisors if devices % (d * f) == 0]
     return [(size, sequence) for size in sizes for sequence in (False, True) if size[2] > 1 or not sequence]
 
 
 def _tensors(trainer: loop.Trainer, tokens: np.ndarray) -> dict[str, dict[Role, np.ndarray]]:
-    """What every FP8 linear of one device multiplied, in high precision."""
+    """The high-precision input, weight and grad_output of every FP8 linear on one device."""
     found: dict[str, dict[Role, np.ndarray]] = {}
 
     def observer(layer: str, which: Gemm, a, b, out) -> None:
@@ -103,7 +116,11 @@ def _tensors(trainer: loop.Trainer, tokens: np.ndarray) -> dict[str, dict[Role, 
 
 
 def _simulated(tensors: dict[Role, np.ndarray], recipe: Recipe) -> dict[Gemm, tuple]:
-    """Of every FP8 GEMM: both operands quantised, in their own layout, and as [M, K] and [N, K], and the exact output."""
+    """For every FP8 GEMM.
+
+    Both operands quantised in their own layout, the same as [M, K] and [N, K], and the exact
+    output.
+    """
     result = {}
     for which, spec in recipe.gemms.items():
         if spec.a is None or spec.b is None:
@@ -135,3 +152,66 @@ def _compare(
         compare_scales(report.check(f"{name}/scale/{backend}"), {"sim": q.scale, backend: scale}, backend)
     check = report.check(f"{layer}/{which}/value/{backend}", bound=1.0)
     compare_values(check, out, simulated, bounds.gemm(a, b, recipe.gemms[which], out, simulated), names=(backend, "sim"))
+
+
+def rerun_linear(
+    tensors: dict[Role, np.ndarray], *, recipe: Recipe, placement: Placement, mesh: Mesh, through: str
+) -> dict[Gemm, tuple[Operand, Operand, np.ndarray]]:
+    """Run one linear's three GEMMs on a mesh.
+
+    Codes and scales of the operands, and the output, float32.
+
+    Shapes:   tensors input [M, K], weight [N, K], grad_output [M, N], float32 holding bfloat16;
+              codes of their shapes. All are whole tensors, not shards.
+    Order:    each tensor is cut by the placement, then quantised and multiplied by
+              ``linear.apply``, inside shard_map or under plain jit.
+    """
+    cut = (jax.device_put(jnp.asarray(tensors[role], jnp.bfloat16), NamedSharding(mesh, P(*placement.at_rest(role)))) for role in ROLES)
+    outputs, quantized = _program(recipe, placement, mesh, through)(*cut)
+    fetched = jax.tree.map(np.asarray, quantized)
+    return {which: (*fetched[which], np.asarray(outputs[which], np.float32)) for which in recipe.gemms if which in fetched}
+
+
+@functools.cache
+def _program(recipe: Recipe, placement: Placement, mesh: Mesh, through: str) -> Callable:
+    """Compile the three GEMMs of a linear on a mesh.
+
+    Returns:  (input, weight, grad_output) -> (the outputs of all three GEMMs, and of the FP8 ones
+              (codes, scale) of both operands).
+    """
+    # In shard_map a device sees its own shard alone, and amaxes take explicit collectives. Under
+    # jit XLA inserts them. Quantising has to know which of the two it is in.
+    use = Use(recipe=recipe, name="rerun", placement=placement, mode="shard_map" if through == "shard_map" else "jit")
+    fp8 = {
+        which: [(role, cast) for role, cast in zip(OPERANDS[which], (spec.a, spec.b), strict=True) if cast]
+        for which, spec in recipe.gemms.items()
+        if spec.fp8
+    }
+
+    def run(x: jax.Array, w: jax.Array, g: jax.Array):
+        tensors: dict[Role, jax.Array] = {"input": x, "weight": w, "grad_output": g}
+        y, vjp = jax.vjp(lambda x, w: linear.apply(x, w, recipe=recipe, placement=placement, name="rerun")[0], x, w)
+        return dict(zip(recipe.gemms, (y, *vjp(g)), strict=True)), {
+            which: tuple(quantized(tensors[role], role, cast, use.axis(which, role)) for role, cast in of_gemm)
+            for which, of_gemm in fp8.items()
+        }
+
+    def quantized(x: jax.Array, role: Role, cast: CastSpec, axis: int):
+        q = operands.quantize(x, role, cast, axis, {}, use)
+        return jax.lax.bitcast_convert_type(q.codes, jnp.uint8), q.scale
+
+    def of_scale(role: Role, cast: CastSpec, axis: int) -> P:
+        rows, columns = placement.at_rest(role)
+        # A rowwise scale is cut as the dimension that is not reduced; a tensorwise one is on every
+        # device.
+        return P() if cast.granularity == "tensorwise" else P(rows, None) if axis == -1 else P(None, columns)
+
+    if through == "jit":
+        return jax.jit(run)
+    at_rest = {role: P(*placement.at_rest(role)) for role in ROLES}
+    results = dict(zip(recipe.gemms, (at_rest["grad_output"], at_rest["input"], at_rest["weight"]), strict=True))
+    of_operands = {
+        which: tuple((at_rest[role], of_scale(role, cast, use.axis(which, role))) for role, cast in of_gemm)
+        for which, of_gemm in fp8.items()
+    }
+    return jax.jit(jax.shard_map(run, mesh=mesh, in_specs=tuple(at_rest.values()), out_specs=(results, of_operands)))

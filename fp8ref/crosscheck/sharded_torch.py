@@ -1,44 +1,60 @@
-"""Holds FSDP2 in PyTorch to the simulator and to replicated data parallelism (SEMANTICS P-4, P-6, P-11, P-13, H-4).
+"""Compare FSDP2 in PyTorch with the simulator and with replicated training.
 
-On every mesh data x fsdp of N gloo ranks: codes and scales of every FP8 operand on every rank, before and after some steps, against the
-simulator's sharded quantisation; losses, weights and delayed states of those steps, however weights are gathered, against a run in one process
-that knows no FSDP; histories against the simulator's; bytes gathered.
+SEMANTICS P-4, P-6, P-11, P-13, H-4.
+
+On every mesh data x fsdp of N gloo ranks:
+
+- codes and scales of every FP8 operand on every rank, before and after training, are compared with
+  the simulator's sharded quantisation;
+- losses, weights and delayed states are compared with one process that trains without FSDP2,
+  for every way of gathering weights;
+- amax histories are compared with the simulator's, and the bytes of all-gathers are counted.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from fp8ref import console
-from fp8ref.conformance.compare import Report, compare_bits, compare_values
-from fp8ref.crosscheck import delayed_states, fsdp_run, process_group, sharded_operands
-from fp8ref.crosscheck.delayed_states import States
-from fp8ref.crosscheck.fsdp_run import Run, Watcher
+from fp8ref import console, llama
+from fp8ref.conformance.compare import Report, compare_bits, compare_codes, compare_scales, compare_values
+from fp8ref.crosscheck import fsdp_run, process_group
+from fp8ref.crosscheck.fsdp_run import Operands, Run, Watcher
+from fp8ref.crosscheck.operands import States, initial_states, states_after
 from fp8ref.errors import ConfigError
-from fp8ref.recipe import RECIPES, Recipe
+from fp8ref.formats import BFLOAT16
+from fp8ref.recipe import OPERANDS, RECIPES, REDUCED_AXES, CastSpec, Gemm, Recipe, Role
+from fp8ref.sim import cast, delayed, scaling, sharding
+from fp8ref.sim.mesh import Layout, Mesh
+from fp8ref.sim.scaling import Quantized
 from fp8ref.train.config import Config
 from fp8ref.train.data import loader
 from fp8ref.train.sections import ParallelConfig
 
 SCOPES = ("local", "global")
 STEPS = 5
+# Nothing in front of these linears is in FP8: every scaling gives them the same input.
+FIRST = tuple(f"model.layers.0.self_attn.{x}_proj" for x in "qkv")
 
 
 def crosscheck(config: Config, n: int, *, steps: int = STEPS, prepare: Watcher | None = None) -> tuple[Report, dict[str, str]]:
     """Train on every mesh data x fsdp of n ranks, and compare.
 
-    Of ``parallel`` it goes through data, fsdp, gather, precompute_scales and reduction, whatever the config has; and where amax_scope is global,
-    through both scopes (``delayed`` has but that one), for under local alone one process without the others can do what a rank does.
+    All values of ``parallel``'s data, fsdp, gather, precompute_scales and reduction are tried, not
+    only the config's. If the config has amax_scope global, local is tried too: only local scales
+    can be repeated by one process without the others. Delayed scaling has no local scope.
+
     prepare   is called on every rank with every trainer before it trains; it is pickled.
-    Returns:  the report, its backends named "torch 2x2 local" for data x fsdp and the scope, with how weights are gathered where runs are
-              compared; and what was left out, by name, and why.
-    Raises:   ConfigError: a recipe without FP8 or that is not shared, ranks that do not share a batch evenly, keys that are not of this check.
-              ranks.RankError: a rank failed.
+    Returns:  the report, whose backends are named "torch 2x2 local" for data x fsdp and the scope,
+              followed by the way of gathering weights where runs are compared; and what was left
+              out, with the reason, by name.
+    Raises:   ConfigError: a recipe without FP8 or not shared by both backends, a batch that the
+              ranks do not share evenly, keys that this check does not take.
+              process_group.RankError: a rank failed.
     """
     _check(config, n, steps)
     recipes = {d.path: d.recipe for d in config.decisions() if d.fp8}
-    asked = config.parallel.amax_scope
-    scopes = (asked,) if asked == "local" or RECIPES[config.numerics.recipe].delayed else SCOPES
+    chosen = config.parallel.amax_scope
+    scopes = (chosen,) if chosen == "local" or RECIPES[config.numerics.recipe].delayed else SCOPES
     meshes = _meshes(n)
     batches = loader.open_batches(config)
     tokens = [batches.step(step) for step in range(steps + 1)]
@@ -55,7 +71,7 @@ def crosscheck(config: Config, n: int, *, steps: int = STEPS, prepare: Watcher |
 
 
 class _Check:
-    """The report under way, and the runs that others are compared with."""
+    """The report being filled, and the runs that other runs are compared with."""
 
     def __init__(self, config: Config, n: int, recipes: dict[str, Recipe], tokens: list[np.ndarray], prepare: Watcher | None) -> None:
         self.config, self.n, self.recipes, self.tokens, self.prepare = config, n, recipes, tokens, prepare
@@ -64,7 +80,7 @@ class _Check:
         self._first: dict[tuple, tuple[str, Run]] = {}
 
     def mesh(self, copies: int, parts: int, scope: str) -> str:
-        """Everything that is compared on one mesh, by one scope; its name."""
+        """Run every comparison on one mesh under one scope; return the mesh's name."""
         name = f"torch {copies}x{parts} {scope}"
         gathered_in_fp8 = [path for path, recipe in self.recipes.items() if recipe.serves_both("weight")]
         config = self.config.replace(parallel={"data": copies, "fsdp": parts, "amax_scope": scope})
@@ -72,12 +88,14 @@ class _Check:
         found = self._run(self.n, fsdp_run.train, config, variants, self.tokens, self.prepare)
         watched = [runs[next(iter(variants))] for runs in found]
         one = self._one_process(copies, parts)
-        held = self._states(name, watched)
-        sharded_operands.check(self.report, name, config, self.recipes, watched, held)
+        states = self._states(name, watched)
+        check_ranks(self.report, name, config, self.recipes, watched, states)
         if scope == "global":
-            sharded_operands.check_first_layer(self.report, name, watched, one)
-        exact = scope == "local" or bool(held)  # of dynamic scales of all ranks' amaxes, one process would need those of the whole batch
-        key = (scope, *self._tree(copies, parts))
+            check_first_layer(self.report, name, watched, one)
+        # The one process takes each rank's rows in turn. Its dynamic scales are those of one rank's
+        # rows, and so not those that global scope takes from the rows of all ranks.
+        exact = scope == "local" or bool(states)
+        key = (scope, *self._sum_order(copies, parts))
         if exact and copies <= 2:
             self._first[key] = "one process", one
         for rank, runs in enumerate(found):
@@ -92,18 +110,18 @@ class _Check:
     def _run(self, n: int, *what) -> list:
         return process_group.run(n, *what, timeout_s=self.config.parallel.timeout_s)
 
-    def _tree(self, copies: int, parts: int) -> tuple[int, int]:
-        """Names the order of the sum over ranks: that of two has but one."""
+    def _sum_order(self, copies: int, parts: int) -> tuple[int, int]:
+        """The order of the sum over ranks, as a key: a sum of two has only one order."""
         return (1, 2) if self.n == 2 else (copies, parts)
 
     def _one_process(self, copies: int, parts: int) -> Run:
-        tree = self._tree(copies, parts)
-        if tree not in self._replicated:
-            self._replicated[tree] = self._run(1, fsdp_run.replicate, self.config, *tree, self.tokens)[0]
-        return self._replicated[tree]
+        order = self._sum_order(copies, parts)
+        if order not in self._replicated:
+            self._replicated[order] = self._run(1, fsdp_run.replicate, self.config, *order, self.tokens)[0]
+        return self._replicated[order]
 
     def _compare(self, backend: str, rank: str, run: Run, against: str, expected: Run) -> None:
-        """Two runs, bit for bit."""
+        """Compare two runs bit for bit."""
         names = f"{backend}, {rank}", against
         for i, metric in enumerate(("losses", "grad_norms")):
             check = self.report.check(f"model/{metric}/value/{backend}")
@@ -116,14 +134,16 @@ class _Check:
                 compare_bits(self.report.check(f"{name} state/value/{backend}"), mine[name], state, names=names)
 
     def _states(self, backend: str, runs: list[Run]) -> list[States]:
-        """The simulator's delayed states before every step and after the last, of what the ranks had in each; compared with each rank's."""
-        found = [delayed_states.initial(self.recipes)]
+        """Compare every rank's delayed states with the simulator's of all ranks' amaxes (H-4).
+
+        Returns:  the simulator's states before every step and after the last.
+        """
+        found = [initial_states(self.recipes)]
         if not found[0]:
             return []
         for step in range(len(self.tokens) - 1):
-            found.append(
-                delayed_states.after(found[-1], self.recipes, {name: [run.amaxes[step][name] for run in runs] for name in found[0]})
-            )
+            amaxes = {name: [run.amaxes[step][name] for run in runs] for name in found[0]}
+            found.append(states_after(found[-1], self.recipes, amaxes))
             for name, s in found[-1].items():
                 expected = np.concatenate([[s.stored], [s.step], s.amax_history]).astype(np.float32)
                 for rank, run in enumerate(runs):
@@ -132,9 +152,10 @@ class _Check:
         return found
 
     def _bytes(self, name: str, parts: int, layers: list[str], runs: list[tuple[Run, Run]]) -> None:
-        """FP8 codes are half of bfloat16, in the forward pass and in the backward pass; everything else is gathered alike."""
+        """Check that gathering FP8 codes saves half of bfloat16's bytes in each of two passes."""
         shapes = {layer: runs[0][0].weights[f"{layer}.weight"].shape for layer in layers}
-        codes = 2 * sum(-(-rows // parts) * columns for rows, columns in shapes.values())  # shards are padded to equal lengths
+        # one byte less an element, in each of two passes; shards are padded to equal lengths
+        codes = 2 * sum(-(-rows // parts) * columns for rows, columns in shapes.values())
         check = self.report.check(f"model/bytes saved/value/{name} fp8")
         for fp8, compute in runs:
             compare_values(check, compute.gathered - fp8.gathered, codes, 1.0, names=("fewer bytes than in bfloat16", "bytes of FP8 codes"))
@@ -146,7 +167,8 @@ def _meshes(n: int) -> list[tuple[int, int]]:
 
 
 def _variants(copies: int, n: int, *, fp8: bool) -> Iterator[tuple[str, dict]]:
-    """Keys of ``parallel`` that change no bit; the first is the one that is watched."""
+    """Settings of ``parallel`` that must not change a bit. The first is the run that is watched."""
+    # An ordered reduction takes at most two copies (P-13); gloo adds more in an order of its own.
     ordered = {"gather": "compute", "precompute_scales": True, "reduction": "ordered" if copies <= 2 else "native"}
     if fp8:
         yield "fp8", {**ordered, "gather": "fp8"}
@@ -168,7 +190,7 @@ def _check(config: Config, n: int, steps: int) -> None:
             f"recipe {config.numerics.recipe!r} keeps one state for all ranks, of amaxes of all. Set parallel.amax_scope to global."
         )
     other = [f"parallel.{key}" for key in ("tensor", "compile", "checkpointing") if getattr(keys, key) != getattr(ParallelConfig(), key)]
-    if other:  # what is compiled or runs again shows its operands to no observer
+    if other:  # compiled or recomputed layers call no observer
         raise ConfigError(f"--sharded N --backend torch is of data x fsdp, layer after layer; got {', '.join(other)}. Leave it out.")
     if n < 2 or config.data.batch_size % n:
         raise ConfigError(
@@ -176,3 +198,86 @@ def _check(config: Config, n: int, steps: int) -> None:
         )
     if not 1 <= steps <= config.run.steps:
         raise ConfigError(f"--steps lies between 1 and run.steps = {config.run.steps}; got {steps}.")
+
+
+def check_ranks(
+    report: Report,
+    backend: str,
+    config: Config,
+    recipes: Mapping[str, Recipe],
+    runs: Sequence[Run],
+    states: Sequence[States],
+) -> None:
+    """Compare codes and scales of every rank's operands, before and after training (P-4, P-6).
+
+    config   whose data, fsdp and amax_scope are those of the runs.
+    runs     the watched run of each rank.
+    states   the simulator's delayed states, first and last among them; empty if every scale is
+             dynamic.
+    """
+    initial = llama.initial_weights(config.model, seed=config.run.seed)
+    for when, masters in ((0, initial), (-1, runs[0].weights)):
+        weights = {layer: cast.round_to(masters[f"{layer}.weight"], BFLOAT16) for layer in recipes}
+        of_ranks = [run.operands[when] for run in runs]
+        for layer, r in recipes.items():
+            for which, spec in r.gemms.items():
+                _check_ran(report, backend, layer, which, spec.fp8, of_ranks)
+                for role, how, axis in zip(OPERANDS[which], (spec.a, spec.b), REDUCED_AXES[which], strict=True):
+                    if how is None or any((layer, which, role) not in mine.fp8 for mine in of_ranks):
+                        continue
+                    whole = role == "weight"
+                    shards = [weights[layer] if whole else mine.hp[layer, role] for mine in of_ranks]
+                    state = states[when][f"{layer}/{role}"] if how.delayed else None
+                    expected = _simulated(shards, how, axis, config, whole=whole, state=state)
+                    for rank, q in enumerate(expected):
+                        codes, scale = of_ranks[rank].fp8[layer, which, role]
+                        _compare(report, layer, role, backend, q, codes, scale, shards[rank])
+
+
+def check_first_layer(report: Report, backend: str, runs: Sequence[Run], one: Run) -> None:
+    """Under scope global, compare each rank's first input with its rows of one process's (P-4)."""
+    whole, names = one.operands[0], (backend, "one process")
+    for layer, which, role in whole.fp8:
+        if layer not in FIRST or role != "input":
+            continue
+        codes, scale = whole.fp8[layer, which, role]
+        for rank, run in enumerate(runs):
+            mine, own = run.operands[0].fp8[layer, which, role]
+            rows = slice(rank * len(mine), (rank + 1) * len(mine))
+            compare_values(report.check(f"{layer}/{role}/codes/{backend} one process"), mine, codes[rows], 1.0, names=names)
+            of_rows = scale[rows] if scale.ndim and len(scale) == len(codes) else scale  # one a row, or one for all
+            compare_bits(report.check(f"{layer}/{role}/scale/{backend} one process"), own, of_rows, names=names)
+
+
+def _check_ran(report: Report, backend: str, layer: str, which: Gemm, planned: bool, of_ranks: Sequence[Operands]) -> None:
+    for rank, mine in enumerate(of_ranks):
+        if planned != ((layer, which, OPERANDS[which][0]) in mine.fp8):
+            problem = "was planned in FP8 and did not run" if planned else "ran in FP8 and was not planned"
+            report.check(f"{layer}/{which}/value/{backend}", bound=1.0).fail(f"the GEMM {problem} on rank {rank}")
+
+
+def _simulated(
+    shards: Sequence[np.ndarray], how: CastSpec, axis: int, config: Config, *, whole: bool, state: delayed.DelayedState | None
+) -> list[Quantized]:
+    """The simulator's operand on every rank.
+
+    shards   rows [m, K] that follow each other in rank order; or, if ``whole``, the same tensor.
+    """
+    options = {"granularity": how.granularity, "policy": how.policy, "axis": axis}
+    if state is not None:
+        assert how.delayed is not None
+        scales = delayed.scales(state, how.delayed, how.fmt)
+        return [scaling.quantize_with(shard, scales, how.fmt, **options) for shard in shards]  # type: ignore[arg-type]
+    if whole:
+        return [scaling.quantize(shards[0], how.fmt, **options)] * len(shards)  # type: ignore[arg-type]
+    mesh = Mesh(axes={"data": config.parallel.data, "fsdp": config.parallel.fsdp})
+    layout = Layout(mesh=mesh, shape=(sum(map(len, shards)), shards[0].shape[1]), splits={0: ("data", "fsdp")})
+    by_device = dict(zip(mesh.devices, shards, strict=True))
+    found = sharding.quantize(by_device, layout, how.fmt, scope=config.parallel.amax_scope, **options)  # type: ignore[arg-type]
+    return [found[device] for device in mesh.devices]
+
+
+def _compare(report: Report, layer: str, role: Role, backend: str, q: Quantized, codes: np.ndarray, scale: np.ndarray, hp) -> None:
+    name = f"{layer}/{role}"
+    compare_codes(report.check(f"{name}/codes/{backend}"), {"sim": q.codes, backend: codes}, backend, q.fmt, hp)
+    compare_scales(report.check(f"{name}/scale/{backend}"), {"sim": q.scale, backend: scale}, backend)

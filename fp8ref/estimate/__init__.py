@@ -1,4 +1,8 @@
-"""What a config would take on a GPU: memory, GEMMs, traffic and time, from shapes and rates, before anything is built."""
+"""Estimates of memory, GEMMs, communication and time on H100s and H200s, from shapes and rates.
+
+``dry_run`` prints all of them for ``fp8ref train --dry-run``, and ``report`` the predicted gain for
+``fp8ref estimate``. No device, data or framework is needed.
+"""
 
 from fp8ref import extras
 

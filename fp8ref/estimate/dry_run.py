@@ -1,25 +1,24 @@
-"""What a run would be, from its config alone: sizes, memory, GEMMs, communication, where FP8 would pay. Needs no device and no data."""
+"""``fp8ref train --dry-run``: tables of sizes, memory, GEMMs, communication and break-even."""
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from fp8ref.estimate import gemms, kernels, memory, step_time, traffic
-from fp8ref.estimate.gpu_rates import PUBLISHED
-from fp8ref.estimate.gpus import GPUS
-from fp8ref.train import device_shapes, feasibility, hardware
+from fp8ref.estimate import kernels, linear_cost, memory, step_time, traffic
+from fp8ref.estimate.gpu_rates import GPUS, PUBLISHED
+from fp8ref.train import device_shapes, hardware
 from fp8ref.train.config import Config
 
 
 def show(config: Config, backend: str, console: Console) -> None:
-    """Print all of it.
+    """Print all tables.
 
-    Raises:   ConfigError: a config that the backend would refuse, whatever it ran on.
+    Raises:   ConfigError: the backend would refuse the config on any devices.
     """
-    feasibility.check(config, backend)
+    device_shapes.check(config, backend)
     for made in (_sizes, _memory, _linears, _gemms, _traffic, _break_even):
         table = made(config, backend)
-        # beside the table, or a narrow one would fold them
+        # printed apart: rich folds titles and captions to the width of the table
         title, caption, table.title, table.caption = table.title, table.caption, None, None
         console.print(Text(str(title), style="bold"), table, *([Text(str(caption))] if caption else []), "", sep="\n")
 
@@ -65,7 +64,7 @@ def _linears(config: Config, backend: str) -> Table:
     table = _table(f"Linears under recipe {config.numerics.recipe!r}", "linear", ">weight [N, K]", ">of them", "FP8", "why")
     groups: dict[tuple, int] = {}
     for d in config.decisions():
-        key = (gemms.name(d.path), d.shape, d.fp8, d.reason.replace(d.path, gemms.name(d.path)))
+        key = (linear_cost.short_name(d.path), d.shape, d.fp8, d.reason.replace(d.path, linear_cost.short_name(d.path)))
         groups[key] = groups.get(key, 0) + 1
     for (name, shape, fp8, why), count in groups.items():
         table.add_row(name, f"{list(shape)}", str(count), "yes" if fp8 else "no", why)
@@ -75,13 +74,13 @@ def _linears(config: Config, backend: str) -> Table:
 
 
 def _gemms(config: Config, backend: str) -> Table:
-    """Distinct shapes [M, K] x [N, K], with how often a device runs each in a step."""
+    """Distinct GEMM shapes [M, K] x [N, K], and how often a device runs each in a step."""
     table = _table("GEMMs of a device in a step", "GEMM", ">M", ">N", ">K", ">times", "of", "runs in")
     groups: dict[tuple, list[str]] = {}
     flops, in_fp8 = 0, 0
     for d in step_time.with_tied(config):
-        for g in gemms.gemms(d, config, backend):
-            groups.setdefault((g.which, g.m, g.n, g.k, g.how), []).append(gemms.name(g.linear))
+        for g in linear_cost.gemm_shapes(d, config, backend):
+            groups.setdefault((g.which, g.m, g.n, g.k, g.runs_in), []).append(linear_cost.short_name(g.linear))
             flops += 2 * g.m * g.n * g.k
             in_fp8 += 2 * g.m * g.n * g.k * g.fp8
     for (which, m, n, k, how), names in groups.items():
@@ -107,12 +106,12 @@ def _break_even(config: Config, backend: str) -> Table:
     names = [ceilings.gpu for ceilings in PUBLISHED.values()]
     table = _table("Where FP8 would pay: bf16's time by FP8's, predicted", "linear", *(f">{name}" for name in names), "")
     columns = [step_time.linears(config, backend, ceilings) for ceilings in PUBLISHED.values()]
-    seen = set()
+    shown = set()
     for (decision, _), *ledgers in zip(columns[0], *([one for _, one in column] for column in columns), strict=True):
-        key = (gemms.name(decision.path), decision.shape, decision.fp8)
-        if key in seen:
+        key = (linear_cost.short_name(decision.path), decision.shape, decision.fp8)
+        if key in shown:
             continue
-        seen.add(key)
+        shown.add(key)
         ratios = [one.ratio for one in ledgers]
         cells = ["-" if ratio is None else f"{ratio:.2f}" for ratio in ratios]
         slower = [name for name, ratio in zip(names, ratios, strict=True) if ratio is not None and ratio < 1]
@@ -123,7 +122,7 @@ def _break_even(config: Config, backend: str) -> Table:
 
 
 def _table(title: str, *columns: str) -> Table:
-    """Columns whose name begins with > hold numbers."""
+    """A table. Columns whose name begins with > are right-aligned, for numbers."""
     table = Table(title=title)
     for name in columns:
         table.add_column(name.removeprefix(">"), justify="right" if name.startswith(">") else "left")

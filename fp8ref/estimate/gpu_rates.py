@@ -1,11 +1,12 @@
-"""What programs reach on a GPU: the rates that every estimate divides by. Published ones are here; measured ones come from a file.
+"""GPU rates: peaks of data sheets, and the ceilings that programs reach, published or measured.
 
-A file of measured ceilings is JSON, with every key of ``Ceilings`` and no others:
+Published ceilings are here. Measured ones come from a JSON file with exactly the keys of
+``Ceilings``:
 
     {"gpu": "H200 SXM", "bf16": 7.5e14, "fp8": 1.4e15, "fp8_rowwise": 1.3e15, "attention": 5e14, "bandwidth": 4.2e12, "launch": 2e-6,
      "source": "what was run, on which machine, with which versions"}
 
-The figures in this example are no one's; they show the units.
+The figures in this example only show the units; nobody measured them.
 """
 
 import dataclasses
@@ -16,24 +17,67 @@ from typing import ClassVar
 import pydantic
 
 from fp8ref.errors import ConfigError
-from fp8ref.estimate.gpus import GPUS, Gpu
 
+
+@dataclass(frozen=True, kw_only=True)
+class Gpu:
+    """A GPU's data sheet: peaks, which no program reaches.
+
+    bf16, fp8   dense FLOP a second of the tensor cores.
+    bandwidth   bytes a second of memory.
+    memory      bytes.
+    processors  streaming multiprocessors (SMs).
+    """
+
+    name: str
+    bf16: float
+    fp8: float
+    bandwidth: float
+    memory: float
+    source: str
+    processors: int = 132
+
+
+_SPARSE = "tensor-core figures there are with sparsity, halved here"
+GPUS = {
+    gpu.name: gpu
+    for gpu in (
+        Gpu(
+            name="H100 SXM",
+            bf16=1979e12 / 2,
+            fp8=3958e12 / 2,
+            bandwidth=3.35e12,
+            memory=80e9,
+            source=f"NVIDIA H100 Tensor Core GPU data sheet, column H100 SXM; {_SPARSE}",
+        ),
+        Gpu(
+            name="H200 SXM",
+            bf16=1979e12 / 2,
+            fp8=3958e12 / 2,
+            bandwidth=4.8e12,
+            memory=141e9,
+            source=f"NVIDIA H200 Tensor Core GPU data sheet, column H200 SXM; {_SPARSE}",
+        ),
+    )
+}
 NAMES = {"h100": "H100 SXM", "h200": "H200 SXM"}  # --gpu
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ceilings:
-    """gpu           a name of hardware.GPUS
+    """Rates that kernels reach.
+
+    gpu           a name in GPUS
     bf16          FLOP a second of a large GEMM
     fp8           the same, operands with one scale each
     fp8_rowwise   the same, with a scale for every row
-    attention     FLOP a second of fused attention in bfloat16, causal products counted by half
-    bandwidth     bytes a second of a kernel that reads and writes arrays which no cache holds
-    launch        seconds that the smallest kernel takes, with the gap before it
-    source        where these come from
+    attention     FLOP a second of fused attention in bfloat16; causal products count half
+    bandwidth     bytes a second of a kernel on arrays that no cache holds
+    launch        seconds of the smallest kernel, with the gap before it
+    source        where the rates come from
 
-    Raises:       ValueError: an unknown GPU, a rate above its data sheet's or below a hundredth of it, launches that take no time or a
-                  millisecond, fp8 slower than bf16, no source.
+    Raises:       ValueError: an unknown GPU; a rate outside 1 to 100 % of the data sheet's; a
+                  launch outside 10 ns to 1 ms; fp8 slower than bf16; no source.
     """
 
     gpu: str
@@ -71,7 +115,7 @@ class Ceilings:
 
     @property
     def caption(self) -> str:
-        """Whether these were measured, and what they are."""
+        """One sentence: whether the rates were measured, their values and source."""
         figures = f"{self.bf16 / 1e12:.0f} and {self.fp8 / 1e12:.0f} TFLOP/s ({self.fp8_rowwise / 1e12:.0f} with scales of rows)"
         rest = f"attention {self.attention / 1e12:.0f}, {self.bandwidth / 1e12:.2f} TB/s, {self.launch * 1e6:.1f} us a kernel"
         return f"{'MEASURED' if self.measured else 'Published, NOT MEASURED here'}: {self.gpu} reaches {figures}, {rest}. {self.source}"
@@ -79,7 +123,7 @@ class Ceilings:
 
 @dataclass(frozen=True, kw_only=True)
 class Measured(Ceilings):
-    """Those of a file."""
+    """Rates that were measured, from a file."""
 
     measured: ClassVar[bool] = True
     __pydantic_config__ = pydantic.ConfigDict(extra="forbid", strict=True)
@@ -107,9 +151,12 @@ PUBLISHED = {
 
 
 def of(gpu: str, file: Path | None = None) -> Ceilings:
-    """Those of a GPU by its name on the command line: measured ones from a file, published ones without.
+    """The rates of a GPU, by its name on the command line.
 
-    Raises:   ConfigError: an unknown GPU; a file that cannot be read, is no such JSON, or is of another GPU.
+    file      of measured rates; None: published ones.
+
+    Raises:   ConfigError: an unknown GPU; a file that cannot be read, has other keys, or is of
+              another GPU.
     """
     if gpu not in NAMES:
         raise ConfigError(f"--gpu is one of {', '.join(NAMES)}; got {gpu!r}.")

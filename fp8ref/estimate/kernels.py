@@ -1,14 +1,19 @@
-"""The kernels that make a linear's FP8 operands, one after the other, and the bytes that each moves.
+"""The kernels that quantise a linear's FP8 operands, and the bytes that each moves.
 
-How many there are depends on who fuses them. Bytes are of tensors of two bytes an element, codes of one:
+Their number depends on the compiler that fuses them. Bytes assume bfloat16 tensors and one byte a
+code:
 
-inductor  torchao's own list, testing/training/roofline_utils.py of 0.18. Tensorwise: an amax, a scale, and a cast that writes codes in every order
-          that a GEMM wants, a weight's once in the forward and once in the backward pass. Rowwise: amax and cast in one, along memory;
+inductor  torchao's own list, testing/training/roofline_utils.py of 0.18. Tensorwise: an amax, a
+          scale, and a cast that writes codes in every order that a GEMM wants, a weight's once in
+          the forward and once in the backward pass. Rowwise: amax and cast in one, along memory;
           across it after a transpose in bfloat16.
-xla       counted in programs compiled for an H200 (benchmarks/results/aot.md): amax and cast are two kernels, a cast writes all orders at once.
-eager     PyTorch without torch.compile: every operation of a cast is a kernel, and each GEMM has its operands made anew.
+xla       counted in programs compiled for an H200 (benchmarks/results/aot.md): amax and cast are
+          two kernels, a cast writes all orders at once.
+eager     PyTorch without torch.compile: every operation of a cast is a kernel, and each GEMM has
+          its operands made anew.
 
-Operands in blocks: torchao's Triton kernels read a tensor once; where no kernel multiplies them (SEMANTICS G-16), they are dequantised.
+Operands in blocks: torchao's Triton kernels read a tensor once; where no kernel multiplies them
+(SEMANTICS G-16), they are dequantised.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -26,21 +31,24 @@ GEMMS: tuple[Gemm, ...] = ("output", "grad_input", "grad_weight")
 
 @dataclass(frozen=True)
 class Kernel:
-    """A kernel beside the GEMM: what it is for, and bytes that it moves."""
+    """A kernel other than the GEMM: its purpose, and the bytes that it moves."""
 
     part: Part
     bytes: float
 
 
 def fusion(config: Config, backend: str) -> Fusion:
-    """Who fuses elementwise work into kernels."""
+    """The compiler that fuses elementwise operations into kernels."""
     if backend == "jax":
         return "xla"
     return "eager" if config.parallel.compile == "none" else "inductor"
 
 
 def multiplies_fp8(spec: GemmSpec, backend: str) -> bool:
-    """Whether there is a kernel: not of operands in blocks, but for torchao's of 1x128 and 128x128 (G-16, G-17)."""
+    """Whether an FP8 kernel exists (G-16, G-17).
+
+    It does for all but blockwise operands; of those, torchao multiplies 1x128 x 128x128.
+    """
     if spec.a is None:
         return False
     return granularity.by_name(spec.a.granularity).reduced is None or (backend == "torch" and spec.a.granularity == "blockwise_1x128")
@@ -55,12 +63,13 @@ def of_linear(
     roles: Collection[Role] = ROLES,
     gathered: float | None = None,
 ) -> list[Kernel]:
-    """Those of one linear and one part of a batch.
+    """The kernels of one linear for one microbatch.
 
-    sizes     elements by role, of which the weight's may be a shard.
-    gemms     those that run: ("output",) is a forward pass alone.
-    roles     those that it casts itself: another linear may have cast their input.
-    gathered  elements of a whole weight whose codes are gathered from shards; None where they are not.
+    sizes     elements by role; the weight's may be a shard.
+    gemms     the GEMMs that run: ("output",) is a forward pass alone.
+    roles     the roles that this linear quantises: its input may come quantised from another
+              linear.
+    gathered  elements of the whole weight, if its codes are gathered from shards; else None.
     """
     backend = "jax" if how == "xla" else "torch"
     wanted: dict[Role, list[tuple[Gemm, CastSpec, int]]] = {}
@@ -80,7 +89,10 @@ def of_linear(
 
 
 def rescale(spec: GemmSpec, outputs: float, how: Fusion) -> list[Kernel]:
-    """What multiplies a GEMM's result by its scales after it (SEMANTICS G-8): all rowwise ones of XLA, float32 then; torchao's slow ones."""
+    """The kernels that scale a GEMM's result after it (SEMANTICS G-8).
+
+    XLA needs one for rowwise scales, in float32; torchao for its slow accumulation.
+    """
     if how == "xla":
         return [Kernel("rescale", 6 * outputs)] if spec.rowwise else []
     if spec.epilogue != "unit_round_scale_round":
@@ -95,7 +107,7 @@ def _of_role(role: Role, served: list[tuple[Gemm, CastSpec, int]], n: float, how
     for which, cast, axis in served:
         transposed = axis == 0
         if gathered is not None and transposed:
-            made.append(Kernel("layout", 2 * gathered))  # what is gathered lies along memory; a GEMM wants it across
+            made.append(Kernel("layout", 2 * gathered))  # gathered codes are row-major, and this GEMM needs them column-major
         if granularity.by_name(cast.granularity).reduced is not None:
             made.append(Kernel("cast", 3 * n))
         elif how == "eager":
@@ -120,20 +132,24 @@ def _rowwise(role: Role, n: float, how: Fusion, *, transposed: bool, after: bool
         return [Kernel("amax", 2 * n), Kernel("cast", 3 * n)]
     if not transposed:
         return [Kernel("cast", 3 * n)]
-    # the cast along memory, where there is one, writes the transposed tensor beside its codes; a weight's is of another pass
+    # An earlier row-major cast also writes the transposed tensor, so that it need not be read
+    # again. A weight's earlier cast ran in another pass.
     read = 0 if after and role != "weight" else 2 * n
     return [Kernel("layout", read + 2 * n), Kernel("cast", 3 * n)]
 
 
 def _dequantised(n: float, how: Fusion) -> list[Kernel]:
-    """Quantised and back to bfloat16."""
+    """Quantise, and dequantise to bfloat16: no FP8 GEMM exists."""
     if how == "eager":
         return [*_eager_amax(n), *_eager_cast(n), Kernel("cast", 5 * n), Kernel("cast", 8 * n), Kernel("cast", 6 * n)]
     return [Kernel("amax", 2 * n), Kernel("cast", 4 * n)] if how == "xla" else [Kernel("cast", 4 * n)]
 
 
 def _eager_amax(n: float) -> list[Kernel]:
-    """abs writes a tensor, max reads it; float64, clamp, quotient, float32, reciprocal are of one number or of a row's."""
+    """abs writes a tensor and max reads it.
+
+    Then five operations on scalars or rows: float64, clamp, quotient, float32, reciprocal.
+    """
     return [Kernel("amax", 4 * n), Kernel("amax", 2 * n), *(Kernel("scale", 0) for _ in range(5))]
 
 

@@ -1,31 +1,39 @@
-"""Bytes that a device holds while it trains, from shapes alone: an estimate, whose formulas are beside its lines.
+"""Estimated memory of a device in training, from shapes alone, with the formula of each line.
 
-The tests hold it to what PyTorch's autograd keeps, within 2 %, and to the temporary memory of XLA's programs for H200s, within 30 %.
-What is left out: the framework's own (CUDA context and libraries, a GiB or so), fragmentation, buffers of collectives, workspaces of GEMMs.
+The tests compare it with the tensors that PyTorch's autograd saves, within 2 %, and with the
+temporary memory of XLA's programs for H200s, within 30 %. Not counted: CUDA context and libraries
+(about a GiB), fragmentation, buffers of collectives, workspaces of GEMMs.
 """
 
 import math
 
 from fp8ref import llama
-from fp8ref.recipe import delayed_casts
+from fp8ref.train import train_state
 from fp8ref.train.config import Config
 from fp8ref.train.device_shapes import at_rest, in_fp8, sharded, tokens, used
+from fp8ref.train.train_state import FP8_BLOCK, FP8_SMALLEST
 
-LOGITS = 14  # bytes an element: bfloat16 once; float32 logits, their softmax and their gradient
-BLOCK, SMALLEST = 256, 4096  # of moments in FP8 (T-6)
+LOGITS = 14  # bytes a logit: bfloat16, and float32 logits, softmax and gradient
+OBSERVATION = 3 * 4  # bytes that a role's observation takes until the step's update: amax and two flags, float32
 
 
 def lines(config: Config, backend: str) -> dict[str, tuple[int, str]]:
-    """What is held -> bytes, and how they are counted."""
+    """{what: (bytes, formula)} of a device."""
     pieces = [math.prod(at_rest(name, shape, config, backend)) for name, shape in llama.parameter_shapes(config.model).items()]
     held = sum(pieces)
+    kept: dict[str, int] = {}  # of the training state, bytes by label
+    for one in train_state.PER_PARAMETER:
+        kept[one.label] = kept.get(one.label, 0) + sum(one.device_bytes(size, config.optimizer.kind) for size in pieces)
+    masters = train_state.PER_PARAMETER[0].label
+    formulas = {masters: "4 bytes a parameter of the device's piece", "AdamW's moments": _moments_formula(config)}
+    state = {label: (size, formulas.get(label, "4 bytes a parameter")) for label, size in kept.items()}
     twice = backend == "jax" and config.data.microbatches > 1
     activations, formula = _activations(config, backend)
     compute, how = _compute(config, backend)
     return {
-        "weights, float32 masters": (4 * held, "4 bytes a parameter of the device's piece"),
+        masters: state.pop(masters),
         "gradients, float32": (4 * held * (1 + twice), "the same" + ", and the sum over parts" * twice),
-        "AdamW's moments": (sum(moments(size, config) for size in pieces), _moments_formula(config)),
+        **state,
         "FP8 states": (_states(config, backend), "scales, histories and observations of delayed scaling"),
         "weights in use": (compute, how),
         "activations": (activations, formula),
@@ -35,30 +43,28 @@ def lines(config: Config, backend: str) -> dict[str, tuple[int, str]]:
 
 def moments(size: int, config: Config) -> int:
     """Bytes of AdamW's two moments of a piece of this many elements."""
-    fp8 = config.optimizer.kind == "adamw_fp8" and size >= SMALLEST and size % BLOCK == 0
-    return 2 * (size + 4 * size // BLOCK) if fp8 else 8 * size
+    return sum(one.device_bytes(size, config.optimizer.kind) for one in train_state.PER_PARAMETER if one.moment)
 
 
 def _moments_formula(config: Config) -> str:
     if config.optimizer.kind == "adamw_fp8":
-        return f"2 codes and 2 scales of {BLOCK}; float32 in pieces below {SMALLEST} or no multiple of {BLOCK} (T-6)"
+        return f"2 codes and 2 scales of {FP8_BLOCK}; float32 in pieces below {FP8_SMALLEST} or no multiple of {FP8_BLOCK} (T-6)"
     return "2 float32 a parameter"
 
 
 def _states(config: Config, backend: str) -> int:
-    """A role: a scale, a history, what was observed, float32, and a count: 4 bytes in JAX, 8 in PyTorch."""
-    return sum(
-        4 * (1 + delayed.history_length + 3) + (4 if backend == "jax" else 8)
-        for decision in config.decisions()
-        for _, delayed in delayed_casts(decision.recipe).values()
-    )
+    """The saved states of delayed scaling, and an observation for each role."""
+    states = train_state.fp8_states(config, backend)
+    roles = sum(name.endswith(".amax_history") for name in states)
+    return sum(tensor.nbytes for tensor in states.values()) + OBSERVATION * roles
 
 
 def _compute(config: Config, backend: str) -> tuple[int, str]:
-    """Copies of weights in the compute dtype, and what is gathered."""
+    """(bytes, formula) of bf16 copies, and of gathered weights and their gradients."""
     model = config.model
     table = model.vocab_size * model.hidden_size
-    # the table is used as it is; torch's model that is compiled whole gathers it in the compute dtype (P-19)
+    # The table is used in float32. Only torch's whole-model compile gathers it in the compute dtype
+    # (P-19).
     shapes = {name: shape for name, shape in llama.parameter_shapes(model).items() if name != llama.EMBEDDING}
     own = sum(2 * math.prod(at_rest(name, shape, config, backend)) for name, shape in shapes.items())
     if not sharded(config, backend):
@@ -85,13 +91,14 @@ def _compute(config: Config, backend: str) -> tuple[int, str]:
 
 
 def _activations(config: Config, backend: str) -> tuple[int, str]:
-    """Of one part of a batch, what the backward pass needs of the forward pass."""
+    """(bytes, formula) of activations of one microbatch that are kept for the backward pass."""
     keys, model = config.parallel, config.model
     count, layers = tokens(config), model.num_hidden_layers
     h = model.hidden_size / (keys.tensor if keys.sequence else 1)
     a, kv, f = (n / keys.tensor for n in (model.hidden_size, model.num_key_value_heads * model.head_dim, model.intermediate_size))
     if backend == "jax" or keys.compile != "none":
-        # bf16: the inputs of both norms and what they give; q, k, v; attention's output; gate, up and their product
+        # bf16: the inputs of both norms and what they give; q, k, v; attention's output; gate, up
+        # and their product
         layer, formula = 2 * (4 * h + 2 * a + 2 * kv + 3 * f), "2 (4 H + 2 A + 2 KV + 3 F)"
     else:
         # eager autograd keeps float32 too: two of each norm; gate, its SiLU and up

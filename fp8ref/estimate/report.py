@@ -1,4 +1,4 @@
-"""What ``fp8ref estimate`` says: every linear's ledger, which linears to filter, and what of it a step keeps."""
+"""``fp8ref estimate``: the predicted FP8 speed-up of each linear and of a whole step."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from fp8ref.estimate.gpu_rates import Ceilings
 from fp8ref.estimate.linear_cost import Ledger
 from fp8ref.estimate.step_time import Step
 from fp8ref.result import Result
-from fp8ref.train import feasibility
+from fp8ref.train import device_shapes
 from fp8ref.train.config import Config
 
 COLUMNS = {"gemm": ("gemm",), "amax": ("amax", "scale"), "cast": ("cast",), "layout": ("layout",), "rescale": ("rescale",)}
@@ -20,7 +20,7 @@ COLUMNS = {"gemm": ("gemm",), "amax": ("amax", "scale"), "cast": ("cast",), "lay
 
 @dataclass(frozen=True)
 class Row:
-    """One shape of linear, and how many there are."""
+    """A shape of linear, how many there are, and their predicted time."""
 
     linear: str
     shape: tuple[int, int]  # [N, K], whole
@@ -35,7 +35,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Forecast(Result):
-    """What FP8 is predicted to gain, linear by linear and over a step; times are seconds of one device."""
+    """The predicted gain of FP8, by linear and over a step. Times are in seconds of one device."""
 
     backend: str
     recipe: str
@@ -43,15 +43,15 @@ class Forecast(Result):
     rows: list[Row]
     step: Step
     fused: bool
-    named: bool  # whether some of those that lose are converted because fp8_fqns names them
+    named: bool  # whether fp8_fqns names a linear that FP8 makes slower
 
     @property
     def to_filter(self) -> list[str]:
-        """The linears that lose, for filter_fqns."""
+        """The linears that FP8 makes slower, for filter_fqns."""
         return list(dict.fromkeys(row.linear for row in self.rows if row.loses))
 
     def render(self, console: Console) -> None:
-        """Both tables, and what they are made of."""
+        """Print the tables of linears and of a step, with advice."""
         table = _table("linear", ">N x K", ">of it", ">bf16", *(f">{name}" for name in COLUMNS), ">floor", ">bf16/fp8", "")
         for row in self.rows:
             one = row.ledger
@@ -65,11 +65,11 @@ class Forecast(Result):
 
     @property
     def ok(self) -> bool:
-        """An estimate has nothing that could fail."""
+        """Always true: nothing is compared."""
         return True
 
     def to_dict(self) -> dict:
-        """What --json keeps."""
+        """The content of the --json file."""
         rows = [dataclasses.asdict(row) | {"ratio": row.ledger.ratio, "filter": row.loses} for row in self.rows]
         ratios = {name: getattr(self.step, name) for name in ("ratio", "filtered_ratio", "limit")}
         return {
@@ -112,9 +112,12 @@ class Forecast(Result):
 
 
 def of(config: Config, backend: str, ceilings: Ceilings) -> Forecast:
-    """Raises:   ConfigError: a config that the backend would refuse, whatever it ran on."""
-    feasibility.check(config, backend)
-    feasibility.check_on_gpu(config, backend)
+    """The forecast for a config.
+
+    Raises:   ConfigError: the backend would refuse the config on any devices.
+    """
+    device_shapes.check(config, backend)
+    device_shapes.check_on_gpu(config, backend)
     groups: dict[tuple, tuple[int, Ledger]] = {}
     for decision, one in step_time.linears(config, backend, ceilings):
         key = (decision.path.split(".")[-1], decision.shape, decision.fp8)
@@ -127,7 +130,7 @@ def of(config: Config, backend: str, ceilings: Ceilings) -> Forecast:
 
 
 def _table(*columns: str) -> Table:
-    """Columns whose name begins with > hold numbers."""
+    """A table. Columns whose name begins with > are right-aligned, for numbers."""
     table = Table()
     for name in columns:
         table.add_column(name.removeprefix(">"), justify="right" if name.startswith(">") else "left")

@@ -1,7 +1,7 @@
-"""A device's step, linears and all else, in bfloat16 and as configured: what FP8 can gain is limited by what is not a linear.
+"""Estimated time of a whole step. Parts that are not linears limit FP8's gain (Amdahl).
 
-All of it is an estimate at the same ceilings. What is not a linear is counted as fused kernels move it, eager PyTorch moves more. Left out:
-collectives, which overlap or do not, the host, the loader, validation and checkpoints.
+Operations other than linears are counted as fused kernels; eager PyTorch moves more bytes. Not
+counted: collectives, which may overlap, the host, the loader, validation and checkpoints.
 """
 
 import math
@@ -19,7 +19,13 @@ from fp8ref.train.device_shapes import at_rest, tokens
 
 @dataclass(frozen=True)
 class Step:
-    """Seconds by what takes them: linears in bfloat16; the same as configured, and without those that lose; the rest, what it is -> how long."""
+    """Seconds of a step.
+
+    bf16        all linears in bfloat16.
+    configured  the linears as configured.
+    filtered    the same, with linears that FP8 makes slower in bfloat16.
+    rest        {what: seconds} of everything else.
+    """
 
     bf16: float
     configured: float
@@ -33,12 +39,12 @@ class Step:
 
     @property
     def filtered_ratio(self) -> float:
-        """The same with every linear that FP8 slows left in bfloat16."""
+        """The same ratio, with linears that FP8 makes slower left in bfloat16."""
         return self._ratio(self.filtered)
 
     @property
     def limit(self) -> float:
-        """The same if linears took no time at all (Amdahl)."""
+        """The same ratio, if linears took no time (Amdahl's limit)."""
         return self._ratio(0.0)
 
     def _ratio(self, linears: float) -> float:
@@ -47,7 +53,7 @@ class Step:
 
 
 def with_tied(config: Config) -> list[Decision]:
-    """The linears, and a tied head, which multiplies as one in high precision."""
+    """The linears, with a tied lm_head too: it is a GEMM in high precision."""
     decisions = config.decisions()
     if not config.model.tie_word_embeddings:
         return decisions
@@ -56,7 +62,7 @@ def with_tied(config: Config) -> list[Decision]:
 
 
 def linears(config: Config, backend: str, ceilings: Ceilings) -> list[tuple[Decision, Ledger]]:
-    """Every linear's, for one part of a batch; alike ones are counted once."""
+    """(linear, cost) for one microbatch. The cost of equal linears is computed once."""
     made: dict[tuple, Ledger] = {}
     found = []
     for decision in with_tied(config):
@@ -68,7 +74,7 @@ def linears(config: Config, backend: str, ceilings: Ceilings) -> list[tuple[Deci
 
 
 def of(config: Config, backend: str, ceilings: Ceilings) -> Step:
-    """The prediction of one optimizer step of a device, all parts of its batch."""
+    """Predict one optimizer step of a device, all microbatches included."""
     parts, again = config.data.microbatches, config.parallel.checkpointing == "full"
     bf16 = configured = filtered = 0.0
     forward: dict[tuple, Ledger] = {}
@@ -92,8 +98,10 @@ def _rest(config: Config, backend: str, ceilings: Ceilings) -> dict[str, float]:
     logits = count // (keys.tensor if keys.sequence and backend == "jax" else 1) * model.vocab_size
     moved = {
         "norms, rotations, SwiGLU, sums": count * layers * _elementwise(config),
-        "embedding and loss": 12 * count * model.hidden_size + 2 * LOGITS * logits,  # each of memory's arrays written and read
-        # of every piece: norm of gradients, gradient, weight read and written, moments read and written, copy in bf16
+        "embedding and loss": 12 * count * model.hidden_size
+        + 2 * LOGITS * logits,  # each array of the memory estimate is written and read once
+        # bytes an element: gradient read for the norm and again for the update, weight read and
+        # written, bf16 copy made; moments read and written
         "AdamW": sum((4 + 4 + 8 + 6) * size + 2 * moments(size, config) for size in pieces),
     }
     if parts > 1:
@@ -103,7 +111,7 @@ def _rest(config: Config, backend: str, ceilings: Ceilings) -> dict[str, float]:
 
 
 def _elementwise(config: Config) -> float:
-    """Bytes a token and layer, bfloat16: forward both norms, rotations, both sums, SwiGLU; backward the same and sums of gradients."""
+    """Bytes a token and layer of norms, rotations, residual sums and SwiGLU, in bfloat16."""
     keys, model = config.parallel, config.model
     h = model.hidden_size / (keys.tensor if keys.sequence else 1)
     a, kv, f = (n / keys.tensor for n in (model.hidden_size, model.num_key_value_heads * model.head_dim, model.intermediate_size))
@@ -112,9 +120,11 @@ def _elementwise(config: Config) -> float:
 
 
 def _attention(config: Config, backend: str, ceilings: Ceilings) -> float:
-    """Seconds a layer. PyTorch and cuDNN: a fused kernel, two products forward and five backward, causal ones by half.
+    """Seconds of attention in a layer.
 
-    XLA: all of every product, and scores in memory: float32 scores and bfloat16 probabilities, forward and backward 30 bytes each.
+    PyTorch and cuDNN: a fused kernel with two products forward and five backward, of which
+    causality skips half. XLA: whole products, and scores in memory: float32 scores and bfloat16
+    probabilities, 30 bytes each in both passes.
     """
     keys, model = config.parallel, config.model
     count, length = tokens(config) * config.data.microbatches, config.data.sequence_length

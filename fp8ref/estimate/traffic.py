@@ -1,7 +1,10 @@
-"""Bytes that a device receives in a step, by what they are for: in the types of this config, and if all of it were bfloat16 or float32.
+"""Communication of a step: bytes that a device receives, by purpose.
 
-Counted as rings move them: a gather or reduce-scatter over n devices gives each (n - 1) / n of the whole, an all-reduce twice that.
-Amaxes, scales and norms, some bytes a tensor, are left out.
+As configured, and for comparison as if all tensors were bfloat16 or float32.
+
+Ring algorithms are assumed: in a gather or reduce-scatter over n devices each receives (n - 1) / n
+of the whole, in an all-reduce twice that. Amaxes, scales and norms are not counted: a few bytes a
+tensor.
 """
 
 import math
@@ -16,19 +19,19 @@ from fp8ref.train.device_shapes import at_rest, in_fp8, tokens, used
 
 @dataclass
 class Flow:
-    """elements of one purpose, and their bytes."""
+    """Elements that are received for one purpose, and their bytes."""
 
     elements: float = 0.0
     bytes: float = 0.0
 
     def add(self, elements: float, size: int) -> None:
-        """So many elements of size bytes each."""
+        """Add elements of ``size`` bytes each."""
         self.elements += elements
         self.bytes += elements * size
 
 
 def flows(config: Config, backend: str) -> dict[str, Flow]:
-    """Purpose -> what a device receives for it in one optimizer step."""
+    """{purpose: what a device receives for it in one optimizer step}."""
     found: dict[str, Flow] = {}
     for purpose, elements, size in _moves(config, backend):
         found.setdefault(purpose, Flow()).add(elements * config.data.microbatches, size)
@@ -36,7 +39,7 @@ def flows(config: Config, backend: str) -> dict[str, Flow]:
 
 
 def _moves(config: Config, backend: str) -> Iterator[tuple[str, float, int]]:
-    """(purpose, elements, bytes each) of one part of a batch."""
+    """(purpose, elements, bytes of each) of one microbatch."""
     keys = config.parallel
     decisions = {d.path: d for d in config.decisions()}
     gathered, copies = (keys.fsdp - 1) / keys.fsdp, (keys.data - 1) / keys.data
@@ -45,13 +48,14 @@ def _moves(config: Config, backend: str) -> Iterator[tuple[str, float, int]]:
         piece = math.prod(at_rest(name, shape, config, backend))
         whole = math.prod(used(linear, shape, config) if len(shape) == 2 else shape)
         if len(shape) == 2 or backend == "torch":
-            # forward and backward pass; the table, which FSDP2 keeps, and JAX's, once
+            # gathered in the forward and in the backward pass; the embedding table once in both
+            # backends
             table = name == llama.EMBEDDING
             size = 4 if table else 1 if linear in decisions and in_fp8(decisions[linear].recipe, config, backend) else 2
             yield "weights, gathered over fsdp", (1 if table else 2) * gathered * whole, size
             yield "gradients, reduced over fsdp", gathered * whole, 4
             yield "gradients, summed over data", 2 * copies * piece, 4
-        else:  # JAX's norms are whole everywhere
+        else:  # JAX replicates norms
             parts = keys.fsdp * keys.data * (keys.tensor if keys.sequence else 1)
             yield "gradients, summed over data", 2 * (parts - 1) / parts * whole, 4
     if keys.tensor > 1:
@@ -59,7 +63,12 @@ def _moves(config: Config, backend: str) -> Iterator[tuple[str, float, int]]:
 
 
 def _tensor(config: Config, backend: str) -> Iterator[tuple[str, float, int]]:
-    """Of attention and MLP: what enters q, k, v or gate, up is gathered, what o or down gives is summed; backward the other way round."""
+    """Tensor parallelism of attention and MLP.
+
+    Inputs of q, k, v, gate and up are gathered, outputs of o and down summed.
+
+    The backward pass does the reverse.
+    """
     keys = config.parallel
     parts = tokens(config) * config.model.hidden_size * (keys.tensor - 1) / keys.tensor
     outputs = 4 if backend == "jax" else 2  # P-9: float32 accumulators; P-16: rounded parts
@@ -72,12 +81,12 @@ def _tensor(config: Config, backend: str) -> Iterator[tuple[str, float, int]]:
         if last in ("o_proj", "down_proj"):
             yield "outputs, summed over tensor", (1 if keys.sequence else 2) * parts, outputs
             if keys.sequence:
-                # codes of its own for each GEMM, where one scale does not serve both
+                # each GEMM needs its own codes, unless one scale serves both
                 times = 1 if backend == "torch" or decision.recipe.serves_both("grad_output") else 2
                 yield "grad_outputs, gathered over tensor", times * parts, _gathered(decision.recipe.grad_input, backend)
 
 
 def _gathered(spec: GemmSpec, backend: str) -> int:
-    """Bytes an element of a token: codes where the cast comes before the gather (P-10, P-15)."""
+    """Bytes an element: one if the operand is cast before the gather, else two (P-10, P-15)."""
     before = spec.a is not None and (backend == "jax" or (spec.a.granularity == "tensorwise" and spec.a.policy.name == "torchao"))
     return 1 if before else 2

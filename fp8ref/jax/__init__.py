@@ -1,9 +1,18 @@
-"""FP8 training in JAX: ``linear.apply`` is one linear layer by any recipe; ``flax.convert`` puts FP8 into an existing model.
+"""FP8 training in JAX: ``linear.apply`` is one linear layer by any recipe; ``flax.convert`` puts
+FP8 into an existing model.
 
-``cast``, ``scaling``, ``scales``, ``delayed`` and ``gemm`` are the parts. ``contraction`` has dot_general and einsum, ``sharding`` a linear's placement
-on a mesh, ``proof`` what a compiled step really multiplies, ``hardware`` simulated hardware in place of XLA's FP8 dots.
+    linear        one layer, forward and backward; ``operands`` quantises and gathers for it
+    contraction   dot_general and einsum by a recipe
+    flax          hooks for linen and NNX layers, convert, value_and_grad
+    cast, scaling, scales, delayed, gemm
+                  the parts, under the same names as in ``fp8ref.sim``
+    sharding      the placement of a linear on a mesh
+    proof         which GEMMs and collectives of a compiled step run in FP8
+    hardware      simulated hardware in place of XLA's FP8 dots
+    stats         quantisation statistics, measured on the device
 
-Held to docs/SEMANTICS.md by ``fp8ref.crosscheck``; shares no code with the simulator. The trainer is ``fp8ref.train.jax``.
+``fp8ref.crosscheck`` compares all of it with the simulator, of which it shares no code. The trainer
+is ``fp8ref.train.jax``.
 """
 
 from fp8ref import extras, moved

@@ -1,4 +1,8 @@
-"""Rounding to a format with XLA's own conversion (SEMANTICS C): nearest even, from float32, float16 or bfloat16."""
+"""Round to an FP8 format by XLA's own conversion (SEMANTICS C): nearest even, from float32, float16
+or bfloat16.
+
+``encode`` gives uint8 codes, ``to_fp8`` the native float8 array, ``decode`` float32 values.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -18,19 +22,22 @@ DTYPES = {
 def encode(x: jax.Array, fmt: Format, *, saturate: bool = True) -> jax.Array:
     """Round x once to nearest even and return the codes.
 
-    Shapes:   x any shape, empty too, float32, float16 or bfloat16, of JAX or NumPy; codes uint8 of the same shape.
-    Specials: as the simulator: NaN -> fmt.nan_code; -0 and underflow keep their sign, but in fnuz; above fmt.max, infinities too: max if saturate,
-              else Inf, or NaN in a format without infinities.
+    Shapes:   x any shape, empty too, float32, float16 or bfloat16, of JAX or NumPy; codes uint8 of
+              the same shape.
+    Specials: as the simulator: NaN -> fmt.nan_code; -0 and underflow keep their sign, except in
+              fnuz; above fmt.max, infinities included: max if saturate, else Inf, or NaN in a
+              format without infinities.
     Raises:   ValueError: fmt not FP8; x of another dtype (float64 would be rounded twice).
     Source:   SEMANTICS C-1 to C-6.
     """
     codes = lax.bitcast_convert_type(to_fp8(x, fmt, saturate=saturate), jnp.uint8)
-    # XLA's NaN keeps the sign; C-5 emits one code
+    # XLA's NaN keeps its sign; C-5 emits one code.
     return jnp.where(jnp.isnan(x) | (codes == fmt.nan_code | fmt.sign_bit), jnp.uint8(fmt.nan_code), codes)
 
 
 def decode(codes: jax.Array, fmt: Format) -> jax.Array:
-    """The values of uint8 codes (or of the native float8 array), exactly: float32 of the same shape. Every NaN code is NaN.
+    """The values of uint8 codes (or of the native float8 array), exactly: float32 of the same
+    shape. Every NaN code is NaN.
 
     Raises:   ValueError: fmt not FP8; codes of another dtype.
     """
@@ -43,7 +50,7 @@ def decode(codes: jax.Array, fmt: Format) -> jax.Array:
 
 
 def to_fp8(x: jax.Array, fmt: Format, *, saturate: bool = True) -> jax.Array:
-    """As encode, but the native float8 array; its NaNs may carry a sign. Raises as encode."""
+    """``encode``, giving the native float8 array, whose NaNs may carry a sign. Raises as encode."""
     dtype = _dtype(fmt)
     value = to_f32(x)
     if saturate:
@@ -52,17 +59,20 @@ def to_fp8(x: jax.Array, fmt: Format, *, saturate: bool = True) -> jax.Array:
 
 
 def to_f32(x: jax.Array) -> jax.Array:
-    """x widened to float32, rounded to its own dtype first: XLA may hand a fused consumer more digits than the dtype has. ValueError
-    unless it is float32, float16 or bfloat16."""
+    """x widened to float32, after rounding to its own dtype; ValueError unless it is float32,
+    float16 or bfloat16."""
     x = checked(x)
     if x.dtype == jnp.float32:
         return x
+    # When XLA fuses the producer of a bfloat16 x, it may pass on more digits than bfloat16 has.
+    # This rounds them away.
     info = jnp.finfo(x.dtype)
     return lax.reduce_precision(x, info.nexp, info.nmant).astype(jnp.float32)
 
 
 def magnitude_bits(x: jax.Array) -> jax.Array:
-    """The bits of |x|, int16 or int32, which order as the magnitudes do, infinities and then NaNs the largest."""
+    """The bits of |x|, int16 or int32. They order as the magnitudes do; infinities and then NaNs
+    are the largest."""
     integer = jnp.int32 if checked(x).dtype == jnp.float32 else jnp.int16
     return lax.bitcast_convert_type(x, integer) & jnp.iinfo(integer).max
 
@@ -73,8 +83,9 @@ def from_magnitude_bits(bits: jax.Array, dtype) -> jax.Array:
 
 
 def checked(x: jax.Array) -> jax.Array:
-    """x as an array of JAX; ValueError unless it is float32, float16 or bfloat16."""
-    # asked of x itself: jnp.asarray would round a NumPy float64 array to float32 first
+    """x as a JAX array; ValueError unless it is float32, float16 or bfloat16."""
+    # The dtype is read from x itself: jnp.asarray would first round a NumPy float64 array to
+    # float32.
     dtype = getattr(x, "dtype", None)
     if dtype not in (jnp.float32, jnp.float16, jnp.bfloat16):
         raise ValueError(f"casts take arrays of float32, float16 or bfloat16; got {dtype or type(x).__name__}. Convert with .astype.")

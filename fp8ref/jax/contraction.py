@@ -1,4 +1,5 @@
-"""Contractions other than a linear's: ``dot_general`` and ``einsum`` of an input and a weight by a recipe, batch dims included."""
+"""``dot_general`` and ``einsum`` of an input and a weight by a recipe, batch dims included: for
+layers that are not linears."""
 
 import math
 
@@ -21,22 +22,27 @@ def dot_general(
     preferred_element_type=None,
     multiply: Multiply | None = None,
 ) -> tuple[jax.Array, delayed.Seen | None]:
-    """``lax.dot_general`` by a recipe: x is the input and w the weight, whose contracted dims are K, batch dims apart.
+    """``lax.dot_general`` by a recipe: x is the input, w the weight, and the contracted dims are K.
 
-    Shapes:   as lax.dot_general; output dims: batch, then x's other dims, then w's. Each element of a batch is a linear of its own rows,
-              but has the tensor's scale under tensorwise and delayed.
-    Order:    transposed to x [batch, M, K] and w [batch, N, K], or [batch, K, N] where it is that already; then as apply.
-    multiply  as of apply, of contractions without batch dims.
-    Returns:  (output, seen), as apply; differentiable as that is.
-    Raises:   ValueError: as apply; sizes of contracted or batch dims that differ; dtypes that differ without a preferred_element_type, which
-              is the output's; batch dims under multiply.
+    Shapes:   as lax.dot_general; output dims: batch, then x's other dims, then w's. Each element of
+              a batch is a linear by itself, but has the tensor's scale under tensorwise and
+              delayed.
+    Order:    transposed to x [batch, M, K] and w [batch, N, K], or w [batch, K, N] if it has that
+              order; then as apply.
+    multiply  as in apply, for contractions without batch dims.
+    Returns:  (output, seen), as apply, with the same gradients.
+    Raises:   ValueError: as apply; sizes of contracted or batch dims that differ; dtypes that
+              differ without a preferred_element_type, which is the output's; batch dims under
+              multiply.
     """
     (contract_x, contract_w), (batch_x, batch_w) = ((tuple(map(int, dims)) for dims in pair) for pair in dimension_numbers)
     kept_x, kept_w = ([d for d in range(v.ndim) if d not in (*c, *b)] for v, c, b in ((x, contract_x, batch_x), (w, contract_w, batch_w)))
+    # The output's dims: batch, then x's other dims, then w's.
     sizes = [[x.shape[d] for d in batch_x], [x.shape[d] for d in kept_x], [w.shape[d] for d in kept_w]]
     batch = [math.prod(sizes[0])] if batch_x else []
     a = x.transpose(*batch_x, *kept_x, *contract_x).reshape(*batch, math.prod(sizes[1]), -1)  # [batch, M, K]
-    turned = [*batch_w, *contract_w, *kept_w] == list(range(w.ndim))  # [batch, K, N] as it is, as Flax keeps kernels
+    # A weight that is [batch, K, N] already, as Flax keeps kernels, is not transposed.
+    turned = [*batch_w, *contract_w, *kept_w] == list(range(w.ndim))
     b = w if turned else w.transpose(*batch_w, *kept_w, *contract_w)
     b = b.reshape(*batch, -1, math.prod(sizes[2])) if turned else b.reshape(*batch, math.prod(sizes[2]), -1)
     if a.shape[:-2] != b.shape[:-2] or a.shape[-1] != b.shape[-2 if turned else -1]:
@@ -57,11 +63,12 @@ def einsum(
     preferred_element_type=None,
     multiply: Multiply | None = None,
 ) -> tuple[jax.Array, delayed.Seen | None]:
-    """``jnp.einsum`` of input x and weight w by a recipe: a letter of both is contracted, or a batch dim if the output has it too.
+    """``jnp.einsum`` of input x and weight w by a recipe. A letter in both is contracted, or a
+    batch dim if the output has it.
 
     Shapes:   by the subscripts, ``"btd,dhk->bthk"``, ``...`` allowed in x and in the output.
-    Raises:   ValueError: as dot_general; subscripts that are not one contraction: a letter twice in one term, summed in one term alone, or
-              without an output.
+    Raises:   ValueError: as dot_general; subscripts that are not one contraction: a letter twice in
+              one term, summed in one term alone, or without an output.
     """
     terms = _terms(subscripts, x.ndim, w.ndim, name)
     of_x, of_w, out = terms
@@ -76,7 +83,8 @@ def einsum(
 
 
 def _terms(subscripts: str, ndim_x: int, ndim_w: int, name: str) -> tuple[str, str, str]:
-    """The letters of x, w and the output, an ellipsis spelled out."""
+    """The letters of x, w and the output; an ellipsis becomes letters of its own. ValueError unless
+    they are one contraction."""
     requirement = f"{name}: subscripts are one contraction of an input and a weight, such as 'btd,dhk->bthk'; got {subscripts!r}"
     left, arrow, out = subscripts.replace(" ", "").partition("->")
     if not arrow or left.count(",") != 1:

@@ -1,16 +1,19 @@
-"""Delayed scaling in JAX (SEMANTICS H): a state that is read during a step, observations that a step emits, one update after it.
+"""Delayed scaling in JAX (SEMANTICS H): a step reads a state and observes amaxes; one update after
+it makes the next state.
 
     state, seen = delayed.init(recipe), delayed.unseen(recipe)        # of one linear
 
-    def loss(params, seen):                                          # seen is threaded: every use takes it and gives it on
+    def loss(params, seen):                                          # every use takes seen
         y, seen = linear.apply(x, params, recipe=recipe, state=state, seen=seen)
         return (y ** 2).sum(), seen
 
-    (_, forward), (grads, backward) = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(w, seen)
+    of_loss = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
+    (_, forward), (grads, backward) = of_loss(w, seen)
     state = delayed.update(state, delayed.merge(forward, backward), recipe=recipe)
 
-The forward value of ``seen`` carries what was observed of input and weight; grad_output is known in the backward pass only, and
-comes out as the gradient by seen. Merging is a maximum of each entry, so that uses, microbatches and shards come in any order.
+``seen`` holds amax observations. Its forward value carries those of input and weight. grad_output
+exists in the backward pass only, so its observation comes out as the gradient by seen. Merging
+takes the maximum of each entry, so uses, microbatches and shards merge in any order.
 """
 
 import dataclasses
@@ -30,11 +33,11 @@ from fp8ref.jax import cast, scaling
 from fp8ref.jax import scales as scale_rules
 from fp8ref.recipe import Recipe, Role
 
-Seen = Mapping[Role, jax.Array]  # float32 [..., 3] a role: amax, non_finite and seen, flags 0 or 1
+Seen = Mapping[Role, jax.Array]  # float32 [..., 3] for each role: amax, and the flags non_finite and seen, 0 or 1
 
 
 class DelayedState(NamedTuple):
-    """One linear's one tensor, or any shape [...] of them.
+    """The state of one tensor of one linear, or of any shape [...] of them.
 
     stored        float32 [...]: the scale.
     amax_history  float32 [..., history_length], newest first; 0 where nothing was observed yet.
@@ -47,7 +50,8 @@ class DelayedState(NamedTuple):
 
 
 class FlaxState(NamedTuple):
-    """The same under policy ``flax``, whose stored is scale_inv: a type of its own, so that neither is taken for the other."""
+    """The state under policy ``flax``, which stores scale_inv. Its type differs, so that one is
+    never taken for the other."""
 
     stored: jax.Array
     amax_history: jax.Array
@@ -58,10 +62,12 @@ State = Mapping[Role, DelayedState | FlaxState]
 
 
 def init(recipe: str | Recipe, shape: tuple[int, ...] = ()) -> dict[Role, DelayedState | FlaxState]:
-    """A state for each role that recipe scales by its past: scale 1, an empty history (H-2); of any other recipe none.
+    """A state for each role that the recipe scales by past amaxes: scale 1, an empty history (H-2).
+    Other recipes have none.
 
-    shape:    of a stack of layers, say.
-    Raises:   ValueError: an unknown recipe, or histories that this backend does not keep (``implemented``).
+    shape:    that of a stack of layers, for example.
+    Raises:   ValueError: an unknown recipe, or histories that this backend does not keep
+              (``implemented``).
     """
     return {
         role: kind(config)(
@@ -77,12 +83,14 @@ def kind(config: DelayedScaling) -> type[DelayedState | FlaxState]:
 
 
 def unseen(recipe: str | Recipe, shape: tuple[int, ...] = ()) -> dict[Role, jax.Array]:
-    """Observations of nothing: what a step starts from, float32 [*shape, 3] a role. Raises as init."""
+    """Empty observations, with which a step starts: float32 zeros [*shape, 3] for each role. Raises
+    as init."""
     return {role: jnp.zeros((*shape, 3), jnp.float32) for role in _casts(recipe)}
 
 
 def observe(x: jax.Array, *, over: tuple[str, ...] = ()) -> jax.Array:
-    """float32 [3] of a tensor, and of those along the mesh axes ``over``: its amax (0 unless finite), whether it is not finite, and 1, for seen.
+    """The observation of a tensor, along the mesh axes ``over`` too: float32 [3] of amax (0 if not
+    finite), non_finite, and 1.
 
     Raises:   ValueError: x empty, or not float32, float16 or bfloat16.
     """
@@ -92,12 +100,14 @@ def observe(x: jax.Array, *, over: tuple[str, ...] = ()) -> jax.Array:
 
 
 def larger(a: jax.Array, b: jax.Array) -> jax.Array:
-    """The elementwise maximum of float32 magnitudes, by their bits: XLA on a CPU takes subnormals for zero."""
+    """The elementwise maximum of float32 magnitudes, taken of their bits: XLA on a CPU takes
+    subnormals for zero."""
     return cast.from_magnitude_bits(jnp.maximum(cast.magnitude_bits(a), cast.magnitude_bits(b)), jnp.float32)
 
 
 def merge(*observations: Seen) -> dict[Role, jax.Array]:
-    """One observation of several (H-4): the maximum of amaxes and of flags, in any order and grouping.
+    """Merge observations into one (H-4): the maximum of amaxes and of flags, in any order and
+    grouping.
 
     Raises:   ValueError: none given; observations of different roles.
     """
@@ -114,9 +124,11 @@ def merge(*observations: Seen) -> dict[Role, jax.Array]:
 
 @jax.custom_batching.custom_vmap
 def over_batch(observed: jax.Array, given: jax.Array) -> jax.Array:
-    """observed itself; under a vmap in which ``given``, what the layer was handed, has no axis, the largest along observed's.
+    """observed; under a vmap that maps observed but not ``given``, the layer's input, the maximum
+    over the mapped axis.
 
-    So the examples of a batch merge as microbatches do, where vmap's own gradient by an operand without the axis is a sum.
+    So the examples of a batch merge as microbatches do, where vmap's own gradient by an operand
+    without the axis is a sum.
     """
     del given
     return observed
@@ -131,16 +143,18 @@ def _over_batch(axis_size: int, batched: list[bool], observed: jax.Array, given:
 
 
 def keeps_state(recipe: str | Recipe) -> bool:
-    """Whether a recipe scales by past amaxes."""
+    """True if the recipe scales some role by past amaxes, and so needs a state and seen."""
     return bool(_casts(recipe))
 
 
 def update(state: State, seen: Seen, *, recipe: str | Recipe) -> dict[Role, DelayedState | FlaxState]:
-    """The state after an optimizer step, given all that was observed in it (H-3, H-5, H-6): call it once a step.
+    """The state after an optimizer step, from the step's merged observations (H-3, H-5, H-6): call
+    it once a step.
 
     Shapes:   seen as ``unseen(recipe, shape)``, of the state's shape.
-    Specials: a role not seen, or flagged as not finite, keeps its state; a zero amax is recorded. A flag above 1 is a sum, of uses that
-              were each given the same seen instead of that of the one before: its amax is lost, and under jit its scale becomes NaN.
+    Specials: a role not seen, or flagged as not finite, keeps its state; a zero amax is recorded. A
+              flag above 1 is a sum: several uses were given the same seen instead of that of the
+              use before. The amax is lost; under jit the scale becomes NaN.
     Raises:   ValueError: roles or shapes of another recipe; outside jit, a flag above 1.
     """
     casts = _casts(recipe)
@@ -155,14 +169,15 @@ def update(state: State, seen: Seen, *, recipe: str | Recipe) -> dict[Role, Dela
 
 
 def scales(state: State, recipe: str | Recipe) -> dict[Role, jax.Array]:
-    """What each role is multiplied by in the coming step (H-1), or under policy ``flax`` divided by: float32 of the state's shape, a constant
-    of its gradients."""
+    """The scale of each role in the coming step (H-1), under policy ``flax`` scale_inv: float32 of
+    the state's shape, without gradient."""
     casts = _casts(recipe)
     return {role: lax.stop_gradient(_used(of_role, *casts[role])) for role, of_role in state.items()}
 
 
 def check(state: State | None, seen: Seen | None, recipe: str | Recipe, name: str) -> None:
-    """ValueError, naming the layer, unless state and seen are of this recipe, the state of a kind that this backend implements."""
+    """ValueError, naming the layer, unless state and seen belong to this recipe and this backend
+    implements its histories."""
     recipe = recipes.by_name(recipe)
     casts = _casts(recipe)
     if not casts:
@@ -197,15 +212,18 @@ def check(state: State | None, seen: Seen | None, recipe: str | Recipe, name: st
 
 
 def implemented(config: DelayedScaling) -> DelayedScaling:
-    """The config, if this backend implements it: fp8ref's own, with history, interval, ``most_recent`` and margin of one's choice; or
-    flax's, with any history, but for what it makes of a layer used again or not at all (H-10): reuse ``max``, unused ``keep``.
+    """The config, if this backend implements it.
+
+    It implements fp8ref's own, with any history_length, interval, amax_compute and margin; and
+    flax's with any history_length, reuse ``max`` and unused ``keep``, where Flax itself sums and
+    zeroes (H-10).
 
     Raises:   ValueError: any other.
     """
     flax = dataclasses.replace(DELAYED["flax"], name=config.name, history_length=config.history_length, reuse="max", unused="keep")
     if config == flax:
         return config
-    if not config.as_fp8refs:
+    if not config.keeps_histories_as_fp8ref:
         raise ValueError(
             f"fp8ref.jax keeps histories as 'delayed' does, with another history_length, amax_compute, interval or margin; got "
             f"{config.name!r}. Use fp8ref.sim.delayed for it; flax's with reuse 'max' and unused 'keep' works too (H-10)."
@@ -214,10 +232,13 @@ def implemented(config: DelayedScaling) -> DelayedScaling:
 
 
 def _largest(magnitudes: jax.Array, *, axis: int) -> jax.Array:
+    """The maximum along an axis, of bits as ``scaling.amax`` takes it."""
     return jnp.squeeze(scaling.amax(magnitudes, "rowwise", axis=axis), axis)
 
 
 def _used(state: DelayedState | FlaxState, fmt: Format, config: DelayedScaling) -> jax.Array:
+    """The number that a state scales by in the coming step (H-1): the scale, under policy ``flax``
+    scale_inv."""
     if config.timing == "update":
         return state.stored
     return scale_rules.flax_scale_inv(jnp.max(state.amax_history, axis=-1), state.stored, fmt)
@@ -225,31 +246,41 @@ def _used(state: DelayedState | FlaxState, fmt: Format, config: DelayedScaling) 
 
 @functools.partial(jax.jit, static_argnames=("fmt", "config"))  # traced once for all states of a shape
 def _advance(state: DelayedState | FlaxState, seen: jax.Array, fmt: Format, config: DelayedScaling) -> DelayedState | FlaxState:
+    """The state after one update: the amax pushed on the history and the scale computed, or the
+    state kept."""
     amax, non_finite, was_seen = seen[..., 0], seen[..., 1], seen[..., 2]
     if config.timing == "use":
-        amax = jnp.where(non_finite > 0, jnp.inf, amax)  # recorded: it keeps the scale until it leaves, as a NaN would
+        # Recorded as infinity: the scale is kept until it leaves the history, as with a NaN.
+        amax = jnp.where(non_finite > 0, jnp.inf, amax)
     past = state.amax_history[..., :-1]
+    # The newest first; the oldest falls out.
     pushed = jnp.concatenate([amax[..., None], past], axis=-1)
     stored = _used(state, fmt, config) if config.timing == "use" else _scale_of(amax, past, state, fmt, config)
     after = kind(config)(stored, pushed, state.step + 1)
     taken = (was_seen > 0) & ((non_finite == 0) | (config.timing == "use"))
     kept = _where(taken, after, state)
+    # A flag above 1 is a sum (see update). Under jit nothing can raise, so a NaN scale makes it
+    # visible.
     summed = jnp.maximum(non_finite, was_seen) > 1
     return kept._replace(stored=jnp.where(summed, jnp.nan, kept.stored))
 
 
 def _scale_of(amax: jax.Array, past: jax.Array, state: DelayedState | FlaxState, fmt: Format, config: DelayedScaling) -> jax.Array:
-    """The scale of an amax and those before it; in between intervals, and of nothing but zeros, the scale before."""
+    """The scale of the newest amax and the history before it; the previous scale between intervals,
+    and if all amaxes are 0."""
     if config.amax_compute == "max" and past.shape[-1]:
         amax = larger(amax, _largest(past, axis=-1))
     bits, limit = cast.magnitude_bits(amax), np.float32(fmt.max * 2.0**-config.policy.margin)
-    # A subnormal amax, n * 2^-149, XLA on a CPU would flush; limit * 2^149 / n in two powers, as 2^149 is no float32
+    # XLA on a CPU would flush a subnormal amax n * 2^-149. So the quotient is limit * 2^149 / n, in
+    # two powers: 2^149 overflows.
     subnormal = (limit * 2.0**75 / bits.astype(jnp.float32)) * 2.0**74
     scale = jnp.minimum(jnp.where(bits < 1 << 23, subnormal, limit / amax), np.finfo(np.float32).max)
     return jnp.where((state.step % config.interval == 0) & (bits != 0), scale, state.stored)
 
 
 def _where(condition: jax.Array, a: DelayedState | FlaxState, b: DelayedState | FlaxState) -> DelayedState | FlaxState:
+    """``jnp.where`` over both fields of states; condition has the state's shape."""
+
     def select(x: jax.Array, y: jax.Array) -> jax.Array:
         return jnp.where(condition.reshape(condition.shape + (1,) * (x.ndim - condition.ndim)), x, y)
 

@@ -1,4 +1,10 @@
-"""Matrix multiplication of FP8 operands (SEMANTICS G): one dot on float8 arrays, float32 out, the scales after it; or by simulated hardware."""
+"""Matrix multiplication of FP8 operands, [M, K] x [N, K] -> [M, N] (SEMANTICS G).
+
+Order: one XLA dot on float8 arrays with float32 output; the sum over devices, where K is cut; the
+epilogue: scales, rounding. Operands in blocks are dequantised first, because no FP8 dot takes
+scales that vary along K (G-16). Simulated hardware replaces the dot and, where nothing is summed
+over devices, the epilogue too (G-19, G-21).
+"""
 
 import dataclasses
 
@@ -30,23 +36,30 @@ def matmul(
     turned: bool = False,
     multiply: Multiply | None = None,
 ) -> jax.Array:
-    """Contract a and b along their reduced axes: [..., M, K] x [..., N, K] -> [..., M, N], or ``turned`` [..., N, M].
+    """Contract a and b along their reduced axes: [..., M, K] x [..., N, K] -> [..., M, N], or
+    ``turned`` [..., N, M].
 
-    Shapes:   a.codes and b.codes of one rank, 2 or more, and equal leading dims; each is reduced along its ``axis``, one of its last
-              two, so that [K, M] with axis 0 serves as [M, K]. The result is of out_dtype. Scales of both are of all of K, or of both in
-              blocks of it of one length.
-    Order:    dot in float32; the sum over devices; the epilogue, G-4, G-5 or G-14; round to out_dtype. If the collective is of
-              scaled results: dot, epilogue, round, sum in float32, round again. Operands in blocks are dequantised first (G-16).
+    Shapes:   a.codes and b.codes of one rank, 2 or more, and equal leading dims; each is reduced
+              along its ``axis``, one of its last two, so that [K, M] with axis 0 serves as [M, K].
+              The result is of out_dtype. The scales of both cover all of K, or blocks of K of one
+              length.
+    Order:    dot in float32; the sum over devices; the epilogue, G-4, G-5 or G-14; round to
+              out_dtype. If the collective sums scaled results: dot, epilogue, round, sum in
+              float32, round again. Operands in blocks are dequantised first (G-16).
     Specials: Inf and NaN as in IEEE 754; overflow to infinity.
-    multiply  simulated hardware, of matrices: all of it (G-19); raw accumulators where they are summed over devices (G-21).
-    Raises:   ValueError: ranks or reduced lengths that differ, a reduced axis among the leading dims, unknown names;
-              granularities that do not go together (``epilogue.check_pair``); blocks under unit_round_scale_round.
+    multiply  simulated hardware, for matrices: it does everything (G-19), or only accumulates, if
+              devices sum accumulators (G-21).
+    Raises:   ValueError: ranks or reduced lengths that differ, a reduced axis among the leading
+              dims, unknown names; granularities that do not go together (``epilogue.check_pair``);
+              blocks under unit_round_scale_round.
     Source:   SEMANTICS G-1, G-4, G-5, G-7, G-13, G-14, G-16, P-7, P-8.
     """
     axes = _reduced_axes(a, b)
     if accumulate not in PRECISION:
         raise ValueError(f"accumulate is one of {', '.join(PRECISION)}; got {accumulate!r}.")
     epilogues.check_pair(epilogue, EPILOGUES, a.granularity, b.granularity)
+    # Raw accumulators are summed over devices before the epilogue; results under different scales,
+    # after it.
     early, late = (None, collective) if collective and collective.scaled else (collective, None)
     if multiply is not None and early is None:
         out = _simulated(multiply, a, b, accumulate, epilogue, out_dtype, turned)
@@ -59,20 +72,23 @@ def matmul(
 def matmul_hp(
     a: jax.Array, b: jax.Array, *, axes: tuple[int, int], out_dtype, collective: Reduction | None = None, turned: bool = False
 ) -> jax.Array:
-    """A GEMM in high precision: float32 accumulation in XLA's order, one rounding to out_dtype (SEMANTICS G-9).
+    """A GEMM in high precision: float32 accumulation in XLA's order, one rounding to out_dtype
+    (SEMANTICS G-9).
 
-    Shapes:   a and b as codes in matmul, reduced along axes, -1 or -2 each; collective and turned as there.
+    Shapes:   a and b as codes in matmul, reduced along axes, -1 or -2 each; collective and turned
+              as there.
     """
     return _total(_dot(a, b, axes, lax.Precision.DEFAULT, turned, collective), collective).astype(out_dtype)
 
 
 def output_dtype(spec: GemmSpec, dtype):
-    """The dtype a GEMM rounds to before its result is cast to dtype (SEMANTICS G-8)."""
+    """The dtype to which a GEMM rounds before its result is cast to dtype (SEMANTICS G-8)."""
     return jnp.bfloat16 if spec.rowwise else dtype
 
 
 def dequantises(granularity: str) -> bool:
-    """Whether operands scaled so are dequantised, and multiplied in high precision: no f8 dot takes scales that vary along K."""
+    """True if operands of this granularity are dequantised first: no FP8 dot takes scales that vary
+    along K (G-16)."""
     return by_name(granularity).reduced is not None
 
 
@@ -86,7 +102,8 @@ def _accumulated(
     turned: bool,
     multiply: Multiply | None,
 ) -> jax.Array:
-    """float32, what is summed over devices: raw accumulators, whose scales come after; of operands in blocks, whose scales vary along K, scaled sums."""
+    """float32 [M, N] that devices sum: raw accumulators, scaled later; scaled sums if scales vary
+    along K."""
     blocks = dequantises(a.granularity)
     if multiply is None:
         if blocks:
@@ -99,6 +116,7 @@ def _accumulated(
 
 
 def _simulated(by: Multiply, a: Quantized, b: Quantized, accumulate: str, epilogue: str, out_dtype, turned: bool) -> jax.Array:
+    """The GEMM by simulated hardware, [M, N], or [N, M] if turned."""
     assert a.codes.ndim == 2, "simulated hardware multiplies matrices"
     out = hardware.matmul(a, b, by=by, accumulate=accumulate, epilogue=epilogue, out_dtype=out_dtype)
     return out.T if turned else out
@@ -114,7 +132,8 @@ def _scaled(
     collective: Reduction | None,
     turned: bool,
 ) -> jax.Array:
-    """The epilogue: accumulators times the scales of the rows of a and of b, rounded to out_dtype."""
+    """The epilogue: accumulators [M, N] times the scales of the rows of a and of b, rounded to
+    out_dtype."""
     scale_a, scale_b = _rows(a.scale_inv, axes[0]), jnp.swapaxes(_rows(b.scale_inv, axes[1]), -1, -2)  # [.., M, 1], [.., 1, N]
     scale_a = collective.own_rows(scale_a) if collective else scale_a
     if turned:
@@ -122,13 +141,14 @@ def _scaled(
     if epilogue == "scale_then_round":
         return ((acc * scale_a) * scale_b).astype(out_dtype)
     if epilogue == "unit_round_scale_round":
+        # A cast to out_dtype and back could be removed by XLA; reduce_precision is not.
         info = jnp.finfo(out_dtype)
         acc = lax.reduce_precision(acc, info.nexp, info.nmant)
     return (acc * (scale_a * scale_b)).astype(out_dtype)
 
 
 def _arranged(a: Quantized, collective: Reduction | None) -> Quantized:
-    """An operand whose rows are in the order in which their results are scattered."""
+    """The operand with its rows in the order in which a reduce-scatter hands out their results."""
     if collective is None:
         return a
     lines = a.granularity != "tensorwise" and a.scale_inv.shape[0] == a.codes.shape[0]
@@ -137,29 +157,33 @@ def _arranged(a: Quantized, collective: Reduction | None) -> Quantized:
 
 
 def _unscaled(q: Quantized) -> Quantized:
-    """The codes alone: scales that come after a sum over devices."""
+    """The codes under scale 1: the true scales are applied after the sum over devices."""
     one = jnp.ones((), jnp.float32)
     return dataclasses.replace(q, scale=one, scale_inv=one, granularity="tensorwise")
 
 
 def _total(partial: jax.Array, collective: Reduction | None) -> jax.Array:
+    """The sum over devices, where there is one."""
     return partial if collective is None else collective.total(partial)
 
 
 def _rows(scale: jax.Array, axis: int) -> jax.Array:
-    """A scale of every row [..., M, 1], or of all of them [1, 1]."""
+    """Scales as a column [..., M, 1], or [1, 1] if all rows share one."""
     if scale.ndim == 0:
         return scale.reshape(1, 1)
     return scale if axis == -1 else jnp.swapaxes(scale, -1, -2)
 
 
 def _values(q: Quantized) -> jax.Array:
-    """What the codes stand for: in bfloat16 where that is exact, powers of two times codes (S-14), else in float32."""
+    """Dequantised values, in bfloat16 where it is exact: codes times powers of two (S-14); else in
+    float32."""
     exact = jnp.bfloat16 if q.granularity == "mx_1x32" else jnp.float32
     return scaling.dequantize(q).astype(exact)
 
 
 def _reduced_axes(a: Quantized, b: Quantized) -> tuple[int, int]:
+    """The axis, -1 or -2, that each operand is reduced along; ValueError for shapes that do not
+    fit."""
     shape_a, shape_b = a.codes.shape, b.codes.shape
     axes = (_from_the_end(a), _from_the_end(b))
     if (
@@ -177,6 +201,7 @@ def _reduced_axes(a: Quantized, b: Quantized) -> tuple[int, int]:
 
 
 def _from_the_end(q: Quantized) -> int:
+    """The reduced axis of q, counted from the end; ValueError if there are several."""
     if not isinstance(q.axis, int):
         raise ValueError(f"a GEMM reduces one axis of an operand; got one quantised along {q.axis}. Flatten it first.")
     return q.axis - q.codes.ndim if q.axis >= 0 else q.axis
@@ -185,8 +210,11 @@ def _from_the_end(q: Quantized) -> int:
 def _dot(
     a: jax.Array, b: jax.Array, axes: tuple[int, int], precision: lax.Precision, turned: bool, collective: Reduction | None
 ) -> jax.Array:
+    """float32 [..., M, N] = a x b, or [..., N, M] if turned; rows of a in the order in which
+    ``collective`` scatters them."""
     a = collective.arranged(a) if collective else a
     if turned:
+        # [N, M] = b x a: the same products, and the result needs no transpose.
         a, b, axes = b, a, (axes[1], axes[0])
     leading = tuple(range(a.ndim - 2))
     # Without a preferred type, e4m3 x e5m2 would demote the e4m3 operand to e5m2.

@@ -1,4 +1,9 @@
-"""FP8 GEMMs by a function on the host, in place of XLA's dots (SEMANTICS G-19): what a training step under simulated hardware multiplies by."""
+"""Simulated hardware for JAX: FP8 GEMMs by a function on the host, in place of XLA's dots
+(SEMANTICS G-19).
+
+``matmul`` calls a ``fp8ref.hardware.Multiply`` back from the compiled program, with codes and
+scales in host memory.
+"""
 
 import functools
 import os
@@ -15,12 +20,30 @@ from fp8ref.jax import sharding
 from fp8ref.jax.scaling import Quantized
 
 SCOPE = "simulated"  # in the names of operations: simulated:<plan>:<fast or slow>
-THREADS = 4  # of XLA's pool, for each device of a mesh: with fewer than two its devices wait for each other for ever (measured, jax 0.10)
+# Threads of XLA's pool for each device of a mesh. With fewer than two, the devices wait for each
+# other for ever (measured, jax 0.10).
+THREADS = 4
 _FORMATS = {"float32": FLOAT32, "bfloat16": BFLOAT16, "float16": FLOAT16}
 
 
+def check(x: jax.Array, w: jax.Array, mode: sharding.Mode, name: str) -> None:
+    """ValueError, naming the layer, where simulated hardware cannot multiply these operands, or not
+    on these devices."""
+    if w.ndim > 2:
+        raise ValueError(
+            f"{name}: simulated hardware multiplies matrices, x [M, K] by w [N, K]; got a batch of them, {x.shape} and {w.shape}. "
+            "Leave multiply out of this contraction, or write it as linears."
+        )
+    try:
+        devices = 1 if mode == "one" else jax.typeof(x).sharding.mesh.size
+        check_devices(devices, mapped=mode != "jit", platform=jax.default_backend())
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
+
+
 def check_devices(devices: int, *, mapped: bool, platform: str) -> None:
-    """ValueError where a step on so many devices would not come back from the host, or would gather its operands there first."""
+    """ValueError if callbacks from this many devices would deadlock, or XLA would gather the
+    operands for them first."""
     if platform != "cpu":
         raise ValueError(f"simulated hardware multiplies on the host's CPU; jax runs on {platform}. Use accumulate 'native' there.")
     if devices == 1:
@@ -39,11 +62,13 @@ def check_devices(devices: int, *, mapped: bool, platform: str) -> None:
 
 
 def matmul(a: Quantized, b: Quantized, *, by: Multiply, accumulate: str, epilogue: str, out_dtype) -> jax.Array:
-    """[M, K] x [N, K] -> [M, N] of out_dtype by a function of arrays; an operand of axis 0, or -2, is [K, M].
+    """[M, K] x [N, K] -> [M, N] of out_dtype by a function on the host; an operand of axis 0, or
+    -2, is [K, M].
 
     Shapes:   matrices of native float8 codes; scale_inv (), one for each row, or of blocks.
-    Order:    the function's, all of it: XLA touches neither sum, scales nor rounding.
-    Threads:  a thread of our own calls it: those in which XLA calls back flush subnormal numbers to zero.
+    Order:    that of the function: XLA touches neither sum, scales nor rounding.
+    Threads:  a separate thread calls the function: the threads of XLA's callbacks flush subnormal
+              numbers to zero.
     """
     axes = tuple(q.axis % 2 for q in (a, b) if isinstance(q.axis, int))
     shape = a.codes.shape[1 - axes[0]], b.codes.shape[1 - axes[1]]
@@ -68,7 +93,8 @@ def matmul(a: Quantized, b: Quantized, *, by: Multiply, accumulate: str, epilogu
     with jax.named_scope(f"{SCOPE}:{by.name}:{accumulate}"):
         out = jax.pure_callback(on_host, jax.ShapeDtypeStruct(shape, out_dtype), codes, scales, vmap_method="sequential")
     varying = frozenset().union(*(sharding.varying(v) for v in (*codes, *scales)))
-    return lax.pcast(out, tuple(varying), to="varying") if varying else out  # a callback's result says nothing of it
+    # A callback's result carries no type of its own: mark it as varying wherever its operands vary.
+    return lax.pcast(out, tuple(varying), to="varying") if varying else out
 
 
 def _narrowed(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
@@ -80,7 +106,8 @@ def _narrowed(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
 
 @functools.cache
 def _thread() -> ThreadPoolExecutor:
-    """One thread, begun while a function is traced, outside XLA: a new thread has its parent's mode of rounding and flushing."""
+    """One thread, started while a function is traced: a thread inherits its parent's flush-to-zero
+    mode, and XLA's threads flush."""
     made = ThreadPoolExecutor(1, thread_name_prefix="fp8ref-simulated")
     made.submit(int).result()
     return made

@@ -1,4 +1,11 @@
-"""A linear layer is three GEMMs (SEMANTICS L), joined to autodiff by one custom_vjp."""
+"""One linear layer: three GEMMs (SEMANTICS L), joined to JAX's autodiff by one custom_vjp.
+
+Read it from top to bottom. ``apply`` and ``contract`` check the arguments and collect what is
+static in a ``Use``; ``_forward`` runs the output GEMM and says what the backward pass needs;
+``_backward`` runs grad_input and grad_weight. All three GEMMs go through ``_gemm``: quantise each
+operand along the axis that is reduced, gather it in FP8, multiply, round. ``operands`` quantises
+and gathers, ``gemm`` multiplies, ``sharding`` says which mesh axes each of them is about.
+"""
 
 import functools
 import math
@@ -33,20 +40,28 @@ def apply(
     name: str = "linear",
     multiply: Multiply | None = None,
 ) -> tuple[jax.Array, delayed.Seen | None]:
-    """output [..., N] = input x [..., K] x weight w [N, K], and gradients by the recipe's two backward GEMMs. Under jit, grad, vmap and shard_map.
+    """output [..., N] = input x [..., K] x weight w [N, K], and gradients by the recipe's two
+    backward GEMMs.
 
-    Shapes:   x [..., K] and w [N, K] of one dtype, bfloat16, float16 or float32; output [..., N] of that dtype. With a placement, inside
-              shard_map, they are a device's pieces, and so is the output.
+    Works under jit, grad, vmap and shard_map.
+
+    Shapes:   x [..., K] and w [N, K] of one dtype, bfloat16, float16 or float32; output [..., N] of
+              that dtype. With a placement, inside shard_map, all of them are a device's pieces.
     Order:    leading dims flatten to M; SEMANTICS L-2, L-3, L-6; between devices P-9.
-    Specials: as ``scaling.quantize`` and ``gemm.matmul``: under policy torchao a NaN or Inf makes NaN of every output that its scale reaches.
-    multiply  simulated hardware, such as ``fp8ref.sim.hardware.by_name("hopper")``, that multiplies on the host in place of XLA's FP8 dots (G-19).
-    Returns:  (output, seen). Under delayed scaling, seen merged with what this use observed of input and weight, and the
-              gradient by seen merged with what it observed of grad_output (H-4): give every use the seen of the one before it.
-              A recipe that scales dynamically takes and gives None.
-    Gradient: by x, w and seen; state is a constant. Inside shard_map they are complete: of what a device holds, summed over the others.
-    Warns:    once, of dims that are not multiples of 16, which XLA pads for the hardware (L-5).
-    Raises:   ValueError, naming the layer: shapes or dtypes that do not fit, a recipe this backend cannot run, a state or seen of
-              another recipe or none where the recipe needs them, what ``sharding.mode`` refuses.
+    Specials: as ``scaling.quantize`` and ``gemm.matmul``: under policy torchao a NaN or Inf makes
+              NaN of every output that its scale reaches.
+    multiply  simulated hardware, such as ``fp8ref.sim.hardware.by_name("hopper")``: multiplies on
+              the host in place of XLA's FP8 dots (G-19).
+    Returns:  (output, seen). Under delayed scaling, seen is merged with this use's observations of
+              input and weight, and the gradient by seen with its observation of grad_output (H-4):
+              give every use the seen of the use before it. A recipe that scales dynamically takes
+              and gives None.
+    Gradient: by x, w and seen; state is a constant. Inside shard_map gradients are complete: those
+              of a device's pieces, summed over the other devices.
+    Warns:    once, if dims are not multiples of 16, which XLA pads for the hardware (L-5).
+    Raises:   ValueError, naming the layer: shapes or dtypes that do not fit, a recipe this backend
+              cannot run, a state or seen of another recipe, or none if the recipe needs them; and
+              as ``sharding.mode``.
     """
     y, seen, _ = measured(x, w, recipe=recipe, state=state, seen=seen, placement=placement, name=name, tap=None, multiply=multiply)
     return y, seen
@@ -64,11 +79,15 @@ def measured(
     tap: jax.Array | None,
     multiply: Multiply | None = None,
 ) -> tuple[jax.Array, delayed.Seen | None, jax.Array | None]:
-    """``apply``, and where a tap is given what quantising did to its operands (SEMANTICS Q-8). Raises as apply.
+    """``apply``, and with a tap the quantisation statistics of its operands (SEMANTICS Q-8). Raises
+    as apply.
 
-    tap       float32 zeros [6, stats.LENGTH], one for each use of a linear; inside shard_map varying along all axes of its mesh.
-    Returns:  (output, seen, tap): the tap with measurements of the output GEMM's operands, of what this device holds of them. Those of the backward
-              GEMMs' are the gradient by the tap, in other rows; what a GEMM takes of an earlier one, codes and scale, is measured there alone.
+    tap       float32 zeros [6, stats.LENGTH], one for each use of a linear; inside shard_map
+              varying along all axes of its mesh.
+    Returns:  (output, seen, tap): the tap holds measurements of this device's part of the output
+              GEMM's operands. Those of the backward GEMMs are the gradient by the tap, in other
+              rows. An operand that a GEMM takes over from an earlier one, codes and scale, is
+              measured once, there.
     """
     if w.ndim != 2 or x.ndim < 1 or x.shape[-1] != w.shape[1]:
         raise ValueError(f"{name}: a linear takes x [..., K] and w [N, K] with the same K; got {x.shape} and {w.shape}.")
@@ -89,10 +108,12 @@ def check_recipe(recipe: str | Recipe, name: str) -> Recipe:
 
 @contextmanager
 def observing(observer: Callable):
-    """While a function is traced in this context, every FP8 GEMM reports what it computed, from inside the compiled program.
+    """While a function is traced in this context, every FP8 GEMM reports its operands and result,
+    from inside the compiled program.
 
-    observer(name, gemm, a, b, out) is called with NumPy values when it runs: a and b as (hp, codes uint8, scale), hp and
-    codes in the tensors' own layout (SEMANTICS L-2's input [M, K], weight [N, K], grad_output [M, N]; Flax's weights [K, N]).
+    observer(name, gemm, a, b, out) is called with NumPy values when it runs: a and b as (hp, codes
+    uint8, scale), hp and codes in the tensors' own layout (SEMANTICS L-2's input [M, K], weight [N,
+    K], grad_output [M, N]; Flax's weights [K, N]).
     """
     token = _observer.set(observer)
     try:
@@ -115,45 +136,22 @@ def contract(
     tap: jax.Array | None = None,
     multiply: Multiply | None = None,
 ) -> tuple[jax.Array, delayed.Seen | None, jax.Array | None]:
-    """x [..., M, K] by w [N, K], or by w [..., N, K] of equal leading dims, -> [..., M, N]: what ``apply`` and ``contraction`` are made of.
+    """x [..., M, K] x w [N, K], or w [..., N, K] of equal leading dims, -> [..., M, N]: the core of
+    ``apply`` and ``contraction``.
 
     turned    w is [..., K, N], as Flax keeps it: the same bits, without transposing it.
     out_dtype of the output; None: x's, which w's then is too.
     Raises:   as ``apply``; a name with '/', '(' or ')'.
     """
     recipe = check_recipe(recipe, name)
-    if set(name) & set("/()"):
-        raise ValueError(f"a layer's name has no '/', '(' or ')', by which the proof parts it from what is around it; got {name!r}.")
-    if out_dtype is None and x.dtype != w.dtype:
-        raise ValueError(
-            f"{name}: x and w have one dtype, or the output is given its own by preferred_element_type; got {x.dtype} and {w.dtype}. "
-            "Cast the weight first."
-        )
-    out_dtype = x.dtype if out_dtype is None else jnp.dtype(out_dtype)
-    for dtype in (x.dtype, w.dtype, out_dtype):
-        if dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
-            raise ValueError(f"{name}: x, w and the output are bfloat16, float16 or float32; got {dtype}. Cast it first.")
+    out_dtype = _check_arrays(x, w, out_dtype, name)
     delayed.check(state, seen, recipe, name)
     mode = sharding.mode(x, w, placement, name)
     if delayed.keeps_state(recipe) and placement and placement.scope == "local":
         raise ValueError(f"{name}: delayed scaling keeps one state for all devices, so its amaxes are global; got scope 'local'.")
-    placement = placement or Placement()
-    if mode == "shard_map" and placement.sequence and x.shape[-2] % (parts := math.prod(map(lax.axis_size, placement.k))):
-        raise ValueError(
-            f"{name}: shards are equal (P-1), so the tokens of a sequence are divisible by their {parts} pieces along {', '.join(placement.k)}; got "
-            f"{x.shape[-2]}. Pad the sequence."
-        )
     if multiply is not None:
-        if w.ndim > 2:
-            raise ValueError(
-                f"{name}: simulated hardware multiplies matrices, x [M, K] by w [N, K]; got a batch of them, {x.shape} and {w.shape}. "
-                "Leave multiply out of this contraction, or write it as linears."
-            )
-        try:
-            devices = 1 if mode == "one" else jax.typeof(x).sharding.mesh.size
-            hardware.check_devices(devices, mapped=mode != "jit", platform=jax.default_backend())
-        except ValueError as error:
-            raise ValueError(f"{name}: {error}") from error
+        hardware.check(x, w, mode, name)
+    placement = placement or Placement()
     n, k = sharding.gemm_dims(w, placement, mode)
     if recipe.fp8 and (n % 16 or k % 16):
         _warn_of_padding(name, *((k, n) if turned else (n, k)))
@@ -175,11 +173,13 @@ def contract(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
-def _linear(x: jax.Array, w: jax.Array, past: Scales, seen: dict, tap: jax.Array | None, use: Use):
-    return _forward(x, w, past, seen, tap, use, differentiated=False)[0]
+def _linear(x: jax.Array, w: jax.Array, state_scales: Scales, seen: dict, tap: jax.Array | None, use: Use):
+    """(output, seen, tap) of one use; differentiable by ``_forward`` and ``_backward``."""
+    return _forward(x, w, state_scales, seen, tap, use, differentiated=False)[0]
 
 
-def _forward(x: jax.Array, w: jax.Array, past: Scales, seen: dict, tap: jax.Array | None, use: Use, *, differentiated: bool = True):
+def _forward(x: jax.Array, w: jax.Array, state_scales: Scales, seen: dict, tap: jax.Array | None, use: Use, *, differentiated: bool = True):
+    """The output GEMM: ((output, seen, tap), residuals for ``_backward``)."""
     if differentiated and use.mode == "shard_map" and not sharding.checks_variance(x):
         raise ValueError(
             f"{use.name}: gradients of a linear inside shard_map need check_vma=True; without it, a gradient taken outside would be "
@@ -187,77 +187,103 @@ def _forward(x: jax.Array, w: jax.Array, past: Scales, seen: dict, tap: jax.Arra
         )
     tensors: dict[Role, jax.Array] = {"input": x, "weight": w}
     casts: dict[Role, CastSpec | None] = {"input": use.recipe.output.a, "weight": use.recipe.output.b}
-    with jax.named_scope(f"{use.name}/output"):
-        ready = {
-            role: operands.quantize(tensors[role], role, cast, use.axis("output", role), past, use) for role, cast in casts.items() if cast
+    with jax.named_scope(f"{use.name}/output"):  # ``proof`` reads layer and GEMM of a dot from this scope
+        quantized = {
+            role: operands.quantize(tensors[role], role, cast, use.axis("output", role), state_scales, use)
+            for role, cast in casts.items()
+            if cast
         }
-        y, measured = _gemm("output", tensors, ready, past, use)  # [M, K] x [N, K] -> [M, N]
-    # A tensorwise operand serves the backward pass as it is, a byte an element.
-    kept = {role: q for role, q in ready.items() if use.serves_backward(role)}
-    saved = {role: v for role, v in tensors.items() if role not in kept or use.observer}
+        y, measured = _gemm("output", tensors, quantized, state_scales, use)  # [M, K] x [N, K] -> [M, N]
+    # Residuals: a tensorwise operand serves the backward pass as codes, a byte an element. Every
+    # other one is quantised again from its tensor, along another axis (L-3), so the tensor is
+    # saved.
+    codes = {role: q for role, q in quantized.items() if use.serves_backward(role)}
+    saved = {role: v for role, v in tensors.items() if role not in codes or use.observer}
     tap = None if tap is None else tap + stats.rows(measured)
-    return (operands.unflattened(y, x, use), _seen(seen, tensors, seen, use), tap), (saved, kept, past, seen)
+    return (operands.unflattened(y, x, use), _observed(seen, tensors, seen, use), tap), (saved, codes, state_scales, seen)
 
 
 def _backward(use: Use, residuals, cotangents):
-    (saved, kept, past, given), (g, later, tap) = residuals, cotangents
-    # Behind a barrier: XLA makes two equal gathers one, and keeps it, whole on every device, until then.
-    saved, kept = (
+    """grad_input and grad_weight, in the order of ``_linear``'s arguments.
+
+    The cotangent of seen carries observations: ``later`` holds those of the uses after this one,
+    and what is returned adds grad_output's. The cotangent of tap carries measurements in the same
+    way.
+    """
+    (saved, codes, state_scales, seen), (g, later, tap) = residuals, cotangents
+    # Without a barrier XLA merges this gather with the equal one of the forward pass, and keeps the
+    # whole tensor until then.
+    saved, codes = (
         {role: jax.tree.map(lax.optimization_barrier, v) if use.gathers_again(role) else v for role, v in those.items()}
-        for those in (saved, kept)
+        for those in (saved, codes)
     )
     tensors: dict[Role, jax.Array] = {**saved, "grad_output": g}
-    ready: dict[Role, Quantized] = dict(kept)
-    cast, other = use.recipe.grad_input.a, use.recipe.grad_weight.a
+    quantized: dict[Role, Quantized] = dict(codes)
+    first, second = use.recipe.grad_input.a, use.recipe.grad_weight.a
     with jax.named_scope(f"{use.name}/grad_input"):
-        if cast is not None and cast == other and cast.granularity == "tensorwise":
-            ready["grad_output"] = operands.quantize(g, "grad_output", cast, -1, past, use)
-        grad_input, of_first = _gemm("grad_input", tensors, ready, past, use)  # [M, N] x [N, K] -> [M, K]
+        if first is not None and first == second and first.granularity == "tensorwise":
+            # One scale for all of grad_output: its codes serve both GEMMs, whichever axis each
+            # reduces.
+            quantized["grad_output"] = operands.quantize(g, "grad_output", first, -1, state_scales, use)
+        grad_input, of_first = _gemm("grad_input", tensors, quantized, state_scales, use)  # [M, N] x [N, K] -> [M, K]
     with jax.named_scope(f"{use.name}/grad_weight"):
-        grad_weight, of_second = _gemm("grad_weight", tensors, ready, past, use)  # [M, N] x [M, K] -> [N, K]
+        grad_weight, of_second = _gemm("grad_weight", tensors, quantized, state_scales, use)  # [M, N] x [M, K] -> [N, K]
     grad_input = operands.unflattened(grad_input, g, use)
     tap = None if tap is None else tap + stats.rows(of_first | of_second)
-    return grad_input, grad_weight, jax.tree.map(jnp.zeros_like, past), _seen(later, {"grad_output": g}, given, use), tap
+    of_seen = _observed(later, {"grad_output": g}, seen, use)
+    return grad_input, grad_weight, jax.tree.map(jnp.zeros_like, state_scales), of_seen, tap
 
 
 _linear.defvjp(_forward, _backward)
 
 
 def _gemm(
-    which: Gemm, tensors: Mapping[Role, jax.Array], ready: Mapping[Role, Quantized], past: Scales, use: Use
+    which: Gemm, tensors: Mapping[Role, jax.Array], quantized: Mapping[Role, Quantized], state_scales: Scales, use: Use
 ) -> tuple[jax.Array, stats.Measured]:
-    """One GEMM, [M, ...] of however many leading dims flattened; operands that are not ready are quantised first. And what measuring found of those
-    that no earlier GEMM has taken."""
+    """One of the three GEMMs (SEMANTICS L-2), leading dims flattened to M unless they are batch
+    dims.
+
+    quantized  operands that are quantised already; the others are quantised here, from tensors.
+
+    Order:     quantise, gather, multiply and sum over devices, round as G-8 says, cast to the
+               result's dtype.
+    Returns:   the result, and measurements of the operands that no earlier GEMM has measured.
+    """
     spec, roles, collective = use.recipe.gemms[which], OPERANDS[which], use.collective(which)
     axis_a, axis_b = (use.axis(which, role) for role in roles)
-    turned = use.turned and which == "grad_weight"
+    turned = use.turned and which == "grad_weight"  # a weight [K, N] has a gradient [K, N]
     dtype = use.dtypes[list(OPERANDS).index(which)]
     if spec.a is None or spec.b is None or spec.accumulate is None:
         a, b = (operands.gathered(tensors[role], role, use) for role in roles)
         return gemm.matmul_hp(a, b, axes=(axis_a, axis_b), out_dtype=dtype, collective=collective, turned=turned), {}
+    # 1. Each device quantises its own piece.
     own = [
-        ready[role] if role in ready else operands.quantize(tensors[role], role, cast, axis, past, use)
+        quantized[role] if role in quantized else operands.quantize(tensors[role], role, cast, axis, state_scales, use)
         for role, cast, axis in zip(roles, (spec.a, spec.b), (axis_a, axis_b), strict=True)
     ]
+    # 2. What other devices hold is gathered in FP8.
     qa, qb = (operands.gathered_codes(q, role, axis, use) for q, role, axis in zip(own, roles, (axis_a, axis_b), strict=True))
+    # 3. Multiply: output [M, K] x [N, K], grad_input [M, N] x [N, K], grad_weight [M, N] x [M, K].
     rounded = gemm.output_dtype(spec, dtype)
     how = {"accumulate": spec.accumulate, "epilogue": spec.epilogue, "out_dtype": rounded}
     out = gemm.matmul(qa, qb, **how, collective=collective, turned=turned, multiply=use.multiply)
+    # 4. Report to whoever asked: the cross-check's observer, a run's statistics.
     if use.observer is not None:
-        seen = [
+        reported = [
             (operands.flat(tensors[role], role, use), operands.flat(lax.bitcast_convert_type(q.codes, jnp.uint8), role, use), used.scale)
             for role, q, used in zip(roles, own, (qa, qb), strict=True)
         ]
-        jax.debug.callback(functools.partial(use.observer, use.name, which), *seen, out)
+        jax.debug.callback(functools.partial(use.observer, use.name, which), *reported, out)
     measured: stats.Measured = {}
     if use.measures:
-        first = [role for role in roles if which == "output" or role not in ready or (which, role) == ("grad_input", "grad_output")]
-        measured = {(which, role): stats.measure(tensors[role], q) for role, q in zip(roles, own, strict=True) if role in first}
+        new = [role for role in roles if which == "output" or role not in quantized or (which, role) == ("grad_input", "grad_output")]
+        measured = {(which, role): stats.measure(tensors[role], q) for role, q in zip(roles, own, strict=True) if role in new}
     return out.astype(dtype), measured
 
 
-def _seen(seen: dict, tensors: Mapping[Role, jax.Array], given: dict, use: Use) -> dict:
-    """seen, merged with observations of those of its roles that are here; over a vmapped axis that ``given`` has not, the largest."""
+def _observed(seen: dict, tensors: Mapping[Role, jax.Array], given: dict, use: Use) -> dict:
+    """seen, merged with the amaxes of those of its roles that are among tensors; over a vmapped
+    axis that ``given`` lacks, the largest."""
     merged = {}
     for role, of_role in seen.items():
         if role in tensors:
@@ -266,7 +292,25 @@ def _seen(seen: dict, tensors: Mapping[Role, jax.Array], given: dict, use: Use) 
     return merged
 
 
+def _check_arrays(x: jax.Array, w: jax.Array, out_dtype, name: str):
+    """The output's dtype; ValueError for a name that ``proof`` could not read back, or dtypes that
+    do not fit."""
+    if set(name) & set("/()"):
+        raise ValueError(f"a layer's name has no '/', '(' or ')', by which the proof parts it from what is around it; got {name!r}.")
+    if out_dtype is None and x.dtype != w.dtype:
+        raise ValueError(
+            f"{name}: x and w have one dtype, or the output is given its own by preferred_element_type; got {x.dtype} and {w.dtype}. "
+            "Cast the weight first."
+        )
+    out_dtype = x.dtype if out_dtype is None else jnp.dtype(out_dtype)
+    for dtype in (x.dtype, w.dtype, out_dtype):
+        if dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
+            raise ValueError(f"{name}: x, w and the output are bfloat16, float16 or float32; got {dtype}. Cast it first.")
+    return out_dtype
+
+
 def _warn_of_padding(name: str, n: int, k: int) -> None:
+    """Warn, once for each layer, that XLA pads the weight to multiples of 16 for every GEMM."""
     padded = [-(-size // 16) * 16 for size in (n, k)]
     warnings.warn(
         f"{name}: FP8 kernels take multiples of 16 (L-5); XLA pads the weight [{n}, {k}] to {padded} for every GEMM, "

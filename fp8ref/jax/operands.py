@@ -1,10 +1,18 @@
-"""From a linear's tensors to the operands of its GEMMs: quantised where they lie, each along the axis that a GEMM reduces, and gathered in FP8."""
+"""The operands of a linear's GEMMs: quantise each tensor along the axis that its GEMM reduces, then
+gather it in FP8.
+
+``Use`` holds what is static about one call of a linear. Each device quantises its own piece
+(``quantize``), with an amax over the devices that share the scale (P-2); ``gathered_codes`` then
+gathers codes, and the scales of rows, from other devices (P-6).
+"""
 
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import jax
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from fp8ref import granularity as granularities
 from fp8ref.hardware import Multiply
@@ -13,19 +21,19 @@ from fp8ref.jax.scaling import Quantized
 from fp8ref.jax.sharding import Placement
 from fp8ref.recipe import OPERANDS, REDUCED_AXES, CastSpec, Gemm, Recipe, Role
 
-Scales = Mapping[Role, jax.Array]  # of the roles whose scales a state holds
+Scales = Mapping[Role, jax.Array]  # the roles whose scales a state holds
 
 
 @dataclass(frozen=True, kw_only=True)
 class Use:
-    """What is static of one use of a linear.
+    """One call of a linear: all that is static about it. Hashable, so that custom_vjp passes it by.
 
-    batched   leading dims are apart, not M's.
+    batched   leading dims are batch dims, not flattened to M.
     turned    the weight is [K, N].
-    outer     how many sequences M is made of.
-    dtypes    of the results, in the order of recipe.gemms.
-    measures  a tap takes what quantising did to its operands.
-    multiply  simulated hardware that its FP8 GEMMs run under.
+    outer     the number of sequences in M.
+    dtypes    those of the results, in the order of recipe.gemms.
+    measures  a tap collects quantisation statistics.
+    multiply  simulated hardware that runs its FP8 GEMMs.
     """
 
     recipe: Recipe
@@ -41,44 +49,51 @@ class Use:
     multiply: Multiply | None = None
 
     def over(self, role: Role, granularity: str, axis: int) -> sharding.Axes:
-        """The mesh axes over which it is for us to take an amax."""
+        """The mesh axes over which we reduce an amax; none under jit, where XLA does."""
         return self.placement.amax_axes(role, granularity, axis) if self.mode == "shard_map" else ()
 
     def collective(self, which: Gemm) -> sharding.Reduction | None:
-        """How partial results become a result, where that is for us to do."""
+        """The sum over devices that completes a GEMM's partial results; None if there is none, or
+        XLA does it."""
         reduction = self.placement.reduction(which, 1 if which == "grad_weight" else self.outer)
         return reduction if self.mode == "shard_map" and reduction.axes else None
 
     def axis(self, which: Gemm, role: Role) -> int:
-        """The axis, -1 or -2, of a tensor that a GEMM reduces."""
+        """The axis, -1 or -2, of a tensor along which a GEMM reduces it."""
         axis = REDUCED_AXES[which][OPERANDS[which].index(role)] - 2
         return -3 - axis if self.turned and role == "weight" else axis
 
     def serves_backward(self, role: Role) -> bool:
-        """Whether what the output GEMM takes of this role its backward GEMM takes too."""
+        """True if the output GEMM's operand of this role serves the backward GEMM too, quantised
+        once."""
         return self.recipe.serves_both(role)
 
     def gathers_again(self, role: Role) -> bool:
-        """Whether the backward pass gathers for us what the forward pass has gathered."""
+        """True if the backward pass gathers again what the forward pass gathered."""
         return self.mode == "shard_map" and bool(self.placement.gathered(role)) and self.serves_backward(role)
 
 
-def quantize(x: jax.Array, role: Role, cast: CastSpec, axis: int, past: Scales, use: Use) -> Quantized:
-    """A device's own piece, by the scale of the role's state, or without one by the tensor's own amax. Blocks are of flattened tensors;
-    of others all dims stay, as flattening one that is cut along two of them would gather it.
+def quantize(x: jax.Array, role: Role, cast: CastSpec, axis: int, state_scales: Scales, use: Use) -> Quantized:
+    """Quantise a device's own piece: by the scale of the role's state if it has one, else by the
+    tensor's amax.
 
-    Raises:   ValueError, naming layer, role and recipe: as ``scaling.quantize``; a block that the mesh cuts (P-5).
+    Tensors in blocks are flattened to [rows, columns]. Others keep all dims: flattening a tensor
+    that is cut along two dims would gather it.
+
+    Raises:   ValueError, naming layer, role and recipe: as ``scaling.quantize``; a block that the
+              mesh cuts (P-5).
     """
     try:
-        if role in past and cast.policy.stored == "scale_inv":
-            return scaling.quantize_divided(x, past[role], cast.fmt, axis=axis)
-        if role in past:
-            return scaling.quantize_with(x, past[role], cast.fmt, granularity=cast.granularity, axis=axis)
+        if role in state_scales and cast.policy.stored == "scale_inv":
+            return scaling.quantize_divided(x, state_scales[role], cast.fmt, axis=axis)
+        if role in state_scales:
+            return scaling.quantize_with(x, state_scales[role], cast.fmt, granularity=cast.granularity, axis=axis)
         over = use.over(role, cast.granularity, axis)
         if gemm.dequantises(cast.granularity):
             x = flat(x, role, use)
             _check_whole_blocks(x, role, cast.granularity, axis, use)
-        axes = tuple(range(x.ndim - 1)) if axis == -2 and not use.batched else axis  # M is all leading dims
+        # Reducing M means reducing all leading dims.
+        axes = tuple(range(x.ndim - 1)) if axis == -2 and not use.batched else axis
         axes = axes if cast.granularity == "rowwise" else axis
         return scaling.quantize(x, cast.fmt, granularity=cast.granularity, policy=cast.policy, axis=axes, over=over)
     except ValueError as error:
@@ -86,20 +101,46 @@ def quantize(x: jax.Array, role: Role, cast: CastSpec, axis: int, past: Scales, 
 
 
 def gathered_codes(q: Quantized, role: Role, axis: int, use: Use) -> Quantized:
-    """[M, ...] of every device for use, in FP8, reduced along axis; a scale for each row, or for blocks of rows, goes with it."""
+    """q gathered in FP8 from all devices that cut its rows, to be reduced along axis; scales of
+    rows or blocks are gathered with it."""
     blocks = gemm.dequantises(q.granularity) and use.mode == "shard_map"
+    # Tensorwise scales, and scales of columns, are the same on all devices that gather.
     lines = blocks or (q.granularity == "rowwise" and axis == -1)
     scale, scale_inv = (gathered(v, role, use) if lines else _scales_of_columns(v, use) for v in (q.scale, q.scale_inv))
     return dataclasses.replace(q, codes=gathered(q.codes, role, use), scale=scale, scale_inv=scale_inv, axis=axis)
 
 
 def gathered(x: jax.Array, role: Role, use: Use) -> jax.Array:
-    """[M, ...] of every device for use, of codes, of their scales or of a tensor as it is."""
+    """Codes, scales or a tensor [M, ...], gathered from all devices that cut its rows."""
     axes = use.placement.gathered(role)
     if axes and use.mode == "jit":
-        x = sharding.gather_by_compiler(x, use.placement, role)
+        x = gather_by_compiler(x, use.placement, role)
     x = flat(x, role, use)
-    return sharding.gather_rows(x, axes, 1 if role == "weight" else use.outer) if axes and use.mode == "shard_map" else x
+    return gather_rows(x, axes, 1 if role == "weight" else use.outer) if axes and use.mode == "shard_map" else x
+
+
+def gather_rows(x: jax.Array, axes: sharding.Axes, outer: int) -> jax.Array:
+    """Inside shard_map: gather [rows, columns] along axes, joining rows within each of ``outer``
+    groups of them."""
+    grouped = x.reshape(outer, -1, x.shape[-1])
+    return lax.all_gather(grouped, axes, axis=1, tiled=True).reshape(-1, x.shape[-1])
+
+
+def gather_by_compiler(x: jax.Array, placement: Placement, role: Role) -> jax.Array:
+    """Under plain jit: pin x [..., rows, columns] to its pieces, then to whole rows, so that XLA
+    gathers x itself.
+
+    With one constraint XLA may move the gather in front of the cast, to the wider tensor that x was
+    made of. A tensor with leading dims is cut along those by m; its rows are positions of a
+    sequence, and only these are gathered.
+    """
+    mesh, (rows, columns), gathered = jax.typeof(x).sharding.mesh, placement.at_rest(role), placement.gathered(role)
+    leading = [PartitionSpec.UNCONSTRAINED] * (x.ndim - 2)
+    within = gathered if leading else rows
+    columns = columns if x.shape[-1] > 1 else ()  # of scales of rows there is one column
+    for cutting in (within, tuple(axis for axis in within if axis not in gathered)):
+        x = lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*leading, cutting, columns)))
+    return x
 
 
 def flat(x: jax.Array, role: Role, use: Use) -> jax.Array:
@@ -108,12 +149,14 @@ def flat(x: jax.Array, role: Role, use: Use) -> jax.Array:
 
 
 def unflattened(result: jax.Array, like: jax.Array, use: Use) -> jax.Array:
-    """[M, columns] -> the leading dims of a tensor, whose sequences may be longer or shorter here."""
+    """[M, columns] -> [..., rows, columns], with the leading dims of ``like``; the number of rows
+    may differ from its."""
     return result if use.batched else result.reshape(*like.shape[:-2], -1, result.shape[-1])
 
 
 def _scales_of_columns(scale: jax.Array, use: Use) -> jax.Array:
-    """A scale of everything, of blocks, or of each column [..., 1, columns] -> [1, columns]."""
+    """Scales of columns [..., 1, columns] -> [1, columns]; a single scale and scales of blocks stay
+    as they are."""
     return scale.reshape(1, scale.shape[-1]) if scale.ndim > 2 and not use.batched else scale
 
 

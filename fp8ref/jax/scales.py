@@ -1,4 +1,10 @@
-"""From an amax to the scales of a policy (SEMANTICS S-3, S-4, S-9, S-14)."""
+"""Scales from an amax, by a policy (SEMANTICS S-3, S-4, S-9, S-14): the simulator's bits, under
+XLA.
+
+XLA's log2 and exp2 are approximations and XLA on a CPU flushes subnormals. So powers of two are
+taken from the bits of the amax, with a table of 256 entries that NumPy computes, one for each
+exponent field (``_steps``).
+"""
 
 import functools
 import math
@@ -24,10 +30,12 @@ class Scales(NamedTuple):
 
 @functools.partial(jax.jit, static_argnames=("fmt", "policy"))  # traced once for all layers of a shape
 def scales_from_amax(amax: jax.Array, fmt: Format, policy: str | ScalePolicy = "torchao") -> Scales:
-    """scale and scale_inv of a policy (SEMANTICS S-3, S-4, S-9, S-14): the simulator's, bit for bit.
+    """scale and scale_inv of a policy (SEMANTICS S-3, S-4, S-9, S-14): the simulator's, bit for
+    bit.
 
     Shapes:   amax float32, any shape; both scales float32 of that shape.
-    Order:    RN32(fmt.max / max(amax, eps)), its power of two if asked, RN32(1 / scale); or exactly 2^-k and 2^k under e8m0.
+    Order:    RN32(fmt.max / max(amax, eps)), its power of two if asked, RN32(1 / scale); or exactly
+              2^-k and 2^k under e8m0.
     Specials: zero amax -> RN32(fmt.max / eps); Inf -> 0; NaN -> NaN. e8m0: S-14.
     Raises:   ValueError: a policy that this backend does not implement.
     """
@@ -39,21 +47,26 @@ def scales_from_amax(amax: jax.Array, fmt: Format, policy: str | ScalePolicy = "
 
 
 def scale_from_amax(amax: jax.Array, fmt: Format, policy: str | ScalePolicy = "torchao") -> jax.Array:
-    """The factor that multiplies into FP8: ``scales_from_amax(...).scale``. Shapes, order, specials and what it raises are the same."""
+    """The factor that multiplies into FP8: ``scales_from_amax(...).scale``. Shapes, order, specials
+    and what it raises are the same."""
     return scales_from_amax(amax, fmt, policy).scale
 
 
 def with_inverse(scale: jax.Array) -> Scales:
-    """The scale, float32 of any shape, and RN32(1 / scale), past a barrier without which XLA makes amax / 448 of 1 / (448 / amax)."""
+    """The scale, float32 of any shape, and RN32(1 / scale)."""
+    # Without the barrier XLA rewrites 1 / (448 / amax) as amax / 448, which rounds once instead of
+    # twice.
     scale = lax.optimization_barrier(scale)
     return Scales(scale, 1 / scale)
 
 
 def flax_scale_inv(amax: jax.Array, previous: jax.Array, fmt: Format) -> jax.Array:
-    """scale_inv of policy ``flax`` (SEMANTICS S-9, S-13), past no barrier: XLA then makes of it what it makes of flax's own.
+    """scale_inv of policy ``flax`` (SEMANTICS S-9, S-13). No barrier, so that XLA rewrites it as it
+    rewrites Flax's own.
 
     Shapes:   amax and previous, the scale_inv before, float32 of one shape; and so the result.
-    Specials: an amax of zero, Inf or NaN gives the previous one through two reciprocals; one that XLA flushes is zero.
+    Specials: an amax of zero, Inf or NaN keeps the previous one, through two reciprocals; a
+              subnormal amax that XLA flushes counts as zero.
     Source:   flax 0.12.8 linen/fp8_ops.py, compute_scale.
     """
     kept = 1 / previous
@@ -62,16 +75,18 @@ def flax_scale_inv(amax: jax.Array, previous: jax.Array, fmt: Format) -> jax.Arr
 
 
 def times_e8m0(x: jax.Array, scale: jax.Array) -> jax.Array:
-    """RN32(x * scale), with a scale of 2^-127 too, a subnormal that XLA on a CPU would flush to zero."""
+    """RN32(x * scale); also for 2^-127, a subnormal scale that XLA on a CPU would flush to zero."""
     least = lax.bitcast_convert_type(scale, jnp.int32) == 1 << 22
     return (x * jnp.where(least, 2.0**-64, 1)) * jnp.where(least, 2.0**-63, scale)
 
 
 def implemented(policy: str | ScalePolicy) -> ScalePolicy:
-    """The policy, if this backend implements it: those of torchao with eps and power of two of one's own (S-9), and e8m0 ones (S-14).
+    """The policy, if this backend implements it: torchao's with any eps and power of two (S-9), and
+    e8m0 policies (S-14).
 
-    Raises:   ValueError: any other; an eps below 1e-27. Below that a float32 subnormal, which XLA on a CPU flushes to zero, could
-              leave a trace in the codes: 2^-126 * 57344 / 1e-27 < 2^-18, and with it no format shows one (S-3).
+    Raises:   ValueError: any other; an eps below 1e-27. Below that a float32 subnormal, which XLA
+              on a CPU flushes to zero, could leave a trace in the codes: 2^-126 * 57344 / 1e-27 <
+              2^-18, and with it no format shows one (S-3).
     """
     policy = policies.by_name(policy)
     if not policy.floored_quotient and policy.e8m0 is None:
@@ -89,12 +104,15 @@ def _floored_quotient(amax: jax.Array, fmt: Format, policy: ScalePolicy) -> jax.
 
 
 def _power_of_two_scales(amax: jax.Array, fmt: Format, policy: ScalePolicy) -> Scales:
-    """Of the quotient of S-3 the power of two not above it (S-4), from the amax's own bits, and its reciprocal, exact both. The scale comes of a
-    division, as XLA repeats integer operations, and a division not, for every element that is scaled.
+    """The power of two not above the quotient of S-3 (S-4), from the amax's bits, and its exact
+    reciprocal.
     """
+    # The scale is the result of a division: XLA would repeat integer operations for every element
+    # that is scaled, but it does not repeat a division.
     inverse = lax.bitcast_convert_type(_exponent_field(amax, fmt, policy) << 23, jnp.float32)
     scale = 1 / jnp.where(jnp.isnan(amax), amax, inverse)
-    # 2^k of the bits of 2^-k: scale_inv then needs neither a kernel of its own nor all of the above for every element.
+    # 2^k of the bits of 2^-k: scale_inv then needs neither a kernel of its own nor all of the above
+    # for every element.
     inverse = lax.bitcast_convert_type((254 << 23) - lax.bitcast_convert_type(scale, jnp.int32), jnp.float32)
     return Scales(scale, jnp.where(scale > 0, inverse, jnp.inf - scale))
 
@@ -106,7 +124,8 @@ def _smallest(policy: ScalePolicy) -> np.float32:
 
 
 def _e8m0_scales(amax: jax.Array, fmt: Format, policy: ScalePolicy) -> Scales:
-    """scale_inv = 2^k, k in [-127, 127], or NaN; scale = 2^-k but where the policy's rule says otherwise (S-14)."""
+    """scale_inv = 2^k, k in [-127, 127], or NaN; scale = 2^-k, except as the policy's rule says
+    (S-14)."""
     assert policy.e8m0 is not None
     field = _exponent_field(amax, fmt, policy)
     nan = jnp.isnan(amax)
@@ -116,25 +135,30 @@ def _e8m0_scales(amax: jax.Array, fmt: Format, policy: ScalePolicy) -> Scales:
 
 
 def _two_to_the(field: jax.Array) -> jax.Array:
-    """2^(field - 127) from its bits, of a field in [0, 254]: 2^-127 is a subnormal."""
+    """2^(field - 127), built from its bits, for a field in [0, 254]; 2^-127 is a subnormal."""
     return lax.bitcast_convert_type(jnp.where(field == 0, 1 << 22, field << 23), jnp.float32)
 
 
 def _exponent_field(amax: jax.Array, fmt: Format, policy: ScalePolicy) -> jax.Array:
-    """int32 exponent field of a scale_inv that is a power of two (S-4, S-14): k + 127 of 2^k, 255 of infinity. A NaN's means nothing."""
+    """The int32 exponent field, k + 127, of a scale_inv 2^k (S-4, S-14); 255 for infinity; that of
+    a NaN amax means nothing."""
     bits = lax.bitcast_convert_type(amax, jnp.int32)
+    # A table look-up, because XLA's log2 is an approximation.
     steps = jnp.asarray(_steps(fmt, policy)).at[lax.bitcast_convert_type(amax, jnp.uint32) >> 23].get(mode="promise_in_bounds")
     return (bits + steps) >> 23
 
 
 @functools.cache
 def _steps(fmt: Format, policy: ScalePolicy) -> np.ndarray:
-    """int32 [256]: what added to the bits of an amax makes its exponent field that of its scale_inv, for each exponent field of an amax.
+    """int32 [256]: what added to the bits of an amax makes its exponent field that of its
+    scale_inv, for each exponent field of an amax.
 
-    Within a binade scale_inv has one value up to a mantissa and perhaps twice that above it, into which the sum then carries.
+    Within a binade scale_inv has one value up to a mantissa and perhaps twice that above it, into
+    which the sum then carries.
     """
     binade = np.arange(256) << 23
     first = _rounded_field(binade, fmt, policy)
+    # By bisection over the 23 mantissa bits.
     last = np.zeros(256, np.int64)  # the last mantissa of that value, found a bit at a time; infinity has but one
     for bit in 2 ** np.arange(22, -1, -1):
         last[:255] += bit * (_rounded_field((binade + last + bit)[:255], fmt, policy) == first[:255])
@@ -142,7 +166,8 @@ def _steps(fmt: Format, policy: ScalePolicy) -> np.ndarray:
 
 
 def _rounded_field(bits: np.ndarray, fmt: Format, policy: ScalePolicy) -> np.ndarray:
-    """Of the bits of amaxes, the exponent fields of scale_inv, as S-4 and S-14 define them."""
+    """The exponent fields of scale_inv for the bits of amaxes, as S-4 and S-14 define them; in
+    NumPy."""
     amax = np.maximum(bits.astype(np.int32).view(np.float32).astype(np.float64), policy.eps)
     with np.errstate(divide="ignore", over="ignore"):
         if policy.ratio == "exponents":

@@ -1,8 +1,10 @@
-"""From a tensor to its amax, from an amax to a scale, from a scale to codes (SEMANTICS S), guarded against XLA's rewrites.
+"""Quantise a tensor: amax, scale, codes; and dequantise it (SEMANTICS S), guarded against XLA's
+rewrites.
 
-Four guards keep XLA to the specification: operands pass ``reduce_precision`` (cast.to_f32), the scale passes an
-optimization barrier before its reciprocal (or 1 / (448 / amax) is folded into amax / 448, an ulp off), powers of
-two are taken from bits (XLA's log2 and exp2 are approximations), and so is the amax (its float maximum may drop NaNs).
+Four guards keep XLA to the specification. Operands pass ``reduce_precision`` (cast.to_f32). The
+scale passes an optimization barrier before its reciprocal; otherwise 1 / (448 / amax) is folded
+into amax / 448, an ulp off. Powers of two are taken from bits, because XLA's log2 and exp2 are
+approximations. So is the amax, because XLA's float maximum on a CPU drops NaNs.
 """
 
 import functools
@@ -27,11 +29,13 @@ __all__ = ["Quantized", "amax", "dequantize", "quantize", "quantize_divided", "q
 )
 @dataclass(frozen=True, kw_only=True)
 class Quantized:
-    """An FP8 tensor: hp ~ decode(codes) * scale_inv. A pytree, of which fmt, granularity and axis are static.
+    """An FP8 tensor: hp ~ decode(codes) * scale_inv. A pytree, of which fmt, granularity and axis
+    are static.
 
     codes        native float8, of the hp tensor's shape.
     scale, scale_inv
-                 float32 of ``granularity.scale_shape``: what multiplied into FP8, what multiplies out of it.
+                 float32 of ``granularity.scale_shape``: what multiplied into FP8, what multiplies
+                 out of it.
     axis         the reduced one; under rowwise it may be several.
     """
 
@@ -46,12 +50,16 @@ class Quantized:
 def amax(x: jax.Array, granularity: str = "tensorwise", *, axis: int | tuple[int, ...] = -1, over: tuple[str, ...] = ()) -> jax.Array:
     """The largest magnitude of every group that shares a scale (SEMANTICS S-2).
 
-    Shapes:   x hp, any rank; float32 of ``scale_shape(granularity, x.shape, axis)``; axis is the reduced one, or under rowwise several.
-    Order:    of bits: as magnitudes, XLA's maximum on a CPU drops NaNs, of large tensors and between devices, and flushes subnormals.
-    Devices:  ``over`` names axes of the mesh, inside shard_map, along which the largest is taken too (P-2). Under jit on a sharded
-              array that happens by itself.
-    Specials: NaN if any element is NaN, on any device; else Inf if any is infinite; subnormals count.
-    Raises:   ValueError: x empty or not float32, float16 or bfloat16; blocks that do not divide the reduced axis.
+    Shapes:   x hp, any rank; float32 of ``scale_shape(granularity, x.shape, axis)``; axis is the
+              reduced one, or under rowwise several.
+    Order:    of bits: as magnitudes, XLA's maximum on a CPU drops NaNs, of large tensors and
+              between devices, and flushes subnormals.
+    Devices:  ``over`` names mesh axes, inside shard_map, along which the maximum is taken too
+              (P-2). Under jit on a sharded array XLA does that.
+    Specials: NaN if any element is NaN, on any device; else Inf if any is infinite; subnormals
+              count.
+    Raises:   ValueError: x empty or not float32, float16 or bfloat16; blocks that do not divide the
+              reduced axis.
     """
     axes = axis if isinstance(axis, tuple) else (axis,)
     sizes = [granularities.blocks(granularity, x.shape, each) for each in axes]  # refuses empty tensors and absent axes
@@ -81,12 +89,15 @@ def quantize(
 ) -> Quantized:
     """Scale x into fmt's range and round to nearest even, saturating.
 
-    Shapes:   x hp [..., K] (axis is the reduced one); codes native float8 of x's shape; scales of ``scale_shape``.
+    Shapes:   x hp [..., K] (axis is the reduced one); codes native float8 of x's shape; scales of
+              ``scale_shape``.
     Units:    x ~ decode(codes) * scale_inv.
-    Order:    amax, along the mesh axes ``over`` too; scale; RN32(f32(x) * scale); clip to +-fmt.max; round to nearest even;
-              scale_inv = RN32(1 / scale), or exactly 2^k under an e8m0 policy.
+    Order:    amax, along the mesh axes ``over`` too; scale; RN32(f32(x) * scale); clip to
+              +-fmt.max; round to nearest even; scale_inv = RN32(1 / scale), or exactly 2^k under an
+              e8m0 policy.
     Specials: as the simulator's quantize.
-    Gradient: none through the scale, and whatever XLA's conversions give through the codes; ``linear.apply`` defines its own.
+    Gradient: none through the scale; through the codes that of XLA's conversions. ``linear.apply``
+              defines its own.
     Raises:   ValueError: as amax and scale_from_amax; mx_1x32 by a policy that is not e8m0.
     Source:   SEMANTICS S-5, P-4.
     """
@@ -98,10 +109,12 @@ def quantize(
 
 
 def quantize_with(x: jax.Array, scale: jax.Array, fmt: Format, *, granularity: str = "tensorwise", axis: int = -1) -> Quantized:
-    """quantize, by a scale that is there already, such as a delayed state's; scale_inv = RN32(1 / scale), so not for e8m0 policies (S-14).
+    """Quantise by a given scale, such as a delayed state's; scale_inv = RN32(1 / scale), so not for
+    e8m0 policies (S-14).
 
     Shapes:   x as in quantize; scale float32 of ``scale_shape``.
-    Raises:   ValueError: a scale of another shape; x empty or not float32, float16 or bfloat16; a fmt that is not FP8.
+    Raises:   ValueError: a scale of another shape; x empty or not float32, float16 or bfloat16; a
+              fmt that is not FP8.
     """
     shape = granularities.scale_shape(granularity, x.shape, axis)
     if scale.shape != shape:
@@ -111,10 +124,12 @@ def quantize_with(x: jax.Array, scale: jax.Array, fmt: Format, *, granularity: s
 
 
 def quantize_divided(x: jax.Array, scale_inv: jax.Array, fmt: Format, *, axis: int = -1) -> Quantized:
-    """quantize by policy ``flax`` (SEMANTICS S-13), tensorwise: RN32(f32(x) / scale_inv), clip, round. scale_inv is of shape ().
+    """quantize by policy ``flax`` (SEMANTICS S-13), tensorwise: RN32(f32(x) / scale_inv), clip,
+    round. scale_inv is of shape ().
 
     Raises:   ValueError: x not float32, float16 or bfloat16; a fmt that is not FP8.
-    On a CPU XLA makes the division a product with RN32(1 / scale_inv) under jit, as it does in flax.
+    On a CPU XLA makes the division a product with RN32(1 / scale_inv) under jit, as it does in
+    flax.
     """
     codes = cast.to_fp8(cast.to_f32(x) / jnp.broadcast_to(scale_inv, x.shape), fmt)
     return Quantized(codes=codes, scale=1 / scale_inv, scale_inv=scale_inv, fmt=fmt, granularity="tensorwise", axis=axis)
@@ -123,7 +138,8 @@ def quantize_divided(x: jax.Array, scale_inv: jax.Array, fmt: Format, *, axis: i
 def dequantize(q: Quantized) -> jax.Array:
     """RN32(decode(codes) * scale_inv), float32 of the codes' shape (SEMANTICS S-8).
 
-    Specials: a NaN code or scale gives NaN, and so does a zero under an infinite scale_inv. On a CPU XLA takes a scale_inv of 2^-127 for zero.
+    Specials: a NaN code or scale gives NaN, and so does a zero under an infinite scale_inv. On a
+              CPU XLA takes a scale_inv of 2^-127 for zero.
     """
     return cast.decode(q.codes, q.fmt) * spread(q.scale_inv, q.codes.shape, q.granularity, q.axis)
 
@@ -137,10 +153,13 @@ def _quantized(
 
 @functools.partial(jax.jit, static_argnames=("dtype", "axis", "keepdims"))  # traced once for all tensors of a shape
 def _largest(bits: jax.Array, dtype, axis: int | tuple[int, ...] | None = None, keepdims: bool = False) -> jax.Array:
-    """The largest of ``cast.magnitude_bits``, by a maximum in floating point, the only fast one that XLA has on a CPU.
+    """The maximum of ``cast.magnitude_bits``, through a float maximum: the only fast one of XLA on
+    a CPU.
 
-    Between the two each is another number of dtype, in the same order, and none of them zero, subnormal, infinite or NaN, of which that
-    maximum drops some: t = bits - 2^(n - 2) becomes the number t steps above the least normal one, or below its negative.
+    That maximum drops NaNs and flushes subnormals. So the bits are first mapped, in order, to
+    numbers of dtype that are neither zero, subnormal, infinite nor NaN: t = bits - 2^(n - 2)
+    becomes the number t steps above the least normal number, or below its negative. The result is
+    mapped back.
     """
     size = jnp.iinfo(bits.dtype)
     half, least, sign = 1 << (size.bits - 2), 1 << jnp.finfo(dtype).nmant, size.bits - 1
@@ -157,7 +176,7 @@ def _largest_of_blocks(bits: jax.Array, dtype, sizes: tuple[int, ...]) -> jax.Ar
 
 
 def spread(scale: jax.Array, shape: tuple[int, ...], granularity: str, axis: int | tuple[int, ...]) -> jax.Array:
-    """The scales of a tensor of this shape, of a shape that broadcasts to it."""
+    """Repeat scales over their blocks, so that they broadcast against a tensor of this shape."""
     if granularity in ("tensorwise", "rowwise"):
         return scale
     assert isinstance(axis, int)

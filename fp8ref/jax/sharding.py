@@ -1,7 +1,9 @@
-"""One linear on a mesh (SEMANTICS P): whose amax makes a scale, what is gathered in FP8, and what is summed before it is scaled.
+"""The placement of one linear on a mesh (SEMANTICS P): amax scopes, FP8 gathers and reductions.
 
-A ``Placement`` says which mesh axes cut the linear's three dims; all else follows from it. Inside shard_map, the stated path, it becomes
-collectives; under plain jit on a mesh, constraints that keep XLA from gathering anything wider than FP8.
+A ``Placement`` says which mesh axes cut the linear's three dims. All else follows from it: over
+which axes an amax is reduced (P-2), what is gathered in FP8, and what is summed before it is scaled
+(``Reduction``, P-7). Inside shard_map these become collectives of our own. Under plain jit they
+become constraints that keep XLA from gathering anything wider than FP8.
 """
 
 import math
@@ -12,7 +14,6 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec
 
 from fp8ref.recipe import Gemm, Role
 
@@ -22,18 +23,21 @@ Mode = Literal["one", "shard_map", "jit"]
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """Which mesh axes cut a linear's tokens M, output features N and input features K, and its weight at rest.
+    """The mesh axes that cut a linear's tokens M, output features N and input features K.
 
     m         cut the tokens: data parallelism.
     n         cut the output features: column-parallel.
     k         cut the input features: row-parallel.
     fsdp      among m; cut the weight's first dim, within n, until it is gathered in FP8 for use.
-    sequence  n cuts the tokens of the input too (k those of the output): gathered in FP8 before, reduce-scattered after.
-    scope     whose amaxes make the scales of input and grad_output: ``global``, every device's; ``local``, those of the devices
-              along n and k, which share a GEMM, so that each piece of the batch has scales of its own. A weight's are global.
+    sequence  n cuts the tokens of the input too (k those of the output): gathered in FP8 before,
+              reduce-scattered after.
+    scope     the devices whose amaxes make the scales of input and grad_output: ``global``, all;
+              ``local``, those along n and k, which share a GEMM, so that each piece of the batch
+              has its own scales. A weight's are always global.
 
-    Raises:   ValueError: an axis that cuts two of m, n and k; fsdp not among m; sequence of a linear that is cut along both of n and k, or
-              neither; a string for a tuple; another scope.
+    Raises:   ValueError: an axis that cuts two of m, n and k; fsdp not among m; sequence of a
+              linear that is cut along both of n and k, or neither; a string for a tuple; another
+              scope.
     """
 
     m: Axes = ()
@@ -62,22 +66,29 @@ class Placement:
 
     @property
     def axes(self) -> Axes:
-        """All that cut a dim."""
+        """All mesh axes that cut a dim."""
         return (*self.m, *self.n, *self.k)
 
     def at_rest(self, role: Role) -> tuple[Axes, Axes]:
-        """The mesh axes that cut the two dims of a tensor as it comes in: input [M, K], weight [N, K], grad_output [M, N]."""
+        """The mesh axes that cut the two dims of a tensor before any gather.
+
+        Input is [M, K], weight [N, K], grad_output [M, N].
+        """
         rows, columns = {"input": (self.m, self.k), "weight": (self.n, self.k), "grad_output": (self.m, self.n)}[role]
         return (*rows, *self.gathered(role)), columns
 
     def gathered(self, role: Role) -> Axes:
-        """The mesh axes along which its rows are gathered for use."""
+        """The mesh axes along which the rows of a tensor are gathered for use."""
         if role == "weight":
             return self.fsdp
         return (self.n if role == "input" else self.k) if self.sequence else ()
 
     def amax_axes(self, role: Role, granularity: str, axis: int) -> Axes:
-        """The mesh axes over which an amax is taken: those that cut a group's dims, within the scope (P-2, P-5). Blocks are not cut."""
+        """The mesh axes over which an amax is reduced: those that cut a scale's group, within the
+        scope.
+
+        Layouts cut no block (P-5), so block scales need none (P-2).
+        """
         rows, columns = self.at_rest(role)
         if granularity not in ("tensorwise", "rowwise"):
             return ()
@@ -86,8 +97,11 @@ class Placement:
         return tuple(name for name in cutting if not (local and name in self.m))
 
     def reduction(self, which: Gemm, outer: int) -> "Reduction":
-        """How a GEMM's partial results become its result: its reduced dim is cut, and rows of its result may be cut again, those
-        of each of ``outer`` groups."""
+        """How devices complete a GEMM's partial results: sum, or sum and scatter the rows of the
+        result.
+
+        outer     the number of groups of rows; each group is scattered by itself.
+        """
         if which == "grad_weight":
             left = tuple(name for name in self.m if name not in self.fsdp)
             return Reduction(sum=left, scatter=self.fsdp, scaled=self.scope == "local" and bool(self.m), outer=outer)
@@ -98,9 +112,12 @@ class Placement:
 
 @dataclass(frozen=True, kw_only=True)
 class Reduction:
-    """Sum over some mesh axes; over others sum, and keep one's own of the rows of each of ``outer`` groups.
+    """A sum over some mesh axes, and over others a sum that leaves each device its own rows of the
+    result.
 
-    scaled    partial results have scales of their own: they are summed scaled and rounded (P-8), not as raw accumulators (P-7).
+    outer     the number of groups of rows; a device keeps its rows of each.
+    scaled    partial results have different scales, so they are summed scaled and rounded (P-8),
+              not as raw accumulators (P-7).
     """
 
     sum: Axes = ()
@@ -110,11 +127,11 @@ class Reduction:
 
     @property
     def axes(self) -> Axes:
-        """All that are summed over."""
+        """All mesh axes that are summed over."""
         return (*self.sum, *self.scatter)
 
     def total(self, partial: jax.Array) -> jax.Array:
-        """float32 [rows, columns], of rows as ``arranged``."""
+        """The sum over devices of float32 [rows, columns], whose rows are ``arranged``."""
         if self.sum:
             partial = lax.psum(partial, self.sum)
         if self.scatter:
@@ -122,15 +139,18 @@ class Reduction:
         return partial
 
     def arranged(self, operand: jax.Array) -> jax.Array:
-        """Rows [rows, K] of a GEMM's operand in the order of the devices that will have their results, so that ``total`` scatters whole
-        pieces: transposing what is multiplied moves fewer bytes than transposing its float32 products."""
+        """The rows [rows, K] of an operand, ordered by the device that will keep their results.
+
+        ``total`` then scatters contiguous pieces. Reordering the operand moves fewer bytes than
+        reordering its float32 products.
+        """
         if not self.scatter or self.outer == 1:
             return operand
         by_device = operand.reshape(self.outer, lax.axis_size(self.scatter), -1, operand.shape[-1]).swapaxes(0, 1)
         return by_device.reshape(operand.shape)
 
     def own_rows(self, scale: jax.Array) -> jax.Array:
-        """Of a scale for each row [rows, 1], those of one's own rows; a single scale [1, 1] is everybody's."""
+        """This device's rows of scales [rows, 1]; a single scale [1, 1] belongs to all rows."""
         if not self.scatter or scale.size == 1:
             return scale
         grouped = scale.reshape(self.outer, -1)
@@ -139,31 +159,13 @@ class Reduction:
         return own.reshape(-1, 1)
 
 
-def gather_rows(x: jax.Array, axes: Axes, outer: int) -> jax.Array:
-    """Inside shard_map: [rows, columns] of every device along axes, joined within each of ``outer`` groups of rows."""
-    grouped = x.reshape(outer, -1, x.shape[-1])
-    return lax.all_gather(grouped, axes, axis=1, tiled=True).reshape(-1, x.shape[-1])
-
-
-def gather_by_compiler(x: jax.Array, placement: Placement, role: Role) -> jax.Array:
-    """Under plain jit: x [..., rows, columns] pinned to its pieces, then to whole rows, so that XLA gathers x and not what x was made of.
-
-    With leading dims, it is those that m cuts, and the rows, of a sequence, that are gathered.
-    """
-    mesh, (rows, columns), gathered = jax.typeof(x).sharding.mesh, placement.at_rest(role), placement.gathered(role)
-    leading = [PartitionSpec.UNCONSTRAINED] * (x.ndim - 2)
-    within = gathered if leading else rows
-    columns = columns if x.shape[-1] > 1 else ()  # of scales of rows there is one column
-    for cutting in (within, tuple(axis for axis in within if axis not in gathered)):
-        x = lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*leading, cutting, columns)))
-    return x
-
-
 def mode(x: jax.Array, w: jax.Array, placement: Placement | None, name: str) -> Mode:
-    """How collectives come about here: not at all, by our own inside shard_map, or by XLA's under jit on a mesh.
+    """Who runs the collectives of a linear: nobody (``one``), we inside ``shard_map``, or XLA
+    (``jit``).
 
-    Raises:   ValueError, naming the layer: no placement inside shard_map; axes that the mesh lacks; tensors that vary along other axes
-              than placement says; local scope, or explicit axes, outside shard_map.
+    Raises:   ValueError, naming the layer: no placement inside shard_map; axes that the mesh lacks;
+              tensors that vary along other axes than placement says; a sequence that its devices do
+              not divide; local scope, or explicit axes, outside shard_map.
     """
     mesh = jax.typeof(x).sharding.mesh
     manual = set(getattr(mesh, "manual_axes", ()))
@@ -189,16 +191,21 @@ def mode(x: jax.Array, w: jax.Array, placement: Placement | None, name: str) -> 
         raise ValueError(f"{name}: inside shard_map all axes of a placement are its own, {', '.join(manual)}; got {', '.join(outside)}.")
     if checks_variance(x):
         _check_variance(x, w, placement, name)
+    if placement.sequence and x.shape[-2] % (parts := math.prod(map(lax.axis_size, placement.k))):
+        raise ValueError(
+            f"{name}: shards are equal (P-1), so the tokens of a sequence are divisible by their {parts} pieces along "
+            f"{', '.join(placement.k)}; got {x.shape[-2]}. Pad the sequence."
+        )
     return "shard_map"
 
 
 def checks_variance(x: jax.Array) -> bool:
-    """Whether the shard_map around was given check_vma=True, and so knows along which axes a value varies."""
+    """True inside shard_map(check_vma=True), which knows along which axes a value varies."""
     return bool(varying(lax.pcast(jnp.float32(0), jax.typeof(x).sharding.mesh.manual_axes, to="varying")))
 
 
 def gemm_dims(w: jax.Array, placement: Placement, mode: Mode) -> tuple[int, int]:
-    """N and K of a device's own GEMMs, the weight gathered."""
+    """N and K of a device's own GEMMs, with the weight gathered."""
     n, k = w.shape[-2:]
     if mode == "shard_map":
         return n * lax.axis_size(placement.fsdp), k
@@ -207,7 +214,10 @@ def gemm_dims(w: jax.Array, placement: Placement, mode: Mode) -> tuple[int, int]
 
 
 def check_shapes(name: str, tokens: int, shape: tuple[int, int], placement: Placement, mesh_shape: dict[str, int]) -> None:
-    """ValueError, naming the layer, unless the mesh cuts every dim into equal pieces. tokens: those of the global batch that are cut."""
+    """ValueError, naming the layer, unless the mesh cuts every dim into equal pieces.
+
+    tokens: the number of tokens of the global batch.
+    """
     for what, size, axes in _dims(tokens, shape, placement):
         parts = math.prod(mesh_shape[axis] for axis in axes)
         if size % parts:
@@ -227,7 +237,8 @@ def _check_variance(x: jax.Array, w: jax.Array, placement: Placement, name: str)
     roles: tuple[Role, Role] = ("input", "weight")
     expected = [{axis for dim in placement.at_rest(role) for axis in dim} for role in roles]
     found = [set(varying(x)), set(varying(w))]
-    # Along an axis that both vary along and the placement does not name, there are as many linears as devices.
+    # Along an axis that both vary along and the placement does not name, there are as many linears
+    # as devices.
     apart = (found[0] & found[1]) - {axis for axes in expected for axis in axes}
     for what, wanted, got in zip(("x", "w"), expected, found, strict=True):
         if got - apart != wanted:
@@ -246,7 +257,7 @@ def _refuse_explicit(mesh, name: str) -> None:
 
 
 def varying(x: jax.Array) -> frozenset[str]:
-    """The mesh axes along which a value differs from device to device, inside shard_map."""
+    """The mesh axes along which a value differs between devices, inside shard_map."""
     kind = jax.typeof(x)
     return kind.vma if hasattr(kind, "vma") else kind.manual_axis_type.varying
 

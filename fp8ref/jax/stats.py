@@ -1,7 +1,8 @@
-"""What quantising did to a GEMM's operand, as a few numbers on the device (SEMANTICS Q-8, Q-9).
+"""Quantisation statistics of a GEMM's operand, measured on the device (SEMANTICS Q-8, Q-9).
 
-A measurement is float32 [LENGTH]: every count as two numbers below 2^16, which float32 holds exactly; the sums of squares in units of a power of two
-near the operand's amax, so that none leaves float32's range; that power's exponent field; amax and extreme scales. ``parts`` puts them together again.
+A measurement is float32 [LENGTH]: every count as two numbers below 2^16, which float32 holds
+exactly; the sums of squares in units of a power of two near the operand's amax, so that none leaves
+float32's range; that power's exponent field; amax and extreme scales. ``parts`` decodes it.
 """
 
 import operator
@@ -23,12 +24,14 @@ Measured = dict[tuple[Gemm, Role], jax.Array]
 
 
 def measure(x: jax.Array, q: Quantized) -> jax.Array:
-    """float32 [LENGTH] of x and what it was quantised to.
+    """The measurement float32 [LENGTH] of x and its quantised form q.
 
     Shapes:   x float32, float16 or bfloat16, of as many elements as q.codes.
-    Specials: x that are not finite are counted, and enter no sum; scales of which one is NaN have NaN extremes.
-    Order:    errors e = RN32(decode(code) * scale_inv) - x in float32, where XLA may leave out the rounding of that product; squares are summed
-              along the last dim, then over the others (Q-9).
+    Specials: x that are not finite are counted, and enter no sum; scales of which one is NaN have
+              NaN extremes.
+    Order:    errors e = RN32(decode(code) * scale_inv) - x in float32, where XLA may leave out the
+              rounding of that product; squares are summed along the last dim, then over the others
+              (Q-9).
     Raises:   ValueError: 2^31 elements or more, which int32 does not count.
     """
     if x.size >= 2**31:
@@ -52,7 +55,7 @@ def measure(x: jax.Array, q: Quantized) -> jax.Array:
         scaled = jnp.abs(times(wide, scaling.spread(q.scale, shape, q.granularity, q.axis)))
         return [_number(~jnp.isfinite(wide)), _number(scaled > bound if above else scaled >= bound)]
 
-    # The amaxes say whether there is any of either.
+    # The amaxes say whether there is any of either, so that the branch seldom runs.
     none = jnp.isfinite(amax) & (jnp.max(times(of_groups, q.scale)) < bound)
     non_finite, overflows = lax.cond(none, lambda: [jnp.zeros_like(amax, jnp.int32)] * 2, rare)
     counts = {
@@ -78,12 +81,13 @@ def measure(x: jax.Array, q: Quantized) -> jax.Array:
 
 
 def rows(measured: Measured) -> jax.Array:
-    """float32 [6, LENGTH]: of a linear's operands in the order of ROWS, zeros for those that are not there."""
+    """float32 [6, LENGTH]: the measurements of a linear's operands in the order of ROWS, or
+    zeros."""
     return jnp.stack([measured.get(row, jnp.zeros(LENGTH, jnp.float32)) for row in ROWS])
 
 
 def parts(measurements: np.ndarray) -> np.ndarray:
-    """float64 [..., statistics.FIELDS] of float32 [..., LENGTH]."""
+    """Decode measurements float32 [..., LENGTH] to float64 [..., fp8ref.stats.FIELDS]."""
     wide = measurements.astype(np.float64)
     limbs, (signal, noise, field, *others) = wide[..., : 2 * len(COUNTS)], np.moveaxis(wide[..., 2 * len(COUNTS) :], -1, 0)
     counts = limbs[..., 0::2] * 2**16 + limbs[..., 1::2]
@@ -92,23 +96,27 @@ def parts(measurements: np.ndarray) -> np.ndarray:
 
 
 def _unit(largest: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The exponent field, of a normal number, of an amax, and 2^-exponent: both that and its reciprocal are normal. One where it is not finite."""
+    """The exponent field, of a normal number, of an amax, and 2^-exponent: both that and its
+    reciprocal are normal. One where it is not finite."""
     field = jnp.clip(lax.bitcast_convert_type(largest, jnp.int32) >> 23, 1, 253)
     field = jnp.where(jnp.isfinite(largest), field, 127)
     return field, lax.bitcast_convert_type((254 - field) << 23, jnp.float32)
 
 
 def _number(mask: jax.Array) -> jax.Array:
-    """int32: how many are true. Rows in float32, which holds it exactly below 2^24 and which XLA on a CPU sums three times as fast."""
+    """int32: how many are true. Rows in float32, which holds it exactly below 2^24 and which XLA on
+    a CPU sums three times as fast."""
     return jnp.sum(jnp.sum(mask.astype(jnp.float32), axis=-1).astype(jnp.int32))
 
 
 def _squares(x: jax.Array) -> jax.Array:
-    """The sum of squares. Behind a barrier, or XLA makes one long sum of the two, whose error would grow with the number of elements."""
+    """The sum of squares. Behind a barrier, or XLA makes one long sum of the two, whose error would
+    grow with the number of elements."""
     return jnp.sum(lax.optimization_barrier(jnp.sum(x * x, axis=-1)))
 
 
 def _overflow_bound(fmt: Format) -> tuple[float, bool]:
-    """The tie between max and the number that would follow it, and whether only what lies above it rounds beyond max (C-4)."""
+    """The tie between max and the number that would follow it, and whether only what lies above it
+    rounds beyond max (C-4)."""
     below = float(np.ldexp(1.0, int(np.frexp(fmt.max)[1]) - 1 - fmt.mantissa_bits))
     return fmt.max + below / 2, fmt.max_code % 2 == 0

@@ -1,15 +1,18 @@
-"""Figures as functions, for tensors, formats and GEMMs of your own: arrays in, Axes out, no global state and no pyplot.
+"""Figures as functions, for custom tensors, formats and GEMMs: arrays in, Axes out, no global state
+and no pyplot.
 
     figure, (left, right) = plots.figure(2)
     plots.exponent_histogram(left, x, q)
     plots.error_map(right, x, q)
     IPython.display.Image(plots.png(figure))
 
-Every function draws on axes that it is given and returns them; x is a matrix or a list of numbers of any floating-point dtype, q what
-``sim.scaling.quantize`` made of it, fmt one of ``fp8ref.formats``. ``figure`` makes the axes, ``png`` the picture.
+Every function draws on the given axes and returns them. x is a matrix or a list of numbers of any
+floating-point dtype, q the result of ``sim.scaling.quantize``, fmt one of ``fp8ref.formats``.
+``figure`` makes the axes, ``png`` the picture.
 
-Colours are Okabe and Ito's, on white, so that figures read in light and dark pages. The notebooks are made of these. The figures of a report
-(``fp8ref.train.report.figures``) are apart: a page chooses their colours.
+Colours are Okabe and Ito's, on white, so that figures read in light and dark pages. The notebooks
+use these functions. The figures of a report are separate (``fp8ref.train.report.figures``), because
+its page chooses their colours.
 """
 
 try:
@@ -18,12 +21,10 @@ except ImportError as error:
     raise ImportError(f"fp8ref.plots needs matplotlib; {error.name} is missing. Install it with: pip install 'fp8ref[train]'") from error
 
 from fp8ref.plots.conformance import cast_difference, scale_difference, share_by_exponent
-from fp8ref.plots.delayed import staleness
 from fp8ref.plots.formats import cast_curve, code_map, near_zero, number_line, ranges, relative_error, spacing, worst_error
-from fp8ref.plots.gemms import error_histogram, error_lines
-from fp8ref.plots.runs import loss_curves, step_lines, validation_gaps
+from fp8ref.plots.gemm_errors import error_histogram, error_lines, number_table
+from fp8ref.plots.runs import loss_curves, staleness, step_lines, validation_gaps
 from fp8ref.plots.style import figure, png
-from fp8ref.plots.tables import number_table
 from fp8ref.plots.tensors import code_difference, error_map, exponent_histogram, fate_map, magnitude_map
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Where somebody's cast or scale is not the specification's (SEMANTICS C, S)."""
+"""Plot where a cast or a scale differs from the specification (SEMANTICS C, S)."""
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -9,7 +9,8 @@ from fp8ref.sim import cast
 
 
 def cast_difference(ax: Axes, x, codes, fmt: Format, *, label: str = "theirs") -> Axes:
-    """What a cast that rounds to nearest even and saturates makes of x, somebody's codes, and a dot where they are others; NaNs are a gap.
+    """Draw codes of x over those of a saturating cast to nearest even, with a dot wherever they
+    differ; NaNs are a gap.
 
     Shapes:   x [n], ascending, of a dtype that ``sim.cast.encode`` takes; codes [n], uint8.
     Raises:   ValueError: as ``sim.cast.encode`` and ``decode``.
@@ -29,9 +30,11 @@ def cast_difference(ax: Axes, x, codes, fmt: Format, *, label: str = "theirs") -
 
 
 def share_by_exponent(ax: Axes, x, differ, *, label: str | None = None, colour: str = style.VERMILLION) -> Axes:
-    """Of the elements of each power of two, from the smallest of x to the largest, how many percent differ; zeros and what is not finite do not count.
+    """Draw how many percent of the elements of x differ, a bar for each power of two of their
+    magnitude.
 
-    Shapes:   x and differ, bool, of the same shape; without a finite number but zero there are no bars.
+    Shapes:   x and differ, bool, of the same shape.
+    Specials: zeros, infinities and NaNs are left out; without any other element there are no bars.
     """
     x, differ = np.abs(np.asarray(x, np.float64)).ravel(), np.asarray(differ).ravel()
     counted = np.isfinite(x) & (x > 0)
@@ -49,9 +52,13 @@ def share_by_exponent(ax: Axes, x, differ, *, label: str | None = None, colour: 
 
 
 def scale_difference(ax: Axes, amaxes, scales, expected, *, bins: int = 64) -> Axes:
-    """How many percent of scales lie above the expected ones, drawn up, and below them, drawn down, over log2 of the amax: a darker bar for two and more ulps.
+    """Draw how many percent of scales are above the expected ones, upwards, and below them,
+    downwards, over log2 of the amax.
 
-    Shapes:   amaxes, scales and expected [n], positive and finite; scales and expected float32, whose order is that of their bits.
+    Differences of two or more ulps are darker.
+
+    Shapes:   amaxes, scales and expected [n], positive and finite; scales and expected float32,
+              whose order is that of their bits.
     """
     place = np.log2(np.asarray(amaxes, np.float64))
     ulps = np.asarray(scales, np.float32).view(np.int32).astype(np.int64) - np.asarray(expected, np.float32).view(np.int32)

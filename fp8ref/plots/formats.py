@@ -1,4 +1,5 @@
-"""What a format can hold: its numbers, the gaps between them, and what rounding to it costs (SEMANTICS F, C)."""
+"""Plot what a format can hold: its numbers, their spacing, and the error of rounding to it
+(SEMANTICS F, C)."""
 
 from collections.abc import Sequence
 
@@ -11,7 +12,8 @@ from fp8ref.sim import cast
 
 
 def ranges(ax: Axes, formats: Sequence[Format]) -> Axes:
-    """A bar a format from its smallest positive number to its largest; what is subnormal in another colour."""
+    """One bar for each format, from its smallest positive number to its largest; subnormals in
+    another colour."""
     for row, fmt in enumerate(formats):
         smallest, normal, largest = (np.log2(v) for v in (fmt.smallest_subnormal, fmt.smallest_normal, fmt.max))
         ax.barh(row, largest - normal, left=normal, height=0.5, color=style.BLUE, label="normal" if row == 0 else None)
@@ -27,7 +29,10 @@ def ranges(ax: Axes, formats: Sequence[Format]) -> Axes:
 
 
 def number_line(ax: Axes, formats: Sequence[Format]) -> Axes:
-    """Every positive number of each format, a tick each, over log2 of its magnitude; subnormals in another colour. ValueError unless of 8 bits."""
+    """Every positive number of each format, one tick each, over log2 of its magnitude.
+
+    Raises:   ValueError: a format that is not of 8 bits.
+    """
     for row, fmt in enumerate(formats):
         values = _positive(fmt)
         normal = values >= fmt.smallest_normal
@@ -58,7 +63,8 @@ def number_line(ax: Axes, formats: Sequence[Format]) -> Axes:
 
 
 def near_zero(ax: Axes, formats: Sequence[Format], *, until: int = 32) -> Axes:
-    """The numbers next to zero, up to ``until``, in units of each format's smallest, on a linear axis: evenly spaced where they are subnormal.
+    """The numbers next to zero, up to ``until``, in units of each format's smallest, on a linear
+    axis: evenly spaced where they are subnormal.
 
     Raises:   ValueError: a format that is not of 8 bits.
     """
@@ -77,7 +83,11 @@ def near_zero(ax: Axes, formats: Sequence[Format], *, until: int = 32) -> Axes:
 
 
 def spacing(ax: Axes, formats: Sequence[Format]) -> Axes:
-    """The gap between neighbouring numbers over the magnitude at which it lies, up to each format's largest. ValueError unless of 8 bits."""
+    """The gap between neighbouring numbers over their magnitude, up to each format's largest
+    number.
+
+    Raises:   ValueError: a format that is not of 8 bits.
+    """
     for fmt, look in zip(formats, style.looks(len(formats)), strict=True):
         values = np.append(fmt.smallest_subnormal, _positive(fmt)[1:])
         ax.step(np.log2(values[:-1]), np.log2(np.diff(values)), where="post", label=fmt.name, **look)
@@ -91,7 +101,8 @@ def spacing(ax: Axes, formats: Sequence[Format]) -> Axes:
 
 
 def relative_error(ax: Axes, formats: Sequence[Format], *, lowest: int, highest: int, points: int = 4000) -> Axes:
-    """|rounded - x| / |x| of nearest even with saturation, in percent, for ``points`` of x from 2^lowest to 2^highest, evenly over log2 x."""
+    """|rounded - x| / |x| of nearest even with saturation, in percent, for ``points`` of x from
+    2^lowest to 2^highest, evenly over log2 x."""
     x = np.exp2(np.linspace(lowest, highest, points))
     for fmt, look in zip(formats, style.looks(len(formats)), strict=True):
         ax.plot(np.log2(x), 100 * _error(x, fmt), linewidth=1.1, label=fmt.name, color=look["color"])
@@ -103,9 +114,11 @@ def relative_error(ax: Axes, formats: Sequence[Format], *, lowest: int, highest:
 
 
 def worst_error(ax: Axes, formats: Sequence[Format], *, beyond: int = 3, points: int = 256) -> Axes:
-    """The largest relative error, in percent, within each power of two, from ``beyond`` of them below all ranges to as many above.
+    """The largest relative error, in percent, within each power of two, from ``beyond`` of them
+    below all ranges to as many above.
 
-    points    evenly spaced numbers of each power of two that are looked at; beyond max all saturate, below the smallest number all become zero.
+    points    evenly spaced numbers of each power of two that are looked at; beyond max all
+              saturate, below the smallest number all become zero.
     """
     lowest, highest = _limits(formats, beyond)
     exponents = np.arange(lowest, highest)
@@ -122,7 +135,11 @@ def worst_error(ax: Axes, formats: Sequence[Format], *, beyond: int = 3, points:
 
 
 def code_map(ax: Axes, fmt: Format) -> Axes:
-    """All 256 codes, 16 a row, coloured by log2 of their magnitude: zeros, infinities and NaNs are named. ValueError unless fmt is of 8 bits."""
+    """All 256 codes, 16 in a row, coloured by log2 of their magnitude; zeros, infinities and NaNs
+    are labelled.
+
+    Raises:   ValueError: fmt not of 8 bits.
+    """
     codes = np.arange(256, dtype=np.uint8).reshape(16, 16)
     values = cast.decode(codes, fmt)
     with np.errstate(divide="ignore"):
@@ -141,8 +158,12 @@ def code_map(ax: Axes, fmt: Format) -> Axes:
 
 
 def cast_curve(ax: Axes, x, fmt: Format, *, label: str, colour: str, **how) -> Axes:
-    """What a cast makes of x, ascending: a staircase. how: ``rounding``, ``saturate`` and ``seed``, as ``sim.cast.encode`` takes them;
-    infinities and NaNs are not drawn, and so show as a gap. Saturating unless told otherwise. Raises as ``sim.cast.round_to``."""
+    """The result of a cast over its input x, ascending: a staircase. Raises as
+    ``sim.cast.round_to``.
+
+    how       ``rounding``, ``saturate`` and ``seed``, as ``sim.cast.encode`` takes them; saturating
+              by default. Infinities and NaNs are not drawn, and so show as a gap.
+    """
     x = np.asarray(x)
     y = cast.round_to(x, fmt, **({"saturate": True} | how)).astype(np.float64)
     ax.plot(x, np.where(np.isfinite(y), y, np.nan), color=colour, linewidth=1.6, label=label)
@@ -152,7 +173,7 @@ def cast_curve(ax: Axes, x, fmt: Format, *, label: str, colour: str, **how) -> A
 
 
 def _positive(fmt: Format) -> np.ndarray:
-    """float64, ascending."""
+    """The positive numbers of an 8-bit format, float64, ascending."""
     values = cast.decode(np.arange(fmt.max_code + 1, dtype=np.uint8), fmt).astype(np.float64)
     return values[values > 0]
 

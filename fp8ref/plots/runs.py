@@ -1,4 +1,5 @@
-"""How runs went: losses of backends and recipes, and what they are judged by."""
+"""Curves over optimizer steps: losses of runs, validation gaps, staleness of delayed scales
+(SEMANTICS H)."""
 
 import itertools
 from collections.abc import Mapping, Sequence
@@ -6,8 +7,10 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from matplotlib.axes import Axes
 
+from fp8ref.formats import Format
 from fp8ref.plots import style
 from fp8ref.recipe import RECIPES
+from fp8ref.sim import delayed
 
 # Backends differ by line style as well.
 _IN_TURN = itertools.cycle((style.BLUE, style.VERMILLION, style.GREEN))
@@ -16,9 +19,11 @@ STYLES = {"jax": "-", "torch": (0, (4, 2))}
 
 
 def loss_curves(ax: Axes, runs: Mapping[tuple[str, str], Sequence[dict]], *, entropy: float | None = None, smooth: int = 10) -> Axes:
-    """Training loss in nats over steps, one line for each (backend, recipe): the running mean of ``smooth`` steps; a run without steps has none.
+    """Training loss in nats over steps, one line for each (backend, recipe): the running mean of
+    ``smooth`` steps.
 
-    runs: metrics lines as ``log.read_metrics`` gives them. entropy: the unigram entropy of the data, in nats, as a reference line.
+    runs      metrics lines as ``log.read_metrics`` gives them; a run without steps has no line.
+    entropy   the unigram entropy of the data, in nats, as a reference line.
     """
     for (backend, recipe), lines in runs.items():
         loss = np.array([line["loss"] for line in lines])
@@ -40,7 +45,7 @@ def loss_curves(ax: Axes, runs: Mapping[tuple[str, str], Sequence[dict]], *, ent
 
 
 def step_lines(ax: Axes, curves: Mapping[str, Sequence[float]], *, ylabel: str, first: int = 0) -> Axes:
-    """Something of several runs at every step, a line a run.
+    """Any value of several runs at every step, one line for each run.
 
     Shapes:   every one of curves [steps]. first: the number of the first step.
     """
@@ -52,10 +57,12 @@ def step_lines(ax: Axes, curves: Mapping[str, Sequence[float]], *, ylabel: str, 
 
 
 def validation_gaps(ax: Axes, losses: Mapping[tuple[str, str], float], *, seeds: Sequence[float]) -> Axes:
-    """Final validation loss of each (backend, recipe) less bf16's of the same backend, over the band of the seed-to-seed spread.
+    """Final validation loss of each (backend, recipe) minus bf16's of that backend, over the
+    seed-to-seed spread.
 
-    losses: in nats; (backend, "bf16") is among them for each backend. seeds: final validation losses of bf16 runs that differ only in their
-    seed; the first is the seed of ``losses``.
+    losses    in nats; (backend, "bf16") is among them for each backend.
+    seeds     final validation losses of bf16 runs that differ only in their seed; the first is the
+              seed of ``losses``.
     """
     spread = max(seeds) - min(seeds)
     ax.axhspan(-spread, spread, color="#BBBBBB", alpha=0.4, linewidth=0, label=f"spread of {len(seeds)} bf16 seeds")
@@ -71,3 +78,32 @@ def validation_gaps(ax: Axes, losses: Mapping[tuple[str, str], float], *, seeds:
     ax.margins(x=0.1, y=0.25)
     style.legend(ax)
     return style.plain(ax)
+
+
+def staleness(ax: Axes, amaxes, scales: Mapping[str, np.ndarray], fmt: Format, *, first: int = 0) -> Axes:
+    """A tensor's amax at each step, and for each name the largest number that fits, fmt.max /
+    scale.
+
+    A cross marks a step whose amax is clipped (Q-11).
+
+    Shapes:   amaxes and every one of scales [steps]: the scales that multiply each step's tensor;
+              all positive. first: the number of the first step.
+    """
+    amaxes = np.asarray(amaxes)
+    steps = first + np.arange(amaxes.size)
+    ax.plot(steps, amaxes, color=style.BLACK, linewidth=1.2, label="amax")
+    for (name, scale), look in zip(scales.items(), style.looks(len(scales)), strict=True):
+        missed = delayed.clipped(amaxes, scale, fmt)
+        ax.step(
+            steps,
+            fmt.max / np.asarray(scale, np.float64),
+            where="mid",
+            linewidth=1.3,
+            label=f"fits, {name}: {missed.sum()} clipped",
+            **look,
+        )
+        ax.plot(steps[missed], amaxes[missed], "x", color=look["color"], markersize=6)
+    ax.set_yscale("log", base=2)
+    ax.set(xlabel="optimizer step", ylabel="magnitude")
+    style.legend(ax)
+    return style.plain(ax, grid="both")

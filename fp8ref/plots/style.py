@@ -1,4 +1,4 @@
-"""What all figures share: colours, a figure on white, plain axes."""
+"""The style of all figures: colours, figures on white, plain axes, legends."""
 
 import io
 from collections.abc import Sequence
@@ -9,7 +9,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from PIL import Image  # matplotlib's own means of writing PNGs
 
-# Okabe and Ito's colours, distinguishable to colour-blind readers; yellow, which white swallows, is left out.
+# Okabe and Ito's colours, distinguishable to colour-blind readers; yellow, which white swallows, is
+# left out.
 BLACK, BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY = "#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"
 CYCLE = (BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY, BLACK)
 # As many lines as a figure has differ by these too, for eyes and printers without colours.
@@ -18,7 +19,7 @@ MUTED, FAINT = "#666666", "#DDDDDD"
 
 
 def figure(columns: int = 1, rows: int = 1, *, width: float = 5.6, height: float = 3.8) -> tuple[Figure, list[Axes]]:
-    """A figure on white, so that it reads in light and dark pages, and its axes row by row; width and height are of one of them, in inches.
+    """A figure on white, and its axes row by row; width and height are of one of them, in inches.
 
     Save it with ``figure.savefig``, or take ``png`` of it.
     """
@@ -27,7 +28,8 @@ def figure(columns: int = 1, rows: int = 1, *, width: float = 5.6, height: float
 
 
 def png(figure: Figure) -> bytes:
-    """The figure as a PNG, for IPython.display.Image: of 256 colours, which nobody sees and which make it a third as large."""
+    """The figure as a PNG of 256 colours, for IPython.display.Image: it looks the same and is a
+    third as large."""
     drawn, written = io.BytesIO(), io.BytesIO()
     figure.savefig(drawn, format="png")
     Image.open(drawn).convert("RGB").quantize(256, dither=Image.Dither.NONE).save(written, format="png", optimize=True)
@@ -61,17 +63,21 @@ def power(exponent: float) -> str:
 
 
 def label_powers(axis, lowest: int, highest: int, *, ticks: int = 9) -> None:
-    """Ticks at powers of two of an axis that shows log2, from lowest to highest: evenly spaced, at most ``ticks`` unless they are 64 apart."""
+    """Ticks at powers of two on an axis that shows log2, from lowest to highest, evenly spaced.
+
+    There are at most ``ticks`` of them, unless they are 64 apart.
+    """
     every = next((n for n in (1, 2, 3, 4, 5, 8, 16, 32, 64) if (highest - lowest) // n < ticks), 64)
     places = np.arange(-(-lowest // every) * every, highest + 1, every)
     axis.set_ticks(places, labels=[power(float(place)) for place in places])
 
 
 def legend(ax: Axes, **how: Any) -> None:
-    """A legend on white, through which neither grid nor shading strikes; how: matplotlib's own keywords."""
+    """A legend on white, so that neither grid nor shading shows through; how: matplotlib's own
+    keywords."""
     ax.legend(**{"fontsize": 8, "facecolor": "white", "edgecolor": "none", "framealpha": 0.9, "borderpad": 0.2} | how)
 
 
 def above(ax: Axes, columns: int) -> None:
-    """A legend in one row above the axes, at their right, where no data are."""
+    """A legend in one row above the axes, right-aligned, where there are no data."""
     legend(ax, ncols=columns, loc="lower right", bbox_to_anchor=(1, 1), borderaxespad=0)

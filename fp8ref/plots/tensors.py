@@ -1,4 +1,5 @@
-"""What quantising did to a tensor, element by element (SEMANTICS Q): x is what was quantised, q what became of it."""
+"""Plot what quantising did to each element of a tensor (SEMANTICS Q): x is the tensor, q its
+quantised form."""
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -9,7 +10,7 @@ from fp8ref.plots import style
 from fp8ref.sim import cast, stats
 from fp8ref.sim.scaling import Quantized, dequantize, spread
 
-# {what became of an element: its colour in a map}
+# {fate of an element: its colour in a map}
 FATES = {
     "normal": "#E4EEF5",
     "subnormal": style.SKY,
@@ -21,9 +22,12 @@ FATES = {
 
 
 def magnitude_map(ax: Axes, x, *, powers: int = 12) -> Axes:
-    """The exponent of each element of a matrix, a colour a power of two, the largest ``powers`` of them; zeros, infinities and NaNs stay white.
+    """The exponent of each element of a matrix, one colour for each power of two, the largest
+    ``powers`` of them.
 
-    Shapes:   x [M, K]; of one without a finite number but zero the map is white, and its colours end at 1.
+    Zeros, infinities and NaNs stay white.
+
+    Shapes:   x [M, K]; without a finite non-zero number the map is white, and its colours end at 1.
     """
     x = np.abs(np.asarray(x, np.float64))
     shown = np.isfinite(x) & (x > 0)
@@ -40,12 +44,14 @@ def magnitude_map(ax: Axes, x, *, powers: int = 12) -> Axes:
 
 
 def error_map(ax: Axes, x, q: Quantized, *, cell: int | None = None, low: float = 1.0, high: float = 100.0) -> Axes:
-    """The error of the elements of each cell of a matrix relative to themselves, the root of its mean square in percent, from low to high.
+    """The relative error of each cell of a matrix: the root mean square of its elements, in
+    percent, from low to high.
 
-    cell  rows and columns of one; None: so many that there are at most 64 of them each way. Zeros do not count; cells of zeros stay white.
+    cell  rows and columns of a cell; None: as many as give at most 64 cells each way. Zeros do not
+          count; cells of zeros stay white.
 
     Shapes:   x [M, K] and q's codes alike.
-    Raises:   ValueError: as ``sim.scaling.dequantize``; x that is no matrix.
+    Raises:   ValueError: as ``sim.scaling.dequantize``; x that is not a matrix.
     """
     x = np.asarray(x, np.float64)
     relative = np.divide(dequantize(q).astype(np.float64) - x, x, out=np.zeros_like(x), where=x != 0)
@@ -71,7 +77,7 @@ def error_map(ax: Axes, x, q: Quantized, *, cell: int | None = None, low: float 
 
 
 def fate_map(ax: Axes, x, q: Quantized, *, legend: bool = True) -> Axes:
-    """What became of every element of a matrix x [M, K], by colour: see ``FATES``."""
+    """What happened to every element of a matrix x [M, K], by colour: see ``FATES``."""
     fate = fates(x, q)
     ax.imshow(fate, cmap=ListedColormap(list(FATES.values())), vmin=-0.5, vmax=len(FATES) - 0.5, interpolation="nearest", aspect="auto")
     if legend:
@@ -81,7 +87,10 @@ def fate_map(ax: Axes, x, q: Quantized, *, legend: bool = True) -> Axes:
 
 
 def fates(x, q: Quantized) -> np.ndarray:
-    """int, of x's shape: of every element the place in ``FATES`` of what became of it. Clipped: a cast without saturation overflows (C-4)."""
+    """int, of x's shape: for every element the index in ``FATES`` of what happened to it.
+
+    Clipped: a cast without saturation would overflow (C-4).
+    """
     x = np.asarray(x, np.float32)
     decoded = np.abs(cast.decode(q.codes, q.fmt))
     with np.errstate(invalid="ignore", over="ignore"):  # NaN, and products beyond float32
@@ -95,10 +104,13 @@ def fates(x, q: Quantized) -> np.ndarray:
 def exponent_histogram(
     ax: Axes, x, q: Quantized, *, lowest: int | None = None, highest: int | None = None, colour: str = style.BLUE
 ) -> Axes:
-    """How many elements, in percent, have each exponent after scaling; shaded: where codes are subnormal, zero, or beyond max.
+    """How many elements, in percent, have each exponent after scaling; shaded: where codes are
+    subnormal, zero, or beyond max.
 
-    lowest, highest  exponents shown; the first and the last bar hold all below and above. None: four below the range to two above.
-    Raises:          ValueError: as ``sim.stats.exponents``: x of another shape than q's codes, or float64.
+    lowest, highest  exponents shown; the first and the last bar hold all below and above. None:
+                     four below the range to two above.
+    Raises:          ValueError: as ``sim.stats.exponents``: x of another shape than q's codes, or
+                     float64.
     """
     fmt = q.fmt
     top, bottom = (
@@ -124,7 +136,9 @@ def exponent_histogram(
 
 
 def code_difference(ax: Axes, a: Quantized, b: Quantized, *, most: int = 4) -> Axes:
-    """Of every element of a matrix, by how many codes b's magnitude lies above a's; beyond ``most`` the colour stays the same, NaNs are white.
+    """For every element of a matrix, by how many codes b's magnitude exceeds a's.
+
+    Beyond ``most`` the colour stays the same; NaNs are white.
 
     Shapes:   codes of both [M, K], of one format.
     """

@@ -1,10 +1,26 @@
-"""The simulator: FP8 training numerics in NumPy, the definition of correct. It imports neither jax nor torch.
+"""The simulator: FP8 training numerics in NumPy, the definition of correct. It imports neither jax
+nor torch.
 
-``cast`` rounds, ``scaling`` and ``delayed`` scale and quantise, ``sharding`` does so over a ``mesh``, ``accumulate`` and ``gemm``
-multiply, ``linear`` is the three GEMMs of a layer, ``model`` the forward pass of the trainer's model, and ``stats`` says what all
-that costs. Each function is written plainly in NumPy; ``kernels`` has the slow ones again, compiled, and equal bit for bit.
-Arrays are float32 unless said otherwise, also where they hold values of a narrower format: a narrower format is a set of
-values, not a storage type.
+Read it in this order; each module cites its clauses of docs/SEMANTICS.md:
+
+    cast          round to a format (C)
+    scales        amax -> scale, by a policy (S)
+    scaling       tensor -> amax, codes and back (S)
+    delayed       scales from the amaxes of earlier steps (H)
+    tensor_core   one step of a tensor core (G)
+    accumulate    sum over K: exact, float32 in order, plans of tensor-core steps (G)
+    gemm          accumulate, then the epilogue (G)
+    linear        the three GEMMs of a layer (L)
+    mesh, sharding, sharded_gemm
+                  the same over several devices (P)
+    llama         the trainer's model, forward pass (M)
+    stats         what quantising cost (Q)
+    hardware      a plan for each of a recipe's GEMMs, for the backends to call (G-19)
+
+The definition of each function is plain NumPy, named ``..._plain`` where it has a compiled twin.
+The twins are in ``kernels``, and equal the definitions bit for bit. ``philox`` draws the numbers of
+stochastic rounding; ``threads`` splits the kernels' work. Arrays are float32 unless said otherwise,
+also where they hold values of a narrower format: such a format is a set of values.
 """
 
 from fp8ref import moved

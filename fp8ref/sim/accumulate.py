@@ -1,6 +1,13 @@
-"""How a GEMM sums (SEMANTICS G-3, G-12): in float32 in order, or as chains of a tensor core's steps. ``exact.py`` has the exact sum.
+"""Accumulation, the sum over K of a GEMM: exact (SEMANTICS G-2), in float32 in order (G-3), or by a
+tensor core's plan (G-12).
 
-``chains_plain`` is the definition of a plan; ``chains`` is the same by a compiled kernel, where there is one.
+    exact_sum   one rounding, of the exact sum
+    f32         acc = RN32(acc + a_k * b_k), k ascending
+    chains      chains of tensor-core steps, added in float32 as an ``Accumulation`` says
+
+All take finite values; ``with_specials`` puts infinities and NaNs back (G-6). Scales come later, in
+``gemm``. ``chains_plain`` and ``f32_plain`` are the definitions; their compiled twins are in
+``kernels.gemm``. ``exact_sum`` has none: a float64 matrix product does its work.
 """
 
 from dataclasses import dataclass
@@ -8,6 +15,7 @@ from typing import Literal
 
 import numpy as np
 
+from fp8ref import registry
 from fp8ref.formats import Format
 from fp8ref.sim import threads
 from fp8ref.sim.kernels import gemm as kernels
@@ -20,14 +28,17 @@ SPLIT_TILE = 128
 
 @dataclass(frozen=True, kw_only=True)
 class Accumulation:
-    """A GEMM's plan (G-12): chains of steps that start from 0 every ``promotion`` of K and are added in float32, in order.
+    """An accumulation plan (G-12): chains of steps that start from 0 every ``promotion`` of K,
+    added in float32, in order.
 
     promotion    None: one chain over all of K, fast accumulation. 128: slow.
     split_k      parts of K, whose sums are added in float32, in order.
-    split_order  ``contiguous``: a part is a run of tiles; ``interleaved``: part i has every split_k-th tile, from the i-th on.
-    split_tile   of K that stays together in a part.
+    split_order  ``contiguous``: a part is a run of tiles; ``interleaved``: part i has every
+                 split_k-th tile, from the i-th on.
+    split_tile   length along K of a tile, which stays together in a part.
 
-    Raises:      ValueError: a unit that is no TensorCore; promotion or split_tile that are no multiples of 32; split_k below 1; another split_order.
+    Raises:      ValueError: a unit that is not a TensorCore; promotion or split_tile not multiples
+                 of 32; split_k below 1; another split_order.
     """
 
     name: str
@@ -62,16 +73,16 @@ ACCUMULATIONS = {
 
 
 def by_name(accumulate: "str | Accumulation") -> "str | Accumulation":
-    """The plan of that name; 'exact', 'f32' and an Accumulation are themselves; ValueError for anything else."""
-    if isinstance(accumulate, Accumulation) or accumulate in ("exact", "f32"):
+    """The plan of that name; 'exact', 'f32' and an Accumulation are themselves; ValueError for
+    anything else."""
+    if accumulate in ("exact", "f32"):
         return accumulate
-    if not isinstance(accumulate, str) or accumulate not in ACCUMULATIONS:
-        raise ValueError(f"accumulate is an Accumulation, 'exact', 'f32' or one of {', '.join(ACCUMULATIONS)}; got {accumulate!r}.")
-    return ACCUMULATIONS[accumulate]
+    return registry.lookup("accumulate is an Accumulation, 'exact', 'f32' or", ACCUMULATIONS, accumulate, Accumulation)
 
 
 def chains_plain(a: np.ndarray, b: np.ndarray, fmt_a: Format, fmt_b: Format, plan: Accumulation) -> np.ndarray:
-    """The definition of a plan (G-12) over finite values a [M, K] and b [N, K] of the formats, K a multiple of 32: float32 [M, N]."""
+    """The definition of a plan (G-12) over finite values a [M, K] and b [N, K] of the formats, K a
+    multiple of 32: float32 [M, N]."""
     zero = np.zeros((len(a), len(b)), np.float32)
     total = zero
     for of_part in parts(a.shape[1], plan):
@@ -84,7 +95,8 @@ def chains_plain(a: np.ndarray, b: np.ndarray, fmt_a: Format, fmt_b: Format, pla
 
 
 def parts(k: int, plan: Accumulation) -> list[np.ndarray]:
-    """The indices of K in each of the plan's parts, in the order in which it sums them; parts beyond the last tile are empty.
+    """The indices of K in each part of the plan, in the order of summation; parts beyond the last
+    tile are empty.
 
     >>> plan = Accumulation(name="two halves", unit=UNITS["hopper"], split_k=2)
     >>> [f"{part.min()} to {part.max()}" for part in parts(384, plan)]
@@ -100,13 +112,14 @@ def parts(k: int, plan: Accumulation) -> list[np.ndarray]:
 
 
 def _chains(length: int, plan: Accumulation) -> list[tuple[int, int]]:
-    """Where the chains of a part begin and end."""
+    """(begin, end) of each chain of a part."""
     each = plan.promotion or max(length, 1)
     return [(k, min(k + each, length)) for k in range(0, length, each)]
 
 
 def chains(a: np.ndarray, b: np.ndarray, fmt_a: Format, fmt_b: Format, plan: Accumulation) -> np.ndarray:
-    """``chains_plain``, by a compiled kernel for the units it has: a view, of the transpose where that has the longer rows."""
+    """``chains_plain``, by a compiled kernel where the unit is ``compiled``. The result may be a
+    transposed view."""
     unit, k = plan.unit, a.shape[1]
     if k == 0:
         return np.zeros((len(a), len(b)), np.float32)
@@ -115,7 +128,7 @@ def chains(a: np.ndarray, b: np.ndarray, fmt_a: Format, fmt_b: Format, plan: Acc
     if len(a) > len(b):  # the columns are the kernel's lanes; a step tells its factors apart by nothing
         return chains(b, a, fmt_b, fmt_a, plan).T  # [N, M] -> [M, N]
     of_parts = [part for part in parts(k, plan) if len(part)]
-    ends = np.zeros(k // unit.fused_width, np.uint8)
+    ends = np.zeros(k // unit.fused_width, np.uint8)  # for each step: does a chain end after it, does a part
     start = 0
     for part in of_parts:
         for _, end in _chains(len(part), plan):
@@ -140,7 +153,8 @@ def chains(a: np.ndarray, b: np.ndarray, fmt_a: Format, fmt_b: Format, plan: Acc
 def f32(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """acc = RN32(acc + a_k * b_k), k ascending from +0 (G-3): a [M, K], b [N, K], float32 [M, N].
 
-    The product of two FP8 numbers is a float32: at most 8 bits. Subnormals are kept, infinities and NaNs as in IEEE 754; of K = 0 zeros.
+    The product of two FP8 numbers is a float32: at most 8 bits. Subnormals are kept, infinities and
+    NaNs as in IEEE 754; of K = 0 zeros.
     """
     a, b = np.ascontiguousarray(a, np.float32), np.ascontiguousarray(b.T, np.float32)
     out = np.empty((len(a), b.shape[1]), np.float32)
@@ -157,10 +171,87 @@ def f32_plain(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return acc
 
 
-def with_specials(finite: np.ndarray, a: np.ndarray, b: np.ndarray, c: np.ndarray | None = None) -> np.ndarray:
-    """``finite``, the sum of the finite terms, replaced where infinities or NaNs decide it (G-6): a [M, K], b [N, K], c [M, N].
+def exact_sum(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """RN32 of the exact sum over K (G-2): a [M, K], b [N, K], finite values of FP8 formats; float32
+    [M, N]; a zero sum is +0.
 
-    NaN where a term is NaN, an infinity meets a zero factor, or infinities of both signs meet; else the infinity.
+    A float64 alone does not hold the exact sum of products of e5m2 numbers, so it is kept in
+    several.
+    """
+    parts = _exact_products(a.astype(np.float64), b.astype(np.float64))
+    # The parts are multiples of 2^-34 below 2^48 each, so that the error terms, at most 2^-4, add
+    # without rounding.
+    total, tail = parts[0], np.zeros_like(parts[0])
+    for part in parts[1:]:
+        total, error = _two_sum(total, part)
+        tail += error
+    return round_sum(total, tail) + np.float32(0)  # -0 becomes +0
+
+
+def multiply_add(x: np.ndarray, y: np.ndarray, z: np.ndarray) -> np.ndarray:
+    """RN32(x * y + z), rounded once: a fused multiply-add of float32 numbers, whose product float64
+    holds exactly."""
+    with np.errstate(invalid="ignore", over="ignore"):
+        # An infinity or a NaN needs no single rounding: the ordinary sum has the right result.
+        product = x.astype(np.float64) * y.astype(np.float64)
+        return np.where(np.isfinite(product) & np.isfinite(z), round_sum(product, z.astype(np.float64)), (product + z).astype(np.float32))
+
+
+def round_sum(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """RN32(x + y) of finite float64 numbers, rounded once: their sum rounded to odd in float64,
+    then to float32.
+
+    A float64 rounded to odd rounds to float32 as the exact sum does (Boldo and Melquiond,
+    "Emulation of FMA and correctly rounded sums: proved algorithms using rounding to odd", 2008).
+    """
+    total, tail = _two_sum(x, y)
+    bits = total.view(np.int64)
+    # Round to odd: an inexact sum whose last bit is even moves to the neighbour on the tail's side,
+    # whose last bit is odd.
+    even = (tail != 0) & (bits % 2 == 0)
+    outward = np.where(np.signbit(tail) == np.signbit(total), 1, -1)
+    with np.errstate(over="ignore", under="ignore"):
+        return (bits + even * outward).view(np.float64).astype(np.float32)
+
+
+def _exact_products(a: np.ndarray, b: np.ndarray) -> list[np.ndarray]:
+    """Float64 [M, N] arrays whose exact sum is a @ b.T.
+
+    Numbers of magnitude at least 1 are multiples of 2^-3 below 2^16, the others multiples of 2^-17:
+    at most 19 bits either way. Products of such parts have at most 38 bits and share one quantum,
+    and so do sums of 2^15 of them: 53 bits, which a float64 matrix product adds in any order
+    without rounding. (E4M3 and E5M2 in all variants: F-2, F-3.)
+    """
+    chunks = range(0, a.shape[1], 1 << 15)
+    parts = [
+        left @ right.T  # [M, k] x [N, k] -> [M, N]
+        for k in chunks
+        for left in _by_magnitude(a[:, k : k + (1 << 15)])
+        for right in _by_magnitude(b[:, k : k + (1 << 15)])
+    ]
+    return parts or [np.zeros((len(a), len(b)))]
+
+
+def _by_magnitude(x: np.ndarray) -> list[np.ndarray]:
+    """Arrays that sum to x: numbers of magnitude at least 1, and the smaller ones; an array of
+    zeros is left out."""
+    large = np.where(abs(x) >= 1, x, 0)
+    return [part for part in (large, x - large) if part.any()]
+
+
+def _two_sum(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(RN64(x + y), x + y - RN64(x + y)), both exact (Knuth)."""
+    total = x + y
+    back = total - x
+    return total, (x - (total - back)) + (y - back)
+
+
+def with_specials(finite: np.ndarray, a: np.ndarray, b: np.ndarray, c: np.ndarray | None = None) -> np.ndarray:
+    """``finite``, the sum of the finite terms, replaced where infinities or NaNs decide it (G-6): a
+    [M, K], b [N, K], c [M, N].
+
+    NaN where a term is NaN, an infinity meets a zero factor, or infinities of both signs meet; else
+    the infinity.
     """
     c = np.zeros(finite.shape, np.float32) if c is None else c
     if np.isfinite(a).all() and np.isfinite(b).all() and np.isfinite(c).all():
@@ -173,6 +264,7 @@ def with_specials(finite: np.ndarray, a: np.ndarray, b: np.ndarray, c: np.ndarra
     up_a, down_a, up_b, down_b = a > 0, a < 0, b > 0, b < 0
     positive = count(inf_a & up_a, up_b) + count(inf_a & down_a, down_b) + count(up_a, inf_b & up_b) + count(down_a, inf_b & down_b)
     negative = count(inf_a & up_a, down_b) + count(inf_a & down_a, up_b) + count(up_a, inf_b & down_b) + count(down_a, inf_b & up_b)
+    # The sum contains an infinity of that sign.
     above, below = (positive > 0) | (c == np.inf), (negative > 0) | (c == -np.inf)
     invalid = count(inf_a, b == 0) + count(a == 0, inf_b) > 0
     nan = np.isnan(a).any(axis=1)[:, None] | np.isnan(b).any(axis=1)[None, :] | np.isnan(c) | invalid | (above & below)

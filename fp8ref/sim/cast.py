@@ -1,10 +1,15 @@
-"""Rounding to a format (SEMANTICS C): one rounding, from the exact value.
+"""Round numbers to a format, once, from the exact value (SEMANTICS C).
 
-``encode_plain`` is the definition, in float64 arithmetic that is exact. A finite float64 x is |x| = n * 2^q, where 2^q is the
-spacing of the format's numbers at |x|. Dividing by a power of two is exact, so n keeps every bit of x, and rounding x is
-rounding n to an integer. The codes of a format count its magnitudes upwards without gaps, so that
-code = n + (steps of the exponent below) * 2^mantissa_bits, and a carry out of n is right by itself.
-``encode`` is the same function by compiled kernels.
+``encode`` gives codes, ``decode`` their values, ``round_to`` values of any format of at most 32
+bits. Order: round as if the exponent were unbounded; saturate or overflow; then zeros, infinities
+and NaNs (C-3 to C-6).
+
+``encode_plain`` is the definition, in float64 arithmetic that is exact. A finite x is |x| = n *
+2^q, where 2^q is the spacing of the format's numbers at |x|. Dividing by a power of two is exact,
+so n keeps every bit of x: rounding x is rounding n to an integer. The codes of a format count its
+magnitudes upwards without gaps, so that code = n + (steps of the exponent above emin) *
+2^mantissa_bits, and a carry out of n gives the right code by itself. The compiled twin is
+``kernels.cast``.
 """
 
 import functools
@@ -26,13 +31,18 @@ _PIECE = 1 << 18  # elements that are widened to float32 or float64 at a time: 2
 def encode(x, fmt: Format, *, rounding: Rounding = "nearest_even", saturate: bool = True, seed: int | None = None) -> np.ndarray:
     """Round x once to an 8-bit format and return its codes.
 
-    rounding  nearest_even, nearest_away (ties), toward_zero, to_odd, or stochastic, by a seed in [0, 2^64) and the flat index in C order.
-    Shapes:   x any shape and memory order, empty too, float64, float32, float16 or bfloat16; codes uint8 of the same shape, C order.
-    Order:    round as if the exponent were unbounded; then saturate or overflow; then zeros, infinities, NaNs.
+    rounding  nearest_even, nearest_away (ties), toward_zero, to_odd, or stochastic, by a seed in
+              [0, 2^64) and the flat index in C order.
+    Shapes:   x any shape and memory order, empty too, float64, float32, float16 or bfloat16; codes
+              uint8 of the same shape, C order.
+    Order:    round as if the exponent were unbounded; then saturate or overflow; then zeros,
+              infinities, NaNs.
     Specials: NaN -> fmt.nan_code; -0 and underflow keep their sign (not in fnuz, which has no -0);
-              above fmt.max: max if saturate, else Inf, or NaN in a format without infinities; infinities likewise. toward_zero and to_odd
-              give max of any finite x. Into e8m0fnu: zero and negative values -> NaN, below 2^-127 -> 2^-127.
-    Raises:   ValueError: fmt not of 8 bits; x not floating point; unknown rounding; a seed missing or not used; to_odd or stochastic into e8m0fnu.
+              above fmt.max: max if saturate, else Inf, or NaN in a format without infinities;
+              infinities likewise. toward_zero and to_odd give max of any finite x. Into e8m0fnu:
+              zero and negative values -> NaN, below 2^-127 -> 2^-127.
+    Raises:   ValueError: fmt not of 8 bits; x not floating point; unknown rounding; a seed missing
+              or not used; to_odd or stochastic into e8m0fnu.
     Source:   SEMANTICS C-1 to C-7.
 
     >>> from fp8ref.formats import E4M3FN
@@ -62,7 +72,8 @@ def encode(x, fmt: Format, *, rounding: Rounding = "nearest_even", saturate: boo
 def encode_plain(
     x, fmt: Format, *, rounding: Rounding = "nearest_even", saturate: bool = True, seed: int | None = None, start: int = 0
 ) -> np.ndarray:
-    """The definition of ``encode``, in NumPy alone; start is the flat index of x's first element, for stochastic rounding. Raises as encode."""
+    """The definition of ``encode``, in NumPy alone; start is the flat index of x's first element,
+    for stochastic rounding. Raises as encode."""
     x = array(x)
     _check(x, fmt, rounding, seed)
     value = exact(x)
@@ -71,12 +82,14 @@ def encode_plain(
     if not fmt.signed:
         code -= 1  # no zero: the smallest magnitude is 1 * 2^emin, and its code is 0
     directed = rounding in ("toward_zero", "to_odd")
-    # An infinity is above max whatever the rounding; a finite value only under the roundings that can carry it there (C-4).
+    # An infinity is above max under every rounding; a finite value only under the roundings that
+    # can carry it there (C-4).
     above = np.isinf(value) | (code > fmt.max_code)
     overflow = fmt.max_code if saturate else (fmt.nan_code if fmt.inf_code is None else fmt.inf_code)
     code = np.where(above, np.where(directed & ~np.isinf(value), fmt.max_code, overflow), code)
     if fmt.signed:
         negative = np.signbit(value) & (code != fmt.nan_code)
+        # fnuz has no -0: that code is its NaN.
         if fmt.specials == "fnuz":
             negative &= code != 0
         code = np.where(negative, code | fmt.sign_bit, code)
@@ -103,17 +116,21 @@ def decode(codes, fmt: Format) -> np.ndarray:
 
 
 def canonical_nans(codes: np.ndarray, fmt: Format) -> np.ndarray:
-    """codes with every NaN replaced by the one that encode emits (SEMANTICS C-5); compare codes through this. Raises as decode."""
+    """codes with every NaN replaced by the one that encode emits (SEMANTICS C-5); compare codes
+    through this. Raises as decode."""
     return np.where(np.isnan(decode(codes, fmt)), np.uint8(fmt.nan_code), codes)
 
 
 def round_to(x, fmt: Format, *, rounding: Rounding = "nearest_even", saturate: bool = False, seed: int | None = None) -> np.ndarray:
-    """Round x once to the values of a format of at most 32 bits, and return the values: not saturating, unlike ``encode``, unless told so.
+    """Round x once to a format of at most 32 bits, and return values. By default it does not
+    saturate, unlike ``encode``.
 
-    Shapes:   x any shape, float64, float32, float16 or bfloat16; float32 of the same shape, holding values of fmt.
+    Shapes:   x any shape, float64, float32, float16 or bfloat16; float32 of the same shape, holding
+              values of fmt.
     Order:    rounding, saturate and seed as in encode, subnormals kept.
     Specials: as encode; NaN -> NaN, and Inf where fmt has it.
-    Raises:   ValueError: as encode; a wider format whose values float32 does not hold, or without -0.
+    Raises:   ValueError: as encode; a wider format whose values float32 does not hold, or without
+              -0.
     Source:   SEMANTICS C-1 to C-6.
     """
     formats.check(fmt)
@@ -127,7 +144,8 @@ def round_to(x, fmt: Format, *, rounding: Rounding = "nearest_even", saturate: b
 
 
 def round_to_plain(x, fmt: Format, *, rounding: Rounding = "nearest_even", saturate: bool = False, seed: int | None = None) -> np.ndarray:
-    """The definition of ``round_to`` for the wider formats, in float64, whose fmt it takes on trust."""
+    """The definition of ``round_to`` for formats wider than 8 bits, in float64; fmt is not
+    checked."""
     _check_rounding(rounding, seed)
     value = exact(x)
     n, exponent = in_spacings(value, fmt)
@@ -145,19 +163,22 @@ def _check_wide(fmt: Format) -> None:
 
 
 def _nearest_even(x: np.ndarray, fmt: Format) -> np.ndarray:
-    """float32 to the nearest value of float32, float16 or bfloat16, in integers and in NumPy's own float16."""
+    """A faster ``round_to`` from float32 to float32, float16 or bfloat16: NumPy's own float16,
+    bfloat16 by integers."""
     if fmt.name == "float32":
         return x.copy()
     if fmt.name == "float16":
         with np.errstate(over="ignore", under="ignore", invalid="ignore"):
             return x.astype(np.float16).astype(np.float32)
+    # bfloat16 is float32's upper half. Adding 0x7FFF, and 1 more where the kept half is odd,
+    # carries exactly as a tie to even does.
     bits = np.atleast_1d(x).view(np.uint32)
     rounded = (bits + (((bits >> np.uint32(16)) & np.uint32(1)) + np.uint32(0x7FFF))) & np.uint32(0xFFFF0000)
     return np.where(np.isnan(x), x, rounded.view(np.float32).reshape(x.shape))
 
 
 def array(x) -> np.ndarray:
-    """np.asarray(x); ValueError where NumPy reads none of it, as of a bfloat16 tensor of torch."""
+    """np.asarray(x); ValueError where NumPy cannot read x, such as a bfloat16 tensor of torch."""
     try:
         return np.asarray(x)
     except (TypeError, RuntimeError) as error:
@@ -168,7 +189,7 @@ def array(x) -> np.ndarray:
 
 
 def exact(x) -> np.ndarray:
-    """x as float64, value for value; ValueError when its dtype is not a floating-point one that float64 holds."""
+    """x as float64, exactly; ValueError unless float64 holds its floating-point dtype."""
     x = array(x)
     check_dtype(x)
     if x.dtype == np.float64:
@@ -187,7 +208,8 @@ def float32_bits(x: np.ndarray) -> np.ndarray:
 
 
 def _pieces(x: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
-    """(flat index, part of x, flat and contiguous), in C order; whole where no copy is needed, else in parts of limited size."""
+    """(flat index, flat contiguous part of x), in C order. Parts that need a copy are of limited
+    size, to bound the memory."""
     if x.flags.c_contiguous:
         whole = x.reshape(-1)
         size = whole.size if x.dtype == np.float32 else _PIECE
@@ -214,7 +236,8 @@ def _check(x: np.ndarray, fmt: Format, rounding: str, seed: int | None) -> None:
 
 def check_dtype(x: np.ndarray) -> None:
     """ValueError unless x holds floating-point numbers that float64 holds."""
-    # bfloat16 arrays come from ml_dtypes, whose dtypes are of kind 'V' in some versions and known by name only.
+    # bfloat16 arrays come from ml_dtypes, whose dtypes are of kind 'V' in some versions and known
+    # by name only.
     if x.dtype.name not in ("float64", "float32", "float16", "bfloat16"):
         raise ValueError(f"casts take float64, float32, float16 or bfloat16; got {x.dtype}. Convert it to one of these first.")
     if not x.dtype.isnative:
@@ -260,7 +283,8 @@ def round_spacings(n: np.ndarray, fmt: Format, rounding: Rounding, *, seed: int 
     if rounding == "to_odd":
         return floor + ((rest > 0) & (floor % 2 == 0))
     assert seed is not None
-    # Away from zero if the rest, cut to 48 bits, and a random 48-bit integer together carry.
+    # Away from zero if the rest, cut to 48 bits, and a random 48-bit integer together carry: with
+    # the probability of what is cut off (C-2).
     random = philox.uniform48(start, n.size, int(seed)).reshape(n.shape)
     return floor + (np.floor(rest * 2.0**48) + random >= 2.0**48)
 

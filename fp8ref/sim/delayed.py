@@ -1,11 +1,14 @@
-"""Delayed scaling: the scale of a step comes from the amaxes of the steps before it (SEMANTICS H). Pure state and functions.
+"""Delayed scaling: the scale of a step comes from the amaxes of the steps before it (SEMANTICS H).
+Pure state and functions.
 
-    state = delayed.init(config)
-    scales = delayed.scales(state, config, fmt)                    # of this step, before its tensor is seen
+    state = delayed.init(config)                                   # scale 1, an empty history
+    scales = delayed.scales(state, config, fmt)                    # known before the step's tensor
     q = scaling.quantize_with(x, scales, fmt, policy=config.policy)
     state = delayed.update(state, delayed.observe(scaling.amax(x)), config=config, fmt=fmt)
 
-config is a ``fp8ref.delayed.DelayedScaling``, one of DELAYED or your own.
+config is a ``fp8ref.delayed.DelayedScaling``: one of DELAYED or a custom one. Order of an update:
+merge the step's observations by maximum (H-4); push the amax on the history; compute the next scale
+from the history, by the config's policy (H-3).
 """
 
 import functools
@@ -49,7 +52,8 @@ class DelayedState(NamedTuple):
 
 
 class Observation(NamedTuple):
-    """What a step saw of a tensor: amax float32, non_finite and seen bool, all of one shape [...]."""
+    """What a step observed of a tensor: amax float32; non_finite, seen bool: whether it was
+    observed; all of one shape [...]."""
 
     amax: np.ndarray
     non_finite: np.ndarray
@@ -57,14 +61,16 @@ class Observation(NamedTuple):
 
 
 def init(config: str | DelayedScaling, shape: tuple[int, ...] = ()) -> DelayedState:
-    """Scale 1, an empty history (SEMANTICS H-2), of as many tensors as shape has. ValueError for an unknown config."""
+    """The state before the first step (SEMANTICS H-2): scale 1, an empty history; shape as of a
+    stack. ValueError: unknown config."""
     config = by_name(config)
     history = np.zeros((*shape, config.history_length), np.float32)
     return DelayedState(np.ones(shape, np.float32), history, np.zeros(shape, np.int64))
 
 
 def observe(amax, *, non_finite=False, seen=True) -> Observation:
-    """One use of a tensor: its amax, and a flag for a non-finite element that a reduction may have lost (SEMANTICS H-4).
+    """One use of a tensor: its amax, and a flag for a non-finite element that a reduction may have
+    lost (SEMANTICS H-4).
 
     Shapes:   amax float32 [...], as ``scaling.amax`` gives it; flags of its shape or ().
     Raises:   ValueError: amax negative or not float32; flags of another shape.
@@ -77,10 +83,12 @@ def observe(amax, *, non_finite=False, seen=True) -> Observation:
 
 
 def merge(*observations: Observation) -> Observation:
-    """One observation of several: microbatches, uses, shards (SEMANTICS H-4). Any order and grouping gives the same.
+    """One observation of several: microbatches, uses, shards (SEMANTICS H-4). Any order and
+    grouping gives the same.
 
     Shapes:   all of one shape.
-    Specials: amax is NaN if any seen one is; an observation that is not seen contributes nothing; none at all is one not seen.
+    Specials: amax is NaN if any seen one is; an observation that is not seen contributes nothing;
+              none at all is one not seen.
     Raises:   ValueError: observations of several shapes.
     """
     if not observations:
@@ -94,9 +102,11 @@ def merge(*observations: Observation) -> Observation:
 
 
 def scales(state: DelayedState, config: str | DelayedScaling, fmt: Format) -> Scales:
-    """The scales of the coming step, from the steps before it (SEMANTICS H-1): float32 of the state's shape [...].
+    """The scales of the coming step, from the steps before it (SEMANTICS H-1): float32 of the
+    state's shape [...].
 
-    Order:    timing ``update``: what is stored, and RN32(1 / it). timing ``use``: of the history, by the policy (S-9).
+    Order:    timing ``update``: what is stored, and RN32(1 / it). timing ``use``: of the history,
+              by the policy (S-9).
     Specials: a state of ``init`` gives 1.
     Raises:   ValueError: an unknown config; a fmt that is no Format, where scales are computed.
     """
@@ -109,12 +119,15 @@ def scales(state: DelayedState, config: str | DelayedScaling, fmt: Format) -> Sc
 
 
 def update(state: DelayedState, *observations: Observation, config: str | DelayedScaling, fmt: Format) -> DelayedState:
-    """The state after a step, given one observation for each use of the tensor in it, in their order (SEMANTICS H-3 to H-8).
+    """The state after a step, given one observation for each use of the tensor in it, in their
+    order (SEMANTICS H-3 to H-8).
 
     Shapes:   observations of the state's shape [...].
-    Order:    merge (or, under reuse ``sum``, one update a use, added up from the last use to the first); push the amax; compute.
+    Order:    merge (or, under reuse ``sum``, one update a use, added up from the last use to the
+              first); push the amax; compute.
     Specials: as the fields of DelayedScaling say.
-    Raises:   ValueError: an unknown config; what is no observation; an observation or a history of another shape.
+    Raises:   ValueError: an unknown config; what is no observation; an observation or a history of
+              another shape.
     Source:   beside each of DELAYED.
     """
     config = by_name(config)
@@ -122,6 +135,7 @@ def update(state: DelayedState, *observations: Observation, config: str | Delaye
     unused = Observation(np.zeros_like(state.stored), *(np.zeros(state.stored.shape, bool),) * 2)
     if config.reuse == "max":
         return _advance(state, merge(unused, *observations), config, fmt)
+    # reuse sum: autodiff adds the states that the uses made, from the last use to the first (H-8).
     stored, history = np.zeros_like(state.stored), np.zeros_like(state.amax_history)
     for use in reversed(observations):
         after = _advance(state, use, config, fmt)
@@ -133,7 +147,8 @@ def update(state: DelayedState, *observations: Observation, config: str | Delaye
 
 
 def step(state: DelayedState, *observations: Observation, config: str | DelayedScaling, fmt: Format) -> tuple[DelayedState, Scales]:
-    """(state, observations) -> (state, scales): the state after a step, by ``update``, and the ``scales`` that its own tensor is quantised by.
+    """(state, observations) -> (state, scales): the state after a step, by ``update``, and the
+    ``scales`` that its own tensor is quantised by.
 
     Shapes:   observations and scales of the state's shape [...]. Raises as update.
     """
@@ -141,10 +156,12 @@ def step(state: DelayedState, *observations: Observation, config: str | DelayedS
 
 
 def clipped(amax, scale, fmt: Format) -> np.ndarray:
-    """Whether a tensor of this amax is clipped under a scale that comes of other amaxes (SEMANTICS Q-11).
+    """Whether a tensor of this amax is clipped under a scale that comes of other amaxes (SEMANTICS
+    Q-11).
 
     Shapes:   amax and scale broadcast; bool of their shape.
-    Order:    RN32(amax * scale), as S-5 rounds it; clipped if its cast, unsaturated, leaves the finite range (C-4): a product that rounds back to max is not.
+    Order:    RN32(amax * scale), as S-5 rounds it; clipped if its cast, unsaturated, leaves the
+              finite range (C-4). A product that rounds back to max is not clipped.
     Specials: an infinite product is clipped, NaN is not.
     """
     with np.errstate(over="ignore", invalid="ignore"):
@@ -153,19 +170,24 @@ def clipped(amax, scale, fmt: Format) -> np.ndarray:
 
 
 def flax_order(history: np.ndarray) -> np.ndarray:
-    """[newest, oldest, ..., second newest], as flax stores a history; and back: the permutation is its own inverse (H-8)."""
+    """[newest, oldest, ..., second newest], as flax stores a history; and back: the permutation is
+    its own inverse (H-8)."""
     return np.concatenate([history[..., :1], history[..., :0:-1]], axis=-1)
 
 
 def te_order(history: np.ndarray) -> np.ndarray:
-    """[0, oldest, ..., newest], as TE stores a history between steps: slot 0 awaits the next amax, and the oldest is gone (H-7)."""
+    """[0, oldest, ..., newest], as TE stores a history between steps: slot 0 awaits the next amax,
+    and the oldest is gone (H-7)."""
     return np.concatenate([np.zeros_like(history[..., :1]), history[..., -2::-1]], axis=-1)
 
 
 def _advance(state: DelayedState, use: Observation, config: DelayedScaling, fmt: Format) -> DelayedState:
-    """The state after one observation; each element of it is pushed, skipped or unused."""
+    """The state after one observation; for each element the amax is pushed, skipped, or not there
+    (unused)."""
     pushed = np.concatenate([use.amax[..., None], state.amax_history[..., :-1]], axis=-1)
     computed = _compute(state.amax_history if config.timing == "use" else pushed, state.stored, config, fmt)
+    # Under timing ``use`` the scale that this step used is stored, so what is stored is one step
+    # behind.
     due = state.step % config.interval == 0
     stored = np.where(due, computed.scale if config.policy.stored == "scale" else computed.scale_inv, state.stored)
     skipped = np.zeros(state.stored.shape, bool)
@@ -181,6 +203,7 @@ def _advance(state: DelayedState, use: Observation, config: DelayedScaling, fmt:
 
 
 def _select(condition: np.ndarray, a: DelayedState, b: DelayedState) -> DelayedState:
+    """a where condition, else b, for each element of a state."""
     stored, step = np.where(condition, a.stored, b.stored), np.where(condition, a.step, b.step)
     return DelayedState(stored, np.where(condition[..., None], a.amax_history, b.amax_history), step)
 
@@ -202,6 +225,8 @@ def _check(state: DelayedState, observations: tuple[Observation, ...], config: D
 
 
 def _compute(history: np.ndarray, stored: np.ndarray, config: DelayedScaling, fmt: Format) -> Scales:
+    """The scales of a history, by the config's policy; ``stored`` is the scale that the policy may
+    keep."""
     if config.amax_compute == "most_recent":
         amax = history[..., 0]
     else:

@@ -1,4 +1,11 @@
-"""Matrix multiplication of FP8 operands (SEMANTICS G): accumulate the codes, then the epilogue applies the scales."""
+"""Matrix multiplication of FP8 operands, [M, K] x [N, K] -> [M, N] (SEMANTICS G).
+
+Order: decode the codes; accumulate over K, by ``accumulate.py``; then the epilogue: scales,
+rounding to out_dtype, bias (G-4). Block scales: each block of K is accumulated by itself, scaled,
+and added in float32 (G-13). ``mma`` is a single tensor-core instruction (G-10), ``matmul_hp`` a
+GEMM in high precision (G-9). ``finish_plain`` defines the epilogue; its compiled twin, for
+bfloat16, is in ``kernels.gemm``.
+"""
 
 import numpy as np
 
@@ -7,9 +14,9 @@ from fp8ref.epilogue import Epilogue
 from fp8ref.formats import BFLOAT16, FLOAT16, FLOAT32, FP8_FORMATS, Format
 from fp8ref.granularity import block_of
 from fp8ref.sim import accumulate as sums
-from fp8ref.sim import cast, exact, scaling, tensor_core, threads
+from fp8ref.sim import cast, scaling, tensor_core, threads
 from fp8ref.sim.accumulate import Accumulation
-from fp8ref.sim.kernels import epilogue as kernels
+from fp8ref.sim.kernels import gemm as kernels
 from fp8ref.sim.scaling import Quantized
 from fp8ref.sim.tensor_core import K_STEP, TensorCore
 
@@ -19,15 +26,19 @@ OUT_DTYPES = (FLOAT32, BFLOAT16, FLOAT16)
 def mma(a_codes, b_codes, c, *, fmt_a: Format, fmt_b: Format, unit: str | TensorCore = "hopper") -> np.ndarray:
     """One tensor-core instruction: c + the sum of 32 products (SEMANTICS G-10, G-11).
 
-    Shapes:   a_codes [M, 32] and b_codes [N, 32] uint8; c [M, N] float32, the accumulator; float32 [M, N].
-    Order:    steps of unit.fused_width products, each from the result of the one before. A step: E = the largest exponent of
-              the products (exponents of the factors added, subnormals at emin) and the accumulator; each of these cut off
-              below 2^(E - fraction_bits), summed exactly; the sum cut off after output_bits fraction bits.
-    Specials: a product with a zero factor takes no part in E; a zero result is +0; results below 2^-126 are cut off as
-              subnormals; from 2^128 on, infinity; NaN and infinities as IEEE 754 sums, NaN the canonical 0x7FFFFFFF.
-              Zeros, overflow and a non-zero accumulator on Hopper are unconfirmed by a recording of this project: the
-              emulators named in G-10 agree on them. ``unit.evidence`` says what the numbers of a unit rest on.
-    Raises:   ValueError: shapes or dtypes that do not fit; formats other than e4m3fn and e5m2; an unknown unit.
+    Shapes:   a_codes [M, 32] and b_codes [N, 32] uint8; c [M, N] float32, the accumulator; float32
+              [M, N].
+    Order:    steps of unit.fused_width products, each from the result of the one before. A step: E
+              = the largest exponent of the products (exponents of the factors added, subnormals at
+              emin) and the accumulator; each of these cut off below 2^(E - fraction_bits), summed
+              exactly; the sum cut off after output_bits fraction bits.
+    Specials: a product with a zero factor takes no part in E; a zero result is +0; results below
+              2^-126 are cut off as subnormals; from 2^128 on, infinity; NaN and infinities as IEEE
+              754 sums, NaN the canonical 0x7FFFFFFF. Zeros, overflow and a non-zero accumulator on
+              Hopper are unconfirmed by a recording of this project: the emulators named in G-10
+              agree on them. ``unit.evidence`` says what the numbers of a unit rest on.
+    Raises:   ValueError: shapes or dtypes that do not fit; formats other than e4m3fn and e5m2; an
+              unknown unit.
     Source:   SEMANTICS G-10.
     """
     unit = tensor_core.by_name(unit)
@@ -52,15 +63,19 @@ def matmul(
 ) -> np.ndarray:
     """[M, K] x [N, K] -> [M, N], both reduced along their last axis.
 
-    Shapes:   a.codes [M, K], b.codes [N, K]; scales tensorwise () or rowwise [M, 1] and [N, 1], or both in blocks of the same
-              length along K; bias [N], values of out_dtype; float32 [M, N] holding values of out_dtype.
+    Shapes:   a.codes [M, K], b.codes [N, K]; scales tensorwise () or rowwise [M, 1] and [N, 1], or
+              both in blocks of the same length along K; bias [N], values of out_dtype; float32 [M,
+              N] holding values of out_dtype.
     Units:    out ~ dequantize(a) @ dequantize(b).T + bias
-    Order:    accumulate over K: ``exact`` (G-2), ``f32`` (G-3), or a tensor core's plan (G-12) of ``accumulate.ACCUMULATIONS``
-              or your own; then the epilogue. Block scales: each block of K is accumulated by itself, scaled, and added in float32 (G-13).
+    Order:    accumulate over K: ``exact`` (G-2), ``f32`` (G-3), or a tensor core's plan (G-12) of
+              ``accumulate.ACCUMULATIONS`` or a custom one; then the epilogue. Block scales: each
+              block of K is accumulated by itself, scaled, and added in float32 (G-13).
     Specials: Inf and NaN as in IEEE 754; an exact zero sum is +0; overflow to infinity.
-    Raises:   ValueError: operands that are no Quantized, empty (S-7), or of shapes that do not fit; not reduced along their last axis, or of
-              granularities that do not go together; scales that are not float32, negative, or NaN over codes that are not; for a tensor core, a K that is not a
-              multiple of 32 or formats it does not take; a bias that the epilogue does not take; unknown names.
+    Raises:   ValueError: operands that are not a Quantized, empty (S-7), or of shapes that do not
+              fit; not reduced along their last axis, or of granularities that do not go together;
+              scales that are not float32, negative, or NaN over codes that are not; for a tensor
+              core, a K that is not a multiple of 32 or formats it does not take; a bias that the
+              epilogue does not take; unknown names.
     Source:   SEMANTICS G-1 to G-6, G-12 to G-15.
     """
     epilogue, accumulate = epilogues.by_name(epilogue), sums.by_name(accumulate)
@@ -83,10 +98,13 @@ def finish(
     out_dtype: Format,
     bias: np.ndarray | None = None,
 ) -> np.ndarray:
-    """What an epilogue makes of an accumulator: float32 [M, N], values of out_dtype (SEMANTICS G-4, G-5, G-14, G-15, G-18).
+    """The epilogue: accumulator -> output, float32 [M, N] holding values of out_dtype (SEMANTICS
+    G-4, G-5, G-14, G-15, G-18).
 
-    Shapes:   acc float32 [M, N]; scale_inv_a () or [M, 1], scale_inv_b () or [1, N], float32; bias float32 [N], where the epilogue takes one.
-    Order:    as the fields of Epilogue say, each product and sum rounded to float32; operands are taken on trust.
+    Shapes:   acc float32 [M, N]; scale_inv_a () or [M, 1], scale_inv_b () or [1, N], float32; bias
+              float32 [N], if the epilogue takes one.
+    Order:    as the fields of Epilogue say, each product and sum rounded to float32; operands are
+              not checked.
     Specials: Inf and NaN as in IEEE 754; overflow to infinity.
     """
     if bias is None and out_dtype == BFLOAT16 and epilogue.rounding == "nearest_even" and _compiled(epilogue):
@@ -109,31 +127,36 @@ def finish_plain(
         x, y = _factors(acc, scale_inv_a, scale_inv_b, epilogue)
         if epilogue.bias == "fused":
             assert bias is not None
-            return cast.round_to(exact.multiply_add(*np.broadcast_arrays(x, y, bias)), out_dtype, rounding=epilogue.rounding)
+            return cast.round_to(sums.multiply_add(*np.broadcast_arrays(x, y, bias)), out_dtype, rounding=epilogue.rounding)
         return _add_bias(x * y, epilogue, out_dtype, bias)
 
 
 def _compiled(epilogue: Epilogue) -> bool:
+    """True if ``kernels.gemm`` has this epilogue."""
     return epilogue.scale == "product" or (epilogue.scale == "each" and not epilogue.round_first)
 
 
 def _finish_bfloat16(acc: np.ndarray, scale_inv_a: np.ndarray, scale_inv_b: np.ndarray, epilogue: Epilogue) -> np.ndarray:
+    """``finish`` by the compiled kernel, which reads a transposed accumulator in place."""
     m, n = acc.shape
+    # ``chains`` may give a transposed view; the kernel reads it as it lies, without a copy.
     turned = not acc.flags.c_contiguous
     scales = (np.ascontiguousarray(np.broadcast_to(s, shape).ravel()) for s, shape in ((scale_inv_a, (m, 1)), (scale_inv_b, (1, n))))
     given = (np.ascontiguousarray(acc.T if turned else acc), turned, *scales, epilogue.scale == "product", epilogue.round_first)
     out = np.empty((m, n), np.float32)
-    threads.run(lambda begin, end: kernels.bfloat16(*given, out, begin, end), m, unit=kernels.TILE, grain=1 << 8)
+    threads.run(lambda begin, end: kernels.finish_bfloat16(*given, out, begin, end), m, unit=kernels.TILE, grain=1 << 8)
     return out
 
 
 def matmul_hp(a, b, *, out_dtype: Format = FLOAT32) -> np.ndarray:
     """A GEMM in high precision (SEMANTICS G-9): [M, K] x [N, K] -> [M, N].
 
-    Shapes:   a [M, K] and b [N, K], float64, float32, float16 or bfloat16, any of M, N, K zero; float32 [M, N] holding values of out_dtype.
+    Shapes:   a [M, K] and b [N, K], float64, float32, float16 or bfloat16, any of M, N, K zero;
+              float32 [M, N] holding values of out_dtype.
     Order:    summed in float64 in NumPy's order, rounded to float32, then to out_dtype.
     Specials: Inf and NaN as in IEEE 754; overflow to infinity.
-    Raises:   ValueError: shapes or dtypes that do not fit; out_dtype not float32, bfloat16 or float16.
+    Raises:   ValueError: shapes or dtypes that do not fit; out_dtype not float32, bfloat16 or
+              float16.
     """
     a, b = cast.exact(a), cast.exact(b)
     _check_shapes(a, b, out_dtype)
@@ -142,7 +165,7 @@ def matmul_hp(a, b, *, out_dtype: Format = FLOAT32) -> np.ndarray:
 
 
 def canonical(values: np.ndarray) -> np.ndarray:
-    """values with every NaN replaced by 0x7FFFFFFF, the one that tensor cores give."""
+    """values with every NaN replaced by 0x7FFFFFFF, the NaN that tensor cores give."""
     return np.where(np.isnan(values), np.uint32(0x7FFFFFFF).view(np.float32), values)
 
 
@@ -152,7 +175,7 @@ def _accumulate(a: np.ndarray, b: np.ndarray, fmt_a: Format, fmt_b: Format, how:
         return sums.f32(a, b)
     finite = sums.finite_part(a), sums.finite_part(b)
     if how == "exact":
-        return sums.with_specials(exact.matmul(*finite), a, b)
+        return sums.with_specials(sums.exact_sum(*finite), a, b)
     assert isinstance(how, Accumulation)
     tensor_core.check_pair(fmt_a, fmt_b)
     if a.shape[1] % K_STEP:
@@ -161,11 +184,14 @@ def _accumulate(a: np.ndarray, b: np.ndarray, fmt_a: Format, fmt_b: Format, how:
         )
     found = sums.chains(*finite, fmt_a, fmt_b, how)
     whole = sums.with_specials(found, a, b)
-    return whole if whole is found and how.unit.compiled else canonical(whole)  # whose sums of finite terms are finite
+    # A compiled unit's sums of finite terms are finite; other units may overflow to infinity, and
+    # infinities may meet.
+    return whole if whole is found and how.unit.compiled else canonical(whole)
 
 
 def _factors(acc: np.ndarray, scale_inv_a: np.ndarray, scale_inv_b: np.ndarray, epilogue: Epilogue) -> tuple[np.ndarray, np.ndarray]:
-    """The last product of the scaling, as its factors."""
+    """The two factors of the last product of the scaling: what is left to do, so that a bias can be
+    fused with it."""
     if epilogue.scale == "product":
         return acc, scale_inv_a * scale_inv_b
     first, last = (scale_inv_a, scale_inv_b) if epilogue.scale == "each" else (scale_inv_b, scale_inv_a)
@@ -181,9 +207,11 @@ def _add_bias(scaled: np.ndarray, epilogue: Epilogue, out_dtype: Format, bias: n
 
 
 def _by_blocks(values: tuple[np.ndarray, np.ndarray], a: Quantized, b: Quantized, block: int, how, epilogue: Epilogue) -> np.ndarray:
-    """Each block of K accumulated by itself, scaled, and added in float32, ascending from +0 (G-13).
+    """Each block of K accumulated by itself, scaled, and added in float32, ascending from +0
+    (G-13).
 
-    Under ``each`` and ``b_first`` the scaled block is rounded, then added; under ``product`` both in one rounding, as a fused multiply-add.
+    Under ``each`` and ``b_first`` the scaled block is rounded, then added; under ``product`` both
+    in one rounding, as a fused multiply-add.
     """
     left, right = (scaling.spread(q.scale_inv, q.codes.shape, q.granularity, q.axis)[:, ::block] for q in (a, b))  # [M, K / block]
     total = np.zeros((len(a.codes), len(b.codes)), np.float32)
@@ -191,12 +219,13 @@ def _by_blocks(values: tuple[np.ndarray, np.ndarray], a: Quantized, b: Quantized
         part = slice(i * block, (i + 1) * block)
         acc = _accumulate(values[0][:, part], values[1][:, part], a.fmt, b.fmt, how)
         x, y = _factors(acc, left[:, i, None], right[None, :, i], epilogue)  # [M, N], [M, 1] and [1, N]
-        total = exact.multiply_add(x, y, total) if epilogue.scale == "product" else total + x * y
+        total = sums.multiply_add(x, y, total) if epilogue.scale == "product" else total + x * y
     return total
 
 
 def _check(a: Quantized, b: Quantized, epilogue: Epilogue, out_dtype: Format) -> int | None:
-    """The length along K of the blocks that share a scale; None where all of a row does."""
+    """Check the operands. Returns the length along K of the blocks that share a scale, None where
+    all of K does."""
     for name, q in (("a", a), ("b", b)):
         scaling.check_scales(q, name)
         if q.granularity != "tensorwise" and q.axis not in (-1, 1):
@@ -226,6 +255,7 @@ def check_out_dtype(out_dtype: Format) -> None:
 
 
 def _check_bias(bias, epilogue: Epilogue, out_dtype: Format, n: int) -> np.ndarray | None:
+    """bias as float32 values of out_dtype, or None; ValueError if the epilogue does not take it."""
     if (bias is None) != (epilogue.bias is None):
         have = "no bias was given" if bias is None else "a bias was given"
         taking = ", ".join(e.name for e in epilogues.EPILOGUES.values() if (e.bias is None) == (bias is None))

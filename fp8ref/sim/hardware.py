@@ -1,4 +1,9 @@
-"""Hardware to train under (SEMANTICS G-19, G-20): which plan sums a recipe's fast GEMMs, and which its slow ones, as a function for the backends."""
+"""Simulated hardware for the backends to train under (SEMANTICS G-19, G-20).
+
+A ``Hardware`` names the accumulation plan of a recipe's fast GEMMs and that of its slow ones. It is
+a function of arrays, as ``fp8ref.hardware.Multiply`` asks: codes and scales in, ``gemm.matmul``
+inside, float32 out. HARDWARE has them by name.
+"""
 
 import dataclasses
 import hashlib
@@ -8,6 +13,7 @@ from typing import Any, Literal
 import numpy as np
 
 from fp8ref import epilogue as epilogues
+from fp8ref import registry
 from fp8ref.epilogue import Epilogue
 from fp8ref.formats import Format
 from fp8ref.granularity import by_name as granularity_of
@@ -21,12 +27,15 @@ from fp8ref.sim.tensor_core import K_STEP
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """Multiplies as ``multiply.Multiply`` says: by ``fast`` where a recipe's GEMM is fast, by ``slow`` where it is slow.
+    """A ``fp8ref.hardware.Multiply``: sums by plan ``fast`` where a recipe's GEMM is fast, by
+    ``slow`` where it is slow.
 
-    Order:    K is padded with zeros to a multiple of 32, which changes no bit (G-12); ``gemm.matmul`` of the codes, under the recipe's epilogue.
-    epilogue  what the hardware does in place of scale_then_round, the GEMM of one call; None: that. A unit_round_scale_round is the
-              framework's own multiplication after a GEMM under unit scales, and stays.
-    Specials: of no rows, columns or K zeros; Inf and NaN as gemm.matmul.
+    Order:    K is padded with zeros to a multiple of 32, which changes no bit (G-12);
+              ``gemm.matmul`` of the codes, under the recipe's epilogue.
+    epilogue  replaces scale_then_round, the epilogue of a single library call; None: it stays. A
+              unit_round_scale_round always stays: it is the framework's own multiplication after a
+              GEMM under unit scales.
+    Specials: no rows, columns or K: zeros; Inf and NaN as gemm.matmul.
     Raises:   ValueError: an unknown plan; an epilogue that takes a bias.
     """
 
@@ -49,14 +58,14 @@ class Hardware:
         return gemm.matmul(qa, qb, accumulate=plan, epilogue=self.finishing(epilogue), out_dtype=out_dtype)
 
     def finishing(self, epilogue: str) -> Epilogue:
-        """What a recipe's epilogue is here."""
+        """The epilogue that this hardware runs where a recipe asks for ``epilogue``."""
         named = epilogues.by_name(epilogue)
         return named if self.epilogue is None or named.name != "scale_then_round" else self.epilogue
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it as data, for a run's manifest."""
+        """Plans and epilogue as data, for a run's manifest."""
         of_epilogue = None if self.epilogue is None else dataclasses.asdict(self.epilogue)
-        return {"name": self.name, "fast": _told(self.fast), "slow": _told(self.slow), "scale_then_round": of_epilogue}
+        return {"name": self.name, "fast": _as_data(self.fast), "slow": _as_data(self.slow), "scale_then_round": of_epilogue}
 
 
 HARDWARE = {
@@ -69,39 +78,39 @@ HARDWARE = {
 
 
 def by_name(name: "str | Hardware") -> Hardware:
-    """The hardware of that name: a plan for all GEMMs, or ``hopper``; a Hardware is itself; ValueError for anything else."""
-    if isinstance(name, Hardware):
-        return name
-    if not isinstance(name, str) or name not in HARDWARE:
-        raise ValueError(f"hardware is a Hardware or one of {', '.join(HARDWARE)}; got {name!r}.")
-    return HARDWARE[name]
+    """The hardware of that name: a plan for all GEMMs, or ``hopper``; a Hardware is itself;
+    ValueError for anything else."""
+    return registry.lookup("hardware is a Hardware or", HARDWARE, name, Hardware)
 
 
 def probed(accumulate: str | Accumulation, epilogue: Epilogue) -> Hardware:
-    """What a probe found of one GEMM, for all of them, named by its content."""
+    """Hardware that runs every GEMM by the plan and epilogue that a probe identified; its name is a
+    hash of both."""
     unbiased = without_bias(epilogue)
-    bare = Hardware(name="probed", fast=accumulate, slow=accumulate, epilogue=None if _plainest(unbiased) else unbiased)
-    told = repr((bare.to_dict()["fast"], bare.to_dict()["scale_then_round"]))
-    return dataclasses.replace(bare, name=f"probed_{hashlib.sha256(told.encode()).hexdigest()[:12]}")
+    bare = Hardware(name="probed", fast=accumulate, slow=accumulate, epilogue=None if _is_scale_then_round(unbiased) else unbiased)
+    content = repr((bare.to_dict()["fast"], bare.to_dict()["scale_then_round"]))
+    return dataclasses.replace(bare, name=f"probed_{hashlib.sha256(content.encode()).hexdigest()[:12]}")
 
 
 def without_bias(epilogue: Epilogue) -> Epilogue:
-    """The same scales and roundings where nothing is added."""
+    """The same scales and roundings, without the bias."""
     return epilogue if epilogue.bias is None else dataclasses.replace(epilogue, name=f"{epilogue.name} without its bias", bias=None)
 
 
-def _plainest(epilogue: Epilogue) -> bool:
-    """Whether it does what scale_then_round does."""
+def _is_scale_then_round(epilogue: Epilogue) -> bool:
+    """True if the epilogue equals scale_then_round in all but name."""
     return dataclasses.replace(epilogue, name="scale_then_round") == epilogues.EPILOGUES["scale_then_round"]
 
 
-def _told(plan: str | Accumulation) -> Any:
+def _as_data(plan: str | Accumulation) -> Any:
+    """A plan as JSON can hold it: its name if it is exact or f32, else its fields."""
     found = sums.by_name(plan)
     return found if isinstance(found, str) else dataclasses.asdict(found)
 
 
 def _quantized(factor: Factor) -> Quantized:
-    """A factor as the simulator's own, K padded where scales do not vary along it; blocks divide K, and are multiples of 32 (S-6)."""
+    """A factor as a Quantized, K padded to a multiple of 32. Block scales need no padding: blocks
+    are multiples of 32 (S-6)."""
     codes, scale_inv, fmt, granularity = factor
     missing = 0 if granularity_of(granularity).reduced is not None else -codes.shape[1] % K_STEP
     codes = np.pad(codes, ((0, 0), (0, missing))) if missing else np.ascontiguousarray(codes)

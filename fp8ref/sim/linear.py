@@ -1,4 +1,13 @@
-"""A linear layer is three GEMMs (SEMANTICS L): what the forward and the backward pass of a recipe mean."""
+"""A linear layer by a recipe, forward and backward: three GEMMs (SEMANTICS L).
+
+    output      [M, N] = input [M, K]       x weight [N, K], reduces K
+    grad_input  [M, K] = grad_output [M, N] x weight [K, N], reduces N
+    grad_weight [N, K] = grad_output [N, M] x input [K, M], reduces M
+
+Order: leading dims flatten to M; each operand is quantised from its high-precision tensor along the
+axis that its GEMM reduces (L-3), so a tensor may have several FP8 forms; accumulate; epilogue;
+round to out_dtype.
+"""
 
 import math
 from collections.abc import Mapping
@@ -15,7 +24,7 @@ from fp8ref.sim.scaling import Quantized, Scales
 from fp8ref.sim.tensor_core import K_STEP
 
 Accumulate = str | Accumulation | Mapping[Gemm, str | Accumulation]
-_WHOLE_LINES = ("tensorwise", "rowwise")  # scales that zeros along K leave as they are
+_WHOLE_LINES = ("tensorwise", "rowwise")  # granularities whose scales do not change when K is padded with zeros
 
 
 def forward(
@@ -29,15 +38,17 @@ def forward(
 ) -> np.ndarray:
     """output [..., N] = input x [..., K] x weight w [N, K], reduces K.
 
-    Shapes:   x [..., K] and w [N, K], float32, float16 or bfloat16, in high precision float64 too; float32 [..., N] holding values of
-              out_dtype.
-    Order:    leading dims flatten to M; quantise both along K; accumulate; epilogue; where an operand is rowwise, rounded to bfloat16
-              and then to out_dtype (G-8). ``accumulate`` is what gemm.matmul takes,
-              or one such for each GEMM by its name, or ``hopper``: the fast or slow plan that the recipe asks of the hardware.
+    Shapes:   x [..., K] and w [N, K], float32, float16 or bfloat16, in high precision float64 too;
+              float32 [..., N] holding values of out_dtype.
+    Order:    leading dims flatten to M; quantise both along K; accumulate; epilogue; where an
+              operand is rowwise, rounded to bfloat16 and then to out_dtype (G-8). ``accumulate`` is
+              what gemm.matmul takes, or one such for each GEMM by its name, or ``hopper``: the fast
+              or slow plan that the recipe asks of the hardware.
     Specials: as scaling.quantize and gemm.matmul.
-    Raises:   ValueError: an unknown recipe, rule or out_dtype; w not 2-d, K's that differ; under FP8 no rows (S-7), N or K that is no
-              multiple of 16 (L-5) or of a block; for a recipe with delayed scaling, roles without ``scales``
-              (``delayed.scales(state, ...)``); scales of any other role; a mapping without the GEMM's name, or with another.
+    Raises:   ValueError: an unknown recipe, rule or out_dtype; w not 2-d, K's that differ; under
+              FP8 no rows (S-7), N or K that is no multiple of 16 (L-5) or of a block; for a recipe
+              with delayed scaling, roles without ``scales`` (``delayed.scales(state, ...)``);
+              scales of any other role; a mapping without the GEMM's name, or with another.
     Source:   SEMANTICS L-1 to L-6.
     """
     recipe = recipes.by_name(recipe)
@@ -57,11 +68,14 @@ def backward(
     out_dtype: Format = BFLOAT16,
     scales: Mapping[Role, Scales] | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(grad_input [..., K], grad_weight [N, K]) from grad_output g [..., N], input x [..., K], weight w [N, K].
+    """(grad_input [..., K], grad_weight [N, K]) from grad_output g [..., N], input x [..., K],
+    weight w [N, K].
 
-    Shapes:   g, x and w of dtypes as forward's; both results float32, holding values as forward's output does.
-    Order:    grad_input = g [M, N] x w [K, N], reduces N; grad_weight = g [N, M] x x [K, M], reduces M; each operand is quantised
-              again from its hp tensor along the axis its GEMM reduces (L-3).
+    Shapes:   g, x and w of dtypes as forward's; both results float32, holding values as forward's
+              output does.
+    Order:    grad_input = g [M, N] x w [K, N], reduces N; grad_weight = g [N, M] x x [K, M],
+              reduces M; each operand is quantised again from its hp tensor along the axis its GEMM
+              reduces (L-3).
     Specials: as forward.
     Raises:   ValueError: as forward, and g whose shape is not the output's.
     Source:   SEMANTICS L-2 to L-6.
@@ -78,7 +92,7 @@ def backward(
 
 
 def _lines(x: np.ndarray) -> np.ndarray:
-    """[..., K] -> [M, K]; M of an empty tensor too."""
+    """[..., K] -> [M, K]. M is computed: reshape(-1, K) cannot infer it where K is 0."""
     return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
@@ -90,6 +104,11 @@ def _gemm(
     out_dtype: Format,
     scales: Mapping[Role, Scales] | None,
 ) -> np.ndarray:
+    """One of the three GEMMs: operands turned so that the reduced axis is last, quantised,
+    multiplied.
+
+    [M, K] x [N, K] -> [M, N], with M, N and K of that GEMM.
+    """
     gemm.check_out_dtype(out_dtype)
     spec, how = recipe.gemms[which], _rule(which, recipe.gemms[which], accumulate)
     roles, axes = OPERANDS[which], recipes.REDUCED_AXES[which]
@@ -97,7 +116,8 @@ def _gemm(
     if spec.a is None or spec.b is None:
         return gemm.matmul_hp(a, b, out_dtype=out_dtype)
     if spec.a.granularity in _WHOLE_LINES and spec.b.granularity in _WHOLE_LINES:
-        # As a kernel does where a tile reaches beyond K: a tensor core takes 32 of K at a time, and zeros change no bit (G-12).
+        # As a kernel does where a tile reaches beyond K: a tensor core takes 32 of K at a time, and
+        # zeros change no bit (G-12).
         a, b = (np.pad(v, ((0, 0), (0, -v.shape[1] % K_STEP))) for v in (a, b))
     qa, qb = (_quantize(v, cast_spec, role, scales) for v, cast_spec, role in ((a, spec.a, roles[0]), (b, spec.b, roles[1])))
     out = gemm.matmul(qa, qb, accumulate=how, epilogue=spec.epilogue, out_dtype=BFLOAT16 if spec.rowwise else out_dtype)
@@ -105,6 +125,7 @@ def _gemm(
 
 
 def _rule(which: Gemm, spec: GemmSpec, accumulate: Accumulate) -> str | Accumulation:
+    """The accumulation of one GEMM; ``hopper`` is resolved to the plan that the recipe asks for."""
     if isinstance(accumulate, Mapping):
         if which not in accumulate or not set(accumulate) <= set(OPERANDS):
             raise ValueError(
@@ -118,6 +139,7 @@ def _rule(which: Gemm, spec: GemmSpec, accumulate: Accumulate) -> str | Accumula
 
 
 def _quantize(x: np.ndarray, spec: CastSpec, role: Role, scales: Mapping[Role, Scales] | None) -> Quantized:
+    """An operand by its cast: dynamically, or by the scales of its role's state."""
     if spec.delayed is None:
         return scaling.quantize(x, spec.fmt, granularity=spec.granularity, policy=spec.policy, axis=-1)
     if scales is None or role not in scales:
@@ -129,6 +151,7 @@ def _quantize(x: np.ndarray, spec: CastSpec, role: Role, scales: Mapping[Role, S
 
 
 def _operands(x, w, recipe: Recipe, scales: Mapping[Role, Scales] | None) -> tuple[np.ndarray, np.ndarray]:
+    """x and w as arrays; ValueError for shapes, dtypes or scales that do not fit the recipe."""
     x, w = cast.array(x), cast.array(w)
     if w.ndim != 2 or x.ndim < 1 or x.shape[-1] != w.shape[1]:
         raise ValueError(f"a linear takes x [..., K] and w [N, K] with the same K; got {x.shape} and {w.shape}.")

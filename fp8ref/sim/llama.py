@@ -1,7 +1,9 @@
-"""The trainer's Llama, forward pass only (SEMANTICS M-3): every rounding site named, everything between them in float64.
+"""The trainer's Llama, forward pass only (SEMANTICS M-3): every rounding is at a named site, all
+else in float64.
 
-Slow and plain, for checking: the rounding is an argument, so that the same pass gives the nearest-even result, or, with
-stochastic rounding, one sample of what rounding alone does to it (SEMANTICS B-2, B-3).
+Slow and plain, for checks. With ``seed=None`` all sites round to nearest even. With a seed they
+round stochastically, which gives one sample of the noise of rounding alone (SEMANTICS B-2, B-3).
+``watch`` receives every value of the pass by its site.
 """
 
 import functools
@@ -24,13 +26,14 @@ _TOO_LARGE = 2.0**128 - 2.0**103  # rounds to infinity in float32, as all above
 
 @dataclass(frozen=True, kw_only=True)
 class Site:
-    """One value of the pass, as ``watch`` is given it.
+    """One value of the pass, given to ``watch``.
 
-    module, role   where it is: the module's full name, and input, weight or output of it, or what M-3 calls the site.
-    parts          what it is made of, element by element: name -> array that broadcasts to value's shape.
-    factors        of a product that sums over K: names and arrays, value[..., i, j] = sum_k of first [..., i, k] * second [..., j, k]; second may
-                   lack the leading dims.
-    fmt            what it is rounded to, or, within float32 results, float32.
+    module, role   the module's full name; input, weight or output, or M-3's name of the site.
+    parts          the arrays it was computed from, element by element: name -> array that
+                   broadcasts to value's shape.
+    factors        the operands of a product that sums over K: value[..., i, j] = sum_k of first
+                   [..., i, k] * second [..., j, k]; second may lack the leading dims.
+    fmt            the format that it is rounded to; float32 within float32 results.
     """
 
     module: str
@@ -45,7 +48,8 @@ Watch = Callable[[Site], None]
 
 
 class Rounding:
-    """Rounds at the sites of M-3 and in FP8 casts: nearest even, or stochastically when a seed is given."""
+    """Rounds at the sites of M-3 and in FP8 casts: nearest even, or stochastically when a seed is
+    given."""
 
     def __init__(self, seed: int | None = None) -> None:
         self._seed = seed
@@ -58,7 +62,7 @@ class Rounding:
         return {"rounding": "stochastic", "seed": (self._seed << 32) + self._site}
 
     def __call__(self, x: np.ndarray) -> np.ndarray:
-        """To the compute dtype."""
+        """x rounded to bfloat16, the compute dtype."""
         return cast.round_to(x, BFLOAT16, **self._mode()).astype(np.float64)
 
     def codes(self, x: np.ndarray, spec: CastSpec, found: Scales) -> np.ndarray:
@@ -68,19 +72,15 @@ class Rounding:
         scaled = x * scale if policies.by_name(spec.policy).stored == "scale" else x / scale_inv
         return cast.encode(np.clip(scaled, -spec.fmt.max, spec.fmt.max), spec.fmt, **self._mode())
 
-    def qdq(self, x: np.ndarray, spec: CastSpec, found: Scales | None = None) -> np.ndarray:
-        """Through FP8 and back along the last axis: the values that the GEMM multiplies, scales included; by ``scales_of`` x, or those given."""
-        found = scales_of(x, spec) if found is None else found
-        return values(self.codes(x, spec, found), spec, found)
-
 
 def values(codes: np.ndarray, spec: CastSpec, found: Scales) -> np.ndarray:
-    """What codes stand for, in float64."""
+    """decode(codes) * scale_inv, in float64: the values that the GEMM multiplies."""
     return cast.decode(codes, spec.fmt).astype(np.float64) * scaling.spread(found.scale_inv, codes.shape, spec.granularity, -1)
 
 
 def scales_of(x: np.ndarray, spec: CastSpec, state: delayed.DelayedState | None = None) -> Scales:
-    """What a cast scales a tensor by, along its last axis; under delayed scaling by a state, or else by a first step's."""
+    """The scales of a cast of x along its last axis; under delayed scaling those of the state, by
+    default a first step's."""
     if spec.delayed is not None:
         return delayed.scales(delayed.init(spec.delayed) if state is None else state, spec.delayed, spec.fmt)
     return scales.scales_from_amax(scaling.amax(x.astype(np.float32), spec.granularity, axis=-1), spec.fmt, spec.policy)
@@ -99,14 +99,17 @@ def forward(
 ) -> np.ndarray:
     """Logits of a batch, by the trainer's Llama.
 
-    seed     of stochastic rounding at every site, one sample of its noise; None: to nearest even.
-    states   "<linear>/<role>" -> state, of delayed scaling; those of a first step by default.
-    multiply hardware under which FP8 GEMMs are summed and scaled (G-19); None: exactly. Either way the result is rounded at M-3's site.
-    watch    is given every value of the pass, in its order.
+    seed     of stochastic rounding at every site; None: to nearest even.
+    states   "<linear>/<role>" -> state of delayed scaling; by default those of a first step.
+    multiply hardware that sums and scales FP8 GEMMs (G-19); None: exact sums. Either way the result
+    is rounded at M-3's site.
+    watch    called with every value of the pass, in its order.
 
-    Shapes:   tokens [B, T] integers below vocab_size; weights as ``llama.parameter_shapes``; recipes: linear's name -> its recipe;
-              logits float64 [B, T, vocab_size], values of bfloat16.
-    Order:    SEMANTICS M-3; sums in float64, so that only the stated roundings are left. What M-3 has in float32 is infinite beyond its range (M-7).
+    Shapes:   tokens [B, T] integers below vocab_size; weights as ``llama.parameter_shapes``;
+              recipes: linear's name -> its recipe; logits float64 [B, T, vocab_size], values of
+              bfloat16.
+    Order:    SEMANTICS M-3; sums in float64, so that only the stated roundings are left. Values
+              that M-3 has in float32 become infinite beyond its range (M-7).
     Raises:   ValueError: a token outside the vocabulary.
     """
     if tokens.min() < 0 or tokens.max() >= config.vocab_size:
@@ -115,13 +118,13 @@ def forward(
     w = {name: value.astype(np.float64) if name == "model.embed_tokens.weight" else rounding(value) for name, value in weights.items()}
     cos, sin = _rotary(config, tokens.shape[1])
 
-    def see(module: str, role: str, value: np.ndarray, **made_of: Any) -> np.ndarray:
+    def report(module: str, role: str, value: np.ndarray, **made_of: Any) -> np.ndarray:
         watch(Site(module=module, role=role, value=value, **made_of))
         return value
 
     def linear(name: str, x: np.ndarray, key: str | None = None) -> np.ndarray:  # [B, T, K] x [N, K] -> [B, T, N]
         master = weights[key or f"{name}.weight"]
-        weight = see(name, "weight", rounding(master) if key else w[f"{name}.weight"], parts={"float32 master": master})
+        weight = report(name, "weight", rounding(master) if key else w[f"{name}.weight"], parts={"float32 master": master})
         spec = recipes[name].output if name in recipes else None
         factors = []
         operands = {"input": x.reshape(-1, x.shape[-1]), "weight": weight}
@@ -130,7 +133,7 @@ def forward(
                 continue
             found = scales_of(operands[role], how, (states or {}).get(f"{name}/{role}"))
             for part, scale in found._asdict().items():
-                see(name, f"{role} {part}", np.asarray(scale), fmt=FLOAT32)
+                report(name, f"{role} {part}", np.asarray(scale), fmt=FLOAT32)
             codes = rounding.codes(operands[role], how, found)
             factors.append(Factor(codes, found.scale_inv, how.fmt, how.granularity))
             operands[role] = values(codes, how, found)
@@ -140,36 +143,36 @@ def forward(
         else:
             product = multiply(*factors, accumulate=spec.accumulate, epilogue=spec.epilogue, out_dtype=FLOAT32)
             product = product.reshape(*x.shape[:-1], -1)
-        return see(name, "output", rounding(product), factors=operands)
+        return report(name, "output", rounding(product), factors=operands)
 
     def norm(name: str, x: np.ndarray) -> np.ndarray:
-        weight = see(name, "weight", w[f"{name}.weight"], parts={"float32 master": weights[f"{name}.weight"]})
+        weight = report(name, "weight", w[f"{name}.weight"], parts={"float32 master": weights[f"{name}.weight"]})
         mean_square = in_range((x**2).sum(-1, keepdims=True)) / x.shape[-1]
         parts = {"input": x, "mean of squares": mean_square, "weight": weight}
-        return see(name, "output", rounding(x / np.sqrt(mean_square + config.rms_norm_eps) * weight), parts=parts)
+        return report(name, "output", rounding(x / np.sqrt(mean_square + config.rms_norm_eps) * weight), parts=parts)
 
     def attention(name: str, x: np.ndarray) -> np.ndarray:
         q, k, v = (_heads(linear(f"{name}.{p}_proj", x), config.head_dim) for p in "qkv")
 
         def rotated(what: str, t: np.ndarray) -> np.ndarray:
             half = _rotate_half(t)
-            return see(name, f"rotated {what}", rounding(t * cos + half * sin), parts={what: t, f"rotate_half({what})": half})
+            return report(name, f"rotated {what}", rounding(t * cos + half * sin), parts={what: t, f"rotate_half({what})": half})
 
         q, k = rotated("query", q), rotated("key", k)
-        return linear(f"{name}.o_proj", _attention(q, k, v, rounding, functools.partial(see, name)))
+        return linear(f"{name}.o_proj", _attention(q, k, v, rounding, functools.partial(report, name)))
 
     def mlp(name: str, x: np.ndarray) -> np.ndarray:
         gate, up = linear(f"{name}.gate_proj", x), linear(f"{name}.up_proj", x)
         with np.errstate(over="ignore"):  # e^-gate, of gates below -709
             product = rounding(gate / (1 + np.exp(-gate)) * up)
-        return linear(f"{name}.down_proj", see(name, "silu(gate) * up", product, parts={"gate": gate, "up": up}))
+        return linear(f"{name}.down_proj", report(name, "silu(gate) * up", product, parts={"gate": gate, "up": up}))
 
     def residual(name: str, after: str, h: np.ndarray, y: np.ndarray) -> np.ndarray:
-        return see(name, f"residual after {after}", rounding(h + y), parts={"residual": h, f"output of {after}": y})
+        return report(name, f"residual after {after}", rounding(h + y), parts={"residual": h, f"output of {after}": y})
 
     rows = w[llama.EMBEDDING][tokens]
     of_token = {"token": tokens[..., None], "float32 master": rows}
-    h = see(llama.EMBEDDING.removesuffix(".weight"), "output", rounding(rows), parts=of_token)  # [B, T, hidden]
+    h = report(llama.EMBEDDING.removesuffix(".weight"), "output", rounding(rows), parts=of_token)  # [B, T, hidden]
     for i in range(config.num_hidden_layers):
         layer = f"model.layers.{i}"
         h = residual(layer, "self_attn", h, attention(f"{layer}.self_attn", norm(f"{layer}.input_layernorm", h)))
@@ -183,19 +186,24 @@ def loss(logits: np.ndarray, targets: np.ndarray) -> float:
 
 
 def losses(logits: np.ndarray, targets: np.ndarray) -> np.ndarray:
-    """float64 [B, T], in nats: logsumexp(logits) - logits[target] of every token, of logits [B, T, V] and targets [B, T]; Inf beyond float32 (M-7)."""
+    """The loss of every token, logsumexp(logits) - logits[target], float64 [B, T] in nats; Inf
+    beyond float32 (M-7).
+
+    Shapes:   logits [B, T, V]; targets [B, T].
+    """
     top = logits.max(-1)
     logsumexp = top + np.log(np.exp(logits - top[..., None]).sum(-1))
     return in_range(logsumexp - np.take_along_axis(logits, targets[..., None], -1)[..., 0])
 
 
 def in_range(x: np.ndarray) -> np.ndarray:
-    """x, infinite where float32 would be."""
+    """x, with infinities where float32 would overflow."""
     return np.where(np.abs(x) >= _TOO_LARGE, np.copysign(np.inf, x), x)
 
 
 def _rotary(config: llama.LlamaConfig, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """cos and sin [length, head_dim], float32 values (SEMANTICS M-4), written apart from the backends' table."""
+    """cos and sin [length, head_dim], float32 values (SEMANTICS M-4), written apart from the
+    backends' table."""
     i = np.arange(config.head_dim) % (config.head_dim // 2)
     angle = np.arange(length)[:, None] / config.rope_theta ** (2 * i / config.head_dim)
     return np.cos(angle).astype(np.float32).astype(np.float64), np.sin(angle).astype(np.float32).astype(np.float64)
@@ -211,18 +219,19 @@ def _rotate_half(x: np.ndarray) -> np.ndarray:
     return np.concatenate([-second, first], axis=-1)
 
 
-def _attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, rounding: Rounding, see: Callable) -> np.ndarray:
-    """Causal attention, key and value heads shared by groups of query heads. [B, H, T, D] -> [B, T, H * D]"""
+def _attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, rounding: Rounding, report: Callable) -> np.ndarray:
+    """Causal attention, key and value heads shared by groups of query heads. [B, H, T, D] -> [B, T,
+    H * D]"""
     groups = q.shape[1] // k.shape[1]
     k, v = (np.repeat(t, groups, axis=1) for t in (k, v))
     scores = in_range(q @ k.swapaxes(-1, -2)) / np.sqrt(q.shape[-1])  # [B, H, T, T]
     scores = np.where(np.tril(np.ones(scores.shape[-2:], bool)), scores, -np.inf)
     top = scores.max(-1, keepdims=True)
-    # -inf is a probability of 0, unless a token's scores are all of that
-    see("attention scores", np.where(np.isneginf(scores) & ~np.isneginf(top), 0, scores), factors={"query": q, "key": k}, fmt=FLOAT32)
+    # A score of -inf is a probability of 0, no failure, unless all of a token's scores are -inf.
+    report("attention scores", np.where(np.isneginf(scores) & ~np.isneginf(top), 0, scores), factors={"query": q, "key": k}, fmt=FLOAT32)
     p = np.exp(scores - top)
     p = rounding(p / p.sum(-1, keepdims=True))
-    see("attention probabilities", p)
+    report("attention probabilities", p)
     out = rounding(p @ v)
-    see("attention output", out)
+    report("attention output", out)
     return out.swapaxes(1, 2).reshape(out.shape[0], out.shape[2], -1)

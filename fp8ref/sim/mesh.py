@@ -1,4 +1,9 @@
-"""Which device holds which piece of a tensor (SEMANTICS P-1). Layouts only: nothing here communicates, and nothing rounds."""
+"""Layouts: which device of a mesh holds which piece of a tensor (SEMANTICS P-1). Nothing here
+communicates or rounds.
+
+``Mesh`` is a grid of devices with named axes, ``Layout`` the cut of one tensor over it, ``split``
+its pieces.
+"""
 
 import itertools
 import math
@@ -13,7 +18,8 @@ Device = tuple[int, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class Mesh:
-    """Devices in a grid with named axes, such as ``Mesh(axes={"data": 2, "tensor": 4})``. A device is its coordinates.
+    """Devices in a grid with named axes, such as ``Mesh(axes={"data": 2, "tensor": 4})``. A device
+    is named by its coordinates.
 
     Raises:   ValueError: an axis of fewer than one device.
     """
@@ -42,13 +48,16 @@ class Mesh:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """How a tensor lies on a mesh (SEMANTICS P-1).
+    """How a tensor is cut over a mesh (SEMANTICS P-1).
 
-    splits  tensor axis -> the mesh axes that cut it, the first one slowest; mesh axes not named replicate.
-    rule    ``ceil``: pieces of ceil(n / parts) until nothing is left, then a shorter one and empty ones;
-            ``balanced``: pieces differ by at most one, longer ones first.
-    sizes   tensor axis -> the size of every piece, in place of the rule: any partition, empty pieces included.
-    Raises: ValueError: axes that the tensor or the mesh lacks, a mesh axis that cuts twice, sizes that do not add up, another rule.
+    splits  tensor axis -> the mesh axes that cut it, the first one slowest; mesh axes not named
+            replicate.
+    rule    ``ceil``: pieces of ceil(n / parts) until nothing is left, then a shorter one and empty
+            ones; ``balanced``: pieces differ by at most one, longer ones first.
+    sizes   tensor axis -> the size of every piece, in place of the rule: any partition, empty
+            pieces included.
+    Raises: ValueError: axes that the tensor or the mesh lacks, a mesh axis that cuts twice, sizes
+            that do not add up, another rule.
 
     >>> layout = Layout(mesh=Mesh(axes={"data": 4}), shape=(5, 2), splits={0: ("data",)})
     >>> layout.pieces(0), layout.index((2,))
@@ -104,6 +113,7 @@ class Layout:
             names, pieces = self.splits.get(axis, ()), self.pieces(axis)
             place = 0
             for name, coordinate in zip(names, self.mesh.along(device, names), strict=True):
+                # The place among the pieces, the mesh axes read as digits, the first one slowest.
                 place = place * self.mesh.axes[name] + coordinate
             start = sum(pieces[:place])
             slices.append(slice(start, start + pieces[place]))
@@ -115,7 +125,8 @@ def split(x, layout: Layout) -> dict[Device, np.ndarray]:
 
     Shapes:   x of layout.shape; shards[device] = x[layout.index(device)], possibly empty.
     Raises:   ValueError: x of another shape.
-    Source:   SEMANTICS P-1. ``ceil`` is torch.chunk's and DTensor's rule and the one XLA pads by; ``balanced`` is np.array_split's.
+    Source:   SEMANTICS P-1. ``ceil`` is torch.chunk's and DTensor's rule and the one XLA pads by;
+              ``balanced`` is np.array_split's.
     """
     x = np.asarray(x)
     if x.shape != layout.shape:
@@ -123,20 +134,9 @@ def split(x, layout: Layout) -> dict[Device, np.ndarray]:
     return {device: x[layout.index(device)] for device in layout.mesh.devices}
 
 
-def unsplit(shards: Mapping[Device, np.ndarray], layout: Layout) -> np.ndarray:
-    """The whole tensor. Of replicas the first device's is taken.
-
-    Raises:   ValueError: a device without a shard, or with one of another shape than the layout gives it.
-    """
-    check_shapes({device: np.shape(shard) for device, shard in shards.items()}, layout)
-    whole = np.empty(layout.shape, next(iter(shards.values())).dtype)
-    for device in reversed(layout.mesh.devices):
-        whole[layout.index(device)] = shards[device]
-    return whole
-
-
 def check_shapes(shapes: Mapping[Device, tuple[int, ...]], layout: Layout) -> None:
-    """ValueError unless every device of the mesh has a shard of the shape that the layout gives it."""
+    """ValueError unless every device of the mesh has a shard of the shape that the layout gives
+    it."""
     if set(shapes) != set(layout.mesh.devices):
         raise ValueError(f"every device of the mesh has one shard: {layout.mesh.devices}; got {sorted(shapes)}.")
     for device, shape in shapes.items():

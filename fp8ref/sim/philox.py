@@ -1,8 +1,10 @@
-"""The random numbers of stochastic rounding (SEMANTICS C-2): a function of a seed and an element's flat index, nothing else.
+"""Random numbers of stochastic rounding (SEMANTICS C-2): a function of a seed and an element's flat
+index, nothing else.
 
-Philox4x32 turns a counter of four 32-bit words and a key of two into four random words by rounds of multiplication. Seven
-rounds are the fewest that pass BigCrush: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3" (2011),
-table 2; they are what the vendors' default of ten is a margin over.
+Philox4x32 turns a counter of four 32-bit words and a key of two into four random words by rounds of
+multiplication. Seven rounds are the fewest that pass BigCrush: Salmon, Moraes, Dror, Shaw,
+"Parallel random numbers: as easy as 1, 2, 3" (2011), table 2. Vendors use ten by default, as a
+safety margin. The compiled twin is in ``kernels.cast``.
 """
 
 import numpy as np
@@ -16,7 +18,8 @@ _32 = np.uint64(32)
 
 
 def words(counter: np.ndarray, stream: int, seed: int, rounds: int = ROUNDS) -> np.ndarray:
-    """Philox4x32: uint32 [n, 4] for counters uint64 [n]; the counter's words are (low, high, stream, 0), the key's the halves of seed."""
+    """Philox4x32: uint32 [n, 4] for counters uint64 [n]; the counter's words are (low, high,
+    stream, 0), the key's the halves of seed."""
     counter = np.asarray(counter, np.uint64)
     c0, c1 = counter & _LOW, counter >> _32
     c2, c3 = np.full_like(counter, stream), np.zeros_like(counter)
@@ -24,17 +27,22 @@ def words(counter: np.ndarray, stream: int, seed: int, rounds: int = ROUNDS) -> 
     for _ in range(rounds):
         p0, p1 = c0 * np.uint64(MULTIPLIERS[0]), c2 * np.uint64(MULTIPLIERS[1])
         c0, c1, c2, c3 = (p1 >> _32) ^ c1 ^ np.uint64(k0), p1 & _LOW, (p0 >> _32) ^ c3 ^ np.uint64(k1), p0 & _LOW
+        # The key of the next round, by Weyl sequences.
         k0, k1 = (k0 + WEYL[0]) & 0xFFFFFFFF, (k1 + WEYL[1]) & 0xFFFFFFFF
     return np.stack([c0, c1, c2, c3], axis=-1).astype(np.uint32)
 
 
 def uniform48(start: int, count: int, seed: int) -> np.ndarray:
-    """Integers below 2^48, float64 [count], for the elements start, start + 1, ...: 16 bits that nearly always decide, then 32 more.
+    """Integers below 2^48, float64 [count], for the elements start, start + 1, ...: 16 high bits,
+    which nearly always decide, and 32 low.
 
-    The 16 bits of element i: of the counters of its block of 4096 elements, in order, the words 0 and 1 serve the first half of
-    the block, low half-word before high, and the words 2 and 3 the second half. The 32 bits: word 0 of counter i, stream 1.
+    The 16 bits of element i: of the counters of its block of 4096 elements, in order, the words 0
+    and 1 serve the first half of the block, low half-word before high, and the words 2 and 3 the
+    second half. The 32 bits: word 0 of counter i, stream 1.
     """
     index = np.arange(start, start + count, dtype=np.uint64)
+    # Words 0 and 1 of all counters come first, words 2 and 3 second: a kernel then fills two arrays
+    # of 64-bit words.
     block, within = index // np.uint64(BLOCK), index % np.uint64(BLOCK)
     half, place = within // np.uint64(BLOCK // 2), within % np.uint64(BLOCK // 2)
     counter = block * np.uint64(BLOCK // 8) + place // np.uint64(4)

@@ -1,4 +1,9 @@
-"""From an amax to the scales of a policy (SEMANTICS S-3, S-4, S-9 to S-15)."""
+"""Scales from an amax, by a policy (SEMANTICS S-3, S-4, S-9 to S-15).
+
+Order (S-9): floor by eps; ratio; overflow; power of two; special amaxes. ``scale`` multiplies into
+FP8, ``scale_inv`` out of it. Every quotient is formed of exact numbers and rounded once to float32.
+``fp8ref.policy`` holds the decisions as data. There is no compiled twin: amaxes are few.
+"""
 
 import math
 from typing import NamedTuple
@@ -21,14 +26,16 @@ class Scales(NamedTuple):
 def scales_from_amax(amax, fmt: Format, policy: str | ScalePolicy = "torchao", *, previous=None) -> Scales:
     """scale and scale_inv of a policy (SEMANTICS S-3, S-4, S-9 to S-15).
 
-    Shapes:   amax float32, any shape; both scales float32 of that shape; previous float32, of that shape or ().
-    Order:    max(amax, eps); the ratio, of exact numbers, rounded once to float32 (twice in ``max*(1/amax)``); overflow; power
-              of two; then what the policy says of an amax that is zero, infinite or NaN. scale_inv = RN32(1 / scale), or exactly
-              2^k where it is e8m0 (``cast.encode(scale_inv, E8M0FNU)`` are its codes).
-    Specials: ``ScalePolicy.zero``, ``infinite``, ``nan``. ``previous`` is the scale of the step before, 1 by default; under a
-              policy that stores scale_inv, RN32(1 / what was stored).
-    Raises:   ValueError: an unknown policy; amax or previous negative or not float32; previous of another shape, or for a policy that never
-              keeps it (S-11).
+    Shapes:   amax float32, any shape; both scales float32 of that shape; previous float32, of that
+              shape or ().
+    Order:    max(amax, eps); the ratio, of exact numbers, rounded once to float32 (twice in
+              ``max*(1/amax)``); overflow; power of two; then what the policy says of an amax that
+              is zero, infinite or NaN. scale_inv = RN32(1 / scale), or exactly 2^k where it is e8m0
+              (``cast.encode(scale_inv, E8M0FNU)`` are its codes).
+    Specials: ``ScalePolicy.zero``, ``infinite``, ``nan``. ``previous`` is the scale of the step
+              before, 1 by default; under a policy that stores scale_inv, RN32(1 / what was stored).
+    Raises:   ValueError: an unknown policy; amax or previous negative or not float32; previous of
+              another shape, or for a policy that never keeps it (S-11).
     Source:   beside each policy in ``fp8ref/policy.py``.
     """
     policy = policies.by_name(policy)
@@ -47,8 +54,10 @@ def scales_from_amax(amax, fmt: Format, policy: str | ScalePolicy = "torchao", *
         scale = _overflow(_ratio(floored, fmt, policy), policy)
         if policy.power_of_two is not None:
             scale = round_to_power_of_two(scale, by_log2=policy.power_of_two == "exp2_log2")
-        # A previous scale is kept as it is, not made a power of two again; but TE bounds it too (delayed_scaling.cu).
+        # A previous scale is kept as it is, not made a power of two again; but TE bounds it too
+        # (delayed_scaling.cu).
         kept = {"one": np.float32(1), "keep": previous, "keep_inverse": np.float32(1) / previous}
+        # Asked of the floored amax: under an eps no amax is zero, and the ratio decides.
         for met, special in ((floored == 0, policy.zero), (np.isinf(floored), policy.infinite), (np.isnan(floored), policy.nan)):
             if special != "compute":
                 scale = np.where(met, kept[special], scale)
@@ -57,7 +66,8 @@ def scales_from_amax(amax, fmt: Format, policy: str | ScalePolicy = "torchao", *
 
 
 def scale_from_amax(amax, fmt: Format, policy: str | ScalePolicy = "torchao", *, previous=None) -> np.ndarray:
-    """The factor that multiplies into FP8: ``scales_from_amax(...).scale``. Shapes, order, specials and what it raises are the same.
+    """The factor that multiplies into FP8: ``scales_from_amax(...).scale``. Shapes, order, specials
+    and what it raises are the same.
 
     >>> from fp8ref.formats import E4M3FN
     >>> [float(scale) for scale in scale_from_amax(np.float32([0, 3.5, np.inf, np.nan]), E4M3FN)]
@@ -67,17 +77,19 @@ def scale_from_amax(amax, fmt: Format, policy: str | ScalePolicy = "torchao", *,
 
 
 def scale_inv_from_scale(scale) -> np.ndarray:
-    """RN32(1 / scale), the factor that multiplies out of FP8 (SEMANTICS S-1): float32 of any shape, and so the result.
+    """RN32(1 / scale), the factor that multiplies out of FP8 (SEMANTICS S-1): float32 of any shape,
+    and so the result.
 
     Specials: scale 0 -> Inf, Inf -> 0, NaN -> NaN; a subnormal scale below 2^-128 -> Inf.
-    Not for e8m0 policies, whose scale does not determine scale_inv (S-14): take both from ``scales_from_amax``.
+    Not for e8m0 policies, whose scale does not determine scale_inv (S-14): take both from
+    ``scales_from_amax``.
     """
     with np.errstate(divide="ignore", over="ignore"):  # of zero, and of a subnormal scale below 2^-128
         return np.float32(1) / np.asarray(scale, np.float32)
 
 
 def magnitudes(value, name: str) -> np.ndarray:
-    """value as an array, if it is float32 and nowhere negative; ValueError otherwise."""
+    """value as an array; ValueError unless it is float32 and nowhere negative."""
     value = np.asarray(value)
     if value.dtype != np.float32:
         raise ValueError(f"{name} is float32; got {value.dtype}. Convert it with .astype(np.float32).")
@@ -90,12 +102,14 @@ def round_to_power_of_two(scale: np.ndarray, *, by_log2: bool) -> np.ndarray:
     """The largest power of two not above the scale, by its bits or by RN32(log2) (SEMANTICS S-4).
 
     Shapes:   float32 of any shape, and so the result.
-    Specials: zero, infinity and NaN stay; by its bits a subnormal scale becomes 0; by log2 the 44 largest scales become infinite.
+    Specials: zero, infinity and NaN stay; by its bits a subnormal scale becomes 0; by log2 the 44
+              largest scales become infinite.
     """
     if by_log2:
         with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
             k = np.floor(np.log2(scale.astype(np.float64)).astype(np.float32))
-            # in float64, whose power of two is exact: on some CPUs NumPy's float32 one of 127 is an ulp too large
+            # in float64, whose power of two is exact: on some CPUs NumPy's float32 one of 127 is an
+            # ulp too large
             return np.exp2(k.astype(np.float64)).astype(np.float32)
     bits = scale.view(np.uint32) & np.uint32(0xFF800000)
     return np.where(np.isnan(scale), scale, bits.view(np.float32))  # a NaN's mantissa is what makes it one
@@ -106,18 +120,20 @@ def _ratio(amax: np.ndarray, fmt: Format, policy: ScalePolicy) -> np.ndarray:
     limit = fmt.max * 2.0**-policy.margin
     if policy.ratio == "max*(1/amax)":
         return np.float32(limit) * (1 / amax).astype(np.float32)
-    # A float64 quotient of float32 numbers, rounded again to float32, is the quotient rounded once: 53 >= 2 * 24 + 2
-    # (Figueroa, "When is double rounding innocuous?", 1995). eps is a float64 that is not a float32, but then the
-    # quotient is one constant, far from a tie.
+    # A float64 quotient of float32 numbers, rounded again to float32, is the quotient rounded once:
+    # 53 >= 2 * 24 + 2 (Figueroa, "When is double rounding innocuous?", 1995). eps is a float64 that
+    # is not a float32, but then the quotient is one constant, far from a tie.
     return (limit / amax).astype(np.float32)
 
 
 def _overflow(scale: np.ndarray, policy: ScalePolicy) -> np.ndarray:
+    """An infinite scale, replaced by float32's maximum where the policy says so."""
     return scale if policy.overflow == "inf" else np.where(np.isinf(scale), np.finfo(np.float32).max, scale)
 
 
 def _e8m0_scales(amax: np.ndarray, fmt: Format, policy: ScalePolicy) -> Scales:
-    """scale_inv = 2^k, k in [-127, 127], or NaN; scale = 2^-k but where the policy's rule says otherwise (S-14)."""
+    """scale_inv = 2^k, k in [-127, 127], or NaN; scale = 2^-k except where the policy's rule says
+    otherwise (S-14)."""
     assert policy.e8m0 is not None
     if policy.ratio == "exponents":  # the exponent field of a subnormal is 0, far below the clip all the same
         k = (amax.view(np.uint32) >> 23).astype(np.int64) - 127 - (math.frexp(fmt.max)[1] - 1)
@@ -126,7 +142,7 @@ def _e8m0_scales(amax: np.ndarray, fmt: Format, policy: ScalePolicy) -> Scales:
         if policy.power_of_two == "exp2_log2":
             k = np.ceil(np.log2(quotient).astype(np.float32))
         else:
-            fraction, k = np.frexp(quotient)
+            fraction, k = np.frexp(quotient)  # quotient = fraction * 2^k with fraction in [0.5, 1): 0.5 is a power of two, not rounded up
             k = np.where(np.isinf(quotient), 127, np.where(quotient == 0, -127, k - (fraction == 0.5)))
     nan = np.isnan(amax)
     k = np.where(nan, 0, np.clip(k, -127, 127)).astype(np.int64)

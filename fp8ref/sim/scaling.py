@@ -1,5 +1,13 @@
-"""From a tensor to its amax, from a scale to codes (SEMANTICS S). What lies between them, the scale, is ``scales``, whose scale_from_amax is here too."""
+"""Quantise a tensor: amax, scale, codes; and dequantise it (SEMANTICS S).
 
+Order of ``quantize``: amax of each group that shares a scale (S-2); the policy's scale, by
+``scales.py``; RN32(x * scale); clip to +-max; round to nearest even (S-5). ``dequantize``
+multiplies by scale_inv (S-8). ``amax_plain`` and ``quantize_plain`` are the definitions. Their
+compiled twins are in ``kernels.scaling``, and the last part of this file prepares what those take:
+any tensor and granularity as a matrix over a coarser grid of scales.
+"""
+
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -9,20 +17,23 @@ from fp8ref import granularity as granularities
 from fp8ref import policy as policies
 from fp8ref.formats import FLOAT32, Format
 from fp8ref.policy import ScalePolicy
-from fp8ref.sim import cast, grid
+from fp8ref.sim import cast, threads
+from fp8ref.sim.kernels import scaling as kernels
 from fp8ref.sim.scales import Scales, magnitudes, scales_from_amax
 from fp8ref.sim.scales import scale_from_amax as scale_from_amax
 from fp8ref.sim.scales import scale_inv_from_scale as scale_inv_from_scale
+
+_PIECE = 1 << 18  # elements whose float32 bits are held at a time
 
 
 class Quantized(NamedTuple):
     """An FP8 tensor: hp ~ decode(codes) * scale_inv, the scales spread over their blocks.
 
     codes        uint8, of the hp tensor's shape.
-    scale        float32 of shape ``granularity.scale_shape``: what multiplied into FP8.
-    scale_inv    float32 of that shape: what multiplies out of it.
+    scale        float32 of shape ``granularity.scale_shape``: multiplied into FP8.
+    scale_inv    float32 of that shape: multiplies out of it.
     fmt, granularity, axis
-                 what it was quantised by; axis is the reduced one.
+                 how it was quantised; axis is the reduced one.
     """
 
     codes: np.ndarray
@@ -36,12 +47,13 @@ class Quantized(NamedTuple):
 def amax(x, granularity: str = "tensorwise", *, axis: int = -1) -> np.ndarray:
     """The largest magnitude of every group that shares a scale (SEMANTICS S-2).
 
-    Shapes:   x float32, float16 or bfloat16, any rank; float32 of ``scale_shape(granularity, x.shape, axis)``; axis is the reduced one.
+    Shapes:   x float32, float16 or bfloat16, any rank; float32 of ``scale_shape(granularity,
+              x.shape, axis)``; axis is the reduced one.
     Specials: NaN if any element of the group is NaN; else Inf if any is infinite; subnormals count.
-    Raises:   ValueError: x empty (S-7); an unknown granularity; an axis that is not there, or that blocks do not divide; float64, whose amax
-              need not be a float32.
+    Raises:   ValueError: x empty (S-7); an unknown granularity; an axis that is not there, or that
+              blocks do not divide; float64, whose amax need not be a float32.
     """
-    return grid.amax(_tensor(x), granularity, axis)
+    return _compiled_amax(_tensor(x), granularity, axis)
 
 
 def amax_plain(x, granularity: str = "tensorwise", *, axis: int = -1) -> np.ndarray:
@@ -60,14 +72,17 @@ def amax_plain(x, granularity: str = "tensorwise", *, axis: int = -1) -> np.ndar
 def quantize(x, fmt: Format, *, granularity: str = "tensorwise", policy: str | ScalePolicy = "torchao", axis: int = -1) -> Quantized:
     """Scale x into fmt's range and round to nearest even, saturating.
 
-    Shapes:   x float32, float16 or bfloat16 [..., K] (axis is the reduced one); codes uint8 of x's shape; scales of ``scale_shape``.
+    Shapes:   x float32, float16 or bfloat16 [..., K] (axis is the reduced one); codes uint8 of x's
+              shape; scales of ``scale_shape``.
     Units:    x ~ decode(codes) * scale_inv.
-    Order:    amax; scale; RN32(f32(x) * scale); clip to +-fmt.max; round to nearest even; scale_inv = RN32(1 / scale).
-              A policy that stores scale_inv divides by it instead (S-13).
-    Specials: -0 kept. Policy ``torchao``: zero amax -> codes 0; NaN anywhere in a group -> all its codes NaN; Inf -> scale 0:
-              finite -> +-0, Inf -> NaN. Other policies: S-10. A policy that would keep a previous scale takes 1 (S-11).
+    Order:    amax; scale; RN32(f32(x) * scale); clip to +-fmt.max; round to nearest even; scale_inv
+              = RN32(1 / scale). A policy that stores scale_inv divides by it instead (S-13).
+    Specials: -0 kept. Policy ``torchao``: zero amax -> codes 0; NaN anywhere in a group -> all its
+              codes NaN; Inf -> scale 0: finite -> +-0, Inf -> NaN. Other policies: S-10. A policy
+              that would keep a previous scale takes 1 (S-11).
     Raises:   ValueError: as amax and scales_from_amax; a fmt that is not FP8.
-    Source:   SEMANTICS S-5; torchao 0.18 float8/float8_training_tensor.py, hp_tensor_and_scale_to_float8.
+    Source:   SEMANTICS S-5; torchao 0.18 float8/float8_training_tensor.py,
+              hp_tensor_and_scale_to_float8.
     """
     policy = policies.by_name(policy)
     _check_target(fmt)
@@ -79,10 +94,12 @@ def quantize(x, fmt: Format, *, granularity: str = "tensorwise", policy: str | S
 def quantize_with(
     x, scales: Scales, fmt: Format, *, granularity: str = "tensorwise", policy: str | ScalePolicy = "torchao", axis: int = -1
 ) -> Quantized:
-    """quantize, by scales that are there already, such as a delayed state's. Units, order and specials as quantize.
+    """Quantise by given scales, such as a delayed state's. Units, order and specials as quantize.
 
-    Shapes:   x as in quantize; both of scales float32 of ``scale_shape``. Of policy only S-13 counts: whether tensors are divided, in what.
-    Raises:   ValueError: x or fmt as in quantize; scales that are no ``Scales``, of another shape, not float32, or negative.
+    Shapes:   x as in quantize; both of scales float32 of ``scale_shape``. Of the policy only S-13
+              counts: whether tensors are divided by scale_inv, and in which dtype.
+    Raises:   ValueError: x or fmt as in quantize; scales that are not a ``Scales``, of another
+              shape, not float32, or negative.
     Source:   SEMANTICS S-5, S-13.
     """
     policy = policies.by_name(policy)
@@ -98,14 +115,16 @@ def quantize_with(
             f"{granularity} scales of x.shape={value.shape} have shape {shape}; got {np.shape(scales.scale)}, {np.shape(scales.scale_inv)}."
         )
     if policy.stored == "scale":
-        return Quantized(grid.encode(value, scales.scale, fmt, granularity, axis), scales.scale, scales.scale_inv, fmt, granularity, axis)
+        return Quantized(
+            _compiled_encode(value, scales.scale, fmt, granularity, axis), scales.scale, scales.scale_inv, fmt, granularity, axis
+        )
     return quantize_plain(value, scales, fmt, granularity=granularity, policy=policy, axis=axis)
 
 
 def quantize_plain(
     x, scales: Scales, fmt: Format, *, granularity: str = "tensorwise", policy: str | ScalePolicy = "torchao", axis: int = -1
 ) -> Quantized:
-    """The definition of ``quantize_with``, in NumPy alone, which takes fmt and scales on trust."""
+    """The definition of ``quantize_with``, in NumPy alone; fmt and scales are not checked."""
     policy = policies.by_name(policy)
     value = _in_compute_dtype(_tensor(x), policy).astype(np.float32)
     with np.errstate(divide="ignore", over="ignore", invalid="ignore"):  # 0 / 0, Inf * 0; the clip takes an overflow
@@ -122,8 +141,9 @@ def dequantize(q: Quantized) -> np.ndarray:
     """RN32(decode(codes) * scale_inv), float32 of the codes' shape (SEMANTICS S-8).
 
     Shapes:   codes of any shape, scale_inv of ``scale_shape``, spread over its blocks.
-    Specials: a NaN code or scale gives NaN, and so does a zero under an infinite scale_inv (S-3); overflow to infinity.
-    Raises:   ValueError: q not a Quantized, or with scales that none has (see ``check_scales``).
+    Specials: a NaN code or scale gives NaN, and so does a zero under an infinite scale_inv (S-3);
+              overflow to infinity.
+    Raises:   ValueError: q not a Quantized, or with invalid scales (see ``check_scales``).
     """
     check_scales(q)
     with np.errstate(invalid="ignore", over="ignore"):  # 0 * Inf, under an infinite amax
@@ -131,8 +151,8 @@ def dequantize(q: Quantized) -> np.ndarray:
 
 
 def check_scales(q: Quantized, name: str = "operand") -> None:
-    """ValueError unless q is a Quantized whose scale_inv is float32, has the granularity's shape, is not negative, and is NaN only
-    over codes that are NaN or zero (S-5, S-14)."""
+    """ValueError unless q is a Quantized whose scale_inv is float32, has the granularity's shape,
+    is not negative, and is NaN only over codes that are NaN or zero (S-5, S-14)."""
     if not isinstance(q, Quantized):
         raise ValueError(f"{name} is a Quantized; got {type(q).__name__}. Use scaling.quantize.")
     if not isinstance(q.codes, np.ndarray) or q.codes.dtype != np.uint8:
@@ -158,7 +178,8 @@ def check_scales(q: Quantized, name: str = "operand") -> None:
 
 
 def spread(scale: np.ndarray, shape: tuple[int, ...], granularity: str, axis: int) -> np.ndarray:
-    """The scales of a tensor of this shape, repeated over their blocks, in a shape that broadcasts against it; Raises as ``granularity.blocks``."""
+    """Repeat scales over their blocks, so that they broadcast against a tensor of this shape.
+    Raises as ``granularity.blocks``."""
     if granularity in ("tensorwise", "rowwise"):
         return scale
     for i, (n, size) in enumerate(zip(shape, granularities.blocks(granularity, shape, axis), strict=True)):
@@ -184,5 +205,73 @@ def _check_target(fmt: Format) -> None:
 
 
 def _in_compute_dtype(x: np.ndarray, policy: ScalePolicy) -> np.ndarray:
-    """x rounded to the dtype that the policy divides in (S-13); x itself where that is float32."""
+    """x rounded to the dtype in which the policy divides (S-13); x itself where that is float32."""
     return x if policy.compute == FLOAT32 else cast.round_to(x, policy.compute)
+
+
+class Grid(NamedTuple):
+    """A tensor as a matrix [rows, columns] over a grid of scales: row r takes row group[r] of the
+    scales, ``width`` elements a scale."""
+
+    rows: int
+    columns: int
+    group: np.ndarray
+    width: int
+    scales: tuple[int, int]
+
+
+def grid_of(granularity: str, shape: tuple[int, ...], axis: int) -> Grid:
+    """The grid of a tensor of this shape. Raises as ``granularity.blocks``."""
+    sizes = granularities.blocks(granularity, shape, axis)
+    size = int(np.prod(shape, dtype=np.int64))
+    if granularity == "tensorwise":
+        # One scale, so that rows may be cut anywhere: long ones, for the kernel's lanes.
+        columns = next((c for c in (4096, 512, 64) if size % c == 0), shape[-1] if shape else 1)
+        return Grid(size // columns, columns, np.zeros(size // columns, np.int64), columns, (1, 1))
+    group = np.zeros((), np.int64)
+    for n, block in zip(shape[:-1], sizes[:-1], strict=True):  # C order: the last of these axes varies fastest
+        group = group[..., None] * -(-n // block) + np.arange(n) // block
+    counts = [-(-n // block) for n, block in zip(shape, sizes, strict=True)]
+    scales = (int(np.prod(counts[:-1], dtype=np.int64)), counts[-1])
+    return Grid(size // shape[-1], shape[-1], group.reshape(-1), sizes[-1], scales)
+
+
+def _compiled_amax(x: np.ndarray, granularity: str, axis: int) -> np.ndarray:
+    """``amax_plain`` by a kernel, for float32, float16 and bfloat16."""
+    g = grid_of(granularity, x.shape, axis)
+    partial: list[np.ndarray] = []
+
+    def rows(begin: int, end: int) -> None:
+        bits = np.zeros(g.scales, np.uint32)
+        _in_pieces(x, g, begin, end, lambda a, b, piece: kernels.amax(piece, g.group[a:b], g.width, bits))
+        partial.append(bits)
+
+    threads.run(rows, g.rows, grain=max(1, (1 << 17) // g.columns))
+    # Bits of magnitudes order as the magnitudes do, NaNs on top, so that integers give the right
+    # maximum.
+    result = np.maximum.reduce(partial).view(np.float32).reshape(granularities.scale_shape(granularity, x.shape, axis))
+    return np.where(np.isnan(result), np.float32(np.nan), result)[()]
+
+
+def _compiled_encode(x: np.ndarray, scale: np.ndarray, fmt: Format, granularity: str, axis: int) -> np.ndarray:
+    """uint8 codes of RN32(f32(x) * scale), saturated, rounded to nearest even; scale float32 of
+    ``scale_shape``, not checked."""
+    g = grid_of(granularity, x.shape, axis)
+    codes = np.empty(x.shape, np.uint8)
+    matrix, scales, kernel = codes.reshape(g.rows, g.columns), np.ascontiguousarray(scale).reshape(g.scales), kernels.encoder(fmt)
+
+    def rows(begin: int, end: int) -> None:
+        _in_pieces(x, g, begin, end, lambda a, b, piece: kernel(piece, g.group[a:b], g.width, scales, matrix[a:b]))
+
+    threads.run(rows, g.rows, grain=max(1, (1 << 17) // g.columns))
+    return codes
+
+
+def _in_pieces(x: np.ndarray, g: Grid, begin: int, end: int, work: Callable[[int, int, np.ndarray], None]) -> None:
+    """work(first row, row after the last, float32 bits of these rows), over pieces of limited
+    memory."""
+    matrix = x.reshape(g.rows, g.columns)
+    step = max(1, _PIECE // g.columns)
+    for a in range(begin, end, step):
+        b = min(a + step, end)
+        work(a, b, cast.float32_bits(np.ascontiguousarray(matrix[a:b])).reshape(b - a, g.columns))

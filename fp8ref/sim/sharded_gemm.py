@@ -1,6 +1,9 @@
-"""A GEMM whose reduced axis lies on several devices (SEMANTICS P-7, P-8): what is summed over them, and what is rounded before.
+"""A GEMM whose reduced axis is cut over devices (SEMANTICS P-7, P-8): what is summed over them, and
+what is rounded before.
 
-It is grad_weight under data parallelism, which reduces M, and the output of a row-parallel linear, which reduces K.
+Two GEMMs of training are such: grad_weight under data parallelism, which reduces M, and the output
+of a row-parallel linear, which reduces K. ``matmul``'s ``reduce`` says whether devices sum raw
+accumulators, scaled results or rounded outputs.
 """
 
 from collections.abc import Sequence
@@ -26,15 +29,21 @@ def matmul(
 ) -> np.ndarray:
     """[M, K_r] x [N, K_r] on each rank r -> [M, N], summed over the ranks.
 
-    ``exact``        one device's exact GEMM: RN32 of the exact sum over all ranks, then the epilogue.
-    ``accumulator``  each rank's raw float32 accumulator; acc = RN32(acc + acc_r), r ascending; then the epilogue, once (P-7).
-    ``scaled``       each rank applies its scales first; then sum in float32, r ascending, and round to out_dtype.
-    ``rounded``      each rank rounds its finished output to out_dtype; then sum and round as ``scaled`` (P-8): tensor-parallel linears.
+    ``exact``        one device's exact GEMM: RN32 of the exact sum over all ranks, then the
+                     epilogue.
+    ``accumulator``  each rank's raw float32 accumulator; acc = RN32(acc + acc_r), r ascending; then
+                     the epilogue, once (P-7).
+    ``scaled``       each rank applies its scales first; then sum in float32, r ascending, and round
+                     to out_dtype.
+    ``rounded``      each rank rounds its finished output to out_dtype; then sum and round as
+                     ``scaled`` (P-8): tensor-parallel linears.
 
-    Shapes:   a[r].codes [M, K_r], b[r].codes [N, K_r], tensorwise or rowwise along K; a rank with K_r = 0 adds nothing. float32 [M, N].
+    Shapes:   a[r].codes [M, K_r], b[r].codes [N, K_r], tensorwise or rowwise along K; a rank with
+              K_r = 0 adds nothing. float32 [M, N].
     Order:    accumulate within a rank; then as above; the epilogue is G-4.
     Specials: Inf and NaN as in IEEE 754.
-    Raises:   ValueError: ``exact`` or ``accumulator`` with scales that differ between ranks; operands that gemm.matmul refuses; nothing to sum.
+    Raises:   ValueError: ``exact`` or ``accumulator`` with scales that differ between ranks;
+              operands that gemm.matmul refuses; nothing to sum.
     Source:   SEMANTICS P-7, P-8.
     """
     _check(a, b, reduce, accumulate, out_dtype)
@@ -42,9 +51,11 @@ def matmul(
     if reduce in ("exact", "accumulator"):
         _check_scales("a", [qa for qa, _ in ranks])
         _check_scales("b", [qb for _, qb in ranks])
+        # One scale for all ranks, so that it can be applied after the sum.
         sa, sb = ranks[0][0].scale_inv, ranks[0][1].scale_inv
     with np.errstate(invalid="ignore", over="ignore"):  # Inf - Inf, Inf * 0 and overflow are results here
         if reduce == "exact":
+            # All ranks' codes side by side along K are one device's operand.
             whole = [_unit(side, np.concatenate([q.codes for q in side], axis=-1)) for side in zip(*ranks, strict=True)]
             return cast.round_to(gemm.matmul(*whole, accumulate="exact") * sa * sb.T, out_dtype)
         if reduce == "accumulator":
@@ -62,7 +73,7 @@ def _sum(parts: list[np.ndarray]) -> np.ndarray:
 
 
 def _unit(side: Sequence[Quantized], codes: np.ndarray) -> Quantized:
-    """Codes under scale one: their GEMM is the raw accumulator."""
+    """Codes under scale 1: their GEMM is the raw accumulator."""
     one = np.ones((), np.float32)
     return Quantized(codes, one, one, side[0].fmt, "tensorwise", -1)
 
@@ -91,6 +102,8 @@ def _check(a: Sequence[Quantized], b: Sequence[Quantized], reduce: Reduce, accum
 
 
 def _check_scales(name: str, side: list[Quantized]) -> None:
+    """ValueError unless all ranks' scales are equal, and constant along K: only then are
+    accumulators summed."""
     first = side[0]
     for q in side:
         if q.granularity not in ("tensorwise", "rowwise") or (q.granularity == "rowwise" and q.axis not in (-1, 1)):

@@ -1,8 +1,13 @@
-"""Quantising a tensor that many devices hold: whose amax makes the scale (SEMANTICS P).
+"""Quantise a tensor that is sharded over devices, and gather it in FP8 (SEMANTICS P-2 to P-6).
 
-A *scope* names the mesh axes over which an amax is reduced. Under ``"global"`` the shards' codes and scales are those of one
-device; under ``"local"`` every device scales its own shard, and that is another result, not a wrong one. A scope in between
-is wrong when devices that share a scale's group are left out: ``check_replicas`` and ``gather`` then name the axes.
+A *scope* names the mesh axes over which an amax is reduced. Under ``"global"`` the shards' codes
+and scales are those of one device, bit for bit. Under ``"local"`` every device scales its own
+shard, which is another valid result. A scope in between is wrong if it leaves out devices that
+share a group of elements with one scale: ``check_replicas`` and ``gather`` then name the axes.
+
+Order: local amax; non-finite amaxes become 0 and a flag; both are max-reduced over the scope; the
+flag puts Inf or NaN back (P-3), because the maximum of some collectives drops NaNs; then each
+device scales and casts its shard (P-4).
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -22,14 +27,16 @@ Maximum = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 
 class Amax(NamedTuple):
-    """amax float32, and beside it, of the same shape, non_finite uint8: 0 all finite, 1 an infinity, 2 a NaN."""
+    """amax float32, and non_finite uint8 of the same shape: 0 all finite, 1 an infinity, 2 a
+    NaN."""
 
     amax: np.ndarray
     non_finite: np.ndarray
 
 
 def scope_axes(layout: Layout, scope: str | Collection[str]) -> tuple[str, ...]:
-    """The mesh axes of a scope: none for ``"local"``, all for ``"global"``, else those named; ValueError for any other."""
+    """The mesh axes of a scope: none for ``"local"``, all for ``"global"``, else the named ones;
+    ValueError for any other."""
     if scope == "local":
         return ()
     if scope == "global":
@@ -42,9 +49,11 @@ def scope_axes(layout: Layout, scope: str | Collection[str]) -> tuple[str, ...]:
 
 
 def max_by_comparison(partial: np.ndarray, value: np.ndarray) -> np.ndarray:
-    """The elementwise maximum as one comparison makes it: a NaN that arrives replaces the partial maximum, and the next value replaces the NaN.
+    """The elementwise maximum as one comparison makes it: a NaN that arrives replaces the partial
+    maximum, and the next value replaces the NaN.
 
-    Source:   gloo/math.h, max: std::max(value, partial). torch's gloo all_reduce(MAX) of ranks (1, NaN, 3), folded from the last rank, is 1.
+    Source:   gloo/math.h, max: std::max(value, partial). torch's gloo all_reduce(MAX) of ranks (1,
+              NaN, 3), folded from the last rank, is 1.
     """
     return np.where(value < partial, partial, value)
 
@@ -59,20 +68,26 @@ def amax(
     maximum: Maximum = np.maximum,
     flag: bool = True,
 ) -> dict[Device, Amax]:
-    """Every device's amax: the largest magnitude of each group, over the devices of its scope that hold part of the group.
+    """Every device's amax: the largest magnitude of each group, over the devices of its scope that
+    hold part of the group.
 
-    ``maximum`` is the collective's: ``np.fmax`` drops NaNs (XLA:CPU's pmax), ``max_by_comparison`` drops some (gloo's MAX). The
-    result does not depend on it, as nothing that is not finite enters it; ``flag=False`` leaves the flag out, to show what then happens.
+    ``maximum`` is the collective's: ``np.fmax`` drops NaNs (XLA:CPU's pmax), ``max_by_comparison``
+    drops some (gloo's MAX). The result does not depend on it, because only finite numbers enter it.
+    ``flag=False`` leaves the flag out, to show the failure.
 
-    Shapes:   shards[device] hp, as the layout gives it; amax and non_finite of the shard's own scales, the reduced axis counting as one piece.
-    Order:    local amax; where it is not finite, 0 and a flag; both max-reduced in device order; then the flag puts Inf or NaN back.
+    Shapes:   shards[device] hp, as the layout gives it; amax and non_finite of the shape of the
+              shard's own scales, the reduced axis counting as one piece.
+    Order:    local amax; where it is not finite, 0 and a flag; both max-reduced in device order;
+              then the flag puts Inf or NaN back.
     Specials: an empty shard contributes 0; NaN beats Inf.
-    Raises:   ValueError: an empty tensor (S-7); a block cut by the layout; an unknown scope; shards that are not the layout's.
+    Raises:   ValueError: an empty tensor (S-7); a block cut by the layout; an unknown scope; shards
+              that are not the layout's.
     Source:   SEMANTICS P-2, P-3, P-5.
     """
     check_shapes({device: np.shape(shard) for device, shard in shards.items()}, layout)
     sizes = _group_sizes(layout, granularity, axis)
-    # Along a mesh axis that cuts a tensor axis of several groups, the devices hold different groups: nothing to merge there.
+    # Along a mesh axis that cuts a tensor axis of several groups, the devices hold different
+    # groups: nothing to merge there.
     apart = {name for i, names in layout.splits.items() for name in names if sizes[i] is not None}
     merged = tuple(name for name in scope_axes(layout, scope) if name not in apart)
     kept = tuple(name for name in layout.mesh.names if name not in merged)
@@ -99,9 +114,12 @@ def quantize(
 ) -> dict[Device, Quantized]:
     """Every device casts its own shard, with scales from amaxes reduced over the scope.
 
-    Shapes:   codes of the shard's shape; scales of its own groups. Under global scope both are slices of one device's, bit for bit.
-    Order:    amax over the scope; then the policy's scales and the cast (S-3 to S-5) on each device; a scale kept from before is 1.
-    Specials: as scaling.quantize, of what the scope shows; an empty shard has no codes, and under local scope the scales of amax 0.
+    Shapes:   codes of the shard's shape; scales of its own groups. Under global scope both are
+              slices of one device's, bit for bit.
+    Order:    amax over the scope; then the policy's scales and the cast (S-3 to S-5) on each
+              device; a scale kept from before is 1.
+    Specials: as scaling.quantize, for the elements in the scope; an empty shard has no codes, and
+              under local scope the scales of amax 0.
     Raises:   ValueError: as amax and scaling.quantize.
     Source:   SEMANTICS P-4.
     """
@@ -124,7 +142,8 @@ def gather(shards: Mapping[Device, Quantized], layout: Layout) -> Quantized:
 
     Shapes:   codes of layout.shape; scales of ``scale_shape(granularity, layout.shape, axis)``.
     Specials: scales compare equal where both are NaN.
-    Raises:   ValueError: as check_replicas: a group has one scale, so shards that scaled it differently have no FP8 gather.
+    Raises:   ValueError: as check_replicas: a group has one scale, so shards that scaled it
+              differently have no FP8 gather.
     Source:   SEMANTICS P-6.
     """
     check_replicas(shards, layout)
@@ -139,9 +158,10 @@ def gather(shards: Mapping[Device, Quantized], layout: Layout) -> Quantized:
 
 
 def check_replicas(shards: Mapping[Device, Quantized], layout: Layout) -> None:
-    """Whether the devices agree: one scale a group, and replicas equal in every code.
+    """Check that the devices agree: one scale for each group, and replicas equal in every code.
 
-    Raises:   ValueError: naming the mesh axes along which scales differ, which the scope left out, or along which replicas' codes do.
+    Raises:   ValueError: naming the mesh axes along which scales differ, which the scope left out,
+              or replicas' codes differ.
     Source:   SEMANTICS P-6.
     """
     check_shapes({device: q.codes.shape for device, q in shards.items()}, layout)
@@ -170,7 +190,8 @@ def check_replicas(shards: Mapping[Device, Quantized], layout: Layout) -> None:
 
 
 def _group_sizes(layout: Layout, granularity: str, axis: int) -> list[int | None]:
-    """The size of a group along each tensor axis, None for all of it; ValueError for a tensor without scales or a block cut in two."""
+    """The size of a scale's group along each tensor axis, None for the whole axis; ValueError: no
+    scales, or a block that is cut."""
     granularities.scale_shape(granularity, layout.shape, axis)
     kind, ndim = granularities.by_name(granularity), len(layout.shape)
     if kind.name == "tensorwise":
@@ -188,7 +209,7 @@ def _group_sizes(layout: Layout, granularity: str, axis: int) -> list[int | None
 
 
 def _groups(layout: Layout, device: Device, granularity: str, axis: int) -> tuple[slice, ...]:
-    """Which of the whole tensor's scales are the device's."""
+    """The slices of the whole tensor's scales that belong to the device's shard."""
     if granularity == "tensorwise":
         return ()
     sizes = _group_sizes(layout, granularity, axis)
@@ -197,6 +218,8 @@ def _groups(layout: Layout, device: Device, granularity: str, axis: int) -> tupl
 
 
 def _local_amax(shard: np.ndarray, granularity: str, axis: int, sizes: list[int | None], flag: bool) -> Amax:
+    """A shard's amaxes, ready to be reduced: 0 and a flag where one is not finite; 0 of an empty
+    shard."""
     shard = np.asarray(shard)
     if shard.size:
         value = scaling.amax(shard, granularity, axis=axis)
@@ -210,5 +233,6 @@ def _local_amax(shard: np.ndarray, granularity: str, axis: int, sizes: list[int 
 
 
 def _restore(reduced: Amax) -> Amax:
+    """A reduced amax, with Inf or NaN put back where the flag says so."""
     special = np.where(reduced.non_finite == 2, np.float32(np.nan), np.float32(np.inf))
     return Amax(np.where(reduced.non_finite, special, reduced.amax)[()], reduced.non_finite[()])

@@ -1,36 +1,41 @@
-"""What quantising did to a tensor, in numbers (SEMANTICS Q): per tensor, or for each group that shares a scale.
+"""Quantisation error in numbers (SEMANTICS Q): for a tensor, or for each group that shares a scale.
 
-``statistics`` counts and sums, ``exponents`` makes histograms, ``error`` compares a GEMM's output with a reference. All three are
-sums or maxima over elements, taken in slabs, so that a large tensor needs little memory beside it.
+``statistics`` gives SQNR, bias, and the rates of underflow, overflow and saturation; ``exponents``
+histograms; ``error`` the error of a GEMM's output against a reference. Statistics and histograms
+are sums or maxima over elements, taken in slabs by ``reduce_groups``, so that a large tensor needs
+little extra memory.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 
 from fp8ref import granularity as granularities
 from fp8ref.formats import FP8_FORMATS, Format
 from fp8ref.sim import cast, scaling
-from fp8ref.sim.groups import reduce_groups
 from fp8ref.sim.scaling import Quantized
+
+SLAB = 1 << 20  # elements: 8 MiB a float64 temporary
+K = TypeVar("K", bound=Hashable)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Statistics:
-    """Counts (int64) and sums (float64), one a tensor (shape ``()``) or one a group (the scales' shape, SEMANTICS Q-6).
+    """Counts (int64) and sums (float64) of a tensor, shape (), or of each group, the scales' (Q-6).
 
     count          elements
     zeros          inputs that are zero
-    non_finite     inputs that are NaN or infinite: in no sum and no maximum, but in the counts of codes
+    non_finite     inputs that are NaN or infinite: in no sum or maximum; their codes are counted
     non_finite_codes  codes that are NaN or infinite
     underflows     inputs that are not zero whose code is zero
     subnormals     codes that are subnormal, zero not among them
-    overflows      scaled values, NaN apart, that a cast without saturation would not leave finite (C-4)
+    overflows      scaled values, NaN apart, that become non-finite without saturation (C-4)
     saturated      codes of +-max: the group's amax is one of them, overflow or not
     signal, noise  sum of x^2, sum of e^2, with the error e = dequantize(q) - x
     magnitude, error  sum of |x|, sum of e
-    max_ulp        largest |decode(code) - scaled|, in units of the format's spacing at the scaled value (Q-2)
+    max_ulp        largest |decode(code) - scaled|, in the format's spacings at scaled (Q-2)
     """
 
     count: np.ndarray
@@ -49,8 +54,8 @@ class Statistics:
 
     @property
     def sqnr(self) -> np.ndarray:
-        """10 log10(signal / noise) in dB. Inf without noise, -Inf under infinite noise or noise without signal; NaN if a finite x
-        became NaN, or no x is finite (Q-1)."""
+        """10 log10(signal / noise) in dB. Inf without noise; -Inf if noise is infinite or there is
+        no signal; NaN if a finite x became NaN, or no x is finite (Q-1)."""
         with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
             value = 10 * np.log10(self.signal / self.noise)
         value = np.where(self.noise == 0, np.inf, value)
@@ -69,7 +74,7 @@ class Statistics:
 
     @property
     def underflow_rate(self) -> np.ndarray:
-        """Of all elements, zeros and non-finite ones too (Q-3); as are the other rates."""
+        """underflows / count; every rate is of all elements, zeros and non-finite too (Q-3)."""
         return self.underflows / self.count
 
     @property
@@ -84,18 +89,21 @@ class Statistics:
 
     @property
     def saturation_rate(self) -> np.ndarray:
-        """saturated / count: one element a group at least, its amax."""
+        """saturated / count: at least one element of each group, its amax."""
         return self.saturated / self.count
 
 
 def statistics(x, q: Quantized, *, per_group: bool = False) -> Statistics:
-    """What became of x when it was quantised to q.
+    """The statistics of x and the q that it was quantised to.
 
     Shapes:   x hp, the shape of q.codes; every field () or, per group, the shape of q.scale.
     Units:    e in x's; max_ulp in spacings of q.fmt.
-    Order:    scaled = RN32(f32(x) * scale), as S-5 before its clip; e = f64(dequantize(q)) - f64(x), rounded once to float64; float64 sums.
-    Specials: NaN and infinite x count as ``non_finite`` and enter no sum; a finite x whose code is NaN makes the sums of e and max_ulp NaN.
-    Raises:   ValueError: x float64, no numbers, empty, or not of q's shape; a q that is no Quantized of FP8 with its scales.
+    Order:    scaled = RN32(f32(x) * scale), as S-5 before its clip; e = f64(dequantize(q)) -
+              f64(x), rounded once to float64; float64 sums.
+    Specials: NaN and infinite x count as ``non_finite`` and enter no sum; a finite x whose code is
+              NaN makes the sums of e and max_ulp NaN.
+    Raises:   ValueError: x float64, not numbers, empty, or not of q's shape; a q that is not a
+              Quantized of FP8 with its scales.
     Source:   SEMANTICS Q-1 to Q-4, Q-6.
     """
     _check(x, q)
@@ -104,6 +112,7 @@ def statistics(x, q: Quantized, *, per_group: bool = False) -> Statistics:
 
 
 def _measure(x: np.ndarray, q: Quantized) -> Iterator[tuple[str, np.ufunc, np.ndarray]]:
+    """The fields of Statistics, as ``reduce_groups`` takes them."""
     finite, scaled, decoded = np.isfinite(x), _scaled(x, q), cast.decode(q.codes, q.fmt)
     at_code = np.abs(decoded)
     yield "count", np.add, np.ones(x.shape, np.bool_)
@@ -124,26 +133,29 @@ def _measure(x: np.ndarray, q: Quantized) -> Iterator[tuple[str, np.ufunc, np.nd
 
 
 def _scaled(x: np.ndarray, q: Quantized) -> np.ndarray:
-    """What the cast rounded: RN32(x * scale), before the clip."""
+    """The numbers that the cast rounded: RN32(x * scale), before the clip."""
     return x * scaling.spread(q.scale, x.shape, q.granularity, q.axis)
 
 
 def _spacing(scaled: np.ndarray, fmt: Format) -> np.ndarray:
-    """The distance between neighbouring numbers of the format at these values, as if its exponent had no upper end."""
+    """The format's spacing at these values, as if its exponent were unbounded above."""
     exponent = np.where(scaled == 0, fmt.emin, np.maximum(np.frexp(scaled)[1] - 1, fmt.emin))
     return np.ldexp(1.0, exponent - fmt.mantissa_bits)
 
 
 def _overflows(scaled: np.ndarray, fmt: Format) -> np.ndarray:
-    """Whether the values round, to nearest even and with an exponent unbounded above, beyond max."""
+    """Whether the values, rounded to nearest even with an exponent unbounded above, exceed max."""
+    # A tie between max and the next number goes to the even one of their codes.
     magnitude, tie = np.abs(scaled), fmt.max + _spacing(np.asarray(fmt.max), fmt) / 2
     return magnitude >= tie if fmt.max_code % 2 else magnitude > tie
 
 
 @dataclass(frozen=True, kw_only=True)
 class Exponents:
-    """Histograms of floor(log2 |value|), int64 [..., bins] (SEMANTICS Q-5): bin 0 is below 2^lowest, bin 1 is exponent lowest, and so on; the last is
-    2^(highest + 1) and above, infinities included. Zeros and NaNs are in no bin.
+    """Histograms of floor(log2 |value|), int64 [..., bins] (SEMANTICS Q-5).
+
+    Bin 0 is below 2^lowest, bin 1 is exponent lowest, and so on; the last is 2^(highest + 1) and
+    above, infinities included. Zeros and NaNs are in no bin.
 
     scaled  of the values before the cast, RN32(f32(x) * scale); codes  of the decoded codes.
     """
@@ -155,10 +167,11 @@ class Exponents:
 
 
 def exponents(x, q: Quantized, *, per_group: bool = False, lowest: int | None = None, highest: int | None = None) -> Exponents:
-    """Where x lay in the format's range, and where its codes do.
+    """Histograms of exponents, before and after the cast: which part of the format's range is used.
 
-    Shapes:   as statistics, with an axis of highest - lowest + 3 bins behind.
-    Units:    exponents of scaled values. Default range: from half the smallest subnormal (below it everything rounds to zero) to the exponent of max.
+    Shapes:   as statistics, with a last axis of highest - lowest + 3 bins.
+    Units:    exponents of scaled values. Default range: from half the smallest subnormal (below it
+              everything rounds to zero) to the exponent of max.
     Raises:   ValueError: as statistics; lowest above highest.
     Source:   SEMANTICS Q-5.
     """
@@ -172,6 +185,7 @@ def exponents(x, q: Quantized, *, per_group: bool = False, lowest: int | None = 
     def measure(x: np.ndarray, q: Quantized) -> Iterator[tuple[tuple[str, int], np.ufunc, np.ndarray]]:
         for name, value in (("scaled", _scaled(x, q)), ("codes", cast.decode(q.codes, q.fmt))):
             exponent = np.where(np.isinf(value), highest + 1, np.frexp(value)[1] - 1)
+            # All below lowest share the first bin, all above highest the last.
             place = np.clip(exponent, lowest - 1, highest + 1) - (lowest - 1)
             counted = (value != 0) & ~np.isnan(value)
             for i in bins:
@@ -185,16 +199,18 @@ def exponents(x, q: Quantized, *, per_group: bool = False, lowest: int | None = 
 
 @dataclass(frozen=True, kw_only=True)
 class Error:
-    """How far an output lies from its reference (SEMANTICS Q-7), over the elements whose reference is finite.
+    """The error of an output against its reference (SEMANTICS Q-7), over the elements whose
+    reference is finite.
 
-    count            those elements
-    non_finite       elements whose reference is not finite
-    disagreeing      those of them where the output is not the same NaN or infinity
+    count            elements whose reference is finite
+    non_finite       elements whose reference is not
+    disagreeing      those among the latter where the output is not the same NaN or infinity
     max_absolute     max |out - ref|
     max_relative     max |out - ref| / |ref|, 0 / 0 being 0
     rms_relative     sqrt(sum (out - ref)^2 / sum ref^2)
     bias             sum (out - ref) / sum |ref|
-    magnitude_bias   sum sign(ref) (out - ref) / sum |ref|: negative where magnitudes shrink, as truncation makes them
+    magnitude_bias   sum sign(ref) (out - ref) / sum |ref|: negative where magnitudes shrink, as
+                     truncation makes them
     """
 
     count: int
@@ -208,10 +224,10 @@ class Error:
 
 
 def error(out, reference) -> Error:
-    """The error of a GEMM's output against a reference, for those who study accumulation.
+    """The error of a GEMM's output against a reference, such as an exact sum.
 
     Shapes:   out and reference of one shape, any floating-point dtypes, each widened to float64.
-    Specials: an output that is NaN or Inf where the reference is finite makes the results NaN or Inf; nothing finite: NaN; 0 / 0 is 0.
+    Specials: NaN or Inf for a finite reference gives NaN or Inf; none finite: NaN; 0 / 0 is 0.
     Raises:   ValueError: shapes that differ; nothing to compare.
     Source:   SEMANTICS Q-7.
     """
@@ -236,8 +252,56 @@ def error(out, reference) -> Error:
         )
 
 
+def reduce_groups(
+    x, q: Quantized, measure: Callable[[np.ndarray, Quantized], Iterator[tuple[K, np.ufunc, np.ndarray]]], *, per_group: bool
+) -> dict[K, np.ndarray]:
+    """Sums and maxima of what ``measure`` yields, over all elements or each of q's groups, in
+    slabs.
+
+    ``measure`` takes a slab, as float32, and its Quantized, and yields (key, np.add or np.maximum,
+    one value for each element); truth values are counted. Slabs are whole rows of the first axis
+    and cut no group of scales, so a tensor of one row is one slab.
+
+    Shapes:   x not empty, the shape of q.codes; a result () or, per group, the shape of q.scale.
+    Order:    within a slab the last axis first; slabs in order.
+    """
+    x, codes = np.atleast_1d(np.asarray(x)), np.atleast_1d(q.codes)
+    # The length of a group along each axis; slabs are cut between groups only.
+    sizes: list[int | None] = [None] * x.ndim
+    if q.granularity != "tensorwise":
+        kind, axis = granularities.by_name(q.granularity), granularities.normalise_axis(q.axis, x.ndim)
+        sizes = [kind.reduced if i == axis else kind.other for i in range(x.ndim)]
+    block = sizes[0] or 1
+    groups: list[int | None] = sizes if per_group else [None] * x.ndim
+    rows = max(1, SLAB // max(1, x[0].size) // block) * block
+    parts: dict[K, list[np.ndarray]] = {}
+    for start in range(0, len(x), rows):
+        part = slice(start, start + rows)
+        scales = ... if sizes[0] is None else slice(start // block, -(-min(start + rows, len(x)) // block))
+        slab = q._replace(codes=codes[part], scale=q.scale[scales], scale_inv=q.scale_inv[scales])
+        for key, combine, values in measure(cast.exact(x[part]).astype(np.float32), slab):
+            value = _reduce(values, combine, groups)
+            if key in parts and groups[0] is None:
+                value = combine(parts[key].pop(), value)
+            parts.setdefault(key, []).append(value)
+    shape = q.scale.shape if per_group else ()
+    return {key: np.concatenate(values).reshape(shape)[()] for key, values in parts.items()}
+
+
+def _reduce(values: np.ndarray, combine: np.ufunc, groups: list[int | None]) -> np.ndarray:
+    """Reduce a slab, the last axis first; groups: the length of a group along each axis, or None."""
+    for i in reversed(range(values.ndim)):
+        dtype = np.int64 if values.dtype == np.bool_ else values.dtype
+        size = groups[i]
+        if size is None:
+            values = combine.reduce(values, axis=i, keepdims=True, dtype=dtype)
+        else:
+            values = combine.reduceat(values, range(0, values.shape[i], size), axis=i, dtype=dtype)
+    return values
+
+
 def _quotient(a, b, *, zero: bool = False) -> np.ndarray:
-    """a / b as IEEE 754 has it, save that 0 / 0 is 0 if ``zero``."""
+    """a / b by IEEE 754, except that 0 / 0 is 0 if ``zero``."""
     with np.errstate(divide="ignore", invalid="ignore"):
         value = np.true_divide(a, b)
     return np.where((np.asarray(a) == 0) & zero, 0.0, value)[()]

@@ -1,6 +1,10 @@
-"""One step of a tensor core, as data (SEMANTICS G-10, G-11, G-18): what it keeps of its products and of the accumulator.
+"""One step of a tensor core, as data (SEMANTICS G-10, G-11, G-18): how it aligns, cuts off and sums
+a few products.
 
-``step_plain`` is the definition. ``kernels.gemm`` has the same for the units that are ``compiled``, G-10's.
+Order of a step: the largest exponent E of its products and the accumulator; each term cut off below
+2^(E - fraction_bits); an exact sum; the sum cut off after output_bits. UNITS holds the units of
+GPUs. ``accumulate`` strings steps together. ``step_plain`` and ``chain_plain`` are the definitions;
+``kernels.gemm`` computes the same for units that are ``compiled``.
 """
 
 from dataclasses import dataclass
@@ -8,7 +12,7 @@ from typing import Literal
 
 import numpy as np
 
-from fp8ref import formats
+from fp8ref import formats, registry
 from fp8ref.formats import E4M3FN, E5M2, Format
 
 K_STEP = 32  # of one instruction: a tensor core's K is a multiple of it
@@ -28,24 +32,30 @@ _CHOICES = {
 
 
 def is_int(value: object) -> bool:
-    """An int that is no bool."""
+    """True of an int that is not a bool."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TensorCore:
-    """One step: ``fused_width`` products and the accumulator, aligned to the largest exponent and cut off, summed exactly, cut off (G-10).
+    """The numbers and rules of one step (G-10): ``fused_width`` products and the accumulator,
+    aligned, cut off, summed, cut off.
 
-    fraction_bits    kept of each term below the largest exponent of the step.
-    output_bits      fraction bits of the result, an 8-bit exponent beside them.
-    evidence         what the numbers rest on. The rule for zeros (G-11) rests on the two emulators named in G-10, not on a recording.
-    rounding         of each term as it is cut off: ``toward_zero``, ``toward_negative`` or ``nearest_even``; output_rounding: of the result.
-    exponents        of a product, for the largest: ``coded``, the sum of its factors' as their codes have them, subnormals' at emin;
-                     ``factors``, subnormals' as if they were normal; ``products``, of its value.
-    zeros            ``excluded``: a product with a zero factor takes no part in the largest exponent; ``counted``: it does, a zero's being emin.
-    subnormals       ``kept``, or ``flushed`` to zero, of the operands.
+    fraction_bits    fraction bits kept of each term, below the largest exponent of the step.
+    output_bits      fraction bits of the result, which has an 8-bit exponent.
+    evidence         the source of the numbers. The rule for zeros (G-11) rests on the two emulators
+                     named in G-10, not on a recording.
+    rounding         how each term is cut off: ``toward_zero``, ``toward_negative`` or
+                     ``nearest_even``; output_rounding: how the result is.
+    exponents        how the exponent of a product is found: ``coded``, the sum of its factors',
+                     subnormals counting as emin; ``factors``, the same with subnormals normalised;
+                     ``products``, that of the product's value.
+    zeros            ``excluded``: a product with a zero factor takes no part in the largest
+                     exponent; ``counted``: it does, with emin for the zero.
+    subnormals       subnormal operands are ``kept``, or ``flushed`` to zero.
 
-    Raises:          ValueError: a width that is not 4, 8, 16 or 32; bits out of range; an unknown word; zeros counted beside other exponents.
+    Raises:          ValueError: a width other than 4, 8, 16 or 32; bits out of range; an unknown
+                     word; counted zeros with exponents other than ``coded``.
     """
 
     name: str
@@ -74,7 +84,8 @@ class TensorCore:
 
     @property
     def compiled(self) -> bool:
-        """Whether it is G-10's but for its three numbers, which is what the kernel computes."""
+        """True if this is the model of G-10 with any width and bits, which is what the compiled
+        kernel supports."""
         return all(getattr(self, key) == getattr(TensorCore, key) for key in _CHOICES)
 
 
@@ -108,11 +119,7 @@ UNITS = {
 
 def by_name(unit: str | TensorCore) -> TensorCore:
     """The unit of that name; a TensorCore is itself; ValueError for anything else."""
-    if isinstance(unit, TensorCore):
-        return unit
-    if not isinstance(unit, str) or unit not in UNITS:
-        raise ValueError(f"unit is a TensorCore or one of {', '.join(UNITS)}; got {unit!r}.")
-    return UNITS[unit]
+    return registry.lookup("unit is a TensorCore or", UNITS, unit, TensorCore)
 
 
 def check_pair(fmt_a: Format, fmt_b: Format) -> None:
@@ -124,15 +131,18 @@ def check_pair(fmt_a: Format, fmt_b: Format) -> None:
 
 
 def step_plain(a: np.ndarray, b: np.ndarray, c: np.ndarray, fmt_a: Format, fmt_b: Format, unit: TensorCore) -> np.ndarray:
-    """One step: a [..., M, w] and b [..., N, w] values of FP8 formats, c [..., M, N] values of float32, all float64 and finite; float64 [..., M, N].
+    """The definition of one step: a [..., M, w] and b [..., N, w] of FP8 formats, c [..., M, N] of
+    float32; float64 [..., M, N].
 
-    Everything is exact in float64: a term has at most 27 bits above its unit, and 33 of them are summed.
+    All are finite values in float64. Everything is exact in float64: a term has at most 27 bits
+    above its unit, and 33 of them are summed.
     """
     if unit.subnormals == "flushed":
         a, b = (np.where(np.abs(v) < 2.0**fmt.emin, 0, v) for v, fmt in ((a, fmt_a), (b, fmt_b)))
     products = a[..., :, None, :] * b[..., None, :, :]  # [..., M, 1, w] x [..., 1, N, w] -> [..., M, N, w]
     largest = np.maximum(_of_products(a, b, products, fmt_a, fmt_b, unit).max(axis=-1), exponents(c, -126))
     largest = np.where(largest < _UNBOUNDED, 0, largest)  # nothing but zeros
+    # In units of 2^(E - fraction_bits), cutting a term off is rounding it to an integer.
     scale = unit.fraction_bits - largest
     cut = _CUTS[unit.rounding]
     total = cut(np.ldexp(products, scale[..., None])).sum(axis=-1) + cut(np.ldexp(c, scale))
@@ -140,7 +150,8 @@ def step_plain(a: np.ndarray, b: np.ndarray, c: np.ndarray, fmt_a: Format, fmt_b
 
 
 def chain_plain(a: np.ndarray, b: np.ndarray, c: np.ndarray, fmt_a: Format, fmt_b: Format, unit: TensorCore) -> np.ndarray:
-    """Steps over all of K, each from the result of the one before: a [..., M, K], b [..., N, K], c [..., M, N]; float32 [..., M, N]."""
+    """Steps over all of K, each from the result of the one before: a [..., M, K], b [..., N, K], c
+    [..., M, N]; float32 [..., M, N]."""
     acc = c.astype(np.float64)
     for k in range(0, a.shape[-1], unit.fused_width):
         part = slice(k, k + unit.fused_width)
@@ -149,12 +160,14 @@ def chain_plain(a: np.ndarray, b: np.ndarray, c: np.ndarray, fmt_a: Format, fmt_
 
 
 def exponents(values: np.ndarray, emin: int, zero: int = _NONE) -> np.ndarray:
-    """max(floor(log2|v|), emin) as int32; of a zero ``zero``, else a number below every sum of two of them."""
+    """max(floor(log2|v|), emin) as int32; ``zero`` for a zero, by default a number below every sum
+    of two exponents."""
     return np.where(values == 0, zero, np.maximum(np.frexp(values)[1] - 1, emin)).astype(np.int32)
 
 
 def _of_products(a: np.ndarray, b: np.ndarray, products: np.ndarray, fmt_a: Format, fmt_b: Format, unit: TensorCore) -> np.ndarray:
-    """The exponent of each product that takes part in the maximum, [..., M, N, w]; of the others a number below every one of them."""
+    """The exponent of each product, [..., M, N, w]; a number below all others where a product takes
+    no part in the maximum."""
     if unit.exponents == "products":
         return exponents(products, _UNBOUNDED)
     emins = (fmt_a.emin, fmt_b.emin) if unit.exponents == "coded" else (_UNBOUNDED, _UNBOUNDED)
@@ -163,7 +176,8 @@ def _of_products(a: np.ndarray, b: np.ndarray, products: np.ndarray, fmt_a: Form
 
 
 def _round_result(value: np.ndarray, bits: int, rounding: Rounding) -> np.ndarray:
-    """A step's result: value rounded to ``bits`` fraction bits, the exponent at least -126; from 2^128 on, infinity; a zero result is +0."""
+    """Round a step's sum to ``bits`` fraction bits, the exponent at least -126; infinity from 2^128
+    on; a zero result is +0."""
     exponent = np.maximum(np.frexp(value)[1] - 1, -126)
     cut = np.ldexp(_CUTS[rounding](np.ldexp(value, bits - exponent)), exponent - bits)
     return np.where(np.abs(cut) >= 2.0**128, np.copysign(np.inf, cut), cut) + 0.0

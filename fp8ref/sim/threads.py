@@ -1,6 +1,7 @@
-"""Work split over threads: kernels release the interpreter's lock, and every piece writes its own part of the result.
+"""Split a kernel's work over threads. Kernels release the interpreter's lock, and every piece
+writes its own part of the result.
 
-No result depends on the number of threads.
+No result depends on the number of threads: pieces are cut where it changes no bit.
 """
 
 import functools
@@ -15,14 +16,16 @@ _threads: ContextVar[int | None] = ContextVar("fp8ref_threads", default=None)
 
 
 def threads() -> int:
-    """How many threads kernels use: as many as the process has processors, unless ``using`` says otherwise."""
+    """The number of threads that kernels use: the process's processors, unless ``using`` sets
+    it."""
     chosen = _threads.get()
     return chosen if chosen is not None else len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @contextmanager
 def using(count: int) -> Iterator[None]:
-    """Within the context, kernels called from this thread use count threads; no bit changes. ValueError below 1."""
+    """Within the context, kernels called from this thread use count threads; no bit changes.
+    ValueError below 1."""
     if count < 1:
         raise ValueError(f"the number of threads is at least 1; got {count}.")
     token = _threads.set(count)
@@ -44,7 +47,8 @@ def ranges(size: int, unit: int, pieces: int) -> list[tuple[int, int]]:
 
 
 def run(function: Callable[[int, int], None], size: int, *, unit: int = 1, grain: int = 1) -> None:
-    """function(begin, end) over ranges that cover [0, size), on several threads when there are at least ``grain`` for each."""
+    """function(begin, end) over ranges that cover [0, size), on several threads when there are at
+    least ``grain`` for each."""
     pieces = ranges(size, unit, max(1, min(threads(), size // grain)))
     if len(pieces) == 1:
         function(*pieces[0])

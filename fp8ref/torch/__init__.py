@@ -1,10 +1,27 @@
-"""FP8 training in PyTorch: ``convert.convert`` puts FP8 into a model on one device, ``parallel.parallelize`` into one on a mesh.
+"""FP8 training in PyTorch: ``convert.convert`` on one device, ``parallel.parallelize`` on a mesh.
 
-A linear becomes torchao's Float8Linear, or fp8ref's own ``linear.Linear``; a recipe with delayed scaling needs ``delayed.update`` once a step.
-``cast``, ``scaling`` and ``gemm`` are the parts; for several devices ``fsdp``, ``tensor_parallel`` and ``compiled_fsdp``; ``proof`` shows that a step
-ran in FP8, ``hardware`` puts simulated hardware in place of torch's FP8 GEMMs.
+A linear becomes torchao's Float8Linear, or fp8ref's own ``linear.Linear``. This is one step of it
+under FSDP2, with the scales of whole tensors, and the module of each part:
 
-Held to docs/SEMANTICS.md by ``fp8ref.crosscheck``; shares no code with the simulator. The trainer is ``fp8ref.train.torch``.
+    forward   shards of w: amax --all-reduce--> scale of w                      fp8_gather
+              shard [N/ranks, K] --cast--> codes --all-gather--> codes of w     fp8_gather
+              x [M, K] --cast--> codes of x                                     linear, scaling
+              output = x @ w.T         [M, K] @ [K, N] -> [M, N]                linear, gemm
+    backward  FSDP2 gathers the codes of w again                                fp8_gather
+              g = grad_output [M, N] --cast--> codes of g                       linear, scaling
+              grad_input = g @ w       [M, N] @ [N, K] -> [M, K]                linear, gemm
+              grad_weight = g.T @ x    [N, M] @ [M, K] -> [N, K]                linear, gemm
+              grad_weight --reduce-scatter, float32--> shard [N/ranks, K]       FSDP2, or fsdp
+    update    optimizer.step() on the float32 shards                            torch.optim
+              delayed.update(model), of a recipe with delayed scaling           delayed
+
+``fsdp`` sets the gathers on a model, and reduces gradients in rank order if asked. ``gemm`` calls
+torch._scaled_mm, or ``block_gemm`` for block scales; ``hardware`` simulates other hardware instead.
+``tensor_parallel`` cuts linears. ``compiled_fsdp`` shards within a compiled graph. ``proof`` shows
+that a step ran in FP8.
+
+``fp8ref.crosscheck`` checks this package against docs/SEMANTICS.md; it shares no code with the
+simulator. The trainer is ``fp8ref.train.torch``.
 """
 
 import logging
@@ -13,7 +30,8 @@ from fp8ref import extras, moved
 
 extras.require("torch", "fp8ref.torch", "torch", "torchao")
 
-# torchao and torch.utils._pytree warn on import about GPU extensions of other builds and about each other, whatever a user does.
+# On import, torchao and torch.utils._pytree warn about GPU extensions of other builds and about
+# each other. A user can do nothing about it.
 _loggers = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")]
 _levels = [logger.level for logger in _loggers]
 for _logger in _loggers:

@@ -1,7 +1,8 @@
-"""Which kernel multiplies operands that have scales of blocks (SEMANTICS G-16, G-17), and what torchao's is handed.
+"""GEMMs of operands with block scales, by torchao's Triton kernels (SEMANTICS G-16, G-17).
 
-torchao's Triton kernels (prototype.blockwise_fp8_training) take codes and scale_inv as they are; its casts have no part in it. torch's own
-``scaled_mm`` of such scales is cuBLASLt's, of compute capability 9.0 alone, and states no order of operations.
+The kernels (torchao.prototype.blockwise_fp8_training) take codes and scale_inv; torchao's own casts
+are not used. torch's ``scaled_mm`` of block scales is not used either: it runs on compute
+capability 9.0 only, and cuBLASLt states no order of operations.
 """
 
 import functools
@@ -15,12 +16,14 @@ from fp8ref.torch.scaling import Quantized
 
 Kernel = Literal["torchao_triton", "dequantised"]
 BLOCK = 128
-TILE = 256  # rows or columns of the largest tile that torchao's kernels are tuned over: they load the scales of all of it, unmasked
-OFFSETS = 2**31  # and address elements by int32
+# Rows or columns of the largest tile that torchao's kernels are tuned over. They load the scales of
+# a whole tile, unmasked.
+TILE = 256
+OFFSETS = 2**31  # the kernels address elements by int32
 
 
 def kernel(a: Quantized, b: Quantized) -> Kernel:
-    """What multiplies a and b: torchao's Triton kernel on codes, or a GEMM in high precision on dequantised operands."""
+    """Choose torchao's Triton kernel on codes, or a float32 GEMM on dequantised operands."""
     m, k, n = a.codes.shape[1 - a.axis % 2], a.codes.shape[a.axis], b.codes.shape[1 - b.axis % 2]
     fits = (
         (a.fmt.name, b.fmt.name) == ("e4m3fn", "e4m3fn")
@@ -32,7 +35,7 @@ def kernel(a: Quantized, b: Quantized) -> Kernel:
 
 @functools.cache
 def kernels() -> tuple[Callable, Callable] | None:
-    """torchao's GEMMs for b in blocks of 1x128 and of 128x128; None without Triton, or where torchao has them under no such names."""
+    """torchao's GEMMs for b in blocks of 1x128 and of 128x128; None without Triton or them."""
     try:
         from torchao.prototype.blockwise_fp8_training.kernels import triton_fp8_gemm_1x128_128x1, triton_fp8_gemm_1x128_128x128
     except ImportError:
@@ -44,19 +47,22 @@ def kernels() -> tuple[Callable, Callable] | None:
 def multiply(
     codes_a: torch.Tensor, codes_b: torch.Tensor, scale_inv_a: torch.Tensor, scale_inv_b: torch.Tensor, out_dtype: torch.dtype
 ) -> torch.Tensor:
-    """[M, K] x [N, K] -> [M, N] of out_dtype, by torchao's kernels: one operator, in eager dispatch and in compiled graphs.
+    """[M, K] x [N, K] -> [M, N] of out_dtype, by torchao's kernels, as one operator.
 
-    Shapes:   scale_inv_a [M, K/128]; scale_inv_b [N, K/128] or [ceil(N/128), K/128], float32; any strides.
+    Shapes:   scale_inv_a [M, K/128]; scale_inv_b [N, K/128] or [ceil(N/128), K/128], float32; any
+              strides.
     Order:    SEMANTICS G-17.
-    Layout:   codes row-major [M, K] and column-major [K, N]; scales of a column-major, of b column-major in blocks of 128x128 and
-              row-major in those of 1x128, each with room for whole tiles.
+    Layout:   codes row-major [M, K] and column-major [K, N]; scales of a column-major, of b
+              column-major in blocks of 128x128 and row-major in those of 1x128, each with room for
+              whole tiles.
     """
     found = kernels()
     assert found is not None
     of_lines, of_squares = found
     a_s = _roomy(scale_inv_a.t(), columns=TILE).t()  # [M + room, K/128], column-major
     if granularity_of_b(codes_b, scale_inv_b) == "blockwise_128x128":
-        run, b_s = of_squares, _roomy(scale_inv_b, rows=TILE // BLOCK).t()  # [K/128, N/128 + room], column-major
+        # [K/128, N/128 + room], column-major
+        run, b_s = of_squares, _roomy(scale_inv_b, rows=TILE // BLOCK).t()
     else:
         run, b_s = of_lines, _roomy(scale_inv_b.t(), columns=TILE)  # [K/128, N + room], row-major
     return run(a=codes_a.contiguous(), b=codes_b.contiguous().t(), a_s=a_s, b_s=b_s, block_size=BLOCK, out_dtype=out_dtype)
@@ -71,22 +77,24 @@ OPERATOR = torch.ops.fp8ref.block_gemm.default
 
 
 def granularity_of_b(codes_b: torch.Tensor, scale_inv_b: torch.Tensor) -> str:
-    """Of b [N, K], from the shape of its scales. For N = 1 the two are one."""
+    """The granularity of b [N, K], from the shape of its scales. For N = 1 both are the same."""
     name = "blockwise_1x128" if scale_inv_b.shape[0] == codes_b.shape[0] else "blockwise_128x128"
     assert by_name(name).reduced == BLOCK
     return name
 
 
 def _has_tensor_cores(device: torch.device) -> bool:
-    """An NVIDIA GPU that torchao's prototype takes; Triton refuses e4m3fn before 8.9."""
+    """Whether it is an NVIDIA GPU that torchao's prototype takes.
+
+    Triton refuses e4m3fn before 8.9.
+    """
     return device.type == "cuda" and torch.version.cuda is not None and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def _roomy(scales: torch.Tensor, *, rows: int = 1, columns: int = 1) -> torch.Tensor:
-    """scales, followed by zeros up to multiples of rows and columns, in a new row-major matrix.
-
-    Not ``pad`` and ``contiguous``: of a dim of length 1 these keep whatever stride it has, and the kernels ask for 1.
-    """
+    """Scales padded with zeros to multiples of rows and columns, in a new row-major matrix."""
+    # Not pad and contiguous: of a dim of length 1 they keep any stride, and the kernels need stride
+    # 1.
     n, m = scales.shape
     made = scales.new_zeros(n + -n % rows, m + -m % columns)
     made[:n, :m] = scales

@@ -1,4 +1,4 @@
-"""Rounding to a format with torch's own conversion (SEMANTICS C): nearest even, from float32, float16 or bfloat16."""
+"""Cast to FP8 by torch's own conversion: round to nearest even (SEMANTICS C)."""
 
 import torch
 
@@ -11,24 +11,27 @@ DTYPES = {
     "e4m3fnuz": torch.float8_e4m3fnuz,
     "e5m2fnuz": torch.float8_e5m2fnuz,
 }
-# What casts to FP8 take.
+# The dtypes that may be cast to FP8.
 HIGH_PRECISION = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def encode(x: torch.Tensor, fmt: Format, *, saturate: bool = True) -> torch.Tensor:
     """Round x once to nearest even and return the codes.
 
-    Shapes:   x any shape, empty too, float32, float16 or bfloat16; codes uint8 of the same shape, on x's device.
-    Specials: as the simulator: NaN -> fmt.nan_code; -0 and underflow keep their sign, but in fnuz; above fmt.max, infinities too: max if saturate,
-              else Inf, or NaN in a format without infinities.
+    Shapes:   x any shape, empty too, float32, float16 or bfloat16; codes uint8 of the same shape,
+              on x's device.
+    Specials: as the simulator: NaN -> fmt.nan_code; -0 and underflow keep their sign, except in
+              fnuz; above fmt.max, infinities included: max if saturate, else Inf, or NaN in a
+              format without infinities.
     Raises:   ValueError: fmt not FP8; x of another dtype (float64 would be rounded twice).
     Source:   SEMANTICS C-1 to C-6.
     """
     value = to_f32(x)
     codes = to_fp8(value, fmt).view(torch.uint8)
     if not saturate:
-        # torch >= 2.12 saturates in eager mode and earlier versions do not, so overflow is decided here: at and above the
-        # midpoint between max and the number that would follow it, which is even where max is odd, and the reverse.
+        # torch >= 2.12 saturates in eager mode and earlier versions do not, so overflow is decided
+        # here: at and above the midpoint between max and the number that would follow it, which is
+        # even where max is odd, and the reverse.
         step = fmt.max - decode(torch.tensor(fmt.max_code - 1, dtype=torch.uint8, device=x.device), fmt)
         tie_overflows = fmt.max_code % 2 == 1
         above = value.abs() >= fmt.max + step / 2 if tie_overflows else value.abs() > fmt.max + step / 2
@@ -39,7 +42,9 @@ def encode(x: torch.Tensor, fmt: Format, *, saturate: bool = True) -> torch.Tens
 
 
 def decode(codes: torch.Tensor, fmt: Format) -> torch.Tensor:
-    """The values of uint8 codes (or of the native float8 tensor), exactly: float32 of the same shape. Every NaN code is NaN.
+    """Decode uint8 codes, or a native float8 tensor, to float32 of the same shape, exactly.
+
+    Every NaN code is NaN.
 
     Raises:   ValueError: fmt not FP8; codes of another dtype.
     """
@@ -52,7 +57,10 @@ def decode(codes: torch.Tensor, fmt: Format) -> torch.Tensor:
 
 
 def to_fp8(x: torch.Tensor, fmt: Format) -> torch.Tensor:
-    """As a saturating encode, but the native float8 tensor; its NaNs may carry a sign. Raises as encode."""
+    """As a saturating encode, but the native float8 tensor; its NaNs may carry a sign.
+
+    Raises as encode.
+    """
     return to_f32(x).clamp(-fmt.max, fmt.max).to(native(fmt))
 
 

@@ -1,11 +1,12 @@
-"""Weights cut by hand, whose gathers and reduce-scatters are traced with the model into one graph (SEMANTICS P-18).
+"""Sharding whose collectives compile with the model into one graph (SEMANTICS P-18).
 
-    linear.convert(model, "tensorwise")
-    model = traced.shard(model, mesh.get_group())
-    step = torch.compile(model, fullgraph=True)           # then build the optimizer, of model.parameters()
+    convert.convert(model, "tensorwise")
+    model = compiled_fsdp.shard(model, mesh.get_group())
+    step = torch.compile(model, fullgraph=True)  # then build the optimizer, of model.parameters()
 
-FSDP2 gathers in hooks that a graph does not contain. Here collectives are nodes of the graph, which a compiler may move and overlap. What
-is gathered stays until the backward pass is done with it: codes, where weights are gathered in FP8.
+FSDP2 gathers in hooks, which no graph contains. Here collectives are nodes of the graph, which a
+compiler may move and overlap. Gathered weights, codes if they are FP8, stay in memory until the
+backward pass has used them.
 """
 
 import functools
@@ -21,34 +22,43 @@ from torchao.float8.float8_training_tensor import Float8TrainingTensor, GemmInpu
 
 from fp8ref.formats import Format
 from fp8ref.recipe import CastSpec
-from fp8ref.torch import parallel_checks, scales, scaling, sharding
+from fp8ref.torch import scales, scaling
 from fp8ref.torch.delayed import RoleState
 from fp8ref.torch.linear import Linear
-from fp8ref.torch.proof.records import is_compiled
+from fp8ref.torch.model_checks import check_no_optimizer, is_compiled
 
-_c10d = torch.ops._c10d_functional  # defined by what sharding imports
+_c10d = torch.ops._c10d_functional  # defined by what scaling imports
 
 
 def shard(model: nn.Module, group: ProcessGroup, *, param_dtype: torch.dtype = torch.bfloat16, gather_fp8: bool = True) -> "Sharded":
-    """A model whose parameters, float32 masters, are cut along their first dim over a group's ranks, and gathered whole where it is called.
+    """Shard a model's parameters, float32 masters, along their first dim over a group's ranks.
 
-    param_dtype   what shards are rounded to before they are gathered, or cast to FP8; gradients come in it, and are reduced in float32.
-    gather_fp8    linears' weights whose one scale serves both their GEMMs are gathered as codes; all others in param_dtype.
-    Returns:      the model within a ``Sharded``; its parameters are replaced: build the optimizer afterwards.
-    Raises:       ValueError, before anything is changed: a model that is compiled or sharded already; a parameter of another dtype than
-                  float32, or whose first dim the ranks do not share evenly; with gather_fp8, nothing to gather in FP8, a weight in FP8 that
-                  another module shares, delayed scaling without a process group, or an optimizer that was built before.
+    A call gathers them.
+
+    param_dtype   shards are rounded to it before they are gathered or cast to FP8. Gradients have
+                  it, and are reduced in float32.
+    gather_fp8    gather a weight as FP8 codes if one scale serves both its GEMMs; all others in
+                  param_dtype.
+    Returns:      the model in a ``Sharded``. Its parameters are replaced: build the optimizer
+                  afterwards.
+    Raises:       ValueError, before anything is changed: a model that is compiled or sharded
+                  already; a parameter that is not float32, or whose first dim the ranks do not
+                  divide; an optimizer that was built before; with gather_fp8, nothing to gather in
+                  FP8, an FP8 weight that another module shares, or delayed scaling without a
+                  process group.
     """
     for name, module in model.named_modules():
         if is_compiled(module) or isinstance(module, FSDPModule):
-            raise ValueError(f"{name or 'the model'} is compiled or sharded already. Shard a model by traced.shard first, then compile it.")
+            raise ValueError(
+                f"{name or 'the model'} is compiled or sharded already. Shard a model by compiled_fsdp.shard first, then compile it."
+            )
     for name, p in model.named_parameters():
         if p.dtype != torch.float32 or p.ndim == 0 or p.shape[0] % group.size():
             raise ValueError(
                 f"masters are float32 and cut evenly along their first dim over {group.size()} ranks; {name} is {p.dtype} of shape "
                 f"{tuple(p.shape)}. Pad it, or use fully_shard."
             )
-    parallel_checks.check_none_holds(model)
+    check_no_optimizer(model)
     weights = _in_fp8(model, group, param_dtype) if gather_fp8 else {}
     if gather_fp8 and not weights:
         raise ValueError(
@@ -58,7 +68,7 @@ def shard(model: nn.Module, group: ProcessGroup, *, param_dtype: torch.dtype = t
 
 
 class Sharded(nn.Module):
-    """``model`` holds shards [N / ranks, ...] as its parameters, under their names; a call runs it with whole ones in their place."""
+    """A model whose parameters are shards [N / ranks, ...]; a call runs it on the whole ones."""
 
     def __init__(self, model: nn.Module, group: ProcessGroup, dtype: torch.dtype, weights: "dict[str, _Weight]") -> None:
         super().__init__()
@@ -73,7 +83,7 @@ class Sharded(nn.Module):
                 module._parameters[key] = None if p is None else cut[p]
 
     def forward(self, *args, **kwargs):
-        """The model's, on whole parameters; every rank calls it."""
+        """Run the model on whole parameters. Every rank calls it."""
         shards = dict(self.model.named_parameters())
         scale = self._scales(shards)
         if torch.is_grad_enabled():
@@ -88,12 +98,12 @@ class Sharded(nn.Module):
 
     @torch.no_grad()
     def weights(self) -> dict[str, torch.Tensor]:
-        """The whole masters, on every rank, by their names in the model."""
+        """The whole masters by their names in the model. Every rank calls it."""
         return {name: _all_gather(p.detach(), self.group, self.ranks) for name, p in self.model.named_parameters()}
 
     @torch.no_grad()
     def _scales(self, shards: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """float32 () of each weight gathered in FP8: its state's, or of all ranks' amaxes, which one all-reduce merges (P-3)."""
+        """The scale, float32 (), of each FP8 weight: its delayed state's, or all-reduced (P-3)."""
         found, alike = {}, {}  # type: ignore[var-annotated]
         for name, weight in self._fp8.items():
             if weight.state is None:
@@ -101,13 +111,13 @@ class Sharded(nn.Module):
             else:
                 found[name] = weight.state.scale.clone()
         for spec, names in alike.items():
-            amax = sharding.merge_amax(torch.stack([scaling.amax(shards[name].to(self.dtype)) for name in names]), self.group)
+            amax = scaling.merge_amax(torch.stack([scaling.amax(shards[name].to(self.dtype)) for name in names]), self.group)
             found.update(zip(names, scales.scale_from_amax(amax, spec.fmt, spec.policy).unbind(), strict=True))
         return found
 
 
 class _Weight(NamedTuple):
-    """How one linear's weight is gathered in FP8: gather.apply(shard, scale) is the whole weight, whose gradient is the shard's."""
+    """The FP8 gather of one weight: gather.apply(shard, scale) returns the whole weight."""
 
     linear: Float8Linear | Linear
     spec: CastSpec
@@ -119,7 +129,7 @@ class _Weight(NamedTuple):
 
 
 def _in_fp8(model: nn.Module, group: ProcessGroup, dtype: torch.dtype) -> dict[str, _Weight]:
-    """The weights that are gathered in FP8, by their parameter's name; ValueError for one that cannot be."""
+    """The weights to gather in FP8, by parameter name; ValueError for one that cannot be."""
     names: dict[torch.Tensor, list[str]] = {}
     for name, p in model.named_parameters(remove_duplicate=False):
         names.setdefault(p, []).append(name)
@@ -139,9 +149,13 @@ def _in_fp8(model: nn.Module, group: ProcessGroup, dtype: torch.dtype) -> dict[s
 
 @functools.cache
 def _gather(group: str, ranks: int, dtype: torch.dtype) -> type[torch.autograd.Function]:
-    """Of a shard float32 [n, ...], the whole [n ranks, ...] in dtype. A class for each: what a graph calls takes tensors only.
+    """Gather: shard float32 [n, ...] -> whole [n * ranks, ...] in dtype.
 
-    The class, not its apply, which dynamo of torch 2.11 knows only where it is called on the class.
+    Backward: the shard of the mean gradient.
+
+    A class for each set of constants, because a compiled graph calls it with tensors only. The
+    class is returned, not its apply: dynamo of torch 2.11 knows apply only as an attribute of the
+    class.
     """
 
     @torch._dynamo.allow_in_graph
@@ -159,7 +173,11 @@ def _gather(group: str, ranks: int, dtype: torch.dtype) -> type[torch.autograd.F
 
 @functools.cache
 def _gather_fp8(group: str, ranks: int, dtype: torch.dtype, fmt: Format, config: LinearMMConfig | None) -> type[torch.autograd.Function]:
-    """As ``_gather``, but codes move, as uint8: gloo knows no FP8 type. config is what torchao's multiplication asks the tensor for."""
+    """As ``_gather``, but FP8 codes are gathered, as uint8: gloo has no FP8 type.
+
+    config    the LinearMMConfig that torchao's multiplication reads from the tensor; None for
+              ``linear.Linear``.
+    """
 
     @torch._dynamo.allow_in_graph
     class GatherFP8(torch.autograd.Function):
@@ -177,9 +195,10 @@ def _gather_fp8(group: str, ranks: int, dtype: torch.dtype, fmt: Format, config:
 
 
 def _all_gather(x: torch.Tensor, group: str, ranks: int) -> torch.Tensor:
+    """Every rank's x [n, ...], in rank order: [n * ranks, ...]."""
     return _c10d.wait_tensor(_c10d.all_gather_into_tensor(x.contiguous(), ranks, group))
 
 
 def _mean_of_ranks(grad: torch.Tensor, group: str, ranks: int) -> torch.Tensor:
-    """This rank's rows of the mean gradient, float32: summed as the backend does, then divided."""
+    """This rank's rows of the mean gradient, float32: the backend's sum, divided by the ranks."""
     return _c10d.wait_tensor(_c10d.reduce_scatter_tensor(grad.float().contiguous(), "sum", ranks, group)) / ranks

@@ -1,30 +1,51 @@
-"""From nn.Linear to FP8 and back: torchao's Float8Linear where that runs the recipe, else fp8ref's own ``layer.Linear``.
+"""Convert a model to FP8 and back: swap nn.Linear for torchao's Float8Linear, or ``linear.Linear``.
 
-    model = convert(model, "delayed", filter_fqns=["lm_head"])  # an optimizer built before goes on
-    ...                                                         # training
-    model.save_pretrained(path, state_dict=weights(model))      # a transformers model, while it trains
-    deconvert(model).save_pretrained(path)                      # and when it is done
+    model = convert(model, "delayed", filter_fqns=["lm_head"])  # an optimizer stays valid
+    ...
+    model.save_pretrained(path, state_dict=weights(model))  # export during training
+    deconvert(model).save_pretrained(path)                  # export after training
 
-A checkpoint to go on from holds the whole model.state_dict(), states of delayed scaling included.
+To resume training, save the whole model.state_dict(): it holds the states of delayed scaling too.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses import FakeTensor
 from torch.distributed import ProcessGroup
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-from torchao.float8 import convert_to_float8_training
+from torch.distributed.tensor import DTensor
+from torchao.float8 import convert_to_float8_training, float8_linear
 from torchao.float8.float8_linear_utils import swap_linear_layers
 
 from fp8ref import recipe as recipes
-from fp8ref.recipe import Recipe
-from fp8ref.torch import cpu, delayed, float8_config, module_swap
+from fp8ref.recipe import ROLES, Recipe
+from fp8ref.torch import delayed, gemm, torchao_linear
 from fp8ref.torch.linear import Linear, check_recipe
-from fp8ref.torch.proof.records import is_compiled
+from fp8ref.torch.model_checks import check_model
 from fp8ref.torch.torchao_linear import Float8Linear
 
 __all__ = ["Linear", "check_model", "convert", "deconvert", "weights"]
+
+FP8_LINEARS = (Float8Linear, float8_linear.Float8Linear, Linear)
+# Hooks of a module. Its replacement would not have them.
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
+# Attributes of every nn.Linear, and those that an FP8 linear adds. Any other was added by the user
+# or a framework.
+_COMMON = frozenset(vars(nn.Linear(1, 1, device="meta")))
+_OWN = {"recipe", "fqn", "fp8_gather", "group", "states", "_multiply", "config", "linear_mm_config"} | {
+    f"scaling_type_{role}" for role in ROLES
+}
 
 
 def convert(
@@ -35,16 +56,19 @@ def convert(
     fp8_fqns: Sequence[str] = (),
     amax_group: ProcessGroup | None = None,
 ) -> nn.Module:
-    """Replace the linears that SEMANTICS R-2 and R-4 choose, by torchao's Float8Linear, or by ``Linear``.
+    """Replace the chosen linears (SEMANTICS R-2, R-4) by torchao's Float8Linear, or by ``Linear``.
 
-    amax_group  ranks that have parts of one batch, and take the amaxes of input and grad_output together (P-2, scope global; by ``Linear``).
-                None: each its own, torchao's meaning.
-    Keeps:    the very Parameters, tied ones tied: an optimizer built before the conversion trains the model as one built after it. And
-              attributes that a linear was given (R-5).
-    Returns:  the model, changed in place (a model that is itself one nn.Linear: its replacement). Recipe 'bf16' changes nothing.
-    Raises:   ValueError, and nothing is changed: as ``fp8ref.recipe.plan``; a recipe that neither can run; a model that is compiled,
-              sharded or FP8 already; a chosen linear of which something would be lost or that its parent does not call (R-5),
-              registered under two names, on a GPU without FP8, or on a CPU whose torch lacks the recipe's GEMMs.
+    amax_group  ranks that hold parts of one batch and share the amaxes of input and grad_output
+                (P-2, scope global). Only ``Linear`` shares amaxes. None: every rank uses its own,
+                as torchao does.
+    Keeps:    the Parameter objects, tied ones tied, so an optimizer built before stays valid. Also
+              attributes that were added to a linear (R-5).
+    Returns:  the model, changed in place (a model that is itself one nn.Linear: its replacement).
+              Recipe 'bf16' changes nothing.
+    Raises:   ValueError, and nothing is changed: as ``fp8ref.recipe.plan``; a recipe that neither
+              can run; a model that is compiled, sharded or FP8 already; a chosen linear of which
+              something would be lost or that its parent does not call (R-5), registered under two
+              names, on a GPU without FP8, or on a CPU whose torch lacks the recipe's GEMMs.
     """
     recipe = recipes.by_name(recipe)
     _check_module(model)
@@ -53,16 +77,18 @@ def convert(
     chosen = [d.path for d in recipes.plan(shapes, recipe, filter_fqns=filter_fqns, fp8_fqns=fp8_fqns) if d.fp8]
     if not chosen:
         return model
-    config = float8_config.torchao_config(recipe) if amax_group is None and float8_config.expresses(recipe) else None
+    config = torchao_linear.torchao_config(recipe) if amax_group is None and torchao_linear.expresses(recipe) else None
     if config is None:
         check_recipe(recipe)
     check_model(model, "Convert a model first, then {} it")
     for name in chosen:
-        module_swap.check(name, linears, model.get_submodule(name.rpartition(".")[0]) if name else None)
+        check_linear(name, linears, model.get_submodule(name.rpartition(".")[0]) if name else None)
     if any(linears[name].weight.device.type == "cpu" for name in chosen):
-        cpu.check(recipe)
-        cpu.use_native_scaled_mm()
-    convert_to_float8_training(nn.Identity())  # torchao then mends what inductor makes of FP8 stores (triton-lang/triton#11111)
+        gemm.check_cpu(recipe)
+        gemm.use_native_scaled_mm()
+    # Run for its side effect: torchao patches inductor's code for FP8 stores
+    # (triton-lang/triton#11111).
+    convert_to_float8_training(nn.Identity())
     group = None if amax_group is None else amax_group.group_name
 
     def make(linear: nn.Linear) -> nn.Linear:
@@ -73,25 +99,29 @@ def convert(
         made = model.get_submodule(name)
         assert isinstance(made, Float8Linear | Linear)
         made.recipe, made.fqn = recipe, name
-        module_swap.carry(linears[name], made)
+        _carry(linears[name], made)
     return model
 
 
 def deconvert(model: nn.Module) -> nn.Module:
-    """The way back from ``convert``: every linear in FP8 becomes an nn.Linear of the same Parameters; states of delayed scaling go.
+    """Undo ``convert``: replace every FP8 linear by an nn.Linear of the same Parameters.
 
-    Returns:  the model, changed in place (one linear in FP8: its replacement). A model without FP8 linears is left as it is.
-    Raises:   ValueError, and nothing is changed: a model that is compiled or sharded; a linear in FP8 that was given hooks or other methods.
+    States of delayed scaling are dropped.
+
+    Returns:  the model, changed in place (one linear in FP8: its replacement). A model without FP8
+              linears is left as it is.
+    Raises:   ValueError, and nothing is changed: a model that is compiled or sharded; a linear in
+              FP8 that was given hooks or other methods.
     """
     _check_module(model)
-    fp8 = {name: m for name, m in model.named_modules(remove_duplicate=False) if isinstance(m, module_swap.FP8)}
+    fp8 = {name: m for name, m in model.named_modules(remove_duplicate=False) if isinstance(m, FP8_LINEARS)}
     if fp8:
         check_model(model, "Deconvert a model before you {} it, or save weights(model) of it as it is")
     for name, linear in fp8.items():
         what = name or "the model"
-        if lost := module_swap.lost(linear, module_swap.FP8):
+        if lost := _what_is_lost(linear, FP8_LINEARS):
             raise ValueError(f"{what} {lost}. Undo that first.")
-        if unusual := module_swap.unusual(linear):
+        if unusual := _unusual_parameter(linear):
             raise ValueError(f"{what} {unusual}. Deconvert a model before you shard it.")
     made = {linear: _plain(linear) for linear in fp8.values()}
     for name, linear in fp8.items():
@@ -103,9 +133,9 @@ def deconvert(model: nn.Module) -> nn.Module:
 
 
 def weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    """model.state_dict() without the states of delayed scaling: that of the model that was converted, for those who load one.
+    """Return model.state_dict() without delayed scaling: the keys that it had before ``convert``.
 
-    Raises:   ValueError: no nn.Module.
+    Raises:   ValueError: model is not an nn.Module.
     """
     _check_module(model)
     states = {id(value) for _, state in delayed.states(model) for value in state.buffers()}
@@ -115,9 +145,10 @@ def weights(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _plain(linear: nn.Linear) -> nn.Linear:
+    """An nn.Linear of an FP8 linear's own Parameters."""
     plain = nn.Linear(linear.in_features, linear.out_features, bias=False, device="meta")
     plain.weight, plain.bias = linear.weight, linear.bias
-    module_swap.carry(linear, plain)
+    _carry(linear, plain)
     return plain
 
 
@@ -126,12 +157,85 @@ def _check_module(model: object) -> None:
         raise ValueError(f"a model is an nn.Module; got a {type(model).__name__}. Give the module itself.")
 
 
-def check_model(model: nn.Module, remedy: str) -> None:
-    """ValueError for a model that is compiled or sharded; remedy has a gap for the verb."""
-    for name, module in model.named_modules():
-        if is_compiled(module):
-            raise ValueError(f"{name or 'the model'} is compiled. {remedy.format('compile')}.")
-        if isinstance(module, FSDPModule):
-            raise ValueError(f"{name or 'the model'} is sharded by fully_shard. {remedy.format('shard')}.")
-        if isinstance(module, FullyShardedDataParallel):  # which writes parameters into the modules that it knows
-            raise ValueError(f"{name or 'the model'} is sharded by FullyShardedDataParallel. {remedy.format('shard')}.")
+def added_attributes(linear: nn.Linear) -> dict[str, Any]:
+    """The attributes that the user or a framework added to a linear, such as _is_hf_initialized."""
+    known = _COMMON | _OWN if isinstance(linear, FP8_LINEARS) else _COMMON
+    return {key: value for key, value in vars(linear).items() if key not in known}
+
+
+def _carry(old: nn.Linear, new: nn.Linear) -> None:
+    """Copy training mode and added attributes from a linear to its replacement."""
+    vars(new).update(added_attributes(old))
+    new.train(old.training)
+
+
+def _what_is_lost(linear: nn.Linear, kinds: tuple[type[nn.Linear], ...]) -> str:
+    """Say what a replacement would lose of a linear, or nothing ("").
+
+    kinds     the classes that may be replaced: their own forward is the part that a swap is meant
+              to change.
+    """
+    kind = type(linear).__name__
+    if type(linear) not in kinds:
+        return f"is a {kind}, and its forward would be lost"
+    given = added_attributes(linear)
+    if replaced := [key for key in given if hasattr(type(linear), key)]:
+        return f"is a {kind} whose {replaced[0]} was replaced, which would be lost"
+    if bound := [key for key, value in given.items() if getattr(value, "__self__", None) is linear]:
+        return f"has a method of its own, {bound[0]}, which would stay bound to it"
+    if taken := [key for key in given if key in _OWN or any(hasattr(other, key) for other in FP8_LINEARS)]:
+        return f"has an attribute {taken[0]}, by which a linear in FP8 means something else"
+    if hooks := [key for key in _HOOKS if getattr(linear, key, None)]:
+        return f"has {hooks[0].strip('_').replace('_', ' ')}, which would be dropped"
+    held = {key for key, _ in (*linear.named_parameters(recurse=False), *linear.named_buffers(recurse=False), *linear.named_children())}
+    more = sorted(held - {"weight", "bias"} - ({"states"} if isinstance(linear, Linear) else set()))
+    return f"holds {', '.join(more)} beside weight and bias, which would be lost" if more else ""
+
+
+def _unusual_parameter(linear: nn.Linear) -> str:
+    """Say which of a linear's tensors is not a plain nn.Parameter, or nothing ("")."""
+    for key in ("weight", "bias"):
+        value = getattr(linear, key, None)
+        if type(value) not in (nn.Parameter, FakeTensor) and not (key == "bias" and value is None):
+            return f"has a {key} that is a {type(value).__name__}"
+    return ""
+
+
+def check_linear(name: str, linears: Mapping[str, nn.Linear], parent: nn.Module | None) -> None:
+    """ValueError unless a linear can become FP8: nothing of it is lost, and its parent calls it."""
+    linear = linears[name]
+    what = name or "the model"
+    if isinstance(linear, FP8_LINEARS):
+        raise ValueError(f"{what} is already FP8; convert a model once. To change its recipe, deconvert it first.")
+    _check_called(name, parent)
+    if isinstance(linear.weight, DTensor):
+        raise ValueError(f"{what} is sharded already (its weight is a DTensor). Convert a model first, then parallelise it.")
+    if type(linear) is nn.Linear and (found := _unusual_parameter(linear)):
+        raise ValueError(
+            f"{what} {found}, and an nn.Parameter is converted. Convert before you shard, quantise or prune, or name it in filter_fqns."
+        )
+    if found := _what_is_lost(linear, (nn.Linear,)):
+        raise ValueError(f"{what} {found}. Name it in filter_fqns, or change it after the conversion.")
+    others = [other for other, m in linears.items() if m is linear and other != name]
+    if others:
+        raise ValueError(f"{what} is the same module as {others[0]}, and only one of them would be converted. Name both in filter_fqns.")
+    weight = linear.weight
+    if weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise ValueError(f"{what} has a weight of {weight.dtype}; FP8 is cast from float32, bfloat16 or float16. Cast the model first.")
+    if weight.device.type == "cuda" and torch.version.cuda and (capability := torch.cuda.get_device_capability(weight.device)) < (8, 9):
+        raise ValueError(
+            f"{what} lies on {torch.cuda.get_device_name(weight.device)} of compute capability {capability[0]}.{capability[1]}; FP8 GEMMs need "
+            "8.9 or later. Use recipe 'bf16'."
+        )
+
+
+def _check_called(name: str, parent: nn.Module | None) -> None:
+    """ValueError for a linear of a torch module that reads its weight instead of calling it."""
+    key, forward = name.rpartition(".")[2], getattr(type(parent), "forward", None)
+    if forward is nn.MultiheadAttention.forward:
+        raise ValueError(f"{name} is never called: nn.MultiheadAttention reads its weight, without FP8. Name it in filter_fqns.")
+    if forward is nn.TransformerEncoderLayer.forward and key in ("linear1", "linear2") and torch.backends.mha.get_fastpath_enabled():
+        raise ValueError(
+            f"{name} is not called in torch's fast path of nn.TransformerEncoderLayer (eval mode, no gradients), which reads its weight, without "
+            "FP8. Call torch.backends.mha.set_fastpath_enabled(False) first, or name it in filter_fqns."
+        )

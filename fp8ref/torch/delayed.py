@@ -1,10 +1,11 @@
-"""Delayed scaling in PyTorch (SEMANTICS H): modules hold a state that a step reads, and observations that it merges; one update after it.
+"""Delayed scaling (SEMANTICS H): scales come from amax histories, updated once a step.
 
-    loss = model(x).sum(); loss.backward()        # reads scales, merges what it sees of input, weight and grad_output
+    model(x).sum().backward()  # reads scales; observes amaxes of input, weight and grad_output
     optimizer.step()
-    delayed.update(model)                         # once an optimizer step: histories roll, scales change, observations are cleared
+    delayed.update(model)      # rolls histories, changes scales, clears the observations
 
-Merging is an elementwise maximum, so that microbatches, uses of a module and recomputed forward passes come in any order, however often.
+An observation (``seen``) merges by elementwise maximum. So microbatches, uses of a module and
+recomputed forward passes may come in any order, and any number of times.
 """
 
 from collections.abc import Iterator
@@ -18,11 +19,11 @@ from fp8ref import recipe as recipes
 from fp8ref.delayed import DelayedScaling, by_name
 from fp8ref.formats import Format
 from fp8ref.recipe import Recipe, Role
-from fp8ref.torch import scaling, sharding
+from fp8ref.torch import scaling
 
 
 class DelayedState(NamedTuple):
-    """Any shape [...] of states.
+    """States of any shape [...].
 
     scale         float32 [...].
     amax_history  float32 [..., history_length], newest first; 0 where nothing was observed yet.
@@ -35,13 +36,16 @@ class DelayedState(NamedTuple):
 
 
 def init(config: str | DelayedScaling, shape: tuple[int, ...] = ()) -> DelayedState:
-    """Scale 1, an empty history (H-2), of as many tensors as shape has; on the CPU. Raises as ``implemented``."""
+    """Scale 1, an empty history (H-2), of as many tensors as shape has; on the CPU.
+
+    Raises as ``implemented``.
+    """
     config = implemented(config)
     return DelayedState(torch.ones(shape), torch.zeros(*shape, config.history_length), torch.zeros(shape, dtype=torch.int64))
 
 
 def observe(x: torch.Tensor) -> torch.Tensor:
-    """float32 [3] of a tensor: its amax (0 unless finite), whether it is not finite, and 1, for seen.
+    """The amax observation of a tensor, float32 [3]: amax (0 unless finite), not finite, seen (1).
 
     Raises:   ValueError: x empty, or not float32, float16 or bfloat16.
     """
@@ -52,16 +56,17 @@ def observe(x: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def merge_(seen: torch.Tensor, x: torch.Tensor) -> None:
-    """Merge what a tensor shows into an observation, float32 [3], in place (H-4). Raises as observe."""
+    """Merge a tensor's observation into seen, float32 [3], in place (H-4). Raises as observe."""
     seen.copy_(torch.maximum(seen, observe(x)))
 
 
 def advance(state: DelayedState, seen: torch.Tensor, config: str | DelayedScaling, fmt: Format) -> DelayedState:
-    """The state after an optimizer step, given all that was observed in it (H-3, H-5, H-6).
+    """The state after an optimizer step, given the merged observation of the step (H-3, H-5, H-6).
 
     Shapes:   seen float32 [..., 3], merged by maximum, of the state's shape [...].
-    Specials: what was not seen, or flagged as not finite, keeps its state; a zero amax is recorded.
-    Raises:   ValueError: as ``implemented``; a fmt that is no Format.
+    Specials: a state that was not seen, or whose amax was not finite, is kept; a zero amax is
+              recorded.
+    Raises:   ValueError: as ``implemented``; a fmt that is not a Format.
     """
     formats.check(fmt)
     config = implemented(config)
@@ -69,7 +74,8 @@ def advance(state: DelayedState, seen: torch.Tensor, config: str | DelayedScalin
     history = torch.cat([amax[..., None], state.amax_history[..., :-1]], dim=-1)
     used = amax if config.amax_compute == "most_recent" else history.amax(dim=-1)
     limit = fmt.max * 2.0**-config.policy.margin
-    # In float64 and rounded once: torch divides a number by a tensor as it multiplies by its reciprocal. Zero keeps the scale (te_delayed).
+    # In float64, rounded once: torch computes number / tensor as number * (1 / tensor), which
+    # rounds twice. A zero amax keeps the scale (te_delayed).
     scale = (limit / used.double()).float().clamp(max=torch.finfo(torch.float32).max)
     scale = torch.where((state.step % config.interval == 0) & (used > 0), scale, state.scale)
     taken = (was_seen > 0) & (non_finite == 0)
@@ -86,13 +92,14 @@ def casts(recipe: str | Recipe) -> dict[Role, tuple[Format, DelayedScaling]]:
 
 
 def implemented(config: str | DelayedScaling) -> DelayedScaling:
-    """The config, or the one of that name, if this backend implements it: fp8ref's own, with history, interval, ``most_recent`` and margin of
-    one's choice.
+    """The config, or the one of that name, if this backend implements it.
 
-    Raises:   ValueError: any other.
+    It implements fp8ref's own ('delayed'), with any history_length, amax_compute, interval and
+    margin.
+    Raises:   ValueError: another config.
     """
     config = by_name(config)
-    if not config.as_fp8refs:
+    if not config.keeps_histories_as_fp8ref:
         raise ValueError(
             f"fp8ref.torch keeps histories as 'delayed' does, with another history_length, amax_compute, interval or margin; got "
             f"{config.name!r}. Use fp8ref.sim.delayed for it."
@@ -101,9 +108,10 @@ def implemented(config: str | DelayedScaling) -> DelayedScaling:
 
 
 class RoleState(nn.Module):
-    """The state of one role of one linear, and what the step under way has observed of it.
+    """Delayed scaling of one role of a linear: its state, and the current step's observation, seen.
 
-    scale, amax_history and step are saved in checkpoints; seen float32 [3] is not. All stay float32 and int64 whatever ``.to`` asks.
+    Checkpoints hold scale, amax_history and step, but not seen. ``.to`` another dtype changes none
+    of them.
     """
 
     scale: torch.Tensor
@@ -112,7 +120,7 @@ class RoleState(nn.Module):
     seen: torch.Tensor
 
     def __init__(self, fmt: Format, config: DelayedScaling, device: torch.device, group: str | None = None) -> None:
-        """group: name of the process group whose ranks observe parts of one tensor; ``update`` merges what they saw."""
+        """group: name of the process group whose ranks observe parts of one tensor (H-4)."""
         super().__init__()
         self.fmt, self.config, self.group = fmt, config, group
         for key, value in init(config)._asdict().items():
@@ -126,40 +134,43 @@ class RoleState(nn.Module):
         self.seen.zero_()
 
     def see(self, x: torch.Tensor) -> None:
-        """Merge what a tensor shows into the observation of the step under way."""
+        """Merge a tensor into the current step's observation."""
         merge_(self.seen, x)
 
     def _apply(self, fn, recurse: bool = True):
         def moved(buffer: torch.Tensor) -> torch.Tensor:
-            # As integers of its size: model.bfloat16() rounds what is floating point, and a scale is never rounded.
+            # Moved as int32: model.bfloat16() would round a float, and a scale is never rounded.
             if not buffer.is_floating_point():
                 return fn(buffer)
             return fn(buffer.view(torch.int32)).view(torch.float32)
 
         absent = self.seen.is_meta
         super()._apply(moved, recurse)
-        if absent and not self.seen.is_meta:  # ``to_empty`` made room for it
+        if absent and not self.seen.is_meta:  # ``to_empty`` gave it memory
             self.reset()
         return self
 
     def _load_from_state_dict(self, *args, **kwargs) -> None:
-        """What was observed since belongs to a step that is not the loaded state's."""
+        """Load a state, and clear the observation, which belongs to a step of the state before."""
         super()._load_from_state_dict(*args, **kwargs)
-        self.seen = torch.zeros_like(self.seen, device=self.scale.device)  # which an assigned state may have moved to
+        # an assigned state may be on another device
+        self.seen = torch.zeros_like(self.seen, device=self.scale.device)
 
 
 def states(model: nn.Module) -> Iterator[tuple[str, RoleState]]:
-    """Every state of a model and its name."""
+    """The name and state of every role with delayed scaling."""
     return ((name, m) for name, m in model.named_modules() if isinstance(m, RoleState))
 
 
 @torch.no_grad()
 def update(model: nn.Module) -> None:
-    """Roll every history of a model by what was observed since the last update, compute its scales, clear the observations.
+    """Roll a model's histories by the observed amaxes, compute new scales, clear observations.
 
-    Call it once an optimizer step, after it; a step that was not taken: ``forget`` instead. A model without states is left as it is. Where
-    ranks share states (``RoleState.group``) all of them call it: an all-reduce merges what they saw (H-4).
-    Specials: as advance: a role that was not seen, or whose amax was not finite, keeps its state (H-5).
+    Call it once after each optimizer step. If the step was skipped, call ``forget`` instead. Ranks
+    that share states (``RoleState.group``) all call it: an all-reduce merges their observations
+    (H-4).
+    Specials: as advance: a role that was not seen, or whose amax was not finite, keeps its state
+              (H-5).
     """
     _merge_ranks(model)
     alike: dict[tuple[Format, DelayedScaling, torch.device], list[RoleState]] = {}
@@ -174,18 +185,18 @@ def update(model: nn.Module) -> None:
 
 
 def _merge_ranks(model: nn.Module) -> None:
-    """One all-reduce a process group: every rank then has what any of them observed (H-4, P-2)."""
+    """Merge observations over ranks, by one all-reduce for each process group (H-4, P-2)."""
     by_group: dict[tuple[str, torch.device], list[RoleState]] = {}
     for _, state in states(model):
         if state.group is not None:
             by_group.setdefault((state.group, state.scale.device), []).append(state)
     for (group, _), members in by_group.items():
-        merged = sharding.all_reduce_max(torch.stack([s.seen for s in members]), group)
+        merged = scaling.all_reduce_max(torch.stack([s.seen for s in members]), group)
         torch._foreach_copy_([s.seen for s in members], list(merged.unbind()))
 
 
 @torch.no_grad()
 def forget(model: nn.Module) -> None:
-    """Clear what was observed since the last update."""
+    """Clear the observations since the last update."""
     for _, state in states(model):
         state.seen.zero_()

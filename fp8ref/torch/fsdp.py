@@ -1,119 +1,46 @@
-"""Weights that FSDP2 gathers in FP8 (SEMANTICS P-6, P-11).
+"""FSDP2 with FP8: all-gather weights as codes, reduce gradients in rank order (P-6, P-11, P-13).
 
-    linear.convert(model, "tensorwise")
+    convert.convert(model, "tensorwise")
     for block in model.layers:
         fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
-    gather.gather_in_fp8(model, dtype=torch.bfloat16)     # then build the optimizer
+    fsdp.gather_in_fp8(model, dtype=torch.bfloat16)  # then build the optimizer
 
-Parameters stay the plain shards that FSDP2 makes of them: optimizers, checkpoints and clipping meet no FP8. What FSDP2 asks of a shard
-that is gathered in a way of its own, ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``, is set on the shard itself.
+Parameters stay the plain shards that FSDP2 makes: optimizers, checkpoints and clipping see no FP8.
+``fp8_gather`` is the gather of one weight; here are those of a model, and when they happen.
 """
 
-import math
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import torch
-from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch import distributed, nn
+from torch.distributed import ProcessGroup, ReduceOp
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.nn import functional
 from torchao.float8.float8_linear import Float8Linear
-from torchao.float8.float8_training_tensor import Float8TrainingTensor, GemmInputRole
 
 from fp8ref.recipe import CastSpec, Recipe
-from fp8ref.torch import cast, scales, scaling, sharding
+from fp8ref.torch.fp8_gather import FP8Gather, compute_scales
 from fp8ref.torch.linear import Linear
 
 
-class FP8Gather:
-    """One linear's weight: every shard is cast by the scale of the whole, and codes are gathered, one byte an element.
-
-    scale       float32 (), of the forward pass under way and its backward pass.
-    moved       the dtype of what FSDP2 last gathered of it, once it has.
-    shard       this rank's rows [n, K] of the master, also while the whole weight is gathered; n may be 0.
-    """
-
-    def __init__(self, name: str, linear: Float8Linear | Linear, spec: CastSpec, dtype: torch.dtype, *, precomputed: bool) -> None:
-        self.name, self.linear, self.spec, self.dtype, self.precomputed = name, linear, spec, dtype, precomputed
-        self.state = linear.state("weight") if isinstance(linear, Linear) else None
-        self.scale: torch.Tensor | None = None
-        self.moved: torch.dtype | None = None
-        self.shard = torch.empty(0)
-
-    @property
-    def groups(self) -> tuple[str, ...]:
-        """Names of the process groups over whose ranks the weight is cut."""
-        weight = self.linear.weight
-        assert isinstance(weight, DTensor)
-        mesh = weight.device_mesh
-        return tuple(mesh.get_group(i).group_name for i, placement in enumerate(weight.placements) if not placement.is_replicate())
-
-    def attach(self) -> None:
-        """Have FSDP2 ask this object: it looks for these names on the shard, also on one that has been replaced since."""
-        weight = self.linear.weight
-        assert isinstance(weight, DTensor)
-        self.shard = weight._local_tensor
-        self.shard.fsdp_pre_all_gather = self.before  # type: ignore[attr-defined]
-        self.shard.fsdp_post_all_gather = self.after  # type: ignore[attr-defined]
-
-    def before(
-        self, mesh: DeviceMesh, outer_size: torch.Size, outer_stride: tuple[int, ...], module: nn.Module, mp_policy: MixedPrecisionPolicy
-    ) -> tuple[tuple[torch.Tensor], tuple[torch.Tensor, int]]:
-        """What is gathered: codes as uint8, for gloo moves no float8, and FSDP2 moves mixed dtypes as bytes anyway. And what ``after`` gets.
-
-        Rows are padded to ceil(N / ranks), as FSDP2 pads: shards of unequal length gather too.
-        Raises:   ValueError: mixed precision of another dtype than ``dtype``; a weight that is cut along another dim than the first.
-        """
-        master, compute = self.shard.dtype, mp_policy.param_dtype or self.shard.dtype
-        if self.dtype not in (master, compute):
-            raise ValueError(
-                f"shards are cast to FP8 from the compute dtype, {compute}, or from the masters', {master}; {self.name} was to be from "
-                f"{self.dtype}. Give gather_in_fp8 the param_dtype of the mixed precision."
-            )
-        if self.shard.shape[1:] != outer_size[1:]:
-            raise ValueError(f"fully_shard cuts a weight that is gathered in FP8 along its first dim; {self.name}.weight is cut otherwise.")
-        if not self.precomputed or self.scale is None:  # None where the caller gathers before any forward pass
-            compute_scales([self])
-        assert self.scale is not None
-        shard = self.shard.to(self.dtype)
-        codes = scaling.quantize_with(shard, self.scale, self.spec.fmt).codes.view(torch.uint8) if shard.numel() else shard.to(torch.uint8)
-        rows = -(-outer_size[0] // mesh.size())
-        return (functional.pad(codes, (0, 0, 0, rows - len(codes))),), (self.scale, outer_size[0])
-
-    def after(
-        self,
-        gathered: tuple[torch.Tensor],
-        metadata: tuple[torch.Tensor, int],
-        param_dtype: torch.dtype,
-        *,
-        out: torch.Tensor | None = None,
-    ) -> tuple[Float8TrainingTensor, tuple] | None:
-        """The whole weight as torchao's FP8 tensor; where that is there already (out) its codes are new, and its scale is set."""
-        (codes,), (scale, rows) = gathered, metadata
-        self.moved = codes.dtype
-        if out is not None:
-            whole = out._local_tensor if isinstance(out, DTensor) else out
-            whole._scale = scale  # type: ignore[attr-defined]
-            return None
-        config = getattr(self.linear, "linear_mm_config", None)  # torchao's multiplication asks the tensor for it
-        return Float8TrainingTensor(
-            codes.view(cast.DTYPES[self.spec.fmt.name])[:rows], scale, param_dtype, config, GemmInputRole.WEIGHT
-        ), ()
-
-
 def gather_in_fp8(model: nn.Module, *, dtype: torch.dtype | None, precompute: bool = True) -> list[FP8Gather]:
-    """From now on, FSDP2 gathers the weights of a sharded, converted model's linears in FP8, where one scale serves both their GEMMs.
+    """Make FSDP2 gather weights in FP8, of a model that was converted and sharded.
 
-    dtype       what shards are rounded to before they are cast. The compute dtype, ``param_dtype`` of the mixed precision: the codes
-                are those that the linear would make of the gathered weight, and no bit of training changes. Or the masters', which
-                None is: one rounding less, and other codes (of one float32 weight in thirty or so).
-    precompute  the scales of all weights are computed where a forward pass begins, by one all-reduce for each set of ranks that cut them
-                alike: of the weights as they are then, whoever wrote them. Otherwise at every gather, by one of each weight's own.
-    Returns:    what gathers each of them. Linears that scale by rows or blocks are gathered as before.
-    Raises:     ValueError: nothing to gather in FP8; a weight that is not sharded by fully_shard along its first dim, that another module
-                shares, whose mixed precision is of another dtype; resharding to another mesh after the forward pass; delayed scaling
+    A weight whose one scale serves both its GEMMs is gathered in FP8. Linears with rowwise or block
+    scales are gathered as before.
+
+    dtype       the dtype that shards are rounded to before the cast. ``param_dtype`` of the mixed
+                precision: the codes are those that the linear would make of the gathered weight,
+                and no bit of training changes. None, the masters' dtype: one rounding less, and
+                other codes, of about one float32 weight in thirty.
+    precompute  compute the scales of all weights where a forward pass begins, from the weights as
+                they are then, by one all-reduce for each set of ranks that shards alike. Else each
+                gather computes its weight's scale.
+    Returns:    the FP8Gather of each weight.
+    Raises:     ValueError: nothing to gather in FP8; a weight that is not sharded by fully_shard
+                along its first dim, that another module shares, or whose mixed precision is of
+                another dtype; resharding to another mesh after the forward pass; delayed scaling
                 without a process group.
     """
     gathers = [
@@ -142,33 +69,13 @@ def gather_in_fp8(model: nn.Module, *, dtype: torch.dtype | None, precompute: bo
     return gathers
 
 
-@torch.no_grad()
-def compute_scales(gathers: Iterable[FP8Gather]) -> None:
-    """Scales of whole weights from every rank's shards, one all-reduce for those that are cut over the same ranks (P-3)."""
-    alike: dict[tuple, list[FP8Gather]] = {}
-    for g in gathers:
-        if g.state is not None:
-            g.scale = g.state.scale.clone()
-        else:
-            alike.setdefault((g.groups, g.dtype, g.spec, g.shard.device), []).append(g)
-    for (groups, dtype, spec, device), members in alike.items():
-        amax = torch.zeros(len(members), device=device)
-        held = [i for i, g in enumerate(members) if g.shard.numel()]
-        if held:
-            amax[held] = torch.stack(torch._foreach_norm([members[i].shard for i in held], math.inf)).float()
-        for group in groups:
-            amax = sharding.merge_amax(amax, group)
-        # Rounding is monotonic: the amax of the rounded shard is the rounded amax.
-        scale = scales.scale_from_amax(amax.to(dtype).float(), spec.fmt, spec.policy)
-        for g, of_one in zip(members, scale.unbind(), strict=True):
-            g.scale = of_one
-
-
 class _Forward:
-    """What happens where a forward pass begins, for the FSDP unit that was called and all within it.
+    """Hooks where a forward pass begins: recover, reshard, compute scales, observe weights.
 
-    outermost   the unit under way. A call of it is a beginning even so: an interrupt leaves no hook that would say the end.
-    observed    whose shards the pass under way has observed: one without gradients that is run again with them has not.
+    outermost   the unit whose forward pass runs. Calling it again begins a new pass: after an
+                interrupt, no hook reported the end of the old one.
+    observed    the gathers whose shards this pass has observed. A pass without gradients observes
+                none, so that checkpointing can run it again and observe then.
     """
 
     def __init__(self, gathers: list[FP8Gather]) -> None:
@@ -179,12 +86,14 @@ class _Forward:
 
     def watch(self, unit: FSDPModule) -> None:
         assert isinstance(unit, nn.Module)
-        # Before FSDP2's own hook, which gathers; always after it, for a forward pass that failed is over too.
+        # begin runs before FSDP2's own hook, which gathers. end is always called: a failed forward
+        # pass is over too.
         unit.register_forward_pre_hook(self.begin, prepend=True)
         unit.register_forward_hook(self.end, always_call=True)
 
     def begin(self, unit: nn.Module, args: tuple) -> None:
-        if torch._C._current_graph_task_id() != -1:  # checkpointed blocks run again in the backward pass, by the same scales
+        if torch._C._current_graph_task_id() != -1:
+            # In the backward pass checkpointed blocks run again, by the scales of the forward pass.
             self._observe(unit)
             return
         if self.outermost not in (None, unit):
@@ -194,10 +103,12 @@ class _Forward:
         within = set(unit.modules())
         gathers = [g for g in self.gathers if g.linear in within]
         for inner in within:
-            # What a forward pass without a backward one left gathered is of weights as they were then.
+            # A forward pass without a backward one leaves weights gathered, which are stale by now.
             if isinstance(inner, FSDPModule):
                 inner.reshard()
-        if not all(isinstance(g.linear.weight, DTensor) for g in gathers):  # an interrupted forward pass keeps what it had gathered
+        if not all(isinstance(g.linear.weight, DTensor) for g in gathers):
+            # Resharding did not bring the shards back: an interrupted forward pass still holds
+            # gathered weights.
             assert isinstance(unit, FSDPModule)
             _start_afresh(unit)
         for g in gathers:
@@ -210,7 +121,7 @@ class _Forward:
             self.outermost = None
 
     def _observe(self, unit: nn.Module) -> None:
-        """Weights within a unit, by delayed scaling's states, in a pass that takes gradients; what it has observed already is left."""
+        """Observe a unit's weights for delayed scaling, once in a pass that takes gradients."""
         if not self.stateful or not torch.is_grad_enabled():
             return
         within = set(unit.modules())
@@ -223,9 +134,10 @@ class _Forward:
 
 
 def recover(unit: nn.Module, args: tuple) -> None:
-    """Before a forward pass of a model's outermost unit: lets go of a backward pass that an error ended, after which FSDP2 reduces no gradient.
+    """Forward pre-hook of a model's outermost unit: discard a backward pass that an error ended.
 
-    Raises:   RuntimeError: a torch before 2.13, which cannot.
+    Without it, FSDP2 would reduce no gradient from then on.
+    Raises:   RuntimeError: torch before 2.13, which cannot discard it.
     """
     assert isinstance(unit, FSDPModule)
     state = unit._get_fsdp_state()
@@ -234,6 +146,7 @@ def recover(unit: nn.Module, args: tuple) -> None:
 
 
 def _start_afresh(unit: FSDPModule) -> None:
+    """Reset FSDP2's state of an unfinished iteration. RuntimeError: torch before 2.13."""
     assert isinstance(unit, nn.Module)
     if not hasattr(unit, "reset_iter_state"):
         raise RuntimeError("an iteration was left in its middle, which torch 2.13 lets go of. Build the model again, or use that.")
@@ -243,11 +156,12 @@ def _start_afresh(unit: FSDPModule) -> None:
             for group in module._get_fsdp_state()._fsdp_param_groups:
                 for p in group.fsdp_params:
                     if hasattr(p, "_unsharded_param"):
-                        p._unsharded_param.grad = None  # which a reset leaves, to be added to the next
+                        # the reset keeps it, and the next gradient would be added
+                        p._unsharded_param.grad = None
 
 
 def _one_cast(recipe: Recipe) -> CastSpec | None:
-    """How a weight is cast, if one cast serves both its GEMMs."""
+    """The cast of a weight if it serves both its GEMMs, else None."""
     return recipe.output.b if recipe.serves_both("weight") else None
 
 
@@ -267,7 +181,7 @@ def _check(g: FP8Gather, sharers: list[str]) -> None:
 
 
 def _check_unit(name: str, unit: FSDPModule) -> None:
-    """ValueError for what FSDP2 refuses of such weights in the middle of a step."""
+    """ValueError for a unit that FSDP2 would refuse in the middle of a step."""
     state = unit._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
     for group in groups:
@@ -276,3 +190,34 @@ def _check_unit(name: str, unit: FSDPModule) -> None:
                 f"weights gathered in FP8 are not resharded to a smaller mesh after the forward pass (FSDP2 cannot); {name or 'the model'} "
                 "has an integer reshard_after_forward. Use True or False."
             )
+
+
+class OrderedReduceScatter:
+    """A reduce-scatter for FSDP2's ``set_custom_reduce_scatter`` that adds in rank order.
+
+    Order:    all-to-all; acc = RN32(acc + g_r) for ascending ranks r; for an average, divided by
+              the number of ranks.
+    """
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """A buffer for FSDP2, not initialised."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: ProcessGroup, op: ReduceOp, async_op: bool = False
+    ) -> None:
+        parts = torch.empty_like(input_tensor)
+        distributed.all_to_all_single(parts, input_tensor, group=group)
+        first, *others = parts.view(group.size(), -1).unbind()
+        output_tensor.copy_(first)
+        for part in others:
+            output_tensor += part
+        if op == ReduceOp.AVG:
+            output_tensor /= group.size()
+
+
+def sum_in_rank_order(model: nn.Module) -> None:
+    """Have every fully_shard unit of a model sum its gradients in rank order."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_custom_reduce_scatter(OrderedReduceScatter())  # type: ignore[arg-type]

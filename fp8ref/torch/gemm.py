@@ -1,11 +1,14 @@
-"""Matrix multiplication of FP8 operands (SEMANTICS G): torch._scaled_mm on float8; in blocks torchao's kernels, or dequantised operands; or simulated."""
+"""FP8 GEMMs (SEMANTICS G): by torch._scaled_mm, block kernels, or on dequantised operands."""
+
+import functools
+import warnings
 
 import torch
 from torch.nn import functional
 
 from fp8ref import epilogue as epilogues
 from fp8ref.granularity import by_name
-from fp8ref.recipe import GemmSpec
+from fp8ref.recipe import GemmSpec, Recipe
 from fp8ref.torch import block_gemm, hardware, scaling
 from fp8ref.torch.scaling import Quantized
 
@@ -15,17 +18,23 @@ EPILOGUES = ("scale_then_round", "unit_round_scale_round")
 def matmul(
     a: Quantized, b: Quantized, *, accumulate: str, epilogue: str = "scale_then_round", out_dtype: torch.dtype = torch.float32
 ) -> torch.Tensor:
-    """Contract a and b along their reduced axes: [M, K] x [N, K] -> [M, N]; of axis 0, [K, M] serves as [M, K].
+    """Multiply a and b along their reduced axes: [M, K] x [N, K] -> [M, N].
 
-    Shapes:   codes of matrices; scale_inv of both of all of K, or of both in blocks of it of one length; out [M, N] of
-              out_dtype, which under rowwise scales the device's kernel may have in bfloat16 alone (``output_dtype``).
-    Order:    torch._scaled_mm with scale_inv of both, rounded to out_dtype (G-4); G-5: unit scales, rounded, times the product of both,
-              rounded. Operands in blocks go to torchao's kernel where there is one (G-17, ``block_gemm.kernel``), else are dequantised
-              first, and multiplied in float32 (G-16). K is padded with zeros to a multiple of 16, which changes no bit.
-              Within ``simulated.simulating`` all of it is simulated hardware's, blocks too (G-19).
+    With reduced axis 0, [K, M] serves as [M, K].
+
+    Shapes:   codes of matrices; scale_inv of both over all of K, or of both in blocks of K of one
+              length; out [M, N] of out_dtype. Under rowwise scales a device's kernel may support
+              bfloat16 only (``output_dtype``).
+    Order:    torch._scaled_mm with both scale_inv, rounded to out_dtype (G-4); or unit scales,
+              rounded, times the product of both, rounded (G-5). Block operands go to torchao's
+              kernel if there is one (G-17, ``block_gemm.kernel``). Else they are dequantised first,
+              and multiplied in float32 (G-16). K is padded with zeros to a multiple of 16, which
+              changes no bit. Within ``hardware.simulating``, simulated hardware computes all of it,
+              blocks too (G-19).
     Specials: Inf and NaN as in IEEE 754; overflow to infinity.
-    Raises:   ValueError: operands that are not 2-d, reduced lengths that differ, unknown names; granularities that do not go together
-              (``epilogue.check_pair``); blocks under unit_round_scale_round.
+    Raises:   ValueError: operands that are not 2-d; reduced lengths that differ; unknown names;
+              granularities that do not go together (``epilogue.check_pair``); blocks under
+              unit_round_scale_round.
     Source:   SEMANTICS G-1, G-4, G-5, G-7, G-13, G-16, G-17; torchao 0.18's addmm_float8_unwrapped.
     """
     if accumulate not in ("fast", "slow"):
@@ -45,12 +54,14 @@ def matmul(
                 _lines(x, q.axis) for x, q in ((a.codes, a), (b.codes, b), (a.scale_inv, a), (b.scale_inv, b))
             )
             return block_gemm.multiply(codes_a, codes_b, scale_a, scale_b, out_dtype)
-        return torch.mm(_lines(scaling.dequantize(a), a.axis), _lines(scaling.dequantize(b), b.axis).t()).to(out_dtype)
-    codes_a, codes_b = (_padded(_lines(q.codes, q.axis)).contiguous() for q in (a, b))  # both contiguous along K, as Hopper wants them
+        hp_a, hp_b = (_lines(scaling.dequantize(q), q.axis) for q in (a, b))
+        return torch.mm(hp_a, hp_b.t()).to(out_dtype)  # [M, K] @ [K, N] -> [M, N]
+    # Hopper multiplies FP8 only if both operands are contiguous along K.
+    codes_a, codes_b = (_padded(_lines(q.codes, q.axis)).contiguous() for q in (a, b))
     scale_a, scale_b = _scales(a, b)
     unit = epilogue == "unit_round_scale_round"
     ones = torch.ones((), device=codes_a.device)
-    out = torch._scaled_mm(
+    out = torch._scaled_mm(  # [M, K] @ [K, N] -> [M, N]
         codes_a,
         codes_b.t(),
         scale_a=ones if unit else scale_a,
@@ -62,17 +73,17 @@ def matmul(
 
 
 def matmul_hp(a: torch.Tensor, b: torch.Tensor, *, axes: tuple[int, int]) -> torch.Tensor:
-    """A GEMM in high precision (G-9): torch.mm of matrices of one dtype, reduced along axes, [M, K] x [N, K] -> [M, N] of that dtype."""
+    """A GEMM in high precision (G-9), along axes: [M, K] x [N, K] -> [M, N] of one dtype."""
     return torch.mm(_lines(a, axes[0]), _lines(b, axes[1]).t())
 
 
 def output_dtype(spec: GemmSpec, dtype: torch.dtype) -> torch.dtype:
-    """The dtype a GEMM rounds to before its result is cast to dtype (SEMANTICS G-8)."""
+    """The dtype that a GEMM rounds to before its result is cast to dtype (SEMANTICS G-8)."""
     return torch.bfloat16 if spec.rowwise else dtype
 
 
 def in_blocks(granularity: str) -> bool:
-    """Whether scales vary along K: no torch._scaled_mm on two scales, or two vectors of them, multiplies such operands."""
+    """Whether scales vary along K, so that torch._scaled_mm cannot multiply the operands."""
     return by_name(granularity).reduced is not None
 
 
@@ -82,6 +93,7 @@ def _lines(x: torch.Tensor, axis: int) -> torch.Tensor:
 
 
 def _padded(codes: torch.Tensor) -> torch.Tensor:
+    """Codes [M, K] with K padded to a multiple of 16, which the kernels require."""
     k = codes.shape[1]
     if k % 16 == 0:
         return codes
@@ -89,8 +101,60 @@ def _padded(codes: torch.Tensor) -> torch.Tensor:
 
 
 def _scales(a: Quantized, b: Quantized) -> tuple[torch.Tensor, torch.Tensor]:
-    """scale_inv of both, () each, or [M, 1] and [1, N]: beside a rowwise one, a tensorwise one counts as equal scales (L-4)."""
+    """scale_inv of both, () or [M, 1] and [1, N]; a tensorwise one is repeated by row (L-4)."""
     if a.granularity == b.granularity == "tensorwise":
         return a.scale_inv, b.scale_inv
     rows, columns = (q.scale_inv.expand(q.codes.shape[1 - q.axis % 2]) if q.scale_inv.ndim == 0 else q.scale_inv for q in (a, b))
     return rows.reshape(-1, 1).contiguous(), columns.reshape(1, -1).contiguous()
+
+
+@functools.cache
+def use_native_scaled_mm() -> None:
+    """Make ``torch._scaled_mm`` on a CPU run without oneDNN, for the rest of the process.
+
+    Idempotent.
+
+    For tensorwise e4m3 on processors without FP8 instructions, oneDNN's kernel is a plain loop: 4.6
+    s for 2048 x 128 x 384. torch's own kernel takes 2 ms (torch 2.13). Both satisfy SEMANTICS B-1.
+    """
+    if not hasattr(torch.library, "get_kernel"):  # before torch 2.9: slow, but correct
+        return
+    kernel = torch.library.get_kernel("aten::_scaled_mm", "CPU")
+
+    def without_onednn(keyset, *args, **kwargs):
+        enabled = torch.backends.mkldnn.enabled
+        torch.backends.mkldnn.enabled = False  # type: ignore[assignment]
+        try:
+            return kernel.call_boxed(keyset, *args, **kwargs)
+        finally:
+            torch.backends.mkldnn.enabled = enabled
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "(?s).*Overriding a previously registered kernel", UserWarning)
+        _library().impl("_scaled_mm", without_onednn, "CPU", with_keyset=True)
+
+
+def check_cpu(recipe: Recipe) -> None:
+    """ValueError for a recipe that torch cannot multiply on a CPU: rowwise, before 2.13."""
+    if any(spec.rowwise and spec.epilogue == "scale_then_round" for spec in recipe.gemms.values()) and not _cpu_multiplies_rows():
+        raise ValueError(
+            f"recipe {recipe.name!r} scales by rows, which torch {torch.__version__} multiplies on a GPU alone. Move the model there first, "
+            "install torch 2.13, or use recipe 'tensorwise'."
+        )
+
+
+@functools.cache
+def _cpu_multiplies_rows() -> bool:
+    """Whether _scaled_mm takes rowwise scales on this CPU."""
+    codes, scale = torch.zeros(16, 16, dtype=torch.float8_e4m3fn), torch.ones(16, 1)
+    try:
+        torch._scaled_mm(codes, codes.t(), scale_a=scale, scale_b=scale.t(), out_dtype=torch.bfloat16)
+    except RuntimeError:
+        return False
+    return True
+
+
+@functools.cache
+def _library() -> torch.library.Library:
+    """The library of the registration, cached because the registration ends with it."""
+    return torch.library.Library("aten", "IMPL", "CPU")

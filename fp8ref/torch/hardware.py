@@ -1,9 +1,11 @@
-"""FP8 GEMMs by a function on the host, in place of torch._scaled_mm and torchao's kernels (SEMANTICS G-19): training under simulated hardware.
+"""Train under simulated hardware: a function on the host computes the FP8 GEMMs (SEMANTICS G-19).
 
-with simulated.simulating(hardware.by_name("hopper")):     # of fp8ref.sim; a scope, around every pass
+with hardware.simulating(sim_hardware.by_name("hopper")):  # sim_hardware is fp8ref.sim.hardware
     loss(model(x)).backward()
 
-One operator, in eager dispatch and in compiled graphs, names the plan. A graph keeps what it was compiled under: compile, and run, inside the scope.
+One operator takes the place of torch._scaled_mm and torchao's kernels, eagerly and in compiled
+graphs. It names the accumulation plan. A graph keeps the plan that it was compiled under: compile
+and run inside the context.
 """
 
 import inspect
@@ -17,21 +19,26 @@ from fp8ref.formats import BFLOAT16, FLOAT16, FLOAT32, FP8_FORMATS
 from fp8ref.hardware import Factor, Multiply
 from fp8ref.torch import cast
 
-# torchao's one function that multiplies FP8 matrices in training, private to it, and what 0.18 passes to it.
+# The private function of torchao that multiplies FP8 matrices in training, and its parameters in
+# torchao 0.18.
 REPLACED = "addmm_float8_unwrapped"
 PARAMETERS = ("a_data", "a_scale", "b_data", "b_scale", "output_dtype", "output_scale", "bias", "use_fast_accum")
 _FORMATS = {cast.DTYPES[name]: fmt for name, fmt in FP8_FORMATS.items() if name in cast.DTYPES}
 _OUT = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
-_known: dict[str, Multiply] = {}  # by name: an operator takes tensors, numbers and strings
+# by name: an operator takes tensors, numbers and strings, but no function
+_known: dict[str, Multiply] = {}
 _active: list[Multiply] = []
 
 
 @contextmanager
 def simulating(multiply: Multiply | None) -> Iterator[None]:
-    """In this context every FP8 GEMM of ``layer.Linear`` and of torchao's Float8Linear is multiply's; with None nothing changes.
+    """In this context, multiply computes every FP8 GEMM of ``linear.Linear`` and Float8Linear.
 
-    Scope:    what torchao's module calls is replaced here, for all threads, and put back at the end, whatever happens in between.
-    Raises:   ImportError: torchao has no such function, or another one of that name.
+    None changes nothing.
+
+    Scope:    torchao's function is replaced for all threads, and restored at the end, after errors
+              too.
+    Raises:   ImportError: torchao has no such function, or one of other parameters.
     """
     if multiply is None:
         yield
@@ -54,7 +61,7 @@ def simulating(multiply: Multiply | None) -> Iterator[None]:
 
 
 def active() -> Multiply | None:
-    """What multiplies in the innermost context; None outside all of them."""
+    """The function of the innermost context; None outside all contexts."""
     return _active[-1] if _active else None
 
 
@@ -71,7 +78,7 @@ def multiply(
     out_dtype: torch.dtype,
     plan: str,
 ) -> torch.Tensor:
-    """[M, K] x [N, K] -> [M, N] of out_dtype, by the function of the plan's name: sum, scales and rounding are its own.
+    """[M, K] x [N, K] -> [M, N] of out_dtype: the plan's function sums, scales and rounds.
 
     Shapes:   float8 codes and float32 scale_inv (), [M, 1] or of blocks, in any strides.
     Raises:   ValueError: tensors on another device than the CPU.
@@ -85,7 +92,7 @@ def multiply(
         for codes, scale, granularity in ((codes_a, scale_inv_a, granularity_a), (codes_b, scale_inv_b, granularity_b))
     )
     out = _known[plan](*factors, accumulate=accumulate, epilogue=epilogue, out_dtype=_OUT[out_dtype])  # type: ignore[arg-type]
-    return torch.from_numpy(out).to(out_dtype)  # exact: they are values of it
+    return torch.from_numpy(out).to(out_dtype)  # exact: the function rounded to out_dtype
 
 
 @multiply.register_fake
@@ -97,15 +104,18 @@ OPERATOR = torch.ops.fp8ref.simulated_gemm.default
 
 
 def granularity(a: str, b: str) -> str:
-    """How a proof names the scales of two operands: a tensorwise one beside a rowwise one counts as rowwise (L-4)."""
+    """The granularity of two operands in a proof: tensorwise beside rowwise is rowwise (L-4)."""
     if {a, b} <= {"tensorwise", "rowwise"}:
         return "rowwise" if "rowwise" in (a, b) else "tensorwise"
     return f"{a} x {b}"
 
 
 def _addmm(a_data, a_scale, b_data, b_scale, output_dtype, output_scale=None, bias=None, use_fast_accum=False) -> torch.Tensor:
-    """torchao's function: a_data [M, K] x b_data [K, N] -> [M, N]. Rowwise and slow it is a GEMM under unit scales that is rounded, scaled and
-    rounded again (G-5), and rowwise it rounds to bfloat16 (G-8); the roundings are the simulator's all the same."""
+    """Replaces torchao's function: a_data [M, K] x b_data [K, N] -> [M, N].
+
+    As in torchao, a rowwise GEMM rounds to bfloat16 (G-8), and a slow rowwise one runs under unit
+    scales, is rounded, scaled and rounded again (G-5). The simulator computes these roundings too.
+    """
     if output_scale is not None:
         raise ValueError("simulated hardware has no outputs in FP8; torchao asked for an output_scale. Use accumulate 'native'.")
     by = active()

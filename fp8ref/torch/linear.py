@@ -1,8 +1,21 @@
-"""fp8ref's own linear layer: three GEMMs by any recipe (SEMANTICS L), for those that torchao's Float8Linear does not run."""
+"""fp8ref's own linear layer: three GEMMs by any recipe (SEMANTICS L).
+
+It runs the recipes that torchao's linear cannot.
+
+Of an input x [M, K], a weight w [N, K] and a grad_output g [M, N], each cast to FP8 as the recipe
+says:
+
+    output      = x @ w.T    [M, K] @ [K, N] -> [M, N]
+    grad_input  = g @ w      [M, N] @ [N, K] -> [M, K]
+    grad_weight = g.T @ x    [N, M] @ [M, K] -> [N, K]
+
+``_forward`` and ``_backward`` compute them, from operands that ``_operand`` casts.
+"""
 
 import functools
 import importlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -14,24 +27,30 @@ from fp8ref.torch import delayed, gemm, linear_input, scales, scaling
 from fp8ref.torch.scaling import Quantized
 
 Operand = torch.Tensor | Quantized
-# Called with (which, a, b, out) of every FP8 GEMM, while it runs eagerly; see ``observing``.
+# Each is called with (which, a, b, out) of every FP8 GEMM that runs eagerly (``gemm_observer``).
 observers: list[Callable[[Gemm, Quantized, Quantized, torch.Tensor], None]] = []
 
 
 class Linear(nn.Linear):
-    """An nn.Linear whose GEMMs follow a recipe: any that ``check_recipe`` takes, those with delayed scaling or scales of blocks too.
+    """An nn.Linear whose GEMMs follow a recipe, delayed scaling and block scales included.
 
-    Shapes:   x [..., K], weight [N, K] and bias [N]; output [..., N] of x's dtype. A weight of another dtype is refused, but under
-              torch.autocast all are taken in its dtype, and observed so (L-7).
-    Order:    leading dims flatten to M; SEMANTICS L-2, L-3, L-6; the bias is added to the rounded output (G-15, round_then_bias).
-    State:    ``states[role]`` of every role with delayed scaling; read during a step, rolled by ``delayed.update``. Only where gradients
-              are enabled and the module is in training mode is anything observed.
+    Shapes:   x [..., K], weight [N, K] and bias [N]; output [..., N] of x's dtype. The weight has
+              x's dtype; under torch.autocast both are cast to its dtype, and amaxes are observed in
+              it (L-7).
+    Order:    leading dims flatten to M; SEMANTICS L-2, L-3, L-6; the bias is added to the rounded
+              output (G-15, round_then_bias).
+    State:    ``states[role]`` of every role with delayed scaling; read during a step, rolled by
+              ``delayed.update``. Amaxes are observed only if gradients are enabled and the module
+              is in training mode.
     Gradient: once; a backward pass with create_graph=True is refused (L-8).
-    group     name of the process group whose ranks hold parts of one input and one grad_output: amaxes, and what ``delayed.update``
-              takes, are theirs together (P-2, scope global). None: this rank's alone.
+    group     name of the process group whose ranks hold parts of one input and one grad_output, and
+              share their amaxes and what ``delayed.update`` takes (P-2, scope global). None: this
+              rank alone.
     fqn       its name in the model that was converted, for errors.
-    Specials: as ``scaling.quantize`` and ``gemm.matmul``: under policy torchao a NaN or Inf makes NaN of every output that its scale reaches.
-    Raises:   ValueError: a recipe that ``check_recipe`` refuses; in the forward pass another K, dtype or device than the weight's, or no rows.
+    Specials: as ``scaling.quantize`` and ``gemm.matmul``: under policy torchao a NaN or Inf makes
+              NaN of every output that its scale reaches.
+    Raises:   ValueError: a recipe that ``check_recipe`` refuses; in the forward pass an input of
+              another K, dtype or device than the weight's, or without rows.
     """
 
     fqn: str = ""
@@ -49,14 +68,17 @@ class Linear(nn.Linear):
     ) -> None:
         super().__init__(in_features, out_features, bias=bias, device=device, dtype=dtype)
         self.recipe, self.group = check_recipe(recipe), group
-        self._multiply = _multiply(self.recipe, group)
+        self._multiply = _bind(_Spec(self.recipe, group))
         self.states = nn.ModuleDict(
             {role: delayed.RoleState(fmt, config, self.weight.device, group) for role, (fmt, config) in delayed.casts(self.recipe).items()}
         )
 
     @classmethod
     def of(cls, linear: nn.Linear, recipe: str | Recipe, group: str | None = None) -> "Linear":
-        """An existing nn.Linear's parameters, themselves, in a Linear of this recipe. ValueError as ``check_recipe``."""
+        """A Linear of this recipe with the Parameters of an existing nn.Linear.
+
+        ValueError as ``check_recipe``.
+        """
         made = cls(linear.in_features, linear.out_features, recipe, bias=False, group=group, device="meta")
         made.weight, made.bias = linear.weight, linear.bias
         for state in made.states.values():
@@ -64,29 +86,32 @@ class Linear(nn.Linear):
         return made.train(linear.training)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """output [..., N] of input [..., K]; ValueError as ``linear_input.taken`` and ``linear_input.weight``."""
+        """output [..., N] of input [..., K]. ValueError as in linear_input."""
         x = linear_input.taken(input, self)
         w = linear_input.weight(self, x)
         observes = torch.is_grad_enabled() and self.training
         states = [self.state(role) for role in ROLES]
         if observes:
             for state, tensor in zip(states[:2], (x, w), strict=True):
-                if state and not isinstance(tensor, Float8TrainingTensor):  # of such a weight its shards were seen (sharding.FP8Gather)
+                # Of a weight gathered as codes, fp8_gather.FP8Gather has observed this rank's shard
+                # already.
+                if state and not isinstance(tensor, Float8TrainingTensor):
                     state.see(tensor)
-        past = [state.scale if state else None for state in states]
+        delayed_scales = [state.scale if state else None for state in states]
         seen = states[-1].seen if observes and states[-1] else None
-        y = self._multiply.apply(x, w, seen, *past)
+        y = self._multiply.apply(x, w, seen, *delayed_scales)
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
     def __getstate__(self) -> dict:
-        return {key: value for key, value in vars(self).items() if key != "_multiply"}  # a class that pickle does not find
+        # Without the class of _bind, which pickle cannot find.
+        return {key: value for key, value in vars(self).items() if key != "_multiply"}
 
     def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)
-        self._multiply = _multiply(self.recipe, self.group)
+        self._multiply = _bind(_Spec(self.recipe, self.group))
 
     def state(self, role: Role) -> delayed.RoleState | None:
-        """The state of a role that is scaled by its past; None of any other."""
+        """The state of a role with delayed scaling; None of any other."""
         if role not in self.states:
             return None
         return self.states[role]  # type: ignore[return-value]
@@ -95,105 +120,155 @@ class Linear(nn.Linear):
         return f"{super().extra_repr()}, recipe={self.recipe.name}"
 
 
+@dataclass(frozen=True)
+class _Spec:
+    """The constants of a linear: its recipe, and the process group that shares amaxes, or None."""
+
+    recipe: Recipe
+    group: str | None
+
+    @functools.cached_property
+    def cast_once(self) -> dict[Role, CastSpec | None]:
+        """The cast of each role whose two GEMMs take the same codes (L-3); None of any other."""
+        first = {"input": self.recipe.output.a, "weight": self.recipe.output.b, "grad_output": self.recipe.grad_input.a}
+        return {role: first[role] if self.recipe.serves_both(role) else None for role in ROLES}
+
+
 @functools.cache
-def _multiply(recipe: Recipe, group: str | None) -> type[torch.autograd.Function]:
-    """x [..., K] by w [N, K]. A class for each recipe and group: what a compiled graph calls takes tensors and numbers only."""
-    first = {"input": recipe.output.a, "weight": recipe.output.b, "grad_output": recipe.grad_input.a}
-    once: dict[Role, CastSpec | None] = {
-        role: first[role] if recipe.serves_both(role) else None for role in ROLES
-    }  # cast once, kept as codes
+def _bind(spec: _Spec) -> type[torch.autograd.Function]:
+    """x [..., K], w [N, K] -> [..., N] by a spec, as an autograd.Function.
 
-    def operand(which: Gemm, role: Role, x: Operand, past: Sequence[torch.Tensor | None]) -> Operand:
-        """What a GEMM takes of a role: cast along the axis that it reduces, but for what was cast already, and as it is in high precision."""
-        at = OPERANDS[which].index(role)
-        axis, spec = REDUCED_AXES[which][at] - 2, (recipe.gemms[which].a, recipe.gemms[which].b)[at]
-        if isinstance(x, Quantized):
-            return x._replace(axis=axis)
-        if spec is None:
-            return x
-        scale = past[ROLES.index(role)]
-        if scale is not None:
-            return scaling.quantize_with(x, scale, spec.fmt, granularity=spec.granularity, axis=axis)
-        # Ranks cut M: they share the scale of a tensor and of a row along M, and nothing of a row along K or N, of a block or of a weight (P-5).
-        shared = role != "weight" and (spec.granularity == "tensorwise" or (spec.granularity == "rowwise" and axis == -2))
-        over = group if shared else None
-        return scaling.quantize(x, spec.fmt, granularity=spec.granularity, policy=spec.policy, axis=axis, group=over)
+    A class for each spec: a compiled graph calls it with tensors only. Were the spec an argument,
+    dynamo would rebuild it from proxies of its fields, which the checks in Recipe and CastSpec
+    cannot read (torch 2.13).
+    """
 
-    def multiply(which: Gemm, operands: Sequence[Operand], dtype: torch.dtype) -> torch.Tensor:
-        spec = recipe.gemms[which]
-        a, b = operands
-        if isinstance(a, Quantized) and isinstance(b, Quantized):
-            assert spec.accumulate is not None
-            out_dtype = gemm.output_dtype(spec, dtype)
-            out = gemm.matmul(a, b, accumulate=spec.accumulate, epilogue=spec.epilogue, out_dtype=out_dtype).to(dtype)
-            for observer in observers:
-                observer(which, a, b, out)
-            return out
-        assert isinstance(a, torch.Tensor)
-        assert isinstance(b, torch.Tensor)
-        first, second = (axis - 2 for axis in REDUCED_AXES[which])
-        return gemm.matmul_hp(a, b, axes=(first, second))
-
-    def kept(q: Operand) -> tuple[torch.Tensor, ...]:
-        assert isinstance(q, Quantized)
-        return q.codes, q.scale, q.scale_inv
-
-    @torch._dynamo.allow_in_graph  # AOTAutograd traces into it; dynamo alone would refuse what backward writes into seen
+    # AOTAutograd traces into it. Dynamo would refuse that its backward pass writes into seen.
+    @torch._dynamo.allow_in_graph
     class Multiply(torch.autograd.Function):
-        """past: the scales, of ROLES, that a state holds; seen: where grad_output's observation is merged."""
-
         @staticmethod
         @linear_input.without_autocast
-        def forward(ctx, x: torch.Tensor, w: torch.Tensor, seen: torch.Tensor | None, *past: torch.Tensor | None) -> torch.Tensor:
-            rows = x.reshape(-1, x.shape[-1])
-            a = operand("output", "input", rows, past)
-            b = operand("output", "weight", _gathered(w, once["weight"]) if isinstance(w, Float8TrainingTensor) else w, past)
-            ctx.save_for_backward(*(kept(a) if once["input"] else (rows,)), *(kept(b) if once["weight"] else (w,)), *past)
-            ctx.seen = seen  # not saved: other uses of the layer merge into it before the backward pass
-            return multiply("output", (a, b), x.dtype).reshape(*x.shape[:-1], len(w))
+        def forward(ctx, x: torch.Tensor, w: torch.Tensor, seen: torch.Tensor | None, *delayed_scales: torch.Tensor | None) -> torch.Tensor:
+            return _forward(ctx, spec, x, w, seen, delayed_scales)
 
         @staticmethod
         @linear_input.without_autocast
         def backward(ctx, grad_output: torch.Tensor):
-            if torch.is_grad_enabled():  # autograd would follow neither codes nor what makes them
-                raise ValueError(
-                    "gradients of a linear in FP8 are not differentiated again (L-8); got create_graph=True. Leave it out, or keep the linears "
-                    "of the model in high precision by filter_fqns."
-                )
-            saved = iter(ctx.saved_tensors)
-            of_input, of_weight = (
-                Quantized(next(saved), next(saved), next(saved), spec.fmt, spec.granularity, -1) if spec else next(saved)
-                for spec in (once["input"], once["weight"])
-            )
-            past = list(saved)
-            rows = grad_output.reshape(-1, grad_output.shape[-1])
-            if ctx.seen is not None:
-                delayed.merge_(ctx.seen, rows)
-            g: Operand = operand("grad_input", "grad_output", rows, past) if once["grad_output"] else rows
-            grad_input = grad_weight = None
-            if ctx.needs_input_grad[0]:
-                operands = operand("grad_input", "grad_output", g, past), operand("grad_input", "weight", of_weight, past)
-                grad_input = multiply("grad_input", operands, rows.dtype)
-                grad_input = grad_input.reshape(*grad_output.shape[:-1], grad_input.shape[-1])
-            if ctx.needs_input_grad[1]:
-                operands = operand("grad_weight", "grad_output", g, past), operand("grad_weight", "input", of_input, past)
-                grad_weight = multiply("grad_weight", operands, rows.dtype)
-            return grad_input, grad_weight, *(None for _ in ctx.needs_input_grad[2:])
+            return _backward(ctx, spec, grad_output)
 
     return Multiply
 
 
-def _gathered(w: Float8TrainingTensor, spec: CastSpec | None) -> Quantized:
-    """A weight that came as codes and one scale."""
-    assert spec is not None
-    return Quantized(w._data, w._scale, w._scale.reciprocal(), spec.fmt, spec.granularity, -1)
+def _forward(
+    ctx, spec: _Spec, x: torch.Tensor, w: torch.Tensor, seen: torch.Tensor | None, delayed_scales: Sequence[torch.Tensor | None]
+) -> torch.Tensor:
+    """output [..., N] of x [..., K] and w [N, K].
+
+    seen            float32 [3], into which the backward pass merges the amax observation of
+                    grad_output; or None.
+    delayed_scales  of each of ROLES, the scale that its state holds; None of a role that scales by
+                    its own amax.
+    """
+    rows = x.reshape(-1, x.shape[-1])  # [M, K]
+    a = _operand(spec, "output", "input", rows, delayed_scales)
+    b = _operand(spec, "output", "weight", _gathered(w, spec) if isinstance(w, Float8TrainingTensor) else w, delayed_scales)
+    # Codes of a weight that FSDP2 gathered are a view of its buffer, which it fills again before
+    # the backward pass.
+    saved_a, saved_b = _tensors(a) if spec.cast_once["input"] else (rows,), _tensors(b) if spec.cast_once["weight"] else (w,)
+    ctx.save_for_backward(*saved_a, *saved_b, *delayed_scales)
+    # An attribute, not a saved tensor: other uses of the layer may write it before the backward
+    # pass, which autograd would refuse.
+    ctx.seen = seen
+    output = _gemm(spec, "output", a, b, x.dtype)  # [M, K] @ [K, N] -> [M, N]
+    return output.reshape(*x.shape[:-1], len(w))
+
+
+def _backward(ctx, spec: _Spec, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    """grad_input [..., K] and grad_weight [N, K] of grad_output [..., N]; None where not needed."""
+    if torch.is_grad_enabled():  # autograd would follow neither codes nor scales
+        raise ValueError(
+            "gradients of a linear in FP8 are not differentiated again (L-8); got create_graph=True. Leave it out, or keep the linears "
+            "of the model in high precision by filter_fqns."
+        )
+    saved = iter(ctx.saved_tensors)
+    x, w = (
+        Quantized(next(saved), next(saved), next(saved), cast.fmt, cast.granularity, -1) if cast else next(saved)
+        for cast in (spec.cast_once["input"], spec.cast_once["weight"])
+    )
+    delayed_scales = list(saved)
+    rows = grad_output.reshape(-1, grad_output.shape[-1])  # [M, N]
+    if ctx.seen is not None:
+        delayed.merge_(ctx.seen, rows)
+    g: Operand = _operand(spec, "grad_input", "grad_output", rows, delayed_scales) if spec.cast_once["grad_output"] else rows
+    grad_input = grad_weight = None
+    if ctx.needs_input_grad[0]:
+        a = _operand(spec, "grad_input", "grad_output", g, delayed_scales)
+        b = _operand(spec, "grad_input", "weight", w, delayed_scales)
+        grad_input = _gemm(spec, "grad_input", a, b, rows.dtype)  # [M, N] @ [N, K] -> [M, K]
+        grad_input = grad_input.reshape(*grad_output.shape[:-1], grad_input.shape[-1])
+    if ctx.needs_input_grad[1]:
+        a = _operand(spec, "grad_weight", "grad_output", g, delayed_scales)
+        b = _operand(spec, "grad_weight", "input", x, delayed_scales)
+        grad_weight = _gemm(spec, "grad_weight", a, b, rows.dtype)  # [N, M] @ [M, K] -> [N, K]
+    return grad_input, grad_weight, *(None for _ in ctx.needs_input_grad[2:])
+
+
+def _operand(spec: _Spec, which: Gemm, role: Role, x: Operand, delayed_scales: Sequence[torch.Tensor | None]) -> Operand:
+    """A role's tensor as a GEMM takes it: cast along its reduced axis, or in high precision.
+
+    Codes that were cast once for both GEMMs only change their reduced axis: one scale serves
+    either.
+    """
+    at = OPERANDS[which].index(role)
+    axis, cast = REDUCED_AXES[which][at] - 2, (spec.recipe.gemms[which].a, spec.recipe.gemms[which].b)[at]
+    if isinstance(x, Quantized):
+        return x._replace(axis=axis)
+    if cast is None:
+        return x
+    scale = delayed_scales[ROLES.index(role)]
+    if scale is not None:
+        return scaling.quantize_with(x, scale, cast.fmt, granularity=cast.granularity, axis=axis)
+    # Ranks cut M. They share the scale of a whole tensor, and of a row along M. They share no scale
+    # of a row along K or N, of a block, or of a weight, which every rank holds whole (P-5).
+    shared = role != "weight" and (cast.granularity == "tensorwise" or (cast.granularity == "rowwise" and axis == -2))
+    group = spec.group if shared else None
+    return scaling.quantize(x, cast.fmt, granularity=cast.granularity, policy=cast.policy, axis=axis, group=group)
+
+
+def _gemm(spec: _Spec, which: Gemm, a: Operand, b: Operand, dtype: torch.dtype) -> torch.Tensor:
+    """Multiply a and b along the axes that a GEMM reduces; the result is in dtype."""
+    gemm_spec = spec.recipe.gemms[which]
+    if isinstance(a, Quantized) and isinstance(b, Quantized):
+        assert gemm_spec.accumulate is not None
+        out_dtype = gemm.output_dtype(gemm_spec, dtype)
+        out = gemm.matmul(a, b, accumulate=gemm_spec.accumulate, epilogue=gemm_spec.epilogue, out_dtype=out_dtype).to(dtype)
+        for observer in observers:
+            observer(which, a, b, out)
+        return out
+    assert isinstance(a, torch.Tensor)
+    assert isinstance(b, torch.Tensor)
+    first, second = (axis - 2 for axis in REDUCED_AXES[which])
+    return gemm.matmul_hp(a, b, axes=(first, second))
+
+
+def _gathered(w: Float8TrainingTensor, spec: _Spec) -> Quantized:
+    """A weight [N, K] that FSDP2 gathered as codes and one scale."""
+    cast = spec.cast_once["weight"]
+    assert cast is not None
+    return Quantized(w._data, w._scale, w._scale.reciprocal(), cast.fmt, cast.granularity, -1)
+
+
+def _tensors(q: Operand) -> tuple[torch.Tensor, ...]:
+    """The tensors of a Quantized, in the order in which ``_backward`` reads them."""
+    assert isinstance(q, Quantized)
+    return q.codes, q.scale, q.scale_inv
 
 
 def check_recipe(recipe: str | Recipe) -> Recipe:
     """The recipe, if ``Linear`` runs it.
 
-    Raises:   ValueError: operands of a GEMM whose scales cover different lengths of K; an epilogue, policy or delayed scaling that this backend
-              does not implement.
+    Raises:   ValueError: operands of a GEMM whose scales cover different lengths of K; an epilogue,
+              policy or delayed scaling that this backend does not implement.
     """
     recipe = recipes.by_name(recipe)
     delayed.casts(recipe)
@@ -202,6 +277,7 @@ def check_recipe(recipe: str | Recipe) -> Recipe:
 
 
 def __getattr__(name: str):
-    if name in ("check_model", "convert", "deconvert", "weights"):  # which were here, and whose module needs this one
+    # Public names of this module that live in convert, which imports this one.
+    if name in ("check_model", "convert", "deconvert", "weights"):
         return getattr(importlib.import_module("fp8ref.torch.convert"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""What a linear in FP8 takes: its input checked, and under torch.autocast cast as F.linear casts it (SEMANTICS L-7)."""
+"""Check the input of an FP8 linear, and cast it under torch.autocast as F.linear does (L-7)."""
 
 import functools
 from collections.abc import Callable
@@ -13,22 +13,26 @@ KINDS = frozenset(kind for kind in ("cpu", "cuda", "xpu", "mps", "hpu", "mtia") 
 
 
 def autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
-    """What torch.autocast has linears of this tensor's device compute in; None outside of it."""
-    kind = x.device.type  # looked up among KINDS, since dynamo of torch 2.11 does not trace is_autocast_available
+    """The dtype of linears under torch.autocast on x's device; None outside of autocast."""
+    # looked up among KINDS, since dynamo of torch 2.11 does not trace is_autocast_available
+    kind = x.device.type
     return torch.get_autocast_dtype(kind) if kind in KINDS and torch.is_autocast_enabled(kind) else None
 
 
 class Named(Protocol):
-    """A linear with its name. Names are read for errors alone: a graph that reads one is of that linear only."""
+    """A linear with its name.
+
+    Only errors read the name: a compiled graph that read it would be of that linear only.
+    """
 
     fqn: str
     weight: torch.Tensor
 
 
 def taken(x: torch.Tensor, linear: Named, *, empty: bool = False) -> torch.Tensor:
-    """The input x [..., K] of a linear of weight w [N, K], in the autocast dtype where there is one.
+    """Check the input x [..., K] of a linear, and cast it to the autocast dtype if there is one.
 
-    empty     whether it may have no rows, of which there is no amax (S-7).
+    empty     whether x may have no rows. An empty tensor has no amax (S-7).
     Raises:   ValueError: another K; another device; x not float32, float16 or bfloat16; no rows.
     """
     w = linear.weight
@@ -47,7 +51,9 @@ def taken(x: torch.Tensor, linear: Named, *, empty: bool = False) -> torch.Tenso
 
 
 def weight(linear: Named, x: torch.Tensor) -> torch.Tensor:
-    """A linear's weight in the dtype of the input x that was ``taken``. One that was gathered as codes is left as it is.
+    """A linear's weight in the dtype of an input x that ``taken`` returned.
+
+    A weight gathered as codes is left as it is.
 
     Raises:   ValueError: outside of autocast, another dtype than the input's.
     """
@@ -64,7 +70,7 @@ def _name(linear: Named) -> str:
 
 
 def without_autocast(pass_: Callable) -> Callable:
-    """A forward or backward pass (ctx, tensor, ...) of which every operation runs in the dtypes that it is given."""
+    """Wrap a forward or backward pass (ctx, tensor, ...): autocast changes no dtype in it."""
 
     @functools.wraps(pass_)
     def run(ctx, x: torch.Tensor, *more):

@@ -1,27 +1,31 @@
-"""A model in FP8 on one device or a mesh of them: every step of it, in the one order that works (SEMANTICS P-12).
+"""Convert, cut, compile and shard a model, in the one order that works (SEMANTICS P-12).
 
     mesh = init_device_mesh("cuda", (2, 4), mesh_dim_names=("data", "fsdp"))
     model = parallelize(model, "tensorwise", mesh=mesh, blocks=model.layers)
-    optimizer = torch.optim.AdamW(model.parameters())       # after it: fully_shard replaces parameters
+    optimizer = torch.optim.AdamW(model.parameters())  # afterwards: fully_shard replaces parameters
 
-1 convert; 2 tensor parallelism; of each block's forward, 3 checkpointing and 4 torch.compile; 5 fully_shard each block, then the model;
-6 FP8 gather; then the caller's optimizer, and loading. Scales need no step of their own: they are computed where a forward pass begins.
+1 convert; 2 tensor parallelism; 3 checkpoint and 4 compile each block's forward; 5 fully_shard each
+block, then the model; 6 FP8 gather. The caller then builds the optimizer and loads weights. Scales
+need no step: they are computed where a forward pass begins.
 """
 
 import functools
+import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
-from torch import nn
+from torch import distributed, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from fp8ref import recipe as recipes
 from fp8ref.recipe import Recipe
-from fp8ref.torch import block_gemm, convert, fsdp, hardware, parallel_checks, reduction, tensor_parallel
+from fp8ref.torch import block_gemm, convert, fsdp, hardware, tensor_parallel
+from fp8ref.torch.model_checks import check_model, check_no_optimizer
 
 Checkpointing = Literal["none", "selective", "full"]
 Compile = Literal["none", "block", "model"]
@@ -29,7 +33,8 @@ Scope = Literal["local", "global"]
 Source = Literal["compute", "master"]
 AXES = ("data", "fsdp", "tensor")
 _aten = torch.ops.aten
-# What selective checkpointing keeps: the results of matrix products and attention, which cost most to make again.
+# Operators whose results selective checkpointing keeps: matrix products and attention cost most to
+# recompute.
 KEPT = {
     _aten.mm.default,
     _aten._scaled_mm.default,
@@ -65,102 +70,142 @@ def parallelize(
 ) -> nn.Module:
     """Convert, checkpoint, compile and shard a model, in place.
 
-    mesh        of dims named data (copies of the weights), fsdp (parts of them) and tensor (parts of every linear), in this order, data
-                only with fsdp; None: one device.
-    model       may lie on the meta device: give it memory (``to_empty``) and load its weights afterwards.
-    blocks      the modules of it that are checkpointed, compiled and gathered one at a time.
+    mesh        of dims named data (copies of the weights), fsdp (shards of them) and tensor (parts
+                of every linear), in this order, data only with fsdp. None: one device.
+    model       may be on the meta device: give it memory (``to_empty``) and load its weights
+                afterwards.
+    blocks      its modules that are checkpointed, compiled and gathered one at a time.
     filter_fqns, fp8_fqns
-                as ``linear.convert``.
-    amax_scope  whose amaxes scale input and grad_output: each rank's own, torchao's meaning, or all ranks' (P-2). Delayed scaling keeps one
-                state for all ranks, so takes ``global``.
+                as ``convert.convert``.
+    amax_scope  whose amaxes scale input and grad_output: each rank's own, as in torchao (local), or
+                all ranks' (global, P-2). Delayed scaling keeps one state for all ranks, and needs
+                global.
     sequence, tensor_plan
-                as ``tensor.parallelize``.
+                as sequence and plan of ``tensor_parallel.parallelize``.
     checkpointing
-                ``full`` keeps a block's inputs and runs it again in the backward pass; ``selective`` keeps the results of KEPT too.
+                ``full`` keeps a block's inputs and recomputes the rest in the backward pass;
+                ``selective`` also keeps the results of KEPT.
     compile, compile_backend
-                by torch.compile, without graph breaks: each ``block``'s forward, or the whole ``model``'s, which is then gathered in one
-                piece: FSDP2 gathers in hooks, which no graph contains (``traced`` gathers in the graph).
+                torch.compile of each ``block``'s forward, or of the whole ``model``'s, without
+                graph breaks. The whole model is gathered in one piece: FSDP2 gathers in hooks,
+                which no graph contains (``compiled_fsdp`` gathers in the graph).
     gather_fp8, precompute_scales, fp8_from
-                weights in FP8, as ``gather.gather_in_fp8``; fp8_from: from shards rounded to param_dtype, or from the masters.
+                gather weights in FP8, as ``fsdp.gather_in_fp8``: from shards rounded to param_dtype
+                (compute), or from the masters (master).
     ordered_reduction
-                gradients are summed in rank order, whatever the backend does (P-13).
-    param_dtype what parameters are rounded to as they are gathered; gradients are reduced in float32.
-    keep_dtype  modules of it, such as an embedding table, whose parameters are used as they are.
-    Ranks       start from the same weights, as FSDP2 asks; along data that is looked at.
-    Raises:     ValueError, before anything is changed: as ``linear.convert`` and ``tensor.parallelize``; an option of another value; blocks
-                that are not the model's, or named twice; a mesh of other dims; a model that is compiled or sharded already; an optimizer
-                that was built before; delayed scaling of scope local; under compile='model', modules that are, or by keep_dtype would be,
-                sharded by themselves. As ``gather.gather_in_fp8``, and of copies with other weights, after the model was sharded.
+                sum gradients in rank order, on any backend (P-13).
+    param_dtype parameters are rounded to it as they are gathered; gradients are reduced in float32.
+    keep_dtype  modules, such as an embedding table, whose parameters are not rounded.
+    Ranks       start from the same weights, as FSDP2 requires; along data it is checked.
+    Raises:     ValueError, before anything is changed: as ``convert.convert`` and
+                ``tensor_parallel.parallelize``; an unknown value of an option; blocks that are not
+                the model's, or named twice; a mesh of other dims; a model that is compiled or
+                sharded already; an optimizer that was built before; delayed scaling of scope local;
+                under compile='model', modules that are, or by keep_dtype would be, sharded by
+                themselves. After the model was sharded: as ``fsdp.gather_in_fp8``; copies with
+                different weights.
     """
     recipe, blocks, keep_dtype = recipes.by_name(recipe), list(blocks), list(keep_dtype)
-    parallel_checks.options(
+    _check_values(
         amax_scope=(amax_scope, Scope),
         checkpointing=(checkpointing, Checkpointing),
         compile=(compile, Compile),
         fp8_from=(fp8_from, Source),
     )
-    parallel_checks.modules(model, blocks, keep_dtype)
-    if not blocks and (checkpointing != "none" or compile == "block"):
-        raise ValueError(
-            f"checkpointing and compile='block' are of blocks; got {checkpointing!r} and {compile!r} without any. Name blocks."
-        )
-    batch, tensor_mesh = (None, None) if mesh is None else _parts(mesh)
+    _check_modules(model, blocks, keep_dtype)
+    _check_blocks(blocks, checkpointing, compile)
+    batch, by_tensor = (None, None) if mesh is None else _parts(mesh)
     if compile == "model":
-        parallel_checks.whole(model, keep_dtype if batch is not None else [])
-    convert.check_model(model, "Parallelise a model first, then {} it; and once")
-    if (sequence or tensor_plan is not None) and (mesh is None or "tensor" not in (mesh.mesh_dim_names or ())):
-        raise ValueError(
-            "sequence and tensor_plan cut linears over a mesh with a dim named tensor; there is none. Add it, or leave them out."
-        )
+        _check_one_graph(model, keep_dtype if batch is not None else [])
+    check_model(model, "Parallelise a model first, then {} it; and once")
+    if sequence or tensor_plan is not None:
+        _check_tensor_dim(mesh)
     if mesh is not None:
-        parallel_checks.check_none_holds(model)
-    if batch is not None and ordered_reduction and batch.ndim == 2 and batch.size(0) > 2:
-        raise ValueError(
-            f"ordered_reduction adds over fsdp in rank order, and over at most 2 along data; got {batch.size(0)}. Make data 1 or 2."
-        )
-    if batch is not None and amax_scope == "local" and recipes.delayed_casts(recipe):
-        raise ValueError(f"recipe {recipe.name!r} keeps one state for all ranks, of amaxes of all; got amax_scope='local'. Use 'global'.")
+        check_no_optimizer(model)
+    if batch is not None:
+        _check_batch(recipe, batch, amax_scope, ordered_reduction)
+
+    # 1 convert
     group = _group(batch) if batch is not None and amax_scope == "global" and recipe.fp8 else None
     model = convert.convert(model, recipe, filter_fqns=filter_fqns, fp8_fqns=fp8_fqns, amax_group=group)
-    if tensor_mesh is not None:
-        try:
-            tensor_parallel.parallelize(model, tensor_mesh, sequence=sequence, plan=tensor_plan)
-        except ValueError:
-            if recipe.fp8:  # otherwise what is FP8 was so before
-                convert.deconvert(model)
-            raise
+    # 2 tensor parallelism, of whole linears
+    if by_tensor is not None:
+        _cut_linears(model, recipe, by_tensor, sequence, tensor_plan)
+    # 3 checkpointing, and 4 torch.compile around it
     for block in blocks:
-        forward = _checkpointed(block.forward, checkpointing)
-        if compile == "block":
-            forward = torch.compile(forward, fullgraph=True, backend=compile_backend)
-        block.forward = forward  # within FSDP2's hooks, which dynamo would skip
-    if compile == "model":
-        model.forward = torch.compile(model.forward, fullgraph=True, backend=compile_backend)
+        block.forward = _checkpointed(block.forward, checkpointing)
+    _compile_forwards(model, blocks, compile, compile_backend)
     if batch is None:
         return model
-    policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    as_is = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
-    for module in keep_dtype:
-        fully_shard(module, mesh=batch, mp_policy=as_is, reshard_after_forward=False)  # a tied table is used again after its own forward
-    for module in (model,) if compile == "model" else (*blocks, model):
-        # The model too: what stays gathered after an evaluation would be the weights as they were then.
-        fully_shard(module, mesh=batch, mp_policy=policy, reshard_after_forward=True)
-    if batch.ndim == 2:
-        parallel_checks.copies(model, batch)
+    # 5 fully_shard, around compiled forwards
+    _shard(model, [] if compile == "model" else blocks, keep_dtype, batch, param_dtype)
     if ordered_reduction:
-        reduction.order(model)
+        fsdp.sum_in_rank_order(model)
+    # 6 FP8 gather, of units that exist
     if gather_fp8 and recipe.fp8 and recipe.serves_both("weight"):
         fsdp.gather_in_fp8(model, dtype=param_dtype if fp8_from == "compute" else None, precompute=precompute_scales)
     else:
-        model.register_forward_pre_hook(fsdp.recover, prepend=True)  # as an FP8 gather does where a forward pass begins
+        # gather_in_fp8 recovers by itself.
+        model.register_forward_pre_hook(fsdp.recover, prepend=True)
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            module.register_forward_pre_hook(parallel_checks.eager, prepend=True)  # before all other hooks, of which dynamo leaves some out
+            # Before all other hooks, some of which dynamo leaves out.
+            module.register_forward_pre_hook(_refuse_tracing, prepend=True)
     return model
 
 
+def _cut_linears(
+    model: nn.Module, recipe: Recipe, mesh: DeviceMesh, sequence: bool, plan: Mapping[str, tensor_parallel.Style] | None
+) -> None:
+    """Tensor parallelism of a converted model. If it is refused, the conversion is undone."""
+    try:
+        tensor_parallel.parallelize(model, mesh, sequence=sequence, plan=plan)
+    except ValueError:
+        if recipe.fp8:  # under 'bf16' nothing was converted: FP8 linears, if any, are the caller's
+            convert.deconvert(model)
+        raise
+
+
+def _checkpointed(forward: Callable, how: Checkpointing) -> Callable:
+    """A block's forward under activation checkpointing."""
+    if how == "none":
+        return forward
+
+    def policy(context, op, *args, **kwargs) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE if op in KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+
+    options: dict[str, Any] = {"context_fn": functools.partial(create_selective_checkpoint_contexts, policy)} if how == "selective" else {}
+    return functools.partial(checkpoint, forward, use_reentrant=False, **options)
+
+
+def _compile_forwards(model: nn.Module, blocks: Sequence[nn.Module], compile: Compile, backend: str | Callable) -> None:
+    """Compile forward methods, not modules: FSDP2's hooks, which dynamo skips, stay around them."""
+    for module in {"none": (), "block": blocks, "model": (model,)}[compile]:
+        module.forward = torch.compile(module.forward, fullgraph=True, backend=backend)
+
+
+def _shard(
+    model: nn.Module, blocks: Sequence[nn.Module], keep_dtype: Sequence[nn.Module], mesh: DeviceMesh, param_dtype: torch.dtype
+) -> None:
+    """fully_shard modules of keep_dtype, then blocks, then the model.
+
+    ValueError if copies along data have other weights.
+    """
+    policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    as_is = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
+    for module in keep_dtype:
+        # A tied embedding table is used again after its own forward, so it stays gathered.
+        fully_shard(module, mesh=mesh, mp_policy=as_is, reshard_after_forward=False)
+    for module in (*blocks, model):
+        # Reshard the model too: weights that an evaluation left gathered would be those of that
+        # time.
+        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+    if mesh.ndim == 2:
+        _check_copies(model, mesh)
+
+
 def _parts(mesh: DeviceMesh) -> tuple[DeviceMesh | None, DeviceMesh | None]:
-    """Of a mesh, the ranks that share a batch and those that share a linear; None where it is one rank."""
+    """Split a mesh into ranks that share a batch, and a linear; None for a single rank."""
     names = mesh.mesh_dim_names or ()
     if not names or names != tuple(axis for axis in AXES if axis in names) or ("data" in names and "fsdp" not in names):
         raise ValueError(
@@ -175,15 +220,92 @@ def _parts(mesh: DeviceMesh) -> tuple[DeviceMesh | None, DeviceMesh | None]:
 
 
 def _group(batch: DeviceMesh) -> ProcessGroup:
+    """All ranks that share a batch: of data and fsdp together."""
     return batch.get_group() if batch.ndim == 1 else batch._flatten("batch").get_group()
 
 
-def _checkpointed(forward: Callable, how: Checkpointing) -> Callable:
-    if how == "none":
-        return forward
+def _check_values(**given: tuple[object, Any]) -> None:
+    """ValueError for an option whose value is not one of its Literal's."""
+    for name, (value, allowed) in given.items():
+        if value not in get_args(allowed):
+            raise ValueError(f"{name} is one of {', '.join(get_args(allowed))}; got {value!r}. Spell one of them.")
 
-    def policy(context, op, *args, **kwargs) -> CheckpointPolicy:
-        return CheckpointPolicy.MUST_SAVE if op in KEPT else CheckpointPolicy.PREFER_RECOMPUTE
 
-    options: dict[str, Any] = {"context_fn": functools.partial(create_selective_checkpoint_contexts, policy)} if how == "selective" else {}
-    return functools.partial(checkpoint, forward, use_reentrant=False, **options)
+def _check_modules(model: nn.Module, blocks: list[nn.Module], keep_dtype: list[nn.Module]) -> None:
+    """ValueError unless blocks and keep_dtype are modules within the model, each named once."""
+    named = [*blocks, *keep_dtype]
+    if not set(model.modules()).difference([model]).issuperset(named):
+        raise ValueError("blocks and keep_dtype are modules within the model. Name them by model.get_submodule.")
+    names = {module: name for name, module in model.named_modules()}
+    twice = [names[module] for i, module in enumerate(named) if module in named[:i]]
+    if twice:
+        raise ValueError(f"a module is one of blocks or of keep_dtype, once; {twice[0]} is named twice. Leave one out.")
+
+
+def _check_blocks(blocks: Sequence[nn.Module], checkpointing: Checkpointing, compile: Compile) -> None:
+    """ValueError for options of blocks without any block."""
+    if not blocks and (checkpointing != "none" or compile == "block"):
+        raise ValueError(
+            f"checkpointing and compile='block' are of blocks; got {checkpointing!r} and {compile!r} without any. Name blocks."
+        )
+
+
+def _check_tensor_dim(mesh: DeviceMesh | None) -> None:
+    """ValueError for options of tensor parallelism without a mesh that has it."""
+    if mesh is None or "tensor" not in (mesh.mesh_dim_names or ()):
+        raise ValueError(
+            "sequence and tensor_plan cut linears over a mesh with a dim named tensor; there is none. Add it, or leave them out."
+        )
+
+
+def _check_batch(recipe: Recipe, batch: DeviceMesh, amax_scope: Scope, ordered_reduction: bool) -> None:
+    """ValueError for a recipe or a reduction that the ranks of a batch cannot have."""
+    if ordered_reduction and batch.ndim == 2 and batch.size(0) > 2:
+        raise ValueError(
+            f"ordered_reduction adds over fsdp in rank order, and over at most 2 along data; got {batch.size(0)}. Make data 1 or 2."
+        )
+    if amax_scope == "local" and recipes.delayed_casts(recipe):
+        raise ValueError(f"recipe {recipe.name!r} keeps one state for all ranks, of amaxes of all; got amax_scope='local'. Use 'global'.")
+
+
+def _check_one_graph(model: nn.Module, keep_dtype: Sequence[nn.Module]) -> None:
+    """ValueError if a graph of the whole forward would contain FSDP units, without their hooks."""
+    nested = [name or "the model" for name, module in model.named_modules() if isinstance(module, FSDPModule)]
+    nested += [name for name, module in model.named_modules() if any(module is kept for kept in keep_dtype)]
+    if nested:
+        raise ValueError(
+            f"compile='model' is of a model that fully_shard shards as one; {nested[0]} is, or with keep_dtype would be, sharded by itself. "
+            "Use compile='block', or compiled_fsdp.shard, whose gathers are in the graph."
+        )
+
+
+def _refuse_tracing(unit: nn.Module, args: tuple) -> None:
+    """Forward pre-hook: ValueError if dynamo traces a unit's call, without FSDP2's hooks."""
+    if torch.compiler.is_dynamo_compiling():
+        raise ValueError(
+            "a fully_shard unit is called within a graph. Use parallelize(compile='block') or 'model', or compiled_fsdp.shard."
+        )
+
+
+def _check_copies(model: nn.Module, mesh: DeviceMesh) -> None:
+    """ValueError unless ranks along data start from the same weights.
+
+    Averaging gradients would keep them different.
+    """
+    shards = {name: _local(p.detach()) for name, p in model.named_parameters()}
+    mine = {name: _digest(shard) for name, shard in shards.items() if not shard.is_meta}
+    found: list = [None] * mesh.size(0)
+    distributed.all_gather_object(found, mine, group=mesh.get_group("data"))
+    apart = [name for name in mine if any(theirs[name] != mine[name] for theirs in found)]
+    if apart:
+        raise ValueError(
+            f"copies of a model start from the same weights; {apart[0]} differs along data. Seed every rank alike, or load one checkpoint."
+        )
+
+
+def _digest(x: torch.Tensor) -> str:
+    return hashlib.sha256(x.contiguous().reshape(-1).view(torch.uint8).cpu().numpy().data).hexdigest()
+
+
+def _local(x: torch.Tensor) -> torch.Tensor:
+    return x.to_local() if isinstance(x, DTensor) else x

@@ -1,4 +1,4 @@
-"""From an amax to the scales of a policy (SEMANTICS S-3, S-4, S-9, S-14)."""
+"""Scales of an amax, by a policy (SEMANTICS S-3, S-4, S-9, S-14)."""
 
 import math
 from typing import NamedTuple
@@ -20,10 +20,11 @@ class Scales(NamedTuple):
 
 
 def scales_from_amax(amax: torch.Tensor, fmt: Format, policy: str | ScalePolicy = "torchao") -> Scales:
-    """scale and scale_inv of a policy (SEMANTICS S-3, S-4, S-9, S-14): the simulator's, bit for bit.
+    """Compute scale and scale_inv from an amax, bit for bit as the simulator (S-3, S-4, S-9, S-14).
 
     Shapes:   amax float32, any shape; both scales float32 of that shape.
-    Order:    RN32(fmt.max / max(amax, eps)), its power of two if asked, RN32(1 / scale); or exactly 2^-k and 2^k under e8m0.
+    Order:    RN32(fmt.max / max(amax, eps)), its power of two if asked, RN32(1 / scale); or exactly
+              2^-k and 2^k under e8m0.
     Specials: zero amax -> RN32(fmt.max / eps); Inf -> 0; NaN -> NaN. e8m0: S-14.
     Raises:   ValueError: a policy that this backend does not implement; a fmt that is not FP8.
     Source:   torchao's amax_to_scale, but for ``mask`` and e8m0.
@@ -39,12 +40,12 @@ def scales_from_amax(amax: torch.Tensor, fmt: Format, policy: str | ScalePolicy 
 
 
 def scale_from_amax(amax: torch.Tensor, fmt: Format, policy: str | ScalePolicy = "torchao") -> torch.Tensor:
-    """The factor that multiplies into FP8: ``scales_from_amax(...).scale``. Shapes, order, specials and what it raises are the same."""
+    """The factor into FP8: ``scales_from_amax(...).scale``, and as that in all else."""
     return scales_from_amax(amax, fmt, policy).scale
 
 
 def implemented(policy: str | ScalePolicy) -> ScalePolicy:
-    """The policy, if this backend implements it: those of torchao, with its eps (S-9), and e8m0 ones (S-14); ValueError for any other."""
+    """The policy, if it is torchao's with torchao's eps (S-9), or e8m0 (S-14); else ValueError."""
     policy = policies.by_name(policy)
     if not policy.floored_quotient and policy.e8m0 is None:
         known = ", ".join(name for name, p in policies.POLICIES.items() if p.floored_quotient or p.e8m0)
@@ -57,15 +58,17 @@ def implemented(policy: str | ScalePolicy) -> ScalePolicy:
 
 
 def _e8m0_scales(amax: torch.Tensor, fmt: Format, policy: ScalePolicy) -> Scales:
-    """scale_inv = 2^k, k in [-127, 127], or NaN; scale = 2^-k but where the policy's rule says otherwise (S-14)."""
+    """scale_inv = 2^k, k in [-127, 127], or NaN; scale = 2^-k, or by the policy's rules (S-14)."""
     assert policy.e8m0 is not None
     nan = amax.isnan()
     if policy.ratio == "exponents":
         k = (amax.view(torch.int32) >> 23) - 127 - (math.frexp(fmt.max)[1] - 1)
     else:
-        # In float64 and rounded: torch divides by a number as it multiplies by its reciprocal.
+        # In float64, rounded once: torch computes tensor / number as tensor * (1 / number), which
+        # rounds twice.
         quotient = (amax.double() / fmt.max).float()
-        log2 = quotient.double().log2()  # exact of powers of two, and of float32 numbers next to them far enough from it
+        # an integer for powers of two, and not for their float32 neighbours
+        log2 = quotient.double().log2()
         k = (log2.float() if policy.power_of_two == "exp2_log2" else log2).ceil()
     k = torch.where(nan, 0, k.clamp(-127, 127)).to(torch.int32)
     scale = torch.where(k == -127, policy.e8m0.scale_of_code_0, _two_to_the(-k))
@@ -74,5 +77,5 @@ def _e8m0_scales(amax: torch.Tensor, fmt: Format, policy: ScalePolicy) -> Scales
 
 
 def _two_to_the(k: torch.Tensor) -> torch.Tensor:
-    """2^k from its bits, int32 k in [-127, 127]: 2^-127 is a subnormal."""
+    """2^k, built from its bits, for int32 k in [-127, 127]; 2^-127 is a subnormal."""
     return torch.where(k == -127, 1 << 22, (k + 127) << 23).to(torch.int32).view(torch.float32)

@@ -1,18 +1,31 @@
-"""From a tensor to its amax, and from a scale to codes (SEMANTICS S)."""
+"""Quantise to FP8: amax, also over ranks, scale, codes (SEMANTICS S, P-2, P-3)."""
 
+import math
 from typing import NamedTuple
 
 import torch
+import torch.distributed._functional_collectives  # defines the operators of _c10d
 from torch.nn import functional
 from torchao.float8.float8_training_tensor import hp_tensor_and_scale_to_float8
 
 from fp8ref import granularity as granularities
 from fp8ref.formats import Format
 from fp8ref.policy import ScalePolicy
-from fp8ref.torch import cast, scales, sharding
+from fp8ref.torch import cast, scales
 from fp8ref.torch.scales import scale_from_amax
 
-__all__ = ["Quantized", "amax", "dequantize", "quantize", "quantize_with", "scale_from_amax", "spread"]
+__all__ = [
+    "Quantized",
+    "all_reduce_max",
+    "amax",
+    "dequantize",
+    "merge_amax",
+    "quantize",
+    "quantize_with",
+    "scale_from_amax",
+    "spread",
+]
+_c10d = torch.ops._c10d_functional
 
 
 class Quantized(NamedTuple):
@@ -20,7 +33,8 @@ class Quantized(NamedTuple):
 
     codes        native float8, of the hp tensor's shape.
     scale, scale_inv
-                 float32 of ``granularity.scale_shape``: what multiplied into FP8, what multiplies out of it.
+                 float32 of ``granularity.scale_shape``: the factor into FP8, and the factor out of
+                 it.
     axis         the reduced one.
     """
 
@@ -33,22 +47,53 @@ class Quantized(NamedTuple):
 
 
 def amax(x: torch.Tensor, granularity: str = "tensorwise", *, axis: int = -1) -> torch.Tensor:
-    """The largest magnitude of every group that shares a scale (SEMANTICS S-2), in this rank's tensor; ``sharding.merge_amax`` merges ranks'.
+    """The largest magnitude of every group that shares a scale, on this rank (SEMANTICS S-2).
 
-    Shapes:   x hp, any rank; float32 of ``scale_shape(granularity, x.shape, axis)``; axis is the reduced one.
-    Specials: NaN if any element is NaN; else Inf if any is infinite; subnormals count, unless torch.set_flush_denormal.
+    Shapes:   x hp, any rank; float32 of ``scale_shape(granularity, x.shape, axis)``; axis is the
+              reduced one.
+    Specials: NaN if any element is NaN; else Inf if any is infinite; subnormals count, unless
+              torch.set_flush_denormal.
     Gradient: none.
-    Raises:   ValueError: x empty or not float32, float16 or bfloat16; blocks that do not divide the reduced axis.
+    Raises:   ValueError: x empty or not float32, float16 or bfloat16; blocks that do not divide the
+              reduced axis.
     """
-    sizes = granularities.blocks(granularity, tuple(x.shape), axis)  # refuses empty tensors and absent axes
+    # refuses empty tensors and absent axes
+    sizes = granularities.blocks(granularity, tuple(x.shape), axis)
     magnitudes = cast.checked(x.detach()).abs()
     if granularity == "tensorwise":
         return magnitudes.amax().float()
     if granularity == "rowwise":
         return magnitudes.amax(dim=axis, keepdim=True).float()
-    padding = [n for size, length in zip(sizes[::-1], x.shape[::-1], strict=True) for n in (0, -length % size)]  # last dim first
+    # last dim first
+    padding = [n for size, length in zip(sizes[::-1], x.shape[::-1], strict=True) for n in (0, -length % size)]
     parts = [n for size, length in zip(sizes, x.shape, strict=True) for n in (-(-length // size), size)]
     return functional.pad(magnitudes, padding).reshape(parts).amax(dim=tuple(range(1, len(parts), 2))).float()
+
+
+def merge_amax(amax: torch.Tensor, group: str) -> torch.Tensor:
+    """The elementwise maximum of every rank's amax, float32 of any shape (P-2).
+
+    Specials: Inf or NaN on any rank is Inf or NaN on all, NaN before Inf. A flag is reduced beside
+              each amax, because gloo's maximum loses NaNs (P-3).
+    """
+    return _unflagged(all_reduce_max(_flagged(amax), group))
+
+
+def all_reduce_max(x: torch.Tensor, group: str) -> torch.Tensor:
+    """The elementwise maximum of finite values over the ranks of a process group, by name."""
+    return _c10d.wait_tensor(_c10d.all_reduce(x, "max", group))
+
+
+def _flagged(amax: torch.Tensor) -> torch.Tensor:
+    """[2, ...]: amaxes, 0 unless finite, and flags: 1 for Inf, 2 for NaN, else 0."""
+    flag = torch.where(amax.isnan(), 2.0, torch.where(amax.isinf(), 1.0, 0.0))
+    return torch.stack([torch.where(flag > 0, 0.0, amax), flag])
+
+
+def _unflagged(merged: torch.Tensor) -> torch.Tensor:
+    """The amaxes of ``_flagged``, merged: Inf or NaN where a flag says so."""
+    amax, flag = merged.unbind()
+    return torch.where(flag == 2, math.nan, torch.where(flag == 1, math.inf, amax))
 
 
 def quantize(
@@ -62,11 +107,13 @@ def quantize(
 ) -> Quantized:
     """Scale x into fmt's range and round to nearest even, saturating.
 
-    group     name of a process group whose ranks each hold a part of the groups that share scales: amaxes are theirs together (P-2).
-    Shapes:   x hp [..., K] (axis is the reduced one); codes native float8 of x's shape; scales of ``scale_shape``.
+    group     name of a process group whose ranks hold parts of the groups that share a scale: their
+              amaxes merge (P-2).
+    Shapes:   x hp [..., K] (axis is the reduced one); codes native float8 of x's shape; scales of
+              ``scale_shape``.
     Units:    x ~ decode(codes) * scale_inv.
-    Order:    amax; scale; RN32(f32(x) * scale); clip to +-fmt.max; round to nearest even; scale_inv = RN32(1 / scale), or exactly 2^k
-              under an e8m0 policy.
+    Order:    amax; scale; RN32(f32(x) * scale); clip to +-fmt.max; round to nearest even; scale_inv
+              = RN32(1 / scale), or exactly 2^k under an e8m0 policy.
     Specials: as the simulator's quantize.
     Gradient: none; the codes and scales are detached.
     Raises:   ValueError: as amax and scale_from_amax; mx_1x32 by a policy that is not e8m0.
@@ -77,16 +124,18 @@ def quantize(
         raise ValueError(f"groups of mx_1x32 have e8m0 scales, of policy mx_rceil, mx_floor or te_mxfp8; got policy {policy.name!r}.")
     largest = amax(x, granularity, axis=axis)
     if group is not None:
-        largest = sharding.merge_amax(largest, group)
+        largest = merge_amax(largest, group)
     scale, scale_inv = scales.scales_from_amax(largest, fmt, policy)
     return _quantized(x, scale, scale_inv, fmt, granularity, axis)
 
 
 def quantize_with(x: torch.Tensor, scale: torch.Tensor, fmt: Format, *, granularity: str = "tensorwise", axis: int = -1) -> Quantized:
-    """quantize, by a scale that is there already, such as a delayed state's; scale_inv = RN32(1 / scale), so not for e8m0 policies (S-14).
+    """quantize by a given scale, such as a delayed state's; not for e8m0 policies (S-14).
 
     Shapes:   x as in quantize; scale float32 of ``scale_shape``.
-    Raises:   ValueError: a scale of another shape; x empty or not float32, float16 or bfloat16; a fmt that is not FP8.
+    Order:    as in quantize, from x * scale on; scale_inv = RN32(1 / scale).
+    Raises:   ValueError: a scale of another shape; x empty or not float32, float16 or bfloat16; a
+              fmt that is not FP8.
     """
     shape = granularities.scale_shape(granularity, tuple(x.shape), axis)
     if tuple(scale.shape) != shape:
@@ -109,7 +158,7 @@ def _quantized(x: torch.Tensor, scale: torch.Tensor, scale_inv: torch.Tensor, fm
 
 
 def spread(scale: torch.Tensor, shape: tuple[int, ...], granularity: str, axis: int) -> torch.Tensor:
-    """The scales of a tensor of this shape, of a shape that broadcasts to it."""
+    """Scales expanded to a shape that broadcasts to the tensor's."""
     if granularity in ("tensorwise", "rowwise"):
         return scale
     for i, size in enumerate(granularities.blocks(granularity, shape, axis)):

@@ -1,4 +1,4 @@
-"""What quantising did to the operands of a model's FP8 GEMMs, as a few numbers on the device (SEMANTICS Q-8 to Q-10)."""
+"""FP8 statistics of a model's operands, measured on the device (SEMANTICS Q-8 to Q-10)."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,14 +12,17 @@ from fp8ref.formats import Format
 from fp8ref.recipe import OPERANDS
 from fp8ref.stats import FIELDS, Operand
 from fp8ref.torch import cast, gemm_observer, scaling
-from fp8ref.torch.gemm_observer import Observed
+from fp8ref.torch.gemm_observer import GemmOperand
 from fp8ref.torch.scaling import Quantized
 
-Parts = dict[str, list[torch.Tensor]]  # float64 [FIELDS] of each microbatch, by an operand's name
+Parts = dict[str, list[torch.Tensor]]  # by operand name: float64 [FIELDS] of each microbatch
 
 
 class Whole(NamedTuple):
-    """What measuring takes of a tensor itself, however it is quantised: once for casts along both its axes."""
+    """The statistics of a tensor that do not depend on its cast.
+
+    Casts along both axes share them.
+    """
 
     non_finite: torch.Tensor
     nonzero: torch.Tensor
@@ -29,7 +32,7 @@ class Whole(NamedTuple):
 
 @torch.no_grad()
 def of_whole(x: torch.Tensor) -> Whole:
-    """The Whole of a tensor that is not empty; the square sum, in float64, is of its finite elements."""
+    """The Whole of a tensor that is not empty; signal sums the squares of its finite elements."""
     value = cast.to_f32(x)
     finite = value.isfinite()
     return Whole(x.numel() - finite.count_nonzero(), x.count_nonzero(), _squares(torch.where(finite, value, 0.0)), scaling.amax(x))
@@ -37,15 +40,18 @@ def of_whole(x: torch.Tensor) -> Whole:
 
 @torch.no_grad()
 def measure(x: torch.Tensor, q: Quantized, whole: Whole | None = None) -> torch.Tensor:
-    """float64 [FIELDS] of x and what it was quantised to; zeros where a rank holds none of it. whole is of x, if it is there already.
+    """float64 [FIELDS] of x and its quantised q; zeros if this rank holds no element of x.
 
-    Order:    errors e = RN32(decode(code) * scale_inv) - x in float32; squares and sums in float64 (Q-9).
+    whole     of_whole(x), if the caller has it already.
+    Order:    errors e = RN32(decode(code) * scale_inv) - x in float32; squares and sums in float64
+              (Q-9).
     """
     if not x.numel():
         return torch.zeros(len(FIELDS), dtype=torch.float64, device=x.device)
     whole = of_whole(x) if whole is None else whole
     ends = torch.stack(q.scale.aminmax())  # NaN if any is
-    # A CPU is spared what only infinities and NaNs make necessary. A GPU would have to be waited for.
+    # Finite tensors have a cheaper way. It is taken on a CPU only: on a GPU, to ask would be to
+    # wait for the device.
     finite = x.device.type == "cpu" and not whole.non_finite and bool(ends.isfinite().all())
     underflows, saturated, overflows, noise = (_of_finite if finite else _of_any)(x, q, whole)
     counts = (torch.full((), x.numel(), device=x.device), whole.non_finite, underflows, saturated, overflows)
@@ -53,7 +59,7 @@ def measure(x: torch.Tensor, q: Quantized, whole: Whole | None = None) -> torch.
 
 
 def _of_any(x: torch.Tensor, q: Quantized, whole: Whole) -> tuple[torch.Tensor, ...]:
-    """Underflows, saturated codes, overflows, and the squares of errors."""
+    """Underflows, saturated codes, overflows, and the sum of squared errors, of any x and q."""
     value, decoded = cast.to_f32(x), cast.decode(q.codes, q.fmt)
     finite = value.isfinite()
     error = torch.where(finite, decoded * _spread(q.scale_inv, q) - torch.where(finite, value, 0.0), 0.0)
@@ -66,14 +72,14 @@ def _of_any(x: torch.Tensor, q: Quantized, whole: Whole) -> tuple[torch.Tensor, 
 
 
 def _of_finite(x: torch.Tensor, q: Quantized, whole: Whole) -> tuple[torch.Tensor, ...]:
-    """The same of x and scales that are all finite, so that no code is NaN and a zero's is zero."""
+    """As ``_of_any``, of a finite x and finite scales: no code is NaN, and zero's is zero."""
     codes, value = q.codes.view(torch.uint8), cast.to_f32(x)
     magnitudes = codes & ~q.fmt.sign_bit
     underflows = whole.nonzero - magnitudes.count_nonzero()
     saturated = magnitudes.eq_(q.fmt.max_code).count_nonzero()
     scaled = value * _spread(q.scale, q)
     least, greatest = scaled.aminmax()
-    # By a table: torch converts e4m3 one by one on a CPU.
+    # Decode by a table: torch's own conversion of e4m3 on a CPU takes one element at a time.
     table = cast.decode(torch.arange(256, dtype=torch.uint8), q.fmt)
     error = table.index_select(0, codes.reshape(-1).int()).view(x.shape).mul_(_spread(q.scale_inv, q)).sub_(value)
     beyond = max(-least, greatest) >= q.fmt.max
@@ -82,44 +88,50 @@ def _of_finite(x: torch.Tensor, q: Quantized, whole: Whole) -> tuple[torch.Tenso
 
 @contextmanager
 def measuring(model: nn.Module, planned: list[Operand], found: Parts) -> Iterator[None]:
-    """In this context, which is of one forward and backward pass of a model that runs eagerly, found gets the parts of planned operands that this rank
-    holds: rows of input and grad_output; of a weight that is gathered in FP8 the rank's shard, of any other all; of each what tensor parallelism leaves it."""
+    """Measure planned operands into found, in a context of one eager forward and backward pass.
+
+    A rank's part is its rows of input and grad_output. Of a weight gathered in FP8 it is the rank's
+    shard, else the whole weight. Under tensor parallelism it is what the rank has of each.
+    """
     by_gemm = {(o.layer, o.gemm): [p for p in planned if (p.layer, p.gemm) == (o.layer, o.gemm)] for o in planned}
     gathers = {name: module.fp8_gather for name, module in model.named_modules() if hasattr(module, "fp8_gather")}
-    once: dict[tuple, torch.Tensor] = {}  # of operands that two GEMMs take
+    once: dict[tuple, torch.Tensor] = {}  # measured already: two GEMMs may take the same operand
     wholes: dict[tuple, Whole] = {}
 
-    def measured(operand: Operand, seen: Observed) -> torch.Tensor:
+    def measured(operand: Operand, of_gemm: GemmOperand) -> torch.Tensor:
         gather = gathers.get(operand.layer) if operand.role == "weight" else None
-        spec, axis = operand.cast, seen.axis
+        spec, axis = operand.cast, of_gemm.axis
         key = (operand.layer, operand.role, spec, None if spec.granularity == "tensorwise" else axis)
         if key not in once:
-            codes, x = seen.codes.view(cast.DTYPES[spec.fmt.name]), seen.hp
-            if gather is not None:  # its own rows are what this rank cast, by the scale that the others cast theirs by
+            codes, x = of_gemm.codes.view(cast.DTYPES[spec.fmt.name]), of_gemm.hp
+            # the GEMM had the gathered weight; this rank cast its own rows, by the same scale
+            if gather is not None:
                 x = gather.shard.to(gather.dtype)
-                codes = scaling.quantize_with(x, seen.scale, spec.fmt).codes if x.numel() else codes
+                codes = scaling.quantize_with(x, of_gemm.scale, spec.fmt).codes if x.numel() else codes
             if key[:2] not in wholes and x.numel():
                 wholes[key[:2]] = of_whole(x)
-            once[key] = measure(x, Quantized(codes, seen.scale, seen.scale_inv, spec.fmt, spec.granularity, axis), wholes.get(key[:2]))
+            once[key] = measure(
+                x, Quantized(codes, of_gemm.scale, of_gemm.scale_inv, spec.fmt, spec.granularity, axis), wholes.get(key[:2])
+            )
         return once[key]
 
-    def observer(name: str, gemm, a: Observed, b: Observed, out: torch.Tensor) -> None:
-        if gemm == "output":  # of the next microbatch
+    def observer(name: str, gemm, a: GemmOperand, b: GemmOperand, out: torch.Tensor) -> None:
+        if gemm == "output":  # a new microbatch of this linear begins
             for kept in (once, wholes):
                 for key in [key for key in kept if key[0] == name]:
                     del kept[key]
         with _disable_current_modes():
-            for role, seen in zip(OPERANDS[gemm], (a, b), strict=True):
+            for role, of_gemm in zip(OPERANDS[gemm], (a, b), strict=True):
                 for operand in by_gemm.get((name, gemm), ()):
                     if operand.role == role:
-                        found.setdefault(operand.name, []).append(measured(operand, seen))
+                        found.setdefault(operand.name, []).append(measured(operand, of_gemm))
 
-    with gemm_observer.observed(model, observer):
+    with gemm_observer.observe_gemms(model, observer):
         yield
 
 
 def of_ranks(parts: torch.Tensor) -> torch.Tensor:
-    """[operands, ranks, ...] of every rank's [operands, ...], by one all-gather; of this process alone without a group."""
+    """[operands, ranks, ...] of every rank's [operands, ...], by one all-gather."""
     if not distributed.is_initialized():
         return parts[:, None]
     found = [torch.empty_like(parts) for _ in range(distributed.get_world_size())]
@@ -141,7 +153,9 @@ def _spread(scale: torch.Tensor, q: Quantized) -> torch.Tensor:
 
 
 def _overflows(scaled: torch.Tensor, fmt: Format) -> torch.Tensor:
-    """How many magnitudes round beyond max (C-4): those above the tie between it and the number that would follow, and the tie if max is odd."""
+    """How many magnitudes round beyond max (C-4)."""
+    # Those above the tie of max and the number that would follow. The tie itself rounds to even:
+    # away from an odd max.
     step = fmt.max - cast.decode(torch.tensor(fmt.max_code - 1, dtype=torch.uint8), fmt).item()
     bound = fmt.max + step / 2
     return (scaled >= bound if fmt.max_code % 2 else scaled > bound).count_nonzero()

@@ -1,37 +1,48 @@
 """Tensor and sequence parallelism of a converted model, by DTensor (SEMANTICS P-14 to P-17).
 
-Linears take torch's styles, or torchao's where those mean the recipe and then gather in FP8. Every other parameter becomes a replicated DTensor, so
-that what runs over all parameters (an optimizer, a norm, fully_shard) finds one kind.
+A linear takes one of torch's parallel styles. It takes torchao's style, which gathers activations
+in FP8, if that style means the same recipe. Every other parameter becomes a replicated DTensor, so
+that an optimizer, a norm or fully_shard finds parameters of one kind only.
 """
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
 import torch
+
+# defines all_gather_into_tensor of _c10d_functional
+import torch.distributed._functional_collectives
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DeviceMesh, DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, parallelize_module
 from torch.utils._pytree import tree_map_only
 from torchao.float8.config import ScalingGranularity, ScalingType
 from torchao.float8.float8_linear import Float8Linear
+from torchao.float8.float8_ops import FLOAT8_OPS_TABLE
 from torchao.float8.float8_tensor_parallel import Float8ColwiseParallel, Float8RowwiseParallel, PrepareFloat8ModuleInput
 
 from fp8ref.recipe import matches
-from fp8ref.torch import gloo, tensor_checks
+from fp8ref.torch import torchao_linear
+from fp8ref.torch.linear import Linear
+from fp8ref.torch.model_checks import is_compiled
 
+_ALL_GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
 Style = Literal["colwise", "rowwise"]
-_WHOLE, _TOKENS = Replicate(), Shard(1)  # of [B, T, ...]
+_WHOLE, _TOKENS = Replicate(), Shard(1)  # placements of activations [B, T, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class TensorPlan:
-    """How a model's modules are cut over a tensor-parallel mesh. A model states its own as its attribute ``tensor_plan``.
+    """How tensor parallelism cuts a model, which holds it as its attribute ``tensor_plan``.
 
-    styles     patterns (SEMANTICS R-3) of linears; a rowwise linear takes what colwise ones give.
-    blocks     classes whose colwise linears take one input, and how many further arguments of theirs are the same on all ranks.
+    styles     of linears, by pattern (SEMANTICS R-3). Rowwise ones take what colwise ones give.
+    blocks     classes whose colwise linears share one input, and how many further arguments they
+               take, which are the same on all ranks.
     embedding  the class after which sequence parallelism cuts the tokens.
-    norm       the class that runs on a rank's own tokens; the one called ``last_norm`` gathers them.
+    norm       the class that runs on a rank's own tokens; ``last_norm`` names the one that gathers.
     """
 
     styles: Mapping[str, Style]
@@ -42,17 +53,21 @@ class TensorPlan:
 
 
 def parallelize(model: nn.Module, mesh: DeviceMesh, *, sequence: bool = False, plan: Mapping[str, Style] | None = None) -> nn.Module:
-    """Cut a model's linears over a mesh of one dim; other parameters become whole on every rank. Values are those of its first rank.
+    """Cut a model's linears over a mesh of one dim; replicate all else, from the first rank.
 
-    sequence  cut the tokens between the linears too, from the embedding to the last norm; of a model with a ``tensor_plan`` only.
-    plan      patterns (SEMANTICS R-3) of linears, by default those of the model's ``tensor_plan``; a rowwise one takes what colwise ones give.
-    Returns:  the model, changed in place. It takes the same tokens on all ranks and gives the same whole outputs.
+    sequence  sequence parallelism: cut the tokens between the linears too, from the embedding to
+              the last norm. Only a model with a ``tensor_plan`` can.
+    plan      the style of each linear, by pattern (SEMANTICS R-3); by default that of the model's
+              ``tensor_plan``.
+    Returns:  the model, changed in place. All ranks give the same tokens and get the same outputs.
     Order:    convert, parallelize, then fully_shard over another dim of the mesh.
-    Raises:   ValueError, and nothing is changed: a mesh of several dims; a pattern that names no linear; a linear that DTensor cannot run, dims or heads
-              that the ranks do not cut evenly, FP8 dims that are then no multiples of 16; parameters that are cut and shared, or sharded already.
-              In the forward pass: a sequence that the ranks do not cut evenly.
+    Raises:   ValueError, and nothing is changed: a mesh of several dims; a pattern that names no
+              linear; a linear that DTensor cannot run; dims or heads that the ranks do not cut
+              evenly; FP8 dims that are then not multiples of 16; parameters that are cut and
+              shared, or sharded already. In the forward pass: a sequence that the ranks do not cut
+              evenly.
     """
-    ranks = tensor_checks.mesh_size(mesh)
+    ranks = _mesh_size(mesh)
     own: TensorPlan | None = getattr(model, "tensor_plan", None)
     if plan is None and own is None:
         raise ValueError(
@@ -67,17 +82,34 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, *, sequence: bool = False, p
     if plan is not None and not plan:
         raise ValueError("a plan cuts one linear at least; got none. Name linears in it, or leave tensor parallelism out.")
     styles = _styles(model, plan if plan is not None else own.styles if own else {})
-    tensor_checks.model(model)
+    _check_model(model)
     for name, style in styles.items():
-        tensor_checks.linear(name, model, style, ranks)
+        check_linear(name, model, style, ranks)
     if mesh.device_type == "cpu":
-        gloo.gather_fp8_as_bytes()
-    between: Placement = _TOKENS if sequence else _WHOLE
+        gather_fp8_as_bytes()
+    _replace_parameters(model, mesh, styles, _TOKENS if sequence else _WHOLE, own, planned=plan is not None)
+    if own:
+        model.register_forward_pre_hook(lambda _, args: _check_length(args[0], ranks) if sequence else None)
+        # A tied lm_head is F.linear on the embedding's weight: no module lays its output out, so
+        # the model does.
+        model.register_forward_hook(lambda _, args, out: _local(out))
+    return model
+
+
+def _replace_parameters(
+    model: nn.Module, mesh: DeviceMesh, styles: Mapping[str, Style], between: Placement, own: TensorPlan | None, *, planned: bool
+) -> None:
+    """Cut the linears of styles, and replicate every other parameter.
+
+    between   placement of the tokens between linears.
+    own       the model's tensor_plan, whose blocks share one cast of their input unless the user
+              gave a plan (planned).
+    """
     replicated: dict[nn.Parameter, nn.Parameter] = {}
     for name, module in list(model.named_modules()):
         if name in styles:
             _cut(module, mesh, styles[name], between)
-        elif own and plan is None and type(module) in own.blocks:
+        elif own and not planned and type(module) in own.blocks:
             columns = [child for child, _ in module.named_children() if styles.get(f"{name}.{child}") == "colwise"]
             _share_input(module, mesh, between, columns, own.blocks[type(module)])
         elif any(True for _ in module.parameters(recurse=False)):
@@ -86,10 +118,6 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, *, sequence: bool = False, p
                 _lay_out_own(own, name, module, mesh, between)
             else:
                 _lay_out(module, mesh, _WHOLE, _WHOLE)
-    if own:
-        model.register_forward_pre_hook(lambda _, args: tensor_checks.length(args[0], ranks) if sequence else None)
-        model.register_forward_hook(lambda _, args, out: _local(out))  # a tied lm_head is no module of its own
-    return model
 
 
 def _styles(model: nn.Module, plan: Mapping[str, Style]) -> dict[str, Style]:
@@ -111,8 +139,12 @@ def _styles(model: nn.Module, plan: Mapping[str, Style]) -> dict[str, Style]:
 
 
 def gathers_fp8(module: nn.Module) -> bool:
-    """Whether torchao's Float8 styles mean this linear's config. They cast input and grad_output tensorwise with no power of two, the input to e4m3,
-    whatever the config says, and sum a bias's gradient from codes; any other linear takes the plain styles, and casts by its config after the gather."""
+    """Whether torchao's Float8 parallel styles compute what this linear's config means.
+
+    The styles ignore the config: they cast input and grad_output tensorwise, the input to e4m3,
+    without rounding scales to powers of two. They also sum a bias's gradient from codes. A linear
+    that means anything else takes torch's plain styles, and casts by its config after the gather.
+    """
     if not isinstance(module, Float8Linear) or module.bias is not None:
         return False
     config = module.config
@@ -126,6 +158,7 @@ def gathers_fp8(module: nn.Module) -> bool:
 
 
 def _cut(linear: nn.Module, mesh: DeviceMesh, style: Style, between: Placement) -> None:
+    """Cut one linear: colwise cuts N of its weight [N, K], rowwise cuts K."""
     if style == "colwise":
         parallelize_module(linear, mesh, (Float8ColwiseParallel if gathers_fp8(linear) else ColwiseParallel)())
     else:
@@ -133,19 +166,26 @@ def _cut(linear: nn.Module, mesh: DeviceMesh, style: Style, between: Placement) 
 
 
 def _share_input(block: nn.Module, mesh: DeviceMesh, between: Placement, columns: Sequence[str], same: int) -> None:
-    """One cast, one gather and one reduction of the gradient for all the column-parallel linears of x; same: further arguments, whole everywhere."""
-    others = (None,) * same  # such as rotary tables: plain tensors
+    """Make a block cast and gather its input x once for all its colwise linears.
+
+    same      number of the block's further arguments, which are whole on every rank.
+    """
+    others = (None,) * same  # plain tensors, such as rotary tables: left as they are
     before, after = (between, *others), (_WHOLE, *others)
-    block.shares_input = True  # type: ignore[assignment]  # gemm_observer then takes x from here, before it is cast
+    # gemm_observer then takes x at the block, before it is cast.
+    block.shares_input = True  # type: ignore[assignment]
     if all(gathers_fp8(block.get_submodule(name)) for name in columns):
         style = PrepareFloat8ModuleInput(input_layouts=before, desired_input_layouts=after, fwd_config_submodule_fqn=columns[0])
-    else:  # some take x in high precision: they share it, and those in FP8 cast the whole of it
+    else:  # some linears take x in high precision: FP8 ones cast it after the gather
         style = PrepareModuleInput(input_layouts=before, desired_input_layouts=after)
     parallelize_module(block, mesh, style)
 
 
 def _replicate(module: nn.Module, mesh: DeviceMesh, replicated: dict[nn.Parameter, nn.Parameter]) -> None:
-    """Parameters of a module's own as whole DTensors; one that several modules share stays one."""
+    """Turn a module's direct parameters into replicated DTensors.
+
+    A parameter that modules share stays shared.
+    """
     for key, p in list(module.named_parameters(recurse=False)):
         if p not in replicated:
             replicated[p] = nn.Parameter(distribute_tensor(p.detach(), mesh, [_WHOLE]), requires_grad=p.requires_grad)
@@ -153,21 +193,22 @@ def _replicate(module: nn.Module, mesh: DeviceMesh, replicated: dict[nn.Paramete
 
 
 def _lay_out_own(plan: TensorPlan, name: str, module: nn.Module, mesh: DeviceMesh, between: Placement) -> None:
-    """What a plan has between the linears: the embedding cuts the tokens, the last norm gathers them."""
+    """Lay out a module by a plan: the embedding cuts the tokens, the last norm gathers them."""
     if isinstance(module, plan.embedding):
         _lay_out(module, mesh, _WHOLE, between)
     elif isinstance(module, plan.norm):
         last = name == plan.last_norm
         _lay_out(module, mesh, between, _WHOLE if last else between, local=not last)
         weight = module.get_parameter("weight")
-        if weight.requires_grad:  # a sum over the tokens of all ranks
+        # each rank has the gradient of its own tokens: the whole one is their sum
+        if weight.requires_grad:
             weight.register_hook(lambda g: g.redistribute(placements=[_WHOLE]))
     else:
         _lay_out(module, mesh, _WHOLE, _WHOLE)
 
 
 def _lay_out(module: nn.Module, mesh: DeviceMesh, before: Placement, after: Placement, *, local: bool = True) -> None:
-    """Run a module of replicated parameters on DTensors: plain inputs lie as before, outputs as after."""
+    """Run a replicated module on DTensors: inputs are placed ``before``, outputs ``after``."""
 
     def entering(_, args, kwargs):
         def lay(x: torch.Tensor) -> DTensor:
@@ -185,3 +226,94 @@ def _lay_out(module: nn.Module, mesh: DeviceMesh, before: Placement, after: Plac
 
 def _local(x: torch.Tensor) -> torch.Tensor:
     return x.to_local() if isinstance(x, DTensor) else x
+
+
+def _mesh_size(mesh: DeviceMesh) -> int:
+    """The number of ranks of a mesh of one dim; ValueError for any other mesh."""
+    if not isinstance(mesh, DeviceMesh) or mesh.ndim != 1:
+        got = f"dims {mesh.mesh_dim_names or tuple(mesh.shape)}" if isinstance(mesh, DeviceMesh) else f"a {type(mesh).__name__}"
+        raise ValueError(f"parallelize takes a DeviceMesh of one dim; got {got}. Give that of one dim, mesh['tensor'].")
+    return mesh.size()
+
+
+def _check_model(model: nn.Module) -> None:
+    """ValueError for a module that would lose something, or that DTensor cannot run."""
+    for name, module in model.named_modules():
+        what = name or "the model"
+        if is_compiled(module):
+            raise ValueError(f"{what} is compiled. Parallelise a model first, then compile it.")
+        if isinstance(module, FSDPModule) or any(isinstance(p, DTensor) for p in module.parameters(recurse=False)):
+            raise ValueError(f"{what} is sharded already. Parallelise a model once, and before fully_shard.")
+        if isinstance(module, Linear):
+            how = f"of recipe {module.recipe.name!r}" + ", of amax_scope 'global'" * (module.group is not None)
+            raise ValueError(
+                f"{what} is fp8ref's own Linear {how}, which runs on whole tensors only. "
+                "Use tensorwise, rowwise or rowwise_with_gw_hp, each rank's amaxes its own (amax_scope local), or fully_shard alone."
+            )
+        if any(True for _ in module.children()) and any(True for _ in module.parameters(recurse=False)):
+            raise ValueError(
+                f"{what} holds parameters beside modules, which would meet both plain and distributed ones. Move them to a module."
+            )
+
+
+def check_linear(name: str, model: nn.Module, style: str, ranks: int) -> None:
+    """ValueError unless a linear can be cut by its style."""
+    module = model.get_submodule(name)
+    assert isinstance(module, nn.Linear)
+    if type(module) not in (nn.Linear, Float8Linear, torchao_linear.Float8Linear):
+        raise ValueError(f"{name} is a {type(module).__name__}; nn.Linear and what convert makes of it are cut. Leave it out of the plan.")
+    if type(module.weight.data) is not torch.Tensor:
+        raise ValueError(
+            f"{name} has a weight that is a {type(module.weight.data).__name__}; plain ones are cut. Parallelise first, then wrap it."
+        )
+    for key, p in module.named_parameters():
+        places = [
+            f"{n}.{k}" for n, m in model.named_modules(remove_duplicate=False) for k, q in m.named_parameters(recurse=False) if q is p
+        ]
+        if len(places) > 1:
+            raise ValueError(f"{name} shares its {key}, and is cut: {', '.join(places)}. Untie them, or leave it out of the plan.")
+    n, k = module.weight.shape
+    which, dim = ("out_features", n) if style == "colwise" else ("in_features", k)
+    if dim % ranks:
+        raise ValueError(
+            f"{name} is {style}, its {which} divisible by {ranks} ranks; got {dim}. Use fewer ranks, or leave it out of the plan."
+        )
+    if isinstance(module, Float8Linear) and dim // ranks % 16:
+        raise ValueError(
+            f"{name} is FP8 and {style}, its {which} a multiple of 16 on each of {ranks} ranks; got {dim}, {dim // ranks} on each. "
+            "Use fewer ranks, or name it in filter_fqns."
+        )
+    head_dim = getattr(model.get_submodule(name.rpartition(".")[0]), "head_dim", None)
+    if isinstance(head_dim, int) and dim // ranks % head_dim:
+        raise ValueError(
+            f"{name} has {dim // head_dim} heads of {head_dim}, which {ranks} ranks do not cut evenly. Use a divisor of the heads."
+        )
+
+
+def _check_length(tokens: torch.Tensor, ranks: int) -> None:
+    """ValueError unless the ranks divide T of tokens [B, T]."""
+    if tokens.shape[1] % ranks:
+        raise ValueError(
+            f"under sequence parallelism tokens [B, T] have T divisible by {ranks} ranks; got T = {tokens.shape[1]}. Pad them."
+        )
+
+
+@functools.cache
+def gather_fp8_as_bytes() -> None:
+    """Make torchao's all-gather of FP8 tensors move uint8 on a CPU, in this process. Idempotent.
+
+    gloo knows no FP8 type ("Invalid scalar type"). NCCL does, and GPUs are left alone.
+    """
+    # torchao's handler is replaced, not the operator. A Python kernel of the operator would enter
+    # gloo holding the interpreter lock; gloo's threads wait for that lock to free tensors: a
+    # deadlock.
+    theirs = FLOAT8_OPS_TABLE[_ALL_GATHER]
+
+    def gather(op, args, kwargs=None):
+        def as_bytes(codes: torch.Tensor, *rest, **named) -> torch.Tensor:
+            # Viewing the result is safe before it is waited for: wait_tensor goes by storage.
+            return op(codes.view(torch.uint8), *rest, **named).view(codes.dtype)
+
+        return theirs(as_bytes if args[0].device.type == "cpu" else op, args, kwargs or {})
+
+    FLOAT8_OPS_TABLE[_ALL_GATHER] = gather

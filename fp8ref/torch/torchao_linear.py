@@ -1,20 +1,25 @@
-"""torchao's Float8Linear, which checks what it is given and gives torchao's kernels what they take."""
+"""torchao's Float8Linear: a recipe as its config, and checks that fp8ref adds."""
 
 import torch
-from torchao.float8 import ScalingType, float8_linear
+from torchao.float8 import CastConfig, Float8GemmConfig, Float8LinearConfig, ScalingType, float8_linear
 from torchao.float8.config import ScalingGranularity
 from torchao.float8.float8_training_tensor import Float8TrainingTensor
 
-from fp8ref.recipe import Recipe
-from fp8ref.torch import linear_input
+from fp8ref.recipe import OPERANDS, ROLES, CastSpec, Gemm, Recipe, Role
+from fp8ref.torch import cast, linear_input, scales
+
+GRANULARITIES = {"tensorwise": ScalingGranularity.TENSORWISE, "rowwise": ScalingGranularity.AXISWISE}
 
 
 class Float8Linear(float8_linear.Float8Linear):
-    """torchao's, bit for bit (R-1), of the recipe that ``linear.convert`` says.
+    """torchao's Float8Linear, bit for bit (R-1), with checks of its input.
+
+    ``convert.convert`` makes it and sets its recipe.
 
     Shapes:   x [..., K] in any layout; output [..., N] of x's dtype, or of autocast's (L-7).
     fqn       its name in the model that was converted, for errors.
-    Raises:   ValueError: as ``linear_input.taken``; an x without rows is taken where no GEMM reduces M and no scale is of a tensor.
+    Raises:   ValueError: as ``linear_input.taken``; an x without rows is taken where no GEMM
+              reduces M and no scale is of a tensor.
     """
 
     recipe: Recipe
@@ -27,12 +32,87 @@ class Float8Linear(float8_linear.Float8Linear):
         empty = rowwise and config.cast_config_input_for_grad_weight.scaling_type is ScalingType.DISABLED
         x = linear_input.taken(input, self, empty=empty)
         if rowwise and x.ndim > 2 and not x.is_contiguous():
-            x = x.contiguous()  # torchao flattens the codes, and has no copy of codes with scales of rows
+            # torchao flattens the codes, but cannot copy codes with rowwise scales
+            x = x.contiguous()
         if (
             (rowwise or isinstance(self.weight, Float8TrainingTensor))
             and not torch.compiler.is_compiling()
             and torch.is_inference_mode_enabled()
         ):
-            with torch.inference_mode(False), torch.no_grad():  # nor a reshape of them, or a view of gathered ones, but in other modes
+            # In inference mode, torchao can neither reshape codes with rowwise scales nor view
+            # gathered ones.
+            with torch.inference_mode(False), torch.no_grad():
                 return super().forward(x)
         return super().forward(x)
+
+
+def expresses(recipe: Recipe) -> bool:
+    """Whether torchao_config takes the recipe."""
+    try:
+        torchao_config(recipe)
+    except ValueError:
+        return False
+    return True
+
+
+def torchao_config(recipe: Recipe) -> Float8LinearConfig:
+    """The Float8LinearConfig of a recipe, of fresh parts: torchao mutates those that it is given.
+
+    Raises:   ValueError: what torchao cannot express, by name: an eps, a power of two or an
+              epilogue of its own choosing, a role in two formats, scales not tensorwise or rowwise.
+    """
+
+    def refuse(what: str) -> ValueError:
+        return ValueError(f"torchao cannot run recipe {recipe.name!r}: {what}. Use a recipe of fp8ref.recipe.SHARED_RECIPES.")
+
+    casts = {
+        (gemm, role): cast_spec
+        for gemm, spec in recipe.gemms.items()
+        for role, cast_spec in zip(OPERANDS[gemm], (spec.a, spec.b), strict=True)
+    }
+    present = [c for c in casts.values() if c is not None]
+    powers = {c.policy.power_of_two for c in present}
+    if len(powers) > 1 or "mask" in powers:
+        raise refuse(f"power_of_two is None or 'exp2_log2', the same for every cast; got {sorted(map(str, powers))}")
+    for c in present:
+        if c.delayed is not None:
+            raise refuse("it scales dynamically, and this recipe is delayed")
+        if c.granularity not in GRANULARITIES:
+            raise refuse(f"granularity is tensorwise or rowwise; got {c.granularity!r}")
+        try:
+            scales.implemented(c.policy)
+        except ValueError as error:
+            raise refuse(str(error).rstrip(".")) from None
+    for role in ROLES:
+        formats = {c.fmt.name for (_, r), c in casts.items() if r == role and c is not None}
+        if len(formats) > 1:
+            raise refuse(f"a role has one format in both its GEMMs; got {role} in {sorted(formats)}")
+    for gemm, spec in recipe.gemms.items():
+        meant = "unit_round_scale_round" if spec.rowwise and spec.accumulate == "slow" else "scale_then_round"
+        if spec.fp8 and spec.epilogue != meant:
+            raise refuse(f"the epilogue of {gemm} is {meant!r}; got {spec.epilogue!r}")
+
+    def cast_config(gemm: Gemm, role: Role) -> CastConfig:
+        spec: CastSpec | None = casts[gemm, role]
+        other = next((c for (_, r), c in casts.items() if r == role and c is not None), None)
+        if spec is None:
+            # unused, but torchao wants one a role
+            dtype = cast.DTYPES[other.fmt.name] if other else torch.float8_e4m3fn
+            return CastConfig(scaling_type=ScalingType.DISABLED, target_dtype=dtype)
+        return CastConfig(scaling_granularity=GRANULARITIES[spec.granularity], target_dtype=cast.DTYPES[spec.fmt.name])
+
+    def gemm_config(gemm: Gemm) -> Float8GemmConfig:
+        return Float8GemmConfig(use_fast_accum=recipe.gemms[gemm].accumulate == "fast")
+
+    return Float8LinearConfig(
+        cast_config_input=cast_config("output", "input"),
+        cast_config_weight=cast_config("output", "weight"),
+        cast_config_grad_output=cast_config("grad_input", "grad_output"),
+        cast_config_input_for_grad_weight=cast_config("grad_weight", "input"),
+        cast_config_weight_for_grad_input=cast_config("grad_input", "weight"),
+        cast_config_grad_output_for_grad_weight=cast_config("grad_weight", "grad_output"),
+        gemm_config_output=gemm_config("output"),
+        gemm_config_grad_input=gemm_config("grad_input"),
+        gemm_config_grad_weight=gemm_config("grad_weight"),
+        round_scales_to_power_of_2="exp2_log2" in powers,
+    )

@@ -1,7 +1,18 @@
-"""Train a Llama in FP8 with either backend: configuration, data, the training loop, checkpoints, logs and reports. No numerics of its own.
+"""The trainer: train a Llama in FP8 with JAX or PyTorch, from one configuration.
 
-``config.load`` a TOML file, ``loop.train`` it with a backend, ``export.export`` its weights; ``report`` says afterwards how it went.
-``tensors.read`` gives a run's tensors to a notebook. ``jax`` and ``torch`` hold the backends' models and steps.
+    config = config.load("configs/tiny.toml")     # config.py, sections.py
+    loop.train(config, "jax", Path("runs/tiny"))  # batches, steps, checkpoints, logs
+    export.export(Path("runs/tiny"), Path("hf"))  # weights for transformers
+
+To follow one training step, read four files in this order:
+
+    loop.py             calls ``trainer.step`` for each batch, and defines the ``Trainer`` protocol
+    {jax,torch}/trainer.py  one model in training: step, evaluate, save, load, measure
+    {jax,torch}/step.py     forward, backward and AdamW update (SEMANTICS T)
+    {jax,torch}/llama.py    the model (SEMANTICS M); its linears are ``fp8ref.jax`` and ``fp8ref.torch``
+
+``train_state`` declares what a checkpoint holds. ``data`` reads tokens, ``report`` compares
+finished runs, and ``tensors.read`` loads recorded operands in a notebook.
 """
 
 from fp8ref import extras

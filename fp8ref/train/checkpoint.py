@@ -1,9 +1,10 @@
-"""Checkpoints of a run: each whole or not there, written while training goes on, verified before it is read (SEMANTICS K).
+"""Checkpoints: written in the background, atomic, verified by checksum (SEMANTICS K).
 
-    RUN/checkpoints/step-00000100/state/           tensors, as the backend's library writes them
-                                  manifest.json    all else, and every file's size and sha256; written last
+    RUN/checkpoints/step-00000100/state/           tensors (train_state), in the backend's file format
+                                  manifest.json    everything else, and each file's size and sha256
 
-One is written into a directory of another name, which the first process renames when every process has written its part.
+All processes write into step-00000100.unfinished. When every one is done, the first process writes
+the manifest and renames the directory.
 """
 
 import hashlib
@@ -26,50 +27,64 @@ UNFINISHED, REMOVED, DAMAGED = ".unfinished", ".removed", ".damaged"  # behind a
 
 
 class OtherFormatError(ConfigError):
-    """A checkpoint that another version of fp8ref wrote: not damaged, and not to be passed over."""
+    """Another version of fp8ref wrote the checkpoint.
+
+    It is intact, so that no older one may silently replace it.
+    """
 
 
 class Saves(Protocol):
-    """What a trainer offers: copy the state and begin to write it into a directory; the result waits until every process has."""
+    """A trainer that can save.
+
+    It copies its state, writes it in the background, and returns a function that waits.
+    """
 
     def save(self, directory: Path) -> Callable[[], None]: ...
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """One that was verified: the state after ``step`` steps."""
+    """A checkpoint whose checksums match: the state after ``step`` steps."""
 
     path: Path
     manifest: dict[str, Any]
 
     @property
     def step(self) -> int:
-        """Steps done."""
+        """Optimizer steps taken before it was saved."""
         return self.manifest["step"]
 
     @property
     def state(self) -> Path:
-        """The directory of its tensors."""
+        """The directory of the tensors."""
         return self.path / "state"
 
 
 class Checkpoints:
-    """Those that a run writes. Every process of it calls ``save`` and ``finish`` at the same steps."""
+    """Writes the checkpoints of a run.
+
+    Every process calls ``save`` and ``finish`` at the same steps.
+    """
 
     def __init__(self, out: Path, about: Mapping[str, Any], *, keep_last: int, processes: Processes, size: int = 0) -> None:
-        """about: what the manifests say beside step and files, as JSON. size: bytes that a state takes, as far as they are known."""
+        """about: JSON for the manifests, beside step and files.
+
+        size: bytes of a state; 0 if unknown.
+        """
         self._folder, self._about, self._keep_last, self._processes = out / FOLDER, dict(about), keep_last, processes
         self._size = size
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoints")
         self._pending: Future | None = None
-        if processes.first:  # what a process that was killed left behind
+        if processes.first:  # leftovers of a process that was killed
             for rest in (p for ending in (UNFINISHED, REMOVED) for p in self._folder.glob(f"{PREFIX}*{ending}") if p.is_dir()):
                 shutil.rmtree(rest)
 
     def save(self, model: Saves, step: int) -> None:
-        """Begin to write the state after ``step`` steps, once the checkpoint before is written. Training goes on when the state is copied.
+        """Wait for the previous checkpoint, then begin to write the state after ``step`` steps.
 
-        Raises:   OSError of the checkpoint before, or of this one's directory: on every process.
+        Returns once the state is copied; the writing overlaps with training.
+        Raises:   OSError on every process: the previous checkpoint failed, or this one's directory
+                  cannot be made.
         """
         self.finish()
         unfinished = self._folder / f"{PREFIX}{step:08d}{UNFINISHED}"
@@ -78,16 +93,16 @@ class Checkpoints:
         self._pending = self._thread.submit(self._complete, written, unfinished, step)
 
     def finish(self) -> None:
-        """Wait until the last one is written.
+        """Wait until the last checkpoint is written.
 
-        Raises:   OSError: it could not be; those before it are as they were.
+        Raises:   OSError: it could not be written; earlier checkpoints are untouched.
         """
         if self._pending is not None:
             pending, self._pending = self._pending, None
             pending.result()
 
     def check(self) -> None:
-        """Raise what went wrong with the last one, if it has ended by now."""
+        """Raise the last checkpoint's error, if its writing has ended by now. Does not wait."""
         if self._pending is not None and self._pending.done():
             self.finish()
 
@@ -98,13 +113,13 @@ class Checkpoints:
             if not self._processes.first:
                 return
             write_manifest(unfinished, self._about | {"step": step})
-            remove(final)  # of a run that came this far before
+            remove(final)  # a run that was resumed from an earlier checkpoint may reach this step again
             os.replace(unfinished, final)
             sync(self._folder)
             for old in saved(self._folder.parent)[self._keep_last :]:
                 remove(old)
         except Exception as error:
-            if self._processes.first:  # room for what the run has yet to say
+            if self._processes.first:  # makes room for the manifest and the logs
                 shutil.rmtree(unfinished, ignore_errors=True)
             raise OSError(f"checkpoint {final.name} could not be written: {error}. {REMEDY}") from error
 
@@ -118,13 +133,18 @@ class Checkpoints:
 
 
 def saved(out: Path) -> list[Path]:
-    """The checkpoints of a run, newest first; neither unfinished nor damaged ones."""
+    """The complete checkpoints of a run, newest first, by name alone.
+
+    Their contents are not verified.
+    """
     return sorted((p for p in (out / FOLDER).glob(f"{PREFIX}*") if p.name.removeprefix(PREFIX).isdecimal() and p.is_dir()), reverse=True)
 
 
 def latest(out: Path, say: Callable[[str], None], *, aside: bool = True) -> Checkpoint | None:
-    """The newest checkpoint that is intact. Damaged ones before it are told to ``say``, and, if this process may write, kept under another name.
+    """The newest intact checkpoint; None if there are none at all.
 
+    ``say`` reports each damaged one that is skipped. aside: rename it, so that it is kept; only for
+    the process that may write.
     Raises:   ConfigError: there are checkpoints, and none is intact.
     """
     found = saved(out)
@@ -135,7 +155,7 @@ def latest(out: Path, say: Callable[[str], None], *, aside: bool = True) -> Chec
         except OtherFormatError:
             raise
         except (ConfigError, FileNotFoundError) as error:
-            if not path.exists():  # a run that goes on has removed it, for newer ones
+            if not path.exists():  # the run still trains, and has removed it after writing newer ones
                 return latest(out, say, aside=aside)
             if not isinstance(error, ConfigError):
                 raise
@@ -152,10 +172,11 @@ def latest(out: Path, say: Callable[[str], None], *, aside: bool = True) -> Chec
 
 
 def verify(path: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint, after every file was compared with it.
+    """The manifest of a checkpoint, once every file matches its recorded size and sha256.
 
-    Raises:   ConfigError: a manifest that is missing, changed or of another version; files that are missing, changed or not its own.
-              OSError: a file that is there and cannot be read, which says nothing about its bytes.
+    Raises:   ConfigError: the manifest is missing, changed or of another version; a file is
+              missing, changed or extra. OSError: a file exists and cannot be read, so that nothing
+              is known of its bytes.
     """
     try:
         manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
@@ -183,7 +204,10 @@ def verify(path: Path) -> dict[str, Any]:
 
 
 def write_manifest(path: Path, about: Mapping[str, Any]) -> None:
-    """manifest.json, after every other file of a checkpoint has reached the disk."""
+    """Write manifest.json, after fsync of every other file.
+
+    A manifest implies a complete checkpoint.
+    """
     sizes = _files(path)
     digests = _digests(path, sizes, sync=True)
     content = {"format": FORMAT, **about, "files": {name: {"bytes": sizes[name], "sha256": digests[name]} for name in sizes}}
@@ -200,14 +224,14 @@ def _digest(content: dict[str, Any]) -> str:
 
 
 def _files(path: Path) -> dict[str, int]:
-    """Name -> bytes of all files but the manifest."""
+    """{name: bytes} of all files except the manifest."""
     found = {p.relative_to(path).as_posix(): p.stat().st_size for p in sorted(path.rglob("*")) if p.is_file()}
     found.pop("manifest.json", None)
     return found
 
 
 def _digests(path: Path, names: Mapping[str, int], *, sync: bool = False) -> dict[str, str]:
-    """sha256 of files, several at a time; sync: bring them to the disk too."""
+    """{name: sha256}, several files at a time. sync: fsync them too."""
 
     def read(name: str) -> str:
         with (path / name).open("rb") as file:
@@ -220,7 +244,10 @@ def _digests(path: Path, names: Mapping[str, int], *, sync: bool = False) -> dic
 
 
 def remove(path: Path) -> None:
-    """A directory, if it is there; under another name first, or what a process that is killed leaves of it would pass for damaged."""
+    """Remove a directory, if it exists.
+
+    It is renamed first: a kill halfway leaves no checkpoint that looks damaged.
+    """
     if path.exists():
         going = path.with_name(path.name + REMOVED)
         shutil.rmtree(going, ignore_errors=True)
@@ -229,13 +256,13 @@ def remove(path: Path) -> None:
 
 
 def make_empty(path: Path) -> None:
-    """A directory of that path with nothing in it, whatever was there."""
+    """Make an empty directory in place of anything at that path."""
     remove(path)
     path.mkdir(parents=True)
 
 
 def sync(path: Path) -> None:
-    """Bring a directory's names, or a file, to the disk."""
+    """fsync a file, or a directory, whose names then survive a crash."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,6 +1,9 @@
-"""One TOML file configures both backends; every key of it is a command-line option of the same dotted name.
+"""Run configuration: one TOML file for both backends.
 
-``load`` reads a file, ``override`` applies options. What keys there are: ``sections``.
+Every key is also a command-line option, by its dotted name.
+
+``load`` reads a file and ``override`` applies options. The keys are the fields of the dataclasses
+in ``sections``.
 """
 
 import dataclasses
@@ -33,10 +36,10 @@ from fp8ref.train.sections import (
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Everything a run is, whichever backend runs it; what its sections hold, ``sections`` says.
+    """The full run configuration, shared by both backends. Sections are defined in ``sections``.
 
-    Raises:   ValueError: a vocabulary that bytes do not fit or int32 does not hold; a section of a value out of range. ``load`` and
-              ``from_dict`` make a ConfigError of it.
+    Raises:   ValueError: a vocabulary below 256 or above int32's range; a value out of range in a
+              section. ``load`` and ``from_dict`` raise it as a ConfigError.
     """
 
     model: LlamaConfig = field(default_factory=LlamaConfig)
@@ -55,12 +58,18 @@ class Config:
 
     @property
     def filter_fqns(self) -> tuple[str, ...]:
-        """numerics.filter_fqns and the model's lm_head, which stays in high precision unless fp8_fqns names it (SEMANTICS R-2)."""
+        """numerics.filter_fqns, plus lm_head.
+
+        It stays in high precision unless fp8_fqns names it (SEMANTICS R-2).
+        """
         head = () if self.model.tie_word_embeddings or "lm_head" in self.numerics.filter_fqns else ("lm_head",)
         return (*self.numerics.filter_fqns, *head)
 
     def decisions(self) -> list[recipes.Decision]:
-        """What becomes of every linear of the model (SEMANTICS R-2). Raises as ``recipe.plan``."""
+        """For every linear of the model, its recipe and the reason (SEMANTICS R-2).
+
+        Raises as ``recipe.plan``.
+        """
         return recipes.plan(
             llama.linear_shapes(self.model), self.numerics.recipe, filter_fqns=self.filter_fqns, fp8_fqns=self.numerics.fp8_fqns
         )
@@ -89,7 +98,8 @@ _ADAPTER = pydantic.TypeAdapter(Config)
 def load(path: str | Path) -> Config:
     """The configuration in a TOML file.
 
-    Raises:   ConfigError: no such file, no TOML, an unknown key (naming the nearest known one), a value of the wrong type or range.
+    Raises:   ConfigError: no such file, no TOML, an unknown key (naming the nearest known one), a
+              value of the wrong type or range.
     """
     path = Path(path)
     try:
@@ -102,7 +112,10 @@ def load(path: str | Path) -> Config:
 
 
 def from_dict(keys: dict, *, source: str = "config") -> Config:
-    """The configuration in a nested dict, as of TOML. ConfigError, naming ``source``, as of ``load``."""
+    """The configuration in a nested dict, as TOML gives it.
+
+    Raises as ``load``; messages begin with ``source``.
+    """
     try:
         return _ADAPTER.validate_json(json.dumps(keys, default=str), strict=True)
     except pydantic.ValidationError as error:
@@ -110,7 +123,7 @@ def from_dict(keys: dict, *, source: str = "config") -> Config:
 
 
 def to_dict(config: Config) -> dict:
-    """The nested dict that ``from_dict`` reads; keys that are None, which TOML lacks, are left out."""
+    """The nested dict that ``from_dict`` reads, without keys that are None: TOML has no null."""
 
     def prune(value):
         return {k: prune(v) for k, v in value.items() if v is not None} if isinstance(value, dict) else value
@@ -119,7 +132,7 @@ def to_dict(config: Config) -> dict:
 
 
 def differences(a, b, path: str = "") -> dict:
-    """{dotted key: (a's value, b's)} where two nested dicts, such as those of ``to_dict``, differ."""
+    """{dotted key: (value in a, value in b)} where two nested dicts differ."""
     if isinstance(a, dict) and isinstance(b, dict):
         found: dict = {}
         for key in {**a, **b}:
@@ -129,7 +142,9 @@ def differences(a, b, path: str = "") -> dict:
 
 
 def override(config: Config, options: Sequence[str], *, prog: str) -> Config:
-    """config with command-line options applied, ``--run.steps 20``; tyro reports a value that it cannot use and exits with code 2.
+    """config with command-line options applied, ``--run.steps 20``.
+
+    tyro reports a value that it cannot use and exits with code 2.
 
     Raises:   ConfigError: an unknown option, naming the nearest known one.
     """
@@ -152,7 +167,10 @@ def _explain(error) -> str:
 
 
 def _nearest(key: str, known: list[str]) -> str:
-    """What a person may have meant: the nearest key, or one that ends like it, or else the keys of its section."""
+    """The key that was probably meant: the nearest one, or one with a similar last part.
+
+    If there is none, the known keys of its section.
+    """
     section, _, last = key.rpartition(".")
     candidates = [k for k in known if ("." in k) == bool(section)]
     ends = {k.split(".")[-1]: k for k in known if "." in k}

@@ -1,26 +1,39 @@
-"""How a config cuts a model and its batches over devices, from shapes alone (SEMANTICS P-10, P-14): what dry runs count with."""
+"""Shapes on each device, and whether a backend can train them (SEMANTICS P-10, P-14).
+
+Computed from the configuration alone: dry runs and estimates use it without devices, processes or
+data.
+"""
 
 import math
 
-from fp8ref import llama
-from fp8ref.recipe import Recipe
+from fp8ref import granularity, llama
+from fp8ref import recipe as recipes
+from fp8ref.errors import ConfigError
+from fp8ref.recipe import OPERANDS, REDUCED_AXES, Decision, Recipe
 from fp8ref.train.config import Config
 
 
 def tokens(config: Config) -> int:
-    """Of one part of a batch, those that a device trains, before tensor parallelism cuts any."""
+    """Tokens of one microbatch on a device, before tensor parallelism cuts any."""
     shared = config.parallel.data * config.parallel.fsdp * config.data.microbatches
     return config.data.batch_size // shared * config.data.sequence_length
 
 
 def used(linear: str, shape: tuple[int, int], config: Config) -> tuple[int, int]:
-    """[N, K] of a linear's weight as a device multiplies by it: cut by tensor parallelism, and gathered over fsdp."""
+    """[N, K] of a linear's weight in a device's GEMMs.
+
+    Cut by tensor parallelism, gathered over fsdp.
+    """
     (n, k), last, tensor = shape, linear.split(".")[-1], config.parallel.tensor
     return (n // tensor if last in llama.COLUMN else n), (k // tensor if last in llama.ROW else k)
 
 
 def at_rest(parameter: str, shape: tuple[int, ...], config: Config, backend: str) -> tuple[int, ...]:
-    """A parameter's piece on a device, the largest of all: JAX cuts matrices over fsdp, evenly; FSDP2 everything, the last pieces shorter."""
+    """Shape of the largest piece of a parameter that a device stores.
+
+    JAX cuts matrices over fsdp, evenly. FSDP2 cuts every parameter, and its last pieces may be
+    shorter.
+    """
     cut = used(parameter.removesuffix(".weight"), shape, config) if len(shape) == 2 else shape
     if backend == "jax" and len(shape) < 2:
         return cut
@@ -28,22 +41,129 @@ def at_rest(parameter: str, shape: tuple[int, ...], config: Config, backend: str
 
 
 def sharded(config: Config, backend: str) -> bool:
-    """Whether parameters are gathered for use, and gradients reduced."""
+    """Whether parameters are all-gathered for use, and gradients reduce-scattered."""
     return config.parallel.fsdp > 1 or (backend == "torch" and config.parallel.data > 1)
 
 
 def in_fp8(recipe: Recipe, config: Config, backend: str) -> bool:
-    """Whether a weight of this recipe moves as codes over fsdp."""
+    """Whether fsdp gathers a weight of this recipe in FP8."""
     if not recipe.output.fp8:
         return False
     return backend == "jax" or (config.parallel.gather == "fp8" and recipe.serves_both("weight"))
 
 
 def kinds(config: Config) -> dict[str, int]:
-    """How many parameters of each kind there are, and in all."""
+    """Number of parameters by kind, and in all."""
     found = dict.fromkeys(("embedding", "attention", "mlp", "norms", "lm_head"), 0)
     for name, shape in llama.parameter_shapes(config.model).items():
         parts = name.split(".")
         kind = "embedding" if name == llama.EMBEDDING else "norms" if len(shape) < 2 else "lm_head" if parts[0] == "lm_head" else ""
         found[kind or ("attention" if "self_attn" in parts else "mlp")] += math.prod(shape)
     return found | {"all": sum(found.values())}
+
+
+def check(config: Config, backend: str) -> None:
+    """ConfigError, a line for each fault, if the backend would refuse this config on any devices."""
+    faults, decisions = [*_foreign(config, backend), *_cut(config)], []
+    try:
+        decisions = [
+            d for d in config.decisions() if d.path.startswith("model.layers.0.") or d.path == "lm_head"
+        ]  # one layer stands for all
+    except ValueError as error:
+        faults.append(str(error))
+    faults += (_jax if backend == "jax" else _torch)(config, decisions)
+    if faults:
+        raise ConfigError("\n  ".join(["this config cannot be trained:", *faults] if len(faults) > 1 else faults))
+
+
+def check_on_gpu(config: Config, backend: str) -> None:
+    """ConfigError if a GPU's kernels would refuse what a CPU's accept.
+
+    torchao does not pad sums over tokens to 16 (L-5).
+    """
+    count = tokens(config)
+    if backend == "jax" or count % 16 == 0:
+        return
+    for d in config.decisions():
+        spec = d.recipe.grad_weight
+        if spec.a is not None and spec.a.delayed is None and granularity.by_name(spec.a.granularity).reduced is None:
+            raise ConfigError(
+                f"on a GPU PyTorch's FP8 GEMMs reduce multiples of 16 (L-5), and grad_weight of {d.path} reduces over a device's tokens of a part "
+                f"of a batch; got {count}. Change data.sequence_length, batch_size or microbatches."
+            )
+
+
+def _foreign(config: Config, backend: str) -> list[str]:
+    foreign = config.parallel.foreign(backend) + config.optimizer.foreign(backend)
+    return [f"{', '.join(foreign)} is not a key of --backend {backend}. Leave it out."] if foreign else []
+
+
+def _cut(config: Config) -> list[str]:
+    """Faults of batches, sequences and heads that the mesh does not divide."""
+    keys, model, data, faults = config.parallel, config.model, config.data, []
+    if data.batch_size % (keys.data * keys.fsdp * data.microbatches):
+        faults.append(data.indivisible(keys.data * keys.fsdp, "devices"))
+    if keys.sequence and data.sequence_length % keys.tensor:
+        faults.append(f"under parallel.sequence data.sequence_length is divisible by tensor = {keys.tensor}; got {data.sequence_length}.")
+    faults += [
+        f"model.{key} is divisible by parallel.tensor = {keys.tensor}; got {getattr(model, key)}."
+        for key in ("num_attention_heads", "num_key_value_heads", "intermediate_size")
+        if getattr(model, key) % keys.tensor
+    ]
+    return faults
+
+
+def _jax(config: Config, decisions: list[Decision]) -> list[str]:
+    """JAX's faults: pieces must be equal, and hold whole blocks (P-1, P-5)."""
+    keys = config.parallel
+    faults = keys.unattended(config.model.head_dim)
+    if config.model.vocab_size % keys.fsdp:
+        faults.append(f"model.vocab_size is divisible by parallel.fsdp = {keys.fsdp}; got {config.model.vocab_size}.")
+    for d in decisions:
+        parts = keys.fsdp * (keys.tensor if d.path.split(".")[-1] in llama.COLUMN else 1)
+        if d.shape[0] % parts:
+            faults.append(f"{d.path}: its {d.shape[0]} rows are divisible by the {parts} pieces that parallel cuts them into.")
+        elif d.fp8 and keys.devices > 1 and keys.through == "shard_map":
+            faults += _blocks(d, config)
+    return faults
+
+
+def _blocks(decision: Decision, config: Config) -> list[str]:
+    """Faults of a linear's weight if tensor or fsdp cuts it inside a block."""
+    keys, last, faults = config.parallel, decision.path.split(".")[-1], []
+    n, k = used(decision.path, decision.shape, config)
+    cuts = (keys.fsdp > 1 or (keys.tensor > 1 and last in llama.COLUMN), keys.tensor > 1 and last in llama.ROW)
+    for which, spec in decision.recipe.gemms.items():
+        if spec.b is None or "weight" not in OPERANDS[which] or granularity.by_name(spec.b.granularity).reduced is None:
+            continue
+        sizes = granularity.blocks(spec.b.granularity, decision.shape, REDUCED_AXES[which][1])
+        for what, length, size, cut in zip(("rows", "columns"), (n // keys.fsdp, k), sizes, cuts, strict=True):
+            if cut and length % size:
+                faults.append(
+                    f"{decision.path}: no layout cuts a block (P-5), so its pieces hold a multiple of {size} {what}; they hold {length}."
+                )
+    return list(dict.fromkeys(faults))
+
+
+def _torch(config: Config, decisions: list[Decision]) -> list[str]:
+    """PyTorch's faults: the limits of FSDP2 and tensor parallelism (P-13, P-14)."""
+    keys, faults = config.parallel, []
+    shared, recipe = keys.data * keys.fsdp, recipes.by_name(config.numerics.recipe)
+    if keys.tensor > 1 and shared > 1 and keys.amax_scope == "global" and recipe.fp8:
+        faults.append("in PyTorch, amaxes over data and fsdp beside tensor are each rank's own (P-14). Set parallel.amax_scope to local.")
+    if keys.tensor > 1 and not recipe.shared:
+        *taken, last = [name for name, r in recipes.RECIPES.items() if r.fp8 and r.shared]
+        faults.append(f"in PyTorch parallel.tensor takes recipes {', '.join(taken)} and {last}; got {recipe.name!r}. Set it to 1.")
+    if shared > 1 and keys.amax_scope == "local" and recipe.delayed:
+        faults.append(f"recipe {recipe.name!r} keeps one state for all ranks; parallel.amax_scope is local. Set it to global.")
+    if keys.reduction == "ordered" and keys.data > 2:
+        faults.append(f"parallel.reduction 'ordered' adds over at most 2 along data; got {keys.data}. Make data 1 or 2.")
+    if keys.tensor > 1 and recipe.fp8:
+        faults += [
+            f"{d.path} is FP8, and its piece of {keys.tensor} is no multiple of 16: {length}. Lower parallel.tensor, or name it in filter_fqns."
+            for d in decisions
+            if d.fp8
+            for length in used(d.path, d.shape, config)
+            if length % 16
+        ]
+    return faults

@@ -1,4 +1,4 @@
-"""A run's weights as other programs read them: config.json and safetensors, of transformers' LlamaForCausalLM (SEMANTICS K-7)."""
+"""Export and import weights of transformers' LlamaForCausalLM, in safetensors (SEMANTICS K-7)."""
 
 import dataclasses
 import importlib
@@ -20,16 +20,20 @@ from fp8ref.train import config as configs
 from fp8ref.train.checkpoint import Checkpoint
 from fp8ref.train.config import Config
 
-LARGEST = 5 * 2**30  # bytes of a file, more in which a single tensor is larger
+LARGEST = 5 * 2**30  # bytes of a file, unless a single tensor is larger
 INDEX = "model.safetensors.index.json"
-DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}  # NumPy has no bfloat16: its bits
+DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}  # bits: NumPy has no bfloat16
 
 
 def export(run: Path, out: Path, *, tokenizer: Path | None = None, say: Callable[[str], None] = print) -> int:
-    """Write the weights of a run's newest intact checkpoint, float32, to a directory that is empty or not there. Returns their step.
+    """Write the float32 weights of a run's newest intact checkpoint to a new or empty directory.
 
-    tokenizer   a file, or a directory of files, that is copied beside them; by default the tokenizer.json that the run read its data by, if it is there.
-    Raises:   ConfigError: no run, no checkpoint of it; out holds something or lies in the run; no such tokenizer.
+    Returns their step.
+
+    tokenizer   a file, or a directory of files, to copy too; by default the run's own
+                tokenizer.json, if it exists.
+    Raises:   ConfigError: no run, or no checkpoint; out is not empty, or is inside the run; no such
+              tokenizer.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"--out {out} holds something; it is left alone. Name a directory that is not there.")
@@ -40,7 +44,7 @@ def export(run: Path, out: Path, *, tokenizer: Path | None = None, say: Callable
     while True:
         found = checkpoint.latest(run, say, aside=False)
         if found is None:
-            log.read_manifest(run)  # which says where it is no run
+            log.read_manifest(run)  # raises if this is not a run at all
             raise ConfigError(f"{run} has no checkpoint yet. Train it with checkpoint.every above 0, or to its end.")
         try:
             _export(found, out, tokenizer)
@@ -48,7 +52,7 @@ def export(run: Path, out: Path, *, tokenizer: Path | None = None, say: Callable
         except (OSError, ValueError):
             if found.path.exists():
                 raise
-            # a run that goes on has removed it, for newer ones
+            # the run still trains, and has removed it after writing newer ones: try those
 
 
 def _export(found: Checkpoint, out: Path, tokenizer: Path | None) -> None:
@@ -74,10 +78,12 @@ def _export(found: Checkpoint, out: Path, tokenizer: Path | None) -> None:
 
 
 def read(path: Path, model: LlamaConfig) -> dict[str, np.ndarray]:
-    """The weights of a directory that ``export`` or transformers wrote, in float32, which holds float16 and bfloat16 exactly.
+    """Read weights that ``export`` or transformers wrote, as float32.
 
-    Raises:   ConfigError: no such directory, another model's config.json, no safetensors, files that are missing or damaged, weights of
-              other names, shapes or dtypes, or not finite.
+    float32 holds float16 and bfloat16 exactly.
+
+    Raises:   ConfigError: no such directory; another model's config.json; safetensors that are
+              missing or damaged; weights of other names, shapes or dtypes, or not finite.
     """
     _check_config(path, model)
     index = path / INDEX
@@ -104,7 +110,7 @@ def read(path: Path, model: LlamaConfig) -> dict[str, np.ndarray]:
 
 
 def _write(out: Path, config: Config, weights: Iterator[tuple[str, np.ndarray]]) -> None:
-    """Files of at most LARGEST bytes, one after the other, so that no more than one is in memory."""
+    """Write files of at most LARGEST bytes, one after the other: only one is in memory."""
     files: dict[str, str] = {}
     piece: dict[str, np.ndarray] = {}
     written: list[Path] = []
@@ -135,7 +141,7 @@ def _write(out: Path, config: Config, weights: Iterator[tuple[str, np.ndarray]])
 
 
 def _hugging_face(config: Config) -> dict[str, Any]:
-    """config.json."""
+    """The content of config.json."""
     model = dataclasses.asdict(config.model)
     theta = model.pop("rope_theta")
     return {
@@ -156,7 +162,10 @@ def _hugging_face(config: Config) -> dict[str, Any]:
 
 
 def _check_config(path: Path, model: LlamaConfig) -> None:
-    """ConfigError where config.json says what this model is not. What only says how weights were drawn may differ."""
+    """ConfigError if config.json describes another model.
+
+    initializer_range may differ, because it only drew the initial weights.
+    """
     try:
         found = json.loads((path / "config.json").read_text(encoding="utf-8"))
         found.setdefault("rope_theta", (found.get("rope_parameters") or {}).get("rope_theta"))

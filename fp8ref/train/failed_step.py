@@ -1,4 +1,4 @@
-"""What is kept of a step whose loss or gradient is not finite, so that ``fp8ref crosscheck --replay`` can find where it began (SEMANTICS K-6).
+"""Save a step whose loss is not finite, for ``fp8ref crosscheck --replay`` (SEMANTICS K-6).
 
 RUN/failures/step-00000012/state/          the state before that step, as checkpoints have it
                            batch.npy       its global batch, int32 [batch_size, sequence_length + 1]
@@ -30,7 +30,10 @@ class Trains(checkpoint.Saves, Protocol):
 
 @dataclass(frozen=True)
 class Failure:
-    """One that was read. metrics: step, loss and grad_norm, numbers as text, for JSON has none that are not finite."""
+    """A failed step that was read back.
+
+    metrics: step, loss and grad_norm as text, because JSON has no NaN.
+    """
 
     state: Path
     tokens: np.ndarray
@@ -40,7 +43,10 @@ class Failure:
 
 
 def write(out: Path, model: Trains, config: Config, tokens: np.ndarray, metrics: Mapping[str, Any], processes: Processes) -> Path:
-    """Keep a step that was not taken; every process calls it. Returns where. OSError: it could not be written; nothing of it is left."""
+    """Save a failed step; every process calls it. Returns its directory.
+
+    Raises:   OSError: it could not be written; nothing of it is left.
+    """
     path = out / FOLDER / f"{checkpoint.PREFIX}{metrics['step']:08d}"
     unfinished = path.with_name(path.name + checkpoint.UNFINISHED)
     together(processes, lambda: checkpoint.make_empty(unfinished) if processes.first else None)
@@ -63,9 +69,10 @@ def write(out: Path, model: Trains, config: Config, tokens: np.ndarray, metrics:
 
 
 def read(path: Path) -> Failure:
-    """What ``write`` kept; path: the directory or its manifest.json.
+    """A failed step that ``write`` saved. path: its directory, or the manifest.json in it.
 
-    Raises:   ConfigError: it is none, naming those that are near; or it is damaged.
+    Raises:   ConfigError: path is no failed step (the message lists those of the run), or it is
+              damaged.
     """
     folder = path.parent if path.name == "manifest.json" else path
     if not (folder / "manifest.json").is_file() or _is_run(folder):
@@ -88,7 +95,10 @@ def _is_run(folder: Path) -> bool:
 
 
 def _no_failure(path: Path, what: str) -> str:
-    """What a path is instead of a step that failed, and the steps that its run kept."""
+    """The error message.
+
+    What the path is instead of a failed step, and the failed steps that its run saved.
+    """
     said = f"a replay takes the directory of a step that failed, RUN/{FOLDER}/{checkpoint.PREFIX}...; {path} {what}."
     run = next((folder for folder in (path, *path.parents) if _is_run(folder)), None)
     if run is None:

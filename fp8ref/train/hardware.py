@@ -1,4 +1,4 @@
-"""The simulated hardware that a config names (SEMANTICS G-20): a plan's name, or the file of one that a probe found."""
+"""Simulated hardware of a run: an accumulation plan by name, or of a file (SEMANTICS G-20)."""
 
 import json
 from pathlib import Path
@@ -13,9 +13,11 @@ if TYPE_CHECKING:
 
 
 def of(config: Config, backend: str | None = None) -> "Hardware | None":
-    """What a trainer of this config, of this backend or either, multiplies by; None where the framework's own GEMMs run.
+    """The simulated hardware of numerics.accumulate; None if the framework's own GEMMs run.
 
-    Raises:   ConfigError: a name that is none, a file that holds no whole plan of a GEMM; a plan that the recipe's GEMMs cannot run under.
+    backend   the trainer's, whose limits are checked too; None: only those of both.
+    Raises:   ConfigError: an unknown name; a file without a complete plan; a plan that the recipe's
+              GEMMs cannot use.
     """
     if not config.numerics.simulates:
         return None
@@ -44,16 +46,17 @@ def of(config: Config, backend: str | None = None) -> "Hardware | None":
     return found
 
 
-def told(config: Config) -> dict | None:
-    """All of the plan, for a manifest."""
+def to_manifest(config: Config) -> dict | None:
+    """The accumulation plan as JSON for a run's manifest; None without simulated hardware."""
     found = of(config)
     return None if found is None else found.to_dict()
 
 
 def by_name(name: str) -> "Hardware":
-    """The hardware of a name, or of the file that a name ending in .json is.
+    """The simulated hardware of that name, or from that file if the name ends in .json.
 
-    Raises:   ConfigError: an unknown name; a file that cannot be read, or holds no whole plan of a GEMM.
+    Raises:   ConfigError: an unknown name; a file that cannot be read, or has no complete plan of a
+              GEMM.
     """
     from fp8ref.sim import hardware
 
@@ -79,7 +82,7 @@ def _probed(path: Path) -> "Hardware":
         raise ConfigError(
             f"numerics.accumulate: {path} cannot be read ({error.strerror}). Name what fp8ref probe SUBJECT --json FILE wrote."
         ) from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:  # of JSON that is something else
+    except (ValueError, KeyError, TypeError, AttributeError) as error:  # other JSON than a probe's
         why = "it has no plan" if isinstance(error, KeyError | TypeError | AttributeError) else str(error).rstrip(".")
         raise ConfigError(
             f"numerics.accumulate: {path} holds no whole plan of a GEMM ({why}). Name what fp8ref probe SUBJECT --json FILE wrote."

@@ -1,4 +1,10 @@
-"""What a run leaves behind: config.toml, metrics.jsonl (one JSON object a step), statistics.jsonl where asked for, and manifest.json (what ran, and how)."""
+"""The log files of a run.
+
+config.toml       the configuration
+metrics.jsonl     a JSON object for each step: loss, gradient norm, speed
+statistics.jsonl  quantisation statistics (Q-8), under statistics.every
+manifest.json     versions, device, data, linears, the proof, and the status
+"""
 
 import contextlib
 import importlib.metadata
@@ -38,10 +44,16 @@ METRICS, STATISTICS = "metrics.jsonl", "statistics.jsonl"
 
 
 class RunLog:
-    """A run directory being written. Each metrics line is flushed as it is written; the manifest is replaced whole."""
+    """Writes a run's files.
+
+    A metrics line is flushed when it is written; the manifest is replaced atomically.
+    """
 
     def __init__(self, out: Path, manifest: dict, *, start: int = 0) -> None:
-        """start: the first step that it will write; lines of that and later ones, and a torn last line, are removed; of statistics alike."""
+        """start: the first step to be written.
+
+        Lines of that step and later ones are removed, and a torn last line.
+        """
         self.out = out
         self._manifest = manifest
         self.kept = _keep(out / METRICS, start, ("loss", "seconds"))
@@ -50,33 +62,36 @@ class RunLog:
         self._metrics = (out / METRICS).open("a", encoding="utf-8")
 
     def step(self, metrics: dict) -> None:
-        """Write a step's line."""
+        """Append the metrics of a step."""
         self._metrics.write(_line(metrics))
         self._metrics.flush()
 
     def statistics(self, line: dict) -> None:
-        """Write a record of what quantising did (Q-8)."""
+        """Append quantisation statistics of a step (Q-8)."""
         with (self.out / STATISTICS).open("a", encoding="utf-8") as file:
             file.write(_line(line))
 
     def sync(self) -> None:
-        """Bring metrics and statistics to the disk, as a checkpoint of their last step is."""
+        """fsync metrics and statistics.
+
+        A checkpoint must not be newer on the disk than they are.
+        """
         os.fsync(self._metrics.fileno())
         if (self.out / STATISTICS).exists():
             checkpoint.sync(self.out / STATISTICS)
 
     def status(self, status: str, **more) -> None:
-        """running, finished, stopped, interrupted or failed."""
+        """Set the manifest's status: running, finished, stopped, interrupted or failed."""
         self._manifest = {**self._manifest, "status": status, **more}
         _replace(self.out / "manifest.json", _json(self._manifest))
 
     def close(self) -> None:
-        """No more lines come."""
+        """Close the files."""
         self._metrics.close()
 
 
 class Unwritten:
-    """The same run in a process that is not the one that writes."""
+    """The log of a process other than the first: nothing is written."""
 
     kept: ClassVar[list[dict]] = []
 
@@ -99,10 +114,10 @@ def create(
     overwrite: bool = False,
     start: int = 0,
 ) -> RunLog:
-    """Start writing a run into a directory that ``claim`` allowed and that is locked.
+    """Begin to log a run in a directory that ``run_dir`` claimed and locked.
 
-    overwrite   drops the checkpoints of the run before.
-    start       the first step, of a run that resumes from a checkpoint.
+    overwrite   remove the checkpoints and failed steps of the run that is replaced.
+    start       the first step; above 0 if the run resumes.
     """
     manifest = {
         "fp8ref": fp8ref.__version__,
@@ -113,8 +128,8 @@ def create(
         "data": data,
         "linears": [{"path": d.path, "shape": list(d.shape), "recipe": d.recipe.name, "fp8": d.fp8, "reason": d.reason} for d in decisions],
         "starts": _starts(out, start),
-    } | {key: value for key, value in (("hardware", hardware.told(config)), ("proof", proof)) if value}
-    _replace(out / "manifest.json", _json(manifest | {"status": "running"}))  # first: by it a directory is known for a run
+    } | {key: value for key, value in (("hardware", hardware.to_manifest(config)), ("proof", proof)) if value}
+    _replace(out / "manifest.json", _json(manifest | {"status": "running"}))  # first: it marks the directory as a run
     if overwrite:
         for folder in (checkpoint.FOLDER, failed_step.FOLDER):
             checkpoint.remove(out / folder)
@@ -123,7 +138,7 @@ def create(
 
 
 def finish(out: Path) -> None:
-    """Say of a run, all of whose steps are in its last checkpoint, that it is finished."""
+    """Set a run's status to finished, when its last checkpoint holds all steps."""
     manifest = read_manifest(out)
     manifest.pop("error", None)
     lines = read_metrics(out)
@@ -131,7 +146,7 @@ def finish(out: Path) -> None:
 
 
 def read_manifest(out: Path) -> dict:
-    """manifest.json of a run; ConfigError when it is missing, damaged or another program's."""
+    """manifest.json of a run. ConfigError: it is missing, damaged or not of fp8ref."""
     try:
         manifest = json.loads((out / "manifest.json").read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -144,14 +159,14 @@ def read_manifest(out: Path) -> dict:
 
 
 def read_metrics(out: Path) -> list[dict]:
-    """The lines of metrics.jsonl, a torn last one left out."""
+    """The lines of metrics.jsonl, without a torn last one."""
     return read_lines(out / METRICS)
 
 
 def read_lines(path: Path) -> list[dict]:
-    """Of a file with a JSON object a line, a torn last one left out; none of a file that is not there.
+    """The objects of a JSON Lines file, without a torn last line; none if there is no file.
 
-    Raises:   ConfigError: a line that is something else.
+    Raises:   ConfigError: a line that is not a JSON object.
     """
     lines = _parsed(path)
     if None in lines:
@@ -160,7 +175,7 @@ def read_lines(path: Path) -> list[dict]:
 
 
 def _parsed(path: Path) -> list[dict | None]:
-    """Each whole line's object, None where it is something else."""
+    """The object of each complete line; None for a line that is not a JSON object."""
     if not path.exists():
         return []
 
@@ -176,7 +191,7 @@ def _parsed(path: Path) -> list[dict | None]:
 
 
 def _starts(out: Path, start: int) -> list[int]:
-    """The step at which each process, or all of them together, began: 0, and those of resuming, as far as they are known."""
+    """The step at which the run began, and then each step from which it was resumed."""
     try:
         before = read_manifest(out).get("starts") if start else []
     except ConfigError:  # claim has said so
@@ -185,7 +200,10 @@ def _starts(out: Path, start: int) -> list[int]:
 
 
 def _keep(path: Path, start: int, keys: tuple[str, ...]) -> list[dict]:
-    """The lines of steps before ``start``, all that is left of a file; where lines are damaged, it stays under another name too."""
+    """Cut a file to the lines of steps before ``start``, and return them.
+
+    A file with damaged lines is copied first.
+    """
     lines = _parsed(path) if start else []
     good: list[dict] = []
     for line in lines:
@@ -203,7 +221,10 @@ def _keep(path: Path, start: int, keys: tuple[str, ...]) -> list[dict]:
 
 
 def _intact(line: dict, keys: tuple[str, ...]) -> bool:
-    """Whether a line has a step and these keys: statistics an object, all else numbers that are finite."""
+    """Whether a line has a step and these keys.
+
+    statistics is an object, and every other value a finite number.
+    """
 
     def fits(key: str, value: object) -> bool:
         return isinstance(value, dict) if key == "statistics" else type(value) in (int, float) and math.isfinite(value)  # type: ignore[arg-type]

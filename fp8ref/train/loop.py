@@ -1,4 +1,4 @@
-"""The training loop, the same for both backends: batches in, metrics out, nothing lost when it stops early."""
+"""The training loop of both backends: steps, validation, checkpoints, logs, resuming."""
 
 import contextlib
 import importlib
@@ -10,35 +10,41 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 
-from fp8ref import console, llama
+from fp8ref import console
 from fp8ref.errors import ConfigError, LostProcessError, NonFiniteError, StoppedError
 from fp8ref.recipe import Decision
-from fp8ref.train import checkpoint, export, failed_step, hardware, log, profiling, run_dir, signals, trackers
 from fp8ref.train import config as configs
-from fp8ref.train.checkpoint import Checkpoint, Checkpoints
+from fp8ref.train import export, failed_step, hardware, log, profiling, run_dir, signals, trackers, train_state
+from fp8ref.train.checkpoint import Checkpoints
 from fp8ref.train.config import Config
 from fp8ref.train.data import loader
-from fp8ref.train.lock import Lock
 from fp8ref.train.processes import Alone, Processes, together
-from fp8ref.train.stopwatch import Stopwatch
 
 BACKENDS = ("jax", "torch")
 
 
 class Trainer(Protocol):
-    """What a backend's ``train.Trainer`` offers. Batches of tokens are integers [B, T + 1], weights and gradients float32 by parameter's name.
+    """One model in training: what ``jax.trainer.Trainer`` and ``torch.trainer.Trainer`` both offer.
 
-    step, evaluate       train on a batch, giving loss and grad_norm before the update, which is left out where either is not finite (T-4);
-                         the mean loss of a batch, in nats, with the weights as they are.
-    logits               float32 [B, T, vocab_size] of inputs [B, T].
-    weights, moments     of every parameter, whole; moments by which, then by parameter.
-    save, load           begin to write the state into a directory, giving what waits until it is written; read that of a step.
-    gradients            of a batch's mean loss, before clipping.
-    observe              one forward and backward pass, whose FP8 GEMMs are told to observer(layer, gemm, a, b, out).
-    statistics, measured_step
-                         what quantising does to a batch's operands (Q-8), by itself, or beside a step.
-    fp8_states           those of delayed scaling by "<layer>/<role>": stored scale, history and step.
-    peak_memory          bytes in use on a device at most; None where devices do not count, as CPUs.
+    A batch is integers [B, T + 1], inputs and the targets after them. Weights and gradients are
+    float32 arrays by parameter name, whole on every process.
+
+    step           train on a batch; returns "loss" and "grad_norm" before the update. If either is
+                   not finite, no state changes (T-4).
+    evaluate       the mean loss of a batch, in nats; no state changes.
+    logits         float32 [B, T, vocab_size] of inputs [B, T].
+    weights        the float32 masters.
+    moments        AdamW's moments: {"exp_avg": {parameter: array}, "exp_avg_sq": ...}.
+    save           copy the state and write it in the background; returns a function that waits
+                   until it is written.
+    load           restore the state that was saved after so many steps.
+    gradients      of a batch's mean loss, before clipping; no state changes.
+    observe        one forward and backward pass; each FP8 GEMM calls observer(layer, gemm, a, b,
+                   out).
+    statistics     quantisation statistics of every FP8 operand of a batch (Q-8); no state changes.
+    measured_step  ``step`` and ``statistics`` of one batch.
+    fp8_states     states of delayed scaling by "<layer>/<role>": (scale, amax_history, step).
+    peak_memory    the most bytes in use on a device; None if it does not count them, as CPUs.
     """
 
     backend: str
@@ -62,19 +68,24 @@ class Trainer(Protocol):
 
 @runtime_checkable
 class Provable(Protocol):
-    """A trainer that can read its compiled step: for the manifest, after it has refused one that lacks what was planned."""
+    """A trainer that can prove which GEMMs of its step run in FP8."""
 
     def prove(self, tokens: np.ndarray) -> dict:
-        """The proof of a step on this batch, as the manifest keeps it."""
+        """The proof of a step on this batch, for the manifest.
+
+        ConfigError if a planned FP8 GEMM is missing.
+        """
         ...
 
 
 def trainer(backend: str, config: Config, weights: dict[str, np.ndarray] | None = None) -> Trainer:
-    """A fresh trainer of a backend, importing its framework only now.
+    """A new trainer of a backend, whose framework is imported only now.
 
-    weights   float32 by parameter's name, to start from; None: ``llama.initial_weights`` of the config's seed.
-    Raises:   ConfigError: an unknown backend, a key that it has no use for, simulated hardware that the recipe or the mesh cannot run under, and
-              what the backend itself refuses; ImportError: its framework is not installed.
+    weights   float32 by parameter name, to start from; None: ``llama.initial_weights`` of the
+              config's seed.
+    Raises:   ConfigError: an unknown backend; a key that it does not have; simulated hardware that
+              the recipe or the mesh cannot use; a config that the backend refuses. ImportError: its
+              framework is not installed.
     """
     if backend not in BACKENDS:
         raise ConfigError(f"backend is one of {', '.join(BACKENDS)}; got {backend!r}.")
@@ -87,14 +98,18 @@ def trainer(backend: str, config: Config, weights: dict[str, np.ndarray] | None 
 def train(
     config: Config, backend: str, out: Path, *, resume: bool = False, overwrite: bool = False, processes: Processes | None = None
 ) -> list[dict] | None:
-    """Train config.run.steps steps and write the run to ``out``, from its last checkpoint under ``resume``.
+    """Train config.run.steps steps and write the run to ``out``.
 
-    processes  those that train it together, each calling this; the first writes.
-    Returns:  the metrics of every step; None when ``resume`` finds the run finished.
-    Raises:   ConfigError before anything is written; NonFiniteError, StoppedError, KeyboardInterrupt after all so far is on disk.
+    resume     continue from the last checkpoint; overwrite: replace a run.
+
+    processes  the processes that train together, each of which calls this; the first writes. None:
+               this one alone.
+    Returns:  the metrics of every step; None if ``resume`` finds the run finished.
+    Raises:   ConfigError before anything is written; NonFiniteError, StoppedError or
+              KeyboardInterrupt once everything so far is on disk.
     """
     processes = processes or Alone()
-    with signals.asked() as asked, contextlib.closing(Lock()) as held:
+    with signals.deferring_sigterm() as stop_requested, contextlib.closing(run_dir.Lock()) as held:
 
         def on_first(f: Callable):
             return together(processes, lambda: f() if processes.first else None)
@@ -107,9 +122,9 @@ def train(
             return None
         batches = together(processes, lambda: loader.open_batches(config, first=processes.first))
         _check_alike(processes, config, batches)
-        found = on_first(lambda: _last(out, config, backend, batches) if resume else None)
+        found = on_first(lambda: run_dir.last_checkpoint(out, config, backend, batches.description["sha256"]) if resume else None)
         path, start = processes.gather((str(found.state), found.step) if found else (None, 0))[0]
-        if start == config.run.steps:  # it ended between its last checkpoint and saying so
+        if start == config.run.steps:  # it was killed between its last checkpoint and the final manifest
             on_first(lambda: log.finish(out))
             return None
         profiling.begin()
@@ -118,7 +133,7 @@ def train(
             together(processes, lambda: model.load(Path(path), start))
         on_first(lambda: run_dir.make(out, held))
         run = on_first(
-            lambda: trackers.beside(
+            lambda: trackers.attach(
                 log.create(
                     out,
                     config,
@@ -135,44 +150,14 @@ def train(
                 overwrite=overwrite,
             )
         )
-        return _Training(model, batches, config, out, run or log.Unwritten(), processes, asked).all(start)
-
-
-def _last(out: Path, config: Config, backend: str, batches: loader.Batches) -> Checkpoint | None:
-    """The checkpoint that a run resumes from.
-
-    Raises:   ConfigError: none is intact; it is another run's; other data than it was trained on; moments in FP8 of another mesh.
-    """
-    found = checkpoint.latest(out, console.say)
-    if found is None:
-        if (out / log.METRICS).exists():
-            console.say(f"{out} has no checkpoint yet: it starts again from step 0.")
-        return None
-    mine = {"backend": backend, "config": configs.to_dict(config), "hardware": hardware.told(config)}
-    for key, (here, there) in run_dir.changed(mine, found.manifest).items():
-        raise ConfigError(
-            f"{found.path} is of another run: its {key} is {there!r}, and this run's {here!r}. Put the run's own checkpoints back."
-        )
-    if found.step > config.run.steps:
-        raise ConfigError(f"{found.path} is of another run: it is of step {found.step}, and run.steps is {config.run.steps}. Take it away.")
-    before, now = found.manifest["data"]["sha256"], batches.description["sha256"]
-    if before != now:
-        raise ConfigError(
-            f"{found.path} was trained on other data: their sha256 was {before} and is {now}. Put the data back, or start another run from these "
-            "weights: fp8ref export, then run.init_from."
-        )
-    mesh = configs.differences(found.manifest["config"].get("parallel"), configs.to_dict(config)["parallel"])
-    for key in ("data", "fsdp", "tensor"):
-        if config.optimizer.kind == "adamw_fp8" and key in mesh:
-            raise ConfigError(
-                f"moments in FP8 lie in blocks of each process's piece (T-6): {found.path} has parallel.{key} {mesh[key][0]}; got {mesh[key][1]}. "
-                "Resume on the mesh that saved it."
-            )
-    return found
+        return _Training(model, batches, config, out, run or log.Unwritten(), processes, stop_requested).all(start)
 
 
 def _proven(config: Config, backend: str, batches: loader.Batches, *, initial: bool) -> tuple[Trainer, dict | None]:
-    """A fresh trainer, and what its compiled step is, where it can read it. initial: its weights are those that training starts from."""
+    """A new trainer, and the proof of its step if it is ``Provable``.
+
+    initial: start from run.init_from, if set.
+    """
     given = config.run.init_from if initial else None
     try:
         model = trainer(backend, config, export.read(Path(given), config.model) if given else None)
@@ -184,7 +169,10 @@ def _proven(config: Config, backend: str, batches: loader.Batches, *, initial: b
 
 
 def _check_alike(processes: Processes, config: Config, batches: loader.Batches) -> None:
-    """ConfigError where a process would train something else than the first; where its text lies is its own affair."""
+    """ConfigError if a process has another config or text than the first.
+
+    data.source may differ, because the hash of the text is compared.
+    """
     told = processes.gather({"config": configs.to_dict(config.replace(data={"source": "stdlib"})), "text": batches.description["sha256"]})
     for index, other in enumerate(told):
         for key, (theirs, first) in configs.differences(other, told[0]).items():
@@ -192,7 +180,7 @@ def _check_alike(processes: Processes, config: Config, batches: loader.Batches) 
 
 
 class _Training:
-    """The steps of one run and what happens between them; every process has one."""
+    """The loop itself: steps, and what happens between them. Every process has one."""
 
     def __init__(
         self,
@@ -200,22 +188,24 @@ class _Training:
         batches: loader.Batches,
         config: Config,
         out: Path,
-        run: log.RunLog | trackers.Tracked | log.Unwritten,
+        run: log.RunLog | trackers.TrackedLog | log.Unwritten,
         processes: Processes,
-        asked: Callable[[], bool],
+        stop_requested: Callable[[], bool],
     ) -> None:
-        """asked: whether this process was told to stop."""
-        self.asked = asked
+        """stop_requested: whether SIGTERM came to this process."""
+        self.stop_requested = stop_requested
         self.model, self.batches, self.config, self.out, self.run, self.processes = model, batches, config, out, run, processes
         about = {"backend": model.backend, "config": configs.to_dict(config), "data": batches.description}
-        about |= {"hardware": simulated} if (simulated := hardware.told(config)) else {}
-        size = 3 * 4 * sum(math.prod(shape) for shape in llama.parameter_shapes(config.model).values())  # masters, and mostly two moments
-        size = 0 if config.optimizer.kind == "adamw_fp8" else int(1.05 * size) + 2**20  # states of FP8, names, the disk's own blocks
+        about |= {"hardware": simulated} if (simulated := hardware.to_manifest(config)) else {}
+        size = train_state.disk_bytes(config, model.backend)
         self.checkpoints = Checkpoints(out, about, keep_last=config.checkpoint.keep_last, processes=processes, size=size)
-        self.watch = Stopwatch()
+        self.watch = profiling.Stopwatch()
 
     def all(self, start: int) -> list[dict]:
-        """Train from step ``start`` to the last; the metrics of every step, those before it included."""
+        """Train from step ``start`` to the last.
+
+        Returns the metrics of every step, earlier ones included.
+        """
         run, lines, steps = self.run, list(self.run.kept), self.config.run.steps
         if self.processes.first and len(lines) < start:
             console.say(
@@ -224,7 +214,7 @@ class _Training:
         before = sum(line["seconds"] for line in lines[-1:])
         title = f"{self.model.backend} {self.config.numerics.recipe}"
         try:
-            with self.processes.telling(), console.bar(title, steps, shown=self.processes.first, done=start) as advance:
+            with self.processes.naming_lost_processes(), console.bar(title, steps, shown=self.processes.first, done=start) as advance:
                 if self.stop():
                     raise StoppedError("stopped by SIGTERM before a step was taken; --resume continues.")
                 for step in range(start, steps):
@@ -236,11 +226,11 @@ class _Training:
                 memory = profiling.memory(self.model, self.processes)
             run.status("finished", final=lines[-1], seconds={"total": self.watch.total, **self.watch.seconds}, memory=memory)
         except BaseException as error:
-            if not isinstance(error, LostProcessError):  # one that is gone keeps a checkpoint from being whole
+            if not isinstance(error, LostProcessError):  # without all processes the checkpoint cannot be completed
                 with contextlib.suppress(OSError):
                     self.checkpoints.finish()
             status = {KeyboardInterrupt: "interrupted", StoppedError: "stopped"}.get(type(error), "failed")
-            with contextlib.suppress(OSError):  # of a full disk, which must not hide what happened
+            with contextlib.suppress(OSError):  # a full disk must not hide the error itself
                 run.status(status, error=f"{type(error).__name__}: {error}")
             raise
         finally:
@@ -248,7 +238,10 @@ class _Training:
         return lines
 
     def step(self, step: int) -> dict:
-        """One step's metrics; its statistics and validation where they are due."""
+        """Train on one batch.
+
+        Returns its metrics, with statistics and validation if they are due.
+        """
         config, watch = self.config, self.watch
         with watch("data"):
             tokens = self.batches.step(step)
@@ -265,7 +258,7 @@ class _Training:
             try:
                 kept = failed_step.write(self.out, self.model, config, tokens, {"step": step} | metrics, self.processes)
                 remedy = f"fp8ref crosscheck --replay {kept} names where it began."
-            except Exception as error:  # which must not hide what happened
+            except Exception as error:  # a failure to save must not hide the non-finite loss
                 remedy = f"The step could not be kept: {str(error).splitlines()[0]}."
             raise NonFiniteError(_explain(self.model, step, metrics, remedy))
         line = {"step": step, **metrics, "tokens_per_second": config.data.batch_size * config.data.sequence_length / seconds}
@@ -278,18 +271,18 @@ class _Training:
         return line
 
     def stop(self) -> bool:
-        """Whether any process was told to; the same answer on all."""
-        return any(self.processes.gather(self.asked()))
+        """Whether SIGTERM came to any process: the same answer on all."""
+        return any(self.processes.gather(self.stop_requested()))
 
     def save(self, done: int, *, stop: bool) -> None:
-        """After ``done`` steps: save the state where it is due, and stop where that was asked."""
+        """After ``done`` steps: save a checkpoint if one is due, then stop if ``stop``."""
         last, every = done == self.config.run.steps, self.config.checkpoint.every
         with self.watch("checkpoint"):
             self.checkpoints.check()
             if last or stop or (every and done % every == 0):
                 self.run.sync()
                 self.checkpoints.save(self.model, done)
-            if last or stop:  # none leaves before the first has made it whole
+            if last or stop:  # no process may end before the first has completed the checkpoint
                 together(self.processes, self.checkpoints.finish)
         if stop and not last:
             raise StoppedError(f"stopped by SIGTERM after {done} steps, which are saved; --resume continues.")

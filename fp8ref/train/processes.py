@@ -1,4 +1,4 @@
-"""Who takes part in a run: one process, or several that train together and of which the first writes."""
+"""The processes of a run: one alone, or several that train together. The first one writes files."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -10,16 +10,23 @@ T = TypeVar("T")
 
 
 class Processes(Protocol):
-    """One process's view of all of them. first: whether this is the one that writes."""
+    """The processes of a run, as one of them sees the others.
+
+    first: whether this is the one that writes files.
+    """
 
     first: bool
 
-    def telling(self) -> AbstractContextManager:
-        """In this context, what a framework raises when another process is gone is a LostProcessError."""
+    def naming_lost_processes(self) -> AbstractContextManager:
+        """In this context, a framework's error about another process that is gone becomes a
+        LostProcessError."""
         ...
 
     def gather(self, value: Any) -> list:
-        """Every process's value, anything that JSON holds, in their order; all call it at the same place."""
+        """All processes' values, in their order: an all-gather of JSON.
+
+        Every process calls it at the same place.
+        """
         ...
 
 
@@ -28,7 +35,7 @@ class Alone:
 
     first = True
 
-    def telling(self) -> AbstractContextManager:
+    def naming_lost_processes(self) -> AbstractContextManager:
         return nullcontext()
 
     def gather(self, value: Any) -> list:
@@ -36,8 +43,13 @@ class Alone:
 
 
 def together(processes: Processes, f: Callable[[], T]) -> T:
-    """f() on every process. Where it fails on one it fails on all, so that none waits for one that is gone: with its own error
-    there, and elsewhere with a ConfigError that tells it."""
+    """f() on every process.
+
+    If it fails on one it fails on all, so that none waits for a process that has ended.
+
+    Raises:   the error of f where it failed, and on the other processes a ConfigError that reports
+              it.
+    """
     error = result = None
     try:
         result = f()

@@ -1,7 +1,13 @@
-"""How much memory a run took at most: of a device, where its framework counts that, else of the process, as Linux counts it."""
+"""Peak memory and wall-clock time of a run, for its manifest.
+
+Peak memory is the device's, if its framework counts it, and otherwise the process's, from Linux.
+"""
 
 import contextlib
 import re
+import time
+from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -10,20 +16,44 @@ from fp8ref.train.processes import Processes
 PROCESS = Path("/proc/self")
 
 
+class Stopwatch:
+    """Seconds by name: ``with watch("step"): ...`` adds to ``watch.seconds["step"]``."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = defaultdict(float)
+        self._start = time.perf_counter()
+
+    @contextlib.contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        before = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] += time.perf_counter() - before
+
+    @property
+    def total(self) -> float:
+        """Seconds since the stopwatch was made."""
+        return time.perf_counter() - self._start
+
+
 class Counts(Protocol):
-    """A trainer; ``peak_memory`` is None where its devices do not count."""
+    """A trainer. ``peak_memory`` is None if its devices do not count, as CPUs."""
 
     def peak_memory(self) -> int | None: ...
 
 
 def begin() -> None:
-    """Forget what this process took before; it may have trained other runs."""
-    with contextlib.suppress(OSError):  # no Linux
+    """Reset Linux's peak counter of this process, which may have trained other runs before."""
+    with contextlib.suppress(OSError):  # not Linux
         (PROCESS / "clear_refs").write_text("5")
 
 
 def memory(model: Counts, processes: Processes) -> dict[str, Any] | None:
-    """{"peak_bytes": of the device or process that took the most, "of": "device" or "process"}; None where nobody counts."""
+    """{"peak_bytes": the largest over all processes, "of": "device" or "process"}.
+
+    None if nothing counts it.
+    """
     device = model.peak_memory()
     found = _of_process() if device is None else device
     told = [peak for peak in processes.gather(found) if peak is not None]

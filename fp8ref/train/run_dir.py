@@ -1,15 +1,22 @@
-"""Whether a directory is a run's to write: it is new, or may be replaced, or is the same run's. One training at a time has it."""
+"""Claim a run directory: create, resume or replace a run, under a lock for one trainer."""
 
+import errno
+import fcntl
+import os
+import platform
 from pathlib import Path
 
 from fp8ref import console
 from fp8ref.errors import ConfigError
-from fp8ref.train import checkpoint, hardware, lock, log
+from fp8ref.train import checkpoint, hardware, log
 from fp8ref.train import config as configs
+from fp8ref.train.checkpoint import Checkpoint
 from fp8ref.train.config import Config
-from fp8ref.train.lock import Lock
 
-# in a run that resumes; where data lie, not which
+LOCK = ".lock"
+UNSUPPORTED = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)  # file systems without locks: train there unlocked
+# Keys that may change when a run resumes. data.source may: checkpoints record the data's hash,
+# which is compared.
 MAY_CHANGE = (
     "config.run.out",
     "config.data.source",
@@ -20,12 +27,62 @@ MAY_CHANGE = (
 )
 
 
-def claim(out: Path, config: Config, backend: str, held: Lock, *, resume: bool, overwrite: bool) -> bool:
-    """Whether there is training to do in this directory, which is then locked if it is there. Changes nothing else.
+class Lock:
+    """An advisory lock on a run directory, from ``take`` until ``close``.
 
-    A run that already finished is left alone under ``resume``. One that did not goes on from its last checkpoint, on a mesh of any kind.
-    Raises:   ConfigError: the directory holds a run, or other files, and nothing allows touching it; another process trains there; a resumed
-              run of another config, but for the keys of MAY_CHANGE; it cannot be made.
+    It ends with its process, also after a kill.
+    """
+
+    def __init__(self) -> None:
+        self._descriptor: int | None = None
+
+    def take(self, out: Path) -> bool:
+        """Lock an existing directory. Returns False if this object holds the lock already.
+
+        Raises:   ConfigError: another process trains there, or the directory cannot be written.
+        """
+        if self._descriptor is not None:
+            return False
+        try:
+            descriptor = os.open(out / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+        except OSError as error:
+            raise ConfigError(
+                f"{out} cannot be written ({error.strerror}). Make it writable, or name another directory with --run.out."
+            ) from error
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            owner = os.pread(descriptor, 1000, 0).decode(errors="replace").strip()
+            os.close(descriptor)
+            raise ConfigError(
+                f"{out} is being trained in by {owner or 'another process'}. Wait until that ends, or name another directory with --run.out."
+            ) from error
+        except OSError as error:
+            if error.errno not in UNSUPPORTED:
+                os.close(descriptor)
+                raise
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"process {os.getpid()} on {platform.node()}\n".encode(), 0)
+        self._descriptor = descriptor
+        return True
+
+    def close(self) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+
+def claim(out: Path, config: Config, backend: str, held: Lock, *, resume: bool, overwrite: bool) -> bool:
+    """Whether there is anything to train in this directory.
+
+    Locks it if it exists; changes nothing else.
+
+    resume     continue an unfinished run from its last checkpoint, on any mesh; leave a finished
+               run alone (False).
+    overwrite  replace a run.
+    Raises:   ConfigError: the directory holds a run, or other files, and neither option is given;
+              another process trains there; the resumed run has another config, except for
+              MAY_CHANGE; it cannot be made.
     """
     if resume and overwrite:
         raise ConfigError("--resume keeps a run and --overwrite removes it; give one of them.")
@@ -55,7 +112,7 @@ def claim(out: Path, config: Config, backend: str, held: Lock, *, resume: bool, 
     if overwrite:
         held.take(out)
         return True
-    mine = {"backend": backend, "config": configs.to_dict(config), "hardware": hardware.told(config)}
+    mine = {"backend": backend, "config": configs.to_dict(config), "hardware": hardware.to_manifest(config)}
     different = changed(mine, manifest)
     if different:
         key, (here, there) = next(iter(different.items()))
@@ -69,9 +126,10 @@ def claim(out: Path, config: Config, backend: str, held: Lock, *, resume: bool, 
 
 
 def make(out: Path, held: Lock) -> None:
-    """The directory, locked.
+    """Make and lock the directory.
 
-    Raises:   ConfigError: it cannot be made, or another process has begun there since it was claimed.
+    Raises:   ConfigError: it cannot be made, or another process began a run there since it was
+              claimed.
     """
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -81,12 +139,47 @@ def make(out: Path, held: Lock) -> None:
         raise ConfigError(f"{out} was not there, and now holds a run that another process began. Name another directory with --run.out.")
 
 
+def last_checkpoint(out: Path, config: Config, backend: str, sha256: str) -> Checkpoint | None:
+    """The checkpoint that a run resumes from; None if it has none yet.
+
+    sha256: of the data that the resumed run would train on.
+    Raises:   ConfigError: none is intact; it belongs to another run; the data changed; moments in
+              FP8 of another mesh.
+    """
+    found = checkpoint.latest(out, console.say)
+    if found is None:
+        if (out / log.METRICS).exists():
+            console.say(f"{out} has no checkpoint yet: it starts again from step 0.")
+        return None
+    mine = {"backend": backend, "config": configs.to_dict(config), "hardware": hardware.to_manifest(config)}
+    for key, (here, there) in changed(mine, found.manifest).items():
+        raise ConfigError(
+            f"{found.path} is of another run: its {key} is {there!r}, and this run's {here!r}. Put the run's own checkpoints back."
+        )
+    if found.step > config.run.steps:
+        raise ConfigError(f"{found.path} is of another run: it is of step {found.step}, and run.steps is {config.run.steps}. Take it away.")
+    before, now = found.manifest["data"]["sha256"], sha256
+    if before != now:
+        raise ConfigError(
+            f"{found.path} was trained on other data: their sha256 was {before} and is {now}. Put the data back, or start another run from these "
+            "weights: fp8ref export, then run.init_from."
+        )
+    mesh = configs.differences(found.manifest["config"].get("parallel"), configs.to_dict(config)["parallel"])
+    for key in ("data", "fsdp", "tensor"):
+        if config.optimizer.kind == "adamw_fp8" and key in mesh:
+            raise ConfigError(
+                f"moments in FP8 lie in blocks of each process's piece (T-6): {found.path} has parallel.{key} {mesh[key][0]}; got {mesh[key][1]}. "
+                "Resume on the mesh that saved it."
+            )
+    return found
+
+
 def changed(mine: dict, theirs: dict) -> dict:
-    """``config.differences`` in backend, config and simulated hardware between a run and what it would go on from, but for keys of MAY_CHANGE."""
+    """{key: (mine, theirs)} where two manifests differ in what a resumed run may not change."""
     a, b = ({key: one.get(key) for key in ("backend", "config", "hardware")} for one in (mine, theirs))
     return {key: both for key, both in configs.differences(a, b).items() if not key.startswith(MAY_CHANGE)}
 
 
 def _empty(out: Path) -> bool:
-    """Whether nothing is there but what a process leaves that is killed while it writes its first file."""
-    return {path.name for path in out.iterdir()} <= {"manifest.json.tmp", lock.NAME}
+    """Whether the directory is empty, or a run was killed there before its first manifest."""
+    return {path.name for path in out.iterdir()} <= {"manifest.json.tmp", LOCK}

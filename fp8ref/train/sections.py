@@ -1,4 +1,7 @@
-"""The sections of a config: frozen dataclasses, each of which checks itself where it is built."""
+"""The sections of a configuration: frozen dataclasses whose fields are the keys.
+
+Each checks its values when it is built.
+"""
 
 import math
 from dataclasses import dataclass
@@ -18,7 +21,7 @@ def require(condition: bool, message: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """Which text, and how it is cut into batches (SEMANTICS D)."""
+    """The training text, and how it is cut into batches (SEMANTICS D)."""
 
     source: str = "stdlib"
     """``stdlib``: the Python standard library's sources on this machine; a directory whose ``*.py``, ``*.md`` and ``*.txt`` are read; token
@@ -57,12 +60,13 @@ class DataConfig:
         require(self.seed >= 0, f"data.seed is not negative; got {self.seed}.")
 
     def indivisible(self, shared: int, who: str) -> str:
-        """What is wrong with a batch whose parts ``data x fsdp = shared`` processes or devices do not share evenly."""
+        """The error message for a batch that data x fsdp = ``shared`` devices cannot share evenly."""
         parts = f" times data.microbatches = {self.microbatches}" * (self.microbatches > 1)
         return f"data.batch_size is divisible by data x fsdp = {shared} {who}{parts}; got {self.batch_size}."
 
     def parts(self, batch: np.ndarray) -> np.ndarray:
-        """A batch [B, ...] as [microbatches, B / microbatches, ...]: contiguous rows in order (SEMANTICS T-7)."""
+        """A batch [B, ...] as microbatches [microbatches, B / microbatches, ...] of contiguous rows
+        (SEMANTICS T-7)."""
         require(
             len(batch) % self.microbatches == 0,
             f"a batch is trained in data.microbatches = {self.microbatches} equal parts; got {len(batch)} sequences.",
@@ -91,11 +95,11 @@ class NumericsConfig:
 
     @property
     def simulates(self) -> bool:
-        """Whether FP8 GEMMs are to run under simulated hardware."""
+        """Whether FP8 GEMMs run under simulated hardware."""
         return self.accumulate not in (None, "native")
 
     def check_multiply(self, multiply: object) -> None:
-        """ValueError unless a trainer was given what multiplies where, and only where, ``accumulate`` asks for it."""
+        """ValueError unless ``multiply`` was given if, and only if, ``accumulate`` asks for it."""
         given = "none" if multiply is None else getattr(multiply, "name", repr(multiply))
         require(
             self.simulates == (multiply is not None),
@@ -105,7 +109,7 @@ class NumericsConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
-    """A mesh of data x fsdp x tensor devices, and how the model lies on it (SEMANTICS P)."""
+    """A mesh of data x fsdp x tensor devices, and how it shards the model (SEMANTICS P)."""
 
     data: int = 1
     """Devices with a part of the batch and a copy of the weights each."""
@@ -150,16 +154,16 @@ class ParallelConfig:
 
     @property
     def devices(self) -> int:
-        """Of the mesh, or processes in PyTorch."""
+        """Number of devices in the mesh; PyTorch has a process for each."""
         return self.data * self.fsdp * self.tensor
 
     def unattended(self, head_dim: int) -> list[str]:
-        """What is wrong with heads of this size for the attention that is asked for; nothing is where they fit."""
+        """The error messages for heads of this size under ``attention``; empty if they fit."""
         fits = self.attention != "cudnn" or (head_dim % 8 == 0 and head_dim <= 256)
         return [] if fits else [f"parallel.attention 'cudnn' takes heads of a multiple of 8 up to 256; got {head_dim}. Set it to xla."]
 
     def foreign(self, backend: str) -> list[str]:
-        """The keys that are set and that this backend has no use for."""
+        """The keys that are set, and that this backend does not have."""
         theirs = (
             ("through", "attention")
             if backend == "torch"
@@ -201,11 +205,14 @@ class OptimizerConfig:
         require(0 <= self.weight_decay < math.inf, f"optimizer.weight_decay is finite and not negative; got {self.weight_decay}.")
 
     def foreign(self, backend: str) -> list[str]:
-        """The keys that are set and that this backend has no use for."""
+        """The keys that are set, and that this backend does not have."""
         return ["optimizer.kind"] if backend == "jax" and self.kind != "adamw" else []
 
     def learning_rate_at(self, step: int, steps: int) -> float:
-        """The rate of a step, counted from 0, of a run of ``steps``: warm-up, then cosine (SEMANTICS T-3)."""
+        """The learning rate of a step, counted from 0, in a run of ``steps``.
+
+        Warm-up, then cosine (SEMANTICS T-3).
+        """
         if step < self.warmup_steps:
             return self.learning_rate * (step + 1) / self.warmup_steps
         done = (step - self.warmup_steps) / (steps - self.warmup_steps)
@@ -225,7 +232,7 @@ class StatisticsConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """How long, and what is written where."""
+    """Length of the run, validation, and the run directory."""
 
     steps: int = 200
     """Optimizer steps."""
@@ -252,7 +259,7 @@ class RunConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """What a run can be resumed from (SEMANTICS K)."""
+    """How often checkpoints are written, and how many are kept (SEMANTICS K)."""
 
     every: int = 100
     """Steps between checkpoints; the state after the last step is always saved, and after that in which SIGTERM comes. 0: only then."""
@@ -266,7 +273,7 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LogConfig:
-    """Where metrics go beside metrics.jsonl; the first process writes."""
+    """Experiment trackers that get the metrics too. The first process writes."""
 
     tensorboard: bool = False
     """Write TensorBoard events to the run's directory, by tensorboardX."""

@@ -1,4 +1,4 @@
-"""SIGTERM, which clusters send before they take a machine away: remembered, so that a run stops between two steps, or an end in good order."""
+"""SIGTERM handling: clusters send it before they take a machine; a run stops between steps."""
 
 import signal
 import sys
@@ -10,7 +10,7 @@ TERMINATED = 128 + signal.SIGTERM
 
 
 class _Remembering:
-    """A handler that ends nothing."""
+    """A handler that sets an event, and does not end the process."""
 
     def __init__(self) -> None:
         self.came = threading.Event()
@@ -20,17 +20,20 @@ class _Remembering:
 
 
 @contextmanager
-def asked() -> Iterator[Callable[[], bool]]:
-    """In this context SIGTERM ends nothing; yields a function that tells whether it came, in a context around this one too.
+def deferring_sigterm() -> Iterator[Callable[[], bool]]:
+    """In this context SIGTERM only sets a flag.
 
-    Outside a main thread signals are as they were.
+    Yields a function that returns the flag; nested contexts share it.
+
+    Does nothing outside the main thread, where Python allows no handlers.
     """
     if threading.current_thread() is not threading.main_thread():
         yield lambda: False
         return
     before = signal.getsignal(signal.SIGTERM)
     handler = before if isinstance(before, _Remembering) else _Remembering()
-    # Set also where it is set: a library may have put its own behind Python's back, as jax.distributed does.
+    # Set it even if Python thinks it is set: jax.distributed installs its own handler in C++, which
+    # Python does not see.
     signal.signal(signal.SIGTERM, handler)
     try:
         yield handler.came.is_set
@@ -39,8 +42,11 @@ def asked() -> Iterator[Callable[[], bool]]:
 
 
 @contextmanager
-def exiting() -> Iterator[None]:
-    """In this context SIGTERM raises SystemExit, with the code that a shell gives it; another then disturbs no tidying up."""
+def exiting_on_sigterm() -> Iterator[None]:
+    """In this context SIGTERM raises SystemExit(143), as a shell reports it.
+
+    A second SIGTERM is ignored during clean-up.
+    """
 
     def leave(*_) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -1,6 +1,6 @@
-"""Real tensors of a run, for notebooks and for studies of formats and scales: what some of its linears multiply, and the amaxes it recorded.
+"""Real GEMM operands and recorded amaxes of a run, for notebooks and studies of formats.
 
-One .npz, which NumPy reads without pickle:
+One .npz file, which NumPy reads without pickle:
 
     <layer>/<role>        uint16, the bits of bfloat16: input [M, K], weight [N, K], grad_output [M, N], of the first ROWS tokens
     <layer>/<role>/amax   float32 [recorded steps]: the largest magnitude of the whole tensor, NaN where it was not finite
@@ -22,7 +22,7 @@ from fp8ref.recipe import OPERANDS
 from fp8ref.train import checkpoint, loop
 from fp8ref.train import config as configs
 from fp8ref.train.data import loader
-from fp8ref.train.report import files
+from fp8ref.train.report import run_files
 
 FILE = "tensors.npz"
 ROWS = 384
@@ -30,7 +30,12 @@ ROWS = 384
 
 @dataclass(frozen=True, kw_only=True)
 class Tensors:
-    """operands: by "<layer>/<role>", float32 that bfloat16 holds. amaxes: by the same names, of every linear; about: what they are of."""
+    """Operands and amaxes by "<layer>/<role>".
+
+    operands  float32 arrays that bfloat16 holds exactly, of the chosen layers.
+    amaxes    float32 [recorded steps], of every FP8 linear.
+    about     backend, recipe, step, recorded steps and the data's hash.
+    """
 
     operands: dict[str, np.ndarray]
     amaxes: dict[str, np.ndarray]
@@ -38,13 +43,16 @@ class Tensors:
 
 
 def of_run(run: Path, layers: Sequence[str]) -> Tensors:
-    """What ``layers`` multiply in the step after a run's last checkpoint, and the amaxes that the run recorded.
+    """The operands of ``layers`` in the step after a run's last checkpoint, and the amaxes that the
+    run recorded.
 
-    The pass has the weights of the checkpoint and the batch of the step that would come next; nothing is updated.
+    One forward and backward pass with the checkpoint's weights and the next step's batch; nothing
+    is updated.
 
-    Raises:   ConfigError: no run, none of one device, no checkpoint; a layer that does not run in FP8, which nobody observes.
+    Raises:   ConfigError: no run; a run of several devices; no checkpoint; a layer that does not
+              run in FP8.
     """
-    manifest, lines = files.manifest(run), files.statistics(run)
+    manifest, lines = run_files.manifest(run), run_files.statistics(run)
     config = configs.load(run / "config.toml")
     if config.parallel.devices > 1:
         raise ConfigError(f"tensors are taken of runs on one device; {run} has {config.parallel.devices}. Train with parallel.* at 1.")
@@ -75,7 +83,10 @@ def of_run(run: Path, layers: Sequence[str]) -> Tensors:
 
 
 def write(path: Path, tensors: Tensors) -> None:
-    """Tensors as one .npz, operands by the bits of bfloat16. ValueError: an operand that bfloat16 does not hold."""
+    """Write one .npz, with operands as bfloat16 bits.
+
+    ValueError: an operand that bfloat16 does not hold.
+    """
     arrays: dict[str, np.ndarray] = {"about": np.array(json.dumps(tensors.about))}
     for name, value in tensors.operands.items():
         bits = np.ascontiguousarray(value, np.float32).view(np.uint32)
@@ -88,9 +99,9 @@ def write(path: Path, tensors: Tensors) -> None:
 
 
 def read(path: Path | str) -> Tensors:
-    """What ``write`` wrote; bfloat16 bits widened to float32, which is exact.
+    """Read a file of ``write``. bfloat16 bits are widened to float32, which is exact.
 
-    Raises:   ConfigError: no such file, or none of this kind.
+    Raises:   ConfigError: no such file, or a file of another kind.
     """
     try:
         with np.load(path, allow_pickle=False) as found:
@@ -108,7 +119,10 @@ def read(path: Path | str) -> Tensors:
 
 
 def _amaxes(lines: Sequence[dict]) -> dict[str, np.ndarray]:
-    """[recorded steps] of every operand: the same in each GEMM that takes it."""
+    """{"<layer>/<role>": float32 [recorded steps]}.
+
+    A tensor has one amax, whichever GEMM uses it.
+    """
     found: dict[str, np.ndarray] = {}
     for row, line in enumerate(lines):
         for name, measured in line["statistics"].items():

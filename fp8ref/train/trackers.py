@@ -1,4 +1,7 @@
-"""TensorBoard and Weights & Biases, where config.log asks for them: the lines of metrics.jsonl, of the process that writes. Imported only then."""
+"""Experiment trackers: TensorBoard and Weights & Biases get every step's metrics.
+
+The first process writes. The packages are imported only then.
+"""
 
 import importlib
 import shutil
@@ -10,12 +13,12 @@ from fp8ref.train import config as configs
 from fp8ref.train.config import Config
 from fp8ref.train.sections import LogConfig
 
-EVENTS = "tensorboard"  # within the run's directory
+EVENTS = "tensorboard"  # folder in the run directory
 PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb"}  # by key of config.log
 
 
 class Log(Protocol):
-    """``log.RunLog``, and what looks like one: its methods are said there."""
+    """The interface of ``log.RunLog``, which documents the methods."""
 
     kept: list[dict]
 
@@ -27,7 +30,10 @@ class Log(Protocol):
 
 
 class TensorBoard:
-    """Scalars of every step. A run that goes on from an earlier step hides what was written past it."""
+    """Writes every step's scalars.
+
+    A run that resumes from an earlier step hides the events after it.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -46,7 +52,10 @@ class TensorBoard:
 
 
 class WandB:
-    """A run of a project, named as its directory; one that is resumed is another of the same name."""
+    """Logs to a project of Weights & Biases, under the directory's name.
+
+    A resumed run is a new run of that name.
+    """
 
     def __init__(self, config: Config, out: Path) -> None:
         self._run = _package("wandb").init(project=config.log.wandb, name=out.resolve().name, dir=str(out), config=configs.to_dict(config))
@@ -58,8 +67,8 @@ class WandB:
         self._run.finish(exit_code=int(failed))
 
 
-class Tracked:
-    """A run's log whose steps trackers have too."""
+class TrackedLog:
+    """A run's log that also forwards every step to trackers."""
 
     def __init__(self, run: Log, trackers: list) -> None:
         self._run, self._trackers, self._failed, self.kept = run, trackers, True, run.kept
@@ -86,16 +95,18 @@ class Tracked:
 
 
 def check(log: LogConfig) -> None:
-    """ConfigError where a package that is asked for is not installed."""
+    """ConfigError if a tracker's package is not installed."""
     for key in PACKAGES:
         if getattr(log, key):
             _package(key)
 
 
-def beside(run: Log, config: Config, out: Path, *, overwrite: bool = False) -> Log:
-    """The log of a run in ``out``, and the trackers that config.log asks for beside it. overwrite: events of the run before are dropped.
+def attach(run: Log, config: Config, out: Path, *, overwrite: bool = False) -> Log:
+    """The log of a run in ``out``, with the trackers of config.log attached.
 
-    Raises:   ConfigError: a tracker cannot begin; the run is then marked as failed.
+    overwrite: remove earlier events.
+
+    Raises:   ConfigError: a tracker cannot start; the run is then marked as failed.
     """
     if overwrite:
         shutil.rmtree(out / EVENTS, ignore_errors=True)
@@ -109,7 +120,7 @@ def beside(run: Log, config: Config, out: Path, *, overwrite: bool = False) -> L
         run.status("failed", error=f"{type(error).__name__}: {error}")
         run.close()
         raise ConfigError(f"log.wandb {config.log.wandb!r} could not begin: {error}. Set WANDB_MODE=offline, or leave it out.") from error
-    return Tracked(run, trackers) if trackers else run
+    return TrackedLog(run, trackers) if trackers else run
 
 
 def _package(key: str) -> Any:

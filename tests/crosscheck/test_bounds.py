@@ -1,12 +1,18 @@
 import numpy as np
 import pytest
+import torch
 from scipy import stats
+from torch.nn import functional
 
 from fp8ref import llama
 from fp8ref.crosscheck import bounds
 from fp8ref.formats import BFLOAT16, E4M3FN
 from fp8ref.recipe import RECIPES, plan
 from fp8ref.sim import cast, gemm, scaling
+from fp8ref.sim import llama as model
+from fp8ref.train.torch.llama import _rotate
+
+ATTENTION = llama.LlamaConfig(hidden_size=64, num_attention_heads=4, num_key_value_heads=2)
 
 
 def test_constants_are_students_quantiles():  # B-3, B-4
@@ -54,11 +60,11 @@ def test_forward_bounds_hold_another_sample_and_not_another_model(rng):  # B-2, 
     tokens = rng.integers(0, 256, (2, 17))
     recipes = {d.path: d.recipe for d in plan(llama.linear_shapes(config), "tensorwise")}
     logits, loss, logits_bound, loss_bound = bounds.forward(tokens, weights, config, recipes)
-    other = bounds.model.forward(tokens[:, :-1], weights, config, recipes, seed=99)
+    other = model.forward(tokens[:, :-1], weights, config, recipes, seed=99)
     assert (np.abs(other - logits) <= logits_bound).all()
-    assert abs(bounds.model.loss(other, tokens[:, 1:]) - loss) <= loss_bound
+    assert abs(model.loss(other, tokens[:, 1:]) - loss) <= loss_bound
     wrong = weights | {"model.layers.0.self_attn.v_proj.weight": weights["model.layers.0.self_attn.v_proj.weight"][::-1]}
-    different = bounds.model.forward(tokens[:, :-1], wrong, config, recipes)
+    different = model.forward(tokens[:, :-1], wrong, config, recipes)
     assert (np.abs(different - logits) > logits_bound).any()
 
 
@@ -90,3 +96,43 @@ def test_curve_bound_grows_and_is_scaled_by_the_replicates():  # B-4
     base = np.zeros(3)
     replicates = np.array([[1e-3, 0, 2e-3], [-1e-3, 0, -2e-3]])
     np.testing.assert_allclose(bounds.curve(base, replicates), bounds.T_CURVE * np.array([1e-3, 1e-3, 2e-3]))
+
+
+# ---- attention ----
+
+
+def projections(gain: float, length: int = 24):
+    rng = np.random.default_rng(3)
+    shapes = {"q": 64, "k": 32, "v": 32}
+    return {name: torch.from_numpy(gain * rng.standard_normal((2, length, n))).bfloat16() for name, n in shapes.items()}
+
+
+def in_torch(given, *, causal: bool = True, rotate: bool = True) -> np.ndarray:
+    q, k, v = (x.view(*x.shape[:2], -1, ATTENTION.head_dim).transpose(1, 2) for x in given.values())
+    cos, sin = (torch.from_numpy(t) for t in llama.rotary_tables(ATTENTION, q.shape[2]))
+    q, k = (_rotate(x, cos, sin) if rotate else x for x in (q, k))
+    y = functional.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
+    return y.transpose(1, 2).flatten(2).float().numpy()
+
+
+def exact(given):
+    return bounds.attention(*(x.float().numpy() for x in given.values()), ATTENTION)
+
+
+@pytest.mark.parametrize("gain", [0.01, 0.3, 1.0])
+def test_torchs_attention_is_within_the_bound(gain):  # B-11
+    given = projections(gain)
+    simulated = exact(given)
+    out = in_torch(given)
+    assert simulated.distance(out) <= 1
+    # torch rounds before it normalises; a float32 sum takes few elements to the other side of a tie
+    assert (out == simulated.after).mean() > 0.95
+    assert (out == simulated.before).mean() < 0.9
+    assert max(simulated.distance(simulated.before), simulated.distance(simulated.after)) <= 1
+
+
+@pytest.mark.parametrize("fault", [{"causal": False}, {"rotate": False}])
+def test_another_attention_exceeds_the_bound(fault):
+    """At scores of order one tenth; where they are large, the roundings of queries and keys leave all that and more open."""
+    given = projections(0.3)
+    assert exact(given).distance(in_torch(given, **fault)) > 1

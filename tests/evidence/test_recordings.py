@@ -1,4 +1,7 @@
-"""Recordings of hardware, computed again: every bit. ``make gpu`` adds those of a GPU; published outputs are in tests/sim/test_mma.py."""
+"""Recordings of hardware have the simulator's bits.
+
+``make gpu`` adds recordings of a GPU; published outputs are in tests/sim/test_mma.py.
+"""
 
 from pathlib import Path
 
@@ -11,5 +14,5 @@ RECORDINGS = sorted(Path(__file__).parent.rglob("*.json"))
 
 @pytest.mark.parametrize("path", RECORDINGS, ids=lambda path: path.stem)
 def test_a_recording_is_the_simulators(path):
-    replayed = recording.verify(path)
-    assert replayed.ok, f"{replayed.compared - replayed.equal} of {replayed.compared} results have other bits"
+    verified = recording.verify(path)
+    assert verified.ok, f"{verified.compared - verified.equal} of {verified.compared} results have other bits"

@@ -4,7 +4,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from fp8ref.conformance.inputs import synthetic
+from fp8ref.conformance.inputs import cast_inputs
 from fp8ref.formats import BFLOAT16, E4M3FN, E5M2, FP8_FORMATS
 from fp8ref.jax import cast
 from fp8ref.sim import cast as sim
@@ -27,7 +27,7 @@ def test_encode_equals_the_simulator_on_every_16_bit_input(fmt, saturate, dtype)
 @fp8
 @pytest.mark.parametrize("saturate", [True, False])
 def test_encode_equals_the_simulator_at_every_tie_and_on_random_float32(fmt, saturate, rng):
-    x = np.concatenate([synthetic.casts(fmt), rng.integers(0, 1 << 32, 1 << 18, dtype=np.uint32).view(np.float32)])
+    x = np.concatenate([cast_inputs.edges(fmt), rng.integers(0, 1 << 32, 1 << 18, dtype=np.uint32).view(np.float32)])
     np.testing.assert_array_equal(encode(x, fmt, saturate=saturate), sim.encode(x, fmt, saturate=saturate))
 
 

@@ -6,10 +6,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
+from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from fp8ref.jax import linear, proof, scaling, sharding
+from fp8ref.jax import linear, operands, proof, scaling
 from fp8ref.jax.sharding import Placement
 from fp8ref.recipe import RECIPES
 
@@ -53,6 +54,29 @@ def test_every_planned_gemm_and_gather_is_there(recipe, through):
         gathers = [c for c in proof.collectives(program) if c.kind == "all_gather" and c.dtype.startswith("f8")]
         # the weight for two GEMMs; the input for output, and for grad_weight where that is FP8
         assert len(gathers) == (3 if recipe == "rowwise_with_gw_hp" else 4)
+
+
+def test_a_program_that_jax_has_cached_on_disk_is_read_all_the_same(tmp_path):
+    settings = {
+        "jax_compilation_cache_dir": str(tmp_path),
+        "jax_persistent_cache_min_compile_time_secs": 0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+    before = {key: getattr(jax.config, key) for key in settings}
+    for key, value in settings.items():
+        jax.config.update(key, value)
+    compilation_cache.reset_cache()
+    try:
+        first, second = (proof.read(lowered("tensorwise", "jit")) for _ in range(2))
+        kept = lowered("tensorwise", "jit").compile()
+        assert any(tmp_path.iterdir()), "the cache keeps no program, so nothing is shown"
+        third = proof.read(lowered("tensorwise", "jit"))
+    finally:
+        for key, value in before.items():
+            jax.config.update(key, value)
+        compilation_cache.reset_cache()
+    assert kept is not None
+    assert first == second == third
 
 
 def test_another_recipe_a_missing_layer_and_a_missing_gather_are_lines():
@@ -100,7 +124,7 @@ def test_a_single_constraint_that_gathers_something_wider_is_caught(monkeypatch)
             x, NamedSharding(mesh, P(*[P.UNCONSTRAINED] * (x.ndim - 2), placement.n if role == "weight" else None, columns))
         )
 
-    monkeypatch.setattr(sharding, "gather_by_compiler", one_constraint)
+    monkeypatch.setattr(operands, "gather_by_compiler", one_constraint)
     plan = {"layers.0.fc": "tensorwise"}, {"layers.0.fc": PLACEMENT}
     assert proof.missing(with_both, *plan) == []
     assert proof.missing(proof.read(lowered("tensorwise", "jit")), *plan) != []

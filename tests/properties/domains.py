@@ -11,7 +11,7 @@ import numpy as np
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from fp8ref.conformance.inputs import synthetic
+from fp8ref.conformance.inputs import cast_inputs
 from fp8ref.formats import Format
 
 F32 = np.float32
@@ -101,7 +101,7 @@ def landmarks(fmt: Format) -> np.ndarray:
     """What a cast to fmt turns on, NaN apart."""
     powers = np.ldexp(F32(1), np.arange(-149, 128)).astype(F32)
     around = [powers, *(np.nextafter(powers, F32(side)) for side in (-np.inf, np.inf))]
-    marks = np.concatenate([synthetic.casts(fmt), *around, *(-a for a in around), [F32(0), F32(-0.0)]]).astype(F32)
+    marks = np.concatenate([cast_inputs.edges(fmt), *around, *(-a for a in around), [F32(0), F32(-0.0)]]).astype(F32)
     return marks[~np.isnan(marks)]
 
 

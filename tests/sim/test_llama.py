@@ -55,7 +55,8 @@ def test_rounded_to_nearest_operands_are_the_simulators(spec, rng):  # S-5, H-1,
     else:
         one = np.float32(1)
         q = scaling.quantize_with(x, scales.Scales(one, one), spec.fmt, policy=spec.policy)
-    found = model.Rounding().qdq(x, spec)
+    by = model.scales_of(x, spec)
+    found = model.values(model.Rounding().codes(x, spec, by), spec, by)
     np.testing.assert_array_equal(found.astype(np.float32), scaling.dequantize(q))
 
 

@@ -4,9 +4,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fp8ref.sim.mesh import Layout, Mesh, split, unsplit
+from fp8ref.sim.mesh import Layout, Mesh, check_shapes, split
 
 MESH = Mesh(axes={"data": 2, "tensor": 4})
+
+
+def unsplit(shards, layout):
+    """The whole tensor; of replicas the first device's piece."""
+    check_shapes({device: shard.shape for device, shard in shards.items()}, layout)
+    whole = np.empty(layout.shape, next(iter(shards.values())).dtype)
+    for device in reversed(layout.mesh.devices):
+        whole[layout.index(device)] = shards[device]
+    return whole
 
 
 @given(st.integers(1, 40), st.integers(1, 9))
@@ -68,8 +77,8 @@ def test_a_mesh_without_axes_is_one_device():
         (lambda: Layout(mesh=MESH, shape=(4,), splits={0: ("data",)}, sizes={0: (5, -1)}), "add up"),
         (lambda: Layout(mesh=MESH, shape=(4,), sizes={0: (4,)}), "split"),
         (lambda: split(np.zeros((4, 4)), Layout(mesh=MESH, shape=(4,))), r"x.shape=\(4, 4\)"),
-        (lambda: unsplit({(0, 0): np.zeros(4)}, Layout(mesh=MESH, shape=(4,))), "every device"),
-        (lambda: unsplit(dict.fromkeys(MESH.devices, np.zeros(3)), Layout(mesh=MESH, shape=(4,))), r"shape \(4,\); got \(3,\)"),
+        (lambda: check_shapes({(0, 0): (4,)}, Layout(mesh=MESH, shape=(4,))), "every device"),
+        (lambda: check_shapes(dict.fromkeys(MESH.devices, (3,)), Layout(mesh=MESH, shape=(4,))), r"shape \(4,\); got \(3,\)"),
     ],
 )
 def test_errors(call, message):

@@ -167,33 +167,33 @@ SEEN = {
 PLAN = {"0": "blockwise", "2": "blockwise"}
 
 
-def described(seen):
-    return {(g.name, g.a, g.b, g.accumulate, g.granularity) for g in seen.gemms}
+def described(trace):
+    return {(g.name, g.a, g.b, g.accumulate, g.granularity) for g in trace.gemms}
 
 
 def test_the_proof_names_what_multiplied(faked, monkeypatch):  # B-8
     module = model()
-    with proof.trace_eager(module) as seen:
+    with proof.trace_eager(module) as trace:
         step(module)
-    assert described(seen) == SEEN
-    assert len(seen.gemms) == 6
-    assert proof.missing(seen, PLAN) == []
-    found = proof.manifest(seen, PLAN, [])
+    assert described(trace) == SEEN
+    assert len(trace.gemms) == 6
+    assert proof.missing(trace, PLAN) == []
+    found = proof.manifest(trace, PLAN, [])
     assert found["on_dequantised_operands"] == []
     assert all(g["fp8"] for g in found["gemms"])
-    with proof.trace_eager(module) as seen:  # one fallback among many steps is named
+    with proof.trace_eager(module) as trace:  # one fallback among many steps is named
         step(module)
         monkeypatch.setattr(block_gemm, "_has_tensor_cores", lambda device: False)
         step(module)
-    assert len(proof.manifest(seen, PLAN, [])["on_dequantised_operands"]) == 6
+    assert len(proof.manifest(trace, PLAN, [])["on_dequantised_operands"]) == 6
 
 
 def test_selective_checkpointing_keeps_the_kernels_results(faked):
     module = model()
     checkpointed = parallel._checkpointed(module.forward, "selective")
-    with proof.trace_eager(module) as seen:
+    with proof.trace_eager(module) as trace:
         step(checkpointed)
-    assert [g.which for g in seen.gemms].count("output") == 2
+    assert [g.which for g in trace.gemms].count("output") == 2
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch", "ignore::UserWarning:torch")
@@ -201,10 +201,10 @@ def test_selective_checkpointing_keeps_the_kernels_results(faked):
 def test_compiled_the_kernel_is_one_operator_and_seen(faked):  # B-8, G-17
     torch._dynamo.reset()
     module = model()
-    with proof.trace_compiled(module) as seen:
+    with proof.trace_compiled(module) as trace:
         step(torch.compile(module))
-    assert described(seen) == SEEN
-    assert proof.manifest(seen, PLAN, [])["on_dequantised_operands"] == []
+    assert described(trace) == SEEN
+    assert proof.manifest(trace, PLAN, [])["on_dequantised_operands"] == []
     torch._dynamo.reset()
 
 

@@ -185,7 +185,7 @@ def refused():
 @pytest.mark.parametrize(
     ("case", "message"),
     [
-        ("nested", r"0 is, or .*sharded by itself\. Use compile='block', or traced\.shard"),
+        ("nested", r"0 is, or .*sharded by itself\. Use compile='block', or compiled_fsdp\.shard"),
         ("kept", r"2 is, or with keep_dtype would be, sharded by itself\. Use compile='block'"),
         ("around", r"called within a graph\. Use parallelize\(compile='block'\)"),
     ],

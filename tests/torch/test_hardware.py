@@ -114,17 +114,17 @@ def test_an_fp8_output_is_refused():
 )
 def test_the_proof_names_simulated_gemms_and_misses_none(rng, recipe, kind):
     model = nn.Sequential(model_of(recipe, kind)) if kind == "ours" else model_of(recipe, kind)
-    with simulated.simulating(HOPPER), proof.trace_eager(model) as seen:
+    with simulated.simulating(HOPPER), proof.trace_eager(model) as trace:
         passed(model, rng)
     planned = {"0": recipe}
-    assert proof.missing(seen, planned, "hopper") == []
-    told = proof.manifest(seen, planned, [], plan="hopper")
+    assert proof.missing(trace, planned, "hopper") == []
+    told = proof.manifest(trace, planned, [], plan="hopper")
     assert told["gemms"] == []
     assert told["on_dequantised_operands"] == []
     assert {(g["gemm"], g["accumulate"], g["plan"]) for g in told["simulated"]} == {
         (f"0/{which}", spec.accumulate, "hopper") for which, spec in RECIPES[recipe].gemms.items()
     }
-    assert len(proof.missing(seen, planned, "ada")) == 3
+    assert len(proof.missing(trace, planned, "ada")) == 3
     with proof.trace_eager(model) as native:
         passed(model, rng)
     assert len(proof.missing(native, planned, "hopper")) == 3
@@ -143,15 +143,15 @@ def test_compiled_bits_are_the_eager_ones_and_the_proof_reads_the_graph(recipe):
         with simulated.simulating(HOPPER):
             if not compiled:
                 return passed(model, np.random.default_rng(0)), None
-            with proof.trace_compiled(model) as seen:
-                return passed(torch.compile(model, fullgraph=True), np.random.default_rng(0)), seen
+            with proof.trace_compiled(model) as trace:
+                return passed(torch.compile(model, fullgraph=True), np.random.default_rng(0)), trace
 
-    (eager, _), (graph, seen) = run(False), run(True)
+    (eager, _), (graph, trace) = run(False), run(True)
     for mine, other in zip(eager, graph, strict=True):
         np.testing.assert_array_equal(wide(mine), wide(other))
     planned = dict.fromkeys(["0", "2"], recipe)
-    assert proof.missing(seen, planned, "hopper") == []
-    assert {g.plan for g in seen.gemms if g.fp8} == {"hopper"}
+    assert proof.missing(trace, planned, "hopper") == []
+    assert {g.plan for g in trace.gemms if g.fp8} == {"hopper"}
 
 
 def test_a_gpu_is_refused(small, monkeypatch):

@@ -8,8 +8,9 @@ import torch
 from fp8ref import stats as statistics
 from fp8ref.formats import E4M3FN, E5M2
 from fp8ref.recipe import OPERANDS, REDUCED_AXES, CastSpec
-from fp8ref.torch import delayed, scaling, stats, tensor_parallel
+from fp8ref.torch import delayed, scaling, stats
 from fp8ref.train.data import loader
+from fp8ref.train.torch.llama import Llama
 from fp8ref.train.torch.trainer import Trainer
 
 pytestmark = pytest.mark.filterwarnings(
@@ -176,7 +177,7 @@ def test_under_tensor_parallelism_they_are_of_whole_operands(small, recipe, keys
     expected = Trainer(alone, weights).statistics(tokens)
     assert list(one) == list(expected)
     for operand in statistics.planned(alone.decisions()):
-        dim = CUTS[tensor_parallel.PLAN[operand.layer.rpartition(".")[2]]][operand.role]
+        dim = CUTS[Llama.tensor_plan.styles[operand.layer.rpartition(".")[2]]][operand.role]
         assert found[0][3][operand.name] == (1 if dim is None else 2)
         hp, codes, scale = (assembled([f[1][operand.name][i] for f in found], dim) for i in range(3))
         axis = REDUCED_AXES[operand.gemm][OPERANDS[operand.gemm].index(operand.role)] - 2
@@ -203,7 +204,7 @@ def test_on_a_mesh_with_fsdp_too(small):  # Q-10
     expected = Trainer(alone, weights).statistics(tokens)
     assert list(one) == list(expected)
     for operand in statistics.planned(alone.decisions()):
-        dim = CUTS[tensor_parallel.PLAN[operand.layer.rpartition(".")[2]]][operand.role]
+        dim = CUTS[Llama.tensor_plan.styles[operand.layer.rpartition(".")[2]]][operand.role]
         assert parts[operand.name] == (2 if dim is None else 4)
         if operand.role == "weight":
             assert one[operand.name].pop("sqnr") == pytest.approx(expected[operand.name].pop("sqnr"), abs=1e-9)

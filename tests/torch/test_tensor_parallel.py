@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.func import functional_call
 
 from fp8ref.torch import convert, tensor_parallel
+from fp8ref.train.torch.llama import Llama
 
 
 def passed(recipe, sequence, config, parallel):
@@ -125,7 +126,7 @@ def hugging_face(recipe, parallel):
     )
     model = convert.convert(LlamaForCausalLM(config).double() if recipe == "bf16" else LlamaForCausalLM(config), recipe)
     if parallel:
-        model = tensor_parallel.parallelize(model, mesh(), plan=tensor_parallel.PLAN)
+        model = tensor_parallel.parallelize(model, mesh(), plan=Llama.tensor_plan.styles)
     logits = model(some_tokens() % 64).logits
     logits.square().sum().backward()
     return {"logits": logits.detach()} | {name: whole(p.grad) for name, p in model.named_parameters()}

@@ -12,13 +12,13 @@ from fp8ref.errors import ConfigError
 from fp8ref.sim.accumulate import ACCUMULATIONS
 from fp8ref.train import config as configs
 from fp8ref.train import hardware, log, loop
-from fp8ref.train.report import fp8_coverage
+from fp8ref.train.report import page
 from fp8ref.train.report.runs import read
 
 
 def probed(path, accumulate="hopper_slow", epilogue="product_then_round", **changes):
     """What ``fp8ref probe --json`` writes, of a plan."""
-    plan = plans.of_accumulation(ACCUMULATIONS.get(accumulate, accumulate)) | {"epilogue": epilogue, "out_dtype": "bfloat16"} | changes
+    plan = plans.plan_to_dict(ACCUMULATIONS.get(accumulate, accumulate)) | {"epilogue": epilogue, "out_dtype": "bfloat16"} | changes
     path.write_text(json.dumps({"ok": True, "subject": "torch-scaled-mm", "plan": plan}))
     return str(path)
 
@@ -88,7 +88,7 @@ def test_a_run_says_its_plan_its_proof_names_simulated_gemms_and_another_plan_do
     assert manifest["hardware"]["fast"]["promotion"] == 128
     assert manifest["hardware"]["scale_then_round"]["scale"] == "product"
     assert (manifest["proof"]["gemms"], len(manifest["proof"]["simulated"])) == ([], 21)
-    told = fp8_coverage.gemms(read(tmp_path / "run"))[0].gemms
+    told = page.fp8_coverage(read(tmp_path / "run"))[0].gemms
     assert told[0] == f"simulated: f8e4m3fn x f8e4m3fn, fast, under {manifest['hardware']['name']}"
     native = loop.train(small.replace(run={"steps": 2}), backend, tmp_path / "native")
     assert "hardware" not in log.read_manifest(tmp_path / "native")

@@ -46,3 +46,15 @@ def test_where_nobody_counts_there_is_none(monkeypatch, tmp_path, status):
     (tmp_path / "status").write_text(status or "")
     profiling.begin()
     assert profiling.memory(counting(None), Alone()) is None
+
+
+def test_seconds_add_up_by_name(monkeypatch):
+    times = iter([0.0, 1.0, 3.0, 4.0, 4.5, 9.0])
+    monkeypatch.setattr(profiling.time, "perf_counter", lambda: next(times))
+    watch = profiling.Stopwatch()
+    with watch("step"):
+        pass
+    with pytest.raises(ValueError, match="fails"), watch("step"):
+        raise ValueError("fails")
+    assert watch.seconds == {"step": 2.5}
+    assert watch.total == 9.0

@@ -5,13 +5,12 @@ import pytest
 from made_runs import begin, contents, finished
 
 from fp8ref.errors import ConfigError
-from fp8ref.train import lock, log
+from fp8ref.train import log, run_dir
 from fp8ref.train import run_dir as claims
-from fp8ref.train.lock import Lock
 
 
 def claim(out, config, backend="jax", *, resume=False, overwrite=False) -> bool:
-    with contextlib.closing(Lock()) as held:
+    with contextlib.closing(run_dir.Lock()) as held:
         return claims.claim(out, config, backend, held, resume=resume, overwrite=overwrite)
 
 
@@ -170,7 +169,7 @@ def test_a_directory_below_a_file_is_refused_at_once(tmp_path, small, below):
 @pytest.mark.parametrize("keys", [{"resume": True}, {"overwrite": True}])
 def test_two_do_not_train_in_one_directory(tmp_path, small, keys):  # K-10
     begin(tmp_path / "run", small).close()
-    with contextlib.closing(Lock()) as held:
+    with contextlib.closing(run_dir.Lock()) as held:
         assert claims.claim(tmp_path / "run", small, "jax", held, resume=True, overwrite=False)
         with pytest.raises(ConfigError, match=r"run is being trained in by process \d+ on \S+\. Wait"):
             claim(tmp_path / "run", small, **keys)
@@ -179,7 +178,7 @@ def test_two_do_not_train_in_one_directory(tmp_path, small, keys):  # K-10
 
 
 def test_two_do_not_begin_in_one_directory(tmp_path, small):
-    with contextlib.closing(Lock()) as first, contextlib.closing(Lock()) as second:
+    with contextlib.closing(run_dir.Lock()) as first, contextlib.closing(run_dir.Lock()) as second:
         for held in (first, second):
             assert claims.claim(tmp_path / "run", small, "jax", held, resume=False, overwrite=False)
         claims.make(tmp_path / "run", first)
@@ -197,7 +196,7 @@ def test_a_directory_that_nobody_can_write_is_refused(tmp_path, small, monkeypat
     def refused(*_):
         raise OSError(30, "Read-only file system")
 
-    monkeypatch.setattr(lock.os, "open", refused)
+    monkeypatch.setattr(run_dir.os, "open", refused)
     with pytest.raises(ConfigError, match=r"run cannot be written \(Read-only file system\)\. Make it writable"):
         claim(tmp_path / "run", small, resume=True)
 

@@ -12,14 +12,8 @@ from typing import Literal
 import numpy as np
 
 from fp8ref import formats
-from fp8ref.formats import BFLOAT16, E4M3FN, E4M3FNUZ, E5M2, E5M2FNUZ, FLOAT16, FLOAT32, Format
+from fp8ref.formats import BFLOAT16, FLOAT16, FLOAT32, Format
 from fp8ref.sim import cast
-
-# The specification's four, and those that ml_dtypes alone has. OFP8 has no e4m3 with infinities.
-E4M3 = Format(name="e4m3", exponent_bits=4, mantissa_bits=3, bias=7, specials="ieee")
-E4M3B11FNUZ = Format(name="e4m3b11fnuz", exponent_bits=4, mantissa_bits=3, bias=11, specials="fnuz")
-E3M4 = Format(name="e3m4", exponent_bits=3, mantissa_bits=4, bias=3, specials="ieee")
-CAST_FORMATS = {f.name: f for f in (E4M3FN, E5M2, E4M3FNUZ, E5M2FNUZ, E4M3, E4M3B11FNUZ, E3M4)}
 
 ROUNDINGS = ("nearest_even", "nearest_away", "nearest_zero", "toward_zero", "away_from_zero", "to_odd", "up", "down")
 SpecialResult = Literal["max", "inf", "nan"]

@@ -8,11 +8,11 @@ import dataclasses
 
 import numpy as np
 
-from fp8ref.conformance.cast import inputs
 from fp8ref.conformance.cast.behaviour import KNOWN_CASTS, ROUNDINGS, WIDE, Behaviour, DoubleRounding
 from fp8ref.conformance.cast.outputs import Responses, number_text, output_text
 from fp8ref.conformance.explain import simplest
 from fp8ref.conformance.finding import Finding
+from fp8ref.conformance.inputs import cast_inputs
 from fp8ref.formats import Format
 from fp8ref.sim import cast
 
@@ -23,7 +23,7 @@ def rounding(a: Responses, b: Behaviour) -> Finding:
     Intermediate formats hold all of these exactly, so that a double rounding does not show here.
     """
     fmt, magnitude = a.fmt, np.abs(a.x)
-    relevant = a.among(inputs.coarse(fmt)) & (magnitude >= fmt.smallest_normal) & (magnitude <= fmt.max)
+    relevant = a.among(cast_inputs.coarse(fmt)) & (magnitude >= fmt.smallest_normal) & (magnitude <= fmt.max)
     found = [r for r in ROUNDINGS if not a.mismatches(dataclasses.replace(b, rounding=r), relevant).any()]
     # Only one rounding explains all of these inputs. None may, if the function is no cast.
     differs = a.mismatches(b, relevant)
@@ -36,7 +36,7 @@ def rounding(a: Responses, b: Behaviour) -> Finding:
 
 def subnormals(a: Responses, b: Behaviour) -> Finding:
     """Whether subnormals are kept or flushed, from inputs below the smallest normal number."""
-    relevant = a.among(inputs.coarse(a.fmt)) & (a.x != 0) & (np.abs(a.x) < a.fmt.smallest_normal)
+    relevant = a.among(cast_inputs.coarse(a.fmt)) & (a.x != 0) & (np.abs(a.x) < a.fmt.smallest_normal)
     found = [s for s in ("kept", "flushed", "flushed_before") if not a.mismatches(dataclasses.replace(b, subnormals=s), relevant).any()]
     differs = a.mismatches(b, relevant)
     if differs.any():
@@ -66,7 +66,7 @@ def overflow(a: Responses, b: Behaviour) -> Finding:
 
     Larger inputs would be infinite in float16.
     """
-    n = inputs.numbers(a.fmt)
+    n = cast_inputs.with_next(a.fmt)
     # n[-2] is max, n[-1] would be the next number. Below it a directed rounding may give max.
     over = n[-1] if b.rounding not in ("nearest_even", "nearest_away", "nearest_zero") else n[-2] + (n[-1] - n[-2]) * 0.75
     at = int(np.flatnonzero(a.x == np.asarray(over, a.x.dtype))[0])

@@ -5,12 +5,13 @@ from typing import Any
 import numpy as np
 
 from fp8ref.conformance import subject as subjects
-from fp8ref.conformance.cast import behaviour, inputs
+from fp8ref.conformance.cast import behaviour
 from fp8ref.conformance.cast.behaviour import Behaviour, DoubleRounding
 from fp8ref.conformance.cast.outputs import Responses
 from fp8ref.conformance.counterexample import Counterexample
 from fp8ref.conformance.explain import simplest
 from fp8ref.conformance.finding import Finding
+from fp8ref.conformance.inputs import cast_inputs
 from fp8ref.formats import Format
 from fp8ref.sim.cast import decode
 
@@ -86,8 +87,8 @@ def differences_from(
         if a.source == "float64":  # the known casts leave it open (C-8)
             continue
         differs, magnitude = a.mismatches(wanted, canonical=True), np.abs(a.x)
-        coarse = a.among(inputs.coarse(fmt))
-        over = magnitude > (fmt.max + inputs.numbers(fmt)[-1]) / 2
+        coarse = a.among(cast_inputs.coarse(fmt))
+        over = magnitude > (fmt.max + cast_inputs.with_next(fmt)[-1]) / 2
         zero = (a.codes & ~fmt.sign_bit) == 0
         flushed = coarse & zero & (magnitude > fmt.smallest_subnormal / 2) & (magnitude < fmt.smallest_normal)
         beyond = "C-3" if wanted.overflow == "max" else "C-4"

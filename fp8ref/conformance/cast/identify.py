@@ -11,14 +11,15 @@ from typing import Any
 import numpy as np
 
 from fp8ref import formats
+from fp8ref.conformance import exhaustive as all_inputs
 from fp8ref.conformance import subject as subjects
-from fp8ref.conformance.cast import behaviour, decisions, describe, inputs, layout_invariance, outputs, stochastic
-from fp8ref.conformance.cast import exhaustive as everything
+from fp8ref.conformance.cast import behaviour, decisions, describe, layout_invariance, outputs, stochastic
 from fp8ref.conformance.cast.behaviour import KNOWN_CASTS, Behaviour
 from fp8ref.conformance.cast.outputs import Responses
 from fp8ref.conformance.counterexample import Counterexample, bits_of, rounded, show
 from fp8ref.conformance.explain import simplest
 from fp8ref.conformance.finding import Finding, Outcome
+from fp8ref.conformance.inputs import cast_inputs
 from fp8ref.conformance.subject import ConformanceError, RefusedError, Subject
 from fp8ref.formats import Format
 from fp8ref.sim import cast
@@ -83,9 +84,9 @@ def identify_cast(
         )
     )
     if exhaustive:
-        checked = everything.compare(subject, found_fmt, found)
-        findings.append(checked.finding)
-        unexplained += checked.unlike
+        finding, simplest_unexplained = check_all_inputs(subject, found_fmt, found)
+        findings.append(finding)
+        unexplained += simplest_unexplained
     untaken = [s for s in ("bfloat16", "float16") if s != source and s not in responses]
     names = [k for k, known in KNOWN_CASTS.items() if not first.mismatches(known.behaviour(found_fmt)).any()]
     names_but_for_nan = [k for k, known in KNOWN_CASTS.items() if not first.mismatches(known.behaviour(found_fmt), canonical=True).any()]
@@ -150,6 +151,29 @@ def _other_layouts(
     return findings, wrong
 
 
+def check_all_inputs(subject: Subject, fmt: Format, found: Behaviour, *, inputs: int | None = None) -> tuple[Finding, list[Counterexample]]:
+    """Compare all float32 inputs, or the first so many bits, with the behaviour found.
+
+    Returns:  how many agree, and a counterexample of the simplest one that does not.
+    """
+
+    def differing(x: np.ndarray) -> tuple[np.ndarray, Callable[[int], Counterexample]]:
+        output = outputs.ask(subject, x, "float32")
+        codes = output.codes(fmt) if output.values_only else output.array
+        responses = Responses(x=x, source="float32", output=output, fmt=fmt, codes=codes.astype(np.int64))
+        # Nearly always all are equal: one comparison then, without those of NaNs and infinities.
+        same = np.array_equal(codes, behaviour.encode(x, fmt, found))
+        differs = np.zeros(x.shape, bool) if same else responses.mismatches(found)
+        return differs, lambda at: responses.counterexample(at, found, "by what was found")
+
+    wrong, example = all_inputs.simplest_difference(differing, inputs=inputs)
+    total = all_inputs.INPUTS if inputs is None else inputs
+    finding = Finding(
+        what="all inputs", value=total - wrong, words=f"{total - wrong:,}", evidence=f"of {total:,} float32 inputs are those of this"
+    )
+    return finding, [example] if example else []
+
+
 def _check_no_reuse(subject: Subject, a: Responses) -> None:
     """ConformanceError where a later call overwrites the output of an earlier one."""
     some = a.x[:: a.x.size // 64]  # a.x is sorted by its bits: these have all exponents and both signs
@@ -170,11 +194,11 @@ def check_format(fmt: Format) -> None:
 
 def _format(subject: Subject, fmt: Format, source: str) -> tuple[Format | None, Finding]:
     """The format that it casts to, from the numbers of every format; None if there is none."""
-    x = rounded(inputs.all_numbers(), source)
+    x = rounded(cast_inputs.all_numbers(), source)
     output, position = outputs.ask_twice(subject, x, source)
     # The identity would be taken for a cast to any format.
     if output.values_only and np.array_equal(output.array, x):
-        evidence = f"all {x.size} numbers of {len(behaviour.CAST_FORMATS)} formats come back as themselves: it rounds to none of them"
+        evidence = f"all {x.size} numbers of {len(cast_inputs.CAST_FORMATS)} formats come back as themselves: it rounds to none of them"
         return None, Finding(what="format", value=None, evidence=evidence)
     found_fmt, evidence = outputs.identify_format(output, x, fmt)
     if found_fmt is None and position is not None:
@@ -202,7 +226,7 @@ def _format(subject: Subject, fmt: Format, source: str) -> tuple[Format | None, 
 
 def _ask(subject: Subject, source: str, found_fmt: Format) -> tuple[Responses, int | None]:
     """The responses to all chosen inputs, and the first index where a second call differs."""
-    x = inputs.inputs(found_fmt, source)
+    x = cast_inputs.identifying(found_fmt, source)
     output, position = outputs.ask_twice(subject, x, source)
     return Responses(x=x, source=source, output=output, fmt=found_fmt, codes=output.codes(found_fmt)), position
 
@@ -220,7 +244,7 @@ def _deterministic(subject: Subject, source: str, found_fmt: Format) -> Response
 
 def _scaled(subject: Subject, fmt: Format, source: str) -> str:
     """In words, the factor by which most numbers of fmt are scaled; empty if there is none."""
-    x = rounded(inputs.numbers(fmt)[1:-1], source)
+    x = rounded(cast_inputs.with_next(fmt)[1:-1], source)
     codes = outputs.ask(subject, x, source).codes(fmt)
     # A format with another bias, read as fmt, looks like a constant factor.
     with np.errstate(all="ignore"):

@@ -6,9 +6,11 @@ from typing import Any
 import numpy as np
 
 from fp8ref.conformance import subject as subjects
-from fp8ref.conformance.cast import behaviour, inputs
-from fp8ref.conformance.cast.behaviour import CAST_FORMATS, Behaviour
+from fp8ref.conformance.cast import behaviour
+from fp8ref.conformance.cast.behaviour import Behaviour
 from fp8ref.conformance.counterexample import Counterexample, bits_of, rounded, show
+from fp8ref.conformance.inputs import cast_inputs
+from fp8ref.conformance.inputs.cast_inputs import CAST_FORMATS
 from fp8ref.conformance.subject import ConformanceError, RefusedError, Subject
 from fp8ref.formats import Format
 from fp8ref.sim import cast
@@ -140,12 +142,12 @@ def ask_twice(subject: Subject, x: np.ndarray, source: str) -> tuple[Output, int
 def identify_format(output: Output, x: np.ndarray, fmt: Format) -> tuple[Format | None, str]:
     """The format whose own numbers the cast leaves unchanged, and how many it does, in words.
 
-    x is inputs.all_numbers(), and output that for it. Of equally good formats it is fmt.
+    x is cast_inputs.all_numbers(), and output that for it. Of equally good formats it is fmt.
     None if no format has more than half of its numbers unchanged.
     """
     scores = {}
     for found_fmt in sorted(output.candidate_formats, key=lambda f: f is not fmt):
-        known = np.isin(np.abs(x), inputs.numbers(found_fmt)[:-1])
+        known = np.isin(np.abs(x), cast_inputs.with_next(found_fmt)[:-1])
         codes = output.codes(found_fmt)
         expected = cast.encode_plain(x, found_fmt).astype(np.int64)
         right = codes == expected

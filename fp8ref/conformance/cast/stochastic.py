@@ -11,12 +11,13 @@ from functools import cached_property
 
 import numpy as np
 
-from fp8ref.conformance.cast import behaviour, decisions, describe, inputs, outputs
+from fp8ref.conformance.cast import behaviour, decisions, describe, outputs
 from fp8ref.conformance.cast.behaviour import KNOWN_CASTS, Behaviour
 from fp8ref.conformance.cast.outputs import Output, Responses
 from fp8ref.conformance.counterexample import Counterexample, bits_of, rounded, show
 from fp8ref.conformance.explain import simplest
 from fp8ref.conformance.finding import Finding, Outcome
+from fp8ref.conformance.inputs import cast_inputs
 from fp8ref.conformance.subject import ConformanceError, Subject
 from fp8ref.formats import Format
 
@@ -78,7 +79,7 @@ def measure_rates(subject: Subject, source: str, fmt: Format) -> RoundingRates:
 
     Every format has these four. Fractions that the dtype cannot tell are left out.
     """
-    n = inputs.numbers(fmt)
+    n = cast_inputs.with_next(fmt)
     at = np.searchsorted(n, (0, fmt.smallest_subnormal, 1, 12))
     # [4, 5]: five fractions of the way from each of these numbers to the next
     x = (n[at, None] + (n[at + 1] - n[at])[:, None] * np.array(FRACTIONS)).ravel()
@@ -149,9 +150,9 @@ def _inputs_without_chance(fmt: Format, source: str) -> np.ndarray:
 
     With them magnitudes so small that each becomes zero at least once in REPEATS_OF_SPECIALS times.
     """
-    n = inputs.numbers(fmt)
+    n = cast_inputs.with_next(fmt)
     with np.errstate(over="ignore"):
-        return np.concatenate([rounded(np.concatenate([n, -n, inputs.special(fmt)]), source), inputs.nans(source)])
+        return np.concatenate([rounded(np.concatenate([n, -n, cast_inputs.special(fmt)]), source), cast_inputs.nans(source)])
 
 
 def _truncated(a: Responses) -> Responses:

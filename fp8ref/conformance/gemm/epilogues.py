@@ -1,4 +1,8 @@
-"""What lies between the sum and the result: the dtype it is rounded to, how scales multiply it, where the bias comes (SEMANTICS G-4, G-5, G-14, G-15)."""
+"""Identify the epilogue: output dtype and rounding, scales, bias (SEMANTICS G-4, G-5, G-14, G-15).
+
+The stimuli are sums of small integers, which every order of accumulation adds exactly. Random
+scales then make the results round, so that only the epilogue decides their bits.
+"""
 
 import dataclasses
 import itertools
@@ -7,7 +11,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from fp8ref.conformance.finding import Finding
-from fp8ref.conformance.gemm.adapter import Subject, operand, rows_of
+from fp8ref.conformance.gemm.scaled_gemm import ScaledGemm, operand, rows_of
 from fp8ref.conformance.gemm.stimulus import Bench
 from fp8ref.epilogue import BIASES, EPILOGUES, ROUNDINGS, SCALES, Epilogue
 from fp8ref.formats import BFLOAT16, FLOAT16, FLOAT32, Format
@@ -16,24 +20,24 @@ from fp8ref.sim.accumulate import Accumulation
 from fp8ref.sim.scaling import Quantized
 from fp8ref.sim.tensor_core import K_STEP
 
-ROUNDS, MOST_ROUNDS = 8, 64  # of results, each under other scales
-ENOUGH = 4096  # results that tell orders apart
+ROUNDS, MOST_ROUNDS = 8, 64  # GEMMs that are run, each under other scales
+ENOUGH = 4096  # results that distinguish epilogues
 
 
 def rounding(bench: Bench, seed: int) -> tuple[Bench, list[Finding]]:
-    """``out_dtype`` and ``out_rounding``, and the bench with them: by sums of integers under random scales, of more bits than a float32 has.
+    """Find ``out_dtype`` and ``out_rounding``; return the bench with them, and the findings.
 
-    Some scales make results that float16 has no numbers for.
+    The results are sums of integers under random scales, which have more bits than a float32.
     """
     rng = np.random.default_rng(seed)
     codes = _integers(bench, rng)
-    rows, columns = bench.seen
-    results, asked, given = [], [], FLOAT32
-    for exponent in (0, 0, 0, 0, 20, -40):
-        a, b = _operands(bench.subject, codes, (bench.fmt_a, bench.fmt_b), rng, 2.0 ** (-exponent // 2))
-        found, given = bench.subject.multiply(a, b)
+    rows, columns = bench.sampled
+    results, operands, given = [], [], FLOAT32
+    for exponent in (0, 0, 0, 0, 20, -40):  # the last two leave the range of float16, not of bfloat16
+        a, b = _operands(bench.gemm, codes, (bench.fmt_a, bench.fmt_b), rng, 2.0 ** (-exponent // 2))
+        found, given = bench.gemm.multiply(a, b)
         results.append(found[np.ix_(rows, columns)])
-        asked.append((rows_of(a, rows), rows_of(b, columns)))
+        operands.append((rows_of(a, rows), rows_of(b, columns)))
     values = np.stack(results)
     out = next((fmt for fmt in (BFLOAT16, FLOAT16) if np.array_equal(cast.round_to(values, fmt), values, equal_nan=True)), FLOAT32)
     evidence = (
@@ -43,7 +47,7 @@ def rounding(bench: Bench, seed: int) -> tuple[Bench, list[Finding]]:
     if out == FLOAT32:
         return dataclasses.replace(bench, out=out), findings
     wrong = dict.fromkeys(ROUNDINGS, 0)
-    for (a, b), result in zip(asked, results, strict=True):
+    for (a, b), result in zip(operands, results, strict=True):
         sums = gemm.matmul(operand(a.codes, a.fmt, "tensorwise"), operand(b.codes, b.fmt, "tensorwise"))
         for how in ROUNDINGS:
             expected = cast.round_to(sums * a.scale_inv * b.scale_inv.T, out, rounding=how)
@@ -55,25 +59,25 @@ def rounding(bench: Bench, seed: int) -> tuple[Bench, list[Finding]]:
 
 
 def epilogue(bench: Bench, accumulate: str | Accumulation | None, seed: int) -> tuple[list[Epilogue], list[Finding]]:
-    """Those that fit, the likeliest first; ``epilogue``, and of a subject that takes a bias ``epilogue with bias``.
+    """The epilogues that fit, the likeliest first.
 
-    By sums of small integers in the first 32 of K, which all orders sum alike, under random scales.
+    Returns:  the epilogues, and the findings ``epilogue`` and ``epilogue with bias``.
     """
     rng = np.random.default_rng(seed)
-    plain = [e for e in everyone() if e.bias is None and e.rounding == bench.rounding and not (e.round_first and bench.out == FLOAT32)]
+    plain = [e for e in candidates() if e.bias is None and e.rounding == bench.rounding and not (e.round_first and bench.out == FLOAT32)]
     fits, found = _fitting(bench, accumulate, plain, rng)
-    if not bench.subject.bias or not fits:
+    if not bench.gemm.bias or not fits:
         return fits, [found]
     alike = {(e.scale, e.round_first, e.rounding) for e in fits}
-    biased = [e for e in everyone() if e.bias and (e.scale, e.round_first, e.rounding) in alike]
+    biased = [e for e in candidates() if e.bias and (e.scale, e.round_first, e.rounding) in alike]
     with_bias, more = _fitting(bench, accumulate, biased, rng)
-    # what the bias tells of the scales holds without it
+    # an epilogue that does not fit with a bias is not the one without it either
     both = [e for e in fits if any((e.scale, e.round_first, e.rounding) == (f.scale, f.round_first, f.rounding) for f in with_bias)]
     return both or fits, [found, dataclasses.replace(more, what="epilogue with bias")]
 
 
-def everyone() -> Iterator[Epilogue]:
-    """Every epilogue, the named ones under their names, and first."""
+def candidates() -> Iterator[Epilogue]:
+    """Every epilogue that is tried: first those with a name, then the other combinations."""
     yield from EPILOGUES.values()
     named = {(e.scale, e.round_first, e.bias, e.rounding) for e in EPILOGUES.values()}
     for rounding, round_first, scale, bias in itertools.product(ROUNDINGS, (False, True), SCALES, (None, *BIASES)):
@@ -85,15 +89,18 @@ def everyone() -> Iterator[Epilogue]:
 def under_scales(
     bench: Bench, drawn: Sequence[np.ndarray], rng: np.random.Generator, factor: float = 1.0
 ) -> tuple[Quantized, Quantized, np.ndarray]:
-    """Random operands under random scales, their rows and columns that are computed again, and what the subject makes of those: float32."""
-    a, b = _operands(bench.subject, drawn, (bench.fmt_a, bench.fmt_b), rng, factor)
-    rows, columns = bench.seen
-    found = np.ascontiguousarray(bench.subject.multiply(a, b)[0][np.ix_(rows, columns)])
+    """Run operands from codes under random scales.
+
+    Returns:  the sampled rows of a and of b, and their results, float32.
+    """
+    a, b = _operands(bench.gemm, drawn, (bench.fmt_a, bench.fmt_b), rng, factor)
+    rows, columns = bench.sampled
+    found = np.ascontiguousarray(bench.gemm.multiply(a, b)[0][np.ix_(rows, columns)])
     return rows_of(a, rows), rows_of(b, columns), found
 
 
 def _integers(bench: Bench, rng: np.random.Generator) -> list[np.ndarray]:
-    """Codes of a and b, integers in the first 32 of K."""
+    """Codes of a and b: small integers in the first 32 of K, zeros elsewhere."""
     made = []
     for rows, fmt in ((bench.m, bench.fmt_a), (bench.n, bench.fmt_b)):
         codes = np.zeros((rows, bench.k), np.uint8)
@@ -103,26 +110,26 @@ def _integers(bench: Bench, rng: np.random.Generator) -> list[np.ndarray]:
 
 
 def _fitting(
-    bench: Bench, accumulate: str | Accumulation | None, candidates: Sequence[Epilogue], rng: np.random.Generator
+    bench: Bench, accumulate: str | Accumulation | None, tried: Sequence[Epilogue], rng: np.random.Generator
 ) -> tuple[list[Epilogue], Finding]:
-    """Those whose bits the subject has in all results."""
-    wrong, compared = dict.fromkeys(candidates, 0), 0
-    rows, columns = bench.seen
+    """The epilogues whose bits all results have."""
+    wrong, compared = dict.fromkeys(tried, 0), 0
+    rows, columns = bench.sampled
     fmts = (bench.fmt_a, bench.fmt_b)
     for _ in range(max(ROUNDS, min(MOST_ROUNDS, ENOUGH // (len(rows) * len(columns))))):
         codes = _integers(bench, rng)
-        a, b = _operands(bench.subject, codes, fmts, rng)
-        plain = (operand(c[some], fmt, "tensorwise") for c, some, fmt in zip(codes, bench.seen, fmts, strict=True))
+        a, b = _operands(bench.gemm, codes, fmts, rng)
+        plain = (operand(c[some], fmt, "tensorwise") for c, some, fmt in zip(codes, bench.sampled, fmts, strict=True))
         acc = gemm.matmul(*plain, accumulate=accumulate or "exact")
-        bias = cast.round_to(rng.standard_normal(bench.n) * acc.std(), bench.out) if candidates[0].bias else None
-        found = bench.subject.multiply(a, b, bias)[0][np.ix_(rows, columns)]
+        bias = cast.round_to(rng.standard_normal(bench.n) * acc.std(), bench.out) if tried[0].bias else None
+        found = bench.gemm.multiply(a, b, bias)[0][np.ix_(rows, columns)]
         scales = rows_of(a, rows).scale_inv, rows_of(b, columns).scale_inv.T
-        for e in candidates:
+        for e in tried:
             expected = gemm.finish(acc, *scales, epilogue=e, out_dtype=bench.out, bias=None if bias is None else bias[columns])
             wrong[e] += int((expected != found).sum())
         compared += found.size
-    fits = [e for e in candidates if not wrong[e]]
-    nearest = min((e for e in candidates if wrong[e]), key=lambda e: wrong[e], default=None)
+    fits = [e for e in tried if not wrong[e]]
+    nearest = min((e for e in tried if wrong[e]), key=lambda e: wrong[e], default=None)
     evidence = f"{compared} results under random scales"
     if nearest:
         evidence += f"; {nearest.name} differs in {wrong[nearest]} of them" + ("" if fits else ", the least of all")
@@ -131,8 +138,8 @@ def _fitting(
 
 
 def _operands(
-    subject: Subject, codes: Sequence[np.ndarray], fmts: Sequence[Format], rng: np.random.Generator, factor: float = 1.0
+    scaled: ScaledGemm, codes: Sequence[np.ndarray], fmts: Sequence[Format], rng: np.random.Generator, factor: float = 1.0
 ) -> list[Quantized]:
-    """The codes as operands under random scales between 1/2 and 2, of all bits, times a factor."""
-    scales = (factor * 2.0 ** rng.uniform(-1, 1, (len(c), 1) if subject.granularity == "rowwise" else ()) for c in codes)
-    return [operand(c, fmt, subject.granularity, scale) for c, fmt, scale in zip(codes, fmts, scales, strict=True)]
+    """Operands from codes, under random scales between 1/2 and 2, times a factor."""
+    scales = (factor * 2.0 ** rng.uniform(-1, 1, (len(c), 1) if scaled.granularity == "rowwise" else ()) for c in codes)
+    return [operand(c, fmt, scaled.granularity, scale) for c, fmt, scale in zip(codes, fmts, scales, strict=True)]

@@ -1,4 +1,11 @@
-"""A scaled GEMM's arithmetic from outside: everything that is asked of it, and the plan that its answers make (SEMANTICS G-18)."""
+"""Identify a scaled GEMM's accumulation plan, epilogue and specials (SEMANTICS G-18).
+
+1. The output dtype and rounding, from sums of integers (``epilogues``).
+2. The width and roundings of one step (``step``), then the order of steps (``plans``).
+3. The epilogue: how scales and bias enter (``epilogues``).
+4. Plan and epilogue are confirmed on new random operands; then NaN, infinities and extremes
+   (``specials``).
+"""
 
 import dataclasses
 from collections.abc import Sequence
@@ -8,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fp8ref.conformance.finding import Finding, table
-from fp8ref.conformance.gemm import epilogues, order, plans, specials, step
-from fp8ref.conformance.gemm.adapter import Subject, operand
-from fp8ref.conformance.gemm.order import Sample
+from fp8ref.conformance.gemm import epilogues, specials, step
+from fp8ref.conformance.gemm.plans import FIELDS, PLAN, UNIT, Sample, draw_codes, draw_sample, findings_of, fitting_plans, plan_to_dict
+from fp8ref.conformance.gemm.scaled_gemm import ScaledGemm, operand
 from fp8ref.conformance.gemm.stimulus import Bench
 from fp8ref.epilogue import Epilogue
 from fp8ref.formats import E4M3FN, Format
@@ -23,15 +30,17 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 SHAPE = (128, 128, 4096)
-FEW = 1000  # results, fewer than which prove little
+FEW = 1000  # results; fewer prove little
 
 
 @dataclass(frozen=True, kw_only=True)
 class Identified(Result):
-    """plans: those that fit all answers, of a tensor core, or ``f32`` or ``exact``; the simplest first, none where none does. epilogue likewise.
+    """What was identified of a GEMM.
 
-    compared, equal
-        results of random operands under random scales, and those whose bits are the simulator's under accumulate and epilogue.
+    plans      accumulation plans that fit all results, or ``f32`` or ``exact``; the simplest first.
+    epilogue   the likeliest that fits; None if none does.
+    compared   results of random operands under random scales.
+    equal      those of them with the simulator's bits under accumulate and epilogue.
     """
 
     bench: Bench
@@ -44,54 +53,54 @@ class Identified(Result):
 
     @property
     def accumulate(self) -> str | Accumulation | None:
-        """The simplest plan that fits; None where none does."""
+        """The simplest plan that fits; None if none does."""
         return self.plans[0] if self.plans else None
 
     @property
     def unlike(self) -> list[Finding]:
-        """What is not as the simulator has it though random numbers are: specials, extremes, the bias."""
+        """Specials, extremes and the bias, where they differ from the simulator."""
         return [f for f in self.findings if f.what in specials.KINDS and f.value not in specials.ALIKE]
 
     @property
     def ok(self) -> bool:
-        """Whether the simulator has all of its bits."""
+        """True if the simulator has all of its bits."""
         return self.accumulate is not None and self.epilogue is not None and self.equal == self.compared and not self.unlike
 
     @property
     def plan(self) -> dict[str, Any]:
-        """What was found as data; keys of a plan that none fits are null."""
+        """The plan as JSON. If no plan fits, keys that are not known are null."""
         if self.accumulate is not None:
-            of_sums = plans.of_accumulation(self.accumulate)
+            of_sums = plan_to_dict(self.accumulate)
         else:
             known = {f.what: f.value for f in self.findings if not (f.what == "fused_width" and isinstance(f.value, str))}
-            of_sums = {"accumulate": None} | {key: known.get(key) for key in plans.UNIT} | dict.fromkeys(plans.PLAN)
+            of_sums = {"accumulate": None} | {key: known.get(key) for key in UNIT} | dict.fromkeys(PLAN)
         return {**of_sums, "epilogue": self.epilogue and self.epilogue.name, "out_dtype": self.bench.out.name}
 
     def to_dict(self) -> dict[str, Any]:
-        """What --json keeps: ok, subject, shape, formats, plan, confirmed, and the evidence of each finding."""
+        """As --json writes it: ok, subject, shape, formats, plan, confirmed and evidence."""
         bench = self.bench
         return {
             "ok": self.ok,
-            "subject": bench.subject.name,
-            "about": dict(bench.subject.about),
+            "subject": bench.gemm.name,
+            "about": dict(bench.gemm.about),
             "shape": [bench.m, bench.n, bench.k],
             "formats": [bench.fmt_a.name, bench.fmt_b.name],
-            "granularity": bench.subject.granularity,
+            "granularity": bench.gemm.granularity,
             "plan": self.plan,
             "confirmed": {"compared": self.compared, "equal": self.equal},
             "evidence": {f.what: f.to_dict() | {"others": list(f.others)} for f in self.findings},
         }
 
     def render(self, console: "Console") -> None:
-        """Every finding, and the verdict."""
+        """Print every finding and the verdict."""
         bench = self.bench
-        title = f"{bench.subject.name}, [{bench.m}, {bench.n}], K = {bench.k}, {bench.fmt_a} x {bench.fmt_b}, {bench.subject.granularity}"
+        title = f"{bench.gemm.name}, [{bench.m}, {bench.n}], K = {bench.k}, {bench.fmt_a} x {bench.fmt_b}, {bench.gemm.granularity}"
         console.print(title, table(self.findings), sep="\n", markup=False)
         console.print(self.verdict, markup=False, highlight=False, soft_wrap=True)
 
     @property
     def verdict(self) -> str:
-        """What was found in one line, for a person."""
+        """What was identified, in one line."""
         if self.accumulate is None or self.epilogue is None:
             missing = [name for name, value in (("accumulation", self.accumulate), ("epilogue", self.epilogue)) if value is None]
             return f"no {' and no '.join(missing)} of the simulator gives these answers"
@@ -104,20 +113,28 @@ class Identified(Result):
 
 
 def identify(
-    subject: Subject, *, shape: tuple[int, int, int] = SHAPE, formats: tuple[Format, Format] = (E4M3FN, E4M3FN), seed: int = 0
+    scaled: ScaledGemm, *, shape: tuple[int, int, int] = SHAPE, formats: tuple[Format, Format] = (E4M3FN, E4M3FN), seed: int = 0
 ) -> Identified:
-    """Ask a GEMM of this shape [M, N, K] everything.
+    """Identify the arithmetic of a GEMM of this shape (M, N, K).
 
-    formats   of a [M, K] and b [N, K]; seed: of the random operands that confirm what was found.
-    Raises:   ValueError: M or N below 1, a K that is no multiple of 32; ProbeError: the subject is no function, or sums in different ways at
-              different places of one result.
+    formats   of a [M, K] and b [N, K].
+    seed      of the random operands.
+    Raises:   ValueError: M or N below 1, or a K that is not a multiple of 32.
+              ProbeError: the GEMM is invalid, or sums in different ways at different places of its
+              result.
     Source:   SEMANTICS G-18.
+
+    >>> from fp8ref.conformance.gemm import ScaledGemm, identify_gemm
+    >>> from fp8ref.sim import gemm
+    >>> mine = ScaledGemm(name="mine", function=lambda a, b: gemm.matmul(a, b, accumulate="f32"))
+    >>> identify_gemm(mine, shape=(16, 16, 64)).plan["accumulate"]
+    'f32'
     """
     m, n, k = shape
     if min(m, n) < 1 or k < K_STEP or k % K_STEP:
         raise ValueError(f"a probe takes M and N of at least 1 and a K of at least {K_STEP} that {K_STEP} divides; got {list(shape)}.")
-    bench, of_out = epilogues.rounding(Bench(subject=subject, m=m, n=n, k=k, fmt_a=formats[0], fmt_b=formats[1]), seed)
-    drawn = order.sample(bench, seed)
+    bench, of_out = epilogues.rounding(Bench(gemm=scaled, m=m, n=n, k=k, fmt_a=formats[0], fmt_b=formats[1]), seed)
+    drawn = draw_sample(bench, seed)
     plans, findings = _accumulation(bench, drawn)
     fitting, of_epilogue = epilogues.epilogue(bench, plans[0] if plans else None, seed)
     pairs, compared, equal = _confirmed(bench, plans, fitting, seed)
@@ -136,16 +153,16 @@ def identify(
 
 
 def _settled(findings: Sequence[Finding], plans: Sequence[str | Accumulation]) -> list[Finding]:
-    """The findings, those about the order of sums made anew from the plans that are left after all."""
+    """The findings, with those about the order of sums taken from the plans that were confirmed."""
     made = [plan for plan in plans if isinstance(plan, Accumulation)]
     if not made:
         return list(findings)
     evidence = next(finding.evidence for finding in findings if finding.what == "promotion")
-    return [*(finding for finding in findings if finding.what not in order.NAMES), *order.findings_of(made, evidence)]
+    return [*(finding for finding in findings if finding.what not in FIELDS), *findings_of(made, evidence)]
 
 
 def _accumulation(bench: Bench, drawn: Sample) -> tuple[Sequence[str | Accumulation], list[Finding]]:
-    """The plans that fit, and what they were found by."""
+    """The accumulation plans that fit, and the findings about them."""
     width = step.width(bench)
     if not isinstance(width.value, int):
         name = {step.SEQUENTIAL: "f32", step.WIDE: "exact"}.get(str(width.value))
@@ -156,26 +173,30 @@ def _accumulation(bench: Bench, drawn: Sample) -> tuple[Sequence[str | Accumulat
     found = [width, *found]
     if not units:
         return [], found
-    plans, strung = order.order(bench, units, drawn)
+    plans, of_order = fitting_plans(bench, units, drawn)
     if plans:
+        # units that one step does not distinguish may differ in random sums
         alike = [unit for unit in units if unit == plans[0].unit or drawn.fits(bench, dataclasses.replace(plans[0], unit=unit))]
         alike.sort(key=lambda unit: unit != plans[0].unit)
         found = [step.settled(finding, alike) for finding in found]
-    return plans, found + strung
+    return plans, found + of_order
 
 
 def _confirmed(
     bench: Bench, plans: Sequence[str | Accumulation], fitting: Sequence[Epilogue], seed: int
 ) -> tuple[list[tuple[str | Accumulation, Epilogue]], int, int]:
-    """The pairs with the most results of new random operands under random scales; of how many, and how many are equal."""
+    """The pairs that fit new random results best.
+
+    Returns:  the pairs, how many results were compared, and how many are equal.
+    """
     pairs = [(plan, epilogue) for plan in plans for epilogue in fitting]
     if not pairs:
         return [], 0, 0
     equal, compared = dict.fromkeys(pairs, 0), 0
-    rows, columns = bench.seen
+    rows, columns = bench.sampled
     for i in range(max(2, min(epilogues.MOST_ROUNDS, epilogues.ENOUGH // (len(rows) * len(columns))))):
         rng = np.random.default_rng([seed, i])
-        a, b, found = epilogues.under_scales(bench, order.draw(bench, rng), rng)
+        a, b, found = epilogues.under_scales(bench, draw_codes(bench, rng), rng)
         plain = [operand(q.codes, q.fmt, "tensorwise") for q in (a, b)]
         most = max(equal.values())
         for plan in plans:

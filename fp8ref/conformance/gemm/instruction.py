@@ -1,4 +1,8 @@
-"""One instruction from outside, whose accumulator is an operand: first a step from 0, then what it makes of accumulators (SEMANTICS G-10, G-11)."""
+"""Identify one tensor-core instruction, D = A B^T + C (SEMANTICS G-10, G-11).
+
+The step from C = 0 is identified as a GEMM of K = 32. Its unit then has to predict the results for
+groups of chosen accumulators, and for random ones.
+"""
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,7 +13,7 @@ import numpy as np
 
 from fp8ref.conformance.finding import Finding, table
 from fp8ref.conformance.gemm import plans, step
-from fp8ref.conformance.gemm.adapter import Subject
+from fp8ref.conformance.gemm.scaled_gemm import ScaledGemm
 from fp8ref.conformance.gemm.stimulus import Bench, finite_codes
 from fp8ref.conformance.gemm.wgmma import Multiply
 from fp8ref.formats import E5M2, Format
@@ -27,8 +31,11 @@ FULL, TOP_FLOAT = 0x7F7FFFFF, 128
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
-    """A group of instructions: codes [Q, 32] of both operands and an accumulator [Q] each, by name; what was answered, float32 [Q]."""
+class InstructionGroup:
+    """A group of Q instructions.
+
+    Shapes:   codes a and b [Q, 32]; accumulators c and results d [Q], float32.
+    """
 
     group: str
     a: np.ndarray
@@ -39,7 +46,12 @@ class Asked:
 
 @dataclass(frozen=True, kw_only=True)
 class Instruction(Result):
-    """What was found of a pairing of formats: the units that fit a step from 0, and what every group of accumulators gave beside the first."""
+    """What was identified of an instruction for one pair of formats.
+
+    units     tensor cores that fit a step from 0, the likeliest first.
+    groups    the instructions with chosen accumulators that were run.
+    compared  results with accumulators; equal: those with the bits of the first unit.
+    """
 
     name: str
     about: Mapping[str, str]
@@ -47,30 +59,30 @@ class Instruction(Result):
     fmt_b: Format
     units: Sequence[TensorCore]
     findings: Sequence[Finding]
-    asked: Sequence[Asked]
+    groups: Sequence[InstructionGroup]
     compared: int
     equal: int
 
     @property
     def ok(self) -> bool:
-        """Whether a unit of the simulator has all of its bits."""
+        """True if a unit of the simulator has all of its bits."""
         return bool(self.units) and self.equal == self.compared
 
     def to_dict(self) -> dict[str, Any]:
-        """What --json keeps, of the keys of ``Identified.to_dict``."""
+        """As --json writes it, with keys of ``Identified.to_dict``."""
         unit = Accumulation(name="probed", unit=self.units[0]) if self.units else None
         return {
             "ok": self.ok,
             "subject": self.name,
             "about": dict(self.about),
             "formats": [self.fmt_a.name, self.fmt_b.name],
-            "plan": unit and plans.of_accumulation(unit),
+            "plan": unit and plans.plan_to_dict(unit),
             "confirmed": {"compared": self.compared, "equal": self.equal},
             "evidence": {f.what: f.to_dict() | {"others": list(f.others)} for f in self.findings},
         }
 
     def render(self, console: "Console") -> None:
-        """Every finding, and what was identified."""
+        """Print every finding and the verdict."""
         console.print(f"{self.name}, {self.fmt_a} x {self.fmt_b}, any accumulator", table(self.findings), sep="\n", markup=False)
         bits = f"{self.equal:,} of {self.compared:,} results have the simulator's bits"
         said = (
@@ -81,46 +93,52 @@ class Instruction(Result):
 
 @dataclass(frozen=True)
 class Pairings(Result):
-    """One instruction in every pairing of formats."""
+    """One instruction in every pair of formats."""
 
     found: Sequence[Instruction]
 
     @property
     def ok(self) -> bool:
-        """Whether each of them is identified."""
+        """True if it is identified in every pair."""
         return all(one.ok for one in self.found)
 
     def to_dict(self) -> dict[str, Any]:
-        """What --json keeps."""
+        """As --json writes it."""
         return {"ok": self.ok, "pairings": [one.to_dict() for one in self.found]}
 
     def render(self, console: "Console") -> None:
-        """Each of them."""
+        """Print every pair."""
         for one in self.found:
             one.render(console)
 
 
-def subject_of(multiply: Multiply, name: str) -> Subject:
-    """The instruction from an accumulator of 0 as a GEMM of K = 32; it knows no scales, and is asked under scales of one."""
+def as_scaled_gemm(multiply: Multiply, name: str) -> ScaledGemm:
+    """The instruction with an accumulator of 0 as a GEMM of K = 32.
+
+    It ignores scales, which are one.
+    """
 
     def function(a: Quantized, b: Quantized) -> np.ndarray:
         return multiply(a.codes, b.codes, np.zeros((len(a.codes), len(b.codes)), np.float32), a.fmt, b.fmt)
 
-    return Subject(name=name, function=function)
+    return ScaledGemm(name=name, function=function)
 
 
 def identify(
     multiply: Multiply, fmt_a: Format, fmt_b: Format, *, name: str, count: int, about: Mapping[str, str] | None = None, seed: int = 0
 ) -> Instruction:
-    """Ask an instruction everything; ``count`` results of random operands and accumulators are compared, at least."""
-    bench = Bench(subject=subject_of(multiply, name), m=SIDE, n=SIDE, k=K_STEP, fmt_a=fmt_a, fmt_b=fmt_b)
+    """Identify an instruction.
+
+    At least ``count`` results of random operands and accumulators are compared.
+    """
+    bench = Bench(gemm=as_scaled_gemm(multiply, name), m=SIDE, n=SIDE, k=K_STEP, fmt_a=fmt_a, fmt_b=fmt_b)
     width = step.width(bench)
     units, found = step.units(bench, width.value) if isinstance(width.value, int) else ([], [])
     findings = [width, *found]
-    asked, compared, equal = [], 0, 0
+    groups, compared, equal = [], 0, 0
     for group, (a, b, c) in _groups(fmt_a, fmt_b):
         d = _diagonal(multiply, a, b, c, fmt_a, fmt_b)
-        asked.append(Asked(group=group, a=a, b=b, c=c, d=d))
+        groups.append(InstructionGroup(group=group, a=a, b=b, c=c, d=d))
         if units:
             expected = np.array(
                 [
@@ -141,14 +159,18 @@ def identify(
         fmt_b=fmt_b,
         units=units,
         findings=findings,
-        asked=asked,
+        groups=groups,
         compared=compared,
         equal=equal,
     )
 
 
 def random_operands(fmt_a: Format, fmt_b: Format, seed: int, side: int = SIDE) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Finite codes of all kinds, and accumulators from far below the products to far above them, some of any finite bits."""
+    """Random finite codes and accumulators.
+
+    Rows are near one, of all codes, or mostly zeros. Accumulators range from far below the products
+    to far above them; some have random finite bits, some are zero.
+    """
     rng = np.random.default_rng(seed)
     codes = []
     for fmt in (fmt_a, fmt_b):
@@ -169,7 +191,7 @@ def _random(multiply: Multiply, fmt_a: Format, fmt_b: Format, unit: TensorCore, 
 
 
 def _diagonal(multiply: Multiply, a: np.ndarray, b: np.ndarray, c: np.ndarray, fmt_a: Format, fmt_b: Format) -> np.ndarray:
-    """Question i is row i of a, row i of b and c[i]: float32 [Q]."""
+    """Results, float32 [Q], of row i of a, row i of b and c[i] for each i."""
     found = []
     for i in range(0, len(a), SIDE):
         part = slice(i, i + SIDE)
@@ -189,7 +211,7 @@ def _of_group(group: str, c: np.ndarray, d: np.ndarray, expected: np.ndarray, sa
 
 
 def _groups(fmt_a: Format, fmt_b: Format) -> Iterator[tuple[str, tuple[np.ndarray, np.ndarray, np.ndarray]]]:
-    """Accumulators by what they ask."""
+    """Groups of chosen accumulators: name, and a, b, c."""
     one_a, one_b = (fmt.bias << fmt.mantissa_bits for fmt in (fmt_a, fmt_b))
     odd = [1 + 2.0**-13, 1 + 2.0**-14, 1 + 2.0**-13 + 2.0**-14, 1 + 2.0**-23, 2 - 2.0**-23, 1.0]
     scaled = [
@@ -220,7 +242,7 @@ def _groups(fmt_a: Format, fmt_b: Format) -> Iterator[tuple[str, tuple[np.ndarra
     yield "NaN and infinities", _made([(t, c) for t in _specials(fmt_a, fmt_b, one_a, one_b) for c in (0.0, 1.0, np.inf, -np.inf, np.nan)])
     payloads = np.array([0x7F800001, 0xFF800001, 0x7FC00000, 0xFFC00000, 0x7FFFFFFF, 0xFFFFFFFF], np.uint32).view(np.float32)
     a, b, _ = _made([(t, 0.0) for t in ({}, {0: (one_a, one_b)}) for _ in payloads])
-    yield "NaN accumulators", (a, b, np.tile(payloads, 2))  # bits, which a float of Python's would not keep
+    yield "NaN accumulators", (a, b, np.tile(payloads, 2))  # as bits: a Python float would not keep them
 
 
 def _specials(fmt_a: Format, fmt_b: Format, one_a: int, one_b: int) -> list[dict[int, tuple[int, int]]]:
@@ -236,9 +258,9 @@ def _specials(fmt_a: Format, fmt_b: Format, one_a: int, one_b: int) -> list[dict
     return terms
 
 
-def _made(questions: Sequence[tuple[dict[int, tuple[int, int]], float]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    a, b = (np.zeros((len(questions), K_STEP), np.uint8) for _ in range(2))
-    for i, (terms, _) in enumerate(questions):
+def _made(stimuli: Sequence[tuple[dict[int, tuple[int, int]], float]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    a, b = (np.zeros((len(stimuli), K_STEP), np.uint8) for _ in range(2))
+    for i, (terms, _) in enumerate(stimuli):
         for k, (x, y) in terms.items():
             a[i, k], b[i, k] = x, y
-    return a, b, np.array([c for _, c in questions], np.float32)
+    return a, b, np.array([c for _, c in stimuli], np.float32)

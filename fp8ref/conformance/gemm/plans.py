@@ -1,29 +1,187 @@
-"""What a probe finds, as JSON and back: an accumulation and an epilogue that the simulator runs."""
+"""Accumulation plans: which ones fit a GEMM's sums, and plans as JSON (SEMANTICS G-12, G-18).
+
+A plan says where chains of steps begin anew (promotion), and which parts of K form a chain
+(split-K). To find them, every 32 of K holds one small number. One of the 32s also holds a large
+number and its negative. All that came before in the same chain is lost beside the large number;
+the small numbers that remain are counted.
+"""
 
 import dataclasses
-from collections.abc import Mapping
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from fp8ref.conformance.gemm import epilogues
-from fp8ref.epilogue import Epilogue
-from fp8ref.sim.accumulate import Accumulation
-from fp8ref.sim.tensor_core import TensorCore
+import numpy as np
 
+from fp8ref.conformance.finding import Finding
+from fp8ref.conformance.gemm import epilogues
+from fp8ref.conformance.gemm.scaled_gemm import operand
+from fp8ref.conformance.gemm.stimulus import Bench
+from fp8ref.epilogue import Epilogue
+from fp8ref.formats import FLOAT16
+from fp8ref.sim import accumulate, cast, gemm
+from fp8ref.sim.accumulate import SPLIT_ORDERS, SPLIT_TILE, Accumulation
+from fp8ref.sim.tensor_core import K_STEP, TensorCore
+
+# The keys of a plan in JSON: those of its unit, one step, and those of the accumulation.
 UNIT = tuple(f.name for f in dataclasses.fields(TensorCore) if f.name not in ("name", "evidence"))
 PLAN = tuple(f.name for f in dataclasses.fields(Accumulation) if f.name not in ("name", "unit"))
+PROMOTIONS = (*range(K_STEP, 513, K_STEP), 1024, 2048, 4096)
+TILES = (SPLIT_TILE, 64, 256, 32)
+SAME = "by the same"
+FIELDS = ("promotion", "accumulator", "split_k", "split_order", "split_tile")
+SIDES = (8, 32, 256)  # rows and columns of a random result that plans are compared in: few first, to discard most
 
 
-def of_accumulation(accumulate: str | Accumulation) -> dict[str, Any]:
-    """``accumulate`` is the name of one that is no tensor core's, else null; the other keys are those of the unit and the plan, or null."""
+def places(bench: Bench, unit: TensorCore) -> np.ndarray | str:
+    """How many steps come before each 32 of K in its chain, [K / 32]; or why that is unknown."""
+    steps = range(0, bench.k, K_STEP)
+    # So small that all of them together are below the last bit kept beside the large number: then
+    # what is lost does not depend on their order. In float16 the sum of those left is still a
+    # number.
+    bits = (len(steps) - 1).bit_length()
+    top = min(bench.top, unit.fraction_bits + 15) if bench.out == FLOAT16 else bench.top
+    small = top - unit.fraction_bits - bits - 1
+    pair = bench.tiny(small)
+    if pair is None:
+        return f"{bench.fmt_a} and {bench.fmt_b} have no product small enough for K = {bench.k}: probe a smaller K, or e5m2"
+    filled = dict.fromkeys(steps, pair)
+    large, opposite = bench.power(top), bench.power(top, -1)
+    kept = np.ldexp(bench.run([{**filled, k: large, k + 1: opposite} for k in steps]).astype(np.float64), -small)
+    lost = len(steps) - 1 - kept
+    whole = np.isin(lost, np.arange(len(steps)))
+    return lost.astype(np.int64) if whole.all() else "what large numbers left of small ones in other steps was no whole number of them"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """Random codes [M, K] and [N, K], and the GEMM's result under scales of one, float32 [M, N]."""
+
+    a: np.ndarray
+    b: np.ndarray
+    found: np.ndarray
+
+    def fits(self, bench: Bench, accumulate: str | Accumulation) -> bool:
+        """True if the result has the bits of an accumulation, in its first rows and columns."""
+        return all(self._fits(bench, accumulate, side) for side in SIDES)
+
+    def _fits(self, bench: Bench, accumulate: str | Accumulation, side: int) -> bool:
+        a, b = (operand(codes[:side], fmt, bench.gemm.granularity) for codes, fmt in ((self.a, bench.fmt_a), (self.b, bench.fmt_b)))
+        return np.array_equal(bench.rounded(gemm.matmul(a, b, accumulate=accumulate)), self.found[:side, :side])
+
+
+def draw_codes(bench: Bench, rng: np.random.Generator) -> list[np.ndarray]:
+    """Random codes of a and b that show the order of a sum.
+
+    Normal numbers, whose width varies by row and by every 32 of K: terms of different sizes make
+    sums round, and differently in every order. Every fourth row has one sign, so that sums grow.
+    """
+    drawn = []
+    for rows, fmt in ((bench.m, bench.fmt_a), (bench.n, bench.fmt_b)):
+        widths = 2.0 ** (rng.integers(-2, 3, (rows, 1)) + rng.integers(-5, 6, (rows, bench.k // K_STEP))).repeat(K_STEP, axis=1)
+        values = rng.standard_normal((rows, bench.k)) * widths
+        values[::4] = np.abs(values[::4])
+        drawn.append(cast.encode(values, fmt))
+    return drawn
+
+
+def draw_sample(bench: Bench, seed: int) -> Sample:
+    """Draw random operands and run the GEMM on them."""
+    a, b = draw_codes(bench, np.random.default_rng(seed))
+    left, right = (operand(codes, fmt, bench.gemm.granularity) for codes, fmt in ((a, bench.fmt_a), (b, bench.fmt_b)))
+    return Sample(a=a, b=b, found=bench.gemm.multiply(left, right)[0])
+
+
+def fitting_plans(bench: Bench, units: Sequence[TensorCore], drawn: Sample) -> tuple[list[Accumulation], list[Finding]]:
+    """The plans with the measured places in chains and the bits of random sums.
+
+    units     that fit one step equally: the first for which a plan fits is taken.
+    Returns:  the plans, the simplest first, and its ``accumulator``, ``promotion``, ``split_k``,
+              ``split_order`` and ``split_tile`` as findings.
+    """
+    found = places(bench, units[0])
+    if isinstance(found, str):
+        return [], [Finding(what="promotion", value=None, evidence=found)]
+    evidence = f"steps before it in its chain, for every 32 of K: {_short(found)}"
+    alike = [plan for plan in candidates(units[0], bench.k) if np.array_equal(expected_places(plan, bench.k), found)]
+    plans: list[Accumulation] = []
+    for unit in units:
+        plans = [plan for plan in (dataclasses.replace(plan, unit=unit) for plan in alike) if drawn.fits(bench, plan)]
+        if plans:
+            break
+    evidence += f"; of {len(alike)} plans with such chains {len(plans)} had the bits of random sums"
+    if not plans:
+        return [], [Finding(what="promotion", value=None, evidence=evidence)]
+    return plans, findings_of(plans, evidence)
+
+
+def findings_of(plans: Sequence[Accumulation], evidence: str) -> list[Finding]:
+    """Findings about the simplest of plans that give the same bits, with the others named."""
+    simplest = plans[0]
+    others = tuple(_named(plan) for plan in plans[1:])
+    if simplest.promotion is None:
+        others = ("promotion of all of a chain's K or more", *others)
+    aligned = simplest.promotion != K_STEP or simplest.unit.fused_width < K_STEP
+    accumulator = "aligned with the products, and cut off like one" if aligned else "0 in every step, whose results are added in float32"
+    found = [
+        Finding(what="promotion", value=simplest.promotion or "none", evidence=evidence, others=others),
+        Finding(what="accumulator", value=accumulator, evidence=SAME),
+    ]
+    names = FIELDS[2:] if simplest.split_k > 1 or any(plan.split_k > 1 for plan in plans) else FIELDS[2:3]
+    for name in names:
+        values = list(dict.fromkeys(getattr(plan, name) for plan in plans))
+        found.append(Finding(what=name, value=values[0], evidence=SAME, others=tuple(values[1:])))
+    return found
+
+
+def candidates(unit: TensorCore, k: int) -> Iterator[Accumulation]:
+    """The plans that are tried, the simplest first."""
+    whole = [Accumulation(name="probed", unit=unit, promotion=promotion) for promotion in (None, *range(K_STEP, k, K_STEP))]
+    yield from whole
+    whole = [plan for plan in whole if plan.promotion in (None, *PROMOTIONS)]
+    for count, split_order, tile, plan in itertools.product(range(2, 17), SPLIT_ORDERS, TILES, whole):
+        longest = -(-k // (tile * count)) * tile  # part; a promotion beyond it leaves one chain
+        if tile < k and (plan.promotion or 0) < longest:
+            yield dataclasses.replace(plan, split_k=count, split_order=split_order, split_tile=tile)
+
+
+def expected_places(plan: Accumulation, k: int) -> np.ndarray:
+    """What ``places`` measures of a GEMM with this plan."""
+    found = np.zeros(k // K_STEP, np.int64)
+    for part in accumulate.parts(k, plan):
+        steps = part[::K_STEP] // K_STEP
+        found[steps] = np.arange(len(steps)) % (plan.promotion // K_STEP if plan.promotion else max(len(steps), 1))
+    return found
+
+
+def _named(plan: Accumulation) -> str:
+    promotion = f"promotion {plan.promotion}" if plan.promotion else "no promotion"
+    return promotion + (f" in {plan.split_k} {plan.split_order} parts of tiles of {plan.split_tile}" if plan.split_k > 1 else "")
+
+
+def _short(places: np.ndarray) -> str:
+    listed = places.tolist()
+    return (
+        ", ".join(map(str, listed)) if len(listed) <= 24 else f"{', '.join(map(str, listed[:20]))}, ... {', '.join(map(str, listed[-3:]))}"
+    )
+
+
+def plan_to_dict(accumulate: str | Accumulation) -> dict[str, Any]:
+    """An accumulation as JSON.
+
+    ``accumulate`` names one without a tensor core, else the unit's and the plan's keys are set.
+    """
     if isinstance(accumulate, str):
         return {"accumulate": accumulate} | dict.fromkeys(UNIT + PLAN)
     return {"accumulate": None} | {key: getattr(accumulate.unit, key) for key in UNIT} | {key: getattr(accumulate, key) for key in PLAN}
 
 
 def accumulation(plan: Mapping[str, Any], *, evidence: str) -> str | Accumulation:
-    """The accumulation of a plan that a probe wrote.
+    """Read the accumulation of a plan that a probe wrote.
 
-    Raises:   ValueError: keys that are missing, or null because the probe could not tell; values that no tensor core has.
+    Raises:   ValueError: keys that are missing, or null because the probe could not tell; invalid
+              values.
     """
     if plan.get("accumulate") is not None:
         return str(plan["accumulate"])
@@ -37,11 +195,11 @@ def accumulation(plan: Mapping[str, Any], *, evidence: str) -> str | Accumulatio
 
 
 def epilogue(plan: Mapping[str, Any]) -> Epilogue:
-    """The epilogue of a plan that a probe wrote.
+    """Read the epilogue of a plan that a probe wrote.
 
-    Raises:   ValueError: none that a probe knows.
+    Raises:   ValueError: an epilogue that no probe names.
     """
-    known = {e.name: e for e in epilogues.everyone()}
+    known = {e.name: e for e in epilogues.candidates()}
     if str(plan.get("epilogue")) not in known:
         raise ValueError(
             f"a plan's epilogue is one that a probe names, such as {', '.join(list(known)[:3])}; got {plan.get('epilogue')!r}. Probe again."

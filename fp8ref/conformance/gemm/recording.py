@@ -1,6 +1,7 @@
-"""Recordings: what a GEMM or an instruction gave, bit for bit, with all that is needed to compute it again without the hardware.
+"""Record a GEMM's results bit for bit, and verify recordings without the hardware.
 
-A recording is NAME.json beside NAME.npz. The one says what was asked of what and what was found; the other holds operands and results.
+A recording is NAME.json, which holds the GEMM, the formats and the identified plan, and NAME.npz,
+which holds operands and results.
 """
 
 import json
@@ -14,9 +15,9 @@ import numpy as np
 
 import fp8ref
 from fp8ref.conformance.gemm import epilogues, plans
-from fp8ref.conformance.gemm.adapter import OUT_DTYPES, operand, rows_of
 from fp8ref.conformance.gemm.identify import Identified
 from fp8ref.conformance.gemm.instruction import SIDE, Instruction, random_operands
+from fp8ref.conformance.gemm.scaled_gemm import OUT_DTYPES, operand, rows_of
 from fp8ref.conformance.gemm.wgmma import Multiply
 from fp8ref.formats import FP8_FORMATS
 from fp8ref.result import Result
@@ -26,13 +27,16 @@ from fp8ref.sim.accumulate import Accumulation
 if TYPE_CHECKING:
     from rich.console import Console
 
-ROWS = 24  # of a and of b that a recording of a GEMM keeps: at K = 8192 some 400 KB
+ROWS = 24  # of a and of b that a recording keeps: about 400 KB at K = 8192
 FORMAT = "fp8ref recording 1"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Verified:
-    """How many results of a recording were computed again, and how many have the recorded bits."""
+    """One verified recording.
+
+    compared   results that were computed again; equal: those with the recorded bits.
+    """
 
     path: Path
     compared: int
@@ -40,35 +44,35 @@ class Verified:
 
     @property
     def ok(self) -> bool:
-        """Whether there are any and all have."""
+        """True if there are results and all have the recorded bits."""
         return 0 < self.compared == self.equal
 
 
 @dataclass(frozen=True)
 class Recordings(Result):
-    """What became of several recordings; damaged: why some could not be computed again."""
+    """Several verified recordings; damaged: why others cannot be read."""
 
     verified: Sequence[Verified]
     damaged: Sequence[str]
 
     @property
     def ok(self) -> bool:
-        """Whether all of them were computed again, and have their recorded bits."""
+        """True if none is damaged and all have their recorded bits."""
         return not self.damaged and all(one.ok for one in self.verified)
 
     def to_dict(self) -> dict[str, Any]:
-        """What --json keeps."""
+        """As --json writes it."""
         found = [{"path": str(one.path), "compared": one.compared, "equal": one.equal} for one in self.verified]
         return {"ok": self.ok, "recordings": found, "damaged": list(self.damaged)}
 
     def render(self, console: "Console") -> None:
-        """A line for each that could be computed."""
+        """Print a line for each that was verified."""
         for one in self.verified:
             console.out(f"{one.path}: {one.equal:,} of {one.compared:,} recorded results have the simulator's bits", highlight=False)
 
 
 def verify_all(paths: Iterable[Path]) -> Recordings:
-    """``verify`` of each; one that is damaged does not keep the others from being computed."""
+    """Verify each recording; a damaged one does not stop the others."""
     verified, damaged = [], []
     for path in paths:
         try:
@@ -79,22 +83,25 @@ def verify_all(paths: Iterable[Path]) -> Recordings:
 
 
 def of_gemm(found: Identified, folder: Path, *, seed: int = 1) -> Path:
-    """Write what a GEMM gives for the random operands it was identified by, under new random scales; some of its rows and columns."""
+    """Record some rows and columns of a GEMM.
+
+    Its operands are those that identified it, under new random scales.
+    """
     bench, rng = found.bench, np.random.default_rng(seed)
     a, b, out = epilogues.under_scales(bench, [found.drawn.a, found.drawn.b], rng)
     rows, columns = (np.sort(rng.permutation(count)[:ROWS]) for count in out.shape)
     a, b = rows_of(a, rows), rows_of(b, columns)
-    seen = {"rows": bench.seen[0][rows], "columns": bench.seen[1][columns]}
+    sampled = {"rows": bench.sampled[0][rows], "columns": bench.sampled[1][columns]}
     scales = {"scale_a": a.scale, "scale_b": b.scale}
-    arrays = {**seen, "a": a.codes, "b": b.codes, **scales, "out": out[np.ix_(rows, columns)].view(np.uint32)}
-    words = [bench.subject.name, *(bench.subject.about[key] for key in ("accumulate", "out_dtype") if key in bench.subject.about)]
-    words += [bench.subject.granularity, f"{bench.m}x{bench.n}x{bench.k}", bench.fmt_a.name, bench.fmt_b.name]
+    arrays = {**sampled, "a": a.codes, "b": b.codes, **scales, "out": out[np.ix_(rows, columns)].view(np.uint32)}
+    words = [bench.gemm.name, *(bench.gemm.about[key] for key in ("accumulate", "out_dtype") if key in bench.gemm.about)]
+    words += [bench.gemm.granularity, f"{bench.m}x{bench.n}x{bench.k}", bench.fmt_a.name, bench.fmt_b.name]
     return _write(folder, "-".join(words), {"kind": "gemm", **found.to_dict()}, arrays)
 
 
 def of_instruction(found: Instruction, multiply: Multiply, folder: Path, *, count: int = 4000, seed: int = 1) -> Path:
-    """Write the instructions that were asked, and ``count`` random ones."""
-    arrays = {key: np.concatenate([getattr(asked, key) for asked in found.asked]) for key in ("a", "b", "c", "d")}
+    """Record the groups of instructions that were run, and ``count`` random ones."""
+    arrays = {key: np.concatenate([getattr(group, key) for group in found.groups]) for key in ("a", "b", "c", "d")}
     for i in range(-(-count // SIDE)):
         a, b, c = random_operands(found.fmt_a, found.fmt_b, seed + i)
         d = np.diagonal(multiply(a, b, c, found.fmt_a, found.fmt_b))
@@ -104,16 +111,16 @@ def of_instruction(found: Instruction, multiply: Multiply, folder: Path, *, coun
 
 
 def verify(path: Path) -> Verified:
-    """Compute a recording, NAME.json, again by the plan that it states.
+    """Compute a recording, NAME.json, again by its plan.
 
-    Raises:   ValueError: not a recording, or a damaged one; one of a GEMM whose plan could not be told.
+    Raises:   ValueError: not a recording, a damaged one, or one without a whole plan.
     """
     try:
-        said, arrays = _read(path)
-        computed, recorded = (_instruction if said["kind"] == "instruction" else _gemm)(said, arrays)
+        metadata, arrays = _read(path)
+        computed, recorded = (_instruction if metadata["kind"] == "instruction" else _gemm)(metadata, arrays)
     except OSError as error:
         raise ValueError(f"{path} cannot be read as a recording of a probe ({error}). Name the .json, with its .npz beside it.") from error
-    except Exception as error:  # what a damaged archive, or arrays that do not fit each other, raise has no common base
+    except Exception as error:  # damaged archives and arrays raise all kinds of errors
         why = f"{type(error).__name__}: {error}" if not isinstance(error, ValueError) else error
         raise ValueError(
             f"{path} is no whole recording of a probe ({why}). It is {FORMAT!r}, with an .npz file beside it; record it again."
@@ -121,10 +128,10 @@ def verify(path: Path) -> Verified:
     return Verified(path=path, compared=recorded.size, equal=int((computed.view(np.uint32) == recorded).sum()))
 
 
-def _instruction(said: dict[str, Any], arrays: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+def _instruction(metadata: dict[str, Any], arrays: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     """Computed and recorded results [Q], the latter as bits."""
-    fmt_a, fmt_b = (FP8_FORMATS[name] for name in said["formats"])
-    accumulate = _accumulation(said)
+    fmt_a, fmt_b = (FP8_FORMATS[name] for name in metadata["formats"])
+    accumulate = _accumulation(metadata)
     if not isinstance(accumulate, Accumulation):
         raise ValueError("an instruction is a tensor core's")
     a, b, c, recorded = (arrays[key] for key in ("a", "b", "c", "d"))
@@ -137,39 +144,39 @@ def _instruction(said: dict[str, Any], arrays: dict[str, np.ndarray]) -> tuple[n
     return np.array(list(each), np.float32), recorded
 
 
-def _gemm(said: dict[str, Any], arrays: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+def _gemm(metadata: dict[str, Any], arrays: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     """Computed and recorded results [M, N], the latter as bits."""
-    if said["kind"] != "gemm":
-        raise ValueError(f"its kind is {said['kind']!r}, and there are gemm and instruction")
-    fmts = (FP8_FORMATS[name] for name in said["formats"])
-    a, b = (operand(arrays[x], fmt, said["granularity"], arrays[f"scale_{x}"]) for x, fmt in zip("ab", fmts, strict=True))
+    if metadata["kind"] != "gemm":
+        raise ValueError(f"its kind is {metadata['kind']!r}, and there are gemm and instruction")
+    fmts = (FP8_FORMATS[name] for name in metadata["formats"])
+    a, b = (operand(arrays[x], fmt, metadata["granularity"], arrays[f"scale_{x}"]) for x, fmt in zip("ab", fmts, strict=True))
     recorded = arrays["out"]
     if recorded.shape != (len(a.codes), len(b.codes)):
         raise ValueError(f"its results are {list(recorded.shape)}, of operands {list(a.codes.shape)} and {list(b.codes.shape)}")
-    out_dtype = OUT_DTYPES[said["plan"]["out_dtype"]]
-    computed = gemm.matmul(a, b, accumulate=_accumulation(said), epilogue=plans.epilogue(said["plan"]), out_dtype=out_dtype)
+    out_dtype = OUT_DTYPES[metadata["plan"]["out_dtype"]]
+    computed = gemm.matmul(a, b, accumulate=_accumulation(metadata), epilogue=plans.epilogue(metadata["plan"]), out_dtype=out_dtype)
     return computed, recorded
 
 
-def _accumulation(said: dict[str, Any]) -> str | Accumulation:
-    return plans.accumulation(said["plan"] or {}, evidence=f"{said['subject']} on {said['about'].get('device', 'a device')}")
+def _accumulation(metadata: dict[str, Any]) -> str | Accumulation:
+    return plans.accumulation(metadata["plan"] or {}, evidence=f"{metadata['subject']} on {metadata['about'].get('device', 'a device')}")
 
 
-def _write(folder: Path, name: str, said: dict[str, Any], arrays: dict[str, np.ndarray]) -> Path:
+def _write(folder: Path, name: str, metadata: dict[str, Any], arrays: dict[str, np.ndarray]) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     name = "".join(c if c.isalnum() or c in "._-" else "-" for c in name)
     np.savez_compressed(folder / f"{name}.npz", **arrays)  # type: ignore[arg-type]
     path = folder / f"{name}.json"
-    path.write_text(json.dumps({"format": FORMAT, "fp8ref": fp8ref.__version__, **said}, indent=1) + "\n", encoding="utf-8")
+    path.write_text(json.dumps({"format": FORMAT, "fp8ref": fp8ref.__version__, **metadata}, indent=1) + "\n", encoding="utf-8")
     return path
 
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    said = json.loads(path.read_text(encoding="utf-8"))
-    if said["format"] != FORMAT:
-        raise ValueError(f"its format is {said['format']!r}")
+    metadata = json.loads(path.read_text(encoding="utf-8"))
+    if metadata["format"] != FORMAT:
+        raise ValueError(f"its format is {metadata['format']!r}")
     archive = path.with_suffix(".npz")
     if not zipfile.is_zipfile(archive):
         raise ValueError(f"{archive.name} is no archive of arrays" if archive.exists() else f"{archive.name} is not there")
     with np.load(archive, allow_pickle=False) as file:
-        return said, dict(file)
+        return metadata, dict(file)

@@ -1,52 +1,55 @@
-"""What a GEMM makes of NaN, infinities, zeros, and results at both ends of its range (SEMANTICS G-2, G-6, G-11)."""
+"""NaN, infinities, signs of zero, and results at both ends of a GEMM's range.
+
+SEMANTICS G-2, G-6, G-11.
+"""
 
 import numpy as np
 
 from fp8ref.conformance.finding import Finding
-from fp8ref.conformance.gemm import epilogues, order
-from fp8ref.conformance.gemm.adapter import operand
+from fp8ref.conformance.gemm import epilogues, plans
+from fp8ref.conformance.gemm.scaled_gemm import operand
 from fp8ref.conformance.gemm.stimulus import Bench
 from fp8ref.epilogue import Epilogue
 from fp8ref.formats import Format
 from fp8ref.sim import gemm
 from fp8ref.sim.accumulate import Accumulation
 
-NAN = 0x7FFFFFFF
+NAN = 0x7FFFFFFF  # the one NaN that tensor cores give
 KINDS = ("nan", "infinities", "zeros of sums", "small results", "large results", "epilogue with bias")
-ALIKE = ("as IEEE 754", "as the simulator has them", *(e.name for e in epilogues.everyone() if e.bias))
+ALIKE = ("as IEEE 754", "as the simulator has them", *(e.name for e in epilogues.candidates() if e.bias))
 
 
 def specials(bench: Bench) -> list[Finding]:
-    """``nan``, ``infinities`` and ``zeros of sums``: each as G-6 has it, or as what was answered."""
+    """Find ``nan``, ``infinities`` and ``zeros of sums``: as G-6 states them, or other values."""
     one_a, one_b = _code(bench.fmt_a, 1.0), _code(bench.fmt_b, 1.0)
     nan_a, nan_b = bench.fmt_a.nan_code, bench.fmt_b.nan_code
-    asked: dict[str, tuple[dict[int, tuple[int, int]], str]] = {
+    stimuli: dict[str, tuple[dict[int, tuple[int, int]], str]] = {
         "NaN x 1": ({0: (nan_a, one_b)}, "nan"),
         "1 x NaN": ({0: (one_a, nan_b)}, "nan"),
         "NaN x 0": ({0: (nan_a, 0)}, "nan"),
         "1 x 1 - 1 x 1": ({0: (one_a, one_b), 1: (one_a | 0x80, one_b)}, "+0"),
     }
-    if bench.fmt_a.specials != "fnuz":  # which has no -0
-        asked["-0 x 1"] = ({0: (0x80, one_b)}, "+0")
+    if bench.fmt_a.specials != "fnuz":  # fnuz has no -0
+        stimuli["-0 x 1"] = ({0: (0x80, one_b)}, "+0")
     if bench.fmt_a.inf_code is not None:
-        asked |= _infinities("a", bench.fmt_a.inf_code, one_b, left=True)
+        stimuli |= _infinities("a", bench.fmt_a.inf_code, one_b, left=True)
     if bench.fmt_b.inf_code is not None:
-        asked |= _infinities("b", bench.fmt_b.inf_code, one_a, left=False)
-    a, b = (np.zeros((len(asked), bench.k), np.uint8) for _ in range(2))
-    for row, (terms, _) in enumerate(asked.values()):
+        stimuli |= _infinities("b", bench.fmt_b.inf_code, one_a, left=False)
+    a, b = (np.zeros((len(stimuli), bench.k), np.uint8) for _ in range(2))
+    for row, (terms, _) in enumerate(stimuli.values()):
         for k, (x, y) in terms.items():
             a[row, k], b[row, k] = x, y
-    answers = bench.ask_codes(a, b)
-    got = {name: _read(x) for name, x in zip(asked, answers, strict=True)}
+    results = bench.run_codes(a, b)
+    got = {name: _read(x) for name, x in zip(stimuli, results, strict=True)}
     found = []
     for what, expected in (("nan", {"nan"}), ("infinities", {"inf", "-inf", "nan"}), ("zeros of sums", {"+0"})):
-        names = [n for n, (_, e) in asked.items() if e in expected and ("Inf" in n) == (what == "infinities")]
+        names = [n for n, (_, e) in stimuli.items() if e in expected and ("Inf" in n) == (what == "infinities")]
         if not names:
             continue
-        wrong = {n: got[n] for n in names if got[n] != asked[n][1]}
+        wrong = {n: got[n] for n in names if got[n] != stimuli[n][1]}
         said = "as IEEE 754" if not wrong else ", ".join(f"{n} is {value}" for n, value in wrong.items())
         found.append(Finding(what=what, value=said, evidence=", ".join(f"{n} is {got[n]}" for n in names)))
-    bits = {int(x.view(np.uint32)) for x in answers if np.isnan(x)}
+    bits = {int(x.view(np.uint32)) for x in results if np.isnan(x)}
     if bits:
         listed = ", ".join(f"{b:08x}" for b in sorted(bits))
         found.append(
@@ -56,8 +59,11 @@ def specials(bench: Bench) -> list[Finding]:
 
 
 def extremes(bench: Bench, accumulate: str | Accumulation, epilogue: Epilogue, seed: int) -> list[Finding]:
-    """``small results``, subnormal in the output dtype or less, and ``large results``, about its largest and beyond: by scales as far from one."""
-    drawn, found = order.sample(bench, seed), []
+    """Find ``small results`` and ``large results``: at both ends of the output dtype, and beyond.
+
+    Random operands are run under scales that move their results there.
+    """
+    drawn, found = plans.draw_sample(bench, seed), []
     for what, exponent in (("small results", bench.out.emin - 6), ("large results", int(np.frexp(bench.out.max)[1]))):
         typical = int(np.frexp(np.median(np.abs(drawn.found[np.isfinite(drawn.found)])) or 1.0)[1])
         factor = 2.0 ** (-(exponent - typical) / 2)  # scale multiplies into FP8: results are divided by both
@@ -87,7 +93,7 @@ def _infinities(who: str, inf: int, one: int, *, left: bool) -> dict[str, tuple[
 
 
 def _code(fmt: Format, value: float) -> int:
-    """The code of a power of two that is a normal number."""
+    """The code of a power of two, a normal number."""
     return (int(np.log2(value)) + fmt.bias) << fmt.mantissa_bits
 
 

@@ -1,7 +1,9 @@
-"""One step of the accumulation: its width, what it keeps of its terms, and what of its result (SEMANTICS G-10, G-18).
+"""Identify one step of the accumulation: its width, and the bits it keeps (SEMANTICS G-10, G-18).
 
-Each group of questions leaves, of the units that may be, those that the simulator says would have answered so. Most cancel a large number by its
-negative, after which what is left of a small one tells where it was cut off. All stand in the last of K, so that no later step cuts them off again.
+A step adds up to 32 products to the accumulator at once. Candidate units of the simulator are
+narrowed by groups of stimuli: those stay whose predicted results are the GEMM's. Most stimuli
+cancel a large number by its negative; what remains of a small number shows where it was cut off.
+All terms are in the last step of K, so that no later step cuts them off again.
 """
 
 import dataclasses
@@ -12,97 +14,111 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import numpy as np
 
 from fp8ref.conformance.finding import Finding
-from fp8ref.conformance.gemm.adapter import operand
+from fp8ref.conformance.gemm.scaled_gemm import operand
 from fp8ref.conformance.gemm.stimulus import Bench, Terms, finite_codes
 from fp8ref.formats import FLOAT16, FLOAT32
 from fp8ref.sim import cast, tensor_core
 from fp8ref.sim.tensor_core import K_STEP, ROUNDINGS, TensorCore
 
-FAR = 28  # binades below the largest number: beyond what a float32 keeps, and any of our units
+FAR = 28  # binades below the largest number: more than a float32 or any unit of the simulator keeps
 SEQUENTIAL, WIDE = "sequential", "wide"
 SIDE = 64  # rows and columns of random steps
 
 
 def width(bench: Bench) -> Finding:
-    """``fused_width``: how many products are aligned together; else ``sequential``, one by one, ``wide``, where nothing is lost, or None."""
-    # as far apart as the formats allow, and 30 of the small ones are still a result
+    """Find ``fused_width``, the number of products that are aligned together.
+
+    Or ``sequential``, if they are added one by one; ``wide``, if nothing is lost; None if unknown.
+    """
+    # 2^large is at 0 and -2^large at j; the other 30 products are small. From the group of 0 to the
+    # group of j the sum holds the large number, and small ones are lost. Those in later groups are
+    # kept. How many are kept, for every j, shows the groups' width. Large and small are as far
+    # apart as the formats allow, while the sum of 30 small ones is still a result.
     large, small, start = bench.top, max(bench.bottom, -19 if bench.out == FLOAT16 else bench.bottom), bench.k - K_STEP
     pairs = range(1, K_STEP)
     filled = dict.fromkeys(range(start, bench.k), bench.power(small))
-    asked = [{**filled, start: bench.power(large), start + j: bench.power(large, -1)} for j in pairs]
-    kept = np.ldexp(bench.ask(asked).astype(np.float64), -small)
+    stimuli = [{**filled, start: bench.power(large), start + j: bench.power(large, -1)} for j in pairs]
+    kept = np.ldexp(bench.run(stimuli).astype(np.float64), -small)
     evidence = (
         f"2^{large}, -2^{large} j further on, and 2^{small} at the other 30 of 32 of K: with j = 1, 3, 7, 15, 31 there were "
         f"{', '.join(f'{kept[j - 1]:g}' for j in (1, 3, 7, 15, 31))} of the 30 left"
     )
     expected: dict[int | str, list[int]] = {w: [K_STEP - (j // w + 1) * w for j in pairs] for w in (32, 16, 8, 4)}
-    # j itself and those between are lost, and j is none of the 30
+    # one by one, all between 0 and j are lost, and j itself is not one of the 30
     expected |= {SEQUENTIAL: [K_STEP - (j + 1) for j in pairs], WIDE: [K_STEP - 2 for _ in pairs]}
     found = [w for w, counts in expected.items() if np.array_equal(kept, counts)]
     return Finding(what="fused_width", value=found[0] if found else None, evidence=evidence)
 
 
 def units(bench: Bench, fused_width: int) -> tuple[list[TensorCore], list[Finding]]:
-    """The tensor cores of this width that give all answers, the likeliest first, and what they have in common."""
+    """The tensor cores of this width that predict all results, the likeliest first.
+
+    Returns:  the tensor cores, and findings about them.
+    """
     plain = TensorCore(name="probed", fused_width=fused_width, fraction_bits=13, output_bits=23, evidence="probed")
-    left = [dataclasses.replace(plain, fraction_bits=bits, rounding=how) for bits in range(25, 0, -1) for how in ROUNDINGS]
-    left, terms = _narrowed(bench, left, _terms(bench), {"fraction_bits": "", "rounding": "1.5"})
-    if not left:
+    fitting = [dataclasses.replace(plain, fraction_bits=bits, rounding=how) for bits in range(25, 0, -1) for how in ROUNDINGS]
+    fitting, terms = _narrowed(bench, fitting, _terms(bench), {"fraction_bits": "", "rounding": "1.5"})
+    if not fitting:
         return [], terms
     kinds = [("coded", "excluded"), ("coded", "counted"), ("factors", "excluded"), ("products", "excluded")]
-    left = [
+    fitting = [
         dataclasses.replace(unit, exponents=of, zeros=zeros, subnormals=subnormals)  # type: ignore[arg-type]
-        for unit, (of, zeros), subnormals in itertools.product(left, kinds, ("kept", "flushed"))
+        for unit, (of, zeros), subnormals in itertools.product(fitting, kinds, ("kept", "flushed"))
     ]
-    asked = _about_exponents(bench, left[0].fraction_bits)
-    left, of_terms = _narrowed(bench, left, asked, {"exponents": "same", "zeros": "zero", "subnormals": "smallest"})
-    likeliest = [bits for unit in left[:1] for bits in dict.fromkeys((unit.fraction_bits, *range(23, 0, -1))) if bits <= 23]
-    left = [
+    stimuli = _about_exponents(bench, fitting[0].fraction_bits)
+    fitting, of_terms = _narrowed(bench, fitting, stimuli, {"exponents": "same", "zeros": "zero", "subnormals": "smallest"})
+    likeliest = [bits for unit in fitting[:1] for bits in dict.fromkeys((unit.fraction_bits, *range(23, 0, -1))) if bits <= 23]
+    fitting = [
         dataclasses.replace(unit, output_bits=bits, output_rounding=how)
-        for unit, how, bits in itertools.product(left, ROUNDINGS, likeliest)
+        for unit, how, bits in itertools.product(fitting, ROUNDINGS, likeliest)
     ]
-    left, results = _narrowed(bench, left, _results(bench, left[0]) if left else {}, {"output_bits": "", "output_rounding": " - "})
-    agreeing = _of_random_steps(bench, left)
+    fitting, results = _narrowed(
+        bench, fitting, _results(bench, fitting[0]) if fitting else {}, {"output_bits": "", "output_rounding": " - "}
+    )
+    agreeing = _of_random_steps(bench, fitting)
     findings = [settled(finding, agreeing) for finding in (*terms, *of_terms, *results)]
-    said = f"{len(agreeing)} of the {len(left)} units that are left have the bits of steps over random codes of all kinds"
+    said = f"{len(agreeing)} of the {len(fitting)} units that are left have the bits of steps over random codes of all kinds"
     return agreeing, [*findings, Finding(what="random steps", value="as the simulator has them" if agreeing else None, evidence=said)]
 
 
-def settled(finding: Finding, left: Sequence[TensorCore]) -> Finding:
-    """A finding about a unit with the values of the units that are left."""
+def settled(finding: Finding, fitting: Sequence[TensorCore]) -> Finding:
+    """The finding with the values of these units."""
     if finding.what not in TensorCore.__dataclass_fields__:
         return finding
-    values = list(dict.fromkeys(getattr(unit, finding.what) for unit in left)) or [finding.value, *finding.others]
+    values = list(dict.fromkeys(getattr(unit, finding.what) for unit in fitting)) or [finding.value, *finding.others]
     return dataclasses.replace(finding, value=values[0], others=tuple(values[1:]))
 
 
 def _narrowed(
-    bench: Bench, candidates: Sequence[TensorCore], asked: Mapping[str, Terms], fields: Mapping[str, str]
+    bench: Bench, candidates: Sequence[TensorCore], stimuli: Mapping[str, Terms], fields: Mapping[str, str]
 ) -> tuple[list[TensorCore], list[Finding]]:
-    """The candidates that give all answers, and a finding for each field, with the answers to questions in whose name its word stands."""
+    """The candidates that predict all results, and a finding for each field.
+
+    fields   by field, a word: stimuli with it in their names are the finding's evidence.
+    """
     if not candidates:
         return [], [Finding(what=field, value=None, evidence="") for field in fields]
     start = bench.k - candidates[0].fused_width
-    a, b = bench.codes([{start + k: pair for k, pair in terms.items()} for terms in asked.values()])
-    answers = bench.ask_codes(a, b)
-    left = [unit for unit in candidates if np.array_equal(_predicted(bench, a, b, unit), answers)]
+    a, b = bench.codes([{start + k: pair for k, pair in terms.items()} for terms in stimuli.values()])
+    results = bench.run_codes(a, b)
+    fitting = [unit for unit in candidates if np.array_equal(_predicted(bench, a, b, unit), results)]
     findings = []
     for field, word in fields.items():
-        values = list(dict.fromkeys(getattr(unit, field) for unit in left))
-        told = {name: (answer, exact) for name, answer, exact in zip(asked, answers, _exact(asked), strict=True) if word in name}
-        findings.append(Finding(what=field, value=values[0] if values else None, evidence=_evidence(told), others=tuple(values[1:])))
-    return left, findings
+        values = list(dict.fromkeys(getattr(unit, field) for unit in fitting))
+        shown = {name: (result, exact) for name, result, exact in zip(stimuli, results, _exact(stimuli), strict=True) if word in name}
+        findings.append(Finding(what=field, value=values[0] if values else None, evidence=_evidence(shown), others=tuple(values[1:])))
+    return fitting, findings
 
 
 def _predicted(bench: Bench, a: np.ndarray, b: np.ndarray, unit: TensorCore) -> np.ndarray:
-    """What a unit gives for questions [Q, K] of codes whose terms lie in the last 32 of K: float32 [Q]."""
+    """A unit's results [Q] of stimuli in codes [Q, K] whose terms are in the last 32 of K."""
     left, right = (cast.decode(codes[:, None, -K_STEP:], fmt) for codes, fmt in ((a, bench.fmt_a), (b, bench.fmt_b)))  # [Q, 1, 32]
     zero = np.zeros((len(a), 1, 1), np.float32)
     return bench.rounded(tensor_core.chain_plain(left, right, zero, bench.fmt_a, bench.fmt_b, unit)[:, 0, 0])
 
 
 def _of_random_steps(bench: Bench, candidates: Sequence[TensorCore]) -> list[TensorCore]:
-    """The candidates that have the bits of steps over random codes of all kinds."""
+    """The candidates that predict the bits of steps over random codes of all kinds."""
     rng = np.random.default_rng(0)
     rows, columns = min(bench.m, SIDE), min(bench.n, SIDE)
     codes = []
@@ -112,8 +128,8 @@ def _of_random_steps(bench: Bench, candidates: Sequence[TensorCore]) -> list[Ten
         any_code = finite_codes(rng, (count, K_STEP), fmt)
         drawn[:, -K_STEP:] = np.where(np.arange(count)[:, None] % 2, near_one, any_code)
         codes.append(drawn)
-    left, right = (operand(drawn, fmt, bench.subject.granularity) for drawn, fmt in zip(codes, (bench.fmt_a, bench.fmt_b), strict=True))
-    found = bench.subject.multiply(left, right)[0][:rows, :columns]
+    left, right = (operand(drawn, fmt, bench.gemm.granularity) for drawn, fmt in zip(codes, (bench.fmt_a, bench.fmt_b), strict=True))
+    found = bench.gemm.multiply(left, right)[0][:rows, :columns]
     a, b = cast.decode(codes[0][:rows, -K_STEP:], bench.fmt_a), cast.decode(codes[1][:columns, -K_STEP:], bench.fmt_b)
     zero = np.zeros(found.shape, np.float32)
     return [
@@ -124,23 +140,28 @@ def _of_random_steps(bench: Bench, candidates: Sequence[TensorCore]) -> list[Ten
 
 
 def _terms(bench: Bench) -> dict[str, Terms]:
-    """2^E - 2^E + x: what is left of x."""
+    """Stimuli 2^E - 2^E + x.
+
+    The part of x that remains gives ``fraction_bits`` and ``rounding``.
+    """
     large = bench.top
     pair = {0: bench.power(large), 1: bench.power(large, -1)}
     return {f"2^{large} - 2^{large} {name}": {**pair, 2: small} for name, small in _small(bench, range(large - 1, large - FAR, -1))}
 
 
 def _about_exponents(bench: Bench, fraction_bits: int) -> dict[str, Terms]:
-    """Sums that depend on which exponent a product counts with."""
+    """Stimuli whose sums depend on the exponent that a product is aligned by."""
     fmt_a, fmt_b = bench.fmt_a, bench.fmt_b
     base = min(bench.bottom + fraction_bits + 2, bench.top)
     x, y = bench.power(base)
-    asked: dict[str, Terms] = {}
+    stimuli: dict[str, Terms] = {}
+    # 1.5 x 1.5 = 2.25 has the exponent 1 when normalised, and 0 by its factors' exponents: the last
+    # place kept beside it differs by one bit.
     for value in (base - fraction_bits, base - fraction_bits - 1):
-        asked[f"2.25 x 2^{base} - the same + 2^{value}"] = {0: (1.5 * x, 1.5 * y), 1: (-1.5 * x, 1.5 * y), 2: bench.power(value)}
+        stimuli[f"2.25 x 2^{base} - the same + 2^{value}"] = {0: (1.5 * x, 1.5 * y), 1: (-1.5 * x, 1.5 * y), 2: bench.power(value)}
     least_a, least_b = fmt_a.smallest_subnormal, fmt_b.smallest_subnormal
-    asked["a's smallest subnormal x 1"] = {0: (least_a, 1.0)}
-    asked["1 x b's smallest subnormal"] = {0: (1.0, least_b)}
+    stimuli["a's smallest subnormal x 1"] = {0: (least_a, 1.0)}
+    stimuli["1 x b's smallest subnormal"] = {0: (1.0, least_b)}
     large_a, large_b = bench.largest
     for who, factors, exponent in (
         ("a", (least_a, large_b), fmt_a.emin + np.log2(large_b)),
@@ -149,49 +170,52 @@ def _about_exponents(bench: Bench, fraction_bits: int) -> dict[str, Terms]:
         half = int(exponent) - fraction_bits - 1  # of the last place kept
         small = bench.tiny(half)
         if small is not None:
-            asked[f"a subnormal of {who} x {max(factors):g} - the same + 2^{half}"] = {0: factors, 1: (-factors[0], factors[1]), 2: small}
+            stimuli[f"a subnormal of {who} x {max(factors):g} - the same + 2^{half}"] = {0: factors, 1: (-factors[0], factors[1]), 2: small}
             zero = (0.0, large_b) if who == "a" else (large_a, 0.0)
-            asked[f"a zero of {who} x {max(zero):g} + 2^{half}"] = {0: zero, 1: small}
-    return asked
+            stimuli[f"a zero of {who} x {max(zero):g} + 2^{half}"] = {0: zero, 1: small}
+    return stimuli
 
 
 def _results(bench: Bench, unit: TensorCore) -> dict[str, Terms]:
-    """Sums with more bits than any of their terms has; of results in few bits also such as lie about a tie of theirs."""
+    """Stimuli whose sums have more bits than their terms.
+
+    For narrow output dtypes also sums next to a tie.
+    """
     least = max(bench.bottom, -24) + 1
     base = least + unit.fraction_bits  # the exponent of the terms, whose last place is then 2^least
     if base > bench.top:
         base, least = bench.top, bench.top - unit.fraction_bits
     x, y = bench.power(base)
-    asked: dict[str, Terms] = {}
+    stimuli: dict[str, Terms] = {}
     for sign, (count, factor) in itertools.product((1, -1), ((unit.fused_width - 2, 1.75), (1, 1.0))):
         terms = dict.fromkeys(range(count), (sign * factor * x, factor * y))
         total = count * factor**2
         written = f"{sign * total:g} x 2^{base}"
         tie = base + int(np.log2(total)) - bench.out.mantissa_bits - 1
         for name, small in _small(bench, range(least, base)):
-            asked[f"{written} {name}"] = {**terms, count: small}
+            stimuli[f"{written} {name}"] = {**terms, count: small}
             if bench.out != FLOAT32 and tie > least:
-                asked[f"{written} + 2^{tie} {name}"] = {**terms, count: bench.power(tie), count + 1: small}
-    return asked
+                stimuli[f"{written} + 2^{tie} {name}"] = {**terms, count: bench.power(tie), count + 1: small}
+    return stimuli
 
 
 def _small(bench: Bench, exponents: Iterable[int]) -> Iterator[tuple[str, tuple[float, float]]]:
-    """Names and factors of +-1 and +-1.5 times powers of two."""
+    """The names and factors of +-1 and +-1.5 times powers of two."""
     for exponent, sign, significand in itertools.product(exponents, (1, -1), (1.0, 1.5)):
         x, y = bench.power(exponent, sign)
         yield f"{'+' if sign > 0 else '-'} {'1.5 x ' * (significand > 1)}2^{exponent}", (significand * x, y)
 
 
-def _exact(asked: Mapping[str, Terms]) -> list[float]:
-    return [math.fsum(x * y for x, y in terms.values()) for terms in asked.values()]
+def _exact(stimuli: Mapping[str, Terms]) -> list[float]:
+    return [math.fsum(x * y for x, y in terms.values()) for terms in stimuli.values()]
 
 
-def _evidence(told: Mapping[str, tuple[float, float]]) -> str:
-    """All answers if they are few; of many the last that is exact and those after it."""
-    if not told:
+def _evidence(shown: Mapping[str, tuple[float, float]]) -> str:
+    """Up to four results; of more, the last exact one and the first that follow."""
+    if not shown:
         return "no product of these formats is small enough to tell"
-    lines = [f"{name} = {answer:.9g}" for name, (answer, _) in told.items()]
+    lines = [f"{name} = {result:.9g}" for name, (result, _) in shown.items()]
     if len(lines) <= 4:
         return "; ".join(lines)
-    first = next((i for i, (answer, exact) in enumerate(told.values()) if answer != exact), len(lines))
+    first = next((i for i, (result, exact) in enumerate(shown.values()) if result != exact), len(lines))
     return "; ".join(lines[max(first - 1, 0) : first + 3]) + f"; {len(lines)} such sums, the first {first} of them exact"

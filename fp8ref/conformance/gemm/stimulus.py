@@ -1,7 +1,9 @@
-"""Questions to a GEMM: rows of products whose sum tells something. Many are asked at once, and each all over the result.
+"""Stimuli for a GEMM: rows of products whose sum shows how it is computed.
 
-Question i is row i of a against row i of b. They repeat along M and N, so that an answer stands wherever the indices of row and column have
-the same remainder, and a GEMM whose arithmetic differs from one tile of its result to another is found out.
+One stimulus is a row of a and a row of b; the GEMM's result for the pair is its answer. Many are
+run in one GEMM: stimulus i is row i of a and row i of b, and both repeat along M and N. The answer
+to stimulus i then stands at every place [r, c] with r = c = i modulo the number of stimuli. All of
+these must be equal, which exposes a GEMM whose arithmetic differs between tiles of its result.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,23 +12,23 @@ from typing import Literal
 
 import numpy as np
 
-from fp8ref.conformance.gemm.adapter import ProbeError, Subject, operand
+from fp8ref.conformance.gemm.scaled_gemm import ProbeError, ScaledGemm, operand
 from fp8ref.formats import FLOAT32, Format
 from fp8ref.sim import cast
 
-SEEN = 256  # rows, and columns
-Terms = Mapping[int, tuple[float, float]]
+SAMPLED = 256  # rows, and columns
+Terms = Mapping[int, tuple[float, float]]  # a stimulus: by index in K, the factors of a product; elsewhere zeros
 
 
 class VariesError(ProbeError):
-    """Equal operands have unequal results at different places of one GEMM."""
+    """Equal operands have unequal results at different places of one result."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bench:
-    """Where questions are asked: a subject, the shape of its GEMM, the formats of its operands, and what its results are rounded to, and how."""
+    """A GEMM of one shape, with the formats of its operands and the rounding of its results."""
 
-    subject: Subject
+    gemm: ScaledGemm
     m: int
     n: int
     k: int
@@ -36,26 +38,29 @@ class Bench:
     rounding: Literal["nearest_even", "toward_zero"] = "nearest_even"
 
     def rounded(self, values: np.ndarray) -> np.ndarray:
-        """Sums as results."""
+        """Sums rounded as the GEMM rounds its results."""
         return cast.round_to(values, self.out, rounding=self.rounding)
 
     @property
-    def seen(self) -> tuple[np.ndarray, np.ndarray]:
-        """Rows and columns of random results that are computed again: all, or of many some, evenly spaced, the first and the last among them."""
-        return tuple(np.unique(np.linspace(0, n - 1, min(n, SEEN)).astype(int)) for n in (self.m, self.n))  # type: ignore[return-value]
+    def sampled(self) -> tuple[np.ndarray, np.ndarray]:
+        """Rows and columns of a result that the simulator computes too.
+
+        All, or at most 256, evenly spaced from first to last.
+        """
+        return tuple(np.unique(np.linspace(0, n - 1, min(n, SAMPLED)).astype(int)) for n in (self.m, self.n))  # type: ignore[return-value]
 
     @property
     def top(self) -> int:
-        """The exponent of the largest power of two that is a product."""
+        """The exponent of the largest product of two powers of two."""
         return _emax(self.fmt_a) + _emax(self.fmt_b)
 
     @property
     def bottom(self) -> int:
-        """The exponent of the smallest power of two that is a product of normal numbers."""
+        """The exponent of the smallest product of two normal powers of two."""
         return self.fmt_a.emin + self.fmt_b.emin
 
     def power(self, exponent: int, sign: int = 1) -> tuple[float, float]:
-        """Two normal numbers whose product is sign * 2^exponent; nothing else is said of them."""
+        """Two normal numbers whose product is sign * 2^exponent."""
         least, most = max(self.fmt_a.emin, exponent - _emax(self.fmt_b)), min(_emax(self.fmt_a), exponent - self.fmt_b.emin)
         assert least <= most, exponent
         of_a = min(max(exponent // 2, least), most)
@@ -67,55 +72,58 @@ class Bench:
         return 2.0 ** _emax(self.fmt_a), 2.0 ** _emax(self.fmt_b)
 
     def tiny(self, exponent: int) -> tuple[float, float] | None:
-        """Two numbers whose product is 2^exponent, subnormal ones if need be; None where there are none."""
+        """Two numbers whose product is 2^exponent, subnormal if necessary.
+
+        None if the formats have none.
+        """
         if exponent >= self.bottom:
             return self.power(exponent)
         x = 2.0**exponent / self.fmt_b.smallest_subnormal
         return (x, self.fmt_b.smallest_subnormal) if x >= self.fmt_a.smallest_subnormal else None
 
-    def codes(self, questions: Sequence[Terms]) -> tuple[np.ndarray, np.ndarray]:
-        """[Q, K] codes of a and of b; K beyond the terms is zeros."""
-        values = np.zeros((2, len(questions), self.k))
-        for i, terms in enumerate(questions):
+    def codes(self, stimuli: Sequence[Terms]) -> tuple[np.ndarray, np.ndarray]:
+        """Codes [Q, K] of a and of b for Q stimuli; zeros beside the terms."""
+        values = np.zeros((2, len(stimuli), self.k))
+        for i, terms in enumerate(stimuli):
             for at, pair in terms.items():
                 values[:, i, at] = pair
         encoded = cast.encode(values[0], self.fmt_a), cast.encode(values[1], self.fmt_b)
         assert all(np.array_equal(cast.decode(c, f), v) for c, f, v in zip(encoded, (self.fmt_a, self.fmt_b), values, strict=True))
         return encoded
 
-    def ask(self, questions: Sequence[Terms]) -> np.ndarray:
-        """The answers, float32 [Q], under scales of one."""
-        return self.ask_codes(*self.codes(questions))
+    def run(self, stimuli: Sequence[Terms]) -> np.ndarray:
+        """The results of stimuli, float32 [Q], under scales of one."""
+        return self.run_codes(*self.codes(stimuli))
 
-    def ask_codes(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
-        """The answers to questions [Q, K] in codes.
+    def run_codes(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        """The results, float32 [Q], of stimuli in codes [Q, K].
 
-        Raises:   VariesError: one has several.
+        Raises:   VariesError: one stimulus has several results.
         """
         side = min(self.m, self.n)
-        return np.concatenate([self._ask(a[i : i + side], b[i : i + side]) for i in range(0, len(a), side)])
+        return np.concatenate([self._run(a[i : i + side], b[i : i + side]) for i in range(0, len(a), side)])
 
-    def _ask(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    def _run(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
         count = len(a)
         rows, columns = np.arange(self.m) % count, np.arange(self.n) % count
         left, right = (
-            operand(np.ascontiguousarray(codes[index]), fmt, self.subject.granularity)
+            operand(np.ascontiguousarray(codes[index]), fmt, self.gemm.granularity)
             for codes, index, fmt in ((a, rows, self.fmt_a), (b, columns, self.fmt_b))
         )
-        found, _ = self.subject.multiply(left, right)
-        answers = found[np.arange(count), np.arange(count)]
-        same = (found.view(np.uint32) == answers.view(np.uint32)[rows][:, None]) | (rows[:, None] != columns[None, :])
+        found, _ = self.gemm.multiply(left, right)
+        results = found[np.arange(count), np.arange(count)]
+        same = (found.view(np.uint32) == results.view(np.uint32)[rows][:, None]) | (rows[:, None] != columns[None, :])
         if not same.all():
             i, j = (int(x) for x in np.argwhere(~same)[0])
             raise VariesError(
-                f"{self.subject.name} sums in different ways within one result [{self.m}, {self.n}], K = {self.k}: equal operands gave "
-                f"{answers[rows[i]]:.9g} at {[int(rows[i])] * 2} and {found[i, j]:.9g} at {[i, j]}. Probe a smaller M and N, of one tile."
+                f"{self.gemm.name} sums in different ways within one result [{self.m}, {self.n}], K = {self.k}: equal operands gave "
+                f"{results[rows[i]]:.9g} at {[int(rows[i])] * 2} and {found[i, j]:.9g} at {[i, j]}. Probe a smaller M and N, of one tile."
             )
-        return answers
+        return results
 
 
 def finite_codes(rng: np.random.Generator, shape: tuple[int, ...], fmt: Format) -> np.ndarray:
-    """Any codes of numbers."""
+    """Random codes of all finite numbers of a format."""
     codes = np.arange(256, dtype=np.uint8)
     return rng.choice(codes[np.isfinite(cast.decode(codes, fmt))], shape)
 

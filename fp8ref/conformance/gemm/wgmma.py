@@ -1,4 +1,7 @@
-"""Hopper's instruction by itself: ``wgmma.mma_async`` m64n8k32 with FP8 operands and any accumulator, compiled as it is asked for."""
+"""Run Hopper's ``wgmma.mma_async`` m64n8k32 alone, with FP8 operands and any accumulator.
+
+Compiled on first use.
+"""
 
 import ctypes
 import functools
@@ -12,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fp8ref.conformance.gemm.adapter import ProbeError
+from fp8ref.conformance.gemm.scaled_gemm import ProbeError
 from fp8ref.formats import E4M3FN, E5M2, Format
 from fp8ref.sim import cast
 
@@ -20,13 +23,14 @@ SOURCE = Path(__file__).with_suffix(".cu")
 TILE_M, TILE_N, K = 64, 8, 32
 HOPPER = 90
 PAIRS: tuple[tuple[Format, Format], ...] = ((E4M3FN, E4M3FN), (E4M3FN, E5M2), (E5M2, E4M3FN), (E5M2, E5M2))
-# Offsets of a matrix in shared memory, along K and along rows: as PTX's documents read, and the other way round
+# Offsets of a matrix in shared memory, along K and along rows. PTX's manual can be read both ways:
+# ``instruction`` takes the one whose sums of integers are right.
 LAYOUTS = ((128, 256), (256, 128))
 Multiply = Callable[[np.ndarray, np.ndarray, np.ndarray, Format, Format], np.ndarray]
 
 
 def nvcc() -> str:
-    """The compiler: of CUDA_HOME, on the PATH, in /usr/local/cuda, or of the package nvidia-cuda-nvcc.
+    """Find nvcc: in CUDA_HOME, on the PATH, in /usr/local/cuda, or in the package nvidia-cuda-nvcc.
 
     Raises:   ProbeError: there is none.
     """
@@ -43,9 +47,9 @@ def nvcc() -> str:
 
 
 def build(folder: Path) -> Path:
-    """The compiled library, in a folder.
+    """Compile the library into a folder.
 
-    Raises:   ProbeError: the compiler refuses.
+    Raises:   ProbeError: the compiler fails.
     """
     library = folder / "wgmma.so"
     command = [nvcc(), "-O2", "-gencode=arch=compute_90a,code=sm_90a", "-shared", "-Xcompiler", "-fPIC", "-o", str(library), str(SOURCE)]
@@ -57,7 +61,7 @@ def build(folder: Path) -> Path:
 
 @functools.cache
 def load() -> ctypes.CDLL:
-    """The library, compiled and loaded once a process."""
+    """Compile and load the library, once a process."""
     with tempfile.TemporaryDirectory() as folder:
         made = ctypes.CDLL(str(build(Path(folder))))
     made.fp8ref_error.restype = ctypes.c_char_p
@@ -67,7 +71,7 @@ def load() -> ctypes.CDLL:
 def device() -> dict[str, str]:
     """Name and driver of the GPU.
 
-    Raises:   ProbeError: there is none, or it is not Hopper's.
+    Raises:   ProbeError: there is none, or it is not a Hopper GPU.
     """
     library = load()
     name, capability, driver = ctypes.create_string_buffer(256), ctypes.c_int(), ctypes.c_int()
@@ -80,7 +84,11 @@ def device() -> dict[str, str]:
 
 
 def instruction() -> Multiply:
-    """(a [M, 32], b [N, 32], c [M, N], formats) -> c + a b^T as the GPU computes it, float32 [M, N]; right on integers first.
+    """The instruction as a function that returns c + a b^T.
+
+    Shapes:   a [M, 32]; b [N, 32]; c and the result [M, N], float32.
+
+    Sums of integers, which every accumulation gives exactly, check the kernel first.
 
     Raises:   ProbeError: no compiler, no Hopper GPU, or integers come out wrong.
     """
@@ -95,7 +103,7 @@ def instruction() -> Multiply:
 
 
 def right_on_integers(multiply: Multiply) -> bool:
-    """Whether sums of integers from -4 to 4 and an accumulator are those of arithmetic, for every pair of formats."""
+    """True if sums of small integers and an accumulator are exact, for every pair of formats."""
     rng = np.random.default_rng(0)
     for fmt_a, fmt_b in PAIRS:
         a, b = rng.integers(-4, 5, (2 * TILE_M, K)), rng.integers(-4, 5, (3 * TILE_N, K))
@@ -109,7 +117,10 @@ def right_on_integers(multiply: Multiply) -> bool:
 
 
 def tiles(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Operands cut into tiles, [tiles, 64, 32], [tiles, 8, 32] and [tiles, 64, 8], filled up with zeros; tiles go along N first."""
+    """Cut operands into tiles, padded with zeros; tiles go along N first.
+
+    Shapes:   a [tiles, 64, 32]; b [tiles, 8, 32]; c [tiles, 64, 8].
+    """
     rows, columns = -(-len(a) // TILE_M), -(-len(b) // TILE_N)
     a = np.pad(a, ((0, rows * TILE_M - len(a)), (0, 0))).reshape(rows, TILE_M, K)
     b = np.pad(b, ((0, columns * TILE_N - len(b)), (0, 0))).reshape(columns, TILE_N, K)
@@ -120,7 +131,7 @@ def tiles(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> tuple[np.ndarray, np.n
 
 
 def untiled(d: np.ndarray, m: int, n: int) -> np.ndarray:
-    """Tiles [tiles, 64, 8] as a matrix [M, N]."""
+    """Join tiles [tiles, 64, 8] into a matrix [M, N]."""
     rows, columns = -(-m // TILE_M), -(-n // TILE_N)
     return d.reshape(rows, columns, TILE_M, TILE_N).transpose(0, 2, 1, 3).reshape(rows * TILE_M, columns * TILE_N)[:m, :n]
 
@@ -128,7 +139,7 @@ def untiled(d: np.ndarray, m: int, n: int) -> np.ndarray:
 def _multiply(a: np.ndarray, b: np.ndarray, c: np.ndarray, fmt_a: Format, fmt_b: Format, layout: tuple[int, int]) -> np.ndarray:
     library = load()
     cut_a, cut_b, cut_c = tiles(a, b, np.asarray(c, np.float32))
-    d = np.full(cut_c.shape, 0x7FC0DEAD, np.uint32).view(np.float32)  # a NaN that nothing computes: what is not written shows
+    d = np.full(cut_c.shape, 0x7FC0DEAD, np.uint32).view(np.float32)  # a NaN that no sum gives: unwritten results show
     pointers = (x.ctypes.data_as(ctypes.c_void_p) for x in (cut_a, cut_b, cut_c, d))
     _check(library, library.fp8ref_wgmma(PAIRS.index((fmt_a, fmt_b)), *pointers, len(cut_c), *layout))
     return np.ascontiguousarray(untiled(d, len(a), len(b)))

@@ -1,4 +1,4 @@
-"""The dtypes that inputs come in, as bits and as values, with no other library than NumPy."""
+"""The dtypes that inputs have, as bits and as values, by NumPy alone."""
 
 from typing import NamedTuple
 
@@ -9,7 +9,7 @@ from fp8ref.sim import cast
 
 
 class Source(NamedTuple):
-    """A dtype's layout; bits of it are unsigned integers."""
+    """The layout of an input's dtype; its bits are kept in unsigned integers."""
 
     name: str
     bits: int
@@ -23,7 +23,7 @@ class Source(NamedTuple):
 
     @property
     def sign(self) -> int:
-        """The sign's bit."""
+        """The sign bit."""
         return 1 << (self.bits - 1)
 
 
@@ -40,21 +40,21 @@ _WIDE: dict[str, Format] = {f.name: f for f in (FLOAT32, BFLOAT16, FLOAT16)}
 
 
 def by_name(name: str) -> Source:
-    """The source of that name; ValueError for any other."""
+    """The source of a name; ValueError if it is unknown."""
     if name not in SOURCES:
         raise ValueError(f"a source is one of {', '.join(SOURCES)}; got {name!r}.")
     return SOURCES[name]
 
 
 def values(bits: np.ndarray, source: Source) -> np.ndarray:
-    """The values that bits stand for, in a dtype that casts take: bfloat16 as float32, which holds it exactly."""
+    """The values of bits, in a dtype that casts take; bfloat16 as float32, which holds it exactly."""
     if source.name == "bfloat16":
         return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
     return bits.astype(f"uint{source.bits}").view(source.name)
 
 
 def bits(x: np.ndarray, source: Source) -> np.ndarray:
-    """The bits of float64 values rounded to a source, uint64."""
+    """The bits of float64 values rounded to a source; uint64."""
     x = np.asarray(x, np.float64)
     if source.name == "float64":
         return x.view(np.uint64)
@@ -66,14 +66,16 @@ def bits(x: np.ndarray, source: Source) -> np.ndarray:
 
 
 def spacing(x: np.ndarray, source: Source) -> np.ndarray:
-    """The distance from each of finite values to the next of the source, float64."""
+    """The distance from each finite value to the next number of the source; float64."""
     magnitude = np.abs(x).astype(np.float64)
     exponent = np.where(magnitude == 0, source.emin, np.maximum(np.frexp(magnitude)[1] - 1, source.emin))
     return np.ldexp(1.0, exponent - source.mantissa_bits)
 
 
 def specials(source: Source) -> np.ndarray:
-    """Zero, the subnormals' ends, the smallest and largest numbers, infinity, NaNs quiet and signalling, of both signs; uint64."""
+    """Bits of zero, the smallest and largest subnormal and normal numbers, infinity and NaNs, both
+    signs; uint64.
+    """
     infinity, normal = source.infinity, 1 << source.mantissa_bits
     positive = [0, 1, 2, normal - 1, normal, infinity - 1, infinity, infinity + 1, infinity | normal >> 1, source.sign - 1]
     return np.array([sign | p for p in positive for sign in (0, source.sign)], np.uint64)
@@ -92,13 +94,13 @@ def random(seed: int, count: int) -> np.ndarray:
 
 
 def distinct(parts: list[np.ndarray]) -> np.ndarray:
-    """All of several arrays, each number once, where it came first."""
+    """The numbers of several arrays, each once, in the order of their first appearance."""
     together = np.concatenate(parts)
     return together[np.sort(np.unique(together, return_index=True)[1])]
 
 
 def check_random(seed: int, count: int) -> None:
-    """ValueError unless seed is below 2^32 and count below 2^24, neither negative."""
+    """Raise ValueError unless 0 <= seed < 2^32 and 0 <= count < 2^24."""
     for name, value, bits in (("seed", seed, 32), ("count", count, 24)):
         if not 0 <= value < 1 << bits:
             raise ValueError(f"{name} is an integer in [0, 2^{bits}); got {value}.")

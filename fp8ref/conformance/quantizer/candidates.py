@@ -127,10 +127,6 @@ DEVIATIONS = (
 )
 NO_DEVIATION = Deviation(text="")
 
-# The clause that decides each policy
-CLAUSES = {"torchao": "S-3", "torchao_pow2": "S-4", "torchao_mask": "S-4", "flax": "S-13", "flax_bf16": "S-13", "msamp": "S-15"}
-CLAUSES |= dict.fromkeys(("mx_floor", "mx_rceil", "te_mxfp8"), "S-14")
-
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
@@ -174,7 +170,7 @@ class Candidate:
 
     @property
     def clause(self) -> str:
-        return CLAUSES.get(self.policy.name, "S-9")
+        return self.policy.clause
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ import numpy as np
 
 from fp8ref.conformance.counterexample import Counterexample, bits_of, rounded, show
 from fp8ref.conformance.explain import simplest
-from fp8ref.conformance.inputs.amaxes import KINDS
+from fp8ref.conformance.inputs.kinds import AMAX_RANGES
 from fp8ref.conformance.quantizer import candidates, policy_match, queries
 from fp8ref.conformance.quantizer.candidates import Agreement, Candidate
 from fp8ref.conformance.quantizer.granularity import FoundGranularity
@@ -181,7 +181,7 @@ def _code_text(code: np.uint8, fmt: Format, output: QuantizerOutput) -> str:
 def simplest_by_kind(kinds: np.ndarray, wrong: np.ndarray, largest: np.ndarray) -> list[tuple[str, float]]:
     """For each kind of amax with a wrong group, the kind and its simplest largest element."""
     found = []
-    for i, kind in enumerate(KINDS):
+    for i, kind in enumerate(AMAX_RANGES):
         of = wrong & (kinds == i)
         if of.any():
             found.append((kind, float(largest[simplest(largest, of)])))
@@ -250,7 +250,7 @@ def for_policy(quantizer: Quantizer, matched: PolicyMatch, agreed: Agreement, sc
     found: list[Counterexample] = []
     for k, a in simplest_by_kind(kind, wrong, largest):
         # Shown already: the same policy and deviation explain these groups too.
-        if found and matched.explained[wrong & (kind == KINDS.index(k))].all():
+        if found and matched.explained[wrong & (kind == AMAX_RANGES.index(k))].all():
             continue
         shown = smallest_for_policy(quantizer, agreed.candidate, scale_layout, a, k)
         found += [shown] if shown is not None and shown not in found else []

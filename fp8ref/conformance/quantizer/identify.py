@@ -12,12 +12,13 @@ import numpy as np
 
 from fp8ref import policy as policy_data
 from fp8ref.conformance import subject as subjects
-from fp8ref.conformance.cast.behaviour import CAST_FORMATS, Behaviour
+from fp8ref.conformance.cast.behaviour import Behaviour
 from fp8ref.conformance.cast.identify import check_format
 from fp8ref.conformance.cast.outputs import Responses
 from fp8ref.conformance.counterexample import Counterexample
 from fp8ref.conformance.finding import Finding, Outcome
-from fp8ref.conformance.inputs import amaxes
+from fp8ref.conformance.inputs import amax_inputs
+from fp8ref.conformance.inputs.cast_inputs import CAST_FORMATS
 from fp8ref.conformance.quantizer import candidates, counterexamples, describe, inner_cast, layout_invariance, policy_match, queries
 from fp8ref.conformance.quantizer.candidates import Candidate
 from fp8ref.conformance.quantizer.granularity import SHAPE, identify_granularity, identify_memory
@@ -70,7 +71,7 @@ def identify_quantizer(
         return describe.without_granularity(quantizer, fmt, found_fmt, findings, expect, group.finding)
     at, along = group.granularity, -1 if group.axis is None else group.axis
     # One scale for a tensor takes a tensor for each amax: the smallest that the quantizer takes.
-    what = amaxes.questions(found_fmt, quantizer.dtype)
+    what = amax_inputs.identifying(found_fmt, quantizer.dtype)
     shape = smallest_shape(quantizer, _TENSORWISE_SHAPES, lambda s: True) if at == "tensorwise" else SHAPE
     responses = queries.ask(quantizer, what, shape, at, along)
     scale_layout = queries.identify_returned(responses, at, along)
@@ -88,7 +89,7 @@ def identify_quantizer(
     if not matched.agreements:
         unexplained = counterexamples.for_policy(quantizer, matched, matched.nearest, scale_layout)
     else:
-        groups = amaxes.groups(SHAPE, at, along)
+        groups = amax_inputs.groups(SHAPE, at, along)
         more, rounding, answers = inner_cast.identify_inner_cast(quantizer, chosen.fmt, chosen.scale_fmt, groups)
         findings += more
         different = inner_cast.unexpected_rounding(answers, chosen.fmt, chosen.policy.compute)

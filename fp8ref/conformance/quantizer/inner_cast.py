@@ -4,12 +4,13 @@ import dataclasses
 
 import numpy as np
 
-from fp8ref.conformance.cast import behaviour, decisions, inputs
+from fp8ref.conformance.cast import behaviour, decisions
 from fp8ref.conformance.cast.behaviour import KNOWN_CASTS, Behaviour, DoubleRounding
 from fp8ref.conformance.cast.outputs import Output, Responses
 from fp8ref.conformance.counterexample import Counterexample, rounded
 from fp8ref.conformance.explain import simplest
 from fp8ref.conformance.finding import Finding
+from fp8ref.conformance.inputs import cast_inputs
 from fp8ref.conformance.quantizer.granularity import SHAPE
 from fp8ref.conformance.quantizer.outputs import Quantizer
 from fp8ref.formats import BFLOAT16, Format
@@ -24,7 +25,7 @@ def identify_inner_cast(
     group      for each element, the index of its group, [M, K].
     """
     limit = min(fmt.max, scale_fmt.max)
-    x = inputs.inputs(fmt, quantizer.dtype, limit=limit)
+    x = cast_inputs.identifying(fmt, quantizer.dtype, limit=limit)
     # One element of each group, the anchor, is max; the others hold the inputs.
     anchors = np.zeros(SHAPE, bool)
     anchors.reshape(-1)[np.unique(group.reshape(-1), return_index=True)[1]] = True
@@ -65,7 +66,7 @@ def unexpected_rounding(a: Responses, fmt: Format, compute: Format) -> list[Coun
         return []
     # Numbers, quarter points and ties first: where they are wrong, the rounding or subnormals are.
     # If only inputs next to ties are wrong, it is rounded twice (C-1).
-    coarse = differs & a.among(inputs.coarse(fmt))
+    coarse = differs & a.among(cast_inputs.coarse(fmt))
     normal = coarse & (np.abs(a.x) >= fmt.smallest_normal)
     among, clause = (normal, "C-2") if normal.any() else (coarse, "F-1") if coarse.any() else (differs, "C-1")
     at = simplest(a.x, among)

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from fp8ref.conformance import subject as subjects
-from fp8ref.conformance.cast.behaviour import CAST_FORMATS
 from fp8ref.conformance.cast.outputs import FLOATS
+from fp8ref.conformance.inputs.cast_inputs import CAST_FORMATS
 from fp8ref.conformance.subject import ConformanceError, Subject
 from fp8ref.formats import E8M0FNU
 from fp8ref.sim import cast

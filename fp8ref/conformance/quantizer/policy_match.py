@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from fp8ref import policy as policy_data
-from fp8ref.conformance.cast.behaviour import CAST_FORMATS
+from fp8ref.conformance.inputs.cast_inputs import CAST_FORMATS
 from fp8ref.conformance.quantizer import candidates, queries
 from fp8ref.conformance.quantizer.candidates import DEVIATIONS, NO_DEVIATION, Agreement, Candidate, Deviation, scale_times
 from fp8ref.conformance.quantizer.queries import Response, ScaleLayout

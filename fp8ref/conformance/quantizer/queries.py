@@ -8,8 +8,9 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from fp8ref.conformance.inputs import amaxes
-from fp8ref.conformance.inputs.amaxes import KINDS, Questions
+from fp8ref.conformance.inputs import amax_inputs
+from fp8ref.conformance.inputs.amax_inputs import Amaxes
+from fp8ref.conformance.inputs.kinds import AMAX_RANGES
 from fp8ref.conformance.quantizer.outputs import Quantizer, QuantizerOutput
 from fp8ref.conformance.subject import ConformanceError, RefusedError
 from fp8ref.granularity import by_name, scale_shape
@@ -46,7 +47,7 @@ class Response:
     """One tensor x [M, K], and what a quantizer returned for it.
 
     group    for each element, the index of its group, int [M, K].
-    kind     for each group, the index of its kind of amax in KINDS.
+    kind     for each group, the index of its kind of amax in AMAX_RANGES.
     largest  for each group, its element of largest magnitude, with the sign.
     """
 
@@ -63,20 +64,20 @@ class Response:
     @property
     def ordinary(self) -> np.ndarray:
         """For each group, whether its amax is ordinary: no policy has special rules for it."""
-        return self.kind == KINDS.index("ordinary")
+        return self.kind == AMAX_RANGES.index("ordinary")
 
 
-def ask(quantizer: Quantizer, what: Questions, shape: tuple[int, int], granularity: str, axis: int) -> list[Response]:
+def ask(quantizer: Quantizer, what: Amaxes, shape: tuple[int, int], granularity: str, axis: int) -> list[Response]:
     """The responses to all amaxes, one for each group of a tensor; groups left over are zeros."""
-    group = amaxes.groups(shape, granularity, axis)
+    group = amax_inputs.groups(shape, granularity, axis)
     count = int(group.max()) + 1
     responses = []
     for begin in range(0, what.largest.size, count):
         some, kinds = what.largest[begin : begin + count], what.kind[begin : begin + count]
         missing = count - some.size
         largest = np.concatenate([some, np.zeros(missing, np.float32)])
-        kind = np.concatenate([kinds, np.full(missing, amaxes.KINDS.index("zero"))])
-        x = amaxes.tensor(largest, group, quantizer.dtype)
+        kind = np.concatenate([kinds, np.full(missing, AMAX_RANGES.index("zero"))])
+        x = amax_inputs.tensor(largest, group, quantizer.dtype)
         try:
             output = quantizer.ask(x)
         except RefusedError as error:
@@ -97,7 +98,7 @@ def considered(quantizer: Quantizer, responses: Sequence[Response], scale_layout
         return ordinary(responses)
     counts = []
     for a in responses:
-        nan = a.kind == KINDS.index("NaN")
+        nan = a.kind == AMAX_RANGES.index("NaN")
         counts.append(~nan if nan.any() and loses_nan(quantizer, a.x, scale_layout) else np.ones_like(nan))
     return np.concatenate(counts)
 

@@ -2,9 +2,9 @@
 
     fp8ref vectors gen cast --format e4m3fn | ./yours | fp8ref vectors verify cast
 
-A line is a vector: fields, separated by blanks. ``gen`` writes the inputs; whoever is tested writes each line again with its
-answers behind, and ``verify`` judges those. A field is one number or several, separated by commas, the last axis fastest. Numbers are
-bits in hexadecimal, most significant first; a shape is decimal.
+A line is a vector: fields separated by blanks. ``gen`` writes the inputs. The tested program writes each line again and appends
+its answers. ``verify`` judges them. A field is one number, or several separated by commas, the last axis fastest. Numbers are bits
+in hexadecimal, most significant first; a shape is decimal.
 
     operation   inputs                                              answers
     cast        value                                               code
@@ -13,12 +13,12 @@ bits in hexadecimal, most significant first; a shape is decimal.
     gemm        M,N,K, codes of a [M, K], scale_inv of a (float32),  values [M, N], of the output dtype
                 codes of b [N, K], scale_inv of b
 
-Lines that begin with # are comments, and may be copied or dropped. The first is a header: what is asked, so that ``verify`` judges no
-answer to another question. It is a version, an operation, and key=value:
+Lines that begin with # are comments, which a program may copy or drop. The first is a header: a version, an operation, and settings
+as key=value. ``verify`` refuses answers under another header:
 
     # fp8ref vectors 1: cast format=e4m3fn source=float32 seed=0 count=10000
 
-From the header, or from the options of ``gen`` where it was dropped, ``verify`` makes the same vectors again: each is to come once, in any
-order, and those that are missing, unasked or repeated are named by their lines and fail, unless --some is given. A first UTF-8 mark, CRLF and
-blanks about a line mean nothing. Input that does not have this form is an error, with its line's number.
+``verify`` makes the same vectors again, from the header, or from the options of ``gen`` if the header was dropped. Each vector must
+come once, in any order. Missing, unasked and repeated ones fail and are reported by their lines, unless --some is given. A first
+UTF-8 mark, CRLF and blanks around a line are ignored. Any other deviation is an error that gives the number of the line.
 """

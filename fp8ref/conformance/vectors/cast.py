@@ -1,7 +1,8 @@
-"""Vectors of a cast: bits of a value, and the code it becomes (SEMANTICS C).
+"""Test vectors of a cast: the bits of a value, and its code (SEMANTICS C).
 
-A set has the specials of the source, every number of the format and every tie with their neighbours, overflow, and then random bits:
-half of them any, half within the format's range.
+A set has the specials of the source, every number and tie of the format with their neighbours,
+overflow, and then random bits: half of them any, half near the format's range
+(``inputs.cast_inputs.vector_bits``).
 """
 
 from collections.abc import Iterator
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fp8ref.conformance import explain
-from fp8ref.conformance.inputs import dtypes
+from fp8ref.conformance.inputs import cast_inputs, dtypes, kinds
 from fp8ref.conformance.vectors import format as text
 from fp8ref.conformance.vectors.verdict import Verdict
 from fp8ref.formats import FORMATS, Format
@@ -23,7 +24,11 @@ ROUNDINGS = tuple(r for r in cast.ROUNDINGS if r != "stochastic")
 
 @dataclass(frozen=True, kw_only=True)
 class Cast:
-    """What gen asks: codes of a format for values of a source; count of them random, from a seed. ValueError for what is none."""
+    """A set of vectors: values of a source, to be cast to a format; ``count`` of them random, from
+    ``seed``.
+
+    Raises:   ValueError: an unknown format or source, a seed or count out of range.
+    """
 
     format: str
     source: str = "float32"
@@ -43,30 +48,28 @@ class Cast:
 
     def inputs(self) -> np.ndarray:
         """The bits of all inputs, each once; uint64."""
-        source = dtypes.by_name(self.source)
-        return dtypes.distinct([dtypes.specials(source), dtypes.around(_points(self.fmt), source), _random(self, source)])
+        return cast_inputs.vector_bits(self.fmt, dtypes.by_name(self.source), seed=self.seed, count=self.count)
 
     def vectors(self) -> Iterator[tuple[str, str]]:
         """(kind, line) of each input."""
         inputs = self.inputs()
-        return zip((explain.CASTS[kind] for kind in self.kinds(inputs)), self.lines(inputs), strict=True)
+        return zip((kinds.CASTS[kind] for kind in self.kinds(inputs)), self.lines(inputs), strict=True)
 
     def lines(self, bits: np.ndarray) -> list[str]:
-        """The line of each of these inputs."""
+        """The line of each input."""
         return text.hexadecimal(bits, dtypes.by_name(self.source).bits)
 
     def kinds(self, bits: np.ndarray) -> np.ndarray:
-        """For each input, an index of explain.CASTS."""
+        """For each input, an index of kinds.CASTS."""
         source = dtypes.by_name(self.source)
-        x = dtypes.values(bits, source)
-        with np.errstate(invalid="ignore"):
-            finite = np.where(np.isfinite(x), x, 1)
-        return explain.cast_kinds(x, dtypes.spacing(finite, source), self.fmt)
+        return kinds.of_casts(dtypes.values(bits, source), source, self.fmt)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rules:
-    """How a cast is judged; stochastic rounding has no one answer to a line, and is not. ValueError for unknown rounding."""
+    """How a cast is judged; not stochastic rounding, which has several right answers to a line.
+    ValueError for unknown rounding.
+    """
 
     rounding: str = "nearest_even"
     saturate: bool = True
@@ -77,23 +80,23 @@ class Rules:
 
 
 def verify(question: Cast, rules: Rules, vectors: Iterator[text.Vector], verdict: Verdict) -> None:
-    """Judge every vector; verdict takes what is found. NaN codes are all one (C-5)."""
+    """Judge every vector, and record it in the verdict. All NaN codes count as equal (C-5)."""
     source, fmt = dtypes.by_name(question.source), question.fmt
-    seen: list[tuple[np.ndarray, np.ndarray]] = []
+    answered: list[tuple[np.ndarray, np.ndarray]] = []
     for batch in text.batches(vectors):
         bits = np.array([v.number(0, source.bits, f"a {source.name}") for v in batch], np.uint64)
         found = np.array([v.number(1, 8, f"a code of {fmt}") for v in batch], np.uint8)
         x = dtypes.values(bits, source)
         expected = cast.encode(x, fmt, rounding=rules.rounding, saturate=rules.saturate)  # type: ignore[arg-type]
         differ = cast.canonical_nans(found, fmt) != expected
-        lines, kinds = question.lines(bits), question.kinds(bits)
-        seen.append((x, found))
+        lines, of_kinds = question.lines(bits), question.kinds(bits)
+        answered.append((x, found))
         for i, vector in enumerate(batch):
-            kind = explain.CASTS[kinds[i]]
+            kind = kinds.CASTS[of_kinds[i]]
             if verdict.add(vector.line, lines[i], kind, differs=differ[i]):
                 verdict.show(vector.line, kind, _why(question, rules, kind, lines[i], x[i], int(found[i])))
-    if verdict.differ:
-        x, found = (np.concatenate(parts) for parts in zip(*seen, strict=True))
+    if verdict.differ:  # only all answers together can tell which other rule was followed
+        x, found = (np.concatenate(parts) for parts in zip(*answered, strict=True))
         note = explain.cast_note(x, found, fmt, rounding=rules.rounding, saturate=rules.saturate)
         verdict.notes.extend([note] if note else [])
 
@@ -109,24 +112,3 @@ def _why(question: Cast, rules: Rules, kind: str, line: str, x, found: int) -> d
         "got": explain.code(found, fmt),
         "rule": f"{explain.cast_rule(kind, fmt, rounding=rules.rounding, saturate=rules.saturate)}.{given}",
     }
-
-
-def _points(fmt: Format) -> np.ndarray:
-    """Positive numbers of the format, the one that would follow max, and all that lie halfway; float64."""
-    numbers = cast.decode(np.arange(fmt.max_code + 1, dtype=np.uint8), fmt).astype(np.float64)
-    top = 2 * numbers[-1] if not fmt.mantissa_bits else 2 * numbers[-1] - numbers[-2]
-    numbers = np.concatenate([numbers, [top, 2 * top]])
-    halves = (numbers[1:] + numbers[:-1]) / 2
-    return np.concatenate([numbers, halves, [numbers[1] / 4, numbers[0] / 2]])
-
-
-def _random(question: Cast, source: dtypes.Source) -> np.ndarray:
-    raw = dtypes.random(question.seed, question.count) >> np.uint64(64 - source.bits)
-    half, fmt = len(raw) // 2, question.fmt
-    # the exponents of a cast that decides anything, as fields of the source, in place of the random ones
-    bias = 1 - source.emin
-    lowest = max(1, fmt.emin - fmt.mantissa_bits - 2 + bias)
-    highest = min(source.infinity >> source.mantissa_bits, int(np.log2(fmt.max)) + 3 + bias)
-    field = np.uint64(lowest) + dtypes.random(question.seed + 1, half) % np.uint64(highest - lowest)
-    kept = np.uint64(source.sign | ((1 << source.mantissa_bits) - 1))
-    return np.concatenate([raw[:half] & kept | field << np.uint64(source.mantissa_bits), raw[half:]])

@@ -1,4 +1,4 @@
-"""The text that vectors are written in (see the package): headers, lines, and numbers in hexadecimal."""
+"""The text format of test vectors (see the package): headers, lines, and numbers in hexadecimal."""
 
 import codecs
 import dataclasses
@@ -20,24 +20,26 @@ _SHAPE = re.compile(r"[1-9][0-9]{0,8}(,[1-9][0-9]{0,8}){0,31}")  # 32 axes, NumP
 
 
 class MalformedError(ValueError):
-    """A line that is no vector, with its number."""
+    """A line is not a vector; the message begins with its number."""
 
     def __init__(self, line: int, why: str):
         super().__init__(f"line {line}: {why}")
 
 
 class Vector(NamedTuple):
-    """A line's number and its fields, which are counted from 0."""
+    """The number of a line, and its fields, counted from 0."""
 
     line: int
     fields: list[str]
 
     def number(self, field: int, bits: int, name: str) -> int:
-        """A field that is one number of so many bits; MalformedError for what is none."""
+        """A field as one number of so many bits; MalformedError if it is not one."""
         return self._number(self.fields[field], bits, name)
 
     def numbers(self, field: int, bits: int, shape: tuple[int, ...], name: str) -> np.ndarray:
-        """A field of numbers of so many bits, as unsigned integers of that shape; MalformedError for what is none."""
+        """A field as numbers of so many bits, unsigned integers of a shape; MalformedError if it is
+        not that.
+        """
         parts = self.fields[field].split(",")
         if len(parts) != math.prod(shape):
             raise MalformedError(
@@ -47,13 +49,13 @@ class Vector(NamedTuple):
         return np.array([self._number(part, bits, f"each of {name}") for part in parts], f"uint{bits}").reshape(shape)
 
     def shape(self, field: int, axes: str = "") -> tuple[int, ...]:
-        """A field that is a shape; MalformedError for what is none."""
+        """A field as a shape; MalformedError if it is not one."""
         with self.named():
             return shape(self.fields[field], axes)
 
     @contextmanager
     def named(self) -> Iterator[None]:
-        """Names the line in a ValueError of what is done with its fields."""
+        """Turn a ValueError raised inside into a MalformedError that names the line."""
         try:
             yield
         except ValueError as error:
@@ -71,7 +73,7 @@ class Vector(NamedTuple):
 
 
 def header(operation: str, question) -> str:
-    """The line that states a question, a dataclass of names and numbers.
+    """The header line of a set of vectors, a dataclass of names and numbers.
 
     >>> from fp8ref.conformance.vectors.cast import Cast
     >>> header("cast", Cast(format="e4m3fn"))
@@ -84,10 +86,12 @@ def header(operation: str, question) -> str:
 def read(
     stream: Iterable[bytes], operation: str, inputs: Sequence[str], answers: Sequence[str]
 ) -> tuple[dict[str, str] | None, Iterator[Vector]]:
-    """What the header of a stream asks, as text, or None without one; and the vectors, with the fields that were named.
+    """The settings in a stream's header, as text, or None without a header; and an iterator of its
+    vectors.
 
-    Raises:   ValueError: no vector at all. MalformedError: a header of another operation or version; a line that is neither ASCII text nor
-              a vector, where the iterator comes to it.
+    inputs    names of the fields that gen writes; answers: of those that are appended.
+    Raises:   ValueError: no vector at all. MalformedError: a header of another operation or
+              version; and, from the iterator, a line that is not ASCII text or not a vector.
     """
     texts = ((number, _text(number, raw)) for number, raw in enumerate(stream, start=1))
     stated = None
@@ -118,7 +122,9 @@ def _vectors(texts: Iterable[tuple[int, str]], inputs: Sequence[str], answers: S
 
 
 def _text(number: int, raw: bytes) -> str:
-    """A line without its end and blanks about it, and the first without a UTF-8 mark, which Windows puts there."""
+    """A line without its end and surrounding blanks; the first also without a UTF-8 mark, which
+    Windows writes.
+    """
     if (number == 1 and raw.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))) or b"\0" in raw:
         raise MalformedError(
             number,
@@ -153,8 +159,9 @@ def batches(vectors: Iterator[Vector]) -> Iterator[list[Vector]]:
 
 
 def shape(text: str, axes: str = "") -> tuple[int, ...]:
-    """A shape as a field or an option gives it; axes are their names, such as M,N,K, where these are the only ones. ValueError for what is none.
+    """A shape as a field or an option gives it; ValueError if it is not one.
 
+    axes      names of the axes, such as M,N,K, where a shape must have just these.
     >>> shape("4,128")
     (4, 128)
     """
@@ -181,5 +188,5 @@ def join(values: np.ndarray, bits: int) -> str:
 
 
 def short(text: str) -> str:
-    """A text that a message can hold."""
+    """A text, cut to a length that a message can hold."""
     return text if len(text) <= 60 else text[:57] + "..."

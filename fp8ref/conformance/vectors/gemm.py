@@ -1,4 +1,4 @@
-"""Vectors of a scaled GEMM: codes and scales of two operands, and their product (SEMANTICS G)."""
+"""Test vectors of a scaled GEMM: codes and scales of two operands, and their product (SEMANTICS G)."""
 
 import math
 from collections.abc import Iterator
@@ -19,7 +19,9 @@ from fp8ref.sim.gemm import OUT_DTYPES
 from fp8ref.sim.scaling import Quantized
 
 FIELDS, ANSWERS = ("M,N,K", "codes of a", "scale_inv of a", "codes of b", "scale_inv of b"), ("values",)
-KINDS = ("ordinary", "any code", "one large", "cancelling", "subnormal", "zero", "specials")
+# How an operand's codes are filled: patterns of whole arrays, where inputs.kinds sorts single
+# numbers.
+PATTERNS = ("ordinary", "any code", "one large", "cancelling", "subnormal", "zero", "specials")
 ACCUMULATE = ("exact", "f32", *accumulate.ACCUMULATIONS)
 EPILOGUES = tuple(e.name for e in epilogues.EPILOGUES.values() if e.bias is None)
 OUTS = tuple(f.name for f in OUT_DTYPES)
@@ -27,7 +29,11 @@ OUTS = tuple(f.name for f in OUT_DTYPES)
 
 @dataclass(frozen=True, kw_only=True)
 class Gemm:
-    """count products of a shape M,N,K; granularity is both operands'. ValueError for what is none."""
+    """A set of vectors: ``count`` products of a shape M,N,K; both operands have the granularity.
+
+    Raises:   ValueError: an unknown format, granularity or out_dtype, a shape that does not fit, a
+              seed or count out of range.
+    """
 
     format: str
     format_b: str = ""
@@ -56,20 +62,20 @@ class Gemm:
         return quantize.dims(self.shape, FIELDS[0])
 
     def operands(self) -> Iterator[tuple[str, Quantized, Quantized]]:
-        """(kind, a [M, K], b [N, K]), kinds taking turns."""
+        """(pattern, a [M, K], b [N, K]), patterns taking turns."""
         m, n, k = self.dims
         for i in range(self.count):
-            kind = KINDS[i % len(KINDS)]
+            pattern = PATTERNS[i % len(PATTERNS)]
             seed = (self.seed << 32) + 2 * i
             yield (
-                kind,
-                _operand(kind, (m, k), self.format, self.granularity, seed),
-                _operand(kind, (n, k), self.format_b, self.granularity, seed + 1),
+                pattern,
+                _operand(pattern, (m, k), self.format, self.granularity, seed),
+                _operand(pattern, (n, k), self.format_b, self.granularity, seed + 1),
             )
 
     def vectors(self) -> Iterator[tuple[str, str]]:
-        """(kind, line) of each product."""
-        return ((kind, self.line(a, b)) for kind, a, b in self.operands())
+        """(pattern, line) of each product."""
+        return ((pattern, self.line(a, b)) for pattern, a, b in self.operands())
 
     def line(self, a: Quantized, b: Quantized) -> str:
         """The line of a product of these operands."""
@@ -79,7 +85,9 @@ class Gemm:
 
 @dataclass(frozen=True, kw_only=True)
 class Rules:
-    """How a GEMM is judged: by which sum, and which epilogue without a bias. ValueError for what is none."""
+    """How a GEMM is judged: by which accumulation, and which epilogue without a bias. ValueError if
+    either is unknown.
+    """
 
     accumulate: str = "exact"
     epilogue: str = "scale_then_round"
@@ -91,7 +99,7 @@ class Rules:
 
 
 def verify(question: Gemm, rules: Rules, vectors: Iterator[text.Vector], verdict: Verdict) -> None:
-    """Judge every vector; verdict takes what is found. NaNs are all one."""
+    """Judge every vector, and record it in the verdict. All NaNs count as equal."""
     out = dtypes.by_name(question.out_dtype)
     for vector in vectors:
         m, n, k = vector.shape(0, FIELDS[0])
@@ -123,12 +131,12 @@ def _rule(rules: Rules, question: Gemm) -> str:
 
 
 def _guess(a: Quantized, b: Quantized, found: np.ndarray, rules: Rules, question: Gemm) -> str:
-    """Which other rules give these values, or ''."""
+    """A sentence: which other accumulation and epilogue give these values; '' if none do."""
     for how in ACCUMULATE:
         for epilogue in EPILOGUES:
             try:
                 other = gemm.matmul(a, b, accumulate=how, epilogue=epilogue, out_dtype=FORMATS[question.out_dtype])
-            except ValueError:  # rules that do not take such operands
+            except ValueError:  # an accumulation that does not take such operands
                 continue
             if not _differ(found, other).any():
                 return f"Got is what --accumulate {how} --epilogue {epilogue} gives."
@@ -136,7 +144,7 @@ def _guess(a: Quantized, b: Quantized, found: np.ndarray, rules: Rules, question
 
 
 def _differ(found: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """Where the bits of float32 values are not the same; NaNs are all one."""
+    """Where the bits of float32 values differ; all NaNs count as equal."""
     return (found.view(np.uint32) != other.view(np.uint32)) & ~(np.isnan(found) & np.isnan(other))
 
 
@@ -154,14 +162,15 @@ def _read(vector: text.Vector, field: int, shape: tuple[int, int], fmt: str, gra
     return Quantized(codes, scale_inv, scale_inv, FP8_FORMATS[fmt], granularity, -1)
 
 
-def _operand(kind: str, shape: tuple[int, int], name: str, granularity: str, seed: int) -> Quantized:
+def _operand(pattern: str, shape: tuple[int, int], name: str, granularity: str, seed: int) -> Quantized:
     fmt = FP8_FORMATS[name]
     raw = dtypes.random(seed, 2 * math.prod(shape)).reshape(2, *shape)
     sign = (raw[0] >> np.uint64(63)).astype(np.uint8) * np.uint8(fmt.sign_bit)
     magnitude = (raw[0] & np.uint64(0x7F)).astype(np.uint8)
     # codes whose exponents are near that of 1, so that no product dwarfs the others
     ordinary = (fmt.bias - 3 << fmt.mantissa_bits) + magnitude % np.uint8(6 << fmt.mantissa_bits)
-    # 2^8 in one place of both, and elsewhere 2^-5 to 2^-1: products that a sum of 14 bits drops and one of 24 keeps
+    # 2^8 at one k of both operands, elsewhere 2^-5 to 2^-1: beside the product 2^16, a sum of 14
+    # bits drops the others and one of 24 keeps them
     large = fmt.bias + 8 << fmt.mantissa_bits
     small = (fmt.bias - 5 << fmt.mantissa_bits) + magnitude % np.uint8(4 << fmt.mantissa_bits)
     lowest = magnitude % np.uint8(1 << fmt.mantissa_bits)
@@ -173,16 +182,16 @@ def _operand(kind: str, shape: tuple[int, int], name: str, granularity: str, see
         "subnormal": lowest,
         "zero": np.zeros(shape),
         "specials": magnitude,
-    }[kind].astype(np.uint8)
+    }[pattern].astype(np.uint8)
     if fmt.specials == "fnuz":
         sign[codes == 0] = 0
     codes = codes | sign
-    if kind == "cancelling":  # pairs whose products of like factors cancel, all but the last of them
+    if pattern == "cancelling":  # the second half of K repeats the first, in one operand negated: all products but one cancel
         half = shape[1] // 2
         codes[:, half : 2 * half - 1] = codes[:, : half - 1] ^ np.uint8(fmt.sign_bit if seed % 2 else 0)
         if fmt.specials == "fnuz":
             codes[codes == fmt.nan_code] = 0
-    if kind == "specials":  # one of this kind in a line at most, so that not all results are NaN
+    if pattern == "specials":  # at most one NaN or Inf a line, so that some results are finite
         finite = np.isfinite(cast.decode(codes, fmt))
         codes = np.where(finite | (np.arange(shape[1]) == seed // 2 % shape[1]), codes, np.uint8(1))
     groups = granularities.scale_shape(granularity, shape, -1)

@@ -1,4 +1,4 @@
-"""Vectors by the name of their operation: made from settings, and judged from a stream."""
+"""Generate and judge test vectors by the name of their operation."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -6,11 +6,17 @@ from typing import Any, NamedTuple
 
 from fp8ref.conformance.vectors import cast, gemm, quantize, scale
 from fp8ref.conformance.vectors import format as text
-from fp8ref.conformance.vectors.verdict import Asked, Verdict
+from fp8ref.conformance.vectors.verdict import AskedVector, Verdict
 
 
 class Operation(NamedTuple):
-    """question: what gen asks, whose vectors() are (kind, line); verify: judges vectors by a question and rules, into a verdict."""
+    """One operation of ``fp8ref vectors``.
+
+    question  the class of a set of vectors, whose ``vectors()`` are (kind, line).
+    rules     the class of how answers are judged.
+    verify    judges a stream of vectors by a question and rules, and records each in a verdict.
+    fields    names of the inputs on a line; answers: names of what is appended.
+    """
 
     question: type
     rules: type
@@ -30,8 +36,9 @@ OPERATIONS = {
 def generate(operation: str, settings: Mapping[str, Any]) -> Iterator[str]:
     """The lines of a set of vectors, its header first.
 
-    operation one of OPERATIONS; settings: the fields of its question, such as ``{"format": "e4m3fn"}``.
-    Raises:   ValueError: settings that make no question.
+    operation one of OPERATIONS.
+    settings  the fields of its question, such as ``{"format": "e4m3fn"}``.
+    Raises:   ValueError: unknown or invalid settings.
     """
     question = OPERATIONS[operation].question(**settings)
     yield from _comments(operation, question)
@@ -40,11 +47,13 @@ def generate(operation: str, settings: Mapping[str, Any]) -> Iterator[str]:
 
 
 def judge(operation: str, stream: Iterable[bytes], *, settings: Mapping[str, Any], rules: Mapping[str, Any], some: bool = False) -> Verdict:
-    """Compare the answers of a stream with the simulator's, and its vectors with those that ``generate`` writes.
+    """Compare the answers of a stream with the simulator's, and its vectors with those that
+    ``generate`` writes.
 
-    settings are what the vectors should ask: those that are named agree with the stream's header, and without one make the question.
-    some: vectors may be missing, unasked or repeated.
-    Raises:   ValueError: a header of another question; settings or rules that are none; no vector. MalformedError: a line that is none.
+    settings  must agree with the stream's header; without a header they are the question.
+    some      vectors may be missing, unasked or repeated.
+    Raises:   ValueError: settings that differ from the header's; invalid settings or rules; no
+              vector. MalformedError: a line that is not a vector.
     """
     of = OPERATIONS[operation]
     of_rules = of.rules(**rules)
@@ -68,7 +77,7 @@ def judge(operation: str, stream: Iterable[bytes], *, settings: Mapping[str, Any
                     f"Make them with fp8ref vectors gen {operation} {option}."
                 )
     start = len(_comments(operation, question)) + 1
-    asked = (Asked(number, kind, line) for number, (kind, line) in enumerate(question.vectors(), start))
+    asked = (AskedVector(number, kind, line) for number, (kind, line) in enumerate(question.vectors(), start))
     verdict = Verdict(asked, some=some, unsure=unsure)
     of.verify(question, of_rules, vectors, verdict)
     return verdict

@@ -1,4 +1,4 @@
-"""Vectors of a quantiser: a tensor, and the codes and scales it becomes (SEMANTICS S-5, S-6)."""
+"""Test vectors of a quantizer: a tensor, and its codes and scales (SEMANTICS S-5, S-6)."""
 
 import math
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ import numpy as np
 from fp8ref import granularity as granularities
 from fp8ref import policy as policies
 from fp8ref.conformance import explain
-from fp8ref.conformance.inputs import dtypes, random_tensors
+from fp8ref.conformance.inputs import dtypes, kinds, tensor_inputs
 from fp8ref.conformance.vectors import format as text
 from fp8ref.conformance.vectors import scale
 from fp8ref.conformance.vectors.scale import Rules as Rules
@@ -24,7 +24,11 @@ SOURCES = ("float32", "bfloat16", "float16")
 
 @dataclass(frozen=True, kw_only=True)
 class Quantize:
-    """count tensors of a shape; axis is the reduced one. ValueError for what is none."""
+    """A set of vectors: ``count`` tensors of a shape; ``axis`` is the reduced one.
+
+    Raises:   ValueError: an unknown format, source, policy or granularity, a shape that does not
+              fit, a seed or count out of range.
+    """
 
     format: str
     source: str = "float32"
@@ -52,15 +56,15 @@ class Quantize:
         return dims(self.shape)
 
     def tensors(self) -> Iterator[tuple[str, np.ndarray]]:
-        """(kind, bits uint64 of the shape), kinds taking turns."""
+        """(pattern, bits uint64 of the shape), patterns taking turns."""
         source = dtypes.by_name(self.source)
         for i in range(self.count):
-            kind = random_tensors.KINDS[i % len(random_tensors.KINDS)]
-            yield kind, random_tensors.made(kind, self.dims, source, (self.seed << 32) + i)
+            pattern = tensor_inputs.PATTERNS[i % len(tensor_inputs.PATTERNS)]
+            yield pattern, tensor_inputs.filled(pattern, self.dims, source, (self.seed << 32) + i)
 
     def vectors(self) -> Iterator[tuple[str, str]]:
-        """(kind, line) of each tensor."""
-        return ((kind, self.line(bits)) for kind, bits in self.tensors())
+        """(pattern, line) of each tensor."""
+        return ((pattern, self.line(bits)) for pattern, bits in self.tensors())
 
     def line(self, bits: np.ndarray) -> str:
         """The line of a tensor."""
@@ -68,7 +72,7 @@ class Quantize:
 
 
 def dims(shape: str, axes: str = "") -> tuple[int, ...]:
-    """A shape as an option gives it; ValueError for what is none, or has more than 2^24 elements."""
+    """A shape as an option gives it; ValueError if it is not one or has more than 2^24 elements."""
     found = text.shape(shape, axes)
     if math.prod(found) > 1 << 24:
         raise ValueError(f"the sizes of a shape that gen makes multiply to 2^24 at most; got {shape}. Write more vectors instead.")
@@ -76,7 +80,7 @@ def dims(shape: str, axes: str = "") -> tuple[int, ...]:
 
 
 def verify(question: Quantize, rules: Rules, vectors: Iterator[text.Vector], verdict: Verdict) -> None:
-    """Judge every vector; verdict takes what is found. A line may have another shape than the others."""
+    """Judge every vector, and record it in the verdict. Lines may differ in shape."""
     scale.check_made(question.policy, rules.made)
     source, fmt = dtypes.by_name(question.source), question.fmt
     for vector in vectors:
@@ -107,9 +111,12 @@ def verify(question: Quantize, rules: Rules, vectors: Iterator[text.Vector], ver
 def difference(
     x: np.ndarray, codes: np.ndarray, made_bits: np.ndarray, fmt: Format, *, made: str, policy: str, granularity: str, axis: int
 ) -> dict[str, str] | None:
-    """Where a quantised tensor is not the simulator's, in words: its simplest scale that differs, else its simplest code; None where it agrees.
+    """Describe where a quantized tensor differs from the simulator's; None where it agrees.
 
-    Shapes:   x and codes alike; made_bits, of the scales, flat, as ``scale.expected`` has them.
+    A differing scale comes before differing codes, which follow from it; of either the simplest is
+    described.
+
+    Shapes:   x and codes alike; made_bits, of the scales, flat, as ``scale.expected`` returns them.
     """
     q = _quantized(x, fmt, policy=policy, granularity=granularity, axis=axis)
     specified = scale.made_of(Scales(np.ravel(q.scale), np.ravel(q.scale_inv)), policy, made).ravel()
@@ -118,13 +125,14 @@ def difference(
         amaxes = np.ravel(scaling.amax(x, granularity, axis=axis))
         group = explain.simplest(amaxes, wrong)
         amax = amaxes[group : group + 1]
-        kind = explain.SCALES[explain.scale_kinds(amax, fmt, policy)[0]]
+        kind = kinds.AMAXES[kinds.of_amaxes(amax, fmt, policy)[0]]
         return {
             "vector": f"{made}{at(group, np.shape(q.scale))}, of amax {scale.shown(amax.view(np.uint32)[0], 'scale')} ({kind})",
             "expected": scale.shown(specified[group], made),
             "got": scale.shown(made_bits[group], made),
             "rule": f"{explain.scale_rule(kind, policy)}. {int(wrong.sum())} of {specified.size} scales differ.",
         }
+    # scales agree from here on, so that a wrong code comes from the multiplication or the cast
     differ = cast.canonical_nans(codes, fmt) != q.codes
     if not differ.any():
         return None
@@ -146,8 +154,10 @@ def difference(
 
 
 def _quantized(x: np.ndarray, fmt: Format, *, policy: str, granularity: str, axis: int) -> scaling.Quantized:
-    """``scaling.quantize``, of few elements by its definitions, for which nothing is compiled: tests that draw many examples have deadlines."""
-    if x.size > 1 << 16 or fmt.name not in FP8_FORMATS:  # those are refused there
+    """``scaling.quantize``; of few elements by its definitions, which compile nothing: tests that
+    draw many examples have deadlines.
+    """
+    if x.size > 1 << 16 or fmt.name not in FP8_FORMATS:  # scaling.quantize refuses other formats
         return scaling.quantize(x, fmt, granularity=granularity, policy=policy, axis=axis)
     compute = policies.by_name(policy).compute
     value = x if compute == FLOAT32 else cast.round_to(x, compute)
@@ -156,5 +166,5 @@ def _quantized(x: np.ndarray, fmt: Format, *, policy: str, granularity: str, axi
 
 
 def at(index: int, shape: tuple[int, ...]) -> str:
-    """An element's place, or nothing in a shape ()."""
+    """The index of an element in words, or nothing in a shape ()."""
     return f" [{', '.join(str(int(i)) for i in np.unravel_index(index, shape))}]" if shape else ""

@@ -1,7 +1,9 @@
-"""Vectors of a scale: the float32 bits of an amax, and those of the scale that a policy makes of it (SEMANTICS S-3, S-9).
+"""Test vectors of a scale: the float32 bits of an amax, and those of its scale under a policy
+(SEMANTICS S-3, S-9).
 
-A set has zero, infinity, NaN, subnormals, every power of two, every amax whose scale is one, the eps of a policy, the amax below which a
-scale overflows, all with their neighbours, and then random bits: half of them any, half near 1.
+A set has zero, infinity, NaN, subnormals, every power of two, every amax whose scale is a power of
+two, the policy's eps, and the amax below which a scale overflows, all with their neighbours. Random
+bits follow: half any, half near 1 (``inputs.amax_inputs.vector_bits``).
 """
 
 from collections.abc import Iterator
@@ -11,7 +13,7 @@ import numpy as np
 
 from fp8ref import policy as policies
 from fp8ref.conformance import explain
-from fp8ref.conformance.inputs import dtypes
+from fp8ref.conformance.inputs import amax_inputs, dtypes, kinds
 from fp8ref.conformance.vectors import format as text
 from fp8ref.conformance.vectors.verdict import Verdict
 from fp8ref.formats import E8M0FNU, FP8_FORMATS, Format
@@ -19,13 +21,18 @@ from fp8ref.policy import POLICIES
 from fp8ref.sim import cast, scales
 
 FIELDS, ANSWERS = ("amax",), ("scale",)
-# What a library has made of an amax, and its bits; an inverse is what multiplies out of FP8.
+# What a library may make of an amax, and its width in bits; scale_inv is what multiplies out of
+# FP8.
 MADE = {"scale": 32, "scale_inv": 32, "e8m0": 8}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scale:
-    """What gen asks: scales of a policy, of amaxes; count of them random, from a seed. ValueError for what is none."""
+    """A set of vectors: amaxes, whose scales a policy makes; ``count`` of them random, from
+    ``seed``.
+
+    Raises:   ValueError: an unknown format or policy, a seed or count out of range.
+    """
 
     format: str
     policy: str = "torchao"
@@ -45,43 +52,38 @@ class Scale:
 
     def inputs(self) -> np.ndarray:
         """The float32 bits of all amaxes, each once; uint64."""
-        source = dtypes.by_name("float32")
-        powers = 2.0 ** np.arange(-149, 128)
-        edges = powers * self.fmt.max
-        overflow = self.fmt.max / 2.0**128
-        points = [powers, edges[edges < 2.0**128], np.array([1e-12, POLICIES[self.policy].eps, overflow])]
-        # exp2_log2 counts up to 44 numbers below a power of two as it (S-4): amaxes as far above max * 2^k
-        beyond = dtypes.bits(points[1], source)[:, None] + np.array([2, 5, 6, 11, 12, 22, 23, 40, 44, 45, 46, 88], np.uint64)
-        raw = dtypes.random(self.seed, self.count) >> np.uint64(32)
-        half = len(raw) // 2
-        near = raw[:half] & np.uint64(0x007FFFFF) | (np.uint64(107) + (raw[:half] >> np.uint64(23)) % np.uint64(40)) << np.uint64(23)
-        found = [dtypes.specials(source), dtypes.around(np.concatenate(points), source), beyond.ravel(), near, raw[half:]]
-        return dtypes.distinct([bits & np.uint64(0x7FFFFFFF) for bits in found])
+        return amax_inputs.vector_bits(self.fmt, self.policy, seed=self.seed, count=self.count)
 
     def vectors(self) -> Iterator[tuple[str, str]]:
         """(kind, line) of each amax."""
         inputs = self.inputs()
-        return zip((explain.SCALES[kind] for kind in self.kinds(inputs)), text.hexadecimal(inputs, 32), strict=True)
+        return zip((kinds.AMAXES[kind] for kind in self.kinds(inputs)), text.hexadecimal(inputs, 32), strict=True)
 
     def kinds(self, bits: np.ndarray) -> np.ndarray:
-        """For each amax, an index of explain.SCALES."""
-        return explain.scale_kinds(bits.astype(np.uint32).view(np.float32), self.fmt, self.policy)
+        """For each amax, an index of kinds.AMAXES."""
+        return kinds.of_amaxes(bits.astype(np.uint32).view(np.float32), self.fmt, self.policy)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rules:
-    """made: what the answers are: ``scale``, which multiplies into FP8, ``scale_inv``, or ``e8m0``, the code of the latter."""
+    """made: what an answer is: ``scale``, which multiplies into FP8, ``scale_inv``, or ``e8m0``,
+    the code of scale_inv.
+    """
 
     made: str = "scale"
 
 
 def expected(amax: np.ndarray, fmt: Format, policy: str, made: str) -> np.ndarray:
-    """The bits of what a policy makes of float32 amaxes [n], uint32 or, of e8m0, uint8; a previous scale is 1 (S-11). Raises as ``check_made``."""
+    """The bits of a policy's scales of float32 amaxes [n], uint32, or uint8 for e8m0; a previous
+    scale is 1 (S-11). Raises as ``check_made``.
+    """
     return made_of(scales.scales_from_amax(amax, fmt, policy), policy, made)
 
 
 def made_of(pair: scales.Scales, policy: str, made: str) -> np.ndarray:
-    """The bits of one of both scales, uint32, or the codes of scale_inv, uint8. Raises as ``check_made``."""
+    """The bits of ``scale`` or ``scale_inv`` of a pair, uint32, or the e8m0 codes of scale_inv,
+    uint8. Raises as ``check_made``.
+    """
     check_made(policy, made)
     if made == "e8m0":
         return cast.encode(pair.scale_inv, E8M0FNU)
@@ -89,7 +91,7 @@ def made_of(pair: scales.Scales, policy: str, made: str) -> np.ndarray:
 
 
 def check_made(policy: str, made: str) -> None:
-    """ValueError unless made is one of MADE, and one that the policy has."""
+    """Raise ValueError unless made is one of MADE and the policy has it."""
     if made not in MADE:
         raise ValueError(f"what is made is one of {', '.join(MADE)}; got {made!r}.")
     if made == "e8m0" and policies.by_name(policy).e8m0 is None:
@@ -98,7 +100,7 @@ def check_made(policy: str, made: str) -> None:
 
 
 def same(found: np.ndarray, expected: np.ndarray, made: str) -> np.ndarray:
-    """Equal bits, or two NaNs."""
+    """Where bits are equal, or both are NaN."""
     equal = found == expected
     if made == "e8m0":
         return equal
@@ -106,14 +108,17 @@ def same(found: np.ndarray, expected: np.ndarray, made: str) -> np.ndarray:
 
 
 def shown(bits: int, made: str) -> str:
-    """Bits and value, for a person."""
+    """Bits and their value, in words."""
     if made == "e8m0":
         return explain.code(bits, E8M0FNU)
     return f"{bits:08X} ({explain.decimal(np.uint32(bits).view(np.float32))})"
 
 
 def verify(question: Scale, rules: Rules, vectors: Iterator[text.Vector], verdict: Verdict) -> None:
-    """Judge every vector; verdict takes what is found. NaNs are all one. MalformedError: a line that is none; ValueError as ``check_made``."""
+    """Judge every vector, and record it in the verdict. All NaNs count as equal.
+
+    Raises:   MalformedError: a line that is not a vector; ValueError as ``check_made``.
+    """
     check_made(question.policy, rules.made)
     width = MADE[rules.made]
     for batch in text.batches(vectors):
@@ -123,9 +128,9 @@ def verify(question: Scale, rules: Rules, vectors: Iterator[text.Vector], verdic
                 raise text.MalformedError(vector.line, f"an amax is not negative; got {amax:08X}. Clear its sign.")
         found = np.array([v.number(1, width, f"a {rules.made}") for v in batch], f"uint{width}")
         specified = expected(bits.view(np.float32), question.fmt, question.policy, rules.made)
-        differ, lines, kinds = ~same(found, specified, rules.made), text.hexadecimal(bits, 32), question.kinds(bits)
+        differ, lines, of_kinds = ~same(found, specified, rules.made), text.hexadecimal(bits, 32), question.kinds(bits)
         for i, vector in enumerate(batch):
-            kind = explain.SCALES[kinds[i]]
+            kind = kinds.AMAXES[of_kinds[i]]
             if verdict.add(vector.line, lines[i], kind, differs=differ[i]):
                 why = {
                     "vector": f"amax {shown(bits[i], 'scale')} ({kind})",

@@ -1,4 +1,6 @@
-"""What verify finds: disagreements, and by kind of input, which of the vectors that were asked were answered."""
+"""The verdict of ``fp8ref vectors verify``: wrong answers, and how many vectors of each kind were
+asked and answered.
+"""
 
 import hashlib
 from collections import Counter
@@ -13,13 +15,16 @@ from fp8ref.result import Result
 if TYPE_CHECKING:
     from rich.console import Console
 
-PRINTED = 8  # disagreements in all, and
-OF_A_KIND = 2  # of one kind of input, so that each is seen
-SHORT = 16  # characters of inputs that are shown beside their line
+PRINTED = 8  # wrong answers in all
+OF_A_KIND = 2  # wrong answers of one kind of input, so that other kinds are shown too
+SHORT = 16  # characters: longer inputs are not shown beside the number of their line
 
 
-class Asked(NamedTuple):
-    """A vector of gen: its line there, the kind of its inputs, and their text."""
+class AskedVector(NamedTuple):
+    """A vector of gen: the number of its line, its kind, and the text of its inputs.
+
+    The kind is that of its number (``inputs.kinds``), or the pattern of its tensors.
+    """
 
     line: int
     kind: str
@@ -27,17 +32,22 @@ class Asked(NamedTuple):
 
 
 class Verdict(Result):
-    """Of a stream of answers. A set of vectors is answered in any order, each as often as it is asked: once, but for tiny random tensors.
+    """Collects the answers of a stream to a set of vectors.
 
-    asked:    the set; inputs are told apart by their text as gen writes it.
-    some:     vectors may be missing, unasked or repeated.
-    unsure:   why the set may be another one than was asked, in words.
+    Answers come in any order, each vector as often as it is asked: once, except tiny random
+    tensors, which may be drawn twice.
 
-    compared, differ: how many vectors came and how many of their answers are wrong, by kind; unasked and repeated: the lines of those that
-    the set does not have, or not as often; first: some that differ; notes: of all that differ.
+    asked     the set; inputs are recognised by their text as gen writes it.
+    some      vectors may be missing, unasked or repeated.
+    unsure    why the set may not be the one that was answered, in words.
+
+    compared  how many vectors came, by kind; differ: how many of their answers are wrong.
+    unasked   lines of vectors that are not in the set; repeated: lines of those that came too
+              often.
+    first     some wrong answers; notes: sentences about all of them.
     """
 
-    def __init__(self, asked: Iterable[Asked], *, some: bool = False, unsure: str = ""):
+    def __init__(self, asked: Iterable[AskedVector], *, some: bool = False, unsure: str = ""):
         self.some, self.unsure = some, unsure
         self.compared: Counter[str] = Counter()
         self.differ: Counter[str] = Counter()
@@ -45,19 +55,21 @@ class Verdict(Result):
         self.repeated: list[int] = []
         self.first: list[dict] = []
         self.notes: list[str] = []
-        self._asked: dict[bytes, list[Asked]] = {}  # by the digest of their inputs
+        self._asked: dict[bytes, list[AskedVector]] = {}  # by the digest of their inputs
         self._came: Counter[bytes] = Counter()
         for vector in asked:
             self._asked.setdefault(_digest(vector.text), []).append(vector._replace(text=short(vector.text)))
         self.asked = Counter(vector.kind for vectors in self._asked.values() for vector in vectors)
 
     def kind(self, inputs: str) -> str:
-        """That of inputs of the set, else 'other'."""
+        """The kind of inputs, if they are of the set, else 'other'."""
         vectors = self._asked.get(_digest(inputs))
         return vectors[0].kind if vectors else "other"
 
     def add(self, line: int, inputs: str, kind: str, *, differs: bool | np.bool_) -> bool:
-        """A vector came with an answer, which is not the expected one where it differs; whether that is to be shown."""
+        """Record a vector that came, and whether its answer differs. Returns whether to ``show``
+        it.
+        """
         key = _digest(inputs)
         self._came[key] += 1
         if key not in self._asked:
@@ -71,26 +83,28 @@ class Verdict(Result):
         return self.differ[kind] <= OF_A_KIND and len(self.first) < PRINTED
 
     def show(self, line: int, kind: str, why: dict[str, str]) -> None:
-        """why has the vector, what was expected, what was got and the rule, in words."""
+        """Add a wrong answer to ``first``; why has the keys vector, expected, got and rule, in
+        words.
+        """
         self.first.append({"line": line, "kind": kind} | why)
 
     @property
-    def missing(self) -> list[Asked]:
-        """What was asked and did not come, in gen's order."""
+    def missing(self) -> list[AskedVector]:
+        """The vectors that were asked and did not come, in gen's order."""
         return sorted(vector for key, vectors in self._asked.items() for vector in vectors[self._came[key] :])
 
     @property
     def complete(self) -> bool:
-        """The vectors that came are those that were asked."""
+        """Whether the vectors that came are those that were asked."""
         return not (self.missing or self.unasked or self.repeated)
 
     @property
     def ok(self) -> bool:
-        """Whether every answer is right and, unless ``some``, all that was asked came, once."""
+        """Whether every answer is right and, unless ``some``, every vector came once."""
         return not self.differ and (self.some or self.complete)
 
     def text(self) -> str:
-        """What verify prints."""
+        """The text that verify prints."""
         lines = [f"line {d['line']}: {d['vector']}: expected {d['expected']}, got {d['got']}. {d['rule']}" for d in self.first]
         came, wrong, asked = self.compared.total(), self.differ.total(), self.asked.total()
         if wrong > len(self.first):
@@ -125,11 +139,11 @@ class Verdict(Result):
             yield "each vector that gen writes is wanted once; --some judges those that come"
 
     def render(self, console: "Console") -> None:
-        """``text``."""
+        """Print ``text``."""
         console.out(self.text(), highlight=False)
 
     def to_dict(self) -> dict:
-        """What --json keeps."""
+        """The contents of --json."""
         return {
             "ok": self.ok,
             "asked": dict(self.asked),
@@ -150,5 +164,5 @@ def _some(places: list[str]) -> str:
 
 
 def _digest(text: str) -> bytes:
-    """16 bytes for a text, which may be a large tensor's."""
+    """16 bytes that stand for a text: a set of large tensors would not fit into memory."""
     return hashlib.blake2b(text.encode(), digest_size=16).digest()

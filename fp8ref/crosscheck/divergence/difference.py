@@ -1,4 +1,4 @@
-"""Where two arrays first differ in their bits, and by how much."""
+"""The first element at which two arrays differ in their bits, and by how much they differ."""
 
 from dataclasses import dataclass
 
@@ -12,13 +12,15 @@ from fp8ref.sim import cast
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """Of two arrays.
+    """The difference of two arrays.
 
-    element   the index of the first element that differs, in the order of rows; None where nothing is comparable by elements.
-    a, b      what they have there, with its bits.
+    element   the index of the first element that differs, in row-major order; None if the arrays'
+              shapes or formats differ.
+    a, b      the two elements, with their bits; or the two shapes and formats.
     differ    how many of ``of`` elements differ.
-    worst     the largest distance in steps between neighbouring numbers of ``unit``; None of other shapes or formats.
-    largest   the largest distance as a number; None where there is none, or none that is finite.
+    worst     the largest distance, counted in neighbouring numbers of ``unit``; None without
+              elements.
+    largest   the largest distance as a number; None if it is not finite, or without elements.
     """
 
     element: tuple[int, ...] | None
@@ -32,21 +34,24 @@ class Difference:
 
 
 def difference(a: Value, b: Value, check: Check) -> Difference | None:
-    """The first difference of two arrays, NaNs alike (C-5), which check counts; None where their bits are equal."""
+    """The first difference of two arrays, or None if their bits are equal; check counts elements.
+
+    Specials: all NaNs are equal (C-5); -0 and +0 differ.
+    """
     x, y = np.asarray(a.value), np.asarray(b.value)
     if x.shape != y.shape or a.fmt != b.fmt:
         check.fail(f"{_kind(a)} and {_kind(b)}")
         return Difference(element=None, a=_kind(a), b=_kind(b), differ=x.size, of=x.size)
     distance, equal, unit = _distance(x, y, a.fmt)
-    check.add(equal, distance, lambda index: " and ".join(_told(np.atleast_1d(v), index, a.fmt, unit) for v in (x, y)))
+    check.add(equal, distance, lambda index: " and ".join(_shown(np.atleast_1d(v), index, a.fmt, unit) for v in (x, y)))
     bad = np.flatnonzero(~equal)
     if not bad.size:
         return None
     index = tuple(int(i) for i in np.unravel_index(bad[0], x.shape))
     return Difference(
         element=index,
-        a=_told(x, index, a.fmt, unit),
-        b=_told(y, index, a.fmt, unit),
+        a=_shown(x, index, a.fmt, unit),
+        b=_shown(y, index, a.fmt, unit),
         differ=int(bad.size),
         of=x.size,
         worst=int(distance[~equal].max()),
@@ -56,9 +61,11 @@ def difference(a: Value, b: Value, check: Check) -> Difference | None:
 
 
 def _distance(x: np.ndarray, y: np.ndarray, fmt: Format | None) -> tuple[np.ndarray, np.ndarray, str]:
-    """Between elements, as integers; which are equal; in what unit."""
+    """The distance between elements as integers; which elements are equal; the distance's unit."""
     if fmt is not None:
         x, y = (cast.canonical_nans(v, fmt) for v in (x, y))
+        # Codes are sign and magnitude. As signed integers they are ordered like their values, and
+        # neighbouring numbers are 1 apart.
         magnitudes = [(v & ~np.uint8(fmt.sign_bit)).astype(np.int64) for v in (x, y)]
         left, right = (np.where(v & fmt.sign_bit, -m, m) for v, m in zip((x, y), magnitudes, strict=True))
         return np.abs(left - right), x == y, f"codes of {fmt.name}"
@@ -67,6 +74,8 @@ def _distance(x: np.ndarray, y: np.ndarray, fmt: Format | None) -> tuple[np.ndar
     wide = x.dtype == np.float64
     equal = (x.view(np.int64) == y.view(np.int64)) if wide else (x.view(np.int32) == y.view(np.int32))
     equal = equal | (np.isnan(x) & np.isnan(y))
+    # A bfloat16 is the upper half of a float32: without the lower 16 bits, distances count bfloat16
+    # numbers.
     low = 16 if _is_bfloat16(x) and _is_bfloat16(y) else 0
     left, right = (_ordered(v.astype(np.float32)) >> low for v in (x, y))
     return np.where(equal, 0, np.abs(left - right)), equal, "bfloat16" if low else "float32"
@@ -80,18 +89,18 @@ def _largest(x: np.ndarray, y: np.ndarray, fmt: Format | None) -> float | None:
 
 
 def _is_bfloat16(x: np.ndarray) -> bool:
-    """Whether all of it are numbers of bfloat16: then it is taken for such."""
+    """True if every element is a bfloat16 number; the array is then taken for bfloat16."""
     return x.dtype == np.float32 and x.ndim > 0 and not (x.view(np.uint32) & 0xFFFF).any()
 
 
 def _ordered(x: np.ndarray) -> np.ndarray:
-    """float32 as integers that increase with the value."""
+    """float32 bits as integers that increase with the value."""
     bits = x.view(np.int32).astype(np.int64)
     return np.where(bits < 0, -(bits & 0x7FFFFFFF), bits)
 
 
-def _told(x: np.ndarray, index: tuple[int, ...], fmt: Format | None, unit: str) -> str:
-    """An element and its bits."""
+def _shown(x: np.ndarray, index: tuple[int, ...], fmt: Format | None, unit: str) -> str:
+    """An element and its bits, as text."""
     value = x[index]
     if fmt is not None:
         return f"{float(cast.decode(np.uint8(value), fmt)):.9g} (code 0x{int(value):02X})"

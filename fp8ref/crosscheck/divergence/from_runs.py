@@ -1,23 +1,28 @@
-"""Where two recorded runs first part (SEMANTICS B-10).
+"""Find the first divergence of two recorded runs (SEMANTICS B-10).
 
-What runs keep bounds the step: the first whose recorded loss or grad_norm differ in a bit, or the last before the first common checkpoint whose states do.
-Both are then continued, each in its own backend, from their last common checkpoint whose states are equal, or from the weights that their configs begin
-with, up to that step (``live.walk``). On the way every step is held to what its run recorded: a run that this machine does not give again is named.
+1. The records bound the step: the first step whose recorded loss or grad_norm differ in a bit, or
+   the last step before the first common checkpoint whose states differ.
+2. Both runs are continued, each in its own backend, up to that step (``live.find_divergence``).
+   They begin at their last common checkpoint with equal states, or at the weights of their configs.
+3. On the way every step is compared with what its run recorded. A run that this machine does not
+   reproduce is named in the report's notes.
 """
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from fp8ref import console, llama
 from fp8ref.conformance.compare import Report
-from fp8ref.crosscheck.divergence import live, run_records, step_values
-from fp8ref.crosscheck.divergence.difference import difference
+from fp8ref.crosscheck.divergence import live, step_values
+from fp8ref.crosscheck.divergence.difference import Difference, difference
 from fp8ref.crosscheck.divergence.live import Metrics, Side
-from fp8ref.crosscheck.divergence.reasons import Reason
-from fp8ref.crosscheck.divergence.report import Diverged, Divergence, located
-from fp8ref.crosscheck.divergence.run_records import KEYS, Recorded
+from fp8ref.crosscheck.divergence.report import Divergence, DivergenceReport, Reason, located
+from fp8ref.crosscheck.divergence.step_values import Value
 from fp8ref.errors import ConfigError
 from fp8ref.train import checkpoint, export, loop
 from fp8ref.train import config as configs
@@ -26,44 +31,70 @@ from fp8ref.train.data import loader
 from fp8ref.train.report import runs
 from fp8ref.train.report.runs import Run
 
-INERT = (
-    "run.eval_",
-    "run.allow_fallback",
-    "checkpoint.",
-    "log.",
-    "statistics.",
-    "parallel.timeout_s",
-)  # keys that change no bit of training
+KEYS = ("loss", "grad_norm")  # recorded metrics of a step
+# Keys of a config that change no bit of training.
+INERT = ("run.eval_", "run.allow_fallback", "checkpoint.", "log.", "statistics.", "parallel.timeout_s")
 
 
-def of_runs(a: Path, b: Path) -> Diverged:
+@dataclass(frozen=True)
+class CheckpointDifference:
+    """The first common checkpoint whose states differ, after ``done`` steps, and where."""
+
+    done: int
+    states: tuple[list[Value], list[Value]]
+    first: tuple[Value, Difference]
+
+
+@dataclass
+class Recorded:
+    """What the records of both runs show.
+
+    steps               how many steps both recorded.
+    metric_differs      the first step and metric that differ.
+    start               steps of the last common checkpoint with equal states.
+    checkpoint_differs  the first common checkpoint whose states differ.
+    not_reproduced      by run, what it recorded that this machine does not reproduce.
+    """
+
+    steps: int
+    metric_differs: tuple[int, str] | None
+    start: int = 0
+    checkpoint_differs: CheckpointDifference | None = None
+    not_reproduced: dict[str, str] = field(default_factory=dict)
+
+
+def of_runs(a: Path, b: Path) -> DivergenceReport:
     """The first divergence of the runs in two directories.
 
-    Raises:   ConfigError: no runs, or damaged ones; models of other shapes; several devices; data that changed since.
+    Raises:   ConfigError: no runs, or damaged ones; models of other shapes; several devices; data
+              that changed since.
     """
     found = runs.read_all([a, b])
     given = [configs.from_dict(run.manifest["config"], source=f"{run.path / 'manifest.json'}") for run in found]
     _check_shapes(found, given)
     settings = {k: v for k, v in configs.differences(found[0].settings, found[1].settings).items() if not k.startswith(INERT)}
     report, names = Report(), (found[0].name, found[1].name)
-    past = Recorded(*run_records.first_recorded(found[0], found[1], report))
+    records = Recorded(*_compare_metrics(found[0], found[1], report))
     sides = [_side(run, config) for run, config in zip(found, given, strict=True)]
-    run_records.compare_checkpoints(found, sides, past, report)
-    first, stop = None, past.steps
-    if past.differs or past.parted:
-        stop = min(past.differs[0] + 1 if past.differs else past.steps, past.parted.done if past.parted else past.steps)
-        first = _walked(found, sides, past, report, max(stop, past.start))
+    _compare_checkpoints(found, sides, records, report)
+    first, stop = None, records.steps
+    if records.metric_differs or records.checkpoint_differs:
+        stop = min(
+            records.metric_differs[0] + 1 if records.metric_differs else records.steps,
+            records.checkpoint_differs.done if records.checkpoint_differs else records.steps,
+        )
+        first = _continue_both(found, sides, records, report, max(stop, records.start))
     versions = configs.differences(found[0].versions, found[1].versions) if first else {}
-    return Diverged(
+    return DivergenceReport(
         names=names,
         settings=settings,
         versions=versions,
-        start=past.start if first else 0,
-        steps=(first.step + 1 - past.start) if first else past.steps,
+        start=records.start if first else 0,
+        steps=(first.step + 1 - records.start) if first else records.steps,
         first=first,
         report=report,
-        recorded=run_records.told(found, past),
-        notes=[*past.missed.values(), *live.parts_of(*given)],
+        recorded=_summary(found, records),
+        notes=[*records.not_reproduced.values(), *live.parts_of(*given)],
     )
 
 
@@ -73,14 +104,14 @@ def _check_shapes(found: Sequence[Run], given: Sequence[Config]) -> None:
     if llama.parameter_shapes(given[0].model) != llama.parameter_shapes(given[1].model):
         x, y = ({"model": run.settings["model"]} for run in found)
         differ = configs.differences(x, y)
-        told = "; ".join(
+        listed = "; ".join(
             f"{key} is {mine!r} in {found[0].name} and {theirs!r} in {found[1].name}" for key, (mine, theirs) in differ.items()
         )
-        raise ConfigError(f"--first-divergence compares models of one shape, value by value; {told}. Train one of them again.")
+        raise ConfigError(f"--first-divergence compares models of one shape, value by value; {listed}. Train one of them again.")
 
 
 def _side(run: Run, config: Config) -> Side:
-    """A trainer as the run's own began.
+    """A trainer in the state that the run began with.
 
     Raises:   ConfigError: the text is not the one that it was trained on.
     """
@@ -93,50 +124,126 @@ def _side(run: Run, config: Config) -> Side:
     return Side(name=run.name, config=config, trainer=trainer, batches=batches)
 
 
-def _walked(found: Sequence[Run], sides: list[Side], past: Recorded, report: Report, stop: int) -> Divergence:
-    """Continue both; what they recorded, where that cannot be had again."""
+def _continue_both(found: Sequence[Run], sides: list[Side], records: Recorded, report: Report, stop: int) -> Divergence:
+    """Continue both up to step ``stop``; the first divergence, or what only the records show."""
     for i, run in enumerate(found):
-        if past.start:
-            sides[i].trainer.load(run.path / checkpoint.FOLDER / f"{checkpoint.PREFIX}{past.start:08d}" / "state", past.start)
+        if records.start:
+            sides[i].trainer.load(run.path / checkpoint.FOLDER / f"{checkpoint.PREFIX}{records.start:08d}" / "state", records.start)
         else:
             sides[i] = _side(run, sides[i].config)
 
-    def held(step: int, mine: Metrics, theirs: Metrics) -> None:
+    def compare_with_record(step: int, mine: Metrics, theirs: Metrics) -> None:
         for run, metrics in zip(found, (mine, theirs), strict=True):
             for key in KEYS:
                 before = run.curve(key).get(step)
-                if run.name not in past.missed and before is not None and not _same(before, metrics[key]):
-                    past.missed[run.name] = (
-                        f"{run.name} is not given again: its {key} of step {step} was {before!r}, and is {metrics[key]!r} from step {past.start} on, by "
+                if run.name not in records.not_reproduced and before is not None and not _same(before, metrics[key]):
+                    records.not_reproduced[run.name] = (
+                        f"{run.name} is not given again: its {key} of step {step} was {before!r}, and is {metrics[key]!r} from step {records.start} on, by "
                         "its own config: it was trained by other code, on another device, or its state was changed"
                     )
 
-    with console.bar("first divergence", stop - past.start) as advance:
-        first = live.walk(sides[0], sides[1], report, start=past.start, stop=stop, advance=advance, after=held)
-    return first or _only_recorded(found, sides, past)
+    with console.bar("first divergence", stop - records.start) as advance:
+        first = live.find_divergence(sides[0], sides[1], report, start=records.start, stop=stop, advance=advance, after=compare_with_record)
+    return first or _only_recorded(found, sides, records)
 
 
-def _only_recorded(found: Sequence[Run], sides: Sequence[Side], past: Recorded) -> Divergence:
-    """Both went on alike, and their records differ: one of them is not what its config gives."""
-    text = f"no clause explains it: from step {past.start} on both configs give one run up to there"
-    if past.differs and (past.parted is None or past.differs[0] < past.parted.done):
-        step, key = past.differs
-        x, y = (run_records.recorded(key, run.curve(key).get(step, math.nan)) for run in found)
+def _only_recorded(found: Sequence[Run], sides: Sequence[Side], records: Recorded) -> Divergence:
+    """The divergence of records whose runs do not diverge when they are continued here.
+
+    One of the configs no longer gives its run.
+    """
+    text = f"no clause explains it: from step {records.start} on both configs give one run up to there"
+    if records.metric_differs and (records.checkpoint_differs is None or records.metric_differs[0] < records.checkpoint_differs.done):
+        step, key = records.metric_differs
+        x, y = (_recorded_value(key, run.curve(key).get(step, math.nan)) for run in found)
         apart = difference(x, y, Report().check(key))
         assert apart is not None
         return located(step, x, apart, Reason((), text))
-    assert past.parted is not None
-    for run, side, saved in zip(found, sides, past.parted.states, strict=True):
+    assert records.checkpoint_differs is not None
+    for run, side, saved in zip(found, sides, records.checkpoint_differs.states, strict=True):
         now = step_values.of_state(side.trainer, side.config, "state before")
         if off := live.first_of(saved, now, run.name, "now", Report()):
             v, d = off
-            past.missed.setdefault(
+            records.not_reproduced.setdefault(
                 run.name,
-                f"{run.name} is not given again: its checkpoint of {past.parted.done} steps has {v.layer}, {v.role}, element "
+                f"{run.name} is not given again: its checkpoint of {records.checkpoint_differs.done} steps has {v.layer}, {v.role}, element "
                 f"{list(d.element or ())}: {d.a}; by its config it is {d.b}",
             )
-    return located(past.parted.done, *past.parted.first, Reason((), text))
+    return located(records.checkpoint_differs.done, *records.checkpoint_differs.first, Reason((), text))
 
 
 def _same(x: float, y: Any) -> bool:
     return x == y or (math.isnan(x) and math.isnan(y))
+
+
+def _compare_metrics(a: Run, b: Run, report: Report) -> tuple[int, tuple[int, str] | None]:
+    """Compare recorded metrics.
+
+    Returns:  how many steps both recorded, and the first step and metric that differ.
+
+    A step that ended one run as diverged, and that the other run took, differs in its loss.
+    """
+    steps = [int(s) for s in runs.common_steps([a, b])]
+    for step in steps:
+        for key in KEYS:
+            found = [run.curve(key).get(step) for run in (a, b)]
+            if None in found:  # the log line lacks this metric
+                continue
+            x, y = (_recorded_value(key, value) for value in found)
+            if difference(x, y, report.check(f"{key}/recorded/value/{b.name}-{a.name}", bound=0.0)):
+                return len(steps), (step, key)
+    ends = [max(run.losses, default=-1) + 1 for run in (a, b)]
+    if bool(a.diverged) != bool(b.diverged) or (a.diverged and ends[0] != ends[1]):
+        short = min(end for run, end in zip((a, b), ends, strict=True) if run.diverged)
+        if short < max(ends):
+            return short + 1, (short, "loss")
+    if not steps and not (a.diverged and b.diverged):
+        raise ConfigError(f"{a.name} and {b.name} have no step in common. Train one of them again.")
+    return len(steps), None
+
+
+def _compare_checkpoints(found: Sequence[Run], sides: Sequence[Side], records: Recorded, report: Report) -> None:
+    """Compare the states that both runs saved after the same steps, up to the first that differ.
+
+    The trainers are left in the state of the last checkpoint that was loaded, or where they began.
+    """
+    initial = [(side.trainer, side.config) for side in sides]
+    common = sorted(set.intersection(*({int(p.name.removeprefix(checkpoint.PREFIX)) for p in checkpoint.saved(run.path)} for run in found)))
+    for done in common:
+        states = []
+        for run, (trainer, config) in zip(found, initial, strict=True):
+            path = run.path / checkpoint.FOLDER / f"{checkpoint.PREFIX}{done:08d}"
+            try:
+                checkpoint.verify(path)
+            except ConfigError as error:
+                console.say(f"{error} It is passed over.")
+                break
+            trainer.load(path / "state", done)
+            states.append(step_values.of_state(trainer, config, "state before"))
+        if len(states) < 2:
+            continue
+        if first := live.first_of(states[0], states[1], sides[0].name, sides[1].name, report):
+            records.checkpoint_differs = CheckpointDifference(done, (states[0], states[1]), first)
+            return
+        if records.metric_differs is None or done <= records.metric_differs[0]:
+            records.start = done
+
+
+def _recorded_value(key: str, value: float | None) -> Value:
+    return Value(phase="loss", layer=key, role="recorded", value=np.asarray(value, np.float64))
+
+
+def _summary(found: Sequence[Run], records: Recorded) -> str:
+    """The first differences of the records, as text."""
+    if records.metric_differs:
+        step, key = records.metric_differs
+        values = [run.curve(key).get(step) for run in found]
+        said = f"recorded: the first difference is {key} of step {step}, " + " and ".join("none" if v is None else repr(v) for v in values)
+    else:
+        said = f"recorded: {' and '.join(KEYS)} of {records.steps} steps are equal"
+    if records.checkpoint_differs:
+        v, d = records.checkpoint_differs.first
+        said += (
+            f"; states after {records.checkpoint_differs.done} steps differ first in {v.layer}, {v.role}, element {list(d.element or ())}"
+        )
+    return said + (f"; states after {records.start} steps are equal" if records.start else "")

@@ -1,9 +1,12 @@
-"""Where two trainings first part, live (SEMANTICS B-10).
+"""Find the first divergence of two trainings, live (SEMANTICS B-10).
 
-Both are trained side by side from one state. After every step their loss, norm, weights, moments and states of scaling are compared, which costs no more than
-reading them. In the first step that leaves any of them different everything is compared: both go back to where they began, come up to that step again,
-and show it value by value (``step_values``) before they take it. What leaves no trace in a step (a scale of half the size, say, of exact sums) is not
-looked for. What only runs on disk tell is in ``runs``.
+Both are trained side by side from one state. After every step their loss, gradient norm, weights,
+moments and states of scaling are compared, which costs no more than reading them. After the first
+step that leaves a difference, both return to where they began and train up to that step again. Then
+they show it value by value (``step_values``) and take it.
+
+A fault that leaves no trace in a step's result is not found: a scale of half the size, for example,
+if all sums are exact. ``from_runs`` compares runs on disk.
 """
 
 import dataclasses
@@ -19,10 +22,10 @@ from fp8ref import console
 from fp8ref.conformance.compare import Report
 from fp8ref.crosscheck import one_device
 from fp8ref.crosscheck.divergence import step_values
+from fp8ref.crosscheck.divergence.compare_to_sim import Context
 from fp8ref.crosscheck.divergence.difference import Difference, difference
-from fp8ref.crosscheck.divergence.explain import explain
-from fp8ref.crosscheck.divergence.reasons import REASONS, Reason, Subjects
-from fp8ref.crosscheck.divergence.report import Diverged, Divergence, located
+from fp8ref.crosscheck.divergence.explain import REASONS, explain
+from fp8ref.crosscheck.divergence.report import Divergence, DivergenceReport, Reason, located
 from fp8ref.crosscheck.divergence.step_values import Value
 from fp8ref.errors import ConfigError
 from fp8ref.sim import delayed
@@ -36,7 +39,7 @@ Metrics = Mapping[str, float]
 
 @dataclass(frozen=True, kw_only=True)
 class Side:
-    """A or B, being trained."""
+    """One of the two trainings: A or B."""
 
     name: str
     config: Config
@@ -44,10 +47,11 @@ class Side:
     batches: Batches
 
 
-def of_backends(config: Config, a: str, b: str, *, steps: int = one_device.STEPS) -> Diverged:
+def of_backends(config: Config, a: str, b: str, *, steps: int = one_device.STEPS) -> DivergenceReport:
     """Train a config in two backends, or twice in one, from its initial weights.
 
-    Raises:   ConfigError: data too short, an unknown backend, several devices; ImportError: a backend that is not installed.
+    Raises:   ConfigError: data too short, an unknown backend, several devices; ImportError: a
+              backend that is not installed.
     """
     check_alone(config, "the config")
     if not 1 <= steps <= config.run.steps:
@@ -60,13 +64,16 @@ def of_backends(config: Config, a: str, b: str, *, steps: int = one_device.STEPS
     ]
     report = Report()
     with console.bar(f"first divergence {config.numerics.recipe}", steps) as advance:
-        first = walk(sides[0], sides[1], report, start=0, stop=steps, advance=advance)
+        first = find_divergence(sides[0], sides[1], report, start=0, stop=steps, advance=advance)
     done = steps if first is None else first.step + 1
-    return Diverged(names=names, settings={}, versions={}, start=0, steps=done, first=first, report=report, notes=parts_of(config))
+    return DivergenceReport(names=names, settings={}, versions={}, start=0, steps=done, first=first, report=report, notes=parts_of(config))
 
 
 def check_alone(config: Config, whose: str) -> None:
-    """ConfigError unless it was trained on one device, whose bits one device gives again."""
+    """Check that the training was on one device: one device cannot repeat the sums of several.
+
+    Raises:   ConfigError: several devices.
+    """
     if config.parallel.devices > 1:
         raise ConfigError(
             f"--first-divergence trains on one device; {whose} has parallel.* for {config.parallel.devices}, whose sums one device does not repeat (K-2). "
@@ -75,7 +82,7 @@ def check_alone(config: Config, whose: str) -> None:
 
 
 def parts_of(*configs: Config) -> list[str]:
-    """What is said where batches come in parts, whose operands are not observed."""
+    """The report's note if batches are split into microbatches, whose operands are not observed."""
     if all(config.data.microbatches == 1 for config in configs):
         return []
     return [
@@ -83,7 +90,7 @@ def parts_of(*configs: Config) -> list[str]:
     ]
 
 
-def walk(
+def find_divergence(
     a: Side,
     b: Side,
     report: Report,
@@ -93,9 +100,11 @@ def walk(
     advance: Callable[..., None] = lambda *_: None,
     after: Callable[[int, Metrics, Metrics], None] = lambda *_: None,
 ) -> Divergence | None:
-    """The first difference before step ``stop``, from the state after ``start`` steps in which both trainers are.
+    """Train both from their state after ``start`` steps.
 
-    after   is given the metrics of every step that both took and that left no difference, and of the one that did.
+    Return the first difference before step ``stop``.
+
+    after   is called with the metrics of every step that both took.
     """
     before = [step_values.of_state(side.trainer, side.config, "state before") for side in (a, b)]
     if found := first_of(before[0], before[1], a.name, b.name, report):
@@ -111,60 +120,64 @@ def walk(
                 return located(step, *found, REASONS["tokens"])
             metrics = [side.trainer.step(t) for side, t in zip((a, b), tokens, strict=True)]
             after(step, metrics[0], metrics[1])
-            if found := first_of(_left(a, metrics[0]), _left(b, metrics[1]), a.name, b.name, report):
+            # Cheap every step: what it leaves. Only the step that differs is looked at value by
+            # value, by taking it again, since its operands are gone once the weights have changed.
+            if found := first_of(_results(a, metrics[0]), _results(b, metrics[1]), a.name, b.name, report):
                 for place, side in zip(places, (a, b), strict=True):
                     side.trainer.load(place, start)
                     for again in range(start, step):
                         side.trainer.step(side.batches.step(again))
-                return _look(a, b, tokens[0], step, report) or located(step, *found, _unstable(found[0]))
+                return _first_in_step(a, b, tokens[0], step, report) or located(step, *found, _unstable(found[0]))
             advance(f"step {step}")
     return None
 
 
-def _left(side: Side, metrics: Metrics) -> Iterator[Value]:
-    """What a step leaves, by which one that differs is known."""
+def _results(side: Side, metrics: Metrics) -> Iterator[Value]:
+    """What a step leaves: its loss and gradient norm, weights, moments and states of scaling."""
     for key, role in (("loss", "mean"), ("grad_norm", "norm")):
         yield Value(phase="loss", layer=key, role=role, value=np.asarray(metrics[key], np.float64))
     yield from step_values.of_state(side.trainer, side.config, "optimizer")
 
 
-def _look(a: Side, b: Side, tokens: np.ndarray, step: int, report: Report) -> Divergence | None:
-    """Everything of one step, which both take, in order."""
+def _first_in_step(a: Side, b: Side, tokens: np.ndarray, step: int, report: Report) -> Divergence | None:
+    """Take one step in both, compare all its values in order, and explain the first difference."""
     operands = not parts_of(a.config, b.config)
     recipes = [{d.path: d.recipe for d in side.config.decisions()} for side in (a, b)]
     states = {name: delayed.DelayedState(*parts) for name, parts in a.trainer.fp8_states().items()}
     sequences: list[list[Value]] = []
     for side, of_linears in zip((a, b), recipes, strict=True):
-        seen = step_values.look(side.trainer, tokens, side.config, operands=operands)
+        shown = step_values.look(side.trainer, tokens, side.config, operands=operands)
         metrics = side.trainer.step(tokens)  # last: it changes the weights
         rate = side.config.optimizer.learning_rate_at(step, side.config.run.steps)
-        sequences.append([*step_values.of_step(seen, metrics, tokens, side.config, of_linears, rate)])
+        sequences.append([*step_values.of_step(shown, metrics, tokens, side.config, of_linears, rate)])
         sequences[-1] += step_values.of_state(side.trainer, side.config, "optimizer")
     found = first_of(sequences[0], sequences[1], a.name, b.name, report)
     if found is None:
         return None
     v, d = found
-    unseen = [] if v.phase != "forward" else sorted({name for side in (a, b) for name in step_values.unobserved(v.layer, side.config)})
+    unobserved = [] if v.phase != "forward" else sorted({name for side in (a, b) for name in step_values.unobserved(v.layer, side.config)})
     outputs = {w.layer: w.value for w in sequences[0] if w.phase == "forward" and w.role == "output"}
-    subjects = Subjects(
+    context = Context(
         names=(a.name, b.name),
         recipes=(recipes[0], recipes[1]),
         states=states,
         model=a.config.model,
         outputs=outputs,
-        unseen=unseen,
+        unobserved=unobserved,
         multiply=(hardware.of(a.config), hardware.of(b.config)),
     )
     other = {w.key: w for w in sequences[1]}.get(v.key)
-    if other is None or v.key not in {w.key for w in sequences[0]}:  # by the GEMM, not by the operand that is its first value
-        return located(step, dataclasses.replace(v, role=v.gemm or v.role, seen=None), d, REASONS["absent"])
-    return located(step, v, d, explain(v, other, d, subjects))
+    if other is None or v.key not in {w.key for w in sequences[0]}:
+        # only one backend has this GEMM: report the GEMM, not the operand that is its first value
+        return located(step, dataclasses.replace(v, role=v.gemm or v.role, observation=None), d, REASONS["absent"])
+    return located(step, v, d, explain(v, other, d, context))
 
 
 def first_of(mine: Iterable[Value], theirs: Iterable[Value], a: str, b: str, report: Report) -> tuple[Value, Difference] | None:
-    """The first of A's values that is not B's, or of a GEMM that only one of them has; report counts all up to it.
+    """The first of A's values that differs from B's, or is of a GEMM that only one of them has.
 
-    Other values that only one has, the states of a recipe that scales by its past, are passed over: the GEMM that takes its scale of them is not.
+    States of delayed scaling that only one of them has are skipped: the GEMM that takes its scale
+    from them is compared. The report counts all values up to the first that differs.
     """
     ours, others = list(mine), list(theirs)
     keys = [{v.key for v in values} for values in (ours, others)]
@@ -175,9 +188,9 @@ def first_of(mine: Iterable[Value], theirs: Iterable[Value], a: str, b: str, rep
             alone_in_a = w is None or (v is not None and v.key not in keys[1])
             lone = v if alone_in_a else w
             has = lone.cast.fmt.name if lone.cast else "there"
-            told = (has, "not there") if alone_in_a else ("not there", has)
-            report.check(f"{lone.name}/{suffix}").fail(f"{a} {told[0]}, {b} {told[1]}")
-            return lone, Difference(element=None, a=told[0], b=told[1], differ=lone.value.size, of=lone.value.size)
+            in_a, in_b = (has, "not there") if alone_in_a else ("not there", has)
+            report.check(f"{lone.name}/{suffix}").fail(f"{a} {in_a}, {b} {in_b}")
+            return lone, Difference(element=None, a=in_a, b=in_b, differ=lone.value.size, of=lone.value.size)
         if found := difference(v, w, report.check(f"{v.name}/{suffix}")):
             return v, found
     return None

@@ -1,4 +1,4 @@
-"""Where two runs first part, and all that is said of it (SEMANTICS B-10): printed, and written as JSON."""
+"""Report the first divergence of two trainings: where it is, and why (SEMANTICS B-10)."""
 
 import json
 from collections.abc import Sequence
@@ -9,20 +9,32 @@ import numpy as np
 
 from fp8ref.conformance.compare import Report
 from fp8ref.crosscheck.divergence.difference import Difference
-from fp8ref.crosscheck.divergence.reasons import Reason
-from fp8ref.crosscheck.divergence.step_values import Value, maker
+from fp8ref.crosscheck.divergence.step_values import Value, site_before
 from fp8ref.recipe import OPERANDS, REDUCED_AXES
 from fp8ref.result import Result
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-SHOWN = 8  # codes of an operand on a screen; JSON has all
+SHOWN = 8  # codes of an operand that are printed; JSON has all
+
+
+@dataclass(frozen=True)
+class Reason:
+    """Why two values differ. clauses: those that allow it; empty if no clause explains it."""
+
+    clauses: tuple[str, ...]
+    text: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class Divergence:
-    """The first value that differs. layer, role: of M-3 or of the linear (L-2); gemm: the FP8 GEMM that it is of, the linear's name before it."""
+    """The first value that differs.
+
+    layer, role  of M-3 or of the linear (L-2).
+    gemm         the FP8 GEMM that has the value, as "<linear> <gemm>".
+    operands     the equal bits that the first differing element was computed from.
+    """
 
     step: int
     phase: str
@@ -47,12 +59,13 @@ class Divergence:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Diverged(Result):
-    """What was found of A and B.
+class DivergenceReport(Result):
+    """The first divergence of A and B, or that there is none.
 
-    settings, versions   {dotted key: (A's, B's)} where they differ; keys that change no bit are left out.
-    steps                how many were compared, and from which on.
-    notes                what a person should know before believing it.
+    settings, versions   {dotted key: (A's, B's)} where they differ; keys that change no bit are
+                         left out.
+    start, steps         the step that the comparison began at, and how many steps were compared.
+    notes                what limits the result, such as operands that were not observed.
     """
 
     names: tuple[str, str]
@@ -74,14 +87,14 @@ class Diverged(Result):
         return sum(check.compared for check in self.report.checks.values())
 
     def to_dict(self) -> dict[str, Any]:
-        """What --json keeps."""
+        """The report and the divergence, as --json writes them."""
         about: dict[str, Any] = {"ok": self.ok, "names": list(self.names), "first": self.first and self.first.to_dict()}
         about |= {"settings": self.settings, "versions": self.versions, "start": self.start, "steps": self.steps, "compared": self.compared}
         about |= {"recorded": self.recorded, "notes": list(self.notes)}
         return self.report.to_dict() | about
 
     def render(self, console: "Console") -> None:
-        """Settings and versions that differ, then the first divergence."""
+        """Print settings and versions that differ, then the first divergence."""
 
         def say(text: str) -> None:
             console.print(text, markup=False, highlight=False, soft_wrap=True)
@@ -102,8 +115,8 @@ class Diverged(Result):
                 say(f"  {name}: {value}")
             if d.element is not None and d.of > 1:
                 say(f"  {d.differ:,} of {d.of:,} differ{_by(d)}")
-            for name, told in self.first.operands.items():
-                say(f"  {name}: {_shortened(told)}")
+            for name, bits in self.first.operands.items():
+                say(f"  {name}: {_shortened(bits)}")
             clauses = ", ".join(self.first.reason.clauses)
             say(f"  {clauses + ': ' if clauses else ''}{self.first.reason.text}")
         for note in self.notes:
@@ -111,23 +124,26 @@ class Diverged(Result):
 
 
 def located(step: int, v: Value, d: Difference, reason: Reason) -> Divergence:
-    """A difference by its place: the input of a linear by the site that makes it."""
+    """Place a difference at its layer and role.
+
+    The input of a linear is placed at the site that computed it.
+    """
     layer, role = v.layer, v.role
     gemm = f"{v.layer} {v.gemm}" if v.gemm and v.gemm != v.role else ""
     if v.gemm == "output" and (role, v.part) == ("input", "value"):
-        layer, role = maker(v.layer)
+        layer, role = site_before(v.layer)
     return Divergence(
         step=step, phase=v.phase, layer=layer, role=role, part=v.part, gemm=gemm, difference=d, reason=reason, operands=_operands(v, d)
     )
 
 
 def _operands(v: Value, d: Difference) -> dict[str, str]:
-    """The bits that the first element was made of, equal in both, as far as they are known."""
-    if v.seen is None or v.gemm is None or d.element is None:
+    """The equal bits that the first differing element was computed from, if observed."""
+    if v.observation is None or v.gemm is None or d.element is None:
         return {}
-    roles = dict(zip(OPERANDS[v.gemm], (v.seen.a, v.seen.b), strict=True))
+    roles = dict(zip(OPERANDS[v.gemm], (v.observation.a, v.observation.b), strict=True))
     if v.role == v.gemm:
-        flat = np.shape(v.seen.out)
+        flat = np.shape(v.observation.out)
         at = np.unravel_index(np.ravel_multi_index(d.element, np.shape(v.value)), flat)
         lines = zip(roles.items(), at, REDUCED_AXES[v.gemm], strict=True)
         return {
@@ -140,15 +156,15 @@ def _operands(v: Value, d: Difference) -> dict[str, str]:
         return {f"{v.role} amax": f"{float(np.abs(hp).max()):.9g}"}
     if v.part == "codes":
         value = hp.reshape(np.shape(v.value))[d.element]
-        told = {f"{v.role}": f"{float(value):.9g} (0x{int(value.view(np.uint32)):08X})"}
+        shown = {f"{v.role}": f"{float(value):.9g} (0x{int(value.view(np.uint32)):08X})"}
         if np.size(scale) == 1:
-            told["scale"] = _bits(np.asarray(scale, np.float32).reshape(-1)[0])
-        return told
+            shown["scale"] = _bits(np.asarray(scale, np.float32).reshape(-1)[0])
+        return shown
     return {}
 
 
 def _scale(scale: np.ndarray, line: int, axis: int) -> str:
-    """Of a line: its own, the tensor's, or how many it has in blocks."""
+    """The scale of a row or column: its own, the tensor's, or the number of its blocks."""
     scale = np.asarray(scale, np.float32)
     if scale.ndim == 0:
         return _bits(scale)
@@ -165,7 +181,7 @@ def _hex(codes: np.ndarray, line: int, axis: int) -> str:
 
 
 def _by(d: Difference) -> str:
-    """How far elements lie apart."""
+    """The largest distance of two elements, as text."""
     if d.unit == "tokens" or d.worst is None:
         return ""
     largest = "" if d.largest is None else f" by {d.largest:.3g} at most,"
@@ -177,7 +193,7 @@ def _by(d: Difference) -> str:
 
 
 def _shortened(text: str) -> str:
-    """Of a line of codes, the first ones."""
+    """The first codes of a line, and how many there are."""
     head, word, codes = text.partition("codes ")
     parts = codes.split(" ")
     return text if len(parts) <= SHOWN else f"{head}{word}{' '.join(parts[:SHOWN])} ... ({len(parts)} codes)"

@@ -1,4 +1,7 @@
-"""What a backend computed of a step, value by value, in the order in which two backends are compared (SEMANTICS B-10)."""
+"""The values of one training step, in the order in which two backends are compared.
+
+SEMANTICS B-10.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -7,9 +10,8 @@ from typing import Literal
 import numpy as np
 
 from fp8ref import llama
-from fp8ref.crosscheck.nonfinite.rerun import observed
 from fp8ref.crosscheck.nonfinite.sites import backward, whole
-from fp8ref.crosscheck.one_device import Observation
+from fp8ref.crosscheck.operands import Observation, in_pass_order, observe
 from fp8ref.formats import Format
 from fp8ref.recipe import OPERANDS, ROLES, CastSpec, Gemm, Recipe
 from fp8ref.train import loop
@@ -21,12 +23,14 @@ Part = Literal["value", "scale", "codes"]
 
 @dataclass(frozen=True, kw_only=True)
 class Value:
-    """One array.
+    """One array of a step.
 
-    layer    full name of a module; loss, gradient, optimizer or batch where there is none.
-    role     what of it.
-    part     of an FP8 operand its tensor in high precision (value), its scale or its codes; a value elsewhere.
-    gemm     of an operand or the result of an FP8 GEMM; cast: how the operand is quantised; seen: all of that GEMM.
+    layer        full name of a module; or loss, gradient, optimizer, batch.
+    role         which array of the layer.
+    part         of an FP8 operand: its high-precision tensor (value), scale or codes; else value.
+    gemm         the FP8 GEMM that has the array as operand or result.
+    cast         how the operand is quantised.
+    observation  the whole of that GEMM.
     """
 
     phase: Phase
@@ -36,7 +40,7 @@ class Value:
     part: Part = "value"
     gemm: Gemm | None = None
     cast: CastSpec | None = None
-    seen: Observation | None = None
+    observation: Observation | None = None
 
     @property
     def key(self) -> tuple[str, ...]:
@@ -44,19 +48,19 @@ class Value:
 
     @property
     def name(self) -> str:
-        """As ``Check`` has it, less the backends."""
+        """The name of its ``Check``, without the backends."""
         what = self.role if self.gemm in (None, self.role) else f"{self.gemm} {self.role}"
         return f"{self.layer}/{what}/{self.part}"
 
     @property
     def fmt(self) -> Format | None:
-        """Of codes."""
+        """The format of codes; None for other arrays."""
         return self.cast.fmt if self.cast and self.part == "codes" else None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pass:
-    """What a step showed before it was taken: all but the loss, the norm and the update. gemms: in the order of the pass."""
+    """GEMMs, logits and gradients of a forward and backward pass, before its step is taken."""
 
     gemms: Sequence[Observation]
     logits: np.ndarray | None
@@ -64,9 +68,12 @@ class Pass:
 
 
 def look(trainer: loop.Trainer, tokens: np.ndarray, config: Config, *, operands: bool) -> Pass:
-    """A forward and backward pass that updates nothing. operands: with those of FP8 GEMMs, and the logits."""
+    """Run a forward and backward pass that updates nothing.
+
+    operands   also observe FP8 GEMMs and logits.
+    """
     return Pass(
-        gemms=observed(trainer, tokens, config) if operands else [],
+        gemms=in_pass_order(observe(trainer, tokens), config) if operands else [],
         logits=trainer.logits(tokens[:, :-1]) if operands else None,
         gradients=trainer.gradients(tokens),
     )
@@ -75,7 +82,9 @@ def look(trainer: loop.Trainer, tokens: np.ndarray, config: Config, *, operands:
 def of_step(
     found: Pass, metrics: Mapping[str, float], tokens: np.ndarray, config: Config, recipes: Mapping[str, Recipe], learning_rate: float
 ) -> Iterator[Value]:
-    """From the batch to the learning rate: what comes after the state before and before the state after."""
+    """GEMMs, logits, loss, gradients, norm and learning rate of a step, in that order."""
+    # The order is B-10's: each value is computed from values before it. The first that differs has
+    # equal inputs, so that its own operation is what differs.
     for o in found.gemms:
         if o.gemm == "output":
             yield from _of_gemm(o, "forward", recipes, tokens.shape)
@@ -93,8 +102,11 @@ def of_step(
 
 
 def of_state(trainer: loop.Trainer, config: Config, phase: Phase) -> list[Value]:
-    """All that training changes: masters and then moments before a step; after it moments, of which the masters are made. Parameters are in the order
-    of ``llama.parameter_shapes``, whatever order a backend has."""
+    """The state that training changes: master weights, moments and states of delayed scaling.
+
+    After a step moments come first, as the masters are computed from them. Parameters are in the
+    order of ``llama.parameter_shapes`` in both backends.
+    """
     found = {"master weight": trainer.weights(), **trainer.moments()}
     if phase == "optimizer":
         found = dict(sorted(found.items(), key=lambda item: item[0] == "master weight"))
@@ -112,11 +124,12 @@ def of_state(trainer: loop.Trainer, config: Config, phase: Phase) -> list[Value]
 
 
 def of_batch(tokens: np.ndarray) -> Value:
+    """The batch's tokens."""
     return Value(phase="batch", layer="batch", role="tokens", value=np.asarray(tokens, np.int32))
 
 
-def maker(linear: str) -> tuple[str, str]:
-    """The module and the site of M-3 whose result is a linear's input."""
+def site_before(linear: str) -> tuple[str, str]:
+    """The module and the site of M-3 that compute a linear's input."""
     block, _, name = linear.rpartition(".")
     layer = block.rpartition(".")[0]
     if name == "o_proj":
@@ -129,7 +142,10 @@ def maker(linear: str) -> tuple[str, str]:
 
 
 def unobserved(layer: str, config: Config) -> list[str]:
-    """Linears whose output GEMM is in high precision and that lie before this one in the forward pass."""
+    """Linears before this layer in the forward pass whose output GEMM is in high precision.
+
+    No observer sees them.
+    """
     names = list(llama.linear_shapes(config.model))
     recipes = {d.path: d.recipe for d in config.decisions()}
     until = names.index(layer) if layer in names else len(names)
@@ -145,6 +161,6 @@ def _of_gemm(o: Observation, phase: Phase, recipes: Mapping[str, Recipe], batch:
             "codes": whole(np.asarray(codes), role, batch),
         }
         for part, value in parts.items():
-            yield Value(phase=phase, layer=o.layer, role=role, value=value, part=part, gemm=o.gemm, cast=cast, seen=o)
+            yield Value(phase=phase, layer=o.layer, role=role, value=value, part=part, gemm=o.gemm, cast=cast, observation=o)
     out = whole(np.asarray(o.out, np.float32), o.gemm, batch)
-    yield Value(phase=phase, layer=o.layer, role=o.gemm, value=out, gemm=o.gemm, seen=o)
+    yield Value(phase=phase, layer=o.layer, role=o.gemm, value=out, gemm=o.gemm, observation=o)

@@ -1,6 +1,7 @@
-"""Where a step that failed began to (SEMANTICS K-9): its forward pass in the simulator, its backward pass as the backend computes it.
+"""Rerun a failed step on one device and find its first non-finite value (SEMANTICS K-9).
 
-The step is what ``run.failure`` kept. It runs again on one device, whichever mesh it failed on.
+The step is the one that ``train.failed_step`` wrote, from any mesh. The forward pass is searched in
+the simulator, which knows every value's parts; the backward pass in the backend.
 """
 
 import dataclasses
@@ -11,14 +12,11 @@ from pathlib import Path
 import numpy as np
 
 from fp8ref import console, llama
+from fp8ref.conformance import library_calls
 from fp8ref.conformance.compare import Report
-from fp8ref.crosscheck import adapters
-from fp8ref.crosscheck.delayed_states import States
-from fp8ref.crosscheck.nonfinite import first as nonfinite
-from fp8ref.crosscheck.nonfinite.first import First
-from fp8ref.crosscheck.nonfinite.report import Replayed
+from fp8ref.crosscheck.nonfinite.report import NonFinite, RerunReport, check_site
 from fp8ref.crosscheck.nonfinite.sites import in_backend, of_gemms
-from fp8ref.crosscheck.one_device import Observation, compare_quantized
+from fp8ref.crosscheck.operands import Observation, States, compare_quantized, in_pass_order, observe
 from fp8ref.errors import ConfigError
 from fp8ref.formats import FLOAT32
 from fp8ref.recipe import OPERANDS, REDUCED_AXES, Recipe
@@ -30,10 +28,11 @@ from fp8ref.train.config import Config
 from fp8ref.train.sections import ParallelConfig
 
 
-def replay(path: Path) -> Replayed:
-    """Run a failed step again; path: its directory or its manifest.json.
+def rerun(path: Path) -> RerunReport:
+    """Rerun a failed step; path: its directory or its manifest.json.
 
-    Raises:   ConfigError: it cannot be read, or not on one device; ImportError: its backend is not installed.
+    Raises:   ConfigError: it cannot be read, or cannot run on one device.
+              ImportError: its backend is not installed.
     """
     failed = failed_step.read(path)
     if failed.config.parallel.devices > 1 and failed.config.optimizer.kind == "adamw_fp8":
@@ -46,77 +45,76 @@ def replay(path: Path) -> Replayed:
     console.say(
         f"replaying step {failed.metrics['step']} of {failed.backend} on one device: its global batch of {tokens[:, 1:].size:,} tokens at once"
     )
-    # the state has all weights: those that a trainer would start from are not drawn
+    # The saved state holds all weights, so zeros stand in for initial weights that would be drawn.
     trainer = loop.trainer(failed.backend, config, {k: np.zeros(s, np.float32) for k, s in llama.parameter_shapes(config.model).items()})
     trainer.load(failed.state, int(failed.metrics["step"]))
     recipes = {d.path: d.recipe for d in config.decisions()}
     states = {name: delayed.DelayedState(*parts) for name, parts in trainer.fp8_states().items()}
     report = Report()
-    with console.bar(f"replay {config.numerics.recipe}", 4) as advance, np.errstate(all="ignore"):  # infinities are what is looked for
+    with console.bar(f"replay {config.numerics.recipe}", 4) as advance, np.errstate(all="ignore"):  # infinities are expected
         first, finite = simulated(report, tokens, trainer.weights(), config, recipes, states)
         advance("the simulator's forward pass")
-        seen = observed(trainer, tokens, config)
-        operands = check_codes(report, seen, recipes, states)
+        observations = in_pass_order(observe(trainer, tokens), config)
+        operands = check_codes(report, observations, recipes, states)
         advance("every FP8 GEMM")
-        metrics = trainer.step(tokens)  # last: were it finite, it would change the weights
+        metrics = trainer.step(tokens)  # last: a finite step changes the weights
         advance("the step")
-        before = [o for o in seen if o.gemm == "output" and (o.layer, "output") in finite]  # where the simulator's values are finite
+        # The simulator's forward pass is searched first, as it knows the parts of every value.
+        # Where its values are finite, the backend's own GEMMs may still not be.
+        before = [o for o in observations if o.gemm == "output" and (o.layer, "output") in finite]
         sites: Iterable[tuple[Site, str]] = of_gemms(before, recipes, tokens.shape)
         if first is None:
-            sites = itertools.chain(sites, in_backend(trainer, tokens, config, recipes, seen, metrics))
+            sites = itertools.chain(sites, in_backend(trainer, tokens, config, recipes, observations, metrics))
         for site, why in sites:
-            found = nonfinite.look(site, report.check(f"{site.module}/{site.role}/finite/{failed.backend}"), by=failed.backend, why=why)
+            found = check_site(site, report.check(f"{site.module}/{site.role}/finite/{failed.backend}"), by=failed.backend, why=why)
             if found:
                 first = found
                 break
         advance("its gradients")
-    return Replayed(path=path, failed=failed, metrics=metrics, first=first, report=report, operands=operands)
+    return RerunReport(path=path, failed=failed, metrics=metrics, first=first, report=report, operands=operands)
 
 
 def simulated(
     report: Report, tokens: np.ndarray, weights: Mapping[str, np.ndarray], config: Config, recipes: Mapping[str, Recipe], states: States
-) -> tuple[First | None, set[tuple[str, str]]]:
-    """The first value of the simulated forward pass that is not finite, the loss included; module and role of all values before it."""
-    first: First | None = None
+) -> tuple[NonFinite | None, set[tuple[str, str]]]:
+    """Search the simulated forward pass, loss included.
+
+    Returns:  the first non-finite value, and (module, role) of all values before it.
+    """
+    first: NonFinite | None = None
     finite: set[tuple[str, str]] = set()
 
-    def watch(site: Site) -> None:
+    def record(site: Site) -> None:
         nonlocal first
         if first is None:
-            first = nonfinite.look(site, report.check(f"{site.module}/{site.role}/finite/sim"), by="sim")
+            first = check_site(site, report.check(f"{site.module}/{site.role}/finite/sim"), by="sim")
         if first is None:
             finite.add((site.module, site.role))
 
-    logits = model.forward(tokens[:, :-1], weights, config.model, recipes, states=states, watch=watch, multiply=hardware.of(config))
+    logits = model.forward(tokens[:, :-1], weights, config.model, recipes, states=states, watch=record, multiply=hardware.of(config))
     if first is None:
         losses = model.losses(logits, tokens[:, 1:])
         target = np.take_along_axis(logits, tokens[:, 1:, None], -1)[..., 0]
-        watch(
+        record(
             Site(
                 module="loss", role="of a token", value=losses, parts={"largest logit": logits.max(-1), "its target's": target}, fmt=FLOAT32
             )
         )
         total = model.in_range(losses.sum())
-        watch(
+        record(
             Site(module="loss", role="mean", value=np.asarray(total / losses.size), parts={"sum over the batch": losses.sum()}, fmt=FLOAT32)
         )
     return first, finite
 
 
-def observed(trainer: loop.Trainer, tokens: np.ndarray, config: Config) -> list[Observation]:
-    """Every FP8 GEMM of a pass, in the order of the forward pass and then of the backward one; callbacks come in any."""
-    seen: list[Observation] = []
-    trainer.observe(tokens, lambda layer, which, a, b, out: seen.append(Observation(trainer.backend, layer, which, a, b, out)))
-    place = {name: i for i, name in enumerate(llama.linear_shapes(config.model))}
-    gemms = list(OPERANDS)
-    return sorted(seen, key=lambda o: (o.gemm != "output", place[o.layer] if o.gemm == "output" else -place[o.layer], gemms.index(o.gemm)))
+def check_codes(report: Report, observations: Sequence[Observation], recipes: Mapping[str, Recipe], states: States) -> int:
+    """Compare codes and scales of every operand with the simulator's, bit for bit.
 
-
-def check_codes(report: Report, seen: Sequence[Observation], recipes: Mapping[str, Recipe], states: States) -> int:
-    """Codes and scales of every operand against the simulator's, bit for bit. Returns how many operands."""
+    Returns:  how many operands were compared.
+    """
     count = 0
-    who = adapters.create({o.backend for o in seen})
-    for o in seen:
+    who = library_calls.quantizers({o.backend for o in observations})
+    for o in observations:
         spec = recipes[o.layer].gemms[o.gemm]
         for role, (hp, codes, scale), how, axis in zip(OPERANDS[o.gemm], (o.a, o.b), (spec.a, spec.b), REDUCED_AXES[o.gemm], strict=True):
             assert how is not None

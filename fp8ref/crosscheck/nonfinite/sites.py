@@ -1,4 +1,7 @@
-"""What a backend computed of a step, as sites in the order of its pass, each with why it would not be finite (SEMANTICS K-9)."""
+"""A backend's values of one step, in the order of its pass, each with why it may not be finite.
+
+SEMANTICS K-9.
+"""
 
 import math
 from collections.abc import Container, Iterator, Mapping, Sequence
@@ -6,7 +9,7 @@ from collections.abc import Container, Iterator, Mapping, Sequence
 import numpy as np
 
 from fp8ref import llama
-from fp8ref.crosscheck.one_device import Observation
+from fp8ref.crosscheck.operands import Observation
 from fp8ref.recipe import OPERANDS, REDUCED_AXES, Recipe
 from fp8ref.sim import scaling
 from fp8ref.sim.llama import Site
@@ -14,12 +17,15 @@ from fp8ref.train import loop
 from fp8ref.train.config import Config
 
 
-def of_gemms(seen: Sequence[Observation], recipes: Mapping[str, Recipe], batch: tuple[int, ...]) -> Iterator[tuple[Site, str]]:
-    """Operands and output of FP8 GEMMs as sites, and why one would not be finite where its parts do not say."""
-    for o in seen:
+def of_gemms(observations: Sequence[Observation], recipes: Mapping[str, Recipe], batch: tuple[int, ...]) -> Iterator[tuple[Site, str]]:
+    """Operands, scales and outputs of FP8 GEMMs as sites, each with its cause.
+
+    The cause is empty if the site's parts show it.
+    """
+    for o in observations:
         operands = dict(zip(OPERANDS[o.gemm], (o.a, o.b), strict=True))
         for role, (hp, _, scale) in operands.items():
-            why = f"it comes from {_before(o.layer, recipes)}" if role == "grad_output" else _elsewhere(o.backend)
+            why = f"it comes from {_before(o.layer, recipes)}" if role == "grad_output" else _finite_in_sim(o.backend)
             yield Site(module=o.layer, role=role, value=whole(hp, role, batch)), why
             yield Site(module=o.layer, role=f"{role} scale", value=np.asarray(scale)), "the tensor's values are finite"
         out = np.asarray(o.out)
@@ -27,7 +33,8 @@ def of_gemms(seen: Sequence[Observation], recipes: Mapping[str, Recipe], batch: 
         yield Site(module=o.layer, role=o.gemm, value=whole(out, o.gemm, batch), factors=factors), ""
 
 
-def _elsewhere(backend: str) -> str:
+def _finite_in_sim(backend: str) -> str:
+    """The cause of a backend's non-finite value that is finite in the simulator."""
     return f"the simulator's is finite: {backend} sums in another order, or has a fault"
 
 
@@ -36,21 +43,25 @@ def in_backend(
     tokens: np.ndarray,
     config: Config,
     recipes: Mapping[str, Recipe],
-    seen: Sequence[Observation],
+    observations: Sequence[Observation],
     metrics: Mapping[str, float],
 ) -> Iterator[tuple[Site, str]]:
-    """What a backend computed after the FP8 GEMMs of the forward pass: logits, loss; then GEMMs and parameters' gradients from the last layer to
-    the first; their norm. Each with why it would not be finite, where its parts do not say: the simulator's forward pass is."""
-    elsewhere = _elsewhere(trainer.backend)
+    """The values after the forward pass's FP8 GEMMs, in order.
+
+    Logits and loss come first, then gradients from the last layer to the first, then their norm.
+
+    Each comes with its cause if its parts do not show one. The simulator's forward pass is finite.
+    """
+    why_sim_differs = _finite_in_sim(trainer.backend)
     if not math.isfinite(metrics["loss"]):
-        yield Site(module="lm_head", role="output", value=trainer.logits(tokens[:, :-1])), elsewhere
-        yield Site(module="loss", role="mean", value=np.asarray(metrics["loss"])), elsewhere
+        yield Site(module="lm_head", role="output", value=trainer.logits(tokens[:, :-1])), why_sim_differs
+        yield Site(module="loss", role="mean", value=np.asarray(metrics["loss"])), why_sim_differs
     if all(map(math.isfinite, metrics.values())):
-        yield from of_gemms([o for o in seen if o.gemm != "output"], recipes, tokens.shape)
+        yield from of_gemms([o for o in observations if o.gemm != "output"], recipes, tokens.shape)
         return
     gradients = trainer.gradients(tokens)
     for module in backward(config.model):
-        yield from of_gemms([o for o in seen if o.layer == module and o.gemm != "output"], recipes, tokens.shape)
+        yield from of_gemms([o for o in observations if o.layer == module and o.gemm != "output"], recipes, tokens.shape)
         why = f"a sum over {tokens[:, 1:].size} tokens; no FP8 operand or output before it is other than finite"
         yield Site(module=module, role="weight's gradient", value=gradients[f"{module}.weight"]), why
     name, largest = max(gradients.items(), key=lambda item: float(np.abs(item[1]).max()))
@@ -61,7 +72,7 @@ def in_backend(
 
 
 def _factors(o: Observation, recipe: Recipe, batch: tuple[int, ...]) -> dict[str, np.ndarray]:
-    """The operands as values, the reduced axis last: what ``Site.factors`` asks for."""
+    """The dequantised operands with the reduced axis last, as ``Site.factors`` takes them."""
     found: dict[str, np.ndarray] = {}
     spec = recipe.gemms[o.gemm]
     for role, (hp, codes, scale), how, axis in zip(OPERANDS[o.gemm], (o.a, o.b), (spec.a, spec.b), REDUCED_AXES[o.gemm], strict=True):
@@ -71,14 +82,14 @@ def _factors(o: Observation, recipe: Recipe, batch: tuple[int, ...]) -> dict[str
         q = scaling.Quantized(np.asarray(codes), scale, scaling.scale_inv_from_scale(scale), how.fmt, how.granularity, axis)
         value = scaling.dequantize(q)
         found[role] = value if axis == 1 else value.T
-    if o.gemm != "grad_weight":  # whose rows are no tokens
+    if o.gemm != "grad_weight":  # its rows are features, not tokens
         first = OPERANDS[o.gemm][0]
         found[first] = whole(found[first], first, batch)
     return found
 
 
 def whole(value: np.ndarray, role: str, batch: tuple[int, ...]) -> np.ndarray:
-    """[tokens, ...] as [sequence, position, ...]; what has no tokens as it is."""
+    """[tokens, ...] as [sequence, position, ...]; weights and their gradients unchanged."""
     if role in ("weight", "grad_weight"):
         return value
     return value.reshape(batch[0], batch[1] - 1, -1)
@@ -96,7 +107,7 @@ def backward(config: llama.LlamaConfig) -> list[str]:
 
 
 def _before(linear: str, linears: Container[str]) -> str:
-    """What the backward pass goes through just before a linear."""
+    """The operation that the backward pass runs just before a linear."""
     layer, _, name = linear.rpartition(".")
     if name in ("gate_proj", "up_proj"):
         return f"silu(gate) * up of {layer}, after down_proj's grad_input"

@@ -5,11 +5,13 @@
     nnx.Linear(32, 64, dot_general=fj.flax.nnx_dot_general("rowwise"), rngs=rngs)  # NNX: a fresh hook for each layer
     nnx.Einsum("btd,dhk->bthk", (32, 4, 16), einsum_op=fj.flax.nnx_einsum("rowwise"), rngs=rngs)
 
-An existing model gets them in one call, which takes the patterns of every other room:
+``convert`` puts them into an existing model; filter_fqns takes patterns as everywhere in fp8ref
+(R-3):
 
     model = fj.flax.convert(model, "rowwise", filter_fqns=["lm_head"])             # NNX; linen: inputs=(x,) too
 
-Under delayed scaling a step observes amaxes, in the backward pass too, which Flax's own transformations would lose:
+Under delayed scaling a step observes amaxes, in the backward pass too. ``value_and_grad`` collects
+them:
 
     loss, grads, seen = fj.flax.value_and_grad(loss_fn)(model, batch)             # NNX: loss_fn(model, batch) -> loss
     fj.flax.update(model, seen)                                                   # once an optimizer step
@@ -21,15 +23,16 @@ Under delayed scaling a step observes amaxes, in the backward pass too, which Fl
     loss, grads, seen = fj.flax.value_and_grad(loss_fn)(variables, batch)         # grads of variables["params"]
     variables = fj.flax.update(variables, seen)
 
-Observations of several microbatches ``merge``. The state is not among the parameters: no optimizer meets it, and it is only read during a step.
-Flax casts the weight to the compute dtype before the hook sees it, and adds the bias after the output is rounded.
+``merge`` joins the observations of several microbatches. The state is not among the parameters: no
+optimizer sees it, and a step only reads it. Flax casts the weight to the compute dtype before the
+hook sees it, and adds the bias after the output is rounded.
 """
 
-from fp8ref.jax.flax.checkpoint import flax_recipe, from_flax, to_flax
+from fp8ref.jax.flax.amax_observations import SEEN, STATE, Observed, merge
 from fp8ref.jax.flax.convert import convert
+from fp8ref.jax.flax.fp8_ops_state import flax_recipe, from_flax, to_flax
 from fp8ref.jax.flax.linen import Einsum, linen_dot_general
 from fp8ref.jax.flax.nnx import Fp8State, Seen, nnx_dot_general, nnx_einsum
-from fp8ref.jax.flax.observed import SEEN, STATE, Observed, merge
 from fp8ref.jax.flax.training import unseen, update, value_and_grad
 
 __all__ = [

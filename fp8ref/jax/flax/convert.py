@@ -1,4 +1,5 @@
-"""Converting an existing model, linen or NNX: which layers is ``recipe.plan``'s to say (SEMANTICS R-2, R-3)."""
+"""Convert an existing Flax model, linen or NNX, to FP8; ``recipe.plan`` picks the layers (SEMANTICS
+R-2, R-3)."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -30,16 +31,22 @@ def convert(
     rngs: Any = None,
     multiply: Multiply | None = None,
 ):
-    """The model with FP8 in its linears, but those that filter_fqns names or whose dims are not multiples of 16.
+    """Put FP8 into the linears of a model, except those that filter_fqns names or whose dims are
+    not multiples of 16.
 
-    NNX:      every nnx.Linear, nnx.LinearGeneral and nnx.Einsum, stacks of them too, gets a hook; the model itself changes and is returned.
-    linen:    a new module of the same fields and parameters, whose nn.Dense and nn.DenseGeneral have hooks wherever they are called;
-              ``inputs``, arguments of its call (jax.ShapeDtypeStruct will do), show which those are, traced with ``rngs``. Under delayed
-              scaling its init makes the state: {**variables, STATE: converted.init(rngs, *inputs)[STATE]}.
-    multiply  simulated hardware of every hook, as of ``linen_dot_general``.
-    Patterns: as everywhere: runs of whole components of a layer's dotted path, or shell patterns (R-3).
-    Raises:   ValueError: a pattern that names nothing; nothing converted; a layer that has a hook already, a precision, or in linen none
-              that could be set (nn.Einsum); a converted linen model inside another or bound; in its call, a layer that ``inputs`` did not show.
+    NNX:      every nnx.Linear, nnx.LinearGeneral and nnx.Einsum, stacks of them too, gets a hook;
+              the model itself changes and is returned.
+    linen:    a new module of the same fields and parameters, whose nn.Dense and nn.DenseGeneral
+    have hooks wherever they are
+              called. ``inputs``, arguments of its call (jax.ShapeDtypeStruct will do), show which
+              those are, traced with ``rngs``. Under delayed scaling its init makes the state:
+              {**variables, STATE: converted.init(rngs, *inputs)[STATE]}.
+    multiply  simulated hardware of every hook, as in ``linen_dot_general``.
+    Patterns: as everywhere: runs of whole components of a layer's dotted path, or shell patterns
+              (R-3).
+    Raises:   ValueError: a pattern that names nothing; nothing converted; a layer that has a hook
+              or a precision already, or that takes no hook (linen's nn.Einsum); a converted linen
+              model inside another or bound; in its call, a layer that ``inputs`` did not show.
     """
     recipe = linear.check_recipe(recipe, "convert")
     options = {"filter_fqns": filter_fqns, "fp8_fqns": fp8_fqns}
@@ -55,6 +62,8 @@ def convert(
 
 
 def _convert_nnx(model: nnx.Module, recipe: Recipe, options: Mapping, multiply: Multiply | None) -> nnx.Module:
+    """Put hooks into an NNX model's layers, after all of them were checked."""
+    # Called for its check.
     nnx_hooks.hooks(model)  # refuses shared ones
     layers = {
         ".".join(map(str, path)) or type(model).__name__: layer
@@ -87,12 +96,15 @@ def _dims(name: str, layer) -> tuple[int, int]:
 
 
 def _kernel_ndim(layer) -> int:
+    """The number of dims of one layer's kernel; a stacked kernel has more."""
     if isinstance(layer, nnx.Einsum):
         return len(layer.kernel_shape)
     return 2 if isinstance(layer, nnx.Linear) else len(layer.batch_axis) + len(layer.in_features) + len(layer.out_features)
 
 
 def _einsum_dims(name: str, subscripts: str, shape: Sequence[int]) -> tuple[int, int]:
+    """N and K of an einsum's kernel: the product of its output letters and of its contracted
+    ones."""
     operands, _, out = subscripts.replace(" ", "").partition("->")
     of_x, _, of_w = operands.partition(",")
     if "." in of_w or len(of_w) != len(shape):
@@ -105,6 +117,11 @@ def _einsum_dims(name: str, subscripts: str, shape: Sequence[int]) -> tuple[int,
 
 
 def _convert_linen(model: nn.Module, recipe: Recipe, options: Mapping, inputs: tuple, rngs, multiply: Multiply | None) -> nn.Module:
+    """A linen module with hooks in its linears.
+
+    A linen module names its layers only when it is called. So its init is traced once to record
+    them, and once more with hooks, to raise here what a call would refuse.
+    """
     if isinstance(model, _Converted):
         raise ValueError(f"{type(model).__name__} is converted already; convert the original model, once.")
     rngs = jax.random.key(0) if rngs is None else rngs
@@ -120,6 +137,7 @@ def _convert_linen(model: nn.Module, recipe: Recipe, options: Mapping, inputs: t
             layers[name] = context.module.clone(parent=None), _linen_dims(name, context.module, *args, **kwargs)
         return call(*args, **kwargs)
 
+    # Shapes are enough to name layers and dims: nothing is computed.
     with nn.intercept_methods(record):
         jax.eval_shape(lambda: init(model))
     plan = recipes.plan({name: dims for name, (_, dims) in layers.items()}, recipe, **options)
@@ -137,7 +155,7 @@ def _convert_linen(model: nn.Module, recipe: Recipe, options: Mapping, inputs: t
 
 
 def _is_linear_call(context) -> bool:
-    """Of layers with a hook that a model may leave open; fj.flax.Einsum has its recipe."""
+    """True if the call is of a layer that takes a hook; fj.flax.Einsum has its recipe already."""
     layer = context.module
     return context.method_name == "__call__" and isinstance(layer, nn.Dense | nn.DenseGeneral | nn.Einsum) and not isinstance(
         layer, linen_hooks.Einsum
@@ -145,6 +163,7 @@ def _is_linear_call(context) -> bool:
 
 
 def _linen_dims(name: str, layer: nn.Module, x, *args, **kwargs) -> tuple[int, int]:
+    """N and K of a linen layer's weight, from its fields and its input."""
     if isinstance(layer, nn.Einsum):
         return _einsum_dims(name, layer.einsum_str or kwargs.get("einsum_str", *args), layer.shape)
     if isinstance(layer, nn.Dense):
@@ -154,6 +173,7 @@ def _linen_dims(name: str, layer: nn.Module, x, *args, **kwargs) -> tuple[int, i
 
 
 def _check_free(name: str, hooks: list, precision) -> None:
+    """ValueError if a layer has a hook or a precision already."""
     if hooks:
         raise ValueError(
             f"{name} has a hook already, of {type(hooks[0]).__name__}: a layer is converted once. Name it in filter_fqns, or remove its hook."
@@ -165,11 +185,11 @@ def _check_free(name: str, hooks: list, precision) -> None:
 
 
 class _Converted:
-    """What marks a converted linen module's class."""
+    """The mark of a converted linen module's class."""
 
 
 def _converted(model: nn.Module, recipes_by_layer: Mapping[str, Recipe | None], multiply: Multiply | None) -> nn.Module:
-    """A copy of model, of a class of its own: what init or apply call under it meets hooks."""
+    """A copy of model whose class runs init and apply with hooks in its linears."""
 
     def intercept(call, args, kwargs, context):
         if not _is_linear_call(context):
@@ -181,6 +201,8 @@ def _converted(model: nn.Module, recipes_by_layer: Mapping[str, Recipe | None], 
         recipe = recipes_by_layer[name]
         if recipe is None:
             return call(*args, **kwargs)
+        # Modules are frozen, but this is the copy that is bound for this call; it is restored
+        # below.
         object.__setattr__(layer, "dot_general_cls", linen_hooks.linen_dot_general(recipe, multiply=multiply))  # of this call's bound copy
         try:
             return call(*args, **kwargs)

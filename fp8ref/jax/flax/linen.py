@@ -1,4 +1,4 @@
-"""Hooks for Flax linen: a module inside each layer, whose state lives in a collection of its own."""
+"""Hooks for Flax linen: a module inside each layer, with its state in collection 'fp8_state'."""
 
 import dataclasses
 import functools
@@ -11,8 +11,8 @@ from flax import struct, traverse_util
 
 from fp8ref.hardware import Multiply
 from fp8ref.jax import contraction, delayed, linear
-from fp8ref.jax.flax import observed
-from fp8ref.jax.flax.observed import SEEN, STATE
+from fp8ref.jax.flax import amax_observations
+from fp8ref.jax.flax.amax_observations import SEEN, STATE
 from fp8ref.recipe import Recipe, Role
 
 
@@ -47,21 +47,30 @@ class Fp8Einsum(nn.Module):
 
 
 def linen_dot_general(recipe: str | Recipe, *, multiply: Multiply | None = None) -> Callable[[], Fp8DotGeneral]:
-    """``dot_general_cls`` of nn.Dense, nn.DenseGeneral and what is made of them; one serves any number of layers, each gets its own hook.
+    """``dot_general_cls`` of nn.Dense, nn.DenseGeneral and layers made of them; one serves any
+    number of layers.
 
-    Shapes:   as lax.dot_general; the layer's kernel is the weight, its contracted dims K. Outputs are of the operands' dtype.
-    Order:    Flax promotes x and the kernel to one dtype, which the recipe then sees; the bias is added to the rounded output.
-    multiply  simulated hardware in place of XLA's FP8 dots, as of ``linear.apply``; layers with batch dims are refused under it.
-    Raises:   ValueError, naming the layer: as ``linear.apply``; a precision, which is the recipe's; under delayed scaling, a collection
-              'fp8_state' that a transformation does not pass on, or observations that would be lost in ``value_and_grad``.
+    Each layer gets its own hook.
+
+    Shapes:   as lax.dot_general; the layer's kernel is the weight, its contracted dims K. Outputs
+              have the operands' dtype.
+    Order:    Flax promotes x and the kernel to one dtype, which the recipe then sees; the bias is
+              added to the rounded output.
+    multiply  simulated hardware in place of XLA's FP8 dots, as in ``linear.apply``; refuses layers
+              with batch dims.
+    Raises:   ValueError, naming the layer: as ``linear.apply``; a precision, which is the recipe's;
+              under delayed scaling, a collection 'fp8_state' that a transformation does not pass
+              on, or observations that would be lost in ``value_and_grad``.
     """
     return functools.partial(Fp8DotGeneral, recipe=_checked(recipe, "linen_dot_general"), multiply=multiply)
 
 
 class Einsum(nn.Einsum):
-    """``nn.Einsum`` by a recipe: same fields and parameters, ``recipe`` and, as of linen_dot_general, ``multiply``.
+    """``nn.Einsum`` by a recipe: same fields and parameters, ``recipe`` and, as of
+    linen_dot_general, ``multiply``.
 
-    Shapes:   by einsum_str: one contraction of the input and the kernel, as ``contraction.einsum`` takes it.
+    Shapes:   by einsum_str: one contraction of the input and the kernel, as ``contraction.einsum``
+              takes it.
     Raises:   ValueError: as linen_dot_general; subscripts that are not one contraction.
     """
 
@@ -88,25 +97,29 @@ def layer_name(module: nn.Module) -> str:
 
 
 def linen_states(variables: Mapping) -> dict[tuple[str, ...], LayerState]:
-    """Every hook's state, by the path of the hook."""
+    """The state of every hook, by the path of the hook."""
     return {path[:-1]: layer for path, layer in traverse_util.flatten_dict(variables.get(STATE, {})).items()}
 
 
 def collection(of_paths: Mapping[tuple[str, ...], Any], name: str) -> dict:
-    """A collection of one variable of this name for each hook."""
+    """A linen collection with one variable, of this name, for each hook."""
     return traverse_util.unflatten_dict({(*path, name): value for path, value in of_paths.items()})
 
 
 def _checked(recipe: str | Recipe, name: str) -> Recipe:
+    """The recipe, if this backend runs it and keeps its histories; ValueError, naming the layer,
+    otherwise."""
     checked = linear.check_recipe(recipe, name)
     delayed.keeps_state(checked)  # refuses delayed scaling that this backend does not implement
     return checked
 
 
 def _contract(hook: nn.Module, use: Callable, precision, preferred_element_type) -> jax.Array:
+    """Run ``use``, a contraction, with the hook's state, and thread its observations through
+    collection SEEN."""
     recipe: Recipe = hook.recipe
     name = ".".join(hook.path[:-1]) or type(hook.parent).__name__
-    observed.check_arguments(name, recipe, precision, None)
+    amax_observations.check_arguments(name, recipe, precision, None)
     use = functools.partial(use, recipe=recipe, name=name, preferred_element_type=preferred_element_type, multiply=hook.multiply)
     if not delayed.keeps_state(recipe):
         return use()[0]
@@ -118,6 +131,7 @@ def _contract(hook: nn.Module, use: Callable, precision, preferred_element_type)
     state = hook.variable(STATE, "state", lambda: LayerState(roles=delayed.init(recipe), recipe=recipe)).value
     if state.recipe != recipe:
         raise ValueError(f"{name}: a state goes with the recipe it was made for, {state.recipe.name!r}; got recipe {recipe.name!r}.")
+    # value_and_grad passes SEEN in, and apply(mutable=[SEEN]) lets it out.
     if hook.has_variable(SEEN, "seen") and hook.is_mutable_collection(SEEN):
         seen = hook.variable(SEEN, "seen")
         y, seen.value = use(state=state.roles, seen=seen.value)
@@ -126,4 +140,4 @@ def _contract(hook: nn.Module, use: Callable, precision, preferred_element_type)
         f"Call apply(..., mutable=[{SEEN!r}]), and name {SEEN!r} in variable_axes of nn.scan and nn.vmap, or in variable_carry of an "
         "nn.scan that shares weights."
     )
-    return use(state=state.roles, seen=observed.unobserved(recipe, name, remedy))[0]
+    return use(state=state.roles, seen=amax_observations.unobserved(recipe, name, remedy))[0]

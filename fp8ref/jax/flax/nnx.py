@@ -1,4 +1,5 @@
-"""Hooks for Flax NNX: modules that hold a layer's state, as Variables of their own types."""
+"""Hooks for Flax NNX: a module inside each layer, with its state in Variables of type
+``Fp8State``."""
 
 import functools
 from collections.abc import Callable
@@ -8,7 +9,7 @@ from flax import errors, nnx
 
 from fp8ref.hardware import Multiply
 from fp8ref.jax import contraction, delayed, linear
-from fp8ref.jax.flax import observed
+from fp8ref.jax.flax import amax_observations
 from fp8ref.recipe import Recipe
 
 
@@ -17,11 +18,15 @@ class Fp8State(nnx.Variable):
 
 
 class Seen(nnx.Variable):
-    """What a hook observed; there only while ``value_and_grad`` runs. Under nnx.StateAxes it goes where Fp8State goes."""
+    """The amax observations of a hook, there only while ``value_and_grad`` runs.
+
+    Under nnx.StateAxes it goes where Fp8State goes.
+    """
 
 
 class Hook(nnx.Module):
-    """What one layer's contraction needs: its recipe, its simulated hardware or None and, under delayed scaling, its state."""
+    """The hook of one layer: its recipe, its simulated hardware or None and, under delayed scaling,
+    its state."""
 
     def __init__(self, recipe: str | Recipe, name: str, stack: tuple[int, ...] = (), multiply: Multiply | None = None) -> None:
         self.recipe = linear.check_recipe(recipe, name)
@@ -31,7 +36,7 @@ class Hook(nnx.Module):
         self.seen = nnx.data(None)
 
     def _contract(self, use: Callable, precision, out_sharding, preferred_element_type) -> jax.Array:
-        observed.check_arguments(self.name, self.recipe, precision, out_sharding)
+        amax_observations.check_arguments(self.name, self.recipe, precision, out_sharding)
         use = functools.partial(
             use, recipe=self.recipe, name=self.name, preferred_element_type=preferred_element_type, multiply=self.multiply
         )
@@ -40,16 +45,18 @@ class Hook(nnx.Module):
         state = self.state.get_value()
         if self.seen is None:
             remedy = "Use models other than value_and_grad's first argument outside of its loss, and hooks as attributes of their layers."
-            return use(state=state, seen=observed.unobserved(self.recipe, self.name, remedy))[0]
+            return use(state=state, seen=amax_observations.unobserved(self.recipe, self.name, remedy))[0]
         y, after = use(state=state, seen=self.seen.get_value())
         try:
+            # NNX refuses to change a Variable of another trace: the layer was closed over, and its
+            # observation cannot leave.
             self.seen.set_value(after)
         except errors.TraceContextError as error:
             raise ValueError(
                 f"{self.name}: what this layer observes cannot leave a transformation that closes over it. Use nnx.scan, nnx.remat and the "
                 "like in place of JAX's, with the layer among their arguments."
             ) from error
-        observed.record(self.name)
+        amax_observations.record(self.name)
         return y
 
 
@@ -70,25 +77,30 @@ class EinsumOp(Hook):
 
 
 def nnx_dot_general(recipe: str | Recipe, *, name: str = "dot_general", multiply: Multiply | None = None) -> DotGeneral:
-    """``dot_general`` of one nnx.Linear or nnx.LinearGeneral: a fresh hook for each, as it holds the layer's state.
+    """``dot_general`` of one nnx.Linear or nnx.LinearGeneral: a fresh hook for each, as it holds
+    the layer's state.
 
-    Shapes:   as lax.dot_general; the layer's kernel is the weight, its contracted dims K. Outputs are of the operands' dtype, or of the
-              layer's preferred_element_type.
-    Order:    Flax promotes x and the kernel to one dtype, which the recipe then sees; the bias is added to the rounded output.
-    multiply  simulated hardware in place of XLA's FP8 dots, as of ``linear.apply``; layers with batch dims are refused under it.
-    Raises:   ValueError, naming the layer (in ``value_and_grad`` by its path): as ``linear.apply``; a precision, which is the recipe's, or
-              an out_sharding. One hook in several layers is refused by ``value_and_grad``, ``update`` and ``convert``.
+    Shapes:   as lax.dot_general; the layer's kernel is the weight, its contracted dims K. Outputs
+              have the operands' dtype, or the layer's preferred_element_type.
+    Order:    Flax promotes x and the kernel to one dtype, which the recipe then sees; the bias is
+              added to the rounded output.
+    multiply  simulated hardware in place of XLA's FP8 dots, as in ``linear.apply``; refuses layers
+              with batch dims.
+    Raises:   ValueError, naming the layer (in ``value_and_grad`` by its path): as ``linear.apply``;
+              a precision, which is the recipe's, or an out_sharding. ``value_and_grad``, ``update``
+              and ``convert`` refuse one hook in several layers.
     """
     return DotGeneral(recipe, name, multiply=multiply)
 
 
 def nnx_einsum(recipe: str | Recipe, *, name: str = "einsum", multiply: Multiply | None = None) -> EinsumOp:
-    """``einsum_op`` of one nnx.Einsum, in all as nnx_dot_general; its subscripts are one contraction, as ``contraction.einsum`` takes them."""
+    """``einsum_op`` of one nnx.Einsum, otherwise as nnx_dot_general; subscripts as
+    ``contraction.einsum``."""
     return EinsumOp(recipe, name, multiply=multiply)
 
 
 def hooks(model: nnx.Module) -> dict[str, Hook]:
-    """The hooks of a model by their dotted paths.
+    """All hooks of a model, by their dotted paths.
 
     Raises:   ValueError: a hook that several layers share.
     """

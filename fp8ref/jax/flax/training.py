@@ -1,4 +1,5 @@
-"""A training step under delayed scaling: gradients with observations, and one update of the state (SEMANTICS H-9)."""
+"""Train a Flax model under delayed scaling: ``value_and_grad`` with observations, ``update`` of the
+state (SEMANTICS H-9)."""
 
 from collections.abc import Callable, Mapping
 from typing import TypeAlias
@@ -7,25 +8,32 @@ import jax
 from flax import nnx, traverse_util
 
 from fp8ref.jax import delayed
-from fp8ref.jax.flax import observed
+from fp8ref.jax.flax import amax_observations
+from fp8ref.jax.flax.amax_observations import SEEN, STATE, Observed
 from fp8ref.jax.flax.linen import collection, linen_states
 from fp8ref.jax.flax.nnx import Fp8State, Hook, Seen, hooks, layer_name
-from fp8ref.jax.flax.observed import SEEN, STATE, Observed
 
 Model: TypeAlias = nnx.Module | Mapping
 
 
 def value_and_grad(loss_fn: Callable, *, has_aux: bool = False, wrt=nnx.Param) -> Callable:
-    """A function of loss_fn's arguments that returns (value, grads, seen): its value, its gradient, and what the step observed.
+    """A function of loss_fn's arguments that returns (value, grads, seen): its value, its gradient,
+    and what the step observed.
 
-    NNX:      loss_fn(model, *args) -> loss, or (loss, aux) under has_aux; grads is the nnx.State of the model's variables that ``wrt``
-              filters, as of nnx.grad.
-    linen:    loss_fn(variables, *args) -> (loss, updated), or (loss, (updated, aux)), where updated is what apply(..., mutable=[SEEN])
-              returned; a second apply in one loss takes {**variables, **updated} of the first. grads is of variables["params"].
-    Returns:  value: loss, or (loss, aux); seen: an Observed, for ``merge`` and ``update``. Recipes without a state observe nothing.
-    Transformations: jit, remat and vmap around the layers or the loss; scan over stacked layers, their state and observations stacked
-              too. In linen an nn.scan that shares weights carries SEEN, in variable_carry: refused by name otherwise.
-    Raises:   ValueError, at trace time: a model without FP8 layers; naming the layer, observations that would be lost, or a shared hook.
+    NNX:      loss_fn(model, *args) -> loss, or (loss, aux) under has_aux; grads is the nnx.State of
+              the model's variables that ``wrt`` filters, as of nnx.grad.
+    linen:    loss_fn(variables, *args) -> (loss, updated), or (loss, (updated, aux)), where updated
+    is what apply(..., mutable=[SEEN])
+              returned; a second apply in one loss takes {**variables, **updated} of the first.
+              grads is of variables["params"].
+    Returns:  value: loss, or (loss, aux); seen: an Observed, for ``merge`` and ``update``. Recipes
+              without a state observe nothing.
+    Transformations: jit, remat and vmap around the layers or the loss; scan over stacked layers,
+                     their state and observations stacked
+              too. In linen an nn.scan that shares weights carries SEEN, in variable_carry: refused
+              by name otherwise.
+    Raises:   ValueError, at trace time: a model without FP8 layers; naming the layer, observations
+              that would be lost, or a shared hook.
     """
 
     def run(model: Model, *args):
@@ -39,21 +47,23 @@ def value_and_grad(loss_fn: Callable, *, has_aux: bool = False, wrt=nnx.Param) -
 
 
 def update(model: Model, seen: Observed):
-    """The state after an optimizer step, made of all that was observed in it: call it once a step, inside jit or not.
+    """The state after an optimizer step, from the step's observations: call it once a step, inside
+    jit or not.
 
     Returns:  linen: variables with a new 'fp8_state'; NNX: None, as the model itself changes.
-    Specials: of a layer that was not used, or whose amax is not finite, the state stays (H-5).
-    Raises:   ValueError, at trace time: seen that is not of ``value_and_grad``; naming the layer, observations that are missing.
+    Specials: the state of a layer stays if it was not used, or its amax is not finite (H-5).
+    Raises:   ValueError, at trace time: seen that is not of ``value_and_grad``; naming the layer,
+              observations that are missing.
     """
-    observed.check(seen)
+    amax_observations.check(seen)
     if isinstance(model, nnx.Module):
         of_hooks = {path: hook for path, hook in hooks(model).items() if hook.state is not None}
-        observed.same_layers(of_hooks, seen.layers, "update")
+        amax_observations.same_layers(of_hooks, seen.layers, "update")
         for path, hook in of_hooks.items():
             hook.state.set_value(delayed.update(hook.state.get_value(), seen.layers[path], recipe=hook.recipe))
         return None
     layers = linen_states(_variables(model))
-    observed.same_layers({_key(path): layer for path, layer in layers.items()}, seen.layers, "update")
+    amax_observations.same_layers({_key(path): layer for path, layer in layers.items()}, seen.layers, "update")
     after = {
         path: layer.replace(roles=delayed.update(layer.roles, seen.layers[_key(path)], recipe=layer.recipe))
         for path, layer in layers.items()
@@ -62,7 +72,7 @@ def update(model: Model, seen: Observed):
 
 
 def unseen(model: Model) -> Observed:
-    """Observations of nothing, to merge others into: the first carry of a scan over microbatches.
+    """Empty observations, to merge others into: the first carry of a scan over microbatches.
 
     Raises:   ValueError: neither an NNX model nor a linen model's variables.
     """
@@ -72,6 +82,11 @@ def unseen(model: Model) -> Observed:
 
 
 def _of_nnx(loss_fn: Callable, model: nnx.Module, args: tuple, has_aux: bool, wrt):
+    """(value, grads, seen) of an NNX model.
+
+    Each hook with a state gets a ``Seen`` variable for the call. Its forward value holds
+    observations of input and weight, its gradient those of grad_output.
+    """
     every = hooks(model)
     if not every:
         raise ValueError(f"fp8ref.jax.flax needs a model with FP8 layers; got {type(model).__name__} without. Use fj.flax.convert first.")
@@ -82,7 +97,7 @@ def _of_nnx(loss_fn: Callable, model: nnx.Module, args: tuple, has_aux: bool, wr
             hook.name = layer_name(path, model)
         for hook in stateful.values():
             hook.seen = nnx.data(Seen(_unseen_by(hook)))
-        with observed.observing() as observers:
+        with amax_observations.observing() as observers:
             watched = _watched(loss_fn, observers)
             differentiated = nnx.DiffState(0, nnx.Any(nnx.All(wrt, nnx.Not(Fp8State)), Seen))
             value, both = nnx.value_and_grad(watched, argnums=differentiated, has_aux=has_aux)(model, *args)
@@ -90,15 +105,20 @@ def _of_nnx(loss_fn: Callable, model: nnx.Module, args: tuple, has_aux: bool, wr
     finally:
         for path, hook in every.items():
             hook.name, hook.seen = names[path], nnx.data(None)
+    # The gradient by Seen variables carries the observations of grad_output.
     backward, grads = nnx.split_state(both, Seen, ...)
     of_path = {".".join(map(str, path[:-1])): variable.get_value() for path, variable in nnx.to_flat_state(backward)}
     return value, grads, Observed(layers={path: delayed.merge(forward[path], of_path[path]) for path in forward})
 
 
 def _watched(loss_fn: Callable, observers: set[str]) -> Callable:
-    """loss_fn; ValueError, naming the layer, where a layer gave observations that a transformation dropped: nnx.scan drops what is broadcast."""
+    """loss_fn; ValueError, naming the layer, if a transformation dropped its observations.
+
+    nnx.scan drops changes to a layer that it broadcasts.
+    """
 
     def watched(model: nnx.Module, *args):
+        # A layer that ran but whose Seen is unchanged was a copy: its changes were dropped.
         before = {path: hook.seen.get_value() for path, hook in hooks(model).items() if hook.seen is not None}
         out = loss_fn(model, *args)
         for path, hook in hooks(model).items():
@@ -113,6 +133,8 @@ def _watched(loss_fn: Callable, observers: set[str]) -> Callable:
 
 
 def _of_linen(loss_fn: Callable, variables: Mapping, args: tuple, has_aux: bool):
+    """(value, grads, seen) of a linen model; collection SEEN is an argument, as ``_of_nnx``'s Seen
+    variables are."""
     rest = {name: collection for name, collection in variables.items() if name not in ("params", SEEN)}
     start, paths = unseen(variables).layers, linen_states(variables)
 
@@ -127,7 +149,7 @@ def _of_linen(loss_fn: Callable, variables: Mapping, args: tuple, has_aux: bool)
             )
         return loss, (seen, aux)
 
-    with observed.observing():
+    with amax_observations.observing():
         try:
             differentiated = jax.value_and_grad(of, argnums=(0, 1), has_aux=True)
             (loss, (forward, aux)), (grads, backward) = differentiated(variables["params"], dict(start))
@@ -143,6 +165,7 @@ def _of_linen(loss_fn: Callable, variables: Mapping, args: tuple, has_aux: bool)
 
 
 def _variables(model) -> Mapping:
+    """model, if it is a linen model's variables; ValueError otherwise."""
     if not isinstance(model, Mapping) or "params" not in model:
         got = f"collections {', '.join(model)}" if isinstance(model, Mapping) else type(model).__name__
         raise ValueError(f"the first argument is an NNX model, or a linen model's variables with 'params'; got {got}.")
@@ -150,6 +173,8 @@ def _variables(model) -> Mapping:
 
 
 def _linen_seen(updated, expected: Mapping) -> Mapping[str, delayed.Seen]:
+    """The observations in the collections that a linen loss returned, by path of the hook;
+    ValueError if some are missing."""
     if not isinstance(updated, Mapping) or (expected and SEEN not in updated):
         got = f"collections {', '.join(updated)}" if isinstance(updated, Mapping) else type(updated).__name__
         raise ValueError(
@@ -159,7 +184,7 @@ def _linen_seen(updated, expected: Mapping) -> Mapping[str, delayed.Seen]:
     seen: dict[str, dict] = {}
     for path, value in traverse_util.flatten_dict(updated.get(SEEN, {})).items():
         seen.setdefault(_key(path[:-2]), {})[path[-1]] = value
-    observed.same_layers(expected, seen, "value_and_grad")
+    amax_observations.same_layers(expected, seen, "value_and_grad")
     return seen
 
 
@@ -172,4 +197,5 @@ def _unseen_by(hook: Hook) -> delayed.Seen:
 
 
 def _unseen(recipe, roles: Mapping) -> delayed.Seen:
+    """Empty observations of the roles that have a state, of the state's shape."""
     return {role: blank for role, of_role in roles.items() for blank in [delayed.unseen(recipe, of_role.stored.shape)[role]]}

@@ -1,12 +1,15 @@
-"""What a compiled step really multiplies and moves: every dot's operand types, accumulation and layer, every collective's type (SEMANTICS B-7).
+"""Prove that a compiled step runs in FP8: its GEMMs' and collectives' types (SEMANTICS B-7).
 
-program = proof.read(jax.jit(step).lower(*arguments))
-proof.gemms(program)            # of each dot: layer, GEMM, operand types, accumulation
-proof.collectives(program)      # of each gather and reduction: layer, type, shape
-proof.missing(program, {"mlp.up_proj": "tensorwise"}, {"mlp.up_proj": placement})    # what was planned and is absent
-compiled = proof.read_compiled(lowered.compile())
-proof.kernels(compiled)         # how many kernels multiply which types
-proof.lost(compiled, program)   # FP8 dots of the program that the compiled one multiplies in a wider type
+    program = proof.read(jax.jit(step).lower(*arguments))
+    proof.gemms(program)            # every dot: layer, GEMM, operand types, accumulation
+    proof.collectives(program)      # every gather and reduction: layer, type, shape
+    proof.missing(program, {"mlp.up_proj": "tensorwise"}, {"mlp.up_proj": placement})
+                                    # FP8 GEMMs and gathers that are asked for and absent
+    compiled = proof.read_compiled(lowered.compile())
+    proof.kernels(compiled)         # how many kernels multiply which types
+    proof.lost(compiled, program)   # FP8 dots that XLA compiled to a wider type
+
+``hlo`` parses programs; ``verdict`` compares them with the recipes.
 """
 
 from fp8ref.jax.proof.verdict import (

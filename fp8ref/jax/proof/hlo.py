@@ -1,4 +1,5 @@
-"""The dots and collectives of a program, off its StableHLO or off HLO's text, whichever pass it is behind."""
+"""Parse the dots and collectives of a program, from StableHLO or from the text of HLO after any
+pass."""
 
 import math
 import re
@@ -19,10 +20,13 @@ _ARRAY = re.compile(r"([a-z]\w*)\[([\d,]*)\]")
 
 @dataclass(frozen=True)
 class Operation:
-    """One operation: its kind in StableHLO's spelling, its operands' and its result's types, where it came from, its precision.
+    """One operation: kind in StableHLO's spelling, types of operands and result, scopes, precision.
 
-    A GEMM under simulated hardware (G-19), a call to the host, is of kind ``simulated``; its precision is ``<plan>:<fast or slow>``.
-    kernel    in optimised HLO of a GPU, what runs it: a library's call, or the kind of the fusion around it.
+    A GEMM under simulated hardware (G-19), a call to the host, is of kind ``simulated``; its
+    precision is ``<plan>:<fast or slow>``.
+
+    path      the named scopes that the operation came from.
+    kernel    in optimised HLO of a GPU, what runs it: a library's call, or the kind of its fusion.
     """
 
     kind: str
@@ -34,18 +38,18 @@ class Operation:
 
     @property
     def place(self) -> tuple[str, str] | tuple[None, None]:
-        """The layer and the GEMM of it; None of an operation outside any."""
+        """(layer, GEMM) of the operation; (None, None) outside any linear."""
         return place(self.path)
 
     @property
     def multiplications(self) -> int:
-        """M N K of a dot: M K, N K and M N elements go in and out."""
+        """M N K of a dot, the root of M K, N K and M N multiplied."""
         return math.isqrt(math.prod(math.prod(shape) for _, shape in (*self.operands, self.result)))
 
 
 @dataclass(frozen=True)
 class Instruction:
-    """One line of HLO's text. types: of its result's arrays, a tuple's one after the other."""
+    """One line of HLO's text. types: those of the result's arrays, in a tuple's order."""
 
     computation: str
     name: str
@@ -56,18 +60,18 @@ class Instruction:
 
     @property
     def path(self) -> str:
-        """The named scopes that it came from; empty where it does not say."""
+        """The named scopes that it came from; empty if the line has none."""
         return _first(r'op_name="([^"]*)"', self.line)
 
 
 def place(path: str) -> tuple[str, str] | tuple[None, None]:
-    """The layer and the GEMM in a path of named scopes."""
+    """(layer, GEMM) in a path of named scopes; (None, None) if there is none."""
     found = _GEMM.search(path)
     return (found["layer"], found["which"]) if found else (None, None)
 
 
 def from_stablehlo(module) -> Iterator[Operation]:
-    """The dots, collectives and calls of simulated hardware of a StableHLO module, in its order."""
+    """The dots, collectives and simulated GEMMs of a StableHLO module, in its order."""
     for op in walk(module):
         kind = op.name.removeprefix("stablehlo.")
         if kind == "dot_general" or kind in COLLECTIVES:
@@ -80,13 +84,17 @@ def from_stablehlo(module) -> Iterator[Operation]:
 
 
 def from_text(text: str) -> Iterator[Operation]:
-    """Of HLO behind any pass. A collective that XLA combined of several is several; those name no layer."""
+    """The dots and collectives of HLO's text after any pass.
+
+    A collective that XLA combined of several is counted as several, which name no layer.
+    """
     types: dict[str, Typed] = {}
     around = kernels(text)
     for one in instructions(text):
         if one.types:
             types[one.name] = one.types[0]
         kind = one.kind.replace("-", "_").removesuffix("_start")
+        # A GPU's library call multiplies under its target's name.
         target = _first(r'custom_call_target="([^"]*)"', one.line)
         if one.kind == "dot" or target in MATMULS:
             precision = _first(r'operand_precision(?:=\{|":\[)([^}\]]*)', one.line)
@@ -111,12 +119,12 @@ def instructions(text: str) -> Iterator[Instruction]:
 
 
 def kernels(text: str) -> dict[str, str]:
-    """Computation -> the kind of the custom fusion that calls it, such as __triton_gemm."""
+    """Computation -> kind of the custom fusion that calls it, such as __triton_gemm."""
     return dict(re.findall(r' fusion\(.*calls=%?([\w.\-]+).*"kind":"(\w+)"', text))
 
 
 def walk(op, skip: str | None = None) -> Iterator:
-    """The operations inside one of StableHLO, but for those inside any of the name skip."""
+    """The operations inside a StableHLO operation, except those inside operations named skip."""
     for region in op.regions:
         for block in region.blocks:
             for inner in block.operations:

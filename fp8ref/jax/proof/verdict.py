@@ -1,17 +1,20 @@
-"""Read the dots and collectives of a step, and compare them with the plan (SEMANTICS B-7).
+"""The verdict on a step: which GEMMs and gathers that should run in FP8 do (SEMANTICS B-7).
 
-Where nothing is left for XLA to partition (one device, or shard_map), the StableHLO shows them all. Under plain jit on a mesh the
-collectives exist only after SPMD partitioning: the program is compiled, and the HLO after that pass is read.
-Which kernels a GPU runs is in the HLO after all passes, which ``read_compiled`` reads.
+``read`` takes a lowered step. If nothing is left for XLA to partition (one device, or shard_map),
+its StableHLO shows all GEMMs and collectives. Under plain jit on a mesh the collectives exist only
+after SPMD partitioning, so the program is compiled and the HLO after that pass is read.
+``read_compiled`` reads the HLO after all passes, which names the kernels of a GPU.
 """
 
 import collections
+import contextlib
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import jax
+from jax.experimental.compilation_cache import compilation_cache
 
 from fp8ref import recipe as recipes
 from fp8ref.jax import cast, gemm
@@ -23,7 +26,10 @@ from fp8ref.recipe import OPERANDS, Recipe
 
 @dataclass(frozen=True)
 class Program:
-    """A step, read. source: ``stablehlo``, ``hlo after spmd partitioning`` or ``optimised hlo``."""
+    """The dots and collectives of a step, in order.
+
+    source    ``stablehlo``, ``hlo after spmd partitioning`` or ``optimised hlo``.
+    """
 
     operations: tuple[Operation, ...]
     source: str
@@ -31,10 +37,13 @@ class Program:
 
 @dataclass(frozen=True)
 class Gemm:
-    """One dot. accumulate is ``fast`` or ``slow`` (G-7); layer and which are None of a dot that is no linear's; multiplications are M N K.
+    """One dot, or one GEMM under simulated hardware.
 
-    kernel    of optimised HLO: what multiplies.
-    plan      the simulated hardware that multiplies on the host, by which no dot of XLA's does (G-19); None of a dot.
+    layer, which     the linear and its GEMM; None outside any linear.
+    accumulate       ``fast`` or ``slow`` (G-7).
+    multiplications  M N K.
+    kernel           in optimised HLO, what multiplies.
+    plan             the simulated hardware that multiplies on the host (G-19); None for a dot.
     """
 
     layer: str | None
@@ -50,13 +59,13 @@ class Gemm:
 
     @property
     def fp8(self) -> bool:
-        """Whether both operands are."""
+        """True if both operands are FP8."""
         return self.a.startswith("f8") and self.b.startswith("f8")
 
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective: what it moves, and to which shape."""
+    """One collective: the dtype that it moves, and the shape of its result."""
 
     layer: str | None
     which: str | None
@@ -66,19 +75,34 @@ class Collective:
 
 
 def read(lowered: jax.stages.Lowered) -> Program:
-    """The operations of ``jax.jit(f).lower(...)``. Compiles only where XLA has yet to partition the program.
+    """The operations of ``jax.jit(f).lower(...)``. Compiles only where XLA has yet to partition the
+    program.
 
     Raises:   RuntimeError: a jax that dumps no HLO behind that pass.
     """
     operations = tuple(hlo.from_stablehlo(_module(lowered)))
     if not _left_to_partition(lowered):
         return Program(operations, "stablehlo")
-    with tempfile.TemporaryDirectory() as directory:
+    with tempfile.TemporaryDirectory() as directory, _compiled_anew():
         lowered.compile(compiler_options={"xla_dump_to": directory, "xla_dump_hlo_pass_re": ".*spmd.*"})
         texts = sorted(Path(directory).glob("*after_spmd-partitioning*.txt"))
         if not texts:
             raise RuntimeError("XLA wrote no HLO after SPMD partitioning; fp8ref.jax.proof reads what jax 0.10 dumps. Use shard_map.")
         return Program(tuple(hlo.from_text(texts[-1].read_text())), "hlo after spmd partitioning")
+
+
+@contextlib.contextmanager
+def _compiled_anew() -> Iterator[None]:
+    """In this context XLA compiles even what JAX's persistent cache holds, for only then does it
+    dump anything. JAX asks its setting once, hence the resets."""
+    before = jax.config.jax_enable_compilation_cache
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()
+    try:
+        yield
+    finally:
+        jax.config.update("jax_enable_compilation_cache", before)
+        compilation_cache.reset_cache()
 
 
 def read_compiled(compiled: jax.stages.Compiled | str) -> Program:
@@ -111,12 +135,15 @@ def collectives(program: Program) -> list[Collective]:
 def missing(
     program: Program, planned: Mapping[str, str | Recipe], placements: Mapping[str, Placement] | None = None, plan: str | None = None
 ) -> list[str]:
-    """What a plan promises and the program lacks, a line each: FP8 GEMMs by layer, operand types and accumulation, and gathers of a byte an element.
+    """FP8 GEMMs and gathers that the recipes ask for and the program lacks, a line for each.
 
-    plan      the simulated hardware that all of them are to run under (B-12); None: XLA's own dots.
+    planned    layer -> its recipe. Each FP8 GEMM must be there, in its operand types and
+               accumulation.
+    placements layer -> its placement. A weight, or a tensor-parallel input or grad_output, must be
+               gathered in FP8; a wider gather is a line of its own.
+    plan       simulated hardware that must run all of the GEMMs (B-12); None: XLA's own dots.
 
-    A GEMM on dequantised operands (G-16) is none of FP8, and not asked for, but under a plan. A gather is: along the axes by which a weight, or a
-    tensor-parallel input or grad_output, is cut; anything wider gathered there is a line of its own.
+    A GEMM on dequantised operands (G-16) runs no FP8 dot, so only a plan asks for it.
     """
     lines, dots, moved = [], gemms(program), collectives(program)
     for layer, recipe in planned.items():
@@ -129,6 +156,7 @@ def missing(
             others = [said for said in found if said != wanted]
             promise = f"{layer}/{which}: planned {wanted}"
             lines += [f"{promise}; {have}" for have in (others if here else ["no dot of it is there"])]
+            # Gathers: one in FP8 for each role that the placement gathers.
             placement = (placements or {}).get(layer)
             gathered = [role for role in OPERANDS[which] if placement and placement.gathered(role)]
             bytes_ = [m for m in moved if (m.layer, m.which, m.kind) == (layer, which, "all_gather") and m.dtype.startswith("f8")]
@@ -142,15 +170,17 @@ def missing(
 
 
 def lost(compiled: Program, program: Program) -> list[str]:
-    """FP8 dots of a program that the compiled one multiplies in anything wider, a line each.
+    """FP8 dots of a program that XLA compiled to a wider type, a line for each.
 
-    XLA may merge dots that share an operand into one, of one's name: a dot without any kernel of its own name is lost only if the FP8
-    kernels of its kind (output, grad_input or grad_weight; fast or slow) multiply less than the program's dots of that kind.
+    XLA may merge dots that share an operand into one, under one dot's name. So a dot without a
+    kernel of its name is lost only if the FP8 kernels of its kind (output, grad_input or
+    grad_weight; fast or slow) multiply less than the program's dots of that kind.
     """
 
     def kind(dot: Gemm) -> tuple[str | None, str]:
         return dot.which, dot.accumulate
 
+    # How much of each kind's work FP8 kernels leave undone: positive where some dot was lost.
     dots, here = [dot for dot in gemms(program) if dot.fp8], gemms(compiled)
     left: collections.Counter = collections.Counter()
     for sign, those in ((1, dots), (-1, [dot for dot in here if dot.fp8])):
@@ -166,20 +196,24 @@ def lost(compiled: Program, program: Program) -> list[str]:
 
 
 def kernels(compiled: Program) -> dict[str, int]:
-    """How many kernels of each name multiply each pair of types: {"__cublas$lt$matmul$f8: f8e4m3fn x f8e4m3fn": 2}."""
+    """The number of kernels by name and operand types: {"__cublas$lt$matmul$f8: f8e4m3fn x
+    f8e4m3fn": 2}."""
     return dict(collections.Counter(f"{dot.kernel}: {dot.a} x {dot.b}" for dot in gemms(compiled)))
 
 
 def gathers(program: Program) -> dict[str, int]:
-    """How many tensors are gathered, by type."""
+    """The number of gathered tensors, by type."""
     return dict(collections.Counter(m.dtype for m in collectives(program) if m.kind == "all_gather"))
 
 
 def manifest(
     program: Program, planned: Mapping[str, str | Recipe], missing: list[str], compiled: Program | None = None, plan: str | None = None
 ) -> dict:
-    """The proof as a run's manifest keeps it: every dot of a planned linear, gathers by type, GEMMs on dequantised operands, what is missing;
-    under simulated hardware, its GEMMs, which are no dots; of a compiled program, its kernels and gathers."""
+    """The proof as a run's manifest keeps it.
+
+    It holds the dots of planned linears, gathers by type, GEMMs on dequantised operands and what is
+    missing; under simulated hardware its GEMMs; of a compiled program its kernels and gathers.
+    """
     here = [dot for dot in gemms(program) if dot.layer in planned]
     dots, simulated = ([dot for dot in here if (dot.plan is None) is native] for native in (True, False))
     dequantised = [
@@ -212,7 +246,8 @@ def _of_simulated(dot: Gemm) -> dict:
 
 
 def _merged(moved: list[Collective], layer: str, which: str, recipe: str | Recipe, placement: Placement | None) -> int:
-    """1 where the other GEMM of the backward pass gathers grad_output for both: in a loop JAX makes equal gathers one."""
+    """1 if the other backward GEMM gathers grad_output for both: in a loop JAX merges equal
+    gathers."""
     other = {"grad_input": "grad_weight", "grad_weight": "grad_input"}.get(which)
     if (
         other is None
@@ -232,7 +267,8 @@ def _name(dtype) -> str:
 
 
 def _left_to_partition(lowered: jax.stages.Lowered) -> bool:
-    """Whether XLA has dots to split over devices: more than one partition, and a dot outside all of shard_map's bodies."""
+    """True if XLA has dots to split over devices: several partitions, and a dot outside
+    shard_map."""
     module = _module(lowered)
     partitions = module.attributes["mhlo.num_partitions"].value if "mhlo.num_partitions" in module.attributes else 1
     return partitions > 1 and any(True for op in hlo.walk(module, skip="sdy.manual_computation") if op.name == "stablehlo.dot_general")

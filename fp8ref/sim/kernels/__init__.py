@@ -1,5 +1,6 @@
-"""The simulator's functions again, compiled by numba for speed: equal to the plain ones bit for bit, which the tests hold them to.
+"""Compiled twins of the simulator's definitions, by numba: equal bit for bit, which the tests
+check.
 
-A kernel is compiled at its first use, for its constants (a format's layout, a rounding) and cached on disk. Kernels take
-contiguous arrays and check nothing: the functions that call them have.
+A kernel is compiled at its first use, for its constants (a format's layout, a rounding), and cached
+on disk. Kernels take contiguous arrays and check nothing: their callers have checked.
 """

@@ -1,4 +1,5 @@
-"""Operations on 32-bit lanes that Python cannot spell: numba widens small integers to 64 bits, which halves a vector's lanes."""
+"""32-bit operations for kernels: bit casts, shifts and truncation that numba would widen to 64
+bits, halving a vector's lanes."""
 
 from collections.abc import Callable
 
@@ -8,7 +9,8 @@ from numba.extending import intrinsic
 
 
 def compiled(function: Callable) -> Callable:
-    """function compiled at its first call, kept on disk where a folder for it can be written."""
+    """Compile function at its first call, with a cache on disk if a folder for it can be
+    written."""
     options = {"nogil": True, "error_model": "numpy"}
     try:
         return njit(cache=True, **options)(function)

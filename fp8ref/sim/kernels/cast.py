@@ -1,8 +1,10 @@
-"""Casts from float32 bits to 8-bit codes, one pass, eight lanes at a time, for every signed format and rounding.
+"""Casts from float32 bits to 8-bit codes, one pass, eight lanes at a time, for every signed format
+and rounding.
 
-The code of |x| is n + (E - emin) * 2^m, where E = max(floor(log2|x|), emin) and n is |x| in units of the format's spacing at
-E, rounded to an integer. Nearest-even lets the adder round: |x| + 2^(E + 23 - m) has that spacing as its last place, and n is
-what remains of its bits. The other roundings shift integers.
+The code of |x| is n + (E - emin) * 2^m, where E = max(floor(log2|x|), emin) and n is |x| in units
+of the format's spacing at E, rounded to an integer. Nearest-even lets the adder round: |x| + 2^(E +
+23 - m) has that spacing as its last place, and n is what remains of its bits. The other roundings
+shift integers.
 """
 
 import functools
@@ -22,7 +24,7 @@ u32, u64 = np.uint32, np.uint64
 
 
 class Layout(NamedTuple):
-    """What a kernel is compiled for: everything a format, a rounding and saturation decide. Numbers are uint32."""
+    """The constants of a kernel, decided by format, rounding and saturation. Numbers are uint32."""
 
     mantissa_bits: np.uint32
     spacing: np.uint32  # 23 - mantissa_bits
@@ -40,6 +42,8 @@ class Layout(NamedTuple):
 
 
 def _checksum() -> int:
+    """A checksum of the kernels' sources, part of every kernel's constants: an edited helper makes
+    a new kernel."""
     package = importlib.resources.files("fp8ref.sim")
     kernels = sorted((f for f in package.joinpath("kernels").iterdir() if f.name.endswith(".py")), key=lambda f: f.name)
     return zlib.crc32(b"".join(f.read_bytes() for f in (*kernels, package.joinpath("philox.py"))))
@@ -49,7 +53,7 @@ SOURCES = _checksum()
 
 
 def layout(fmt: Format, rounding: str, saturate: bool) -> Layout:
-    """What a cast's kernel is compiled for."""
+    """The constants of a cast's kernel."""
     limit = fmt.max if saturate else 2 ** (np.floor(np.log2(fmt.max)) + 1)
     return Layout(
         mantissa_bits=u32(fmt.mantissa_bits),
@@ -70,7 +74,8 @@ def layout(fmt: Format, rounding: str, saturate: bool) -> Layout:
 
 @functools.cache
 def encoder(fmt: Format, rounding: str, saturate: bool) -> Callable:
-    """encode(bits uint32 [n], out uint8 [n], start, seed): start is the flat index of bits[0]; both matter to stochastic rounding only."""
+    """encode(bits uint32 [n], out uint8 [n], start, seed): start is the flat index of bits[0]; both
+    matter to stochastic rounding only."""
     to = layout(fmt, rounding, saturate)
     if rounding == "stochastic":
         return _stochastic(to)
@@ -92,22 +97,27 @@ def encoder(fmt: Format, rounding: str, saturate: bool) -> Callable:
 
 @njit(inline="always")
 def nearest_even(bits, to):
-    """The code of a float32's bits: adding a number whose spacing is the format's makes the processor round to it."""
+    """The code of a float32's bits: adding a number whose spacing is the format's makes the
+    processor round to it."""
     u = min(u32(bits & u32(0x7FFFFFFF)), to.limit)
     emin = u32(to.emin << u32(23))
     steps = u32(max(u32(u & u32(0x7F800000)), emin) - emin)  # (E - emin) << 23
+    # 2^(E + 23 - mantissa_bits): a float32 whose last place is the format's spacing at |x|.
     adder = u32(steps + u32(emin + u32(to.spacing << u32(23))))
+    # The sum keeps the adder's exponent, so the bits above the adder's count spacings: they are n.
     n = u32(as_bits(np.float32(as_float(u) + as_float(adder))) - adder)
     return pack(bits, u32(n + shift_right(steps, to.spacing)), to)
 
 
 @njit(inline="always")
 def by_shift(bits, to):
-    """The code of a float32's bits under a rounding that is not nearest even: its significand shifted, and what falls off looked at."""
+    """The code of a float32's bits under another rounding: shift the significand, and look at the
+    bits that fall off."""
     u = min(u32(bits & u32(0x7FFFFFFF)), to.limit)
     sig = u32(u32(u & u32(0x7FFFFF)) | u32(0x800000)) if u > u32(0) else u32(0)
     e = max(shift_right(u, u32(23)), u32(to.emin - u32(8)))  # below that every shift is past sig's first bit
     top = max(e, to.emin)
+    # Below emin the spacing stays, so the shift grows as the exponent falls.
     shift = u32(u32(top + to.spacing) - e)
     n = shift_right(sig, shift)
     rest = u32(sig - u32(n << shift))
@@ -120,10 +130,12 @@ def by_shift(bits, to):
 
 @njit(inline="always")
 def pack(bits, code, to):
-    """From the bits of x and the rounded code of |x|: overflow, sign, NaN (SEMANTICS C-3 to C-6)."""
+    """From the bits of x and the rounded code of |x|: overflow, sign, NaN (SEMANTICS C-3 to
+    C-6)."""
     u = u32(bits & u32(0x7FFFFFFF))
     sign = u32(shift_right(bits, u32(24)) & u32(0x80))
     if not to.saturate:
+        # From a finite value a directed rounding never leaves the finite range (C-4).
         kept = to.directed and u < u32(0x7F800000)
         code = (to.max_code if kept else to.overflow_code) if code > to.max_code else code
         sign = sign if code != to.nan_code else u32(0)
@@ -136,6 +148,9 @@ CHUNK = 256  # elements; few enough that one in 2^16, which 16 bits leave undeci
 
 
 def _stochastic(to: Layout) -> Callable:
+    """``encode`` by stochastic rounding: 16 random bits decide nearly every element; where they
+    tie, 32 more are drawn."""
+
     @compiled
     def encode(bits, out, start, seed):
         random = np.empty((2, philox.BLOCK // 8), np.uint64)
@@ -173,7 +188,8 @@ def _stochastic(to: Layout) -> Callable:
 
 @njit(inline="always")
 def _fixed_point(u, to):
-    """(|x| in units of its spacing as a 16.16 fixed-point number, E - emin). Far below emin those bits are all zero."""
+    """(|x| in units of its spacing as a 16.16 fixed-point number, E - emin). Far below emin those
+    bits are all zero."""
     e = max(shift_right(u, u32(23)), u32(to.emin - u32(24)))
     top = max(e, to.emin)
     sig = u32(u32(u & u32(0x7FFFFF)) | u32(0x800000))
@@ -191,7 +207,8 @@ def _below(u, to):
     return (sig << u64(-right) if right < 0 else sig >> u64(right)) & u64(0xFFFFFFFF)
 
 
-# Philox in 64-bit lanes: a product takes the low 32 bits of its factors, so that nothing else needs masking.
+# Philox in 64-bit lanes: a product takes the low 32 bits of its factors, so that nothing else needs
+# masking.
 _M0, _M1 = (u64(m) for m in philox.MULTIPLIERS)
 _LOW, _32 = u64(0xFFFFFFFF), u64(32)
 
@@ -213,7 +230,8 @@ def _keys(seed):
 
 @compiled
 def _fill(random, first, seed):
-    """random uint64 [2, BLOCK / 8]: the words (0, 1) and (2, 3) of the counters first, first + 1, ..., stream 0."""
+    """random uint64 [2, BLOCK / 8]: the words (0, 1) and (2, 3) of the counters first, first + 1,
+    ..., stream 0."""
     a, b = _keys(seed)
     for j in range(philox.BLOCK // 8):
         counter = u64(first + u64(j))

@@ -1,7 +1,9 @@
-"""amax and scaled casts over a matrix of float32 bits whose scales form a coarser grid.
+"""amax and scaled casts over a matrix of float32 bits whose scales form a coarser grid: twins of
+``scaling``'s definitions.
 
-Row r of the matrix takes row group[r] of the scales, and within it every ``width`` elements one scale: width 1 is a scale for
-each column. Tensorwise, rowwise along either axis, and every block are such grids.
+Row r of the matrix takes row group[r] of the scales, and within it every ``width`` elements one
+scale: width 1 is a scale for each column. Tensorwise, rowwise along either axis, and every block
+are such grids; ``scaling.grid_of`` makes them.
 """
 
 import functools
@@ -16,7 +18,8 @@ from fp8ref.sim.kernels.cast import layout, nearest_even, u32
 
 @compiled
 def amax(bits, group, width, out):
-    """out[g, c] = max of |x|'s bits over its group, out zero before: the order of magnitudes is that of their bits, NaN on top."""
+    """out[g, c] = the maximum of |x|'s bits over its group, out zero before. Magnitudes order as
+    their bits do, NaN on top."""
     for r in range(bits.shape[0]):
         row, line = bits[r], out[group[r]]
         if width == 1:
@@ -33,8 +36,8 @@ def amax(bits, group, width, out):
 
 @functools.cache
 def encoder(fmt: Format) -> Callable:
-    """encode(bits uint32 [R, C], group int64 [R], width, scale float32 [G, ceil(C / width)], out uint8 [R, C]):
-    RN32(x * scale), saturated, rounded to nearest even."""
+    """encode(bits uint32 [R, C], group int64 [R], width, scale float32 [G, ceil(C / width)], out
+    uint8 [R, C]): RN32(x * scale), saturated, rounded to nearest even."""
     to = layout(fmt, "nearest_even", True)
 
     @compiled

@@ -1,16 +1,16 @@
-"""Which GEMMs a training step really runs in FP8, layer by layer (SEMANTICS B-8): traced, and compared with the plan.
+"""Prove that a step ran in FP8: trace its GEMMs, and compare them with the plan (B-8).
 
-with proof.trace_eager(model) as trace:      # eager: every product inside the model's linears, as it is dispatched
+with proof.trace_eager(model) as trace:      # eager: the products in the model's linears
     loss(model(x)).backward()
-with proof.trace_compiled(model) as trace:   # compiled: the graphs that inductor generates code from
+with proof.trace_compiled(model) as trace:   # compiled: the graphs that inductor compiles
     loss(torch.compile(model)(x)).backward()
-missing = proof.missing(trace, {"mlp.up_proj": "tensorwise"})    # what was planned and is absent, a line each
-proof.manifest(trace, {"mlp.up_proj": "tensorwise"}, missing)    # as a run's manifest keeps it
+missing = proof.missing(trace, {"mlp.up_proj": "tensorwise"})  # absent GEMMs, a line each
+proof.manifest(trace, {"mlp.up_proj": "tensorwise"}, missing)  # the proof, for a run's manifest
 """
 
 from fp8ref.torch.proof.compiled import trace_compiled
 from fp8ref.torch.proof.eager import trace_eager
-from fp8ref.torch.proof.records import Gemm, Seen
+from fp8ref.torch.proof.records import GemmRecord, GemmTrace
 from fp8ref.torch.proof.verdict import gathers, manifest, missing, missing_gathers
 
-__all__ = ["Gemm", "Seen", "gathers", "manifest", "missing", "missing_gathers", "trace_compiled", "trace_eager"]
+__all__ = ["GemmRecord", "GemmTrace", "gathers", "manifest", "missing", "missing_gathers", "trace_compiled", "trace_eager"]

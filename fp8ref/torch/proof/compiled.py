@@ -1,7 +1,8 @@
-"""Which GEMMs a compiled model runs, read off the graphs that inductor generates code from.
+"""Trace the GEMMs of a compiled model: read them off the graphs that inductor generates code from.
 
-The joint graph of a forward and a backward pass tells which GEMM is which: there an operand can be followed back to the layer's
-weight or to its input. The graphs of inductor's last pass over them, forward and backward apart, tell what became of it.
+Two graphs are read. The joint graph of a forward and a backward pass tells the GEMMs apart: an
+operand is followed back to the layer's weight or to its input. The post-grad graphs, one for each
+pass, tell how each GEMM runs in the end.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -14,33 +15,41 @@ from torch import nn
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph, Node
 
-from fp8ref.recipe import Gemm as Which
+from fp8ref.recipe import Gemm
+from fp8ref.torch.model_checks import is_compiled
 from fp8ref.torch.proof import records
-from fp8ref.torch.proof.records import BLOCK_GEMM, OPERANDS_AT, SCALED_MM, SIMULATED, Gemm, Seen
+from fp8ref.torch.proof.records import BLOCK_GEMM, OPERANDS_AT, SCALED_MM, SIMULATED, GemmRecord, GemmTrace
 
 aten = torch.ops.aten
-_LABEL = "fp8ref.torch.proof.compiled"  # under which a node keeps (layer, which) from the joint graph on
+# the key in a node's metadata of (layer, which), set on the joint graph
+_LABEL = "fp8ref.torch.proof.compiled"
 
 
 @contextmanager
-def trace_compiled(model: nn.Module) -> Iterator[Seen]:
-    """What inductor compiles of a model while in this context, which is to hold the first step: what is compiled already is not seen.
+def trace_compiled(model: nn.Module) -> Iterator[GemmTrace]:
+    """Record the GEMMs of the graphs that inductor compiles in this context.
 
-    Inductor's caches are left alone meanwhile: not read, as they would hide the graphs, and not written. Modules of one class that are
-    compiled on their own share a graph, which then counts for all of them; a linear whose forward is a graph of its own has no name in it.
+    Run the first step in it: later ones compile nothing.
+
+    Inductor's caches are neither read, which would hide the graphs, nor written. Modules of one
+    class that are compiled one by one share a graph, which counts for all of them. A linear
+    compiled by itself has no name in its graph.
     """
-    found = Seen("inductor post-grad graphs")
-    reader = _Reader(model, found)
+    trace = GemmTrace("inductor post-grad graphs")
+    reader = _Reader(model, trace)
     config = inductor_config
     with inductor_config.patch(
         joint_custom_pre_pass=_Pass(reader.label, config.joint_custom_pre_pass),
         post_grad_custom_post_pass=_Pass(reader.read, config.post_grad_custom_post_pass),
     ):
-        yield found
+        yield trace
 
 
 class _Pass(CustomGraphPass):
-    """Reads a graph after the passes that were there before. Without a uuid, which makes inductor leave its caches alone."""
+    """A pass that reads a graph after the passes set before.
+
+    It has no uuid, so inductor bypasses its caches.
+    """
 
     def __init__(self, read: Callable[[Graph], None], earlier) -> None:
         self._read = read
@@ -56,42 +65,45 @@ class _Pass(CustomGraphPass):
 
 
 class _Reader:
-    def __init__(self, model: nn.Module, found: Seen) -> None:
-        self._found = found
-        self._names = {str(id(module)): name for name, module in records.linears(model)}  # dynamo's keys of modules are their ids
+    """Labels the GEMMs of a model's joint graphs, and records them from its post-grad graphs."""
+
+    def __init__(self, model: nn.Module, trace: GemmTrace) -> None:
+        self._trace = trace
+        # dynamo's keys of modules are their ids
+        self._names = {str(id(module)): name for name, module in records.linears(model)}
         self._regions = {
             records.unwrapped(name): type(getattr(module, "_orig_mod", module))
             for name, module in model.named_modules()
-            if name and records.is_compiled(module)
+            if name and is_compiled(module)
         }
 
     def label(self, graph: Graph) -> None:
-        """On a joint graph: say on each GEMM of a layer which it is, and note the gradients that no GEMM makes."""
+        """Label each GEMM of a joint graph; record the gradients that no GEMM computes."""
         gemms = [(self._layer(node), node) for node in graph.nodes if node.target in OPERANDS_AT]
         weights: dict[str, set[Node]] = {}
         for layer, node in gemms:
             if layer is not None and not _backward(node):
                 node.meta[_LABEL] = layer, "output"
                 weights.setdefault(layer, set()).update(self._roots(_operands(node)[1], layer))
-        made: dict[str, set[Which]] = {}
+        made: dict[str, set[Gemm]] = {}
         for layer, node in gemms:
             if layer is not None and _backward(node):
                 roots = {root for operand in _operands(node) for root in self._roots(operand, layer)}
-                which: Which = "grad_input" if roots & weights.get(layer, set()) else "grad_weight"
+                which: Gemm = "grad_input" if roots & weights.get(layer, set()) else "grad_weight"
                 node.meta[_LABEL] = layer, which
                 made.setdefault(layer, set()).add(which)
         for layer, there in made.items():
             for which in ("grad_input", "grad_weight"):
-                # a backward pass without any product for a gradient does not make it
-                (self._found.wanted if which in there else self._found.unwanted).update(f"{name}/{which}" for name in self._shared(layer))
+                # a backward pass without a product for a gradient does not compute it
+                (self._trace.wanted if which in there else self._trace.unwanted).update(f"{name}/{which}" for name in self._shared(layer))
 
     def read(self, graph: Graph) -> None:
-        """On a post-grad graph: note its GEMMs."""
+        """Record the labelled GEMMs of a post-grad graph."""
         for node in graph.nodes:
             if node.target in OPERANDS_AT and _LABEL in node.meta:
                 layer, which = node.meta[_LABEL]
                 a, b = (records.type_name(operand.meta["val"].dtype) for operand in _operands(node))
-                self._found.gemms += [Gemm(name, which, a, b, *_how(node)) for name in self._shared(layer)]
+                self._trace.gemms += [GemmRecord(name, which, a, b, *_how(node)) for name in self._shared(layer)]
 
     def _layer(self, node: Node) -> str | None:
         """The innermost linear that a node belongs to, or whose forward pass it differentiates."""
@@ -100,7 +112,7 @@ class _Reader:
         return next((self._names[key] for key in keys if key in self._names), None)
 
     def _roots(self, operand: Node, layer: str) -> set[Node]:
-        """What an operand is computed from inside its layer: nodes of other layers, inputs of the graph, results of GEMMs."""
+        """What an operand in its layer comes from: nodes of other layers, graph inputs, GEMMs."""
         roots, visited, nodes = set(), set(), [operand]
         while nodes:
             node = nodes.pop()
@@ -112,7 +124,7 @@ class _Reader:
         return roots
 
     def _shared(self, layer: str) -> list[str]:
-        """The layer, and those at its place in modules that share its graph."""
+        """The layer, and its counterparts in modules that share its graph."""
         region = next((name for name in self._regions if layer.startswith(f"{name}.")), None)
         if region is None:
             return [layer]
@@ -130,7 +142,7 @@ def _operands(node: Node) -> list[Node]:
 
 
 def _how(node: Node) -> tuple[str | None, ...]:
-    """A product's accumulation and granularity, and the simulated hardware that it runs under."""
+    """Accumulation and granularity of a product, and its simulated hardware if any."""
     if node.target is SIMULATED:
         return records.of_simulated(node.args)
     if node.target is BLOCK_GEMM:
@@ -139,7 +151,7 @@ def _how(node: Node) -> tuple[str | None, ...]:
 
 
 def _scaled(node: Node) -> tuple[str, str]:
-    """A scaled product's accumulation and granularity."""
+    """Accumulation and granularity of a _scaled_mm."""
     given = records.arguments(node.target, node.args, node.kwargs)
     accumulate = "fast" if given.get("use_fast_accum") else "slow"
     scales = _node(given["scale_a"]), _node(given["scale_b"])

@@ -1,4 +1,4 @@
-"""Which GEMMs a model runs, seen while it runs eagerly: every product of matrices inside its linears, forward and backward."""
+"""Trace the GEMMs of a model that runs eagerly: every matrix product in its linears."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -12,97 +12,105 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from torchao.float8.float8_linear import Float8Linear
 from torchao.float8.float8_training_tensor import Float8TrainingTensor
 
-from fp8ref.recipe import OPERANDS
-from fp8ref.recipe import Gemm as Which
+from fp8ref.recipe import OPERANDS, Gemm
+from fp8ref.torch.model_checks import is_compiled
 from fp8ref.torch.proof import records
-from fp8ref.torch.proof.records import BLOCK_GEMM, SCALED_MM, SIMULATED, Gemm, Seen
+from fp8ref.torch.proof.records import BLOCK_GEMM, SCALED_MM, SIMULATED, GemmRecord, GemmTrace
 
 aten = torch.ops.aten
 _ONES = (aten.ones.default, aten.new_ones.default)
 _TIMES = (aten.mul_.Tensor, aten.mul.Tensor)
-_PLACE = "fp8ref.torch.proof.eager"  # under which an autograd node remembers its layer
+# the key in an autograd node's metadata that names its layer
+_LAYER_KEY = "fp8ref.torch.proof.eager"
 
 
 @contextmanager
-def trace_eager(model: nn.Module) -> Iterator[Seen]:
-    """In this context, what is seen of a model's GEMMs, forward and backward, under checkpointing too. No bit of them changes.
+def trace_eager(model: nn.Module) -> Iterator[GemmTrace]:
+    """Record a model's GEMMs in this context, forward and backward, also under checkpointing.
 
-    The backward pass may be run on its own: a node of the autograd graph remembers the layer it belongs to.
-    Raises:   ValueError: the model is compiled, and would run eagerly here (use ``compiled``).
+    No bit of them changes.
+
+    The backward pass may run in a context of its own: each node of the autograd graph remembers its
+    layer.
+    Raises:   ValueError: the model is compiled, and would run eagerly here (use
+              ``trace_compiled``).
     """
     for name, module in model.named_modules():
-        if records.is_compiled(module):
+        if is_compiled(module):
             raise ValueError(f"{name or 'the model'} is compiled, and would not be while it is watched. Use proof.trace_compiled.")
-    found = Seen("eager dispatch")
-    watch = _Watch(found)
+    trace = GemmTrace("eager dispatch")
+    tracer = _Tracer(trace)
     handles = []
     try:
         for name, module in records.linears(model):
-            handles.append(module.register_forward_pre_hook(watch.entering(name)))
-            handles.append(module.register_forward_hook(watch.leaving(name), with_kwargs=True, always_call=True))
-        with watch:
-            yield found
+            handles.append(module.register_forward_pre_hook(tracer.on_enter(name)))
+            handles.append(module.register_forward_hook(tracer.on_leave(name), with_kwargs=True, always_call=True))
+        with tracer:
+            yield trace
     finally:
         for handle in handles:
             handle.remove()
 
 
-class _Watch(TorchDispatchMode):
-    """Names GEMMs by where they run: inside a linear's forward pass, or inside a node of the autograd graph that one has made.
+class _Tracer(TorchDispatchMode):
+    """Names a GEMM by where it runs: in a linear's forward pass, or in an autograd node of it.
 
-    A recomputed forward pass runs inside a node too, and is known by the linear that it is inside of.
+    A forward pass that is recomputed runs in a node too; the linear that runs then names its GEMMs.
     """
 
-    def __init__(self, found: Seen) -> None:
+    def __init__(self, trace: GemmTrace) -> None:
         super().__init__()
-        self._found = found
+        self._trace = trace
         self._inside: list[str] = []
-        self._said: Which | None = None  # which GEMM torchao's operands say comes next
+        self._announced: Gemm | None = None  # the next GEMM, from the roles of torchao's operands
         self._ones = WeakTensorKeyDictionary()
-        self._unscaled = WeakTensorKeyDictionary()  # results under unit scales, to their index among the GEMMs
+        # results under unit scales, to their index among the GEMMs
+        self._unscaled = WeakTensorKeyDictionary()
 
-    def entering(self, name: str) -> Callable:
+    def on_enter(self, name: str) -> Callable:
         def hook(module, args):
             self._inside.append(name)
 
         return hook
 
-    def leaving(self, name: str) -> Callable:
+    def on_leave(self, name: str) -> Callable:
         def hook(module, args, kwargs, output):
             self._inside.pop()
-            if not isinstance(output, torch.Tensor) or output.grad_fn is None:  # None: an exception, or early stopping of a checkpoint
+            # None: an exception, or early stopping of a checkpoint
+            if not isinstance(output, torch.Tensor) or output.grad_fn is None:
                 return
             x = next(value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
             needed = {"grad_input": x.requires_grad, "grad_weight": module.weight.requires_grad}
             for which, wanted in needed.items():
-                (self._found.wanted if wanted else self._found.unwanted).add(f"{name}/{which}")
+                (self._trace.wanted if wanted else self._trace.unwanted).add(f"{name}/{which}")
             # torchao multiplies for both gradients, and leaves to autograd which of them is dropped
             order = [which for which, wanted in needed.items() if wanted or isinstance(module, Float8Linear)]
             for node in _between((x, module.weight, module.bias), output):
-                _memory(node)[_PLACE] = {"layer": name, "order": order}
+                _memory(node)[_LAYER_KEY] = {"layer": name, "order": order}
 
         return hook
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if FakeTensor in types:  # how DTensor asks for shapes; nothing is computed
+        if FakeTensor in types:  # DTensor asks for shapes; nothing is computed
             return func(*args, **kwargs)
-        if any(t is not torch.Tensor for t in types):  # a subclass unwraps itself, and what it then does is seen
+        # a subclass unwraps itself, and dispatches again
+        if any(t is not torch.Tensor for t in types):
             if func is aten.mm.default and all(isinstance(t, Float8TrainingTensor) for t in args):
                 roles = tuple(t._gemm_input_role.value for t in args)
-                self._said = next(which for which, operands in OPERANDS.items() if operands == roles)
+                self._announced = next(which for which, operands in OPERANDS.items() if operands == roles)
             return NotImplemented
         out = func(*args, **kwargs)
         if func in _ONES:
             self._ones[out] = True
         elif func in _TIMES and args[0] in self._unscaled and isinstance(args[1], torch.Tensor):
-            self._scaled(self._unscaled.pop(args[0]), args[1])
+            self._record_scale(self._unscaled.pop(args[0]), args[1])
         elif func in records.OPERANDS_AT:
-            self._see(func, args, kwargs, out)
+            self._record(func, args, kwargs, out)
         return out
 
-    def _see(self, func, args, kwargs, out: torch.Tensor) -> None:
-        said, self._said = self._said, None
+    def _record(self, func, args, kwargs, out: torch.Tensor) -> None:
+        announced, self._announced = self._announced, None
         layer, which = self._where()
         if layer is None:
             return
@@ -114,26 +122,27 @@ class _Watch(TorchDispatchMode):
             accumulate = "fast" if given.get("use_fast_accum") else "slow"
             granularity = records.granularity(*scales)
             if all(scale in self._ones for scale in scales):
-                granularity, self._unscaled[out] = "unit", len(self._found.gemms)
+                granularity, self._unscaled[out] = "unit", len(self._trace.gemms)
         elif func is BLOCK_GEMM:
             accumulate, granularity = records.of_blocks(*args[:4])
         elif func is SIMULATED:
             accumulate, granularity, plan = records.of_simulated(args)
-        self._found.gemms.append(Gemm(layer, said or which, a, b, accumulate, granularity, plan))
+        self._trace.gemms.append(GemmRecord(layer, announced or which, a, b, accumulate, granularity, plan))
 
-    def _scaled(self, index: int, factor: torch.Tensor) -> None:
-        gemm = self._found.gemms[index]
-        self._found.gemms[index] = Gemm(gemm.layer, gemm.which, gemm.a, gemm.b, gemm.accumulate, records.granularity(factor))
+    def _record_scale(self, index: int, factor: torch.Tensor) -> None:
+        gemm = self._trace.gemms[index]
+        self._trace.gemms[index] = GemmRecord(gemm.layer, gemm.which, gemm.a, gemm.b, gemm.accumulate, records.granularity(factor))
 
-    def _where(self) -> tuple[str | None, Which]:
-        """The layer that runs, and which of its GEMMs is next; None outside all layers."""
+    def _where(self) -> tuple[str | None, Gemm]:
+        """The layer that runs and its next GEMM; None outside all layers."""
         if self._inside:
             return self._inside[-1], "output"
         node = torch._C._current_autograd_node()
-        place = _memory(node).get(_PLACE) if node is not None else None
+        place = _memory(node).get(_LAYER_KEY) if node is not None else None
         if not place or not place["order"]:
             return None, "output"
-        # A linear's backward pass is one node, which makes the gradients that are needed in this order. One may run twice (retain_graph).
+        # A linear's backward pass is one node, which makes the gradients that are needed in this
+        # order. One may run twice (retain_graph).
         task = torch._C._current_graph_task_id()
         place["count"] = place["count"] + 1 if place.get("task") == task else 0
         place["task"] = task
@@ -141,17 +150,18 @@ class _Watch(TorchDispatchMode):
 
 
 def _memory(node: Node) -> dict:
-    """What a node remembers: a dict, whatever torch's annotations say."""
+    """A node's metadata: a dict, though torch annotates it otherwise."""
     return node.metadata  # type: ignore[return-value]
 
 
 def _between(inputs: Iterable[torch.Tensor | None], output: torch.Tensor) -> Iterator[Node]:
-    """The nodes of the autograd graph from an output back to its inputs, theirs left out."""
+    """The autograd nodes from an output back to its inputs, without those of the inputs."""
     visited = {x.grad_fn for x in inputs if x is not None}
     nodes = [output.grad_fn]
     while nodes:
         node = nodes.pop()
-        if node is not None and node not in visited and node.next_functions:  # a leaf's node outlives the step
+        # a leaf's node outlives the step
+        if node is not None and node not in visited and node.next_functions:
             visited.add(node)
             yield node
             nodes += [upstream for upstream, _ in node.next_functions]

@@ -1,4 +1,4 @@
-"""What a proof sees of a step: its GEMMs, each with its layer, its operands' types, how they are scaled and how it accumulates."""
+"""Records of the GEMMs of a step: layer, operand types, granularity and accumulation of each."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -6,16 +6,15 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._dynamo import OptimizedModule
 
-from fp8ref.recipe import Gemm as Which
+from fp8ref.recipe import Gemm
 from fp8ref.torch import block_gemm, hardware
 
 aten = torch.ops.aten
 SCALED_MM = aten._scaled_mm.default
 BLOCK_GEMM = block_gemm.OPERATOR
 SIMULATED = hardware.OPERATOR
-# Where a GEMM's operands are among its arguments.
+# Positions of a GEMM's operands among the arguments of its operator.
 OPERANDS_AT: dict[Any, tuple[int, int]] = {
     SCALED_MM: (0, 1),
     BLOCK_GEMM: (0, 1),
@@ -23,21 +22,26 @@ OPERANDS_AT: dict[Any, tuple[int, int]] = {
     aten.mm.default: (0, 1),
     aten.addmm.default: (1, 2),
 }
-# What wrappers insert into the names of modules.
+# Parts of module names that torch.compile and checkpoint_wrapper insert.
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
 
 
 @dataclass(frozen=True)
-class Gemm:
-    """One GEMM of a linear. accumulate is ``fast`` or ``slow`` (G-7), or ``blocks`` (G-17); None, as granularity is, of a GEMM that is none of FP8.
+class GemmRecord:
+    """One GEMM of a linear, as it ran.
 
-    granularity    ``tensorwise`` or ``rowwise``, from the shapes of the scales; of a GEMM under unit scales (G-5) from the factor its
-                   result is multiplied by, and ``unit`` if there is none; that of both operands where they have scales of blocks.
-    plan           the simulated hardware that it ran under (G-19); None of one that the framework multiplied.
+    accumulate     ``fast`` or ``slow`` (G-7), or ``blocks`` (G-17); None of a GEMM in high
+                   precision.
+    granularity    ``tensorwise`` or ``rowwise``, from the shapes of the scales. Under unit scales
+                   (G-5) it is that of the factor that multiplies the result, or ``unit`` without
+                   one. Of operands with block scales it names both. None of a GEMM in high
+                   precision.
+    plan           the simulated hardware that it ran under (G-19); None if the framework
+                   multiplied.
     """
 
     layer: str
-    which: Which
+    which: Gemm
     a: str
     b: str
     accumulate: str | None
@@ -51,7 +55,7 @@ class Gemm:
 
     @property
     def fp8(self) -> bool:
-        """Whether both operands are."""
+        """Whether both operands are FP8."""
         return self.a.startswith("f8") and self.b.startswith("f8")
 
     def __str__(self) -> str:
@@ -59,38 +63,33 @@ class Gemm:
 
 
 @dataclass
-class Seen:
-    """The GEMMs of every linear, in the order seen, recomputed and repeated ones too.
+class GemmTrace:
+    """The GEMMs of a model's linears, in the order in which they ran, repeated ones included.
 
-    wanted, unwanted    GEMMs of a backward pass, as ``layer/gemm``, whose gradient somebody needs, or nobody.
+    wanted      GEMMs of a backward pass, as ``layer/gemm``, whose gradient is needed.
+    unwanted    those whose gradient is not needed.
     """
 
     read_from: str
-    gemms: list[Gemm] = field(default_factory=list)
+    gemms: list[GemmRecord] = field(default_factory=list)
     wanted: set[str] = field(default_factory=set)
     unwanted: set[str] = field(default_factory=set)
 
     @property
     def pruned(self) -> set[str]:
-        """GEMMs that are not there because their gradient is not needed."""
+        """GEMMs that did not run because their gradient is not needed."""
         return self.unwanted - self.wanted - {gemm.name for gemm in self.gemms}
 
 
 def linears(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
-    """Every linear, by its name in the model before anything was compiled or wrapped for checkpointing."""
+    """Every linear, by its name before modules were compiled or wrapped for checkpointing."""
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear):
             yield unwrapped(name), module
 
 
-def is_compiled(module: nn.Module) -> bool:
-    """Whether a module, or its forward, went through torch.compile."""
-    forward = vars(module).get("forward")
-    return isinstance(module, OptimizedModule) or module._compiled_call_impl is not None or hasattr(forward, "_torchdynamo_orig_callable")
-
-
 def unwrapped(name: str) -> str:
-    """A module's name without what torch.compile and checkpointing inserted."""
+    """A module's name without the parts that torch.compile and checkpointing inserted."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
@@ -108,7 +107,7 @@ def arguments(op: Any, args: tuple, kwargs: dict) -> dict[str, Any]:
 
 
 def granularity(*scales: torch.Tensor) -> str:
-    """What scales of these shapes scale: those of rows are [M, 1] and [1, N], and their product [M, N]."""
+    """Granularity from the shapes of scales: rowwise ones are [M, 1], [1, N] or their product."""
     return "rowwise" if any(scale.ndim > 1 for scale in scales) else "tensorwise"
 
 

@@ -8,22 +8,24 @@ from torch import nn
 from fp8ref import recipe as recipes
 from fp8ref.recipe import Recipe
 from fp8ref.torch import cast, gemm, hardware
-from fp8ref.torch.fsdp import FP8Gather
-from fp8ref.torch.proof.records import Gemm, Seen, linears, type_name
+from fp8ref.torch.fp8_gather import FP8Gather
+from fp8ref.torch.proof.records import GemmRecord, GemmTrace, linears, type_name
 
 
-def missing(seen: Seen, planned: Mapping[str, str | Recipe], plan: str | None = None) -> list[str]:
-    """What a plan promises and was not seen, a line each: FP8 GEMMs by layer, operand types, accumulation and granularity.
+def missing(trace: GemmTrace, planned: Mapping[str, str | Recipe], plan: str | None = None) -> list[str]:
+    """A line for each planned FP8 GEMM that did not run, or ever ran otherwise than planned.
 
-    Every time that a GEMM ran it ran as planned, or there is a line. A GEMM of operands in blocks, which the device may have no kernel
-    for (G-16, G-17), is not asked for, but under a plan, nor is one whose gradient nobody needs.
+    Types, accumulation and granularity are compared. Two kinds of GEMM may be absent: those whose
+    gradient is not needed, and, unless under simulated hardware, those of block scales, for which
+    the device may have no kernel (G-16, G-17).
 
-    plan      the simulated hardware that all of them are to run under (B-12); None: the framework's own GEMMs.
+    plan      the simulated hardware that every GEMM must run under (B-12); None: the framework's
+              own GEMMs.
     """
-    here: dict[str, set[Gemm]] = {}
-    for found in seen.gemms:
+    here: dict[str, set[GemmRecord]] = {}
+    for found in trace.gemms:
         here.setdefault(found.name, set()).add(found)
-    lines, pruned = [], seen.pruned
+    lines, pruned = [], trace.pruned
     for wanted, granularity in _fp8(planned, plan):
         if wanted.name in pruned or (plan is None and gemm.in_blocks(granularity)):
             continue
@@ -33,7 +35,7 @@ def missing(seen: Seen, planned: Mapping[str, str | Recipe], plan: str | None = 
 
 
 def missing_gathers(model: nn.Module, planned: Iterable[str]) -> list[str]:
-    """The linears, of those planned, whose weight FSDP2 has not gathered as one byte an element, a line each."""
+    """A line for each planned weight that FSDP2 did not gather as FP8 codes."""
     found = gathers(model)
     return [
         f"{layer}/weight: planned a gather of one byte an element; {found.get(layer, 'none of it was seen')}"
@@ -43,21 +45,29 @@ def missing_gathers(model: nn.Module, planned: Iterable[str]) -> list[str]:
 
 
 def gathers(model: nn.Module) -> dict[str, str]:
-    """By linear, the type in which FSDP2 last gathered its weight, of those that are to be gathered in FP8: u8, codes."""
+    """The type in which FSDP2 last gathered each weight with an FP8 gather: u8 means codes."""
     found = {name: getattr(linear, "fp8_gather", None) for name, linear in linears(model)}
     return {name: type_name(g.moved) for name, g in found.items() if isinstance(g, FP8Gather) and g.moved is not None}
 
 
 def manifest(
-    seen: Seen, planned: Mapping[str, str | Recipe], missing: list[str], gathers: Mapping[str, str] | None = None, plan: str | None = None
+    trace: GemmTrace,
+    planned: Mapping[str, str | Recipe],
+    missing: list[str],
+    gathers: Mapping[str, str] | None = None,
+    plan: str | None = None,
 ) -> dict:
-    """The proof as a run's manifest keeps it: every kind of GEMM of a planned linear, once; those on dequantised operands; those whose
-    gradient nobody needs; how many weights were gathered in which type; what is missing; under simulated hardware, its GEMMs apart."""
-    fp8, pruned = list(_fp8(planned, plan)), seen.pruned
-    once = [g for g in dict.fromkeys(seen.gemms) if g.layer in planned]
-    by_kernel = {g.name for g in seen.gemms if g.fp8} - {g.name for g in seen.gemms if not g.fp8}
+    """The proof for a run's manifest, as plain data.
+
+    It holds each distinct GEMM of a planned linear once, the GEMMs on dequantised operands, those
+    whose gradient is not needed, the number of weights gathered in each type, and what is missing.
+    GEMMs under simulated hardware are a list of their own.
+    """
+    fp8, pruned = list(_fp8(planned, plan)), trace.pruned
+    once = [g for g in dict.fromkeys(trace.gemms) if g.layer in planned]
+    by_kernel = {g.name for g in trace.gemms if g.fp8} - {g.name for g in trace.gemms if not g.fp8}
     return {
-        "read_from": seen.read_from,
+        "read_from": trace.read_from,
         "gemms": [
             {"gemm": g.name, "a": g.a, "b": g.b, "accumulate": g.accumulate, "granularity": g.granularity, "fp8": g.fp8}
             for g in once
@@ -72,15 +82,15 @@ def manifest(
     } | ({"simulated": [_of_simulated(g) for g in once if g.plan is not None]} if plan else {})
 
 
-def _of_simulated(g: Gemm) -> dict:
+def _of_simulated(g: GemmRecord) -> dict:
     return {"gemm": g.name, "a": g.a, "b": g.b, "accumulate": g.accumulate, "granularity": g.granularity, "plan": g.plan}
 
 
-def _fp8(planned: Mapping[str, str | Recipe], plan: str | None) -> Iterator[tuple[Gemm, str]]:
-    """The FP8 GEMMs of a plan, and how operand a of each is scaled."""
+def _fp8(planned: Mapping[str, str | Recipe], plan: str | None) -> Iterator[tuple[GemmRecord, str]]:
+    """The FP8 GEMMs of a plan, each as its expected record and the granularity of its operand a."""
     for layer, recipe in planned.items():
         for which, spec in recipes.by_name(recipe).gemms.items():
             if spec.a is not None and spec.b is not None:
                 a, b = (type_name(cast.DTYPES[c.fmt.name]) for c in (spec.a, spec.b))
                 scaled = hardware.granularity(spec.a.granularity, spec.b.granularity)
-                yield Gemm(layer, which, a, b, spec.accumulate, scaled, plan), spec.a.granularity
+                yield GemmRecord(layer, which, a, b, spec.accumulate, scaled, plan), spec.a.granularity

@@ -1,1 +1,1 @@
-"""Where the tokens come from, and their order (SEMANTICS D)."""
+"""Training data: sources, tokenizers, token shards, reproducible batches (SEMANTICS D)."""

@@ -1,4 +1,4 @@
-"""Documents of text files, .jsonl, .parquet and the Hugging Face hub, one after the other, split and tokenised (SEMANTICS D-6)."""
+"""Read, split and tokenise text files, .jsonl, .parquet and datasets of the hub (SEMANTICS D-6)."""
 
 import hashlib
 import json
@@ -15,12 +15,15 @@ from fp8ref.train.data.sources import Source
 from fp8ref.train.data.tokenizers import Bytes, Tokenizer, library
 from fp8ref.train.sections import DataConfig
 
-IN_MEMORY = 4 * 2**30  # bytes of files that are read and tokenised when a run starts, in minutes
+IN_MEMORY = 4 * 2**30  # the most bytes of text that a run tokenises when it starts; takes minutes
 MEBIBYTE = 2**20
 
 
 class Document(NamedTuple):
-    """text: UTF-8, unless of a file of bytes; read: bytes of the source's files read when it was found."""
+    """One document. text: UTF-8, or any bytes of a text file.
+
+    read: bytes of the source read so far, for progress.
+    """
 
     text: bytes
     validation: bool
@@ -28,17 +31,23 @@ class Document(NamedTuple):
 
 
 def file_is_validation(name: str, fraction: float) -> bool:
-    """By the path alone, so that a file's split depends on no other file (D-1)."""
+    """Whether a text file is for validation.
+
+    Its path alone decides, so that other files do not matter (D-1).
+    """
     return hashlib.sha256(name.encode()).digest()[0] < 256 * fraction
 
 
 def text_is_validation(text: bytes, fraction: float) -> bool:
-    """By the text alone, so that equal documents are on the same side, whatever file they are in (D-6)."""
+    """Whether a document is for validation.
+
+    Its text alone decides, so that equal documents are on one side (D-6).
+    """
     return int.from_bytes(hashlib.sha256(text).digest()[:8]) < 2**64 * fraction
 
 
 def check_size(data: DataConfig, source: Source) -> None:
-    """ConfigError where reading the whole source when a run starts makes no sense."""
+    """ConfigError if the source is too large to be tokenised when a run starts."""
     size = sum(_size(path) for _, path in source.files)
     if size > IN_MEMORY:
         raise ConfigError(
@@ -48,7 +57,7 @@ def check_size(data: DataConfig, source: Source) -> None:
 
 
 def tokenised(data: DataConfig, source: Source, tokenizer: Tokenizer, *, shown: bool = True) -> Iterator[tuple[bool, np.ndarray]]:
-    """(whether it is for validation, its tokens) of every document that is not empty, in order, under a progress bar."""
+    """(for validation?, tokens) of every document that is not empty, in order, with a progress bar."""
     total = None if source.kind == "hub" else sum(_size(path) for _, path in source.files) // MEBIBYTE
     batch: list[Document] = []
     size = count = advanced = 0
@@ -154,7 +163,7 @@ def _parquet(path: Path, column: str) -> Iterator[tuple[bytes, float]]:
 
 
 def _hub(data: DataConfig, split: str) -> Iterator[bytes]:
-    """The texts of a dataset of the hub, streamed: nothing of it is kept."""
+    """Stream the texts of a dataset of the hub; nothing is stored on disk."""
     datasets = library("datasets", f"data.source {data.source!r}")
     name, _, config = data.source.removeprefix(sources.HUB).partition(":")
     try:

@@ -1,4 +1,4 @@
-"""Global batches of tokens that are a pure function of (seed, step), whatever they are read from (SEMANTICS D)."""
+"""Data loader: global batches as a pure function of (seed, step), for any source (SEMANTICS D)."""
 
 import hashlib
 import shlex
@@ -10,17 +10,19 @@ import numpy as np
 
 from fp8ref.errors import ConfigError
 from fp8ref.train.config import Config
-from fp8ref.train.data import documents, fingerprint, shards, sources, tokenizers, windows
+from fp8ref.train.data import documents, shards, sources, tokenizers, windows
 from fp8ref.train.data.sources import Source
 from fp8ref.train.data.windows import InMemory, Windows
 
 
 @dataclass(frozen=True)
 class Batches:
-    """Global batches [batch_size, sequence_length + 1], int32, by index: any step is as near as the first.
+    """Global batches [batch_size, sequence_length + 1], int32, at random access.
 
-    train, validation  one row at a time: row j of batch k is row k * batch_size + j.
-    description        what the tokens are, as JSON; its sha256 tells other data.
+    A resumed run reads no earlier step.
+
+    train, validation  datasets of rows: row j of batch k is row k * batch_size + j.
+    description        the source as JSON; its sha256 changes if the tokens do.
     """
 
     train: grain.MapDataset
@@ -29,11 +31,11 @@ class Batches:
     description: dict
 
     def step(self, step: int) -> np.ndarray:
-        """The training batch of a step, of which no other is read."""
+        """The training batch of a step. No other batch is read."""
         return self._rows(self.train, step)
 
     def held_out(self, index: int) -> np.ndarray:
-        """A validation batch; the same index is always the same one."""
+        """A validation batch; an index always gives the same one."""
         return self._rows(self.validation, index)
 
     def _rows(self, dataset: grain.MapDataset, batch: int) -> np.ndarray:
@@ -41,11 +43,14 @@ class Batches:
 
 
 def open_batches(config: Config, *, first: bool = True) -> Batches:
-    """Find the tokens that config.data names and cut them into batches. Text and documents are read whole, shards only where needed.
+    """Open config.data's tokens as batches.
 
-    first     of several processes, the one that shows progress, and looks through shards' tokens for all of them.
-    Raises:   ConfigError: nothing that can be read there, tokens that the model has no embedding for, or a split shorter than the
-              batches asked of it.
+    Text and documents are read whole; shards are mapped, and read on demand.
+
+    first     whether this process shows progress, and checks the tokens of shards for all
+              processes.
+    Raises:   ConfigError: the source cannot be read; a token is outside the vocabulary; a split has
+              too few tokens.
     """
     data = config.data
     source = sources.find(data)
@@ -86,7 +91,7 @@ def open_batches(config: Config, *, first: bool = True) -> Batches:
 
 
 def _bytes(config: Config, source: Source) -> tuple[Windows, Windows, dict]:
-    """Files of text as one run of bytes for each split (D-1)."""
+    """Text files as bytes, one concatenated sequence for each split (D-1)."""
     documents.check_size(config.data, source)
     splits: dict[bool, list[bytes]] = {False: [], True: []}
     for name, path in source.files:
@@ -108,7 +113,7 @@ def _bytes(config: Config, source: Source) -> tuple[Windows, Windows, dict]:
 
 
 def _documents(config: Config, source: Source, first: bool) -> tuple[Windows, Windows, dict]:
-    """Documents, tokenised now and held in memory (D-6)."""
+    """Documents, tokenised now and kept in memory (D-6)."""
     tokenizer = tokenizers.load(config.data, source.kind)
     shards.check_vocabulary(tokenizer.vocab_size, config.model.vocab_size, f"tokenizer {tokenizer.name}")
     documents.check_size(config.data, source)
@@ -134,12 +139,12 @@ def _documents(config: Config, source: Source, first: bool) -> tuple[Windows, Wi
 
 
 def _shards(config: Config, source: Source, first: bool) -> tuple[Windows, Windows, dict]:
-    """Shards of tokens, mapped into memory when a window of theirs is asked for (D-4, D-5)."""
+    """Token shards, memory-mapped when a window of theirs is read (D-4, D-5)."""
     data = config.data
     opened = shards.open_shards(source, data.token_dtype, config.model.vocab_size, data.sequence_length, scan=first)
     train, validation = shards.split(opened, data.validation_fraction, data.sequence_length)
     described = [{"name": s.name, "bytes": s.bytes, "tokens": len(s)} for s in opened]
-    description = {"sha256": fingerprint.of(opened), "tokens": sum(map(len, opened)), "files": described}
+    description = {"sha256": shards.fingerprint(opened), "tokens": sum(map(len, opened)), "files": described}
     return Windows(train, data.sequence_length), Windows(validation, data.sequence_length), description
 
 
@@ -150,7 +155,10 @@ def _whole(splits: Sequence[np.ndarray], config: Config) -> tuple[Windows, Windo
 
 
 def unigram_entropy(tokens: bytes | np.ndarray) -> float:
-    """Entropy of the tokens' frequencies, in nats: the loss of the best model that ignores context. 0 of none."""
+    """Entropy of the token frequencies in nats: the loss of the best model that ignores context.
+
+    0 without tokens.
+    """
     tokens = np.frombuffer(tokens, np.uint8) if isinstance(tokens, bytes) else tokens
     counts = np.bincount(tokens)
     frequency = counts[counts > 0] / max(1, len(tokens))

@@ -1,9 +1,14 @@
-"""``fp8ref data prepare``: text or documents, of the hub too, become shards of tokens (SEMANTICS D-7)."""
+"""``fp8ref data prepare``: tokenise text or documents into token shards (SEMANTICS D-7)."""
 
 import contextlib
 import dataclasses
+import fcntl
+import glob
 import hashlib
 import os
+import shutil
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -11,15 +16,16 @@ import numpy as np
 
 from fp8ref.errors import ConfigError
 from fp8ref.train import checkpoint
-from fp8ref.train.data import documents, fingerprint, sidecar, sources, tokenizers, unfinished
+from fp8ref.train.data import documents, sidecar, sources, tokenizers
 from fp8ref.train.data.sidecar import Sidecar
 from fp8ref.train.sections import DataConfig
 
 SHARD_TOKENS = 10**8
+LOCK = "lock"  # locked while the process that writes is alive: shows which hidden folders are leftovers
 
 
 class _Writer:
-    """The shards of one split, of at most so many tokens each, one open at a time."""
+    """Writes the shards of one split, one at a time. most: tokens in a shard."""
 
     def __init__(self, folder: Path, split: str, most: int) -> None:
         self._folder, self._split, self._most = folder, split, most
@@ -44,19 +50,19 @@ class _Writer:
                 self.finish()
 
     def finish(self) -> None:
-        """Close the open shard, of which nothing is left in the operating system's buffers."""
+        """Complete the open shard: fsync, close, and record its hashes."""
         if self._file is not None:
             self._file.flush()
             os.fsync(self._file.fileno())
             self._file.close()
-            sample = fingerprint.sample(self._folder / self._name())
+            sample = sidecar.sample(self._folder / self._name())
             self.files[self._name()] = sidecar.File(tokens=self._most - self._left, sha256=self._hash.hexdigest(), sample=sample)
             self._file = None
 
     def abandon(self) -> None:
-        """Close what is open, also where the disk takes no more."""
+        """Close the open file after an error, even if the disk is full."""
         if self._file is not None:
-            with contextlib.suppress(OSError):  # what it still held is removed with the folder
+            with contextlib.suppress(OSError):  # buffered tokens are lost; the folder is removed anyway
                 self._file.close()
 
     def _name(self) -> str:
@@ -64,10 +70,12 @@ class _Writer:
 
 
 def prepare(data: DataConfig, out: Path, *, shard_tokens: int = SHARD_TOKENS, hf_split: str | None = None) -> Sidecar:
-    """Tokenise what data names and write train-00000.bin, val-00000.bin and so on to ``out``, shards.json last.
+    """Tokenise a source into train-00000.bin, val-00000.bin and so on, and shards.json, in the
+    directory ``out``.
 
-    The directory appears under its name when it is complete, and not at all otherwise.
-    Raises:   ConfigError: out is there and not empty, the source or the tokenizer cannot be used, or nothing can be written.
+    The directory appears when it is complete, or not at all.
+    Raises:   ConfigError: out is not empty; the source or the tokenizer cannot be used; out cannot
+              be written.
     """
     if shard_tokens < 2:
         raise ConfigError(f"--shard-tokens is at least 2, for a window of one token and the next; got {shard_tokens}.")
@@ -83,10 +91,10 @@ def prepare(data: DataConfig, out: Path, *, shard_tokens: int = SHARD_TOKENS, hf
     tokenizer = tokenizers.load(data, source.kind)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        with unfinished.folder(out) as hidden:
+        with hidden_folder(out) as hidden:
             folder = hidden / "shards"
             folder.mkdir()
-            if out.exists():  # a link or a mount point cannot be replaced, which is to be known now
+            if out.exists():  # fails now, and not after hours, if out is a link or mount point that cannot be replaced
                 os.rename(folder, out)
                 folder.mkdir()
             made = _write(data, source, tokenizer, folder, shard_tokens)
@@ -97,6 +105,25 @@ def prepare(data: DataConfig, out: Path, *, shard_tokens: int = SHARD_TOKENS, hf
             f"--out {out} cannot be written ({error.strerror}); nothing is kept of it. Free space, or name another."
         ) from error
     return made
+
+
+@contextlib.contextmanager
+def hidden_folder(out: Path) -> Iterator[Path]:
+    """A new hidden directory next to out, which ``sources`` ignores.
+
+    It is removed in the end, except after a kill.
+
+    Leftovers of killed processes for the same out are removed first; that of a live process is
+    kept.
+    """
+    for old in out.parent.glob(f".{glob.escape(out.name)}.{'?' * 8}"):
+        with contextlib.suppress(OSError), (old / LOCK).open("rb+") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(old)
+    with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as made, Path(made, LOCK).open("xb") as lock:
+        with contextlib.suppress(OSError):  # on a file system without locks, leftovers are never removed
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield Path(made)
 
 
 def _write(data: DataConfig, source: sources.Source, tokenizer: tokenizers.Tokenizer, folder: Path, shard_tokens: int) -> Sidecar:

@@ -1,6 +1,7 @@
-"""Shards of tokens on disk: .bin and .npy files of uint16 or uint32, mapped into memory when they are read (SEMANTICS D-4, D-5)."""
+"""Token shards: memory-mapped .bin and .npy files of uint16 or uint32 (SEMANTICS D-4, D-5)."""
 
 import functools
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,17 +14,23 @@ from fp8ref.train.data import sidecar, sources, windows
 from fp8ref.train.data.sources import Source
 from fp8ref.train.data.windows import Part
 
-OPEN = 64  # files mapped at once: each holds a file descriptor
-START = 2**16  # bytes that tell how wide a file's tokens are
-SCANNED = 2**24  # tokens looked through between two steps of the progress bar
-# llm.c's headers of 256 int32, (magic, version): the tokens' type; the third number is how many there are
+OPEN = 64  # files mapped at once: each takes a file descriptor
+START = 2**16  # bytes at a file's start that show whether its tokens are 16 or 32 bits wide
+SCANNED = 2**24  # tokens checked between two steps of the progress bar
+# llm.c's header is 256 int32: magic, version, number of tokens. (magic, version) determines the
+# dtype.
 LLM_C = {(20240520, 1): "<u2", (20240801, 7): "<u4"}
 LLM_C_BYTES = 1024
+
+WHOLE = 2**30  # a source of up to so many bytes is hashed whole, in seconds; of a larger one samples are
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shard:
-    """One file's tokens: where they begin in it, and what a sidecar says of them, if there is one."""
+    """The tokens of one file. offset: where they begin, in bytes.
+
+    recorded: the sidecar's entry, if there is one.
+    """
 
     name: str
     path: Path
@@ -39,9 +46,10 @@ class Shard:
         return self.tokens
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """Tokens start to stop, every one of which the model has an embedding for.
+        """Tokens start to stop, all of them inside the model's vocabulary.
 
-        Raises:   ConfigError: it has none, which a file that changed since it was opened may bring about.
+        Raises:   ConfigError: a token outside it; the check at opening can miss one if the file has
+                  changed since.
         """
         tokens = self.mapped(self)[start:stop]
         if len(tokens) and int(tokens.max()) >= self.vocab_size:
@@ -54,9 +62,12 @@ class Shard:
 
 
 def open_shards(source: Source, token_dtype: str | None, vocab_size: int, length: int, *, scan: bool = True) -> list[Shard]:
-    """The shards of a source, found sound; with scan, tokens that no sidecar vouches for are all looked at, if one could be too large.
+    """Open and check the shards of a source.
 
-    Raises:   ConfigError: a file is unreadable, of another type or shape, too short for a window, or holds tokens from vocab_size on.
+    scan      look at every token of files without a sidecar, if their dtype admits tokens outside
+              the vocabulary.
+    Raises:   ConfigError: a file is unreadable, of another dtype or shape, too short for a window,
+              or holds a token of vocab_size or more.
     """
     mapped = functools.lru_cache(OPEN)(_map)
     records = sidecar.Sidecars()
@@ -66,7 +77,7 @@ def open_shards(source: Source, token_dtype: str | None, vocab_size: int, length
             opened.append(_open(name, path, records.of(path), token_dtype, vocab_size, mapped))
         except OSError as error:
             raise sources.unreadable(path, error) from error
-        if len(opened[-1]) <= length and not opened[-1].recorded:  # the last shard of a split is as long as it comes
+        if len(opened[-1]) <= length and not opened[-1].recorded:  # recorded shards may be short: the last one of a split holds the rest
             raise ConfigError(
                 f"{path} holds {len(opened[-1])} tokens, and a window is data.sequence_length + 1 = {length + 1}; windows do not cross files (D-4). "
                 "Leave the file out, join it with another, or lower data.sequence_length."
@@ -79,7 +90,7 @@ def open_shards(source: Source, token_dtype: str | None, vocab_size: int, length
 
 
 def check_vocabulary(tokenizer: int, model: int, what: str) -> None:
-    """ConfigError where the tokenizer of ``what`` makes tokens that the model has no embedding for."""
+    """ConfigError if a tokenizer's vocabulary is larger than the model's. what: names its owner."""
     if tokenizer > model:
         raise ConfigError(
             f"model.vocab_size is {model}, and the vocabulary of {what} {tokenizer}. Set model.vocab_size to {tokenizer} or more."
@@ -87,7 +98,10 @@ def check_vocabulary(tokenizer: int, model: int, what: str) -> None:
 
 
 def split(shards: Sequence[Shard], fraction: float, length: int) -> tuple[list[Part], list[Part]]:
-    """The parts of training and validation: whole files by their names, or the last windows of each file (D-5)."""
+    """Windows for training and for validation.
+
+    Whole files by name, or else the last windows of each file (D-5).
+    """
     train, validation = [], []
     named = any(sources.is_validation(shard.name) for shard in shards)
     for shard in shards:
@@ -96,6 +110,37 @@ def split(shards: Sequence[Shard], fraction: float, length: int) -> tuple[list[P
         train.append(Part(shard, 0, whole.number - held_out))
         validation.append(Part(shard, whole.number - held_out, held_out))
     return train, validation
+
+
+def fingerprint(shards: Sequence[Shard]) -> str:
+    """SHA-256 over every shard's name, size and contents.
+
+    For a large source, a sample of the contents is hashed.
+
+    A shard with a sidecar counts by the hash recorded there, once the file was found unchanged.
+    Raises:   ConfigError: a file changed after its sidecar was written.
+    """
+    hashed = hashlib.sha256()
+    whole = sum(shard.bytes for shard in shards) <= WHOLE
+    for shard in shards:
+        try:
+            contents = _sha256(shard.path) if whole else sidecar.sample(shard.path)
+        except OSError as error:
+            raise sources.unreadable(shard.path, error) from error
+        if recorded := shard.recorded:
+            if contents != (recorded.sha256 if whole else recorded.sample):
+                raise ConfigError(
+                    f"{shard.path} was changed after it was written: its SHA-256{'' if whole else ' of samples'} is {contents}, not that in "
+                    f"{recorded.path}. Put the file back, or write the shards again."
+                )
+            contents = recorded.sha256
+        hashed.update(f"{shard.name}\0{shard.bytes}\0{contents}\n".encode())
+    return hashed.hexdigest()
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _map(shard: Shard) -> np.ndarray:
@@ -142,12 +187,12 @@ def _open(name: str, path: Path, recorded: sidecar.Recorded | None, token_dtype:
 
 
 def _npy(path: Path) -> tuple[np.dtype, int]:
-    """The type of a .npy file's tokens, and where they begin."""
+    """(dtype, offset in bytes) of the tokens in a .npy file."""
     try:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
     except OSError:
         raise
-    except Exception as error:  # what NumPy makes of a damaged header has no common base
+    except Exception as error:  # NumPy raises many unrelated types for a damaged header
         raise ConfigError(f"{path} is no whole .npy file ({error}). Write it again with numpy.save.") from error
     if not isinstance(array, np.memmap):
         raise ConfigError(f"{path} is a .npz archive under another name. Write its array by numpy.save.")
@@ -157,9 +202,9 @@ def _npy(path: Path) -> tuple[np.dtype, int]:
 
 
 def _llm_c(path: Path, size: int) -> str | None:
-    """The type of the tokens after a header of llm.c's; None where there is no such header.
+    """The dtype that a header of llm.c states; None without such a header.
 
-    Raises:   ConfigError: as many tokens as it says do not follow.
+    Raises:   ConfigError: the file's size does not match the header's number of tokens.
     """
     with path.open("rb") as file:
         magic, version, tokens = np.frombuffer(file.read(12).ljust(12, b"\0"), "<i4").tolist()
@@ -172,7 +217,10 @@ def _llm_c(path: Path, size: int) -> str | None:
 
 
 def _check_width(path: Path) -> None:
-    """ConfigError for small 32-bit integers, of which every second uint16 is 0: no vocabulary would be found too small for them."""
+    """ConfigError if every second uint16 is 0.
+
+    The file probably holds uint32, which the vocabulary check cannot see.
+    """
     with path.open("rb") as file:
         start = file.read(START)
     low, high = np.frombuffer(start[: len(start) // 4 * 4], "<u2").reshape(-1, 2).T
@@ -183,7 +231,7 @@ def _check_width(path: Path) -> None:
 
 
 def _scan(shards: Sequence[Shard]) -> None:
-    """Look at every token once."""
+    """Read every token once: ``Shard.read`` checks it."""
     pieces = [(shard, start) for shard in shards for start in range(0, len(shard), SCANNED)]
     if pieces:
         with console.bar("checking tokens", len(pieces)) as advance:

@@ -1,5 +1,6 @@
-"""shards.json: what ``fp8ref data prepare`` says of the shards beside it (SEMANTICS D-7)."""
+"""The sidecar shards.json of ``fp8ref data prepare``: dtype, tokens, hashes (SEMANTICS D-7)."""
 
+import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -9,11 +10,12 @@ import pydantic
 from fp8ref.errors import ConfigError
 
 NAME = "shards.json"
+PIECES, PIECE = 8, 2**13  # a sample is 8 pieces of 8 KiB
 
 
 @dataclass(frozen=True, kw_only=True)
 class File:
-    """One shard. sample: of its pieces (see ``sample``)."""
+    """One shard's entry. sample: the hash of ``sample``."""
 
     tokens: int
     sha256: str
@@ -22,7 +24,7 @@ class File:
 
 @dataclass(frozen=True, kw_only=True)
 class Sidecar:
-    """All shards of a directory; max_id is the largest token in any of them."""
+    """The content of shards.json. max_id: the largest token in any of its shards."""
 
     format: Literal["fp8ref shards 2"]
     source: str
@@ -36,7 +38,7 @@ class Sidecar:
 
 @dataclass(frozen=True, kw_only=True)
 class Recorded:
-    """What a sidecar says of one file."""
+    """A sidecar's entry for one file. path: the sidecar's."""
 
     path: Path
     dtype: str
@@ -58,9 +60,9 @@ def write(folder: Path, sidecar: Sidecar) -> Path:
 
 
 def read(folder: Path) -> Sidecar | None:
-    """The sidecar of a folder; None where there is none.
+    """The sidecar of a folder; None if it has none.
 
-    Raises:   ConfigError: it is damaged or something else, or a shard that it lists is missing.
+    Raises:   ConfigError: the file is damaged or of another kind; a shard that it lists is missing.
     """
     path = folder / NAME
     try:
@@ -78,13 +80,16 @@ def read(folder: Path) -> Sidecar | None:
 
 
 class Sidecars:
-    """The sidecars beside the files of one source, each read once."""
+    """The sidecars of one source's folders, each read once."""
 
     def __init__(self) -> None:
         self._read: dict[Path, Sidecar | None] = {}
 
     def of(self, path: Path) -> Recorded | None:
-        """What the sidecar beside a file says of it, if there is one and it lists the file."""
+        """The sidecar's entry for a file.
+
+        None if there is no sidecar, or it does not list the file.
+        """
         folder = path.parent
         if folder not in self._read:
             self._read[folder] = read(folder)
@@ -95,8 +100,22 @@ class Sidecars:
         return Recorded(path=folder / NAME, dtype=made.dtype, tokens=file.tokens, sha256=file.sha256, sample=file.sample)
 
     def read(self) -> list[tuple[Path, int]]:
-        """(path, vocabulary) of each that there is."""
+        """(path, vocabulary size) of each sidecar read so far."""
         return [(folder / NAME, max(made.vocab_size, made.max_id + 1)) for folder, made in self._read.items() if made]
+
+
+def sample(path: Path) -> str:
+    """SHA-256 of evenly spaced pieces of a file, its first and last bytes included.
+
+    The pieces cover all bytes of a small file.
+    """
+    hashed = hashlib.sha256()
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        for i in range(PIECES):
+            file.seek(max(0, i * (size - PIECE) // (PIECES - 1)))
+            hashed.update(file.read(PIECE))
+    return hashed.hexdigest()
 
 
 def _first(error: OSError | pydantic.ValidationError) -> str:

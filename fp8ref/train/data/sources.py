@@ -1,4 +1,4 @@
-"""What data.source names: which files, of which kind, and which of them are for validation (SEMANTICS D)."""
+"""Resolve data.source to files: kind, order, and which are for validation (SEMANTICS D)."""
 
 import glob
 import os
@@ -14,7 +14,7 @@ from fp8ref.train.sections import DataConfig
 SUFFIXES = {"shards": {".bin", ".npy"}, "documents": {".jsonl", ".parquet"}, "text": {".md", ".py", ".txt"}}
 LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 HUB = "hf:"
-# The keys that say something of each kind; the others of these, if set, are refused
+# The keys of data that apply to each kind. One that does not apply is refused if it is set.
 KEYS = {
     "shards": {"token_dtype"},
     "text": {"tokenizer", "end_of_document"},
@@ -26,7 +26,11 @@ _VALIDATION = re.compile(r"(?<![a-z])val(id|idation)?(?![a-z])", re.IGNORECASE)
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """kind: shards, text, documents or hub; files: (name, path) in the order of their names, relative POSIX paths; split: of the hub's."""
+    """A resolved source. kind: shards, text, documents or hub.
+
+    files  (name, path), sorted by name; a name is the POSIX path relative to the source.
+    split  of a dataset of the hub.
+    """
 
     kind: str
     files: tuple[tuple[str, Path], ...] = ()
@@ -34,9 +38,10 @@ class Source:
 
 
 def find(data: DataConfig) -> Source:
-    """The files that data.source names; their contents are not read.
+    """The files of data.source; their contents are not read.
 
-    Raises:   ConfigError: nothing there, nothing that is read, more than one kind, or a key that this kind has no use for.
+    Raises:   ConfigError: it does not exist, holds no readable kind or more than one, or a key of
+              another kind is set.
     """
     source = _find(data.source)
     defaults = {f.name: f.default for f in fields(DataConfig)}
@@ -50,12 +55,15 @@ def find(data: DataConfig) -> Source:
 
 
 def is_validation(name: str) -> bool:
-    """Whether a file is for validation by its name: val, valid or validation stands in it as a word (D-5)."""
+    """Whether a file is for validation.
+
+    Its name has the word val, valid or validation in it (D-5).
+    """
     return bool(_VALIDATION.search(name))
 
 
 def unreadable(path: Path, error: Exception) -> ConfigError:
-    """What to raise of a file that cannot be read."""
+    """The ConfigError for a file that cannot be read."""
     return ConfigError(f"{path} cannot be read ({getattr(error, 'strerror', None) or error}). Repair it, or leave it out of data.source.")
 
 
@@ -123,9 +131,11 @@ def _text(root: Path, suffixes: set[str], left_out: Set[str]) -> tuple[tuple[str
 
 
 def _walk(root: Path, left_out: Set[str] = frozenset()) -> Iterator[Path]:
-    """The files of a directory and of those in it, but for those of names left out, which are not read; a link to a directory is not followed.
+    """The files under a directory, except in folders named in left_out.
 
-    Raises:   ConfigError: a directory cannot be read, so that nobody knows what is left out.
+    Links to directories are not followed.
+
+    Raises:   ConfigError: a directory cannot be read, so that files could be missed silently.
     """
 
     def refuse(error: OSError) -> None:

@@ -1,6 +1,7 @@
-"""How text becomes tokens: its bytes, a tokenizer.json of Hugging Face's tokenizers, or an encoding of tiktoken (SEMANTICS D-6).
+"""Tokenizers: bytes, Hugging Face's tokenizer.json, or a tiktoken encoding (SEMANTICS D-6).
 
-The libraries are imported only when used. No tokenizer adds tokens of its own, and a special token's text in a document is text.
+The libraries are imported only when used. Only the end-of-document token is added, and the text of
+a special token in a document is tokenised as plain text.
 """
 
 import importlib
@@ -19,7 +20,7 @@ TIKTOKEN = "tiktoken:"
 
 
 def library(name: str, why: str) -> Any:
-    """A module of the extra [data], imported now.
+    """Import a module of the extra [data]. why: begins the message if it is missing.
 
     Raises:   ConfigError: it is not installed.
     """
@@ -31,7 +32,10 @@ def library(name: str, why: str) -> Any:
 
 
 class Tokenizer(Protocol):
-    """name, and how many token ids there are; end: the id after each document, None for none; dtype: little-endian uint16 or uint32."""
+    """end: the token after each document, or None.
+
+    dtype: little-endian uint16 or uint32, as vocab_size needs.
+    """
 
     @property
     def name(self) -> str: ...
@@ -71,12 +75,12 @@ class Bytes(_Base):
 
 @dataclass(frozen=True, kw_only=True)
 class HuggingFace(_Base):
-    """A tokenizers.Tokenizer."""
+    """A ``tokenizers.Tokenizer`` of Hugging Face."""
 
     made: Any
 
     def encode(self, texts: Sequence[bytes]) -> list[np.ndarray]:
-        """As Tokenizer's; ConfigError for a document that it has no tokens for."""
+        """As ``Tokenizer.encode``; ConfigError for a document that it cannot encode."""
         try:
             found = self.made.encode_batch([text.decode() for text in texts], add_special_tokens=False)
         except Exception as error:  # the library raises Exception itself
@@ -88,7 +92,7 @@ class HuggingFace(_Base):
 
 @dataclass(frozen=True, kw_only=True)
 class Tiktoken(_Base):
-    """A tiktoken.Encoding."""
+    """A ``tiktoken.Encoding``."""
 
     made: Any
 
@@ -97,9 +101,9 @@ class Tiktoken(_Base):
 
 
 def load(data: DataConfig, kind: str) -> Tokenizer:
-    """The tokenizer that data names, for a source of this kind.
+    """The tokenizer of data.tokenizer, for a source of this kind.
 
-    Raises:   ConfigError: a library or a file is missing, or the token that ends documents is.
+    Raises:   ConfigError: its library or file is missing; it lacks the end-of-document token.
     """
     if data.tokenizer is None:
         return _bytes(data.end_of_document, kind)
@@ -120,7 +124,7 @@ def _tiktoken(name: str, end: str | None) -> Tiktoken:
     tiktoken = library("tiktoken", f"data.tokenizer {name!r}")
     try:
         made = tiktoken.get_encoding(name.removeprefix(TIKTOKEN))
-    except Exception as error:  # an unknown name, or whatever a download that fails raises
+    except Exception as error:  # an unknown name, or any error of a download
         known, why = ", ".join(tiktoken.list_encoding_names()), str(error).partition("\n")[0]
         raise ConfigError(
             f"data.tokenizer {name!r}: tiktoken cannot give it ({type(error).__name__}: {why}). It knows {known}, and downloads each once; "
@@ -148,7 +152,10 @@ def _hugging_face(name: str, end: str | None) -> HuggingFace:
 
 
 def _eos_token(path: Path) -> str | None:
-    """eos_token of a tokenizer_config.json, which is a token or an object that holds one; None where there is none."""
+    """eos_token of a tokenizer_config.json: a string, or an object with ``content``.
+
+    None if there is none.
+    """
     try:
         token = json.loads(path.read_text(encoding="utf-8")).get("eos_token")
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Tokens at random access, cut into training windows (SEMANTICS D-2, D-4)."""
+"""Cut tokens into training windows at random access (SEMANTICS D-2, D-4)."""
 
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
@@ -9,14 +9,14 @@ MOST = 2**32 - 1  # grain shuffles 32-bit indices
 
 
 class Tokens(Protocol):
-    """Tokens [len] of one file, or of all of memory; ``read`` gives those from start up to stop."""
+    """A sequence of tokens, of a file or in memory. ``read`` returns tokens start to stop."""
 
     def __len__(self) -> int: ...
     def read(self, start: int, stop: int) -> np.ndarray: ...
 
 
 class InMemory:
-    """Tokens that are an array already."""
+    """Tokens of an array."""
 
     def __init__(self, tokens: np.ndarray) -> None:
         self._tokens = tokens
@@ -29,7 +29,7 @@ class InMemory:
 
 
 class Part(NamedTuple):
-    """Windows first to first + number of tokens."""
+    """A range of windows of one token sequence: ``first`` to ``first + number``."""
 
     tokens: Tokens
     first: int
@@ -37,7 +37,7 @@ class Part(NamedTuple):
 
 
 class Windows:
-    """The windows of parts, int32 [length + 1], one part after the other: a random-access source for grain."""
+    """All windows of the parts, int32 [length + 1], as a random-access source for grain."""
 
     def __init__(self, parts: Sequence[Part], length: int) -> None:
         self._parts = [part for part in parts if part.number]
@@ -55,10 +55,13 @@ class Windows:
 
 
 def count(tokens: int, length: int) -> int:
-    """How many windows of length + 1 tokens at stride length so many tokens hold."""
+    """Number of windows of length + 1 tokens, at stride length.
+
+    Each one's last token begins the next.
+    """
     return max(0, (tokens - 1) // length)
 
 
 def whole(tokens: Tokens, length: int) -> Part:
-    """All windows of tokens."""
+    """All windows of a token sequence."""
     return Part(tokens, 0, count(len(tokens), length))

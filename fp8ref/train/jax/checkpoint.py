@@ -1,4 +1,4 @@
-"""A training state on disk, as orbax writes it: every process its own devices' pieces, and no pickle (SEMANTICS K-2)."""
+"""JAX's checkpoint store: orbax, each process its own shards, no pickle (SEMANTICS K-2)."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping
@@ -11,28 +11,32 @@ import orbax.checkpoint as orbax
 import tensorstore
 
 from fp8ref.errors import ConfigError
+from fp8ref.train import train_state
 
 INDEX_BYTES = 2**26
 
 
 class Store:
-    """Of trees of arrays, whatever mesh they lie on."""
+    """Writes and reads nested dicts of arrays, sharded over any mesh."""
 
     def __init__(self) -> None:
         self._writer = orbax.AsyncCheckpointer(orbax.StandardCheckpointHandler())
 
     def save(self, directory: Path, tree: Any) -> Callable[[], None]:
-        """Copy a tree to host memory, and begin to write it; the result waits until every process's part is written."""
+        """Copy a tree to host memory and begin to write it.
+
+        Returns a function that waits for all processes.
+        """
         self._writer.save(directory.absolute(), args=orbax.args.StandardSave(tree))
         return self._writer.wait_until_finished
 
     def load(self, directory: Path, like: Any) -> Any:
-        """The tree, on the devices and with the types of another one.
+        """Read a tree, with the shardings and dtypes of ``like``.
 
-        Raises:   ConfigError: a tree of other names, shapes or types.
+        Raises:   ConfigError: the saved tree has other names or shapes.
         """
-        saved = _arrays(self._writer.metadata(directory.absolute()).item_metadata.tree)
-        mine = _arrays(like)
+        saved = train_state.flat(self._writer.metadata(directory.absolute()).item_metadata.tree)
+        mine = train_state.flat(like)
         for name in sorted(saved.keys() ^ mine.keys()):
             where = "is not in the checkpoint" if name in mine else "is in the checkpoint, and not in this model"
             raise ConfigError(f"{name} {where}. Load a state of the same model and recipe.")
@@ -46,28 +50,27 @@ class Store:
 
 
 def weights(directory: Path, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, np.ndarray]]:
-    """The weights alone, one after the other: float32 by name, in this process. By tensorstore, as orbax does, which reads its metadata for every call.
+    """The weights of a saved state, one after the other: (name, float32 array), in this process.
 
-    Raises:   ConfigError: tensors of other names or shapes.
+    By tensorstore, on which orbax is built: orbax itself would read its metadata again for every
+    array.
+    Raises:   ConfigError: the saved weights have other names or shapes.
     """
     found = json.loads((directory / "_METADATA").read_text(encoding="utf-8"))
     saved = {tuple(of_one["key"] for of_one in value["key_metadata"]) for value in found["tree_metadata"].values()}
     base = {"driver": "ocdbt", "base": {"driver": "file", "path": f"{directory.absolute()}/"}}
-    context = tensorstore.Context({"cache_pool": {"total_bytes_limit": INDEX_BYTES}})  # the database's index, which all tensors share
+    context = tensorstore.Context(
+        {"cache_pool": {"total_bytes_limit": INDEX_BYTES}}
+    )  # caches the database's index, which all tensors share
     for name, shape in shapes.items():
-        if ("model", name) not in saved:
+        if (train_state.MASTERS, name) not in saved:
             raise ConfigError(f"{name} is not in the checkpoint. Load a state of the same model.")
         spec = {
             "driver": "zarr3" if found.get("use_zarr3") else "zarr",
-            "kvstore": {**base, "path": f"model.{name}/"},
+            "kvstore": {**base, "path": f"{train_state.MASTERS}.{name}/"},
             "fill_missing_data_reads": False,
         }
         array = tensorstore.open(spec, context=context, open=True, read=True).result()
         if array.shape != shape:
             raise ConfigError(f"{name} is {list(shape)} here and {list(array.shape)} in the checkpoint. Load a state of the same model.")
         yield name, array.read().result()
-
-
-def _arrays(tree: Any) -> dict[str, Any]:
-    found = jax.tree_util.tree_leaves_with_path(tree)
-    return {".".join(str(getattr(part, "key", part)) for part in path): leaf for path, leaf in found}

@@ -1,4 +1,7 @@
-"""The trainer's Llama as a Flax NNX module (SEMANTICS M). Attributes spell Hugging Face's parameter names."""
+"""The trainer's Llama as a Flax NNX module (SEMANTICS M).
+
+Its attribute names are Hugging Face's parameter names.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -22,12 +25,15 @@ Recipes = Mapping[str, Recipe]  # linear's name -> recipe
 
 @dataclass
 class Pass:
-    """One pass through the model: the states that its linears read, the observations they emit, and how they lie on a mesh.
+    """What a forward pass carries to its linears, and collects from them.
 
-    state, seen   by the name of each linear that scales by past amaxes; seen is replaced as the pass goes on.
-    taps          by the name of each linear whose operands are measured (``linear.measured``), which the pass uses once; replaced too.
-    multiply      simulated hardware that FP8 GEMMs run under; None: XLA's own.
-    attention     "xla" or "cudnn": the implementation of jax.nn.dot_product_attention.
+    state      delayed-scaling states by linear, which the pass reads.
+    seen       amax observations by linear; each linear replaces its own.
+    layout     the mesh; None on one device.
+    taps       statistics accumulators by linear (``linear.measured``); each linear replaces its
+               own.
+    attention  "xla" or "cudnn": the implementation of jax.nn.dot_product_attention.
+    multiply   simulated hardware for FP8 GEMMs; None: XLA's own.
     """
 
     state: Mapping[str, delayed.State] = field(default_factory=dict)
@@ -38,11 +44,12 @@ class Pass:
     multiply: Multiply | None = None
 
     def attended(self, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        """Causal attention of [B, T, H, D], of which k and v may have fewer heads."""
+        """Causal attention: q [B, T, H, D]; k and v may have fewer heads."""
         return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=self.attention)
 
     def linear(self, x: jax.Array, w: jax.Array, recipe: str | Recipe, name: str) -> jax.Array:
-        """``linear.apply`` of the linear of that name, by its own state, observations and placement."""
+        """x [..., K] x w [N, K] -> [..., N], with the state, observations and placement of the
+        linear ``name``."""
         placement = self.layout.placement(name) if self.layout else None
         y, seen, tap = linear.measured(
             x,
@@ -75,7 +82,10 @@ class Linear(nnx.Module):
 
 
 class RMSNorm(nnx.Module):
-    """x * rsqrt(mean(x^2) + eps) * weight over the last dim, in float32, rounded once to x's dtype (SEMANTICS M-3)."""
+    """x * rsqrt(mean(x^2) + eps)
+
+    * weight over the last dim, in float32, rounded once to x's dtype (SEMANTICS M-3).
+    """
 
     def __init__(self, weight: np.ndarray, *, eps: float) -> None:
         self.weight = nnx.Param(jnp.asarray(weight))
@@ -99,7 +109,7 @@ class Embedding(nnx.Module):
 
 
 class Attention(nnx.Module):
-    """Causal attention of [B, T, hidden], rotary, key and value heads shared by groups of query heads (SEMANTICS M-1)."""
+    """Causal rotary attention of [B, T, hidden], with grouped key and value heads (SEMANTICS M-1)."""
 
     def __init__(self, name: str, config: LlamaConfig, weights: Weights, recipes: Recipes) -> None:
         self.head_dim = config.head_dim
@@ -115,21 +125,25 @@ class Attention(nnx.Module):
 
 
 class MLP(nnx.Module):
-    """SwiGLU: down_proj(silu(gate) * up), the product in float32 and rounded once (SEMANTICS M-3)."""
+    """SwiGLU: down_proj(silu(gate)
+
+    * up), the product in float32 and rounded once (SEMANTICS M-3).
+    """
 
     def __init__(self, name: str, weights: Weights, recipes: Recipes) -> None:
         for projection in ("gate_proj", "up_proj", "down_proj"):
             setattr(self, projection, Linear(f"{name}.{projection}", weights, recipes))
 
     def __call__(self, x: jax.Array, run: Pass) -> jax.Array:
-        # Past the barrier XLA keeps these two for the backward pass, and not the float32 products that they are rounded from.
+        # Past the barrier XLA keeps these two for the backward pass, and not the float32 products
+        # that they are rounded from.
         gate, up = jax.lax.optimization_barrier((self.gate_proj(x, run), self.up_proj(x, run)))
         gate, up = gate.astype(jnp.float32), up.astype(jnp.float32)
         return self.down_proj((jax.nn.silu(gate) * up).astype(x.dtype), run)
 
 
 class Layer(nnx.Module):
-    """h + attention of its norm, then + MLP of its norm: [B, T, hidden], and so the result."""
+    """h + attention(norm(h)), then h + MLP(norm(h)): [B, T, hidden] -> [B, T, hidden]."""
 
     def __init__(self, name: str, config: LlamaConfig, weights: Weights, recipes: Recipes) -> None:
         self.input_layernorm = RMSNorm(weights[f"{name}.input_layernorm.weight"], eps=config.rms_norm_eps)
@@ -143,7 +157,10 @@ class Layer(nnx.Module):
 
 
 class Decoder(nnx.Module):
-    """The parameters between tokens and lm_head, under Hugging Face's names; ``Llama`` runs them."""
+    """The parameters between tokens and lm_head, under Hugging Face's names.
+
+    ``Llama`` runs them.
+    """
 
     def __init__(self, config: LlamaConfig, weights: Weights, recipes: Recipes) -> None:
         self.embed_tokens = Embedding(weights["model.embed_tokens.weight"])
@@ -152,10 +169,11 @@ class Decoder(nnx.Module):
 
 
 class Llama(nnx.Module):
-    """Logits of a batch of tokens: [B, T] int -> [B, T, vocab_size] of the norms' dtype, the compute dtype.
+    """Logits: tokens [B, T] int -> [B, T, vocab_size], of the compute dtype.
 
     Order:    SEMANTICS M-3, rounded to the compute dtype at each of its sites.
-    The weights' dtype is the caller's: the training step rounds float32 masters to bfloat16 first (SEMANTICS M-2).
+    The weights' dtype is the caller's: the training step rounds float32 masters to bfloat16 first
+    (SEMANTICS M-2).
     """
 
     def __init__(self, config: LlamaConfig, weights: Weights, recipes: Recipes) -> None:
@@ -165,7 +183,10 @@ class Llama(nnx.Module):
             self.lm_head = Linear("lm_head", weights, recipes)
 
     def __call__(self, tokens: jax.Array, run: Pass | None = None) -> jax.Array:
-        """run: what the linears read and emit; its layout, if any, says which part of the tokens' sequences the logits are of."""
+        """run: the states and the layout.
+
+        Under sequence parallelism the logits are of a device's part of each sequence.
+        """
         run = run or Pass()
         cos, sin = (jnp.asarray(table) for table in llama.rotary_tables(self.config, tokens.shape[1]))
         h = self.embedded(tokens, run)
@@ -177,7 +198,10 @@ class Llama(nnx.Module):
         return run.linear(h, self.model.embed_tokens.weight[...].astype(h.dtype), "bf16", "lm_head")
 
     def embedded(self, tokens: jax.Array, run: Pass) -> jax.Array:
-        """What the layers are given: [B, T, hidden] of the compute dtype, or a device's own part of it."""
+        """The first layer's input.
+
+        [B, T, hidden] of the compute dtype, or a device's part of it.
+        """
         own = run.layout.own_sequence(tokens) if run.layout else tokens
         h = self.model.embed_tokens(own, self.model.norm.weight[...].dtype, run)
         return run.layout.cut_sequence(h) if run.layout else h

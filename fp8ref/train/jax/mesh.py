@@ -1,7 +1,8 @@
-"""The trainer's mesh: where config.parallel puts a Llama's parameters, tokens and linears.
+"""The JAX trainer's device mesh: shardings of parameters, tokens and linears (SEMANTICS P).
 
-Attention and MLP are tensor-parallel by heads and inner features: q, k, v, gate and up column-parallel, o and down row-parallel. Matrices are cut
-along their first dim over fsdp too, and gathered for use, linears' in FP8; norms are whole everywhere.
+Tensor parallelism cuts attention by heads and the MLP by inner features: q, k, v, gate and up are
+column-parallel, o and down row-parallel. fsdp cuts every matrix along its first dim, and gathers it
+for use: weights of linears in FP8. Norms are replicated.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,19 +26,24 @@ AXES = ("data", "fsdp", "tensor")
 
 
 class Layout:
-    """One config on a mesh; on one device there is none, and everything here does nothing."""
+    """The shardings of one config.
+
+    On one device ``mesh`` is None, and every method returns its input unchanged.
+    """
 
     def __init__(self, config: Config, devices: Sequence[jax.Device] | None = None) -> None:
-        """devices   of a topology, which need not be here: arrays on them are shapes. By default those that jax has.
+        """devices   of a topology description, on which arrays are only shapes. None: jax's own.
 
-        Raises:   ConfigError: cuDNN's attention of heads that it does not take, or without a GPU; more devices than there are;
-                  a batch, heads or dims that the mesh does not cut into equal pieces.
+        Raises:   ConfigError: cuDNN attention without a GPU, or with unsupported heads; more
+                  devices than there are; a batch, heads or dims that the mesh does not cut into
+                  equal pieces.
         """
         self.config = config.parallel
         self.abstract = devices is not None
         self.devices = (jax.devices() if devices is None else list(devices))[: config.parallel.devices]
         sizes = {axis: getattr(config.parallel, axis) for axis in AXES}
-        # An axis of one device cuts nothing, so that no placement names it.
+        # Placements omit axes of one device: these cut nothing, and would add collectives to the
+        # program.
         self._batch, self._fsdp, self._tensor = (
             tuple(axis for axis in axes if sizes[axis] > 1) for axes in (("data", "fsdp"), ("fsdp",), ("tensor",))
         )
@@ -65,38 +71,38 @@ class Layout:
 
     @property
     def on_gpu(self) -> bool:
-        """Whether its devices are GPUs."""
+        """Whether the devices are GPUs."""
         return self.devices[0].platform == "gpu"
 
     @property
     def description(self) -> str:
-        """What trains, for the manifest: platform and kind of the devices, how many, and of how many processes."""
+        """The devices, for the manifest: platform, kind, number, and number of processes."""
         first, processes = self.devices[0], jax.process_count()
         many = f", {self.config.devices} devices" * (self.config.devices > 1) + f" in {processes} processes" * (processes > 1)
         return f"{first.platform}: {first.device_kind}{many}"
 
     @property
     def mapped(self) -> bool:
-        """Whether the model runs inside shard_map, on pieces."""
+        """Whether the model runs inside shard_map, on shards; otherwise plain jit partitions it."""
         return self.mesh is not None and self.config.through == "shard_map"
 
     @property
     def tokens(self) -> P:
-        """Of tokens [B, T]."""
+        """PartitionSpec of tokens [B, T]."""
         return P(self._batch)
 
     @property
     def parts(self) -> P:
-        """Of tokens [microbatches, B, T]."""
+        """PartitionSpec of tokens [microbatches, B, T]."""
         return P(None, self._batch)
 
     @property
     def cutting_tokens(self) -> tuple[str, ...]:
-        """The mesh axes along which devices have tokens of their own, behind the embedding."""
+        """The mesh axes that cut the tokens, after the embedding."""
         return (*self._batch, *self._tensor) if self.config.sequence else self._batch
 
     def placement(self, linear: str) -> Placement | None:
-        """Of a linear, by its name."""
+        """Placement of a linear's operands, by its name; None on one device."""
         if self.config.devices == 1:
             return None
         last, scope, sequence = linear.split(".")[-1], self.config.amax_scope, self.config.sequence
@@ -107,18 +113,24 @@ class Layout:
         return Placement(m=self.cutting_tokens, fsdp=self._fsdp, scope=scope)
 
     def parameter(self, name: str, shape: tuple[int, ...]) -> P:
-        """Of a parameter, by its name: a linear's weight as it is at rest, the embedding table cut over fsdp, norms whole."""
+        """PartitionSpec of a stored parameter.
+
+        Weights follow ``placement``, fsdp cuts the embedding table, and norms are replicated.
+        """
         placement = self.placement(name.removesuffix(".weight"))
         if placement is None or len(shape) < 2:
             return P()
         return P(self._fsdp) if name == llama.EMBEDDING else P(*placement.at_rest("weight"))
 
     def sharding(self, spec: P) -> Sharding:
-        """Where an array of that spec lies."""
+        """The jax Sharding of a PartitionSpec."""
         return SingleDeviceSharding(self.devices[0]) if self.mesh is None else NamedSharding(self.mesh, spec)
 
     def put(self, value: np.ndarray, spec: P) -> jax.Array:
-        """On the devices, every process its own devices' pieces of the whole value; of a topology's, a shape and how it lies there."""
+        """Put a whole value on the devices, each process its own shards.
+
+        On a topology description, returns a shape with its sharding.
+        """
         if self.abstract:
             return jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=self.sharding(spec))  # type: ignore[return-value]
         if self.mesh is None:
@@ -127,36 +139,46 @@ class Layout:
         return jax.make_array_from_callback(whole.shape, self.sharding(spec), whole.__getitem__)
 
     def fetch(self, value: jax.Array) -> np.ndarray:
-        """The whole of it, in every process."""
+        """The whole array, on the host of every process."""
         return np.asarray(value if value.is_fully_addressable else multihost_utils.process_allgather(value, tiled=True))
 
     def map(self, f: Callable, in_specs, out_specs) -> Callable:
-        """f on every device's pieces, if the model is to run inside shard_map."""
+        """f under shard_map, if the model runs inside it; else f."""
         return jax.shard_map(f, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs) if self.mapped else f
 
     def whole(self, table: jax.Array) -> jax.Array:
-        """A table cut over fsdp, gathered as it is."""
+        """All-gather a table over fsdp, in its own dtype."""
         return lax.all_gather(table, self._fsdp, axis=0, tiled=True) if self.mapped and self._fsdp else table
 
     def own_sequence(self, tokens: jax.Array) -> jax.Array:
-        """Of tokens [B, T], under sequence parallelism, a device's own part of T."""
+        """Under sequence parallelism, a device's part of tokens [B, T] along T.
+
+        For use inside shard_map.
+        """
         if not (self.mapped and self.config.sequence):
             return tokens
         length = tokens.shape[1] // self.config.tensor
         return lax.dynamic_slice_in_dim(tokens, lax.axis_index("tensor") * length, length, axis=1)
 
     def cut_sequence(self, h: jax.Array) -> jax.Array:
-        """Under plain jit, what ``own_sequence`` is inside shard_map, of h [B, T, hidden]."""
+        """Under sequence parallelism and plain jit, constrain h [B, T, hidden] to be cut along T."""
         if self.mesh is None or self.mapped or not self.config.sequence:
             return h
         return lax.with_sharding_constraint(h, NamedSharding(self.mesh, P(self._batch, self._tensor, None)))
 
     def apart(self, value: jax.Array) -> jax.Array:
-        """The same on every device, as one of each device's own: what is computed from it may differ."""
+        """Mark a replicated value as device-varying, for shard_map's type check.
+
+        Its results may differ by device.
+        """
         return lax.pcast(value, AXES, to="varying") if self.mapped else value
 
     def own_parts(self, of_devices: np.ndarray, linear: str, role: Role) -> np.ndarray:
-        """Of [devices, ...], those of devices that together hold one copy of a linear's tensor; without shard_map there is one for all."""
+        """Of values [devices, ...], those of devices that together hold one copy of a linear's
+        tensor.
+
+        Without shard_map there is one value, for all devices.
+        """
         if not self.mapped:
             return of_devices
         placement = self.placement(linear)
@@ -168,7 +190,10 @@ class Layout:
         return found.reshape(-1, *of_devices.shape[1:])
 
     def mean(self, values: jax.Array) -> jax.Array:
-        """Of every device's values [B, T], all of equal shape."""
+        """Mean over all devices' values [B, T], which have one shape.
+
+        The mean of the devices' means.
+        """
         mean = values.mean()
         return lax.pmean(mean, self.cutting_tokens) if self.mapped and self.cutting_tokens else mean
 

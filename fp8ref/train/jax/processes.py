@@ -1,4 +1,4 @@
-"""Several processes of one run, each with devices of its own, through jax.distributed."""
+"""Multi-process runs in JAX, through jax.distributed: each process has its own devices."""
 
 import json
 import os
@@ -12,21 +12,22 @@ from jax.experimental import multihost_utils
 from fp8ref.errors import ConfigError
 
 ENVIRONMENT = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
-SHUTDOWN_SECONDS = 20  # that a process which failed alone waits for the others
+SHUTDOWN_SECONDS = 20  # how long a process that failed alone waits for the others
 
 
 class Processes:
-    """Those of a run that ``join``ed; see ``fp8ref.train.processes``."""
+    """The processes that ``join`` connected; implements ``fp8ref.train.processes.Processes``."""
 
     def __init__(self) -> None:
         self.first = jax.process_index() == 0
 
-    def telling(self) -> AbstractContextManager:
-        """Adds nothing."""
-        return nullcontext()  # jax ends every process itself, and says which was lost
+    def naming_lost_processes(self) -> AbstractContextManager:
+        """Does nothing: jax itself ends every process, and names the one that was lost."""
+        return nullcontext()
 
     def gather(self, value: Any) -> list:
-        """Every process's value, of what JSON has, in order, in all of them."""
+        """All processes' values, in their order: an all-gather of JSON."""
+        # process_allgather takes arrays of one shape: pad the texts to the longest
         text = np.frombuffer(json.dumps(value).encode(), np.uint8)
         lengths = multihost_utils.process_allgather(np.int32(len(text)))
         texts = multihost_utils.process_allgather(np.pad(text, (0, lengths.max() - len(text))))
@@ -34,11 +35,13 @@ class Processes:
 
 
 def join() -> Processes:
-    """Meet the run's other processes; before anything asks jax for a device.
+    """Connect to the run's other processes. Call it before anything asks jax for a device.
 
-    Under Slurm, Open MPI, Kubernetes and on TPUs jax finds them itself. Elsewhere three variables say where: JAX_COORDINATOR_ADDRESS, host:port
-    of the first process, JAX_NUM_PROCESSES and JAX_PROCESS_ID, from 0.
-    Raises:   ConfigError: only some of the variables, values that are none, nobody to be found.
+    Under Slurm, Open MPI, Kubernetes and on TPUs jax finds them itself. Elsewhere set three
+    variables: JAX_COORDINATOR_ADDRESS (host:port of the first process), JAX_NUM_PROCESSES and
+    JAX_PROCESS_ID, from 0.
+    Raises:   ConfigError: only some of the variables are set; invalid values; no other process
+              answers.
     """
     given = {name: os.environ[name] for name in ENVIRONMENT if name in os.environ}
     if given and len(given) < len(ENVIRONMENT):

@@ -1,7 +1,10 @@
-"""The training step in JAX (SEMANTICS T): float32 masters, bfloat16 compute, optax's AdamW; functions of the state, to be compiled."""
+"""The training step in JAX (SEMANTICS T): float32 masters, bfloat16 compute, optax's AdamW.
 
-import functools
+Pure functions of the state, which ``trainer.Trainer`` compiles.
+"""
+
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,16 +17,34 @@ from jax.sharding import PartitionSpec as P
 from fp8ref import llama
 from fp8ref.hardware import Multiply
 from fp8ref.jax import delayed, stats
+from fp8ref.recipe import Role
+from fp8ref.train import train_state
 from fp8ref.train.config import Config
 from fp8ref.train.jax.llama import Llama, Pass
 from fp8ref.train.jax.mesh import AXES, Layout
 
-# XLA may otherwise leave out a rounding to bfloat16 between fused operations (SEMANTICS M-3 states where they are).
+# XLA may otherwise leave out a rounding to bfloat16 between fused operations (SEMANTICS M-3 states
+# where they are).
 COMPILER_OPTIONS = {"xla_allow_excess_precision": False}
 
 
+class State(NamedTuple):
+    """All that a step changes.
+
+    params     the model's float32 masters, a tree.
+    optimizer  optax's state: both of Adam's moments, float32, and the steps counted.
+    fp8        delayed-scaling states by linear.
+    """
+
+    params: Any
+    optimizer: optax.OptState
+    fp8: dict[str, dict[Role, delayed.DelayedState | delayed.FlaxState]]
+
+
 class Step:
-    """What a step computes of a state that ``begin`` makes, and of tokens [B, T + 1], or of the parts of a batch, [microbatches, B, T + 1] (T-7).
+    """The functions of a training step. ``begin`` makes the state; batches are tokens [B, T + 1].
+
+    A batch that is trained in parts is [microbatches, B, T + 1] (SEMANTICS T-7).
 
     multiply  the simulated hardware that FP8 GEMMs are multiplied by (SEMANTICS G-19), or None.
     """
@@ -37,44 +58,75 @@ class Step:
             optax.add_decayed_weights(optimizer.weight_decay, mask=lambda p: jax.tree.map(lambda v: v.ndim > 1, p)),
         )
 
-    def begin(self, weights: dict[str, np.ndarray] | None) -> tuple[tuple, tuple]:
-        """The state before the first step, on the layout's devices, and where each part of it lies: parameters, the optimizer's state, states of linears
-        that scale by past amaxes. Shapes alone where the layout is abstract.
+    def begin(self, weights: dict[str, np.ndarray] | None) -> tuple[State, State]:
+        """The state before the first step, on the layout's devices, and the PartitionSpec of each
+        of its arrays.
+
+        Where the layout is abstract, the state holds shapes instead of arrays.
 
         weights: float32 arrays by name, by default ``llama.initial_weights`` of run.seed.
         """
         config = self.config
         if self.layout.abstract:
             shapes = {name: jax.ShapeDtypeStruct(shape, np.float32) for name, shape in llama.parameter_shapes(config.model).items()}
-            self._graph, *state = jax.eval_shape(self._initial, shapes)
+            self._graph, state = jax.eval_shape(self._initial, shapes)
         else:
             weights = llama.initial_weights(config.model, seed=config.run.seed) if weights is None else weights
             llama.check_weights(weights, config.model)
-            self._graph, *state = self._initial(weights)
-        params, opt_state, fp8_state = state
-        self._specs = jax.tree_util.tree_map_with_path(lambda path, value: self.layout.parameter(name_of(path), value.shape), params)
+            self._graph, state = self._initial(weights)
+        self._specs = jax.tree_util.tree_map_with_path(lambda path, value: self.layout.parameter(name_of(path), value.shape), state.params)
+        # Adam's moments lie on the mesh as their parameters do; its count is whole on every device
         of_optimizer = optax.tree_utils.tree_map_params(
-            self._optimizer, lambda _, spec: spec, opt_state, self._specs, transform_non_params=lambda _: P()
+            self._optimizer, lambda _, spec: spec, state.optimizer, self._specs, transform_non_params=lambda _: P()
         )
-        specs = (self._specs, of_optimizer, jax.tree.map(lambda _: P(), fp8_state))
-        return jax.tree.map(self.layout.put, (params, opt_state, fp8_state), specs), specs
+        specs = State(self._specs, of_optimizer, jax.tree.map(lambda _: P(), state.fp8))
+        return jax.tree.map(self.layout.put, state, specs), specs
 
-    def train(self, params, opt_state, fp8_state, tokens: jax.Array, lr: jax.Array) -> tuple:
-        """The three parts of the state after a step at this learning rate, its loss and its gradients' norm; where either of these is not finite, as
-        they were (T-4)."""
-        loss, grads, seen = self.differentiated(params, fp8_state, tokens)
+    def train(self, state: State, tokens: jax.Array, lr: jax.Array) -> tuple[State, jax.Array, jax.Array]:
+        """One step at this learning rate: the new state, the loss, and the norm of the gradients.
+
+        Where loss or norm is not finite, the state is the old one (T-4).
+        """
+        loss, grads, seen = self.differentiated(state.params, state.fp8, tokens)
         norm = optax.tree.norm(grads)
         grads = jax.tree.map(lambda g: g * jnp.minimum(1.0, self.config.optimizer.max_norm / norm), grads)
-        updates, new_opt_state = self._optimizer.update(grads, opt_state, params)
-        new_params = jax.tree.map(lambda p, u: p - lr * u, params, updates)
+        updates, optimizer = self._optimizer.update(grads, state.optimizer, state.params)
+        params = jax.tree.map(lambda p, u: p - lr * u, state.params, updates)
         recipes = {d.path: d.recipe for d in self.decisions}
-        new_fp8_state = {name: delayed.update(fp8_state[name], seen[name], recipe=recipes[name]) for name in fp8_state}
+        fp8 = {name: delayed.update(state.fp8[name], seen[name], recipe=recipes[name]) for name in state.fp8}
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
-        keep = functools.partial(jax.tree.map, lambda new, old: jnp.where(finite, new, old))
-        return keep(new_params, params), keep(new_opt_state, opt_state), keep(new_fp8_state, fp8_state), loss, norm
+        # Selected by element, so that the decision stays on the device
+        return jax.tree.map(lambda new, old: jnp.where(finite, new, old), State(params, optimizer, fp8), state), loss, norm
+
+    def tensors(self, state: State) -> dict[str, Any]:
+        """The arrays of a state by the names of ``train_state``, nested."""
+        adam = state.optimizer[0]
+        found: dict[str, Any] = {
+            train_state.MASTERS: named(state.params),
+            "exp_avg": named(adam.mu),
+            "exp_avg_sq": named(adam.nu),
+            train_state.COUNT: adam.count,
+        }
+        if state.fp8:
+            found[train_state.FP8] = {name: {role: one._asdict() for role, one in roles.items()} for name, roles in state.fp8.items()}
+        return found
+
+    def restored(self, state: State, tensors: dict[str, Any]) -> State:
+        """A state of the structure of this one, of arrays named as ``tensors`` names them."""
+
+        def tree(like, key: str):
+            return jax.tree_util.tree_map_with_path(lambda path, _: tensors[key][name_of(path)], like)
+
+        adam = state.optimizer[0]
+        optimizer = optax.tree_utils.tree_set(
+            state.optimizer, mu=tree(adam.mu, "exp_avg"), nu=tree(adam.nu, "exp_avg_sq"), count=tensors[train_state.COUNT]
+        )
+        saved = tensors.get(train_state.FP8, {})
+        fp8 = {name: {role: type(one)(**saved[name][role]) for role, one in roles.items()} for name, roles in state.fp8.items()}
+        return State(tree(state.params, train_state.MASTERS), optimizer, fp8)
 
     def differentiated(self, params, state, tokens: jax.Array):
-        """(loss, gradients, observations of forward and backward pass) of a batch, or of parts of one."""
+        """(loss, gradients, amax observations of both passes) of a batch, or of its parts."""
 
         def differentiate(params, state, tokens):
             gradient = jax.value_and_grad(self._loss_of, argnums=(0, 1), has_aux=True)
@@ -95,7 +147,7 @@ class Step:
         return self.layout.map(f, (self._specs, P(), self._cut(tokens)), (P(), self._specs, P()))(params, state, tokens)
 
     def evaluated(self, params, state, tokens: jax.Array) -> jax.Array:
-        """The loss of a batch, or of parts of one."""
+        """The loss of a batch, or of its parts."""
 
         def loss_of(params, state, tokens):
             if tokens.ndim == 3:
@@ -105,7 +157,12 @@ class Step:
         return self.layout.map(loss_of, (self._specs, P(), self._cut(tokens)), P())(params, state, tokens)
 
     def measured(self, params, state, tokens: jax.Array) -> jax.Array:
-        """float32 [devices, layers, 6, stats.LENGTH]: what every device measured of its parts of the operands; without shard_map of all of them."""
+        """Statistics float32 [devices, layers, 6, stats.LENGTH].
+
+        Each device measures its own shards of the operands.
+
+        Without shard_map there is one row, of the whole operands.
+        """
 
         def loss(taps, params, state, tokens):
             run = self._pass(state, self._unseen(), dict(taps))
@@ -119,7 +176,8 @@ class Step:
         return self.layout.map(measure, (self._specs, P(), self.layout.tokens), P(AXES))(params, state, tokens)
 
     def forward(self, f: Callable[[Llama, jax.Array, Pass], jax.Array], params, state, tokens: jax.Array) -> jax.Array:
-        """float32 f [B, T, ...] of the model and tokens [B, T]."""
+        """f(model, tokens [B, T], run) -> float32 [B, T, ...], inside shard_map if the layout is
+        mapped."""
         cut = P(self.layout.tokens[0], "tensor" if self.config.parallel.sequence else None)
 
         def mapped(params, state, tokens):
@@ -131,12 +189,12 @@ class Step:
     def measured_layers(self) -> list[str]:
         return [d.path for d in self.decisions if d.fp8]
 
-    def _initial(self, weights: dict) -> tuple:
-        """The model's graph; parameters, optimizer's state, and states of linears that scale by past amaxes, which no optimizer sees."""
+    def _initial(self, weights: dict) -> tuple[Any, State]:
+        """The model's graph, and the state before the first step."""
         graph, params = nnx.split(Llama(self.config.model, weights, {d.path: d.recipe for d in self.decisions}), nnx.Param)
         params = nnx.to_pure_dict(params)
         fp8_state = {d.path: delayed.init(d.recipe) for d in self.decisions if delayed.keeps_state(d.recipe)}
-        return graph, params, self._optimizer.init(params), fp8_state
+        return graph, State(params, self._optimizer.init(params), fp8_state)
 
     def _pass(self, state, seen: dict[str, delayed.Seen], taps: dict[str, jax.Array] | None = None) -> Pass:
         return Pass(state, seen, self.layout, taps or {}, self.config.parallel.attention, self._multiply)
@@ -145,14 +203,14 @@ class Step:
         return {d.path: delayed.unseen(d.recipe) for d in self.decisions if delayed.keeps_state(d.recipe)}
 
     def _model(self, params) -> Llama:
-        """The model on parameters rounded to the compute dtype, all but the embedding table (SEMANTICS M-2)."""
+        """The model on parameters rounded to bfloat16, except the embedding table (SEMANTICS M-2)."""
         compute = jax.tree_util.tree_map_with_path(
             lambda path, value: value if name_of(path) == llama.EMBEDDING else value.astype(jnp.bfloat16), params
         )
         return nnx.merge(self._graph, nnx.State(compute))
 
     def _loss_of(self, params, seen, state, tokens: jax.Array) -> tuple[jax.Array, dict[str, delayed.Seen]]:
-        """The loss of a batch, or inside shard_map of all devices' parts of it, and what the linears observed."""
+        """(mean loss of the whole batch, amax observations of this device's forward pass)."""
         run = self._pass(state, dict(seen))
         return self._loss_in(run, params, tokens), run.seen
 
@@ -166,10 +224,10 @@ class Step:
 
 
 def name_of(path) -> str:
-    """The Hugging Face name of a leaf of the parameter tree."""
+    """The Hugging Face name of a parameter, from its path in the tree."""
     return ".".join(str(getattr(part, "key", part)) for part in path)
 
 
 def named(tree) -> dict:
-    """The leaves of a tree of parameters by name."""
+    """{parameter name: leaf} of a tree of parameters."""
     return {name_of(path): value for path, value in jax.tree_util.tree_leaves_with_path(tree)}

@@ -1,30 +1,33 @@
-"""A model being trained in JAX: what a run asks of it and keeps; on one device or a mesh. Its step is ``step.Step``."""
+"""The JAX trainer: one model in training, on one device or a mesh.
+
+``step.Step`` holds the functions that it compiles.
+"""
 
 import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
-import optax
 
 from fp8ref import llama
 from fp8ref.errors import ConfigError
 from fp8ref.hardware import Multiply
 from fp8ref.jax import hardware, linear, proof, stats
 from fp8ref.stats import merged, planned
+from fp8ref.train import train_state
 from fp8ref.train.config import Config
 from fp8ref.train.jax.checkpoint import Store
 from fp8ref.train.jax.llama import Llama, Pass
 from fp8ref.train.jax.mesh import Layout
-from fp8ref.train.jax.step import COMPILER_OPTIONS, Step, named
-
-TREES = ("model", "exp_avg", "exp_avg_sq")  # what a checkpoint calls the weights and Adam's two moments, in either backend
+from fp8ref.train.jax.step import COMPILER_OPTIONS, State, Step, named
 
 
 class Trainer:
-    """One model being trained. ``step`` and ``evaluate`` take tokens [B, T + 1], integers: inputs and the targets after them."""
+    """One model being trained.
+
+    ``step`` and ``evaluate`` take tokens [B, T + 1], integers: inputs and the targets after them.
+    """
 
     backend = "jax"
 
@@ -38,9 +41,12 @@ class Trainer:
     ) -> None:
         """weights: float32 arrays by name, by default ``llama.initial_weights`` of run.seed.
 
-        devices   of a topology: the step is lowered for them, from shapes alone, and cannot run. By default those that jax has.
-        multiply  the hardware that numerics.accumulate names, simulated: what FP8 GEMMs are multiplied by (SEMANTICS G-19).
-        Raises:   ConfigError: as ``Layout``; numerics.accumulate without multiply, or on devices that cannot run under it.
+        devices   of a topology description: the step can be lowered for them but cannot run. None:
+                  jax's own.
+        multiply  the simulated hardware of numerics.accumulate, which runs the FP8 GEMMs (SEMANTICS
+                  G-19).
+        Raises:   ConfigError: as ``Layout``; numerics.accumulate without multiply, or on devices
+                  that cannot use it.
         """
         self.config = config
         self._layout = Layout(config, devices)
@@ -53,10 +59,12 @@ class Trainer:
                 raise ConfigError(f"numerics.accumulate {config.numerics.accumulate!r}: {error}") from error
         self._step = Step(config, self._layout, multiply)
         self.decisions = self._step.decisions
-        (self._params, self._opt_state, self._fp8_state), specs = self._step.begin(weights)
-        # as they came, so that the second step is not compiled again
-        placed = None if self._layout.mesh is None else (*jax.tree.map(self._layout.sharding, specs), None, None)
-        self._train = jax.jit(self._step.train, donate_argnums=(0, 1, 2), out_shardings=placed, compiler_options=COMPILER_OPTIONS)
+        specs: State
+        self._state, specs = self._step.begin(weights)
+        # A step leaves the state placed as it found it, so that the second step is not compiled
+        # again.
+        placed = None if self._layout.mesh is None else (jax.tree.map(self._layout.sharding, specs), None, None)
+        self._train = jax.jit(self._step.train, donate_argnums=0, out_shardings=placed, compiler_options=COMPILER_OPTIONS)
         self._loss = jax.jit(self._step.evaluated, compiler_options=COMPILER_OPTIONS)
         self._measure = jax.jit(self._step.measured, compiler_options=COMPILER_OPTIONS)
         self._count = 0
@@ -64,9 +72,11 @@ class Trainer:
         self.device = self._layout.description
 
     def step(self, tokens: np.ndarray) -> dict[str, float]:
-        """One optimizer step: {"loss", "grad_norm"} before the update. Where either is not finite nothing changes (T-4)."""
-        *state, loss, norm = self._train(*self._arguments(tokens))
-        self._params, self._opt_state, self._fp8_state = state
+        """One optimizer step: {"loss", "grad_norm"} before the update.
+
+        If either is not finite, nothing changes (T-4).
+        """
+        self._state, loss, norm = self._train(*self._arguments(tokens))
         metrics = {"loss": float(loss), "grad_norm": float(norm)}
         self._count += all(map(np.isfinite, metrics.values()))
         return metrics
@@ -80,11 +90,11 @@ class Trainer:
         return self._of_model(tokens, lambda model, tokens, run: model(tokens, run))
 
     def first_input(self, tokens: np.ndarray) -> np.ndarray:
-        """float32 [B, T, hidden]: what the first layer's linears are given."""
+        """float32 [B, T, hidden]: the input of the first layer's linears, after its norm."""
         return self._of_model(tokens, lambda model, tokens, run: model.model.layers[0].input_layernorm(model.embedded(tokens, run)))
 
     def gradients(self, tokens: np.ndarray) -> dict[str, np.ndarray]:
-        """float32 gradients of the loss of a batch by parameter, not clipped; nothing is updated."""
+        """float32 gradients of a batch's loss by parameter, before clipping; nothing is updated."""
         differentiated = jax.jit(self._step.differentiated, compiler_options=COMPILER_OPTIONS)
         grads = differentiated(self._params, self._fp8_state, self._parts(tokens))[1]
         return self._fetched(grads)
@@ -94,37 +104,43 @@ class Trainer:
         return self._fetched(self._params)
 
     def moments(self) -> dict[str, dict[str, np.ndarray]]:
-        """Both of Adam's, float32: by which, then by parameter."""
-        trees = zip(TREES[1:], (self._adam.mu, self._adam.nu), strict=True)
-        return {key: self._fetched(tree) for key, tree in trees}
+        """Both of Adam's moments, float32: by which, then by parameter."""
+        tensors = self._step.tensors(self._state)
+        return {key: {name: self._layout.fetch(value) for name, value in tensors[key].items()} for key in train_state.MOMENTS}
 
     def save(self, directory: Path) -> Callable[[], None]:
-        """Copy the state to host memory and begin to write it into a directory; the result waits until it is written, by every process."""
-        return self._store.save(directory, self._state())
+        """Copy the state to host memory and begin to write it.
+
+        Returns a function that waits for all processes.
+        """
+        tensors = self._step.tensors(self._state)
+        train_state.check(tensors, self.config, self.backend)
+        return self._store.save(directory, tensors)
 
     def load(self, directory: Path, step: int) -> None:
-        """Continue from the state of so many steps that ``save`` wrote, on this mesh or another."""
-        found, mine = self._store.load(directory, self._state()), (self._params, self._adam.mu, self._adam.nu)
-        self._params, mu, nu = (
-            jax.tree.unflatten(jax.tree.structure(tree), found[key].values()) for key, tree in zip(TREES, mine, strict=True)
-        )
-        self._opt_state = optax.tree_utils.tree_set(self._opt_state, mu=mu, nu=nu, count=found["count"])
-        for name, roles in found.get("fp8", {}).items():
-            self._fp8_state[name] = {role: type(self._fp8_state[name][role])(**fields) for role, fields in roles.items()}
+        """Restore the state that ``save`` wrote after so many steps, on this mesh or another."""
+        found = self._store.load(directory, self._step.tensors(self._state))
+        self._state = self._step.restored(self._state, found)
         self._count = step
 
     def fp8_states(self) -> dict[str, tuple[np.ndarray, ...]]:
-        """What linears that scale by their past keep: (stored, amax_history, step) by "<linear>/<role>"."""
+        """States of delayed scaling, (stored, amax_history, step) by "<linear>/<role>"."""
         return {f"{name}/{role}": tuple(map(np.asarray, state)) for name, roles in self._fp8_state.items() for role, state in roles.items()}
 
     def peak_memory(self) -> int | None:
-        """Bytes of memory in use at most on any of this process's devices since it began; None where they do not count, as CPUs."""
+        """The most bytes in use on any of this process's devices.
+
+        None if they do not count them, as CPUs.
+        """
         peaks = [(device.memory_stats() or {}).get("peak_bytes_in_use") for device in self._layout.devices if device in jax.local_devices()]
         return max((peak for peak in peaks if peak is not None), default=None)
 
     def observe(self, tokens: np.ndarray, observer) -> None:
-        """A forward and backward pass, no update, in which every FP8 GEMM reports to observer (see ``linear.observing``), once a part of the
-        batch; on one device."""
+        """A forward and backward pass whose FP8 GEMMs call observer (see ``linear.observing``), on
+        one device.
+
+        Each microbatch reports once; nothing is updated.
+        """
         if self._layout.mesh is not None:
             raise ConfigError("operands are observed on one device, where a callback cannot wait for another's. Set parallel.* to 1.")
         with linear.observing(observer):
@@ -133,7 +149,8 @@ class Trainer:
         jax.effects_barrier()
 
     def statistics(self, tokens: np.ndarray) -> dict[str, dict]:
-        """What quantising did to every FP8 operand of a step on this batch (SEMANTICS Q-8): a forward and backward pass, no update, compiled apart."""
+        """Quantisation statistics of every FP8 operand of a batch (SEMANTICS Q-8), from a pass that
+        updates nothing."""
         operands = planned(self.decisions)
         if not operands:
             return {}
@@ -146,20 +163,25 @@ class Trainer:
         for operand in operands:
             of_layer = found[:, :, layers.index(operand.layer)]
             row = rows[operand.gemm, operand.role]
-            if not of_layer[:, :, row, 0].any():  # the GEMM before has taken the same
+            if not of_layer[:, :, row, 0].any():  # nothing counted: an earlier GEMM of the layer uses the same codes
                 row = next(i for i, (_, role) in enumerate(stats.ROWS) if role == operand.role)
             parts.append(np.concatenate([self._layout.own_parts(p[:, row], operand.layer, operand.role) for p in of_layer]))
         return merged(operands, parts)
 
     def measured_step(self, tokens: np.ndarray) -> tuple[dict[str, float], dict[str, dict]]:
-        """``step`` and ``statistics`` of one batch, each compiled by itself: XLA would round a step that also measures otherwise."""
+        """``step`` and ``statistics`` of one batch, compiled apart.
+
+        A step that also measures would round differently.
+        """
         found = self.statistics(tokens)
         return self.step(tokens), found
 
     def prove(self, tokens: np.ndarray) -> dict:
-        """What the step multiplies and moves, for the manifest.
+        """The GEMMs and gathers of the step, for the manifest, read from its lowered program
+        (SEMANTICS B).
 
-        Raises:   ConfigError: an FP8 GEMM or gather that was planned and is not there, on a GPU in the compiled step either, unless run.allow_fallback.
+        Raises:   ConfigError: a planned FP8 GEMM or gather is missing, on a GPU also from the
+                  compiled program; unless run.allow_fallback.
         """
         lowered = self.lowered(tokens)
         program = proof.read(lowered)
@@ -176,38 +198,37 @@ class Trainer:
         return proof.manifest(program, planned, missing, compiled, plan)
 
     def lowered(self, tokens: np.ndarray) -> jax.stages.Lowered:
-        """The step as it will be compiled."""
+        """The step's lowered program, before XLA compiles it."""
         return self._train.lower(*self._arguments(tokens))
 
     @property
-    def _adam(self) -> optax.ScaleByAdamState:
-        return self._opt_state[0]
+    def _params(self):
+        return self._state.params
 
-    def _state(self) -> dict[str, Any]:
-        """All that training changes, by name."""
-        trees = {key: named(tree) for key, tree in zip(TREES, (self._params, self._adam.mu, self._adam.nu), strict=True)}
-        fp8 = {name: {role: state._asdict() for role, state in roles.items()} for name, roles in self._fp8_state.items()}
-        return trees | {"count": self._adam.count} | ({"fp8": fp8} if fp8 else {})
+    @property
+    def _fp8_state(self) -> dict:
+        return self._state.fp8
 
     def _of_model(self, tokens: np.ndarray, f: Callable[[Llama, jax.Array, Pass], jax.Array]) -> np.ndarray:
-        """f [B, T, ...] of the model and tokens [B, T], as float32."""
+        """f(model, tokens [B, T], run) -> [B, T, ...], as float32 on the host."""
         forward = jax.jit(functools.partial(self._step.forward, f), compiler_options=COMPILER_OPTIONS)
         return self._layout.fetch(forward(self._params, self._fp8_state, self._tokens(tokens)))
 
     def _fetched(self, tree) -> dict[str, np.ndarray]:
-        """The whole of every parameter's, by name, in every process."""
+        """{parameter: array} of a tree, gathered to every process."""
         return {name: self._layout.fetch(value) for name, value in named(tree).items()}
 
     def _arguments(self, tokens: np.ndarray) -> tuple:
         lr = self.config.optimizer.learning_rate_at(self._count, self.config.run.steps)
-        return self._params, self._opt_state, self._fp8_state, self._parts(tokens), np.float32(lr)
+        return self._state, self._parts(tokens), np.float32(lr)
 
     def _tokens(self, tokens: np.ndarray) -> jax.Array:
         llama.check_tokens(tokens, self.config.model)
         return self._layout.put(np.asarray(tokens, np.int32), self._layout.tokens)
 
     def _parts(self, tokens: np.ndarray) -> jax.Array:
-        """A batch [B, T + 1], or its parts [microbatches, B, T + 1] where it is trained in several (SEMANTICS T-7)."""
+        """A batch [B, T + 1] on the devices, or [microbatches, B, T + 1] if it is trained in parts
+        (SEMANTICS T-7)."""
         if self.config.data.microbatches == 1:
             return self._tokens(tokens)
         llama.check_tokens(tokens, self.config.model)

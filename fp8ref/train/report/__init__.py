@@ -1,1 +1,1 @@
-"""What finished runs show: compared, judged against the noise of seeds, replayed, drawn."""
+"""Reports on finished runs: compare, judge FP8 against bf16 seeds, re-scale amaxes, draw."""

@@ -1,4 +1,4 @@
-"""Two runs side by side: what differs in their configs and versions, and whether their losses do beyond noise (SEMANTICS E-6)."""
+"""Compare two runs: config, versions, and whether losses differ beyond noise (SEMANTICS E-6)."""
 
 import json
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from rich.table import Table
 from fp8ref.errors import ConfigError
 from fp8ref.result import Result
 from fp8ref.train import config as configs
-from fp8ref.train.report import noise, runs
+from fp8ref.train.report import runs, seed_noise
 from fp8ref.train.report.runs import Run
 
 METRICS = ("loss", "grad_norm", "val_loss")
@@ -22,12 +22,16 @@ By = Literal["bits", "end", "seeds", "steps"]
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison(Result):
-    """What ``compare`` found. settings, versions: {dotted key: (A's, B's)} where they differ.
+    """The result of ``compare``.
 
-    noise     what the runs were held to: ``bits``, how they ``end``, or, the difference of their losses, ``seeds`` or ``steps``.
-    difference, low, high
-              B's loss minus A's, the mean over the last window, and the interval in which it is no more than noise: of ``seeds``
-              about 0; of ``steps`` the confidence interval of the difference itself, which has to hold 0. None where losses tell nothing.
+    settings, versions: {dotted key: (A's value, B's value)} where they differ.
+
+    noise       the criterion: equal ``bits``; how the runs ``end``; the spread of ``seeds``; the
+                noise of ``steps``.
+    difference  B's loss minus A's, the mean over the last window; None if a run diverged.
+    low, high   the interval without significance. Under ``seeds`` it is an interval about 0 that
+                must hold the difference; under ``steps`` it is the difference's confidence
+                interval, which must hold 0.
     """
 
     a: str
@@ -44,7 +48,7 @@ class Comparison(Result):
 
     @property
     def ok(self) -> bool:
-        """Whether losses are no further apart than noise."""
+        """Whether the losses differ by no more than noise."""
         return self.result != "outside noise"
 
     def to_dict(self) -> dict:
@@ -52,7 +56,7 @@ class Comparison(Result):
         return {"ok": self.ok, **asdict(self)}
 
     def render(self, console: Console) -> None:
-        """What differs in config and versions, and what is said of the losses."""
+        """Print the differences in config and versions, and the verdict on the losses."""
         for title, found in (("config", self.settings), ("versions", self.versions)):
             if not found:
                 console.print(f"{title}: no difference")
@@ -64,11 +68,13 @@ class Comparison(Result):
         console.print(self.said, markup=False, highlight=False, soft_wrap=True)
 
 
-def compare(a: Run, b: Run, seeds: Sequence[Run] = (), *, confidence: float = noise.CONFIDENCE) -> Comparison:
+def compare(a: Run, b: Run, seeds: Sequence[Run] = (), *, confidence: float = seed_noise.CONFIDENCE) -> Comparison:
     """Compare B with A.
 
-    seeds     bf16 runs whose noise the losses are held to; A or B may be among them, which makes the test milder.
-    Raises:   ConfigError: nothing to compare by: another text, no 5 steps in common, other seeds without ``seeds``, or ``seeds`` of another model.
+    seeds     bf16 runs whose spread limits the difference. A or B may be among them, which makes
+              the test milder.
+    Raises:   ConfigError: the losses are not comparable: another text; fewer than 5 common steps;
+              different seeds without ``seeds``; ``seeds`` of another model.
     """
     settings, versions = configs.differences(a.settings, b.settings), configs.differences(a.versions, b.versions)
     for key in ("data.sequence_length", "text"):
@@ -111,20 +117,20 @@ def compare(a: Run, b: Run, seeds: Sequence[Run] = (), *, confidence: float = no
 def _by_losses(
     a: Run, b: Run, chosen: Sequence[Run], steps: np.ndarray, confidence: float
 ) -> tuple[LossVerdict, By, float, float, float, str]:
-    """result, noise, difference, low, high and what is said of two runs that did not diverge."""
-    width = noise.window(len(steps))
+    """(result, noise, difference, low, high, sentence) of two runs that did not diverge."""
+    width = seed_noise.window(len(steps))
     if len(steps) < width:
         who = "A, B and --seeds" if chosen else f"{a.name} and {b.name}"
         raise ConfigError(
-            f"{who} have {len(steps)} steps in common, and {noise.BATCHES} are needed. Leave the shortest out, or train it on."
+            f"{who} have {len(steps)} steps in common, and {seed_noise.BATCHES} are needed. Leave the shortest out, or train it on."
         )
-    gap = noise.gap(runs.at(b.losses, steps) - runs.at(a.losses, steps), width, confidence=confidence)
+    gap = seed_noise.gap(runs.at(b.losses, steps) - runs.at(a.losses, steps), width, confidence=confidence)
     difference = float(gap.mean[-1])
     result: LossVerdict
     by: By
     if chosen:
         last = np.stack([runs.at(run.losses, steps) for run in chosen])[:, -width:].mean(axis=1, keepdims=True)
-        high = float(noise.limit(last, confidence=confidence)[0])  # the report's limit, either way
+        high = float(seed_noise.limit(last, confidence=confidence)[0])  # the report's one-sided limit, used on both sides
         by, low, result = "seeds", -high, "within noise" if abs(difference) <= high else "outside noise"
         said = f"two bf16 runs of different seeds lie up to {high:.4f} apart, by {len(chosen)} of them"
     elif a.seeds == b.seeds:
@@ -148,7 +154,10 @@ def _end(run: Run) -> str:
 
 
 def _chosen(a: Run, b: Run, seeds: Sequence[Run]) -> list[Run]:
-    """One of ``seeds`` for each pair of seeds, the first given."""
+    """The first of ``seeds`` for each (run.seed, data.seed).
+
+    Repeated seeds are no new observations.
+    """
     for run in seeds:
         unlike = min((configs.differences(other.reference, run.reference) for other in (a, b)), key=len)
         if unlike or not run.bf16:

@@ -1,4 +1,7 @@
-"""The figures of a report, as functions of what ``judge`` finds; their colours are those of ``svg``."""
+"""The figures of a report: losses, gaps to bf16, metrics and heat maps of statistics.
+
+``svg`` defines their colours.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -12,13 +15,13 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
 from fp8ref.recipe import ROLES
-from fp8ref.train.report import noise, runs, svg
+from fp8ref.train.report import runs, seed_noise, svg
 from fp8ref.train.report.runs import Run
 from fp8ref.train.report.seed_noise import Paired, Seeds
 
-POINTS = 1000  # of a curve, more of which no screen shows and every page would carry
-DASHES = ("-", (0, (5, 2)), (0, (1, 1.5)))  # runs differ by these too, for eyes and printers without colours
-# {measure: (title, whether the larger of a layer's two GEMMs is shown, how it is scaled)}
+POINTS = 1000  # points in a curve: a screen shows no more, and every page would carry them
+DASHES = ("-", (0, (5, 2)), (0, (1, 1.5)))  # so that runs also differ without colours
+# {measure: (title, show the larger value of the two GEMMs that use a tensor?, transform)}
 MEASURES: dict[str, tuple[str, bool, Callable]] = {
     "amax": ("largest magnitude (log2)", True, np.log2),
     "underflow_rate": ("underflow, % of elements", True, lambda x: 100 * x),
@@ -28,22 +31,26 @@ MEASURES: dict[str, tuple[str, bool, Callable]] = {
 
 
 def losses(group: Sequence[Run], seeds: Seeds) -> Figure:
-    """Running means of training losses, over the band of the bf16 seeds."""
+    """Running means of the training losses, with the band of the bf16 seeds."""
     with _axes("optimizer step", "training loss, nats") as (figure, ax):
         if seeds.band is not None:
             _band(ax, seeds.steps, seeds.band.low, seeds.band.high, svg.BAND)
         for run, look in _looks(group, seeds):
-            if not run.losses:  # of a first step that was not finite
+            if not run.losses:  # its first step was not finite
                 continue
             steps = np.array(list(run.losses))
             width = _width(seeds, len(steps))
-            _line(ax, steps[width - 1 :], noise.running_mean(runs.at(run.losses, steps), width), run.name, look)
+            _line(ax, steps[width - 1 :], seed_noise.running_mean(runs.at(run.losses, steps), width), run.name, look)
         _legend(ax)
     return figure
 
 
 def gaps(pairs: Sequence[Paired], group: Sequence[Run], seeds: Seeds) -> Figure:
-    """Gaps to the bf16 run of equal seeds with their intervals, over what seeds differ by; scaled to the gaps, however wide that is."""
+    """Each run's gap to the bf16 run of equal seeds, with its interval, and the limit by which
+    seeds differ.
+
+    The y axis is scaled to the gaps; the limit may lie outside.
+    """
     looks = {id(run): look for run, look in _looks(group, seeds)}
     with _axes("optimizer step", "loss minus bf16's, nats") as (figure, ax):
         if seeds.limit is not None:
@@ -62,7 +69,10 @@ def gaps(pairs: Sequence[Paired], group: Sequence[Run], seeds: Seeds) -> Figure:
 
 
 def metric(group: Sequence[Run], seeds: Seeds, key: str, ylabel: str) -> Figure | None:
-    """A metric of every run as it was written, but for means of speeds; of gradient norms no peak is left out. None where no run has it."""
+    """A metric of every run; None if no run has it.
+
+    Speeds are running means, and gradient norms keep every peak.
+    """
     present = [(run, look, run.curve(key)) for run, look in _looks(group, seeds) if run.curve(key)]
     if not present:
         return None
@@ -70,7 +80,7 @@ def metric(group: Sequence[Run], seeds: Seeds, key: str, ylabel: str) -> Figure 
         for run, look, curve in present:
             values = np.array(list(curve.values()))
             width = _width(seeds, len(curve)) if key == "tokens_per_second" else 1
-            values = _peaks(values) if key == "grad_norm" else noise.running_mean(values, width)
+            values = _peaks(values) if key == "grad_norm" else seed_noise.running_mean(values, width)
             marked = {"marker": "o", "markersize": 3} if len(curve) <= 40 else {}
             _line(ax, np.array(list(curve))[width - 1 :], values, run.name, look | marked)
         if key == "grad_norm" and any(any(curve.values()) for _, _, curve in present):  # a log has no zero
@@ -83,7 +93,10 @@ def metric(group: Sequence[Run], seeds: Seeds, key: str, ylabel: str) -> Figure 
 
 
 def heat_map(statistics: Sequence[dict], measure: str) -> Figure | None:
-    """A measure over layers and steps, one map a role: of a layer's two GEMMs the worse. None where it was never recorded."""
+    """A measure over layers and steps, a map for each role; None if it was never recorded.
+
+    A tensor is used by two GEMMs of its layer: the worse value is shown.
+    """
     title, larger, scaled = MEASURES[measure]
     tables = {role: _table(statistics, role, measure, larger) for role in ROLES}
     tables = {role: (layers, scaled(values)) for role, (layers, values) in tables.items() if np.isfinite(values).any()}
@@ -109,7 +122,7 @@ def heat_map(statistics: Sequence[dict], measure: str) -> Figure | None:
 
 
 def _table(statistics: Sequence[dict], role: str, measure: str, larger: bool) -> tuple[list[str], np.ndarray]:
-    """The layers that have a role, and [layers, steps]: NaN where nothing was recorded."""
+    """(layers with that role, values [layers, steps]), NaN where nothing was recorded."""
     cells: dict[tuple[str, int], float] = {}
     for column, line in enumerate(statistics):
         for key, values in line["statistics"].items():
@@ -131,7 +144,7 @@ def _short(layer: str) -> str:
 
 
 def _looks(group: Sequence[Run], seeds: Seeds) -> Iterator[tuple[Run, dict[str, Any]]]:
-    """Each run and how it is drawn: the seeds alike, in the background."""
+    """Each run with its line style. All bf16 seeds have one style, in the background."""
     others = 0
     for run in group:
         if any(run is member for member in seeds.runs):
@@ -143,18 +156,21 @@ def _looks(group: Sequence[Run], seeds: Seeds) -> Iterator[tuple[Run, dict[str, 
 
 
 def _width(seeds: Seeds, count: int) -> int:
-    """How many steps a mean is of: the noise's window, or where there is none, this run's own."""
-    return min(noise.window(count) if seeds.band is None else seeds.width, count)
+    """Window of the running mean, in steps.
+
+    It is the seeds' window, or without a band one for this run's length.
+    """
+    return min(seed_noise.window(count) if seeds.band is None else seeds.width, count)
 
 
 def _every(count: int) -> slice:
-    """Of so many points every k-th, at most POINTS, the last among them."""
+    """A slice of every k-th of ``count`` points: at most POINTS, the last one included."""
     k = -(-count // POINTS)
     return slice((count - 1) % k if count else 0, None, k)
 
 
 def _peaks(values: np.ndarray) -> np.ndarray:
-    """At each point that ``_every`` keeps the largest since the one before."""
+    """Running maximum over k points, so that a curve thinned by ``_every`` keeps every peak."""
     k = -(-len(values) // POINTS)
     padded = np.concatenate([np.full(k - 1, -np.inf), values])
     return np.lib.stride_tricks.sliding_window_view(padded, k).max(axis=-1)
@@ -168,7 +184,7 @@ def _band(ax: Axes, x, low, high, colour: str) -> None:
 def _line(ax: Axes, x, y, name: str, look: dict[str, Any]) -> None:
     some = _every(len(x))
     (line,) = ax.plot(x[some], y[some], **look)
-    line.set_gid(name)  # the legend's, where a label would be read as markup
+    line.set_gid(name)  # the name for the legend: matplotlib would parse a label as markup
 
 
 @contextmanager
@@ -185,7 +201,10 @@ def _axes(xlabel: str, ylabel: str) -> Iterator[tuple[Figure, Axes]]:
 
 
 def _legend(ax: Axes) -> None:
-    """The runs by name, the seeds as one. Names are text: neither formulas nor, from an underscore on, hidden."""
+    """Legend of the runs; the seeds share an entry.
+
+    Names are plain text: "$" is no formula, and "_" hides nothing.
+    """
     entries: dict[str, Line2D] = {}
     for line in ax.lines:
         if name := line.get_gid():

@@ -1,11 +1,13 @@
-"""One page on runs: is this FP8 loss normal, what ran in FP8, how fast, and what its numbers looked like (SEMANTICS E).
+"""The HTML report on runs: FP8 loss against bf16 seeds, what ran in FP8, speed (SEMANTICS E).
 
-The page is a single HTML file without scripts, which asks for nothing from anywhere, in light and dark; its figures lie beside it as PNGs too.
+One HTML file without scripts or external resources, for light and dark screens. Its figures are
+also written as PNGs.
 """
 
 import importlib.resources
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import jinja2
@@ -15,9 +17,9 @@ from matplotlib.figure import Figure
 
 import fp8ref
 from fp8ref.errors import ConfigError
+from fp8ref.recipe import OPERANDS
 from fp8ref.train import config as configs
-from fp8ref.train.report import figures, noise, seed_noise, svg
-from fp8ref.train.report.fp8_coverage import gemms
+from fp8ref.train.report import figures, seed_noise, svg
 from fp8ref.train.report.runs import Run
 from fp8ref.train.report.seed_noise import Verdict
 
@@ -25,10 +27,23 @@ GENERATOR = '<meta name="generator" content="fp8ref report">'
 METRICS = {"val_loss": "validation loss, nats", "grad_norm": "gradient norm", "tokens_per_second": "tokens per second"}
 
 
-def write(given: Sequence[Run], out: Path, *, confidence: float = noise.CONFIDENCE) -> str:
-    """Write the page to ``out`` and <out>-<figure>.png beside it; returns the verdicts as text.
+@dataclass(frozen=True, kw_only=True)
+class LinearCoverage:
+    """What ran of one linear: its plan, and each of its three GEMMs in a few words."""
 
-    Raises:   ConfigError: before anything is written, a directory that is not there, or a file that is no report; what cannot be written.
+    path: str
+    shape: str
+    plan: str
+    gemms: tuple[str, ...]
+
+
+def write(given: Sequence[Run], out: Path, *, confidence: float = seed_noise.CONFIDENCE) -> str:
+    """Write the page to ``out``, and each figure to <out>-<figure>.png.
+
+    Returns the verdicts as text.
+
+    Raises:   ConfigError: out is a directory, or in none; it exists and is not a report; it cannot
+              be written.
     """
     if out.is_dir() or not out.absolute().parent.is_dir():
         raise ConfigError(f"--out names a file in a directory that exists; got {out}.")
@@ -51,7 +66,7 @@ def write(given: Sequence[Run], out: Path, *, confidence: float = noise.CONFIDEN
 
 
 def verdict_text(run: Run, verdict: Verdict) -> str:
-    """A verdict in a sentence."""
+    """A verdict as a sentence."""
     if verdict.kind == "cannot tell":
         return f"cannot tell: {verdict.reason}."
     if verdict.value is None or verdict.limit is None:
@@ -106,13 +121,13 @@ def _page(groups: list[dict], given: Sequence[Run], confidence: float) -> str:
         drawn=drawn,
         confidence=confidence,
         verdict_text=verdict_text,
-        gemms=gemms,
+        gemms=fp8_coverage,
         settings=_settings(given),
     )
 
 
 def _settings(given: Sequence[Run]) -> list[tuple[str, list]]:
-    """(dotted key, every run's value) where configs, versions, backends, devices or texts differ."""
+    """(dotted key, each run's value) wherever config, versions, backend, device or text differ."""
     settings = [{**run.settings, "versions": run.versions} for run in given]
     keys = dict.fromkeys(key for other in settings for key in configs.differences(settings[0], other))
 
@@ -125,7 +140,10 @@ def _settings(given: Sequence[Run]) -> list[tuple[str, list]]:
 
 
 def _speed(run: Run, group: Sequence[Run]) -> dict:
-    """Steps, last losses, peak memory, median tokens a second and its ratio to the group's first bf16 run of the same backend on the same device."""
+    """A row of the speed table.
+
+    ratio: to the group's first bf16 run of the same backend and device.
+    """
     like = [r for r in group if r.bf16 and all(r.manifest[k] == run.manifest[k] for k in ("backend", "device"))]
     mine, theirs = _median(run), _median(like[0]) if like else None
     memory = run.manifest.get("memory") or {}
@@ -140,13 +158,13 @@ def _speed(run: Run, group: Sequence[Run]) -> dict:
 
 
 def _median(run: Run) -> float | None:
-    """Of all but the first tenth of the steps, in which things are compiled."""
+    """Median tokens per second, without the first tenth of the steps, which includes compilation."""
     values = list(run.curve("tokens_per_second").values())
     return float(np.median(values[len(values) // 10 :])) if values else None
 
 
 def _non_finite(run: Run) -> list[tuple[str, int, int]]:
-    """(operand, first step, count there) of every operand that was ever not finite."""
+    """(operand, first step, number of elements) of every operand that ever had non-finite elements."""
     found: dict[str, tuple[str, int, int]] = {}
     for line in run.statistics:
         for key, values in line["statistics"].items():
@@ -156,7 +174,39 @@ def _non_finite(run: Run) -> list[tuple[str, int, int]]:
 
 
 def _put(path: Path, content: bytes) -> None:
-    """Write a file so that a reader sees the old one or the new one, whole."""
+    """Replace a file atomically."""
     temporary = path.with_name(path.name + ".tmp")
     temporary.write_bytes(content)
     os.replace(temporary, path)
+
+
+def fp8_coverage(run: Run) -> list[LinearCoverage]:
+    """What ran in FP8: for every linear, its planned recipe and the GEMMs that the proof found."""
+    proof = run.manifest.get("proof")
+    return [
+        LinearCoverage(
+            path=linear["path"],
+            shape=" x ".join(map(str, linear["shape"])),
+            plan=linear["recipe"] if linear["fp8"] else f"high precision: {linear['reason']}",
+            gemms=tuple(_gemm(f"{linear['path']}/{which}", proof) if linear["fp8"] else "high precision" for which in OPERANDS),
+        )
+        for linear in run.manifest["linears"]
+    ]
+
+
+def _gemm(name: str, proof: dict | None) -> str:
+    if proof is None:
+        return "planned, no proof recorded"
+    if any(message.startswith((f"{name}:", f"{name} ")) for message in proof.get("missing", [])):
+        return "MISSING"
+    if name in proof.get("on_dequantised_operands", []):
+        return "dequantised: FP8 values, high-precision GEMM"
+    if name in proof.get("pruned", []):
+        return "not needed"
+    if simulated := next((gemm for gemm in proof.get("simulated", []) if gemm["gemm"] == name), None):
+        return f"simulated: {simulated['a']} x {simulated['b']}, {simulated['accumulate']}, under {simulated['plan']}"
+    found = [gemm for gemm in proof["gemms"] if gemm["gemm"] == name]
+    fp8 = next((gemm for gemm in found if gemm["fp8"]), None)
+    if fp8:
+        return f"FP8: {fp8['a']} x {fp8['b']}, {fp8['accumulate']}"
+    return f"high precision: {found[0]['a']} x {found[0]['b']}" if found else "not seen"

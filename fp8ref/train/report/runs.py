@@ -1,4 +1,4 @@
-"""Run directories read back, by whoever compares or reports them."""
+"""Read run directories, for comparisons and reports."""
 
 import os
 from collections.abc import Sequence
@@ -10,15 +10,19 @@ from typing import Any
 import numpy as np
 
 from fp8ref.errors import ConfigError
-from fp8ref.train.report import files
+from fp8ref.train.report import run_files
 
-# What a run and the bf16 runs it is judged by have in common (E-1), beside the text: sections of the config, and keys.
+# Config sections and keys in which a run and its bf16 reference runs must agree (E-1), beside the
+# text.
 SAME = ("model", "optimizer", "data.batch_size", "data.sequence_length", "run.steps")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """One run directory, as ``files`` checked it. lines: of metrics.jsonl, ascending; statistics: of statistics.jsonl, none where there is no such file."""
+    """One run.
+
+    lines: of metrics.jsonl, by ascending step; statistics: of statistics.jsonl, if it exists.
+    """
 
     path: Path
     name: str
@@ -32,11 +36,11 @@ class Run:
         return self.curve("loss")
 
     def curve(self, key: str) -> dict[int, float]:
-        """{step: value} of a metric, where it was written; in the order of the steps."""
+        """{step: value} of a metric, at the steps that have it."""
         return {line["step"]: float(line[key]) for line in self.lines if key in line}
 
     def key(self, dotted: str) -> Any:
-        """A key of the config, such as ``run.seed``."""
+        """The value of a config key, such as ``run.seed``."""
         value: Any = self.manifest["config"]
         for part in dotted.split("."):
             value = value[part]
@@ -44,12 +48,12 @@ class Run:
 
     @property
     def seeds(self) -> tuple[int, int]:
-        """Of the initial weights, and of the shuffle."""
+        """(run.seed, data.seed): of the initial weights and of the shuffle."""
         return self.key("run.seed"), self.key("data.seed")
 
     @property
     def tokens_per_step(self) -> int:
-        """Of the global batch."""
+        """Tokens in the global batch."""
         return self.key("data.batch_size") * self.key("data.sequence_length")
 
     @property
@@ -59,46 +63,48 @@ class Run:
 
     @property
     def finished(self) -> bool:
-        """Whether it came to its last step."""
+        """Whether the run reached its last step."""
         return self.manifest["status"] == "finished"
 
     @property
     def diverged(self) -> str:
-        """What the run ended by, if that was a loss or gradient that is not finite; else ''."""
+        """The error of a run that ended by a non-finite loss or gradient; else ''."""
         error = self.manifest.get("error", "") if self.manifest["status"] == "failed" else ""
         return error if error.startswith("NonFiniteError") else ""
 
     @property
     def text(self) -> Any:
-        """What the training text is known by: its hash, or else all that the manifest says of it."""
+        """What identifies the training text: its hash, or else the manifest's whole description."""
         data = self.manifest["data"]
         return data.get("sha256", data)
 
     @property
     def settings(self) -> dict:
-        """What was chosen: the config but for the directory, backend and text."""
+        """The config without run.out, and backend and text."""
         config = self.manifest["config"]
         run = {key: value for key, value in config["run"].items() if key != "out"}
         return {**config, "run": run, "backend": self.manifest["backend"], "text": self.text}
 
     @property
     def versions(self) -> dict:
-        """What it ran with."""
+        """Versions of packages and of fp8ref, and the device."""
         return {**self.manifest["versions"], "fp8ref": self.manifest["fp8ref"], "device": self.manifest["device"]}
 
     @property
     def reference(self) -> dict:
-        """What this run has in common with the runs it is judged by."""
+        """What this run shares with its bf16 reference runs (E-1)."""
         return {**{key: self.key(key) for key in SAME}, "text": self.text}
 
 
 def read(path: Path) -> Run:
     """The run in a directory, finished or not.
 
-    Raises:   ConfigError: no run there, a file of it that is damaged, or no step yet; a run whose first step was not finite has none, and is one.
+    A run whose first step was not finite has no steps, and is accepted.
+
+    Raises:   ConfigError: there is no run; a file is damaged; no step was taken yet.
     """
-    name = str(path).encode(errors="replace").decode()  # what is no text in a file's name can be neither printed nor drawn
-    run = Run(path=path, name=name, manifest=files.manifest(path), lines=files.metrics(path), statistics=files.statistics(path))
+    name = str(path).encode(errors="replace").decode()  # bytes of a file name that are not UTF-8 cannot be printed
+    run = Run(path=path, name=name, manifest=run_files.manifest(path), lines=run_files.metrics(path), statistics=run_files.statistics(path))
     if not run.lines and not run.diverged:
         error = f": {run.manifest['error']}" if run.manifest.get("error") else ""
         raise ConfigError(f"{path} has no step yet (its status is {run.manifest['status']!r}{error}). Leave it out, or train it first.")
@@ -106,10 +112,10 @@ def read(path: Path) -> Run:
 
 
 def read_all(paths: Sequence[Path]) -> list[Run]:
-    """The runs in directories. ConfigError: one that is named twice, and as of ``read``."""
-    seen: dict[str, Path] = {}
+    """The runs in directories. Raises as ``read``, and ConfigError if one is named twice."""
+    named: dict[str, Path] = {}
     for path in paths:
-        first = seen.setdefault(os.path.realpath(path), path)
+        first = named.setdefault(os.path.realpath(path), path)
         if first is not path:
             raise ConfigError(f"every run is named once; got {path} and {first}. Leave one out.")
     return [read(path) for path in paths]

@@ -1,4 +1,4 @@
-"""Figures whose colours a page chooses: matplotlib's SVG for light and dark, and the same as a PNG on white."""
+"""Export matplotlib figures as PNG, and as inline SVG with CSS colours for light and dark pages."""
 
 import io
 import re
@@ -7,7 +7,8 @@ import warnings
 import matplotlib
 from matplotlib.figure import Figure
 
-# {variable: (in light pages and PNGs, in dark pages)}. The runs' are Okabe and Ito's colours, darker in light and lighter in dark pages.
+# {variable: (light pages and PNGs, dark pages)}. Runs have Okabe and Ito's colours, made darker or
+# lighter for contrast.
 COLOURS = {
     "ink": ("#1c1d21", "#e8e8ec"),
     "muted": ("#5d6068", "#a3a6b0"),
@@ -22,7 +23,7 @@ COLOURS = {
     "run4": ("#8a6500", "#f0c544"),
     "run5": ("#6b3fa0", "#b79df0"),
 }
-INK, MUTED, LINE, SEED, BAND, PAPER = (COLOURS[name][0] for name in ("ink", "muted", "line", "seed", "band", "paper"))
+INK, MUTED, LINE, SEED, BAND = (COLOURS[name][0] for name in ("ink", "muted", "line", "seed", "band"))
 RUNS = [light for name, (light, _) in COLOURS.items() if name.startswith("run")]
 STYLE = {
     "svg.fonttype": "none",  # text stays text
@@ -37,14 +38,15 @@ STYLE = {
 
 
 def variables(dark: bool) -> str:
-    """CSS declarations of the colours."""
+    """CSS declarations of the colours, for dark or light pages."""
     return " ".join(f"--{name}: {pair[dark]};" for name, pair in COLOURS.items())
 
 
 def inline(figure: Figure, name: str, label: str) -> str:
-    """The figure as an <svg> element whose colours are CSS variables; label describes it to those who do not see it.
+    """The figure as an <svg> element whose colours are CSS variables. label: for screen readers.
 
-    Ids are kept where something refers to them, and begin with ``name``, so that many figures fit one page.
+    Ids that are referred to get the prefix ``name``, so that several figures fit one page; others
+    are removed.
     """
     with matplotlib.rc_context(STYLE | {"svg.hashsalt": name}):
         written = io.StringIO()

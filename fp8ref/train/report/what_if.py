@@ -1,4 +1,8 @@
-"""What another scaling would have made of a run: its recorded amaxes through delayed scaling, or a dynamic policy (SEMANTICS Q-11)."""
+"""``fp8ref replay``: apply another scale policy to the amaxes that a run recorded (SEMANTICS Q-11).
+
+It shows what delayed scaling, or a dynamic policy, would have clipped and how much range it would
+have left unused.
+"""
 
 import dataclasses
 import math
@@ -18,19 +22,19 @@ from fp8ref.recipe import OPERANDS
 from fp8ref.result import Result
 from fp8ref.sim import delayed
 from fp8ref.sim.scales import scales_from_amax
-from fp8ref.train.report import files
+from fp8ref.train.report import run_files
 
 KNOWN = (*DELAYED, *(name for name in POLICIES if name not in DELAYED))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """Of one role of one linear, in one format.
+    """The result for one tensor: a role of a linear, in one format.
 
-    steps     recorded steps that count: those with an amax that is finite and not zero.
-    skipped   the other recorded steps.
-    clipped   steps whose amax would have been clipped (C-4); excess: by how many bits at most, log2(amax * scale / max).
-    wasted    bits of range unused in the steps that were not, log2(max / (amax * scale)): the mean, and the most.
+    steps     recorded steps with a finite amax above zero; skipped: the others.
+    clipped   steps whose amax would have been clipped (C-4).
+    excess    the most bits by which one was: log2(amax * scale / max).
+    wasted    bits of unused range in the other steps, log2(max / (amax * scale)): mean and maximum.
     """
 
     steps: int
@@ -43,7 +47,7 @@ class Outcome:
 
 @dataclass(frozen=True, kw_only=True)
 class Replay(Result):
-    """What a policy would have made of the amaxes that a run recorded. outcomes: by "<layer>/<role>/<format>"."""
+    """The result of ``fp8ref replay``. outcomes: by "<layer>/<role>/<format>"."""
 
     run: str
     policy: str
@@ -55,7 +59,7 @@ class Replay(Result):
 
     @property
     def ok(self) -> bool:
-        """A question of what would have been: there is always an answer."""
+        """Always true: nothing is compared."""
         return True
 
     def to_dict(self) -> dict:
@@ -63,7 +67,7 @@ class Replay(Result):
         return dataclasses.asdict(self)
 
     def render(self, console: Console) -> None:
-        """A row each of the outcomes."""
+        """Print a table with a row for each outcome."""
         history = f", history {self.history}" * (self.history is not None)
         table = Table(title=f"{self.run}: {self.policy}{history}, margin {self.margin}, {len(self.recorded)} recorded steps")
         for column in ("layer", "role", "format"):
@@ -81,14 +85,18 @@ class Replay(Result):
 
 
 def replay(run: Path, policy: str, *, history: int | None = None, margin: int | None = None) -> Replay:
-    """Every recorded operand's amaxes, in the order of steps, through a policy from its first state on.
+    """Run every operand's recorded amaxes through a policy, step by step, from the policy's initial
+    state.
 
-    policy    of DELAYED, or else of POLICIES, as a dynamic one of whole tensors: blocks' and rows' own amaxes are not recorded.
-    history   of how many amaxes a delayed scale is; margin: powers of two of room. None: as the policy has them.
-    Raises:   ConfigError: no run, none with statistics; a policy, history or margin that there is not.
+    policy    a name in DELAYED or POLICIES. Dynamic policies act on whole tensors: only those have
+              recorded amaxes.
+    history   length of the amax history of delayed scaling; margin: powers of two of headroom.
+              None: the policy's.
+    Raises:   ConfigError: no run, or a run without statistics; an unknown policy; an invalid
+              history or margin.
     """
     config, scaling = _scaling(policy, history, margin)
-    manifest, lines = files.manifest(run), files.statistics(run)
+    manifest, lines = run_files.manifest(run), run_files.statistics(run)
     if not any(line["statistics"] for line in lines):
         raise ConfigError(
             f"{run} has no statistics of FP8 operands. Train with --statistics.every 1, or any number of steps, in an FP8 recipe."
@@ -108,7 +116,7 @@ def replay(run: Path, policy: str, *, history: int | None = None, margin: int | 
         found = [line["statistics"].get(name, {}).get("amax") for line in lines]
         amaxes.setdefault(
             f"{layer}/{role}/{fmt.name}", np.array([math.nan if a is None else a for a in found], np.float32)
-        )  # a role's, in any GEMM
+        )  # a tensor has the same amax in each GEMM that uses it
     outcomes: dict[str, Outcome] = {}
     for fmt in FP8_FORMATS.values():
         names = [name for name in amaxes if name.rpartition("/")[2] == fmt.name]
@@ -146,7 +154,7 @@ def _scaling(name: str, history: int | None, margin: int | None) -> tuple[Delaye
 
 
 def _formats(manifest: dict) -> dict[tuple[str, str, str], Format]:
-    """Of every FP8 operand that a run plans."""
+    """{(layer, gemm, role): format} of every FP8 operand that the run planned."""
     found: dict[tuple[str, str, str], Format] = {}
     for linear in manifest["linears"]:
         for gemm, spec in recipes.by_name(linear["recipe"]).gemms.items():
@@ -157,8 +165,9 @@ def _formats(manifest: dict) -> dict[tuple[str, str, str], Format]:
 
 
 def _delayed(amaxes: np.ndarray, config: DelayedScaling, fmt: Format) -> np.ndarray:
-    """float32 [steps, operands]: what each step's tensors would have been multiplied by, from scale 1 on (H-1, H-2)."""
-    config = dataclasses.replace(config, history_length=min(config.history_length, len(amaxes) + 2))  # the rest would stay empty
+    """Scales float32 [steps, operands] of delayed scaling, from scale 1 on (H-1, H-2)."""
+    # A history longer than the run would keep empty entries, which change nothing.
+    config = dataclasses.replace(config, history_length=min(config.history_length, len(amaxes) + 2))
     state, found = delayed.init(config, amaxes.shape[1:]), []
     for now in amaxes:
         found.append(delayed.scales(state, config, fmt).scale)
@@ -167,7 +176,11 @@ def _delayed(amaxes: np.ndarray, config: DelayedScaling, fmt: Format) -> np.ndar
 
 
 def _dynamic(amaxes: np.ndarray, policy: ScalePolicy, fmt: Format) -> np.ndarray:
-    """The same of each step's own amaxes; a policy that keeps a scale keeps that of the recorded step before, first 1."""
+    """Scales float32 [steps, operands] of a dynamic policy: each from its own step's amax.
+
+    A policy that keeps a scale (te_delayed, for a zero amax) keeps that of the previous recorded
+    step; the first is 1.
+    """
     if not policy.keeps:
         return scales_from_amax(amaxes, fmt, policy).scale
     found = [np.ones(amaxes.shape[1:], np.float32)]

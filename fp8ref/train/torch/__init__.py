@@ -1,1 +1,1 @@
-"""The PyTorch trainer: ``trainer.Trainer`` holds a Llama, on one device or as one of several processes, and takes its training steps."""
+"""The PyTorch trainer: ``trainer.Trainer`` trains a Llama on one device, or as one process of several."""

@@ -1,4 +1,4 @@
-"""The trainer's Llama as an ``nn.Module`` (SEMANTICS M). Modules spell Hugging Face's parameter names."""
+"""The trainer's Llama as an ``nn.Module`` (SEMANTICS M). Its module names are Hugging Face's."""
 
 from collections.abc import Mapping
 
@@ -13,7 +13,10 @@ from fp8ref.torch.tensor_parallel import TensorPlan
 
 
 class RMSNorm(nn.Module):
-    """x * rsqrt(mean(x^2) + eps) * weight over the last dim, in float32, rounded once to x's dtype (SEMANTICS M-3)."""
+    """x * rsqrt(mean(x^2) + eps)
+
+    * weight over the last dim, in float32, rounded once to x's dtype (SEMANTICS M-3).
+    """
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -39,7 +42,7 @@ class Embedding(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal attention of [B, T, hidden], rotary, key and value heads shared by groups of query heads (SEMANTICS M-1)."""
+    """Causal rotary attention of [B, T, hidden], with grouped key and value heads (SEMANTICS M-1)."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -59,7 +62,10 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """SwiGLU: down_proj(silu(gate) * up), the product in float32 and rounded once (SEMANTICS M-3)."""
+    """SwiGLU: down_proj(silu(gate)
+
+    * up), the product in float32 and rounded once (SEMANTICS M-3).
+    """
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -73,7 +79,7 @@ class MLP(nn.Module):
 
 
 class Layer(nn.Module):
-    """h + attention of its norm, then + MLP of its norm: [B, T, hidden], and so the result."""
+    """h + attention(norm(h)), then h + MLP(norm(h)): [B, T, hidden] -> [B, T, hidden]."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -88,7 +94,10 @@ class Layer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """The parameters between tokens and lm_head, under Hugging Face's names; ``Llama`` runs them."""
+    """The parameters between tokens and lm_head, under Hugging Face's names.
+
+    ``Llama`` runs them.
+    """
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -98,10 +107,11 @@ class Decoder(nn.Module):
 
 
 class Llama(nn.Module):
-    """Logits of a batch of tokens: [B, T] int -> [B, T, vocab_size] of the norms' dtype, the compute dtype.
+    """Logits: tokens [B, T] int -> [B, T, vocab_size], of the compute dtype.
 
     Order:    SEMANTICS M-3, rounded to the compute dtype at each of its sites.
-    The weights' dtype is the caller's: the training step rounds float32 masters to bfloat16 first (SEMANTICS M-2).
+    The weights' dtype is the caller's: the training step rounds float32 masters to bfloat16 first
+    (SEMANTICS M-2).
     """
 
     tensor_plan = TensorPlan(
@@ -121,7 +131,7 @@ class Llama(nn.Module):
         self.load_state_dict({name: torch.tensor(value) for name, value in weights.items()})
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Logits [B, T, vocab_size] of tokens [B, T], which are taken on trust (``llama.check_tokens``)."""
+        """Logits [B, T, vocab_size] of tokens [B, T], which must be valid (``llama.check_tokens``)."""
         dtype = self.model.norm.weight.dtype
         cos, sin = (torch.from_numpy(table).to(tokens.device) for table in llama.rotary_tables(self.config, tokens.shape[1]))
         h = self.model.embed_tokens(tokens, dtype)

@@ -1,19 +1,20 @@
-"""AdamW (SEMANTICS T-1): torch's, torch's fused, or torchao's with moments in FP8 (T-6). Weights decay in matrices only."""
+"""AdamW for PyTorch: torch's, torch's fused, or torchao's in FP8 (SEMANTICS T-1, T-6)."""
 
 from collections.abc import Iterable, Iterator
 
 import torch
-from torch import nn
+from torch import distributed, nn
 from torch.distributed.tensor import DTensor
 
 from fp8ref.train.sections import OptimizerConfig
-
-BLOCK, SMALLEST = 256, 4096  # torchao's: values that share a scale, and those below which a piece's moments stay float32
-MOMENTS = ("exp_avg", "exp_avg_sq")
+from fp8ref.train.train_state import FP8_BLOCK, MOMENTS, moments_in_fp8
 
 
 def build(params: Iterable[nn.Parameter], config: OptimizerConfig) -> torch.optim.Optimizer:
-    """The optimizer of config.kind, decay on parameters of two dims or more; its learning rate is that of ``set_learning_rate``."""
+    """The optimizer of config.kind, with weight decay on matrices only.
+
+    ``set_learning_rate`` sets its rate.
+    """
     params = list(params)
     groups = [
         {"params": [p for p in params if p.ndim > 1], "weight_decay": config.weight_decay},
@@ -28,7 +29,8 @@ def build(params: Iterable[nn.Parameter], config: OptimizerConfig) -> torch.opti
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:
-    """From the next step on. torchao's is a tensor, or each new rate would compile its step again."""
+    """Set the rate for the next steps. torchao keeps it in a tensor, so that a new value does not
+    recompile its step."""
     for group in optimizer.param_groups:
         if isinstance(group["lr"], torch.Tensor):
             group["lr"].fill_(value)
@@ -37,7 +39,10 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:
 
 
 def begin(optimizer: torch.optim.Optimizer, step: int | None = None) -> None:
-    """Give every parameter that has none the moments which its first step would: zeros. step: as after so many steps."""
+    """Create missing moments as the first step would: zeros.
+
+    step: set the count of steps taken, too.
+    """
     fused = optimizer.defaults.get("fused")
     for p in _parameters(optimizer):
         state = optimizer.state[p]
@@ -49,13 +54,28 @@ def begin(optimizer: torch.optim.Optimizer, step: int | None = None) -> None:
 
 
 def moments(optimizer: torch.optim.Optimizer) -> Iterator[tuple[nn.Parameter, str, torch.Tensor]]:
-    """(parameter, which, moment) of all that ``begin`` or a step made."""
+    """(parameter, name of the moment, moment) of all moments that exist."""
     for p in _parameters(optimizer):
         yield from ((p, key, optimizer.state[p][key]) for key in MOMENTS if key in optimizer.state[p])
 
 
+def stored(moment: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The tensors of a moment that a checkpoint holds, by suffix of its name.
+
+    "" for a moment in float32.
+
+    A moment in FP8 has codes and scales for blocks of each rank's own piece, so that their names
+    hold the rank.
+    """
+    piece = local(moment)
+    if not in_fp8(piece):
+        return {"": moment}
+    rank = distributed.get_rank() if distributed.is_initialized() else 0
+    return {f".rank{rank}.codes": piece.codes.view(torch.uint8), f".rank{rank}.scale": piece.scale}  # type: ignore[attr-defined]
+
+
 def in_fp8(moment: torch.Tensor) -> bool:
-    """Whether a rank's piece of a moment is torchao's, codes and scales."""
+    """Whether a rank's piece of a moment is in FP8: torchao's codes and scales."""
     from torchao.optim.subclass_fp8 import OptimStateFp8
 
     return isinstance(moment, OptimStateFp8)
@@ -66,28 +86,30 @@ def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[nn.Parameter]:
 
 
 def _takes_fp8(optimizer: torch.optim.Optimizer, p: nn.Parameter) -> bool:
-    """Whether a rank's piece of p has moments in FP8 (T-6)."""
+    """Whether the optimizer keeps moments of this rank's piece of p in FP8 (T-6)."""
     from torchao.optim import AdamWFp8
 
-    size = local(p).numel()
-    return isinstance(optimizer, AdamWFp8) and size >= SMALLEST and size % BLOCK == 0
+    return isinstance(optimizer, AdamWFp8) and moments_in_fp8(local(p).numel())
 
 
 def _zeros_in_fp8(p: nn.Parameter) -> torch.Tensor:
     from torchao.optim.subclass_fp8 import OptimStateFp8
 
     piece = local(p)
-    made = OptimStateFp8.zeros(piece.shape, BLOCK, piece.device)
+    made = OptimStateFp8.zeros(piece.shape, FP8_BLOCK, piece.device)
     if not isinstance(p, DTensor):
         return made
     return DTensor.from_local(made, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
 
 
 def check_states(optimizer: torch.optim.Optimizer) -> None:
-    """Whether the moments of torchao's optimizer lie as its own would on these parameters (T-6). Call it after ``load_state_dict``.
+    """Check after loading that every moment has the shape and format that this sharding gives it
+    (T-6).
 
-    torch loads states of another sharding without a word: the next step would go wrong, or would keep float32 what should be FP8.
-    Raises:   ValueError: moments of another shape, or another format, than this sharding's.
+    torch's ``load_state_dict`` accepts states of another sharding silently. The next step would
+    then be wrong, or would keep in float32 what should be FP8. ``Step.resume`` calls this after
+    every load.
+    Raises:   ValueError: a moment of another shape or format.
     """
     for p, key, found in moments(optimizer):
         piece, moment, expected = local(p), local(found), _takes_fp8(optimizer, p)
@@ -100,5 +122,5 @@ def check_states(optimizer: torch.optim.Optimizer) -> None:
 
 
 def local(x: torch.Tensor) -> torch.Tensor:
-    """This rank's piece."""
+    """This rank's shard of a DTensor; any other tensor itself."""
     return x.to_local() if isinstance(x, DTensor) else x

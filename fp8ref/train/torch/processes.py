@@ -1,4 +1,4 @@
-"""Several processes of one run, a device each, through torch.distributed."""
+"""Multi-process runs in PyTorch, through torch.distributed: each process has one device."""
 
 import contextlib
 import datetime
@@ -22,46 +22,48 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from fp8ref.errors import ConfigError, LostProcessError
 from fp8ref.torch.parallel import AXES
 from fp8ref.train.config import Config
-from fp8ref.train.torch.failure_reporting import LastWords
+from fp8ref.train.torch.failure_reporting import FailureStore
 
 ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # what torchrun sets
 
 
 class Processes:
-    """Those of a run that ``join``ed; see ``fp8ref.train.processes``."""
+    """The processes that ``join`` connected; implements ``fp8ref.train.processes.Processes``."""
 
-    def __init__(self, words: LastWords, timeout_s: int) -> None:
-        self._words, self._timeout_s, self.first = words, timeout_s, distributed.get_rank() == 0
+    def __init__(self, failures: FailureStore, timeout_s: int) -> None:
+        self._failures, self._timeout_s, self.first = failures, timeout_s, distributed.get_rank() == 0
 
     @contextmanager
-    def telling(self) -> Iterator[None]:
-        """In this context, what torch raises when another process is gone becomes a LostProcessError that says which, and why."""
+    def naming_lost_processes(self) -> Iterator[None]:
+        """In this context, torch's error about a lost process becomes a LostProcessError with its
+        rank and cause."""
         try:
             yield
         except LostProcessError:
             raise
         except BaseException as error:
             if not _lost(error):
-                self._words.leave(error)
+                self._failures.report(error)
                 raise
-            why = self._words.which(waited=re.search("timed? ?out", str(error), re.IGNORECASE) is not None, timeout_s=self._timeout_s)
-            # gloo's place in its own source, and what it advises, help nobody
+            why = self._failures.diagnose(waited=re.search("timed? ?out", str(error), re.IGNORECASE) is not None, timeout_s=self._timeout_s)
+            # drop gloo's source location and its advice, which do not help a user
             shown = re.sub(r"^\[\S*\] ", "", str(error).splitlines()[0]).split(". ")[0]
             raise LostProcessError(
                 f"process {distributed.get_rank()} stops: {why}. Start all of them again. Here it showed as: {shown}"
             ) from error
 
     def gather(self, value: Any) -> list:
-        """Every process's value, of what JSON has, in order, in all of them."""
+        """All processes' values, in their order: an all-gather of JSON."""
         told: list = [None] * distributed.get_world_size()
         distributed.all_gather_object(told, json.dumps(value))
         return [json.loads(text) for text in told]
 
 
 def join(timeout_s: int) -> Processes:
-    """Meet the run's other processes, each of which torchrun started; on GPUs by NCCL, else by gloo.
+    """Connect to the run's other processes, which torchrun started: by NCCL on GPUs, else by gloo.
 
-    Raises:   ConfigError: variables that torchrun sets and nobody set, values that are none, processes that do not come within timeout_s.
+    Raises:   ConfigError: a variable of torchrun is not set, or has an invalid value; a process
+              does not answer within timeout_s.
     """
     missing = [name for name in ENVIRONMENT if name not in os.environ]
     if missing:
@@ -73,30 +75,32 @@ def join(timeout_s: int) -> Processes:
         raise ConfigError(
             f"RANK lies below WORLD_SIZE, and MASTER_PORT is a port; got {rank}, {ranks} and {port}. torchrun sets all of them."
         )
-    # Of results that are views, and of gathers in two steps: nothing here writes into results, and whole weights are fetched rarely.
+    # Both warnings are harmless here: nothing writes into a module's results, and whole weights are
+    # gathered rarely.
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor", UserWarning)
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     gpu, timeout = torch.cuda.is_available(), datetime.timedelta(seconds=timeout_s)
     if gpu:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    # torch gives groups of a mesh's axes a timeout of its own, half an hour
+    # init_device_mesh gives the groups of its axes torch's default timeout, half an hour: change
+    # the default
     distributed_c10d.default_pg_timeout = timeout
     distributed_c10d.default_pg_nccl_timeout = timeout if distributed.is_nccl_available() else None
     _reach(timeout_s)
     try:
         store, index, count = next(distributed.rendezvous("env://", timeout=timeout))
-        words = LastWords(store, index, count, kept_by_first=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True")
+        failures = FailureStore(store, index, count, kept_by_first=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True")
         backend = "cpu:gloo,cuda:nccl" if gpu else "gloo"
         distributed.init_process_group(
             backend, store=distributed.PrefixStore("groups", store), rank=index, world_size=count, timeout=timeout
         )
     except (ValueError, RuntimeError) as error:
         raise ConfigError(f"the run's processes did not meet: {error} Start all of them, with one MASTER_ADDR and MASTER_PORT.") from error
-    return Processes(words, timeout_s)
+    return Processes(failures, timeout_s)
 
 
 def _reach(timeout_s: int) -> None:
-    """Until process 0 listens; torch, where it does not, prints pages of C++ frames."""
+    """Wait until process 0 listens. torch would print pages of C++ frames if it does not."""
     address, until, why = (os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]), time.monotonic() + timeout_s, ""
     while os.environ["RANK"] != "0" and time.monotonic() < until:
         try:
@@ -113,15 +117,21 @@ def _reach(timeout_s: int) -> None:
 
 
 def _lost(error: BaseException) -> bool:
-    """Whether this is how torch says that another process is gone: by types of its own, or in gloo's words."""
+    """Whether torch raised this because another process is gone.
+
+    A DistError, or gloo's RuntimeError.
+    """
     return isinstance(error, distributed.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error).lower())
 
 
 def leave(code: int) -> NoReturn:
-    """End this process with an exit code, at once: an interpreter that ends by itself may abort in gloo's threads after all went well."""
+    """End this process at once, with this exit code.
+
+    A normal exit of the interpreter may abort in gloo's threads.
+    """
     if code == 0 and distributed.is_initialized():
-        with contextlib.suppress(RuntimeError):  # of one that is gone: this one's part is done
-            distributed.barrier()  # none is gone while another still asks it for something
+        with contextlib.suppress(RuntimeError):  # another process is gone; this one is done either way
+            distributed.barrier()  # no process may end while another still communicates with it
             distributed.destroy_process_group()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -129,10 +139,12 @@ def leave(code: int) -> NoReturn:
 
 
 def mesh_of(config: Config) -> DeviceMesh | None:
-    """The processes that ``processes.join`` met, data x fsdp x tensor; None of a process alone.
+    """The device mesh data x fsdp x tensor of the processes that ``join`` connected.
 
-    Raises:   ConfigError: another number of processes than config.parallel asks for; a batch that they do not share evenly; a scope that
-              tensor parallelism does not have beside other axes.
+    None for one process.
+
+    Raises:   ConfigError: config.parallel asks for another number of processes; they cannot share
+              the batch evenly; amax_scope "global" with tensor parallelism beside data or fsdp.
     """
     keys = config.parallel
     ranks = distributed.get_world_size() if distributed.is_initialized() else 1

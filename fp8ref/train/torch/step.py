@@ -1,4 +1,8 @@
-"""The training step in PyTorch (SEMANTICS T): float32 masters, bfloat16 compute, AdamW; one rank's passes, the loss and norm of all, the update."""
+"""The training step in PyTorch (SEMANTICS T): float32 masters, bfloat16 compute, AdamW.
+
+``backward`` runs one rank's passes, ``mean`` averages the loss over ranks, ``update`` clips and
+takes the optimizer's step.
+"""
 
 import math
 from collections.abc import Iterator
@@ -16,16 +20,19 @@ from fp8ref import llama
 from fp8ref.hardware import Multiply
 from fp8ref.torch import delayed, hardware
 from fp8ref.torch.parallel import parallelize
+from fp8ref.train import train_state
 from fp8ref.train.config import Config
 from fp8ref.train.torch import optimizer
 from fp8ref.train.torch.llama import Llama
 
 
 class Step:
-    """What a step changes: a model, its float32 masters ``params`` by name, its optimizer; and what a step computes of them.
+    """The model, its float32 masters ``params`` by name and the optimizer, with the functions of a
+    training step.
 
-    mesh      of processes, as ``mesh_of`` makes it; device: this one's.
-    multiply  the simulated hardware that FP8 GEMMs are multiplied by (SEMANTICS G-19), or None.
+    mesh      the processes, as ``mesh_of`` makes it; None for one process.
+    device    this process's.
+    multiply  simulated hardware for FP8 GEMMs (SEMANTICS G-19), or None.
     """
 
     def __init__(
@@ -59,13 +66,16 @@ class Step:
         self.optimizer = optimizer.build(self.params.values(), config.optimizer)
 
     def backward(self, tokens: np.ndarray) -> torch.Tensor:
-        """This rank's losses of a batch's parts, [microbatches] without a graph; gradients are left in the masters (T-7)."""
+        """This rank's losses of the microbatches, [microbatches], detached.
+
+        Gradients accumulate in the masters (T-7).
+        """
         self.optimizer.zero_grad()
         parts, losses = self.config.data.parts(tokens), []
         with self.computing():
             for part in parts:
                 loss = self.loss(self.own(part))
-                loss.backward()  # FSDP2 reduces each part's gradient, and adds it to the float32 shard
+                loss.backward()  # FSDP2 reduces each microbatch's gradient, and adds it to the float32 shard
                 losses.append(loss.detach())
         if len(parts) > 1:
             grads = [optimizer.local(p.grad) for p in self.params.values() if p.grad is not None]
@@ -73,8 +83,12 @@ class Step:
         return torch.stack(losses)
 
     def update(self, loss: float, lr: float) -> dict[str, float]:
-        """Clip the gradients that lie in the masters, of a batch of this loss, and take the optimizer's step. Returns "loss" and "grad_norm"; where
-        either is not finite nothing changes (T-4), on any rank."""
+        """Clip the masters' gradients and take the optimizer's step.
+
+        Returns "loss" and "grad_norm".
+
+        If either is not finite, no rank's state changes (T-4).
+        """
         grads = [p.grad for p in self.params.values() if p.grad is not None]
         norm = self._norm(grads)
         metrics = {"loss": loss, "grad_norm": norm.item()}
@@ -88,8 +102,27 @@ class Step:
         return metrics
 
     def forget(self) -> None:
-        """Leave no trace of a backward pass that no update is made of."""
+        """Drop gradients and observations of a backward pass that no update follows."""
         self.optimizer.zero_grad()
+        delayed.forget(self.model)
+
+    def tensors(self) -> dict[str, dict[str, torch.Tensor]]:
+        """The tensors that training writes in place, by the names of ``train_state``, nested."""
+        optimizer.begin(self.optimizer)
+        names = {id(p): name for name, p in self.params.items()}
+        # The sharded parameters. While FSDP2 has gathered a module, for instance after an
+        # evaluation, its attributes hold others.
+        found = {train_state.MASTERS: {name: p.detach() for name, p in self.params.items()}}
+        for p, key, moment in optimizer.moments(self.optimizer):
+            found.setdefault(key, {}).update({names[id(p)] + suffix: part for suffix, part in optimizer.stored(moment).items()})
+        states = delayed.states(self.model)
+        found[train_state.FP8] = {f"{name}.{key}": getattr(state, key) for name, state in states for key in delayed.DelayedState._fields}
+        return found
+
+    def resume(self, step: int) -> None:
+        """Continue from ``tensors`` that were read from a checkpoint of so many steps."""
+        optimizer.begin(self.optimizer, step)
+        optimizer.check_states(self.optimizer)
         delayed.forget(self.model)
 
     def loss(self, tokens: np.ndarray) -> torch.Tensor:
@@ -98,12 +131,15 @@ class Step:
         return functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
 
     def mean(self, losses: torch.Tensor) -> float:
-        """Of every rank's losses, one of each part."""
+        """Mean over all ranks' losses [microbatches]."""
         return self._of_ranks(losses.double().mean()).mean().item()
 
     @contextmanager
     def computing(self) -> Iterator[None]:
-        """In this context the model computes as in a step: under its simulated hardware, and in the compute dtype."""
+        """In this context the model computes as in a step.
+
+        That is in bfloat16, and under its simulated hardware, if any.
+        """
         with hardware.simulating(self.multiply), self._rounded():
             yield
 
@@ -112,7 +148,7 @@ class Step:
         return torch.from_numpy(np.asarray(tokens, np.int64)).to(self.device)
 
     def own(self, tokens: np.ndarray) -> np.ndarray:
-        """This rank's sequences of a batch (SEMANTICS P-10)."""
+        """This rank's rows of a batch [B, ...] (SEMANTICS P-10)."""
         if self.mesh is None:
             return tokens
         keys = self.config.parallel
@@ -122,9 +158,12 @@ class Step:
 
     @contextmanager
     def _rounded(self) -> Iterator[None]:
-        """In this context the model computes with parameters rounded to the compute dtype, all but the embedding table (SEMANTICS M-2).
+        """In this context modules hold parameters rounded to bfloat16, except the embedding table
+        (SEMANTICS M-2).
 
-        FSDP2 rounds what it gathers. Elsewhere rounded ones stand in for the masters, in the backward pass too, where checkpointed layers run again.
+        FSDP2 rounds while it gathers. Without it, rounded copies replace the masters in the
+        modules, during the backward pass too: checkpointed layers run their forward pass again
+        there.
         """
         if isinstance(self.model, FSDPModule):
             yield
@@ -140,10 +179,14 @@ class Step:
                 module._parameters[key] = p
 
     def _norm(self, grads: list[torch.Tensor]) -> torch.Tensor:
-        """float32 (): of all gradients together (T-2). In float64, so that how they are cut changes no more than the last of its bits."""
+        """float32 (): norm of all gradients together (T-2).
+
+        Squares are summed in float64, so that another sharding changes at most the last bit of the
+        result.
+        """
         held = [g for g in grads if optimizer.local(g).numel()]
         squares = torch.stack(torch._foreach_norm([optimizer.local(g) for g in held], 2, torch.float64)).square()
-        copies = squares.new_tensor([self._copies(g) for g in held])  # how many ranks hold the same of it
+        copies = squares.new_tensor([self._copies(g) for g in held])  # ranks that hold the same piece, whose squares are counted once
         return self._of_ranks((squares / copies).sum()).sum().sqrt().float()
 
     def _copies(self, x: torch.Tensor) -> int:
@@ -153,7 +196,7 @@ class Step:
         return self.config.parallel.devices // cut
 
     def _of_ranks(self, value: torch.Tensor) -> torch.Tensor:
-        """[ranks] of a number of each."""
+        """All-gather a scalar: [ranks]."""
         if self.mesh is None:
             return value[None]
         found = [torch.empty_like(value) for _ in range(distributed.get_world_size())]

@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from fp8ref.conformance.cast import behaviour, inputs
-from fp8ref.conformance.cast.behaviour import CAST_FORMATS, KNOWN_CASTS, ROUNDINGS, DoubleRounding
+from fp8ref.conformance.cast import behaviour
+from fp8ref.conformance.cast.behaviour import KNOWN_CASTS, ROUNDINGS, DoubleRounding
+from fp8ref.conformance.inputs import cast_inputs
+from fp8ref.conformance.inputs.cast_inputs import CAST_FORMATS
 from fp8ref.formats import BFLOAT16, E4M3FN, E5M2, FP8_FORMATS
 from fp8ref.sim import cast
 
@@ -20,7 +22,7 @@ ours = pytest.mark.parametrize("fmt", FP8_FORMATS.values(), ids=str)
 @pytest.mark.parametrize("rounding", sorted(set(ROUNDINGS) & set(cast.ROUNDINGS)))
 @pytest.mark.parametrize("source", ["float32", "float64"])
 def test_roundings_are_the_simulators(fmt, rounding, source):  # C-2, C-3, C-5, C-6
-    x = inputs.inputs(fmt, source)
+    x = cast_inputs.identifying(fmt, source)
     model = dataclasses.replace(KNOWN_CASTS["saturating"].behaviour(fmt), rounding=rounding)
     np.testing.assert_array_equal(behaviour.encode(x, fmt, model, source=source), cast.encode(x, fmt, rounding=rounding))
 
@@ -29,7 +31,7 @@ def test_roundings_are_the_simulators(fmt, rounding, source):  # C-2, C-3, C-5, 
 @pytest.mark.parametrize("fmt", CAST_FORMATS.values(), ids=str)
 def test_roundings_by_the_table_of_numbers(fmt, rounding):  # C-2, C-8
     """Every number and tie of a format, and the float64 numbers next to each: the neighbour is chosen by comparison alone."""
-    numbers = inputs.numbers(fmt)
+    numbers = cast_inputs.with_next(fmt)
     ties = (numbers[1:] + numbers[:-1]) / 2  # exact: numbers have few bits
     points = np.concatenate([numbers, ties])
     points = np.concatenate([points, np.nextafter(points, np.inf), np.nextafter(points, 0)])
@@ -56,7 +58,7 @@ def test_roundings_by_the_table_of_numbers(fmt, rounding):  # C-2, C-8
 
 @ours
 def test_the_unsaturating_is_the_simulators(fmt):  # C-4
-    x = inputs.inputs(fmt, "float32")
+    x = cast_inputs.identifying(fmt, "float32")
     np.testing.assert_array_equal(
         behaviour.encode(x, fmt, KNOWN_CASTS["non_saturating"].behaviour(fmt)), cast.encode(x, fmt, saturate=False)
     )
@@ -64,7 +66,7 @@ def test_the_unsaturating_is_the_simulators(fmt):  # C-4
 
 @pytest.mark.parametrize("fmt", CAST_FORMATS.values(), ids=str)
 def test_directed_roundings_lie_around_the_exact_value(fmt):  # C-8
-    x = inputs.inputs(fmt, "float32", limit=fmt.max)
+    x = cast_inputs.identifying(fmt, "float32", limit=fmt.max)
     model = KNOWN_CASTS["saturating"].behaviour(fmt)
     values = {r: cast.decode(behaviour.encode(x, fmt, dataclasses.replace(model, rounding=r)), fmt) for r in ROUNDINGS}
     assert (values["down"] <= x).all()
@@ -79,7 +81,7 @@ def test_directed_roundings_lie_around_the_exact_value(fmt):  # C-8
 @pytest.mark.parametrize("fmt", [E4M3FN, E5M2], ids=str)
 @pytest.mark.parametrize("name", ["torch", "ml_dtypes", "jax"])
 def test_names_are_what_the_libraries_do(name, fmt):  # C-5, C-8
-    x = inputs.inputs(fmt, "float32")
+    x = cast_inputs.identifying(fmt, "float32")
     with np.errstate(all="ignore"):
         found = {
             "torch": lambda: torch.from_numpy(x).to(getattr(torch, f"float8_{fmt.name}")).view(torch.uint8).numpy(),
@@ -98,14 +100,14 @@ def test_the_other_layouts_are_those_of_ml_dtypes(name):
 
 def test_a_double_rounding_is_of_its_source_alone():
     model = dataclasses.replace(KNOWN_CASTS["saturating"].behaviour(E4M3FN), double_rounding={"float32": DoubleRounding(dtype="bfloat16")})
-    x = inputs.inputs(E4M3FN, "float32")
+    x = cast_inputs.identifying(E4M3FN, "float32")
     np.testing.assert_array_equal(behaviour.encode(x, E4M3FN, model), cast.encode(cast.round_to(x, BFLOAT16), E4M3FN))
     np.testing.assert_array_equal(behaviour.encode(x, E4M3FN, model, source="float64"), cast.encode(x, E4M3FN))
 
 
 def test_inputs_are_numbers_of_their_dtype():
     for source in ("float32", "bfloat16", "float16"):
-        x = inputs.inputs(E4M3FN, source)
+        x = cast_inputs.identifying(E4M3FN, source)
         finite = x[np.isfinite(x)]
         with np.errstate(over="ignore"):
             np.testing.assert_array_equal(finite.astype({"bfloat16": ml_dtypes.bfloat16}.get(source, source)).astype(np.float32), finite)

@@ -10,10 +10,10 @@ import planted_casts as planted
 import pytest
 import torch
 
-from fp8ref.conformance import identify_cast
+from fp8ref.conformance import exhaustive, identify_cast
 from fp8ref.conformance import subject as subjects
-from fp8ref.conformance.cast import exhaustive
 from fp8ref.conformance.cast.behaviour import KNOWN_CASTS, DoubleRounding
+from fp8ref.conformance.cast.identify import check_all_inputs
 from fp8ref.conformance.subject import ConformanceError
 from fp8ref.formats import E4M3FN, E5M2, E8M0FNU
 from fp8ref.jax import cast as jax_cast
@@ -250,11 +250,11 @@ def test_the_rare_input_is_found_among_all(monkeypatch):
     assert "(float32 0x0000004D): got 0x01 = 0.001953125, expected 0x00 = 0 (by what was found)" in found.message
     start = int(rare.view(np.uint32)) & ~0xFFFFF
     assert start > 0
-    checked = exhaustive.compare(
+    finding, unlike = check_all_inputs(
         subjects.Subject(name="mine", function=function), E4M3FN, KNOWN_CASTS["saturating"].behaviour(E4M3FN), inputs=start + 0x100000
     )
-    assert [w.bits for w in checked.unlike] == [(f"0x{int(rare.view(np.uint32)):08X}",)]
-    assert checked.finding.value == start + 0x100000 - 1
+    assert [w.bits for w in unlike] == [(f"0x{int(rare.view(np.uint32)):08X}",)]
+    assert finding.value == start + 0x100000 - 1
 
 
 @pytest.mark.exhaustive

@@ -53,7 +53,7 @@ def test_a_simulated_instruction(unit, pair):
     assert result.compared > 20_000
     assert dataclasses.replace(result.units[0], name=unit, evidence=UNITS[unit].evidence) == UNITS[unit]
     assert {f.what for f in result.findings if f.value == "as the simulator has it"} == GROUPS
-    assert {asked.group for asked in result.asked} == GROUPS
+    assert {group.group for group in result.groups} == GROUPS
 
 
 def test_an_accumulator_that_is_added_afterwards():

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from fp8ref.conformance.gemm import wgmma
-from fp8ref.conformance.gemm.adapter import ProbeError
+from fp8ref.conformance.gemm.scaled_gemm import ProbeError
 from fp8ref.sim import gemm
 
 M, N = 130, 20

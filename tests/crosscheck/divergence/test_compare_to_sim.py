@@ -1,13 +1,13 @@
-"""Two backends' values beside the simulator's: who is at fault, and what is left to the library or to the plan."""
+"""The reason of a difference by the simulator: a fault, or an order that a clause leaves to the library or the plan."""
 
 import numpy as np
 import pytest
 
+from fp8ref.crosscheck import bounds
 from fp8ref.crosscheck.divergence import compare_to_sim
-from fp8ref.crosscheck.divergence.attention import attended
-from fp8ref.crosscheck.divergence.reasons import Subjects
+from fp8ref.crosscheck.divergence.compare_to_sim import Context
 from fp8ref.crosscheck.divergence.step_values import Value
-from fp8ref.crosscheck.one_device import Observation
+from fp8ref.crosscheck.operands import Observation
 from fp8ref.formats import BFLOAT16
 from fp8ref.hardware import Factor
 from fp8ref.recipe import OPERANDS, RECIPES, REDUCED_AXES
@@ -19,9 +19,9 @@ Q = "model.layers.0.self_attn.q_proj"
 CONFIG = Config().model
 
 
-def subjects(**more) -> Subjects:
+def context(**more) -> Context:
     recipe = {Q: RECIPES["tensorwise"]}
-    return Subjects(names=("a", "b"), recipes=(recipe, recipe), states={}, model=CONFIG, **{"outputs": {}} | more)
+    return Context(names=("a", "b"), recipes=(recipe, recipe), states={}, model=CONFIG, **{"outputs": {}} | more)
 
 
 @pytest.mark.parametrize("fault", [1.0, 1.5])
@@ -31,12 +31,12 @@ def test_attention_is_held_to_its_bound(fault):  # B-11
         f"model.layers.0.self_attn.{p}_proj": rng.standard_normal((2, 8, n)).astype(np.float32) / 4
         for p, n in (("q", 128), ("k", 64), ("v", 64))
     }
-    simulated = attended(*outputs.values(), CONFIG)
+    simulated = bounds.attention(*outputs.values(), CONFIG)
     a, b = (
         Value(phase="forward", layer=Q.replace("q_", "o_"), role="input", gemm="output", value=out.astype(np.float32))
         for out in (simulated.before, fault * simulated.after)
     )
-    found = compare_to_sim.of_attention(a, b, "model.layers.0.self_attn", subjects(outputs=outputs))
+    found = compare_to_sim.of_attention(a, b, "model.layers.0.self_attn", context(outputs=outputs))
     same = int((simulated.before == simulated.after).sum())
     if fault == 1:
         assert found.clauses == ("M-3", "B-11")
@@ -49,7 +49,7 @@ def test_attention_is_held_to_its_bound(fault):  # B-11
         assert "B-11's bound is exceeded" in found.text
 
 
-def sums(which: str, plans: tuple[str | None, str | None]) -> tuple[list[Value], Subjects]:
+def sums(which: str, plans: tuple[str | None, str | None]) -> tuple[list[Value], Context]:
     """The results of one GEMM, of equal operands, under each plan; None: exactly summed, as a library may."""
     rng, spec, multiply = np.random.default_rng(0), RECIPES["tensorwise"].gemms[which], tuple(HARDWARE.get(plan) for plan in plans)
     shapes = {"input": (64, 256), "weight": (32, 256), "grad_output": (64, 32)}
@@ -71,26 +71,26 @@ def sums(which: str, plans: tuple[str | None, str | None]) -> tuple[list[Value],
         for m in multiply
     ]
     values = [
-        Value(phase="forward", layer=Q, role=which, gemm=which, value=out.copy(), seen=Observation(name, Q, which, *operands, out))
+        Value(phase="forward", layer=Q, role=which, gemm=which, value=out.copy(), observation=Observation(name, Q, which, *operands, out))
         for name, out in zip("ab", results, strict=True)
     ]
-    return values, subjects(multiply=multiply)
+    return values, context(multiply=multiply)
 
 
 @pytest.mark.parametrize("which", OPERANDS)
 @pytest.mark.parametrize(
-    ("plans", "told"),
+    ("plans", "named"),
     [
         (("hopper_fast", "exact"), "a sums under hopper_fast and b sums under exact"),
         ((None, "hopper_fast"), "a sums in its framework's order and b sums under hopper_fast"),
     ],
 )
-def test_sums_under_two_plans_are_two_sums(which, plans, told):  # G-20
+def test_sums_under_two_plans_are_two_sums(which, plans, named):  # G-20
     (a, b), given = sums(which, plans)
     assert (a.value != b.value).any()
     found = compare_to_sim.of_sum(a, b, given)
     assert found.clauses == ("G-20",)
-    assert told in found.text
+    assert named in found.text
 
 
 @pytest.mark.parametrize("which", OPERANDS)

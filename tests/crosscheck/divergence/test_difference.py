@@ -45,7 +45,7 @@ def test_distance_is_in_numbers_of_the_narrowest_format_that_holds_both(a, b, wo
     assert (d.worst, d.unit, d.element) == (worst, unit, (0,))
 
 
-def test_codes_are_told_as_values_and_nans_are_alike():  # C-5
+def test_codes_are_shown_as_values_and_nans_are_alike():  # C-5
     check = Check(name="c")
     assert difference(value([0x7F], np.uint8, E4M3FN), value([0xFF], np.uint8, E4M3FN), check) is None
     d = difference(value([0x38, 0x08], np.uint8, E4M3FN), value([0x38, 0x09], np.uint8, E4M3FN), check)
@@ -65,14 +65,14 @@ def test_a_distance_that_is_not_finite_is_no_number(there):
 
 
 @pytest.mark.parametrize(
-    ("a", "b", "told"),
+    ("a", "b", "shown"),
     [
         (value(1.0), value([[1.0], [1.0]]), ("float32 []", "float32 [2, 1]")),
         (value([8], np.uint8, E4M3FN), value([8], np.uint8, E5M2), ("e4m3fn [1]", "e5m2 [1]")),
     ],
 )
-def test_other_shapes_or_formats_differ_as_a_whole(a, b, told):
+def test_other_shapes_or_formats_differ_as_a_whole(a, b, shown):
     check = Check(name="c")
     d = difference(a, b, check)
-    assert (d.element, d.a, d.b) == (None, *told)
+    assert (d.element, d.a, d.b) == (None, *shown)
     assert not check.ok

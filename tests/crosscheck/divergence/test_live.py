@@ -92,7 +92,7 @@ def test_a_scale_of_another_policy_is_located(small, planted):  # S-3
     first = live.of_backends(small, "torch", "torch", steps=2).first
     assert (first.step, first.phase, first.layer, first.role, first.part) == (0, "forward", f"{BLOCK}.mlp.up_proj", "input", "scale")
     assert first.gemm == f"{BLOCK}.mlp.up_proj output"
-    a, b = (float(told.split(" ")[0]) for told in (first.difference.a, first.difference.b))
+    a, b = (float(shown.split(" ")[0]) for shown in (first.difference.a, first.difference.b))
     assert b == pytest.approx(0.75 * a)
     assert first.operands["input amax"]
     assert first.reason.clauses == ()
@@ -126,7 +126,7 @@ def test_an_operand_cast_by_truncation_is_located(small, planted):  # C-2
 
 
 @pytest.mark.parametrize(("plan", "steps", "clauses"), [(None, 1, ("G-7", "B-1")), (None, 64, ()), ("hopper", 1, ())])
-def test_a_sum_is_told_from_one_beyond_its_bound_and_from_one_that_is_not_its_plans(plan, steps, clauses, small, planted):  # B-1, B-12
+def test_sums_within_the_bound_beyond_it_and_other_than_their_plans(plan, steps, clauses, small, planted):  # B-1, B-12
     def summing(original):
         return lambda *args, **kwargs: bump(original(*args, **kwargs), (20, 7), steps)
 
@@ -138,7 +138,7 @@ def test_a_sum_is_told_from_one_beyond_its_bound_and_from_one_that_is_not_its_pl
     assert (first.difference.differ, first.difference.worst) == (1, steps)
     assert first.reason.clauses == clauses
     assert list(first.operands) == ["input row 20", "weight row 7"]
-    assert all(told.startswith("scale 1 (0x3F800000), codes ") and told.count(" ") == 4 + 31 for told in first.operands.values())
+    assert all(bits.startswith("scale 1 (0x3F800000), codes ") and bits.count(" ") == 4 + 31 for bits in first.operands.values())
     assert ("no clause explains it" in first.reason.text) == (not clauses)
     assert ("of torch (second) are not its plan's bit for bit (B-12): a fault" in first.reason.text) == (plan is not None)
 
@@ -216,7 +216,7 @@ def test_jax_and_torch_part_at_a_site_that_a_clause_explains(recipe, small):  # 
     assert first.step == 0
     assert first.phase == "forward"
     assert first.reason.clauses
-    if recipe == "bf16":  # nothing else of its forward pass is seen
+    if recipe == "bf16":  # nothing else of its forward pass is observed
         assert (first.layer, first.role) == ("lm_head", "logits")
     assert all(check.ok for name, check in found.report.checks.items() if name.startswith(f"{BLOCK}.self_attn.q_proj/output input"))
 

@@ -8,7 +8,7 @@ import numba
 import numpy as np
 import pytest
 
-from fp8ref.conformance.inputs import synthetic
+from fp8ref.conformance.inputs import cast_inputs
 from fp8ref.formats import E4M3FN, FP8_FORMATS
 from fp8ref.sim import cast, philox, threads
 from fp8ref.sim.kernels import cast as kernels
@@ -32,7 +32,7 @@ def bits():
 @pytest.mark.parametrize("rounding", cast.ROUNDINGS)
 @pytest.mark.parametrize("saturate", [True, False])
 def test_equal_to_the_plain_function(bits, fmt, rounding, saturate):  # C-1 to C-6
-    x = np.concatenate([bits, synthetic.casts(fmt)])
+    x = np.concatenate([bits, cast_inputs.edges(fmt)])
     options = {"rounding": rounding, "saturate": saturate} | ({"seed": 11} if rounding == "stochastic" else {})
     np.testing.assert_array_equal(cast.encode(x, fmt, **options), cast.encode_plain(x, fmt, **options))
 

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fp8ref.formats import E4M3FN, E5M2, FP8_FORMATS
-from fp8ref.sim import accumulate, cast
+from fp8ref.epilogue import EPILOGUES
+from fp8ref.formats import BFLOAT16, E4M3FN, E5M2, FP8_FORMATS
+from fp8ref.sim import accumulate, cast, gemm
 from fp8ref.sim import threads as parallel
 from fp8ref.sim.accumulate import ACCUMULATIONS, Accumulation
 from fp8ref.sim.kernels import gemm as kernels
@@ -151,3 +152,24 @@ def test_kernels_are_compiled_once_and_cached_on_disk():
     for kernel in (fresh.chains, fresh.in_order):
         assert sum(kernel.stats.cache_hits.values()) == 1
         assert not kernel.stats.cache_misses
+
+
+SPECIAL = np.array([0.0, -0.0, np.inf, -np.inf, np.nan, 1e-40, -1e-45, 3.4e38, 1.00390625, 1.01171875], np.float32)  # the last two are ties
+
+
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("rows", [False, True])
+@pytest.mark.parametrize("name", ["scale_then_round", "product_then_round", "unit_round_scale_round"])
+@pytest.mark.parametrize("shape", [(1, 1), (33, 70), (64, 32), (600, 5)])
+def test_the_compiled_epilogue_equals_the_definition(rng, name, rows, turned, shape):
+    m, n = shape
+    acc = rng.integers(0, 2**32, shape, dtype=np.uint32).view(np.float32)  # of every exponent
+    acc.ravel()[: min(acc.size, SPECIAL.size)] = SPECIAL[: acc.size]
+    acc = np.asfortranarray(acc) if turned else acc
+    scales = np.exp2(rng.uniform(-20, 20, (m + n))).astype(np.float32)
+    a, b = (scales[:m, None], scales[None, m:]) if rows else (scales[:1].reshape(()), scales[1:2].reshape(()))
+    given = {"epilogue": EPILOGUES[name], "out_dtype": BFLOAT16}
+    found, expected = gemm.finish(acc, a, b, **given), gemm.finish_plain(acc, a, b, **given)
+    assert found.shape == shape
+    equal = (found.view(np.uint32) == np.ascontiguousarray(expected).view(np.uint32)) | (np.isnan(found) & np.isnan(expected))
+    assert equal.all()

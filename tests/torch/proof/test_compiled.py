@@ -1,4 +1,4 @@
-"""What is seen of the graphs of a compiled step (SEMANTICS B-8)."""
+"""The trace of a compiled step's graphs (SEMANTICS B-8)."""
 
 import pytest
 import torch
@@ -52,13 +52,13 @@ def test_passes_that_were_there_run_first_and_remain():
     ran, model = [], square("tensorwise")
     earlier = {name: lambda graph, name=name: ran.append((name, len(graph.nodes))) for name in PASSES}
     with inductor_config.patch(earlier):
-        with proof.trace_compiled(model) as seen:
+        with proof.trace_compiled(model) as trace:
             passes = [getattr(inductor_config, name) for name in PASSES]
             for run in passes:
                 run(torch.fx.Graph())
             assert [run.uuid() for run in passes] == [None, None]  # inductor then leaves its caches alone
         assert ran == [(name, 0) for name in PASSES]
-        assert seen.gemms == []
+        assert trace.gemms == []
         assert {name: getattr(inductor_config, name) for name in PASSES} == earlier
 
 
@@ -69,22 +69,22 @@ def test_compiled_gemms_are_seen_though_the_cache_has_them(recipe, fresh):
     x = torch.randn(128, 128).bfloat16()
     step(torch.compile(model), x)
     torch._dynamo.reset()
-    with proof.trace_compiled(model) as seen:
+    with proof.trace_compiled(model) as trace:
         step(torch.compile(model), x)
-    assert seen.read_from == "inductor post-grad graphs"
-    assert fp8(seen) == expected(recipe, without={"0/grad_input"})
-    assert seen.pruned == {"0/grad_input"}
-    assert proof.missing(seen, {"0": recipe, "2": recipe}) == []
+    assert trace.read_from == "inductor post-grad graphs"
+    assert fp8(trace) == expected(recipe, without={"0/grad_input"})
+    assert trace.pruned == {"0/grad_input"}
+    assert proof.missing(trace, {"0": recipe, "2": recipe}) == []
 
 
 @pytest.mark.slow
 def test_compiled_and_recomputed_a_forward_pass_is_no_backward_pass(fresh):
     model = Blocks("delayed", recompute=True)
-    with proof.trace_compiled(model) as seen:
+    with proof.trace_compiled(model) as trace:
         step(torch.compile(lambda x: model(x)))
-    assert fp8(seen) == expected("delayed", Blocks.LAYERS, without={"blocks.0.mlp.0/grad_input"})
-    assert [g.which for g in seen.gemms].count("output") > 4
-    assert proof.missing(seen, dict.fromkeys(Blocks.LAYERS, "delayed")) == []
+    assert fp8(trace) == expected("delayed", Blocks.LAYERS, without={"blocks.0.mlp.0/grad_input"})
+    assert [g.which for g in trace.gemms].count("output") > 4
+    assert proof.missing(trace, dict.fromkeys(Blocks.LAYERS, "delayed")) == []
 
 
 @pytest.mark.slow
@@ -92,11 +92,11 @@ def test_blocks_compiled_on_their_own_share_a_graph(fresh):
     model = Blocks("tensorwise")
     for block in model.blocks:
         block.compile()
-    with proof.trace_compiled(model) as seen:
+    with proof.trace_compiled(model) as trace:
         step(model, torch.randn(128, 128).bfloat16().requires_grad_())
-    assert fp8(seen) == expected("tensorwise", Blocks.LAYERS)
-    assert len(seen.gemms) == 12
-    assert proof.missing(seen, dict.fromkeys(Blocks.LAYERS, "tensorwise")) == []
+    assert fp8(trace) == expected("tensorwise", Blocks.LAYERS)
+    assert len(trace.gemms) == 12
+    assert proof.missing(trace, dict.fromkeys(Blocks.LAYERS, "tensorwise")) == []
 
 
 @pytest.mark.slow
@@ -104,9 +104,9 @@ def test_planted_fallbacks_are_missing_from_a_compiled_model_too(fresh):
     model = square("tensorwise")
     model[0] = Float8Linear.from_float(nn.Linear(128, 128, bias=False).bfloat16(), Float8LinearConfig(emulate=True))
     model[2] = nn.Linear(128, 128, bias=False).bfloat16()
-    with proof.trace_compiled(model) as seen:
+    with proof.trace_compiled(model) as trace:
         step(torch.compile(model))
-    lines = proof.missing(seen, dict.fromkeys(("0", "2", "3"), "tensorwise"))
+    lines = proof.missing(trace, dict.fromkeys(("0", "2", "3"), "tensorwise"))
     assert [line.partition(":")[0] for line in lines] == [
         *("0/output", "0/grad_weight"),
         *(f"{i}/{which}" for i in (2, 3) for which in ("output", "grad_input", "grad_weight")),

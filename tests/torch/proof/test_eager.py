@@ -1,4 +1,4 @@
-"""What is seen of an eager step, under checkpointing and sharding too (SEMANTICS B-8)."""
+"""The trace of an eager step, under checkpointing and sharding too (SEMANTICS B-8)."""
 
 import dataclasses
 
@@ -27,92 +27,92 @@ def hooks(model):
 def test_every_planned_gemm_is_seen_and_no_bit_changes(recipe):
     x, g = torch.randn(128, 128).bfloat16(), torch.randn(128, 128).bfloat16()
     plain, watched = run(square(recipe), x, g), square(recipe)
-    with proof.trace_eager(watched) as seen:
+    with proof.trace_eager(watched) as trace:
         results = run(watched, x, g)
     assert all(torch.equal(a, b) for a, b in zip(plain, results, strict=True))
-    assert fp8(seen) == expected(recipe)
-    assert len(seen.gemms) == 6
-    assert proof.missing(seen, {"0": recipe, "2": recipe}) == []
-    assert seen.pruned == set()
+    assert fp8(trace) == expected(recipe)
+    assert len(trace.gemms) == 6
+    assert proof.missing(trace, {"0": recipe, "2": recipe}) == []
+    assert trace.pruned == set()
     assert not hooks(watched)
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "blockwise", "mxfp8"])
 def test_gemms_in_high_precision_are_seen_as_such_and_not_asked_for(recipe):
     model = square(recipe)
-    with proof.trace_eager(model) as seen:
+    with proof.trace_eager(model) as trace:
         step(model, torch.randn(128, 128).bfloat16().requires_grad_())
     kind = "bf16" if recipe == "bf16" else "f32"
-    assert {(g.a, g.b, g.accumulate, g.granularity) for g in seen.gemms} == {(kind, kind, None, None)}
-    assert sorted(g.name for g in seen.gemms) == sorted(f"{i}/{which}" for i in "02" for which in RECIPES[recipe].gemms)
-    assert proof.missing(seen, {"0": recipe, "2": recipe}) == []
-    dequantised = proof.manifest(seen, {"0": recipe}, [])["on_dequantised_operands"]
+    assert {(g.a, g.b, g.accumulate, g.granularity) for g in trace.gemms} == {(kind, kind, None, None)}
+    assert sorted(g.name for g in trace.gemms) == sorted(f"{i}/{which}" for i in "02" for which in RECIPES[recipe].gemms)
+    assert proof.missing(trace, {"0": recipe, "2": recipe}) == []
+    dequantised = proof.manifest(trace, {"0": recipe}, [])["on_dequantised_operands"]
     assert dequantised == ([] if recipe == "bf16" else ["0/output", "0/grad_input", "0/grad_weight"])
 
 
 def test_a_gradient_that_nobody_needs_is_pruned_and_not_missing():
     model = square("delayed")
-    with proof.trace_eager(model) as seen:
+    with proof.trace_eager(model) as trace:
         step(model)
-    assert fp8(seen) == expected("delayed", without={"0/grad_input"})
-    assert proof.manifest(seen, {"0": "delayed", "2": "delayed"}, [])["pruned"] == ["0/grad_input"]
-    assert proof.missing(seen, {"0": "delayed", "2": "delayed"}) == []
+    assert fp8(trace) == expected("delayed", without={"0/grad_input"})
+    assert proof.manifest(trace, {"0": "delayed", "2": "delayed"}, [])["pruned"] == ["0/grad_input"]
+    assert proof.missing(trace, {"0": "delayed", "2": "delayed"}) == []
     model[2].weight.requires_grad_(False)
-    with proof.trace_eager(model) as seen:
+    with proof.trace_eager(model) as trace:
         step(model)
-    assert fp8(seen) == expected("delayed", without={"0/grad_input", "2/grad_weight"})
-    assert seen.pruned == {"0/grad_input", "2/grad_weight"}
+    assert fp8(trace) == expected("delayed", without={"0/grad_input", "2/grad_weight"})
+    assert trace.pruned == {"0/grad_input", "2/grad_weight"}
     # torchao multiplies, and autograd drops the result; in high precision too
     for recipe in ("tensorwise", dataclasses.replace(WEIGHT_ONLY, grad_weight=dataclasses.replace(DISTINCT.grad_input))):
         model = square(recipe)
         assert isinstance(model[0], Float8Linear)
-        with proof.trace_eager(model) as seen:
+        with proof.trace_eager(model) as trace:
             step(model)
-        assert fp8(seen) == expected(recipe)
-        assert len(seen.gemms) == 6
-        assert seen.pruned == set()
+        assert fp8(trace) == expected(recipe)
+        assert len(trace.gemms) == 6
+        assert trace.pruned == set()
 
 
 def test_a_linear_that_trains_its_bias_alone_needs_no_gradient():
     model = nn.Sequential(linear.Linear(128, 128, "delayed"))
     model[0].weight.requires_grad_(False)
-    with proof.trace_eager(model) as seen:
+    with proof.trace_eager(model) as trace:
         step(model, torch.randn(128, 128))
-    assert fp8(seen) == expected("delayed", layers="0", without={"0/grad_input", "0/grad_weight"})
-    assert proof.missing(seen, {"0": "delayed"}) == []
+    assert fp8(trace) == expected("delayed", layers="0", without={"0/grad_input", "0/grad_weight"})
+    assert proof.missing(trace, {"0": "delayed"}) == []
 
 
 @pytest.mark.parametrize("recipe", ["rowwise", "delayed"])
 def test_a_trainers_step(recipe, small):
     """Whose weights are rounded copies of its parameters, put into the model for the forward pass."""
     trainer = Trainer(small.replace(numerics={"recipe": recipe}))
-    with proof.trace_eager(trainer.model) as seen:
+    with proof.trace_eager(trainer.model) as trace:
         trainer.gradients(np.random.default_rng(0).integers(0, 256, (4, 17)))
     planned = {decision.path: decision.recipe for decision in trainer.decisions if decision.fp8}
-    assert fp8(seen) == expected(recipe, planned)
-    assert proof.missing(seen, planned) == []
+    assert fp8(trace) == expected(recipe, planned)
+    assert proof.missing(trace, planned) == []
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("recipe", ["rowwise", "delayed"])
 def test_a_recomputed_forward_pass_is_no_backward_pass(recipe, reentrant):
     model, x = square(recipe), torch.randn(128, 128).bfloat16().requires_grad_()
-    with proof.trace_eager(model) as seen:
+    with proof.trace_eager(model) as trace:
         step(lambda x: checkpoint(model, x.sin(), use_reentrant=reentrant), x)
-    assert fp8(seen) == expected(recipe)
-    assert [g.which for g in seen.gemms].count("output") == 4
-    assert len(seen.gemms) == 8
-    assert proof.missing(seen, {"0": recipe, "2": recipe}) == []
+    assert fp8(trace) == expected(recipe)
+    assert [g.which for g in trace.gemms].count("output") == 4
+    assert len(trace.gemms) == 8
+    assert proof.missing(trace, {"0": recipe, "2": recipe}) == []
 
 
 def test_a_layer_used_twice_and_a_graph_run_twice():
     model, recipe = nn.Sequential(linear.Linear(128, 128, DISTINCT)), DISTINCT
-    with proof.trace_eager(model) as seen:
+    with proof.trace_eager(model) as trace:
         loss = model(model(torch.randn(128, 128).requires_grad_())).square().sum()
         loss.backward(retain_graph=True)
         loss.backward()
-    assert fp8(seen) == expected(recipe, layers="0")
-    assert [g.which for g in seen.gemms] == ["output"] * 2 + ["grad_input", "grad_weight"] * 4
+    assert fp8(trace) == expected(recipe, layers="0")
+    assert [g.which for g in trace.gemms] == ["output"] * 2 + ["grad_input", "grad_weight"] * 4
 
 
 def test_an_error_in_a_step_leaves_no_hook_behind():
@@ -151,9 +151,9 @@ def test_sharded_and_checkpointed_layers_have_their_own_names(recipe, one_proces
         model[i] = checkpoint_wrapper(model[i])
         fully_shard(model[i], mp_policy=policy)
     fully_shard(model, mp_policy=policy)
-    with proof.trace_eager(model) as seen:
+    with proof.trace_eager(model) as trace:
         step(model)
     pruned = {"0.0/grad_input"} if recipe == "delayed" else set()
-    assert fp8(seen) == expected(recipe, layers, without=pruned)
-    assert seen.pruned == pruned
-    assert proof.missing(seen, dict.fromkeys(layers, recipe)) == []
+    assert fp8(trace) == expected(recipe, layers, without=pruned)
+    assert trace.pruned == pruned
+    assert proof.missing(trace, dict.fromkeys(layers, recipe)) == []

@@ -4,7 +4,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from fp8ref.torch.proof import records
-from fp8ref.torch.proof.records import Gemm, Seen
+from fp8ref.torch.proof.records import GemmRecord, GemmTrace
 
 
 @pytest.mark.parametrize(
@@ -43,18 +43,18 @@ def test_granularity_is_of_the_shapes_of_scales(shapes, expected):
 
 
 def test_a_gemm_names_itself():
-    fp8 = Gemm("mlp.up_proj", "grad_input", "f8e5m2", "f8e4m3fn", "slow", "rowwise")
+    fp8 = GemmRecord("mlp.up_proj", "grad_input", "f8e5m2", "f8e4m3fn", "slow", "rowwise")
     assert (fp8.name, str(fp8), fp8.fp8) == ("mlp.up_proj/grad_input", "f8e5m2 x f8e4m3fn, slow, rowwise", True)
-    plain = Gemm("0", "output", "bf16", "bf16", None, None)
+    plain = GemmRecord("0", "output", "bf16", "bf16", None, None)
     assert (plain.name, str(plain), plain.fp8) == ("0/output", "bf16 x bf16", False)
-    assert not Gemm("0", "output", "f8e4m3fn", "bf16", None, None).fp8
-    assert not Gemm("0", "output", "bf16", "f8e4m3fn", None, None).fp8
+    assert not GemmRecord("0", "output", "f8e4m3fn", "bf16", None, None).fp8
+    assert not GemmRecord("0", "output", "bf16", "f8e4m3fn", None, None).fp8
 
 
 def test_what_nobody_needs_and_nothing_made_is_pruned():
-    gemm = Gemm("made", "grad_input", "bf16", "bf16", None, None)
+    gemm = GemmRecord("made", "grad_input", "bf16", "bf16", None, None)
     unwanted = {"0/grad_input", "made/grad_input", "shared/grad_weight"}
-    assert Seen("here", [gemm], wanted={"shared/grad_weight", "1/grad_input"}, unwanted=unwanted).pruned == {"0/grad_input"}
+    assert GemmTrace("here", [gemm], wanted={"shared/grad_weight", "1/grad_input"}, unwanted=unwanted).pruned == {"0/grad_input"}
 
 
 class Wrapped(nn.Module):
@@ -75,21 +75,6 @@ def test_linears_have_the_names_they_had_before_wrapping():
     assert records.unwrapped("_orig_mod.layers._checkpoint_wrapped_module.0._orig_mod.up") == "layers.0.up"
     assert records.unwrapped("") == ""
     assert records.unwrapped("my_orig_mod.up") == "my_orig_mod.up"
-
-
-def test_compiled_is_a_module_that_went_through_compile_in_any_way():
-    assert not records.is_compiled(nn.Linear(4, 4))
-    assert records.is_compiled(torch.compile(nn.Linear(4, 4), backend="eager"))
-    in_place = nn.Linear(4, 4)
-    in_place.compile(backend="eager")
-    assert records.is_compiled(in_place)
-    by_forward = nn.Linear(4, 4)
-    by_forward.forward = torch.compile(by_forward.forward, backend="eager")
-    assert records.is_compiled(by_forward)
-    other = nn.Linear(4, 4)
-    other.forward = lambda x: x
-    assert not records.is_compiled(other)
-    assert not records.is_compiled(nn.Sequential(in_place))  # what is in it is
 
 
 def test_arguments_have_names_wherever_they_stand():

@@ -16,7 +16,7 @@ from fp8ref import cli, console
 from fp8ref.errors import ConfigError
 from fp8ref.llama import LlamaConfig
 from fp8ref.train.config import Config, DataConfig, RunConfig
-from fp8ref.train.data import documents, fingerprint, loader, prepare, unfinished
+from fp8ref.train.data import documents, loader, prepare, sidecar
 
 TEXTS = [f"fp8 {'amax ' * (i % 5)}bits" for i in range(100)]
 
@@ -68,7 +68,7 @@ def test_shards_and_what_is_said_of_them(tmp_path, source):  # D-7
             assert content == np.array(tokens[i : i + 60], "<u2").tobytes()
             assert made.files[name].tokens == len(content) // 2
             assert made.files[name].sha256 == hashlib.sha256(content).hexdigest()
-            assert made.files[name].sample == fingerprint.sample(tmp_path / "out" / name)
+            assert made.files[name].sample == sidecar.sample(tmp_path / "out" / name)
     assert {path.name for path in (tmp_path / "out").iterdir()} == expected
     said = json.loads((tmp_path / "out" / "shards.json").read_text())
     assert (said["tokenizer"], said["vocab_size"], said["end_of_document"], said["max_id"], said["dtype"]) == (words, 6, 5, 5, "uint16")
@@ -250,7 +250,7 @@ def test_a_kill_leaves_nothing_that_passes_for_complete_and_the_next_removes_it(
     others = [tmp_path / name for name in (".out.precious", ".out.v2.abcdefgh", ".other.abcdefgh")]
     for path in others:
         path.mkdir()
-    with unfinished.folder(tmp_path / "out") as written:  # by another process
+    with prepare.hidden_folder(tmp_path / "out") as written:  # by another process
         make(source, tmp_path / "out")
         assert sorted(tmp_path.iterdir()) == sorted([*others, written, tmp_path / "out", source])
 

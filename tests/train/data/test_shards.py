@@ -11,7 +11,7 @@ from fp8ref import console
 from fp8ref.errors import ConfigError
 from fp8ref.llama import LlamaConfig
 from fp8ref.train.config import Config, DataConfig, RunConfig
-from fp8ref.train.data import fingerprint, loader, shards, sidecar
+from fp8ref.train.data import loader, shards, sidecar
 
 LENGTH = 8
 
@@ -231,8 +231,8 @@ def test_the_fingerprint_tells_other_names_sizes_and_contents(tmp_path, monkeypa
     found = [told(content) for content in (base, *changed, base[:-1])] + [told(base, "b.bin")]
     assert len(set(found)) == 6
     assert told(base) == found[0]
-    monkeypatch.setattr(fingerprint, "WHOLE", 199)  # less than its 200 bytes, of which samples are read:
-    monkeypatch.setattr(fingerprint, "PIECE", 4)  # four bytes of every 28
+    monkeypatch.setattr(shards, "WHOLE", 199)  # less than its 200 bytes, of which samples are read:
+    monkeypatch.setattr(sidecar, "PIECE", 4)  # four bytes of every 28
     assert len({told(content) for content in (base, first, last)}) == 3
     assert told(between) == told(base)
 
@@ -241,10 +241,10 @@ def test_the_fingerprint_tells_other_names_sizes_and_contents(tmp_path, monkeypa
 def test_a_sample_is_all_of_a_small_file(tmp_path, size):  # D-4
     path = tmp_path / "a.bin"
     path.write_bytes(bytes(size))
-    samples = {fingerprint.sample(path)}
+    samples = {sidecar.sample(path)}
     for at in range(0, size, 509):
         path.write_bytes(bytes(at) + b"x" + bytes(size - at - 1))
-        samples.add(fingerprint.sample(path))
+        samples.add(sidecar.sample(path))
     assert len(samples) == 1 + len(range(0, size, 509))
 
 
@@ -296,7 +296,7 @@ def prepared(tmp_path):
         end_of_document=None,
         dtype="uint32",
         max_id=499,
-        files={path.name: sidecar.File(tokens=200, sha256=hashlib.sha256(path.read_bytes()).hexdigest(), sample=fingerprint.sample(path))},
+        files={path.name: sidecar.File(tokens=200, sha256=hashlib.sha256(path.read_bytes()).hexdigest(), sample=sidecar.sample(path))},
     )
     sidecar.write(tmp_path, made)
     return tmp_path
@@ -315,7 +315,7 @@ def test_a_sidecar_states_type_and_largest_token_so_that_nothing_is_read(prepare
 
 @pytest.mark.parametrize(("whole", "said"), [(800, "its SHA-256 is [0-9a-f]{64}"), (799, "its SHA-256 of samples is [0-9a-f]{64}")])
 def test_a_shard_that_changed_after_its_sidecar_was_written_is_refused(prepared, monkeypatch, whole, said):  # D-4
-    monkeypatch.setattr(fingerprint, "WHOLE", whole)
+    monkeypatch.setattr(shards, "WHOLE", whole)
     before = opened(prepared).description["sha256"]
     path = prepared / "train-00000.bin"
     content = path.read_bytes()
@@ -330,11 +330,9 @@ def test_a_shard_that_changed_after_its_sidecar_was_written_is_refused(prepared,
 
 def test_the_hash_in_a_sidecar_is_that_of_the_fingerprint(prepared, monkeypatch):
     """Of a large source too, of which a sample alone is compared."""
-    monkeypatch.setattr(fingerprint, "WHOLE", 799)
+    monkeypatch.setattr(shards, "WHOLE", 799)
     before = opened(prepared).description["sha256"]
-    change(
-        prepared, files={"train-00000.bin": {"tokens": 200, "sha256": "1" * 64, "sample": fingerprint.sample(prepared / "train-00000.bin")}}
-    )
+    change(prepared, files={"train-00000.bin": {"tokens": 200, "sha256": "1" * 64, "sample": sidecar.sample(prepared / "train-00000.bin")}})
     assert opened(prepared).description["sha256"] != before
 
 

@@ -9,7 +9,7 @@ from made_runs import falling
 from rich.console import Console
 
 from fp8ref.errors import ConfigError
-from fp8ref.train.report import compare, noise, runs
+from fp8ref.train.report import compare, runs, seed_noise
 
 
 @pytest.fixture
@@ -69,7 +69,7 @@ def test_by_steps_alone_a_gap_that_changes_sign_is_within(seeds, other):  # E-6
 def test_by_seeds_a_gap_is_held_to_theirs_either_way(seeds, other, above, result):  # E-6
     found = compare.compare(seeds[0], other(falling(above=above, wobble=0)), seeds)
     assert (found.result, found.noise) == (result, "seeds")
-    limit = noise.limit(np.array([[np.mean(list(run.losses.values())[-5:])] for run in seeds]))[0]
+    limit = seed_noise.limit(np.array([[np.mean(list(run.losses.values())[-5:])] for run in seeds]))[0]
     np.testing.assert_allclose([found.low, found.high], [-limit, limit], rtol=1e-12)
 
 

@@ -3,7 +3,7 @@ import numpy as np
 import pytest
 from made_runs import falling
 
-from fp8ref.train.report import figures, noise, seed_noise, svg
+from fp8ref.train.report import figures, seed_noise, svg
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def band_of(ax) -> np.ndarray:
 def test_losses_are_running_means_over_the_band(group, seeds):
     (ax,) = figures.losses(group, seeds).axes
     assert len(ax.lines) == 4
-    np.testing.assert_allclose(ax.lines[3].get_ydata(), noise.running_mean(np.array(list(group[3].losses.values())), 5))
+    np.testing.assert_allclose(ax.lines[3].get_ydata(), seed_noise.running_mean(np.array(list(group[3].losses.values())), 5))
     np.testing.assert_array_equal(ax.lines[3].get_xdata(), range(4, 60))
     assert [line.get_color() for line in ax.lines] == [*[svg.SEED] * 3, svg.RUNS[0]]
     np.testing.assert_allclose((band_of(ax)[:, 1].min(), band_of(ax)[:, 1].max()), (seeds.band.low.min(), seeds.band.high.max()))

@@ -12,7 +12,7 @@ from fp8ref.train import checkpoint, log
 from fp8ref.train import config as configs
 from fp8ref.train.data import loader
 from fp8ref.train.torch import failure_reporting, trainer
-from fp8ref.train.torch.failure_reporting import LastWords
+from fp8ref.train.torch.failure_reporting import FailureStore
 
 
 def raises():
@@ -71,7 +71,7 @@ def test_ctrl_c_in_one_process_ends_all(tmp_path, endless):
         assert "interrupted; what was written" in started.outputs()[1]
 
 
-# ---- without processes: several ranks' words in one store, asked one after the other ----
+# ---- without processes: several ranks' stores in one store, asked one after the other ----
 
 
 @pytest.fixture
@@ -109,16 +109,16 @@ def store(signals, monkeypatch):
 
 
 def of(store, ranks, *, kept_by_first=False):
-    return [LastWords(store, rank, ranks, kept_by_first=kept_by_first) for rank in range(ranks)]
+    return [FailureStore(store, rank, ranks, kept_by_first=kept_by_first) for rank in range(ranks)]
 
 
 def test_causes_are_told_by_rank(store):
-    words = of(store, 4)
-    words[3].leave(ValueError("of the third"))
-    words[1].leave(KeyboardInterrupt())
+    stores = of(store, 4)
+    stores[3].report(ValueError("of the third"))
+    stores[1].report(KeyboardInterrupt())
     said = "process 1 ended: Ctrl-C; process 3 ended: ValueError: of the third"
-    assert words[0].which(waited=False, timeout_s=7) == said
-    assert words[2].which(waited=True, timeout_s=7) == said
+    assert stores[0].diagnose(waited=False, timeout_s=7) == said
+    assert stores[2].diagnose(waited=True, timeout_s=7) == said
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
 
 
@@ -130,35 +130,35 @@ STILL = "process 1 did not answer within 7 s (parallel.timeout_s): it stands sti
     ("waited", "said"), [(False, "process 1 is gone without a word: killed, perhaps for want of memory"), (True, STILL)], ids=str
 )
 def test_the_last_silent_one_is_gone_or_stands_still(store, kept_by_first, waited, said):
-    assert of(store, 2, kept_by_first=kept_by_first)[0].which(waited=waited, timeout_s=7) == said
+    assert of(store, 2, kept_by_first=kept_by_first)[0].diagnose(waited=waited, timeout_s=7) == said
 
 
 def test_what_another_waited_for_counts(store):
-    words = of(store, 3)
-    words[2]._say(waited=True)
-    assert words[0].which(waited=False, timeout_s=7) == STILL
+    stores = of(store, 3)
+    stores[2]._post(waited=True)
+    assert stores[0].diagnose(waited=False, timeout_s=7) == STILL
 
 
 def test_all_that_are_silent_are_named(store, monkeypatch):
     monkeypatch.setattr(failure_reporting, "SECONDS", 1.0)  # two that are silent may both still speak
-    words = of(store, 4)
-    words[2]._say(waited=True)
-    assert words[0].which(waited=False, timeout_s=7).startswith("process 1 and 3 did not answer within 7 s")
-    words[1].leave(ValueError())  # so that nobody asks any more
+    stores = of(store, 4)
+    stores[2]._post(waited=True)
+    assert stores[0].diagnose(waited=False, timeout_s=7).startswith("process 1 and 3 did not answer within 7 s")
+    stores[1].report(ValueError())  # so that nobody asks any more
 
 
 def test_where_all_speak_and_none_ended_it_was_the_connection(store):
-    words = of(store, 2)
-    words[1]._say(waited=False)
-    assert words[0].which(waited=False, timeout_s=7) == "no process ended, but their connection broke"
+    stores = of(store, 2)
+    stores[1]._post(waited=False)
+    assert stores[0].diagnose(waited=False, timeout_s=7) == "no process ended, but their connection broke"
 
 
 def test_without_a_store_its_keeper_is_gone(signals):
     kept = distributed.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     client = distributed.TCPStore("localhost", kept.port, is_master=False, wait_for_workers=False)
-    one = LastWords(client, 1, 3, kept_by_first=True)
+    one = FailureStore(client, 1, 3, kept_by_first=True)
     del kept
-    assert one.which(waited=False, timeout_s=7) == "process 0 is gone; what it printed, if anything, is why"
+    assert one.diagnose(waited=False, timeout_s=7) == "process 0 is gone; what it printed, if anything, is why"
 
 
 class Still:
@@ -182,6 +182,6 @@ class Still:
 def test_a_store_that_stands_still_is_left(signals, monkeypatch, kept_by_first, who):
     monkeypatch.setattr(failure_reporting, "SECONDS", 0.1)
     store = Still()
-    said = LastWords(store, 1, 3, kept_by_first=kept_by_first).which(waited=False, timeout_s=7)
+    said = FailureStore(store, 1, 3, kept_by_first=kept_by_first).diagnose(waited=False, timeout_s=7)
     store.ended.set()
     assert said == f"process {who} did not answer within 7 s (parallel.timeout_s): it stands still, or is slower than that"

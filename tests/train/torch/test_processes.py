@@ -1,4 +1,4 @@
-"""Several processes train one run through the command, or all end when one of them was told something else; see also test_last_words."""
+"""Several processes train one run through the command, or all end when one of them was told something else; see also test_failure_reporting."""
 
 import os
 import subprocess

@@ -1,0 +1,105 @@
+"""The scaled GEMM that is probed: a function of two quantised operands, called safely."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+
+from fp8ref.formats import BFLOAT16, FLOAT16, FLOAT32, Format
+from fp8ref.granularity import scale_shape
+from fp8ref.sim import scaling
+from fp8ref.sim.scaling import Quantized
+
+OUT_DTYPES = {"float32": FLOAT32, "bfloat16": BFLOAT16, "float16": FLOAT16}
+
+
+class ProbeError(ValueError):
+    """An invalid GEMM.
+
+    It raises, gives another shape or type, changes its operands, or is not deterministic.
+    """
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScaledGemm:
+    """A scaled GEMM: a function of two quantised operands.
+
+    function     (Quantized a [M, K], Quantized b [N, K]) -> [M, N], an array of NumPy, PyTorch or
+                 JAX in float32, bfloat16 or float16; with ``bias`` set, also bias [N] of float32.
+    granularity  of the scales it takes.
+    about        what it runs on: device, versions, flags.
+    """
+
+    name: str
+    function: Callable[..., Any]
+    granularity: Literal["tensorwise", "rowwise"] = "tensorwise"
+    bias: bool = False
+    about: Mapping[str, str] = field(default_factory=dict)
+
+    def multiply(self, a: Quantized, b: Quantized, bias: np.ndarray | None = None) -> tuple[np.ndarray, Format]:
+        """Run the function twice; return its result as float32 [M, N], and the result's dtype.
+
+        Raises:   ProbeError: the GEMM is invalid.
+        """
+        # A probe reads single bits: a result that changes between runs would be taken for
+        # arithmetic.
+        with_bias = {} if bias is None else {"bias": bias}
+        first, dtype = self._once(a, b, with_bias)
+        again, _ = self._once(a, b, with_bias)
+        different = first.view(np.uint32) != again.view(np.uint32)
+        if different.any():
+            at = tuple(int(i) for i in np.argwhere(different)[0])
+            raise ProbeError(
+                f"{self.name} does not repeat itself: {_of(a, b)} gave {first[at]:.9g} at {list(at)}, then {again[at]:.9g}. "
+                "A probe needs a deterministic function; turn atomics or autotuning off."
+            )
+        return first, dtype
+
+    def _once(self, a: Quantized, b: Quantized, with_bias: dict[str, np.ndarray]) -> tuple[np.ndarray, Format]:
+        given = [np.copy(part) for part in (a.codes, a.scale, a.scale_inv, b.codes, b.scale, b.scale_inv)]
+        try:
+            with np.errstate(all="ignore"):  # stimuli hold NaN and overflow
+                values, dtype = _array(self.function(a, b, **with_bias))
+        except ProbeError as error:
+            raise ProbeError(f"{self.name} {error}") from error
+        except (Exception, SystemExit) as error:  # a custom function, or reading its result, may raise anything
+            said = f": {error}" if str(error) else ""
+            raise ProbeError(
+                f"{self.name} raised {type(error).__name__} for {_of(a, b)}{said}. Call it on such operands by itself."
+            ) from error
+        now = (a.codes, a.scale, a.scale_inv, b.codes, b.scale, b.scale_inv)
+        if not all(np.array_equal(before, after) for before, after in zip(given, now, strict=True)):
+            raise ProbeError(f"{self.name} changed its operands, {_of(a, b)}. Let it work on copies.")
+        if values.shape != (len(a.codes), len(b.codes)):
+            raise ProbeError(f"{self.name} gives [M, N] = {[len(a.codes), len(b.codes)]} for {_of(a, b)}; got shape {list(values.shape)}.")
+        return values, dtype
+
+
+def operand(codes: np.ndarray, fmt: Format, granularity: str, scale: np.ndarray | float = 1.0) -> Quantized:
+    """An operand from codes [M, K], reduced along K; scale: one number, or rowwise [M, 1]."""
+    scale = np.broadcast_to(np.asarray(scale, np.float32), scale_shape(granularity, codes.shape, -1)).copy()
+    return Quantized(codes, scale, np.asarray(scaling.scale_inv_from_scale(scale)), fmt, granularity, -1)
+
+
+def rows_of(q: Quantized, rows: np.ndarray) -> Quantized:
+    """The given rows of an operand, with their scales."""
+    scale, scale_inv = (x[rows] if x.ndim else x for x in (q.scale, q.scale_inv))
+    return q._replace(codes=q.codes[rows], scale=scale, scale_inv=scale_inv)
+
+
+def _array(found: Any) -> tuple[np.ndarray, Format]:
+    """A framework's array as a float32 copy, which no later call writes to, and its dtype."""
+    if hasattr(found, "detach"):  # PyTorch's tensors
+        dtype, found = str(found.dtype).removeprefix("torch."), found.detach().float().cpu().resolve_conj().resolve_neg().numpy()
+    elif hasattr(found, "dtype"):
+        dtype, found = np.dtype(found.dtype).name, np.asarray(found)
+    else:
+        raise ProbeError(f"gives one array [M, N] of NumPy, PyTorch or JAX; got {type(found).__name__}. Return the array alone.")
+    if dtype not in OUT_DTYPES:
+        raise ProbeError(f"gives {', '.join(OUT_DTYPES)}; got {dtype}. Convert what it returns.")
+    return np.array(found, np.float32, order="C", ndmin=0, copy=True), OUT_DTYPES[dtype]
+
+
+def _of(a: Quantized, b: Quantized) -> str:
+    return f"a {a.fmt} {list(a.codes.shape)} and b {b.fmt} {list(b.codes.shape)}, {a.granularity}"

@@ -1,0 +1,114 @@
+"""Inputs of scales: amaxes that distinguish policies, and tensors whose groups have them."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from fp8ref import policy as policies
+from fp8ref.conformance.counterexample import rounded
+from fp8ref.conformance.inputs import dtypes
+from fp8ref.conformance.inputs.kinds import AMAX_RANGES, NONZERO_RANGES
+from fp8ref.formats import Format
+from fp8ref.granularity import blocks, scale_shape
+
+# What the elements behind a group's largest are, relative to it: of both signs, ties, small ones
+# that underflow, zeros.
+_PARTS = np.array([1, -0.5, 0.3, 0.7, 0.9, 2.0**-5, -(2.0**-9), 2.0**-12, 0, -0.0, -0.99, 0.01], np.float32)
+
+
+def vector_bits(fmt: Format, policy: str, *, seed: int, count: int) -> np.ndarray:
+    """The float32 bits of a scale's test vectors, each once, uint64: edges with their neighbours,
+    then ``count`` random amaxes.
+    """
+    source = dtypes.by_name("float32")
+    powers = 2.0 ** np.arange(-149, 128)
+    edges = powers * fmt.max
+    overflow = fmt.max / 2.0**128  # below it the scale is no float32
+    points = [powers, edges[edges < 2.0**128], np.array([1e-12, policies.by_name(policy).eps, overflow])]
+    # exp2_log2 counts up to 44 numbers below a power of two as it (S-4): here as far from max * 2^k
+    beyond = dtypes.bits(points[1], source)[:, None] + np.array([2, 5, 6, 11, 12, 22, 23, 40, 44, 45, 46, 88], np.uint64)
+    raw = dtypes.random(seed, count) >> np.uint64(32)
+    half = len(raw) // 2
+    # one half near 1, where scales are ordinary: exponent fields 107 to 146 in place of any
+    near = raw[:half] & np.uint64(0x007FFFFF) | (np.uint64(107) + (raw[:half] >> np.uint64(23)) % np.uint64(40)) << np.uint64(23)
+    found = [dtypes.specials(source), dtypes.around(np.concatenate(points), source), beyond.ravel(), near, raw[half:]]
+    return dtypes.distinct([bits & np.uint64(0x7FFFFFFF) for bits in found])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Amaxes:
+    """Amaxes to ask with, one for each group.
+
+    largest   the elements of largest magnitude, of either sign; float32 [n].
+    kind      indices of AMAX_RANGES; int [n].
+    """
+
+    largest: np.ndarray
+    kind: np.ndarray
+
+    @property
+    def amax(self) -> np.ndarray:
+        return np.abs(self.largest)
+
+
+def identifying(fmt: Format, dtype: str, *, seed: int = 0) -> Amaxes:
+    """Amaxes that tell scale policies apart: near max * 2^k, where powers of two change, random
+    ones, and special cases.
+
+    Every second one is negative. A narrow dtype such as float16 gets those that it can hold.
+    """
+    rng = np.random.default_rng(seed)
+    near = (np.ldexp(fmt.max, np.arange(-46, 110, 3))[:, None].astype(np.float32).view(np.int32) + np.array([-2, -1, 0, 1, 2, 17])).astype(
+        np.int32
+    )
+    powers = np.ldexp(1.0, np.arange(-37, 110, 8)).astype(np.float32)
+    below = np.concatenate([np.nextafter(powers, np.float32(0)), np.float32(0.999) * powers])  # 0.999 is 1 in bfloat16
+    random = np.abs(rng.standard_normal(64)) * 10.0 ** rng.integers(-6, 7, 64)
+    by_kind = {
+        "ordinary": np.concatenate([2.0 ** np.arange(-30, 61, 5), near.ravel().view(np.float32), below, random]),
+        "tiny": [2.0**-126, 1e-37, 1.25e-36, 1.3e-36, 1.32e-36, 1.6e-34, 2e-34, 1e-30, 1e-20, 1e-13, 0.99e-12, 1.01e-12],
+        "huge": [np.finfo(np.float32).max, 2.0**127, 3e38, 1e37],
+        "subnormal": [2.0**-149, 1e-44, 1e-40, 2.0**-127],
+        "zero": [0.0, 0.0],
+        "infinite": [np.inf, np.inf],
+        "NaN": [np.nan, np.nan],
+    }  # fmt: skip
+    largest, kind = [], []
+    for i, name in enumerate(AMAX_RANGES):
+        values = rounded(np.asarray(by_kind[name], np.float32), dtype)
+        # rounding may carry the largest to Inf, and in float16 the smallest to zero: they would be
+        # of another range
+        values = values[np.isfinite(values) & (values != 0)] if name in NONZERO_RANGES else values
+        values = np.unique(values).astype(np.float32) if name in NONZERO_RANGES else values.astype(np.float32)
+        largest.append(values * np.where(np.arange(values.size) % 2 == 0, np.float32(1), np.float32(-1)))
+        kind.append(np.full(values.size, i))
+    return Amaxes(largest=np.concatenate(largest), kind=np.concatenate(kind))
+
+
+def groups(shape: tuple[int, int], granularity: str, axis: int) -> np.ndarray:
+    """The index of each element's group, in the C order of the scales; int [M, K]."""
+    counts = scale_shape(granularity, shape, axis) or (1, 1)
+    sizes = blocks(granularity, shape, axis)
+    rows, columns = (np.arange(n) // size for n, size in zip(shape, sizes, strict=True))
+    return rows[:, None] * counts[1] + columns[None, :]
+
+
+def tensor(largest: np.ndarray, group: np.ndarray, dtype: str) -> np.ndarray:
+    """Numbers [M, K] of dtype whose groups have these elements of largest magnitude.
+
+    Order:    a group's first element is its largest; fixed fractions of it follow, then random
+              ones.
+    """
+    x = np.zeros(group.shape, np.float32)
+    flat, of = x.reshape(-1), group.reshape(-1)
+    order = np.argsort(of, kind="stable")
+    starts = np.searchsorted(of[order], np.arange(largest.size))
+    place = np.arange(of.size) - starts[of[order]]
+    rng = np.random.default_rng(0)
+    parts = np.where(place < _PARTS.size, _PARTS[np.minimum(place, _PARTS.size - 1)], rng.uniform(-1, 1, of.size)).astype(np.float32)
+    base = largest[of[order]]
+    finite = np.where(np.isfinite(base), base, np.copysign(np.float32(1), base))
+    with np.errstate(under="ignore"):
+        values = finite * parts
+    flat[order] = np.where((place == 0) & ~np.isfinite(base), base, values)
+    return rounded(x, dtype)

@@ -1,0 +1,158 @@
+"""Inputs of casts: a format's numbers and midpoints with their neighbours, specials, random values.
+
+Three sets are built of them. ``edges`` is small and float32, ``vector_bits`` is what ``fp8ref
+vectors`` writes for any language, and ``identifying`` tells every decision of an unknown cast from
+the others.
+"""
+
+import numpy as np
+
+from fp8ref.conformance.counterexample import rounded
+from fp8ref.conformance.inputs import dtypes
+from fp8ref.formats import E4M3FN, E4M3FNUZ, E5M2, E5M2FNUZ, Format
+from fp8ref.sim import cast
+
+# The formats that an unknown cast may turn out to have: the specification's four, and three that
+# only ml_dtypes names. Its e4m3 is not in OFP8: an e4m3 with infinities.
+E4M3 = Format(name="e4m3", exponent_bits=4, mantissa_bits=3, bias=7, specials="ieee")
+E4M3B11FNUZ = Format(name="e4m3b11fnuz", exponent_bits=4, mantissa_bits=3, bias=11, specials="fnuz")
+E3M4 = Format(name="e3m4", exponent_bits=3, mantissa_bits=4, bias=3, specials="ieee")
+CAST_FORMATS = {f.name: f for f in (E4M3FN, E5M2, E4M3FNUZ, E5M2FNUZ, E4M3, E4M3B11FNUZ, E3M4)}
+
+# k of the relative distances 2^-k to a number or a midpoint. They go beyond bfloat16's 8 bits,
+# float16's 11 and float32's 24: a cast that first rounds to one of these takes such an input for
+# the midpoint itself, and gives another code.
+_NEAR = {"float32": range(8, 24), "bfloat16": range(5, 8), "float16": range(5, 11), "float64": (*range(8, 24), 25, 28, 40, 50)}
+
+
+def non_negative(fmt: Format) -> np.ndarray:
+    """The finite non-negative numbers of a format, ascending; float64."""
+    return cast.decode(np.arange(fmt.max_code + 1, dtype=np.uint8), fmt).astype(np.float64)
+
+
+def with_next(fmt: Format) -> np.ndarray:
+    """``non_negative``, and the number that would follow max if the exponent went on; float64."""
+    n = non_negative(fmt)
+    following = 2 * n[-1] if not fmt.mantissa_bits else 2 * n[-1] - n[-2]
+    return np.append(n, following)
+
+
+def all_numbers() -> np.ndarray:
+    """The finite numbers of all CAST_FORMATS, both signs; float64."""
+    found = np.unique(np.concatenate([non_negative(fmt) for fmt in CAST_FORMATS.values()]))
+    return np.concatenate([found, -found[1:]])
+
+
+def _midpoints(ascending: np.ndarray) -> np.ndarray:
+    """Halfway between neighbours; exact in float64, which has bits to spare."""
+    return (ascending[1:] + ascending[:-1]) / 2
+
+
+def edges(fmt: Format) -> np.ndarray:
+    """Every number, every midpoint with its two neighbours, overflow and specials, both signs;
+    float32.
+    """
+    n = with_next(fmt)
+    ties = _midpoints(n).astype(np.float32)
+    beside = [np.nextafter(ties, np.float32(side)) for side in (-np.inf, np.inf)]
+    special = np.array([n[-1] * 2, 1e30, np.inf, np.nan, fmt.smallest_subnormal / 4], np.float32)
+    values = np.concatenate([n.astype(np.float32), ties, *beside, special])
+    return np.concatenate([values, -values])
+
+
+def edges_and_16_bit(fmt: Format) -> np.ndarray:
+    """``edges``, and every float16 and every bfloat16 value; float32."""
+    half = np.arange(1 << 16, dtype=np.uint16)
+    with np.errstate(invalid="ignore"):  # signalling NaNs
+        wide = [half.view(np.float16).astype(np.float32), (half.astype(np.uint32) << np.uint32(16)).view(np.float32)]
+    return np.concatenate([edges(fmt), *wide])
+
+
+def vector_bits(fmt: Format, source: dtypes.Source, *, seed: int, count: int) -> np.ndarray:
+    """The bits of a cast's test vectors, each once, uint64: specials, numbers and ties with their
+    neighbours, then ``count`` random.
+    """
+    n = with_next(fmt)
+    n = np.append(n, 2 * n[-1])  # well above max too, where overflow is decided
+    points = np.concatenate([n, _midpoints(n), [n[1] / 4, n[0] / 2]])
+    return dtypes.distinct([dtypes.specials(source), dtypes.around(points, source), _random_bits(fmt, source, seed, count)])
+
+
+def _random_bits(fmt: Format, source: dtypes.Source, seed: int, count: int) -> np.ndarray:
+    """Half of them any bits, half with exponents near the format's range; uint64, the same on every
+    machine.
+    """
+    raw = dtypes.random(seed, count) >> np.uint64(64 - source.bits)
+    half = len(raw) // 2
+    # Most random exponents are far outside FP8's range, where every cast does the same: replace the
+    # exponent field of one half.
+    bias = 1 - source.emin
+    lowest = max(1, fmt.emin - fmt.mantissa_bits - 2 + bias)
+    highest = min(source.infinity >> source.mantissa_bits, int(np.log2(fmt.max)) + 3 + bias)
+    field = np.uint64(lowest) + dtypes.random(seed + 1, half) % np.uint64(highest - lowest)
+    kept = np.uint64(source.sign | ((1 << source.mantissa_bits) - 1))
+    return np.concatenate([raw[:half] & kept | field << np.uint64(source.mantissa_bits), raw[half:]])
+
+
+def identifying(fmt: Format, source: str, *, limit: float = np.inf) -> np.ndarray:
+    """Inputs that tell the decisions of a cast apart, as numbers of the source's dtype, each once.
+
+    limit     keeps finite magnitudes up to it, and no NaN; without one, NaNs are included.
+    """
+    found = np.concatenate([coarse(fmt), fine(fmt, source), special(fmt), all_numbers(), _random_values()])
+    with np.errstate(over="ignore"):
+        found = rounded(found, source)
+    if limit < np.inf:
+        return _distinct(found[np.abs(found) <= limit])
+    return np.concatenate([_distinct(found), nans(source)])
+
+
+def coarse(fmt: Format) -> np.ndarray:
+    """Numbers and the three quarter points between neighbours, both signs.
+
+    bfloat16 and float16 hold them exactly, except at float16's ends: a first rounding to either
+    leaves them as they are.
+    """
+    n = with_next(fmt)
+    found = np.concatenate([n, *(n[:-1] + (n[1:] - n[:-1]) * part for part in (0.25, 0.5, 0.75))])
+    return np.concatenate([found, -found])
+
+
+def fine(fmt: Format, source: str) -> np.ndarray:
+    """Just beside every number and midpoint, at each distance that the source's dtype can tell;
+    both signs.
+    """
+    n = with_next(fmt)[1:]
+    at = np.concatenate([n, _midpoints(n)])
+    near = np.array([side * 2.0**-k for k in _NEAR[source] for side in (-1, 1)])
+    found = (at[:, None] + np.ldexp(near, np.frexp(at)[1][:, None] - 1)).ravel()
+    return np.concatenate([found, -found])
+
+
+def special(fmt: Format) -> np.ndarray:
+    """Zeros, infinities, overflow, underflow; float64."""
+    least = fmt.smallest_subnormal
+    finite = np.array([0.0, 2 * fmt.max, 1e30, np.finfo(np.float32).max, least / 4, 2.0**-126, 1e-39, 2.0**-149])
+    return np.concatenate([finite, -finite, [np.inf, -np.inf]])
+
+
+def nans(source: str) -> np.ndarray:
+    """NaNs of both signs, with several payloads in float32 and float64."""
+    if source == "float64":
+        return np.array([0x7FF8 << 48, 0xFFF8 << 48, 0x7FFFFFFFFFFFFFFF, 0xFFF0000000000001], np.uint64).view(np.float64)
+    payloads = [0x7FC00000, 0xFFC00000] + ([0x7F800001, 0xFF800001, 0x7FFFFFFF, 0xFFFFFFFF] if source == "float32" else [])
+    return np.array(payloads, np.uint32).view(np.float32)
+
+
+def _random_values(seed: int = 0, count: int = 1 << 13) -> np.ndarray:
+    """Half any finite float32, half spread over FP8's exponents; float64."""
+    rng = np.random.default_rng(seed)
+    anything = rng.integers(0, 1 << 32, count // 2, dtype=np.uint32).view(np.float32)
+    spread = rng.standard_normal(count // 2) * 2.0 ** rng.integers(-18, 17, count // 2)
+    return np.concatenate([anything[np.isfinite(anything)].astype(np.float64), spread])
+
+
+def _distinct(x: np.ndarray) -> np.ndarray:
+    """Each number once, -0 and 0 both: compared by their bits."""
+    unsigned = x.view(np.uint64 if x.dtype == np.float64 else np.uint32)
+    return np.unique(unsigned).view(x.dtype)

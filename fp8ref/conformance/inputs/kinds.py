@@ -1,0 +1,110 @@
+"""The kind of a single input, by what decides its answer: of a cast's value, and of a scale's amax.
+
+A *kind* belongs to one number. How a whole tensor or a GEMM operand is filled is its *pattern*
+(``tensor_inputs``, ``vectors.gemm``). Which decision of a cast went wrong is neither:
+``conformance.cast`` names that.
+"""
+
+import numpy as np
+
+from fp8ref import policy as policies
+from fp8ref.conformance.inputs import dtypes
+from fp8ref.formats import Format
+from fp8ref.policy import ScalePolicy
+from fp8ref.sim import cast
+
+# Kinds of a cast's input, each with its clauses of SEMANTICS. The first that applies is the kind.
+CAST_CLAUSES = {
+    "NaN": "C-5",
+    "infinite": "C-3, C-4",
+    "zero": "C-6",
+    "negative": "C-7",  # to an unsigned format, which has no code for it
+    "above max": "C-3, C-4",
+    "number": "C-1",
+    "tie": "C-1, C-2",
+    "beside a tie": "C-1, C-2",
+    "underflow": "C-1, C-2, C-6",
+    "subnormal": "C-1, C-2, F-1",
+    "in range": "C-1, C-2",
+}
+CASTS = tuple(CAST_CLAUSES)
+
+# A certificate tallies 2^32 inputs by these four alone. They are names of CASTS, but follow from
+# the unsaturated code: "above max" is what rounds above max, and "in range" is everything else.
+CAST_RANGES = ("in range", "above max", "infinite", "NaN")
+
+# Kinds of an amax under a policy. The clauses are those that a kind adds to the policy's formula
+# (S-3, S-9, S-14, S-15). The first that applies is the kind.
+AMAX_CLAUSES = {
+    "NaN": "S-9, S-11",
+    "infinite": "S-9, S-11",
+    "zero": "S-9, S-11",
+    "below eps": "S-9",
+    "subnormal": "S-12",
+    "overflow": "S-9",  # of the scale, in float32
+    "power of two": "S-4",
+    "beside a power of two": "S-4",
+    "max times a power of two": "S-4",
+    "beside max times a power of two": "S-4",
+    "in range": "S-3, S-9",
+}
+AMAXES = tuple(AMAX_CLAUSES)
+
+# An amax by its magnitude alone, where no policy is known yet. "ordinary" amaxes are those for
+# which every policy divides, without eps, overflow or a special case.
+AMAX_RANGES = ("ordinary", "tiny", "huge", "subnormal", "zero", "infinite", "NaN")
+NONZERO_RANGES = AMAX_RANGES[:4]  # finite amaxes above zero
+
+
+def of_casts(x: np.ndarray, source: dtypes.Source, fmt: Format) -> np.ndarray:
+    """Indices of CASTS: what decides the cast of each value of a source's dtype."""
+    value = cast.exact(x)
+    finite = np.isfinite(value)
+    magnitude = np.where(finite, np.abs(value), 1.0)
+    spacing = dtypes.spacing(magnitude, source)
+    exponent = np.where(magnitude == 0, fmt.emin, np.maximum(np.frexp(magnitude)[1] - 1, fmt.emin))
+    step = np.ldexp(1.0, exponent - fmt.mantissa_bits)
+    rest = magnitude / step - np.floor(magnitude / step)  # exact: a power of two
+    # A float64's own neighbours can be as near as 2^-53 of the spacing, which the difference below
+    # holds exactly.
+    from_tie = np.abs(rest - 0.5) * step
+    least = fmt.smallest_subnormal if fmt.signed else fmt.smallest_normal
+    cases = [
+        np.isnan(value),
+        ~finite,
+        value == 0,
+        (value < 0) & (not fmt.signed),
+        magnitude > fmt.max,
+        rest == 0,
+        rest == 0.5,
+        from_tie <= spacing,
+        magnitude < least / 2,
+        magnitude < fmt.smallest_normal,
+    ]
+    return np.select(cases, range(len(cases)), len(cases))
+
+
+def of_amaxes(amax: np.ndarray, fmt: Format, policy: str | ScalePolicy) -> np.ndarray:
+    """Indices of AMAXES: what decides the scale of each float32 amax under a policy."""
+    policy = policies.by_name(policy)
+    value = cast.exact(amax)
+    finite = np.isfinite(value) & (value > 0)
+    safe = np.where(finite, value, 1.0)
+
+    def from_power(v: np.ndarray) -> np.ndarray:  # in float32 spacings, to the nearest power of two
+        fraction = np.frexp(v)[0]  # in [0.5, 1), whose spacing in float32 is 2^-24
+        return np.minimum(fraction - 0.5, 1 - fraction) * 2.0**24
+
+    cases = [
+        np.isnan(value),
+        np.isinf(value),
+        value == 0,
+        value < policy.eps,
+        value < 2.0**-126,
+        fmt.max / safe >= 2.0**128,
+        from_power(safe) == 0,
+        from_power(safe) <= 1,
+        from_power(safe / fmt.max) == 0,
+        from_power(safe / fmt.max) <= 64,  # S-4: up to 44 float32 numbers below a power of two count as it
+    ]
+    return np.select(cases, range(len(cases)), len(cases))

@@ -1,0 +1,196 @@
+"""Compare the codes, scales and outputs of observed FP8 GEMMs with the simulator's.
+
+SEMANTICS S, H, G.
+
+``observe`` records the GEMMs of one pass of a trainer; ``check_operands`` compares them. The
+simulator's states of delayed scaling follow the backend's from step to step (``initial_states``,
+``states_after``).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from fp8ref import llama
+from fp8ref.conformance.compare import Report, compare_bits, compare_codes, compare_scales, compare_values
+from fp8ref.conformance.library_calls import Quantizer
+from fp8ref.crosscheck import bounds
+from fp8ref.delayed import DelayedScaling
+from fp8ref.formats import BFLOAT16, Format
+from fp8ref.hardware import Factor, Multiply
+from fp8ref.recipe import OPERANDS, REDUCED_AXES, CastSpec, Gemm, Recipe, delayed_casts
+from fp8ref.sim import delayed, gemm, scaling
+from fp8ref.train import loop
+from fp8ref.train.config import Config
+
+States = Mapping[str, delayed.DelayedState]  # by "<layer>/<role>"
+
+
+@dataclass(frozen=True)
+class Observation:
+    """One FP8 GEMM as a backend computed it.
+
+    Operands (hp, codes, scale) in their own layout, and its output.
+    """
+
+    backend: str
+    layer: str
+    gemm: Gemm
+    a: tuple[np.ndarray, np.ndarray, np.ndarray]
+    b: tuple[np.ndarray, np.ndarray, np.ndarray]
+    out: np.ndarray
+
+
+def observe(trainer: loop.Trainer, tokens: np.ndarray) -> list[Observation]:
+    """Record every FP8 GEMM of one forward and backward pass, in the order of callbacks."""
+    observations: list[Observation] = []
+    trainer.observe(tokens, lambda layer, which, a, b, out: observations.append(Observation(trainer.backend, layer, which, a, b, out)))
+    return observations
+
+
+def in_pass_order(observations: Sequence[Observation], config: Config) -> list[Observation]:
+    """Sort observations as the forward pass and then the backward pass run.
+
+    Callbacks come in any order.
+    """
+    place = {name: i for i, name in enumerate(llama.linear_shapes(config.model))}
+    gemms = list(OPERANDS)
+    return sorted(
+        observations,
+        key=lambda o: (o.gemm != "output", place[o.layer] if o.gemm == "output" else -place[o.layer], gemms.index(o.gemm)),
+    )
+
+
+def check_operands(
+    report: Report,
+    trainer: loop.Trainer,
+    tokens: np.ndarray,
+    recipes: dict[str, Recipe],
+    quantizers: dict[str, Quantizer],
+    states: States,
+    multiply: Multiply | None = None,
+) -> list[Observation]:
+    """Check every FP8 GEMM of one forward and backward pass.
+
+    Operands are compared bit for bit; outputs within B-1, or bit for bit under a plan (B-12).
+
+    states    the simulator's states of delayed scaling before this pass.
+    multiply  the simulated hardware that the trainer runs under.
+    Returns:  the observed GEMMs.
+    """
+    observations = observe(trainer, tokens)
+    planned = {(layer, which) for layer, recipe in recipes.items() for which, spec in recipe.gemms.items() if spec.fp8}
+    ran = {(o.layer, o.gemm) for o in observations}
+    for layer, which in sorted(planned ^ ran):
+        problem = "was planned in FP8 and did not run" if (layer, which) in planned else "ran in FP8 and was not planned"
+        report.check(f"{layer}/{which}/value/{trainer.backend}", bound=1.0).fail(f"the GEMM {problem}")
+    for observation in (o for o in observations if (o.layer, o.gemm) in planned):
+        _check_gemm(report, observation, recipes[observation.layer], quantizers, states, multiply)
+    return observations
+
+
+def amaxes(observations: Sequence[Observation]) -> dict[str, list[np.ndarray]]:
+    """The amax of every operand of these GEMMs, by "<layer>/<role>"."""
+    found: dict[str, list[np.ndarray]] = {}
+    for o in observations:
+        for role, (hp, _, _) in zip(OPERANDS[o.gemm], (o.a, o.b), strict=True):
+            found.setdefault(f"{o.layer}/{role}", []).append(scaling.amax(hp))
+    return found
+
+
+def compare_quantized(
+    report: Report,
+    prefix: str,
+    hp: np.ndarray,
+    spec: CastSpec,
+    axis: int,
+    live: dict[str, tuple[np.ndarray, np.ndarray]],
+    quantizers: dict[str, Quantizer],
+    state: delayed.DelayedState | None = None,
+) -> scaling.Quantized:
+    """Compare codes and scales of hp in every implementation.
+
+    live      codes and scale that a training step used, by backend. Other backends quantise hp
+              anew.
+    state     of a role under delayed scaling. No quantizer has it, so that only ``live`` is
+              compared.
+    Returns:  the simulator's codes and scales.
+    """
+    hp = np.asarray(hp, np.float32)
+    if state is None:
+        simulated = scaling.quantize(hp, spec.fmt, granularity=spec.granularity, policy=spec.policy, axis=axis)
+    else:
+        assert spec.delayed is not None
+        simulated = scaling.quantize_with(hp, delayed.scales(state, spec.delayed, spec.fmt), spec.fmt, policy=spec.policy, axis=axis)
+        quantizers = {backend: quantizer for backend, quantizer in quantizers.items() if backend in live}
+    found = {"sim": (simulated.codes, simulated.scale)}
+    for backend, quantizer in quantizers.items():
+        found[backend] = live[backend] if backend in live else quantizer.quantize(hp, spec, axis=axis, dtype="bfloat16")
+    for backend in quantizers:
+        codes, scales = ({who: pair[i] for who, pair in found.items()} for i in (0, 1))
+        compare_codes(report.check(f"{prefix}/codes/{backend}"), codes, backend, spec.fmt, hp)
+        compare_scales(report.check(f"{prefix}/scale/{backend}"), scales, backend)
+    return simulated
+
+
+def transposed(q: scaling.Quantized) -> scaling.Quantized:
+    """An operand that is reduced along its first axis, as the [M, K] that a GEMM takes."""
+    return q._replace(codes=q.codes.T, scale=q.scale.T, scale_inv=q.scale_inv.T, axis=1)
+
+
+def _check_gemm(
+    report: Report,
+    observed: Observation,
+    recipe: Recipe,
+    quantizers: dict[str, Quantizer],
+    states: States,
+    multiply: Multiply | None,
+) -> None:
+    layer, backend, spec = observed.layer, observed.backend, recipe.gemms[observed.gemm]
+    operands = []
+    for role, operand, how, axis in zip(
+        OPERANDS[observed.gemm], (observed.a, observed.b), (spec.a, spec.b), REDUCED_AXES[observed.gemm], strict=True
+    ):
+        assert how is not None
+        hp, codes, scale = operand
+        state = states[f"{layer}/{role}"] if how.delayed else None
+        q = compare_quantized(report, f"{layer}/{role}", hp, how, axis, {backend: (codes, scale)}, quantizers, state)
+        operands.append(q if axis == 1 else transposed(q))
+    a, b = operands
+    # The simulator's operands are multiplied, not the backend's: a wrong code shows in the output
+    # too.
+    out = np.asarray(observed.out, np.float32)
+    if multiply is not None:
+        assert spec.accumulate is not None
+        factors = (Factor(q.codes, q.scale_inv, q.fmt, q.granularity) for q in operands)
+        expected = multiply(*factors, accumulate=spec.accumulate, epilogue=spec.epilogue, out_dtype=BFLOAT16)
+        compare_bits(report.check(f"{layer}/{observed.gemm}/value/{backend}"), out, expected, names=(backend, "sim"))
+        return
+    simulated = gemm.matmul(a, b, epilogue=spec.epilogue, out_dtype=BFLOAT16)  # [M, K] x [N, K] -> [M, N]
+    check = report.check(f"{layer}/{observed.gemm}/value/{backend}", bound=1.0)
+    compare_values(check, out, simulated, bounds.gemm(a, b, spec, out, simulated), names=(backend, "sim"))
+
+
+def initial_states(recipes: Mapping[str, Recipe]) -> States:
+    """The simulator's states of delayed scaling before the first step.
+
+    Empty if every scale is dynamic.
+    """
+    return {name: delayed.init(config) for name, (_, config) in _delayed_casts(recipes).items()}
+
+
+def states_after(states: States, recipes: Mapping[str, Recipe], amaxes: Mapping[str, Sequence]) -> States:
+    """The states after a step in which each role had these amaxes, float32 ().
+
+    One for every use or rank.
+    """
+    found = {}
+    for name, (fmt, config) in _delayed_casts(recipes).items():
+        found[name] = delayed.update(states[name], *map(delayed.observe, amaxes[name]), config=config, fmt=fmt)
+    return found
+
+
+def _delayed_casts(recipes: Mapping[str, Recipe]) -> dict[str, tuple[Format, DelayedScaling]]:
+    """Format and configuration of every role under delayed scaling, by "<layer>/<role>"."""
+    return {f"{layer}/{role}": how for layer, r in recipes.items() for role, how in delayed_casts(r).items()}

@@ -1,0 +1,106 @@
+"""Amax observations of a Flax model's layers under delayed scaling, collected over a step
+(SEMANTICS H-9).
+
+``Observed`` holds those of a whole step, by the path of each hook. ``observing`` is entered by
+``value_and_grad``: within it, a hook that cannot deliver its observations raises instead of losing
+them. STATE and SEEN are the names of linen's variable collections.
+"""
+
+import functools
+from collections.abc import Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+import jax
+
+from fp8ref.jax import delayed
+from fp8ref.recipe import Recipe
+
+STATE, SEEN = "fp8_state", "fp8_seen"  # linen's collections; a state is read, observations are threaded
+
+_observing: ContextVar[set[str] | None] = ContextVar("fp8ref_jax_flax_observing", default=None)
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["layers"], meta_fields=[])
+@dataclass(frozen=True, kw_only=True)
+class Observed:
+    """The observations of a whole step, forward and backward, by the path of each hook.
+
+    Only ``value_and_grad`` makes them, and ``update`` takes nothing else.
+    """
+
+    layers: Mapping[str, delayed.Seen]
+
+
+def merge(*observed: Observed) -> Observed:
+    """Merge the observations of microbatches into those of one step (SEMANTICS H-4): maxima, in any
+    order.
+
+    Raises:   ValueError: none given, something that ``value_and_grad`` did not make, or of
+              different models.
+    """
+    if not observed:
+        raise ValueError("merge takes the observations of at least one value_and_grad; got none.")
+    for one in observed:
+        check(one)
+        same_layers(observed[0].layers, one.layers, "merge")
+    return Observed(layers={path: delayed.merge(*(one.layers[path] for one in observed)) for path in observed[0].layers})
+
+
+def check(seen: object) -> Observed:
+    """seen, if it is an ``Observed``; ValueError otherwise."""
+    if not isinstance(seen, Observed):
+        raise ValueError(
+            "update takes what fj.flax.value_and_grad observed, in the forward and the backward pass; got "
+            f"{type(seen).__name__}. A plain grad or apply loses grad_output's: use value, grads, seen = fj.flax.value_and_grad(loss_fn)(...)."
+        )
+    return seen
+
+
+def same_layers(expected: Mapping, got: Mapping, name: str) -> None:
+    """ValueError unless both name the same layers, by the paths of their hooks."""
+    if missing := [path for path in expected if path not in got]:
+        raise ValueError(
+            f"{name}: every layer with a state is observed; {', '.join(missing)} is not. Thread {SEEN!r} through every use of the "
+            "layer, and take gradients by fj.flax.value_and_grad of the same model."
+        )
+    if unknown := [path for path in got if path not in expected]:
+        raise ValueError(f"{name}: got observations of {', '.join(unknown)}, which the model has not. Observe the model that is updated.")
+
+
+@contextmanager
+def observing():
+    """In this context, hooks with a state must deliver their observations. Yields the names of
+    those that did."""
+    names: set[str] = set()
+    token = _observing.set(names)
+    try:
+        yield names
+    finally:
+        _observing.reset(token)
+
+
+def record(name: str) -> None:
+    """Note that a layer delivered its observations."""
+    if (names := _observing.get()) is not None:
+        names.add(name)
+
+
+def unobserved(recipe: Recipe, name: str, remedy: str) -> dict:
+    """Empty observations for a layer that only computes; ValueError, naming it, within
+    ``observing``."""
+    if _observing.get() is not None:
+        raise ValueError(f"{name}: recipe {recipe.name!r} scales by past amaxes, and what this layer observes would be lost. {remedy}")
+    return delayed.unseen(recipe)
+
+
+def check_arguments(name: str, recipe: Recipe, precision, out_sharding) -> None:
+    """ValueError for arguments of Flax's that the recipe decides."""
+    if precision is not None:
+        raise ValueError(
+            f"{name}: recipe {recipe.name!r} says how each of the three GEMMs accumulates; got precision={precision!r}. Leave the layer's "
+            "precision at None."
+        )
+    if out_sharding is not None:
+        raise ValueError(f"{name}: the output's sharding is left to the compiler; got out_sharding={out_sharding!r}. Constrain the output.")

@@ -1,0 +1,26 @@
+"""Look up frozen data by name: policies, recipes, epilogues, accumulation plans and hardware share
+one lookup and one error."""
+
+from collections.abc import Mapping
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+def lookup(requirement: str, table: Mapping[str, T], key: str | T, kind: type[T] | None = None) -> T:
+    """The entry of table under that name; an instance of ``kind`` is returned as it is.
+
+    requirement  the beginning of the error, up to the names: ``policy is a ScalePolicy or``.
+
+    Raises:      ValueError: anything else.
+
+    >>> lookup("size is an int or", {"small": 1, "large": 9}, "large", int), lookup("size is an int or", {"small": 1}, 5, int)
+    (9, 5)
+    """
+    if kind is not None and isinstance(key, kind):
+        return key
+    # The type is asked first: an unhashable key, such as a list, would raise TypeError in the
+    # table.
+    if not isinstance(key, str) or key not in table:
+        raise ValueError(f"{requirement} one of {', '.join(table)}; got {key!r}.")
+    return table[key]

@@ -1,0 +1,133 @@
+"""The FP8 all-gather of one weight: FSDP2's hooks on its shard (SEMANTICS P-6, P-11).
+
+FSDP2 calls ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather`` of a shard that has them. FP8Gather
+sets them: every rank casts its shard by the scale of the whole weight, and codes are gathered.
+"""
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+from torch.nn import functional
+from torchao.float8.float8_linear import Float8Linear
+from torchao.float8.float8_training_tensor import Float8TrainingTensor, GemmInputRole
+
+from fp8ref.recipe import CastSpec
+from fp8ref.torch import cast, scales, scaling
+from fp8ref.torch.linear import Linear
+
+
+class FP8Gather:
+    """Gathers one linear's weight as codes: each rank casts its shard by the whole weight's scale.
+
+    scale       float32 (), of the current forward pass and its backward pass.
+    moved       the dtype in which FSDP2 last gathered the weight; None before.
+    shard       this rank's rows [n, K] of the master, also while the whole weight is gathered; n
+                may be 0.
+    """
+
+    def __init__(self, name: str, linear: Float8Linear | Linear, spec: CastSpec, dtype: torch.dtype, *, precomputed: bool) -> None:
+        self.name, self.linear, self.spec, self.dtype, self.precomputed = name, linear, spec, dtype, precomputed
+        self.state = linear.state("weight") if isinstance(linear, Linear) else None
+        self.scale: torch.Tensor | None = None
+        self.moved: torch.dtype | None = None
+        self.shard = torch.empty(0)
+
+    @property
+    def groups(self) -> tuple[str, ...]:
+        """Names of the process groups whose ranks hold shards of the weight."""
+        weight = self.linear.weight
+        assert isinstance(weight, DTensor)
+        mesh = weight.device_mesh
+        return tuple(mesh.get_group(i).group_name for i, placement in enumerate(weight.placements) if not placement.is_replicate())
+
+    def attach(self) -> None:
+        """Set FSDP2's hooks on the shard.
+
+        Loading with assign=True replaces the shard, so every forward pass calls this.
+        """
+        weight = self.linear.weight
+        assert isinstance(weight, DTensor)
+        self.shard = weight._local_tensor
+        self.shard.fsdp_pre_all_gather = self.before  # type: ignore[attr-defined]
+        self.shard.fsdp_post_all_gather = self.after  # type: ignore[attr-defined]
+
+    def before(
+        self, mesh: DeviceMesh, outer_size: torch.Size, outer_stride: tuple[int, ...], module: nn.Module, mp_policy: MixedPrecisionPolicy
+    ) -> tuple[tuple[torch.Tensor], tuple[torch.Tensor, int]]:
+        """FSDP2's fsdp_pre_all_gather: the tensors to gather, and the metadata for ``after``.
+
+        Codes [ceil(N / ranks), K] are gathered, as uint8: gloo has no float8, and FSDP2 moves mixed
+        dtypes as bytes anyway. Rows are padded as FSDP2 pads, so shards of unequal length gather
+        too.
+        Raises:   ValueError: mixed precision of another dtype than ``dtype``; a weight cut along
+                  another dim than its first.
+        """
+        master, compute = self.shard.dtype, mp_policy.param_dtype or self.shard.dtype
+        if self.dtype not in (master, compute):
+            raise ValueError(
+                f"shards are cast to FP8 from the compute dtype, {compute}, or from the masters', {master}; {self.name} was to be from "
+                f"{self.dtype}. Give gather_in_fp8 the param_dtype of the mixed precision."
+            )
+        if self.shard.shape[1:] != outer_size[1:]:
+            raise ValueError(f"fully_shard cuts a weight that is gathered in FP8 along its first dim; {self.name}.weight is cut otherwise.")
+        # None: the caller gathers before any forward pass
+        if not self.precomputed or self.scale is None:
+            compute_scales([self])
+        assert self.scale is not None
+        shard = self.shard.to(self.dtype)
+        codes = scaling.quantize_with(shard, self.scale, self.spec.fmt).codes.view(torch.uint8) if shard.numel() else shard.to(torch.uint8)
+        rows = -(-outer_size[0] // mesh.size())
+        return (functional.pad(codes, (0, 0, 0, rows - len(codes))),), (self.scale, outer_size[0])
+
+    def after(
+        self,
+        gathered: tuple[torch.Tensor],
+        metadata: tuple[torch.Tensor, int],
+        param_dtype: torch.dtype,
+        *,
+        out: torch.Tensor | None = None,
+    ) -> tuple[Float8TrainingTensor, tuple] | None:
+        """FSDP2's fsdp_post_all_gather: the whole weight [N, K] as torchao's FP8 tensor.
+
+        out       the tensor of an earlier gather. FSDP2 has filled its codes again; only its scale
+                  is set.
+        """
+        (codes,), (scale, rows) = gathered, metadata
+        self.moved = codes.dtype
+        if out is not None:
+            whole = out._local_tensor if isinstance(out, DTensor) else out
+            whole._scale = scale  # type: ignore[attr-defined]
+            return None
+        # torchao's multiplication asks the tensor for it
+        config = getattr(self.linear, "linear_mm_config", None)
+        return Float8TrainingTensor(
+            codes.view(cast.DTYPES[self.spec.fmt.name])[:rows], scale, param_dtype, config, GemmInputRole.WEIGHT
+        ), ()
+
+
+@torch.no_grad()
+def compute_scales(gathers: Iterable[FP8Gather]) -> None:
+    """Compute scales of whole weights: one all-reduce for all weights that shard alike (P-3)."""
+    alike: dict[tuple, list[FP8Gather]] = {}
+    for g in gathers:
+        if g.state is not None:
+            g.scale = g.state.scale.clone()
+        else:
+            alike.setdefault((g.groups, g.dtype, g.spec, g.shard.device), []).append(g)
+    for (groups, dtype, spec, device), members in alike.items():
+        amax = torch.zeros(len(members), device=device)
+        held = [i for i, g in enumerate(members) if g.shard.numel()]
+        if held:
+            amax[held] = torch.stack(torch._foreach_norm([members[i].shard for i in held], math.inf)).float()
+        for group in groups:
+            amax = scaling.merge_amax(amax, group)
+        # Rounding is monotonic: the amax of a shard rounded to dtype is the rounded amax of the
+        # shard.
+        scale = scales.scale_from_amax(amax.to(dtype).float(), spec.fmt, spec.policy)
+        for g, of_one in zip(members, scale.unbind(), strict=True):
+            g.scale = of_one

@@ -1,0 +1,277 @@
+"""Read a run's manifest.json, metrics.jsonl and statistics.jsonl, validated by pydantic.
+
+The dataclasses declare the keys that reports use; other keys are ignored. An error names file,
+line, value and remedy.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import pydantic
+from pydantic import AfterValidator, Field
+
+from fp8ref.errors import ConfigError
+from fp8ref.formats import FLOAT32
+from fp8ref.recipe import OPERANDS
+from fp8ref.train import log
+
+# Norms are summed in float64 and may exceed float32. Up to 1e100, sums of their squares stay
+# finite.
+Number = Annotated[float, Field(allow_inf_nan=False, ge=-1e100, le=1e100)]
+Size = Annotated[float, Field(allow_inf_nan=False, ge=0, le=1e100)]
+Magnitude = Annotated[float, Field(allow_inf_nan=False, ge=0, le=FLOAT32.max)]
+Whole = Annotated[int, Field(ge=0, le=2**53)]
+Count = Annotated[int, Field(ge=1, le=2**53)]
+GEMM_OPERANDS = tuple(f"{gemm}/{role}" for gemm, roles in OPERANDS.items() for role in roles)
+
+
+def _operand(name: str) -> str:
+    layer, *rest = name.split("/", 1)
+    if not layer or rest[:1] not in [[known] for known in GEMM_OPERANDS]:
+        raise ValueError(f"an operand is <layer>/ and one of {', '.join(GEMM_OPERANDS)}")
+    return name
+
+
+@dataclass
+class Metrics:
+    """A line of metrics.jsonl.
+
+    Defaults only mark optional keys: the values are read from the file.
+    """
+
+    step: Whole
+    loss: Number
+    grad_norm: Size = 0
+    tokens_per_second: Size = 0
+    val_loss: Number = 0
+
+
+@dataclass
+class Measures:
+    """One operand's statistics in a line of statistics.jsonl; null if the value was not finite."""
+
+    amax: Magnitude | None = None
+    underflow_rate: Size | None = None
+    saturation_rate: Size | None = None
+    non_finite: Whole = 0
+    sqnr: Number | None = None
+
+
+@dataclass
+class Statistics:
+    """A line of statistics.jsonl."""
+
+    step: Whole
+    statistics: dict[Annotated[str, AfterValidator(_operand)], Measures]
+
+
+@dataclass
+class Seed:
+    """The seed of a section."""
+
+    seed: int
+
+
+@dataclass
+class RunKeys(Seed):
+    """Keys of section run: seed and number of steps."""
+
+    steps: Count
+
+
+@dataclass
+class DataKeys(Seed):
+    """Keys of section data: seed, and the size of a batch."""
+
+    batch_size: Count
+    sequence_length: Count
+
+
+@dataclass
+class NumericsKeys:
+    """Keys of section numerics."""
+
+    recipe: str
+
+
+@dataclass
+class StatisticsKeys:
+    """Keys of section statistics: steps between records; 0 for none."""
+
+    every: Whole = 0
+
+
+@dataclass
+class Sections:
+    """The config's keys that a report uses. model and optimizer are compared as a whole."""
+
+    model: dict[str, Any]
+    optimizer: dict[str, Any]
+    data: DataKeys
+    numerics: NumericsKeys
+    run: RunKeys
+    statistics: StatisticsKeys = field(default_factory=StatisticsKeys)
+
+
+@dataclass
+class Linear:
+    """A linear, of weight shape [N, K], and the recipe that was planned for it."""
+
+    path: str
+    shape: list[int]
+    recipe: str
+    fp8: bool
+    reason: str
+
+
+@dataclass
+class Gemm:
+    """A GEMM in the proof. gemm: <layer>/<which>; a, b: dtypes of its operands."""
+
+    gemm: str
+    a: str
+    b: str
+    fp8: bool
+    accumulate: str | None
+
+
+@dataclass
+class Simulated:
+    """A GEMM in the proof that ran under simulated hardware; plan: its accumulation plan."""
+
+    gemm: str
+    a: str
+    b: str
+    accumulate: str
+    plan: str
+
+
+@dataclass
+class Proof:
+    """The GEMMs of a traced step, and what was planned but missing. gathers: number by dtype."""
+
+    read_from: str
+    gemms: list[Gemm]
+    missing: list[str] = field(default_factory=list)
+    gathers: dict[str, int] = field(default_factory=dict)
+    on_dequantised_operands: list[str] = field(default_factory=list)
+    pruned: list[str] = field(default_factory=list)
+    simulated: list[Simulated] = field(default_factory=list)
+
+
+@dataclass
+class Memory:
+    """Peak memory, of the device or the process."""
+
+    peak_bytes: Whole
+    of: str
+
+
+@dataclass
+class Manifest:
+    """manifest.json."""
+
+    fp8ref: str
+    status: str
+    backend: str
+    device: str
+    versions: dict[str, str]
+    config: Sections
+    data: dict[str, Any]
+    linears: list[Linear]
+    proof: Proof | None = None
+    memory: Memory | None = None
+    error: str = ""
+
+
+for _kind in (
+    Metrics,
+    Measures,
+    Statistics,
+    Seed,
+    RunKeys,
+    DataKeys,
+    NumericsKeys,
+    StatisticsKeys,
+    Sections,
+    Linear,
+    Gemm,
+    Simulated,
+    Proof,
+    Memory,
+    Manifest,
+):
+    _kind.__pydantic_config__ = pydantic.ConfigDict(strict=True, extra="ignore")  # type: ignore[union-attr]
+_MANIFEST, _METRICS, _STATISTICS = (pydantic.TypeAdapter(kind) for kind in (Manifest, Metrics, Statistics))
+
+
+def manifest(run: Path) -> dict:
+    """The manifest of a run.
+
+    Raises:   ConfigError: no directory; no manifest; one with missing or invalid keys.
+    """
+    if not run.is_dir():
+        raise ConfigError(f"{run} is no directory. Name a run, as fp8ref train --run.out wrote it.")
+    found = log.read_manifest(run)
+    _check(_MANIFEST, json.dumps(found, ensure_ascii=False), f"{run / 'manifest.json'}", f"{run} is no intact run. Leave it out.")
+    return found
+
+
+def metrics(run: Path) -> list[dict]:
+    """The lines of metrics.jsonl, in the order of steps; none if there is no file.
+
+    Raises:   ConfigError: a line is not a JSON object; lacks step or loss; has an invalid value; is
+              out of order.
+    """
+    return list(_lines(run / log.METRICS, _METRICS))
+
+
+def statistics(run: Path) -> list[dict]:
+    """The lines of statistics.jsonl, as ``metrics``."""
+    return list(_lines(run / log.STATISTICS, _STATISTICS))
+
+
+def _lines(path: Path, kind: pydantic.TypeAdapter) -> Iterator[dict]:
+    """The lines of a JSON Lines file, checked.
+
+    A torn last line, of a run that was killed, is skipped.
+    """
+    if not path.exists():
+        return
+    remedy = f"Mend it, or leave {path.parent} out."
+    try:
+        *whole, _ = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read ({error.strerror}). {remedy}") from error
+    before = -1
+    for number, text in enumerate(whole, 1):
+        where = f"{path}, line {number},"
+        _check(kind, text, where, remedy)
+        line = json.loads(text)
+        if line["step"] <= before:
+            raise ConfigError(f"{where} has step {line['step']} after step {before}; every step is there once, in their order. {remedy}")
+        before = line["step"]
+        yield line
+
+
+def _check(kind: pydantic.TypeAdapter, text: str, where: str, remedy: str) -> None:
+    try:
+        kind.validate_json(text.encode(errors="replace"))  # file names may hold unpaired surrogates
+    except pydantic.ValidationError as error:
+        raise ConfigError(f"{where} {_problem(error.errors()[0])}. {remedy}") from error
+
+
+def _problem(error) -> str:
+    """pydantic's error in a few words."""
+    dotted = ".".join(str(part) for part in error["loc"] if part != "[key]")
+    if not dotted:
+        return "is not a JSON object"
+    if error["type"] == "missing":
+        return f"has no {dotted}"
+    if error["type"] == "value_error":
+        return f"has {dotted}: {error['ctx']['error']}"
+    got = json.dumps(error["input"])
+    return f"has {dotted} = {got if len(got) <= 60 else got[:57] + '...'}: {error['msg'].replace('Input', 'it', 1)}"

@@ -1,0 +1,138 @@
+"""The training state: name, shape and dtype of every tensor in a checkpoint (SEMANTICS K-2).
+
+Both backends share this declaration.
+
+    model.<parameter>                    the float32 master
+    exp_avg.<parameter>                  AdamW's first moment; exp_avg_sq.<parameter> is its second
+    fp8.<linear>.<role>.<field>          JAX: a delayed-scaling state. PyTorch names its module, <linear>.states.<role>
+    count                                JAX: steps taken. PyTorch restores them from the manifest's step
+
+``step.Step.tensors`` of a backend returns the live tensors under these names, and
+``checkpoint.Store`` writes and reads them. The loop compares ``disk_bytes`` with the free disk
+space; ``estimate.memory`` counts the bytes on a device.
+
+To keep another tensor for each parameter, such as a moving average of the weights, add it to
+PER_PARAMETER and to the two ``Step`` classes.
+"""
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fp8ref import llama
+from fp8ref.recipe import delayed_casts
+from fp8ref.train.config import Config
+
+# Blocks of torchao's FP8 optimizer (T-6): values that share a scale, and the smallest piece whose
+# moments are kept in FP8.
+FP8_BLOCK, FP8_SMALLEST = 256, 4096
+
+
+@dataclass(frozen=True, kw_only=True)
+class PerParameter:
+    """A float32 tensor for every parameter, of the parameter's shape.
+
+    name    on disk, before the parameter's name.
+    label   in the memory table of a dry run; tensors of one label share a line.
+    moment  whether ``adamw_fp8`` keeps it in FP8 (T-6).
+    """
+
+    name: str
+    label: str
+    moment: bool = False
+
+    def device_bytes(self, elements: int, kind: str) -> int:
+        """Bytes on a device that holds so many elements of a parameter. kind: optimizer.kind."""
+        if self.moment and kind == "adamw_fp8" and moments_in_fp8(elements):
+            return elements + 4 * elements // FP8_BLOCK  # a code for each element, and a float32 scale for each block
+        return 4 * elements
+
+
+MASTERS, COUNT, FP8 = "model", "count", "fp8"
+PER_PARAMETER = (
+    PerParameter(name=MASTERS, label="weights, float32 masters"),
+    PerParameter(name="exp_avg", label="AdamW's moments", moment=True),
+    PerParameter(name="exp_avg_sq", label="AdamW's moments", moment=True),
+)
+MOMENTS = tuple(one.name for one in PER_PARAMETER if one.moment)
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """Shape and dtype of a whole tensor, as it is before any mesh cuts it."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all elements."""
+        return math.prod(self.shape) * {"float32": 4, "int32": 4, "int64": 8}[self.dtype]
+
+
+def schema(config: Config, backend: str) -> dict[str, Tensor]:
+    """Every tensor of a state by its name on disk.
+
+    Under ``adamw_fp8`` each process stores codes and scales of its own pieces in place of a moment;
+    ``logical`` gives the moment's name.
+    """
+    found = {
+        f"{one.name}.{name}": Tensor(shape, "float32")
+        for one in PER_PARAMETER
+        for name, shape in llama.parameter_shapes(config.model).items()
+    }
+    if backend == "jax":
+        found[COUNT] = Tensor((), "int32")
+    return found | fp8_states(config, backend)
+
+
+def fp8_states(config: Config, backend: str) -> dict[str, Tensor]:
+    """The part of the schema that delayed scaling keeps (SEMANTICS H-2)."""
+    # The field names are those of each backend's DelayedState; torch.nn registers the states of a
+    # linear under ``states``.
+    module, scale, count = (".states", "scale", "int64") if backend == "torch" else ("", "stored", "int32")
+    found: dict[str, Tensor] = {}
+    for decision in config.decisions():
+        for role, (_, delayed) in delayed_casts(decision.recipe).items():
+            prefix = f"{FP8}.{decision.path}{module}.{role}"
+            found[f"{prefix}.{scale}"] = Tensor((), "float32")
+            found[f"{prefix}.amax_history"] = Tensor((delayed.history_length,), "float32")
+            found[f"{prefix}.step"] = Tensor((), count)
+    return found
+
+
+def disk_bytes(config: Config, backend: str) -> int:
+    """Bytes that a checkpoint needs on the disk.
+
+    0 under ``adamw_fp8``, where each process's pieces decide.
+    """
+    if config.optimizer.kind == "adamw_fp8":
+        return 0
+    # 5 % and a MiB more: names and indices, and whole blocks of the disk
+    return int(1.05 * sum(tensor.nbytes for tensor in schema(config, backend).values())) + 2**20
+
+
+def moments_in_fp8(elements: int) -> bool:
+    """Whether ``adamw_fp8`` keeps the moments of a piece of this many elements in FP8 (T-6)."""
+    return elements >= FP8_SMALLEST and elements % FP8_BLOCK == 0
+
+
+def flat(tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """Nested names joined by dots: {"model": {"norm.weight": x}} -> {"model.norm.weight": x}."""
+    found: dict[str, Any] = {}
+    for name, value in tensors.items():
+        found |= {f"{name}.{rest}": x for rest, x in flat(value).items()} if isinstance(value, Mapping) else {name: value}
+    return found
+
+
+def logical(name: str) -> str:
+    """The schema's name of a tensor on disk: without the rank of codes or scales (T-6)."""
+    return re.sub(r"\.rank\d+\.(codes|scale)$", "", name)
+
+
+def check(tensors: Mapping[str, Any], config: Config, backend: str) -> None:
+    """AssertionError unless the nested ``tensors`` have exactly the names of the schema."""
+    mine, declared = {logical(name) for name in flat(tensors)}, schema(config, backend).keys()
+    assert mine == declared, f"train_state.schema and {backend}.step disagree on {sorted(mine ^ declared)}"
