@@ -1,4 +1,4 @@
-"""Quantisers of torch tensors that are right by the usual tests, and wrong in one place, dtype, shape or layout each."""
+"""Quantizers of torch tensors, each wrong in one place, dtype, shape or stride that usual tests miss."""
 
 import torch
 

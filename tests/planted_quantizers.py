@@ -1,4 +1,4 @@
-"""Quantisers that are wrong in one way each, for the kit to name."""
+"""Quantizers with one planted fault each, for the conformance kit to name."""
 
 import numpy as np
 

@@ -54,7 +54,7 @@ def _conform(known: argparse.Namespace) -> int:
     expects_cast = _expects_cast(known.expect)
     with contextlib.redirect_stdout(sys.stderr):  # what somebody's function prints is no part of the answer
         function = library_gemms.load(known.subject)
-        kind = known.kind or classify.of(known.subject, function, framework=known.framework, device=known.device)
+        kind = known.kind or classify.kind_of(known.subject, function, framework=known.framework, device=known.device)
         if kind != "gemm":
             expect = None if expects_cast != (kind == "cast") else known.expect
             outcome = _identify(known, function, kind, formats.FP8_FORMATS[known.format], expect)
@@ -71,13 +71,13 @@ def _expects_cast(name: str | None) -> bool | None:
     None without it.
     """
     from fp8ref import policy
-    from fp8ref.conformance.cast.behaviour import KNOWN
+    from fp8ref.conformance.cast.behaviour import KNOWN_CASTS
 
-    if name is not None and name not in KNOWN and name not in policy.POLICIES:
+    if name is not None and name not in KNOWN_CASTS and name not in policy.POLICIES:
         raise ValueError(
-            f"--expect is a cast's behaviour, one of {', '.join(KNOWN)}, or a quantizer's policy, one of {', '.join(policy.POLICIES)}; got {name}."
+            f"--expect is a cast's behaviour, one of {', '.join(KNOWN_CASTS)}, or a quantizer's policy, one of {', '.join(policy.POLICIES)}; got {name}."
         )
-    return None if name is None else name in KNOWN
+    return None if name is None else name in KNOWN_CASTS
 
 
 def _identify(known: argparse.Namespace, function, kind: str, fmt, expect: str | None):
@@ -100,12 +100,12 @@ def _identify(known: argparse.Namespace, function, kind: str, fmt, expect: str |
 
 def _another_kind(outcome, expect: str):
     """The outcome if --expect named a policy for a cast, or a cast for a quantizer."""
-    from fp8ref.conformance.counterexample import Witness
+    from fp8ref.conformance.counterexample import Counterexample
 
     wanted = "a policy: codes of a tensor that its amax scales" if outcome.kind == "cast" else "a cast: codes by each number alone"
     given = "each number's code by itself, and no scale" if outcome.kind == "cast" else "codes that other elements have a part in"
     clause = "S-5" if outcome.kind == "cast" else "C-1"
-    witness = Witness(input="x [256, 384]", bits=(), dtype="float32", got=given, expected=f"{expect!r}, {wanted}", clause=clause)
+    witness = Counterexample(input="x [256, 384]", bits=(), dtype="float32", got=given, expected=f"{expect!r}, {wanted}", clause=clause)
     return dataclasses.replace(outcome, expected=expect, differences=[witness])
 
 

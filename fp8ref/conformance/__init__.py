@@ -1,7 +1,8 @@
-"""Is this code right? Identify anybody's cast, quantizer or GEMM by the specification's names, and test it.
+"""Identify and test implementations of casts, quantizers and GEMMs against the specification.
 
-``identify_cast`` and ``identify_quantizer`` say what a function of one array is, ``gemm.identify.identify`` what a GEMM is. ``strategies``,
-``parameters`` and ``require`` are for tests of any library; ``vectors`` judges programs in any language; ``certify`` covers the libraries installed here.
+``identify_cast`` and ``identify_quantizer`` identify a function of one array, ``gemm.identify.identify``
+a GEMM. ``strategies``, ``parameters`` and ``require`` are for the tests of any library. ``vectors`` judges
+programs in any language. ``certify`` compares the libraries installed here.
 """
 
 from fp8ref.conformance.cast.identify import identify_cast as identify_cast

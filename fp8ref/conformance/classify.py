@@ -1,4 +1,4 @@
-"""Whether a function is a cast, a quantiser or a GEMM, by what it takes and gives."""
+"""Classify a function as a cast, a quantizer or a GEMM, from its arguments and outputs."""
 
 import inspect
 from collections.abc import Callable
@@ -14,32 +14,32 @@ Kind = Literal["cast", "quantizer", "gemm"]
 KINDS: tuple[Kind, ...] = ("cast", "quantizer", "gemm")
 
 
-def of(name: str, function: Callable[..., Any], *, framework: str | None = None, device: str = "cpu") -> Kind:
-    """A GEMM takes two operands. A cast gives one array, in which no element has a part in another's code; all else is a quantiser.
+def kind_of(name: str, function: Callable[..., Any], *, framework: str | None = None, device: str = "cpu") -> Kind:
+    """A GEMM takes two operands. In a cast no element changes another's code. Else a quantizer.
 
-    Raises:   ValueError: as subjects.of.
+    Raises:   ValueError: as subjects.wrap.
     """
     if _operands(function) == 2:
         return "gemm"
     try:
-        subject = subjects.of(name, function, framework=framework, device=device, shape=SHAPE)
+        subject = subjects.wrap(name, function, framework=framework, device=device, shape=SHAPE)
     except RefusedError as error:
         try:
-            subjects.of(name, function, framework=framework, device=device, shape=(16,))  # of one axis, or of none
+            subjects.wrap(name, function, framework=framework, device=device, shape=(16,))  # one that takes vectors alone, or nothing
         except RefusedError as other:
             raise RefusedError(f"{error}\n{other}") from other
         return "cast"
-    x = np.resize(np.array([1, 1.5, -2, 0.5], np.float32), SHAPE)  # numbers of every format, which no cast changes
+    x = np.resize(np.array([1, 1.5, -2, 0.5], np.float32), SHAPE)  # numbers of every format
     changed = x.copy()
-    changed[0, 0] = 2.0**40
-    source = subjects.first_source(subject, SHAPE)
+    changed[0, 0] = 2.0**40  # an amax that changes every other code under a shared scale
+    source = subjects.first_dtype(subject, SHAPE)
     try:
-        before, after = (subjects.array(subject.ask(asked, source)) for asked in (x, changed))
-    except ConformanceError:  # an array that only its parts can be read of
+        before, after = (subjects.read_array(subject.ask(asked, source)) for asked in (x, changed))
+    except ConformanceError:  # such as an object whose parts alone are arrays
         return "quantizer"
     if before is None or after is None or before[0].shape != SHAPE or after[0].shape != SHAPE:
-        return "quantizer"  # which says so itself if it is none either
-    again = subjects.array(subject.ask(x, source))  # one that remembers an amax shows it a call later
+        return "quantizer"  # identify_quantizer reports it if it is not valid
+    again = subjects.read_array(subject.ask(x, source))  # a remembered amax shows a call later
     assert again is not None
     others = np.arange(x.size).reshape(SHAPE) > 0
     alone = all(np.array_equal(before[0][others], other[0][others]) for other in (after, again))
@@ -47,9 +47,9 @@ def of(name: str, function: Callable[..., Any], *, framework: str | None = None,
 
 
 def _operands(function: Callable[..., Any]) -> int:
-    """How many arguments it must have."""
+    """How many arguments have no default."""
     try:
         parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # a builtin without one
+    except (TypeError, ValueError):  # a builtin without a signature
         return 1
     return sum(p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)

@@ -1,4 +1,4 @@
-"""One input that tells something, as simple as can be: what went in, what came out, and what would have."""
+"""A counterexample: the simplest input found, what it gave, and what was expected."""
 
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -12,11 +12,12 @@ _WIDE = {"float32": FLOAT32, "bfloat16": BFLOAT16, "float16": FLOAT16}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Witness:
-    """input     in words, the numbers as they are.
-    bits      of each number, hexadecimal, of ``dtype``.
-    got       what the function gives; expected: what it would give if it were what was expected, or what it was compared with.
-    clause    of docs/SEMANTICS.md, which decides it.
+class Counterexample:
+    """One input, and two outputs that differ.
+
+    input     in words; bits: of its numbers, in hexadecimal, as ``dtype``.
+    got       what the function gives; expected: what it was compared with gives.
+    clause    of docs/SEMANTICS.md, by which the expected output is right.
     """
 
     input: str
@@ -44,12 +45,12 @@ def bits_of(value: float, dtype: str) -> str:
 
 
 def show(value: float) -> str:
-    """A number, exactly where that is short."""
+    """A number as text, exact: nine digits, or seventeen where nine would be another number."""
     return f"{float(value):.17g}" if float(f"{float(value):.9g}") != float(value) else f"{float(value):.9g}"
 
 
 def rounded(x: np.ndarray, dtype: str) -> np.ndarray:
-    """x as numbers of a dtype, float64 for that and float32 for the others: what a subject is asked with."""
+    """x rounded to the numbers of a dtype; held as float64 for float64, else as float32."""
     if dtype == "float64":
         return x.astype(np.float64)
     return x.astype(np.float32) if x.dtype == np.float32 and dtype == "float32" else cast.round_to(x, _WIDE[dtype])

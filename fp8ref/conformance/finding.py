@@ -1,10 +1,12 @@
-"""One thing that was found out about a cast, a quantizer or a GEMM, and by which answers."""
+"""What identification finds: properties with their evidence, and the outcome of them all."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from fp8ref.conformance.counterexample import Witness
+from fp8ref.conformance.counterexample import Counterexample
+from fp8ref.formats import Format
+from fp8ref.result import Result
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -14,24 +16,26 @@ SHOWN = 4  # of the other values, printed
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """what      the name of the thing, such as ``rounding`` or ``fraction_bits``.
-    value     what it is; None where that cannot be told, or, of ``double_rounding``, where there is none.
-    evidence  what was asked, and answered.
-    words     the value as a person reads it, where str(value) is not that.
-    witness   a simplest input that shows it, next to what the specification gives.
-    others    values under which every answer would have been the same.
+    """One property of a function, its value, and the evidence.
+
+    what      the property, such as ``rounding`` or ``fraction_bits``.
+    value     None if it cannot be told; for ``double_rounding``, None if there is none.
+    evidence  which inputs, and what came out.
+    words     the value for a reader, if str(value) does not say it.
+    witness   a simplest input that shows it, compared with the specification.
+    others    values that explain all outputs as well.
     """
 
     what: str
     value: Any
     evidence: str
     words: str = ""
-    witness: Witness | None = None
+    witness: Counterexample | None = None
     others: tuple = ()
 
     @property
-    def said(self) -> str:
-        """The value as a person reads it."""
+    def text(self) -> str:
+        """The value for a reader."""
         if self.words:
             return self.words
         if self.value is None:
@@ -40,24 +44,102 @@ class Finding:
         return f"{self.value}" + (f", or the same by {listed}" if self.others else "")
 
     def to_dict(self) -> dict[str, Any]:
-        """what, value and evidence, and, next to them, what its kind has: ``witness`` of an array function, ``others`` of a GEMM."""
+        """what, value and evidence. Results add ``witness`` or ``others``."""
         return {"what": self.what, "value": self.value, "evidence": self.evidence}
 
 
 def table(findings: Sequence[Finding], **options: Any) -> "Table":
-    """What was found, a row each; options are those of rich's Table."""
+    """The findings as a table, a row each; options are those of rich's Table."""
     from rich.table import Table
     from rich.text import Text
 
     made = Table("", "found", "by", **options)
     for finding in findings:
-        made.add_row(*(Text(cell) for cell in (finding.what, finding.said, finding.evidence)))  # none of it is markup
+        made.add_row(*(Text(cell) for cell in (finding.what, finding.text, finding.evidence)))  # Text: not parsed as markup
     return made
 
 
-def of_strides(taken: list[str], refused: list[str], found: list[Witness]) -> Finding:
-    """What is said of views that were taken, or raised for, and of where one is unlike."""
-    said = "not all alike" if found else "all alike" if taken else "not taken" if refused else "not asked"
+def strides_finding(taken: list[str], refused: list[str], found: list[Counterexample]) -> Finding:
+    """The finding on strides: the views taken, those that raise, and the first counterexample."""
+    text = "not all alike" if found else "all alike" if taken else "not taken" if refused else "not asked"
     evidence = f"{', '.join(taken)}: as contiguous" if taken else "" if refused else "jax has none"
     evidence += f"{'; ' * bool(taken)}it raises for {', '.join(refused)}" if refused else ""
-    return Finding(what="strides", value=not found, words=said, evidence=str(found[0]) if found else evidence)
+    return Finding(what="strides", value=not found, words=text, evidence=str(found[0]) if found else evidence)
+
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome(Result):
+    """What a cast or a quantizer was identified as.
+
+    found        ``is`` of --json: each property and its value.
+    identified   whether what was found explains every output.
+    named        whether that has a name: a known cast (except for NaN codes), or a policy with the
+                 cast of S-5.
+    summary      in one line.
+    unlike       the simplest inputs that it does not explain.
+    expected     the name that it should have, if any.
+    differences  the simplest inputs on which it differs from that, one of each kind.
+    """
+
+    name: str
+    kind: str
+    fmt: Format
+    framework: str
+    found: dict[str, Any]
+    findings: Sequence[Finding]
+    identified: bool
+    summary: str
+    named: bool = True
+    unlike: Sequence[Counterexample] = field(default=())
+    expected: str | None = None
+    differences: Sequence[Counterexample] = field(default=())
+
+    @property
+    def ok(self) -> bool:
+        """Equal to what was expected; else identified, with a name, and in the format asked for."""
+        if self.expected is not None:
+            return not self.differences and not self.unlike
+        return self.identified and self.named and self.found["format"] == self.fmt.name
+
+    @property
+    def message(self) -> str:
+        """The summary, and the counterexamples to what was expected."""
+        if self.expected is None:
+            return self.summary + ("" if self.named or not self.identified else ". Nothing that has a name is so")
+        if self.ok:
+            return f"{self.name} is {self.expected!r}: {self.summary}"
+        return "\n".join(
+            [f"{self.name} is not {self.expected!r}, but {self.summary}", *(f"  {w}" for w in self.differences or self.unlike)]
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "ok": self.ok,
+            "name": self.name,
+            "kind": self.kind,
+            "format": self.fmt.name,
+            "framework": self.framework,
+            "is": self.found,
+            "identified": self.identified,
+            "named": self.named,
+            "summary": self.summary,
+            "findings": [f.to_dict() | {"witness": f.witness and f.witness.to_dict()} for f in self.findings],
+            "unlike": [witness.to_dict() for witness in self.unlike],
+            "expected": self.expected,
+            "differences": [witness.to_dict() for witness in self.differences],
+        }
+
+    def render(self, console: "Console") -> None:
+        from rich.text import Text
+
+        title = Text(
+            f"{self.name}: a {self.kind} of {self.framework} arrays, {self.fmt}"
+        )  # Text: brackets in a name are not parsed as markup
+        console.print(table(self.findings, title=title, title_justify="left"))
+        for witness in self.unlike if self.expected is None else ():
+            console.out(f"unlike: {witness}", highlight=False)
+        console.out(self.message, highlight=False)

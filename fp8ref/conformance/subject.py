@@ -1,4 +1,4 @@
-"""What is identified: somebody's function of one array, called safely, in whichever framework's arrays it takes."""
+"""The function under test, called with arrays of its framework and checked for side effects."""
 
 import dataclasses
 import importlib.util
@@ -17,7 +17,7 @@ FRAMEWORKS = ("numpy", "torch", "jax")
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
-# x [M, K] as a view of another array: of its transpose, of every second column, of all but the first row. Of jax there are none.
+# x [M, K] as a view that is not contiguous, or starts inside its memory. JAX has no views.
 Make = Callable[[np.ndarray], Any]
 VIEWS: dict[str, Callable[[Make, np.ndarray], Any]] = {
     "transposed": lambda make, x: make(np.ascontiguousarray(x.T)).T,
@@ -27,18 +27,18 @@ VIEWS: dict[str, Callable[[Make, np.ndarray], Any]] = {
 
 
 class ConformanceError(ValueError):
-    """A function that is none: it raises, gives another shape or type, changes its input, or does not repeat itself."""
+    """Not a valid cast or quantizer: it raises, has wrong outputs or side effects, or does not repeat."""
 
 
 class RefusedError(ConformanceError):
-    """It raises for this input."""
+    """The function raises for this input."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """A function of one array.
+    """The function under test, of one array.
 
-    framework  whose arrays it is given: "numpy", "torch" or "jax".
+    framework  whose arrays it takes: "numpy", "torch" or "jax".
     device     of torch's tensors.
     """
 
@@ -48,16 +48,17 @@ class Subject:
     device: str = "cpu"
 
     def ask(self, x: np.ndarray, dtype: str = "float32", *, view: str = "contiguous") -> Any:
-        """What it gives for x, as it gives it; x holds numbers of dtype, and lies in memory as ``view`` says.
+        """Call it with x, as an array of a dtype and a view, and return what it returns.
 
         Raises:   RefusedError: it raises. ConformanceError: it changes its input.
         """
-        given = self.array(x, dtype) if view == "contiguous" else VIEWS[view](lambda a: self.array(a, dtype), x)
+        given = self.make_array(x, dtype) if view == "contiguous" else VIEWS[view](lambda a: self.make_array(a, dtype), x)
+        # Compare bits, as NaN is not equal to itself.
         before = arrays.written(given)
         try:
-            with np.errstate(all="ignore"):  # NaN and overflow are asked for
+            with np.errstate(all="ignore"):  # inputs include NaN and overflow
                 found = self.function(given)
-        except (Exception, SystemExit) as error:  # whatever somebody's function raises
+        except (Exception, SystemExit) as error:  # a function under test may raise anything
             raise RefusedError(
                 f"{self.name} raised {type(error).__name__} for {describe(x, dtype, self.framework)}: {_first_lines(error)}. "
                 "Call it on that by itself."
@@ -66,8 +67,8 @@ class Subject:
             raise ConformanceError(f"{self.name} changed its input, {describe(x, dtype, self.framework)}. Let it work on a copy.")
         return found
 
-    def array(self, x: np.ndarray, dtype: str) -> Any:
-        """x as this framework's array of a dtype.
+    def make_array(self, x: np.ndarray, dtype: str) -> Any:
+        """x as an array of this framework and of a dtype.
 
         Raises:   RefusedError: the framework has no such array here, as for bfloat16 in NumPy without ml_dtypes.
         """
@@ -85,8 +86,8 @@ class Subject:
         return arrays.as_torch(given, self.device) if self.framework == "torch" else arrays.as_jax(given)
 
 
-def check_keeps(subject: Subject, x: np.ndarray, other: np.ndarray, dtype: str, read: Callable[[Any], list[np.ndarray]]) -> None:
-    """ConformanceError where what it gave for x is something else once it was called with other numbers of that shape."""
+def check_no_reuse(subject: Subject, x: np.ndarray, other: np.ndarray, dtype: str, read: Callable[[Any], list[np.ndarray]]) -> None:
+    """ConformanceError if a later call, with other numbers, overwrites an earlier output."""
     found = subject.ask(x, dtype)
     before = [part.copy() for part in read(found)]
     subject.ask(other, dtype)
@@ -96,10 +97,11 @@ def check_keeps(subject: Subject, x: np.ndarray, other: np.ndarray, dtype: str, 
         )
 
 
-def of(name: str, function: Callable[..., Any], *, framework: str | None = None, device: str = "cpu", shape: tuple[int, ...]) -> Subject:
-    """The subject in the framework named, else in the first whose arrays it takes of those that are imported.
+def wrap(name: str, function: Callable[..., Any], *, framework: str | None = None, device: str = "cpu", shape: tuple[int, ...]) -> Subject:
+    """A function as a Subject of the framework named, else of the first imported one that it takes.
 
-    Raises:   ValueError: an unknown framework, one that is not installed, or a device that is not there; RefusedError: it takes no arrays.
+    Raises:   ValueError: an unknown framework, or a device that is not there; ImportError: the framework
+              is not installed; RefusedError: it takes no arrays.
     """
     if framework is not None and framework not in FRAMEWORKS:
         raise ValueError(f"arrays are of {', '.join(FRAMEWORKS)}; got {framework!r}.")
@@ -110,10 +112,11 @@ def of(name: str, function: Callable[..., Any], *, framework: str | None = None,
         framework = "torch"
     if framework is not None:
         return Subject(name=name, function=function, framework=framework, device=device)
+    # A framework that nothing has imported cannot be the function's own, and is not imported here.
     refused = []
     x = np.ones(shape, np.float32)
     for tried in FRAMEWORKS:
-        if tried != "numpy" and tried not in sys.modules:  # what the function's own module has not imported is not its own
+        if tried != "numpy" and tried not in sys.modules:
             continue
         subject = Subject(name=name, function=function, framework=tried)
         for dtype in ("float32", "bfloat16"):
@@ -122,12 +125,12 @@ def of(name: str, function: Callable[..., Any], *, framework: str | None = None,
             except RefusedError as error:
                 refused.append(str(error))
             else:
-                return _of_what_it_gives(subject, found, x, dtype)
+                return _in_framework_of_output(subject, found, x, dtype)
     raise RefusedError("\n".join(dict.fromkeys(refused)))
 
 
-def _of_what_it_gives(subject: Subject, found: Any, x: np.ndarray, dtype: str) -> Subject:
-    """The subject in the framework of what came back, if it takes that: jax's functions take NumPy's arrays too."""
+def _in_framework_of_output(subject: Subject, found: Any, x: np.ndarray, dtype: str) -> Subject:
+    """The subject in the framework of its output, as JAX functions take NumPy arrays too."""
     inside: list[Any] = list(getattr(found, "__dict__", {}).values())
     if isinstance(found, tuple | list | dict):
         inside = list(found.values() if isinstance(found, dict) else found)
@@ -144,12 +147,12 @@ def _of_what_it_gives(subject: Subject, found: Any, x: np.ndarray, dtype: str) -
 
 
 def name_of(function: Callable[..., Any]) -> str:
-    """What it is called, where nobody named it."""
+    """The name of a function, for a report."""
     return str(getattr(function, "__qualname__", type(function).__name__))
 
 
-def first_source(subject: Subject, shape: tuple[int, ...] = (16,)) -> str:
-    """The dtype that most is asked with."""
+def first_dtype(subject: Subject, shape: tuple[int, ...] = (16,)) -> str:
+    """The dtype of most inputs: float32, else bfloat16. RefusedError if it takes neither."""
     refused = []
     for source in ("float32", "bfloat16"):
         try:
@@ -161,22 +164,22 @@ def first_source(subject: Subject, shape: tuple[int, ...] = (16,)) -> str:
     raise RefusedError("\n".join(refused))
 
 
-def array(found: Any) -> tuple[np.ndarray, str] | None:
-    """An array of NumPy, PyTorch or JAX as NumPy's, and the name of its dtype; float8 and e8m0 as uint8. None if it is no array.
+def read_array(found: Any) -> tuple[np.ndarray, str] | None:
+    """An array of any framework as a NumPy array, and the name of its dtype; None if it is no array.
 
-    bfloat16 and float16 come as float32.
+    float8 and e8m0 become uint8; bfloat16 and float16 become float32.
     """
     if not hasattr(found, "dtype") or not hasattr(found, "shape"):
         return None
     try:
         made, name = arrays.named(found)
-    except Exception as error:  # what it gives may raise as it is read
+    except Exception as error:  # lazy arrays may raise only here
         raise ConformanceError(f"what it gives cannot be read ({type(error).__name__}: {_first_lines(error)}).") from error
     return made.astype(np.float32) if name in ("bfloat16", "float16") else made, name
 
 
 def describe(x: np.ndarray, dtype: str, framework: str = "numpy") -> str:
-    """An input in words: its numbers where they are few."""
+    """An input as text: framework, dtype and shape, and the numbers if they are few."""
     shape = f"{framework} {dtype} {list(x.shape)}"
     if x.size > 4:
         return f"x {shape}"
@@ -184,6 +187,7 @@ def describe(x: np.ndarray, dtype: str, framework: str = "numpy") -> str:
 
 
 def _check_device(device: str, framework: str | None) -> None:
+    """ValueError unless torch has the device, or it is the CPU."""
     if device == "cpu":
         return
     if framework not in (None, "torch"):
@@ -192,17 +196,17 @@ def _check_device(device: str, framework: str | None) -> None:
 
     try:
         torch.empty(1, device=device)
-    except Exception as error:  # of whatever kind a missing device raises
+    except Exception as error:  # torch raises several types for a missing device
         raise ValueError(f"device {device!r} is not there: {_first_lines(error)}. Leave it out to ask on the CPU.") from error
 
 
 def _first_lines(error: BaseException) -> str:
-    said = " ".join(str(error).split())
-    return (said[:300] + "...") if len(said) > 300 else said.rstrip(".") or "no message"
+    text = " ".join(str(error).split())
+    return (text[:300] + "...") if len(text) > 300 else text.rstrip(".") or "no message"
 
 
-def smallest_part(x: np.ndarray, fails: Callable[[np.ndarray], bool]) -> np.ndarray:
-    """A part of a flat x, halved while a half fails too."""
+def smaller_part(x: np.ndarray, fails: Callable[[np.ndarray], bool]) -> np.ndarray:
+    """A part of a flat x that fails, halved as long as one of its halves fails too."""
     for _ in range(math.ceil(math.log2(max(x.size, 1)))):
         half = x.size // 2
         part = next((p for p in (x[:half], x[half:]) if p.size and fails(p)), None)

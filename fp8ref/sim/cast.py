@@ -77,9 +77,8 @@ def encode_plain(
     x = array(x)
     _check(x, fmt, rounding, seed)
     value = exact(x)
-    magnitude, exponent = _round_magnitude(value, fmt, rounding, seed, start)
-    # Subnormals and the first normal binade share a spacing, so both count from the same emin.
-    code = magnitude.astype(np.int64) + (exponent - fmt.emin) * (1 << fmt.mantissa_bits)
+    n, exponent = in_spacings(value, fmt)
+    code = magnitude_codes(round_spacings(n, fmt, rounding, seed=seed, start=start), exponent, fmt)
     if not fmt.signed:
         code -= 1  # no zero: the smallest magnitude is 1 * 2^emin, and its code is 0
     directed = rounding in ("toward_zero", "to_odd")
@@ -149,8 +148,8 @@ def round_to_plain(x, fmt: Format, *, rounding: Rounding = "nearest_even", satur
     checked."""
     _check_rounding(rounding, seed)
     value = exact(x)
-    magnitude, exponent = _round_magnitude(value, fmt, rounding, seed)
-    rounded = np.ldexp(magnitude, exponent - fmt.mantissa_bits)
+    n, exponent = in_spacings(value, fmt)
+    rounded = np.ldexp(round_spacings(n, fmt, rounding, seed=seed), exponent - fmt.mantissa_bits)
     overflow = fmt.max if saturate else np.nan if fmt.inf_code is None else np.inf
     rounded = np.where(rounded > fmt.max, fmt.max if rounding in ("toward_zero", "to_odd") else overflow, rounded)
     rounded = np.where(np.isinf(value), overflow, rounded)
@@ -256,30 +255,48 @@ def _check_rounding(rounding: str, seed: int | None) -> None:
         raise ValueError(f"a seed is an integer in [0, 2^64); got {seed!r}.")
 
 
-def _round_magnitude(value: np.ndarray, fmt: Format, rounding: Rounding, seed: int | None, start: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """|value| as (n, e) with n an integer-valued float64 and |value| rounded = n * 2^(e -
-    mantissa_bits), e >= emin."""
+def in_spacings(value: np.ndarray, fmt: Format) -> tuple[np.ndarray, np.ndarray]:
+    """|value| in units of the format's spacing there, exactly: (n, e), e >= emin, with
+    |value| = n * 2^(e - mantissa_bits). Infinities and NaNs give n = 0.
+    """
     magnitude = np.where(np.isfinite(value), np.abs(value), 0.0)
+    # frexp's mantissa is in [0.5, 1), hence the -1. Below emin the subnormals' spacing holds.
     exponent = np.maximum(np.frexp(magnitude)[1] - 1, fmt.emin)
     exponent = np.where(magnitude == 0, fmt.emin, exponent)
-    n = np.ldexp(magnitude, fmt.mantissa_bits - exponent)
+    return np.ldexp(magnitude, fmt.mantissa_bits - exponent), exponent
+
+
+def round_spacings(n: np.ndarray, fmt: Format, rounding: Rounding, *, seed: int | None = None, start: int = 0) -> np.ndarray:
+    """n of ``in_spacings`` rounded to integers, float64.
+
+    start  the flat index of its first element, for stochastic rounding.
+    """
     floor = np.floor(n)
     rest = n - floor
     if rounding == "nearest_even" and fmt.mantissa_bits:
-        return np.rint(n), exponent
-    # Without mantissa bits (e8m0fnu) n is 1 or lies between 1 and 2, and C-7 has ties go up, not to
-    # an even integer.
+        return np.rint(n)
+    # Without mantissa bits (e8m0fnu) n is 1 or between 1 and 2. Ties go up (C-7), not to an even n.
     if rounding in ("nearest_even", "nearest_away"):
-        return floor + (rest >= 0.5), exponent
+        return floor + (rest >= 0.5)
     if rounding == "toward_zero":
-        return floor, exponent
+        return floor
     if rounding == "to_odd":
-        return floor + ((rest > 0) & (floor % 2 == 0)), exponent
+        return floor + ((rest > 0) & (floor % 2 == 0))
     assert seed is not None
-    random = philox.uniform48(start, value.size, int(seed)).reshape(value.shape)
-    # Up with the probability of what is cut off: 48 bits of it are compared, the rest is ignored
-    # (C-2).
-    return floor + (np.floor(rest * 2.0**48) + random >= 2.0**48), exponent
+    # Away from zero if the rest, cut to 48 bits, and a random 48-bit integer together carry: with
+    # the probability of what is cut off (C-2).
+    random = philox.uniform48(start, n.size, int(seed)).reshape(n.shape)
+    return floor + (np.floor(rest * 2.0**48) + random >= 2.0**48)
+
+
+def magnitude_codes(n: np.ndarray, exponent: np.ndarray, fmt: Format) -> np.ndarray:
+    """The codes of the magnitudes n * 2^(exponent - mantissa_bits); int64, counted on beyond ``max_code``.
+
+    n holds integers, as float64.
+    """
+    # A carry of n into the next exponent gives that exponent's first code by itself. Subnormals and
+    # the first normal binade share a spacing, so that both count from the same emin.
+    return n.astype(np.int64) + (exponent - fmt.emin) * (1 << fmt.mantissa_bits)
 
 
 @functools.cache

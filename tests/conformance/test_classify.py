@@ -1,4 +1,4 @@
-"""A function's kind is found out by what it takes and gives."""
+"""A function is classified as cast, quantizer or GEMM from its arguments and outputs."""
 
 import jax
 import jax.numpy as jnp
@@ -42,12 +42,12 @@ def of_one_axis(x):
     ],
 )
 def test_kinds(function, kind):
-    assert classify.of("mine", function) == kind
+    assert classify.kind_of("mine", function) == kind
 
 
 def test_what_takes_no_array_is_of_no_kind():
     with pytest.raises(RefusedError, match="mine raised ZeroDivisionError"):
-        classify.of("mine", lambda x: 1 / 0)
+        classify.kind_of("mine", lambda x: 1 / 0)
 
 
 def test_every_reason_is_given_where_it_takes_neither():
@@ -55,4 +55,4 @@ def test_every_reason_is_given_where_it_takes_neither():
         assert x.shape[1] % 256 == 0, "K in 256s"
 
     with pytest.raises(RefusedError, match=r"(?s)\[256, 384\]: K in 256s.*\[16\]"):
-        classify.of("mine", function)
+        classify.kind_of("mine", function)

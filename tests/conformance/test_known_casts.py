@@ -1,4 +1,4 @@
-"""Libraries property-tested with the kit, as their own tests could: on every kind of tensor there is."""
+"""Property tests of library casts and quantizers with the conformance kit, as their own test suites could have."""
 
 import ml_dtypes
 import numpy as np

@@ -323,3 +323,14 @@ def test_round_to_a_format_of_ones_own(dtype):
     np.testing.assert_array_equal(cast.round_to(far, no_infinity), np.float32([60000, np.nan, np.nan]))  # C-4
     np.testing.assert_array_equal(cast.round_to(far, no_infinity, saturate=True), np.float32([60000, no_infinity.max, np.nan]))
     np.testing.assert_array_equal(cast.round_to(np.array([0.2, 0.25, 0.75, 1.2, 2.5, -2.6], dtype), E2M1), np.float32([0, 0, 1, 1, 2, -3]))
+
+
+@fp8
+def test_codes_count_the_magnitudes_in_spacings(fmt):  # C-1, F-2
+    """Every code follows from its value in spacings. Above max the count continues; infinities and NaNs give 0."""
+    codes = np.arange(fmt.max_code + 1)
+    n, exponent = cast.in_spacings(cast.decode(codes.astype(np.uint8), fmt).astype(np.float64), fmt)
+    np.testing.assert_array_equal(n, cast.round_spacings(n, fmt, "nearest_even"))
+    np.testing.assert_array_equal(cast.magnitude_codes(n, exponent, fmt), codes)
+    n, exponent = cast.in_spacings(np.array([-2 * fmt.max, np.inf, np.nan]), fmt)
+    np.testing.assert_array_equal(cast.magnitude_codes(n, exponent, fmt), [fmt.max_code + (1 << fmt.mantissa_bits), 0, 0])

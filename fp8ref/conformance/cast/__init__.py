@@ -1,1 +1,1 @@
-"""Identify a cast: its rounding, saturation, NaN codes, subnormals and double rounding, from its outputs (SEMANTICS C-8)."""
+"""Identify a cast: its rounding, overflow, NaN codes, subnormals and double rounding (C-8)."""

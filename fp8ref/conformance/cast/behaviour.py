@@ -1,6 +1,10 @@
-"""What a cast can be, as data: each decision a field, each library's cast a name (SEMANTICS C), and the codes that follow from them."""
+"""The behaviour of a cast as data: a field for each decision, and the codes (SEMANTICS C).
 
-import dataclasses
+``KNOWN_CASTS`` are the casts with a name: the specification's two and those of the libraries.
+``encode`` gives the codes of any behaviour. It rounds by ``sim.cast``, and adds the four roundings
+that the specification does not have.
+"""
+
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -8,19 +12,17 @@ from typing import Literal
 import numpy as np
 
 from fp8ref import formats
-from fp8ref.conformance.inputs.cast_inputs import CAST_FORMATS
 from fp8ref.formats import BFLOAT16, FLOAT16, FLOAT32, Format
 from fp8ref.sim import cast
 
-LAYOUTS = CAST_FORMATS
 ROUNDINGS = ("nearest_even", "nearest_away", "nearest_zero", "toward_zero", "away_from_zero", "to_odd", "up", "down")
-Beyond = Literal["max", "inf", "nan"]
+SpecialResult = Literal["max", "inf", "nan"]
 WIDE = {"bfloat16": BFLOAT16, "float16": FLOAT16, "float32": FLOAT32}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Through:
-    """An intermediate format, and how it is rounded to."""
+class DoubleRounding:
+    """The intermediate format of a double rounding, and the rounding to it."""
 
     dtype: str
     rounding: str = "nearest_even"
@@ -33,38 +35,43 @@ class Through:
 class Behaviour:
     """Every decision of a cast to one format.
 
-    rounding       one of ROUNDINGS, as if the exponent were unbounded.
-    overflow       what finite magnitudes that round above max become; infinite: what infinities become.
-    nan            the codes of NaN, without and with the sign.
-    subnormals     ``kept``; ``flushed``: results below the smallest normal number are zeros; ``flushed_before``: inputs below it are.
-    negative_zero  ``kept``; ``lost``, of negative values that underflow too; ``lost_at_zero``, of -0 itself alone.
-    through        the intermediate format of a double rounding, by the source's dtype.
+    rounding         one of ROUNDINGS, as if the exponent were unbounded.
+    overflow         what finite magnitudes that round above max give; infinite: what infinities give.
+    nan              the codes of NaN and of -NaN.
+    subnormals       ``kept``; ``flushed``: results below the smallest normal number become zeros;
+                     ``flushed_before``: inputs below it do.
+    negative_zero    ``kept``; ``lost``: -0 and negative values that underflow give 0;
+                     ``lost_at_zero``: -0 alone does.
+    double_rounding  the intermediate format, by the dtype of the input; no entry: rounded once.
     """
 
     rounding: str = "nearest_even"
-    overflow: Beyond = "max"
-    infinite: Beyond = "max"
+    overflow: SpecialResult = "max"
+    infinite: SpecialResult = "max"
     nan: tuple[int, int]
     subnormals: Literal["kept", "flushed", "flushed_before"] = "kept"
     negative_zero: Literal["kept", "lost", "lost_at_zero"] = "kept"
-    through: Mapping[str, Through] = field(default_factory=dict)
+    double_rounding: Mapping[str, DoubleRounding] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Known:
-    """A cast with a name, for every format: ``special`` is Inf where the format has it, else NaN.
+class KnownCast:
+    """A cast with a name, in every format.
 
-    nan  ``emitted``: C-5; ``signed``: that with the input's sign; ``quiet``: the quiet NaN of IEEE 754 with the input's sign.
+    overflow  ``special``: Inf where the format has it, else NaN.
+    nan       ``emitted``: the code of C-5; ``signed``: that code with the input's sign;
+              ``quiet``: the quiet NaN of IEEE 754 with the input's sign.
     """
 
     name: str
     overflow: Literal["max", "special"]
     nan: Literal["emitted", "signed", "quiet"]
-    saturates_only: tuple[str, ...] = ()  # formats in which an overflow of ``special`` is max all the same
+    saturates_only: tuple[str, ...] = ()  # formats in which overflow gives max, though overflow is ``special``
 
-    def of(self, fmt: Format) -> Behaviour:
-        special: Beyond = "nan" if fmt.inf_code is None else "inf"
-        beyond: Beyond = "max" if self.overflow == "max" or fmt.name in self.saturates_only else special
+    def behaviour(self, fmt: Format) -> Behaviour:
+        """The behaviour of this cast in one format."""
+        special: SpecialResult = "nan" if fmt.inf_code is None else "inf"
+        beyond: SpecialResult = "max" if self.overflow == "max" or fmt.name in self.saturates_only else special
         code = fmt.nan_code
         if self.nan == "quiet" and fmt.inf_code is not None:
             code = fmt.inf_code | 1 << (fmt.mantissa_bits - 1)
@@ -72,94 +79,94 @@ class Known:
         return Behaviour(overflow=beyond, infinite=beyond, nan=(code, signed), negative_zero="lost" if fmt.specials == "fnuz" else "kept")
 
 
-# Where two are the same in a format, a cast has both names. torch's changed in 2.12: e4m3fn saturates since.
-KNOWN = {
+# Where two are the same in a format, a cast has both names. Since 2.12 torch saturates to e4m3fn.
+KNOWN_CASTS = {
     k.name: k
     for k in (
-        Known(name="saturating", overflow="max", nan="emitted"),  # the specification's default, C-3
-        Known(name="non_saturating", overflow="special", nan="emitted"),  # C-4
-        Known(name="torch", overflow="special", nan="signed", saturates_only=("e4m3fn",)),
-        Known(name="torch_2.11", overflow="special", nan="signed"),
-        Known(name="ml_dtypes", overflow="special", nan="quiet"),
-        Known(name="jax", overflow="special", nan="quiet"),
+        KnownCast(name="saturating", overflow="max", nan="emitted"),  # the specification's default, C-3
+        KnownCast(name="non_saturating", overflow="special", nan="emitted"),  # C-4
+        KnownCast(name="torch", overflow="special", nan="signed", saturates_only=("e4m3fn",)),
+        KnownCast(name="torch_2.11", overflow="special", nan="signed"),
+        KnownCast(name="ml_dtypes", overflow="special", nan="quiet"),
+        KnownCast(name="jax", overflow="special", nan="quiet"),
     )
 }
 
 
-def known(name: str) -> Known:
-    if name not in KNOWN:
-        raise ValueError(f"a cast's behaviour is one of {', '.join(KNOWN)}; got {name!r}.")
-    return KNOWN[name]
+def by_name(name: str) -> KnownCast:
+    """The known cast of this name; ValueError lists the names."""
+    if name not in KNOWN_CASTS:
+        raise ValueError(f"a cast's behaviour is one of {', '.join(KNOWN_CASTS)}; got {name!r}.")
+    return KNOWN_CASTS[name]
 
 
 def encode(x: np.ndarray, fmt: Format, behaviour: Behaviour, *, source: str = "float32") -> np.ndarray:
     """The codes that a cast of this behaviour gives.
 
-    Shapes:   x any shape, float32 or float64 holding numbers of dtype ``source``; codes uint8 of its shape.
+    Shapes:   x any shape, float32 or float64 holding numbers of dtype ``source``; codes uint8, same shape.
     Order:    the intermediate format; round with the exponent unbounded; overflow; subnormals; zeros; infinities; NaN.
     """
     formats.check(fmt)
-    through = behaviour.through.get(source)
+    through = behaviour.double_rounding.get(source)
     value = x
     if through is not None:
         value = cast.round_to_plain(x, WIDE[through.dtype], rounding=through.rounding)  # type: ignore[arg-type]
+        # round_to_plain gives one NaN for all; the code of a NaN may depend on its sign.
         value = np.where(np.isnan(x), np.copysign(np.float32(np.nan), np.where(np.signbit(x), np.float32(-1), np.float32(1))), value)
-    special: Beyond = "nan" if fmt.inf_code is None else "inf"
+    special: SpecialResult = "nan" if fmt.inf_code is None else "inf"
+    # The compiled encode is much faster. It has this behaviour, except for the codes of NaNs.
     plain = behaviour.rounding == "nearest_even" and behaviour.subnormals == "kept" and value.dtype == np.float32
     plain &= behaviour.negative_zero == ("lost" if fmt.specials == "fnuz" else "kept") and fmt.name in formats.FP8_FORMATS
     if plain and behaviour.overflow == behaviour.infinite and behaviour.overflow in ("max", special):
         codes = cast.encode(value, fmt, saturate=behaviour.overflow == "max")
         nan = codes == fmt.nan_code  # of NaNs and of overflow, which have one code
         return np.where(nan, np.where(np.signbit(value), *(np.uint8(c) for c in behaviour.nan[::-1])), codes) if nan.any() else codes
-    code = _magnitudes(value, fmt, behaviour)
-    above = code > fmt.max_code
-    return _with_specials(code, above, value, fmt, behaviour)
+    code = _magnitude_codes(value, fmt, behaviour)
+    return _with_specials(code, code > fmt.max_code, value, fmt, behaviour)
 
 
-def _magnitudes(value: np.ndarray, fmt: Format, behaviour: Behaviour) -> np.ndarray:
-    """The codes of the rounded magnitudes, which go on above max; int64."""
-    with np.errstate(invalid="ignore"):  # a signalling NaN
-        value = value.astype(np.float64)
-    magnitude = np.where(np.isfinite(value), np.abs(value), 0.0)
+def _magnitude_codes(value: np.ndarray, fmt: Format, behaviour: Behaviour) -> np.ndarray:
+    """The codes of the rounded magnitudes; int64, counted on beyond ``fmt.max_code``."""
+    value = cast.exact(value)
     if behaviour.subnormals == "flushed_before":
-        magnitude = np.where(magnitude < fmt.smallest_normal, 0.0, magnitude)
-    exponent = np.where(magnitude == 0, fmt.emin, np.maximum(np.frexp(magnitude)[1] - 1, fmt.emin))
-    n = np.ldexp(magnitude, fmt.mantissa_bits - exponent)
-    floor = np.floor(n)
-    rest, odd, negative = n - floor, floor % 2 == 1, np.signbit(value)
-    more = {
-        "nearest_even": (rest > 0.5) | ((rest == 0.5) & odd),
-        "nearest_away": rest >= 0.5,
-        "nearest_zero": rest > 0.5,
-        "toward_zero": np.zeros_like(odd),
-        "away_from_zero": rest > 0,
-        "to_odd": (rest > 0) & ~odd,
-        "up": (rest > 0) & ~negative,
-        "down": (rest > 0) & negative,
-    }[behaviour.rounding]
-    code = (floor + more).astype(np.int64) + (exponent - fmt.emin) * (1 << fmt.mantissa_bits)
+        value = np.where(np.abs(value) < fmt.smallest_normal, np.copysign(0.0, value), value)
+    n, exponent = cast.in_spacings(value, fmt)
+    code = cast.magnitude_codes(_rounded(n, np.signbit(value), fmt, behaviour.rounding), exponent, fmt)
     if behaviour.subnormals != "kept":
+        # By the rounded code: what rounds up to the smallest normal number is kept here.
         code = np.where(code < 1 << fmt.mantissa_bits, 0, code)
     return code
 
 
+def _rounded(n: np.ndarray, negative: np.ndarray, fmt: Format, rounding: str) -> np.ndarray:
+    """n of ``cast.in_spacings`` as integers: rounded by the simulator if it has the mode."""
+    if rounding in cast.ROUNDINGS:
+        return cast.round_spacings(n, fmt, rounding)  # type: ignore[arg-type]
+    # The rest is exact, and so is its comparison with a half.
+    floor = np.floor(n)
+    rest = n - floor
+    away = {
+        "nearest_zero": rest > 0.5,
+        "away_from_zero": rest > 0,
+        "up": (rest > 0) & ~negative,
+        "down": (rest > 0) & negative,
+    }[rounding]
+    return floor + away
+
+
 def _with_specials(code: np.ndarray, above: np.ndarray, value: np.ndarray, fmt: Format, behaviour: Behaviour) -> np.ndarray:
+    """Codes of magnitudes with their signs, overflow, infinities and NaNs; above marks overflow."""
     negative = np.signbit(value)
     nan = np.where(negative, behaviour.nan[1], behaviour.nan[0])
     sign = np.where(negative, fmt.sign_bit, 0)
 
-    def beyond(kind: Beyond) -> np.ndarray:
+    def beyond(kind: SpecialResult) -> np.ndarray:
         return nan if kind == "nan" else sign | (fmt.max_code if kind == "max" or fmt.inf_code is None else fmt.inf_code)
 
     infinite = np.isinf(value)
     lost = np.zeros_like(negative) if behaviour.negative_zero == "kept" else code == 0 if behaviour.negative_zero == "lost" else value == 0
     signed = code | np.where(lost, 0, sign)
+    # Later lines win: infinities are above max too, and code is 0 for NaNs.
     signed = np.where(above & ~infinite, beyond(behaviour.overflow), signed)
     signed = np.where(infinite, beyond(behaviour.infinite), signed)
     return np.where(np.isnan(value), nan, signed).astype(np.uint8)
-
-
-def neighbours(x: np.ndarray, fmt: Format, behaviour: Behaviour) -> tuple[np.ndarray, np.ndarray]:
-    """The codes below and above each x, between which a stochastic rounding chooses."""
-    lower, upper = (dataclasses.replace(behaviour, rounding=r) for r in ("toward_zero", "away_from_zero"))
-    return encode(x, fmt, lower), encode(x, fmt, upper)

@@ -1,14 +1,15 @@
-"""The decisions of a cast, each from the answers that it decides."""
+"""Find each decision of a cast, such as its rounding, from the outputs that it alone explains.
+
+Each function takes the responses and the behaviour found so far, and gives a finding.
+Its value is None where no value of the decision explains the outputs.
+"""
 
 import dataclasses
-from dataclasses import dataclass
 
 import numpy as np
 
-from fp8ref.conformance.cast import behaviour
-from fp8ref.conformance.cast.behaviour import KNOWN, ROUNDINGS, WIDE, Behaviour, Through
-from fp8ref.conformance.cast.outputs import Reply, named, said
-from fp8ref.conformance.counterexample import Witness, rounded
+from fp8ref.conformance.cast.behaviour import KNOWN_CASTS, ROUNDINGS, WIDE, Behaviour, DoubleRounding
+from fp8ref.conformance.cast.outputs import Responses, number_text, output_text
 from fp8ref.conformance.explain import simplest
 from fp8ref.conformance.finding import Finding
 from fp8ref.conformance.inputs import cast_inputs
@@ -16,149 +17,126 @@ from fp8ref.formats import Format
 from fp8ref.sim import cast
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Answers:
-    """x [n] of dtype ``source``, and the reply, codes of fmt."""
+def rounding(a: Responses, b: Behaviour) -> Finding:
+    """The rounding, from normal numbers, quarter points and ties.
 
-    x: np.ndarray
-    source: str
-    reply: Reply
-    fmt: Format
-    codes: np.ndarray
-
-    def unlike(self, b: Behaviour, among: np.ndarray | None = None, *, canonical: bool = False) -> np.ndarray:
-        """Where the answers are not those of a behaviour; canonical: NaNs are one (C-5), as those of infinities are always."""
-        expected = behaviour.encode(self.x, self.fmt, b, source=self.source).astype(np.int64)
-        codes = self.codes
-        if canonical or self.reply.values_only:
-            codes, expected = self.canonical(codes), self.canonical(expected)
-        different = codes != expected
-        if not canonical:
-            different &= ~np.isinf(self.x) | (self.canonical(codes) != self.canonical(expected))
-        return different if among is None else different & among
-
-    def canonical(self, codes: np.ndarray) -> np.ndarray:
-        nan = np.isnan(cast.decode(np.arange(256, dtype=np.uint8), self.fmt))
-        return np.where((codes >= 0) & nan[codes], self.fmt.nan_code, codes)
-
-    def of(self, values: np.ndarray) -> np.ndarray:
-        """Which of x are among values."""
-        kept = rounded(values, self.source)
-        return np.isin(self.x, kept[np.isfinite(kept)])
-
-    def witness(self, index: int, expected: Behaviour, clause: str) -> Witness:
-        value, bits = named(self.x, index, self.source)
-        code = behaviour.encode(self.x[index : index + 1], self.fmt, expected, source=self.source)
-        shown = cast.decode(code, self.fmt)[0] if self.reply.values_only else None
-        return Witness(
-            input=value,
-            bits=(bits,),
-            dtype=self.source,
-            got=said(self.reply, index, self.fmt),
-            expected=f"{shown:.9g}" if shown is not None else said(Reply(array=code, dtype="uint8"), 0, self.fmt),
-            clause=clause,
-        )
-
-
-def rounding(a: Answers, b: Behaviour) -> Finding:
-    """By numbers, quarter points and ties that every intermediate format holds too, so that only one rounding shows."""
+    Intermediate formats hold all of these exactly, so that a double rounding does not show here.
+    """
     fmt, magnitude = a.fmt, np.abs(a.x)
-    asked = a.of(cast_inputs.coarse(fmt)) & (magnitude >= fmt.smallest_normal) & (magnitude <= fmt.max)
-    found = [r for r in ROUNDINGS if not a.unlike(dataclasses.replace(b, rounding=r), asked).any()]
-    differs = a.unlike(b, asked)
-    about = f"{int(asked.sum())} numbers, quarter points and ties"
+    relevant = a.among(cast_inputs.coarse(fmt)) & (magnitude >= fmt.smallest_normal) & (magnitude <= fmt.max)
+    found = [r for r in ROUNDINGS if not a.mismatches(dataclasses.replace(b, rounding=r), relevant).any()]
+    # Only one rounding explains all of these inputs. None may, if the function is no cast.
+    differs = a.mismatches(b, relevant)
+    about = f"{int(relevant.sum())} numbers, quarter points and ties"
     if differs.any():
-        shown = a.witness(simplest(a.x, differs), b, "C-2")
+        shown = a.counterexample(simplest(a.x, differs), b, "C-2")
         return Finding(what="rounding", value=found[0] if found else None, evidence=f"{about}: {shown}", witness=shown)
     return Finding(what="rounding", value="nearest_even", evidence=f"{about}")
 
 
-def subnormals(a: Answers, b: Behaviour) -> Finding:
-    asked = a.of(cast_inputs.coarse(a.fmt)) & (a.x != 0) & (np.abs(a.x) < a.fmt.smallest_normal)
-    found = [s for s in ("kept", "flushed", "flushed_before") if not a.unlike(dataclasses.replace(b, subnormals=s), asked).any()]
-    differs = a.unlike(b, asked)
+def subnormals(a: Responses, b: Behaviour) -> Finding:
+    """Whether subnormals are kept or flushed, from inputs below the smallest normal number."""
+    relevant = a.among(cast_inputs.coarse(a.fmt)) & (a.x != 0) & (np.abs(a.x) < a.fmt.smallest_normal)
+    found = [s for s in ("kept", "flushed", "flushed_before") if not a.mismatches(dataclasses.replace(b, subnormals=s), relevant).any()]
+    differs = a.mismatches(b, relevant)
     if differs.any():
-        shown = a.witness(simplest(a.x, differs), b, "F-1")
+        shown = a.counterexample(simplest(a.x, differs), b, "F-1")
         return Finding(what="subnormals", value=found[0] if found else None, evidence=str(shown), witness=shown)
-    return Finding(what="subnormals", value="kept", evidence=f"{int(asked.sum())} inputs below {a.fmt.smallest_normal:g}")
+    return Finding(what="subnormals", value="kept", evidence=f"{int(relevant.sum())} inputs below {a.fmt.smallest_normal:g}")
 
 
-def negative_zero(a: Answers, b: Behaviour) -> Finding:
+def negative_zero(a: Responses, b: Behaviour) -> Finding:
+    """Whether -0 keeps its sign, and whether a negative number that underflows does."""
     at = int(np.flatnonzero((a.x == 0) & np.signbit(a.x))[0])
-    code, shown = int(a.codes[at]), said(a.reply, at, a.fmt)
+    code, shown = int(a.codes[at]), output_text(a.output, at, a.fmt)
+    # A quarter of the smallest subnormal rounds to zero under every rounding to nearest.
     under = int(np.flatnonzero(a.x == np.asarray(-a.fmt.smallest_subnormal / 4, a.x.dtype))[0])
-    evidence = f"-0 gives {shown}, {a.x[under]:g} gives {said(a.reply, under, a.fmt)}"
+    evidence = f"-0 gives {shown}, {a.x[under]:g} gives {output_text(a.output, under, a.fmt)}"
     value = None
     if code == 0:
         value = "lost" if a.codes[under] == 0 else "lost_at_zero"
     elif code == a.fmt.sign_bit and a.fmt.specials != "fnuz":
         value = "kept"
-    wrong = None if value == ("lost" if a.fmt.specials == "fnuz" else "kept") else a.witness(at, b, "C-6")
+    wrong = None if value == ("lost" if a.fmt.specials == "fnuz" else "kept") else a.counterexample(at, b, "C-6")
     return Finding(what="negative_zero", value=value, evidence=evidence, witness=wrong)
 
 
-def overflow(a: Answers, b: Behaviour) -> Finding:
-    """By the smallest input that is above max under every rounding, and is still finite in float16."""
+def overflow(a: Responses, b: Behaviour) -> Finding:
+    """What overflow gives, from the smallest input that is above max under every rounding.
+
+    Larger inputs would be infinite in float16.
+    """
     n = cast_inputs.with_next(a.fmt)
+    # n[-2] is max, n[-1] would be the next number. Below it a directed rounding may give max.
     over = n[-1] if b.rounding not in ("nearest_even", "nearest_away", "nearest_zero") else n[-2] + (n[-1] - n[-2]) * 0.75
     at = int(np.flatnonzero(a.x == np.asarray(over, a.x.dtype))[0])
     return _beyond("overflow", a, at, b)
 
 
-def infinities(a: Answers, b: Behaviour) -> Finding:
+def infinities(a: Responses, b: Behaviour) -> Finding:
+    """What an infinity gives."""
     return _beyond("infinities", a, int(np.flatnonzero(np.isposinf(a.x))[0]), b)
 
 
-def _beyond(what: str, a: Answers, at: int, b: Behaviour) -> Finding:
+def _beyond(what: str, a: Responses, at: int, b: Behaviour) -> Finding:
+    """Whether the input at this index gives max, Inf or NaN."""
     code = int(a.codes[at])
     kinds = {a.fmt.max_code: "max", a.fmt.inf_code: "inf"}
     value = kinds.get(code, "nan" if code >= 0 and np.isnan(cast.decode(np.array([code], np.uint8), a.fmt)[0]) else None)
-    shown, bits = named(a.x, at, a.source)
-    wrong = None if value == "max" else a.witness(at, b, "C-3")
-    return Finding(what=what, value=value, evidence=f"{shown} ({bits}) gives {said(a.reply, at, a.fmt)}", witness=wrong)
+    shown, bits = number_text(a.x, at, a.source)
+    wrong = None if value == "max" else a.counterexample(at, b, "C-3")
+    return Finding(what=what, value=value, evidence=f"{shown} ({bits}) gives {output_text(a.output, at, a.fmt)}", witness=wrong)
 
 
-def nans(a: Answers, b: Behaviour) -> tuple[Finding, tuple[int, int] | None]:
-    """The codes of NaNs, without and with the sign, if the payload has no part in them."""
+def nans(a: Responses, b: Behaviour) -> tuple[Finding, tuple[int, int] | None]:
+    """The codes of NaN and of -NaN; no codes if they depend on the payload."""
     nan = np.isnan(a.x)
     by_sign = [sorted({int(c) for c in a.codes[nan & (np.signbit(a.x) == negative)]}) for negative in (False, True)]
-    if a.reply.values_only and by_sign == [[a.fmt.nan_code]] * 2:
+    if a.output.values_only and by_sign == [[a.fmt.nan_code]] * 2:
         code = a.fmt.nan_code
         return Finding(what="nan_code", value=None, evidence="NaN stays NaN; values tell no code", words="NaN"), (code, code)
+    # Codes may differ by the payload: then no pair of codes describes them.
     shown = " and ".join(", ".join(f"0x{c:02X}" if c >= 0 else "no code" for c in codes) for codes in by_sign)
     evidence = f"{int(nan.sum())} NaNs, without and with the sign, give {shown}"
     if any(len(codes) != 1 for codes in by_sign):
         return Finding(what="nan_code", value=None, evidence=evidence), None
     pair = by_sign[0][0], by_sign[1][0]
-    differs = a.unlike(b, nan)
-    wrong = a.witness(int(np.argmax(differs)), b, "C-5") if differs.any() else None
+    differs = a.mismatches(b, nan)
+    wrong = a.counterexample(int(np.argmax(differs)), b, "C-5") if differs.any() else None
     word = f"0x{pair[0] & 255:02X}" if pair[0] == pair[1] else f"0x{pair[0] & 255:02X}, of -NaN 0x{pair[1] & 255:02X}"
     return Finding(what="nan_code", value=pair[0], evidence=evidence, words=word, witness=wrong), pair
 
 
-def double_rounding(a: Answers, b: Behaviour, known: Through | None = None) -> tuple[Finding, Through | None]:
-    """Through which format it rounds first, by inputs just beside numbers and ties; known: what float32 goes through."""
-    asked = np.isfinite(a.x)
-    candidates: list[Through | None] = [None, known] if known else [None]
+def double_rounding(a: Responses, b: Behaviour, known: DoubleRounding | None = None) -> tuple[Finding, DoubleRounding | None]:
+    """The intermediate format of a double rounding, from inputs just next to numbers and ties.
+
+    known: the intermediate format already found for another dtype, tried too.
+    """
+    relevant = np.isfinite(a.x)
+    candidates: list[DoubleRounding | None] = [None, known] if known else [None]
     narrower = [d for d in WIDE if d != a.source and (d != "float32" or a.source == "float64")]
-    candidates += [Through(dtype=d, rounding=r) for r in ("nearest_even", "toward_zero") for d in narrower]
-    misses = {c: int(a.unlike(with_through(b, a.source, c), asked).sum()) for c in candidates}
-    found = min(misses, key=lambda c: misses[c])  # the first of equals: what has no intermediate format comes first
+    candidates += [DoubleRounding(dtype=d, rounding=r) for r in ("nearest_even", "toward_zero") for d in narrower]
+    # Not "explains all": other decisions, such as overflow, may be wrong in this dtype too.
+    misses = {c: int(a.mismatches(with_double_rounding(b, a.source, c), relevant).sum()) for c in candidates}
+    found = min(misses, key=lambda c: misses[c])  # of equals the first, which is no double rounding
     what = "double_rounding" if a.source == "float32" else f"double_rounding of {a.source}"
     if found is None:
-        return Finding(what=what, value=None, words="none", evidence=f"{int(asked.sum()):,} inputs, those beside ties among them"), None
-    shown = a.witness(simplest(a.x, a.unlike(b, asked)), b, "C-1")
+        return Finding(what=what, value=None, words="none", evidence=f"{int(relevant.sum()):,} inputs, those beside ties among them"), None
+    shown = a.counterexample(simplest(a.x, a.mismatches(b, relevant)), b, "C-1")
     return Finding(what=what, value=str(found), evidence=str(shown), witness=shown), found
 
 
-def with_through(b: Behaviour, source: str, through: Through | None) -> Behaviour:
-    kept = {s: t for s, t in b.through.items() if s != source}
-    return dataclasses.replace(b, through=kept | ({source: through} if through else {}))
+def with_double_rounding(b: Behaviour, source: str, through: DoubleRounding | None) -> Behaviour:
+    """b with this double rounding, or none, for inputs of dtype source."""
+    kept = {s: t for s, t in b.double_rounding.items() if s != source}
+    return dataclasses.replace(b, double_rounding=kept | ({source: through} if through else {}))
 
 
-def all_of(a: Answers, layout: Format) -> tuple[list[Finding], Behaviour]:
-    """Every decision, each under those found before it."""
-    b = KNOWN["saturating"].of(layout)
+def decide_all(a: Responses, found_fmt: Format) -> tuple[list[Finding], Behaviour]:
+    """All decisions, each found under those before it, and the behaviour that they make up."""
+    # The order matters. The rounding shows at normal numbers, where no other decision plays a part.
+    # Each of the others is read off inputs that the decisions before it explain.
+    b = KNOWN_CASTS["saturating"].behaviour(found_fmt)
     how = rounding(a, b)
     if how.value:
         b = dataclasses.replace(b, rounding=how.value)
@@ -172,5 +150,5 @@ def all_of(a: Answers, layout: Format) -> tuple[list[Finding], Behaviour]:
     nan, pair = nans(a, b)
     b = dataclasses.replace(b, overflow=over.value or "max", infinite=infinite.value or "max", nan=pair or b.nan)
     double, through = double_rounding(a, b)
-    b = with_through(b, a.source, through)
+    b = with_double_rounding(b, a.source, through)
     return [how, over, infinite, nan, small, zero, double], b

@@ -1,60 +1,116 @@
-"""What a cast was found to be, as ``is`` of --json and in one line."""
+"""Describe an identified cast: as JSON, in one line, and by differences from an expected one."""
 
 from typing import Any
 
 import numpy as np
 
 from fp8ref.conformance import subject as subjects
-from fp8ref.conformance.cast.behaviour import Behaviour, Through
-from fp8ref.conformance.cast.decisions import Answers
+from fp8ref.conformance.cast import behaviour
+from fp8ref.conformance.cast.behaviour import Behaviour, DoubleRounding
+from fp8ref.conformance.cast.outputs import Responses
+from fp8ref.conformance.counterexample import Counterexample
+from fp8ref.conformance.explain import simplest
 from fp8ref.conformance.finding import Finding
+from fp8ref.conformance.inputs import cast_inputs
 from fp8ref.formats import Format
 from fp8ref.sim.cast import decode
 
 
-def as_data(found: Behaviour, findings: list[Finding], layout: Format, a: Answers, names: list[str], alike: list[str]) -> dict[str, Any]:
+def result_dict(
+    found: Behaviour, findings: list[Finding], found_fmt: Format, a: Responses, names: list[str], names_but_for_nan: list[str]
+) -> dict[str, Any]:
+    """``is`` of --json: names are the known casts that it equals."""
     by = {f.what: f.value for f in findings}
     inf = int(a.codes[np.flatnonzero(np.isposinf(a.x))[0]])
     return {
-        "format": layout.name,
+        "format": found_fmt.name,
         "behaviour": names,
-        "behaviour_but_for_nan_codes": alike,
+        "behaviour_but_for_nan_codes": names_but_for_nan,
         "rounding": by["rounding"],
         "saturates": None if by["overflow"] is None else by["overflow"] == "max",
         "overflow": by["overflow"],
         "infinities": by["infinities"],
         "inf_code": inf if inf >= 0 else None,
         "nan_code": by["nan_code"],
-        "nan_code_of_negative": None if a.reply.values_only or by["nan_code"] is None else found.nan[1],
+        "nan_code_of_negative": None if a.output.values_only or by["nan_code"] is None else found.nan[1],
         "subnormals": by["subnormals"],
         "negative_zero": by["negative_zero"],
-        "double_rounding": _dtype(found.through.get(a.source)),
-        "double_roundings": {s: _dtype(found.through.get(s)) for s in subjects.DTYPES if _was_asked(s, a.source, by, findings)},
+        "double_rounding": _dtype(found.double_rounding.get(a.source)),
+        "double_roundings": {s: _dtype(found.double_rounding.get(s)) for s in subjects.DTYPES if _was_asked(s, a.source, by, findings)},
         "policy": None,
-        "gives": a.reply.dtype,
+        "gives": a.output.dtype,
     }
 
 
 def _was_asked(source: str, first: str, by: dict[str, Any], findings: list[Finding]) -> bool:
-    return source == first or any(f.what == f"double_rounding of {source}" and f.said != "not asked" for f in findings)
+    return source == first or any(f.what == f"double_rounding of {source}" and f.text != "not asked" for f in findings)
 
 
-def _dtype(through: Through | None) -> str | None:
+def _dtype(through: DoubleRounding | None) -> str | None:
     return None if through is None else str(through)
 
 
-def in_words(found: Behaviour, layout: Format, fmt: Format, names: list[str], alike: list[str], complete: bool, everywhere: bool) -> str:
-    of = f"a cast to {layout}" + (f" (max {layout.max:g}), not {fmt} (max {fmt.max:g})," if layout is not fmt else "")
+def summary(
+    found: Behaviour, found_fmt: Format, fmt: Format, names: list[str], names_but_for_nan: list[str], complete: bool, everywhere: bool
+) -> str:
+    """The cast in one line.
+
+    complete    every output is explained by the behaviour found; everywhere: in other shapes too.
+    """
+    of = f"a cast to {found_fmt}" + (f" (max {found_fmt.max:g}), not {fmt} (max {fmt.max:g})," if found_fmt is not fmt else "")
     if complete and not everywhere:
         return f"{of} that gives other codes in arrays of other shapes"
     if not complete:
         return f"{of} that is none of those known: see where it is unlike what was found"
     how = f"rounds {found.rounding}, overflow gives {found.overflow}, infinities {found.infinite}"
     how += f", subnormals are {found.subnormals.replace('_', ' ')}" if found.subnormals != "kept" else ""
-    how += ", -0 becomes 0" if found.negative_zero != "kept" and layout.specials != "fnuz" else ""
-    if not np.isnan(decoded := decode(np.array(found.nan, np.uint8), layout)).all():
+    how += ", -0 becomes 0" if found.negative_zero != "kept" and found_fmt.specials != "fnuz" else ""
+    if not np.isnan(decoded := decode(np.array(found.nan, np.uint8), found_fmt)).all():
         how += f", NaN becomes {decoded[0]:g}"
-    how += "".join(f", {source} is rounded to {through} first" for source, through in found.through.items())
+    how += "".join(f", {source} is rounded to {through} first" for source, through in found.double_rounding.items())
     if names:
         return f"{of} that is {' and '.join(names)}: {how}"
-    return f"{of} that is {' and '.join(alike)} but for NaN codes: {how}" if alike else f"{of} that {how}"
+    return f"{of} that is {' and '.join(names_but_for_nan)} but for NaN codes: {how}" if names_but_for_nan else f"{of} that {how}"
+
+
+def differences_from(
+    responses: dict[str, Responses], wanted: Behaviour, fmt: Format, found_fmt: Format, findings: list[Finding]
+) -> list[Counterexample]:
+    """The simplest input whose code is not the expected one, for each kind of input.
+
+    Inputs that several decisions have a part in count for the first of them that is wrong.
+    """
+    if found_fmt is not fmt:
+        return [f.witness for f in findings if f.what == "format" and f.witness]
+    found: dict[str, Counterexample] = {}
+    for a in responses.values():
+        if a.source == "float64":  # the known casts leave it open (C-8)
+            continue
+        differs, magnitude = a.mismatches(wanted, canonical=True), np.abs(a.x)
+        coarse = a.among(cast_inputs.coarse(fmt))
+        over = magnitude > (fmt.max + cast_inputs.with_next(fmt)[-1]) / 2
+        zero = (a.codes & ~fmt.sign_bit) == 0
+        flushed = coarse & zero & (magnitude > fmt.smallest_subnormal / 2) & (magnitude < fmt.smallest_normal)
+        beyond = "C-3" if wanted.overflow == "max" else "C-4"
+        normal = coarse & ~over & (magnitude >= fmt.smallest_normal)
+        if (differs & normal).any():  # then another rounding is why small numbers become zero
+            flushed = np.zeros_like(flushed)
+        expected = behaviour.encode(a.x, fmt, wanted, source=a.source).astype(np.int64)
+        zeros = (a.x == 0) | (zero & (expected & ~fmt.sign_bit == 0))  # where they differ, by the sign alone
+        # As disjoint as can be, so that one fault gives one counterexample.
+        kinds = {
+            "rounding": ("C-2", normal if (differs & normal).any() else coarse & ~over & ~flushed & ~zeros),
+            "overflow": (beyond, over & np.isfinite(a.x)),
+            "infinity": (beyond, np.isinf(a.x)),
+            "NaN": ("C-5", np.isnan(a.x)),
+            "subnormal": ("F-1", flushed),
+            "zero": ("C-6", zeros),
+        }
+        # What is left are inputs just next to numbers and ties, where double rounding shows.
+        # They tell nothing new if numbers and ties themselves are wrong.
+        explained = over | np.isnan(a.x) | coarse | zeros
+        kinds["twice"] = ("C-1", ~explained if not (differs & coarse).any() else np.zeros_like(explained))
+        for kind, (clause, among) in kinds.items():
+            if kind not in found and (differs & among).any():
+                found[kind] = a.counterexample(simplest(a.x, differs & among), wanted, clause)
+    return list(found.values())

@@ -1,4 +1,8 @@
-"""From a cast's answers to what it is."""
+"""Identify a cast, by ``identify_cast``: its format and every decision, from chosen inputs.
+
+The format comes first, then the decisions for one dtype, then double rounding from the other dtypes.
+Last come the same codes in arrays of other shapes and strides. Every output must be explained.
+"""
 
 import dataclasses
 from collections.abc import Callable
@@ -7,16 +11,15 @@ from typing import Any
 import numpy as np
 
 from fp8ref import formats
+from fp8ref.conformance import exhaustive as all_inputs
 from fp8ref.conformance import subject as subjects
-from fp8ref.conformance.cast import behaviour, decisions, describe, layout_invariance, mismatches, outputs, stochastic
-from fp8ref.conformance.cast import exhaustive as everything
-from fp8ref.conformance.cast.behaviour import KNOWN
-from fp8ref.conformance.cast.decisions import Answers
-from fp8ref.conformance.counterexample import Witness, bits_of, rounded, show
+from fp8ref.conformance.cast import behaviour, decisions, describe, layout_invariance, outputs, stochastic
+from fp8ref.conformance.cast.behaviour import KNOWN_CASTS, Behaviour
+from fp8ref.conformance.cast.outputs import Responses
+from fp8ref.conformance.counterexample import Counterexample, bits_of, rounded, show
 from fp8ref.conformance.explain import simplest
-from fp8ref.conformance.finding import Finding
+from fp8ref.conformance.finding import Finding, Outcome
 from fp8ref.conformance.inputs import cast_inputs
-from fp8ref.conformance.outcome import Outcome
 from fp8ref.conformance.subject import ConformanceError, RefusedError, Subject
 from fp8ref.formats import Format
 from fp8ref.sim import cast
@@ -32,52 +35,45 @@ def identify_cast(
     device: str = "cpu",
     exhaustive: bool = False,
 ) -> Outcome:
-    """What a cast does, by what it gives for some twenty thousand inputs, or for all float32 ones.
+    """Identify a cast from its outputs for some twenty thousand inputs, or for all float32 inputs.
 
-    function   one array [n], float32 or bfloat16 and, if it takes them, float16 and float64, -> [n]: codes uint8, float8, or values.
-    expect     a name of ``behaviour.KNOWN`` that it is held to, NaN codes being one (C-5).
-    framework  of the arrays it is given; by default the first that it takes of numpy, torch, jax.
-    exhaustive all 2^32 float32 inputs are held to what was found.
+    function   array [n] -> array [n] of codes (uint8 or float8) or values. It takes float32 or
+               bfloat16; float16 and float64 are tried too.
+    expect     a name of ``behaviour.KNOWN_CASTS`` that it must equal, all NaN codes being one (C-5).
+    framework  whose arrays it is given; by default the first that it takes of numpy, torch, jax.
+    exhaustive compare all 2^32 float32 inputs with the behaviour found.
 
-    Raises:    ValueError: fmt not an FP8 format, an unknown name; ConformanceError: the function is none.
+    Raises:    ValueError: fmt not an FP8 format, an unknown name; ConformanceError: not a valid cast:
+               it raises, gives another shape or type, changes its input, or does not repeat itself.
     """
     check_format(fmt)
-    wanted = None if expect is None else behaviour.known(expect)
+    wanted = None if expect is None else behaviour.by_name(expect)
     name = name or subjects.name_of(function)
-    subject = subjects.of(name, function, framework=framework, device=device, shape=(16,))
-    source = subjects.first_source(subject)
+    subject = subjects.wrap(name, function, framework=framework, device=device, shape=(16,))
+    source = subjects.first_dtype(subject)
     if exhaustive and source != "float32":
         raise ConformanceError(f"{name} takes no float32, of which all inputs would be asked. Leave --exhaustive out.")
-    layout, found_format = _format(subject, fmt, source)
-    findings = [found_format]
-    if layout is None:
-        return _unknown(subject, fmt, source, findings, expect)
-    asked, position = _ask(subject, source, layout)
-    _check_keeps(subject, asked)
-    if position is not None or stochastic.varies(subject, source, layout):
+    found_fmt, format_finding = _format(subject, fmt, source)
+    findings = [format_finding]
+    if found_fmt is None:
+        return _without_format(subject, fmt, source, findings, expect)
+    first, position = _ask(subject, source, found_fmt)
+    _check_no_reuse(subject, first)
+    # A stochastic cast may repeat itself call by call: a fixed seed shows only within an array.
+    if position is not None or stochastic.varies(subject, source, found_fmt):
         if exhaustive:
             raise ConformanceError(f"{name} gives equal inputs unequal codes: none that all of float32 is held to. Leave --exhaustive out.")
-        return stochastic.identify(subject, asked, position, fmt, findings, expect)
-    more, found = decisions.all_of(asked, layout)
+        return stochastic.identify(subject, first, position, fmt, findings, expect)
+    more, found = decisions.decide_all(first, found_fmt)
     findings += more
-    answers = {source: asked}
-    for other in subjects.DTYPES:
-        if other == source:
-            continue
-        try:
-            subject.ask(np.ones(16), other)
-        except RefusedError as error:
-            findings.append(Finding(what=f"double_rounding of {other}", value=None, words="not asked", evidence=str(error)))
-            continue
-        answers[other] = _deterministic(subject, other, layout)
-        more_found, through = decisions.double_rounding(answers[other], found, found.through.get(source))
-        findings.append(more_found)
-        found = decisions.with_through(found, other, through)
-    # In other sources NaNs are one (C-5): libraries emit other codes there, XLA 0x7F from float16 and 0x7E from float32
-    # and so where a NaN's payload has a part in its code
+    others, more_findings, found = _other_dtypes(subject, source, found, found_fmt)
+    findings += more_findings
+    responses = {source: first} | others
+    # NaN codes count as equal (C-5) in the other dtypes, where libraries emit other codes: XLA 0x7F
+    # from float16 and 0x7E from float32. So they do where the code depends on the payload.
     by_payload = next(f for f in more if f.what == "nan_code").value is None
-    wrong = {a: a.unlike(found, canonical=by_payload or a.source != source) for a in answers.values()}
-    unlike = [a.witness(simplest(a.x, differs), found, "by what was found") for a, differs in wrong.items() if differs.any()]
+    wrong = {a: a.mismatches(found, canonical=by_payload or a.source != source) for a in responses.values()}
+    unexplained = [a.counterexample(simplest(a.x, differs), found, "by what was found") for a, differs in wrong.items() if differs.any()]
     total, right = sum(a.x.size for a in wrong), sum(int((~differs).sum()) for differs in wrong.values())
     findings.append(
         Finding(
@@ -88,108 +84,169 @@ def identify_cast(
         )
     )
     if exhaustive:
-        finding, differing = everything.compare(subject, layout, found)
+        finding, simplest_unexplained = check_all_inputs(subject, found_fmt, found)
         findings.append(finding)
-        unlike += differing
-    untaken = [s for s in ("bfloat16", "float16") if s != source and s not in answers]
-    names = [k for k, known in KNOWN.items() if not asked.unlike(known.of(layout)).any()]
-    alike = [k for k, known in KNOWN.items() if not asked.unlike(known.of(layout), canonical=True).any()]
-    complete = None not in (found.rounding, found.overflow, found.infinite) and not unlike
-    elsewhere = []
-    for of, a in (
-        (of, a) for of, a in answers.items() if of != "float64" and a not in (b for b, differs in wrong.items() if differs.any())
-    ):
-        _check_keeps(subject, a)
-        for hold in (layout_invariance.shapes, layout_invariance.strides):
-            finding, wrong_there = hold(subject, a, found)
-            findings.append(finding if of == source else dataclasses.replace(finding, what=f"{finding.what} of {of}"))
-            elsewhere += wrong_there
-    unlike += elsewhere
-    differences = mismatches.unexpected(answers, wanted.of(fmt), fmt, layout, findings) if wanted else []
+        unexplained += simplest_unexplained
+    untaken = [s for s in ("bfloat16", "float16") if s != source and s not in responses]
+    names = [k for k, known in KNOWN_CASTS.items() if not first.mismatches(known.behaviour(found_fmt)).any()]
+    names_but_for_nan = [k for k, known in KNOWN_CASTS.items() if not first.mismatches(known.behaviour(found_fmt), canonical=True).any()]
+    complete = None not in (found.rounding, found.overflow, found.infinite) and not unexplained
+    more_findings, elsewhere = _other_layouts(subject, source, [a for a, differs in wrong.items() if not differs.any()], found)
+    findings += more_findings
+    unexplained += elsewhere
+    differences = describe.differences_from(responses, wanted.behaviour(fmt), fmt, found_fmt, findings) if wanted else []
     return Outcome(
         name=name,
         kind="cast",
         fmt=fmt,
         framework=subject.framework,
-        found=describe.as_data(found, findings, layout, asked, names if not unlike else [], alike if not unlike else []),
+        found=describe.result_dict(
+            found, findings, found_fmt, first, names if not unexplained else [], names_but_for_nan if not unexplained else []
+        ),
         findings=findings,
         identified=complete and not elsewhere,
-        named=bool(alike),
-        summary=describe.in_words(found, layout, fmt, names, alike, complete, not elsewhere)
-        + ("" if complete or layout is fmt else _scaled(subject, fmt, source))
+        named=bool(names_but_for_nan),
+        summary=describe.summary(found, found_fmt, fmt, names, names_but_for_nan, complete, not elsewhere)
+        + ("" if complete or found_fmt is fmt else _scaled(subject, fmt, source))
         + (f"; it takes no {', no '.join(untaken)}" if untaken else ""),
-        unlike=unlike,
+        unlike=unexplained,
         expected=expect,
         differences=differences,
     )
 
 
-def _check_keeps(subject: Subject, a: Answers) -> None:
-    some = a.x[:: a.x.size // 64]  # of every exponent and both signs
-    subjects.check_keeps(subject, some, some[::-1], a.source, _read)
+def _other_dtypes(
+    subject: Subject, source: str, found: Behaviour, found_fmt: Format
+) -> tuple[dict[str, Responses], list[Finding], Behaviour]:
+    """The responses in each other dtype that it takes, and the behaviour with double roundings."""
+    responses, findings = dict[str, Responses](), list[Finding]()
+    for other in subjects.DTYPES:
+        if other == source:
+            continue
+        try:
+            subject.ask(np.ones(16), other)
+        except RefusedError as error:
+            findings.append(Finding(what=f"double_rounding of {other}", value=None, words="not asked", evidence=str(error)))
+            continue
+        responses[other] = _deterministic(subject, other, found_fmt)
+        finding, through = decisions.double_rounding(responses[other], found, found.double_rounding.get(source))
+        findings.append(finding)
+        found = decisions.with_double_rounding(found, other, through)
+    return responses, findings, found
 
 
-def _read(found: Any) -> list[np.ndarray]:
-    made = subjects.array(found)
+def _other_layouts(
+    subject: Subject, source: str, explained: list[Responses], found: Behaviour
+) -> tuple[list[Finding], list[Counterexample]]:
+    """Check other shapes and strides in each dtype that is explained, except float64."""
+    findings, wrong = list[Finding](), list[Counterexample]()
+    for a in explained:
+        if a.source == "float64":
+            continue
+        _check_no_reuse(subject, a)
+        for check in (layout_invariance.check_shapes, layout_invariance.check_strides):
+            finding, counterexamples = check(subject, a, found)
+            findings.append(finding if a.source == source else dataclasses.replace(finding, what=f"{finding.what} of {a.source}"))
+            wrong += counterexamples
+    return findings, wrong
+
+
+def check_all_inputs(subject: Subject, fmt: Format, found: Behaviour, *, inputs: int | None = None) -> tuple[Finding, list[Counterexample]]:
+    """Compare all float32 inputs, or the first so many bits, with the behaviour found.
+
+    Returns:  how many agree, and a counterexample of the simplest one that does not.
+    """
+
+    def differing(x: np.ndarray) -> tuple[np.ndarray, Callable[[int], Counterexample]]:
+        output = outputs.ask(subject, x, "float32")
+        codes = output.codes(fmt) if output.values_only else output.array
+        responses = Responses(x=x, source="float32", output=output, fmt=fmt, codes=codes.astype(np.int64))
+        # Nearly always all are equal: one comparison then, without those of NaNs and infinities.
+        same = np.array_equal(codes, behaviour.encode(x, fmt, found))
+        differs = np.zeros(x.shape, bool) if same else responses.mismatches(found)
+        return differs, lambda at: responses.counterexample(at, found, "by what was found")
+
+    wrong, example = all_inputs.simplest_difference(differing, inputs=inputs)
+    total = all_inputs.INPUTS if inputs is None else inputs
+    finding = Finding(
+        what="all inputs", value=total - wrong, words=f"{total - wrong:,}", evidence=f"of {total:,} float32 inputs are those of this"
+    )
+    return finding, [example] if example else []
+
+
+def _check_no_reuse(subject: Subject, a: Responses) -> None:
+    """ConformanceError where a later call overwrites the output of an earlier one."""
+    some = a.x[:: a.x.size // 64]  # a.x is sorted by its bits: these have all exponents and both signs
+    subjects.check_no_reuse(subject, some, some[::-1], a.source, _arrays)
+
+
+def _arrays(found: Any) -> list[np.ndarray]:
+    made = subjects.read_array(found)
     return [made[0]] if made else []
 
 
 def check_format(fmt: Format) -> None:
+    """ValueError unless fmt is an FP8 format that tensors are cast to."""
     formats.check(fmt)
     if fmt.name not in formats.FP8_FORMATS:
         raise ValueError(f"a cast is to one of {', '.join(formats.FP8_FORMATS)}; got {fmt}.")
 
 
 def _format(subject: Subject, fmt: Format, source: str) -> tuple[Format | None, Finding]:
+    """The format that it casts to, from the numbers of every format; None if there is none."""
     x = rounded(cast_inputs.all_numbers(), source)
-    reply, position = outputs.repeats(subject, x, source)
-    if reply.values_only and np.array_equal(reply.array, x):
-        evidence = f"all {x.size} numbers of {len(behaviour.LAYOUTS)} formats come back as themselves: it rounds to none of them"
+    output, position = outputs.ask_twice(subject, x, source)
+    # The identity would be taken for a cast to any format.
+    if output.values_only and np.array_equal(output.array, x):
+        evidence = f"all {x.size} numbers of {len(cast_inputs.CAST_FORMATS)} formats come back as themselves: it rounds to none of them"
         return None, Finding(what="format", value=None, evidence=evidence)
-    layout, evidence = outputs.format_of(reply, x, fmt)
-    if layout is None and position is not None:
+    found_fmt, evidence = outputs.identify_format(output, x, fmt)
+    if found_fmt is None and position is not None:
         raise ConformanceError(
             f"{subject.name} does not repeat itself, and is no stochastic rounding: {source} {show(x[position])} "
             f"({bits_of(x[position], source)}) gave other codes the second time. Make it a function of its input."
         )
     witness = None
-    if layout is not fmt:
-        codes, expected = reply.codes(fmt), behaviour.encode(x, fmt, KNOWN["saturating"].of(fmt)).astype(np.int64)
+    if found_fmt is not fmt:
+        codes, expected = output.codes(fmt), behaviour.encode(x, fmt, KNOWN_CASTS["saturating"].behaviour(fmt)).astype(np.int64)
         at = simplest(x, codes != expected)
-        expected_reply = outputs.Reply(array=expected.astype(np.uint8), dtype="uint8")
-        witness = Witness(
+        expected_output = outputs.Output(array=expected.astype(np.uint8), dtype="uint8")
+        witness = Counterexample(
             input=show(x[at]),
             bits=(bits_of(x[at], source),),
             dtype=source,
-            got=outputs.said(reply, at, layout or fmt),
-            expected=outputs.said(expected_reply, at, fmt),
+            got=outputs.output_text(output, at, found_fmt or fmt),
+            expected=outputs.output_text(expected_output, at, fmt),
             clause="F-2" if fmt.specials != "fnuz" else "F-3",
         )
         evidence += f"; {witness}"
-    said = "" if layout is None else f"{layout}" if layout is fmt else f"{layout}, max {layout.max:g}, not {fmt}"
-    return layout, Finding(what="format", value=layout and layout.name, words=said, evidence=evidence, witness=witness)
+    text = "" if found_fmt is None else f"{found_fmt}" if found_fmt is fmt else f"{found_fmt}, max {found_fmt.max:g}, not {fmt}"
+    return found_fmt, Finding(what="format", value=found_fmt and found_fmt.name, words=text, evidence=evidence, witness=witness)
 
 
-def _ask(subject: Subject, source: str, layout: Format) -> tuple[Answers, int | None]:
-    x = cast_inputs.identifying(layout, source)
-    reply, position = outputs.repeats(subject, x, source)
-    return Answers(x=x, source=source, reply=reply, fmt=layout, codes=reply.codes(layout)), position
+def _ask(subject: Subject, source: str, found_fmt: Format) -> tuple[Responses, int | None]:
+    """The responses to all chosen inputs, and the first index where a second call differs."""
+    x = cast_inputs.identifying(found_fmt, source)
+    output, position = outputs.ask_twice(subject, x, source)
+    return Responses(x=x, source=source, output=output, fmt=found_fmt, codes=output.codes(found_fmt)), position
 
 
-def _deterministic(subject: Subject, source: str, layout: Format) -> Answers:
-    answers, position = _ask(subject, source, layout)
+def _deterministic(subject: Subject, source: str, found_fmt: Format) -> Responses:
+    """As _ask; ConformanceError where a second call differs."""
+    responses, position = _ask(subject, source, found_fmt)
     if position is not None:
         raise ConformanceError(
-            f"{subject.name} does not repeat itself for {source} {show(answers.x[position])} ({bits_of(answers.x[position], source)}), "
+            f"{subject.name} does not repeat itself for {source} {show(responses.x[position])} ({bits_of(responses.x[position], source)}), "
             "though it does for others. Make it a function of its input."
         )
-    return answers
+    return responses
 
 
 def _scaled(subject: Subject, fmt: Format, source: str) -> str:
-    """Whether its numbers are all the same number of times what they were, in words."""
+    """In words, the factor by which most numbers of fmt are scaled; empty if there is none."""
     x = rounded(cast_inputs.with_next(fmt)[1:-1], source)
     codes = outputs.ask(subject, x, source).codes(fmt)
+    # A format with another bias, read as fmt, looks like a constant factor.
     with np.errstate(all="ignore"):
         ratio = np.where(codes >= 0, cast.decode((codes & 255).astype(np.uint8), fmt), np.nan) / x
     most = float(np.median(ratio[np.isfinite(ratio)])) if np.isfinite(ratio).any() else 1.0
@@ -197,7 +254,8 @@ def _scaled(subject: Subject, fmt: Format, source: str) -> str:
     return f"; read as {fmt}, most of {fmt}'s numbers come back as {most:g} times themselves" if half else ""
 
 
-def _unknown(subject: Subject, fmt: Format, source: str, findings: list[Finding], expect: str | None) -> Outcome:
+def _without_format(subject: Subject, fmt: Format, source: str, findings: list[Finding], expect: str | None) -> Outcome:
+    """The outcome for a cast whose format is unknown."""
     witness = findings[0].witness
     return Outcome(
         name=subject.name, kind="cast", fmt=fmt, framework=subject.framework, found={"format": None}, findings=findings, identified=False,

@@ -1,4 +1,4 @@
-"""A cast of arrays of other shapes and strides: whether each element gets the code that it gets elsewhere, tails of blocks included."""
+"""Check that a cast gives the same codes in arrays of other shapes and strides."""
 
 from collections.abc import Iterable
 
@@ -6,63 +6,64 @@ import numpy as np
 
 from fp8ref.conformance.cast import behaviour, outputs
 from fp8ref.conformance.cast.behaviour import Behaviour
-from fp8ref.conformance.cast.decisions import Answers
-from fp8ref.conformance.counterexample import Witness, bits_of, show
-from fp8ref.conformance.finding import Finding, of_strides
+from fp8ref.conformance.cast.outputs import Responses
+from fp8ref.conformance.counterexample import Counterexample, bits_of, show
+from fp8ref.conformance.finding import Finding, strides_finding
 from fp8ref.conformance.subject import VIEWS, RefusedError, Subject
 
-# Beside the sizes of vectors, warps and blocks, and beyond a million elements
+# Sizes that are no multiple of vectors, warps or blocks; and more than a million elements
 SHAPES: tuple[tuple[int, ...], ...] = ((), (0,), (1,), (3,), (127,), (1025,), ((1 << 20) + 13,), (33, 65), (64, 64), (3, 5, 17))
 
 
-def shapes(subject: Subject, a: Answers, found: Behaviour) -> tuple[Finding, list[Witness]]:
-    """Hold arrays of other shapes to what was found; a shape that it raises for is said, and no fault."""
-    taken, refused, wrong = [], [], list[Witness]()
+def check_shapes(subject: Subject, a: Responses, found: Behaviour) -> tuple[Finding, list[Counterexample]]:
+    """Compare arrays of other shapes with the behaviour found. A shape that raises is no fault."""
+    taken, refused, wrong = [], [], list[Counterexample]()
     for shape in SHAPES:
+        # at maps each element to the input in a.x whose code is known.
         at = np.arange(int(np.prod(shape))) % a.x.size
         try:
-            reply = outputs.ask(subject, a.x[at].reshape(shape), a.source)
+            output = outputs.ask(subject, a.x[at].reshape(shape), a.source)
         except RefusedError:
             refused.append(shape)
             continue
         taken.append(shape)
-        wrong = wrong or _unlike(a, at.reshape(shape), reply, found)
+        wrong = wrong or _counterexample(a, at.reshape(shape), output, found)
     evidence = f"{_listed(taken)}: the same codes" + (f"; it raises for {_listed(refused)}" if refused else "")
     evidence = str(wrong[0]) if wrong else evidence
     return Finding(what="shapes", value=not wrong, words="not all alike" if wrong else "all alike", evidence=evidence), wrong
 
 
-def strides(subject: Subject, a: Answers, found: Behaviour) -> tuple[Finding, list[Witness]]:
-    """Hold arrays that do not lie in memory one element after the other to it."""
-    at = np.arange(33 * 65).reshape(33, 65) * 7 % a.x.size
-    taken, refused, wrong = [], [], list[Witness]()
+def check_strides(subject: Subject, a: Responses, found: Behaviour) -> tuple[Finding, list[Counterexample]]:
+    """Compare arrays that are not contiguous in memory with the behaviour found."""
+    at = np.arange(33 * 65).reshape(33, 65) * 7 % a.x.size  # a step of 7: next to each other are unrelated numbers
+    taken, refused, wrong = [], [], list[Counterexample]()
     for view in VIEWS if subject.framework != "jax" else ():
         x = a.x[at]
         try:
-            reply = outputs.read(subject, subject.ask(x, a.source, view=view), x, a.source)
+            output = outputs.read(subject, subject.ask(x, a.source, view=view), x, a.source)
         except RefusedError:
             refused.append(view)
             continue
         taken.append(view)
-        wrong = wrong or _unlike(a, at, reply, found, f", {view} in memory")
-    return of_strides(taken, refused, wrong), wrong
+        wrong = wrong or _counterexample(a, at, output, found, f", {view} in memory")
+    return strides_finding(taken, refused, wrong), wrong
 
 
-def _unlike(a: Answers, at: np.ndarray, reply: outputs.Reply, found: Behaviour, how: str = "") -> list[Witness]:
-    """The first element whose code is not the one found; codes of NaN are one (C-5)."""
+def _counterexample(a: Responses, at: np.ndarray, output: outputs.Output, found: Behaviour, how: str = "") -> list[Counterexample]:
+    """The first element with another code than the behaviour found gives; all NaN codes are one."""
     expected = behaviour.encode(a.x, a.fmt, found, source=a.source).astype(np.int64)[at]
-    differs = a.canonical(reply.codes(a.fmt)) != a.canonical(expected)
+    differs = a.canonical(output.codes(a.fmt)) != a.canonical(expected)
     if not differs.any():
         return []
     index = np.unravel_index(int(np.argmax(differs)), at.shape)
     value = a.x[at[index]]
     return [
-        Witness(
+        Counterexample(
             input=f"x{[int(i) for i in index]} = {show(value)} of x {list(at.shape)}{how}",
             bits=(bits_of(value, a.source),),
             dtype=a.source,
-            got=outputs.said(reply, int(np.argmax(differs)), a.fmt),
-            expected=f"{outputs.code_said(expected[index], a.fmt)}, as elsewhere",
+            got=outputs.output_text(output, int(np.argmax(differs)), a.fmt),
+            expected=f"{outputs.code_text(expected[index], a.fmt)}, as elsewhere",
             clause="C-1",
         )
     ]

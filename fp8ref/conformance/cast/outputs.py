@@ -1,49 +1,101 @@
-"""What a cast gives, as codes of a format: codes as they are, values by the numbers that they are."""
+"""The outputs of a cast, read as codes of a format, whether they are codes or values."""
 
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from fp8ref.conformance import subject
-from fp8ref.conformance.cast.behaviour import LAYOUTS
-from fp8ref.conformance.counterexample import bits_of, show
+from fp8ref.conformance import subject as subjects
+from fp8ref.conformance.cast import behaviour
+from fp8ref.conformance.cast.behaviour import Behaviour
+from fp8ref.conformance.counterexample import Counterexample, bits_of, rounded, show
 from fp8ref.conformance.inputs import cast_inputs
+from fp8ref.conformance.inputs.cast_inputs import CAST_FORMATS
 from fp8ref.conformance.subject import ConformanceError, RefusedError, Subject
 from fp8ref.formats import Format
 from fp8ref.sim import cast
 
-NO_CODE = -1  # of a value that no code of the format has
+NO_CODE = -1  # stands for a value that the format does not have
 FLOATS = ("float32", "bfloat16", "float16", "float64")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reply:
-    """The array that came back: codes uint8, or values; dtype is what it was of."""
+class Output:
+    """The array that a cast returned: codes as uint8, or values; dtype is the original one."""
 
     array: np.ndarray
     dtype: str
 
     @property
     def values_only(self) -> bool:
-        """Values tell no NaN from another."""
+        """True if the array holds values, from which the code of a NaN cannot be read."""
         return self.array.dtype != np.uint8
 
     @property
-    def layouts(self) -> list[Format]:
-        """The formats that it can be in."""
+    def candidate_formats(self) -> list[Format]:
+        """The formats that its codes or values may be in: one if the dtype names it, else all."""
         named = self.dtype.removeprefix("float8_")
-        return [LAYOUTS[named]] if named != self.dtype else list(LAYOUTS.values())
+        return [CAST_FORMATS[named]] if named != self.dtype else list(CAST_FORMATS.values())
 
     def codes(self, fmt: Format) -> np.ndarray:
-        """int64 codes of fmt, NO_CODE where a value has none."""
-        return self.array.astype(np.int64) if not self.values_only else of_values(self.array, fmt)
+        """The codes in fmt, int64; NO_CODE where fmt does not have a value."""
+        return self.array.astype(np.int64) if not self.values_only else codes_of_values(self.array, fmt)
 
 
-def ask(subject: Subject, x: np.ndarray, source: str) -> Reply:
-    """A cast's reply to x.
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Responses:
+    """Inputs of a cast and its outputs: x [n], numbers of dtype ``source``; codes [n] in fmt."""
 
-    Raises:   ConformanceError: as Subject.ask, with a smallest input that it raises for; not one array of x's shape, of codes or values.
+    x: np.ndarray
+    source: str
+    output: Output
+    fmt: Format
+    codes: np.ndarray
+
+    def mismatches(self, b: Behaviour, among: np.ndarray | None = None, *, canonical: bool = False) -> np.ndarray:
+        """Where the codes are not those of a behaviour, optionally only among some inputs.
+
+        canonical  all NaN codes count as equal (C-5). For infinite inputs they always do.
+        """
+        expected = behaviour.encode(self.x, self.fmt, b, source=self.source).astype(np.int64)
+        codes = self.codes
+        if canonical or self.output.values_only:
+            codes, expected = self.canonical(codes), self.canonical(expected)
+        different = codes != expected
+        # Where an infinity becomes NaN, any NaN code will do.
+        if not canonical:
+            different &= ~np.isinf(self.x) | (self.canonical(codes) != self.canonical(expected))
+        return different if among is None else different & among
+
+    def canonical(self, codes: np.ndarray) -> np.ndarray:
+        """codes with every NaN code replaced by the one of C-5; NO_CODE stays."""
+        nan = np.isnan(cast.decode(np.arange(256, dtype=np.uint8), self.fmt))
+        return np.where((codes >= 0) & nan[codes], self.fmt.nan_code, codes)
+
+    def among(self, values: np.ndarray) -> np.ndarray:
+        """Where x is one of these values, rounded to the dtype of x."""
+        kept = rounded(values, self.source)
+        return np.isin(self.x, kept[np.isfinite(kept)])
+
+    def counterexample(self, index: int, expected: Behaviour, clause: str) -> Counterexample:
+        """One input with the code it got, and the code that a behaviour gives."""
+        value, bits = number_text(self.x, index, self.source)
+        code = behaviour.encode(self.x[index : index + 1], self.fmt, expected, source=self.source)
+        shown = cast.decode(code, self.fmt)[0] if self.output.values_only else None
+        return Counterexample(
+            input=value,
+            bits=(bits,),
+            dtype=self.source,
+            got=output_text(self.output, index, self.fmt),
+            expected=f"{shown:.9g}" if shown is not None else output_text(Output(array=code, dtype="uint8"), 0, self.fmt),
+            clause=clause,
+        )
+
+
+def ask(subject: Subject, x: np.ndarray, source: str) -> Output:
+    """The output of a cast for x.
+
+    Raises:   ConformanceError: as Subject.ask, naming a smallest part of x that raises; or as read.
     """
     try:
         found = subject.ask(x, source)
@@ -54,59 +106,66 @@ def ask(subject: Subject, x: np.ndarray, source: str) -> Reply:
     return read(subject, found, x, source)
 
 
-def read(asked: Subject, found: Any, x: np.ndarray, source: str) -> Reply:
-    of = f"for {subject.describe(x, source, asked.framework)}"
-    made = subject.array(found)
+def read(subject: Subject, found: Any, x: np.ndarray, source: str) -> Output:
+    """What a cast returned for x, as an Output.
+
+    Raises:   ConformanceError: not one array of x's shape that holds codes or values.
+    """
+    of = f"for {subjects.describe(x, source, subject.framework)}"
+    made = subjects.read_array(found)
     if made is None:
         raise ConformanceError(
-            f"{asked.name} gives a {type(found).__name__} {of}; a cast gives one array of codes or values. Name --kind quantizer if it is one."
+            f"{subject.name} gives a {type(found).__name__} {of}; a cast gives one array of codes or values. Name --kind quantizer if it is one."
         )
     array, dtype = made
     if array.shape != x.shape:
         raise ConformanceError(
-            f"{asked.name} gives shape {list(array.shape)} {of}; a cast keeps the shape. Return one code for each number."
+            f"{subject.name} gives shape {list(array.shape)} {of}; a cast keeps the shape. Return one code for each number."
         )
-    if dtype != "uint8" and dtype not in FLOATS and dtype.removeprefix("float8_") not in LAYOUTS:
+    if dtype != "uint8" and dtype not in FLOATS and dtype.removeprefix("float8_") not in CAST_FORMATS:
         raise ConformanceError(
-            f"{asked.name} gives {dtype} {of}; codes are uint8 or float8 ({', '.join(LAYOUTS)}), values {', '.join(FLOATS)}. "
+            f"{subject.name} gives {dtype} {of}; codes are uint8 or float8 ({', '.join(CAST_FORMATS)}), values {', '.join(FLOATS)}. "
             "View other codes as uint8."
         )
-    return Reply(array=array, dtype=dtype)
+    return Output(array=array, dtype=dtype)
 
 
-def repeats(asked: Subject, x: np.ndarray, source: str) -> tuple[Reply, int | None]:
-    """The reply, and where the same question once more is answered otherwise."""
-    first, again = ask(asked, x, source), ask(asked, x, source)
+def ask_twice(subject: Subject, x: np.ndarray, source: str) -> tuple[Output, int | None]:
+    """The output for x, and the first index where a second call with x gives another."""
+    first, again = ask(subject, x, source), ask(subject, x, source)
     different = first.array.view(np.uint8).reshape(x.size, -1) != again.array.view(np.uint8).reshape(x.size, -1)
     if first.dtype != again.dtype or not different.any():
         return first, None
     return first, int(np.argmax(different.any(axis=1)))
 
 
-def format_of(reply: Reply, x: np.ndarray, fmt: Format) -> tuple[Format | None, str]:
-    """The format whose numbers come back as themselves, fmt if it is as good as another; and how many did.
+def identify_format(output: Output, x: np.ndarray, fmt: Format) -> tuple[Format | None, str]:
+    """The format whose own numbers the cast leaves unchanged, and how many it does, in words.
 
-    x is questions.all_numbers(), and reply the one to it. None where half of a format's numbers do not.
+    x is cast_inputs.all_numbers(), and output that for it. Of equally good formats it is fmt.
+    None if no format has more than half of its numbers unchanged.
     """
     scores = {}
-    for layout in sorted(reply.layouts, key=lambda f: f is not fmt):
-        known = np.isin(np.abs(x), cast_inputs.with_next(layout)[:-1])
-        codes = reply.codes(layout)
-        expected = cast.encode_plain(x, layout).astype(np.int64)
+    for found_fmt in sorted(output.candidate_formats, key=lambda f: f is not fmt):
+        known = np.isin(np.abs(x), cast_inputs.with_next(found_fmt)[:-1])
+        codes = output.codes(found_fmt)
+        expected = cast.encode_plain(x, found_fmt).astype(np.int64)
         right = codes == expected
-        if reply.values_only:  # numbers of other formats, which this one has not, do not come back as themselves
-            right = np.where(known, right, reply.array != x)
+        if output.values_only:  # then numbers that this format lacks must change
+            right = np.where(known, right, output.array != x)
             known = np.ones_like(known)
-        scores[layout.name] = (int(right[known].sum()), int(known.sum()))
+        # Compare fractions, as formats have different counts of numbers.
+        scores[found_fmt.name] = (int(right[known].sum()), int(known.sum()))
     best = max(scores, key=lambda name: scores[name][0] / scores[name][1])
     right, of = scores[best]
-    return (LAYOUTS[best] if right > of / 2 else None), f"{right} of {of} numbers come back as {best}'s"
+    return (CAST_FORMATS[best] if right > of / 2 else None), f"{right} of {of} numbers come back as {best}'s"
 
 
-def of_values(values: np.ndarray, fmt: Format) -> np.ndarray:
-    """The codes of values, NaN's the one of C-5; int64, NO_CODE where there is none."""
+def codes_of_values(values: np.ndarray, fmt: Format) -> np.ndarray:
+    """The codes of values, int64: NaN by C-5; NO_CODE where fmt does not have the value."""
     table = cast.decode(np.arange(fmt.max_code + 1 + (fmt.inf_code is not None), dtype=np.uint8), fmt)
     magnitude = np.abs(values)
+    # Codes count the magnitudes upwards, so that the place in the table is the code.
     at = np.minimum(np.searchsorted(table, magnitude), len(table) - 1)
     codes = np.where(table[at] == magnitude, at | np.where(np.signbit(values), fmt.sign_bit, 0), NO_CODE)
     if fmt.specials == "fnuz":
@@ -114,29 +173,31 @@ def of_values(values: np.ndarray, fmt: Format) -> np.ndarray:
     return np.where(np.isnan(values), fmt.nan_code, codes).astype(np.int64)
 
 
-def said(reply: Reply, index: int, fmt: Format) -> str:
-    """One answer in words."""
-    if reply.values_only:
-        return show(reply.array.flat[index])
-    return code_said(reply.array.flat[index], fmt)
+def output_text(output: Output, index: int, fmt: Format) -> str:
+    """One element of an output as text: code and value, or the value alone."""
+    if output.values_only:
+        return show(output.array.flat[index])
+    return code_text(output.array.flat[index], fmt)
 
 
-def code_said(code: int, fmt: Format) -> str:
-    """A code and its value: 0x38 = 1."""
+def code_text(code: int, fmt: Format) -> str:
+    """A code and its value as text: 0x38 = 1."""
     return f"0x{int(code):02X} = {show(cast.decode(np.array([code], np.uint8), fmt)[0])}"
 
 
-def _smallest_refused(asked: Subject, x: np.ndarray, source: str) -> np.ndarray:
+def _smallest_refused(subject: Subject, x: np.ndarray, source: str) -> np.ndarray:
+    """A part of x for which the cast raises too, halved while it can be."""
+
     def fails(part: np.ndarray) -> bool:
         try:
-            asked.ask(part, source)
+            subject.ask(part, source)
         except RefusedError:
             return True
         return False
 
-    return subject.smallest_part(x, fails) if x.ndim == 1 else x
+    return subjects.smaller_part(x, fails) if x.ndim == 1 else x
 
 
-def named(x: np.ndarray, index: int, source: str) -> tuple[str, str]:
-    """A number in words, and its bits."""
+def number_text(x: np.ndarray, index: int, source: str) -> tuple[str, str]:
+    """One input as text: its value, and its bits in hexadecimal."""
     return show(x[index]), bits_of(x[index], source)

@@ -1,80 +1,171 @@
-"""A cast that rounds at random: how often it rounds away from zero, where, and what it decides without chance."""
+"""Identify a cast that rounds stochastically: its probabilities (C-2), then its other decisions.
+
+Probabilities are measured: the same numbers between neighbours, REPEATS times each. The other
+decisions show without chance: of a few answers to an input, that nearest to zero is the one that
+rounding toward zero gives, so that the functions of ``decisions`` apply to it.
+"""
 
 import dataclasses
+from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
-from fp8ref.conformance.cast import behaviour, chances, decisions, describe, mismatches, outputs
-from fp8ref.conformance.cast.behaviour import KNOWN, Behaviour
-from fp8ref.conformance.cast.chances import FRACTIONS, REPEATED, Chances
-from fp8ref.conformance.cast.decisions import Answers
-from fp8ref.conformance.cast.outputs import Reply
-from fp8ref.conformance.counterexample import Witness, bits_of, rounded, show
+from fp8ref.conformance.cast import behaviour, decisions, describe, outputs
+from fp8ref.conformance.cast.behaviour import KNOWN_CASTS, Behaviour
+from fp8ref.conformance.cast.outputs import Output, Responses
+from fp8ref.conformance.counterexample import Counterexample, bits_of, rounded, show
 from fp8ref.conformance.explain import simplest
-from fp8ref.conformance.finding import Finding
+from fp8ref.conformance.finding import Finding, Outcome
 from fp8ref.conformance.inputs import cast_inputs
-from fp8ref.conformance.outcome import Outcome
 from fp8ref.conformance.subject import ConformanceError, Subject
 from fp8ref.formats import Format
 
-SETTLED = 1 << 6  # times: a quarter of the smallest number never becomes zero in 4^-64 of the casts that round by C-2
+REPEATS = 1 << 12
+FRACTIONS = (1 / 16, 1 / 4, 1 / 2, 3 / 4, 15 / 16)
+RARELY = 2.0**-8  # a sixteenth of the smallest fraction
+# A quarter of the smallest number rounds to it every time in 4^-64 of the casts that follow C-2.
+REPEATS_OF_SPECIALS = 1 << 6
 NOT_ASKED = ("behaviour_but_for_nan_codes", "double_rounding", "double_roundings")
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RoundingRates:
+    """How often numbers between two neighbours of the format are rounded away from zero.
+
+    x [n] are numbers at ``fractions`` [n] of the way from one neighbour to the next away from zero.
+    """
+
+    x: np.ndarray
+    fractions: np.ndarray
+    responses: Responses  # [n * REPEATS]
+
+    @cached_property
+    def away(self) -> np.ndarray:
+        """How often [n] the code is the neighbour away from zero, as a fraction of 1."""
+        return (self.responses.codes.reshape(-1, REPEATS) == self.neighbours[:, None]).mean(axis=1)
+
+    @property
+    def neighbours(self) -> np.ndarray:
+        """The codes [n] next to x away from zero."""
+        fmt = self.responses.fmt
+        return behaviour.encode(self.x, fmt, dataclasses.replace(KNOWN_CASTS["saturating"].behaviour(fmt), rounding="away_from_zero"))
+
+    @property
+    def random(self) -> np.ndarray:
+        """Where both neighbours occur, each more than rarely."""
+        return np.minimum(self.away, 1 - self.away) >= RARELY
+
+    @property
+    def depart(self) -> np.ndarray:
+        """Where the rate is not the fraction f, which is the probability of C-2.
+
+        Of REPEATS independent choices the standard deviation is sqrt(f (1 - f) / REPEATS). By the
+        binomial distribution, a right cast is five of them off at one of 40 fractions once in 36,000.
+        """
+        return np.abs(self.away - self.fractions) > 5 * np.sqrt(self.fractions * (1 - self.fractions) / REPEATS)
+
+    def counterexample(self, at: int, expected: str) -> Counterexample:
+        """One number, how often it got the neighbour away from zero, and how often it should."""
+        a = self.responses
+        return Counterexample(
+            input=f"{show(self.x[at])}, {REPEATS} times", bits=(bits_of(self.x[at], a.source),), dtype=a.source,
+            got=f"{code_or_value(self.neighbours[at], a)} {self.away[at]:.3f} of the time", expected=expected, clause="C-2",
+        )  # fmt: skip
+
+
+def measure_rates(subject: Subject, source: str, fmt: Format) -> RoundingRates:
+    """Rates between zero, the smallest number, 1 or 12 and the next number, of both signs.
+
+    Every format has these four. Fractions that the dtype cannot tell are left out.
+    """
+    n = cast_inputs.with_next(fmt)
+    at = np.searchsorted(n, (0, fmt.smallest_subnormal, 1, 12))
+    # [4, 5]: five fractions of the way from each of these numbers to the next
+    x = (n[at, None] + (n[at + 1] - n[at])[:, None] * np.array(FRACTIONS)).ravel()
+    x, fractions = np.concatenate([x, -x]), np.tile(FRACTIONS, 2 * at.size)
+    exact = rounded(x, source) == x
+    x = rounded(x[exact], source)
+    return RoundingRates(x=x, fractions=fractions[exact], responses=ask_repeatedly(subject, x, REPEATS, source, fmt))
+
+
+def ask_repeatedly(subject: Subject, x: np.ndarray, times: int, source: str, fmt: Format) -> Responses:
+    """The responses [n * times] to one array that holds each of x [n] so many times in a row."""
+    asked = np.repeat(x, times)
+    output = outputs.ask(subject, asked, source)
+    return Responses(x=asked, source=source, output=output, fmt=fmt, codes=output.codes(fmt))
+
+
+def code_or_value(code: int, a: Responses) -> str:
+    """A code and its value as text, or the value alone where the cast returns values."""
+    shown = outputs.code_text(code, a.fmt)
+    return shown.partition(" = ")[2] if a.output.values_only else shown
+
+
 def varies(subject: Subject, source: str, fmt: Format) -> bool:
-    """Whether equal numbers of one input get unequal codes."""
-    codes = chances.of(subject, source, fmt).answers.codes.reshape(-1, REPEATED)
+    """Whether equal numbers in one array get different codes."""
+    codes = measure_rates(subject, source, fmt).responses.codes.reshape(-1, REPEATS)
     return bool((codes != codes[:, :1]).any())
 
 
-def identify(subject: Subject, a: Answers, position: int | None, fmt: Format, findings: list[Finding], expect: str | None) -> Outcome:
-    """How often it rounds away from zero, what it decides without chance, and whether a second call gives other codes.
+def identify(subject: Subject, a: Responses, position: int | None, fmt: Format, findings: list[Finding], expect: str | None) -> Outcome:
+    """Measure the probabilities, find the other decisions, check whether a second call is equal.
 
-    position   where a second reply to a.x was another, if it was.
+    position   the first index where two outputs for a.x differ, if they do.
 
-    Raises:    ConformanceError: no number is rounded to both its neighbours, or one to what is neither, so that this is not rounding.
+    Raises:    ConformanceError: not stochastic rounding: no number gets both its neighbours, or one
+               gets neither.
     """
-    shares = chances.of(subject, a.source, a.fmt)
-    if not shares.random.any():
-        raise _no_chance(subject, a, position, shares)
-    again = bool((chances.of(subject, a.source, a.fmt).answers.codes != shares.answers.codes).any())
-    without_chance = chances.ask(subject, _without_chance(a.fmt, a.source), SETTLED, a.source, a.fmt)
-    settled = _settled(without_chance)
-    decided, found = _decided(settled)
-    unlike = _unlike(subject, (without_chance, shares.answers, a), found)
-    how = _rounding(shares, again)
+    rates = measure_rates(subject, a.source, a.fmt)
+    if not rates.random.any():
+        raise _no_chance(subject, a, position, rates)
+    differs_again = bool((measure_rates(subject, a.source, a.fmt).responses.codes != rates.responses.codes).any())
+    without_chance = ask_repeatedly(subject, _inputs_without_chance(a.fmt, a.source), REPEATS_OF_SPECIALS, a.source, a.fmt)
+    truncated = _truncated(without_chance)
+    decided, found = _decide(truncated)
+    # Three sets of inputs must be explained: those without chance, those of the rates, and a.x.
+    unexplained = _neither_neighbour(subject, (without_chance, rates.responses, a), found)
+    how = _rounding(rates, differs_again)
     findings = [*findings, how, *decided]
-    names, alike, nearest = _names(settled)
-    unlike = unlike or nearest
-    names, alike = ([], []) if unlike else (names, alike)
-    is_too = {"behaviour_but_for_rounding": names, "behaviour_but_for_rounding_and_nan_codes": alike, "repeats_itself": not again}
-    described_too = describe.as_data(found, findings, a.fmt, settled, [], [])
+    names, names_but_for_nan, nearest = _behaviours(truncated)
+    unexplained = unexplained or nearest
+    names, names_but_for_nan = ([], []) if unexplained else (names, names_but_for_nan)
+    of_chance = {
+        "behaviour_but_for_rounding": names,
+        "behaviour_but_for_rounding_and_nan_codes": names_but_for_nan,
+        "repeats_itself": not differs_again,
+    }
+    result = describe.result_dict(found, findings, a.fmt, truncated, [], [])
     return Outcome(
-        name=subject.name, kind="cast", fmt=fmt, framework=subject.framework, findings=findings, identified=how.witness is None and not unlike,
-        found={k: v for k, v in described_too.items() if k not in NOT_ASKED} | is_too,
-        summary=_in_words(shares, fmt, decided, names, alike),
-        unlike=[*([how.witness] if how.witness else []), *unlike],
-        expected=expect, differences=_differences(shares, settled, expect, fmt, findings) if expect else [],
+        name=subject.name, kind="cast", fmt=fmt, framework=subject.framework, findings=findings, identified=how.witness is None and not unexplained,
+        found={k: v for k, v in result.items() if k not in NOT_ASKED} | of_chance,
+        summary=_summary(rates, fmt, decided, names, names_but_for_nan),
+        unlike=[*([how.witness] if how.witness else []), *unexplained],
+        expected=expect, differences=_differences(rates, truncated, expect, fmt, findings) if expect else [],
     )  # fmt: skip
 
 
-def _without_chance(fmt: Format, source: str) -> np.ndarray:
-    """Numbers, zeros, what is well above max, infinities and NaNs, beside magnitudes so small that a zero is among the answers to each."""
+def _inputs_without_chance(fmt: Format, source: str) -> np.ndarray:
+    """Inputs that leave nothing to chance: numbers of the format, overflow, infinities and NaNs.
+
+    With them magnitudes so small that each becomes zero at least once in REPEATS_OF_SPECIALS times.
+    """
     n = cast_inputs.with_next(fmt)
     with np.errstate(over="ignore"):
         return np.concatenate([rounded(np.concatenate([n, -n, cast_inputs.special(fmt)]), source), cast_inputs.nans(source)])
 
 
-def _settled(a: Answers) -> Answers:
-    """Of SETTLED answers to a number the one nearest zero, which without chance is all of them: as of a rounding toward zero."""
-    nearest = np.argmin((a.codes & 0x7F).reshape(-1, SETTLED), axis=1)
-    at = np.arange(nearest.size) * SETTLED + nearest
-    return dataclasses.replace(a, x=a.x[at], codes=a.codes[at], reply=Reply(array=a.reply.array[at], dtype=a.reply.dtype))
+def _truncated(a: Responses) -> Responses:
+    """The answer nearest to zero for each input: what rounding toward zero would give."""
+    # Without the sign bit, codes count the magnitudes upwards.
+    nearest = np.argmin((a.codes & 0x7F).reshape(-1, REPEATS_OF_SPECIALS), axis=1)
+    at = np.arange(nearest.size) * REPEATS_OF_SPECIALS + nearest
+    return dataclasses.replace(a, x=a.x[at], codes=a.codes[at], output=Output(array=a.output.array[at], dtype=a.output.dtype))
 
 
-def _decided(a: Answers) -> tuple[list[Finding], Behaviour]:
-    """Every decision but the rounding, each under those found before it, of settled answers."""
-    b = dataclasses.replace(KNOWN["saturating"].of(a.fmt), rounding="toward_zero")
+def _decide(a: Responses) -> tuple[list[Finding], Behaviour]:
+    """All decisions except the rounding, each found under those before it."""
+    b = dataclasses.replace(KNOWN_CASTS["saturating"].behaviour(a.fmt), rounding="toward_zero")
     zero = decisions.negative_zero(a, b)
     b = dataclasses.replace(b, negative_zero=zero.value or b.negative_zero)
     small = decisions.subnormals(a, b)
@@ -85,77 +176,94 @@ def _decided(a: Answers) -> tuple[list[Finding], Behaviour]:
     return [over, infinite, nan, small, zero], b
 
 
-def _names(settled: Answers) -> tuple[list[str], list[str], list[Witness]]:
-    """What is the same but for rounding, and but for NaN codes too; and the simplest input on which the nearest of them is not."""
-    known = {k: dataclasses.replace(b.of(settled.fmt), rounding="toward_zero") for k, b in KNOWN.items()}
-    names = [k for k, b in known.items() if not settled.unlike(b).any()]
-    differs = {k: settled.unlike(b, canonical=True) for k, b in known.items()}
+def _behaviours(truncated: Responses) -> tuple[list[str], list[str], list[Counterexample]]:
+    """The known casts that are equal except for rounding; those equal except for NaN codes too.
+
+    If there are none, the simplest input on which the nearest known cast differs.
+    """
+    known = {k: dataclasses.replace(b.behaviour(truncated.fmt), rounding="toward_zero") for k, b in KNOWN_CASTS.items()}
+    names = [k for k, b in known.items() if not truncated.mismatches(b).any()]
+    differs = {k: truncated.mismatches(b, canonical=True) for k, b in known.items()}
     nearest = min(known, key=lambda k: int(differs[k].sum()))
     if differs[nearest].any():
-        return [], [], [settled.witness(simplest(settled.x, differs[nearest]), known[nearest], f"by {nearest}")]
+        return [], [], [truncated.counterexample(simplest(truncated.x, differs[nearest]), known[nearest], f"by {nearest}")]
     return names, [k for k in known if not differs[k].any()], []
 
 
-def _unlike(subject: Subject, asked: tuple[Answers, ...], found: Behaviour) -> list[Witness]:
-    """The simplest input whose answer is that of neither neighbour: beyond the format's numbers, or zero with the other sign."""
+def _neither_neighbour(subject: Subject, responses: tuple[Responses, ...], found: Behaviour) -> list[Counterexample]:
+    """The simplest input whose code is neither of its neighbours.
+
+    It is above max, or a zero of the wrong sign. Any other such input is no rounding at all.
+
+    Raises:   ConformanceError: another input got neither of its neighbours.
+    """
     shown = []
-    for a in asked:
-        wrong = a.unlike(found) & a.unlike(dataclasses.replace(found, rounding="away_from_zero"))
+    for a in responses:
+        wrong = a.mismatches(found) & a.mismatches(dataclasses.replace(found, rounding="away_from_zero"))
         magnitude = np.abs(a.x)
+        # A zero of the wrong sign is a fault, but still a rounding.
         sign = ((a.codes & 0x7F) == 0) & (magnitude < a.fmt.smallest_subnormal)
         outside = wrong & (magnitude <= a.fmt.max) & ~sign
         if outside.any():
             at = simplest(a.x, outside)
-            raise _error(subject, a, at, f"gave {outputs.said(a.reply, at, a.fmt)}, which is no neighbour")
+            raise _error(subject, a, at, f"gave {outputs.output_text(a.output, at, a.fmt)}, which is no neighbour")
         if wrong.any():
-            shown.append(a.witness(simplest(a.x, wrong), found, "by what was found"))
+            shown.append(a.counterexample(simplest(a.x, wrong), found, "by what was found"))
     return shown[:1]
 
 
-def _rounding(shares: Chances, again: bool) -> Finding:
-    """Of the rounding, whose value is None where it is not by the distance."""
-    depart, a = np.flatnonzero(shares.depart), shares.answers
-    evidence = f"{REPEATED} times each, {shares.x.size} {a.source} numbers at {', '.join(f'{f:g}' for f in FRACTIONS)} between neighbours, of both signs, "
+def _rounding(rates: RoundingRates, differs_again: bool) -> Finding:
+    """The finding on the rounding: ``stochastic`` if every rate is the distance, else None."""
+    depart, a = np.flatnonzero(rates.depart), rates.responses
+    evidence = f"{REPEATS} times each, {rates.x.size} {a.source} numbers at {', '.join(f'{f:g}' for f in FRACTIONS)} between neighbours, of both signs, "
     evidence += "two binades and subnormals; "
-    shown = [f"{show(shares.x[i])} {shares.away[i]:.3f}, not {shares.fractions[i]:g}" for i in depart[:4]]
+    shown = [f"{show(rates.x[i])} {rates.away[i]:.3f}, not {rates.fractions[i]:g}" for i in depart[:4]]
     more = f" and {depart.size - 4} more" if depart.size > 4 else ""
     evidence += f"away from zero went {', '.join(shown)}{more}" if depart.size else "each went away from zero as often as that"
-    evidence += "; a second call gives other codes" if again else "; a second call gives the same codes: by position, from a fixed seed"
+    evidence += (
+        "; a second call gives other codes" if differs_again else "; a second call gives the same codes: by position, from a fixed seed"
+    )
     witness = None
     if depart.size:
-        at = simplest(shares.x, shares.depart)
-        witness = shares.witness(at, f"{shares.fractions[at]:g} of the time")
+        at = simplest(rates.x, rates.depart)
+        witness = rates.counterexample(at, f"{rates.fractions[at]:g} of the time")
     return Finding(
         what="rounding", value=None if witness else "stochastic", evidence=evidence, words="at random" if witness else "", witness=witness
     )
 
 
-def _in_words(shares: Chances, fmt: Format, decided: list[Finding], names: list[str], alike: list[str]) -> str:
-    of, wrong = shares.answers.fmt, int(shares.depart.sum())
-    layout = f"{of}" + (f" (max {of.max:g}), not {fmt} (max {fmt.max:g})," if of is not fmt else "")
+def _summary(rates: RoundingRates, fmt: Format, decided: list[Finding], names: list[str], names_but_for_nan: list[str]) -> str:
+    of, wrong = rates.responses.fmt, int(rates.depart.sum())
+    found_fmt = f"{of}" + (f" (max {of.max:g}), not {fmt} (max {fmt.max:g})," if of is not fmt else "")
     how = f"but not by the distance (C-2) at {wrong} of the" if wrong else "with the probability of C-2 at the"
-    rest = " and ".join(names or alike) + ("" if names else " but for NaN codes") if alike else "none of those known"
-    what = ", ".join(f"{f.what.replace('_', ' ')} {f.said or f.value or 'unknown'}" for f in decided)
-    return f"a cast to {layout} that rounds at random, {how} {shares.x.size} fractions asked, and is otherwise {rest}: {what}"
+    rest = (
+        " and ".join(names or names_but_for_nan) + ("" if names else " but for NaN codes") if names_but_for_nan else "none of those known"
+    )
+    what = ", ".join(f"{f.what.replace('_', ' ')} {f.text or f.value or 'unknown'}" for f in decided)
+    return f"a cast to {found_fmt} that rounds at random, {how} {rates.x.size} fractions asked, and is otherwise {rest}: {what}"
 
 
-def _differences(shares: Chances, settled: Answers, expect: str, fmt: Format, findings: list[Finding]) -> list[Witness]:
-    """The simplest number that is rounded at random, which no name does, and what else is not as expected."""
-    at = simplest(shares.x, shares.random)
-    code = behaviour.encode(shares.x[at : at + 1], settled.fmt, KNOWN[expect].of(settled.fmt))[0]
-    rounds = shares.witness(at, f"{chances.said(code, settled)} every time")
+def _differences(rates: RoundingRates, truncated: Responses, expect: str, fmt: Format, findings: list[Finding]) -> list[Counterexample]:
+    """The simplest number that is rounded at random, and the other differences."""
+    at = simplest(rates.x, rates.random)
+    code = behaviour.encode(rates.x[at : at + 1], truncated.fmt, KNOWN_CASTS[expect].behaviour(truncated.fmt))[0]
+    rounds = rates.counterexample(at, f"{code_or_value(code, truncated)} every time")
     with np.errstate(invalid="ignore"):  # a signalling NaN
-        return [rounds, *mismatches.unexpected({settled.source: settled}, KNOWN[expect].of(fmt), fmt, settled.fmt, findings)]
+        return [
+            rounds,
+            *describe.differences_from({truncated.source: truncated}, KNOWN_CASTS[expect].behaviour(fmt), fmt, truncated.fmt, findings),
+        ]
 
 
-def _no_chance(subject: Subject, a: Answers, position: int | None, shares: Chances) -> ConformanceError:
+def _no_chance(subject: Subject, a: Responses, position: int | None, rates: RoundingRates) -> ConformanceError:
+    """The error for outputs that vary, though no number between neighbours is rounded both ways."""
     if position is not None:
         return _error(subject, a, position, "gave other codes the second time")
-    codes = shares.answers.codes.reshape(-1, REPEATED)
-    return _error(subject, shares.answers, int(np.argmax(codes != codes[:, :1])), "is not given one code all over an array")
+    codes = rates.responses.codes.reshape(-1, REPEATS)
+    return _error(subject, rates.responses, int(np.argmax(codes != codes[:, :1])), "is not given one code all over an array")
 
 
-def _error(subject: Subject, a: Answers, at: int, what: str) -> ConformanceError:
+def _error(subject: Subject, a: Responses, at: int, what: str) -> ConformanceError:
     return ConformanceError(
         f"{subject.name} does not repeat itself, and is no stochastic rounding: {a.source} {show(a.x[at])} ({bits_of(a.x[at], a.source)}) "
         f"{what}. Make it a function of its input."

@@ -1,1 +1,1 @@
-"""Identify a quantizer: its granularity, axis, scale policy, outputs and cast, from its outputs (SEMANTICS S-16)."""
+"""Identify a quantizer: its granularity, scale policy, returned scales and rounding (S-16)."""

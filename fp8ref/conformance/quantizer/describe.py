@@ -1,43 +1,48 @@
-"""What a quantizer was found to be, as ``is`` of --json and in one line."""
+"""Describe an identified quantizer: as findings, as JSON, and in one line."""
 
+import dataclasses
 from typing import Any
 
 import numpy as np
 
 from fp8ref.conformance.cast.behaviour import Behaviour
-from fp8ref.conformance.quantizer import granularity
-from fp8ref.conformance.quantizer.matching import Matched
-from fp8ref.conformance.quantizer.outputs import Quantizer, Reading
-from fp8ref.conformance.quantizer.policy_match import Candidate
-from fp8ref.conformance.quantizer.queries import Sharing
+from fp8ref.conformance.counterexample import Counterexample
+from fp8ref.conformance.finding import Finding, Outcome
+from fp8ref.conformance.quantizer import counterexamples, policy_match
+from fp8ref.conformance.quantizer.candidates import Candidate
+from fp8ref.conformance.quantizer.granularity import SHAPE, FoundGranularity
+from fp8ref.conformance.quantizer.outputs import Quantizer, QuantizerOutput
+from fp8ref.conformance.quantizer.policy_match import PolicyMatch
+from fp8ref.conformance.quantizer.queries import ScaleLayout
 from fp8ref.formats import Format
 
 
-def as_data(
-    matched: Matched, chosen: Candidate, group: granularity.Group, sharing: Sharing, rounding: Behaviour | None,
-    asked: Quantizer, reading: Reading, layout: Format, identified: bool,
+def result_dict(
+    matched: PolicyMatch, chosen: Candidate, group: FoundGranularity, scale_layout: ScaleLayout, rounding: Behaviour | None,
+    quantizer: Quantizer, output: QuantizerOutput, found_fmt: Format, identified: bool,
 ) -> dict[str, Any]:  # fmt: skip
-    through = rounding.through.get(asked.dtype) if rounding else None
+    """``is`` of --json."""
+    through = rounding.double_rounding.get(quantizer.dtype) if rounding else None
     return {
-        "format": chosen.fmt.name if matched.agreements else layout.name,
+        "format": chosen.fmt.name if matched.agreements else found_fmt.name,
         "granularity": group.granularity,
         "axis": group.axis,
-        "returns": " and ".join(dict.fromkeys(sharing.kinds.values())) or None,
+        "returns": " and ".join(dict.fromkeys(scale_layout.kinds.values())) or None,
         "scales": {
             name: {
                 "is": kind,
-                "shape": list(shape := reading.scales[name].shape),
-                "transposed": sharing.turned(shape, reading.tensor.shape),
+                "shape": list(shape := output.scales[name].shape),
+                "transposed": scale_layout.is_transposed(shape, output.tensor.shape),
             }
-            for name, kind in sharing.kinds.items()
+            for name, kind in scale_layout.kinds.items()
         },
         "policy": matched.names[0] if matched.agreements else None,
         "same_policies": matched.names[1:],
         "nearest_policy": matched.nearest.candidate.policy.name,
         "deviation": matched.deviation or None,
-        "scales_to": chosen.top.max if matched.agreements else None,
+        "scales_to": chosen.scale_fmt.max if matched.agreements else None,
         "flushes_subnormal_scales": chosen.flushes if matched.agreements else None,
-        "memory": asked.memory,
+        "memory": quantizer.memory,
         "rounding": rounding and rounding.rounding,
         "double_rounding": through and str(through),
         "subnormals": rounding and rounding.subnormals,
@@ -45,38 +50,42 @@ def as_data(
         "saturates": True if identified else None,
         "inf_code": None,
         "nan_code": _nan_code(matched, chosen),
-        "gives": reading.dtype,
+        "gives": output.dtype,
     }
 
 
-def _nan_code(matched: Matched, chosen: Candidate) -> int | None:
-    """The code under a NaN, where all of a NaN's group are one."""
-    for a in matched.asked:
+def _nan_code(matched: PolicyMatch, chosen: Candidate) -> int | None:
+    """The code of NaN inputs, if it is one; None without codes."""
+    for a in matched.responses:
         at = np.isnan(a.x)
-        if a.reading.codes is not None and at.any():
-            codes = set(a.reading.codes[at].tolist())
+        if a.output.codes is not None and at.any():
+            codes = set(a.output.codes[at].tolist())
             return codes.pop() if len(codes) == 1 else None
     return None
 
 
-def in_words(
-    matched: Matched,
+def summary(
+    matched: PolicyMatch,
     chosen: Candidate,
-    group: granularity.Group,
+    group: FoundGranularity,
     found: dict[str, Any],
     fmt: Format,
     memory: int,
     everywhere: bool,
     identified: bool,
 ) -> str:
+    """The quantizer in one line.
+
+    everywhere  other shapes, dtypes and strides follow the policy too.
+    """
     where = f"{group.granularity}" + ("" if group.axis is None else f", axis {group.axis}")
-    turned = ", transposed" if any(f["transposed"] for f in found["scales"].values()) else ""
-    what = f"a quantizer to {chosen.fmt}, {where}, that returns {found['returns'] or 'no scale'}{turned}"
+    transposed = ", transposed" if any(f["transposed"] for f in found["scales"].values()) else ""
+    what = f"a quantizer to {chosen.fmt}, {where}, that returns {found['returns'] or 'no scale'}{transposed}"
     if not matched.agreements:
         if matched.deviation:
             return f"{what}: policy {chosen.policy.name}, but {matched.deviation}"
         return f"{what}, by none of the policies that are known; nearest is {chosen.policy.name}"
-    how = f", scales to {chosen.top.max:g}, not {fmt.max:g}" if chosen.top.max != fmt.max else ""
+    how = f", scales to {chosen.scale_fmt.max:g}, not {fmt.max:g}" if chosen.scale_fmt.max != fmt.max else ""
     how += ", subnormals are zeros" if chosen.flushes else ""
     how += "" if found["rounding"] == "nearest_even" else f", rounds {found['rounding']}"
     how += f", rounds to {found['double_rounding']} first" if found["double_rounding"] else ""
@@ -86,3 +95,70 @@ def in_words(
     how += "" if everywhere else "; of other tensors it gives something else"
     how += "" if identified or not everywhere else ", but for what is unlike that"
     return f"{what}: policy {' or '.join(matched.names)}{how}"
+
+
+def format_finding(output: QuantizerOutput, found_fmt: Format, fmt: Format) -> Finding:
+    """The finding on the format; the dtype names it, or it is taken for the one asked for."""
+    text = found_fmt.name if found_fmt is fmt else f"{found_fmt}, max {found_fmt.max:g}, not {fmt}"
+    evidence = f"it gives {output.dtype}" + ("" if output.dtype.startswith("float8") else f", taken for {found_fmt}'s")
+    return Finding(what="format", value=found_fmt.name, words=text, evidence=evidence)
+
+
+def axis_finding(quantizer: Quantizer, axis: int | None, chosen: Candidate, scale_layout: ScaleLayout) -> Finding:
+    """The finding on the axis that scales reduce, with a tensor on which axis -1 would differ."""
+    if axis is None:
+        return Finding(what="axis", value=None, words="either", evidence=f"{scale_layout.granularity} scales are the same along both")
+    if axis == -1:
+        return Finding(what="axis", value=-1, evidence="scales are along the last axis")
+    witness = counterexamples.smallest_for_granularity(quantizer, chosen, dataclasses.replace(scale_layout, axis=-1))
+    return Finding(what="axis", value=axis, evidence=str(witness) if witness else "scales are along the first axis", witness=witness)
+
+
+def returned_finding(scale_layout: ScaleLayout, output: QuantizerOutput) -> Finding:
+    """The finding on the returned scales: kind, place and shape for x [256, 384] of each."""
+    shapes = {name: output.scales[name].shape for name in scale_layout.kinds}
+    transposed = {name: scale_layout.is_transposed(shape, SHAPE) for name, shape in shapes.items()}
+    text = ", ".join(
+        kind + (f" as {name}" if name and name != kind else "") + f" {list(shapes[name])}" + (" (transposed)" if transposed[name] else "")
+        for name, kind in scale_layout.kinds.items()
+    )
+    value = " and ".join(dict.fromkeys(scale_layout.kinds.values())) or None
+    codes = f"{output.dtype} of x's shape, {list(SHAPE)}" + (f", as {output.place}" if output.place else "")
+    evidence = f"beside {codes}" + ("" if scale_layout.kinds else ", nothing that goes with the amax")
+    return Finding(what="returns", value=value, words=text or "neither scale nor scale_inv", evidence=evidence)
+
+
+def without_granularity(
+    quantizer: Quantizer, fmt: Format, found_fmt: Format, findings: list[Finding], expect: str | None, finding: Finding
+) -> Outcome:
+    """The outcome for a quantizer whose scales follow no granularity of S-6."""
+    witness = Counterexample(
+        input=finding.evidence, bits=(), dtype=quantizer.dtype, got=finding.text, expected="a granularity of S-6", clause="S-6"
+    )
+    return Outcome(
+        name=quantizer.subject.name, kind="quantizer", fmt=fmt, framework=quantizer.subject.framework, findings=findings, identified=False,
+        found={"format": found_fmt.name, "granularity": None, "axis": None, "policy": None, "memory": quantizer.memory},
+        summary=f"a quantizer with {finding.text}", unlike=[witness], expected=expect, differences=[witness] if expect else [],
+    )  # fmt: skip
+
+
+def policy_finding(matched: PolicyMatch, memory: int) -> Finding:
+    """The finding on the scale policy."""
+    count, of = policy_match.score(matched.nearest, matched.considered)[0], int(matched.considered.sum())
+    by = (
+        "scales"
+        if matched.nearest.scales is not None
+        else "codes or values: no scale is returned, so that policies of equal codes look alike"
+    )
+    kept = " Only ordinary amaxes: what it keeps for others one call cannot tell." if memory else ""
+    evidence = f"{count} of {of} amaxes have its {by}." + kept
+    if matched.agreements:
+        flushed = ", with subnormals as zeros (S-12)" if matched.nearest.candidate.flushes else ""
+        chosen = matched.nearest.candidate
+        other = f", of max {chosen.scale_fmt.max:g}, not {chosen.fmt.max:g}" if chosen.scale_fmt is not chosen.fmt else ""
+        text = matched.names[0] + other + flushed
+        same = f", or the same by {', '.join(matched.names[1:])}" if matched.names[1:] else ""
+        return Finding(what="policy", value=matched.names[0], words=text + same, evidence=evidence)
+    nearest = matched.nearest.candidate.policy.name
+    text = f"{nearest}, but {matched.deviation}" if matched.deviation else f"none of them; nearest {nearest}"
+    return Finding(what="policy", value=None, words=text, evidence=evidence)

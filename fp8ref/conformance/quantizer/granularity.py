@@ -1,41 +1,51 @@
-"""Which elements share a scale, and whether earlier calls have a part in it: by what one large element changes."""
+"""Identify a quantizer's granularity and memory, by what one large element changes.
+
+Granularity: the elements whose codes change share its scale. Memory: the later calls that change.
+"""
 
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from fp8ref.conformance.counterexample import Witness, bits_of
+from fp8ref.conformance.counterexample import Counterexample, bits_of
 from fp8ref.conformance.finding import Finding
-from fp8ref.conformance.quantizer.outputs import Quantizer, Reading
+from fp8ref.conformance.quantizer.outputs import Quantizer, QuantizerOutput
 from fp8ref.conformance.subject import ConformanceError
 from fp8ref.granularity import GRANULARITIES, blocks
 
 SHAPE = (256, 384)
-_AT = (130, 200)  # in blocks that differ for every granularity and axis
+_AT = (130, 200)  # its blocks are others for every granularity and axis
 _LARGE = 2.0**40
-_CALLS = 20  # more than any history that is in use, of 16
+_CALLS = 20  # more than the amax histories in use, of 16
 
 
 @dataclass(frozen=True, kw_only=True)
-class Group:
-    """granularity and axis (None where it has no part in it), or None with the block's size in words."""
+class FoundGranularity:
+    """The granularity and axis found.
+
+    granularity  None if none of the specification's fits; the finding then names the block.
+    axis         None where the granularity does not depend on it.
+    """
 
     granularity: str | None
     axis: int | None
     finding: Finding
 
 
-def memory(quantizer: Quantizer) -> tuple[Quantizer, Finding]:
-    """How many calls it remembers.
+def identify_memory(quantizer: Quantizer) -> tuple[Quantizer, Finding]:
+    """Find how many earlier calls have a part in the scale.
 
-    Raises:   ConformanceError: equal calls after equal calls give unequal answers.
+    Raises:   ConformanceError: repeated calls with one tensor do not settle, the codes are those of
+              an earlier call, or more than 20 calls are remembered.
     """
     small, large = np.ones(SHAPE, np.float32), np.full(SHAPE, 1024, np.float32)
-    _steady(quantizer, noise(), "x random in [1, 2)")
-    steady = _steady(quantizer, small, "x of ones")
+    _steady_output(quantizer, noise(), "x random in [1, 2)")
+    steady = _steady_output(quantizer, small, "x of ones")
+    # After one call of 1024s, count the calls of ones until the output settles again.
     quantizer.once(large)
     after = [quantizer.once(small) for _ in range(_CALLS)]
-    count = next((i for i in range(_CALLS - 1, -1, -1) if not same(after[i], steady)), -1) + 1
+    count = next((i for i in range(_CALLS - 1, -1, -1) if not equal_outputs(after[i], steady)), -1) + 1
+    # A scale of an earlier call is a memory. Codes of an earlier call are a fault.
     if count and after[-1].tensor.tobytes() == quantizer.once(small / 2).tensor.tobytes():
         raise ConformanceError(
             f"{quantizer.subject.name} gives for x of 0.5s {list(SHAPE)}, after x of ones, the codes of those: they are of an earlier call, "
@@ -48,12 +58,12 @@ def memory(quantizer: Quantizer) -> tuple[Quantizer, Finding]:
             f"{quantizer.subject.name} remembers more than {_CALLS} calls: of x of ones {list(SHAPE)} it gives something else that long after x of "
             "1024s. Give it a shorter history."
         )
-    witness = Witness(
+    witness = Counterexample(
         input="x of ones, after x of 1024s",
         bits=(bits_of(1, quantizer.dtype), bits_of(1024, quantizer.dtype)),
         dtype=quantizer.dtype,
-        got=_said(after[0]),
-        expected=f"{_said(steady)}, as after itself",
+        got=_text(after[0]),
+        expected=f"{_text(steady)}, as after itself",
         clause="S-2",
     )
     evidence = (
@@ -66,16 +76,16 @@ def memory(quantizer: Quantizer) -> tuple[Quantizer, Finding]:
 
 
 def noise() -> np.ndarray:
-    """Numbers in [1, 2) that every dtype has; float32 of SHAPE."""
+    """Random numbers in [1, 2) that are exact in every dtype; float32 of SHAPE."""
     return (1 + np.random.default_rng(0).integers(0, 128, SHAPE) / 128).astype(np.float32)
 
 
-def _steady(quantizer: Quantizer, x: np.ndarray, what: str) -> Reading:
-    """The answer that equal calls come to, and stay at."""
+def _steady_output(quantizer: Quantizer, x: np.ndarray, what: str) -> QuantizerOutput:
+    """The output on which repeated calls with x settle; ConformanceError if they do not."""
     for _ in range(_CALLS):
         quantizer.once(x)
     before, now = quantizer.once(x), quantizer.once(x)
-    if same(before, now):
+    if equal_outputs(before, now):
         return now
     different = before.tensor != now.tensor
     at = np.unravel_index(int(np.argmax(different)), SHAPE) if different.any() else (0, 0)
@@ -85,10 +95,11 @@ def _steady(quantizer: Quantizer, x: np.ndarray, what: str) -> Reading:
     )
 
 
-def group(quantizer: Quantizer) -> Group:
-    """The block whose elements change where one of them becomes large, or, if none does, large and negative."""
+def identify_granularity(quantizer: Quantizer) -> FoundGranularity:
+    """Find the block whose codes change when one element becomes large, of either sign."""
     x = noise()
     before = quantizer.ask(x)
+    # An amax that is the negated smallest element, by mistake, changes only with a negative one.
     for large in (_LARGE, -_LARGE):
         changed = x.copy()
         changed[_AT] = large
@@ -97,6 +108,7 @@ def group(quantizer: Quantizer) -> Group:
         if different.sum() > 1:
             break
     rows, columns = (np.flatnonzero(different.any(axis=axis)) for axis in (1, 0))
+    # The changed elements should fill their bounding box, and that be a block of some granularity.
     box = slice(rows[0], rows[-1] + 1), slice(columns[0], columns[-1] + 1)
     whole = bool(different[box].all())
     evidence = f"x {list(SHAPE)} in [1, 2): x{list(_AT)} = {'-' if large < 0 else ''}2^40 changes "
@@ -107,21 +119,22 @@ def group(quantizer: Quantizer) -> Group:
             expected = tuple(slice(at // size * size, at // size * size + size) for at, size in zip(_AT, sizes, strict=True))
             if whole and expected == box:
                 free = name in ("tensorwise", "blockwise_128x128")
-                return Group(
+                return FoundGranularity(
                     granularity=name, axis=None if free else axis, finding=Finding(what="granularity", value=name, evidence=evidence)
                 )
     alone = different.sum() == 1
-    said = "no scale of its own amax" if alone else f"blocks of {len(rows)} x {len(columns)}" + ("" if whole else ", not all of them")
-    return Group(granularity=None, axis=None, finding=Finding(what="granularity", value=None, words=said, evidence=evidence))
+    text = "no scale of its own amax" if alone else f"blocks of {len(rows)} x {len(columns)}" + ("" if whole else ", not all of them")
+    return FoundGranularity(granularity=None, axis=None, finding=Finding(what="granularity", value=None, words=text, evidence=evidence))
 
 
-def same(a: Reading, b: Reading) -> bool:
-    """All of it, bit for bit."""
+def equal_outputs(a: QuantizerOutput, b: QuantizerOutput) -> bool:
+    """Whether two outputs are equal, bit for bit."""
     pairs = [(a.tensor, b.tensor), *((a.scales[name], b.scales.get(name)) for name in a.scales)]
     return all(q is not None and p.shape == q.shape and p.tobytes() == q.tobytes() for p, q in pairs)
 
 
-def _said(reading: Reading) -> str:
-    first = reading.tensor.flat[0]
-    shown = f"code 0x{int(first):02X}" if reading.codes is not None else f"{first:g}"
-    return shown + "".join(f", {name} {scale.flat[0]:.9g}" for name, scale in reading.scales.items() if scale.size)
+def _text(output: QuantizerOutput) -> str:
+    """The first element and the first of each array of scales, as text."""
+    first = output.tensor.flat[0]
+    shown = f"code 0x{int(first):02X}" if output.codes is not None else f"{first:g}"
+    return shown + "".join(f", {name} {scale.flat[0]:.9g}" for name, scale in output.scales.items() if scale.size)

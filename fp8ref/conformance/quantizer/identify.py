@@ -1,4 +1,8 @@
-"""From a quantiser's answers to what it is."""
+"""Identify a quantizer, by ``identify_quantizer``: its scales and rounding, from chosen tensors.
+
+In this order: memory and granularity, scale layout, policy, the cast under scale 1, and last whether all
+that holds for other shapes, dtypes and strides. Counterexamples are searched for at each step.
+"""
 
 import dataclasses
 from collections.abc import Callable
@@ -8,22 +12,24 @@ import numpy as np
 
 from fp8ref import policy as policy_data
 from fp8ref.conformance import subject as subjects
-from fp8ref.conformance.cast.behaviour import LAYOUTS, Behaviour
+from fp8ref.conformance.cast.behaviour import Behaviour
 from fp8ref.conformance.cast.identify import check_format
-from fp8ref.conformance.counterexample import Witness
-from fp8ref.conformance.finding import Finding
+from fp8ref.conformance.cast.outputs import Responses
+from fp8ref.conformance.counterexample import Counterexample
+from fp8ref.conformance.finding import Finding, Outcome
 from fp8ref.conformance.inputs import amax_inputs
-from fp8ref.conformance.outcome import Outcome
-from fp8ref.conformance.quantizer import describe, inner_cast, layout_invariance, matching, minimize, mismatches, policy_match, queries
-from fp8ref.conformance.quantizer import granularity as influence
-from fp8ref.conformance.quantizer.granularity import SHAPE
-from fp8ref.conformance.quantizer.outputs import Quantizer, Reading, smallest_shape
-from fp8ref.conformance.quantizer.policy_match import Candidate
-from fp8ref.conformance.quantizer.queries import Sharing
+from fp8ref.conformance.inputs.cast_inputs import CAST_FORMATS
+from fp8ref.conformance.quantizer import candidates, counterexamples, describe, inner_cast, layout_invariance, policy_match, queries
+from fp8ref.conformance.quantizer.candidates import Candidate
+from fp8ref.conformance.quantizer.granularity import SHAPE, identify_granularity, identify_memory
+from fp8ref.conformance.quantizer.outputs import Quantizer, QuantizerOutput, smallest_shape
+from fp8ref.conformance.quantizer.policy_match import PolicyMatch
+from fp8ref.conformance.quantizer.queries import ScaleLayout
 from fp8ref.conformance.subject import RefusedError
 from fp8ref.formats import Format
+from fp8ref.policy import ScalePolicy
 
-_ASKED_IN = ((1, 32), (16, 16), (16, 128), (128, 128), SHAPE)
+_TENSORWISE_SHAPES = ((1, 32), (16, 16), (16, 128), (128, 128), SHAPE)
 
 
 def identify_quantizer(
@@ -37,13 +43,14 @@ def identify_quantizer(
     framework: str | None = None,
     device: str = "cpu",
 ) -> Outcome:
-    """What a quantiser does: which elements share a scale, which policy makes it, what is returned, and how it rounds.
+    """Identify a quantizer: its granularity, scale policy, returned scales and rounding.
 
-    function   x [M, K], float32 or bfloat16, -> codes (uint8 or float8) or values of that shape, alone or in a tuple, a dict or an
-               object beside a scale, scale_inv or both.
-    expect     a policy's name that it is held to, with granularity and axis if they are given.
+    function   x [M, K], float32 or bfloat16, -> codes (uint8 or float8) or values of that shape, alone
+               or in a tuple, a dict or an object next to a scale, a scale_inv or both.
+    expect     a policy's name that it must follow, with granularity and axis if they are given.
 
-    Raises:    ValueError: fmt not an FP8 format, an unknown name; ConformanceError: the function is none.
+    Raises:    ValueError: fmt not an FP8 format, an unknown name; ConformanceError: not a valid
+               quantizer: it raises, gives other shapes, changes its input, or does not repeat itself.
     """
     check_format(fmt)
     wanted = None if expect is None else policy_data.by_name(expect)
@@ -51,115 +58,108 @@ def identify_quantizer(
         raise ValueError("a granularity and an axis are expected along with a policy. Name it: --expect.")
     name = name or subjects.name_of(function)
     try:
-        subject = subjects.of(name, function, framework=framework, device=device, shape=SHAPE)
+        subject = subjects.wrap(name, function, framework=framework, device=device, shape=SHAPE)
     except RefusedError as error:
         raise RefusedError(f"{error}\nA quantizer is asked with x [M, K]: two axes, of which scales may reduce either (S-6).") from error
-    quantizer = Quantizer(subject=subject, dtype=subjects.first_source(subject, SHAPE))
-    quantizer, remembered = influence.memory(quantizer)
-    group = influence.group(quantizer)
-    reading = quantizer.ask(np.ones(SHAPE, np.float32))
-    layout = _layout(reading, fmt)
-    findings = [_format_finding(reading, layout, fmt), remembered, group.finding]
+    quantizer = Quantizer(subject=subject, dtype=subjects.first_dtype(subject, SHAPE))
+    quantizer, remembered = identify_memory(quantizer)
+    group = identify_granularity(quantizer)
+    output = quantizer.ask(np.ones(SHAPE, np.float32))
+    found_fmt = _format_of(output, fmt)
+    findings = [describe.format_finding(output, found_fmt, fmt), remembered, group.finding]
     if group.granularity is None:
-        return _unscaled(quantizer, fmt, layout, findings, expect, group.finding)
+        return describe.without_granularity(quantizer, fmt, found_fmt, findings, expect, group.finding)
     at, along = group.granularity, -1 if group.axis is None else group.axis
-    what = amax_inputs.identifying(layout, quantizer.dtype)
-    shape = smallest_shape(quantizer, _ASKED_IN, lambda s: True) if at == "tensorwise" else SHAPE
-    asked = queries.ask(quantizer, what, shape, at, along)
-    sharing = queries.returned(asked, at, along)
-    considered = queries.considered(quantizer, asked, sharing)
-    fixed, flushing = reading.dtype.startswith("float8"), subject.framework == "jax"
-    matched = matching.match(asked, sharing, layout, considered, fixed=fixed, flushing=flushing)
+    # One scale for a tensor takes a tensor for each amax: the smallest that the quantizer takes.
+    what = amax_inputs.identifying(found_fmt, quantizer.dtype)
+    shape = smallest_shape(quantizer, _TENSORWISE_SHAPES, lambda s: True) if at == "tensorwise" else SHAPE
+    responses = queries.ask(quantizer, what, shape, at, along)
+    scale_layout = queries.identify_returned(responses, at, along)
+    considered = queries.considered(quantizer, responses, scale_layout)
+    fixed, flushing = output.dtype.startswith("float8"), subject.framework == "jax"
+    matched = policy_match.match_policies(responses, scale_layout, found_fmt, considered, fixed=fixed, flushing=flushing)
     chosen = matched.nearest.candidate
-    unlike = [] if matched.agreements else mismatches.witnesses(quantizer, matched, matched.nearest, sharing)
     findings += [
-        _axis(quantizer, group.axis, chosen, sharing),
-        _returned(sharing, reading),
-        matching.policy_finding(matched, quantizer.memory),
+        describe.axis_finding(quantizer, group.axis, chosen, scale_layout),
+        describe.returned_finding(scale_layout, output),
+        describe.policy_finding(matched, quantizer.memory),
     ]
     rounding: Behaviour | None = None
-    different: list[Witness] = []
-    if matched.agreements:
+    different: list[Counterexample] = []
+    if not matched.agreements:
+        unexplained = counterexamples.for_policy(quantizer, matched, matched.nearest, scale_layout)
+    else:
         groups = amax_inputs.groups(SHAPE, at, along)
-        more, rounding, answers = inner_cast.cast_of(quantizer, chosen.fmt, chosen.top, groups)
+        more, rounding, answers = inner_cast.identify_inner_cast(quantizer, chosen.fmt, chosen.scale_fmt, groups)
         findings += more
-        different = inner_cast.differences(answers, chosen.fmt, chosen.policy.compute)
-        wrong = matched.wrong(matched.nearest)
-        if not inner_cast.explains(answers, rounding) or (not different and wrong.any()):
-            unlike = mismatches.witnesses(quantizer, matched, matched.nearest, sharing) or different
-    if different and not unlike:  # whatever else is wrong is so beside that
-        own = policy_match.agreement(dataclasses.replace(chosen, rounding=rounding, source=quantizer.dtype), asked, sharing)
-        unlike = mismatches.witnesses(quantizer, matched, own, sharing) if (~own.both & matched.considered).any() else []
-    misnamed = mismatches.misnamed(asked, sharing, chosen.policy)
-    unlike = [*unlike, *misnamed]
-    beyond: list[Witness] = []
-    if matched.agreements and not unlike and not different:
-        for agreed in sorted(matched.agreements, key=lambda a: a.candidate.policy != wanted):  # those that only other tensors tell apart
-            more, beyond = layout_invariance.hold(quantizer, agreed.candidate, sharing, shape)
-            if not beyond:
-                break
+        different = inner_cast.unexpected_rounding(answers, chosen.fmt, chosen.policy.compute)
+        unexplained = _unexplained(quantizer, matched, scale_layout, answers, rounding, different)
+    misnamed = counterexamples.misnamed_arrays(responses, scale_layout, chosen.policy)
+    unexplained = [*unexplained, *misnamed]
+    beyond: list[Counterexample] = []
+    if matched.agreements and not unexplained and not different:
+        more, beyond = _other_tensors(quantizer, matched, wanted, scale_layout, shape)
         findings += more
-        unlike = list(beyond)
+        unexplained = list(beyond)
+    # What was expected is compared separately: the function may be identified as something else.
     differences = []
     if wanted is not None:
-        differences = mismatches.policy(quantizer, wanted, fmt, asked, sharing, matched, layout)
-        differences += mismatches.layout_of(quantizer, group, granularity, axis, Candidate(policy=wanted, top=fmt, fmt=layout), sharing)
-        differences += mismatches.scales_shapes(reading, sharing)
+        differences = counterexamples.unexpected_policy(quantizer, wanted, fmt, responses, scale_layout, matched, found_fmt)
+        differences += counterexamples.unexpected_granularity(
+            quantizer, group, granularity, axis, Candidate(policy=wanted, scale_fmt=fmt, fmt=found_fmt), scale_layout
+        )
+        differences += counterexamples.transposed_scales(output, scale_layout)
         differences += [] if differences else different
-        # te_delayed and flax keep a scale, that of an amax before
+        # A memory is a fault, except for te_delayed and flax, which keep a scale of earlier amaxes.
         differences += [remembered.witness] if remembered.witness and not wanted.keeps else []
         differences += [w for w in misnamed if w not in differences]
-    identified = bool(matched.agreements) and not unlike
-    untaken = [f.what.removeprefix("from ") for f in findings if f.said == "not taken"]
-    found = describe.as_data(matched, chosen, group, sharing, rounding, quantizer, reading, layout, identified)
+    identified = bool(matched.agreements) and not unexplained
+    untaken = [f.what.removeprefix("from ") for f in findings if f.text == "not taken"]
+    found = describe.result_dict(matched, chosen, group, scale_layout, rounding, quantizer, output, found_fmt, identified)
     return Outcome(
         name=name, kind="quantizer", fmt=fmt, framework=subject.framework, found=found, findings=findings, identified=identified,
-        summary=describe.in_words(matched, chosen, group, found, fmt, quantizer.memory, not beyond, identified)
+        summary=describe.summary(matched, chosen, group, found, fmt, quantizer.memory, not beyond, identified)
         + (f"; it takes no {', no '.join(untaken)}" if untaken else ""),
-        named=bool(matched.agreements) and not different and chosen.top.max == fmt.max,
-        unlike=unlike, expected=expect, differences=differences,
+        named=bool(matched.agreements) and not different and chosen.scale_fmt.max == fmt.max,
+        unlike=unexplained, expected=expect, differences=differences,
     )  # fmt: skip
 
 
-def _layout(reading: Reading, fmt: Format) -> Format:
-    return LAYOUTS.get(reading.dtype.removeprefix("float8_"), fmt)
+def _unexplained(
+    quantizer: Quantizer,
+    matched: PolicyMatch,
+    scale_layout: ScaleLayout,
+    answers: Responses,
+    rounding: Behaviour,
+    different: list[Counterexample],
+) -> list[Counterexample]:
+    """Counterexamples that the policy found and the rounding found do not explain together.
+
+    answers    of the inner cast; different: where its rounding is not that of S-5.
+    """
+    if not inner_cast.explains(answers, rounding):
+        return counterexamples.for_policy(quantizer, matched, matched.nearest, scale_layout) or different
+    if not different:
+        # Its codes are wrong in a tensor of many groups, though its cast is right.
+        wrong = matched.mismatches(matched.nearest).any()
+        return counterexamples.for_policy(quantizer, matched, matched.nearest, scale_layout) if wrong else []
+    # Compare with the policy and this other rounding: what is left, the rounding does not explain.
+    candidate = dataclasses.replace(matched.nearest.candidate, rounding=rounding, source=quantizer.dtype)
+    own = candidates.agreement(candidate, matched.responses, scale_layout)
+    return counterexamples.for_policy(quantizer, matched, own, scale_layout) if matched.mismatches(own).any() else []
 
 
-def _format_finding(reading: Reading, layout: Format, fmt: Format) -> Finding:
-    said = layout.name if layout is fmt else f"{layout}, max {layout.max:g}, not {fmt}"
-    evidence = f"it gives {reading.dtype}" + ("" if reading.dtype.startswith("float8") else f", taken for {layout}'s")
-    return Finding(what="format", value=layout.name, words=said, evidence=evidence)
+def _other_tensors(
+    quantizer: Quantizer, matched: PolicyMatch, wanted: ScalePolicy | None, scale_layout: ScaleLayout, shape: tuple[int, int]
+) -> tuple[list[Finding], list[Counterexample]]:
+    """Check other shapes, dtypes and strides with each policy that agrees so far, the expected one first."""
+    for agreed in sorted(matched.agreements, key=lambda a: a.candidate.policy != wanted):
+        findings, beyond = layout_invariance.check(quantizer, agreed.candidate, scale_layout, shape)
+        if not beyond:
+            break
+    return findings, beyond
 
 
-def _axis(quantizer: Quantizer, axis: int | None, chosen: Candidate, sharing: Sharing) -> Finding:
-    if axis is None:
-        return Finding(what="axis", value=None, words="either", evidence=f"{sharing.granularity} scales are the same along both")
-    if axis == -1:
-        return Finding(what="axis", value=-1, evidence="scales are along the last axis")
-    witness = minimize.layout(quantizer, chosen, dataclasses.replace(sharing, axis=-1))
-    return Finding(what="axis", value=axis, evidence=str(witness) if witness else "scales are along the first axis", witness=witness)
-
-
-def _returned(sharing: Sharing, reading: Reading) -> Finding:
-    """Each array beside the codes: what it is, its place, and its shape for x [256, 384], which tells rows from columns."""
-    shapes = {name: reading.scales[name].shape for name in sharing.kinds}
-    turned = {name: sharing.turned(shape, SHAPE) for name, shape in shapes.items()}
-    said = ", ".join(
-        kind + (f" as {name}" if name and name != kind else "") + f" {list(shapes[name])}" + (" (transposed)" if turned[name] else "")
-        for name, kind in sharing.kinds.items()
-    )
-    value = " and ".join(dict.fromkeys(sharing.kinds.values())) or None
-    codes = f"{reading.dtype} of x's shape, {list(SHAPE)}" + (f", as {reading.place}" if reading.place else "")
-    evidence = f"beside {codes}" + ("" if sharing.kinds else ", nothing that goes with the amax")
-    return Finding(what="returns", value=value, words=said or "neither scale nor scale_inv", evidence=evidence)
-
-
-def _unscaled(quantizer: Quantizer, fmt: Format, layout: Format, findings: list[Finding], expect: str | None, finding: Finding) -> Outcome:
-    witness = Witness(
-        input=finding.evidence, bits=(), dtype=quantizer.dtype, got=finding.said, expected="a granularity of S-6", clause="S-6"
-    )
-    return Outcome(
-        name=quantizer.subject.name, kind="quantizer", fmt=fmt, framework=quantizer.subject.framework, findings=findings, identified=False,
-        found={"format": layout.name, "granularity": None, "axis": None, "policy": None, "memory": quantizer.memory},
-        summary=f"a quantizer with {finding.said}", unlike=[witness], expected=expect, differences=[witness] if expect else [],
-    )  # fmt: skip
+def _format_of(output: QuantizerOutput, fmt: Format) -> Format:
+    """The format that the dtype of the output names, else fmt."""
+    return CAST_FORMATS.get(output.dtype.removeprefix("float8_"), fmt)

@@ -1,14 +1,13 @@
-"""The cast within a quantiser: under scale 1, which a group has whose amax is the format's max."""
+"""Identify the cast within a quantizer, with scale 1: in groups whose amax is max."""
 
 import dataclasses
 
 import numpy as np
 
 from fp8ref.conformance.cast import behaviour, decisions
-from fp8ref.conformance.cast.behaviour import KNOWN, Behaviour, Through
-from fp8ref.conformance.cast.decisions import Answers
-from fp8ref.conformance.cast.outputs import Reply
-from fp8ref.conformance.counterexample import Witness, rounded
+from fp8ref.conformance.cast.behaviour import KNOWN_CASTS, Behaviour, DoubleRounding
+from fp8ref.conformance.cast.outputs import Output, Responses
+from fp8ref.conformance.counterexample import Counterexample, rounded
 from fp8ref.conformance.explain import simplest
 from fp8ref.conformance.finding import Finding
 from fp8ref.conformance.inputs import cast_inputs
@@ -17,13 +16,17 @@ from fp8ref.conformance.quantizer.outputs import Quantizer
 from fp8ref.formats import BFLOAT16, Format
 
 
-def cast_of(quantizer: Quantizer, fmt: Format, top: Format, group: np.ndarray) -> tuple[list[Finding], Behaviour, Answers]:
-    """What it rounds like, as far as inputs of magnitude up to max show it; group [M, K] is each element's.
+def identify_inner_cast(
+    quantizer: Quantizer, fmt: Format, scale_fmt: Format, group: np.ndarray
+) -> tuple[list[Finding], Behaviour, Responses]:
+    """The decisions of the cast that inputs of magnitude up to max show, and its responses to them.
 
-    The scale is 1 where the amax is ``top.max``, whichever the policy.
+    scale_fmt  the format whose max is scaled to: with that amax the scale is 1 under every policy.
+    group      for each element, the index of its group, [M, K].
     """
-    limit = min(fmt.max, top.max)
+    limit = min(fmt.max, scale_fmt.max)
     x = cast_inputs.identifying(fmt, quantizer.dtype, limit=limit)
+    # One element of each group, the anchor, is max; the others hold the inputs.
     anchors = np.zeros(SHAPE, bool)
     anchors.reshape(-1)[np.unique(group.reshape(-1), return_index=True)[1]] = True
     room = int((~anchors).sum())
@@ -31,42 +34,48 @@ def cast_of(quantizer: Quantizer, fmt: Format, top: Format, group: np.ndarray) -
     for begin in range(0, x.size, room):
         some = x[begin : begin + room]
         given = np.zeros(SHAPE, np.float32)
-        given[anchors] = top.max
+        given[anchors] = scale_fmt.max
         given[~anchors] = np.concatenate([some, np.zeros(room - some.size, np.float32)])
-        reading = quantizer.ask(rounded(given, quantizer.dtype))
-        found.append(reading.tensor[~anchors][: some.size])
-    reply = Reply(array=np.concatenate(found), dtype=reading.dtype)
-    a = Answers(x=x, source=quantizer.dtype, reply=reply, fmt=fmt, codes=reply.codes(fmt))
-    b = KNOWN["saturating"].of(fmt)
+        whole = quantizer.ask(rounded(given, quantizer.dtype))
+        found.append(whole.tensor[~anchors][: some.size])
+    output = Output(array=np.concatenate(found), dtype=whole.dtype)
+    a = Responses(x=x, source=quantizer.dtype, output=output, fmt=fmt, codes=output.codes(fmt))
+    b = KNOWN_CASTS["saturating"].behaviour(fmt)
     rounding = decisions.rounding(a, b)
     b = dataclasses.replace(b, rounding=rounding.value or "nearest_even")
+    # Zeros before subnormals: a lost sign would look like a wrong subnormal.
     zero = decisions.negative_zero(a, b)
     b = dataclasses.replace(b, negative_zero=zero.value or "kept")
     subnormals = decisions.subnormals(a, b)
     b = dataclasses.replace(b, subnormals=subnormals.value or "kept")
     double, through = decisions.double_rounding(a, b)
-    b = decisions.with_through(b, a.source, through)
+    b = decisions.with_double_rounding(b, a.source, through)
     return [rounding, subnormals, zero, dataclasses.replace(double, what="double_rounding")], b, a
 
 
-def differences(a: Answers, fmt: Format, compute: Format) -> list[Witness]:
-    """Where it is not the rounding of S-5, or of quotients in bfloat16 by a policy that computes so (S-13): the simplest input."""
-    wanted = KNOWN["saturating"].of(fmt)
+def unexpected_rounding(a: Responses, fmt: Format, compute: Format) -> list[Counterexample]:
+    """The simplest input that is not cast as in S-5; as a list, empty if there is none.
+
+    A policy that computes in bfloat16 rounds to it before the cast (S-13).
+    """
+    wanted = KNOWN_CASTS["saturating"].behaviour(fmt)
     if compute is BFLOAT16:
-        wanted = decisions.with_through(wanted, a.source, Through(dtype=compute.name))
-    differs = a.unlike(wanted, canonical=True)
+        wanted = decisions.with_double_rounding(wanted, a.source, DoubleRounding(dtype=compute.name))
+    differs = a.mismatches(wanted, canonical=True)
     if not differs.any():
         return []
-    coarse = differs & a.of(cast_inputs.coarse(fmt))
+    # Numbers, quarter points and ties first: where they are wrong, the rounding or subnormals are.
+    # If only inputs next to ties are wrong, it is rounded twice (C-1).
+    coarse = differs & a.among(cast_inputs.coarse(fmt))
     normal = coarse & (np.abs(a.x) >= fmt.smallest_normal)
     among, clause = (normal, "C-2") if normal.any() else (coarse, "F-1") if coarse.any() else (differs, "C-1")
     at = simplest(a.x, among)
     if a.x[at] == 0:
         clause = "C-6"
-    shown = a.witness(at, wanted, f"S-5, {clause}")
+    shown = a.counterexample(at, wanted, f"S-5, {clause}")
     return [dataclasses.replace(shown, input=f"{shown.input} beside {fmt.max:g}, under scale 1")]
 
 
-def explains(a: Answers, b: Behaviour) -> bool:
-    """Whether every answer is that of b."""
+def explains(a: Responses, b: Behaviour) -> bool:
+    """Whether all codes are those of behaviour b; NaN codes count as equal."""
     return not np.any(a.canonical(a.codes) != a.canonical(behaviour.encode(a.x, a.fmt, b, source=a.source).astype(np.int64)))

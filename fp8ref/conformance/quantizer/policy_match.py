@@ -1,128 +1,171 @@
-"""Which policy's scales and codes a quantiser has."""
+"""Find the policies that explain a quantizer's scales and codes, else a policy and a deviation.
 
+If no policy agrees, each policy with one known deviation is tried, then a constant factor between
+the scales. If nothing agrees, the nearest policy is reported.
+"""
+
+import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
-from fp8ref.conformance.cast import behaviour
-from fp8ref.conformance.cast.behaviour import Behaviour
-from fp8ref.conformance.counterexample import rounded
-from fp8ref.conformance.quantizer import queries
-from fp8ref.conformance.quantizer.deviations import NONE, Deviation
-from fp8ref.conformance.quantizer.outputs import Reading
-from fp8ref.conformance.quantizer.queries import Asked, Sharing
+from fp8ref import policy as policy_data
+from fp8ref.conformance.inputs.cast_inputs import CAST_FORMATS
+from fp8ref.conformance.quantizer import candidates, queries
+from fp8ref.conformance.quantizer.candidates import DEVIATIONS, NO_DEVIATION, Agreement, Candidate, Deviation, scale_times
+from fp8ref.conformance.quantizer.queries import Response, ScaleLayout
 from fp8ref.formats import Format
-from fp8ref.policy import ScalePolicy
-from fp8ref.sim import cast, scaling
-from fp8ref.sim.scales import Scales, scales_from_amax
 
 
-@dataclass(frozen=True, kw_only=True)
-class Candidate:
-    """A policy, the format whose max it scales to, the format of the codes, whether float32 subnormals are zeros (S-12), and any deviation.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PolicyMatch:
+    """The policies that explain a quantizer's scales, or its codes if it returns no scales.
 
-    rounding  that of its cast, of products of dtype ``source``, where it is not that of S-5.
+    agreements those policies; empty if there is none.
+    nearest    the first of them, else the policy that agrees most.
+    considered for each group, whether its response counts (``queries.considered``).
+    deviation  how the quantizer departs from the nearest policy, in words; or "".
+    explained  for each group, whether the nearest policy with that deviation gives the response.
+               What it does not explain has another cause.
     """
 
-    policy: ScalePolicy
-    top: Format
-    fmt: Format
-    flushes: bool = False
-    deviation: Deviation = NONE
-    rounding: Behaviour | None = None
-    source: str = "float32"
+    agreements: Sequence[Agreement]
+    nearest: Agreement
+    responses: Sequence[Response]
+    considered: np.ndarray
+    deviation: str = ""
+    explained: np.ndarray
 
-    def quantize(self, x: np.ndarray, sharing: Sharing) -> scaling.Quantized:
-        granularity, axis = sharing.granularity, sharing.axis
-        x = _flushed(x) if self.flushes else x
-        given = x if self.policy.compute.name == "float32" else cast.round_to(x, self.policy.compute)
-        amax = self.deviation.amax(given, granularity, axis=axis)
-        with np.errstate(all="ignore"):
-            scales = self.deviation.scales(scales_from_amax(amax, self.top, self.deviation.of(self.policy)), amax, self.top)
-        if self.flushes and self.policy.e8m0 is None:  # e8m0 codes are no floats, and none is flushed
-            scales = Scales(*(_flushed(np.asarray(s)) for s in scales))
-        q = scaling.quantize_with(x, scales, self.fmt, granularity=granularity, policy=self.policy, axis=axis)
-        return q if self.rounding is None else q._replace(codes=self._codes(x, scales, sharing, self.rounding))
-
-    def _codes(self, x: np.ndarray, scales: Scales, sharing: Sharing, rounding: Behaviour) -> np.ndarray:
-        by = scales.scale if self.policy.stored == "scale" else scales.scale_inv
-        by = scaling.spread(by, x.shape, sharing.granularity, sharing.axis)
-        with np.errstate(all="ignore"):
-            scaled = x * by if self.policy.stored == "scale" else x / by
-        return behaviour.encode(np.clip(scaled, -self.fmt.max, self.fmt.max), self.fmt, rounding, source=self.source)
+    def mismatches(self, agreement: Agreement) -> np.ndarray:
+        """For each group that counts, whether it disagrees."""
+        return ~agreement.both & self.considered
 
     @property
-    def clause(self) -> str:
-        return self.policy.clause
+    def names(self) -> list[str]:
+        """The names of the policies that agree."""
+        return list(dict.fromkeys(a.candidate.policy.name for a in self.agreements))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Agreement:
-    """Of each question, whether scales and codes (or values) are the candidate's; None where no scales came.
+def match_policies(
+    responses: Sequence[Response], scale_layout: ScaleLayout, found_fmt: Format, considered: np.ndarray, *, fixed: bool, flushing: bool
+) -> PolicyMatch:
+    """The policies that agree with all responses that count.
 
-    ulps  by how many float32 numbers the scales are off, the median; 0 where no scales came.
+    Scaling to the max of found_fmt is tried first, then to another format's max, then codes of
+    another format.
+
+    fixed     the dtype of the codes names their format, so that no other is tried.
+    flushing  subnormals may be zeros, as under XLA: tried together with policies that keep them.
     """
-
-    candidate: Candidate
-    scales: np.ndarray | None
-    codes: np.ndarray
-    ulps: float
-
-    @property
-    def both(self) -> np.ndarray:
-        return self.codes if self.scales is None else self.scales & self.codes
-
-    @property
-    def deciding(self) -> np.ndarray:
-        """What tells the policy: its scales, where there are any."""
-        return self.codes if self.scales is None else self.scales
-
-
-def agreement(candidate: Candidate, asked: Sequence[Asked], sharing: Sharing) -> Agreement:
-    """Compare everything that came with the candidate's."""
-    scales, codes, off = [], [], [np.zeros(0)]
-    for a in asked:
-        q = candidate.quantize(a.x, sharing)
-        wrong = unlike(a.reading, q, candidate)
-        codes.append(np.bincount(a.group.reshape(-1), weights=wrong.reshape(-1)) == 0)
-        equal = np.ones(a.amax.size, bool)
-        for name, kind in sharing.kinds.items():
-            if kind != "amax":
-                found, expected = queries.per_group(a, name, sharing), np.reshape(getattr(q, kind), -1)
-                equal &= (found == expected) | (np.isnan(found) & np.isnan(expected))
-                off.append(np.abs(found.view(np.int32).astype(np.int64) - expected.view(np.int32))[a.ordinary])
-        scales.append(equal)
-    has_scales = any(kind != "amax" for kind in sharing.kinds.values())
-    ulps = np.concatenate(off)
-    return Agreement(
-        candidate=candidate,
-        scales=np.concatenate(scales) if has_scales else None,
-        codes=np.concatenate(codes),
-        ulps=float(np.median(ulps)) if ulps.size else 0.0,
-    )
+    others = [f for f in CAST_FORMATS.values() if f is not found_fmt]
+    sample = [a for a in responses if a.ordinary.any()][:8]
+    best: Agreement | None = None
+    for stage in ([(found_fmt, found_fmt)], [(f, found_fmt) for f in others], [] if fixed else [(f, f) for f in others]):
+        # Elsewhere than in JAX a policy that flushes is tried only after those that do not.
+        for ways in ((False, True),) if flushing else ((False,), (True,)):
+            tried = [
+                Candidate(policy=policy, scale_fmt=scale_fmt, fmt=of, flushes=flushes)
+                for flushes in ways
+                for policy in policy_data.POLICIES.values()
+                for scale_fmt, of in stage
+            ]
+            # A few ordinary amaxes rule out most candidates cheaply.
+            likely = [c for c in tried if candidates.agrees_at_ordinary(c, sample, scale_layout)]
+            found = [candidates.agreement(c, responses, scale_layout) for c in likely]
+            agreed = [a for a in found if (a.deciding | ~considered).all()]
+            if agreed:
+                top_score = max(score(a, considered) for a in agreed)
+                tied = [a for a in agreed if score(a, considered) == top_score]
+                return PolicyMatch(agreements=tied, nearest=tied[0], responses=responses, considered=considered, explained=tied[0].both)
+            # The nearest policy is that of the first stage: most likely it is meant, and wrong.
+            if best is None:
+                found = [candidates.agreement(c, responses, scale_layout) for c in tried]
+                best = max(found, key=lambda a: (bool(a.codes[queries.ordinary(responses)].all()), -a.ulps, score(a, considered)))
+    assert best is not None
+    deviating = match_deviation(responses, sample, scale_layout, found_fmt)
+    # A deviation must explain more than the best policy does as it is.
+    if deviating is None or score(deviating, considered) <= score(best, considered):
+        nearest, text = match_ratio(best, responses, scale_layout)
+        return PolicyMatch(
+            agreements=[], nearest=nearest, responses=responses, considered=considered, deviation=text, explained=nearest.both
+        )
+    plain = candidates.agreement(dataclasses.replace(deviating.candidate, deviation=NO_DEVIATION), responses, scale_layout)
+    text = deviating.candidate.deviation.text
+    return PolicyMatch(agreements=[], nearest=plain, responses=responses, considered=considered, deviation=text, explained=deviating.both)
 
 
-def at_ordinary(candidate: Candidate, asked: Sequence[Asked], sharing: Sharing) -> bool:
-    """Whether it decides as the candidate at every ordinary amax; looks no further than the first where it does not."""
-    return all(agreement(candidate, [a], sharing).deciding[a.ordinary].all() for a in asked)
+def score(a: Agreement, considered: np.ndarray) -> tuple[int, int]:
+    """How many groups agree in what decides the policy, and how many in scales and codes."""
+    return int((a.deciding & considered).sum()), int((a.both & considered).sum())
 
 
-def unlike(reading: Reading, q: scaling.Quantized, candidate: Candidate) -> np.ndarray:
-    """Where codes, NaNs being one, or values are not those of q; values by S-8 or as quotients by the scale, rounded to their dtype."""
-    if reading.codes is not None:
-        return cast.canonical_nans(reading.codes, q.fmt) != cast.canonical_nans(q.codes, q.fmt)
-    assert reading.values is not None
-    decoded = cast.decode(q.codes, q.fmt)
-    with np.errstate(all="ignore"):
-        spread = [scaling.spread(s, q.codes.shape, q.granularity, q.axis) for s in (q.scale_inv, q.scale)]
-        results = [decoded * spread[0], decoded / spread[1]]
-    differs = []
-    for expected in results:
-        expected = rounded(_flushed(expected) if candidate.flushes else expected, reading.dtype)
-        differs.append(~((reading.values == expected) | (np.isnan(reading.values) & np.isnan(expected))))
-    return min(differs, key=lambda d: int(d.sum()))
+def match_deviation(
+    responses: Sequence[Response], sample: Sequence[Response], scale_layout: ScaleLayout, found_fmt: Format
+) -> Agreement | None:
+    """The policy with one deviation that agrees at all ordinary amaxes and at most others."""
+    found = []
+    for policy in policy_data.POLICIES.values():
+        plain = Candidate(policy=policy, scale_fmt=found_fmt, fmt=found_fmt)
+        # If the policy agrees at ordinary amaxes as it is, only deviations at the others are left.
+        as_is = candidates.agrees_at_ordinary(plain, sample, scale_layout)
+        for deviation in (*DEVIATIONS, *_power_of_two_factor(plain, sample, scale_layout)):
+            candidate = dataclasses.replace(plain, deviation=deviation)
+            if (
+                deviation.applies_to(policy)
+                and not (as_is and deviation.ordinary)
+                and candidates.agrees_at_ordinary(candidate, sample, scale_layout)
+            ):
+                agreed = candidates.agreement(candidate, responses, scale_layout)
+                if agreed.both[queries.ordinary(responses)].all():
+                    found.append(agreed)
+    return max(found, key=lambda a: int(a.both.sum())) if found else None
 
 
-def _flushed(x: np.ndarray) -> np.ndarray:
-    return np.where(np.abs(x) < np.float32(2.0**-126), np.copysign(np.float32(0), x), x).astype(np.float32)[()]
+def _power_of_two_factor(candidate: Candidate, sample: Sequence[Response], scale_layout: ScaleLayout) -> list[Deviation]:
+    """The deviation of scales that are all one power of two times the candidate's, if they are."""
+    ratios = _ratios(candidate, sample, scale_layout)
+    exact = ratios.size > 0 and np.all(ratios == ratios[0]) and ratios[0] != 1 and np.frexp(ratios[0])[0] == 0.5
+    return [scale_times(float(ratios[0]))] if exact else []
+
+
+def match_ratio(best: Agreement, responses: Sequence[Response], scale_layout: ScaleLayout) -> tuple[Agreement, str]:
+    """The policy whose scales differ by one factor, and the factor in words; else the best, and "".
+
+    The factor may vary by rounding: a ratio of scales, or of their reciprocals, has four roundings
+    to float32, each within 2^-24, so that two ratios are within 2^-21.
+    """
+    for policy in policy_data.POLICIES.values():
+        candidate = dataclasses.replace(best.candidate, policy=policy)
+        ratios = _ratios(candidate, responses, scale_layout)
+        # Within 2^-20 of 1 the factor may be rounding alone.
+        if ratios.size and ratios.max() / ratios.min() < 1 + 2.0**-21 and abs(np.log2(ratios[0])) > 2.0**-20:
+            ratio = float(np.median(ratios))
+            other = next(
+                (
+                    f", as of a max of {f.max:g}"
+                    for f in CAST_FORMATS.values()
+                    if abs(ratio * candidate.scale_fmt.max / f.max - 1) < 2.0**-20
+                ),
+                "",
+            )
+            text = f"its scale is about {ratio:.6g} times that policy's{other}"
+            return candidates.agreement(candidate, responses, scale_layout), text
+    return best, ""
+
+
+def _ratios(candidate: Candidate, sample: Sequence[Response], scale_layout: ScaleLayout) -> np.ndarray:
+    """The quantizer's scales divided by the candidate's, at ordinary amaxes.
+
+    Empty without scales, or if a ratio is 0, infinite or NaN.
+    """
+    name = scale_layout.scale
+    if name is None:
+        return np.zeros(0)
+    found = []
+    for a in sample:
+        expected = np.reshape(getattr(candidate.quantize(a.x, scale_layout), scale_layout.kinds[name]), -1)
+        with np.errstate(all="ignore"):
+            ratio = queries.per_group(a, name, scale_layout).astype(np.float64) / expected
+            found.append((ratio if scale_layout.kinds[name] == "scale" else 1 / ratio)[a.ordinary])
+    ratios = np.concatenate(found)
+    return ratios if np.all((ratios > 0) & (ratios < np.inf)) else np.zeros(0)

@@ -1,4 +1,4 @@
-"""The model of casts that the kit compares with is the simulator's where both have a rounding, and each library's where it has its name."""
+"""behaviour.encode agrees with the simulator, with exact comparison in every rounding, and with each library it names."""
 
 import dataclasses
 
@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from fp8ref.conformance.cast import behaviour
-from fp8ref.conformance.cast.behaviour import KNOWN, LAYOUTS, ROUNDINGS, Through
+from fp8ref.conformance.cast.behaviour import KNOWN_CASTS, ROUNDINGS, DoubleRounding
 from fp8ref.conformance.inputs import cast_inputs
+from fp8ref.conformance.inputs.cast_inputs import CAST_FORMATS
 from fp8ref.formats import BFLOAT16, E4M3FN, E5M2, FP8_FORMATS
 from fp8ref.sim import cast
 
@@ -22,20 +23,51 @@ ours = pytest.mark.parametrize("fmt", FP8_FORMATS.values(), ids=str)
 @pytest.mark.parametrize("source", ["float32", "float64"])
 def test_roundings_are_the_simulators(fmt, rounding, source):  # C-2, C-3, C-5, C-6
     x = cast_inputs.identifying(fmt, source)
-    model = dataclasses.replace(KNOWN["saturating"].of(fmt), rounding=rounding)
+    model = dataclasses.replace(KNOWN_CASTS["saturating"].behaviour(fmt), rounding=rounding)
     np.testing.assert_array_equal(behaviour.encode(x, fmt, model, source=source), cast.encode(x, fmt, rounding=rounding))
+
+
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+@pytest.mark.parametrize("fmt", CAST_FORMATS.values(), ids=str)
+def test_roundings_by_the_table_of_numbers(fmt, rounding):  # C-2, C-8
+    """Every number and tie of a format, and the float64 numbers next to each: the neighbour is chosen by comparison alone."""
+    numbers = cast_inputs.with_next(fmt)
+    ties = (numbers[1:] + numbers[:-1]) / 2  # exact: numbers have few bits
+    points = np.concatenate([numbers, ties])
+    points = np.concatenate([points, np.nextafter(points, np.inf), np.nextafter(points, 0)])
+    points = points[points <= fmt.max]
+    x = np.concatenate([points, -points])
+    magnitude, negative = np.abs(x), np.signbit(x)
+    below = np.searchsorted(numbers, magnitude, side="right") - 1  # codes count the numbers from zero
+    inexact, tie, above_tie = magnitude != numbers[below], magnitude == ties[below], magnitude > ties[below]
+    away = {
+        "nearest_even": above_tie | (tie & (below % 2 == 1)),
+        "nearest_away": above_tie | tie,
+        "nearest_zero": above_tie,
+        "toward_zero": np.zeros_like(tie),
+        "away_from_zero": inexact,
+        "to_odd": inexact & (below % 2 == 0),
+        "up": inexact & ~negative,
+        "down": inexact & negative,
+    }[rounding]
+    codes = below + away
+    signed = negative & ((codes != 0) | (fmt.specials != "fnuz"))
+    model = dataclasses.replace(KNOWN_CASTS["saturating"].behaviour(fmt), rounding=rounding)
+    np.testing.assert_array_equal(behaviour.encode(x, fmt, model, source="float64"), codes | np.where(signed, fmt.sign_bit, 0))
 
 
 @ours
 def test_the_unsaturating_is_the_simulators(fmt):  # C-4
     x = cast_inputs.identifying(fmt, "float32")
-    np.testing.assert_array_equal(behaviour.encode(x, fmt, KNOWN["non_saturating"].of(fmt)), cast.encode(x, fmt, saturate=False))
+    np.testing.assert_array_equal(
+        behaviour.encode(x, fmt, KNOWN_CASTS["non_saturating"].behaviour(fmt)), cast.encode(x, fmt, saturate=False)
+    )
 
 
-@pytest.mark.parametrize("fmt", LAYOUTS.values(), ids=str)
+@pytest.mark.parametrize("fmt", CAST_FORMATS.values(), ids=str)
 def test_directed_roundings_lie_around_the_exact_value(fmt):  # C-8
     x = cast_inputs.identifying(fmt, "float32", limit=fmt.max)
-    model = KNOWN["saturating"].of(fmt)
+    model = KNOWN_CASTS["saturating"].behaviour(fmt)
     values = {r: cast.decode(behaviour.encode(x, fmt, dataclasses.replace(model, rounding=r)), fmt) for r in ROUNDINGS}
     assert (values["down"] <= x).all()
     assert (values["up"] >= x).all()
@@ -56,18 +88,18 @@ def test_names_are_what_the_libraries_do(name, fmt):  # C-5, C-8
             "ml_dtypes": lambda: x.astype(getattr(ml_dtypes, f"float8_{fmt.name}")).view(np.uint8),
             "jax": lambda: np.asarray(jnp.asarray(x).astype(f"float8_{fmt.name}")).view(np.uint8),
         }[name]()
-    np.testing.assert_array_equal(behaviour.encode(x, fmt, KNOWN[name].of(fmt)), found)
+    np.testing.assert_array_equal(behaviour.encode(x, fmt, KNOWN_CASTS[name].behaviour(fmt)), found)
 
 
 @pytest.mark.parametrize("name", ["e4m3", "e3m4", "e4m3b11fnuz"])
 def test_the_other_layouts_are_those_of_ml_dtypes(name):
     dtype = getattr(ml_dtypes, f"float8_{name}")
-    ours = cast.decode(np.arange(256, dtype=np.uint8), LAYOUTS[name])
+    ours = cast.decode(np.arange(256, dtype=np.uint8), CAST_FORMATS[name])
     np.testing.assert_array_equal(ours, np.arange(256, dtype=np.uint8).view(dtype).astype(np.float32))
 
 
 def test_a_double_rounding_is_of_its_source_alone():
-    model = dataclasses.replace(KNOWN["saturating"].of(E4M3FN), through={"float32": Through(dtype="bfloat16")})
+    model = dataclasses.replace(KNOWN_CASTS["saturating"].behaviour(E4M3FN), double_rounding={"float32": DoubleRounding(dtype="bfloat16")})
     x = cast_inputs.identifying(E4M3FN, "float32")
     np.testing.assert_array_equal(behaviour.encode(x, E4M3FN, model), cast.encode(cast.round_to(x, BFLOAT16), E4M3FN))
     np.testing.assert_array_equal(behaviour.encode(x, E4M3FN, model, source="float64"), cast.encode(x, E4M3FN))
@@ -83,4 +115,4 @@ def test_inputs_are_numbers_of_their_dtype():
 
 def test_an_unknown_name():
     with pytest.raises(ValueError, match=r"a cast's behaviour is one of saturating, non_saturating, .*; got 'tf32'"):
-        behaviour.known("tf32")
+        behaviour.by_name("tf32")

@@ -1,4 +1,4 @@
-"""Casts are identified by name, and wrong ones by what is wrong with them and the simplest input that shows it."""
+"""identify_cast names library casts, and reports what is wrong with planted ones and the simplest input that shows it."""
 
 import dataclasses
 
@@ -12,8 +12,8 @@ import torch
 
 from fp8ref.conformance import exhaustive, identify_cast
 from fp8ref.conformance import subject as subjects
-from fp8ref.conformance.cast import exhaustive as all_inputs
-from fp8ref.conformance.cast.behaviour import KNOWN, Through
+from fp8ref.conformance.cast.behaviour import KNOWN_CASTS, DoubleRounding
+from fp8ref.conformance.cast.identify import check_all_inputs
 from fp8ref.conformance.subject import ConformanceError
 from fp8ref.formats import E4M3FN, E5M2, E8M0FNU
 from fp8ref.jax import cast as jax_cast
@@ -250,10 +250,10 @@ def test_the_rare_input_is_found_among_all(monkeypatch):
     assert "(float32 0x0000004D): got 0x01 = 0.001953125, expected 0x00 = 0 (by what was found)" in found.message
     start = int(rare.view(np.uint32)) & ~0xFFFFF
     assert start > 0
-    finding, differing = all_inputs.compare(
-        subjects.Subject(name="mine", function=function), E4M3FN, KNOWN["saturating"].of(E4M3FN), inputs=start + 0x100000
+    finding, unlike = check_all_inputs(
+        subjects.Subject(name="mine", function=function), E4M3FN, KNOWN_CASTS["saturating"].behaviour(E4M3FN), inputs=start + 0x100000
     )
-    assert [w.bits for w in differing] == [(f"0x{int(rare.view(np.uint32)):08X}",)]
+    assert [w.bits for w in unlike] == [(f"0x{int(rare.view(np.uint32)):08X}",)]
     assert finding.value == start + 0x100000 - 1
 
 
@@ -329,7 +329,7 @@ def test_the_parts_of_a_result_are_frozen():
     found = identify_cast(planted.saturating, E4M3FN)
     with pytest.raises(dataclasses.FrozenInstanceError):
         found.identified = False
-    assert str(Through(dtype="bfloat16")) == "bfloat16"
+    assert str(DoubleRounding(dtype="bfloat16")) == "bfloat16"
 
 
 def test_a_result_that_the_next_call_overwrites():

@@ -1,4 +1,4 @@
-"""Casts that round at random are told by how often they round away from zero, and by what they decide without chance."""
+"""Stochastic casts are identified by how often they round away from zero, and by their other decisions."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Quantisers are identified: granularity, axis, policy, what they return and how they round; wrong ones by a minimal input."""
+"""identify_quantizer finds granularity, axis, policy, returned scales and rounding; planted faults by a minimal input."""
 
 from types import SimpleNamespace
 
@@ -175,7 +175,7 @@ def test_transposed_scales(granularity):  # S-6
 def test_places_and_shapes_of_what_is_returned_are_said():
     found = identify_quantizer(lambda x: planted.wrong_axis(x)[::-1], E4M3FN)
     said = next(f for f in found.findings if f.what == "returns")
-    assert (said.said, said.evidence) == ("scale as [0] [1, 384]", "beside uint8 of x's shape, [256, 384], as [1]")
+    assert (said.text, said.evidence) == ("scale as [0] [1, 384]", "beside uint8 of x's shape, [256, 384], as [1]")
 
 
 def test_a_remainder_that_is_not_quantised():  # S-5, S-6

@@ -1,4 +1,4 @@
-"""What a quantiser does beyond the tensors that its policy was told by: each planted kernel is right there, and found out elsewhere."""
+"""Planted kernels that are right in the first tensors asked, and wrong in another shape, dtype, place or stride."""
 
 import jax.numpy as jnp
 import planted_kernels as planted
@@ -11,14 +11,14 @@ from fp8ref.formats import E4M3FN
 from fp8ref.jax import scaling as jax_scaling
 
 
-def asked(function, expect="torchao"):
+def identified(function, expect="torchao"):
     return identify_quantizer(function, E4M3FN, name="mine", framework="torch", expect=expect)
 
 
 def test_what_is_right_everywhere():  # S-16
-    found = asked(planted.rows)
+    found = identified(planted.rows)
     assert found.ok
-    said = {f.what: f.said for f in found.findings}
+    said = {f.what: f.text for f in found.findings}
     assert (said["shapes"], said["strides"]) == ("all alike", "all alike")
     assert "transposed, every second column, behind a row: as contiguous" in [f.evidence for f in found.findings]
     by = {f.what: f.value for f in found.findings}
@@ -48,8 +48,8 @@ def test_what_is_right_everywhere():  # S-16
         (planted.forgets_an_offset, "of x [128, 256], behind a row in memory"),
     ],
 )
-def test_what_is_wrong_elsewhere(function, said):  # S-2, S-5, S-6, S-16
-    found = asked(function)
+def test_what_is_wrong_in_other_tensors(function, said):  # S-2, S-5, S-6, S-16
+    found = identified(function)
     assert not found.ok
     assert not found.identified
     assert "of other tensors it gives something else" in found.message
@@ -70,9 +70,9 @@ def test_what_is_wrong_elsewhere(function, said):  # S-2, S-5, S-6, S-16
         (planted.doubles_the_amax, "'amax' of what it returns: got 2, expected 1, the largest magnitude of its group (S-2)"),
     ],
 )
-def test_what_no_name_has(function, said):  # S-1 to S-6
+def test_faults_that_no_policy_explains(function, said):  # S-1 to S-6
     for expect in ("torchao", None):
-        found = asked(function, expect)
+        found = identified(function, expect)
         assert not found.ok
         assert said in found.message + "".join(map(str, found.unlike))
 
@@ -84,24 +84,24 @@ def test_what_no_name_has(function, said):  # S-1 to S-6
         (planted.one_call_late(), "mine gives for x of 0.5s .* after x of ones, the codes of those"),
     ],
 )
-def test_what_calls_have_in_common(function, said):
+def test_outputs_that_calls_share(function, said):
     with pytest.raises(ConformanceError, match=said):
-        asked(function)
+        identified(function)
 
 
 def test_a_workspace_of_another_dtype():
     quantize = planted.with_a_workspace()
     with pytest.raises(ConformanceError, match="mine overwrites what it gave for x torch bfloat16"):
-        asked(lambda x: quantize(x) if x.dtype == torch.bfloat16 else planted.rows(x))
+        identified(lambda x: quantize(x) if x.dtype == torch.bfloat16 else planted.rows(x))
 
 
 def test_more_calls_than_are_asked():
     with pytest.raises(ConformanceError, match="mine remembers more than 20 calls"):
-        asked(planted.delayed(24), "te_delayed")
+        identified(planted.delayed(24), "te_delayed")
 
 
 @pytest.mark.parametrize("axis", [-1, 0])
-def test_what_xla_loses_is_held_against_nobody(axis):  # P-3, S-16
+def test_a_nan_that_xla_loses_is_no_fault(axis):  # P-3, S-16
     def quantize(x):
         amax = jnp.max(jnp.abs(x.astype(jnp.float32)), axis, keepdims=True)
         scale = 448 / jnp.maximum(amax, 1e-12)
@@ -109,10 +109,10 @@ def test_what_xla_loses_is_held_against_nobody(axis):  # P-3, S-16
 
     found = identify_quantizer(quantize, E4M3FN, framework="jax", expect="torchao")
     assert found.ok, found.message
-    assert {f.what: f.said for f in found.findings}["NaN inside"] == "lost where XLA's max loses it"
+    assert {f.what: f.text for f in found.findings}["NaN inside"] == "lost where XLA's max loses it"
 
 
-def test_what_xla_flushes_beside_an_e8m0_scale_is_held_against_nobody():  # S-12, S-14
+def test_subnormals_that_xla_flushes_under_e8m0_scales_are_no_fault():  # S-12, S-14
     def quantize(x):
         q = jax_scaling.quantize(x, E4M3FN, granularity="mx_1x32", policy="mx_floor")
         return q.codes, q.scale_inv.astype(jnp.float8_e8m0fnu)
@@ -133,10 +133,10 @@ def test_a_nan_that_is_dropped_in_jax_is_a_fault():  # S-2
 
 
 def test_a_delayed_quantizer_by_its_policy():  # S-11, H-1
-    found = asked(planted.delayed(), "te_delayed")
+    found = identified(planted.delayed(), "te_delayed")
     assert found.ok, found.message
     assert found.found["memory"] == 16
-    assert not asked(planted.delayed(), "torchao").ok
+    assert not identified(planted.delayed(), "torchao").ok
 
 
 def test_what_it_does_not_take_is_said():
@@ -145,7 +145,7 @@ def test_what_it_does_not_take_is_said():
             raise TypeError("contiguous float32, please")
         return planted.rows(x)
 
-    found = asked(function)
+    found = identified(function)
     assert found.ok
     assert "it takes no bfloat16, no float16" in found.message
     assert next(f for f in found.findings if f.what == "strides").evidence.endswith("it raises for transposed, every second column")
@@ -156,7 +156,7 @@ def test_shapes_that_it_does_not_take_are_said():
         assert x.shape[0] % 16 == 0
         return planted.rows(x)
 
-    found = asked(function)
+    found = identified(function)
     assert found.ok
     assert (
         "it raises for [1, 1], [2, 3], [3, 17], [4, 1000], [1, 128], [3, 256], [131, 128], [3, 28672], [1031, 1152]"

@@ -1,0 +1,254 @@
+"""Candidate quantizers: a policy, as it is or with one known deviation.
+
+``DEVIATIONS`` are the mistakes that have a name, such as an amax without abs. ``agreement`` tells
+for which groups a quantizer's scales and codes are those of a candidate.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from fp8ref.conformance.cast import behaviour
+from fp8ref.conformance.cast.behaviour import Behaviour
+from fp8ref.conformance.counterexample import rounded
+from fp8ref.conformance.quantizer import queries
+from fp8ref.conformance.quantizer.outputs import QuantizerOutput
+from fp8ref.conformance.quantizer.queries import Response, ScaleLayout
+from fp8ref.formats import BFLOAT16, FLOAT16, Format
+from fp8ref.policy import ScalePolicy
+from fp8ref.sim import cast, scaling
+from fp8ref.sim.scales import Scales, scale_inv_from_scale, scales_from_amax
+
+Amax = Callable[..., np.ndarray]
+ChangeScales = Callable[[Scales, np.ndarray, Format], Scales]
+
+
+def _own_scales(scales: Scales, amax: np.ndarray, fmt: Format) -> Scales:
+    """The policy's scales, unchanged."""
+    return scales
+
+
+@dataclass(frozen=True, kw_only=True)
+class Deviation:
+    """One way to depart from a policy.
+
+    text     completes "policy torchao, but".
+    changes  fields of the policy, with other values.
+    amax     replaces scaling.amax.
+    scales   (policy's scales, amax, format whose max is scaled to) -> scales.
+    ordinary whether it shows at ordinary amaxes.
+    """
+
+    text: str
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    amax: Amax = scaling.amax
+    scales: ChangeScales = _own_scales
+    ordinary: bool = True
+
+    def applied_to(self, policy: ScalePolicy) -> ScalePolicy:
+        """The policy with the changed fields."""
+        return dataclasses.replace(policy, **self.changes) if self.changes else policy
+
+    def applies_to(self, policy: ScalePolicy) -> bool:
+        """Whether it changes the policy. One of e8m0 scales has no eps, and its own ratio (S-14)."""
+        return not self.changes or (policy.e8m0 is None and any(getattr(policy, key) != value for key, value in self.changes.items()))
+
+
+def _rounded_amax(fmt: Format) -> Amax:
+    return lambda x, granularity, axis: cast.round_to(scaling.amax(x, granularity, axis=axis), fmt)
+
+
+def _rounded_scale(fmt: Format, rounding: cast.Rounding = "nearest_even") -> ChangeScales:
+    def scales(scales: Scales, amax: np.ndarray, of: Format) -> Scales:
+        scale = cast.round_to(scales.scale, fmt, rounding=rounding)
+        return Scales(scale, scale_inv_from_scale(scale))
+
+    return scales
+
+
+def _one_where(condition: Callable[[np.ndarray], np.ndarray]) -> ChangeScales:
+    def scales(scales: Scales, amax: np.ndarray, fmt: Format) -> Scales:
+        return Scales(*(np.where(condition(amax), np.float32(1), s)[()] for s in scales))
+
+    return scales
+
+
+def _quotient_alone(scales: Scales, amax: np.ndarray, fmt: Format) -> Scales:
+    """scale_inv = amax / max, by a float64 quotient rounded once."""
+    return Scales(scales.scale, (amax.astype(np.float64) / fmt.max).astype(np.float32))
+
+
+def _power_of_two(rounding: Callable[[np.ndarray], np.ndarray]) -> ChangeScales:
+    def scales(scales: Scales, amax: np.ndarray, fmt: Format) -> Scales:
+        # log2 is rounded to float32, as that of libraries is.
+        scale = np.exp2(rounding(np.log2(scales.scale.astype(np.float64)).astype(np.float32)).astype(np.float64)).astype(np.float32)
+        return Scales(scale, scale_inv_from_scale(scale))
+
+    return scales
+
+
+def scale_times(factor: float) -> Deviation:
+    """The deviation of a scale that is ``factor`` times the policy's."""
+
+    def scales(scales: Scales, amax: np.ndarray, fmt: Format) -> Scales:
+        scale = scales.scale * np.float32(factor)
+        return Scales(scale, scale_inv_from_scale(scale))
+
+    return Deviation(text=f"its scale is {factor:g} times that policy's", scales=scales)
+
+
+def _without_abs(part: Callable[[np.ndarray, np.float32], np.ndarray]) -> Amax:
+    return lambda x, granularity, axis: scaling.amax(part(x, np.float32(0)), granularity, axis=axis)
+
+
+# The eps of libraries: none, powers of ten, the smallest normal number, and two epsilons
+_EPS = (0.0, 1e-4, 1e-5, 1e-6, 1e-7, 1e-8, 1e-9, 1e-10, 1e-12, 1e-15, 1e-20, 1e-30, 2.0**-126, 2.0**-23, 2.0**-7)
+
+DEVIATIONS = (
+    Deviation(text="its amax is the largest element, without abs", amax=_without_abs(np.maximum)),
+    Deviation(text="its amax is the smallest element's magnitude, not the largest magnitude", amax=_without_abs(np.minimum)),
+    Deviation(text="its amax is rounded to bfloat16", amax=_rounded_amax(BFLOAT16)),
+    Deviation(text="its amax is rounded to float16", amax=_rounded_amax(FLOAT16)),
+    Deviation(text="its scale is max * (1 / amax), of two roundings, not max / amax", changes={"ratio": "max*(1/amax)"}),
+    Deviation(text="an amax of 0 has scale 1", scales=_one_where(lambda amax: amax == 0), ordinary=False),
+    Deviation(text="an infinite amax has scale 1", scales=_one_where(np.isinf), ordinary=False),
+    Deviation(text="an amax of NaN has scale 1", scales=_one_where(np.isnan), ordinary=False),
+    Deviation(text="an amax that is not finite has scale 1", scales=_one_where(lambda amax: ~np.isfinite(amax)), ordinary=False),
+    *(Deviation(text=f"its eps is {eps:.9g}", changes={"eps": eps}, ordinary=False) for eps in _EPS),
+    Deviation(text="its scale is rounded to bfloat16", scales=_rounded_scale(BFLOAT16)),
+    Deviation(text="its scale is cut to bfloat16, not rounded", scales=_rounded_scale(BFLOAT16, "toward_zero")),
+    Deviation(text="its scale is rounded to float16", scales=_rounded_scale(FLOAT16)),
+    Deviation(text="its scale_inv is amax / max, not the reciprocal of the scale", scales=_quotient_alone),
+    Deviation(text="its scale is rounded up to a power of two, not down", scales=_power_of_two(np.ceil)),
+    Deviation(text="its scale is rounded to the nearest power of two, by log2", scales=_power_of_two(np.rint)),
+)
+NO_DEVIATION = Deviation(text="")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A policy, possibly with one deviation, to compare a quantizer with.
+
+    scale_fmt  the format whose max it scales to; fmt: the format of the codes.
+    flushes    float32 subnormals are zeros, as under XLA (S-12).
+    rounding   the behaviour of the cast, where it is not that of S-5, for products of dtype ``source``.
+    """
+
+    policy: ScalePolicy
+    scale_fmt: Format
+    fmt: Format
+    flushes: bool = False
+    deviation: Deviation = NO_DEVIATION
+    rounding: Behaviour | None = None
+    source: str = "float32"
+
+    def quantize(self, x: np.ndarray, scale_layout: ScaleLayout) -> scaling.Quantized:
+        """x [M, K] as this candidate quantizes it."""
+        granularity, axis = scale_layout.granularity, scale_layout.axis
+        x = _flushed(x) if self.flushes else x
+        # The amax is that of x in the policy's own dtype (S-13), the cast that of x itself.
+        given = x if self.policy.compute.name == "float32" else cast.round_to(x, self.policy.compute)
+        amax = self.deviation.amax(given, granularity, axis=axis)
+        with np.errstate(all="ignore"):
+            scales = self.deviation.scales(
+                scales_from_amax(amax, self.scale_fmt, self.deviation.applied_to(self.policy)), amax, self.scale_fmt
+            )
+        if self.flushes and self.policy.e8m0 is None:  # an e8m0 scale is no float, and so never flushed
+            scales = Scales(*(_flushed(np.asarray(s)) for s in scales))
+        q = scaling.quantize_with(x, scales, self.fmt, granularity=granularity, policy=self.policy, axis=axis)
+        return q if self.rounding is None else q._replace(codes=self._codes(x, scales, scale_layout, self.rounding))
+
+    def _codes(self, x: np.ndarray, scales: Scales, scale_layout: ScaleLayout, rounding: Behaviour) -> np.ndarray:
+        by = scales.scale if self.policy.stored == "scale" else scales.scale_inv
+        by = scaling.spread(by, x.shape, scale_layout.granularity, scale_layout.axis)
+        with np.errstate(all="ignore"):
+            scaled = x * by if self.policy.stored == "scale" else x / by
+        return behaviour.encode(np.clip(scaled, -self.fmt.max, self.fmt.max), self.fmt, rounding, source=self.source)
+
+    @property
+    def clause(self) -> str:
+        return self.policy.clause
+
+
+@dataclass(frozen=True, kw_only=True)
+class Agreement:
+    """For each group of all responses, whether scales and codes (or values) are the candidate's.
+
+    scales  None if the quantizer returns no scale.
+    ulps    the median distance of the scales in float32 numbers; 0 without scales.
+    """
+
+    candidate: Candidate
+    scales: np.ndarray | None
+    codes: np.ndarray
+    ulps: float
+
+    @property
+    def both(self) -> np.ndarray:
+        """For each group, whether scales and codes agree."""
+        return self.codes if self.scales is None else self.scales & self.codes
+
+    @property
+    def deciding(self) -> np.ndarray:
+        """For each group, whether what decides a policy agrees: scales, else codes."""
+        return self.codes if self.scales is None else self.scales
+
+
+def agreement(candidate: Candidate, responses: Sequence[Response], scale_layout: ScaleLayout) -> Agreement:
+    """Compare all outputs with those of the candidate, group by group."""
+    scales, codes, off = [], [], [np.zeros(0)]
+    for a in responses:
+        q = candidate.quantize(a.x, scale_layout)
+        wrong = mismatches(a.output, q, candidate)
+        # A group agrees if none of its elements is wrong.
+        codes.append(np.bincount(a.group.reshape(-1), weights=wrong.reshape(-1)) == 0)
+        equal = np.ones(a.amax.size, bool)
+        for name, kind in scale_layout.kinds.items():
+            if kind != "amax":
+                found, expected = queries.per_group(a, name, scale_layout), np.reshape(getattr(q, kind), -1)
+                equal &= (found == expected) | (np.isnan(found) & np.isnan(expected))
+                # The bits of positive float32 numbers, as integers, count these numbers.
+                off.append(np.abs(found.view(np.int32).astype(np.int64) - expected.view(np.int32))[a.ordinary])
+        scales.append(equal)
+    has_scales = any(kind != "amax" for kind in scale_layout.kinds.values())
+    ulps = np.concatenate(off)
+    return Agreement(
+        candidate=candidate,
+        scales=np.concatenate(scales) if has_scales else None,
+        codes=np.concatenate(codes),
+        ulps=float(np.median(ulps)) if ulps.size else 0.0,
+    )
+
+
+def agrees_at_ordinary(candidate: Candidate, responses: Sequence[Response], scale_layout: ScaleLayout) -> bool:
+    """Whether all groups of ordinary amax agree; stops at the first response that does not."""
+    return all(agreement(candidate, [a], scale_layout).deciding[a.ordinary].all() for a in responses)
+
+
+def mismatches(output: QuantizerOutput, q: scaling.Quantized, candidate: Candidate) -> np.ndarray:
+    """Where the codes (all NaN codes being one), or else the values, are not those of q.
+
+    Values may be decoded * scale_inv (S-8) or decoded / scale, rounded to their dtype: whichever
+    agrees more.
+    """
+    if output.codes is not None:
+        return cast.canonical_nans(output.codes, q.fmt) != cast.canonical_nans(q.codes, q.fmt)
+    assert output.values is not None
+    decoded = cast.decode(q.codes, q.fmt)
+    with np.errstate(all="ignore"):
+        spread = [scaling.spread(s, q.codes.shape, q.granularity, q.axis) for s in (q.scale_inv, q.scale)]
+        results = [decoded * spread[0], decoded / spread[1]]
+    differs = []
+    for expected in results:
+        # XLA flushes the product too.
+        expected = rounded(_flushed(expected) if candidate.flushes else expected, output.dtype)
+        differs.append(~((output.values == expected) | (np.isnan(output.values) & np.isnan(expected))))
+    return min(differs, key=lambda d: int(d.sum()))
+
+
+def _flushed(x: np.ndarray) -> np.ndarray:
+    """x with float32 subnormals as zeros of their sign."""
+    return np.where(np.abs(x) < np.float32(2.0**-126), np.copysign(np.float32(0), x), x).astype(np.float32)[()]
