@@ -11,9 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from fp8ref import linear_selection
 from fp8ref.estimate import kernels, linear_cost, step_time
 from fp8ref.estimate.gpu_rates import COPY, PUBLISHED, ROWWISE, Ceilings
-from fp8ref.recipe import RECIPES, Gemm, plan
+from fp8ref.recipe import RECIPES, Gemm
 from fp8ref.train import config as configs
 
 H100 = PUBLISHED["h100"]
@@ -113,7 +114,7 @@ def verdicts(recipe: str) -> dict[tuple[int, int, int], tuple[bool, float]]:
     for k in lengths:
         for n in lengths:
             # a large linear beside it, since a plan that converts nothing is refused
-            converts = plan({"it": (n, k), "large": (65536, 65536)}, recipe, filter_fqns=["auto_filter_small_kn"])[0].fp8
+            converts = linear_selection.select({"it": (n, k), "large": (65536, 65536)}, recipe, filter_fqns=["auto_filter_small_kn"])[0].fp8
             found |= {(m, k, n): (converts, linear(recipe, m, k, n, ceilings=META)) for m in lengths}
     return found
 

@@ -11,7 +11,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fp8ref.recipe import OPERANDS, CastSpec, Decision, Gemm, Role
+from fp8ref.linear_selection import Decision
+from fp8ref.recipe import OPERANDS, CastSpec, Gemm, Role
 
 COUNTS = ("count", "non_finite", "underflows", "saturated", "overflows")
 FIELDS = (*COUNTS, "signal", "noise", "amax", "scale_min", "scale_max")

@@ -55,7 +55,7 @@ SECTIONS = {
     "torch/linear.py": {"Linear": ("Shapes", "Order", "State", "Gradient", "Specials", "Raises")},
     "torch/convert.py": {"convert": ("Keeps", "Returns", "Raises"), "deconvert": ("Returns", "Raises"), "weights": ("Raises",)},
     "torch/parallel.py": {"parallelize": ("Raises",)},
-    "recipe.py": {"plan": ("Shapes", "Returns", "Raises")},
+    "linear_selection.py": {"select": ("Shapes", "Returns", "Raises")},
     "conformance/parameters.py": dict.fromkeys(("casts", "scales", "quantizers"), ("Raises", "Source")),
     "conformance/require.py": dict.fromkeys(
         ("require_cast", "require_scales", "require_quantized"), ("Shapes", "Specials", "Raises", "Source")

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from fp8ref import recipe, stats
+from fp8ref import linear_selection, recipe, stats
 from fp8ref.formats import E4M3FN
 from fp8ref.stats import FIELDS
 
@@ -62,6 +62,6 @@ def test_what_json_lacks_is_null(fields, null):  # Q-8
 
 def test_the_plan_has_every_fp8_operand():
     shapes = {"up": (32, 32), "lm_head": (32, 32)}
-    plan = recipe.plan(shapes, "rowwise_with_gw_hp", filter_fqns=["lm_head"])
+    plan = linear_selection.select(shapes, "rowwise_with_gw_hp", filter_fqns=["lm_head"])
     names = [operand.name for operand in stats.planned(plan)]
     assert names == ["up/output/input", "up/output/weight", "up/grad_input/grad_output", "up/grad_input/weight"]

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from fp8ref.estimate import kernels
 from fp8ref.estimate.gpu_rates import Ceilings
 from fp8ref.estimate.kernels import Fusion, multiplies_fp8
-from fp8ref.recipe import Decision, Gemm, GemmSpec, Recipe
+from fp8ref.linear_selection import Decision
+from fp8ref.recipe import Gemm, GemmSpec, Recipe
 from fp8ref.train.config import Config
 from fp8ref.train.device_shapes import in_fp8, tokens, used
 

@@ -12,7 +12,8 @@ from fp8ref.estimate import linear_cost
 from fp8ref.estimate.gpu_rates import Ceilings
 from fp8ref.estimate.linear_cost import Ledger
 from fp8ref.estimate.memory import LOGITS, moments
-from fp8ref.recipe import RECIPES, Decision
+from fp8ref.linear_selection import Decision
+from fp8ref.recipe import RECIPES
 from fp8ref.train.config import Config
 from fp8ref.train.device_shapes import at_rest, tokens
 

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from torchao.float8 import convert_to_float8_training, float8_linear
 from torchao.float8.float8_linear_utils import swap_linear_layers
 
+from fp8ref import linear_selection
 from fp8ref import recipe as recipes
 from fp8ref.recipe import ROLES, Recipe
 from fp8ref.torch import delayed, gemm, torchao_linear
@@ -65,7 +66,7 @@ def convert(
               attributes that were added to a linear (R-5).
     Returns:  the model, changed in place (a model that is itself one nn.Linear: its replacement).
               Recipe 'bf16' changes nothing.
-    Raises:   ValueError, and nothing is changed: as ``fp8ref.recipe.plan``; a recipe that neither
+    Raises:   ValueError, and nothing is changed: as ``linear_selection.select``; a recipe that neither
               can run; a model that is compiled, sharded or FP8 already; a chosen linear of which
               something would be lost or that its parent does not call (R-5), registered under two
               names, on a GPU without FP8, or on a CPU whose torch lacks the recipe's GEMMs.
@@ -74,7 +75,7 @@ def convert(
     _check_module(model)
     linears = {name: m for name, m in model.named_modules(remove_duplicate=False) if isinstance(m, nn.Linear)}
     shapes = {name: (m.out_features, m.in_features) for name, m in linears.items()}
-    chosen = [d.path for d in recipes.plan(shapes, recipe, filter_fqns=filter_fqns, fp8_fqns=fp8_fqns) if d.fp8]
+    chosen = [d.path for d in linear_selection.select(shapes, recipe, filter_fqns=filter_fqns, fp8_fqns=fp8_fqns) if d.fp8]
     if not chosen:
         return model
     config = torchao_linear.torchao_config(recipe) if amax_group is None and torchao_linear.expresses(recipe) else None

@@ -24,7 +24,7 @@ from torchao.float8.float8_linear import Float8Linear
 from torchao.float8.float8_ops import FLOAT8_OPS_TABLE
 from torchao.float8.float8_tensor_parallel import Float8ColwiseParallel, Float8RowwiseParallel, PrepareFloat8ModuleInput
 
-from fp8ref.recipe import matches
+from fp8ref import linear_selection
 from fp8ref.torch import torchao_linear
 from fp8ref.torch.linear import Linear
 from fp8ref.torch.model_checks import is_compiled
@@ -127,7 +127,7 @@ def _styles(model: nn.Module, plan: Mapping[str, Style]) -> dict[str, Style]:
     for pattern, style in plan.items():
         if style not in get_args(Style):
             raise ValueError(f"a plan's styles are {' and '.join(get_args(Style))}; got {style!r} for {pattern!r}.")
-        named = [name for name in linears if matches(pattern, name)]
+        named = [name for name in linears if linear_selection.matches(pattern, name)]
         if not named:
             raise ValueError(
                 f"plan pattern {pattern!r} names none of the linears: {', '.join(linears) or 'there are none'}. Spell one of them."

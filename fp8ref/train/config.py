@@ -17,9 +17,9 @@ from pathlib import Path
 import pydantic
 import tyro
 
-from fp8ref import llama
-from fp8ref import recipe as recipes
+from fp8ref import linear_selection, llama
 from fp8ref.errors import ConfigError
+from fp8ref.linear_selection import Decision
 from fp8ref.llama import LlamaConfig
 from fp8ref.train.sections import (
     CheckpointConfig,
@@ -65,12 +65,12 @@ class Config:
         head = () if self.model.tie_word_embeddings or "lm_head" in self.numerics.filter_fqns else ("lm_head",)
         return (*self.numerics.filter_fqns, *head)
 
-    def decisions(self) -> list[recipes.Decision]:
+    def decisions(self) -> list[Decision]:
         """For every linear of the model, its recipe and the reason (SEMANTICS R-2).
 
-        Raises as ``recipe.plan``.
+        Raises as ``linear_selection.select``.
         """
-        return recipes.plan(
+        return linear_selection.select(
             llama.linear_shapes(self.model), self.numerics.recipe, filter_fqns=self.filter_fqns, fp8_fqns=self.numerics.fp8_fqns
         )
 

@@ -9,7 +9,8 @@ import math
 from fp8ref import granularity, llama
 from fp8ref import recipe as recipes
 from fp8ref.errors import ConfigError
-from fp8ref.recipe import OPERANDS, REDUCED_AXES, Decision, Recipe
+from fp8ref.linear_selection import Decision
+from fp8ref.recipe import OPERANDS, REDUCED_AXES, Recipe
 from fp8ref.train.config import Config
 
 

@@ -21,7 +21,7 @@ import tomli_w
 import fp8ref
 from fp8ref import console
 from fp8ref.errors import ConfigError
-from fp8ref.recipe import Decision
+from fp8ref.linear_selection import Decision
 from fp8ref.train import checkpoint, failed_step, hardware
 from fp8ref.train import config as configs
 from fp8ref.train.config import Config

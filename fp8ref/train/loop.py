@@ -12,7 +12,7 @@ import numpy as np
 
 from fp8ref import console
 from fp8ref.errors import ConfigError, LostProcessError, NonFiniteError, StoppedError
-from fp8ref.recipe import Decision
+from fp8ref.linear_selection import Decision
 from fp8ref.train import config as configs
 from fp8ref.train import export, failed_step, hardware, log, profiling, run_dir, signals, trackers, train_state
 from fp8ref.train.checkpoint import Checkpoints

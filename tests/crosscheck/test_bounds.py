@@ -4,10 +4,10 @@ import torch
 from scipy import stats
 from torch.nn import functional
 
-from fp8ref import llama
+from fp8ref import linear_selection, llama
 from fp8ref.crosscheck import bounds
 from fp8ref.formats import BFLOAT16, E4M3FN
-from fp8ref.recipe import RECIPES, plan
+from fp8ref.recipe import RECIPES
 from fp8ref.sim import cast, gemm, scaling
 from fp8ref.sim import llama as model
 from fp8ref.train.torch.llama import _rotate
@@ -58,7 +58,7 @@ def test_forward_bounds_hold_another_sample_and_not_another_model(rng):  # B-2, 
     config = llama.LlamaConfig(hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1)
     weights = llama.initial_weights(config, seed=0)
     tokens = rng.integers(0, 256, (2, 17))
-    recipes = {d.path: d.recipe for d in plan(llama.linear_shapes(config), "tensorwise")}
+    recipes = {d.path: d.recipe for d in linear_selection.select(llama.linear_shapes(config), "tensorwise")}
     logits, loss, logits_bound, loss_bound = bounds.forward(tokens, weights, config, recipes)
     other = model.forward(tokens[:, :-1], weights, config, recipes, seed=99)
     assert (np.abs(other - logits) <= logits_bound).all()

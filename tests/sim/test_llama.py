@@ -6,9 +6,9 @@ import torch
 from transformers import LlamaConfig as HuggingFaceConfig
 from transformers import LlamaForCausalLM
 
-from fp8ref import llama
+from fp8ref import linear_selection, llama
 from fp8ref.formats import E4M3FN
-from fp8ref.recipe import RECIPES, SHARED_RECIPES, plan
+from fp8ref.recipe import RECIPES, SHARED_RECIPES
 from fp8ref.sim import delayed, scales, scaling
 from fp8ref.sim import llama as model
 
@@ -16,7 +16,7 @@ CONFIG = llama.LlamaConfig(hidden_size=32, intermediate_size=48, num_hidden_laye
 
 
 def recipes(config, name):
-    return {d.path: d.recipe for d in plan(llama.linear_shapes(config), name)}
+    return {d.path: d.recipe for d in linear_selection.select(llama.linear_shapes(config), name)}
 
 
 @pytest.mark.parametrize("tied", [False, True])

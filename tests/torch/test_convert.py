@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torchao.float8 import Float8LinearConfig, _auto_filter_for_recipe, convert_to_float8_training
 from torchao.float8.float8_linear import Float8Linear
 
-from fp8ref import recipe as recipes
+from fp8ref import linear_selection
 from fp8ref.crosscheck import bounds
 from fp8ref.recipe import RECIPES
 from fp8ref.sim import linear as sim
@@ -176,7 +176,7 @@ def test_the_auto_filter_is_torchaos(recipe):  # R-4
     lengths = [n + d for n in (1024, 2048, 4096, 8192) for d in (-16, -8, 0, 16)]
     theirs = _auto_filter_for_recipe(recipe, [])
     shapes = {f"{n}_{k}": (n, k) for n, k in itertools.product(lengths, lengths)}
-    for decision in recipes.plan(shapes, recipe, filter_fqns=["auto_filter_small_kn"]):
+    for decision in linear_selection.select(shapes, recipe, filter_fqns=["auto_filter_small_kn"]):
         n, k = decision.shape
         assert decision.fp8 == theirs(nn.Linear(k, n, device="meta"), decision.path), decision
 

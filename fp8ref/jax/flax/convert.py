@@ -1,4 +1,4 @@
-"""Convert an existing Flax model, linen or NNX, to FP8; ``recipe.plan`` picks the layers (SEMANTICS
+"""Convert an existing Flax model, linen or NNX, to FP8; ``linear_selection.select`` picks the layers (SEMANTICS
 R-2, R-3)."""
 
 import math
@@ -13,7 +13,7 @@ from flax import nnx
 from flax.core import Scope
 from jax import lax
 
-from fp8ref import recipe as recipes
+from fp8ref import linear_selection
 from fp8ref.hardware import Multiply
 from fp8ref.jax import linear
 from fp8ref.jax.flax import linen as linen_hooks
@@ -70,7 +70,7 @@ def _convert_nnx(model: nnx.Module, recipe: Recipe, options: Mapping, multiply: 
         for path, layer in nnx.iter_graph(model, graph=True)
         if isinstance(layer, nnx.Linear | nnx.LinearGeneral | nnx.Einsum)
     }
-    plan = recipes.plan({name: _dims(name, layer) for name, layer in layers.items()}, recipe, **options)
+    plan = linear_selection.select({name: _dims(name, layer) for name, layer in layers.items()}, recipe, **options)
     chosen = [(decision, layers[decision.path]) for decision in plan if decision.fp8]
     for decision, layer in chosen:  # all of them, before the first one changes
         free = {nnx.Linear: (lax.dot_general,), nnx.LinearGeneral: (None,), nnx.Einsum: (jnp.einsum,)}
@@ -140,7 +140,7 @@ def _convert_linen(model: nn.Module, recipe: Recipe, options: Mapping, inputs: t
     # Shapes are enough to name layers and dims: nothing is computed.
     with nn.intercept_methods(record):
         jax.eval_shape(lambda: init(model))
-    plan = recipes.plan({name: dims for name, (_, dims) in layers.items()}, recipe, **options)
+    plan = linear_selection.select({name: dims for name, (_, dims) in layers.items()}, recipe, **options)
     for decision in plan:
         layer = layers[decision.path][0]
         if decision.fp8 and isinstance(layer, nn.Einsum):

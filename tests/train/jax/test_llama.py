@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from fp8ref import llama
-from fp8ref.recipe import plan
+from fp8ref import linear_selection, llama
 from fp8ref.sim import llama as sim
 from fp8ref.train.jax.llama import Llama, Pass
 
@@ -16,7 +15,7 @@ CONFIG = llama.LlamaConfig(hidden_size=32, intermediate_size=48, num_hidden_laye
 
 def build(config, seed=0):
     weights = {k: v * (4 if v.ndim == 2 else 1) for k, v in llama.initial_weights(config, seed=seed).items()}
-    recipes = {d.path: d.recipe for d in plan(llama.linear_shapes(config), "bf16")}
+    recipes = {d.path: d.recipe for d in linear_selection.select(llama.linear_shapes(config), "bf16")}
     return Llama(config, weights, recipes), weights, recipes
 
 
