@@ -90,9 +90,10 @@ def identify_quantizer(
         unexplained = counterexamples.for_policy(quantizer, matched, matched.nearest, scale_layout)
     else:
         groups = amax_inputs.groups(SHAPE, at, along)
-        more, rounding, answers = inner_cast.identify_inner_cast(quantizer, chosen.fmt, chosen.scale_fmt, groups)
+        largest = chosen.scale_fmt.max / 2.0**chosen.policy.margin
+        more, rounding, answers = inner_cast.identify_inner_cast(quantizer, chosen.fmt, largest, groups)
         findings += more
-        different = inner_cast.unexpected_rounding(answers, chosen.fmt, chosen.policy.compute)
+        different = inner_cast.unexpected_rounding(answers, chosen.fmt, largest, chosen.policy.compute)
         unexplained = _unexplained(quantizer, matched, scale_layout, answers, rounding, different)
     misnamed = counterexamples.misnamed_arrays(responses, scale_layout, chosen.policy)
     unexplained = [*unexplained, *misnamed]

@@ -1,4 +1,4 @@
-"""Identify the cast within a quantizer, with scale 1: in groups whose amax is max."""
+"""Identify the cast within a quantizer, with scale 1: in groups whose amax is max / 2^margin."""
 
 import dataclasses
 
@@ -17,16 +17,16 @@ from fp8ref.formats import BFLOAT16, Format
 
 
 def identify_inner_cast(
-    quantizer: Quantizer, fmt: Format, scale_fmt: Format, group: np.ndarray
+    quantizer: Quantizer, fmt: Format, largest: float, group: np.ndarray
 ) -> tuple[list[Finding], Behaviour, Responses]:
-    """The decisions of the cast that inputs of magnitude up to max show, and its responses to them.
+    """The decisions of the cast that inputs of magnitude up to largest show, and its responses.
 
-    scale_fmt  the format whose max is scaled to: with that amax the scale is 1 under every policy.
-    group      for each element, the index of its group, [M, K].
+    largest  the amax whose scale is 1: the max that the policy scales to, less its margin.
+    group    for each element, the index of its group, [M, K].
     """
-    limit = min(fmt.max, scale_fmt.max)
+    limit = min(fmt.max, largest)
     x = cast_inputs.identifying(fmt, quantizer.dtype, limit=limit)
-    # One element of each group, the anchor, is max; the others hold the inputs.
+    # One element of each group, the anchor, is largest; the others hold the inputs.
     anchors = np.zeros(SHAPE, bool)
     anchors.reshape(-1)[np.unique(group.reshape(-1), return_index=True)[1]] = True
     room = int((~anchors).sum())
@@ -34,7 +34,7 @@ def identify_inner_cast(
     for begin in range(0, x.size, room):
         some = x[begin : begin + room]
         given = np.zeros(SHAPE, np.float32)
-        given[anchors] = scale_fmt.max
+        given[anchors] = largest
         given[~anchors] = np.concatenate([some, np.zeros(room - some.size, np.float32)])
         whole = quantizer.ask(rounded(given, quantizer.dtype))
         found.append(whole.tensor[~anchors][: some.size])
@@ -53,7 +53,7 @@ def identify_inner_cast(
     return [rounding, subnormals, zero, dataclasses.replace(double, what="double_rounding")], b, a
 
 
-def unexpected_rounding(a: Responses, fmt: Format, compute: Format) -> list[Counterexample]:
+def unexpected_rounding(a: Responses, fmt: Format, largest: float, compute: Format) -> list[Counterexample]:
     """The simplest input that is not cast as in S-5; as a list, empty if there is none.
 
     A policy that computes in bfloat16 rounds to it before the cast (S-13).
@@ -73,7 +73,7 @@ def unexpected_rounding(a: Responses, fmt: Format, compute: Format) -> list[Coun
     if a.x[at] == 0:
         clause = "C-6"
     shown = a.counterexample(at, wanted, f"S-5, {clause}")
-    return [dataclasses.replace(shown, input=f"{shown.input} beside {fmt.max:g}, under scale 1")]
+    return [dataclasses.replace(shown, input=f"{shown.input} beside {largest:g}, under scale 1")]
 
 
 def explains(a: Responses, b: Behaviour) -> bool:
