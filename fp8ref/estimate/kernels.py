@@ -116,6 +116,8 @@ def _of_role(role: Role, served: list[tuple[Gemm, CastSpec, int]], n: float, how
             made += _rowwise(role, n, how, transposed=transposed and gathered is None, after=which != served[0][0])
     if how == "eager" or not whole:
         return made
+    # Tensorwise, not eager: one amax (none under delayed scaling, which scales by its history), one
+    # scale, and casts that write the codes in each memory order that a GEMM needs.
     delayed = whole[0][1].delayed is not None
     made += [Kernel("scale", 0)] if delayed else [Kernel("amax", 2 * n), Kernel("scale", 0)]
     if gathered is not None:

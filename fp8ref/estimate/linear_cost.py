@@ -92,6 +92,7 @@ def gemm_seconds(m: int, n: int, k: int, rate: float, bytes_: float, ceilings: C
     for height, width in TILES:
         tiles = math.ceil(m / height) * math.ceil(n / width)
         for pieces in PIECES:
+            # every wave takes a tile's time on all processors, even if only one of them has a tile
             waves = math.ceil(tiles * pieces / processors)
             busy = waves * processors * 2 * height * width * k / pieces / rate
             summed = 8 * pieces * m * n / ceilings.bandwidth if pieces > 1 else 0.0  # float32, written and read
@@ -115,6 +116,7 @@ def of_sizes(recipe: Recipe, sizes: Sequence[Size], how: Fusion, ceilings: Ceili
         fp8, after = multiplies_fp8(spec, backend), kernels.rescale(spec, m * n, how)
         made += after
         unscaled = bool(after) or not spec.rowwise
+        # a GEMM whose scales are applied afterwards runs at the plain FP8 rate
         rate = ceilings.bf16 if not fp8 else ceilings.fp8 if unscaled else ceilings.fp8_rowwise
         written = 4 if how == "xla" and after else 2
         multiplied += gemm_seconds(m, n, k, rate, (1 if fp8 else 2) * k * (m + n) + written * m * n, ceilings)

@@ -51,6 +51,7 @@ def _moves(config: Config, backend: str) -> Iterator[tuple[str, float, int]]:
             # gathered in the forward and in the backward pass; the embedding table once in both
             # backends
             table = name == llama.EMBEDDING
+            # bytes an element: float32 table, FP8 codes, or bfloat16
             size = 4 if table else 1 if linear in decisions and in_fp8(decisions[linear].recipe, config, backend) else 2
             yield "weights, gathered over fsdp", (1 if table else 2) * gathered * whole, size
             yield "gradients, reduced over fsdp", gathered * whole, 4

@@ -73,6 +73,7 @@ class Checkpoints:
         """
         self._folder, self._about, self._keep_last, self._processes = out / FOLDER, dict(about), keep_last, processes
         self._size = size
+        # one thread: checkpoints are completed in their order
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoints")
         self._pending: Future | None = None
         if processes.first:  # leftovers of a process that was killed
@@ -112,6 +113,8 @@ class Checkpoints:
             written()
             if not self._processes.first:
                 return
+            # This order survives a kill at any moment: files reach the disk before the manifest,
+            # the manifest before the rename, and older checkpoints go only after the new one stands.
             write_manifest(unfinished, self._about | {"step": step})
             remove(final)  # a run that was resumed from an earlier checkpoint may reach this step again
             os.replace(unfinished, final)

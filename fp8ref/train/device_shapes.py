@@ -133,6 +133,7 @@ def _blocks(decision: Decision, config: Config) -> list[str]:
     """Faults of a linear's weight if tensor or fsdp cuts it inside a block."""
     keys, last, faults = config.parallel, decision.path.split(".")[-1], []
     n, k = used(decision.path, decision.shape, config)
+    # whether the mesh cuts rows (fsdp always, tensor for column-parallel) and columns (row-parallel)
     cuts = (keys.fsdp > 1 or (keys.tensor > 1 and last in llama.COLUMN), keys.tensor > 1 and last in llama.ROW)
     for which, spec in decision.recipe.gemms.items():
         if spec.b is None or "weight" not in OPERANDS[which] or granularity.by_name(spec.b.granularity).reduced is None:

@@ -248,6 +248,7 @@ def _versions() -> dict[str, str]:
 
 def _replace(path: Path, text: str) -> None:
     """Write a file so that a reader, or a crash, sees the old one or the new one."""
+    # fsync before the rename: otherwise a crash may leave the new name with no contents
     temporary = path.with_name(path.name + ".tmp")
     try:
         temporary.write_text(text, encoding="utf-8")

@@ -110,7 +110,8 @@ def train(
     """
     processes = processes or Alone()
     with signals.deferring_sigterm() as stop_requested, contextlib.closing(run_dir.Lock()) as held:
-
+        # Only the first process touches the run directory. Every process still waits for the result,
+        # so that an error there ends all of them with the same exit code.
         def on_first(f: Callable):
             return together(processes, lambda: f() if processes.first else None)
 
@@ -128,6 +129,8 @@ def train(
             on_first(lambda: log.finish(out))
             return None
         profiling.begin()
+        # Everything that can be refused is refused before run_dir.make: a faulty config leaves no
+        # directory behind, and does not disturb the run that --overwrite would replace.
         model, proof = together(processes, lambda: _proven(config, backend, batches, initial=path is None))
         if path is not None:
             together(processes, lambda: model.load(Path(path), start))
@@ -280,6 +283,7 @@ class _Training:
         with self.watch("checkpoint"):
             self.checkpoints.check()
             if last or stop or (every and done % every == 0):
+                # metrics first: a checkpoint that is newer than the metrics would leave a gap in them
                 self.run.sync()
                 self.checkpoints.save(self.model, done)
             if last or stop:  # no process may end before the first has completed the checkpoint

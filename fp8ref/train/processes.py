@@ -55,6 +55,7 @@ def together(processes: Processes, f: Callable[[], T]) -> T:
         result = f()
     except Exception as raised:
         error = raised
+    # gathered even after an error: the other processes wait in the same collective
     told = processes.gather(None if error is None else str(error))
     if error is not None:
         raise error

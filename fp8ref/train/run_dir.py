@@ -135,6 +135,7 @@ def make(out: Path, held: Lock) -> None:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"--run.out {out} cannot be made ({error.strerror}). Name another directory.") from error
+    # claim saw no directory and could lock nothing: another process may have been faster since
     if held.take(out) and not _empty(out):
         raise ConfigError(f"{out} was not there, and now holds a run that another process began. Name another directory with --run.out.")
 

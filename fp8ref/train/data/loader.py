@@ -83,6 +83,7 @@ def open_batches(config: Config, *, first: bool = True) -> Batches:
                 )
             )
     return Batches(
+        # validation has a fixed seed: data.seed may differ between runs whose losses are compared
         train=grain.MapDataset.source(train).seed(data.seed).shuffle().repeat(),
         validation=grain.MapDataset.source(validation).seed(0).shuffle(),
         batch_size=data.batch_size,

@@ -127,6 +127,7 @@ def hidden_folder(out: Path) -> Iterator[Path]:
 
 
 def _write(data: DataConfig, source: sources.Source, tokenizer: tokenizers.Tokenizer, folder: Path, shard_tokens: int) -> Sidecar:
+    # Both splits are written in one pass over the documents, each with one open file.
     train, validation = _Writer(folder, "train", shard_tokens), _Writer(folder, "val", shard_tokens)
     with contextlib.ExitStack() as stack:
         stack.callback(train.abandon)

@@ -129,6 +129,8 @@ class Step:
         """(loss, gradients, amax observations of both passes) of a batch, or of its parts."""
 
         def differentiate(params, state, tokens):
+            # Forward observations come out as aux. grad_output is known in the backward pass alone:
+            # its observations come out as the gradient by ``seen`` (fp8ref.jax.delayed).
             gradient = jax.value_and_grad(self._loss_of, argnums=(0, 1), has_aux=True)
             (loss, forward), (grads, backward) = gradient(params, self._unseen(), state, tokens)
             return loss, grads, {name: delayed.merge(forward[name], backward[name]) for name in forward}
@@ -139,6 +141,7 @@ class Step:
                 total = jax.tree.map(jnp.add, (loss, grads), found[:2])
                 return (*total, {name: delayed.merge(seen[name], found[2][name]) for name in seen}), None
 
+            # A scan keeps one microbatch's activations at a time, and compiles the passes once.
             nothing = jnp.float32(0), jax.tree.map(jnp.zeros_like, params), self._unseen()
             (loss, grads, seen), _ = lax.scan(add, nothing, parts)
             return *jax.tree.map(lambda total: total * np.float32(1 / len(parts)), (loss, grads)), seen
@@ -171,6 +174,7 @@ class Step:
         def measure(params, state, tokens):
             taps = {layer: self.layout.apart(jnp.zeros((len(stats.ROWS), stats.LENGTH))) for layer in self.measured_layers}
             (_, forward), backward = jax.value_and_grad(loss, has_aux=True)(taps, params, state, tokens)
+            # taps collect as the observations do: forward as aux, backward as a gradient
             return jnp.stack([forward[layer] + backward[layer] for layer in taps])[None]
 
         return self.layout.map(measure, (self._specs, P(), self.layout.tokens), P(AXES))(params, state, tokens)

@@ -162,6 +162,7 @@ class Trainer:
         parts = []
         for operand in operands:
             of_layer = found[:, :, layers.index(operand.layer)]
+            # A tensor that two GEMMs use with the same codes is measured once, in the first of them.
             row = rows[operand.gemm, operand.role]
             if not of_layer[:, :, row, 0].any():  # nothing counted: an earlier GEMM of the layer uses the same codes
                 row = next(i for i, (_, role) in enumerate(stats.ROWS) if role == operand.role)
@@ -183,6 +184,8 @@ class Trainer:
         Raises:   ConfigError: a planned FP8 GEMM or gather is missing, on a GPU also from the
                   compiled program; unless run.allow_fallback.
         """
+        # The lowered program shows every planned GEMM before XLA rewrites any; on a GPU the compiled
+        # one is read as well, because XLA may still replace an FP8 GEMM there.
         lowered = self.lowered(tokens)
         program = proof.read(lowered)
         planned = {d.path: d.recipe for d in self.decisions if d.fp8}

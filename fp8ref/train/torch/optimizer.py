@@ -96,6 +96,7 @@ def _zeros_in_fp8(p: nn.Parameter) -> torch.Tensor:
     from torchao.optim.subclass_fp8 import OptimStateFp8
 
     piece = local(p)
+    # on the local piece, as torchao's own first step does: blocks never cross ranks
     made = OptimStateFp8.zeros(piece.shape, FP8_BLOCK, piece.device)
     if not isinstance(p, DTensor):
         return made

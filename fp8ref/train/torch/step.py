@@ -79,6 +79,7 @@ class Step:
                 losses.append(loss.detach())
         if len(parts) > 1:
             grads = [optimizer.local(p.grad) for p in self.params.values() if p.grad is not None]
+            # the product with a float32 reciprocal, as in JAX, and not a quotient (T-7)
             torch._foreach_mul_(grads, float(np.float32(1 / len(parts))))
         return torch.stack(losses)
 
@@ -93,11 +94,13 @@ class Step:
         norm = self._norm(grads)
         metrics = {"loss": loss, "grad_norm": norm.item()}
         if all(map(math.isfinite, metrics.values())):
+            # on local shards: every rank scales its own by the same factor, without communication
             torch._foreach_mul_([optimizer.local(g) for g in grads], torch.clamp(self.config.optimizer.max_norm / norm, max=1.0))
             optimizer.set_learning_rate(self.optimizer, lr)
             self.optimizer.step()
             delayed.update(self.model)
         else:
+            # the observations of this step are as unusable as its gradients
             delayed.forget(self.model)
         return metrics
 

@@ -199,6 +199,8 @@ class Trainer:
         gathered = isinstance(self.model, FSDPModule) and hasattr(self.model.get_submodule(operand.layer), "fp8_gather")
         style = Llama.tensor_plan.styles.get(operand.layer.rpartition(".")[2])
         whole = "input" if style == "colwise" else "grad_output"  # along tensor
+        # Along an axis that cuts the operand, every rank holds a part. Along the others all ranks hold
+        # copies, of which the first counts.
         cut = {
             "data": operand.role != "weight",
             "fsdp": operand.role != "weight" or gathered,
