@@ -16,9 +16,7 @@ from fp8ref.conformance.quantizer.outputs import Quantizer
 from fp8ref.formats import BFLOAT16, Format
 
 
-def identify_inner_cast(
-    quantizer: Quantizer, fmt: Format, largest: float, group: np.ndarray
-) -> tuple[list[Finding], Behaviour, Responses]:
+def identify_inner_cast(quantizer: Quantizer, fmt: Format, largest: float, group: np.ndarray) -> tuple[list[Finding], Behaviour, Responses]:
     """The decisions of the cast that inputs of magnitude up to largest show, and its responses.
 
     largest  the amax whose scale is 1: the max that the policy scales to, less its margin.
