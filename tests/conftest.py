@@ -1,7 +1,10 @@
 """Fixtures that several rooms share."""
 
+import atexit
 import importlib
 import os
+import shutil
+import tempfile
 
 import numpy as np
 import pytest
@@ -11,6 +14,15 @@ from fp8ref.train.config import Config, DataConfig, RunConfig
 
 # Before anything imports jax: a CPU as eight devices, for meshes.
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
+
+# Programs that one test compiled serve the others, in every process of this session: workers and
+# what they start inherit the variables of the first process, which removes the folder at its end.
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    _cache = tempfile.mkdtemp(prefix="fp8ref-compiled-")
+    atexit.register(shutil.rmtree, _cache, ignore_errors=True)
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = _cache
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.05"
+    os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
 MODEL = LlamaConfig(hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1)
 
