@@ -24,7 +24,7 @@ def lines(config: Config, backend: str) -> dict[str, tuple[int, str]]:
     kept: dict[str, int] = {}  # of the training state, bytes by label
     for one in train_state.PER_PARAMETER:
         kept[one.label] = kept.get(one.label, 0) + sum(one.device_bytes(size, config.optimizer.kind) for size in pieces)
-    masters = train_state.PER_PARAMETER[0].label
+    masters = next(one.label for one in train_state.PER_PARAMETER if one.name == train_state.MASTERS)
     formulas = {masters: "4 bytes a parameter of the device's piece", "AdamW's moments": _moments_formula(config)}
     state = {label: (size, formulas.get(label, "4 bytes a parameter")) for label, size in kept.items()}
     twice = backend == "jax" and config.data.microbatches > 1

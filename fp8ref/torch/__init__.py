@@ -3,7 +3,7 @@
 A linear becomes torchao's Float8Linear, or fp8ref's own ``linear.Linear``. This is one step of it
 under FSDP2, with the scales of whole tensors, and the module of each part:
 
-    forward   shards of w: amax --all-reduce--> scale of w                      fp8_gather
+    forward   scale of w: its shards' amaxes --all-reduce-->, or the state's    fp8_gather
               shard [N/ranks, K] --cast--> codes --all-gather--> codes of w     fp8_gather
               x [M, K] --cast--> codes of x                                     linear, scaling
               output = x @ w.T         [M, K] @ [K, N] -> [M, N]                linear, gemm
@@ -11,11 +11,12 @@ under FSDP2, with the scales of whole tensors, and the module of each part:
               g = grad_output [M, N] --cast--> codes of g                       linear, scaling
               grad_input = g @ w       [M, N] @ [N, K] -> [M, K]                linear, gemm
               grad_weight = g.T @ x    [N, M] @ [M, K] -> [N, K]                linear, gemm
-              grad_weight --reduce-scatter, float32--> shard [N/ranks, K]       FSDP2, or fsdp
+              grad_weight --reduce-scatter, float32--> shard [N/ranks, K]       FSDP2, set by parallel
     update    optimizer.step() on the float32 shards                            torch.optim
               delayed.update(model), of a recipe with delayed scaling           delayed
 
-``fsdp`` sets the gathers on a model, and reduces gradients in rank order if asked. ``gemm`` calls
+A recipe with delayed scaling takes every scale from the state of ``delayed``. ``fsdp`` sets the
+gathers on a model, and reduces gradients in rank order if asked. ``gemm`` calls
 torch._scaled_mm, or ``block_gemm`` for block scales; ``hardware`` simulates other hardware instead.
 ``tensor_parallel`` cuts linears. ``compiled_fsdp`` shards within a compiled graph. ``proof`` shows
 that a step ran in FP8.

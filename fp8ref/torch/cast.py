@@ -1,4 +1,7 @@
-"""Cast to FP8 by torch's own conversion: round to nearest even (SEMANTICS C)."""
+"""A bare cast to FP8, without a scale: torch's own conversion, to nearest even (SEMANTICS C).
+
+``scaling`` casts scaled tensors, by torchao's conversion.
+"""
 
 import torch
 

@@ -44,7 +44,7 @@ _HOOKS = (
 # Attributes of every nn.Linear, and those that an FP8 linear adds. Any other was added by the user
 # or a framework.
 _COMMON = frozenset(vars(nn.Linear(1, 1, device="meta")))
-_OWN = {"recipe", "fqn", "fp8_gather", "group", "states", "_multiply", "config", "linear_mm_config"} | {
+_OWN = {"recipe", "fqn", "fp8_gather", "group", "states", "_function", "config", "linear_mm_config"} | {
     f"scaling_type_{role}" for role in ROLES
 }
 

@@ -112,7 +112,11 @@ class FP8Gather:
 
 @torch.no_grad()
 def compute_scales(gathers: Iterable[FP8Gather]) -> None:
-    """Compute scales of whole weights: one all-reduce for all weights that shard alike (P-3)."""
+    """Set the scale of each whole weight for a forward pass (P-3).
+
+    A delayed scale is read from the state. Others need amaxes of all ranks: one all-reduce for all
+    weights that shard alike.
+    """
     alike: dict[tuple, list[FP8Gather]] = {}
     for g in gathers:
         if g.state is not None:

@@ -176,7 +176,7 @@ def _check(g: FP8Gather, sharers: list[str]) -> None:
         raise ValueError(f"{g.name}.weight is not sharded. Call fully_shard on the modules around it first.")
     if g.state is not None and g.state.group is None:
         raise ValueError(
-            f"ranks share the states of {g.name}, which scales by its past. Give linear.convert their process group, amax_group."
+            f"ranks share the states of {g.name}, which scales by its past. Give convert.convert their process group, amax_group."
         )
 
 

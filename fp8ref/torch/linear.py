@@ -68,7 +68,7 @@ class Linear(nn.Linear):
     ) -> None:
         super().__init__(in_features, out_features, bias=bias, device=device, dtype=dtype)
         self.recipe, self.group = check_recipe(recipe), group
-        self._multiply = _bind(_Spec(self.recipe, group))
+        self._function = _bind(_Spec(self.recipe, group))
         self.states = nn.ModuleDict(
             {role: delayed.RoleState(fmt, config, self.weight.device, group) for role, (fmt, config) in delayed.casts(self.recipe).items()}
         )
@@ -99,16 +99,16 @@ class Linear(nn.Linear):
                     state.see(tensor)
         delayed_scales = [state.scale if state else None for state in states]
         seen = states[-1].seen if observes and states[-1] else None
-        y = self._multiply.apply(x, w, seen, *delayed_scales)
+        y = self._function.apply(x, w, seen, *delayed_scales)
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
     def __getstate__(self) -> dict:
         # Without the class of _bind, which pickle cannot find.
-        return {key: value for key, value in vars(self).items() if key != "_multiply"}
+        return {key: value for key, value in vars(self).items() if key != "_function"}
 
     def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)
-        self._multiply = _bind(_Spec(self.recipe, self.group))
+        self._function = _bind(_Spec(self.recipe, self.group))
 
     def state(self, role: Role) -> delayed.RoleState | None:
         """The state of a role with delayed scaling; None of any other."""
@@ -145,7 +145,7 @@ def _bind(spec: _Spec) -> type[torch.autograd.Function]:
 
     # AOTAutograd traces into it. Dynamo would refuse that its backward pass writes into seen.
     @torch._dynamo.allow_in_graph
-    class Multiply(torch.autograd.Function):
+    class LinearFunction(torch.autograd.Function):
         @staticmethod
         @linear_input.without_autocast
         def forward(ctx, x: torch.Tensor, w: torch.Tensor, seen: torch.Tensor | None, *delayed_scales: torch.Tensor | None) -> torch.Tensor:
@@ -156,7 +156,7 @@ def _bind(spec: _Spec) -> type[torch.autograd.Function]:
         def backward(ctx, grad_output: torch.Tensor):
             return _backward(ctx, spec, grad_output)
 
-    return Multiply
+    return LinearFunction
 
 
 def _forward(

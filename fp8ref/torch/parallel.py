@@ -6,7 +6,8 @@
 
 1 convert; 2 tensor parallelism; 3 checkpoint and 4 compile each block's forward; 5 fully_shard each
 block, then the model; 6 FP8 gather. The caller then builds the optimizer and loads weights. Scales
-need no step: they are computed where a forward pass begins.
+of amaxes are computed where a forward pass begins; delayed scaling needs ``delayed.update`` once a
+step.
 """
 
 import functools

@@ -58,8 +58,9 @@ def expresses(recipe: Recipe) -> bool:
 def torchao_config(recipe: Recipe) -> Float8LinearConfig:
     """The Float8LinearConfig of a recipe, of fresh parts: torchao mutates those that it is given.
 
-    Raises:   ValueError: what torchao cannot express, by name: an eps, a power of two or an
-              epilogue of its own choosing, a role in two formats, scales not tensorwise or rowwise.
+    Raises:   ValueError: what torchao cannot express, by name: delayed scaling, an eps, a power of
+              two or an epilogue of its own choosing, a role in two formats, scales not tensorwise or
+              rowwise.
     """
 
     def refuse(what: str) -> ValueError:

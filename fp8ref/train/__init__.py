@@ -9,7 +9,12 @@ To follow one training step, read four files in this order:
     loop.py             calls ``trainer.step`` for each batch, and defines the ``Trainer`` protocol
     {jax,torch}/trainer.py  one model in training: step, evaluate, save, load, measure
     {jax,torch}/step.py     forward, backward and AdamW update (SEMANTICS T)
-    {jax,torch}/llama.py    the model (SEMANTICS M); its linears are ``fp8ref.jax`` and ``fp8ref.torch``
+    {jax,torch}/llama.py    the model (SEMANTICS M)
+
+The model's linears are ``fp8ref.jax.linear.measured``, and, in PyTorch, what ``step.Step`` puts in
+place of nn.Linear by ``fp8ref.torch.parallel.parallelize``: torchao's Float8Linear or
+``fp8ref.torch.linear.Linear``. Optimizers are optax's and torch's, built in jax/step.py and
+torch/optimizer.py.
 
 ``train_state`` declares what a checkpoint holds. ``data`` reads tokens, ``report`` compares
 finished runs, and ``tensors.read`` loads recorded operands in a notebook.

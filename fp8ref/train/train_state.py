@@ -7,12 +7,13 @@ Both backends share this declaration.
     fp8.<linear>.<role>.<field>          JAX: a delayed-scaling state. PyTorch names its module, <linear>.states.<role>
     count                                JAX: steps taken. PyTorch restores them from the manifest's step
 
-``step.Step.tensors`` of a backend returns the live tensors under these names, and
-``checkpoint.Store`` writes and reads them. The loop compares ``disk_bytes`` with the free disk
+``Step.tensors`` of {jax,torch}/step.py returns the live tensors under these names, and ``Store`` of
+{jax,torch}/checkpoint.py writes and reads them. The loop compares ``disk_bytes`` with the free disk
 space; ``estimate.memory`` counts the bytes on a device.
 
 To keep another tensor for each parameter, such as a moving average of the weights, add it to
-PER_PARAMETER and to the two ``Step`` classes.
+PER_PARAMETER, then keep it in both ``Step`` classes: make it, update it, return it from ``tensors``
+and, in JAX, take it back in ``State`` and ``restored``; PyTorch reads it in place.
 """
 
 import math

@@ -82,9 +82,9 @@ class Linear(nnx.Module):
 
 
 class RMSNorm(nnx.Module):
-    """x * rsqrt(mean(x^2) + eps)
+    """x * rsqrt(mean(x^2) + eps) * weight over the last dim (SEMANTICS M-3).
 
-    * weight over the last dim, in float32, rounded once to x's dtype (SEMANTICS M-3).
+    In float32, rounded once to x's dtype.
     """
 
     def __init__(self, weight: np.ndarray, *, eps: float) -> None:
@@ -125,10 +125,7 @@ class Attention(nnx.Module):
 
 
 class MLP(nnx.Module):
-    """SwiGLU: down_proj(silu(gate)
-
-    * up), the product in float32 and rounded once (SEMANTICS M-3).
-    """
+    """SwiGLU: down_proj(silu(gate) * up), the product in float32 and rounded once (SEMANTICS M-3)."""
 
     def __init__(self, name: str, weights: Weights, recipes: Recipes) -> None:
         for projection in ("gate_proj", "up_proj", "down_proj"):

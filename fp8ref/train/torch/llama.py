@@ -13,9 +13,9 @@ from fp8ref.torch.tensor_parallel import TensorPlan
 
 
 class RMSNorm(nn.Module):
-    """x * rsqrt(mean(x^2) + eps)
+    """x * rsqrt(mean(x^2) + eps) * weight over the last dim (SEMANTICS M-3).
 
-    * weight over the last dim, in float32, rounded once to x's dtype (SEMANTICS M-3).
+    In float32, rounded once to x's dtype.
     """
 
     def __init__(self, config: LlamaConfig) -> None:
@@ -62,10 +62,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """SwiGLU: down_proj(silu(gate)
-
-    * up), the product in float32 and rounded once (SEMANTICS M-3).
-    """
+    """SwiGLU: down_proj(silu(gate) * up), the product in float32 and rounded once (SEMANTICS M-3)."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
