@@ -96,7 +96,7 @@ TINY = [str(ROOT / "configs" / "tiny.toml"), "--recipe", "tensorwise_e4m3", "--m
 COMMANDS = [
     *(("train", *TINY, "--backend", backend, "--run.out", f"runs/{backend}") for backend in ("jax", "torch")),
     ("crosscheck", *TINY, "--steps", "0"),
-    ("crosscheck", *TINY, "--steps", "0", "--backend", "torch", "--sharded", "2"),
+    ("crosscheck", *TINY, "--steps", "1", "--backend", "torch", "--sharded", "2"),
     ("crosscheck", *TINY, "--backend", "jax", "--sharded", "2"),
     ("train", *TINY, "--backend", "torch", "--dry-run", "--parallel.tensor", "2", "--parallel.amax_scope", "local"),
     ("estimate", *TINY, "--gpu", "h200", "--backend", "jax"),

@@ -7,6 +7,7 @@ import pytest
 
 from fp8ref.errors import ConfigError
 from fp8ref.jax import linear, proof, scaling
+from fp8ref.jax.proof import verdict
 from fp8ref.llama import LlamaConfig
 from fp8ref.train import log, loop
 from fp8ref.train.config import Config, DataConfig, RunConfig
@@ -179,8 +180,8 @@ def test_the_proof_of_a_batch_in_parts_wants_every_gather(monkeypatch):  # B-7, 
     assert found["missing"] == []
     assert sum(dot["fp8"] for dot in found["gemms"]) == sum(s.fp8 for d in trainer.decisions for s in d.recipe.gemms.values())
     # neither GEMM of the backward pass gathers grad_output
-    honest = proof.collectives
-    monkeypatch.setattr(proof, "collectives", lambda program: [c for c in honest(program) if c.dtype != "f8e5m2"])
+    honest = verdict.collectives
+    monkeypatch.setattr(verdict, "collectives", lambda program: [c for c in honest(program) if c.dtype != "f8e5m2"])
     with pytest.raises(
         ConfigError, match=r"o_proj/grad_input: planned 2 gathers in FP8, .*1 are there(?s:.*)o_proj/grad_weight: .*0 are there"
     ):
