@@ -15,7 +15,7 @@ from fp8ref.train.config import Config, DataConfig, RunConfig
 # Before anything imports jax: a CPU as eight devices, for meshes.
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
 
-# Programs that one test compiled serve the others, in every process of this session: workers and
+# Programs that one test compiled serve the others, in every process of one pytest run: workers and
 # what they start inherit the variables of the first process, which removes the folder at its end.
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     _cache = tempfile.mkdtemp(prefix="fp8ref-compiled-")
