@@ -89,7 +89,7 @@ class Sharded(nn.Module):
         if torch.is_grad_enabled():
             for name, weight in self._fp8.items():
                 if weight.state is not None and weight.linear.training:
-                    weight.state.see(shards[name].to(self.dtype))
+                    weight.state.observe(shards[name].to(self.dtype))
         whole = {
             name: self._fp8[name].gather.apply(p, scale[name]) if name in self._fp8 else self._in_dtype.apply(p)
             for name, p in shards.items()

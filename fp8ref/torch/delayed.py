@@ -133,7 +133,7 @@ class RoleState(nn.Module):
             getattr(self, key).copy_(value)
         self.seen.zero_()
 
-    def see(self, x: torch.Tensor) -> None:
+    def observe(self, x: torch.Tensor) -> None:
         """Merge a tensor into the current step's observation."""
         merge_(self.seen, x)
 

@@ -130,7 +130,7 @@ class _Forward:
                 self.observed.add(g)
                 if g.shard.numel():
                     assert g.state is not None
-                    g.state.see(g.shard.to(g.dtype))
+                    g.state.observe(g.shard.to(g.dtype))
 
 
 def recover(unit: nn.Module, args: tuple) -> None:

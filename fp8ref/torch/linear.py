@@ -96,7 +96,7 @@ class Linear(nn.Linear):
                 # Of a weight gathered as codes, fp8_gather.FP8Gather has observed this rank's shard
                 # already.
                 if state and not isinstance(tensor, Float8TrainingTensor):
-                    state.see(tensor)
+                    state.observe(tensor)
         delayed_scales = [state.scale if state else None for state in states]
         seen = states[-1].seen if observes and states[-1] else None
         y = self._function.apply(x, w, seen, *delayed_scales)
