@@ -1,10 +1,12 @@
 """One linear layer: three GEMMs (SEMANTICS L), joined to JAX's autodiff by one custom_vjp.
 
 Read it from top to bottom. ``apply`` and ``contract`` check the arguments and collect what is
-static in a ``Use``; ``_forward`` runs the output GEMM and says what the backward pass needs;
-``_backward`` runs grad_input and grad_weight. All three GEMMs go through ``_gemm``: quantise each
-operand along the axis that is reduced, gather it in FP8, multiply, round. ``operands`` quantises
-and gathers, ``gemm`` multiplies, ``sharding`` says which mesh axes each of them is about.
+static in a ``Use``; ``_forward`` casts input and weight, runs the output GEMM, and returns what the
+backward pass needs; ``_backward`` runs grad_input and grad_weight. All three GEMMs go through
+``_gemm``: cast an operand along the axis that is reduced, unless its codes are there already (a
+tensorwise operand is cast once, in ``_forward`` or ``_backward``, for both its GEMMs); gather in
+FP8, multiply, round. ``operands`` casts and gathers, by ``scaling``, ``scales`` and ``cast``;
+``gemm`` multiplies; ``sharding`` says over which mesh axes.
 """
 
 import functools
@@ -63,11 +65,11 @@ def apply(
               cannot run, a state or seen of another recipe, or none if the recipe needs them; and
               as ``sharding.mode``.
     """
-    y, seen, _ = measured(x, w, recipe=recipe, state=state, seen=seen, placement=placement, name=name, tap=None, multiply=multiply)
+    y, seen, _ = apply_with_stats(x, w, recipe=recipe, state=state, seen=seen, placement=placement, name=name, tap=None, multiply=multiply)
     return y, seen
 
 
-def measured(
+def apply_with_stats(
     x: jax.Array,
     w: jax.Array,
     *,
@@ -256,7 +258,7 @@ def _gemm(
     if spec.a is None or spec.b is None or spec.accumulate is None:
         a, b = (operands.gathered(tensors[role], role, use) for role in roles)
         return gemm.matmul_hp(a, b, axes=(axis_a, axis_b), out_dtype=dtype, collective=collective, turned=turned), {}
-    # 1. Each device quantises its own piece.
+    # 1. Each device quantises its own piece, unless the pass has done so for both GEMMs.
     own = [
         quantized[role] if role in quantized else operands.quantize(tensors[role], role, cast, axis, state_scales, use)
         for role, cast, axis in zip(roles, (spec.a, spec.b), (axis_a, axis_b), strict=True)

@@ -1,7 +1,9 @@
 """FP8 training in PyTorch: ``convert.convert`` on one device, ``parallel.parallelize`` on a mesh.
 
-A linear becomes torchao's Float8Linear, or fp8ref's own ``linear.Linear``. This is one step of it
-under FSDP2, with the scales of whole tensors, and the module of each part:
+A linear becomes fp8ref's own ``linear.Linear`` where ranks share amaxes (amax_scope "global", the
+trainer's default), or if torchao cannot express the recipe. Otherwise it becomes torchao's
+Float8Linear, which casts and multiplies by its own code. This is one step of ``linear.Linear`` under
+FSDP2, with a recipe that has one scale for each tensor, and the module of each part:
 
     forward   scale of w: its shards' amaxes --all-reduce-->, or the state's    fp8_gather
               shard [N/ranks, K] --cast--> codes --all-gather--> codes of w     fp8_gather
@@ -10,13 +12,15 @@ under FSDP2, with the scales of whole tensors, and the module of each part:
     backward  FSDP2 gathers the codes of w again                                fp8_gather
               g = grad_output [M, N] --cast--> codes of g                       linear, scaling
               grad_input = g @ w       [M, N] @ [N, K] -> [M, K]                linear, gemm
-              grad_weight = g.T @ x    [N, M] @ [M, K] -> [N, K]                linear, gemm
-              grad_weight --reduce-scatter, float32--> shard [N/ranks, K]       FSDP2, set by parallel
+              grad_weight = g.T @ x    [N, M] @ [M, K] -> [N, K], x's dtype     linear, gemm
+              grad_weight --reduce-scatter, float32 mean--> shard [N/ranks, K]  FSDP2, set by parallel
     update    optimizer.step() on the float32 shards                            torch.optim
               delayed.update(model), of a recipe with delayed scaling           delayed
 
-A recipe with delayed scaling takes every scale from the state of ``delayed``. ``fsdp`` sets the
-gathers on a model, and reduces gradients in rank order if asked. ``gemm`` calls
+A recipe with delayed scaling takes every scale from the state of ``delayed``. Operands with scales of
+rows are cast again for each GEMM, along the axis it reduces, and their weight is gathered in the
+compute dtype. ``convert`` chooses the class; ``parallel`` sets dtypes and groups; ``fsdp`` sets the
+gathers on a model, and reduces gradients in rank order if asked (off by default). ``gemm`` calls
 torch._scaled_mm, or ``block_gemm`` for block scales; ``hardware`` simulates other hardware instead.
 ``tensor_parallel`` cuts linears. ``compiled_fsdp`` shards within a compiled graph. ``proof`` shows
 that a step ran in FP8.

@@ -1,5 +1,8 @@
 """Convert a model to FP8 and back: swap nn.Linear for torchao's Float8Linear, or ``linear.Linear``.
 
+torchao's is taken if it can express the recipe and every rank scales by its own amaxes; else
+fp8ref's own.
+
     model = convert(model, "delayed", filter_fqns=["lm_head"])  # an optimizer stays valid
     ...
     model.save_pretrained(path, state_dict=weights(model))  # export during training
@@ -57,7 +60,8 @@ def convert(
     fp8_fqns: Sequence[str] = (),
     amax_group: ProcessGroup | None = None,
 ) -> nn.Module:
-    """Replace the chosen linears (SEMANTICS R-2, R-4) by torchao's Float8Linear, or by ``Linear``.
+    """Replace the chosen linears (SEMANTICS R-2, R-4) by torchao's Float8Linear, or by ``Linear``
+    where amax_group is given or torchao cannot express the recipe.
 
     amax_group  ranks that hold parts of one batch and share the amaxes of input and grad_output
                 (P-2, scope global). Only ``Linear`` shares amaxes. None: every rank uses its own,

@@ -27,8 +27,8 @@ from fp8ref.torch.linear import Linear
 def gather_in_fp8(model: nn.Module, *, dtype: torch.dtype | None, precompute: bool = True) -> list[FP8Gather]:
     """Make FSDP2 gather weights in FP8, of a model that was converted and sharded.
 
-    A weight whose one scale serves both its GEMMs is gathered in FP8. Linears with rowwise or block
-    scales are gathered as before.
+    A weight whose one scale serves both its GEMMs is gathered in FP8. Any other, with rowwise or
+    block scales or in FP8 in one GEMM only, is gathered in the dtype of the mixed precision.
 
     dtype       the dtype that shards are rounded to before the cast. ``param_dtype`` of the mixed
                 precision: the codes are those that the linear would make of the gathered weight,

@@ -1,6 +1,8 @@
 """fp8ref's own linear layer: three GEMMs by any recipe (SEMANTICS L).
 
-It runs the recipes that torchao's linear cannot.
+``convert`` puts it in a model where ranks share amaxes (the trainer's default), and for recipes that
+torchao's Float8Linear cannot express: delayed scaling, block scales. Otherwise it takes torchao's,
+whose three GEMMs are in torchao.float8.float8_linear.
 
 Of an input x [M, K], a weight w [N, K] and a grad_output g [M, N], each cast to FP8 as the recipe
 says:

@@ -79,8 +79,9 @@ def parallelize(
     filter_fqns, fp8_fqns
                 as ``convert.convert``.
     amax_scope  whose amaxes scale input and grad_output: each rank's own, as in torchao (local), or
-                all ranks' (global, P-2). Delayed scaling keeps one state for all ranks, and needs
-                global.
+                all ranks' (global, P-2; the trainer's default). Under global every converted linear
+                is fp8ref's own ``linear.Linear``. Delayed scaling keeps one state for all ranks, and
+                needs global.
     sequence, tensor_plan
                 as sequence and plan of ``tensor_parallel.parallelize``.
     checkpointing

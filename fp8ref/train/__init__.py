@@ -11,9 +11,11 @@ To follow one training step, read four files in this order:
     {jax,torch}/step.py     forward, backward and AdamW update (SEMANTICS T)
     {jax,torch}/llama.py    the model (SEMANTICS M)
 
-The model's linears are ``fp8ref.jax.linear.measured``, and, in PyTorch, what ``step.Step`` puts in
-place of nn.Linear by ``fp8ref.torch.parallel.parallelize``: torchao's Float8Linear or
-``fp8ref.torch.linear.Linear``. Optimizers are optax's and torch's, built in jax/step.py and
+The model's linears are ``fp8ref.jax.linear.apply_with_stats``, and, in PyTorch, what ``step.Step``
+puts in place of nn.Linear by ``fp8ref.torch.parallel.parallelize``: torchao's Float8Linear, or
+``fp8ref.torch.linear.Linear`` for ``delayed``, for recipes in blocks, and wherever several ranks
+share amaxes. Within a linear, ``operands`` (JAX) and ``scaling`` quantise, ``scales`` computes a scale
+from an amax, ``cast`` rounds, and ``gemm`` multiplies; ``delayed`` keeps scales of past amaxes. Optimizers are optax's and torch's, built in jax/step.py and
 torch/optimizer.py.
 
 ``train_state`` declares what a checkpoint holds. ``data`` reads tokens, ``report`` compares

@@ -29,8 +29,8 @@ class Pass:
 
     state      delayed-scaling states by linear, which the pass reads.
     seen       amax observations by linear; each linear replaces its own.
-    layout     the mesh; None on one device.
-    taps       statistics accumulators by linear (``linear.measured``); each linear replaces its
+    layout     places a linear on the mesh; None places none, as a layout of one device does.
+    taps       statistics accumulators by linear (``linear.apply_with_stats``); each linear replaces its
                own.
     attention  "xla" or "cudnn": the implementation of jax.nn.dot_product_attention.
     multiply   simulated hardware for FP8 GEMMs; None: XLA's own.
@@ -51,7 +51,7 @@ class Pass:
         """x [..., K] x w [N, K] -> [..., N], with the state, observations and placement of the
         linear ``name``."""
         placement = self.layout.placement(name) if self.layout else None
-        y, seen, tap = linear.measured(
+        y, seen, tap = linear.apply_with_stats(
             x,
             w,
             recipe=recipe,

@@ -28,7 +28,8 @@ AXES = ("data", "fsdp", "tensor")
 class Layout:
     """The shardings of one config.
 
-    On one device ``mesh`` is None, and every method returns its input unchanged.
+    On one device ``mesh`` is None, and nothing is cut: ``map`` returns its function, ``placement``
+    returns None.
     """
 
     def __init__(self, config: Config, devices: Sequence[jax.Device] | None = None) -> None:

@@ -1,4 +1,6 @@
-"""The training step in JAX (SEMANTICS T): float32 masters, bfloat16 compute, optax's AdamW.
+"""The training step in JAX (SEMANTICS T): float32 masters, bfloat16 compute, AdamW.
+
+Adam's moments and the weight decay are optax's; clipping and the learning rate are in ``train``.
 
 Pure functions of the state, which ``trainer.Trainer`` compiles.
 """
@@ -87,7 +89,7 @@ class Step:
 
         Where loss or norm is not finite, the state is the old one (T-4).
         """
-        loss, grads, seen = self.differentiated(state.params, state.fp8, tokens)
+        loss, grads, seen = self.gradients(state.params, state.fp8, tokens)
         norm = optax.tree.norm(grads)
         grads = jax.tree.map(lambda g: g * jnp.minimum(1.0, self.config.optimizer.max_norm / norm), grads)
         updates, optimizer = self._optimizer.update(grads, state.optimizer, state.params)
@@ -125,19 +127,19 @@ class Step:
         fp8 = {name: {role: type(one)(**saved[name][role]) for role, one in roles.items()} for name, roles in state.fp8.items()}
         return State(tree(state.params, train_state.MASTERS), optimizer, fp8)
 
-    def differentiated(self, params, state, tokens: jax.Array):
+    def gradients(self, params, fp8_state, tokens: jax.Array):
         """(loss, gradients, amax observations of both passes) of a batch, or of its parts."""
 
-        def differentiate(params, state, tokens):
+        def differentiate(params, fp8_state, tokens):
             # Forward observations come out as aux. grad_output is known in the backward pass alone:
             # its observations come out as the gradient by ``seen`` (fp8ref.jax.delayed).
             gradient = jax.value_and_grad(self._loss_of, argnums=(0, 1), has_aux=True)
-            (loss, forward), (grads, backward) = gradient(params, self._unseen(), state, tokens)
+            (loss, forward), (grads, backward) = gradient(params, self._unseen(), fp8_state, tokens)
             return loss, grads, {name: delayed.merge(forward[name], backward[name]) for name in forward}
 
-        def accumulate(params, state, parts):
+        def accumulate(params, fp8_state, parts):
             def add(before, tokens):
-                (loss, grads, seen), found = before, differentiate(params, state, tokens)
+                (loss, grads, seen), found = before, differentiate(params, fp8_state, tokens)
                 total = jax.tree.map(jnp.add, (loss, grads), found[:2])
                 return (*total, {name: delayed.merge(seen[name], found[2][name]) for name in seen}), None
 
@@ -147,19 +149,19 @@ class Step:
             return *jax.tree.map(lambda total: total * np.float32(1 / len(parts)), (loss, grads)), seen
 
         f = accumulate if tokens.ndim == 3 else differentiate
-        return self.layout.map(f, (self._specs, P(), self._cut(tokens)), (P(), self._specs, P()))(params, state, tokens)
+        return self.layout.map(f, (self._specs, P(), self._cut(tokens)), (P(), self._specs, P()))(params, fp8_state, tokens)
 
-    def evaluated(self, params, state, tokens: jax.Array) -> jax.Array:
+    def mean_loss(self, params, fp8_state, tokens: jax.Array) -> jax.Array:
         """The loss of a batch, or of its parts."""
 
-        def loss_of(params, state, tokens):
+        def loss_of(params, fp8_state, tokens):
             if tokens.ndim == 3:
-                return lax.map(lambda part: loss_of(params, state, part), tokens).mean()
-            return self._loss_of(params, self._unseen(), state, tokens)[0]
+                return lax.map(lambda part: loss_of(params, fp8_state, part), tokens).mean()
+            return self._loss_of(params, self._unseen(), fp8_state, tokens)[0]
 
-        return self.layout.map(loss_of, (self._specs, P(), self._cut(tokens)), P())(params, state, tokens)
+        return self.layout.map(loss_of, (self._specs, P(), self._cut(tokens)), P())(params, fp8_state, tokens)
 
-    def measured(self, params, state, tokens: jax.Array) -> jax.Array:
+    def statistics(self, params, fp8_state, tokens: jax.Array) -> jax.Array:
         """Statistics float32 [devices, layers, 6, stats.LENGTH].
 
         Each device measures its own shards of the operands.
@@ -167,27 +169,27 @@ class Step:
         Without shard_map there is one row, of the whole operands.
         """
 
-        def loss(taps, params, state, tokens):
-            run = self._pass(state, self._unseen(), dict(taps))
+        def loss(taps, params, fp8_state, tokens):
+            run = self._pass(fp8_state, self._unseen(), dict(taps))
             return self._loss_in(run, params, tokens), run.taps
 
-        def measure(params, state, tokens):
+        def measure(params, fp8_state, tokens):
             taps = {layer: self.layout.apart(jnp.zeros((len(stats.ROWS), stats.LENGTH))) for layer in self.measured_layers}
-            (_, forward), backward = jax.value_and_grad(loss, has_aux=True)(taps, params, state, tokens)
+            (_, forward), backward = jax.value_and_grad(loss, has_aux=True)(taps, params, fp8_state, tokens)
             # taps collect as the observations do: forward as aux, backward as a gradient
             return jnp.stack([forward[layer] + backward[layer] for layer in taps])[None]
 
-        return self.layout.map(measure, (self._specs, P(), self.layout.tokens), P(AXES))(params, state, tokens)
+        return self.layout.map(measure, (self._specs, P(), self.layout.tokens), P(AXES))(params, fp8_state, tokens)
 
-    def forward(self, f: Callable[[Llama, jax.Array, Pass], jax.Array], params, state, tokens: jax.Array) -> jax.Array:
+    def forward(self, f: Callable[[Llama, jax.Array, Pass], jax.Array], params, fp8_state, tokens: jax.Array) -> jax.Array:
         """f(model, tokens [B, T], run) -> float32 [B, T, ...], inside shard_map if the layout is
         mapped."""
         cut = P(self.layout.tokens[0], "tensor" if self.config.parallel.sequence else None)
 
-        def mapped(params, state, tokens):
-            return f(self._model(params), tokens, self._pass(state, self._unseen())).astype(jnp.float32)
+        def mapped(params, fp8_state, tokens):
+            return f(self._model(params), tokens, self._pass(fp8_state, self._unseen())).astype(jnp.float32)
 
-        return self.layout.map(mapped, (self._specs, P(), self.layout.tokens), cut)(params, state, tokens)
+        return self.layout.map(mapped, (self._specs, P(), self.layout.tokens), cut)(params, fp8_state, tokens)
 
     @property
     def measured_layers(self) -> list[str]:
@@ -200,8 +202,8 @@ class Step:
         fp8_state = {d.path: delayed.init(d.recipe) for d in self.decisions if delayed.keeps_state(d.recipe)}
         return graph, State(params, self._optimizer.init(params), fp8_state)
 
-    def _pass(self, state, seen: dict[str, delayed.Seen], taps: dict[str, jax.Array] | None = None) -> Pass:
-        return Pass(state, seen, self.layout, taps or {}, self.config.parallel.attention, self._multiply)
+    def _pass(self, fp8_state, seen: dict[str, delayed.Seen], taps: dict[str, jax.Array] | None = None) -> Pass:
+        return Pass(fp8_state, seen, self.layout, taps or {}, self.config.parallel.attention, self._multiply)
 
     def _unseen(self) -> dict[str, delayed.Seen]:
         return {d.path: delayed.unseen(d.recipe) for d in self.decisions if delayed.keeps_state(d.recipe)}
@@ -213,9 +215,9 @@ class Step:
         )
         return nnx.merge(self._graph, nnx.State(compute))
 
-    def _loss_of(self, params, seen, state, tokens: jax.Array) -> tuple[jax.Array, dict[str, delayed.Seen]]:
+    def _loss_of(self, params, seen, fp8_state, tokens: jax.Array) -> tuple[jax.Array, dict[str, delayed.Seen]]:
         """(mean loss of the whole batch, amax observations of this device's forward pass)."""
-        run = self._pass(state, dict(seen))
+        run = self._pass(fp8_state, dict(seen))
         return self._loss_in(run, params, tokens), run.seen
 
     def _loss_in(self, run: Pass, params, tokens: jax.Array) -> jax.Array:

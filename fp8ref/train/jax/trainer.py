@@ -65,8 +65,8 @@ class Trainer:
         # again.
         placed = None if self._layout.mesh is None else (jax.tree.map(self._layout.sharding, specs), None, None)
         self._train = jax.jit(self._step.train, donate_argnums=0, out_shardings=placed, compiler_options=COMPILER_OPTIONS)
-        self._loss = jax.jit(self._step.evaluated, compiler_options=COMPILER_OPTIONS)
-        self._measure = jax.jit(self._step.measured, compiler_options=COMPILER_OPTIONS)
+        self._loss = jax.jit(self._step.mean_loss, compiler_options=COMPILER_OPTIONS)
+        self._measure = jax.jit(self._step.statistics, compiler_options=COMPILER_OPTIONS)
         self._count = 0
         self._store = Store()
         self.device = self._layout.description
@@ -95,8 +95,8 @@ class Trainer:
 
     def gradients(self, tokens: np.ndarray) -> dict[str, np.ndarray]:
         """float32 gradients of a batch's loss by parameter, before clipping; nothing is updated."""
-        differentiated = jax.jit(self._step.differentiated, compiler_options=COMPILER_OPTIONS)
-        grads = differentiated(self._params, self._fp8_state, self._parts(tokens))[1]
+        gradients = jax.jit(self._step.gradients, compiler_options=COMPILER_OPTIONS)
+        grads = gradients(self._params, self._fp8_state, self._parts(tokens))[1]
         return self._fetched(grads)
 
     def weights(self) -> dict[str, np.ndarray]:

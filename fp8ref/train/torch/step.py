@@ -165,8 +165,8 @@ class Step:
         (SEMANTICS M-2).
 
         FSDP2 rounds while it gathers. Without it, rounded copies replace the masters in the
-        modules, during the backward pass too: checkpointed layers run their forward pass again
-        there.
+        modules. Autograd carries the copies' gradients to the masters, widened to float32. The
+        copies stay during the backward pass: checkpointed layers run their forward pass again there.
         """
         if isinstance(self.model, FSDPModule):
             yield

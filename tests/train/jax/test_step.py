@@ -31,11 +31,11 @@ def test_gradients_of_parts_are_summed_and_observations_merged_as_by_hand(small)
     seen = []
     trainer.observe(tokens, lambda layer, which, a, b, out: seen.append((layer, which, a[0], b[0])))
     whole = Trainer(microbatches.without_parts(config))
-    differentiated = jax.jit(whole._step.differentiated, compiler_options=step.COMPILER_OPTIONS)
+    compiled = jax.jit(whole._step.gradients, compiler_options=step.COMPILER_OPTIONS)
 
     def gradients(part):
         """whole.gradients, compiled once for all parts."""
-        found = differentiated(whole._params, whole._fp8_state, whole._parts(part))[1]
+        found = compiled(whole._params, whole._fp8_state, whole._parts(part))[1]
         return {name: np.asarray(value) for name, value in step.named(found).items()}
 
     microbatches.check_bits(trainer, whole, gradients)
