@@ -14,7 +14,7 @@ setup: .venv/ready
 	touch $@
 
 demo: setup
-	$(BIN)/fp8ref demo configs/tiny.toml
+	$(BIN)/fp8ref demo
 
 test: setup
 	$(BIN)/python -m pytest -n 2 --dist worksteal --slow-stride 4 --durations 40 $(TESTS)

@@ -102,7 +102,7 @@ def _llama(meta: Ceilings) -> list[Row]:
 
 
 def _llama_config(recipe: str) -> configs.Config:
-    base = configs.load(Path(__file__).parents[1] / "configs" / "llama-8b.toml")
+    base = configs.load("llama-8b")
     base = base.replace(data={"batch_size": 8, "microbatches": 1}, parallel={"checkpointing": "selective", "compile": "block"})
     return base.replace(numerics={"recipe": recipe})
 

@@ -1,7 +1,7 @@
-"""Whether FP8's loss is bf16's on a GPU: configs/parity.toml in both backends, every recipe, three seeds of bf16 for the noise; one report.
+"""Whether FP8's loss is bf16's on a GPU: parity.toml in both backends, every recipe, three seeds of bf16 for the noise; one report.
 
 What is finished is not trained again: a run that was cut off goes on. The report goes to benchmarks/results/parity; the runs stay where --runs says.
---dry trains configs/tiny.toml for a few steps on a CPU, elsewhere.
+--dry trains tiny.toml for a few steps on a CPU, elsewhere.
 """
 
 import argparse
@@ -46,7 +46,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--budget", type=float, default=480, help="seconds, after which no other run is started (default 480)")
     parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "parity", help="where runs are kept (default runs/parity)")
-    parser.add_argument("--dry", action="store_true", help="a few steps of configs/tiny.toml on a CPU; needs --out")
+    parser.add_argument("--dry", action="store_true", help="a few steps of tiny.toml on a CPU; needs --out")
     parser.add_argument("--out", type=Path, help="instead of benchmarks/results/parity")
     known = parser.parse_args()
     if known.dry and not known.out:
@@ -56,7 +56,7 @@ def main() -> int:
     out = known.out or ROOT / "benchmarks" / "results" / "parity"
     out.mkdir(parents=True, exist_ok=True)
     runs = out / "runs" if known.dry else known.runs
-    config = [str(ROOT / "configs" / ("tiny.toml" if known.dry else "parity.toml"))]
+    config = ["tiny" if known.dry else "parity"]
     config += ["--run.steps", "10", "--run.eval_every", "5"] if known.dry else []
     begin, left, failed, lines = time.monotonic(), [], [], []
     for name, options in asked(dry=known.dry):

@@ -1,4 +1,4 @@
-"""What recording FP8 statistics costs a run of configs/tiny.toml: python benchmarks/recording.py [--json FILE]
+"""What recording FP8 statistics costs a run of tiny.toml: python benchmarks/recording.py [--json FILE]
 
 Steps and measured steps take turns, so that both meet the same machine. With a the median of steps and b that of measured ones, a run with
 statistics.every = 50 takes (49 a + b) / 50 in the place of a. Compilation, once a run, is told apart.
@@ -18,12 +18,11 @@ from fp8ref.train import config as configs
 from fp8ref.train import loop
 from fp8ref.train.data import loader
 
-ROOT = Path(__file__).parents[1]
 EVERY, AT_MOST = 50, 1.03
 
 
 def measure(backend: str, recipe: str, pairs: int, *, quick: bool) -> dict:
-    config = configs.load(ROOT / "configs/tiny.toml").replace(numerics={"recipe": recipe})
+    config = configs.load("tiny").replace(numerics={"recipe": recipe})
     if quick:
         config = config.replace(model={"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}, data={"batch_size": 2})
     batches, trainer = loader.open_batches(config), loop.trainer(backend, config)

@@ -1,6 +1,6 @@
 """What training under simulated hardware costs: python benchmarks/simulated_hardware.py [--quick] [--rounds N] [--plan NAME] [--json FILE]
 
-Steps of configs/tiny.toml by each backend's own FP8 GEMMs and under simulated ones, in turns, so that all meet the same machine; the ratio of the medians.
+Steps of tiny.toml by each backend's own FP8 GEMMs and under simulated ones, in turns, so that all meet the same machine; the ratio of the medians.
 """
 
 import argparse
@@ -17,13 +17,12 @@ from fp8ref.train import config as configs
 from fp8ref.train import loop
 from fp8ref.train.data import loader
 
-ROOT = Path(__file__).parents[1]
 AT_MOST = 4.0  # times a step by the framework's own GEMMs
 RECIPES = ("tensorwise", "rowwise")
 
 
 def measure(backend: str, recipe: str, plan: str, rounds: int, *, quick: bool) -> dict:
-    config = configs.load(ROOT / "configs" / "tiny.toml").replace(numerics={"recipe": recipe})
+    config = configs.load("tiny").replace(numerics={"recipe": recipe})
     if quick:
         config = config.replace(model={"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}, data={"batch_size": 2})
     batches = loader.open_batches(config)

@@ -1,6 +1,6 @@
 """What the trainer costs around its steps: python benchmarks/trainer.py [--quick] [--json FILE]
 
-First the share of a run of configs/tiny.toml that lies outside the calls that train and validate, checkpoints included; its first step, which
+First the share of a run of tiny.toml that lies outside the calls that train and validate, checkpoints included; its first step, which
 compiles, is left out. Then, of a larger model, what saving adds to a step: the seconds until ``save`` returns next to those of a plain copy of
 the same state, in turns, and a step while a checkpoint is written next to one while none is.
 """
@@ -23,7 +23,6 @@ from fp8ref.train import log, loop
 from fp8ref.train.config import Config
 from fp8ref.train.sections import DataConfig, NumericsConfig
 
-ROOT = Path(__file__).parents[1]
 AT_MOST = 0.02  # of a run, around its steps
 LARGE = LlamaConfig(hidden_size=512, intermediate_size=1536, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=8)
 
@@ -51,7 +50,7 @@ def main() -> None:
 
 
 def around(backend: str, quick: bool) -> dict:
-    config = configs.load(ROOT / "configs" / "tiny.toml")
+    config = configs.load("tiny")
     if quick:
         config = config.replace(model={"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}, run={"steps": 12})
     with tempfile.TemporaryDirectory() as folder:

@@ -92,7 +92,7 @@ def test_both_are_taken_by_the_simulator_the_libraries_and_the_plots(added):
 
 
 SMALL = ["--data.source", "text", "--data.sequence_length", "32", "--data.batch_size", "4", "--run.steps", "2", "--run.eval_batches", "1"]
-TINY = [str(ROOT / "configs" / "tiny.toml"), "--recipe", "tensorwise_e4m3", "--model.num_hidden_layers", "1", *SMALL]
+TINY = ["tiny", "--recipe", "tensorwise_e4m3", "--model.num_hidden_layers", "1", *SMALL]
 COMMANDS = [
     *(("train", *TINY, "--backend", backend, "--run.out", f"runs/{backend}") for backend in ("jax", "torch")),
     ("crosscheck", *TINY, "--steps", "0"),

@@ -11,6 +11,7 @@ from pathlib import Path
 import nbformat
 import pytest
 
+from fp8ref import configs
 from fp8ref.commands import demo
 from fp8ref.recipe import ROLES
 from fp8ref.train import tensors
@@ -40,7 +41,7 @@ def test_there_are_notebooks():
 
 
 def test_the_tensors_beside_them_are_a_demos_and_small():
-    path = ROOT / "notebooks" / "data" / "tiny.npz"
+    path = configs.find("tiny", ".npz")
     kept = tensors.read(path)
     assert path.stat().st_size <= 10**6
     assert (kept.about["backend"], kept.about["recipe"]) == demo.OBSERVED
@@ -90,8 +91,7 @@ def said(path: Path) -> list[list[str]]:
 @every_notebook
 def test_executed_again_it_says_the_same(path, tmp_path):
     """Verdicts, which bits are equal and what ran: everything but numbers."""
-    shutil.copytree(ROOT / "configs", tmp_path / "configs")
-    shutil.copytree(ROOT / "notebooks" / "data", tmp_path / "notebooks" / "data")
+    (tmp_path / "notebooks").mkdir()
     again = Path(shutil.copy(path, tmp_path / "notebooks"))
     variables = os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": ""}
     command = [sys.executable, ROOT / "notebooks" / "execute.py", again]

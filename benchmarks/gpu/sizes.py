@@ -3,12 +3,12 @@
 import dataclasses
 import tomllib
 from dataclasses import dataclass
-from pathlib import Path
 
+from fp8ref import configs
 from fp8ref.llama import LlamaConfig
 from gpu import timing
 
-LLAMA_8B = Path(__file__).parents[2] / "configs" / "llama-8b.toml"
+LLAMA_8B = "llama-8b"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +28,7 @@ class Sizes:
 
 def full() -> Sizes:
     """Four blocks of Llama 3 8B on 8,192 tokens, as asked; the small model has the same parts, an eighth as wide."""
-    known = LlamaConfig(**tomllib.loads(LLAMA_8B.read_text(encoding="utf-8"))["model"])
+    known = LlamaConfig(**tomllib.loads(configs.find(LLAMA_8B).read_text(encoding="utf-8"))["model"])
     small = dataclasses.replace(known, hidden_size=512, intermediate_size=1792, num_attention_heads=8, num_key_value_heads=4)
     return Sizes(
         blocks=dataclasses.replace(known, num_hidden_layers=4),

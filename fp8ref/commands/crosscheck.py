@@ -77,7 +77,7 @@ def _crosscheck_first(known: argparse.Namespace, options: list[str]) -> int:
         if known.config is None:
             raise ConfigError(
                 f"--first-divergence of two backends trains a CONFIG in both; got {a} and {b} without one. Name it first: "
-                f"fp8ref crosscheck configs/tiny.toml --first-divergence {a} {b}."
+                f"fp8ref crosscheck tiny --first-divergence {a} {b}."
             )
         config = shared.config(known, options)
         from fp8ref.crosscheck import one_device

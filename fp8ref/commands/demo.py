@@ -24,6 +24,7 @@ def add(commands) -> None:
 
 
 def _demo(known: argparse.Namespace, options: list[str]) -> int:
+    known.config = known.config or Path("tiny")
     config = shared.config(known, options)
     check_whole(config)
     return 0 if demo(config, known.out) else FAILED

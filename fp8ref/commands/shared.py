@@ -18,7 +18,7 @@ def of_config(commands, name: str, run: Callable[[argparse.Namespace, list[str]]
     both.
     """
     made = commands.add_parser(name, help=help, description=help, allow_abbrev=False, add_help=False)
-    made.add_argument("config", metavar="CONFIG", type=Path, nargs="?", help="a TOML file, such as configs/tiny.toml")
+    made.add_argument("config", metavar="CONFIG", type=Path, nargs="?", help="a TOML file, or the name of a packaged one, such as tiny")
     made.add_argument("-h", "--help", action="store_true", help="show this, and every key of CONFIG")
     made.set_defaults(run=run, parser=made)
     return made
@@ -42,6 +42,7 @@ def config(known: argparse.Namespace, options: list[str]):
 
     With --help it prints all options, and exits.
     """
+    from fp8ref import configs as shipped
     from fp8ref.errors import ConfigError
     from fp8ref.train import config as configs
 
@@ -50,10 +51,10 @@ def config(known: argparse.Namespace, options: list[str]):
         print(known.parser.format_help())
         configs.override(configs.Config(), ["--help"], prog=f"{prog} CONFIG")  # prints, and exits with 0
     if known.config is None:
-        raise ConfigError(f"{prog} needs a CONFIG, such as configs/tiny.toml. See {prog} --help.")
-    if options and not known.config.exists():
+        raise ConfigError(f"{prog} needs a CONFIG: a TOML file, or one of {', '.join(shipped.NAMES)}. See {prog} --help.")
+    if options and not shipped.find(known.config).exists():
         raise ConfigError(
-            f"{known.config}: no such file. {prog} takes CONFIG first, then the options of its keys, such as {prog} configs/tiny.toml --run.steps 20."
+            f"{known.config}: no such file. {prog} takes CONFIG first, then the options of its keys, such as {prog} tiny --run.steps 20."
         )
     return configs.override(configs.load(known.config), options, prog=f"{prog} {known.config}")
 

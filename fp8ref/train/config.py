@@ -17,6 +17,7 @@ from pathlib import Path
 import pydantic
 import tyro
 
+from fp8ref import configs as shipped
 from fp8ref import linear_selection, llama
 from fp8ref.errors import ConfigError
 from fp8ref.linear_selection import Decision
@@ -96,16 +97,16 @@ _ADAPTER = pydantic.TypeAdapter(Config)
 
 
 def load(path: str | Path) -> Config:
-    """The configuration in a TOML file.
+    """The configuration in a TOML file, or the package's of that name (``fp8ref.configs``).
 
     Raises:   ConfigError: no such file, no TOML, an unknown key (naming the nearest known one), a
               value of the wrong type or range.
     """
-    path = Path(path)
+    path = shipped.find(path)
     try:
         keys = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be read ({error.strerror}). Name a TOML file such as configs/tiny.toml.") from error
+        raise ConfigError(f"{path}: cannot be read ({error.strerror}). Name a TOML file, or one of {', '.join(shipped.NAMES)}.") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: is not TOML: {error}.") from error
     return from_dict(keys, source=str(path))

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from fp8ref import configs as shipped
 from fp8ref import console
 from fp8ref.errors import ConfigError
 from fp8ref.recipe import OPERANDS
@@ -99,10 +100,13 @@ def write(path: Path, tensors: Tensors) -> None:
 
 
 def read(path: Path | str) -> Tensors:
-    """Read a file of ``write``. bfloat16 bits are widened to float32, which is exact.
+    """Read a file of ``write``, or the package's by its name, "tiny" (``fp8ref.configs``).
+
+    bfloat16 bits are widened to float32, which is exact.
 
     Raises:   ConfigError: no such file, or a file of another kind.
     """
+    path = shipped.find(path, ".npz")
     try:
         with np.load(path, allow_pickle=False) as found:
             arrays = dict(found)

@@ -77,7 +77,7 @@ def test_errors(small, tmp_path, capsys):
         sharded_jax.crosscheck(small.replace(numerics={"recipe": "bf16"}), 2)
     with pytest.raises(ConfigError, match="needs as many devices; jax has 8"):
         sharded_jax.crosscheck(small, 16)
-    assert cli.main(["crosscheck", "configs/tiny.toml", "--sharded", "8"]) == 2
+    assert cli.main(["crosscheck", "tiny", "--sharded", "8"]) == 2
     assert "--backend jax" in capsys.readouterr().err
 
 

@@ -161,8 +161,8 @@ def test_refusals_of_the_command(small, capsys):
     for steps in (0, small.run.steps + 1):
         with pytest.raises(ConfigError, match="--steps lies between 1 and"):
             sharded_torch.crosscheck(small, 2, steps=steps)
-    assert cli.main(["crosscheck", "configs/tiny.toml", "--sharded", "2"]) == 2
+    assert cli.main(["crosscheck", "tiny", "--sharded", "2"]) == 2
     assert "--backend jax or torch" in capsys.readouterr().err
-    assert cli.main(["crosscheck", "configs/tiny.toml", "--backend", "torch", "--sharded", "1"]) == 2
-    assert cli.main(["crosscheck", "configs/tiny.toml", "--backend", "jax", "--sharded", "2", "--steps", "3"]) == 2
+    assert cli.main(["crosscheck", "tiny", "--backend", "torch", "--sharded", "1"]) == 2
+    assert cli.main(["crosscheck", "tiny", "--backend", "jax", "--sharded", "2", "--steps", "3"]) == 2
     assert "no --steps" in capsys.readouterr().err

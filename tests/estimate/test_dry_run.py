@@ -10,8 +10,6 @@ from fp8ref.estimate import dry_run
 from fp8ref.train import config as configs
 from fp8ref.train import device_shapes
 
-CONFIGS = Path(__file__).parents[2] / "configs"
-
 
 def shown(config, backend="torch") -> str:
     console = Console(file=io.StringIO(), width=160, color_system=None)
@@ -27,14 +25,14 @@ def row(text: str, *cells: str) -> bool:
 # The public figures: 8.03, 70.6 and 405 (405.9 with both embeddings) billion, Llama 3.2 1B 1.24 (its embedding, tied, once).
 @pytest.mark.parametrize(("name", "billions"), [("1b", 1.24), ("8b", 8.03), ("70b", 70.6), ("405b", 405.9), ("125m", 0.12)])
 def test_parameters_are_as_published(name, billions):
-    count = device_shapes.kinds(configs.load(CONFIGS / f"llama-{name}.toml"))["all"]
+    count = device_shapes.kinds(configs.load(f"llama-{name}"))["all"]
     assert count / 1e9 == pytest.approx(billions, abs=0.05 if billions > 10 else 0.005)
 
 
 @pytest.mark.parametrize("backend", ["jax", "torch"])
 @pytest.mark.parametrize("name", ["125m", "1b", "8b", "70b", "405b"])
 def test_every_config_is_accepted_by_both_backends(name, backend):
-    config = configs.load(CONFIGS / f"llama-{name}.toml")
+    config = configs.load(f"llama-{name}")
     for key in ("hidden_size", "intermediate_size", "vocab_size"):
         assert getattr(config.model, key) % 128 == 0
     text = shown(config, backend)
@@ -84,8 +82,8 @@ def test_one_device_receives_nothing():
 
 
 def test_the_readme_shows_what_is_printed():
-    readme = (CONFIGS.parent / "README.md").read_text()
-    config = configs.load(CONFIGS / "llama-8b.toml").replace(parallel={"checkpointing": "selective", "compile": "block"})
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    config = configs.load("llama-8b").replace(parallel={"checkpointing": "selective", "compile": "block"})
     console = Console(file=io.StringIO(), width=120, color_system=None)
     dry_run.show(config, "torch", console)
     tables = ["\n".join(line.rstrip() for line in table.splitlines()) for table in console.file.getvalue().split("\n\n")]

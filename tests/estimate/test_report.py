@@ -12,9 +12,8 @@ from fp8ref.estimate import report
 from fp8ref.estimate.gpu_rates import PUBLISHED
 from fp8ref.train import config as configs
 
-CONFIGS = Path(__file__).parents[2] / "configs"
 H200 = PUBLISHED["h200"]
-LARGE = configs.load(CONFIGS / "llama-8b.toml").replace(parallel={"checkpointing": "selective", "compile": "block"})
+LARGE = configs.load("llama-8b").replace(parallel={"checkpointing": "selective", "compile": "block"})
 
 
 def printed(found) -> str:
@@ -80,7 +79,7 @@ def test_the_command_writes_what_it_prints(tmp_path, capsys):
     written, measured = tmp_path / "out.json", tmp_path / "ceilings.json"
     keys = {"gpu": "H100 SXM", "bf16": 6e14, "fp8": 1.1e15, "fp8_rowwise": 1e15, "attention": 4e14, "bandwidth": 2.5e12, "launch": 3e-6}
     measured.write_text(json.dumps(keys | {"source": "a made-up card"}))
-    command = ["estimate", str(CONFIGS / "tiny.toml"), "--gpu", "h100", "--backend", "jax", "--ceilings", str(measured)]
+    command = ["estimate", "tiny", "--gpu", "h100", "--backend", "jax", "--ceilings", str(measured)]
     assert cli.main([*command, "--recipe", "rowwise", "--json", str(written)]) == 0
     assert "MEASURED: H100 SXM reaches 600 and 1100" in capsys.readouterr().out
     made = json.loads(written.read_text())
@@ -103,11 +102,11 @@ def test_the_command_writes_what_it_prints(tmp_path, capsys):
     ],
 )
 def test_errors_are_clear(options, said, capsys):
-    assert cli.main(["estimate", str(CONFIGS / "tiny.toml"), *options]) == 2
+    assert cli.main(["estimate", "tiny", *options]) == 2
     assert said in capsys.readouterr().err
 
 
 def test_the_readme_shows_what_is_printed():
-    readme = (CONFIGS.parent / "README.md").read_text(encoding="utf-8")
+    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
     text = "\n".join(line.rstrip() for line in printed(report.of(LARGE, "torch", H200)).splitlines())
     assert text.strip() in readme

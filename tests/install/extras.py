@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
-TINY = str(ROOT / "configs" / "tiny.toml")
+TINY = "tiny"
 
 
 class Use(NamedTuple):
@@ -146,7 +146,7 @@ def built(folder: Path) -> Path:
     """The wheel of the files that git tracks, so that nothing left behind gets into it."""
     source = folder / "source"
     for name in subprocess.run(
-        ["git", "ls-files", "-z", "fp8ref", "pyproject.toml", "README.md"], cwd=ROOT, capture_output=True, text=True, check=True
+        ["git", "ls-files", "-z", "fp8ref", "pyproject.toml", "README.md", "LICENSE"], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout.split("\0"):
         if name and (ROOT / name).exists():
             (source / name).parent.mkdir(parents=True, exist_ok=True)

@@ -7,11 +7,10 @@ import numpy as np
 import pytest
 import tomli_w
 
+from fp8ref import configs as shipped
 from fp8ref.errors import ConfigError
 from fp8ref.train import config as configs
 from fp8ref.train.config import Config, DataConfig, NumericsConfig, OptimizerConfig, RunConfig
-
-CONFIGS = Path(__file__).parents[2] / "configs"
 
 
 def write(tmp_path: Path, text: str) -> Path:
@@ -44,17 +43,17 @@ def test_an_integer_is_a_float_where_a_float_is_meant(tmp_path):
     assert configs.load(write(tmp_path, "[optimizer]\nmax_norm = 2\n")).optimizer.max_norm == 2.0
 
 
-@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.toml")), ids=lambda path: path.name)
-def test_shipped_configs_load_and_plan(path):
-    config = configs.load(path)
-    for section, keys in tomllib.loads(path.read_text()).items():
+@pytest.mark.parametrize("name", shipped.NAMES)
+def test_shipped_configs_load_and_plan(name):
+    config = configs.load(name)
+    for section, keys in tomllib.loads(shipped.find(name).read_text()).items():
         for key, value in keys.items():
             assert keys_and_values(config)[f"{section}.{key}"] == (tuple(value) if isinstance(value, list) else value)
     assert config.decisions()
 
 
 def test_there_is_a_shipped_config():
-    assert (CONFIGS / "tiny.toml").is_file()
+    assert "tiny" in shipped.NAMES
 
 
 @pytest.mark.parametrize(

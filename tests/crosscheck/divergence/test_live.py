@@ -269,7 +269,7 @@ def test_the_command_trains_two_backends_and_writes_what_it_found(small, planted
     assert run("crosscheck", "--first-divergence", "jax", "torch") == 2
     assert (
         "two backends trains a CONFIG in both; got jax and torch without one. Name it first: "
-        "fp8ref crosscheck configs/tiny.toml --first-divergence jax torch"
+        "fp8ref crosscheck tiny --first-divergence jax torch"
     ) in capsys.readouterr().err
     for pair in (("runs/a", "torch"), ("jax", "runs/a")):
         assert run("crosscheck", "--first-divergence", *pair) == 2
