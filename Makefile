@@ -111,10 +111,10 @@ notebooks: setup
 	$(BIN)/python notebooks/execute.py notebooks/*.ipynb
 
 libraries: setup
-	$(BIN)/python docs/libraries.py
+	$(BIN)/python docs/scripts/libraries.py
 
 clauses:
-	$(PYTHON) docs/clauses.py
+	$(PYTHON) docs/scripts/clauses.py
 
 lint: setup
 	$(BIN)/ruff check .

@@ -1,4 +1,4 @@
-"""docs/LIBRARIES.md is what docs/libraries.py writes: some of its rows, asked again in full, and the rest of its text."""
+"""docs/libraries.md is what docs/scripts/libraries.py writes: some of its rows, asked again in full, and the rest of its text."""
 
 import importlib.util
 import re
@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 
 DOCS = Path(__file__).parents[1] / "docs"
-PAGE = (DOCS / "LIBRARIES.md").read_text(encoding="utf-8")
+PAGE = (DOCS / "libraries.md").read_text(encoding="utf-8")
 STRIDE = 5
 
 
 @pytest.fixture(scope="module")
 def libraries():
-    spec = importlib.util.spec_from_file_location("libraries", DOCS / "libraries.py")
+    spec = importlib.util.spec_from_file_location("libraries", DOCS / "scripts" / "libraries.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

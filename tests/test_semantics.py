@@ -4,7 +4,7 @@ import importlib.util
 from pathlib import Path
 
 DOCS = Path(__file__).parents[1] / "docs"
-_spec = importlib.util.spec_from_file_location("clauses", DOCS / "clauses.py")
+_spec = importlib.util.spec_from_file_location("clauses", DOCS / "scripts" / "clauses.py")
 docs = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(docs)
 CLAUSES = docs.clauses()

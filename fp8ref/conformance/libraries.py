@@ -1,7 +1,7 @@
 """The registry of library casts and scales that are compared with the simulator.
 
 ``casts`` and ``scales`` are those of every installed library, bare, and fp8ref's own, for a
-certificate. ``every_cast`` and ``every_scale`` are the rows of docs/LIBRARIES.md: these on a CPU,
+certificate. ``every_cast`` and ``every_scale`` are the rows of docs/libraries.md: these on a CPU,
 and what libraries have besides. ``library_calls`` says how each is called.
 """
 

@@ -23,7 +23,7 @@ def test_the_cast_of_ml_dtypes(data, fmt, dtype):
 
 @pytest.mark.parametrize(("x", "codes"), [p for fmt in FP8_FORMATS.values() for p in parameters.casts(fmt, saturate=False, count=200)])
 def test_the_cast_of_torch_but_for_overflow(x, codes, request):
-    """torch saturates to e4m3fn and the fnuz formats, and not to e5m2 (docs/LIBRARIES.md)."""
+    """torch saturates to e4m3fn and the fnuz formats, and not to e5m2 (docs/libraries.md)."""
     import torch
 
     fmt = FP8_FORMATS[request.node.callspec.id.split("-")[0]]
