@@ -1,10 +1,10 @@
-# make setup | demo | test | slow | gpu | wheels | extras | exhaustive | bench | bench-jax | bench-torch | bench-data | bench-recording | bench-trainer | bench-simulated | compile-matrix | aot | notebooks | libraries | clauses | lint.
+# make setup | demo | test | slow | gpu | wheels | extras | exhaustive | bench | bench-jax | bench-torch | bench-data | bench-recording | bench-trainer | bench-simulated | compile-matrix | aot | notebooks | libraries | docs | docs-serve | clauses | lint | release-check.
 # Everything is installed into .venv, but for aot's, into .venv-aot; PYTHON names the interpreter they are made with.
 PYTHON ?= python3
 BIN := .venv/bin
 TESTS ?= tests fp8ref
 
-.PHONY: setup demo test slow gpu $(addprefix gpu-,probe tests bench-torch bench-jax parity) wheels extras exhaustive bench bench-jax bench-torch bench-data bench-recording bench-trainer bench-simulated compile-matrix aot notebooks libraries clauses lint
+.PHONY: setup demo test slow gpu $(addprefix gpu-,probe tests bench-torch bench-jax parity) wheels extras exhaustive bench bench-jax bench-torch bench-data bench-recording bench-trainer bench-simulated compile-matrix aot notebooks libraries docs docs-serve clauses lint release-check
 
 setup: .venv/ready
 
@@ -113,6 +113,17 @@ notebooks: setup
 libraries: setup
 	$(BIN)/python docs/scripts/libraries.py
 
+# The documentation site, in build/site: warnings and dead links are errors. Nothing is fetched but its packages, once.
+.venv/docs: .venv/ready
+	$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt -e '.[docs]'
+	touch $@
+
+docs: .venv/docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+docs-serve: .venv/docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
+
 clauses:
 	$(PYTHON) docs/scripts/clauses.py
 
@@ -121,3 +132,7 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# An sdist and a wheel, checked, installed into new environments of every Python that is here, and used there without a clone.
+release-check: setup
+	$(BIN)/python tests/install/release.py

@@ -265,7 +265,7 @@ def table(rows: list[dict], blocks: list[dict]) -> str:
         values += [r["gathered_bytes"], "bit for bit" if not r["differs"] else f"differs in {len(r['differs'])} tensors"]
         lines.append("| " + " | ".join(map(str, values)) + " |")
     heads = ["recipe", "compiled", "precision casts", "graphs", "logits / B-2", "loss / B-3", "gradients / B-5"]
-    lines += ["", "Llama's blocks under inductor: the largest distance from eager ones in units of the bound (docs/SEMANTICS.md, B):", ""]
+    lines += ["", "Llama's blocks under inductor: the largest distance from eager ones in units of the bound (docs/spec, B):", ""]
     lines += ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
     for r in blocks:
         values = [r["recipe"], r["compiled"], "emulated" if r["emulated"] else "inductor's own", r["graphs"]]

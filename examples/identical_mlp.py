@@ -2,7 +2,7 @@
 
     python examples/identical_mlp.py [--recipe tensorwise] [--plan hopper_fast] [--steps 50] [--lr 0.5]
 
-The FP8 GEMMs are the plan's in all of them; everything else is an operation that has one order (docs/SEMANTICS.md, B-13). Prints the SHA-256 of the
+The FP8 GEMMs are the plan's in all of them; everything else is an operation that has one order (docs/spec, B-13). Prints the SHA-256 of the
 weights of each, and exits with 1 if they differ, as they do under --plan native, which is JAX and PyTorch as they are.
 """
 

@@ -1,6 +1,6 @@
 """The executable specification of FP8 training, and two production backends held to it bit for bit.
 
-The specification is docs/SEMANTICS.md, whose numbered clauses, such as S-5, everything here cites. Where to begin:
+The specification is docs/spec, whose numbered clauses, such as S-5, everything here cites. Where to begin:
 
     formats, policy, granularity, delayed, epilogue, recipe
             what there is to choose, as frozen data: E4M3FN and E5M2; POLICIES, DELAYED, EPILOGUES and RECIPES by name.

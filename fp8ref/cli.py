@@ -2,10 +2,11 @@
 
 Exit codes: 0 done; 1 a comparison failed, or a bug of fp8ref; 2 a user's error; 3 a loss that is
 not finite; 4 another process of the run was lost; 5 SIGTERM, after the state was saved; 130 Ctrl-C;
-143 SIGTERM without a state to save.
+141 a closed pipe on standard output; 143 SIGTERM without a state to save.
 """
 
 import argparse
+import os
 import sys
 import traceback
 from collections.abc import Sequence
@@ -13,7 +14,7 @@ from collections.abc import Sequence
 import fp8ref
 from fp8ref import extras
 from fp8ref.commands import certify, conform, crosscheck, data, demo, estimate, probe, runs, train, vectors
-from fp8ref.commands.shared import DEFECT, ERROR, INTERRUPTED, LOST, NON_FINITE, STOPPED
+from fp8ref.commands.shared import DEFECT, ERROR, INTERRUPTED, LOST, NON_FINITE, PIPE, STOPPED
 from fp8ref.errors import LostProcessError, NonFiniteError, StoppedError
 
 
@@ -31,6 +32,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted; what was written so far is kept", file=sys.stderr)
         code = INTERRUPTED
+    except BrokenPipeError:  # whoever read what this prints, such as head, has ended
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = PIPE
     except Exception as error:
         code = _code_of(error)
         if code is None and known.leave is None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from fp8ref.result import Result
 
-ERROR, FAILED, DEFECT, NON_FINITE, LOST, STOPPED, INTERRUPTED = 2, 1, 1, 3, 4, 5, 130
+ERROR, FAILED, DEFECT, NON_FINITE, LOST, STOPPED, INTERRUPTED, PIPE = 2, 1, 1, 3, 4, 5, 130, 141
 Run = Callable[[argparse.Namespace], int]
 
 

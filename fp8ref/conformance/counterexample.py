@@ -17,7 +17,7 @@ class Counterexample:
 
     input     in words; bits: of its numbers, in hexadecimal, as ``dtype``.
     got       what the function gives; expected: what it was compared with gives.
-    clause    of docs/SEMANTICS.md, by which the expected output is right.
+    clause    of docs/spec, by which the expected output is right.
     """
 
     input: str

@@ -1,7 +1,7 @@
 """The simulator: FP8 training numerics in NumPy, the definition of correct. It imports neither jax
 nor torch.
 
-Read it in this order; each module cites its clauses of docs/SEMANTICS.md:
+Read it in this order; each module cites its clauses of docs/spec:
 
     cast          round to a format (C)
     scales        amax -> scale, by a policy (S)

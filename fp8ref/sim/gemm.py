@@ -35,8 +35,9 @@ def mma(a_codes, b_codes, c, *, fmt_a: Format, fmt_b: Format, unit: str | Tensor
     Specials: a product with a zero factor takes no part in E; a zero result is +0; results below
               2^-126 are cut off as subnormals; from 2^128 on, infinity; NaN and infinities as IEEE
               754 sums, NaN the canonical 0x7FFFFFFF. Zeros, overflow and a non-zero accumulator on
-              Hopper are unconfirmed by a recording of this project: the emulators named in G-10
-              agree on them. ``unit.evidence`` says what the numbers of a unit rest on.
+              Hopper are unconfirmed by a recording of this project. They follow mmaemu; MMA-Sim
+              differs where a step has no product but zeros and |c| is tiny (G-11).
+              ``unit.evidence`` says what the numbers of a unit rest on.
     Raises:   ValueError: shapes or dtypes that do not fit; formats other than e4m3fn and e5m2; an
               unknown unit.
     Source:   SEMANTICS G-10.

@@ -80,7 +80,7 @@ def scale_inv_from_scale(scale) -> np.ndarray:
     """RN32(1 / scale), the factor that multiplies out of FP8 (SEMANTICS S-1): float32 of any shape,
     and so the result.
 
-    Specials: scale 0 -> Inf, Inf -> 0, NaN -> NaN; a subnormal scale below 2^-128 -> Inf.
+    Specials: scale 0 -> Inf, Inf -> 0, NaN -> NaN; a scale of 2^-128 or less -> Inf.
     Not for e8m0 policies, whose scale does not determine scale_inv (S-14): take both from
     ``scales_from_amax``.
     """

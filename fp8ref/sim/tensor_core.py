@@ -43,8 +43,8 @@ class TensorCore:
 
     fraction_bits    fraction bits kept of each term, below the largest exponent of the step.
     output_bits      fraction bits of the result, which has an 8-bit exponent.
-    evidence         the source of the numbers. The rule for zeros (G-11) rests on the two emulators
-                     named in G-10, not on a recording.
+    evidence         the source of the numbers. The rule for zeros (G-11) is mmaemu's, not a
+                     recording's; MMA-Sim has another.
     rounding         how each term is cut off: ``toward_zero``, ``toward_negative`` or
                      ``nearest_even``; output_rounding: how the result is.
     exponents        how the exponent of a product is found: ``coded``, the sum of its factors',

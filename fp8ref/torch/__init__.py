@@ -25,7 +25,7 @@ torch._scaled_mm, or ``block_gemm`` for block scales; ``hardware`` simulates oth
 ``tensor_parallel`` cuts linears. ``compiled_fsdp`` shards within a compiled graph. ``proof`` shows
 that a step ran in FP8.
 
-``fp8ref.crosscheck`` checks this package against docs/SEMANTICS.md; it shares no code with the
+``fp8ref.crosscheck`` checks this package against docs/spec; it shares no code with the
 simulator. The trainer is ``fp8ref.train.torch``.
 """
 

@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -90,9 +91,12 @@ def test_a_wrong_program_in_c_is_caught_and_told_why(answered, run, tmp_path, ma
     assert {"line", "kind", "vector", "expected", "got", "rule"} == set(found["first"][0])
 
 
-def test_the_readme_shows_what_is_said_of_a_wrong_program(answered, run):
-    _, out, _ = run("verify", "cast", "--format", "e4m3fn", given=answered("TIES_AWAY"))
-    assert f"```\n{out}```" in (EXAMPLE.parents[1] / "README.md").read_text()
+@pytest.mark.parametrize("macros", [(), ("TIES_AWAY",)])
+def test_the_documentation_shows_what_is_said_of_the_program(answered, run, macros):
+    _, out, _ = run("verify", "cast", "--format", "e4m3fn", given=answered(*macros))
+    page = (EXAMPLE.parents[1] / "docs" / "how-to" / "vectors.md").read_text(encoding="utf-8")
+    blocks = [block.split("\n...\n") for block in re.findall(r"verify cast --format e4m3fn\n(.*?)```", page, re.DOTALL)]
+    assert any(all(piece.strip() in out for piece in block) and block[0] in out for block in blocks)
 
 
 @pytest.mark.parametrize(

@@ -79,12 +79,3 @@ def test_a_device_that_lacks_the_memory_is_told():
 
 def test_one_device_receives_nothing():
     assert row(shown(sizes.CONFIG), "nothing: one device", "0", "0", "0")
-
-
-def test_the_readme_shows_what_is_printed():
-    readme = (Path(__file__).parents[2] / "README.md").read_text()
-    config = configs.load("llama-8b").replace(parallel={"checkpointing": "selective", "compile": "block"})
-    console = Console(file=io.StringIO(), width=120, color_system=None)
-    dry_run.show(config, "torch", console)
-    tables = ["\n".join(line.rstrip() for line in table.splitlines()) for table in console.file.getvalue().split("\n\n")]
-    assert [table in readme for table in tables if table.startswith(("Memory", "Where"))] == [True, True]

@@ -104,9 +104,3 @@ def test_the_command_writes_what_it_prints(tmp_path, capsys):
 def test_errors_are_clear(options, said, capsys):
     assert cli.main(["estimate", "tiny", *options]) == 2
     assert said in capsys.readouterr().err
-
-
-def test_the_readme_shows_what_is_printed():
-    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
-    text = "\n".join(line.rstrip() for line in printed(report.of(LARGE, "torch", H200)).splitlines())
-    assert text.strip() in readme

@@ -1,0 +1,213 @@
+"""mkdocs hooks: pages that are made from the code, and a link from each clause to its text.
+
+Made pages are the Python API, a page a module; the commands; the keys of a config. Some pages are
+files from elsewhere in the repository, such as the changelog.
+"""
+
+import argparse
+import ast
+import dataclasses
+import functools
+import inspect
+import itertools
+import re
+import sys
+import tomllib
+import typing
+from pathlib import Path
+
+from mkdocs.plugins import event_priority
+from mkdocs.structure.files import File
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "fp8ref"
+sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).parent))
+from clauses import clauses  # noqa: E402
+from docstrings import markdown  # noqa: E402
+
+# Not for users to import: commands are documented as commands.
+_INNER = {"commands", "kernels"}
+_CLAUSE = re.compile(r"\b([A-Z])-(\d{1,2})\b")
+# Where a clause's number is no link: code, a link already, a heading, the attributes of a heading.
+_KEPT = re.compile(r"```.*?^ *```|`[^`\n]*`|\[[^\]\n]*\]\([^)\n]*\)|^#+ .*?$|\{[^}\n]*\}", re.DOTALL | re.MULTILINE)
+_ELSEWHERE = {
+    "changelog.md": "CHANGELOG.md",
+    "contributing.md": "CONTRIBUTING.md",
+    "aot.md": "benchmarks/results/aot.md",
+    "compile-matrix.md": "benchmarks/results/compile_matrix.md",
+}
+
+
+def on_config(config):
+    """Add the modules to the navigation, and the addresses that pyproject.toml has."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    urls = project.get("urls", {})
+    config.site_url, config.repo_url = urls.get("Documentation"), urls.get("Source")
+    for section in config.nav or []:
+        if isinstance(section, dict) and "Reference" in section:
+            section["Reference"] = [*section["Reference"], {"Python API": _api_nav()}]
+    return config
+
+
+@event_priority(100)  # before the plugins that read the files
+def on_files(files, config):
+    """Add the pages that are made."""
+    for name, page in _modules().items():
+        files.append(File.generated(config, page, content=f"::: {name}\n"))
+    files.append(File.generated(config, "reference/cli.md", content=cli_page()))
+    files.append(File.generated(config, "reference/config.md", content=config_page()))
+    for page, source in _ELSEWHERE.items():
+        text = (ROOT / source).read_text(encoding="utf-8")
+        text = re.sub(r"\]\(docs/", "](", text)
+        text = re.sub(r"\[([^\]]*)\]\((?!https?:|[a-z/-]+\.md)[^)]*\)", r"\1", text)  # files that the site does not have
+        files.append(File.generated(config, page, content=text))
+    return files
+
+
+def on_page_markdown(text: str, page, config, files) -> str:
+    """Link each mention of a clause to its text in the specification."""
+    return linked(text, page.file.src_uri)
+
+
+def linked(text: str, page: str) -> str:
+    """Markdown in which each clause, such as S-9, is a link, outside of code, links and headings."""
+    up = "../" * page.count("/")
+    here = page.removeprefix("spec/").removesuffix(".md") if page.startswith("spec/") else None
+    known = _known_clauses()
+
+    def link(found: re.Match) -> str:
+        letter, number = found[1].lower(), found[2]
+        if found[0] not in known:
+            return found[0]
+        file = "" if letter == here else f"{up}spec/{letter}.md"
+        return f"[{found[0]}]({file}#{letter}-{number})"
+
+    out, at = [], 0
+    for kept in _KEPT.finditer(text):
+        out += [_CLAUSE.sub(link, text[at : kept.start()]), kept[0]]
+        at = kept.end()
+    return "".join([*out, _CLAUSE.sub(link, text[at:])])
+
+
+@functools.cache
+def _known_clauses() -> set[str]:
+    return set(clauses())
+
+
+def cli_page() -> str:
+    """Every command with its options, as its parser declares them."""
+    from fp8ref import cli
+
+    parser = cli._parser()
+    out = ["# Command line", "", f"{parser.description}", "", "Exit codes:", ""]
+    out += ["| code | meaning |", "|---|---|"]
+    codes = re.sub(r"\s+", " ", inspect.getdoc(cli).split("Exit codes: ")[1]).rstrip(".")
+    out += [f"| {code.split(' ', 1)[0]} | {code.split(' ', 1)[1]} |" for code in codes.split("; ")]
+    for name, command in _subparsers(parser):
+        inner = list(_subparsers(command))
+        out += ["", f"## fp8ref {name} {{ #{name} }}", "", command.description or "", ""]
+        for path, one in inner or [("", command)]:
+            if path:
+                out += [f"### fp8ref {name} {path} {{ #{name}-{path} }}", "", one.description or "", ""]
+            out += ["```text", re.sub(r"^usage: |(?<=\n) {7}", "", one.format_usage()).rstrip(), "```", "", *_options(one)]
+        if command.get_default("parser") is command and any(a.dest == "config" for a in command._actions):
+            out += ["", "Every [key of the config](config.md) is an option too: `--run.steps 20`."]
+    return "\n".join(out) + "\n"
+
+
+def _subparsers(parser: argparse.ArgumentParser):
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            yield from action.choices.items()
+
+
+def _options(parser: argparse.ArgumentParser) -> list[str]:
+    rows = []
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction | argparse._HelpAction) or action.dest == "help":
+            continue
+        names = ", ".join(f"`{option}`" for option in action.option_strings) or f"`{action.metavar or action.dest}`"
+        takes = f"one of {', '.join(f'`{c}`' for c in action.choices)}" if action.choices else ""
+        default = (
+            ""
+            if action.default in (None, False, argparse.SUPPRESS) or "default" in (action.help or "")
+            else f" Default: `{action.default}`."
+        )
+        text = (action.help or "").replace("|", "\\|")
+        rows.append(f"| {names} | {takes} | {text}{default} |")
+    return ["| option | values | meaning |", "|---|---|---|", *rows, ""] if rows else []
+
+
+def config_page() -> str:
+    """Every key of a config: type, default and meaning, from the dataclasses of the sections."""
+    from fp8ref.train import config as configs
+
+    out = [
+        "# Config keys",
+        "",
+        "A config is a TOML file with a table for each section. Every key is also an option: `--section.key VALUE`.",
+        "",
+    ]
+    for section in dataclasses.fields(configs.Config):
+        kind = typing.get_type_hints(configs.Config)[section.name]
+        first = markdown(inspect.getdoc(kind) or "").split("\n\n")[0]
+        out += [f"## {section.name} {{ #{section.name} }}", "", first, "", "| key | type | default | meaning |", "|---|---|---|---|"]
+        meanings = _attribute_docstrings(kind)
+        for key in dataclasses.fields(kind):
+            shown = "" if key.default is None else f"`{_toml(key.default)}`"
+            text = re.sub(r"\s+", " ", meanings.get(key.name, "")).replace("|", "\\|").replace("``", "`")
+            out.append(f"| `{section.name}.{key.name}` | {_type(key.type)} | {shown} | {text} |")
+        out.append("")
+    return "\n".join(out)
+
+
+def _attribute_docstrings(kind: type) -> dict[str, str]:
+    """{field: the string that follows it in the class's source}."""
+    body = ast.parse(inspect.getsource(kind)).body[0].body
+    found = {}
+    for field, text in itertools.pairwise(body):
+        if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
+            found[field.target.id] = text.value.value
+    return found
+
+
+def _toml(value: object) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, tuple):
+        return "[" + ", ".join(_toml(v) for v in value) + "]"
+    return f'"{value}"' if isinstance(value, str) else str(value)
+
+
+def _type(hint: object) -> str:
+    hint = typing.get_args(hint)[0] if typing.get_origin(hint) is typing.Annotated else hint
+    if typing.get_origin(hint) is typing.Literal:
+        return ", ".join(f'`"{v}"`' for v in typing.get_args(hint))
+    if typing.get_args(hint):
+        inner = [_type(a) for a in typing.get_args(hint) if a not in (type(None), ...)]
+        return f"list of {inner[0]}" if typing.get_origin(hint) is tuple else ", ".join(inner)
+    return {"str": "string", "int": "integer", "float": "number", "bool": "true, false"}.get(
+        getattr(hint, "__name__", str(hint)), str(hint)
+    )
+
+
+def _modules() -> dict[str, str]:
+    """{module: its page} of every module that users may import."""
+    found = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        if parts[-1] == "__init__":
+            parts = parts[:-1]
+        if not _INNER & set(parts) and not any(part.startswith("_") for part in parts):
+            found[".".join(parts)] = "reference/api/" + "/".join(parts) + ".md"
+    return found
+
+
+def _api_nav() -> list:
+    rooms: dict[str, list] = {}
+    for name, page in _modules().items():
+        parts = name.split(".")
+        room = "fp8ref" if len(parts) == 1 or not (PACKAGE / parts[1]).is_dir() else parts[1]
+        rooms.setdefault(room, []).append({name.removeprefix("fp8ref."): page})
+    return [{room: pages} for room, pages in rooms.items()]

@@ -1,0 +1,218 @@
+"""Describe the casts and scales of each library by the test vectors of
+``fp8ref.conformance.vectors``; writes docs/libraries.md.
+
+python docs/scripts/libraries.py                            # asks all, and writes the page
+python docs/scripts/libraries.py --only torch/e4m3fn        # asks and prints the lines of one row, or several: fnmatch patterns
+python docs/scripts/libraries.py --only 'torchao*' --count 100000
+"""
+
+import argparse
+import fnmatch
+import importlib.metadata
+import warnings
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+
+from fp8ref.conformance import explain, libraries
+from fp8ref.conformance.inputs import kinds
+from fp8ref.conformance.libraries import Function
+from fp8ref.conformance.vectors import cast as casts_asked
+from fp8ref.conformance.vectors import scale as scales_asked
+from fp8ref.formats import E8M0FNU, Format
+from fp8ref.policy import POLICIES
+from fp8ref.sim import cast
+
+PAGE = Path(__file__).parents[1] / "libraries.md"
+LIBRARIES = ("torch", "jax", "ml_dtypes", "torchao", "flax", "gfloat", "numpy")
+ORDER = ("ml_dtypes", "torch", "jax", "torchao", "flax", "gfloat", "fp8ref.torch", "fp8ref.jax")
+COUNT = 200_000  # random inputs of a row; SLOWLY for a library that takes one number at a time
+SLOWLY = 2_000
+DEFAULT = "torchao"  # the simulator's policy, where none is named
+CASTS = (
+    "row",
+    "what",
+    "rounding",
+    "above max",
+    "infinity",
+    "NaN",
+    "-NaN",
+    "subnormals",
+    "-0",
+    "compared",
+    "differ",
+    "simplest that differs",
+)
+SCALES = ("row", "what", "policy", "compared", "differ from it", "those", "differ from `torchao`", "simplest of them")
+
+
+def row(function: Function) -> str:
+    """The name of a function's row, such as ``torchao/mx_even/e5m2``."""
+    return "/".join(part for part in (function.library, function.variant, function.fmt.name) if part)
+
+
+def describe_cast(function: Function, count: int) -> list[str]:
+    """The cells of a cast's row."""
+    question = casts_asked.Cast(format=function.fmt.name, count=count)
+    bits, fmt = question.inputs(), function.fmt
+    x = bits.astype(np.uint32).view(np.float32)
+    with np.errstate(all="ignore"):
+        raw = function.run(x)
+    found, kind = cast.canonical_nans(raw, fmt), np.array(kinds.CASTS)[question.kinds(bits)]
+    over = (kind == "above max") & (np.abs(cast.exact(x)) > fmt.max * 1.1)
+    inside = np.isin(kind, ["zero", "number", "tie", "beside a tie", "underflow", "subnormal", "in range"])
+    roundings = [r for r in casts_asked.ROUNDINGS if np.array_equal(cast.encode(x[inside], fmt, rounding=r), found[inside])]
+    small = (kind == "number") & (np.abs(x) < fmt.smallest_normal)
+    differ = found != cast.encode(x, fmt)
+    return [
+        f"`{row(function)}`",
+        function.call,
+        ", ".join(roundings) or "none",
+        _became(found[over], fmt),
+        _became(found[kind == "infinite"], fmt),
+        " ".join(sorted({f"0x{c:02X}" for c in raw[np.isnan(x) & ~np.signbit(x)]})),
+        " ".join(sorted({f"0x{c:02X}" for c in raw[np.isnan(x) & np.signbit(x)]})),
+        "kept" if (found[small] != 0).all() and (found[small] != 0x80).all() else "flushed",
+        " ".join(sorted({f"0x{c:02X}" for c in raw[(x == 0) & np.signbit(x)]})),
+        f"{len(x):,}",
+        f"{int(differ.sum()):,}",
+        _simplest_cast(x, raw, differ, fmt),
+    ]
+
+
+def describe_scale(function: Function, count: int) -> list[str]:
+    """The cells of a scale's row. Its policy is the one with the fewest differing scales, which
+    need not be none.
+    """
+    question = scales_asked.Scale(format=function.fmt.name, count=min(count, SLOWLY) if function.slow else count)
+    bits, fmt, made = question.inputs().astype(np.uint32), function.fmt, function.made
+    amax = bits.view(np.float32)
+    with np.errstate(all="ignore"), warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        found = function.run(amax)
+    found = found if made == "e8m0" else found.view(np.uint32)
+    wrong = {}
+    for policy, of in POLICIES.items():
+        if of.margin == 0 and of.name != "flax_bf16" and (made != "e8m0" or of.e8m0 is not None):
+            wrong[policy] = ~scales_asked.same(found, scales_asked.expected(amax, fmt, policy, made), made)
+    nearest = min(wrong, key=lambda policy: int(wrong[policy].sum()))
+    alike = [policy for policy in wrong if np.array_equal(wrong[policy], wrong[nearest])]
+    kind = np.array(kinds.AMAXES)[kinds.of_amaxes(amax, fmt, nearest)]
+    those = Counter(kind[wrong[nearest]].tolist())
+    met = "; ".join(f"{name} {n:,}" for name, n in those.items())
+    default = scales_asked.expected(amax, fmt, DEFAULT, "scale_inv" if made != "scale" else "scale")
+    other = ~scales_asked.same(*_in_float32(found, made, default))
+    return [
+        f"`{row(function)}`",
+        f"{function.call}: {made}",
+        ", ".join(f"`{p}`" for p in alike) if not those else f"nearest `{nearest}`",
+        f"{len(amax):,}",
+        f"{sum(those.values()):,}",
+        f"{met}: {_simplest_scale(amax, found, wrong[nearest], fmt, nearest, made)}" if those else "-",
+        f"{int(other.sum()):,}",
+        _simplest_scale(amax, found, other, fmt, DEFAULT, made) if other.any() else "-",
+    ]
+
+
+def _in_float32(found: np.ndarray, made: str, expected: np.ndarray) -> tuple[np.ndarray, np.ndarray, str]:
+    """e8m0 codes as the float32 bits of their scale_inv."""
+    if made == "e8m0":
+        return cast.decode(found, E8M0FNU).view(np.uint32), expected, "scale_inv"
+    return found, expected, made
+
+
+def _became(codes: np.ndarray, fmt: Format) -> str:
+    """What values above max became: max, Inf or NaN."""
+    magnitude = codes if fmt.specials == "fnuz" else codes & 0x7F
+    magnitude = np.where(codes == fmt.nan_code, fmt.nan_code, magnitude & 0x7F)
+    names = {fmt.max_code: "max", fmt.nan_code: "NaN"} | ({fmt.inf_code: "Inf"} if fmt.inf_code is not None else {})
+    return ", ".join(dict.fromkeys(names.get(int(m), f"0x{m:02X}") for m in np.unique(magnitude)))
+
+
+def _simplest_cast(x: np.ndarray, found: np.ndarray, differ: np.ndarray, fmt: Format) -> str:
+    if not differ.any():
+        return "-"
+    i = explain.simplest(x, differ)
+    expected = int(cast.encode(x[i : i + 1], fmt)[0])
+    return f"{_bits(x[i])} ({explain.decimal(x[i])}): {explain.code(int(found[i]), fmt)} for {explain.code(expected, fmt)}"
+
+
+def _simplest_scale(amax: np.ndarray, found: np.ndarray, differ: np.ndarray, fmt: Format, policy: str, made: str) -> str:
+    i = explain.simplest(amax, differ)
+    of = made if made != "e8m0" or POLICIES[policy].e8m0 is not None else "scale_inv"
+    got = int(found[i]) if of == made else int(_in_float32(found[i : i + 1], made, found)[0][0])
+    expected = int(scales_asked.expected(amax[i : i + 1], fmt, policy, of)[0])
+    return f"amax {_bits(amax[i])} ({explain.decimal(amax[i])}): {scales_asked.shown(got, of)} for {scales_asked.shown(expected, of)}"
+
+
+def _bits(value: np.float32) -> str:
+    return f"{int(value.view(np.uint32)):08X}"
+
+
+def functions(kind: str) -> list[Function]:
+    """The "casts" or "scales" that the page lists, in its order."""
+    every = libraries.every_cast() if kind == "casts" else libraries.every_scale()
+    return sorted(every, key=lambda function: ORDER.index(function.library))
+
+
+def table(kind: str, count: int, only: Iterable[str] = ("*",)) -> list[list[str]]:
+    """The rows of "casts" or "scales" whose names match one of the patterns."""
+    asked = [function for function in functions(kind) if any(fnmatch.fnmatchcase(row(function), pattern) for pattern in only)]
+    describe = describe_cast if kind == "casts" else describe_scale
+    return [describe(function, count) for function in asked]
+
+
+def versions() -> str:
+    return ", ".join(f"{name} {importlib.metadata.version(name).split('+')[0]}" for name in LIBRARIES)
+
+
+def page(count: int) -> str:
+    parts = [
+        "# What each library is",
+        f"Written by `make libraries` (docs/libraries.py), on a CPU: {versions()}.",
+        "`python docs/scripts/libraries.py --only ROW` asks and prints a row again. Inputs are the vectors of `fp8ref vectors`: every number and tie of a format\n"
+        "with their neighbours, every power of two and edge of an amax, specials, and random float32 bits.",
+        "## Casts",
+        "From float32. *rounding* is that of everything within range; *above max* are finite values well above it; NaN and -NaN are the codes emitted,\n"
+        "which comparisons take for one (SEMANTICS C-5). *differ*: from the simulator's default, to nearest even and saturating (C-2, C-3); of the simplest\n"
+        "input that does, the code found, *for* the simulator's.",
+        _markdown(CASTS, table("casts", count)),
+        "## Scales",
+        "*policy*: the one of SEMANTICS S-9 or S-14 whose scales they are on all amaxes compared, a previous scale being 1; else the nearest, with the\n"
+        "kinds of amaxes on which it is another, and the simplest of them. Last, the simulator's default, `torchao`; e8m0 codes are compared with it as\n"
+        "the scale_inv that they are.",
+        _markdown(SCALES, table("scales", count)),
+        "ml_dtypes, torch and jax have no scales of their own. XLA on a CPU flushes subnormal float32 numbers to zero (S-12): flax there takes a subnormal\n"
+        "amax for zero, and its `scale_inv` is zero where it would be subnormal. gfloat takes log2 in the amax's dtype: that of a float32 just below a power\n"
+        "of two rounds up to its exponent.",
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _markdown(head: Iterable[str], rows: list[list[str]]) -> str:
+    lines = [list(head), ["---" for _ in head], *rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", metavar="ROW", help="print these rows, and write nothing")
+    parser.add_argument("--count", type=int, default=COUNT, help=f"random inputs of a row (default {COUNT})")
+    known = parser.parse_args()
+    if known.only is None:
+        PAGE.write_text(page(known.count), encoding="utf-8")
+        print(f"wrote {PAGE}")
+        return
+    found = False
+    for kind, head in (("casts", CASTS), ("scales", SCALES)):
+        for cells in table(kind, known.count, known.only):
+            found = True
+            print("\n".join(f"{name:<24}{cell}" for name, cell in zip(head, cells, strict=True)), end="\n\n")
+    if not found:
+        parser.error(f"no row matches {' '.join(known.only)}; {PAGE.name} names them all, such as torch/e4m3fn")
+
+
+if __name__ == "__main__":
+    main()

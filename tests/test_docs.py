@@ -1,0 +1,118 @@
+"""The documentation does what it says: programs are run, commands are parsed, links of the README lead somewhere."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from fp8ref import cli
+from fp8ref.train import config as configs
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [page for page in PAGES if "notebooks" not in page.parts]
+PROGRAM = re.compile(r"^( *)```python\n(.*?)^ *```\n(?:\n* *```text\n(.*?)^ *```)?", re.DOTALL | re.MULTILINE)
+COMMANDS = re.compile(r"^ *```console\n(.*?)^ *```", re.DOTALL | re.MULTILINE)
+
+
+def named(pages) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("page", pages, ids=lambda page: page.relative_to(ROOT).as_posix())
+
+
+def programs(page: Path) -> list[tuple[str, str]]:
+    """(program, what it prints) of each block, without the indentation of a block in a list or a box."""
+    found = PROGRAM.findall(page.read_text(encoding="utf-8"))
+    return [tuple(re.sub(rf"^{indent}", "", text, flags=re.MULTILINE) for text in (program, printed)) for indent, program, printed in found]
+
+
+def commands(page: Path) -> list[str]:
+    """The command lines of fp8ref, joined where a backslash continues them."""
+    lines = "\n".join(COMMANDS.findall(page.read_text(encoding="utf-8"))).replace("\\\n", " ").splitlines()
+    said = [line.strip().removeprefix("$ ") for line in lines if line.strip().startswith("$ ")]
+    parts = [part.strip() for line in said for part in re.split(r"\||&&|;", line.split("  #")[0])]
+    return [found[1] for part in parts if (found := re.match(r"(?:\w+=\S+ )*(?:torchrun .*?-m |python -m |\.venv/bin/)?fp8ref (.*)", part))]
+
+
+@named([page for page in PAGES if programs(page)])
+def test_programs_print_what_the_page_says(page, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names: dict = {}
+    for program, printed in programs(page):
+        exec(compile(program, f"<{page.name}>", "exec"), names)  # no file: hypothesis would read its source there
+        run_parametrized(names)
+        assert capsys.readouterr().out == printed, program
+
+
+def run_parametrized(names: dict) -> None:
+    """Call the pytest functions of a program with each of their parameters; a later program does not call them again."""
+    for name in [name for name, value in names.items() if getattr(value, "pytestmark", None)]:
+        function = names.pop(name)
+        parametrize = function.pytestmark[0]
+        for parameter in parametrize.args[1]:
+            function(**dict(zip(parametrize.args[0], parameter.values, strict=True)))
+
+
+@named([page for page in PAGES if commands(page)])
+def test_commands_parse(page):
+    for command in commands(page):
+        arguments = shlex.split(command.split(" > ")[0].split(" < ")[0].rstrip("&").replace("[", "").replace("]", ""))
+        known, options = parse(arguments)
+        if getattr(known, "config", "absent") != "absent":
+            configs.override(configs.Config(), options, prog="fp8ref")
+        else:
+            assert not options, command
+
+
+def parse(arguments: list[str]):
+    """(known arguments, further options); nothing of a command that only prints."""
+    if arguments[-1] in ("--help", "--version"):
+        return None, []
+    return cli._parser().parse_known_args(arguments)
+
+
+# Commands that take seconds, need nothing and print the same everywhere: what a page says of them is compared.
+REPEATABLE = re.compile(r"estimate |train .*--dry-run|vectors gen |--version")
+
+
+def outputs(page: Path) -> list[tuple[str, str]]:
+    """(command, what the page says it prints) of the repeatable commands."""
+    found = []
+    for block in COMMANDS.findall(page.read_text(encoding="utf-8")):
+        for part in re.split(r"^\$ ", block.replace("\\\n", " "), flags=re.MULTILINE)[1:]:
+            command, _, printed = part.partition("\n")
+            if "|" not in command and ">" not in command and printed.strip() and re.match(rf"fp8ref (?:{REPEATABLE.pattern})", command):
+                found.append((command.removeprefix("fp8ref "), printed))
+    return found
+
+
+@named([page for page in PAGES if outputs(page)])
+def test_commands_print_what_the_page_says(page, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
+    for command, said in outputs(page):
+        assert cli.main(shlex.split(command)) == 0
+        printed = tidy(capsys.readouterr().out)
+        for piece in tidy(said).split("..."):  # what the page leaves out
+            assert piece.strip() in printed, command
+
+
+def tidy(text: str) -> str:
+    return "\n".join(line.rstrip() for line in text.splitlines())
+
+
+def test_there_is_something_to_run():
+    assert sum(len(programs(page)) for page in PAGES) > 50
+    assert sum(len(commands(page)) for page in PAGES) > 80
+    assert sum(len(outputs(page)) for page in PAGES) > 4
+
+
+def test_the_readme_is_a_page():
+    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= 250
+
+
+@named([ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", ROOT / "SECURITY.md"])
+def test_links_to_files_lead_to_files(page):
+    """Of what the site does not hold; mkdocs checks the rest."""
+    links = re.findall(r"\]\((?!https?:)([^)#]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8"))
+    assert [link for link in links if not (page.parent / link).exists()] == []
