@@ -29,6 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     known, options = _parser().parse_known_args(arguments)
     try:
         code = known.run(known, options)
+        sys.stdout.flush()
     except KeyboardInterrupt:
         print("interrupted; what was written so far is kept", file=sys.stderr)
         code = INTERRUPTED

@@ -15,6 +15,10 @@ from fp8ref.train.config import Config, DataConfig, RunConfig
 # Before anything imports jax: a CPU as eight devices, for meshes.
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
 
+# Two workers of pytest-xdist with as many threads as cores each would wait for each other, and the processes that they start too.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # Programs that one test compiled serve the others, in every process of one pytest run: workers and
 # what they start inherit the variables of the first process, which removes the folder at its end.
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:

@@ -13,7 +13,7 @@ from fakes import FakeTrainer
 
 import fp8ref
 from fp8ref import cli
-from fp8ref.commands import train
+from fp8ref.commands import demo, train
 from fp8ref.conformance.gemm import plans
 from fp8ref.sim.accumulate import ACCUMULATIONS
 from fp8ref.train import config as configs
@@ -170,11 +170,18 @@ def test_a_model_that_does_not_fit_into_memory_is_said_to_be_so(config, run, mon
     assert not (config.parent / "here").exists()
 
 
+def test_a_demo_is_of_the_packaged_config(run, monkeypatch):
+    seen = []
+    monkeypatch.setattr(demo, "demo", lambda config, out: seen.append(config) or True)
+    assert run("demo")[0] == 0
+    assert seen == [configs.load("tiny")]
+
+
 def test_it_says_its_version(run):
     assert run("--version") == (0, f"fp8ref {fp8ref.__version__}\n", "")
 
 
-@pytest.mark.parametrize("arguments", [[], ["teach"], ["train"], ["estimate"], ["demo"], ["crosscheck"]], ids=" ".join)
+@pytest.mark.parametrize("arguments", [[], ["teach"], ["train"], ["estimate"], ["crosscheck"]], ids=" ".join)
 def test_an_incomplete_command_exits_with_2(run, arguments):
     code, out, err = run(*arguments)
     assert (code, out) == (2, "")
@@ -576,7 +583,8 @@ def test_python_m_fp8ref_passes_its_exit_code_on(config):
     shown = python("-m", "fp8ref", "train", "absent.toml", "--backend", "jax")
     assert (shown.returncode, shown.stdout) == (2, "")
     assert shown.stderr.splitlines() == [
-        "fp8ref: absent.toml: cannot be read (No such file or directory). Name a TOML file such as configs/tiny.toml."
+        "fp8ref: absent.toml: cannot be read (No such file or directory). Name a TOML file, or one of llama-125m, llama-1b, llama-405b, "
+        "llama-70b, llama-8b, parity, tiny."
     ]
 
 

@@ -1,6 +1,5 @@
 import io
 import re
-from pathlib import Path
 
 import pytest
 import sizes
