@@ -6,6 +6,7 @@ scales that vary along K (G-16). Simulated hardware replaces the dot and, where 
 over devices, the epilogue too (G-19, G-21).
 """
 
+import contextlib
 import dataclasses
 
 import jax
@@ -217,11 +218,13 @@ def _dot(
         # [N, M] = b x a: the same products, and the result needs no transpose.
         a, b, axes = b, a, (axes[1], axes[0])
     leading = tuple(range(a.ndim - 2))
-    # Without a preferred type, e4m3 x e5m2 would demote the e4m3 operand to e5m2.
-    return lax.dot_general(
-        a,
-        b,
-        (((a.ndim + axes[0],), (b.ndim + axes[1],)), (leading, leading)),
-        precision=precision,
-        preferred_element_type=jnp.float32,
-    )
+    # Without a preferred type, e4m3 x e5m2 would demote the e4m3 operand to e5m2. ``proof`` reads the
+    # order of the operands from the scope.
+    with jax.named_scope("turned") if turned else contextlib.nullcontext():
+        return lax.dot_general(
+            a,
+            b,
+            (((a.ndim + axes[0],), (b.ndim + axes[1],)), (leading, leading)),
+            precision=precision,
+            preferred_element_type=jnp.float32,
+        )

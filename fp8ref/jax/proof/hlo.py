@@ -42,6 +42,11 @@ class Operation:
         return place(self.path)
 
     @property
+    def turned(self) -> bool:
+        """True if the dot has its operands in the other order, for a weight [K, N] (Flax)."""
+        return "/turned/" in f"{self.path}/"
+
+    @property
     def multiplications(self) -> int:
         """M N K of a dot, the root of M K, N K and M N multiplied."""
         return math.isqrt(math.prod(math.prod(shape) for _, shape in (*self.operands, self.result)))

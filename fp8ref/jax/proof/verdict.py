@@ -40,6 +40,7 @@ class Gemm:
     """One dot, or one GEMM under simulated hardware.
 
     layer, which     the linear and its GEMM; None outside any linear.
+    a, b             dtypes of the operands, in the order of SEMANTICS L-2: grad_output before input.
     accumulate       ``fast`` or ``slow`` (G-7).
     multiplications  M N K.
     kernel           in optimised HLO, what multiplies.
@@ -117,6 +118,8 @@ def gemms(program: Program) -> list[Gemm]:
     for op in program.operations:
         if op.kind == "dot_general":
             (layer, which), (a, b) = op.place, (dtype for dtype, _ in op.operands)
+            if op.turned:
+                a, b = b, a
             accumulate = "slow" if "HIGH" in op.precision.upper() else "fast"
             found.append(Gemm(layer, which, a, b, *op.result, accumulate, op.multiplications, op.kernel))
         elif op.kind == "simulated":

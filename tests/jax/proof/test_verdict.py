@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import pytest
@@ -10,7 +11,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from fp8ref.jax import linear, operands, proof, scaling
+from fp8ref.jax import flax, linear, operands, proof, scaling
 from fp8ref.jax.sharding import Placement
 from fp8ref.recipe import RECIPES
 
@@ -54,6 +55,19 @@ def test_every_planned_gemm_and_gather_is_there(recipe, through):
         gathers = [c for c in proof.collectives(program) if c.kind == "all_gather" and c.dtype.startswith("f8")]
         # the weight for two GEMMs; the input for output, and for grad_weight where that is FP8
         assert len(gathers) == (3 if recipe == "rowwise_with_gw_hp" else 4)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_a_weight_in_flaxs_layout_has_its_operands_in_the_same_order(recipe):
+    """A kernel is [K, N], so that its gradient is multiplied the other way round."""
+    model, x = nn.Dense(256, name="fc", dot_general_cls=flax.linen_dot_general(recipe)), jnp.ones((32, 128), jnp.bfloat16)
+    variables = model.init(jax.random.key(0), x)
+    step = jax.jit(jax.grad(lambda v, x: (model.apply(v, x).astype(jnp.float32) ** 2).sum(), (0, 1)))
+    program = proof.read(step.lower(variables, x))
+    found = [(dot.which, dot.a, dot.b) for dot in proof.gemms(program) if dot.layer]
+    casts = [(which, spec.a.fmt, spec.b.fmt) for which, spec in RECIPES[recipe].gemms.items()]
+    assert found == [(which, f"f8{a}", f"f8{b}") for which, a, b in casts]
+    assert proof.missing(program, {proof.gemms(program)[0].layer: recipe}) == []
 
 
 def test_a_program_that_jax_has_cached_on_disk_is_read_all_the_same(tmp_path):
