@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="fp8ref", description="Train in FP8 with JAX or PyTorch from one config, and hold both to the specification."
+        prog="fp8ref", description="Train in FP8 with JAX or PyTorch from one config, and compare both with the specification."
     )
     parser.add_argument("--version", action="version", version=f"fp8ref {fp8ref.__version__}")
     parser.set_defaults(leave=None)  # how a process of several ends, given the exit code

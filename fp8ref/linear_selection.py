@@ -79,7 +79,9 @@ def select(
     small = _small(recipe) if AUTO_FILTER in filter_fqns else ()
     decisions = [_decide(name, shape, recipe, filter_fqns, fp8_fqns, small) for name, shape in linears.items()]
     if recipe.fp8 and not any(d.fp8 for d in decisions):
-        shown = [f"{d.path}: {d.reason}" for d in decisions[:8]] + [f"and {len(decisions) - 8} more"] * (len(decisions) > 8)
+        shown = [f"{d.path or 'the model itself'}: {d.reason}" for d in decisions[:8]] + [f"and {len(decisions) - 8} more"] * (
+            len(decisions) > 8
+        )
         reasons = "; ".join(shown) or "the model has no linears"
         raise ValueError(f"recipe {recipe.name!r} converts no linear ({reasons}). Change filter_fqns or use recipe 'bf16'.")
     return decisions
@@ -116,14 +118,14 @@ def _decide(
         return kept(f"named by filter_fqns {filtered[0]!r}")
     multiples = [_multiple(recipe, which) for which in ("grad_input", "output")]  # which reduce N and K
     if any(length % multiple for length, multiple in zip(shape, multiples, strict=True)):
-        reason = f"recipe {recipe.name!r} needs multiples of {multiples} for [N, K] (L-5, S-6); {name} is {list(shape)}"
+        reason = f"recipe {recipe.name!r} needs multiples of {multiples} for [N, K] (L-5, S-6); {name or 'it'} is {list(shape)}"
         if named:
             raise ValueError(f"{reason}, and fp8_fqns {named[0]!r} names it. Pad the layer or drop the pattern.")
         return kept(reason)
     for most in () if named else small:
         if all(length <= limit for length, limit in zip(shape, most, strict=True)):
             limits = " and ".join(f"{axis} <= {limit}" for axis, limit in zip("NK", most, strict=True) if limit < math.inf)
-            return kept(f"{AUTO_FILTER!r} keeps {limits} from recipe {recipe.name!r} (R-4); {name} is {list(shape)}")
+            return kept(f"{AUTO_FILTER!r} keeps {limits} from recipe {recipe.name!r} (R-4); {name or 'it'} is {list(shape)}")
     return Decision(
         path=name, shape=shape, recipe=recipe, reason=f"named by fp8_fqns {named[0]!r}" if named else "every linear not filtered"
     )

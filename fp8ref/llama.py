@@ -19,25 +19,33 @@ ROW = ("o_proj", "down_proj")
 
 @dataclass(frozen=True, kw_only=True)
 class LlamaConfig:
-    """The keys of the Hugging Face ``LlamaConfig`` that this model uses, under the same names.
-
-    Raises:   ValueError: a size below 1, a number that is not positive and finite, a hidden_size
-              that is no multiple of twice the heads, or heads that are no multiple of
-              num_key_value_heads.
-    """
+    """The keys of the Hugging Face ``LlamaConfig`` that this model uses, under the same names."""
 
     vocab_size: int = 256
+    """Tokens in the vocabulary; at least 256."""
     hidden_size: int = 128
+    """Features of the residual stream; a multiple of twice num_attention_heads."""
     intermediate_size: int = 384
+    """Inner features of an MLP."""
     num_hidden_layers: int = 2
+    """Transformer blocks."""
     num_attention_heads: int = 4
+    """Query heads."""
     num_key_value_heads: int = 2
+    """Key and value heads; divides num_attention_heads."""
     rms_norm_eps: float = 1e-5
+    """Added to the mean square in RMSNorm."""
     rope_theta: float = 500000.0
+    """Base of the rotary position embedding."""
     tie_word_embeddings: bool = False
+    """Whether lm_head uses the embedding table."""
     initializer_range: float = 0.02
+    """Standard deviation of the initial weights."""
 
     def __post_init__(self) -> None:
+        """Raises:   ValueError: a size below 1; a number that is not positive and finite; a
+        hidden_size that is no multiple of twice the heads; heads that are no multiple of
+        num_key_value_heads."""
         for key in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"):
             if getattr(self, key) < 1:
                 raise ValueError(f"model.{key} is at least 1; got {getattr(self, key)}.")

@@ -15,7 +15,7 @@ def add(commands) -> None:
         "Compare casts and scales of the libraries at hand with the simulator.",
         "Casts and scales of torch, jax, ml_dtypes, torchao and fp8ref's own backends against the simulator.",
     )
-    certificate.add_argument("--exhaustive", action="store_true", help="all 2^32 inputs of a cast, all 2^31 of a scale (minutes)")
+    certificate.add_argument("--exhaustive", action="store_true", help="compare all 2^32 inputs of each cast and all 2^31 amaxes (minutes)")
     certificate.add_argument("--json", type=Path, metavar="FILE", help="write every comparison to FILE")
 
 

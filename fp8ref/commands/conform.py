@@ -20,23 +20,23 @@ def add(commands) -> None:
         "quantiser and which policy makes it. Exits with 1 if it is none of those known, or, with --expect, not what was expected.",
     )
     conform.add_argument(
-        "subject", metavar="MODULE:FUNCTION", help="of one array of numpy, torch or jax; a GEMM is handed over to fp8ref probe"
+        "subject", metavar="MODULE:FUNCTION", help="a function of one NumPy, PyTorch or JAX array; a GEMM is passed to fp8ref probe"
     )
-    conform.add_argument("--format", default="e4m3fn", metavar="NAME", help="that it casts to (default e4m3fn)")
-    conform.add_argument("--kind", metavar="KIND", help="cast, quantizer or gemm (default: found out)")
+    conform.add_argument("--format", default="e4m3fn", metavar="NAME", help="the format it casts to (default e4m3fn)")
+    conform.add_argument("--kind", metavar="KIND", help="cast, quantizer or gemm (default: detected)")
     conform.add_argument(
-        "--expect", metavar="NAME", help="a cast's behaviour, such as saturating, or a quantizer's policy, such as torchao: exits with 1 if it is another"
+        "--expect", metavar="NAME", help="the expected cast behavior, such as saturating, or policy, such as torchao; exit with 1 if it differs"
     )  # fmt: skip
     conform.add_argument(
-        "--granularity", metavar="NAME", help="with --expect POLICY: its granularity, such as rowwise; of a gemm, its scales'"
+        "--granularity",
+        metavar="NAME",
+        help="the expected granularity, such as rowwise, with --expect POLICY; for a GEMM, that of its scales",
     )
-    conform.add_argument("--axis", type=int, metavar="N", help="with --expect POLICY: the axis that its scales reduce, -1 or 0")
-    conform.add_argument(
-        "--framework", metavar="NAME", help="whose arrays it takes: numpy, torch or jax (default: found out, in this order)"
-    )
-    conform.add_argument("--device", default="cpu", metavar="NAME", help="of torch's tensors, such as cuda (default cpu)")
-    conform.add_argument("--exhaustive", action="store_true", help="of a cast: all 2^32 float32 inputs too (minutes)")
-    conform.add_argument("--json", type=Path, metavar="FILE", help="write what was found, and by what, to FILE")
+    conform.add_argument("--axis", type=int, metavar="N", help="the expected reduced axis, -1 or 0, with --expect POLICY")
+    conform.add_argument("--framework", metavar="NAME", help="the arrays it takes: numpy, torch or jax (default: the first that works)")
+    conform.add_argument("--device", default="cpu", metavar="NAME", help="the device of PyTorch tensors, such as cuda (default cpu)")
+    conform.add_argument("--exhaustive", action="store_true", help="also test a cast with all 2^32 float32 inputs (minutes)")
+    conform.add_argument("--json", type=Path, metavar="FILE", help="write the findings to FILE")
 
 
 def _conform(known: argparse.Namespace) -> int:
@@ -123,5 +123,6 @@ def _probe(known: argparse.Namespace) -> int:
         if known.kind:
             raise
         raise ValueError(
-            f"{error}\n{known.subject} must have two arguments, as a GEMM has: operands a and b. A cast or quantizer takes one, x: give the others defaults."
+            f"{error}\n{known.subject} has two arguments without defaults, so it was called as a GEMM, with operands a and b. A cast or quantizer takes "
+            "one, x: give the others defaults."
         ) from error

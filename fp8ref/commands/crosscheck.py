@@ -9,30 +9,32 @@ from fp8ref.commands.shared import FAILED, check_json, check_whole, conclude
 
 
 def add(commands) -> None:
-    check = shared.of_config(commands, "crosscheck", _crosscheck, "Hold the backends to the simulator on a config's real operands.")
-    check.add_argument("--backend", choices=("jax", "torch"), help="one backend alone (default: both)")
-    check.add_argument("--steps", type=int, help="optimizer steps before operands are taken again (default 5)")
+    check = shared.of_config(
+        commands, "crosscheck", _crosscheck, "Compare both backends with the simulator, on the operands of a config's training step."
+    )
+    check.add_argument("--backend", choices=("jax", "torch"), help="check one backend (default: both)")
+    check.add_argument("--steps", type=int, help="optimizer steps before the second comparison (default 5)")
     check.add_argument(
         "--sharded",
         type=int,
         metavar="N",
-        help="with --backend jax: on every mesh of N devices, of a CPU if it has no others; torch: of N processes of its own, data x fsdp",
+        help="check every mesh of N devices (jax; on a CPU, N virtual ones) or of N processes (torch). Needs --backend",
     )
     check.add_argument(
         "--replay",
         type=Path,
         metavar="PATH",
-        help="instead of CONFIG: a step that failed, RUN/failures/step-..., on one device; names the first layer, role and element that is not "
-        "finite. Exits with 1 if there is one, or a code or scale is not the simulator's; with 0 if the step does not fail again",
+        help="instead of CONFIG: repeat a failed step, RUN/failures/step-..., and name the first layer, role and element that is not finite. "
+        "Exits with 1 if one is found or a code or scale differs from the simulator's",
     )
     check.add_argument(
         "--first-divergence",
         nargs=2,
         metavar=("A", "B"),
-        help="where A and B first part: step, layer, role, GEMM, element, and the clause that explains it. Two run directories, without CONFIG: they are "
-        "continued from their last equal checkpoint; or, with CONFIG, two of jax and torch, trained side by side for --steps. Exits with 1 if they part",
+        help="find the first difference of A and B: step, layer, role, GEMM, element, and the clause that explains it. A and B are two run "
+        "directories; or, with CONFIG, two of jax and torch, trained for --steps. Exits with 1 if they differ",
     )
-    check.add_argument("--json", type=Path, metavar="FILE", help="write every comparison to FILE")
+    check.add_argument("--json", type=Path, metavar="FILE", help="write all comparisons to FILE")
 
 
 def _crosscheck(known: argparse.Namespace, options: list[str]) -> int:

@@ -10,9 +10,9 @@ from fp8ref.commands.shared import INTERRUPTED
 
 
 def add(commands) -> None:
-    data = commands.add_parser("data", help="Prepare what a model is trained on.", description="Prepare what a model is trained on.")
+    data = commands.add_parser("data", help="Prepare training data.", description="Prepare training data.")
     of_data = data.add_subparsers(required=True, metavar="COMMAND")
-    prepare = shared.plain(of_data, "prepare", _prepare, "Turn text into shards of tokens.")
+    prepare = shared.plain(of_data, "prepare", _prepare, "Tokenize text into token shards.")
     # the defaults are those of the config's keys (DataConfig), which are not imported for --help
     # alone
     key: Any = {"default": argparse.SUPPRESS}
@@ -21,17 +21,17 @@ def add(commands) -> None:
         required=True,
         help="stdlib, a directory of text, .jsonl or .parquet (file, directory, pattern), or hf:org/name[:config]",
     )
-    prepare.add_argument("--out", required=True, type=Path, metavar="DIR", help="directory to write, which is not there yet or empty")
+    prepare.add_argument("--out", required=True, type=Path, metavar="DIR", help="output directory; new or empty")
     prepare.add_argument("--tokenizer", **key, help="a tokenizer.json, or tiktoken:NAME (default: bytes)")
     prepare.add_argument(
         "--end-of-document", **key, metavar="TOKEN", help="the token after each document; '' for none (default: the tokenizer's)"
     )
     prepare.add_argument("--text-column", **key, metavar="NAME", help="the column that holds the text (default text)")
-    prepare.add_argument("--hf-split", **key, metavar="NAME", help="the split of a dataset of the hub (default train)")
+    prepare.add_argument("--hf-split", **key, metavar="NAME", help="the split of a hub dataset (default train)")
     prepare.add_argument(
-        "--validation-fraction", **key, type=float, metavar="F", help="share for validation (default 0.1); unused where files are named val"
+        "--validation-fraction", **key, type=float, metavar="F", help="share for validation (default 0.1); unused if files are named val"
     )
-    prepare.add_argument("--shard-tokens", **key, type=int, metavar="N", help="most tokens in a file (default 10^8)")
+    prepare.add_argument("--shard-tokens", **key, type=int, metavar="N", help="largest number of tokens in a file (default 10^8)")
 
 
 def _prepare(known: argparse.Namespace) -> int:

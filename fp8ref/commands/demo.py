@@ -18,7 +18,7 @@ SEEDS = 3  # bf16 runs, of weights and data order, whose range is the noise that
 
 def add(commands) -> None:
     made = shared.of_config(
-        commands, "demo", _demo, "Train with both backends in bf16 and FP8, cross-check, print a table and draw the losses."
+        commands, "demo", _demo, "Train with both backends in bf16 and FP8, cross-check them, print a table, and plot the losses."
     )
     made.add_argument("--out", type=Path, default=Path("demo"), help="directory for the runs and the picture (default demo)")
 

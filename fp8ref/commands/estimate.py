@@ -9,12 +9,15 @@ from fp8ref.commands.shared import check_json, conclude
 
 def add(commands) -> None:
     made = shared.of_config(
-        commands, "estimate", _estimate, "Predict what FP8 gains on a GPU, of each linear and of a step, and which linears to filter."
+        commands,
+        "estimate",
+        _estimate,
+        "Predict the speed-up of FP8 on a GPU, for each linear and for a step, and the linears to keep in bf16.",
     )
     made.add_argument("--gpu", help="h100 or h200 (required)")
-    made.add_argument("--backend", choices=("jax", "torch"), default="torch", help="whose kernels (default torch)")
-    made.add_argument("--ceilings", type=Path, metavar="FILE", help="JSON of rates measured on such a GPU (default: published ones)")
-    made.add_argument("--json", type=Path, metavar="FILE", help="write all of it to FILE, in seconds")
+    made.add_argument("--backend", choices=("jax", "torch"), default="torch", help="the framework whose kernels to assume (default torch)")
+    made.add_argument("--ceilings", type=Path, metavar="FILE", help="JSON file of measured GPU rates (default: published rates)")
+    made.add_argument("--json", type=Path, metavar="FILE", help="write all times, in seconds, to FILE")
 
 
 def _estimate(known: argparse.Namespace, options: list[str]) -> int:

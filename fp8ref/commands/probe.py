@@ -27,18 +27,16 @@ def add(commands) -> None:
         help="torch-scaled-mm, torch-rowwise, jax-dot; wgmma, Hopper's instruction in all pairings of formats; or module:function, "
         "(Quantized a, Quantized b[, bias]) -> [M, N]",
     )
-    probe.add_argument("--shape", type=int, nargs=3, metavar=("M", "N", "K"), help="of the GEMM (default 128 128 4096)")
-    probe.add_argument("--formats", nargs=2, metavar=("A", "B"), help="of its operands (default e4m3fn e4m3fn)")
-    probe.add_argument("--fast-accum", action="store_true", help="of a library's: with fast accumulation")
-    probe.add_argument("--out-dtype", metavar="DTYPE", help="of a library's: float32, bfloat16 or float16")
-    probe.add_argument("--granularity", metavar="NAME", help="of module:function: tensorwise (the default) or rowwise scales")
-    probe.add_argument("--seed", type=int, default=0, help="of the random operands (default 0)")
-    probe.add_argument("--json", type=Path, metavar="FILE", help="write what was found, and by what, to FILE")
+    probe.add_argument("--shape", type=int, nargs=3, metavar=("M", "N", "K"), help="the shape of the GEMM (default 128 128 4096)")
+    probe.add_argument("--formats", nargs=2, metavar=("A", "B"), help="the formats of the operands (default e4m3fn e4m3fn)")
+    probe.add_argument("--fast-accum", action="store_true", help="fast accumulation, for a library's GEMM")
+    probe.add_argument("--out-dtype", metavar="DTYPE", help="float32, bfloat16 or float16, for a library's GEMM")
+    probe.add_argument("--granularity", metavar="NAME", help="tensorwise (the default) or rowwise scales, for module:function")
+    probe.add_argument("--seed", type=int, default=0, help="seed of the random operands (default 0)")
+    probe.add_argument("--json", type=Path, metavar="FILE", help="write the findings to FILE")
+    probe.add_argument("--record", type=Path, metavar="DIR", help="save operands and results in DIR, to verify later without the hardware")
     probe.add_argument(
-        "--record", type=Path, metavar="DIR", help="write operands and results to DIR, to be computed again without the hardware"
-    )
-    probe.add_argument(
-        "--replay", type=Path, nargs="+", metavar="FILE", help="instead of SUBJECT: compute recordings, NAME.json, again, bit for bit"
+        "--replay", type=Path, nargs="+", metavar="FILE", help="instead of SUBJECT: verify recordings, NAME.json, bit for bit"
     )
 
 

@@ -8,12 +8,10 @@ from fp8ref.commands.shared import check_json, conclude
 
 
 def add(commands) -> None:
-    weights = shared.plain(commands, "export", _export, "Write a run's weights as transformers reads them.")
-    weights.add_argument("run_directory", metavar="RUN", type=Path, help="a run directory, of either backend")
-    weights.add_argument("--out", type=Path, required=True, metavar="DIR", help="directory for config.json and safetensors")
-    weights.add_argument(
-        "--tokenizer", type=Path, metavar="PATH", help="tokenizer.json, or a directory of a tokenizer's files, to copy there"
-    )
+    weights = shared.plain(commands, "export", _export, "Export a run's weights in the format of transformers.")
+    weights.add_argument("run_directory", metavar="RUN", type=Path, help="a run directory")
+    weights.add_argument("--out", type=Path, required=True, metavar="DIR", help="output directory, for config.json and safetensors")
+    weights.add_argument("--tokenizer", type=Path, metavar="PATH", help="tokenizer.json, or a directory of tokenizer files, to copy there")
     report = shared.plain(
         commands,
         "report",
@@ -22,7 +20,7 @@ def add(commands) -> None:
         "One HTML page, and its figures as PNGs: losses over the noise of the bf16 runs' seeds, what ran in FP8, speed, statistics.",
     )
     report.add_argument(
-        "runs", metavar="RUN", type=Path, nargs="+", help="a run directory; two or more in bf16 of different seeds for a verdict"
+        "runs", metavar="RUN", type=Path, nargs="+", help="a run directory; a verdict needs two or more bf16 runs of different seeds"
     )
     report.add_argument("--out", type=Path, default=Path("report.html"), help="the page (default report.html)")
     compare = shared.plain(
@@ -35,11 +33,11 @@ def add(commands) -> None:
     compare.add_argument("a", metavar="A", type=Path, help="a run directory")
     compare.add_argument("b", metavar="B", type=Path, help="another")
     compare.add_argument(
-        "--seeds", metavar="RUN", type=Path, nargs="+", default=[], help="bf16 runs of different seeds, to take noise from"
+        "--seeds", metavar="RUN", type=Path, nargs="+", default=[], help="bf16 runs of different seeds, which measure the noise"
     )
     compare.add_argument("--json", type=Path, metavar="FILE", help="write the comparison to FILE")
     for one in (report, compare):
-        one.add_argument("--confidence", type=float, default=0.95, help="of the noise's limits (default 0.95)")
+        one.add_argument("--confidence", type=float, default=0.95, help="confidence of the noise limits (default 0.95)")
     replay = shared.plain(
         commands,
         "replay",
@@ -49,9 +47,9 @@ def add(commands) -> None:
     )
     replay.add_argument("run_directory", metavar="RUN", type=Path, help="the directory of a run")
     replay.add_argument("--policy", required=True, help="delayed, te_delayed or flax; or a dynamic policy, such as torchao")
-    replay.add_argument("--history", type=int, metavar="N", help="recorded amaxes that a delayed scale is of (default: the policy's)")
-    replay.add_argument("--margin", type=int, metavar="M", help="powers of two of room (default: the policy's)")
-    replay.add_argument("--json", type=Path, metavar="FILE", help="write the outcome of every layer and role to FILE")
+    replay.add_argument("--history", type=int, metavar="N", help="history length of delayed scaling (default: the policy's)")
+    replay.add_argument("--margin", type=int, metavar="M", help="margin, in powers of two (default: the policy's)")
+    replay.add_argument("--json", type=Path, metavar="FILE", help="write the result of each layer and role to FILE")
 
 
 def _export(known: argparse.Namespace) -> int:

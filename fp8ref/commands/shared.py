@@ -19,7 +19,7 @@ def of_config(commands, name: str, run: Callable[[argparse.Namespace, list[str]]
     """
     made = commands.add_parser(name, help=help, description=help, allow_abbrev=False, add_help=False)
     made.add_argument("config", metavar="CONFIG", type=Path, nargs="?", help="a TOML file, or the name of a packaged one, such as tiny")
-    made.add_argument("-h", "--help", action="store_true", help="show this, and every key of CONFIG")
+    made.add_argument("-h", "--help", action="store_true", help="show this, and all keys of CONFIG")
     made.set_defaults(run=run, parser=made)
     return made
 

@@ -11,10 +11,10 @@ from fp8ref.commands import shared
 def add(commands) -> None:
     train = shared.of_config(commands, "train", _train, "Train a model and write a run directory.")
     train.add_argument("--backend", choices=("jax", "torch"), help="the framework to train with (required)")
-    train.add_argument("--resume", action="store_true", help="continue a run that stopped; leave a finished one alone")
-    train.add_argument("--overwrite", action="store_true", help="replace a run that is already there")
-    train.add_argument("--dry-run", action="store_true", help="print sizes, memory, GEMMs and where FP8 would pay; build and read nothing")
-    train.add_argument("--distributed", action="store_true", help="one of several processes that train together")
+    train.add_argument("--resume", action="store_true", help="continue a stopped run; do nothing if it is finished")
+    train.add_argument("--overwrite", action="store_true", help="replace an existing run")
+    train.add_argument("--dry-run", action="store_true", help="print sizes, memory, GEMMs and predicted speed-ups; train nothing")
+    train.add_argument("--distributed", action="store_true", help="this process is one of several of a run")
 
 
 def _train(known: argparse.Namespace, options: list[str]) -> int:

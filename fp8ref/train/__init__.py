@@ -15,8 +15,8 @@ The model's linears are ``fp8ref.jax.linear.apply_with_stats``, and, in PyTorch,
 puts in place of nn.Linear by ``fp8ref.torch.parallel.parallelize``: torchao's Float8Linear, or
 ``fp8ref.torch.linear.Linear`` for ``delayed``, for recipes in blocks, and wherever several ranks
 share amaxes. Within a linear, ``operands`` (JAX) and ``scaling`` quantise, ``scales`` computes a scale
-from an amax, ``cast`` rounds, and ``gemm`` multiplies; ``delayed`` keeps scales of past amaxes. Optimizers are optax's and torch's, built in jax/step.py and
-torch/optimizer.py.
+from an amax, ``cast`` rounds, and ``gemm`` multiplies; ``delayed`` keeps scales of past amaxes.
+Optimizers are optax's and torch's, built in jax/step.py and torch/optimizer.py.
 
 ``train_state`` declares what a checkpoint holds. ``data`` reads tokens, ``report`` compares
 finished runs, and ``tensors.read`` loads recorded operands in a notebook.

@@ -37,11 +37,7 @@ from fp8ref.train.sections import (
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """The full run configuration, shared by both backends. Sections are defined in ``sections``.
-
-    Raises:   ValueError: a vocabulary below 256 or above int32's range; a value out of range in a
-              section. ``load`` and ``from_dict`` raise it as a ConfigError.
-    """
+    """The full run configuration, shared by both backends."""  # --help prints this line
 
     model: LlamaConfig = field(default_factory=LlamaConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -54,6 +50,8 @@ class Config:
     log: LogConfig = field(default_factory=LogConfig)
 
     def __post_init__(self) -> None:
+        """Raises:   ValueError: a vocabulary below 256 or above int32's range. ``load`` and
+        ``from_dict`` raise it, and those of the sections, as a ConfigError."""
         size = self.model.vocab_size
         require(256 <= size <= 2**31, f"model.vocab_size lies between 256, for byte tokens (D-1), and 2^31, for int32; got {size}.")
 

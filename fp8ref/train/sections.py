@@ -24,26 +24,26 @@ class DataConfig:
     """The training text, and how it is cut into batches (SEMANTICS D)."""
 
     source: str = "stdlib"
-    """``stdlib``: the Python standard library's sources on this machine; a directory whose ``*.py``, ``*.md`` and ``*.txt`` are read; token
-    shards (.bin, .npy) or documents (.parquet, .jsonl): a file, a directory or a pattern; for ``fp8ref data prepare`` also hf:org/name[:config]."""
+    """Training text: ``stdlib`` (sources of Python's standard library), a directory of text (``*.py``, ``*.md``, ``*.txt``), token shards (.bin,
+    .npy) or documents (.parquet, .jsonl), as a file, directory or pattern. ``fp8ref data prepare`` also takes hf:org/name[:config]."""
     tokenizer: str | None = None
-    """How text becomes tokens: by default its bytes; else a tokenizer.json, or tiktoken:NAME."""
+    """Tokenizer: a tokenizer.json or tiktoken:NAME. Default: each byte is a token."""
     end_of_document: str | None = None
-    """The token after each document; by default the tokenizer's own, a zero byte between documents in bytes; '' is none."""
+    """Token after each document; '' for none. Default: the tokenizer's own, or a zero byte."""
     text_column: str = "text"
-    """The column of documents that holds their text."""
+    """Column of the documents that holds the text."""
     token_dtype: Literal["uint16", "uint32"] | None = None
-    """The integers of .bin shards that nothing beside them describes; by default uint16."""
+    """Integer type of .bin shards without a shards.json. Default: uint16."""
     sequence_length: int = 128
     """Tokens in a sequence."""
     batch_size: int = 16
     """Sequences in the global batch."""
     microbatches: int = 1
-    """Equal parts in which the global batch is trained, one after the other; their gradients are summed in float32."""
+    """Train the global batch in this many equal parts, one after the other. Gradients are summed in float32."""
     validation_fraction: float = 0.1
-    """Share kept for validation: of files of text, of documents, of each shard; unused where files are named val."""
+    """Share of the files, documents or shard tokens kept for validation. Unused if files are named val."""
     seed: int = 0
-    """Seed of the shuffle."""
+    """Seed of the data order."""
 
     def __post_init__(self) -> None:
         require(self.source != "", "data.source is 'stdlib', a file, a directory or a pattern; got ''.")
@@ -81,13 +81,13 @@ class NumericsConfig:
     recipe: Annotated[str, tyro.conf.arg(aliases=["--recipe"])] = "tensorwise"
     """bf16, tensorwise, rowwise, rowwise_with_gw_hp, delayed, blockwise or mxfp8."""
     filter_fqns: tuple[str, ...] = ()
-    """Names of modules kept in high precision: whole dotted components, or shell patterns; auto_filter_small_kn keeps small ones.
-    lm_head is kept anyway."""
+    """Modules to keep in high precision, by whole name components or shell patterns. ``auto_filter_small_kn`` keeps small linears. lm_head is
+    always kept."""
     fp8_fqns: tuple[str, ...] = ()
-    """Names converted explicitly, whatever filter_fqns says; lm_head may be one."""
+    """Modules to convert even if filter_fqns names them; lm_head too."""
     accumulate: str | None = None
-    """Simulated hardware that FP8 GEMMs run under, on a CPU: hopper (hopper_fast where the recipe says fast, else hopper_slow), one plan for all of
-    them (exact, f32, hopper_fast, hopper_slow, ada, blackwell), or the .json of a plan that fp8ref probe wrote; native: the framework's own GEMMs."""
+    """Simulated hardware for FP8 GEMMs, on a CPU: hopper (hopper_fast or hopper_slow, as the recipe says), exact, f32, hopper_fast, hopper_slow,
+    ada, blackwell, or a .json file of ``fp8ref probe``. native, the default: the framework's own GEMMs."""
 
     def __post_init__(self) -> None:
         require(self.recipe in recipes.RECIPES, f"numerics.recipe is one of {', '.join(recipes.RECIPES)}; got {self.recipe!r}.")
@@ -112,31 +112,31 @@ class ParallelConfig:
     """A mesh of data x fsdp x tensor devices, and how it shards the model (SEMANTICS P)."""
 
     data: int = 1
-    """Devices with a part of the batch and a copy of the weights each."""
+    """Data-parallel devices: each has a part of the batch and a copy of the weights."""
     fsdp: int = 1
-    """Devices with a part of the batch and a part of every matrix each; linears' weights are gathered in FP8."""
+    """FSDP devices: each has a part of the batch and a shard of every matrix. Weights of FP8 linears are gathered in FP8."""
     tensor: int = 1
-    """Devices that share every linear of attention and MLP, by heads and inner features."""
+    """Tensor-parallel devices: they share each linear of attention (by heads) and MLP (by inner features)."""
     sequence: bool = False
-    """Cut the tokens between those linears over tensor too; inputs are gathered in FP8."""
+    """Sequence parallelism: also shard the tokens between those linears. Inputs are gathered in FP8."""
     amax_scope: Literal["global", "local"] = "global"
-    """Whose amaxes scale input and grad_output: every device's, or those of each piece of the batch alone."""
+    """Amax of input and grad_output: over all devices (global), or for each device's part of the batch (local)."""
     through: Literal["shard_map", "jit"] = "shard_map"
-    """JAX: collectives of our own, or XLA's under plain jit."""
+    """JAX: explicit collectives in shard_map, or XLA's partitioner under jit."""
     gather: Literal["fp8", "compute"] = "fp8"
-    """PyTorch: how fsdp gathers linears' weights that one scale serves: in FP8, or in the compute dtype. No bit of training differs."""
+    """PyTorch: dtype in which FSDP gathers weights with one scale for both GEMMs: FP8 or the compute dtype. Results are the same bits."""
     precompute_scales: bool = True
-    """PyTorch: the scales of all weights that are gathered in FP8 by one all-reduce a forward pass, or by one of each weight's own."""
+    """PyTorch: compute the scales of all weights gathered in FP8 with one all-reduce for each forward pass, not one for each weight."""
     reduction: Literal["native", "ordered"] = "native"
-    """PyTorch: gradients are summed over fsdp as the backend does, or in rank order."""
+    """PyTorch: sum gradients over FSDP devices as the backend does (native) or in rank order (ordered)."""
     attention: Literal["xla", "cudnn"] = "xla"
-    """JAX: by XLA's own products, which writes all scores, or by cuDNN's fused kernel, which needs an NVIDIA GPU."""
+    """JAX: attention by XLA, which writes all scores, or by cuDNN's fused kernel, which needs an NVIDIA GPU."""
     checkpointing: Literal["none", "selective", "full"] = "none"
-    """PyTorch: what of a layer's forward pass runs again in its backward pass: nothing, all but matrix products and attention, all."""
+    """PyTorch: activation checkpointing. Recompute nothing, everything except matrix products and attention, or the whole layer."""
     compile: Literal["none", "block", "model"] = "none"
-    """PyTorch: nothing, every layer by itself, or the whole model, which is then gathered in one piece, through torch.compile."""
+    """PyTorch: torch.compile of nothing, of each layer, or of the whole model. FSDP then gathers the whole model at once."""
     timeout_s: int = 600
-    """PyTorch: seconds after which a rank that waits for another gives up."""
+    """PyTorch: seconds that a rank waits for another before the run ends."""
 
     def __post_init__(self) -> None:
         for key in ("data", "fsdp", "tensor", "timeout_s"):
@@ -177,19 +177,23 @@ class OptimizerConfig:
     """AdamW with warm-up, cosine decay and clipping (SEMANTICS T)."""
 
     kind: Literal["adamw", "adamw_fused", "adamw_fp8"] = "adamw"
-    """PyTorch: torch's AdamW, torch's fused one, or torchao's whose moments are e4m3 in blocks of 256, through torch.compile."""
+    """PyTorch: torch's AdamW, torch's fused AdamW, or torchao's AdamW with e4m3 moments in blocks of 256."""
     learning_rate: float = 1e-3
-    """The peak."""
+    """Peak learning rate."""
     min_learning_rate: float = 1e-4
-    """The floor of the cosine."""
+    """Learning rate at the end of the cosine decay."""
     warmup_steps: int = 5
+    """Steps of linear warm-up."""
     beta1: float = 0.9
+    """Decay of the first moment."""
     beta2: float = 0.95
+    """Decay of the second moment."""
     eps: float = 1e-8
+    """Added to the root of the second moment."""
     weight_decay: float = 0.1
-    """On matrices only."""
+    """Weight decay, of matrices only."""
     max_norm: float = 1.0
-    """Global gradient norm above which gradients are scaled down."""
+    """Clip gradients to this global norm."""
 
     def __post_init__(self) -> None:
         require(
@@ -221,10 +225,10 @@ class OptimizerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class StatisticsConfig:
-    """What quantising did to the operands of FP8 GEMMs, recorded while a run trains (SEMANTICS Q)."""
+    """Statistics of the operands of FP8 GEMMs, recorded during training (SEMANTICS Q)."""
 
     every: int = 0
-    """Steps between records, the first of step 0; 0: none. Each costs about as much as a step."""
+    """Record every so many steps, beginning with step 0; 0 records nothing. A record costs about as much as a step."""
 
     def __post_init__(self) -> None:
         require(self.every >= 0, f"statistics.every is not negative; got {self.every}.")
@@ -239,15 +243,15 @@ class RunConfig:
     seed: int = 0
     """Seed of the initial weights."""
     eval_every: int = 25
-    """Steps between validations; the last step is always validated."""
+    """Steps between validations. The last step is always validated."""
     eval_batches: int = 4
-    """Validation batches, the same ones every time."""
+    """Validation batches. They are the same each time."""
     out: str | None = None
-    """Directory of the run; by default runs/<config>-<backend>-<recipe>, with -<plan> behind it under numerics.accumulate."""
+    """Run directory. Default: runs/<config>-<backend>-<recipe>, followed by -<plan> under numerics.accumulate."""
     init_from: str | None = None
-    """Directory of a model in safetensors, as fp8ref export or transformers writes it, whose weights training starts from."""
+    """Start from these weights: a directory in safetensors that ``fp8ref export`` or transformers wrote."""
     allow_fallback: bool = False
-    """Train even if the compiled step lacks an FP8 GEMM or gather that was planned; the manifest names what it lacks."""
+    """Train even if a planned FP8 GEMM or gather is missing from the step. The manifest lists what is missing."""
 
     def __post_init__(self) -> None:
         for key in ("steps", "eval_every", "eval_batches"):
@@ -262,9 +266,9 @@ class CheckpointConfig:
     """How often checkpoints are written, and how many are kept (SEMANTICS K)."""
 
     every: int = 100
-    """Steps between checkpoints; the state after the last step is always saved, and after that in which SIGTERM comes. 0: only then."""
+    """Steps between checkpoints; 0 for none in between. The state after the last step, or on SIGTERM, is always saved."""
     keep_last: int = 2
-    """How many are kept; older ones are removed when a newer one is whole."""
+    """Checkpoints to keep. Older ones are removed once a newer one is complete."""
 
     def __post_init__(self) -> None:
         require(self.every >= 0, f"checkpoint.every is not negative (0: at the end alone); got {self.every}.")
@@ -273,12 +277,12 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LogConfig:
-    """Experiment trackers that get the metrics too. The first process writes."""
+    """Experiment trackers. The first process logs the metrics to them."""
 
     tensorboard: bool = False
-    """Write TensorBoard events to the run's directory, by tensorboardX."""
+    """Write TensorBoard events to the run directory. Needs tensorboardX."""
     wandb: str | None = None
-    """Project of Weights & Biases that the run is logged to, by wandb."""
+    """Log to this Weights & Biases project. Needs wandb."""
 
     def __post_init__(self) -> None:
         require(self.wandb != "", "log.wandb is the name of a project; got ''. Leave it out to log nothing there.")
