@@ -2,7 +2,7 @@
 
 One linen model of dense layers, bfloat16 compute, float32 parameters, AdamW; its layers in bfloat16, with Flax's
 Fp8DirectDotGeneralOp, and with hooks of fp8ref by three recipes. They take turns, and a ratio is the median of those of
-neighbours in this one run.
+neighbors in this one run.
 A CPU has no FP8 kernels: these times say what is around the GEMMs, and nothing of a GPU.
 """
 

@@ -46,7 +46,7 @@ def stepping(model: nn.Module, x: torch.Tensor) -> Callable[[], float]:
 
 
 def paired(theirs: Callable[[], float], ours: Callable[[], float], pairs: int) -> list[float]:
-    """theirs / ours of each pair of neighbours."""
+    """theirs / ours of each pair of neighbors."""
     ratios = []
     for i in range(pairs):
         first, second = (theirs, ours) if i % 2 else (ours, theirs)

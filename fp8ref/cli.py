@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Sequence
 
 import fp8ref
-from fp8ref import extras
+from fp8ref import extras, specification
 from fp8ref.commands import certify, conform, crosscheck, data, demo, estimate, probe, runs, train, vectors
 from fp8ref.commands.shared import DEFECT, ERROR, INTERRUPTED, LOST, NON_FINITE, PIPE, STOPPED
 from fp8ref.errors import LostProcessError, NonFiniteError, StoppedError
@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             code = DEFECT
         else:
             remedy = extras.remedy(error) if isinstance(error, ImportError) else None
-            print(f"fp8ref: {remedy or error}", file=sys.stderr)
+            print("\n  ".join([f"fp8ref: {remedy or error}", *specification.addresses(remedy or str(error))]), file=sys.stderr)
     if known.leave:
         known.leave(code)
     return code

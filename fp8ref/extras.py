@@ -38,17 +38,17 @@ def extra_of(package: str) -> str | None:
         lines = importlib.metadata.requires("fp8ref") or []
     except importlib.metadata.PackageNotFoundError:
         return None
-    wanted = _normalised(package)
+    wanted = _normalized(package)
     found = set()
     for line in lines:
         name = re.match(r"[A-Za-z0-9._-]+", line)
         extra = re.search(r"extra == ['\"]([\w-]+)['\"]", line)
-        if name and extra and _normalised(name[0]) == wanted:
+        if name and extra and _normalized(name[0]) == wanted:
             found.add(extra[1])
     return next((extra for extra in ORDER if extra in found), min(found, default=None))
 
 
-def _normalised(name: str) -> str:
+def _normalized(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 

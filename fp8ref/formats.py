@@ -2,7 +2,7 @@
 bfloat16 and float16.
 
 A format is a layout and a rule for its special codes; everything else is derived. Nothing here
-rounds: see ``sim/cast.py``. ``FP8_FORMATS`` holds the four formats that tensors are quantised to,
+rounds: see ``sim/cast.py``. ``FP8_FORMATS`` holds the four formats that tensors are quantized to,
 by name; ``FORMATS`` holds all of them.
 """
 

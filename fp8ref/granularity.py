@@ -51,12 +51,12 @@ def block_of(a: str, b: str) -> int | None:
     if length != other:
         raise ValueError(
             f"the operands' scales cover the same length of K: all of it, or blocks of one size; got {a} and {b}. "
-            "Quantise both alike, or dequantise and use matmul_hp."
+            "Quantize both alike, or dequantize and use matmul_hp."
         )
     return length
 
 
-def normalise_axis(axis: int, ndim: int) -> int:
+def normalize_axis(axis: int, ndim: int) -> int:
     """axis counted from the front; ValueError if a tensor of ndim dims has no such axis."""
     if isinstance(axis, bool) or not isinstance(axis, int) or not -ndim <= axis < ndim:
         raise ValueError(f"the reduced axis lies in [-{ndim}, {ndim}) for a {ndim}-d tensor; got axis={axis!r}.")
@@ -72,10 +72,10 @@ def blocks(name: str, shape: tuple[int, ...], axis: int) -> tuple[int, ...]:
     """
     granularity = by_name(name)
     if math.prod(shape) == 0:
-        raise ValueError(f"a scale needs at least one element; got x.shape={shape}. Drop empty tensors before quantising.")
+        raise ValueError(f"a scale needs at least one element; got x.shape={shape}. Drop empty tensors before quantizing.")
     if granularity.name == "tensorwise":
         return shape
-    axis = normalise_axis(axis, len(shape))
+    axis = normalize_axis(axis, len(shape))
     sizes = [granularity.reduced if i == axis else granularity.other for i in range(len(shape))]
     result = tuple(n if size is None else size for n, size in zip(shape, sizes, strict=True))
     if shape[axis] % result[axis]:

@@ -15,7 +15,7 @@ class Unit(NamedTuple):
     width: int
     fraction: int
     output: int
-    normalised: bool = False  # products, and subnormal factors, aligned by the exponents of their values
+    normalized: bool = False  # products, and subnormal factors, aligned by the exponents of their values
     factors: bool = False  # subnormal factors by the exponents of their values, products not
     flushed: bool = False  # subnormal factors are zeros
     nearest: bool = False  # terms rounded to nearest even where they should be cut off
@@ -106,7 +106,7 @@ def step(a: list[int], b: list[int], c: int, fmts: tuple[str, str], unit: Unit) 
         values = [tuple(v if abs(v) * 2 ** (bias - 1) >= ONE else 0 for v, bias in zip(pair, biases, strict=True)) for pair in values]
     terms = [x * y // ONE for x, y in values]  # exact: a product is a multiple of 2^-32
     emin_a, emin_b = (-1000, -1000) if unit.factors else (1 - bias for bias in biases)
-    if unit.normalised:
+    if unit.normalized:
         exponents = [exponent(term, -1000) for term in terms if term]
     else:
         exponents = [exponent(x, emin_a) + exponent(y, emin_b) for x, y in values if unit.zeros_count or (x and y)]

@@ -157,7 +157,7 @@ class AtRandom:
         return np.where((codes & 0x7F) < 8, codes & 0x80, codes)
 
     def moves_numbers(self, x):
-        """To either neighbour, from what needs no rounding too."""
+        """To either neighbor, from what needs no rounding too."""
         codes = self.right(x)
         return np.where((np.abs(x) == 3.5) & (self._rng.random(x.shape) < 0.25), codes + 1, codes).astype(np.uint8)
 

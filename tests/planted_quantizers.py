@@ -65,7 +65,7 @@ def no_zero_amax(x):
 
 
 def stale(calls=1):
-    """A quantiser that scales by the amax of the call that many calls before, 1 at first."""
+    """A quantizer that scales by the amax of the call that many calls before, 1 at first."""
     amaxes = [np.float32(1)] * calls
 
     def quantize(x):

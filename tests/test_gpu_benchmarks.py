@@ -66,7 +66,7 @@ def test_without_time_no_more_rounds_begin_than_have_quartiles():
     assert len(found.seconds["a"]) == timing.FEWEST
 
 
-def test_a_ratio_is_the_median_of_neighbours():
+def test_a_ratio_is_the_median_of_neighbors():
     slow, fast, _ = timing.rows(Rounds(seconds={"bf16": [1, 2, 3], "fp8": [0.5, 0.5, 2]}, errors={"x": "e"}), "bf16")
     assert (slow["seconds"], slow["speedup"]) == (2, 1)
     assert (fast["seconds"], fast["speedup"], fast["speedup_quartiles"]) == (0.5, 2, [1.75, 3])  # of 2, 4 and 1.5

@@ -127,8 +127,8 @@ def test_an_axis_that_is_not_there_is_refused(axis):
 
 
 @pytest.mark.parametrize(("axis", "counted"), [(0, 0), (1, 1), (2, 2), (-1, 2), (-3, 0)])
-def test_normalise_axis_counts_from_the_front(axis, counted):
-    assert granularity.normalise_axis(axis, 3) == counted
+def test_normalize_axis_counts_from_the_front(axis, counted):
+    assert granularity.normalize_axis(axis, 3) == counted
 
 
 def test_an_unknown_name_is_refused_with_the_known_ones():

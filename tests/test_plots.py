@@ -18,7 +18,7 @@ X = np.ldexp(1.0, np.arange(-24, 8)).astype(np.float32).reshape(4, 8)
 Q = scaling.quantize(X, E4M3FN)
 LINES = [{"step": step, "loss": 3.0 - step} for step in range(3)]
 FIGURES = {
-    "cast_curve": lambda ax: plots.cast_curve(ax, np.linspace(1, 2, 9), E4M3FN, label="mine", colour="black"),
+    "cast_curve": lambda ax: plots.cast_curve(ax, np.linspace(1, 2, 9), E4M3FN, label="mine", color="black"),
     "cast_difference": lambda ax: plots.cast_difference(ax, X[0], Q.codes[0], E4M3FN),
     "code_difference": lambda ax: plots.code_difference(ax, Q, Q),
     "code_map": lambda ax: plots.code_map(ax, E5M2),
@@ -70,11 +70,11 @@ def test_its_axes_are_named(ax, name):
         assert ax.get_xlabel()
     assert ax.get_ylabel() or name in MAPS or [tick.get_text() for tick in ax.get_yticklabels()] == ["e4m3fn", "e5m2"]
     for bar in ax.figure.axes[1:]:
-        assert bar.get_ylabel(), "a colour bar says what its colours are"
+        assert bar.get_ylabel(), "a color bar says what its colors are"
 
 
 @every_figure
-def test_it_draws_on_no_other_axes_but_colour_bars(name):
+def test_it_draws_on_no_other_axes_but_color_bars(name):
     _, (mine, other) = plots.figure(2)
     FIGURES[name](mine)
     assert not any([other.lines, other.patches, other.images, other.texts, other.collections])

@@ -1,4 +1,4 @@
-"""Times of variants that take turns: medians over rounds, and ratios of neighbours in one round, so that a clock that drifts hits all alike.
+"""Times of variants that take turns: medians over rounds, and ratios of neighbors in one round, so that a clock that drifts hits all alike.
 
 A round calls each variant some times in a row, the one that comes first changing from round to round; a variant's time in it is that of the
 whole row by its calls. What times a row is a clock of the backend (``Clock``).

@@ -174,7 +174,7 @@ def page(count: int) -> str:
         f"Written by `make libraries` (docs/scripts/libraries.py), on a CPU: {versions()}.",
         "`python docs/scripts/libraries.py --only ROW` asks and prints a row again. Inputs are the vectors of `fp8ref vectors`: every number "
         "and tie of a format\n"
-        "with their neighbours, every power of two and edge of an amax, specials, and random float32 bits.",
+        "with their neighbors, every power of two and edge of an amax, specials, and random float32 bits.",
         "## Casts",
         "From float32. *rounding* is that of everything within range; *above max* are finite values well above it; NaN and -NaN are the codes emitted,\n"
         "which comparisons take for one (SEMANTICS C-5). *differ*: from the simulator's default, to nearest even and saturating (C-2, C-3); of the simplest\n"

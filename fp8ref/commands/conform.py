@@ -15,9 +15,9 @@ def add(commands) -> None:
         commands,
         "conform",
         _conform,
-        "Identify somebody's cast or quantiser, and hold it to the specification.",
+        "Identify somebody's cast or quantizer, and hold it to the specification.",
         "Find out by chosen inputs how a cast rounds, saturates and treats zeros, subnormals, infinities and NaNs, or which elements share a scale in a "
-        "quantiser and which policy makes it. Exits with 1 if it is none of those known, or, with --expect, not what was expected.",
+        "quantizer and which policy makes it. Exits with 1 if it is none of those known, or, with --expect, not what was expected.",
     )
     conform.add_argument(
         "subject", metavar="MODULE:FUNCTION", help="a function of one NumPy, PyTorch or JAX array; a GEMM is passed to fp8ref probe"
@@ -66,16 +66,16 @@ def _conform(known: argparse.Namespace) -> int:
 
 
 def _expects_cast(name: str | None) -> bool | None:
-    """Whether --expect names a cast's behaviour (True) or a quantizer's policy (False).
+    """Whether --expect names a cast's behavior (True) or a quantizer's policy (False).
 
     None without it.
     """
     from fp8ref import policy
-    from fp8ref.conformance.cast.behaviour import KNOWN_CASTS
+    from fp8ref.conformance.cast.behavior import KNOWN_CASTS
 
     if name is not None and name not in KNOWN_CASTS and name not in policy.POLICIES:
         raise ValueError(
-            f"--expect is a cast's behaviour, one of {', '.join(KNOWN_CASTS)}, or a quantizer's policy, one of {', '.join(policy.POLICIES)}; got {name}."
+            f"--expect is a cast's behavior, one of {', '.join(KNOWN_CASTS)}, or a quantizer's policy, one of {', '.join(policy.POLICIES)}; got {name}."
         )
     return None if name is None else name in KNOWN_CASTS
 

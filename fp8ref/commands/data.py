@@ -1,4 +1,4 @@
-"""fp8ref data prepare: tokenise text into token shards."""
+"""fp8ref data prepare: tokenize text into token shards."""
 
 import argparse
 import sys

@@ -45,7 +45,7 @@ RULES = {
         ("--epilogue", "scale_then_round (the default), product_then_round, unit_round_scale_round"),
     ),
 }
-WHAT = {"cast": "a cast", "scale": "a scale", "quantize": "a quantiser", "gemm": "a scaled GEMM"}
+WHAT = {"cast": "a cast", "scale": "a scale", "quantize": "a quantizer", "gemm": "a scaled GEMM"}
 
 
 def add(commands) -> None:

@@ -2,7 +2,7 @@
 
 ``certify(exhaustive=True)`` goes through all 2^32 inputs of a cast and all 2^31 non-negative
 amaxes. Without ``exhaustive`` it takes one in 1009 of them, and every float16, every bfloat16, and
-every tie of the format with its neighbours. A difference in range is a failure. A library that
+every tie of the format with its neighbors. A difference in range is a failure. A library that
 decides overflow or NaN otherwise than C-4 and C-5 is listed with the number of inputs.
 """
 

@@ -167,6 +167,6 @@ def compare_values(check: Check, value, reference, bound, *, names: tuple[str, s
 
 def _ordered(codes: np.ndarray, fmt: Format) -> np.ndarray:
     """Codes as integers that increase with the value."""
-    # codes are sign and magnitude: negated magnitudes put both zeros at 0 and neighbours 1 apart
+    # codes are sign and magnitude: negated magnitudes put both zeros at 0 and neighbors 1 apart
     magnitude = (codes & ~np.uint8(fmt.sign_bit)).astype(int)
     return np.where(codes & fmt.sign_bit, -magnitude, magnitude)

@@ -166,10 +166,10 @@ def _classify(bits, unsaturated, max_code, kind):
 
 @njit(cache=True)
 def _run_lengths(kind, expected, found):
-    """Runs of neighbours that differ in one way: rows of (kind, expected code, found code, how
+    """Runs of neighbors that differ in one way: rows of (kind, expected code, found code, how
     many, index of the first).
 
-    Neighbouring inputs nearly always differ alike, so that a few rows stand for millions of inputs.
+    Neighboring inputs nearly always differ alike, so that a few rows stand for millions of inputs.
     """
     runs = np.empty((kind.size, 5), np.int64)
     n = 0

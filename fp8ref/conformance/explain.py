@@ -11,8 +11,8 @@ _ROUNDS = {
     "nearest_even": "to the nearest number, and of two to the one with the even code",
     "nearest_away": "to the nearest number, and of two to the larger magnitude",
     "toward_zero": "to the next number toward zero",
-    "to_odd": "to itself where it is a number, else to the neighbour with the odd code",
-    "stochastic": "to a neighbour, by random bits",
+    "to_odd": "to itself where it is a number, else to the neighbor with the odd code",
+    "stochastic": "to a neighbor, by random bits",
 }
 
 
@@ -111,7 +111,7 @@ def code(value: int, fmt: Format) -> str:
 
 
 def decimal(value) -> str:
-    """The shortest decimal that tells a value from its neighbours in its dtype."""
+    """The shortest decimal that tells a value from its neighbors in its dtype."""
     value = np.asarray(value)[()]
     if np.isnan(value):
         return "NaN"

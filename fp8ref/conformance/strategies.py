@@ -72,7 +72,7 @@ def shapes(granularity: str = "tensorwise", *, axis: int = -1, most: int = 6) ->
 
 @functools.cache
 def numbers(fmt: Format = E4M3FN, dtype: str = "float32", *, finite: bool = False) -> st.SearchStrategy[float]:
-    """Values of a dtype: plain ones, every number and tie of fmt with its neighbours, and any
+    """Values of a dtype: plain ones, every number and tie of fmt with its neighbors, and any
     other.
 
     Specials: infinities and NaN are among them, unless ``finite``.
@@ -91,7 +91,7 @@ def amaxes(fmt: Format = E4M3FN, policy: str = "torchao", *, dtype: str = "float
     """Amaxes at a policy's edges, and any other; none is negative.
 
     Edges are zero, subnormals, eps, the amax whose scale overflows, and powers of two and max times
-    them, each with its neighbours.
+    them, each with its neighbors.
     Specials: Inf and NaN are among them, unless ``finite``.
     Raises:   ValueError: a fmt that is not FP8; an unknown policy or dtype.
     """
@@ -114,7 +114,7 @@ def tensors(
 ) -> np.ndarray:
     """Tensors of one of PATTERNS, in ``shape`` or one of ``shapes(granularity, axis=axis)``.
 
-    ``points``         elements are fmt's numbers and ties with their neighbours.
+    ``points``         elements are fmt's numbers and ties with their neighbors.
     ``scaled points``  elements become such under the policy's scale.
     ``amax``           every group has one of ``amaxes``, above its other elements.
     ``outliers``       one element is up to 2^60 times as large as the rest.

@@ -54,7 +54,7 @@ class Attention:
     All are float64 [B, T, H * D].
 
     exact          without roundings.
-    before, after  with probabilities normalised before, or after, they are rounded.
+    before, after  with probabilities normalized before, or after, they are rounded.
     magnitude      sum of p |v|.
     spread         bound on the relative error of p's exponents.
     """

@@ -84,7 +84,7 @@ def crosscheck(config: Config, *, backends: Sequence[str] = loop.BACKENDS, steps
 def check_synthetic(report: Report, name: str, quantizers: dict[str, Quantizer]) -> None:
     """Check codes and scales of synthetic tensors, and bare casts.
 
-    Tensors are quantised by this recipe and by those that all libraries run, along both axes. Only
+    Tensors are quantized by this recipe and by those that all libraries run, along both axes. Only
     bare casts show saturation: a dynamic scale never takes a value beyond the format's max.
     """
     for fmt in FP8_FORMATS.values():

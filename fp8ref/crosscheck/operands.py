@@ -111,7 +111,7 @@ def compare_quantized(
 ) -> scaling.Quantized:
     """Compare codes and scales of hp in every implementation.
 
-    live      codes and scale that a training step used, by backend. Other backends quantise hp
+    live      codes and scale that a training step used, by backend. Other backends quantize hp
               anew.
     state     of a role under delayed scaling. No quantizer has it, so that only ``live`` is
               compared.

@@ -118,7 +118,7 @@ def _tensors(trainer: loop.Trainer, tokens: np.ndarray) -> dict[str, dict[Role, 
 def _simulated(tensors: dict[Role, np.ndarray], recipe: Recipe) -> dict[Gemm, tuple]:
     """For every FP8 GEMM.
 
-    Both operands quantised in their own layout, the same as [M, K] and [N, K], and the exact
+    Both operands quantized in their own layout, the same as [M, K] and [N, K], and the exact
     output.
     """
     result = {}
@@ -163,7 +163,7 @@ def rerun_linear(
 
     Shapes:   tensors input [M, K], weight [N, K], grad_output [M, N], float32 holding bfloat16;
               codes of their shapes. All are whole tensors, not shards.
-    Order:    each tensor is cut by the placement, then quantised and multiplied by
+    Order:    each tensor is cut by the placement, then quantized and multiplied by
               ``linear.apply``, inside shard_map or under plain jit.
     """
     cut = (jax.device_put(jnp.asarray(tensors[role], jnp.bfloat16), NamedSharding(mesh, P(*placement.at_rest(role)))) for role in ROLES)
@@ -180,7 +180,7 @@ def _program(recipe: Recipe, placement: Placement, mesh: Mesh, through: str) -> 
               (codes, scale) of both operands).
     """
     # In shard_map a device sees its own shard alone, and amaxes take explicit collectives. Under
-    # jit XLA inserts them. Quantising has to know which of the two it is in.
+    # jit XLA inserts them. Quantizing has to know which of the two it is in.
     use = Use(recipe=recipe, name="rerun", placement=placement, mode="shard_map" if through == "shard_map" else "jit")
     fp8 = {
         which: [(role, cast) for role, cast in zip(OPERANDS[which], (spec.a, spec.b), strict=True) if cast]

@@ -5,7 +5,7 @@ SEMANTICS P-4, P-6, P-11, P-13, H-4.
 On every mesh data x fsdp of N gloo ranks:
 
 - codes and scales of every FP8 operand on every rank, before and after training, are compared with
-  the simulator's sharded quantisation;
+  the simulator's sharded quantization;
 - losses, weights and delayed states are compared with one process that trains without FSDP2,
   for every way of gathering weights;
 - amax histories are compared with the simulator's, and the bytes of all-gathers are counted.

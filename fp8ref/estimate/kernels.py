@@ -1,4 +1,4 @@
-"""The kernels that quantise a linear's FP8 operands, and the bytes that each moves.
+"""The kernels that quantize a linear's FP8 operands, and the bytes that each moves.
 
 Their number depends on the compiler that fuses them. Bytes assume bfloat16 tensors and one byte a
 code:
@@ -13,7 +13,7 @@ eager     PyTorch without torch.compile: every operation of a cast is a kernel, 
           its operands made anew.
 
 Operands in blocks: torchao's Triton kernels read a tensor once; where no kernel multiplies them
-(SEMANTICS G-16), they are dequantised.
+(SEMANTICS G-16), they are dequantized.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -67,7 +67,7 @@ def of_linear(
 
     sizes     elements by role; the weight's may be a shard.
     gemms     the GEMMs that run: ("output",) is a forward pass alone.
-    roles     the roles that this linear quantises: its input may come quantised from another
+    roles     the roles that this linear quantizes: its input may come quantized from another
               linear.
     gathered  elements of the whole weight, if its codes are gathered from shards; else None.
     """
@@ -82,7 +82,7 @@ def of_linear(
             if multiplies_fp8(spec, backend):
                 wanted.setdefault(role, []).append((which, cast, axis))
             else:
-                made += _dequantised(sizes[role], how)
+                made += _dequantized(sizes[role], how)
     for role, served in wanted.items():
         made += _of_role(role, served, sizes[role], how, gathered if role == "weight" else None)
     return made
@@ -140,8 +140,8 @@ def _rowwise(role: Role, n: float, how: Fusion, *, transposed: bool, after: bool
     return [Kernel("layout", read + 2 * n), Kernel("cast", 3 * n)]
 
 
-def _dequantised(n: float, how: Fusion) -> list[Kernel]:
-    """Quantise, and dequantise to bfloat16: no FP8 GEMM exists."""
+def _dequantized(n: float, how: Fusion) -> list[Kernel]:
+    """Quantize, and dequantize to bfloat16: no FP8 GEMM exists."""
     if how == "eager":
         return [*_eager_amax(n), *_eager_cast(n), Kernel("cast", 5 * n), Kernel("cast", 8 * n), Kernel("cast", 6 * n)]
     return [Kernel("amax", 2 * n), Kernel("cast", 4 * n)] if how == "xla" else [Kernel("cast", 4 * n)]

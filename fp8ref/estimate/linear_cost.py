@@ -1,4 +1,4 @@
-"""Roofline estimate of a linear's three GEMMs in bfloat16 and in FP8, with quantisation.
+"""Roofline estimate of a linear's three GEMMs in bfloat16 and in FP8, with quantization.
 
 A kernel takes the longest of three times: its FLOPs at the rate of large GEMMs, its bytes at the
 bandwidth of copies, and a launch. A GEMM's tiles run on the processors in waves, and the last wave
@@ -82,7 +82,7 @@ def runs_in(spec: GemmSpec, backend: str) -> str:
     if spec.a is None or spec.b is None:
         return "bf16"
     operands = " x ".join(f"{cast.fmt.name} {cast.granularity}" + " delayed" * (cast.delayed is not None) for cast in (spec.a, spec.b))
-    return f"{operands}, {spec.accumulate}" if multiplies_fp8(spec, backend) else f"{operands}, dequantised: no FP8 GEMM (G-16)"
+    return f"{operands}, {spec.accumulate}" if multiplies_fp8(spec, backend) else f"{operands}, dequantized: no FP8 GEMM (G-16)"
 
 
 def gemm_seconds(m: int, n: int, k: int, rate: float, bytes_: float, ceilings: Ceilings) -> float:
@@ -103,7 +103,7 @@ def gemm_seconds(m: int, n: int, k: int, rate: float, bytes_: float, ceilings: C
 def of_sizes(recipe: Recipe, sizes: Sequence[Size], how: Fusion, ceilings: Ceilings, *, shard: int = 1, gathered: bool = False) -> Ledger:
     """Cost of the GEMMs in ``sizes``.
 
-    shard     devices that each quantise their shard of the weight.
+    shard     devices that each quantize their shard of the weight.
     gathered  whether the shards' codes are then all-gathered.
     """
     bf16 = sum(gemm_seconds(m, n, k, ceilings.bf16, 2 * (k * (m + n) + m * n), ceilings) for _, m, n, k in sizes)

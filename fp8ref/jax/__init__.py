@@ -1,7 +1,7 @@
 """FP8 training in JAX: ``linear.apply`` is one linear layer by any recipe; ``flax.convert`` puts
 FP8 into an existing model.
 
-    linear        one layer, forward and backward; ``operands`` quantises and gathers for it
+    linear        one layer, forward and backward; ``operands`` quantizes and gathers for it
     contraction   dot_general and einsum by a recipe
     flax          hooks for linen and NNX layers, convert, value_and_grad
     cast, scaling, scales, delayed, gemm
@@ -9,7 +9,7 @@ FP8 into an existing model.
     sharding      the placement of a linear on a mesh
     proof         which GEMMs and collectives of a compiled step run in FP8
     hardware      simulated hardware in place of XLA's FP8 dots
-    stats         quantisation statistics, measured on the device
+    stats         quantization statistics, measured on the device
 
 ``fp8ref.crosscheck`` compares all of it with the simulator, of which it shares no code. The trainer
 is ``fp8ref.train.jax``.

@@ -1,7 +1,7 @@
 """Matrix multiplication of FP8 operands, [M, K] x [N, K] -> [M, N] (SEMANTICS G).
 
 Order: one XLA dot on float8 arrays with float32 output; the sum over devices, where K is cut; the
-epilogue: scales, rounding. Operands in blocks are dequantised first, because no FP8 dot takes
+epilogue: scales, rounding. Operands in blocks are dequantized first, because no FP8 dot takes
 scales that vary along K (G-16). Simulated hardware replaces the dot and, where nothing is summed
 over devices, the epilogue too (G-19, G-21).
 """
@@ -46,7 +46,7 @@ def matmul(
               length.
     Order:    dot in float32; the sum over devices; the epilogue, G-4, G-5 or G-14; round to
               out_dtype. If the collective sums scaled results: dot, epilogue, round, sum in
-              float32, round again. Operands in blocks are dequantised first (G-16).
+              float32, round again. Operands in blocks are dequantized first (G-16).
     Specials: Inf and NaN as in IEEE 754; overflow to infinity.
     multiply  simulated hardware, for matrices: it does everything (G-19), or only accumulates, if
               devices sum accumulators (G-21).
@@ -66,7 +66,7 @@ def matmul(
         out = _simulated(multiply, a, b, accumulate, epilogue, out_dtype, turned)
     else:
         acc = _total(_accumulated(a, b, axes, accumulate, epilogue, early, turned, multiply), early)
-        out = acc.astype(out_dtype) if dequantises(a.granularity) else _scaled(acc, a, b, axes, epilogue, out_dtype, early, turned)
+        out = acc.astype(out_dtype) if dequantizes(a.granularity) else _scaled(acc, a, b, axes, epilogue, out_dtype, early, turned)
     return _total(out.astype(jnp.float32), late).astype(out_dtype) if late else out
 
 
@@ -87,8 +87,8 @@ def output_dtype(spec: GemmSpec, dtype):
     return jnp.bfloat16 if spec.rowwise else dtype
 
 
-def dequantises(granularity: str) -> bool:
-    """True if operands of this granularity are dequantised first: no FP8 dot takes scales that vary
+def dequantizes(granularity: str) -> bool:
+    """True if operands of this granularity are dequantized first: no FP8 dot takes scales that vary
     along K (G-16)."""
     return by_name(granularity).reduced is not None
 
@@ -105,7 +105,7 @@ def _accumulated(
 ) -> jax.Array:
     """float32 [M, N] that devices sum: raw accumulators, scaled later; scaled sums if scales vary
     along K."""
-    blocks = dequantises(a.granularity)
+    blocks = dequantizes(a.granularity)
     if multiply is None:
         if blocks:
             return _dot(_values(a), _values(b), axes, lax.Precision.HIGHEST, turned, collective)
@@ -176,7 +176,7 @@ def _rows(scale: jax.Array, axis: int) -> jax.Array:
 
 
 def _values(q: Quantized) -> jax.Array:
-    """Dequantised values, in bfloat16 where it is exact: codes times powers of two (S-14); else in
+    """Dequantized values, in bfloat16 where it is exact: codes times powers of two (S-14); else in
     float32."""
     exact = jnp.bfloat16 if q.granularity == "mx_1x32" else jnp.float32
     return scaling.dequantize(q).astype(exact)
@@ -204,7 +204,7 @@ def _reduced_axes(a: Quantized, b: Quantized) -> tuple[int, int]:
 def _from_the_end(q: Quantized) -> int:
     """The reduced axis of q, counted from the end; ValueError if there are several."""
     if not isinstance(q.axis, int):
-        raise ValueError(f"a GEMM reduces one axis of an operand; got one quantised along {q.axis}. Flatten it first.")
+        raise ValueError(f"a GEMM reduces one axis of an operand; got one quantized along {q.axis}. Flatten it first.")
     return q.axis - q.codes.ndim if q.axis >= 0 else q.axis
 
 

@@ -81,7 +81,7 @@ def apply_with_stats(
     tap: jax.Array | None,
     multiply: Multiply | None = None,
 ) -> tuple[jax.Array, delayed.Seen | None, jax.Array | None]:
-    """``apply``, and with a tap the quantisation statistics of its operands (SEMANTICS Q-8). Raises
+    """``apply``, and with a tap the quantization statistics of its operands (SEMANTICS Q-8). Raises
     as apply.
 
     tap       float32 zeros [6, stats.LENGTH], one for each use of a linear; inside shard_map
@@ -197,7 +197,7 @@ def _forward(x: jax.Array, w: jax.Array, state_scales: Scales, seen: dict, tap: 
         }
         y, measured = _gemm("output", tensors, quantized, state_scales, use)  # [M, K] x [N, K] -> [M, N]
     # Residuals: a tensorwise operand serves the backward pass as codes, a byte an element. Every
-    # other one is quantised again from its tensor, along another axis (L-3), so the tensor is
+    # other one is quantized again from its tensor, along another axis (L-3), so the tensor is
     # saved.
     codes = {role: q for role, q in quantized.items() if use.serves_backward(role)}
     saved = {role: v for role, v in tensors.items() if role not in codes or use.observer}
@@ -245,9 +245,9 @@ def _gemm(
     """One of the three GEMMs (SEMANTICS L-2), leading dims flattened to M unless they are batch
     dims.
 
-    quantized  operands that are quantised already; the others are quantised here, from tensors.
+    quantized  operands that are quantized already; the others are quantized here, from tensors.
 
-    Order:     quantise, gather, multiply and sum over devices, round as G-8 says, cast to the
+    Order:     quantize, gather, multiply and sum over devices, round as G-8 says, cast to the
                result's dtype.
     Returns:   the result, and measurements of the operands that no earlier GEMM has measured.
     """
@@ -258,7 +258,7 @@ def _gemm(
     if spec.a is None or spec.b is None or spec.accumulate is None:
         a, b = (operands.gathered(tensors[role], role, use) for role in roles)
         return gemm.matmul_hp(a, b, axes=(axis_a, axis_b), out_dtype=dtype, collective=collective, turned=turned), {}
-    # 1. Each device quantises its own piece, unless the pass has done so for both GEMMs.
+    # 1. Each device quantizes its own piece, unless the pass has done so for both GEMMs.
     own = [
         quantized[role] if role in quantized else operands.quantize(tensors[role], role, cast, axis, state_scales, use)
         for role, cast, axis in zip(roles, (spec.a, spec.b), (axis_a, axis_b), strict=True)

@@ -1,7 +1,7 @@
-"""The operands of a linear's GEMMs: quantise each tensor along the axis that its GEMM reduces, then
+"""The operands of a linear's GEMMs: quantize each tensor along the axis that its GEMM reduces, then
 gather it in FP8.
 
-``Use`` holds what is static about one call of a linear. Each device quantises its own piece
+``Use`` holds what is static about one call of a linear. Each device quantizes its own piece
 (``quantize``), with an amax over the devices that share the scale (P-2); ``gathered_codes`` then
 gathers codes, and the scales of rows, from other devices (P-6).
 """
@@ -32,7 +32,7 @@ class Use:
     turned    the weight is [K, N].
     outer     the number of sequences in M.
     dtypes    those of the results, in the order of recipe.gemms.
-    measures  a tap collects quantisation statistics.
+    measures  a tap collects quantization statistics.
     multiply  simulated hardware that runs its FP8 GEMMs.
     """
 
@@ -64,7 +64,7 @@ class Use:
         return -3 - axis if self.turned and role == "weight" else axis
 
     def serves_backward(self, role: Role) -> bool:
-        """True if the output GEMM's operand of this role serves the backward GEMM too, quantised
+        """True if the output GEMM's operand of this role serves the backward GEMM too, quantized
         once."""
         return self.recipe.serves_both(role)
 
@@ -74,7 +74,7 @@ class Use:
 
 
 def quantize(x: jax.Array, role: Role, cast: CastSpec, axis: int, state_scales: Scales, use: Use) -> Quantized:
-    """Quantise a device's own piece: by the scale of the role's state if it has one, else by the
+    """Quantize a device's own piece: by the scale of the role's state if it has one, else by the
     tensor's amax.
 
     Tensors in blocks are flattened to [rows, columns]. Others keep all dims: flattening a tensor
@@ -89,7 +89,7 @@ def quantize(x: jax.Array, role: Role, cast: CastSpec, axis: int, state_scales: 
         if role in state_scales:
             return scaling.quantize_with(x, state_scales[role], cast.fmt, granularity=cast.granularity, axis=axis)
         over = use.over(role, cast.granularity, axis)
-        if gemm.dequantises(cast.granularity):
+        if gemm.dequantizes(cast.granularity):
             x = flat(x, role, use)
             _check_whole_blocks(x, role, cast.granularity, axis, use)
         # Reducing M means reducing all leading dims.
@@ -103,7 +103,7 @@ def quantize(x: jax.Array, role: Role, cast: CastSpec, axis: int, state_scales: 
 def gathered_codes(q: Quantized, role: Role, axis: int, use: Use) -> Quantized:
     """q gathered in FP8 from all devices that cut its rows, to be reduced along axis; scales of
     rows or blocks are gathered with it."""
-    blocks = gemm.dequantises(q.granularity) and use.mode == "shard_map"
+    blocks = gemm.dequantizes(q.granularity) and use.mode == "shard_map"
     # Tensorwise scales, and scales of columns, are the same on all devices that gather.
     lines = blocks or (q.granularity == "rowwise" and axis == -1)
     scale, scale_inv = (gathered(v, role, use) if lines else _scales_of_columns(v, use) for v in (q.scale, q.scale_inv))

@@ -1,4 +1,4 @@
-"""Quantise a tensor: amax, scale, codes; and dequantise it (SEMANTICS S), guarded against XLA's
+"""Quantize a tensor: amax, scale, codes; and dequantize it (SEMANTICS S), guarded against XLA's
 rewrites.
 
 Four guards keep XLA to the specification. Operands pass ``reduce_precision`` (cast.to_f32). The
@@ -109,7 +109,7 @@ def quantize(
 
 
 def quantize_with(x: jax.Array, scale: jax.Array, fmt: Format, *, granularity: str = "tensorwise", axis: int = -1) -> Quantized:
-    """Quantise by a given scale, such as a delayed state's; scale_inv = RN32(1 / scale), so not for
+    """Quantize by a given scale, such as a delayed state's; scale_inv = RN32(1 / scale), so not for
     e8m0 policies (S-14).
 
     Shapes:   x as in quantize; scale float32 of ``scale_shape``.

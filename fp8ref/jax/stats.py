@@ -1,4 +1,4 @@
-"""Quantisation statistics of a GEMM's operand, measured on the device (SEMANTICS Q-8, Q-9).
+"""Quantization statistics of a GEMM's operand, measured on the device (SEMANTICS Q-8, Q-9).
 
 A measurement is float32 [LENGTH]: every count as two numbers below 2^16, which float32 holds
 exactly; the sums of squares in units of a power of two near the operand's amax, so that none leaves
@@ -24,7 +24,7 @@ Measured = dict[tuple[Gemm, Role], jax.Array]
 
 
 def measure(x: jax.Array, q: Quantized) -> jax.Array:
-    """The measurement float32 [LENGTH] of x and its quantised form q.
+    """The measurement float32 [LENGTH] of x and its quantized form q.
 
     Shapes:   x float32, float16 or bfloat16, of as many elements as q.codes.
     Specials: x that are not finite are counted, and enter no sum; scales of which one is NaN have
@@ -43,7 +43,7 @@ def measure(x: jax.Array, q: Quantized) -> jax.Array:
     value, decoded = cast.to_f32(x), cast.decode(q.codes, q.fmt)
     finite = jnp.isfinite(value)
     kept = jnp.where(finite, value, 0.0)
-    of_groups = scaling.amax(x, q.granularity, axis=q.axis)  # which the quantiser may have taken too: XLA then computes it once
+    of_groups = scaling.amax(x, q.granularity, axis=q.axis)  # which the quantizer may have taken too: XLA then computes it once
     amax = scaling.amax(of_groups)
     field, unit = _unit(amax)
     error = jnp.where(finite, decoded * scaling.spread(q.scale_inv, shape, q.granularity, q.axis) - kept, 0.0)

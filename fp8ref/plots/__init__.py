@@ -10,9 +10,9 @@ Every function draws on the given axes and returns them. x is a matrix or a list
 floating-point dtype, q the result of ``sim.scaling.quantize``, fmt one of ``fp8ref.formats``.
 ``figure`` makes the axes, ``png`` the picture.
 
-Colours are Okabe and Ito's, on white, so that figures read in light and dark pages. The notebooks
+Colors are Okabe and Ito's, on white, so that figures read in light and dark pages. The notebooks
 use these functions. The figures of a report are separate (``fp8ref.train.report.figures``), because
-its page chooses their colours.
+its page chooses their colors.
 """
 
 try:

@@ -29,7 +29,7 @@ def cast_difference(ax: Axes, x, codes, fmt: Format, *, label: str = "theirs") -
     return style.plain(ax, grid="both")
 
 
-def share_by_exponent(ax: Axes, x, differ, *, label: str | None = None, colour: str = style.VERMILLION) -> Axes:
+def share_by_exponent(ax: Axes, x, differ, *, label: str | None = None, color: str = style.VERMILLION) -> Axes:
     """Draw how many percent of the elements of x differ, a bar for each power of two of their
     magnitude.
 
@@ -42,7 +42,7 @@ def share_by_exponent(ax: Axes, x, differ, *, label: str | None = None, colour: 
     lowest, highest = (int(exponent.min()), int(exponent.max())) if exponent.size else (0, -1)
     total, wrong = (np.bincount(exponent - lowest, weights, highest - lowest + 1) for weights in (None, differ[counted].astype(np.float64)))
     share = 100 * np.divide(wrong, total, out=np.zeros(total.size), where=total > 0)
-    ax.bar(np.arange(lowest, highest + 1) + 0.5, share, width=0.85, color=colour, label=label)  # exponent e is from 2^e to 2^(e + 1)
+    ax.bar(np.arange(lowest, highest + 1) + 0.5, share, width=0.85, color=color, label=label)  # exponent e is from 2^e to 2^(e + 1)
     style.label_powers(ax.xaxis, lowest, highest + 1)
     ax.yaxis.set_major_formatter("{x:g} %")
     ax.set(xlabel="magnitude", ylabel="% of inputs that differ")
@@ -66,14 +66,14 @@ def scale_difference(ax: Axes, amaxes, scales, expected, *, bins: int = 64) -> A
     total = np.histogram(place, edges)[0]
     looks = {"1 ulp": (np.abs(ulps) == 1, 0.45), "2 and more": (np.abs(ulps) > 1, 1.0)}
     most = 1.0
-    for sign, colour, side in ((1, style.VERMILLION, "above"), (-1, style.BLUE, "below")):
+    for sign, color, side in ((1, style.VERMILLION, "above"), (-1, style.BLUE, "below")):
         bottom = np.zeros(bins)
         for name, (some, alpha) in looks.items():
             chosen = some & (np.sign(ulps) == sign)
             share = 100 * np.divide(np.histogram(place[chosen], edges)[0], total, out=np.zeros(bins), where=total > 0)
             if chosen.any():
                 label = f"{name} {side}: {100 * chosen.mean():.1f} %"
-                ax.bar(edges[:-1], sign * share, np.diff(edges), sign * bottom, align="edge", color=colour, alpha=alpha, label=label)
+                ax.bar(edges[:-1], sign * share, np.diff(edges), sign * bottom, align="edge", color=color, alpha=alpha, label=label)
             bottom += share
         most = max(most, float(bottom.max()))
     ax.axhline(0, color=style.MUTED, linewidth=0.8)

@@ -13,7 +13,7 @@ from fp8ref.sim import cast
 
 def ranges(ax: Axes, formats: Sequence[Format]) -> Axes:
     """One bar for each format, from its smallest positive number to its largest; subnormals in
-    another colour."""
+    another color."""
     for row, fmt in enumerate(formats):
         smallest, normal, largest = (np.log2(v) for v in (fmt.smallest_subnormal, fmt.smallest_normal, fmt.max))
         ax.barh(row, largest - normal, left=normal, height=0.5, color=style.BLUE, label="normal" if row == 0 else None)
@@ -72,9 +72,9 @@ def near_zero(ax: Axes, formats: Sequence[Format], *, until: int = 32) -> Axes:
         values = np.append(0, _positive(fmt)) / fmt.smallest_subnormal
         values = values[values <= until]
         border = fmt.smallest_normal / fmt.smallest_subnormal
-        for below, colour, label in ((True, style.VERMILLION, "zero and subnormal"), (False, style.BLUE, "normal")):
+        for below, color, label in ((True, style.VERMILLION, "zero and subnormal"), (False, style.BLUE, "normal")):
             some = values[(values < border) == below]
-            ax.plot(some, np.full(some.size, row), "o", color=colour, markersize=5, label=label if row == 0 else None)
+            ax.plot(some, np.full(some.size, row), "o", color=color, markersize=5, label=label if row == 0 else None)
         ax.axhline(row, color=style.FAINT, linewidth=0.8, zorder=0)
     _rows(ax, formats)
     ax.set(xlabel="multiples of the format's smallest number", title="next to zero", xlim=(-1, until + 1))
@@ -83,7 +83,7 @@ def near_zero(ax: Axes, formats: Sequence[Format], *, until: int = 32) -> Axes:
 
 
 def spacing(ax: Axes, formats: Sequence[Format]) -> Axes:
-    """The gap between neighbouring numbers over their magnitude, up to each format's largest
+    """The gap between neighboring numbers over their magnitude, up to each format's largest
     number.
 
     Raises:   ValueError: a format that is not of 8 bits.
@@ -135,8 +135,8 @@ def worst_error(ax: Axes, formats: Sequence[Format], *, beyond: int = 3, points:
 
 
 def code_map(ax: Axes, fmt: Format) -> Axes:
-    """All 256 codes, 16 in a row, coloured by log2 of their magnitude; zeros, infinities and NaNs
-    are labelled.
+    """All 256 codes, 16 in a row, colored by log2 of their magnitude; zeros, infinities and NaNs
+    are labeled.
 
     Raises:   ValueError: fmt not of 8 bits.
     """
@@ -157,7 +157,7 @@ def code_map(ax: Axes, fmt: Format) -> Axes:
     return style.plain_map(ax)
 
 
-def cast_curve(ax: Axes, x, fmt: Format, *, label: str, colour: str, **how) -> Axes:
+def cast_curve(ax: Axes, x, fmt: Format, *, label: str, color: str, **how) -> Axes:
     """The result of a cast over its input x, ascending: a staircase. Raises as
     ``sim.cast.round_to``.
 
@@ -166,7 +166,7 @@ def cast_curve(ax: Axes, x, fmt: Format, *, label: str, colour: str, **how) -> A
     """
     x = np.asarray(x)
     y = cast.round_to(x, fmt, **({"saturate": True} | how)).astype(np.float64)
-    ax.plot(x, np.where(np.isfinite(y), y, np.nan), color=colour, linewidth=1.6, label=label)
+    ax.plot(x, np.where(np.isfinite(y), y, np.nan), color=color, linewidth=1.6, label=label)
     ax.set(xlabel="before the cast", ylabel=f"after, in {fmt.name}")
     style.legend(ax)
     return style.plain(ax, grid="both")

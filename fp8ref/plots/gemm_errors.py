@@ -62,7 +62,7 @@ def error_histogram(ax: Axes, errors: Mapping[str, np.ndarray], *, bins: int = 6
 
 
 def number_table(ax: Axes, values, rows: Sequence[str], columns: Sequence[str], *, text: str = "{:.1f}", cmap: str = "viridis") -> Axes:
-    """A table of coloured numbers: each in its cell, formatted by ``text``; a NaN is an empty cell.
+    """A table of colored numbers: each in its cell, formatted by ``text``; a NaN is an empty cell.
 
     Shapes:   values [rows, columns].
     Raises:   ValueError: values of another shape.

@@ -13,7 +13,7 @@ from fp8ref.recipe import RECIPES
 from fp8ref.sim import delayed
 
 # Backends differ by line style as well.
-_IN_TURN = itertools.cycle(colour for colour in style.CYCLE if colour != style.BLACK)
+_IN_TURN = itertools.cycle(color for color in style.CYCLE if color != style.BLACK)
 COLOURS = {name: next(_IN_TURN) if recipe.fp8 else style.BLACK for name, recipe in RECIPES.items()}
 STYLES = {"jax": "-", "torch": (0, (4, 2))}
 

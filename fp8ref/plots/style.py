@@ -1,4 +1,4 @@
-"""The style of all figures: colours, figures on white, plain axes, legends."""
+"""The style of all figures: colors, figures on white, plain axes, legends."""
 
 import io
 from collections.abc import Sequence
@@ -9,11 +9,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from PIL import Image  # matplotlib's own means of writing PNGs
 
-# Okabe and Ito's colours, distinguishable to colour-blind readers; yellow, which white swallows, is
+# Okabe and Ito's colors, distinguishable to color-blind readers; yellow, which white swallows, is
 # left out.
 BLACK, BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY = "#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"
 CYCLE = (BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY, BLACK)
-# As many lines as a figure has differ by these too, for eyes and printers without colours.
+# As many lines as a figure has differ by these too, for eyes and printers without colors.
 DASHES: tuple = ("-", (0, (5, 2)), (0, (1, 1.2)), (0, (4, 1.5, 1, 1.5)), (0, (8, 2)), (0, (2, 2)), (0, (6, 1, 1, 1, 1, 1)))
 MUTED, FAINT = "#666666", "#DDDDDD"
 
@@ -28,7 +28,7 @@ def figure(columns: int = 1, rows: int = 1, *, width: float = 5.6, height: float
 
 
 def png(figure: Figure) -> bytes:
-    """The figure as a PNG of 256 colours, for IPython.display.Image: it looks the same and is a
+    """The figure as a PNG of 256 colors, for IPython.display.Image: it looks the same and is a
     third as large."""
     drawn, written = io.BytesIO(), io.BytesIO()
     figure.savefig(drawn, format="png")
@@ -53,7 +53,7 @@ def plain_map(ax: Axes) -> Axes:
 
 
 def looks(count: int) -> Sequence[dict]:
-    """Colour and dash of each of so many lines."""
+    """Color and dash of each of so many lines."""
     return [{"color": CYCLE[i % len(CYCLE)], "linestyle": DASHES[i % len(DASHES)]} for i in range(count)]
 
 

@@ -1,5 +1,5 @@
-"""Plot what quantising did to each element of a tensor (SEMANTICS Q): x is the tensor, q its
-quantised form."""
+"""Plot what quantizing did to each element of a tensor (SEMANTICS Q): x is the tensor, q its
+quantized form."""
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -10,7 +10,7 @@ from fp8ref.plots import style
 from fp8ref.sim import cast, stats
 from fp8ref.sim.scaling import Quantized, dequantize, spread
 
-# {fate of an element: its colour in a map}
+# {fate of an element: its color in a map}
 FATES = {
     "normal": "#E4EEF5",
     "subnormal": style.SKY,
@@ -22,12 +22,12 @@ FATES = {
 
 
 def magnitude_map(ax: Axes, x, *, powers: int = 12) -> Axes:
-    """The exponent of each element of a matrix, one colour for each power of two, the largest
+    """The exponent of each element of a matrix, one color for each power of two, the largest
     ``powers`` of them.
 
     Zeros, infinities and NaNs stay white.
 
-    Shapes:   x [M, K]; without a finite non-zero number the map is white, and its colours end at 1.
+    Shapes:   x [M, K]; without a finite non-zero number the map is white, and its colors end at 1.
     """
     x = np.abs(np.asarray(x, np.float64))
     shown = np.isfinite(x) & (x > 0)
@@ -39,7 +39,7 @@ def magnitude_map(ax: Axes, x, *, powers: int = 12) -> Axes:
     )
     bar = ax.figure.colorbar(image, ax=ax, fraction=0.046)
     style.label_powers(bar, top - powers, top, ticks=7)
-    bar.set_label(f"magnitude; below ${{2^{{{top - powers + 1}}}}}$ one colour", fontsize=8)
+    bar.set_label(f"magnitude; below ${{2^{{{top - powers + 1}}}}}$ one color", fontsize=8)
     return style.plain_map(ax)
 
 
@@ -77,7 +77,7 @@ def error_map(ax: Axes, x, q: Quantized, *, cell: int | None = None, low: float 
 
 
 def fate_map(ax: Axes, x, q: Quantized, *, legend: bool = True) -> Axes:
-    """What happened to every element of a matrix x [M, K], by colour: see ``FATES``."""
+    """What happened to every element of a matrix x [M, K], by color: see ``FATES``."""
     fate = fates(x, q)
     ax.imshow(fate, cmap=ListedColormap(list(FATES.values())), vmin=-0.5, vmax=len(FATES) - 0.5, interpolation="nearest", aspect="auto")
     if legend:
@@ -102,7 +102,7 @@ def fates(x, q: Quantized) -> np.ndarray:
 
 
 def exponent_histogram(
-    ax: Axes, x, q: Quantized, *, lowest: int | None = None, highest: int | None = None, colour: str = style.BLUE
+    ax: Axes, x, q: Quantized, *, lowest: int | None = None, highest: int | None = None, color: str = style.BLUE
 ) -> Axes:
     """How many elements, in percent, have each exponent after scaling; shaded: where codes are
     subnormal, zero, or beyond max.
@@ -121,7 +121,7 @@ def exponent_histogram(
     counts = stats.exponents(x, q, lowest=lowest, highest=highest).scaled
     places = np.arange(lowest - 1, highest + 2)
     ax.bar(
-        places + 0.5, 100 * counts / max(np.asarray(x).size, 1), width=0.85, color=colour, zorder=2
+        places + 0.5, 100 * counts / max(np.asarray(x).size, 1), width=0.85, color=color, zorder=2
     )  # exponent e is from 2^e to 2^(e + 1)
     left, right = lowest - 1.2, highest + 2.2
     ax.axvspan(bottom, fmt.emin, color=style.ORANGE, alpha=0.25, linewidth=0, zorder=0, label="subnormal")
@@ -138,7 +138,7 @@ def exponent_histogram(
 def code_difference(ax: Axes, a: Quantized, b: Quantized, *, most: int = 4) -> Axes:
     """For every element of a matrix, by how many codes b's magnitude exceeds a's.
 
-    Beyond ``most`` the colour stays the same; NaNs are white.
+    Beyond ``most`` the color stays the same; NaNs are white.
 
     Shapes:   codes of both [M, K], of one format.
     """

@@ -14,7 +14,7 @@ Read it in this order; each module cites its clauses of docs/spec:
     mesh, sharding, sharded_gemm
                   the same over several devices (P)
     llama         the trainer's model, forward pass (M)
-    stats         what quantising cost (Q)
+    stats         what quantizing cost (Q)
     hardware      a plan for each of a recipe's GEMMs, for the backends to call (G-19)
 
 The definition of each function is plain NumPy, named ``..._plain`` where it has a compiled twin.

@@ -206,7 +206,7 @@ def round_sum(x: np.ndarray, y: np.ndarray) -> np.ndarray:
     """
     total, tail = _two_sum(x, y)
     bits = total.view(np.int64)
-    # Round to odd: an inexact sum whose last bit is even moves to the neighbour on the tail's side,
+    # Round to odd: an inexact sum whose last bit is even moves to the neighbor on the tail's side,
     # whose last bit is odd.
     even = (tail != 0) & (bits % 2 == 0)
     outward = np.where(np.signbit(tail) == np.signbit(total), 1, -1)

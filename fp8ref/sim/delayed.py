@@ -148,7 +148,7 @@ def update(state: DelayedState, *observations: Observation, config: str | Delaye
 
 def step(state: DelayedState, *observations: Observation, config: str | DelayedScaling, fmt: Format) -> tuple[DelayedState, Scales]:
     """(state, observations) -> (state, scales): the state after a step, by ``update``, and the
-    ``scales`` that its own tensor is quantised by.
+    ``scales`` that its own tensor is quantized by.
 
     Shapes:   observations and scales of the state's shape [...]. Raises as update.
     """

@@ -230,7 +230,7 @@ def _check(a: Quantized, b: Quantized, epilogue: Epilogue, out_dtype: Format) ->
     for name, q in (("a", a), ("b", b)):
         scaling.check_scales(q, name)
         if q.granularity != "tensorwise" and q.axis not in (-1, 1):
-            raise ValueError(f"operands are reduced along their last axis, K; got {name} with axis={q.axis}. Quantise the transpose.")
+            raise ValueError(f"operands are reduced along their last axis, K; got {name} with axis={q.axis}. Quantize the transpose.")
         if q.fmt.name not in FP8_FORMATS:
             raise ValueError(f"an operand's format is one of {', '.join(FP8_FORMATS)}; got {name} in {q.fmt}.")
     _check_shapes(a.codes, b.codes, out_dtype)

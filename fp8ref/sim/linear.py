@@ -4,7 +4,7 @@
     grad_input  [M, K] = grad_output [M, N] x weight [K, N], reduces N
     grad_weight [N, K] = grad_output [N, M] x input [K, M], reduces M
 
-Order: leading dims flatten to M; each operand is quantised from its high-precision tensor along the
+Order: leading dims flatten to M; each operand is quantized from its high-precision tensor along the
 axis that its GEMM reduces (L-3), so a tensor may have several FP8 forms; accumulate; epilogue;
 round to out_dtype.
 """
@@ -40,7 +40,7 @@ def forward(
 
     Shapes:   x [..., K] and w [N, K], float32, float16 or bfloat16, in high precision float64 too;
               float32 [..., N] holding values of out_dtype.
-    Order:    leading dims flatten to M; quantise both along K; accumulate; epilogue; where an
+    Order:    leading dims flatten to M; quantize both along K; accumulate; epilogue; where an
               operand is rowwise, rounded to bfloat16 and then to out_dtype (G-8). ``accumulate`` is
               what gemm.matmul takes, or one such for each GEMM by its name, or ``hopper``: the fast
               or slow plan that the recipe asks of the hardware.
@@ -74,7 +74,7 @@ def backward(
     Shapes:   g, x and w of dtypes as forward's; both results float32, holding values as forward's
               output does.
     Order:    grad_input = g [M, N] x w [K, N], reduces N; grad_weight = g [N, M] x x [K, M],
-              reduces M; each operand is quantised again from its hp tensor along the axis its GEMM
+              reduces M; each operand is quantized again from its hp tensor along the axis its GEMM
               reduces (L-3).
     Specials: as forward.
     Raises:   ValueError: as forward, and g whose shape is not the output's.
@@ -104,7 +104,7 @@ def _gemm(
     out_dtype: Format,
     scales: Mapping[Role, Scales] | None,
 ) -> np.ndarray:
-    """One of the three GEMMs: operands turned so that the reduced axis is last, quantised,
+    """One of the three GEMMs: operands turned so that the reduced axis is last, quantized,
     multiplied.
 
     [M, K] x [N, K] -> [M, N], with M, N and K of that GEMM.

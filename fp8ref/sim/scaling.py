@@ -1,4 +1,4 @@
-"""Quantise a tensor: amax, scale, codes; and dequantise it (SEMANTICS S).
+"""Quantize a tensor: amax, scale, codes; and dequantize it (SEMANTICS S).
 
 Order of ``quantize``: amax of each group that shares a scale (S-2); the policy's scale, by
 ``scales.py``; RN32(x * scale); clip to +-max; round to nearest even (S-5). ``dequantize``
@@ -33,7 +33,7 @@ class Quantized(NamedTuple):
     scale        float32 of shape ``granularity.scale_shape``: multiplied into FP8.
     scale_inv    float32 of that shape: multiplies out of it.
     fmt, granularity, axis
-                 how it was quantised; axis is the reduced one.
+                 how it was quantized; axis is the reduced one.
     """
 
     codes: np.ndarray
@@ -94,7 +94,7 @@ def quantize(x, fmt: Format, *, granularity: str = "tensorwise", policy: str | S
 def quantize_with(
     x, scales: Scales, fmt: Format, *, granularity: str = "tensorwise", policy: str | ScalePolicy = "torchao", axis: int = -1
 ) -> Quantized:
-    """Quantise by given scales, such as a delayed state's. Units, order and specials as quantize.
+    """Quantize by given scales, such as a delayed state's. Units, order and specials as quantize.
 
     Shapes:   x as in quantize; both of scales float32 of ``scale_shape``. Of the policy only S-13
               counts: whether tensors are divided by scale_inv, and in which dtype.
@@ -201,7 +201,7 @@ def _tensor(x) -> np.ndarray:
 def _check_target(fmt: Format) -> None:
     formats.check(fmt)
     if fmt.bits != 8 or not fmt.signed:
-        raise ValueError(f"tensors are quantised to FP8: {', '.join(formats.FP8_FORMATS)}; got {fmt}. Use cast.round_to or cast.encode.")
+        raise ValueError(f"tensors are quantized to FP8: {', '.join(formats.FP8_FORMATS)}; got {fmt}. Use cast.round_to or cast.encode.")
 
 
 def _in_compute_dtype(x: np.ndarray, policy: ScalePolicy) -> np.ndarray:

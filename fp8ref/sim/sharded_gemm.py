@@ -114,5 +114,5 @@ def _check_scales(name: str, side: list[Quantized]) -> None:
         if q.fmt != first.fmt or not np.array_equal(q.scale_inv, first.scale_inv, equal_nan=True):
             raise ValueError(
                 f"raw accumulators are summed only under equal scales and formats (P-7); those of {name} differ between ranks. "
-                "Quantise with a scope that includes the axis the sum is over, or use reduce='scaled'."
+                "Quantize with a scope that includes the axis the sum is over, or use reduce='scaled'."
             )

@@ -1,4 +1,4 @@
-"""Quantise a tensor that is sharded over devices, and gather it in FP8 (SEMANTICS P-2 to P-6).
+"""Quantize a tensor that is sharded over devices, and gather it in FP8 (SEMANTICS P-2 to P-6).
 
 A *scope* names the mesh axes over which an amax is reduced. Under ``"global"`` the shards' codes
 and scales are those of one device, bit for bit. Under ``"local"`` every device scales its own
@@ -181,7 +181,7 @@ def check_replicas(shards: Mapping[Device, Quantized], layout: Layout) -> None:
             if not (np.array_equal(a.scale, b.scale, equal_nan=True) and np.array_equal(a.scale_inv, b.scale_inv, equal_nan=True)):
                 raise ValueError(
                     f"devices that hold parts of one group have one scale (P-6); {granularity} scales differ along mesh axis {name!r}, "
-                    f"between devices {first} and {device}. Quantise with a scope that includes {name!r}, or gather in high precision."
+                    f"between devices {first} and {device}. Quantize with a scope that includes {name!r}, or gather in high precision."
                 )
             if name not in where and not np.array_equal(a.codes, b.codes):
                 raise ValueError(
@@ -196,7 +196,7 @@ def _group_sizes(layout: Layout, granularity: str, axis: int) -> list[int | None
     kind, ndim = granularities.by_name(granularity), len(layout.shape)
     if kind.name == "tensorwise":
         return [None] * ndim
-    reduced = granularities.normalise_axis(axis, ndim)
+    reduced = granularities.normalize_axis(axis, ndim)
     sizes = [kind.reduced if i == reduced else kind.other for i in range(ndim)]
     for i in layout.splits:
         size, ends = sizes[i], np.cumsum(layout.pieces(i))

@@ -1,4 +1,4 @@
-"""Quantisation error in numbers (SEMANTICS Q): for a tensor, or for each group that shares a scale.
+"""Quantization error in numbers (SEMANTICS Q): for a tensor, or for each group that shares a scale.
 
 ``statistics`` gives SQNR, bias, and the rates of underflow, overflow and saturation; ``exponents``
 histograms; ``error`` the error of a GEMM's output against a reference. Statistics and histograms
@@ -94,7 +94,7 @@ class Statistics:
 
 
 def statistics(x, q: Quantized, *, per_group: bool = False) -> Statistics:
-    """The statistics of x and the q that it was quantised to.
+    """The statistics of x and the q that it was quantized to.
 
     Shapes:   x hp, the shape of q.codes; every field () or, per group, the shape of q.scale.
     Units:    e in x's; max_ulp in spacings of q.fmt.
@@ -269,7 +269,7 @@ def reduce_groups(
     # The length of a group along each axis; slabs are cut between groups only.
     sizes: list[int | None] = [None] * x.ndim
     if q.granularity != "tensorwise":
-        kind, axis = granularities.by_name(q.granularity), granularities.normalise_axis(q.axis, x.ndim)
+        kind, axis = granularities.by_name(q.granularity), granularities.normalize_axis(q.axis, x.ndim)
         sizes = [kind.reduced if i == axis else kind.other for i in range(x.ndim)]
     block = sizes[0] or 1
     groups: list[int | None] = sizes if per_group else [None] * x.ndim

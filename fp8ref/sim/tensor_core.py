@@ -48,7 +48,7 @@ class TensorCore:
     rounding         how each term is cut off: ``toward_zero``, ``toward_negative`` or
                      ``nearest_even``; output_rounding: how the result is.
     exponents        how the exponent of a product is found: ``coded``, the sum of its factors',
-                     subnormals counting as emin; ``factors``, the same with subnormals normalised;
+                     subnormals counting as emin; ``factors``, the same with subnormals normalized;
                      ``products``, that of the product's value.
     zeros            ``excluded``: a product with a zero factor takes no part in the largest
                      exponent; ``counted``: it does, with emin for the zero.

@@ -14,7 +14,7 @@ import torch
 from fp8ref.granularity import by_name
 from fp8ref.torch.scaling import Quantized
 
-Kernel = Literal["torchao_triton", "dequantised"]
+Kernel = Literal["torchao_triton", "dequantized"]
 BLOCK = 128
 # Rows or columns of the largest tile that torchao's kernels are tuned over. They load the scales of
 # a whole tile, unmasked.
@@ -23,14 +23,14 @@ OFFSETS = 2**31  # the kernels address elements by int32
 
 
 def kernel(a: Quantized, b: Quantized) -> Kernel:
-    """Choose torchao's Triton kernel on codes, or a float32 GEMM on dequantised operands."""
+    """Choose torchao's Triton kernel on codes, or a float32 GEMM on dequantized operands."""
     m, k, n = a.codes.shape[1 - a.axis % 2], a.codes.shape[a.axis], b.codes.shape[1 - b.axis % 2]
     fits = (
         (a.fmt.name, b.fmt.name) == ("e4m3fn", "e4m3fn")
         and (a.granularity, b.granularity) in (("blockwise_1x128", "blockwise_1x128"), ("blockwise_1x128", "blockwise_128x128"))
         and max(m * k, n * k, m * n) < OFFSETS
     )
-    return "torchao_triton" if fits and _has_tensor_cores(a.codes.device) and kernels() else "dequantised"
+    return "torchao_triton" if fits and _has_tensor_cores(a.codes.device) and kernels() else "dequantized"
 
 
 @functools.cache

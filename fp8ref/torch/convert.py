@@ -214,10 +214,10 @@ def check_linear(name: str, linears: Mapping[str, nn.Linear], parent: nn.Module 
         raise ValueError(f"{what} is already FP8; convert a model once. To change its recipe, deconvert it first.")
     _check_called(name, parent)
     if isinstance(linear.weight, DTensor):
-        raise ValueError(f"{what} is sharded already (its weight is a DTensor). Convert a model first, then parallelise it.")
+        raise ValueError(f"{what} is sharded already (its weight is a DTensor). Convert a model first, then parallelize it.")
     if type(linear) is nn.Linear and (found := _unusual_parameter(linear)):
         raise ValueError(
-            f"{what} {found}, and an nn.Parameter is converted. Convert before you shard, quantise or prune, or name it in filter_fqns."
+            f"{what} {found}, and an nn.Parameter is converted. Convert before you shard, quantize or prune, or name it in filter_fqns."
         )
     if found := _what_is_lost(linear, (nn.Linear,)):
         raise ValueError(f"{what} {found}. Name it in filter_fqns, or change it after the conversion.")

@@ -200,7 +200,7 @@ class OrderedReduceScatter:
     """
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """A buffer for FSDP2, not initialised."""
+        """A buffer for FSDP2, not initialized."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(

@@ -1,4 +1,4 @@
-"""FP8 GEMMs (SEMANTICS G): by torch._scaled_mm, block kernels, or on dequantised operands."""
+"""FP8 GEMMs (SEMANTICS G): by torch._scaled_mm, block kernels, or on dequantized operands."""
 
 import functools
 import warnings
@@ -27,7 +27,7 @@ def matmul(
               bfloat16 only (``output_dtype``).
     Order:    torch._scaled_mm with both scale_inv, rounded to out_dtype (G-4); or unit scales,
               rounded, times the product of both, rounded (G-5). Block operands go to torchao's
-              kernel if there is one (G-17, ``block_gemm.kernel``). Else they are dequantised first,
+              kernel if there is one (G-17, ``block_gemm.kernel``). Else they are dequantized first,
               and multiplied in float32 (G-16). K is padded with zeros to a multiple of 16, which
               changes no bit. Within ``hardware.simulating``, simulated hardware computes all of it,
               blocks too (G-19).

@@ -119,7 +119,7 @@ def parallelize(
     batch, by_tensor = (None, None) if mesh is None else _parts(mesh)
     if compile == "model":
         _check_one_graph(model, keep_dtype if batch is not None else [])
-    check_model(model, "Parallelise a model first, then {} it; and once")
+    check_model(model, "Parallelize a model first, then {} it; and once")
     if sequence or tensor_plan is not None:
         _check_tensor_dim(mesh)
     if mesh is not None:

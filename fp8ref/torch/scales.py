@@ -67,7 +67,7 @@ def _e8m0_scales(amax: torch.Tensor, fmt: Format, policy: ScalePolicy) -> Scales
         # In float64, rounded once: torch computes tensor / number as tensor * (1 / number), which
         # rounds twice.
         quotient = (amax.double() / fmt.max).float()
-        # an integer for powers of two, and not for their float32 neighbours
+        # an integer for powers of two, and not for their float32 neighbors
         log2 = quotient.double().log2()
         k = (log2.float() if policy.power_of_two == "exp2_log2" else log2).ceil()
     k = torch.where(nan, 0, k.clamp(-127, 127)).to(torch.int32)

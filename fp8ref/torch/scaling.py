@@ -1,4 +1,4 @@
-"""Quantise to FP8: amax, also over ranks, scale, codes (SEMANTICS S, P-2, P-3)."""
+"""Quantize to FP8: amax, also over ranks, scale, codes (SEMANTICS S, P-2, P-3)."""
 
 import math
 from typing import NamedTuple

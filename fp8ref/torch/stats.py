@@ -40,7 +40,7 @@ def of_whole(x: torch.Tensor) -> Whole:
 
 @torch.no_grad()
 def measure(x: torch.Tensor, q: Quantized, whole: Whole | None = None) -> torch.Tensor:
-    """float64 [FIELDS] of x and its quantised q; zeros if this rank holds no element of x.
+    """float64 [FIELDS] of x and its quantized q; zeros if this rank holds no element of x.
 
     whole     of_whole(x), if the caller has it already.
     Order:    errors e = RN32(decode(code) * scale_inv) - x in float32; squares and sums in float64

@@ -241,9 +241,9 @@ def _check_model(model: nn.Module) -> None:
     for name, module in model.named_modules():
         what = name or "the model"
         if is_compiled(module):
-            raise ValueError(f"{what} is compiled. Parallelise a model first, then compile it.")
+            raise ValueError(f"{what} is compiled. Parallelize a model first, then compile it.")
         if isinstance(module, FSDPModule) or any(isinstance(p, DTensor) for p in module.parameters(recurse=False)):
-            raise ValueError(f"{what} is sharded already. Parallelise a model once, and before fully_shard.")
+            raise ValueError(f"{what} is sharded already. Parallelize a model once, and before fully_shard.")
         if isinstance(module, Linear):
             how = f"of recipe {module.recipe.name!r}" + ", of amax_scope 'global'" * (module.group is not None)
             raise ValueError(
@@ -264,7 +264,7 @@ def check_linear(name: str, model: nn.Module, style: str, ranks: int) -> None:
         raise ValueError(f"{name} is a {type(module).__name__}; nn.Linear and what convert makes of it are cut. Leave it out of the plan.")
     if type(module.weight.data) is not torch.Tensor:
         raise ValueError(
-            f"{name} has a weight that is a {type(module.weight.data).__name__}; plain ones are cut. Parallelise first, then wrap it."
+            f"{name} has a weight that is a {type(module.weight.data).__name__}; plain ones are cut. Parallelize first, then wrap it."
         )
     for key, p in module.named_parameters():
         places = [

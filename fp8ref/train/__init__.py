@@ -14,7 +14,7 @@ To follow one training step, read four files in this order:
 The model's linears are ``fp8ref.jax.linear.apply_with_stats``, and, in PyTorch, what ``step.Step``
 puts in place of nn.Linear by ``fp8ref.torch.parallel.parallelize``: torchao's Float8Linear, or
 ``fp8ref.torch.linear.Linear`` for ``delayed``, for recipes in blocks, and wherever several ranks
-share amaxes. Within a linear, ``operands`` (JAX) and ``scaling`` quantise, ``scales`` computes a scale
+share amaxes. Within a linear, ``operands`` (JAX) and ``scaling`` quantize, ``scales`` computes a scale
 from an amax, ``cast`` rounds, and ``gemm`` multiplies; ``delayed`` keeps scales of past amaxes.
 Optimizers are optax's and torch's, built in jax/step.py and torch/optimizer.py.
 

@@ -2,7 +2,7 @@
 
 config.toml       the configuration
 metrics.jsonl     a JSON object for each step: loss, gradient norm, speed
-statistics.jsonl  quantisation statistics (Q-8), under statistics.every
+statistics.jsonl  quantization statistics (Q-8), under statistics.every
 manifest.json     versions, device, data, linears, the proof, and the status
 """
 
@@ -67,7 +67,7 @@ class RunLog:
         self._metrics.flush()
 
     def statistics(self, line: dict) -> None:
-        """Append quantisation statistics of a step (Q-8)."""
+        """Append quantization statistics of a step (Q-8)."""
         with (self.out / STATISTICS).open("a", encoding="utf-8") as file:
             file.write(_line(line))
 

@@ -41,7 +41,7 @@ class Trainer(Protocol):
     gradients      of a batch's mean loss, before clipping; no state changes.
     observe        one forward and backward pass; each FP8 GEMM calls observer(layer, gemm, a, b,
                    out).
-    statistics     quantisation statistics of every FP8 operand of a batch (Q-8); no state changes.
+    statistics     quantization statistics of every FP8 operand of a batch (Q-8); no state changes.
     measured_step  ``step`` and ``statistics`` of one batch.
     fp8_states     states of delayed scaling by "<layer>/<role>": (scale, amax_history, step).
     peak_memory    the most bytes in use on a device; None if it does not count them, as CPUs.

@@ -84,7 +84,7 @@ def test_a_cast_by_name(functions, capsys):
     assert "somebodys_functions:to_fp8 is 'torch'" in said
     found = json.loads((functions / "found.json").read_text())
     assert found["ok"]
-    assert found["is"]["behaviour"] == ["torch"]
+    assert found["is"]["behavior"] == ["torch"]
     keys = ("rounding", "saturates", "double_rounding", "inf_code", "nan_code", "subnormals", "negative_zero", "policy")
     assert [found["is"][key] for key in keys] == ["nearest_even", True, None, 0x7E, 0x7F, "kept", "kept", None]
 
@@ -155,7 +155,7 @@ def test_a_gemm_is_handed_over_to_the_probe(functions, capsys):
         (["ties_away", "--format", "e8m0fnu"], "--format is one of e4m3fn, e5m2, e4m3fnuz, e5m2fnuz; got e8m0fnu"),
         (["ties_away", "--kind", "norm"], "--kind is one of cast, quantizer, gemm; got norm"),
         (["ties_away", "--axis", "1"], "--axis is -1, the last axis of x [M, K], or 0, the first; got 1"),
-        (["ties_away", "--expect", "te"], "--expect is a cast's behaviour, one of saturating, non_saturating"),
+        (["ties_away", "--expect", "te"], "--expect is a cast's behavior, one of saturating, non_saturating"),
         (["ties_away", "--granularity", "rowwise"], "--granularity: somebodys_functions:ties_away is a cast, which has no scales"),
         (["ties_away", "--framework", "mxnet"], "arrays are of numpy, torch, jax; got 'mxnet'"),
         (["ties_away", "--json", "missing/found.json"], "--json names a file in a directory that exists"),

@@ -13,7 +13,7 @@ RECORD = Path(__file__).parents[2] / "benchmarks/results/certificate.json"
 
 @pytest.fixture(scope="module")
 def strided():
-    """One float32 input in 1009, all float16, all bfloat16, every tie and its neighbours, through every installed library."""
+    """One float32 input in 1009, all float16, all bfloat16, every tie and its neighbors, through every installed library."""
     return certify()
 
 

@@ -41,7 +41,7 @@ def test_a_wrong_scale_is_a_failure(monkeypatch, amax):
 
 
 def test_classes_of_differences_are_counted(monkeypatch):
-    """Runs of neighbours, alternating and repeated: 6 inputs of which every other one is wrong in one of two ways."""
+    """Runs of neighbors, alternating and repeated: 6 inputs of which every other one is wrong in one of two ways."""
     bits = np.full(6, 1.0, np.float32).view(np.uint32)
     good = int(cast.encode(np.float32([1.0]), E4M3FN)[0])
     codes = np.uint8([good, 1, 2, 2, good, 1])

@@ -61,7 +61,7 @@ def test_torchaos_mx(mode, policy):  # S-14
 
 
 @pytest.mark.parametrize("fmt", [E4M3FN, E5M2], ids=str)
-def test_flaxs_quantiser(fmt):  # S-12, S-13
+def test_flaxs_quantizer(fmt):  # S-12, S-13
     import jax.numpy as jnp
     from flax.linen import fp8_ops
 

@@ -81,7 +81,7 @@ def test_arrays_of_frameworks_are_taken():
         (lambda x: require.require_quantized(x, np.uint8([1, 1]), E4M3FN), "codes mean nothing without their scales"),
         (lambda x: require.require_quantized(x, np.uint8([1, 1]), E4M3FN, scale=np.float32([1, 1])), "scale is float32 with 1 elements"),
         (lambda x: require.require_quantized(x, np.uint8([1, 1]), E4M3FN, e8m0=np.uint8(1)), "are no e8m0 numbers"),
-        (lambda x: require.require_quantized(x, np.uint8([1, 1]), E8M0FNU, scale=np.float32(1)), "tensors are quantised to FP8"),
+        (lambda x: require.require_quantized(x, np.uint8([1, 1]), E8M0FNU, scale=np.float32(1)), "tensors are quantized to FP8"),
         (lambda x: require.require_scales(-x, x, E4M3FN), "a magnitude, never negative"),
     ],
 )
@@ -108,7 +108,7 @@ def test_scales():
     )
 
 
-def test_a_quantised_tensor_scales_first_then_codes():
+def test_a_quantized_tensor_scales_first_then_codes():
     x = np.float32([[1.0, 0.5], [3.0, 0.25]])
     q = scaling.quantize(x, E4M3FN, granularity="rowwise")
     require.require_quantized(x, q.codes, E4M3FN, scale=q.scale.reshape(-1), scale_inv=q.scale_inv, granularity="rowwise")

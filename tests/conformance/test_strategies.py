@@ -151,13 +151,13 @@ QUANTISERS = {
 
 
 @pytest.mark.parametrize("fault", QUANTISERS)
-def test_a_wrong_quantiser_is_found(fault):
-    quantise, policy = QUANTISERS[fault]
+def test_a_wrong_quantizer_is_found(fault):
+    quantize, policy = QUANTISERS[fault]
 
     @settings(looking, max_examples=1000, phases=[Phase.generate])
     @given(strategies.tensors(policy=policy))
     def agrees(x):
-        codes, scale = quantise(x)
+        codes, scale = quantize(x)
         require.require_quantized(x, codes, E4M3FN, scale=scale, policy=policy)
 
     with pytest.raises(AssertionError, match="tensorwise e4m3fn of shape"):
@@ -173,7 +173,7 @@ def loses_a_nan(x):
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_a_quantiser_that_loses_a_nan_is_found_in_a_hundred_examples(seed):  # S-2
+def test_a_quantizer_that_loses_a_nan_is_found_in_a_hundred_examples(seed):  # S-2
     @hypothesis.seed(seed)
     @settings(max_examples=100, database=None, deadline=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
     @given(strategies.tensors())

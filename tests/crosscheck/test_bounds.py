@@ -84,7 +84,7 @@ def test_gradient_bound_is_three_times_a_replicates_departure():  # B-5
     assert bounds.gradient(base, [np.array([3.0, 0, 0, 0]), np.array([0, 0, 0, -3.0])]) == pytest.approx(9)
 
 
-def test_rerounded_weights_are_bfloat16_neighbours(rng):  # B-4
+def test_rerounded_weights_are_bfloat16_neighbors(rng):  # B-4
     value = {"w": rng.standard_normal(1000).astype(np.float32)}
     found = bounds.rerounded(value, seed=1)["w"]
     np.testing.assert_array_equal(found, cast.round_to(found, BFLOAT16))
@@ -125,7 +125,7 @@ def test_torchs_attention_is_within_the_bound(gain):  # B-11
     simulated = exact(given)
     out = in_torch(given)
     assert simulated.distance(out) <= 1
-    # torch rounds before it normalises; a float32 sum takes few elements to the other side of a tie
+    # torch rounds before it normalizes; a float32 sum takes few elements to the other side of a tie
     assert (out == simulated.after).mean() > 0.95
     assert (out == simulated.before).mean() < 0.9
     assert max(simulated.distance(simulated.before), simulated.distance(simulated.after)) <= 1

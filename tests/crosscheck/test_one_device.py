@@ -85,7 +85,7 @@ def jax_rounds_to_odd(monkeypatch):
         nearest = value.astype(dtype)
         codes = jax_linear.jax.lax.bitcast_convert_type(nearest, jnp.uint8)
         back = nearest.astype(jnp.float32)
-        step = jnp.where(jnp.abs(back) > jnp.abs(value), -1, 1)  # the neighbour on the other side of the value
+        step = jnp.where(jnp.abs(back) > jnp.abs(value), -1, 1)  # the neighbor on the other side of the value
         odd = jnp.where((back != value) & (codes % 2 == 0) & (codes & 0x7F != 0), codes + step, codes)
         return jax_linear.jax.lax.bitcast_convert_type(odd.astype(jnp.uint8), dtype)
 

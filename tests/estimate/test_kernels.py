@@ -35,7 +35,7 @@ def test_a_recipe_that_keeps_grad_weight():
         ("tensorwise", {"amax": 2, "cast": 4}),
         ("rowwise", {"amax": 4, "cast": 6}),
         ("delayed", {"cast": 4}),
-        ("mxfp8", {"amax": 4, "cast": 8}),  # quantised and back for each GEMM
+        ("mxfp8", {"amax": 4, "cast": 8}),  # quantized and back for each GEMM
     ],
 )
 def test_bytes_that_xlas_kernels_move(recipe, parts):

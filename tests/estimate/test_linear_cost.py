@@ -143,7 +143,7 @@ def test_what_a_gemm_runs_in(recipe, which, backend, how):
 
 @pytest.mark.parametrize(("recipe", "backend"), [("mxfp8", "torch"), ("mxfp8", "jax"), ("blockwise", "jax")])
 def test_operands_in_blocks_without_a_kernel_are_no_fp8_gemm(recipe, backend):  # G-16
-    assert "dequantised: no FP8 GEMM" in linear_cost.runs_in(RECIPES[recipe].output, backend)
+    assert "dequantized: no FP8 GEMM" in linear_cost.runs_in(RECIPES[recipe].output, backend)
 
 
 def test_data_sheets():

@@ -68,7 +68,7 @@ def test_operands_whose_scales_go_together_are_the_simulators(granularities, rng
     try:
         expected = sim_gemm.matmul(*simulated, out_dtype=BFLOAT16)
     except ValueError:
-        with pytest.raises(ValueError, match=f"same length of K.*got {' and '.join(granularities)}. Quantise both alike"):
+        with pytest.raises(ValueError, match=f"same length of K.*got {' and '.join(granularities)}. Quantize both alike"):
             gemm.matmul(*operands, accumulate="slow")
         return
     out = gemm.matmul(*operands, accumulate="slow", out_dtype=jnp.bfloat16)

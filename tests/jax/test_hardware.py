@@ -179,13 +179,13 @@ for parallel in {{}}, {{"data": 2, "tensor": 2}}, {{"fsdp": 4}}:
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 def test_meshes_with_threads_train_as_one_device(recipe):
-    """Bits are not defined: P-9 sums rounded parts, so that a bfloat16 here and there falls to its neighbour."""
+    """Bits are not defined: P-9 sums rounded parts, so that a bfloat16 here and there falls to its neighbor."""
     env = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"} | {"NPROC": "16"}
     done = subprocess.run([sys.executable, "-c", ON_A_MESH.format(recipe=recipe)], env=env, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-2000:]
     losses = [float(line) for line in done.stdout.split()]
     assert len(losses) == 3
-    # At initial weights logits are of order 0.1, a bfloat16 of which is off by at most 2^-12 as its neighbour is taken; the loss, a mean of their
+    # At initial weights logits are of order 0.1, a bfloat16 of which is off by at most 2^-12 as its neighbor is taken; the loss, a mean of their
     # differences over 128 tokens, moves by no more than a few of these, while a wrong GEMM moves it by the logits' own size.
     assert max(losses) - min(losses) < 4 * 2**-12
 

@@ -24,7 +24,7 @@ def test_operands_of_a_gemm_agree_on_the_length_they_are_reduced_along(turned): 
 
 
 @pytest.mark.parametrize(("recipe", "expected"), [("bf16", True), ("tensorwise", True), ("rowwise", False), ("delayed", True)])
-def test_one_quantisation_serves_both_passes_where_it_has_no_axis(recipe, expected):
+def test_one_quantization_serves_both_passes_where_it_has_no_axis(recipe, expected):
     for role in ("input", "weight"):
         assert use(recipe).serves_backward(role) is expected
         assert use(recipe, placement=COLUMN, mode="shard_map").gathers_again(role) is expected

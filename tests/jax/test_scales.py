@@ -15,7 +15,7 @@ formats = pytest.mark.parametrize("fmt", [E4M3FN, E5M2], ids=str)
 
 
 def amaxes(fmt, rng):
-    """Every bfloat16, a million float32, and the neighbours of fmt.max * 2^k, where scales pass a power of two."""
+    """Every bfloat16, a million float32, and the neighbors of fmt.max * 2^k, where scales pass a power of two."""
     random = rng.integers(0, 0x7F800001, 1 << 20, dtype=np.uint32).view(np.float32)
     k = np.arange(-118, 160)
     with np.errstate(over="ignore"):

@@ -33,7 +33,7 @@ def test_quantize_equals_the_simulator(case, policy, granularity, axis):  # S-1,
         np.testing.assert_array_equal(np.asarray(q.scale), expected.scale)
         np.testing.assert_array_equal(np.asarray(q.scale_inv), expected.scale_inv)
         assert q.scale.shape == expected.scale.shape
-        # dequantise, S-8; XLA on a CPU flushes subnormal results
+        # dequantize, S-8; XLA on a CPU flushes subnormal results
         value, flushed = np.asarray(scaling.dequantize(q)), np.abs(sim.dequantize(expected)) < 2.0**-126
         np.testing.assert_array_equal(np.where(flushed, 0, value), np.where(flushed, 0, sim.dequantize(expected)))
 

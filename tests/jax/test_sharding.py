@@ -151,7 +151,7 @@ def test_results_on_any_numbers_lie_within_the_bound_of_summation(recipe, style)
     magnitudes = xs @ ws.T, gs @ ws, gs.T @ xs
     for mine, one, magnitude, n in zip(found, expected, magnitudes, (K, N, B * T), strict=True):
         mine, one = (np.asarray(v, np.float64).reshape(magnitude.shape) for v in (mine, one))
-        # quantising moves an operand by 2^-4 of it at most, e5m2 by 2^-3: sum|ab| of codes is below 1.2 of the operands'
+        # quantizing moves an operand by 2^-4 of it at most, e5m2 by 2^-3: sum|ab| of codes is below 1.2 of the operands'
         bound = 2 * (n - 1) * 2.0**-24 * 1.2 * magnitude + 2 * 2.0**-8 * np.abs(one)
         assert (np.abs(mine - one) <= bound).all()
         assert (mine == one).mean() > 0.9

@@ -30,7 +30,7 @@ def test_a_number_line_says_its_smallest_and_largest(ax):
     assert [note.get_text() for note in ax.texts] == ["$2^{-9}$", "448"]
 
 
-def test_a_legend_names_each_colour_once_however_many_formats(ax):
+def test_a_legend_names_each_color_once_however_many_formats(ax):
     plots.number_line(ax, list(FP8_FORMATS.values()))
     assert [text.get_text() for text in ax.get_legend().get_texts()] == ["normal", "subnormal"]
 
@@ -96,14 +96,14 @@ def test_a_code_map_names_what_has_no_magnitude(ax):
 
 def test_a_cast_curve_is_a_staircase_of_its_rounding(ax):
     x = [1.0, 1.06, 1.07, 1.12]
-    plots.cast_curve(ax, x, E4M3FN, label="nearest", colour=style.BLUE)
-    plots.cast_curve(ax, x, E4M3FN, label="down", colour=style.GREEN, rounding="toward_zero")
+    plots.cast_curve(ax, x, E4M3FN, label="nearest", color=style.BLUE)
+    plots.cast_curve(ax, x, E4M3FN, label="down", color=style.GREEN, rounding="toward_zero")
     np.testing.assert_array_equal(ax.lines[0].get_ydata(), [1, 1, 1.125, 1.125])
     np.testing.assert_array_equal(ax.lines[1].get_ydata(), [1, 1, 1, 1])
 
 
 def test_what_is_no_number_is_a_gap_of_a_cast_curve(ax):
-    plots.cast_curve(ax, [448.0, 500.0], E4M3FN, label="not saturated", colour=style.BLUE, saturate=False)
-    plots.cast_curve(ax, [448.0, 500.0], E4M3FN, label="saturated", colour=style.GREEN)
+    plots.cast_curve(ax, [448.0, 500.0], E4M3FN, label="not saturated", color=style.BLUE, saturate=False)
+    plots.cast_curve(ax, [448.0, 500.0], E4M3FN, label="saturated", color=style.GREEN)
     np.testing.assert_array_equal(ax.lines[0].get_ydata(), [448, np.nan])
     np.testing.assert_array_equal(ax.lines[1].get_ydata(), [448, 448])

@@ -27,7 +27,7 @@ def test_only_errors_that_are_all_positive_are_on_a_logarithmic_axis(ax, errors,
     assert high > 100 * max(errors)
 
 
-def test_many_lengths_are_not_all_labelled(ax):
+def test_many_lengths_are_not_all_labeled(ax):
     plots.error_lines(ax, 2 ** np.arange(5, 25), {"fast": np.ones(20)}, ylabel="error")
     assert 5 <= len(ax.get_xticks()) <= 9
 

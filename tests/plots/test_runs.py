@@ -19,7 +19,7 @@ def lines_of(losses) -> list[dict]:
 RUNS = {("jax", "bf16"): lines_of([4.0, 2.0, 3.0]), ("torch", "tensorwise"): lines_of([6.0, 6.0, 0.0])}
 
 
-def test_there_is_one_labelled_curve_a_run(ax):
+def test_there_is_one_labeled_curve_a_run(ax):
     plots.loss_curves(ax, RUNS, smooth=1)
     assert [line.get_label() for line in ax.lines] == ["jax bf16", "torch tensorwise"]
     assert [text.get_text() for text in ax.get_legend().get_texts()] == ["jax bf16", "torch tensorwise"]
@@ -44,7 +44,7 @@ def test_a_run_shorter_than_the_window_is_one_point(ax):
     np.testing.assert_allclose(ax.lines[0].get_ydata(), [3.0], rtol=1e-15)
 
 
-def test_recipes_differ_by_colour_and_backends_by_style(ax):
+def test_recipes_differ_by_color_and_backends_by_style(ax):
     runs = {(backend, recipe): lines_of([1.0]) for backend in ("jax", "torch") for recipe in COLOURS}
     plots.loss_curves(ax, runs, smooth=1)
     look = {(str(line.get_color()), line.get_linestyle()) for line in ax.lines}

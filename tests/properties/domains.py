@@ -1,6 +1,6 @@
 """The domains that properties are stated on, as hypothesis strategies, and how a property is run.
 
-Arrays are drawn as bytes: uniform in their bits, where hypothesis favours small integers and simple floats, and many times faster
+Arrays are drawn as bytes: uniform in their bits, where hypothesis favors small integers and simple floats, and many times faster
 than its arrays of elements. A failing example shrinks towards zero bytes.
 """
 
@@ -62,7 +62,7 @@ def any_float32(shape: int | tuple[int, ...]) -> st.SearchStrategy:
 
 @functools.cache
 def numbers(fmt: Format, shape: int | tuple[int, ...] = 32) -> st.SearchStrategy:
-    """All float32 but NaN: of all bits; around the range of fmt; numbers of fmt, ties, powers of two and their neighbours."""
+    """All float32 but NaN: of all bits; around the range of fmt; numbers of fmt, ties, powers of two and their neighbors."""
     low, high = fmt.emin - fmt.mantissa_bits - 2, int(np.log2(fmt.max)) + 1
     return st.one_of(any_float32(shape).map(_without_nan), _exponents(shape, low, high), among(landmarks(fmt), shape))
 

@@ -63,7 +63,7 @@ EQUIVARIANT.append(("flax_bf16", 126))
 
 @pytest.mark.parametrize(("policy", "high"), EQUIVARIANT)
 @for_all(60, x=tensors((2, 32)), exponent=st.integers(-39, 127), fmt=st.sampled_from([E4M3FN, E5M2]))
-def test_quantising(policy, high, x, exponent, fmt):
+def test_quantizing(policy, high, x, exponent, fmt):
     """x and 2^k x finite, neither with float32 subnormals, 2^-39 <= amax: equal codes, scales 2^k apart (S-3, S-9).
 
     Also into subnormal codes: what is cast is x * scale, and that does not change.
@@ -117,4 +117,4 @@ def test_planted_faults_are_caught(monkeypatch):
     monkeypatch.setattr(cast, "encode", fixed_point)
     assert caught(test_casts_of_normal_values, rounding="nearest_even")
     monkeypatch.setattr(scaling, "scales_from_amax", lambda amax, fmt, policy: true_scales(amax + F32(1e-3), fmt, policy))
-    assert caught(test_quantising, policy="torchao", high=127)
+    assert caught(test_quantizing, policy="torchao", high=127)

@@ -62,7 +62,7 @@ def test_absolute_error_of_a_subnormal_value(rounding, drawn):
 
 @pytest.mark.parametrize("policy", ["torchao", "torchao_mask", "te_current", "te_delayed", "msamp"])
 @for_all(60, x=tensors((4, 32), high=125), fmt=st.sampled_from(FORMATS))
-def test_error_of_a_quantised_tensor(policy, x, fmt):
+def test_error_of_a_quantized_tensor(policy, x, fmt):
     """Finite tensors, 2^-39 <= amax < 2^126, which |x * scale| <= max and so is cast within the two bounds above (S-1, S-5, S-8).
 
     x * scale, 1 / scale and code / scale each round by u = 2^-24: where x * scale is normal, within 1/17 |x| and 4 u |x| beside it, as

@@ -80,7 +80,7 @@ def test_no_order_changes_an_exact_sum(a, b, order, pair):
 
 @pytest.mark.parametrize(("how", "apart"), [("hopper_fast", 32), ("hopper_slow", 32), ("ada", 16), ("blackwell", 32), ("f32", 1)])
 def test_the_order_across_steps_changes_the_result(how, apart):
-    """2^16 + 2^-10 - 2^16: what is small is lost beside what is large, unless that has cancelled in the step before (G-3, G-10, G-12)."""
+    """2^16 + 2^-10 - 2^16: what is small is lost beside what is large, unless that has canceled in the step before (G-3, G-10, G-12)."""
     between, pair = [0] * (apart - 1), (E4M3FN, E4M3FN)
     lost = matmul(row(256, *between, 2.0**-5, -256), row(256, *between, 2.0**-5, 256), pair, how)
     kept = matmul(row(256, -256, *between, 2.0**-5), row(256, 256, *between, 2.0**-5), pair, how)
@@ -107,7 +107,7 @@ def test_gemms_are_odd(how, a, b, pair):
 
 @each_unit
 def test_a_zero_is_never_negative(unit):
-    """Where oddness in bits ends: 0 and its negation are both +0, cancelled or never there (G-11)."""
+    """Where oddness in bits ends: 0 and its negation are both +0, canceled or never there (G-11)."""
     zero = np.zeros((1, 1), F32)
     for a, c in ((row(0), zero), (row(1, -1), zero), (row(-1), zero + F32(1))):
         for result in (mma(a, row(1, 1), c, (E4M3FN, E4M3FN), unit), mma(a ^ 0x80, row(1, 1), -c, (E4M3FN, E4M3FN), unit)):

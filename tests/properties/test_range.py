@@ -27,7 +27,7 @@ def test_every_group_reaches_max_and_nothing_overflows(policy, granularity, x, f
 
 @for_all(200, amax=of_magnitude(float(F32(1e-12)), FLOAT32_MAX), fmt=any_format)
 def test_a_product_passes_max_by_an_ulp_at_most(amax, fmt):
-    """amax in [1e-12, largest float32]: amax * scale is max or a float32 neighbour of it (S-3, S-5).
+    """amax in [1e-12, largest float32]: amax * scale is max or a float32 neighbor of it (S-3, S-5).
 
     scale is within 2^-24 of the quotient, so the product is within max * 2^-24 of max, less than an ulp of float32 there; and then rounded.
     """

@@ -31,7 +31,7 @@ def config_of(name, length, interval=1, algorithm="max"):
 
 
 def scales_of(amaxes, config, fmt, state=None):
-    """The scale that each step's tensor is quantised by; None is a step without a use."""
+    """The scale that each step's tensor is quantized by; None is a step without a use."""
     state, used = state or delayed.init(config), []
     for amax in amaxes:
         uses = [] if amax is None else [delayed.observe(F32(amax))]

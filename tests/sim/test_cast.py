@@ -43,7 +43,7 @@ def test_encode_equals_ml_dtypes_on_every_16_bit_input(fmt, dtype):  # C-1, C-4
 
 
 @fp8
-def test_encode_equals_ml_dtypes_at_every_tie_and_its_neighbours(fmt):  # C-2
+def test_encode_equals_ml_dtypes_at_every_tie_and_its_neighbors(fmt):  # C-2
     x = cast_inputs.edges(fmt)
     np.testing.assert_array_equal(cast.encode(x, fmt, saturate=False), ml_encode(x, fmt))
 
@@ -94,7 +94,7 @@ def test_specials():  # C-5, C-6
     )
 
 
-def neighbours(x: float, fmt) -> tuple[float, float]:
+def neighbors(x: float, fmt) -> tuple[float, float]:
     """The numbers of fmt around |x|, by search, with the one that would follow max."""
     numbers = np.sort(cast.decode(np.arange(fmt.max_code + 1, dtype=np.uint8), fmt)).astype(np.float64)
     numbers = np.append(numbers, 2 * numbers[-1] - numbers[-2])
@@ -104,10 +104,10 @@ def neighbours(x: float, fmt) -> tuple[float, float]:
 
 @fp8
 @given(x=st.floats(-400, 400))
-def test_roundings_choose_between_neighbours(fmt, x):  # C-2
+def test_roundings_choose_between_neighbors(fmt, x):  # C-2
     if abs(x) > fmt.max:
         x = x / 2
-    low, high = neighbours(x, fmt)
+    low, high = neighbors(x, fmt)
     got = {r: abs(float(cast.decode(cast.encode(np.array(x), fmt, rounding=r), fmt))) for r in cast.ROUNDINGS[:4]}
     assert got["toward_zero"] == low
     middle = (low + high) / 2
@@ -202,7 +202,7 @@ def test_round_to_an_8_bit_format_is_encode_and_decode(fmt, rng):
 @pytest.mark.parametrize("fmt", [BFLOAT16, FLOAT16], ids=str)
 @pytest.mark.parametrize("rounding", cast.ROUNDINGS[1:4])
 def test_other_roundings_to_wider_formats(fmt, rounding, rng):  # C-2, C-3, C-4
-    """Against the two neighbours of each number, found by NumPy's nextafter from the nearest one."""
+    """Against the two neighbors of each number, found by NumPy's nextafter from the nearest one."""
     dtype = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16}[fmt.name]
     x = np.concatenate([rng.standard_normal(2000), rng.standard_normal(500) * 2.0**-15, [1 + 2.0**-8, -1 - 2.0**-11, 0.0, -0.0, 3.0]])
     x = x.astype(np.float32)

@@ -149,7 +149,7 @@ def test_states_are_vectors_of_independent_ones(rng):  # H-3
                     np.testing.assert_array_equal(whole[place], single)
 
 
-def test_a_tensor_is_quantised_by_the_scales_of_the_state(rng):  # H-1
+def test_a_tensor_is_quantized_by_the_scales_of_the_state(rng):  # H-1
     x = rng.standard_normal((4, 8)).astype(F32)
     state = delayed.update(delayed.init(OWN), delayed.observe(F32(2)), config=OWN, fmt=E4M3FN)
     q = scaling.quantize_with(x, delayed.scales(state, OWN, E4M3FN), E4M3FN, policy=OWN.policy)

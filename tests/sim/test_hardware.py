@@ -16,8 +16,8 @@ from fp8ref.sim.tensor_core import UNITS
 
 def operands(rng, granularity="tensorwise", shape=(24, 40, 256), fmt=E4M3FN):
     m, n, k = shape
-    quantised = [scaling.quantize(rng.standard_normal((rows, k)).astype(np.float32), fmt, granularity=granularity) for rows in (m, n)]
-    return quantised, [Factor(q.codes, q.scale_inv, q.fmt, q.granularity) for q in quantised]
+    quantized = [scaling.quantize(rng.standard_normal((rows, k)).astype(np.float32), fmt, granularity=granularity) for rows in (m, n)]
+    return quantized, [Factor(q.codes, q.scale_inv, q.fmt, q.granularity) for q in quantized]
 
 
 # G-20
@@ -40,7 +40,7 @@ def test_fast_and_slow_differ_where_the_hardware_does(rng):
 
 # G-19
 @pytest.mark.parametrize("granularity", ["rowwise", "blockwise_1x128", "mx_1x32"])
-def test_blocks_are_summed_by_the_plan_and_not_dequantised(rng, granularity):
+def test_blocks_are_summed_by_the_plan_and_not_dequantized(rng, granularity):
     (a, b), factors = operands(rng, granularity)
     found = hardware.by_name("hopper_fast")(*factors, accumulate="fast", epilogue="scale_then_round", out_dtype=FLOAT32)
     np.testing.assert_array_equal(found, gemm.matmul(a, b, accumulate="hopper_fast", out_dtype=FLOAT32))

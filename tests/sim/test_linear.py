@@ -67,7 +67,7 @@ def results(x, w, g, recipe, **options):
 
 
 def by_hand(which, x, w, g, casts, accumulate, out_dtype, quantize=scaling.quantize):
-    """One GEMM from the table: leading dims flattened, reduced axis last, each operand quantised along it (L-1, L-2, L-3)."""
+    """One GEMM from the table: leading dims flattened, reduced axis last, each operand quantized along it (L-1, L-2, L-3)."""
     a, b, plan = BY_HAND[which](x.reshape(-1, x.shape[-1]), w, g.reshape(-1, g.shape[-1]))
     if casts is None:
         return cast.round_to((a.astype(np.float64) @ b.astype(np.float64).T).astype(np.float32), out_dtype)

@@ -22,7 +22,7 @@ HOPPER_VARIANTS = {
     "14 fraction bits": HOPPER._replace(fraction=14),
     "23 output bits": HOPPER._replace(output=23),
     "two steps of 16": HOPPER._replace(width=16),
-    "normalised products": HOPPER._replace(normalised=True),
+    "normalized products": HOPPER._replace(normalized=True),
     "terms rounded to nearest": HOPPER._replace(nearest=True),
     "terms rounded down": HOPPER._replace(floor=True),
 }
@@ -128,8 +128,8 @@ CASES = {  # a, b, c, what hopper gives, what other models give
     "the sum is cut off at its own exponent": ([1, 1, 2**-9], [1, 1, 2**-4], 0, 2, {"23 output bits": 2 + TINY}),
     "all 32 products are one step": ([*[0] * 15, 2**-9, 1, 2**-9], [*[0] * 15, 2**-5, 1, 2**-5], 0, 1, {"14 fraction bits": 1 + TINY}),
     "small terms of a half cannot meet": ([2**-9, 2**-9, *[0] * 14, 1], [2**-5, 2**-5, *[0] * 14, 1], 0, 1, {"two steps of 16": 1 + TINY}),
-    "1.5 * 1.5 counts as 2^0": ([1.5, 1.5, 2**-9], [1.5, -1.5, 2**-4], 0, TINY, {"normalised products": 0}),
-    "a subnormal counts as 2^-6": ([2**-9], [1], 2.0**-20, 2.0**-9, {"normalised products": 2.0**-9 + 2.0**-20}),
+    "1.5 * 1.5 counts as 2^0": ([1.5, 1.5, 2**-9], [1.5, -1.5, 2**-4], 0, TINY, {"normalized products": 0}),
+    "a subnormal counts as 2^-6": ([2**-9], [1], 2.0**-20, 2.0**-9, {"normalized products": 2.0**-9 + 2.0**-20}),
     "half a unit more is cut off": ([1, 2**-9], [1, 1.5 * 2**-4], 0, 1 + TINY, {"terms rounded to nearest": 1 + 2 * TINY}),
     "cutting off is towards zero": ([1, 2**-9], [1, -(2**-5)], 0, 1, {"terms rounded down": 1 - TINY}),
 }

@@ -140,7 +140,7 @@ TENSORS = [2.0**-30, 1.0, 3e5, 1e-36, 0.0, np.inf, np.nan]
 @pytest.mark.parametrize(("fmt", "dtype"), [(E4M3FN, jnp.float8_e4m3fn), (E5M2, jnp.float8_e5m2)], ids=["e4m3fn", "e5m2"])
 @pytest.mark.parametrize(("policy", "compute"), [("flax", jnp.float32), ("flax_bf16", jnp.bfloat16)])
 @pytest.mark.parametrize("largest", TENSORS, ids=str)
-def test_flax_quantises_by_dividing(fmt, dtype, policy, compute, largest, rng):  # S-13
+def test_flax_quantizes_by_dividing(fmt, dtype, policy, compute, largest, rng):  # S-13
     """fp8_ops.quantize, primitive by primitive: jitted, XLA on a CPU makes the division a product with RN32(1 / scale_inv)."""
     x = (rng.uniform(-1, 1, (64, 256)) * (largest if 0 < largest < np.inf else 1)).astype(np.float32)
     x[3, 5] = largest

@@ -8,7 +8,7 @@ from fp8ref.sim.mesh import Layout, Mesh, split
 
 
 def ranks(x, n, fmt=E4M3FN, *, scope="global", granularity="tensorwise", **options):
-    """x [rows, K] quantised along K, which n ranks share: a list of operands."""
+    """x [rows, K] quantized along K, which n ranks share: a list of operands."""
     layout = Layout(mesh=Mesh(axes={"data": n}), shape=x.shape, splits={1: ("data",)}, **options)
     return list(sharding.quantize(split(x, layout), layout, fmt, granularity=granularity, scope=scope).values())
 
@@ -97,11 +97,11 @@ def test_local_scales_need_scaled_parts(rng):
     a, b = ranks(g, 2, scope="local"), ranks(x, 2, scope="local")
     with pytest.raises(ValueError, match=r"equal scales.*those of a differ.*'scaled'"):
         sharded_gemm.matmul(a, b)
-    dequantised = [
+    dequantized = [
         (scaling.dequantize(qa).astype(np.float64), scaling.dequantize(qb).astype(np.float64)) for qa, qb in zip(a, b, strict=True)
     ]
-    expected, magnitude = (sum(op(u) @ op(v).T for u, v in dequantised) for op in (np.asarray, np.abs))
-    # dequantising rounds each factor once, a rank's GEMM three times, the sum once: 2^-24 each
+    expected, magnitude = (sum(op(u) @ op(v).T for u, v in dequantized) for op in (np.asarray, np.abs))
+    # dequantizing rounds each factor once, a rank's GEMM three times, the sum once: 2^-24 each
     assert (abs(sharded_gemm.matmul(a, b, reduce="scaled") - expected) <= 6.01 * 2.0**-24 * magnitude).all()
 
 

@@ -16,7 +16,7 @@ FORMATS = list(FP8_FORMATS.values())
 
 
 def by_scale(x, scale, fmt=E4M3FN):
-    """x quantised under a scale from elsewhere, as delayed scaling does."""
+    """x quantized under a scale from elsewhere, as delayed scaling does."""
     x, scale = np.asarray(x, np.float32), np.float32(scale)
     with np.errstate(over="ignore"):
         codes = cast.encode(np.clip(x * scale, -fmt.max, fmt.max), fmt)

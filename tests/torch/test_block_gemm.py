@@ -109,9 +109,9 @@ def quantized(granularity, m=128, k=128, fmt=E4M3FN, device="cpu", axis=-1):
         ((9, 0), False, True, "torchao_triton"),
         ((10, 0), False, True, "torchao_triton"),
         ((12, 0), False, True, "torchao_triton"),
-        ((8, 9), False, True, "dequantised"),
-        ((9, 0), False, False, "dequantised"),
-        ((9, 4), True, True, "dequantised"),
+        ((8, 9), False, True, "dequantized"),
+        ((9, 0), False, False, "dequantized"),
+        ((9, 4), True, True, "dequantized"),
     ],
 )
 def test_the_choice_by_device(capability, hip, there, expected, monkeypatch):  # G-16, G-17
@@ -121,7 +121,7 @@ def test_the_choice_by_device(capability, hip, there, expected, monkeypatch):  #
     q = quantized("blockwise_1x128")
     on_gpu = q._replace(codes=type("Codes", (), {"shape": q.codes.shape, "device": torch.device("cuda", 0)})())
     assert block_gemm.kernel(on_gpu, on_gpu) == expected
-    assert block_gemm.kernel(q, q) == "dequantised"
+    assert block_gemm.kernel(q, q) == "dequantized"
 
 
 def test_the_choice_by_operands(faked):  # G-17
@@ -130,14 +130,14 @@ def test_the_choice_by_operands(faked):  # G-17
     assert [block_gemm.kernel(a, b) for a, b in itertools.product((line, square), repeat=2)] == [
         "torchao_triton",
         "torchao_triton",
-        "dequantised",
-        "dequantised",
+        "dequantized",
+        "dequantized",
     ]
-    assert block_gemm.kernel(quantized("mx_1x32"), quantized("mx_1x32")) == "dequantised"
-    assert block_gemm.kernel(quantized("blockwise_1x128", fmt=E5M2), line) == "dequantised"
+    assert block_gemm.kernel(quantized("mx_1x32"), quantized("mx_1x32")) == "dequantized"
+    assert block_gemm.kernel(quantized("blockwise_1x128", fmt=E5M2), line) == "dequantized"
     for large, small in (((1 << 23, 256), (16, 256)), ((1 << 16, 256), (1 << 15, 256))):
         a, b = (quantized("blockwise_1x128", *shape, device="meta") for shape in (large, small))
-        assert block_gemm.kernel(a, b) == block_gemm.kernel(b, a) == "dequantised"
+        assert block_gemm.kernel(a, b) == block_gemm.kernel(b, a) == "dequantized"
     a, b = (quantized("blockwise_1x128", n, 256, device="meta", axis=0) for n in ((1 << 15) - 128, 1 << 15))
     assert block_gemm.kernel(a, b) == "torchao_triton"
 

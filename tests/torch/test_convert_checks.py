@@ -30,7 +30,7 @@ def test_attributes_go_along_both_ways(recipe):  # R-5
     assert (model[0].lr_mult, model[0].later, model[0].weight.tag) == (4, flag, flag)
 
 
-def quantised():
+def quantized():
     model = nn.Sequential(nn.Linear(64, 64))
     quantize_(model, Int8WeightOnlyConfig())
     return model
@@ -83,7 +83,7 @@ class Own(nn.TransformerEncoderLayer):
         (lambda: with_(weight=torch.ones(16, 16)), r"^0 has a weight that is a Tensor, and an nn\.Parameter is converted.*filter_fqns"),
         (lambda: with_(bias=torch.ones(16)), "^0 has a bias that is a Tensor"),
         (lambda: with_(weight=None), "^0 has a weight that is a NoneType"),
-        (quantised, "^0 has a weight that is a Int8Tensor.*before you shard, quantise"),
+        (quantized, "^0 has a weight that is a Int8Tensor.*before you shard, quantize"),
         (lambda: nn.MultiheadAttention(64, 4), r"^out_proj is never called: nn\.MultiheadAttention reads its weight.*filter_fqns"),
         (sharded_by_fsdp1, "^0 is sharded by FullyShardedDataParallel. Convert a model first, then shard it"),
         (encoder, r"^0\.self_attn\.out_proj is never called"),

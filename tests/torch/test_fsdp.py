@@ -196,7 +196,7 @@ def test_what_cannot_be_gathered_in_fp8_is_refused_by_name(ranks, case, message)
         assert re.search(message, rank[case][0])
 
 
-# Of three ranks' parts, 2^24, 1 and -1: float32 has no 2^24 + 1, which rounds to 2^24, the even neighbour; (2^24 + 1) - 1 is then 2^24 - 1. Every
+# Of three ranks' parts, 2^24, 1 and -1: float32 has no 2^24 + 1, which rounds to 2^24, the even neighbor; (2^24 + 1) - 1 is then 2^24 - 1. Every
 # other order of the sum starts with 2^24 - 1, which float32 has, or with 1 - 1, and gives 2^24.
 PARTS = (2.0**24, 1.0, -1.0)
 IN_ORDER = 2.0**24 - 1

@@ -32,7 +32,7 @@ def test_matmul_is_within_its_bound_of_the_exact_result(formats, granularity, ep
 @pytest.mark.parametrize(
     ("granularities", "policy"), [(("blockwise_1x128", "blockwise_128x128"), "torchao"), (("mx_1x32", "mx_1x32"), "mx_rceil")]
 )
-def test_operands_in_blocks_are_dequantised(granularities, policy, rng):  # G-16
+def test_operands_in_blocks_are_dequantized(granularities, policy, rng):  # G-16
     """Powers of two, so that every product and sum is exact: then G-13 and G-16 are one."""
     x, y = (2.0 ** rng.integers(-2, 3, (n, 256)).astype(np.float32) for n in (48, 144))
     a, b = (scaling.quantize(torch.from_numpy(v), E4M3FN, granularity=g, policy=policy) for v, g in zip((x, y), granularities, strict=True))
@@ -41,9 +41,9 @@ def test_operands_in_blocks_are_dequantised(granularities, policy, rng):  # G-16
     assert out.dtype == torch.float32
     if policy == "mx_rceil":
         np.testing.assert_array_equal(out, sim_gemm.matmul(sa, sb, accumulate="exact"))
-    dequantised = [sim_scaling.dequantize(q).astype(np.float64) for q in (sa, sb)]
-    bound = bounds.gamma(256) * (np.abs(dequantised[0]) @ np.abs(dequantised[1]).T)  # any order of float32 sums
-    assert (np.abs(out.numpy() - dequantised[0] @ dequantised[1].T) <= bound).all()
+    dequantized = [sim_scaling.dequantize(q).astype(np.float64) for q in (sa, sb)]
+    bound = bounds.gamma(256) * (np.abs(dequantized[0]) @ np.abs(dequantized[1]).T)  # any order of float32 sums
+    assert (np.abs(out.numpy() - dequantized[0] @ dequantized[1].T) <= bound).all()
 
 
 @pytest.mark.parametrize("granularity", ["tensorwise", "rowwise"])
@@ -74,7 +74,7 @@ def test_operands_whose_scales_go_together_are_the_simulators(granularities, rng
     try:
         expected = sim_gemm.matmul(*simulated, out_dtype=BFLOAT16)
     except ValueError:
-        with pytest.raises(ValueError, match=f"same length of K.*got {' and '.join(granularities)}. Quantise both alike"):
+        with pytest.raises(ValueError, match=f"same length of K.*got {' and '.join(granularities)}. Quantize both alike"):
             gemm.matmul(*operands, accumulate="slow")
         return
     out = gemm.matmul(*operands, accumulate="slow", out_dtype=torch.bfloat16)

@@ -255,7 +255,7 @@ def refused():
         ("plan of FP8 by hand", "'7' names none of the linears"),
         ("kept FP8", r"^\['Sequential', 'Sequential', 'Float8Linear', 'Float8Linear'\]$"),
         ("unchanged", r"^\['Sequential', 'Sequential', 'Linear', 'Linear'\]$"),
-        ("again", "the model is sharded by fully_shard. Parallelise a model first.*and once"),
+        ("again", "the model is sharded by fully_shard. Parallelize a model first.*and once"),
         ("processes", "1 x 2 x 1 = 2 processes; there are 3.*torchrun --nproc-per-node 2"),
         ("batch", "batch_size is divisible by data x fsdp = 3 processes; got 8"),
     ],

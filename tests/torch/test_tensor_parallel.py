@@ -132,7 +132,7 @@ def hugging_face(recipe, parallel):
     return {"logits": logits.detach()} | {name: whole(p.grad) for name, p in model.named_parameters()}
 
 
-def test_a_plan_parallelises_hugging_faces_llama():  # P-14
+def test_a_plan_parallelizes_hugging_faces_llama():  # P-14
     expected = hugging_face("bf16", parallel=False)
     for found in run(2, hugging_face, "bf16", True):
         for name, value in expected.items():

@@ -75,7 +75,7 @@ REFUSED = {
     "compiled": (
         lambda: torch.compile(linears(), backend="eager"),
         {"plan": {"*": "colwise"}},
-        "the model is compiled. Parallelise.*first",
+        "the model is compiled. Parallelize.*first",
     ),
     "twice": (sharded, {}, "embed_tokens is sharded already.*once, and before fully_shard"),
     "fully_shard": (fully_sharded, COLUMN, "the model is sharded already"),
@@ -154,7 +154,7 @@ class Other(torch.Tensor):
 def test_a_weight_of_another_kind_is_not_cut():
     model = nn.Sequential(nn.Linear(16, 16))
     model[0].weight = nn.Parameter(torch.ones(16, 16).as_subclass(Other))
-    with pytest.raises(ValueError, match=r"^0 has a weight that is a Other; plain ones are cut\. Parallelise first"):
+    with pytest.raises(ValueError, match=r"^0 has a weight that is a Other; plain ones are cut\. Parallelize first"):
         tensor_parallel.check_linear("0", model, "colwise", 2)
 
 

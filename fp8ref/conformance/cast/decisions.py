@@ -1,6 +1,6 @@
 """Find each decision of a cast, such as its rounding, from the outputs that it alone explains.
 
-Each function takes the responses and the behaviour found so far, and gives a finding.
+Each function takes the responses and the behavior found so far, and gives a finding.
 Its value is None where no value of the decision explains the outputs.
 """
 
@@ -8,7 +8,7 @@ import dataclasses
 
 import numpy as np
 
-from fp8ref.conformance.cast.behaviour import KNOWN_CASTS, ROUNDINGS, WIDE, Behaviour, DoubleRounding
+from fp8ref.conformance.cast.behavior import KNOWN_CASTS, ROUNDINGS, WIDE, Behavior, DoubleRounding
 from fp8ref.conformance.cast.outputs import Responses, number_text, output_text
 from fp8ref.conformance.explain import simplest
 from fp8ref.conformance.finding import Finding
@@ -17,7 +17,7 @@ from fp8ref.formats import Format
 from fp8ref.sim import cast
 
 
-def rounding(a: Responses, b: Behaviour) -> Finding:
+def rounding(a: Responses, b: Behavior) -> Finding:
     """The rounding, from normal numbers, quarter points and ties.
 
     Intermediate formats hold all of these exactly, so that a double rounding does not show here.
@@ -34,7 +34,7 @@ def rounding(a: Responses, b: Behaviour) -> Finding:
     return Finding(what="rounding", value="nearest_even", evidence=f"{about}")
 
 
-def subnormals(a: Responses, b: Behaviour) -> Finding:
+def subnormals(a: Responses, b: Behavior) -> Finding:
     """Whether subnormals are kept or flushed, from inputs below the smallest normal number."""
     relevant = a.among(cast_inputs.coarse(a.fmt)) & (a.x != 0) & (np.abs(a.x) < a.fmt.smallest_normal)
     found = [s for s in ("kept", "flushed", "flushed_before") if not a.mismatches(dataclasses.replace(b, subnormals=s), relevant).any()]
@@ -45,7 +45,7 @@ def subnormals(a: Responses, b: Behaviour) -> Finding:
     return Finding(what="subnormals", value="kept", evidence=f"{int(relevant.sum())} inputs below {a.fmt.smallest_normal:g}")
 
 
-def negative_zero(a: Responses, b: Behaviour) -> Finding:
+def negative_zero(a: Responses, b: Behavior) -> Finding:
     """Whether -0 keeps its sign, and whether a negative number that underflows does."""
     at = int(np.flatnonzero((a.x == 0) & np.signbit(a.x))[0])
     code, shown = int(a.codes[at]), output_text(a.output, at, a.fmt)
@@ -61,7 +61,7 @@ def negative_zero(a: Responses, b: Behaviour) -> Finding:
     return Finding(what="negative_zero", value=value, evidence=evidence, witness=wrong)
 
 
-def overflow(a: Responses, b: Behaviour) -> Finding:
+def overflow(a: Responses, b: Behavior) -> Finding:
     """What overflow gives, from the smallest input that is above max under every rounding.
 
     Larger inputs would be infinite in float16.
@@ -73,12 +73,12 @@ def overflow(a: Responses, b: Behaviour) -> Finding:
     return _beyond("overflow", a, at, b)
 
 
-def infinities(a: Responses, b: Behaviour) -> Finding:
+def infinities(a: Responses, b: Behavior) -> Finding:
     """What an infinity gives."""
     return _beyond("infinities", a, int(np.flatnonzero(np.isposinf(a.x))[0]), b)
 
 
-def _beyond(what: str, a: Responses, at: int, b: Behaviour) -> Finding:
+def _beyond(what: str, a: Responses, at: int, b: Behavior) -> Finding:
     """Whether the input at this index gives max, Inf or NaN."""
     code = int(a.codes[at])
     kinds = {a.fmt.max_code: "max", a.fmt.inf_code: "inf"}
@@ -88,7 +88,7 @@ def _beyond(what: str, a: Responses, at: int, b: Behaviour) -> Finding:
     return Finding(what=what, value=value, evidence=f"{shown} ({bits}) gives {output_text(a.output, at, a.fmt)}", witness=wrong)
 
 
-def nans(a: Responses, b: Behaviour) -> tuple[Finding, tuple[int, int] | None]:
+def nans(a: Responses, b: Behavior) -> tuple[Finding, tuple[int, int] | None]:
     """The codes of NaN and of -NaN; no codes if they depend on the payload."""
     nan = np.isnan(a.x)
     by_sign = [sorted({int(c) for c in a.codes[nan & (np.signbit(a.x) == negative)]}) for negative in (False, True)]
@@ -107,7 +107,7 @@ def nans(a: Responses, b: Behaviour) -> tuple[Finding, tuple[int, int] | None]:
     return Finding(what="nan_code", value=pair[0], evidence=evidence, words=word, witness=wrong), pair
 
 
-def double_rounding(a: Responses, b: Behaviour, known: DoubleRounding | None = None) -> tuple[Finding, DoubleRounding | None]:
+def double_rounding(a: Responses, b: Behavior, known: DoubleRounding | None = None) -> tuple[Finding, DoubleRounding | None]:
     """The intermediate format of a double rounding, from inputs just next to numbers and ties.
 
     known: the intermediate format already found for another dtype, tried too.
@@ -126,17 +126,17 @@ def double_rounding(a: Responses, b: Behaviour, known: DoubleRounding | None = N
     return Finding(what=what, value=str(found), evidence=str(shown), witness=shown), found
 
 
-def with_double_rounding(b: Behaviour, source: str, through: DoubleRounding | None) -> Behaviour:
+def with_double_rounding(b: Behavior, source: str, through: DoubleRounding | None) -> Behavior:
     """b with this double rounding, or none, for inputs of dtype source."""
     kept = {s: t for s, t in b.double_rounding.items() if s != source}
     return dataclasses.replace(b, double_rounding=kept | ({source: through} if through else {}))
 
 
-def decide_all(a: Responses, found_fmt: Format) -> tuple[list[Finding], Behaviour]:
-    """All decisions, each found under those before it, and the behaviour that they make up."""
+def decide_all(a: Responses, found_fmt: Format) -> tuple[list[Finding], Behavior]:
+    """All decisions, each found under those before it, and the behavior that they make up."""
     # The order matters. The rounding shows at normal numbers, where no other decision plays a part.
     # Each of the others is read off inputs that the decisions before it explain.
-    b = KNOWN_CASTS["saturating"].behaviour(found_fmt)
+    b = KNOWN_CASTS["saturating"].behavior(found_fmt)
     how = rounding(a, b)
     if how.value:
         b = dataclasses.replace(b, rounding=how.value)

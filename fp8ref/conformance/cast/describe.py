@@ -5,8 +5,8 @@ from typing import Any
 import numpy as np
 
 from fp8ref.conformance import subject as subjects
-from fp8ref.conformance.cast import behaviour
-from fp8ref.conformance.cast.behaviour import Behaviour, DoubleRounding
+from fp8ref.conformance.cast import behavior
+from fp8ref.conformance.cast.behavior import Behavior, DoubleRounding
 from fp8ref.conformance.cast.outputs import Responses
 from fp8ref.conformance.counterexample import Counterexample
 from fp8ref.conformance.explain import simplest
@@ -17,15 +17,15 @@ from fp8ref.sim.cast import decode
 
 
 def result_dict(
-    found: Behaviour, findings: list[Finding], found_fmt: Format, a: Responses, names: list[str], names_but_for_nan: list[str]
+    found: Behavior, findings: list[Finding], found_fmt: Format, a: Responses, names: list[str], names_but_for_nan: list[str]
 ) -> dict[str, Any]:
     """``is`` of --json: names are the known casts that it equals."""
     by = {f.what: f.value for f in findings}
     inf = int(a.codes[np.flatnonzero(np.isposinf(a.x))[0]])
     return {
         "format": found_fmt.name,
-        "behaviour": names,
-        "behaviour_but_for_nan_codes": names_but_for_nan,
+        "behavior": names,
+        "behavior_but_for_nan_codes": names_but_for_nan,
         "rounding": by["rounding"],
         "saturates": None if by["overflow"] is None else by["overflow"] == "max",
         "overflow": by["overflow"],
@@ -51,11 +51,11 @@ def _dtype(through: DoubleRounding | None) -> str | None:
 
 
 def summary(
-    found: Behaviour, found_fmt: Format, fmt: Format, names: list[str], names_but_for_nan: list[str], complete: bool, everywhere: bool
+    found: Behavior, found_fmt: Format, fmt: Format, names: list[str], names_but_for_nan: list[str], complete: bool, everywhere: bool
 ) -> str:
     """The cast in one line.
 
-    complete    every output is explained by the behaviour found; everywhere: in other shapes too.
+    complete    every output is explained by the behavior found; everywhere: in other shapes too.
     """
     of = f"a cast to {found_fmt}" + (f" (max {found_fmt.max:g}), not {fmt} (max {fmt.max:g})," if found_fmt is not fmt else "")
     if complete and not everywhere:
@@ -74,7 +74,7 @@ def summary(
 
 
 def differences_from(
-    responses: dict[str, Responses], wanted: Behaviour, fmt: Format, found_fmt: Format, findings: list[Finding]
+    responses: dict[str, Responses], wanted: Behavior, fmt: Format, found_fmt: Format, findings: list[Finding]
 ) -> list[Counterexample]:
     """The simplest input whose code is not the expected one, for each kind of input.
 
@@ -95,7 +95,7 @@ def differences_from(
         normal = coarse & ~over & (magnitude >= fmt.smallest_normal)
         if (differs & normal).any():  # then another rounding is why small numbers become zero
             flushed = np.zeros_like(flushed)
-        expected = behaviour.encode(a.x, fmt, wanted, source=a.source).astype(np.int64)
+        expected = behavior.encode(a.x, fmt, wanted, source=a.source).astype(np.int64)
         zeros = (a.x == 0) | (zero & (expected & ~fmt.sign_bit == 0))  # where they differ, by the sign alone
         # As disjoint as can be, so that one fault gives one counterexample.
         kinds = {

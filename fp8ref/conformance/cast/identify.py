@@ -13,8 +13,8 @@ import numpy as np
 from fp8ref import formats
 from fp8ref.conformance import exhaustive as all_inputs
 from fp8ref.conformance import subject as subjects
-from fp8ref.conformance.cast import behaviour, decisions, describe, layout_invariance, outputs, stochastic
-from fp8ref.conformance.cast.behaviour import KNOWN_CASTS, Behaviour
+from fp8ref.conformance.cast import behavior, decisions, describe, layout_invariance, outputs, stochastic
+from fp8ref.conformance.cast.behavior import KNOWN_CASTS, Behavior
 from fp8ref.conformance.cast.outputs import Responses
 from fp8ref.conformance.counterexample import Counterexample, bits_of, rounded, show
 from fp8ref.conformance.explain import simplest
@@ -39,15 +39,15 @@ def identify_cast(
 
     function   array [n] -> array [n] of codes (uint8 or float8) or values. It takes float32 or
                bfloat16; float16 and float64 are tried too.
-    expect     a name of ``behaviour.KNOWN_CASTS`` that it must equal, all NaN codes being one (C-5).
+    expect     a name of ``behavior.KNOWN_CASTS`` that it must equal, all NaN codes being one (C-5).
     framework  whose arrays it is given; by default the first that it takes of numpy, torch, jax.
-    exhaustive compare all 2^32 float32 inputs with the behaviour found.
+    exhaustive compare all 2^32 float32 inputs with the behavior found.
 
     Raises:    ValueError: fmt not an FP8 format, an unknown name; ConformanceError: not a valid cast:
                it raises, gives another shape or type, changes its input, or does not repeat itself.
     """
     check_format(fmt)
-    wanted = None if expect is None else behaviour.by_name(expect)
+    wanted = None if expect is None else behavior.by_name(expect)
     name = name or subjects.name_of(function)
     subject = subjects.wrap(name, function, framework=framework, device=device, shape=(16,))
     source = subjects.first_dtype(subject)
@@ -88,13 +88,13 @@ def identify_cast(
         findings.append(finding)
         unexplained += simplest_unexplained
     untaken = [s for s in ("bfloat16", "float16") if s != source and s not in responses]
-    names = [k for k, known in KNOWN_CASTS.items() if not first.mismatches(known.behaviour(found_fmt)).any()]
-    names_but_for_nan = [k for k, known in KNOWN_CASTS.items() if not first.mismatches(known.behaviour(found_fmt), canonical=True).any()]
+    names = [k for k, known in KNOWN_CASTS.items() if not first.mismatches(known.behavior(found_fmt)).any()]
+    names_but_for_nan = [k for k, known in KNOWN_CASTS.items() if not first.mismatches(known.behavior(found_fmt), canonical=True).any()]
     complete = None not in (found.rounding, found.overflow, found.infinite) and not unexplained
     more_findings, elsewhere = _other_layouts(subject, source, [a for a, differs in wrong.items() if not differs.any()], found)
     findings += more_findings
     unexplained += elsewhere
-    differences = describe.differences_from(responses, wanted.behaviour(fmt), fmt, found_fmt, findings) if wanted else []
+    differences = describe.differences_from(responses, wanted.behavior(fmt), fmt, found_fmt, findings) if wanted else []
     return Outcome(
         name=name,
         kind="cast",
@@ -116,9 +116,9 @@ def identify_cast(
 
 
 def _other_dtypes(
-    subject: Subject, source: str, found: Behaviour, found_fmt: Format
-) -> tuple[dict[str, Responses], list[Finding], Behaviour]:
-    """The responses in each other dtype that it takes, and the behaviour with double roundings."""
+    subject: Subject, source: str, found: Behavior, found_fmt: Format
+) -> tuple[dict[str, Responses], list[Finding], Behavior]:
+    """The responses in each other dtype that it takes, and the behavior with double roundings."""
     responses, findings = dict[str, Responses](), list[Finding]()
     for other in subjects.DTYPES:
         if other == source:
@@ -136,7 +136,7 @@ def _other_dtypes(
 
 
 def _other_layouts(
-    subject: Subject, source: str, explained: list[Responses], found: Behaviour
+    subject: Subject, source: str, explained: list[Responses], found: Behavior
 ) -> tuple[list[Finding], list[Counterexample]]:
     """Check other shapes and strides in each dtype that is explained, except float64."""
     findings, wrong = list[Finding](), list[Counterexample]()
@@ -151,8 +151,8 @@ def _other_layouts(
     return findings, wrong
 
 
-def check_all_inputs(subject: Subject, fmt: Format, found: Behaviour, *, inputs: int | None = None) -> tuple[Finding, list[Counterexample]]:
-    """Compare all float32 inputs, or the first so many bits, with the behaviour found.
+def check_all_inputs(subject: Subject, fmt: Format, found: Behavior, *, inputs: int | None = None) -> tuple[Finding, list[Counterexample]]:
+    """Compare all float32 inputs, or the first so many bits, with the behavior found.
 
     Returns:  how many agree, and a counterexample of the simplest one that does not.
     """
@@ -162,7 +162,7 @@ def check_all_inputs(subject: Subject, fmt: Format, found: Behaviour, *, inputs:
         codes = output.codes(fmt) if output.values_only else output.array
         responses = Responses(x=x, source="float32", output=output, fmt=fmt, codes=codes.astype(np.int64))
         # Nearly always all are equal: one comparison then, without those of NaNs and infinities.
-        same = np.array_equal(codes, behaviour.encode(x, fmt, found))
+        same = np.array_equal(codes, behavior.encode(x, fmt, found))
         differs = np.zeros(x.shape, bool) if same else responses.mismatches(found)
         return differs, lambda at: responses.counterexample(at, found, "by what was found")
 
@@ -208,7 +208,7 @@ def _format(subject: Subject, fmt: Format, source: str) -> tuple[Format | None, 
         )
     witness = None
     if found_fmt is not fmt:
-        codes, expected = output.codes(fmt), behaviour.encode(x, fmt, KNOWN_CASTS["saturating"].behaviour(fmt)).astype(np.int64)
+        codes, expected = output.codes(fmt), behavior.encode(x, fmt, KNOWN_CASTS["saturating"].behavior(fmt)).astype(np.int64)
         at = simplest(x, codes != expected)
         expected_output = outputs.Output(array=expected.astype(np.uint8), dtype="uint8")
         witness = Counterexample(

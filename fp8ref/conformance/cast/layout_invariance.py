@@ -4,8 +4,8 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from fp8ref.conformance.cast import behaviour, outputs
-from fp8ref.conformance.cast.behaviour import Behaviour
+from fp8ref.conformance.cast import behavior, outputs
+from fp8ref.conformance.cast.behavior import Behavior
 from fp8ref.conformance.cast.outputs import Responses
 from fp8ref.conformance.counterexample import Counterexample, bits_of, show
 from fp8ref.conformance.finding import Finding, strides_finding
@@ -15,8 +15,8 @@ from fp8ref.conformance.subject import VIEWS, RefusedError, Subject
 SHAPES: tuple[tuple[int, ...], ...] = ((), (0,), (1,), (3,), (127,), (1025,), ((1 << 20) + 13,), (33, 65), (64, 64), (3, 5, 17))
 
 
-def check_shapes(subject: Subject, a: Responses, found: Behaviour) -> tuple[Finding, list[Counterexample]]:
-    """Compare arrays of other shapes with the behaviour found. A shape that raises is no fault."""
+def check_shapes(subject: Subject, a: Responses, found: Behavior) -> tuple[Finding, list[Counterexample]]:
+    """Compare arrays of other shapes with the behavior found. A shape that raises is no fault."""
     taken, refused, wrong = [], [], list[Counterexample]()
     for shape in SHAPES:
         # at maps each element to the input in a.x whose code is known.
@@ -33,8 +33,8 @@ def check_shapes(subject: Subject, a: Responses, found: Behaviour) -> tuple[Find
     return Finding(what="shapes", value=not wrong, words="not all alike" if wrong else "all alike", evidence=evidence), wrong
 
 
-def check_strides(subject: Subject, a: Responses, found: Behaviour) -> tuple[Finding, list[Counterexample]]:
-    """Compare arrays that are not contiguous in memory with the behaviour found."""
+def check_strides(subject: Subject, a: Responses, found: Behavior) -> tuple[Finding, list[Counterexample]]:
+    """Compare arrays that are not contiguous in memory with the behavior found."""
     at = np.arange(33 * 65).reshape(33, 65) * 7 % a.x.size  # a step of 7: next to each other are unrelated numbers
     taken, refused, wrong = [], [], list[Counterexample]()
     for view in VIEWS if subject.framework != "jax" else ():
@@ -49,9 +49,9 @@ def check_strides(subject: Subject, a: Responses, found: Behaviour) -> tuple[Fin
     return strides_finding(taken, refused, wrong), wrong
 
 
-def _counterexample(a: Responses, at: np.ndarray, output: outputs.Output, found: Behaviour, how: str = "") -> list[Counterexample]:
-    """The first element with another code than the behaviour found gives; all NaN codes are one."""
-    expected = behaviour.encode(a.x, a.fmt, found, source=a.source).astype(np.int64)[at]
+def _counterexample(a: Responses, at: np.ndarray, output: outputs.Output, found: Behavior, how: str = "") -> list[Counterexample]:
+    """The first element with another code than the behavior found gives; all NaN codes are one."""
+    expected = behavior.encode(a.x, a.fmt, found, source=a.source).astype(np.int64)[at]
     differs = a.canonical(output.codes(a.fmt)) != a.canonical(expected)
     if not differs.any():
         return []

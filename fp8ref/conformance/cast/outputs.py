@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 
 from fp8ref.conformance import subject as subjects
-from fp8ref.conformance.cast import behaviour
-from fp8ref.conformance.cast.behaviour import Behaviour
+from fp8ref.conformance.cast import behavior
+from fp8ref.conformance.cast.behavior import Behavior
 from fp8ref.conformance.counterexample import Counterexample, bits_of, rounded, show
 from fp8ref.conformance.inputs import cast_inputs
 from fp8ref.conformance.inputs.cast_inputs import CAST_FORMATS
@@ -52,12 +52,12 @@ class Responses:
     fmt: Format
     codes: np.ndarray
 
-    def mismatches(self, b: Behaviour, among: np.ndarray | None = None, *, canonical: bool = False) -> np.ndarray:
-        """Where the codes are not those of a behaviour, optionally only among some inputs.
+    def mismatches(self, b: Behavior, among: np.ndarray | None = None, *, canonical: bool = False) -> np.ndarray:
+        """Where the codes are not those of a behavior, optionally only among some inputs.
 
         canonical  all NaN codes count as equal (C-5). For infinite inputs they always do.
         """
-        expected = behaviour.encode(self.x, self.fmt, b, source=self.source).astype(np.int64)
+        expected = behavior.encode(self.x, self.fmt, b, source=self.source).astype(np.int64)
         codes = self.codes
         if canonical or self.output.values_only:
             codes, expected = self.canonical(codes), self.canonical(expected)
@@ -77,10 +77,10 @@ class Responses:
         kept = rounded(values, self.source)
         return np.isin(self.x, kept[np.isfinite(kept)])
 
-    def counterexample(self, index: int, expected: Behaviour, clause: str) -> Counterexample:
-        """One input with the code it got, and the code that a behaviour gives."""
+    def counterexample(self, index: int, expected: Behavior, clause: str) -> Counterexample:
+        """One input with the code it got, and the code that a behavior gives."""
         value, bits = number_text(self.x, index, self.source)
-        code = behaviour.encode(self.x[index : index + 1], self.fmt, expected, source=self.source)
+        code = behavior.encode(self.x[index : index + 1], self.fmt, expected, source=self.source)
         shown = cast.decode(code, self.fmt)[0] if self.output.values_only else None
         return Counterexample(
             input=value,

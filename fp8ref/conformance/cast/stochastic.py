@@ -1,6 +1,6 @@
 """Identify a cast that rounds stochastically: its probabilities (C-2), then its other decisions.
 
-Probabilities are measured: the same numbers between neighbours, REPEATS times each. The other
+Probabilities are measured: the same numbers between neighbors, REPEATS times each. The other
 decisions show without chance: of a few answers to an input, that nearest to zero is the one that
 rounding toward zero gives, so that the functions of ``decisions`` apply to it.
 """
@@ -11,8 +11,8 @@ from functools import cached_property
 
 import numpy as np
 
-from fp8ref.conformance.cast import behaviour, decisions, describe, outputs
-from fp8ref.conformance.cast.behaviour import KNOWN_CASTS, Behaviour
+from fp8ref.conformance.cast import behavior, decisions, describe, outputs
+from fp8ref.conformance.cast.behavior import KNOWN_CASTS, Behavior
 from fp8ref.conformance.cast.outputs import Output, Responses
 from fp8ref.conformance.counterexample import Counterexample, bits_of, rounded, show
 from fp8ref.conformance.explain import simplest
@@ -26,14 +26,14 @@ FRACTIONS = (1 / 16, 1 / 4, 1 / 2, 3 / 4, 15 / 16)
 RARELY = 2.0**-8  # a sixteenth of the smallest fraction
 # A quarter of the smallest number rounds to it every time in 4^-64 of the casts that follow C-2.
 REPEATS_OF_SPECIALS = 1 << 6
-NOT_ASKED = ("behaviour_but_for_nan_codes", "double_rounding", "double_roundings")
+NOT_ASKED = ("behavior_but_for_nan_codes", "double_rounding", "double_roundings")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RoundingRates:
-    """How often numbers between two neighbours of the format are rounded away from zero.
+    """How often numbers between two neighbors of the format are rounded away from zero.
 
-    x [n] are numbers at ``fractions`` [n] of the way from one neighbour to the next away from zero.
+    x [n] are numbers at ``fractions`` [n] of the way from one neighbor to the next away from zero.
     """
 
     x: np.ndarray
@@ -42,18 +42,18 @@ class RoundingRates:
 
     @cached_property
     def away(self) -> np.ndarray:
-        """How often [n] the code is the neighbour away from zero, as a fraction of 1."""
-        return (self.responses.codes.reshape(-1, REPEATS) == self.neighbours[:, None]).mean(axis=1)
+        """How often [n] the code is the neighbor away from zero, as a fraction of 1."""
+        return (self.responses.codes.reshape(-1, REPEATS) == self.neighbors[:, None]).mean(axis=1)
 
     @property
-    def neighbours(self) -> np.ndarray:
+    def neighbors(self) -> np.ndarray:
         """The codes [n] next to x away from zero."""
         fmt = self.responses.fmt
-        return behaviour.encode(self.x, fmt, dataclasses.replace(KNOWN_CASTS["saturating"].behaviour(fmt), rounding="away_from_zero"))
+        return behavior.encode(self.x, fmt, dataclasses.replace(KNOWN_CASTS["saturating"].behavior(fmt), rounding="away_from_zero"))
 
     @property
     def random(self) -> np.ndarray:
-        """Where both neighbours occur, each more than rarely."""
+        """Where both neighbors occur, each more than rarely."""
         return np.minimum(self.away, 1 - self.away) >= RARELY
 
     @property
@@ -66,11 +66,11 @@ class RoundingRates:
         return np.abs(self.away - self.fractions) > 5 * np.sqrt(self.fractions * (1 - self.fractions) / REPEATS)
 
     def counterexample(self, at: int, expected: str) -> Counterexample:
-        """One number, how often it got the neighbour away from zero, and how often it should."""
+        """One number, how often it got the neighbor away from zero, and how often it should."""
         a = self.responses
         return Counterexample(
             input=f"{show(self.x[at])}, {REPEATS} times", bits=(bits_of(self.x[at], a.source),), dtype=a.source,
-            got=f"{code_or_value(self.neighbours[at], a)} {self.away[at]:.3f} of the time", expected=expected, clause="C-2",
+            got=f"{code_or_value(self.neighbors[at], a)} {self.away[at]:.3f} of the time", expected=expected, clause="C-2",
         )  # fmt: skip
 
 
@@ -113,7 +113,7 @@ def identify(subject: Subject, a: Responses, position: int | None, fmt: Format, 
 
     position   the first index where two outputs for a.x differ, if they do.
 
-    Raises:    ConformanceError: not stochastic rounding: no number gets both its neighbours, or one
+    Raises:    ConformanceError: not stochastic rounding: no number gets both its neighbors, or one
                gets neither.
     """
     rates = measure_rates(subject, a.source, a.fmt)
@@ -124,15 +124,15 @@ def identify(subject: Subject, a: Responses, position: int | None, fmt: Format, 
     truncated = _truncated(without_chance)
     decided, found = _decide(truncated)
     # Three sets of inputs must be explained: those without chance, those of the rates, and a.x.
-    unexplained = _neither_neighbour(subject, (without_chance, rates.responses, a), found)
+    unexplained = _neither_neighbor(subject, (without_chance, rates.responses, a), found)
     how = _rounding(rates, differs_again)
     findings = [*findings, how, *decided]
-    names, names_but_for_nan, nearest = _behaviours(truncated)
+    names, names_but_for_nan, nearest = _behaviors(truncated)
     unexplained = unexplained or nearest
     names, names_but_for_nan = ([], []) if unexplained else (names, names_but_for_nan)
     of_chance = {
-        "behaviour_but_for_rounding": names,
-        "behaviour_but_for_rounding_and_nan_codes": names_but_for_nan,
+        "behavior_but_for_rounding": names,
+        "behavior_but_for_rounding_and_nan_codes": names_but_for_nan,
         "repeats_itself": not differs_again,
     }
     result = describe.result_dict(found, findings, a.fmt, truncated, [], [])
@@ -163,9 +163,9 @@ def _truncated(a: Responses) -> Responses:
     return dataclasses.replace(a, x=a.x[at], codes=a.codes[at], output=Output(array=a.output.array[at], dtype=a.output.dtype))
 
 
-def _decide(a: Responses) -> tuple[list[Finding], Behaviour]:
+def _decide(a: Responses) -> tuple[list[Finding], Behavior]:
     """All decisions except the rounding, each found under those before it."""
-    b = dataclasses.replace(KNOWN_CASTS["saturating"].behaviour(a.fmt), rounding="toward_zero")
+    b = dataclasses.replace(KNOWN_CASTS["saturating"].behavior(a.fmt), rounding="toward_zero")
     zero = decisions.negative_zero(a, b)
     b = dataclasses.replace(b, negative_zero=zero.value or b.negative_zero)
     small = decisions.subnormals(a, b)
@@ -176,12 +176,12 @@ def _decide(a: Responses) -> tuple[list[Finding], Behaviour]:
     return [over, infinite, nan, small, zero], b
 
 
-def _behaviours(truncated: Responses) -> tuple[list[str], list[str], list[Counterexample]]:
+def _behaviors(truncated: Responses) -> tuple[list[str], list[str], list[Counterexample]]:
     """The known casts that are equal except for rounding; those equal except for NaN codes too.
 
     If there are none, the simplest input on which the nearest known cast differs.
     """
-    known = {k: dataclasses.replace(b.behaviour(truncated.fmt), rounding="toward_zero") for k, b in KNOWN_CASTS.items()}
+    known = {k: dataclasses.replace(b.behavior(truncated.fmt), rounding="toward_zero") for k, b in KNOWN_CASTS.items()}
     names = [k for k, b in known.items() if not truncated.mismatches(b).any()]
     differs = {k: truncated.mismatches(b, canonical=True) for k, b in known.items()}
     nearest = min(known, key=lambda k: int(differs[k].sum()))
@@ -190,12 +190,12 @@ def _behaviours(truncated: Responses) -> tuple[list[str], list[str], list[Counte
     return names, [k for k in known if not differs[k].any()], []
 
 
-def _neither_neighbour(subject: Subject, responses: tuple[Responses, ...], found: Behaviour) -> list[Counterexample]:
-    """The simplest input whose code is neither of its neighbours.
+def _neither_neighbor(subject: Subject, responses: tuple[Responses, ...], found: Behavior) -> list[Counterexample]:
+    """The simplest input whose code is neither of its neighbors.
 
     It is above max, or a zero of the wrong sign. Any other such input is no rounding at all.
 
-    Raises:   ConformanceError: another input got neither of its neighbours.
+    Raises:   ConformanceError: another input got neither of its neighbors.
     """
     shown = []
     for a in responses:
@@ -206,7 +206,7 @@ def _neither_neighbour(subject: Subject, responses: tuple[Responses, ...], found
         outside = wrong & (magnitude <= a.fmt.max) & ~sign
         if outside.any():
             at = simplest(a.x, outside)
-            raise _error(subject, a, at, f"gave {outputs.output_text(a.output, at, a.fmt)}, which is no neighbour")
+            raise _error(subject, a, at, f"gave {outputs.output_text(a.output, at, a.fmt)}, which is no neighbor")
         if wrong.any():
             shown.append(a.counterexample(simplest(a.x, wrong), found, "by what was found"))
     return shown[:1]
@@ -215,7 +215,7 @@ def _neither_neighbour(subject: Subject, responses: tuple[Responses, ...], found
 def _rounding(rates: RoundingRates, differs_again: bool) -> Finding:
     """The finding on the rounding: ``stochastic`` if every rate is the distance, else None."""
     depart, a = np.flatnonzero(rates.depart), rates.responses
-    evidence = f"{REPEATS} times each, {rates.x.size} {a.source} numbers at {', '.join(f'{f:g}' for f in FRACTIONS)} between neighbours, of both signs, "
+    evidence = f"{REPEATS} times each, {rates.x.size} {a.source} numbers at {', '.join(f'{f:g}' for f in FRACTIONS)} between neighbors, of both signs, "
     evidence += "two binades and subnormals; "
     shown = [f"{show(rates.x[i])} {rates.away[i]:.3f}, not {rates.fractions[i]:g}" for i in depart[:4]]
     more = f" and {depart.size - 4} more" if depart.size > 4 else ""
@@ -246,17 +246,17 @@ def _summary(rates: RoundingRates, fmt: Format, decided: list[Finding], names: l
 def _differences(rates: RoundingRates, truncated: Responses, expect: str, fmt: Format, findings: list[Finding]) -> list[Counterexample]:
     """The simplest number that is rounded at random, and the other differences."""
     at = simplest(rates.x, rates.random)
-    code = behaviour.encode(rates.x[at : at + 1], truncated.fmt, KNOWN_CASTS[expect].behaviour(truncated.fmt))[0]
+    code = behavior.encode(rates.x[at : at + 1], truncated.fmt, KNOWN_CASTS[expect].behavior(truncated.fmt))[0]
     rounds = rates.counterexample(at, f"{code_or_value(code, truncated)} every time")
     with np.errstate(invalid="ignore"):  # a signalling NaN
         return [
             rounds,
-            *describe.differences_from({truncated.source: truncated}, KNOWN_CASTS[expect].behaviour(fmt), fmt, truncated.fmt, findings),
+            *describe.differences_from({truncated.source: truncated}, KNOWN_CASTS[expect].behavior(fmt), fmt, truncated.fmt, findings),
         ]
 
 
 def _no_chance(subject: Subject, a: Responses, position: int | None, rates: RoundingRates) -> ConformanceError:
-    """The error for outputs that vary, though no number between neighbours is rounded both ways."""
+    """The error for outputs that vary, though no number between neighbors is rounded both ways."""
     if position is not None:
         return _error(subject, a, position, "gave other codes the second time")
     codes = rates.responses.codes.reshape(-1, REPEATS)

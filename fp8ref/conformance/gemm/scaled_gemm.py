@@ -1,4 +1,4 @@
-"""The scaled GEMM that is probed: a function of two quantised operands, called safely."""
+"""The scaled GEMM that is probed: a function of two quantized operands, called safely."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -23,7 +23,7 @@ class ProbeError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class ScaledGemm:
-    """A scaled GEMM: a function of two quantised operands.
+    """A scaled GEMM: a function of two quantized operands.
 
     function     (Quantized a [M, K], Quantized b [N, K]) -> [M, N], an array of NumPy, PyTorch or
                  JAX in float32, bfloat16 or float16; with ``bias`` set, also bias [N] of float32.

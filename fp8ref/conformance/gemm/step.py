@@ -155,7 +155,7 @@ def _about_exponents(bench: Bench, fraction_bits: int) -> dict[str, Terms]:
     base = min(bench.bottom + fraction_bits + 2, bench.top)
     x, y = bench.power(base)
     stimuli: dict[str, Terms] = {}
-    # 1.5 x 1.5 = 2.25 has the exponent 1 when normalised, and 0 by its factors' exponents: the last
+    # 1.5 x 1.5 = 2.25 has the exponent 1 when normalized, and 0 by its factors' exponents: the last
     # place kept beside it differs by one bit.
     for value in (base - fraction_bits, base - fraction_bits - 1):
         stimuli[f"2.25 x 2^{base} - the same + 2^{value}"] = {0: (1.5 * x, 1.5 * y), 1: (-1.5 * x, 1.5 * y), 2: bench.power(value)}

@@ -1,6 +1,6 @@
 """Inputs that distinguish casts, scales and quantizers, and the kinds that each input belongs to.
 
-``cast_inputs``    inputs of casts: every number and tie of a format with their neighbours,
+``cast_inputs``    inputs of casts: every number and tie of a format with their neighbors,
                    specials, random values.
 ``amax_inputs``    inputs of scales, and tensors whose groups have given amaxes.
 ``tensor_inputs``  inputs of quantizers: whole tensors, each filled by a named pattern.

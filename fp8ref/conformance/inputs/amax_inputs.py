@@ -17,7 +17,7 @@ _PARTS = np.array([1, -0.5, 0.3, 0.7, 0.9, 2.0**-5, -(2.0**-9), 2.0**-12, 0, -0.
 
 
 def vector_bits(fmt: Format, policy: str, *, seed: int, count: int) -> np.ndarray:
-    """The float32 bits of a scale's test vectors, each once, uint64: edges with their neighbours,
+    """The float32 bits of a scale's test vectors, each once, uint64: edges with their neighbors,
     then ``count`` random amaxes.
     """
     source = dtypes.by_name("float32")

@@ -1,4 +1,4 @@
-"""Inputs of casts: a format's numbers and midpoints with their neighbours, specials, random values.
+"""Inputs of casts: a format's numbers and midpoints with their neighbors, specials, random values.
 
 Three sets are built of them. ``edges`` is small and float32, ``vector_bits`` is what ``fp8ref
 vectors`` writes for any language, and ``identifying`` tells every decision of an unknown cast from
@@ -44,12 +44,12 @@ def all_numbers() -> np.ndarray:
 
 
 def _midpoints(ascending: np.ndarray) -> np.ndarray:
-    """Halfway between neighbours; exact in float64, which has bits to spare."""
+    """Halfway between neighbors; exact in float64, which has bits to spare."""
     return (ascending[1:] + ascending[:-1]) / 2
 
 
 def edges(fmt: Format) -> np.ndarray:
-    """Every number, every midpoint with its two neighbours, overflow and specials, both signs;
+    """Every number, every midpoint with its two neighbors, overflow and specials, both signs;
     float32.
     """
     n = with_next(fmt)
@@ -70,7 +70,7 @@ def edges_and_16_bit(fmt: Format) -> np.ndarray:
 
 def vector_bits(fmt: Format, source: dtypes.Source, *, seed: int, count: int) -> np.ndarray:
     """The bits of a cast's test vectors, each once, uint64: specials, numbers and ties with their
-    neighbours, then ``count`` random.
+    neighbors, then ``count`` random.
     """
     n = with_next(fmt)
     n = np.append(n, 2 * n[-1])  # well above max too, where overflow is decided
@@ -108,7 +108,7 @@ def identifying(fmt: Format, source: str, *, limit: float = np.inf) -> np.ndarra
 
 
 def coarse(fmt: Format) -> np.ndarray:
-    """Numbers and the three quarter points between neighbours, both signs.
+    """Numbers and the three quarter points between neighbors, both signs.
 
     bfloat16 and float16 hold them exactly, except at float16's ends: a first rounding to either
     leaves them as they are.

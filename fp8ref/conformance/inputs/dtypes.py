@@ -82,7 +82,7 @@ def specials(source: Source) -> np.ndarray:
 
 
 def around(x: np.ndarray, source: Source) -> np.ndarray:
-    """The bits of positive finite values and of their neighbours in the source, both signs; uint64."""
+    """The bits of positive finite values and of their neighbors in the source, both signs; uint64."""
     middle = bits(x, source)
     found = np.concatenate([middle, middle - (middle > 0), middle + np.uint64(1)])
     return np.concatenate([found, found | np.uint64(source.sign)])

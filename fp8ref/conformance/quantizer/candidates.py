@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from fp8ref.conformance.cast import behaviour
-from fp8ref.conformance.cast.behaviour import Behaviour
+from fp8ref.conformance.cast import behavior
+from fp8ref.conformance.cast.behavior import Behavior
 from fp8ref.conformance.counterexample import rounded
 from fp8ref.conformance.quantizer import queries
 from fp8ref.conformance.quantizer.outputs import QuantizerOutput
@@ -134,7 +134,7 @@ class Candidate:
 
     scale_fmt  the format whose max it scales to; fmt: the format of the codes.
     flushes    float32 subnormals are zeros, as under XLA (S-12).
-    rounding   the behaviour of the cast, where it is not that of S-5, for products of dtype ``source``.
+    rounding   the behavior of the cast, where it is not that of S-5, for products of dtype ``source``.
     """
 
     policy: ScalePolicy
@@ -142,7 +142,7 @@ class Candidate:
     fmt: Format
     flushes: bool = False
     deviation: Deviation = NO_DEVIATION
-    rounding: Behaviour | None = None
+    rounding: Behavior | None = None
     source: str = "float32"
 
     def quantize(self, x: np.ndarray, scale_layout: ScaleLayout) -> scaling.Quantized:
@@ -161,12 +161,12 @@ class Candidate:
         q = scaling.quantize_with(x, scales, self.fmt, granularity=granularity, policy=self.policy, axis=axis)
         return q if self.rounding is None else q._replace(codes=self._codes(x, scales, scale_layout, self.rounding))
 
-    def _codes(self, x: np.ndarray, scales: Scales, scale_layout: ScaleLayout, rounding: Behaviour) -> np.ndarray:
+    def _codes(self, x: np.ndarray, scales: Scales, scale_layout: ScaleLayout, rounding: Behavior) -> np.ndarray:
         by = scales.scale if self.policy.stored == "scale" else scales.scale_inv
         by = scaling.spread(by, x.shape, scale_layout.granularity, scale_layout.axis)
         with np.errstate(all="ignore"):
             scaled = x * by if self.policy.stored == "scale" else x / by
-        return behaviour.encode(np.clip(scaled, -self.fmt.max, self.fmt.max), self.fmt, rounding, source=self.source)
+        return behavior.encode(np.clip(scaled, -self.fmt.max, self.fmt.max), self.fmt, rounding, source=self.source)
 
     @property
     def clause(self) -> str:

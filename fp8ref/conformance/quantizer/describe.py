@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from fp8ref.conformance.cast.behaviour import Behaviour
+from fp8ref.conformance.cast.behavior import Behavior
 from fp8ref.conformance.counterexample import Counterexample
 from fp8ref.conformance.finding import Finding, Outcome
 from fp8ref.conformance.quantizer import counterexamples, policy_match
@@ -18,7 +18,7 @@ from fp8ref.formats import Format
 
 
 def result_dict(
-    matched: PolicyMatch, chosen: Candidate, group: FoundGranularity, scale_layout: ScaleLayout, rounding: Behaviour | None,
+    matched: PolicyMatch, chosen: Candidate, group: FoundGranularity, scale_layout: ScaleLayout, rounding: Behavior | None,
     quantizer: Quantizer, output: QuantizerOutput, found_fmt: Format, identified: bool,
 ) -> dict[str, Any]:  # fmt: skip
     """``is`` of --json."""

@@ -49,7 +49,7 @@ def identify_memory(quantizer: Quantizer) -> tuple[Quantizer, Finding]:
     if count and after[-1].tensor.tobytes() == quantizer.once(small / 2).tensor.tobytes():
         raise ConformanceError(
             f"{quantizer.subject.name} gives for x of 0.5s {list(SHAPE)}, after x of ones, the codes of those: they are of an earlier call, "
-            "whose amax a scale may be of, and no code. Quantise what it is given."
+            "whose amax a scale may be of, and no code. Quantize what it is given."
         )
     if not count:
         return quantizer, Finding(what="memory", value=0, words="none", evidence="a call of ones gives the same after a call of 1024s")

@@ -12,7 +12,7 @@ import numpy as np
 
 from fp8ref import policy as policy_data
 from fp8ref.conformance import subject as subjects
-from fp8ref.conformance.cast.behaviour import Behaviour
+from fp8ref.conformance.cast.behavior import Behavior
 from fp8ref.conformance.cast.identify import check_format
 from fp8ref.conformance.cast.outputs import Responses
 from fp8ref.conformance.counterexample import Counterexample
@@ -84,7 +84,7 @@ def identify_quantizer(
         describe.returned_finding(scale_layout, output),
         describe.policy_finding(matched, quantizer.memory),
     ]
-    rounding: Behaviour | None = None
+    rounding: Behavior | None = None
     different: list[Counterexample] = []
     if not matched.agreements:
         unexplained = counterexamples.for_policy(quantizer, matched, matched.nearest, scale_layout)
@@ -131,7 +131,7 @@ def _unexplained(
     matched: PolicyMatch,
     scale_layout: ScaleLayout,
     answers: Responses,
-    rounding: Behaviour,
+    rounding: Behavior,
     different: list[Counterexample],
 ) -> list[Counterexample]:
     """Counterexamples that the policy found and the rounding found do not explain together.

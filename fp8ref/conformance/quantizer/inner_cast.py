@@ -4,8 +4,8 @@ import dataclasses
 
 import numpy as np
 
-from fp8ref.conformance.cast import behaviour, decisions
-from fp8ref.conformance.cast.behaviour import KNOWN_CASTS, Behaviour, DoubleRounding
+from fp8ref.conformance.cast import behavior, decisions
+from fp8ref.conformance.cast.behavior import KNOWN_CASTS, Behavior, DoubleRounding
 from fp8ref.conformance.cast.outputs import Output, Responses
 from fp8ref.conformance.counterexample import Counterexample, rounded
 from fp8ref.conformance.explain import simplest
@@ -16,7 +16,7 @@ from fp8ref.conformance.quantizer.outputs import Quantizer
 from fp8ref.formats import BFLOAT16, Format
 
 
-def identify_inner_cast(quantizer: Quantizer, fmt: Format, largest: float, group: np.ndarray) -> tuple[list[Finding], Behaviour, Responses]:
+def identify_inner_cast(quantizer: Quantizer, fmt: Format, largest: float, group: np.ndarray) -> tuple[list[Finding], Behavior, Responses]:
     """The decisions of the cast that inputs of magnitude up to largest show, and its responses.
 
     largest  the amax whose scale is 1: the max that the policy scales to, less its margin.
@@ -38,7 +38,7 @@ def identify_inner_cast(quantizer: Quantizer, fmt: Format, largest: float, group
         found.append(whole.tensor[~anchors][: some.size])
     output = Output(array=np.concatenate(found), dtype=whole.dtype)
     a = Responses(x=x, source=quantizer.dtype, output=output, fmt=fmt, codes=output.codes(fmt))
-    b = KNOWN_CASTS["saturating"].behaviour(fmt)
+    b = KNOWN_CASTS["saturating"].behavior(fmt)
     rounding = decisions.rounding(a, b)
     b = dataclasses.replace(b, rounding=rounding.value or "nearest_even")
     # Zeros before subnormals: a lost sign would look like a wrong subnormal.
@@ -56,7 +56,7 @@ def unexpected_rounding(a: Responses, fmt: Format, largest: float, compute: Form
 
     A policy that computes in bfloat16 rounds to it before the cast (S-13).
     """
-    wanted = KNOWN_CASTS["saturating"].behaviour(fmt)
+    wanted = KNOWN_CASTS["saturating"].behavior(fmt)
     if compute is BFLOAT16:
         wanted = decisions.with_double_rounding(wanted, a.source, DoubleRounding(dtype=compute.name))
     differs = a.mismatches(wanted, canonical=True)
@@ -74,6 +74,6 @@ def unexpected_rounding(a: Responses, fmt: Format, largest: float, compute: Form
     return [dataclasses.replace(shown, input=f"{shown.input} beside {largest:g}, under scale 1")]
 
 
-def explains(a: Responses, b: Behaviour) -> bool:
-    """Whether all codes are those of behaviour b; NaN codes count as equal."""
-    return not np.any(a.canonical(a.codes) != a.canonical(behaviour.encode(a.x, a.fmt, b, source=a.source).astype(np.int64)))
+def explains(a: Responses, b: Behavior) -> bool:
+    """Whether all codes are those of behavior b; NaN codes count as equal."""
+    return not np.any(a.canonical(a.codes) != a.canonical(behavior.encode(a.x, a.fmt, b, source=a.source).astype(np.int64)))

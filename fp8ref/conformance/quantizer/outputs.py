@@ -92,7 +92,7 @@ def read(found: Any, x: np.ndarray) -> QuantizerOutput:
     if main is None:
         given = ", ".join(f"{dtype} {list(a.shape)}" for a, dtype in arrays.values()) or type(found).__name__
         raise ConformanceError(
-            f"it gives {given}; a quantiser gives codes (uint8 or float8) or values of the shape {list(x.shape)}, alone or with scales. "
+            f"it gives {given}; a quantizer gives codes (uint8 or float8) or values of the shape {list(x.shape)}, alone or with scales. "
             "Return (codes, scale)."
         )
     tensor, dtype = arrays.pop(main)

@@ -21,7 +21,7 @@ from fp8ref.sim.scaling import Quantized
 FIELDS, ANSWERS = ("M,N,K", "codes of a", "scale_inv of a", "codes of b", "scale_inv of b"), ("values",)
 # How an operand's codes are filled: patterns of whole arrays, where inputs.kinds sorts single
 # numbers.
-PATTERNS = ("ordinary", "any code", "one large", "cancelling", "subnormal", "zero", "specials")
+PATTERNS = ("ordinary", "any code", "one large", "canceling", "subnormal", "zero", "specials")
 ACCUMULATE = ("exact", "f32", *accumulate.ACCUMULATIONS)
 EPILOGUES = tuple(e.name for e in epilogues.EPILOGUES.values() if e.bias is None)
 OUTS = tuple(f.name for f in OUT_DTYPES)
@@ -178,7 +178,7 @@ def _operand(pattern: str, shape: tuple[int, int], name: str, granularity: str, 
         "ordinary": ordinary,
         "any code": np.minimum(magnitude, fmt.max_code),
         "one large": np.where(np.arange(shape[1]) == seed // 2 % shape[1], large, small),
-        "cancelling": ordinary,
+        "canceling": ordinary,
         "subnormal": lowest,
         "zero": np.zeros(shape),
         "specials": magnitude,
@@ -186,7 +186,7 @@ def _operand(pattern: str, shape: tuple[int, int], name: str, granularity: str, 
     if fmt.specials == "fnuz":
         sign[codes == 0] = 0
     codes = codes | sign
-    if pattern == "cancelling":  # the second half of K repeats the first, in one operand negated: all products but one cancel
+    if pattern == "canceling":  # the second half of K repeats the first, in one operand negated: all products but one cancel
         half = shape[1] // 2
         codes[:, half : 2 * half - 1] = codes[:, : half - 1] ^ np.uint8(fmt.sign_bit if seed % 2 else 0)
         if fmt.specials == "fnuz":

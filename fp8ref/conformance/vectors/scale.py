@@ -2,7 +2,7 @@
 (SEMANTICS S-3, S-9).
 
 A set has zero, infinity, NaN, subnormals, every power of two, every amax whose scale is a power of
-two, the policy's eps, and the amax below which a scale overflows, all with their neighbours. Random
+two, the policy's eps, and the amax below which a scale overflows, all with their neighbors. Random
 bits follow: half any, half near 1 (``inputs.amax_inputs.vector_bits``).
 """
 

@@ -37,7 +37,7 @@ class Verdict(Result):
     Answers come in any order, each vector as often as it is asked: once, except tiny random
     tensors, which may be drawn twice.
 
-    asked     the set; inputs are recognised by their text as gen writes it.
+    asked     the set; inputs are recognized by their text as gen writes it.
     some      vectors may be missing, unasked or repeated.
     unsure    why the set may not be the one that was answered, in words.
 

@@ -68,8 +68,8 @@ def of_attention(a: Value, b: Value, module: str, context: Context) -> Reason:
     before, after = ([int((out == variant).sum()) for out in outs] for variant in (simulated.before, simulated.after))
     return Reason(
         ("M-3", "B-11"),
-        "queries, keys and values are equal; the order of float32 sums, and whether probabilities are normalised before or after their rounding, are the "
-        f"library's. Normalised before it, the simulator has {before[0]:,} of {outs[0].size:,} elements of {names[0]} and {before[1]:,} of {names[1]}; "
+        "queries, keys and values are equal; the order of float32 sums, and whether probabilities are normalized before or after their rounding, are the "
+        f"library's. Normalized before it, the simulator has {before[0]:,} of {outs[0].size:,} elements of {names[0]} and {before[1]:,} of {names[1]}; "
         f"after it, {after[0]:,} and {after[1]:,}. In units of B-11's bound {shown}",
     )
 
@@ -105,7 +105,7 @@ def _clauses(cast: CastSpec) -> tuple[tuple[str, ...], str]:
 
 
 def _quantized(v: Value, at: int, context: Context) -> scaling.Quantized:
-    """An operand of a GEMM as the simulator quantises it, in its tensor's layout."""
+    """An operand of a GEMM as the simulator quantizes it, in its tensor's layout."""
     assert v.observation is not None
     o, role = v.observation, OPERANDS[v.observation.gemm][at]
     spec = context.recipes[0][o.layer].gemms[o.gemm]

@@ -18,7 +18,7 @@ class Difference:
               shapes or formats differ.
     a, b      the two elements, with their bits; or the two shapes and formats.
     differ    how many of ``of`` elements differ.
-    worst     the largest distance, counted in neighbouring numbers of ``unit``; None without
+    worst     the largest distance, counted in neighboring numbers of ``unit``; None without
               elements.
     largest   the largest distance as a number; None if it is not finite, or without elements.
     """
@@ -65,7 +65,7 @@ def _distance(x: np.ndarray, y: np.ndarray, fmt: Format | None) -> tuple[np.ndar
     if fmt is not None:
         x, y = (cast.canonical_nans(v, fmt) for v in (x, y))
         # Codes are sign and magnitude. As signed integers they are ordered like their values, and
-        # neighbouring numbers are 1 apart.
+        # neighboring numbers are 1 apart.
         magnitudes = [(v & ~np.uint8(fmt.sign_bit)).astype(np.int64) for v in (x, y)]
         left, right = (np.where(v & fmt.sign_bit, -m, m) for v, m in zip((x, y), magnitudes, strict=True))
         return np.abs(left - right), x == y, f"codes of {fmt.name}"

@@ -18,7 +18,7 @@ REASONS = {
     "tokens": Reason(("D-2", "D-3"), "a batch is a function of the text, data.seed and the step: one of them differs"),
     "initial weights": Reason(("M-6", "K-7"), "initial weights are a function of run.seed and the model, or are run.init_from's"),
     "state": Reason(("K-2",), "the states that both go on from are another"),
-    "recipe": Reason(("R-1",), "the recipes quantise it otherwise"),
+    "recipe": Reason(("R-1",), "the recipes quantize it otherwise"),
     "absent": Reason(("R-2",), "one of the recipes runs this GEMM in high precision"),
     "weight": Reason(("M-2",), "the masters are equal and what is multiplied is not their rounding in both"),
     "logits": Reason(
@@ -103,7 +103,7 @@ def _of_rounding(d: Difference, context: Context) -> Reason:
 
     Two float32 evaluations of up to 2^14 terms differ by less than 2^-9 of the result (gamma(n),
     Higham, section 3.1). A spacing of bfloat16 is at least 2^-8 of it. Their roundings are
-    therefore the same number or neighbours.
+    therefore the same number or neighbors.
     """
     if context.unobserved:
         return Reason(

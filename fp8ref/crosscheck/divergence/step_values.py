@@ -29,7 +29,7 @@ class Value:
     role         which array of the layer.
     part         of an FP8 operand: its high-precision tensor (value), scale or codes; else value.
     gemm         the FP8 GEMM that has the array as operand or result.
-    cast         how the operand is quantised.
+    cast         how the operand is quantized.
     observation  the whole of that GEMM.
     """
 

@@ -176,7 +176,7 @@ class RerunReport(Result):
         if not self.operands:
             say("no operand is in FP8")
         elif self.faithful:
-            verdict = ": numbers went wrong, not what quantises them" if self.first else ""
+            verdict = ": numbers went wrong, not what quantizes them" if self.first else ""
             say(f"codes and scales of all {self.operands} FP8 operands are the simulator's{verdict}")
         else:
             say(f"codes or scales of {self.failed.backend} are not the simulator's, as above: a fault of the implementation")

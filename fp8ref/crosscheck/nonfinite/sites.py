@@ -72,7 +72,7 @@ def in_backend(
 
 
 def _factors(o: Observation, recipe: Recipe, batch: tuple[int, ...]) -> dict[str, np.ndarray]:
-    """The dequantised operands with the reduced axis last, as ``Site.factors`` takes them."""
+    """The dequantized operands with the reduced axis last, as ``Site.factors`` takes them."""
     found: dict[str, np.ndarray] = {}
     spec = recipe.gemms[o.gemm]
     for role, (hp, codes, scale), how, axis in zip(OPERANDS[o.gemm], (o.a, o.b), (spec.a, spec.b), REDUCED_AXES[o.gemm], strict=True):

@@ -26,7 +26,7 @@ class Operation:
     precision is ``<plan>:<fast or slow>``.
 
     path      the named scopes that the operation came from.
-    kernel    in optimised HLO of a GPU, what runs it: a library's call, or the kind of its fusion.
+    kernel    in optimized HLO of a GPU, what runs it: a library's call, or the kind of its fusion.
     """
 
     kind: str

@@ -28,7 +28,7 @@ from fp8ref.recipe import OPERANDS, Recipe
 class Program:
     """The dots and collectives of a step, in order.
 
-    source    ``stablehlo``, ``hlo after spmd partitioning`` or ``optimised hlo``.
+    source    ``stablehlo``, ``hlo after spmd partitioning`` or ``optimized hlo``.
     """
 
     operations: tuple[Operation, ...]
@@ -43,7 +43,7 @@ class Gemm:
     a, b             dtypes of the operands, in the order of SEMANTICS L-2: grad_output before input.
     accumulate       ``fast`` or ``slow`` (G-7).
     multiplications  M N K.
-    kernel           in optimised HLO, what multiplies.
+    kernel           in optimized HLO, what multiplies.
     plan             the simulated hardware that multiplies on the host (G-19); None for a dot.
     """
 
@@ -109,7 +109,7 @@ def _compiled_anew() -> Iterator[None]:
 def read_compiled(compiled: jax.stages.Compiled | str) -> Program:
     """The operations of a step as XLA compiled it for a GPU, or of its text."""
     text = compiled if isinstance(compiled, str) else compiled.as_text()
-    return Program(tuple(hlo.from_text(text or "")), "optimised hlo")
+    return Program(tuple(hlo.from_text(text or "")), "optimized hlo")
 
 
 def gemms(program: Program) -> list[Gemm]:
@@ -146,12 +146,12 @@ def missing(
                gathered in FP8; a wider gather is a line of its own.
     plan       simulated hardware that must run all of the GEMMs (B-12); None: XLA's own dots.
 
-    A GEMM on dequantised operands (G-16) runs no FP8 dot, so only a plan asks for it.
+    A GEMM on dequantized operands (G-16) runs no FP8 dot, so only a plan asks for it.
     """
     lines, dots, moved = [], gemms(program), collectives(program)
     for layer, recipe in planned.items():
         for which, spec in recipes.by_name(recipe).gemms.items():
-            if spec.a is None or spec.b is None or (plan is None and gemm.dequantises(spec.a.granularity)):
+            if spec.a is None or spec.b is None or (plan is None and gemm.dequantizes(spec.a.granularity)):
                 continue
             wanted = _said(_name(cast.DTYPES[spec.a.fmt.name]), _name(cast.DTYPES[spec.b.fmt.name]), spec.accumulate, plan)
             here = [dot for dot in dots if (dot.layer, dot.which) == (layer, which)]
@@ -214,16 +214,16 @@ def manifest(
 ) -> dict:
     """The proof as a run's manifest keeps it.
 
-    It holds the dots of planned linears, gathers by type, GEMMs on dequantised operands and what is
+    It holds the dots of planned linears, gathers by type, GEMMs on dequantized operands and what is
     missing; under simulated hardware its GEMMs; of a compiled program its kernels and gathers.
     """
     here = [dot for dot in gemms(program) if dot.layer in planned]
     dots, simulated = ([dot for dot in here if (dot.plan is None) is native] for native in (True, False))
-    dequantised = [
+    dequantized = [
         f"{layer}/{which}"
         for layer, recipe in planned.items()
         for which, spec in recipes.by_name(recipe).gemms.items()
-        if spec.a and plan is None and gemm.dequantises(spec.a.granularity)
+        if spec.a and plan is None and gemm.dequantizes(spec.a.granularity)
     ]
     return (
         {
@@ -231,7 +231,7 @@ def manifest(
             "gemms": [
                 {"gemm": f"{dot.layer}/{dot.which}", "a": dot.a, "b": dot.b, "accumulate": dot.accumulate, "fp8": dot.fp8} for dot in dots
             ],
-            "on_dequantised_operands": dequantised,
+            "on_dequantised_operands": dequantized,
             "gathers": gathers(program),
             "missing": missing,
         }

@@ -98,7 +98,7 @@ class _Reader:
                 (self._trace.wanted if which in there else self._trace.unwanted).update(f"{name}/{which}" for name in self._shared(layer))
 
     def read(self, graph: Graph) -> None:
-        """Record the labelled GEMMs of a post-grad graph."""
+        """Record the labeled GEMMs of a post-grad graph."""
         for node in graph.nodes:
             if node.target in OPERANDS_AT and _LABEL in node.meta:
                 layer, which = node.meta[_LABEL]

@@ -59,7 +59,7 @@ def manifest(
 ) -> dict:
     """The proof for a run's manifest, as plain data.
 
-    It holds each distinct GEMM of a planned linear once, the GEMMs on dequantised operands, those
+    It holds each distinct GEMM of a planned linear once, the GEMMs on dequantized operands, those
     whose gradient is not needed, the number of weights gathered in each type, and what is missing.
     GEMMs under simulated hardware are a list of their own.
     """

@@ -1,4 +1,4 @@
-"""Read, split and tokenise text files, .jsonl, .parquet and datasets of the hub (SEMANTICS D-6)."""
+"""Read, split and tokenize text files, .jsonl, .parquet and datasets of the hub (SEMANTICS D-6)."""
 
 import hashlib
 import json
@@ -15,7 +15,7 @@ from fp8ref.train.data.sources import Source
 from fp8ref.train.data.tokenizers import Bytes, Tokenizer, library
 from fp8ref.train.sections import DataConfig
 
-IN_MEMORY = 4 * 2**30  # the most bytes of text that a run tokenises when it starts; takes minutes
+IN_MEMORY = 4 * 2**30  # the most bytes of text that a run tokenizes when it starts; takes minutes
 MEBIBYTE = 2**20
 
 
@@ -47,7 +47,7 @@ def text_is_validation(text: bytes, fraction: float) -> bool:
 
 
 def check_size(data: DataConfig, source: Source) -> None:
-    """ConfigError if the source is too large to be tokenised when a run starts."""
+    """ConfigError if the source is too large to be tokenized when a run starts."""
     size = sum(_size(path) for _, path in source.files)
     if size > IN_MEMORY:
         raise ConfigError(
@@ -56,12 +56,12 @@ def check_size(data: DataConfig, source: Source) -> None:
         )
 
 
-def tokenised(data: DataConfig, source: Source, tokenizer: Tokenizer, *, shown: bool = True) -> Iterator[tuple[bool, np.ndarray]]:
+def tokenized(data: DataConfig, source: Source, tokenizer: Tokenizer, *, shown: bool = True) -> Iterator[tuple[bool, np.ndarray]]:
     """(for validation?, tokens) of every document that is not empty, in order, with a progress bar."""
     total = None if source.kind == "hub" else sum(_size(path) for _, path in source.files) // MEBIBYTE
     batch: list[Document] = []
     size = count = advanced = 0
-    with console.bar("tokenising, MiB" if total is not None else "tokenising", total, shown=shown) as advance:
+    with console.bar("tokenizing, MiB" if total is not None else "tokenizing", total, shown=shown) as advance:
 
         def flush() -> Iterator[tuple[bool, np.ndarray]]:
             nonlocal advanced, count

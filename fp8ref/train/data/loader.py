@@ -114,12 +114,12 @@ def _bytes(config: Config, source: Source) -> tuple[Windows, Windows, dict]:
 
 
 def _documents(config: Config, source: Source, first: bool) -> tuple[Windows, Windows, dict]:
-    """Documents, tokenised now and kept in memory (D-6)."""
+    """Documents, tokenized now and kept in memory (D-6)."""
     tokenizer = tokenizers.load(config.data, source.kind)
     shards.check_vocabulary(tokenizer.vocab_size, config.model.vocab_size, f"tokenizer {tokenizer.name}")
     documents.check_size(config.data, source)
     splits: dict[bool, list[np.ndarray]] = {False: [], True: []}
-    for held_out, tokens in documents.tokenised(config.data, source, tokenizer, shown=first):
+    for held_out, tokens in documents.tokenized(config.data, source, tokenizer, shown=first):
         splits[held_out].append(tokens)
     empty = [np.empty(0, tokenizer.dtype)]
     train, validation = (np.concatenate(splits[held_out] or empty) for held_out in (False, True))

@@ -1,4 +1,4 @@
-"""``fp8ref data prepare``: tokenise text or documents into token shards (SEMANTICS D-7)."""
+"""``fp8ref data prepare``: tokenize text or documents into token shards (SEMANTICS D-7)."""
 
 import contextlib
 import dataclasses
@@ -70,7 +70,7 @@ class _Writer:
 
 
 def prepare(data: DataConfig, out: Path, *, shard_tokens: int = SHARD_TOKENS, hf_split: str | None = None) -> Sidecar:
-    """Tokenise a source into train-00000.bin, val-00000.bin and so on, and shards.json, in the
+    """Tokenize a source into train-00000.bin, val-00000.bin and so on, and shards.json, in the
     directory ``out``.
 
     The directory appears when it is complete, or not at all.
@@ -132,7 +132,7 @@ def _write(data: DataConfig, source: sources.Source, tokenizer: tokenizers.Token
     with contextlib.ExitStack() as stack:
         stack.callback(train.abandon)
         stack.callback(validation.abandon)
-        for held_out, tokens in documents.tokenised(data, source, tokenizer):
+        for held_out, tokens in documents.tokenized(data, source, tokenizer):
             (validation if held_out else train).write(tokens)
         train.finish()
         validation.finish()

@@ -1,7 +1,7 @@
 """Tokenizers: bytes, Hugging Face's tokenizer.json, or a tiktoken encoding (SEMANTICS D-6).
 
 The libraries are imported only when used. Only the end-of-document token is added, and the text of
-a special token in a document is tokenised as plain text.
+a special token in a document is tokenized as plain text.
 """
 
 import importlib

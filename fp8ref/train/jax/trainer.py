@@ -149,7 +149,7 @@ class Trainer:
         jax.effects_barrier()
 
     def statistics(self, tokens: np.ndarray) -> dict[str, dict]:
-        """Quantisation statistics of every FP8 operand of a batch (SEMANTICS Q-8), from a pass that
+        """Quantization statistics of every FP8 operand of a batch (SEMANTICS Q-8), from a pass that
         updates nothing."""
         operands = planned(self.decisions)
         if not operands:

@@ -1,6 +1,6 @@
 """The figures of a report: losses, gaps to bf16, metrics and heat maps of statistics.
 
-``svg`` defines their colours.
+``svg`` defines their colors.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +20,7 @@ from fp8ref.train.report.runs import Run
 from fp8ref.train.report.seed_noise import Paired, Seeds
 
 POINTS = 1000  # points in a curve: a screen shows no more, and every page would carry them
-DASHES = ("-", (0, (5, 2)), (0, (1, 1.5)))  # so that runs also differ without colours
+DASHES = ("-", (0, (5, 2)), (0, (1, 1.5)))  # so that runs also differ without colors
 # {measure: (title, show the larger value of the two GEMMs that use a tensor?, transform)}
 MEASURES: dict[str, tuple[str, bool, Callable]] = {
     "amax": ("largest magnitude (log2)", True, np.log2),
@@ -150,8 +150,8 @@ def _looks(group: Sequence[Run], seeds: Seeds) -> Iterator[tuple[Run, dict[str, 
         if any(run is member for member in seeds.runs):
             yield run, {"color": svg.SEED, "linewidth": 1.0, "zorder": 2}
             continue
-        turn, colour = divmod(others, len(svg.RUNS))
-        yield run, {"color": svg.RUNS[colour], "linestyle": DASHES[turn % len(DASHES)], "linewidth": 1.7, "zorder": 3}
+        turn, color = divmod(others, len(svg.RUNS))
+        yield run, {"color": svg.RUNS[color], "linestyle": DASHES[turn % len(DASHES)], "linewidth": 1.7, "zorder": 3}
         others += 1
 
 
@@ -176,9 +176,9 @@ def _peaks(values: np.ndarray) -> np.ndarray:
     return np.lib.stride_tricks.sliding_window_view(padded, k).max(axis=-1)
 
 
-def _band(ax: Axes, x, low, high, colour: str) -> None:
+def _band(ax: Axes, x, low, high, color: str) -> None:
     some = _every(len(x))
-    ax.fill_between(x[some], low[some], high[some], color=colour, alpha=0.3, linewidth=0)
+    ax.fill_between(x[some], low[some], high[some], color=color, alpha=0.3, linewidth=0)
 
 
 def _line(ax: Axes, x, y, name: str, look: dict[str, Any]) -> None:

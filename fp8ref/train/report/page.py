@@ -200,7 +200,7 @@ def _gemm(name: str, proof: dict | None) -> str:
     if any(message.startswith((f"{name}:", f"{name} ")) for message in proof.get("missing", [])):
         return "MISSING"
     if name in proof.get("on_dequantised_operands", []):
-        return "dequantised: FP8 values, high-precision GEMM"
+        return "dequantized: FP8 values, high-precision GEMM"
     if name in proof.get("pruned", []):
         return "not needed"
     if simulated := next((gemm for gemm in proof.get("simulated", []) if gemm["gemm"] == name), None):

@@ -17,7 +17,7 @@ below it may still be real; its confidence interval shows that.
 Steps of one run are *not* observations: a seed's loss stays high or low for long, and more steps
 add little. Hence two seeds prove little: t is 6.3 for two, 2.9 for three, 2.1 for five.
 
-*The interval of a gap* uses batch means, because gaps of neighbouring steps are correlated. The W
+*The interval of a gap* uses batch means, because gaps of neighboring steps are correlated. The W
 steps are cut into 5 batches, whose means are more nearly independent. It shows how well this pair's
 gap is known, not what another pair would show.
 
@@ -139,10 +139,10 @@ def window(steps: int) -> int:
 def running_mean(losses: np.ndarray, width: int) -> np.ndarray:
     """Means of ``width`` consecutive values on the last axis: [..., S] -> [..., S - width + 1]."""
     losses = np.asarray(losses, np.float64)
-    centre = losses.mean(axis=-1, keepdims=True)  # keeps the sums small, and those of a constant exactly 0
-    sums = np.cumsum(losses - centre, axis=-1)
-    sums = np.concatenate([np.zeros_like(centre), sums], axis=-1)
-    return (sums[..., width:] - sums[..., :-width]) / width + centre
+    center = losses.mean(axis=-1, keepdims=True)  # keeps the sums small, and those of a constant exactly 0
+    sums = np.cumsum(losses - center, axis=-1)
+    sums = np.concatenate([np.zeros_like(center), sums], axis=-1)
+    return (sums[..., width:] - sums[..., :-width]) / width + center
 
 
 def band(curves: np.ndarray, *, confidence: float = CONFIDENCE) -> Band:

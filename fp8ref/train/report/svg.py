@@ -1,4 +1,4 @@
-"""Export matplotlib figures as PNG, and as inline SVG with CSS colours for light and dark pages."""
+"""Export matplotlib figures as PNG, and as inline SVG with CSS colors for light and dark pages."""
 
 import io
 import re
@@ -7,7 +7,7 @@ import warnings
 import matplotlib
 from matplotlib.figure import Figure
 
-# {variable: (light pages and PNGs, dark pages)}. Runs have Okabe and Ito's colours, made darker or
+# {variable: (light pages and PNGs, dark pages)}. Runs have Okabe and Ito's colors, made darker or
 # lighter for contrast.
 COLOURS = {
     "ink": ("#1c1d21", "#e8e8ec"),
@@ -38,12 +38,12 @@ STYLE = {
 
 
 def variables(dark: bool) -> str:
-    """CSS declarations of the colours, for dark or light pages."""
+    """CSS declarations of the colors, for dark or light pages."""
     return " ".join(f"--{name}: {pair[dark]};" for name, pair in COLOURS.items())
 
 
 def inline(figure: Figure, name: str, label: str) -> str:
-    """The figure as an <svg> element whose colours are CSS variables. label: for screen readers.
+    """The figure as an <svg> element whose colors are CSS variables. label: for screen readers.
 
     Ids that are referred to get the prefix ``name``, so that several figures fit one page; others
     are removed.

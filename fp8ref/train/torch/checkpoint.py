@@ -129,7 +129,7 @@ def _as_os_error() -> Iterator[None]:
 
 
 def _be_quiet() -> None:
-    """Hide dcp's warning that torch.distributed is not initialised.
+    """Hide dcp's warning that torch.distributed is not initialized.
 
     A run of one process is fine.
     """

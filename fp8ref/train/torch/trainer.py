@@ -106,7 +106,7 @@ class Trainer:
     def moments(self) -> dict[str, dict[str, np.ndarray]]:
         """Both of Adam's moments, float32: by which, then by parameter.
 
-        Moments in FP8 (T-6) are dequantised.
+        Moments in FP8 (T-6) are dequantized.
         """
         optimizer.begin(self._optimizer)
         names = {id(p): name for name, p in self._params.items()}
@@ -160,7 +160,7 @@ class Trainer:
         self._step.forget()
 
     def statistics(self, tokens: np.ndarray) -> dict[str, dict]:
-        """Quantisation statistics of every FP8 operand of a batch (SEMANTICS Q-8), from an eager
+        """Quantization statistics of every FP8 operand of a batch (SEMANTICS Q-8), from an eager
         pass without update."""
         with torch.compiler.set_stance("force_eager"):
             _, found = self._measured(tokens)

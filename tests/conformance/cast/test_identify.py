@@ -12,7 +12,7 @@ import torch
 
 from fp8ref.conformance import exhaustive, identify_cast
 from fp8ref.conformance import subject as subjects
-from fp8ref.conformance.cast.behaviour import KNOWN_CASTS, DoubleRounding
+from fp8ref.conformance.cast.behavior import KNOWN_CASTS, DoubleRounding
 from fp8ref.conformance.cast.identify import check_all_inputs
 from fp8ref.conformance.subject import ConformanceError
 from fp8ref.formats import E4M3FN, E5M2, E8M0FNU
@@ -66,7 +66,7 @@ def to_ml_dtypes(fmt):
 def test_the_libraries_by_name(function, framework, fmt, names):  # C-8
     found = identify_cast(function(fmt), fmt, name="theirs", framework=framework)
     assert found.ok
-    assert found.found["behaviour"] == names
+    assert found.found["behavior"] == names
     assert found.found["double_rounding"] is None
 
 
@@ -217,7 +217,7 @@ def test_a_cast_of_bfloat16_alone():
 
     found = identify_cast(function, E4M3FN)
     assert found.framework == "torch"
-    assert found.found["behaviour"] == ["torch"]
+    assert found.found["behavior"] == ["torch"]
     assert list(found.found["double_roundings"]) == ["bfloat16"]
 
 
@@ -251,7 +251,7 @@ def test_the_rare_input_is_found_among_all(monkeypatch):
     start = int(rare.view(np.uint32)) & ~0xFFFFF
     assert start > 0
     finding, unlike = check_all_inputs(
-        subjects.Subject(name="mine", function=function), E4M3FN, KNOWN_CASTS["saturating"].behaviour(E4M3FN), inputs=start + 0x100000
+        subjects.Subject(name="mine", function=function), E4M3FN, KNOWN_CASTS["saturating"].behavior(E4M3FN), inputs=start + 0x100000
     )
     assert [w.bits for w in unlike] == [(f"0x{int(rare.view(np.uint32)):08X}",)]
     assert finding.value == start + 0x100000 - 1
@@ -309,7 +309,7 @@ def test_what_is_no_cast(function, said):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"expect": "tf32"}, "a cast's behaviour is one of"),
+        ({"expect": "tf32"}, "a cast's behavior is one of"),
         ({"framework": "mxnet"}, "arrays are of numpy, torch, jax; got 'mxnet'"),
         ({"framework": "jax", "device": "cuda"}, "a device is chosen for torch's arrays; got 'cuda' with jax"),
         ({"framework": "torch", "device": "meteor"}, "device 'meteor' is not there"),

@@ -25,12 +25,12 @@ def test_stochastic_rounding(fmt, saturate, repeats):  # C-2 to C-6
     found = identify_cast(at_random(fmt, repeats=repeats, saturate=saturate), fmt)
     special = "nan" if fmt.inf_code is None else "inf"
     beyond = ("max", fmt.max_code) if saturate else (special, fmt.nan_code if fmt.inf_code is None else fmt.inf_code)
-    named = found.found.pop("behaviour_but_for_rounding")
+    named = found.found.pop("behavior_but_for_rounding")
     assert ("saturating" if saturate else "non_saturating") in named
-    assert set(named) <= set(found.found.pop("behaviour_but_for_rounding_and_nan_codes"))
+    assert set(named) <= set(found.found.pop("behavior_but_for_rounding_and_nan_codes"))
     assert found.found == {
         "format": fmt.name,
-        "behaviour": [],
+        "behavior": [],
         "rounding": "stochastic",
         "repeats_itself": repeats,
         "saturates": saturate,
@@ -156,7 +156,7 @@ def test_what_it_decides_without_chance(name, differs, shown):  # C-3 to C-6
     assert {key: found.found[key] for key in right} == right | differs
     assert not found.ok
     assert not found.identified
-    assert found.found["behaviour_but_for_rounding"] == []
+    assert found.found["behavior_but_for_rounding"] == []
     assert "is otherwise none of those known" in found.message
     assert str(found.unlike[0]).endswith(shown)
 
@@ -179,7 +179,7 @@ def wrong_at_the_end_of_many(x):
     [
         (planted.Stale(), r"float32 nan \(0xFFFFFFFF\) gave other codes the second time"),
         (wrong_at_the_end_of_many, r"float32 -.* \(0x.*\) is not given one code all over an array"),
-        (planted.AtRandom().moves_numbers, r"float32 3.5 \(0x40600000\) gave 0x47 = 3.75, which is no neighbour"),
+        (planted.AtRandom().moves_numbers, r"float32 3.5 \(0x40600000\) gave 0x47 = 3.75, which is no neighbor"),
     ],
 )
 def test_what_does_not_repeat_itself_and_does_not_round_at_random(function, said):  # C-2

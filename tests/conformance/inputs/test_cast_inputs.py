@@ -19,7 +19,7 @@ def test_edges_hold_every_number_every_tie_and_overflow(fmt):
     assert np.isinf(values).any()
 
 
-def test_edges_and_16_bit_values_have_every_tie_and_its_neighbours():
+def test_edges_and_16_bit_values_have_every_tie_and_its_neighbors():
     for fmt in (E4M3FN, E5M2):
         inputs = set(cast_inputs.edges_and_16_bit(fmt).view(np.uint32).tolist())
         values = np.unique(cast.decode(np.arange(256, dtype=np.uint8), fmt))

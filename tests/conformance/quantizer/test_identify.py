@@ -65,7 +65,7 @@ def flax_quantizer(x):
         (jax.jit(lambda x: jax_scaling.quantize(x, E4M3FN)), "jax", "torchao", "tensorwise", "scale and scale_inv"),
         (lambda x: torch_scaling.quantize(x, E4M3FN), "torch", "torchao", "tensorwise", "scale and scale_inv"),
     ],
-    ids=["torchao", "dequantised", "rowwise", "floor", "rceil", "flax", "flax jit", "sim", "fp8ref.jax", "fp8ref.torch"],
+    ids=["torchao", "dequantized", "rowwise", "floor", "rceil", "flax", "flax jit", "sim", "fp8ref.jax", "fp8ref.torch"],
 )
 def test_the_libraries_by_name(function, framework, policy, granularity, returns):  # S-16
     found = identify_quantizer(function, E4M3FN, framework=framework, expect=policy, granularity=granularity)
@@ -178,7 +178,7 @@ def test_places_and_shapes_of_what_is_returned_are_said():
     assert (said.text, said.evidence) == ("scale as [0] [1, 384]", "beside uint8 of x's shape, [256, 384], as [1]")
 
 
-def test_a_remainder_that_is_not_quantised():  # S-5, S-6
+def test_a_remainder_that_is_not_quantized():  # S-5, S-6
     def function(x):
         codes, scale = planted.torchao(x)
         codes[x.shape[0] // 32 * 32 :] = 0
@@ -290,7 +290,7 @@ def refuses_nan(x):
         (wanders, r"mine does not repeat itself: x random in .* for x\[0, 0\] = .*bits 0x"),
         (
             lambda x: (planted.torchao(x)[0].T, 1.0),
-            r"it gives uint8 \[384, 256\], float64 \[\]; a quantiser gives codes .*shape \[256, 384\]",
+            r"it gives uint8 \[384, 256\], float64 \[\]; a quantizer gives codes .*shape \[256, 384\]",
         ),
         (lambda x: (x.astype(np.int8), 1.0), "it gives int8"),
         (lambda x: None, "it gives NoneType"),

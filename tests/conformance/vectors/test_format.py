@@ -34,7 +34,7 @@ def judged(*lines, operation="cast", settings=None, **rules):
         (["# fp8ref vectors 2: cast format=e4m3fn", "3F800000 38"], "line 1: these are vectors of version 2"),
         (["# fp8ref vectors 1: scale format=e4m3fn", "3F800000 38"], "line 1: these are vectors of 'scale', not of 'cast'"),
         (["# fp8ref vectors 1 cast", "3F800000 38"], "line 1: a header is"),
-        (["# fp8ref vectors 1: cast format=e4m3fn colour=red", "3F800000 38"], "got 'colour'"),
+        (["# fp8ref vectors 1: cast format=e4m3fn color=red", "3F800000 38"], "got 'color'"),
         (["# fp8ref vectors 1: cast format=e4m3fn seed=x", "3F800000 38"], "seed of a header is an integer; got 'x'"),
         (["# fp8ref vectors 1: cast source=float32", "3F800000 38"], "a header names a format"),
         (["# fp8ref vectors 1: cast format=e9m9", "3F800000 38"], "a cast's format is one of .*; got 'e9m9'"),

@@ -155,7 +155,7 @@ def test_an_inverse_and_an_e8m0_code_are_answers_too():  # S-14
         judged("scale", {"format": "e5m2", "policy": "flax"}, of("flax", "scale"), made="e8m0")
 
 
-def quantised(question: Quantize, *, codes=lambda c: c, scale=lambda s: s, **other):
+def quantized(question: Quantize, *, codes=lambda c: c, scale=lambda s: s, **other):
     source = dtypes.by_name(question.source)
 
     def answer(shape: str, numbers: str) -> str:
@@ -178,22 +178,22 @@ def quantised(question: Quantize, *, codes=lambda c: c, scale=lambda s: s, **oth
     ],
     ids=lambda s: "-".join(str(v) for v in s.values()),
 )
-def test_quantisers(settings):  # S-5, S-6
+def test_quantizers(settings):  # S-5, S-6
     question = Quantize(**settings)
-    verdict = judged("quantize", settings, quantised(question))
+    verdict = judged("quantize", settings, quantized(question))
     assert verdict.ok
     if settings.get("count", 30) == 30:
         assert set(verdict.compared) == {
             "ordinary", "outliers", "wide", "subnormal", "zeros", "zero lines", "power of two", "huge", "infinity", "NaN",
         }  # fmt: skip
-    verdict = judged("quantize", settings, quantised(question, scale=lambda s: s * np.float32(2)))
+    verdict = judged("quantize", settings, quantized(question, scale=lambda s: s * np.float32(2)))
     assert "of amax" in verdict.first[0]["vector"]
 
 
 def test_a_set_that_repeats_itself_is_asked_as_often():
     """Of tensors of one element some are alike."""
     settings = {"format": "e4m3fn", "shape": "1"}
-    stream = answered(generate("quantize", settings), quantised(Quantize(**settings)))
+    stream = answered(generate("quantize", settings), quantized(Quantize(**settings)))
     assert len(set(stream)) < len(stream)
     assert judge("quantize", stream, settings=settings, rules={}).ok
     again = judge("quantize", [*stream, stream[2]], settings=settings, rules={})
@@ -207,7 +207,7 @@ def test_a_wrong_code_under_a_right_scale_is_named_by_its_element():
         codes[-1, -1] ^= 1
         return codes
 
-    verdict = judged("quantize", {"format": "e4m3fn", "count": 1}, quantised(Quantize(format="e4m3fn"), codes=last_off))
+    verdict = judged("quantize", {"format": "e4m3fn", "count": 1}, quantized(Quantize(format="e4m3fn"), codes=last_off))
     assert verdict.differ == {"ordinary": 1}
     assert "element [3, 127]" in verdict.first[0]["vector"]
     assert "1 of 512 codes differ" in verdict.first[0]["rule"]
@@ -242,7 +242,7 @@ def test_gemms(settings, how):  # G-2, G-3, G-12
 def test_other_sums_are_told_apart_and_named():
     settings, how = {"format": "e4m3fn"}, {"accumulate": "hopper_slow"}
     verdict = judged("gemm", settings, multiplied(gemms.Gemm(**settings), **how))
-    assert {"ordinary", "one large", "cancelling"} <= set(verdict.differ)
+    assert {"ordinary", "one large", "canceling"} <= set(verdict.differ)
     assert not {"zero"} & set(verdict.differ)
     assert any("Got is what --accumulate hopper_slow --epilogue scale_then_round gives." in d["rule"] for d in verdict.first)
 

@@ -41,7 +41,7 @@ def test_attention_is_held_to_its_bound(fault):  # B-11
     if fault == 1:
         assert found.clauses == ("M-3", "B-11")
         assert (
-            f"Normalised before it, the simulator has 2,048 of 2,048 elements of a and {same:,} of b; after it, {same:,} and 2,048."
+            f"Normalized before it, the simulator has 2,048 of 2,048 elements of a and {same:,} of b; after it, {same:,} and 2,048."
             in found.text
         )
     else:

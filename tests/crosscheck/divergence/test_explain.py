@@ -62,7 +62,7 @@ def test_a_gradient_of_a_gemm_in_high_precision_is_a_sum_in_any_order():  # G-9
 
 
 @pytest.mark.parametrize("layer", [Q, DOWN])
-def test_roundings_of_one_result_are_neighbours_or_no_clause_explains_them(layer):  # M-3
+def test_roundings_of_one_result_are_neighbors_or_no_clause_explains_them(layer):  # M-3
     v = value("forward", layer, "input", gemm="output")
     for worst, unit in ((2, "bfloat16"), (1, "float32")):
         far = Difference(element=(0,), a="", b="", differ=1, of=2, worst=worst, unit=unit)

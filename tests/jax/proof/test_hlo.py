@@ -29,7 +29,7 @@ def planned(*dots):
 
 def test_the_librarys_kernels():
     program = proof.read_compiled(CUBLASLT)
-    assert program.source == "optimised hlo"
+    assert program.source == "optimized hlo"
     first, second, attention = proof.gemms(program)
     assert (first.layer, first.which, first.a, first.b, first.out, first.accumulate) == (
         Q_PROJ,

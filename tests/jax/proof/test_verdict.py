@@ -117,19 +117,19 @@ def test_another_recipe_a_missing_layer_and_a_missing_gather_are_lines():
 def test_a_scale_moved_to_the_operand_is_caught(monkeypatch):
     """The rowwise fallback that XLA makes a bf16 GEMM of on a GPU: the dot then multiplies no FP8."""
 
-    def dequantised(a, b, *, accumulate, epilogue="scale_then_round", out_dtype=jnp.float32, collective=None, turned=False, multiply=None):
+    def dequantized(a, b, *, accumulate, epilogue="scale_then_round", out_dtype=jnp.float32, collective=None, turned=False, multiply=None):
         return linear.gemm.matmul_hp(
             scaling.dequantize(a), scaling.dequantize(b), axes=(a.axis, b.axis), out_dtype=out_dtype, collective=collective
         )
 
-    monkeypatch.setattr(linear.gemm, "matmul", dequantised)
+    monkeypatch.setattr(linear.gemm, "matmul", dequantized)
     found = proof.missing(proof.read(lowered("rowwise", "one")), {"layers.0.fc": "rowwise"})
     assert found[0] == "layers.0.fc/output: planned f8e4m3fn x f8e4m3fn, fast; f32 x f32, fast"
     assert len(found) == 3
 
 
 def test_a_single_constraint_that_gathers_something_wider_is_caught(monkeypatch):
-    """With the codes pinned to whole rows only, XLA may quantise after the gather: guarded by the second constraint."""
+    """With the codes pinned to whole rows only, XLA may quantize after the gather: guarded by the second constraint."""
     with_both = proof.read(lowered("tensorwise", "jit"))
 
     def one_constraint(x, placement, role):

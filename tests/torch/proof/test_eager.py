@@ -46,8 +46,8 @@ def test_gemms_in_high_precision_are_seen_as_such_and_not_asked_for(recipe):
     assert {(g.a, g.b, g.accumulate, g.granularity) for g in trace.gemms} == {(kind, kind, None, None)}
     assert sorted(g.name for g in trace.gemms) == sorted(f"{i}/{which}" for i in "02" for which in RECIPES[recipe].gemms)
     assert proof.missing(trace, {"0": recipe, "2": recipe}) == []
-    dequantised = proof.manifest(trace, {"0": recipe}, [])["on_dequantised_operands"]
-    assert dequantised == ([] if recipe == "bf16" else ["0/output", "0/grad_input", "0/grad_weight"])
+    dequantized = proof.manifest(trace, {"0": recipe}, [])["on_dequantised_operands"]
+    assert dequantized == ([] if recipe == "bf16" else ["0/output", "0/grad_input", "0/grad_weight"])
 
 
 def test_a_gradient_that_nobody_needs_is_pruned_and_not_missing():

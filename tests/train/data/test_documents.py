@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
-from tokenising import write_words
+from tokenizing import write_words
 
 from fp8ref.errors import ConfigError
 from fp8ref.llama import LlamaConfig
@@ -145,7 +145,7 @@ def words(tmp_path_factory):
     return str(write_words(tmp_path_factory.mktemp("words") / "tokenizer.json"))
 
 
-def test_training_reads_tokenised_documents_that_follow_each_other(tmp_path, words):  # D-6
+def test_training_reads_tokenized_documents_that_follow_each_other(tmp_path, words):  # D-6
     write(tmp_path / "train.jsonl", ["fp8 amax", "bits"] * 20)
     write(tmp_path / "val.jsonl", ["scale"] * 20)
     batches = opened(tmp_path, tokenizer=words, end_of_document="<|end|>")
@@ -184,7 +184,7 @@ def test_a_vocabulary_larger_than_the_model_s_is_refused_before_anything_is_read
     content["model"]["vocab"]["rare"] = 300
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
     write(tmp_path / "a.jsonl", TEXTS)
-    monkeypatch.setattr(documents, "tokenised", lambda *_, **__: pytest.fail("was read"))
+    monkeypatch.setattr(documents, "tokenized", lambda *_, **__: pytest.fail("was read"))
     with pytest.raises(ConfigError, match=r"model.vocab_size is 256, and the vocabulary of tokenizer .* 301"):
         opened(tmp_path / "a.jsonl", tokenizer=str(tmp_path / "tokenizer.json"), end_of_document="")
 

@@ -340,12 +340,12 @@ from fp8ref.train import config, loop
 from pathlib import Path
 loop.train(config.load(sys.argv[1]), "torch", Path(sys.argv[2]))
 if "jax" in sys.modules:  # grain imports it
-    from jax._src import xla_bridge  # jax.devices() and all else that is public would initialise what it asks for
+    from jax._src import xla_bridge  # jax.devices() and all else that is public would initialize what it asks for
     assert not xla_bridge.backends_are_initialized()
 """
 
 
-def test_a_torch_run_initialises_no_backend_of_jax(tmp_path, small):
+def test_a_torch_run_initializes_no_backend_of_jax(tmp_path, small):
     (tmp_path / "small.toml").write_text(tomli_w.dumps(configs.to_dict(small)))
     command = [sys.executable, "-c", WITHOUT_JAX, str(tmp_path / "small.toml"), str(tmp_path / "run")]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)

@@ -10,7 +10,7 @@ from pathlib import Path
 import datasets
 import numpy as np
 import pytest
-from tokenising import install_tiktoken, write_words
+from tokenizing import install_tiktoken, write_words
 
 from fp8ref import cli, console
 from fp8ref.errors import ConfigError
@@ -178,11 +178,11 @@ def test_an_empty_directory_is_filled_and_missing_parents_are_made(tmp_path, sou
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), ConfigError("line 3"), OSError(errno.ENOSPC, "No space left on device")])
 def test_what_stops_it_leaves_nothing(tmp_path, source, monkeypatch, error):
-    def tokenised(*_):
+    def tokenized(*_):
         yield False, np.arange(100, dtype=np.uint16)
         raise error
 
-    monkeypatch.setattr(documents, "tokenised", tokenised)
+    monkeypatch.setattr(documents, "tokenized", tokenized)
     with pytest.raises(KeyboardInterrupt if isinstance(error, KeyboardInterrupt) else ConfigError):
         make(source, tmp_path / "out", shard_tokens=30)
     assert [path.name for path in tmp_path.iterdir()] == ["source.jsonl"]
@@ -318,7 +318,7 @@ def test_the_bar_counts_the_source_s_bytes(tmp_path, source, monkeypatch):
     monkeypatch.setattr(documents, "MEBIBYTE", 100)
     make(source, tmp_path / "out")
     total = source.stat().st_size // 100
-    assert seen[0] == ("tokenising, MiB", total)
+    assert seen[0] == ("tokenizing, MiB", total)
     assert sum(by for _, by in seen[1:]) == total
     assert seen[-1][0] == f"{sum(len(t) + 1 for t in TEXTS):,} tokens"
 

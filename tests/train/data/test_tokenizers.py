@@ -3,7 +3,7 @@ import sys
 
 import numpy as np
 import pytest
-from tokenising import install_tiktoken, write_words
+from tokenizing import install_tiktoken, write_words
 
 from fp8ref.errors import ConfigError
 from fp8ref.train.config import DataConfig

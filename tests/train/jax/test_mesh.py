@@ -106,7 +106,7 @@ def test_a_step_is_lowered_from_shapes_as_it_is_from_arrays(parallel):
     assert proof.read(abstract.lowered(TOKENS[0])) == proof.read(Trainer(config).lowered(TOKENS[0]))
 
 
-def test_dequantised_operands_are_called_that():
+def test_dequantized_operands_are_called_that():
     config = CONFIG.replace(model={"hidden_size": 128, "intermediate_size": 128}, numerics={"recipe": "mxfp8"}, run={"steps": 1})
     proof = Trainer(config).prove(TOKENS[0])
     assert len(proof["on_dequantised_operands"]) == 21

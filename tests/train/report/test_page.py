@@ -133,7 +133,7 @@ def test_figures_lie_beside_the_page(seeds, fp8, write, tmp_path):
     assert all(path.read_bytes().startswith(b"\x89PNG\r\n") for path in (tmp_path / "out").glob("*.png"))
 
 
-def test_colours_are_variables_in_light_and_dark(seeds, fp8, write, tmp_path):
+def test_colors_are_variables_in_light_and_dark(seeds, fp8, write, tmp_path):
     write([*seeds, fp8()])
     text = (tmp_path / "out" / "report.html").read_text()
     assert "@media (prefers-color-scheme: dark) { :root {" in text
@@ -216,7 +216,7 @@ def test_runs_of_different_models_are_apart(seeds, tmp_path, small, write):
     assert f"{other.name}: cannot tell" in said
 
 
-def test_more_runs_than_colours_can_be_drawn(seeds, fp8, write):
+def test_more_runs_than_colors_can_be_drawn(seeds, fp8, write):
     shown, _ = write([*seeds, *(fp8(i / 50, f"run{i}") for i in range(8))])
     assert all(f"run{i}" in shown.text for i in range(8))
 
@@ -291,7 +291,7 @@ def test_a_gemm_is_what_was_seen(tmp_path, small):
     assert of(tmp_path, small, proof)[LAYER].gemms == ("FP8: f8e4m3fn x f8e4m3fn, slow", "not seen", "high precision: bf16 x bf16")
 
 
-def test_what_is_missing_dequantised_or_not_needed_is_called_so(tmp_path, small):
+def test_what_is_missing_dequantized_or_not_needed_is_called_so(tmp_path, small):
     proof = {
         "read_from": "x",
         "gemms": [gemm("output"), gemm("grad_input", "bf16", fp8=False)],
@@ -299,7 +299,7 @@ def test_what_is_missing_dequantised_or_not_needed_is_called_so(tmp_path, small)
         "on_dequantised_operands": [f"{LAYER}/grad_input"],
         "pruned": [f"{LAYER}/grad_weight"],
     }
-    assert of(tmp_path, small, proof)[LAYER].gemms == ("MISSING", "dequantised: FP8 values, high-precision GEMM", "not needed")
+    assert of(tmp_path, small, proof)[LAYER].gemms == ("MISSING", "dequantized: FP8 values, high-precision GEMM", "not needed")
 
 
 def test_without_a_proof_there_is_only_the_plan(tmp_path, small):

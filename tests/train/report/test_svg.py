@@ -16,27 +16,27 @@ def figure():
     return made
 
 
-def luminance(colour: str) -> float:
+def luminance(color: str) -> float:
     """Relative luminance, as WCAG 2.2 defines it."""
-    channels = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    channels = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
     linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
     return sum(w * c for w, c in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 @pytest.mark.parametrize(("name", "least"), [("ink", 7), ("muted", 4.5), ("seed", 3), *((f"run{i}", 3) for i in range(6))])
-def test_colours_stand_out_from_the_paper(name, least, dark):
+def test_colors_stand_out_from_the_paper(name, least, dark):
     """WCAG 2.2: text by 4.5 (AA) or 7 (AAA), lines by 3."""
     low, high = sorted(luminance(svg.COLOURS[of][dark]) for of in (name, "paper"))
     assert (high + 0.05) / (low + 0.05) >= least
 
 
 @pytest.mark.parametrize("side", [0, 1], ids=["light", "dark"])
-def test_no_two_colours_are_one(side):
+def test_no_two_colors_are_one(side):
     assert len({pair[side] for pair in svg.COLOURS.values()}) == len(svg.COLOURS)
 
 
-def test_a_figure_s_colours_become_variables(figure):
+def test_a_figure_s_colors_become_variables(figure):
     found = svg.inline(figure, "name", "label")
     assert "stroke: var(--run0)" in found
     assert "fill: var(--ink)" in found

@@ -1,7 +1,7 @@
-"""The behaviour of a cast as data: a field for each decision, and the codes (SEMANTICS C).
+"""The behavior of a cast as data: a field for each decision, and the codes (SEMANTICS C).
 
 ``KNOWN_CASTS`` are the casts with a name: the specification's two and those of the libraries.
-``encode`` gives the codes of any behaviour. It rounds by ``sim.cast``, and adds the four roundings
+``encode`` gives the codes of any behavior. It rounds by ``sim.cast``, and adds the four roundings
 that the specification does not have.
 """
 
@@ -32,7 +32,7 @@ class DoubleRounding:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Behaviour:
+class Behavior:
     """Every decision of a cast to one format.
 
     rounding         one of ROUNDINGS, as if the exponent were unbounded.
@@ -68,15 +68,15 @@ class KnownCast:
     nan: Literal["emitted", "signed", "quiet"]
     saturates_only: tuple[str, ...] = ()  # formats in which overflow gives max, though overflow is ``special``
 
-    def behaviour(self, fmt: Format) -> Behaviour:
-        """The behaviour of this cast in one format."""
+    def behavior(self, fmt: Format) -> Behavior:
+        """The behavior of this cast in one format."""
         special: SpecialResult = "nan" if fmt.inf_code is None else "inf"
         beyond: SpecialResult = "max" if self.overflow == "max" or fmt.name in self.saturates_only else special
         code = fmt.nan_code
         if self.nan == "quiet" and fmt.inf_code is not None:
             code = fmt.inf_code | 1 << (fmt.mantissa_bits - 1)
         signed = code if self.nan == "emitted" or fmt.specials == "fnuz" else code | fmt.sign_bit
-        return Behaviour(overflow=beyond, infinite=beyond, nan=(code, signed), negative_zero="lost" if fmt.specials == "fnuz" else "kept")
+        return Behavior(overflow=beyond, infinite=beyond, nan=(code, signed), negative_zero="lost" if fmt.specials == "fnuz" else "kept")
 
 
 # Where two are the same in a format, a cast has both names. Since 2.12 torch saturates to e4m3fn.
@@ -96,43 +96,43 @@ KNOWN_CASTS = {
 def by_name(name: str) -> KnownCast:
     """The known cast of this name; ValueError lists the names."""
     if name not in KNOWN_CASTS:
-        raise ValueError(f"a cast's behaviour is one of {', '.join(KNOWN_CASTS)}; got {name!r}.")
+        raise ValueError(f"a cast's behavior is one of {', '.join(KNOWN_CASTS)}; got {name!r}.")
     return KNOWN_CASTS[name]
 
 
-def encode(x: np.ndarray, fmt: Format, behaviour: Behaviour, *, source: str = "float32") -> np.ndarray:
-    """The codes that a cast of this behaviour gives.
+def encode(x: np.ndarray, fmt: Format, behavior: Behavior, *, source: str = "float32") -> np.ndarray:
+    """The codes that a cast of this behavior gives.
 
     Shapes:   x any shape, float32 or float64 holding numbers of dtype ``source``; codes uint8, same shape.
     Order:    the intermediate format; round with the exponent unbounded; overflow; subnormals; zeros; infinities; NaN.
     """
     formats.check(fmt)
-    through = behaviour.double_rounding.get(source)
+    through = behavior.double_rounding.get(source)
     value = x
     if through is not None:
         value = cast.round_to_plain(x, WIDE[through.dtype], rounding=through.rounding)  # type: ignore[arg-type]
         # round_to_plain gives one NaN for all; the code of a NaN may depend on its sign.
         value = np.where(np.isnan(x), np.copysign(np.float32(np.nan), np.where(np.signbit(x), np.float32(-1), np.float32(1))), value)
     special: SpecialResult = "nan" if fmt.inf_code is None else "inf"
-    # The compiled encode is much faster. It has this behaviour, except for the codes of NaNs.
-    plain = behaviour.rounding == "nearest_even" and behaviour.subnormals == "kept" and value.dtype == np.float32
-    plain &= behaviour.negative_zero == ("lost" if fmt.specials == "fnuz" else "kept") and fmt.name in formats.FP8_FORMATS
-    if plain and behaviour.overflow == behaviour.infinite and behaviour.overflow in ("max", special):
-        codes = cast.encode(value, fmt, saturate=behaviour.overflow == "max")
+    # The compiled encode is much faster. It has this behavior, except for the codes of NaNs.
+    plain = behavior.rounding == "nearest_even" and behavior.subnormals == "kept" and value.dtype == np.float32
+    plain &= behavior.negative_zero == ("lost" if fmt.specials == "fnuz" else "kept") and fmt.name in formats.FP8_FORMATS
+    if plain and behavior.overflow == behavior.infinite and behavior.overflow in ("max", special):
+        codes = cast.encode(value, fmt, saturate=behavior.overflow == "max")
         nan = codes == fmt.nan_code  # of NaNs and of overflow, which have one code
-        return np.where(nan, np.where(np.signbit(value), *(np.uint8(c) for c in behaviour.nan[::-1])), codes) if nan.any() else codes
-    code = _magnitude_codes(value, fmt, behaviour)
-    return _with_specials(code, code > fmt.max_code, value, fmt, behaviour)
+        return np.where(nan, np.where(np.signbit(value), *(np.uint8(c) for c in behavior.nan[::-1])), codes) if nan.any() else codes
+    code = _magnitude_codes(value, fmt, behavior)
+    return _with_specials(code, code > fmt.max_code, value, fmt, behavior)
 
 
-def _magnitude_codes(value: np.ndarray, fmt: Format, behaviour: Behaviour) -> np.ndarray:
+def _magnitude_codes(value: np.ndarray, fmt: Format, behavior: Behavior) -> np.ndarray:
     """The codes of the rounded magnitudes; int64, counted on beyond ``fmt.max_code``."""
     value = cast.exact(value)
-    if behaviour.subnormals == "flushed_before":
+    if behavior.subnormals == "flushed_before":
         value = np.where(np.abs(value) < fmt.smallest_normal, np.copysign(0.0, value), value)
     n, exponent = cast.in_spacings(value, fmt)
-    code = cast.magnitude_codes(_rounded(n, np.signbit(value), fmt, behaviour.rounding), exponent, fmt)
-    if behaviour.subnormals != "kept":
+    code = cast.magnitude_codes(_rounded(n, np.signbit(value), fmt, behavior.rounding), exponent, fmt)
+    if behavior.subnormals != "kept":
         # By the rounded code: what rounds up to the smallest normal number is kept here.
         code = np.where(code < 1 << fmt.mantissa_bits, 0, code)
     return code
@@ -154,19 +154,19 @@ def _rounded(n: np.ndarray, negative: np.ndarray, fmt: Format, rounding: str) ->
     return floor + away
 
 
-def _with_specials(code: np.ndarray, above: np.ndarray, value: np.ndarray, fmt: Format, behaviour: Behaviour) -> np.ndarray:
+def _with_specials(code: np.ndarray, above: np.ndarray, value: np.ndarray, fmt: Format, behavior: Behavior) -> np.ndarray:
     """Codes of magnitudes with their signs, overflow, infinities and NaNs; above marks overflow."""
     negative = np.signbit(value)
-    nan = np.where(negative, behaviour.nan[1], behaviour.nan[0])
+    nan = np.where(negative, behavior.nan[1], behavior.nan[0])
     sign = np.where(negative, fmt.sign_bit, 0)
 
     def beyond(kind: SpecialResult) -> np.ndarray:
         return nan if kind == "nan" else sign | (fmt.max_code if kind == "max" or fmt.inf_code is None else fmt.inf_code)
 
     infinite = np.isinf(value)
-    lost = np.zeros_like(negative) if behaviour.negative_zero == "kept" else code == 0 if behaviour.negative_zero == "lost" else value == 0
+    lost = np.zeros_like(negative) if behavior.negative_zero == "kept" else code == 0 if behavior.negative_zero == "lost" else value == 0
     signed = code | np.where(lost, 0, sign)
     # Later lines win: infinities are above max too, and code is 0 for NaNs.
-    signed = np.where(above & ~infinite, beyond(behaviour.overflow), signed)
-    signed = np.where(infinite, beyond(behaviour.infinite), signed)
+    signed = np.where(above & ~infinite, beyond(behavior.overflow), signed)
+    signed = np.where(infinite, beyond(behavior.infinite), signed)
     return np.where(np.isnan(value), nan, signed).astype(np.uint8)

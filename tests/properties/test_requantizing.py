@@ -1,4 +1,4 @@
-"""Quantising what was dequantised: what comes back, and what a changed scale does to it."""
+"""Quantizing what was dequantized: what comes back, and what a changed scale does to it."""
 
 import numpy as np
 import pytest
@@ -36,7 +36,7 @@ def test_values_come_back_under_powers_of_two(policy, x, fmt):
 
 
 def test_scales_need_not_come_back():
-    """Of integers, 11 is the first amax whose scale changes by requantising, by an ulp (S-1, S-3)."""
+    """Of integers, 11 is the first amax whose scale changes by requantizing, by an ulp (S-1, S-3)."""
     integers = np.arange(1, 12).astype(F32)[:, None]
     q = scaling.quantize(integers, E4M3FN, granularity="rowwise")
     changed = again(q, "torchao").scale != q.scale
@@ -75,14 +75,14 @@ def test_a_changed_scale_rounds_again():
 
 
 def test_two_roundings_are_not_one():
-    """Why operands are quantised again from the high-precision tensor (L-3): of integers, 17 is the first that scale 1 spoils for 3/2."""
+    """Why operands are quantized again from the high-precision tensor (L-3): of integers, 17 is the first that scale 1 spoils for 3/2."""
     integers = np.arange(1, 18).astype(F32)
     differ = by(1.5, by(1, integers)) != by(1.5, integers)
     assert integers[differ].tolist() == [17]
 
 
 def test_two_axes_are_not_one():
-    """Quantised along its rows and then its columns, a tensor is not what its columns alone give; 2 x 2, and nothing above 3 (L-3)."""
+    """Quantized along its rows and then its columns, a tensor is not what its columns alone give; 2 x 2, and nothing above 3 (L-3)."""
     x = np.array([[1, 1], [2, 3]], F32)
     rows = scaling.dequantize(scaling.quantize(x, E4M3FN, granularity="rowwise", axis=1))
     columns, both = (scaling.quantize(v, E4M3FN, granularity="rowwise", axis=0).codes for v in (x, rows))

@@ -1,4 +1,4 @@
-"""behaviour.encode agrees with the simulator, with exact comparison in every rounding, and with each library it names."""
+"""behavior.encode agrees with the simulator, with exact comparison in every rounding, and with each library it names."""
 
 import dataclasses
 
@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from fp8ref.conformance.cast import behaviour
-from fp8ref.conformance.cast.behaviour import KNOWN_CASTS, ROUNDINGS, DoubleRounding
+from fp8ref.conformance.cast import behavior
+from fp8ref.conformance.cast.behavior import KNOWN_CASTS, ROUNDINGS, DoubleRounding
 from fp8ref.conformance.inputs import cast_inputs
 from fp8ref.conformance.inputs.cast_inputs import CAST_FORMATS
 from fp8ref.formats import BFLOAT16, E4M3FN, E5M2, FP8_FORMATS
@@ -23,14 +23,14 @@ ours = pytest.mark.parametrize("fmt", FP8_FORMATS.values(), ids=str)
 @pytest.mark.parametrize("source", ["float32", "float64"])
 def test_roundings_are_the_simulators(fmt, rounding, source):  # C-2, C-3, C-5, C-6
     x = cast_inputs.identifying(fmt, source)
-    model = dataclasses.replace(KNOWN_CASTS["saturating"].behaviour(fmt), rounding=rounding)
-    np.testing.assert_array_equal(behaviour.encode(x, fmt, model, source=source), cast.encode(x, fmt, rounding=rounding))
+    model = dataclasses.replace(KNOWN_CASTS["saturating"].behavior(fmt), rounding=rounding)
+    np.testing.assert_array_equal(behavior.encode(x, fmt, model, source=source), cast.encode(x, fmt, rounding=rounding))
 
 
 @pytest.mark.parametrize("rounding", ROUNDINGS)
 @pytest.mark.parametrize("fmt", CAST_FORMATS.values(), ids=str)
 def test_roundings_by_the_table_of_numbers(fmt, rounding):  # C-2, C-8
-    """Every number and tie of a format, and the float64 numbers next to each: the neighbour is chosen by comparison alone."""
+    """Every number and tie of a format, and the float64 numbers next to each: the neighbor is chosen by comparison alone."""
     numbers = cast_inputs.with_next(fmt)
     ties = (numbers[1:] + numbers[:-1]) / 2  # exact: numbers have few bits
     points = np.concatenate([numbers, ties])
@@ -52,23 +52,21 @@ def test_roundings_by_the_table_of_numbers(fmt, rounding):  # C-2, C-8
     }[rounding]
     codes = below + away
     signed = negative & ((codes != 0) | (fmt.specials != "fnuz"))
-    model = dataclasses.replace(KNOWN_CASTS["saturating"].behaviour(fmt), rounding=rounding)
-    np.testing.assert_array_equal(behaviour.encode(x, fmt, model, source="float64"), codes | np.where(signed, fmt.sign_bit, 0))
+    model = dataclasses.replace(KNOWN_CASTS["saturating"].behavior(fmt), rounding=rounding)
+    np.testing.assert_array_equal(behavior.encode(x, fmt, model, source="float64"), codes | np.where(signed, fmt.sign_bit, 0))
 
 
 @ours
 def test_the_unsaturating_is_the_simulators(fmt):  # C-4
     x = cast_inputs.identifying(fmt, "float32")
-    np.testing.assert_array_equal(
-        behaviour.encode(x, fmt, KNOWN_CASTS["non_saturating"].behaviour(fmt)), cast.encode(x, fmt, saturate=False)
-    )
+    np.testing.assert_array_equal(behavior.encode(x, fmt, KNOWN_CASTS["non_saturating"].behavior(fmt)), cast.encode(x, fmt, saturate=False))
 
 
 @pytest.mark.parametrize("fmt", CAST_FORMATS.values(), ids=str)
 def test_directed_roundings_lie_around_the_exact_value(fmt):  # C-8
     x = cast_inputs.identifying(fmt, "float32", limit=fmt.max)
-    model = KNOWN_CASTS["saturating"].behaviour(fmt)
-    values = {r: cast.decode(behaviour.encode(x, fmt, dataclasses.replace(model, rounding=r)), fmt) for r in ROUNDINGS}
+    model = KNOWN_CASTS["saturating"].behavior(fmt)
+    values = {r: cast.decode(behavior.encode(x, fmt, dataclasses.replace(model, rounding=r)), fmt) for r in ROUNDINGS}
     assert (values["down"] <= x).all()
     assert (values["up"] >= x).all()
     assert (np.abs(values["away_from_zero"]) >= np.abs(x)).all()
@@ -88,7 +86,7 @@ def test_names_are_what_the_libraries_do(name, fmt):  # C-5, C-8
             "ml_dtypes": lambda: x.astype(getattr(ml_dtypes, f"float8_{fmt.name}")).view(np.uint8),
             "jax": lambda: np.asarray(jnp.asarray(x).astype(f"float8_{fmt.name}")).view(np.uint8),
         }[name]()
-    np.testing.assert_array_equal(behaviour.encode(x, fmt, KNOWN_CASTS[name].behaviour(fmt)), found)
+    np.testing.assert_array_equal(behavior.encode(x, fmt, KNOWN_CASTS[name].behavior(fmt)), found)
 
 
 @pytest.mark.parametrize("name", ["e4m3", "e3m4", "e4m3b11fnuz"])
@@ -99,10 +97,10 @@ def test_the_other_layouts_are_those_of_ml_dtypes(name):
 
 
 def test_a_double_rounding_is_of_its_source_alone():
-    model = dataclasses.replace(KNOWN_CASTS["saturating"].behaviour(E4M3FN), double_rounding={"float32": DoubleRounding(dtype="bfloat16")})
+    model = dataclasses.replace(KNOWN_CASTS["saturating"].behavior(E4M3FN), double_rounding={"float32": DoubleRounding(dtype="bfloat16")})
     x = cast_inputs.identifying(E4M3FN, "float32")
-    np.testing.assert_array_equal(behaviour.encode(x, E4M3FN, model), cast.encode(cast.round_to(x, BFLOAT16), E4M3FN))
-    np.testing.assert_array_equal(behaviour.encode(x, E4M3FN, model, source="float64"), cast.encode(x, E4M3FN))
+    np.testing.assert_array_equal(behavior.encode(x, E4M3FN, model), cast.encode(cast.round_to(x, BFLOAT16), E4M3FN))
+    np.testing.assert_array_equal(behavior.encode(x, E4M3FN, model, source="float64"), cast.encode(x, E4M3FN))
 
 
 def test_inputs_are_numbers_of_their_dtype():
@@ -114,5 +112,5 @@ def test_inputs_are_numbers_of_their_dtype():
 
 
 def test_an_unknown_name():
-    with pytest.raises(ValueError, match=r"a cast's behaviour is one of saturating, non_saturating, .*; got 'tf32'"):
-        behaviour.by_name("tf32")
+    with pytest.raises(ValueError, match=r"a cast's behavior is one of saturating, non_saturating, .*; got 'tf32'"):
+        behavior.by_name("tf32")
