@@ -34,7 +34,7 @@ x, w, g = (rng.standard_normal(shape).astype(np.float32) for shape in ((32, 64),
 assert linear.forward(x, w, "tensorwise_e4m3").shape == (32, 48)
 assert [grad.shape for grad in linear.backward(g, x, w, "tensorwise_e4m3")] == [(32, 64), (48, 64)]
 assert "tensorwise_e4m3" in recipe.SHARED_RECIPES
-assert plots.runs.COLOURS["tensorwise_e4m3"]
+assert plots.runs.COLORS["tensorwise_e4m3"]
 
 import jax.numpy as jnp
 import torch

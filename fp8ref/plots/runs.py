@@ -14,7 +14,7 @@ from fp8ref.sim import delayed
 
 # Backends differ by line style as well.
 _IN_TURN = itertools.cycle(color for color in style.CYCLE if color != style.BLACK)
-COLOURS = {name: next(_IN_TURN) if recipe.fp8 else style.BLACK for name, recipe in RECIPES.items()}
+COLORS = {name: next(_IN_TURN) if recipe.fp8 else style.BLACK for name, recipe in RECIPES.items()}
 STYLES = {"jax": "-", "torch": (0, (4, 2))}
 
 
@@ -31,9 +31,7 @@ def loss_curves(ax: Axes, runs: Mapping[tuple[str, str], Sequence[dict]], *, ent
             continue
         width = min(smooth, len(loss))
         mean = np.convolve(loss, np.ones(width) / width, "valid")
-        ax.plot(
-            np.arange(width - 1, len(loss)), mean, color=COLOURS.get(recipe), linestyle=STYLES.get(backend), label=f"{backend} {recipe}"
-        )
+        ax.plot(np.arange(width - 1, len(loss)), mean, color=COLORS.get(recipe), linestyle=STYLES.get(backend), label=f"{backend} {recipe}")
     if entropy is not None:
         ax.axhline(entropy, color="#888888", linewidth=1, linestyle=":")
         ax.annotate(
@@ -68,9 +66,9 @@ def validation_gaps(ax: Axes, losses: Mapping[tuple[str, str], float], *, seeds:
     ax.axhspan(-spread, spread, color="#BBBBBB", alpha=0.4, linewidth=0, label=f"spread of {len(seeds)} bf16 seeds")
     points = {key: loss - losses[key[0], "bf16"] for key, loss in losses.items() if key[1] != "bf16"}
     for i, ((backend, recipe), gap) in enumerate(points.items()):
-        ax.plot(i, gap, "o" if backend == "jax" else "s", color=COLOURS.get(recipe), markersize=7)
+        ax.plot(i, gap, "o" if backend == "jax" else "s", color=COLORS.get(recipe), markersize=7)
     for i, loss in enumerate(seeds[1:]):
-        ax.plot(len(points), loss - seeds[0], "x", color=COLOURS["bf16"], label="bf16, other seeds" if i == 0 else None)
+        ax.plot(len(points), loss - seeds[0], "x", color=COLORS["bf16"], label="bf16, other seeds" if i == 0 else None)
     ax.axhline(0, color="#000000", linewidth=0.8)
     names = [f"{backend}\n{recipe}" for backend, recipe in points] + ["bf16\nother seeds"]
     ax.set_xticks(range(len(names)), names, fontsize=8)

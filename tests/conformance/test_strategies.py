@@ -142,7 +142,7 @@ def by(x, *, codes=None, **how):
         return (q.codes if codes is None else codes(x, q)), q.scale
 
 
-QUANTISERS = {
+QUANTIZERS = {
     "another power of two": (lambda x: by(x, policy="torchao_mask"), "torchao_pow2"),
     "divides by scale_inv": (lambda x: by(x, codes=lambda x, q: cast.encode(x / q.scale_inv, E4M3FN)), "torchao"),
     "no floor under amax": (lambda x: by(x, policy="te_current"), "torchao"),
@@ -150,9 +150,9 @@ QUANTISERS = {
 }
 
 
-@pytest.mark.parametrize("fault", QUANTISERS)
+@pytest.mark.parametrize("fault", QUANTIZERS)
 def test_a_wrong_quantizer_is_found(fault):
-    quantize, policy = QUANTISERS[fault]
+    quantize, policy = QUANTIZERS[fault]
 
     @settings(looking, max_examples=1000, phases=[Phase.generate])
     @given(strategies.tensors(policy=policy))

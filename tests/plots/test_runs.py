@@ -3,7 +3,7 @@ import pytest
 
 from fp8ref import plots
 from fp8ref.formats import E4M3FN
-from fp8ref.plots.runs import COLOURS
+from fp8ref.plots.runs import COLORS
 from fp8ref.recipe import RECIPES
 
 
@@ -45,7 +45,7 @@ def test_a_run_shorter_than_the_window_is_one_point(ax):
 
 
 def test_recipes_differ_by_color_and_backends_by_style(ax):
-    runs = {(backend, recipe): lines_of([1.0]) for backend in ("jax", "torch") for recipe in COLOURS}
+    runs = {(backend, recipe): lines_of([1.0]) for backend in ("jax", "torch") for recipe in COLORS}
     plots.loss_curves(ax, runs, smooth=1)
     look = {(str(line.get_color()), line.get_linestyle()) for line in ax.lines}
     assert len(look) == len(runs) == 2 * len(RECIPES)

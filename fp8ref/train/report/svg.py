@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 
 # {variable: (light pages and PNGs, dark pages)}. Runs have Okabe and Ito's colors, made darker or
 # lighter for contrast.
-COLOURS = {
+COLORS = {
     "ink": ("#1c1d21", "#e8e8ec"),
     "muted": ("#5d6068", "#a3a6b0"),
     "line": ("#d9dae0", "#3a3c44"),
@@ -23,8 +23,8 @@ COLOURS = {
     "run4": ("#8a6500", "#f0c544"),
     "run5": ("#6b3fa0", "#b79df0"),
 }
-INK, MUTED, LINE, SEED, BAND = (COLOURS[name][0] for name in ("ink", "muted", "line", "seed", "band"))
-RUNS = [light for name, (light, _) in COLOURS.items() if name.startswith("run")]
+INK, MUTED, LINE, SEED, BAND = (COLORS[name][0] for name in ("ink", "muted", "line", "seed", "band"))
+RUNS = [light for name, (light, _) in COLORS.items() if name.startswith("run")]
 STYLE = {
     "svg.fonttype": "none",  # text stays text
     "text.color": INK,
@@ -39,7 +39,7 @@ STYLE = {
 
 def variables(dark: bool) -> str:
     """CSS declarations of the colors, for dark or light pages."""
-    return " ".join(f"--{name}: {pair[dark]};" for name, pair in COLOURS.items())
+    return " ".join(f"--{name}: {pair[dark]};" for name, pair in COLORS.items())
 
 
 def inline(figure: Figure, name: str, label: str) -> str:
@@ -60,7 +60,7 @@ def inline(figure: Figure, name: str, label: str) -> str:
     used = set(re.findall(r'(?:url\(|href=")#([^)"]+)', body))
     body = re.sub(r'\s*\bid="([^"]+)"', lambda found: f' id="{name}-{found[1]}"' if found[1] in used else "", body)
     body = re.sub(r'(url\(|href=")#', rf"\g<1>#{name}-", body)
-    for variable, (light, _) in COLOURS.items():
+    for variable, (light, _) in COLORS.items():
         body = body.replace(light, f"var(--{variable})")
     return f'<svg viewBox="{view[1]}" role="img" aria-label="{_attribute(label)}">{body}'
 

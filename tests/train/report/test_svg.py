@@ -27,20 +27,20 @@ def luminance(color: str) -> float:
 @pytest.mark.parametrize(("name", "least"), [("ink", 7), ("muted", 4.5), ("seed", 3), *((f"run{i}", 3) for i in range(6))])
 def test_colors_stand_out_from_the_paper(name, least, dark):
     """WCAG 2.2: text by 4.5 (AA) or 7 (AAA), lines by 3."""
-    low, high = sorted(luminance(svg.COLOURS[of][dark]) for of in (name, "paper"))
+    low, high = sorted(luminance(svg.COLORS[of][dark]) for of in (name, "paper"))
     assert (high + 0.05) / (low + 0.05) >= least
 
 
 @pytest.mark.parametrize("side", [0, 1], ids=["light", "dark"])
 def test_no_two_colors_are_one(side):
-    assert len({pair[side] for pair in svg.COLOURS.values()}) == len(svg.COLOURS)
+    assert len({pair[side] for pair in svg.COLORS.values()}) == len(svg.COLORS)
 
 
 def test_a_figure_s_colors_become_variables(figure):
     found = svg.inline(figure, "name", "label")
     assert "stroke: var(--run0)" in found
     assert "fill: var(--ink)" in found
-    assert not any(light in found for light, _ in svg.COLOURS.values())
+    assert not any(light in found for light, _ in svg.COLORS.values())
 
 
 def test_a_figure_is_one_element_that_refers_to_itself_alone(figure):
