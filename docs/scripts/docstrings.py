@@ -11,15 +11,25 @@ A docstring has entries such as these, whose text is aligned in a column:
 (``docstring_style: null``). ``Sections`` is the griffe extension that applies it.
 """
 
+import functools
 import re
+import sys
 import textwrap
+from collections.abc import Callable
+from pathlib import Path
 
 import griffe
+
+sys.path.insert(0, str(Path(__file__).parent))
+from clauses import clauses
 
 # "Shapes:   x [M, K]", "mesh      of dims", "sequence, tensor_plan": a term, and a text two spaces
 # behind it.
 _ENTRY = re.compile(r"^(?P<term>[\w*`\"'.\[\]()/-]+(?:,? [\w*`\"'.\[\]()-]+){0,3}?)(?P<colon>:?)  +(?P<text>\S.*)$")
 _NAMES = re.compile(r"^[\w`]+(?:, [\w`]+)*:?$")  # names alone, whose text is on the lines below
+_CLAUSE = re.compile(r"\b[A-Z]-\d{1,2}\b")
+# Where a clause's number is no link: code, a link already, a heading, the attributes of a heading.
+_KEPT = re.compile(r"```.*?^ *```|`[^`\n]*`|\[[^\]\n]*\]\([^)\n]*\)|^#+ .*?$|\{[^}\n]*\}", re.DOTALL | re.MULTILINE)
 _TITLES = [
     "Shapes",
     "Units",
@@ -65,6 +75,27 @@ def markdown(docstring: str) -> str:
     return re.sub(r"\n{3,}", "\n\n", "\n".join(out)).strip() + "\n"
 
 
+def linked(text: str, link_to: Callable[[str], str]) -> str:
+    """Markdown in which each clause, such as S-9, is a link, outside of code, links and headings.
+
+    link_to  the link of a clause, in Markdown.
+    """
+
+    def link(found: re.Match) -> str:
+        return link_to(found[0]) if found[0] in _known() else found[0]
+
+    out, at = [], 0
+    for kept in _KEPT.finditer(text):
+        out += [_CLAUSE.sub(link, text[at : kept.start()]), kept[0]]
+        at = kept.end()
+    return "".join([*out, _CLAUSE.sub(link, text[at:])])
+
+
+@functools.cache
+def _known() -> set[str]:
+    return set(clauses())
+
+
 def _entry(lines: list[str], at: int, column: int | None) -> tuple[str, list[str], int | None, int] | None:
     """(term, lines of its text, its column, next line) of the entry that begins at a line.
 
@@ -98,8 +129,8 @@ def _end(lines: list[str], at: int, within) -> int:
 
 
 class Sections(griffe.Extension):
-    """Rewrites the docstring of every object that griffe loads."""
+    """Rewrites the docstring of every object that griffe loads, and links the clauses that it cites."""
 
     def on_object(self, *, obj: griffe.Object, **kwargs: object) -> None:
         if obj.docstring is not None:
-            obj.docstring.value = markdown(obj.docstring.value)
+            obj.docstring.value = linked(markdown(obj.docstring.value), lambda clause: f"[{clause}][{clause.lower()}]")  # by autorefs

@@ -7,7 +7,6 @@ files from elsewhere in the repository, such as the changelog.
 import argparse
 import ast
 import dataclasses
-import functools
 import inspect
 import itertools
 import re
@@ -23,14 +22,10 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "fp8ref"
 sys.path.insert(0, str(ROOT))
 sys.path.insert(0, str(Path(__file__).parent))
-from clauses import clauses  # noqa: E402
-from docstrings import markdown  # noqa: E402
+from docstrings import linked, markdown  # noqa: E402
 
 # Not for users to import: commands are documented as commands.
 _INNER = {"commands", "kernels"}
-_CLAUSE = re.compile(r"\b([A-Z])-(\d{1,2})\b")
-# Where a clause's number is no link: code, a link already, a heading, the attributes of a heading.
-_KEPT = re.compile(r"```.*?^ *```|`[^`\n]*`|\[[^\]\n]*\]\([^)\n]*\)|^#+ .*?$|\{[^}\n]*\}", re.DOTALL | re.MULTILINE)
 _ELSEWHERE = {
     "changelog.md": "CHANGELOG.md",
     "contributing.md": "CONTRIBUTING.md",
@@ -67,32 +62,8 @@ def on_files(files, config):
 
 def on_page_markdown(text: str, page, config, files) -> str:
     """Link each mention of a clause to its text in the specification."""
-    return linked(text, page.file.src_uri)
-
-
-def linked(text: str, page: str) -> str:
-    """Markdown in which each clause, such as S-9, is a link, outside of code, links and headings."""
-    up = "../" * page.count("/")
-    here = page.removeprefix("spec/").removesuffix(".md") if page.startswith("spec/") else None
-    known = _known_clauses()
-
-    def link(found: re.Match) -> str:
-        letter, number = found[1].lower(), found[2]
-        if found[0] not in known:
-            return found[0]
-        file = "" if letter == here else f"{up}spec/{letter}.md"
-        return f"[{found[0]}]({file}#{letter}-{number})"
-
-    out, at = [], 0
-    for kept in _KEPT.finditer(text):
-        out += [_CLAUSE.sub(link, text[at : kept.start()]), kept[0]]
-        at = kept.end()
-    return "".join([*out, _CLAUSE.sub(link, text[at:])])
-
-
-@functools.cache
-def _known_clauses() -> set[str]:
-    return set(clauses())
+    up = "../" * page.file.src_uri.count("/")
+    return linked(text, lambda clause: f"[{clause}]({up}spec/{clause[0].lower()}.md#{clause.lower()})")
 
 
 def cli_page() -> str:

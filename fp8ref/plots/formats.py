@@ -23,7 +23,7 @@ def ranges(ax: Axes, formats: Sequence[Format]) -> Axes:
     lowest, highest = np.log2([min(fmt.smallest_subnormal for fmt in formats), max(fmt.max for fmt in formats)])
     ax.set_xlim(lowest - 0.03 * (highest - lowest), highest + 0.12 * (highest - lowest))
     style.label_powers(ax.xaxis, int(np.floor(lowest)), int(np.ceil(highest)))
-    ax.set(xlabel="magnitude", title="from the smallest number to the largest, beside it")
+    ax.set(xlabel="magnitude", title="from the smallest positive number to the largest")
     style.above(ax, 2)
     return style.plain(ax, grid="x")
 

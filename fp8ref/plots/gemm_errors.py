@@ -11,7 +11,8 @@ from fp8ref.plots import style
 
 
 def error_lines(ax: Axes, x, errors: Mapping[str, np.ndarray], *, ylabel: str, linear: float = 0.01, xlabel: str = "K") -> Axes:
-    """Errors in percent over K, or another x, one line for each name.
+    """Errors in percent over K, or another x, one line for each name; later lines are narrower, so
+    that lines that coincide all show.
 
     The axis is logarithmic; if some errors are not positive, it is linear within ``linear``
     percent.
@@ -20,8 +21,8 @@ def error_lines(ax: Axes, x, errors: Mapping[str, np.ndarray], *, ylabel: str, l
     """
     x = np.asarray(x)
     percent = {name: 100 * np.asarray(error, np.float64) for name, error in errors.items()}
-    for (name, error), look in zip(percent.items(), style.looks(len(percent)), strict=True):
-        ax.plot(x, error, marker="o", markersize=3.5, linewidth=1.5, label=name, **look)
+    for (name, error), look in zip(percent.items(), style.layers(len(percent)), strict=True):
+        ax.plot(x, error, label=name, **look)
     low, high = min(e.min() for e in percent.values()), max(e.max() for e in percent.values())
     if low > 0:
         ax.set_yscale("log")

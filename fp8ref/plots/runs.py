@@ -43,12 +43,14 @@ def loss_curves(ax: Axes, runs: Mapping[tuple[str, str], Sequence[dict]], *, ent
 
 
 def step_lines(ax: Axes, curves: Mapping[str, Sequence[float]], *, ylabel: str, first: int = 0) -> Axes:
-    """Any value of several runs at every step, one line for each run.
+    """Any value of several runs at every step, one line for each run; later lines are narrower, so
+    that lines that coincide all show.
 
     Shapes:   every one of curves [steps]. first: the number of the first step.
     """
-    for (name, curve), look in zip(curves.items(), style.looks(len(curves)), strict=True):
-        ax.plot(np.arange(first, first + len(curve)), curve, linewidth=1.5, label=name, **look)
+    for i, ((name, curve), look) in enumerate(zip(curves.items(), style.layers(len(curves)), strict=True)):
+        every = max(len(curve) // 6, len(curves))  # a marker of one line after the other
+        ax.plot(np.arange(first, first + len(curve)), curve, markevery=(i, every), label=name, **look)
     ax.set(xlabel="optimizer step", ylabel=ylabel)
     style.legend(ax)
     return style.plain(ax)

@@ -15,6 +15,7 @@ BLACK, BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY = "#000000", "#0072B2", "#D5
 CYCLE = (BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY, BLACK)
 # As many lines as a figure has differ by these too, for eyes and printers without colors.
 DASHES: tuple = ("-", (0, (5, 2)), (0, (1, 1.2)), (0, (4, 1.5, 1, 1.5)), (0, (8, 2)), (0, (2, 2)), (0, (6, 1, 1, 1, 1, 1)))
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 MUTED, FAINT = "#666666", "#DDDDDD"
 
 
@@ -55,6 +56,20 @@ def plain_map(ax: Axes) -> Axes:
 def looks(count: int) -> Sequence[dict]:
     """Color and dash of each of so many lines."""
     return [{"color": CYCLE[i % len(CYCLE)], "linestyle": DASHES[i % len(DASHES)]} for i in range(count)]
+
+
+def layers(count: int) -> Sequence[dict]:
+    """Color, dash, marker and width of each of so many lines that may coincide.
+
+    Each line is narrower than the line below it, and its markers are smaller and of another shape,
+    so that equal curves all show.
+    """
+    made = []
+    for i, look in enumerate(looks(count)):
+        rest = 1 - i / max(count - 1, 1)  # from 1 to 0
+        size = {"linewidth": 1.1 + 1.1 * rest, "markersize": 4 + 5 * rest}
+        made.append(look | size | {"marker": MARKERS[i % len(MARKERS)], "markerfacecolor": "white"})
+    return made
 
 
 def power(exponent: float) -> str:
