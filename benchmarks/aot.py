@@ -163,7 +163,7 @@ def _case(row: dict) -> tuple[str, str, str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=Path, default=HERE / "results" / "aot.json", help="the results; the table is written beside them")
+    parser.add_argument("--json", type=Path, default=HERE / "results" / "aot.json", help="the results; the table is written next to them")
     parser.add_argument("--show", action="store_true", help="compile nothing: only print the table of the results that are there")
     arguments = parser.parse_args()
     if not arguments.show:

@@ -1,7 +1,7 @@
 """Predictions of fp8ref.estimate next to what others measured on H100s: python benchmarks/estimate_published.py
 
 Nothing here is fitted. Every row is predicted from the ceilings of fp8ref/run/plan/ceilings.py; those of Meta's H100s, of 500 W and slower memory,
-from rates that were published of that card, and from the usual shares of its peaks beside them, to show what hangs on the rates.
+from rates that were published of that card, and from the usual shares of its peaks next to them, to show what hangs on the rates.
 """
 
 import argparse
@@ -113,7 +113,7 @@ def verdicts(recipe: str) -> dict[tuple[int, int, int], tuple[bool, float]]:
     found = {}
     for k in lengths:
         for n in lengths:
-            # a large linear beside it, since a plan that converts nothing is refused
+            # a large linear next to it, since a plan that converts nothing is refused
             converts = linear_selection.select({"it": (n, k), "large": (65536, 65536)}, recipe, filter_fqns=["auto_filter_small_kn"])[0].fp8
             found |= {(m, k, n): (converts, linear(recipe, m, k, n, ceilings=META)) for m in lengths}
     return found

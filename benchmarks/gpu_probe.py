@@ -90,7 +90,7 @@ def main() -> int:
 
 
 def run(name: str, arguments: list[str], flags: str, evidence: Path, results: Path, seconds: float) -> dict:
-    """One command of fp8ref in a process of its own, as XLA's flags are read once; a certificate's JSON is kept beside the table."""
+    """One command of fp8ref in a process of its own, as XLA's flags are read once; a certificate's JSON is kept next to the table."""
     path = results / f"gpu_{name}.json" if name == "certificate" else results / "gpu_probe.tmp.json"
     path.unlink(missing_ok=True)  # what a process that was killed left
     keep = [] if name == "certificate" else ["--record", str(evidence / name)]

@@ -1,7 +1,7 @@
 """How much faster than bfloat16 FP8 trains in PyTorch on one GPU: python benchmarks/gpu_torch.py [--section NAME ...] [--budget SECONDS] [--resume]
 
     ceilings     large GEMMs, a copy, launches
-    blocks:...   a step of four Llama-8B blocks at 1 x 8192, optimizer included, by each recipe; torchao used directly beside it
+    blocks:...   a step of four Llama-8B blocks at 1 x 8192, optimizer included, by each recipe; torchao used directly next to it
     linear:...   forward and backward of a Llama-8B block's linears on 8,192 tokens, and their GEMMs alone, for the ledger
     small        a step of a model an eighth as wide, where FP8 should lose
     profile      the four blocks' step by kind of kernel

@@ -146,14 +146,14 @@ def matmul_rows(size: int) -> list[dict]:
 
 
 def memory_rows(size: int) -> list[dict]:
-    """What encode allocates beside its output, in MiB, for an input that needs copies of its parts."""
+    """What encode allocates next to its output, in MiB, for an input that needs copies of its parts."""
     x = np.ones((2, size // 2), np.float32)[:, ::-1]
     cast.encode(x[:, :1], E4M3FN)
     tracemalloc.start()
     out = cast.encode(x, E4M3FN)
     peak = tracemalloc.get_traced_memory()[1] - out.nbytes
     tracemalloc.stop()
-    return [row("memory beside encode's output, strided input", f"{peak / 2**20:.1f} MiB", "64 MiB", 64 * 2**20 / peak, 1)]
+    return [row("memory next to encode's output, strided input", f"{peak / 2**20:.1f} MiB", "64 MiB", 64 * 2**20 / peak, 1)]
 
 
 def row(work: str, rate: str, peer: str, ratio: float, asked: float) -> dict:

@@ -2,7 +2,7 @@
 
 A step, forward and backward, of one stack of linears in bfloat16: torchao's own conversion, and fp8ref's by several recipes. A pair of steps is
 run back to back, the one that comes first taking turns, and a ratio is the median over all pairs of this one run: torchao's time by fp8ref's,
-so that 1 is as fast. Then what the proof at a run's start takes beside the step that it watches.
+so that 1 is as fast. Then what the proof at a run's start takes next to the step that it watches.
 A CPU has no FP8 kernels: these times say what is around the GEMMs, and nothing of a GPU.
 """
 

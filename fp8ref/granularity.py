@@ -59,7 +59,7 @@ def block_of(a: str, b: str) -> int | None:
 def normalize_axis(axis: int, ndim: int) -> int:
     """axis counted from the front; ValueError if a tensor of ndim dims has no such axis."""
     if isinstance(axis, bool) or not isinstance(axis, int) or not -ndim <= axis < ndim:
-        raise ValueError(f"the reduced axis lies in [-{ndim}, {ndim}) for a {ndim}-d tensor; got axis={axis!r}.")
+        raise ValueError(f"the reduced axis must be in [-{ndim}, {ndim}) for a {ndim}-d tensor; got axis={axis!r}.")
     return axis % ndim
 
 

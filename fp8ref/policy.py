@@ -79,7 +79,7 @@ class ScalePolicy:
         if self.power_of_two not in (None, *get_args(PowerOfTwo)):
             raise ValueError(f"power_of_two is None, 'mask' or 'exp2_log2'; got {self.power_of_two!r}.")
         if not 0 <= self.eps < 1:
-            raise ValueError(f"eps lies in [0, 1); got {self.eps}.")
+            raise ValueError(f"eps must be in [0, 1); got {self.eps}.")
         if isinstance(self.margin, bool) or not isinstance(self.margin, int) or not 0 <= self.margin <= 64:
             raise ValueError(f"margin is an integer in [0, 64]; got {self.margin!r}.")
         if self.compute not in (FLOAT32, BFLOAT16) or (self.compute != FLOAT32 and self.stored == "scale"):

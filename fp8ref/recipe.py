@@ -57,7 +57,7 @@ class GemmSpec:
     accumulate  ``fast`` or ``slow`` tensor-core accumulation (SEMANTICS G-7); required with FP8 operands, None without.
     epilogue    the name of one of ``epilogue.EPILOGUES`` that takes no bias.
 
-    Raises:     ValueError: one FP8 operand beside a high-precision one (L-4), accumulate or epilogue that do not go with the operands.
+    Raises:     ValueError: one FP8 operand next to a high-precision one (L-4), accumulate or epilogue that do not go with the operands.
     """
 
     a: CastSpec | None = None

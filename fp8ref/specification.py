@@ -1,4 +1,4 @@
-"""Where the text of a clause is: the address that messages name beside a clause's number.
+"""Where the text of a clause is: the address that messages name next to a clause's number.
 
 The address comes from the Documentation entry of [project.urls] in pyproject.toml. Without one it
 is a file of the repository.

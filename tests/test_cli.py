@@ -521,7 +521,7 @@ def test_report_writes_a_page_and_says_the_verdict(runs, run, tmp_path):
     code, out, err = run("report", *runs, "--out", "page.html")
     assert (code, err) == (0, "")
     assert out.splitlines()[0].startswith("off: outside noise: +1.0000 nats from bf16-0 at step 59")
-    assert out.splitlines()[-1] == "wrote page.html and 5 PNGs beside it"
+    assert out.splitlines()[-1] == "wrote page.html and 5 PNGs next to it"
     assert "outside noise" in (tmp_path / "page.html").read_text()
 
 

@@ -111,6 +111,19 @@ def test_the_readme_is_a_page():
     assert len(lines) <= 250
 
 
+@named(PAGES)
+def test_every_block_that_is_opened_is_closed(page):
+    opened = None
+    for line in page.read_text(encoding="utf-8").splitlines():
+        if opened is None and (found := re.match(r"^ *(```+)", line)):
+            opened = found[1]
+        elif opened is not None and re.match(rf"^ *{opened}$", line):
+            opened = None
+        else:
+            assert opened is not None or not re.match(r"^[┏┃┡│└]", line), f"a table outside of a block: {line}"
+    assert opened is None
+
+
 @named([ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", ROOT / "SECURITY.md"])
 def test_links_to_files_lead_to_files(page):
     """Of what the site does not hold; mkdocs checks the rest."""

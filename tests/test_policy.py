@@ -67,9 +67,9 @@ E8M0 = policy.E8M0Rule(scale_of_code_0=1.0, scale_of_nan="nan")
 @pytest.mark.parametrize(
     ("decisions", "message"),
     [
-        ({"eps": -1e-12}, "eps lies in"),
-        ({"eps": 1.0}, "eps lies in"),
-        ({"eps": float("nan")}, "eps lies in"),
+        ({"eps": -1e-12}, "eps must be in"),
+        ({"eps": 1.0}, "eps must be in"),
+        ({"eps": float("nan")}, "eps must be in"),
         ({"margin": -1}, r"margin is an integer in \[0, 64\]"),
         ({"margin": 65}, "margin"),
         ({"margin": 0.5}, "margin"),

@@ -53,7 +53,9 @@ def options(description: str | None, names: Sequence[str], default: Path) -> arg
     there = parser.add_mutually_exclusive_group()
     there.add_argument("--resume", action="store_true", help="keep what the file has, and run what is missing or failed")
     there.add_argument("--overwrite", action="store_true", help="begin the file anew")
-    parser.add_argument("--json", type=Path, default=default, metavar="FILE", help="where results go, and a table of them as .md beside it")
+    parser.add_argument(
+        "--json", type=Path, default=default, metavar="FILE", help="where results go, and a table of them as .md next to it"
+    )
     parser.add_argument("--dry", action="store_true", help="on a CPU, small; needs --json")
     return parser
 

@@ -1,4 +1,4 @@
-"""The JSON file of a benchmark: its sections, each written as soon as it is finished, and its table in markdown beside it."""
+"""The JSON file of a benchmark: its sections, each written as soon as it is finished, and its table in markdown next to it."""
 
 import json
 import os

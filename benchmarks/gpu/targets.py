@@ -1,4 +1,4 @@
-"""What figures are asked for, beside those that were measured."""
+"""What figures are asked for, next to those that were measured."""
 
 from dataclasses import dataclass
 

@@ -62,7 +62,7 @@ def describe_cast(function: Function, count: int) -> list[str]:
         raw = function.run(x)
     found, kind = cast.canonical_nans(raw, fmt), np.array(kinds.CASTS)[question.kinds(bits)]
     over = (kind == "above max") & (np.abs(cast.exact(x)) > fmt.max * 1.1)
-    inside = np.isin(kind, ["zero", "number", "tie", "beside a tie", "underflow", "subnormal", "in range"])
+    inside = np.isin(kind, ["zero", "number", "tie", "next to a tie", "underflow", "subnormal", "in range"])
     roundings = [r for r in casts_asked.ROUNDINGS if np.array_equal(cast.encode(x[inside], fmt, rounding=r), found[inside])]
     small = (kind == "number") & (np.abs(x) < fmt.smallest_normal)
     differ = found != cast.encode(x, fmt)

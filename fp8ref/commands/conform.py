@@ -15,9 +15,9 @@ def add(commands) -> None:
         commands,
         "conform",
         _conform,
-        "Identify somebody's cast or quantizer, and hold it to the specification.",
+        "Identify a cast or quantizer, and compare it with the specification.",
         "Find out by chosen inputs how a cast rounds, saturates and treats zeros, subnormals, infinities and NaNs, or which elements share a scale in a "
-        "quantizer and which policy makes it. Exits with 1 if it is none of those known, or, with --expect, not what was expected.",
+        "quantizer and which policy makes it. Exits with 1 if it matches no known name, or, with --expect, not what was expected.",
     )
     conform.add_argument(
         "subject", metavar="MODULE:FUNCTION", help="a function of one NumPy, PyTorch or JAX array; a GEMM is passed to fp8ref probe"

@@ -53,7 +53,7 @@ def _crosscheck(known: argparse.Namespace, options: list[str]) -> int:
         return _crosscheck_sharded(known, config)
     steps = one_device.STEPS if known.steps is None else known.steps
     if not 0 <= steps <= config.run.steps:
-        raise ConfigError(f"--steps lies between 0 and run.steps = {config.run.steps}; got {steps}.")
+        raise ConfigError(f"--steps must be between 0 and run.steps = {config.run.steps}; got {steps}.")
     report = one_device.crosscheck(config, backends=(known.backend,) if known.backend else BACKENDS, steps=steps)
     return conclude(report, known.json)
 

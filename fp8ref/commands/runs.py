@@ -78,7 +78,7 @@ def _compare(known: argparse.Namespace) -> int:
 
 def _confidence(known: argparse.Namespace) -> float:
     if not 0.5 < known.confidence < 1:
-        raise ValueError(f"--confidence lies between 0.5 and 1; got {known.confidence}.")
+        raise ValueError(f"--confidence must be between 0.5 and 1; got {known.confidence}.")
     return known.confidence
 
 

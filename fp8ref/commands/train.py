@@ -32,7 +32,7 @@ def _trained(known: argparse.Namespace, options: list[str]) -> int:
         raise ConfigError("fp8ref train needs --backend jax or --backend torch.")
     if known.dry_run:
         if given := [key for key in ("resume", "overwrite", "distributed") if getattr(known, key)]:
-            raise ConfigError(f"--dry-run is of a config alone, in one process; got --{given[0]} beside it. Leave that out.")
+            raise ConfigError(f"--dry-run is of a config alone, in one process; got --{given[0]} next to it. Leave that out.")
         from fp8ref import console
         from fp8ref.estimate import dry_run
 

@@ -197,7 +197,7 @@ def _check(config: Config, n: int, steps: int) -> None:
             f"--sharded N takes 2 ranks or more that share data.batch_size evenly; got {n} and {config.data.batch_size}. Give --data.batch_size a multiple."
         )
     if not 1 <= steps <= config.run.steps:
-        raise ConfigError(f"--steps lies between 1 and run.steps = {config.run.steps}; got {steps}.")
+        raise ConfigError(f"--steps must be between 1 and run.steps = {config.run.steps}; got {steps}.")
 
 
 def check_ranks(

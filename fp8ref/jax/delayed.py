@@ -208,7 +208,7 @@ def check(state: State | None, seen: Seen | None, recipe: str | Recipe, name: st
                 f"got {history}. A state goes with the recipe it was made for."
             )
         if observed != (*shape, 3):
-            raise ValueError(f"{name}: seen of {role} has shape {(*shape, 3)}, beside its state; got {observed}.")
+            raise ValueError(f"{name}: seen of {role} has shape {(*shape, 3)}, next to its state; got {observed}.")
 
 
 def implemented(config: DelayedScaling) -> DelayedScaling:

@@ -298,7 +298,7 @@ def _check_arrays(x: jax.Array, w: jax.Array, out_dtype, name: str):
     """The output's dtype; ValueError for a name that ``proof`` could not read back, or dtypes that
     do not fit."""
     if set(name) & set("/()"):
-        raise ValueError(f"a layer's name has no '/', '(' or ')', by which the proof parts it from what is around it; got {name!r}.")
+        raise ValueError(f"a layer's name has no '/', '(' or ')', by which the proof separates it from what is around it; got {name!r}.")
     if out_dtype is None and x.dtype != w.dtype:
         raise ValueError(
             f"{name}: x and w have one dtype, or the output is given its own by preferred_element_type; got {x.dtype} and {w.dtype}. "

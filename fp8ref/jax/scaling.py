@@ -71,7 +71,7 @@ def amax(x: jax.Array, granularity: str = "tensorwise", *, axis: int | tuple[int
     elif len(axes) == 1:
         bits = _largest_of_blocks(bits, x.dtype, sizes[0])
     else:
-        raise ValueError(f"blocks lie along one reduced axis; got {granularity!r} and axis={axis}. Flatten the tensor first.")
+        raise ValueError(f"blocks run along one reduced axis; got {granularity!r} and axis={axis}. Flatten the tensor first.")
     largest = cast.from_magnitude_bits(bits, x.dtype)
     if over:
         largest = cast.from_magnitude_bits(lax.pmax(cast.magnitude_bits(largest), over), jnp.float32)

@@ -159,7 +159,7 @@ def round_to_plain(x, fmt: Format, *, rounding: Rounding = "nearest_even", satur
 def _check_wide(fmt: Format) -> None:
     """ValueError unless float32 holds the values of a format that is not of 8 bits."""
     if not fmt.signed or fmt.specials == "fnuz" or fmt.mantissa_bits > 23 or fmt.emin < -126 or fmt.max > FLOAT32.max:
-        raise ValueError(f"round_to gives float32 values: of signed formats with -0 that lie within float32; got {fmt}. Use float32.")
+        raise ValueError(f"round_to gives float32 values: of signed formats with -0 within float32's range; got {fmt}. Use float32.")
 
 
 def _nearest_even(x: np.ndarray, fmt: Format) -> np.ndarray:

@@ -128,7 +128,7 @@ def update(state: DelayedState, *observations: Observation, config: str | Delaye
     Specials: as the fields of DelayedScaling say.
     Raises:   ValueError: an unknown config; what is no observation; an observation or a history of
               another shape.
-    Source:   beside each of DELAYED.
+    Source:   next to each of DELAYED.
     """
     config = by_name(config)
     _check(state, observations, config)

@@ -113,7 +113,7 @@ def forward(
     Raises:   ValueError: a token outside the vocabulary.
     """
     if tokens.min() < 0 or tokens.max() >= config.vocab_size:
-        raise ValueError(f"tokens lie in [0, {config.vocab_size}); got {tokens.min()} to {tokens.max()}.")
+        raise ValueError(f"tokens must be in [0, {config.vocab_size}); got {tokens.min()} to {tokens.max()}.")
     rounding = Rounding(seed)
     w = {name: value.astype(np.float64) if name == "model.embed_tokens.weight" else rounding(value) for name, value in weights.items()}
     cos, sin = _rotary(config, tokens.shape[1])

@@ -36,7 +36,7 @@ def scales_from_amax(amax, fmt: Format, policy: str | ScalePolicy = "torchao", *
               before, 1 by default; under a policy that stores scale_inv, RN32(1 / what was stored).
     Raises:   ValueError: an unknown policy; amax or previous negative or not float32; previous of
               another shape, or for a policy that never keeps it (S-11).
-    Source:   beside each policy in ``fp8ref/policy.py``.
+    Source:   next to each policy in ``fp8ref/policy.py``.
     """
     policy = policies.by_name(policy)
     formats.check(fmt)

@@ -194,7 +194,7 @@ def _what_is_lost(linear: nn.Linear, kinds: tuple[type[nn.Linear], ...]) -> str:
         return f"has {hooks[0].strip('_').replace('_', ' ')}, which would be dropped"
     held = {key for key, _ in (*linear.named_parameters(recurse=False), *linear.named_buffers(recurse=False), *linear.named_children())}
     more = sorted(held - {"weight", "bias"} - ({"states"} if isinstance(linear, Linear) else set()))
-    return f"holds {', '.join(more)} beside weight and bias, which would be lost" if more else ""
+    return f"holds {', '.join(more)} next to weight and bias, which would be lost" if more else ""
 
 
 def _unusual_parameter(linear: nn.Linear) -> str:

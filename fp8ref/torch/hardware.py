@@ -104,7 +104,7 @@ OPERATOR = torch.ops.fp8ref.simulated_gemm.default
 
 
 def granularity(a: str, b: str) -> str:
-    """The granularity of two operands in a proof: tensorwise beside rowwise is rowwise (L-4)."""
+    """The granularity of two operands in a proof: tensorwise next to rowwise is rowwise (L-4)."""
     if {a, b} <= {"tensorwise", "rowwise"}:
         return "rowwise" if "rowwise" in (a, b) else "tensorwise"
     return f"{a} x {b}"

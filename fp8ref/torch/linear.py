@@ -11,7 +11,8 @@ says:
     grad_input  = g @ w      [M, N] @ [N, K] -> [M, K]
     grad_weight = g.T @ x    [N, M] @ [M, K] -> [N, K]
 
-``_forward`` and ``_backward`` compute them, from operands that ``_operand`` casts.
+``_forward`` and ``_backward`` compute them, from operands that ``_operand`` casts. Results have x's
+dtype. FSDP2 reduces grad_weight over ranks afterwards, in float32 (``parallel``).
 """
 
 import functools

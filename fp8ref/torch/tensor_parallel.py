@@ -252,7 +252,7 @@ def _check_model(model: nn.Module) -> None:
             )
         if any(True for _ in module.children()) and any(True for _ in module.parameters(recurse=False)):
             raise ValueError(
-                f"{what} holds parameters beside modules, which would meet both plain and distributed ones. Move them to a module."
+                f"{what} holds parameters next to modules, which would meet both plain and distributed ones. Move them to a module."
             )
 
 

@@ -6,7 +6,7 @@
 
 To follow one training step, read four files in this order:
 
-    loop.py             calls ``trainer.step`` for each batch, and defines the ``Trainer`` protocol
+    loop.py             calls ``model.step`` of a trainer for each batch; defines the ``Trainer`` protocol
     {jax,torch}/trainer.py  one model in training: step, evaluate, save, load, measure
     {jax,torch}/step.py     forward, backward and AdamW update (SEMANTICS T)
     {jax,torch}/llama.py    the model (SEMANTICS M)
@@ -14,8 +14,12 @@ To follow one training step, read four files in this order:
 The model's linears are ``fp8ref.jax.linear.apply_with_stats``, and, in PyTorch, what ``step.Step``
 puts in place of nn.Linear by ``fp8ref.torch.parallel.parallelize``: torchao's Float8Linear, or
 ``fp8ref.torch.linear.Linear`` for ``delayed``, for recipes in blocks, and wherever several ranks
-share amaxes. Within a linear, ``operands`` (JAX) and ``scaling`` quantize, ``scales`` computes a scale
-from an amax, ``cast`` rounds, and ``gemm`` multiplies; ``delayed`` keeps scales of past amaxes.
+share amaxes. ``fp8ref.recipe`` says which formats, granularities and accumulation a recipe has. Within
+a linear, fp8ref/{jax,torch}/scaling.py quantizes (in JAX called by operands.py), scales.py computes a
+scale from an amax, cast.py rounds, and gemm.py multiplies; delayed.py keeps scales of past amaxes.
+Gradients reach the float32 masters through the cast of the masters to bfloat16, in step.py. Under
+FSDP2 they are reduced in float32, as ``fp8ref.torch.parallel`` sets it.
+docs/concepts/training-step.md draws the whole step. "SEMANTICS" is the specification, docs/spec.
 Optimizers are optax's and torch's, built in jax/step.py and torch/optimizer.py.
 
 ``train_state`` declares what a checkpoint holds. ``data`` reads tokens, ``report`` compares

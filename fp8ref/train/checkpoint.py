@@ -22,7 +22,7 @@ from fp8ref.train.processes import Processes, together
 
 FORMAT = 1  # of the directory and its manifest
 FOLDER, PREFIX = "checkpoints", "step-"
-REMEDY = "Those before it are intact; make room, and go on with --resume."
+REMEDY = "Those before it are intact; make room, and continue with --resume."
 UNFINISHED, REMOVED, DAMAGED = ".unfinished", ".removed", ".damaged"  # behind a name: none of those is ever read
 
 
@@ -67,7 +67,7 @@ class Checkpoints:
     """
 
     def __init__(self, out: Path, about: Mapping[str, Any], *, keep_last: int, processes: Processes, size: int = 0) -> None:
-        """about: JSON for the manifests, beside step and files.
+        """about: JSON for the manifests, next to step and files.
 
         size: bytes of a state; 0 if unknown.
         """
@@ -196,7 +196,7 @@ def verify(path: Path) -> dict[str, Any]:
         raise ConfigError(f"checkpoint {path}: manifest.json was changed after it was written.")
     there, listed = _files(path), manifest["files"]
     for name in sorted(there.keys() ^ listed.keys()):
-        raise ConfigError(f"checkpoint {path}: {name} {'is missing' if name in listed else 'is none of its files'}.")
+        raise ConfigError(f"checkpoint {path}: {name} {'is missing' if name in listed else 'is not one of its files'}.")
     for name, size in there.items():
         if size != listed[name]["bytes"]:
             raise ConfigError(f"checkpoint {path}: {name} has {size:,} bytes; {listed[name]['bytes']:,} were written.")

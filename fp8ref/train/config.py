@@ -53,7 +53,7 @@ class Config:
         """Raises:   ValueError: a vocabulary below 256 or above int32's range. ``load`` and
         ``from_dict`` raise it, and those of the sections, as a ConfigError."""
         size = self.model.vocab_size
-        require(256 <= size <= 2**31, f"model.vocab_size lies between 256, for byte tokens (D-1), and 2^31, for int32; got {size}.")
+        require(256 <= size <= 2**31, f"model.vocab_size must be between 256, for byte tokens (D-1), and 2^31, for int32; got {size}.")
 
     @property
     def filter_fqns(self) -> tuple[str, ...]:

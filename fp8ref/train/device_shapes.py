@@ -152,7 +152,7 @@ def _torch(config: Config, decisions: list[Decision]) -> list[str]:
     keys, faults = config.parallel, []
     shared, recipe = keys.data * keys.fsdp, recipes.by_name(config.numerics.recipe)
     if keys.tensor > 1 and shared > 1 and keys.amax_scope == "global" and recipe.fp8:
-        faults.append("in PyTorch, amaxes over data and fsdp beside tensor are each rank's own (P-14). Set parallel.amax_scope to local.")
+        faults.append("in PyTorch, amaxes over data and fsdp next to tensor are each rank's own (P-14). Set parallel.amax_scope to local.")
     if keys.tensor > 1 and not recipe.shared:
         *taken, last = [name for name, r in recipes.RECIPES.items() if r.fp8 and r.shared]
         faults.append(f"in PyTorch parallel.tensor takes recipes {', '.join(taken)} and {last}; got {recipe.name!r}. Set it to 1.")

@@ -40,7 +40,7 @@ def export(run: Path, out: Path, *, tokenizer: Path | None = None, say: Callable
     if tokenizer is not None and not tokenizer.exists():
         raise ConfigError(f"--tokenizer {tokenizer} is not there. Name a file or a directory of files.")
     if out.absolute().is_relative_to(run.absolute()):
-        raise ConfigError(f"--out {out} lies in the run's own directory {run}. Name another directory.")
+        raise ConfigError(f"--out {out} is in the run's own directory {run}. Name another directory.")
     while True:
         found = checkpoint.latest(run, say, aside=False)
         if found is None:

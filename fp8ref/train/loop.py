@@ -212,7 +212,7 @@ class _Training:
         run, lines, steps = self.run, list(self.run.kept), self.config.run.steps
         if self.processes.first and len(lines) < start:
             console.say(
-                f"{self.out}: metrics of {start - len(lines)} of the {start} steps before are lost; training goes on from the checkpoint."
+                f"{self.out}: metrics of {start - len(lines)} of the {start} steps before are lost; training resumes from the checkpoint."
             )
         before = sum(line["seconds"] for line in lines[-1:])
         title = f"{self.model.backend} {self.config.numerics.recipe}"

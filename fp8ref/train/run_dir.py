@@ -103,7 +103,7 @@ def claim(out: Path, config: Config, backend: str, held: Lock, *, resume: bool, 
         if not (resume and saved):
             raise
         held.take(out)
-        console.say(f"{out / 'manifest.json'} is lost or damaged. The run's checkpoints are there: it goes on from the last one.")
+        console.say(f"{out / 'manifest.json'} is lost or damaged. The run's checkpoints are there: it resumes from the last one.")
         return True
     if not resume and not overwrite:
         raise ConfigError(

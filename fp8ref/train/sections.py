@@ -56,7 +56,7 @@ class DataConfig:
             self.batch_size % self.microbatches == 0,
             f"data.batch_size is divisible by data.microbatches; got {self.batch_size} and {self.microbatches}.",
         )
-        require(0 < self.validation_fraction < 1, f"data.validation_fraction lies between 0 and 1; got {self.validation_fraction}.")
+        require(0 < self.validation_fraction < 1, f"data.validation_fraction must be between 0 and 1; got {self.validation_fraction}.")
         require(self.seed >= 0, f"data.seed is not negative; got {self.seed}.")
 
     def indivisible(self, shared: int, who: str) -> str:
@@ -203,7 +203,7 @@ class OptimizerConfig:
         require(0 < self.learning_rate < math.inf, f"optimizer.learning_rate is positive and finite; got {self.learning_rate}.")
         require(self.warmup_steps >= 0, f"optimizer.warmup_steps is not negative; got {self.warmup_steps}.")
         for key in ("beta1", "beta2"):
-            require(0 <= getattr(self, key) < 1, f"optimizer.{key} lies in [0, 1); got {getattr(self, key)}.")
+            require(0 <= getattr(self, key) < 1, f"optimizer.{key} must be in [0, 1); got {getattr(self, key)}.")
         require(0 < self.eps < math.inf, f"optimizer.eps is positive and finite; got {self.eps}.")
         require(self.max_norm > 0, f"optimizer.max_norm is positive (inf: no clipping); got {self.max_norm}.")
         require(0 <= self.weight_decay < math.inf, f"optimizer.weight_decay is finite and not negative; got {self.weight_decay}.")

@@ -43,7 +43,7 @@ SEEN = {
     "an infinity": lambda x: np.isinf(x).any(),
     "a NaN": lambda x: np.isnan(x).any(),
     "all zero": lambda x: (x == 0).all(),
-    "a zero row beside others": lambda x: (x == 0).all(axis=1).any() and np.isfinite(x).all() and (x != 0).any(),
+    "a zero row next to others": lambda x: (x == 0).all(axis=1).any() and np.isfinite(x).all() and (x != 0).any(),
     "subnormals alone": lambda x: ((np.abs(x) < 2.0**-126) & (x != 0)).all(),
     "an outlier": lambda x: x.size > 2 and np.isfinite(x).all() and np.abs(x).max() > 1e6 * np.sort(np.abs(x), axis=None)[-2] > 0,
     "-0": lambda x: (np.signbit(x) & (x == 0)).any(),

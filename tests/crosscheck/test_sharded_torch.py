@@ -159,7 +159,7 @@ def test_refusals(small, keys, message):
 
 def test_refusals_of_the_command(small, capsys):
     for steps in (0, small.run.steps + 1):
-        with pytest.raises(ConfigError, match="--steps lies between 1 and"):
+        with pytest.raises(ConfigError, match="--steps must be between 1 and"):
             sharded_torch.crosscheck(small, 2, steps=steps)
     assert cli.main(["crosscheck", "tiny", "--sharded", "2"]) == 2
     assert "--backend jax or torch" in capsys.readouterr().err

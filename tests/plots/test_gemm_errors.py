@@ -18,6 +18,14 @@ def test_error_lines_are_in_percent_and_named(ax):
     assert [tick.get_text() for tick in ax.get_xticklabels()] == ["32", "64"]
 
 
+def test_error_lines_that_coincide_are_told_apart(ax):
+    plots.error_lines(ax, [32, 64], {"fast": [0.1, 0.2], "slow": [0.1, 0.2]}, ylabel="bias")
+    below, above = ax.lines
+    assert below.get_marker() != above.get_marker()
+    assert below.get_linewidth() > above.get_linewidth()
+    assert below.get_markersize() > above.get_markersize()
+
+
 @pytest.mark.parametrize(("errors", "scale"), [([0.1, 0.2], "log"), ([0.0, 0.2], "symlog"), ([-0.1, 0.2], "symlog")])
 def test_only_errors_that_are_all_positive_are_on_a_logarithmic_axis(ax, errors, scale):
     plots.error_lines(ax, [32, 64], {"fast": errors}, ylabel="error")

@@ -82,6 +82,13 @@ def test_step_lines_are_what_they_were_given_from_the_first_step_on(ax):
     assert len({(line.get_color(), str(line.get_linestyle())) for line in ax.lines}) == 2
 
 
+def test_markers_of_step_lines_are_at_steps_of_their_own(ax):
+    plots.step_lines(ax, {name: np.zeros(40) for name in ("exact", "hopper_slow", "hopper_fast")}, ylabel="nats")
+    marked = [set(range(40)[slice(start, None, every)]) for start, every in (line.get_markevery() for line in ax.lines)]
+    assert all(marked)
+    assert sum(map(len, marked)) == len(set.union(*marked))
+
+
 LOSSES = {("jax", "bf16"): 2.0, ("torch", "bf16"): 2.5, ("jax", "rowwise"): 2.25, ("torch", "rowwise"): 2.0}
 
 

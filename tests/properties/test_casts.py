@@ -1,4 +1,4 @@
-"""Casts: monotone, odd, idempotent. Each property on its domain, and beside it the least value where a wider claim is false."""
+"""Casts: monotone, odd, idempotent. Each property on its domain, and next to it the least value where a wider claim is false."""
 
 import numpy as np
 import pytest

@@ -65,7 +65,7 @@ def test_absolute_error_of_a_subnormal_value(rounding, drawn):
 def test_error_of_a_quantized_tensor(policy, x, fmt):
     """Finite tensors, 2^-39 <= amax < 2^126, which |x * scale| <= max and so is cast within the two bounds above (S-1, S-5, S-8).
 
-    x * scale, 1 / scale and code / scale each round by u = 2^-24: where x * scale is normal, within 1/17 |x| and 4 u |x| beside it, as
+    x * scale, 1 / scale and code / scale each round by u = 2^-24: where x * scale is normal, within 1/17 |x| and 4 u |x| next to it, as
     (1 + 1/17)(1 + u)^3 < 1 + 1/17 + 4 u; where it is subnormal, within 2^-10 / scale and what 4 u makes of the smallest normal number,
     4 u * 2^-6 / scale. (For e4m3; the float64 arithmetic of this test is finer by far.)
     """

@@ -80,7 +80,7 @@ def test_no_order_changes_an_exact_sum(a, b, order, pair):
 
 @pytest.mark.parametrize(("how", "apart"), [("hopper_fast", 32), ("hopper_slow", 32), ("ada", 16), ("blackwell", 32), ("f32", 1)])
 def test_the_order_across_steps_changes_the_result(how, apart):
-    """2^16 + 2^-10 - 2^16: what is small is lost beside what is large, unless that has canceled in the step before (G-3, G-10, G-12)."""
+    """2^16 + 2^-10 - 2^16: what is small is lost next to what is large, unless that has canceled in the step before (G-3, G-10, G-12)."""
     between, pair = [0] * (apart - 1), (E4M3FN, E4M3FN)
     lost = matmul(row(256, *between, 2.0**-5, -256), row(256, *between, 2.0**-5, 256), pair, how)
     kept = matmul(row(256, -256, *between, 2.0**-5), row(256, 256, *between, 2.0**-5), pair, how)

@@ -47,7 +47,7 @@ def test_rounding_up_clips_none(policy, x, fmt):
 def test_how_many_amaxes_clip(fmt):
     """14 % for e4m3, 9 % for e5m2: of amaxes whose *logarithm* is uniform, which over many binades it nearly is.
 
-    The mantissa then lies in [tie, 2) with probability log2(2 / tie). Uniform in value, it is 2 - tie: 18.75 and 12.5 %. The 19 % that is
+    The mantissa then must be in [tie, 2) with probability log2(2 / tie). Uniform in value, it is 2 - tie: 18.75 and 12.5 %. The 19 % that is
     quoted too, log2(2 / 1.75), counts every amax above max, of which those below the tie lose no more than any rounding takes.
     """
     step = 2.0**-16

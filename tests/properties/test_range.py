@@ -84,7 +84,7 @@ def test_where_a_bounded_scale_no_longer_reaches_max(fmt, last):
 
 
 def test_where_an_infinite_scale_makes_nan():
-    """flax: the largest amax with an infinite scale: itself max, a zero beside it NaN (S-10)."""
+    """flax: the largest amax with an infinite scale: itself max, a zero next to it NaN (S-10)."""
     x = np.array([448 / FLOAT32_MAX, 0], F32)
     assert scaling.quantize(np.nextafter(x, F32(1)) * F32([1, 0]), E4M3FN, policy="flax").codes.tolist() == [0x7E, 0]
     below = np.nextafter(x, F32(0))

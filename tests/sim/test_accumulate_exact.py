@@ -18,7 +18,7 @@ LIMIT = Fraction(2) ** 128 - Fraction(2) ** 103  # from here on a float32 rounds
 float32s = st.floats(width=32, allow_nan=False, allow_infinity=False)
 # float64s whose sum stays in float32's range, of exponents near enough to matter to each other, subnormal results among them
 float64s = st.builds(lambda m, e: float(np.ldexp(float(m), e)), st.integers(-(2**53), 2**53), st.integers(-220, 60))
-# halfway between two float32s, which anything beside it decides
+# halfway between two float32s, which anything next to it decides
 halfway = st.builds(lambda m, e: float(np.ldexp(2.0 * m + 1, e)), st.integers(2**23, 2**24 - 1), st.integers(-150, 60))
 
 

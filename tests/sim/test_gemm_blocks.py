@@ -128,7 +128,7 @@ def test_a_bias_is_added_once_after_all_blocks(epilogue, rng):  # G-13, G-15
 
 
 def test_a_block_with_a_nan_spoils_its_rows_alone(rng):
-    """NaN codes and a NaN scale, an infinite amax whose scale_inv is infinite (S-3), and blocks of zeros beside them."""
+    """NaN codes and a NaN scale, an infinite amax whose scale_inv is infinite (S-3), and blocks of zeros next to them."""
     x, w = rng.standard_normal((4, 256)).astype(np.float32), rng.standard_normal((3, 256)).astype(np.float32)
     clean = gemm.matmul(*(scaling.quantize(v, E4M3FN, granularity="blockwise_1x128") for v in (x, w)), out_dtype=FLOAT32)
     x[1, 130], x[2, 3], x[3, :128] = np.nan, np.inf, 0

@@ -161,7 +161,7 @@ def test_a_zero_factor_takes_no_part():
 
 @pytest.mark.parametrize(("unit", "cut"), [("hopper", 0x7F7FFC00), ("ada", 0x7F7FFC00), ("blackwell", 0x7F7FFFFF)])
 def test_no_product_can_make_an_accumulator_overflow(unit, cut):
-    """Beside an accumulator near 2^128 every product is cut off, and the accumulator towards zero: infinity (G-11) is out of reach."""
+    """Next to an accumulator near 2^128 every product is cut off, and the accumulator towards zero: infinity (G-11) is out of reach."""
     top = np.full((1, 32), E5M2.max_code, np.uint8)
     c = from_bits([[0x7F7FFFFF]])
     assert bits(gemm.mma(top, top, c, fmt_a=E5M2, fmt_b=E5M2, unit=unit)) == cut
@@ -201,7 +201,7 @@ def test_an_instruction_is_that_of_mmaemu(pair, unit, rng):  # G-10, G-11
 @pytest.fixture(scope="module")
 def published():
     if not PUBLISHED.exists():
-        pytest.skip("the published outputs of tensor cores are not beside the repository")
+        pytest.skip("the published outputs of tensor cores are not next to the repository")
     return np.load(PUBLISHED)
 
 

@@ -98,7 +98,7 @@ def test_half_an_ulp_where_nothing_saturates(rng):  # Q-2
             s = stats.statistics(x, scaling.quantize(x, fmt, granularity=granularity))
             assert 0.499 < s.max_ulp <= 0.5
             assert s.overflows == 0 < s.saturated
-    assert of([448 + 32 * 7], 1).max_ulp == 7 * 32 / 64  # 672 saturates to 448; beside it, at 2^9, numbers would be 64 apart
+    assert of([448 + 32 * 7], 1).max_ulp == 7 * 32 / 64  # 672 saturates to 448; next to it, at 2^9, numbers would be 64 apart
     assert of([17.0], 1).max_ulp == 0.5  # a tie
     wrong = by_scale([0], 1)._replace(codes=np.uint8([0x38]))  # 1 for 0, where numbers are 2^-9 apart
     assert stats.statistics(np.zeros(1, np.float32), wrong).max_ulp == 512

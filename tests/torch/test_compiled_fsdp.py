@@ -61,7 +61,7 @@ def test_what_cannot_be_cut_by_hand_is_refused_by_name(case, message):
 
 
 def evaluations():
-    """Whether a forward pass without gradients observes, beside one with; what is held, and whether it is the plain model's."""
+    """Whether a forward pass without gradients observes, next to one with; what is held, and whether it is the plain model's."""
     sharded = compiled_fsdp.shard(convert.convert(matrix.model(), "delayed", amax_group=world()), world())
     observed = []
     for gradients in (False, True):

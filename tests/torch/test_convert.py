@@ -248,7 +248,7 @@ def converted_and(change):
     [
         (converted_and(lambda m: m.register_forward_hook(print)), "1 has forward hooks.*Undo"),
         (converted_and(lambda m: setattr(m, "forward", m.forward)), "1 is a Linear whose forward was replaced"),
-        (converted_and(lambda m: m.register_buffer("mask", torch.ones(16))), "1 holds mask beside weight and bias"),
+        (converted_and(lambda m: m.register_buffer("mask", torch.ones(16))), "1 holds mask next to weight and bias"),
         (converted_and(lambda m: m.compile(backend="eager")), r"1 is compiled.*before you compile it.*weights\(model\)"),
         (converted_and(lambda m: nn.utils.parametrizations.weight_norm(m)), "1 is a ParametrizedLinear"),
         (gathering, "0 has a weight that is a WeightWithDynamicFloat8CastTensor.*before you shard"),

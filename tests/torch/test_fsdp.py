@@ -160,7 +160,7 @@ def test_an_interrupt_leaves_nothing_behind(ranks):  # P-11
 
 
 def inference():
-    """Outputs in inference mode, beside those without gradients, between steps of training."""
+    """Outputs in inference mode, next to those without gradients, between steps of training."""
     model, other = sharded(), sharded()
     first = trained(model, 1), trained(other, 1)
     with torch.inference_mode():

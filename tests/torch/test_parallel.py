@@ -123,7 +123,7 @@ def losses(model):
 
 
 def without_memory():
-    """Losses of a model that was built on the meta device, cut, and only then given memory and weights, beside those of one that was not."""
+    """Losses of a model that was built on the meta device, cut, and only then given memory and weights, next to those of one that was not."""
     mesh, found = init_device_mesh("cpu", (distributed.get_world_size(),), mesh_dim_names=("fsdp",)), {}
     for recipe, scope in (("tensorwise", "local"), ("delayed", "global")):
         plain = blocks()

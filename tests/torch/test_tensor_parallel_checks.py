@@ -69,7 +69,7 @@ REFUSED = {
     ),
     "shared": (shared, COLUMN, r"0 shares its weight, and is cut: 0.weight, 1.weight. Untie"),
     "subclass": (lambda: nn.Sequential(Scaled(64, 64)), COLUMN, "0 is a Scaled"),
-    "beside": (lambda: nn.Sequential(nn.Linear(16, 16), Beside()), COLUMN, "1 holds parameters beside modules"),
+    "beside": (lambda: nn.Sequential(nn.Linear(16, 16), Beside()), COLUMN, "1 holds parameters next to modules"),
     "delayed": (lambda: build("delayed"), {}, "q_proj is fp8ref's own Linear of recipe 'delayed'.*Use tensorwise"),
     "blockwise": (lambda: convert.convert(nn.Sequential(nn.Linear(128, 128)), "blockwise"), COLUMN, "0 is fp8ref's own.*'blockwise'"),
     "compiled": (

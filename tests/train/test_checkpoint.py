@@ -76,7 +76,7 @@ DAMAGES = {
     "flipped": "tensors.bin is damaged: its sha256",
     "truncated": "tensors.bin has 4 bytes; 5 were written",
     "missing": "tensors.bin is missing",
-    "added": "more.safetensors is none of its files",
+    "added": "more.safetensors is not one of its files",
     "manifest": "manifest.json was changed",
     "no manifest": "manifest.json cannot be read",
     "torn manifest": "manifest.json cannot be read",
@@ -197,7 +197,7 @@ def test_a_disk_that_is_full_leaves_the_ones_before(tmp_path, monkeypatch, cut):
         monkeypatch.setattr(checkpoint.os, "fsync" if cut == "manifest" else "replace", full)
     writer.save(model, 2)
     with pytest.raises(
-        OSError, match=r"checkpoint step-00000002 could not be written: .*No space left.*make room, and go on with --resume"
+        OSError, match=r"checkpoint step-00000002 could not be written: .*No space left.*make room, and continue with --resume"
     ):
         writer.finish()
     writer.finish()  # told once
@@ -237,7 +237,7 @@ def test_a_planted_pickle_is_refused_unread(tmp_path, monkeypatch):  # K-5
     for name in (".metadata", "state/.metadata", "state/shard.pt"):
         path = tmp_path / "checkpoints" / "step-00000001" / name
         path.write_bytes(pickle.dumps(Evil()))
-        with pytest.raises(ConfigError, match=f"{name.removeprefix('state/')} is none of its files"):
+        with pytest.raises(ConfigError, match=f"{name.removeprefix('state/')} is not one of its files"):
             verify(tmp_path / "checkpoints" / "step-00000001")
         path.unlink()
     assert not (tmp_path / "read").exists()

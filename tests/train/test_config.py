@@ -61,7 +61,7 @@ def test_there_is_a_shipped_config():
     [
         ("[run]\nstep = 3", "run.step", "run.steps"),
         ("[data]\nseq_length = 3", "data.seq_length", "data.sequence_length"),
-        ("[optimizer]\nbeta1 = 0.5", "optimizer", "optimizer"),
+        ("[optimser]\nbeta1 = 0.5", "optimser", "optimizer"),
         ("[run]\nlearning_rate = 1.0", "run.learning_rate", "optimizer.learning_rate"),
         ("steps = 3", "steps", "run.steps"),
         ("[model]\nnum_layers = 3", "model.num_layers", "model.num_hidden_layers"),

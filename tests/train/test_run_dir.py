@@ -153,7 +153,7 @@ def test_a_run_whose_manifest_is_damaged_goes_on_from_its_checkpoints(tmp_path, 
     manifest = tmp_path / "run" / "manifest.json"
     manifest.unlink() if damage is None else manifest.write_text(damage)
     assert claim(tmp_path / "run", small, resume=True)
-    assert "manifest.json is lost or damaged. The run's checkpoints are there: it goes on from the last one." in capsys.readouterr().err
+    assert "manifest.json is lost or damaged. The run's checkpoints are there: it resumes from the last one." in capsys.readouterr().err
     for overwrite in (False, True):
         with pytest.raises(ConfigError, match=r"no intact run|not a manifest of fp8ref"):
             claim(tmp_path / "run", small, overwrite=overwrite)

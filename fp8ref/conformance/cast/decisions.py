@@ -121,7 +121,7 @@ def double_rounding(a: Responses, b: Behavior, known: DoubleRounding | None = No
     found = min(misses, key=lambda c: misses[c])  # of equals the first, which is no double rounding
     what = "double_rounding" if a.source == "float32" else f"double_rounding of {a.source}"
     if found is None:
-        return Finding(what=what, value=None, words="none", evidence=f"{int(relevant.sum()):,} inputs, those beside ties among them"), None
+        return Finding(what=what, value=None, words="none", evidence=f"{int(relevant.sum()):,} inputs, those next to ties among them"), None
     shown = a.counterexample(simplest(a.x, a.mismatches(b, relevant)), b, "C-1")
     return Finding(what=what, value=str(found), evidence=str(shown), witness=shown), found
 

@@ -61,7 +61,7 @@ def summary(
     if complete and not everywhere:
         return f"{of} that gives other codes in arrays of other shapes"
     if not complete:
-        return f"{of} that is none of those known: see where it is unlike what was found"
+        return f"{of} that matches no known name: see the differences"
     how = f"rounds {found.rounding}, overflow gives {found.overflow}, infinities {found.infinite}"
     how += f", subnormals are {found.subnormals.replace('_', ' ')}" if found.subnormals != "kept" else ""
     how += ", -0 becomes 0" if found.negative_zero != "kept" and found_fmt.specials != "fnuz" else ""
@@ -70,7 +70,7 @@ def summary(
     how += "".join(f", {source} is rounded to {through} first" for source, through in found.double_rounding.items())
     if names:
         return f"{of} that is {' and '.join(names)}: {how}"
-    return f"{of} that is {' and '.join(names_but_for_nan)} but for NaN codes: {how}" if names_but_for_nan else f"{of} that {how}"
+    return f"{of} that is {' and '.join(names_but_for_nan)} except for NaN codes: {how}" if names_but_for_nan else f"{of} that {how}"
 
 
 def differences_from(

@@ -237,7 +237,9 @@ def _summary(rates: RoundingRates, fmt: Format, decided: list[Finding], names: l
     found_fmt = f"{of}" + (f" (max {of.max:g}), not {fmt} (max {fmt.max:g})," if of is not fmt else "")
     how = f"but not by the distance (C-2) at {wrong} of the" if wrong else "with the probability of C-2 at the"
     rest = (
-        " and ".join(names or names_but_for_nan) + ("" if names else " but for NaN codes") if names_but_for_nan else "none of those known"
+        " and ".join(names or names_but_for_nan) + ("" if names else " except for NaN codes")
+        if names_but_for_nan
+        else "none of those known"
     )
     what = ", ".join(f"{f.what.replace('_', ' ')} {f.text or f.value or 'unknown'}" for f in decided)
     return f"a cast to {found_fmt} that rounds at random, {how} {rates.x.size} fractions asked, and is otherwise {rest}: {what}"

@@ -2,7 +2,7 @@
 
 A plan says where chains of steps begin anew (promotion), and which parts of K form a chain
 (split-K). To find them, every 32 of K holds one small number. One of the 32s also holds a large
-number and its negative. All that came before in the same chain is lost beside the large number;
+number and its negative. All that came before in the same chain is lost next to the large number;
 the small numbers that remain are counted.
 """
 
@@ -37,7 +37,7 @@ SIDES = (8, 32, 256)  # rows and columns of a random result that plans are compa
 def places(bench: Bench, unit: TensorCore) -> np.ndarray | str:
     """How many steps come before each 32 of K in its chain, [K / 32]; or why that is unknown."""
     steps = range(0, bench.k, K_STEP)
-    # So small that all of them together are below the last bit kept beside the large number: then
+    # So small that all of them together are below the last bit kept next to the large number: then
     # what is lost does not depend on their order. In float16 the sum of those left is still a
     # number.
     bits = (len(steps) - 1).bit_length()

@@ -119,11 +119,11 @@ def verify(path: Path) -> Verified:
         metadata, arrays = _read(path)
         computed, recorded = (_instruction if metadata["kind"] == "instruction" else _gemm)(metadata, arrays)
     except OSError as error:
-        raise ValueError(f"{path} cannot be read as a recording of a probe ({error}). Name the .json, with its .npz beside it.") from error
+        raise ValueError(f"{path} cannot be read as a recording of a probe ({error}). Name the .json, with its .npz next to it.") from error
     except Exception as error:  # damaged archives and arrays raise all kinds of errors
         why = f"{type(error).__name__}: {error}" if not isinstance(error, ValueError) else error
         raise ValueError(
-            f"{path} is no whole recording of a probe ({why}). It is {FORMAT!r}, with an .npz file beside it; record it again."
+            f"{path} is no whole recording of a probe ({why}). It is {FORMAT!r}, with an .npz file next to it; record it again."
         ) from error
     return Verified(path=path, compared=recorded.size, equal=int((computed.view(np.uint32) == recorded).sum()))
 

@@ -156,7 +156,7 @@ def _about_exponents(bench: Bench, fraction_bits: int) -> dict[str, Terms]:
     x, y = bench.power(base)
     stimuli: dict[str, Terms] = {}
     # 1.5 x 1.5 = 2.25 has the exponent 1 when normalized, and 0 by its factors' exponents: the last
-    # place kept beside it differs by one bit.
+    # place kept next to it differs by one bit.
     for value in (base - fraction_bits, base - fraction_bits - 1):
         stimuli[f"2.25 x 2^{base} - the same + 2^{value}"] = {0: (1.5 * x, 1.5 * y), 1: (-1.5 * x, 1.5 * y), 2: bench.power(value)}
     least_a, least_b = fmt_a.smallest_subnormal, fmt_b.smallest_subnormal

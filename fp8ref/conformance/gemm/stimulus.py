@@ -82,7 +82,7 @@ class Bench:
         return (x, self.fmt_b.smallest_subnormal) if x >= self.fmt_a.smallest_subnormal else None
 
     def codes(self, stimuli: Sequence[Terms]) -> tuple[np.ndarray, np.ndarray]:
-        """Codes [Q, K] of a and of b for Q stimuli; zeros beside the terms."""
+        """Codes [Q, K] of a and of b for Q stimuli; zeros next to the terms."""
         values = np.zeros((2, len(stimuli), self.k))
         for i, terms in enumerate(stimuli):
             for at, pair in terms.items():

@@ -119,7 +119,7 @@ def coarse(fmt: Format) -> np.ndarray:
 
 
 def fine(fmt: Format, source: str) -> np.ndarray:
-    """Just beside every number and midpoint, at each distance that the source's dtype can tell;
+    """Just next to every number and midpoint, at each distance that the source's dtype can tell;
     both signs.
     """
     n = with_next(fmt)[1:]

@@ -22,7 +22,7 @@ CAST_CLAUSES = {
     "above max": "C-3, C-4",
     "number": "C-1",
     "tie": "C-1, C-2",
-    "beside a tie": "C-1, C-2",
+    "next to a tie": "C-1, C-2",
     "underflow": "C-1, C-2, C-6",
     "subnormal": "C-1, C-2, F-1",
     "in range": "C-1, C-2",
@@ -43,9 +43,9 @@ AMAX_CLAUSES = {
     "subnormal": "S-12",
     "overflow": "S-9",  # of the scale, in float32
     "power of two": "S-4",
-    "beside a power of two": "S-4",
+    "next to a power of two": "S-4",
     "max times a power of two": "S-4",
-    "beside max times a power of two": "S-4",
+    "next to max times a power of two": "S-4",
     "in range": "S-3, S-9",
 }
 AMAXES = tuple(AMAX_CLAUSES)

@@ -276,7 +276,7 @@ def _in_context(matched: PolicyMatch, agreed: Agreement, scale_layout: ScaleLayo
         a.output, at, {n: queries.per_group(a, n, scale_layout)[group] for n in scale_layout.kinds}, expected, group, scale_layout
     )
     return Counterexample(
-        input=f"x{[int(i) for i in at]} = {show(a.x[at])} of x {list(a.x.shape)}, whose group has amax {show(a.amax[group])}, beside groups of every kind",
+        input=f"x{[int(i) for i in at]} = {show(a.x[at])} of x {list(a.x.shape)}, whose group has amax {show(a.amax[group])}, next to groups of every kind",
         bits=(bits_of(a.x[at], dtype),), dtype=dtype, got=got, expected=f"{wanted} by {agreed.candidate.policy.name}", clause="S-6",
     )  # fmt: skip
 

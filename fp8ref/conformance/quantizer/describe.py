@@ -93,7 +93,7 @@ def summary(
     how += f"; its amax is stale, of {memory} earlier call{'s' if memory > 1 else ''}; told by ordinary amaxes alone" if memory else ""
     how += ", -0 becomes 0" if found["negative_zero"] != "kept" and chosen.fmt.specials != "fnuz" else ""
     how += "" if everywhere else "; of other tensors it gives something else"
-    how += "" if identified or not everywhere else ", but for what is unlike that"
+    how += "" if identified or not everywhere else ", except for the differences below"
     return f"{what}: policy {' or '.join(matched.names)}{how}"
 
 
@@ -124,7 +124,7 @@ def returned_finding(scale_layout: ScaleLayout, output: QuantizerOutput) -> Find
     )
     value = " and ".join(dict.fromkeys(scale_layout.kinds.values())) or None
     codes = f"{output.dtype} of x's shape, {list(SHAPE)}" + (f", as {output.place}" if output.place else "")
-    evidence = f"beside {codes}" + ("" if scale_layout.kinds else ", nothing that goes with the amax")
+    evidence = f"next to {codes}" + ("" if scale_layout.kinds else ", nothing that goes with the amax")
     return Finding(what="returns", value=value, words=text or "neither scale nor scale_inv", evidence=evidence)
 
 

@@ -71,7 +71,7 @@ def unexpected_rounding(a: Responses, fmt: Format, largest: float, compute: Form
     if a.x[at] == 0:
         clause = "C-6"
     shown = a.counterexample(at, wanted, f"S-5, {clause}")
-    return [dataclasses.replace(shown, input=f"{shown.input} beside {largest:g}, under scale 1")]
+    return [dataclasses.replace(shown, input=f"{shown.input} next to {largest:g}, under scale 1")]
 
 
 def explains(a: Responses, b: Behavior) -> bool:

@@ -169,7 +169,7 @@ def _operand(pattern: str, shape: tuple[int, int], name: str, granularity: str, 
     magnitude = (raw[0] & np.uint64(0x7F)).astype(np.uint8)
     # codes whose exponents are near that of 1, so that no product dwarfs the others
     ordinary = (fmt.bias - 3 << fmt.mantissa_bits) + magnitude % np.uint8(6 << fmt.mantissa_bits)
-    # 2^8 at one k of both operands, elsewhere 2^-5 to 2^-1: beside the product 2^16, a sum of 14
+    # 2^8 at one k of both operands, elsewhere 2^-5 to 2^-1: next to the product 2^16, a sum of 14
     # bits drops the others and one of 24 keeps them
     large = fmt.bias + 8 << fmt.mantissa_bits
     small = (fmt.bias - 5 << fmt.mantissa_bits) + magnitude % np.uint8(4 << fmt.mantissa_bits)

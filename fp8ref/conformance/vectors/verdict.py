@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 PRINTED = 8  # wrong answers in all
 OF_A_KIND = 2  # wrong answers of one kind of input, so that other kinds are shown too
-SHORT = 16  # characters: longer inputs are not shown beside the number of their line
+SHORT = 16  # characters: longer inputs are not shown next to the number of their line
 
 
 class AskedVector(NamedTuple):

@@ -17,7 +17,7 @@ from fp8ref.crosscheck.divergence.step_values import Value, site_before
 REASONS = {
     "tokens": Reason(("D-2", "D-3"), "a batch is a function of the text, data.seed and the step: one of them differs"),
     "initial weights": Reason(("M-6", "K-7"), "initial weights are a function of run.seed and the model, or are run.init_from's"),
-    "state": Reason(("K-2",), "the states that both go on from are another"),
+    "state": Reason(("K-2",), "both continue from different states"),
     "recipe": Reason(("R-1",), "the recipes quantize it otherwise"),
     "absent": Reason(("R-2",), "one of the recipes runs this GEMM in high precision"),
     "weight": Reason(("M-2",), "the masters are equal and what is multiplied is not their rounding in both"),
@@ -112,11 +112,11 @@ def _of_rounding(d: Difference, context: Context) -> Reason:
     if d.unit == "bfloat16" and d.worst == 1:
         return Reason(
             ("M-3",),
-            "its parts are equal and every element that differs lies one bfloat16 apart: float32 sums and functions in the library's order, "
+            "its parts are equal and every element that differs is one bfloat16 apart: float32 sums and functions in the library's order, "
             "of which one rounding falls either way. B-2 bounds what it does to logits",
         )
     by = f"{d.worst} numbers of {d.unit}" if d.worst is not None else "more than numbers"
-    return Reason((), f"no clause explains it: roundings of one float32 result lie one bfloat16 apart at most (M-3); these lie {by} apart")
+    return Reason((), f"no clause explains it: roundings of one float32 result are one bfloat16 apart at most (M-3); these are {by} apart")
 
 
 def _few(names: Sequence[str]) -> str:

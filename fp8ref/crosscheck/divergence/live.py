@@ -55,7 +55,7 @@ def of_backends(config: Config, a: str, b: str, *, steps: int = one_device.STEPS
     """
     check_alone(config, "the config")
     if not 1 <= steps <= config.run.steps:
-        raise ConfigError(f"--steps of --first-divergence lies between 1 and run.steps = {config.run.steps}; got {steps}.")
+        raise ConfigError(f"--steps of --first-divergence must be between 1 and run.steps = {config.run.steps}; got {steps}.")
     batches = loader.open_batches(config)
     names = (a, b) if a != b else (f"{a} (first)", f"{b} (second)")
     sides = [

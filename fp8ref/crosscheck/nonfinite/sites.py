@@ -114,9 +114,9 @@ def _before(linear: str, linears: Container[str]) -> str:
     if name in ("q_proj", "k_proj", "v_proj"):
         return f"the attention of {layer}, after o_proj's grad_input"
     if name == "o_proj":
-        return f"{layer.removesuffix('.self_attn')}.post_attention_layernorm, or the residual beside it"
+        return f"{layer.removesuffix('.self_attn')}.post_attention_layernorm, or the residual next to it"
     if name == "down_proj":
         block, _, index = layer.removesuffix(".mlp").rpartition(".")
         after = f"{block}.{int(index) + 1}"
-        return f"{after}.input_layernorm, or the residual beside it" if f"{after}.mlp.down_proj" in linears else "model.norm"
+        return f"{after}.input_layernorm, or the residual next to it" if f"{after}.mlp.down_proj" in linears else "model.norm"
     return "the loss"

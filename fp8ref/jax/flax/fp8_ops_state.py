@@ -101,7 +101,7 @@ def _layer_from_flax(name: str, entries: Mapping[str, jax.Array]) -> LayerState:
     leading = {shape[:-1] for shape in shapes.values()}
     scales = {shape[-1:] for key, shape in shapes.items() if key.endswith("_scale")}
     if len(lengths) != 1 or lengths == {()} or len(leading) != 1 or scales != {(1,)}:
-        raise ValueError(f"{name}: Flax keeps scales of shape (1,) beside histories of one length, stacked alike; got {shapes}.")
+        raise ValueError(f"{name}: Flax keeps scales of shape (1,) next to histories of one length, stacked alike; got {shapes}.")
     if any(value.dtype != jnp.float32 for value in entries.values()):
         raise ValueError(f"{name}: Flax's state is float32; got {', '.join(sorted({str(v.dtype) for v in entries.values()}))}.")
     roles = {

@@ -132,7 +132,7 @@ def _by_losses(
         last = np.stack([runs.at(run.losses, steps) for run in chosen])[:, -width:].mean(axis=1, keepdims=True)
         high = float(seed_noise.limit(last, confidence=confidence)[0])  # the report's one-sided limit, used on both sides
         by, low, result = "seeds", -high, "within noise" if abs(difference) <= high else "outside noise"
-        said = f"two bf16 runs of different seeds lie up to {high:.4f} apart, by {len(chosen)} of them"
+        said = f"two bf16 runs of different seeds are up to {high:.4f} apart, by {len(chosen)} of them"
     elif a.seeds == b.seeds:
         by, low, high = "steps", float(gap.low[-1]), float(gap.high[-1])
         result = "within noise" if low <= 0 <= high else "outside noise"

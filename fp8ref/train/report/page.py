@@ -62,7 +62,7 @@ def write(given: Sequence[Run], out: Path, *, confidence: float = seed_noise.CON
     except OSError as error:
         raise ConfigError(f"--out {out} cannot be written ({error.strerror}). Name a file in a directory that can be written.") from error
     said = [f"{run.name}: {verdict_text(run, verdict)}" for group in groups for run, verdict in group["verdicts"]]
-    return "\n".join([*said, f"wrote {out} and {len(drawn)} PNG{'s' * (len(drawn) != 1)} beside it"])
+    return "\n".join([*said, f"wrote {out} and {len(drawn)} PNG{'s' * (len(drawn) != 1)} next to it"])
 
 
 def verdict_text(run: Run, verdict: Verdict) -> str:

@@ -121,7 +121,7 @@ def student(confidence: float, dof: int) -> float:
               increasing in theta.
     """
     if not 0 < confidence < 1:
-        raise ValueError(f"confidence lies between 0 and 1; got {confidence}.")
+        raise ValueError(f"confidence must be between 0 and 1; got {confidence}.")
     if dof < 1:
         raise ValueError(f"Student's distribution has at least 1 degree of freedom; got {dof}.")
     low, high = 0.0, math.pi / 2
@@ -294,7 +294,7 @@ def _spread(curves: np.ndarray, confidence: float) -> np.ndarray:
     if len(curves) < 2:
         raise ValueError(f"the noise of seeds takes at least 2 runs; got {len(curves)}.")
     if not 0.5 < confidence < 1:
-        raise ValueError(f"confidence lies between 0.5 and 1; got {confidence}.")
+        raise ValueError(f"confidence must be between 0.5 and 1; got {confidence}.")
     return student(2 * confidence - 1, len(curves) - 1) * curves.std(axis=0, ddof=1)
 
 

@@ -57,7 +57,7 @@ class FailureStore:
             return f"{who} did not answer within {timeout_s} s (parallel.timeout_s): it stands still, or is slower than that"
         if store == "fails":
             return f"{who} is gone; what it printed, if anything, is why"
-        return f"{who} is gone without a word: killed, perhaps for want of memory"
+        return f"{who} ended without a message: killed, perhaps because memory ran out"
 
     def _post(self, **report) -> bool:
         """Write this process's report. Returns whether the store still answers."""

@@ -73,7 +73,7 @@ def join(timeout_s: int) -> Processes:
     rank, ranks, port = (os.environ[name] for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
     if not (rank.isdecimal() and ranks.isdecimal() and port.isdecimal() and int(rank) < int(ranks) and int(port) < 2**16):
         raise ConfigError(
-            f"RANK lies below WORLD_SIZE, and MASTER_PORT is a port; got {rank}, {ranks} and {port}. torchrun sets all of them."
+            f"RANK must be below WORLD_SIZE, and MASTER_PORT is a port; got {rank}, {ranks} and {port}. torchrun sets all of them."
         )
     # Both warnings are harmless here: nothing writes into a module's results, and whole weights are
     # gathered rarely.
@@ -144,7 +144,7 @@ def mesh_of(config: Config) -> DeviceMesh | None:
     None for one process.
 
     Raises:   ConfigError: config.parallel asks for another number of processes; they cannot share
-              the batch evenly; amax_scope "global" with tensor parallelism beside data or fsdp.
+              the batch evenly; amax_scope "global" with tensor parallelism next to data or fsdp.
     """
     keys = config.parallel
     ranks = distributed.get_world_size() if distributed.is_initialized() else 1
@@ -158,7 +158,7 @@ def mesh_of(config: Config) -> DeviceMesh | None:
         raise ConfigError(config.data.indivisible(shared, "processes"))
     if keys.tensor > 1 and shared > 1 and keys.amax_scope == "global" and config.numerics.recipe != "bf16":
         raise ConfigError(
-            "in PyTorch, amaxes over data and fsdp beside tensor are each rank's own (P-14). Set parallel.amax_scope to local."
+            "in PyTorch, amaxes over data and fsdp next to tensor are each rank's own (P-14). Set parallel.amax_scope to local."
         )
     if ranks == 1:
         return None

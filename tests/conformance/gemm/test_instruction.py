@@ -57,7 +57,7 @@ def test_a_simulated_instruction(unit, pair):
 
 
 def test_an_accumulator_that_is_added_afterwards():
-    """It is not aligned with the products: steps from 0 are Hopper's, and accumulators beside products tell."""
+    """It is not aligned with the products: steps from 0 are Hopper's, and accumulators next to products tell."""
     late = mma_integers.HOPPER._replace(late=True)
     plain = simulated("hopper")
 

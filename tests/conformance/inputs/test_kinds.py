@@ -31,7 +31,7 @@ def kind(x: float, spacing: Fraction, fmt, numbers: list[Fraction], ties: list[F
     if magnitude in ties:
         return "tie"
     if min(abs(magnitude - tie) for tie in ties) <= spacing:
-        return "beside a tie"
+        return "next to a tie"
     least = Fraction(fmt.smallest_subnormal)
     return "underflow" if magnitude < least / 2 else "subnormal" if magnitude < Fraction(fmt.smallest_normal) else "in range"
 
@@ -63,10 +63,10 @@ def test_kinds_of_amaxes(policy):
     finite = np.isfinite(amax) & (amax > 0)
     named = dict(zip(amax[finite].tolist(), names[finite].tolist(), strict=True))
     assert named[1.0] == "power of two"
-    assert named[float(np.nextafter(np.float32(1), np.float32(2)))] == "beside a power of two"
-    assert named[float(np.nextafter(np.float32(1), np.float32(0)))] == "beside a power of two"
+    assert named[float(np.nextafter(np.float32(1), np.float32(2)))] == "next to a power of two"
+    assert named[float(np.nextafter(np.float32(1), np.float32(0)))] == "next to a power of two"
     assert named[7.0] == "max times a power of two"
-    assert named[float(np.nextafter(np.float32(7), np.float32(8)))] == "beside max times a power of two"
+    assert named[float(np.nextafter(np.float32(7), np.float32(8)))] == "next to max times a power of two"
     eps = POLICIES[policy].eps
     assert {k for v, k in named.items() if v < eps} == ({"below eps"} if eps else set())
     assert {k for v, k in named.items() if eps <= v < 2.0**-126} == (set() if eps else {"subnormal"})

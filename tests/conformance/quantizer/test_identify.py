@@ -113,9 +113,9 @@ def test_every_granularity_and_axis(granularity, axis):  # S-6
 
 
 MUTANTS = [
-    (planted.ties_away, "torchao", {"rounding": "nearest_away"}, "1.0625 beside 448, under scale 1 (float32 0x3F880000): got 0x39 = 1.125"),
+    (planted.ties_away, "torchao", {"rounding": "nearest_away"}, "1.0625 next to 448, under scale 1 (float32 0x3F880000): got 0x39 = 1.125"),
     (planted.truncation, "torchao", {"rounding": "toward_zero"}, "got 0x39 = 1.125, expected 0x3A = 1.25 (S-5, C-2)"),
-    (planted.flushes_subnormals, "torchao", {"subnormals": "flushed"}, "0.0078125 beside 448, under scale 1 (float32 0x3C000000): got 0x00 = 0"),
+    (planted.flushes_subnormals, "torchao", {"subnormals": "flushed"}, "0.0078125 next to 448, under scale 1 (float32 0x3C000000): got 0x00 = 0"),
     (planted.scales_by_exp2_log2, "torchao_mask", {"policy": "torchao_pow2"}, "x [1, 1] = "),
     (planted.scales_to_240, "torchao", {"policy": "torchao", "scales_to": 240.0}, "x [1, 1] = 1 (float32 0x3F800000): got code 0x77 (240), scale 240, "),
     (planted.divides, "torchao", {"deviation": "its scale_inv is amax / max, not the reciprocal of the scale"}, "expected code 0x7E (448), scale_inv"),
@@ -175,7 +175,7 @@ def test_transposed_scales(granularity):  # S-6
 def test_places_and_shapes_of_what_is_returned_are_said():
     found = identify_quantizer(lambda x: planted.wrong_axis(x)[::-1], E4M3FN)
     said = next(f for f in found.findings if f.what == "returns")
-    assert (said.text, said.evidence) == ("scale as [0] [1, 384]", "beside uint8 of x's shape, [256, 384], as [1]")
+    assert (said.text, said.evidence) == ("scale as [0] [1, 384]", "next to uint8 of x's shape, [256, 384], as [1]")
 
 
 def test_a_remainder_that_is_not_quantized():  # S-5, S-6

@@ -59,10 +59,10 @@ def test_what_is_wrong_in_other_tensors(function, said):  # S-2, S-5, S-6, S-16
 @pytest.mark.parametrize(
     ("function", "said"),
     [
-        (planted.products_in_float16, "rounds to float16 first, but for what is unlike that"),
+        (planted.products_in_float16, "rounds to float16 first, except for the differences below"),
         (planted.adds_zero, "-0 becomes 0"),
-        (planted.nan_of_all, "beside groups of every kind"),
-        (planted.another_scale_in_bfloat16, "policy torchao, but for what is unlike that"),
+        (planted.nan_of_all, "next to groups of every kind"),
+        (planted.another_scale_in_bfloat16, "policy torchao, except for the differences below"),
         (planted.one_for_zero, "policy torchao, but an amax of 0 has scale 1"),
         (planted.rolls_scales, "nearest is torchao"),
         (planted.calls_the_inverse_scale, "'scale' of what it returns: got what is a scale_inv, expected a scale (S-1)"),

@@ -96,7 +96,7 @@ def test_a_malformed_stream_of_casts(lines, says):
         ("gemm", {}, "1,1,2 38,38 3F800000 38 3F800000 3F800000", r"the codes of b \[1, 2\] are 2 in number.*; got 1"),
         ("gemm", {}, "2,1,1 38,38 3F800000 38 3F800000 3F800000", "the values, float32, of M x N = 2 x 1 are 2 in number.*; got 1"),
         ("gemm", {}, "1,1,1 38 BF800000 38 3F800000 3F800000", "scales are not negative"),
-        ("gemm", {}, "1,1,1 38 7FC00000 38 3F800000 7FC00000", "a NaN scale lies over codes that are NaN or zero"),
+        ("gemm", {}, "1,1,1 38 7FC00000 38 3F800000 7FC00000", "a NaN scale belongs to codes that are NaN or zero"),
         ("gemm", {"granularity": "mx_1x32"}, "1,1,33 38 3F800000 38 3F800000 3F800000", "mx_1x32 needs K"),
     ],
 )

@@ -52,7 +52,7 @@ def ml_cast(fmt: str, source: str):
 def test_the_cast_of_ml_dtypes_agrees(fmt, source):
     verdict = judged("cast", {"format": fmt, "source": source, "count": 500}, ml_cast(fmt, source))
     assert verdict.ok
-    assert {"tie", "beside a tie", "number", "NaN", "infinite", "above max", "zero"} <= set(verdict.compared)
+    assert {"tie", "next to a tie", "number", "NaN", "infinite", "above max", "zero"} <= set(verdict.compared)
 
 
 @pytest.mark.parametrize("fmt", FP8_FORMATS)
@@ -78,7 +78,7 @@ def test_rounding_twice_is_noticed_and_named():  # C-1
 
     with np.errstate(all="ignore"):
         verdict = judged("cast", {"format": "e4m3fn", "source": "float64", "count": 0}, by_float32)
-    assert set(verdict.differ) == {"beside a tie"}
+    assert set(verdict.differ) == {"next to a tie"}
     assert all("rounding to float32 first" in d["rule"] for d in verdict.first)
 
 
@@ -130,8 +130,8 @@ def test_the_scales_of_torchao_agree():  # S-3
     assert verdict.ok
     assert judged("scale", settings | {"policy": "torchao_pow2"}, lambda t: answer(t, True)).ok
     verdict = judged("scale", settings | {"policy": "torchao_mask"}, lambda t: answer(t, True))
-    assert "beside max times a power of two" in verdict.differ  # S-4: exp2_log2 and mask differ there alone
-    assert set(verdict.differ) <= {"beside max times a power of two", "infinite", "below eps"}
+    assert "next to max times a power of two" in verdict.differ  # S-4: exp2_log2 and mask differ there alone
+    assert set(verdict.differ) <= {"next to max times a power of two", "infinite", "below eps"}
 
 
 def test_an_inverse_and_an_e8m0_code_are_answers_too():  # S-14

@@ -68,8 +68,8 @@ def test_roundings_of_one_result_are_neighbors_or_no_clause_explains_them(layer)
         far = Difference(element=(0,), a="", b="", differ=1, of=2, worst=worst, unit=unit)
         found = explain(v, v, far, context())
         assert found.clauses == ()
-        assert f"these lie {worst} numbers of {unit} apart" in found.text
-        hidden = explain(v, v, far, context(unobserved=["a", "b", "c", "d"]))  # what lies between may be anything
+        assert f"these are {worst} numbers of {unit} apart" in found.text
+        hidden = explain(v, v, far, context(unobserved=["a", "b", "c", "d"]))  # what is between may be anything
         assert hidden.clauses == ("M-3", "G-9")
         assert "not observed (a, b, c and 1 more)" in hidden.text
 

@@ -55,7 +55,7 @@ def test_two_trainings_of_one_backend_do_not_diverge(small, capsys):
     found = live.of_backends(small, "torch", "torch", steps=3)
     assert found.ok
     assert found.names == ("torch (first)", "torch (second)")
-    # three states of everything, the first step's beside it, and the batches
+    # three states of everything, the first step's next to it, and the batches
     parameters = sum(v.size for v in loop.trainer("torch", small).weights().values())
     assert found.compared == 4 * 3 * parameters + 3 * (4 * 17 + 2)
     found.print()

@@ -32,7 +32,7 @@ def values(rng, shape, fmt, zeros=0.1):
 
 
 def units():
-    """Units of every width, at and beside the numbers at which the kernel changes its arithmetic."""
+    """Units of every width, at and next to the numbers at which the kernel changes its arithmetic."""
     return st.builds(
         TensorCore,
         name=st.just("any"),

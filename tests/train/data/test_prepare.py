@@ -364,7 +364,7 @@ def test_help(capfd, arguments, code):
         (["--out", "x"], "--source"),
         (["--source", "stdlib"], "--out"),
         (["--source", "absent", "--out", "x"], "'absent', which is no directory"),
-        (["--source", "stdlib", "--out", "x", "--validation-fraction", "2"], "data.validation_fraction lies between 0 and 1; got 2.0"),
+        (["--source", "stdlib", "--out", "x", "--validation-fraction", "2"], "data.validation_fraction must be between 0 and 1; got 2.0"),
         (["--source", "stdlib", "--out", "x", "--vocab"], "unrecognized arguments: --vocab"),
     ],
 )

@@ -37,7 +37,7 @@ def test_a_process_that_is_killed_ends_the_others(tmp_path, endless):
         started.signal(1, signal.SIGKILL)
         assert started.codes(0) == [cli.LOST]
         said = started.outputs()[0].splitlines()[-1]
-        assert said.startswith("fp8ref: process 0 stops: process 1 is gone without a word: killed")
+        assert said.startswith("fp8ref: process 0 stops: process 1 ended without a message: killed")
         assert "Traceback" not in started.outputs()[0]
     assert log.read_manifest(tmp_path / "run")["status"] == "failed"
     assert "process 1 is gone" in log.read_manifest(tmp_path / "run")["error"]
@@ -127,7 +127,7 @@ STILL = "process 1 did not answer within 7 s (parallel.timeout_s): it stands sti
 
 @pytest.mark.parametrize("kept_by_first", [False, True])
 @pytest.mark.parametrize(
-    ("waited", "said"), [(False, "process 1 is gone without a word: killed, perhaps for want of memory"), (True, STILL)], ids=str
+    ("waited", "said"), [(False, "process 1 ended without a message: killed, perhaps because memory ran out"), (True, STILL)], ids=str
 )
 def test_the_last_silent_one_is_gone_or_stands_still(store, kept_by_first, waited, said):
     assert of(store, 2, kept_by_first=kept_by_first)[0].diagnose(waited=waited, timeout_s=7) == said

@@ -129,7 +129,7 @@ def test_numbers_train_as_vectors_do_and_do_not_decay(kind):  # T-1
     for p, slope in zip(params, (1.0, 0.0, 0.0, 0.0), strict=True):
         p.grad = torch.full_like(p, slope)
     built.step()
-    # eps is 1e-8, which float32 drops beside 1; the matrix alone decays, by 0.25 * 0.5 of it
+    # eps is 1e-8, which float32 drops next to 1; the matrix alone decays, by 0.25 * 0.5 of it
     assert [p.item() for p in params] == [3.75, 4.0, 4.0, 3.5]
 
 

@@ -129,7 +129,7 @@ def test_one_process_is_no_mesh(config):
     ("changed", "message"),
     [
         ({"RANK": None, "MASTER_PORT": None}, "torchrun starts.*not set: RANK, MASTER_PORT"),
-        ({"RANK": "2"}, "RANK lies below WORLD_SIZE.*got 2, 2 and"),
+        ({"RANK": "2"}, "RANK must be below WORLD_SIZE.*got 2, 2 and"),
         ({"RANK": "first"}, "got first, 2 and"),
         ({"WORLD_SIZE": "-1"}, "got 1, -1 and"),
         ({"MASTER_PORT": "65536"}, "got 1, 2 and 65536"),
