@@ -16,8 +16,11 @@ setup: .venv/ready
 demo: setup
 	$(BIN)/fp8ref demo
 
+# Of the slow tests a quarter: another one after each commit.
+TURN ?= $(shell git rev-list --count HEAD 2>/dev/null || echo 0)
+
 test: setup
-	$(BIN)/python -m pytest -n 2 --dist worksteal --slow-stride 4 --durations 40 $(TESTS)
+	$(BIN)/python -m pytest -n 2 --dist worksteal --slow-stride 4 --slow-turn $(TURN) --durations 40 $(TESTS)
 
 slow: setup
 	$(BIN)/python -m pytest -m 'slow and not exhaustive' $(TESTS)
@@ -67,9 +70,9 @@ wheels: setup
 	$(foreach n,17 24 27 28 31 34 35,--platform manylinux_2_$(n)_x86_64) --platform manylinux2014_x86_64 --platform manylinux1_x86_64 \
 	-c constraints.txt -d wheels -r launch/gpu-wheels.txt
 
-# Each extra alone in a new environment: make extras EXTRAS='jax torch'; all without, or every fourth from TURN on.
+# Each extra alone in a new environment: make extras EXTRAS='jax torch'; all without, or every fourth where TURN is given.
 extras: setup
-	$(BIN)/python tests/install/extras.py $(EXTRAS) $(if $(TURN),--turn $(TURN))
+	$(BIN)/python tests/install/extras.py $(EXTRAS) $(if $(filter command,$(firstword $(origin TURN))),--turn $(TURN))
 
 exhaustive: setup
 	$(BIN)/python -m pytest -m exhaustive $(TESTS)

@@ -33,11 +33,13 @@ MODEL = LlamaConfig(hidden_size=32, intermediate_size=48, num_hidden_layers=1, n
 
 def pytest_addoption(parser):
     parser.addoption("--slow-stride", type=int, default=1, metavar="N", help="of the tests marked slow, run every N-th")
+    parser.addoption("--slow-turn", type=int, default=0, metavar="K", help="of these, begin with the K-th, modulo N")
 
 
 def pytest_collection_modifyitems(config, items):
     slow = [item for item in items if item.get_closest_marker("slow")]
-    left_out = set(slow) - set(slow[:: config.getoption("--slow-stride")])
+    stride = config.getoption("--slow-stride")
+    left_out = set(slow) - set(slow[config.getoption("--slow-turn") % stride :: stride])
     if left_out:
         config.hook.pytest_deselected(items=[item for item in items if item in left_out])
         items[:] = [item for item in items if item not in left_out]

@@ -34,6 +34,7 @@ def test_the_page_shows_the_table_that_is_kept():
             assert f"| {row['work']} | {row['rate']} | {row['peer']} | {row['ratio']:.3g}x |" in page
 
 
+@pytest.mark.slow
 def test_jaxs_table(tmp_path):
     written = tmp_path / "jax_cpu.json"
     subprocess.run([sys.executable, BENCHMARKS / "jax_cpu.py", "--quick", "--json", written], check=True, capture_output=True)
@@ -62,6 +63,7 @@ def test_what_is_compiled_for_an_h200():
         assert not row["planned_fp8_gemms"] or row["temporary_mib"] <= old["temporary_mib"]
 
 
+@pytest.mark.slow
 def test_torchs_table(tmp_path):
     written = tmp_path / "torch_cpu.json"
     subprocess.run([sys.executable, BENCHMARKS / "torch_cpu.py", "--quick", "--json", written], check=True, capture_output=True)
@@ -70,6 +72,7 @@ def test_torchs_table(tmp_path):
     assert quick["proof"]["missing"] == kept["proof"]["missing"] == 0
 
 
+@pytest.mark.slow
 def test_what_recording_statistics_costs(tmp_path):
     written = tmp_path / "recording.json"
     subprocess.run([sys.executable, BENCHMARKS / "recording.py", "--quick", "--json", written], check=True, capture_output=True)
@@ -92,6 +95,7 @@ def test_what_reading_data_costs_is_measured():
     assert "4 shards of 1 GiB opened in " in done.stdout
 
 
+@pytest.mark.slow
 def test_what_the_trainer_costs_is_measured(tmp_path):
     written = tmp_path / "trainer.json"
     subprocess.run([sys.executable, BENCHMARKS / "trainer.py", "--quick", "--json", written], check=True, capture_output=True)
@@ -102,6 +106,7 @@ def test_what_the_trainer_costs_is_measured(tmp_path):
         assert f"| {row['backend']} | {row['outside']:.1%} | {row['save_s']:.3f} s | {row['copy_s']:.3f} s |" in page
 
 
+@pytest.mark.slow
 def test_ten_kills_lose_nothing():  # K-1, K-2
     """Of processes that train, at random moments; what the script looks at is in it."""
     done = subprocess.run(
@@ -111,6 +116,7 @@ def test_ten_kills_lose_nothing():  # K-1, K-2
     assert done.stdout.startswith("torch delayed: 10 kills")
 
 
+@pytest.mark.slow
 def test_what_a_gpu_computes_is_recorded(tmp_path):
     """On a CPU, marked as such; recordings of what was identified are computed again, and nothing is asked twice."""
     script, out = BENCHMARKS / "gpu_probe.py", tmp_path / "dry"

@@ -75,6 +75,7 @@ def test_the_scripts_are_bash_and_ask_slurm_for_a_signal_and_a_second_try(backen
     assert {"--signal=TERM@120", "--requeue"} <= set(asked)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["jax", "torch"])
 def test_two_tasks_train_one_run(backend, launch, tmp_path):
     done = launch(backend)

@@ -51,6 +51,7 @@ def test_classes_of_differences_are_counted(monkeypatch):
     assert tally.differ == {("wrong", "in range", f"0x{good:02X}", "0x01"): 2, ("wrong", "in range", f"0x{good:02X}", "0x02"): 2}
 
 
+@pytest.mark.slow
 def test_processes_share_the_work_and_change_nothing():
     tasks = [Task(kind="cast", fmt="e5m2", begin=i << 30, end=(i << 30) + 9999) for i in range(3)] + [
         Task(kind="torchao", fmt="e4m3fn", begin=1 << 29, end=(1 << 29) + 5000)

@@ -48,6 +48,7 @@ def test_one_backend_alone(small):
     assert {name.rsplit("/", 1)[1] for name in report.checks} == {"torch"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("recipe", "backend"), [("delayed", "torch"), *(SLOW(*case) for case in RARE)], ids=lambda value: value)
 def test_recipes_of_fp8refs_own_linear(recipe, backend, small):
     if recipe == "blockwise":  # blocks of 128 along N, K and the tokens

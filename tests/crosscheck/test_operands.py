@@ -1,4 +1,5 @@
 import numpy as np
+import pytest
 
 from fp8ref.crosscheck.one_device import crosscheck
 from fp8ref.crosscheck.operands import in_pass_order, observe
@@ -33,6 +34,7 @@ def test_a_gemm_that_was_planned_and_did_not_run_fails(small, monkeypatch):
     assert "did not run" in failed["model.layers.0.mlp.up_proj/grad_weight/value/jax"]
 
 
+@pytest.mark.slow
 def test_a_wrong_gemm_breaks_its_bound(small, monkeypatch):
     from fp8ref.jax import gemm
 

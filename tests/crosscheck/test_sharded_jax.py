@@ -26,6 +26,7 @@ def small(small):
     return dataclasses.replace(small, model=dataclasses.replace(small.model, num_key_value_heads=2, intermediate_size=64))
 
 
+@pytest.mark.slow
 def test_every_mesh_of_two_holds_to_the_simulator(small, tmp_path):  # P-4, P-9, B-7
     """By the command, which makes two devices of a CPU."""
     config, result = tmp_path / "config.toml", tmp_path / "check.json"
@@ -44,6 +45,7 @@ def test_every_mesh_of_two_holds_to_the_simulator(small, tmp_path):  # P-4, P-9,
         assert checks[f"model/first_input/value/{backend}"]["equal"] == checks[f"model/first_input/value/{backend}"]["compared"] > 0
 
 
+@pytest.mark.slow
 def test_rows_scaled_as_another_devices_fail_and_name_the_mesh(small, monkeypatch):
     """After a reduce-scatter every device takes the first rows' scales."""
     monkeypatch.setattr(
@@ -57,6 +59,7 @@ def test_rows_scaled_as_another_devices_fail_and_name_the_mesh(small, monkeypatc
     assert all("/value/" in name for name in failed)
 
 
+@pytest.mark.slow
 def test_meshes_that_do_not_fit_are_named(small, monkeypatch):
     odd = dataclasses.replace(small, model=dataclasses.replace(small.model, num_key_value_heads=1))
     monkeypatch.setattr(sharded_jax, "THROUGH", ("shard_map",))

@@ -38,6 +38,7 @@ def failed(report):
     return {check.name for check in report.failures}
 
 
+@pytest.mark.slow
 def test_two_ranks_hold_to_the_simulator_and_to_one_process(small, tmp_path, capsys):  # P-4, P-6, P-11, P-13
     """By the command; every mesh and scope."""
     config, result = tmp_path / "config.toml", tmp_path / "check.json"

@@ -22,7 +22,16 @@ STYLES = {
     "column, sequence": {"n": ("tensor",), "sequence": True},
     "row, sequence": {"k": ("tensor",), "sequence": True},
 }
-meshes = pytest.mark.parametrize("shape", MESHES, ids=str)
+QUICK = ((2, 2, 2), (1, 1, 8), (1, 8, 1), (8, 1, 1))  # the others are slow together
+
+
+def case(shape, *more):
+    """A parameter of a test, slow unless its mesh is one of QUICK."""
+    marks = () if shape in QUICK else pytest.mark.slow
+    return pytest.param(shape, *more, marks=marks, id="-".join(map(str, (shape, *more))))
+
+
+meshes = pytest.mark.parametrize("shape", [case(shape) for shape in MESHES])
 
 
 def mesh_of(shape):
@@ -81,8 +90,8 @@ CASES = [
 @pytest.mark.parametrize(
     ("shape", "style", "through", "recipe"),
     [
-        *((*case, recipe) for case in CASES for recipe in ("tensorwise", "rowwise")),
-        *((*case, recipe) for case in CASES if case[0] == (2, 2, 2) for recipe in ("bf16", "rowwise_with_gw_hp")),
+        *(case(*one, recipe) for one in CASES for recipe in ("tensorwise", "rowwise")),
+        *(case(*one, recipe) for one in CASES if one[0] == (2, 2, 2) for recipe in ("bf16", "rowwise_with_gw_hp")),
     ],
 )
 def test_results_equal_one_devices_on_integers(shape, style, recipe, through, operands):  # P-4, P-6, P-7, P-9

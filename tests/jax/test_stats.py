@@ -73,6 +73,7 @@ def test_more_than_int32_counts_is_refused():
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("delayed", "rowwise_with_gw_hp", "mxfp8", "blockwise", "rowwise")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["tensorwise", *SLOW])
 def test_a_trainers_statistics_are_of_the_operands_that_its_gemms_had(small, recipe):  # Q-8
     """Observed within the very program that measures."""
@@ -109,6 +110,7 @@ MESHES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("recipe", "mesh"), MESHES)
 def test_on_a_mesh_every_part_is_counted_once(small, recipe, mesh):  # Q-10
     """Operands of a mesh differ from one device's by what GEMMs round otherwise (P-8), but not the first weights and inputs of the first layer."""

@@ -23,6 +23,7 @@ def batches(small):
     return [opened.step(k) for k in range(5)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("backend", "recipe"), CASES)
 def test_resuming_is_as_if_nothing_had_happened(backend, recipe, small, tmp_path):  # K-2
     """Losses, norms and weights, bit for bit; what is written is the state when ``save`` was called, though training went on."""

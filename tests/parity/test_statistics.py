@@ -7,6 +7,7 @@ from fp8ref.train import loop
 from fp8ref.train.data import loader
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", loop.BACKENDS)
 def test_a_batch_in_parts_is_recorded_as_its_parts_are(backend, small):  # T-7, Q-8
     """The largest amax, the extreme scales and the mean rates of two halves, each of which is scaled by itself."""

@@ -72,6 +72,7 @@ def test_tokens_are_checked(backend, small, tokens):
         trainer.step(np.where(tokens > 100, np.nan, tokens))
 
 
+@pytest.mark.slow
 def test_observing_sees_the_planned_gemms_and_changes_nothing(backend, small, tokens):
     trainer = loop.trainer(backend, small.replace(numerics={"recipe": "rowwise"}))
     before, seen = trainer.weights(), set()

@@ -114,6 +114,7 @@ class TorchAverage(torch_step.Step):
         return super().tensors() | {"ema": self.ema}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", loop.BACKENDS)
 def test_one_more_entry_is_saved_sized_and_loaded(backend, small, tmp_path, monkeypatch):
     """An entry of the schema and the two step functions are all that it takes."""

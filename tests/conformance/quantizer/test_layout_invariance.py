@@ -112,6 +112,7 @@ def test_a_nan_that_xla_loses_is_no_fault(axis):  # P-3, S-16
     assert {f.what: f.text for f in found.findings}["NaN inside"] == "lost where XLA's max loses it"
 
 
+@pytest.mark.slow
 def test_subnormals_that_xla_flushes_under_e8m0_scales_are_no_fault():  # S-12, S-14
     def quantize(x):
         q = jax_scaling.quantize(x, E4M3FN, granularity="mx_1x32", policy="mx_floor")

@@ -65,6 +65,7 @@ def test_an_output_that_overflows_is_located(recipe, linear, row, backend, small
     assert not found.ok
 
 
+@pytest.mark.slow
 @BACKENDS
 def test_a_step_under_a_plan_is_rerun_under_it(backend, small, tmp_path, monkeypatch):  # K-9, G-19
     plain, asked = Hardware.__call__, []

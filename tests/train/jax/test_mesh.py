@@ -173,6 +173,7 @@ def test_a_mesh_trains_a_batch_in_parts(recipe, parallel):  # T-7
     assert many.prove(tokens)["missing"] == []
 
 
+@pytest.mark.slow
 def test_the_proof_of_a_batch_in_parts_wants_every_gather(monkeypatch):  # B-7, T-7
     config = microbatches.config_of(CONFIG, "delayed", **SEQUENCE)
     trainer, tokens = Trainer(config), microbatches.tokens_of(config)

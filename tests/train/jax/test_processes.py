@@ -57,6 +57,7 @@ def config(small):
     )
 
 
+@pytest.mark.slow
 def test_two_processes_train_as_one_does(tmp_path, config):
     """The order of sums over devices is all that may differ: 2^-9 of a loss, as between meshes (test_parallel)."""
     config = config.replace(numerics={"recipe": "delayed"})

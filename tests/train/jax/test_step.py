@@ -2,6 +2,7 @@ import adamw
 import jax
 import microbatches
 import numpy as np
+import pytest
 
 from fp8ref.train.jax import step
 from fp8ref.train.jax.trainer import Trainer
@@ -17,10 +18,12 @@ def test_optimizer_is_clipped_adamw_as_specified(small, monkeypatch):  # T-1, T-
     adamw.check(Trainer, small, slope)
 
 
+@pytest.mark.slow
 def test_a_batch_in_parts_is_the_batch_but_for_rounding(small):  # T-7
     microbatches.check_whole(Trainer, microbatches.config_of(small, "bf16"))
 
 
+@pytest.mark.slow
 def test_gradients_of_parts_are_summed_and_observations_merged_as_by_hand(small):  # T-7, H-4, B-7
     """And the parts are one loop of the program, in which each GEMM is once."""
     config = microbatches.config_of(small, "delayed")

@@ -83,6 +83,7 @@ def test_a_run_under_delayed_scaling_replays_to_what_it_clipped(tmp_path, small)
         assert outcome.clipped == happened, name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", loop.BACKENDS)
 def test_statistics_are_recorded_every_so_often_as_plain_json(tmp_path, small, backend):
     config = small.replace(numerics={"recipe": "rowwise"}, statistics={"every": 4})

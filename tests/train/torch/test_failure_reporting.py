@@ -53,6 +53,7 @@ def test_a_process_that_raises_keeps_its_traceback_and_tells_the_others_why(tmp_
     assert "Traceback" in theirs
 
 
+@pytest.mark.slow
 def test_a_process_that_stands_still_ends_the_others_of_every_axis(tmp_path, endless):
     """Process 2 waits for 3 in the group of their axis, 0 and 1 for both in that of all."""
     with Forked(4, tmp_path, endless.replace(parallel={"data": 2, "timeout_s": 5})) as started:

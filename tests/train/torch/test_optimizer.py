@@ -87,6 +87,7 @@ def on_two(config):
     return check_kinds(config), refusal(config, (256, 32))
 
 
+@pytest.mark.slow
 def test_kinds_agree_and_fp8_moments_follow_the_piece(small):  # T-1, T-6
     """A matrix of 48 x 128 has whole blocks on one process, and fewer than 4096 values on each of two."""
     config = small.replace(model={"hidden_size": 128, "num_key_value_heads": 2})

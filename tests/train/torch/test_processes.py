@@ -63,6 +63,7 @@ def endless(config):
     return config.replace(**ENDLESS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", [None, "hopper"])
 def test_two_processes_train_as_one_does(tmp_path, config, plan):  # G-21
     """Rowwise scales of tokens do not depend on the mesh, those over tokens do: as between meshes of JAX, 2^-9 of a loss."""
