@@ -6,6 +6,7 @@ import os
 import shutil
 import tempfile
 
+import hypothesis
 import numpy as np
 import pytest
 
@@ -27,6 +28,10 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     os.environ["JAX_COMPILATION_CACHE_DIR"] = _cache
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.05"
     os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+
+# The first example of a test compiles kernels, and other workers run meanwhile: time says nothing.
+hypothesis.settings.register_profile("fp8ref", deadline=None)
+hypothesis.settings.load_profile("fp8ref")
 
 MODEL = LlamaConfig(hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1)
 

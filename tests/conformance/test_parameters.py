@@ -20,7 +20,7 @@ def test_casts_come_with_their_codes(x, codes, request):
 def test_every_input_of_a_set_is_in_one_of_the_blocks():
     made = parameters.casts(E4M3FN, count=77)
     assert sum(len(p.values[0]) for p in made) == len(Cast(format="e4m3fn", count=77).inputs())
-    assert [p.id for p in made if "tie" in p.id] == ["e4m3fn-float32-tie", "e4m3fn-float32-beside_a_tie"]
+    assert [p.id for p in made if "tie" in p.id] == ["e4m3fn-float32-tie", "e4m3fn-float32-next_to_a_tie"]
 
 
 @pytest.mark.parametrize("made", ["scale", "scale_inv", "e8m0"])

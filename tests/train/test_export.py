@@ -260,5 +260,5 @@ def test_exporting_changes_nothing_of_a_run(exported, tmp_path):
     assert export.export(tmp_path / "run", tmp_path / "out", say=said.append) == 2
     assert "step-00000009: manifest.json cannot be read" in said[0]
     assert damaged.exists()
-    with pytest.raises(ConfigError, match=r"lies in the run's own directory"):
+    with pytest.raises(ConfigError, match=r"is in the run's own directory"):
         export.export(tmp_path / "run", tmp_path / "run" / "checkpoints" / "step-00000011")

@@ -40,7 +40,7 @@ def test_a_process_that_is_killed_ends_the_others(tmp_path, endless):
         assert said.startswith("fp8ref: process 0 stops: process 1 ended without a message: killed")
         assert "Traceback" not in started.outputs()[0]
     assert log.read_manifest(tmp_path / "run")["status"] == "failed"
-    assert "process 1 is gone" in log.read_manifest(tmp_path / "run")["error"]
+    assert "process 1 ended without a message" in log.read_manifest(tmp_path / "run")["error"]
 
 
 def test_a_process_that_raises_keeps_its_traceback_and_tells_the_others_why(tmp_path, endless):
