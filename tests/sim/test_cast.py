@@ -295,7 +295,7 @@ def test_no_dimension_and_no_element():
         (lambda: cast.encode(np.ones(3), "e4m3fn"), "a Format, such as .*got 'e4m3fn'.*FORMATS"),
         (lambda: cast.decode(np.zeros(3, np.uint8), "e4m3fn"), "a Format"),
         (lambda: cast.round_to(np.ones(3), "bfloat16"), "a Format"),
-        (lambda: cast.round_to(np.ones(3), FLOAT64), "within float32; got float64"),
+        (lambda: cast.round_to(np.ones(3), FLOAT64), "within float32's range; got float64"),
         (lambda: cast.round_to(np.ones(3), Format(name="wide", exponent_bits=9, mantissa_bits=8, bias=255, specials="ieee")), "got wide"),
         (lambda: cast.round_to(np.ones(3), Format(name="z", exponent_bits=5, mantissa_bits=6, bias=15, specials="fnuz")), "with -0"),
         (lambda: cast.encode(torch.ones(3, dtype=torch.bfloat16), E4M3FN), "got Tensor .*BFloat16.*float.*numpy"),
