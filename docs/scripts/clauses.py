@@ -1,6 +1,7 @@
 """List, for each clause of the specification, the tests that cite it; writes docs/spec/tests.md: python docs/scripts/clauses.py"""
 
 import re
+import textwrap
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -33,11 +34,16 @@ def citations() -> dict[str, set[str]]:
 
 
 def written() -> str:
-    """The page: a row for each clause, with the tests that cite it."""
+    """The page: an entry for each clause, with the tests that cite it."""
     found = citations()
-    rows = [f"| {clause} | {', '.join(_tests(found.get(clause, set())))} |" for clause in clauses()]
-    head = "# Where each clause is tested\n\nFiles of tests/ that cite each clause, written by `make clauses`.\n\n| clause | tests |\n|---|---|\n"
-    return head + "\n".join(rows) + "\n"
+    rows = [f"{clause}\n" + _wrapped(", ".join(_tests(found.get(clause, set())))) for clause in clauses()]
+    head = "# Where each clause is tested\n\nFiles of tests/ that cite each clause, written by `make clauses`.\n\n"
+    return head + "\n\n".join(rows) + "\n"
+
+
+def _wrapped(text: str) -> str:
+    """The definition of a Markdown definition list."""
+    return textwrap.fill(text, 120, initial_indent=":   ", subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
 
 
 def _tests(files: set[str]) -> list[str]:

@@ -56,6 +56,15 @@ def test_there_is_a_shipped_config():
     assert "tiny" in shipped.NAMES
 
 
+def test_a_folder_of_its_name_does_not_hide_a_shipped_config(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tiny").mkdir()
+    assert configs.load("tiny").run.steps == configs.load(shipped.FOLDER / "tiny.toml").run.steps
+    (tmp_path / "tiny").rmdir()
+    (tmp_path / "tiny").write_text("[run]\nsteps = 7\n")
+    assert configs.load("tiny").run.steps == 7
+
+
 @pytest.mark.parametrize(
     ("text", "unknown", "nearest"),
     [

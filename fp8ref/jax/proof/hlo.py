@@ -44,7 +44,8 @@ class Operation:
     @property
     def turned(self) -> bool:
         """True if the dot has its operands in the other order, for a weight [K, N] (Flax)."""
-        return "/turned/" in f"{self.path}/"
+        found = _GEMM.search(self.path)  # what is before it may be any module's name
+        return found is not None and "turned" in re.split(r"[/()]", self.path[found.end() :])
 
     @property
     def multiplications(self) -> int:

@@ -98,3 +98,11 @@ def test_merged_dots_are_not_lost():
 )
 def test_what_is_compiled_to_anything_wider_is_named(text, lines):
     assert proof.lost(proof.read_compiled(text), planned(*QKV, DOWN)) == lines
+
+
+def test_only_a_scope_within_a_gemm_says_that_its_operands_are_turned():
+    """A module may be called so."""
+    made = {name: hlo.Operation("dot_general", (), ("f32", ()), name, "") for name in (
+        "jit(f)/turned/fc/grad_weight/dot_general", "jit(f)/fc/grad_weight/turned/dot_general", "jit(f)/turned/dot_general",
+    )}  # fmt: skip
+    assert [op.turned for op in made.values()] == [False, True, False]
