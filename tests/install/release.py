@@ -36,7 +36,7 @@ FULL = [
     Use("train with jax", ("train", TINY, "--backend", "jax", *SOME), says="loss"),
     Use("train with torch", ("train", TINY, "--backend", "torch", *SOME, "--overwrite"), says="loss"),
     Use("the tensors", code="from fp8ref.train import tensors; assert tensors.read('tiny').operands"),
-    Use("demo", ("demo",), says="largest gap of FP8 to bf16"),
+    Use("demo", ("demo",), says="largest gap between FP8 and bf16"),
 ]
 
 
@@ -47,13 +47,18 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         wheel = built(folder)
-        found = [(name, path) for name in PYTHONS if (path := shutil.which(name))]
+        found = [(name, path) for name in PYTHONS if (path := shutil.which(name)) and runs(path)]
         print(f"here are {', '.join(name for name, _ in found)}; not here: {', '.join(set(PYTHONS) - {n for n, _ in found}) or 'none'}")
         failed = sum(smoke(path, f"{wheel}", BARE, folder / name) for name, path in found)
         if known.full:
             failed += smoke(found[0][1], f"{wheel}[all]", FULL, folder / "full")
     print("the release is NOT as it should be" if failed else "the release is as it should be")
     return 1 if failed else 0
+
+
+def runs(python: str) -> bool:
+    """Whether it starts: a shim of pyenv may name a version that is not chosen."""
+    return subprocess.run([python, "--version"], capture_output=True).returncode == 0
 
 
 def built(folder: Path) -> Path:
