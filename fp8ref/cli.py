@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code = known.run(known, options)
         sys.stdout.flush()
     except KeyboardInterrupt:
-        print("interrupted; what was written so far is kept", file=sys.stderr)
+        print("interrupted; files written so far are kept", file=sys.stderr)
         code = INTERRUPTED
     except BrokenPipeError:  # whoever read what this prints, such as head, has ended
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -47,7 +47,7 @@ def bar(title: str, total: int | None, *, shown: bool = True, done: int = 0) -> 
 
 
 def _rich(**options) -> "Console":
-    extras.require("conformance", "what fp8ref prints", "rich")
+    extras.require("conformance", "the console output of fp8ref", "rich")
     from rich.console import Console
 
     return Console(**options)

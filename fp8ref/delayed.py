@@ -61,7 +61,9 @@ class DelayedScaling:
             if getattr(self, key) not in allowed:
                 raise ValueError(f"{key} is one of {', '.join(allowed)}; got {getattr(self, key)!r}.")
         if self.policy.e8m0 is not None:
-            raise ValueError(f"delayed scaling keeps a float32 scale of a tensor; policy {self.policy.name!r} makes e8m0 scales of blocks.")
+            raise ValueError(
+                f"delayed scaling keeps one float32 scale of a tensor; policy {self.policy.name!r} computes e8m0 scales of blocks."
+            )
         if self.timing == "use" and self.interval != 1:
             raise ValueError(f"under timing 'use' a scale is computed at every use; got interval={self.interval}. Use timing 'update'.")
 
@@ -104,6 +106,7 @@ DELAYED = {
         ),
     )
 }
+"""Delayed scaling by name: fp8ref's own, TransformerEngine's and Flax's (H-1, H-7, H-8)."""
 
 
 def by_name(config: "str | DelayedScaling") -> DelayedScaling:

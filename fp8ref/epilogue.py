@@ -12,11 +12,22 @@ from fp8ref import registry
 from fp8ref.granularity import block_of
 
 Scale = Literal["each", "b_first", "product"]
+"""How both scale_inv are applied: that of a first, that of b first, or their product at once."""
+
 Rounding = Literal["nearest_even", "toward_zero"]
+"""How results are rounded to the output dtype."""
+
 Bias = Literal["before_round", "fused", "after_round"]
+"""When a bias is added: before the rounding, fused with the last product, or after the rounding."""
+
 SCALES: tuple[Scale, ...] = ("each", "b_first", "product")
+"""The values of ``Scale``."""
+
 BIASES: tuple[Bias, ...] = ("before_round", "fused", "after_round")
+"""The values of ``Bias``."""
+
 ROUNDINGS: tuple[Rounding, ...] = ("nearest_even", "toward_zero")
+"""The values of ``Rounding``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +73,7 @@ EPILOGUES = {
         Epilogue(name="bias_then_round", bias="before_round"),
     )
 }
+"""The epilogues that recipes choose among, by name (G-4, G-5, G-14, G-15)."""
 
 
 def by_name(epilogue: "str | Epilogue") -> Epilogue:
@@ -80,5 +92,7 @@ def check_pair(epilogue: str, taken: tuple[str, ...], a: str, b: str) -> int | N
         raise ValueError(f"epilogue is one of {', '.join(taken)}; got {epilogue!r}.")
     block = block_of(a, b)
     if block is not None and epilogue == "unit_round_scale_round":
-        raise ValueError(f"epilogue {epilogue!r} scales a rounded sum over all of K, and block scales have none. Use 'scale_then_round'.")
+        raise ValueError(
+            f"epilogue {epilogue!r} scales a rounded sum over all of K, but block scales have no such sum. Use 'scale_then_round'."
+        )
     return block

@@ -5,8 +5,8 @@ import importlib.util
 import re
 import sys
 
-# The extras that the most specific answer is taken from first: a package may stand in several.
 ORDER = ("jax", "torch", "conformance", "train", "data", "notebooks")
+"""The order in which ``extra_of`` prefers extras: a package may stand in several."""
 
 
 def require(extra: str, room: str, *packages: str) -> None:

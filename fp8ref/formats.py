@@ -91,16 +91,34 @@ class Format:
 
 
 E4M3FN = Format(name="e4m3fn", exponent_bits=4, mantissa_bits=3, bias=7, specials="fn")
+"""FP8 with 4 exponent and 3 mantissa bits: max 448, no infinities (F-2)."""
+
 E5M2 = Format(name="e5m2", exponent_bits=5, mantissa_bits=2, bias=15, specials="ieee")
+"""FP8 with 5 exponent and 2 mantissa bits: max 57344, with infinities (F-2)."""
+
 E4M3FNUZ = Format(name="e4m3fnuz", exponent_bits=4, mantissa_bits=3, bias=8, specials="fnuz")
+"""FP8 with 4 exponent and 3 mantissa bits: max 240, no infinities, no negative zero (F-3)."""
+
 E5M2FNUZ = Format(name="e5m2fnuz", exponent_bits=5, mantissa_bits=2, bias=16, specials="fnuz")
+"""FP8 with 5 exponent and 2 mantissa bits: max 57344, no infinities, no negative zero (F-3)."""
+
 E8M0FNU = Format(name="e8m0fnu", exponent_bits=8, mantissa_bits=0, bias=127, specials="fn", signed=False)
+"""Powers of two from 2^-127 to 2^127, and NaN: 8 exponent bits, for scales (F-4)."""
+
 BFLOAT16 = Format(name="bfloat16", exponent_bits=8, mantissa_bits=7, bias=127, specials="ieee")
+"""bfloat16: 8 exponent and 7 mantissa bits."""
+
 FLOAT16 = Format(name="float16", exponent_bits=5, mantissa_bits=10, bias=15, specials="ieee")
+"""IEEE float16: 5 exponent and 10 mantissa bits."""
+
 FLOAT32 = Format(name="float32", exponent_bits=8, mantissa_bits=23, bias=127, specials="ieee")
+"""IEEE float32: 8 exponent and 23 mantissa bits."""
 
 FP8_FORMATS = {f.name: f for f in (E4M3FN, E5M2, E4M3FNUZ, E5M2FNUZ)}
+"""The four formats that tensors are quantized to, by name."""
+
 FORMATS = {**FP8_FORMATS, **{f.name: f for f in (E8M0FNU, BFLOAT16, FLOAT16, FLOAT32)}}
+"""All formats by name: the FP8 formats, e8m0fnu, bfloat16, float16 and float32."""
 
 
 def check(fmt: object) -> None:

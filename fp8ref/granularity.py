@@ -31,6 +31,7 @@ GRANULARITIES = {
         Granularity(name="mx_1x32", other=1, reduced=32),
     )
 }
+"""fp8ref's granularities by name (S-6)."""
 
 
 def by_name(name: str) -> Granularity:

@@ -10,15 +10,20 @@ from fp8ref import granularity
 from fp8ref import recipe as recipes
 from fp8ref.recipe import RECIPES, Gemm, Recipe
 
-# The word of filter_fqns that keeps small linears in high precision, and the weights [N, K] that are small: N and K no more than those of a
-# pair. torchao 0.18's, float8/float8_linear_utils.py, _auto_filter_for_recipe: where FP8 gained too little on an H100. It states none for other
-# recipes. Delayed scaling takes tensorwise's: it runs the same GEMMs.
 AUTO_FILTER = "auto_filter_small_kn"
+"""The word of filter_fqns that keeps small linears in high precision (R-4)."""
+
 SMALL: dict[str, tuple[tuple[float, float], ...]] = {
     "tensorwise": ((1024, 4096),),
     "rowwise": ((2048, math.inf), (math.inf, 1024), (4096, 2048)),
     "delayed": ((1024, 4096),),
 }
+"""Recipe -> limits of the weights [N, K] that are small: N and K no more than those of a pair.
+
+These are torchao 0.18's, float8/float8_linear_utils.py, _auto_filter_for_recipe: where FP8 gained
+too little on an H100. It states none for other recipes. Delayed scaling takes tensorwise's: it runs
+the same GEMMs.
+"""
 
 
 def matches(pattern: str, name: str) -> bool:

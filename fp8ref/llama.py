@@ -12,9 +12,13 @@ from dataclasses import dataclass
 import numpy as np
 
 EMBEDDING = "model.embed_tokens.weight"
-# Linears that tensor parallelism cuts by output features, and those that it cuts by input features.
+"""The parameter name of the embedding table."""
+
 COLUMN = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+"""Linears that tensor parallelism cuts by output features."""
+
 ROW = ("o_proj", "down_proj")
+"""Linears that tensor parallelism cuts by input features."""
 
 
 @dataclass(frozen=True, kw_only=True)

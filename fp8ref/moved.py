@@ -53,6 +53,7 @@ MOVED = {
     "fp8ref.torch.processes": "fp8ref.train.torch.processes",
     "fp8ref.torch.optimizer": "fp8ref.train.torch.optimizer",
 }
+"""{a module's old name: where it is now}."""
 
 
 def attribute_error(module: str, name: str) -> AttributeError:

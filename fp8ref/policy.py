@@ -15,10 +15,25 @@ from fp8ref import registry
 from fp8ref.formats import BFLOAT16, FLOAT32, Format
 
 Ratio = Literal["max/amax", "max*(1/amax)", "amax/max", "exponents"]
+"""What a policy computes first: a scale, or with ``amax/max`` and ``exponents`` a scale_inv."""
+
 Special = Literal["compute", "one", "keep", "keep_inverse"]
+"""The scale of a zero, infinite or NaN amax.
+
+compute       the result of the arithmetic
+one           scale 1
+keep          the previous scale
+keep_inverse  RN32(1 / previous scale)
+"""
+
 Overflow = Literal["inf", "float32_max"]
+"""The scale that replaces one above float32's range: infinity, or float32's largest number."""
+
 PowerOfTwo = Literal["mask", "exp2_log2"]
+"""How a scale is rounded to a power of two: by its bits, or by way of a float32 logarithm (S-4)."""
+
 Stored = Literal["scale", "scale_inv"]
+"""Which of the two a cast applies: it multiplies by ``scale``, or divides by ``scale_inv``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,6 +195,7 @@ POLICIES = {
         dataclasses.replace(_MX_RCEIL, name="te_mxfp8", power_of_two="mask"),
     )
 }
+"""The scale policies by name (S-3, S-4, S-9 to S-15)."""
 
 
 def by_name(policy: "str | ScalePolicy") -> ScalePolicy:

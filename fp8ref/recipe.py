@@ -14,17 +14,31 @@ from fp8ref.formats import E4M3FN, E5M2, FP8_FORMATS, Format
 from fp8ref.policy import POLICIES, ScalePolicy
 
 Gemm = Literal["output", "grad_input", "grad_weight"]
-Role = Literal["input", "weight", "grad_output"]
-ROLES: tuple[Role, ...] = get_args(Role)
+"""The three GEMMs of a linear (SEMANTICS L-2).
 
-# The operands a and b of each GEMM (SEMANTICS L-2), and the axis along which it reduces their tensors:
-# input [M, K], weight [N, K], grad_output [M, N].
+output       input times weight
+grad_input   grad_output times weight
+grad_weight  grad_output times input
+"""
+
+Role = Literal["input", "weight", "grad_output"]
+"""What a tensor is to a linear: input [M, K], weight [N, K] or grad_output [M, N] (L-2)."""
+
+ROLES: tuple[Role, ...] = get_args(Role)
+"""The values of ``Role``, in order."""
+
 OPERANDS: dict[Gemm, tuple[Role, Role]] = {
     "output": ("input", "weight"),
     "grad_input": ("grad_output", "weight"),
     "grad_weight": ("grad_output", "input"),
 }
+"""The roles of the operands a and b of each GEMM (SEMANTICS L-2)."""
+
 REDUCED_AXES: dict[Gemm, tuple[int, int]] = {"output": (1, 1), "grad_input": (1, 0), "grad_weight": (0, 0)}
+"""For each GEMM, the axes along which it reduces the tensors of its operands a and b.
+
+The tensors are input [M, K], weight [N, K] and grad_output [M, N].
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,8 +59,9 @@ class CastSpec:
         granularity.by_name(self.granularity)
         if self.delayed is not None and (self.granularity != "tensorwise" or self.policy != self.delayed.policy):
             raise ValueError(
-                f"delayed scaling is tensorwise, by the policy of its own ({self.delayed.policy.name!r}); "
-                f"got {self.granularity!r} and policy {self.policy.name!r}."
+                "delayed scaling is tensorwise and uses its own policy "
+                f"({self.delayed.policy.name!r}); got {self.granularity!r} and policy "
+                f"{self.policy.name!r}."
             )
 
 
@@ -185,7 +200,10 @@ RECIPES = {
         _uniform("mxfp8", _MX, _MX, _MX),
     )
 }
+"""fp8ref's recipes by name (R-1)."""
+
 SHARED_RECIPES = tuple(name for name, recipe in RECIPES.items() if recipe.shared)
+"""Names of the recipes that are ``shared``: torchao's scaling covers them."""
 
 
 def by_name(recipe: str | Recipe) -> Recipe:
@@ -204,7 +222,7 @@ def delayed_casts(recipe: str | Recipe) -> dict[Role, tuple[Format, DelayedScali
                 and spec.delayed is not None
                 and found.setdefault(role, (spec.fmt, spec.delayed)) != (spec.fmt, spec.delayed)
             ):
-                raise ValueError(f"recipe {recipe.name!r} scales {role} by one state, so casts it in one way; got two.")
+                raise ValueError(f"recipe {recipe.name!r} scales {role} with one state, so {role} has one cast; got two.")
     return found
 
 

@@ -4,10 +4,10 @@ one lookup and one error."""
 from collections.abc import Mapping
 from typing import TypeVar
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 
-def lookup(requirement: str, table: Mapping[str, T], key: str | T, kind: type[T] | None = None) -> T:
+def lookup(requirement: str, table: Mapping[str, _T], key: str | _T, kind: type[_T] | None = None) -> _T:
     """The entry of table under that name; an instance of ``kind`` is returned as it is.
 
     requirement  the beginning of the error, up to the names: ``policy is a ScalePolicy or``.

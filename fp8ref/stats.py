@@ -15,7 +15,23 @@ from fp8ref.linear_selection import Decision
 from fp8ref.recipe import OPERANDS, CastSpec, Gemm, Role
 
 COUNTS = ("count", "non_finite", "underflows", "saturated", "overflows")
+"""The fields of a measurement that count elements.
+
+count       all elements
+non_finite  elements that are NaN or infinite
+underflows  elements other than zero whose code is a zero
+saturated   codes of the largest magnitude
+overflows   elements that round above max under their scale (C-4)
+"""
+
 FIELDS = (*COUNTS, "signal", "noise", "amax", "scale_min", "scale_max")
+"""The numbers that a backend measures of a part of an operand, in order.
+
+signal      sum of the squares of finite elements
+noise       sum of the squared errors of finite elements
+amax        the largest magnitude
+scale_min   the smallest scale; scale_max: the largest
+"""
 
 
 class Operand(NamedTuple):

@@ -155,7 +155,7 @@ def test_json_is_not_written_over_what_a_run_keeps(config, run, command, name):
     (config.parent / "here" / name).write_text("mine")
     code, _, err = run(*command, "--json", f"here/{name}")
     assert code == 2
-    assert "--json names a file of your own" in err
+    assert "--json names no file of a run, checkpoint or shard directory" in err
     assert (config.parent / "here" / name).read_text() == "mine"
 
 
@@ -221,7 +221,7 @@ def test_an_unknown_option_exits_with_2_and_is_named(config, fake, run, command,
         (["--numerics.filter_fqns", "absent"], "'absent' names none of"),
         (["--numerics.filter_fqns", "*"], "converts no linear"),
         (["--numerics.filter_fqns", "auto_filter_small_kn", "--recipe", "mxfp8"], "got 'mxfp8', for which there is no data"),
-        (["--data.source", "absent"], "'absent', which is no directory"),
+        (["--data.source", "absent"], "'absent', which is not a directory"),
         (["--data.batch_size", "100000"], "the train split holds"),
         (["--data.sequence_length", "1000000"], "the train split holds 0 sequences"),
     ],
@@ -485,7 +485,7 @@ def test_a_dry_run_needs_no_data_writes_nothing_and_loads_no_framework(config, b
     [
         (["--backend", "jax", "--parallel.compile", "block"], "parallel.compile is not a key of --backend jax"),
         (["--backend", "torch", "--parallel.fsdp", "3"], "data.batch_size is divisible by data x fsdp = 3"),
-        (["--backend", "torch", "--resume"], "--dry-run is of a config alone, in one process; got --resume"),
+        (["--backend", "torch", "--resume"], "--dry-run reads a config alone, in one process; got --resume"),
         (["--backend", "jax", "--distributed"], "got --distributed"),
         ([], "needs --backend"),
     ],
@@ -547,14 +547,14 @@ def test_compare_exits_with_0_within_noise(runs, run):
 @pytest.mark.parametrize(
     ("command", "said"),
     [
-        (["report", "absent"], "absent is no directory"),
+        (["report", "absent"], "absent is not a directory"),
         (["report", "bf16-0", "./bf16-0"], "named once"),
         (["report", "bf16-0", "--out", "absent/page.html"], "in a directory that exists"),
         (["report", "bf16-0", "--confidence", "0.4"], "between 0.5 and 1; got 0.4"),
         (["report"], "RUN"),
         (["report", "bf16-0", "--ouT", "x"], "--ouT"),
         (["compare", "bf16-0"], "B"),
-        (["compare", "bf16-0", "absent"], "absent is no directory"),
+        (["compare", "bf16-0", "absent"], "absent is not a directory"),
         (["compare", "bf16-0", "bf16-1"], "Give --seeds"),
         (["compare", "bf16-0", "off", "--json", "absent/x.json"], "in a directory that exists"),
         (["compare", "bf16-0", "off", "--stray"], "--stray"),

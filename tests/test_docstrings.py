@@ -1,6 +1,7 @@
 """pydoc is the reference: whatever a user calls says its shapes, order, special values and errors, and where to begin."""
 
 import ast
+import itertools
 import re
 import tomllib
 from collections.abc import Iterator
@@ -97,6 +98,30 @@ def names(path: Path) -> set[str]:
 def test_every_module_says_what_lives_there():
     assert len(modules()) > 150
     assert [str(path) for path in modules() if not ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))] == []
+
+
+def undocumented(body: list[ast.stmt], where: str) -> Iterator[str]:
+    """The public functions, methods, classes and constants of a module's or a class's body that have no docstring."""
+    for node, after in itertools.zip_longest(body, body[1:]):
+        if isinstance(node, Documented) and not node.name.startswith("_"):
+            if not ast.get_docstring(node):
+                yield f"{where}.{node.name}"
+            if isinstance(node, ast.ClassDef):
+                yield from undocumented([inner for inner in node.body if isinstance(inner, Documented)], f"{where}.{node.name}")
+        elif isinstance(node, ast.Assign | ast.AnnAssign) and "." not in where:
+            target = node.targets[0] if isinstance(node, ast.Assign) else node.target
+            said = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) and isinstance(after.value.value, str)
+            if isinstance(target, ast.Name) and not target.id.startswith("_") and not said:
+                yield f"{where}.{target.id}"
+
+
+def test_every_public_name_is_documented():
+    found = {
+        path: list(undocumented(ast.parse(path.read_text(encoding="utf-8")).body, path.stem))
+        for path in modules()
+        if not path.stem.startswith("_") or path.stem == "__init__"
+    }
+    assert {str(path): names for path, names in found.items() if names} == {}
 
 
 def test_all_that_users_call_is_documented():

@@ -58,7 +58,7 @@ def test_a_delayed_cast_is_tensorwise_and_by_its_own_policy():  # H-1
     config = DELAYED["delayed"]
     spec = CastSpec(fmt=E4M3FN, policy=config.policy, delayed=config)
     assert spec.delayed is config
-    with pytest.raises(ValueError, match=r"tensorwise, by the policy of its own \('te_delayed'\); got 'rowwise' and policy 'te_delayed'"):
+    with pytest.raises(ValueError, match=r"tensorwise and uses its own policy \('te_delayed'\); got 'rowwise' and policy 'te_delayed'"):
         dataclasses.replace(spec, granularity="rowwise")
     with pytest.raises(ValueError, match="got 'tensorwise' and policy 'torchao'"):
         CastSpec(fmt=E4M3FN, delayed=config)

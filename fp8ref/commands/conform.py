@@ -11,13 +11,17 @@ from fp8ref.commands.shared import check_json, conclude
 
 
 def add(commands) -> None:
+    """Add ``fp8ref conform``."""
     conform = shared.plain(
         commands,
         "conform",
         _conform,
         "Identify a cast or quantizer, and compare it with the specification.",
-        "Find out by chosen inputs how a cast rounds, saturates and treats zeros, subnormals, infinities and NaNs, or which elements share a scale in a "
-        "quantizer and which policy makes it. Exits with 1 if it matches no known name, or, with --expect, not what was expected.",
+        "Identify a cast or a quantizer from its outputs for chosen inputs. For a cast: how "
+        "it rounds, saturates, and treats zeros, subnormals, infinities and NaNs. For a "
+        "quantizer: which elements share a scale, and which policy computes the scale. Exits "
+        "with 1 if it matches no known name or, with --expect, differs from the expected "
+        "name.",
     )
     conform.add_argument(
         "subject", metavar="MODULE:FUNCTION", help="a function of one NumPy, PyTorch or JAX array; a GEMM is passed to fp8ref probe"
@@ -30,7 +34,7 @@ def add(commands) -> None:
     conform.add_argument(
         "--granularity",
         metavar="NAME",
-        help="the expected granularity, such as rowwise, with --expect POLICY; for a GEMM, that of its scales",
+        help="the expected granularity, such as rowwise, with --expect POLICY; for a GEMM, the granularity of its scales",
     )
     conform.add_argument("--axis", type=int, metavar="N", help="the expected reduced axis, -1 or 0, with --expect POLICY")
     conform.add_argument("--framework", metavar="NAME", help="the arrays it takes: numpy, torch or jax (default: the first that works)")
@@ -90,11 +94,9 @@ def _identify(known: argparse.Namespace, function, kind: str, fmt, expect: str |
             raise ValueError(f"{', '.join(given)}: {known.subject} is a cast, which has no scales. Leave it out, or name --kind quantizer.")
         return conformance.identify_cast(function, fmt, exhaustive=known.exhaustive, **where)
     if known.exhaustive:
-        raise ValueError(
-            f"--exhaustive goes through the inputs of a cast; {known.subject} is a quantizer. Leave it out, or name --kind cast."
-        )
+        raise ValueError(f"--exhaustive tests all inputs of a cast; {known.subject} is a quantizer. Leave it out, or name --kind cast.")
     if expect is None and (known.granularity is not None or known.axis is not None):
-        raise ValueError("--granularity and --axis are expected along with a policy. Name it: --expect torchao.")
+        raise ValueError("--granularity and --axis need an expected policy. Name one, such as --expect torchao.")
     return conformance.identify_quantizer(function, fmt, granularity=known.granularity, axis=known.axis, **where)
 
 
@@ -102,8 +104,12 @@ def _another_kind(outcome, expect: str):
     """The outcome if --expect named a policy for a cast, or a cast for a quantizer."""
     from fp8ref.conformance.counterexample import Counterexample
 
-    wanted = "a policy: codes of a tensor that its amax scales" if outcome.kind == "cast" else "a cast: codes by each number alone"
-    given = "each number's code by itself, and no scale" if outcome.kind == "cast" else "codes that other elements have a part in"
+    wanted = (
+        "a policy: codes that depend on the amax of a tensor"
+        if outcome.kind == "cast"
+        else "a cast: codes that depend on each number alone"
+    )
+    given = "codes that depend on each number alone, and no scale" if outcome.kind == "cast" else "codes that depend on other elements too"
     clause = "S-5" if outcome.kind == "cast" else "C-1"
     witness = Counterexample(input="x [256, 384]", bits=(), dtype="float32", got=given, expected=f"{expect!r}, {wanted}", clause=clause)
     return dataclasses.replace(outcome, expected=expect, differences=[witness])

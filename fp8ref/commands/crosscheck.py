@@ -9,6 +9,7 @@ from fp8ref.commands.shared import FAILED, check_json, check_whole, conclude
 
 
 def add(commands) -> None:
+    """Add ``fp8ref crosscheck``."""
     check = shared.of_config(
         commands, "crosscheck", _crosscheck, "Compare both backends with the simulator, on the operands of a config's training step."
     )
@@ -72,8 +73,10 @@ def _crosscheck_first(known: argparse.Namespace, options: list[str]) -> int:
     backends = [name for name in (a, b) if name in BACKENDS]
     if len(backends) == 1:
         raise ConfigError(
-            f"--first-divergence compares two runs, or two backends that train one CONFIG; got {a} and {b}, of which {backends[0]} alone is a backend. "
-            f"Name two run directories (./{backends[0]}, if one is called so), or two of {' and '.join(BACKENDS)}."
+            "--first-divergence compares two runs, or two backends that train one CONFIG; got "
+            f"{a} and {b}, but only {backends[0]} is a backend. Name two run directories, or "
+            f"two of {' and '.join(BACKENDS)}. For a run directory named {backends[0]}, write "
+            f"./{backends[0]}."
         )
     if backends:
         if known.config is None:
@@ -121,7 +124,7 @@ def _crosscheck_sharded(known: argparse.Namespace, config) -> int:
             f"--sharded checks the frameworks' own GEMMs on meshes; got numerics.accumulate {config.numerics.accumulate!r}. Leave one of them out."
         )
     if known.backend is None or known.sharded < 2:
-        raise ConfigError("--sharded takes 2 devices or ranks, or more, and --backend jax or torch.")
+        raise ConfigError("--sharded takes 2 or more devices or ranks, and --backend jax or torch.")
     if known.backend == "torch":
         from fp8ref.crosscheck import sharded_torch
 

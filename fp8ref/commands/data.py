@@ -10,6 +10,7 @@ from fp8ref.commands.shared import INTERRUPTED
 
 
 def add(commands) -> None:
+    """Add ``fp8ref data prepare``."""
     data = commands.add_parser("data", help="Prepare training data.", description="Prepare training data.")
     of_data = data.add_subparsers(required=True, metavar="COMMAND")
     prepare = shared.plain(of_data, "prepare", _prepare, "Tokenize text into token shards.")
@@ -46,10 +47,10 @@ def _prepare(known: argparse.Namespace) -> int:
         with signals.exiting_on_sigterm():
             made = prepare(data, known.out, **options)
     except KeyboardInterrupt:
-        print(f"interrupted; nothing is kept of {known.out}", file=sys.stderr)
+        print(f"interrupted; {known.out} was not written", file=sys.stderr)
         return INTERRUPTED
     except SystemExit:
-        print(f"stopped by SIGTERM; nothing is kept of {known.out}", file=sys.stderr)
+        print(f"stopped by SIGTERM; {known.out} was not written", file=sys.stderr)
         return signals.TERMINATED
     tokens = {split: sum(f.tokens for name, f in made.files.items() if name.startswith(split)) for split in ("train", "val")}
     print(

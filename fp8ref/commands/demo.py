@@ -11,12 +11,24 @@ if TYPE_CHECKING:
     from fp8ref.train.config import Config
 
 RECIPES = ("bf16", "tensorwise", "rowwise")
-OBSERVED = ("torch", "tensorwise")  # the run whose amaxes are recorded, and some of whose operands are kept
-KEPT = ("gate_proj", "down_proj")  # in the last block: the widest gradient, and the input with the most exponents
-SEEDS = 3  # bf16 runs, of weights and data order, whose range is the noise that FP8 is judged by
+"""The recipes that the demo trains with."""
+
+OBSERVED = ("torch", "tensorwise")
+"""The run whose amaxes are recorded, and some of whose operands are kept: (backend, recipe)."""
+
+KEPT = ("gate_proj", "down_proj")
+"""The linears of the last block whose operands are kept.
+
+They have the widest gradient, and the input with the most exponents.
+"""
+
+SEEDS = 3
+"""bf16 runs, each with its own seeds of weights and data, whose range is the noise that FP8 is
+judged by."""
 
 
 def add(commands) -> None:
+    """Add ``fp8ref demo``."""
     made = shared.of_config(
         commands, "demo", _demo, "Train with both backends in bf16 and FP8, cross-check them, print a table, and plot the losses."
     )
@@ -76,12 +88,12 @@ def demo(config: "Config", out: Path) -> bool:
         table.add_row(backend, recipe, f"{lines[-1]['loss']:.4f}", f"{final[backend, recipe]:.4f}", f"{gap:+.4f}", *bits, verdict)
     console.print(table)
     reference = "" if entropy is None else f"; unigram entropy of the validation text {entropy:.3f} nats"
-    console.print(f"validation loss {max(final.values()):.3f} at most{reference}")
+    console.print(f"highest validation loss {max(final.values()):.3f}{reference}")
     gaps = {key: abs(value - final[key[0], "bf16"]) for key, value in final.items() if key[1] != "bf16"}
     worst = max(gaps, key=gaps.get)  # type: ignore[arg-type]
     console.print(
         f"bf16 over {SEEDS} seeds: {', '.join(f'{v:.4f}' for v in seeds)}, spread {spread:.4f}\n"
-        f"largest gap of FP8 to bf16 {gaps[worst]:.4f} ({' '.join(worst)}): {'within' if gaps[worst] <= spread else 'outside'} the spread"
+        f"largest gap between FP8 and bf16 {gaps[worst]:.4f} ({' '.join(worst)}): {'within' if gaps[worst] <= spread else 'outside'} the spread"
     )
     for report in reports.values():
         for failure in report.failures[:5]:

@@ -8,6 +8,7 @@ from fp8ref.commands.shared import check_json, conclude
 
 
 def add(commands) -> None:
+    """Add ``fp8ref estimate``."""
     made = shared.of_config(
         commands,
         "estimate",
@@ -30,7 +31,8 @@ def _estimate(known: argparse.Namespace, options: list[str]) -> int:
         raise ConfigError("fp8ref estimate needs --gpu h100 or --gpu h200.")
     if config.numerics.simulates:
         raise ConfigError(
-            f"an estimate is of a GPU's own GEMMs; got numerics.accumulate {config.numerics.accumulate!r}, simulated on a CPU. Leave it out."
+            "an estimate is for a GPU's own GEMMs; got numerics.accumulate "
+            f"{config.numerics.accumulate!r}, which is simulated on a CPU. Leave it out."
         )
     found = report.of(config, known.backend, gpu_rates.of(known.gpu, known.ceilings))
     return conclude(found, known.json)

@@ -8,17 +8,21 @@ from fp8ref.commands import shared
 from fp8ref.commands.shared import check_json, conclude
 
 SHAPE, FORMATS = (128, 128, 4096), ("e4m3fn", "e4m3fn")
-INSTRUCTIONS = 1 << 20  # results of random instructions to compare, for each pair of formats
+INSTRUCTIONS = 1 << 20
+"""Results of random instructions to compare, for each pair of formats."""
 
 
 def add(commands) -> None:
+    """Add ``fp8ref probe``."""
     probe = shared.plain(
         commands,
         "probe",
         _probe,
         "Identify the arithmetic of a scaled GEMM from outside.",
-        "Find out by chosen operands what a scaled GEMM keeps of its products and of their sums, in which order it adds them and where it scales and "
-        "rounds, as a plan of the simulator's; then hold the plan to random operands, bit for bit. Exits with 1 if no plan has all of the bits.",
+        "Identify the arithmetic of a scaled GEMM from its results for chosen operands: the "
+        "precision of products and sums, the order of additions, and where it scales and "
+        "rounds. The result is a plan of the simulator. The plan is then compared with the "
+        "GEMM on random operands, bit for bit. Exits with 1 if no plan gives all bits.",
     )
     probe.add_argument(
         "subject",
@@ -69,9 +73,11 @@ def _check_folder(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ValueError(f"--record names a directory that can be made and written; {folder}: {error.strerror}. Name another.") from error
+        raise ValueError(
+            f"--record names a directory that can be created and written; {folder}: {error.strerror}. Name another."
+        ) from error
     if not os.access(folder, os.W_OK):
-        raise ValueError(f"--record names a directory that can be made and written; {folder} cannot be written. Name another.")
+        raise ValueError(f"--record names a directory that can be created and written; {folder} cannot be written. Name another.")
 
 
 def _gemm(known: argparse.Namespace) -> int:
@@ -97,7 +103,7 @@ def _wgmma(known: argparse.Namespace) -> int:
     given = {"--shape": known.shape, "--formats": known.formats, "--out-dtype": known.out_dtype, "--granularity": known.granularity}
     unused = [name for name, value in given.items() if value is not None] + ["--fast-accum"] * known.fast_accum
     if unused:
-        raise ValueError(f"{', '.join(unused)}: wgmma is one instruction, m64n8k32, asked in every pairing of formats. Leave it out.")
+        raise ValueError(f"{', '.join(unused)}: wgmma is one instruction, m64n8k32, probed in every pairing of formats. Leave it out.")
     multiply, about = wgmma.instruction(), wgmma.device()
     found = []
     for fmt_a, fmt_b in wgmma.PAIRS:
@@ -117,7 +123,7 @@ def _replay(known: argparse.Namespace) -> int:
     given = ("subject", "shape", "formats", "fast_accum", "out_dtype", "granularity", "record")
     unused = [name.replace("_", "-") for name in given if getattr(known, name)]
     if unused:
-        raise ValueError(f"--replay takes all from the recordings; got {', '.join(unused)} too. Leave it out.")
+        raise ValueError(f"--replay takes all settings from the recordings; got {', '.join(unused)} too. Leave it out.")
     found = recording.verify_all(known.replay)
     code = conclude(found, known.json)
     if found.damaged:

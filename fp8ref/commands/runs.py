@@ -8,6 +8,7 @@ from fp8ref.commands.shared import check_json, conclude
 
 
 def add(commands) -> None:
+    """Add ``fp8ref export``, ``report``, ``compare`` and ``replay``."""
     weights = shared.plain(commands, "export", _export, "Export a run's weights in the format of transformers.")
     weights.add_argument("run_directory", metavar="RUN", type=Path, help="a run directory")
     weights.add_argument("--out", type=Path, required=True, metavar="DIR", help="output directory, for config.json and safetensors")
@@ -17,7 +18,8 @@ def add(commands) -> None:
         "report",
         _report,
         "Write a page on runs: is this FP8 loss normal?",
-        "One HTML page, and its figures as PNGs: losses over the noise of the bf16 runs' seeds, what ran in FP8, speed, statistics.",
+        "Write one HTML page, and its figures as PNGs. It shows losses next to the noise of "
+        "bf16 seeds, the linears that ran in FP8, speed and statistics.",
     )
     report.add_argument(
         "runs", metavar="RUN", type=Path, nargs="+", help="a run directory; a verdict needs two or more bf16 runs of different seeds"
@@ -28,7 +30,7 @@ def add(commands) -> None:
         "compare",
         _compare,
         "Compare two runs' configs and losses.",
-        "What differs between two runs. Exit code 1: their losses do beyond noise.",
+        "Compare two runs' configs and losses. Exits with 1 if the losses differ by more than noise.",
     )
     compare.add_argument("a", metavar="A", type=Path, help="a run directory")
     compare.add_argument("b", metavar="B", type=Path, help="another")
@@ -42,8 +44,8 @@ def add(commands) -> None:
         commands,
         "replay",
         _replay,
-        "Put a run's recorded amaxes through another scaling.",
-        "What delayed scaling, or a dynamic policy, would have clipped and wasted of the amaxes that a run recorded (statistics.every).",
+        "Replay a run's recorded amaxes under another scaling.",
+        "Show how much of a run's recorded amaxes (statistics.every) delayed scaling, or a dynamic policy, would have clipped or wasted.",
     )
     replay.add_argument("run_directory", metavar="RUN", type=Path, help="the directory of a run")
     replay.add_argument("--policy", required=True, help="delayed, te_delayed or flax; or a dynamic policy, such as torchao")

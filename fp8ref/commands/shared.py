@@ -9,6 +9,7 @@ from fp8ref.result import Result
 
 ERROR, FAILED, DEFECT, NON_FINITE, LOST, STOPPED, INTERRUPTED, PIPE = 2, 1, 1, 3, 4, 5, 130, 141
 Run = Callable[[argparse.Namespace], int]
+"""A command's function: parsed arguments -> exit code."""
 
 
 def of_config(commands, name: str, run: Callable[[argparse.Namespace, list[str]], int], help: str) -> argparse.ArgumentParser:
@@ -19,7 +20,7 @@ def of_config(commands, name: str, run: Callable[[argparse.Namespace, list[str]]
     """
     made = commands.add_parser(name, help=help, description=help, allow_abbrev=False, add_help=False)
     made.add_argument("config", metavar="CONFIG", type=Path, nargs="?", help="a TOML file, or the name of a packaged one, such as tiny")
-    made.add_argument("-h", "--help", action="store_true", help="show this, and all keys of CONFIG")
+    made.add_argument("-h", "--help", action="store_true", help="show this message and all keys of CONFIG")
     made.set_defaults(run=run, parser=made)
     return made
 
@@ -70,11 +71,9 @@ def conclude(found: Result, json: Path | None) -> int:
 def check_json(path: Path | None, *read: Path | None) -> None:
     """ValueError if --json cannot be written, or names a file of a run or of this command."""
     if path and any(other and other.exists() and path.exists() and path.samefile(other) for other in read):
-        raise ValueError(f"--json names a file of its own; {path} is read by this command. Name another.")
+        raise ValueError(f"--json names a file that this command does not read; got {path}. Name another.")
     if path and path.name in ("manifest.json", "metrics.jsonl", "statistics.jsonl", "config.toml", "shards.json", "batch.npy"):
-        raise ValueError(
-            f"--json names a file of your own; {path.name} is what runs, checkpoints and shards keep. Got {path}; name another."
-        )
+        raise ValueError(f"--json names no file of a run, checkpoint or shard directory, such as {path.name}; got {path}. Name another.")
     if path and (path.is_dir() or not path.absolute().parent.is_dir() or not os.access(path.absolute().parent, os.W_OK)):
         raise ValueError(f"--json names a file in a directory that exists and can be written; got {path}.")
 

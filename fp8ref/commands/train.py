@@ -9,6 +9,7 @@ from fp8ref.commands import shared
 
 
 def add(commands) -> None:
+    """Add ``fp8ref train``."""
     train = shared.of_config(commands, "train", _train, "Train a model and write a run directory.")
     train.add_argument("--backend", choices=("jax", "torch"), help="the framework to train with (required)")
     train.add_argument("--resume", action="store_true", help="continue a stopped run; do nothing if it is finished")
@@ -32,7 +33,7 @@ def _trained(known: argparse.Namespace, options: list[str]) -> int:
         raise ConfigError("fp8ref train needs --backend jax or --backend torch.")
     if known.dry_run:
         if given := [key for key in ("resume", "overwrite", "distributed") if getattr(known, key)]:
-            raise ConfigError(f"--dry-run is of a config alone, in one process; got --{given[0]} next to it. Leave that out.")
+            raise ConfigError(f"--dry-run reads a config alone, in one process; got --{given[0]} too. Leave it out.")
         from fp8ref import console
         from fp8ref.estimate import dry_run
 

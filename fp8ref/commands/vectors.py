@@ -9,33 +9,38 @@ from fp8ref.commands.shared import check_json
 
 FORM = """
 A line is one vector: fields separated by blanks, each one number or several separated by commas, as bits in hexadecimal (a shape in decimal).
-Write each line again with your answers behind it:
+Write each line again, and append your answers:
   cast      VALUE                              CODE
   scale     AMAX                               SCALE
   quantize  SHAPE VALUES                       CODES SCALES
   gemm      M,N,K CODES_A SCALE_INV_A CODES_B SCALE_INV_B   VALUES
-The last axis is the fastest. Lines that begin with # are comments; the first says what is asked: copy it, and verify takes all from it. If it
-is dropped, verify needs the options that gen had. Either way verify makes the vectors again, and each is to come once, in any order.
+The last axis is the fastest. Lines that begin with # are comments. The first is the header, which holds all settings: copy it, and verify reads
+them. Without the header, verify needs the same options as gen. In both cases verify makes the vectors again. It expects each vector once, in any
+order.
   fp8ref vectors gen cast --format e4m3fn | ./yours | fp8ref vectors verify cast --format e4m3fn
 """
+"""The text format of vectors, for --help."""
+
 # What is asked of each operation: (option, type, help)
 _FORMAT = ("--format", str, "the FP8 format, such as e4m3fn")
-_SOURCE = ("--source", str, "the dtype of the inputs: float32 (the default), bfloat16, float16; of a cast also float64")
-_POLICY = ("--policy", str, "from amax to scale: torchao (the default), or another of SEMANTICS S-9 and S-14")
+_SOURCE = ("--source", str, "the dtype of the inputs: float32 (the default), bfloat16, float16; for a cast also float64")
+_POLICY = ("--policy", str, "the scale policy: torchao (the default), or another of SEMANTICS S-9 and S-14")
 _GRANULARITY = ("--granularity", str, "tensorwise (the default), rowwise, blockwise_1x128, blockwise_128x128, mx_1x32")
-_SHAPE = ("--shape", str, "of the tensor, such as 4,128 (the default); of a GEMM M,N,K (default 4,4,256)")
-_SEED = ("--seed", int, "of the random inputs (default 0)")
-_COUNT = ("--count", int, "of random inputs, of tensors or of GEMMs")
+_SHAPE = ("--shape", str, "the shape of the tensor, such as 4,128 (the default); for a GEMM M,N,K (default 4,4,256)")
+_SEED = ("--seed", int, "the seed of the random inputs (default 0)")
+_COUNT = ("--count", int, "the number of random inputs, tensors or GEMMs")
 ASKED = {
     "cast": (_FORMAT, _SOURCE, _SEED, _COUNT),
     "scale": (_FORMAT, _POLICY, _SEED, _COUNT),
-    "quantize": (_FORMAT, _SOURCE, _POLICY, _GRANULARITY, ("--axis", int, "the reduced one (default -1)"), _SHAPE, _SEED, _COUNT),
+    "quantize": (_FORMAT, _SOURCE, _POLICY, _GRANULARITY, ("--axis", int, "the reduced axis (default -1)"), _SHAPE, _SEED, _COUNT),
     "gemm": (
-        _FORMAT, ("--format-b", str, "of the second operand (default: of the first)"), _GRANULARITY,
+        _FORMAT, ("--format-b", str, "the format of the second operand (default: --format)"), _GRANULARITY,
         ("--out-dtype", str, "float32 (the default), bfloat16 or float16"), _SHAPE, _SEED, _COUNT,
     ),
 }  # fmt: skip
-_MADE = ("--made", "what the scales are: scale (the default), which multiplies into FP8, scale_inv, or e8m0, the code of the latter")
+"""{operation: (option, type, help) of what is asked}."""
+
+_MADE = ("--made", "the kind of the scales: scale (the default), which multiplies into FP8, scale_inv, or e8m0, the code of scale_inv")
 RULES = {
     "cast": (("--rounding", "nearest_even (the default), nearest_away, toward_zero, to_odd"),),
     "scale": (_MADE,),
@@ -45,10 +50,14 @@ RULES = {
         ("--epilogue", "scale_then_round (the default), product_then_round, unit_round_scale_round"),
     ),
 }
+"""{operation: (option, help) of how answers are judged}."""
+
 WHAT = {"cast": "a cast", "scale": "a scale", "quantize": "a quantizer", "gemm": "a scaled GEMM"}
+"""{operation: what it tests, in words}."""
 
 
 def add(commands) -> None:
+    """Add ``fp8ref vectors gen`` and ``fp8ref vectors verify``."""
     help = "Test vectors for programs in any language."
     vectors = commands.add_parser("vectors", help=help, **_long(f"{help}\n{FORM}"))
     verbs = vectors.add_subparsers(required=True, metavar="gen | verify")
@@ -75,9 +84,9 @@ def add(commands) -> None:
         for option, about in RULES[operation]:
             judge.add_argument(option, metavar="NAME", help=about)
         if operation == "cast":
-            judge.add_argument("--no-saturate", action="store_true", help="overflow gives Inf, or NaN where there is none (C-4)")
-        judge.add_argument("--some", action="store_true", help="judge the vectors that come: some may be missing, unasked or repeated")
-        judge.add_argument("--json", type=Path, metavar="FILE", help="write what was found to FILE")
+            judge.add_argument("--no-saturate", action="store_true", help="overflow gives Inf, or NaN in a format without Inf (C-4)")
+        judge.add_argument("--some", action="store_true", help="judge the vectors received, even if some are missing, unasked or repeated")
+        judge.add_argument("--json", type=Path, metavar="FILE", help="write the findings to FILE")
 
 
 def _long(description: str) -> dict:

@@ -6,7 +6,10 @@
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
+"""The directory of the packaged configs."""
+
 NAMES = tuple(sorted(path.stem for path in FOLDER.glob("*.toml")))
+"""The names of the packaged configs."""
 
 
 def find(path: str | Path, suffix: str = ".toml") -> Path:

@@ -21,9 +21,14 @@ from fp8ref.sim import threads
 if TYPE_CHECKING:
     from rich.console import Console
 
-CHUNK = 1 << 22  # inputs of a task
+CHUNK = 1 << 22
+"""Inputs of a task."""
+
 STRIDE = 1009
+"""One in so many float32 inputs is compared, unless all are."""
+
 SCALES = (("e4m3fn", "torchao"), ("e4m3fn", "torchao_pow2"), ("e4m3fn", "torchao_mask"), ("e5m2", "torchao"))
+"""The (format, policy) of the scales that are compared."""
 
 
 def certify(*, exhaustive: bool = False, workers: int | None = None) -> "Certificate":

@@ -11,7 +11,10 @@ from fp8ref.conformance.quantizer.granularity import SHAPE
 from fp8ref.conformance.subject import ConformanceError, RefusedError
 
 Kind = Literal["cast", "quantizer", "gemm"]
+"""What a function under test is."""
+
 KINDS: tuple[Kind, ...] = ("cast", "quantizer", "gemm")
+"""The values of ``Kind``."""
 
 
 def kind_of(name: str, function: Callable[..., Any], *, framework: str | None = None, device: str = "cpu") -> Kind:

@@ -13,8 +13,8 @@ from fp8ref.sim import cast
 if TYPE_CHECKING:
     from rich.console import Console
 
-# First parts of check names that are no layer's: they compare the whole model
 WHOLE_MODEL = ("weights", "logits", "loss", "grad_norm", "model")
+"""First parts of check names that are no layer's: they compare the whole model."""
 
 
 @dataclass(kw_only=True)

@@ -32,6 +32,7 @@ class Counterexample:
         return f"{self.input}{bits}: got {self.got}, expected {self.expected} ({self.clause})"
 
     def to_dict(self) -> dict[str, Any]:
+        """The fields, for JSON."""
         return asdict(self)
 
 

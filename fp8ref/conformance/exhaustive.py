@@ -23,10 +23,13 @@ from fp8ref.conformance.inputs.kinds import CAST_RANGES
 from fp8ref.formats import FP8_FORMATS, Format
 from fp8ref.sim import cast, scales, threads
 
-Description = TypeVar("Description")
+_Description = TypeVar("_Description")
 
-INPUTS = 1 << 32  # float32 numbers, by their bits
-PIECE = 1 << 17  # inputs at a time: few enough for their float64 temporaries to stay in a cache
+INPUTS = 1 << 32
+"""How many float32 numbers there are, by their bits."""
+
+PIECE = 1 << 17
+"""Inputs at a time: few enough for their float64 temporaries to stay in a cache."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,8 +76,8 @@ def pieces(begin: int, end: int, *, stride: int = 1) -> Iterator[np.ndarray]:
 
 
 def simplest_difference(
-    differing: Callable[[np.ndarray], tuple[np.ndarray, Callable[[int], Description]]], *, inputs: int | None = None
-) -> tuple[int, Description | None]:
+    differing: Callable[[np.ndarray], tuple[np.ndarray, Callable[[int], _Description]]], *, inputs: int | None = None
+) -> tuple[int, _Description | None]:
     """How many of all float32 inputs differ, and the description of the simplest one that does, if
     any.
 
@@ -84,7 +87,7 @@ def simplest_difference(
     """
     inputs = INPUTS if inputs is None else inputs
     count = 0
-    best: tuple[np.float32, Description] | None = None
+    best: tuple[np.float32, _Description] | None = None
     with console.bar("all float32 inputs", -(-inputs // PIECE)) as advance:
         for bits in pieces(0, inputs):
             x = bits.view(np.float32)

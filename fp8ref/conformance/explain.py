@@ -29,8 +29,8 @@ def cast_rule(kind: str, fmt: Format, *, rounding: str, saturate: bool) -> str:
         if kind == "above max" and rounding in ("toward_zero", "to_odd"):
             return f"rounding {rounding} keeps finite values at max, 0x{fmt.max_code:02X}, or below (C-4)"
         if saturate:
-            return f"saturating, what rounds above max, {fmt.max:g}, becomes max (C-3)"
-        return f"not saturating, what rounds above max, {fmt.max:g}, becomes {over} (C-4)"
+            return f"saturating, a value that rounds above max, {fmt.max:g}, becomes max (C-3)"
+        return f"not saturating, a value that rounds above max, {fmt.max:g}, becomes {over} (C-4)"
     if not fmt.signed:
         return f"to the nearest power of two, halfway upwards, and no lower than {fmt.smallest_normal:g} (C-7)"
     if kind == "zero":

@@ -11,7 +11,8 @@ from fp8ref.result import Result
 if TYPE_CHECKING:
     from rich.table import Table
 
-SHOWN = 4  # of the other values, printed
+SHOWN = 4
+"""The most other values that are printed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,8 +62,8 @@ def table(findings: Sequence[Finding], **options: Any) -> "Table":
 
 def strides_finding(taken: list[str], refused: list[str], found: list[Counterexample]) -> Finding:
     """The finding on strides: the views taken, those that raise, and the first counterexample."""
-    text = "not all alike" if found else "all alike" if taken else "not taken" if refused else "not asked"
-    evidence = f"{', '.join(taken)}: as contiguous" if taken else "" if refused else "jax has none"
+    text = "not all alike" if found else "all alike" if taken else "not taken" if refused else "not tested"
+    evidence = f"{', '.join(taken)}: as contiguous" if taken else "" if refused else "jax arrays have no strides"
     evidence += f"{'; ' * bool(taken)}it raises for {', '.join(refused)}" if refused else ""
     return Finding(what="strides", value=not found, words=text, evidence=str(found[0]) if found else evidence)
 
@@ -109,7 +110,7 @@ class Outcome(Result):
     def message(self) -> str:
         """The summary, and the counterexamples to what was expected."""
         if self.expected is None:
-            return self.summary + ("" if self.named or not self.identified else ". Nothing that has a name is so")
+            return self.summary + ("" if self.named or not self.identified else ". It matches no known name")
         if self.ok:
             return f"{self.name} is {self.expected!r}: {self.summary}"
         return "\n".join(
@@ -117,6 +118,7 @@ class Outcome(Result):
         )
 
     def to_dict(self) -> dict[str, Any]:
+        """What --json writes."""
         return {
             "ok": self.ok,
             "name": self.name,
@@ -134,6 +136,7 @@ class Outcome(Result):
         }
 
     def render(self, console: "Console") -> None:
+        """Print the findings, then ``unlike`` if no name was expected, then the message."""
         from rich.text import Text
 
         title = Text(

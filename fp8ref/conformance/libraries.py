@@ -14,8 +14,11 @@ from fp8ref.conformance import library_calls as calls
 from fp8ref.conformance.library_calls import Run, on_torch
 from fp8ref.formats import E4M3FN, E5M2, FP8_FORMATS, Format
 
-# Held to the specification on every input, overflow and NaN included
 OURS = ("fp8ref.jax", "fp8ref.jax gpu", "fp8ref.torch", "fp8ref.torch cuda", "fp8ref.torch cuda compiled")
+"""fp8ref's own libraries.
+
+They are held to the specification on every input, overflow and NaN included.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)

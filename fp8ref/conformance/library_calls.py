@@ -15,6 +15,7 @@ from fp8ref.recipe import CastSpec
 from fp8ref.sim import cast, scaling
 
 Run = Callable[[np.ndarray], np.ndarray]
+"""A library's cast or scale: float32 [n] -> codes uint8 [n], or what is made of amaxes [n]."""
 
 
 def on_torch(device: str, *, compiled: bool = False) -> Callable[[Callable], Run]:
@@ -39,6 +40,7 @@ def on_jax(function: Callable) -> Run:
 
 
 def ml_dtypes_cast(fmt: Format) -> Run:
+    """NumPy's astype to ml_dtypes' dtype."""
     import ml_dtypes
 
     dtype = getattr(ml_dtypes, f"float8_{fmt}")
@@ -59,6 +61,7 @@ def torch_cast(fmt: Format) -> Callable:
 
 
 def jax_cast(fmt: Format) -> Run:
+    """astype to JAX's dtype, jitted."""
     import jax
     import jax.numpy as jnp
 
@@ -74,6 +77,7 @@ def fp8ref_torch_cast(fmt: Format) -> Callable:
 
 
 def fp8ref_jax_cast(fmt: Format) -> Run:
+    """fp8ref.jax's cast.encode, jitted."""
     from fp8ref.jax import cast
 
     return on_jax(lambda x: cast.encode(x, fmt))
@@ -97,6 +101,7 @@ def flax_cast(x: np.ndarray, fmt: Format) -> np.ndarray:
 
 
 def gfloat_cast(x: np.ndarray, fmt: Format, saturate: bool) -> np.ndarray:
+    """gfloat's round_ndarray and encode_ndarray, from float64."""
     import gfloat  # type: ignore[import-untyped]
 
     info = _gfloat_info(fmt)
@@ -157,21 +162,26 @@ def fp8ref_torch_scale(fmt: Format, policy: str) -> Callable:
 
 
 def fp8ref_jax_scale(fmt: Format, policy: str) -> Run:
+    """fp8ref.jax's scaling.scale_from_amax, jitted."""
     from fp8ref.jax import scaling
 
     return on_jax(lambda amax: scaling.scale_from_amax(amax, fmt, policy))
 
 
 class Quantizer(Protocol):
-    """quantize first rounds x to ``dtype``, the tensor's hp dtype; encode is the bare cast,
-    saturating, from float32.
+    """A quantizer and a cast, of NumPy arrays.
 
     Shapes:   x float32 of any shape, of axis the reduced one; codes uint8 of its shape; scale
               float32 of ``granularity.scale_shape``.
     """
 
-    def quantize(self, x: np.ndarray, spec: CastSpec, *, axis: int, dtype: str) -> tuple[np.ndarray, np.ndarray]: ...
-    def encode(self, x: np.ndarray, fmt: Format) -> np.ndarray: ...
+    def quantize(self, x: np.ndarray, spec: CastSpec, *, axis: int, dtype: str) -> tuple[np.ndarray, np.ndarray]:
+        """The codes and scale of x, first rounded to ``dtype``, the tensor's hp dtype."""
+        ...
+
+    def encode(self, x: np.ndarray, fmt: Format) -> np.ndarray:
+        """The codes of the bare cast, saturating, from float32."""
+        ...
 
 
 def quantizers(names: Iterable[str]) -> dict[str, Quantizer]:

@@ -109,7 +109,7 @@ def require_quantized(
     x = as_numpy(x)
     given = {"scale": scale, "scale_inv": scale_inv, "e8m0": e8m0}
     if all(value is None for value in given.values()):
-        raise ValueError("codes mean nothing without their scales; got none. Give scale, scale_inv or e8m0.")
+        raise ValueError("quantized codes need scales; got none. Give scale, scale_inv or e8m0.")
     codes, shape = _codes(found_codes, x.shape), granularities.scale_shape(granularity, x.shape, axis)
     how = {"policy": policy, "granularity": granularity, "axis": axis}
     for made, value in given.items():

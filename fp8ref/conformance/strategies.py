@@ -33,12 +33,17 @@ except ImportError:
     raise
 
 DTYPES = ("float32", "bfloat16", "float16")
+"""The dtypes that numbers and tensors are drawn in."""
+
 PATTERNS = ("plain", "points", "amax", "scaled points", "outliers", "zero groups", "all zero", "subnormal", "any", "specials")
+"""The patterns of drawn tensors (see ``tensors``)."""
+
 # Patterns that tell scales and roundings of products apart are repeated, and so are infinities and
 # NaN. Of a hundred examples hypothesis draws some twenty afresh. It mutates these into the others,
 # which mostly keep the pattern: a pattern drawn once may never come.
 _DRAWN = ("plain", "points", *2 * ("amax", "scaled points"), *PATTERNS[2:-2], *2 * ("any",), *8 * ("specials",))
 PLAIN = (0.0, 1.0, -1.0, 2.0, 0.5, -0.0, 3.0, 0.0625, -448.0, 100.0)
+"""Simple values that strategies of numbers include, the simplest first."""
 
 
 def formats() -> st.SearchStrategy[Format]:

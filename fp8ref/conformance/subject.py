@@ -14,16 +14,23 @@ from fp8ref.conformance import arrays
 from fp8ref.conformance.counterexample import bits_of
 
 FRAMEWORKS = ("numpy", "torch", "jax")
+"""The frameworks whose arrays a subject may take, in the order in which they are tried."""
+
 DTYPES = ("float32", "bfloat16", "float16", "float64")
+"""The dtypes that a cast is asked with."""
 
-
-# x [M, K] as a view that is not contiguous, or starts inside its memory. JAX has no views.
 Make = Callable[[np.ndarray], Any]
+"""A function that makes a framework's array of a NumPy array."""
+
 VIEWS: dict[str, Callable[[Make, np.ndarray], Any]] = {
     "transposed": lambda make, x: make(np.ascontiguousarray(x.T)).T,
     "every second column": lambda make, x: make(np.repeat(x, 2, axis=1) * np.tile(np.array([1, 0.5], np.float32), x.shape[1]))[:, ::2],
     "behind a row": lambda make, x: make(np.concatenate([x[:1] / 2, x]))[1:],
 }
+"""{name of a view: function that makes it of x [M, K]}.
+
+A view is not contiguous, or starts inside its memory. JAX has no views.
+"""
 
 
 class ConformanceError(ValueError):
@@ -60,8 +67,9 @@ class Subject:
                 found = self.function(given)
         except (Exception, SystemExit) as error:  # a function under test may raise anything
             raise RefusedError(
-                f"{self.name} raised {type(error).__name__} for {describe(x, dtype, self.framework)}: {_first_lines(error)}. "
-                "Call it on that by itself."
+                f"{self.name} raised {type(error).__name__} for "
+                f"{describe(x, dtype, self.framework)}: {_first_lines(error)}. Call it on this "
+                "input alone to find the cause."
             ) from error
         if arrays.written(given) != before:
             raise ConformanceError(f"{self.name} changed its input, {describe(x, dtype, self.framework)}. Let it work on a copy.")
@@ -76,7 +84,7 @@ class Subject:
             import jax
 
             if dtype == "float64" and not jax.config.jax_enable_x64:  # type: ignore[attr-defined]
-                raise RefusedError("jax has no float64 here: set JAX_ENABLE_X64=1 to ask with it.")
+                raise RefusedError("jax has no float64 here: set JAX_ENABLE_X64=1 to test it.")
         try:
             given = x.astype(arrays.numpy_dtype(dtype))
         except ImportError as error:
@@ -93,7 +101,9 @@ def check_no_reuse(subject: Subject, x: np.ndarray, other: np.ndarray, dtype: st
     subject.ask(other, dtype)
     if any(a.tobytes() != b.tobytes() for a, b in zip(before, read(found), strict=True)):
         raise ConformanceError(
-            f"{subject.name} overwrites what it gave for {describe(x, dtype, subject.framework)} when it is called again. Give a new array each time."
+            f"{subject.name} overwrites its earlier output for "
+            f"{describe(x, dtype, subject.framework)} when it is called again. Return a new "
+            "array each time."
         )
 
 
@@ -104,7 +114,7 @@ def wrap(name: str, function: Callable[..., Any], *, framework: str | None = Non
               is not installed; RefusedError: it takes no arrays.
     """
     if framework is not None and framework not in FRAMEWORKS:
-        raise ValueError(f"arrays are of {', '.join(FRAMEWORKS)}; got {framework!r}.")
+        raise ValueError(f"framework is one of {', '.join(FRAMEWORKS)}; got {framework!r}.")
     if framework is not None and importlib.util.find_spec(framework) is None:
         raise ImportError(f"arrays of {framework} need {framework}, which is not installed. Install fp8ref[{framework}].")
     _check_device(device, framework)
@@ -174,7 +184,7 @@ def read_array(found: Any) -> tuple[np.ndarray, str] | None:
     try:
         made, name = arrays.named(found)
     except Exception as error:  # lazy arrays may raise only here
-        raise ConformanceError(f"what it gives cannot be read ({type(error).__name__}: {_first_lines(error)}).") from error
+        raise ConformanceError(f"its output cannot be read ({type(error).__name__}: {_first_lines(error)}).") from error
     return made.astype(np.float32) if name in ("bfloat16", "float16") else made, name
 
 
@@ -191,13 +201,13 @@ def _check_device(device: str, framework: str | None) -> None:
     if device == "cpu":
         return
     if framework not in (None, "torch"):
-        raise ValueError(f"a device is chosen for torch's arrays; got {device!r} with {framework}. jax chooses its own: JAX_PLATFORMS.")
+        raise ValueError(f"a device applies to torch's arrays; got {device!r} with {framework}. Leave it out. For jax, set JAX_PLATFORMS.")
     import torch
 
     try:
         torch.empty(1, device=device)
     except Exception as error:  # torch raises several types for a missing device
-        raise ValueError(f"device {device!r} is not there: {_first_lines(error)}. Leave it out to ask on the CPU.") from error
+        raise ValueError(f"device {device!r} is not available: {_first_lines(error)}. Leave it out to test on the CPU.") from error
 
 
 def _first_lines(error: BaseException) -> str:

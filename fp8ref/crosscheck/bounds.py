@@ -15,13 +15,30 @@ from fp8ref.recipe import GemmSpec, Recipe
 from fp8ref.sim import cast, scaling
 from fp8ref.sim import llama as model
 
-SAMPLES = 16  # runs of the simulated model under stochastic rounding
-T_LOSS = 7.91  # Student's t, two-sided 1e-6, SAMPLES - 1 = 15 degrees of freedom
-SIGMAS = 8.0  # B-2
-REPLICATES = 6  # training runs whose first rounding was stochastic
-GRADIENT_FACTOR = 3.0  # B-5
-U = 2.0**-8  # bfloat16 has 8 significant bits: a rounding errs by at most U of its result
-T_CURVE = 9.1  # Student's t, two-sided 1e-4, REPLICATES = 6 degrees of freedom: the mean is known, it is the unperturbed run
+SAMPLES = 16
+"""Runs of the simulated model under stochastic rounding."""
+
+T_LOSS = 7.91
+"""Student's t, two-sided 1e-6, SAMPLES - 1 = 15 degrees of freedom (B-3)."""
+
+SIGMAS = 8.0
+"""The bound on logits, as a multiple of sigma (B-2)."""
+
+REPLICATES = 6
+"""Training runs whose first rounding was stochastic."""
+
+GRADIENT_FACTOR = 3.0
+"""The bound on a gradient, as a multiple of the replicates' root mean square distance (B-5)."""
+
+U = 2.0**-8
+"""The largest error of a rounding to bfloat16, as a fraction of its result: it has 8 significant
+bits."""
+
+T_CURVE = 9.1
+"""Student's t, two-sided 1e-4, REPLICATES = 6 degrees of freedom (B-4).
+
+The degrees are not one fewer, because the mean is known: it is the unperturbed run.
+"""
 
 
 def gamma(n: int) -> float:

@@ -20,6 +20,7 @@ from fp8ref.train.config import Config
 from fp8ref.train.torch.trainer import Trainer
 
 Watcher = Callable[[Trainer], None]
+"""A function that is called with a trainer before it trains."""
 
 
 @dataclass

@@ -31,8 +31,11 @@ from fp8ref.train import hardware, loop
 from fp8ref.train.config import Config
 from fp8ref.train.data import loader
 
-FORWARD_BATCH = 4  # sequences in the simulated forward passes
-STEPS = 5  # optimizer steps before operands are taken again
+FORWARD_BATCH = 4
+"""The most sequences in a simulated forward pass."""
+
+STEPS = 5
+"""The default number of optimizer steps before operands are compared again."""
 
 
 def crosscheck(config: Config, *, backends: Sequence[str] = loop.BACKENDS, steps: int = STEPS) -> Report:
@@ -45,7 +48,7 @@ def crosscheck(config: Config, *, backends: Sequence[str] = loop.BACKENDS, steps
     Raises:   ConfigError: data too short, an unknown backend, several devices.
     """
     if config.parallel.devices > 1:
-        raise ConfigError(f"the cross-check is on one device; got {config.parallel.devices}. Set parallel.* to 1, or give --sharded N.")
+        raise ConfigError(f"the cross-check runs on one device; got {config.parallel.devices}. Set parallel.* to 1, or give --sharded N.")
     multiply = hardware.of(config)
     report = Report()
     batches = loader.open_batches(config)

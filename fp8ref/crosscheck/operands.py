@@ -24,7 +24,8 @@ from fp8ref.sim import delayed, gemm, scaling
 from fp8ref.train import loop
 from fp8ref.train.config import Config
 
-States = Mapping[str, delayed.DelayedState]  # by "<layer>/<role>"
+States = Mapping[str, delayed.DelayedState]
+"""``<layer>/<role>`` -> state of delayed scaling."""
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,16 @@ from multiprocessing import connection, get_context
 
 from fp8ref.errors import ConfigError
 
-# Ranks are forked from a server that has imported their modules and runs nothing. A rank then
-# starts in a moment, and inherits no thread: forking a process with threads can deadlock.
 CONTEXT = get_context("forkserver")
+"""The context of multiprocessing in which ranks start.
+
+Ranks are forked from a server that has imported their modules and runs nothing. A rank then starts
+in a moment, and inherits no thread: forking a process with threads can deadlock.
+"""
+
 PRELOADED = ["fp8ref.crosscheck.fsdp_run", "torch._dynamo", "torch.distributed.fsdp"]
+"""The modules that the server imports."""
+
 CONTEXT.set_forkserver_preload(PRELOADED)
 
 

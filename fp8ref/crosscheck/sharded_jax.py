@@ -34,8 +34,11 @@ from fp8ref.train.config import Config
 from fp8ref.train.data import loader
 from fp8ref.train.jax.mesh import Layout
 
-Operand = tuple[np.ndarray, np.ndarray]  # codes uint8, scale float32
+Operand = tuple[np.ndarray, np.ndarray]
+"""The codes uint8 and the scale float32 of an operand."""
+
 THROUGH = ("shard_map", "jit")
+"""The ways to run a linear on a mesh (``parallel.through``); every mesh is compared with both."""
 
 
 def crosscheck(config: Config, devices: int) -> tuple[Report, dict[str, str]]:
@@ -48,7 +51,7 @@ def crosscheck(config: Config, devices: int) -> tuple[Report, dict[str, str]]:
     """
     taken = [name for name, recipe in RECIPES.items() if recipe.fp8 and recipe.shared]
     if config.numerics.recipe not in taken:
-        raise ConfigError(f"--sharded is of recipes {', '.join(taken)}; got {config.numerics.recipe!r}. Give --recipe one of these.")
+        raise ConfigError(f"--sharded takes recipes {', '.join(taken)}; got {config.numerics.recipe!r}. Set --recipe to one of these.")
     if jax.device_count() < devices:
         raise ConfigError(f"--sharded {devices} needs as many devices; jax has {jax.device_count()}.")
     report, unfit = Report(), {}

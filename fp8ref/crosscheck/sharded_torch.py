@@ -31,9 +31,13 @@ from fp8ref.train.data import loader
 from fp8ref.train.sections import ParallelConfig
 
 SCOPES = ("local", "global")
+"""The amax scopes that are tried where the config has ``global`` and no delayed scaling."""
+
 STEPS = 5
-# Nothing in front of these linears is in FP8: every scaling gives them the same input.
+"""The default number of optimizer steps."""
+
 FIRST = tuple(f"model.layers.0.self_attn.{x}_proj" for x in "qkv")
+"""The linears with no FP8 in front of them: every scaling gives them the same input."""
 
 
 def crosscheck(config: Config, n: int, *, steps: int = STEPS, prepare: Watcher | None = None) -> tuple[Report, dict[str, str]]:
@@ -182,16 +186,20 @@ def _check(config: Config, n: int, steps: int) -> None:
     keys = config.parallel
     taken = [name for name, recipe in RECIPES.items() if recipe.fp8 and not recipe.in_blocks]
     if config.numerics.recipe not in taken:
-        raise ConfigError(f"--sharded is of recipes {', '.join(taken)}; got {config.numerics.recipe!r}. Give --recipe one of these.")
+        raise ConfigError(f"--sharded takes recipes {', '.join(taken)}; got {config.numerics.recipe!r}. Set --recipe to one of these.")
     if foreign := keys.foreign("torch"):
         raise ConfigError(f"{', '.join(foreign)} is not a key of --backend torch. Leave it out.")
     if RECIPES[config.numerics.recipe].delayed and keys.amax_scope == "local":
         raise ConfigError(
-            f"recipe {config.numerics.recipe!r} keeps one state for all ranks, of amaxes of all. Set parallel.amax_scope to global."
+            f"recipe {config.numerics.recipe!r} keeps one state for all ranks, from the amaxes "
+            "of all ranks. Set parallel.amax_scope to global."
         )
     other = [f"parallel.{key}" for key in ("tensor", "compile", "checkpointing") if getattr(keys, key) != getattr(ParallelConfig(), key)]
     if other:  # compiled or recomputed layers call no observer
-        raise ConfigError(f"--sharded N --backend torch is of data x fsdp, layer after layer; got {', '.join(other)}. Leave it out.")
+        raise ConfigError(
+            "--sharded N --backend torch shards over data x fsdp only, without compile or "
+            f"checkpointing; got {', '.join(other)}. Leave it out."
+        )
     if n < 2 or config.data.batch_size % n:
         raise ConfigError(
             f"--sharded N takes 2 ranks or more that share data.batch_size evenly; got {n} and {config.data.batch_size}. Give --data.batch_size a multiple."

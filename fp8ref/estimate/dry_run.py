@@ -38,7 +38,7 @@ def _sizes(config: Config, backend: str) -> Table:
         "tokens a device and part", f"{device_shapes.tokens(config):,}", "M of its GEMMs" + ", shared along tensor" * (keys.tensor > 1)
     )
     if simulated := hardware.of(config, backend):
-        table.add_row("FP8 GEMMs", simulated.name, "simulated, on the host's CPU; what follows is of a GPU's own")
+        table.add_row("FP8 GEMMs", simulated.name, "simulated on the host's CPU; the other tables are for a GPU's own GEMMs")
     table.add_row("tokens a run", f"{tokens * config.run.steps:,}", f"{config.run.steps:,} steps")
     return table
 
@@ -49,7 +49,7 @@ def _memory(config: Config, backend: str) -> Table:
     for what, (size, how) in lines.items():
         table.add_row(what, _gib(size), how)
     total = sum(size for size, _ in lines.values())
-    fits = ", ".join(f"{gpu.name} {'has' if total <= gpu.memory else 'LACKS'} it ({_gib(gpu.memory)})" for gpu in GPUS.values())
+    fits = ", ".join(f"{'fits' if total <= gpu.memory else 'DOES NOT FIT'} {gpu.name} ({_gib(gpu.memory)})" for gpu in GPUS.values())
     table.add_row("all", _gib(total), fits)
     if config.parallel.checkpointing == "none" or backend == "jax":
         table.caption = "H, A, KV, F: hidden, query, key and value, inner features on a device; no activation checkpointing"
@@ -61,7 +61,7 @@ def _memory(config: Config, backend: str) -> Table:
 
 
 def _linears(config: Config, backend: str) -> Table:
-    table = _table(f"Linears under recipe {config.numerics.recipe!r}", "linear", ">weight [N, K]", ">of them", "FP8", "why")
+    table = _table(f"Linears under recipe {config.numerics.recipe!r}", "linear", ">weight [N, K]", ">count", "FP8", "why")
     groups: dict[tuple, int] = {}
     for d in config.decisions():
         key = (linear_cost.short_name(d.path), d.shape, d.fp8, d.reason.replace(d.path, linear_cost.short_name(d.path)))

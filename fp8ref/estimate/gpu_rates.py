@@ -60,7 +60,10 @@ GPUS = {
         ),
     )
 }
-NAMES = {"h100": "H100 SXM", "h200": "H200 SXM"}  # --gpu
+"""The data sheets of GPUs by name."""
+
+NAMES = {"h100": "H100 SXM", "h200": "H200 SXM"}
+"""{value of --gpu: name in GPUS}."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,12 +102,12 @@ class Ceilings:
             if not peak / 100 <= getattr(self, key) <= peak:  # false for NaN too
                 unit = "bytes" if key == "bandwidth" else "FLOP"
                 raise ValueError(
-                    f"{key} is in {unit} a second, from a hundredth of the data sheet's {peak:.3g} up to it; got {getattr(self, key):.3g}."
+                    f"{key} is in {unit} a second, from 1 % to 100 % of the data sheet's {peak:.3g}; got {getattr(self, key):.3g}."
                 )
         if not 1e-8 <= self.launch <= 1e-3:
-            raise ValueError(f"launch is in seconds, 2e-6 or so; got {self.launch:.3g}.")
+            raise ValueError(f"launch is in seconds, from 1e-8 to 1e-3; got {self.launch:.3g}.")
         if not self.bf16 <= self.fp8:
-            raise ValueError(f"fp8 is no less than bf16; got {self.fp8:.3g} and {self.bf16:.3g}. Look whether they are exchanged.")
+            raise ValueError(f"fp8 is at least bf16; got {self.fp8:.3g} and {self.bf16:.3g}. Check whether they are swapped.")
         if not self.source.strip():
             raise ValueError("source says where the rates come from; got nothing.")
 
@@ -116,7 +119,7 @@ class Ceilings:
     @property
     def caption(self) -> str:
         """One sentence: whether the rates were measured, their values and source."""
-        figures = f"{self.bf16 / 1e12:.0f} and {self.fp8 / 1e12:.0f} TFLOP/s ({self.fp8_rowwise / 1e12:.0f} with scales of rows)"
+        figures = f"{self.bf16 / 1e12:.0f} and {self.fp8 / 1e12:.0f} TFLOP/s ({self.fp8_rowwise / 1e12:.0f} with rowwise scales)"
         rest = f"attention {self.attention / 1e12:.0f}, {self.bandwidth / 1e12:.2f} TB/s, {self.launch * 1e6:.1f} us a kernel"
         return f"{'MEASURED' if self.measured else 'Published, NOT MEASURED here'}: {self.gpu} reaches {figures}, {rest}. {self.source}"
 
@@ -148,6 +151,7 @@ PUBLISHED = {
     )
     for name, gpu in ((name, GPUS[sheet]) for name, sheet in NAMES.items())
 }
+"""{value of --gpu: ceilings that others published}; this project did not measure them."""
 
 
 def of(gpu: str, file: Path | None = None) -> Ceilings:
@@ -168,9 +172,9 @@ def of(gpu: str, file: Path | None = None) -> Ceilings:
         raise ConfigError(f"{file}: cannot be read ({error}). --ceilings takes a JSON file of measured rates.") from error
     except pydantic.ValidationError as error:
         wrong = "; ".join(f"{'.'.join(map(str, e['loc'])) or 'all'}: {e['msg'].rstrip('.')}" for e in error.errors())
-        raise ConfigError(f"{file}: no measured ceilings: {wrong}. The keys are {', '.join(_KEYS)}.") from error
+        raise ConfigError(f"{file}: not a file of measured rates: {wrong}. The keys are {', '.join(_KEYS)}.") from error
     if made.gpu != NAMES[gpu]:
-        raise ConfigError(f"{file}: of {made.gpu}, and --gpu is {gpu} ({NAMES[gpu]}). Name the GPU that it was measured on.")
+        raise ConfigError(f"{file}: holds rates of {made.gpu}, but --gpu is {gpu} ({NAMES[gpu]}). Name the GPU that was measured.")
     return made
 
 

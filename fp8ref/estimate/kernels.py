@@ -25,8 +25,20 @@ from fp8ref.recipe import OPERANDS, REDUCED_AXES, ROLES, CastSpec, Gemm, GemmSpe
 from fp8ref.train.config import Config
 
 Part = Literal["amax", "scale", "cast", "layout", "rescale"]
+"""The purpose of a kernel.
+
+amax     read a tensor for its amax
+scale    compute a scale
+cast     scale a tensor and write its codes
+layout   write a tensor or its codes in another memory order
+rescale  scale a GEMM's result after it (G-8)
+"""
+
 Fusion = Literal["inductor", "xla", "eager"]
+"""What fuses elementwise operations: ``inductor``, ``xla``, or nothing (``eager``)."""
+
 GEMMS: tuple[Gemm, ...] = ("output", "grad_input", "grad_weight")
+"""The three GEMMs of a linear, in the order in which a step computes them."""
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,14 @@ from fp8ref.recipe import Gemm, GemmSpec, Recipe
 from fp8ref.train.config import Config
 from fp8ref.train.device_shapes import in_fp8, tokens, used
 
-TILES = ((128, 256), (256, 128), (128, 128))  # of a result on one processor, as cuBLAS's on Hopper
-PIECES = (1, 2, 4, 8)  # of a sum over K
-Size = tuple[Gemm, int, int, int]  # [M, K] x [N, K] -> [M, N]
+TILES = ((128, 256), (256, 128), (128, 128))
+"""Height and width of the tiles of a result that one processor computes, as in cuBLAS on Hopper."""
+
+PIECES = (1, 2, 4, 8)
+"""The numbers of pieces that split-K may cut a sum over K into."""
+
+Size = tuple[Gemm, int, int, int]
+"""A GEMM's name, M, N and K: [M, K] x [N, K] -> [M, N]."""
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,11 @@ from fp8ref.train.config import Config
 from fp8ref.train.device_shapes import at_rest, in_fp8, sharded, tokens, used
 from fp8ref.train.train_state import FP8_BLOCK, FP8_SMALLEST
 
-LOGITS = 14  # bytes a logit: bfloat16, and float32 logits, softmax and gradient
-OBSERVATION = 3 * 4  # bytes that a role's observation takes until the step's update: amax and two flags, float32
+LOGITS = 14
+"""Bytes a logit: bfloat16, and float32 logits, softmax and gradient."""
+
+OBSERVATION = 3 * 4
+"""Bytes that a role's observation takes until the step's update: amax and two flags, float32."""
 
 
 def lines(config: Config, backend: str) -> dict[str, tuple[int, str]]:

@@ -16,6 +16,7 @@ from fp8ref.train import device_shapes
 from fp8ref.train.config import Config
 
 COLUMNS = {"gemm": ("gemm",), "amax": ("amax", "scale"), "cast": ("cast",), "layout": ("layout",), "rescale": ("rescale",)}
+"""{column of the table: the parts of a linear's time that it sums}."""
 
 
 @dataclass(frozen=True)
@@ -52,16 +53,16 @@ class Forecast(Result):
 
     def render(self, console: Console) -> None:
         """Print the tables of linears and of a step, with advice."""
-        table = _table("linear", ">N x K", ">of it", ">bf16", *(f">{name}" for name in COLUMNS), ">floor", ">bf16/fp8", "")
+        table = _table("linear", ">N x K", ">count", ">bf16", *(f">{name}" for name in COLUMNS), ">floor", ">bf16/fp8", "filter")
         for row in self.rows:
             one = row.ledger
             cells = [_us(sum(one.parts[part] for part in parts)) if one.parts else "-" for parts in COLUMNS.values()]
             cells += ["-", "-"] if one.ratio is None else [_us(one.floor), f"{one.ratio:.2f}"]
             shape = f"{row.shape[0]} x {row.shape[1]}"
             table.add_row(row.linear, shape, str(row.count), _us(one.bf16), *cells, "FILTER" if row.loses else "")
-        title = f"Linears under recipe {self.recipe!r} with {self.backend}, microseconds a device and part of a batch, PREDICTED"
+        title = f"Linears under recipe {self.recipe!r} with {self.backend}, microseconds per device and microbatch, PREDICTED"
         console.print(Text(title, style="bold"), table, Text(self._advice()), "", sep="\n")
-        console.print(Text("A step of a device, milliseconds, PREDICTED", style="bold"), self._steps(), Text(self._caption()), sep="\n")
+        console.print(Text("A step, milliseconds per device, PREDICTED", style="bold"), self._steps(), Text(self._caption()), sep="\n")
 
     @property
     def ok(self) -> bool:
@@ -84,7 +85,7 @@ class Forecast(Result):
     def _advice(self) -> str:
         if not any(row.ledger.parts for row in self.rows):
             return "No linear is in FP8."
-        lost, tail = self.to_filter, " amax: with its scales; floor: launches alone."
+        lost, tail = self.to_filter, " amax includes its scales; floor is kernel launches alone."
         if lost and not self.fused:
             return f"SLOWER in FP8: {', '.join(lost)}. Casts are not fused: set parallel.compile to block and estimate again.{tail}"
         if not lost:
@@ -92,7 +93,7 @@ class Forecast(Result):
         if not any(row.ledger.parts and not row.loses for row in self.rows):
             return f"SLOWER in FP8: every linear. Use recipe bf16.{tail}"
         said = f"SLOWER in FP8: add {', '.join(lost)} to numerics.filter_fqns"
-        return f"{said}{', and take what names them out of numerics.fp8_fqns' * self.named}.{tail}"
+        return f"{said}{', and remove the patterns that name them from numerics.fp8_fqns' * self.named}.{tail}"
 
     def _steps(self) -> Table:
         table, rest = _table("what", ">bf16", ">as configured", ">after filtering"), self.step.rest
@@ -101,13 +102,14 @@ class Forecast(Result):
         for what, seconds in rest.items():
             table.add_row(what, *[_ms(seconds)] * 3)
         table.add_row("all", *(_ms(seconds + sum(rest.values())) for seconds in linear))
-        table.add_row("bf16's time by its", "1.00", f"{self.step.ratio:.2f}", f"{self.step.filtered_ratio:.2f}")
+        table.add_row("speed-up over bf16", "1.00", f"{self.step.ratio:.2f}", f"{self.step.filtered_ratio:.2f}")
         return table
 
     def _caption(self) -> str:
         return (
-            f"If linears took no time, the step's ratio would be {self.step.limit:.2f}. Collectives and the host are left out: they mostly "
-            f"bring ratios nearer to 1. {self.ceilings.caption}."
+            f"If linears took no time, the step's speed-up would be {self.step.limit:.2f}. "
+            "Collectives and the host are left out: they mostly bring speed-ups nearer to 1. "
+            f"{self.ceilings.caption}."
         )
 
 

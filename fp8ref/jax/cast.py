@@ -17,6 +17,7 @@ DTYPES = {
     "e4m3fnuz": jnp.float8_e4m3fnuz,
     "e5m2fnuz": jnp.float8_e5m2fnuz,
 }
+"""{name of an FP8 format: JAX's dtype}."""
 
 
 def encode(x: jax.Array, fmt: Format, *, saturate: bool = True) -> jax.Array:

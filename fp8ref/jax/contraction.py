@@ -93,10 +93,10 @@ def _terms(subscripts: str, ndim_x: int, ndim_w: int, name: str) -> tuple[str, s
     spelled = "".join(chr(i) for i in range(0x391, 0x391 + max(0, ndim_x - len(of_x.replace("...", "")))))  # letters no one writes
     of_x, out = of_x.replace("...", spelled), out.replace("...", spelled)
     if len(of_x) != ndim_x or len(of_w) != ndim_w:
-        raise ValueError(f"{requirement} for operands of {ndim_x} and {ndim_w} dims. An ellipsis stands in x and in the output only.")
+        raise ValueError(f"{requirement} for operands of {ndim_x} and {ndim_w} dims. An ellipsis is allowed in x and in the output only.")
     for term in (of_x, of_w, out):
         if len(set(term)) != len(term) or not set(term) <= set(of_x) | set(of_w):
-            raise ValueError(f"{requirement}. A letter stands once in a term, and the output has no letter of its own.")
+            raise ValueError(f"{requirement}. Each letter occurs once in a term, and each letter of the output occurs in an operand.")
     if alone := [letter for letter in (*of_x, *of_w) if letter not in out and not (letter in of_x and letter in of_w)]:
-        raise ValueError(f"{requirement}, where {alone[0]!r} is summed in one operand alone. Sum it before.")
+        raise ValueError(f"{requirement}, where {alone[0]!r} is summed in one operand alone. Sum it first.")
     return of_x, of_w, out

@@ -33,7 +33,8 @@ from fp8ref.jax import cast, scaling
 from fp8ref.jax import scales as scale_rules
 from fp8ref.recipe import Recipe, Role
 
-Seen = Mapping[Role, jax.Array]  # float32 [..., 3] for each role: amax, and the flags non_finite and seen, 0 or 1
+Seen = Mapping[Role, jax.Array]
+"""Role -> float32 [..., 3]: amax, and the flags non_finite and seen, 0 or 1."""
 
 
 class DelayedState(NamedTuple):
@@ -59,6 +60,7 @@ class FlaxState(NamedTuple):
 
 
 State = Mapping[Role, DelayedState | FlaxState]
+"""Role -> its state, of a linear under delayed scaling."""
 
 
 def init(recipe: str | Recipe, shape: tuple[int, ...] = ()) -> dict[Role, DelayedState | FlaxState]:
@@ -112,7 +114,7 @@ def merge(*observations: Seen) -> dict[Role, jax.Array]:
     Raises:   ValueError: none given; observations of different roles.
     """
     if not observations:
-        raise ValueError("merge takes at least one observation; got none. unseen(recipe) is that of nothing.")
+        raise ValueError("merge takes at least one observation; got none. For an unused layer, take unseen(recipe).")
     first, *others = observations
     merged = dict(first)
     for other in others:
@@ -162,8 +164,10 @@ def update(state: State, seen: Seen, *, recipe: str | Recipe) -> dict[Role, Dela
     for role, observed in seen.items():
         if not isinstance(observed, jax.core.Tracer) and bool((np.asarray(observed)[..., 1:] > 1).any()):
             raise ValueError(
-                f"update: observations of {role} were summed, and their largest amax is lost; its flags are {np.asarray(observed)[..., 1:]}, not 0 "
-                "or 1. Give every use of a layer the seen of the use before it, and carry it through scans."
+                f"update takes observations that were not summed; those of {role} lost their "
+                f"largest amax in a sum: their flags are {np.asarray(observed)[..., 1:]}, not "
+                "0 or 1. Pass the seen of each use of a layer to the next use, and carry it "
+                "through scans."
             )
     return {role: _advance(state[role], seen[role], *casts[role]) for role in state}
 
@@ -197,18 +201,20 @@ def check(state: State | None, seen: Seen | None, recipe: str | Recipe, name: st
     for role, (_, config) in casts.items():
         if not isinstance(state[role], kind(config)):
             raise ValueError(
-                f"{name}: the {role} state of recipe {recipe.name!r} is a {kind(config).__name__}; got {type(state[role]).__name__}. A state goes "
-                "with the recipe it was made for."
+                f"{name}: the {role} state of recipe {recipe.name!r} is a "
+                f"{kind(config).__name__}; got {type(state[role]).__name__}. Use a state that "
+                "was made for this recipe."
             )
         shape, observed = jnp.shape(state[role].stored), jnp.shape(seen[role])
         history = jnp.shape(state[role].amax_history)
         if history != (*shape, config.history_length):
             raise ValueError(
-                f"{name}: the {role} state of recipe {recipe.name!r} has an amax_history of shape {(*shape, config.history_length)}; "
-                f"got {history}. A state goes with the recipe it was made for."
+                f"{name}: the {role} state of recipe {recipe.name!r} has an amax_history of "
+                f"shape {(*shape, config.history_length)}; got {history}. Use a state that was "
+                "made for this recipe."
             )
         if observed != (*shape, 3):
-            raise ValueError(f"{name}: seen of {role} has shape {(*shape, 3)}, next to its state; got {observed}.")
+            raise ValueError(f"{name}: seen of {role} has shape {(*shape, 3)}, to match its state; got {observed}.")
 
 
 def implemented(config: DelayedScaling) -> DelayedScaling:
@@ -225,8 +231,9 @@ def implemented(config: DelayedScaling) -> DelayedScaling:
         return config
     if not config.keeps_histories_as_fp8ref:
         raise ValueError(
-            f"fp8ref.jax keeps histories as 'delayed' does, with another history_length, amax_compute, interval or margin; got "
-            f"{config.name!r}. Use fp8ref.sim.delayed for it; flax's with reuse 'max' and unused 'keep' works too (H-10)."
+            "fp8ref.jax keeps histories as 'delayed' does, with any history_length, "
+            f"amax_compute, interval or margin; got {config.name!r}. Use fp8ref.sim.delayed "
+            "for it, or flax's with reuse 'max' and unused 'keep' (H-10)."
         )
     return config
 

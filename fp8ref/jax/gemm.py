@@ -21,9 +21,14 @@ from fp8ref.jax.scaling import Quantized
 from fp8ref.jax.sharding import Reduction
 from fp8ref.recipe import GemmSpec
 
-# Explicit on every dot: with None, jax.default_matmul_precision would decide (SEMANTICS G-7).
 PRECISION = {"fast": lax.Precision.DEFAULT, "slow": lax.Precision.HIGHEST}
+"""{accumulation: precision of XLA's dot}.
+
+It is explicit on every dot: with None, jax.default_matmul_precision would decide (SEMANTICS G-7).
+"""
+
 EPILOGUES = ("scale_then_round", "product_then_round", "unit_round_scale_round")
+"""The epilogues that this backend implements."""
 
 
 def matmul(

@@ -19,10 +19,15 @@ from fp8ref.hardware import Factor, Multiply
 from fp8ref.jax import sharding
 from fp8ref.jax.scaling import Quantized
 
-SCOPE = "simulated"  # in the names of operations: simulated:<plan>:<fast or slow>
-# Threads of XLA's pool for each device of a mesh. With fewer than two, the devices wait for each
-# other for ever (measured, jax 0.10).
+SCOPE = "simulated"
+"""The first word in the scope of a simulated GEMM, ``simulated:<plan>:<fast or slow>``."""
+
 THREADS = 4
+"""Threads of XLA's pool for each device of a mesh.
+
+With fewer than two, the devices wait for each other forever (measured, jax 0.10).
+"""
+
 _FORMATS = {"float32": FLOAT32, "bfloat16": BFLOAT16, "float16": FLOAT16}
 
 
@@ -56,8 +61,9 @@ def check_devices(devices: int, *, mapped: bool, platform: str) -> None:
     given, needed = os.environ.get("NPROC", ""), THREADS * devices
     if not given.isdigit() or int(given) < needed:
         raise ValueError(
-            f"{devices} devices of a CPU that call back to the host need {needed} threads in XLA's pool, or they wait for each other for ever; "
-            f"NPROC is {given or 'not set'}. Set NPROC={needed} in the environment before jax starts."
+            f"{devices} devices of a CPU that call back to the host need {needed} threads in "
+            f"XLA's pool, or they deadlock; NPROC is {given or 'not set'}. Set NPROC={needed} "
+            "in the environment before jax starts."
         )
 
 

@@ -298,11 +298,11 @@ def _check_arrays(x: jax.Array, w: jax.Array, out_dtype, name: str):
     """The output's dtype; ValueError for a name that ``proof`` could not read back, or dtypes that
     do not fit."""
     if set(name) & set("/()"):
-        raise ValueError(f"a layer's name has no '/', '(' or ')', by which the proof separates it from what is around it; got {name!r}.")
+        raise ValueError(f"a layer's name has no '/', '(' or ')', because the proof uses them as separators; got {name!r}.")
     if out_dtype is None and x.dtype != w.dtype:
         raise ValueError(
-            f"{name}: x and w have one dtype, or the output is given its own by preferred_element_type; got {x.dtype} and {w.dtype}. "
-            "Cast the weight first."
+            f"{name}: x and w have one dtype, unless preferred_element_type sets that of the "
+            f"output; got {x.dtype} and {w.dtype}. Cast the weight first."
         )
     out_dtype = x.dtype if out_dtype is None else jnp.dtype(out_dtype)
     for dtype in (x.dtype, w.dtype, out_dtype):
@@ -315,7 +315,8 @@ def _warn_of_padding(name: str, n: int, k: int) -> None:
     """Warn, once for each layer, that XLA pads the weight to multiples of 16 for every GEMM."""
     padded = [-(-size // 16) * 16 for size in (n, k)]
     warnings.warn(
-        f"{name}: FP8 kernels take multiples of 16 (L-5); XLA pads the weight [{n}, {k}] to {padded} for every GEMM, "
-        f"{padded[0] * padded[1] / (n * k):.2f} times the multiplications, besides the copies. Pad the layer or use recipe 'bf16'.",
+        f"{name}: FP8 kernels take multiples of 16 (L-5); XLA pads the weight [{n}, {k}] to "
+        f"{padded} for every GEMM: {padded[0] * padded[1] / (n * k):.2f} times the "
+        "multiplications, and extra copies. Pad the layer or use recipe 'bf16'.",
         stacklevel=4,
     )

@@ -21,7 +21,8 @@ from fp8ref.jax.scaling import Quantized
 from fp8ref.jax.sharding import Placement
 from fp8ref.recipe import OPERANDS, REDUCED_AXES, CastSpec, Gemm, Recipe, Role
 
-Scales = Mapping[Role, jax.Array]  # the roles whose scales a state holds
+Scales = Mapping[Role, jax.Array]
+"""The scales that a state holds, by role."""
 
 
 @dataclass(frozen=True, kw_only=True)

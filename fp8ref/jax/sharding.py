@@ -18,7 +18,11 @@ from jax import lax
 from fp8ref.recipe import Gemm, Role
 
 Axes = tuple[str, ...]
+"""Names of mesh axes."""
+
 Mode = Literal["one", "shard_map", "jit"]
+"""Who runs the collectives of a linear: nobody (``one``), fp8ref (``shard_map``) or XLA
+(``jit``)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,12 +187,12 @@ def mode(x: jax.Array, w: jax.Array, placement: Placement | None, name: str) -> 
     if not manual:
         _refuse_explicit(mesh, name)
         if placement.scope == "local":
-            raise ValueError(
-                f"{name}: scope 'local' is of devices, and under plain jit there are none to see. Use shard_map, or scope='global'."
-            )
+            raise ValueError(f"{name}: scope 'local' needs visible devices, and plain jit shows none. Use shard_map, or scope='global'.")
         return "jit"
     if outside := [axis for axis in placement.axes if axis not in manual]:
-        raise ValueError(f"{name}: inside shard_map all axes of a placement are its own, {', '.join(manual)}; got {', '.join(outside)}.")
+        raise ValueError(
+            f"{name}: inside shard_map a placement has only axes of that shard_map, {', '.join(manual)}; got {', '.join(outside)}."
+        )
     if checks_variance(x):
         _check_variance(x, w, placement, name)
     if placement.sequence and x.shape[-2] % (parts := math.prod(map(lax.axis_size, placement.k))):
@@ -222,8 +226,9 @@ def check_shapes(name: str, tokens: int, shape: tuple[int, int], placement: Plac
         parts = math.prod(mesh_shape[axis] for axis in axes)
         if size % parts:
             raise ValueError(
-                f"{name}: shards are equal (P-1), so {what}={size} is divisible by its {parts} pieces along {', '.join(axes)}; it is not. "
-                "Change the mesh, or pad the layer."
+                f"{name}: shards are equal (P-1), so {what} is divisible by its {parts} pieces "
+                f"along {', '.join(axes)}; got {what}={size}. Change the mesh, or pad the "
+                "layer."
             )
 
 

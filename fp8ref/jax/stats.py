@@ -19,8 +19,13 @@ from fp8ref.recipe import OPERANDS, Gemm, Role
 from fp8ref.stats import COUNTS
 
 LENGTH = 2 * len(COUNTS) + 6
+"""The numbers of a measurement: two for each of ``COUNTS``, and six more."""
+
 ROWS: tuple[tuple[Gemm, Role], ...] = tuple((gemm, role) for gemm, roles in OPERANDS.items() for role in roles)
+"""The six operands of a linear as (GEMM, role), in the order of ``rows``."""
+
 Measured = dict[tuple[Gemm, Role], jax.Array]
+"""(GEMM, role) -> measurement float32 [LENGTH]."""
 
 
 def measure(x: jax.Array, q: Quantized) -> jax.Array:

@@ -12,10 +12,12 @@ from fp8ref.plots import style
 from fp8ref.recipe import RECIPES
 from fp8ref.sim import delayed
 
-# Backends differ by line style as well.
 _IN_TURN = itertools.cycle(color for color in style.CYCLE if color != style.BLACK)
 COLORS = {name: next(_IN_TURN) if recipe.fp8 else style.BLACK for name, recipe in RECIPES.items()}
+"""{recipe: color of its line}; a recipe without FP8 is black."""
+
 STYLES = {"jax": "-", "torch": (0, (4, 2))}
+"""{backend: style of its line}."""
 
 
 def loss_curves(ax: Axes, runs: Mapping[tuple[str, str], Sequence[dict]], *, entropy: float | None = None, smooth: int = 10) -> Axes:

@@ -13,9 +13,14 @@ from PIL import Image  # matplotlib's own means of writing PNGs
 # left out.
 BLACK, BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY = "#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"
 CYCLE = (BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY, BLACK)
-# As many lines as a figure has differ by these too, for eyes and printers without colors.
+"""The colors of a figure's lines, in order."""
+
 DASHES: tuple = ("-", (0, (5, 2)), (0, (1, 1.2)), (0, (4, 1.5, 1, 1.5)), (0, (8, 2)), (0, (2, 2)), (0, (6, 1, 1, 1, 1, 1)))
+"""The dashes of a figure's lines, in order, for eyes and printers without colors."""
+
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+"""The markers of lines that may coincide, in order."""
+
 MUTED, FAINT = "#666666", "#DDDDDD"
 
 

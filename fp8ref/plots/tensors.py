@@ -10,7 +10,6 @@ from fp8ref.plots import style
 from fp8ref.sim import cast, stats
 from fp8ref.sim.scaling import Quantized, dequantize, spread
 
-# {fate of an element: its color in a map}
 FATES = {
     "normal": "#E4EEF5",
     "subnormal": style.SKY,
@@ -19,6 +18,7 @@ FATES = {
     "not finite": style.BLACK,
     "was zero": "#FFFFFF",
 }
+"""{fate of an element: its color in a map}."""
 
 
 def magnitude_map(ax: Axes, x, *, powers: int = 12) -> Axes:

@@ -22,8 +22,13 @@ from fp8ref.sim.kernels import gemm as kernels
 from fp8ref.sim.tensor_core import K_STEP, UNITS, TensorCore, chain_plain, is_int
 
 SplitOrder = Literal["contiguous", "interleaved"]
+"""How split-K gives tiles to its parts: ``contiguous``, in runs; ``interleaved``, in turn."""
+
 SPLIT_ORDERS: tuple[SplitOrder, ...] = ("contiguous", "interleaved")
+"""The values of ``SplitOrder``."""
+
 SPLIT_TILE = 128
+"""The default length along K of a split-K tile."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +75,7 @@ ACCUMULATIONS = {
         Accumulation(name="blackwell", unit=UNITS["blackwell"]),
     )
 }
+"""The accumulation plans of tensor cores, by name (G-12)."""
 
 
 def by_name(accumulate: "str | Accumulation") -> "str | Accumulation":

@@ -24,7 +24,18 @@ from fp8ref.sim import philox, threads
 from fp8ref.sim.kernels import cast as kernels
 
 Rounding = Literal["nearest_even", "nearest_away", "toward_zero", "to_odd", "stochastic"]
+"""How a value between two numbers of a format is rounded (C-2).
+
+nearest_even  to the nearest; a tie goes to the even code
+nearest_away  to the nearest; a tie goes away from zero
+toward_zero   to the neighbor with the smaller magnitude
+to_odd        to the neighbor with the odd code
+stochastic    away from zero with a probability equal to the discarded fraction
+"""
+
 ROUNDINGS = ("nearest_even", "nearest_away", "toward_zero", "to_odd", "stochastic")
+"""The values of ``Rounding``."""
+
 _PIECE = 1 << 18  # elements that are widened to float32 or float64 at a time: 2 MiB a float64 array
 
 
@@ -183,8 +194,9 @@ def array(x) -> np.ndarray:
         return np.asarray(x)
     except (TypeError, RuntimeError) as error:
         raise ValueError(
-            f"casts take what NumPy reads as an array; got {type(x).__name__} ({str(error).rstrip('.')}). "
-            "From torch use x.detach().float().numpy(), which is exact."
+            f"casts take an array that NumPy can read; got {type(x).__name__} "
+            f"({str(error).rstrip('.')}). From torch use x.detach().float().numpy(), which is "
+            "exact."
         ) from error
 
 
@@ -250,7 +262,7 @@ def _check_rounding(rounding: str, seed: int | None) -> None:
     if not isinstance(rounding, str) or rounding not in ROUNDINGS:
         raise ValueError(f"rounding is one of {', '.join(ROUNDINGS)}; got {rounding!r}.")
     if (seed is not None) != (rounding == "stochastic"):
-        raise ValueError(f"stochastic rounding takes a seed, and no other does; got rounding={rounding!r}, seed={seed}.")
+        raise ValueError(f"stochastic rounding needs a seed, and other roundings take none; got rounding={rounding!r}, seed={seed}.")
     if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int | np.integer) or not 0 <= seed < 1 << 64):
         raise ValueError(f"a seed is an integer in [0, 2^64); got {seed!r}.")
 

@@ -21,6 +21,7 @@ from fp8ref.sim.scaling import Quantized
 from fp8ref.sim.tensor_core import K_STEP, TensorCore
 
 OUT_DTYPES = (FLOAT32, BFLOAT16, FLOAT16)
+"""The formats that a GEMM's output may be rounded to."""
 
 
 def mma(a_codes, b_codes, c, *, fmt_a: Format, fmt_b: Format, unit: str | TensorCore = "hopper") -> np.ndarray:
@@ -237,8 +238,9 @@ def _check(a: Quantized, b: Quantized, epilogue: Epilogue, out_dtype: Format) ->
     block = block_of(a.granularity, b.granularity)
     if block is not None and (epilogue.round_first or epilogue.bias == "fused"):
         raise ValueError(
-            f"epilogue {epilogue.name!r} scales {'a rounded' if epilogue.round_first else 'the'} sum over all of K, and block scales have none. "
-            "Use 'scale_then_round'."
+            f"epilogue {epilogue.name!r} scales "
+            f"{'a rounded' if epilogue.round_first else 'the'} sum over all of K, but block "
+            "scales have no such sum. Use 'scale_then_round'."
         )
     return block
 

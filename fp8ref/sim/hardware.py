@@ -75,6 +75,8 @@ HARDWARE = {
         Hardware(name="hopper", fast="hopper_fast", slow="hopper_slow"),
     )
 }
+"""Simulated hardware by name: each plan for all GEMMs, and ``hopper`` with its fast and slow
+plan."""
 
 
 def by_name(name: "str | Hardware") -> Hardware:

@@ -24,6 +24,8 @@ from fp8ref.sim.scaling import Quantized, Scales
 from fp8ref.sim.tensor_core import K_STEP
 
 Accumulate = str | Accumulation | Mapping[Gemm, str | Accumulation]
+"""How GEMMs accumulate: one plan or its name for all, or one for each GEMM by the GEMM's name."""
+
 _WHOLE_LINES = ("tensorwise", "rowwise")  # granularities whose scales do not change when K is padded with zeros
 
 

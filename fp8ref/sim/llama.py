@@ -45,6 +45,7 @@ class Site:
 
 
 Watch = Callable[[Site], None]
+"""A function that a forward pass calls with each of its values."""
 
 
 class Rounding:

@@ -14,6 +14,7 @@ from typing import Literal
 import numpy as np
 
 Device = tuple[int, ...]
+"""The coordinates of a device, one on each axis of its mesh, in order."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +87,7 @@ class Layout:
                 raise ValueError(f"a mesh axis cuts one tensor axis, once; got {name!r} more than once in {dict(self.splits)}.")
         for axis, sizes in self.sizes.items():
             if axis not in self.splits:
-                raise ValueError(f"sizes are of axes that are split; got axis {axis} and splits={dict(self.splits)}.")
+                raise ValueError(f"sizes are for axes that are split; got axis {axis} and splits={dict(self.splits)}.")
             if len(sizes) != self.parts(axis) or sum(sizes) != self.shape[axis] or min(sizes) < 0:
                 raise ValueError(
                     f"axis {axis} of size {self.shape[axis]} is cut into {self.parts(axis)} pieces that add up to it; got sizes {tuple(sizes)}."
@@ -130,7 +131,7 @@ def split(x, layout: Layout) -> dict[Device, np.ndarray]:
     """
     x = np.asarray(x)
     if x.shape != layout.shape:
-        raise ValueError(f"the layout is of a tensor of shape {layout.shape}; got x.shape={x.shape}.")
+        raise ValueError(f"the layout is for a tensor of shape {layout.shape}; got x.shape={x.shape}.")
     return {device: x[layout.index(device)] for device in layout.mesh.devices}
 
 

@@ -10,9 +10,17 @@ safety margin. The compiled twin is in ``kernels.cast``.
 import numpy as np
 
 ROUNDS = 7
+"""Rounds of Philox4x32: the fewest that pass BigCrush."""
+
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+"""The multipliers of a round, for the words 0 and 2 of the counter."""
+
 WEYL = (0x9E3779B9, 0xBB67AE85)
-BLOCK = 4096  # elements that one run of BLOCK / 8 counters serves
+"""What each round adds to the two words of the key."""
+
+BLOCK = 4096
+"""Elements whose 16 high bits one run of BLOCK / 8 counters gives."""
+
 _LOW = np.uint64(0xFFFFFFFF)
 _32 = np.uint64(32)
 

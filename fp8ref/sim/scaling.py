@@ -173,7 +173,8 @@ def check_scales(q: Quantized, name: str = "operand") -> None:
         values = cast.decode(q.codes, q.fmt)
         if np.any(spread(nan, q.codes.shape, q.granularity, q.axis) & ~np.isnan(values) & (values != 0)):
             raise ValueError(
-                f"a NaN scale belongs to codes that are NaN or zero (S-5, S-14); got it over numbers in {name}. Find its source."
+                "a NaN scale applies only to codes that are NaN or zero (S-5, S-14); got "
+                f"other codes under a NaN scale in {name}. Find the source of the NaN."
             )
 
 

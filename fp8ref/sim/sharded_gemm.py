@@ -17,6 +17,8 @@ from fp8ref.sim.accumulate import Accumulation
 from fp8ref.sim.scaling import Quantized, check_scales
 
 Reduce = Literal["exact", "accumulator", "scaled", "rounded"]
+"""What ranks sum: the products of one exact GEMM, accumulators, scaled results or rounded
+outputs."""
 
 
 def matmul(
@@ -80,7 +82,7 @@ def _unit(side: Sequence[Quantized], codes: np.ndarray) -> Quantized:
 
 def _check(a: Sequence[Quantized], b: Sequence[Quantized], reduce: Reduce, accumulate: str | Accumulation, out_dtype: Format) -> None:
     if len(a) != len(b) or not any(q.codes.size for q in a):
-        raise ValueError(f"a sharded GEMM takes as many a as b, some not empty; got {len(a)} and {len(b)}.")
+        raise ValueError(f"a sharded GEMM takes one a and one b for each rank, not all empty; got {len(a)} and {len(b)}.")
     if reduce not in get_args(Reduce):
         raise ValueError(f"reduce is one of {', '.join(get_args(Reduce))}; got {reduce!r}.")
     gemm.check_out_dtype(out_dtype)

@@ -24,6 +24,7 @@ from fp8ref.sim.mesh import Device, Layout, check_shapes
 from fp8ref.sim.scaling import Quantized
 
 Maximum = Callable[[np.ndarray, np.ndarray], np.ndarray]
+"""The elementwise maximum of a collective: (partial maximum, next value) -> maximum."""
 
 
 class Amax(NamedTuple):

@@ -17,8 +17,10 @@ from fp8ref.formats import FP8_FORMATS, Format
 from fp8ref.sim import cast, scaling
 from fp8ref.sim.scaling import Quantized
 
-SLAB = 1 << 20  # elements: 8 MiB a float64 temporary
-K = TypeVar("K", bound=Hashable)
+SLAB = 1 << 20
+"""Elements that are reduced at a time: 8 MiB a float64 temporary."""
+
+_K = TypeVar("_K", bound=Hashable)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -253,8 +255,8 @@ def error(out, reference) -> Error:
 
 
 def reduce_groups(
-    x, q: Quantized, measure: Callable[[np.ndarray, Quantized], Iterator[tuple[K, np.ufunc, np.ndarray]]], *, per_group: bool
-) -> dict[K, np.ndarray]:
+    x, q: Quantized, measure: Callable[[np.ndarray, Quantized], Iterator[tuple[_K, np.ufunc, np.ndarray]]], *, per_group: bool
+) -> dict[_K, np.ndarray]:
     """Sums and maxima of what ``measure`` yields, over all elements or each of q's groups, in
     slabs.
 
@@ -274,7 +276,7 @@ def reduce_groups(
     block = sizes[0] or 1
     groups: list[int | None] = sizes if per_group else [None] * x.ndim
     rows = max(1, SLAB // max(1, x[0].size) // block) * block
-    parts: dict[K, list[np.ndarray]] = {}
+    parts: dict[_K, list[np.ndarray]] = {}
     for start in range(0, len(x), rows):
         part = slice(start, start + rows)
         scales = ... if sizes[0] is None else slice(start // block, -(-min(start + rows, len(x)) // block))

@@ -15,12 +15,18 @@ import numpy as np
 from fp8ref import formats, registry
 from fp8ref.formats import E4M3FN, E5M2, Format
 
-K_STEP = 32  # of one instruction: a tensor core's K is a multiple of it
+K_STEP = 32
+"""The K of one instruction; a tensor core's GEMM has a K that is a multiple of it."""
+
 _NONE = -(1 << 20)  # the exponent of a zero: it takes no part in a maximum
 _UNBOUNDED = -1000  # an emin below every exponent: subnormals count as if they were normal
 
 Rounding = Literal["toward_zero", "toward_negative", "nearest_even"]
+"""How a number is cut off: toward zero, toward negative infinity, or to nearest even."""
+
 ROUNDINGS: tuple[Rounding, ...] = ("toward_zero", "toward_negative", "nearest_even")
+"""The values of ``Rounding``."""
+
 _CUTS = {"toward_zero": np.trunc, "toward_negative": np.floor, "nearest_even": np.rint}
 _CHOICES = {
     "rounding": ROUNDINGS,
@@ -80,7 +86,7 @@ class TensorCore:
             if getattr(self, key) not in choices:
                 raise ValueError(f"{key} is one of {', '.join(choices)}; got {getattr(self, key)!r}.")
         if self.zeros == "counted" and self.exponents != "coded":
-            raise ValueError(f"zeros that count do so by their code's exponent: exponents is 'coded'; got {self.exponents!r}.")
+            raise ValueError(f"zeros 'counted' needs exponents 'coded'; got {self.exponents!r}.")
 
     @property
     def compiled(self) -> bool:
@@ -115,6 +121,7 @@ UNITS = {
         ),
     )
 }
+"""The tensor cores of GPUs by name (G-10)."""
 
 
 def by_name(unit: str | TensorCore) -> TensorCore:

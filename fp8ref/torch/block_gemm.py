@@ -15,11 +15,19 @@ from fp8ref.granularity import by_name
 from fp8ref.torch.scaling import Quantized
 
 Kernel = Literal["torchao_triton", "dequantized"]
+"""What multiplies: torchao's Triton kernels on codes, or float32 on dequantized operands."""
+
 BLOCK = 128
-# Rows or columns of the largest tile that torchao's kernels are tuned over. They load the scales of
-# a whole tile, unmasked.
+"""The length of a block along K that the kernels take."""
+
 TILE = 256
-OFFSETS = 2**31  # the kernels address elements by int32
+"""Rows or columns of the largest tile that torchao's kernels are tuned over.
+
+They load the scales of a whole tile, unmasked.
+"""
+
+OFFSETS = 2**31
+"""The number of elements that a matrix stays below: the kernels address elements by int32."""
 
 
 def kernel(a: Quantized, b: Quantized) -> Kernel:
@@ -74,6 +82,7 @@ def _(codes_a, codes_b, scale_inv_a, scale_inv_b, out_dtype):
 
 
 OPERATOR = torch.ops.fp8ref.block_gemm.default
+"""The operator that ``multiply`` is in graphs and in dispatch."""
 
 
 def granularity_of_b(codes_b: torch.Tensor, scale_inv_b: torch.Tensor) -> str:

@@ -14,8 +14,10 @@ DTYPES = {
     "e4m3fnuz": torch.float8_e4m3fnuz,
     "e5m2fnuz": torch.float8_e5m2fnuz,
 }
-# The dtypes that may be cast to FP8.
+"""{name of an FP8 format: torch's dtype}."""
+
 HIGH_PRECISION = (torch.float32, torch.float16, torch.bfloat16)
+"""The dtypes that may be cast to FP8."""
 
 
 def encode(x: torch.Tensor, fmt: Format, *, saturate: bool = True) -> torch.Tensor:

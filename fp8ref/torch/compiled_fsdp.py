@@ -62,7 +62,7 @@ def shard(model: nn.Module, group: ProcessGroup, *, param_dtype: torch.dtype = t
     weights = _in_fp8(model, group, param_dtype) if gather_fp8 else {}
     if gather_fp8 and not weights:
         raise ValueError(
-            "an FP8 gather is of linears whose weight has one scale for both GEMMs, and the model has none. Use gather_fp8=False."
+            "an FP8 gather needs linears whose weight has one scale for both GEMMs, and the model has none. Use gather_fp8=False."
         )
     return Sharded(model, group, param_dtype, weights)
 
@@ -140,9 +140,13 @@ def _in_fp8(model: nn.Module, group: ProcessGroup, dtype: torch.dtype) -> dict[s
         spec, config = linear.recipe.output.b, getattr(linear, "linear_mm_config", None)
         assert spec is not None
         if len(shared := names[linear.weight]) > 1:
-            raise ValueError(f"{shared[0]} is {shared[1]} too, and both would become FP8. Untie them, or keep {name} in high precision.")
+            raise ValueError(
+                f"{shared[0]} and {shared[1]} are one parameter, and both would become FP8. Untie them, or keep {name} in high precision."
+            )
         if isinstance(linear, Linear) and (state := linear.state("weight")) and state.group is None:
-            raise ValueError(f"ranks share the states of {name}, which scales by its past. Give linear.convert their group, amax_group.")
+            raise ValueError(
+                f"ranks share the states of {name}, which uses delayed scaling. Pass their process group to linear.convert as amax_group."
+            )
         found[shared[0]] = _Weight(linear, spec, _gather_fp8(group.group_name, group.size(), dtype, spec.fmt, config))
     return found
 

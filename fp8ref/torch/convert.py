@@ -33,6 +33,8 @@ from fp8ref.torch.torchao_linear import Float8Linear
 __all__ = ["Linear", "check_model", "convert", "deconvert", "weights"]
 
 FP8_LINEARS = (Float8Linear, float8_linear.Float8Linear, Linear)
+"""The classes of FP8 linears: torchao's, fp8ref's subclass of it, and fp8ref's own."""
+
 # Hooks of a module. Its replacement would not have them.
 _HOOKS = (
     "_forward_hooks",
@@ -121,7 +123,7 @@ def deconvert(model: nn.Module) -> nn.Module:
     _check_module(model)
     fp8 = {name: m for name, m in model.named_modules(remove_duplicate=False) if isinstance(m, FP8_LINEARS)}
     if fp8:
-        check_model(model, "Deconvert a model before you {} it, or save weights(model) of it as it is")
+        check_model(model, "Deconvert a model before you {} it, or save weights(model)")
     for name, linear in fp8.items():
         what = name or "the model"
         if lost := _what_is_lost(linear, FP8_LINEARS):
@@ -189,7 +191,7 @@ def _what_is_lost(linear: nn.Linear, kinds: tuple[type[nn.Linear], ...]) -> str:
     if bound := [key for key, value in given.items() if getattr(value, "__self__", None) is linear]:
         return f"has a method of its own, {bound[0]}, which would stay bound to it"
     if taken := [key for key in given if key in _OWN or any(hasattr(other, key) for other in FP8_LINEARS)]:
-        return f"has an attribute {taken[0]}, by which a linear in FP8 means something else"
+        return f"has an attribute {taken[0]}, which has another meaning in an FP8 linear"
     if hooks := [key for key in _HOOKS if getattr(linear, key, None)]:
         return f"has {hooks[0].strip('_').replace('_', ' ')}, which would be dropped"
     held = {key for key, _ in (*linear.named_parameters(recurse=False), *linear.named_buffers(recurse=False), *linear.named_children())}
@@ -217,7 +219,7 @@ def check_linear(name: str, linears: Mapping[str, nn.Linear], parent: nn.Module 
         raise ValueError(f"{what} is sharded already (its weight is a DTensor). Convert a model first, then parallelize it.")
     if type(linear) is nn.Linear and (found := _unusual_parameter(linear)):
         raise ValueError(
-            f"{what} {found}, and an nn.Parameter is converted. Convert before you shard, quantize or prune, or name it in filter_fqns."
+            f"{what} {found}, but convert takes an nn.Parameter. Convert before you shard, quantize or prune, or name it in filter_fqns."
         )
     if found := _what_is_lost(linear, (nn.Linear,)):
         raise ValueError(f"{what} {found}. Name it in filter_fqns, or change it after the conversion.")

@@ -101,8 +101,9 @@ def implemented(config: str | DelayedScaling) -> DelayedScaling:
     config = by_name(config)
     if not config.keeps_histories_as_fp8ref:
         raise ValueError(
-            f"fp8ref.torch keeps histories as 'delayed' does, with another history_length, amax_compute, interval or margin; got "
-            f"{config.name!r}. Use fp8ref.sim.delayed for it."
+            "fp8ref.torch keeps histories as 'delayed' does, with any history_length, "
+            f"amax_compute, interval or margin; got {config.name!r}. Use fp8ref.sim.delayed "
+            "for it."
         )
     return config
 

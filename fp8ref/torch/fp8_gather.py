@@ -70,11 +70,14 @@ class FP8Gather:
         master, compute = self.shard.dtype, mp_policy.param_dtype or self.shard.dtype
         if self.dtype not in (master, compute):
             raise ValueError(
-                f"shards are cast to FP8 from the compute dtype, {compute}, or from the masters', {master}; {self.name} was to be from "
-                f"{self.dtype}. Give gather_in_fp8 the param_dtype of the mixed precision."
+                f"shards are cast to FP8 from the compute dtype, {compute}, or from the "
+                f"masters', {master}; got {self.dtype} for {self.name}. Give gather_in_fp8 the "
+                "param_dtype of the mixed precision."
             )
         if self.shard.shape[1:] != outer_size[1:]:
-            raise ValueError(f"fully_shard cuts a weight that is gathered in FP8 along its first dim; {self.name}.weight is cut otherwise.")
+            raise ValueError(
+                f"fully_shard cuts a weight that is gathered in FP8 along its first dim; {self.name}.weight is cut along another dim."
+            )
         # None: the caller gathers before any forward pass
         if not self.precomputed or self.scale is None:
             compute_scales([self])

@@ -50,7 +50,7 @@ def gather_in_fp8(model: nn.Module, *, dtype: torch.dtype | None, precompute: bo
     ]
     if not gathers:
         raise ValueError(
-            "an FP8 gather is of linears whose weight has one scale for both GEMMs, and the model has none. Convert it by such a recipe."
+            "an FP8 gather needs linears whose weight has one scale for both GEMMs, and the model has none. Convert it with such a recipe."
         )
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -149,7 +149,9 @@ def _start_afresh(unit: FSDPModule) -> None:
     """Reset FSDP2's state of an unfinished iteration. RuntimeError: torch before 2.13."""
     assert isinstance(unit, nn.Module)
     if not hasattr(unit, "reset_iter_state"):
-        raise RuntimeError("an iteration was left in its middle, which torch 2.13 lets go of. Build the model again, or use that.")
+        raise RuntimeError(
+            "an iteration stopped before its end, and only torch 2.13 can reset it. Build the model again, or use torch 2.13."
+        )
     unit.reset_iter_state()
     for module in unit.modules():
         if isinstance(module, FSDPModule):
@@ -170,13 +172,14 @@ def _check(g: FP8Gather, sharers: list[str]) -> None:
     weight = g.linear.weight
     if sharers:
         raise ValueError(
-            f"{g.name}.weight is {sharers[0]} too, which would become FP8. Untie them, or keep {g.name} in high precision by filter_fqns."
+            f"{g.name}.weight and {sharers[0]} are one parameter, and both would become FP8. "
+            f"Untie them, or keep {g.name} in high precision by filter_fqns."
         )
     if not isinstance(weight, DTensor):
         raise ValueError(f"{g.name}.weight is not sharded. Call fully_shard on the modules around it first.")
     if g.state is not None and g.state.group is None:
         raise ValueError(
-            f"ranks share the states of {g.name}, which scales by its past. Give convert.convert their process group, amax_group."
+            f"ranks share the states of {g.name}, which uses delayed scaling. Pass their process group to convert.convert as amax_group."
         )
 
 

@@ -13,6 +13,7 @@ from fp8ref.torch import block_gemm, hardware, scaling
 from fp8ref.torch.scaling import Quantized
 
 EPILOGUES = ("scale_then_round", "unit_round_scale_round")
+"""The epilogues that this backend implements."""
 
 
 def matmul(
@@ -138,8 +139,9 @@ def check_cpu(recipe: Recipe) -> None:
     """ValueError for a recipe that torch cannot multiply on a CPU: rowwise, before 2.13."""
     if any(spec.rowwise and spec.epilogue == "scale_then_round" for spec in recipe.gemms.values()) and not _cpu_multiplies_rows():
         raise ValueError(
-            f"recipe {recipe.name!r} scales by rows, which torch {torch.__version__} multiplies on a GPU alone. Move the model there first, "
-            "install torch 2.13, or use recipe 'tensorwise'."
+            f"recipe {recipe.name!r} scales by rows, which torch {torch.__version__} "
+            "multiplies only on a GPU. Move the model there first, install torch 2.13, or use "
+            "recipe 'tensorwise'."
         )
 
 

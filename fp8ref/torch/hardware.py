@@ -19,10 +19,12 @@ from fp8ref.formats import BFLOAT16, FLOAT16, FLOAT32, FP8_FORMATS
 from fp8ref.hardware import Factor, Multiply
 from fp8ref.torch import cast
 
-# The private function of torchao that multiplies FP8 matrices in training, and its parameters in
-# torchao 0.18.
 REPLACED = "addmm_float8_unwrapped"
+"""The private function of torchao that multiplies FP8 matrices in training."""
+
 PARAMETERS = ("a_data", "a_scale", "b_data", "b_scale", "output_dtype", "output_scale", "bias", "use_fast_accum")
+"""The parameters of that function in torchao 0.18."""
+
 _FORMATS = {cast.DTYPES[name]: fmt for name, fmt in FP8_FORMATS.items() if name in cast.DTYPES}
 _OUT = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
 # by name: an operator takes tensors, numbers and strings, but no function
@@ -101,6 +103,7 @@ def _(codes_a, codes_b, scale_inv_a, scale_inv_b, granularity_a, granularity_b, 
 
 
 OPERATOR = torch.ops.fp8ref.simulated_gemm.default
+"""The operator that ``multiply`` is in graphs and in dispatch."""
 
 
 def granularity(a: str, b: str) -> str:

@@ -30,8 +30,13 @@ from fp8ref.torch import delayed, gemm, linear_input, scales, scaling
 from fp8ref.torch.scaling import Quantized
 
 Operand = torch.Tensor | Quantized
-# Each is called with (which, a, b, out) of every FP8 GEMM that runs eagerly (``gemm_observer``).
+"""An operand of a GEMM: in high precision, or quantized."""
+
 observers: list[Callable[[Gemm, Quantized, Quantized, torch.Tensor], None]] = []
+"""Functions that are called with (which, a, b, out) of every FP8 GEMM that runs eagerly.
+
+``gemm_observer`` adds and removes them.
+"""
 
 
 class Linear(nn.Linear):
@@ -120,6 +125,7 @@ class Linear(nn.Linear):
         return self.states[role]  # type: ignore[return-value]
 
     def extra_repr(self) -> str:
+        """What nn.Linear prints, and the recipe's name."""
         return f"{super().extra_repr()}, recipe={self.recipe.name}"
 
 

@@ -10,6 +10,7 @@ from torchao.float8.float8_training_tensor import Float8TrainingTensor
 from fp8ref.torch import cast
 
 KINDS = frozenset(kind for kind in ("cpu", "cuda", "xpu", "mps", "hpu", "mtia") if torch.amp.is_autocast_available(kind))
+"""Kinds of device for which torch.autocast is available."""
 
 
 def autocast_dtype(x: torch.Tensor) -> torch.dtype | None:

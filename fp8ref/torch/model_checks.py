@@ -36,6 +36,7 @@ def check_no_optimizer(model: nn.Module) -> None:
             held = [parameters[id(p)] for group in found.param_groups for p in group["params"] if id(p) in parameters]
             if held:
                 raise ValueError(
-                    f"an optimizer is built after a model is cut, which replaces parameters; a {type(found).__name__} already holds {held[0]}. "
-                    "Build it afterwards."
+                    "an optimizer is built after a model is cut, because the cut replaces "
+                    f"parameters; a {type(found).__name__} already holds {held[0]}. Build it "
+                    "afterwards."
                 )

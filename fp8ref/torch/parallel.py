@@ -29,13 +29,26 @@ from fp8ref.torch import block_gemm, convert, fsdp, hardware, tensor_parallel
 from fp8ref.torch.model_checks import check_model, check_no_optimizer
 
 Checkpointing = Literal["none", "selective", "full"]
+"""What a block keeps for the backward pass.
+
+none       everything
+selective  its inputs and the results of ``KEPT``
+full       its inputs
+"""
+
 Compile = Literal["none", "block", "model"]
+"""What torch.compile takes: nothing, each block's forward, or the whole model's."""
+
 Scope = Literal["local", "global"]
+"""Whose amaxes scale input and grad_output: each rank's own, or those of all ranks (P-2)."""
+
 Source = Literal["compute", "master"]
+"""What a gathered weight is cast from: its shard rounded to param_dtype, or its float32 master."""
+
 AXES = ("data", "fsdp", "tensor")
+"""The dims that a mesh may have, in order."""
+
 _aten = torch.ops.aten
-# Operators whose results selective checkpointing keeps: matrix products and attention cost most to
-# recompute.
 KEPT = {
     _aten.mm.default,
     _aten._scaled_mm.default,
@@ -46,6 +59,10 @@ KEPT = {
     _aten._scaled_dot_product_flash_attention_for_cpu.default,
     _aten._scaled_dot_product_cudnn_attention.default,
 }
+"""Operators whose results selective checkpointing keeps.
+
+Matrix products and attention cost most to recompute.
+"""
 
 
 def parallelize(
@@ -119,7 +136,7 @@ def parallelize(
     batch, by_tensor = (None, None) if mesh is None else _parts(mesh)
     if compile == "model":
         _check_one_graph(model, keep_dtype if batch is not None else [])
-    check_model(model, "Parallelize a model first, then {} it; and once")
+    check_model(model, "Parallelize a model once, and before you {} it")
     if sequence or tensor_plan is not None:
         _check_tensor_dim(mesh)
     if mesh is not None:
@@ -230,7 +247,7 @@ def _check_values(**given: tuple[object, Any]) -> None:
     """ValueError for an option whose value is not one of its Literal's."""
     for name, (value, allowed) in given.items():
         if value not in get_args(allowed):
-            raise ValueError(f"{name} is one of {', '.join(get_args(allowed))}; got {value!r}. Spell one of them.")
+            raise ValueError(f"{name} is one of {', '.join(get_args(allowed))}; got {value!r}. Use one of them.")
 
 
 def _check_modules(model: nn.Module, blocks: list[nn.Module], keep_dtype: list[nn.Module]) -> None:
@@ -241,14 +258,14 @@ def _check_modules(model: nn.Module, blocks: list[nn.Module], keep_dtype: list[n
     names = {module: name for name, module in model.named_modules()}
     twice = [names[module] for i, module in enumerate(named) if module in named[:i]]
     if twice:
-        raise ValueError(f"a module is one of blocks or of keep_dtype, once; {twice[0]} is named twice. Leave one out.")
+        raise ValueError(f"a module is named once in blocks and keep_dtype; {twice[0]} is named twice. Leave one out.")
 
 
 def _check_blocks(blocks: Sequence[nn.Module], checkpointing: Checkpointing, compile: Compile) -> None:
     """ValueError for options of blocks without any block."""
     if not blocks and (checkpointing != "none" or compile == "block"):
         raise ValueError(
-            f"checkpointing and compile='block' are of blocks; got {checkpointing!r} and {compile!r} without any. Name blocks."
+            f"checkpointing and compile='block' apply to blocks; got {checkpointing!r} and {compile!r} without blocks. Name blocks."
         )
 
 
@@ -264,10 +281,12 @@ def _check_batch(recipe: Recipe, batch: DeviceMesh, amax_scope: Scope, ordered_r
     """ValueError for a recipe or a reduction that the ranks of a batch cannot have."""
     if ordered_reduction and batch.ndim == 2 and batch.size(0) > 2:
         raise ValueError(
-            f"ordered_reduction adds over fsdp in rank order, and over at most 2 along data; got {batch.size(0)}. Make data 1 or 2."
+            f"ordered_reduction adds over fsdp in rank order, and over at most 2 ranks along data; got {batch.size(0)}. Make data 1 or 2."
         )
     if amax_scope == "local" and recipes.delayed_casts(recipe):
-        raise ValueError(f"recipe {recipe.name!r} keeps one state for all ranks, of amaxes of all; got amax_scope='local'. Use 'global'.")
+        raise ValueError(
+            f"recipe {recipe.name!r} keeps one state for all ranks, from the amaxes of all ranks; got amax_scope='local'. Use 'global'."
+        )
 
 
 def _check_one_graph(model: nn.Module, keep_dtype: Sequence[nn.Module]) -> None:
@@ -276,8 +295,9 @@ def _check_one_graph(model: nn.Module, keep_dtype: Sequence[nn.Module]) -> None:
     nested += [name for name, module in model.named_modules() if any(module is kept for kept in keep_dtype)]
     if nested:
         raise ValueError(
-            f"compile='model' is of a model that fully_shard shards as one; {nested[0]} is, or with keep_dtype would be, sharded by itself. "
-            "Use compile='block', or compiled_fsdp.shard, whose gathers are in the graph."
+            f"compile='model' takes a model that fully_shard shards as one unit; {nested[0]} "
+            "is a unit of its own, or would be with keep_dtype. Use compile='block', or "
+            "compiled_fsdp.shard, whose gathers are in the graph."
         )
 
 
@@ -285,7 +305,8 @@ def _refuse_tracing(unit: nn.Module, args: tuple) -> None:
     """Forward pre-hook: ValueError if dynamo traces a unit's call, without FSDP2's hooks."""
     if torch.compiler.is_dynamo_compiling():
         raise ValueError(
-            "a fully_shard unit is called within a graph. Use parallelize(compile='block') or 'model', or compiled_fsdp.shard."
+            "a fully_shard unit cannot be called inside a compiled graph. Use "
+            "parallelize(compile='block') or 'model', or compiled_fsdp.shard."
         )
 
 
@@ -301,7 +322,8 @@ def _check_copies(model: nn.Module, mesh: DeviceMesh) -> None:
     apart = [name for name in mine if any(theirs[name] != mine[name] for theirs in found)]
     if apart:
         raise ValueError(
-            f"copies of a model start from the same weights; {apart[0]} differs along data. Seed every rank alike, or load one checkpoint."
+            f"copies of a model start from the same weights; {apart[0]} differs along data. "
+            "Give every rank the same seed, or load one checkpoint."
         )
 
 

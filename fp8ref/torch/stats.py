@@ -15,7 +15,8 @@ from fp8ref.torch import cast, gemm_observer, scaling
 from fp8ref.torch.gemm_observer import GemmOperand
 from fp8ref.torch.scaling import Quantized
 
-Parts = dict[str, list[torch.Tensor]]  # by operand name: float64 [FIELDS] of each microbatch
+Parts = dict[str, list[torch.Tensor]]
+"""Operand's name -> float64 [FIELDS] of each microbatch."""
 
 
 class Whole(NamedTuple):

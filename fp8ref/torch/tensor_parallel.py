@@ -31,6 +31,8 @@ from fp8ref.torch.model_checks import is_compiled
 
 _ALL_GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
 Style = Literal["colwise", "rowwise"]
+"""How a linear is cut: ``colwise`` by output features (N), ``rowwise`` by input features (K)."""
+
 _WHOLE, _TOKENS = Replicate(), Shard(1)  # placements of activations [B, T, ...]
 
 
@@ -80,7 +82,7 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, *, sequence: bool = False, p
             f"sequence cuts the tokens of a model with a tensor_plan, such as the trainer's Llama; got {what}. Leave sequence or the plan out."
         )
     if plan is not None and not plan:
-        raise ValueError("a plan cuts one linear at least; got none. Name linears in it, or leave tensor parallelism out.")
+        raise ValueError("a plan cuts at least one linear; got none. Name linears in it, or leave tensor parallelism out.")
     styles = _styles(model, plan if plan is not None else own.styles if own else {})
     _check_model(model)
     for name, style in styles.items():
@@ -130,11 +132,13 @@ def _styles(model: nn.Module, plan: Mapping[str, Style]) -> dict[str, Style]:
         named = [name for name in linears if linear_selection.matches(pattern, name)]
         if not named:
             raise ValueError(
-                f"plan pattern {pattern!r} names none of the linears: {', '.join(linears) or 'there are none'}. Spell one of them."
+                f"plan pattern {pattern!r} names none of the linears: {', '.join(linears) or 'there are none'}. Use one of them."
             )
         for name in named:
             if found.setdefault(name, style) != style:
-                raise ValueError(f"{name} is to be both {found[name]} and {style}, the second by {pattern!r}. Make the patterns disjoint.")
+                raise ValueError(
+                    f"a linear has one style; {name} has {found[name]} and, by {pattern!r}, {style}. Make the patterns disjoint."
+                )
     return found
 
 
@@ -247,12 +251,13 @@ def _check_model(model: nn.Module) -> None:
         if isinstance(module, Linear):
             how = f"of recipe {module.recipe.name!r}" + ", of amax_scope 'global'" * (module.group is not None)
             raise ValueError(
-                f"{what} is fp8ref's own Linear {how}, which runs on whole tensors only. "
-                "Use tensorwise, rowwise or rowwise_with_gw_hp, each rank's amaxes its own (amax_scope local), or fully_shard alone."
+                f"{what} is fp8ref's own Linear {how}, which runs on whole tensors only. Use "
+                "tensorwise, rowwise or rowwise_with_gw_hp with each rank's own amaxes "
+                "(amax_scope local), or fully_shard alone."
             )
         if any(True for _ in module.children()) and any(True for _ in module.parameters(recurse=False)):
             raise ValueError(
-                f"{what} holds parameters next to modules, which would meet both plain and distributed ones. Move them to a module."
+                f"{what} holds parameters next to modules, and would mix plain and distributed tensors. Move the parameters to a module."
             )
 
 

@@ -9,6 +9,7 @@ from fp8ref.recipe import OPERANDS, ROLES, CastSpec, Gemm, Recipe, Role
 from fp8ref.torch import cast, linear_input, scales
 
 GRANULARITIES = {"tensorwise": ScalingGranularity.TENSORWISE, "rowwise": ScalingGranularity.AXISWISE}
+"""{granularity: torchao's scaling granularity}."""
 
 
 class Float8Linear(float8_linear.Float8Linear):

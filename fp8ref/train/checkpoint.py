@@ -20,9 +20,13 @@ from typing import Any, Protocol
 from fp8ref.errors import ConfigError
 from fp8ref.train.processes import Processes, together
 
-FORMAT = 1  # of the directory and its manifest
+FORMAT = 1
+"""The version of the format of the directory and its manifest."""
+
 FOLDER, PREFIX = "checkpoints", "step-"
 REMEDY = "Those before it are intact; make room, and continue with --resume."
+"""The end of each error about a checkpoint that could not be written."""
+
 UNFINISHED, REMOVED, DAMAGED = ".unfinished", ".removed", ".damaged"  # behind a name: none of those is ever read
 
 
@@ -34,12 +38,14 @@ class OtherFormatError(ConfigError):
 
 
 class Saves(Protocol):
-    """A trainer that can save.
+    """A trainer that can save."""
 
-    It copies its state, writes it in the background, and returns a function that waits.
-    """
+    def save(self, directory: Path) -> Callable[[], None]:
+        """Copy the state and write it in the background.
 
-    def save(self, directory: Path) -> Callable[[], None]: ...
+        Returns a function that waits until it is written.
+        """
+        ...
 
 
 @dataclass(frozen=True)
@@ -190,7 +196,7 @@ def verify(path: Path) -> dict[str, Any]:
     own = manifest.pop("sha256", None)
     if manifest.get("format") != FORMAT:
         raise OtherFormatError(
-            f"checkpoint {path}: is of format {manifest.get('format')!r}; this fp8ref reads format {FORMAT}. Use the version that wrote it."
+            f"checkpoint {path}: has format {manifest.get('format')!r}; this fp8ref reads format {FORMAT}. Use the version that wrote it."
         )
     if own != _digest(manifest):
         raise ConfigError(f"checkpoint {path}: manifest.json was changed after it was written.")

@@ -123,7 +123,7 @@ def _jax(config: Config, decisions: list[Decision]) -> list[str]:
     for d in decisions:
         parts = keys.fsdp * (keys.tensor if d.path.split(".")[-1] in llama.COLUMN else 1)
         if d.shape[0] % parts:
-            faults.append(f"{d.path}: its {d.shape[0]} rows are divisible by the {parts} pieces that parallel cuts them into.")
+            faults.append(f"{d.path}: its {d.shape[0]} rows must be divisible by the {parts} pieces that parallel cuts them into.")
         elif d.fp8 and keys.devices > 1 and keys.through == "shard_map":
             faults += _blocks(d, config)
     return faults
@@ -152,17 +152,20 @@ def _torch(config: Config, decisions: list[Decision]) -> list[str]:
     keys, faults = config.parallel, []
     shared, recipe = keys.data * keys.fsdp, recipes.by_name(config.numerics.recipe)
     if keys.tensor > 1 and shared > 1 and keys.amax_scope == "global" and recipe.fp8:
-        faults.append("in PyTorch, amaxes over data and fsdp next to tensor are each rank's own (P-14). Set parallel.amax_scope to local.")
+        faults.append(
+            "in PyTorch, tensor parallelism with data or fsdp takes each rank's own amaxes (P-14). Set parallel.amax_scope to local."
+        )
     if keys.tensor > 1 and not recipe.shared:
         *taken, last = [name for name, r in recipes.RECIPES.items() if r.fp8 and r.shared]
         faults.append(f"in PyTorch parallel.tensor takes recipes {', '.join(taken)} and {last}; got {recipe.name!r}. Set it to 1.")
     if shared > 1 and keys.amax_scope == "local" and recipe.delayed:
         faults.append(f"recipe {recipe.name!r} keeps one state for all ranks; parallel.amax_scope is local. Set it to global.")
     if keys.reduction == "ordered" and keys.data > 2:
-        faults.append(f"parallel.reduction 'ordered' adds over at most 2 along data; got {keys.data}. Make data 1 or 2.")
+        faults.append(f"parallel.reduction 'ordered' adds over at most 2 ranks along data; got {keys.data}. Make data 1 or 2.")
     if keys.tensor > 1 and recipe.fp8:
         faults += [
-            f"{d.path} is FP8, and its piece of {keys.tensor} is no multiple of 16: {length}. Lower parallel.tensor, or name it in filter_fqns."
+            f"{d.path} is FP8, and its piece of {keys.tensor} is not a multiple of 16: "
+            f"{length}. Lower parallel.tensor, or name it in filter_fqns."
             for d in decisions
             if d.fp8
             for length in used(d.path, d.shape, config)

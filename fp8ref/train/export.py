@@ -20,9 +20,14 @@ from fp8ref.train import config as configs
 from fp8ref.train.checkpoint import Checkpoint
 from fp8ref.train.config import Config
 
-LARGEST = 5 * 2**30  # bytes of a file, unless a single tensor is larger
+LARGEST = 5 * 2**30
+"""The most bytes of a file, unless a single tensor is larger."""
+
 INDEX = "model.safetensors.index.json"
-DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}  # bits: NumPy has no bfloat16
+"""The file that says which file holds which tensor, where there are several."""
+
+DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
+"""{dtype in safetensors: NumPy's dtype}; bfloat16, which NumPy lacks, is read as bits."""
 
 
 def export(run: Path, out: Path, *, tokenizer: Path | None = None, say: Callable[[str], None] = print) -> int:
@@ -36,7 +41,7 @@ def export(run: Path, out: Path, *, tokenizer: Path | None = None, say: Callable
               tokenizer.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ConfigError(f"--out {out} holds something; it is left alone. Name a directory that is not there.")
+        raise ConfigError(f"--out {out} is not empty; it is left alone. Name a new directory.")
     if tokenizer is not None and not tokenizer.exists():
         raise ConfigError(f"--tokenizer {tokenizer} is not there. Name a file or a directory of files.")
     if out.absolute().is_relative_to(run.absolute()):
@@ -182,7 +187,9 @@ def _check_config(path: Path, model: LlamaConfig) -> None:
     }
     scaled = (found.get("rope_parameters") or found.get("rope_scaling") or {}).get("rope_type", "default")
     if scaled != "default":
-        raise ConfigError(f"run.init_from {path}: rotary tables are of rope_type 'default' here (M-4); its config.json says {scaled!r}.")
+        raise ConfigError(
+            f"run.init_from {path}: fp8ref has rotary tables of rope_type 'default' only (M-4); its config.json has {scaled!r}."
+        )
     for key in ("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size"):
         if key not in found:
             raise ConfigError(f"run.init_from {path}: its config.json has no {key}. Name a directory that fp8ref export wrote.")

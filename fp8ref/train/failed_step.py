@@ -20,6 +20,7 @@ from fp8ref.train.config import Config
 from fp8ref.train.processes import Processes, together
 
 FOLDER = "failures"
+"""The directory of failed steps in a run directory."""
 
 
 class Trains(checkpoint.Saves, Protocol):
@@ -76,7 +77,7 @@ def read(path: Path) -> Failure:
     """
     folder = path.parent if path.name == "manifest.json" else path
     if not (folder / "manifest.json").is_file() or _is_run(folder):
-        what = "is not there" if not path.exists() else "is a file" if path.is_file() else "is a run" if _is_run(path) else "is none"
+        what = "does not exist" if not path.exists() else "is a file" if path.is_file() else "is a run" if _is_run(path) else "is not one"
         raise ConfigError(_no_failure(path, what))
     manifest = checkpoint.verify(folder)
     if "metrics" not in manifest:
@@ -105,4 +106,4 @@ def _no_failure(path: Path, what: str) -> str:
         return said
     steps = (p for p in (run / FOLDER).glob(f"{checkpoint.PREFIX}*") if p.name.removeprefix(checkpoint.PREFIX).isdecimal())
     kept = ", ".join(map(str, sorted(steps)))
-    return f"{said} {run} kept {kept}." if kept else f"{said} {run} kept none: no step of it failed."
+    return f"{said} {run} kept {kept}." if kept else f"{said} {run} kept none: none of its steps failed."

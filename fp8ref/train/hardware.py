@@ -27,7 +27,8 @@ def of(config: Config, backend: str | None = None) -> "Hardware | None":
     specs = [spec for d in config.decisions() for spec in d.recipe.gemms.values() if spec.fp8]
     if not specs:
         raise ConfigError(
-            f"numerics.accumulate {name!r} is of FP8 GEMMs, and recipe {config.numerics.recipe!r} has none. Leave it out, or use recipe 'tensorwise'."
+            f"numerics.accumulate {name!r} simulates FP8 GEMMs; recipe "
+            f"{config.numerics.recipe!r} has none. Leave it out, or use recipe 'tensorwise'."
         )
     casts = [cast for spec in specs for cast in (spec.a, spec.b) if cast is not None]
     if unknown := sorted({cast.fmt.name for cast in casts} - {"e4m3fn", "e5m2"}):
@@ -85,5 +86,5 @@ def _probed(path: Path) -> "Hardware":
     except (ValueError, KeyError, TypeError, AttributeError) as error:  # other JSON than a probe's
         why = "it has no plan" if isinstance(error, KeyError | TypeError | AttributeError) else str(error).rstrip(".")
         raise ConfigError(
-            f"numerics.accumulate: {path} holds no whole plan of a GEMM ({why}). Name what fp8ref probe SUBJECT --json FILE wrote."
+            f"numerics.accumulate: {path} holds no complete plan of a GEMM ({why}). Name what fp8ref probe SUBJECT --json FILE wrote."
         ) from error

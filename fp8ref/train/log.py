@@ -40,6 +40,8 @@ PACKAGES = (
     "tokenizers",
     "tiktoken",
 )
+"""The packages whose versions a manifest records, where they are installed."""
+
 METRICS, STATISTICS = "metrics.jsonl", "statistics.jsonl"
 
 
@@ -95,11 +97,20 @@ class Unwritten:
 
     kept: ClassVar[list[dict]] = []
 
-    def sync(self) -> None: ...
-    def step(self, metrics: dict) -> None: ...
-    def statistics(self, line: dict) -> None: ...
-    def status(self, status: str, **more) -> None: ...
-    def close(self) -> None: ...
+    def sync(self) -> None:
+        """Does nothing."""
+
+    def step(self, metrics: dict) -> None:
+        """Does nothing: the first process writes the metrics."""
+
+    def statistics(self, line: dict) -> None:
+        """Does nothing: the first process writes the statistics."""
+
+    def status(self, status: str, **more) -> None:
+        """Does nothing: the first process writes the manifest."""
+
+    def close(self) -> None:
+        """Does nothing: no file is open."""
 
 
 def create(
@@ -150,7 +161,9 @@ def read_manifest(out: Path) -> dict:
     try:
         manifest = json.loads((out / "manifest.json").read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{out / 'manifest.json'} cannot be read ({error}); {out} is no intact run. Name another directory.") from error
+        raise ConfigError(
+            f"{out / 'manifest.json'} cannot be read ({error}); {out} is not an intact run. Name another directory."
+        ) from error
     if not isinstance(manifest, dict) or not {"fp8ref", "status"} <= manifest.keys():
         raise ConfigError(
             f"{out / 'manifest.json'} is not a manifest of fp8ref; {out} is left alone. Name another directory with --run.out."
@@ -170,7 +183,7 @@ def read_lines(path: Path) -> list[dict]:
     """
     lines = _parsed(path)
     if None in lines:
-        raise ConfigError(f"{path}, line {lines.index(None) + 1}, is not a JSON object. Mend it, or take the file away.")
+        raise ConfigError(f"{path}, line {lines.index(None) + 1}, is not a JSON object. Repair it, or remove the file.")
     return [line for line in lines if line is not None]
 
 
@@ -257,4 +270,4 @@ def _replace(path: Path, text: str) -> None:
     except OSError as error:
         with contextlib.suppress(OSError):
             temporary.unlink()
-        raise OSError(f"{path} could not be written: {error.strerror or error}. Make room, or the directory writable.") from error
+        raise OSError(f"{path} could not be written: {error.strerror or error}. Free space, or make the directory writable.") from error

@@ -21,6 +21,7 @@ from fp8ref.train.data import loader
 from fp8ref.train.processes import Alone, Processes, together
 
 BACKENDS = ("jax", "torch")
+"""The backends that train, by name."""
 
 
 class Trainer(Protocol):
@@ -28,42 +29,72 @@ class Trainer(Protocol):
 
     A batch is integers [B, T + 1], inputs and the targets after them. Weights and gradients are
     float32 arrays by parameter name, whole on every process.
-
-    step           train on a batch; returns "loss" and "grad_norm" before the update. If either is
-                   not finite, no state changes (T-4).
-    evaluate       the mean loss of a batch, in nats; no state changes.
-    logits         float32 [B, T, vocab_size] of inputs [B, T].
-    weights        the float32 masters.
-    moments        AdamW's moments: {"exp_avg": {parameter: array}, "exp_avg_sq": ...}.
-    save           copy the state and write it in the background; returns a function that waits
-                   until it is written.
-    load           restore the state that was saved after so many steps.
-    gradients      of a batch's mean loss, before clipping; no state changes.
-    observe        one forward and backward pass; each FP8 GEMM calls observer(layer, gemm, a, b,
-                   out).
-    statistics     quantization statistics of every FP8 operand of a batch (Q-8); no state changes.
-    measured_step  ``step`` and ``statistics`` of one batch.
-    fp8_states     states of delayed scaling by "<layer>/<role>": (scale, amax_history, step).
-    peak_memory    the most bytes in use on a device; None if it does not count them, as CPUs.
     """
 
     backend: str
     decisions: list[Decision]
     device: str
 
-    def step(self, tokens: np.ndarray) -> dict[str, float]: ...
-    def evaluate(self, tokens: np.ndarray) -> float: ...
-    def logits(self, tokens: np.ndarray) -> np.ndarray: ...
-    def weights(self) -> dict[str, np.ndarray]: ...
-    def moments(self) -> dict[str, dict[str, np.ndarray]]: ...
-    def save(self, directory: Path) -> Callable[[], None]: ...
-    def load(self, directory: Path, step: int) -> None: ...
-    def gradients(self, tokens: np.ndarray) -> dict[str, np.ndarray]: ...
-    def observe(self, tokens: np.ndarray, observer) -> None: ...
-    def statistics(self, tokens: np.ndarray) -> dict[str, dict]: ...
-    def measured_step(self, tokens: np.ndarray) -> tuple[dict[str, float], dict[str, dict]]: ...
-    def fp8_states(self) -> dict[str, tuple[np.ndarray, ...]]: ...
-    def peak_memory(self) -> int | None: ...
+    def step(self, tokens: np.ndarray) -> dict[str, float]:
+        """Train on a batch; returns "loss" and "grad_norm" before the update.
+
+        If either is not finite, no state changes (T-4).
+        """
+        ...
+
+    def evaluate(self, tokens: np.ndarray) -> float:
+        """The mean loss of a batch, in nats; no state changes."""
+        ...
+
+    def logits(self, tokens: np.ndarray) -> np.ndarray:
+        """float32 [B, T, vocab_size] of inputs [B, T]."""
+        ...
+
+    def weights(self) -> dict[str, np.ndarray]:
+        """The float32 masters."""
+        ...
+
+    def moments(self) -> dict[str, dict[str, np.ndarray]]:
+        """AdamW's moments: {"exp_avg": {parameter: array}, "exp_avg_sq": ...}."""
+        ...
+
+    def save(self, directory: Path) -> Callable[[], None]:
+        """Copy the state and write it in the background.
+
+        Returns a function that waits until it is written.
+        """
+        ...
+
+    def load(self, directory: Path, step: int) -> None:
+        """Restore the state that was saved after ``step`` steps."""
+        ...
+
+    def gradients(self, tokens: np.ndarray) -> dict[str, np.ndarray]:
+        """The gradients of a batch's mean loss, before clipping; no state changes."""
+        ...
+
+    def observe(self, tokens: np.ndarray, observer) -> None:
+        """Run one forward and backward pass.
+
+        Each FP8 GEMM calls observer(layer, gemm, a, b, out).
+        """
+        ...
+
+    def statistics(self, tokens: np.ndarray) -> dict[str, dict]:
+        """Quantization statistics of every FP8 operand of a batch (Q-8); no state changes."""
+        ...
+
+    def measured_step(self, tokens: np.ndarray) -> tuple[dict[str, float], dict[str, dict]]:
+        """The results of ``step`` and of ``statistics`` on one batch."""
+        ...
+
+    def fp8_states(self) -> dict[str, tuple[np.ndarray, ...]]:
+        """States of delayed scaling by ``<layer>/<role>``: (scale, amax_history, step)."""
+        ...
+
+    def peak_memory(self) -> int | None:
+        """The most bytes in use on a device; None if it does not count them, as CPUs."""
+        ...
 
 
 @runtime_checkable
@@ -166,7 +197,7 @@ def _proven(config: Config, backend: str, batches: loader.Batches, *, initial: b
         model = trainer(backend, config, export.read(Path(given), config.model) if given else None)
     except MemoryError as error:
         raise ConfigError(
-            f"the model does not fit into memory: {error}. Lower the sizes of model.*; --dry-run tells what they take."
+            f"the model does not fit into memory: {error}. Lower the sizes of model.*; --dry-run shows the memory that they need."
         ) from error
     return model, model.prove(batches.step(0)) if isinstance(model, Provable) else None
 
@@ -179,7 +210,9 @@ def _check_alike(processes: Processes, config: Config, batches: loader.Batches) 
     told = processes.gather({"config": configs.to_dict(config.replace(data={"source": "stdlib"})), "text": batches.description["sha256"]})
     for index, other in enumerate(told):
         for key, (theirs, first) in configs.differences(other, told[0]).items():
-            raise ConfigError(f"all processes train alike; {key} is {theirs!r} in process {index} and {first!r} in process 0.")
+            raise ConfigError(
+                f"all processes have one config and one text; {key} is {theirs!r} in process {index} and {first!r} in process 0."
+            )
 
 
 class _Training:

@@ -6,7 +6,7 @@ from typing import Any, Protocol, TypeVar
 
 from fp8ref.errors import ConfigError
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 
 class Processes(Protocol):
@@ -36,13 +36,15 @@ class Alone:
     first = True
 
     def naming_lost_processes(self) -> AbstractContextManager:
+        """Does nothing: there is no other process."""
         return nullcontext()
 
     def gather(self, value: Any) -> list:
+        """A list of the value alone."""
         return [value]
 
 
-def together(processes: Processes, f: Callable[[], T]) -> T:
+def together(processes: Processes, f: Callable[[], _T]) -> _T:
     """f() on every process.
 
     If it fails on one it fails on all, so that none waits for a process that has ended.

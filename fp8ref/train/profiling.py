@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from fp8ref.train.processes import Processes
 
 PROCESS = Path("/proc/self")
+"""Linux's directory of information about this process."""
 
 
 class Stopwatch:
@@ -38,9 +39,11 @@ class Stopwatch:
 
 
 class Counts(Protocol):
-    """A trainer. ``peak_memory`` is None if its devices do not count, as CPUs."""
+    """A trainer that can tell the peak memory of its device."""
 
-    def peak_memory(self) -> int | None: ...
+    def peak_memory(self) -> int | None:
+        """The most bytes in use on a device; None if it does not count them, as CPUs."""
+        ...
 
 
 def begin() -> None:

@@ -14,9 +14,11 @@ from fp8ref.train.checkpoint import Checkpoint
 from fp8ref.train.config import Config
 
 LOCK = ".lock"
-UNSUPPORTED = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)  # file systems without locks: train there unlocked
-# Keys that may change when a run resumes. data.source may: checkpoints record the data's hash,
-# which is compared.
+"""The file in a run directory that a trainer locks."""
+
+UNSUPPORTED = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
+"""Errors of file systems without locks, on which a run trains unlocked."""
+
 MAY_CHANGE = (
     "config.run.out",
     "config.data.source",
@@ -25,6 +27,10 @@ MAY_CHANGE = (
     "config.statistics.",
     "config.log.",
 )
+"""Keys, or their beginnings, that may change when a run resumes.
+
+data.source may: checkpoints record the data's hash, which is compared.
+"""
 
 
 class Lock:
@@ -55,7 +61,7 @@ class Lock:
             owner = os.pread(descriptor, 1000, 0).decode(errors="replace").strip()
             os.close(descriptor)
             raise ConfigError(
-                f"{out} is being trained in by {owner or 'another process'}. Wait until that ends, or name another directory with --run.out."
+                f"{out} is in use: {owner or 'another process'} trains there. Wait until it ends, or name another directory with --run.out."
             ) from error
         except OSError as error:
             if error.errno not in UNSUPPORTED:
@@ -67,6 +73,7 @@ class Lock:
         return True
 
     def close(self) -> None:
+        """Release the lock, if it is held."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
@@ -103,7 +110,7 @@ def claim(out: Path, config: Config, backend: str, held: Lock, *, resume: bool, 
         if not (resume and saved):
             raise
         held.take(out)
-        console.say(f"{out / 'manifest.json'} is lost or damaged. The run's checkpoints are there: it resumes from the last one.")
+        console.say(f"{out / 'manifest.json'} is lost or damaged. The run resumes from its last checkpoint.")
         return True
     if not resume and not overwrite:
         raise ConfigError(
@@ -117,7 +124,7 @@ def claim(out: Path, config: Config, backend: str, held: Lock, *, resume: bool, 
     if different:
         key, (here, there) = next(iter(different.items()))
         raise ConfigError(
-            f"{out} holds a run with another {key}: {there!r}, and now {here!r}. Resume with the same configuration, or use --overwrite."
+            f"{out} holds a run with another {key}: {there!r}; got {here!r}. Resume with the same configuration, or use --overwrite."
         )
     if manifest["status"] == "finished":
         return False
@@ -137,7 +144,7 @@ def make(out: Path, held: Lock) -> None:
         raise ConfigError(f"--run.out {out} cannot be made ({error.strerror}). Name another directory.") from error
     # claim saw no directory and could lock nothing: another process may have been faster since
     if held.take(out) and not _empty(out):
-        raise ConfigError(f"{out} was not there, and now holds a run that another process began. Name another directory with --run.out.")
+        raise ConfigError(f"another process has just started a run in {out}. Name another directory with --run.out.")
 
 
 def last_checkpoint(out: Path, config: Config, backend: str, sha256: str) -> Checkpoint | None:
@@ -155,21 +162,22 @@ def last_checkpoint(out: Path, config: Config, backend: str, sha256: str) -> Che
     mine = {"backend": backend, "config": configs.to_dict(config), "hardware": hardware.to_manifest(config)}
     for key, (here, there) in changed(mine, found.manifest).items():
         raise ConfigError(
-            f"{found.path} is of another run: its {key} is {there!r}, and this run's {here!r}. Put the run's own checkpoints back."
+            f"{found.path} is from another run: its {key} is {there!r}; this run has {here!r}. Put the run's own checkpoints back."
         )
     if found.step > config.run.steps:
-        raise ConfigError(f"{found.path} is of another run: it is of step {found.step}, and run.steps is {config.run.steps}. Take it away.")
+        raise ConfigError(f"{found.path} is from another run: it holds step {found.step}, but run.steps is {config.run.steps}. Remove it.")
     before, now = found.manifest["data"]["sha256"], sha256
     if before != now:
         raise ConfigError(
-            f"{found.path} was trained on other data: their sha256 was {before} and is {now}. Put the data back, or start another run from these "
-            "weights: fp8ref export, then run.init_from."
+            f"{found.path} was trained on different data: its sha256 was {before} and is "
+            f"{now}. Put the data back, or start another run from these weights: fp8ref "
+            "export, then run.init_from."
         )
     mesh = configs.differences(found.manifest["config"].get("parallel"), configs.to_dict(config)["parallel"])
     for key in ("data", "fsdp", "tensor"):
         if config.optimizer.kind == "adamw_fp8" and key in mesh:
             raise ConfigError(
-                f"moments in FP8 lie in blocks of each process's piece (T-6): {found.path} has parallel.{key} {mesh[key][0]}; got {mesh[key][1]}. "
+                f"each process quantizes its own piece of the FP8 moments in blocks (T-6): {found.path} has parallel.{key} {mesh[key][0]}; got {mesh[key][1]}. "
                 "Resume on the mesh that saved it."
             )
     return found

@@ -103,7 +103,8 @@ class NumericsConfig:
         given = "none" if multiply is None else getattr(multiply, "name", repr(multiply))
         require(
             self.simulates == (multiply is not None),
-            f"numerics.accumulate is {self.accumulate!r}, and the trainer was given {given} to multiply by. Make trainers by fp8ref.train.loop.trainer.",
+            f"numerics.accumulate is {self.accumulate!r}, but the trainer was given multiply "
+            f"{given}. Make trainers with fp8ref.train.loop.trainer.",
         )
 
 
@@ -144,12 +145,12 @@ class ParallelConfig:
         require(not self.sequence or self.tensor > 1, f"parallel.sequence needs parallel.tensor above 1; got {self.tensor}.")
         require(
             self.amax_scope == "global" or self.through == "shard_map",
-            "parallel.amax_scope 'local' is of devices, which plain jit does not show. Use parallel.through 'shard_map'.",
+            "parallel.amax_scope 'local' needs visible devices, and plain jit shows none. Use parallel.through 'shard_map'.",
         )
 
         require(
             self.compile != "model" or self.tensor == 1,
-            "parallel.compile 'model' is of a model that tensor parallelism does not cut. Set parallel.tensor to 1, or use 'block'.",
+            "parallel.compile 'model' takes a model without tensor parallelism. Set parallel.tensor to 1, or use 'block'.",
         )
 
     @property

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 TERMINATED = 128 + signal.SIGTERM
+"""The exit status of a process that SIGTERM ended, as shells report it: 143."""
 
 
 class _Remembering:

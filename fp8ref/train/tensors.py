@@ -26,7 +26,10 @@ from fp8ref.train.data import loader
 from fp8ref.train.report import run_files
 
 FILE = "tensors.npz"
+"""The name of the file that ``fp8ref demo`` writes."""
+
 ROWS = 384
+"""The most tokens of input and grad_output that are kept."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,10 +59,10 @@ def of_run(run: Path, layers: Sequence[str]) -> Tensors:
     manifest, lines = run_files.manifest(run), run_files.statistics(run)
     config = configs.load(run / "config.toml")
     if config.parallel.devices > 1:
-        raise ConfigError(f"tensors are taken of runs on one device; {run} has {config.parallel.devices}. Train with parallel.* at 1.")
+        raise ConfigError(f"tensors are taken from runs on one device; {run} has {config.parallel.devices}. Train with parallel.* at 1.")
     planned = [linear["path"] for linear in manifest["linears"] if linear["fp8"]]
     if absent := [layer for layer in layers if layer not in planned]:
-        raise ConfigError(f"tensors are of linears that run in FP8; {run} has no {absent[0]} among {', '.join(planned) or 'none'}.")
+        raise ConfigError(f"tensors are taken from linears that run in FP8; {run} has no {absent[0]} among {', '.join(planned) or 'none'}.")
     last = checkpoint.latest(run, console.say, aside=False)
     if last is None:
         raise ConfigError(f"{run} has no checkpoint. Train it to its end, or with --checkpoint.every.")
@@ -112,7 +115,7 @@ def read(path: Path | str) -> Tensors:
             arrays = dict(found)
         about = json.loads(str(arrays.pop("about")))
     except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile) as error:
-        raise ConfigError(f"{path} is no file of tensors, such as fp8ref demo writes into its directory ({FILE}): {error}") from error
+        raise ConfigError(f"{path} is not a file of tensors, such as fp8ref demo writes into its directory ({FILE}): {error}") from error
     return Tensors(
         operands={
             name: (bits.astype(np.uint32) << np.uint32(16)).view(np.float32) for name, bits in arrays.items() if not name.endswith("/amax")

@@ -13,20 +13,37 @@ from fp8ref.train import config as configs
 from fp8ref.train.config import Config
 from fp8ref.train.sections import LogConfig
 
-EVENTS = "tensorboard"  # folder in the run directory
-PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb"}  # by key of config.log
+EVENTS = "tensorboard"
+"""TensorBoard's directory in a run directory."""
+
+PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb"}
+"""{key of config.log: package of the tracker}."""
 
 
 class Log(Protocol):
-    """The interface of ``log.RunLog``, which documents the methods."""
+    """The interface of ``log.RunLog``."""
 
     kept: list[dict]
 
-    def step(self, metrics: dict) -> None: ...
-    def statistics(self, line: dict) -> None: ...
-    def sync(self) -> None: ...
-    def status(self, status: str, **more) -> None: ...
-    def close(self) -> None: ...
+    def step(self, metrics: dict) -> None:
+        """Log the metrics of a step."""
+        ...
+
+    def statistics(self, line: dict) -> None:
+        """Log quantization statistics of a step (Q-8)."""
+        ...
+
+    def sync(self) -> None:
+        """Write to the disk what was logged so far."""
+        ...
+
+    def status(self, status: str, **more) -> None:
+        """Set the manifest's status, and more keys of the manifest."""
+        ...
+
+    def close(self) -> None:
+        """End the log."""
+        ...
 
 
 class TensorBoard:
@@ -40,6 +57,7 @@ class TensorBoard:
         self._writer: Any = None
 
     def step(self, metrics: dict) -> None:
+        """Write each number of a step as a scalar."""
         if self._writer is None:
             self._writer = _package("tensorboard").SummaryWriter(str(self._folder), purge_step=metrics["step"])
         for key, value in metrics.items():
@@ -47,6 +65,7 @@ class TensorBoard:
                 self._writer.add_scalar(key, value, metrics["step"])
 
     def close(self, failed: bool) -> None:
+        """Close the writer, if anything was written."""
         if self._writer is not None:
             self._writer.close()
 
@@ -61,9 +80,11 @@ class WandB:
         self._run = _package("wandb").init(project=config.log.wandb, name=out.resolve().name, dir=str(out), config=configs.to_dict(config))
 
     def step(self, metrics: dict) -> None:
+        """Log all metrics of a step."""
         self._run.log({key: value for key, value in metrics.items() if key != "step"}, step=metrics["step"])
 
     def close(self, failed: bool) -> None:
+        """End the run, with exit code 1 if it failed."""
         self._run.finish(exit_code=int(failed))
 
 
@@ -74,21 +95,29 @@ class TrackedLog:
         self._run, self._trackers, self._failed, self.kept = run, trackers, True, run.kept
 
     def statistics(self, line: dict) -> None:
+        """Write to the run's log alone."""
         self._run.statistics(line)
 
     def sync(self) -> None:
+        """fsync the run's log."""
         self._run.sync()
 
     def step(self, metrics: dict) -> None:
+        """Write to the run's log, then to every tracker."""
         self._run.step(metrics)
         for tracker in self._trackers:
             tracker.step(metrics)
 
     def status(self, status: str, **more) -> None:
+        """Write to the run's log.
+
+        Trackers report a failed run unless the last status is ``finished``.
+        """
         self._failed = status != "finished"
         self._run.status(status, **more)
 
     def close(self) -> None:
+        """Close the run's log, then every tracker."""
         self._run.close()
         for tracker in self._trackers:
             tracker.close(self._failed)
@@ -111,15 +140,17 @@ def attach(run: Log, config: Config, out: Path, *, overwrite: bool = False) -> L
     if overwrite:
         shutil.rmtree(out / EVENTS, ignore_errors=True)
     trackers: list = []
+    starting, remedy = "log.tensorboard", "Leave it out."
     try:
         if config.log.tensorboard:
             trackers.append(TensorBoard(out / EVENTS))
         if config.log.wandb:
+            starting, remedy = f"log.wandb {config.log.wandb!r}", "Set WANDB_MODE=offline, or leave it out."
             trackers.append(WandB(config, out))
     except Exception as error:
         run.status("failed", error=f"{type(error).__name__}: {error}")
         run.close()
-        raise ConfigError(f"log.wandb {config.log.wandb!r} could not begin: {error}. Set WANDB_MODE=offline, or leave it out.") from error
+        raise ConfigError(f"{starting} could not start: {error}. {remedy}") from error
     return TrackedLog(run, trackers) if trackers else run
 
 
@@ -129,5 +160,5 @@ def _package(key: str) -> Any:
         return importlib.import_module(name)
     except ImportError as error:
         raise ConfigError(
-            f"log.{key} needs the package {name}, which is not here ({error}). pip install {name}, or leave it out."
+            f"log.{key} needs the package {name}, which is not installed ({error}). Install it with: pip install {name}. Or leave it out."
         ) from error

@@ -59,7 +59,10 @@ PER_PARAMETER = (
     PerParameter(name="exp_avg", label="AdamW's moments", moment=True),
     PerParameter(name="exp_avg_sq", label="AdamW's moments", moment=True),
 )
+"""The tensors that every parameter has in a state: its master, and AdamW's two moments."""
+
 MOMENTS = tuple(one.name for one in PER_PARAMETER if one.moment)
+"""The names of the moments among ``PER_PARAMETER``."""
 
 
 @dataclass(frozen=True)

@@ -91,7 +91,7 @@ def test_a_cast_by_name(functions, capsys):
 
 def test_a_wrong_cast_exits_with_1_and_says_all_there_is_to_know(functions, capsys):
     assert run("somebodys_functions:ties_away") == 1
-    assert "rounds nearest_away, overflow gives max, infinities max. Nothing that has a name is so" in capsys.readouterr().out
+    assert "rounds nearest_away, overflow gives max, infinities max. It matches no known name" in capsys.readouterr().out
     assert run("somebodys_functions:ties_away", "--expect", "saturating", "--json", "found.json") == 1
     said = capsys.readouterr().out
     assert "somebodys_functions:ties_away is not 'saturating', but a cast to e4m3fn that rounds nearest_away" in said
@@ -115,7 +115,7 @@ def test_a_name_is_shown_as_it_is_and_what_a_function_prints_is_not_the_answer(f
 
 def test_another_format_than_was_asked_exits_with_1(functions, capsys):
     assert run("somebodys_functions:narrow") == 1
-    assert "a cast to e5m2 (max 57344), not e4m3fn (max 448), that is saturating" in capsys.readouterr().out
+    assert "a cast to e5m2 (max 57344), not e4m3fn (max 448), equal to saturating" in capsys.readouterr().out
     assert run("somebodys_functions:narrow", "--format", "e5m2") == 0
 
 
@@ -133,9 +133,9 @@ def test_a_quantizer_by_its_policy(functions, capsys):
 
 def test_a_name_of_another_kind_exits_with_1(functions, capsys):
     assert run("somebodys_functions:ties_away", "--expect", "torchao") == 1
-    assert "expected 'torchao', a policy: codes of a tensor that its amax scales (S-5)" in capsys.readouterr().out
+    assert "expected 'torchao', a policy: codes that depend on the amax of a tensor (S-5)" in capsys.readouterr().out
     assert run("somebodys_functions:rows", "--expect", "saturating") == 1
-    assert "expected 'saturating', a cast: codes by each number alone (C-1)" in capsys.readouterr().out
+    assert "expected 'saturating', a cast: codes that depend on each number alone (C-1)" in capsys.readouterr().out
 
 
 def test_a_gemm_is_handed_over_to_the_probe(functions, capsys):
@@ -157,15 +157,15 @@ def test_a_gemm_is_handed_over_to_the_probe(functions, capsys):
         (["ties_away", "--axis", "1"], "--axis is -1, the last axis of x [M, K], or 0, the first; got 1"),
         (["ties_away", "--expect", "te"], "--expect is a cast's behavior, one of saturating, non_saturating"),
         (["ties_away", "--granularity", "rowwise"], "--granularity: somebodys_functions:ties_away is a cast, which has no scales"),
-        (["ties_away", "--framework", "mxnet"], "arrays are of numpy, torch, jax; got 'mxnet'"),
+        (["ties_away", "--framework", "mxnet"], "framework is one of numpy, torch, jax; got 'mxnet'"),
         (["ties_away", "--json", "missing/found.json"], "--json names a file in a directory that exists"),
-        (["rows", "--exhaustive"], "--exhaustive goes through the inputs of a cast; somebodys_functions:rows is a quantizer"),
-        (["rows", "--axis", "0"], "--granularity and --axis are expected along with a policy. Name it: --expect torchao."),
+        (["rows", "--exhaustive"], "--exhaustive tests all inputs of a cast; somebodys_functions:rows is a quantizer"),
+        (["rows", "--axis", "0"], "--granularity and --axis need an expected policy. Name one, such as --expect torchao."),
         (["missing"], "somebodys_functions:missing cannot be imported from"),
         (["constant"], "somebodys_functions:constant is a int; a function is needed"),
         (["on_a_gpu", "--framework", "torch"], "somebodys_functions:on_a_gpu raised"),
         (["random", "--kind", "cast"], "somebodys_functions:random does not repeat itself"),
-        (["vector", "--kind", "quantizer"], "A quantizer is asked with x [M, K]"),
+        (["vector", "--kind", "quantizer"], "A quantizer is called with x [M, K]"),
         (["scaled_cast"], "somebodys_functions:scaled_cast has two arguments without defaults, so it was called as a GEMM"),
         (["rows", "--kind", "cast"], "a cast gives one array of codes or values. Name --kind quantizer if it is one."),
     ],

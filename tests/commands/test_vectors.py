@@ -105,8 +105,8 @@ def test_the_documentation_shows_what_is_said_of_the_program(answered, run, macr
         (lambda lines: lines[:100], "missing: 11,464 of the 11,562 vectors; in gen's output, line 101 ("),
         (lambda lines: lines[:-1], "missing: 1 of the 11,562 vectors; in gen's output, line 11564 ("),
         (lambda lines: lines[:50] + lines[51:], "missing: 1 of the 11,562 vectors; in gen's output, line 51 ("),
-        (lambda lines: lines[:50] + lines[49:], "repeated: 1 of those that came, judged like the others; line 51\n"),
-        (lambda lines: [*lines, "40490FDB 45\n"], "not asked: 1 of those that came, judged like the others; line 11565\n"),
+        (lambda lines: lines[:50] + lines[49:], "repeated: 1 of the vectors received, judged like the others; line 51\n"),
+        (lambda lines: [*lines, "40490FDB 45\n"], "not asked: 1 of the vectors received, judged like the others; line 11565\n"),
     ],
     ids=["stopped early", "last", "amid", "twice", "unasked"],
 )
@@ -126,7 +126,7 @@ def test_a_program_may_drop_the_comments(answered, run):
     assert run("verify", "cast", "--format", "e4m3fn", *options, given=given)[0] == 0
     code, out, _ = run("verify", "cast", "--format", "e4m3fn", given=given)
     assert code == 1
-    assert "no header came, so what was asked is not known, and taken to be fp8ref vectors gen cast --format e4m3fn: " in out
+    assert "the vectors have no header, so verify assumes fp8ref vectors gen cast --format e4m3fn: " in out
     assert "1,662 of 1,662 answers agree" in out
 
 
@@ -158,11 +158,11 @@ def test_a_closed_pipe_ends_it_in_silence():
         (("gen", "quantize", "--format", "e5m2", "--shape", "4,x"), "a shape is 1 to 32 axes, each at least 1"),
         (("gen", "quantize", "--format", "e5m2", "--granularity", "mx_1x32", "--shape", "4,33"), "mx_1x32 needs K"),
         (("gen", "gemm", "--format", "e5m2", "--shape", "4,4"), "a shape is M,N,K, each at least 1"),
-        (("verify", "cast"), "none came"),
+        (("verify", "cast"), "got none"),
         (("verify", "cast", "--rounding", "stochastic"), "rounding is one of nearest_even"),
         (("verify", "gemm", "--accumulate", "quick"), "accumulate is an Accumulation, 'exact', 'f32' or one of"),
         (("verify", "cast", "--json", "/nowhere/x.json"), "--json names a file in a directory that exists"),
-        (("verify", "cast", "--some", "--format", "e4m3fn"), "none came"),
+        (("verify", "cast", "--some", "--format", "e4m3fn"), "got none"),
         (("verify", "cast", "--all"), "unrecognized arguments: --all"),
     ],
 )

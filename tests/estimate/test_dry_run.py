@@ -72,8 +72,8 @@ def test_a_head_that_is_tied_multiplies_too():
 
 
 def test_a_device_that_lacks_the_memory_is_told():
-    assert "H100 SXM has it" in shown(sizes.CONFIG)
-    assert "H100 SXM LACKS it" in shown(sizes.CONFIG.replace(data={"batch_size": 1 << 20}))
+    assert "fits H100 SXM" in shown(sizes.CONFIG)
+    assert "DOES NOT FIT H100 SXM" in shown(sizes.CONFIG.replace(data={"batch_size": 1 << 20}))
 
 
 def test_one_device_receives_nothing():

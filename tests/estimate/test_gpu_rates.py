@@ -39,7 +39,7 @@ def test_measured_ones_are_read(tmp_path):
     assert dataclasses.asdict(made) == FILE
     assert (
         made.caption
-        == "MEASURED: H200 SXM reaches 700 and 1300 TFLOP/s (1200 with scales of rows), attention 400, 4.00 TB/s, 3.0 us a kernel. made up"
+        == "MEASURED: H200 SXM reaches 700 and 1300 TFLOP/s (1200 with rowwise scales), attention 400, 4.00 TB/s, 3.0 us a kernel. made up"
     )
 
 
@@ -50,12 +50,12 @@ def test_measured_ones_are_read(tmp_path):
         ({"measured": True}, "measured: Unexpected keyword argument"),
         ({"bf16": None}, "bf16: Field required"),
         ({"bf16": "7e14"}, "bf16: Input should be a valid number"),
-        ({"bf16": 700.0}, "bf16 is in FLOP a second, from a hundredth of the data sheet's 9.9e\\+14 up to it; got 700"),
+        ({"bf16": 700.0}, "bf16 is in FLOP a second, from 1 % to 100 % of the data sheet's 9.9e\\+14; got 700"),
         ({"fp8": 2e15}, "fp8 is in FLOP a second"),
         ({"bandwidth": 4.0}, "bandwidth is in bytes a second"),
         ({"launch": 2.0}, "launch is in seconds"),
         ({"gpu": "A100"}, "gpu is one of H100 SXM, H200 SXM; got 'A100'"),
-        ({"gpu": "H100 SXM", "bandwidth": 3e12}, "of H100 SXM, and --gpu is h200"),
+        ({"gpu": "H100 SXM", "bandwidth": 3e12}, "holds rates of H100 SXM, but --gpu is h200"),
     ],
 )
 def test_a_file_that_is_wrong_is_refused(tmp_path, keys, said):
@@ -67,7 +67,7 @@ def test_what_is_no_file_or_no_json_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"none\.json: cannot be read"):
         gpu_rates.of("h200", tmp_path / "none.json")
     (tmp_path / "text.json").write_text("700 TFLOP/s")
-    with pytest.raises(ConfigError, match=r"text\.json: no measured ceilings"):
+    with pytest.raises(ConfigError, match=r"text\.json: not a file of measured rates"):
         gpu_rates.of("h200", tmp_path / "text.json")
 
 

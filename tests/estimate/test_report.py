@@ -56,7 +56,7 @@ def test_linears_that_lose_are_named():
         (LARGE.replace(model={"num_key_value_heads": 1}), "add k_proj, v_proj to numerics.filter_fqns."),
         (
             LARGE.replace(model={"num_key_value_heads": 1}, numerics={"fp8_fqns": ("k_proj",)}),
-            "add k_proj, v_proj to numerics.filter_fqns, and take what names them out of numerics.fp8_fqns.",
+            "add k_proj, v_proj to numerics.filter_fqns, and remove the patterns that name them from numerics.fp8_fqns.",
         ),
     ],
 )

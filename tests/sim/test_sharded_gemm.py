@@ -148,9 +148,9 @@ LINES = ranks(np.ones((128, 256), np.float32), 2, granularity="rowwise")
 @pytest.mark.parametrize(
     ("a", "b", "options", "message"),
     [
-        (ONES, ONES[:1], {}, "as many a as b"),
-        ([], [], {}, "as many a as b"),
-        (NOTHING, NOTHING, {}, "not empty"),
+        (ONES, ONES[:1], {}, "one a and one b for each rank"),
+        ([], [], {}, "one a and one b for each rank"),
+        (NOTHING, NOTHING, {}, "not all empty"),
         (ONES, BLOCKS, {}, "do not vary along K; got b blockwise_1x128.*'scaled'"),
         (ONES, [q._replace(axis=0, scale_inv=np.ones((1, 128), np.float32)) for q in LINES], {}, "got b rowwise, axis=0"),
         (ONES, [ONES[0], ONES[1]._replace(fmt=E5M2)], {}, "those of b differ"),

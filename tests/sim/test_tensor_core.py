@@ -111,7 +111,7 @@ def operand(codes, fmt):
         ({"output_rounding": None}, "output_rounding is one of .*; got None"),
         ({"exponents": "normalized"}, "exponents is one of coded, factors, products; got 'normalized'"),
         ({"zeros": True}, "zeros is one of excluded, counted; got True"),
-        ({"zeros": "counted", "exponents": "products"}, "by their code's exponent: exponents is 'coded'; got 'products'"),
+        ({"zeros": "counted", "exponents": "products"}, "zeros 'counted' needs exponents 'coded'; got 'products'"),
         ({"subnormals": "flush"}, "subnormals is one of kept, flushed; got 'flush'"),
     ],
 )

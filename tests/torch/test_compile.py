@@ -126,7 +126,7 @@ def test_the_trainers_whole_model_compiles(small, monkeypatch):
 
 
 def test_the_trainer_compiles_whole_models_that_tensor_parallelism_does_not_cut():
-    with pytest.raises(ValueError, match=r"does not cut\. Set parallel\.tensor to 1, or use 'block'"):
+    with pytest.raises(ValueError, match=r"without tensor parallelism\. Set parallel\.tensor to 1, or use 'block'"):
         ParallelConfig(fsdp=2, tensor=2, compile="model")
 
 
@@ -185,9 +185,9 @@ def refused():
 @pytest.mark.parametrize(
     ("case", "message"),
     [
-        ("nested", r"0 is, or .*sharded by itself\. Use compile='block', or compiled_fsdp\.shard"),
-        ("kept", r"2 is, or with keep_dtype would be, sharded by itself\. Use compile='block'"),
-        ("around", r"called within a graph\. Use parallelize\(compile='block'\)"),
+        ("nested", r"0 is a unit of its own, or .*\. Use compile='block', or compiled_fsdp\.shard"),
+        ("kept", r"2 is a unit of its own, or would be with keep_dtype\. Use compile='block'"),
+        ("around", r"called inside a compiled graph\. Use parallelize\(compile='block'\)"),
     ],
 )
 def test_what_cannot_be_one_graph_is_refused_by_name(case, message):

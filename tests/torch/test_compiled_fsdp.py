@@ -52,7 +52,7 @@ def refused():
         ("bfloat16", r"masters are float32.*0\.0\.weight is torch\.bfloat16"),
         ("rows", r"the model has none\. Use gather_fp8=False"),
         ("states", r"ranks share the states of 0\.0.*amax_group"),
-        ("tied", r"0\.0\.weight is 1\.0\.weight too"),
+        ("tied", r"0\.0\.weight and 1\.0\.weight are one parameter"),
     ],
 )
 def test_what_cannot_be_cut_by_hand_is_refused_by_name(case, message):

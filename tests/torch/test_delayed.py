@@ -190,5 +190,5 @@ def test_histories_that_this_backend_does_not_keep_are_refused():
             delayed.casts(recipe_of(DELAYED[name]))
     a, b = (CastSpec(fmt=fmt, policy=c.policy, delayed=c) for fmt, c in ((E4M3FN, CONFIGS[0]), (E5M2, CONFIGS[0])))
     two = Recipe(name="two", output=GemmSpec(a=a, b=a, accumulate="slow"), grad_weight=GemmSpec(a=b, b=b, accumulate="slow"))
-    with pytest.raises(ValueError, match="'two' scales input by one state"):
+    with pytest.raises(ValueError, match="'two' scales input with one state"):
         delayed.casts(two)

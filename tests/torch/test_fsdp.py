@@ -184,10 +184,10 @@ def test_a_pass_without_gradients_that_runs_again_observes_its_weights(ranks):  
         ("nothing", "the model has none"),
         ("not sharded", r"0\.0\.weight is not sharded"),
         ("no group", r"ranks share the states of 0\.0.*amax_group"),
-        ("dtype", r"was to be from torch.float16"),
+        ("dtype", r"got torch.float16 for"),
         ("integer", "has an integer reshard_after_forward. Use True or False"),
-        ("other dim", r"along its first dim; 0\.weight is cut otherwise"),
-        ("tied", r"2\.weight is 4\.weight too"),
+        ("other dim", r"along its first dim; 0\.weight is cut along another dim"),
+        ("tied", r"2\.weight and 4\.weight are one parameter"),
     ],
 )
 def test_what_cannot_be_gathered_in_fp8_is_refused_by_name(ranks, case, message):

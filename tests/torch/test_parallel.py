@@ -244,18 +244,18 @@ def refused():
         ("data alone", r"data only with fsdp; got \('data',\)"),
         ("blocks", "modules within the model"),
         ("local", "'delayed' keeps one state for all ranks.*Use 'global'"),
-        ("order", "at most 2 along data; got 3"),
-        ("copies", r"start from the same weights; 0\.0\.weight differs along data. Seed"),
+        ("order", "at most 2 ranks along data; got 3"),
+        ("copies", r"start from the same weights; 0\.0\.weight differs along data. Give every rank the same seed"),
         ("twice", "0 is named twice"),
         ("kept", "0 is named twice"),
         ("plan without a dim", "a mesh with a dim named tensor; there is none"),
         ("sequence without a mesh", "a mesh with a dim named tensor; there is none"),
         ("plan", "'7' names none of the linears: 0.0, 1"),
-        ("no plan", "a plan cuts one linear at least; got none"),
+        ("no plan", "a plan cuts at least one linear; got none"),
         ("plan of FP8 by hand", "'7' names none of the linears"),
         ("kept FP8", r"^\['Sequential', 'Sequential', 'Float8Linear', 'Float8Linear'\]$"),
         ("unchanged", r"^\['Sequential', 'Sequential', 'Linear', 'Linear'\]$"),
-        ("again", "the model is sharded by fully_shard. Parallelize a model first.*and once"),
+        ("again", "the model is sharded by fully_shard. Parallelize a model once, and before you shard it"),
         ("processes", "1 x 2 x 1 = 2 processes; there are 3.*torchrun --nproc-per-node 2"),
         ("batch", "batch_size is divisible by data x fsdp = 3 processes; got 8"),
     ],
@@ -278,5 +278,5 @@ def test_options_have_the_values_that_they_have(options):
 
 @pytest.mark.parametrize("options", [{"checkpointing": "full"}, {"compile": "block"}], ids=str)
 def test_blocks_are_named_where_something_is_done_to_them(options):
-    with pytest.raises(ValueError, match=r"are of blocks; got .* without any\. Name blocks"):
+    with pytest.raises(ValueError, match=r"apply to blocks; got .* without blocks\. Name blocks"):
         parallelize(nn.Sequential(nn.Linear(16, 16)), "tensorwise", **options)

@@ -58,7 +58,7 @@ REFUSED = {
     "sequence with a plan": (build, {"sequence": True, "plan": Llama.tensor_plan.styles}, "got a Llama with a plan"),
     "no style": (linears, {"plan": {"0": "column"}}, "colwise and rowwise; got 'column' for '0'"),
     "no linear": (linears, {"plan": {"q_proj": "colwise"}}, "'q_proj' names none of the linears: 0, 1"),
-    "two styles": (linears, {"plan": {"0": "colwise", "*": "rowwise"}}, r"0 is to be both colwise and rowwise, the second by '\*'"),
+    "two styles": (linears, {"plan": {"0": "colwise", "*": "rowwise"}}, r"a linear has one style; 0 has colwise and, by '\*', rowwise"),
     "one kv head": (llamas(num_key_value_heads=1, num_attention_heads=2), {}, "k_proj has 1 heads of 32, which 2 ranks do not cut evenly"),
     "FP8 dims": (llamas(intermediate_size=48), {}, "gate_proj is FP8 and colwise, its out_features a multiple of 16.*got 48, 24 on each"),
     "odd dims": (lambda: nn.Sequential(nn.Linear(16, 33)), COLUMN, "0 is colwise, its out_features divisible by 2 ranks; got 33"),

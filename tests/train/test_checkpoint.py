@@ -115,7 +115,7 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path, how):  # K-3
 def test_another_versions_checkpoint_is_not_passed_over(tmp_path):  # K-3
     save(tmp_path, 1, 2)
     damage(tmp_path / "checkpoints" / "step-00000002", "format")
-    with pytest.raises(ConfigError, match=r"is of format 2; this fp8ref reads format 1\. Use the version that wrote it"):
+    with pytest.raises(ConfigError, match=r"has format 2; this fp8ref reads format 1\. Use the version that wrote it"):
         latest(tmp_path, print)
     assert names(tmp_path) == ["step-00000001", "step-00000002"]
 

@@ -110,8 +110,8 @@ def test_jax_is_refused_what_its_layout_refuses(sections, parallel):  # P-1
             "parallel.tensor takes recipes tensorwise.*got 'delayed'",
         ),
         ("torch", {"parallel": {"fsdp": 2, "amax_scope": "local"}, "numerics": {"recipe": "delayed"}}, "Set it to global"),
-        ("torch", {"parallel": {"data": 4, "reduction": "ordered"}}, "at most 2 along data; got 4"),
-        ("torch", {"parallel": {"tensor": 2}, "model": {"intermediate_size": 48}}, r"gate_proj is FP8, .* no multiple of 16: 24"),
+        ("torch", {"parallel": {"data": 4, "reduction": "ordered"}}, "at most 2 ranks along data; got 4"),
+        ("torch", {"parallel": {"tensor": 2}, "model": {"intermediate_size": 48}}, r"gate_proj is FP8, .* not a multiple of 16: 24"),
         (
             "jax",
             {

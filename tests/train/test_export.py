@@ -136,7 +136,7 @@ def test_a_tied_models_second_copy_is_left_out(tmp_path, small):
         (saying(attention_bias=True), r"attention_bias True"),
         (
             lambda p: (p / "config.json").write_text('{"rope_scaling": {"rope_type": "llama3"}}'),
-            r"rope_type 'default' here \(M-4\).*'llama3'",
+            r"rope_type 'default' only \(M-4\).*'llama3'",
         ),
         (lambda p: (p / "model.safetensors").unlink(), r"model\.safetensors.*pickled ones are never read"),
         (lambda p: (p / "model.safetensors").write_bytes(b"\\0" * 9), r"in: .*pickled ones are never read"),
@@ -178,11 +178,11 @@ def test_pickled_weights_are_not_looked_at(tmp_path, small):  # K-5
 def test_exporting_leaves_what_is_there_alone(exported, tmp_path):
     folder, _, _ = exported
     (tmp_path / "mine").write_text("thesis")
-    with pytest.raises(ConfigError, match="holds something; it is left alone"):
+    with pytest.raises(ConfigError, match="is not empty; it is left alone"):
         export.export(folder / "run", tmp_path)
     with pytest.raises(ConfigError, match=r"--tokenizer .*absent is not there"):
         export.export(folder / "run", tmp_path / "out", tokenizer=tmp_path / "absent")
-    with pytest.raises(ConfigError, match=r"is no intact run"):
+    with pytest.raises(ConfigError, match=r"is not an intact run"):
         export.export(tmp_path / "absent", tmp_path / "out")
     assert [p.name for p in tmp_path.iterdir()] == ["mine"]
 

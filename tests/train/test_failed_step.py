@@ -45,10 +45,10 @@ def run(tmp_path, small, monkeypatch):
         (".", "is a run"),
         ("manifest.json", "is a file"),
         ("metrics.jsonl", "is a file"),
-        ("failures", "is none"),
-        ("failures/step-00000009", "is not there"),
+        ("failures", "is not one"),
+        ("failures/step-00000009", "does not exist"),
         ("failures/step-00000007/batch.npy", "is a file"),
-        ("checkpoints", "is none"),
+        ("checkpoints", "is not one"),
         ("checkpoints/step-00000006", "is a checkpoint"),
     ],
 )
@@ -62,13 +62,18 @@ def test_what_is_none_is_told_and_those_near_it_are_named(run, small, path, what
 
 
 def test_a_run_without_failures_is_told_so(run):
-    with pytest.raises(ConfigError, match=r"run is a run\. .*run kept none: no step of it failed\."):
+    with pytest.raises(ConfigError, match=r"run is a run\. .*run kept none: none of its steps failed\."):
         failed_step.read(run)
 
 
 def test_a_plain_file_or_directory_is_none(tmp_path):
     (tmp_path / "file").write_text("")
-    for name, what in (("file", "is a file"), (".", "is none"), ("absent", "is not there"), ("absent/manifest.json", "is not there")):
+    for name, what in (
+        ("file", "is a file"),
+        (".", "is not one"),
+        ("absent", "does not exist"),
+        ("absent/manifest.json", "does not exist"),
+    ):
         with pytest.raises(ConfigError, match=rf"{what}\.$"):
             failed_step.read(tmp_path / name)
 

@@ -45,9 +45,9 @@ def test_what_is_no_hardware_is_refused(small, tmp_path):
     for name, message in (
         ("volta", "one of native, exact, .*hopper, or the .json of a plan that fp8ref probe wrote; got 'volta'"),
         (str(tmp_path / "none.json"), "none.json cannot be read"),
-        (str(tmp_path / "list.json"), "list.json holds no whole plan of a GEMM .it has no plan."),
-        (str(tmp_path / "text.json"), "text.json holds no whole plan of a GEMM"),
-        (probed(tmp_path / "open.json", split_k=None), "split_k could not be told"),
+        (str(tmp_path / "list.json"), "list.json holds no complete plan of a GEMM .it has no plan."),
+        (str(tmp_path / "text.json"), "text.json holds no complete plan of a GEMM"),
+        (probed(tmp_path / "open.json", split_k=None), "split_k could not be identified"),
         (probed(tmp_path / "other.json", epilogue="none such"), "epilogue is one that a probe names"),
     ):
         with pytest.raises(ConfigError, match=message):
@@ -72,9 +72,9 @@ def test_a_trainer_that_is_not_given_it_does_not_ignore_the_key(small, backend):
     import importlib
 
     make = importlib.import_module(f"fp8ref.train.{backend}.trainer").Trainer
-    with pytest.raises(ValueError, match=r"numerics\.accumulate is 'hopper', and the trainer was given none"):
+    with pytest.raises(ValueError, match=r"numerics\.accumulate is 'hopper', but the trainer was given multiply none"):
         make(small.replace(numerics={"accumulate": "hopper"}))
-    with pytest.raises(ValueError, match="is None, and the trainer was given hopper"):
+    with pytest.raises(ValueError, match="is None, but the trainer was given multiply hopper"):
         make(small, multiply=hardware.by_name("hopper"))
 
 
@@ -102,7 +102,7 @@ def test_a_run_says_its_plan_its_proof_names_simulated_gemms_and_another_plan_do
 @pytest.mark.parametrize(
     ("command", "message"),
     [
-        (["estimate", "--gpu", "h200"], "an estimate is of a GPU's own GEMMs; got numerics.accumulate 'hopper'"),
+        (["estimate", "--gpu", "h200"], "an estimate is for a GPU's own GEMMs; got numerics.accumulate 'hopper'"),
         (["crosscheck", "--backend", "jax", "--sharded", "2"], "--sharded checks the frameworks' own GEMMs on meshes"),
         (["train", "--backend", "jax", "--recipe", "bf16"], "recipe 'bf16' has none"),
         (["train", "--backend", "jax", "--dry-run", "--recipe", "bf16"], "recipe 'bf16' has none"),
@@ -122,4 +122,4 @@ def test_a_dry_run_names_it(small, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "200")
     (tmp_path / "small.toml").write_text(tomli_w.dumps(configs.to_dict(small.replace(numerics={"accumulate": "hopper"}))))
     assert cli.main(["train", "small.toml", "--backend", "jax", "--dry-run"]) == 0
-    assert "simulated, on the host's CPU" in capsys.readouterr().out
+    assert "simulated on the host's CPU" in capsys.readouterr().out

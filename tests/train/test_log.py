@@ -220,7 +220,7 @@ def test_a_full_disk_is_named_with_the_file(tmp_path, small, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(log.checkpoint, "sync", full)
-    with pytest.raises(OSError, match=r"manifest\.json could not be written: No space left on device\. Make room"):
+    with pytest.raises(OSError, match=r"manifest\.json could not be written: No space left on device\. Free space"):
         run.status("failed")
     assert not list((tmp_path / "run").glob("*.tmp"))
     run.close()

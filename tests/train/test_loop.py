@@ -262,9 +262,9 @@ def test_a_full_disk_does_not_hide_a_loss_that_is_not_finite(tmp_path, small, fa
 @pytest.mark.parametrize(
     ("key", "value", "said"),
     [
-        ("backend", "torch", "its backend is 'torch', and this run's 'jax'"),
+        ("backend", "torch", "its backend is 'torch'; this run has 'jax'"),
         ("seed", 3, r"its config\.run\.seed is 3"),
-        ("step", 9, "of step 9, and run.steps is 6"),
+        ("step", 9, "it holds step 9, but run.steps is 6"),
     ],
 )
 def test_another_runs_checkpoint_is_refused(tmp_path, small, fake, key, value, said):

@@ -68,14 +68,14 @@ def test_resuming_another_config_is_refused_with_the_key_and_both_values(tmp_pat
     run.status(status)
     run.close()
     before = contents(tmp_path / "run")
-    with pytest.raises(ConfigError, match=f"another {key}: {was}, and now {now}"):
+    with pytest.raises(ConfigError, match=f"another {key}: {was}; got {now}"):
         claim(tmp_path / "run", small.replace(**sections), resume=True)
     assert contents(tmp_path / "run") == before
 
 
 def test_resuming_with_another_backend_is_refused(tmp_path, small):
     finished(tmp_path / "run", small, "jax")
-    with pytest.raises(ConfigError, match="another backend: 'jax', and now 'torch'"):
+    with pytest.raises(ConfigError, match="another backend: 'jax'; got 'torch'"):
         claim(tmp_path / "run", small, "torch", resume=True)
 
 
@@ -117,7 +117,7 @@ def test_a_file_in_place_of_the_directory_is_left_alone(tmp_path, small):
 def test_a_damaged_manifest_is_said_to_be_damaged(tmp_path, small, damage):
     finished(tmp_path / "run", small)
     (tmp_path / "run" / "manifest.json").write_text(damage)
-    with pytest.raises(ConfigError, match=r"no intact run|not a manifest of fp8ref"):
+    with pytest.raises(ConfigError, match=r"not an intact run|not a manifest of fp8ref"):
         claim(tmp_path / "run", small, resume=True)
 
 
@@ -153,9 +153,9 @@ def test_a_run_whose_manifest_is_damaged_goes_on_from_its_checkpoints(tmp_path, 
     manifest = tmp_path / "run" / "manifest.json"
     manifest.unlink() if damage is None else manifest.write_text(damage)
     assert claim(tmp_path / "run", small, resume=True)
-    assert "manifest.json is lost or damaged. The run's checkpoints are there: it resumes from the last one." in capsys.readouterr().err
+    assert "manifest.json is lost or damaged. The run resumes from its last checkpoint." in capsys.readouterr().err
     for overwrite in (False, True):
-        with pytest.raises(ConfigError, match=r"no intact run|not a manifest of fp8ref"):
+        with pytest.raises(ConfigError, match=r"not an intact run|not a manifest of fp8ref"):
             claim(tmp_path / "run", small, overwrite=overwrite)
 
 
@@ -171,7 +171,7 @@ def test_two_do_not_train_in_one_directory(tmp_path, small, keys):  # K-10
     begin(tmp_path / "run", small).close()
     with contextlib.closing(run_dir.Lock()) as held:
         assert claims.claim(tmp_path / "run", small, "jax", held, resume=True, overwrite=False)
-        with pytest.raises(ConfigError, match=r"run is being trained in by process \d+ on \S+\. Wait"):
+        with pytest.raises(ConfigError, match=r"run is in use: process \d+ on \S+ trains there\. Wait"):
             claim(tmp_path / "run", small, **keys)
         claims.make(tmp_path / "run", held)  # it has it
     assert claim(tmp_path / "run", small, **keys)
@@ -182,11 +182,11 @@ def test_two_do_not_begin_in_one_directory(tmp_path, small):
         for held in (first, second):
             assert claims.claim(tmp_path / "run", small, "jax", held, resume=False, overwrite=False)
         claims.make(tmp_path / "run", first)
-        with pytest.raises(ConfigError, match="is being trained in by process"):
+        with pytest.raises(ConfigError, match="is in use: process"):
             claims.make(tmp_path / "run", second)
         begin(tmp_path / "run", small).close()
         first.close()
-        with pytest.raises(ConfigError, match="now holds a run that another process began"):
+        with pytest.raises(ConfigError, match="another process has just started a run in"):
             claims.make(tmp_path / "run", second)
 
 
@@ -203,5 +203,5 @@ def test_a_directory_that_nobody_can_write_is_refused(tmp_path, small, monkeypat
 
 def test_what_training_started_from_is_not_changed_afterwards(tmp_path, small):
     begin(tmp_path / "run", small).close()
-    with pytest.raises(ConfigError, match=r"another config\.run\.init_from: None, and now 'weights'"):
+    with pytest.raises(ConfigError, match=r"another config\.run\.init_from: None; got 'weights'"):
         claim(tmp_path / "run", small.replace(run={"init_from": "weights"}), resume=True)

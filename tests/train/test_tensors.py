@@ -58,7 +58,7 @@ def test_a_file_that_is_none_is_named(tmp_path, content):
         np.savez(path, x=np.zeros(2))
     elif content is not None:
         path.write_bytes(content)
-    with pytest.raises(ConfigError, match=r"tensors.npz is no file of tensors"):
+    with pytest.raises(ConfigError, match=r"tensors.npz is not a file of tensors"):
         tensors.read(path)
 
 

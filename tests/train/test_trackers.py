@@ -131,7 +131,7 @@ def test_wandb_that_cannot_begin_stops_the_run_and_leaves_it_marked(train, monke
         raise OSError("no network")
 
     monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
-    with pytest.raises(ConfigError, match=r"log.wandb 'fp8' could not begin: no network"):
+    with pytest.raises(ConfigError, match=r"log.wandb 'fp8' could not start: no network"):
         train(wandb="fp8")
     assert log.read_manifest(tmp_path / "run")["status"] == "failed"
 

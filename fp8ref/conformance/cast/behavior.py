@@ -16,8 +16,13 @@ from fp8ref.formats import BFLOAT16, FLOAT16, FLOAT32, Format
 from fp8ref.sim import cast
 
 ROUNDINGS = ("nearest_even", "nearest_away", "nearest_zero", "toward_zero", "away_from_zero", "to_odd", "up", "down")
+"""The roundings that a cast may have: those of C-2 but ``stochastic``, and four more."""
+
 SpecialResult = Literal["max", "inf", "nan"]
+"""What a cast gives for overflow or an infinity: the format's max, an infinity or a NaN."""
+
 WIDE = {"bfloat16": BFLOAT16, "float16": FLOAT16, "float32": FLOAT32}
+"""The formats that a double rounding may pass through, by name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +84,6 @@ class KnownCast:
         return Behavior(overflow=beyond, infinite=beyond, nan=(code, signed), negative_zero="lost" if fmt.specials == "fnuz" else "kept")
 
 
-# Where two are the same in a format, a cast has both names. Since 2.12 torch saturates to e4m3fn.
 KNOWN_CASTS = {
     k.name: k
     for k in (
@@ -91,6 +95,10 @@ KNOWN_CASTS = {
         KnownCast(name="jax", overflow="special", nan="quiet"),
     )
 }
+"""The casts with a name.
+
+Where two are the same in a format, a cast has both names. Since 2.12 torch saturates to e4m3fn.
+"""
 
 
 def by_name(name: str) -> KnownCast:

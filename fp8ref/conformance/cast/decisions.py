@@ -94,7 +94,7 @@ def nans(a: Responses, b: Behavior) -> tuple[Finding, tuple[int, int] | None]:
     by_sign = [sorted({int(c) for c in a.codes[nan & (np.signbit(a.x) == negative)]}) for negative in (False, True)]
     if a.output.values_only and by_sign == [[a.fmt.nan_code]] * 2:
         code = a.fmt.nan_code
-        return Finding(what="nan_code", value=None, evidence="NaN stays NaN; values tell no code", words="NaN"), (code, code)
+        return Finding(what="nan_code", value=None, evidence="NaN stays NaN; values do not show its code", words="NaN"), (code, code)
     # Codes may differ by the payload: then no pair of codes describes them.
     shown = " and ".join(", ".join(f"0x{c:02X}" if c >= 0 else "no code" for c in codes) for codes in by_sign)
     evidence = f"{int(nan.sum())} NaNs, without and with the sign, give {shown}"

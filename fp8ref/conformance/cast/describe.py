@@ -43,7 +43,7 @@ def result_dict(
 
 
 def _was_asked(source: str, first: str, by: dict[str, Any], findings: list[Finding]) -> bool:
-    return source == first or any(f.what == f"double_rounding of {source}" and f.text != "not asked" for f in findings)
+    return source == first or any(f.what == f"double_rounding of {source}" and f.text != "not tested" for f in findings)
 
 
 def _dtype(through: DoubleRounding | None) -> str | None:
@@ -69,8 +69,10 @@ def summary(
         how += f", NaN becomes {decoded[0]:g}"
     how += "".join(f", {source} is rounded to {through} first" for source, through in found.double_rounding.items())
     if names:
-        return f"{of} that is {' and '.join(names)}: {how}"
-    return f"{of} that is {' and '.join(names_but_for_nan)} except for NaN codes: {how}" if names_but_for_nan else f"{of} that {how}"
+        return f"{of.rstrip(',')}, equal to {' and '.join(names)}: {how}"
+    if names_but_for_nan:
+        return f"{of.rstrip(',')}, equal to {' and '.join(names_but_for_nan)} except for NaN codes: {how}"
+    return f"{of} that {how}"
 
 
 def differences_from(

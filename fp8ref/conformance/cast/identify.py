@@ -52,7 +52,7 @@ def identify_cast(
     subject = subjects.wrap(name, function, framework=framework, device=device, shape=(16,))
     source = subjects.first_dtype(subject)
     if exhaustive and source != "float32":
-        raise ConformanceError(f"{name} takes no float32, of which all inputs would be asked. Leave --exhaustive out.")
+        raise ConformanceError(f"--exhaustive tests all float32 inputs; {name} takes no float32. Leave --exhaustive out.")
     found_fmt, format_finding = _format(subject, fmt, source)
     findings = [format_finding]
     if found_fmt is None:
@@ -62,7 +62,9 @@ def identify_cast(
     # A stochastic cast may repeat itself call by call: a fixed seed shows only within an array.
     if position is not None or stochastic.varies(subject, source, found_fmt):
         if exhaustive:
-            raise ConformanceError(f"{name} gives equal inputs unequal codes: none that all of float32 is held to. Leave --exhaustive out.")
+            raise ConformanceError(
+                f"--exhaustive needs a deterministic cast; {name} gives different codes for equal inputs. Leave --exhaustive out."
+            )
         return stochastic.identify(subject, first, position, fmt, findings, expect)
     more, found = decisions.decide_all(first, found_fmt)
     findings += more
@@ -73,7 +75,9 @@ def identify_cast(
     # from float16 and 0x7E from float32. So they do where the code depends on the payload.
     by_payload = next(f for f in more if f.what == "nan_code").value is None
     wrong = {a: a.mismatches(found, canonical=by_payload or a.source != source) for a in responses.values()}
-    unexplained = [a.counterexample(simplest(a.x, differs), found, "by what was found") for a, differs in wrong.items() if differs.any()]
+    unexplained = [
+        a.counterexample(simplest(a.x, differs), found, "by the behavior found") for a, differs in wrong.items() if differs.any()
+    ]
     total, right = sum(a.x.size for a in wrong), sum(int((~differs).sum()) for differs in wrong.values())
     findings.append(
         Finding(
@@ -108,7 +112,7 @@ def identify_cast(
         named=bool(names_but_for_nan),
         summary=describe.summary(found, found_fmt, fmt, names, names_but_for_nan, complete, not elsewhere)
         + ("" if complete or found_fmt is fmt else _scaled(subject, fmt, source))
-        + (f"; it takes no {', no '.join(untaken)}" if untaken else ""),
+        + (f"; it does not accept {' or '.join(untaken)}" if untaken else ""),
         unlike=unexplained,
         expected=expect,
         differences=differences,
@@ -126,7 +130,7 @@ def _other_dtypes(
         try:
             subject.ask(np.ones(16), other)
         except RefusedError as error:
-            findings.append(Finding(what=f"double_rounding of {other}", value=None, words="not asked", evidence=str(error)))
+            findings.append(Finding(what=f"double_rounding of {other}", value=None, words="not tested", evidence=str(error)))
             continue
         responses[other] = _deterministic(subject, other, found_fmt)
         finding, through = decisions.double_rounding(responses[other], found, found.double_rounding.get(source))
@@ -164,12 +168,12 @@ def check_all_inputs(subject: Subject, fmt: Format, found: Behavior, *, inputs: 
         # Nearly always all are equal: one comparison then, without those of NaNs and infinities.
         same = np.array_equal(codes, behavior.encode(x, fmt, found))
         differs = np.zeros(x.shape, bool) if same else responses.mismatches(found)
-        return differs, lambda at: responses.counterexample(at, found, "by what was found")
+        return differs, lambda at: responses.counterexample(at, found, "by the behavior found")
 
     wrong, example = all_inputs.simplest_difference(differing, inputs=inputs)
     total = all_inputs.INPUTS if inputs is None else inputs
     finding = Finding(
-        what="all inputs", value=total - wrong, words=f"{total - wrong:,}", evidence=f"of {total:,} float32 inputs are those of this"
+        what="all inputs", value=total - wrong, words=f"{total - wrong:,}", evidence=f"of {total:,} float32 inputs match the behavior found"
     )
     return finding, [example] if example else []
 
@@ -198,13 +202,14 @@ def _format(subject: Subject, fmt: Format, source: str) -> tuple[Format | None, 
     output, position = outputs.ask_twice(subject, x, source)
     # The identity would be taken for a cast to any format.
     if output.values_only and np.array_equal(output.array, x):
-        evidence = f"all {x.size} numbers of {len(cast_inputs.CAST_FORMATS)} formats come back as themselves: it rounds to none of them"
+        evidence = f"all {x.size} numbers of {len(cast_inputs.CAST_FORMATS)} formats come back unchanged: it rounds to none of them"
         return None, Finding(what="format", value=None, evidence=evidence)
     found_fmt, evidence = outputs.identify_format(output, x, fmt)
     if found_fmt is None and position is not None:
         raise ConformanceError(
-            f"{subject.name} does not repeat itself, and is no stochastic rounding: {source} {show(x[position])} "
-            f"({bits_of(x[position], source)}) gave other codes the second time. Make it a function of its input."
+            f"{subject.name} does not repeat itself, and does not round stochastically: "
+            f"{source} {show(x[position])} ({bits_of(x[position], source)}) gave different "
+            "codes on the second call. Make its result depend on its input alone."
         )
     witness = None
     if found_fmt is not fmt:
@@ -236,8 +241,9 @@ def _deterministic(subject: Subject, source: str, found_fmt: Format) -> Response
     responses, position = _ask(subject, source, found_fmt)
     if position is not None:
         raise ConformanceError(
-            f"{subject.name} does not repeat itself for {source} {show(responses.x[position])} ({bits_of(responses.x[position], source)}), "
-            "though it does for others. Make it a function of its input."
+            f"{subject.name} does not repeat itself for {source} {show(responses.x[position])} "
+            f"({bits_of(responses.x[position], source)}), though it does for other dtypes. "
+            "Make its result depend on its input alone."
         )
     return responses
 
@@ -251,7 +257,7 @@ def _scaled(subject: Subject, fmt: Format, source: str) -> str:
         ratio = np.where(codes >= 0, cast.decode((codes & 255).astype(np.uint8), fmt), np.nan) / x
     most = float(np.median(ratio[np.isfinite(ratio)])) if np.isfinite(ratio).any() else 1.0
     half = np.mean(ratio == most) > 0.5 and most not in (0, 1)
-    return f"; read as {fmt}, most of {fmt}'s numbers come back as {most:g} times themselves" if half else ""
+    return f"; read as {fmt}, most of {fmt}'s numbers come back multiplied by {most:g}" if half else ""
 
 
 def _without_format(subject: Subject, fmt: Format, source: str, findings: list[Finding], expect: str | None) -> Outcome:
@@ -259,6 +265,6 @@ def _without_format(subject: Subject, fmt: Format, source: str, findings: list[F
     witness = findings[0].witness
     return Outcome(
         name=subject.name, kind="cast", fmt=fmt, framework=subject.framework, found={"format": None}, findings=findings, identified=False,
-        summary=f"no cast to a format that is known: {findings[0].evidence}{_scaled(subject, fmt, source)}", expected=expect,
+        summary=f"not a cast to a known format: {findings[0].evidence}{_scaled(subject, fmt, source)}", expected=expect,
         differences=[witness] if expect and witness else [],
     )  # fmt: skip

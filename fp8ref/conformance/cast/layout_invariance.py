@@ -11,8 +11,11 @@ from fp8ref.conformance.counterexample import Counterexample, bits_of, show
 from fp8ref.conformance.finding import Finding, strides_finding
 from fp8ref.conformance.subject import VIEWS, RefusedError, Subject
 
-# Sizes that are no multiple of vectors, warps or blocks; and more than a million elements
 SHAPES: tuple[tuple[int, ...], ...] = ((), (0,), (1,), (3,), (127,), (1025,), ((1 << 20) + 13,), (33, 65), (64, 64), (3, 5, 17))
+"""Shapes of inputs: most sizes are no multiple of vectors, warps or blocks.
+
+One has more than a million elements.
+"""
 
 
 def check_shapes(subject: Subject, a: Responses, found: Behavior) -> tuple[Finding, list[Counterexample]]:

@@ -15,8 +15,11 @@ from fp8ref.conformance.subject import ConformanceError, RefusedError, Subject
 from fp8ref.formats import Format
 from fp8ref.sim import cast
 
-NO_CODE = -1  # stands for a value that the format does not have
+NO_CODE = -1
+"""What stands for a value that the format does not have."""
+
 FLOATS = ("float32", "bfloat16", "float16", "float64")
+"""The dtypes of outputs that are values."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,11 +22,22 @@ from fp8ref.conformance.subject import ConformanceError, Subject
 from fp8ref.formats import Format
 
 REPEATS = 1 << 12
+"""How often each number between two neighbors is cast."""
+
 FRACTIONS = (1 / 16, 1 / 4, 1 / 2, 3 / 4, 15 / 16)
-RARELY = 2.0**-8  # a sixteenth of the smallest fraction
-# A quarter of the smallest number rounds to it every time in 4^-64 of the casts that follow C-2.
+"""Where those numbers lie between their neighbors, as fractions of the way."""
+
+RARELY = 2.0**-8
+"""The rate from which a neighbor counts as occurring: a sixteenth of the smallest fraction."""
+
 REPEATS_OF_SPECIALS = 1 << 6
+"""How often each input that leaves nothing to chance is cast.
+
+A quarter of the smallest number rounds to it every time in 4^-64 of the casts that follow C-2.
+"""
+
 NOT_ASKED = ("behavior_but_for_nan_codes", "double_rounding", "double_roundings")
+"""The keys of a result that are left out for a cast that rounds stochastically."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -206,9 +217,9 @@ def _neither_neighbor(subject: Subject, responses: tuple[Responses, ...], found:
         outside = wrong & (magnitude <= a.fmt.max) & ~sign
         if outside.any():
             at = simplest(a.x, outside)
-            raise _error(subject, a, at, f"gave {outputs.output_text(a.output, at, a.fmt)}, which is no neighbor")
+            raise _error(subject, a, at, f"gave {outputs.output_text(a.output, at, a.fmt)}, which is not a neighbor")
         if wrong.any():
-            shown.append(a.counterexample(simplest(a.x, wrong), found, "by what was found"))
+            shown.append(a.counterexample(simplest(a.x, wrong), found, "by the behavior found"))
     return shown[:1]
 
 
@@ -219,9 +230,9 @@ def _rounding(rates: RoundingRates, differs_again: bool) -> Finding:
     evidence += "two binades and subnormals; "
     shown = [f"{show(rates.x[i])} {rates.away[i]:.3f}, not {rates.fractions[i]:g}" for i in depart[:4]]
     more = f" and {depart.size - 4} more" if depart.size > 4 else ""
-    evidence += f"away from zero went {', '.join(shown)}{more}" if depart.size else "each went away from zero as often as that"
+    evidence += f"the rates away from zero were {', '.join(shown)}{more}" if depart.size else "each was rounded away from zero at that rate"
     evidence += (
-        "; a second call gives other codes" if differs_again else "; a second call gives the same codes: by position, from a fixed seed"
+        "; a second call gives different codes" if differs_again else "; a second call gives the same codes: by position, from a fixed seed"
     )
     witness = None
     if depart.size:
@@ -236,13 +247,9 @@ def _summary(rates: RoundingRates, fmt: Format, decided: list[Finding], names: l
     of, wrong = rates.responses.fmt, int(rates.depart.sum())
     found_fmt = f"{of}" + (f" (max {of.max:g}), not {fmt} (max {fmt.max:g})," if of is not fmt else "")
     how = f"but not by the distance (C-2) at {wrong} of the" if wrong else "with the probability of C-2 at the"
-    rest = (
-        " and ".join(names or names_but_for_nan) + ("" if names else " except for NaN codes")
-        if names_but_for_nan
-        else "none of those known"
-    )
+    rest = " and ".join(names or names_but_for_nan) + ("" if names else " except for NaN codes") if names_but_for_nan else "no known cast"
     what = ", ".join(f"{f.what.replace('_', ' ')} {f.text or f.value or 'unknown'}" for f in decided)
-    return f"a cast to {found_fmt} that rounds at random, {how} {rates.x.size} fractions asked, and is otherwise {rest}: {what}"
+    return f"a cast to {found_fmt} that rounds at random, {how} {rates.x.size} fractions tested, and is otherwise {rest}: {what}"
 
 
 def _differences(rates: RoundingRates, truncated: Responses, expect: str, fmt: Format, findings: list[Finding]) -> list[Counterexample]:
@@ -260,13 +267,14 @@ def _differences(rates: RoundingRates, truncated: Responses, expect: str, fmt: F
 def _no_chance(subject: Subject, a: Responses, position: int | None, rates: RoundingRates) -> ConformanceError:
     """The error for outputs that vary, though no number between neighbors is rounded both ways."""
     if position is not None:
-        return _error(subject, a, position, "gave other codes the second time")
+        return _error(subject, a, position, "gave different codes on the second call")
     codes = rates.responses.codes.reshape(-1, REPEATS)
-    return _error(subject, rates.responses, int(np.argmax(codes != codes[:, :1])), "is not given one code all over an array")
+    return _error(subject, rates.responses, int(np.argmax(codes != codes[:, :1])), "got several codes in one array")
 
 
 def _error(subject: Subject, a: Responses, at: int, what: str) -> ConformanceError:
     return ConformanceError(
-        f"{subject.name} does not repeat itself, and is no stochastic rounding: {a.source} {show(a.x[at])} ({bits_of(a.x[at], a.source)}) "
-        f"{what}. Make it a function of its input."
+        f"{subject.name} does not repeat itself, and does not round stochastically: {a.source} "
+        f"{show(a.x[at])} ({bits_of(a.x[at], a.source)}) {what}. Make its result depend on its "
+        "input alone."
     )

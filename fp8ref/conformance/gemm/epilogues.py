@@ -21,7 +21,8 @@ from fp8ref.sim.scaling import Quantized
 from fp8ref.sim.tensor_core import K_STEP
 
 ROUNDS, MOST_ROUNDS = 8, 64  # GEMMs that are run, each under other scales
-ENOUGH = 4096  # results that distinguish epilogues
+ENOUGH = 4096
+"""The number of results that is enough to distinguish epilogues."""
 
 
 def rounding(bench: Bench, seed: int) -> tuple[Bench, list[Finding]]:
@@ -53,7 +54,7 @@ def rounding(bench: Bench, seed: int) -> tuple[Bench, list[Finding]]:
             expected = cast.round_to(sums * a.scale_inv * b.scale_inv.T, out, rounding=how)
             wrong[how] += int((expected != result).sum())
     best = min(ROUNDINGS, key=lambda how: wrong[how])
-    evidence = f"of the same results {wrong[best]} are not so rounded, as the order of scales is not known yet"
+    evidence = f"{wrong[best]} of the same results are rounded differently; the order of scales is not known yet"
     findings.append(Finding(what="out_rounding", value=best, evidence=evidence))
     return dataclasses.replace(bench, out=out, rounding=best), findings
 

@@ -30,7 +30,10 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 SHAPE = (128, 128, 4096)
-FEW = 1000  # results; fewer prove little
+"""The default M, N and K of the GEMM that is probed."""
+
+FEW = 1000
+"""The number of results below which the summary adds that they prove little."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,11 +108,11 @@ class Identified(Result):
             missing = [name for name, value in (("accumulation", self.accumulate), ("epilogue", self.epilogue)) if value is None]
             return f"no {' and no '.join(missing)} of the simulator gives these answers"
         bits = f"{self.equal:,} of {self.compared:,} random results have the simulator's bits under it"
-        few = f"; so few tell little: probe a larger M and N than {self.bench.m} and {self.bench.n}" if self.compared < FEW else ""
+        few = f"; so few results prove little: probe M and N above {self.bench.m} and {self.bench.n}" if self.compared < FEW else ""
         if self.equal < self.compared:
             return f"NOT confirmed: {bits}"
         unlike = ", ".join(f.what for f in self.unlike)
-        return f"identified: {bits}{few}" if self.ok else f"NOT identified: {bits}, but not: {unlike}{few}"
+        return f"identified: {bits}{few}" if self.ok else f"NOT identified: {bits}, but these differ: {unlike}{few}"
 
 
 def identify(
@@ -132,7 +135,7 @@ def identify(
     """
     m, n, k = shape
     if min(m, n) < 1 or k < K_STEP or k % K_STEP:
-        raise ValueError(f"a probe takes M and N of at least 1 and a K of at least {K_STEP} that {K_STEP} divides; got {list(shape)}.")
+        raise ValueError(f"a probe takes M and N of at least 1 and a K that is a positive multiple of {K_STEP}; got {list(shape)}.")
     bench, of_out = epilogues.rounding(Bench(gemm=scaled, m=m, n=n, k=k, fmt_a=formats[0], fmt_b=formats[1]), seed)
     drawn = draw_sample(bench, seed)
     plans, findings = _accumulation(bench, drawn)
@@ -167,7 +170,11 @@ def _accumulation(bench: Bench, drawn: Sample) -> tuple[Sequence[str | Accumulat
     if not isinstance(width.value, int):
         name = {step.SEQUENTIAL: "f32", step.WIDE: "exact"}.get(str(width.value))
         fits = [name] if name and drawn.fits(bench, name) else []
-        evidence = f"random sums have{'' if fits else ' not'} the bits of {name!r}" if name else "no order of ours groups products so"
+        evidence = (
+            f"random sums have{'' if fits else ' not'} the bits of {name!r}"
+            if name
+            else "no order of the simulator groups products in this way"
+        )
         return fits, [width, Finding(what="order", value=fits[0] if fits else None, evidence=evidence)]
     units, found = step.units(bench, width.value)
     found = [width, *found]

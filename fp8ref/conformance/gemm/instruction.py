@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 SIDE = 128
+"""Rows of a and of b that the instruction's function is called with."""
+
 FULL, TOP_FLOAT = 0x7F7FFFFF, 128
 
 
@@ -204,7 +206,7 @@ def _of_group(group: str, c: np.ndarray, d: np.ndarray, expected: np.ndarray, sa
         return Finding(what=group, value="as the simulator has it", evidence=f"{same.size} instructions")
     i = int(np.flatnonzero(~same)[0])
     bits = (int(x.view(np.uint32)) for x in (c[i], d[i], expected[i]))
-    evidence = "of {} instructions {} differ; number {}, from c = {:08x}, gave {:08x}, and the simulator {:08x}".format(
+    evidence = "{1} of {0} instructions differ; instruction {2}, with c = {3:08x}, gave {4:08x}; the simulator gives {5:08x}".format(
         same.size, int((~same).sum()), i, *bits
     )
     return Finding(what=group, value="not as the simulator has it", evidence=evidence)

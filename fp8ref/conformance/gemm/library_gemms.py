@@ -12,6 +12,7 @@ from fp8ref.conformance.gemm.scaled_gemm import OUT_DTYPES, ScaledGemm
 from fp8ref.sim.scaling import Quantized
 
 KNOWN = ("torch-scaled-mm", "torch-rowwise", "jax-dot")
+"""The names of the libraries' GEMMs."""
 
 
 def named(name: str, *, fast: bool = False, out_dtype: str | None = None, granularity: str | None = None) -> ScaledGemm:
@@ -25,12 +26,12 @@ def named(name: str, *, fast: bool = False, out_dtype: str | None = None, granul
     """
     if ":" in name:
         if fast or out_dtype:
-            raise ValueError(f"--fast-accum and --out-dtype are of {', '.join(KNOWN)}; {name} computes as it was written. Leave them out.")
+            raise ValueError(f"--fast-accum and --out-dtype apply to {', '.join(KNOWN)}; {name} has its own. Leave them out.")
         return _custom(name, granularity or "tensorwise")
     if name not in KNOWN:
         raise ValueError(f"a probe takes one of {', '.join(KNOWN)}, wgmma, or module:function; got {name!r}.")
     if granularity:
-        raise ValueError(f"--granularity is of module:function; {name} has its own. Leave it out.")
+        raise ValueError(f"--granularity applies to module:function; {name} has its own. Leave it out.")
     if out_dtype is not None and out_dtype not in OUT_DTYPES:
         raise ValueError(f"--out-dtype is one of {', '.join(OUT_DTYPES)}; got {out_dtype!r}.")
     if name == "jax-dot":

@@ -24,14 +24,26 @@ from fp8ref.sim import accumulate, cast, gemm
 from fp8ref.sim.accumulate import SPLIT_ORDERS, SPLIT_TILE, Accumulation
 from fp8ref.sim.tensor_core import K_STEP, TensorCore
 
-# The keys of a plan in JSON: those of its unit, one step, and those of the accumulation.
 UNIT = tuple(f.name for f in dataclasses.fields(TensorCore) if f.name not in ("name", "evidence"))
+"""The keys of a plan in JSON that describe its unit, one step of a tensor core."""
+
 PLAN = tuple(f.name for f in dataclasses.fields(Accumulation) if f.name not in ("name", "unit"))
+"""The keys of a plan in JSON that describe its accumulation."""
+
 PROMOTIONS = (*range(K_STEP, 513, K_STEP), 1024, 2048, 4096)
+"""The promotions that are tried together with split-K."""
+
 TILES = (SPLIT_TILE, 64, 256, 32)
+"""The lengths of split-K tiles along K that are tried, in order."""
+
 SAME = "by the same"
+"""The evidence of findings that have the same evidence as ``promotion``."""
+
 FIELDS = ("promotion", "accumulator", "split_k", "split_order", "split_tile")
-SIDES = (8, 32, 256)  # rows and columns of a random result that plans are compared in: few first, to discard most
+"""The names of the findings about a plan."""
+
+SIDES = (8, 32, 256)
+"""Rows and columns of a random result that plans are compared in: few first, to discard most."""
 
 
 def places(bench: Bench, unit: TensorCore) -> np.ndarray | str:
@@ -51,7 +63,7 @@ def places(bench: Bench, unit: TensorCore) -> np.ndarray | str:
     kept = np.ldexp(bench.run([{**filled, k: large, k + 1: opposite} for k in steps]).astype(np.float64), -small)
     lost = len(steps) - 1 - kept
     whole = np.isin(lost, np.arange(len(steps)))
-    return lost.astype(np.int64) if whole.all() else "what large numbers left of small ones in other steps was no whole number of them"
+    return lost.astype(np.int64) if whole.all() else "in other steps, large numbers did not leave a whole number of small ones"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +135,9 @@ def findings_of(plans: Sequence[Accumulation], evidence: str) -> list[Finding]:
     if simplest.promotion is None:
         others = ("promotion of all of a chain's K or more", *others)
     aligned = simplest.promotion != K_STEP or simplest.unit.fused_width < K_STEP
-    accumulator = "aligned with the products, and cut off like one" if aligned else "0 in every step, whose results are added in float32"
+    accumulator = (
+        "aligned with the products, and truncated like a product" if aligned else "0 in every step, whose results are added in float32"
+    )
     found = [
         Finding(what="promotion", value=simplest.promotion or "none", evidence=evidence, others=others),
         Finding(what="accumulator", value=accumulator, evidence=SAME),
@@ -188,7 +202,8 @@ def accumulation(plan: Mapping[str, Any], *, evidence: str) -> str | Accumulatio
     missing = [key for key in (*UNIT, *PLAN) if key not in plan or (plan[key] is None and key != "promotion")]
     if missing:
         raise ValueError(
-            f"a plan has all of its keys; {', '.join(missing)} could not be told or {'is' if len(missing) == 1 else 'are'} missing. Probe again."
+            f"a plan needs all of its keys; {', '.join(missing)} could not be identified or "
+            f"{'is' if len(missing) == 1 else 'are'} missing. Probe again."
         )
     unit = TensorCore(name="probed", evidence=evidence, **{key: plan[key] for key in UNIT})
     return Accumulation(name="probed", unit=unit, **{key: plan[key] for key in PLAN})

@@ -27,8 +27,11 @@ from fp8ref.sim.accumulate import Accumulation
 if TYPE_CHECKING:
     from rich.console import Console
 
-ROWS = 24  # of a and of b that a recording keeps: about 400 KB at K = 8192
+ROWS = 24
+"""The most rows of a and of b that a recording keeps: about 400 KB at K = 8192."""
+
 FORMAT = "fp8ref recording 1"
+"""The name and version of the format of recordings."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +126,8 @@ def verify(path: Path) -> Verified:
     except Exception as error:  # damaged archives and arrays raise all kinds of errors
         why = f"{type(error).__name__}: {error}" if not isinstance(error, ValueError) else error
         raise ValueError(
-            f"{path} is no whole recording of a probe ({why}). It is {FORMAT!r}, with an .npz file next to it; record it again."
+            f"{path} is not a complete recording of a probe ({why}). A recording is a "
+            f"{FORMAT!r} file with an .npz file next to it. Record it again."
         ) from error
     return Verified(path=path, compared=recorded.size, equal=int((computed.view(np.uint32) == recorded).sum()))
 
@@ -133,10 +137,10 @@ def _instruction(metadata: dict[str, Any], arrays: dict[str, np.ndarray]) -> tup
     fmt_a, fmt_b = (FP8_FORMATS[name] for name in metadata["formats"])
     accumulate = _accumulation(metadata)
     if not isinstance(accumulate, Accumulation):
-        raise ValueError("an instruction is a tensor core's")
+        raise ValueError("an instruction needs the plan of a tensor core")
     a, b, c, recorded = (arrays[key] for key in ("a", "b", "c", "d"))
     if not (len(a) == len(b) == len(c) and recorded.shape == (len(a),)):
-        raise ValueError("its arrays are not of one length")
+        raise ValueError("its arrays differ in length")
     each = (
         gemm.mma(x[None], y[None], z[None, None], fmt_a=fmt_a, fmt_b=fmt_b, unit=accumulate.unit)[0, 0]
         for x, y, z in zip(a, b, c.view(np.float32), strict=True)
@@ -147,7 +151,7 @@ def _instruction(metadata: dict[str, Any], arrays: dict[str, np.ndarray]) -> tup
 def _gemm(metadata: dict[str, Any], arrays: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     """Computed and recorded results [M, N], the latter as bits."""
     if metadata["kind"] != "gemm":
-        raise ValueError(f"its kind is {metadata['kind']!r}, and there are gemm and instruction")
+        raise ValueError(f"its kind is {metadata['kind']!r}, not gemm or instruction")
     fmts = (FP8_FORMATS[name] for name in metadata["formats"])
     a, b = (operand(arrays[x], fmt, metadata["granularity"], arrays[f"scale_{x}"]) for x, fmt in zip("ab", fmts, strict=True))
     recorded = arrays["out"]
@@ -177,6 +181,6 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
         raise ValueError(f"its format is {metadata['format']!r}")
     archive = path.with_suffix(".npz")
     if not zipfile.is_zipfile(archive):
-        raise ValueError(f"{archive.name} is no archive of arrays" if archive.exists() else f"{archive.name} is not there")
+        raise ValueError(f"{archive.name} is not an archive of arrays" if archive.exists() else f"{archive.name} is missing")
     with np.load(archive, allow_pickle=False) as file:
         return metadata, dict(file)

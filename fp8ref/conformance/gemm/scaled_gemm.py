@@ -12,6 +12,7 @@ from fp8ref.sim import scaling
 from fp8ref.sim.scaling import Quantized
 
 OUT_DTYPES = {"float32": FLOAT32, "bfloat16": BFLOAT16, "float16": FLOAT16}
+"""The dtypes that a GEMM may return, by name."""
 
 
 class ProbeError(ValueError):
@@ -66,7 +67,7 @@ class ScaledGemm:
         except (Exception, SystemExit) as error:  # a custom function, or reading its result, may raise anything
             said = f": {error}" if str(error) else ""
             raise ProbeError(
-                f"{self.name} raised {type(error).__name__} for {_of(a, b)}{said}. Call it on such operands by itself."
+                f"{self.name} raised {type(error).__name__} for {_of(a, b)}{said}. Call it on such operands alone to find the cause."
             ) from error
         now = (a.codes, a.scale, a.scale_inv, b.codes, b.scale, b.scale_inv)
         if not all(np.array_equal(before, after) for before, after in zip(given, now, strict=True)):

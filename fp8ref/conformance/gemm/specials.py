@@ -14,9 +14,14 @@ from fp8ref.formats import Format
 from fp8ref.sim import gemm
 from fp8ref.sim.accumulate import Accumulation
 
-NAN = 0x7FFFFFFF  # the one NaN that tensor cores give
+NAN = 0x7FFFFFFF
+"""The bits of the one NaN that tensor cores give."""
+
 KINDS = ("nan", "infinities", "zeros of sums", "small results", "large results", "epilogue with bias")
+"""The findings that are compared with the simulator."""
+
 ALIKE = ("as IEEE 754", "as the simulator has them", *(e.name for e in epilogues.candidates() if e.bias))
+"""The values of those findings that agree with the simulator."""
 
 
 def specials(bench: Bench) -> list[Finding]:
@@ -74,7 +79,7 @@ def extremes(bench: Bench, accumulate: str | Accumulation, epilogue: Epilogue, s
         evidence = f"{results.size} results, from {np.abs(expected).min():.3g} to {np.abs(expected).max():.3g} in magnitude"
         if len(wrong):
             at = tuple(int(i) for i in wrong[0])
-            said = f"{len(wrong)} are not as the simulator has them, such as {results[at]:.9g} for {expected[at]:.9g}"
+            said = f"{len(wrong)} differ from the simulator, such as {results[at]:.9g} instead of {expected[at]:.9g}"
         found.append(Finding(what=what, value=said if len(wrong) else ALIKE[1], evidence=evidence))
     return found
 

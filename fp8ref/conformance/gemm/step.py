@@ -20,9 +20,12 @@ from fp8ref.formats import FLOAT16, FLOAT32
 from fp8ref.sim import cast, tensor_core
 from fp8ref.sim.tensor_core import K_STEP, ROUNDINGS, TensorCore
 
-FAR = 28  # binades below the largest number: more than a float32 or any unit of the simulator keeps
+FAR = 28
+"""Binades below the largest number: more than a float32 or any unit of the simulator keeps."""
+
 SEQUENTIAL, WIDE = "sequential", "wide"
-SIDE = 64  # rows and columns of random steps
+SIDE = 64
+"""The most rows and columns of random steps."""
 
 
 def width(bench: Bench) -> Finding:

@@ -16,8 +16,11 @@ from fp8ref.conformance.gemm.scaled_gemm import ProbeError, ScaledGemm, operand
 from fp8ref.formats import FLOAT32, Format
 from fp8ref.sim import cast
 
-SAMPLED = 256  # rows, and columns
-Terms = Mapping[int, tuple[float, float]]  # a stimulus: by index in K, the factors of a product; elsewhere zeros
+SAMPLED = 256
+"""The most rows, and the most columns, that the simulator computes too."""
+
+Terms = Mapping[int, tuple[float, float]]
+"""A stimulus: index in K -> the two factors of its product; elsewhere zeros."""
 
 
 class VariesError(ProbeError):

@@ -20,13 +20,23 @@ from fp8ref.formats import E4M3FN, E5M2, Format
 from fp8ref.sim import cast
 
 SOURCE = Path(__file__).with_suffix(".cu")
+"""The CUDA source of the kernel."""
+
 TILE_M, TILE_N, K = 64, 8, 32
 HOPPER = 90
+"""The compute capability of the GPUs with this instruction, 9.0, times ten."""
+
 PAIRS: tuple[tuple[Format, Format], ...] = ((E4M3FN, E4M3FN), (E4M3FN, E5M2), (E5M2, E4M3FN), (E5M2, E5M2))
-# Offsets of a matrix in shared memory, along K and along rows. PTX's manual can be read both ways:
-# ``instruction`` takes the one whose sums of integers are right.
+"""The formats of a and b, in the order in which the CUDA source numbers them."""
+
 LAYOUTS = ((128, 256), (256, 128))
+"""Offsets of a matrix in shared memory, along K and along rows.
+
+PTX's manual can be read both ways: ``instruction`` takes the one whose sums of integers are right.
+"""
+
 Multiply = Callable[[np.ndarray, np.ndarray, np.ndarray, Format, Format], np.ndarray]
+"""(a [M, 32], b [N, 32], accumulator c [M, N], format of a, format of b) -> float32 [M, N]."""
 
 
 def nvcc() -> str:
@@ -42,7 +52,7 @@ def nvcc() -> str:
     places = [*([Path(home) / "bin"] if home else []), *os.get_exec_path(), Path("/usr/local/cuda/bin"), *packages]
     found = shutil.which("nvcc", path=os.pathsep.join(map(str, places)))
     if not found:
-        raise ProbeError("wgmma is compiled by nvcc, which is not here. Set CUDA_HOME, or pip install 'fp8ref[cuda]', which has it.")
+        raise ProbeError("wgmma needs nvcc, which was not found. Set CUDA_HOME, or install nvcc with: pip install 'fp8ref[cuda]'")
     return found
 
 

@@ -48,6 +48,7 @@ class Amaxes:
 
     @property
     def amax(self) -> np.ndarray:
+        """The magnitudes of ``largest``; float32 [n]."""
         return np.abs(self.largest)
 
 

@@ -12,12 +12,18 @@ from fp8ref.conformance.inputs import dtypes
 from fp8ref.formats import E4M3FN, E4M3FNUZ, E5M2, E5M2FNUZ, Format
 from fp8ref.sim import cast
 
-# The formats that an unknown cast may turn out to have: the specification's four, and three that
-# only ml_dtypes names. Its e4m3 is not in OFP8: an e4m3 with infinities.
 E4M3 = Format(name="e4m3", exponent_bits=4, mantissa_bits=3, bias=7, specials="ieee")
+"""The e4m3 of ml_dtypes, which has infinities: OFP8 does not have this format."""
+
 E4M3B11FNUZ = Format(name="e4m3b11fnuz", exponent_bits=4, mantissa_bits=3, bias=11, specials="fnuz")
+"""The e4m3b11fnuz of ml_dtypes: bias 11, no infinities, no negative zero."""
+
 E3M4 = Format(name="e3m4", exponent_bits=3, mantissa_bits=4, bias=3, specials="ieee")
+"""The e3m4 of ml_dtypes, with infinities."""
+
 CAST_FORMATS = {f.name: f for f in (E4M3FN, E5M2, E4M3FNUZ, E5M2FNUZ, E4M3, E4M3B11FNUZ, E3M4)}
+"""The formats that an unknown cast may have: the specification's four, and three of ml_dtypes
+alone."""
 
 # k of the relative distances 2^-k to a number or a midpoint. They go beyond bfloat16's 8 bits,
 # float16's 11 and float32's 24: a cast that first rounds to one of these takes such an input for

@@ -36,6 +36,8 @@ SOURCES = {
         Source("float64", 64, 52, -1022),
     )
 }
+"""The dtypes that inputs may have, by name."""
+
 _WIDE: dict[str, Format] = {f.name: f for f in (FLOAT32, BFLOAT16, FLOAT16)}
 
 

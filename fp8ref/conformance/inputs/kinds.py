@@ -13,7 +13,6 @@ from fp8ref.formats import Format
 from fp8ref.policy import ScalePolicy
 from fp8ref.sim import cast
 
-# Kinds of a cast's input, each with its clauses of SEMANTICS. The first that applies is the kind.
 CAST_CLAUSES = {
     "NaN": "C-5",
     "infinite": "C-3, C-4",
@@ -27,14 +26,18 @@ CAST_CLAUSES = {
     "subnormal": "C-1, C-2, F-1",
     "in range": "C-1, C-2",
 }
+"""{kind of a cast's input: its clauses of SEMANTICS}; the first kind that applies is the kind."""
+
 CASTS = tuple(CAST_CLAUSES)
+"""The kinds of a cast's input."""
 
-# A certificate tallies 2^32 inputs by these four alone. They are names of CASTS, but follow from
-# the unsaturated code: "above max" is what rounds above max, and "in range" is everything else.
 CAST_RANGES = ("in range", "above max", "infinite", "NaN")
+"""The four kinds by which a certificate tallies 2^32 inputs.
 
-# Kinds of an amax under a policy. The clauses are those that a kind adds to the policy's formula
-# (S-3, S-9, S-14, S-15). The first that applies is the kind.
+They are names of CASTS, but follow from the unsaturated code: "above max" is what rounds above max,
+and "in range" is everything else.
+"""
+
 AMAX_CLAUSES = {
     "NaN": "S-9, S-11",
     "infinite": "S-9, S-11",
@@ -48,12 +51,22 @@ AMAX_CLAUSES = {
     "next to max times a power of two": "S-4",
     "in range": "S-3, S-9",
 }
-AMAXES = tuple(AMAX_CLAUSES)
+"""{kind of an amax under a policy: its clauses}; the first kind that applies is the kind.
 
-# An amax by its magnitude alone, where no policy is known yet. "ordinary" amaxes are those for
-# which every policy divides, without eps, overflow or a special case.
+The clauses are those that a kind adds to the policy's formula (S-3, S-9, S-14, S-15).
+"""
+
+AMAXES = tuple(AMAX_CLAUSES)
+"""The kinds of an amax under a policy."""
+
 AMAX_RANGES = ("ordinary", "tiny", "huge", "subnormal", "zero", "infinite", "NaN")
-NONZERO_RANGES = AMAX_RANGES[:4]  # finite amaxes above zero
+"""The kinds of an amax by its magnitude alone, where no policy is known yet.
+
+"ordinary" amaxes are those for which every policy divides, without eps, overflow or a special case.
+"""
+
+NONZERO_RANGES = AMAX_RANGES[:4]
+"""Those kinds that are finite amaxes above zero."""
 
 
 def of_casts(x: np.ndarray, source: dtypes.Source, fmt: Format) -> np.ndarray:

@@ -12,6 +12,7 @@ from fp8ref.formats import BFLOAT16
 from fp8ref.sim import cast
 
 PATTERNS = ("ordinary", "outliers", "wide", "subnormal", "zeros", "zero lines", "power of two", "huge", "infinity", "NaN")
+"""The patterns of ``filled``."""
 
 
 def filled(pattern: str, shape: tuple[int, ...], source: dtypes.Source, seed: int) -> np.ndarray:

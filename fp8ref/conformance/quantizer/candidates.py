@@ -23,7 +23,10 @@ from fp8ref.sim import cast, scaling
 from fp8ref.sim.scales import Scales, scale_inv_from_scale, scales_from_amax
 
 Amax = Callable[..., np.ndarray]
+"""A function of x, granularity and axis, as ``scaling.amax``."""
+
 ChangeScales = Callable[[Scales, np.ndarray, Format], Scales]
+"""A function of a policy's scales, the amax and the format, which returns other scales."""
 
 
 def _own_scales(scales: Scales, amax: np.ndarray, fmt: Format) -> Scales:
@@ -125,7 +128,10 @@ DEVIATIONS = (
     Deviation(text="its scale is rounded up to a power of two, not down", scales=_power_of_two(np.ceil)),
     Deviation(text="its scale is rounded to the nearest power of two, by log2", scales=_power_of_two(np.rint)),
 )
+"""The mistakes that have a name."""
+
 NO_DEVIATION = Deviation(text="")
+"""No mistake: the policy as it is."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,6 +176,7 @@ class Candidate:
 
     @property
     def clause(self) -> str:
+        """The clause that decides the policy's scales."""
         return self.policy.clause
 
 

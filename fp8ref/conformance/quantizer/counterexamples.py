@@ -24,6 +24,8 @@ from fp8ref.policy import ScalePolicy
 from fp8ref.sim import cast, scaling
 
 SHAPES = ((1, 1), (1, 32), (32, 1), (1, 128), (128, 1), (4, 4), (16, 16), (32, 32), (128, 128), (256, 384))
+"""The shapes of counterexamples, in the order in which they are tried."""
+
 _EXPONENTS = (0, 1, -1, 2, -2, 4, -4, 8, -8, 16, -16, 32, -32)
 
 
@@ -175,7 +177,7 @@ def _element_text(output: QuantizerOutput, at: tuple, fmt: Format) -> str:
 def _code_text(code: np.uint8, fmt: Format, output: QuantizerOutput) -> str:
     """A code as text; next to an output of values it stands for a value."""
     value = show(cast.decode(np.array([code], np.uint8), fmt)[0])
-    return f"code 0x{int(code):02X} ({value})" if output.codes is not None else f"that of code 0x{int(code):02X} ({value})"
+    return f"code 0x{int(code):02X} ({value})" if output.codes is not None else f"the value of code 0x{int(code):02X} ({value})"
 
 
 def simplest_by_kind(kinds: np.ndarray, wrong: np.ndarray, largest: np.ndarray) -> list[tuple[str, float]]:
@@ -234,7 +236,7 @@ def transposed_scales(output: QuantizerOutput, scale_layout: ScaleLayout) -> lis
     return [
         Counterexample(
             input=f"x {list(shape)}", bits=(), dtype=output.dtype, got=f"scales {list(s)}",
-            expected=f"{list(scale_layout.shape(shape))}, one for each block where that block is", clause="S-6",
+            expected=f"{list(scale_layout.shape(shape))}, each scale at the place of its block", clause="S-6",
         )
         for s in transposed
     ]  # fmt: skip
@@ -293,7 +295,7 @@ def misnamed_arrays(responses: Sequence[Response], scale_layout: ScaleLayout, po
             plain == "scale" and kind != "scale" and policy.stored == "scale" and not policy.e8m0
         )
         if wrong:
-            found.append(_of_name(name, f"what is a {kind}", f"a {plain}", "S-1"))
+            found.append(_of_name(name, f"a {kind}", f"a {plain}", "S-1"))
     for name in responses[0].output.scales:
         largest, amax = (
             np.concatenate(v) for v in zip(*((queries.per_group(a, name, scale_layout), a.amax) for a in responses), strict=True)
@@ -305,4 +307,4 @@ def misnamed_arrays(responses: Sequence[Response], scale_layout: ScaleLayout, po
 
 
 def _of_name(name: str, got: str, expected: str, clause: str) -> Counterexample:
-    return Counterexample(input=f"{name!r} of what it returns", bits=(), dtype="float32", got=got, expected=expected, clause=clause)
+    return Counterexample(input=f"its output {name!r}", bits=(), dtype="float32", got=got, expected=expected, clause=clause)

@@ -84,15 +84,17 @@ def summary(
     if not matched.agreements:
         if matched.deviation:
             return f"{what}: policy {chosen.policy.name}, but {matched.deviation}"
-        return f"{what}, by none of the policies that are known; nearest is {chosen.policy.name}"
+        return f"{what}, by no known policy; nearest is {chosen.policy.name}"
     how = f", scales to {chosen.scale_fmt.max:g}, not {fmt.max:g}" if chosen.scale_fmt.max != fmt.max else ""
     how += ", subnormals are zeros" if chosen.flushes else ""
     how += "" if found["rounding"] == "nearest_even" else f", rounds {found['rounding']}"
     how += f", rounds to {found['double_rounding']} first" if found["double_rounding"] else ""
     how += f", subnormals are {found['subnormals'].replace('_', ' ')}" if found["subnormals"] != "kept" else ""
-    how += f"; its amax is stale, of {memory} earlier call{'s' if memory > 1 else ''}; told by ordinary amaxes alone" if memory else ""
+    how += (
+        f"; its amax is stale, from {memory} earlier call{'s' if memory > 1 else ''}; only ordinary amaxes were compared" if memory else ""
+    )
     how += ", -0 becomes 0" if found["negative_zero"] != "kept" and chosen.fmt.specials != "fnuz" else ""
-    how += "" if everywhere else "; of other tensors it gives something else"
+    how += "" if everywhere else "; it gives other results for other tensors"
     how += "" if identified or not everywhere else ", except for the differences below"
     return f"{what}: policy {' or '.join(matched.names)}{how}"
 
@@ -124,7 +126,7 @@ def returned_finding(scale_layout: ScaleLayout, output: QuantizerOutput) -> Find
     )
     value = " and ".join(dict.fromkeys(scale_layout.kinds.values())) or None
     codes = f"{output.dtype} of x's shape, {list(SHAPE)}" + (f", as {output.place}" if output.place else "")
-    evidence = f"next to {codes}" + ("" if scale_layout.kinds else ", nothing that goes with the amax")
+    evidence = f"next to {codes}" + ("" if scale_layout.kinds else ", nothing that varies with the amax")
     return Finding(what="returns", value=value, words=text or "neither scale nor scale_inv", evidence=evidence)
 
 
@@ -150,7 +152,7 @@ def policy_finding(matched: PolicyMatch, memory: int) -> Finding:
         if matched.nearest.scales is not None
         else "codes or values: no scale is returned, so that policies of equal codes look alike"
     )
-    kept = " Only ordinary amaxes: what it keeps for others one call cannot tell." if memory else ""
+    kept = " Only ordinary amaxes were compared: one call cannot show what it keeps for others." if memory else ""
     evidence = f"{count} of {of} amaxes have its {by}." + kept
     if matched.agreements:
         flushed = ", with subnormals as zeros (S-12)" if matched.nearest.candidate.flushes else ""
@@ -160,5 +162,5 @@ def policy_finding(matched: PolicyMatch, memory: int) -> Finding:
         same = f", or the same by {', '.join(matched.names[1:])}" if matched.names[1:] else ""
         return Finding(what="policy", value=matched.names[0], words=text + same, evidence=evidence)
     nearest = matched.nearest.candidate.policy.name
-    text = f"{nearest}, but {matched.deviation}" if matched.deviation else f"none of them; nearest {nearest}"
+    text = f"{nearest}, but {matched.deviation}" if matched.deviation else f"no known policy; nearest {nearest}"
     return Finding(what="policy", value=None, words=text, evidence=evidence)

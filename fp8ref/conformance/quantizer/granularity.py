@@ -14,6 +14,8 @@ from fp8ref.conformance.subject import ConformanceError
 from fp8ref.granularity import GRANULARITIES, blocks
 
 SHAPE = (256, 384)
+"""The shape of the tensors that a quantizer is asked with."""
+
 _AT = (130, 200)  # its blocks are others for every granularity and axis
 _LARGE = 2.0**40
 _CALLS = 20  # more than the amax histories in use, of 16
@@ -48,29 +50,33 @@ def identify_memory(quantizer: Quantizer) -> tuple[Quantizer, Finding]:
     # A scale of an earlier call is a memory. Codes of an earlier call are a fault.
     if count and after[-1].tensor.tobytes() == quantizer.once(small / 2).tensor.tobytes():
         raise ConformanceError(
-            f"{quantizer.subject.name} gives for x of 0.5s {list(SHAPE)}, after x of ones, the codes of those: they are of an earlier call, "
-            "whose amax a scale may be of, and no code. Quantize what it is given."
+            f"a quantizer gives the codes of its own input; {quantizer.subject.name}, called "
+            f"with x of 0.5s {list(SHAPE)} after x of ones, gives the codes of the ones. A "
+            "scale may come from an earlier call, but a code may not. Quantize the x that is "
+            "given."
         )
     if not count:
         return quantizer, Finding(what="memory", value=0, words="none", evidence="a call of ones gives the same after a call of 1024s")
     if count == _CALLS:
         raise ConformanceError(
-            f"{quantizer.subject.name} remembers more than {_CALLS} calls: of x of ones {list(SHAPE)} it gives something else that long after x of "
-            "1024s. Give it a shorter history."
+            f"{quantizer.subject.name} remembers more than {_CALLS} calls: after x of 1024s, "
+            f"its output for x of ones {list(SHAPE)} still differs {_CALLS} calls later. Give "
+            "it a shorter history."
         )
     witness = Counterexample(
         input="x of ones, after x of 1024s",
         bits=(bits_of(1, quantizer.dtype), bits_of(1024, quantizer.dtype)),
         dtype=quantizer.dtype,
         got=_text(after[0]),
-        expected=f"{_text(steady)}, as after itself",
+        expected=f"{_text(steady)}, as after x of ones alone",
         clause="S-2",
     )
     evidence = (
-        f"{witness}; from call {count + 1} on it is the same. Whether it takes their maximum, and what it keeps, one call cannot tell"
+        f"{witness}; from call {count + 1} on the output is constant. One call cannot show "
+        "whether it takes the maximum of earlier amaxes, or what it keeps"
     )
     finding = Finding(
-        what="memory", value=count, words=f"stale: of {count} earlier call{'s' if count > 1 else ''}", evidence=evidence, witness=witness
+        what="memory", value=count, words=f"stale: from {count} earlier call{'s' if count > 1 else ''}", evidence=evidence, witness=witness
     )
     return replace(quantizer, memory=count), finding
 
@@ -90,8 +96,10 @@ def _steady_output(quantizer: Quantizer, x: np.ndarray, what: str) -> QuantizerO
     different = before.tensor != now.tensor
     at = np.unravel_index(int(np.argmax(different)), SHAPE) if different.any() else (0, 0)
     raise ConformanceError(
-        f"{quantizer.subject.name} does not repeat itself: {what} {list(SHAPE)}, given {_CALLS} times, at last gave {before.tensor[at]} and then "
-        f"{now.tensor[at]} for x{[int(i) for i in at]} = {x[at]:g} (bits {bits_of(x[at], quantizer.dtype)}). Make it a function of its input."
+        f"{quantizer.subject.name} does not repeat itself: after {_CALLS} calls with {what} "
+        f"{list(SHAPE)}, two more calls gave {before.tensor[at]} and {now.tensor[at]} for "
+        f"x{[int(i) for i in at]} = {x[at]:g} (bits {bits_of(x[at], quantizer.dtype)}). Make "
+        "its result depend on its input alone."
     )
 
 

@@ -55,12 +55,12 @@ def identify_quantizer(
     check_format(fmt)
     wanted = None if expect is None else policy_data.by_name(expect)
     if wanted is None and (granularity is not None or axis is not None):
-        raise ValueError("a granularity and an axis are expected along with a policy. Name it: --expect.")
+        raise ValueError("an expected granularity or axis needs an expected policy. Name one with --expect.")
     name = name or subjects.name_of(function)
     try:
         subject = subjects.wrap(name, function, framework=framework, device=device, shape=SHAPE)
     except RefusedError as error:
-        raise RefusedError(f"{error}\nA quantizer is asked with x [M, K]: two axes, of which scales may reduce either (S-6).") from error
+        raise RefusedError(f"{error}\nA quantizer is called with x [M, K]; its scales may reduce either axis (S-6).") from error
     quantizer = Quantizer(subject=subject, dtype=subjects.first_dtype(subject, SHAPE))
     quantizer, remembered = identify_memory(quantizer)
     group = identify_granularity(quantizer)
@@ -120,7 +120,7 @@ def identify_quantizer(
     return Outcome(
         name=name, kind="quantizer", fmt=fmt, framework=subject.framework, found=found, findings=findings, identified=identified,
         summary=describe.summary(matched, chosen, group, found, fmt, quantizer.memory, not beyond, identified)
-        + (f"; it takes no {', no '.join(untaken)}" if untaken else ""),
+        + (f"; it does not accept {' or '.join(untaken)}" if untaken else ""),
         named=bool(matched.agreements) and not different and chosen.scale_fmt.max == fmt.max,
         unlike=unexplained, expected=expect, differences=differences,
     )  # fmt: skip

@@ -25,10 +25,16 @@ from fp8ref.granularity import by_name
 from fp8ref.policy import ScalePolicy
 from fp8ref.sim import scaling
 
-# K as S-6 asks: one row, a square, rows that no block divides, long rows, over a million elements
 SHAPES = ((1, 128), (3, 256), (128, 128), (131, 128), (3, 28672), (1031, 1152))
-# For scales of lines and of whole tensors, where K is free
+"""Shapes whose K is as S-6 asks.
+
+Among them are one row, a square, rows that no block divides, long rows, and over a million
+elements.
+"""
+
 RAGGED = ((1, 1), (2, 3), (3, 17), (4, 1000))
+"""Shapes for scales of lines and of whole tensors, where K is free."""
+
 _LARGE = 1 << 20
 _WHOLE = (20, 264)
 # What is planted in each group: its value at the last element, and at one inside
@@ -107,7 +113,9 @@ def check_shapes(
             refused.append(shape)
         else:
             taken.append(shape)
-    evidence = f"{_listed(taken)}: so too, with the largest, NaNs and infinities of either sign last in its group and inside"
+    evidence = (
+        f"{_listed(taken)}: the same policy, also with the largest element, a NaN or an infinity of either sign last in its group or inside"
+    )
     evidence += f"; it raises for {_listed(refused)}" if refused else ""
     text = "not all alike" if found else "all alike"
     findings = [Finding(what="shapes", value=not found, words=text, evidence=str(found[0]) if found else evidence)]
@@ -158,7 +166,7 @@ def check_dtype(
     considered = queries.considered(quantizer, responses, scale_layout)
     agreed = next((a.candidate for a in agreements if (a.both | ~considered).all()), None)
     if agreed:
-        evidence = f"{considered.sum()} groups are as by it"
+        evidence = f"{considered.sum()} groups match it"
         return agreed, Finding(what=f"from {dtype}", value=agreed.policy.name, evidence=evidence), []
     wrong = _counterexample_among(responses, agreements[0].both | ~considered, candidate, scale_layout, dtype)
     finding = Finding(what=f"from {dtype}", value=None, words="something else", evidence=str(wrong[0]))

@@ -59,6 +59,7 @@ class Response:
 
     @property
     def amax(self) -> np.ndarray:
+        """For each group, the magnitude of ``largest``."""
         return np.abs(self.largest)
 
     @property
@@ -81,9 +82,7 @@ def ask(quantizer: Quantizer, what: Amaxes, shape: tuple[int, int], granularity:
         try:
             output = quantizer.ask(x)
         except RefusedError as error:
-            raise RefusedError(
-                f"{error} Its amax is {_refused(quantizer, x, np.abs(largest), group):.9g}, as amaxes of a tensor may be (S-9)."
-            ) from error
+            raise RefusedError(f"{error} Its amax is {_refused(quantizer, x, np.abs(largest), group):.9g}, which S-9 allows.") from error
         responses.append(Response(x=x, group=group, kind=kind, largest=largest, output=output))
     return responses
 

@@ -19,7 +19,10 @@ from fp8ref.sim import cast
 
 FIELDS, ANSWERS = ("value",), ("code",)
 NAMES = tuple(f.name for f in FORMATS.values() if f.bits == 8)
+"""The names of the formats of 8 bits."""
+
 ROUNDINGS = tuple(r for r in cast.ROUNDINGS if r != "stochastic")
+"""The roundings that give each input one code: all of C-2 but ``stochastic``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +108,7 @@ def _why(question: Cast, rules: Rules, kind: str, line: str, x, found: int) -> d
     fmt = question.fmt
     expected = cast.encode(x, fmt, rounding=rules.rounding, saturate=rules.saturate)  # type: ignore[arg-type]
     guess = explain.cast_guess(np.reshape(x, 1), np.full(1, found, np.uint8), fmt, rounding=rules.rounding, saturate=rules.saturate)
-    given = f" Got is what {' or '.join(guess)} gives." if guess else ""
+    given = f" The answer is what {' or '.join(guess)} gives." if guess else ""
     return {
         "vector": f"{line}, {question.source} {explain.decimal(x)} ({kind})",
         "expected": explain.code(int(expected), fmt),

@@ -12,7 +12,11 @@ from typing import NamedTuple
 import numpy as np
 
 VERSION = 1
-BATCH = 1 << 14  # vectors of one number each that are judged at once
+"""The version of the text format, which a header states."""
+
+BATCH = 1 << 14
+"""Vectors of one number each that are judged at once."""
+
 _TITLE = re.compile(r"#\s*fp8ref\s+vectors\b")
 _HEADER = re.compile(r"#\s*fp8ref\s+vectors\s+(\d+):\s*(\w+)((?:\s+\w+=[\w,-]+)*)")
 _HEX = re.compile(r"(?:0[xX])?([0-9a-fA-F]+)")
@@ -44,7 +48,7 @@ class Vector(NamedTuple):
         if len(parts) != math.prod(shape):
             raise MalformedError(
                 self.line,
-                f"{name} are {math.prod(shape):,} in number, separated by commas; got {len(parts):,}. Write all, the last axis fastest.",
+                f"{name} need {math.prod(shape):,} numbers, separated by commas; got {len(parts):,}. Write all, the last axis fastest.",
             )
         return np.array([self._number(part, bits, f"each of {name}") for part in parts], f"uint{bits}").reshape(shape)
 
@@ -98,25 +102,26 @@ def read(
     for number, text in texts:
         if _TITLE.match(text):
             if stated is not None:
-                raise MalformedError(number, "a second header. Judge one set of vectors at a time.")
+                raise MalformedError(number, "a set of vectors has one header; got a second one. Judge one set at a time.")
             stated = _settings(number, text, operation)
         elif text and not text.startswith("#"):
             return stated, _vectors(chain([(number, text)], texts), inputs, answers)
-    raise ValueError(f"vectors of {operation} were expected, one a line; none came. Did the program before this one fail?")
+    raise ValueError(f"verify needs vectors of {operation}, one per line; got none. Check whether the program before this one failed.")
 
 
 def _vectors(texts: Iterable[tuple[int, str]], inputs: Sequence[str], answers: Sequence[str]) -> Iterator[Vector]:
     for number, text in texts:
         if _TITLE.match(text):
-            raise MalformedError(number, "a header behind vectors. Judge one set of vectors at a time.")
+            raise MalformedError(number, "a header stands before its vectors; got one after vectors. Judge one set at a time.")
         if text and not text.startswith("#"):
             fields = text.split()
             if len(fields) != len(inputs) + len(answers):
                 missing = "; the answer is missing" if len(fields) == len(inputs) else ""
                 raise MalformedError(
                     number,
-                    f"a vector is {', '.join(inputs)}, then {', '.join(answers)}, separated by blanks; got {len(fields)} fields{missing}: "
-                    f"{short(text)!r}. Write gen's line again, and the answers behind it.",
+                    f"a vector is {', '.join(inputs)}, then {', '.join(answers)}, separated by "
+                    f"blanks; got {len(fields)} fields{missing}: {short(text)!r}. Write gen's "
+                    "line again, and append the answers.",
                 )
             yield Vector(number, fields)
 
@@ -141,11 +146,13 @@ def _text(number: int, raw: bytes) -> str:
 def _settings(number: int, text: str, operation: str) -> dict[str, str]:
     match = _HEADER.fullmatch(text)
     if match is None:
-        raise MalformedError(number, f"a header is '# fp8ref vectors {VERSION}: OPERATION KEY=VALUE ...'; got {short(text)!r}. Copy gen's.")
+        raise MalformedError(
+            number, f"a header is '# fp8ref vectors {VERSION}: OPERATION KEY=VALUE ...'; got {short(text)!r}. Copy the header of gen."
+        )
     version, asked, settings = match.groups()
     if int(version) != VERSION:
         raise MalformedError(
-            number, f"these are vectors of version {version}; this fp8ref judges version {VERSION}. Use the one that made them."
+            number, f"these are vectors of version {version}; this fp8ref judges version {VERSION}. Use the fp8ref that made them."
         )
     if asked != operation:
         raise MalformedError(number, f"these are vectors of {asked!r}, not of {operation!r}. Use fp8ref vectors verify {asked}.")
@@ -167,8 +174,8 @@ def shape(text: str, axes: str = "") -> tuple[int, ...]:
     """
     if not _SHAPE.fullmatch(text) or (axes and text.count(",") != axes.count(",")):
         raise ValueError(
-            f"a shape is {axes or '1 to 32 axes'}, each at least 1, in decimal, separated by commas; got {short(text)!r}. "
-            f"Write it as {'4,4,256' if axes else '4,128'} is written."
+            f"a shape is {axes or '1 to 32 axes'}, each at least 1, in decimal, separated by "
+            f"commas; got {short(text)!r}. Write it like {'4,4,256' if axes else '4,128'}."
         )
     return tuple(int(n) for n in text.split(","))
 

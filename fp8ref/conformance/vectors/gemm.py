@@ -19,12 +19,20 @@ from fp8ref.sim.gemm import OUT_DTYPES
 from fp8ref.sim.scaling import Quantized
 
 FIELDS, ANSWERS = ("M,N,K", "codes of a", "scale_inv of a", "codes of b", "scale_inv of b"), ("values",)
-# How an operand's codes are filled: patterns of whole arrays, where inputs.kinds sorts single
-# numbers.
 PATTERNS = ("ordinary", "any code", "one large", "canceling", "subnormal", "zero", "specials")
+"""How an operand's codes are filled.
+
+These are patterns of whole arrays, where inputs.kinds sorts single numbers.
+"""
+
 ACCUMULATE = ("exact", "f32", *accumulate.ACCUMULATIONS)
+"""The accumulations that a wrong answer is compared with."""
+
 EPILOGUES = tuple(e.name for e in epilogues.EPILOGUES.values() if e.bias is None)
+"""The epilogues without a bias."""
+
 OUTS = tuple(f.name for f in OUT_DTYPES)
+"""The output dtypes by name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,7 +147,7 @@ def _guess(a: Quantized, b: Quantized, found: np.ndarray, rules: Rules, question
             except ValueError:  # an accumulation that does not take such operands
                 continue
             if not _differ(found, other).any():
-                return f"Got is what --accumulate {how} --epilogue {epilogue} gives."
+                return f"The answer is what --accumulate {how} --epilogue {epilogue} gives."
     return ""
 
 

@@ -31,6 +31,7 @@ OPERATIONS = {
     "quantize": Operation(quantize.Quantize, quantize.Rules, quantize.verify, quantize.FIELDS, quantize.ANSWERS),
     "gemm": Operation(gemm.Gemm, gemm.Rules, gemm.verify, gemm.FIELDS, gemm.ANSWERS),
 }
+"""The operations of ``fp8ref vectors``, by name."""
 
 
 def generate(operation: str, settings: Mapping[str, Any]) -> Iterator[str]:
@@ -61,11 +62,14 @@ def judge(operation: str, stream: Iterable[bytes], *, settings: Mapping[str, Any
     unsure = ""
     if stated is None:
         if "format" not in settings:
-            raise ValueError("these vectors have no header; say what they ask, with --format at least. See fp8ref vectors verify --help.")
+            raise ValueError(
+                "vectors without a header need their settings as options, --format at least. See fp8ref vectors verify --help."
+            )
         question = of.question(**settings)
         unsure = (
-            f"no header came, so what was asked is not known, and taken to be fp8ref vectors gen {operation} {_options(settings)}: "
-            "copy gen's lines that begin with #, or give verify the options that gen had"
+            f"the vectors have no header, so verify assumes fp8ref vectors gen {operation} "
+            f"{_options(settings)}: copy gen's lines that begin with #, or give verify the "
+            "same options as gen"
         )
     else:
         question = of.question(**_typed(of.question, stated))
@@ -73,8 +77,8 @@ def judge(operation: str, stream: Iterable[bytes], *, settings: Mapping[str, Any
             if getattr(question, name) != value:
                 option = _options({name: value})
                 raise ValueError(
-                    f"the vectors ask {operation} with {name}={getattr(question, name)}; got {option}. "
-                    f"Make them with fp8ref vectors gen {operation} {option}."
+                    f"the vectors are of {operation} with {name}={getattr(question, name)}; "
+                    f"got {option}. Make them with fp8ref vectors gen {operation} {option}."
                 )
     start = len(_comments(operation, question)) + 1
     asked = (AskedVector(number, kind, line) for number, (kind, line) in enumerate(question.vectors(), start))
@@ -85,7 +89,7 @@ def judge(operation: str, stream: Iterable[bytes], *, settings: Mapping[str, Any
 
 def _comments(operation: str, question) -> list[str]:
     of = OPERATIONS[operation]
-    form = f"# a line is {', '.join(of.fields)}, separated by blanks; answer by writing it with {', '.join(of.answers)} behind"
+    form = f"# a line is {', '.join(of.fields)}, separated by blanks; to answer, write it again and append {', '.join(of.answers)}"
     return [text.header(operation, question), form]
 
 
@@ -103,7 +107,7 @@ def _typed(question: type, stated: Mapping[str, str]) -> dict[str, Any]:
         try:
             found[name] = int(value) if types[name] in (int, "int") else value
         except ValueError as error:
-            raise ValueError(f"{name} of a header is an integer; got {value!r}. Copy gen's.") from error
+            raise ValueError(f"{name} of a header is an integer; got {value!r}. Copy the header of gen.") from error
     if "format" not in found:
         raise ValueError("a header names a format; this one does not. Use the one that fp8ref vectors gen writes.")
     return found

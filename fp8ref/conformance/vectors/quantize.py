@@ -20,6 +20,7 @@ from fp8ref.sim.scales import Scales, scales_from_amax
 
 FIELDS, ANSWERS = ("shape", "values"), ("codes", "scales")
 SOURCES = ("float32", "bfloat16", "float16")
+"""The dtypes of tensors."""
 
 
 @dataclass(frozen=True, kw_only=True)

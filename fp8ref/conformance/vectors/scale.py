@@ -21,9 +21,9 @@ from fp8ref.policy import POLICIES
 from fp8ref.sim import cast, scales
 
 FIELDS, ANSWERS = ("amax",), ("scale",)
-# What a library may make of an amax, and its width in bits; scale_inv is what multiplies out of
-# FP8.
 MADE = {"scale": 32, "scale_inv": 32, "e8m0": 8}
+"""{what a library may make of an amax: its width in bits}; scale_inv is what multiplies out of
+FP8."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,10 +93,10 @@ def made_of(pair: scales.Scales, policy: str, made: str) -> np.ndarray:
 def check_made(policy: str, made: str) -> None:
     """Raise ValueError unless made is one of MADE and the policy has it."""
     if made not in MADE:
-        raise ValueError(f"what is made is one of {', '.join(MADE)}; got {made!r}.")
+        raise ValueError(f"made is one of {', '.join(MADE)}; got {made!r}.")
     if made == "e8m0" and policies.by_name(policy).e8m0 is None:
         names = ", ".join(p.name for p in POLICIES.values() if p.e8m0 is not None)
-        raise ValueError(f"the scales of policy {policy!r} are no e8m0 numbers; those of {names} are. Compare scale or scale_inv.")
+        raise ValueError(f"e8m0 needs a policy with e8m0 scales, {names}; got {policy!r}. Compare scale or scale_inv.")
 
 
 def same(found: np.ndarray, expected: np.ndarray, made: str) -> np.ndarray:

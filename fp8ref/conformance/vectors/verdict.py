@@ -15,9 +15,14 @@ from fp8ref.result import Result
 if TYPE_CHECKING:
     from rich.console import Console
 
-PRINTED = 8  # wrong answers in all
-OF_A_KIND = 2  # wrong answers of one kind of input, so that other kinds are shown too
-SHORT = 16  # characters: longer inputs are not shown next to the number of their line
+PRINTED = 8
+"""The most wrong answers that are printed."""
+
+OF_A_KIND = 2
+"""The most wrong answers of one kind of input, so that other kinds are shown too."""
+
+SHORT = 16
+"""Characters: longer inputs are not shown next to the number of their line."""
 
 
 class AskedVector(NamedTuple):
@@ -132,11 +137,11 @@ class Verdict(Result):
             yield f"missing: {len(missing):,} of the {self.asked.total():,} vectors; in gen's output, line {_some(places)}"
         for name, lines in (("not asked", self.unasked), ("repeated", self.repeated)):
             if lines:
-                yield f"{name}: {len(lines):,} of those that came, judged like the others; line {_some([str(n) for n in lines])}"
+                yield f"{name}: {len(lines):,} of the vectors received, judged like the others; line {_some([str(n) for n in lines])}"
         if self.unsure:
             yield self.unsure
         if not self.some:
-            yield "each vector that gen writes is wanted once; --some judges those that come"
+            yield "verify expects each vector of gen once; --some judges the vectors received"
 
     def render(self, console: "Console") -> None:
         """Print ``text``."""

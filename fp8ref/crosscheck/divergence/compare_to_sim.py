@@ -52,7 +52,7 @@ def of_attention(a: Value, b: Value, module: str, context: Context) -> Reason:
     q, k, v = projections
     if q is None or k is None or v is None:
         return Reason(
-            ("M-3", "G-9"), "not all of queries, keys and values are observed, whose linears are in high precision. B-2 bounds logits"
+            ("M-3", "G-9"), "queries, keys and values are not all observed, because their linears are in high precision. B-2 bounds logits"
         )
     simulated = bounds.attention(q, k, v, context.model)
     names, outs = context.names, [np.asarray(x.value, np.float64) for x in (a, b)]
@@ -61,16 +61,19 @@ def of_attention(a: Value, b: Value, module: str, context: Context) -> Reason:
     if max(distances) > 1:
         return Reason(
             (),
-            f"no clause explains it: queries, keys and values are equal, and B-11's bound is exceeded ({shown} of it): a fault of attention",
+            "no clause explains it: queries, keys and values are equal, but B-11's bound is "
+            f"exceeded ({shown} of the bound): a fault of attention",
         )
     # Within the bound, the share of elements equal to each variant shows which order a library
     # uses.
     before, after = ([int((out == variant).sum()) for out in outs] for variant in (simulated.before, simulated.after))
     return Reason(
         ("M-3", "B-11"),
-        "queries, keys and values are equal; the order of float32 sums, and whether probabilities are normalized before or after their rounding, are the "
-        f"library's. Normalized before it, the simulator has {before[0]:,} of {outs[0].size:,} elements of {names[0]} and {before[1]:,} of {names[1]}; "
-        f"after it, {after[0]:,} and {after[1]:,}. In units of B-11's bound {shown}",
+        "queries, keys and values are equal. The library chooses the order of float32 sums, "
+        "and whether to normalize probabilities before or after their rounding. Normalized "
+        f"before it, the simulator has {before[0]:,} of {outs[0].size:,} elements of "
+        f"{names[0]} and {before[1]:,} of {names[1]}; after it, {after[0]:,} and {after[1]:,}. "
+        f"Distances in units of B-11's bound: {shown}",
     )
 
 
@@ -92,10 +95,11 @@ def of_cast(a: Value, b: Value, context: Context) -> Reason:
             compare_scales(check, {"sim": simulated.scale, name: np.asarray(scale, np.float32)}, name)
         else:
             compare_codes(check, {"sim": simulated.codes, name: np.asarray(codes)}, name, a.cast.fmt, np.asarray(hp, np.float32))
-        wrong += [] if check.ok else [f"{name}'s ({check.compared - check.equal} of {check.compared} are not)"]
+        wrong += [] if check.ok else [f"{name}'s ({check.compared - check.equal} of {check.compared})"]
     clauses, of = _clauses(a.cast) if a.part == "scale" else (("C-1", "C-2", "S-5"), "tensor and scale")
     text = (
-        f"its {of} are equal and {a.part} of it are defined bit for bit ({', '.join(clauses)}); not the simulator's: {' and '.join(wrong)}"
+        f"its {of} are equal, and {', '.join(clauses)} define every bit of its {a.part}; "
+        f"different from the simulator's: {' and '.join(wrong)}"
     )
     return Reason((), f"no clause explains it: {text}: a fault")
 
@@ -153,14 +157,14 @@ def of_sum(a: Value, b: Value, context: Context) -> Reason:
         plans = " and ".join(f"{name} sums {_by(m)}" for name, m in zip(context.names, context.multiply, strict=True))
         if wrong:
             return Reason((), f"no clause explains it: {equal}, {plans}, and {' and '.join(map(_off, wrong))}: a fault of the sum")
-        return Reason(("G-20",), f"{equal}, and {plans}, each as that is stated: numerics.accumulate is not the same for this GEMM")
+        return Reason(("G-20",), f"{equal}, and {plans}, each as specified: numerics.accumulate differs for this GEMM")
     shown = ", ".join(f"{check.name} at {check.worst:.2g}" for check in checks)
     if not wrong:
         return Reason(
             ("G-7", "B-1"),
-            f"{equal}; the order of the sum is the library's, and the largest distance from the exact result, in units of B-1's bound, is {shown}",
+            f"{equal}; the sum's order is the library's; the largest distance from the exact result, in units of B-1's bound (1 is allowed), is {shown}",
         )
-    return Reason((), f"no clause explains it: {equal}, and B-1's bound is exceeded ({shown} of it): a fault of the sum")
+    return Reason((), f"no clause explains it: {equal}, but B-1's bound is exceeded ({shown} of the bound): a fault of the sum")
 
 
 def _check_sum(name: str, v: Value, a: scaling.Quantized, b: scaling.Quantized, spec: GemmSpec, multiply: Multiply | None) -> Check:
@@ -184,5 +188,5 @@ def _by(multiply: Multiply | None) -> str:
 
 def _off(check: Check) -> str:
     if check.bound:
-        return f"B-1's bound is exceeded by {check.name} ({check.worst:.2g} of it)"
+        return f"B-1's bound is exceeded by {check.name} ({check.worst:.2g} times the bound)"
     return f"{check.compared - check.equal} of {check.compared} results of {check.name} are not its plan's bit for bit (B-12)"

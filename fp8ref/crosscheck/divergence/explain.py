@@ -13,14 +13,13 @@ from fp8ref.crosscheck.divergence.difference import Difference
 from fp8ref.crosscheck.divergence.report import Reason
 from fp8ref.crosscheck.divergence.step_values import Value, site_before
 
-# By kind of value.
 REASONS = {
     "tokens": Reason(("D-2", "D-3"), "a batch is a function of the text, data.seed and the step: one of them differs"),
-    "initial weights": Reason(("M-6", "K-7"), "initial weights are a function of run.seed and the model, or are run.init_from's"),
+    "initial weights": Reason(("M-6", "K-7"), "initial weights are a function of run.seed and the model, or come from run.init_from"),
     "state": Reason(("K-2",), "both continue from different states"),
-    "recipe": Reason(("R-1",), "the recipes quantize it otherwise"),
+    "recipe": Reason(("R-1",), "the recipes quantize it differently"),
     "absent": Reason(("R-2",), "one of the recipes runs this GEMM in high precision"),
-    "weight": Reason(("M-2",), "the masters are equal and what is multiplied is not their rounding in both"),
+    "weight": Reason(("M-2",), "the master weights are equal, but a backend multiplies values that are not their rounding"),
     "logits": Reason(
         ("G-9", "M-3"), "lm_head in high precision sums in float32 in any order, and so does model.norm before it. B-2 bounds logits"
     ),
@@ -33,7 +32,8 @@ REASONS = {
     ),
     "backward": Reason(
         (),
-        "no clause explains it: M-3 states where the forward pass rounds, none where the backward pass does between GEMMs. B-5 bounds gradients",
+        "no clause explains it: M-3 states where the forward pass rounds; no clause states "
+        "where the backward pass rounds between GEMMs. B-5 bounds gradients",
     ),
     "parameter": Reason((), "no clause explains it: the GEMM that makes it has equal results, where it was observed. B-5 bounds gradients"),
     "norm": Reason(
@@ -42,16 +42,19 @@ REASONS = {
     "learning rate": Reason(("T-3",), "a rate is a function of optimizer.learning_rate, min_learning_rate, warmup_steps and run.steps"),
     "moment": Reason(
         ("T-1", "T-2", "T-6"),
-        "gradients and their norm are equal; clipping and moments are of optimizer.max_norm, beta1, beta2 and kind; T-1 states no order of roundings",
+        "gradients and their norm are equal; clipping and moments depend on "
+        "optimizer.max_norm, beta1, beta2 and kind; T-1 states no order of roundings",
     ),
     "master weight": Reason(
         ("T-1",),
-        "moments and learning rate are equal; what is left is optimizer.eps, weight_decay, the steps counted and the order of T-1's roundings",
+        "moments and learning rate are equal; the remaining causes are optimizer.eps, "
+        "weight_decay, the step count and the order of T-1's roundings",
     ),
     "delayed": Reason(
-        ("H-3", "H-4"), "what the step observed is equal; a history and the scale made of it are a function of that and the state"
+        ("H-3", "H-4"), "the observations of the step are equal; a history and its scale are a function of the observations and the state"
     ),
 }
+"""{kind of value: why it differs where all values before it are equal}."""
 
 
 def explain(a: Value, b: Value, d: Difference, context: Context) -> Reason:
@@ -112,8 +115,9 @@ def _of_rounding(d: Difference, context: Context) -> Reason:
     if d.unit == "bfloat16" and d.worst == 1:
         return Reason(
             ("M-3",),
-            "its parts are equal and every element that differs is one bfloat16 apart: float32 sums and functions in the library's order, "
-            "of which one rounding falls either way. B-2 bounds what it does to logits",
+            "its parts are equal and every element that differs is one bfloat16 apart: the "
+            "library chooses the order of float32 sums and functions, so a rounding can fall "
+            "either way. B-2 bounds the effect on logits",
         )
     by = f"{d.worst} numbers of {d.unit}" if d.worst is not None else "more than numbers"
     return Reason((), f"no clause explains it: roundings of one float32 result are one bfloat16 apart at most (M-3); these are {by} apart")

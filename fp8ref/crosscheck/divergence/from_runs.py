@@ -31,9 +31,11 @@ from fp8ref.train.data import loader
 from fp8ref.train.report import runs
 from fp8ref.train.report.runs import Run
 
-KEYS = ("loss", "grad_norm")  # recorded metrics of a step
-# Keys of a config that change no bit of training.
+KEYS = ("loss", "grad_norm")
+"""The recorded metrics of a step that are compared."""
+
 INERT = ("run.eval_", "run.allow_fallback", "checkpoint.", "log.", "statistics.", "parallel.timeout_s")
+"""Keys of a config, or their beginnings, that change no bit of training."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +120,7 @@ def _side(run: Run, config: Config) -> Side:
     batches = loader.open_batches(config)
     before, now = run.manifest["data"].get("sha256"), batches.description["sha256"]
     if before != now:
-        raise ConfigError(f"{run.name} was trained on other data: their sha256 was {before} and is {now}. Put the data back.")
+        raise ConfigError(f"{run.name} was trained on different data: its sha256 was {before} and is {now}. Put the data back.")
     given = export.read(Path(config.run.init_from), config.model) if config.run.init_from else None
     trainer = loop.trainer(run.manifest["backend"], config, given)
     return Side(name=run.name, config=config, trainer=trainer, batches=batches)
@@ -138,8 +140,10 @@ def _continue_both(found: Sequence[Run], sides: list[Side], records: Recorded, r
                 before = run.curve(key).get(step)
                 if run.name not in records.not_reproduced and before is not None and not _same(before, metrics[key]):
                     records.not_reproduced[run.name] = (
-                        f"{run.name} is not given again: its {key} of step {step} was {before!r}, and is {metrics[key]!r} from step {records.start} on, by "
-                        "its own config: it was trained by other code, on another device, or its state was changed"
+                        f"{run.name} is not reproduced: its {key} of step {step} was "
+                        f"{before!r}, and is {metrics[key]!r} when its own config is trained "
+                        f"from step {records.start}. It was trained by other code or on "
+                        "another device, or its state was changed"
                     )
 
     with console.bar("first divergence", stop - records.start) as advance:
@@ -152,7 +156,7 @@ def _only_recorded(found: Sequence[Run], sides: Sequence[Side], records: Recorde
 
     One of the configs no longer gives its run.
     """
-    text = f"no clause explains it: from step {records.start} on both configs give one run up to there"
+    text = f"no clause explains it: trained from step {records.start}, both configs give equal runs up to there"
     if records.metric_differs and (records.checkpoint_differs is None or records.metric_differs[0] < records.checkpoint_differs.done):
         step, key = records.metric_differs
         x, y = (_recorded_value(key, run.curve(key).get(step, math.nan)) for run in found)
@@ -166,8 +170,9 @@ def _only_recorded(found: Sequence[Run], sides: Sequence[Side], records: Recorde
             v, d = off
             records.not_reproduced.setdefault(
                 run.name,
-                f"{run.name} is not given again: its checkpoint of {records.checkpoint_differs.done} steps has {v.layer}, {v.role}, element "
-                f"{list(d.element or ())}: {d.a}; by its config it is {d.b}",
+                f"{run.name} is not reproduced: in its checkpoint of "
+                f"{records.checkpoint_differs.done} steps, {v.layer}, {v.role}, element "
+                f"{list(d.element or ())} is {d.a}; its config gives {d.b}",
             )
     return located(records.checkpoint_differs.done, *records.checkpoint_differs.first, Reason((), text))
 
@@ -216,7 +221,7 @@ def _compare_checkpoints(found: Sequence[Run], sides: Sequence[Side], records: R
             try:
                 checkpoint.verify(path)
             except ConfigError as error:
-                console.say(f"{error} It is passed over.")
+                console.say(f"{error} This checkpoint is skipped.")
                 break
             trainer.load(path / "state", done)
             states.append(step_values.of_state(trainer, config, "state before"))

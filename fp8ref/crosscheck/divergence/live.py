@@ -35,6 +35,7 @@ from fp8ref.train.data import loader
 from fp8ref.train.data.loader import Batches
 
 Metrics = Mapping[str, float]
+"""The metrics of a step, by name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,8 +77,10 @@ def check_alone(config: Config, whose: str) -> None:
     """
     if config.parallel.devices > 1:
         raise ConfigError(
-            f"--first-divergence trains on one device; {whose} has parallel.* for {config.parallel.devices}, whose sums one device does not repeat (K-2). "
-            "Compare losses with fp8ref compare, or meshes with fp8ref crosscheck --sharded."
+            f"--first-divergence trains on one device; {whose} has parallel.* for "
+            f"{config.parallel.devices} devices, and one device does not repeat their sums "
+            "(K-2). Compare losses with fp8ref compare, or meshes with fp8ref crosscheck "
+            "--sharded."
         )
 
 
@@ -86,7 +89,8 @@ def parts_of(*configs: Config) -> list[str]:
     if all(config.data.microbatches == 1 for config in configs):
         return []
     return [
-        "with data.microbatches above 1 operands of GEMMs and logits are not observed: the batch, loss, gradients and states were compared"
+        "operands of GEMMs and logits are not observed with data.microbatches above 1: only "
+        "the batch, loss, gradients and states were compared"
     ]
 
 
@@ -203,5 +207,6 @@ def _reason_of_start(v: Value, start: int) -> Reason:
 def _unstable(v: Value) -> Reason:
     return Reason(
         (),
-        f"the step left {v.layer}'s {v.role} different, and not when both took it again from the same state: one of them is not deterministic",
+        f"{v.layer}'s {v.role} differed after the step, but not when both repeated the step "
+        "from the same state: one of them is not deterministic",
     )

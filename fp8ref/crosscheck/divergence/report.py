@@ -16,7 +16,8 @@ from fp8ref.result import Result
 if TYPE_CHECKING:
     from rich.console import Console
 
-SHOWN = 8  # codes of an operand that are printed; JSON has all
+SHOWN = 8
+"""The most codes of an operand that are printed; JSON has all."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,7 @@ class Divergence:
     operands: dict[str, str] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
+        """The fields for JSON, with those of the difference and of the reason among them."""
         found = asdict(self)
         found |= found.pop("difference") | {"clauses": list(self.reason.clauses), "why": found.pop("reason")["text"]}
         return found
@@ -80,10 +82,12 @@ class DivergenceReport(Result):
 
     @property
     def ok(self) -> bool:
+        """Whether no value differs."""
         return self.first is None
 
     @property
     def compared(self) -> int:
+        """How many elements were compared, over all checks."""
         return sum(check.compared for check in self.report.checks.values())
 
     def to_dict(self) -> dict[str, Any]:
@@ -186,7 +190,7 @@ def _by(d: Difference) -> str:
         return ""
     largest = "" if d.largest is None else f" by {d.largest:.3g} at most,"
     return (
-        f",{largest} {d.worst:,} of {d.unit}'s numbers apart"
+        f",{largest} {d.worst:,} {d.unit} number{'s' * (d.worst != 1)} apart"
         if not d.unit.startswith("codes")
         else f",{largest} {d.worst:,} {d.unit} apart"
     )

@@ -18,7 +18,10 @@ from fp8ref.train import loop
 from fp8ref.train.config import Config
 
 Phase = Literal["state before", "batch", "forward", "loss", "backward", "optimizer"]
+"""The part of a step that a value belongs to, in order."""
+
 Part = Literal["value", "scale", "codes"]
+"""Which array of an FP8 operand a value is: its high-precision tensor, scale or codes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +47,7 @@ class Value:
 
     @property
     def key(self) -> tuple[str, ...]:
+        """What a value has in common with its counterpart in the other training."""
         return self.phase, self.layer, self.gemm or "", self.role, self.part
 
     @property

@@ -80,7 +80,7 @@ def cause(site: Site, index: tuple[int, ...]) -> str:
         return "no part of it is known"
     if all(map(math.isfinite, parts.values())):
         return f"{shown}: {_overflow(site)}"
-    return shown if site.role != "weight" else f"{shown}: the steps before left it so"
+    return shown if site.role != "weight" else f"{shown}: an earlier step made it so"
 
 
 def _overflow(site: Site) -> str:
@@ -159,24 +159,30 @@ class RerunReport(Result):
             f"on one device, with all {rows} sequences of {length - 1} tokens: loss {self.metrics['loss']}, gradient norm {self.metrics['grad_norm']}"
         )
         if config.data.microbatches > 1:
-            say(f"scales were of each of data.microbatches = {config.data.microbatches} parts of the batch, and are of all of it here")
+            say(
+                "in the run, scales covered each of data.microbatches = "
+                f"{config.data.microbatches} parts of the batch; here they cover the whole batch"
+            )
         if devices > 1 and config.parallel.amax_scope == "local":
-            say("scales of input and grad_output were of each device's part of the batch (parallel.amax_scope), and are of all of it here")
+            say(
+                "in the run, scales of input and grad_output covered each device's part of the "
+                "batch (parallel.amax_scope); here they cover the whole batch"
+            )
         if self.first:
             say(f"first not finite, by {self._who(self.first.found_by)}: {self.first}\n  {self.first.why}")
             if not self.reproduced:
                 say(f"{self.failed.backend}'s own loss and gradient are finite on one device.")
         elif self.reproduced:
-            say("the step fails again, and every value that was looked at is finite.")
+            say("the step fails again, but every value checked is finite.")
         else:
-            say("not reproduced: every value is finite on one device. Another device's fault, or sums in another order, made it otherwise.")
+            say("not reproduced: every value is finite on one device. The cause was a fault of another device, or sums in another order.")
         for check in self.report.failures if not self.faithful else []:
             if "/finite/" not in check.name:
                 say(check.detail)
         if not self.operands:
             say("no operand is in FP8")
         elif self.faithful:
-            verdict = ": numbers went wrong, not what quantizes them" if self.first else ""
+            verdict = ": the numbers diverged, and the quantization is right" if self.first else ""
             say(f"codes and scales of all {self.operands} FP8 operands are the simulator's{verdict}")
         else:
             say(f"codes or scales of {self.failed.backend} are not the simulator's, as above: a fault of the implementation")

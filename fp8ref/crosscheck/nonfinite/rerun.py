@@ -37,8 +37,9 @@ def rerun(path: Path) -> RerunReport:
     failed = failed_step.read(path)
     if failed.config.parallel.devices > 1 and failed.config.optimizer.kind == "adamw_fp8":
         raise ConfigError(
-            f"{path}: moments in FP8 lie in blocks of each process's piece (T-6), so that a step of {failed.config.parallel.devices} processes is not "
-            "read by one. Train with optimizer.kind 'adamw' to replay what fails."
+            f"{path}: each process quantizes its own piece of the FP8 moments in blocks (T-6), so one "
+            f"process cannot replay a step of {failed.config.parallel.devices}. Train with "
+            "optimizer.kind 'adamw' to replay failed steps."
         )
     config = dataclasses.replace(failed.config, parallel=ParallelConfig()).replace(data={"microbatches": 1})
     tokens = failed.tokens

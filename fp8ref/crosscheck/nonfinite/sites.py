@@ -35,7 +35,7 @@ def of_gemms(observations: Sequence[Observation], recipes: Mapping[str, Recipe],
 
 def _finite_in_sim(backend: str) -> str:
     """The cause of a backend's non-finite value that is finite in the simulator."""
-    return f"the simulator's is finite: {backend} sums in another order, or has a fault"
+    return f"the simulator's value is finite: {backend} sums in another order, or has a fault"
 
 
 def in_backend(
@@ -62,7 +62,7 @@ def in_backend(
     gradients = trainer.gradients(tokens)
     for module in backward(config.model):
         yield from of_gemms([o for o in observations if o.layer == module and o.gemm != "output"], recipes, tokens.shape)
-        why = f"a sum over {tokens[:, 1:].size} tokens; no FP8 operand or output before it is other than finite"
+        why = f"a sum over {tokens[:, 1:].size} tokens; every FP8 operand and output before it is finite"
         yield Site(module=module, role="weight's gradient", value=gradients[f"{module}.weight"]), why
     name, largest = max(gradients.items(), key=lambda item: float(np.abs(item[1]).max()))
     index = tuple(int(i) for i in np.unravel_index(np.abs(largest).argmax(), largest.shape))

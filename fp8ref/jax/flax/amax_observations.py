@@ -52,8 +52,9 @@ def check(seen: object) -> Observed:
     """seen, if it is an ``Observed``; ValueError otherwise."""
     if not isinstance(seen, Observed):
         raise ValueError(
-            "update takes what fj.flax.value_and_grad observed, in the forward and the backward pass; got "
-            f"{type(seen).__name__}. A plain grad or apply loses grad_output's: use value, grads, seen = fj.flax.value_and_grad(loss_fn)(...)."
+            "update takes the observations of fj.flax.value_and_grad, from the forward and "
+            f"the backward pass; got {type(seen).__name__}. A plain grad or apply loses those "
+            "of grad_output: use value, grads, seen = fj.flax.value_and_grad(loss_fn)(...)."
         )
     return seen
 
@@ -62,11 +63,14 @@ def same_layers(expected: Mapping, got: Mapping, name: str) -> None:
     """ValueError unless both name the same layers, by the paths of their hooks."""
     if missing := [path for path in expected if path not in got]:
         raise ValueError(
-            f"{name}: every layer with a state is observed; {', '.join(missing)} is not. Thread {SEEN!r} through every use of the "
-            "layer, and take gradients by fj.flax.value_and_grad of the same model."
+            f"{name}: every layer with a state is observed; {', '.join(missing)} is not. Pass "
+            f"{SEEN!r} through every use of the layer, and take gradients by "
+            "fj.flax.value_and_grad of the same model."
         )
     if unknown := [path for path in got if path not in expected]:
-        raise ValueError(f"{name}: got observations of {', '.join(unknown)}, which the model has not. Observe the model that is updated.")
+        raise ValueError(
+            f"{name}: got observations of {', '.join(unknown)}, which the model does not have. Observe the model that is updated."
+        )
 
 
 @contextmanager
@@ -91,7 +95,9 @@ def unobserved(recipe: Recipe, name: str, remedy: str) -> dict:
     """Empty observations for a layer that only computes; ValueError, naming it, within
     ``observing``."""
     if _observing.get() is not None:
-        raise ValueError(f"{name}: recipe {recipe.name!r} scales by past amaxes, and what this layer observes would be lost. {remedy}")
+        raise ValueError(
+            f"{name}: recipe {recipe.name!r} scales by past amaxes, and the observations of this layer would be lost. {remedy}"
+        )
     return delayed.unseen(recipe)
 
 

@@ -52,7 +52,9 @@ def convert(
     options = {"filter_fqns": filter_fqns, "fp8_fqns": fp8_fqns}
     if isinstance(model, nnx.Module):
         if inputs is not None or rngs is not None:
-            raise ValueError("inputs and rngs show the layers of a linen model; an NNX model has them, so leave both out.")
+            raise ValueError(
+                "inputs and rngs are for linen models, which show their layers when they are called. Leave both out for an NNX model."
+            )
         return _convert_nnx(model, recipe, options, multiply)
     if isinstance(model, nn.Module):
         if inputs is None:
@@ -197,7 +199,10 @@ def _converted(model: nn.Module, recipes_by_layer: Mapping[str, Recipe | None], 
         layer = context.module
         name = linen_hooks.layer_name(layer)
         if name not in recipes_by_layer:
-            raise ValueError(f"{name} is not among the layers that convert's inputs showed: {', '.join(recipes_by_layer)}. Show them all.")
+            raise ValueError(
+                f"{name} is not among the layers that convert's inputs called: "
+                f"{', '.join(recipes_by_layer)}. Give inputs that call every layer."
+            )
         recipe = recipes_by_layer[name]
         if recipe is None:
             return call(*args, **kwargs)

@@ -19,6 +19,8 @@ from fp8ref.jax.flax.linen import LayerState, collection, linen_states
 from fp8ref.recipe import CastSpec, GemmSpec, Recipe, Role
 
 COLLECTION = "_overwrite_with_gradient"
+"""The collection of variables in which Flax keeps its FP8 state."""
+
 _ROLES: dict[Role, str] = {"input": "input", "weight": "kernel", "grad_output": "output_grad"}
 # Flax's modules inside its layers, and ours. Their numbers stay: Fp8DirectDotGeneralOp_0 is
 # Fp8DotGeneral_0.

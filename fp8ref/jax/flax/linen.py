@@ -125,8 +125,9 @@ def _contract(hook: nn.Module, use: Callable, precision, preferred_element_type)
         return use()[0]
     if not hook.has_variable(STATE, "state") and not hook.is_mutable_collection(STATE):
         raise ValueError(
-            f"{name}: recipe {recipe.name!r} keeps a state, in collection {STATE!r}, and there is none. Pass what init or fj.flax.convert "
-            f"made to apply, and name {STATE!r} and {SEEN!r} next to 'params' in nn.scan, nn.vmap and the like."
+            f"{name}: recipe {recipe.name!r} needs a state in collection {STATE!r}; got none. "
+            f"Pass the variables of init or fj.flax.convert to apply, and name {STATE!r} and "
+            f"{SEEN!r} next to 'params' in nn.scan, nn.vmap and the like."
         )
     state = hook.variable(STATE, "state", lambda: LayerState(roles=delayed.init(recipe), recipe=recipe)).value
     if state.recipe != recipe:

@@ -53,8 +53,9 @@ class Hook(nnx.Module):
             self.seen.set_value(after)
         except errors.TraceContextError as error:
             raise ValueError(
-                f"{self.name}: what this layer observes cannot leave a transformation that closes over it. Use nnx.scan, nnx.remat and the "
-                "like in place of JAX's, with the layer among their arguments."
+                f"{self.name}: the observations of this layer cannot leave a transformation "
+                "that closes over it. Use nnx.scan, nnx.remat and the like in place of JAX's, "
+                "with the layer among their arguments."
             ) from error
         amax_observations.record(self.name)
         return y
@@ -115,7 +116,8 @@ def hooks(model: nnx.Module) -> dict[str, Hook]:
             own = ".".join(map(str, (*path, key)))
             if id(hook) in owners:
                 raise ValueError(
-                    f"every layer has a hook of its own; {owners[id(hook)]} and {own} are one hook. Call nnx_dot_general or nnx_einsum for each."
+                    f"every layer has its own hook; {owners[id(hook)]} and {own} share one "
+                    "hook. Call nnx_dot_general or nnx_einsum for each."
                 )
             owners[id(hook)], found[own] = own, hook
     return found

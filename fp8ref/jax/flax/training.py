@@ -14,6 +14,7 @@ from fp8ref.jax.flax.linen import collection, linen_states
 from fp8ref.jax.flax.nnx import Fp8State, Hook, Seen, hooks, layer_name
 
 Model: TypeAlias = nnx.Module | Mapping
+"""An NNX model, or the variables of a linen model."""
 
 
 def value_and_grad(loss_fn: Callable, *, has_aux: bool = False, wrt=nnx.Param) -> Callable:
@@ -40,7 +41,10 @@ def value_and_grad(loss_fn: Callable, *, has_aux: bool = False, wrt=nnx.Param) -
         if isinstance(model, nnx.Module):
             return _of_nnx(loss_fn, model, args, has_aux, wrt)
         if wrt is not nnx.Param:
-            raise ValueError(f"wrt filters the variables of an NNX model; linen's gradient is of variables['params']. Got wrt={wrt!r}.")
+            raise ValueError(
+                f"wrt filters the variables of an NNX model; got wrt={wrt!r} for linen, whose "
+                "gradient is of variables['params']. Leave it out."
+            )
         return _of_linen(loss_fn, _variables(model), args, has_aux)
 
     return run
@@ -124,8 +128,9 @@ def _watched(loss_fn: Callable, observers: set[str]) -> Callable:
         for path, hook in hooks(model).items():
             if path in before and hook.name in observers and all(v is before[path][role] for role, v in hook.seen.get_value().items()):
                 raise ValueError(
-                    f"{hook.name}: what this layer observes is lost in a transformation that shares it and gives back no changes, such as "
-                    "nnx.scan with the layer under in_axes=None. Let nnx.scan carry the layer (nnx.Carry)."
+                    f"{hook.name}: the observations of this layer are lost in a transformation "
+                    "that shares it and returns no changes, such as nnx.scan with the layer "
+                    "under in_axes=None. Let nnx.scan carry the layer (nnx.Carry)."
                 )
         return out
 

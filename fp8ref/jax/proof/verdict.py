@@ -158,14 +158,14 @@ def missing(
             found = [_said(dot.a, dot.b, dot.accumulate, dot.plan) for dot in here]
             others = [said for said in found if said != wanted]
             promise = f"{layer}/{which}: planned {wanted}"
-            lines += [f"{promise}; {have}" for have in (others if here else ["no dot of it is there"])]
+            lines += [f"{promise}; {have}" for have in (others if here else ["found no such dot"])]
             # Gathers: one in FP8 for each role that the placement gathers.
             placement = (placements or {}).get(layer)
             gathered = [role for role in OPERANDS[which] if placement and placement.gathered(role)]
             bytes_ = [m for m in moved if (m.layer, m.which, m.kind) == (layer, which, "all_gather") and m.dtype.startswith("f8")]
             wide = [m for m in moved if (m.layer, m.which, m.kind) == (layer, which, "all_gather") and not m.dtype.startswith("f8")]
             if len(bytes_) + _merged(moved, layer, which, recipe, placement) < len(gathered):
-                lines.append(f"{layer}/{which}: planned {len(gathered)} gathers in FP8, of {', '.join(gathered)}; {len(bytes_)} are there")
+                lines.append(f"{layer}/{which}: planned {len(gathered)} gathers in FP8, of {', '.join(gathered)}; found {len(bytes_)}")
             # Scales of rows are [..., M, 1], or [M] where XLA leaves the 1 out.
             wide = [m for m in wide if len(m.shape) > 1 and 1 not in m.shape[-2:]]
             lines += [f"{layer}/{which}: gathers {m.dtype}{list(m.shape)}" for m in wide]

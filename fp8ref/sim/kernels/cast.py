@@ -50,6 +50,7 @@ def _checksum() -> int:
 
 
 SOURCES = _checksum()
+"""The checksum of the kernels' sources and of philox.py, taken when this module is imported."""
 
 
 def layout(fmt: Format, rounding: str, saturate: bool) -> Layout:
@@ -144,7 +145,11 @@ def pack(bits, code, to):
     return to.nan_code if u > u32(0x7F800000) else u32(code | sign)
 
 
-CHUNK = 256  # elements; few enough that one in 2^16, which 16 bits leave undecided, is seldom among them
+CHUNK = 256
+"""Elements that stochastic rounding casts at a time.
+
+They are so few that one in 2^16, which 16 bits leave undecided, is seldom among them.
+"""
 
 
 def _stochastic(to: Layout) -> Callable:

@@ -11,11 +11,20 @@ from numba import njit
 from fp8ref.sim.kernels.bits import as_bits, as_float, compiled, truncate
 
 u32, i32, i8, f32 = np.uint32, np.int32, np.int8, np.float32
-NO_EXPONENT = -64  # of a zero: with any other below every product of two numbers; -64 - 64 is still an int8
-COLUMNS = 512  # of a tile: long enough for the lanes, and 80 KiB of b for the cache
+NO_EXPONENT = -64
+"""The exponent of a zero.
+
+Its sum with any other exponent is below that of every product of two numbers, and -64 - 64 is still
+an int8.
+"""
+
+COLUMNS = 512
+"""Columns of a tile: long enough for the lanes, and 80 KiB of b for the cache."""
+
 _GROUP = 4  # products of one pass over the lanes
 CHAIN_END, SPLIT_END = 1, 2
-TILE = 32  # rows and columns that are read one way and written the other
+TILE = 32
+"""Rows and columns that are read one way and written the other."""
 
 
 @compiled

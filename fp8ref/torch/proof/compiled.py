@@ -20,7 +20,7 @@ from fp8ref.torch.model_checks import is_compiled
 from fp8ref.torch.proof import records
 from fp8ref.torch.proof.records import BLOCK_GEMM, OPERANDS_AT, SCALED_MM, SIMULATED, GemmRecord, GemmTrace
 
-aten = torch.ops.aten
+_aten = torch.ops.aten
 # the key in a node's metadata of (layer, which), set on the joint graph
 _LABEL = "fp8ref.torch.proof.compiled"
 
@@ -155,9 +155,9 @@ def _scaled(node: Node) -> tuple[str, str]:
     given = records.arguments(node.target, node.args, node.kwargs)
     accumulate = "fast" if given.get("use_fast_accum") else "slow"
     scales = _node(given["scale_a"]), _node(given["scale_b"])
-    if not all(scale.target is aten.full.default and scale.args[1] == 1 for scale in scales):
+    if not all(scale.target is _aten.full.default and scale.args[1] == 1 for scale in scales):
         return accumulate, records.granularity(*(scale.meta["val"] for scale in scales))
-    factors = [_node(user.args[1]) for user in node.users if user.target is aten.mul.Tensor and user.args[0] is node]
+    factors = [_node(user.args[1]) for user in node.users if user.target is _aten.mul.Tensor and user.args[0] is node]
     return accumulate, records.granularity(*(factor.meta["val"] for factor in factors)) if factors else "unit"
 
 

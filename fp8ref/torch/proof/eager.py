@@ -17,9 +17,9 @@ from fp8ref.torch.model_checks import is_compiled
 from fp8ref.torch.proof import records
 from fp8ref.torch.proof.records import BLOCK_GEMM, SCALED_MM, SIMULATED, GemmRecord, GemmTrace
 
-aten = torch.ops.aten
-_ONES = (aten.ones.default, aten.new_ones.default)
-_TIMES = (aten.mul_.Tensor, aten.mul.Tensor)
+_aten = torch.ops.aten
+_ONES = (_aten.ones.default, _aten.new_ones.default)
+_TIMES = (_aten.mul_.Tensor, _aten.mul.Tensor)
 # the key in an autograd node's metadata that names its layer
 _LAYER_KEY = "fp8ref.torch.proof.eager"
 
@@ -37,7 +37,7 @@ def trace_eager(model: nn.Module) -> Iterator[GemmTrace]:
     """
     for name, module in model.named_modules():
         if is_compiled(module):
-            raise ValueError(f"{name or 'the model'} is compiled, and would not be while it is watched. Use proof.trace_compiled.")
+            raise ValueError(f"{name or 'the model'} is compiled, and trace_eager would run it eagerly. Use proof.trace_compiled.")
     trace = GemmTrace("eager dispatch")
     tracer = _Tracer(trace)
     handles = []
@@ -96,7 +96,7 @@ class _Tracer(TorchDispatchMode):
             return func(*args, **kwargs)
         # a subclass unwraps itself, and dispatches again
         if any(t is not torch.Tensor for t in types):
-            if func is aten.mm.default and all(isinstance(t, Float8TrainingTensor) for t in args):
+            if func is _aten.mm.default and all(isinstance(t, Float8TrainingTensor) for t in args):
                 roles = tuple(t._gemm_input_role.value for t in args)
                 self._announced = next(which for which, operands in OPERANDS.items() if operands == roles)
             return NotImplemented

@@ -10,18 +10,25 @@ from torch import nn
 from fp8ref.recipe import Gemm
 from fp8ref.torch import block_gemm, hardware
 
-aten = torch.ops.aten
-SCALED_MM = aten._scaled_mm.default
+_aten = torch.ops.aten
+SCALED_MM = _aten._scaled_mm.default
+"""The operator of torch._scaled_mm."""
+
 BLOCK_GEMM = block_gemm.OPERATOR
+"""The operator of torchao's kernels for block scales."""
+
 SIMULATED = hardware.OPERATOR
-# Positions of a GEMM's operands among the arguments of its operator.
+"""The operator of simulated hardware (G-19)."""
+
 OPERANDS_AT: dict[Any, tuple[int, int]] = {
     SCALED_MM: (0, 1),
     BLOCK_GEMM: (0, 1),
     SIMULATED: (0, 1),
-    aten.mm.default: (0, 1),
-    aten.addmm.default: (1, 2),
+    _aten.mm.default: (0, 1),
+    _aten.addmm.default: (1, 2),
 }
+"""{operator of a GEMM: positions of both operands among its arguments}."""
+
 # Parts of module names that torch.compile and checkpoint_wrapper insert.
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
 

@@ -15,8 +15,11 @@ from fp8ref.train.data.sources import Source
 from fp8ref.train.data.tokenizers import Bytes, Tokenizer, library
 from fp8ref.train.sections import DataConfig
 
-IN_MEMORY = 4 * 2**30  # the most bytes of text that a run tokenizes when it starts; takes minutes
+IN_MEMORY = 4 * 2**30
+"""The most bytes of text that a run tokenizes when it starts, which takes minutes."""
+
 MEBIBYTE = 2**20
+"""Bytes of a mebibyte, the unit of the progress bar."""
 
 
 class Document(NamedTuple):
@@ -51,8 +54,9 @@ def check_size(data: DataConfig, source: Source) -> None:
     size = sum(_size(path) for _, path in source.files)
     if size > IN_MEMORY:
         raise ConfigError(
-            f"data.source {data.source!r} is {size / 2**30:.1f} GiB of text; up to {IN_MEMORY / 2**30:.0f} GiB are read when a run starts. "
-            "Write shards of it first with fp8ref data prepare, and train from those."
+            f"data.source {data.source!r} has {size / 2**30:.1f} GiB of text; up to "
+            f"{IN_MEMORY / 2**30:.0f} GiB are read when a run starts. Write shards of it first "
+            "with fp8ref data prepare, and train from those."
         )
 
 
@@ -135,9 +139,9 @@ def _jsonl(path: Path, column: str) -> Iterator[tuple[bytes, float]]:
                 try:
                     row = json.loads(line)
                 except (ValueError, RecursionError) as error:
-                    raise ConfigError(f"{path}: line {number} is no JSON ({error}). A .jsonl file holds one object a line.") from error
+                    raise ConfigError(f"{path}: line {number} is not JSON ({error}). A .jsonl file holds one object a line.") from error
                 if not isinstance(row, dict):
-                    raise ConfigError(f"{path}: line {number} is no JSON object. A .jsonl file holds one object a line.")
+                    raise ConfigError(f"{path}: line {number} is not a JSON object. A .jsonl file holds one object a line.")
                 if text := _text(row, column, f"{path}: line {number}"):
                     yield text, done / size
     except OSError as error:
@@ -189,11 +193,11 @@ def _text(row: dict[str, Any], column: str, where: str) -> bytes:
             f"{where} has no column {column!r}; it has {', '.join(map(repr, row)) or 'none'}. Set data.text_column to one of them."
         )
     if not isinstance(row[column], str):
-        raise ConfigError(f"{where}: {column!r} is no text but {type(row[column]).__name__}. Set data.text_column, or mend the file.")
+        raise ConfigError(f"{where}: {column!r} is not text but {type(row[column]).__name__}. Set data.text_column, or repair the file.")
     try:
         return row[column].encode()
     except UnicodeEncodeError as error:  # JSON can spell half of a surrogate pair
-        raise ConfigError(f"{where}: {column!r} is no Unicode text ({error}). Mend the file.") from error
+        raise ConfigError(f"{where}: {column!r} is not Unicode text ({error}). Repair the file.") from error
 
 
 def _check_utf8(text: bytes, path: Path) -> None:

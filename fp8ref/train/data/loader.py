@@ -56,13 +56,15 @@ def open_batches(config: Config, *, first: bool = True) -> Batches:
     source = sources.find(data)
     if source.kind == "hub":
         raise ConfigError(
-            f"data.source {data.source!r} is a dataset of the hub, which is read from its beginning only: no step but the first would be near. "
-            f"Write shards of it first: fp8ref data prepare --source {shlex.quote(data.source)} --out tokens; then set data.source to 'tokens'."
+            f"data.source {data.source!r} is a dataset of the hub, which can only be read from "
+            "its beginning. Training reads at any place. Write shards of it first: fp8ref "
+            f"data prepare --source {shlex.quote(data.source)} --out tokens; then set "
+            "data.source to 'tokens'."
         )
     if source.kind in ("shards", "documents") and all(sources.is_validation(name) for name, _ in source.files):
         raise ConfigError(
-            f"data.source {data.source!r}: every file is for validation by its name, {source.files[0][0]!r} for one (D-5). "
-            "Name files for training too, or rename them."
+            f"data.source {data.source!r}: every file is for validation by its name, such as "
+            f"{source.files[0][0]!r} (D-5). Add files for training, or rename some."
         )
     if source.kind == "shards":
         train, validation, description = _shards(config, source, first)
@@ -79,7 +81,7 @@ def open_batches(config: Config, *, first: bool = True) -> Batches:
                     f"{least} are needed. Give more text, lower data.batch_size, data.sequence_length or run.eval_batches, or change "
                     "data.validation_fraction."
                     if len(split) < least
-                    else f"{windows.MOST} are the most that can be shuffled. Raise data.sequence_length, or name fewer files."
+                    else f"{windows.MOST} is the most that can be shuffled. Raise data.sequence_length, or name fewer files."
                 )
             )
     return Batches(

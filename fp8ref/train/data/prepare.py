@@ -21,7 +21,10 @@ from fp8ref.train.data.sidecar import Sidecar
 from fp8ref.train.sections import DataConfig
 
 SHARD_TOKENS = 10**8
-LOCK = "lock"  # locked while the process that writes is alive: shows which hidden folders are leftovers
+"""The default for the most tokens of a shard."""
+
+LOCK = "lock"
+"""The file that a writing process keeps locked: it shows which hidden directories are leftovers."""
 
 
 class _Writer:
@@ -80,7 +83,7 @@ def prepare(data: DataConfig, out: Path, *, shard_tokens: int = SHARD_TOKENS, hf
     if shard_tokens < 2:
         raise ConfigError(f"--shard-tokens is at least 2, for a window of one token and the next; got {shard_tokens}.")
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
-        raise ConfigError(f"--out {out} is there already and not empty; it is left alone. Name another directory.")
+        raise ConfigError(f"--out {out} exists and is not empty; it is left alone. Name another directory.")
     source = sources.find(data)
     if source.kind == "shards":
         raise ConfigError(f"--source {data.source!r} is token shards already. Train from it: data.source takes it as it is.")
@@ -102,7 +105,7 @@ def prepare(data: DataConfig, out: Path, *, shard_tokens: int = SHARD_TOKENS, hf
             checkpoint.sync(out.parent)
     except OSError as error:
         raise ConfigError(
-            f"--out {out} cannot be written ({error.strerror}); nothing is kept of it. Free space, or name another."
+            f"--out {out} cannot be written ({error.strerror}); no file of it is kept. Free space, or name another."
         ) from error
     return made
 

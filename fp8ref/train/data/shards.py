@@ -14,15 +14,26 @@ from fp8ref.train.data import sidecar, sources, windows
 from fp8ref.train.data.sources import Source
 from fp8ref.train.data.windows import Part
 
-OPEN = 64  # files mapped at once: each takes a file descriptor
-START = 2**16  # bytes at a file's start that show whether its tokens are 16 or 32 bits wide
-SCANNED = 2**24  # tokens checked between two steps of the progress bar
-# llm.c's header is 256 int32: magic, version, number of tokens. (magic, version) determines the
-# dtype.
-LLM_C = {(20240520, 1): "<u2", (20240801, 7): "<u4"}
-LLM_C_BYTES = 1024
+OPEN = 64
+"""The most files mapped at once: each takes a file descriptor."""
 
-WHOLE = 2**30  # a source of up to so many bytes is hashed whole, in seconds; of a larger one samples are
+START = 2**16
+"""Bytes at a file's start that show whether its tokens are 16 or 32 bits wide."""
+
+SCANNED = 2**24
+"""Tokens checked between two steps of the progress bar."""
+
+LLM_C = {(20240520, 1): "<u2", (20240801, 7): "<u4"}
+"""{(magic, version) of llm.c's header: dtype of the tokens}.
+
+The header is 256 int32: magic, version, number of tokens.
+"""
+
+LLM_C_BYTES = 1024
+"""Bytes of llm.c's header."""
+
+WHOLE = 2**30
+"""The most bytes of a source that is hashed whole; of a larger one, samples are hashed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,7 +160,7 @@ def _map(shard: Shard) -> np.ndarray:
     except OSError as error:
         raise sources.unreadable(shard.path, error) from error
     except ValueError as error:
-        raise ConfigError(f"{shard.path} was cut since it was opened ({error}). Put the file back.") from error
+        raise ConfigError(f"{shard.path} was truncated after it was opened ({error}). Put the file back.") from error
 
 
 def _open(name: str, path: Path, recorded: sidecar.Recorded | None, token_dtype: str | None, vocab_size: int, mapped) -> Shard:
@@ -164,7 +175,8 @@ def _open(name: str, path: Path, recorded: sidecar.Recorded | None, token_dtype:
         dtype = np.dtype(stated or f"<u{4 if token_dtype == 'uint32' else 2}")
         if (size - offset) % dtype.itemsize:
             raise ConfigError(
-                f"{path} is {size} bytes, which is no whole number of {dtype.name} tokens. Set data.token_dtype, or write the file again."
+                f"{path} is {size} bytes, which is not a whole number of {dtype.name} tokens. "
+                "Set data.token_dtype, or write the file again."
             )
         if not stated and token_dtype is None:
             _check_width(path)
@@ -193,7 +205,7 @@ def _npy(path: Path) -> tuple[np.dtype, int]:
     except OSError:
         raise
     except Exception as error:  # NumPy raises many unrelated types for a damaged header
-        raise ConfigError(f"{path} is no whole .npy file ({error}). Write it again with numpy.save.") from error
+        raise ConfigError(f"{path} is not a complete .npy file ({error}). Write it again with numpy.save.") from error
     if not isinstance(array, np.memmap):
         raise ConfigError(f"{path} is a .npz archive under another name. Write its array by numpy.save.")
     if array.ndim != 1 or array.dtype.kind != "u" or array.dtype.itemsize not in (2, 4):
@@ -211,7 +223,7 @@ def _llm_c(path: Path, size: int) -> str | None:
     dtype = LLM_C.get((magic, version))
     if dtype and size != (said := LLM_C_BYTES + tokens * np.dtype(dtype).itemsize):
         raise ConfigError(
-            f"{path} is {size} bytes, and by its llm.c header, of {tokens} tokens, {said}. Write it again, or copy all of it."
+            f"{path} is {size} bytes; its llm.c header, with {tokens} tokens, requires {said}. Write it again, or copy all of it."
         )
     return dtype
 

@@ -10,6 +10,8 @@ import pydantic
 from fp8ref.errors import ConfigError
 
 NAME = "shards.json"
+"""The name of a sidecar."""
+
 PIECES, PIECE = 8, 2**13  # a sample is 8 pieces of 8 KiB
 
 
@@ -71,7 +73,7 @@ def read(folder: Path) -> Sidecar | None:
         return None
     except (OSError, pydantic.ValidationError) as error:
         raise ConfigError(
-            f"{path} is no sidecar of this fp8ref's data prepare ({_first(error)}). Write the shards again, or move it away."
+            f"{path} is not a sidecar of this fp8ref's data prepare ({_first(error)}). Write the shards again, or move it away."
         ) from error
     for name in made.files:
         if not (folder / name).is_file():

@@ -12,15 +12,25 @@ from fp8ref.errors import ConfigError
 from fp8ref.train.sections import DataConfig
 
 SUFFIXES = {"shards": {".bin", ".npy"}, "documents": {".jsonl", ".parquet"}, "text": {".md", ".py", ".txt"}}
+"""{kind of source: suffixes of its files}."""
+
 LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+"""Directories of Python's standard library that source ``stdlib`` leaves out."""
+
 HUB = "hf:"
-# The keys of data that apply to each kind. One that does not apply is refused if it is set.
+"""The prefix of a source that is a dataset of the Hugging Face hub."""
+
 KEYS = {
     "shards": {"token_dtype"},
     "text": {"tokenizer", "end_of_document"},
     "documents": {"tokenizer", "end_of_document", "text_column"},
     "hub": {"tokenizer", "end_of_document", "text_column"},
 }
+"""{kind of source: the keys of config.data that apply to it}.
+
+A key that does not apply is refused if it is set.
+"""
+
 _VALIDATION = re.compile(r"(?<![a-z])val(id|idation)?(?![a-z])", re.IGNORECASE)
 
 
@@ -48,8 +58,9 @@ def find(data: DataConfig) -> Source:
     unused = [key for key in sorted(set().union(*KEYS.values()) - KEYS[source.kind]) if getattr(data, key) != defaults[key]]
     if unused:
         raise ConfigError(
-            f"data.{', data.'.join(unused)} {'is' if len(unused) == 1 else 'are'} set, and data.source {data.source!r}, which is {source.kind}, "
-            "has no use for it. Leave it out."
+            f"data.{', data.'.join(unused)} {'is' if len(unused) == 1 else 'are'} set, and "
+            f"data.source {data.source!r}, which is {source.kind}, does not use it. Leave it "
+            "out."
         )
     return source
 
@@ -79,7 +90,7 @@ def _find(source: str) -> Source:
     if paths and all(_kind(path) in ("shards", "documents") for path in paths):
         common = Path(os.path.commonpath([path.parent for path in paths]))
         return _of_one_kind(source, {path.relative_to(common).as_posix(): path for path in paths})
-    what = "matches no file" if glob.has_magic(source) else "is no directory"
+    what = "matches no file" if glob.has_magic(source) else "is not a directory"
     if paths:
         other = next(path for path in paths if _kind(path) not in ("shards", "documents"))
         what = f"{what} and matches {other.name}" if glob.has_magic(source) and len(paths) > 1 else what
@@ -100,8 +111,9 @@ def _directory(source: str, root: Path) -> Source:
     if visible and text:
         name, path = min(visible.items())
         raise ConfigError(
-            f"data.source {source!r} holds {_kind(path)} ({name}) and text ({text[0][0]}). Name the former by a pattern, such as "
-            f"'{source}/**/*{path.suffix}', or keep the text in a directory of its own."
+            f"data.source {source!r} holds {_kind(path)} ({name}) and text ({text[0][0]}). "
+            f"Name the {_kind(path)} by a pattern, such as '{source}/**/*{path.suffix}', or "
+            "move the text to another directory."
         )
     if visible:
         return _of_one_kind(source, visible)

@@ -17,6 +17,7 @@ from fp8ref.errors import ConfigError
 from fp8ref.train.sections import DataConfig
 
 TIKTOKEN = "tiktoken:"
+"""The prefix of a data.tokenizer that is an encoding of tiktoken."""
 
 
 def library(name: str, why: str) -> Any:
@@ -32,19 +33,28 @@ def library(name: str, why: str) -> Any:
 
 
 class Tokenizer(Protocol):
-    """end: the token after each document, or None.
-
-    dtype: little-endian uint16 or uint32, as vocab_size needs.
-    """
+    """Turns texts into tokens."""
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """``bytes``, or the value of data.tokenizer."""
+        ...
+
     @property
-    def vocab_size(self) -> int: ...
+    def vocab_size(self) -> int:
+        """The number of tokens; every token is below it."""
+        ...
+
     @property
-    def end(self) -> int | None: ...
+    def end(self) -> int | None:
+        """The token after each document, or None."""
+        ...
+
     @property
-    def dtype(self) -> np.dtype: ...
+    def dtype(self) -> np.dtype:
+        """Little-endian uint16 or uint32, as vocab_size needs."""
+        ...
+
     def encode(self, texts: Sequence[bytes]) -> list[np.ndarray]:
         """The tokens of each text, UTF-8, the end included."""
         ...
@@ -70,6 +80,7 @@ class Bytes(_Base):
     """Each byte is a token."""
 
     def encode(self, texts: Sequence[bytes]) -> list[np.ndarray]:
+        """The bytes of each text, the end included."""
         return [self._ended(np.frombuffer(text, np.uint8)) for text in texts]
 
 
@@ -85,7 +96,7 @@ class HuggingFace(_Base):
             found = self.made.encode_batch([text.decode() for text in texts], add_special_tokens=False)
         except Exception as error:  # the library raises Exception itself
             raise ConfigError(
-                f"data.tokenizer {self.name!r} has no tokens for a document ({error}). Give it one for what it does not know."
+                f"data.tokenizer {self.name!r} has no tokens for a document ({error}). Give it a token for unknown text."
             ) from error
         return [self._ended(encoding.ids) for encoding in found]
 
@@ -97,6 +108,7 @@ class Tiktoken(_Base):
     made: Any
 
     def encode(self, texts: Sequence[bytes]) -> list[np.ndarray]:
+        """The tokens of each text, UTF-8, the end included; special tokens count as plain text."""
         return [self._ended(ids) for ids in self.made.encode_ordinary_batch([text.decode() for text in texts])]
 
 
@@ -127,8 +139,9 @@ def _tiktoken(name: str, end: str | None) -> Tiktoken:
     except Exception as error:  # an unknown name, or any error of a download
         known, why = ", ".join(tiktoken.list_encoding_names()), str(error).partition("\n")[0]
         raise ConfigError(
-            f"data.tokenizer {name!r}: tiktoken cannot give it ({type(error).__name__}: {why}). It knows {known}, and downloads each once; "
-            "without a network set TIKTOKEN_CACHE_DIR to where that was done."
+            f"data.tokenizer {name!r}: tiktoken cannot give it ({type(error).__name__}: "
+            f"{why}). It knows {known}, and downloads each once. Without a network, set "
+            "TIKTOKEN_CACHE_DIR to a directory with the download."
         ) from error
     special = {token: made.encode_single_token(token) for token in made.special_tokens_set}
     return Tiktoken(name=name, vocab_size=made.n_vocab, end=_end(special, end, "<|endoftext|>", name), made=made)

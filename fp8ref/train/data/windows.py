@@ -5,14 +5,17 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-MOST = 2**32 - 1  # grain shuffles 32-bit indices
+MOST = 2**32 - 1
+"""The most windows that can be shuffled: grain shuffles 32-bit indices."""
 
 
 class Tokens(Protocol):
-    """A sequence of tokens, of a file or in memory. ``read`` returns tokens start to stop."""
+    """A sequence of tokens, of a file or in memory."""
 
     def __len__(self) -> int: ...
-    def read(self, start: int, stop: int) -> np.ndarray: ...
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """The tokens from index start to stop - 1."""
+        ...
 
 
 class InMemory:
@@ -25,6 +28,7 @@ class InMemory:
         return len(self._tokens)
 
     def read(self, start: int, stop: int) -> np.ndarray:
+        """The tokens from index start to stop - 1, as a view of the array."""
         return self._tokens[start:stop]
 
 

@@ -14,6 +14,7 @@ from fp8ref.errors import ConfigError
 from fp8ref.train import train_state
 
 INDEX_BYTES = 2**26
+"""The bytes of tensorstore's cache for the index that all tensors of a checkpoint share."""
 
 
 class Store:

@@ -19,8 +19,11 @@ from fp8ref.llama import LlamaConfig
 from fp8ref.recipe import Recipe
 from fp8ref.train.jax.mesh import Layout
 
-Weights = Mapping[str, np.ndarray]  # parameter's name -> float32 array
-Recipes = Mapping[str, Recipe]  # linear's name -> recipe
+Weights = Mapping[str, np.ndarray]
+"""Parameter's name -> float32 array."""
+
+Recipes = Mapping[str, Recipe]
+"""Linear's name -> recipe."""
 
 
 @dataclass

@@ -23,6 +23,7 @@ from fp8ref.recipe import Role
 from fp8ref.train.config import Config
 
 AXES = ("data", "fsdp", "tensor")
+"""The axes of the trainer's mesh, in order."""
 
 
 class Layout:

@@ -12,7 +12,10 @@ from jax.experimental import multihost_utils
 from fp8ref.errors import ConfigError
 
 ENVIRONMENT = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
-SHUTDOWN_SECONDS = 20  # how long a process that failed alone waits for the others
+"""The variables by which processes find each other, where no cluster tells jax."""
+
+SHUTDOWN_SECONDS = 20
+"""How long a process that failed alone waits for the others."""
 
 
 class Processes:
@@ -57,7 +60,7 @@ def join() -> Processes:
         )
     except (ValueError, RuntimeError) as error:
         raise ConfigError(
-            f"--distributed meets a run's other processes, and found none: {error} Start it by srun or mpirun, or set "
-            f"{', '.join(ENVIRONMENT)} for each process."
+            f"--distributed needs the run's other processes, and found none: {error} Start it "
+            f"by srun or mpirun, or set {', '.join(ENVIRONMENT)} for each process."
         ) from error
     return Processes()

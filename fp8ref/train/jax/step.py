@@ -25,9 +25,12 @@ from fp8ref.train.config import Config
 from fp8ref.train.jax.llama import Llama, Pass
 from fp8ref.train.jax.mesh import AXES, Layout
 
-# XLA may otherwise leave out a rounding to bfloat16 between fused operations (SEMANTICS M-3 states
-# where they are).
 COMPILER_OPTIONS = {"xla_allow_excess_precision": False}
+"""XLA's options for the step.
+
+XLA may otherwise leave out a rounding to bfloat16 between fused operations (SEMANTICS M-3 states
+where they are).
+"""
 
 
 class State(NamedTuple):
@@ -193,6 +196,7 @@ class Step:
 
     @property
     def measured_layers(self) -> list[str]:
+        """The names of the linears in FP8, in the order of the statistics."""
         return [d.path for d in self.decisions if d.fp8]
 
     def _initial(self, weights: dict) -> tuple[Any, State]:

@@ -142,7 +142,7 @@ class Trainer:
         Each microbatch reports once; nothing is updated.
         """
         if self._layout.mesh is not None:
-            raise ConfigError("operands are observed on one device, where a callback cannot wait for another's. Set parallel.* to 1.")
+            raise ConfigError("operands can be observed on one device only. Set parallel.* to 1.")
         with linear.observing(observer):
             gradients = self.gradients(tokens)
         jax.block_until_ready(gradients)
@@ -196,7 +196,7 @@ class Trainer:
         missing += proof.lost(compiled, program) if compiled else []
         if missing and not self.config.run.allow_fallback:
             raise ConfigError(
-                "the compiled step lacks what was planned:\n  " + "\n  ".join(missing) + "\nSet run.allow_fallback to train anyway."
+                "the compiled step lacks planned GEMMs or gathers:\n  " + "\n  ".join(missing) + "\nSet run.allow_fallback to train anyway."
             )
         return proof.manifest(program, planned, missing, compiled, plan)
 

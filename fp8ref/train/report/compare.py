@@ -16,8 +16,14 @@ from fp8ref.train.report import runs, seed_noise
 from fp8ref.train.report.runs import Run
 
 METRICS = ("loss", "grad_norm", "val_loss")
+"""The metrics of which two identical runs have equal bits."""
+
 LossVerdict = Literal["identical", "within noise", "outside noise"]
+"""Whether losses are equal bit for bit, differ by no more than noise, or by more (E-6)."""
+
 By = Literal["bits", "end", "seeds", "steps"]
+"""The criterion of a verdict: equal bits, how runs end, the spread of seeds, or the noise of
+steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +86,7 @@ def compare(a: Run, b: Run, seeds: Sequence[Run] = (), *, confidence: float = se
     for key in ("data.sequence_length", "text"):
         if key in settings:
             raise ConfigError(
-                f"losses compare on one text; {key} is {settings[key][0]!r} in {a.name} and {settings[key][1]!r} in {b.name}."
+                f"losses are compared on one text; {key} is {settings[key][0]!r} in {a.name} and {settings[key][1]!r} in {b.name}."
             )
     chosen = _chosen(a, b, seeds)
     steps = runs.common_steps([a, b, *chosen])
@@ -93,7 +99,7 @@ def compare(a: Run, b: Run, seeds: Sequence[Run] = (), *, confidence: float = se
         result, by, difference, low, high = "identical", "bits", 0.0, 0.0, 0.0
         steps = runs.common_steps([a, b])
         said = f"identical: {', '.join(METRICS)} of all {len(steps)} steps, bit for bit"
-        said += f"; both ended by {_end(a)}" if a.diverged else ""
+        said += f"; both ended with {_end(a)}" if a.diverged else ""
     elif a.diverged or b.diverged:
         result, by, difference, low, high = "outside noise", "end", None, None, None
         said = f"{result}: " + "; ".join(f"{run.name} ended by {_end(run)}" for run in (a, b) if run.diverged)
@@ -122,7 +128,8 @@ def _by_losses(
     if len(steps) < width:
         who = "A, B and --seeds" if chosen else f"{a.name} and {b.name}"
         raise ConfigError(
-            f"{who} have {len(steps)} steps in common, and {seed_noise.BATCHES} are needed. Leave the shortest out, or train it on."
+            f"{who} have {len(steps)} steps in common, and {seed_noise.BATCHES} are needed. "
+            "Leave the shortest out, or continue its training."
         )
     gap = seed_noise.gap(runs.at(b.losses, steps) - runs.at(a.losses, steps), width, confidence=confidence)
     difference = float(gap.mean[-1])
@@ -132,16 +139,17 @@ def _by_losses(
         last = np.stack([runs.at(run.losses, steps) for run in chosen])[:, -width:].mean(axis=1, keepdims=True)
         high = float(seed_noise.limit(last, confidence=confidence)[0])  # the report's one-sided limit, used on both sides
         by, low, result = "seeds", -high, "within noise" if abs(difference) <= high else "outside noise"
-        said = f"two bf16 runs of different seeds are up to {high:.4f} apart, by {len(chosen)} of them"
+        said = f"two bf16 runs of different seeds differ by up to {high:.4f} (from {len(chosen)} runs)"
     elif a.seeds == b.seeds:
         by, low, high = "steps", float(gap.low[-1]), float(gap.high[-1])
         result = "within noise" if low <= 0 <= high else "outside noise"
-        said = f"by these steps alone, between {low:+.4f} and {high:+.4f}"
-        said += "" if result == "within noise" else "; whether another seed does as much, --seeds RUN... tells"
+        said = f"from these steps alone, the difference is between {low:+.4f} and {high:+.4f}"
+        said += "" if result == "within noise" else "; --seeds RUN... shows whether another seed makes as much difference"
     else:
         raise ConfigError(
-            f"{a.name} has seeds {a.seeds} and {b.name} {b.seeds}: what seeds make of a loss, two runs do not tell. "
-            "Give --seeds and two or more bf16 runs of different seeds."
+            f"{a.name} has seeds {a.seeds} and {b.name} {b.seeds}: two runs do not show how a "
+            "loss varies with its seeds. Give --seeds and two or more bf16 runs of different "
+            "seeds."
         )
     said = f"{result}: the loss of {b.name} is {difference:+.4f} from that of {a.name}, over the last {width} of {len(steps)} steps; {said}"
     for run in (a, b):
@@ -162,7 +170,7 @@ def _chosen(a: Run, b: Run, seeds: Sequence[Run]) -> list[Run]:
         unlike = min((configs.differences(other.reference, run.reference) for other in (a, b)), key=len)
         if unlike or not run.bf16:
             what = next(iter(unlike), "numerics.recipe")
-            raise ConfigError(f"--seeds takes bf16 runs that differ from A or B in seeds and numerics alone; {run.name} does in {what}.")
+            raise ConfigError(f"--seeds takes bf16 runs that differ from A or B in seeds and numerics alone; {run.name} differs in {what}.")
         if not run.finished:
             raise ConfigError(
                 f"--seeds takes runs that are finished (E-1); {run.name} is {run.manifest['status']}. Train it to its end, or leave it out."

@@ -19,15 +19,20 @@ from fp8ref.train.report import runs, seed_noise, svg
 from fp8ref.train.report.runs import Run
 from fp8ref.train.report.seed_noise import Paired, Seeds
 
-POINTS = 1000  # points in a curve: a screen shows no more, and every page would carry them
-DASHES = ("-", (0, (5, 2)), (0, (1, 1.5)))  # so that runs also differ without colors
-# {measure: (title, show the larger value of the two GEMMs that use a tensor?, transform)}
+POINTS = 1000
+"""The most points in a curve: a screen shows no more, and every page would carry them."""
+
+DASHES = ("-", (0, (5, 2)), (0, (1, 1.5)))
+"""The dashes of runs, so that they also differ without colors."""
+
 MEASURES: dict[str, tuple[str, bool, Callable]] = {
     "amax": ("largest magnitude (log2)", True, np.log2),
     "underflow_rate": ("underflow, % of elements", True, lambda x: 100 * x),
     "saturation_rate": ("saturated, % of elements", True, lambda x: 100 * x),
     "sqnr": ("SQNR, dB", False, lambda x: x),
 }
+"""{measure: (title, whether a cell shows the larger value of the two GEMMs that use a tensor,
+transform)}."""
 
 
 def losses(group: Sequence[Run], seeds: Seeds) -> Figure:

@@ -24,7 +24,10 @@ from fp8ref.train.report.runs import Run
 from fp8ref.train.report.seed_noise import Verdict
 
 GENERATOR = '<meta name="generator" content="fp8ref report">'
+"""The tag by which a file is recognized as a report, which may be overwritten."""
+
 METRICS = {"val_loss": "validation loss, nats", "grad_norm": "gradient norm", "tokens_per_second": "tokens per second"}
+"""{metric that a report plots: label of its axis}."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +51,7 @@ def write(given: Sequence[Run], out: Path, *, confidence: float = seed_noise.CON
     if out.is_dir() or not out.absolute().parent.is_dir():
         raise ConfigError(f"--out names a file in a directory that exists; got {out}.")
     if out.exists() and GENERATOR not in out.read_text(encoding="utf-8", errors="replace")[:1000]:
-        raise ConfigError(f"{out} exists and is no report of fp8ref; it is left alone. Name another file with --out.")
+        raise ConfigError(f"{out} exists and is not a report of fp8ref; it is left alone. Name another file with --out.")
     found = seed_noise.groups(given)
     groups = [_group(index, group, confidence) for index, group in enumerate(found)]
     for group in groups:
@@ -73,9 +76,9 @@ def verdict_text(run: Run, verdict: Verdict) -> str:
         return f"{verdict.kind}: it ended at step {verdict.step}, after {verdict.left_tokens:,} tokens, by {verdict.reason.rstrip('.')}."
     what = f"{verdict.value:+.4f} nats from {verdict.to.name}" if verdict.to else f"loss {verdict.value:.4f}"
     of = f"of {len(verdict.seeds.runs)} seeds" + (", few: the limit is wide" if len(verdict.seeds.runs) < 3 else "")
-    said = f"{verdict.kind}: {what} at step {verdict.step}, where the noise of bf16 ends at {verdict.limit:{'+' if verdict.to else ''}.4f} ({of})"
+    said = f"{verdict.kind}: {what} at step {verdict.step}, where the limit of bf16 noise is {verdict.limit:{'+' if verdict.to else ''}.4f} ({of})"
     if verdict.left_tokens is not None:
-        said += f"; left it after {verdict.left_tokens:,} tokens (step {verdict.left_step})"
+        said += f"; above the limit from {verdict.left_tokens:,} tokens on (step {verdict.left_step})"
     return said + "."
 
 

@@ -18,14 +18,26 @@ from fp8ref.formats import FLOAT32
 from fp8ref.recipe import OPERANDS
 from fp8ref.train import log
 
-# Norms are summed in float64 and may exceed float32. Up to 1e100, sums of their squares stay
-# finite.
 Number = Annotated[float, Field(allow_inf_nan=False, ge=-1e100, le=1e100)]
+"""A loss or another number of either sign, at most 1e100 in magnitude.
+
+Norms are summed in float64 and may exceed float32. Up to 1e100, sums of their squares stay finite.
+"""
+
 Size = Annotated[float, Field(allow_inf_nan=False, ge=0, le=1e100)]
+"""A number from 0 to 1e100, such as a norm or a speed."""
+
 Magnitude = Annotated[float, Field(allow_inf_nan=False, ge=0, le=FLOAT32.max)]
+"""A number from 0 to float32's largest, such as an amax."""
+
 Whole = Annotated[int, Field(ge=0, le=2**53)]
+"""An integer from 0 to 2^53, which a float64 holds exactly."""
+
 Count = Annotated[int, Field(ge=1, le=2**53)]
+"""An integer from 1 to 2^53."""
+
 GEMM_OPERANDS = tuple(f"{gemm}/{role}" for gemm, roles in OPERANDS.items() for role in roles)
+"""The six operands of a linear's GEMMs, as ``<gemm>/<role>``."""
 
 
 def _operand(name: str) -> str:
@@ -214,9 +226,9 @@ def manifest(run: Path) -> dict:
     Raises:   ConfigError: no directory; no manifest; one with missing or invalid keys.
     """
     if not run.is_dir():
-        raise ConfigError(f"{run} is no directory. Name a run, as fp8ref train --run.out wrote it.")
+        raise ConfigError(f"{run} is not a directory. Name a run, as fp8ref train --run.out wrote it.")
     found = log.read_manifest(run)
-    _check(_MANIFEST, json.dumps(found, ensure_ascii=False), f"{run / 'manifest.json'}", f"{run} is no intact run. Leave it out.")
+    _check(_MANIFEST, json.dumps(found, ensure_ascii=False), f"{run / 'manifest.json'}", f"{run} is not an intact run. Leave it out.")
     return found
 
 
@@ -241,7 +253,7 @@ def _lines(path: Path, kind: pydantic.TypeAdapter) -> Iterator[dict]:
     """
     if not path.exists():
         return
-    remedy = f"Mend it, or leave {path.parent} out."
+    remedy = f"Repair it, or leave {path.parent} out."
     try:
         *whole, _ = path.read_text(encoding="utf-8", errors="replace").split("\n")
     except OSError as error:
@@ -252,7 +264,7 @@ def _lines(path: Path, kind: pydantic.TypeAdapter) -> Iterator[dict]:
         _check(kind, text, where, remedy)
         line = json.loads(text)
         if line["step"] <= before:
-            raise ConfigError(f"{where} has step {line['step']} after step {before}; every step is there once, in their order. {remedy}")
+            raise ConfigError(f"{where} has step {line['step']} after step {before}; each step occurs once, in order. {remedy}")
         before = line["step"]
         yield line
 

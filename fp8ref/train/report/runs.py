@@ -12,9 +12,9 @@ import numpy as np
 from fp8ref.errors import ConfigError
 from fp8ref.train.report import run_files
 
-# Config sections and keys in which a run and its bf16 reference runs must agree (E-1), next to the
-# text.
 SAME = ("model", "optimizer", "data.batch_size", "data.sequence_length", "run.steps")
+"""Config sections and keys in which a run and its bf16 reference runs agree, next to the text
+(E-1)."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -37,8 +37,13 @@ from fp8ref.train.report import runs
 from fp8ref.train.report.runs import Run
 
 BATCHES = 5
+"""The number of batch means in the interval of a gap (E-5)."""
+
 CONFIDENCE = 0.95
+"""The default confidence of all limits and intervals."""
+
 Kind = Literal["within noise", "outside noise", "cannot tell"]
+"""The verdicts on a run; ``cannot tell`` has a reason."""
 
 
 class Band(NamedTuple):
@@ -283,8 +288,9 @@ def _too_few(run: Run, seeds: Seeds) -> str:
     have = f"there is only {seeds.runs[0].name}" if seeds.runs else "there is none"
     weights, order = run.seeds
     return (
-        "it takes at least 2 finished bf16 runs of different seeds with its text, model, optimizer, batch and number of steps, and "
-        f"{have}. Train more with --recipe bf16 --run.seed {weights + 1} --data.seed {order + 1}, and so on"
+        "it needs at least 2 finished bf16 runs of different seeds with its text, model, "
+        f"optimizer, batch and number of steps, but {have}. Train more with --recipe bf16 "
+        f"--run.seed {weights + 1} --data.seed {order + 1}, and so on"
     )
 
 

@@ -7,8 +7,6 @@ import warnings
 import matplotlib
 from matplotlib.figure import Figure
 
-# {variable: (light pages and PNGs, dark pages)}. Runs have Okabe and Ito's colors, made darker or
-# lighter for contrast.
 COLORS = {
     "ink": ("#1c1d21", "#e8e8ec"),
     "muted": ("#5d6068", "#a3a6b0"),
@@ -23,8 +21,15 @@ COLORS = {
     "run4": ("#8a6500", "#f0c544"),
     "run5": ("#6b3fa0", "#b79df0"),
 }
+"""{variable: (color on light pages and PNGs, color on dark pages)}.
+
+Runs have Okabe and Ito's colors, made darker or lighter for contrast.
+"""
+
 INK, MUTED, LINE, SEED, BAND = (COLORS[name][0] for name in ("ink", "muted", "line", "seed", "band"))
 RUNS = [light for name, (light, _) in COLORS.items() if name.startswith("run")]
+"""The light colors of runs, in order."""
+
 STYLE = {
     "svg.fonttype": "none",  # text stays text
     "text.color": INK,
@@ -35,6 +40,7 @@ STYLE = {
     "axes.facecolor": "none",
     "font.size": 10,
 }
+"""matplotlib's settings for every figure of a report."""
 
 
 def variables(dark: bool) -> str:

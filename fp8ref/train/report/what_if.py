@@ -25,6 +25,7 @@ from fp8ref.sim.scales import scales_from_amax
 from fp8ref.train.report import run_files
 
 KNOWN = (*DELAYED, *(name for name in POLICIES if name not in DELAYED))
+"""The names that --policy takes: delayed scalings first, then scale policies."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +73,7 @@ class Replay(Result):
         table = Table(title=f"{self.run}: {self.policy}{history}, margin {self.margin}, {len(self.recorded)} recorded steps")
         for column in ("layer", "role", "format"):
             table.add_column(column)
-        for column in ("clipped", "by bits, at most", "wasted bits, mean", "at most"):
+        for column in ("clipped", "max bits clipped", "mean bits unused", "max unused"):
             table.add_column(column, justify="right")
         for name, o in self.outcomes.items():
             numbers = ("-" if value is None else f"{value:.2f}" for value in (o.excess, o.wasted_mean, o.wasted_max))
@@ -80,7 +81,8 @@ class Replay(Result):
         console.print(table)
         if self.every > 1:
             console.print(
-                f"Recorded every {self.every} steps: a history here is of recorded steps, {self.every} apart, not of consecutive ones."
+                f"Amaxes were recorded every {self.every} steps: a history here holds steps "
+                f"that are {self.every} apart, not consecutive ones."
             )
 
 
@@ -141,7 +143,7 @@ def _scaling(name: str, history: int | None, margin: int | None) -> tuple[Delaye
     config = DELAYED.get(name)
     policy = config.policy if config else POLICIES[name]
     if history is not None and config is None:
-        raise ConfigError(f"--history is of delayed scaling, {', '.join(DELAYED)}; policy {name!r} looks at one amax. Leave it out.")
+        raise ConfigError(f"--history applies to delayed scaling, {', '.join(DELAYED)}; policy {name!r} uses one amax. Leave it out.")
     if history is not None and history < 1:
         raise ConfigError(f"--history is at least 1; got {history}.")
     try:

@@ -25,7 +25,11 @@ from fp8ref.errors import ConfigError
 from fp8ref.train import train_state
 
 COPYING = StagingOptions(use_pinned_memory=False, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=False)
-SHARDING = "DCP_SHARDING_INFO"  # key in a file's metadata: where dcp records which part of each tensor it holds
+"""How a save copies tensors to host memory: all at once, into memory that is neither pinned nor
+shared."""
+
+SHARDING = "DCP_SHARDING_INFO"
+"""The key in a file's metadata where dcp records which part of each tensor the file holds."""
 
 
 class Store:

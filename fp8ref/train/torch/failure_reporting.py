@@ -14,9 +14,14 @@ from typing import Literal
 
 from torch import distributed
 
-SECONDS = 2.0  # how long a process waits for the others' reports, once it has noticed a loss
-TURNS = 10  # polls before the last silent process is taken for the lost one: its report may be on its way
-LINGER = 1.0  # how long the process that hosts the store stays, so that the others can read it
+SECONDS = 2.0
+"""How long a process waits for the others' reports, once it has noticed a loss."""
+
+TURNS = 10
+"""Polls before the last silent process is taken for the lost one: its report may be on its way."""
+
+LINGER = 1.0
+"""How long the process that hosts the store stays, in seconds, so that the others can read it."""
 
 
 class FailureStore:
@@ -54,9 +59,9 @@ class FailureStore:
             return "no process ended, but their connection broke"
         who = f"process {' and '.join(map(str, silent))}"
         if waited or store == "hangs" or any(report["waited"] for report in reports.values()):
-            return f"{who} did not answer within {timeout_s} s (parallel.timeout_s): it stands still, or is slower than that"
+            return f"{who} did not answer within {timeout_s} s (parallel.timeout_s): it hangs, or is slower than that"
         if store == "fails":
-            return f"{who} is gone; what it printed, if anything, is why"
+            return f"{who} is gone; its output, if any, shows why"
         return f"{who} ended without a message: killed, perhaps because memory ran out"
 
     def _post(self, **report) -> bool:

@@ -24,6 +24,7 @@ class RMSNorm(nn.Module):
         self.eps = config.rms_norm_eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Normalize x [..., hidden]; the result has x's shape and dtype."""
         wide = x.float()
         mean_square = wide.square().mean(-1, keepdim=True)
         return (wide * torch.rsqrt(mean_square + self.eps) * self.weight.float()).to(x.dtype)
@@ -54,6 +55,7 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(hidden, hidden, bias=False)
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """Attention of x [B, T, hidden], of its shape; cos and sin are rotary tables [T, D]."""
         batch, length, _ = x.shape
         heads = [p(x).view(batch, length, -1, self.head_dim).transpose(1, 2) for p in (self.q_proj, self.k_proj, self.v_proj)]
         q, k, v = heads  # [B, H, T, D]
@@ -71,6 +73,7 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The MLP of x [..., hidden], of x's shape and dtype."""
         gate, up = self.gate_proj(x).float(), self.up_proj(x).float()
         return self.down_proj((functional.silu(gate) * up).to(x.dtype))
 
@@ -86,6 +89,7 @@ class Layer(nn.Module):
         self.mlp = MLP(config)
 
     def forward(self, h: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """h [B, T, hidden] after attention and MLP; cos and sin are rotary tables [T, D]."""
         h = h + self.self_attn(self.input_layernorm(h), cos, sin)
         return h + self.mlp(self.post_attention_layernorm(h))
 

@@ -24,7 +24,8 @@ from fp8ref.torch.parallel import AXES
 from fp8ref.train.config import Config
 from fp8ref.train.torch.failure_reporting import FailureStore
 
-ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # what torchrun sets
+ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""The variables that torchrun sets."""
 
 
 class Processes:
@@ -49,7 +50,7 @@ class Processes:
             # drop gloo's source location and its advice, which do not help a user
             shown = re.sub(r"^\[\S*\] ", "", str(error).splitlines()[0]).split(". ")[0]
             raise LostProcessError(
-                f"process {distributed.get_rank()} stops: {why}. Start all of them again. Here it showed as: {shown}"
+                f"process {distributed.get_rank()} stops: {why}. Start all processes again. The error here was: {shown}"
             ) from error
 
     def gather(self, value: Any) -> list:
@@ -73,7 +74,7 @@ def join(timeout_s: int) -> Processes:
     rank, ranks, port = (os.environ[name] for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
     if not (rank.isdecimal() and ranks.isdecimal() and port.isdecimal() and int(rank) < int(ranks) and int(port) < 2**16):
         raise ConfigError(
-            f"RANK must be below WORLD_SIZE, and MASTER_PORT is a port; got {rank}, {ranks} and {port}. torchrun sets all of them."
+            f"RANK must be below WORLD_SIZE, and MASTER_PORT must be a port; got {rank}, {ranks} and {port}. torchrun sets all of them."
         )
     # Both warnings are harmless here: nothing writes into a module's results, and whole weights are
     # gathered rarely.
@@ -95,7 +96,9 @@ def join(timeout_s: int) -> Processes:
             backend, store=distributed.PrefixStore("groups", store), rank=index, world_size=count, timeout=timeout
         )
     except (ValueError, RuntimeError) as error:
-        raise ConfigError(f"the run's processes did not meet: {error} Start all of them, with one MASTER_ADDR and MASTER_PORT.") from error
+        raise ConfigError(
+            f"the run's processes did not connect: {error} Start all processes, with one MASTER_ADDR and MASTER_PORT."
+        ) from error
     return Processes(failures, timeout_s)
 
 
@@ -158,7 +161,7 @@ def mesh_of(config: Config) -> DeviceMesh | None:
         raise ConfigError(config.data.indivisible(shared, "processes"))
     if keys.tensor > 1 and shared > 1 and keys.amax_scope == "global" and config.numerics.recipe != "bf16":
         raise ConfigError(
-            "in PyTorch, amaxes over data and fsdp next to tensor are each rank's own (P-14). Set parallel.amax_scope to local."
+            "in PyTorch, tensor parallelism with data or fsdp takes each rank's own amaxes (P-14). Set parallel.amax_scope to local."
         )
     if ranks == 1:
         return None

@@ -129,6 +129,7 @@ class Step:
         delayed.forget(self.model)
 
     def loss(self, tokens: np.ndarray) -> torch.Tensor:
+        """The mean loss of tokens [B, T + 1], in nats: a float32 scalar."""
         batch = self.tokens(tokens)
         logits = self.model(batch[:, :-1]).float()  # [B, T, V]
         return functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
@@ -147,6 +148,7 @@ class Step:
             yield
 
     def tokens(self, tokens: np.ndarray) -> torch.Tensor:
+        """Tokens as int64 on this process's device; ValueError as ``llama.check_tokens``."""
         llama.check_tokens(tokens, self.config.model)
         return torch.from_numpy(np.asarray(tokens, np.int64)).to(self.device)
 

@@ -227,7 +227,9 @@ class Trainer:
         if isinstance(self.model, FSDPModule) and keys.gather == "fp8":
             missing += proof.missing_gathers(self.model, [path for path, recipe in planned.items() if recipe.serves_both("weight")])
         if missing and not self.config.run.allow_fallback:
-            raise ConfigError("the step lacks what was planned:\n  " + "\n  ".join(missing) + "\nSet run.allow_fallback to train anyway.")
+            raise ConfigError(
+                "the step lacks planned GEMMs or gathers:\n  " + "\n  ".join(missing) + "\nSet run.allow_fallback to train anyway."
+            )
         return proof.manifest(traced, planned, missing, proof.gathers(self.model), plan)
 
 

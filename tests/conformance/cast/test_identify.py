@@ -129,7 +129,7 @@ def test_another_format_than_was_asked_is_not_ok():  # F-2
     found = identify_cast(to_torch(E5M2), E4M3FN, framework="torch")
     assert found.identified
     assert not found.ok
-    assert "a cast to e5m2 (max 57344), not e4m3fn (max 448), that is torch" in found.message
+    assert "a cast to e5m2 (max 57344), not e4m3fn (max 448), equal to torch" in found.message
     assert identify_cast(to_torch(E5M2), E5M2, framework="torch").ok
 
 
@@ -137,9 +137,9 @@ def test_another_format_than_was_asked_is_not_ok():  # F-2
     ("function", "said"),
     [
         (planted.nan_is_max, "NaN becomes 448"),
-        (planted.max_240, "a cast to e4m3 (max 240), not e4m3fn (max 448), that is saturating"),
-        (planted.doubles, "; read as e4m3fn, most of e4m3fn's numbers come back as 2 times themselves"),
-        (planted.quadruples, "; read as e4m3fn, most of e4m3fn's numbers come back as 4 times themselves"),
+        (planted.max_240, "a cast to e4m3 (max 240), not e4m3fn (max 448), equal to saturating"),
+        (planted.doubles, "; read as e4m3fn, most of e4m3fn's numbers come back multiplied by 2"),
+        (planted.quadruples, "; read as e4m3fn, most of e4m3fn's numbers come back multiplied by 4"),
         (planted.infinity_is_unsigned_nan, "infinities nan"),
     ],
 )
@@ -247,7 +247,7 @@ def test_the_rare_input_is_found_among_all(monkeypatch):
         lambda x: np.where(x == near_zero, np.uint8(1), planted.saturating(x)), E4M3FN, expect="saturating", exhaustive=True
     )
     assert not found.ok
-    assert "(float32 0x0000004D): got 0x01 = 0.001953125, expected 0x00 = 0 (by what was found)" in found.message
+    assert "(float32 0x0000004D): got 0x01 = 0.001953125, expected 0x00 = 0 (by the behavior found)" in found.message
     start = int(rare.view(np.uint32)) & ~0xFFFFF
     assert start > 0
     finding, unlike = check_all_inputs(
@@ -289,16 +289,16 @@ class Unreadable:
 @pytest.mark.parametrize(
     ("function", "said"),
     [
-        (lambda x: 1 / 0, "mine raised ZeroDivisionError for x numpy float32 .16..*: division by zero. Call it on that by itself"),
+        (lambda x: 1 / 0, "mine raised ZeroDivisionError for x numpy float32 .16..*: division by zero. Call it on this input alone"),
         (refuses_nan, r"mine raised FloatingPointError for x numpy float32 \[1\] = \[nan\] \(bits 0x7F.*no NaN here"),
         (lambda x: x.cuda(), "mine raised .* CUDA"),
         (changes, "mine changed its input, x numpy float32"),
-        (wanders, "mine does not repeat itself, and is no stochastic rounding: float32 .* the second time"),
+        (wanders, "mine does not repeat itself, and does not round stochastically: float32 .* on the second call"),
         (lambda x: planted.saturating(x)[:3], r"mine gives shape \[3\] for x numpy float32 .*a cast keeps the shape"),
         (lambda x: planted.saturating(x).astype(np.int32), "mine gives int32 .*codes are uint8 or float8.*View other codes as uint8"),
         (lambda x: (planted.saturating(x), 1), "mine gives a tuple .*a cast gives one array.*--kind quantizer"),
         (lambda x: None, "mine gives a NoneType"),
-        (lambda x: Unreadable(), "what it gives cannot be read .RuntimeError: CUDA error"),
+        (lambda x: Unreadable(), "its output cannot be read .RuntimeError: CUDA error"),
     ],
 )
 def test_what_is_no_cast(function, said):
@@ -310,9 +310,9 @@ def test_what_is_no_cast(function, said):
     ("options", "said"),
     [
         ({"expect": "tf32"}, "a cast's behavior is one of"),
-        ({"framework": "mxnet"}, "arrays are of numpy, torch, jax; got 'mxnet'"),
-        ({"framework": "jax", "device": "cuda"}, "a device is chosen for torch's arrays; got 'cuda' with jax"),
-        ({"framework": "torch", "device": "meteor"}, "device 'meteor' is not there"),
+        ({"framework": "mxnet"}, "framework is one of numpy, torch, jax; got 'mxnet'"),
+        ({"framework": "jax", "device": "cuda"}, "a device applies to torch's arrays; got 'cuda' with jax"),
+        ({"framework": "torch", "device": "meteor"}, "device 'meteor' is not available"),
     ],
 )
 def test_what_a_user_can_do_wrong(options, said):
@@ -340,7 +340,7 @@ def test_a_result_that_the_next_call_overwrites():
         kept.setdefault(x.shape, np.empty_like(codes))[...] = codes
         return kept[x.shape]
 
-    with pytest.raises(ConformanceError, match=r"mine overwrites what it gave for x numpy float32 .6.. when it is called again"):
+    with pytest.raises(ConformanceError, match=r"mine overwrites its earlier output for x numpy float32 .6.. when it is called again"):
         identify_cast(function, E4M3FN, name="mine")
 
 
@@ -376,4 +376,4 @@ def test_what_it_does_not_take_is_said():
             raise TypeError("float32, please")
         return planted.saturating(x)
 
-    assert "it takes no bfloat16, no float16" in identify_cast(function, E4M3FN, expect="saturating").message
+    assert "it does not accept bfloat16 or float16" in identify_cast(function, E4M3FN, expect="saturating").message

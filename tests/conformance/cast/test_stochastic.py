@@ -47,7 +47,7 @@ def test_stochastic_rounding(fmt, saturate, repeats):  # C-2 to C-6
     assert found.ok
     assert found.identified
     assert not found.unlike
-    assert "with the probability of C-2 at the 40 fractions asked" in found.message
+    assert "with the probability of C-2 at the 40 fractions tested" in found.message
     json.dumps(found.to_dict())
 
 
@@ -124,7 +124,7 @@ def test_a_probability_that_is_wrong_somewhere(name, departs, shown):  # C-2
     assert not found.ok
     assert not found.identified
     assert found.found["rounding"] is None
-    assert f"but not by the distance (C-2) at {departs} of the 40 fractions asked" in found.message
+    assert f"but not by the distance (C-2) at {departs} of the 40 fractions tested" in found.message
     assert str(found.unlike[0]).startswith(shown)
     assert f"and {departs - 4} more" in found.findings[1].evidence
 
@@ -133,9 +133,9 @@ def test_a_probability_that_is_wrong_somewhere(name, departs, shown):  # C-2
     ("name", "differs", "shown"),
     [
         ("nan_is_zero", {"nan_code": 0}, "nan (float32 0x7FC00000): got 0x00 = 0, expected 0x7F = nan (by saturating)"),
-        ("infinity_is_zero", {"infinities": None}, "inf (float32 0x7F800000): got 0x00 = 0, expected 0x7E = 448 (by what was found)"),
-        ("far_above_is_zero", {}, "(float32 0x7149F2CA): got 0x00 = 0, expected 0x7E = 448 (by what was found)"),
-        ("nan_at_random", {"nan_code": 0x7E}, "nan (float32 0x7FC00000): got 0x7F = nan, expected 0x7E = 448 (by what was found)"),
+        ("infinity_is_zero", {"infinities": None}, "inf (float32 0x7F800000): got 0x00 = 0, expected 0x7E = 448 (by the behavior found)"),
+        ("far_above_is_zero", {}, "(float32 0x7149F2CA): got 0x00 = 0, expected 0x7E = 448 (by the behavior found)"),
+        ("nan_at_random", {"nan_code": 0x7E}, "nan (float32 0x7FC00000): got 0x7F = nan, expected 0x7E = 448 (by the behavior found)"),
         (
             "loses_negative_zero",
             {"negative_zero": "lost_at_zero"},
@@ -157,14 +157,14 @@ def test_what_it_decides_without_chance(name, differs, shown):  # C-3 to C-6
     assert not found.ok
     assert not found.identified
     assert found.found["behavior_but_for_rounding"] == []
-    assert "is otherwise none of those known" in found.message
+    assert "is otherwise no known cast" in found.message
     assert str(found.unlike[0]).endswith(shown)
 
 
 def test_all_that_is_wrong_at_once():  # C-2, C-3, C-5
     found = identify_cast(planted.AtRandom().specials_are_zero, E4M3FN)
     assert (found.found["infinities"], found.found["inf_code"], found.found["nan_code"]) == (None, 0, 0)
-    assert [w.clause for w in found.unlike] == ["C-2", "by what was found"]
+    assert [w.clause for w in found.unlike] == ["C-2", "by the behavior found"]
 
 
 def wrong_at_the_end_of_many(x):
@@ -177,20 +177,20 @@ def wrong_at_the_end_of_many(x):
 @pytest.mark.parametrize(
     ("function", "said"),
     [
-        (planted.Stale(), r"float32 nan \(0xFFFFFFFF\) gave other codes the second time"),
-        (wrong_at_the_end_of_many, r"float32 -.* \(0x.*\) is not given one code all over an array"),
-        (planted.AtRandom().moves_numbers, r"float32 3.5 \(0x40600000\) gave 0x47 = 3.75, which is no neighbor"),
+        (planted.Stale(), r"float32 nan \(0xFFFFFFFF\) gave different codes on the second call"),
+        (wrong_at_the_end_of_many, r"float32 -.* \(0x.*\) got several codes in one array"),
+        (planted.AtRandom().moves_numbers, r"float32 3.5 \(0x40600000\) gave 0x47 = 3.75, which is not a neighbor"),
     ],
 )
 def test_what_does_not_repeat_itself_and_does_not_round_at_random(function, said):  # C-2
     with pytest.raises(
-        ConformanceError, match=f"mine does not repeat itself, and is no stochastic rounding: {said}.*a function of its input"
+        ConformanceError, match=f"mine does not repeat itself, and does not round stochastically: {said}.*depend on its input alone"
     ):
         identify_cast(function, E4M3FN, name="mine")
 
 
 def test_all_inputs_are_not_held_to_one_code():
-    with pytest.raises(ConformanceError, match=r"unequal codes.*Leave --exhaustive out"):
+    with pytest.raises(ConformanceError, match=r"different codes for equal inputs.*Leave --exhaustive out"):
         identify_cast(at_random(E4M3FN, repeats=True), E4M3FN, exhaustive=True)
 
 
@@ -202,5 +202,5 @@ def test_the_witness_is_the_simplest_number_that_departs():
         return np.where(np.abs(x) < 1, function(x), function(x) ^ planted.truncation(x) ^ planted._away(x)).astype(np.uint8)
 
     found = identify_cast(turned, E4M3FN)
-    assert "but not by the distance (C-2) at 16 of the 40 fractions asked" in found.message
+    assert "but not by the distance (C-2) at 16 of the 40 fractions tested" in found.message
     assert str(found.unlike[0]).startswith("1.03125, 4096 times (float32 0x3F840000): got 0x39 = 1.125 0.7")

@@ -70,7 +70,7 @@ def test_a_written_result_can_be_read(tmp_path):
 
 @pytest.mark.parametrize("shape", [(64, 64, 48), (64, 64, 0), (0, 64, 64)])
 def test_a_shape_that_no_tensor_core_takes(shape):
-    with pytest.raises(ValueError, match="K of at least 32 that 32 divides; got"):
+    with pytest.raises(ValueError, match="K that is a positive multiple of 32; got"):
         identify_gemm(planted_gemm("hopper_slow"), shape=shape)
 
 

@@ -51,7 +51,7 @@ def test_a_function_by_its_name(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "options", "said"),
     [
-        ("os:getcwd", {"fast": True}, "os:getcwd computes as it was written"),
+        ("os:getcwd", {"fast": True}, "os:getcwd has its own"),
         ("os:getcwd", {"out_dtype": "float32"}, "Leave them out"),
         ("os:getcwd", {"granularity": "blockwise_1x128"}, "tensorwise or rowwise; got 'blockwise_1x128'"),
         ("jax-dot", {"granularity": "rowwise"}, "jax-dot has its own"),

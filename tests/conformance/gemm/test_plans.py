@@ -122,7 +122,7 @@ def test_a_plan_is_itself_again(name):
 def test_plans_that_are_not_whole():
     whole = plans.plan_to_dict(plan(UNITS["ada"], promotion=64)) | {"epilogue": "product_then_round"}
     assert plans.epilogue(whole) is EPILOGUES["product_then_round"]
-    with pytest.raises(ValueError, match=r"all of its keys; fraction_bits, split_k could not be told or are missing. Probe again"):
+    with pytest.raises(ValueError, match=r"all of its keys; fraction_bits, split_k could not be identified or are missing. Probe again"):
         plans.accumulation(whole | {"fraction_bits": None, "split_k": None}, evidence="none")
     with pytest.raises(ValueError, match=r"fraction_bits is an integer in .*; got 99"):
         plans.accumulation(whole | {"fraction_bits": 99}, evidence="none")

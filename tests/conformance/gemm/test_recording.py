@@ -72,7 +72,7 @@ def test_another_plan_is_found(recorded, tmp_path):
 def test_what_is_no_recording(damage, recorded, tmp_path):
     path = tmp_path / "recording.json"
     path.write_text({"no json": "{", "another format": '{"format": "other"}', "no arrays": recorded.read_text()}[damage])
-    with pytest.raises(ValueError, match=r"recording.json is no whole recording of a probe .*; record it again"):
+    with pytest.raises(ValueError, match=r"recording.json is not a complete recording of a probe .*Record it again"):
         recording.verify(path)
 
 
@@ -106,6 +106,6 @@ def test_a_damaged_recording_is_said_to_be_so(damage, recorded, tmp_path):
             "plan of a list": {"plan": [1]},
         }.get(damage, {})
     path.write_text(json.dumps(said))
-    with pytest.raises(ValueError, match=r"recording.json is no whole recording of a probe .*record it again") as error:
+    with pytest.raises(ValueError, match=r"recording.json is not a complete recording of a probe .*Record it again") as error:
         recording.verify(path)
     assert "pickle" not in str(error.value)

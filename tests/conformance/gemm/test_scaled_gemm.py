@@ -47,7 +47,7 @@ def wanders(a, b, calls=[]):  # noqa: B006
     ("function", "said"),
     [
         (raises, "mine raised KeyError for a e4m3fn .16, 64. and b e4m3fn .16, 64., tensorwise: 'no such kernel'"),
-        (leaves, "mine raised SystemExit for .*: 0. Call it on such operands by itself"),
+        (leaves, "mine raised SystemExit for .*: 0. Call it on such operands alone"),
         (lambda a, b: Unreadable(), "mine raised RuntimeError for .*CUDA error: an illegal memory access"),
         (lambda a, b: (gemm.matmul(a, b), None), "mine gives one array .*; got tuple. Return the array alone"),
         (changes, "mine changed its operands, a e4m3fn .*copies"),

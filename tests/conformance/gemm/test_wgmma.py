@@ -72,7 +72,7 @@ def test_a_compiler_that_refuses_is_quoted(tmp_path, monkeypatch):
 
 def test_without_a_compiler(monkeypatch):
     monkeypatch.setattr(shutil, "which", lambda *_, **__: None)
-    with pytest.raises(ProbeError, match=r"nvcc, which is not here. Set CUDA_HOME, or pip install 'fp8ref\[cuda\]'"):
+    with pytest.raises(ProbeError, match=r"nvcc, which was not found. Set CUDA_HOME, or install nvcc with: pip install 'fp8ref\[cuda\]'"):
         wgmma.nvcc()
 
 

@@ -52,7 +52,7 @@ def test_what_is_wrong_in_other_tensors(function, said):  # S-2, S-5, S-6, S-16
     found = identified(function)
     assert not found.ok
     assert not found.identified
-    assert "of other tensors it gives something else" in found.message
+    assert "it gives other results for other tensors" in found.message
     assert said in found.message
 
 
@@ -65,9 +65,9 @@ def test_what_is_wrong_in_other_tensors(function, said):  # S-2, S-5, S-6, S-16
         (planted.another_scale_in_bfloat16, "policy torchao, except for the differences below"),
         (planted.one_for_zero, "policy torchao, but an amax of 0 has scale 1"),
         (planted.rolls_scales, "nearest is torchao"),
-        (planted.calls_the_inverse_scale, "'scale' of what it returns: got what is a scale_inv, expected a scale (S-1)"),
-        (planted.calls_the_scale_inverse, "'scale_inv' of what it returns: got what is a scale, expected a scale_inv (S-1)"),
-        (planted.doubles_the_amax, "'amax' of what it returns: got 2, expected 1, the largest magnitude of its group (S-2)"),
+        (planted.calls_the_inverse_scale, "its output 'scale': got a scale_inv, expected a scale (S-1)"),
+        (planted.calls_the_scale_inverse, "its output 'scale_inv': got a scale, expected a scale_inv (S-1)"),
+        (planted.doubles_the_amax, "its output 'amax': got 2, expected 1, the largest magnitude of its group (S-2)"),
     ],
 )
 def test_faults_that_no_policy_explains(function, said):  # S-1 to S-6
@@ -80,8 +80,8 @@ def test_faults_that_no_policy_explains(function, said):  # S-1 to S-6
 @pytest.mark.parametrize(
     ("function", "said"),
     [
-        (planted.with_a_workspace(), "mine overwrites what it gave for x torch float32"),
-        (planted.one_call_late(), "mine gives for x of 0.5s .* after x of ones, the codes of those"),
+        (planted.with_a_workspace(), "mine overwrites its earlier output for x torch float32"),
+        (planted.one_call_late(), "mine, called with x of 0.5s .* after x of ones, gives the codes of the ones"),
     ],
 )
 def test_outputs_that_calls_share(function, said):
@@ -91,7 +91,7 @@ def test_outputs_that_calls_share(function, said):
 
 def test_a_workspace_of_another_dtype():
     quantize = planted.with_a_workspace()
-    with pytest.raises(ConformanceError, match="mine overwrites what it gave for x torch bfloat16"):
+    with pytest.raises(ConformanceError, match="mine overwrites its earlier output for x torch bfloat16"):
         identified(lambda x: quantize(x) if x.dtype == torch.bfloat16 else planted.rows(x))
 
 
@@ -148,7 +148,7 @@ def test_what_it_does_not_take_is_said():
 
     found = identified(function)
     assert found.ok
-    assert "it takes no bfloat16, no float16" in found.message
+    assert "it does not accept bfloat16 or float16" in found.message
     assert next(f for f in found.findings if f.what == "strides").evidence.endswith("it raises for transposed, every second column")
 
 

@@ -10,7 +10,7 @@ from fp8ref.formats import E4M3FN
 from fp8ref.sim import cast
 
 SETTINGS = {"format": "e4m3fn", "count": 0}
-UNSURE = "no header came, so what was asked is not known, and taken to be fp8ref vectors gen cast --format e4m3fn --count 0"
+UNSURE = "the vectors have no header, so verify assumes fp8ref vectors gen cast --format e4m3fn --count 0"
 
 
 @pytest.fixture(scope="module")
@@ -45,12 +45,12 @@ DAMAGE = {
     ),
     "one unasked": (
         lambda lines: [*lines[:9], "40490FDB 45", *lines[9:]],
-        "not asked: 1 of those that came, judged like the others; line 10\n",
+        "not asked: 1 of the vectors received, judged like the others; line 10\n",
         "1,562 of 1,562 vectors judged; 1,563 of 1,563 answers agree",
     ),
     "one twice": (
         lambda lines: [*lines[:9], lines[8], *lines[9:]],
-        "repeated: 1 of those that came, judged like the others; line 10\n",
+        "repeated: 1 of the vectors received, judged like the others; line 10\n",
         "1,562 of 1,562 vectors judged; 1,563 of 1,563 answers agree",
     ),
     "one instead of another": (
@@ -67,7 +67,7 @@ def test_another_set_than_was_asked_fails(lines, damage, says, last):
     assert not verdict.differ
     assert not verdict.ok
     assert says in verdict.text()
-    assert "each vector that gen writes is wanted once; --some judges those that come\n" in verdict.text()
+    assert "verify expects each vector of gen once; --some judges the vectors received\n" in verdict.text()
     assert last in verdict.text().splitlines()[-1]
 
 

@@ -101,7 +101,7 @@ def test_an_edited_checkpoint_is_named_with_the_run_that_it_is_of(trained, tmp_p
     assert (first.step, first.phase, first.layer, first.role) == (2, "state before", f"{BLOCK}.mlp.up_proj", "master weight")
     assert (first.difference.element, first.difference.differ, first.difference.worst) == (AT, 1, 1)
     [note] = found.notes
-    assert note.startswith(f"{b} is not given again: its checkpoint of 2 steps has {BLOCK}.mlp.up_proj, master weight, element [3, 5]: ")
+    assert note.startswith(f"{b} is not reproduced: in its checkpoint of 2 steps, {BLOCK}.mlp.up_proj, master weight, element [3, 5] is ")
     assert f"states after 2 steps differ first in {BLOCK}.mlp.up_proj, master weight, element [3, 5]" in found.recorded
 
 
@@ -142,7 +142,7 @@ def test_runs_go_on_from_the_last_checkpoint_that_both_have(trained, small, monk
     monkeypatch.setattr(loop, "trainer", original)  # and it is gone
     found = of_runs(a, b)
     assert (found.first.step, found.first.layer, found.first.role) == (3, "loss", "recorded")
-    assert f"{b} is not given again: its loss of step 3 was" in found.notes[0]
+    assert f"{b} is not reproduced: its loss of step 3 was" in found.notes[0]
     assert len(found.notes) == 1
 
 
@@ -156,7 +156,7 @@ def test_a_run_by_other_code_is_named(trained, monkeypatch):
     assert (found.first.step, found.first.layer, found.first.role) == (0, "loss", "recorded")
     assert found.first.reason.clauses == ()
     [note] = found.notes
-    assert f"{b} is not given again: its loss of step 0 was" in note
+    assert f"{b} is not reproduced: its loss of step 0 was" in note
 
 
 def test_a_run_that_ended_parts_from_one_that_went_on(trained, small, tmp_path):  # T-4
@@ -193,7 +193,7 @@ def test_what_cannot_be_compared_is_refused_by_name(trained, small, tmp_path, ca
         assert cli.main(["crosscheck", "--first-divergence", str(a), str(b), *options]) == 2, name
         assert said in capsys.readouterr().err
     assert cli.main(["crosscheck", "--first-divergence", str(a), str(tmp_path / "absent")]) == 2
-    assert "absent is no directory" in capsys.readouterr().err
+    assert "absent is not a directory" in capsys.readouterr().err
     lines = (b / log.METRICS).read_text().splitlines()
     (b / log.METRICS).write_text("\n".join([lines[0], "{nothing", *lines[2:]]) + "\n")
     assert cli.main(["crosscheck", "--first-divergence", str(a), str(b)]) == 2
@@ -201,7 +201,7 @@ def test_what_cannot_be_compared_is_refused_by_name(trained, small, tmp_path, ca
     (b / log.METRICS).write_text("\n".join(lines) + "\n")
     next((tmp_path / "text").glob("*.txt")).write_text("another text " * 200)
     assert cli.main(["crosscheck", "--first-divergence", str(a), str(b)]) == 2
-    assert "was trained on other data" in capsys.readouterr().err
+    assert "was trained on different data" in capsys.readouterr().err
 
 
 def test_the_command_exits_by_what_it_found(trained, tmp_path, capsys, monkeypatch):

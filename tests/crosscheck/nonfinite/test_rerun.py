@@ -129,7 +129,7 @@ def test_a_weight_that_is_not_finite_is_located(place, backend, small, tmp_path)
     found = rerun(kept(small, backend, weights_of(small), tmp_path, change=broken))
     assert (found.first.layer, found.first.role) == (f"{LAYER}.{place}", "weight")
     assert found.first.element == ((1, 5) if place == "mlp.gate_proj" else (5,))
-    assert found.first.why == "float32 master nan: the steps before left it so"
+    assert found.first.why == "float32 master nan: an earlier step made it so"
 
 
 @BACKENDS
@@ -259,7 +259,7 @@ def test_moments_of_several_processes_are_refused(small, tmp_path):  # T-6
     about = {"backend": "torch", "config": configs.to_dict(config), "metrics": {"step": "3"}, "step": 3}
     np.save(tmp_path / "batch.npy", TOKENS.astype(np.int32))
     checkpoint.write_manifest(tmp_path, about)
-    with pytest.raises(ConfigError, match="a step of 2 processes is not read by one"):
+    with pytest.raises(ConfigError, match="one process cannot replay a step of 2"):
         rerun(tmp_path)
 
 
@@ -293,7 +293,7 @@ def test_the_command_names_the_place_and_writes_it(failed, tmp_path, capsys):
     assert run("crosscheck", "--replay", failed, "--json", "found.json") == 1
     shown = capsys.readouterr().out
     assert "first not finite, by the simulator: model.layers.0.self_attn, attention scores, element [0, " in shown
-    assert "are the simulator's: numbers went wrong" in shown
+    assert "are the simulator's: the numbers diverged" in shown
     written = json.loads((tmp_path / "found.json").read_text())
     assert not written["ok"]
     assert written["reproduced"]

@@ -22,9 +22,9 @@ def test_microbatches_merge_by_the_largest_in_any_order():  # H-4
     ("arguments", "message"),
     [
         ((), "at least one"),
-        (({"fc": 1},), "value_and_grad observed.*got dict"),
+        (({"fc": 1},), "observations of fj.flax.value_and_grad.*got dict"),
         ((Observed(layers={"fc": of(1)}), Observed(layers={})), "merge: every layer .*; fc is not"),
-        ((Observed(layers={}), Observed(layers={"fc": of(1)})), "merge: got observations of fc, which the model has not"),
+        ((Observed(layers={}), Observed(layers={"fc": of(1)})), "merge: got observations of fc, which the model does not have"),
     ],
 )
 def test_what_does_not_merge(arguments, message):

@@ -184,16 +184,16 @@ def shared():
             "blocks.0 has a hook already, of DotGeneral.*converted once",
         ),
         (lambda: linen_convert(model=Model(fj.flax.linen_dot_general("rowwise"))), "mlp.up has a hook already"),
-        (lambda: fj.flax.convert(shared(), "rowwise"), "a hook of its own"),
+        (lambda: fj.flax.convert(shared(), "rowwise"), "every layer has its own hook"),
         (lambda: linen_convert(model=nn.Dense(32, precision="highest")), "^Dense: .*precision='highest'"),
         (lambda: linen_convert(model=nn.Einsum((32, 16), "ab,bc->ac")), "^Einsum: linen's nn.Einsum takes no hook.*fj.flax.Einsum"),
-        (lambda: linen_convert("delayed", model=Scanned()), "^up: .*'fp8_state', and there is none.*nn.scan"),
+        (lambda: linen_convert("delayed", model=Scanned()), "^up: .*'fp8_state'; got none.*nn.scan"),
         (lambda: Parent(linen_convert()).init(jax.random.key(0), X), "a whole model; got it inside Parent"),
         (lambda: linen_convert().bind({}), "runs by its own init and apply"),
         (lambda: linen_convert().tabulate(jax.random.key(0), X), "runs by its own init and apply"),
         (lambda: nn.init(lambda m: m(X), linen_convert())(jax.random.key(0)), "runs by its own init and apply"),
         (lambda: fj.flax.convert(Model(), "rowwise"), r"inputs=\(x,\)"),
-        (lambda: fj.flax.convert(net(), "rowwise", inputs=(X,)), "leave both out"),
+        (lambda: fj.flax.convert(net(), "rowwise", inputs=(X,)), "Leave both out"),
         (
             lambda: fj.flax.convert(nnx.Sequential(nnx.Einsum("bd,...df->b...f", (2, 32, 64), rngs=nnx.Rngs(0))), "rowwise"),
             "^layers.0: an einsum names every dim of its kernel",
@@ -223,7 +223,7 @@ def test_a_layer_that_the_inputs_did_not_show_is_refused():
             return nn.Dense(32, name="sometimes")(x) if extra else x
 
     model = linen_convert(model=Switch())
-    with pytest.raises(ValueError, match="sometimes is not among the layers that convert's inputs showed: always"):
+    with pytest.raises(ValueError, match="sometimes is not among the layers that convert's inputs called: always"):
         model.init(jax.random.key(0), X, extra=True)
 
 

@@ -230,15 +230,21 @@ LINEAR = {"rngs": nnx.Rngs(0), "dot_general": fj.flax.nnx_dot_general("rowwise",
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: step(sharing()), "a hook of its own; layers.0.dot_general and layers.1.dot_general are one"),
-        (lambda: fj.flax.update(sharing(), fj.flax.Observed(layers={})), "a hook of its own"),
-        (lambda: fj.flax.update(Unrolled(), nnx.grad(squares)(Unrolled(), X)), "value_and_grad observed.*got State.*plain grad"),
+        (lambda: step(sharing()), "every layer has its own hook; layers.0.dot_general and layers.1.dot_general share one"),
+        (lambda: fj.flax.update(sharing(), fj.flax.Observed(layers={})), "every layer has its own hook"),
+        (
+            lambda: fj.flax.update(Unrolled(), nnx.grad(squares)(Unrolled(), X)),
+            "observations of fj.flax.value_and_grad.*got State.*plain grad",
+        ),
         (
             lambda: fj.flax.update(Unrolled(), fj.flax.unseen(layer(KERNEL[0]))),
             "every layer with a state is observed; layers.0.dot_general",
         ),
         (lambda: fj.flax.update(layer(KERNEL[0]), fj.flax.unseen(Unrolled())), "observed; dot_general is not"),
-        (lambda: fj.flax.update(layer(KERNEL[0], "bf16"), fj.flax.unseen(layer(KERNEL[0]))), "of dot_general, which the model has not"),
+        (
+            lambda: fj.flax.update(layer(KERNEL[0], "bf16"), fj.flax.unseen(layer(KERNEL[0]))),
+            "of dot_general, which the model does not have",
+        ),
         (lambda: step(Unrolled(), loss=teaching), "would be lost. Use models other than"),
         (lambda: step(layer(KERNEL[0]), loss=broadcast), "^Linear: .*lost in a transformation.*nnx.scan.*nnx.Carry"),
         (lambda: step(layer(KERNEL[0]), loss=closed_over), "^Linear: .*cannot leave a transformation that closes over it. Use nnx.scan"),

@@ -40,7 +40,7 @@ def test_an_update_rolls_the_state_once():  # H-3
         (lambda: fp8.value_and_grad(lambda m, x: m(x).sum())(nnx.Linear(16, 16, rngs=nnx.Rngs(0)), jnp.ones((16, 16))), "Linear without"),
         (lambda: fp8.value_and_grad(lambda v, x: 0.0, wrt=nnx.BatchStat)(linen_model()[1], 1), "wrt filters"),
         (lambda: fp8.value_and_grad(lambda v, x: 0.0)({"parameters": 1}, 1), "got collections parameters"),
-        (lambda: fp8.update(linen_model()[1], {"fc": 1}), "what fj.flax.value_and_grad observed"),
+        (lambda: fp8.update(linen_model()[1], {"fc": 1}), "observations of fj.flax.value_and_grad"),
     ],
 )
 def test_errors(call, message):

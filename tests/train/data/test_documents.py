@@ -82,14 +82,14 @@ def test_another_column(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
-        ("a.jsonl", b'{"text": "x"}\nno\n', r"a\.jsonl: line 2 is no JSON \("),
-        ("a.jsonl", b"[1]\n", r"a\.jsonl: line 1 is no JSON object"),
+        ("a.jsonl", b'{"text": "x"}\nno\n', r"a\.jsonl: line 2 is not JSON \("),
+        ("a.jsonl", b"[1]\n", r"a\.jsonl: line 1 is not a JSON object"),
         ("a.jsonl", b'{"body": "x", "id": 1}\n', r"line 1 has no column 'text'; it has 'body', 'id'. Set data.text_column"),
         ("a.jsonl", b"{}\n", r"line 1 has no column 'text'; it has none. Set"),
-        ("val.jsonl", b'{"text": "x"}\n', r"every file is for validation by its name, 'val\.jsonl' for one \(D-5\)"),
-        ("a.jsonl", b'{"text": null}\n', r"line 1: 'text' is no text but NoneType"),
-        ("a.jsonl", b'{"text": "\\ud800"}\n', r"line 1: 'text' is no Unicode text"),
-        ("a.jsonl", b'{"text": "\xff"}\n', r"a\.jsonl: line 1 is no JSON \("),
+        ("val.jsonl", b'{"text": "x"}\n', r"every file is for validation by its name, such as 'val\.jsonl' \(D-5\)"),
+        ("a.jsonl", b'{"text": null}\n', r"line 1: 'text' is not text but NoneType"),
+        ("a.jsonl", b'{"text": "\\ud800"}\n', r"line 1: 'text' is not Unicode text"),
+        ("a.jsonl", b'{"text": "\xff"}\n', r"a\.jsonl: line 1 is not JSON \("),
         ("a.parquet", b"", r"a\.parquet cannot be read"),
         ("a.parquet", b"PAR1 and no more", r"a\.parquet cannot be read"),
     ],
@@ -117,7 +117,7 @@ def test_a_parquet_without_the_column_or_of_another_type_is_named(tmp_path):
     write(tmp_path / "a.parquet", ["x"], column="body")
     with pytest.raises(ConfigError, match=r"a\.parquet has no column 'text'; it has 'id', 'body'"):
         read(tmp_path)
-    with pytest.raises(ConfigError, match=r"a\.parquet: row 1: 'id' is no text but int"):
+    with pytest.raises(ConfigError, match=r"a\.parquet: row 1: 'id' is not text but int"):
         read(tmp_path, text_column="id")
 
 

@@ -330,7 +330,7 @@ def test_a_step_reads_its_own_windows_and_no_others(tmp_path, monkeypatch, kind,
 
 def test_more_windows_than_can_be_shuffled_are_refused(marked, monkeypatch):
     monkeypatch.setattr(windows, "MOST", 100)
-    with pytest.raises(ConfigError, match=r"the train split holds \d+ sequences .* 100 are the most .* Raise data.sequence_length"):
+    with pytest.raises(ConfigError, match=r"the train split holds \d+ sequences .* 100 is the most .* Raise data.sequence_length"):
         opened(marked[0])
 
 

@@ -162,9 +162,9 @@ def test_the_hub_without_datasets_names_the_extra(tmp_path, monkeypatch):
 def test_a_directory_that_holds_something_is_left_alone(tmp_path, source):
     make(source, tmp_path / "out")
     before = contents(tmp_path / "out")
-    with pytest.raises(ConfigError, match="there already and not empty"):
+    with pytest.raises(ConfigError, match="exists and is not empty"):
         make(source, tmp_path / "out")
-    with pytest.raises(ConfigError, match="there already and not empty"):
+    with pytest.raises(ConfigError, match="exists and is not empty"):
         make(source, source)
     assert contents(tmp_path / "out") == before
 
@@ -200,7 +200,7 @@ def test_a_disk_that_takes_no_more_is_a_user_s_error(tmp_path, source):
     assert (done.returncode, done.stdout) == (2, "")
     assert (
         done.stderr
-        == f"fp8ref: --out {tmp_path / 'out'} cannot be written (File too large); nothing is kept of it. Free space, or name another.\n"
+        == f"fp8ref: --out {tmp_path / 'out'} cannot be written (File too large); no file of it is kept. Free space, or name another.\n"
     )
     assert [path.name for path in tmp_path.iterdir()] == ["source.jsonl"]
 
@@ -237,7 +237,7 @@ def ended_by(sent: signal.Signals, source, out) -> tuple[int, str]:
 
 def test_sigterm_ends_it_and_leaves_nothing(tmp_path, source):  # D-7
     out = tmp_path / "out"
-    assert ended_by(signal.SIGTERM, source, out) == (143, f"stopped by SIGTERM; nothing is kept of {out}\n")
+    assert ended_by(signal.SIGTERM, source, out) == (143, f"stopped by SIGTERM; {out} was not written\n")
     assert [path.name for path in tmp_path.iterdir()] == ["source.jsonl"]
 
 
@@ -261,7 +261,7 @@ def test_a_directory_that_cannot_be_replaced_is_refused_before_anything_is_read(
     (tmp_path / "link").symlink_to("target")
     monkeypatch.chdir(tmp_path / "target")
     monkeypatch.setattr(documents, "read", lambda *_, **__: pytest.fail("was read"))
-    with pytest.raises(ConfigError, match=rf"--out .*{out} cannot be written \(.*\); nothing is kept"):
+    with pytest.raises(ConfigError, match=rf"--out .*{out} cannot be written \(.*\); no file of it is kept"):
         make(source, Path(out) if out == "." else tmp_path / out)
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["link", "source.jsonl", "target"]
 
@@ -346,7 +346,7 @@ def test_ctrl_c_exits_with_130_and_says_that_nothing_is_kept(tmp_path, source, c
 
     monkeypatch.setattr(documents, "read", interrupted)
     assert cli.main(["data", "prepare", "--source", str(source), "--out", str(tmp_path / "out")]) == 130
-    assert capfd.readouterr() == ("", f"interrupted; nothing is kept of {tmp_path / 'out'}\n")
+    assert capfd.readouterr() == ("", f"interrupted; {tmp_path / 'out'} was not written\n")
     assert [path.name for path in tmp_path.iterdir()] == ["source.jsonl"]
 
 
@@ -363,7 +363,7 @@ def test_help(capfd, arguments, code):
     [
         (["--out", "x"], "--source"),
         (["--source", "stdlib"], "--out"),
-        (["--source", "absent", "--out", "x"], "'absent', which is no directory"),
+        (["--source", "absent", "--out", "x"], "'absent', which is not a directory"),
         (["--source", "stdlib", "--out", "x", "--validation-fraction", "2"], "data.validation_fraction must be between 0 and 1; got 2.0"),
         (["--source", "stdlib", "--out", "x", "--vocab"], "unrecognized arguments: --vocab"),
     ],

@@ -100,21 +100,21 @@ def write_bin(path, dtype, n=100):
     [
         (lambda p: (p / "a.bin").touch(), {}, r"a\.bin is empty"),
         (lambda p: write_bin(p / "a.bin", "<u2", 8), {}, r"a\.bin holds 8 tokens, and a window is .* = 9.*\(D-4\)"),
-        (lambda p: (p / "a.bin").write_bytes(bytes(101)), {}, r"a\.bin is 101 bytes, which is no whole number of uint16"),
+        (lambda p: (p / "a.bin").write_bytes(bytes(101)), {}, r"a\.bin is 101 bytes, which is not a whole number of uint16"),
         (lambda p: write_bin(p / "a.bin", "<u2", 101), {"token_dtype": "uint32"}, r"a\.bin is 202 bytes, .* of uint32"),
         (lambda p: write_bin(p / "a.bin", "<u4"), {}, r"every second token is 0.*data.token_dtype to 'uint32'"),
         (lambda p: write_bin(p / "a.bin", "<u2"), {"token_dtype": "uint32"}, r"token 0 \(byte 0\) is \d+, and model.vocab_size is 512"),
         (lambda p: np.save(p / "a.npy", np.arange(50)), {}, r"a\.npy holds int64 of shape \(50,\); a shard is uint16"),
         (lambda p: np.save(p / "a.npy", np.ones((5, 20), "u2")), {}, r"holds uint16 of shape \(5, 20\)"),
         (lambda p: np.save(p / "a.npy", np.ones(50, "f4")), {}, r"holds float32"),
-        (lambda p: np.save(p / "a.npy", np.array([{}] * 50, object)), {}, r"a\.npy is no whole .npy file"),
+        (lambda p: np.save(p / "a.npy", np.array([{}] * 50, object)), {}, r"a\.npy is not a complete .npy file"),
         (lambda p: (np.savez(p / "a", a=np.ones(50, "u2")), (p / "a.npz").rename(p / "a.npy")), {}, r"a\.npy is a \.npz archive under another name"),
-        (lambda p: (p / "a.npy").write_bytes(b"not numpy's"), {}, r"a\.npy is no whole .npy file"),
+        (lambda p: (p / "a.npy").write_bytes(b"not numpy's"), {}, r"a\.npy is not a complete .npy file"),
         (lambda p: np.save(p / "a.npy", np.ones(50, "u2")), {"token_dtype": "uint32"}, "data.token_dtype is uint32, and .*a.npy holds uint16"),
         (lambda p: (p / "a.bin").symlink_to("absent"), {}, r"a\.bin cannot be read \(No such file"),
         (lambda p: (p / "a.bin").write_bytes(struct.pack("<3i", 20240520, 1, 99).ljust(1024, b"\0") + bytes(196)), {},
-         r"a\.bin is 1220 bytes, and by its llm.c header, of 99 tokens, 1222"),
-        (lambda p: write_bin(p / "val.bin", "<u2"), {}, r"every file is for validation by its name, 'val\.bin' for one \(D-5\)"),
+         r"a\.bin is 1220 bytes; its llm.c header, with 99 tokens, requires 1222"),
+        (lambda p: write_bin(p / "val.bin", "<u2"), {}, r"every file is for validation by its name, such as 'val\.bin' \(D-5\)"),
     ],
 )  # fmt: skip
 def test_a_file_that_cannot_be_used_is_named(tmp_path, write, keys, said):
@@ -127,7 +127,7 @@ def test_a_truncated_npy_is_named(tmp_path):
     np.save(tmp_path / "a.npy", np.ones(5000, "u2"))
     content = (tmp_path / "a.npy").read_bytes()
     (tmp_path / "a.npy").write_bytes(content[:-100])
-    with pytest.raises(ConfigError, match=r"a\.npy is no whole .npy file"):
+    with pytest.raises(ConfigError, match=r"a\.npy is not a complete .npy file"):
         opened(tmp_path)
 
 
@@ -136,7 +136,7 @@ def test_an_npy_with_a_damaged_header_is_named(tmp_path, shape):
     """NumPy raises TokenError, TypeError and OverflowError of these."""
     header = f"{{'descr': '<u2', 'fortran_order': False, 'shape': {shape}}}\n".encode()
     (tmp_path / "a.npy").write_bytes(b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header + bytes(200))
-    with pytest.raises(ConfigError, match=r"a\.npy is no whole .npy file"):
+    with pytest.raises(ConfigError, match=r"a\.npy is not a complete .npy file"):
         opened(tmp_path)
 
 
@@ -185,7 +185,8 @@ def test_tokens_that_change_after_opening_are_found_when_read(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("change", "said"), [(lambda p: p.unlink(), r"cannot be read \(No such file"), (lambda p: p.write_bytes(bytes(100)), "was cut since")]
+    ("change", "said"),
+    [(lambda p: p.unlink(), r"cannot be read \(No such file"), (lambda p: p.write_bytes(bytes(100)), "was truncated after")],
 )
 def test_a_file_that_goes_after_opening_is_named(tmp_path, change, said):
     write_bin(tmp_path / "a.bin", "<u2", 200)
@@ -349,7 +350,7 @@ def test_an_old_sidecar_is_named_as_such(prepared):
         ({"max_id": 512}, "the vocabulary of .* 513"),
         ({"format": "other"}, "format: Input should be 'fp8ref shards 2'; got 'other'"),
         ({"dtype": "int64"}, "dtype: Input should be 'uint16' or 'uint32'; got 'int64'"),
-        ({"more": 1}, r"shards\.json is no sidecar"),
+        ({"more": 1}, r"shards\.json is not a sidecar"),
         ({"files": {}, "tokenizer": 3}, r"tokenizer: Input should be a valid string"),
         (
             {"files": {"train-00000.bin": {"tokens": 199, "sha256": "", "sample": ""}}},
@@ -367,7 +368,7 @@ def test_a_sidecar_that_does_not_fit_is_refused(prepared, keys, said):
 def test_a_torn_sidecar_is_refused(prepared):
     path = prepared / "shards.json"
     path.write_text(path.read_text()[:40])
-    with pytest.raises(ConfigError, match=r"shards\.json is no sidecar of this fp8ref's data prepare"):
+    with pytest.raises(ConfigError, match=r"shards\.json is not a sidecar of this fp8ref's data prepare"):
         opened(prepared)
 
 

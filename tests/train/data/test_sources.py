@@ -106,7 +106,7 @@ def test_a_directory_of_more_than_one_kind_or_none_is_refused(tree, names, said)
         find(tree(*names))
 
 
-@pytest.mark.parametrize(("source", "said"), [("absent/*.bin", "matches no file"), ("*", "matches a.png"), ("a.png", "is no directory")])
+@pytest.mark.parametrize(("source", "said"), [("absent/*.bin", "matches no file"), ("*", "matches a.png"), ("a.png", "is not a directory")])
 def test_what_names_nothing_that_is_read_is_refused(tree, monkeypatch, source, said):
     monkeypatch.chdir(tree("a.png", "b.bin"))
     with pytest.raises(ConfigError, match=said):

@@ -90,7 +90,7 @@ def test_a_text_that_a_tokenizer_has_no_tokens_for_is_a_user_s_error(tmp_path):
     content = json.loads(write_words(tmp_path / "tokenizer.json").read_text())
     del content["model"]["vocab"]["?"]
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
-    with pytest.raises(ConfigError, match=r"tokenizer.json' has no tokens for a document \(.*\). Give it one"):
+    with pytest.raises(ConfigError, match=r"tokenizer.json' has no tokens for a document \(.*\). Give it a token"):
         load(tmp_path / "tokenizer.json", end="").encode([b"fp8 unheard"])
 
 

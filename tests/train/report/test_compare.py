@@ -54,7 +54,7 @@ def test_by_steps_alone_a_gap_that_stays_is_outside(seeds, other):  # E-6
     found = compare.compare(seeds[0], other(falling(above=0.01, wobble=0)))
     assert (found.result, found.noise, found.ok) == ("outside noise", "steps", False)
     assert 0 < found.low < found.difference < found.high
-    assert "--seeds RUN... tells" in found.said
+    assert "--seeds RUN... shows" in found.said
 
 
 def test_by_steps_alone_a_gap_that_changes_sign_is_within(seeds, other):  # E-6
@@ -79,7 +79,7 @@ def test_bf16_of_other_seeds_is_within_their_noise(seeds):  # E-6
 
 
 def test_other_seeds_need_seeds(seeds):  # E-6
-    with pytest.raises(ConfigError, match=r"two runs do not tell\. Give --seeds"):
+    with pytest.raises(ConfigError, match=r"two runs do not show .* with its seeds\. Give --seeds"):
         compare.compare(*seeds[:2])
 
 
@@ -87,10 +87,10 @@ def test_seeds_are_two_or_more_bf16_runs_of_the_same_model(seeds, other, tmp_pat
     fp8 = other(falling())
     with pytest.raises(ConfigError, match="2 or more bf16 runs of different seeds; got 1"):
         compare.compare(seeds[0], fp8, seeds[:1])
-    with pytest.raises(ConfigError, match=r"other does in numerics\.recipe"):
+    with pytest.raises(ConfigError, match=r"other differs in numerics\.recipe"):
         compare.compare(*seeds[:2], [*seeds, fp8])
     foreign = made_runs.make(tmp_path / "foreign", small.replace(optimizer={"beta1": 0.5}), falling(), seed=8)
-    with pytest.raises(ConfigError, match=r"foreign does in optimizer"):
+    with pytest.raises(ConfigError, match=r"foreign differs in optimizer"):
         compare.compare(seeds[0], fp8, [*seeds, foreign])
 
 
@@ -114,7 +114,7 @@ def test_a_run_that_diverged_is_outside_but_like_its_copy(seeds, other, steps, t
     shutil.copytree(died.path, tmp_path / "copy")
     found = compare.compare(died, runs.read(tmp_path / "copy"))
     assert (found.result, found.noise, found.steps) == ("identical", "bits", steps)
-    assert found.said.endswith("bit for bit; both ended by NonFiniteError: step 9: loss nan")
+    assert found.said.endswith("bit for bit; both ended with NonFiniteError: step 9: loss nan")
 
 
 def test_a_few_steps_can_be_identical_and_all_are_counted(seeds, other, tmp_path):

@@ -229,7 +229,7 @@ def test_one_run_of_one_step_is_a_page(tmp_path, small, write):
 
 def test_a_foreign_file_is_left_alone(seeds, tmp_path):
     (tmp_path / "mine.html").write_text("<p>mine")
-    with pytest.raises(ConfigError, match="is no report of fp8ref; it is left alone"):
+    with pytest.raises(ConfigError, match="is not a report of fp8ref; it is left alone"):
         page.write(seeds, tmp_path / "mine.html")
     assert (tmp_path / "mine.html").read_text() == "<p>mine"
     assert not list(tmp_path.glob("*.png"))

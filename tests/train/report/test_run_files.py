@@ -41,7 +41,7 @@ def test_a_torn_last_line_is_left_out(run, rest, count):
 @pytest.mark.parametrize("content", ["", "{", "[1]", "3", "null", pytest.param("[" * 100_000, id="deep")])
 def test_a_line_that_is_no_object_is_named(run, read, content):
     (run / f"{read.__name__}.jsonl").write_text(content + "\n")
-    with pytest.raises(ConfigError, match=rf"{read.__name__}\.jsonl, line 1, is not a JSON object\. Mend it, or leave .*/run out\."):
+    with pytest.raises(ConfigError, match=rf"{read.__name__}\.jsonl, line 1, is not a JSON object\. Repair it, or leave .*/run out\."):
         read(run)
 
 
@@ -58,7 +58,7 @@ def test_a_line_that_is_no_object_is_named(run, read, content):
         (line(step=1.5), r"has step = 1\.5: it should be a valid integer"),
         (line(step=-1), "has step = -1: it should be greater than or equal to 0"),
         (line(step=2**70), "has step = "),
-        (line(step=2), "has step 2 after step 2; every step is there once, in their order"),
+        (line(step=2), "has step 2 after step 2; each step occurs once, in order"),
         (line(step=0), "has step 0 after step 2"),
         (line(tokens_per_second="fast"), 'has tokens_per_second = "fast"'),
         (line(grad_norm=[1]), r"has grad_norm = \[1\]"),
@@ -70,7 +70,7 @@ def test_a_line_that_is_no_object_is_named(run, read, content):
 def test_a_line_of_metrics_that_is_damaged_is_named(run, content, problem):
     with (run / "metrics.jsonl").open("a") as file:
         file.write(content)
-    with pytest.raises(ConfigError, match=rf"metrics\.jsonl, line 4, {problem}.*\. Mend it, or leave"):
+    with pytest.raises(ConfigError, match=rf"metrics\.jsonl, line 4, {problem}.*\. Repair it, or leave"):
         run_files.metrics(run)
 
 
@@ -93,7 +93,7 @@ def test_a_line_of_metrics_that_is_damaged_is_named(run, content, problem):
 )
 def test_a_line_of_statistics_that_is_damaged_is_named(run, content, problem):
     (run / "statistics.jsonl").write_text(measured() + content)
-    with pytest.raises(ConfigError, match=rf"statistics\.jsonl, line 2, .*{problem}.*\. Mend it, or leave"):
+    with pytest.raises(ConfigError, match=rf"statistics\.jsonl, line 2, .*{problem}.*\. Repair it, or leave"):
         run_files.statistics(run)
 
 
@@ -135,7 +135,7 @@ def changed(run, path, value):
 )
 def test_a_manifest_that_is_damaged_is_named(run, path, value, problem):
     changed(run, path, value)
-    with pytest.raises(ConfigError, match=rf"manifest\.json {problem}.*\. .*/run is no intact run\. Leave it out\."):
+    with pytest.raises(ConfigError, match=rf"manifest\.json {problem}.*\. .*/run is not an intact run\. Leave it out\."):
         run_files.manifest(run)
 
 
@@ -148,9 +148,9 @@ def test_a_manifest_that_is_none_is_refused(run, content):
 
 def test_no_directory_and_no_run_are_refused(run, tmp_path):
     for path in (tmp_path / "absent", run / "metrics.jsonl"):
-        with pytest.raises(ConfigError, match="is no directory"):
+        with pytest.raises(ConfigError, match="is not a directory"):
             run_files.manifest(path)
-    with pytest.raises(ConfigError, match="no intact run"):
+    with pytest.raises(ConfigError, match="not an intact run"):
         run_files.manifest(tmp_path)
 
 

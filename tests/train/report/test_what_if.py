@@ -119,7 +119,7 @@ def test_a_run_that_resumes_keeps_the_statistics_before_its_first_step(tmp_path,
     [
         ("nobody's", {}, "--policy is one of delayed, te_delayed, flax, torchao,"),
         ("delayed", {"history": 0}, "--history is at least 1; got 0"),
-        ("torchao", {"history": 3}, "looks at one amax. Leave it out"),
+        ("torchao", {"history": 3}, "uses one amax. Leave it out"),
         ("delayed", {"margin": -1}, "margin is an integer in"),
         ("mx_rceil", {"margin": 1}, "leaves margin at 0"),
     ],
@@ -137,7 +137,7 @@ def test_a_run_without_statistics(tmp_path):
 
 
 def test_no_run(tmp_path):
-    with pytest.raises(ConfigError, match="is no directory"):
+    with pytest.raises(ConfigError, match="is not a directory"):
         what_if.replay(tmp_path / "absent", "delayed")
 
 
@@ -161,7 +161,7 @@ def test_the_command(tmp_path, capsys):
     assert cli.main(arguments) == 0
     shown = capsys.readouterr().out
     assert "4 of 5" in shown
-    assert "Recorded every 50 steps: a history here is of recorded steps" in shown
+    assert "Amaxes were recorded every 50 steps: a history here holds steps that are 50 apart" in shown
     written = json.loads((tmp_path / "out.json").read_text())
     assert (written["history"], written["recorded"]) == (16, [0, 50, 100, 150, 200])
     assert written["outcomes"]["model.layers.0.mlp.up_proj/input/e4m3fn"]["clipped"] == 4

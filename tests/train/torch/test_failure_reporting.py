@@ -69,7 +69,7 @@ def test_ctrl_c_in_one_process_ends_all(tmp_path, endless):
         started.signal(1, signal.SIGINT)
         assert started.codes(0, 1) == [cli.LOST, cli.INTERRUPTED]
         assert "process 1 ended: Ctrl-C" in started.outputs()[0]
-        assert "interrupted; what was written" in started.outputs()[1]
+        assert "interrupted; files written so far are kept" in started.outputs()[1]
 
 
 # ---- without processes: several ranks' stores in one store, asked one after the other ----
@@ -123,7 +123,7 @@ def test_causes_are_told_by_rank(store):
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
 
 
-STILL = "process 1 did not answer within 7 s (parallel.timeout_s): it stands still, or is slower than that"
+STILL = "process 1 did not answer within 7 s (parallel.timeout_s): it hangs, or is slower than that"
 
 
 @pytest.mark.parametrize("kept_by_first", [False, True])
@@ -159,7 +159,7 @@ def test_without_a_store_its_keeper_is_gone(signals):
     client = distributed.TCPStore("localhost", kept.port, is_master=False, wait_for_workers=False)
     one = FailureStore(client, 1, 3, kept_by_first=True)
     del kept
-    assert one.diagnose(waited=False, timeout_s=7) == "process 0 is gone; what it printed, if anything, is why"
+    assert one.diagnose(waited=False, timeout_s=7) == "process 0 is gone; its output, if any, shows why"
 
 
 class Still:
@@ -185,4 +185,4 @@ def test_a_store_that_stands_still_is_left(signals, monkeypatch, kept_by_first, 
     store = Still()
     said = FailureStore(store, 1, 3, kept_by_first=kept_by_first).diagnose(waited=False, timeout_s=7)
     store.ended.set()
-    assert said == f"process {who} did not answer within 7 s (parallel.timeout_s): it stands still, or is slower than that"
+    assert said == f"process {who} did not answer within 7 s (parallel.timeout_s): it hangs, or is slower than that"
