@@ -1,7 +1,5 @@
 """``python -m fp8ref`` is the ``fp8ref`` command."""
 
-import sys
+from fp8ref.cli import run
 
-from fp8ref.cli import main
-
-sys.exit(main())
+run()

@@ -6,16 +6,33 @@ not finite; 4 another process of the run was lost; 5 SIGTERM, after the state wa
 """
 
 import argparse
+import multiprocessing
 import os
 import sys
 import traceback
 from collections.abc import Sequence
+from typing import NoReturn
 
 import fp8ref
 from fp8ref import extras, specification
 from fp8ref.commands import certify, conform, crosscheck, data, demo, estimate, probe, runs, train, vectors
 from fp8ref.commands.shared import DEFECT, ERROR, INTERRUPTED, LOST, NON_FINITE, PIPE, STOPPED
 from fp8ref.errors import LostProcessError, NonFiniteError, StoppedError
+
+
+def run() -> NoReturn:
+    """``main`` as a process of its own, which ends with its exit code.
+
+    After Ctrl-C it ends at once: XLA may still compile in a thread, which the interpreter's end
+    would crash.
+    """
+    code = main()
+    if code == INTERRUPTED:
+        for child in multiprocessing.active_children():
+            child.terminate()
+        sys.stdout.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

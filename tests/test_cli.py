@@ -434,6 +434,19 @@ def test_ctrl_c_keeps_what_was_written_and_exits_with_130(config, fake, run):
     assert log.read_manifest(config.parent / "here")["status"] == "interrupted"
 
 
+def test_a_process_ends_at_once_after_ctrl_c(monkeypatch):
+    """XLA may still compile in a thread, which crashes at the interpreter's end."""
+
+    def at_once(code):
+        raise SystemError(code)
+
+    monkeypatch.setattr(cli.os, "_exit", at_once)
+    for code, error in ((130, SystemError), (2, SystemExit)):
+        monkeypatch.setattr(cli, "main", lambda code=code: code)
+        with pytest.raises(error, match=str(code)):
+            cli.run()
+
+
 def test_an_interrupted_run_resumes(config, fake, run):
     command = ("train", config, "--backend", "jax", "--run.out", "here")
     fake({4: KeyboardInterrupt()})

@@ -139,7 +139,7 @@ def _by_losses(
         last = np.stack([runs.at(run.losses, steps) for run in chosen])[:, -width:].mean(axis=1, keepdims=True)
         high = float(seed_noise.limit(last, confidence=confidence)[0])  # the report's one-sided limit, used on both sides
         by, low, result = "seeds", -high, "within noise" if abs(difference) <= high else "outside noise"
-        said = f"two bf16 runs of different seeds differ by up to {high:.4f} (from {len(chosen)} runs)"
+        said = f"two bf16 runs of different seeds rarely differ by more than {high:.4f} (from {len(chosen)} runs)"
     elif a.seeds == b.seeds:
         by, low, high = "steps", float(gap.low[-1]), float(gap.high[-1])
         result = "within noise" if low <= 0 <= high else "outside noise"
