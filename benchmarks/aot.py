@@ -40,6 +40,8 @@ COLUMNS = [
     "GEMMs by",
     "FP8 GEMMs planned, in kernels",
     "of their multiplications in FP8",
+    "linears' GEMMs write",
+    "outside GEMMs, GB in kernels",
     "gathers, MiB",
     "casts that transpose, MiB in kernels",
     "moves, MiB in kernels",
@@ -50,6 +52,7 @@ EXPLANATION = """\
 
 Written by `make aot`; kernels and bytes of compiled programs, per device, of which none has run. Two blocks of an 8-billion-parameter Llama,
 a vocabulary of 1024, four sequences of 1024 tokens a device. `before -> now` where changes of layout and of what is kept made a difference.
+Linears' GEMMs write their results in the dtypes listed, with their number. Bytes outside GEMMs are what all other kernels read and write.
 Gathers are of matrices. Casts that transpose write FP8 in a second order, with or without the first; moves are kernels that only transpose,
 copy or concatenate, a MiB or more, of a linear. Temporary memory is all but arguments and results."""
 BYTES = {"f64": 8, "f32": 4, "s32": 4, "u32": 4, "bf16": 2, "f16": 2, "s16": 2, "u16": 2}  # others, a byte
@@ -62,6 +65,7 @@ CASES = [
     *((recipe, {**FSDP, "through": "jit"}, False) for recipe in ("bf16", "tensorwise", "rowwise")),
     *((recipe, {}, True) for recipe in ("bf16", "tensorwise", "rowwise")),
 ]
+NO_KERNEL = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "while", "conditional", "call"}
 MOVING = {"parameter", "transpose", "copy", "bitcast", "reshape", "concatenate", "slice", "pad", "tuple", "get-tuple-element"}
 
 
@@ -90,6 +94,24 @@ def moves(text: str) -> tuple[list[int], list[int]]:
     return casting, moving
 
 
+def outside_gemms(text: str) -> dict[str, float]:
+    """Bytes that kernels other than GEMMs read and write, in GB, and the number of these kernels."""
+    called = set(re.findall(r"(?:calls|to_apply)=%?([\w.\-]+)", text))
+    types, total, kernels = {}, 0, 0
+    for one in hlo.instructions(text):
+        types[one.name] = one.types
+        if (
+            one.computation in called
+            or one.kind in NO_KERNEL
+            or one.kind.endswith("-done")
+            or "matmul" in one.line.partition("metadata=")[0]
+        ):
+            continue
+        total += sum(_bytes(typed) for name in (one.name, *one.operands) for typed in types.get(name, ()))
+        kernels += 1
+    return {"gb": round(total / 1e9, 2), "kernels": kernels}
+
+
 def measure(recipe: str, parallel: dict, triton: bool, target: str) -> dict:
     config = Config(model=MODEL, data=DataConfig(sequence_length=LENGTH)).replace(numerics={"recipe": recipe}, parallel=parallel)
     devices = config.parallel.devices
@@ -112,6 +134,8 @@ def measure(recipe: str, parallel: dict, triton: bool, target: str) -> dict:
         "fp8_kernels": len(fp8),
         "fp8_share_of_planned_multiplications": sum(d.multiplications for d in fp8) / max(1, sum(d.multiplications for d in planned)),
         "lost": proof.lost(found, program),
+        "written": dict(collections.Counter(dot.out for dot in proof.gemms(found) if dot.layer)),
+        "outside_gemms": outside_gemms(text),
         "gathers_mib": _gathered(found),
         "casts_that_transpose": {"kernels": len(casting), "mib": round(sum(casting) / MEBIBYTE)},
         "moves": {"kernels": len(moving), "mib": round(sum(moving) / MEBIBYTE)},
@@ -138,16 +162,18 @@ def markdown(now: dict, before: dict) -> str:
     lines = [EXPLANATION, "", f"| {' | '.join(COLUMNS)} |", "|" + "---|" * len(COLUMNS)]
     for row in now["rows"]:
         pairs = zip(cells(row), earlier[_case(row)], strict=True)
-        lines.append(f"| {' | '.join(new if new == old else f'{old} -> {new}' for new, old in pairs)} |")
+        lines.append(f"| {' | '.join(new if old in (new, '') else f'{old} -> {new}' for new, old in pairs)} |")
     return "\n".join(lines) + "\n"
 
 
 def cells(row: dict) -> list[str]:
-    """A row of the table."""
+    """A row of the table; empty where results that were kept lack a figure."""
     return [
         *_case(row),
         f"{row['planned_fp8_gemms']} in {row['fp8_kernels']}" if row["planned_fp8_gemms"] else "-",
         f"{row['fp8_share_of_planned_multiplications']:.0%}" if row["planned_fp8_gemms"] else "-",
+        ", ".join(f"{dtype} {count}" for dtype, count in row.get("written", {}).items()),
+        "{gb} in {kernels}".format(**row["outside_gemms"]) if "outside_gemms" in row else "",
         ", ".join(f"{dtype} {size}" for dtype, size in row["gathers_mib"].items()) or "-",
         "{mib} in {kernels}".format(**row["casts_that_transpose"]),
         "{mib} in {kernels}".format(**row["moves"]),

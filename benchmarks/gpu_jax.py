@@ -28,7 +28,7 @@ from gpu import command, environment, jax_blocks, jax_ceilings, jax_linears, jax
 from gpu.command import Suite
 from gpu.jax_bench import Bench
 from gpu.jax_clock import Blocked
-from gpu.jax_variants import DEFAULTS, FLAX, MINIMAL
+from gpu.jax_variants import EXACT, FLAX, MINIMAL
 from gpu.report import OURS
 from gpu.results import RefusedError, Results
 from gpu.sizes import Sizes
@@ -48,7 +48,7 @@ def suite(of: Sizes) -> Suite:
     shapes = {name.rpartition(".")[2]: shape for name, shape in llama.linear_shapes(of.blocks).items()}
     found: dict[str, Callable[[Bench], dict]] = {"ceilings": jax_ceilings.run}
     for recipe in OURS:
-        variants = ["bf16", "bf16 again", f"fp8ref {recipe}", FLAX, *([MINIMAL, DEFAULTS] if recipe == "tensorwise" else [])]
+        variants = ["bf16", "bf16 again", f"fp8ref {recipe}", FLAX, *([MINIMAL, EXACT] if recipe == "tensorwise" else [])]
         found[f"blocks:{recipe}"] = functools.partial(jax_blocks.run, config=of.blocks, tokens=of.tokens, variants=variants)
     for linear, section in report.LINEARS.items():
         found[section] = functools.partial(jax_linears.run, shape=(of.tokens, *shapes[linear]))

@@ -98,6 +98,11 @@ class GemmSpec:
         return self.a is not None
 
     @property
+    def powers_of_two(self) -> bool:
+        """Whether every scale of its operands is a power of two (SEMANTICS S-4, S-14)."""
+        return all(cast is not None and cast.policy.power_of_two is not None for cast in (self.a, self.b))
+
+    @property
     def rowwise(self) -> bool:
         """Whether an operand is rowwise: the output is then rounded to bfloat16 first (SEMANTICS G-8)."""
         return any(cast is not None and cast.granularity == "rowwise" for cast in (self.a, self.b))

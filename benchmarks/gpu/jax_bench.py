@@ -9,7 +9,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-from fp8ref.train.jax.step import COMPILER_OPTIONS
+from fp8ref.train.jax.step import compiler_options
 from gpu import timing
 from gpu.sizes import Sizes
 from gpu.timing import Budget, Call, Clock, Rounds
@@ -45,8 +45,9 @@ class Bench:
         """FP8 codes of normal values that fill the format's range, as a scale of their amax would have them do."""
         return _codes(jax.random.key(next(self.keys)), shape, dtype)
 
-    def compiled(self, function: Callable, *arguments, options: Mapping = COMPILER_OPTIONS, donate: tuple[int, ...] = ()) -> Callable:
+    def compiled(self, function: Callable, *arguments, options: Mapping | None = None, donate: tuple[int, ...] = ()) -> Callable:
         """Compiled with XLA's options, by default those of the trainer's step."""
+        options = compiler_options(jax.default_backend()) if options is None else options
         return jax.jit(function, donate_argnums=donate).lower(*arguments).compile(compiler_options=dict(options) or None)
 
     def free(self) -> None:

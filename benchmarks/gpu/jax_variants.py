@@ -16,10 +16,10 @@ from jax import lax
 from fp8ref.jax import delayed
 from fp8ref.recipe import RECIPES
 from fp8ref.train.jax.llama import Pass
-from fp8ref.train.jax.step import COMPILER_OPTIONS
+from fp8ref.train.jax.step import EVERY_ROUNDING
 from gpu.report import OURS
 
-FLAX, MINIMAL, DEFAULTS = "flax Fp8DirectDotGeneralOp", "minimal tensorwise", "bf16, jax's options"
+FLAX, MINIMAL, EXACT = "flax Fp8DirectDotGeneralOp", "minimal tensorwise", "bf16, every rounding"
 ALL = ("bf16", "bf16 again", *(f"fp8ref {recipe}" for recipe in OURS), FLAX, MINIMAL)
 KEPT = "_overwrite_with_gradient"  # Flax's collection of scales and histories, whose gradients are their new values
 ROWS_BY_COLUMNS = (((1,), (0,)), ((), ()))
@@ -51,7 +51,8 @@ class Variant:
         kind, _, recipe = name.partition(" ")
         self.recipe = RECIPES[recipe] if kind == "fp8ref" else RECIPES["bf16"]
         self.turned = name == FLAX  # weights are [K, N]
-        self.options = {} if name in (FLAX, MINIMAL, DEFAULTS) else COMPILER_OPTIONS  # of others, those that fp8ref's trainer compiles with
+        # None: those that fp8ref's trainer compiles with; of flax and the minimal linear, jax's own
+        self.options = {FLAX: {}, MINIMAL: {}, EXACT: EVERY_ROUNDING}.get(name)
 
     def initial(self, linears: list[str]) -> dict:
         if self.name == FLAX:

@@ -1,9 +1,10 @@
 """Matrix multiplication of FP8 operands, [M, K] x [N, K] -> [M, N] (SEMANTICS G).
 
 Order: one XLA dot on float8 arrays with float32 output; the sum over devices, where K is cut; the
-epilogue: scales, rounding. Operands in blocks are dequantized first, because no FP8 dot takes
-scales that vary along K (G-16). Simulated hardware replaces the dot and, where nothing is summed
-over devices, the epilogue too (G-19, G-21).
+epilogue: scales, rounding. On an NVIDIA GPU, where nothing is summed over devices, the GEMM writes
+its output's dtype, and cuBLASLt applies the scales of tensorwise operands (G-22). Operands in
+blocks are dequantized first, because no FP8 dot takes scales that vary along K (G-16). Simulated
+hardware replaces the dot and, where nothing is summed over devices, the epilogue too (G-19, G-21).
 """
 
 import contextlib
@@ -41,6 +42,8 @@ def matmul(
     collective: Reduction | None = None,
     turned: bool = False,
     multiply: Multiply | None = None,
+    powers_of_two: bool = False,
+    in_steps: bool = False,
 ) -> jax.Array:
     """Contract a and b along their reduced axes: [..., M, K] x [..., N, K] -> [..., M, N], or
     ``turned`` [..., N, M].
@@ -51,14 +54,19 @@ def matmul(
               length.
     Order:    dot in float32; the sum over devices; the epilogue, G-4, G-5 or G-14; round to
               out_dtype. If the collective sums scaled results: dot, epilogue, round, sum in
-              float32, round again. Operands in blocks are dequantized first (G-16).
+              float32, round again. Operands in blocks are dequantized first (G-16). On an NVIDIA
+              GPU without a sum over devices, unless ``in_steps``: G-22.
     Specials: Inf and NaN as in IEEE 754; overflow to infinity.
     multiply  simulated hardware, for matrices: it does everything (G-19), or only accumulates, if
               devices sum accumulators (G-21).
+    powers_of_two
+              all scales are powers of two, so that a GPU's GEMM may round before them (G-22).
+    in_steps  also on a GPU a float32 dot, then the epilogue: where XLA cuts K over devices, it sums
+              raw accumulators (P-9).
     Raises:   ValueError: ranks or reduced lengths that differ, a reduced axis among the leading
               dims, unknown names; granularities that do not go together (``epilogue.check_pair``);
               blocks under unit_round_scale_round.
-    Source:   SEMANTICS G-1, G-4, G-5, G-7, G-13, G-14, G-16, P-7, P-8.
+    Source:   SEMANTICS G-1, G-4, G-5, G-7, G-13, G-14, G-16, G-22, P-7, P-8.
     """
     axes = _reduced_axes(a, b)
     if accumulate not in PRECISION:
@@ -69,6 +77,8 @@ def matmul(
     early, late = (None, collective) if collective and collective.scaled else (collective, None)
     if multiply is not None and early is None:
         out = _simulated(multiply, a, b, accumulate, epilogue, out_dtype, turned)
+    elif early is None and not in_steps and not dequantizes(a.granularity):
+        out = _on_one_device(a, b, axes, accumulate, epilogue, out_dtype, turned, powers_of_two)
     else:
         acc = _total(_accumulated(a, b, axes, accumulate, epilogue, early, turned, multiply), early)
         out = acc.astype(out_dtype) if dequantizes(a.granularity) else _scaled(acc, a, b, axes, epilogue, out_dtype, early, turned)
@@ -76,14 +86,28 @@ def matmul(
 
 
 def matmul_hp(
-    a: jax.Array, b: jax.Array, *, axes: tuple[int, int], out_dtype, collective: Reduction | None = None, turned: bool = False
+    a: jax.Array,
+    b: jax.Array,
+    *,
+    axes: tuple[int, int],
+    out_dtype,
+    collective: Reduction | None = None,
+    turned: bool = False,
+    in_steps: bool = False,
 ) -> jax.Array:
     """A GEMM in high precision: float32 accumulation in XLA's order, one rounding to out_dtype
     (SEMANTICS G-9).
 
-    Shapes:   a and b as codes in matmul, reduced along axes, -1 or -2 each; collective and turned
-              as there.
+    Shapes:   a and b as codes in matmul, reduced along axes, -1 or -2 each; collective, turned and
+              in_steps as there. On an NVIDIA GPU the GEMM itself writes out_dtype.
     """
+    if collective is None and not in_steps:
+        return lax.platform_dependent(
+            a,
+            b,
+            cuda=lambda a, b: _dot(a, b, axes, lax.Precision.DEFAULT, turned, None, out_dtype),
+            default=lambda a, b: _dot(a, b, axes, lax.Precision.DEFAULT, turned, None).astype(out_dtype),
+        )
     return _total(_dot(a, b, axes, lax.Precision.DEFAULT, turned, collective), collective).astype(out_dtype)
 
 
@@ -96,6 +120,44 @@ def dequantizes(granularity: str) -> bool:
     """True if operands of this granularity are dequantized first: no FP8 dot takes scales that vary
     along K (G-16)."""
     return by_name(granularity).reduced is not None
+
+
+def _on_one_device(
+    a: Quantized, b: Quantized, axes: tuple[int, int], accumulate: str, epilogue: str, out_dtype, turned: bool, powers_of_two: bool
+) -> jax.Array:
+    """The GEMM and its epilogue where nothing is summed over devices.
+
+    On an NVIDIA GPU the GEMM writes out_dtype, and no kernel rescales a float32 result (G-22):
+    tensorwise operands are written as dequantized ones, a pattern in which XLA finds cuBLASLt's FP8
+    GEMM with both scales. Other scales follow a GEMM that rounds to out_dtype itself, where that is
+    what the epilogue says, or the same.
+    """
+
+    def in_steps(a: Quantized, b: Quantized) -> jax.Array:
+        acc = _dot(a.codes, b.codes, axes, PRECISION[accumulate], turned, None)
+        return _scaled(acc, a, b, axes, epilogue, out_dtype, None, turned)
+
+    def scaled_by_cublaslt(a: Quantized, b: Quantized) -> jax.Array:
+        # XLA passes each scale on in float32: it drops the two conversions, as its option
+        # xla_allow_excess_precision, on by default, lets it. ``proof`` looks for scales that it rounded.
+        # Past a barrier of its own, no two dots share an operand: XLA would join their weights,
+        # dequantized, and multiply in bfloat16.
+        scales = lax.optimization_barrier((a.scale_inv, b.scale_inv))
+        of_a, of_b = (q.codes.astype(jnp.bfloat16) * scale.astype(jnp.bfloat16) for q, scale in zip((a, b), scales, strict=True))
+        with jax.named_scope("dequantized"):  # ``proof`` takes this dot for an FP8 GEMM
+            return _dot(of_a, of_b, axes, PRECISION[accumulate], turned, None, out_dtype)
+
+    def scaled_after_rounding(a: Quantized, b: Quantized) -> jax.Array:
+        rounded = _dot(a.codes, b.codes, axes, PRECISION[accumulate], turned, None, out_dtype)
+        return _scaled(rounded.astype(jnp.float32), a, b, axes, epilogue, out_dtype, None, turned)
+
+    if {a.granularity, b.granularity} == {"tensorwise"} and epilogue != "unit_round_scale_round" and out_dtype != jnp.float16:
+        on_gpu = scaled_by_cublaslt
+    elif epilogue == "unit_round_scale_round" or (powers_of_two and out_dtype == jnp.bfloat16):
+        on_gpu = scaled_after_rounding
+    else:
+        return in_steps(a, b)
+    return lax.platform_dependent(a, b, cuda=on_gpu, default=in_steps)
 
 
 def _accumulated(
@@ -214,10 +276,16 @@ def _from_the_end(q: Quantized) -> int:
 
 
 def _dot(
-    a: jax.Array, b: jax.Array, axes: tuple[int, int], precision: lax.Precision, turned: bool, collective: Reduction | None
+    a: jax.Array,
+    b: jax.Array,
+    axes: tuple[int, int],
+    precision: lax.Precision,
+    turned: bool,
+    collective: Reduction | None,
+    out_dtype=jnp.float32,
 ) -> jax.Array:
-    """float32 [..., M, N] = a x b, or [..., N, M] if turned; rows of a in the order in which
-    ``collective`` scatters them."""
+    """[..., M, N] = a x b, or [..., N, M] if turned; rows of a in the order in which ``collective``
+    scatters them."""
     a = collective.arranged(a) if collective else a
     if turned:
         # [N, M] = b x a: the same products, and the result needs no transpose.
@@ -231,5 +299,5 @@ def _dot(
             b,
             (((a.ndim + axes[0],), (b.ndim + axes[1],)), (leading, leading)),
             precision=precision,
-            preferred_element_type=jnp.float32,
+            preferred_element_type=out_dtype,
         )

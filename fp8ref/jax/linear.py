@@ -251,13 +251,15 @@ def _gemm(
                result's dtype.
     Returns:   the result, and measurements of the operands that no earlier GEMM has measured.
     """
-    spec, roles, collective = use.recipe.gemms[which], OPERANDS[which], use.collective(which)
+    spec, roles = use.recipe.gemms[which], OPERANDS[which]
+    collective, in_steps = use.collective(which), use.summed_by_compiler(which)
     axis_a, axis_b = (use.axis(which, role) for role in roles)
     turned = use.turned and which == "grad_weight"  # a weight [K, N] has a gradient [K, N]
     dtype = use.dtypes[list(OPERANDS).index(which)]
     if spec.a is None or spec.b is None or spec.accumulate is None:
         a, b = (operands.gathered(tensors[role], role, use) for role in roles)
-        return gemm.matmul_hp(a, b, axes=(axis_a, axis_b), out_dtype=dtype, collective=collective, turned=turned), {}
+        how = {"axes": (axis_a, axis_b), "out_dtype": dtype, "turned": turned}
+        return gemm.matmul_hp(a, b, **how, collective=collective, in_steps=in_steps), {}
     # 1. Each device quantizes its own piece, unless the pass has done so for both GEMMs.
     own = [
         quantized[role] if role in quantized else operands.quantize(tensors[role], role, cast, axis, state_scales, use)
@@ -267,8 +269,8 @@ def _gemm(
     qa, qb = (operands.gathered_codes(q, role, axis, use) for q, role, axis in zip(own, roles, (axis_a, axis_b), strict=True))
     # 3. Multiply: output [M, K] x [N, K], grad_input [M, N] x [N, K], grad_weight [M, N] x [M, K].
     rounded = gemm.output_dtype(spec, dtype)
-    how = {"accumulate": spec.accumulate, "epilogue": spec.epilogue, "out_dtype": rounded}
-    out = gemm.matmul(qa, qb, **how, collective=collective, turned=turned, multiply=use.multiply)
+    how = {"accumulate": spec.accumulate, "epilogue": spec.epilogue, "powers_of_two": spec.powers_of_two, "out_dtype": rounded}
+    out = gemm.matmul(qa, qb, **how, collective=collective, in_steps=in_steps, turned=turned, multiply=use.multiply)
     # 4. Report to whoever asked: the cross-check's observer, a run's statistics.
     if use.observer is not None:
         reported = [

@@ -59,6 +59,10 @@ class Use:
         reduction = self.placement.reduction(which, 1 if which == "grad_weight" else self.outer)
         return reduction if self.mode == "shard_map" and reduction.axes else None
 
+    def summed_by_compiler(self, which: Gemm) -> bool:
+        """True if XLA sums a GEMM's partial results over devices, under plain jit."""
+        return self.mode == "jit" and bool(self.placement.reduction(which, 1).axes)
+
     def axis(self, which: Gemm, role: Role) -> int:
         """The axis, -1 or -2, of a tensor along which a GEMM reduces it."""
         axis = REDUCED_AXES[which][OPERANDS[which].index(role)] - 2

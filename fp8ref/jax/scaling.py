@@ -153,20 +153,24 @@ def _quantized(
 
 @functools.partial(jax.jit, static_argnames=("dtype", "axis", "keepdims"))  # traced once for all tensors of a shape
 def _largest(bits: jax.Array, dtype, axis: int | tuple[int, ...] | None = None, keepdims: bool = False) -> jax.Array:
-    """The maximum of ``cast.magnitude_bits``, through a float maximum: the only fast one of XLA on
-    a CPU.
+    """The maximum of ``cast.magnitude_bits``: of the integers on an NVIDIA GPU, elsewhere by a
+    float maximum, the only fast one of XLA on a CPU.
 
     That maximum drops NaNs and flushes subnormals. So the bits are first mapped, in order, to
     numbers of dtype that are neither zero, subnormal, infinite nor NaN: t = bits - 2^(n - 2)
     becomes the number t steps above the least normal number, or below its negative. The result is
     mapped back.
     """
-    size = jnp.iinfo(bits.dtype)
-    half, least, sign = 1 << (size.bits - 2), 1 << jnp.finfo(dtype).nmant, size.bits - 1
-    t = bits - half
-    ordered = (least + (t ^ (t >> sign))) | ((t >> sign) & size.min)
-    found = lax.bitcast_convert_type(jnp.max(lax.bitcast_convert_type(ordered, dtype), axis=axis, keepdims=keepdims), bits.dtype)
-    return (((found & size.max) - least) ^ (found >> sign)) + half
+
+    def of_floats(bits: jax.Array) -> jax.Array:
+        size = jnp.iinfo(bits.dtype)
+        half, least, sign = 1 << (size.bits - 2), 1 << jnp.finfo(dtype).nmant, size.bits - 1
+        t = bits - half
+        ordered = (least + (t ^ (t >> sign))) | ((t >> sign) & size.min)
+        found = lax.bitcast_convert_type(jnp.max(lax.bitcast_convert_type(ordered, dtype), axis=axis, keepdims=keepdims), bits.dtype)
+        return (((found & size.max) - least) ^ (found >> sign)) + half
+
+    return lax.platform_dependent(bits, cuda=functools.partial(jnp.max, axis=axis, keepdims=keepdims), default=of_floats)
 
 
 def _largest_of_blocks(bits: jax.Array, dtype, sizes: tuple[int, ...]) -> jax.Array:

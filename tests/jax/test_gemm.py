@@ -10,6 +10,7 @@ from fp8ref.formats import BFLOAT16, E4M3FN, E5M2
 from fp8ref.granularity import GRANULARITIES
 from fp8ref.jax import gemm, scaling
 from fp8ref.recipe import RECIPES
+from fp8ref.sim import cast as sim_cast
 from fp8ref.sim import gemm as sim_gemm
 from fp8ref.sim import scaling as sim_scaling
 
@@ -45,6 +46,54 @@ def test_each_operand_is_contracted_along_its_own_axis(rng):  # G-1
     a, b = (scaling.quantize(jnp.asarray(v), E4M3FN, granularity="rowwise", axis=0) for v in (x, y))
     c, d = (scaling.quantize(jnp.asarray(v.T), E4M3FN, granularity="rowwise", axis=1) for v in (x, y))
     np.testing.assert_array_equal(np.asarray(gemm.matmul(a, b, accumulate="slow")), np.asarray(gemm.matmul(c, d, accumulate="slow")))
+
+
+# What a GEMM of G-22 multiplies and writes on an NVIDIA GPU: granularity, epilogue, output dtype, are scales powers of two.
+ON_A_GPU = [
+    ("tensorwise", "scale_then_round", "bfloat16", False, "bf16", "bf16"),
+    ("tensorwise", "product_then_round", "float32", False, "bf16", "f32"),
+    ("tensorwise", "scale_then_round", "float16", False, "f8E4M3FN", "f32"),
+    ("tensorwise", "unit_round_scale_round", "float16", False, "f8E4M3FN", "f16"),
+    ("rowwise", "unit_round_scale_round", "bfloat16", False, "f8E4M3FN", "bf16"),
+    ("rowwise", "scale_then_round", "bfloat16", True, "f8E4M3FN", "bf16"),
+    ("rowwise", "scale_then_round", "float32", True, "f8E4M3FN", "f32"),
+    ("rowwise", "scale_then_round", "bfloat16", False, "f8E4M3FN", "f32"),
+]
+
+
+@pytest.mark.parametrize(("granularity", "epilogue", "dtype", "powers", "multiplied", "written"), ON_A_GPU)
+@pytest.mark.parametrize("in_steps", [False, True])
+def test_on_a_gpu_the_gemm_writes_the_output_dtype(granularity, epilogue, dtype, powers, multiplied, written, in_steps):  # G-22
+    a, b = (scaling.quantize(jnp.ones((32, 64)), E4M3FN, granularity=granularity) for _ in range(2))
+    how = {"epilogue": epilogue, "out_dtype": jnp.dtype(dtype), "powers_of_two": powers, "in_steps": in_steps}
+    traced = jax.jit(lambda a, b: gemm.matmul(a, b, accumulate="slow", **how)).trace(a, b)
+    steps = "tensor<32x64xf8E4M3FN>, tensor<32x64xf8E4M3FN>) -> tensor<32x32xf32>"
+    on_gpu = steps if in_steps else f"tensor<32x64x{multiplied}>, tensor<32x64x{multiplied}>) -> tensor<32x32x{written}>"
+    for platform, expected in (("cpu", steps), ("cuda", on_gpu)):
+        [dot] = [line for line in traced.lower(lowering_platforms=(platform,)).as_text().splitlines() if "dot_general" in line]
+        assert expected in dot, platform
+        assert "precision = [HIGHEST, HIGHEST]" in dot
+
+
+@pytest.mark.parametrize(("granularity", "epilogue", "dtype", "powers"), [case[:4] for case in ON_A_GPU])
+def test_what_runs_on_a_gpu_gives_the_same_bits_where_sums_are_exact(granularity, epilogue, dtype, powers, rng, monkeypatch):  # G-22
+    """Integers of up to 8 bits have exact sums, in bfloat16 too: so scales that are powers of two leave nothing to the order."""
+    x, y = (rng.integers(-3, 4, (n, 16)).astype(np.float32) * 2.0 ** rng.integers(-30, 30, (n, 1)) for n in (16, 32))
+    a, b = (scaling.quantize(jnp.asarray(v), E4M3FN, granularity=granularity, policy="torchao_pow2") for v in (x, y))
+    how = {"epilogue": epilogue, "out_dtype": jnp.dtype(dtype), "accumulate": "fast"}
+    on_cpu = gemm.matmul(a, b, **how)
+    monkeypatch.setattr(gemm.lax, "platform_dependent", lambda *arrays, cuda, default: cuda(*arrays))
+    on_gpu = gemm.matmul(a, b, **how, powers_of_two=powers)
+    assert on_gpu.dtype == on_cpu.dtype == jnp.dtype(dtype)
+    np.testing.assert_array_equal(np.asarray(on_gpu.astype(jnp.float32)), np.asarray(on_cpu.astype(jnp.float32)))
+
+
+def test_a_result_that_is_rounded_before_its_scale_is_rounded_twice_where_it_is_subnormal():  # G-22's example
+    scaled = np.float32(261) * np.float32(2.0**-136)  # exact: a subnormal float32
+    rounded = sim_cast.round_to(np.float32(261), BFLOAT16)
+    twice = sim_cast.round_to(np.float32(rounded) * np.float32(2.0**-136), BFLOAT16)
+    once = sim_cast.round_to(scaled, BFLOAT16)
+    assert [int(np.asarray(v, np.float32).view(np.uint32)) >> 16 for v in (once, twice)] == [0x0021, 0x0020]
 
 
 @pytest.mark.parametrize(("accumulate", "precision"), [("fast", "DEFAULT"), ("slow", "HIGHEST")])

@@ -3,14 +3,18 @@ pass."""
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 COLLECTIVES = ("all_gather", "all_reduce", "reduce_scatter", "all_to_all", "collective_permute")
 """The collectives that are parsed, in StableHLO's spelling."""
 
 MATMULS = ("__cublas$lt$matmul$f8", "__cublas$lt$matmul", "__cublas$gemm")
 """The targets of custom calls by which cuBLAS multiplies matrices."""
+
+MOVES = ("reshape", "transpose", "bitcast", "copy")
+"""Operations that change no value, between codes and the dot that multiplies them."""
 
 Typed = tuple[str, tuple[int, ...]]
 """The dtype and shape of an array."""
@@ -31,6 +35,8 @@ class Operation:
 
     path      the named scopes that the operation came from.
     kernel    in optimized HLO of a GPU, what runs it: a library's call, or the kind of its fusion.
+    rounds_scale
+              in optimized HLO, whether a scale of a library's FP8 GEMM was rounded to bfloat16.
     """
 
     kind: str
@@ -39,6 +45,7 @@ class Operation:
     path: str
     precision: str
     kernel: str = ""
+    rounds_scale: bool = False
 
     @property
     def place(self) -> tuple[str, str] | tuple[None, None]:
@@ -48,8 +55,7 @@ class Operation:
     @property
     def turned(self) -> bool:
         """True if the dot has its operands in the other order, for a weight [K, N] (Flax)."""
-        found = _GEMM.search(self.path)  # what is before it may be any module's name
-        return found is not None and "turned" in re.split(r"[/()]", self.path[found.end() :])
+        return "turned" in within(self.path)
 
     @property
     def multiplications(self) -> int:
@@ -74,6 +80,12 @@ class Instruction:
         return _first(r'op_name="([^"]*)"', self.line)
 
 
+def within(path: str) -> list[str]:
+    """The named scopes inside a GEMM's own; what is before it may be any module's name."""
+    found = _GEMM.search(path)
+    return re.split(r"[/()]", path[found.end() :]) if found else []
+
+
 def place(path: str) -> tuple[str, str] | tuple[None, None]:
     """(layer, GEMM) in a path of named scopes; (None, None) if there is none."""
     found = _GEMM.search(path)
@@ -81,12 +93,18 @@ def place(path: str) -> tuple[str, str] | tuple[None, None]:
 
 
 def from_stablehlo(module) -> Iterator[Operation]:
-    """The dots, collectives and simulated GEMMs of a StableHLO module, in its order."""
+    """The dots, collectives and simulated GEMMs of a StableHLO module, in its order.
+
+    A dot of dequantized codes that XLA compiles to an FP8 GEMM (G-22) has the codes' types.
+    """
     for op in walk(module):
         kind = op.name.removeprefix("stablehlo.")
         if kind == "dot_general" or kind in COLLECTIVES:
             precision = str(op.attributes["precision_config"]) if "precision_config" in op.attributes else ""
-            yield Operation(kind, tuple(_typed(v.type) for v in op.operands), _typed(op.results[0].type), _path(op), precision)
+            operands = tuple(_typed(v.type) for v in op.operands)
+            if kind == "dot_general" and "dequantized" in within(_path(op)):
+                operands = tuple((_multiplied(v, _made), shape) for v, (_, shape) in zip(op.operands, operands, strict=True))
+            yield Operation(kind, operands, _typed(op.results[0].type), _path(op), precision)
         elif kind == "custom_call" and (found := _SIMULATED.search(str(op.location))):
             yield Operation(
                 "simulated", tuple(_typed(v.type) for v in op.operands[:2]), _typed(op.results[0].type), found["path"], found["how"], "host"
@@ -96,20 +114,31 @@ def from_stablehlo(module) -> Iterator[Operation]:
 def from_text(text: str) -> Iterator[Operation]:
     """The dots and collectives of HLO's text after any pass.
 
-    A collective that XLA combined of several is counted as several, which name no layer.
+    A collective that XLA combined of several is counted as several, which name no layer. A dot of
+    dequantized codes as of ``from_stablehlo``.
     """
     types: dict[str, Typed] = {}
-    around = kernels(text)
+    made: dict[str, Instruction] = {}
+    around, roots = kernels(text), {}
+
+    def made_in_text(name: str) -> tuple[str, str, str]:
+        return types[name][0], made[name].kind, next((operand for operand in made[name].operands if operand in made), "")
+
     for one in instructions(text):
+        roots[one.computation] = one  # the last one of each
         if one.types:
-            types[one.name] = one.types[0]
+            types[one.name], made[one.name] = one.types[0], one
         kind = one.kind.replace("-", "_").removesuffix("_start")
         # A GPU's library call multiplies under its target's name.
         target = _first(r'custom_call_target="([^"]*)"', one.line)
         if one.kind == "dot" or target in MATMULS:
             precision = _first(r'operand_precision(?:=\{|":\[)([^}\]]*)', one.line)
             a, b = (types[name] for name in one.operands[:2])
-            yield Operation("dot_general", (a, b), one.types[0], one.path, precision, target or around.get(one.computation, "dot"))
+            if "dequantized" in within(one.path) and one.kind == "dot":
+                a, b = ((_multiplied(name, made_in_text), types[name][1]) for name in one.operands[:2])
+            rounds = target.endswith("$f8") and any(_rounded(name, made, roots) for name in one.operands[2:4])
+            kernel = target or around.get(one.computation, "dot")
+            yield Operation("dot_general", (a, b), one.types[0], one.path, precision, kernel, rounds)
         elif kind in COLLECTIVES:
             moved, path = len(one.operands), one.path if len(one.operands) == 1 else ""
             for name, result in zip(one.operands, one.types[-moved:], strict=True):
@@ -141,6 +170,41 @@ def walk(op, skip: str | None = None) -> Iterator:
                 if inner.operation.name != skip:
                     yield inner.operation
                     yield from walk(inner.operation, skip)
+
+
+def _multiplied(node, made: Callable) -> str:
+    """The dtype of the codes that a dot's operand dequantizes, as codes times a scale; of any other
+    operand, its own.
+
+    made(node) is (dtype, kind, first operand): of how a node was made. XLA may move reshapes and
+    transposes in between.
+    """
+    dtype, wanted = made(node)[0], ["multiply", "convert"]
+    while wanted:
+        _, kind, source = made(node)
+        if kind == wanted[0] and source:
+            del wanted[0]
+        elif kind not in MOVES or not source:
+            return dtype
+        node = source
+    codes = made(node)[0]
+    return codes if codes.startswith("f8") else dtype
+
+
+def _made(value) -> tuple[str, str, Any]:
+    """How a value of StableHLO was made, as ``_multiplied`` asks; a block's argument by nothing."""
+    op = value.owner
+    kind = getattr(op, "name", "").removeprefix("stablehlo.")
+    return _typed(value.type)[0], kind, op.operands[0] if kind and len(op.operands) else None
+
+
+def _rounded(name: str, made: dict[str, Instruction], roots: dict[str, Instruction]) -> bool:
+    """True if a float32 scale is widened from bfloat16, by itself or at the end of a fusion."""
+    scale = made.get(name)
+    if scale and scale.kind == "fusion":
+        scale = roots.get(_first(r"calls=%?([\w.\-]+)", scale.line))
+    source = made.get(scale.operands[0]) if scale and scale.kind == "convert" else None
+    return source is not None and source.types[0][0] == "bf16"
 
 
 def _path(op) -> str:

@@ -173,7 +173,8 @@ def missing(
 
 
 def lost(compiled: Program, program: Program) -> list[str]:
-    """FP8 dots of a program that XLA compiled to a wider type, a line for each.
+    """FP8 dots of a program that XLA compiled to a wider type, or whose scales it rounded, a line for
+    each.
 
     XLA may merge dots that share an operand into one, under one dot's name. So a dot without a
     kernel of its name is lost only if the FP8 kernels of its kind (output, grad_input or
@@ -195,6 +196,11 @@ def lost(compiled: Program, program: Program) -> list[str]:
         if (own or left[kind(dot)] > 0) and not any(k.fp8 and kind(k) == kind(dot) for k in own):
             found = [f"{k.a} x {k.b}, {k.accumulate}, by {k.kernel}" for k in own] or ["no kernel of its name"]
             lines.append(f"{dot.layer}/{dot.which}: {dot.a} x {dot.b}, {dot.accumulate}, is compiled to {'; '.join(found)}")
+    lines += [
+        f"{op.place[0]}/{op.place[1]}: XLA rounded its scales to bfloat16. Compile with xla_allow_excess_precision, XLA's default."
+        for op in compiled.operations
+        if op.rounds_scale
+    ]
     return lines
 
 

@@ -72,6 +72,13 @@ class Pass:
         return y
 
 
+def rounded(x: jax.Array, dtype) -> jax.Array:
+    """float32 x rounded to dtype, also where XLA fuses it with what reads it: a conversion to dtype
+    and back may be dropped there, ``reduce_precision`` is not (SEMANTICS M-3)."""
+    info = jnp.finfo(dtype)
+    return jax.lax.reduce_precision(x, info.nexp, info.nmant).astype(dtype)
+
+
 class Linear(nnx.Module):
     """y [..., N] = x [..., K] x weight [N, K], by the layer's recipe."""
 
@@ -97,7 +104,7 @@ class RMSNorm(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         wide = x.astype(jnp.float32)
         mean_square = jnp.mean(wide * wide, axis=-1, keepdims=True)
-        return (wide * jax.lax.rsqrt(mean_square + self.eps) * self.weight[...].astype(jnp.float32)).astype(x.dtype)
+        return rounded(wide * jax.lax.rsqrt(mean_square + self.eps) * self.weight[...].astype(jnp.float32), x.dtype)
 
 
 class Embedding(nnx.Module):
@@ -108,7 +115,7 @@ class Embedding(nnx.Module):
 
     def __call__(self, tokens: jax.Array, dtype, run: Pass) -> jax.Array:
         table = run.layout.whole(self.weight[...]) if run.layout else self.weight[...]
-        return table[tokens].astype(dtype)  # [B, T] -> [B, T, hidden]; the gradient sums in the table's dtype
+        return rounded(table[tokens], dtype)  # [B, T] -> [B, T, hidden]; the gradient sums in the table's dtype
 
 
 class Attention(nnx.Module):
@@ -139,7 +146,7 @@ class MLP(nnx.Module):
         # that they are rounded from.
         gate, up = jax.lax.optimization_barrier((self.gate_proj(x, run), self.up_proj(x, run)))
         gate, up = gate.astype(jnp.float32), up.astype(jnp.float32)
-        return self.down_proj((jax.nn.silu(gate) * up).astype(x.dtype), run)
+        return self.down_proj(rounded(jax.nn.silu(gate) * up, x.dtype), run)
 
 
 class Layer(nnx.Module):
@@ -152,8 +159,8 @@ class Layer(nnx.Module):
         self.mlp = MLP(f"{name}.mlp", weights, recipes)
 
     def __call__(self, h: jax.Array, cos: jax.Array, sin: jax.Array, run: Pass) -> jax.Array:
-        h = h + self.self_attn(self.input_layernorm(h), cos, sin, run)
-        return h + self.mlp(self.post_attention_layernorm(h), run)
+        h = _sum(h, self.self_attn(self.input_layernorm(h), cos, sin, run))
+        return _sum(h, self.mlp(self.post_attention_layernorm(h), run))
 
 
 class Decoder(nnx.Module):
@@ -212,4 +219,9 @@ def _rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     wide = x.astype(jnp.float32)
     first, second = jnp.split(wide, 2, axis=-1)
     half = jnp.concatenate([-second, first], axis=-1)
-    return (wide * cos[:, None, :] + half * sin[:, None, :]).astype(x.dtype)
+    return rounded(wide * cos[:, None, :] + half * sin[:, None, :], x.dtype)
+
+
+def _sum(x: jax.Array, y: jax.Array) -> jax.Array:
+    """x + y in float32, rounded once to x's dtype."""
+    return rounded(x.astype(jnp.float32) + y.astype(jnp.float32), x.dtype)

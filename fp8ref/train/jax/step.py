@@ -25,12 +25,18 @@ from fp8ref.train.config import Config
 from fp8ref.train.jax.llama import Llama, Pass
 from fp8ref.train.jax.mesh import AXES, Layout
 
-COMPILER_OPTIONS = {"xla_allow_excess_precision": False}
-"""XLA's options for the step.
+EVERY_ROUNDING = {"xla_allow_excess_precision": False}
+"""XLA's option under which it leaves out no rounding to bfloat16 between fused operations."""
 
-XLA may otherwise leave out a rounding to bfloat16 between fused operations (SEMANTICS M-3 states
-where they are).
-"""
+
+def compiler_options(platform: str) -> dict[str, bool]:
+    """XLA's options for the step on a platform, such as "cpu": ``EVERY_ROUNDING`` there.
+
+    On a GPU XLA would round the scales of cuBLASLt's GEMMs under that option, and Triton's GEMMs
+    would multiply dequantized operands, so both are off (SEMANTICS G-22). The model's own roundings
+    (M-3) hold under either (``train.jax.llama.rounded``).
+    """
+    return EVERY_ROUNDING if platform == "cpu" else {"xla_gpu_enable_triton_gemm": False}
 
 
 class State(NamedTuple):

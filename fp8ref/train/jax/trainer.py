@@ -20,7 +20,7 @@ from fp8ref.train.config import Config
 from fp8ref.train.jax.checkpoint import Store
 from fp8ref.train.jax.llama import Llama, Pass
 from fp8ref.train.jax.mesh import Layout
-from fp8ref.train.jax.step import COMPILER_OPTIONS, State, Step, named
+from fp8ref.train.jax.step import State, Step, compiler_options, named
 
 
 class Trainer:
@@ -64,9 +64,10 @@ class Trainer:
         # A step leaves the state placed as it found it, so that the second step is not compiled
         # again.
         placed = None if self._layout.mesh is None else (jax.tree.map(self._layout.sharding, specs), None, None)
-        self._train = jax.jit(self._step.train, donate_argnums=0, out_shardings=placed, compiler_options=COMPILER_OPTIONS)
-        self._loss = jax.jit(self._step.mean_loss, compiler_options=COMPILER_OPTIONS)
-        self._measure = jax.jit(self._step.statistics, compiler_options=COMPILER_OPTIONS)
+        self._options = compiler_options(self._layout.devices[0].platform)
+        self._train = jax.jit(self._step.train, donate_argnums=0, out_shardings=placed, compiler_options=self._options)
+        self._loss = jax.jit(self._step.mean_loss, compiler_options=self._options)
+        self._measure = jax.jit(self._step.statistics, compiler_options=self._options)
         self._count = 0
         self._store = Store()
         self.device = self._layout.description
@@ -95,7 +96,7 @@ class Trainer:
 
     def gradients(self, tokens: np.ndarray) -> dict[str, np.ndarray]:
         """float32 gradients of a batch's loss by parameter, before clipping; nothing is updated."""
-        gradients = jax.jit(self._step.gradients, compiler_options=COMPILER_OPTIONS)
+        gradients = jax.jit(self._step.gradients, compiler_options=self._options)
         grads = gradients(self._params, self._fp8_state, self._parts(tokens))[1]
         return self._fetched(grads)
 
@@ -214,7 +215,7 @@ class Trainer:
 
     def _of_model(self, tokens: np.ndarray, f: Callable[[Llama, jax.Array, Pass], jax.Array]) -> np.ndarray:
         """f(model, tokens [B, T], run) -> [B, T, ...], as float32 on the host."""
-        forward = jax.jit(functools.partial(self._step.forward, f), compiler_options=COMPILER_OPTIONS)
+        forward = jax.jit(functools.partial(self._step.forward, f), compiler_options=self._options)
         return self._layout.fetch(forward(self._params, self._fp8_state, self._tokens(tokens)))
 
     def _fetched(self, tree) -> dict[str, np.ndarray]:

@@ -114,7 +114,7 @@ def test_another_recipe_a_missing_layer_and_a_missing_gather_are_lines():
 def test_a_scale_moved_to_the_operand_is_caught(monkeypatch):
     """The rowwise fallback that XLA makes a bf16 GEMM of on a GPU: the dot then multiplies no FP8."""
 
-    def dequantized(a, b, *, accumulate, epilogue="scale_then_round", out_dtype=jnp.float32, collective=None, turned=False, multiply=None):
+    def dequantized(a, b, *, out_dtype, collective, **how):
         return linear.gemm.matmul_hp(
             scaling.dequantize(a), scaling.dequantize(b), axes=(a.axis, b.axis), out_dtype=out_dtype, collective=collective
         )
@@ -139,3 +139,42 @@ def test_a_single_constraint_that_gathers_something_wider_is_caught(monkeypatch)
     plan = {"layers.0.fc": "tensorwise"}, {"layers.0.fc": PLACEMENT}
     assert proof.missing(with_both, *plan) == []
     assert proof.missing(proof.read(lowered("tensorwise", "jit")), *plan) != []
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
+def test_gemms_of_dequantized_operands_are_read_as_fp8(recipe):  # G-22
+    """On an NVIDIA GPU XLA finds an FP8 GEMM in a dot of codes times scales."""
+
+    def grads(x, w):
+        return jax.grad(lambda x, w: (linear.apply(x, w, recipe=recipe, name="fc")[0].astype(jnp.float32) ** 2).sum(), (0, 1))(x, w)
+
+    x, w = jnp.ones((8, 16, 128), jnp.bfloat16), jnp.ones((256, 128), jnp.bfloat16)
+    program = proof.read(jax.jit(grads).trace(x, w).lower(lowering_platforms=("cuda",)))
+    assert proof.missing(program, {"fc": recipe}) == []
+    assert {dot.out for dot in proof.gemms(program)} == {"bf16"}
+    assert sum(dot.fp8 for dot in proof.gemms(program)) == FP8[recipe]
+
+
+HLO = """
+%fused (p: f32[]) -> f32[] {
+  %p = f32[] parameter(0)
+  %c = bf16[] convert(%p)
+  ROOT %r = f32[] convert(%c)
+}
+
+ENTRY %main (a: f8e4m3fn[16,32], b: f8e4m3fn[16,32], s: f32[], t: f32[]) -> bf16[16,16] {
+  %a = f8e4m3fn[16,32]{1,0} parameter(0)
+  %b = f8e4m3fn[16,32]{1,0} parameter(1)
+  %s = f32[] parameter(2)
+  %t = f32[] parameter(3)
+  %u = f32[] fusion(%t), kind=kLoop, calls=%fused
+  ROOT %g = (bf16[16,16]{1,0}, s8[1]{0}) custom-call(%a, %b, %s, SCALE), custom_call_target="__cublas$lt$matmul$f8", METADATA
+}
+"""
+
+
+@pytest.mark.parametrize(("scale", "rounded"), [("%t", False), ("%u", True)])
+def test_a_scale_that_xla_rounds_is_named(scale, rounded):  # G-22
+    compiled = proof.read_compiled(HLO.replace("SCALE", scale).replace("METADATA", 'metadata={op_name="jit(f)/fc/output/dot"}'))
+    expected = ["fc/output: XLA rounded its scales to bfloat16. Compile with xla_allow_excess_precision, XLA's default."]
+    assert proof.lost(compiled, compiled) == (expected if rounded else [])

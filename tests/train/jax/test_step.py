@@ -1,10 +1,11 @@
 import adamw
 import jax
+import jax.numpy as jnp
 import microbatches
 import numpy as np
 import pytest
 
-from fp8ref.train.jax import step
+from fp8ref.train.jax import llama, step
 from fp8ref.train.jax.trainer import Trainer
 
 
@@ -34,7 +35,7 @@ def test_gradients_of_parts_are_summed_and_observations_merged_as_by_hand(small)
     seen = []
     trainer.observe(tokens, lambda layer, which, a, b, out: seen.append((layer, which, a[0], b[0])))
     whole = Trainer(microbatches.without_parts(config))
-    compiled = jax.jit(whole._step.gradients, compiler_options=step.COMPILER_OPTIONS)
+    compiled = jax.jit(whole._step.gradients, compiler_options=step.compiler_options("cpu"))
 
     def gradients(part):
         """whole.gradients, compiled once for all parts."""
@@ -53,3 +54,15 @@ def test_gradients_of_parts_are_summed_and_observations_merged_as_by_hand(small)
     before = trainer.weights()
     assert not np.isfinite(trainer.step(tokens)["grad_norm"])
     assert all(np.array_equal(value, before[name]) for name, value in trainer.weights().items())
+
+
+def test_options_keep_every_rounding_on_a_cpu_and_cublaslts_gemms_on_a_gpu():  # G-22, M-3
+    assert step.compiler_options("cpu") == {"xla_allow_excess_precision": False}
+    assert all(step.compiler_options(platform) == {"xla_gpu_enable_triton_gemm": False} for platform in ("gpu", "cuda"))
+
+
+def test_the_models_roundings_hold_where_xla_drops_conversions():  # M-3
+    """XLA removes a conversion to bfloat16 and back between fused operations, unless it is told to keep it; never reduce_precision."""
+    x = jnp.linspace(1, 2, 64, dtype=jnp.float32)
+    kept = jax.jit(lambda x: llama.rounded(x, jnp.bfloat16).astype(jnp.float32), compiler_options={"xla_allow_excess_precision": True})(x)
+    np.testing.assert_array_equal(np.asarray(kept), np.asarray(x.astype(jnp.bfloat16).astype(jnp.float32)))
