@@ -540,7 +540,7 @@ def test_report_writes_a_page_and_says_the_verdict(runs, run, tmp_path):
 
 @pytest.mark.parametrize(
     ("seeds", "code", "said"),
-    [([], 1, "outside noise: the loss of off is +1.0000"), (["--seeds", "bf16-0", "bf16-1", "bf16-2"], 1, "by 3 of them")],
+    [([], 1, "outside noise: the loss of off is +1.0000"), (["--seeds", "bf16-0", "bf16-1", "bf16-2"], 1, "(from 3 runs)")],
     ids=["steps", "seeds"],
 )
 def test_compare_exits_with_1_beyond_noise(runs, run, seeds, code, said):
