@@ -57,9 +57,12 @@ def test_what_is_compiled_for_an_h200():
     assert printed == (BENCHMARKS / "results" / "aot.md").read_text()
     now, before = (json.loads((BENCHMARKS / "results" / f"{name}.json").read_text())["rows"] for name in ("aot", "aot_before"))
     for row, old in zip(now, before, strict=True):
-        assert (row["recipe"], row["mesh"], row["lost"]) == (old["recipe"], old["mesh"], [])
-        assert row["fp8_dots"] == row["planned_fp8_gemms"]
-        assert row["fp8_share_of_planned_multiplications"] == (1.0 if row["planned_fp8_gemms"] else 0.0)
+        planned = row["planned_fp8_gemms"]
+        # Triton's kernels multiply the bfloat16 values of a tensorwise pair (G-22). The proof says so of each GEMM.
+        lost = planned if row["recipe"] == "tensorwise" and any("triton" in kernel for kernel in row["kernels"]) else 0
+        assert (row["recipe"], row["mesh"], len(row["lost"])) == (old["recipe"], old["mesh"], lost)
+        assert row["fp8_dots"] == planned
+        assert row["fp8_share_of_planned_multiplications"] == (1.0 if planned > lost else 0.0)
         if row["recipe"] == "bf16":  # first of its mesh and kernels
             bf16 = row["temporary_mib"]
         # MiB are rounded, and delayed states are parts of an MiB: two more.
