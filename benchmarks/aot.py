@@ -12,6 +12,7 @@ import math
 import os
 import platform
 import re
+import time
 from pathlib import Path
 
 os.environ |= {"JAX_PLATFORMS": "cpu", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}  # before jax starts
@@ -24,9 +25,10 @@ from fp8ref.jax import proof
 from fp8ref.jax.proof import hlo
 from fp8ref.llama import LlamaConfig
 from fp8ref.recipe import RECIPES
+from fp8ref.train import config as configs
 from fp8ref.train.config import Config
 from fp8ref.train.jax.trainer import Trainer
-from fp8ref.train.sections import DataConfig
+from fp8ref.train.sections import DataConfig, ParallelConfig
 
 MODEL = LlamaConfig(
     vocab_size=1024, hidden_size=4096, intermediate_size=14336, num_hidden_layers=2, num_attention_heads=32, num_key_value_heads=8
@@ -37,12 +39,12 @@ HERE = Path(__file__).parent
 COLUMNS = [
     "recipe",
     "mesh",
-    "GEMMs by",
     "FP8 GEMMs planned, in kernels",
     "of their multiplications in FP8",
     "linears' GEMMs write",
     "outside GEMMs, GB in kernels",
-    "gathers, MiB",
+    "between devices, MiB",
+    "ratio to bf16",
     "casts that transpose, MiB in kernels",
     "moves, MiB in kernels",
     "temporary, MiB",
@@ -51,19 +53,42 @@ EXPLANATION = """\
 # The training step compiled for an H200, ahead of time
 
 Written by `make aot`; kernels and bytes of compiled programs, per device, of which none has run. Two blocks of an 8-billion-parameter Llama,
-a vocabulary of 1024, four sequences of 1024 tokens a device. `before -> now` where changes of layout and of what is kept made a difference.
-Linears' GEMMs write their results in the dtypes listed, with their number. Bytes outside GEMMs are what all other kernels read and write.
-Gathers are of matrices. Casts that transpose write FP8 in a second order, with or without the first; moves are kernels that only transpose,
-copy or concatenate, a MiB or more, of a linear. Temporary memory is all but arguments and results."""
+a vocabulary of 1024, four sequences of 1024 tokens a device. Gradients are summed in float32 unless the mesh says bfloat16. Linears' GEMMs
+write their results in the dtypes listed, with their number. Bytes outside GEMMs are what all other kernels read and write. Bytes between
+devices are those of collectives, the larger of what goes in and what comes out of each; the ratio is to bf16 on the same mesh. Casts that
+transpose write FP8 in a second order, with or without the first; moves are kernels that only transpose, copy or concatenate, a MiB or more, of
+a linear. Temporary memory is all but arguments and results."""
+MODELS = """\
+## Whole models
+
+The step with its training state, by XLA's memory analysis: Llama's published sizes, sequences of 8,192 tokens, one on each device; layers
+scanned, attention in chunks. The state is masters and moments. Compile times are of this run, divided by that of bf16 with 8 layers.
+
+| model | layers | H200s | recipe | checkpointing | state, GiB | most in use, GiB | compiles in |
+|---|---|---|---|---|---|---|---|"""
 BYTES = {"f64": 8, "f32": 4, "s32": 4, "u32": 4, "bf16": 2, "f16": 2, "s16": 2, "u16": 2}  # others, a byte
 FSDP, CUBE = {"fsdp": 8}, {"data": 2, "fsdp": 2, "tensor": 2, "sequence": True}
+NARROW = {"reduce_dtype": "bfloat16"}
 # recipe, mesh, GEMMs by Triton
 CASES = [
     *((name, {}, False) for name, r in RECIPES.items() if not r.in_blocks),
     *((name, FSDP, False) for name, r in RECIPES.items() if not r.in_blocks),
+    *((recipe, {**FSDP, **NARROW}, False) for recipe in ("bf16", "tensorwise", "rowwise")),
     *((recipe, CUBE, False) for recipe in ("bf16", "tensorwise", "rowwise")),
+    *((recipe, {"fsdp": 4, "tensor": 2, "sequence": True, **NARROW}, False) for recipe in ("bf16", "tensorwise", "rowwise")),
     *((recipe, {**FSDP, "through": "jit"}, False) for recipe in ("bf16", "tensorwise", "rowwise")),
     *((recipe, {}, True) for recipe in ("bf16", "tensorwise", "rowwise")),
+]
+# model, layers, devices, recipe, checkpointing
+LARGE = [
+    ("llama-8b", 8, 8, "bf16", "full"),
+    ("llama-8b", 32, 8, "bf16", "full"),
+    ("llama-8b", 32, 8, "tensorwise", "full"),
+    ("llama-8b", 32, 8, "tensorwise", "selective"),
+    ("llama-8b", 32, 8, "rowwise", "full"),
+    ("llama-8b", 32, 8, "delayed", "full"),
+    ("llama-70b", 8, 64, "tensorwise", "full"),
+    ("llama-70b", 80, 64, "tensorwise", "full"),
 ]
 NO_KERNEL = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "while", "conditional", "call"}
 MOVING = {"parameter", "transpose", "copy", "bitcast", "reshape", "concatenate", "slice", "pad", "tuple", "get-tuple-element"}
@@ -117,8 +142,7 @@ def measure(recipe: str, parallel: dict, triton: bool, target: str) -> dict:
     devices = config.parallel.devices
     batch = SEQUENCES * devices
     config = config.replace(data={"batch_size": batch})
-    topology = topologies.get_topology_desc(platform="cuda", topology_name="h200", topology=f"1x1x{devices}", target_config=target)
-    lowered = Trainer(config, devices=topology.devices).lowered(np.zeros((batch, LENGTH + 1), np.int32))
+    lowered = Trainer(config, devices=_h200s(devices, target)).lowered(np.zeros((batch, LENGTH + 1), np.int32))
     program = proof.read(lowered)
     compiled = lowered.compile(compiler_options={"xla_gpu_enable_triton_gemm": triton})
     text = compiled.as_text()
@@ -136,55 +160,99 @@ def measure(recipe: str, parallel: dict, triton: bool, target: str) -> dict:
         "lost": proof.lost(found, program),
         "written": dict(collections.Counter(dot.out for dot in proof.gemms(found) if dot.layer)),
         "outside_gemms": outside_gemms(text),
-        "gathers_mib": _gathered(found),
+        "collectives_mib": collectives(text),
         "casts_that_transpose": {"kernels": len(casting), "mib": round(sum(casting) / MEBIBYTE)},
         "moves": {"kernels": len(moving), "mib": round(sum(moving) / MEBIBYTE)},
         "temporary_mib": round(compiled.memory_analysis().temp_size_in_bytes / MEBIBYTE),
     }
 
 
-def _gathered(program: proof.Program) -> dict[str, int]:
-    """MiB that arrive in gathers of matrices, by type."""
+def large(model: str, layers: int, devices: int, recipe: str, checkpointing: str, target: str) -> dict:
+    """Memory of a whole model's step, and the seconds that it takes to compile."""
+    config = configs.load(model).replace(
+        model={"num_hidden_layers": layers},
+        data={"sequence_length": 8192, "batch_size": devices, "microbatches": 1},
+        numerics={"recipe": recipe},
+        parallel={**vars(ParallelConfig()), "fsdp": devices, "scan": True, "checkpointing": checkpointing, "attention": "chunked"},
+    )
+    lowered = Trainer(config, devices=_h200s(devices, target)).lowered(np.zeros((devices, 8193), np.int32))
+    began = time.perf_counter()
+    memory = lowered.compile().memory_analysis()
+    return {
+        "model": model,
+        "layers": layers,
+        "devices": devices,
+        "recipe": recipe,
+        "checkpointing": checkpointing,
+        "compile_seconds": time.perf_counter() - began,
+        "state_gib": memory.argument_size_in_bytes / 2**30,
+        "most_gib": memory.peak_memory_in_bytes / 2**30,
+    }
+
+
+def collectives(text: str) -> dict[str, float]:
+    """MiB that a device's collectives move, by kind and dtype: the larger of operands and results."""
+    types: dict[str, tuple[hlo.Typed, ...]] = {}
     bytes_: collections.Counter = collections.Counter()
-    for moved in proof.collectives(program):
-        if moved.kind == "all_gather" and min(moved.shape[-2:], default=1) > 1 and len(moved.shape) > 1:
-            bytes_[moved.dtype] += _bytes((moved.dtype, moved.shape))
-    return {dtype: round(size / MEBIBYTE) for dtype, size in bytes_.items()}
+    for one in hlo.instructions(text):
+        types[one.name] = one.types
+        kind = one.kind.removesuffix("-start")
+        if kind.replace("-", "_") in hlo.COLLECTIVES:
+            operands = sum(_bytes(typed) for name in one.operands for typed in types.get(name, ()))
+            results = sum(map(_bytes, one.types))
+            if one.kind.endswith("-start") and kind != "all-reduce":  # its type holds the operands too
+                results -= operands
+            bytes_[f"{kind} {one.types[0][0]}"] += max(operands, results)
+    return {what: round(size / MEBIBYTE, 1) for what, size in bytes_.items()}
+
+
+def _h200s(devices: int, target: str):
+    return topologies.get_topology_desc(platform="cuda", topology_name="h200", topology=f"1x1x{devices}", target_config=target).devices
 
 
 def _bytes(typed: hlo.Typed) -> int:
     return BYTES.get(typed[0], 1) * math.prod(typed[1])
 
 
-def markdown(now: dict, before: dict) -> str:
-    """The table of both: cells that changed show what they were."""
-    earlier = {_case(row): cells(row) for row in before["rows"]}
+def markdown(found: dict) -> str:
+    """The tables of both kinds of rows."""
+    bf16 = {_mesh(row): sum(row["collectives_mib"].values()) for row in found["rows"] if row["recipe"] == "bf16"}
     lines = [EXPLANATION, "", f"| {' | '.join(COLUMNS)} |", "|" + "---|" * len(COLUMNS)]
-    for row in now["rows"]:
-        pairs = zip(cells(row), earlier[_case(row)], strict=True)
-        lines.append(f"| {' | '.join(new if old in (new, '') else f'{old} -> {new}' for new, old in pairs)} |")
+    lines += [f"| {' | '.join(cells(row, bf16[_mesh(row)]))} |" for row in found["rows"]]
+    first = found["models"][0]["compile_seconds"]
+    lines += ["", MODELS]
+    for row in found["models"]:
+        measured = f"{row['state_gib']:.1f} | {row['most_gib']:.1f} | {row['compile_seconds'] / first:.1f}x |"
+        lines.append(f"| {row['model']} | {row['layers']} | {row['devices']} | {row['recipe']} | {row['checkpointing']} | {measured}")
     return "\n".join(lines) + "\n"
 
 
-def cells(row: dict) -> list[str]:
-    """A row of the table; empty where results that were kept lack a figure."""
+def cells(row: dict, bf16: float) -> list[str]:
+    """A row of the first table. bf16: MiB between devices under recipe bf16."""
+    moved = row["collectives_mib"]
+    by_dtype: collections.Counter = collections.Counter()
+    for what, size in moved.items():
+        by_dtype[what.replace("all-reduce", "reduce").replace("reduce-scatter", "reduce").replace("all-gather", "gather")] += size
     return [
-        *_case(row),
+        row["recipe"],
+        _mesh(row),
         f"{row['planned_fp8_gemms']} in {row['fp8_kernels']}" if row["planned_fp8_gemms"] else "-",
         f"{row['fp8_share_of_planned_multiplications']:.0%}" if row["planned_fp8_gemms"] else "-",
-        ", ".join(f"{dtype} {count}" for dtype, count in row.get("written", {}).items()),
-        "{gb} in {kernels}".format(**row["outside_gemms"]) if "outside_gemms" in row else "",
-        ", ".join(f"{dtype} {size}" for dtype, size in row["gathers_mib"].items()) or "-",
+        ", ".join(f"{dtype} {count}" for dtype, count in row["written"].items()),
+        "{gb} in {kernels}".format(**row["outside_gemms"]),
+        ", ".join(f"{what} {size:.0f}" for what, size in by_dtype.items() if size >= 1) or "-",
+        f"{sum(moved.values()) / bf16:.2f}" if bf16 else "-",
         "{mib} in {kernels}".format(**row["casts_that_transpose"]),
         "{mib} in {kernels}".format(**row["moves"]),
         str(row["temporary_mib"]),
     ]
 
 
-def _case(row: dict) -> tuple[str, str, str]:
-    sizes = " ".join(f"{axis} {size}" for axis, size in row["mesh"].items() if axis not in ("sequence", "through"))
-    through = ", plain jit" if "through" in row["mesh"] else ""
-    return row["recipe"], sizes + through, "Triton" if any("triton" in kernel for kernel in row["kernels"]) else "cuBLASLt"
+def _mesh(row: dict) -> str:
+    sizes = " ".join(f"{axis} {size}" for axis, size in row["mesh"].items() if axis in ("data", "fsdp", "tensor"))
+    more = ["bfloat16 sums"] * ("reduce_dtype" in row["mesh"]) + ["plain jit"] * ("through" in row["mesh"])
+    more += ["Triton's GEMMs"] * any("triton" in kernel for kernel in row["kernels"])
+    return ", ".join([sizes, *more])
 
 
 def main() -> None:
@@ -194,15 +262,18 @@ def main() -> None:
     arguments = parser.parse_args()
     if not arguments.show:
         target = (HERE / "h200_target.txtpb").read_text()
-        rows = []
+        rows, models = [], []
         for case in CASES:
             rows.append(measure(*case, target))
-            print(*cells(rows[-1]), sep=", ", flush=True)
+            print(*cells(rows[-1], 0.0), sep=", ", flush=True)
+        for model in LARGE:
+            models.append(large(*model, target))
+            print(models[-1], flush=True)
         versions = {"jax": jax.__version__, "python": platform.python_version()}
         model = {**vars(MODEL), "sequence_length": LENGTH, "sequences_per_device": SEQUENCES}
-        arguments.json.write_text(json.dumps({"versions": versions, "model": model, "rows": rows}, indent=1) + "\n")
-    now, before = (json.loads(path.read_text()) for path in (arguments.json, HERE / "results" / "aot_before.json"))
-    text = markdown(now, before)
+        found = {"versions": versions, "model": model, "rows": rows, "models": models}
+        arguments.json.write_text(json.dumps(found, indent=1) + "\n")
+    text = markdown(json.loads(arguments.json.read_text()))
     print(text, end="")
     if not arguments.show:
         arguments.json.with_suffix(".md").write_text(text)

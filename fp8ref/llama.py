@@ -6,7 +6,7 @@ Names and shapes are those of ``transformers.LlamaForCausalLM``. The forward pas
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -105,13 +105,20 @@ def parameter_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
 def initial_weights(config: LlamaConfig, *, seed: int) -> dict[str, np.ndarray]:
     """The float32 weights that every backend starts from, by name in the order of
     ``parameter_shapes`` (SEMANTICS M-6)."""
+    return dict(each_initial_weight(config, seed=seed))
+
+
+def each_initial_weight(config: LlamaConfig, *, seed: int) -> Iterator[tuple[str, np.ndarray]]:
+    """``initial_weights`` one after the other, so that a host holds one whole matrix at a time."""
     generator = np.random.Generator(np.random.PCG64(seed))
-    return {
-        name: (generator.standard_normal(shape) * config.initializer_range).astype(np.float32)
-        if len(shape) == 2
-        else np.ones(shape, np.float32)
-        for name, shape in parameter_shapes(config).items()
-    }
+    for name, shape in parameter_shapes(config).items():
+        if len(shape) == 1:
+            yield name, np.ones(shape, np.float32)
+            continue
+        weight = np.empty(shape, np.float32)
+        for rows in np.array_split(weight, max(1, weight.size // 2**24)):  # float64 draws, 128 MiB at a time
+            rows[...] = generator.standard_normal(rows.shape) * config.initializer_range
+        yield name, weight
 
 
 def rotary_tables(config: LlamaConfig, length: int) -> tuple[np.ndarray, np.ndarray]:

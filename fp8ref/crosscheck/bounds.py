@@ -3,7 +3,7 @@
 The bits of these values are not defined: they depend on the order of float32 sums.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -62,6 +62,23 @@ def gemm(a: scaling.Quantized, b: scaling.Quantized, spec: GemmSpec, found: np.n
     exponent = np.maximum(np.frexp(largest)[1] - 1, BFLOAT16.emin)
     ulp = np.ldexp(1.0, exponent - BFLOAT16.mantissa_bits)
     return gamma(a.codes.shape[1] + 9) * magnitudes + roundings * ulp
+
+
+def summed_gemm(
+    parts: Sequence[tuple[scaling.Quantized, scaling.Quantized, np.ndarray]], spec: GemmSpec, found: np.ndarray, *, wide: bool
+) -> np.ndarray:
+    """Bound on |found - simulated| of a GEMM whose parts are rounded to bfloat16, summed over
+    devices, and rounded again (P-8).
+
+    wide      sums are float32, not bfloat16.
+    Shapes:   a part's a [M, K_r], b [N, K_r] and simulated output [M, N]; found and the bound [M, N].
+    """
+    of_parts = sum(gemm(a, b, spec, out, out) for a, b, out in parts)
+    size = sum(np.abs(out).astype(np.float64) for *_, out in parts) + of_parts
+    # n parts take n - 1 additions. Each rounds a partial sum, of at most ``size``, by u of it; so do
+    # the simulator's. Both results are then rounded to bfloat16, by U of about found.
+    u = 2.0**-24 if wide else U
+    return of_parts + 2 * u * (len(parts) - 1) * size + 2 * U * (np.abs(found) + of_parts)
 
 
 @dataclass(frozen=True, kw_only=True)

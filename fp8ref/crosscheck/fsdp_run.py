@@ -103,7 +103,7 @@ class Replicated(Trainer):
 
     def __init__(self, config: Config, data: int, fsdp: int) -> None:
         super().__init__(config.replace(parallel={"data": 1, "fsdp": 1}))
-        self._ranks = data, fsdp
+        self._ranks, self._dtype = (data, fsdp), getattr(torch, config.parallel.reduce_dtype)
 
     def step(self, tokens: np.ndarray) -> dict[str, float]:
         """Take one optimizer step, as Trainer does, from the batch's rows rank by rank."""
@@ -117,9 +117,9 @@ class Replicated(Trainer):
 
     def _average(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """Sum over fsdp in ascending order and divide; then the same over data."""
-        # Float32 sums depend on the order: this is the one that P-13 prescribes for FSDP2.
-        data, fsdp = self._ranks
-        return _mean([_mean(parts[i * fsdp :][:fsdp]) for i in range(data)])
+        # Sums depend on the order: this is the one that P-13 prescribes for FSDP2.
+        (data, fsdp), parts = self._ranks, [part.to(self._dtype) for part in parts]
+        return _mean([_mean(parts[i * fsdp :][:fsdp]) for i in range(data)]).float()
 
 
 def _mean(parts: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -10,6 +10,7 @@ compared bit for bit, and the proof of the compiled step is checked.
 
 import functools
 import itertools
+import math
 from collections.abc import Callable
 
 import jax
@@ -19,16 +20,16 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from fp8ref import console
-from fp8ref.conformance.compare import Report, compare_codes, compare_scales, compare_values
+from fp8ref.conformance.compare import Check, Report, compare_codes, compare_scales, compare_values
 from fp8ref.crosscheck import bounds
 from fp8ref.crosscheck.operands import transposed
 from fp8ref.errors import ConfigError
 from fp8ref.formats import BFLOAT16
 from fp8ref.jax import linear, operands
 from fp8ref.jax.operands import Use
-from fp8ref.jax.sharding import Placement
-from fp8ref.recipe import OPERANDS, RECIPES, REDUCED_AXES, ROLES, CastSpec, Gemm, Recipe, Role
-from fp8ref.sim import gemm, scaling
+from fp8ref.jax.sharding import Placement, Reduction
+from fp8ref.recipe import OPERANDS, RECIPES, REDUCED_AXES, ROLES, CastSpec, Gemm, GemmSpec, Recipe, Role
+from fp8ref.sim import cast, gemm, scaling
 from fp8ref.train import loop
 from fp8ref.train.config import Config
 from fp8ref.train.data import loader
@@ -61,7 +62,7 @@ def crosscheck(config: Config, devices: int) -> tuple[Report, dict[str, str]]:
     tensors = _tensors(one, tokens)
     first = one.first_input(tokens[:, :-1])  # type: ignore[attr-defined]
     recipes = {d.path: d.recipe for d in one.decisions if d.fp8}
-    expected = {layer: _simulated(tensors[layer], recipes[layer]) for layer in recipes}
+    simulated = _Simulated({layer: _quantized(tensors[layer], recipes[layer]) for layer in recipes}, recipes)
     meshes = list(itertools.product(_factors(devices), THROUGH))
     with console.bar(f"crosscheck {config.numerics.recipe} on {devices} devices", len(meshes)) as advance:
         for (sizes, sequence), through in meshes:
@@ -79,7 +80,14 @@ def crosscheck(config: Config, devices: int) -> tuple[Report, dict[str, str]]:
                 assert layout.mesh is not None
                 found = rerun_linear(tensors[layer], recipe=recipe, placement=placement, mesh=layout.mesh, through=through)
                 for which, (a, b, out) in found.items():
-                    _compare(report, f"jax {name}", layer, which, recipe, tensors[layer], expected[layer][which], (a, b), out)
+                    own, _ = simulated.expected[layer][which]
+                    _compare(report, f"jax {name}", layer, which, tensors[layer], own, (a, b))
+                    # Under plain jit XLA sums accumulators, unless a GPU's GEMMs write results (P-9).
+                    reduction = placement.reduction(which, 1)
+                    whole = reduction.parts == "accumulators" or (through == "jit" and not (layout.on_gpu and reduction.parts == "result"))
+                    n = 1 if whole else math.prod(layout.mesh.shape[axis] for axis in reduction.axes)
+                    check = report.check(f"{layer}/{which}/value/jax {name}", bound=1.0)
+                    simulated.compare(check, layer, which, out, (f"jax {name}", "sim"), reduction, n)
             many = loop.trainer("jax", meshed)
             proof = many.prove(tokens)  # type: ignore[attr-defined]
             mine = many.first_input(tokens[:, :-1])  # type: ignore[attr-defined]
@@ -118,12 +126,9 @@ def _tensors(trainer: loop.Trainer, tokens: np.ndarray) -> dict[str, dict[Role, 
     return found
 
 
-def _simulated(tensors: dict[Role, np.ndarray], recipe: Recipe) -> dict[Gemm, tuple]:
-    """For every FP8 GEMM.
-
-    Both operands quantized in their own layout, the same as [M, K] and [N, K], and the exact
-    output.
-    """
+def _quantized(tensors: dict[Role, np.ndarray], recipe: Recipe) -> dict[Gemm, tuple]:
+    """For every FP8 GEMM: both operands quantized in their own layout, and the same as [M, K] and
+    [N, K]."""
     result = {}
     for which, spec in recipe.gemms.items():
         if spec.a is None or spec.b is None:
@@ -133,8 +138,38 @@ def _simulated(tensors: dict[Role, np.ndarray], recipe: Recipe) -> dict[Gemm, tu
             for role, cast, axis in zip(OPERANDS[which], (spec.a, spec.b), REDUCED_AXES[which], strict=True)
         ]
         a, b = (q if q.axis == 1 else transposed(q) for q in own)
-        result[which] = own, (a, b), gemm.matmul(a, b, epilogue=spec.epilogue, out_dtype=BFLOAT16)
+        result[which] = own, (a, b)
     return result
+
+
+class _Simulated:
+    """The simulator's GEMMs, each computed once for every number of parts that meshes cut it into."""
+
+    def __init__(self, expected: dict[str, dict[Gemm, tuple]], recipes: dict[str, Recipe]) -> None:
+        self.expected, self._recipes = expected, recipes
+        self._parts: dict[tuple[str, Gemm, int], list] = {}
+
+    def compare(self, check: Check, layer: str, which: Gemm, out: np.ndarray, names: tuple[str, str], reduction: Reduction, n: int) -> None:
+        """Compare an output with the sum of n parts (P-8); of accumulators, with one whole (P-7)."""
+        spec = self._recipes[layer].gemms[which]
+        parts = self._parts_of(layer, which, spec, n)
+        if n == 1:
+            (a, b, simulated), *_ = parts
+            compare_values(check, out, simulated, bounds.gemm(a, b, spec, out, simulated), names=names)
+            return
+        simulated = cast.round_to(np.sum([part for *_, part in parts], axis=0, dtype=np.float32), BFLOAT16)
+        compare_values(check, out, simulated, bounds.summed_gemm(parts, spec, out, wide=reduction.parts == "float32"), names=names)
+
+    def _parts_of(self, layer: str, which: Gemm, spec: GemmSpec, n: int) -> list:
+        """(a, b, output) of n equal slices of the reduced axis."""
+        if (layer, which, n) not in self._parts:
+            _, (a, b) = self.expected[layer][which]
+            slices = zip(*(np.split(q.codes, n, axis=1) for q in (a, b)), strict=True)
+            operands = [(a._replace(codes=of_a), b._replace(codes=of_b)) for of_a, of_b in slices]
+            self._parts[layer, which, n] = [
+                (qa, qb, gemm.matmul(qa, qb, epilogue=spec.epilogue, out_dtype=BFLOAT16)) for qa, qb in operands
+            ]
+        return self._parts[layer, which, n]
 
 
 def _compare(
@@ -142,19 +177,15 @@ def _compare(
     backend: str,
     layer: str,
     which: Gemm,
-    recipe: Recipe,
     tensors: dict[Role, np.ndarray],
-    expected,
+    own,
     operands,
-    out: np.ndarray,
 ) -> None:
-    own, (a, b), simulated = expected
+    """Compare codes and scales of both operands with the simulator's ``own``."""
     for role, q, (codes, scale) in zip(OPERANDS[which], own, operands, strict=True):
         name = f"{layer}/{role}"
         compare_codes(report.check(f"{name}/codes/{backend}"), {"sim": q.codes, backend: codes}, backend, q.fmt, tensors[role])
         compare_scales(report.check(f"{name}/scale/{backend}"), {"sim": q.scale, backend: scale}, backend)
-    check = report.check(f"{layer}/{which}/value/{backend}", bound=1.0)
-    compare_values(check, out, simulated, bounds.gemm(a, b, recipe.gemms[which], out, simulated), names=(backend, "sim"))
 
 
 def rerun_linear(

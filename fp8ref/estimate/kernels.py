@@ -101,16 +101,24 @@ def of_linear(
 
 
 def rescale(spec: GemmSpec, outputs: float, how: Fusion) -> list[Kernel]:
-    """The kernels that scale a GEMM's result after it (SEMANTICS G-8).
+    """The kernels that scale a GEMM's result after it (SEMANTICS G-8, G-22).
 
-    XLA needs one for rowwise scales, in float32; torchao for its slow accumulation.
+    XLA needs one for rowwise scales, of what the GEMM writes; torchao for its slow accumulation.
     """
     if how == "xla":
-        return [Kernel("rescale", 6 * outputs)] if spec.rowwise else []
+        after = spec.rowwise or spec.epilogue == "unit_round_scale_round"
+        return [Kernel("rescale", (writes(spec, how) + 2) * outputs)] if after else []
     if spec.epilogue != "unit_round_scale_round":
         return []
     # eager writes the product of both scales in float32 first
     return [Kernel("rescale", 4 * outputs)] if how == "inductor" else [Kernel("rescale", 4 * outputs), Kernel("rescale", 8 * outputs)]
+
+
+def writes(spec: GemmSpec, how: Fusion) -> int:
+    """Bytes of each result that a GEMM itself writes: bfloat16, or the float32 that XLA scales after
+    it (SEMANTICS G-22)."""
+    rounds = spec.powers_of_two or spec.epilogue == "unit_round_scale_round" or not spec.rowwise
+    return 2 if how != "xla" or rounds else 4
 
 
 def _of_role(role: Role, served: list[tuple[Gemm, CastSpec, int]], n: float, how: Fusion, gathered: float | None) -> list[Kernel]:

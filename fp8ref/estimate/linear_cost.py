@@ -123,8 +123,7 @@ def of_sizes(recipe: Recipe, sizes: Sequence[Size], how: Fusion, ceilings: Ceili
         unscaled = bool(after) or not spec.rowwise
         # a GEMM whose scales are applied afterwards runs at the plain FP8 rate
         rate = ceilings.bf16 if not fp8 else ceilings.fp8 if unscaled else ceilings.fp8_rowwise
-        written = 4 if how == "xla" and after else 2
-        multiplied += gemm_seconds(m, n, k, rate, (1 if fp8 else 2) * k * (m + n) + written * m * n, ceilings)
+        multiplied += gemm_seconds(m, n, k, rate, (1 if fp8 else 2) * k * (m + n) + kernels.writes(spec, how) * m * n, ceilings)
     elements = _elements(sizes)
     whole = elements["weight"]
     made += kernels.of_linear(

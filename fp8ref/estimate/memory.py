@@ -13,8 +13,11 @@ from fp8ref.train.config import Config
 from fp8ref.train.device_shapes import at_rest, in_fp8, sharded, tokens, used
 from fp8ref.train.train_state import FP8_BLOCK, FP8_SMALLEST
 
-LOGITS = 14
-"""Bytes a logit: bfloat16, and float32 logits, softmax and gradient."""
+LOGITS = {"jax": 4, "torch": 14}
+"""{backend: bytes a logit}: bfloat16 logits and their gradient; in PyTorch also float32 logits, softmax and
+gradient in place of the latter."""
+
+_LOGITS_FORMULA = {"jax": " logits and their gradient", "torch": "; float32 logits, softmax and gradient"}
 
 OBSERVATION = 3 * 4
 """Bytes that a role's observation takes until the step's update: amax and two flags, float32."""
@@ -30,17 +33,26 @@ def lines(config: Config, backend: str) -> dict[str, tuple[int, str]]:
     masters = next(one.label for one in train_state.PER_PARAMETER if one.name == train_state.MASTERS)
     formulas = {masters: "4 bytes a parameter of the device's piece", "AdamW's moments": _moments_formula(config)}
     state = {label: (size, formulas.get(label, "4 bytes a parameter")) for label, size in kept.items()}
-    twice = backend == "jax" and config.data.microbatches > 1
+    if backend == "torch":
+        gradients = (4 * held, "4 bytes a parameter, float32")
+    elif config.data.microbatches > 1:
+        of_sum = 4 if config.parallel.accumulate_dtype == "float32" else 2
+        gradients = (
+            (2 + of_sum) * held,
+            f"{2 + of_sum} bytes a parameter: bf16, and the sum over parts in {config.parallel.accumulate_dtype}",
+        )
+    else:
+        gradients = (2 * held, "2 bytes a parameter, bf16")
     activations, formula = _activations(config, backend)
     compute, how = _compute(config, backend)
     return {
         masters: state.pop(masters),
-        "gradients, float32": (4 * held * (1 + twice), "the same" + ", and the sum over parts" * twice),
+        "gradients": gradients,
         **state,
         "FP8 states": (_states(config, backend), "scales, histories and observations of delayed scaling"),
         "weights in use": (compute, how),
         "activations": (activations, formula),
-        "logits": (_logits(config, backend), f"{LOGITS} bytes each: bf16; float32 logits, softmax and gradient"),
+        "logits": (_logits(config, backend), f"{LOGITS[backend]} bytes each: bf16" + _LOGITS_FORMULA[backend]),
     }
 
 
@@ -81,8 +93,8 @@ def _compute(config: Config, backend: str) -> tuple[int, str]:
         blocks[block] = blocks.get(block, 0) + size * (1 if in_fp8(decision.recipe, config, backend) else 2)
     head, layer = blocks.pop("lm_head", 0), max(blocks.values())
     if backend == "jax":
-        return own + layer + head + 4 * table + 8 * max(elements.values()), (
-            "bf16 copies of the pieces; one layer, lm_head and the float32 table gathered; two blocks' gradients in float32"
+        return own + layer + head + 4 * table + 6 * max(elements.values()), (
+            "bf16 copies of the pieces; one layer, lm_head and the float32 table gathered; one block's gradients in bf16 and float32"
         )
     if config.parallel.compile == "model":
         whole = sum(blocks.values()) + head + 2 * table
@@ -119,4 +131,4 @@ def _logits(config: Config, backend: str) -> int:
     count = tokens(config)
     if config.parallel.sequence and backend == "jax":
         count //= config.parallel.tensor
-    return LOGITS * count * config.model.vocab_size
+    return LOGITS[backend] * count * config.model.vocab_size

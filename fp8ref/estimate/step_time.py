@@ -100,7 +100,7 @@ def _rest(config: Config, backend: str, ceilings: Ceilings) -> dict[str, float]:
     moved = {
         "norms, rotations, SwiGLU, sums": count * layers * _elementwise(config),
         "embedding and loss": 12 * count * model.hidden_size
-        + 2 * LOGITS * logits,  # each array of the memory estimate is written and read once
+        + 2 * LOGITS[backend] * logits,  # each array of the memory estimate is written and read once
         # bytes an element: gradient read for the norm and again for the update, weight read and
         # written, bf16 copy made; moments read and written
         "AdamW": sum((4 + 4 + 8 + 6) * size + 2 * moments(size, config) for size in pieces),

@@ -42,6 +42,7 @@ def _moves(config: Config, backend: str) -> Iterator[tuple[str, float, int]]:
     """(purpose, elements, bytes of each) of one microbatch."""
     keys = config.parallel
     decisions = {d.path: d for d in config.decisions()}
+    wide = 4 if keys.reduce_dtype == "float32" else 2
     gathered, copies = (keys.fsdp - 1) / keys.fsdp, (keys.data - 1) / keys.data
     for name, shape in llama.parameter_shapes(config.model).items():
         linear = name.removesuffix(".weight")
@@ -54,8 +55,10 @@ def _moves(config: Config, backend: str) -> Iterator[tuple[str, float, int]]:
             # bytes an element: float32 table, FP8 codes, or bfloat16
             size = 4 if table else 1 if linear in decisions and in_fp8(decisions[linear].recipe, config, backend) else 2
             yield "weights, gathered over fsdp", (1 if table else 2) * gathered * whole, size
-            yield "gradients, reduced over fsdp", gathered * whole, 4
-            yield "gradients, summed over data", 2 * copies * piece, 4
+            # JAX reduces the table's gradient in the table's own dtype.
+            summed = 4 if table and backend == "jax" else wide
+            yield "gradients, reduced over fsdp", gathered * whole, summed
+            yield "gradients, summed over data", 2 * copies * piece, summed
         else:  # JAX replicates norms
             parts = keys.fsdp * keys.data * (keys.tensor if keys.sequence else 1)
             yield "gradients, summed over data", 2 * (parts - 1) / parts * whole, 4
@@ -72,7 +75,8 @@ def _tensor(config: Config, backend: str) -> Iterator[tuple[str, float, int]]:
     """
     keys = config.parallel
     parts = tokens(config) * config.model.hidden_size * (keys.tensor - 1) / keys.tensor
-    outputs = 4 if backend == "jax" else 2  # P-9: float32 accumulators; P-16: rounded parts
+    wide = keys.tensor_reduce_dtype == "float32" or keys.reduce == "accumulators"
+    outputs = 4 if wide else 2  # P-9, P-16
     for decision in config.decisions():
         last = decision.path.split(".")[-1]
         if last in ("q_proj", "gate_proj") or (backend == "jax" and last in llama.COLUMN):

@@ -1,10 +1,11 @@
 """Matrix multiplication of FP8 operands, [M, K] x [N, K] -> [M, N] (SEMANTICS G).
 
-Order: one XLA dot on float8 arrays with float32 output; the sum over devices, where K is cut; the
-epilogue: scales, rounding. On an NVIDIA GPU, where nothing is summed over devices, the GEMM writes
-its output's dtype, and cuBLASLt applies the scales of tensorwise operands (G-22). Operands in
-blocks are dequantized first, because no FP8 dot takes scales that vary along K (G-16). Simulated
-hardware replaces the dot and, where nothing is summed over devices, the epilogue too (G-19, G-21).
+Order: one XLA dot on float8 arrays with float32 output; the epilogue: scales, rounding; the sum over
+devices, where K is cut (P-8), or before the epilogue if accumulators are summed (P-7). On an NVIDIA
+GPU, unless accumulators are summed, the GEMM writes its output's dtype, and cuBLASLt applies the
+scales of tensorwise operands (G-22). Operands in blocks are dequantized first, because no FP8 dot
+takes scales that vary along K (G-16). Simulated hardware replaces the dot and, unless accumulators
+are summed, the epilogue too (G-19, G-21).
 """
 
 import contextlib
@@ -52,10 +53,10 @@ def matmul(
               along its ``axis``, one of its last two, so that [K, M] with axis 0 serves as [M, K].
               The result is of out_dtype. The scales of both cover all of K, or blocks of K of one
               length.
-    Order:    dot in float32; the sum over devices; the epilogue, G-4, G-5 or G-14; round to
-              out_dtype. If the collective sums scaled results: dot, epilogue, round, sum in
-              float32, round again. Operands in blocks are dequantized first (G-16). On an NVIDIA
-              GPU without a sum over devices, unless ``in_steps``: G-22.
+    Order:    dot in float32; the epilogue, G-4, G-5 or G-14; round to out_dtype; the sum over
+              devices, rounded again (P-8). If the collective sums accumulators: dot, sum, epilogue,
+              round (P-7). Operands in blocks are dequantized first (G-16). On an NVIDIA GPU, unless
+              accumulators are summed or ``in_steps``: G-22.
     Specials: Inf and NaN as in IEEE 754; overflow to infinity.
     multiply  simulated hardware, for matrices: it does everything (G-19), or only accumulates, if
               devices sum accumulators (G-21).
@@ -72,9 +73,9 @@ def matmul(
     if accumulate not in PRECISION:
         raise ValueError(f"accumulate is one of {', '.join(PRECISION)}; got {accumulate!r}.")
     epilogues.check_pair(epilogue, EPILOGUES, a.granularity, b.granularity)
-    # Raw accumulators are summed over devices before the epilogue; results under different scales,
-    # after it.
-    early, late = (None, collective) if collective and collective.scaled else (collective, None)
+    # Raw accumulators are summed over devices before the epilogue; results, after it.
+    early, late = (collective, None) if collective and collective.parts == "accumulators" else (None, collective)
+    a = _arranged(a, late)
     if multiply is not None and early is None:
         out = _simulated(multiply, a, b, accumulate, epilogue, out_dtype, turned)
     elif early is None and not in_steps and not dequantizes(a.granularity):
@@ -82,7 +83,7 @@ def matmul(
     else:
         acc = _total(_accumulated(a, b, axes, accumulate, epilogue, early, turned, multiply), early)
         out = acc.astype(out_dtype) if dequantizes(a.granularity) else _scaled(acc, a, b, axes, epilogue, out_dtype, early, turned)
-    return _total(out.astype(jnp.float32), late).astype(out_dtype) if late else out
+    return _total(out, late).astype(out_dtype)
 
 
 def matmul_hp(
@@ -101,14 +102,15 @@ def matmul_hp(
     Shapes:   a and b as codes in matmul, reduced along axes, -1 or -2 each; collective, turned and
               in_steps as there. On an NVIDIA GPU the GEMM itself writes out_dtype.
     """
-    if collective is None and not in_steps:
-        return lax.platform_dependent(
-            a,
-            b,
-            cuda=lambda a, b: _dot(a, b, axes, lax.Precision.DEFAULT, turned, None, out_dtype),
-            default=lambda a, b: _dot(a, b, axes, lax.Precision.DEFAULT, turned, None).astype(out_dtype),
-        )
-    return _total(_dot(a, b, axes, lax.Precision.DEFAULT, turned, collective), collective).astype(out_dtype)
+    if in_steps or (collective and collective.parts == "accumulators"):
+        return _total(_dot(a, b, axes, lax.Precision.DEFAULT, turned, collective), collective).astype(out_dtype)
+    out = lax.platform_dependent(
+        a,
+        b,
+        cuda=lambda a, b: _dot(a, b, axes, lax.Precision.DEFAULT, turned, collective, out_dtype),
+        default=lambda a, b: _dot(a, b, axes, lax.Precision.DEFAULT, turned, collective).astype(out_dtype),
+    )
+    return _total(out, collective).astype(out_dtype)
 
 
 def output_dtype(spec: GemmSpec, dtype):

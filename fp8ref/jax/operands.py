@@ -60,8 +60,9 @@ class Use:
         return reduction if self.mode == "shard_map" and reduction.axes else None
 
     def summed_by_compiler(self, which: Gemm) -> bool:
-        """True if XLA sums a GEMM's partial results over devices, under plain jit."""
-        return self.mode == "jit" and bool(self.placement.reduction(which, 1).axes)
+        """True if XLA sums a GEMM's float32 accumulators over devices, under plain jit."""
+        reduction = self.placement.reduction(which, 1)
+        return self.mode == "jit" and bool(reduction.axes) and reduction.parts != "result"
 
     def axis(self, which: Gemm, role: Role) -> int:
         """The axis, -1 or -2, of a tensor along which a GEMM reduces it."""

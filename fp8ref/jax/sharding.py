@@ -8,8 +8,8 @@ become constraints that keep XLA from gathering anything wider than FP8.
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
-from typing import Literal
+from dataclasses import dataclass
+from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,11 @@ Axes = tuple[str, ...]
 Mode = Literal["one", "shard_map", "jit"]
 """Who runs the collectives of a linear: nobody (``one``), fp8ref (``shard_map``) or XLA
 (``jit``)."""
+
+Parts = Literal["accumulators", "float32", "result"]
+"""What devices sum to complete a GEMM: raw float32 accumulators, which are scaled and rounded
+afterwards (P-7); or results that each device has scaled and rounded (P-8), in float32 or in their
+own dtype."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,10 +43,17 @@ class Placement:
     scope     the devices whose amaxes make the scales of input and grad_output: ``global``, all;
               ``local``, those along n and k, which share a GEMM, so that each piece of the batch
               has its own scales. A weight's are always global.
+    reduce_grads
+              what is summed over m to make the gradient of a weight. Under scope ``local``
+              accumulators have different scales, so results are summed, in float32.
+    reduce_outputs
+              what is summed over k to make an output, and over n to make a grad_input. Under plain
+              jit XLA sums accumulators, unless a field says ``result`` and the device is an NVIDIA
+              GPU (P-9).
 
     Raises:   ValueError: an axis that cuts two of m, n and k; fsdp not among m; sequence of a
               linear that is cut along both of n and k, or neither; a string for a tuple; another
-              scope.
+              value of scope or of a reduce field.
     """
 
     m: Axes = ()
@@ -50,14 +62,18 @@ class Placement:
     fsdp: Axes = ()
     sequence: bool = False
     scope: Literal["global", "local"] = "global"
+    reduce_grads: Parts = "float32"
+    reduce_outputs: Parts = "result"
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            if isinstance(getattr(self, field.name), str) and field.name != "scope":
-                name = getattr(self, field.name)
-                raise ValueError(f"{field.name} is a tuple of mesh axes; got the string {name!r}. Write ({name!r},).")
+        for name in ("m", "n", "k", "fsdp"):
+            if isinstance(value := getattr(self, name), str):
+                raise ValueError(f"{name} is a tuple of mesh axes; got the string {value!r}. Write ({value!r},).")
         if self.scope not in ("global", "local"):
             raise ValueError(f"scope is 'global' or 'local'; got {self.scope!r}.")
+        for name in ("reduce_grads", "reduce_outputs"):
+            if (value := getattr(self, name)) not in get_args(Parts):
+                raise ValueError(f"{name} is one of {', '.join(get_args(Parts))}; got {value!r}.")
         cutting = (*self.m, *self.n, *self.k)
         if twice := sorted({axis for axis in cutting if cutting.count(axis) > 1}):
             raise ValueError(f"a mesh axis cuts one of m, n and k; got {', '.join(twice)} more than once in {self}.")
@@ -108,10 +124,12 @@ class Placement:
         """
         if which == "grad_weight":
             left = tuple(name for name in self.m if name not in self.fsdp)
-            return Reduction(sum=left, scatter=self.fsdp, scaled=self.scope == "local" and bool(self.m), outer=outer)
+            # Accumulators under different scales have no common sum.
+            parts: Parts = "float32" if (self.scope, self.reduce_grads) == ("local", "accumulators") else self.reduce_grads
+            return Reduction(sum=left, scatter=self.fsdp, parts=parts, outer=outer)
         reduced, column = (self.k, False) if which == "output" else (self.n, True)
         scattered = self.sequence and bool(self.n) == column
-        return Reduction(sum=() if scattered else reduced, scatter=reduced if scattered else (), outer=outer)
+        return Reduction(sum=() if scattered else reduced, scatter=reduced if scattered else (), parts=self.reduce_outputs, outer=outer)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,13 +138,12 @@ class Reduction:
     result.
 
     outer     the number of groups of rows; a device keeps its rows of each.
-    scaled    partial results have different scales, so they are summed scaled and rounded (P-8),
-              not as raw accumulators (P-7).
+    parts     what is summed.
     """
 
     sum: Axes = ()
     scatter: Axes = ()
-    scaled: bool = False
+    parts: Parts = "accumulators"
     outer: int = 1
 
     @property
@@ -135,11 +152,14 @@ class Reduction:
         return (*self.sum, *self.scatter)
 
     def total(self, partial: jax.Array) -> jax.Array:
-        """The sum over devices of float32 [rows, columns], whose rows are ``arranged``."""
+        """The sum over devices of [rows, columns], whose rows are ``arranged``: in float32, or in
+        partial's dtype if results are summed in it."""
+        if self.parts != "result":
+            partial = partial.astype(jnp.float32)
+        if self.scatter:  # first, as it leaves fewer rows to sum
+            partial = lax.psum_scatter(partial, self.scatter, scatter_dimension=0, tiled=True)
         if self.sum:
             partial = lax.psum(partial, self.sum)
-        if self.scatter:
-            partial = lax.psum_scatter(partial, self.scatter, scatter_dimension=0, tiled=True)
         return partial
 
     def arranged(self, operand: jax.Array) -> jax.Array:

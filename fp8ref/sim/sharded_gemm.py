@@ -16,7 +16,7 @@ from fp8ref.sim import cast, gemm
 from fp8ref.sim.accumulate import Accumulation
 from fp8ref.sim.scaling import Quantized, check_scales
 
-Reduce = Literal["exact", "accumulator", "scaled", "rounded"]
+Reduce = Literal["exact", "accumulators", "scaled", "rounded"]
 """What ranks sum: the products of one exact GEMM, accumulators, scaled results or rounded
 outputs."""
 
@@ -25,7 +25,7 @@ def matmul(
     a: Sequence[Quantized],
     b: Sequence[Quantized],
     *,
-    reduce: Reduce = "accumulator",
+    reduce: Reduce = "accumulators",
     accumulate: str | Accumulation = "exact",
     out_dtype: Format = FLOAT32,
 ) -> np.ndarray:
@@ -33,24 +33,24 @@ def matmul(
 
     ``exact``        one device's exact GEMM: RN32 of the exact sum over all ranks, then the
                      epilogue.
-    ``accumulator``  each rank's raw float32 accumulator; acc = RN32(acc + acc_r), r ascending; then
+    ``accumulators`` each rank's raw float32 accumulator; acc = RN32(acc + acc_r), r ascending; then
                      the epilogue, once (P-7).
     ``scaled``       each rank applies its scales first; then sum in float32, r ascending, and round
                      to out_dtype.
     ``rounded``      each rank rounds its finished output to out_dtype; then sum and round as
-                     ``scaled`` (P-8): tensor-parallel linears.
+                     ``scaled`` (P-8): as trainers sum by default.
 
     Shapes:   a[r].codes [M, K_r], b[r].codes [N, K_r], tensorwise or rowwise along K; a rank with
               K_r = 0 adds nothing. float32 [M, N].
     Order:    accumulate within a rank; then as above; the epilogue is G-4.
     Specials: Inf and NaN as in IEEE 754.
-    Raises:   ValueError: ``exact`` or ``accumulator`` with scales that differ between ranks;
+    Raises:   ValueError: ``exact`` or ``accumulators`` with scales that differ between ranks;
               operands that gemm.matmul refuses; nothing to sum.
     Source:   SEMANTICS P-7, P-8.
     """
     _check(a, b, reduce, accumulate, out_dtype)
     ranks = [(qa, qb) for qa, qb in zip(a, b, strict=True) if qa.codes.shape[-1]]
-    if reduce in ("exact", "accumulator"):
+    if reduce in ("exact", "accumulators"):
         _check_scales("a", [qa for qa, _ in ranks])
         _check_scales("b", [qb for _, qb in ranks])
         # One scale for all ranks, so that it can be applied after the sum.
@@ -60,7 +60,7 @@ def matmul(
             # All ranks' codes side by side along K are one device's operand.
             whole = [_unit(side, np.concatenate([q.codes for q in side], axis=-1)) for side in zip(*ranks, strict=True)]
             return cast.round_to(gemm.matmul(*whole, accumulate="exact") * sa * sb.T, out_dtype)
-        if reduce == "accumulator":
+        if reduce == "accumulators":
             acc = _sum([gemm.matmul(_unit([qa], qa.codes), _unit([qb], qb.codes), accumulate=accumulate) for qa, qb in ranks])
             return cast.round_to(acc * sa * sb.T, out_dtype)
         own = FLOAT32 if reduce == "scaled" else out_dtype
@@ -88,7 +88,7 @@ def _check(a: Sequence[Quantized], b: Sequence[Quantized], reduce: Reduce, accum
     gemm.check_out_dtype(out_dtype)
     if reduce == "exact" and accumulate != "exact":
         raise ValueError(
-            f"reduce 'exact' is one exact sum over all ranks, so accumulate is 'exact'; got {accumulate!r}. Use 'accumulator'."
+            f"reduce 'exact' is one exact sum over all ranks, so accumulate is 'exact'; got {accumulate!r}. Use 'accumulators'."
         )
     for name, side in (("a", a), ("b", b)):
         for q in side:

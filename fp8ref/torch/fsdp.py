@@ -198,8 +198,8 @@ def _check_unit(name: str, unit: FSDPModule) -> None:
 class OrderedReduceScatter:
     """A reduce-scatter for FSDP2's ``set_custom_reduce_scatter`` that adds in rank order.
 
-    Order:    all-to-all; acc = RN32(acc + g_r) for ascending ranks r; for an average, divided by
-              the number of ranks.
+    Order:    all-to-all; acc = acc + g_r for ascending ranks r, each sum rounded to the dtype of
+              the gradients, FSDP2's reduce_dtype; for an average, divided by the number of ranks.
     """
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -83,6 +83,7 @@ def parallelize(
     precompute_scales: bool = True,
     fp8_from: Source = "compute",
     ordered_reduction: bool = False,
+    reduce_dtype: torch.dtype = torch.float32,
     param_dtype: torch.dtype = torch.bfloat16,
     keep_dtype: Iterable[nn.Module] = (),
 ) -> nn.Module:
@@ -113,7 +114,9 @@ def parallelize(
                 (compute), or from the masters (master).
     ordered_reduction
                 sum gradients in rank order, on any backend (P-13).
-    param_dtype parameters are rounded to it as they are gathered; gradients are reduced in float32.
+    reduce_dtype
+                gradients are summed over ranks in it: float32 or bfloat16.
+    param_dtype parameters are rounded to it as they are gathered; gradients are made in it.
     keep_dtype  modules, such as an embedding table, whose parameters are not rounded.
     Ranks       start from the same weights, as FSDP2 requires; along data it is checked.
     Raises:     ValueError, before anything is changed: as ``convert.convert`` and
@@ -125,6 +128,8 @@ def parallelize(
                 different weights.
     """
     recipe, blocks, keep_dtype = recipes.by_name(recipe), list(blocks), list(keep_dtype)
+    if reduce_dtype not in (torch.float32, torch.bfloat16):
+        raise ValueError(f"reduce_dtype is torch.float32 or torch.bfloat16; got {reduce_dtype}.")
     _check_values(
         amax_scope=(amax_scope, Scope),
         checkpointing=(checkpointing, Checkpointing),
@@ -157,7 +162,7 @@ def parallelize(
     if batch is None:
         return model
     # 5 fully_shard, around compiled forwards
-    _shard(model, [] if compile == "model" else blocks, keep_dtype, batch, param_dtype)
+    _shard(model, [] if compile == "model" else blocks, keep_dtype, batch, param_dtype, reduce_dtype)
     if ordered_reduction:
         fsdp.sum_in_rank_order(model)
     # 6 FP8 gather, of units that exist
@@ -204,14 +209,19 @@ def _compile_forwards(model: nn.Module, blocks: Sequence[nn.Module], compile: Co
 
 
 def _shard(
-    model: nn.Module, blocks: Sequence[nn.Module], keep_dtype: Sequence[nn.Module], mesh: DeviceMesh, param_dtype: torch.dtype
+    model: nn.Module,
+    blocks: Sequence[nn.Module],
+    keep_dtype: Sequence[nn.Module],
+    mesh: DeviceMesh,
+    param_dtype: torch.dtype,
+    reduce_dtype: torch.dtype,
 ) -> None:
     """fully_shard modules of keep_dtype, then blocks, then the model.
 
     ValueError if copies along data have other weights.
     """
-    policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    as_is = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
+    policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
+    as_is = MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False)
     for module in keep_dtype:
         # A tied embedding table is used again after its own forward, so it stays gathered.
         fully_shard(module, mesh=mesh, mp_policy=as_is, reshard_after_forward=False)

@@ -39,7 +39,7 @@ class DataConfig:
     batch_size: int = 16
     """Sequences in the global batch."""
     microbatches: int = 1
-    """Train the global batch in this many equal parts, one after the other. Gradients are summed in float32."""
+    """Train the global batch in this many equal parts, one after the other. Gradients are summed in parallel.accumulate_dtype."""
     validation_fraction: float = 0.1
     """Share of the files, documents or shard tokens kept for validation. Unused if files are named val."""
     seed: int = 0
@@ -124,16 +124,27 @@ class ParallelConfig:
     """Amax of input and grad_output: over all devices (global), or for each device's part of the batch (local)."""
     through: Literal["shard_map", "jit"] = "shard_map"
     """JAX: explicit collectives in shard_map, or XLA's partitioner under jit."""
+    reduce: Literal["rounded", "accumulators"] = "rounded"
+    """What devices sum to complete a GEMM: results rounded to bfloat16 (rounded), or raw float32 accumulators (JAX: accumulators)."""
+    reduce_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Dtype in which rounded gradients are summed over data and fsdp."""
+    tensor_reduce_dtype: Literal["float32", "bfloat16"] | None = None
+    """Dtype in which rounded partial outputs are summed over tensor. Default: bfloat16, which is PyTorch's only one."""
+    accumulate_dtype: Literal["float32", "bfloat16"] = "float32"
+    """JAX: dtype in which the gradients of microbatches are summed. bfloat16 halves the memory of the sum. PyTorch: float32."""
     gather: Literal["fp8", "compute"] = "fp8"
     """PyTorch: dtype in which FSDP gathers weights with one scale for both GEMMs: FP8 or the compute dtype. Results are the same bits."""
     precompute_scales: bool = True
     """PyTorch: compute the scales of all weights gathered in FP8 with one all-reduce for each forward pass, not one for each weight."""
     reduction: Literal["native", "ordered"] = "native"
     """PyTorch: sum gradients over FSDP devices as the backend does (native) or in rank order (ordered)."""
-    attention: Literal["xla", "cudnn"] = "xla"
-    """JAX: attention by XLA, which writes all scores, or by cuDNN's fused kernel, which needs an NVIDIA GPU."""
+    attention: Literal["xla", "chunked", "cudnn"] = "xla"
+    """JAX: attention by XLA, which writes all scores (xla) or those of 512 queries at a time (chunked); or by cuDNN's fused kernel, which needs
+    an NVIDIA GPU."""
     checkpointing: Literal["none", "selective", "full"] = "none"
-    """PyTorch: activation checkpointing. Recompute nothing, everything except matrix products and attention, or the whole layer."""
+    """Activation checkpointing. Recompute nothing, everything except matrix products and attention, or the whole layer."""
+    scan: bool = False
+    """JAX: compile one layer and loop over all of them. All layers need the same recipes."""
     compile: Literal["none", "block", "model"] = "none"
     """PyTorch: torch.compile of nothing, of each layer, or of the whole model. FSDP then gathers the whole model at once."""
     timeout_s: int = 600
@@ -147,7 +158,15 @@ class ParallelConfig:
             self.amax_scope == "global" or self.through == "shard_map",
             "parallel.amax_scope 'local' needs visible devices, and plain jit shows none. Use parallel.through 'shard_map'.",
         )
-
+        if self.reduce == "accumulators":
+            require(
+                "bfloat16" not in (self.reduce_dtype, self.tensor_reduce_dtype),
+                "parallel.reduce 'accumulators' sums float32; got bfloat16 in reduce_dtype or tensor_reduce_dtype. Use reduce 'rounded'.",
+            )
+            require(
+                self.amax_scope == "global",
+                "parallel.reduce 'accumulators' sums under one scale; got amax_scope 'local'. Use reduce 'rounded', or amax_scope 'global'.",
+            )
         require(
             self.compile != "model" or self.tensor == 1,
             "parallel.compile 'model' takes a model without tensor parallelism. Set parallel.tensor to 1, or use 'block'.",
@@ -166,9 +185,16 @@ class ParallelConfig:
     def foreign(self, backend: str) -> list[str]:
         """The keys that are set, and that this backend does not have."""
         theirs = (
-            ("through", "attention")
+            (
+                "through",
+                "attention",
+                "scan",
+                "reduce",
+                "accumulate_dtype",
+                *(["tensor_reduce_dtype"] if self.tensor_reduce_dtype == "float32" else []),
+            )
             if backend == "torch"
-            else ("gather", "precompute_scales", "reduction", "checkpointing", "compile", "timeout_s")
+            else ("gather", "precompute_scales", "reduction", "compile", "timeout_s")
         )
         return [f"parallel.{key}" for key in theirs if getattr(self, key) != getattr(ParallelConfig(), key)]
 

@@ -53,7 +53,7 @@ def test_rows_scaled_as_another_devices_fail_and_name_the_mesh(small, monkeypatc
     )
     monkeypatch.setattr(sharded_jax, "THROUGH", ("shard_map",))
     monkeypatch.setattr(sharded_jax, "_factors", lambda devices: [((1, 1, devices), True)])
-    report, _ = sharded_jax.crosscheck(small.replace(numerics={"recipe": "rowwise"}), 2)
+    report, _ = sharded_jax.crosscheck(small.replace(numerics={"recipe": "rowwise"}, parallel={"reduce": "accumulators"}), 2)
     failed = {name for name, check in report.checks.items() if not check.ok}
     assert "model.layers.0.mlp.down_proj/output/value/jax 1x1x2 sequence shard_map" in failed
     assert all("/value/" in name for name in failed)
@@ -89,7 +89,8 @@ def test_a_linear_on_a_mesh_is_the_simulators_on_integers(through, rng):  # P-4,
     shapes = {"input": (32, 64), "weight": (32, 64), "grad_output": (32, 32)}
     tensors = {role: rng.integers(-7, 8, shape).astype(np.float32) for role, shape in shapes.items()}
     mesh = jax.make_mesh((2, 2), ("fsdp", "tensor"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
-    placement, recipe = Placement(m=("fsdp",), n=("tensor",), fsdp=("fsdp",)), RECIPES["tensorwise"]
+    whole = {"reduce_grads": "accumulators", "reduce_outputs": "accumulators"}  # one device's bits
+    placement, recipe = Placement(m=("fsdp",), n=("tensor",), fsdp=("fsdp",), **whole), RECIPES["tensorwise"]
     found = sharded_jax.rerun_linear(tensors, recipe=recipe, placement=placement, mesh=mesh, through=through)
     x, w, g = tensors.values()
     expected = dict(zip(found, (sim.forward(x, w, recipe), *sim.backward(g, x, w, recipe)), strict=True))

@@ -76,6 +76,15 @@ def test_scales_of_rows_under_scope_global(small, one_mesh, monkeypatch):  # P-5
     assert report.ok, failed(report)
 
 
+def test_gradients_are_summed_in_the_dtype_that_is_asked_for(local, one_mesh):  # P-13
+    """One process that rounds every sum to bfloat16 ends with the same weights; one that does not, with others."""
+    report, _ = sharded_torch.crosscheck(local.replace(parallel={"reduce_dtype": "bfloat16"}), 2, steps=2)
+    assert report.ok, failed(report)
+    tokens = [loader.open_batches(local).step(step) for step in range(3)]
+    ends = [fsdp_run.replicate(local.replace(parallel={"reduce_dtype": dtype}), 1, 2, tokens).weights for dtype in ("float32", "bfloat16")]
+    assert any((ends[0][name] != ends[1][name]).any() for name in ends[0])
+
+
 def test_histories_are_of_all_ranks(small, one_mesh):  # H-4
     config = small.replace(numerics={"recipe": "delayed"})
     report, _ = sharded_torch.crosscheck(config, 2, steps=STEPS)

@@ -10,7 +10,9 @@ import torch
 
 from fp8ref.estimate import memory
 from fp8ref.llama import LlamaConfig
+from fp8ref.train import config as configs
 from fp8ref.train.config import Config
+from fp8ref.train.sections import ParallelConfig
 from fp8ref.train.torch.trainer import Trainer
 
 ALL = 106816
@@ -25,7 +27,7 @@ def test_one_device():
     found = bytes_of(sizes.config())
     assert found == {
         "weights, float32 masters": 4 * ALL,
-        "gradients, float32": 4 * ALL,
+        "gradients": 4 * ALL,
         "AdamW's moments": 8 * ALL,
         "FP8 states": 0,
         "weights in use": 2 * (ALL - sizes.TABLE),
@@ -35,8 +37,9 @@ def test_one_device():
 
 
 def test_jax_sums_parts_beside_the_gradients_of_one():
-    assert bytes_of(sizes.config(parts=2), "jax")["gradients, float32"] == 8 * ALL
-    assert bytes_of(sizes.config(parts=2), "torch")["gradients, float32"] == 4 * ALL
+    assert bytes_of(sizes.config(), "jax")["gradients"] == 2 * ALL
+    assert bytes_of(sizes.config(parts=2), "jax")["gradients"] == (2 + 4) * ALL
+    assert bytes_of(sizes.config(parts=2), "torch")["gradients"] == 4 * ALL
 
 
 def test_parts_need_the_activations_of_one():
@@ -89,9 +92,9 @@ def test_a_mesh_in_jax():
     found = bytes_of(sizes.config(**sizes.MESH), "jax")
     held = 2 * sizes.TABLE // 2 + 2 * sizes.LAYER // 4 + 320
     assert found["weights, float32 masters"] == 4 * held
-    # bf16 copies; one layer of codes, cut over tensor; lm_head in bf16; the float32 table; two layers' gradients in float32
+    # bf16 copies; one layer of codes, cut over tensor; lm_head in bf16; the float32 table; a layer's gradients in bf16 and float32
     copies = 2 * (held - sizes.TABLE // 2)
-    assert found["weights in use"] == copies + sizes.LAYER // 2 + 2 * sizes.TABLE + 4 * sizes.TABLE + 8 * sizes.LAYER // 2
+    assert found["weights in use"] == copies + sizes.LAYER // 2 + 2 * sizes.TABLE + 4 * sizes.TABLE + 6 * sizes.LAYER // 2
 
 
 @pytest.mark.parametrize(("recipe", "code"), [("tensorwise", 1), ("rowwise", 2)])
@@ -141,5 +144,21 @@ def test_an_estimate_is_near_what_xla_allots_for_an_h200(row):
     config = Config(model=LlamaConfig(**model)).replace(numerics={"recipe": row["recipe"]}, parallel=row["mesh"])
     config = config.replace(data={"sequence_length": length, "batch_size": sequences * config.parallel.devices})
     found = bytes_of(config, "jax")
-    temporary = sum(found[key] for key in ("gradients, float32", "weights in use", "activations", "logits"))
+    temporary = sum(found[key] for key in ("gradients", "weights in use", "activations", "logits"))
     assert temporary == pytest.approx(row["temporary_mib"] * 2**20, rel=0.3)
+
+
+@pytest.mark.parametrize(
+    "row", COMPILED["models"], ids=lambda row: f"{row['model']} {row['layers']} {row['recipe']} {row['checkpointing']}"
+)
+def test_an_estimate_of_a_whole_model_is_near_what_xla_uses(row):
+    """Not all lines are largest at one time: the estimate may be 30 % above the most that is in use, and 10 % below."""
+    keys = {"fsdp": row["devices"], "scan": True, "checkpointing": row["checkpointing"], "attention": "chunked"}
+    config = configs.load(row["model"]).replace(
+        model={"num_hidden_layers": row["layers"]},
+        data={"sequence_length": 8192, "batch_size": row["devices"], "microbatches": 1},
+        numerics={"recipe": row["recipe"]},
+        parallel={**vars(ParallelConfig()), **keys},
+    )
+    ratio = sum(bytes_of(config, "jax").values()) / (row["most_gib"] * 2**30)
+    assert 0.9 <= ratio <= 1.3

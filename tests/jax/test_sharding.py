@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -10,9 +11,13 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from fp8ref.formats import E4M3FN
-from fp8ref.jax import delayed, linear, scaling, sharding
+from fp8ref.crosscheck.operands import transposed
+from fp8ref.formats import BFLOAT16, E4M3FN
+from fp8ref.jax import delayed, linear, proof, scaling, sharding
 from fp8ref.jax.sharding import Placement
+from fp8ref.recipe import OPERANDS, RECIPES, REDUCED_AXES
+from fp8ref.sim import cast, sharded_gemm
+from fp8ref.sim import scaling as sim_scaling
 
 MESHES = [(d, f, 8 // d // f) for d in (1, 2, 4, 8) for f in (1, 2, 4, 8) if 8 % (d * f) == 0]
 B, T, K, N = 8, 16, 128, 256  # 8 x 16 tokens
@@ -32,6 +37,7 @@ def case(shape, *more):
 
 
 meshes = pytest.mark.parametrize("shape", [case(shape) for shape in MESHES])
+ACCUMULATORS = {"reduce_grads": "accumulators", "reduce_outputs": "accumulators"}
 
 
 def mesh_of(shape):
@@ -96,7 +102,7 @@ CASES = [
 )
 def test_results_equal_one_devices_on_integers(shape, style, recipe, through, operands):  # P-4, P-6, P-7, P-9
     x, w, g = operands
-    found = on_devices(shape, placement_of(style), recipe, through=through, x=x, w=w, g=g)
+    found = on_devices(shape, placement_of(style, **ACCUMULATORS), recipe, through=through, x=x, w=w, g=g)
     expected = jax.jit(lambda x, w, g: results(lambda x, w: linear.apply(x, w, recipe=recipe)[0], x, w, g))(x, w, g)
     for name, mine, one in zip(("y", "grad_input", "grad_weight"), found, expected, strict=True):
         np.testing.assert_array_equal(np.asarray(mine, np.float32), np.asarray(one, np.float32), err_msg=name)
@@ -154,7 +160,7 @@ def test_results_on_any_numbers_lie_within_the_bound_of_summation(recipe, style)
     rounded to bfloat16 (2^-8 of the value, rowwise twice)."""
     rng = np.random.default_rng(2)
     x, w, g = (jnp.asarray(rng.standard_normal(s), jnp.bfloat16) for s in ((B, T, K), (N, K), (B, T, N)))
-    found = on_devices((2, 2, 2), placement_of(style), recipe, through="shard_map", x=x, w=w, g=g)
+    found = on_devices((2, 2, 2), placement_of(style, **ACCUMULATORS), recipe, through="shard_map", x=x, w=w, g=g)
     expected = jax.jit(lambda x, w, g: results(lambda x, w: linear.apply(x, w, recipe=recipe)[0], x, w, g))(x, w, g)
     xs, ws, gs = (np.abs(np.asarray(v, np.float64)).reshape(-1, v.shape[-1]) for v in (x, w, g))
     magnitudes = xs @ ws.T, gs @ ws, gs.T @ xs
@@ -164,6 +170,51 @@ def test_results_on_any_numbers_lie_within_the_bound_of_summation(recipe, style)
         bound = 2 * (n - 1) * 2.0**-24 * 1.2 * magnitude + 2 * 2.0**-8 * np.abs(one)
         assert (np.abs(mine - one) <= bound).all()
         assert (mine == one).mean() > 0.9
+
+
+@pytest.mark.parametrize("parts", ["float32", "result"])
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_devices_round_their_parts_and_sum_them(recipe, style, parts, operands):  # P-8, P-9
+    """A part is the simulator's GEMM of a slice of the summed dim. Integers make parts exact, and few additions of them: a CPU's
+    collectives add bfloat16 in float32, so that both dtypes give the same bits."""
+    x, w, g = operands
+    placement, shape = placement_of(style, reduce_grads=parts, reduce_outputs=parts), (2, 2, 2)
+    found = on_devices(shape, placement, recipe, through="shard_map", x=x, w=w, g=g)
+    tensors = {"input": x, "weight": w, "grad_output": g}
+    tensors = {role: np.asarray(v, np.float32).reshape(-1, v.shape[-1]) for role, v in tensors.items()}
+    for (which, spec), mine in zip(RECIPES[recipe].gemms.items(), found, strict=True):
+        a, b = (
+            sim_scaling.quantize(tensors[role], how.fmt, granularity=how.granularity, policy=how.policy, axis=axis)
+            for role, how, axis in zip(OPERANDS[which], (spec.a, spec.b), REDUCED_AXES[which], strict=True)
+        )
+        a, b = (q if q.axis == 1 else transposed(q) for q in (a, b))
+        n = math.prod(dict(zip(("data", "fsdp", "tensor"), shape, strict=True))[axis] for axis in placement.reduction(which, 1).axes)
+        ranks = [[q._replace(codes=codes) for codes in np.split(q.codes, n, axis=1)] for q in (a, b)]
+        groups = 2 if (which, parts) == ("grad_weight", "result") else 1  # the sum over fsdp is rounded before that over data
+        sums = [
+            sharded_gemm.matmul(*(side[i : i + n // groups] for side in ranks), reduce="rounded", out_dtype=BFLOAT16)
+            for i in range(0, n, n // groups)
+        ]
+        expected = cast.round_to(np.sum(sums, axis=0, dtype=np.float32), BFLOAT16)
+        np.testing.assert_array_equal(np.asarray(mine, np.float32).reshape(expected.shape), expected, err_msg=which)
+
+
+@pytest.mark.parametrize(("parts", "dtype"), [("float32", "f32"), ("result", "bf16"), ("accumulators", "f32")])
+def test_sums_over_devices_move_the_dtype_that_is_asked_for(parts, dtype, operands):  # P-9
+    x, w, g = operands
+    placement = placement_of("row, sequence", reduce_grads=parts, reduce_outputs=parts)
+    mesh, (of_x, of_w, of_y) = mesh_of((2, 2, 2)), specs_of(placement)
+
+    def run(x, w, g):
+        return results(lambda x, w: linear.apply(x, w, recipe="tensorwise", placement=placement, name="fc")[0], x, w, g)
+
+    mapped = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=(of_x, of_w, of_y), out_specs=(of_y, of_x, of_w)))
+    moved = [c for c in proof.collectives(proof.read(mapped.lower(x, w, g))) if c.kind == "reduce_scatter"]
+    assert [c.dtype for c in moved] == [dtype] * 2  # of y over tensor, of grad_weight over fsdp
+    rows, columns = N // 2, K // 2  # of grad_weight: a half along fsdp, and within it the half of K that tensor cuts
+    summed = [c for c in proof.collectives(proof.read(mapped.lower(x, w, g))) if c.kind == "all_reduce" and len(c.shape) == 2]
+    assert [(c.dtype, c.shape) for c in summed] == [(dtype, (rows, columns))]  # over data, after the scatter
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
@@ -177,15 +228,19 @@ def test_local_scope_is_what_each_piece_of_the_batch_gives_alone(recipe, operand
     total = np.sum([np.asarray(p[2], np.float32) for p in pieces], axis=0)
     for mine, one in zip(found, [*expected, np.asarray(jnp.asarray(total, jnp.bfloat16), np.float32)], strict=True):
         np.testing.assert_array_equal(np.asarray(mine, np.float32), one)
-    everyone = on_devices((4, 2, 1), placement_of("column"), recipe, through="shard_map", x=x, w=w, g=g)
+    x = x * jnp.asarray(np.random.default_rng(4).standard_normal(x.shape), x.dtype)  # which FP8 rounds by the scale
+    local, everyone = (
+        on_devices((4, 2, 1), placement_of("column", scope=scope), recipe, through="shard_map", x=x, w=w, g=g)[0]
+        for scope in ("local", "global")
+    )
     if recipe == "tensorwise":  # rows have scales of their own anyway
-        assert any((np.asarray(a) != np.asarray(b)).any() for a, b in zip(found, everyone, strict=True))
+        assert (np.asarray(local) != np.asarray(everyone)).any()
 
 
 @pytest.mark.parametrize("through", ["shard_map", "jit"])
 @pytest.mark.parametrize("style", STYLES)
 def test_observations_are_those_of_one_device(style, through, operands):  # H-4, H-9
-    mesh, placement = mesh_of((2, 2, 2)), placement_of(style)
+    mesh, placement = mesh_of((2, 2, 2)), placement_of(style, **ACCUMULATORS)
     of_x, of_w, of_y = specs_of(placement)
     state = delayed.init("delayed")
 
@@ -218,7 +273,7 @@ def test_blocks_are_gathered_with_their_scales(shape, style, through):  # P-4, P
         for size in (sizes, (256, 128), (*sizes[:2], 256))
     )
     one = jax.jit(lambda x, w, g: results(lambda x, w: linear.apply(x, w, recipe="mxfp8")[0], x, w, g))(x, w, g)
-    found = on_devices(shape, placement_of(style), "mxfp8", through=through, x=x, w=w, g=g)
+    found = on_devices(shape, placement_of(style, **ACCUMULATORS), "mxfp8", through=through, x=x, w=w, g=g)
     for name, mine, expected in zip(("y", "grad_input", "grad_weight"), found, one, strict=True):
         np.testing.assert_array_equal(np.asarray(mine), np.asarray(expected), err_msg=name)
 

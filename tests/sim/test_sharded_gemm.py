@@ -54,9 +54,9 @@ def test_how_many_outputs_differ_from_one_device(rng):
         one = gemm.matmul(scaling.quantize(g, E5M2), scaling.quantize(x, E4M3FN), out_dtype=out_dtype)
         return int((sharded_gemm.matmul(a, b, reduce=reduce, out_dtype=out_dtype) != one).sum())
 
-    assert 0 < differ("accumulator", FLOAT32) < differ("scaled", FLOAT32) / 3
+    assert 0 < differ("accumulators", FLOAT32) < differ("scaled", FLOAT32) / 3
     assert differ("scaled", FLOAT32) > 3000
-    assert differ("accumulator", BFLOAT16) < 10
+    assert differ("accumulators", BFLOAT16) < 10
     assert differ("rounded", BFLOAT16) > 2000
 
 
@@ -71,7 +71,7 @@ def test_integers_below_2_to_24_are_one_device_in_any_order(accumulate, rng):
     for n in (2, 3, 8):
         layout = Layout(mesh=Mesh(axes={"data": n}), shape=(0, 1024), splits={1: ("data",)})
         parts = [[q._replace(codes=q.codes[:, layout.index(d)[1]]) for d in layout.mesh.devices] for q in whole]
-        for reduce in ("accumulator", "scaled"):
+        for reduce in ("accumulators", "scaled"):
             np.testing.assert_array_equal(sharded_gemm.matmul(*parts, reduce=reduce, accumulate=accumulate), one)
 
 
@@ -108,7 +108,7 @@ def test_local_scales_need_scaled_parts(rng):
 def test_a_rank_with_nothing_adds_nothing(rng):
     g, x = gradients(rng, M=64)
     layout = {"sizes": {1: (0, 40, 0, 24)}}
-    for reduce, out_dtype in (("accumulator", FLOAT32), ("scaled", FLOAT32), ("rounded", BFLOAT16)):
+    for reduce, out_dtype in (("accumulators", FLOAT32), ("scaled", FLOAT32), ("rounded", BFLOAT16)):
         with_empty = sharded_gemm.matmul(ranks(g, 4, **layout), ranks(x, 4, **layout), reduce=reduce, out_dtype=out_dtype)
         two = {"sizes": {1: (40, 24)}}
         np.testing.assert_array_equal(
@@ -121,7 +121,7 @@ def test_specials_meet_across_ranks():
     one, codes = np.ones((), np.float32), np.uint8([[0x7C, 0xFC], [0x3C, 0x7C]])
     a = [scaling.Quantized(codes[:, k : k + 1], one, one, E5M2, "tensorwise", -1) for k in (0, 1)]
     b = [scaling.Quantized(np.uint8([[0x3C]]), one, one, E5M2, "tensorwise", -1)] * 2
-    for reduce in ("exact", "accumulator", "scaled", "rounded"):
+    for reduce in ("exact", "accumulators", "scaled", "rounded"):
         np.testing.assert_array_equal(sharded_gemm.matmul(a, b, reduce=reduce), np.float32([[np.nan], [np.inf]]))
 
 
@@ -129,7 +129,7 @@ def test_a_nan_scale_is_equal_to_itself():
     """Under global scope a NaN anywhere is every rank's NaN scale: the result is NaN, not a refusal (P-3, P-7)."""
     x = np.ones((2, 8), np.float32)
     x[0, 1] = np.nan
-    for reduce in ("exact", "accumulator"):
+    for reduce in ("exact", "accumulators"):
         assert np.isnan(sharded_gemm.matmul(ranks(x, 2), ranks(np.ones((3, 8), np.float32), 2), reduce=reduce)).all()
 
 

@@ -3,14 +3,18 @@
 Its attribute names are Hugging Face's parameter names.
 """
 
-from collections.abc import Mapping
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from fp8ref import llama
 from fp8ref.hardware import Multiply
@@ -25,6 +29,16 @@ Weights = Mapping[str, np.ndarray]
 Recipes = Mapping[str, Recipe]
 """Linear's name -> recipe."""
 
+STACK = "model.layers.*"
+"""The name of all layers, where they are stacked and run by a scan: ``model.layers.*.mlp.up_proj``."""
+
+KEPT = ("linear", "attention")
+"""What selective checkpointing keeps of a layer, by ``checkpoint_name``: the outputs of linears and of
+attention."""
+
+QUERIES = 512
+"""The queries that chunked attention takes at a time."""
+
 
 @dataclass
 class Pass:
@@ -35,7 +49,11 @@ class Pass:
     layout     places a linear on the mesh; None places none, as a layout of one device does.
     taps       statistics accumulators by linear (``linear.apply_with_stats``); each linear replaces its
                own.
-    attention  "xla" or "cudnn": the implementation of jax.nn.dot_product_attention.
+    attention  "xla" or "cudnn": the implementation of jax.nn.dot_product_attention; "chunked": XLA's, of
+               QUERIES queries at a time.
+    checkpointing
+               what the backward pass finds of a layer: everything ("none"), what is ``KEPT``
+               ("selective"), or its input ("full").
     multiply   simulated hardware for FP8 GEMMs; None: XLA's own.
     """
 
@@ -43,12 +61,17 @@ class Pass:
     seen: dict[str, delayed.Seen] = field(default_factory=dict)
     layout: Layout | None = None
     taps: dict[str, jax.Array] = field(default_factory=dict)
-    attention: Literal["xla", "cudnn"] = "xla"
+    attention: Literal["xla", "chunked", "cudnn"] = "xla"
+    checkpointing: Literal["none", "selective", "full"] = "none"
     multiply: Multiply | None = None
 
     def attended(self, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         """Causal attention: q [B, T, H, D]; k and v may have fewer heads."""
-        return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=self.attention)
+        if self.attention == "chunked":
+            y = _attended_in_chunks(q, k, v)
+        else:
+            y = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=self.attention)
+        return checkpoint_name(y, "attention")
 
     def linear(self, x: jax.Array, w: jax.Array, recipe: str | Recipe, name: str) -> jax.Array:
         """x [..., K] x w [N, K] -> [..., N], with the state, observations and placement of the
@@ -69,7 +92,11 @@ class Pass:
             self.seen[name] = seen
         if tap is not None:
             self.taps[name] = tap
-        return y
+        return checkpoint_name(y, "linear")
+
+    def of(self, layer: str) -> tuple[Any, dict, dict]:
+        """(states, observations, taps) of the linears of a layer, by name."""
+        return tuple({name: v for name, v in d.items() if name.startswith(f"{layer}.")} for d in (self.state, self.seen, self.taps))  # type: ignore[return-value]
 
 
 def rounded(x: jax.Array, dtype) -> jax.Array:
@@ -102,9 +129,7 @@ class RMSNorm(nnx.Module):
         self.eps = eps
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        wide = x.astype(jnp.float32)
-        mean_square = jnp.mean(wide * wide, axis=-1, keepdims=True)
-        return rounded(wide * jax.lax.rsqrt(mean_square + self.eps) * self.weight[...].astype(jnp.float32), x.dtype)
+        return _normed(x, self.weight[...], self.eps)
 
 
 class Embedding(nnx.Module):
@@ -145,8 +170,7 @@ class MLP(nnx.Module):
         # Past the barrier XLA keeps these two for the backward pass, and not the float32 products
         # that they are rounded from.
         gate, up = jax.lax.optimization_barrier((self.gate_proj(x, run), self.up_proj(x, run)))
-        gate, up = gate.astype(jnp.float32), up.astype(jnp.float32)
-        return self.down_proj(rounded(jax.nn.silu(gate) * up, x.dtype), run)
+        return self.down_proj(_swiglu(gate, up), run)
 
 
 class Layer(nnx.Module):
@@ -171,7 +195,11 @@ class Decoder(nnx.Module):
 
     def __init__(self, config: LlamaConfig, weights: Weights, recipes: Recipes) -> None:
         self.embed_tokens = Embedding(weights["model.embed_tokens.weight"])
-        self.layers = nnx.List([Layer(f"model.layers.{i}", config, weights, recipes) for i in range(config.num_hidden_layers)])
+        # One layer, whose parameters are stacks of all layers', where the weights are named so.
+        self.stacked = f"{STACK}.input_layernorm.weight" in weights
+        names = [STACK] if self.stacked else [f"model.layers.{i}" for i in range(config.num_hidden_layers)]
+        layers = [Layer(name, config, weights, recipes) for name in names]
+        self.layers = layers[0] if self.stacked else nnx.List(layers)
         self.norm = RMSNorm(weights["model.norm.weight"], eps=config.rms_norm_eps)
 
 
@@ -197,12 +225,32 @@ class Llama(nnx.Module):
         run = run or Pass()
         cos, sin = (jnp.asarray(table) for table in llama.rotary_tables(self.config, tokens.shape[1]))
         h = self.embedded(tokens, run)
-        for layer in self.model.layers:
-            h = layer(h, cos, sin, run)
+        if self.model.stacked:
+            graph, params = nnx.split(self.model.layers, nnx.Param)
+            one = _checkpointed(functools.partial(_layer, graph, cos, sin, run), run.checkpointing, in_loop=True)
+            h, (seen, taps) = lax.scan(lambda h, of_layer: one(h, *of_layer), h, (params, *run.of(STACK)))
+            run.seen |= seen
+            run.taps |= taps
+        else:
+            for i, layer in enumerate(self.model.layers):
+                if run.checkpointing == "none":
+                    h = layer(h, cos, sin, run)
+                    continue
+                graph, params = nnx.split(layer, nnx.Param)
+                one = _checkpointed(functools.partial(_layer, graph, cos, sin, run), run.checkpointing, in_loop=False)
+                h, (seen, taps) = one(h, params, *run.of(f"model.layers.{i}"))
+                run.seen |= seen
+                run.taps |= taps
         h = self.model.norm(h)
         if not self.config.tie_word_embeddings:
             return self.lm_head(h, run)
         return run.linear(h, self.model.embed_tokens.weight[...].astype(h.dtype), "bf16", "lm_head")
+
+    def first_input(self, tokens: jax.Array, run: Pass) -> jax.Array:
+        """The input of the first layer's linears, after its norm: [B, T, hidden]."""
+        graph, params = nnx.split(self.model.layers if self.model.stacked else self.model.layers[0], nnx.Param)
+        first = nnx.merge(graph, jax.tree.map(lambda stack: stack[0], params) if self.model.stacked else params)
+        return first.input_layernorm(self.embedded(tokens, run))
 
     def embedded(self, tokens: jax.Array, run: Pass) -> jax.Array:
         """The first layer's input.
@@ -214,6 +262,67 @@ class Llama(nnx.Module):
         return run.layout.cut_sequence(h) if run.layout else h
 
 
+def _layer(graph, cos: jax.Array, sin: jax.Array, run: Pass, h: jax.Array, params, state: Mapping, seen: Mapping, taps: Mapping):
+    """One layer as a pure function: (h, (observations, taps)) after it."""
+    own = dataclasses.replace(run, state=state, seen=dict(seen), taps=dict(taps))
+    h = nnx.merge(graph, params)(h, cos, sin, own)
+    return h, (own.seen, own.taps)
+
+
+def _checkpointed(layer: Callable, how: str, *, in_loop: bool) -> Callable:
+    """A layer that keeps what ``Pass.checkpointing`` says, and computes the rest again in the
+    backward pass."""
+    if how == "none":
+        return layer
+    policy = jax.checkpoint_policies.save_only_these_names(*KEPT) if how == "selective" else None
+    # A loop's passes are separate programs; elsewhere XLA would merge both computations into one.
+    return jax.checkpoint(layer, policy=policy, prevent_cse=not in_loop)
+
+
+def _attended_in_chunks(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    """Causal attention whose scores exist for QUERIES queries at a time, in both passes.
+
+    Each query's probabilities and output are those of XLA's attention.
+    """
+    batch, length, heads, dim = q.shape
+    size = min(QUERIES, length)
+    padded = -length % size
+    chunks = jnp.pad(q, ((0, 0), (0, padded), (0, 0), (0, 0))).reshape(batch, -1, size, heads, dim).swapaxes(0, 1)
+    # In float32 the loop adds up the gradients of k and v unrounded.
+    wide = k.astype(jnp.float32), v.astype(jnp.float32)
+
+    @jax.checkpoint
+    def attended(first: jax.Array, queries: jax.Array) -> jax.Array:
+        # Past the barrier the mask depends on what is differentiated, so that it is computed again too.
+        first, queries = lax.optimization_barrier((first, queries))
+        mask = first + jnp.arange(size)[:, None] >= jnp.arange(length)
+        keys, values = (x.astype(q.dtype) for x in wide)
+        return jax.nn.dot_product_attention(queries, keys, values, mask=mask[None, None], implementation="xla")
+
+    y = lax.map(lambda chunk: attended(*chunk), (jnp.arange(0, length + padded, size), chunks))
+    return y.swapaxes(0, 1).reshape(batch, -1, heads, dim)[:, :length]
+
+
+# The backward pass computes the float32 values within these functions again, from bfloat16. A loop
+# over layers would keep all of them; elsewhere XLA finds the forward pass's own.
+_recomputed = functools.partial(jax.checkpoint, prevent_cse=False)
+
+
+@functools.partial(_recomputed, static_argnums=2)
+def _normed(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
+    """x * rsqrt(mean(x^2) + eps) * weight over the last dim, rounded once to x's dtype."""
+    wide = x.astype(jnp.float32)
+    mean_square = jnp.mean(wide * wide, axis=-1, keepdims=True)
+    return rounded(wide * jax.lax.rsqrt(mean_square + eps) * weight.astype(jnp.float32), x.dtype)
+
+
+@_recomputed
+def _swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
+    """silu(gate) * up in float32, rounded once to gate's dtype."""
+    return rounded(jax.nn.silu(gate.astype(jnp.float32)) * up.astype(jnp.float32), gate.dtype)
+
+
+@_recomputed
 def _rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     """Rotary embedding of [B, T, H, D] by float32 tables [T, D], rounded once to x's dtype."""
     wide = x.astype(jnp.float32)

@@ -5,6 +5,7 @@ column-parallel, o and down row-parallel. fsdp cuts every matrix along its first
 for use: weights of linears in FP8. Norms are replicated.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 
 import jax
@@ -107,18 +108,28 @@ class Layout:
         """Placement of a linear's operands, by its name; None on one device."""
         if self.config.devices == 1:
             return None
-        last, scope, sequence = linear.split(".")[-1], self.config.amax_scope, self.config.sequence
+        config, last = self.config, linear.split(".")[-1]
+        place = functools.partial(
+            Placement,
+            fsdp=self._fsdp,
+            scope=config.amax_scope,
+            reduce_grads=_parts(config.reduce, config.reduce_dtype),
+            reduce_outputs=_parts(config.reduce, config.tensor_reduce_dtype or "bfloat16"),
+        )
         if last in llama.COLUMN:
-            return Placement(m=self._batch, n=self._tensor, fsdp=self._fsdp, sequence=sequence, scope=scope)
+            return place(m=self._batch, n=self._tensor, sequence=config.sequence)
         if last in llama.ROW:
-            return Placement(m=self._batch, k=self._tensor, fsdp=self._fsdp, sequence=sequence, scope=scope)
-        return Placement(m=self.cutting_tokens, fsdp=self._fsdp, scope=scope)
+            return place(m=self._batch, k=self._tensor, sequence=config.sequence)
+        return place(m=self.cutting_tokens)
 
     def parameter(self, name: str, shape: tuple[int, ...]) -> P:
         """PartitionSpec of a stored parameter.
 
-        Weights follow ``placement``, fsdp cuts the embedding table, and norms are replicated.
+        Weights follow ``placement``, fsdp cuts the embedding table, and norms are replicated. Stacks of
+        layers are not cut along their first dim.
         """
+        if "*" in name:
+            return P(None, *self.parameter(name.replace("*", "0"), shape[1:]))
         placement = self.placement(name.removesuffix(".weight"))
         if placement is None or len(shape) < 2:
             return P()
@@ -220,3 +231,10 @@ class Layout:
                 sharding.check_shapes(name, tokens, shape, placement, sizes)
         except ValueError as error:
             raise ConfigError(str(error)) from error
+
+
+def _parts(reduce: str, dtype: str) -> sharding.Parts:
+    """What linears sum over devices; the compute dtype, their results' own, is bfloat16 (M-2)."""
+    if reduce == "accumulators":
+        return "accumulators"
+    return "float32" if dtype == "float32" else "result"

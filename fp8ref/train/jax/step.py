@@ -5,7 +5,8 @@ Adam's moments and the weight decay are optax's; clipping and the learning rate 
 Pure functions of the state, which ``trainer.Trainer`` compiles.
 """
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -17,12 +18,13 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from fp8ref import llama
+from fp8ref.errors import ConfigError
 from fp8ref.hardware import Multiply
 from fp8ref.jax import delayed, stats
-from fp8ref.recipe import Role
+from fp8ref.recipe import Recipe, Role
 from fp8ref.train import train_state
 from fp8ref.train.config import Config
-from fp8ref.train.jax.llama import Llama, Pass
+from fp8ref.train.jax.llama import STACK, Llama, Pass
 from fp8ref.train.jax.mesh import AXES, Layout
 
 EVERY_ROUNDING = {"xla_allow_excess_precision": False}
@@ -63,10 +65,11 @@ class Step:
     def __init__(self, config: Config, layout: Layout, multiply: Multiply | None) -> None:
         self.config, self.layout, self._multiply = config, layout, multiply
         self.decisions = config.decisions()
+        self.linears = _linears(config)
         optimizer = config.optimizer
         self._optimizer = optax.chain(
             optax.scale_by_adam(b1=optimizer.beta1, b2=optimizer.beta2, eps=optimizer.eps),
-            optax.add_decayed_weights(optimizer.weight_decay, mask=lambda p: jax.tree.map(lambda v: v.ndim > 1, p)),
+            optax.add_decayed_weights(optimizer.weight_decay, mask=_matrices),
         )
 
     def begin(self, weights: dict[str, np.ndarray] | None) -> tuple[State, State]:
@@ -77,21 +80,33 @@ class Step:
 
         weights: float32 arrays by name, by default ``llama.initial_weights`` of run.seed.
         """
-        config = self.config
-        if self.layout.abstract:
-            shapes = {name: jax.ShapeDtypeStruct(shape, np.float32) for name, shape in llama.parameter_shapes(config.model).items()}
-            self._graph, state = jax.eval_shape(self._initial, shapes)
-        else:
-            weights = llama.initial_weights(config.model, seed=config.run.seed) if weights is None else weights
+        config, layout = self.config, self.layout
+        if weights is not None:
             llama.check_weights(weights, config.model)
-            self._graph, state = self._initial(weights)
-        self._specs = jax.tree_util.tree_map_with_path(lambda path, value: self.layout.parameter(name_of(path), value.shape), state.params)
+        shapes = {name: jax.ShapeDtypeStruct(shape, np.float32) for name, shape in self._shapes().items()}
+        self._graph, params = jax.eval_shape(self._split, shapes)
+        self._specs = jax.tree_util.tree_map_with_path(lambda path, value: layout.parameter(name_of(path), value.shape), params)
         # Adam's moments lie on the mesh as their parameters do; its count is whole on every device
         of_optimizer = optax.tree_utils.tree_map_params(
-            self._optimizer, lambda _, spec: spec, state.optimizer, self._specs, transform_non_params=lambda _: P()
+            self._optimizer,
+            lambda _, spec: spec,
+            jax.eval_shape(self._optimizer.init, params),
+            self._specs,
+            transform_non_params=lambda _: P(),
         )
-        specs = State(self._specs, of_optimizer, jax.tree.map(lambda _: P(), state.fp8))
-        return jax.tree.map(self.layout.put, state, specs), specs
+        fp8 = {name: delayed.init(recipe, self._stack(name)) for name, recipe in self.linears.items() if delayed.keeps_state(recipe)}
+        specs = State(self._specs, of_optimizer, jax.tree.map(lambda _: P(), fp8))
+        if layout.abstract:
+            state = State(params, jax.eval_shape(self._optimizer.init, params), fp8)
+            return jax.tree.map(layout.put, state, specs), specs
+        # One after the other, each process keeping its own pieces: no host holds the whole model.
+        each = llama.each_initial_weight(config.model, seed=config.run.seed) if weights is None else weights.items()
+        placed = {name: layout.put(value, layout.parameter(name, value.shape)) for name, value in each}
+        params = self._tree(params, placed)
+        # On one device nothing is committed to it, before the first step as after it.
+        on_mesh = None if layout.mesh is None else jax.tree.map(layout.sharding, of_optimizer)
+        optimizer = jax.jit(self._optimizer.init, out_shardings=on_mesh)(params)
+        return State(params, optimizer, jax.tree.map(layout.put, fp8, specs.fp8)), specs
 
     def train(self, state: State, tokens: jax.Array, lr: jax.Array) -> tuple[State, jax.Array, jax.Array]:
         """One step at this learning rate: the new state, the loss, and the norm of the gradients.
@@ -103,8 +118,7 @@ class Step:
         grads = jax.tree.map(lambda g: g * jnp.minimum(1.0, self.config.optimizer.max_norm / norm), grads)
         updates, optimizer = self._optimizer.update(grads, state.optimizer, state.params)
         params = jax.tree.map(lambda p, u: p - lr * u, state.params, updates)
-        recipes = {d.path: d.recipe for d in self.decisions}
-        fp8 = {name: delayed.update(state.fp8[name], seen[name], recipe=recipes[name]) for name in state.fp8}
+        fp8 = {name: delayed.update(state.fp8[name], seen[name], recipe=self.linears[name]) for name in state.fp8}
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
         # Selected by element, so that the decision stays on the device
         return jax.tree.map(lambda new, old: jnp.where(finite, new, old), State(params, optimizer, fp8), state), loss, norm
@@ -113,28 +127,50 @@ class Step:
         """The arrays of a state by the names of ``train_state``, nested."""
         adam = state.optimizer[0]
         found: dict[str, Any] = {
-            train_state.MASTERS: named(state.params),
-            "exp_avg": named(adam.mu),
-            "exp_avg_sq": named(adam.nu),
+            train_state.MASTERS: self.named(state.params),
+            "exp_avg": self.named(adam.mu),
+            "exp_avg_sq": self.named(adam.nu),
             train_state.COUNT: adam.count,
         }
         if state.fp8:
-            found[train_state.FP8] = {name: {role: one._asdict() for role, one in roles.items()} for name, roles in state.fp8.items()}
+            found[train_state.FP8] = {
+                name: {role: one._asdict() for role, one in roles.items()} for name, roles in self.unstacked(state.fp8).items()
+            }
         return found
 
     def restored(self, state: State, tensors: dict[str, Any]) -> State:
         """A state of the structure of this one, of arrays named as ``tensors`` names them."""
 
-        def tree(like, key: str):
-            return jax.tree_util.tree_map_with_path(lambda path, _: tensors[key][name_of(path)], like)
-
         adam = state.optimizer[0]
         optimizer = optax.tree_utils.tree_set(
-            state.optimizer, mu=tree(adam.mu, "exp_avg"), nu=tree(adam.nu, "exp_avg_sq"), count=tensors[train_state.COUNT]
+            state.optimizer,
+            mu=self._tree(adam.mu, tensors["exp_avg"]),
+            nu=self._tree(adam.nu, tensors["exp_avg_sq"]),
+            count=tensors[train_state.COUNT],
         )
         saved = tensors.get(train_state.FP8, {})
-        fp8 = {name: {role: type(one)(**saved[name][role]) for role, one in roles.items()} for name, roles in state.fp8.items()}
-        return State(tree(state.params, train_state.MASTERS), optimizer, fp8)
+        fp8 = {
+            name: {
+                role: type(one)(**self._stacked(name, {n: v[role] for n, v in saved.items() if role in v})) for role, one in roles.items()
+            }
+            for name, roles in state.fp8.items()
+        }
+        return State(self._tree(state.params, tensors[train_state.MASTERS]), optimizer, fp8)
+
+    def named(self, tree) -> dict[str, Any]:
+        """{parameter name: leaf} of a tree of parameters, stacks taken apart."""
+        return self.unstacked(named(tree))
+
+    def unstacked(self, found: Mapping[str, Any]) -> dict[str, Any]:
+        """The same by the names of the layers: the i-th of a stack is layer i's."""
+        layers = range(self.config.model.num_hidden_layers)
+        apart: dict[str, Any] = {}
+        for name, value in found.items():
+            if "*" in name:
+                apart |= {name.replace("*", str(i)): jax.tree.map(lambda stack, i=i: stack[i], value) for i in layers}
+            else:
+                apart[name] = value
+        return apart
 
     def gradients(self, params, fp8_state, tokens: jax.Array):
         """(loss, gradients, amax observations of both passes) of a batch, or of its parts."""
@@ -146,16 +182,18 @@ class Step:
             (loss, forward), (grads, backward) = gradient(params, self._unseen(), fp8_state, tokens)
             return loss, grads, {name: delayed.merge(forward[name], backward[name]) for name in forward}
 
+        dtype = jnp.dtype(self.config.parallel.accumulate_dtype)
+
         def accumulate(params, fp8_state, parts):
             def add(before, tokens):
                 (loss, grads, seen), found = before, differentiate(params, fp8_state, tokens)
-                total = jax.tree.map(jnp.add, (loss, grads), found[:2])
-                return (*total, {name: delayed.merge(seen[name], found[2][name]) for name in seen}), None
+                grads = jax.tree.map(lambda total, g: (total.astype(jnp.float32) + g).astype(dtype), grads, found[1])
+                return (loss + found[0], grads, {name: delayed.merge(seen[name], found[2][name]) for name in seen}), None
 
             # A scan keeps one microbatch's activations at a time, and compiles the passes once.
-            nothing = jnp.float32(0), jax.tree.map(jnp.zeros_like, params), self._unseen()
+            nothing = jnp.float32(0), jax.tree.map(lambda p: jnp.zeros_like(p, dtype), params), self._unseen()
             (loss, grads, seen), _ = lax.scan(add, nothing, parts)
-            return *jax.tree.map(lambda total: total * np.float32(1 / len(parts)), (loss, grads)), seen
+            return *jax.tree.map(lambda total: total.astype(jnp.float32) * np.float32(1 / len(parts)), (loss, grads)), seen
 
         f = accumulate if tokens.ndim == 3 else differentiate
         return self.layout.map(f, (self._specs, P(), self._cut(tokens)), (P(), self._specs, P()))(params, fp8_state, tokens)
@@ -183,10 +221,15 @@ class Step:
             return self._loss_in(run, params, tokens), run.taps
 
         def measure(params, fp8_state, tokens):
-            taps = {layer: self.layout.apart(jnp.zeros((len(stats.ROWS), stats.LENGTH))) for layer in self.measured_layers}
+            taps = {
+                name: self.layout.apart(jnp.zeros((*self._stack(name), len(stats.ROWS), stats.LENGTH)))
+                for name, recipe in self.linears.items()
+                if recipe.fp8
+            }
             (_, forward), backward = jax.value_and_grad(loss, has_aux=True)(taps, params, fp8_state, tokens)
             # taps collect as the observations do: forward as aux, backward as a gradient
-            return jnp.stack([forward[layer] + backward[layer] for layer in taps])[None]
+            found = self.unstacked({name: forward[name] + backward[name] for name in taps})
+            return jnp.stack([found[layer] for layer in self.measured_layers])[None]
 
         return self.layout.map(measure, (self._specs, P(), self.layout.tokens), P(AXES))(params, fp8_state, tokens)
 
@@ -205,18 +248,54 @@ class Step:
         """The names of the linears in FP8, in the order of the statistics."""
         return [d.path for d in self.decisions if d.fp8]
 
-    def _initial(self, weights: dict) -> tuple[Any, State]:
-        """The model's graph, and the state before the first step."""
-        graph, params = nnx.split(Llama(self.config.model, weights, {d.path: d.recipe for d in self.decisions}), nnx.Param)
-        params = nnx.to_pure_dict(params)
-        fp8_state = {d.path: delayed.init(d.recipe) for d in self.decisions if delayed.keeps_state(d.recipe)}
-        return graph, State(params, self._optimizer.init(params), fp8_state)
+    def _split(self, weights: dict) -> tuple[Any, dict]:
+        """The model's graph and its parameters, a tree."""
+        graph, params = nnx.split(Llama(self.config.model, weights, self.linears), nnx.Param)
+        return graph, nnx.to_pure_dict(params)
+
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shape of every parameter of the tree; of the layers together under parallel.scan."""
+        shapes = llama.parameter_shapes(self.config.model)
+        if not self.config.parallel.scan:
+            return shapes
+        return {stack: (*self._stack(stack), *shape) for name, shape in shapes.items() if (stack := _stack_of(name))}
+
+    def _stack(self, name: str) -> tuple[int, ...]:
+        """The leading dims of what belongs to a name: the layers, if it names all of them."""
+        return (self.config.model.num_hidden_layers,) if "*" in name else ()
+
+    def _tree(self, like, found: Mapping[str, jax.Array]):
+        """The tree of parameters ``like``, of arrays by parameter name."""
+        return jax.tree_util.tree_map_with_path(lambda path, _: self._stacked(name_of(path), found), like)
+
+    def _stacked(self, name: str, found: Mapping[str, Any]):
+        """What is found by a name; by the name of a stack, the layers' together."""
+        if "*" not in name:
+            return found[name]
+        parts = [found[name.replace("*", str(i))] for i in range(self.config.model.num_hidden_layers)]
+        if self.layout.mesh is None:
+            return jax.tree.map(lambda *of: jnp.stack(of), *parts)
+
+        def stack(*of: jax.Array) -> jax.Array:
+            placed = self.layout.sharding(P(None, *of[0].sharding.spec))  # type: ignore[attr-defined]
+            return jax.jit(lambda *of: jnp.stack(of), out_shardings=placed)(*of)
+
+        return jax.tree.map(stack, *parts)
 
     def _pass(self, fp8_state, seen: dict[str, delayed.Seen], taps: dict[str, jax.Array] | None = None) -> Pass:
-        return Pass(fp8_state, seen, self.layout, taps or {}, self.config.parallel.attention, self._multiply)
+        keys = self.config.parallel
+        return Pass(
+            fp8_state,
+            seen,
+            self.layout,
+            taps or {},
+            attention=keys.attention,
+            checkpointing=keys.checkpointing,
+            multiply=self._multiply,
+        )
 
     def _unseen(self) -> dict[str, delayed.Seen]:
-        return {d.path: delayed.unseen(d.recipe) for d in self.decisions if delayed.keeps_state(d.recipe)}
+        return {name: delayed.unseen(recipe, self._stack(name)) for name, recipe in self.linears.items() if delayed.keeps_state(recipe)}
 
     def _model(self, params) -> Llama:
         """The model on parameters rounded to bfloat16, except the embedding table (SEMANTICS M-2)."""
@@ -231,19 +310,81 @@ class Step:
         return self._loss_in(run, params, tokens), run.seen
 
     def _loss_in(self, run: Pass, params, tokens: jax.Array) -> jax.Array:
-        logits = self._model(params)(tokens[:, :-1], run).astype(jnp.float32)  # [B, T, V]
+        logits = self._model(params)(tokens[:, :-1], run)  # [B, T, V]
         targets = self.layout.own_sequence(tokens[:, 1:])
-        return self.layout.mean(optax.softmax_cross_entropy_with_integer_labels(logits, targets))
+        return self.layout.mean(cross_entropy(logits, targets))
 
     def _cut(self, tokens: jax.Array) -> P:
         return self.layout.parts if tokens.ndim == 3 else self.layout.tokens
 
 
+@jax.custom_vjp
+def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
+    """logsumexp(logits) - logits[target] in float32 (SEMANTICS M-5).
+
+    Logits [..., V] of any dtype, targets [...] integers -> [...]. The backward pass keeps logits in
+    their own dtype: XLA fuses conversions to float32 with the sums that read them, so that float32
+    logits are never whole in memory.
+    """
+    return _cross_entropy(logits, targets)[0]
+
+
+def _cross_entropy(logits: jax.Array, targets: jax.Array):
+    wide = logits.astype(jnp.float32)
+    largest = jnp.max(wide, axis=-1, keepdims=True)
+    shifted = wide - jnp.where(jnp.isfinite(largest), largest, 0)
+    log_sum = jnp.log(jnp.sum(jnp.exp(shifted), axis=-1))
+    of_target = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0].astype(jnp.float32)
+    normalizer = log_sum + jnp.where(jnp.isfinite(largest), largest, 0)[..., 0]
+    return normalizer - of_target, (logits, targets, normalizer)
+
+
+def _cross_entropy_gradient(kept, g: jax.Array):
+    logits, targets, normalizer = kept
+    probabilities = jnp.exp(logits.astype(jnp.float32) - normalizer[..., None])
+    hot = lax.broadcasted_iota(targets.dtype, logits.shape, logits.ndim - 1) == targets[..., None]
+    return ((probabilities - hot) * g[..., None]).astype(logits.dtype), None
+
+
+cross_entropy.defvjp(_cross_entropy, _cross_entropy_gradient)
+
+
 def name_of(path) -> str:
-    """The Hugging Face name of a parameter, from its path in the tree."""
-    return ".".join(str(getattr(part, "key", part)) for part in path)
+    """The Hugging Face name of a parameter, from its path in the tree; of a stack of layers, with *
+    for their number."""
+    parts = [str(getattr(part, "key", part)) for part in path]
+    if parts[:2] == ["model", "layers"] and not parts[2].isdigit():
+        parts.insert(2, "*")
+    return ".".join(parts)
 
 
-def named(tree) -> dict:
+def named(tree) -> dict[str, Any]:
     """{parameter name: leaf} of a tree of parameters."""
     return {name_of(path): value for path, value in jax.tree_util.tree_leaves_with_path(tree)}
+
+
+def _stack_of(name: str) -> str:
+    """The name of the stack that a layer's parameter is part of; other names as they are."""
+    return re.sub(r"^model\.layers\.\d+\.", f"{STACK}.", name)
+
+
+def _matrices(params):
+    """True for each parameter that is a matrix, or a stack of them: weight decay is of these."""
+    return jax.tree_util.tree_map_with_path(lambda path, value: value.ndim - ("*" in name_of(path)) > 1, params)
+
+
+def _linears(config: Config) -> dict[str, Recipe]:
+    """The recipe of each linear of the program, by name; of all layers together under parallel.scan.
+
+    Raises:   ConfigError: a scan over layers whose recipes differ.
+    """
+    found: dict[str, Recipe] = {}
+    for decision in config.decisions():
+        name = _stack_of(decision.path) if config.parallel.scan else decision.path
+        if found.setdefault(name, decision.recipe) != decision.recipe:
+            raise ConfigError(
+                f"parallel.scan compiles one layer for all, so a linear has the same recipe in each; {decision.path} has "
+                f"{decision.recipe.name!r}, and the same linear of the first layer {found[name].name!r}. Change numerics.filter_fqns and "
+                "fp8_fqns, or set parallel.scan to false."
+            )
+    return found

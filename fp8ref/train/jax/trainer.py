@@ -20,7 +20,7 @@ from fp8ref.train.config import Config
 from fp8ref.train.jax.checkpoint import Store
 from fp8ref.train.jax.llama import Llama, Pass
 from fp8ref.train.jax.mesh import Layout
-from fp8ref.train.jax.step import State, Step, compiler_options, named
+from fp8ref.train.jax.step import State, Step, compiler_options
 
 
 class Trainer:
@@ -92,7 +92,7 @@ class Trainer:
 
     def first_input(self, tokens: np.ndarray) -> np.ndarray:
         """float32 [B, T, hidden]: the input of the first layer's linears, after its norm."""
-        return self._of_model(tokens, lambda model, tokens, run: model.model.layers[0].input_layernorm(model.embedded(tokens, run)))
+        return self._of_model(tokens, lambda model, tokens, run: model.first_input(tokens, run))
 
     def gradients(self, tokens: np.ndarray) -> dict[str, np.ndarray]:
         """float32 gradients of a batch's loss by parameter, before clipping; nothing is updated."""
@@ -126,7 +126,8 @@ class Trainer:
 
     def fp8_states(self) -> dict[str, tuple[np.ndarray, ...]]:
         """States of delayed scaling, (stored, amax_history, step) by "<linear>/<role>"."""
-        return {f"{name}/{role}": tuple(map(np.asarray, state)) for name, roles in self._fp8_state.items() for role, state in roles.items()}
+        states = self._step.unstacked(self._fp8_state)
+        return {f"{name}/{role}": tuple(map(np.asarray, state)) for name, roles in states.items() for role, state in roles.items()}
 
     def peak_memory(self) -> int | None:
         """The most bytes in use on any of this process's devices.
@@ -144,6 +145,11 @@ class Trainer:
         """
         if self._layout.mesh is not None:
             raise ConfigError("operands can be observed on one device only. Set parallel.* to 1.")
+        if self.config.parallel.scan:  # layers by their own names
+            apart = Trainer(self.config.replace(parallel={"scan": False}), self.weights(), multiply=self._multiply)
+            apart._state = apart._step.restored(apart._state, self._step.tensors(self._state))
+            apart.observe(tokens, observer)
+            return
         with linear.observing(observer):
             gradients = self.gradients(tokens)
         jax.block_until_ready(gradients)
@@ -189,7 +195,7 @@ class Trainer:
         # one is read as well, because XLA may still replace an FP8 GEMM there.
         lowered = self.lowered(tokens)
         program = proof.read(lowered)
-        planned = {d.path: d.recipe for d in self.decisions if d.fp8}
+        planned = {name: recipe for name, recipe in self._step.linears.items() if recipe.fp8}
         placements = {path: placement for path in planned if (placement := self._layout.placement(path))}
         plan = self._multiply.name if self._multiply else None
         missing = proof.missing(program, planned, placements, plan)
@@ -220,7 +226,7 @@ class Trainer:
 
     def _fetched(self, tree) -> dict[str, np.ndarray]:
         """{parameter: array} of a tree, gathered to every process."""
-        return {name: self._layout.fetch(value) for name, value in named(tree).items()}
+        return {name: self._layout.fetch(value) for name, value in self._step.named(tree).items()}
 
     def _arguments(self, tokens: np.ndarray) -> tuple:
         lr = self.config.optimizer.learning_rate_at(self._count, self.config.run.steps)

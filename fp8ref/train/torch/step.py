@@ -61,6 +61,7 @@ class Step:
             gather_fp8=keys.gather == "fp8",
             precompute_scales=keys.precompute_scales,
             ordered_reduction=keys.reduction == "ordered",
+            reduce_dtype=getattr(torch, keys.reduce_dtype),
         )
         self.params = dict(self.model.named_parameters())
         self.optimizer = optimizer.build(self.params.values(), config.optimizer)

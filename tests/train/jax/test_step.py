@@ -3,9 +3,12 @@ import jax
 import jax.numpy as jnp
 import microbatches
 import numpy as np
+import optax
 import pytest
 
+from fp8ref.errors import ConfigError
 from fp8ref.train.jax import llama, step
+from fp8ref.train.jax.mesh import Layout
 from fp8ref.train.jax.trainer import Trainer
 
 
@@ -66,3 +69,151 @@ def test_the_models_roundings_hold_where_xla_drops_conversions():  # M-3
     x = jnp.linspace(1, 2, 64, dtype=jnp.float32)
     kept = jax.jit(lambda x: llama.rounded(x, jnp.bfloat16).astype(jnp.float32), compiler_options={"xla_allow_excess_precision": True})(x)
     np.testing.assert_array_equal(np.asarray(kept), np.asarray(x.astype(jnp.bfloat16).astype(jnp.float32)))
+
+
+def trained(config, steps=2):
+    trainer = Trainer(config)
+    tokens = np.random.default_rng(0).integers(0, 256, (steps, 4, 17))
+    return trainer, [trainer.step(batch)["loss"] for batch in tokens], tokens
+
+
+@pytest.fixture
+def deep(small):
+    """Three layers."""
+    return small.replace(model={"num_hidden_layers": 3})
+
+
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        pytest.param({"checkpointing": "full"}, marks=pytest.mark.slow),
+        pytest.param({"checkpointing": "selective"}, marks=pytest.mark.slow),
+        pytest.param({"scan": True}, marks=pytest.mark.slow),
+        {"scan": True, "checkpointing": "full"},
+        pytest.param({"scan": True, "checkpointing": "selective"}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_a_scan_and_checkpointing_change_no_bit_of_training(deep, parallel):  # T-8
+    """On a CPU, where XLA computes each layer alike, and without clipping, as a scan adds up the norm in another order."""
+    config = deep.replace(numerics={"recipe": "delayed"}, optimizer={"max_norm": np.inf})
+    (one, losses, tokens), (other, found, _) = trained(config), trained(config.replace(parallel=parallel))
+    assert found == losses
+    for which in ("weights", "fp8_states"):
+        mine, theirs = getattr(other, which)(), getattr(one, which)()
+        assert mine.keys() == theirs.keys()
+        for name, value in theirs.items():
+            assert np.array_equal(np.asarray(mine[name][0]), np.asarray(value[0])), name
+    proof = other.prove(tokens[0])
+    assert proof["missing"] == []
+    dots = [dot["gemm"] for dot in proof["gemms"]]
+    gemms = 7 * 3 if parallel.get("scan") else 3 * 7 * 3  # a scan has each GEMM once
+    # Full checkpointing runs the output GEMMs again, but down_proj's, whose output no gradient needs.
+    again = 6 if parallel.get("checkpointing") == "full" else 0
+    assert len(dots) == gemms + again * (gemms // 21)
+
+
+@pytest.mark.slow
+def test_what_checkpointing_keeps(deep):  # T-8
+    """Of the residuals of a layer: its input under full; outputs of linears and of attention too under selective."""
+
+    def temporary(**parallel):
+        trainer = Trainer(deep.replace(data={"sequence_length": 64}, parallel=parallel))
+        compiled = trainer.lowered(np.zeros((4, 65), np.int32)).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    none, selective, full = (temporary(scan=True, checkpointing=how) for how in ("none", "selective", "full"))
+    assert full < selective < none
+
+
+@pytest.mark.slow
+def test_statistics_and_observed_operands_of_a_scan_are_those_of_layers(deep):  # Q-8
+    config = deep.replace(numerics={"recipe": "rowwise"})
+    tokens = np.random.default_rng(0).integers(0, 256, (4, 17))
+    one, other = Trainer(config), Trainer(config.replace(parallel={"scan": True}))
+    assert other.statistics(tokens) == one.statistics(tokens)
+    seen = {id(trainer): [] for trainer in (one, other)}
+    for trainer in (one, other):
+        trainer.observe(
+            tokens, lambda layer, which, a, b, out, t=trainer: seen[id(t)].append((layer, which, a[1].tobytes(), out.tobytes()))
+        )
+    assert sorted(seen[id(one)]) == sorted(seen[id(other)])
+    np.testing.assert_array_equal(other.first_input(tokens[:, :-1]), one.first_input(tokens[:, :-1]))
+
+
+@pytest.mark.parametrize("meshes", [({}, {"scan": True}), ({"scan": True, "fsdp": 2}, {"fsdp": 4})], ids=str)
+def test_a_checkpoint_is_read_with_and_without_a_scan(deep, tmp_path, meshes):  # K-2
+    config = deep.replace(numerics={"recipe": "delayed"})
+    (one, _, tokens), other = trained(config.replace(parallel=meshes[0])), Trainer(config.replace(parallel=meshes[1]))
+    one.save(tmp_path / "state")()
+    other.load(tmp_path / "state", 2)
+    for mine, theirs in ((other.weights(), one.weights()), (other.moments()["exp_avg"], one.moments()["exp_avg"])):
+        assert all(np.array_equal(mine[name], value) for name, value in theirs.items())
+    assert all(np.array_equal(a, b) for name, of in one.fp8_states().items() for a, b in zip(of, other.fp8_states()[name], strict=True))
+    assert other.step(tokens[0])["loss"] == pytest.approx(one.step(tokens[0])["loss"], rel=2.0**-8)  # other sums over devices
+
+
+def test_a_scan_over_layers_of_different_recipes_is_refused(deep):
+    with pytest.raises(ConfigError, match=r"parallel\.scan .* model\.layers\.1\.mlp\.up_proj has 'bf16', .* 'tensorwise'"):
+        Trainer(deep.replace(numerics={"filter_fqns": ["layers.1.mlp.up_proj"]}, parallel={"scan": True}))
+
+
+def test_cross_entropy_is_the_specifications_and_its_gradient_optaxs(rng):  # M-5
+    example = np.asarray(step.cross_entropy(jnp.asarray([0.0, 1.0, 2.0, -1.0]), jnp.asarray(1)))
+    assert abs(int(example.view(np.uint32)) - 0x3FB85823) <= 1  # the sum of four exponentials, in any order
+    logits, targets = jnp.asarray(rng.normal(0, 5, (4, 7, 33)), jnp.bfloat16), jnp.asarray(rng.integers(0, 33, (4, 7)))
+    weights = jnp.asarray(rng.normal(0, 1, (4, 7)), jnp.float32)
+
+    def through(f):
+        return jax.jit(jax.value_and_grad(lambda logits: (f(logits) * weights).sum()))(logits)
+
+    mine, gradient = through(lambda x: step.cross_entropy(x, targets))
+    theirs, expected = through(lambda x: optax.softmax_cross_entropy_with_integer_labels(x.astype(jnp.float32), targets))
+    # some 40 float32 roundings of numbers below 20, and one to bfloat16
+    np.testing.assert_allclose(mine, theirs, rtol=1e-5)
+    np.testing.assert_allclose(np.asarray(gradient, np.float32), np.asarray(expected, np.float32), rtol=2.0**-8, atol=1e-6)
+    assert gradient.dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
+def test_cross_entropy_of_logits_that_are_not_finite(value):  # M-7
+    logits, target = jnp.asarray([1.0, value, 0.0]), jnp.asarray(0)
+    theirs = optax.softmax_cross_entropy_with_integer_labels(logits, target)
+    np.testing.assert_array_equal(np.isfinite(step.cross_entropy(logits, target)), np.isfinite(theirs))
+
+
+def test_no_float32_logits_are_kept_for_the_backward_pass(rng):
+    logits, targets = jnp.asarray(rng.normal(0, 5, (4, 7, 33)), jnp.bfloat16), jnp.asarray(rng.integers(0, 33, (4, 7)))
+    _, backward = jax.vjp(lambda x: step.cross_entropy(x, targets), logits)
+    kept = [(leaf.dtype, leaf.shape) for leaf in jax.tree.leaves(backward)]
+    assert (jnp.bfloat16, (4, 7, 33)) in kept
+    assert (jnp.float32, (4, 7, 33)) not in kept
+
+
+def test_chunked_attention_is_xlas(small, monkeypatch):  # B-11
+    """Chunks of 5 queries of 16, so that the last is padded; a query's own sums are in one order."""
+    monkeypatch.setattr(llama, "QUERIES", 5)
+    (one, losses, _), (other, found, _) = trained(small), trained(small.replace(parallel={"attention": "chunked"}))
+    # gradients of keys are summed over chunks in float32, and rounded to bfloat16 once more
+    np.testing.assert_allclose(found, losses, rtol=2.0**-8)
+    for name, value in one.weights().items():
+        assert np.linalg.norm(other.weights()[name] - value) <= 2.0**-6 * np.linalg.norm(value), name
+
+
+def test_each_weight_is_placed_before_the_next_is_made(small, monkeypatch):
+    """So that a host holds one whole matrix at a time."""
+    events, initial, put = [], step.llama.each_initial_weight, Layout.put
+
+    def each(config, *, seed):
+        for name, value in initial(config, seed=seed):
+            events.append("made")
+            yield name, value
+
+    def placed(layout, value, spec):
+        events.append("placed")
+        return put(layout, value, spec)
+
+    monkeypatch.setattr(step.llama, "each_initial_weight", each)
+    monkeypatch.setattr(Layout, "put", placed)
+    Trainer(small.replace(parallel={"fsdp": 2}))
+    assert events == ["made", "placed"] * 12
