@@ -59,6 +59,19 @@ def test_gradients_of_parts_are_summed_and_observations_merged_as_by_hand(small)
     assert all(np.array_equal(value, before[name]) for name, value in trainer.weights().items())
 
 
+@pytest.mark.slow
+def test_gradients_of_parts_are_summed_in_the_dtype_that_is_asked_for(small):  # T-7
+    config = microbatches.config_of(small, "bf16", accumulate_dtype="bfloat16")
+    trainer, whole, tokens = Trainer(config), Trainer(microbatches.without_parts(config)), microbatches.tokens_of(config)
+    compiled = jax.jit(whole._step.gradients, compiler_options=step.compiler_options("cpu"))
+    total = {name: np.zeros(shape, jnp.bfloat16) for name, shape in step.llama.parameter_shapes(config.model).items()}
+    for part in np.split(tokens, config.data.microbatches):
+        for name, value in step.named(compiled(whole._params, whole._fp8_state, whole._parts(part))[1]).items():
+            total[name] = (total[name].astype(np.float32) + np.asarray(value)).astype(jnp.bfloat16)
+    for name, value in trainer.gradients(tokens).items():
+        np.testing.assert_array_equal(value, total[name].astype(np.float32) * np.float32(1 / 3), err_msg=name)
+
+
 def test_options_keep_every_rounding_on_a_cpu_and_cublaslts_gemms_on_a_gpu():  # G-22, M-3
     assert step.compiler_options("cpu") == {"xla_allow_excess_precision": False}
     assert all(step.compiler_options(platform) == {"xla_gpu_enable_triton_gemm": False} for platform in ("gpu", "cuda"))
