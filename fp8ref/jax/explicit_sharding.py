@@ -5,14 +5,17 @@ There the types of arrays say how they are cut. ``run`` reads the layout of a li
 as under plain jit with a ``Placement``.
 """
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from fp8ref.jax import derivatives
 from fp8ref.jax.sharding import FREE, Axes, Cut, Layout, Placement
 from fp8ref.recipe import ROLES, Role
 
@@ -62,9 +65,89 @@ def run(
         if placement:
             _check(cut, placement, mesh, name)
         known = cut.layout(of_y.spec, mesh, placement, turned)
-    of_carried = jax.tree.map(lambda _: NamedSharding(mesh, PartitionSpec()), carried)
-    auto = jax.sharding.auto_axes(lambda *args: body(*args, known), axes=mesh.explicit_axes, out_sharding=(of_y, of_carried))
-    return auto(x, w, constants, carried)
+    x, w = (derivatives.reverse_only(v, name) for v in (x, w))
+    return _on_auto_axes(_Region(body, known, mesh, of_y), x, w, constants, carried)
+
+
+@dataclass(frozen=True, eq=False)
+class _Region:
+    """A linear that runs where the Explicit axes of a mesh are Auto: its function, and the sharding
+    of its result outside."""
+
+    body: Callable
+    layout: Layout | None
+    mesh: Any
+    of_y: NamedSharding
+
+    def enter(self, *args: Any) -> Any:
+        """The arguments, typed by Auto axes; called within ``axes``."""
+        return jax.tree.map(lambda v: jax.sharding.reshard(v, PartitionSpec(*[None] * v.ndim)), args)
+
+    def axes(self):
+        """The context in which all axes are Auto."""
+        return jax.sharding.use_abstract_mesh(self.mesh.update_axis_types(dict.fromkeys(self.mesh.explicit_axes, AxisType.Auto)))
+
+    def leave(self, y: jax.Array, carried: Any) -> tuple[jax.Array, Any]:
+        """The results, with the types they have outside."""
+        whole = NamedSharding(self.mesh, PartitionSpec())
+        return jax.sharding.reshard(y, self.of_y), jax.tree.map(lambda v: jax.sharding.reshard(v, whole), carried)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _on_auto_axes(region: _Region, x: jax.Array, w: jax.Array, constants: Any, carried: Any) -> tuple[jax.Array, Any]:
+    """The linear, whose backward pass saves x and w as they are outside: what other linears save
+    too."""
+    with region.axes():
+        out = region.body(*region.enter(x, w, constants, carried), region.layout)
+    return region.leave(*out)
+
+
+def _forward(region: _Region, x: jax.Array, w: jax.Array, constants: Any, carried: Any) -> tuple:
+    with region.axes():
+        of_x, of_w, constants_, carried_ = region.enter(x, w, constants, carried)
+        out, vjp = jax.vjp(lambda x, w, carried: region.body(x, w, constants_, carried, region.layout), of_x, of_w, carried_)
+    leaves, tree = jax.tree.flatten(vjp)
+    places = tuple("x" if leaf is of_x else "w" if leaf is of_w else "" for leaf in leaves)
+    saved = _Saved(
+        given={place: v for place, v in (("x", x), ("w", w)) if place in places},
+        others=[leaf for leaf, place in zip(leaves, places, strict=True) if not place],
+        places=places,
+        tree=tree,
+        of_grads=(jax.typeof(x).sharding, jax.typeof(w).sharding),
+    )
+    return region.leave(*out), saved
+
+
+def _backward(region: _Region, saved: "_Saved", cotangents: tuple) -> tuple:
+    with region.axes():
+        given, (of_y, of_carried) = region.enter(saved.given, cotangents)
+        others = iter(saved.others)
+        vjp = jax.tree.unflatten(saved.tree, [given[place] if place else next(others) for place in saved.places])
+        *grads, carried = vjp((of_y, of_carried))
+    of_x, of_w = (jax.sharding.reshard(v, to) for v, to in zip(grads, saved.of_grads, strict=True))
+    whole = NamedSharding(region.mesh, PartitionSpec())
+    return of_x, of_w, None, jax.tree.map(lambda v: jax.sharding.reshard(v, whole), carried)
+
+
+_on_auto_axes.defvjp(_forward, _backward)
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["given", "others"], meta_fields=["places", "tree", "of_grads"])
+@dataclass(frozen=True, kw_only=True)
+class _Saved:
+    """What a linear saves for its backward pass: the leaves of a vjp function, those that are x or
+    w as they are outside.
+
+    places    for each leaf, ``x``, ``w`` or empty.
+    tree      of the vjp function.
+    of_grads  the shardings of x and w, and so of their gradients.
+    """
+
+    given: dict[str, jax.Array]
+    others: list[jax.Array]
+    places: tuple[str, ...]
+    tree: Any
+    of_grads: tuple[NamedSharding, NamedSharding]
 
 
 def permuted(sharding: Sharding | None, order: Sequence[int]) -> Sharding | None:

@@ -22,7 +22,7 @@ from jax import lax
 
 from fp8ref import recipe as recipes
 from fp8ref.hardware import Multiply
-from fp8ref.jax import delayed, explicit_sharding, gemm, hardware, operands, scales, sharding, stats
+from fp8ref.jax import delayed, derivatives, explicit_sharding, gemm, hardware, operands, scales, sharding, stats
 from fp8ref.jax.operands import Scales, Use
 from fp8ref.jax.scaling import Quantized
 from fp8ref.jax.sharding import Placement
@@ -189,6 +189,9 @@ def contract(
         measures=tap is not None,
         multiply=multiply,
     )
+    if 0 in x.shape[:-1]:
+        return _of_no_tokens(x, w, placement, seen, tap, use)
+    x, w = (derivatives.reverse_only(v, name) for v in (x, w))
     y, after, tap = _linear(x, w, delayed.scales(state or {}, recipe), dict(seen or {}), tap, use)
     return y, None if seen is None else after, tap
 
@@ -206,7 +209,10 @@ def _forward(x: jax.Array, w: jax.Array, state_scales: Scales, seen: dict, tap: 
             f"{use.name}: gradients of a linear inside shard_map need check_vma=True; without it, a gradient taken outside would be "
             "summed over the devices twice. Use jax.shard_map(..., check_vma=True)."
         )
+    # What is saved for the backward pass is x itself, which other linears save too.
     tensors: dict[Role, jax.Array] = {"input": x, "weight": w}
+    if differentiated:
+        tensors = {role: derivatives.not_again(v, use.name) for role, v in tensors.items()}
     casts: dict[Role, CastSpec | None] = {"input": use.recipe.output.a, "weight": use.recipe.output.b}
     with jax.named_scope(f"{use.name}/output"):  # ``proof`` reads layer and GEMM of a dot from this scope
         quantized = {
@@ -219,7 +225,7 @@ def _forward(x: jax.Array, w: jax.Array, state_scales: Scales, seen: dict, tap: 
     # other one is quantized again from its tensor, along another axis (L-3), so the tensor is
     # saved.
     codes = {role: q for role, q in quantized.items() if use.serves_backward(role)}
-    saved = {role: v for role, v in tensors.items() if role not in codes or use.observer}
+    saved = {role: v for role, v in {"input": x, "weight": w}.items() if role not in codes or use.observer}
     tap = None if tap is None else tap + stats.rows(measured)
     return (operands.unflattened(y, x, use), _observed(seen, tensors, seen, use), tap), (saved, codes, state_scales, seen)
 
@@ -232,6 +238,7 @@ def _backward(use: Use, residuals, cotangents):
     way.
     """
     (saved, codes, state_scales, seen), (g, later, tap) = residuals, cotangents
+    g = derivatives.not_again(g, use.name)
     # Without a barrier XLA merges this gather with the equal one of the forward pass, and keeps the
     # whole tensor until then.
     saved, codes = (
@@ -313,6 +320,14 @@ def _observed(seen: dict, tensors: Mapping[Role, jax.Array], given: dict, use: U
             of_role = delayed.larger(of_role, delayed.observe(tensors[role], over=use.over(role, "tensorwise", -1)))
         merged[role] = delayed.over_batch(of_role, given[role])
     return merged
+
+
+def _of_no_tokens(x: jax.Array, w: jax.Array, placement: Placement, seen: delayed.Seen | None, tap: jax.Array | None, use: Use) -> tuple:
+    """The empty output of no tokens (L-9), which depends on nothing. Nothing is observed: copies,
+    as what a layer gives back unchanged could seem lost."""
+    gathered = math.prod(map(lax.axis_size, placement.fsdp)) if use.mode == "shard_map" else 1
+    y = jnp.zeros((*x.shape[:-1], w.shape[-1 if use.turned else -2] * gathered), use.dtypes[0])
+    return y, jax.tree.map(jnp.copy, seen), tap
 
 
 def _check_arrays(x: jax.Array, w: jax.Array, out_dtype, name: str):

@@ -2,7 +2,7 @@
 R-2, R-3)."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -18,7 +18,11 @@ from fp8ref.hardware import Multiply
 from fp8ref.jax import linear
 from fp8ref.jax.flax import linen as linen_hooks
 from fp8ref.jax.flax import nnx as nnx_hooks
+from fp8ref.jax.sharding import Placement
 from fp8ref.recipe import Recipe
+
+Placements = Placement | Mapping[str, Placement] | Callable[[str], Placement | None]
+"""What ``convert`` takes for placement."""
 
 
 def convert(
@@ -30,6 +34,7 @@ def convert(
     inputs: tuple | None = None,
     rngs: Any = None,
     multiply: Multiply | None = None,
+    placement: Placements | None = None,
 ):
     """Put FP8 into the linears of a model, except those that filter_fqns names or whose dims are
     not multiples of 16.
@@ -42,9 +47,13 @@ def convert(
               those are, traced with ``rngs``. Under delayed scaling its init makes the state:
               {**variables, STATE: converted.init(rngs, *inputs)[STATE]}.
     multiply  simulated hardware of every hook, as in ``linen_dot_general``.
+    placement of the linears on a mesh, as in ``linen_dot_general``: one for all of them; a mapping
+              of patterns to placements, of which the first one that names a linear is its own; or a
+              function of its path. A linear that gets None has none.
     Patterns: as everywhere: runs of whole components of a layer's dotted path, or shell patterns
               (R-3).
-    Raises:   ValueError: a pattern that names nothing; nothing converted; a layer that has a hook
+    Raises:   ValueError: a pattern that names nothing, or a placement's that names no linear in
+              FP8; nothing converted; a layer that has a hook
               or a precision already, or that takes no hook (linen's nn.Einsum); a converted linen
               model inside another or bound; in its call, a layer that ``inputs`` did not show.
     """
@@ -55,15 +64,36 @@ def convert(
             raise ValueError(
                 "inputs and rngs are for linen models, which show their layers when they are called. Leave both out for an NNX model."
             )
-        return _convert_nnx(model, recipe, options, multiply)
+        return _convert_nnx(model, recipe, options, {"multiply": multiply, "placement": placement})
     if isinstance(model, nn.Module):
         if inputs is None:
             raise ValueError(f"a linen model shows its layers when it is called: give arguments of {type(model).__name__} as inputs=(x,).")
-        return _convert_linen(model, recipe, options, inputs, rngs, multiply)
+        return _convert_linen(model, recipe, options, inputs, rngs, {"multiply": multiply, "placement": placement})
     raise ValueError(f"convert takes a linen or an NNX module; got {type(model).__name__}.")
 
 
-def _convert_nnx(model: nnx.Module, recipe: Recipe, options: Mapping, multiply: Multiply | None) -> nnx.Module:
+def _hook_options(chosen: Sequence[str], given: Mapping) -> dict[str, dict]:
+    """For each layer in FP8, the options of its hook: simulated hardware, placement."""
+    placement = given["placement"]
+    if isinstance(placement, Mapping):
+        for pattern in placement:
+            if not any(linear_selection.matches(pattern, name) for name in chosen):
+                raise ValueError(
+                    f"every pattern of placement names at least one linear in FP8 (R-3); {pattern!r} names none of: {', '.join(chosen)}."
+                )
+        found = {
+            name: next((placed for pattern, placed in placement.items() if linear_selection.matches(pattern, name)), None)
+            for name in chosen
+        }
+    else:
+        found = {name: placement(name) if callable(placement) else placement for name in chosen}
+    for name, placed in found.items():
+        if not isinstance(placed, Placement | None):
+            raise ValueError(f"{name}: a placement is a sharding.Placement or None; got {type(placed).__name__}.")
+    return {name: {"multiply": given["multiply"], "placement": placed} for name, placed in found.items()}
+
+
+def _convert_nnx(model: nnx.Module, recipe: Recipe, options: Mapping, given: Mapping) -> nnx.Module:
     """Put hooks into an NNX model's layers, after all of them were checked."""
     # Called for its check.
     nnx_hooks.hooks(model)  # refuses shared ones
@@ -79,12 +109,13 @@ def _convert_nnx(model: nnx.Module, recipe: Recipe, options: Mapping, multiply: 
         hooks = [layer.einsum_op if isinstance(layer, nnx.Einsum) else layer.dot_general, getattr(layer, "dot_general_cls", None)]
         taken = [hook for hook in hooks if hook not in (*next(v for k, v in free.items() if isinstance(layer, k)), None)]
         _check_free(decision.path, taken, layer.precision)
+    of_hooks = _hook_options([decision.path for decision, _ in chosen], given)
     for decision, layer in chosen:
         stack = layer.kernel.get_value().shape[: layer.kernel.get_value().ndim - _kernel_ndim(layer)]
         if isinstance(layer, nnx.Einsum):
-            layer.einsum_op = nnx.data(nnx_hooks.EinsumOp(decision.recipe, decision.path, stack, multiply))
+            layer.einsum_op = nnx.data(nnx_hooks.EinsumOp(decision.recipe, decision.path, stack, **of_hooks[decision.path]))
         else:
-            layer.dot_general = nnx.data(nnx_hooks.DotGeneral(decision.recipe, decision.path, stack, multiply))
+            layer.dot_general = nnx.data(nnx_hooks.DotGeneral(decision.recipe, decision.path, stack, **of_hooks[decision.path]))
     return model
 
 
@@ -118,7 +149,7 @@ def _einsum_dims(name: str, subscripts: str, shape: Sequence[int]) -> tuple[int,
     )
 
 
-def _convert_linen(model: nn.Module, recipe: Recipe, options: Mapping, inputs: tuple, rngs, multiply: Multiply | None) -> nn.Module:
+def _convert_linen(model: nn.Module, recipe: Recipe, options: Mapping, inputs: tuple, rngs, given: Mapping) -> nn.Module:
     """A linen module with hooks in its linears.
 
     A linen module names its layers only when it is called. So its init is traced once to record
@@ -151,7 +182,9 @@ def _convert_linen(model: nn.Module, recipe: Recipe, options: Mapping, inputs: t
             )
         if decision.fp8:
             _check_free(decision.path, [hook for hook in (layer.dot_general, layer.dot_general_cls) if hook is not None], layer.precision)
-    converted = _converted(model, {decision.path: decision.recipe if decision.fp8 else None for decision in plan}, multiply)
+    of_hooks = _hook_options([decision.path for decision in plan if decision.fp8], given)
+    hooks = {d.path: linen_hooks.linen_dot_general(d.recipe, **of_hooks[d.path]) if d.fp8 else None for d in plan}
+    converted = _converted(model, hooks)
     jax.eval_shape(lambda: init(converted))  # what a call refuses is refused here
     return converted
 
@@ -190,7 +223,7 @@ class _Converted:
     """The mark of a converted linen module's class."""
 
 
-def _converted(model: nn.Module, recipes_by_layer: Mapping[str, Recipe | None], multiply: Multiply | None) -> nn.Module:
+def _converted(model: nn.Module, hooks: Mapping[str, Callable | None]) -> nn.Module:
     """A copy of model whose class runs init and apply with hooks in its linears."""
 
     def intercept(call, args, kwargs, context):
@@ -198,17 +231,15 @@ def _converted(model: nn.Module, recipes_by_layer: Mapping[str, Recipe | None], 
             return call(*args, **kwargs)
         layer = context.module
         name = linen_hooks.layer_name(layer)
-        if name not in recipes_by_layer:
+        if name not in hooks:
             raise ValueError(
-                f"{name} is not among the layers that convert's inputs called: "
-                f"{', '.join(recipes_by_layer)}. Give inputs that call every layer."
+                f"{name} is not among the layers that convert's inputs called: {', '.join(hooks)}. Give inputs that call every layer."
             )
-        recipe = recipes_by_layer[name]
-        if recipe is None:
+        if hooks[name] is None:
             return call(*args, **kwargs)
         # Modules are frozen, but this is the copy that is bound for this call; it is restored
         # below.
-        object.__setattr__(layer, "dot_general_cls", linen_hooks.linen_dot_general(recipe, multiply=multiply))  # of this call's bound copy
+        object.__setattr__(layer, "dot_general_cls", hooks[name])
         try:
             return call(*args, **kwargs)
         finally:

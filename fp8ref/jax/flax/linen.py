@@ -34,7 +34,7 @@ class Fp8DotGeneral(nn.Module):
     @nn.compact
     def __call__(self, x, w, dimension_numbers, precision=None, preferred_element_type=None, *, out_sharding=None) -> jax.Array:
         use = functools.partial(contraction.dot_general, x, w, dimension_numbers)
-        return _contract(self, use, precision, out_sharding, preferred_element_type)
+        return _contract(self, x, use, precision, out_sharding, preferred_element_type)
 
 
 class Fp8Einsum(nn.Module):
@@ -47,7 +47,7 @@ class Fp8Einsum(nn.Module):
     @nn.compact
     def __call__(self, subscripts, x, w, precision=None, preferred_element_type=None, *, out_sharding=None) -> jax.Array:
         use = functools.partial(contraction.einsum, subscripts, x, w)
-        return _contract(self, use, precision, out_sharding, preferred_element_type)
+        return _contract(self, x, use, precision, out_sharding, preferred_element_type)
 
 
 def linen_dot_general(
@@ -122,8 +122,8 @@ def _checked(recipe: str | Recipe, name: str) -> Recipe:
     return checked
 
 
-def _contract(hook: nn.Module, use: Callable, precision, out_sharding, preferred_element_type) -> jax.Array:
-    """Run ``use``, a contraction, with the hook's state, and thread its observations through
+def _contract(hook: nn.Module, x: jax.Array, use: Callable, precision, out_sharding, preferred_element_type) -> jax.Array:
+    """Run ``use``, a contraction of x, with the hook's state, and thread its observations through
     collection SEEN."""
     recipe: Recipe = hook.recipe
     name = ".".join(hook.path[:-1]) or type(hook.parent).__name__
@@ -131,7 +131,8 @@ def _contract(hook: nn.Module, use: Callable, precision, out_sharding, preferred
     use = functools.partial(
         use,
         recipe=recipe,
-        placement=hook.placement,
+        # init makes parameters, and may do so on one device.
+        placement=None if hook.is_initializing() and jax.typeof(x).sharding.mesh.empty else hook.placement,
         out_sharding=out_sharding,
         name=name,
         preferred_element_type=preferred_element_type,

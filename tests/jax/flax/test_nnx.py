@@ -176,6 +176,15 @@ def test_microbatches_merge_and_an_optimizer_never_meets_the_state():
     assert len(jax.tree.leaves(nnx.state(optimizer, nnx.OptState))) == 2 + 2 * 3  # counts, and two moments for each of three kernels
 
 
+def test_an_empty_batch_leaves_states_as_they_are():  # L-9
+    model = Unrolled()
+    before = nnx.to_pure_dict(nnx.state(model, fj.flax.Fp8State))
+    value, _, seen = step(model, X[:0])
+    fj.flax.update(model, seen)
+    assert value == 0
+    same(nnx.to_pure_dict(nnx.state(model, fj.flax.Fp8State)), before)
+
+
 def test_only_value_and_grad_observes_and_it_leaves_nothing_behind():
     """Inference, an nnx.jit or an nnx.grad of one's own change no module; traced once before, they still observe inside value_and_grad."""
     model = Unrolled()
