@@ -112,11 +112,44 @@ def _convert_nnx(model: nnx.Module, recipe: Recipe, options: Mapping, given: Map
     of_hooks = _hook_options([decision.path for decision, _ in chosen], given)
     for decision, layer in chosen:
         stack = layer.kernel.get_value().shape[: layer.kernel.get_value().ndim - _kernel_ndim(layer)]
-        if isinstance(layer, nnx.Einsum):
-            layer.einsum_op = nnx.data(nnx_hooks.EinsumOp(decision.recipe, decision.path, stack, **of_hooks[decision.path]))
-        else:
-            layer.dot_general = nnx.data(nnx_hooks.DotGeneral(decision.recipe, decision.path, stack, **of_hooks[decision.path]))
+        attribute = _attribute(layer)
+        kind = nnx_hooks.EinsumOp if isinstance(layer, nnx.Einsum) else nnx_hooks.DotGeneral
+        hook = kind(decision.recipe, decision.path, stack, **of_hooks[decision.path])
+        hook.replaces = (getattr(layer, attribute),)
+        setattr(layer, attribute, nnx.data(hook))
     return model
+
+
+def deconvert(model):
+    """The model without FP8, with the bits that it had before ``convert``.
+
+    NNX:      every hook that convert put in is removed, with its state, and the layer's own function
+              is back; parameters stay as they are now. The model itself changes and is returned.
+    linen:    the original module, with the fields that the converted one has. Its variables are
+              {"params": variables["params"]} and the model's other collections, without 'fp8_state'.
+    Specials: an NNX model without hooks, such as one converted to 'bf16', is returned as it is.
+    Raises:   ValueError: a hook that convert did not put in, naming it; a linen module that is not
+              converted.
+    """
+    if isinstance(model, _Converted):
+        return model._original(**_fields(model))
+    if not isinstance(model, nnx.Module):
+        raise ValueError(f"deconvert takes what convert returned; got {type(model).__name__}. Write a linen model's own hooks out by hand.")
+    hooks = nnx_hooks.hooks(model)
+    layers = {
+        id(hook): layer for _, layer in nnx.iter_graph(model, graph=True) if isinstance(layer, nnx.Module) for hook in vars(layer).values()
+    }
+    for path, hook in hooks.items():
+        if not hook.replaces:
+            raise ValueError(f"{path}: convert did not put this hook in, so what it replaced is not known. Remove it by hand.")
+    for path, hook in hooks.items():
+        setattr(layers[id(hook)], path.rpartition(".")[-1], nnx.static(hook.replaces[0]))
+    return model
+
+
+def _attribute(layer) -> str:
+    """The attribute of an NNX layer that holds its hook."""
+    return "einsum_op" if isinstance(layer, nnx.Einsum) else "dot_general"
 
 
 def _dims(name: str, layer) -> tuple[int, int]:
@@ -220,7 +253,9 @@ def _check_free(name: str, hooks: list, precision) -> None:
 
 
 class _Converted:
-    """The mark of a converted linen module's class."""
+    """The mark of a converted linen module's class, which knows the original one."""
+
+    _original: type
 
 
 def _converted(model: nn.Module, hooks: Mapping[str, Callable | None]) -> nn.Module:
@@ -273,7 +308,11 @@ def _converted(model: nn.Module, hooks: Mapping[str, Callable | None]) -> nn.Mod
             refused(self)
 
     members = {"apply": intercepted("apply"), "init_with_output": intercepted("init_with_output"), "__post_init__": post_init}
-    members |= {"bind": refused, "tabulate": refused}
+    members |= {"bind": refused, "tabulate": refused, "_original": original}
     cls = type(original.__name__, (original, _Converted), {**members, "__module__": original.__module__, "__doc__": original.__doc__})
-    fields = {name: getattr(model, name) for name, field in model.__dataclass_fields__.items() if field.init and name != "parent"}
-    return cls(**fields)
+    return cls(**_fields(model))
+
+
+def _fields(model: nn.Module) -> dict:
+    """The fields of a linen module, other than its parent."""
+    return {name: getattr(model, name) for name, field in model.__dataclass_fields__.items() if field.init and name != "parent"}

@@ -27,7 +27,10 @@ class Seen(nnx.Variable):
 
 class Hook(nnx.Module):
     """The hook of one layer: its recipe; its placement and its simulated hardware, or None; under
-    delayed scaling its state."""
+    delayed scaling its state.
+
+    replaces  (the function that ``convert`` put it in place of,), or empty.
+    """
 
     def __init__(
         self,
@@ -41,6 +44,7 @@ class Hook(nnx.Module):
         self.name = name
         self.multiply = multiply
         self.placement = placement
+        self.replaces: tuple = ()
         self.state = nnx.data(Fp8State(delayed.init(self.recipe, stack)) if delayed.keeps_state(self.recipe) else None)
         self.seen = nnx.data(None)
 
