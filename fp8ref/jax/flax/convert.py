@@ -1,6 +1,7 @@
 """Convert an existing Flax model, linen or NNX, to FP8; ``linear_selection.select`` picks the layers (SEMANTICS
 R-2, R-3)."""
 
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
@@ -18,8 +19,11 @@ from fp8ref.hardware import Multiply
 from fp8ref.jax import linear
 from fp8ref.jax.flax import linen as linen_hooks
 from fp8ref.jax.flax import nnx as nnx_hooks
+from fp8ref.jax.flax import report as reports
 from fp8ref.jax.sharding import Placement
 from fp8ref.recipe import Recipe
+
+_logger = logging.getLogger("fp8ref.jax.flax")
 
 Placements = Placement | Mapping[str, Placement] | Callable[[str], Placement | None]
 """What ``convert`` takes for placement."""
@@ -50,6 +54,8 @@ def convert(
     placement of the linears on a mesh, as in ``linen_dot_general``: one for all of them; a mapping
               of patterns to placements, of which the first one that names a linear is its own; or a
               function of its path. A linear that gets None has none.
+    Logs:     one line by ``logging``, of logger fp8ref.jax.flax: what is in FP8 and what is not; a
+              warning where matrices are outside linears, such as experts'. ``report`` has all.
     Patterns: as everywhere: runs of whole components of a layer's dotted path, or shell patterns
               (R-3).
     Raises:   ValueError: a pattern that names nothing, or a placement's that names no linear in
@@ -117,7 +123,30 @@ def _convert_nnx(model: nnx.Module, recipe: Recipe, options: Mapping, given: Map
         hook = kind(decision.recipe, decision.path, stack, **of_hooks[decision.path])
         hook.replaces = (getattr(layer, attribute),)
         setattr(layer, attribute, nnx.data(hook))
+    _log(reports.of_nnx(model, None, {decision.path: decision for decision in plan}), type(model).__name__)
     return model
+
+
+def _log(made: reports.Report, name: str) -> None:
+    """One line: what a conversion did, a warning where it left out what is no linear."""
+    _logger.log(logging.WARNING if made.surprising else logging.INFO, "convert: %s: %s", name, made.summary())
+
+
+def report(model, inputs: tuple | None = None) -> reports.Report:
+    """What of a model runs in FP8, what does not and why; print it as a table.
+
+    NNX:      any model. ``inputs``, arguments of its call (jax.ShapeDtypeStruct will do), show
+              multiplications, layers that are never called, and products without a layer.
+    linen:    a converted model, by the inputs of its conversion.
+    Raises:   ValueError: a linen module that is not converted, or with inputs.
+    """
+    if isinstance(model, _Converted) and inputs is None:
+        return model._report
+    if not isinstance(model, nnx.Module):
+        raise ValueError(
+            f"report takes an NNX model, or without inputs a linen model that convert returned; got {type(model).__name__}. Convert it first."
+        )
+    return reports.of_nnx(model, inputs)
 
 
 def deconvert(model):
@@ -196,8 +225,10 @@ def _convert_linen(model: nn.Module, recipe: Recipe, options: Mapping, inputs: t
         return module.init(rngs, *jax.tree.map(lambda v: jnp.zeros(v.shape, v.dtype) if isinstance(v, jax.ShapeDtypeStruct) else v, inputs))
 
     layers: dict[str, tuple[nn.Module, tuple[int, int]]] = {}
+    modules: dict[str, nn.Module] = {}
 
     def record(call, args, kwargs, context):
+        modules.setdefault(linen_hooks.layer_name(context.module), context.module)
         if _is_linear_call(context):
             name = linen_hooks.layer_name(context.module)
             layers[name] = context.module.clone(parent=None), _linen_dims(name, context.module, *args, **kwargs)
@@ -218,7 +249,12 @@ def _convert_linen(model: nn.Module, recipe: Recipe, options: Mapping, inputs: t
     of_hooks = _hook_options([decision.path for decision in plan if decision.fp8], given)
     hooks = {d.path: linen_hooks.linen_dot_general(d.recipe, **of_hooks[d.path]) if d.fp8 else None for d in plan}
     converted = _converted(model, hooks)
-    jax.eval_shape(lambda: init(converted))  # what a call refuses is refused here
+    # What a call refuses is refused here.
+    jaxpr, variables = jax.make_jaxpr(lambda: init(converted), return_shape=True)()
+    recipes = {decision.path: decision.recipe for decision in plan}
+    made = reports.of_linen(modules, variables.get("params", {}), {decision.path: decision for decision in plan}, recipes, jaxpr.jaxpr)
+    type(converted)._report = made
+    _log(made, type(model).__name__)
     return converted
 
 
@@ -256,6 +292,7 @@ class _Converted:
     """The mark of a converted linen module's class, which knows the original one."""
 
     _original: type
+    _report: reports.Report
 
 
 def _converted(model: nn.Module, hooks: Mapping[str, Callable | None]) -> nn.Module:

@@ -72,6 +72,17 @@ def linen_dot_general(
     return functools.partial(Fp8DotGeneral, recipe=_checked(recipe, "linen_dot_general"), multiply=multiply, placement=placement)
 
 
+def linen_einsum(recipe: str | Recipe, *, multiply: Multiply | None = None, placement: Placement | None = None) -> Callable[[], Fp8Einsum]:
+    """A hook for einsums, such as attention's: ``qk_attn_weights_einsum_cls`` and
+    ``attn_weights_value_einsum_cls`` of nn.MultiHeadDotProductAttention.
+
+    Shapes:   one contraction of two operands, as ``contraction.einsum`` takes it; the second one
+              counts as the weight. Else as ``linen_dot_general``.
+    Raises:   ValueError: as linen_dot_general; subscripts that are not one contraction.
+    """
+    return functools.partial(Fp8Einsum, recipe=_checked(recipe, "linen_einsum"), multiply=multiply, placement=placement)
+
+
 class Einsum(nn.Einsum):
     """``nn.Einsum`` by a recipe: same fields and parameters, ``recipe`` and, as of
     linen_dot_general, ``multiply`` and ``placement``.

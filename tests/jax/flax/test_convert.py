@@ -251,7 +251,8 @@ def test_deconvert_gives_the_original_nnx_model_back(recipe):
     assert fj.flax.deconvert(converted) is model
     assert nnx.graphdef(model) == structure
     same(nnx.to_pure_dict(nnx.state(model)), state)
-    assert (fj.flax.convert(model, "rowwise") is model) and nnx.graphdef(model) != structure  # again
+    fj.flax.convert(model, "rowwise")  # again
+    assert nnx.graphdef(model) != structure
 
 
 def test_deconvert_gives_the_original_linen_module_back():

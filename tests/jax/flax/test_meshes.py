@@ -255,3 +255,46 @@ def test_a_transformer_trains_on_explicit_axes(recipe):  # P-20
     moved = {layer: dtypes for layer, dtypes in gathered(lowered, least=D * D // 4).items() if layer}
     assert len(moved) == 2 * 6
     assert set.union(*moved.values()) == {"f8"}
+
+
+def small(shape, e, seed):
+    """Integers from -1 to 1 times 2^e, mostly 0, of which sums of products of a few layers are exact."""
+    rng = np.random.default_rng(seed)
+    return jnp.asarray(rng.integers(-1, 2, shape) * (rng.random(shape) < 0.2) * 2.0**e, jnp.float32)
+
+
+class Body(nn.Module):
+    dot: object
+
+    @nn.compact
+    def __call__(self, x, _):
+        how = {"use_bias": False, "dtype": jnp.bfloat16, "dot_general_cls": self.dot}
+        return nn.Dense(D, name="down", **how)(nn.Dense(F, name="up", **how)(x)), None
+
+
+class Rematerialized(nn.Module):
+    dot: object
+
+    @nn.compact
+    def __call__(self, x):
+        of = {"params": 0, fj.flax.STATE: 0, fj.flax.SEEN: 0}
+        body = nn.scan(nn.remat(Body, prevent_cse=False), variable_axes=of, split_rngs={"params": True}, length=2)
+        return body(self.dot, name="b")(x, None)[0]
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "delayed"])
+def test_linens_scan_of_remat_on_explicit_axes(recipe):  # P-20
+    model, x = Rematerialized(fj.flax.linen_dot_general(recipe)), small((B, T, D), 0, 0).astype(jnp.bfloat16)
+    variables = model.init(jax.random.key(0), x)
+    variables = {**variables, "params": jax.tree.map(lambda v: small(v.shape, 0, v.shape[1]), variables["params"])}
+
+    def loss(variables, x):
+        y, updated = model.apply(variables, x, mutable=[fj.flax.SEEN])
+        return y.astype(jnp.float32).sum(), updated
+
+    step = jax.jit(lambda variables, x: fj.flax.value_and_grad(loss)(variables, x))
+    specs = {"up": P(None, "fsdp", "tensor"), "down": P(None, None, "fsdp")}
+    params = {name: {"kernel": put(of["kernel"], *specs[name], mesh=EXPLICIT)} for name, of in variables["params"]["b"].items()}
+    with jax.set_mesh(EXPLICIT):
+        found = step({**jax.device_put(variables, NamedSharding(EXPLICIT, P())), "params": {"b": params}}, put(x, "data", mesh=EXPLICIT))
+    same(found, step(variables, x))
