@@ -103,11 +103,7 @@ def _convert_nnx(model: nnx.Module, recipe: Recipe, options: Mapping, given: Map
     """Put hooks into an NNX model's layers, after all of them were checked."""
     # Called for its check.
     nnx_hooks.hooks(model)  # refuses shared ones
-    layers = {
-        ".".join(map(str, path)) or type(model).__name__: layer
-        for path, layer in nnx.iter_graph(model, graph=True)
-        if isinstance(layer, nnx.Linear | nnx.LinearGeneral | nnx.Einsum)
-    }
+    layers = _linears(model)
     plan = linear_selection.select({name: _dims(name, layer) for name, layer in layers.items()}, recipe, **options)
     chosen = [(decision, layers[decision.path]) for decision in plan if decision.fp8]
     for decision, layer in chosen:  # all of them, before the first one changes
@@ -123,7 +119,8 @@ def _convert_nnx(model: nnx.Module, recipe: Recipe, options: Mapping, given: Map
         hook = kind(decision.recipe, decision.path, stack, **of_hooks[decision.path])
         hook.replaces = (getattr(layer, attribute),)
         setattr(layer, attribute, nnx.data(hook))
-    _log(reports.of_nnx(model, None, {decision.path: decision for decision in plan}), type(model).__name__)
+    decisions = {decision.path: decision for decision in plan}
+    _log(reports.of_nnx(model, None, {path: decision.shape for path, decision in decisions.items()}, decisions), type(model).__name__)
     return model
 
 
@@ -146,7 +143,7 @@ def report(model, inputs: tuple | None = None) -> reports.Report:
         raise ValueError(
             f"report takes an NNX model, or without inputs a linen model that convert returned; got {type(model).__name__}. Convert it first."
         )
-    return reports.of_nnx(model, inputs)
+    return reports.of_nnx(model, inputs, {name: _dims(name, layer) for name, layer in _linears(model).items()})
 
 
 def deconvert(model):
@@ -174,6 +171,15 @@ def deconvert(model):
     for path, hook in hooks.items():
         setattr(layers[id(hook)], path.rpartition(".")[-1], nnx.static(hook.replaces[0]))
     return model
+
+
+def _linears(model: nnx.Module) -> dict[str, Any]:
+    """The layers of an NNX model that take hooks, by their paths."""
+    return {
+        ".".join(map(str, path)) or type(model).__name__: layer
+        for path, layer in nnx.iter_graph(model, graph=True)
+        if isinstance(layer, nnx.Linear | nnx.LinearGeneral | nnx.Einsum)
+    }
 
 
 def _attribute(layer) -> str:

@@ -7,13 +7,14 @@ products and the ragged products of experts.
 
 import collections
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import flax.linen as nn
 import jax
 import jax.extend.core
 from flax import nnx, traverse_util
+from jax import lax
 
 from fp8ref.jax.flax.nnx import Hook
 from fp8ref.linear_selection import Decision
@@ -107,12 +108,12 @@ class Report:
         return "\n".join([*table, self.summary()])
 
 
-def of_nnx(model: nnx.Module, inputs: tuple | None, decisions: Mapping[str, Decision] | None = None) -> Report:
-    """The report of an NNX model. decisions: of the conversion, if they are known."""
-    graph, state = nnx.split(model)
-    traced = None
-    if inputs is not None:
-        traced = _Traced(jax.make_jaxpr(lambda state, *args: _outputs(nnx.merge(graph, state)(*args)))(state, *inputs).jaxpr)
+def of_nnx(
+    model: nnx.Module, inputs: tuple | None, dims: Mapping[str, tuple[int, int]], decisions: Mapping[str, Decision] | None = None
+) -> Report:
+    """The report of an NNX model, from [N, K] of its linears; decisions: of its conversion, if they
+    are known."""
+    traced = None if inputs is None else _traced(model, inputs, dims)
     rows: list[Row] = []
     vectors: list[Row] = []
     counted: set[int] = set()
@@ -121,16 +122,43 @@ def of_nnx(model: nnx.Module, inputs: tuple | None, decisions: Mapping[str, Deci
             continue
         own = {key: v.get_value() for key, v in vars(node).items() if isinstance(v, nnx.Param) and id(v) not in counted}
         counted |= {id(v) for v in vars(node).values() if isinstance(v, nnx.Variable)}
-        own = {key: value for key, value in own.items() if hasattr(value, "shape")}
-        if not own:
+        shapes = {key: value.shape for key, value in own.items() if hasattr(value, "shape")}
+        if not shapes:
             continue
-        name, hook = ".".join(map(str, path)) or type(model).__name__, next((v for v in vars(node).values() if isinstance(v, Hook)), None)
-        decision = (decisions or {}).get(name)
-        row = _row(
-            name, type(node).__name__, {key: v.shape for key, v in own.items()}, hook.recipe if hook else None, decision, traced, hook
-        )
+        name = _name(path, model)
+        hook = next((v for v in vars(node).values() if isinstance(v, Hook)), None)
+        row = _row(name, type(node).__name__, shapes, dims.get(name), hook.recipe if hook else None, (decisions or {}).get(name), traced)
         (vectors if row.kind == "vectors" else rows).append(row)
     return _report(rows, vectors, traced)
+
+
+def _traced(model: nnx.Module, inputs: tuple, dims: Mapping) -> "_Traced":
+    """The products of a forward pass of a copy, in which each linear's have its path for a scope."""
+    graph, state = nnx.split(model)
+
+    def scoped(function, name: str):
+        def call(*args, **kwargs):
+            with jax.named_scope(f"{name}/output"):
+                return function(*args, **kwargs)
+
+        return call
+
+    def run(state, *args):
+        copy = nnx.merge(graph, state)
+        for path, layer in nnx.iter_graph(copy, graph=True):
+            if isinstance(layer, Hook):
+                layer.name = _name(path[:-1], copy)
+            elif (name := _name(path, copy)) in dims:
+                attribute = "einsum_op" if hasattr(layer, "einsum_op") else "dot_general"
+                if not isinstance(own := getattr(layer, attribute), Hook):
+                    setattr(layer, attribute, scoped(own or lax.dot_general, name))
+        return [leaf for leaf in jax.tree.leaves(copy(*args)) if hasattr(leaf, "shape")]
+
+    return _Traced(jax.make_jaxpr(run)(state, *inputs).jaxpr)
+
+
+def _name(path: tuple, model: nnx.Module) -> str:
+    return ".".join(map(str, path)) or type(model).__name__
 
 
 def of_linen(
@@ -138,7 +166,7 @@ def of_linen(
 ) -> Report:
     """The report of a linen model: its modules by path, its parameters' shapes, and its forward
     pass."""
-    traced = _Traced(jaxpr)
+    traced = _Traced(jaxpr, decisions)
     by_module: dict[str, dict] = collections.defaultdict(dict)
     for path, value in traverse_util.flatten_dict(params).items():
         by_module[".".join(path[:-1]) or next(iter(modules), "")][path[-1]] = value.shape
@@ -146,7 +174,8 @@ def of_linen(
     vectors: list[Row] = []
     for name, shapes in by_module.items():
         kind = type(modules[name]).__name__ if name in modules else "module"
-        row = _row(name, kind, shapes, recipes.get(name), decisions.get(name), traced, None)
+        decision = decisions.get(name)
+        row = _row(name, kind, shapes, decision.shape if decision else None, recipes.get(name), decision, traced)
         (vectors if row.kind == "vectors" else rows).append(row)
     return _report(rows, vectors, traced)
 
@@ -155,14 +184,17 @@ class _Traced:
     """The products of a jaxpr, by the layer whose scope they are in; those without one by primitive
     and result."""
 
-    def __init__(self, jaxpr) -> None:
+    def __init__(self, jaxpr, linears: Iterable[str] = ()) -> None:
+        """linears: names of those that linen's scopes show."""
+        of_scope = {f"/{name.replace('.', '/')}": name for name in linears}
         self.layers: collections.Counter[str] = collections.Counter()
         self.others: collections.Counter[tuple[str, tuple[int, ...]]] = collections.Counter()
         for eqn, scope, times in _products(jaxpr, "", 1):
             parts = scope.split("/")
-            at = next((i for i, part in enumerate(parts) if part == "output" and i), None)
-            if at is not None:
-                self.layers[parts[at - 1]] += times * _multiplications(eqn)
+            at = next((i for i, part in enumerate(parts) if part == "output"), 0)
+            name = parts[at - 1] if at else next((name for end, name in of_scope.items() if scope.endswith(end)), None)
+            if name:
+                self.layers[name] += times * _multiplications(eqn)
             else:
                 self.others[eqn.primitive.name, eqn.outvars[0].aval.shape] += times * _multiplications(eqn)
 
@@ -197,21 +229,33 @@ def _multiplications(eqn) -> int:
     return out * math.prod(b) // out_channels
 
 
-def _row(name: str, kind: str, shapes: Mapping, recipe: Recipe | None, decision: Decision | None, traced, hook) -> Row:
-    """The row of one layer, from the shapes of its parameters."""
+def _row(
+    name: str,
+    kind: str,
+    shapes: Mapping,
+    dims: tuple[int, int] | None,
+    recipe: Recipe | None,
+    decision: Decision | None,
+    traced: "_Traced | None",
+) -> Row:
+    """The row of one layer, from the shapes of its parameters; dims: [N, K] of a linear."""
     sizes = {key: math.prod(shape) for key, shape in shapes.items()}
-    largest = max(shapes.values(), key=math.prod)
-    count = traced and traced.layers.get(hook.name if hook else name, 0)
-    known = {"path": name, "parameters": sum(sizes.values())}
-    if recipe is not None and recipe.fp8:
-        reason = "never called" if count == 0 else decision.reason if decision else "has a hook"
-        shape = decision.shape if decision else largest
-        return Row(kind=kind, shape=shape, recipe=recipe.name, reason=reason, in_fp8=sizes.get("kernel", 0), multiplications=count, **known)
-    if max(map(len, shapes.values())) < 2:
-        return Row(kind="vectors", shape=(), recipe=None, reason="no matrix", **known)
-    if decision is not None:
-        return Row(kind=kind, shape=decision.shape, recipe=None, reason=decision.reason, **known)
-    return Row(kind=kind, shape=largest, recipe=None, reason=_why_not(kind, largest), **known)
+    largest = dims or max(shapes.values(), key=math.prod)
+    fp8 = recipe is not None and recipe.fp8
+    if dims is None and not fp8 and max(map(len, shapes.values())) < 2:
+        return Row(path=name, kind="vectors", shape=(), recipe=None, reason="no matrix", parameters=sum(sizes.values()))
+    count = None if traced is None else traced.layers.get(name, 0)
+    reason = decision.reason if decision else "has a hook" if fp8 else _why_not(kind, largest)
+    return Row(
+        path=name,
+        kind=kind,
+        shape=largest,
+        recipe=recipe.name if recipe is not None and fp8 else None,
+        reason="never called" if dims and count == 0 else reason,
+        parameters=sum(sizes.values()),
+        in_fp8=sizes.get("kernel", 0) if fp8 else 0,
+        multiplications=count,
+    )
 
 
 def _why_not(kind: str, shape: tuple[int, ...]) -> str:
@@ -251,11 +295,6 @@ def _report(rows: list[Row], vectors: list[Row], traced: _Traced | None) -> Repo
         }.get(primitive, "outside layers in FP8")
         rows.append(Row(path="", kind=primitive, shape=shape, recipe=None, reason=reason, multiplications=count))
     return Report(rows=rows)
-
-
-def _outputs(tree):
-    """The arrays of a model's output."""
-    return [leaf for leaf in jax.tree.leaves(tree) if hasattr(leaf, "shape")]
 
 
 def _share(part: int, whole: int) -> float:

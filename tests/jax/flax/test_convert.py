@@ -241,7 +241,7 @@ def test_a_converted_model_runs_under_simulated_hardware():  # G-19
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "rowwise", "bf16"])
-def test_deconvert_gives_the_original_nnx_model_back(recipe):
+def test_deconvert_gives_the_original_nnx_model_back(recipe):  # R-6
     """Its structure, its parameters, and every bit of a step."""
     stacked = nnx.vmap(lambda key: nnx.Linear(32, 32, rngs=nnx.Rngs(key)))(jax.random.split(jax.random.key(0), 2))
     model = net()
@@ -283,7 +283,7 @@ def test_what_convert_did_not_do_is_not_undone(call, message):
         call()
 
 
-def test_a_refused_deconversion_changes_nothing():
+def test_a_refused_deconversion_changes_nothing():  # R-6
     model = by_hand()
     structure = nnx.graphdef(model)
     with pytest.raises(ValueError, match="by hand"):

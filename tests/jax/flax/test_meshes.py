@@ -293,8 +293,39 @@ def test_linens_scan_of_remat_on_explicit_axes(recipe):  # P-20
         return y.astype(jnp.float32).sum(), updated
 
     step = jax.jit(lambda variables, x: fj.flax.value_and_grad(loss)(variables, x))
-    specs = {"up": P(None, "fsdp", "tensor"), "down": P(None, None, "fsdp")}
+    specs = {"up": P(None, "fsdp"), "down": P(None, "data")}
     params = {name: {"kernel": put(of["kernel"], *specs[name], mesh=EXPLICIT)} for name, of in variables["params"]["b"].items()}
     with jax.set_mesh(EXPLICIT):
-        found = step({**jax.device_put(variables, NamedSharding(EXPLICIT, P())), "params": {"b": params}}, put(x, "data", mesh=EXPLICIT))
+        found = step({**jax.device_put(variables, NamedSharding(EXPLICIT, P())), "params": {"b": params}}, put(x, BATCH, mesh=EXPLICIT))
     same(found, step(variables, x))
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "delayed"])
+def test_nnxs_scan_and_vmap_on_explicit_axes(recipe):  # P-20
+    """A scan over stacked layers, and a vmap of them over examples."""
+
+    class Stacked(nnx.Module):
+        def __init__(self):
+            kernels = jnp.stack([small((D, D), 0, seed) for seed in (1, 2)])
+            self.layers = nnx.vmap(lambda kernel: self.layer(kernel))(kernels)
+
+        def layer(self, kernel):
+            made = nnx.Linear(D, D, use_bias=False, dtype=jnp.bfloat16, dot_general=fj.flax.nnx_dot_general(recipe), rngs=nnx.Rngs(0))
+            made.kernel.set_value(kernel)
+            return made
+
+        def __call__(self, x):
+            scanned = nnx.scan(lambda x, layer: layer(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, self.layers)
+            return scanned + nnx.vmap(lambda layer, x: layer(x), in_axes=(0, None), out_axes=0)(self.layers, x).sum(0)
+
+    def loss(model, x):
+        return model(x).astype(jnp.float32).sum()
+
+    step = nnx.jit(lambda model, x: fj.flax.value_and_grad(loss)(model, x))
+    x, model = small((B, T, D), 0, 0).astype(jnp.bfloat16), Stacked()
+    expected = step(model, x)
+    state = nnx.state(model)
+    place = lambda v: put(v, None, "fsdp", mesh=EXPLICIT) if v.ndim == 3 else put(v, mesh=EXPLICIT)  # noqa: E731
+    nnx.update(model, jax.tree.map(place, state))
+    with jax.set_mesh(EXPLICIT):
+        same(step(model, put(x, BATCH, mesh=EXPLICIT)), expected)

@@ -68,6 +68,7 @@ def test_rows_of_an_nnx_model():
         "mixture": "a parameter of 3 dims outside linears",
     }.items():
         assert reason in of(found.rows, path).reason
+    assert of(found.rows, "head").multiplications == TOKENS * D * 48
     assert [row.path for row in found.rows if row.recipe] == ["attend", "mixture.router", "unused"]
     ragged = of(found.rows, kind="ragged_dot_general")
     assert ragged.multiplications == TOKENS * D * F
@@ -104,7 +105,7 @@ def test_a_table():
     assert lines[-1].startswith("3 layers in FP8 (rowwise), ")
 
 
-def test_convert_logs_one_line_and_warns_of_experts(caplog):
+def test_convert_logs_one_line_and_warns_of_experts(caplog):
     with caplog.at_level(logging.INFO, "fp8ref.jax.flax"):
         converted()
         fj.flax.convert(nnx.Sequential(nnx.Linear(D, D, rngs=nnx.Rngs(0))), "rowwise")
@@ -148,6 +149,7 @@ def test_a_linen_model(caplog):
     }.items():
         assert reason in of(found.rows, path).reason
     assert of(found.rows, kind="ragged_dot_general").multiplications == TOKENS * D * F
+    assert of(found.rows, "head").multiplications == TOKENS * D * 24
 
 
 @pytest.mark.parametrize("model", [LinenModel(), 3])
