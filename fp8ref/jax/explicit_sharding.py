@@ -202,7 +202,7 @@ class _Dims:
             entries = [*batch, *([_joined(rows)] if flat else rows or [()]), _joined(columns)]
             # A dim that types do not cut may be cut by an Auto axis.
             rest = tuple(FREE if axes == () and mesh.auto_axes else axes for axes in entries)
-            return Cut(rest=rest, rows=_union(rows), gathered=gathered[role])
+            return Cut(rest=rest, rows=_union(rows), columns=_union(columns), gathered=gathered[role])
 
         first, last = (self.k_of_w, self.n) if turned else (self.n, self.k_of_w)
         return Layout(
@@ -246,7 +246,7 @@ def _of_dot_general(x: jax.Array, w: jax.Array, numbers: Numbers, out_sharding: 
         jax.eval_shape(dot, x, w)
     except Exception as error:
         # Types as lax.dot_general wants them; its errors know no layer.
-        error.args = (f"{name}: {error}", *error.args[1:])
+        error.args = (f"{name}: {str(error).partition(' This error occurs at source')[0]}",)
         raise
     (found,) = shardings
     if found.spec.unreduced or found.spec.reduced:

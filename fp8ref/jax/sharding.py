@@ -169,13 +169,17 @@ class Reduction:
 class Cut:
     """How one tensor of a linear is cut under plain jit.
 
-    rest      for each of its dims, the mesh axes that cut it before any gather.
-    rows      the mesh axes that cut M, where the leading dims of the tensor are flattened to M.
+    rest      for each of its dims, the mesh axes that cut it before any gather; FREE where XLA
+              decides.
+    rows      the mesh axes that cut the last dim but one, or M, where leading dims are flattened
+              to it.
+    columns   the mesh axes that cut the last dim.
     gathered  the mesh axes along which its codes are gathered for use.
     """
 
     rest: tuple
     rows: Axes
+    columns: Axes
     gathered: Axes = ()
 
     def specs(self, shape: tuple[int, ...]) -> tuple[PartitionSpec, PartitionSpec]:
@@ -183,13 +187,12 @@ class Cut:
         [rows, columns] or not. A dim of length 1 is whole."""
         rest = self.rest if len(shape) == len(self.rest) else (self.rows, self.rest[-1])
         rest = tuple(None if size == 1 else axes for size, axes in zip(shape, rest, strict=True))
-        used = (axes if axes in (None, FREE) else tuple(axis for axis in axes if axis not in self.gathered) for axes in rest)
+        used = (axes if axes in (None, FREE) else self.used(axes) for axes in rest)
         return PartitionSpec(*rest), PartitionSpec(*used)
 
-    def used(self, dim: int) -> Axes:
-        """The mesh axes that cut a dim after the gather."""
-        axes = self.rest[dim]
-        return () if axes in (None, FREE) else tuple(axis for axis in axes if axis not in self.gathered)
+    def used(self, axes: Axes) -> Axes:
+        """Those of some axes that cut the tensor after the gather."""
+        return tuple(axis for axis in axes if axis not in self.gathered)
 
 
 FREE = PartitionSpec.UNCONSTRAINED
@@ -221,11 +224,10 @@ class Layout:
         return self._cuts("weight", -2), self._cuts("weight", -1)
 
     def _cuts(self, role: Role, axis: int) -> Axes:
+        """The mesh axes that cut rows, -2, or columns, -1, of a tensor as it is used."""
         cut = self.cut(role)
-        if role == "weight":
-            return cut.used(-3 - axis if self.turned else axis)
-        # All leading dims are M.
-        return cut.used(-1) if axis == -1 else tuple(name for name in cut.rows if name not in cut.gathered)
+        last = (axis == -1) != (role == "weight" and self.turned)
+        return cut.used(cut.columns if last else cut.rows)
 
 
 def layout(placement: Placement, ndim: Mapping[Role, int], *, turned: bool) -> Layout:
@@ -239,8 +241,9 @@ def layout(placement: Placement, ndim: Mapping[Role, int], *, turned: bool) -> L
         (rows, columns), gathered = placement.at_rest(role), placement.gathered(role)
         leading = (FREE,) * (ndim[role] - 2)
         if role == "weight":
-            return Cut(rest=(*leading, columns, rows) if turned else (*leading, rows, columns), rows=rows, gathered=gathered)
-        return Cut(rest=(*leading, gathered if leading else rows, columns), rows=rows, gathered=gathered)
+            rows, columns = (columns, rows) if turned else (rows, columns)
+            return Cut(rest=(*leading, rows, columns), rows=rows, columns=columns, gathered=gathered)
+        return Cut(rest=(*leading, gathered if leading else rows, columns), rows=rows, columns=columns, gathered=gathered)
 
     return Layout(input=cut("input"), weight=cut("weight"), grad_output=cut("grad_output"), turned=turned)
 

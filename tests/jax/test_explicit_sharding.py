@@ -8,7 +8,7 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from fp8ref.jax import contraction, delayed, linear, proof
+from fp8ref.jax import contraction, delayed, gemm, linear, proof
 from fp8ref.jax.sharding import Placement
 
 B, T, K, N = 8, 16, 128, 256
@@ -254,3 +254,27 @@ def test_out_sharding_is_for_explicit_axes():
         jax.jit(lambda x, w: linear.apply(x, w, recipe="rowwise", out_sharding=NamedSharding(auto, P("data")), name="fc"))(
             put(x, "data", mesh=auto), put(w, mesh=auto)
         )
+
+
+@pytest.mark.parametrize(
+    ("subscripts", "of_x", "of_w", "out", "summed"),
+    [
+        ("btd,dhk->bthk", P(BATCH), P("fsdp", "tensor"), None, {"grad_input", "grad_weight"}),
+        ("btd,dhk->bthk", P(), P(None, None, "tensor"), None, {"grad_input"}),
+        ("bthk,hkd->btd", P(None, None, None, "tensor"), P(None, "tensor"), P(), {"output"}),
+        ("bthk,hkd->btd", P("data", None, "tensor"), P("tensor"), P("data"), {"output", "grad_weight"}),
+        ("bthk,hkd->btd", P(), P("data"), None, {"output"}),
+        ("bthk,hkd->btd", P("data"), P("data"), None, {"grad_weight"}),
+    ],
+)
+def test_gemms_whose_reduced_dim_is_cut_sum_raw_accumulators(subscripts, of_x, of_w, out, summed, operands, monkeypatch):  # P-9, P-20
+    x, w = operands[:2]
+    x, w = (x.reshape(B, T, 4, 32), w.reshape(4, 32, N)) if "bthk," in subscripts else (x, w.reshape(K, 8, 32))
+    found, matmul = [], gemm.matmul
+    monkeypatch.setattr(gemm, "matmul", lambda *args, **how: found.append(how["in_steps"]) or matmul(*args, **how))
+
+    def use(x, w):
+        return contraction.einsum(subscripts, x, w, recipe="tensorwise", out_sharding=out_of(out))[0]
+
+    jax.jit(lambda x, w: jax.grad(lambda x, w: use(x, w).sum(), (0, 1))(x, w)).lower(put(x, *of_x), put(w, *of_w))
+    assert {which for which, cut in zip(("output", "grad_input", "grad_weight"), found[-3:], strict=True) if cut} == summed
