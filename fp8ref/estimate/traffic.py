@@ -59,6 +59,8 @@ def _moves(config: Config, backend: str) -> Iterator[tuple[str, float, int]]:
             summed = 4 if table and backend == "jax" else wide
             yield "gradients, reduced over fsdp", gathered * whole, summed
             yield "gradients, summed over data", 2 * copies * piece, summed
+            if backend == "jax" and keys.sequence and (table or linear == "lm_head"):  # a device has other tokens along tensor
+                yield "gradients, summed over tensor", 2 * (keys.tensor - 1) / keys.tensor * piece, summed
         else:  # JAX replicates norms
             parts = keys.fsdp * keys.data * (keys.tensor if keys.sequence else 1)
             yield "gradients, summed over data", 2 * (parts - 1) / parts * whole, 4
@@ -79,9 +81,11 @@ def _tensor(config: Config, backend: str) -> Iterator[tuple[str, float, int]]:
     outputs = 4 if wide else 2  # P-9, P-16
     for decision in config.decisions():
         last = decision.path.split(".")[-1]
-        if last in ("q_proj", "gate_proj") or (backend == "jax" and last in llama.COLUMN):
-            if keys.sequence and last in ("q_proj", "gate_proj"):
-                yield "inputs, gathered over tensor", 2 * parts, _gathered(decision.recipe.output, backend)  # both passes
+        # Linears with one input gather it once, and their grad_inputs are added before the sum: by XLA too,
+        # unless accumulators are summed.
+        if last in ("q_proj", "gate_proj") and keys.sequence:
+            yield "inputs, gathered over tensor", 2 * parts, _gathered(decision.recipe.output, backend)  # both passes
+        if last in (llama.COLUMN if keys.reduce == "accumulators" else ("q_proj", "gate_proj")):
             yield "grad_inputs, summed over tensor", (1 if keys.sequence else 2) * parts, outputs
         if last in ("o_proj", "down_proj"):
             yield "outputs, summed over tensor", (1 if keys.sequence else 2) * parts, outputs

@@ -3,10 +3,12 @@ FP8 into an existing model.
 
     linear        one layer, forward and backward; ``operands`` quantizes and gathers for it
     contraction   dot_general and einsum by a recipe
-    flax          hooks for linen and NNX layers, convert, value_and_grad
+    flax          hooks for linen and NNX layers, convert, report, value_and_grad
     cast, scaling, scales, delayed, gemm
                   the parts, under the same names as in ``fp8ref.sim``
-    sharding      the placement of a linear on a mesh
+    sharding, explicit_sharding
+                  the placement of a linear on a mesh; as the types of Explicit axes say it
+    derivatives   refuses those that a linear does not have
     proof         which GEMMs and collectives of a compiled step run in FP8
     hardware      simulated hardware in place of XLA's FP8 dots
     stats         quantization statistics, measured on the device

@@ -22,7 +22,7 @@ from jax import lax
 
 from fp8ref import recipe as recipes
 from fp8ref.hardware import Multiply
-from fp8ref.jax import delayed, gemm, hardware, operands, scales, sharding, stats
+from fp8ref.jax import delayed, derivatives, explicit_sharding, gemm, hardware, operands, scales, sharding, stats
 from fp8ref.jax.operands import Scales, Use
 from fp8ref.jax.scaling import Quantized
 from fp8ref.jax.sharding import Placement
@@ -39,19 +39,23 @@ def apply(
     state: delayed.State | None = None,
     seen: delayed.Seen | None = None,
     placement: Placement | None = None,
+    out_sharding: explicit_sharding.Sharding | None = None,
     name: str = "linear",
     multiply: Multiply | None = None,
 ) -> tuple[jax.Array, delayed.Seen | None]:
     """output [..., N] = input x [..., K] x weight w [N, K], and gradients by the recipe's two
     backward GEMMs.
 
-    Works under jit, grad, vmap and shard_map.
+    Works under jit, grad, vmap and shard_map, on meshes of Auto and of Explicit axes.
 
     Shapes:   x [..., K] and w [N, K] of one dtype, bfloat16, float16 or float32; output [..., N] of
               that dtype. With a placement, inside shard_map, all of them are a device's pieces.
     Order:    leading dims flatten to M; SEMANTICS L-2, L-3, L-6; between devices P-9.
     Specials: as ``scaling.quantize`` and ``gemm.matmul``: under policy torchao a NaN or Inf makes
               NaN of every output that its scale reaches.
+    out_sharding
+              that of the output on Explicit axes, as of ``lax.dot_general``. Without it types and
+              placement say it (P-20).
     multiply  simulated hardware, such as ``fp8ref.sim.hardware.by_name("hopper")``: multiplies on
               the host in place of XLA's FP8 dots (G-19).
     Returns:  (output, seen). Under delayed scaling, seen is merged with this use's observations of
@@ -63,9 +67,11 @@ def apply(
     Warns:    once, if dims are not multiples of 16, which XLA pads for the hardware (L-5).
     Raises:   ValueError, naming the layer: shapes or dtypes that do not fit, a recipe this backend
               cannot run, a state or seen of another recipe, or none if the recipe needs them; and
-              as ``sharding.mode``.
+              as ``sharding.mode``. On Explicit axes also what ``lax.dot_general`` raises.
     """
-    y, seen, _ = apply_with_stats(x, w, recipe=recipe, state=state, seen=seen, placement=placement, name=name, tap=None, multiply=multiply)
+    y, seen, _ = apply_with_stats(
+        x, w, recipe=recipe, state=state, seen=seen, placement=placement, out_sharding=out_sharding, name=name, tap=None, multiply=multiply
+    )
     return y, seen
 
 
@@ -77,6 +83,7 @@ def apply_with_stats(
     state: delayed.State | None = None,
     seen: delayed.Seen | None = None,
     placement: Placement | None = None,
+    out_sharding: explicit_sharding.Sharding | None = None,
     name: str = "linear",
     tap: jax.Array | None,
     multiply: Multiply | None = None,
@@ -93,9 +100,16 @@ def apply_with_stats(
     """
     if w.ndim != 2 or x.ndim < 1 or x.shape[-1] != w.shape[1]:
         raise ValueError(f"{name}: a linear takes x [..., K] and w [N, K] with the same K; got {x.shape} and {w.shape}.")
-    rows = x.reshape(1, -1) if x.ndim == 1 else x
-    y, seen, tap = contract(rows, w, recipe, state, seen, placement, name, out_dtype=None, tap=tap, multiply=multiply)
-    return y.reshape(-1) if x.ndim == 1 else y, seen, tap
+
+    def one(x, w, state, carried, layout):
+        (seen, tap), rows = carried, x.reshape(1, -1) if x.ndim == 1 else x
+        y, *carried = contract(rows, w, recipe, state, seen, placement, name, out_dtype=None, tap=tap, multiply=multiply, layout=layout)
+        return y.reshape(-1) if x.ndim == 1 else y, tuple(carried)
+
+    numbers = ((x.ndim - 1,), (1,)), ((), ())
+    how = functools.partial(explicit_sharding.run, placement=placement, out_sharding=out_sharding, turned=False, name=name)
+    y, (seen, tap) = how(one, x, w, state, (seen, tap), numbers)
+    return y, seen, tap
 
 
 def check_recipe(recipe: str | Recipe, name: str) -> Recipe:
@@ -137,31 +151,36 @@ def contract(
     turned: bool = False,
     tap: jax.Array | None = None,
     multiply: Multiply | None = None,
+    layout: sharding.Layout | None = None,
 ) -> tuple[jax.Array, delayed.Seen | None, jax.Array | None]:
     """x [..., M, K] x w [N, K], or w [..., N, K] of equal leading dims, -> [..., M, N]: the core of
     ``apply`` and ``contraction``.
 
     turned    w is [..., K, N], as Flax keeps it: the same bits, without transposing it.
     out_dtype of the output; None: x's, which w's then is too.
+    layout    how XLA finds the operands, where ``explicit_sharding`` has read it from their types.
     Raises:   as ``apply``; a name with '/', '(' or ')'.
     """
     recipe = check_recipe(recipe, name)
     out_dtype = _check_arrays(x, w, out_dtype, name)
     delayed.check(state, seen, recipe, name)
-    mode = sharding.mode(x, w, placement, name)
+    mode = "jit" if layout else sharding.mode(x, w, placement, name)
     if delayed.keeps_state(recipe) and placement and placement.scope == "local":
         raise ValueError(f"{name}: delayed scaling keeps one state for all devices, so its amaxes are global; got scope 'local'.")
     if multiply is not None:
         hardware.check(x, w, mode, name)
     placement = placement or Placement()
-    n, k = sharding.gemm_dims(w, placement, mode)
+    if mode == "jit" and layout is None:
+        layout = sharding.layout(placement, {"input": x.ndim, "weight": w.ndim, "grad_output": x.ndim}, turned=turned)
+    n, k = sharding.gemm_dims(w, placement, layout, turned=turned)
     if recipe.fp8 and (n % 16 or k % 16):
-        _warn_of_padding(name, *((k, n) if turned else (n, k)))
+        _warn_of_padding(name, n, k)
     use = Use(
         recipe=recipe,
         name=name,
         placement=placement,
         mode=mode,
+        layout=layout,
         batched=w.ndim > 2,
         turned=turned,
         outer=math.prod(x.shape[:-2]),
@@ -170,6 +189,9 @@ def contract(
         measures=tap is not None,
         multiply=multiply,
     )
+    if 0 in x.shape[:-1]:
+        return _of_no_tokens(x, w, placement, seen, tap, use)
+    x, w = (derivatives.reverse_only(v, name) for v in (x, w))
     y, after, tap = _linear(x, w, delayed.scales(state or {}, recipe), dict(seen or {}), tap, use)
     return y, None if seen is None else after, tap
 
@@ -187,7 +209,10 @@ def _forward(x: jax.Array, w: jax.Array, state_scales: Scales, seen: dict, tap: 
             f"{use.name}: gradients of a linear inside shard_map need check_vma=True; without it, a gradient taken outside would be "
             "summed over the devices twice. Use jax.shard_map(..., check_vma=True)."
         )
+    # What is saved for the backward pass is x itself, which other linears save too.
     tensors: dict[Role, jax.Array] = {"input": x, "weight": w}
+    if differentiated:
+        tensors = {role: derivatives.not_again(v, use.name) for role, v in tensors.items()}
     casts: dict[Role, CastSpec | None] = {"input": use.recipe.output.a, "weight": use.recipe.output.b}
     with jax.named_scope(f"{use.name}/output"):  # ``proof`` reads layer and GEMM of a dot from this scope
         quantized = {
@@ -200,7 +225,7 @@ def _forward(x: jax.Array, w: jax.Array, state_scales: Scales, seen: dict, tap: 
     # other one is quantized again from its tensor, along another axis (L-3), so the tensor is
     # saved.
     codes = {role: q for role, q in quantized.items() if use.serves_backward(role)}
-    saved = {role: v for role, v in tensors.items() if role not in codes or use.observer}
+    saved = {role: v for role, v in {"input": x, "weight": w}.items() if role not in codes or use.observer}
     tap = None if tap is None else tap + stats.rows(measured)
     return (operands.unflattened(y, x, use), _observed(seen, tensors, seen, use), tap), (saved, codes, state_scales, seen)
 
@@ -213,6 +238,7 @@ def _backward(use: Use, residuals, cotangents):
     way.
     """
     (saved, codes, state_scales, seen), (g, later, tap) = residuals, cotangents
+    g = derivatives.not_again(g, use.name)
     # Without a barrier XLA merges this gather with the equal one of the forward pass, and keeps the
     # whole tensor until then.
     saved, codes = (
@@ -294,6 +320,14 @@ def _observed(seen: dict, tensors: Mapping[Role, jax.Array], given: dict, use: U
             of_role = delayed.larger(of_role, delayed.observe(tensors[role], over=use.over(role, "tensorwise", -1)))
         merged[role] = delayed.over_batch(of_role, given[role])
     return merged
+
+
+def _of_no_tokens(x: jax.Array, w: jax.Array, placement: Placement, seen: delayed.Seen | None, tap: jax.Array | None, use: Use) -> tuple:
+    """The empty output of no tokens (L-9), which depends on nothing. Nothing is observed: copies,
+    as what a layer gives back unchanged could seem lost."""
+    gathered = math.prod(map(lax.axis_size, placement.fsdp)) if use.mode == "shard_map" else 1
+    y = jnp.zeros((*x.shape[:-1], w.shape[-1 if use.turned else -2] * gathered), use.dtypes[0])
+    return y, jax.tree.map(jnp.copy, seen), tap
 
 
 def _check_arrays(x: jax.Array, w: jax.Array, out_dtype, name: str):

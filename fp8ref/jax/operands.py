@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import jax
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
 from fp8ref import granularity as granularities
 from fp8ref.hardware import Multiply
@@ -29,6 +29,7 @@ Scales = Mapping[Role, jax.Array]
 class Use:
     """One call of a linear: all that is static about it. Hashable, so that custom_vjp passes it by.
 
+    layout    how XLA finds the tensors, under plain jit.
     batched   leading dims are batch dims, not flattened to M.
     turned    the weight is [K, N].
     outer     the number of sequences in M.
@@ -41,6 +42,7 @@ class Use:
     name: str
     placement: Placement
     mode: sharding.Mode
+    layout: sharding.Layout | None = None
     batched: bool = False
     turned: bool = False
     outer: int = 1
@@ -61,8 +63,7 @@ class Use:
 
     def summed_by_compiler(self, which: Gemm) -> bool:
         """True if XLA sums a GEMM's float32 accumulators over devices, under plain jit."""
-        reduction = self.placement.reduction(which, 1)
-        return self.mode == "jit" and bool(reduction.axes) and reduction.parts != "result"
+        return self.layout is not None and self.layout.summed(which) and self.placement.reduction(which, 1).parts != "result"
 
     def axis(self, which: Gemm, role: Role) -> int:
         """The axis, -1 or -2, of a tensor along which a GEMM reduces it."""
@@ -107,20 +108,24 @@ def quantize(x: jax.Array, role: Role, cast: CastSpec, axis: int, state_scales: 
 
 
 def gathered_codes(q: Quantized, role: Role, axis: int, use: Use) -> Quantized:
-    """q gathered in FP8 from all devices that cut its rows, to be reduced along axis; scales of
-    rows or blocks are gathered with it."""
-    blocks = gemm.dequantizes(q.granularity) and use.mode == "shard_map"
-    # Tensorwise scales, and scales of columns, are the same on all devices that gather.
-    lines = blocks or (q.granularity == "rowwise" and axis == -1)
+    """q gathered in FP8 from all devices that cut it, to be reduced along axis; scales of rows,
+    columns or blocks are gathered with it."""
+    if use.layout is not None:
+        lines = q.granularity == "rowwise"
+    else:
+        blocks = gemm.dequantizes(q.granularity) and use.mode == "shard_map"
+        # Tensorwise scales, and scales of columns, are the same on all devices that gather.
+        lines = blocks or (q.granularity == "rowwise" and axis == -1)
     scale, scale_inv = (gathered(v, role, use) if lines else _scales_of_columns(v, use) for v in (q.scale, q.scale_inv))
     return dataclasses.replace(q, codes=gathered(q.codes, role, use), scale=scale, scale_inv=scale_inv, axis=axis)
 
 
 def gathered(x: jax.Array, role: Role, use: Use) -> jax.Array:
-    """Codes, scales or a tensor [M, ...], gathered from all devices that cut its rows."""
+    """Codes, scales or a tensor [M, ...], gathered from all devices that cut what a GEMM needs
+    whole."""
+    if use.layout is not None:
+        return flat(gather_by_compiler(x, use.layout.cut(role)), role, use)
     axes = use.placement.gathered(role)
-    if axes and use.mode == "jit":
-        x = gather_by_compiler(x, use.placement, role)
     x = flat(x, role, use)
     return gather_rows(x, axes, 1 if role == "weight" else use.outer) if axes and use.mode == "shard_map" else x
 
@@ -132,20 +137,19 @@ def gather_rows(x: jax.Array, axes: sharding.Axes, outer: int) -> jax.Array:
     return lax.all_gather(grouped, axes, axis=1, tiled=True).reshape(-1, x.shape[-1])
 
 
-def gather_by_compiler(x: jax.Array, placement: Placement, role: Role) -> jax.Array:
-    """Under plain jit: pin x [..., rows, columns] to its pieces, then to whole rows, so that XLA
-    gathers x itself.
+def gather_by_compiler(x: jax.Array, cut: sharding.Cut) -> jax.Array:
+    """Under plain jit: pin x to its pieces, then to what is gathered of them, so that XLA gathers x
+    itself.
 
     With one constraint XLA may move the gather in front of the cast, to the wider tensor that x was
-    made of. A tensor with leading dims is cut along those by m; its rows are positions of a
-    sequence, and only these are gathered.
+    made of.
     """
-    mesh, (rows, columns), gathered = jax.typeof(x).sharding.mesh, placement.at_rest(role), placement.gathered(role)
-    leading = [PartitionSpec.UNCONSTRAINED] * (x.ndim - 2)
-    within = gathered if leading else rows
-    columns = columns if x.shape[-1] > 1 else ()  # of scales of rows there is one column
-    for cutting in (within, tuple(axis for axis in within if axis not in gathered)):
-        x = lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*leading, cutting, columns)))
+    rest, used = cut.specs(x.shape)
+    if rest == used:
+        return x
+    mesh = jax.typeof(x).sharding.mesh
+    for spec in (rest, used):
+        x = lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
     return x
 
 

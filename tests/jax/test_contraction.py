@@ -16,6 +16,9 @@ CASES = [
     ("...d,df->...f", (2, 3, 16, 64), (64, 32)),
     ("ecd,edf->ecf", (3, 16, 64), (3, 64, 32)),  # a batch dim
     ("bceg,gef->fbec", (2, 16, 3, 64), (64, 3, 32)),
+    ("...qhd,...khd->...hqk", (2, 16, 3, 64), (2, 32, 3, 64)),  # Flax's attention
+    ("...hqk,...khd->...qhd", (2, 3, 16, 32), (2, 32, 3, 16)),
+    ("...d,b...df->...bf", (2, 16, 64), (3, 16, 64, 32)),  # an ellipsis of fewer dims is their last ones
 ]
 
 
@@ -74,7 +77,8 @@ def test_a_preferred_type_is_the_outputs(rng):
         ("btd->btd", "both operands"),
         ("bdd,df->bf", "once in a term"),
         ("bt,df->bf", "3 and 2 dims"),
-        ("btd,...->btf", "3 and 2 dims"),
+        ("btd,...->btf", "write '...' there"),
+        ("...td,df->tf", "write '...' there"),
         ("btd,df->bf", "'t' is summed"),
         ("btd,df->btg", "each letter of the output occurs in an operand"),
     ],
@@ -82,6 +86,15 @@ def test_a_preferred_type_is_the_outputs(rng):
 def test_subscripts_that_are_not_one_contraction(subscripts, message):
     with pytest.raises(ValueError, match=f"wi: subscripts .*{message}"):
         contraction.einsum(subscripts, jnp.ones((2, 16, 64)), jnp.ones((64, 32)), recipe="tensorwise", name="wi")
+
+
+def test_no_tokens_in_any_form():  # L-9
+    for subscripts, x, w in (("btd,dhk->bthk", (2, 0, 64), (64, 4, 16)), ("ecd,edf->ecf", (3, 0, 64), (3, 64, 32))):
+        x, w = jnp.ones(x), jnp.ones(w)
+        assert contraction.einsum(subscripts, x, w, recipe="rowwise")[0].shape == jnp.einsum(subscripts, x, w).shape
+        grads = jax.grad(lambda x, w, s=subscripts: contraction.einsum(s, x, w, recipe="rowwise")[0].sum(), (0, 1))(x, w)
+        assert [g.shape for g in grads] == [x.shape, w.shape]
+        assert not grads[1].any()
 
 
 def test_unequal_dims():

@@ -5,7 +5,7 @@ import pytest
 
 from fp8ref.formats import BFLOAT16, E4M3FN, FLOAT16
 from fp8ref.jax import cast as jax_cast
-from fp8ref.jax import linear
+from fp8ref.jax import delayed, linear
 from fp8ref.policy import POLICIES
 from fp8ref.recipe import SHARED_RECIPES, CastSpec, GemmSpec, Recipe
 from fp8ref.sim import cast
@@ -151,3 +151,27 @@ def test_operands_fused_with_their_producer_are_rounded_all_the_same(rng, monkey
     np.testing.assert_array_equal(jax.jit(fused)(a, b), expected)
     monkeypatch.setattr(jax_cast, "to_f32", lambda x: x.astype(jnp.float32))
     assert (jax.jit(lambda a, b: fused(a, b))(a, b) != expected).any()
+
+
+@pytest.mark.parametrize("recipe", [*SHARED_RECIPES, "bf16", "mxfp8"])
+@pytest.mark.parametrize("tokens", [(0,), (2, 0), (0, 3)])
+def test_no_tokens(recipe, tokens):  # L-9
+    x, w = jnp.zeros((*tokens, 64), jnp.bfloat16), jnp.ones((32, 64), jnp.bfloat16)
+    y, vjp = jax.vjp(lambda x, w: linear.apply(x, w, recipe=recipe)[0], x, w)
+    grad_input, grad_weight = vjp(y)
+    assert (y.shape, y.dtype) == ((*tokens, 32), jnp.bfloat16)
+    assert grad_input.shape == x.shape
+    assert grad_weight.shape == w.shape
+    assert not grad_weight.any()
+
+
+def test_no_tokens_observe_nothing():  # L-9, H-5
+    state, seen = delayed.init("delayed"), delayed.unseen("delayed")
+
+    def loss(w, seen):
+        y, seen = linear.apply(jnp.zeros((0, 64)), w, recipe="delayed", state=state, seen=seen)
+        return y.sum(), seen
+
+    (_, forward), (_, backward) = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(jnp.ones((32, 64)), seen)
+    after = delayed.update(state, delayed.merge(forward, backward), recipe="delayed")
+    assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), after, state))

@@ -362,9 +362,6 @@ def test_what_only_shard_map_can_do_is_refused_elsewhere():
                 name="fc",
             )[0]
         )
-    explicit = jax.device_put(x, NamedSharding(jax.make_mesh((8,), ("data",)), P("data")))
-    with pytest.raises(ValueError, match=r"fc: under plain jit the mesh has Auto axes; data are Explicit"):
-        jax.jit(lambda x: linear.apply(x, w, recipe="tensorwise", name="fc"))(explicit)
 
 
 @pytest.mark.parametrize(

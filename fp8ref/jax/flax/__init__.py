@@ -13,6 +13,8 @@
 (R-3):
 
     model = fj.flax.convert(model, "rowwise", filter_fqns=["lm_head"])  # linen: inputs=(x,) too
+    print(fj.flax.report(model, (x,)))  # what is in FP8, what is not, and why
+    model = fj.flax.deconvert(model)
 
 Under delayed scaling a step observes amaxes, in the backward pass too. ``value_and_grad`` collects
 them:
@@ -35,9 +37,9 @@ hook sees it, and adds the bias after the output is rounded.
 """
 
 from fp8ref.jax.flax.amax_observations import SEEN, STATE, Observed, merge
-from fp8ref.jax.flax.convert import convert
+from fp8ref.jax.flax.convert import convert, deconvert, report
 from fp8ref.jax.flax.fp8_ops_state import flax_recipe, from_flax, to_flax
-from fp8ref.jax.flax.linen import Einsum, linen_dot_general
+from fp8ref.jax.flax.linen import Einsum, linen_dot_general, linen_einsum
 from fp8ref.jax.flax.nnx import Fp8State, Seen, nnx_dot_general, nnx_einsum
 from fp8ref.jax.flax.training import unseen, update, value_and_grad
 
@@ -49,12 +51,15 @@ __all__ = [
     "Observed",
     "Seen",
     "convert",
+    "deconvert",
     "flax_recipe",
     "from_flax",
     "linen_dot_general",
+    "linen_einsum",
     "merge",
     "nnx_dot_general",
     "nnx_einsum",
+    "report",
     "to_flax",
     "unseen",
     "update",

@@ -101,12 +101,10 @@ def unobserved(recipe: Recipe, name: str, remedy: str) -> dict:
     return delayed.unseen(recipe)
 
 
-def check_arguments(name: str, recipe: Recipe, precision, out_sharding) -> None:
-    """ValueError for arguments of Flax's that the recipe decides."""
+def check_precision(name: str, recipe: Recipe, precision) -> None:
+    """ValueError for a precision of Flax's, which the recipe decides."""
     if precision is not None:
         raise ValueError(
             f"{name}: recipe {recipe.name!r} says how each of the three GEMMs accumulates; got precision={precision!r}. Leave the layer's "
             "precision at None."
         )
-    if out_sharding is not None:
-        raise ValueError(f"{name}: the output's sharding is left to the compiler; got out_sharding={out_sharding!r}. Constrain the output.")

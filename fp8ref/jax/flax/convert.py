@@ -1,8 +1,9 @@
 """Convert an existing Flax model, linen or NNX, to FP8; ``linear_selection.select`` picks the layers (SEMANTICS
 R-2, R-3)."""
 
+import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -18,7 +19,14 @@ from fp8ref.hardware import Multiply
 from fp8ref.jax import linear
 from fp8ref.jax.flax import linen as linen_hooks
 from fp8ref.jax.flax import nnx as nnx_hooks
+from fp8ref.jax.flax import report as reports
+from fp8ref.jax.sharding import Placement
 from fp8ref.recipe import Recipe
+
+_logger = logging.getLogger("fp8ref.jax.flax")
+
+Placements = Placement | Mapping[str, Placement] | Callable[[str], Placement | None]
+"""What ``convert`` takes for placement."""
 
 
 def convert(
@@ -30,6 +38,7 @@ def convert(
     inputs: tuple | None = None,
     rngs: Any = None,
     multiply: Multiply | None = None,
+    placement: Placements | None = None,
 ):
     """Put FP8 into the linears of a model, except those that filter_fqns names or whose dims are
     not multiples of 16.
@@ -42,9 +51,15 @@ def convert(
               those are, traced with ``rngs``. Under delayed scaling its init makes the state:
               {**variables, STATE: converted.init(rngs, *inputs)[STATE]}.
     multiply  simulated hardware of every hook, as in ``linen_dot_general``.
+    placement of the linears on a mesh, as in ``linen_dot_general``: one for all of them; a mapping
+              of patterns to placements, of which the first one that names a linear is its own; or a
+              function of its path. A linear that gets None has none.
+    Logs:     one line by ``logging``, of logger fp8ref.jax.flax: what is in FP8 and what is not; a
+              warning where matrices are outside linears, such as experts'. ``report`` has all.
     Patterns: as everywhere: runs of whole components of a layer's dotted path, or shell patterns
               (R-3).
-    Raises:   ValueError: a pattern that names nothing; nothing converted; a layer that has a hook
+    Raises:   ValueError: a pattern that names nothing, or a placement's that names no linear in
+              FP8; nothing converted; a layer that has a hook
               or a precision already, or that takes no hook (linen's nn.Einsum); a converted linen
               model inside another or bound; in its call, a layer that ``inputs`` did not show.
     """
@@ -55,23 +70,40 @@ def convert(
             raise ValueError(
                 "inputs and rngs are for linen models, which show their layers when they are called. Leave both out for an NNX model."
             )
-        return _convert_nnx(model, recipe, options, multiply)
+        return _convert_nnx(model, recipe, options, {"multiply": multiply, "placement": placement})
     if isinstance(model, nn.Module):
         if inputs is None:
             raise ValueError(f"a linen model shows its layers when it is called: give arguments of {type(model).__name__} as inputs=(x,).")
-        return _convert_linen(model, recipe, options, inputs, rngs, multiply)
+        return _convert_linen(model, recipe, options, inputs, rngs, {"multiply": multiply, "placement": placement})
     raise ValueError(f"convert takes a linen or an NNX module; got {type(model).__name__}.")
 
 
-def _convert_nnx(model: nnx.Module, recipe: Recipe, options: Mapping, multiply: Multiply | None) -> nnx.Module:
+def _hook_options(chosen: Sequence[str], given: Mapping) -> dict[str, dict]:
+    """For each layer in FP8, the options of its hook: simulated hardware, placement."""
+    placement = given["placement"]
+    if isinstance(placement, Mapping):
+        for pattern in placement:
+            if not any(linear_selection.matches(pattern, name) for name in chosen):
+                raise ValueError(
+                    f"every pattern of placement names at least one linear in FP8 (R-3); {pattern!r} names none of: {', '.join(chosen)}."
+                )
+        found = {
+            name: next((placed for pattern, placed in placement.items() if linear_selection.matches(pattern, name)), None)
+            for name in chosen
+        }
+    else:
+        found = {name: placement(name) if callable(placement) else placement for name in chosen}
+    for name, placed in found.items():
+        if not isinstance(placed, Placement | None):
+            raise ValueError(f"{name}: a placement is a sharding.Placement or None; got {type(placed).__name__}.")
+    return {name: {"multiply": given["multiply"], "placement": placed} for name, placed in found.items()}
+
+
+def _convert_nnx(model: nnx.Module, recipe: Recipe, options: Mapping, given: Mapping) -> nnx.Module:
     """Put hooks into an NNX model's layers, after all of them were checked."""
     # Called for its check.
     nnx_hooks.hooks(model)  # refuses shared ones
-    layers = {
-        ".".join(map(str, path)) or type(model).__name__: layer
-        for path, layer in nnx.iter_graph(model, graph=True)
-        if isinstance(layer, nnx.Linear | nnx.LinearGeneral | nnx.Einsum)
-    }
+    layers = _linears(model)
     plan = linear_selection.select({name: _dims(name, layer) for name, layer in layers.items()}, recipe, **options)
     chosen = [(decision, layers[decision.path]) for decision in plan if decision.fp8]
     for decision, layer in chosen:  # all of them, before the first one changes
@@ -79,13 +111,80 @@ def _convert_nnx(model: nnx.Module, recipe: Recipe, options: Mapping, multiply: 
         hooks = [layer.einsum_op if isinstance(layer, nnx.Einsum) else layer.dot_general, getattr(layer, "dot_general_cls", None)]
         taken = [hook for hook in hooks if hook not in (*next(v for k, v in free.items() if isinstance(layer, k)), None)]
         _check_free(decision.path, taken, layer.precision)
+    of_hooks = _hook_options([decision.path for decision, _ in chosen], given)
     for decision, layer in chosen:
         stack = layer.kernel.get_value().shape[: layer.kernel.get_value().ndim - _kernel_ndim(layer)]
-        if isinstance(layer, nnx.Einsum):
-            layer.einsum_op = nnx.data(nnx_hooks.EinsumOp(decision.recipe, decision.path, stack, multiply))
-        else:
-            layer.dot_general = nnx.data(nnx_hooks.DotGeneral(decision.recipe, decision.path, stack, multiply))
+        attribute = _attribute(layer)
+        kind = nnx_hooks.EinsumOp if isinstance(layer, nnx.Einsum) else nnx_hooks.DotGeneral
+        hook = kind(decision.recipe, decision.path, stack, **of_hooks[decision.path])
+        hook.replaces = (getattr(layer, attribute),)
+        setattr(layer, attribute, nnx.data(hook))
+    decisions = {decision.path: decision for decision in plan}
+    _log(reports.of_nnx(model, None, {path: decision.shape for path, decision in decisions.items()}, decisions), type(model).__name__)
     return model
+
+
+def _log(made: reports.Report, name: str) -> None:
+    """One line: what a conversion did, a warning where it left out what is no linear."""
+    _logger.log(logging.WARNING if made.surprising else logging.INFO, "convert: %s: %s", name, made.summary())
+
+
+def report(model, inputs: tuple | None = None) -> reports.Report:
+    """What of a model runs in FP8, what does not and why; print it as a table.
+
+    NNX:      any model. ``inputs``, arguments of its call (jax.ShapeDtypeStruct will do), show
+              multiplications, layers that are never called, and products without a layer.
+    linen:    a converted model, by the inputs of its conversion.
+    Raises:   ValueError: a linen module that is not converted, or with inputs.
+    """
+    if isinstance(model, _Converted) and inputs is None:
+        return model._report
+    if not isinstance(model, nnx.Module):
+        raise ValueError(
+            f"report takes an NNX model, or without inputs a linen model that convert returned; got {type(model).__name__}. Convert it first."
+        )
+    return reports.of_nnx(model, inputs, {name: _dims(name, layer) for name, layer in _linears(model).items()})
+
+
+def deconvert(model):
+    """The model without FP8, with the bits that it had before ``convert``.
+
+    NNX:      every hook that convert put in is removed, with its state, and the layer's own function
+              is back; parameters stay as they are now. The model itself changes and is returned.
+    linen:    the original module, with the fields that the converted one has. Its variables are
+              {"params": variables["params"]} and the model's other collections, without 'fp8_state'.
+    Specials: an NNX model without hooks, such as one converted to 'bf16', is returned as it is.
+    Raises:   ValueError: a hook that convert did not put in, naming it; a linen module that is not
+              converted.
+    """
+    if isinstance(model, _Converted):
+        return model._original(**_fields(model))
+    if not isinstance(model, nnx.Module):
+        raise ValueError(f"deconvert takes what convert returned; got {type(model).__name__}. Write a linen model's own hooks out by hand.")
+    hooks = nnx_hooks.hooks(model)
+    layers = {
+        id(hook): layer for _, layer in nnx.iter_graph(model, graph=True) if isinstance(layer, nnx.Module) for hook in vars(layer).values()
+    }
+    for path, hook in hooks.items():
+        if not hook.replaces:
+            raise ValueError(f"{path}: convert did not put this hook in, so what it replaced is not known. Remove it by hand.")
+    for path, hook in hooks.items():
+        setattr(layers[id(hook)], path.rpartition(".")[-1], nnx.static(hook.replaces[0]))
+    return model
+
+
+def _linears(model: nnx.Module) -> dict[str, Any]:
+    """The layers of an NNX model that take hooks, by their paths."""
+    return {
+        ".".join(map(str, path)) or type(model).__name__: layer
+        for path, layer in nnx.iter_graph(model, graph=True)
+        if isinstance(layer, nnx.Linear | nnx.LinearGeneral | nnx.Einsum)
+    }
+
+
+def _attribute(layer) -> str:
+    """The attribute of an NNX layer that holds its hook."""
+    return "einsum_op" if isinstance(layer, nnx.Einsum) else "dot_general"
 
 
 def _dims(name: str, layer) -> tuple[int, int]:
@@ -118,7 +217,7 @@ def _einsum_dims(name: str, subscripts: str, shape: Sequence[int]) -> tuple[int,
     )
 
 
-def _convert_linen(model: nn.Module, recipe: Recipe, options: Mapping, inputs: tuple, rngs, multiply: Multiply | None) -> nn.Module:
+def _convert_linen(model: nn.Module, recipe: Recipe, options: Mapping, inputs: tuple, rngs, given: Mapping) -> nn.Module:
     """A linen module with hooks in its linears.
 
     A linen module names its layers only when it is called. So its init is traced once to record
@@ -132,8 +231,10 @@ def _convert_linen(model: nn.Module, recipe: Recipe, options: Mapping, inputs: t
         return module.init(rngs, *jax.tree.map(lambda v: jnp.zeros(v.shape, v.dtype) if isinstance(v, jax.ShapeDtypeStruct) else v, inputs))
 
     layers: dict[str, tuple[nn.Module, tuple[int, int]]] = {}
+    modules: dict[str, nn.Module] = {}
 
     def record(call, args, kwargs, context):
+        modules.setdefault(linen_hooks.layer_name(context.module), context.module)
         if _is_linear_call(context):
             name = linen_hooks.layer_name(context.module)
             layers[name] = context.module.clone(parent=None), _linen_dims(name, context.module, *args, **kwargs)
@@ -151,8 +252,15 @@ def _convert_linen(model: nn.Module, recipe: Recipe, options: Mapping, inputs: t
             )
         if decision.fp8:
             _check_free(decision.path, [hook for hook in (layer.dot_general, layer.dot_general_cls) if hook is not None], layer.precision)
-    converted = _converted(model, {decision.path: decision.recipe if decision.fp8 else None for decision in plan}, multiply)
-    jax.eval_shape(lambda: init(converted))  # what a call refuses is refused here
+    of_hooks = _hook_options([decision.path for decision in plan if decision.fp8], given)
+    hooks = {d.path: linen_hooks.linen_dot_general(d.recipe, **of_hooks[d.path]) if d.fp8 else None for d in plan}
+    converted = _converted(model, hooks)
+    # What a call refuses is refused here.
+    jaxpr, variables = jax.make_jaxpr(lambda: init(converted), return_shape=True)()
+    recipes = {decision.path: decision.recipe for decision in plan}
+    made = reports.of_linen(modules, variables.get("params", {}), {decision.path: decision for decision in plan}, recipes, jaxpr.jaxpr)
+    type(converted)._report = made
+    _log(made, type(model).__name__)
     return converted
 
 
@@ -187,10 +295,13 @@ def _check_free(name: str, hooks: list, precision) -> None:
 
 
 class _Converted:
-    """The mark of a converted linen module's class."""
+    """The mark of a converted linen module's class, which knows the original one."""
+
+    _original: type
+    _report: reports.Report
 
 
-def _converted(model: nn.Module, recipes_by_layer: Mapping[str, Recipe | None], multiply: Multiply | None) -> nn.Module:
+def _converted(model: nn.Module, hooks: Mapping[str, Callable | None]) -> nn.Module:
     """A copy of model whose class runs init and apply with hooks in its linears."""
 
     def intercept(call, args, kwargs, context):
@@ -198,17 +309,15 @@ def _converted(model: nn.Module, recipes_by_layer: Mapping[str, Recipe | None], 
             return call(*args, **kwargs)
         layer = context.module
         name = linen_hooks.layer_name(layer)
-        if name not in recipes_by_layer:
+        if name not in hooks:
             raise ValueError(
-                f"{name} is not among the layers that convert's inputs called: "
-                f"{', '.join(recipes_by_layer)}. Give inputs that call every layer."
+                f"{name} is not among the layers that convert's inputs called: {', '.join(hooks)}. Give inputs that call every layer."
             )
-        recipe = recipes_by_layer[name]
-        if recipe is None:
+        if hooks[name] is None:
             return call(*args, **kwargs)
         # Modules are frozen, but this is the copy that is bound for this call; it is restored
         # below.
-        object.__setattr__(layer, "dot_general_cls", linen_hooks.linen_dot_general(recipe, multiply=multiply))  # of this call's bound copy
+        object.__setattr__(layer, "dot_general_cls", hooks[name])
         try:
             return call(*args, **kwargs)
         finally:
@@ -242,7 +351,11 @@ def _converted(model: nn.Module, recipes_by_layer: Mapping[str, Recipe | None], 
             refused(self)
 
     members = {"apply": intercepted("apply"), "init_with_output": intercepted("init_with_output"), "__post_init__": post_init}
-    members |= {"bind": refused, "tabulate": refused}
+    members |= {"bind": refused, "tabulate": refused, "_original": original}
     cls = type(original.__name__, (original, _Converted), {**members, "__module__": original.__module__, "__doc__": original.__doc__})
-    fields = {name: getattr(model, name) for name, field in model.__dataclass_fields__.items() if field.init and name != "parent"}
-    return cls(**fields)
+    return cls(**_fields(model))
+
+
+def _fields(model: nn.Module) -> dict:
+    """The fields of a linen module, other than its parent."""
+    return {name: getattr(model, name) for name, field in model.__dataclass_fields__.items() if field.init and name != "parent"}

@@ -13,6 +13,7 @@ from fp8ref.hardware import Multiply
 from fp8ref.jax import contraction, delayed, linear
 from fp8ref.jax.flax import amax_observations
 from fp8ref.jax.flax.amax_observations import SEEN, STATE
+from fp8ref.jax.sharding import Placement
 from fp8ref.recipe import Recipe, Role
 
 
@@ -28,11 +29,12 @@ class Fp8DotGeneral(nn.Module):
 
     recipe: Recipe
     multiply: Multiply | None = None
+    placement: Placement | None = None
 
     @nn.compact
-    def __call__(self, x, w, dimension_numbers, precision=None, preferred_element_type=None) -> jax.Array:
+    def __call__(self, x, w, dimension_numbers, precision=None, preferred_element_type=None, *, out_sharding=None) -> jax.Array:
         use = functools.partial(contraction.dot_general, x, w, dimension_numbers)
-        return _contract(self, use, precision, preferred_element_type)
+        return _contract(self, x, use, precision, out_sharding, preferred_element_type)
 
 
 class Fp8Einsum(nn.Module):
@@ -40,13 +42,17 @@ class Fp8Einsum(nn.Module):
 
     recipe: Recipe
     multiply: Multiply | None = None
+    placement: Placement | None = None
 
     @nn.compact
-    def __call__(self, subscripts, x, w, precision=None, preferred_element_type=None) -> jax.Array:
-        return _contract(self, functools.partial(contraction.einsum, subscripts, x, w), precision, preferred_element_type)
+    def __call__(self, subscripts, x, w, precision=None, preferred_element_type=None, *, out_sharding=None) -> jax.Array:
+        use = functools.partial(contraction.einsum, subscripts, x, w)
+        return _contract(self, x, use, precision, out_sharding, preferred_element_type)
 
 
-def linen_dot_general(recipe: str | Recipe, *, multiply: Multiply | None = None) -> Callable[[], Fp8DotGeneral]:
+def linen_dot_general(
+    recipe: str | Recipe, *, multiply: Multiply | None = None, placement: Placement | None = None
+) -> Callable[[], Fp8DotGeneral]:
     """``dot_general_cls`` of nn.Dense, nn.DenseGeneral and layers made of them; one serves any
     number of layers.
 
@@ -58,16 +64,28 @@ def linen_dot_general(recipe: str | Recipe, *, multiply: Multiply | None = None)
               added to the rounded output.
     multiply  simulated hardware in place of XLA's FP8 dots, as in ``linear.apply``; refuses layers
               with batch dims.
+    placement of the linear on a mesh, as in ``linear.apply``; N are the kernel's output dims.
     Raises:   ValueError, naming the layer: as ``linear.apply``; a precision, which is the recipe's;
               under delayed scaling, a collection 'fp8_state' that a transformation does not pass
               on, or observations that would be lost in ``value_and_grad``.
     """
-    return functools.partial(Fp8DotGeneral, recipe=_checked(recipe, "linen_dot_general"), multiply=multiply)
+    return functools.partial(Fp8DotGeneral, recipe=_checked(recipe, "linen_dot_general"), multiply=multiply, placement=placement)
+
+
+def linen_einsum(recipe: str | Recipe, *, multiply: Multiply | None = None, placement: Placement | None = None) -> Callable[[], Fp8Einsum]:
+    """A hook for einsums, such as attention's: ``qk_attn_weights_einsum_cls`` and
+    ``attn_weights_value_einsum_cls`` of nn.MultiHeadDotProductAttention.
+
+    Shapes:   one contraction of two operands, as ``contraction.einsum`` takes it; the second one
+              counts as the weight. Else as ``linen_dot_general``.
+    Raises:   ValueError: as linen_dot_general; subscripts that are not one contraction.
+    """
+    return functools.partial(Fp8Einsum, recipe=_checked(recipe, "linen_einsum"), multiply=multiply, placement=placement)
 
 
 class Einsum(nn.Einsum):
     """``nn.Einsum`` by a recipe: same fields and parameters, ``recipe`` and, as of
-    linen_dot_general, ``multiply``.
+    linen_dot_general, ``multiply`` and ``placement``.
 
     Shapes:   by einsum_str: one contraction of the input and the kernel, as ``contraction.einsum``
               takes it.
@@ -76,6 +94,7 @@ class Einsum(nn.Einsum):
 
     recipe: str | Recipe = dataclasses.field(kw_only=True)
     multiply: Multiply | None = dataclasses.field(default=None, kw_only=True)
+    placement: Placement | None = dataclasses.field(default=None, kw_only=True)
 
     @nn.compact
     def __call__(self, inputs: jax.Array, einsum_str: str | None = None) -> jax.Array:
@@ -86,7 +105,7 @@ class Einsum(nn.Einsum):
             shape, broadcast = self._get_bias_shape(subscripts, inputs, kernel)
             bias = self.param("bias", self.bias_init, shape, self.param_dtype)
         inputs, kernel, bias = self.promote_dtype(inputs, kernel, bias, dtype=self.dtype)
-        op = Fp8Einsum(_checked(self.recipe, layer_name(self)), self.multiply)
+        op = Fp8Einsum(_checked(self.recipe, layer_name(self)), self.multiply, self.placement)
         y = op(subscripts, inputs, kernel, self.precision, self.preferred_element_type)
         return y if bias is None else y + bias.reshape(broadcast)
 
@@ -114,13 +133,22 @@ def _checked(recipe: str | Recipe, name: str) -> Recipe:
     return checked
 
 
-def _contract(hook: nn.Module, use: Callable, precision, preferred_element_type) -> jax.Array:
-    """Run ``use``, a contraction, with the hook's state, and thread its observations through
+def _contract(hook: nn.Module, x: jax.Array, use: Callable, precision, out_sharding, preferred_element_type) -> jax.Array:
+    """Run ``use``, a contraction of x, with the hook's state, and thread its observations through
     collection SEEN."""
     recipe: Recipe = hook.recipe
     name = ".".join(hook.path[:-1]) or type(hook.parent).__name__
-    amax_observations.check_arguments(name, recipe, precision, None)
-    use = functools.partial(use, recipe=recipe, name=name, preferred_element_type=preferred_element_type, multiply=hook.multiply)
+    amax_observations.check_precision(name, recipe, precision)
+    use = functools.partial(
+        use,
+        recipe=recipe,
+        # init makes parameters, and may do so on one device.
+        placement=None if hook.is_initializing() and jax.typeof(x).sharding.mesh.empty else hook.placement,
+        out_sharding=out_sharding,
+        name=name,
+        preferred_element_type=preferred_element_type,
+        multiply=hook.multiply,
+    )
     if not delayed.keeps_state(recipe):
         return use()[0]
     if not hook.has_variable(STATE, "state") and not hook.is_mutable_collection(STATE):

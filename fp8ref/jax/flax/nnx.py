@@ -10,6 +10,7 @@ from flax import errors, nnx
 from fp8ref.hardware import Multiply
 from fp8ref.jax import contraction, delayed, linear
 from fp8ref.jax.flax import amax_observations
+from fp8ref.jax.sharding import Placement
 from fp8ref.recipe import Recipe
 
 
@@ -25,20 +26,38 @@ class Seen(nnx.Variable):
 
 
 class Hook(nnx.Module):
-    """The hook of one layer: its recipe, its simulated hardware or None and, under delayed scaling,
-    its state."""
+    """The hook of one layer: its recipe; its placement and its simulated hardware, or None; under
+    delayed scaling its state.
 
-    def __init__(self, recipe: str | Recipe, name: str, stack: tuple[int, ...] = (), multiply: Multiply | None = None) -> None:
+    replaces  (the function that ``convert`` put it in place of,), or empty.
+    """
+
+    def __init__(
+        self,
+        recipe: str | Recipe,
+        name: str,
+        stack: tuple[int, ...] = (),
+        multiply: Multiply | None = None,
+        placement: Placement | None = None,
+    ) -> None:
         self.recipe = linear.check_recipe(recipe, name)
         self.name = name
         self.multiply = multiply
+        self.placement = placement
+        self.replaces: tuple = ()
         self.state = nnx.data(Fp8State(delayed.init(self.recipe, stack)) if delayed.keeps_state(self.recipe) else None)
         self.seen = nnx.data(None)
 
     def _contract(self, use: Callable, precision, out_sharding, preferred_element_type) -> jax.Array:
-        amax_observations.check_arguments(self.name, self.recipe, precision, out_sharding)
+        amax_observations.check_precision(self.name, self.recipe, precision)
         use = functools.partial(
-            use, recipe=self.recipe, name=self.name, preferred_element_type=preferred_element_type, multiply=self.multiply
+            use,
+            recipe=self.recipe,
+            placement=self.placement,
+            out_sharding=out_sharding,
+            name=self.name,
+            preferred_element_type=preferred_element_type,
+            multiply=self.multiply,
         )
         if self.state is None:
             return use()[0]
@@ -77,7 +96,9 @@ class EinsumOp(Hook):
         return self._contract(use, precision, out_sharding, preferred_element_type)
 
 
-def nnx_dot_general(recipe: str | Recipe, *, name: str = "dot_general", multiply: Multiply | None = None) -> DotGeneral:
+def nnx_dot_general(
+    recipe: str | Recipe, *, name: str = "dot_general", multiply: Multiply | None = None, placement: Placement | None = None
+) -> DotGeneral:
     """``dot_general`` of one nnx.Linear or nnx.LinearGeneral: a fresh hook for each, as it holds
     the layer's state.
 
@@ -87,17 +108,21 @@ def nnx_dot_general(recipe: str | Recipe, *, name: str = "dot_general", multiply
               added to the rounded output.
     multiply  simulated hardware in place of XLA's FP8 dots, as in ``linear.apply``; refuses layers
               with batch dims.
+    placement of the linear on a mesh, as in ``linear.apply``; N are the kernel's output dims. The
+              layer's own out_sharding is that of ``linear.apply``.
     Raises:   ValueError, naming the layer (in ``value_and_grad`` by its path): as ``linear.apply``;
-              a precision, which is the recipe's, or an out_sharding. ``value_and_grad``, ``update``
-              and ``convert`` refuse one hook in several layers.
+              a precision, which is the recipe's. ``value_and_grad``, ``update`` and ``convert``
+              refuse one hook in several layers.
     """
-    return DotGeneral(recipe, name, multiply=multiply)
+    return DotGeneral(recipe, name, multiply=multiply, placement=placement)
 
 
-def nnx_einsum(recipe: str | Recipe, *, name: str = "einsum", multiply: Multiply | None = None) -> EinsumOp:
+def nnx_einsum(
+    recipe: str | Recipe, *, name: str = "einsum", multiply: Multiply | None = None, placement: Placement | None = None
+) -> EinsumOp:
     """``einsum_op`` of one nnx.Einsum, otherwise as nnx_dot_general; subscripts as
     ``contraction.einsum``."""
-    return EinsumOp(recipe, name, multiply=multiply)
+    return EinsumOp(recipe, name, multiply=multiply, placement=placement)
 
 
 def hooks(model: nnx.Module) -> dict[str, Hook]:

@@ -17,7 +17,7 @@ Model: TypeAlias = nnx.Module | Mapping
 """An NNX model, or the variables of a linen model."""
 
 
-def value_and_grad(loss_fn: Callable, *, has_aux: bool = False, wrt=nnx.Param) -> Callable:
+def value_and_grad(loss_fn: Callable, *, has_aux: bool = False, wrt=nnx.Param, update: bool = False) -> Callable:
     """A function of loss_fn's arguments that returns (value, grads, seen): its value, its gradient,
     and what the step observed.
 
@@ -28,23 +28,32 @@ def value_and_grad(loss_fn: Callable, *, has_aux: bool = False, wrt=nnx.Param) -
               returned; a second apply in one loss takes {**variables, **updated} of the first.
               grads is of variables["params"].
     Returns:  value: loss, or (loss, aux); seen: an Observed, for ``merge`` and ``update``. Recipes
-              without a state observe nothing.
+              without a state observe nothing, and neither does a model without FP8, such as one
+              converted to 'bf16'. Then a linen loss_fn may return the loss alone.
     Transformations: jit, remat and vmap around the layers or the loss; scan over stacked layers,
                      their state and observations stacked
               too. In linen an nn.scan that shares weights carries SEEN, in variable_carry: refused
               by name otherwise.
-    Raises:   ValueError, at trace time: a model without FP8 layers; naming the layer, observations
-              that would be lost, or a shared hook.
+    update    True, for an NNX model: the states take the step's observations at once, and what is
+              returned is (value, grads), as of nnx.value_and_grad. It is for one call a step.
+    Raises:   ValueError, at trace time: naming the layer, observations that would be lost, or a
+              shared hook; update for linen, whose variables do not change in place.
     """
 
     def run(model: Model, *args):
         if isinstance(model, nnx.Module):
-            return _of_nnx(loss_fn, model, args, has_aux, wrt)
+            value, grads, seen = _of_nnx(loss_fn, model, args, has_aux, wrt)
+            if not update:
+                return value, grads, seen
+            _advance(model, seen)
+            return value, grads
         if wrt is not nnx.Param:
             raise ValueError(
                 f"wrt filters the variables of an NNX model; got wrt={wrt!r} for linen, whose "
                 "gradient is of variables['params']. Leave it out."
             )
+        if update:
+            raise ValueError("update=True changes an NNX model; linen's variables do not change. Use fj.flax.update(variables, seen).")
         return _of_linen(loss_fn, _variables(model), args, has_aux)
 
     return run
@@ -61,11 +70,7 @@ def update(model: Model, seen: Observed):
     """
     amax_observations.check(seen)
     if isinstance(model, nnx.Module):
-        of_hooks = {path: hook for path, hook in hooks(model).items() if hook.state is not None}
-        amax_observations.same_layers(of_hooks, seen.layers, "update")
-        for path, hook in of_hooks.items():
-            hook.state.set_value(delayed.update(hook.state.get_value(), seen.layers[path], recipe=hook.recipe))
-        return None
+        return _advance(model, seen)
     layers = linen_states(_variables(model))
     amax_observations.same_layers({_key(path): layer for path, layer in layers.items()}, seen.layers, "update")
     after = {
@@ -85,6 +90,14 @@ def unseen(model: Model) -> Observed:
     return Observed(layers={_key(path): _unseen(layer.recipe, layer.roles) for path, layer in linen_states(_variables(model)).items()})
 
 
+def _advance(model: nnx.Module, seen: Observed) -> None:
+    """``update`` of an NNX model."""
+    of_hooks = {path: hook for path, hook in hooks(model).items() if hook.state is not None}
+    amax_observations.same_layers(of_hooks, seen.layers, "update")
+    for path, hook in of_hooks.items():
+        hook.state.set_value(delayed.update(hook.state.get_value(), seen.layers[path], recipe=hook.recipe))
+
+
 def _of_nnx(loss_fn: Callable, model: nnx.Module, args: tuple, has_aux: bool, wrt):
     """(value, grads, seen) of an NNX model.
 
@@ -92,8 +105,6 @@ def _of_nnx(loss_fn: Callable, model: nnx.Module, args: tuple, has_aux: bool, wr
     observations of input and weight, its gradient those of grad_output.
     """
     every = hooks(model)
-    if not every:
-        raise ValueError(f"fp8ref.jax.flax needs a model with FP8 layers; got {type(model).__name__} without. Use fj.flax.convert first.")
     names = {path: hook.name for path, hook in every.items()}
     stateful = {path: hook for path, hook in every.items() if hook.state is not None}
     try:
@@ -145,7 +156,10 @@ def _of_linen(loss_fn: Callable, variables: Mapping, args: tuple, has_aux: bool)
 
     def of(params, seen):
         given = {SEEN: collection({path: seen[_key(path)] for path in paths}, "seen")} if seen else {}
-        loss, out = loss_fn({"params": params, **rest, **given}, *args)
+        out = loss_fn({"params": params, **rest, **given}, *args)
+        if not start and not has_aux and not isinstance(out, tuple):
+            out = out, {}
+        loss, out = out
         updated, aux = out if has_aux else (out, None)
         seen = _linen_seen(updated, start)
         if not has_aux and (others := [name for name in updated if name != SEEN]):

@@ -160,8 +160,14 @@ class Layout:
         return jax.shard_map(f, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs) if self.mapped else f
 
     def whole(self, table: jax.Array) -> jax.Array:
-        """All-gather a table over fsdp, in its own dtype."""
-        return lax.all_gather(table, self._fsdp, axis=0, tiled=True) if self.mapped and self._fsdp else table
+        """All-gather a table over fsdp, in its own dtype.
+
+        Its gradient is scattered over fsdp first, so that fewer rows are summed over the other axes.
+        """
+        if not (self.mapped and self._fsdp):
+            return table
+        others = tuple(axis for axis in self.cutting_tokens if axis not in self._fsdp)
+        return lax.all_gather(lax.pcast(table, others, to="varying") if others else table, self._fsdp, axis=0, tiled=True)
 
     def own_sequence(self, tokens: jax.Array) -> jax.Array:
         """Under sequence parallelism, a device's part of tokens [B, T] along T.

@@ -238,3 +238,54 @@ def test_a_converted_model_runs_under_simulated_hardware():  # G-19
     by_hand = nnx.Linear(32, 32, dot_general=fj.flax.nnx_dot_general("tensorwise", multiply=HOPPER), rngs=nnx.Rngs(0))
     same(model(X), by_hand(X))
     assert (model(X) != nnx.Linear(32, 32, dot_general=fj.flax.nnx_dot_general("tensorwise"), rngs=nnx.Rngs(0))(X)).any()
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "rowwise", "bf16"])
+def test_deconvert_gives_the_original_nnx_model_back(recipe):  # R-6
+    """Its structure, its parameters, and every bit of a step."""
+    stacked = nnx.vmap(lambda key: nnx.Linear(32, 32, rngs=nnx.Rngs(key)))(jax.random.split(jax.random.key(0), 2))
+    model = net()
+    model.stacked = stacked
+    structure, state = nnx.graphdef(model), nnx.to_pure_dict(nnx.state(model))
+    converted = fj.flax.convert(model, recipe, filter_fqns=["lm_head"])
+    assert fj.flax.deconvert(converted) is model
+    assert nnx.graphdef(model) == structure
+    same(nnx.to_pure_dict(nnx.state(model)), state)
+    fj.flax.convert(model, "rowwise")  # again
+    assert nnx.graphdef(model) != structure
+
+
+def test_deconvert_gives_the_original_linen_module_back():
+    converted = linen_convert("delayed")
+    original = fj.flax.deconvert(converted)
+    assert (original, type(original)) == (Model(), Model)
+    variables = converted.init(jax.random.key(0), X)
+    same(original.apply({"params": variables["params"]}, X), Model().apply({"params": variables["params"]}, X))
+    assert fj.flax.deconvert(converted.clone(size=8)).size == 8
+
+
+def by_hand():
+    model = fj.flax.convert(net(), "rowwise", filter_fqns=["blocks.0"])
+    model.blocks[0].dot_general = nnx.data(fj.flax.nnx_dot_general("rowwise"))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: fj.flax.deconvert(by_hand()), r"^blocks.0.dot_general: convert did not put this hook in"),
+        (lambda: fj.flax.deconvert(Model()), r"^deconvert takes what convert returned; got Model"),
+        (lambda: fj.flax.deconvert(3), r"^deconvert takes what convert returned; got int"),
+    ],
+)
+def test_what_convert_did_not_do_is_not_undone(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_a_refused_deconversion_changes_nothing():  # R-6
+    model = by_hand()
+    structure = nnx.graphdef(model)
+    with pytest.raises(ValueError, match="by hand"):
+        fj.flax.deconvert(model)
+    assert nnx.graphdef(model) == structure

@@ -337,3 +337,23 @@ def test_layers_take_simulated_hardware(recipe, rng):  # G-19
         variables = layer.init(jax.random.key(0), x)
         variables["params"]["kernel"] = kernel.astype(jnp.float32)
         np.testing.assert_array_equal(np.asarray(layer.apply(variables, x, mutable=[SEEN])[0], np.float32), expected)
+
+
+def test_attention_runs_in_fp8_with_hooks_for_its_einsums():
+    """Both einsums of nn.MultiHeadDotProductAttention, whose ellipses are batch dims."""
+    x = integers((2, 16, 32), 3, 0)
+
+    def run(**hooks):
+        model = nn.MultiHeadDotProductAttention(num_heads=2, qkv_features=32, **hooks)
+        variables = nn.MultiHeadDotProductAttention(num_heads=2, qkv_features=32).init(jax.random.key(0), x)
+        step = jax.jit(jax.value_and_grad(lambda v, x: (model.apply(v, x) ** 2).sum()))
+        fp8 = [gemm for gemm in fj.proof.gemms(fj.proof.read(step.lower(variables, x))) if gemm.fp8]
+        return step(variables, x), len(fp8)
+
+    einsums = {f"{name}_einsum_cls": fj.flax.linen_einsum("rowwise") for name in ("qk_attn_weights", "attn_weights_value")}
+    (value, grads), fp8 = run(**einsums)
+    (expected, _), none = run()
+    assert (fp8, none) == (6, 0)
+    assert all(jnp.isfinite(g).all() for g in jax.tree.leaves(grads))
+    np.testing.assert_allclose(value, expected, rtol=2.0**-3)  # elements of e4m3 err by 2^-4 of themselves at most
+    assert value != expected

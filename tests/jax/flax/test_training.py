@@ -34,10 +34,53 @@ def test_an_update_rolls_the_state_once():  # H-3
     assert (int(state.step), float(state.amax_history[0]), float(state.stored)) == (1, 3.0, float(jnp.float32(448) / 3))
 
 
+def loss_fn(model, x):
+    return (model(x) ** 2).mean()
+
+
+@pytest.mark.parametrize("recipe", [None, "bf16", "rowwise"])
+def test_what_keeps_no_state_observes_nothing(recipe):
+    """The same step for a model as it is, in bfloat16, or scaled dynamically: the gradients are nnx.value_and_grad's."""
+    x = jnp.ones((16, 16))
+    model = nnx.Linear(16, 16, rngs=nnx.Rngs(0))
+    model = model if recipe is None else fp8.convert(model, recipe)
+    value, grads, seen = fp8.value_and_grad(loss_fn)(model, x)
+    fp8.update(model, seen)
+    same = jax.tree.map(lambda a, b: bool((a == b).all()), (value, grads), nnx.value_and_grad(loss_fn)(model, x))
+    assert jax.tree.all(same)
+    assert not seen.layers
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "tensorwise"])
+def test_a_linen_loss_without_a_state_is_jax_value_and_grads(recipe):
+    model, x = fp8.convert(nn.Dense(16), recipe, inputs=(jnp.ones((16, 16)),)), jnp.ones((16, 16))
+    variables = model.init(jax.random.key(0), x)
+
+    def loss(variables, x):
+        return (model.apply(variables, x) ** 2).mean()
+
+    value, grads, seen = fp8.value_and_grad(loss)(variables, x)
+    expected = jax.value_and_grad(loss)(variables, x)
+    assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), (value, {"params": grads}), expected))
+    assert fp8.update(variables, seen).keys() == variables.keys()
+
+
+def test_update_inside_value_and_grad_is_update_after_it():
+    def run(**options):
+        model = nnx.Linear(16, 16, dot_general=fp8.nnx_dot_general("delayed"), rngs=nnx.Rngs(0))
+        out = nnx.jit(lambda model, x: fp8.value_and_grad(loss_fn, **options)(model, x))(model, jnp.full((16, 16), 3.0))
+        if not options:
+            fp8.update(model, out[2])
+        return out[:2], nnx.to_pure_dict(nnx.state(model))
+
+    assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), run(update=True), run()))
+    assert len(run(update=True)[0]) == 2
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: fp8.value_and_grad(lambda m, x: m(x).sum())(nnx.Linear(16, 16, rngs=nnx.Rngs(0)), jnp.ones((16, 16))), "Linear without"),
+        (lambda: fp8.value_and_grad(lambda v, x: 0.0, update=True)(linen_model()[1], 1), "update=True changes an NNX model"),
         (lambda: fp8.value_and_grad(lambda v, x: 0.0, wrt=nnx.BatchStat)(linen_model()[1], 1), "wrt filters"),
         (lambda: fp8.value_and_grad(lambda v, x: 0.0)({"parameters": 1}, 1), "got collections parameters"),
         (lambda: fp8.update(linen_model()[1], {"fc": 1}), "observations of fj.flax.value_and_grad"),

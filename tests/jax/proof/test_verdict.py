@@ -129,11 +129,8 @@ def test_a_single_constraint_that_gathers_something_wider_is_caught(monkeypatch)
     """With the codes pinned to whole rows only, XLA may quantize after the gather: guarded by the second constraint."""
     with_both = proof.read(lowered("tensorwise", "jit"))
 
-    def one_constraint(x, placement, role):
-        mesh, columns = jax.typeof(x).sharding.mesh, placement.at_rest(role)[1]
-        return lax.with_sharding_constraint(
-            x, NamedSharding(mesh, P(*[P.UNCONSTRAINED] * (x.ndim - 2), placement.n if role == "weight" else None, columns))
-        )
+    def one_constraint(x, cut):
+        return lax.with_sharding_constraint(x, NamedSharding(jax.typeof(x).sharding.mesh, cut.specs(x.shape)[1]))
 
     monkeypatch.setattr(operands, "gather_by_compiler", one_constraint)
     plan = {"layers.0.fc": "tensorwise"}, {"layers.0.fc": PLACEMENT}

@@ -1,0 +1,301 @@
+"""What of a Flax model runs in FP8 and what does not, and why: a table of its layers and products.
+
+Parameters are read from the model. With inputs a forward pass is traced, not computed: it counts
+multiplications, shows layers that are never called, and finds what has no layer: hand-written
+products and the ragged products of experts.
+"""
+
+import collections
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+import flax.linen as nn
+import jax
+import jax.extend.core
+from flax import nnx, traverse_util
+from jax import lax
+
+from fp8ref.jax.flax.nnx import Hook
+from fp8ref.linear_selection import Decision
+from fp8ref.recipe import Recipe
+
+PRODUCTS = ("dot_general", "ragged_dot_general", "conv_general_dilated")
+"""The primitives that multiply."""
+
+RAGGED = "experts: a ragged product has no hook"
+"""Why lax.ragged_dot has no FP8."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One layer, or products of one kind that belong to no layer in FP8.
+
+    path             of the layer; empty for products without one.
+    kind             the class of the layer, or the product's primitive.
+    shape            [N, K] of a linear, else that of its largest parameter, or of the result.
+    recipe           the name of the recipe; None without FP8.
+    reason           why.
+    parameters       their number.
+    in_fp8           those that are multiplied in FP8.
+    multiplications  of one forward pass; None where none was traced.
+    """
+
+    path: str
+    kind: str
+    shape: tuple[int, ...]
+    recipe: str | None
+    reason: str
+    parameters: int = 0
+    in_fp8: int = 0
+    multiplications: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """Rows of a model, and what share of it is in FP8. As a string, a table."""
+
+    rows: list[Row] = field(default_factory=list)
+
+    @property
+    def parameters(self) -> float:
+        """The share of parameters that are multiplied in FP8."""
+        return _share(sum(row.in_fp8 for row in self.rows), sum(row.parameters for row in self.rows))
+
+    @property
+    def multiplications(self) -> float | None:
+        """The share of multiplications of a forward pass in FP8; None where none was traced."""
+        if all(row.multiplications is None for row in self.rows):
+            return None
+        counts = [(row.recipe, row.multiplications or 0) for row in self.rows]
+        return _share(sum(n for recipe, n in counts if recipe), sum(n for _, n in counts))
+
+    @property
+    def left_out(self) -> list[Row]:
+        """The rows that multiply matrices without FP8, or may do so."""
+        return [row for row in self.rows if row.recipe is None and row.kind not in ("vectors", "Embed")]
+
+    @property
+    def surprising(self) -> bool:
+        """True if something other than linears, lookups and convolutions has no FP8: experts, or
+        parameters that no layer of Flax's multiplies."""
+        return any(row.recipe is None and row.reason in (RAGGED, _outside(row.shape)) for row in self.rows)
+
+    def summary(self) -> str:
+        """One line: shares, and what is left out."""
+        layers = [row for row in self.rows if row.recipe]
+        shares = [f"{self.parameters:.1%} of the parameters"]
+        if self.multiplications is not None:
+            shares.append(f"{self.multiplications:.1%} of the multiplications")
+        recipes = ", ".join(dict.fromkeys(row.recipe for row in layers if row.recipe))
+        line = f"{len(layers)} layer{'s' * (len(layers) != 1)} in FP8{f' ({recipes})' if recipes else ''}, {' and '.join(shares)}"
+        names = [
+            f"{row.path or row.kind} ({row.kind}: {row.reason})" if row.path else f"{row.kind} ({row.reason})" for row in self.left_out
+        ]
+        more = f"; and {len(names) - 6} more" if len(names) > 6 else ""
+        return f"{line}. Not in FP8: {'; '.join(names[:6])}{more}." if names else f"{line}."
+
+    def __str__(self) -> str:
+        traced = self.multiplications is not None
+        head = ["layer", "kind", "shape", "recipe", "parameters", *["multiplications"] * traced, "why"]
+        cells = [head]
+        for row in self.rows:
+            shape = "x".join(map(str, row.shape))
+            counts = [f"{row.parameters:,}", *[f"{row.multiplications or 0:,}"] * traced]
+            cells.append([row.path or "-", row.kind, shape or "-", row.recipe or "-", *counts, row.reason])
+        widths = [max(len(line[i]) for line in cells) for i in range(len(head))]
+        table = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in cells]
+        return "\n".join([*table, self.summary()])
+
+
+def of_nnx(
+    model: nnx.Module, inputs: tuple | None, dims: Mapping[str, tuple[int, int]], decisions: Mapping[str, Decision] | None = None
+) -> Report:
+    """The report of an NNX model, from [N, K] of its linears; decisions: of its conversion, if they
+    are known."""
+    traced = None if inputs is None else _traced(model, inputs, dims)
+    rows: list[Row] = []
+    vectors: list[Row] = []
+    counted: set[int] = set()
+    for path, node in nnx.iter_graph(model, graph=True):
+        if not isinstance(node, nnx.Module) or isinstance(node, Hook):
+            continue
+        own = {key: v.get_value() for key, v in vars(node).items() if isinstance(v, nnx.Param) and id(v) not in counted}
+        counted |= {id(v) for v in vars(node).values() if isinstance(v, nnx.Variable)}
+        shapes = {key: value.shape for key, value in own.items() if hasattr(value, "shape")}
+        if not shapes:
+            continue
+        name = _name(path, model)
+        hook = next((v for v in vars(node).values() if isinstance(v, Hook)), None)
+        row = _row(name, type(node).__name__, shapes, dims.get(name), hook.recipe if hook else None, (decisions or {}).get(name), traced)
+        (vectors if row.kind == "vectors" else rows).append(row)
+    return _report(rows, vectors, traced)
+
+
+def _traced(model: nnx.Module, inputs: tuple, dims: Mapping) -> "_Traced":
+    """The products of a forward pass of a copy, in which each linear's have its path for a scope."""
+    graph, state = nnx.split(model)
+
+    def scoped(function, name: str):
+        def call(*args, **kwargs):
+            with jax.named_scope(f"{name}/output"):
+                return function(*args, **kwargs)
+
+        return call
+
+    def run(state, *args):
+        copy = nnx.merge(graph, state)
+        for path, layer in nnx.iter_graph(copy, graph=True):
+            if isinstance(layer, Hook):
+                layer.name = _name(path[:-1], copy)
+            elif (name := _name(path, copy)) in dims:
+                attribute = "einsum_op" if hasattr(layer, "einsum_op") else "dot_general"
+                if not isinstance(own := getattr(layer, attribute), Hook):
+                    setattr(layer, attribute, scoped(own or lax.dot_general, name))
+        return [leaf for leaf in jax.tree.leaves(copy(*args)) if hasattr(leaf, "shape")]
+
+    return _Traced(jax.make_jaxpr(run)(state, *inputs).jaxpr)
+
+
+def _name(path: tuple, model: nnx.Module) -> str:
+    return ".".join(map(str, path)) or type(model).__name__
+
+
+def of_linen(
+    modules: Mapping[str, nn.Module], params: Mapping, decisions: Mapping[str, Decision], recipes: Mapping[str, Recipe], jaxpr
+) -> Report:
+    """The report of a linen model: its modules by path, its parameters' shapes, and its forward
+    pass."""
+    traced = _Traced(jaxpr, decisions)
+    by_module: dict[str, dict] = collections.defaultdict(dict)
+    for path, value in traverse_util.flatten_dict(params).items():
+        by_module[".".join(path[:-1]) or next(iter(modules), "")][path[-1]] = value.shape
+    rows: list[Row] = []
+    vectors: list[Row] = []
+    for name, shapes in by_module.items():
+        kind = type(modules[name]).__name__ if name in modules else "module"
+        decision = decisions.get(name)
+        row = _row(name, kind, shapes, decision.shape if decision else None, recipes.get(name), decision, traced)
+        (vectors if row.kind == "vectors" else rows).append(row)
+    return _report(rows, vectors, traced)
+
+
+class _Traced:
+    """The products of a jaxpr, by the layer whose scope they are in; those without one by primitive
+    and result."""
+
+    def __init__(self, jaxpr, linears: Iterable[str] = ()) -> None:
+        """linears: names of those that linen's scopes show."""
+        of_scope = {f"/{name.replace('.', '/')}": name for name in linears}
+        self.layers: collections.Counter[str] = collections.Counter()
+        self.others: collections.Counter[tuple[str, tuple[int, ...]]] = collections.Counter()
+        for eqn, scope, times in _products(jaxpr, "", 1):
+            parts = scope.split("/")
+            at = next((i for i, part in enumerate(parts) if part == "output"), 0)
+            name = parts[at - 1] if at else next((name for end, name in of_scope.items() if scope.endswith(end)), None)
+            if name:
+                self.layers[name] += times * _multiplications(eqn)
+            else:
+                self.others[eqn.primitive.name, eqn.outvars[0].aval.shape] += times * _multiplications(eqn)
+
+
+def _products(jaxpr, scope: str, times: int) -> Iterator[tuple]:
+    """(equation, scope, times) of every product; of a branch, the last, which is not for a GPU."""
+    for eqn in jaxpr.eqns:
+        inner = f"{scope}/{eqn.source_info.name_stack}"
+        if eqn.primitive.name in PRODUCTS:
+            yield eqn, inner, times
+            continue
+        nested = list(jax.extend.core.jaxprs_in_params(eqn.params))
+        if eqn.primitive.name == "cond":
+            nested = nested[-1:]
+        if eqn.primitive.name == "custom_vjp_call" or eqn.primitive.name == "custom_jvp_call":
+            nested = nested[:1]
+        repeated = times * eqn.params["length"] if eqn.primitive.name == "scan" else times
+        for one in nested:
+            yield from _products(getattr(one, "jaxpr", one), inner, repeated)
+
+
+def _multiplications(eqn) -> int:
+    """M N K of a product."""
+    a, b, out = eqn.invars[0].aval.shape, eqn.invars[1].aval.shape, math.prod(eqn.outvars[0].aval.shape)
+    if eqn.primitive.name == "dot_general":
+        (contracted, _), _ = eqn.params["dimension_numbers"]
+        return out * math.prod(a[d] for d in contracted)
+    if eqn.primitive.name == "ragged_dot_general":
+        (contracted, _), _ = eqn.params["ragged_dot_dimension_numbers"].dot_dimension_numbers
+        return out * math.prod(a[d] for d in contracted)
+    out_channels = b[eqn.params["dimension_numbers"].rhs_spec[0]]
+    return out * math.prod(b) // out_channels
+
+
+def _row(
+    name: str,
+    kind: str,
+    shapes: Mapping,
+    dims: tuple[int, int] | None,
+    recipe: Recipe | None,
+    decision: Decision | None,
+    traced: "_Traced | None",
+) -> Row:
+    """The row of one layer, from the shapes of its parameters; dims: [N, K] of a linear."""
+    sizes = {key: math.prod(shape) for key, shape in shapes.items()}
+    largest = dims or max(shapes.values(), key=math.prod)
+    fp8 = recipe is not None and recipe.fp8
+    if dims is None and not fp8 and max(map(len, shapes.values())) < 2:
+        return Row(path=name, kind="vectors", shape=(), recipe=None, reason="no matrix", parameters=sum(sizes.values()))
+    count = None if traced is None else traced.layers.get(name, 0)
+    reason = decision.reason if decision else "has a hook" if fp8 else _why_not(kind, largest)
+    return Row(
+        path=name,
+        kind=kind,
+        shape=largest,
+        recipe=recipe.name if recipe is not None and fp8 else None,
+        reason="never called" if dims and count == 0 else reason,
+        parameters=sum(sizes.values()),
+        in_fp8=sizes.get("kernel", 0) if fp8 else 0,
+        multiplications=count,
+    )
+
+
+def _why_not(kind: str, shape: tuple[int, ...]) -> str:
+    """Why a layer that convert does not choose has no FP8."""
+    if kind in ("Linear", "LinearGeneral", "Dense", "DenseGeneral", "Einsum"):
+        if any(size % 16 for size in shape[-2:]):
+            return "dims that are not multiples of 16 (L-5)"
+        return "no hook: filtered, or not converted"
+    if kind == "Embed":
+        return "a table: lookups multiply nothing, and attend has no hook"
+    if kind.startswith("Conv"):
+        return "convolutions have no hook"
+    return _outside(shape)
+
+
+def _outside(shape: tuple[int, ...]) -> str:
+    return f"a parameter of {len(shape)} dims outside linears: experts (lax.ragged_dot) or a hand-written product have no hook"
+
+
+def _report(rows: list[Row], vectors: list[Row], traced: _Traced | None) -> Report:
+    """The rows, with all vectors in one of them, and a row for products without a layer."""
+    if vectors:
+        rows.append(
+            Row(
+                path="",
+                kind="vectors",
+                shape=(),
+                recipe=None,
+                reason=f"of {len(vectors)} modules",
+                parameters=sum(v.parameters for v in vectors),
+            )
+        )
+    for (primitive, shape), count in traced.others.items() if traced else ():
+        reason = {
+            "ragged_dot_general": RAGGED,
+            "conv_general_dilated": "convolutions have no hook",
+        }.get(primitive, "outside layers in FP8")
+        rows.append(Row(path="", kind=primitive, shape=shape, recipe=None, reason=reason, multiplications=count))
+    return Report(rows=rows)
+
+
+def _share(part: int, whole: int) -> float:
+    return part / whole if whole else 0.0

@@ -1,0 +1,158 @@
+"""What a report says of a model: layers in FP8, what is not and why, shares; and the line that convert logs."""
+
+import logging
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+from jax import lax
+
+from fp8ref import jax as fj
+
+D, F, TOKENS, EXPERTS = 32, 64, 8, 4
+X = jax.ShapeDtypeStruct((1, TOKENS, D), jnp.float32)
+
+
+class Experts(nnx.Module):
+    """A router and ragged experts."""
+
+    def __init__(self, rngs):
+        self.router = nnx.Linear(D, 16, use_bias=False, rngs=rngs)
+        self.up = nnx.Param(jnp.ones((EXPERTS, D, F)))
+
+    def __call__(self, x):
+        chosen = self.router(x)[..., :EXPERTS].argmax(-1)
+        sizes = jnp.bincount(chosen.reshape(-1), length=EXPERTS)
+        return lax.ragged_dot(x.reshape(-1, D), self.up.get_value(), sizes)[..., :D].reshape(x.shape)
+
+
+class Model(nnx.Module):
+    def __init__(self, rngs):
+        self.embed = nnx.Embed(48, D, rngs=rngs)
+        self.norm = nnx.LayerNorm(D, rngs=rngs)
+        self.conv = nnx.Conv(D, D, (3,), rngs=rngs)
+        self.attend, self.unused = nnx.Linear(D, D, rngs=rngs), nnx.Linear(D, D, rngs=rngs)
+        self.mixture = Experts(rngs)
+        self.head, self.odd = nnx.Linear(D, 48, rngs=rngs), nnx.Linear(D, 24, rngs=rngs)
+
+    def __call__(self, x):
+        x = self.attend(self.conv(self.norm(x)))
+        x = x + jnp.einsum("bqd,bkd->bqk", x, x) @ x
+        x = self.mixture(x)
+        return self.head(x), self.odd(x)
+
+
+def of(rows, path="", kind=None):
+    (row,) = [row for row in rows if row.path == path and kind in (None, row.kind)]
+    return row
+
+
+def converted():
+    return fj.flax.convert(Model(nnx.Rngs(0)), "rowwise", filter_fqns=["head"])
+
+
+def test_rows_of_an_nnx_model():
+    found = fj.flax.report(converted(), (X,))
+    attend = of(found.rows, "attend")
+    assert (attend.recipe, attend.kind, attend.shape, attend.in_fp8) == ("rowwise", "Linear", (D, D), D * D)
+    assert attend.parameters == D * D + D
+    assert attend.multiplications == TOKENS * D * D
+    for path, reason in {
+        "unused": "never called",
+        "head": "filtered",
+        "odd": "multiples of 16",
+        "embed": "a table",
+        "conv": "convolutions",
+        "mixture": "a parameter of 3 dims outside linears",
+    }.items():
+        assert reason in of(found.rows, path).reason
+    assert of(found.rows, "head").multiplications == TOKENS * D * 48
+    assert [row.path for row in found.rows if row.recipe] == ["attend", "mixture.router", "unused"]
+    ragged = of(found.rows, kind="ragged_dot_general")
+    assert ragged.multiplications == TOKENS * D * F
+    assert of(found.rows, kind="conv_general_dilated").multiplications == TOKENS * D * D * 3
+    assert of(found.rows, kind="vectors").parameters == 2 * D
+
+
+def test_shares():
+    model = converted()
+    found, parameters = fj.flax.report(model, (X,)), sum(v.size for v in jax.tree.leaves(nnx.state(model, nnx.Param)))
+    assert sum(row.parameters for row in found.rows) == parameters
+    assert found.parameters == (2 * D * D + 16 * D) / parameters
+    fp8 = TOKENS * D * D + TOKENS * D * 16
+    others = TOKENS * D * (D * 3 + F + 48 + 24) + 2 * TOKENS * TOKENS * D  # conv, experts, head, odd; attention's two
+    assert found.multiplications == fp8 / (fp8 + others)
+    assert fj.flax.report(model).multiplications is None
+    assert fj.flax.report(Model(nnx.Rngs(0))).parameters == 0
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "mxfp8", "bf16"])
+def test_multiplications_of_every_recipe(recipe):
+    """Whether codes are multiplied or, of blocks, dequantized values."""
+    model = fj.flax.convert(nnx.Sequential(nnx.Linear(D, D, rngs=nnx.Rngs(0)), nnx.Linear(D, 24, rngs=nnx.Rngs(0))), recipe)
+    found = fj.flax.report(model, (X,))
+    assert found.multiplications == (0 if recipe == "bf16" else D / (D + 24))
+
+
+def test_a_table():
+    text = str(fj.flax.report(converted(), (X,)))
+    lines = text.splitlines()
+    assert lines[0].split() == ["layer", "kind", "shape", "recipe", "parameters", "multiplications", "why"]
+    (attend,) = [line for line in lines if line.startswith("attend")]
+    assert attend.split()[:6] == ["attend", "Linear", "32x32", "rowwise", "1,056", "8,192"]
+    assert lines[-1].startswith("3 layers in FP8 (rowwise), ")
+
+
+def test_convert_logs_one_line_and_warns_of_experts(caplog):  # R-6
+    with caplog.at_level(logging.INFO, "fp8ref.jax.flax"):
+        converted()
+        fj.flax.convert(nnx.Sequential(nnx.Linear(D, D, rngs=nnx.Rngs(0))), "rowwise")
+    warned, quiet = caplog.records
+    assert warned.levelno == logging.WARNING
+    for part in ("convert: Model: 3 layers in FP8 (rowwise)", "mixture (Experts: a parameter of 3 dims", "filter_fqns 'head'"):
+        assert part in warned.getMessage()
+    assert quiet.levelno == logging.INFO
+    assert quiet.getMessage() == "convert: Sequential: 1 layer in FP8 (rowwise), 97.0% of the parameters."
+
+
+class LinenExperts(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        chosen = nn.Dense(16, name="router")(x)[..., :EXPERTS].argmax(-1)
+        up = self.param("up", nn.initializers.ones, (EXPERTS, D, F))
+        return lax.ragged_dot(x.reshape(-1, D), up, jnp.bincount(chosen.reshape(-1), length=EXPERTS))
+
+
+class LinenModel(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        block = nn.scan(lambda layer, h, _: (layer(h), None), variable_axes={"params": 0}, split_rngs={"params": True}, length=2)
+        x = block(nn.Dense(D, name="stack"), nn.LayerNorm()(nn.Embed(48, D)(jnp.zeros(x.shape[:2], int))) + x, None)[0]
+        return nn.Dense(24, name="head")(nn.Conv(D, (3,))(x)), LinenExperts(name="mixture")(x)
+
+
+def test_a_linen_model(caplog):
+    with caplog.at_level(logging.INFO, "fp8ref.jax.flax"):
+        model = fj.flax.convert(LinenModel(), "rowwise", inputs=(X,))
+    found = fj.flax.report(model)
+    assert caplog.records[0].levelno == logging.WARNING
+    assert [row.path for row in found.rows if row.recipe] == ["mixture.router", "stack"]
+    stack = of(found.rows, "stack")
+    assert (stack.shape, stack.parameters, stack.multiplications) == ((D, D), 2 * D * (D + 1), 2 * TOKENS * D * D)
+    for path, reason in {
+        "head": "needs multiples of",
+        "Embed_0": "a table",
+        "Conv_0": "convolutions",
+        "mixture": "a parameter of 3 dims outside linears",
+    }.items():
+        assert reason in of(found.rows, path).reason
+    assert of(found.rows, kind="ragged_dot_general").multiplications == TOKENS * D * F
+    assert of(found.rows, "head").multiplications == TOKENS * D * 24
+
+
+@pytest.mark.parametrize("model", [LinenModel(), 3])
+def test_only_converted_linen_models_show_their_layers(model):
+    with pytest.raises(ValueError, match=r"report takes an NNX model, .*Convert it first"):
+        fj.flax.report(model)
