@@ -17,6 +17,10 @@ LOGITS = {"jax": 4, "torch": 14}
 """{backend: bytes a logit}: bfloat16 logits and their gradient; in PyTorch also float32 logits, softmax and
 gradient in place of the latter."""
 
+SCORE, QUERIES = 10, 512
+"""Bytes of an attention score, and the queries that chunked attention takes at a time
+(``train.jax.llama``)."""
+
 _LOGITS_FORMULA = {"jax": " logits and their gradient", "torch": "; float32 logits, softmax and gradient"}
 
 OBSERVATION = 3 * 4
@@ -45,6 +49,7 @@ def lines(config: Config, backend: str) -> dict[str, tuple[int, str]]:
         gradients = (2 * held, "2 bytes a parameter, bf16")
     activations, formula = _activations(config, backend)
     compute, how = _compute(config, backend)
+    scores = {"attention scores": _scores(config)} if backend == "jax" and config.parallel.attention != "cudnn" else {}
     return {
         masters: state.pop(masters),
         "gradients": gradients,
@@ -52,6 +57,7 @@ def lines(config: Config, backend: str) -> dict[str, tuple[int, str]]:
         "FP8 states": (_states(config, backend), "scales, histories and observations of delayed scaling"),
         "weights in use": (compute, how),
         "activations": (activations, formula),
+        **scores,
         "logits": (_logits(config, backend), f"{LOGITS[backend]} bytes each: bf16" + _LOGITS_FORMULA[backend]),
     }
 
@@ -125,6 +131,15 @@ def _activations(config: Config, backend: str) -> tuple[int, str]:
         kept = 2 * (h + 2 * a + 2 * kv + 2 * f + 2 * h)
         return int(count * (layers * kept + layer)), f"tokens x (layers x 2 (3 H + 2 A + 2 KV + 2 F) + one layer's {formula}) bytes"
     return int(count * layers * layer), f"tokens x layers x {formula} bytes"
+
+
+def _scores(config: Config) -> tuple[int, str]:
+    """(bytes, formula) of one layer's attention scores, which XLA writes."""
+    keys, model = config.parallel, config.model
+    length = config.data.sequence_length
+    queries = min(length, QUERIES) if keys.attention == "chunked" else length
+    elements = tokens(config) // length * model.num_attention_heads // keys.tensor * queries * length
+    return SCORE * elements, f"{SCORE} bytes each, of {queries:,} queries at a time: float32 scores and gradient, bf16 probabilities"
 
 
 def _logits(config: Config, backend: str) -> int:

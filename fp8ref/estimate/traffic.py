@@ -58,9 +58,11 @@ def _moves(config: Config, backend: str) -> Iterator[tuple[str, float, int]]:
             # JAX reduces the table's gradient in the table's own dtype.
             summed = 4 if table and backend == "jax" else wide
             yield "gradients, reduced over fsdp", gathered * whole, summed
-            yield "gradients, summed over data", 2 * copies * piece, summed
             if backend == "jax" and keys.sequence and (table or linear == "lm_head"):  # a device has other tokens along tensor
-                yield "gradients, summed over tensor", 2 * (keys.tensor - 1) / keys.tensor * piece, summed
+                others = 1 - 1 / (keys.data * keys.tensor)
+                yield "gradients, summed over data and tensor", 2 * others * piece, summed
+            else:
+                yield "gradients, summed over data", 2 * copies * piece, summed
         else:  # JAX replicates norms
             parts = keys.fsdp * keys.data * (keys.tensor if keys.sequence else 1)
             yield "gradients, summed over data", 2 * (parts - 1) / parts * whole, 4

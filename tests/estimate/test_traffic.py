@@ -1,6 +1,7 @@
 """Counted by hand from the sizes in tests/sizes.py."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -29,7 +30,7 @@ def test_a_mesh_in_jax():
         "weights, gathered over fsdp": (2 * (table / 2 + layers + table), 2 * (4 * table / 2 + layers + 2 * table)),
         "gradients, reduced over fsdp": (2 * (2 * table + layers) / 2, 2 * 4 * (2 * table + layers) / 2),
         "gradients, summed over data": (2 * 2 * 3 / 4 * 320, 4 * 2 * 2 * 3 / 4 * 320),
-        "gradients, summed over tensor": (2 * table, 4 * 2 * table),  # pieces of the table and of lm_head
+        "gradients, summed over data and tensor": (2 * table, 4 * 2 * table),  # pieces of the table and of lm_head
         # of q, k, v together and of gate and up, both passes; a grad_input of both; a byte of codes, and bfloat16
         "inputs, gathered over tensor": (2 * 2 * 4 * 2048, 2 * 2 * 4 * 2048),
         "grad_inputs, summed over tensor": (2 * 4 * 2048, 2 * 2 * 4 * 2048),
@@ -79,8 +80,7 @@ def test_collectives_are_those_that_xla_compiles_for_h200s(row):
     config = config.replace(data={"sequence_length": length, "batch_size": sequences * keys.devices})
     expected = {"gather": 0.0, "reduce": 0.0}
     for purpose, flow in traffic.flows(config, "jax").items():
-        axis = purpose.split()[-1]
-        parts = getattr(keys, axis)
+        parts = math.prod(getattr(keys, axis) for axis in ("data", "fsdp", "tensor") if axis in purpose)
         times = 2 if "gradients, summed" in purpose else 1  # under sequence parallelism other sums are reduce-scatters
         expected["gather" if "gathered" in purpose else "reduce"] += flow.bytes / times * parts / max(1, parts - 1)
     found = {"gather": 0.0, "reduce": 0.0}
