@@ -7,6 +7,8 @@ to try kernels on either: GEMMs are the library's unless a case says Triton, and
 
 import argparse
 import collections
+import functools
+import itertools
 import json
 import math
 import os
@@ -14,13 +16,20 @@ import platform
 import re
 import time
 from pathlib import Path
+from typing import Any
 
 os.environ |= {"JAX_PLATFORMS": "cpu", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}  # before jax starts
 
+import flax.linen as nn
 import jax
+import jax.numpy as jnp
 import numpy as np
+from flax.linen import fp8_ops
 from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
 
+import fp8ref.jax as fj
 from fp8ref.jax import proof
 from fp8ref.jax.proof import hlo
 from fp8ref.llama import LlamaConfig
@@ -58,6 +67,15 @@ write their results in the dtypes listed, with their number. Bytes outside GEMMs
 devices are those of collectives, the larger of what goes in and what comes out of each; the ratio is to bf16 on the same mesh. Casts that
 transpose write FP8 in a second order, with or without the first; moves are kernels that only transpose, copy or concatenate, a MiB or more, of
 a linear. Temporary memory is all but arguments and results."""
+LAYERS = """\
+## Flax layers
+
+Two `nn.Dense` layers of linen, 4096 to 14336 to 4096 features with a GELU between, forward and backward, of float32 parameters in bfloat16: Flax's
+own, in bfloat16 and with its `Fp8DirectDotGeneralOp`, and with fp8ref's hooks. Four sequences of 1024 tokens a device; on eight, parameters and
+batch are cut along one axis, and XLA inserts the collectives.
+
+| layers | H200s | GEMMs write | outside GEMMs, GB in kernels | between devices, MiB | temporary, MiB |
+|---|---|---|---|---|---|"""
 MODELS = """\
 ## Whole models
 
@@ -79,6 +97,9 @@ CASES = [
     *((recipe, {**FSDP, "through": "jit"}, False) for recipe in ("bf16", "tensorwise", "rowwise")),
     *((recipe, {}, True) for recipe in ("bf16", "tensorwise", "rowwise")),
 ]
+HOOKS = {"Flax, bfloat16": None, "Flax, FP8": fp8_ops.Fp8DirectDotGeneralOp} | {
+    recipe: fj.flax.linen_dot_general(recipe) for recipe in ("bf16", "tensorwise", "rowwise", "delayed")
+}
 # model, layers, devices, recipe, checkpointing
 LARGE = [
     ("llama-8b", 8, 8, "bf16", "full"),
@@ -190,6 +211,48 @@ def large(model: str, layers: int, devices: int, recipe: str, checkpointing: str
     }
 
 
+class MLP(nn.Module):
+    """Two dense layers, their products by ``dot``."""
+
+    dot: Any = None
+
+    @nn.compact
+    def __call__(self, x):
+        dense = functools.partial(nn.Dense, use_bias=False, dtype=jnp.bfloat16, dot_general_cls=self.dot)
+        hidden = nn.gelu(dense(MODEL.intermediate_size, name="up")(x))
+        return dense(MODEL.hidden_size, name="down")(hidden)
+
+
+def flax_layers(name: str, devices: int, target: str) -> dict:
+    """Kernels and bytes of a pass of two dense layers under plain jit."""
+    h200s = _h200s(devices, target)
+    mesh = Mesh(np.array(h200s), ("fsdp",))
+
+    def shape(array, *spec) -> jax.ShapeDtypeStruct:
+        placed = NamedSharding(mesh, P(*spec)) if devices > 1 else SingleDeviceSharding(h200s[0])
+        return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=placed)
+
+    model, x = MLP(HOOKS[name]), jax.ShapeDtypeStruct((SEQUENCES * devices, LENGTH, MODEL.hidden_size), jnp.bfloat16)
+    variables = jax.tree.map(shape, jax.eval_shape(model.init, jax.random.key(0), x))
+    variables |= {"params": jax.tree.map(lambda weight: shape(weight, "fsdp"), variables["params"])}
+
+    def loss(variables, x):
+        y, updated = model.apply(variables, x, mutable=[fj.flax.SEEN])
+        return (y.astype(jnp.float32) ** 2).mean(), updated
+
+    ours = fj.flax.value_and_grad(loss) if name in RECIPES else jax.value_and_grad(loss, has_aux=True, allow_int=True)
+    compiled = jax.jit(ours).lower(variables, shape(x, "fsdp")).compile(compiler_options={"xla_gpu_enable_triton_gemm": False})
+    text = compiled.as_text()
+    return {
+        "layers": name,
+        "devices": devices,
+        "written": dict(collections.Counter(dot.out for dot in proof.gemms(proof.read_compiled(text)))),
+        "outside_gemms": outside_gemms(text),
+        "collectives_mib": collectives(text),
+        "temporary_mib": round(compiled.memory_analysis().temp_size_in_bytes / MEBIBYTE),
+    }
+
+
 def collectives(text: str) -> dict[str, float]:
     """MiB that a device's collectives move, by kind and dtype: the larger of operands and results."""
     types: dict[str, tuple[hlo.Typed, ...]] = {}
@@ -219,6 +282,10 @@ def markdown(found: dict) -> str:
     bf16 = {_mesh(row): sum(row["collectives_mib"].values()) for row in found["rows"] if row["recipe"] == "bf16"}
     lines = [EXPLANATION, "", f"| {' | '.join(COLUMNS)} |", "|" + "---|" * len(COLUMNS)]
     lines += [f"| {' | '.join(cells(row, bf16[_mesh(row)]))} |" for row in found["rows"]]
+    lines += ["", LAYERS]
+    for row in found["layers"]:
+        measured = "{gb} in {kernels} | ".format(**row["outside_gemms"]) + f"{_moved(row) or '-'} | {row['temporary_mib']} |"
+        lines.append(f"| {row['layers']} | {row['devices']} | {_written(row)} | {measured}")
     first = found["models"][0]["compile_seconds"]
     lines += ["", MODELS]
     for row in found["models"]:
@@ -229,23 +296,31 @@ def markdown(found: dict) -> str:
 
 def cells(row: dict, bf16: float) -> list[str]:
     """A row of the first table. bf16: MiB between devices under recipe bf16."""
-    moved = row["collectives_mib"]
-    by_dtype: collections.Counter = collections.Counter()
-    for what, size in moved.items():
-        by_dtype[what.replace("all-reduce", "reduce").replace("reduce-scatter", "reduce").replace("all-gather", "gather")] += size
     return [
         row["recipe"],
         _mesh(row),
         f"{row['planned_fp8_gemms']} in {row['fp8_kernels']}" if row["planned_fp8_gemms"] else "-",
         f"{row['fp8_share_of_planned_multiplications']:.0%}" if row["planned_fp8_gemms"] else "-",
-        ", ".join(f"{dtype} {count}" for dtype, count in row["written"].items()),
+        _written(row),
         "{gb} in {kernels}".format(**row["outside_gemms"]),
-        ", ".join(f"{what} {size:.0f}" for what, size in by_dtype.items() if size >= 1) or "-",
-        f"{sum(moved.values()) / bf16:.2f}" if bf16 else "-",
+        _moved(row) or "-",
+        f"{sum(row['collectives_mib'].values()) / bf16:.2f}" if bf16 else "-",
         "{mib} in {kernels}".format(**row["casts_that_transpose"]),
         "{mib} in {kernels}".format(**row["moves"]),
         str(row["temporary_mib"]),
     ]
+
+
+def _written(row: dict) -> str:
+    return ", ".join(f"{dtype} {count}" for dtype, count in row["written"].items())
+
+
+def _moved(row: dict) -> str:
+    """MiB between devices by what they are for and dtype, from a MiB."""
+    found: collections.Counter = collections.Counter()
+    for what, size in row["collectives_mib"].items():
+        found[what.replace("all-reduce", "reduce").replace("reduce-scatter", "reduce").replace("all-gather", "gather")] += size
+    return ", ".join(f"{what} {size:.0f}" for what, size in found.items() if size >= 1)
 
 
 def _mesh(row: dict) -> str:
@@ -262,16 +337,19 @@ def main() -> None:
     arguments = parser.parse_args()
     if not arguments.show:
         target = (HERE / "h200_target.txtpb").read_text()
-        rows, models = [], []
+        rows, layers, models = [], [], []
         for case in CASES:
             rows.append(measure(*case, target))
             print(*cells(rows[-1], 0.0), sep=", ", flush=True)
+        for devices, name in itertools.product((1, 8), HOOKS):
+            layers.append(flax_layers(name, devices, target))
+            print(layers[-1], flush=True)
         for model in LARGE:
             models.append(large(*model, target))
             print(models[-1], flush=True)
         versions = {"jax": jax.__version__, "python": platform.python_version()}
         model = {**vars(MODEL), "sequence_length": LENGTH, "sequences_per_device": SEQUENCES}
-        found = {"versions": versions, "model": model, "rows": rows, "models": models}
+        found = {"versions": versions, "model": model, "rows": rows, "layers": layers, "models": models}
         arguments.json.write_text(json.dumps(found, indent=1) + "\n")
     text = markdown(json.loads(arguments.json.read_text()))
     print(text, end="")

@@ -6,6 +6,7 @@ Names and shapes are those of ``transformers.LlamaForCausalLM``. The forward pas
 """
 
 import math
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -16,6 +17,9 @@ EMBEDDING = "model.embed_tokens.weight"
 
 COLUMN = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 """Linears that tensor parallelism cuts by output features."""
+
+STACK = "model.layers.*"
+"""The name of all layers, where they are stacked and run as one loop: ``model.layers.*.mlp.up_proj``."""
 
 ROW = ("o_proj", "down_proj")
 """Linears that tensor parallelism cuts by input features."""
@@ -100,6 +104,12 @@ def parameter_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
         for norm in ("input_layernorm", "post_attention_layernorm"):
             shapes[f"model.layers.{i}.{norm}.weight"] = (config.hidden_size,)
     return shapes | {"model.norm.weight": (config.hidden_size,)}
+
+
+def stack_of(name: str) -> str:
+    """The name of the stack that a layer's parameter or linear is part of; other names as they
+    are."""
+    return re.sub(r"^model\.layers\.\d+\.", f"{STACK}.", name)
 
 
 def initial_weights(config: LlamaConfig, *, seed: int) -> dict[str, np.ndarray]:

@@ -51,7 +51,7 @@ def _memory(config: Config, backend: str) -> Table:
     total = sum(size for size, _ in lines.values())
     fits = ", ".join(f"{'fits' if total <= gpu.memory else 'DOES NOT FIT'} {gpu.name} ({_gib(gpu.memory)})" for gpu in GPUS.values())
     table.add_row("all", _gib(total), fits)
-    if config.parallel.checkpointing == "none" or backend == "jax":
+    if config.parallel.checkpointing == "none":
         table.caption = "H, A, KV, F: hidden, query, key and value, inner features on a device; no activation checkpointing"
     else:
         table.caption = (

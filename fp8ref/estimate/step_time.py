@@ -106,7 +106,8 @@ def _rest(config: Config, backend: str, ceilings: Ceilings) -> dict[str, float]:
         "AdamW": sum((4 + 4 + 8 + 6) * size + 2 * moments(size, config) for size in pieces),
     }
     if parts > 1:
-        moved["sums of gradients over parts"] = 12 * parts * sum(pieces)
+        of_sum = 4 if keys.accumulate_dtype == "float32" else 2
+        moved["sums of gradients over parts"] = (4 + 2 * of_sum) * parts * sum(pieces)
     found = {what: size / ceilings.bandwidth for what, size in moved.items()}
     return {"attention": layers * _attention(config, backend, ceilings)} | found
 
@@ -124,14 +125,16 @@ def _attention(config: Config, backend: str, ceilings: Ceilings) -> float:
     """Seconds of attention in a layer.
 
     PyTorch and cuDNN: a fused kernel with two products forward and five backward, of which
-    causality skips half. XLA: whole products, and scores in memory: float32 scores and bfloat16
-    probabilities, 30 bytes each in both passes.
+    causality skips half. XLA: whole products, six of them, and scores in memory: float32 scores and
+    bfloat16 probabilities, 30 bytes each in both passes. Its backward pass computes scores again in
+    chunks and under selective checkpointing, and also attention's output under full.
     """
     keys, model = config.parallel, config.model
     count, length = tokens(config) * config.data.microbatches, config.data.sequence_length
     product = 2 * count * length * model.hidden_size / keys.tensor
-    again = keys.checkpointing == "full"
     if backend == "torch" or keys.attention == "cudnn":
+        again = keys.checkpointing == "full" or (keys.checkpointing == "selective" and backend == "jax")
         return product / 2 * (2 * (1 + again) + 5) / ceilings.attention
     scores = count * length * model.num_attention_heads / keys.tensor
-    return 6 * product / ceilings.bf16 + 30 * scores / ceilings.bandwidth
+    products = 6 + {"none": 0, "selective": 1, "full": 2}[keys.checkpointing] + (keys.attention == "chunked")
+    return products * product / ceilings.bf16 + 30 * products / 6 * scores / ceilings.bandwidth

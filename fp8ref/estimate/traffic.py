@@ -54,7 +54,8 @@ def _moves(config: Config, backend: str) -> Iterator[tuple[str, float, int]]:
             table = name == llama.EMBEDDING
             # bytes an element: float32 table, FP8 codes, or bfloat16
             size = 4 if table else 1 if linear in decisions and in_fp8(decisions[linear].recipe, config, backend) else 2
-            yield "weights, gathered over fsdp", (1 if table else 2) * gathered * whole, size
+            times = 1 if table else 3 if _runs_again(linear, config, backend) else 2
+            yield "weights, gathered over fsdp", times * gathered * whole, size
             # JAX reduces the table's gradient in the table's own dtype.
             summed = 4 if table and backend == "jax" else wide
             yield "gradients, reduced over fsdp", gathered * whole, summed
@@ -85,16 +86,23 @@ def _tensor(config: Config, backend: str) -> Iterator[tuple[str, float, int]]:
         last = decision.path.split(".")[-1]
         # Linears with one input gather it once, and their grad_inputs are added before the sum: by XLA too,
         # unless accumulators are summed.
+        again = _runs_again(decision.path, config, backend)
         if last in ("q_proj", "gate_proj") and keys.sequence:
-            yield "inputs, gathered over tensor", 2 * parts, _gathered(decision.recipe.output, backend)  # both passes
+            yield "inputs, gathered over tensor", (2 + again) * parts, _gathered(decision.recipe.output, backend)  # both passes
         if last in (llama.COLUMN if keys.reduce == "accumulators" else ("q_proj", "gate_proj")):
             yield "grad_inputs, summed over tensor", (1 if keys.sequence else 2) * parts, outputs
         if last in ("o_proj", "down_proj"):
-            yield "outputs, summed over tensor", (1 if keys.sequence else 2) * parts, outputs
+            yield "outputs, summed over tensor", (1 if keys.sequence else 2) * (1 + again) * parts, outputs
             if keys.sequence:
                 # each GEMM needs its own codes, unless one scale serves both
                 times = 1 if backend == "torch" or decision.recipe.serves_both("grad_output") else 2
                 yield "grad_outputs, gathered over tensor", times * parts, _gathered(decision.recipe.grad_input, backend)
+
+
+def _runs_again(linear: str, config: Config, backend: str) -> bool:
+    """Whether JAX runs a linear's output GEMM again in the backward pass, with its collectives. No
+    gradient needs the output of the last linear of a layer."""
+    return backend == "jax" and config.parallel.checkpointing == "full" and "layers" in linear and not linear.endswith("down_proj")
 
 
 def _gathered(spec: GemmSpec, backend: str) -> int:

@@ -22,6 +22,7 @@ from fp8ref import linear_selection, llama
 from fp8ref.errors import ConfigError
 from fp8ref.linear_selection import Decision
 from fp8ref.llama import LlamaConfig
+from fp8ref.recipe import Recipe
 from fp8ref.train.sections import (
     CheckpointConfig,
     DataConfig,
@@ -52,6 +53,10 @@ class Config:
     def __post_init__(self) -> None:
         """Raises:   ValueError: a vocabulary below 256 or above int32's range. ``load`` and
         ``from_dict`` raise it, and those of the sections, as a ConfigError."""
+        require(
+            self.parallel.accumulate_dtype == "float32" or self.data.microbatches > 1,
+            "parallel.accumulate_dtype is of the gradients of data.microbatches, of which there is 1. Leave it out, or use more.",
+        )
         size = self.model.vocab_size
         require(256 <= size <= 2**31, f"model.vocab_size must be between 256, for byte tokens (D-1), and 2^31, for int32; got {size}.")
 
@@ -72,6 +77,23 @@ class Config:
         return linear_selection.select(
             llama.linear_shapes(self.model), self.numerics.recipe, filter_fqns=self.filter_fqns, fp8_fqns=self.numerics.fp8_fqns
         )
+
+    def program_linears(self) -> dict[str, Recipe]:
+        """The recipe of each linear of JAX's program, by name: of each layer's, or under
+        parallel.scan of all layers' together, ``llama.STACK``.
+
+        Raises:   ConfigError: a scan over layers whose recipes differ.
+        """
+        found: dict[str, Recipe] = {}
+        for decision in self.decisions():
+            name = llama.stack_of(decision.path) if self.parallel.scan else decision.path
+            if found.setdefault(name, decision.recipe) != decision.recipe:
+                raise ConfigError(
+                    f"parallel.scan compiles one layer for all, so a linear has the same recipe in each; {decision.path} has "
+                    f"{decision.recipe.name!r}, and the same linear of the first layer {found[name].name!r}. Change numerics.filter_fqns "
+                    "and fp8_fqns, or set parallel.scan to false."
+                )
+        return found
 
     def replace(self, **sections) -> "Config":
         """A copy with keys of sections replaced: ``config.replace(run={"steps": 3})``."""

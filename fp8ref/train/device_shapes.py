@@ -118,6 +118,11 @@ def _jax(config: Config, decisions: list[Decision]) -> list[str]:
     """JAX's faults: pieces must be equal, and hold whole blocks (P-1, P-5)."""
     keys = config.parallel
     faults = keys.unattended(config.model.head_dim)
+    if decisions:
+        try:
+            config.program_linears()
+        except ConfigError as error:
+            faults.append(str(error))
     if config.model.vocab_size % keys.fsdp:
         faults.append(f"model.vocab_size is divisible by parallel.fsdp = {keys.fsdp}; got {config.model.vocab_size}.")
     for d in decisions:

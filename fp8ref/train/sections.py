@@ -127,7 +127,7 @@ class ParallelConfig:
     reduce: Literal["rounded", "accumulators"] = "rounded"
     """What devices sum to complete a GEMM: results rounded to bfloat16 (rounded), or raw float32 accumulators (JAX: accumulators)."""
     reduce_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Dtype in which rounded gradients are summed over data and fsdp."""
+    """Dtype in which rounded gradients are summed over data and fsdp. In JAX those of linears; others are summed in float32."""
     tensor_reduce_dtype: Literal["float32", "bfloat16"] | None = None
     """Dtype in which rounded partial outputs are summed over tensor. Default: bfloat16, which is PyTorch's only one."""
     accumulate_dtype: Literal["float32", "bfloat16"] = "float32"
@@ -142,7 +142,8 @@ class ParallelConfig:
     """JAX: attention by XLA, which writes all scores (xla) or those of 512 queries at a time (chunked); or by cuDNN's fused kernel, which needs
     an NVIDIA GPU."""
     checkpointing: Literal["none", "selective", "full"] = "none"
-    """Activation checkpointing. Recompute nothing, everything except matrix products and attention, or the whole layer."""
+    """Activation checkpointing. Recompute nothing, everything except the outputs of linears and attention, or the whole layer. In JAX selective
+    also recomputes attention's scores."""
     scan: bool = False
     """JAX: compile one layer and loop over all of them. All layers need the same recipes."""
     compile: Literal["none", "block", "model"] = "none"

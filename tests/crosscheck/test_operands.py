@@ -39,6 +39,11 @@ def test_a_wrong_gemm_breaks_its_bound(small, monkeypatch):
     from fp8ref.jax import gemm
 
     original = gemm._dot
-    monkeypatch.setattr(gemm, "_dot", lambda *args: original(*args) * np.float32(1.02))
+
+    def wrong(*args):
+        right = original(*args)
+        return (right * np.float32(1.02)).astype(right.dtype)
+
+    monkeypatch.setattr(gemm, "_dot", wrong)
     report = crosscheck(small, backends=("jax",), steps=0)
     assert any("/grad_weight/value/jax" in check.name for check in report.failures)

@@ -52,6 +52,18 @@ def test_a_mesh_in_pytorch():
     }
 
 
+def test_full_checkpointing_runs_output_gemms_again_in_jax():  # T-8
+    """All of a layer but down_proj, of 8192: weights and inputs are gathered a third time, o_proj's outputs summed twice."""
+    keys = {**sizes.MESH, "checkpointing": "full"}
+    none, full = flows(sizes.config(**sizes.MESH), "jax"), flows(sizes.config(**keys), "jax")
+    more = {purpose: full[purpose][0] - elements for purpose, (elements, _) in none.items() if full[purpose][0] != elements}
+    assert more == {
+        "weights, gathered over fsdp": 2 * (sizes.LAYER - 8192) / 2 / 2,  # two layers, half of each from the other device, cut over tensor
+        "inputs, gathered over tensor": 2 * 2 * 4096,
+        "outputs, summed over tensor": 2 * 4096,
+    }
+
+
 def test_copies_sum_their_gradients():
     elements = 106816
     assert flows(sizes.config(data=4), "jax") == {"gradients, summed over data": (2 * 3 / 4 * elements, 4 * 2 * 3 / 4 * elements)}

@@ -9,6 +9,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from fp8ref.jax import contraction, delayed, gemm, linear, proof
+from fp8ref.jax.operands import Use
 from fp8ref.jax.sharding import Placement
 
 B, T, K, N = 8, 16, 128, 256
@@ -267,14 +268,24 @@ def test_out_sharding_is_for_explicit_axes():
         ("bthk,hkd->btd", P("data"), P("data"), None, {"grad_weight"}),
     ],
 )
-def test_gemms_whose_reduced_dim_is_cut_sum_raw_accumulators(subscripts, of_x, of_w, out, summed, operands, monkeypatch):  # P-9, P-20
+def test_gemms_whose_reduced_dim_is_cut_are_summed_over_devices(subscripts, of_x, of_w, out, summed, operands, monkeypatch):  # P-9, P-20
+    """Of these, weights' gradients as accumulators: the others' GEMMs may write results, which are summed (Placement.reduce_outputs)."""
     x, w = operands[:2]
     x, w = (x.reshape(B, T, 4, 32), w.reshape(4, 32, N)) if "bthk," in subscripts else (x, w.reshape(K, 8, 32))
     found, matmul = [], gemm.matmul
     monkeypatch.setattr(gemm, "matmul", lambda *args, **how: found.append(how["in_steps"]) or matmul(*args, **how))
+    cut, by_compiler = set(), Use.summed_by_compiler
+
+    def asked(use, which):
+        cut.update({which} if use.layout.summed(which) else ())
+        return by_compiler(use, which)
+
+    monkeypatch.setattr(Use, "summed_by_compiler", asked)
 
     def use(x, w):
         return contraction.einsum(subscripts, x, w, recipe="tensorwise", out_sharding=out_of(out))[0]
 
     jax.jit(lambda x, w: jax.grad(lambda x, w: use(x, w).sum(), (0, 1))(x, w)).lower(put(x, *of_x), put(w, *of_w))
-    assert {which for which, cut in zip(("output", "grad_input", "grad_weight"), found[-3:], strict=True) if cut} == summed
+    assert cut == summed
+    in_steps = {which for which, one in zip(("output", "grad_input", "grad_weight"), found[-3:], strict=True) if one}
+    assert in_steps == summed & {"grad_weight"}

@@ -101,6 +101,13 @@ def test_jax_is_refused_what_its_layout_refuses(sections, parallel):  # P-1
     [
         ("jax", {"parallel": {"compile": "block"}}, "parallel.compile is not a key of --backend jax"),
         ("jax", {"optimizer": {"kind": "adamw_fp8"}}, "optimizer.kind is not a key of --backend jax"),
+        ("torch", {"parallel": {"scan": True}}, "parallel.scan is not a key of --backend torch"),
+        ("torch", {"parallel": {"tensor_reduce_dtype": "float32"}}, "parallel.tensor_reduce_dtype is not a key of --backend torch"),
+        (
+            "jax",
+            {"parallel": {"scan": True}, "numerics": {"filter_fqns": ("layers.1.mlp.up_proj",)}},
+            "parallel.scan compiles one layer for all",
+        ),
         ("torch", {"parallel": {"through": "jit"}}, "parallel.through is not a key of --backend torch"),
         ("torch", {"parallel": {"fsdp": 4}, "data": {"microbatches": 4}}, "data x fsdp = 4 devices times data.microbatches = 4; got 8"),
         ("torch", {"parallel": sizes.MESH | {"amax_scope": "global"}}, "Set parallel.amax_scope to local"),

@@ -238,7 +238,7 @@ def test_metrics_are_json_that_every_reader_takes(tmp_path, small, fake):
         ("torch", {"parallel": {"through": "jit"}}, "parallel.through"),
         ("jax", {"parallel": {"gather": "compute"}}, "parallel.gather"),
         ("jax", {"parallel": {"reduction": "ordered", "compile": "block"}}, "parallel.reduction, parallel.compile"),
-        ("jax", {"parallel": {"checkpointing": "full"}}, "parallel.checkpointing"),
+        ("torch", {"parallel": {"scan": True, "reduce": "accumulators"}}, "parallel.scan, parallel.reduce"),
         ("jax", {"optimizer": {"kind": "adamw_fp8"}}, "optimizer.kind"),
     ],
 )

@@ -19,7 +19,7 @@ from jax.ad_checkpoint import checkpoint_name
 from fp8ref import llama
 from fp8ref.hardware import Multiply
 from fp8ref.jax import delayed, linear
-from fp8ref.llama import LlamaConfig
+from fp8ref.llama import STACK, LlamaConfig
 from fp8ref.recipe import Recipe
 from fp8ref.train.jax.mesh import Layout
 
@@ -28,9 +28,6 @@ Weights = Mapping[str, np.ndarray]
 
 Recipes = Mapping[str, Recipe]
 """Linear's name -> recipe."""
-
-STACK = "model.layers.*"
-"""The name of all layers, where they are stacked and run by a scan: ``model.layers.*.mlp.up_proj``."""
 
 KEPT = ("linear", "attention")
 """What selective checkpointing keeps of a layer, by ``checkpoint_name``: the outputs of linears and of

@@ -5,7 +5,7 @@ Adam's moments and the weight decay are optax's; clipping and the learning rate 
 Pure functions of the state, which ``trainer.Trainer`` compiles.
 """
 
-import re
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -16,15 +16,15 @@ import optax
 from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec as P
+from jax.sharding import Sharding
 
 from fp8ref import llama
-from fp8ref.errors import ConfigError
 from fp8ref.hardware import Multiply
 from fp8ref.jax import delayed, stats
-from fp8ref.recipe import Recipe, Role
+from fp8ref.recipe import Role
 from fp8ref.train import train_state
 from fp8ref.train.config import Config
-from fp8ref.train.jax.llama import STACK, Llama, Pass
+from fp8ref.train.jax.llama import Llama, Pass
 from fp8ref.train.jax.mesh import AXES, Layout
 
 EVERY_ROUNDING = {"xla_allow_excess_precision": False}
@@ -65,7 +65,7 @@ class Step:
     def __init__(self, config: Config, layout: Layout, multiply: Multiply | None) -> None:
         self.config, self.layout, self._multiply = config, layout, multiply
         self.decisions = config.decisions()
-        self.linears = _linears(config)
+        self.linears = config.program_linears()
         optimizer = config.optimizer
         self._optimizer = optax.chain(
             optax.scale_by_adam(b1=optimizer.beta1, b2=optimizer.beta2, eps=optimizer.eps),
@@ -103,6 +103,7 @@ class Step:
         each = llama.each_initial_weight(config.model, seed=config.run.seed) if weights is None else weights.items()
         placed = {name: layout.put(value, layout.parameter(name, value.shape)) for name, value in each}
         params = self._tree(params, placed)
+        del placed  # layers that are in stacks now
         # On one device nothing is committed to it, before the first step as after it.
         on_mesh = None if layout.mesh is None else jax.tree.map(layout.sharding, of_optimizer)
         optimizer = jax.jit(self._optimizer.init, out_shardings=on_mesh)(params)
@@ -167,7 +168,9 @@ class Step:
         apart: dict[str, Any] = {}
         for name, value in found.items():
             if "*" in name:
-                apart |= {name.replace("*", str(i)): jax.tree.map(lambda stack, i=i: stack[i], value) for i in layers}
+                leaves, tree = jax.tree.flatten(value)
+                of_layers = zip(*map(self._apart, leaves), strict=True)
+                apart |= {name.replace("*", str(i)): jax.tree.unflatten(tree, of_one) for i, of_one in zip(layers, of_layers, strict=True)}
             else:
                 apart[name] = value
         return apart
@@ -258,7 +261,7 @@ class Step:
         shapes = llama.parameter_shapes(self.config.model)
         if not self.config.parallel.scan:
             return shapes
-        return {stack: (*self._stack(stack), *shape) for name, shape in shapes.items() if (stack := _stack_of(name))}
+        return {stack: (*self._stack(stack), *shape) for name, shape in shapes.items() if (stack := llama.stack_of(name))}
 
     def _stack(self, name: str) -> tuple[int, ...]:
         """The leading dims of what belongs to a name: the layers, if it names all of them."""
@@ -273,14 +276,17 @@ class Step:
         if "*" not in name:
             return found[name]
         parts = [found[name.replace("*", str(i))] for i in range(self.config.model.num_hidden_layers)]
-        if self.layout.mesh is None:
-            return jax.tree.map(lambda *of: jnp.stack(of), *parts)
 
         def stack(*of: jax.Array) -> jax.Array:
-            placed = self.layout.sharding(P(None, *of[0].sharding.spec))  # type: ignore[attr-defined]
-            return jax.jit(lambda *of: jnp.stack(of), out_shardings=placed)(*of)
+            spec = getattr(of[0].sharding, "spec", None)  # of an array on a mesh
+            return _stack(None if spec is None else self.layout.sharding(P(None, *spec)), *of)
 
         return jax.tree.map(stack, *parts)
+
+    def _apart(self, stack: jax.Array) -> list[jax.Array]:
+        """The arrays of a stack, each placed as its layer's own would be."""
+        spec = None if isinstance(stack, jax.core.Tracer) else getattr(stack.sharding, "spec", None)
+        return _apart(None if spec is None else self.layout.sharding(P(*spec[1:])), stack)
 
     def _pass(self, fp8_state, seen: dict[str, delayed.Seen], taps: dict[str, jax.Array] | None = None) -> Pass:
         keys = self.config.parallel
@@ -363,28 +369,18 @@ def named(tree) -> dict[str, Any]:
     return {name_of(path): value for path, value in jax.tree_util.tree_leaves_with_path(tree)}
 
 
-def _stack_of(name: str) -> str:
-    """The name of the stack that a layer's parameter is part of; other names as they are."""
-    return re.sub(r"^model\.layers\.\d+\.", f"{STACK}.", name)
-
-
 def _matrices(params):
     """True for each parameter that is a matrix, or a stack of them: weight decay is of these."""
     return jax.tree_util.tree_map_with_path(lambda path, value: value.ndim - ("*" in name_of(path)) > 1, params)
 
 
-def _linears(config: Config) -> dict[str, Recipe]:
-    """The recipe of each linear of the program, by name; of all layers together under parallel.scan.
+@functools.partial(jax.jit, static_argnums=0)
+def _stack(placed: Sharding | None, *arrays: jax.Array) -> jax.Array:
+    stack = jnp.stack(arrays)
+    return stack if placed is None else lax.with_sharding_constraint(stack, placed)
 
-    Raises:   ConfigError: a scan over layers whose recipes differ.
-    """
-    found: dict[str, Recipe] = {}
-    for decision in config.decisions():
-        name = _stack_of(decision.path) if config.parallel.scan else decision.path
-        if found.setdefault(name, decision.recipe) != decision.recipe:
-            raise ConfigError(
-                f"parallel.scan compiles one layer for all, so a linear has the same recipe in each; {decision.path} has "
-                f"{decision.recipe.name!r}, and the same linear of the first layer {found[name].name!r}. Change numerics.filter_fqns and "
-                "fp8_fqns, or set parallel.scan to false."
-            )
-    return found
+
+@functools.partial(jax.jit, static_argnums=0)
+def _apart(placed: Sharding | None, stack: jax.Array) -> list[jax.Array]:
+    arrays = list(stack)
+    return arrays if placed is None else [lax.with_sharding_constraint(array, placed) for array in arrays]

@@ -120,7 +120,8 @@ class Trainer:
 
     def load(self, directory: Path, step: int) -> None:
         """Restore the state that ``save`` wrote after so many steps, on this mesh or another."""
-        found = self._store.load(directory, self._step.tensors(self._state))
+        like = jax.tree.map(lambda v: jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=v.sharding), self._step.tensors(self._state))
+        found = self._store.load(directory, like)
         self._state = self._step.restored(self._state, found)
         self._count = step
 
@@ -145,8 +146,10 @@ class Trainer:
         """
         if self._layout.mesh is not None:
             raise ConfigError("operands can be observed on one device only. Set parallel.* to 1.")
-        if self.config.parallel.scan:  # layers by their own names
-            apart = Trainer(self.config.replace(parallel={"scan": False}), self.weights(), multiply=self._multiply)
+        keys = self.config.parallel
+        if keys.scan or keys.checkpointing != "none":  # layers by their own names, and no GEMM twice: the same operands (T-8)
+            plain = self.config.replace(parallel={"scan": False, "checkpointing": "none"})
+            apart = Trainer(plain, self.weights(), multiply=self._multiply)
             apart._state = apart._step.restored(apart._state, self._step.tensors(self._state))
             apart.observe(tokens, observer)
             return
@@ -205,11 +208,27 @@ class Trainer:
             raise ConfigError(
                 "the compiled step lacks planned GEMMs or gathers:\n  " + "\n  ".join(missing) + "\nSet run.allow_fallback to train anyway."
             )
-        return proof.manifest(program, planned, missing, compiled, plan)
+        found = proof.manifest(program, planned, missing, compiled, plan)
+        # Under parallel.scan one GEMM of the program is every layer's.
+        for key in ("gemms", "simulated", "on_dequantised_operands"):
+            if key in found:
+                found[key] = [self._of_layer(one, i) for one in found[key] for i in self._layers_of(one)]
+        return found
 
     def lowered(self, tokens: np.ndarray) -> jax.stages.Lowered:
         """The step's lowered program, before XLA compiles it."""
         return self._train.lower(*self._arguments(tokens))
+
+    def _layers_of(self, gemm: dict | str) -> range:
+        """The layers that share a GEMM of the program; one, of no account, for a GEMM of its own."""
+        name = gemm if isinstance(gemm, str) else gemm["gemm"]
+        return range(self.config.model.num_hidden_layers if "*" in name else 1)
+
+    def _of_layer(self, gemm: dict | str, i: int) -> dict | str:
+        """An entry of the proof under the name of layer i."""
+        if isinstance(gemm, str):
+            return gemm.replace("*", str(i))
+        return gemm | {"gemm": gemm["gemm"].replace("*", str(i))}
 
     @property
     def _params(self):

@@ -20,9 +20,10 @@ B, T, D, F = 8, 16, 64, 128
 NAMES, BATCH = ("data", "fsdp", "tensor"), ("data", "fsdp")
 AUTO = jax.make_mesh((2, 2, 2), NAMES, axis_types=(AxisType.Auto,) * 3)
 EXPLICIT = jax.make_mesh((2, 2, 2), NAMES)
+WHOLE = {"reduce_grads": "accumulators", "reduce_outputs": "accumulators"}  # one device's bits
 PLACES = {
-    "up": Placement(m=BATCH, n=("tensor",), fsdp=("fsdp",), sequence=True),
-    "down": Placement(m=BATCH, k=("tensor",), fsdp=("fsdp",), sequence=True),
+    "up": Placement(m=BATCH, n=("tensor",), fsdp=("fsdp",), sequence=True, **WHOLE),
+    "down": Placement(m=BATCH, k=("tensor",), fsdp=("fsdp",), sequence=True, **WHOLE),
 }
 OF_UP, OF_DOWN = P(None, ("tensor", "fsdp")), P("tensor", "fsdp")
 X = jnp.asarray(np.random.default_rng(0).integers(-3, 4, (B, T, D)), jnp.bfloat16)
