@@ -7,8 +7,10 @@ Names and shapes are those of ``transformers.LlamaForCausalLM``. The forward pas
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
@@ -112,23 +114,68 @@ def stack_of(name: str) -> str:
     return re.sub(r"^model\.layers\.\d+\.", f"{STACK}.", name)
 
 
+class Weight(Protocol):
+    """A float32 parameter that can be read in pieces: an array, an ``InitialWeight``, a tensor of a
+    file."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The whole parameter's."""
+        ...
+
+    def __getitem__(self, index, /) -> np.ndarray:
+        """The piece at a tuple of slices; ... is the whole."""
+        ...
+
+
+@dataclass(frozen=True)
+class InitialWeight:
+    """A matrix of the initial weights (SEMANTICS M-6), drawn where it is read.
+
+    Every row has numbers of its own, so that a piece of the matrix costs its rows, and any pieces
+    have the bits of the whole.
+
+    place   among the names of ``parameter_shapes``.
+    scale   the standard deviation.
+    """
+
+    shape: tuple[int, int]
+    place: int
+    seed: int
+    scale: float
+
+    def __getitem__(self, index) -> np.ndarray:
+        """float32 values at slices of the rows and the columns; ... is the whole."""
+        rows, columns = index if isinstance(index, tuple) else (index, ...)
+        places, width = np.arange(self.shape[0])[rows], len(np.arange(self.shape[1])[columns])
+        piece = np.empty((len(places), width), np.float32)
+        # NumPy draws outside the interpreter's lock
+        parts = max(1, piece.shape[0] * self.shape[1] // 2**22)
+        with ThreadPoolExecutor() as threads:
+            list(threads.map(self._draw, np.array_split(piece, parts), np.array_split(places, parts), [columns] * parts))
+        return piece
+
+    def _draw(self, out: np.ndarray, places: np.ndarray, columns) -> None:
+        bits = np.random.Philox(key=self.seed)
+        generator, state = np.random.Generator(bits), bits.state
+        for row, place in zip(out, places, strict=True):
+            state["state"]["counter"][:] = 0, 0, place, self.place
+            bits.state = state
+            row[:] = (generator.standard_normal(self.shape[1]) * self.scale)[columns]
+
+
+def lazy_initial_weights(config: LlamaConfig, *, seed: int) -> dict[str, Weight]:
+    """The weights that every backend starts from, by name in the order of ``parameter_shapes``
+    (SEMANTICS M-6). Matrices are drawn where they are read."""
+    return {
+        name: np.ones(shape, np.float32) if len(shape) == 1 else InitialWeight((shape[0], shape[1]), i, seed, config.initializer_range)
+        for i, (name, shape) in enumerate(parameter_shapes(config).items())
+    }
+
+
 def initial_weights(config: LlamaConfig, *, seed: int) -> dict[str, np.ndarray]:
-    """The float32 weights that every backend starts from, by name in the order of
-    ``parameter_shapes`` (SEMANTICS M-6)."""
-    return dict(each_initial_weight(config, seed=seed))
-
-
-def each_initial_weight(config: LlamaConfig, *, seed: int) -> Iterator[tuple[str, np.ndarray]]:
-    """``initial_weights`` one after the other, so that a host holds one whole matrix at a time."""
-    generator = np.random.Generator(np.random.PCG64(seed))
-    for name, shape in parameter_shapes(config).items():
-        if len(shape) == 1:
-            yield name, np.ones(shape, np.float32)
-            continue
-        weight = np.empty(shape, np.float32)
-        for rows in np.array_split(weight, max(1, weight.size // 2**24)):  # float64 draws, 128 MiB at a time
-            rows[...] = generator.standard_normal(rows.shape) * config.initializer_range
-        yield name, weight
+    """``lazy_initial_weights`` as float32 arrays."""
+    return {name: weight[...] for name, weight in lazy_initial_weights(config, seed=seed).items()}
 
 
 def rotary_tables(config: LlamaConfig, length: int) -> tuple[np.ndarray, np.ndarray]:
@@ -139,21 +186,29 @@ def rotary_tables(config: LlamaConfig, length: int) -> tuple[np.ndarray, np.ndar
     return np.cos(angle).astype(np.float32), np.sin(angle).astype(np.float32)
 
 
-def check_weights(weights: Mapping[str, np.ndarray], config: LlamaConfig) -> None:
-    """ValueError unless weights are this model's: names, shapes, float32, all finite."""
+def check_weights(weights: Mapping[str, Weight], config: LlamaConfig) -> None:
+    """ValueError unless weights are this model's: names and shapes; of arrays also float32 and
+    finite values. Other weights are not read."""
     expected = parameter_shapes(config)
     if weights.keys() != expected.keys():
         missing, extra = sorted(expected.keys() - weights.keys()), sorted(weights.keys() - expected.keys())
         raise ValueError(f"weights are named as parameter_shapes(config); missing {missing[:3]}, unknown {extra[:3]}.")
     for name, shape in expected.items():
         value = weights[name]
-        if value.shape != shape or value.dtype != np.float32:
-            raise ValueError(f"{name} is float32 {list(shape)}; got {value.dtype} {list(value.shape)}.")
-        if not np.isfinite(value).all():
-            index = np.unravel_index(np.flatnonzero(~np.isfinite(value))[0], shape)
-            raise ValueError(
-                f"weights are finite; {name} holds {value[index]} at {[int(i) for i in index]}. Start from a finite checkpoint."
-            )
+        dtype = value.dtype if isinstance(value, np.ndarray) else np.float32
+        if value.shape != shape or dtype != np.float32:
+            raise ValueError(f"{name} is float32 {list(shape)}; got {dtype} {list(value.shape)}.")
+        if isinstance(value, np.ndarray):
+            check_finite(name, value)
+
+
+def check_finite(name: str, piece: np.ndarray, offset: Sequence[int] | None = None) -> None:
+    """ValueError that names the first value of a weight's piece that is not finite. offset: of the
+    piece in the weight."""
+    if not np.isfinite(piece).all():
+        index = np.unravel_index(np.flatnonzero(~np.isfinite(piece))[0], piece.shape)
+        at = [int(i + start) for i, start in zip(index, offset or [0] * piece.ndim, strict=True)]
+        raise ValueError(f"weights are finite; {name} holds {piece[index]} at {at}. Start from a finite checkpoint.")
 
 
 def check_tokens(tokens: np.ndarray, config: LlamaConfig) -> None:

@@ -23,7 +23,13 @@ def mesh():
 
 def build(recipe="tensorwise", dtype=torch.bfloat16, config=CONFIG, **options):
     weights = {name: value * (4 if value.ndim > 1 else 1) for name, value in llama.initial_weights(config, seed=0).items()}
-    return convert.convert(Llama(config, weights).to(dtype), recipe, **options)
+    return convert.convert(loaded(config, weights).to(dtype), recipe, **options)
+
+
+def loaded(config, weights):
+    model = Llama(config)
+    model.load_state_dict({name: torch.tensor(value) for name, value in weights.items()})
+    return model
 
 
 def some_tokens(batch=2, length=16):

@@ -2,6 +2,8 @@ import math
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from fp8ref import llama
 from fp8ref.llama import LlamaConfig
@@ -48,14 +50,30 @@ def test_head_dim_is_that_of_transformers():
     assert SMALL.head_dim == transformers_model(SMALL).model.layers[0].self_attn.head_dim == 8
 
 
-def test_initial_matrices_are_one_stream_of_normals_in_order_and_norms_are_one():  # M-6
+def test_each_row_of_an_initial_matrix_is_a_stream_of_normals_and_norms_are_one():  # M-6
     config = LlamaConfig(hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1)
-    weights = llama.initial_weights(config, seed=7)
-    sizes = [math.prod(shape) for shape in llama.parameter_shapes(config).values() if len(shape) == 2]
-    stream = np.random.Generator(np.random.PCG64(7)).normal(0.0, 0.02, sum(sizes)).astype(np.float32)
-    drawn = [w.ravel() for w in weights.values() if w.ndim == 2]
-    np.testing.assert_array_equal(np.concatenate(drawn), stream)
-    assert all((w == 1).all() for w in weights.values() if w.ndim == 1)
+    for place, w in enumerate(llama.initial_weights(config, seed=7).values()):
+        if w.ndim == 1:
+            assert (w == 1).all()
+            continue
+        for row, found in enumerate(w):
+            stream = np.random.Generator(np.random.Philox(counter=[0, 0, row, place], key=7))
+            np.testing.assert_array_equal(found, stream.normal(0.0, 0.02, w.shape[1]).astype(np.float32))
+
+
+@given(seed=st.integers(0, 2**64), rows=st.slices(96), columns=st.slices(40))
+def test_a_piece_of_an_initial_matrix_has_the_bits_of_the_whole(seed, rows, columns):  # M-6
+    weight = llama.InitialWeight((96, 40), 3, seed, 0.02)
+    whole = weight[...]
+    np.testing.assert_array_equal(weight[rows, columns], whole[rows, columns])
+    np.testing.assert_array_equal(weight[rows], whole[rows])
+
+
+def test_a_matrix_that_threads_draw_has_the_bits_of_its_rows():  # M-6
+    weight = llama.InitialWeight((5, 2**22), 0, 0, 1.0)
+    whole = weight[...]
+    for row in range(5):
+        np.testing.assert_array_equal(whole[row], weight[row : row + 1][0])
 
 
 def test_initial_weights_are_float32_of_the_shapes_in_their_order():  # M-6

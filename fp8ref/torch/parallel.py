@@ -230,7 +230,7 @@ def _shard(
         # time.
         fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
     if mesh.ndim == 2:
-        _check_copies(model, mesh)
+        check_copies(model, mesh)
 
 
 def _parts(mesh: DeviceMesh) -> tuple[DeviceMesh | None, DeviceMesh | None]:
@@ -320,8 +320,9 @@ def _refuse_tracing(unit: nn.Module, args: tuple) -> None:
         )
 
 
-def _check_copies(model: nn.Module, mesh: DeviceMesh) -> None:
-    """ValueError unless ranks along data start from the same weights.
+def check_copies(model: nn.Module, mesh: DeviceMesh) -> None:
+    """ValueError unless ranks along data start from the same weights; those on the meta device are
+    not compared.
 
     Averaging gradients would keep them different.
     """

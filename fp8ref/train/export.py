@@ -5,11 +5,13 @@ import importlib
 import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
-from safetensors import SafetensorError, deserialize
+from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from fp8ref import llama
@@ -26,8 +28,8 @@ LARGEST = 5 * 2**30
 INDEX = "model.safetensors.index.json"
 """The file that says which file holds which tensor, where there are several."""
 
-DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
-"""{dtype in safetensors: NumPy's dtype}; bfloat16, which NumPy lacks, is read as bits."""
+DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
+"""{dtype in safetensors: NumPy's}; safetensors finds bfloat16 where ml_dtypes has defined it."""
 
 
 def export(run: Path, out: Path, *, tokenizer: Path | None = None, say: Callable[[str], None] = print) -> int:
@@ -82,13 +84,37 @@ def _export(found: Checkpoint, out: Path, tokenizer: Path | None) -> None:
         shutil.rmtree(unfinished, ignore_errors=True)
 
 
-def read(path: Path, model: LlamaConfig) -> dict[str, np.ndarray]:
-    """Read weights that ``export`` or transformers wrote, as float32.
+@dataclass(frozen=True)
+class StoredWeight:
+    """A tensor of a safetensors file as float32, which holds float16 and bfloat16 exactly.
 
-    float32 holds float16 and bfloat16 exactly.
+    Only the piece that is asked for is read.
+    """
+
+    path: Path
+    name: str
+    shape: tuple[int, ...]
+
+    def __getitem__(self, index) -> np.ndarray:
+        """float32 values at slices; ... is the whole.
+
+        Raises:   ConfigError: values that are not finite.
+        """
+        with safe_open(self.path, framework="numpy") as file:
+            piece = file.get_slice(self.name)[index].astype(np.float32)
+        slices = index if isinstance(index, tuple) else ()
+        try:
+            llama.check_finite(self.name, piece, [s.start or 0 for s in slices] or None)
+        except ValueError as error:
+            raise ConfigError(f"run.init_from {self.path.parent}: {error}") from error
+        return piece
+
+
+def read(path: Path, model: LlamaConfig) -> dict[str, llama.Weight]:
+    """The weights that ``export`` or transformers wrote, each read where it is used.
 
     Raises:   ConfigError: no such directory; another model's config.json; safetensors that are
-              missing or damaged; weights of other names, shapes or dtypes, or not finite.
+              missing or damaged; weights of other names, shapes or dtypes.
     """
     _check_config(path, model)
     index = path / INDEX
@@ -98,11 +124,11 @@ def read(path: Path, model: LlamaConfig) -> dict[str, np.ndarray]:
             if index.is_file()
             else ["model.safetensors"]
         )
-        weights: dict[str, np.ndarray] = {}
+        weights: dict[str, llama.Weight] = {}
         for name in names:
             if not isinstance(name, str) or Path(name).name != name:
                 raise ValueError(f"{INDEX} has {name!r}, and names a file of its own directory")
-            weights |= {key: _array(path / name, key, found) for key, found in deserialize((path / name).read_bytes())}
+            weights |= _stored(path / name)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, SafetensorError) as error:
         raise ConfigError(f"run.init_from {path}: {error}. It holds weights in safetensors; pickled ones are never read.") from error
     if model.tie_word_embeddings:
@@ -200,8 +226,13 @@ def _check_config(path: Path, model: LlamaConfig) -> None:
             )
 
 
-def _array(path: Path, key: str, found: Mapping[str, Any]) -> np.ndarray:
-    if found["dtype"] not in DTYPES:
-        raise ConfigError(f"{path.name}: {key} is {found['dtype']}; weights are float32, float16 or bfloat16")
-    value = np.frombuffer(found["data"], DTYPES[found["dtype"]]).reshape(found["shape"])
-    return (value.astype(np.uint32) << 16).view(np.float32) if found["dtype"] == "BF16" else value.astype(np.float32)
+def _stored(path: Path) -> dict[str, llama.Weight]:
+    """The tensors of a file by name."""
+    found: dict[str, llama.Weight] = {}
+    with safe_open(path, framework="numpy") as file:
+        for name in file.keys():  # noqa: SIM118
+            tensor = file.get_slice(name)
+            if tensor.get_dtype() not in DTYPES:
+                raise ConfigError(f"{path.name}: {name} is {tensor.get_dtype()}; weights are float32, float16 or bfloat16")
+            found[name] = StoredWeight(path, name, tuple(tensor.get_shape()))
+    return found

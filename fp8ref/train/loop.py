@@ -4,13 +4,13 @@ import contextlib
 import importlib
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 import numpy as np
 
-from fp8ref import console
+from fp8ref import console, llama
 from fp8ref.errors import ConfigError, LostProcessError, NonFiniteError, StoppedError
 from fp8ref.linear_selection import Decision
 from fp8ref.train import config as configs
@@ -109,11 +109,11 @@ class Provable(Protocol):
         ...
 
 
-def trainer(backend: str, config: Config, weights: dict[str, np.ndarray] | None = None) -> Trainer:
+def trainer(backend: str, config: Config, weights: Mapping[str, llama.Weight] | None = None) -> Trainer:
     """A new trainer of a backend, whose framework is imported only now.
 
-    weights   float32 by parameter name, to start from; None: ``llama.initial_weights`` of the
-              config's seed.
+    weights   float32 by parameter name, to start from; each process reads its shards. None:
+              ``llama.lazy_initial_weights`` of the config's seed.
     Raises:   ConfigError: an unknown backend; a key that it does not have; simulated hardware that
               the recipe or the mesh cannot use; a config that the backend refuses. ImportError: its
               framework is not installed.

@@ -10,7 +10,9 @@ from torch import distributed, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 
+from fp8ref import llama
 from fp8ref.errors import ConfigError
+from fp8ref.llama import InitialWeight
 from fp8ref.torch import convert, delayed
 from fp8ref.torch.parallel import parallelize
 from fp8ref.train.config import Config
@@ -280,3 +282,40 @@ def test_options_have_the_values_that_they_have(options):
 def test_blocks_are_named_where_something_is_done_to_them(options):
     with pytest.raises(ValueError, match=r"apply to blocks; got .* without blocks\. Name blocks"):
         parallelize(nn.Sequential(nn.Linear(16, 16)), "tensorwise", **options)
+
+
+def reading(recipe, keys, monkeypatched=InitialWeight.__getitem__):
+    """(name, elements) of every piece of initial weights that this rank reads; its shards' sizes; all weights."""
+    read = []
+
+    def piece(weight, index):
+        found = monkeypatched(weight, index)
+        read.append((weight.place, found.size))
+        return found
+
+    InitialWeight.__getitem__ = piece
+    try:
+        trainer = Trainer(config_of(recipe, **keys))
+    finally:
+        InitialWeight.__getitem__ = monkeypatched
+    shards = [(place, p.to_local().numel()) for place, p in enumerate(in_order(trainer)) if p.ndim == 2]
+    return read, shards, trainer.weights()
+
+
+def in_order(trainer):
+    return [trainer._params[name] for name in llama.parameter_shapes(trainer.config.model)]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "keys"),
+    [
+        ("delayed", {"fsdp": 4}),
+        ("tensorwise", {"data": 2, "fsdp": 2}),
+        ("tensorwise", {"fsdp": 2, "tensor": 2, "amax_scope": "local"}),
+    ],
+)
+def test_each_rank_reads_its_shards_of_the_initial_weights(recipe, keys):  # M-6, P-11
+    whole = llama.initial_weights(config_of().model, seed=0)
+    for read, shards, weights in run(4, reading, recipe, keys):
+        assert sorted(read) == shards
+        assert all(np.array_equal(weights[name], value) for name, value in whole.items())

@@ -1,6 +1,7 @@
 import json
 import pickle
 import shutil
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -32,12 +33,17 @@ def exported(request, tmp_path_factory):
     return folder, config, request.param
 
 
+def read(path, model):
+    """The whole weights."""
+    return {name: weight[...] for name, weight in export.read(path, model).items()}
+
+
 def test_transformers_loads_it_with_equal_weights_and_logits(exported):  # K-7
     """Against transformers' own model of the same numbers, built another way: by load_state_dict."""
     folder, config, _ = exported
     loaded, report = transformers.LlamaForCausalLM.from_pretrained(folder / "out", output_loading_info=True)
     assert not any(report.values())
-    weights = export.read(folder / "out", config.model)
+    weights = read(folder / "out", config.model)
     assert {name: value.shape for name, value in weights.items()} == llama.parameter_shapes(config.model)
     for name, value in loaded.state_dict().items():
         np.testing.assert_array_equal(value.numpy(), weights[name], err_msg=name)
@@ -59,7 +65,7 @@ def test_its_rotary_tables_and_sizes_are_the_models(exported):
 @pytest.mark.parametrize("backend", loop.BACKENDS)
 def test_either_backend_goes_on_from_it_bit_for_bit(exported, backend, tmp_path):  # K-7
     folder, config, _ = exported
-    weights = export.read(folder / "out", config.model)
+    weights = read(folder / "out", config.model)
     started = loop.trainer(backend, config, weights)
     for name, value in started.weights().items():
         np.testing.assert_array_equal(value, weights[name], err_msg=name)
@@ -101,7 +107,7 @@ def test_several_files_and_an_index(tmp_path, small, monkeypatch):
     files = sorted((tmp_path / "out").glob("*.safetensors"))
     assert len(files) > 2
     assert all(sum(v.nbytes for v in load_file(f).values()) <= 20_000 or len(load_file(f)) == 1 for f in files)
-    found = export.read(tmp_path / "out", model)
+    found = read(tmp_path / "out", model)
     for name, value in weights.items():
         np.testing.assert_array_equal(found[name], value)
     loaded = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "out").state_dict()
@@ -114,7 +120,7 @@ def test_narrower_weights_are_widened(tmp_path, small, dtype):  # K-7
     narrow = {name: torch.from_numpy(value).to(dtype) for name, value in weights.items()}
     write(tmp_path / "in", {}, small)
     save_torch_file(narrow, tmp_path / "in" / "model.safetensors")
-    for name, value in export.read(tmp_path / "in", model).items():
+    for name, value in read(tmp_path / "in", model).items():
         np.testing.assert_array_equal(value, narrow[name].float().numpy())
 
 
@@ -159,7 +165,29 @@ def test_weights_that_are_not_finite_are_named(tmp_path, small):
     model, weights = small_model(small)
     weights["model.norm.weight"][1] = np.nan
     with pytest.raises(ConfigError, match=r"run\.init_from .*model\.norm\.weight holds nan at \[1\]"):
-        export.read(write(tmp_path / "in", weights, small), model)
+        read(write(tmp_path / "in", weights, small), model)
+    with pytest.raises(ConfigError, match=r"run\.init_from .*model\.norm\.weight holds nan at \[1\]"):
+        loop.train(small.replace(run={"init_from": str(tmp_path / "in")}), "jax", tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    embedding = weights[llama.EMBEDDING]
+    embedding[5, 3] = np.inf
+    found = export.read(write(tmp_path / "again", weights, small), model)[llama.EMBEDDING]
+    np.testing.assert_array_equal(found[:5], embedding[:5])
+    with pytest.raises(ConfigError, match=r"embed_tokens\.weight holds inf at \[5, 3\]"):
+        found[slice(4, 6), slice(2, 9)]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_piece_of_a_stored_weight_is_read_alone(tmp_path, small, dtype):  # K-7
+    value = torch.randn(4096, 512).to(dtype)
+    save_torch_file({"w": value}, tmp_path / "w.safetensors")
+    stored = export._stored(tmp_path / "w.safetensors")["w"]
+    tracemalloc.start()
+    piece = stored[slice(1024, 1026), slice(None)]
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    np.testing.assert_array_equal(piece, value[1024:1026].float().numpy())
+    assert peak < value.numel() * value.element_size() / 8
 
 
 class Evil:

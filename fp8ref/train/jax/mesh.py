@@ -139,17 +139,21 @@ class Layout:
         """The jax Sharding of a PartitionSpec."""
         return SingleDeviceSharding(self.devices[0]) if self.mesh is None else NamedSharding(self.mesh, spec)
 
-    def put(self, value: np.ndarray, spec: P) -> jax.Array:
-        """Put a whole value on the devices, each process its own shards.
+    def put(self, value: np.ndarray | llama.Weight, spec: P) -> jax.Array:
+        """Put a value on the devices: each process reads its own shards, each of them once.
 
         On a topology description, returns a shape with its sharding.
         """
         if self.abstract:
-            return jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=self.sharding(spec))  # type: ignore[return-value]
+            return jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=self.sharding(spec))  # type: ignore[return-value, union-attr]
         if self.mesh is None:
-            return jnp.asarray(value)
-        whole = np.asarray(value)
-        return jax.make_array_from_callback(whole.shape, self.sharding(spec), whole.__getitem__)
+            return jnp.asarray(value[...])
+        shards: dict[str, np.ndarray] = {}
+
+        def shard(index) -> np.ndarray:
+            return shards[key] if (key := str(index)) in shards else shards.setdefault(key, value[index])
+
+        return jax.make_array_from_callback(value.shape, self.sharding(spec), shard)
 
     def fetch(self, value: jax.Array) -> np.ndarray:
         """The whole array, on the host of every process."""

@@ -72,17 +72,18 @@ class Step:
             optax.add_decayed_weights(optimizer.weight_decay, mask=_matrices),
         )
 
-    def begin(self, weights: dict[str, np.ndarray] | None) -> tuple[State, State]:
+    def begin(self, weights: Mapping[str, llama.Weight] | None) -> tuple[State, State]:
         """The state before the first step, on the layout's devices, and the PartitionSpec of each
         of its arrays.
 
         Where the layout is abstract, the state holds shapes instead of arrays.
 
-        weights: float32 arrays by name, by default ``llama.initial_weights`` of run.seed.
+        weights: float32 by name, by default ``llama.lazy_initial_weights`` of run.seed.
         """
         config, layout = self.config, self.layout
-        if weights is not None:
-            llama.check_weights(weights, config.model)
+        if weights is None:
+            weights = llama.lazy_initial_weights(config.model, seed=config.run.seed)
+        llama.check_weights(weights, config.model)
         shapes = {name: jax.ShapeDtypeStruct(shape, np.float32) for name, shape in self._shapes().items()}
         self._graph, params = jax.eval_shape(self._split, shapes)
         self._specs = jax.tree_util.tree_map_with_path(lambda path, value: layout.parameter(name_of(path), value.shape), params)
@@ -99,9 +100,8 @@ class Step:
         if layout.abstract:
             state = State(params, jax.eval_shape(self._optimizer.init, params), fp8)
             return jax.tree.map(layout.put, state, specs), specs
-        # One after the other, each process keeping its own pieces: no host holds the whole model.
-        each = llama.each_initial_weight(config.model, seed=config.run.seed) if weights is None else weights.items()
-        placed = {name: layout.put(value, layout.parameter(name, value.shape)) for name, value in each}
+        # One after the other: a host holds its shards of one weight
+        placed = {name: layout.put(value, layout.parameter(name, value.shape)) for name, value in weights.items()}
         params = self._tree(params, placed)
         del placed  # layers that are in stacks now
         # On one device nothing is committed to it, before the first step as after it.

@@ -4,7 +4,7 @@
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import jax
@@ -34,12 +34,12 @@ class Trainer:
     def __init__(
         self,
         config: Config,
-        weights: dict[str, np.ndarray] | None = None,
+        weights: Mapping[str, llama.Weight] | None = None,
         *,
         devices: Sequence[jax.Device] | None = None,
         multiply: Multiply | None = None,
     ) -> None:
-        """weights: float32 arrays by name, by default ``llama.initial_weights`` of run.seed.
+        """weights: float32 by name, by default ``llama.lazy_initial_weights`` of run.seed.
 
         devices   of a topology description: the step can be lowered for them but cannot run. None:
                   jax's own.

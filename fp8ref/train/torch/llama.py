@@ -1,8 +1,5 @@
 """The trainer's Llama as an ``nn.Module`` (SEMANTICS M). Its module names are Hugging Face's."""
 
-from collections.abc import Mapping
-
-import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional
@@ -123,13 +120,12 @@ class Llama(nn.Module):
         last_norm="model.norm",
     )
 
-    def __init__(self, config: LlamaConfig, weights: Mapping[str, np.ndarray]) -> None:
+    def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.config = config
         self.model = Decoder(config)
         if not config.tie_word_embeddings:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.load_state_dict({name: torch.tensor(value) for name, value in weights.items()})
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Logits [B, T, vocab_size] of tokens [B, T], which must be valid (``llama.check_tokens``)."""

@@ -5,7 +5,7 @@ takes the optimizer's step.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import numpy as np
@@ -14,12 +14,13 @@ from torch import distributed
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.nn import functional
 
 from fp8ref import llama
 from fp8ref.hardware import Multiply
 from fp8ref.torch import delayed, hardware
-from fp8ref.torch.parallel import parallelize
+from fp8ref.torch.parallel import check_copies, parallelize
 from fp8ref.train import train_state
 from fp8ref.train.config import Config
 from fp8ref.train.torch import optimizer
@@ -38,13 +39,14 @@ class Step:
     def __init__(
         self,
         config: Config,
-        weights: dict[str, np.ndarray],
+        weights: Mapping[str, llama.Weight],
         mesh: DeviceMesh | None,
         device: torch.device,
         multiply: Multiply | None,
     ) -> None:
         self.config, self.mesh, self.device, self.multiply = config, mesh, device, multiply
-        model = Llama(config.model, weights).to(device)
+        with torch.device("meta"):  # a rank makes its own shards
+            model = Llama(config.model)
         keys = config.parallel
         self.model = parallelize(
             model,
@@ -63,7 +65,12 @@ class Step:
             ordered_reduction=keys.reduction == "ordered",
             reduce_dtype=getattr(torch, keys.reduce_dtype),
         )
+        self.model.to_empty(device=device)
         self.params = dict(self.model.named_parameters())
+        for name, p in self.params.items():
+            _fill(p, weights[name])
+        if mesh is not None and "data" in (mesh.mesh_dim_names or ()):
+            check_copies(self.model, mesh)
         self.optimizer = optimizer.build(self.params.values(), config.optimizer)
 
     def backward(self, tokens: np.ndarray) -> torch.Tensor:
@@ -208,3 +215,16 @@ class Step:
         found = [torch.empty_like(value) for _ in range(distributed.get_world_size())]
         distributed.all_gather(found, value)
         return torch.stack(found)
+
+
+@torch.no_grad()
+def _fill(parameter: torch.Tensor, weight: llama.Weight) -> None:
+    """Copy a weight's values into a parameter, of a DTensor this rank's shard alone."""
+    if not isinstance(parameter, DTensor):
+        parameter.copy_(torch.from_numpy(weight[...]))
+        return
+    shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    if 0 in shape:
+        return
+    shard = weight[tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))]
+    parameter.to_local().copy_(torch.from_numpy(shard))

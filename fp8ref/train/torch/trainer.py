@@ -4,7 +4,7 @@ Its step is ``step.Step``.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -36,8 +36,8 @@ class Trainer:
 
     backend = "torch"
 
-    def __init__(self, config: Config, weights: dict[str, np.ndarray] | None = None, *, multiply: Multiply | None = None) -> None:
-        """weights: float32 arrays by name, by default ``llama.initial_weights`` of run.seed.
+    def __init__(self, config: Config, weights: Mapping[str, llama.Weight] | None = None, *, multiply: Multiply | None = None) -> None:
+        """weights: float32 by name, by default ``llama.lazy_initial_weights`` of run.seed.
 
         multiply  the simulated hardware of numerics.accumulate, which runs the FP8 GEMMs (SEMANTICS
                   G-19).
@@ -52,7 +52,7 @@ class Trainer:
                 f"{torch.cuda.get_device_name()}. Hide it with CUDA_VISIBLE_DEVICES=, or use accumulate 'native'."
             )
         self.decisions = config.decisions()
-        weights = llama.initial_weights(config.model, seed=config.run.seed) if weights is None else weights
+        weights = llama.lazy_initial_weights(config.model, seed=config.run.seed) if weights is None else weights
         llama.check_weights(weights, config.model)
         mesh = mesh_of(config)
         self._device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")

@@ -1,3 +1,5 @@
+import math
+
 import adamw
 import jax
 import jax.numpy as jnp
@@ -6,9 +8,10 @@ import numpy as np
 import optax
 import pytest
 
+from fp8ref import llama as llama_data
 from fp8ref.errors import ConfigError
+from fp8ref.llama import InitialWeight
 from fp8ref.train.jax import llama, step
-from fp8ref.train.jax.mesh import Layout
 from fp8ref.train.jax.trainer import Trainer
 
 
@@ -235,20 +238,23 @@ def test_chunked_attention_is_xlas(small, monkeypatch):  # B-11
         assert np.linalg.norm(other.weights()[name] - value) <= 2.0**-6 * np.linalg.norm(value), name
 
 
-def test_each_weight_is_placed_before_the_next_is_made(small, monkeypatch):
-    """So that a host holds one whole matrix at a time."""
-    events, initial, put = [], step.llama.each_initial_weight, Layout.put
+def test_each_shard_of_the_initial_weights_is_read_once(small, monkeypatch):  # M-6
+    """No more is read of a weight than its shards, and copies of a shard share one."""
+    read, piece = {}, InitialWeight.__getitem__
 
-    def each(config, *, seed):
-        for name, value in initial(config, seed=seed):
-            events.append("made")
-            yield name, value
+    def reading(weight, index):
+        read.setdefault(weight.place, []).append(piece(weight, index))
+        return read[weight.place][-1]
 
-    def placed(layout, value, spec):
-        events.append("placed")
-        return put(layout, value, spec)
-
-    monkeypatch.setattr(step.llama, "each_initial_weight", each)
-    monkeypatch.setattr(Layout, "put", placed)
-    Trainer(small.replace(parallel={"fsdp": 2}))
-    assert events == ["made", "placed"] * 12
+    monkeypatch.setattr(InitialWeight, "__getitem__", reading)
+    small = small.replace(model={"num_key_value_heads": 2}, parallel={"data": 2, "fsdp": 2, "tensor": 2})
+    trainer = Trainer(small)
+    monkeypatch.undo()
+    shapes = llama_data.parameter_shapes(small.model)
+    for place, (name, shape) in enumerate(shapes.items()):
+        if len(shape) == 2:
+            shards = 2 if name in ("model.embed_tokens.weight", "lm_head.weight") else 4  # not cut by tensor, and cut
+            assert [x.size for x in read[place]] == [math.prod(shape) // shards] * shards, name
+    found = trainer.weights()
+    for name, value in llama_data.initial_weights(small.model, seed=small.run.seed).items():
+        np.testing.assert_array_equal(found[name], value)

@@ -3,6 +3,7 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
+from tensor_models import loaded
 
 from fp8ref import linear_selection, llama
 from fp8ref.sim import llama as sim
@@ -17,7 +18,7 @@ def test_in_float32_the_model_is_the_simulators_without_rounding(tied, rng, monk
     weights = {k: v * (4 if v.ndim == 2 else 1) for k, v in llama.initial_weights(config, seed=0).items()}
     tokens = rng.integers(0, 256, (2, 9))
     with torch.no_grad():
-        found = Llama(config, weights)(torch.from_numpy(tokens)).numpy()
+        found = loaded(config, weights)(torch.from_numpy(tokens)).numpy()
     assert found.dtype == np.float32
     monkeypatch.setattr(sim.Rounding, "__call__", lambda self, x: x.astype(np.float64))
     expected = sim.forward(
@@ -28,7 +29,7 @@ def test_in_float32_the_model_is_the_simulators_without_rounding(tied, rng, monk
 
 
 def test_parameters_are_named_as_in_hugging_face():  # M-1
-    model = Llama(CONFIG, llama.initial_weights(CONFIG, seed=0))
+    model = Llama(CONFIG)
     assert {name: tuple(p.shape) for name, p in model.named_parameters()} == llama.parameter_shapes(CONFIG)
 
 
