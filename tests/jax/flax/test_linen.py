@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import serialization
+from flax import nnx, serialization
 
 from fp8ref import jax as fj
 from fp8ref.delayed import DELAYED
@@ -357,3 +357,37 @@ def test_attention_runs_in_fp8_with_hooks_for_its_einsums():
     assert all(jnp.isfinite(g).all() for g in jax.tree.leaves(grads))
     np.testing.assert_allclose(value, expected, rtol=2.0**-3)  # elements of e4m3 err by 2^-4 of themselves at most
     assert value != expected
+
+
+class BridgedDense(nnx.Module):
+    """As MaxText's DenseGeneral: an NNX layer whose linen dot_general has only the collection aqt mutable."""
+
+    def __init__(self, in_features, features, recipe, rngs):
+        self.kernel = nnx.Param(nnx.initializers.normal(0.05)(rngs.params(), (in_features, *features)))
+        self.dot_general = nnx.bridge.ToNNX(fj.flax.linen_dot_general(recipe)(), rngs=rngs)
+        self._multiply(jnp.zeros((1, in_features)), self.dot_general.lazy_init)
+
+    def __call__(self, x):
+        return self._multiply(x, functools.partial(self.dot_general, mutable=["aqt"]))
+
+    def _multiply(self, x, f):
+        return f(x.astype(jnp.bfloat16), self.kernel[...].astype(jnp.bfloat16), (((x.ndim - 1,), (0,)), ((), ())), precision=None)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise_with_gw_hp"])
+def test_a_bridged_hook_is_the_hook_of_nnx(recipe, rng):  # L-1
+    bridged = BridgedDense(64, (4, 32), recipe, nnx.Rngs(0))
+    plain = nnx.LinearGeneral(
+        64, (4, 32), use_bias=False, dtype=jnp.bfloat16, dot_general=fj.flax.nnx_dot_general(recipe), rngs=nnx.Rngs(0)
+    )
+    plain.kernel[...] = bridged.kernel[...]
+    x = jnp.asarray(rng.standard_normal((4, 16, 64)), jnp.bfloat16)
+    (a, of_a), (b, of_b) = (nnx.jit(nnx.value_and_grad(lambda m: (m(x).astype(jnp.float32) ** 2).mean()))(m) for m in (bridged, plain))
+    assert a == b
+    np.testing.assert_array_equal(of_a["kernel"][...], of_b["kernel"][...])
+
+
+def test_a_bridged_hook_that_would_lose_observations_is_refused():  # H-2
+    bridged = BridgedDense(64, (32,), "delayed", nnx.Rngs(0))
+    with pytest.raises(ValueError, match=r"observations of this layer would be lost.*mutable=\['fp8_seen'\]"):
+        fj.flax.value_and_grad(lambda m, x: m(x).sum())(bridged, jnp.ones((16, 64)))

@@ -1,0 +1,90 @@
+"""Host memory while a trainer makes its initial weights: python benchmarks/initial_memory.py llama-70b --processes 64
+
+PyTorch: this process is the first of so many in a group that sends nothing (torch's fake process group), so that it makes the shards of one rank.
+JAX (--backend jax): one process holds the shards of all devices, which a CPU imitates. Prints the bytes of the float32 shards, and what the process
+held at most beyond what it began with: all of it, and NumPy's arrays, from which shards are copied to devices.
+"""
+
+import argparse
+import math
+import os
+import resource
+import time
+import tracemalloc
+from pathlib import Path
+
+import fp8ref.configs
+from fp8ref import llama
+from fp8ref.train import config as configs
+from fp8ref.train.config import Config
+
+GIB = 2**30
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("config", help="a packaged config, such as llama-8b, whose weights are cut over fsdp alone")
+    parser.add_argument("--backend", choices=("torch", "jax"), default="torch")
+    parser.add_argument("--processes", type=int, default=64, help="ranks, or devices of JAX")
+    given = parser.parse_args()
+    config = configs.load(Path(fp8ref.configs.__file__).parent / f"{given.config}.toml")
+    parallel = {"data": 1, "fsdp": given.processes, "tensor": 1, "sequence": False, "amax_scope": "global", "checkpointing": "none"}
+    config = config.replace(parallel=parallel, data={"batch_size": given.processes, "microbatches": 1})
+    begin = {"torch": in_torch, "jax": in_jax}[given.backend](config)
+    before = resident()
+    tracemalloc.start()
+    start = time.perf_counter()
+    shards = begin()
+    seconds = time.perf_counter() - start
+    arrays = tracemalloc.get_traced_memory()[1]
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    parameters = sum(math.prod(shape) for shape in llama.parameter_shapes(config.model).values())
+    print(f"{given.config}, {parameters / 1e9:.1f} billion parameters, {given.backend}, cut in {given.processes}: {seconds:.0f} s")
+    print(f"float32 shards                {shards / GIB:8.3f} GiB")
+    print(f"most that the process held    {(most - before) / GIB:8.3f} GiB more than before")
+    print(f"of NumPy's arrays             {arrays / GIB:8.3f} GiB")
+
+
+def in_torch(config: Config):
+    """A function that makes one rank's model; it returns the bytes of its shards."""
+    import torch
+    from torch import distributed
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from fp8ref.train.torch.processes import mesh_of
+    from fp8ref.train.torch.step import Step
+
+    distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=config.parallel.devices)
+
+    def begin() -> int:
+        weights = llama.lazy_initial_weights(config.model, seed=config.run.seed)
+        step = Step(config, weights, mesh_of(config), torch.device("cpu"), None)
+        return sum(p.to_local().numel() * p.element_size() for p in step.params.values())
+
+    return begin
+
+
+def in_jax(config: Config):
+    """A function that makes the weights of all devices; it returns their bytes."""
+    os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={config.parallel.devices}"
+    import jax
+
+    from fp8ref.train.jax.mesh import Layout
+
+    layout = Layout(config)
+
+    def begin() -> int:
+        weights = llama.lazy_initial_weights(config.model, seed=config.run.seed)
+        placed = [layout.put(weight, layout.parameter(name, weight.shape)) for name, weight in weights.items()]
+        return sum(shard.data.nbytes for array in jax.block_until_ready(placed) for shard in array.addressable_shards)
+
+    return begin
+
+
+def resident() -> int:
+    """Bytes of memory that this process holds."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+if __name__ == "__main__":
+    main()
