@@ -13,6 +13,7 @@ MOVED = {
     "fp8ref.check.crosscheck": "fp8ref.crosscheck.one_device",
     "fp8ref.check.divergence": "fp8ref.crosscheck.divergence",
     "fp8ref.check.replay": "fp8ref.crosscheck.nonfinite.rerun",
+    "fp8ref.conformance.counterexample": "fp8ref.conformance.finding",
     "fp8ref.run": "fp8ref.train",
     "fp8ref.run.plan": "fp8ref.estimate",
     "fp8ref.run.report.judge": "fp8ref.train.report.seed_noise",

@@ -102,7 +102,7 @@ def _identify(known: argparse.Namespace, function, kind: str, fmt, expect: str |
 
 def _another_kind(outcome, expect: str):
     """The outcome if --expect named a policy for a cast, or a cast for a quantizer."""
-    from fp8ref.conformance.counterexample import Counterexample
+    from fp8ref.conformance.finding import Counterexample
 
     wanted = (
         "a policy: codes that depend on the amax of a tensor"

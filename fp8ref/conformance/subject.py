@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from fp8ref.conformance import arrays
-from fp8ref.conformance.counterexample import bits_of
+from fp8ref.conformance.finding import bits_of
 
 FRAMEWORKS = ("numpy", "torch", "jax")
 """The frameworks whose arrays a subject may take, in the order in which they are tried."""

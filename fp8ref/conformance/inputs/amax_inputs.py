@@ -5,7 +5,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from fp8ref import policy as policies
-from fp8ref.conformance.counterexample import rounded
 from fp8ref.conformance.inputs import dtypes
 from fp8ref.conformance.inputs.kinds import AMAX_RANGES, NONZERO_RANGES
 from fp8ref.formats import Format
@@ -76,7 +75,7 @@ def identifying(fmt: Format, dtype: str, *, seed: int = 0) -> Amaxes:
     }  # fmt: skip
     largest, kind = [], []
     for i, name in enumerate(AMAX_RANGES):
-        values = rounded(np.asarray(by_kind[name], np.float32), dtype)
+        values = dtypes.rounded(np.asarray(by_kind[name], np.float32), dtype)
         # rounding may carry the largest to Inf, and in float16 the smallest to zero: they would be
         # of another range
         values = values[np.isfinite(values) & (values != 0)] if name in NONZERO_RANGES else values
@@ -112,4 +111,4 @@ def tensor(largest: np.ndarray, group: np.ndarray, dtype: str) -> np.ndarray:
     with np.errstate(under="ignore"):
         values = finite * parts
     flat[order] = np.where((place == 0) & ~np.isfinite(base), base, values)
-    return rounded(x, dtype)
+    return dtypes.rounded(x, dtype)

@@ -13,7 +13,7 @@ import numpy as np
 
 from fp8ref.conformance.cast import behavior
 from fp8ref.conformance.cast.behavior import Behavior
-from fp8ref.conformance.counterexample import rounded
+from fp8ref.conformance.inputs.dtypes import rounded
 from fp8ref.conformance.quantizer import queries
 from fp8ref.conformance.quantizer.outputs import QuantizerOutput
 from fp8ref.conformance.quantizer.queries import Response, ScaleLayout

@@ -10,8 +10,9 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from fp8ref.conformance.counterexample import Counterexample, bits_of, rounded, show
 from fp8ref.conformance.explain import simplest
+from fp8ref.conformance.finding import Counterexample, bits_of, show
+from fp8ref.conformance.inputs.dtypes import rounded
 from fp8ref.conformance.inputs.kinds import AMAX_RANGES
 from fp8ref.conformance.quantizer import candidates, policy_match, queries
 from fp8ref.conformance.quantizer.candidates import Agreement, Candidate

@@ -6,8 +6,7 @@ from typing import Any
 import numpy as np
 
 from fp8ref.conformance.cast.behavior import Behavior
-from fp8ref.conformance.counterexample import Counterexample
-from fp8ref.conformance.finding import Finding, Outcome
+from fp8ref.conformance.finding import Counterexample, Finding, Outcome
 from fp8ref.conformance.quantizer import counterexamples, policy_match
 from fp8ref.conformance.quantizer.candidates import Candidate
 from fp8ref.conformance.quantizer.granularity import SHAPE, FoundGranularity

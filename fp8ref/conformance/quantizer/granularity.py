@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from fp8ref.conformance.counterexample import Counterexample, bits_of
-from fp8ref.conformance.finding import Finding
+from fp8ref.conformance.finding import Counterexample, Finding, bits_of
 from fp8ref.conformance.quantizer.outputs import Quantizer, QuantizerOutput
 from fp8ref.conformance.subject import ConformanceError
 from fp8ref.granularity import GRANULARITIES, blocks

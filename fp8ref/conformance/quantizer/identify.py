@@ -15,8 +15,7 @@ from fp8ref.conformance import subject as subjects
 from fp8ref.conformance.cast.behavior import Behavior
 from fp8ref.conformance.cast.identify import check_format
 from fp8ref.conformance.cast.outputs import Responses
-from fp8ref.conformance.counterexample import Counterexample
-from fp8ref.conformance.finding import Finding, Outcome
+from fp8ref.conformance.finding import Counterexample, Finding, Outcome
 from fp8ref.conformance.inputs import amax_inputs
 from fp8ref.conformance.inputs.cast_inputs import CAST_FORMATS
 from fp8ref.conformance.quantizer import candidates, counterexamples, describe, inner_cast, layout_invariance, policy_match, queries

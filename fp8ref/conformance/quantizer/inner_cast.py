@@ -7,10 +7,10 @@ import numpy as np
 from fp8ref.conformance.cast import behavior, decisions
 from fp8ref.conformance.cast.behavior import KNOWN_CASTS, Behavior, DoubleRounding
 from fp8ref.conformance.cast.outputs import Output, Responses
-from fp8ref.conformance.counterexample import Counterexample, rounded
 from fp8ref.conformance.explain import simplest
-from fp8ref.conformance.finding import Finding
+from fp8ref.conformance.finding import Counterexample, Finding
 from fp8ref.conformance.inputs import cast_inputs
+from fp8ref.conformance.inputs.dtypes import rounded
 from fp8ref.conformance.quantizer.granularity import SHAPE
 from fp8ref.conformance.quantizer.outputs import Quantizer
 from fp8ref.formats import BFLOAT16, Format

@@ -12,9 +12,9 @@ import numpy as np
 
 from fp8ref import policy as policy_data
 from fp8ref.conformance import subject as subjects
-from fp8ref.conformance.counterexample import Counterexample, bits_of, rounded, show
-from fp8ref.conformance.finding import Finding, strides_finding
+from fp8ref.conformance.finding import Counterexample, Finding, bits_of, show, strides_finding
 from fp8ref.conformance.inputs import amax_inputs
+from fp8ref.conformance.inputs.dtypes import rounded
 from fp8ref.conformance.quantizer import candidates, counterexamples, queries
 from fp8ref.conformance.quantizer.candidates import Candidate
 from fp8ref.conformance.quantizer.granularity import noise
