@@ -14,6 +14,8 @@ MOVED = {
     "fp8ref.check.divergence": "fp8ref.crosscheck.divergence",
     "fp8ref.check.replay": "fp8ref.crosscheck.nonfinite.rerun",
     "fp8ref.conformance.counterexample": "fp8ref.conformance.finding",
+    "fp8ref.conformance.classify": "fp8ref.conformance.subject",
+    "fp8ref.conformance.quantizer.queries": "fp8ref.conformance.quantizer.outputs",
     "fp8ref.run": "fp8ref.train",
     "fp8ref.run.plan": "fp8ref.estimate",
     "fp8ref.run.report.judge": "fp8ref.train.report.seed_noise",

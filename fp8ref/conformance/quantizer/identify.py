@@ -18,13 +18,12 @@ from fp8ref.conformance.cast.outputs import Responses
 from fp8ref.conformance.finding import Counterexample, Finding, Outcome
 from fp8ref.conformance.inputs import amax_inputs
 from fp8ref.conformance.inputs.cast_inputs import CAST_FORMATS
-from fp8ref.conformance.quantizer import candidates, counterexamples, describe, inner_cast, layout_invariance, policy_match, queries
+from fp8ref.conformance.quantizer import candidates, counterexamples, describe, inner_cast, layout_invariance, outputs, policy_match
 from fp8ref.conformance.quantizer.candidates import Candidate
-from fp8ref.conformance.quantizer.granularity import SHAPE, identify_granularity, identify_memory
-from fp8ref.conformance.quantizer.outputs import Quantizer, QuantizerOutput, smallest_shape
+from fp8ref.conformance.quantizer.granularity import identify_granularity, identify_memory
+from fp8ref.conformance.quantizer.outputs import Quantizer, QuantizerOutput, ScaleLayout, smallest_shape
 from fp8ref.conformance.quantizer.policy_match import PolicyMatch
-from fp8ref.conformance.quantizer.queries import ScaleLayout
-from fp8ref.conformance.subject import RefusedError
+from fp8ref.conformance.subject import SHAPE, RefusedError
 from fp8ref.formats import Format
 from fp8ref.policy import ScalePolicy
 
@@ -72,9 +71,9 @@ def identify_quantizer(
     # One scale for a tensor takes a tensor for each amax: the smallest that the quantizer takes.
     what = amax_inputs.identifying(found_fmt, quantizer.dtype)
     shape = smallest_shape(quantizer, _TENSORWISE_SHAPES, lambda s: True) if at == "tensorwise" else SHAPE
-    responses = queries.ask(quantizer, what, shape, at, along)
-    scale_layout = queries.identify_returned(responses, at, along)
-    considered = queries.considered(quantizer, responses, scale_layout)
+    responses = outputs.ask(quantizer, what, shape, at, along)
+    scale_layout = outputs.identify_returned(responses, at, along)
+    considered = outputs.considered(quantizer, responses, scale_layout)
     fixed, flushing = output.dtype.startswith("float8"), subject.framework == "jax"
     matched = policy_match.match_policies(responses, scale_layout, found_fmt, considered, fixed=fixed, flushing=flushing)
     chosen = matched.nearest.candidate

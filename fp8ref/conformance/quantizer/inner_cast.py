@@ -11,8 +11,8 @@ from fp8ref.conformance.explain import simplest
 from fp8ref.conformance.finding import Counterexample, Finding
 from fp8ref.conformance.inputs import cast_inputs
 from fp8ref.conformance.inputs.dtypes import rounded
-from fp8ref.conformance.quantizer.granularity import SHAPE
 from fp8ref.conformance.quantizer.outputs import Quantizer
+from fp8ref.conformance.subject import SHAPE
 from fp8ref.formats import BFLOAT16, Format
 
 

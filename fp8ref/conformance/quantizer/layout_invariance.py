@@ -15,11 +15,10 @@ from fp8ref.conformance import subject as subjects
 from fp8ref.conformance.finding import Counterexample, Finding, bits_of, show, strides_finding
 from fp8ref.conformance.inputs import amax_inputs
 from fp8ref.conformance.inputs.dtypes import rounded
-from fp8ref.conformance.quantizer import candidates, counterexamples, queries
+from fp8ref.conformance.quantizer import candidates, counterexamples, outputs
 from fp8ref.conformance.quantizer.candidates import Candidate
 from fp8ref.conformance.quantizer.granularity import noise
-from fp8ref.conformance.quantizer.outputs import Quantizer, QuantizerOutput, arrays_of
-from fp8ref.conformance.quantizer.queries import Response, ScaleLayout
+from fp8ref.conformance.quantizer.outputs import Quantizer, QuantizerOutput, Response, ScaleLayout, arrays_of
 from fp8ref.conformance.subject import VIEWS, RefusedError
 from fp8ref.granularity import by_name
 from fp8ref.policy import ScalePolicy
@@ -105,7 +104,7 @@ def check_shapes(
         try:
             for tensor in _tensors(shape, scale_layout, quantizer):
                 unexplained = _counterexample(tensor, quantizer.ask(tensor.x), candidate, scale_layout, quantizer.dtype)
-                if unexplained and "NaN" in tensor.planted and queries.loses_nan(quantizer, tensor.x, scale_layout):
+                if unexplained and "NaN" in tensor.planted and outputs.loses_nan(quantizer, tensor.x, scale_layout):
                     lost = lost or unexplained
                 else:
                     found = found or unexplained
@@ -153,7 +152,7 @@ def check_dtype(
     dtype = quantizer.dtype
     try:
         quantizer.once(np.ones(shape, np.float32))
-        responses = queries.ask(
+        responses = outputs.ask(
             quantizer, amax_inputs.identifying(candidate.fmt, dtype), shape, scale_layout.granularity, scale_layout.axis
         )
     except RefusedError as error:
@@ -163,7 +162,7 @@ def check_dtype(
         candidates.agreement(replace(candidate, policy=p), responses, scale_layout)
         for p in sorted(same_decisions, key=lambda p: p != candidate.policy)
     ]
-    considered = queries.considered(quantizer, responses, scale_layout)
+    considered = outputs.considered(quantizer, responses, scale_layout)
     agreed = next((a.candidate for a in agreements if (a.both | ~considered).all()), None)
     if agreed:
         evidence = f"{considered.sum()} groups match it"
@@ -233,12 +232,12 @@ def _counterexample(
     differs |= False if scales is None else ~scales[group]
     for name in (n for n, kind in scale_layout.kinds.items() if kind == "amax"):
         amax = np.reshape(scaling.amax(x, scale_layout.granularity, axis=scale_layout.axis), -1)
-        differs |= ~np.isclose(queries.per_group(response, name, scale_layout), amax, rtol=0, atol=0, equal_nan=True)[group]
+        differs |= ~np.isclose(outputs.per_group(response, name, scale_layout), amax, rtol=0, atol=0, equal_nan=True)[group]
     if not differs.any():
         return []
     at = np.unravel_index(int(np.argmax(differs)), x.shape)
     place = "" if tensor.at is None else f" as {_element_text(tensor.at[group[at]], x)}"
-    got = {name: queries.per_group(response, name, scale_layout)[group[at]] for name in scale_layout.kinds}
+    got = {name: outputs.per_group(response, name, scale_layout)[group[at]] for name in scale_layout.kinds}
     got_text, wanted_text = counterexamples.output_texts(output, at, got, expected, group[at], scale_layout)
     return [
         Counterexample(

@@ -11,9 +11,9 @@ import numpy as np
 
 from fp8ref import policy as policy_data
 from fp8ref.conformance.inputs.cast_inputs import CAST_FORMATS
-from fp8ref.conformance.quantizer import candidates, queries
+from fp8ref.conformance.quantizer import candidates, outputs
 from fp8ref.conformance.quantizer.candidates import DEVIATIONS, NO_DEVIATION, Agreement, Candidate, Deviation, scale_times
-from fp8ref.conformance.quantizer.queries import Response, ScaleLayout
+from fp8ref.conformance.quantizer.outputs import Response, ScaleLayout
 from fp8ref.formats import Format
 
 
@@ -23,7 +23,7 @@ class PolicyMatch:
 
     agreements those policies; empty if there is none.
     nearest    the first of them, else the policy that agrees most.
-    considered for each group, whether its response counts (``queries.considered``).
+    considered for each group, whether its response counts (``outputs.considered``).
     deviation  how the quantizer departs from the nearest policy, in words; or "".
     explained  for each group, whether the nearest policy with that deviation gives the response.
                What it does not explain has another cause.
@@ -80,7 +80,7 @@ def match_policies(
             # The nearest policy is that of the first stage: most likely it is meant, and wrong.
             if best is None:
                 found = [candidates.agreement(c, responses, scale_layout) for c in tried]
-                best = max(found, key=lambda a: (bool(a.codes[queries.ordinary(responses)].all()), -a.ulps, score(a, considered)))
+                best = max(found, key=lambda a: (bool(a.codes[outputs.ordinary(responses)].all()), -a.ulps, score(a, considered)))
     assert best is not None
     deviating = match_deviation(responses, sample, scale_layout, found_fmt)
     # A deviation must explain more than the best policy does as it is.
@@ -116,7 +116,7 @@ def match_deviation(
                 and candidates.agrees_at_ordinary(candidate, sample, scale_layout)
             ):
                 agreed = candidates.agreement(candidate, responses, scale_layout)
-                if agreed.both[queries.ordinary(responses)].all():
+                if agreed.both[outputs.ordinary(responses)].all():
                     found.append(agreed)
     return max(found, key=lambda a: int(a.both.sum())) if found else None
 
@@ -165,7 +165,7 @@ def _ratios(candidate: Candidate, sample: Sequence[Response], scale_layout: Scal
     for a in sample:
         expected = np.reshape(getattr(candidate.quantize(a.x, scale_layout), scale_layout.kinds[name]), -1)
         with np.errstate(all="ignore"):
-            ratio = queries.per_group(a, name, scale_layout).astype(np.float64) / expected
+            ratio = outputs.per_group(a, name, scale_layout).astype(np.float64) / expected
             found.append((ratio if scale_layout.kinds[name] == "scale" else 1 / ratio)[a.ordinary])
     ratios = np.concatenate(found)
     return ratios if np.all((ratios > 0) & (ratios < np.inf)) else np.zeros(0)
