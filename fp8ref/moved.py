@@ -15,6 +15,7 @@ MOVED = {
     "fp8ref.check.replay": "fp8ref.crosscheck.nonfinite.rerun",
     "fp8ref.conformance.counterexample": "fp8ref.conformance.finding",
     "fp8ref.conformance.classify": "fp8ref.conformance.subject",
+    "fp8ref.conformance.library_calls": "fp8ref.conformance.libraries (casts and scales) and fp8ref.crosscheck.operands (quantizers)",
     "fp8ref.conformance.quantizer.queries": "fp8ref.conformance.quantizer.outputs",
     "fp8ref.run": "fp8ref.train",
     "fp8ref.run.plan": "fp8ref.estimate",

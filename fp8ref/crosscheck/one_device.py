@@ -17,12 +17,10 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from fp8ref import console, llama
-from fp8ref.conformance import library_calls
 from fp8ref.conformance.compare import Report, compare_codes, compare_scales, compare_values
 from fp8ref.conformance.inputs import cast_inputs, tensor_inputs
-from fp8ref.conformance.library_calls import Quantizer
-from fp8ref.crosscheck import bounds
-from fp8ref.crosscheck.operands import amaxes, check_operands, compare_quantized, initial_states, states_after
+from fp8ref.crosscheck import bounds, operands
+from fp8ref.crosscheck.operands import Quantizer, amaxes, check_operands, compare_quantized, initial_states, states_after
 from fp8ref.errors import ConfigError
 from fp8ref.formats import FP8_FORMATS
 from fp8ref.recipe import RECIPES, SHARED_RECIPES, Recipe
@@ -57,7 +55,7 @@ def crosscheck(config: Config, *, backends: Sequence[str] = loop.BACKENDS, steps
     replicates = bounds.REPLICATES if len(backends) > 1 else 0
     work = 1 + 2 * bounds.SAMPLES + len(backends) * (steps + 2) + replicates * (1 + bool(steps))
     with console.bar(f"crosscheck {config.numerics.recipe}", work) as advance:
-        quantizers = library_calls.quantizers(backends)
+        quantizers = operands.quantizers(backends)
         check_synthetic(report, config.numerics.recipe, quantizers)
         advance("synthetic tensors")
         for name, start in (("probe", bounds.probe_weights(weights, seed=config.run.seed)), ("step0", weights)):

@@ -1,4 +1,4 @@
-"""What is under test: a function is classified as cast, quantizer or GEMM from its arguments and outputs."""
+"""A function is classified as cast, quantizer or GEMM from its arguments and outputs."""
 
 import jax
 import jax.numpy as jnp

@@ -12,11 +12,10 @@ from pathlib import Path
 import numpy as np
 
 from fp8ref import console, llama
-from fp8ref.conformance import library_calls
 from fp8ref.conformance.compare import Report
 from fp8ref.crosscheck.nonfinite.report import NonFinite, RerunReport, check_site
 from fp8ref.crosscheck.nonfinite.sites import in_backend, of_gemms
-from fp8ref.crosscheck.operands import Observation, States, compare_quantized, in_pass_order, observe
+from fp8ref.crosscheck.operands import Observation, States, compare_quantized, in_pass_order, observe, quantizers
 from fp8ref.errors import ConfigError
 from fp8ref.formats import FLOAT32
 from fp8ref.recipe import OPERANDS, REDUCED_AXES, Recipe
@@ -114,7 +113,7 @@ def check_codes(report: Report, observations: Sequence[Observation], recipes: Ma
     Returns:  how many operands were compared.
     """
     count = 0
-    who = library_calls.quantizers({o.backend for o in observations})
+    who = quantizers({o.backend for o in observations})
     for o in observations:
         spec = recipes[o.layer].gemms[o.gemm]
         for role, (hp, codes, scale), how, axis in zip(OPERANDS[o.gemm], (o.a, o.b), (spec.a, spec.b), REDUCED_AXES[o.gemm], strict=True):
