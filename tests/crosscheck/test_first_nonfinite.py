@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from fp8ref.conformance.compare import Check
-from fp8ref.crosscheck.nonfinite import report
+from fp8ref.crosscheck import rerun_report as report
 from fp8ref.sim.llama import Site
 
 

@@ -13,9 +13,9 @@ import numpy as np
 
 from fp8ref import console, llama
 from fp8ref.conformance.compare import Report
-from fp8ref.crosscheck.nonfinite.report import NonFinite, RerunReport, check_site
-from fp8ref.crosscheck.nonfinite.sites import in_backend, of_gemms
+from fp8ref.crosscheck.first_nonfinite import in_backend, of_gemms
 from fp8ref.crosscheck.operands import Observation, States, compare_quantized, in_pass_order, observe, quantizers
+from fp8ref.crosscheck.rerun_report import NonFinite, RerunReport, check_site
 from fp8ref.errors import ConfigError
 from fp8ref.formats import FLOAT32
 from fp8ref.recipe import OPERANDS, REDUCED_AXES, Recipe
