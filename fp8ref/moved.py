@@ -17,7 +17,7 @@ MOVED = {
     "fp8ref.conformance.classify": "fp8ref.conformance.subject",
     "fp8ref.conformance.library_calls": "fp8ref.conformance.libraries (casts and scales) and fp8ref.crosscheck.operands (quantizers)",
     "fp8ref.conformance.quantizer.queries": "fp8ref.conformance.quantizer.outputs",
-    "fp8ref.crosscheck.nonfinite": "fp8ref.crosscheck.rerun",
+    "fp8ref.crosscheck.nonfinite": "fp8ref.crosscheck.rerun and fp8ref.crosscheck.first_nonfinite",
     "fp8ref.run": "fp8ref.train",
     "fp8ref.run.plan": "fp8ref.estimate",
     "fp8ref.run.report.judge": "fp8ref.train.report.seed_noise",

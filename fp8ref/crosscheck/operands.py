@@ -65,6 +65,24 @@ def in_pass_order(observations: Sequence[Observation], config: Config) -> list[O
     )
 
 
+def backward(config: llama.LlamaConfig) -> list[str]:
+    """Modules with parameters, in the order in which the backward pass reaches them."""
+    found = [llama.EMBEDDING.removesuffix(".weight")]
+    for i in range(config.num_hidden_layers):
+        layer = f"model.layers.{i}"
+        found += [f"{layer}.input_layernorm", *(f"{layer}.self_attn.{p}_proj" for p in "qkvo")]
+        found += [f"{layer}.post_attention_layernorm", *(f"{layer}.mlp.{p}_proj" for p in ("gate", "up", "down"))]
+    found += ["model.norm"] if config.tie_word_embeddings else ["model.norm", "lm_head"]
+    return found[::-1]
+
+
+def whole(value: np.ndarray, role: str, batch: tuple[int, ...]) -> np.ndarray:
+    """[tokens, ...] as [sequence, position, ...]; weights and their gradients unchanged."""
+    if role in ("weight", "grad_weight"):
+        return value
+    return value.reshape(batch[0], batch[1] - 1, -1)
+
+
 class Quantizer(Protocol):
     """A quantizer and a cast, of NumPy arrays.
 
