@@ -2,7 +2,7 @@
 
 ``cast_inputs``    inputs of casts: every number and tie of a format with their neighbors,
                    specials, random values.
-``amax_inputs``    inputs of scales, and tensors whose groups have given amaxes.
+``quantizer_inputs``    inputs of scales, and tensors whose groups have given amaxes.
 ``tensor_inputs``  inputs of quantizers: whole tensors, each filled by a named pattern.
 ``kinds``          the kind of a single input of a cast or of a scale, with the clause that decides
                    it.

@@ -16,7 +16,7 @@ from fp8ref.conformance.cast.behavior import Behavior
 from fp8ref.conformance.cast.identify import check_format
 from fp8ref.conformance.cast.outputs import Responses
 from fp8ref.conformance.finding import Counterexample, Finding, Outcome
-from fp8ref.conformance.inputs import amax_inputs
+from fp8ref.conformance.inputs import quantizer_inputs
 from fp8ref.conformance.inputs.cast_inputs import CAST_FORMATS
 from fp8ref.conformance.quantizer import candidates, counterexamples, describe, inner_cast, layout_invariance, outputs, policy_match
 from fp8ref.conformance.quantizer.candidates import Candidate
@@ -69,7 +69,7 @@ def identify_quantizer(
         return describe.without_granularity(quantizer, fmt, found_fmt, findings, expect, group.finding)
     at, along = group.granularity, -1 if group.axis is None else group.axis
     # One scale for a tensor takes a tensor for each amax: the smallest that the quantizer takes.
-    what = amax_inputs.identifying(found_fmt, quantizer.dtype)
+    what = quantizer_inputs.identifying(found_fmt, quantizer.dtype)
     shape = smallest_shape(quantizer, _TENSORWISE_SHAPES, lambda s: True) if at == "tensorwise" else SHAPE
     responses = outputs.ask(quantizer, what, shape, at, along)
     scale_layout = outputs.identify_returned(responses, at, along)
@@ -87,7 +87,7 @@ def identify_quantizer(
     if not matched.agreements:
         unexplained = counterexamples.for_policy(quantizer, matched, matched.nearest, scale_layout)
     else:
-        groups = amax_inputs.groups(SHAPE, at, along)
+        groups = quantizer_inputs.groups(SHAPE, at, along)
         largest = chosen.scale_fmt.max / 2.0**chosen.policy.margin
         more, rounding, answers = inner_cast.identify_inner_cast(quantizer, chosen.fmt, largest, groups)
         findings += more

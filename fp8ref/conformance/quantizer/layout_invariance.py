@@ -13,7 +13,7 @@ import numpy as np
 from fp8ref import policy as policy_data
 from fp8ref.conformance import subject as subjects
 from fp8ref.conformance.finding import Counterexample, Finding, bits_of, show, strides_finding
-from fp8ref.conformance.inputs import amax_inputs
+from fp8ref.conformance.inputs import quantizer_inputs
 from fp8ref.conformance.inputs.dtypes import rounded
 from fp8ref.conformance.quantizer import candidates, counterexamples, outputs
 from fp8ref.conformance.quantizer.candidates import Candidate
@@ -153,7 +153,7 @@ def check_dtype(
     try:
         quantizer.once(np.ones(shape, np.float32))
         responses = outputs.ask(
-            quantizer, amax_inputs.identifying(candidate.fmt, dtype), shape, scale_layout.granularity, scale_layout.axis
+            quantizer, quantizer_inputs.identifying(candidate.fmt, dtype), shape, scale_layout.granularity, scale_layout.axis
         )
     except RefusedError as error:
         return None, Finding(what=f"from {dtype}", value=None, words="not taken", evidence=str(error)), []
@@ -181,7 +181,7 @@ def _decisions(policy: ScalePolicy) -> dict[str, Any]:
 def _tensors(shape: tuple[int, int], scale_layout: ScaleLayout, quantizer: Quantizer) -> Iterator[PlantedTensor]:
     """Tensors with values planted in each group, then in many places, then random ones."""
     rng = np.random.default_rng(0)
-    group = amax_inputs.groups(shape, scale_layout.granularity, scale_layout.axis).reshape(-1)
+    group = quantizer_inputs.groups(shape, scale_layout.granularity, scale_layout.axis).reshape(-1)
     order = np.argsort(group, kind="stable")
     size = np.bincount(group)
     end = np.searchsorted(group[order], np.arange(size.size), side="right") - 1
@@ -222,7 +222,7 @@ def _counterexample(
 ) -> list[Counterexample]:
     """The first element whose code or scale is not the candidate's; empty if there is none."""
     x = tensor.x
-    group = amax_inputs.groups(x.shape, scale_layout.granularity, scale_layout.axis)
+    group = quantizer_inputs.groups(x.shape, scale_layout.granularity, scale_layout.axis)
     # kind and largest play no part in comparing scales and codes.
     none = np.zeros(int(group.max()) + 1, np.float32)
     response = Response(x=x, group=group, kind=np.zeros(none.size, np.int64), largest=none, output=output)

@@ -13,10 +13,10 @@ import numpy as np
 
 from fp8ref.conformance import subject as subjects
 from fp8ref.conformance.cast.outputs import FLOATS
-from fp8ref.conformance.inputs import amax_inputs
-from fp8ref.conformance.inputs.amax_inputs import Amaxes
+from fp8ref.conformance.inputs import quantizer_inputs
 from fp8ref.conformance.inputs.cast_inputs import CAST_FORMATS
 from fp8ref.conformance.inputs.kinds import AMAX_RANGES
+from fp8ref.conformance.inputs.quantizer_inputs import Amaxes
 from fp8ref.conformance.subject import ConformanceError, RefusedError, Subject
 from fp8ref.formats import E8M0FNU
 from fp8ref.granularity import by_name, scale_shape
@@ -217,7 +217,7 @@ class Response:
 
 def ask(quantizer: Quantizer, what: Amaxes, shape: tuple[int, int], granularity: str, axis: int) -> list[Response]:
     """The responses to all amaxes, one for each group of a tensor; groups left over are zeros."""
-    group = amax_inputs.groups(shape, granularity, axis)
+    group = quantizer_inputs.groups(shape, granularity, axis)
     count = int(group.max()) + 1
     responses = []
     for begin in range(0, what.largest.size, count):
@@ -225,7 +225,7 @@ def ask(quantizer: Quantizer, what: Amaxes, shape: tuple[int, int], granularity:
         missing = count - some.size
         largest = np.concatenate([some, np.zeros(missing, np.float32)])
         kind = np.concatenate([kinds, np.full(missing, AMAX_RANGES.index("zero"))])
-        x = amax_inputs.tensor(largest, group, quantizer.dtype)
+        x = quantizer_inputs.tensor(largest, group, quantizer.dtype)
         try:
             output = quantizer.ask(x)
         except RefusedError as error:
