@@ -16,6 +16,8 @@ MOVED = {
     "fp8ref.conformance.counterexample": "fp8ref.conformance.finding",
     "fp8ref.conformance.classify": "fp8ref.conformance.subject",
     "fp8ref.conformance.library_calls": "fp8ref.conformance.libraries (casts and scales) and fp8ref.crosscheck.operands (quantizers)",
+    "fp8ref.conformance.inputs.amax_inputs": "fp8ref.conformance.inputs.quantizer_inputs",
+    "fp8ref.conformance.inputs.tensor_inputs": "fp8ref.conformance.inputs.quantizer_inputs",
     "fp8ref.conformance.quantizer.queries": "fp8ref.conformance.quantizer.outputs",
     "fp8ref.crosscheck.nonfinite": "fp8ref.crosscheck.rerun and fp8ref.crosscheck.first_nonfinite",
     "fp8ref.run": "fp8ref.train",

@@ -18,7 +18,7 @@ import numpy as np
 
 from fp8ref import console, llama
 from fp8ref.conformance.compare import Report, compare_codes, compare_scales, compare_values
-from fp8ref.conformance.inputs import cast_inputs, tensor_inputs
+from fp8ref.conformance.inputs import cast_inputs, quantizer_inputs
 from fp8ref.crosscheck import bounds, operands
 from fp8ref.crosscheck.operands import Quantizer, amaxes, check_operands, compare_quantized, initial_states, states_after
 from fp8ref.errors import ConfigError
@@ -95,7 +95,7 @@ def check_synthetic(report: Report, name: str, quantizers: dict[str, Quantizer])
             compare_codes(report.check(f"synthetic.cast/{fmt}/codes/{backend}"), found, backend, fmt, values)
     gemms = [g for each in (*SHARED_RECIPES, name) for g in RECIPES[each].gemms.values()]
     specs = {(c.fmt, c.granularity, c.policy): c for g in gemms for c in (g.a, g.b) if c is not None and c.delayed is None}
-    for case, values in tensor_inputs.samples().items():
+    for case, values in quantizer_inputs.samples().items():
         for spec in specs.values():
             for axis in (0, 1) if spec.granularity == "rowwise" else (1,):
                 compare_quantized(report, f"synthetic.{case}/{spec.granularity}", values, spec, axis, {}, quantizers)
