@@ -20,6 +20,7 @@ MOVED = {
     "fp8ref.conformance.inputs.tensor_inputs": "fp8ref.conformance.inputs.quantizer_inputs",
     "fp8ref.conformance.quantizer.queries": "fp8ref.conformance.quantizer.outputs",
     "fp8ref.crosscheck.nonfinite": "fp8ref.crosscheck.rerun and fp8ref.crosscheck.first_nonfinite",
+    "fp8ref.crosscheck.divergence.compare_to_sim": "fp8ref.crosscheck.divergence.explain",
     "fp8ref.run": "fp8ref.train",
     "fp8ref.run.plan": "fp8ref.estimate",
     "fp8ref.run.report.judge": "fp8ref.train.report.seed_noise",
