@@ -43,6 +43,7 @@ MOVED = {
     "fp8ref.plots.delayed": "fp8ref.plots.runs",
     "fp8ref.plots.gemms": "fp8ref.plots.errors",
     "fp8ref.plots.tables": "fp8ref.plots.errors",
+    "fp8ref.plots.conformance": "fp8ref.plots.errors",
     "fp8ref.plots.gemm_errors": "fp8ref.plots.errors",
     "fp8ref.jax.flax.observed": "fp8ref.jax.flax.amax_observations",
     "fp8ref.jax.flax.checkpoint": "fp8ref.jax.flax.fp8_ops_state",

@@ -1,5 +1,5 @@
-"""Errors of GEMMs against the exact sum: over K, as histograms, and as tables of numbers (SEMANTICS
-G, Q-7)."""
+"""Plot errors: where a cast or a scale differs from the specification, and how far GEMMs are from
+the exact sum (SEMANTICS C, S, G, Q-7)."""
 
 from collections.abc import Mapping, Sequence
 
@@ -7,7 +7,87 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import NullLocator
 
+from fp8ref.formats import Format
 from fp8ref.plots import style
+from fp8ref.sim import cast
+
+
+def cast_difference(ax: Axes, x, codes, fmt: Format, *, label: str = "theirs") -> Axes:
+    """Draw codes of x over those of a saturating cast to nearest even, with a dot wherever they
+    differ; NaNs are a gap.
+
+    Shapes:   x [n], ascending, of a dtype that ``sim.cast.encode`` takes; codes [n], uint8.
+    Raises:   ValueError: as ``sim.cast.encode`` and ``decode``.
+    """
+    x, codes = np.asarray(x), np.asarray(codes)
+    right = cast.encode(x, fmt)
+    differ = cast.canonical_nans(codes, fmt) != right
+    expected, found = (_finite(cast.decode(c, fmt)) for c in (right, codes))
+    ax.plot(x, expected, color=style.BLUE, linewidth=4, alpha=0.35, label="rounded to nearest even")
+    ax.plot(x, found, color=style.VERMILLION, linewidth=1.2, linestyle=style.DASHES[1], label=label)
+    ax.plot(
+        x[differ], found[differ], "o", color=style.VERMILLION, markersize=3.5, label=f"{np.count_nonzero(differ):,} of {x.size:,} differ"
+    )
+    ax.set(xlabel="before the cast", ylabel=f"after, in {fmt.name}")
+    style.legend(ax, loc="lower right")
+    return style.plain(ax, grid="both")
+
+
+def share_by_exponent(ax: Axes, x, differ, *, label: str | None = None, color: str = style.VERMILLION) -> Axes:
+    """Draw how many percent of the elements of x differ, a bar for each power of two of their
+    magnitude.
+
+    Shapes:   x and differ, bool, of the same shape.
+    Specials: zeros, infinities and NaNs are left out; without any other element there are no bars.
+    """
+    x, differ = np.abs(np.asarray(x, np.float64)).ravel(), np.asarray(differ).ravel()
+    counted = np.isfinite(x) & (x > 0)
+    exponent = np.frexp(x[counted])[1] - 1
+    lowest, highest = (int(exponent.min()), int(exponent.max())) if exponent.size else (0, -1)
+    total, wrong = (np.bincount(exponent - lowest, weights, highest - lowest + 1) for weights in (None, differ[counted].astype(np.float64)))
+    share = 100 * np.divide(wrong, total, out=np.zeros(total.size), where=total > 0)
+    ax.bar(np.arange(lowest, highest + 1) + 0.5, share, width=0.85, color=color, label=label)  # exponent e is from 2^e to 2^(e + 1)
+    style.label_powers(ax.xaxis, lowest, highest + 1)
+    ax.yaxis.set_major_formatter("{x:g} %")
+    ax.set(xlabel="magnitude", ylabel="% of inputs that differ")
+    if label:
+        style.legend(ax)
+    return style.plain(ax)
+
+
+def scale_difference(ax: Axes, amaxes, scales, expected, *, bins: int = 64) -> Axes:
+    """Draw how many percent of scales are above the expected ones, upwards, and below them,
+    downwards, over log2 of the amax.
+
+    Differences of two or more ulps are darker.
+
+    Shapes:   amaxes, scales and expected [n], positive and finite; scales and expected float32,
+              whose order is that of their bits.
+    """
+    place = np.log2(np.asarray(amaxes, np.float64))
+    ulps = np.asarray(scales, np.float32).view(np.int32).astype(np.int64) - np.asarray(expected, np.float32).view(np.int32)
+    edges = np.linspace(place.min(), place.max(), bins + 1)
+    total = np.histogram(place, edges)[0]
+    looks = {"1 ulp": (np.abs(ulps) == 1, 0.45), "2 and more": (np.abs(ulps) > 1, 1.0)}
+    most = 1.0
+    for sign, color, side in ((1, style.VERMILLION, "above"), (-1, style.BLUE, "below")):
+        bottom = np.zeros(bins)
+        for name, (some, alpha) in looks.items():
+            chosen = some & (np.sign(ulps) == sign)
+            share = 100 * np.divide(np.histogram(place[chosen], edges)[0], total, out=np.zeros(bins), where=total > 0)
+            if chosen.any():
+                label = f"{name} {side}: {100 * chosen.mean():.1f} %"
+                ax.bar(edges[:-1], sign * share, np.diff(edges), sign * bottom, align="edge", color=color, alpha=alpha, label=label)
+            bottom += share
+        most = max(most, float(bottom.max()))
+    ax.axhline(0, color=style.MUTED, linewidth=0.8)
+    ax.set_xlim(edges[0], edges[-1])
+    ax.set_ylim(-1.5 * most, 1.5 * most)  # room for the legend
+    ax.yaxis.set_major_formatter(lambda share, _: f"{abs(share):g} %")
+    ax.set(xlabel="log2 of the amax", ylabel="% of scales that differ")
+    if ax.containers:
+        style.legend(ax, loc="upper right")
+    return style.plain(ax)
 
 
 def error_lines(ax: Axes, x, errors: Mapping[str, np.ndarray], *, ylabel: str, linear: float = 0.01, xlabel: str = "K") -> Axes:
@@ -82,3 +162,7 @@ def number_table(ax: Axes, values, rows: Sequence[str], columns: Sequence[str], 
     ax.spines[:].set_visible(False)
     ax.tick_params(length=0)
     return style.plain_map(ax)
+
+
+def _finite(values: np.ndarray) -> np.ndarray:
+    return np.where(np.isfinite(values), values, np.nan)
