@@ -18,6 +18,7 @@ MOVED = {
     "fp8ref.conformance.library_calls": "fp8ref.conformance.libraries (casts and scales) and fp8ref.crosscheck.operands (quantizers)",
     "fp8ref.conformance.inputs.amax_inputs": "fp8ref.conformance.inputs.quantizer_inputs",
     "fp8ref.conformance.inputs.tensor_inputs": "fp8ref.conformance.inputs.quantizer_inputs",
+    "fp8ref.conformance.quantizer.inner_cast": "fp8ref.conformance.quantizer.identify",
     "fp8ref.conformance.quantizer.queries": "fp8ref.conformance.quantizer.outputs",
     "fp8ref.crosscheck.nonfinite": "fp8ref.crosscheck.rerun and fp8ref.crosscheck.first_nonfinite",
     "fp8ref.crosscheck.divergence.compare_to_sim": "fp8ref.crosscheck.divergence.explain",
