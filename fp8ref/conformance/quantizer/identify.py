@@ -76,7 +76,7 @@ def identify_quantizer(
     shape = smallest_shape(quantizer, _TENSORWISE_SHAPES, lambda s: True) if at == "tensorwise" else SHAPE
     responses = outputs.ask(quantizer, what, shape, at, along)
     scale_layout = outputs.identify_returned(responses, at, along)
-    considered = outputs.considered(quantizer, responses, scale_layout)
+    considered = policy_match.considered(quantizer, responses, scale_layout)
     fixed, flushing = output.dtype.startswith("float8"), subject.framework == "jax"
     matched = policy_match.match_policies(responses, scale_layout, found_fmt, considered, fixed=fixed, flushing=flushing)
     chosen = matched.nearest.candidate

@@ -15,7 +15,7 @@ from fp8ref.conformance import subject as subjects
 from fp8ref.conformance.finding import Counterexample, Finding, bits_of, show, strides_finding
 from fp8ref.conformance.inputs import quantizer_inputs
 from fp8ref.conformance.inputs.dtypes import rounded
-from fp8ref.conformance.quantizer import candidates, counterexamples, outputs
+from fp8ref.conformance.quantizer import candidates, counterexamples, outputs, policy_match
 from fp8ref.conformance.quantizer.candidates import Candidate
 from fp8ref.conformance.quantizer.granularity import noise
 from fp8ref.conformance.quantizer.outputs import Quantizer, QuantizerOutput, Response, ScaleLayout, arrays_of
@@ -104,7 +104,7 @@ def check_shapes(
         try:
             for tensor in _tensors(shape, scale_layout, quantizer):
                 unexplained = _counterexample(tensor, quantizer.ask(tensor.x), candidate, scale_layout, quantizer.dtype)
-                if unexplained and "NaN" in tensor.planted and outputs.loses_nan(quantizer, tensor.x, scale_layout):
+                if unexplained and "NaN" in tensor.planted and policy_match.loses_nan(quantizer, tensor.x, scale_layout):
                     lost = lost or unexplained
                 else:
                     found = found or unexplained
@@ -162,7 +162,7 @@ def check_dtype(
         candidates.agreement(replace(candidate, policy=p), responses, scale_layout)
         for p in sorted(same_decisions, key=lambda p: p != candidate.policy)
     ]
-    considered = outputs.considered(quantizer, responses, scale_layout)
+    considered = policy_match.considered(quantizer, responses, scale_layout)
     agreed = next((a.candidate for a in agreements if (a.both | ~considered).all()), None)
     if agreed:
         evidence = f"{considered.sum()} groups match it"

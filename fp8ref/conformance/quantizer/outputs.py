@@ -19,7 +19,7 @@ from fp8ref.conformance.inputs.kinds import AMAX_RANGES
 from fp8ref.conformance.inputs.quantizer_inputs import Amaxes
 from fp8ref.conformance.subject import ConformanceError, RefusedError, Subject
 from fp8ref.formats import E8M0FNU
-from fp8ref.granularity import by_name, scale_shape
+from fp8ref.granularity import scale_shape
 from fp8ref.sim import cast
 
 # The names that libraries give to the parts of a quantized tensor
@@ -232,48 +232,6 @@ def ask(quantizer: Quantizer, what: Amaxes, shape: tuple[int, int], granularity:
             raise RefusedError(f"{error} Its amax is {_refused(quantizer, x, np.abs(largest), group):.9g}, which S-9 allows.") from error
         responses.append(Response(x=x, group=group, kind=kind, largest=largest, output=output))
     return responses
-
-
-def considered(quantizer: Quantizer, responses: Sequence[Response], scale_layout: ScaleLayout) -> np.ndarray:
-    """For each group of all responses, whether it counts in the comparison with a policy.
-
-    A quantizer with a memory is compared at ordinary amaxes alone: what it keeps after other amaxes,
-    one call cannot tell. In JAX a NaN does not count if XLA's own max loses it (P-3).
-    """
-    if quantizer.memory:
-        return ordinary(responses)
-    counts = []
-    for a in responses:
-        nan = a.kind == AMAX_RANGES.index("NaN")
-        counts.append(~nan if nan.any() and loses_nan(quantizer, a.x, scale_layout) else np.ones_like(nan))
-    return np.concatenate(counts)
-
-
-def loses_nan(quantizer: Quantizer, x: np.ndarray, scale_layout: ScaleLayout) -> bool:
-    """Whether jax.numpy.max over the magnitudes of a group of x drops a NaN in it (P-3)."""
-    if quantizer.subject.framework != "jax":
-        return False
-    import jax.numpy as jnp
-
-    magnitudes, axis = jnp.abs(quantizer.subject.make_array(x, quantizer.dtype).astype(jnp.float32)), scale_layout.axis
-    # Along the axes that a JAX quantizer reduces: whether XLA loses a NaN depends on them.
-    block = by_name(scale_layout.granularity)
-    if scale_layout.granularity == "tensorwise":
-        found = jnp.max(magnitudes)[None]
-    elif block.reduced is None:
-        found = jnp.max(magnitudes, axis)
-    else:  # the parts of lines in a block, for blocks of several lines too
-        lines = magnitudes if axis == -1 else magnitudes.T
-        found = jnp.max(lines.reshape(len(lines), -1, block.reduced), -1)
-    nan = np.isnan(x)
-    wanted = nan.any() if scale_layout.granularity == "tensorwise" else nan.any(axis=axis)
-    lines_lost = ~np.isnan(np.asarray(found)).reshape(np.size(wanted), -1).any(axis=1)
-    return bool(np.any(lines_lost & np.reshape(wanted, -1)))
-
-
-def ordinary(responses: Sequence[Response]) -> np.ndarray:
-    """For each group of all responses, whether its amax is ordinary."""
-    return np.concatenate([a.ordinary for a in responses])
 
 
 def _refused(quantizer: Quantizer, x: np.ndarray, amax: np.ndarray, group: np.ndarray) -> float:
