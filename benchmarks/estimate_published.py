@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fp8ref import linear_selection
-from fp8ref.estimate import kernels, linear_cost, step_time
+from fp8ref.estimate import kernels, roofline, step_time
 from fp8ref.estimate.gpu_rates import COPY, PUBLISHED, ROWWISE, Ceilings
 from fp8ref.recipe import RECIPES, Gemm
 from fp8ref.train import config as configs
@@ -49,8 +49,8 @@ def linear(
     recipe: str, m: int, k: int, n: int, *, ceilings: Ceilings, gemms: Sequence[Gemm] = kernels.GEMMS, how: kernels.Fusion = "inductor"
 ):
     """bfloat16's time by FP8's of a linear of M tokens, K features in and N out."""
-    sizes = [size for size in linear_cost.sizes_of(m, n, k) if size[0] in gemms]
-    return linear_cost.of_sizes(RECIPES[recipe], sizes, how, ceilings).ratio
+    sizes = [size for size in roofline.sizes_of(m, n, k) if size[0] in gemms]
+    return roofline.of_sizes(RECIPES[recipe], sizes, how, ceilings).ratio
 
 
 def rows(meta: Ceilings = META) -> list[Row]:

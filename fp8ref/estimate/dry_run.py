@@ -5,7 +5,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fp8ref import console as consoles
-from fp8ref.estimate import kernels, linear_cost, memory, step_time, traffic
+from fp8ref.estimate import kernels, memory, roofline, step_time, traffic
 from fp8ref.estimate.gpu_rates import GPUS, PUBLISHED
 from fp8ref.train import device_shapes, hardware
 from fp8ref.train.config import Config
@@ -65,7 +65,7 @@ def _linears(config: Config, backend: str) -> Table:
     table = consoles.table("linear", ">weight [N, K]", ">count", "FP8", "why", title=f"Linears under recipe {config.numerics.recipe!r}")
     groups: dict[tuple, int] = {}
     for d in config.decisions():
-        key = (linear_cost.short_name(d.path), d.shape, d.fp8, d.reason.replace(d.path, linear_cost.short_name(d.path)))
+        key = (roofline.short_name(d.path), d.shape, d.fp8, d.reason.replace(d.path, roofline.short_name(d.path)))
         groups[key] = groups.get(key, 0) + 1
     for (name, shape, fp8, why), count in groups.items():
         table.add_row(name, f"{list(shape)}", str(count), "yes" if fp8 else "no", why)
@@ -80,8 +80,8 @@ def _gemms(config: Config, backend: str) -> Table:
     groups: dict[tuple, list[str]] = {}
     flops, in_fp8 = 0, 0
     for d in step_time.with_tied(config):
-        for g in linear_cost.gemm_shapes(d, config, backend):
-            groups.setdefault((g.which, g.m, g.n, g.k, g.runs_in), []).append(linear_cost.short_name(g.linear))
+        for g in roofline.gemm_shapes(d, config, backend):
+            groups.setdefault((g.which, g.m, g.n, g.k, g.runs_in), []).append(roofline.short_name(g.linear))
             flops += 2 * g.m * g.n * g.k
             in_fp8 += 2 * g.m * g.n * g.k * g.fp8
     for (which, m, n, k, how), names in groups.items():
@@ -109,7 +109,7 @@ def _break_even(config: Config, backend: str) -> Table:
     columns = [step_time.linears(config, backend, ceilings) for ceilings in PUBLISHED.values()]
     shown = set()
     for (decision, _), *ledgers in zip(columns[0], *([one for _, one in column] for column in columns), strict=True):
-        key = (linear_cost.short_name(decision.path), decision.shape, decision.fp8)
+        key = (roofline.short_name(decision.path), decision.shape, decision.fp8)
         if key in shown:
             continue
         shown.add(key)

@@ -10,7 +10,7 @@ from rich.text import Text
 from fp8ref import console as consoles
 from fp8ref.estimate import step_time
 from fp8ref.estimate.gpu_rates import Ceilings
-from fp8ref.estimate.linear_cost import Ledger
+from fp8ref.estimate.roofline import Ledger
 from fp8ref.estimate.step_time import Step
 from fp8ref.result import Result
 from fp8ref.train import device_shapes

@@ -8,10 +8,10 @@ import math
 from dataclasses import dataclass
 
 from fp8ref import llama
-from fp8ref.estimate import linear_cost
+from fp8ref.estimate import roofline
 from fp8ref.estimate.gpu_rates import Ceilings
-from fp8ref.estimate.linear_cost import Ledger
 from fp8ref.estimate.memory import LOGITS, moments
+from fp8ref.estimate.roofline import Ledger
 from fp8ref.linear_selection import Decision
 from fp8ref.recipe import RECIPES
 from fp8ref.train.config import Config
@@ -69,7 +69,7 @@ def linears(config: Config, backend: str, ceilings: Ceilings) -> list[tuple[Deci
     for decision in with_tied(config):
         key = (decision.path.split(".")[-1], decision.shape, decision.recipe.name)
         if key not in made:
-            made[key] = linear_cost.of_decision(decision, config, backend, ceilings)
+            made[key] = roofline.of_decision(decision, config, backend, ceilings)
         found.append((decision, made[key]))
     return found
 
@@ -84,7 +84,7 @@ def of(config: Config, backend: str, ceilings: Ceilings) -> Step:
         if again and decision.path.startswith("model.layers."):
             key = (decision.path.split(".")[-1], decision.shape)
             if key not in forward:
-                forward[key] = linear_cost.of_decision(decision, config, backend, ceilings, gemms=("output",))
+                forward[key] = roofline.of_decision(decision, config, backend, ceilings, gemms=("output",))
             spent.append(forward[key])
         times = sum(one.bf16 for one in spent), sum(one.seconds for one in spent)
         loses = whole.ratio is not None and whole.ratio < 1

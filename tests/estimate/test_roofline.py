@@ -3,7 +3,7 @@ import dataclasses
 import pytest
 import sizes
 
-from fp8ref.estimate import linear_cost
+from fp8ref.estimate import roofline
 from fp8ref.estimate.gpu_rates import GPUS, PUBLISHED
 from fp8ref.recipe import RECIPES
 
@@ -12,30 +12,30 @@ ROUND = dataclasses.replace(H100, bf16=5e14, fp8=1e15, fp8_rowwise=8e14, bandwid
 
 
 def made(recipe="tensorwise", m=8192, n=4096, k=4096, how="inductor", **keys):
-    return linear_cost.of_sizes(RECIPES[recipe], linear_cost.sizes_of(m, n, k), how, ROUND, **keys)
+    return roofline.of_sizes(RECIPES[recipe], roofline.sizes_of(m, n, k), how, ROUND, **keys)
 
 
 def test_a_gemm_that_fills_every_processor_takes_its_flops():
     """11 x 12 tiles of 128 x 256 on 132 processors."""
     m, n, k = 11 * 128, 12 * 256, 8192
-    assert linear_cost.gemm_seconds(m, n, k, 5e14, 0, ROUND) == pytest.approx(2 * m * n * k / 5e14)
+    assert roofline.gemm_seconds(m, n, k, 5e14, 0, ROUND) == pytest.approx(2 * m * n * k / 5e14)
 
 
 def test_a_wave_that_is_part_empty_takes_as_long():
     """One row of tiles more; sums in pieces would move more bytes than they save."""
     m, n, k = 11 * 128 + 1, 12 * 256, 8192
-    assert linear_cost.gemm_seconds(m, n, k, 5e14, 0, ROUND) > 1.2 * linear_cost.gemm_seconds(m - 1, n, k, 5e14, 0, ROUND)
+    assert roofline.gemm_seconds(m, n, k, 5e14, 0, ROUND) > 1.2 * roofline.gemm_seconds(m - 1, n, k, 5e14, 0, ROUND)
 
 
 def test_a_long_sum_is_cut_into_pieces():
     """One tile's sum of 2^20, by 8 processors in an eighth of the time, and float32 parts, written and read."""
     whole = 132 * 2 * 128 * 128 * 2**20 / 5e14
-    assert linear_cost.gemm_seconds(128, 128, 2**20, 5e14, 0, ROUND) == pytest.approx(whole / 8 + 8 * 8 * 128 * 128 / 1e12)
+    assert roofline.gemm_seconds(128, 128, 2**20, 5e14, 0, ROUND) == pytest.approx(whole / 8 + 8 * 8 * 128 * 128 / 1e12)
 
 
 def test_a_gemm_takes_no_less_than_its_bytes_nor_a_launch():
-    assert linear_cost.gemm_seconds(128, 128, 128, 5e14, 1e9, ROUND) == 1e-3
-    assert linear_cost.gemm_seconds(128, 128, 128, 5e14, 1, ROUND) == 1e-6
+    assert roofline.gemm_seconds(128, 128, 128, 5e14, 1e9, ROUND) == 1e-3
+    assert roofline.gemm_seconds(128, 128, 128, 5e14, 1, ROUND) == 1e-6
 
 
 def test_the_parts_of_a_linear():
@@ -87,12 +87,12 @@ def test_each_device_casts_its_own_rows_of_a_weight_that_is_gathered_in_fp8():
     config = sizes.config(fsdp=2, compile="block")
     decision = next(d for d in config.decisions() if d.path.endswith("0.mlp.up_proj"))
     slow = dataclasses.replace(ROUND, bandwidth=H100.sheet.bandwidth / 100, launch=1e-8)
-    one = linear_cost.of_decision(decision, config, "torch", slow)
+    one = roofline.of_decision(decision, config, "torch", slow)
     tokens, weight, outputs = 128 * 64, 128 * 64, 128 * 128
     assert one.parts["amax"] == pytest.approx(2 * (tokens + weight / 2 + outputs) / slow.bandwidth)
     assert one.parts["cast"] == pytest.approx((4 * tokens + 3 * weight / 2 + 4 * outputs) / slow.bandwidth)
     assert one.parts["layout"] == pytest.approx(2 * weight / slow.bandwidth)
-    alone = linear_cost.of_decision(decision, sizes.config(fsdp=2, compile="block", gather="compute"), "torch", slow)
+    alone = roofline.of_decision(decision, sizes.config(fsdp=2, compile="block", gather="compute"), "torch", slow)
     assert alone.parts["layout"] == 0
     assert alone.parts["cast"] == pytest.approx((4 * tokens + 6 * weight + 4 * outputs) / slow.bandwidth)
 
@@ -101,7 +101,7 @@ def test_a_forward_pass_alone():
     config = sizes.config(compile="block")
     decision = config.decisions()[0]
     whole, forward = (
-        linear_cost.of_decision(decision, config, "torch", H100, gemms=g) for g in (("output", "grad_input", "grad_weight"), ("output",))
+        roofline.of_decision(decision, config, "torch", H100, gemms=g) for g in (("output", "grad_input", "grad_weight"), ("output",))
     )
     assert forward.kernels < whole.kernels
     assert forward.bf16 < whole.bf16
@@ -110,7 +110,7 @@ def test_a_forward_pass_alone():
 def shapes(recipe, path, backend="torch", **keys):
     config = sizes.config(recipe, **keys)
     decision = next(d for d in config.decisions() if d.path.endswith(path))
-    return {g.which: g for g in linear_cost.gemm_shapes(decision, config, backend)}
+    return {g.which: g for g in roofline.gemm_shapes(decision, config, backend)}
 
 
 def test_shapes_are_those_of_a_device():  # L-2
@@ -143,7 +143,7 @@ def test_what_a_gemm_runs_in(recipe, which, backend, how):
 
 @pytest.mark.parametrize(("recipe", "backend"), [("mxfp8", "torch"), ("mxfp8", "jax"), ("blockwise", "jax")])
 def test_operands_in_blocks_without_a_kernel_are_no_fp8_gemm(recipe, backend):  # G-16
-    assert "dequantized: no FP8 GEMM" in linear_cost.runs_in(RECIPES[recipe].output, backend)
+    assert "dequantized: no FP8 GEMM" in roofline.runs_in(RECIPES[recipe].output, backend)
 
 
 def test_data_sheets():
