@@ -28,6 +28,7 @@ MOVED = {
     "fp8ref.run.report.replay": "fp8ref.train.report.what_if",
     "fp8ref.multiply": "fp8ref.hardware",
     "fp8ref.statistics": "fp8ref.stats",
+    "fp8ref.estimate.step_time": "fp8ref.estimate.roofline",
     "fp8ref.estimate.linear_cost": "fp8ref.estimate.roofline",
     "fp8ref.sim.model": "fp8ref.sim.llama",
     "fp8ref.sim.parallel": "fp8ref.sim.threads",

@@ -5,7 +5,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fp8ref import console as consoles
-from fp8ref.estimate import kernels, memory, roofline, step_time, traffic
+from fp8ref.estimate import kernels, memory, roofline, traffic
 from fp8ref.estimate.gpu_rates import GPUS, PUBLISHED
 from fp8ref.train import device_shapes, hardware
 from fp8ref.train.config import Config
@@ -79,7 +79,7 @@ def _gemms(config: Config, backend: str) -> Table:
     table = consoles.table("GEMM", ">M", ">N", ">K", ">times", "of", "runs in", title="GEMMs of a device in a step")
     groups: dict[tuple, list[str]] = {}
     flops, in_fp8 = 0, 0
-    for d in step_time.with_tied(config):
+    for d in roofline.with_tied(config):
         for g in roofline.gemm_shapes(d, config, backend):
             groups.setdefault((g.which, g.m, g.n, g.k, g.runs_in), []).append(roofline.short_name(g.linear))
             flops += 2 * g.m * g.n * g.k
@@ -106,7 +106,7 @@ def _traffic(config: Config, backend: str) -> Table:
 def _break_even(config: Config, backend: str) -> Table:
     names = [ceilings.gpu for ceilings in PUBLISHED.values()]
     table = consoles.table("linear", *(f">{name}" for name in names), "", title="Where FP8 would pay: bf16's time by FP8's, predicted")
-    columns = [step_time.linears(config, backend, ceilings) for ceilings in PUBLISHED.values()]
+    columns = [roofline.linears(config, backend, ceilings) for ceilings in PUBLISHED.values()]
     shown = set()
     for (decision, _), *ledgers in zip(columns[0], *([one for _, one in column] for column in columns), strict=True):
         key = (roofline.short_name(decision.path), decision.shape, decision.fp8)

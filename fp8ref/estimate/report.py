@@ -8,10 +8,9 @@ from rich.table import Table
 from rich.text import Text
 
 from fp8ref import console as consoles
-from fp8ref.estimate import step_time
+from fp8ref.estimate import roofline
 from fp8ref.estimate.gpu_rates import Ceilings
-from fp8ref.estimate.roofline import Ledger
-from fp8ref.estimate.step_time import Step
+from fp8ref.estimate.roofline import Ledger, Step
 from fp8ref.result import Result
 from fp8ref.train import device_shapes
 from fp8ref.train.config import Config
@@ -122,14 +121,14 @@ def of(config: Config, backend: str, ceilings: Ceilings) -> Forecast:
     device_shapes.check(config, backend)
     device_shapes.check_on_gpu(config, backend)
     groups: dict[tuple, tuple[int, Ledger]] = {}
-    for decision, one in step_time.linears(config, backend, ceilings):
+    for decision, one in roofline.linears(config, backend, ceilings):
         key = (decision.path.split(".")[-1], decision.shape, decision.fp8)
         groups[key] = (groups.get(key, (0, one))[0] + 1, one)
     rows = [Row(name, shape, count, one) for (name, shape, _), (count, one) in groups.items()]
     fused = backend == "jax" or config.parallel.compile != "none"
     lost = {row.linear for row in rows if row.loses}
     named = any(d.reason.startswith("named by fp8_fqns") and d.path.split(".")[-1] in lost for d in config.decisions())
-    return Forecast(backend, config.numerics.recipe, ceilings, rows, step_time.of(config, backend, ceilings), fused, named)
+    return Forecast(backend, config.numerics.recipe, ceilings, rows, roofline.of_step(config, backend, ceilings), fused, named)
 
 
 def _us(seconds: float) -> str:
