@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fp8ref import linear_selection
-from fp8ref.estimate import kernels, linear_cost, step_time
+from fp8ref.estimate import kernels, roofline
 from fp8ref.estimate.gpu_rates import COPY, PUBLISHED, ROWWISE, Ceilings
 from fp8ref.recipe import RECIPES, Gemm
 from fp8ref.train import config as configs
@@ -49,8 +49,8 @@ def linear(
     recipe: str, m: int, k: int, n: int, *, ceilings: Ceilings, gemms: Sequence[Gemm] = kernels.GEMMS, how: kernels.Fusion = "inductor"
 ):
     """bfloat16's time by FP8's of a linear of M tokens, K features in and N out."""
-    sizes = [size for size in linear_cost.sizes_of(m, n, k) if size[0] in gemms]
-    return linear_cost.of_sizes(RECIPES[recipe], sizes, how, ceilings).ratio
+    sizes = [size for size in roofline.sizes_of(m, n, k) if size[0] in gemms]
+    return roofline.of_sizes(RECIPES[recipe], sizes, how, ceilings).ratio
 
 
 def rows(meta: Ceilings = META) -> list[Row]:
@@ -96,7 +96,7 @@ def _llama(meta: Ceilings) -> list[Row]:
     """
     made = []
     for recipe, tokens in LLAMA.items():
-        predicted = step_time.of(_llama_config(recipe), "torch", meta).ratio
+        predicted = roofline.of_step(_llama_config(recipe), "torch", meta).ratio
         made.append(Row("a step of Llama 3 8B, 8 x H100", recipe, tokens / LLAMA_BF16, predicted, TORCHAO))
     return made
 
@@ -130,7 +130,7 @@ def main() -> None:
         print(f"| {row.what} | {row.recipe} | {row.published:.2f} | {row.predicted:.2f} | {100 * row.error:+.0f} % | {shares} |")
     whole = {recipe: linear(recipe, 65536, 1664, 6656, ceilings=H100) for recipe in ("tensorwise", "rowwise")}
     print("\nnanochat's linear, of all three products: " + ", ".join(f"{recipe} {ratio:.2f} predicted" for recipe, ratio in whole.items()))
-    made = step_time.of(_llama_config("tensorwise"), "torch", META)
+    made = roofline.of_step(_llama_config("tensorwise"), "torch", META)
     seconds = made.bf16 + sum(made.rest.values())
     print(f"Llama 3 8B in bfloat16: {8192 / seconds:,.0f} tokens a second and GPU predicted, {LLAMA_BF16:,} published")
     for recipe in ("tensorwise", "rowwise"):

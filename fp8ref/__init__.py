@@ -12,7 +12,7 @@ The specification is docs/spec, whose numbered clauses, such as S-5, everything 
             is this code right? identify_cast and identify_quantizer, gemm.identify_gemm, strategies, parameters and require for tests
             of any library, vectors for any language.
     crosscheck
-            do our backends agree with the specification? one_device.crosscheck, sharded_jax, sharded_torch, divergence, nonfinite.
+            do our backends agree with the specification? one_device.crosscheck, sharded_jax, sharded_torch, divergence, rerun.
     train   config.load, loop.train, data, checkpoints, report: one training loop, a backend each in jax and torch.
     estimate
             report.of, dry_run.show: what a config would take on a GPU, from shapes and published rates.

@@ -11,12 +11,23 @@ from fp8ref import extras
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
 
 def console() -> "Console":
     """Standard output, wide enough for tables also where it is a file. ImportError without rich, naming the extra."""
     made = _rich()
     return made if made.is_terminal else _rich(width=120)
+
+
+def table(*columns: str, title: str | None = None) -> "Table":
+    """An empty table of rich's. Columns whose name begins with > are right-aligned, for numbers."""
+    from rich.table import Table
+
+    made = Table(title=title)
+    for name in columns:
+        made.add_column(name.removeprefix(">"), justify="right" if name.startswith(">") else "left")
+    return made
 
 
 def say(text: str) -> None:

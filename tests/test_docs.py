@@ -1,5 +1,6 @@
 """The documentation does what it says: programs are run, commands are parsed, links of the README lead somewhere."""
 
+import ast
 import re
 import shlex
 from pathlib import Path
@@ -122,6 +123,30 @@ def test_every_block_that_is_opened_is_closed(page):
         else:
             assert opened is not None or not re.match(r"^[┏┃┡│└]", line), f"a table outside of a block: {line}"
     assert opened is None
+
+
+def test_the_files_and_names_of_a_step_are_there():
+    """Of the tables of step-in-code.md: each file defines the functions and methods that a reader is sent to, and no path is longer than ten."""
+    text = (ROOT / "docs/concepts/step-in-code.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (\d+) \| `([^`]+)` \| ([^|]+) \|", text, re.MULTILINE)
+    assert [int(n) for n, *_ in rows] == [*range(1, 11), *range(1, 11), *range(1, 6)]
+    for _, path, names in rows:
+        assert set(re.findall(r"`([^`]+)`", names)) <= defined(ast.parse((ROOT / "fp8ref" / path).read_text(encoding="utf-8"))), path
+    others = set(re.findall(r"`([\w/]+\.py)`", text)) - {path for _, path, _ in rows} - {"float8_linear.py"}  # torchao's
+    assert [path for path in others if not (ROOT / "fp8ref" / path).exists()] == []
+
+
+def defined(tree: ast.Module) -> set[str]:
+    """Functions and classes of a module by name, and methods as Class.method."""
+    kinds = ast.FunctionDef | ast.ClassDef
+    found = {node.name for node in tree.body if isinstance(node, kinds)}
+    return found | {
+        f"{node.name}.{inner.name}"
+        for node in tree.body
+        if isinstance(node, ast.ClassDef)
+        for inner in node.body
+        if isinstance(inner, kinds)
+    }
 
 
 @named([ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", ROOT / "SECURITY.md"])

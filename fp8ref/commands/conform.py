@@ -46,19 +46,19 @@ def add(commands) -> None:
 def _conform(known: argparse.Namespace) -> int:
     check_json(known.json)
     from fp8ref import formats
-    from fp8ref.conformance import classify
+    from fp8ref.conformance import subject as subjects
     from fp8ref.conformance.gemm import library_gemms
 
     if known.format not in formats.FP8_FORMATS:
         raise ValueError(f"--format is one of {', '.join(formats.FP8_FORMATS)}; got {known.format}.")
-    if known.kind not in (None, *classify.KINDS):
-        raise ValueError(f"--kind is one of {', '.join(classify.KINDS)}; got {known.kind}.")
+    if known.kind not in (None, *subjects.KINDS):
+        raise ValueError(f"--kind is one of {', '.join(subjects.KINDS)}; got {known.kind}.")
     if known.axis not in (None, -1, 0):
         raise ValueError(f"--axis is -1, the last axis of x [M, K], or 0, the first; got {known.axis}.")
     expects_cast = _expects_cast(known.expect)
     with contextlib.redirect_stdout(sys.stderr):  # what somebody's function prints is no part of the answer
         function = library_gemms.load(known.subject)
-        kind = known.kind or classify.kind_of(known.subject, function, framework=known.framework, device=known.device)
+        kind = known.kind or subjects.kind_of(known.subject, function, framework=known.framework, device=known.device)
         if kind != "gemm":
             expect = None if expects_cast != (kind == "cast") else known.expect
             outcome = _identify(known, function, kind, formats.FP8_FORMATS[known.format], expect)
@@ -102,7 +102,7 @@ def _identify(known: argparse.Namespace, function, kind: str, fmt, expect: str |
 
 def _another_kind(outcome, expect: str):
     """The outcome if --expect named a policy for a cast, or a cast for a quantizer."""
-    from fp8ref.conformance.counterexample import Counterexample
+    from fp8ref.conformance.finding import Counterexample
 
     wanted = (
         "a policy: codes that depend on the amax of a tensor"

@@ -110,7 +110,7 @@ def _crosscheck_replay(known: argparse.Namespace, options: list[str]) -> int:
     if unused:
         raise ConfigError(f"--replay takes config and backend from the step that failed; got {', '.join(unused)} too. Leave it out.")
     check_json(known.json)
-    from fp8ref.crosscheck.nonfinite.rerun import rerun
+    from fp8ref.crosscheck.rerun import rerun
 
     found = rerun(known.replay)
     return conclude(found, known.json)

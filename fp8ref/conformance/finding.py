@@ -1,18 +1,59 @@
-"""What identification finds: properties with their evidence, and the outcome of them all."""
+"""What identification finds: properties with their evidence, counterexamples, and the outcome of all."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from fp8ref.conformance.counterexample import Counterexample
+import numpy as np
+
 from fp8ref.formats import Format
 from fp8ref.result import Result
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.table import Table
 
 SHOWN = 4
 """The most other values that are printed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counterexample:
+    """One input, and two outputs that differ.
+
+    input     in words; bits: of its numbers, in hexadecimal, as ``dtype``.
+    got       what the function gives; expected: what it was compared with gives.
+    clause    of docs/spec, by which the expected output is right.
+    """
+
+    input: str
+    bits: tuple[str, ...]
+    dtype: str
+    got: str
+    expected: str
+    clause: str
+
+    def __str__(self) -> str:
+        bits = f" ({self.dtype} {', '.join(self.bits)})" if self.bits else ""
+        return f"{self.input}{bits}: got {self.got}, expected {self.expected} ({self.clause})"
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields, for JSON."""
+        return asdict(self)
+
+
+def bits_of(value: float, dtype: str) -> str:
+    """The bits of a number of a dtype, such as 0x3F800000."""
+    if dtype == "bfloat16":
+        return f"0x{int(np.float32(value).view(np.uint32)) >> 16:04X}"
+    unsigned = {"float16": (np.float16, np.uint16), "float32": (np.float32, np.uint32), "float64": (np.float64, np.uint64)}[dtype]
+    number = np.asarray(value).astype(unsigned[0])
+    return f"0x{int(number.view(unsigned[1])):0{2 * number.itemsize}X}"
+
+
+def show(value: float) -> str:
+    """A number as text, exact: nine digits, or seventeen where nine would be another number."""
+    return f"{float(value):.17g}" if float(f"{float(value):.9g}") != float(value) else f"{float(value):.9g}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,10 +107,6 @@ def strides_finding(taken: list[str], refused: list[str], found: list[Counterexa
     evidence = f"{', '.join(taken)}: as contiguous" if taken else "" if refused else "jax arrays have no strides"
     evidence += f"{'; ' * bool(taken)}it raises for {', '.join(refused)}" if refused else ""
     return Finding(what="strides", value=not found, words=text, evidence=str(found[0]) if found else evidence)
-
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -88,7 +88,7 @@ def quantizers(
     """pytest parameters (x of the shape, its ``sim.scaling.Quantized``), such as
     ``e4m3fn-rowwise-zero_lines-5``.
 
-    count     how many tensors; the patterns of ``inputs.tensor_inputs`` take turns.
+    count     how many tensors; the patterns of ``inputs.quantizer_inputs`` take turns.
     source    the dtype of x: float32, bfloat16 (ml_dtypes' dtype) or float16.
     Raises:   ValueError: a fmt that is not FP8, an unknown source or policy, a shape that the
               granularity does not take, a seed or count out of range; ImportError: bfloat16 without

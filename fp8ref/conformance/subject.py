@@ -1,23 +1,36 @@
-"""The function under test, called with arrays of its framework and checked for side effects."""
+"""The function under test, called with arrays of its framework and checked for side effects.
+
+``kind_of`` tells whether it is a cast, a quantizer or a GEMM.
+"""
 
 import dataclasses
 import importlib.util
+import inspect
 import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from fp8ref.conformance import arrays
-from fp8ref.conformance.counterexample import bits_of
+from fp8ref.conformance.finding import bits_of
+
+Kind = Literal["cast", "quantizer", "gemm"]
+"""What a function under test is."""
+
+KINDS: tuple[Kind, ...] = ("cast", "quantizer", "gemm")
+"""The values of ``Kind``."""
 
 FRAMEWORKS = ("numpy", "torch", "jax")
 """The frameworks whose arrays a subject may take, in the order in which they are tried."""
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 """The dtypes that a cast is asked with."""
+
+SHAPE = (256, 384)
+"""The shape [M, K] of the tensors with which a function is classified, and a quantizer is asked."""
 
 Make = Callable[[np.ndarray], Any]
 """A function that makes a framework's array of a NumPy array."""
@@ -154,6 +167,47 @@ def _in_framework_of_output(subject: Subject, found: Any, x: np.ndarray, dtype: 
                 return subject
             return other
     return subject
+
+
+def kind_of(name: str, function: Callable[..., Any], *, framework: str | None = None, device: str = "cpu") -> Kind:
+    """A GEMM takes two operands. In a cast no element changes another's code. Else a quantizer.
+
+    Raises:   ValueError: as wrap.
+    """
+    if _operands(function) == 2:
+        return "gemm"
+    try:
+        subject = wrap(name, function, framework=framework, device=device, shape=SHAPE)
+    except RefusedError as error:
+        try:
+            wrap(name, function, framework=framework, device=device, shape=(16,))  # one that takes vectors alone, or nothing
+        except RefusedError as other:
+            raise RefusedError(f"{error}\n{other}") from other
+        return "cast"
+    x = np.resize(np.array([1, 1.5, -2, 0.5], np.float32), SHAPE)  # numbers of every format
+    changed = x.copy()
+    changed[0, 0] = 2.0**40  # an amax that changes every other code under a shared scale
+    source = first_dtype(subject, SHAPE)
+    try:
+        before, after = (read_array(subject.ask(asked, source)) for asked in (x, changed))
+    except ConformanceError:  # such as an object whose parts alone are arrays
+        return "quantizer"
+    if before is None or after is None or before[0].shape != SHAPE or after[0].shape != SHAPE:
+        return "quantizer"  # identify_quantizer reports it if it is not valid
+    again = read_array(subject.ask(x, source))  # a remembered amax shows a call later
+    assert again is not None
+    others = np.arange(x.size).reshape(SHAPE) > 0
+    alone = all(np.array_equal(before[0][others], other[0][others]) for other in (after, again))
+    return "cast" if alone else "quantizer"
+
+
+def _operands(function: Callable[..., Any]) -> int:
+    """How many arguments have no default."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # a builtin without a signature
+        return 1
+    return sum(p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
 
 
 def name_of(function: Callable[..., Any]) -> str:

@@ -5,5 +5,5 @@ Bits are compared where they are defined, and held to ``bounds`` where they are 
 - ``one_device.crosscheck``: a config's real operands, GEMMs, losses and gradients.
 - ``sharded_jax``, ``sharded_torch``: the same on meshes of devices or ranks.
 - ``divergence``: the first value in which two trainings differ.
-- ``nonfinite.rerun``: the first non-finite value of a failed step.
+- ``rerun``: the first non-finite value of a failed step.
 """

@@ -17,12 +17,10 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from fp8ref import console, llama
-from fp8ref.conformance import library_calls
 from fp8ref.conformance.compare import Report, compare_codes, compare_scales, compare_values
-from fp8ref.conformance.inputs import cast_inputs, tensor_inputs
-from fp8ref.conformance.library_calls import Quantizer
-from fp8ref.crosscheck import bounds
-from fp8ref.crosscheck.operands import amaxes, check_operands, compare_quantized, initial_states, states_after
+from fp8ref.conformance.inputs import cast_inputs, quantizer_inputs
+from fp8ref.crosscheck import bounds, operands
+from fp8ref.crosscheck.operands import Quantizer, amaxes, check_operands, compare_quantized, initial_states, states_after
 from fp8ref.errors import ConfigError
 from fp8ref.formats import FP8_FORMATS
 from fp8ref.recipe import RECIPES, SHARED_RECIPES, Recipe
@@ -57,7 +55,7 @@ def crosscheck(config: Config, *, backends: Sequence[str] = loop.BACKENDS, steps
     replicates = bounds.REPLICATES if len(backends) > 1 else 0
     work = 1 + 2 * bounds.SAMPLES + len(backends) * (steps + 2) + replicates * (1 + bool(steps))
     with console.bar(f"crosscheck {config.numerics.recipe}", work) as advance:
-        quantizers = library_calls.quantizers(backends)
+        quantizers = operands.quantizers(backends)
         check_synthetic(report, config.numerics.recipe, quantizers)
         advance("synthetic tensors")
         for name, start in (("probe", bounds.probe_weights(weights, seed=config.run.seed)), ("step0", weights)):
@@ -97,7 +95,7 @@ def check_synthetic(report: Report, name: str, quantizers: dict[str, Quantizer])
             compare_codes(report.check(f"synthetic.cast/{fmt}/codes/{backend}"), found, backend, fmt, values)
     gemms = [g for each in (*SHARED_RECIPES, name) for g in RECIPES[each].gemms.values()]
     specs = {(c.fmt, c.granularity, c.policy): c for g in gemms for c in (g.a, g.b) if c is not None and c.delayed is None}
-    for case, values in tensor_inputs.samples().items():
+    for case, values in quantizer_inputs.samples().items():
         for spec in specs.values():
             for axis in (0, 1) if spec.granularity == "rowwise" else (1,):
                 compare_quantized(report, f"synthetic.{case}/{spec.granularity}", values, spec, axis, {}, quantizers)

@@ -2,25 +2,27 @@
 
 SEMANTICS S, H, G.
 
-``observe`` records the GEMMs of one pass of a trainer; ``check_operands`` compares them. The
+``observe`` records the GEMMs of one pass of a trainer; ``check_operands`` compares them.
+``quantizers`` are those of the simulator and the backends, for one more comparison of each operand. The
 simulator's states of delayed scaling follow the backend's from step to step (``initial_states``,
 ``states_after``).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
 from fp8ref import llama
 from fp8ref.conformance.compare import Report, compare_bits, compare_codes, compare_scales, compare_values
-from fp8ref.conformance.library_calls import Quantizer
+from fp8ref.conformance.libraries import fp8ref_jax_cast, fp8ref_torch_cast, on_torch
 from fp8ref.crosscheck import bounds
 from fp8ref.delayed import DelayedScaling
-from fp8ref.formats import BFLOAT16, Format
+from fp8ref.formats import BFLOAT16, FORMATS, Format
 from fp8ref.hardware import Factor, Multiply
 from fp8ref.recipe import OPERANDS, REDUCED_AXES, CastSpec, Gemm, Recipe, delayed_casts
-from fp8ref.sim import delayed, gemm, scaling
+from fp8ref.sim import cast, delayed, gemm, scaling
 from fp8ref.train import loop
 from fp8ref.train.config import Config
 
@@ -61,6 +63,40 @@ def in_pass_order(observations: Sequence[Observation], config: Config) -> list[O
         observations,
         key=lambda o: (o.gemm != "output", place[o.layer] if o.gemm == "output" else -place[o.layer], gemms.index(o.gemm)),
     )
+
+
+def backward(config: llama.LlamaConfig) -> list[str]:
+    """Modules with parameters, in the order in which the backward pass reaches them."""
+    found = [llama.EMBEDDING.removesuffix(".weight")]
+    for i in range(config.num_hidden_layers):
+        layer = f"model.layers.{i}"
+        found += [f"{layer}.input_layernorm", *(f"{layer}.self_attn.{p}_proj" for p in "qkvo")]
+        found += [f"{layer}.post_attention_layernorm", *(f"{layer}.mlp.{p}_proj" for p in ("gate", "up", "down"))]
+    found += ["model.norm"] if config.tie_word_embeddings else ["model.norm", "lm_head"]
+    return found[::-1]
+
+
+def whole(value: np.ndarray, role: str, batch: tuple[int, ...]) -> np.ndarray:
+    """[tokens, ...] as [sequence, position, ...]; weights and their gradients unchanged."""
+    if role in ("weight", "grad_weight"):
+        return value
+    return value.reshape(batch[0], batch[1] - 1, -1)
+
+
+class Quantizer(Protocol):
+    """A quantizer and a cast, of NumPy arrays.
+
+    Shapes:   x float32 of any shape, of axis the reduced one; codes uint8 of its shape; scale
+              float32 of ``granularity.scale_shape``.
+    """
+
+    def quantize(self, x: np.ndarray, spec: CastSpec, *, axis: int, dtype: str) -> tuple[np.ndarray, np.ndarray]:
+        """The codes and scale of x, first rounded to ``dtype``, the tensor's hp dtype."""
+        ...
+
+    def encode(self, x: np.ndarray, fmt: Format) -> np.ndarray:
+        """The codes of the bare cast, saturating, from float32."""
+        ...
 
 
 def check_operands(
@@ -195,3 +231,61 @@ def states_after(states: States, recipes: Mapping[str, Recipe], amaxes: Mapping[
 def _delayed_casts(recipes: Mapping[str, Recipe]) -> dict[str, tuple[Format, DelayedScaling]]:
     """Format and configuration of every role under delayed scaling, by "<layer>/<role>"."""
     return {f"{layer}/{role}": how for layer, r in recipes.items() for role, how in delayed_casts(r).items()}
+
+
+def quantizers(names: Iterable[str]) -> dict[str, Quantizer]:
+    """Fresh quantizers of these names: "sim", "jax", "torch"."""
+    classes: dict[str, Callable[[], Quantizer]] = {"sim": _SimQuantizer, "jax": _JaxQuantizer, "torch": _TorchQuantizer}
+    return {name: classes[name]() for name in names}
+
+
+class _SimQuantizer:
+    def quantize(self, x: np.ndarray, spec: CastSpec, *, axis: int, dtype: str) -> tuple[np.ndarray, np.ndarray]:
+        x = cast.round_to(x, FORMATS[dtype])
+        q = scaling.quantize(x, spec.fmt, granularity=spec.granularity, policy=spec.policy, axis=axis)
+        return q.codes, q.scale
+
+    def encode(self, x: np.ndarray, fmt: Format) -> np.ndarray:
+        return cast.encode(x, fmt)
+
+
+class _JaxQuantizer:
+    """Compiled, as in training: XLA's rewrites are part of what is compared. Each (spec, axis) is
+    compiled once a shape.
+    """
+
+    def __init__(self) -> None:
+        self._compiled: dict[tuple, Callable] = {}
+
+    def quantize(self, x: np.ndarray, spec: CastSpec, *, axis: int, dtype: str) -> tuple[np.ndarray, np.ndarray]:
+        import jax
+        import jax.numpy as jnp
+
+        from fp8ref.jax import scaling
+
+        def run(x):
+            q = scaling.quantize(x, spec.fmt, granularity=spec.granularity, policy=spec.policy, axis=axis)
+            return jax.lax.bitcast_convert_type(q.codes, jnp.uint8), q.scale
+
+        compiled = self._compiled.setdefault((spec, axis), jax.jit(run))
+        codes, scale = compiled(jnp.asarray(x, jnp.float32).astype(dtype))
+        return np.asarray(codes), np.asarray(scale)
+
+    def encode(self, x: np.ndarray, fmt: Format) -> np.ndarray:
+        return fp8ref_jax_cast(fmt)(x)
+
+
+class _TorchQuantizer:
+    """Eager, on the CPU."""
+
+    def quantize(self, x: np.ndarray, spec: CastSpec, *, axis: int, dtype: str) -> tuple[np.ndarray, np.ndarray]:
+        import torch
+
+        from fp8ref.torch import scaling
+
+        value = torch.from_numpy(np.ascontiguousarray(x, np.float32)).to(getattr(torch, dtype))
+        q = scaling.quantize(value, spec.fmt, granularity=spec.granularity, policy=spec.policy, axis=axis)
+        return q.codes.view(torch.uint8).numpy(), q.scale.numpy()
+
+    def encode(self, x: np.ndarray, fmt: Format) -> np.ndarray:
+        return on_torch("cpu")(fp8ref_torch_cast(fmt))(x)

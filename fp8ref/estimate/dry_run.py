@@ -4,7 +4,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from fp8ref.estimate import kernels, linear_cost, memory, step_time, traffic
+from fp8ref import console as consoles
+from fp8ref.estimate import kernels, memory, roofline, traffic
 from fp8ref.estimate.gpu_rates import GPUS, PUBLISHED
 from fp8ref.train import device_shapes, hardware
 from fp8ref.train.config import Config
@@ -25,7 +26,7 @@ def show(config: Config, backend: str, console: Console) -> None:
 
 def _sizes(config: Config, backend: str) -> Table:
     keys, data = config.parallel, config.data
-    table = _table(f"The run, with {backend}", "what", ">size", "how")
+    table = consoles.table("what", ">size", "how", title=f"The run, with {backend}")
     for kind, count in device_shapes.kinds(config).items():
         share = f"{count / 1e9:.2f} billion" if count >= 1e8 else ""
         table.add_row(f"parameters: {kind}", f"{count:,}", share)
@@ -44,7 +45,7 @@ def _sizes(config: Config, backend: str) -> Table:
 
 
 def _memory(config: Config, backend: str) -> Table:
-    table = _table("Memory of a device, estimated", "what", ">GiB", "how")
+    table = consoles.table("what", ">GiB", "how", title="Memory of a device, estimated")
     lines = memory.lines(config, backend)
     for what, (size, how) in lines.items():
         table.add_row(what, _gib(size), how)
@@ -61,10 +62,10 @@ def _memory(config: Config, backend: str) -> Table:
 
 
 def _linears(config: Config, backend: str) -> Table:
-    table = _table(f"Linears under recipe {config.numerics.recipe!r}", "linear", ">weight [N, K]", ">count", "FP8", "why")
+    table = consoles.table("linear", ">weight [N, K]", ">count", "FP8", "why", title=f"Linears under recipe {config.numerics.recipe!r}")
     groups: dict[tuple, int] = {}
     for d in config.decisions():
-        key = (linear_cost.short_name(d.path), d.shape, d.fp8, d.reason.replace(d.path, linear_cost.short_name(d.path)))
+        key = (roofline.short_name(d.path), d.shape, d.fp8, d.reason.replace(d.path, roofline.short_name(d.path)))
         groups[key] = groups.get(key, 0) + 1
     for (name, shape, fp8, why), count in groups.items():
         table.add_row(name, f"{list(shape)}", str(count), "yes" if fp8 else "no", why)
@@ -75,12 +76,12 @@ def _linears(config: Config, backend: str) -> Table:
 
 def _gemms(config: Config, backend: str) -> Table:
     """Distinct GEMM shapes [M, K] x [N, K], and how often a device runs each in a step."""
-    table = _table("GEMMs of a device in a step", "GEMM", ">M", ">N", ">K", ">times", "of", "runs in")
+    table = consoles.table("GEMM", ">M", ">N", ">K", ">times", "of", "runs in", title="GEMMs of a device in a step")
     groups: dict[tuple, list[str]] = {}
     flops, in_fp8 = 0, 0
-    for d in step_time.with_tied(config):
-        for g in linear_cost.gemm_shapes(d, config, backend):
-            groups.setdefault((g.which, g.m, g.n, g.k, g.runs_in), []).append(linear_cost.short_name(g.linear))
+    for d in roofline.with_tied(config):
+        for g in roofline.gemm_shapes(d, config, backend):
+            groups.setdefault((g.which, g.m, g.n, g.k, g.runs_in), []).append(roofline.short_name(g.linear))
             flops += 2 * g.m * g.n * g.k
             in_fp8 += 2 * g.m * g.n * g.k * g.fp8
     for (which, m, n, k, how), names in groups.items():
@@ -93,7 +94,7 @@ def _gemms(config: Config, backend: str) -> Table:
 
 
 def _traffic(config: Config, backend: str) -> Table:
-    table = _table("What a device receives in a step, GiB", "for", ">as configured", ">all bf16", ">all float32")
+    table = consoles.table("for", ">as configured", ">all bf16", ">all float32", title="What a device receives in a step, GiB")
     flows = traffic.flows(config, backend)
     for purpose, flow in flows.items():
         table.add_row(purpose, _gib(flow.bytes), _gib(2 * flow.elements), _gib(4 * flow.elements))
@@ -104,11 +105,11 @@ def _traffic(config: Config, backend: str) -> Table:
 
 def _break_even(config: Config, backend: str) -> Table:
     names = [ceilings.gpu for ceilings in PUBLISHED.values()]
-    table = _table("Where FP8 would pay: bf16's time by FP8's, predicted", "linear", *(f">{name}" for name in names), "")
-    columns = [step_time.linears(config, backend, ceilings) for ceilings in PUBLISHED.values()]
+    table = consoles.table("linear", *(f">{name}" for name in names), "", title="Where FP8 would pay: bf16's time by FP8's, predicted")
+    columns = [roofline.linears(config, backend, ceilings) for ceilings in PUBLISHED.values()]
     shown = set()
     for (decision, _), *ledgers in zip(columns[0], *([one for _, one in column] for column in columns), strict=True):
-        key = (linear_cost.short_name(decision.path), decision.shape, decision.fp8)
+        key = (roofline.short_name(decision.path), decision.shape, decision.fp8)
         if key in shown:
             continue
         shown.add(key)
@@ -118,14 +119,6 @@ def _break_even(config: Config, backend: str) -> Table:
         table.add_row(key[0], *cells, f"SLOWER in FP8 on {' and '.join(slower)}: name it in filter_fqns" if slower else "")
     eager = "" if kernels.fusion(config, backend) != "eager" else "; casts not fused, as without parallel.compile"
     table.caption = f"Estimates from published rates, not measurements{eager}; fp8ref estimate says what they are made of."
-    return table
-
-
-def _table(title: str, *columns: str) -> Table:
-    """A table. Columns whose name begins with > are right-aligned, for numbers."""
-    table = Table(title=title)
-    for name in columns:
-        table.add_column(name.removeprefix(">"), justify="right" if name.startswith(">") else "left")
     return table
 
 

@@ -7,10 +7,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from fp8ref.estimate import step_time
+from fp8ref import console as consoles
+from fp8ref.estimate import roofline
 from fp8ref.estimate.gpu_rates import Ceilings
-from fp8ref.estimate.linear_cost import Ledger
-from fp8ref.estimate.step_time import Step
+from fp8ref.estimate.roofline import Ledger, Step
 from fp8ref.result import Result
 from fp8ref.train import device_shapes
 from fp8ref.train.config import Config
@@ -53,7 +53,7 @@ class Forecast(Result):
 
     def render(self, console: Console) -> None:
         """Print the tables of linears and of a step, with advice."""
-        table = _table("linear", ">N x K", ">count", ">bf16", *(f">{name}" for name in COLUMNS), ">floor", ">bf16/fp8", "filter")
+        table = consoles.table("linear", ">N x K", ">count", ">bf16", *(f">{name}" for name in COLUMNS), ">floor", ">bf16/fp8", "filter")
         for row in self.rows:
             one = row.ledger
             cells = [_us(sum(one.parts[part] for part in parts)) if one.parts else "-" for parts in COLUMNS.values()]
@@ -96,7 +96,7 @@ class Forecast(Result):
         return f"{said}{', and remove the patterns that name them from numerics.fp8_fqns' * self.named}.{tail}"
 
     def _steps(self) -> Table:
-        table, rest = _table("what", ">bf16", ">as configured", ">after filtering"), self.step.rest
+        table, rest = consoles.table("what", ">bf16", ">as configured", ">after filtering"), self.step.rest
         linear = (self.step.bf16, self.step.configured, self.step.filtered)
         table.add_row("linears", *map(_ms, linear))
         for what, seconds in rest.items():
@@ -121,22 +121,14 @@ def of(config: Config, backend: str, ceilings: Ceilings) -> Forecast:
     device_shapes.check(config, backend)
     device_shapes.check_on_gpu(config, backend)
     groups: dict[tuple, tuple[int, Ledger]] = {}
-    for decision, one in step_time.linears(config, backend, ceilings):
+    for decision, one in roofline.linears(config, backend, ceilings):
         key = (decision.path.split(".")[-1], decision.shape, decision.fp8)
         groups[key] = (groups.get(key, (0, one))[0] + 1, one)
     rows = [Row(name, shape, count, one) for (name, shape, _), (count, one) in groups.items()]
     fused = backend == "jax" or config.parallel.compile != "none"
     lost = {row.linear for row in rows if row.loses}
     named = any(d.reason.startswith("named by fp8_fqns") and d.path.split(".")[-1] in lost for d in config.decisions())
-    return Forecast(backend, config.numerics.recipe, ceilings, rows, step_time.of(config, backend, ceilings), fused, named)
-
-
-def _table(*columns: str) -> Table:
-    """A table. Columns whose name begins with > are right-aligned, for numbers."""
-    table = Table()
-    for name in columns:
-        table.add_column(name.removeprefix(">"), justify="right" if name.startswith(">") else "left")
-    return table
+    return Forecast(backend, config.numerics.recipe, ceilings, rows, roofline.of_step(config, backend, ceilings), fused, named)
 
 
 def _us(seconds: float) -> str:

@@ -20,9 +20,8 @@ try:
 except ImportError as error:
     raise ImportError(f"fp8ref.plots needs matplotlib; {error.name} is missing. Install it with: pip install 'fp8ref[train]'") from error
 
-from fp8ref.plots.conformance import cast_difference, scale_difference, share_by_exponent
+from fp8ref.plots.errors import cast_difference, error_histogram, error_lines, number_table, scale_difference, share_by_exponent
 from fp8ref.plots.formats import cast_curve, code_map, near_zero, number_line, ranges, relative_error, spacing, worst_error
-from fp8ref.plots.gemm_errors import error_histogram, error_lines, number_table
 from fp8ref.plots.runs import loss_curves, staleness, step_lines, validation_gaps
 from fp8ref.plots.style import figure, png
 from fp8ref.plots.tensors import code_difference, error_map, exponent_histogram, fate_map, magnitude_map

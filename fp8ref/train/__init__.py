@@ -19,7 +19,8 @@ a linear, fp8ref/{jax,torch}/scaling.py quantizes (in JAX called by operands.py)
 scale from an amax, cast.py rounds, and gemm.py multiplies; delayed.py keeps scales of past amaxes.
 Gradients reach the float32 masters through the cast of the masters to bfloat16, in step.py. Under
 FSDP2 they are reduced in float32, as ``fp8ref.torch.parallel`` sets it.
-docs/concepts/training-step.md draws the whole step. "SEMANTICS" is the specification, docs/spec.
+docs/concepts/training-step.md draws the whole step, and docs/concepts/step-in-code.md lists the files
+to open for it, in order. "SEMANTICS" is the specification, docs/spec.
 Optimizers are optax's and torch's, built in jax/step.py and torch/optimizer.py.
 
 ``train_state`` declares what a checkpoint holds. ``data`` reads tokens, ``report`` compares

@@ -31,3 +31,14 @@ def test_without_any_library_there_is_nothing_to_certify(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ImportError, match=r"fp8ref\[all\]"):
         libraries.casts.__wrapped__(E4M3FN)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch", "ignore::UserWarning:torch")
+def test_compiled_is_eager():
+    """How a GPU's compiled casts are examined, on a CPU."""
+    import torch
+
+    x = np.float32([0, -0.0, 1, 1.0625, -3.3, 200, 2.0**-9, 447.9])
+    eager, compiled = (libraries.on_torch("cpu", compiled=how)(libraries.fp8ref_torch_cast(E4M3FN)) for how in (False, True))
+    np.testing.assert_array_equal(compiled(x), eager(x))
+    torch._dynamo.reset()

@@ -2,9 +2,10 @@ import numpy as np
 import pytest
 
 from fp8ref.crosscheck.one_device import crosscheck
-from fp8ref.crosscheck.operands import in_pass_order, observe
+from fp8ref.crosscheck.operands import in_pass_order, observe, quantizers
+from fp8ref.formats import E4M3FN
 from fp8ref.jax import linear as jax_linear
-from fp8ref.recipe import OPERANDS
+from fp8ref.recipe import OPERANDS, CastSpec
 
 
 def test_gemms_are_put_in_the_order_of_the_pass(small):
@@ -47,3 +48,21 @@ def test_a_wrong_gemm_breaks_its_bound(small, monkeypatch):
     monkeypatch.setattr(gemm, "_dot", wrong)
     report = crosscheck(small, backends=("jax",), steps=0)
     assert any("/grad_weight/value/jax" in check.name for check in report.failures)
+
+
+@pytest.mark.parametrize("who", ["sim", "jax", "torch"])
+def test_every_quantizer_rounds_its_input_to_the_named_dtype_and_returns_plain_arrays(who):
+    x = np.array([[1.0, -448.0], [2.0, 3.5]], np.float32)
+    codes, scale = quantizers([who])[who].quantize(x, CastSpec(fmt=E4M3FN, granularity="rowwise"), axis=1, dtype="bfloat16")
+    assert (codes.dtype, codes.shape, scale.dtype, scale.shape) == (np.uint8, (2, 2), np.float32, (2, 1))
+    # by hand: scales 448 / 448 and 448 / 3.5; 1 -> 0x38, -448 -> 0xFE, 256 -> 0x78, 448 -> 0x7E
+    np.testing.assert_array_equal(codes, [[0x38, 0xFE], [0x78, 0x7E]])
+    np.testing.assert_array_equal(scale, [[1], [128]])
+    x[0, 0] = 1 + 2.0**-9  # 1 in bfloat16
+    rounded, _ = quantizers([who])[who].quantize(x, CastSpec(fmt=E4M3FN), axis=1, dtype="bfloat16")
+    np.testing.assert_array_equal(rounded[0], [0x38, 0xFE])
+
+
+@pytest.mark.parametrize("who", ["sim", "jax", "torch"])
+def test_every_encoder_saturates(who):
+    np.testing.assert_array_equal(quantizers([who])[who].encode(np.array([1e9, -1e9, 1.0], np.float32), E4M3FN), [0x7E, 0xFE, 0x38])

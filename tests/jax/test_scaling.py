@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from fp8ref.conformance.inputs import tensor_inputs
+from fp8ref.conformance.inputs import quantizer_inputs
 from fp8ref.formats import E4M3FN, E5M2
 from fp8ref.jax import scaling
 from fp8ref.policy import POLICIES, ScalePolicy
@@ -20,10 +20,10 @@ policies = pytest.mark.parametrize("policy", [*FLOORED, ScalePolicy(name="small_
 
 
 @policies
-@pytest.mark.parametrize("case", tensor_inputs.samples())
+@pytest.mark.parametrize("case", quantizer_inputs.samples())
 @pytest.mark.parametrize(("granularity", "axis"), [("tensorwise", 1), ("rowwise", 0), ("rowwise", 1)])
 def test_quantize_equals_the_simulator(case, policy, granularity, axis):  # S-1, S-2, S-5, S-6
-    x = tensor_inputs.samples()[case]
+    x = quantizer_inputs.samples()[case]
     for fmt, dtype in ((E4M3FN, jnp.float32), (E5M2, jnp.bfloat16)):
         quantize = functools.partial(scaling.quantize, fmt=fmt, granularity=granularity, policy=policy, axis=axis)
         q = jax.jit(quantize)(jnp.asarray(x, dtype))
@@ -38,7 +38,7 @@ def test_quantize_equals_the_simulator(case, policy, granularity, axis):  # S-1,
         np.testing.assert_array_equal(np.where(flushed, 0, value), np.where(flushed, 0, sim.dequantize(expected)))
 
 
-@pytest.mark.parametrize("case", tensor_inputs.samples())
+@pytest.mark.parametrize("case", quantizer_inputs.samples())
 @pytest.mark.parametrize(
     ("granularity", "policy"),
     [
@@ -52,7 +52,7 @@ def test_quantize_equals_the_simulator(case, policy, granularity, axis):  # S-1,
 @pytest.mark.parametrize("axis", [0, 1])
 def test_blocks_equal_the_simulator(case, granularity, policy, axis):  # S-6, S-14
     """[150, 384] and its transpose: a last block of 22 along the other axis."""
-    x = np.resize(tensor_inputs.samples()[case], (384, 150) if axis == 0 else (150, 384))
+    x = np.resize(quantizer_inputs.samples()[case], (384, 150) if axis == 0 else (150, 384))
     x = np.where(np.abs(x) < 2.0**-126, np.copysign(np.float32(0), x), x)  # as XLA on a CPU takes subnormals (S-12)
     q = jax.jit(functools.partial(scaling.quantize, fmt=E4M3FN, granularity=granularity, policy=policy, axis=axis))(
         jnp.asarray(x, jnp.bfloat16)

@@ -8,7 +8,7 @@ from ranks import run
 from torch import distributed, nn
 from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic
 
-from fp8ref.conformance.inputs import tensor_inputs
+from fp8ref.conformance.inputs import quantizer_inputs
 from fp8ref.formats import BFLOAT16, E4M3FN, E5M2
 from fp8ref.policy import POLICIES
 from fp8ref.recipe import OPERANDS
@@ -24,9 +24,9 @@ groups = pytest.mark.parametrize(("granularity", "axis"), [("tensorwise", -1), (
 
 @policies
 @groups
-@pytest.mark.parametrize("case", tensor_inputs.samples())
+@pytest.mark.parametrize("case", quantizer_inputs.samples())
 def test_quantize_equals_the_simulator(case, policy, granularity, axis):  # S-1, S-2, S-5, S-6, S-8
-    x = tensor_inputs.samples()[case]
+    x = quantizer_inputs.samples()[case]
     for fmt, dtype in ((E4M3FN, torch.float32), (E5M2, torch.bfloat16)):
         q = scaling.quantize(torch.from_numpy(x).to(dtype), fmt, granularity=granularity, policy=policy, axis=axis)
         expected = sim.quantize(x, fmt, granularity=granularity, policy=policy, axis=axis)
@@ -37,7 +37,7 @@ def test_quantize_equals_the_simulator(case, policy, granularity, axis):  # S-1,
         assert q.scale.shape == expected.scale.shape
 
 
-@pytest.mark.parametrize("case", tensor_inputs.samples())
+@pytest.mark.parametrize("case", quantizer_inputs.samples())
 @pytest.mark.parametrize(
     ("granularity", "policy"),
     [("blockwise_1x128", "torchao"), ("blockwise_128x128", "torchao"), *(("mx_1x32", name) for name, p in POLICIES.items() if p.e8m0)],
@@ -45,7 +45,7 @@ def test_quantize_equals_the_simulator(case, policy, granularity, axis):  # S-1,
 @pytest.mark.parametrize("axis", [0, 1])
 def test_blocks_equal_the_simulator(case, granularity, policy, axis):  # S-6, S-14
     """[150, 384] and its transpose: a last block of 22 along the other axis."""
-    x = np.resize(tensor_inputs.samples()[case], (384, 150) if axis == 0 else (150, 384))
+    x = np.resize(quantizer_inputs.samples()[case], (384, 150) if axis == 0 else (150, 384))
     q = scaling.quantize(torch.from_numpy(x), E4M3FN, granularity=granularity, policy=policy, axis=axis)
     expected = sim.quantize(x, E4M3FN, granularity=granularity, policy=policy, axis=axis)
     np.testing.assert_array_equal(sim_cast.canonical_nans(q.codes.view(torch.uint8).numpy(), E4M3FN), expected.codes)

@@ -8,9 +8,8 @@ from fp8ref.conformance import subject as subjects
 from fp8ref.conformance.cast import behavior
 from fp8ref.conformance.cast.behavior import Behavior, DoubleRounding
 from fp8ref.conformance.cast.outputs import Responses
-from fp8ref.conformance.counterexample import Counterexample
 from fp8ref.conformance.explain import simplest
-from fp8ref.conformance.finding import Finding
+from fp8ref.conformance.finding import Counterexample, Finding
 from fp8ref.conformance.inputs import cast_inputs
 from fp8ref.formats import Format
 from fp8ref.sim.cast import decode

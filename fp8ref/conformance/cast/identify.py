@@ -16,10 +16,10 @@ from fp8ref.conformance import subject as subjects
 from fp8ref.conformance.cast import behavior, decisions, describe, layout_invariance, outputs, stochastic
 from fp8ref.conformance.cast.behavior import KNOWN_CASTS, Behavior
 from fp8ref.conformance.cast.outputs import Responses
-from fp8ref.conformance.counterexample import Counterexample, bits_of, rounded, show
 from fp8ref.conformance.explain import simplest
-from fp8ref.conformance.finding import Finding, Outcome
+from fp8ref.conformance.finding import Counterexample, Finding, Outcome, bits_of, show
 from fp8ref.conformance.inputs import cast_inputs
+from fp8ref.conformance.inputs.dtypes import rounded
 from fp8ref.conformance.subject import ConformanceError, RefusedError, Subject
 from fp8ref.formats import Format
 from fp8ref.sim import cast

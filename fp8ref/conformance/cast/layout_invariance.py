@@ -7,8 +7,7 @@ import numpy as np
 from fp8ref.conformance.cast import behavior, outputs
 from fp8ref.conformance.cast.behavior import Behavior
 from fp8ref.conformance.cast.outputs import Responses
-from fp8ref.conformance.counterexample import Counterexample, bits_of, show
-from fp8ref.conformance.finding import Finding, strides_finding
+from fp8ref.conformance.finding import Counterexample, Finding, bits_of, show, strides_finding
 from fp8ref.conformance.subject import VIEWS, RefusedError, Subject
 
 SHAPES: tuple[tuple[int, ...], ...] = ((), (0,), (1,), (3,), (127,), (1025,), ((1 << 20) + 13,), (33, 65), (64, 64), (3, 5, 17))

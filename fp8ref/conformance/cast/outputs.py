@@ -8,9 +8,10 @@ import numpy as np
 from fp8ref.conformance import subject as subjects
 from fp8ref.conformance.cast import behavior
 from fp8ref.conformance.cast.behavior import Behavior
-from fp8ref.conformance.counterexample import Counterexample, bits_of, rounded, show
+from fp8ref.conformance.finding import Counterexample, bits_of, show
 from fp8ref.conformance.inputs import cast_inputs
 from fp8ref.conformance.inputs.cast_inputs import CAST_FORMATS
+from fp8ref.conformance.inputs.dtypes import rounded
 from fp8ref.conformance.subject import ConformanceError, RefusedError, Subject
 from fp8ref.formats import Format
 from fp8ref.sim import cast

@@ -7,7 +7,6 @@ the others.
 
 import numpy as np
 
-from fp8ref.conformance.counterexample import rounded
 from fp8ref.conformance.inputs import dtypes
 from fp8ref.formats import E4M3FN, E4M3FNUZ, E5M2, E5M2FNUZ, Format
 from fp8ref.sim import cast
@@ -107,7 +106,7 @@ def identifying(fmt: Format, source: str, *, limit: float = np.inf) -> np.ndarra
     """
     found = np.concatenate([coarse(fmt), fine(fmt, source), special(fmt), all_numbers(), _random_values()])
     with np.errstate(over="ignore"):
-        found = rounded(found, source)
+        found = dtypes.rounded(found, source)
     if limit < np.inf:
         return _distinct(found[np.abs(found) <= limit])
     return np.concatenate([_distinct(found), nans(source)])

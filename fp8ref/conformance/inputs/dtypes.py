@@ -60,11 +60,18 @@ def bits(x: np.ndarray, source: Source) -> np.ndarray:
     x = np.asarray(x, np.float64)
     if source.name == "float64":
         return x.view(np.uint64)
-    rounded = cast.round_to(x, _WIDE[source.name])
+    narrow = rounded(x, source.name)
     if source.name == "float16":
         with np.errstate(invalid="ignore"):
-            return rounded.astype(np.float16).view(np.uint16).astype(np.uint64)
-    return (rounded.view(np.uint32) >> np.uint32(32 - source.bits)).astype(np.uint64)
+            return narrow.astype(np.float16).view(np.uint16).astype(np.uint64)
+    return (narrow.view(np.uint32) >> np.uint32(32 - source.bits)).astype(np.uint64)
+
+
+def rounded(x: np.ndarray, dtype: str) -> np.ndarray:
+    """x rounded to the numbers of a dtype; held as float64 for float64, else as float32."""
+    if dtype == "float64":
+        return x.astype(np.float64)
+    return x.astype(np.float32) if x.dtype == np.float32 and dtype == "float32" else cast.round_to(x, _WIDE[dtype])
 
 
 def spacing(x: np.ndarray, source: Source) -> np.ndarray:

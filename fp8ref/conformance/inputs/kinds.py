@@ -1,7 +1,7 @@
 """The kind of a single input, by what decides its answer: of a cast's value, and of a scale's amax.
 
 A *kind* belongs to one number. How a whole tensor or a GEMM operand is filled is its *pattern*
-(``tensor_inputs``, ``vectors.gemm``). Which decision of a cast went wrong is neither:
+(``quantizer_inputs``, ``vectors.gemm``). Which decision of a cast went wrong is neither:
 ``conformance.cast`` names that.
 """
 

@@ -13,10 +13,9 @@ import numpy as np
 
 from fp8ref.conformance.cast import behavior
 from fp8ref.conformance.cast.behavior import Behavior
-from fp8ref.conformance.counterexample import rounded
-from fp8ref.conformance.quantizer import queries
-from fp8ref.conformance.quantizer.outputs import QuantizerOutput
-from fp8ref.conformance.quantizer.queries import Response, ScaleLayout
+from fp8ref.conformance.inputs.dtypes import rounded
+from fp8ref.conformance.quantizer import outputs
+from fp8ref.conformance.quantizer.outputs import QuantizerOutput, Response, ScaleLayout
 from fp8ref.formats import BFLOAT16, FLOAT16, Format
 from fp8ref.policy import ScalePolicy
 from fp8ref.sim import cast, scaling
@@ -215,7 +214,7 @@ def agreement(candidate: Candidate, responses: Sequence[Response], scale_layout:
         equal = np.ones(a.amax.size, bool)
         for name, kind in scale_layout.kinds.items():
             if kind != "amax":
-                found, expected = queries.per_group(a, name, scale_layout), np.reshape(getattr(q, kind), -1)
+                found, expected = outputs.per_group(a, name, scale_layout), np.reshape(getattr(q, kind), -1)
                 equal &= (found == expected) | (np.isnan(found) & np.isnan(expected))
                 # The bits of positive float32 numbers, as integers, count these numbers.
                 off.append(np.abs(found.view(np.int32).astype(np.int64) - expected.view(np.int32))[a.ordinary])

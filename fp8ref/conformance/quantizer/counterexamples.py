@@ -10,15 +10,15 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from fp8ref.conformance.counterexample import Counterexample, bits_of, rounded, show
 from fp8ref.conformance.explain import simplest
+from fp8ref.conformance.finding import Counterexample, bits_of, show
+from fp8ref.conformance.inputs.dtypes import rounded
 from fp8ref.conformance.inputs.kinds import AMAX_RANGES
-from fp8ref.conformance.quantizer import candidates, policy_match, queries
+from fp8ref.conformance.quantizer import candidates, outputs, policy_match
 from fp8ref.conformance.quantizer.candidates import Agreement, Candidate
 from fp8ref.conformance.quantizer.granularity import FoundGranularity
-from fp8ref.conformance.quantizer.outputs import Quantizer, QuantizerOutput
+from fp8ref.conformance.quantizer.outputs import Quantizer, QuantizerOutput, Response, ScaleLayout
 from fp8ref.conformance.quantizer.policy_match import PolicyMatch
-from fp8ref.conformance.quantizer.queries import Response, ScaleLayout
 from fp8ref.formats import Format
 from fp8ref.policy import ScalePolicy
 from fp8ref.sim import cast, scaling
@@ -275,7 +275,7 @@ def _in_context(matched: PolicyMatch, agreed: Agreement, scale_layout: ScaleLayo
     differs = inside & candidates.mismatches(a.output, expected, agreed.candidate)
     at = np.unravel_index(int(np.argmax(differs if differs.any() else inside)), a.x.shape)
     got, wanted = output_texts(
-        a.output, at, {n: queries.per_group(a, n, scale_layout)[group] for n in scale_layout.kinds}, expected, group, scale_layout
+        a.output, at, {n: outputs.per_group(a, n, scale_layout)[group] for n in scale_layout.kinds}, expected, group, scale_layout
     )
     return Counterexample(
         input=f"x{[int(i) for i in at]} = {show(a.x[at])} of x {list(a.x.shape)}, whose group has amax {show(a.amax[group])}, next to groups of every kind",
@@ -298,7 +298,7 @@ def misnamed_arrays(responses: Sequence[Response], scale_layout: ScaleLayout, po
             found.append(_of_name(name, f"a {kind}", f"a {plain}", "S-1"))
     for name in responses[0].output.scales:
         largest, amax = (
-            np.concatenate(v) for v in zip(*((queries.per_group(a, name, scale_layout), a.amax) for a in responses), strict=True)
+            np.concatenate(v) for v in zip(*((outputs.per_group(a, name, scale_layout), a.amax) for a in responses), strict=True)
         )
         if name.strip("_").lower() == "amax" and not np.array_equal(largest, amax, equal_nan=True):
             at = simplest(amax, ~((largest == amax) | (np.isnan(largest) & np.isnan(amax))))

@@ -6,14 +6,13 @@ from typing import Any
 import numpy as np
 
 from fp8ref.conformance.cast.behavior import Behavior
-from fp8ref.conformance.counterexample import Counterexample
-from fp8ref.conformance.finding import Finding, Outcome
+from fp8ref.conformance.finding import Counterexample, Finding, Outcome
 from fp8ref.conformance.quantizer import counterexamples, policy_match
 from fp8ref.conformance.quantizer.candidates import Candidate
-from fp8ref.conformance.quantizer.granularity import SHAPE, FoundGranularity
-from fp8ref.conformance.quantizer.outputs import Quantizer, QuantizerOutput
+from fp8ref.conformance.quantizer.granularity import FoundGranularity
+from fp8ref.conformance.quantizer.outputs import Quantizer, QuantizerOutput, ScaleLayout
 from fp8ref.conformance.quantizer.policy_match import PolicyMatch
-from fp8ref.conformance.quantizer.queries import ScaleLayout
+from fp8ref.conformance.subject import SHAPE
 from fp8ref.formats import Format
 
 

@@ -12,21 +12,22 @@ import numpy as np
 
 from fp8ref import policy as policy_data
 from fp8ref.conformance import subject as subjects
-from fp8ref.conformance.cast.behavior import Behavior
+from fp8ref.conformance.cast import behavior, decisions
+from fp8ref.conformance.cast.behavior import KNOWN_CASTS, Behavior, DoubleRounding
 from fp8ref.conformance.cast.identify import check_format
-from fp8ref.conformance.cast.outputs import Responses
-from fp8ref.conformance.counterexample import Counterexample
-from fp8ref.conformance.finding import Finding, Outcome
-from fp8ref.conformance.inputs import amax_inputs
+from fp8ref.conformance.cast.outputs import Output, Responses
+from fp8ref.conformance.explain import simplest
+from fp8ref.conformance.finding import Counterexample, Finding, Outcome
+from fp8ref.conformance.inputs import cast_inputs, quantizer_inputs
 from fp8ref.conformance.inputs.cast_inputs import CAST_FORMATS
-from fp8ref.conformance.quantizer import candidates, counterexamples, describe, inner_cast, layout_invariance, policy_match, queries
+from fp8ref.conformance.inputs.dtypes import rounded
+from fp8ref.conformance.quantizer import candidates, counterexamples, describe, layout_invariance, outputs, policy_match
 from fp8ref.conformance.quantizer.candidates import Candidate
-from fp8ref.conformance.quantizer.granularity import SHAPE, identify_granularity, identify_memory
-from fp8ref.conformance.quantizer.outputs import Quantizer, QuantizerOutput, smallest_shape
+from fp8ref.conformance.quantizer.granularity import identify_granularity, identify_memory
+from fp8ref.conformance.quantizer.outputs import Quantizer, QuantizerOutput, ScaleLayout, smallest_shape
 from fp8ref.conformance.quantizer.policy_match import PolicyMatch
-from fp8ref.conformance.quantizer.queries import ScaleLayout
-from fp8ref.conformance.subject import RefusedError
-from fp8ref.formats import Format
+from fp8ref.conformance.subject import SHAPE, RefusedError
+from fp8ref.formats import BFLOAT16, Format
 from fp8ref.policy import ScalePolicy
 
 _TENSORWISE_SHAPES = ((1, 32), (16, 16), (16, 128), (128, 128), SHAPE)
@@ -71,11 +72,11 @@ def identify_quantizer(
         return describe.without_granularity(quantizer, fmt, found_fmt, findings, expect, group.finding)
     at, along = group.granularity, -1 if group.axis is None else group.axis
     # One scale for a tensor takes a tensor for each amax: the smallest that the quantizer takes.
-    what = amax_inputs.identifying(found_fmt, quantizer.dtype)
+    what = quantizer_inputs.identifying(found_fmt, quantizer.dtype)
     shape = smallest_shape(quantizer, _TENSORWISE_SHAPES, lambda s: True) if at == "tensorwise" else SHAPE
-    responses = queries.ask(quantizer, what, shape, at, along)
-    scale_layout = queries.identify_returned(responses, at, along)
-    considered = queries.considered(quantizer, responses, scale_layout)
+    responses = outputs.ask(quantizer, what, shape, at, along)
+    scale_layout = outputs.identify_returned(responses, at, along)
+    considered = policy_match.considered(quantizer, responses, scale_layout)
     fixed, flushing = output.dtype.startswith("float8"), subject.framework == "jax"
     matched = policy_match.match_policies(responses, scale_layout, found_fmt, considered, fixed=fixed, flushing=flushing)
     chosen = matched.nearest.candidate
@@ -89,11 +90,11 @@ def identify_quantizer(
     if not matched.agreements:
         unexplained = counterexamples.for_policy(quantizer, matched, matched.nearest, scale_layout)
     else:
-        groups = amax_inputs.groups(SHAPE, at, along)
+        groups = quantizer_inputs.groups(SHAPE, at, along)
         largest = chosen.scale_fmt.max / 2.0**chosen.policy.margin
-        more, rounding, answers = inner_cast.identify_inner_cast(quantizer, chosen.fmt, largest, groups)
+        more, rounding, answers = identify_inner_cast(quantizer, chosen.fmt, largest, groups)
         findings += more
-        different = inner_cast.unexpected_rounding(answers, chosen.fmt, largest, chosen.policy.compute)
+        different = unexpected_rounding(answers, chosen.fmt, largest, chosen.policy.compute)
         unexplained = _unexplained(quantizer, matched, scale_layout, answers, rounding, different)
     misnamed = counterexamples.misnamed_arrays(responses, scale_layout, chosen.policy)
     unexplained = [*unexplained, *misnamed]
@@ -126,6 +127,69 @@ def identify_quantizer(
     )  # fmt: skip
 
 
+def identify_inner_cast(quantizer: Quantizer, fmt: Format, largest: float, group: np.ndarray) -> tuple[list[Finding], Behavior, Responses]:
+    """The decisions of the cast that inputs of magnitude up to largest show, and its responses.
+
+    largest  the amax whose scale is 1: the max that the policy scales to, less its margin.
+    group    for each element, the index of its group, [M, K].
+    """
+    limit = min(fmt.max, largest)
+    x = cast_inputs.identifying(fmt, quantizer.dtype, limit=limit)
+    # One element of each group, the anchor, is largest; the others hold the inputs.
+    anchors = np.zeros(SHAPE, bool)
+    anchors.reshape(-1)[np.unique(group.reshape(-1), return_index=True)[1]] = True
+    room = int((~anchors).sum())
+    found = []
+    for begin in range(0, x.size, room):
+        some = x[begin : begin + room]
+        given = np.zeros(SHAPE, np.float32)
+        given[anchors] = largest
+        given[~anchors] = np.concatenate([some, np.zeros(room - some.size, np.float32)])
+        whole = quantizer.ask(rounded(given, quantizer.dtype))
+        found.append(whole.tensor[~anchors][: some.size])
+    output = Output(array=np.concatenate(found), dtype=whole.dtype)
+    a = Responses(x=x, source=quantizer.dtype, output=output, fmt=fmt, codes=output.codes(fmt))
+    b = KNOWN_CASTS["saturating"].behavior(fmt)
+    rounding = decisions.rounding(a, b)
+    b = dataclasses.replace(b, rounding=rounding.value or "nearest_even")
+    # Zeros before subnormals: a lost sign would look like a wrong subnormal.
+    zero = decisions.negative_zero(a, b)
+    b = dataclasses.replace(b, negative_zero=zero.value or "kept")
+    subnormals = decisions.subnormals(a, b)
+    b = dataclasses.replace(b, subnormals=subnormals.value or "kept")
+    double, through = decisions.double_rounding(a, b)
+    b = decisions.with_double_rounding(b, a.source, through)
+    return [rounding, subnormals, zero, dataclasses.replace(double, what="double_rounding")], b, a
+
+
+def unexpected_rounding(a: Responses, fmt: Format, largest: float, compute: Format) -> list[Counterexample]:
+    """The simplest input that is not cast as in S-5; as a list, empty if there is none.
+
+    A policy that computes in bfloat16 rounds to it before the cast (S-13).
+    """
+    wanted = KNOWN_CASTS["saturating"].behavior(fmt)
+    if compute is BFLOAT16:
+        wanted = decisions.with_double_rounding(wanted, a.source, DoubleRounding(dtype=compute.name))
+    differs = a.mismatches(wanted, canonical=True)
+    if not differs.any():
+        return []
+    # Numbers, quarter points and ties first: where they are wrong, the rounding or subnormals are.
+    # If only inputs next to ties are wrong, it is rounded twice (C-1).
+    coarse = differs & a.among(cast_inputs.coarse(fmt))
+    normal = coarse & (np.abs(a.x) >= fmt.smallest_normal)
+    among, clause = (normal, "C-2") if normal.any() else (coarse, "F-1") if coarse.any() else (differs, "C-1")
+    at = simplest(a.x, among)
+    if a.x[at] == 0:
+        clause = "C-6"
+    shown = a.counterexample(at, wanted, f"S-5, {clause}")
+    return [dataclasses.replace(shown, input=f"{shown.input} next to {largest:g}, under scale 1")]
+
+
+def explains(a: Responses, b: Behavior) -> bool:
+    """Whether all codes are those of behavior b; NaN codes count as equal."""
+    return not np.any(a.canonical(a.codes) != a.canonical(behavior.encode(a.x, a.fmt, b, source=a.source).astype(np.int64)))
+
+
 def _unexplained(
     quantizer: Quantizer,
     matched: PolicyMatch,
@@ -138,7 +202,7 @@ def _unexplained(
 
     answers    of the inner cast; different: where its rounding is not that of S-5.
     """
-    if not inner_cast.explains(answers, rounding):
+    if not explains(answers, rounding):
         return counterexamples.for_policy(quantizer, matched, matched.nearest, scale_layout) or different
     if not different:
         # Its codes are wrong in a tensor of many groups, though its cast is right.

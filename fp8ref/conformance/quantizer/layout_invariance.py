@@ -12,14 +12,13 @@ import numpy as np
 
 from fp8ref import policy as policy_data
 from fp8ref.conformance import subject as subjects
-from fp8ref.conformance.counterexample import Counterexample, bits_of, rounded, show
-from fp8ref.conformance.finding import Finding, strides_finding
-from fp8ref.conformance.inputs import amax_inputs
-from fp8ref.conformance.quantizer import candidates, counterexamples, queries
+from fp8ref.conformance.finding import Counterexample, Finding, bits_of, show, strides_finding
+from fp8ref.conformance.inputs import quantizer_inputs
+from fp8ref.conformance.inputs.dtypes import rounded
+from fp8ref.conformance.quantizer import candidates, counterexamples, outputs, policy_match
 from fp8ref.conformance.quantizer.candidates import Candidate
 from fp8ref.conformance.quantizer.granularity import noise
-from fp8ref.conformance.quantizer.outputs import Quantizer, QuantizerOutput, arrays_of
-from fp8ref.conformance.quantizer.queries import Response, ScaleLayout
+from fp8ref.conformance.quantizer.outputs import Quantizer, QuantizerOutput, Response, ScaleLayout, arrays_of
 from fp8ref.conformance.subject import VIEWS, RefusedError
 from fp8ref.granularity import by_name
 from fp8ref.policy import ScalePolicy
@@ -105,7 +104,7 @@ def check_shapes(
         try:
             for tensor in _tensors(shape, scale_layout, quantizer):
                 unexplained = _counterexample(tensor, quantizer.ask(tensor.x), candidate, scale_layout, quantizer.dtype)
-                if unexplained and "NaN" in tensor.planted and queries.loses_nan(quantizer, tensor.x, scale_layout):
+                if unexplained and "NaN" in tensor.planted and policy_match.loses_nan(quantizer, tensor.x, scale_layout):
                     lost = lost or unexplained
                 else:
                     found = found or unexplained
@@ -153,8 +152,8 @@ def check_dtype(
     dtype = quantizer.dtype
     try:
         quantizer.once(np.ones(shape, np.float32))
-        responses = queries.ask(
-            quantizer, amax_inputs.identifying(candidate.fmt, dtype), shape, scale_layout.granularity, scale_layout.axis
+        responses = outputs.ask(
+            quantizer, quantizer_inputs.identifying(candidate.fmt, dtype), shape, scale_layout.granularity, scale_layout.axis
         )
     except RefusedError as error:
         return None, Finding(what=f"from {dtype}", value=None, words="not taken", evidence=str(error)), []
@@ -163,7 +162,7 @@ def check_dtype(
         candidates.agreement(replace(candidate, policy=p), responses, scale_layout)
         for p in sorted(same_decisions, key=lambda p: p != candidate.policy)
     ]
-    considered = queries.considered(quantizer, responses, scale_layout)
+    considered = policy_match.considered(quantizer, responses, scale_layout)
     agreed = next((a.candidate for a in agreements if (a.both | ~considered).all()), None)
     if agreed:
         evidence = f"{considered.sum()} groups match it"
@@ -182,7 +181,7 @@ def _decisions(policy: ScalePolicy) -> dict[str, Any]:
 def _tensors(shape: tuple[int, int], scale_layout: ScaleLayout, quantizer: Quantizer) -> Iterator[PlantedTensor]:
     """Tensors with values planted in each group, then in many places, then random ones."""
     rng = np.random.default_rng(0)
-    group = amax_inputs.groups(shape, scale_layout.granularity, scale_layout.axis).reshape(-1)
+    group = quantizer_inputs.groups(shape, scale_layout.granularity, scale_layout.axis).reshape(-1)
     order = np.argsort(group, kind="stable")
     size = np.bincount(group)
     end = np.searchsorted(group[order], np.arange(size.size), side="right") - 1
@@ -223,7 +222,7 @@ def _counterexample(
 ) -> list[Counterexample]:
     """The first element whose code or scale is not the candidate's; empty if there is none."""
     x = tensor.x
-    group = amax_inputs.groups(x.shape, scale_layout.granularity, scale_layout.axis)
+    group = quantizer_inputs.groups(x.shape, scale_layout.granularity, scale_layout.axis)
     # kind and largest play no part in comparing scales and codes.
     none = np.zeros(int(group.max()) + 1, np.float32)
     response = Response(x=x, group=group, kind=np.zeros(none.size, np.int64), largest=none, output=output)
@@ -233,12 +232,12 @@ def _counterexample(
     differs |= False if scales is None else ~scales[group]
     for name in (n for n, kind in scale_layout.kinds.items() if kind == "amax"):
         amax = np.reshape(scaling.amax(x, scale_layout.granularity, axis=scale_layout.axis), -1)
-        differs |= ~np.isclose(queries.per_group(response, name, scale_layout), amax, rtol=0, atol=0, equal_nan=True)[group]
+        differs |= ~np.isclose(outputs.per_group(response, name, scale_layout), amax, rtol=0, atol=0, equal_nan=True)[group]
     if not differs.any():
         return []
     at = np.unravel_index(int(np.argmax(differs)), x.shape)
     place = "" if tensor.at is None else f" as {_element_text(tensor.at[group[at]], x)}"
-    got = {name: queries.per_group(response, name, scale_layout)[group[at]] for name in scale_layout.kinds}
+    got = {name: outputs.per_group(response, name, scale_layout)[group[at]] for name in scale_layout.kinds}
     got_text, wanted_text = counterexamples.output_texts(output, at, got, expected, group[at], scale_layout)
     return [
         Counterexample(

@@ -1,16 +1,25 @@
-"""The outputs of a quantizer, taken apart: codes or values of the tensor's shape, and scales."""
+"""Ask a quantizer, and take its outputs apart: codes or values of the tensor's shape, and scales.
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+``Quantizer`` asks with one tensor. ``ask`` does with tensors whose groups have chosen amaxes, and
+``per_group`` reads each group's scale. A group is the elements that share a scale; all arrays of
+numbers by group follow the scales' C order.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from fp8ref.conformance import subject as subjects
 from fp8ref.conformance.cast.outputs import FLOATS
+from fp8ref.conformance.inputs import quantizer_inputs
 from fp8ref.conformance.inputs.cast_inputs import CAST_FORMATS
-from fp8ref.conformance.subject import ConformanceError, Subject
+from fp8ref.conformance.inputs.kinds import AMAX_RANGES
+from fp8ref.conformance.inputs.quantizer_inputs import Amaxes
+from fp8ref.conformance.subject import ConformanceError, RefusedError, Subject
 from fp8ref.formats import E8M0FNU
+from fp8ref.granularity import scale_shape
 from fp8ref.sim import cast
 
 # The names that libraries give to the parts of a quantized tensor
@@ -152,3 +161,119 @@ def smallest_shape(quantizer: Quantizer, shapes: tuple[tuple[int, int], ...], fi
                 continue
             return shape
     return shapes[-1]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScaleLayout:
+    """Which elements share a scale, and which of the returned arrays are scales.
+
+    kinds  by the name or place of each array: ``scale``, ``scale_inv`` or ``amax``.
+    """
+
+    granularity: str
+    axis: int
+    kinds: Mapping[str, str] = field(default_factory=dict)
+
+    def shape(self, of: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of the scales of a tensor of this shape (S-6)."""
+        return scale_shape(self.granularity, of, self.axis)
+
+    def is_transposed(self, shape: tuple[int, ...], of: tuple[int, ...]) -> bool:
+        """Whether this is the transposed shape of the scales of a tensor of shape ``of``."""
+        wanted = self.shape(of)
+        return len(wanted) == 2 and wanted[0] != wanted[1] and tuple(shape) == wanted[::-1]
+
+    @property
+    def scale(self) -> str | None:
+        """The name of the first array that is a scale or scale_inv; None without one."""
+        return next((name for name, kind in self.kinds.items() if kind != "amax"), None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Response:
+    """One tensor x [M, K], and what a quantizer returned for it.
+
+    group    for each element, the index of its group, int [M, K].
+    kind     for each group, the index of its kind of amax in AMAX_RANGES.
+    largest  for each group, its element of largest magnitude, with the sign.
+    """
+
+    x: np.ndarray
+    group: np.ndarray
+    kind: np.ndarray
+    largest: np.ndarray
+    output: QuantizerOutput
+
+    @property
+    def amax(self) -> np.ndarray:
+        """For each group, the magnitude of ``largest``."""
+        return np.abs(self.largest)
+
+    @property
+    def ordinary(self) -> np.ndarray:
+        """For each group, whether its amax is ordinary: no policy has special rules for it."""
+        return self.kind == AMAX_RANGES.index("ordinary")
+
+
+def ask(quantizer: Quantizer, what: Amaxes, shape: tuple[int, int], granularity: str, axis: int) -> list[Response]:
+    """The responses to all amaxes, one for each group of a tensor; groups left over are zeros."""
+    group = quantizer_inputs.groups(shape, granularity, axis)
+    count = int(group.max()) + 1
+    responses = []
+    for begin in range(0, what.largest.size, count):
+        some, kinds = what.largest[begin : begin + count], what.kind[begin : begin + count]
+        missing = count - some.size
+        largest = np.concatenate([some, np.zeros(missing, np.float32)])
+        kind = np.concatenate([kinds, np.full(missing, AMAX_RANGES.index("zero"))])
+        x = quantizer_inputs.tensor(largest, group, quantizer.dtype)
+        try:
+            output = quantizer.ask(x)
+        except RefusedError as error:
+            raise RefusedError(f"{error} Its amax is {_refused(quantizer, x, np.abs(largest), group):.9g}, which S-9 allows.") from error
+        responses.append(Response(x=x, group=group, kind=kind, largest=largest, output=output))
+    return responses
+
+
+def _refused(quantizer: Quantizer, x: np.ndarray, amax: np.ndarray, group: np.ndarray) -> float:
+    """The first amax that makes it raise with zeros in all other groups; else the first amax."""
+    for i, one in enumerate(amax):
+        try:
+            quantizer.ask(np.where(group == i, x, np.float32(0)))
+        except RefusedError:
+            return float(one)
+    return float(amax[0])
+
+
+def identify_returned(responses: Sequence[Response], granularity: str, axis: int) -> ScaleLayout:
+    """Which returned arrays are scales, by how their numbers change with the amax.
+
+    A scale falls as the amax grows, a scale_inv rises. An array that does neither is left out.
+
+    Raises:   ConformanceError: an array does not have one number for each group.
+    """
+    amax, found, scale_layout = np.concatenate([a.amax for a in responses]), {}, ScaleLayout(granularity=granularity, axis=axis)
+    for name in responses[0].output.scales:
+        values = np.concatenate([per_group(a, name, scale_layout) for a in responses])
+        # Both amaxes are among those asked, and exact in every dtype.
+        low, high = (float(values[np.argmax(amax == np.float32(v))]) for v in (1, 1024))
+        if np.array_equal(values, amax, equal_nan=True) or name.strip("_").lower() == "amax":
+            found[name] = "amax"
+        elif low > high:
+            found[name] = "scale"
+        elif low < high:
+            found[name] = "scale_inv"
+    return replace(scale_layout, kinds=found)
+
+
+def per_group(a: Response, name: str, scale_layout: ScaleLayout) -> np.ndarray:
+    """The scale of each group, from an array of one for each group, or for each element."""
+    values, count = a.output.scales[name], int(a.group.max()) + 1
+    # The first element of a group stands for it, where scales are expanded to the tensor's shape.
+    if values.size == count:
+        return (values.T if scale_layout.is_transposed(values.shape, a.x.shape) else values).reshape(-1)
+    if values.shape == a.x.shape:
+        return values.reshape(-1)[np.unique(a.group.reshape(-1), return_index=True)[1]]
+    raise ConformanceError(
+        f"its {name or 'scales'} have shape {list(values.shape)} for x {list(a.x.shape)}, but elements share scales as in "
+        f"{scale_layout.granularity}, axis {scale_layout.axis}, whose scales have shape {list(scale_layout.shape(a.x.shape))}. Return one scale for each group."
+    )

@@ -11,10 +11,12 @@ import numpy as np
 
 from fp8ref import policy as policy_data
 from fp8ref.conformance.inputs.cast_inputs import CAST_FORMATS
-from fp8ref.conformance.quantizer import candidates, queries
+from fp8ref.conformance.inputs.kinds import AMAX_RANGES
+from fp8ref.conformance.quantizer import candidates, outputs
 from fp8ref.conformance.quantizer.candidates import DEVIATIONS, NO_DEVIATION, Agreement, Candidate, Deviation, scale_times
-from fp8ref.conformance.quantizer.queries import Response, ScaleLayout
+from fp8ref.conformance.quantizer.outputs import Quantizer, Response, ScaleLayout
 from fp8ref.formats import Format
+from fp8ref.granularity import by_name
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -23,7 +25,7 @@ class PolicyMatch:
 
     agreements those policies; empty if there is none.
     nearest    the first of them, else the policy that agrees most.
-    considered for each group, whether its response counts (``queries.considered``).
+    considered for each group, whether its response counts (the function ``considered``).
     deviation  how the quantizer departs from the nearest policy, in words; or "".
     explained  for each group, whether the nearest policy with that deviation gives the response.
                What it does not explain has another cause.
@@ -80,7 +82,7 @@ def match_policies(
             # The nearest policy is that of the first stage: most likely it is meant, and wrong.
             if best is None:
                 found = [candidates.agreement(c, responses, scale_layout) for c in tried]
-                best = max(found, key=lambda a: (bool(a.codes[queries.ordinary(responses)].all()), -a.ulps, score(a, considered)))
+                best = max(found, key=lambda a: (bool(a.codes[ordinary(responses)].all()), -a.ulps, score(a, considered)))
     assert best is not None
     deviating = match_deviation(responses, sample, scale_layout, found_fmt)
     # A deviation must explain more than the best policy does as it is.
@@ -116,7 +118,7 @@ def match_deviation(
                 and candidates.agrees_at_ordinary(candidate, sample, scale_layout)
             ):
                 agreed = candidates.agreement(candidate, responses, scale_layout)
-                if agreed.both[queries.ordinary(responses)].all():
+                if agreed.both[ordinary(responses)].all():
                     found.append(agreed)
     return max(found, key=lambda a: int(a.both.sum())) if found else None
 
@@ -165,7 +167,49 @@ def _ratios(candidate: Candidate, sample: Sequence[Response], scale_layout: Scal
     for a in sample:
         expected = np.reshape(getattr(candidate.quantize(a.x, scale_layout), scale_layout.kinds[name]), -1)
         with np.errstate(all="ignore"):
-            ratio = queries.per_group(a, name, scale_layout).astype(np.float64) / expected
+            ratio = outputs.per_group(a, name, scale_layout).astype(np.float64) / expected
             found.append((ratio if scale_layout.kinds[name] == "scale" else 1 / ratio)[a.ordinary])
     ratios = np.concatenate(found)
     return ratios if np.all((ratios > 0) & (ratios < np.inf)) else np.zeros(0)
+
+
+def considered(quantizer: Quantizer, responses: Sequence[Response], scale_layout: ScaleLayout) -> np.ndarray:
+    """For each group of all responses, whether it counts in the comparison with a policy.
+
+    A quantizer with a memory is compared at ordinary amaxes alone: what it keeps after other amaxes,
+    one call cannot tell. In JAX a NaN does not count if XLA's own max loses it (P-3).
+    """
+    if quantizer.memory:
+        return ordinary(responses)
+    counts = []
+    for a in responses:
+        nan = a.kind == AMAX_RANGES.index("NaN")
+        counts.append(~nan if nan.any() and loses_nan(quantizer, a.x, scale_layout) else np.ones_like(nan))
+    return np.concatenate(counts)
+
+
+def loses_nan(quantizer: Quantizer, x: np.ndarray, scale_layout: ScaleLayout) -> bool:
+    """Whether jax.numpy.max over the magnitudes of a group of x drops a NaN in it (P-3)."""
+    if quantizer.subject.framework != "jax":
+        return False
+    import jax.numpy as jnp
+
+    magnitudes, axis = jnp.abs(quantizer.subject.make_array(x, quantizer.dtype).astype(jnp.float32)), scale_layout.axis
+    # Along the axes that a JAX quantizer reduces: whether XLA loses a NaN depends on them.
+    block = by_name(scale_layout.granularity)
+    if scale_layout.granularity == "tensorwise":
+        found = jnp.max(magnitudes)[None]
+    elif block.reduced is None:
+        found = jnp.max(magnitudes, axis)
+    else:  # the parts of lines in a block, for blocks of several lines too
+        lines = magnitudes if axis == -1 else magnitudes.T
+        found = jnp.max(lines.reshape(len(lines), -1, block.reduced), -1)
+    nan = np.isnan(x)
+    wanted = nan.any() if scale_layout.granularity == "tensorwise" else nan.any(axis=axis)
+    lines_lost = ~np.isnan(np.asarray(found)).reshape(np.size(wanted), -1).any(axis=1)
+    return bool(np.any(lines_lost & np.reshape(wanted, -1)))
+
+
+def ordinary(responses: Sequence[Response]) -> np.ndarray:
+    """For each group of all responses, whether its amax is ordinary."""
+    return np.concatenate([a.ordinary for a in responses])

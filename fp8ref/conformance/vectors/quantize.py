@@ -9,7 +9,7 @@ import numpy as np
 from fp8ref import granularity as granularities
 from fp8ref import policy as policies
 from fp8ref.conformance import explain
-from fp8ref.conformance.inputs import dtypes, kinds, tensor_inputs
+from fp8ref.conformance.inputs import dtypes, kinds, quantizer_inputs
 from fp8ref.conformance.vectors import format as text
 from fp8ref.conformance.vectors import scale
 from fp8ref.conformance.vectors.scale import Rules as Rules
@@ -60,8 +60,8 @@ class Quantize:
         """(pattern, bits uint64 of the shape), patterns taking turns."""
         source = dtypes.by_name(self.source)
         for i in range(self.count):
-            pattern = tensor_inputs.PATTERNS[i % len(tensor_inputs.PATTERNS)]
-            yield pattern, tensor_inputs.filled(pattern, self.dims, source, (self.seed << 32) + i)
+            pattern = quantizer_inputs.PATTERNS[i % len(quantizer_inputs.PATTERNS)]
+            yield pattern, quantizer_inputs.filled(pattern, self.dims, source, (self.seed << 32) + i)
 
     def vectors(self) -> Iterator[tuple[str, str]]:
         """(pattern, line) of each tensor."""

@@ -3,7 +3,7 @@
 
 A set has zero, infinity, NaN, subnormals, every power of two, every amax whose scale is a power of
 two, the policy's eps, and the amax below which a scale overflows, all with their neighbors. Random
-bits follow: half any, half near 1 (``inputs.amax_inputs.vector_bits``).
+bits follow: half any, half near 1 (``inputs.quantizer_inputs.vector_bits``).
 """
 
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ import numpy as np
 
 from fp8ref import policy as policies
 from fp8ref.conformance import explain
-from fp8ref.conformance.inputs import amax_inputs, dtypes, kinds
+from fp8ref.conformance.inputs import dtypes, kinds, quantizer_inputs
 from fp8ref.conformance.vectors import format as text
 from fp8ref.conformance.vectors.verdict import Verdict
 from fp8ref.formats import E8M0FNU, FP8_FORMATS, Format
@@ -52,7 +52,7 @@ class Scale:
 
     def inputs(self) -> np.ndarray:
         """The float32 bits of all amaxes, each once; uint64."""
-        return amax_inputs.vector_bits(self.fmt, self.policy, seed=self.seed, count=self.count)
+        return quantizer_inputs.vector_bits(self.fmt, self.policy, seed=self.seed, count=self.count)
 
     def vectors(self) -> Iterator[tuple[str, str]]:
         """(kind, line) of each amax."""

@@ -22,9 +22,8 @@ from fp8ref import console
 from fp8ref.conformance.compare import Report
 from fp8ref.crosscheck import one_device
 from fp8ref.crosscheck.divergence import step_values
-from fp8ref.crosscheck.divergence.compare_to_sim import Context
 from fp8ref.crosscheck.divergence.difference import Difference, difference
-from fp8ref.crosscheck.divergence.explain import REASONS, explain
+from fp8ref.crosscheck.divergence.explain import REASONS, Context, explain
 from fp8ref.crosscheck.divergence.report import Divergence, DivergenceReport, Reason, located
 from fp8ref.crosscheck.divergence.step_values import Value
 from fp8ref.errors import ConfigError

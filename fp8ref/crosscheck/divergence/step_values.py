@@ -10,8 +10,7 @@ from typing import Literal
 import numpy as np
 
 from fp8ref import llama
-from fp8ref.crosscheck.nonfinite.sites import backward, whole
-from fp8ref.crosscheck.operands import Observation, in_pass_order, observe
+from fp8ref.crosscheck.operands import Observation, backward, in_pass_order, observe, whole
 from fp8ref.formats import Format
 from fp8ref.recipe import OPERANDS, ROLES, CastSpec, Gemm, Recipe
 from fp8ref.train import loop

@@ -8,7 +8,7 @@ import planted_quantizers
 import pytest
 import torch
 
-from fp8ref.conformance import classify
+from fp8ref.conformance import subject as subjects
 from fp8ref.conformance.subject import RefusedError
 from fp8ref.formats import E4M3FN
 from fp8ref.sim import cast, gemm, scaling
@@ -42,12 +42,12 @@ def of_one_axis(x):
     ],
 )
 def test_kinds(function, kind):
-    assert classify.kind_of("mine", function) == kind
+    assert subjects.kind_of("mine", function) == kind
 
 
 def test_what_takes_no_array_is_of_no_kind():
     with pytest.raises(RefusedError, match="mine raised ZeroDivisionError"):
-        classify.kind_of("mine", lambda x: 1 / 0)
+        subjects.kind_of("mine", lambda x: 1 / 0)
 
 
 def test_every_reason_is_given_where_it_takes_neither():
@@ -55,4 +55,4 @@ def test_every_reason_is_given_where_it_takes_neither():
         assert x.shape[1] % 256 == 0, "K in 256s"
 
     with pytest.raises(RefusedError, match=r"(?s)\[256, 384\]: K in 256s.*\[16\]"):
-        classify.kind_of("mine", function)
+        subjects.kind_of("mine", function)

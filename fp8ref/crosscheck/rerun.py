@@ -6,29 +6,35 @@ the simulator, which knows every value's parts; the backward pass in the backend
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from fp8ref import console, llama
-from fp8ref.conformance import library_calls
 from fp8ref.conformance.compare import Report
-from fp8ref.crosscheck.nonfinite.report import NonFinite, RerunReport, check_site
-from fp8ref.crosscheck.nonfinite.sites import in_backend, of_gemms
-from fp8ref.crosscheck.operands import Observation, States, compare_quantized, in_pass_order, observe
+from fp8ref.crosscheck.first_nonfinite import NonFinite, check_site, in_backend, of_gemms
+from fp8ref.crosscheck.operands import Observation, States, compare_quantized, in_pass_order, observe, quantizers
 from fp8ref.errors import ConfigError
 from fp8ref.formats import FLOAT32
 from fp8ref.recipe import OPERANDS, REDUCED_AXES, Recipe
+from fp8ref.result import Result
 from fp8ref.sim import delayed
 from fp8ref.sim import llama as model
 from fp8ref.sim.llama import Site
 from fp8ref.train import failed_step, hardware, loop
 from fp8ref.train.config import Config
+from fp8ref.train.failed_step import Failure
 from fp8ref.train.sections import ParallelConfig
 
+if TYPE_CHECKING:
+    from rich.console import Console
 
-def rerun(path: Path) -> RerunReport:
+
+def rerun(path: Path) -> "RerunReport":
     """Rerun a failed step; path: its directory or its manifest.json.
 
     Raises:   ConfigError: it cannot be read, or cannot run on one device.
@@ -114,7 +120,7 @@ def check_codes(report: Report, observations: Sequence[Observation], recipes: Ma
     Returns:  how many operands were compared.
     """
     count = 0
-    who = library_calls.quantizers({o.backend for o in observations})
+    who = quantizers({o.backend for o in observations})
     for o in observations:
         spec = recipes[o.layer].gemms[o.gemm]
         for role, (hp, codes, scale), how, axis in zip(OPERANDS[o.gemm], (o.a, o.b), (spec.a, spec.b), REDUCED_AXES[o.gemm], strict=True):
@@ -123,3 +129,92 @@ def check_codes(report: Report, observations: Sequence[Observation], recipes: Ma
             compare_quantized(report, f"{o.layer}/{role}", hp, how, axis, {o.backend: (codes, scale)}, who, state)
             count += 1
     return count
+
+
+@dataclass(frozen=True, kw_only=True)
+class RerunReport(Result):
+    """What the rerun of a failed step found.
+
+    metrics   loss and grad_norm of the rerun.
+    operands  how many operands had their codes and scales compared.
+    """
+
+    path: Path
+    failed: Failure
+    metrics: Mapping[str, float]
+    first: NonFinite | None
+    report: Report
+    operands: int
+
+    @property
+    def reproduced(self) -> bool:
+        """True if the step fails on one device too."""
+        return not all(map(math.isfinite, self.metrics.values()))
+
+    @property
+    def faithful(self) -> bool:
+        """True if the backend's codes and scales are the simulator's.
+
+        Then the numbers diverged, and the implementation is right.
+        """
+        return all(check.ok for name, check in self.report.checks.items() if "/finite/" not in name)
+
+    @property
+    def ok(self) -> bool:
+        """True if nothing was found."""
+        return self.first is None and not self.reproduced and self.report.ok
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report and the first non-finite value, as --json writes them."""
+        about: dict[str, Any] = {"first": self.first and self.first.to_dict(), "reproduced": self.reproduced, "faithful": self.faithful}
+        about |= {
+            "backend": self.failed.backend,
+            "metrics": {k: str(v) for k, v in self.metrics.items()},
+            "failed": dict(self.failed.metrics),
+        }
+        return self.report.to_dict() | {"ok": self.ok} | about
+
+    def render(self, console: "Console") -> None:
+        """Print how the step failed, whether it failed again, and the first non-finite value."""
+
+        def say(text: str) -> None:
+            console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+        config, (rows, length) = self.failed.config, self.failed.tokens.shape
+        devices, then = config.parallel.devices, self.failed.metrics
+        say(f"{self.path}: step {then['step']}, {self.failed.backend}, recipe {config.numerics.recipe}")
+        say(f"as it failed, on {devices} device{'s' * (devices > 1)}: loss {then['loss']}, gradient norm {then['grad_norm']}")
+        say(
+            f"on one device, with all {rows} sequences of {length - 1} tokens: loss {self.metrics['loss']}, gradient norm {self.metrics['grad_norm']}"
+        )
+        if config.data.microbatches > 1:
+            say(
+                "in the run, scales covered each of data.microbatches = "
+                f"{config.data.microbatches} parts of the batch; here they cover the whole batch"
+            )
+        if devices > 1 and config.parallel.amax_scope == "local":
+            say(
+                "in the run, scales of input and grad_output covered each device's part of the "
+                "batch (parallel.amax_scope); here they cover the whole batch"
+            )
+        if self.first:
+            say(f"first not finite, by {self._who(self.first.found_by)}: {self.first}\n  {self.first.why}")
+            if not self.reproduced:
+                say(f"{self.failed.backend}'s own loss and gradient are finite on one device.")
+        elif self.reproduced:
+            say("the step fails again, but every value checked is finite.")
+        else:
+            say("not reproduced: every value is finite on one device. The cause was a fault of another device, or sums in another order.")
+        for check in self.report.failures if not self.faithful else []:
+            if "/finite/" not in check.name:
+                say(check.detail)
+        if not self.operands:
+            say("no operand is in FP8")
+        elif self.faithful:
+            verdict = ": the numbers diverged, and the quantization is right" if self.first else ""
+            say(f"codes and scales of all {self.operands} FP8 operands are the simulator's{verdict}")
+        else:
+            say(f"codes or scales of {self.failed.backend} are not the simulator's, as above: a fault of the implementation")
+
+    def _who(self, by: str) -> str:
+        return "the simulator" if by == "sim" else by

@@ -1,11 +1,11 @@
 import ml_dtypes
 import numpy as np
 
-from fp8ref.conformance.inputs import tensor_inputs
+from fp8ref.conformance.inputs import quantizer_inputs
 
 
 def test_samples_are_bfloat16_and_are_what_their_names_say():
-    tensors = tensor_inputs.samples()
+    tensors = quantizer_inputs.samples()
     for name, value in tensors.items():
         assert value.dtype == np.float32
         if name not in ("nan", "inf"):

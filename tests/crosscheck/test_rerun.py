@@ -7,7 +7,7 @@ import torch
 from torchao.float8 import float8_utils
 
 from fp8ref import cli, llama
-from fp8ref.crosscheck.nonfinite.rerun import rerun
+from fp8ref.crosscheck.rerun import rerun
 from fp8ref.errors import ConfigError
 from fp8ref.sim.hardware import Hardware
 from fp8ref.train import checkpoint, failed_step, loop

@@ -4,13 +4,13 @@ import numpy as np
 import pytest
 
 from fp8ref.conformance.compare import Check
-from fp8ref.crosscheck.nonfinite import report
+from fp8ref.crosscheck import first_nonfinite
 from fp8ref.sim.llama import Site
 
 
 def checked(value, **made_of):
     check = Check(name="a/b/finite/sim")
-    return report.check_site(Site(module="a", role="b", value=np.asarray(value), **made_of), check, by="sim"), check
+    return first_nonfinite.check_site(Site(module="a", role="b", value=np.asarray(value), **made_of), check, by="sim"), check
 
 
 def test_finite_values_are_counted():

@@ -2,11 +2,70 @@ import numpy as np
 import pytest
 
 from fp8ref import plots
+from fp8ref.formats import E4M3FN
+from fp8ref.sim import cast
 
 
 @pytest.fixture
 def ax():
     return plots.figure()[1][0]
+
+
+def heights(ax, label: str) -> np.ndarray:
+    """Of the bars of a label; of those that go down, negative."""
+    (bars,) = (bars for bars in ax.containers if bars.get_label() == label)
+    return np.array([bar.get_height() for bar in bars])
+
+
+def test_a_dot_is_where_codes_are_others_than_nearest_even_gives(ax):
+    x = np.float32([1, 1.0625, 1.1, 1.1875])  # of two ties the second goes up either way
+    plots.cast_difference(ax, x, cast.encode(x, E4M3FN, rounding="nearest_away"), E4M3FN, label="away")
+    right, found, dots = ax.lines
+    np.testing.assert_array_equal(right.get_ydata(), [1, 1, 1.125, 1.25])
+    np.testing.assert_array_equal(found.get_ydata(), [1, 1.125, 1.125, 1.25])
+    np.testing.assert_array_equal(dots.get_xydata(), [[1.0625, 1.125]])
+    assert [text.get_text() for text in ax.get_legend().get_texts()] == ["rounded to nearest even", "away", "1 of 4 differ"]
+
+
+def test_another_nan_code_is_no_other_code_and_a_gap(ax):
+    x = np.float32([448, np.nan])
+    plots.cast_difference(ax, x, np.uint8([0x7E, 0xFF]), E4M3FN)
+    np.testing.assert_array_equal(ax.lines[1].get_ydata(), [448, np.nan])
+    assert ax.lines[2].get_xdata().size == 0
+
+
+def test_a_share_is_of_the_inputs_of_each_power_of_two(ax):
+    x = [0.0, 1.0, -1.5, 4.0, 5.0, 6.0, 7.0, np.inf, np.nan]
+    plots.share_by_exponent(ax, x, [True, True, False, True, False, False, False, True, True])
+    np.testing.assert_array_equal(
+        [bar.get_height() for bar in ax.patches], [50, 0, 25]
+    )  # from 1, from 2, of which there is none, and from 4
+    np.testing.assert_allclose([bar.get_x() + bar.get_width() / 2 for bar in ax.patches], [0.5, 1.5, 2.5], rtol=1e-14)
+
+
+@pytest.mark.parametrize("x", [[0.0, -0.0], [np.inf, np.nan], []], ids=str)
+def test_of_no_power_of_two_there_is_no_bar(ax, x):
+    plots.share_by_exponent(ax, x, [True] * len(x))
+    ax.figure.draw_without_rendering()
+    assert not ax.patches
+
+
+def test_scales_above_go_up_and_those_below_down_by_how_many_ulps(ax):
+    expected = np.ones(8, np.float32)
+    scales = (expected.view(np.int32) + np.int32([0, 1, 1, 0, -1, -2, -3, 0])).view(np.float32)
+    plots.scale_difference(ax, [1, 1.1, 1.2, 1.3, 1.7, 1.8, 1.9, 2], scales, expected, bins=2)
+    np.testing.assert_array_equal(heights(ax, "1 ulp above: 25.0 %"), [50, 0])
+    np.testing.assert_array_equal(heights(ax, "1 ulp below: 12.5 %"), [0, -25])
+    np.testing.assert_array_equal(heights(ax, "2 and more below: 25.0 %"), [0, -50])
+    stacked = [bar.get_y() for bars in ax.containers if "2 and more" in bars.get_label() for bar in bars]
+    assert stacked == [0, -25]
+    assert len(ax.containers) == 3
+
+
+def test_equal_scales_have_no_bars(ax):
+    plots.scale_difference(ax, [1.0, 2.0], np.float32([1, 2]), np.float32([1, 2]))
+    assert ax.containers == []
+    assert ax.get_legend() is None
 
 
 def test_error_lines_are_in_percent_and_named(ax):

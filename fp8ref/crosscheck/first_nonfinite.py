@@ -1,20 +1,105 @@
-"""A backend's values of one step, in the order of its pass, each with why it may not be finite.
+"""The first non-finite value of a step, and what caused it (SEMANTICS K-9).
 
-SEMANTICS K-9.
+``check_site`` looks at one value: a ``Site`` with the parts it was made of. ``of_gemms`` and
+``in_backend`` list a backend's values in the order of its pass, each with its cause if its parts do
+not show it.
 """
 
 import math
 from collections.abc import Container, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from fp8ref import llama
-from fp8ref.crosscheck.operands import Observation
+from fp8ref.conformance.compare import Check
+from fp8ref.crosscheck.operands import Observation, backward, whole
 from fp8ref.recipe import OPERANDS, REDUCED_AXES, Recipe
 from fp8ref.sim import scaling
 from fp8ref.sim.llama import Site
 from fp8ref.train import loop
 from fp8ref.train.config import Config
+
+
+@dataclass(frozen=True, kw_only=True)
+class NonFinite:
+    """A value that is not finite.
+
+    layer     full name of a module; role: which array of it.
+    element   its index in that array.
+    found_by  "sim" or the backend that computed it.
+    """
+
+    layer: str
+    role: str
+    element: tuple[int, ...]
+    value: float
+    why: str
+    found_by: str
+
+    def to_dict(self) -> dict:
+        """As JSON, with the value as text: JSON has no infinity."""
+        return asdict(self) | {"element": list(self.element), "value": str(self.value)}
+
+    def __str__(self) -> str:
+        at = f", element {list(self.element)}" if self.element else ""
+        return f"{self.layer}, {self.role}{at}: {self.value}"
+
+
+def first_index(value: np.ndarray) -> tuple[int, ...] | None:
+    """The index of the first non-finite value in row-major order, or None."""
+    bad = np.flatnonzero(~np.isfinite(value))
+    return tuple(int(i) for i in np.unravel_index(bad[0], np.shape(value))) if bad.size else None
+
+
+def check_site(site: Site, check: Check, *, by: str, why: str = "") -> NonFinite | None:
+    """Count a site's finite values in check; return the first that is not finite, or None.
+
+    why   the cause, if the site's parts do not show it.
+    """
+    finite = np.isfinite(site.value)
+    check.compared += finite.size
+    check.equal += int(finite.sum())
+    index = first_index(site.value)
+    if index is None:
+        return None
+    value = float(site.value[index])
+    found = NonFinite(layer=site.module, role=site.role, element=index, value=value, why=why or cause(site, index), found_by=by)
+    check.detail = (
+        check.detail or f"{check.name}: {finite.size - int(finite.sum())} of {finite.size} are not finite, first {found}; {found.why}"
+    )
+    return found
+
+
+def cause(site: Site, index: tuple[int, ...]) -> str:
+    """Why a value is not finite: an overflow of finite parts, or a part that is not finite."""
+    if site.factors:
+        return _of_product(site, index)
+    parts = {name: float(np.broadcast_to(part, site.value.shape)[index]) for name, part in site.parts.items()}
+    shown = ", ".join(f"{name} {part:.9g}" for name, part in parts.items())
+    if not shown:
+        return "no part of it is known"
+    if all(map(math.isfinite, parts.values())):
+        return f"{shown}: {_overflow(site)}"
+    return shown if site.role != "weight" else f"{shown}: an earlier step made it so"
+
+
+def _overflow(site: Site) -> str:
+    return f"beyond the largest {site.fmt}, {site.fmt.max:.4g}"
+
+
+def _of_product(site: Site, index: tuple[int, ...]) -> str:
+    (first, a), (second, b) = site.factors.items()
+    row, column = a[index[:-1]], b[(*(index[:-2] if b.ndim == len(index) else ()), index[-1])]
+    terms = row.astype(np.float64) * column  # in float64 the sum does not overflow: its size shows the cause
+    for name, line in ((first, row), (second, column)):
+        if not np.isfinite(line).all():
+            [k] = first_index(line) or (0,)
+            return f"its factor {name} is {line[k]:.9g} at k = {k} of {len(line)}"
+    k = int(np.abs(terms).argmax())
+    return (
+        f"a sum of {len(terms)} products, {terms.sum():.4g} in float64, {_overflow(site)}; the largest of them is "
+        f"{first} {row[k]:.9g} times {second} {column[k]:.9g}, at k = {k}"
+    )
 
 
 def of_gemms(observations: Sequence[Observation], recipes: Mapping[str, Recipe], batch: tuple[int, ...]) -> Iterator[tuple[Site, str]]:
@@ -86,24 +171,6 @@ def _factors(o: Observation, recipe: Recipe, batch: tuple[int, ...]) -> dict[str
         first = OPERANDS[o.gemm][0]
         found[first] = whole(found[first], first, batch)
     return found
-
-
-def whole(value: np.ndarray, role: str, batch: tuple[int, ...]) -> np.ndarray:
-    """[tokens, ...] as [sequence, position, ...]; weights and their gradients unchanged."""
-    if role in ("weight", "grad_weight"):
-        return value
-    return value.reshape(batch[0], batch[1] - 1, -1)
-
-
-def backward(config: llama.LlamaConfig) -> list[str]:
-    """Modules with parameters, in the order in which the backward pass reaches them."""
-    found = [llama.EMBEDDING.removesuffix(".weight")]
-    for i in range(config.num_hidden_layers):
-        layer = f"model.layers.{i}"
-        found += [f"{layer}.input_layernorm", *(f"{layer}.self_attn.{p}_proj" for p in "qkvo")]
-        found += [f"{layer}.post_attention_layernorm", *(f"{layer}.mlp.{p}_proj" for p in ("gate", "up", "down"))]
-    found += ["model.norm"] if config.tie_word_embeddings else ["model.norm", "lm_head"]
-    return found[::-1]
 
 
 def _before(linear: str, linears: Container[str]) -> str:

@@ -3,39 +3,40 @@ import dataclasses
 import pytest
 import sizes
 
-from fp8ref.estimate import linear_cost
+from fp8ref.estimate import roofline
 from fp8ref.estimate.gpu_rates import GPUS, PUBLISHED
 from fp8ref.recipe import RECIPES
 
 H100 = PUBLISHED["h100"]
+COMPILED = {"compile": "block"}
 ROUND = dataclasses.replace(H100, bf16=5e14, fp8=1e15, fp8_rowwise=8e14, bandwidth=1e12, launch=1e-6)
 
 
 def made(recipe="tensorwise", m=8192, n=4096, k=4096, how="inductor", **keys):
-    return linear_cost.of_sizes(RECIPES[recipe], linear_cost.sizes_of(m, n, k), how, ROUND, **keys)
+    return roofline.of_sizes(RECIPES[recipe], roofline.sizes_of(m, n, k), how, ROUND, **keys)
 
 
 def test_a_gemm_that_fills_every_processor_takes_its_flops():
     """11 x 12 tiles of 128 x 256 on 132 processors."""
     m, n, k = 11 * 128, 12 * 256, 8192
-    assert linear_cost.gemm_seconds(m, n, k, 5e14, 0, ROUND) == pytest.approx(2 * m * n * k / 5e14)
+    assert roofline.gemm_seconds(m, n, k, 5e14, 0, ROUND) == pytest.approx(2 * m * n * k / 5e14)
 
 
 def test_a_wave_that_is_part_empty_takes_as_long():
     """One row of tiles more; sums in pieces would move more bytes than they save."""
     m, n, k = 11 * 128 + 1, 12 * 256, 8192
-    assert linear_cost.gemm_seconds(m, n, k, 5e14, 0, ROUND) > 1.2 * linear_cost.gemm_seconds(m - 1, n, k, 5e14, 0, ROUND)
+    assert roofline.gemm_seconds(m, n, k, 5e14, 0, ROUND) > 1.2 * roofline.gemm_seconds(m - 1, n, k, 5e14, 0, ROUND)
 
 
 def test_a_long_sum_is_cut_into_pieces():
     """One tile's sum of 2^20, by 8 processors in an eighth of the time, and float32 parts, written and read."""
     whole = 132 * 2 * 128 * 128 * 2**20 / 5e14
-    assert linear_cost.gemm_seconds(128, 128, 2**20, 5e14, 0, ROUND) == pytest.approx(whole / 8 + 8 * 8 * 128 * 128 / 1e12)
+    assert roofline.gemm_seconds(128, 128, 2**20, 5e14, 0, ROUND) == pytest.approx(whole / 8 + 8 * 8 * 128 * 128 / 1e12)
 
 
 def test_a_gemm_takes_no_less_than_its_bytes_nor_a_launch():
-    assert linear_cost.gemm_seconds(128, 128, 128, 5e14, 1e9, ROUND) == 1e-3
-    assert linear_cost.gemm_seconds(128, 128, 128, 5e14, 1, ROUND) == 1e-6
+    assert roofline.gemm_seconds(128, 128, 128, 5e14, 1e9, ROUND) == 1e-3
+    assert roofline.gemm_seconds(128, 128, 128, 5e14, 1, ROUND) == 1e-6
 
 
 def test_the_parts_of_a_linear():
@@ -87,12 +88,12 @@ def test_each_device_casts_its_own_rows_of_a_weight_that_is_gathered_in_fp8():
     config = sizes.config(fsdp=2, compile="block")
     decision = next(d for d in config.decisions() if d.path.endswith("0.mlp.up_proj"))
     slow = dataclasses.replace(ROUND, bandwidth=H100.sheet.bandwidth / 100, launch=1e-8)
-    one = linear_cost.of_decision(decision, config, "torch", slow)
+    one = roofline.of_decision(decision, config, "torch", slow)
     tokens, weight, outputs = 128 * 64, 128 * 64, 128 * 128
     assert one.parts["amax"] == pytest.approx(2 * (tokens + weight / 2 + outputs) / slow.bandwidth)
     assert one.parts["cast"] == pytest.approx((4 * tokens + 3 * weight / 2 + 4 * outputs) / slow.bandwidth)
     assert one.parts["layout"] == pytest.approx(2 * weight / slow.bandwidth)
-    alone = linear_cost.of_decision(decision, sizes.config(fsdp=2, compile="block", gather="compute"), "torch", slow)
+    alone = roofline.of_decision(decision, sizes.config(fsdp=2, compile="block", gather="compute"), "torch", slow)
     assert alone.parts["layout"] == 0
     assert alone.parts["cast"] == pytest.approx((4 * tokens + 6 * weight + 4 * outputs) / slow.bandwidth)
 
@@ -101,7 +102,7 @@ def test_a_forward_pass_alone():
     config = sizes.config(compile="block")
     decision = config.decisions()[0]
     whole, forward = (
-        linear_cost.of_decision(decision, config, "torch", H100, gemms=g) for g in (("output", "grad_input", "grad_weight"), ("output",))
+        roofline.of_decision(decision, config, "torch", H100, gemms=g) for g in (("output", "grad_input", "grad_weight"), ("output",))
     )
     assert forward.kernels < whole.kernels
     assert forward.bf16 < whole.bf16
@@ -110,7 +111,7 @@ def test_a_forward_pass_alone():
 def shapes(recipe, path, backend="torch", **keys):
     config = sizes.config(recipe, **keys)
     decision = next(d for d in config.decisions() if d.path.endswith(path))
-    return {g.which: g for g in linear_cost.gemm_shapes(decision, config, backend)}
+    return {g.which: g for g in roofline.gemm_shapes(decision, config, backend)}
 
 
 def test_shapes_are_those_of_a_device():  # L-2
@@ -143,7 +144,7 @@ def test_what_a_gemm_runs_in(recipe, which, backend, how):
 
 @pytest.mark.parametrize(("recipe", "backend"), [("mxfp8", "torch"), ("mxfp8", "jax"), ("blockwise", "jax")])
 def test_operands_in_blocks_without_a_kernel_are_no_fp8_gemm(recipe, backend):  # G-16
-    assert "dequantized: no FP8 GEMM" in linear_cost.runs_in(RECIPES[recipe].output, backend)
+    assert "dequantized: no FP8 GEMM" in roofline.runs_in(RECIPES[recipe].output, backend)
 
 
 def test_data_sheets():
@@ -152,3 +153,79 @@ def test_data_sheets():
         "H200 SXM": (2.0, 4.8e12, 132),
     }
     assert all("data sheet" in g.source for g in GPUS.values())
+
+
+def test_linears_are_those_of_the_plan():
+    config = sizes.config(**COMPILED)
+    found = roofline.linears(config, "torch", H100)
+    assert [decision.path for decision, _ in found] == [decision.path for decision in config.decisions()]
+    assert found[0][1] is found[7][1]  # q_proj of either layer
+    assert found[-1][1].ratio is None
+    tied = roofline.linears(config.replace(model={"tie_word_embeddings": True}), "torch", H100)
+    assert tied[-1][0].path == "lm_head"
+
+
+def test_a_step_is_its_parts_of_a_batch():
+    whole, parts = (roofline.of_step(sizes.config(parts=n, **COMPILED), "torch", H100) for n in (1, 2))
+    once = sum(one.bf16 for _, one in roofline.linears(sizes.config(**COMPILED), "torch", H100))
+    assert whole.bf16 == pytest.approx(once)
+    assert parts.bf16 == pytest.approx(2 * sum(one.bf16 for _, one in roofline.linears(sizes.config(parts=2, **COMPILED), "torch", H100)))
+    assert "sums of gradients over parts" not in whole.rest
+    assert parts.rest["sums of gradients over parts"] == pytest.approx(12 * 2 * 106816 / H100.bandwidth)  # every parameter
+    assert parts.rest["attention"] == pytest.approx(whole.rest["attention"])
+
+
+def test_ratios_are_limited_by_the_rest():
+    made = roofline.Step(bf16=3.0, configured=1.0, filtered=0.5, rest={"a": 0.25, "b": 0.75})
+    assert (made.ratio, made.filtered_ratio, made.limit) == (4 / 2, 4 / 1.5, 4 / 1)
+
+
+def test_what_loses_is_filtered():
+    """Every linear of 64 features loses: filtered, a step takes what bfloat16 does."""
+    made = roofline.of_step(sizes.config(**COMPILED), "torch", H100)
+    assert made.ratio < 1
+    assert made.filtered == pytest.approx(made.bf16)
+    assert made.filtered_ratio == pytest.approx(1)
+
+
+def test_the_rest_by_hand():
+    """256 tokens in sequences of 32, 2 layers; H = A = 64, KV 32, F 128; a vocabulary of 256."""
+    config = sizes.config(**COMPILED)
+    rest = roofline.of_step(config, "torch", H100).rest
+    assert rest["attention"] == pytest.approx(2 * 7 * 256 * 32 * 64 / H100.attention)
+    forward, backward = 18 * 64 + 4 * 64 + 4 * 32 + 6 * 128, 38 * 64 + 4 * 64 + 4 * 32 + 10 * 128
+    moved = {
+        "norms, rotations, SwiGLU, sums": 256 * 2 * (forward + backward),
+        "embedding and loss": 12 * 256 * 64 + 28 * 256 * 256,
+        "AdamW": (22 + 16) * 106816,
+    }
+    assert {what: rest[what] * H100.bandwidth for what in moved} == pytest.approx(moved)
+    jax = roofline.of_step(sizes.config(), "jax", H100).rest
+    assert roofline.of_step(sizes.config(attention="cudnn"), "jax", H100).rest["attention"] == rest["attention"]
+    assert jax["attention"] == pytest.approx(2 * (12 * 256 * 32 * 64 / H100.bf16 + 30 * 256 * 32 * 4 / H100.bandwidth))
+
+
+def test_checkpointing_runs_a_layers_forward_pass_again():
+    none, selective, full = (
+        roofline.of_step(sizes.config(checkpointing=what, **COMPILED), "torch", H100) for what in ("none", "selective", "full")
+    )
+    assert none.bf16 == selective.bf16 < full.bf16
+    assert none.configured == selective.configured < full.configured
+    elementwise = [one.rest["norms, rotations, SwiGLU, sums"] for one in (none, selective, full)]
+    assert elementwise[0] < elementwise[1] == elementwise[2]
+    assert full.rest["attention"] == pytest.approx(9 / 7 * none.rest["attention"])
+
+
+def test_moments_in_fp8_move_less():
+    """Adam's moments are half of the rest's bytes, in float32."""
+    plain, fp8 = (roofline.of_step(sizes.config(optimizer=kind), "torch", H100).rest["AdamW"] for kind in ("adamw", "adamw_fp8"))
+    assert fp8 < 0.8 * plain
+
+
+def test_faster_memory_helps_casts():
+    """On an H200, whose memory alone is faster."""
+    config = sizes.config(**COMPILED).replace(model={"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32})
+    config = config.replace(data={"sequence_length": 8192})
+    assert roofline.of_step(config, "torch", H100).configured > roofline.of_step(config, "torch", PUBLISHED["h200"]).configured
+    faster = dataclasses.replace(H100, bandwidth=H100.sheet.bandwidth)
+    assert roofline.of_step(config, "torch", faster).configured < roofline.of_step(config, "torch", H100).configured

@@ -1,0 +1,288 @@
+"""Roofline estimate of a training step: its linears' GEMMs in bfloat16 and in FP8, and all the rest.
+
+A kernel takes the longest of three times: its FLOPs at the rate of large GEMMs, its bytes at the
+bandwidth of copies, and a launch. A GEMM's tiles run on the processors in waves, and the last wave
+may be partly empty, which slows small shapes. The sum over K may be split into pieces (split-K),
+whose float32 parts are added afterwards. Kernels run one after another.
+
+Parts that are not linears limit FP8's gain (Amdahl). They are counted as fused kernels; eager PyTorch
+moves more bytes. Not counted: collectives, which may overlap, the host, the loader, validation and
+checkpoints.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from fp8ref import llama
+from fp8ref.estimate import kernels
+from fp8ref.estimate.gpu_rates import Ceilings
+from fp8ref.estimate.kernels import Fusion, multiplies_fp8
+from fp8ref.estimate.memory import LOGITS, moments
+from fp8ref.linear_selection import Decision
+from fp8ref.recipe import RECIPES, Gemm, GemmSpec, Recipe
+from fp8ref.train.config import Config
+from fp8ref.train.device_shapes import at_rest, in_fp8, tokens, used
+
+TILES = ((128, 256), (256, 128), (128, 128))
+"""Height and width of the tiles of a result that one processor computes, as in cuBLAS on Hopper."""
+
+PIECES = (1, 2, 4, 8)
+"""The numbers of pieces that split-K may cut a sum over K into."""
+
+Size = tuple[Gemm, int, int, int]
+"""A GEMM's name, M, N and K: [M, K] x [N, K] -> [M, N]."""
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """Seconds of one linear for one microbatch.
+
+    parts: FP8's by purpose; empty if no GEMM is in FP8.
+    """
+
+    bf16: float
+    parts: dict[str, float]
+    kernels: int
+    floor: float  # seconds of the kernel launches alone: no bandwidth makes it faster
+
+    @property
+    def seconds(self) -> float:
+        """Time as configured: FP8's parts, or bfloat16 without any."""
+        return sum(self.parts.values()) if self.parts else self.bf16
+
+    @property
+    def ratio(self) -> float | None:
+        """bfloat16's time by FP8's; below 1, FP8 is slower."""
+        return self.bf16 / self.seconds if self.parts else None
+
+
+@dataclass(frozen=True)
+class Step:
+    """Seconds of a step.
+
+    bf16        all linears in bfloat16.
+    configured  the linears as configured.
+    filtered    the same, with linears that FP8 makes slower in bfloat16.
+    rest        {what: seconds} of everything else.
+    """
+
+    bf16: float
+    configured: float
+    filtered: float
+    rest: dict[str, float]
+
+    @property
+    def ratio(self) -> float:
+        """A step's time in bfloat16 by its time as configured."""
+        return self._ratio(self.configured)
+
+    @property
+    def filtered_ratio(self) -> float:
+        """The same ratio, with linears that FP8 makes slower left in bfloat16."""
+        return self._ratio(self.filtered)
+
+    @property
+    def limit(self) -> float:
+        """The same ratio, if linears took no time (Amdahl's limit)."""
+        return self._ratio(0.0)
+
+    def _ratio(self, linears: float) -> float:
+        rest = sum(self.rest.values())
+        return (self.bf16 + rest) / (linears + rest)
+
+
+def of_step(config: Config, backend: str, ceilings: Ceilings) -> Step:
+    """Predict one optimizer step of a device, all microbatches included."""
+    parts, again = config.data.microbatches, config.parallel.checkpointing == "full"
+    bf16 = configured = filtered = 0.0
+    forward: dict[tuple, Ledger] = {}
+    for decision, whole in linears(config, backend, ceilings):
+        spent = [whole]
+        if again and decision.path.startswith("model.layers."):
+            key = (decision.path.split(".")[-1], decision.shape)
+            if key not in forward:
+                forward[key] = of_decision(decision, config, backend, ceilings, gemms=("output",))
+            spent.append(forward[key])
+        times = sum(one.bf16 for one in spent), sum(one.seconds for one in spent)
+        loses = whole.ratio is not None and whole.ratio < 1
+        bf16, configured, filtered = bf16 + times[0], configured + times[1], filtered + times[not loses]
+    return Step(parts * bf16, parts * configured, parts * filtered, _rest(config, backend, ceilings))
+
+
+def with_tied(config: Config) -> list[Decision]:
+    """The linears, with a tied lm_head too: it is a GEMM in high precision."""
+    decisions = config.decisions()
+    if not config.model.tie_word_embeddings:
+        return decisions
+    shape = (config.model.vocab_size, config.model.hidden_size)
+    return [*decisions, Decision(path="lm_head", shape=shape, recipe=RECIPES["bf16"], reason="tied")]
+
+
+def linears(config: Config, backend: str, ceilings: Ceilings) -> list[tuple[Decision, Ledger]]:
+    """(linear, cost) for one microbatch. The cost of equal linears is computed once."""
+    made: dict[tuple, Ledger] = {}
+    found = []
+    for decision in with_tied(config):
+        key = (decision.path.split(".")[-1], decision.shape, decision.recipe.name)
+        if key not in made:
+            made[key] = of_decision(decision, config, backend, ceilings)
+        found.append((decision, made[key]))
+    return found
+
+
+@dataclass(frozen=True)
+class GemmShape:
+    """One GEMM of a linear on one device: [M, K] x [N, K] -> [M, N].
+
+    runs_in: its dtypes and accumulation, in words.
+    """
+
+    linear: str
+    which: Gemm
+    m: int
+    n: int
+    k: int
+    runs_in: str
+    fp8: bool
+
+
+def short_name(linear: str) -> str:
+    """model.layers.7.mlp.up_proj -> up_proj."""
+    return linear.split(".")[-1]
+
+
+def gemm_shapes(decision: Decision, config: Config, backend: str) -> Iterator[GemmShape]:
+    """The three GEMMs of a linear, for one microbatch (SEMANTICS L-2)."""
+    m, (n, k) = tokens(config), used(decision.path, decision.shape, config)
+    if short_name(decision.path) == "lm_head" and config.parallel.sequence and backend == "jax":
+        m //= config.parallel.tensor  # its weight is not cut over tensor; its tokens are
+    for which, dims in (("output", (m, n, k)), ("grad_input", (m, k, n)), ("grad_weight", (n, k, m))):
+        spec = decision.recipe.gemms[which]  # type: ignore[index]
+        yield GemmShape(decision.path, which, *dims, runs_in(spec, backend), multiplies_fp8(spec, backend))  # type: ignore[arg-type]
+
+
+def runs_in(spec: GemmSpec, backend: str) -> str:
+    """Formats, granularities and accumulation of a GEMM, as on an H100 or H200."""
+    if spec.a is None or spec.b is None:
+        return "bf16"
+    operands = " x ".join(f"{cast.fmt.name} {cast.granularity}" + " delayed" * (cast.delayed is not None) for cast in (spec.a, spec.b))
+    return f"{operands}, {spec.accumulate}" if multiplies_fp8(spec, backend) else f"{operands}, dequantized: no FP8 GEMM (G-16)"
+
+
+def gemm_seconds(m: int, n: int, k: int, rate: float, bytes_: float, ceilings: Ceilings) -> float:
+    """Time of [M, K] x [N, K] -> [M, N] at ``rate`` FLOP a second, with bytes_ of memory traffic."""
+    processors = ceilings.sheet.processors
+    traffic, found = bytes_ / ceilings.bandwidth, math.inf
+    for height, width in TILES:
+        tiles = math.ceil(m / height) * math.ceil(n / width)
+        for pieces in PIECES:
+            # every wave takes a tile's time on all processors, even if only one of them has a tile
+            waves = math.ceil(tiles * pieces / processors)
+            busy = waves * processors * 2 * height * width * k / pieces / rate
+            summed = 8 * pieces * m * n / ceilings.bandwidth if pieces > 1 else 0.0  # float32, written and read
+            found = min(found, max(busy, traffic) + summed)
+    return max(found, ceilings.launch)
+
+
+def of_sizes(recipe: Recipe, sizes: Sequence[Size], how: Fusion, ceilings: Ceilings, *, shard: int = 1, gathered: bool = False) -> Ledger:
+    """Cost of the GEMMs in ``sizes``.
+
+    shard     devices that each quantize their shard of the weight.
+    gathered  whether the shards' codes are then all-gathered.
+    """
+    bf16 = sum(gemm_seconds(m, n, k, ceilings.bf16, 2 * (k * (m + n) + m * n), ceilings) for _, m, n, k in sizes)
+    if not any(recipe.gemms[which].fp8 for which, *_ in sizes):
+        return Ledger(bf16, {}, len(sizes), len(sizes) * ceilings.launch)
+    backend = "jax" if how == "xla" else "torch"
+    multiplied, made = 0.0, []
+    for which, m, n, k in sizes:
+        spec = recipe.gemms[which]
+        fp8, after = multiplies_fp8(spec, backend), kernels.rescale(spec, m * n, how)
+        made += after
+        unscaled = bool(after) or not spec.rowwise
+        # a GEMM whose scales are applied afterwards runs at the plain FP8 rate
+        rate = ceilings.bf16 if not fp8 else ceilings.fp8 if unscaled else ceilings.fp8_rowwise
+        multiplied += gemm_seconds(m, n, k, rate, (1 if fp8 else 2) * k * (m + n) + kernels.writes(spec, how) * m * n, ceilings)
+    elements = _elements(sizes)
+    whole = elements["weight"]
+    made += kernels.of_linear(
+        recipe,
+        elements | {"weight": whole / shard},
+        how,
+        gemms=[which for which, *_ in sizes],
+        gathered=whole if gathered else None,
+    )
+    parts = {"gemm": multiplied} | dict.fromkeys(("amax", "scale", "cast", "layout", "rescale"), 0.0)
+    for kernel in made:
+        parts[kernel.part] += max(kernel.bytes / ceilings.bandwidth, ceilings.launch)
+    count = len(sizes) + len(made)
+    return Ledger(bf16, parts, count, count * ceilings.launch)
+
+
+def of_decision(decision: Decision, config: Config, backend: str, ceilings: Ceilings, *, gemms: Sequence[Gemm] = kernels.GEMMS) -> Ledger:
+    """Cost of a config's linear on one device, for one microbatch."""
+    sizes: list[Size] = [(s.which, s.m, s.n, s.k) for s in gemm_shapes(decision, config, backend) if s.which in gemms]
+    fsdp = config.parallel.fsdp
+    gathered = fsdp > 1 and in_fp8(decision.recipe, config, backend)
+    return of_sizes(decision.recipe, sizes, kernels.fusion(config, backend), ceilings, shard=fsdp if gathered else 1, gathered=gathered)
+
+
+def sizes_of(m: int, n: int, k: int) -> list[Size]:
+    """The three GEMMs of a weight [N, K] and M tokens."""
+    return [("output", m, n, k), ("grad_input", m, k, n), ("grad_weight", n, k, m)]
+
+
+def _elements(sizes: Sequence[Size]) -> dict:
+    """Elements of each role's tensor, from any one of a linear's GEMMs."""
+    which, m, n, k = sizes[0]
+    tokens, rows, columns = {"output": (m, n, k), "grad_input": (m, k, n), "grad_weight": (k, m, n)}[which]
+    return {"input": tokens * columns, "weight": rows * columns, "grad_output": tokens * rows}
+
+
+def _rest(config: Config, backend: str, ceilings: Ceilings) -> dict[str, float]:
+    keys, model, parts = config.parallel, config.model, config.data.microbatches
+    count, layers = tokens(config) * parts, model.num_hidden_layers
+    pieces = [math.prod(at_rest(name, shape, config, backend)) for name, shape in llama.parameter_shapes(model).items()]
+    logits = count // (keys.tensor if keys.sequence and backend == "jax" else 1) * model.vocab_size
+    moved = {
+        "norms, rotations, SwiGLU, sums": count * layers * _elementwise(config),
+        "embedding and loss": 12 * count * model.hidden_size
+        + 2 * LOGITS[backend] * logits,  # each array of the memory estimate is written and read once
+        # bytes an element: gradient read for the norm and again for the update, weight read and
+        # written, bf16 copy made; moments read and written
+        "AdamW": sum((4 + 4 + 8 + 6) * size + 2 * moments(size, config) for size in pieces),
+    }
+    if parts > 1:
+        of_sum = 4 if keys.accumulate_dtype == "float32" else 2
+        moved["sums of gradients over parts"] = (4 + 2 * of_sum) * parts * sum(pieces)
+    found = {what: size / ceilings.bandwidth for what, size in moved.items()}
+    return {"attention": layers * _attention(config, backend, ceilings)} | found
+
+
+def _elementwise(config: Config) -> float:
+    """Bytes a token and layer of norms, rotations, residual sums and SwiGLU, in bfloat16."""
+    keys, model = config.parallel, config.model
+    h = model.hidden_size / (keys.tensor if keys.sequence else 1)
+    a, kv, f = (n / keys.tensor for n in (model.hidden_size, model.num_key_value_heads * model.head_dim, model.intermediate_size))
+    forward, backward = 18 * h + 4 * a + 4 * kv + 6 * f, 38 * h + 4 * a + 4 * kv + 10 * f
+    return forward * (1 if keys.checkpointing == "none" else 2) + backward
+
+
+def _attention(config: Config, backend: str, ceilings: Ceilings) -> float:
+    """Seconds of attention in a layer.
+
+    PyTorch and cuDNN: a fused kernel with two products forward and five backward, of which
+    causality skips half. XLA: whole products, six of them, and scores in memory: float32 scores and
+    bfloat16 probabilities, 30 bytes each in both passes. Its backward pass computes scores again in
+    chunks and under selective checkpointing, and also attention's output under full.
+    """
+    keys, model = config.parallel, config.model
+    count, length = tokens(config) * config.data.microbatches, config.data.sequence_length
+    product = 2 * count * length * model.hidden_size / keys.tensor
+    if backend == "torch" or keys.attention == "cudnn":
+        again = keys.checkpointing == "full" or (keys.checkpointing == "selective" and backend == "jax")
+        return product / 2 * (2 * (1 + again) + 5) / ceilings.attention
+    scores = count * length * model.num_attention_heads / keys.tensor
+    products = 6 + {"none": 0, "selective": 1, "full": 2}[keys.checkpointing] + (keys.attention == "chunked")
+    return products * product / ceilings.bf16 + 30 * products / 6 * scores / ceilings.bandwidth
