@@ -13,8 +13,9 @@ space; ``estimate.memory`` counts the bytes on a device.
 
 To keep another tensor for each parameter, such as a moving average of the weights, add it to
 PER_PARAMETER, then keep it in both ``Step`` classes: make it (in JAX with its PartitionSpec, in
-``begin``), update it, but not in a skipped step (T-4), return it from ``tensors`` and, in JAX, take it
-back in ``State`` and ``restored``; PyTorch reads it in place. tests/train/test_train_state.py does so.
+``begin``), update it, but not in a skipped step (T-4), return it from ``tensors`` and, in JAX, add a
+field to ``State`` and set it in ``restored``; PyTorch reads it in place. tests/train/test_train_state.py
+does so.
 Checkpoints written before lack it, and are refused.
 """
 

@@ -1,6 +1,7 @@
 """The schema is what both backends save, and one more entry in it is saved, sized and loaded."""
 
 import json
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -86,15 +87,15 @@ class JaxAverage(jax_step.Step):
 
     def train(self, state, tokens, lr):
         new, loss, norm = super().train(state.inner, tokens, lr)
-        ema = jax.tree.map(lambda old, p: DECAY * old + (1 - DECAY) * p, state.ema, new.params)
+        taken = jnp.isfinite(loss) & jnp.isfinite(norm)  # T-4
+        ema = jax.tree.map(lambda old, p: jnp.where(taken, DECAY * old + (1 - DECAY) * p, old), state.ema, new.params)
         return Averaged(*new, ema), loss, norm
 
     def tensors(self, state):
-        return super().tensors(state.inner) | {"ema": jax_step.named(state.ema)}
+        return super().tensors(state.inner) | {"ema": self.named(state.ema)}
 
     def restored(self, state, tensors):
-        ema = jax.tree_util.tree_map_with_path(lambda path, _: tensors["ema"][jax_step.name_of(path)], state.ema)
-        return Averaged(*super().restored(state.inner, tensors), ema)
+        return Averaged(*super().restored(state.inner, tensors), self._tree(state.ema, tensors["ema"]))
 
 
 class TorchAverage(torch_step.Step):
@@ -106,8 +107,9 @@ class TorchAverage(torch_step.Step):
 
     def update(self, loss, lr):
         metrics = super().update(loss, lr)
-        for name, p in self.params.items():
-            self.ema[name].lerp_(p.detach(), 1 - DECAY)
+        if all(map(math.isfinite, metrics.values())):  # T-4
+            for name, p in self.params.items():
+                self.ema[name].lerp_(p.detach(), 1 - DECAY)
         return metrics
 
     def tensors(self):
