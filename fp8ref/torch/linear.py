@@ -26,7 +26,7 @@ from torchao.float8.float8_training_tensor import Float8TrainingTensor
 
 from fp8ref import recipe as recipes
 from fp8ref.recipe import OPERANDS, REDUCED_AXES, ROLES, CastSpec, Gemm, Recipe, Role
-from fp8ref.torch import delayed, gemm, linear_input, scales, scaling
+from fp8ref.torch import delayed, delayed_checks, gemm, linear_input, scales, scaling
 from fp8ref.torch.scaling import Quantized
 
 Operand = torch.Tensor | Quantized
@@ -49,7 +49,8 @@ class Linear(nn.Linear):
               output (G-15, round_then_bias).
     State:    ``states[role]`` of every role with delayed scaling; read during a step, rolled by
               ``delayed.update``. Amaxes are observed only if gradients are enabled and the module
-              is in training mode.
+              is in training mode. An optimizer step without ``delayed.update`` is warned of in the
+              next such pass, and refused after delayed_checks.MOST (H-12).
     Gradient: once; a backward pass with create_graph=True is refused (L-8).
     group     name of the process group whose ranks hold parts of one input and one grad_output, and
               share their amaxes and what ``delayed.update`` takes (P-2, scope global). None: this
@@ -80,6 +81,7 @@ class Linear(nn.Linear):
         self.states = nn.ModuleDict(
             {role: delayed.RoleState(fmt, config, self.weight.device, group) for role, (fmt, config) in delayed.casts(self.recipe).items()}
         )
+        delayed_checks.watch(self)
 
     @classmethod
     def of(cls, linear: nn.Linear, recipe: str | Recipe, group: str | None = None) -> "Linear":
@@ -100,6 +102,8 @@ class Linear(nn.Linear):
         observes = torch.is_grad_enabled() and self.training
         states = [self.state(role) for role in ROLES]
         if observes:
+            if self.states and not torch.compiler.is_compiling():
+                delayed_checks.check(self)
             for state, tensor in zip(states[:2], (x, w), strict=True):
                 # Of a weight gathered as codes, fp8_gather.FP8Gather has observed this rank's shard
                 # already.
@@ -117,6 +121,7 @@ class Linear(nn.Linear):
     def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)
         self._function = _bind(_Spec(self.recipe, self.group))
+        delayed_checks.watch(self)
 
     def state(self, role: Role) -> delayed.RoleState | None:
         """The state of a role with delayed scaling; None of any other."""
@@ -287,6 +292,6 @@ def check_recipe(recipe: str | Recipe) -> Recipe:
 
 def __getattr__(name: str):
     # Public names of this module that live in convert, which imports this one.
-    if name in ("check_model", "convert", "deconvert", "weights"):
+    if name in ("check_model", "convert", "deconvert", "report", "weights"):
         return getattr(importlib.import_module("fp8ref.torch.convert"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
