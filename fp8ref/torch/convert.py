@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch._inductor.config
 from torch import nn
 from torch._subclasses import FakeTensor
 from torch.distributed import ProcessGroup
@@ -52,9 +53,19 @@ _HOOKS = (
 # Attributes of every nn.Linear, and those that an FP8 linear adds. Any other was added by the user
 # or a framework.
 _COMMON = frozenset(vars(nn.Linear(1, 1, device="meta")))
-_OWN = {"recipe", "fqn", "fp8_gather", "group", "states", "_function", "config", "linear_mm_config", reports.REASONS} | {
-    f"scaling_type_{role}" for role in ROLES
-}
+_OWN = {
+    "recipe",
+    "fqn",
+    "fp8_gather",
+    "group",
+    "states",
+    "multiple",
+    "_function",
+    "_function_of_copies",
+    "config",
+    "linear_mm_config",
+    reports.REASONS,
+} | {f"scaling_type_{role}" for role in ROLES}
 
 
 def convert(
@@ -75,6 +86,9 @@ def convert(
               attributes that were added to a linear (R-5).
     Returns:  the model, changed in place (a model that is itself one nn.Linear: its replacement).
               Recipe 'bf16' changes nothing.
+    Sets:     torch._inductor.config.emulate_precision_casts for the process, if torchao's linears
+              scale rows on another device than a CPU: compiled kernels then round where eager
+              ones do, as torchtitan has them do (pytorch#150859).
     Logs:     one line by ``logging``, of logger fp8ref.torch: what is in FP8 and what is not (R-7); a
               warning where matrices are outside linears, such as experts'. ``report`` has all.
     Raises:   ValueError, and nothing is changed: as ``linear_selection.select``; a recipe that neither
@@ -100,6 +114,14 @@ def convert(
     if any(linears[name].weight.device.type == "cpu" for name in chosen):
         gemm.check_cpu(recipe)
         gemm.use_native_scaled_mm()
+    if (
+        config is not None
+        and any(spec.rowwise for spec in recipe.gemms.values())
+        and any(linears[name].weight.device.type != "cpu" for name in chosen)
+    ):
+        # Else a kernel that inductor fuses with a norm scales rows by amaxes of values that it has
+        # not rounded, and casts become NaN (pytorch#150859).
+        torch._inductor.config.emulate_precision_casts = True
     # Run for its side effect: torchao patches inductor's code for FP8 stores
     # (triton-lang/triton#11111).
     convert_to_float8_training(nn.Identity())

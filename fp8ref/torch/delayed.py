@@ -221,6 +221,14 @@ def forget(model: nn.Module) -> None:
         torch._foreach_zero_(seen)
 
 
+@torch.no_grad()
+def forget_unless(model: nn.Module, taken: torch.Tensor) -> None:
+    """Clear the observations since the last update unless a flag () on the device is true: the
+    ``update`` after it then changes nothing, and the host has not waited."""
+    for seen in _by_device([state.seen for _, state in states(model)]):
+        torch._foreach_mul_(seen, taken.float())
+
+
 def _by_device(tensors: Iterable[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
     """Tensors in lists of one device."""
     found: dict[torch.device, list[torch.Tensor]] = {}

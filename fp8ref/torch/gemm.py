@@ -64,12 +64,12 @@ def matmul(
     codes_a, codes_b = (_padded(_lines(q.codes, q.axis)).contiguous() for q in (a, b))
     scale_a, scale_b = _scales(a, b)
     unit = epilogue == "unit_round_scale_round"
-    ones = torch.ones((), device=codes_a.device)
+    given = (torch.ones((), device=codes_a.device),) * 2 if unit else (scale_a, scale_b)
     out = torch._scaled_mm(  # [M, K] @ [K, N] -> [M, N]
         codes_a,
         codes_b.t(),
-        scale_a=ones if unit else scale_a,
-        scale_b=ones if unit else scale_b,
+        scale_a=given[0],
+        scale_b=given[1],
         out_dtype=out_dtype,
         use_fast_accum=accumulate == "fast",
     )

@@ -64,10 +64,12 @@ def amax(x: torch.Tensor, granularity: str = "tensorwise", *, axis: int = -1) ->
         return magnitudes.amax().float()
     if granularity == "rowwise":
         return magnitudes.amax(dim=axis, keepdim=True).float()
-    # last dim first
-    padding = [n for size, length in zip(sizes[::-1], x.shape[::-1], strict=True) for n in (0, -length % size)]
+    if any(length % size for size, length in zip(sizes, x.shape, strict=True)):
+        # last dim first
+        padding = [n for size, length in zip(sizes[::-1], x.shape[::-1], strict=True) for n in (0, -length % size)]
+        magnitudes = functional.pad(magnitudes, padding)
     parts = [n for size, length in zip(sizes, x.shape, strict=True) for n in (-(-length // size), size)]
-    return functional.pad(magnitudes, padding).reshape(parts).amax(dim=tuple(range(1, len(parts), 2))).float()
+    return magnitudes.reshape(parts).amax(dim=tuple(range(1, len(parts), 2))).float()
 
 
 def merge_amax(amax: torch.Tensor, group: str) -> torch.Tensor:
@@ -141,6 +143,11 @@ def quantize_with(x: torch.Tensor, scale: torch.Tensor, fmt: Format, *, granular
     if tuple(scale.shape) != shape:
         raise ValueError(f"{granularity} scales of x.shape={tuple(x.shape)} have shape {shape}; got {tuple(scale.shape)}.")
     return _quantized(cast.checked(x), scale, scale.reciprocal(), fmt, granularity, axis)
+
+
+def requantize(x: torch.Tensor, like: Quantized) -> Quantized:
+    """The hp tensor x by the scales of ``like``, which quantized it before: the same codes."""
+    return _quantized(x, like.scale, like.scale_inv, like.fmt, like.granularity, like.axis)
 
 
 def dequantize(q: Quantized) -> torch.Tensor:
