@@ -27,7 +27,7 @@ from fp8ref.formats import Format
 MOST = 10
 """The optimizer steps without an update after which the next forward pass is refused."""
 
-CALL = "Call fp8ref.torch.delayed.update(model) after each optimizer.step()"
+_CALL = "Call fp8ref.torch.delayed.update(model) after each optimizer.step()"
 
 
 class State(Protocol):
@@ -89,16 +89,19 @@ def _stepped(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> Non
 
 
 def check(linear: Linear) -> None:
-    """Warn of an optimizer step that no update followed; a ValueError once there were MOST."""
+    """Warn of an optimizer step that no update followed.
+
+    Raises:   ValueError: there were MOST of them.
+    """
     missed = max((state.missed for state in _states(linear)), default=0)
     if missed >= MOST:
         raise ValueError(
             f"delayed scaling computes scales in delayed.update; {linear.fqn or 'a linear'} had {missed} optimizer steps without one, and its "
-            f"scales have not changed. {CALL}, or delayed.forget after a step that is not taken."
+            f"scales have not changed. {_CALL}, or delayed.forget after a step that is not taken."
         )
     if missed:
         warnings.warn(
-            f"delayed scaling computes scales in delayed.update, and an optimizer step was taken without one. {CALL}; after {MOST} steps "
+            f"delayed scaling computes scales in delayed.update, and an optimizer step was taken without one. {_CALL}; after {MOST} steps "
             "without it a forward pass raises an error.",
             stacklevel=2,
         )
@@ -133,6 +136,8 @@ def check_copies(model: nn.Module, named: Sequence[tuple[str, State]]) -> None:
 
     The first rank of equal weights writes its scales to the store of the process group; others
     compare theirs with it. No rank waits for another.
+
+    Raises:   ValueError: another rank of equal weights has other scales.
     """
     alone = [(name, state) for name, state in named if state.group is None and not state.scale.is_meta]
     if not alone:

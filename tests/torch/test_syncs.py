@@ -125,3 +125,17 @@ def test_a_step_of_the_trainer_reads_its_metrics_once(kind, recipe, monkeypatch)
         trainer.step(tokens)
     assert seen.found == ["tolist in train/torch/step.py:update"]
     assert copied == [(config.data.batch_size // 2, config.data.sequence_length + 1)] * 2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_step_on_a_gpu_never_waits(recipe):
+    with torch.device("cuda"):
+        model = convert.convert(nn.Sequential(nn.Linear(128, 256), nn.ReLU(), nn.Linear(256, 128)).bfloat16(), recipe)
+        optimizer, x = torch.optim.AdamW(model.parameters(), fused=True), torch.ones(128, 128, dtype=torch.bfloat16)
+    step(model, optimizer, x)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step(model, optimizer, x)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
