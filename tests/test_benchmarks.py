@@ -222,3 +222,22 @@ def test_what_simulated_hardware_costs(tmp_path):
     quick, kept = json.loads(written.read_text()), json.loads((BENCHMARKS / "results" / written.name).read_text())
     assert [(r["backend"], r["recipe"], r["plan"]) for r in quick["rows"]] == [(r["backend"], r["recipe"], r["plan"]) for r in kept["rows"]]
     assert all(r["ratio"] > 0 for r in quick["rows"])
+
+
+def test_launches_of_a_linear_in_pytorch(tmp_path):
+    """The counts that are kept, and the page's; fp8ref is nowhere above torchao, and nothing waits."""
+    written = tmp_path / "launches.json"
+    script = BENCHMARKS / "torch_launches.py"
+    done = subprocess.run([sys.executable, script, "--json", written], check=True, capture_output=True, text=True)
+    kept = json.loads((BENCHMARKS / "results" / "torch_launches.json").read_text())
+    found = json.loads(written.read_text())
+    if found["torch"] == kept["torch"]:
+        assert found == kept
+        page = PAGE.read_text(encoding="utf-8")
+        for line in done.stdout.splitlines():
+            assert line in page
+    theirs = {row["recipe"]: row for row in found["rows"] if row["who"] == "torchao"}
+    for row in found["rows"]:
+        peer = theirs.get("tensorwise" if row["recipe"] == "delayed" else row["recipe"], row)
+        assert all(row[key] <= peer[key] for key in ("kernels", "bytes", "kept")), row
+        assert row["waits"] == 0

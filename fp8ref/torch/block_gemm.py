@@ -11,6 +11,7 @@ from typing import Literal
 
 import torch
 
+from fp8ref.formats import Format
 from fp8ref.granularity import by_name
 from fp8ref.torch.scaling import Quantized
 
@@ -33,12 +34,18 @@ OFFSETS = 2**31
 def kernel(a: Quantized, b: Quantized) -> Kernel:
     """Choose torchao's Triton kernel on codes, or a float32 GEMM on dequantized operands."""
     m, k, n = a.codes.shape[1 - a.axis % 2], a.codes.shape[a.axis], b.codes.shape[1 - b.axis % 2]
-    fits = (
-        (a.fmt.name, b.fmt.name) == ("e4m3fn", "e4m3fn")
-        and (a.granularity, b.granularity) in (("blockwise_1x128", "blockwise_1x128"), ("blockwise_1x128", "blockwise_128x128"))
-        and max(m * k, n * k, m * n) < OFFSETS
+    fits = max(m * k, n * k, m * n) < OFFSETS and takes(a.fmt, b.fmt, a.granularity, b.granularity, a.codes.device)
+    return "torchao_triton" if fits else "dequantized"
+
+
+def takes(fmt_a: Format, fmt_b: Format, granularity_a: str, granularity_b: str, device: torch.device) -> bool:
+    """Whether torchao's Triton kernels multiply such operands on a device, up to OFFSETS."""
+    return (
+        (fmt_a.name, fmt_b.name) == ("e4m3fn", "e4m3fn")
+        and (granularity_a, granularity_b) in (("blockwise_1x128", "blockwise_1x128"), ("blockwise_1x128", "blockwise_128x128"))
+        and _has_tensor_cores(device)
+        and kernels() is not None
     )
-    return "torchao_triton" if fits and _has_tensor_cores(a.codes.device) and kernels() else "dequantized"
 
 
 @functools.cache

@@ -22,7 +22,7 @@ from torchao.float8.float8_training_tensor import Float8TrainingTensor, GemmInpu
 
 from fp8ref.formats import Format
 from fp8ref.recipe import CastSpec
-from fp8ref.torch import scales, scaling
+from fp8ref.torch import delayed, scales, scaling
 from fp8ref.torch.delayed import RoleState
 from fp8ref.torch.linear import Linear
 from fp8ref.torch.model_checks import check_no_optimizer, is_compiled
@@ -44,8 +44,8 @@ def shard(model: nn.Module, group: ProcessGroup, *, param_dtype: torch.dtype = t
     Raises:       ValueError, before anything is changed: a model that is compiled or sharded
                   already; a parameter that is not float32, or whose first dim the ranks do not
                   divide; an optimizer that was built before; with gather_fp8, nothing to gather in
-                  FP8, an FP8 weight that another module shares, or delayed scaling without a
-                  process group.
+                  FP8, or an FP8 weight that another module shares; delayed scaling without a process
+                  group.
     """
     for name, module in model.named_modules():
         if is_compiled(module) or isinstance(module, FSDPModule):
@@ -57,6 +57,11 @@ def shard(model: nn.Module, group: ProcessGroup, *, param_dtype: torch.dtype = t
             raise ValueError(
                 f"masters are float32 and cut evenly along their first dim over {group.size()} ranks; {name} is {p.dtype} of shape "
                 f"{tuple(p.shape)}. Pad it, or use fully_shard."
+            )
+    for name, state in delayed.states(model):
+        if state.group is None:
+            raise ValueError(
+                f"ranks share the states of delayed scaling; {name} is of this rank alone. Pass their process group to linear.convert as amax_group."
             )
     check_no_optimizer(model)
     weights = _in_fp8(model, group, param_dtype) if gather_fp8 else {}
@@ -142,10 +147,6 @@ def _in_fp8(model: nn.Module, group: ProcessGroup, dtype: torch.dtype) -> dict[s
         if len(shared := names[linear.weight]) > 1:
             raise ValueError(
                 f"{shared[0]} and {shared[1]} are one parameter, and both would become FP8. Untie them, or keep {name} in high precision."
-            )
-        if isinstance(linear, Linear) and (state := linear.state("weight")) and state.group is None:
-            raise ValueError(
-                f"ranks share the states of {name}, which uses delayed scaling. Pass their process group to linear.convert as amax_group."
             )
         found[shared[0]] = _Weight(linear, spec, _gather_fp8(group.group_name, group.size(), dtype, spec.fmt, config))
     return found

@@ -4,6 +4,7 @@ torchao's is taken if it can express the recipe and every rank scales by its own
 fp8ref's own.
 
     model = convert(model, "delayed", filter_fqns=["lm_head"])  # an optimizer stays valid
+    print(report(model))  # what is in FP8, what is not, and why
     ...
     model.save_pretrained(path, state_dict=weights(model))  # export during training
     deconvert(model).save_pretrained(path)                  # export after training
@@ -15,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch._inductor.config
 from torch import nn
 from torch._subclasses import FakeTensor
 from torch.distributed import ProcessGroup
@@ -26,11 +28,13 @@ from fp8ref import linear_selection
 from fp8ref import recipe as recipes
 from fp8ref.recipe import ROLES, Recipe
 from fp8ref.torch import delayed, gemm, torchao_linear
+from fp8ref.torch import report as reports
 from fp8ref.torch.linear import Linear, check_recipe
 from fp8ref.torch.model_checks import check_model
+from fp8ref.torch.report import report
 from fp8ref.torch.torchao_linear import Float8Linear
 
-__all__ = ["Linear", "check_model", "convert", "deconvert", "weights"]
+__all__ = ["Linear", "check_model", "convert", "deconvert", "report", "weights"]
 
 FP8_LINEARS = (Float8Linear, float8_linear.Float8Linear, Linear)
 """The classes of FP8 linears: torchao's, fp8ref's subclass of it, and fp8ref's own."""
@@ -49,9 +53,19 @@ _HOOKS = (
 # Attributes of every nn.Linear, and those that an FP8 linear adds. Any other was added by the user
 # or a framework.
 _COMMON = frozenset(vars(nn.Linear(1, 1, device="meta")))
-_OWN = {"recipe", "fqn", "fp8_gather", "group", "states", "_function", "config", "linear_mm_config"} | {
-    f"scaling_type_{role}" for role in ROLES
-}
+_OWN = {
+    "recipe",
+    "fqn",
+    "fp8_gather",
+    "group",
+    "states",
+    "multiple",
+    "_function",
+    "_function_of_copies",
+    "config",
+    "linear_mm_config",
+    reports.REASONS,
+} | {f"scaling_type_{role}" for role in ROLES}
 
 
 def convert(
@@ -72,6 +86,11 @@ def convert(
               attributes that were added to a linear (R-5).
     Returns:  the model, changed in place (a model that is itself one nn.Linear: its replacement).
               Recipe 'bf16' changes nothing.
+    Sets:     torch._inductor.config.emulate_precision_casts for the process, if torchao's linears
+              scale rows on another device than a CPU: compiled kernels then round where eager
+              ones do, as torchtitan has them do (pytorch#150859).
+    Logs:     one line by ``logging``, of logger fp8ref.torch: what is in FP8 and what is not (R-7); a
+              warning where matrices are outside linears, such as experts'. ``report`` has all.
     Raises:   ValueError, and nothing is changed: as ``linear_selection.select``; a recipe that neither
               can run; a model that is compiled, sharded or FP8 already; a chosen linear of which
               something would be lost or that its parent does not call (R-5), registered under two
@@ -81,8 +100,10 @@ def convert(
     _check_module(model)
     linears = {name: m for name, m in model.named_modules(remove_duplicate=False) if isinstance(m, nn.Linear)}
     shapes = {name: (m.out_features, m.in_features) for name, m in linears.items()}
-    chosen = [d.path for d in linear_selection.select(shapes, recipe, filter_fqns=filter_fqns, fp8_fqns=fp8_fqns) if d.fp8]
+    decisions = linear_selection.select(shapes, recipe, filter_fqns=filter_fqns, fp8_fqns=fp8_fqns)
+    chosen = [d.path for d in decisions if d.fp8]
     if not chosen:
+        reports.log(model, type(model).__name__, recipe)
         return model
     config = torchao_linear.torchao_config(recipe) if amax_group is None and torchao_linear.expresses(recipe) else None
     if config is None:
@@ -90,9 +111,14 @@ def convert(
     check_model(model, "Convert a model first, then {} it")
     for name in chosen:
         check_linear(name, linears, model.get_submodule(name.rpartition(".")[0]) if name else None)
-    if any(linears[name].weight.device.type == "cpu" for name in chosen):
+    devices = {_device(linears[name].weight).type for name in chosen}
+    if "cpu" in devices:
         gemm.check_cpu(recipe)
         gemm.use_native_scaled_mm()
+    if config is not None and any(spec.rowwise for spec in recipe.gemms.values()) and devices != {"cpu"}:
+        # Else a kernel that inductor fuses with a norm scales rows by amaxes of values that it has
+        # not rounded, and casts become NaN (pytorch#150859).
+        torch._inductor.config.emulate_precision_casts = True
     # Run for its side effect: torchao patches inductor's code for FP8 stores
     # (triton-lang/triton#11111).
     convert_to_float8_training(nn.Identity())
@@ -101,12 +127,17 @@ def convert(
     def make(linear: nn.Linear) -> nn.Linear:
         return Linear.of(linear, recipe, group) if config is None else Float8Linear.from_float(linear, config=config)
 
+    kind = type(model).__name__
     model = swap_linear_layers(model, make, module_filter_fn=lambda _, name: name in chosen)
     for name in chosen:
         made = model.get_submodule(name)
         assert isinstance(made, Float8Linear | Linear)
         made.recipe, made.fqn = recipe, name
         _carry(linears[name], made)
+    kept = vars(model).get(reports.REASONS, {})
+    # of a linear that was converted before, the reason of then
+    vars(model)[reports.REASONS] = {d.path: d.reason for d in decisions} | {key: why for key, why in kept.items() if key not in chosen}
+    reports.log(model, kind, recipe)
     return model
 
 
@@ -130,6 +161,8 @@ def deconvert(model: nn.Module) -> nn.Module:
             raise ValueError(f"{what} {lost}. Undo that first.")
         if unusual := _unusual_parameter(linear):
             raise ValueError(f"{what} {unusual}. Deconvert a model before you shard it.")
+    for module in model.modules():
+        vars(module).pop(reports.REASONS, None)
     made = {linear: _plain(linear) for linear in fp8.values()}
     for name, linear in fp8.items():
         if not name:
@@ -229,11 +262,20 @@ def check_linear(name: str, linears: Mapping[str, nn.Linear], parent: nn.Module 
     weight = linear.weight
     if weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise ValueError(f"{what} has a weight of {weight.dtype}; FP8 is cast from float32, bfloat16 or float16. Cast the model first.")
-    if weight.device.type == "cuda" and torch.version.cuda and (capability := torch.cuda.get_device_capability(weight.device)) < (8, 9):
+    device = _device(weight)
+    if device.type == "cuda" and torch.version.cuda and (capability := torch.cuda.get_device_capability(device)) < (8, 9):
         raise ValueError(
-            f"{what} lies on {torch.cuda.get_device_name(weight.device)} of compute capability {capability[0]}.{capability[1]}; FP8 GEMMs need "
+            f"{what} lies on {torch.cuda.get_device_name(device)} of compute capability {capability[0]}.{capability[1]}; FP8 GEMMs need "
             "8.9 or later. Use recipe 'bf16'."
         )
+
+
+def _device(weight: torch.Tensor) -> torch.device:
+    """Where a weight's linear multiplies: of one on the meta device the accelerator, if there is
+    one."""
+    if not weight.is_meta:
+        return weight.device
+    return torch.accelerator.current_accelerator() or torch.device("cpu")
 
 
 def _check_called(name: str, parent: nn.Module | None) -> None:

@@ -8,7 +8,7 @@ An observation (``seen``) merges by elementwise maximum. So microbatches, uses o
 recomputed forward passes may come in any order, and any number of times.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -19,7 +19,7 @@ from fp8ref import recipe as recipes
 from fp8ref.delayed import DelayedScaling, by_name
 from fp8ref.formats import Format
 from fp8ref.recipe import Recipe, Role
-from fp8ref.torch import scaling
+from fp8ref.torch import delayed_checks, scaling
 
 
 class DelayedState(NamedTuple):
@@ -111,6 +111,8 @@ def implemented(config: str | DelayedScaling) -> DelayedScaling:
 class RoleState(nn.Module):
     """Delayed scaling of one role of a linear: its state, and the current step's observation, seen.
 
+    missed    optimizer steps since the last update, which ``delayed_checks`` counts.
+    checked   whether an update has checked that ranks share the state.
     Checkpoints hold scale, amax_history and step, but not seen. ``.to`` another dtype changes none
     of them.
     """
@@ -127,6 +129,8 @@ class RoleState(nn.Module):
         for key, value in init(config)._asdict().items():
             self.register_buffer(key, value.to(device))
         self.register_buffer("seen", torch.zeros(3, device=device), persistent=False)
+        self.missed = 0
+        self.checked = False
 
     def reset(self) -> None:
         """Scale 1, an empty history, nothing seen."""
@@ -156,6 +160,7 @@ class RoleState(nn.Module):
         super()._load_from_state_dict(*args, **kwargs)
         # an assigned state may be on another device
         self.seen = torch.zeros_like(self.seen, device=self.scale.device)
+        self.missed = 0
 
 
 def states(model: nn.Module) -> Iterator[tuple[str, RoleState]]:
@@ -172,10 +177,16 @@ def update(model: nn.Module) -> None:
     (H-4).
     Specials: as advance: a role that was not seen, or whose amax was not finite, keeps its state
               (H-5).
+    Raises:   ValueError, at a model's first update on several ranks: ranks that train one model with
+              states of their own, or DistributedDataParallel that broadcasts states (H-12).
     """
-    _merge_ranks(model)
+    named = list(states(model))
+    unchecked = [(name, state) for name, state in named if not state.checked] if delayed_checks.several_ranks() else []
+    if unchecked:
+        delayed_checks.check_ranks(model, unchecked)
+    _merge_ranks([state for _, state in named])
     alike: dict[tuple[Format, DelayedScaling, torch.device], list[RoleState]] = {}
-    for _, state in states(model):
+    for _, state in named:
         alike.setdefault((state.fmt, state.config, state.scale.device), []).append(state)
     for (fmt, config, _), group in alike.items():
         before = DelayedState(*(torch.stack([getattr(s, key) for s in group]) for key in DelayedState._fields))
@@ -183,12 +194,16 @@ def update(model: nn.Module) -> None:
         for key, values in after._asdict().items():
             torch._foreach_copy_([getattr(s, key) for s in group], list(values.unbind()))
     forget(model)
+    if unchecked:
+        delayed_checks.check_copies(model, unchecked)
+        for _, state in unchecked:
+            state.checked = True
 
 
-def _merge_ranks(model: nn.Module) -> None:
+def _merge_ranks(found: Iterable[RoleState]) -> None:
     """Merge observations over ranks, by one all-reduce for each process group (H-4, P-2)."""
     by_group: dict[tuple[str, torch.device], list[RoleState]] = {}
-    for _, state in states(model):
+    for state in found:
         if state.group is not None:
             by_group.setdefault((state.group, state.scale.device), []).append(state)
     for (group, _), members in by_group.items():
@@ -199,5 +214,24 @@ def _merge_ranks(model: nn.Module) -> None:
 @torch.no_grad()
 def forget(model: nn.Module) -> None:
     """Clear the observations since the last update."""
-    for _, state in states(model):
-        state.seen.zero_()
+    found = [state for _, state in states(model)]
+    for state in found:
+        state.missed = 0
+    for seen in _by_device([state.seen for state in found]):
+        torch._foreach_zero_(seen)
+
+
+@torch.no_grad()
+def forget_unless(model: nn.Module, taken: torch.Tensor) -> None:
+    """Clear the observations since the last update unless a flag () on the device is true: the
+    ``update`` after it then changes nothing, and the host has not waited."""
+    for seen in _by_device([state.seen for _, state in states(model)]):
+        torch._foreach_mul_(seen, taken.float())
+
+
+def _by_device(tensors: Iterable[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
+    """Tensors in lists of one device."""
+    found: dict[torch.device, list[torch.Tensor]] = {}
+    for x in tensors:
+        found.setdefault(x.device, []).append(x)
+    return found.values()

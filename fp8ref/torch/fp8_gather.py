@@ -85,7 +85,9 @@ class FP8Gather:
         shard = self.shard.to(self.dtype)
         codes = scaling.quantize_with(shard, self.scale, self.spec.fmt).codes.view(torch.uint8) if shard.numel() else shard.to(torch.uint8)
         rows = -(-outer_size[0] // mesh.size())
-        return (functional.pad(codes, (0, 0, 0, rows - len(codes))),), (self.scale, outer_size[0])
+        if len(codes) < rows:
+            codes = functional.pad(codes, (0, 0, 0, rows - len(codes)))
+        return (codes,), (self.scale, outer_size[0])
 
     def after(
         self,
@@ -127,10 +129,11 @@ def compute_scales(gathers: Iterable[FP8Gather]) -> None:
         else:
             alike.setdefault((g.groups, g.dtype, g.spec, g.shard.device), []).append(g)
     for (groups, dtype, spec, device), members in alike.items():
-        amax = torch.zeros(len(members), device=device)
-        held = [i for i, g in enumerate(members) if g.shard.numel()]
-        if held:
-            amax[held] = torch.stack(torch._foreach_norm([members[i].shard for i in held], math.inf)).float()
+        held = [g.shard for g in members if g.shard.numel()]
+        norms = iter(torch._foreach_norm(held, math.inf) if held else ())
+        nothing = torch.zeros((), dtype=members[0].shard.dtype, device=device) if len(held) < len(members) else None
+        # not by assignment to a list of indices, which would be copied to the device
+        amax = torch.stack([next(norms) if g.shard.numel() else nothing for g in members]).float()  # type: ignore[misc]
         for group in groups:
             amax = scaling.merge_amax(amax, group)
         # Rounding is monotonic: the amax of a shard rounded to dtype is the rounded amax of the

@@ -87,9 +87,10 @@ class _Forward:
     def register(self, unit: FSDPModule) -> None:
         assert isinstance(unit, nn.Module)
         # begin runs before FSDP2's own hook, which gathers. end is always called: a failed forward
-        # pass is over too.
-        unit.register_forward_pre_hook(self.begin, prepend=True)
-        unit.register_forward_hook(self.end, always_call=True)
+        # pass is over too. Dynamo leaves both out, as it does FSDP2's: a block that was compiled
+        # before it was sharded calls them around its graph.
+        unit.register_forward_pre_hook(torch._dynamo.disable(self.begin), prepend=True)
+        unit.register_forward_hook(torch._dynamo.disable(self.end), always_call=True)
 
     def begin(self, unit: nn.Module, args: tuple) -> None:
         if torch._C._current_graph_task_id() != -1:

@@ -15,6 +15,9 @@ from fp8ref.torch.scaling import Quantized
 EPILOGUES = ("scale_then_round", "unit_round_scale_round")
 """The epilogues that this backend implements."""
 
+SCALED_MM = "torch._scaled_mm"
+"""The kernel of scales over all of K, by its name in reports."""
+
 
 def matmul(
     a: Quantized, b: Quantized, *, accumulate: str, epilogue: str = "scale_then_round", out_dtype: torch.dtype = torch.float32
@@ -61,12 +64,12 @@ def matmul(
     codes_a, codes_b = (_padded(_lines(q.codes, q.axis)).contiguous() for q in (a, b))
     scale_a, scale_b = _scales(a, b)
     unit = epilogue == "unit_round_scale_round"
-    ones = torch.ones((), device=codes_a.device)
+    given = (torch.ones((), device=codes_a.device),) * 2 if unit else (scale_a, scale_b)
     out = torch._scaled_mm(  # [M, K] @ [K, N] -> [M, N]
         codes_a,
         codes_b.t(),
-        scale_a=ones if unit else scale_a,
-        scale_b=ones if unit else scale_b,
+        scale_a=given[0],
+        scale_b=given[1],
         out_dtype=out_dtype,
         use_fast_accum=accumulate == "fast",
     )
@@ -81,6 +84,17 @@ def matmul_hp(a: torch.Tensor, b: torch.Tensor, *, axes: tuple[int, int]) -> tor
 def output_dtype(spec: GemmSpec, dtype: torch.dtype) -> torch.dtype:
     """The dtype that a GEMM rounds to before its result is cast to dtype (SEMANTICS G-8)."""
     return torch.bfloat16 if spec.rowwise else dtype
+
+
+def kernel(recipe: Recipe, device: torch.device) -> str:
+    """What multiplies the codes of a recipe on a device, for reports."""
+    if by := hardware.active():
+        return by.name
+    casts = [(spec.a, spec.b) for spec in recipe.gemms.values() if spec.a and spec.b]
+    if not any(in_blocks(a.granularity) for a, _ in casts):
+        return SCALED_MM
+    found = {block_gemm.takes(a.fmt, b.fmt, a.granularity, b.granularity, device) for a, b in casts}
+    return " and ".join("torchao's Triton kernels" if taken else "float32 on dequantized codes" for taken in sorted(found, reverse=True))
 
 
 def in_blocks(granularity: str) -> bool:

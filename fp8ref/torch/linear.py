@@ -17,6 +17,7 @@ dtype. FSDP2 reduces grad_weight over ranks afterwards, in float32 (``parallel``
 
 import functools
 import importlib
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -24,9 +25,10 @@ import torch
 from torch import nn
 from torchao.float8.float8_training_tensor import Float8TrainingTensor
 
+from fp8ref import granularity as granularities
 from fp8ref import recipe as recipes
 from fp8ref.recipe import OPERANDS, REDUCED_AXES, ROLES, CastSpec, Gemm, Recipe, Role
-from fp8ref.torch import delayed, gemm, linear_input, scales, scaling
+from fp8ref.torch import delayed, delayed_checks, gemm, linear_input, scales, scaling
 from fp8ref.torch.scaling import Quantized
 
 Operand = torch.Tensor | Quantized
@@ -49,7 +51,8 @@ class Linear(nn.Linear):
               output (G-15, round_then_bias).
     State:    ``states[role]`` of every role with delayed scaling; read during a step, rolled by
               ``delayed.update``. Amaxes are observed only if gradients are enabled and the module
-              is in training mode.
+              is in training mode. An optimizer step without ``delayed.update`` is warned of in the
+              next such pass, and refused after delayed_checks.MOST (H-12).
     Gradient: once; a backward pass with create_graph=True is refused (L-8).
     group     name of the process group whose ranks hold parts of one input and one grad_output, and
               share their amaxes and what ``delayed.update`` takes (P-2, scope global). None: this
@@ -58,7 +61,8 @@ class Linear(nn.Linear):
     Specials: as ``scaling.quantize`` and ``gemm.matmul``: under policy torchao a NaN or Inf makes
               NaN of every output that its scale reaches.
     Raises:   ValueError: a recipe that ``check_recipe`` refuses; in the forward pass an input of
-              another K, dtype or device than the weight's, or without rows.
+              another K, dtype or device than the weight's, or without rows, or, before a backward
+              pass, with rows that blocks of grad_weight do not divide (L-5).
     """
 
     fqn: str = ""
@@ -76,10 +80,12 @@ class Linear(nn.Linear):
     ) -> None:
         super().__init__(in_features, out_features, bias=bias, device=device, dtype=dtype)
         self.recipe, self.group = check_recipe(recipe), group
-        self._function = _bind(_Spec(self.recipe, group))
+        self._bind()
+        self.multiple = _multiple(self.recipe)
         self.states = nn.ModuleDict(
             {role: delayed.RoleState(fmt, config, self.weight.device, group) for role, (fmt, config) in delayed.casts(self.recipe).items()}
         )
+        delayed_checks.watch(self)
 
     @classmethod
     def of(cls, linear: nn.Linear, recipe: str | Recipe, group: str | None = None) -> "Linear":
@@ -97,9 +103,13 @@ class Linear(nn.Linear):
         """output [..., N] of input [..., K]. ValueError as in linear_input."""
         x = linear_input.taken(input, self)
         w = linear_input.weight(self, x)
+        if torch.is_grad_enabled() and w.requires_grad:
+            linear_input.check_rows(x, self, self.multiple)
         observes = torch.is_grad_enabled() and self.training
         states = [self.state(role) for role in ROLES]
         if observes:
+            if self.states and not torch.compiler.is_compiling():
+                delayed_checks.check(self)
             for state, tensor in zip(states[:2], (x, w), strict=True):
                 # Of a weight gathered as codes, fp8_gather.FP8Gather has observed this rank's shard
                 # already.
@@ -107,16 +117,22 @@ class Linear(nn.Linear):
                     state.observe(tensor)
         delayed_scales = [state.scale if state else None for state in states]
         seen = states[-1].seen if observes and states[-1] else None
-        y = self._function.apply(x, w, seen, *delayed_scales)
+        function = self._function if w is self.weight else self._function_of_copies
+        y = function.apply(x, w, seen, *delayed_scales)
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
     def __getstate__(self) -> dict:
-        # Without the class of _bind, which pickle cannot find.
-        return {key: value for key, value in vars(self).items() if key != "_function"}
+        # Without the classes of _bind, which pickle cannot find.
+        return {key: value for key, value in vars(self).items() if key not in ("_function", "_function_of_copies")}
 
     def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)
+        self._bind()
+        delayed_checks.watch(self)
+
+    def _bind(self) -> None:
         self._function = _bind(_Spec(self.recipe, self.group))
+        self._function_of_copies = _bind(_Spec(self.recipe, self.group, copied=True))
 
     def state(self, role: Role) -> delayed.RoleState | None:
         """The state of a role with delayed scaling; None of any other."""
@@ -131,10 +147,14 @@ class Linear(nn.Linear):
 
 @dataclass(frozen=True)
 class _Spec:
-    """The constants of a linear: its recipe, and the process group that shares amaxes, or None."""
+    """The constants of a linear: its recipe, and the process group that shares amaxes, or None.
+
+    copied    the weight is a copy in the autocast dtype, which nothing else keeps.
+    """
 
     recipe: Recipe
     group: str | None
+    copied: bool = False
 
     @functools.cached_property
     def cast_once(self) -> dict[Role, CastSpec | None]:
@@ -181,9 +201,13 @@ def _forward(
     rows = x.reshape(-1, x.shape[-1])  # [M, K]
     a = _operand(spec, "output", "input", rows, delayed_scales)
     b = _operand(spec, "output", "weight", _gathered(w, spec) if isinstance(w, Float8TrainingTensor) else w, delayed_scales)
-    # Codes of a weight that FSDP2 gathered are a view of its buffer, which it fills again before
-    # the backward pass.
     saved_a, saved_b = _tensors(a) if spec.cast_once["input"] else (rows,), _tensors(b) if spec.cast_once["weight"] else (w,)
+    # Codes of a weight that FSDP2 gathered are a view of its buffer, which it fills again before
+    # the backward pass. Others would be memory of their own: the weight is kept, which a model or
+    # FSDP2 has anyway, and cast again by the same scale.
+    ctx.recasts = spec.cast_once["weight"] is not None and not spec.copied and not isinstance(w, Float8TrainingTensor)
+    if ctx.recasts:
+        saved_b = (w, *saved_b[1:])
     ctx.save_for_backward(*saved_a, *saved_b, *delayed_scales)
     # An attribute, not a saved tensor: other uses of the layer may write it before the backward
     # pass, which autograd would refuse.
@@ -204,6 +228,9 @@ def _backward(ctx, spec: _Spec, grad_output: torch.Tensor) -> tuple[torch.Tensor
         Quantized(next(saved), next(saved), next(saved), cast.fmt, cast.granularity, -1) if cast else next(saved)
         for cast in (spec.cast_once["input"], spec.cast_once["weight"])
     )
+    if ctx.recasts and ctx.needs_input_grad[0]:
+        assert isinstance(w, Quantized)
+        w = scaling.requantize(w.codes, w)
     delayed_scales = list(saved)
     rows = grad_output.reshape(-1, grad_output.shape[-1])  # [M, N]
     if ctx.seen is not None:
@@ -273,6 +300,12 @@ def _tensors(q: Operand) -> tuple[torch.Tensor, ...]:
     return q.codes, q.scale, q.scale_inv
 
 
+def _multiple(recipe: Recipe) -> int:
+    """What M is a multiple of: the blocks along M in which grad_weight scales its operands."""
+    casts = [cast for cast in (recipe.grad_weight.a, recipe.grad_weight.b) if cast is not None]
+    return math.lcm(*(granularities.by_name(cast.granularity).reduced or 1 for cast in casts))
+
+
 def check_recipe(recipe: str | Recipe) -> Recipe:
     """The recipe, if ``Linear`` runs it.
 
@@ -287,6 +320,6 @@ def check_recipe(recipe: str | Recipe) -> Recipe:
 
 def __getattr__(name: str):
     # Public names of this module that live in convert, which imports this one.
-    if name in ("check_model", "convert", "deconvert", "weights"):
+    if name in ("check_model", "convert", "deconvert", "report", "weights"):
         return getattr(importlib.import_module("fp8ref.torch.convert"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

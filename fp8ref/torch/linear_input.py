@@ -1,6 +1,7 @@
 """Check the input of an FP8 linear, and cast it under torch.autocast as F.linear does (L-7)."""
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Protocol
 
@@ -49,6 +50,16 @@ def taken(x: torch.Tensor, linear: Named, *, empty: bool = False) -> torch.Tenso
         raise ValueError(f"{_name(linear)} takes at least one row (S-7); got x of shape {tuple(x.shape)}. Skip an empty batch.")
     dtype = autocast_dtype(x)
     return x if dtype is None else x.to(dtype)
+
+
+def check_rows(x: torch.Tensor, linear: Named, multiple: int) -> None:
+    """ValueError unless M of an input [..., K] is a multiple, which blocks of M in grad_weight
+    need (L-5)."""
+    if multiple > 1 and (rows := math.prod(x.shape[:-1])) % multiple:
+        raise ValueError(
+            f"{_name(linear)} takes a multiple of {multiple} rows in training: grad_weight has a scale for each {multiple} of them (S-6); got "
+            f"{rows}, of x of shape {tuple(x.shape)}. Pad the tokens, or keep the linear in high precision by filter_fqns."
+        )
 
 
 def weight(linear: Named, x: torch.Tensor) -> torch.Tensor:

@@ -57,17 +57,24 @@ def amax(x: torch.Tensor, granularity: str = "tensorwise", *, axis: int = -1) ->
     Raises:   ValueError: x empty or not float32, float16 or bfloat16; blocks that do not divide the
               reduced axis.
     """
+    return _largest(x, granularity, axis).float()
+
+
+def _largest(x: torch.Tensor, granularity: str, axis: int) -> torch.Tensor:
+    """As ``amax``, in x's dtype, which holds every amax exactly."""
     # refuses empty tensors and absent axes
     sizes = granularities.blocks(granularity, tuple(x.shape), axis)
     magnitudes = cast.checked(x.detach()).abs()
     if granularity == "tensorwise":
-        return magnitudes.amax().float()
+        return magnitudes.amax()
     if granularity == "rowwise":
-        return magnitudes.amax(dim=axis, keepdim=True).float()
-    # last dim first
-    padding = [n for size, length in zip(sizes[::-1], x.shape[::-1], strict=True) for n in (0, -length % size)]
+        return magnitudes.amax(dim=axis, keepdim=True)
+    if any(length % size for size, length in zip(sizes, x.shape, strict=True)):
+        # last dim first
+        padding = [n for size, length in zip(sizes[::-1], x.shape[::-1], strict=True) for n in (0, -length % size)]
+        magnitudes = functional.pad(magnitudes, padding)
     parts = [n for size, length in zip(sizes, x.shape, strict=True) for n in (-(-length // size), size)]
-    return functional.pad(magnitudes, padding).reshape(parts).amax(dim=tuple(range(1, len(parts), 2))).float()
+    return magnitudes.reshape(parts).amax(dim=tuple(range(1, len(parts), 2)))
 
 
 def merge_amax(amax: torch.Tensor, group: str) -> torch.Tensor:
@@ -122,9 +129,12 @@ def quantize(
     policy = scales.implemented(policy)
     if granularity == "mx_1x32" and policy.e8m0 is None:
         raise ValueError(f"groups of mx_1x32 have e8m0 scales, of policy mx_rceil, mx_floor or te_mxfp8; got policy {policy.name!r}.")
-    largest = amax(x, granularity, axis=axis)
+    largest = _largest(x, granularity, axis)
     if group is not None:
-        largest = merge_amax(largest, group)
+        largest = merge_amax(largest.float(), group)
+    elif policy.e8m0:
+        # whose exponent is read; other policies widen it by themselves
+        largest = largest.float()
     scale, scale_inv = scales.scales_from_amax(largest, fmt, policy)
     return _quantized(x, scale, scale_inv, fmt, granularity, axis)
 
@@ -141,6 +151,11 @@ def quantize_with(x: torch.Tensor, scale: torch.Tensor, fmt: Format, *, granular
     if tuple(scale.shape) != shape:
         raise ValueError(f"{granularity} scales of x.shape={tuple(x.shape)} have shape {shape}; got {tuple(scale.shape)}.")
     return _quantized(cast.checked(x), scale, scale.reciprocal(), fmt, granularity, axis)
+
+
+def requantize(x: torch.Tensor, like: Quantized) -> Quantized:
+    """The hp tensor x by the scales of ``like``, which quantized it before: the same codes."""
+    return _quantized(x, like.scale, like.scale_inv, like.fmt, like.granularity, like.axis)
 
 
 def dequantize(q: Quantized) -> torch.Tensor:

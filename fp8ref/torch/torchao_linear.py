@@ -1,15 +1,20 @@
 """torchao's Float8Linear: a recipe as its config, and checks that fp8ref adds."""
 
+import math
+
 import torch
 from torchao.float8 import CastConfig, Float8GemmConfig, Float8LinearConfig, ScalingType, float8_linear
 from torchao.float8.config import ScalingGranularity
-from torchao.float8.float8_training_tensor import Float8TrainingTensor
+from torchao.float8.float8_training_tensor import Float8TrainingTensor, LinearMMConfig
 
 from fp8ref.recipe import OPERANDS, ROLES, CastSpec, Gemm, Recipe, Role
 from fp8ref.torch import cast, linear_input, scales
 
 GRANULARITIES = {"tensorwise": ScalingGranularity.TENSORWISE, "rowwise": ScalingGranularity.AXISWISE}
 """{granularity: torchao's scaling granularity}."""
+
+KERNELS_TAKE_ANY_M = ("cpu",)
+"""Kinds of device whose torch._scaled_mm reduces any length; others take multiples of 16."""
 
 
 class Float8Linear(float8_linear.Float8Linear):
@@ -19,6 +24,8 @@ class Float8Linear(float8_linear.Float8Linear):
 
     Shapes:   x [..., K] in any layout; output [..., N] of x's dtype, or of autocast's (L-7).
     fqn       its name in the model that was converted, for errors.
+    Padding:  on devices other than a CPU, whose kernels take multiples of 16, grad_weight reduces
+              codes that torchao pads with zeros (pad_inner_dim), if M is no multiple (L-5).
     Raises:   ValueError: as ``linear_input.taken``; an x without rows is taken where no GEMM
               reduces M and no scale is of a tensor.
     """
@@ -43,8 +50,22 @@ class Float8Linear(float8_linear.Float8Linear):
             # In inference mode, torchao can neither reshape codes with rowwise scales nor view
             # gathered ones.
             with torch.inference_mode(False), torch.no_grad():
-                return super().forward(x)
-        return super().forward(x)
+                return self._multiplied(x)
+        return self._multiplied(x)
+
+    def _multiplied(self, x: torch.Tensor) -> torch.Tensor:
+        """As torchao's forward, of an x in the autocast dtype."""
+        config = self.linear_mm_config
+        # codes that tensor parallelism made bring that config, and both operands have one
+        if pads(x) and not isinstance(x, Float8TrainingTensor):
+            config = LinearMMConfig(config.output, config.grad_input, config.grad_weight._replace(pad_inner_dim=True))
+        output = float8_linear.matmul_with_hp_or_float8_args.apply(x, self.weight.t(), config, self.config)
+        return output if self.bias is None else output + self.bias.to(output.dtype)
+
+
+def pads(x: torch.Tensor) -> bool:
+    """Whether a device's kernels need M of an input [..., K] padded."""
+    return x.device.type not in KERNELS_TAKE_ANY_M and math.prod(x.shape[:-1]) % 16 != 0
 
 
 def expresses(recipe: Recipe) -> bool:

@@ -80,17 +80,17 @@ def check(config: Config, backend: str) -> None:
 def check_on_gpu(config: Config, backend: str) -> None:
     """ConfigError if a GPU's kernels would refuse what a CPU's accept.
 
-    torchao does not pad sums over tokens to 16 (L-5).
+    Sums over tokens are not padded to 16 where tensor parallelism casts the input (L-5).
     """
     count = tokens(config)
-    if backend == "jax" or count % 16 == 0:
+    if backend == "jax" or config.parallel.tensor == 1 or count % 16 == 0:
         return
     for d in config.decisions():
         spec = d.recipe.grad_weight
         if spec.a is not None and spec.a.delayed is None and granularity.by_name(spec.a.granularity).reduced is None:
             raise ConfigError(
                 f"on a GPU PyTorch's FP8 GEMMs reduce multiples of 16 (L-5), and grad_weight of {d.path} reduces over a device's tokens of a part "
-                f"of a batch; got {count}. Change data.sequence_length, batch_size or microbatches."
+                f"of a batch, without padding under parallel.tensor; got {count}. Change data.sequence_length, batch_size or microbatches."
             )
 
 

@@ -22,7 +22,7 @@ import fp8ref
 from fp8ref import console
 from fp8ref.errors import ConfigError
 from fp8ref.linear_selection import Decision
-from fp8ref.train import checkpoint, failed_step, hardware
+from fp8ref.train import checkpoint, coverage, failed_step, hardware
 from fp8ref.train import config as configs
 from fp8ref.train.config import Config
 
@@ -138,6 +138,7 @@ def create(
         "config": configs.to_dict(config),
         "data": data,
         "linears": [{"path": d.path, "shape": list(d.shape), "recipe": d.recipe.name, "fp8": d.fp8, "reason": d.reason} for d in decisions],
+        "fp8": coverage.of(config, decisions),
         "starts": _starts(out, start),
     } | {key: value for key, value in (("hardware", hardware.to_manifest(config)), ("proof", proof)) if value}
     _replace(out / "manifest.json", _json(manifest | {"status": "running"}))  # first: it marks the directory as a run

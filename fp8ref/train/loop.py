@@ -14,7 +14,7 @@ from fp8ref import console, llama
 from fp8ref.errors import ConfigError, LostProcessError, NonFiniteError, StoppedError
 from fp8ref.linear_selection import Decision
 from fp8ref.train import config as configs
-from fp8ref.train import export, failed_step, hardware, log, profiling, run_dir, signals, trackers, train_state
+from fp8ref.train import coverage, export, failed_step, hardware, log, profiling, run_dir, signals, trackers, train_state
 from fp8ref.train.checkpoint import Checkpoints
 from fp8ref.train.config import Config
 from fp8ref.train.data import loader
@@ -166,6 +166,7 @@ def train(
         if path is not None:
             together(processes, lambda: model.load(Path(path), start))
         on_first(lambda: run_dir.make(out, held))
+        on_first(lambda: console.say(coverage.of(config, model.decisions)["summary"]))
         run = on_first(
             lambda: trackers.attach(
                 log.create(

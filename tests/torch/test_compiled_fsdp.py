@@ -51,7 +51,7 @@ def refused():
         ("uneven", r"evenly.*over 2 ranks; 0\.weight is torch\.float32 of shape \(33, 16\)\. Pad it"),
         ("bfloat16", r"masters are float32.*0\.0\.weight is torch\.bfloat16"),
         ("rows", r"the model has none\. Use gather_fp8=False"),
-        ("states", r"ranks share the states of 0\.0.*amax_group"),
+        ("states", r"ranks share the states of delayed scaling; 0\.0.*amax_group"),
         ("tied", r"0\.0\.weight and 1\.0\.weight are one parameter"),
     ],
 )

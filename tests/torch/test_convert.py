@@ -280,3 +280,12 @@ def test_weights_are_the_state_dict_of_the_model_that_was_converted(recipe):
     assert all(torch.equal(found[key], value) for key, value in expected.items())
     assert not any(value.requires_grad for value in found.values())
     assert convert.weights(torch.compile(converted, backend="eager")).keys() == {f"_orig_mod.{key}" for key in expected}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "device", "emulated"), [("rowwise", "meta", True), ("rowwise", "cpu", False), ("tensorwise", "meta", False)]
+)
+def test_compiled_rowwise_casts_round_where_eager_ones_do(recipe, device, emulated):  # P-12
+    with torch._inductor.config.patch(emulate_precision_casts=False):
+        convert.convert(nn.Sequential(nn.Linear(32, 32, device=device)), recipe)
+        assert torch._inductor.config.emulate_precision_casts is emulated

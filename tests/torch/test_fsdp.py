@@ -9,7 +9,7 @@ from sharded_models import POW2, RANKS, batch, equal, plain, sharded, trained
 from torch import distributed, nn
 from torch.distributed import ReduceOp
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint
 
@@ -141,6 +141,20 @@ def refusals():
     return found
 
 
+def by_hand():
+    """Whether torchtitan's order trains as the same model does eagerly, bit for bit: compile a block, shard, gather in FP8."""
+    found = []
+    for recipe in ("tensorwise", "delayed"):
+        mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
+        model = convert.convert(plain(), recipe, amax_group=mesh.get_group() if recipe == "delayed" else None)
+        model[0].compile(fullgraph=True, backend="aot_eager")
+        for unit in (model[0], model):
+            fully_shard(unit, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32))
+        gather_in_fp8(model, dtype=torch.bfloat16)
+        found.append(equal(trained(model), trained(sharded(recipe, group=recipe == "delayed"))))
+    return found
+
+
 # ---- what they show ----
 
 
@@ -157,6 +171,10 @@ def test_gathering_in_fp8_changes_no_bit_of_training(ranks, case):  # P-11, shar
 def test_an_interrupt_leaves_nothing_behind(ranks):  # P-11
     assert ranks(interrupted) == [[True, True]] * RANKS
     assert ranks(broken_backward) == [[True, True]] * RANKS
+
+
+def test_blocks_compile_before_they_are_sharded_by_hand():  # P-12
+    assert run(2, by_hand) == [[True, True]] * 2
 
 
 def inference():

@@ -175,3 +175,19 @@ def test_errors():
         made(torch.ones(4, 32, dtype=torch.bfloat16))
     with pytest.raises(ValueError, match="float64"):
         made.double()(torch.ones(4, 32, dtype=torch.float64))
+
+
+@pytest.mark.parametrize(("recipe", "multiple"), [("blockwise", 128), ("mxfp8", 32)])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_rows_that_blocks_do_not_divide_are_refused_before_the_backward_pass(recipe, multiple, compiled):  # L-5, S-6
+    model = convert.convert(nn.ModuleDict({"up": nn.Linear(128, 128)}), recipe)["up"]
+    forward = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
+    message = f"up takes a multiple of {multiple} rows in training: .* got 34, of x of shape .*\\. Pad the tokens"
+    with pytest.raises(Exception, match=message):
+        forward(torch.ones(2, 17, 128))
+    with torch.no_grad():
+        assert forward(torch.ones(2, 17, 128)).shape == (2, 17, 128)
+    model.weight.requires_grad_(False)
+    forward(torch.ones(2, 17, 128, requires_grad=True)).sum().backward()
+    model.weight.requires_grad_(True)
+    forward(torch.ones(1, multiple, 128)).sum().backward()

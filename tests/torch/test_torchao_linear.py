@@ -4,7 +4,7 @@ import pytest
 import torch
 from linears import run
 from torch import nn
-from torchao.float8 import Float8LinearConfig, float8_linear
+from torchao.float8 import Float8LinearConfig, float8_linear, float8_ops
 
 from fp8ref.formats import E4M3FN, E5M2
 from fp8ref.policy import POLICIES, ScalePolicy
@@ -115,3 +115,25 @@ def test_what_torchao_cannot_express_is_refused_by_name(recipe, message):
     with pytest.raises(ValueError, match=f"recipe '{recipe.name}'.*{message}"):
         torchao_linear.torchao_config(recipe)
     assert not torchao_linear.expresses(recipe)
+
+
+@recipes
+@pytest.mark.parametrize("compiled", [False, True])
+def test_rows_are_padded_for_kernels_that_take_multiples_of_16(recipe, compiled, monkeypatch):  # L-5
+    """As if this CPU were a GPU; of integers, so that every order of a sum gives the same bits."""
+    torch.manual_seed(0)
+    x, g = (torch.randint(-3, 4, (17, size)).bfloat16() for size in (64, 32))
+    plain = run(converted(recipe), x, g)
+    monkeypatch.setattr(torchao_linear, "KERNELS_TAKE_ANY_M", ())
+    pad, shapes = float8_ops.pad_tensor_for_matmul, []
+    monkeypatch.setattr(float8_ops, "pad_tensor_for_matmul", lambda x, dims: shapes.append((tuple(x.shape), dims)) or pad(x, dims))
+    model = converted(recipe)
+    padded = run(torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else model, x, g)
+    assert all(torch.equal(a, b) for a, b in zip(plain, padded, strict=True))
+    assert set(shapes) == (set() if recipe == "rowwise_with_gw_hp" else {((32, 17), 1), ((17, 64), 0)})  # of grad_weight alone
+
+
+def test_rows_that_need_no_padding_are_not_copied(monkeypatch):  # L-5
+    monkeypatch.setattr(torchao_linear, "KERNELS_TAKE_ANY_M", ())
+    monkeypatch.setattr(float8_ops, "pad_tensor_for_matmul", None)
+    run(converted("tensorwise"), torch.ones(32, 64).bfloat16(), torch.ones(32, 32).bfloat16())

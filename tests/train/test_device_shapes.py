@@ -149,10 +149,10 @@ def test_what_a_backend_cannot_train_is_refused_by_name(backend, sections, said)
         ("jax", "tensorwise", False),
     ],
 )
-def test_on_a_gpu_torchao_reduces_multiples_of_16_tokens(backend, recipe, refused):  # L-5
-    for length in (32, 31):
-        config = sizes.config(recipe, parts=2).replace(data={"sequence_length": length, "batch_size": 6})
-        if refused and length == 31:
+def test_on_a_gpu_tensor_parallelism_reduces_multiples_of_16_tokens(backend, recipe, refused):  # L-5
+    for length, tensor in ((32, 2), (31, 1), (31, 2)):
+        config = sizes.config(recipe, parts=2, tensor=tensor).replace(data={"sequence_length": length, "batch_size": 6})
+        if refused and length == 31 and tensor == 2:
             with pytest.raises(
                 ConfigError, match=r"grad_weight of model.layers.0.self_attn.q_proj .*; got 93\. Change data.sequence_length"
             ):

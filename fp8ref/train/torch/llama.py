@@ -1,5 +1,6 @@
 """The trainer's Llama as an ``nn.Module`` (SEMANTICS M). Its module names are Hugging Face's."""
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional
@@ -112,6 +113,7 @@ class Llama(nn.Module):
     (SEMANTICS M-2).
     """
 
+    rotary: torch.Tensor
     tensor_plan = TensorPlan(
         styles={**dict.fromkeys(llama.COLUMN, "colwise"), **dict.fromkeys(llama.ROW, "rowwise")},
         blocks={Attention: 2, MLP: 0},  # Attention also takes the two rotary tables
@@ -126,11 +128,13 @@ class Llama(nn.Module):
         self.model = Decoder(config)
         if not config.tie_word_embeddings:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.register_buffer("rotary", torch.empty(2, 0, config.head_dim), persistent=False)
+        self.register_forward_pre_hook(_make_tables)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Logits [B, T, vocab_size] of tokens [B, T], which must be valid (``llama.check_tokens``)."""
         dtype = self.model.norm.weight.dtype
-        cos, sin = (torch.from_numpy(table).to(tokens.device) for table in llama.rotary_tables(self.config, tokens.shape[1]))
+        cos, sin = self.rotary[:, : tokens.shape[1]]
         h = self.model.embed_tokens(tokens, dtype)
         for layer in self.model.layers:
             h = layer(h, cos, sin)
@@ -138,6 +142,18 @@ class Llama(nn.Module):
         if not self.config.tie_word_embeddings:
             return self.lm_head(h)
         return functional.linear(h, self.model.embed_tokens.weight.to(dtype))
+
+
+def _make_tables(model: nn.Module, args: tuple) -> None:
+    """Hook before a forward pass: make rotary tables, [2, T, D], of more positions than before.
+
+    They stay on the device, so that a step copies none.
+    """
+    assert isinstance(model, Llama)
+    (tokens,) = args
+    if model.rotary.shape[1] < tokens.shape[1] or model.rotary.device != tokens.device:
+        tables = llama.rotary_tables(model.config, tokens.shape[1])
+        model.rotary = torch.from_numpy(np.stack(tables)).to(tokens.device)
 
 
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

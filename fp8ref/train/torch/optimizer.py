@@ -38,6 +38,18 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:
             group["lr"] = value
 
 
+def skip_unless(optimizer: torch.optim.Optimizer, finite: torch.Tensor) -> bool:
+    """Have the next step change nothing unless a flag () on the device is true; return whether the
+    optimizer can.
+
+    Fused AdamW can: its kernel reads ``found_inf``, as torch.amp.GradScaler sets it.
+    """
+    if not optimizer.defaults.get("fused"):
+        return False
+    optimizer.found_inf = (~finite).float()  # type: ignore[attr-defined]
+    return True
+
+
 def begin(optimizer: torch.optim.Optimizer, step: int | None = None) -> None:
     """Create missing moments as the first step would: zeros.
 

@@ -72,6 +72,7 @@ class Step:
         if mesh is not None and "data" in (mesh.mesh_dim_names or ()):
             check_copies(self.model, mesh)
         self.optimizer = optimizer.build(self.params.values(), config.optimizer)
+        self._copied: tuple[tuple[int, ...], torch.Tensor] = ((), torch.empty(0))
 
     def backward(self, tokens: np.ndarray) -> torch.Tensor:
         """This rank's losses of the microbatches, [microbatches], detached.
@@ -91,26 +92,33 @@ class Step:
             torch._foreach_mul_(grads, float(np.float32(1 / len(parts))))
         return torch.stack(losses)
 
-    def update(self, loss: float, lr: float) -> dict[str, float]:
+    def update(self, loss: torch.Tensor, lr: float) -> dict[str, float]:
         """Clip the masters' gradients and take the optimizer's step.
 
-        Returns "loss" and "grad_norm".
+        loss: as ``mean`` returns it. Returns "loss" and "grad_norm".
 
-        If either is not finite, no rank's state changes (T-4).
+        If either is not finite, no rank's state changes (T-4). Both are read from the device once:
+        after everything is launched, if the optimizer can skip a step by a flag on the device, else
+        before its step.
         """
         grads = [p.grad for p in self.params.values() if p.grad is not None]
         norm = self._norm(grads)
-        metrics = {"loss": loss, "grad_norm": norm.item()}
-        if all(map(math.isfinite, metrics.values())):
+        found = torch.stack([loss, norm.double()])
+        finite = found.isfinite().all()
+        skips = optimizer.skip_unless(self.optimizer, finite)
+        read = None if skips else found.tolist()
+        if read is None or all(map(math.isfinite, read)):
             # on local shards: every rank scales its own by the same factor, without communication
             torch._foreach_mul_([optimizer.local(g) for g in grads], torch.clamp(self.config.optimizer.max_norm / norm, max=1.0))
             optimizer.set_learning_rate(self.optimizer, lr)
             self.optimizer.step()
+            if skips:
+                delayed.forget_unless(self.model, finite)
             delayed.update(self.model)
         else:
             # the observations of this step are as unusable as its gradients
             delayed.forget(self.model)
-        return metrics
+        return dict(zip(("loss", "grad_norm"), read or found.tolist(), strict=True))
 
     def forget(self) -> None:
         """Drop gradients and observations of a backward pass that no update follows."""
@@ -142,9 +150,9 @@ class Step:
         logits = self.model(batch[:, :-1]).float()  # [B, T, V]
         return functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
 
-    def mean(self, losses: torch.Tensor) -> float:
-        """Mean over all ranks' losses [microbatches]."""
-        return self._of_ranks(losses.double().mean()).mean().item()
+    def mean(self, losses: torch.Tensor) -> torch.Tensor:
+        """Mean over all ranks' losses [microbatches]: float64 (), on the device."""
+        return self._of_ranks(losses.double().mean()).mean()
 
     @contextmanager
     def computing(self) -> Iterator[None]:
@@ -158,7 +166,9 @@ class Step:
     def tokens(self, tokens: np.ndarray) -> torch.Tensor:
         """Tokens as int64 on this process's device; ValueError as ``llama.check_tokens``."""
         llama.check_tokens(tokens, self.config.model)
-        return torch.from_numpy(np.asarray(tokens, np.int64)).to(self.device)
+        found = torch.from_numpy(np.asarray(tokens, np.int64))
+        # from pinned memory, so that the host does not wait for the device
+        return found.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else found.to(self.device)
 
     def own(self, tokens: np.ndarray) -> np.ndarray:
         """This rank's rows of a batch [B, ...] (SEMANTICS P-10)."""
@@ -199,8 +209,15 @@ class Step:
         """
         held = [g for g in grads if optimizer.local(g).numel()]
         squares = torch.stack(torch._foreach_norm([optimizer.local(g) for g in held], 2, torch.float64)).square()
-        copies = squares.new_tensor([self._copies(g) for g in held])  # ranks that hold the same piece, whose squares are counted once
+        # ranks that hold the same piece, whose squares are counted once
+        copies = self._on_device(tuple(self._copies(g) for g in held))
         return self._of_ranks((squares / copies).sum()).sum().sqrt().float()
+
+    def _on_device(self, numbers: tuple[int, ...]) -> torch.Tensor:
+        """float64 of numbers that seldom change, copied to the device where they did."""
+        if self._copied[0] != numbers:
+            self._copied = numbers, torch.tensor(numbers, dtype=torch.float64, device=self.device)
+        return self._copied[1]
 
     def _copies(self, x: torch.Tensor) -> int:
         if not isinstance(x, DTensor):

@@ -84,7 +84,7 @@ class Trainer:
     def evaluate(self, tokens: np.ndarray) -> float:
         """The loss of a batch; no state changes."""
         with self._step.computing():
-            return self._step.mean(torch.stack([self._step.loss(self._step.own(part)) for part in self.config.data.parts(tokens)]))
+            return self._step.mean(torch.stack([self._step.loss(self._step.own(part)) for part in self.config.data.parts(tokens)])).item()
 
     @torch.no_grad()
     def logits(self, tokens: np.ndarray) -> np.ndarray:

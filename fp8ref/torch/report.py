@@ -1,0 +1,293 @@
+"""What of a PyTorch model runs in FP8 and what does not, and why: a table of its layers and products.
+
+Parameters are read from the model. With inputs a forward pass is run without gradients: it counts
+multiplications, shows layers that are never called, and finds what has no layer: hand-written
+products, attention, and the products of experts.
+"""
+
+import collections
+import contextlib
+import logging
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.conv import _ConvNd
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+from torchao.float8 import float8_linear
+
+from fp8ref.recipe import Recipe
+from fp8ref.torch import block_gemm, gemm, hardware
+from fp8ref.torch.linear import Linear
+from fp8ref.torch.torchao_linear import Float8Linear
+
+TABLE = "a table: lookups multiply nothing"
+"""Why an embedding has no FP8."""
+
+CONV1D = "a Conv1D of transformers is no nn.Linear: replace it by one"
+"""Why a Conv1D has no FP8."""
+
+REASONS = "_fp8_reasons"
+"""The attribute of a converted model that holds {path: why} of its linears."""
+
+_logger = logging.getLogger("fp8ref.torch")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One layer, or products of one kind that belong to no layer.
+
+    path             of the layer; empty for products without one.
+    kind             the class of the layer, or the product's operator.
+    shape            [N, K] of a linear, else that of its largest parameter, or of the result.
+    recipe           the name of the recipe; None without FP8.
+    kernel           what multiplies the codes on the weight's device; None without FP8.
+    reason           why.
+    parameters       their number. One that several layers share counts once, at a linear if one of
+                     them is.
+    in_fp8           those that are multiplied in FP8.
+    multiplications  of one forward pass; None where none was run.
+    """
+
+    path: str
+    kind: str
+    shape: tuple[int, ...]
+    recipe: str | None
+    reason: str
+    kernel: str | None = None
+    parameters: int = 0
+    in_fp8: int = 0
+    multiplications: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """Rows of a model, and what share of it is in FP8. As a string, a table."""
+
+    rows: list[Row] = field(default_factory=list)
+
+    @property
+    def parameters(self) -> float:
+        """The share of parameters that are multiplied in FP8."""
+        return _share(sum(row.in_fp8 for row in self.rows), sum(row.parameters for row in self.rows))
+
+    @property
+    def multiplications(self) -> float | None:
+        """The share of multiplications of a forward pass in FP8; None where none was run."""
+        if all(row.multiplications is None for row in self.rows):
+            return None
+        counts = [(row.recipe, row.multiplications or 0) for row in self.rows]
+        return _share(sum(n for recipe, n in counts if recipe), sum(n for _, n in counts))
+
+    @property
+    def left_out(self) -> list[Row]:
+        """The rows that multiply matrices without FP8, or may do so."""
+        return [row for row in self.rows if row.recipe is None and row.kind != "vectors" and row.reason != TABLE]
+
+    @property
+    def surprising(self) -> bool:
+        """True if something other than linears, lookups and convolutions has no FP8: experts, a
+        Conv1D of transformers, or parameters that no module of torch's multiplies."""
+        return any(row.recipe is None and row.reason in (CONV1D, _outside(row.shape)) for row in self.rows)
+
+    def summary(self) -> str:
+        """One line: shares, and what is left out."""
+        layers = [row for row in self.rows if row.recipe]
+        shares = [f"{self.parameters:.1%} of the parameters"]
+        if self.multiplications is not None:
+            shares.append(f"{self.multiplications:.1%} of the multiplications")
+        recipes = ", ".join(dict.fromkeys(f"{row.recipe} by {row.kernel}" for row in layers))
+        line = f"{len(layers)} layer{'s' * (len(layers) != 1)} in FP8{f' ({recipes})' if recipes else ''}, {' and '.join(shares)}"
+        names = [
+            f"{row.path or row.kind} ({row.kind}: {row.reason})" if row.path else f"{row.kind} ({row.reason})" for row in self.left_out
+        ]
+        more = f"; and {len(names) - 6} more" if len(names) > 6 else ""
+        return f"{line}. Not in FP8: {'; '.join(names[:6])}{more}." if names else f"{line}."
+
+    def __str__(self) -> str:
+        counted = self.multiplications is not None
+        head = ["layer", "kind", "shape", "recipe", "kernel", "parameters", *["multiplications"] * counted, "why"]
+        cells = [head]
+        for row in self.rows:
+            shape = "x".join(map(str, row.shape))
+            counts = [f"{row.parameters:,}", *[f"{row.multiplications or 0:,}"] * counted]
+            cells.append([row.path or "-", row.kind, shape or "-", row.recipe or "-", row.kernel or "-", *counts, row.reason])
+        widths = [max(len(line[i]) for line in cells) for i in range(len(head))]
+        table = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in cells]
+        return "\n".join([*table, self.summary()])
+
+
+def report(model: nn.Module, inputs: tuple | None = None) -> Report:
+    """What of a model runs in FP8, what does not and why; print it as a table.
+
+    inputs    arguments of a call, on which one forward pass is run, without gradients and compiled
+              code; no state of the model or of torch's generators changes. It shows multiplications,
+              layers that are never called, and products without a layer. Give a model on the meta
+              device inputs there, and nothing is computed. Every rank of a sharded model calls it,
+              and counts its own products.
+    Raises:   ValueError: model is not an nn.Module.
+    """
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"a model is an nn.Module; got a {type(model).__name__}. Give the module itself.")
+    return Report(rows=_rows(model, None if inputs is None else _counted(model, inputs)))
+
+
+def log(model: nn.Module, name: str, recipe: Recipe) -> None:
+    """Log one line of a conversion: a warning where it left out what is no linear."""
+    made = report(model)
+    _logger.log(logging.WARNING if recipe.fp8 and made.surprising else logging.INFO, "convert: %s: %s", name, made.summary())
+
+
+class _Products(TorchDispatchMode):
+    """Counts multiplications by layer, else by operator and result.
+
+    owners    the module of each storage that holds parameters: a product of one belongs to it.
+    """
+
+    def __init__(self, owners: Mapping[int, nn.Module]) -> None:
+        super().__init__()
+        self.owners = owners
+        self.running: nn.Module | None = None
+        self.layers: collections.Counter[nn.Module] = collections.Counter()
+        self.others: collections.Counter[tuple[str, tuple[int, ...]]] = collections.Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if DTensor in types:
+            return NotImplemented  # DTensor dispatches again, on this rank's part
+        out = func(*args, **(kwargs or {}))
+        if count := _multiplications(func, args, kwargs or {}, out):
+            plain = [x for x in args if type(x) in (torch.Tensor, nn.Parameter)]
+            owners = (self.owners.get(_storage(x)) for x in plain)
+            layer = self.running or next((owner for owner in owners if owner is not None), None)
+            if layer is not None:
+                self.layers[layer] += count
+            else:
+                result = out if isinstance(out, torch.Tensor) else out[0]
+                self.others[func._schema.name.removeprefix("aten::"), tuple(result.shape)] += count
+        return out
+
+    def begin(self, module: nn.Module, args: tuple) -> None:
+        """Hook before the forward pass of a linear."""
+        self.running = module
+
+    def end(self, module: nn.Module, args: tuple, out: object) -> None:
+        """Hook after it."""
+        self.running = None
+
+
+def _multiplications(func, args: tuple, kwargs: Mapping, out) -> int:
+    """M N K of a product; 0 of any other operator."""
+    if func is block_gemm.OPERATOR or func is hardware.OPERATOR:
+        return out.numel() * args[0].shape[1]
+    if func is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default:  # torch's registry lacks it
+        q, k, v = args[:3]  # [B, H, T, D], [B, H', S, D], [B, H', S, Dv]
+        return math.prod(q.shape[:3]) * k.shape[2] * (q.shape[3] + v.shape[3])
+    count = flop_registry.get(func._overloadpacket)
+    return 0 if count is None else int(count(*args, **kwargs, out_val=out)) // 2
+
+
+def _counted(model: nn.Module, inputs: tuple) -> _Products:
+    """The products of a forward pass on copies of the model's buffers."""
+    counted = _Products({_storage(p): m for m in model.modules() for p in m.parameters(recurse=False) if type(p) is nn.Parameter})
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    with contextlib.ExitStack() as entered:
+        for module in model.modules():
+            if isinstance(module, nn.Linear):
+                for handle in (module.register_forward_pre_hook(counted.begin), module.register_forward_hook(counted.end)):
+                    entered.callback(handle.remove)
+        for context in (torch.random.fork_rng(), torch.no_grad(), torch.compiler.set_stance("force_eager"), counted):
+            entered.enter_context(context)
+        torch.func.functional_call(model, buffers, inputs)
+    return counted
+
+
+def _storage(x: torch.Tensor) -> int:
+    return x.untyped_storage()._cdata
+
+
+def _rows(model: nn.Module, counted: _Products | None) -> list[Row]:
+    reasons = dict(_reasons(model))
+    seen: set[int] = set()
+    rows: dict[str, Row] = {}
+    vectors = []
+    modules = list(model.named_modules())
+    # linears first: a parameter that a table shares with a linear counts at the linear
+    for name, module in sorted(modules, key=lambda item: not isinstance(item[1], nn.Linear)):
+        own = {key: p for key, p in module.named_parameters(recurse=False) if id(p) not in seen}
+        seen |= set(map(id, own.values()))
+        shapes = {key: tuple(p.shape) for key, p in module.named_parameters(recurse=False)}
+        if not shapes or (not own and not isinstance(module, nn.Linear)):
+            continue
+        sizes = {key: math.prod(shapes[key]) for key in own}
+        if max(map(len, shapes.values())) < 2:
+            vectors.append(sum(sizes.values()))
+            continue
+        rows[name] = _row(name, module, shapes, sizes, reasons.get(name), counted)
+    found = [rows[name] for name, _ in modules if name in rows]
+    if vectors:
+        found.append(Row(path="", kind="vectors", shape=(), recipe=None, reason=f"of {len(vectors)} modules", parameters=sum(vectors)))
+    for (operator, shape), count in counted.others.items() if counted else ():
+        found.append(Row(path="", kind=operator, shape=shape, recipe=None, reason="outside layers in FP8", multiplications=count))
+    return found
+
+
+def _row(name: str, module: nn.Module, shapes: Mapping, sizes: Mapping, reason: str | None, counted: _Products | None) -> Row:
+    """The row of one layer, from the shapes of its parameters and the sizes of those that count
+    here."""
+    recipe, kernel = _in_fp8(module)
+    largest = shapes["weight"] if isinstance(module, nn.Linear) else max(shapes.values(), key=math.prod)
+    count = None if counted is None else counted.layers.get(module, 0)
+    why = reason or ("converted" if recipe else _why_not(module, largest))
+    return Row(
+        path=name or type(module).__name__,
+        kind=type(module).__name__,
+        shape=largest,
+        recipe=recipe,
+        kernel=kernel,
+        reason="never called" if isinstance(module, nn.Linear) and count == 0 else why,
+        parameters=sum(sizes.values()),
+        in_fp8=sizes.get("weight", 0) if recipe else 0,
+        multiplications=count,
+    )
+
+
+def _in_fp8(module: nn.Module) -> tuple[str | None, str | None]:
+    """The recipe's name and the kernel of an FP8 linear; None of any other module."""
+    if isinstance(module, Float8Linear | Linear):
+        return module.recipe.name, gemm.kernel(module.recipe, module.weight.device)
+    if isinstance(module, float8_linear.Float8Linear):
+        return "torchao's config", gemm.SCALED_MM
+    return None, None
+
+
+def _why_not(module: nn.Module, shape: tuple[int, ...]) -> str:
+    """Why a module that convert did not choose has no FP8."""
+    kind = type(module).__name__
+    if isinstance(module, nn.Linear):
+        return "not converted"
+    if isinstance(module, nn.Embedding | nn.EmbeddingBag) or kind == "Embedding":
+        return TABLE
+    if kind == "Conv1D":
+        return CONV1D
+    if isinstance(module, _ConvNd):
+        return "convolutions stay in high precision"
+    return _outside(shape)
+
+
+def _outside(shape: tuple[int, ...]) -> str:
+    return f"a parameter of {len(shape)} dims outside linears: experts (torch._grouped_mm) or a hand-written product stay in high precision"
+
+
+def _reasons(model: nn.Module) -> Iterator[tuple[str, str]]:
+    """(path, why) of every linear that a conversion of the model, or of a part of it, looked at."""
+    for name, module in model.named_modules():
+        for path, reason in vars(module).get(REASONS, {}).items():
+            yield ".".join(part for part in (name, path) if part), reason
+
+
+def _share(part: int, whole: int) -> float:
+    return part / whole if whole else 0.0

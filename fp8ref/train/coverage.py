@@ -1,0 +1,33 @@
+"""What share of a model the planned linears in FP8 are: one line for the console, and the manifest's ``fp8``."""
+
+import math
+from collections.abc import Sequence
+
+from fp8ref import llama
+from fp8ref.linear_selection import Decision
+from fp8ref.train.config import Config
+
+SHOWN = 6
+"""The most linears without FP8 that the line names."""
+
+
+def of(config: Config, decisions: Sequence[Decision]) -> dict:
+    """Linears in FP8, their shares of the model, and a line that says so.
+
+    parameters       the share of parameters that are multiplied in FP8.
+    multiplications  the share of a forward pass's: M N K of linears and of a tied head, and both
+                     products of attention, whole scores included.
+    """
+    model, length = config.model, config.data.sequence_length
+    fp8 = [d for d in decisions if d.fp8]
+    in_fp8 = sum(math.prod(d.shape) for d in fp8)
+    parameters = in_fp8 / sum(map(math.prod, llama.parameter_shapes(model).values()))
+    linears = sum(math.prod(d.shape) for d in decisions) + model.tie_word_embeddings * model.vocab_size * model.hidden_size
+    multiplications = in_fp8 / (linears + 2 * length * model.hidden_size * model.num_hidden_layers)
+    recipes = ", ".join(dict.fromkeys(d.recipe.name for d in fp8))
+    line = f"{len(fp8)} of {len(decisions)} linears in FP8{f' ({recipes})' if fp8 else ''}, {parameters:.1%} of the parameters and "
+    line += f"{multiplications:.1%} of the multiplications"
+    left_out = [f"{d.path} ({d.reason})" for d in decisions if not d.fp8]
+    more = [f"and {len(left_out) - SHOWN} more"] * (len(left_out) > SHOWN)
+    line += f". Not in FP8: {'; '.join([*left_out[:SHOWN], *more])}." if fp8 and left_out else "."
+    return {"linears": len(fp8), "parameters": parameters, "multiplications": multiplications, "summary": line}

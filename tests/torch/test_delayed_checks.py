@@ -1,0 +1,178 @@
+"""A missing ``delayed.update`` is noticed, and so are ranks that train one model with separate states; what is right stays silent."""
+
+import contextlib
+import copy
+import functools
+import warnings
+
+import pytest
+import torch
+from ranks import run
+from torch import distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from fp8ref.torch import compiled_fsdp, convert, delayed, delayed_checks
+
+STEPS = 3
+
+
+def made():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16))
+
+
+def step(model, optimizer, x, *, forward=None):
+    optimizer.zero_grad()
+    (forward or model)(x).square().mean().backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_forgotten_update_is_warned_of_then_refused(compiled):  # H-12
+    """In the second forward pass; of a compiled model, whose passes check nothing, in the second optimizer step."""
+    model, x = convert.convert(made(), "delayed"), torch.ones(8, 16)
+    optimizer = torch.optim.AdamW(model.parameters())
+    forward = torch.compile(model, backend="eager", fullgraph=True) if compiled else model
+    step(model, optimizer, x, forward=forward)
+    with pytest.warns(UserWarning, match=r"Call fp8ref.torch.delayed.update\(model\) after each optimizer.step\(\); after 10 steps"):
+        (step(model, optimizer, x, forward=forward) if compiled else model(x))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        steps = (step(model, optimizer, x, forward=forward) for _ in range(delayed_checks.MOST))
+        with pytest.raises(ValueError, match=r"^delayed scaling computes .*; \w had 10 optimizer steps without one, .*\. Call fp8ref"):
+            list(steps)
+    delayed.update(model)
+    model(x)
+
+
+@pytest.mark.parametrize("optimizer_of", [torch.optim.SGD, torch.optim.AdamW, functools.partial(torch.optim.AdamW, fused=True)])
+def test_what_is_right_stays_silent(optimizer_of):  # H-12: the suite makes every warning an error
+    model = convert.convert(nn.Sequential(made(), made()), "delayed")
+    optimizer, x = optimizer_of(model.parameters(), lr=1e-3), torch.ones(8, 16)
+    for _ in range(delayed_checks.MOST + 2):
+        for reentrant in (True, False):  # microbatches, recomputed in the backward pass
+            h = checkpoint(model[0], x.clone().requires_grad_(), use_reentrant=reentrant)
+            checkpoint(model[1], h, use_reentrant=reentrant).square().mean().backward()
+        optimizer.step()
+        with torch.no_grad():
+            model(x)
+        model.eval()
+        model(x)
+        model.train()
+        delayed.update(model)
+    for _ in range(2):  # a step that is not taken
+        model(x).sum().backward()
+        optimizer.step()
+        delayed.forget(model)
+    other = convert.convert(made(), "delayed")  # whose optimizer takes no step
+    optimizer.step()
+    for _ in range(2):
+        other(x).sum().backward()
+    tensorwise = convert.convert(made(), "tensorwise")
+    for _ in range(2):
+        step(tensorwise, torch.optim.SGD(tensorwise.parameters()), x)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")  # of inductor, which dynamo imports
+def test_a_compiled_optimizer_step_stays_whole():
+    model = convert.convert(made(), "delayed")
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    model(torch.ones(8, 16)).sum().backward()
+    torch.compile(optimizer.step, backend="eager")()
+    delayed.update(model)
+
+
+def test_copies_are_watched():
+    model = copy.deepcopy(convert.convert(made(), "delayed"))
+    optimizer, x = torch.optim.SGD(model.parameters()), torch.ones(8, 16)
+    step(model, optimizer, x)
+    with pytest.warns(UserWarning, match="delayed scaling computes scales in delayed.update"):
+        model(x)
+
+
+# ---- ranks ----
+
+
+def rows():
+    return torch.full((8, 16), 1.0 + 3 * distributed.get_rank())
+
+
+def stepped(model, update=None):
+    """What the first update says, or "" if nothing."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    model(rows()).square().mean().backward()
+    optimizer.step()
+    try:
+        delayed.update(update or model)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def separate():
+    mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
+    group, found = mesh.get_group(), {}
+    found["fully_shard"] = stepped(fully_shard(convert.convert(made(), "delayed"), mesh=mesh))
+    found["DDP"] = stepped(DistributedDataParallel(convert.convert(made(), "delayed")))
+    inner = convert.convert(made(), "delayed")
+    found["DDP, its module"] = stepped(DistributedDataParallel(inner, broadcast_buffers=False), inner)
+    inner = convert.convert(made(), "delayed", amax_group=group)
+    found["DDP, broadcast"] = stepped(DistributedDataParallel(inner), inner)
+    try:
+        compiled_fsdp.shard(convert.convert(made(), "delayed"), group, gather_fp8=False)
+    except ValueError as error:
+        found["compiled_fsdp"] = str(error)
+    by_hand = convert.convert(made(), "delayed")
+    for p in by_hand.parameters():
+        p.register_hook(lambda grad: distributed.nn.functional.all_reduce(grad))
+    found["by hand"] = stepped(by_hand)
+    # right ones
+    found["shared"] = stepped(fully_shard(convert.convert(made(), "delayed", amax_group=group), mesh=mesh))
+    found["another model on each rank"] = stepped(
+        convert.convert(nn.Sequential(nn.Linear(16, 16 * (1 + distributed.get_rank()))), "delayed")
+    )
+    return found
+
+
+def test_separate_states_are_refused():  # H-12
+    first, second = run(2, separate)
+    for found in (first, second):
+        for case in ("fully_shard", "DDP, its module", "compiled_fsdp"):
+            assert "is of this rank alone. Pass their process group to" in found[case], case
+        for case in ("DDP", "DDP, broadcast"):
+            assert "Give it broadcast_buffers=False" in found[case]
+        assert [found[case] for case in ("shared", "another model on each rank")] == ["", ""]
+    # no rank waits for another: the last of them finds out
+    assert any("is of this rank alone" in found["by hand"] for found in (first, second))
+
+
+def data_parallel():
+    """Whether DistributedDataParallel trains as one process does, in scales and weights; and all ranks' scales."""
+    group = distributed.group.WORLD
+    model = convert.convert(made(), "delayed", amax_group=group)
+    trained = DistributedDataParallel(model, broadcast_buffers=False)
+    alone = convert.convert(made(), "delayed", amax_group=distributed.new_group([distributed.get_rank()], use_local_synchronization=True))
+    optimizers = [torch.optim.SGD(m.parameters(), lr=2.0**-4) for m in (trained, alone)]
+    for index in range(STEPS):
+        parts = [torch.full((8, 16), 2.0 ** (rank + index)) for rank in range(2)]
+        for last in (False, True):  # microbatches
+            with contextlib.nullcontext() if last else trained.no_sync():
+                trained(parts[distributed.get_rank()] * (1 + last)).square().mean().backward()
+            for part in parts:
+                (alone(part * (1 + last)).square().mean() / 2).backward()
+        for optimizer, m in zip(optimizers, (trained, alone), strict=True):
+            optimizer.step()
+            optimizer.zero_grad()
+            delayed.update(m)
+    return {name: value.tolist() for name, value in model.state_dict().items()}, {k: v.tolist() for k, v in alone.state_dict().items()}
+
+
+def test_distributed_data_parallel_shares_scales():  # H-4, H-12
+    (first, alone), (second, _) = run(2, data_parallel)
+    assert first == second
+    of_input = [key for key in first if key.endswith(("0.states.input.scale", "0.states.input.amax_history"))]
+    assert of_input
+    assert {key: first[key] for key in of_input} == {key: alone[key] for key in of_input}

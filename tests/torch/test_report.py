@@ -1,0 +1,191 @@
+"""What a report says of a model: layers in FP8, what is not and why, shares; and the line that convert logs."""
+
+import copy
+import logging
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from fp8ref import torch as ft
+
+D, F, TOKENS, EXPERTS = 32, 64, 8, 4
+
+
+class Experts(nn.Module):
+    """A router, and experts in one parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.router = nn.Linear(D, 16, bias=False)
+        self.up = nn.Parameter(torch.ones(EXPERTS, D, F))
+
+    def forward(self, x):
+        self.router(x)
+        return torch.bmm(x.reshape(1, -1, D).expand(EXPERTS, -1, -1), self.up)[0, :, :D].reshape(x.shape)
+
+
+class Conv1D(nn.Module):
+    """As the class of transformers: [K, N]."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(D, F))
+
+    def forward(self, x):
+        return (x.reshape(-1, D) @ self.weight)[:, :D].reshape(x.shape)
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(48, D)
+        self.norm = nn.BatchNorm1d(TOKENS)
+        self.conv = nn.Conv1d(D, D, 3, padding=1)
+        self.attend, self.unused = nn.Linear(D, D), nn.Linear(D, D)
+        self.mixture, self.old = Experts(), Conv1D()
+        self.head, self.odd = nn.Linear(D, 48, bias=False), nn.Linear(D, 24)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens):
+        x = self.norm(self.embed(tokens))
+        x = functional.dropout(self.attend(self.conv(x.mT).mT))
+        x = functional.scaled_dot_product_attention(x, x, x)
+        x = self.old(self.mixture(x))
+        return self.head(x), self.odd(x)
+
+
+INPUTS = (torch.zeros(1, TOKENS, dtype=torch.long),)
+
+
+def of(rows, path="", kind=None):
+    (row,) = [row for row in rows if row.path == path and kind in (None, row.kind)]
+    return row
+
+
+def converted(recipe="rowwise"):
+    return ft.linear.convert(Model(), recipe, filter_fqns=["head"])
+
+
+def test_rows():
+    found = ft.linear.report(converted(), INPUTS)
+    attend = of(found.rows, "attend")
+    assert (attend.recipe, attend.kernel, attend.kind, attend.shape) == ("rowwise", "torch._scaled_mm", "Float8Linear", (D, D))
+    assert (attend.parameters, attend.in_fp8, attend.multiplications) == (D * D + D, D * D, TOKENS * D * D)
+    for path, reason in {
+        "unused": "never called",
+        "head": "filter_fqns 'head'",
+        "odd": "needs multiples of",
+        "conv": "convolutions",
+        "mixture": "a parameter of 3 dims outside linears",
+        "old": "a Conv1D of transformers",
+    }.items():
+        assert reason in of(found.rows, path).reason
+    assert [row.path for row in found.rows if row.recipe] == ["attend", "unused", "mixture.router"]
+    assert of(found.rows, "head").multiplications == TOKENS * D * 48
+    assert of(found.rows, "mixture").multiplications == EXPERTS * TOKENS * D * F
+    assert of(found.rows, "old").multiplications == TOKENS * D * F
+    assert of(found.rows, "conv").multiplications == TOKENS * D * D * 3
+    assert of(found.rows, kind="vectors").parameters == 2 * TOKENS
+
+
+def test_shares():
+    model = converted()
+    found, parameters = ft.linear.report(model, INPUTS), sum(p.numel() for p in model.parameters())
+    assert sum(row.parameters for row in found.rows) == parameters
+    assert found.parameters == (2 * D * D + 16 * D) / parameters
+    fp8 = TOKENS * D * D + TOKENS * D * 16
+    others = TOKENS * D * (D * 3 + EXPERTS * F + F + 48 + 24) + 2 * TOKENS * TOKENS * D  # conv, experts, old, head, odd; attention's two
+    assert found.multiplications == fp8 / (fp8 + others)
+    assert ft.linear.report(model).multiplications is None
+    assert ft.linear.report(Model()).parameters == 0
+    assert of(ft.linear.report(nn.Sequential(nn.Embedding(16, 16))).rows, "0").reason.startswith("a table")
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "mxfp8", "blockwise", "bf16"])
+def test_multiplications_of_every_recipe(recipe):
+    """Whether codes are multiplied or, of blocks, dequantized values."""
+    model = ft.linear.convert(nn.Sequential(nn.Linear(128, 128), nn.Linear(128, 24)), recipe)
+    found = ft.linear.report(model, (torch.ones(TOKENS, 128),))
+    assert found.multiplications == (0 if recipe == "bf16" else 128 / (128 + 24))
+    kernel = {"bf16": None, "mxfp8": "float32 on dequantized codes", "blockwise": "float32 on dequantized codes"}
+    assert found.rows[0].kernel == kernel.get(recipe, "torch._scaled_mm")
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "delayed"])
+def test_a_pass_changes_nothing_and_needs_no_memory_on_meta(recipe):
+    model = converted(recipe)
+    before, generator = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    found = ft.linear.report(model, INPUTS)
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), generator)
+    assert not any(state.seen.any() for _, state in ft.delayed.states(model))
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    assert ft.linear.report(model.to("meta"), (INPUTS[0].to("meta"),)).multiplications == found.multiplications
+
+
+def test_reasons_stay_with_copies_and_go_with_fp8():
+    model = nn.Sequential(converted(), nn.Linear(D, D))
+    for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), torch.compile(model, backend="eager")):
+        found = {row.path.removeprefix("_orig_mod."): row.reason for row in ft.linear.report(again).rows}
+        assert found["0.head"] == "named by filter_fqns 'head'"
+        assert found["1"] == "not converted"
+    parts = ft.linear.convert(Model(), "rowwise", filter_fqns=["head", "attend"])
+    ft.linear.convert(parts.attend, "rowwise")  # as a part of its own: it is replaced, and not in the model
+    vars(parts)["_modules"]["attend"] = ft.linear.convert(parts.attend, "delayed")
+    assert of(ft.linear.report(parts).rows, "attend").recipe == "delayed"
+    plain = ft.linear.deconvert(model)
+    assert {vars(module).keys() & {"_fp8_reasons"} == set() for module in plain.modules()} == {True}
+    assert ft.linear.report(plain).left_out
+
+
+def test_a_table():
+    lines = str(ft.linear.report(converted(), INPUTS)).splitlines()
+    assert lines[0].split() == ["layer", "kind", "shape", "recipe", "kernel", "parameters", "multiplications", "why"]
+    (attend,) = [line for line in lines if line.startswith("attend")]
+    assert attend.split()[:7] == ["attend", "Float8Linear", "32x32", "rowwise", "torch._scaled_mm", "1,056", "8,192"]
+    assert lines[-1].startswith("3 layers in FP8 (rowwise by torch._scaled_mm), ")
+
+
+def test_convert_logs_one_line_and_warns_of_experts(caplog):  # R-7
+    with caplog.at_level(logging.INFO, "fp8ref.torch"):
+        converted()
+        ft.linear.convert(nn.Sequential(nn.Linear(D, D)), "rowwise")
+    warned, quiet = caplog.records
+    assert warned.levelno == logging.WARNING
+    for part in (
+        "convert: Model: 3 layers in FP8 (rowwise by torch._scaled_mm)",
+        "mixture (Experts: a parameter of 3 dims",
+        "filter_fqns 'head'",
+        "old (Conv1D: ",
+    ):
+        assert part in warned.getMessage()
+    assert quiet.levelno == logging.INFO
+    assert quiet.getMessage() == "convert: Sequential: 1 layer in FP8 (rowwise by torch._scaled_mm), 97.0% of the parameters."
+
+
+def test_experts_of_transformers_are_named(caplog):  # R-7
+    transformers = pytest.importorskip("transformers")
+    config = transformers.MixtralConfig(
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        num_local_experts=4,
+        vocab_size=64,
+    )
+    with torch.device("meta"):
+        model = transformers.MixtralForCausalLM(config)
+    with caplog.at_level(logging.WARNING, "fp8ref.torch"):
+        ft.linear.convert(model, "tensorwise")
+    (line,) = [record.getMessage() for record in caplog.records if record.name == "fp8ref.torch"]
+    assert "a parameter of 3 dims outside linears: experts" in line
+    assert ft.linear.report(model).parameters < 0.4
+
+
+def test_a_report_is_of_a_module():
+    with pytest.raises(ValueError, match=r"a model is an nn\.Module; got a int"):
+        ft.linear.report(3)

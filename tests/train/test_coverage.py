@@ -1,0 +1,31 @@
+"""The line that the console shows of a run's linears in FP8, against PyTorch's report of the trainer's model."""
+
+import numpy as np
+import pytest
+import torch
+
+from fp8ref.train import coverage
+from fp8ref.train.config import Config
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_shares_are_those_of_the_report(tied):
+    from fp8ref.torch import linear
+    from fp8ref.train.torch.trainer import Trainer
+
+    config = Config().replace(numerics={"recipe": "rowwise", "filter_fqns": ["layers.0"]}, model={"tie_word_embeddings": tied})
+    model = Trainer(config)
+    found = coverage.of(config, model.decisions)
+    tokens = torch.zeros(1, config.data.sequence_length, dtype=torch.long)
+    with model._step.computing():
+        made = linear.report(model.model, (tokens,))
+    np.testing.assert_allclose([found["parameters"], found["multiplications"]], [made.parameters, made.multiplications], rtol=1e-12)
+    assert found["linears"] == sum(row.recipe is not None for row in made.rows)
+
+
+def test_a_line():
+    line = coverage.of(Config(), Config().decisions())["summary"]
+    assert line.startswith("14 of 15 linears in FP8 (")
+    assert line.endswith("Not in FP8: lm_head (named by filter_fqns 'lm_head').")
+    bf16 = Config().replace(numerics={"recipe": "bf16"})
+    assert coverage.of(bf16, bf16.decisions())["summary"].startswith("0 of 15 linears in FP8, 0.0% of the parameters")
