@@ -1,7 +1,7 @@
 """Whether FP8's loss is bf16's on a GPU: parity.toml in both backends, every recipe, three seeds of bf16 for the noise; one report.
 
 What is finished is not trained again: a run that was cut off goes on. The report goes to benchmarks/results/parity; the runs stay where --runs says.
---dry trains tiny.toml for a few steps on a CPU, elsewhere.
+--dry trains one layer of tiny.toml for a few steps on a CPU, elsewhere.
 """
 
 import argparse
@@ -57,7 +57,7 @@ def main() -> int:
     out.mkdir(parents=True, exist_ok=True)
     runs = out / "runs" if known.dry else known.runs
     config = ["tiny" if known.dry else "parity"]
-    config += ["--run.steps", "10", "--run.eval_every", "5"] if known.dry else []
+    config += ["--model.num_hidden_layers", "1", "--run.steps", "10", "--run.eval_every", "5"] if known.dry else []
     begin, left, failed, lines = time.monotonic(), [], [], []
     for name, options in asked(dry=known.dry):
         if not (runs / name / "finished").exists() and time.monotonic() - begin > known.budget:

@@ -1,10 +1,10 @@
 """Fixtures that several rooms share."""
 
-import atexit
+import contextlib
 import importlib
 import os
-import shutil
-import tempfile
+import time
+from pathlib import Path
 
 import hypothesis
 import numpy as np
@@ -20,13 +20,18 @@ os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_p
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# Programs that one test compiled serve the others, in every process of one pytest run: workers and
-# what they start inherit the variables of the first process, which removes the folder at its end.
+# Programs that one test compiled serve the others, in every process, and the next run, as inductor's and numba's do: workers and
+# what they start inherit the variables of the first process. JAX knows a program by its text, flags and processor, and keeps none
+# that calls back. What no run has used for a week is removed.
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-    _cache = tempfile.mkdtemp(prefix="fp8ref-compiled-")
-    atexit.register(shutil.rmtree, _cache, ignore_errors=True)
-    os.environ["JAX_COMPILATION_CACHE_DIR"] = _cache
-    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.05"
+    _compiled = Path(__file__).parents[1] / ".cache" / "jax"
+    _compiled.mkdir(parents=True, exist_ok=True)
+    for _file in _compiled.iterdir():
+        with contextlib.suppress(FileNotFoundError):  # another run removes them too
+            if _file.stat().st_atime < time.time() - 7 * 24 * 3600:
+                _file.unlink()
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = str(_compiled)
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
     os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
 # The first example of a test compiles kernels, and other workers run meanwhile: time says nothing.

@@ -78,6 +78,11 @@ def test_observing_sees_the_planned_gemms_and_changes_nothing(backend, small, to
     before, seen = trainer.weights(), set()
     trainer.observe(tokens, lambda name, gemm, a, b, out: seen.add((name, gemm)))
     assert seen == {(d.path, gemm) for d in trainer.decisions if d.fp8 for gemm in d.recipe.gemms}
+    again = set()
+    trainer.observe(tokens, lambda name, gemm, a, b, out: again.add((name, gemm)))
+    assert again == seen
+    if backend == "jax":
+        assert trainer._observed._cache_size() == 1  # one program reports to every observer
     for name, value in trainer.weights().items():
         np.testing.assert_array_equal(value, before[name])
 

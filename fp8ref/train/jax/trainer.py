@@ -68,6 +68,10 @@ class Trainer:
         self._train = jax.jit(self._step.train, donate_argnums=0, out_shardings=placed, compiler_options=self._options)
         self._loss = jax.jit(self._step.mean_loss, compiler_options=self._options)
         self._measure = jax.jit(self._step.statistics, compiler_options=self._options)
+        self._gradients = jax.jit(self._step.gradients, compiler_options=self._options)
+        # A function of its own, as its GEMMs report: to ``_observer``, whichever a pass has.
+        self._observed = jax.jit(lambda *arguments: self._step.gradients(*arguments)[1], compiler_options=self._options)
+        self._observer: Callable
         self._count = 0
         self._store = Store()
         self.device = self._layout.description
@@ -96,9 +100,7 @@ class Trainer:
 
     def gradients(self, tokens: np.ndarray) -> dict[str, np.ndarray]:
         """float32 gradients of a batch's loss by parameter, before clipping; nothing is updated."""
-        gradients = jax.jit(self._step.gradients, compiler_options=self._options)
-        grads = gradients(self._params, self._fp8_state, self._parts(tokens))[1]
-        return self._fetched(grads)
+        return self._fetched(self._gradients(self._params, self._fp8_state, self._parts(tokens))[1])
 
     def weights(self) -> dict[str, np.ndarray]:
         """The float32 masters by name."""
@@ -153,8 +155,9 @@ class Trainer:
             apart._state = apart._step.restored(apart._state, self._step.tensors(self._state))
             apart.observe(tokens, observer)
             return
-        with linear.observing(observer):
-            gradients = self.gradients(tokens)
+        self._observer = observer
+        with linear.observing(lambda *gemm: self._observer(*gemm)):
+            gradients = self._observed(self._params, self._fp8_state, self._parts(tokens))
         jax.block_until_ready(gradients)
         jax.effects_barrier()
 
