@@ -283,9 +283,19 @@ def test_weights_are_the_state_dict_of_the_model_that_was_converted(recipe):
 
 
 @pytest.mark.parametrize(
-    ("recipe", "device", "emulated"), [("rowwise", "meta", True), ("rowwise", "cpu", False), ("tensorwise", "meta", False)]
+    ("recipe", "accelerator", "emulated"), [("rowwise", "cuda", True), ("rowwise", None, False), ("tensorwise", "cuda", False)]
 )
-def test_compiled_rowwise_casts_round_where_eager_ones_do(recipe, device, emulated):  # P-12
+def test_compiled_rowwise_casts_round_where_eager_ones_do(recipe, accelerator, emulated, monkeypatch):  # P-12
+    """A model on the meta device will lie on the accelerator, if there is one."""
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: accelerator and torch.device(accelerator))
     with torch._inductor.config.patch(emulate_precision_casts=False):
-        convert.convert(nn.Sequential(nn.Linear(32, 32, device=device)), recipe)
+        convert.convert(nn.Sequential(nn.Linear(32, 32, device="meta")), recipe)
         assert torch._inductor.config.emulate_precision_casts is emulated
+
+
+def test_a_model_on_the_meta_device_multiplies_as_others_will(monkeypatch):  # G-7
+    """It will lie on a CPU here, whose GEMM is torch's own then."""
+    calls = []
+    monkeypatch.setattr(convert.gemm, "use_native_scaled_mm", lambda: calls.append("native"))
+    convert.convert(nn.Sequential(nn.Linear(32, 32, device="meta")), "tensorwise")
+    assert calls == ["native"]
