@@ -12,7 +12,8 @@ says:
     grad_weight = g.T @ x    [N, M] @ [M, K] -> [N, K]
 
 ``_forward`` and ``_backward`` compute them, from operands that ``_operand`` casts. Results have x's
-dtype. FSDP2 reduces grad_weight over ranks afterwards, in float32 (``parallel``).
+dtype. FSDP2 averages grad_weight over ranks afterwards (``parallel``'s
+reduce_dtype says in which dtype).
 """
 
 import functools
