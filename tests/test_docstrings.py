@@ -33,6 +33,7 @@ SECTIONS = {
         "scales": ("Order", "Specials", "Raises"),
         "update": ALL,
     },
+    "sim/states.py": {"init": ("Shapes", "Raises"), "decode": ("Order", "Raises"), "step": ("Shapes", "Order", "Specials", "Raises")},
     "sim/linear.py": {"forward": ALL, "backward": ALL},
     "sim/sharding.py": {"amax": ALL, "quantize": ALL, "gather": ("Shapes", "Specials", "Raises", "Source")},
     "sim/sharded_gemm.py": {"matmul": ALL},
