@@ -203,7 +203,7 @@ class Scalars(NamedTuple):
     """The numbers of one step, float32 numbers as Python floats (O-3).
 
     b1, a1, b2, a2           the betas and what they lack to 1
-    correction1, root2       1 - b1^t and sqrt(1 - b2^t)
+    inverse1, inverse2       1 / (1 - b1^t) and 1 / sqrt(1 - b2^t), which correct the bias
     bound                    the largest ratio of moments (O-6)
     learning_rate, eps, weight_decay
     """
@@ -212,8 +212,8 @@ class Scalars(NamedTuple):
     a1: float
     b2: float
     a2: float
-    correction1: float
-    root2: float
+    inverse1: float
+    inverse2: float
     bound: float
     learning_rate: float
     eps: float
@@ -232,14 +232,14 @@ def scalars(step: int, *, learning_rate: float, b1: float, b2: float, eps: float
     if not 0 <= learning_rate <= 1024:
         raise ValueError(f"learning_rate is in [0, 1024]; got {learning_rate!r}.")
     table = corrections(b1, b2)
-    correction1, root2, bound = table[min(step, len(table)) - 1]
-    given = (b1, 1.0 - b1, b2, 1.0 - b2, correction1, root2, bound, learning_rate, eps, weight_decay)
+    inverse1, inverse2, bound = table[min(step, len(table)) - 1]
+    given = (b1, 1.0 - b1, b2, 1.0 - b2, inverse1, inverse2, bound, learning_rate, eps, weight_decay)
     return Scalars(*(float32(value) for value in given))
 
 
 @functools.lru_cache(maxsize=16)
 def corrections(b1: float, b2: float) -> tuple[tuple[float, float, float], ...]:
-    """(1 - b1^t, sqrt(1 - b2^t), bound) of the steps from 1 on, rounded to float32; later steps have
+    """(1 / (1 - b1^t), 1 / sqrt(1 - b2^t), bound) of the steps from 1 on, rounded to float32; later steps have
     the last entry, where all powers are below 2^-30 (O-3)."""
     found = []
     ratio = b1 * b1 / b2
@@ -252,7 +252,7 @@ def corrections(b1: float, b2: float) -> tuple[tuple[float, float, float], ...]:
         if converges:
             of_ratio = math.sqrt((1.0 - power_r) / (1.0 - ratio))
             bound = (1.0 - b1) * of_ratio / math.sqrt(1.0 - b2) * of_v / (1.0 - power1) * (1.0 + 2.0**-7)
-        found.append((float32(1.0 - power1), float32(of_v), float32(bound)))
+        found.append((float32(1.0 / (1.0 - power1)), float32(1.0 / of_v), float32(bound)))
     return tuple(found)
 
 

@@ -47,6 +47,7 @@ SECTIONS = {
     },
     "jax/gemm.py": {"matmul": ALL},
     "jax/delayed.py": {"init": ("Raises",), "merge": ("Raises",), "update": ("Shapes", "Specials", "Raises")},
+    "jax/states.py": {"adamw": ALL, "decode": ("Raises",)},
     "jax/linear.py": {"apply": ("Shapes", "Order", "Specials", "Returns", "Gradient", "Raises")},
     "jax/contraction.py": {"dot_general": ("Shapes", "Order", "Returns", "Raises"), "einsum": ("Shapes", "Raises")},
     "torch/cast.py": {"encode": ("Shapes", "Specials", "Raises", "Source"), "decode": ("Raises",)},

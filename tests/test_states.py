@@ -149,18 +149,18 @@ def test_corrections_are_close_to_their_exact_values(b1, b2):  # O-3
         at = states.scalars(t, learning_rate=1.0, b1=b1, b2=b2, eps=1e-8, weight_decay=0.0)
         # t products of relative error 2^-53 each, and a difference that is at least 1 - b; then one rounding to float32
         exact = 1 - Fraction(b1) ** t if t <= 100 else 1
-        assert abs(Fraction(at.correction1) / exact - 1) < Fraction(1, 1 << 23), t
+        assert abs(Fraction(at.inverse1) * exact - 1) < Fraction(1, 1 << 23), t
         exact2 = 1 - float(b2) ** t
-        assert at.root2 == pytest.approx(math.sqrt(exact2), rel=2**-23)
+        assert at.inverse2 == pytest.approx(1 / math.sqrt(exact2), rel=2**-23)
 
 
 def test_the_worked_example():  # O-3
     bits = {t: states.scalars(t, learning_rate=0.25, **HYPER) for t in (1, 2, 10)}
-    hexadecimal = {t: [states.struct.pack(">f", x).hex().upper() for x in (s.correction1, s.root2, s.bound)] for t, s in bits.items()}
+    hexadecimal = {t: [states.struct.pack(">f", x).hex().upper() for x in (s.inverse1, s.inverse2, s.bound)] for t, s in bits.items()}
     assert hexadecimal == {
-        1: ["3DCCCCCD", "3E64F92E", "3F810000"],
-        2: ["3E428F5C", "3E9FDF38", "3F810C09"],
-        10: ["3F26BD02", "3F2229FF", "3F827A40"],
+        1: ["41200000", "408F1BBD", "3F810000"],
+        2: ["40A86BCA", "404CF6CB", "3F810C09"],
+        10: ["3FC48605", "3FCA1126", "3F827A40"],
     }
     assert (len(states.corrections(0.9, 0.95)), len(states.corrections(0.9, 0.999))) == (406, 20785)
     assert states.corrections(0.9, 0.999)[-1][2] == pytest.approx(7.2704 * (1 + 2**-7), rel=1e-4)

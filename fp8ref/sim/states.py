@@ -260,7 +260,7 @@ def _not_tiny(x: np.ndarray, layout: Layout) -> np.ndarray:
 
 def _ratio(m: np.ndarray, v: np.ndarray, at: Scalars) -> np.ndarray:
     """The ratio of corrected moments, before a bound (O-6)."""
-    return (m / np.float32(at.correction1)) / (np.sqrt(v) / np.float32(at.root2) + np.float32(at.eps))
+    return (m * np.float32(at.inverse1)) / (np.sqrt(v) * np.float32(at.inverse2) + np.float32(at.eps))
 
 
 def _weight(p: np.ndarray, m: np.ndarray, v: np.ndarray, at: Scalars, layout: Layout) -> np.ndarray:

@@ -9,52 +9,17 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from state_layouts import ALL, BLOCKS, TENSOR, changed, gradients
 
 from fp8ref import states as data
-from fp8ref.formats import BFLOAT16, E4M3FN, E5M2, FLOAT16
+from fp8ref.formats import BFLOAT16, E4M3FN, E5M2
 from fp8ref.sim import states
 from fp8ref.states import LAYOUTS, Layout, Moment
 
 F32 = np.float32
-E4M3 = Moment(fmt=E4M3FN, scaling="multiply")
-BLOCKS = dataclasses.replace(E4M3, block=128)
-ROOT = dataclasses.replace(BLOCKS, root=True)
-
-
-def changed(moment: Moment, **changes) -> Moment:
-    return dataclasses.replace(moment, **changes)
-
-
-# The named layouts, and the decisions that none of them has.
-EXTRA = {
-    layout.name: layout
-    for layout in (
-        Layout(name="previous", m=changed(E4M3, amax="previous"), v=changed(ROOT, amax="previous", fmt=E5M2)),
-        Layout(name="predicted", m=changed(BLOCKS, amax="predicted"), v=changed(E4M3, amax="predicted", root=True, keep=True)),
-        Layout(name="predicted_v", m=changed(E4M3, amax="predicted"), v=changed(BLOCKS, block=256, amax="predicted")),
-        Layout(name="stochastic", m=changed(E4M3, rounding="stochastic"), v=changed(ROOT, fmt=E5M2, rounding="stochastic"), bounded=True),
-        Layout(
-            name="stochastic_wide",
-            m=Moment(fmt=BFLOAT16, rounding="stochastic"),
-            v=Moment(fmt=FLOAT16, scaling="power_of_two", block=128, rounding="stochastic", keep=True),
-        ),
-        Layout(name="float16", m=Moment(fmt=FLOAT16), v=Moment(fmt=FLOAT16, root=True, keep=True)),
-        Layout(name="coat_keep", m=changed(LAYOUTS["coat"].m, rounding="stochastic"), v=changed(LAYOUTS["coat"].v, keep=True)),
-    )
-}
-ALL = {**LAYOUTS, **EXTRA}
 LAYOUT = st.sampled_from(list(ALL.values()))
 SEED = st.integers(0, 2**32 - 1)
 HYPER = {"b1": 0.9, "b2": 0.95, "eps": 1e-8}
-
-
-def gradients(seed: int, size: int, steps: int, *, widest: int = 20) -> np.ndarray:
-    """float32 [steps, size]: magnitudes over many binades, zeros, and some below 2^-56."""
-    rng = np.random.default_rng(seed)
-    spread = 2.0 ** rng.uniform(-widest, widest / 4, size) * 2.0 ** rng.integers(-30, 5)
-    g = rng.standard_t(2, (steps, size)) * spread
-    g *= rng.random((steps, size)) > 0.2
-    return np.where(rng.random((steps, size)) < 0.02, 2.0**-57, g).clip(-(2.0**50), 2.0**50).astype(F32)
 
 
 def run(g: np.ndarray, layout, *, seed: int = 0, cuts=(), **hyper):
@@ -131,7 +96,7 @@ def test_against_a_second_implementation(name):  # O-2 to O-8
         m = rn(rn(s.b1 * stored["m"]) + rn(s.a1 * row))
         v = rn(rn(s.b2 * stored["v"]) + rn(s.a2 * rn(row * row)))
         m, v = (np.where(np.abs(x) < 2.0**-125, 0, x) for x in (m, v))
-        ratio = rn(rn(m / s.correction1) / rn(rn(rn(np.sqrt(v)) / s.root2) + s.eps))
+        ratio = rn(rn(m * s.inverse1) / rn(rn(rn(np.sqrt(v)) * s.inverse2) + s.eps))
         ratio = np.clip(ratio, -s.bound, s.bound) if layout.bounded else ratio
         change = rn(s.learning_rate * rn(ratio + rn(s.weight_decay * wide)))
         wide = rn(wide - np.where(np.abs(change) < 2.0**-90, 0, change))
@@ -296,7 +261,7 @@ def test_a_predicted_amax_is_never_violated(name, seed, b2):  # O-9
 
 
 def test_previous_amaxes_make_the_scale_of_the_next_step():  # O-9
-    layout = Layout(name="mine", m=changed(E4M3, amax="previous"), v=Moment())
+    layout = Layout(name="mine", m=changed(TENSOR, amax="previous"), v=Moment())
     g = np.float32([[1, 0.5], [4, 1], [0, 0]])
     state, p, found = states.init((2,), layout), np.zeros(2, F32), []
     for row in g:
