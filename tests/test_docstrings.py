@@ -55,6 +55,7 @@ SECTIONS = {
     "torch/scaling.py": {"amax": ("Shapes", "Specials", "Raises"), "quantize": ("Units", *ALL), "quantize_with": ("Shapes", "Raises")},
     "torch/gemm.py": {"matmul": ALL},
     "torch/delayed.py": {"observe": ("Raises",), "advance": ("Shapes", "Specials"), "update": ("Specials",)},
+    "torch/states.py": {"AdamW": ("Shapes", "State", "Order", "Specials", "Raises", "Source"), "decode": ("Raises",)},
     "torch/linear.py": {"Linear": ("Shapes", "Order", "State", "Gradient", "Specials", "Raises")},
     "torch/convert.py": {"convert": ("Keeps", "Returns", "Raises"), "deconvert": ("Returns", "Raises"), "weights": ("Raises",)},
     "torch/parallel.py": {"parallelize": ("Raises",)},

@@ -170,8 +170,9 @@ def _product(a, b):
 
 
 def _quotient(a, b):
-    """a / b of an array, behind a barrier that hides whether b is one number: rewritten."""
-    return a / lax.optimization_barrier(jnp.broadcast_to(b, a.shape))
+    """a / b of an array. One barrier hides whether b is one number, the other that a quotient may
+    divide what follows: rewritten."""
+    return lax.optimization_barrier(a / lax.optimization_barrier(jnp.broadcast_to(b, a.shape)))
 
 
 def _in_range(g):
@@ -250,8 +251,7 @@ def _store_expanded(x, amax, moment: Moment) -> MomentState:
     exponent = jnp.full_like(ratio, states.EXPONENTS[-1])
     for k in reversed(states.EXPONENTS[:-1]):
         exponent = jnp.where(ratio <= np.float32(states.EXPANDED_RANGE ** (1 / k)), jnp.float32(k), exponent)
-    # rewritten: (a / b) / c, also below
-    scale_inv = _quotient(_power(lax.optimization_barrier(top / center), exponent), jnp.float32(moment.fmt.max))
+    scale_inv = _quotient(_power(_quotient(top, center), exponent), jnp.float32(moment.fmt.max))
     of, k, inverse = (_spread(a, x.shape, moment) for a in (center, exponent, scale_inv))
     scaled = _signed(_power(jnp.clip(magnitude / of, 0, _LARGEST), k), x) / inverse
     return MomentState(_codes(scaled, x, moment), scale_inv, None, exponent, center)
@@ -277,12 +277,11 @@ def _scales(amax, moment: Moment):
     top = jnp.float32(moment.fmt.max)
     if moment.scaling == "divide":
         return None, _quotient(amax, top)
-    # rewritten: a / (b / c), also below
-    scale = 1 / lax.optimization_barrier(_quotient(amax, top)) if moment.scaling == "reciprocal" else top / amax
+    scale = 1 / _quotient(amax, top) if moment.scaling == "reciprocal" else top / amax
     if moment.scaling == "power_of_two":
         bits = lax.bitcast_convert_type(scale, jnp.uint32) & jnp.uint32(0xFF800000)
         scale = jnp.where(jnp.isnan(scale), scale, lax.bitcast_convert_type(bits, jnp.float32))
-    scale = lax.optimization_barrier(scale)
+    scale = lax.optimization_barrier(scale)  # rewritten
     return scale, 1 / scale
 
 
