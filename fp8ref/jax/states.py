@@ -153,14 +153,41 @@ def _leaf(p, g, m_state: MomentState, v_state: MomentState, at: _Scalars, layout
     _check_gradient(g, p)
     for i, stored in enumerate((m_state, v_state)):
         _check_state(stored, p.shape, layout, i)
-    g = _in_range(cast.to_f32(g))
-    m, v = _averages(g, _read(m_state, layout.m, layout), _read(v_state, layout.v, layout), at, layout)
+    both = (layout.m, layout.v)
+    new = _new_moments(g, m_state, v_state, at, layout)
+    extremes = [_extremes(x, new[0], moment) for x, moment in zip(new[1:], both, strict=True)]
+    if any(extremes):
+        # The moments are computed again: kept, they would be 8 bytes a parameter to write and to read.
+        g, m_state, v_state, extremes = lax.optimization_barrier((g, m_state, v_state, extremes))
+        new = _new_moments(g, m_state, v_state, at, layout)
+    g, m, v = new
     ratio = _product(m, at.inverse1) / (_product(jnp.sqrt(v), at.inverse2) + at.eps)
     if layout.bounded:
         ratio = jnp.clip(ratio, -at.bound, at.bound)
     change = _product(at.learning_rate, ratio + _product(at.weight_decay, p))
     change = jnp.where(jnp.abs(change) < states.STEP_MIN, jnp.float32(0), change)
-    return -change, _store(m, g, m_state, layout.m, 0, at, layout), _store(v, g, v_state, layout.v, 1, at, layout)
+    kept = (_store(x, extremes[i], (m_state, v_state)[i], both[i], i, at, layout) for i, x in enumerate((m, v)))
+    return -change, *kept
+
+
+def _new_moments(g, m_state: MomentState, v_state: MomentState, at: _Scalars, layout: Layout):
+    """The gradient in range, and both new moments (O-2 to O-5)."""
+    g = _in_range(cast.to_f32(g))
+    return g, *_averages(g, _read(m_state, layout.m, layout), _read(v_state, layout.v, layout), at, layout)
+
+
+def _extremes(x, g, moment: Moment) -> list[jax.Array]:
+    """The maxima that a moment's scales are made of: of magnitudes, or of the gradient's where an
+    amax is predicted; and of an expansion the negative of the smallest that is not zero."""
+    if moment.scaling is None:
+        return []
+    if moment.amax == "predicted":
+        return [_group_max(jnp.abs(g), moment)]
+    magnitude = jnp.abs(jnp.sqrt(x) if moment.root else x)
+    found = [_group_max(magnitude, moment)]
+    if moment.expansion:
+        found.append(_group_max(jnp.where(magnitude == 0, -jnp.inf, -magnitude), moment, empty=-np.inf))
+    return found
 
 
 def _product(a, b):
@@ -211,22 +238,22 @@ def _read(stored: MomentState, moment: Moment, layout: Layout):
     return _not_tiny(x, layout)
 
 
-def _store(x, g, old: MomentState, moment: Moment, which: int, at: _Scalars, layout: Layout) -> MomentState:
+def _store(x, extremes: list[jax.Array], old: MomentState, moment: Moment, which: int, at: _Scalars, layout: Layout) -> MomentState:
     """O-7 to O-10."""
     if moment.root:
         x = jnp.sqrt(x)
     if moment.scaling is None:
         return MomentState(_codes(x, x, moment))
-    own = amax = _group_max(jnp.abs(x), moment)
+    own = amax = extremes[0]
     if moment.amax == "previous":
         assert old.amax is not None
         amax = jnp.where(old.amax == 0, own, old.amax)
     elif moment.amax == "predicted":
         kept = _product(old.amax, old.amax) if moment.root else old.amax
-        amax = _averages(_group_max(jnp.abs(g), moment), kept, kept, at, layout)[which]
+        amax = _averages(own, kept, kept, at, layout)[which]
         amax = jnp.sqrt(amax) if moment.root else amax
     if moment.expansion:
-        return _store_expanded(x, amax, moment)
+        return _store_expanded(x, amax, -extremes[1], moment)
     scale, scale_inv = _scales(amax, moment)
     if moment.scaling == "divide":
         scaled = _quotient(x, scale_inv) if moment.block is None else x / _spread(scale_inv, x.shape, moment)
@@ -235,14 +262,13 @@ def _store(x, g, old: MomentState, moment: Moment, which: int, at: _Scalars, lay
     codes = _codes(scaled, x, moment)
     if moment.amax != "predicted":
         return MomentState(codes, scale_inv, own if moment.amax == "previous" else None)
-    decoded = _product(_values(codes, moment), _spread(scale_inv, x.shape, moment))
-    return MomentState(codes, scale_inv, _group_max(jnp.abs(decoded), moment))
+    # Rounding is monotone: the largest code has the largest product.
+    return MomentState(codes, scale_inv, _product(_group_max(jnp.abs(_values(codes, moment)), moment), scale_inv))
 
 
-def _store_expanded(x, amax, moment: Moment) -> MomentState:
+def _store_expanded(x, amax, smallest, moment: Moment) -> MomentState:
     """O-10."""
     magnitude = jnp.abs(x)
-    smallest = -_group_max(jnp.where(magnitude == 0, -jnp.inf, -magnitude), moment, empty=-np.inf)
     floor = jnp.float32(moment.floor)
     top = jnp.maximum(amax, floor)
     bottom = jnp.minimum(jnp.maximum(smallest, floor), top)
