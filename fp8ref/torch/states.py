@@ -362,11 +362,11 @@ def _codes(scaled: Tensor, x: Tensor, moment: Moment) -> Tensor:
     if fmt.bits == 8:
         codes = cast.encode(scaled, fmt)
         return torch.where((x != 0) & (codes & 0x7F == 0), codes | 1, codes) if moment.keep else codes
-    value = scaled.clamp(-fmt.max, fmt.max).to(_DTYPES[fmt.name])
-    if not moment.keep:
-        return value
-    smallest = torch.copysign(torch.full_like(x, fmt.smallest_subnormal), x).to(value.dtype)
-    return torch.where((x != 0) & (value == 0), smallest, value)
+    if moment.keep:
+        # Asked before the cast, which the compiler leaves out where a cast back follows.
+        lost = (x != 0) & (scaled.abs() <= fmt.smallest_subnormal / 2)
+        scaled = torch.where(lost, torch.copysign(torch.full_like(x, fmt.smallest_subnormal), x), scaled)
+    return scaled.clamp(-fmt.max, fmt.max).to(_DTYPES[fmt.name])
 
 
 def _values(codes: Tensor, moment: Moment) -> Tensor:
