@@ -23,7 +23,7 @@ compute dtype. ``convert`` chooses the class; ``parallel`` sets dtypes and group
 gathers on a model, and reduces gradients in rank order if asked (off by default). ``gemm`` calls
 torch._scaled_mm, or ``block_gemm`` for block scales; ``hardware`` simulates other hardware instead.
 ``tensor_parallel`` cuts linears. ``compiled_fsdp`` shards within a compiled graph. ``proof`` shows
-that a step ran in FP8.
+that a step ran in FP8. ``states`` is AdamW whose moments are stored in FP8.
 
 ``fp8ref.crosscheck`` checks this package against docs/spec; it shares no code with the
 simulator. The trainer is ``fp8ref.train.torch``.
@@ -42,7 +42,21 @@ _levels = [logger.level for logger in _loggers]
 for _logger in _loggers:
     _logger.setLevel(logging.ERROR)
 
-from fp8ref.torch import cast, compiled_fsdp, convert, delayed, fsdp, gemm, hardware, linear, parallel, proof, scaling, tensor_parallel
+from fp8ref.torch import (
+    cast,
+    compiled_fsdp,
+    convert,
+    delayed,
+    fsdp,
+    gemm,
+    hardware,
+    linear,
+    parallel,
+    proof,
+    scaling,
+    states,
+    tensor_parallel,
+)
 
 for _logger, _level in zip(_loggers, _levels, strict=True):
     _logger.setLevel(_level)
@@ -59,6 +73,7 @@ __all__ = [
     "parallel",
     "proof",
     "scaling",
+    "states",
     "tensor_parallel",
 ]
 

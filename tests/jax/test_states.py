@@ -1,0 +1,217 @@
+"""AdamW with narrow states in JAX against the simulator: 0 bits differ (SEMANTICS O)."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax.training import train_state
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from state_layouts import NEAREST, SHAPES, STOCHASTIC, differing, gradients_of, start
+
+from fp8ref.jax import states
+from fp8ref.sim import states as sim
+from fp8ref.states import LAYOUTS
+
+HYPER = {"weight_decay": 0.1}
+
+
+def simulated(layout, steps: int, learning_rate=1e-3, **hyper):
+    """Weights and states by name after each step."""
+    p, state = start(), {name: sim.init(shape, layout) for name, shape in SHAPES.items()}
+    for t in range(steps):
+        g = gradients_of(t)
+        rate = learning_rate(t) if callable(learning_rate) else learning_rate
+        for name in SHAPES:
+            p[name], state[name] = sim.step(p[name], g[name], state[name], learning_rate=rate, layout=layout, **{**HYPER, **hyper})
+        yield p, state
+
+
+def count(p, state: states.AdamWState, wanted) -> int:
+    """How many elements of weights, codes, scales and amaxes differ."""
+    total = 0
+    for name in SHAPES:
+        total += differing(p[name], wanted[0][name])
+        for found, expected in ((state.m[name], wanted[1][name].m), (state.v[name], wanted[1][name].v)):
+            for one, two in zip(found, expected, strict=True):
+                assert (one is None) == (two is None)
+                total += 0 if two is None else differing(one, two)
+    return total
+
+
+def compiled(optimizer):
+    def step(g, state, p):
+        updates, state = optimizer.update(g, state, p)
+        return optax.apply_updates(p, updates), state
+
+    return jax.jit(step)
+
+
+def trained(step, optimizer, layout, steps: int, *, place=lambda x: x, **hyper) -> int:
+    p = jax.tree.map(lambda x: place(jnp.asarray(x)), start())
+    state, total = optimizer.init(p), 0
+    for t, wanted in enumerate(simulated(layout, steps, **hyper)):
+        p, state = step(jax.tree.map(lambda x: place(jnp.asarray(x)), gradients_of(t)), state, p)
+        total += count(p, state, wanted)
+    return total
+
+
+@pytest.mark.parametrize("name", NEAREST)
+def test_a_compiled_step_has_the_simulators_bits(name):  # O-2 to O-10
+    optimizer = states.adamw(1e-3, layout=NEAREST[name], **HYPER)
+    assert trained(compiled(optimizer), optimizer, NEAREST[name], 4) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_fifty_steps(name):  # O-2 to O-10
+    optimizer = states.adamw(1e-3, b2=0.999, layout=name, **HYPER)
+    assert trained(compiled(optimizer), optimizer, LAYOUTS[name], 50, b2=0.999) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["sqrt_e4m3", "torchao", "coat", "predicted"])
+def test_operation_by_operation(name):  # O-2 to O-10
+    optimizer = states.adamw(1e-3, layout=NEAREST[name], **HYPER)
+
+    def step(g, state, p):
+        updates, state = optimizer.update(g, state, p)
+        return optax.apply_updates(p, updates), state
+
+    assert trained(step, optimizer, NEAREST[name], 3) == 0
+
+
+@pytest.mark.parametrize("name", ["sqrt_e4m3", "sqrt_e5m2", "msamp", "predicted"])
+def test_a_mesh_changes_nothing(name):  # O-11
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def place(x):
+        cut = P("data") if x.ndim and x.shape[0] % 8 == 0 else P()
+        return jax.device_put(x, NamedSharding(mesh, cut))
+
+    optimizer = states.adamw(1e-3, layout=NEAREST[name], **HYPER)
+    assert trained(compiled(optimizer), optimizer, NEAREST[name], 4, place=place) == 0
+    p = {"w": place(jnp.zeros((16, 256)))}
+    state = jax.jit(optimizer.init)(p)
+    assert optimizer.init(p).m["w"].codes.sharding == p["w"].sharding
+    assert state.m["w"].codes.shape == (16, 256)
+
+
+def test_a_product_and_a_sum_that_are_fused_are_seen(monkeypatch):  # the guard of O's one rounding an operation
+    monkeypatch.setattr(states, "_product", lambda a, b: a * b)
+    optimizer = states.adamw(1e-3, layout="float32", **HYPER)
+    assert trained(compiled(optimizer), optimizer, LAYOUTS["float32"], 4) > 0
+
+
+def test_a_quotient_that_is_rewritten_is_seen(monkeypatch):  # O-7
+    monkeypatch.setattr(states, "_quotient", lambda a, b: a / b)
+    optimizer = states.adamw(1e-3, layout="torchao", **HYPER)
+    assert trained(compiled(optimizer), optimizer, LAYOUTS["torchao"], 4) > 0
+
+
+def test_a_loop_over_steps_and_unrolled_steps():  # O-4: a cast and back is not left out
+    for name in ("msamp", "sqrt_e4m3", "bfloat16", "float16", "predicted"):
+        layout = NEAREST[name]
+        optimizer = states.adamw(1e-3, layout=layout, **HYPER)
+        step = compiled(optimizer)
+        gs = [gradients_of(t) for t in range(3)]
+        stacked = jax.tree.map(lambda *x: jnp.stack(x), *gs)
+        begin = (jax.tree.map(jnp.asarray, start()), optimizer.init(start_arrays()))
+        looped, _ = jax.lax.scan(lambda c, g, step=step: (step(g, c[1], c[0]), None), begin, stacked)
+
+        @jax.jit
+        def unrolled(carry, step=step, gs=gs):
+            for g in gs:
+                carry = step(g, carry[1], carry[0])
+            return carry
+
+        *_, wanted = simulated(layout, 3)
+        assert count(*looped, wanted) == 0, name
+        assert count(*unrolled(begin), wanted) == 0, name
+
+
+def start_arrays():
+    return jax.tree.map(jnp.asarray, start())
+
+
+def test_schedules_masks_and_moments_read_back():  # O-3, O-4
+    schedule = optax.linear_schedule(1e-2, 0.0, 4)
+    rates = [float(schedule(t)) for t in range(5)]
+    optimizer = states.adamw(schedule, layout="sqrt_e4m3", **HYPER)
+    assert trained(compiled(optimizer), optimizer, LAYOUTS["sqrt_e4m3"], 5, learning_rate=lambda t: rates[t]) == 0
+    matrices = states.adamw(1e-2, layout="sqrt_e4m3", mask=lambda p: jax.tree.map(lambda x: x.ndim > 1, p), **HYPER)
+    p = {"w": jnp.ones((2, 128)), "b": jnp.ones(128)}
+    g = jax.tree.map(jnp.zeros_like, p)
+    updates, state = matrices.update(g, matrices.init(p), p)
+    assert (updates["w"] == -np.float32(1e-2) * np.float32(0.1)).all()
+    assert (updates["b"] == 0).all()
+    _, state = matrices.update(p, state, p)
+    m, v = states.decode(state)
+    np.testing.assert_allclose(m["w"], 0.1, rtol=1e-6)
+    np.testing.assert_allclose(v["b"], 0.05, rtol=1e-6)
+
+
+def test_in_optaxs_chain_train_state_and_multi_steps():
+    chain = optax.chain(optax.clip_by_global_norm(1e6), states.adamw(1e-3, layout="sqrt_e4m3", **HYPER))
+    trainer = train_state.TrainState.create(apply_fn=None, params=start_arrays(), tx=chain)
+    trainer = jax.jit(lambda t, g: t.apply_gradients(grads=g))(trainer, gradients_of(0))
+    *_, wanted = simulated(LAYOUTS["sqrt_e4m3"], 1)
+    assert sum(differing(trainer.params[name], wanted[0][name]) for name in SHAPES) == 0
+    several = optax.MultiSteps(states.adamw(1e-3, layout="sqrt_e4m3", **HYPER), 2)
+    state, p = several.init(start_arrays()), start_arrays()
+    for _ in range(2):
+        updates, state = jax.jit(several.update)(gradients_of(0), state, p)
+        p = optax.apply_updates(p, updates)
+    assert sum(differing(p[name], wanted[0][name]) for name in SHAPES) == 0
+
+
+def test_what_is_not_finite_is_nan():  # O-2
+    p = {"w": jnp.ones((2, 256))}
+    for name, layout in NEAREST.items():
+        optimizer = states.adamw(1e-3, layout=layout)
+        g = jnp.ones((2, 256)).at[0, 3].set(jnp.inf)
+        updates, state = jax.jit(optimizer.update)({"w": g}, optimizer.init(p), p)
+        assert jnp.isnan(updates["w"]).sum() == 1, name
+        _, wanted = sim.step(np.ones((2, 256), np.float32), np.asarray(g), sim.init((2, 256), layout), learning_rate=1e-3, layout=layout)
+        assert differing(state.m["w"].codes, wanted.m.codes) == 0 or wanted.m.codes.dtype != np.uint8, name
+
+
+@pytest.mark.parametrize("name", STOCHASTIC)
+def test_stochastic_layouts_are_refused(name):
+    with pytest.raises(ValueError, match=f"does not round stochastically; layout '{name}' does"):
+        states.adamw(1e-3, layout=STOCHASTIC[name])
+
+
+def test_bad_input_is_refused_by_name():  # O-1, O-2, O-4
+    with pytest.raises(ValueError, match="layout is a Layout or one of"):
+        states.adamw(1e-3, layout="adam8bit")
+    with pytest.raises(ValueError, match="eps is in"):
+        states.adamw(1e-3, eps=0.0)
+    with pytest.raises(ValueError, match="learning_rate is in"):
+        states.adamw(-1e-3)
+    with pytest.raises(ValueError, match="bounded"):
+        states.adamw(1e-3, b1=0.99, b2=0.9)
+    optimizer, p = states.adamw(1e-3), {"w": jnp.ones((4, 4))}
+    with pytest.raises(ValueError, match="needs the parameters"):
+        optimizer.update(p, optimizer.init(p))
+    with pytest.raises(ValueError, match=r"takes float32 parameters .* got bfloat16"):
+        optimizer.init({"w": jnp.ones(4, jnp.bfloat16)})
+    with pytest.raises(ValueError, match="at least one element"):
+        optimizer.init({"w": jnp.ones((0, 4))})
+    with pytest.raises(ValueError, match=r"a gradient has its parameter's shape, \(4, 4\); got \(4,\)"):
+        optimizer.update({"w": jnp.ones(4)}, optimizer.init(p), p)
+    other = states.adamw(1e-3, layout="msamp").init(p)
+    with pytest.raises(ValueError, match=r"under layout 'sqrt_e4m3' is .* States of another layout are not converted"):
+        optimizer.update(p, other, p)
+    with pytest.raises(ValueError, match="States of another layout"):
+        states.decode(other)
+
+
+def test_b1_of_zero_and_a_bound_that_is_none():  # O-3
+    free = dataclasses.replace(LAYOUTS["sqrt_e4m3"], bounded=False, name="free")
+    for b1, b2 in ((0.0, 0.9), (0.99, 0.9)):
+        optimizer = states.adamw(1e-3, b1, b2, layout=free, **HYPER)
+        assert trained(compiled(optimizer), optimizer, free, 3, b1=b1, b2=b2) == 0

@@ -1,0 +1,453 @@
+"""AdamW with narrow states: the worked examples, and what holds for any gradient (SEMANTICS O)."""
+
+import dataclasses
+import itertools
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from state_layouts import ALL, BLOCKS, TENSOR, changed, gradients
+
+from fp8ref import states as data
+from fp8ref.formats import BFLOAT16, E4M3FN, E5M2
+from fp8ref.sim import states
+from fp8ref.states import LAYOUTS, Layout, Moment
+
+F32 = np.float32
+LAYOUT = st.sampled_from(list(ALL.values()))
+SEED = st.integers(0, 2**32 - 1)
+HYPER = {"b1": 0.9, "b2": 0.95, "eps": 1e-8}
+
+
+def run(g: np.ndarray, layout, *, seed: int = 0, cuts=(), **hyper):
+    """(weights, state, state before) after a step for each row of g."""
+    rng = np.random.default_rng(1)
+    p = rng.standard_normal(g.shape[1]).astype(F32)
+    state = before = states.init(p.shape, layout)
+    for row in g:
+        before = state
+        p, state = states.step(
+            p, row, state, learning_rate=1e-3, weight_decay=0.1, layout=layout, seed=seed, cuts=cuts, **{**HYPER, **hyper}
+        )
+    return p, state, before
+
+
+def assert_same(a: states.MomentState, b: states.MomentState) -> None:
+    for one, two in zip(a, b, strict=True):
+        assert (one is None) == (two is None)
+        if one is not None:
+            np.testing.assert_array_equal(np.asarray(one).view(f"u{one.dtype.itemsize}"), np.asarray(two).view(f"u{two.dtype.itemsize}"))
+
+
+def bits(x) -> list[str]:
+    x = np.asarray(x)
+    if x.dtype == np.uint8:
+        return [f"{code:02X}" for code in x.reshape(-1)]
+    return [f"{word:08X}" for word in x.reshape(-1).view(np.uint32)]
+
+
+def test_the_worked_example():  # O-4, O-6, O-7
+    p, state = np.float32([4, 1, -2, 0.5]), states.init((4,), "sqrt_e4m3")
+    found = []
+    for g in ([1, -0.3, 1e-4, 0], [0, 0.5, -1e-4, 1e-20]):
+        p, state = states.step(p, np.float32(g), state, learning_rate=0.25, weight_decay=0.5)
+        found.append([bits(x) for x in (p, state.m.codes, state.v.codes, state.m.scale_inv, state.v.scale_inv)])
+    assert found == [
+        [["40500000", "3F900000", "BFFFFF2E", "3EE00000"], ["7E", "F0", "13", "00"], ["7E", "70", "13", "00"], ["396A0EA1"], ["3A02D788"]],
+        [["402B2442", "3F680A4E", "BFDDA5B8", "3EC40000"], ["7E", "6F", "83", "00"], ["7E", "78", "18", "00"], ["3952A6C4"], ["39FF0ECE"]],
+    ]
+    assert state.step == 2
+
+
+def test_the_first_step_is_the_same_in_every_layout():  # O-6
+    g = gradients(3, 700, 1)
+    first = run(g, "float32")[0]
+    for name, layout in ALL.items():
+        if layout.average == "products":
+            np.testing.assert_array_equal(run(g, layout)[0], first, err_msg=name)
+
+
+def casts(x: np.ndarray, fmt) -> np.ndarray:
+    """float32 numbers of a format, saturated, by ml_dtypes and NumPy."""
+    dtype = {"e4m3fn": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}[
+        fmt.name
+    ]
+    return np.clip(x, -F32(fmt.max), F32(fmt.max)).astype(dtype).astype(F32)
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "fishman", "sqrt_e5m2", "sqrt_e4m3", "float16", "te"])
+def test_against_a_second_implementation(name):  # O-2 to O-8
+    """Float64 operations, each rounded to float32, which rounds once; casts by ml_dtypes; groups by reshape."""
+    layout, size = ALL[name], 512
+    g, p = gradients(7, size, 12), np.random.default_rng(1).standard_normal(size).astype(F32)
+    weights, state, _ = run(g, layout)
+
+    def rn(x):
+        with np.errstate(all="ignore"):
+            return np.asarray(x, np.float64).astype(F32).astype(np.float64)
+
+    stored, wide = {"m": np.zeros(size), "v": np.zeros(size)}, p.astype(np.float64)
+    for t, row in enumerate(g, 1):
+        s = data.scalars(t, learning_rate=1e-3, weight_decay=0.1, **HYPER)
+        row = np.where(np.abs(row) < 2.0**-56, 0, row).astype(np.float64)
+        m = rn(rn(s.b1 * stored["m"]) + rn(s.a1 * row))
+        v = rn(rn(s.b2 * stored["v"]) + rn(s.a2 * rn(row * row)))
+        m, v = (np.where(np.abs(x) < 2.0**-125, 0, x) for x in (m, v))
+        ratio = rn(rn(m * s.inverse1) / rn(rn(rn(np.sqrt(v)) * s.inverse2) + s.eps))
+        ratio = np.clip(ratio, -s.bound, s.bound) if layout.bounded else ratio
+        change = rn(s.learning_rate * rn(ratio + rn(s.weight_decay * wide)))
+        wide = rn(wide - np.where(np.abs(change) < 2.0**-90, 0, change))
+        for key, x in (("m", m), ("v", v)):
+            moment = getattr(layout, key)
+            x = rn(np.sqrt(x)) if moment.root else x
+            blocks = x.reshape(-1, moment.block or size)
+            if moment.scaling is None:
+                scale = inverse = np.ones((len(blocks), 1))
+            else:
+                amax = np.maximum(np.abs(blocks).max(1, keepdims=True), 2.0**-90)
+                scale = rn(1 / rn(amax / moment.fmt.max)) if moment.scaling == "reciprocal" else rn(moment.fmt.max / amax)
+                inverse = rn(1 / scale)
+            code = casts(rn(blocks * scale).astype(F32), moment.fmt).astype(np.float64)
+            if moment.keep:
+                code = np.where((blocks != 0) & (code == 0), moment.fmt.smallest_subnormal, code)
+            y = rn(code * inverse).reshape(-1)
+            y = rn(y * y) if moment.root else y
+            stored[key] = np.where(np.abs(y) < 2.0**-125, 0, y)
+    np.testing.assert_array_equal(weights, wide.astype(F32))
+    for found, key in zip(states.decode(state, layout), "mv", strict=True):
+        np.testing.assert_array_equal(found, stored[key].astype(F32), err_msg=key)
+
+
+@pytest.mark.parametrize("b2", [0.95, 0.999])
+def test_float32_states_are_adamw(b2):  # O-5, O-6
+    """Against float64 AdamW, T-1's formula."""
+    rng = np.random.default_rng(0)
+    p, g = rng.standard_normal(300), rng.standard_normal((40, 300)) * 0.1
+    q, state, m, v = p.astype(F32), states.init((300,), "float32"), np.zeros(300), np.zeros(300)
+    p = q.astype(np.float64)
+    for t, row in enumerate(g.astype(F32), 1):
+        q, state = states.step(q, row, state, learning_rate=0.01, b2=b2, weight_decay=0.1, layout="float32")
+        m, v = 0.9 * m + 0.1 * row, b2 * v + (1 - b2) * row.astype(np.float64) ** 2
+        p = p - 0.01 * (m / (1 - 0.9**t) / (np.sqrt(v / (1 - b2**t)) + 1e-8) + 0.1 * p)
+    # a step rounds the weight once, and a change of at most 0.02 some twenty times: 40 (|p| 2^-24 + 0.02 * 20 * 2^-24)
+    np.testing.assert_allclose(q, p, rtol=0, atol=40 * (4 + 0.4) * 2.0**-24)
+
+
+@settings(max_examples=60, deadline=None)
+@given(layout=LAYOUT, seed=SEED, cuts=st.sets(st.integers(1, 699), max_size=5))
+def test_any_cut_gives_the_same(layout, seed, cuts):  # O-8, O-9, O-10, O-11
+    g = gradients(seed, 700, 4)
+    whole, cut = run(g, layout, seed=seed), run(g, layout, seed=seed, cuts=sorted(cuts))
+    np.testing.assert_array_equal(whole[0], cut[0])
+    for one, two in zip(whole[1][1:], cut[1][1:], strict=True):
+        assert_same(one, two)
+
+
+def test_the_shape_of_a_tensor_does_not_matter():  # O-1, O-11
+    g = gradients(5, 600, 3)
+    for layout in ALL.values():
+        p = np.ones(600, F32)
+        flat, deep = states.init((600,), layout), states.init((2, 3, 100), layout)
+        q = p.reshape(2, 3, 100)
+        for row in g:
+            p, flat = states.step(p, row, flat, learning_rate=0.1, layout=layout)
+            q, deep = states.step(q, np.asfortranarray(row.reshape(2, 3, 100)), deep, learning_rate=0.1, layout=layout)
+        np.testing.assert_array_equal(p, q.reshape(-1))
+        np.testing.assert_array_equal(flat.v.codes, deep.v.codes.reshape(-1))
+
+
+@settings(max_examples=40, deadline=None)
+@given(layout=st.sampled_from([x for x in ALL.values() if not x.stochastic]), seed=SEED)
+def test_elements_of_a_block_may_be_permuted(layout, seed):  # O-7
+    g = gradients(seed, 512, 3)
+    order = np.concatenate([128 * i + np.random.default_rng(seed).permutation(128) for i in range(4)])
+    straight, permuted = run(g, layout), run(g[:, order], layout)
+    for one, two in zip(straight[1][1:], permuted[1][1:], strict=True):
+        assert_same(one._replace(codes=one.codes[order]), two)
+
+
+@settings(max_examples=40, deadline=None)
+@given(layout=st.sampled_from([x for x in ALL.values() if not x.stochastic]), seed=SEED)
+def test_rounding_is_monotone(layout, seed):  # O-8
+    """Of one group: a larger moment is never stored as a smaller one."""
+    g = gradients(seed, 128, 1)
+    _, state, before = run(g, layout)
+    m, v = (x.reshape(-1) for x in states._averages(states.in_range(g[0]), *states.decode(before, layout), scalars(1), layout))
+    for x, stored in zip((m, v), states.decode(state, layout), strict=True):
+        assert (np.diff(stored[np.argsort(x, kind="stable")]) >= 0).all()
+
+
+def scalars(t: int, **hyper) -> data.Scalars:
+    return data.scalars(t, learning_rate=1e-3, weight_decay=0.1, **{**HYPER, **hyper})
+
+
+@settings(max_examples=40, deadline=None)
+@given(layout=st.sampled_from([x for x in ALL.values() if x.m.keep or x.v.keep]), seed=SEED)
+def test_keep_stores_no_zero(layout, seed):  # O-8
+    layout = dataclasses.replace(layout, m=layout.m if layout.m.fmt == BFLOAT16 else changed(layout.m, keep=True))
+    g = gradients(seed, 256, 3, widest=60)
+    _, state, before = run(g, layout, seed=seed)
+    new = states._averages(states.in_range(g[-1]), *states.decode(before, layout), scalars(3), layout)
+    for x, stored, moment in zip(new, state[1:], (layout.m, layout.v), strict=True):
+        if moment.keep:
+            codes = stored.codes & 0x7F if stored.codes.dtype == np.uint8 else stored.codes
+            assert ((codes != 0) == (x != 0)).all()
+            assert (np.signbit(stored.codes.view(np.int8) if codes.dtype == np.uint8 else codes) == np.signbit(x))[x != 0].all()
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=SEED,
+    betas=st.sampled_from([(0.9, 0.95), (0.9, 0.999), (0.0, 0.9), (0.95, 0.95), (0.8, 0.65)]),
+    size=st.just(64),
+    hard=st.booleans(),
+)
+def test_float32_states_stay_below_the_bound(seed, betas, size, hard):  # O-3, O-6
+    """Also for the gradients that Cauchy-Schwarz's inequality is sharp for: powers of b1 / b2."""
+    b1, b2 = betas
+    steps = 30
+    sharp = np.tile(((b1 / b2) ** np.arange(steps)[::-1])[:, None].astype(F32), (1, size))
+    g = sharp if hard else gradients(seed, size, steps, widest=4)
+    state = states.init((size,), "float32")
+    p = np.zeros(size, F32)
+    bounded = dataclasses.replace(LAYOUTS["float32"], bounded=True)
+    q, other = p, state
+    for row in g:
+        before = state
+        p, state = states.step(p, row, state, learning_rate=1e-3, b1=b1, b2=b2, layout="float32")
+        q, other = states.step(q, row, other, learning_rate=1e-3, b1=b1, b2=b2, layout=bounded)
+        assert states.health(row, before, state, b1=b1, b2=b2, layout=bounded).bounded == 0
+    np.testing.assert_array_equal(p, q)
+    if hard:  # the bound is sharp, up to its factor of 1 + 2^-7 and eps
+        at = scalars(steps, b1=b1, b2=b2)
+        m, v = states.decode(state, "float32")
+        assert states._ratio(m, v, at)[0] == pytest.approx(at.bound / (1 + 2**-7), rel=1e-5)
+
+
+def test_the_bound_stops_an_explosion():  # O-6
+    """v rounded to 0 beside m: without a bound the weight jumps by m / eps."""
+    g = np.zeros((3, 128), F32)
+    g[0], g[0, 0] = 1, 1e3
+    plain = Layout(name="plain", m=BLOCKS, v=BLOCKS)
+    assert np.abs(run(g, plain)[0]).max() > 10
+    assert np.abs(run(g, dataclasses.replace(plain, bounded=True))[0]).max() < 4
+
+
+@settings(max_examples=60, deadline=None)
+@given(name=st.sampled_from(["predicted", "predicted_v"]), seed=SEED, b2=st.sampled_from([0.5, 0.95, 0.999]))
+def test_a_predicted_amax_is_never_violated(name, seed, b2):  # O-9
+    layout, size = ALL[name], 300
+    g, state = gradients(seed, size, 6, widest=8), states.init((300,), layout)
+    g[4] = 0
+    p = np.zeros(size, F32)
+    for t, row in enumerate(g, 1):
+        s, row = scalars(t, b2=b2), states.in_range(row)
+        m, v = states._averages(row, *states.decode(state, layout), s, layout)
+        for x, stored, moment in ((m, state.m, layout.m), (v, state.v, layout.v)):
+            group = np.zeros(size, int) if moment.block is None else np.arange(size) // moment.block
+            largest = np.array([np.abs(row[group == i]).max() for i in range(group[-1] + 1)])
+            kept = np.atleast_1d(stored.amax)
+            assert (np.abs(states._values(stored.codes, moment) * np.atleast_1d(stored.scale_inv)[group]) <= kept[group]).all()
+            kept = kept * kept if moment.root else kept
+            b, a, new = (s.b1, s.a1, largest) if moment is layout.m else (s.b2, s.a2, largest * largest)
+            assert (np.abs(x) <= (F32(b) * kept + F32(a) * new)[group]).all()
+        before = state
+        p, state = states.step(p, row, state, learning_rate=1e-3, b2=b2, layout=layout)
+        found = states.health(row, before, state, b2=b2, layout=layout)
+        assert (found.clipped_m, found.clipped_v) == (0, 0)
+
+
+def test_previous_amaxes_make_the_scale_of_the_next_step():  # O-9
+    layout = Layout(name="mine", m=changed(TENSOR, amax="previous"), v=Moment())
+    g = np.float32([[1, 0.5], [4, 1], [0, 0]])
+    state, p, found = states.init((2,), layout), np.zeros(2, F32), []
+    for row in g:
+        p, new = states.step(p, row, state, learning_rate=0.0, b1=0.0, layout=layout)
+        found.append((float(new.m.scale_inv), float(new.m.amax), states.health(row, state, new, b1=0.0, layout=layout).clipped_m))
+        state = new
+    unit = 0.0022321427  # 1 / 448
+    assert found == [(pytest.approx(unit), 1.0, 0), (pytest.approx(unit), 4.0, 1), (pytest.approx(4 * unit), 0.0, 0)]
+    assert bits(state.m.codes) == ["00", "00"]
+
+
+def test_stochastic_rounding_is_unbiased():  # O-8
+    layout = ALL["stochastic"]
+    g, p = gradients(11, 64, 1, widest=3)[0] + F32(0.01), np.zeros(64, F32)
+    exact = states.step(p, g, states.init((64,), "float32"), learning_rate=0.0, layout="float32")[1]
+    trials = 400
+    found = [states.step(p, g, states.init((64,), layout), learning_rate=0.0, layout=layout, seed=i)[1] for i in range(trials)]
+    m = np.mean([states.decode(s, layout)[0].astype(np.float64) for s in found], axis=0)
+    roots = np.mean([np.sqrt(states.decode(s, layout)[1].astype(np.float64)) for s in found], axis=0)
+    for mean, wanted, fmt in ((m, exact.m.codes, E4M3FN), (roots, np.sqrt(exact.v.codes), E5M2)):
+        # a spacing is at most 2^-mantissa_bits of the value, or the smallest subnormal at amax's scale; six standard errors
+        spacing = np.abs(wanted) * 2.0**-fmt.mantissa_bits + np.abs(wanted).max() / fmt.max * fmt.smallest_subnormal
+        assert (np.abs(mean - wanted) < 6 * spacing / 2 / np.sqrt(trials) + 1e-6 * np.abs(wanted)).all()
+
+
+def test_random_numbers_differ_by_seed_step_tensor_and_moment():  # O-8
+    assert [f"{states._key(*key):016X}" for key in ((42, 1, 0), (42, 1, 1), (42, 2, 6))] == [
+        "F753E8255558D87A",
+        "F13D91F0858E5CA0",
+        "B53BED8ACBC50256",
+    ]
+    keys = [states._key(seed, step, stream) for seed, step, stream in itertools.product((0, 1), (1, 2), (0, 1, 2, 3))]
+    assert len(set(keys)) == len(keys)
+    g = gradients(1, 256, 1)
+    layout = ALL["stochastic"]
+    found = [states.step(np.zeros(256, F32), g[0], states.init((256,), layout), learning_rate=0.0, layout=layout, **key)[1].m.codes
+             for key in ({}, {"seed": 1}, {"tensor": 1}, {})]  # fmt: skip
+    assert (found[0] != found[1]).any()
+    assert (found[0] != found[2]).any()
+    assert (found[0] == found[3]).all()
+
+
+@pytest.mark.parametrize("name", list(ALL))
+def test_flushing_subnormals_changes_nothing(name):  # O-2, O-4 to O-7
+    """The same steps with the processor's flush-to-zero on, as XLA sets it: tiny gradients, idle steps, tiny weights."""
+    layout = ALL[name]
+    rng = np.random.default_rng(2)
+    g = (rng.standard_normal((8, 512)) * 2.0 ** rng.uniform(-75, -40, (8, 512))).astype(F32)
+    g[3:6] = 0
+    g[:, :128] *= F32(2.0**40)
+    p = (rng.standard_normal(512) * 2.0 ** rng.uniform(-120, 0, 512)).astype(F32)
+    p[np.abs(p) < 2.0**-126] = 0
+
+    def steps(hyper):
+        q, state = p, states.init(p.shape, layout)
+        for row in g:
+            q, state = states.step(q, row, state, learning_rate=hyper, weight_decay=0.1, eps=2.0**-50, layout=layout, seed=3)
+        return q, state
+
+    for learning_rate in (1e-3, 2.0**-80):
+        kept = steps(learning_rate)
+        assert torch.set_flush_denormal(True), "needs a processor that flushes"
+        try:
+            assert F32(2.0**-126) / F32(2) == 0
+            flushed = steps(learning_rate)
+        finally:
+            torch.set_flush_denormal(False)
+        np.testing.assert_array_equal(kept[0].view(np.uint32), flushed[0].view(np.uint32))
+        for one, two in zip(kept[1][1:], flushed[1][1:], strict=True):
+            assert_same(one, two)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 2.0**57])
+@pytest.mark.parametrize("name", list(ALL))
+def test_what_is_not_finite_is_loud(name, value):  # O-2, O-7
+    layout = ALL[name]
+    g = np.ones((1, 512), F32)
+    g[0, 200] = value
+    p, state, _ = run(g, layout)
+    assert np.isnan(p[200])
+    assert np.isfinite(np.delete(p, 200)).all()
+    for x, moment in zip(states.decode(state, layout), (layout.of(512).m, layout.of(512).v), strict=True):
+        size = 1 if moment.scaling is None or moment.amax == "predicted" else moment.block or 512
+        first = 200 // size * size
+        assert np.isnan(x[first : first + size]).all()
+        if moment.block:
+            assert np.isfinite(x[:128]).all() or moment.block == 256
+
+
+def test_gradients_out_of_range():  # O-2
+    found = states.in_range(
+        np.float32(
+            [2.0**-56, np.nextafter(F32(2.0**-56), F32(0)), -(2.0**-57), 2.0**56, -(2.0**56), np.nextafter(F32(2.0**56), F32(1e38)), -0.0]
+        )
+    )
+    np.testing.assert_array_equal(found, np.float32([2.0**-56, 0, 0, 2.0**56, -(2.0**56), np.nan, 0]))
+
+
+def test_expansions_by_hand():  # O-10
+    layout = LAYOUTS["coat"]
+    assert [bits(F32(data.EXPANDED_RANGE ** (1 / k)))[0] for k in (4, 2, 1)] == ["418E632B", "439E6455", "47C40000"]
+    for ratio, k in ((1, 4), (17, 4), (18, 2), (316, 2), (317, 1), (100352, 1), (100353, 0.5), (1e9, 0.5)):
+        g = np.float32([1, 1 / ratio, 0, 0])
+        _, state = states.step(np.zeros(4, F32), g, states.init((4,), layout), learning_rate=0.0, layout=layout, b1=0.5)
+        assert float(state.m.exponent[0]) == k, ratio
+        m, _ = states.decode(state, layout)
+        np.testing.assert_allclose(m, g / 2, rtol=0.13, atol=0)
+        assert bits(state.m.codes)[0] == "7E"
+    assert (states.decode(run(np.zeros((1, 4), F32), layout)[1], layout)[0] == 0).all()
+
+
+def test_health_counts():  # O-12
+    g = np.zeros((1, 128), F32)
+    g[0], g[0, 0] = 1e-3, 1e3
+    plain = Layout(name="plain", m=BLOCKS, v=BLOCKS)
+    _, state, before = run(g, plain)
+    found = states.health(g[0], before, state, layout=plain)
+    assert (found.count, found.v_lost, found.bounded, found.clipped_m, found.clipped_v) == (128, 0, 0, 0, 0)  # both moments are lost
+    g[0, 1:] = 1
+    _, state, before = run(g, plain)
+    found = states.health(g[0], before, state, layout=plain)
+    assert found.v_lost == 127
+    assert found.largest_ratio > 1e5
+    assert found.update_error > 1e5
+    assert found.root_bias == pytest.approx(1000 / 1127 - 1, rel=0.01)
+    assert found.bytes_per_parameter == 2 + 8 / 128
+    perfect = states.health(g[0], *run(g, "float32")[:0:-1], layout="float32")
+    assert (perfect.v_lost, perfect.root_bias, perfect.update_error, perfect.stalled_m, perfect.stalled_v) == (0, 0, 0, 0, 0)
+
+
+def test_nearest_roots_stall_and_stochastic_ones_do_not():  # O-12
+    """sqrt(0.95) shrinks a root by 2.5 %: less than half of the smallest step of a normal number, 3.1 %."""
+    g = gradients(3, 512, 2, widest=2) + F32(0.1)
+    _, state, before = run(g, "sqrt_e4m3")
+    found = states.health(g[-1], before, state, layout="sqrt_e4m3")
+    assert found.stalled_v == 512
+    assert found.stalled_m < 300
+    _, state, before = run(g, ALL["stochastic"])
+    assert states.health(g[-1], before, state, layout=ALL["stochastic"]).stalled_v == 0
+
+
+def test_v_of_sqrt_e4m3_is_never_lost():  # O-12
+    g = gradients(9, 4096, 10, widest=16)
+    lost = {}
+    for name in ("sqrt_e4m3", "sqrt_e5m2", "te", "torchao"):
+        _, state, before = run(g, name)
+        lost[name] = states.health(g[-1], before, state, layout=name).v_lost
+    assert lost["sqrt_e4m3"] == lost["sqrt_e5m2"] == 0
+    assert lost["te"] > 0
+    assert lost["torchao"] > 0
+
+
+WRONG = [
+    ({"p": np.zeros(4)}, "weights are float32; got float64"),
+    ({"g": np.zeros(4)}, "a gradient is float32, float16 or bfloat16 of its weight's shape"),
+    ({"g": np.zeros(5, F32)}, r"a gradient .* \(4,\); got float32 \(5,\)"),
+    ({"layout": "bfloat16"}, "a state of layout 'bfloat16' and shape .* States of another layout"),
+    ({"state": None}, "a state is a states.State"),
+    ({"cuts": (2, 2)}, "cuts ascend strictly"),
+    ({"cuts": (4,)}, "cuts ascend strictly"),
+    ({"seed": -1}, r"seed is an integer in \[0, 2\^64\)"),
+    ({"tensor": 1 << 31}, r"tensor is an integer in \[0, 2\^31\)"),
+    ({"eps": 0.0}, "eps is in"),
+    ({"b1": 0.99}, "bounded"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), WRONG)
+def test_wrong_input_is_refused(changes, message):  # O-1, O-2
+    given = {"p": np.zeros(4, F32), "g": np.zeros(4, F32), "state": states.init((4,)), "learning_rate": 1e-3, **changes}
+    with pytest.raises(ValueError, match=message):
+        states.step(given.pop("p"), given.pop("g"), given.pop("state"), **given)
+
+
+def test_wrong_states_are_refused():  # O-4, O-12
+    with pytest.raises(ValueError, match="at least one element"):
+        states.init((0, 3))
+    state = states.init((4,))
+    with pytest.raises(ValueError, match="health is of one step"):
+        states.health(np.zeros(4, F32), state, state)
+    with pytest.raises(ValueError, match="has scale_inv of m"):
+        states.decode(state._replace(m=state.m._replace(scale_inv=np.ones(2, F32))))
+
+
+def test_bfloat16_gradients_are_widened():
+    g = gradients(1, 256, 1)[0].astype(ml_dtypes.bfloat16)
+    state = states.init((256,))
+    one, two = (states.step(np.ones(256, F32), x, state, learning_rate=0.1)[0] for x in (g, g.astype(F32)))
+    np.testing.assert_array_equal(one, two)
