@@ -31,8 +31,8 @@ def table(*columns: str, title: str | None = None) -> "Table":
 
 
 def say(text: str) -> None:
-    """A line to standard error, for what a person should know and no program reads."""
-    _rich(stderr=True).print(text, markup=False, highlight=False, soft_wrap=True)
+    """A line to standard error, also in a notebook, for what a person should know and no program reads."""
+    _rich(stderr=True, force_jupyter=False).print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 @contextmanager
