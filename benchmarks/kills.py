@@ -129,7 +129,7 @@ class Killing:
         made = self.folder / f"{run.name}-weights"
         if not made.exists():
             export.export(run, made)
-        return export.read(made, self.config.model)
+        return {name: weight[...] for name, weight in export.read(made, self.config.model).items()}
 
 
 def starts(out: Path) -> list[int]:
