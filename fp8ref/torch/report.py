@@ -10,7 +10,6 @@ import contextlib
 import logging
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -20,6 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 from torchao.float8 import float8_linear
 
+from fp8ref import fp8_report
+from fp8ref.fp8_report import Row
 from fp8ref.recipe import Recipe
 from fp8ref.torch import block_gemm, gemm, hardware
 from fp8ref.torch.linear import Linear
@@ -37,88 +38,19 @@ REASONS = "_fp8_reasons"
 _logger = logging.getLogger("fp8ref.torch")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """One layer, or products of one kind that belong to no layer.
-
-    path             of the layer; empty for products without one.
-    kind             the class of the layer, or the product's operator.
-    shape            [N, K] of a linear, else that of its largest parameter, or of the result.
-    recipe           the name of the recipe; None without FP8.
-    kernel           what multiplies the codes on the weight's device; None without FP8.
-    reason           why.
-    parameters       their number. One that several layers share counts once, at a linear if one of
-                     them is.
-    in_fp8           those that are multiplied in FP8.
-    multiplications  of one forward pass; None where none was run.
-    """
-
-    path: str
-    kind: str
-    shape: tuple[int, ...]
-    recipe: str | None
-    reason: str
-    kernel: str | None = None
-    parameters: int = 0
-    in_fp8: int = 0
-    multiplications: int | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Report:
-    """Rows of a model, and what share of it is in FP8. As a string, a table."""
-
-    rows: list[Row] = field(default_factory=list)
-
-    @property
-    def parameters(self) -> float:
-        """The share of parameters that are multiplied in FP8."""
-        return _share(sum(row.in_fp8 for row in self.rows), sum(row.parameters for row in self.rows))
-
-    @property
-    def multiplications(self) -> float | None:
-        """The share of multiplications of a forward pass in FP8; None where none was run."""
-        if all(row.multiplications is None for row in self.rows):
-            return None
-        counts = [(row.recipe, row.multiplications or 0) for row in self.rows]
-        return _share(sum(n for recipe, n in counts if recipe), sum(n for _, n in counts))
+class Report(fp8_report.Report):
+    """``fp8_report.Report`` of a PyTorch model."""
 
     @property
     def left_out(self) -> list[Row]:
-        """The rows that multiply matrices without FP8, or may do so."""
-        return [row for row in self.rows if row.recipe is None and row.kind != "vectors" and row.reason != TABLE]
+        """The rows that multiply matrices without FP8, or may do so: no lookups."""
+        return [row for row in super().left_out if row.reason != TABLE]
 
     @property
     def surprising(self) -> bool:
         """True if something other than linears, lookups and convolutions has no FP8: experts, a
         Conv1D of transformers, or parameters that no module of torch's multiplies."""
         return any(row.recipe is None and row.reason in (CONV1D, _outside(row.shape)) for row in self.rows)
-
-    def summary(self) -> str:
-        """One line: shares, and what is left out."""
-        layers = [row for row in self.rows if row.recipe]
-        shares = [f"{self.parameters:.1%} of the parameters"]
-        if self.multiplications is not None:
-            shares.append(f"{self.multiplications:.1%} of the multiplications")
-        recipes = ", ".join(dict.fromkeys(f"{row.recipe} by {row.kernel}" for row in layers))
-        line = f"{len(layers)} layer{'s' * (len(layers) != 1)} in FP8{f' ({recipes})' if recipes else ''}, {' and '.join(shares)}"
-        names = [
-            f"{row.path or row.kind} ({row.kind}: {row.reason})" if row.path else f"{row.kind} ({row.reason})" for row in self.left_out
-        ]
-        more = f"; and {len(names) - 6} more" if len(names) > 6 else ""
-        return f"{line}. Not in FP8: {'; '.join(names[:6])}{more}." if names else f"{line}."
-
-    def __str__(self) -> str:
-        counted = self.multiplications is not None
-        head = ["layer", "kind", "shape", "recipe", "kernel", "parameters", *["multiplications"] * counted, "why"]
-        cells = [head]
-        for row in self.rows:
-            shape = "x".join(map(str, row.shape))
-            counts = [f"{row.parameters:,}", *[f"{row.multiplications or 0:,}"] * counted]
-            cells.append([row.path or "-", row.kind, shape or "-", row.recipe or "-", row.kernel or "-", *counts, row.reason])
-        widths = [max(len(line[i]) for line in cells) for i in range(len(head))]
-        table = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in cells]
-        return "\n".join([*table, self.summary()])
 
 
 def report(model: nn.Module, inputs: tuple | None = None) -> Report:
@@ -287,7 +219,3 @@ def _reasons(model: nn.Module) -> Iterator[tuple[str, str]]:
     for name, module in model.named_modules():
         for path, reason in vars(module).get(REASONS, {}).items():
             yield ".".join(part for part in (name, path) if part), reason
-
-
-def _share(part: int, whole: int) -> float:
-    return part / whole if whole else 0.0

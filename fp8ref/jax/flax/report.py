@@ -8,7 +8,6 @@ products and the ragged products of experts.
 import collections
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
 
 import flax.linen as nn
 import jax
@@ -16,6 +15,8 @@ import jax.extend.core
 from flax import nnx, traverse_util
 from jax import lax
 
+from fp8ref import fp8_report
+from fp8ref.fp8_report import Row
 from fp8ref.jax.flax.nnx import Hook
 from fp8ref.linear_selection import Decision
 from fp8ref.recipe import Recipe
@@ -27,85 +28,19 @@ RAGGED = "experts: a ragged product has no hook"
 """Why lax.ragged_dot has no FP8."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """One layer, or products of one kind that belong to no layer in FP8.
-
-    path             of the layer; empty for products without one.
-    kind             the class of the layer, or the product's primitive.
-    shape            [N, K] of a linear, else that of its largest parameter, or of the result.
-    recipe           the name of the recipe; None without FP8.
-    reason           why.
-    parameters       their number.
-    in_fp8           those that are multiplied in FP8.
-    multiplications  of one forward pass; None where none was traced.
-    """
-
-    path: str
-    kind: str
-    shape: tuple[int, ...]
-    recipe: str | None
-    reason: str
-    parameters: int = 0
-    in_fp8: int = 0
-    multiplications: int | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Report:
-    """Rows of a model, and what share of it is in FP8. As a string, a table."""
-
-    rows: list[Row] = field(default_factory=list)
-
-    @property
-    def parameters(self) -> float:
-        """The share of parameters that are multiplied in FP8."""
-        return _share(sum(row.in_fp8 for row in self.rows), sum(row.parameters for row in self.rows))
-
-    @property
-    def multiplications(self) -> float | None:
-        """The share of multiplications of a forward pass in FP8; None where none was traced."""
-        if all(row.multiplications is None for row in self.rows):
-            return None
-        counts = [(row.recipe, row.multiplications or 0) for row in self.rows]
-        return _share(sum(n for recipe, n in counts if recipe), sum(n for _, n in counts))
+class Report(fp8_report.Report):
+    """``fp8_report.Report`` of a Flax model."""
 
     @property
     def left_out(self) -> list[Row]:
-        """The rows that multiply matrices without FP8, or may do so."""
-        return [row for row in self.rows if row.recipe is None and row.kind not in ("vectors", "Embed")]
+        """The rows that multiply matrices without FP8, or may do so: no lookups."""
+        return [row for row in super().left_out if row.kind != "Embed"]
 
     @property
     def surprising(self) -> bool:
         """True if something other than linears, lookups and convolutions has no FP8: experts, or
         parameters that no layer of Flax's multiplies."""
         return any(row.recipe is None and row.reason in (RAGGED, _outside(row.shape)) for row in self.rows)
-
-    def summary(self) -> str:
-        """One line: shares, and what is left out."""
-        layers = [row for row in self.rows if row.recipe]
-        shares = [f"{self.parameters:.1%} of the parameters"]
-        if self.multiplications is not None:
-            shares.append(f"{self.multiplications:.1%} of the multiplications")
-        recipes = ", ".join(dict.fromkeys(row.recipe for row in layers if row.recipe))
-        line = f"{len(layers)} layer{'s' * (len(layers) != 1)} in FP8{f' ({recipes})' if recipes else ''}, {' and '.join(shares)}"
-        names = [
-            f"{row.path or row.kind} ({row.kind}: {row.reason})" if row.path else f"{row.kind} ({row.reason})" for row in self.left_out
-        ]
-        more = f"; and {len(names) - 6} more" if len(names) > 6 else ""
-        return f"{line}. Not in FP8: {'; '.join(names[:6])}{more}." if names else f"{line}."
-
-    def __str__(self) -> str:
-        traced = self.multiplications is not None
-        head = ["layer", "kind", "shape", "recipe", "parameters", *["multiplications"] * traced, "why"]
-        cells = [head]
-        for row in self.rows:
-            shape = "x".join(map(str, row.shape))
-            counts = [f"{row.parameters:,}", *[f"{row.multiplications or 0:,}"] * traced]
-            cells.append([row.path or "-", row.kind, shape or "-", row.recipe or "-", *counts, row.reason])
-        widths = [max(len(line[i]) for line in cells) for i in range(len(head))]
-        table = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in cells]
-        return "\n".join([*table, self.summary()])
 
 
 def of_nnx(
@@ -295,7 +230,3 @@ def _report(rows: list[Row], vectors: list[Row], traced: _Traced | None) -> Repo
         }.get(primitive, "outside layers in FP8")
         rows.append(Row(path="", kind=primitive, shape=shape, recipe=None, reason=reason, multiplications=count))
     return Report(rows=rows)
-
-
-def _share(part: int, whole: int) -> float:
-    return part / whole if whole else 0.0
