@@ -71,11 +71,20 @@ def to_f32(x: jax.Array) -> jax.Array:
     return lax.reduce_precision(x, info.nexp, info.nmant).astype(jnp.float32)
 
 
+def bits(x: jax.Array) -> jax.Array:
+    """The bits of x, int16 or int32."""
+    return lax.bitcast_convert_type(x, jnp.int32 if checked(x).dtype == jnp.float32 else jnp.int16)
+
+
 def magnitude_bits(x: jax.Array) -> jax.Array:
     """The bits of |x|, int16 or int32. They order as the magnitudes do; infinities and then NaNs
     are the largest."""
-    integer = jnp.int32 if checked(x).dtype == jnp.float32 else jnp.int16
-    return lax.bitcast_convert_type(x, integer) & jnp.iinfo(integer).max
+    return without_sign(bits(x))
+
+
+def without_sign(bits: jax.Array) -> jax.Array:
+    """``magnitude_bits`` of an array, of its ``bits``."""
+    return bits & jnp.iinfo(bits.dtype).max
 
 
 def from_magnitude_bits(bits: jax.Array, dtype) -> jax.Array:

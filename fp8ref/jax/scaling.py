@@ -63,7 +63,7 @@ def amax(x: jax.Array, granularity: str = "tensorwise", *, axis: int | tuple[int
     """
     axes = axis if isinstance(axis, tuple) else (axis,)
     sizes = [granularities.blocks(granularity, x.shape, each) for each in axes]  # refuses empty tensors and absent axes
-    bits = cast.magnitude_bits(x)
+    bits = cast.bits(x)
     if granularity == "tensorwise":
         bits = _largest(bits, x.dtype)
     elif granularity == "rowwise":
@@ -153,24 +153,37 @@ def _quantized(
 
 @functools.partial(jax.jit, static_argnames=("dtype", "axis", "keepdims"))  # traced once for all tensors of a shape
 def _largest(bits: jax.Array, dtype, axis: int | tuple[int, ...] | None = None, keepdims: bool = False) -> jax.Array:
-    """The maximum of ``cast.magnitude_bits``: of the integers on an NVIDIA GPU, elsewhere by a
-    float maximum, the only fast one of XLA on a CPU.
+    """The maximum of ``cast.magnitude_bits``, of an array's ``cast.bits``: of the integers on an
+    NVIDIA GPU, elsewhere by a float maximum, the only fast one of XLA on a CPU."""
+    how = {"axis": axis, "keepdims": keepdims}
+    return lax.platform_dependent(
+        bits, cuda=functools.partial(_of_integers, **how), default=functools.partial(_of_floats, dtype=dtype, **how)
+    )
 
-    That maximum drops NaNs and flushes subnormals. So the bits are first mapped, in order, to
+
+def _of_integers(bits: jax.Array, axis: int | tuple[int, ...] | None, keepdims: bool) -> jax.Array:
+    """XLA would write the magnitudes to memory where two reductions read them, one along memory and
+    one across it. So the one across reads the bits: the largest signed integer is a positive
+    number's, the largest unsigned one a negative number's, if there are such numbers."""
+    largest = functools.partial(jnp.max, axis=axis, keepdims=keepdims)
+    reduced = range(bits.ndim) if axis is None else (axis,) if isinstance(axis, int) else axis
+    if bits.ndim - 1 in (each % bits.ndim for each in reduced):
+        return largest(cast.without_sign(bits))
+    unsigned = largest(lax.bitcast_convert_type(bits, f"u{bits.dtype}"))
+    return jnp.maximum(largest(bits), cast.without_sign(lax.bitcast_convert_type(unsigned, bits.dtype)))
+
+
+def _of_floats(bits: jax.Array, axis: int | tuple[int, ...] | None, keepdims: bool, dtype) -> jax.Array:
+    """That maximum drops NaNs and flushes subnormals. So the bits are first mapped, in order, to
     numbers of dtype that are neither zero, subnormal, infinite nor NaN: t = bits - 2^(n - 2)
     becomes the number t steps above the least normal number, or below its negative. The result is
-    mapped back.
-    """
-
-    def of_floats(bits: jax.Array) -> jax.Array:
-        size = jnp.iinfo(bits.dtype)
-        half, least, sign = 1 << (size.bits - 2), 1 << jnp.finfo(dtype).nmant, size.bits - 1
-        t = bits - half
-        ordered = (least + (t ^ (t >> sign))) | ((t >> sign) & size.min)
-        found = lax.bitcast_convert_type(jnp.max(lax.bitcast_convert_type(ordered, dtype), axis=axis, keepdims=keepdims), bits.dtype)
-        return (((found & size.max) - least) ^ (found >> sign)) + half
-
-    return lax.platform_dependent(bits, cuda=functools.partial(jnp.max, axis=axis, keepdims=keepdims), default=of_floats)
+    mapped back."""
+    size = jnp.iinfo(bits.dtype)
+    half, least, sign = 1 << (size.bits - 2), 1 << jnp.finfo(dtype).nmant, size.bits - 1
+    t = cast.without_sign(bits) - half
+    ordered = (least + (t ^ (t >> sign))) | ((t >> sign) & size.min)
+    found = lax.bitcast_convert_type(jnp.max(lax.bitcast_convert_type(ordered, dtype), axis=axis, keepdims=keepdims), bits.dtype)
+    return (((found & size.max) - least) ^ (found >> sign)) + half
 
 
 def _largest_of_blocks(bits: jax.Array, dtype, sizes: tuple[int, ...]) -> jax.Array:
