@@ -7,8 +7,10 @@ inductor  torchao's own list, testing/training/roofline_utils.py of 0.18. Tensor
           scale, and a cast that writes codes in every order that a GEMM wants, a weight's once in
           the forward and once in the backward pass. Rowwise: amax and cast in one, along memory;
           across it after a transpose in bfloat16.
-xla       counted in programs compiled for an H200 (benchmarks/results/aot.md): amax and cast are
-          two kernels, a cast writes all orders at once.
+xla       counted in programs compiled for an H200 (benchmarks/results/aot.md), whose kernels a test
+          compares. Amax and cast are two kernels, a cast writes both orders at once. Which amax the
+          kernel computes that makes the tensor, and what a cast reads, depends on the linear's
+          place in a Llama: ``_xla``.
 eager     PyTorch without torch.compile: every operation of a cast is a kernel, and each GEMM has
           its operands made anew.
 
@@ -73,6 +75,7 @@ def of_linear(
     *,
     gemms: Sequence[Gemm] = GEMMS,
     roles: Collection[Role] = ROLES,
+    linear: str = "",
     gathered: float | None = None,
 ) -> list[Kernel]:
     """The kernels of one linear for one microbatch.
@@ -81,6 +84,7 @@ def of_linear(
     gemms     the GEMMs that run: ("output",) is a forward pass alone.
     roles     the roles that this linear quantizes: its input may come quantized from another
               linear.
+    linear    its name in a Llama, such as up_proj: XLA fuses kernels with those around them.
     gathered  elements of the whole weight, if its codes are gathered from shards; else None.
     """
     backend = "jax" if how == "xla" else "torch"
@@ -96,18 +100,21 @@ def of_linear(
             else:
                 made += _dequantized(sizes[role], how)
     for role, served in wanted.items():
-        made += _of_role(role, served, sizes[role], how, gathered if role == "weight" else None)
+        whole = gathered if role == "weight" else None
+        made += _xla(role, served, sizes[role], linear, whole) if how == "xla" else _of_role(role, served, sizes[role], how, whole)
     return made
 
 
-def rescale(spec: GemmSpec, outputs: float, how: Fusion) -> list[Kernel]:
+def rescale(spec: GemmSpec, outputs: float, how: Fusion, linear: str = "") -> list[Kernel]:
     """The kernels that scale a GEMM's result after it (SEMANTICS G-8, G-22).
 
     XLA needs one for rowwise scales, of what the GEMM writes; torchao for its slow accumulation.
+    XLA's is the kernel that uses the result, where there is one such.
     """
     if how == "xla":
         after = spec.rowwise or spec.epilogue == "unit_round_scale_round"
-        return [Kernel("rescale", (writes(spec, how) + 2) * outputs)] if after else []
+        used_once = linear in llama.LINEARS and linear not in SWIGLU
+        return [Kernel("rescale", (writes(spec, how) + 2) * outputs)] if after and not used_once else []
     if spec.epilogue != "unit_round_scale_round":
         return []
     # eager writes the product of both scales in float32 first
@@ -121,7 +128,7 @@ def writes(spec: GemmSpec, how: Fusion) -> int:
     return 2 if how != "xla" or rounds else 4
 
 
-def _of_role(role: Role, served: list[tuple[Gemm, CastSpec, int]], n: float, how: Fusion, gathered: float | None) -> list[Kernel]:
+def _of_role(role: Role, served: list[_Served], n: float, how: Fusion, gathered: float | None) -> list[Kernel]:
     made: list[Kernel] = []
     whole = [one for one in served if one[1].granularity == "tensorwise"]
     for which, cast, axis in served:
@@ -133,7 +140,7 @@ def _of_role(role: Role, served: list[tuple[Gemm, CastSpec, int]], n: float, how
         elif how == "eager":
             made += [*_eager_amax(n), *_eager_cast(n), *([Kernel("layout", 2 * n)] if transposed and gathered is None else [])]
         elif cast.granularity == "rowwise":
-            made += _rowwise(role, n, how, transposed=transposed and gathered is None, after=which != served[0][0])
+            made += _rowwise(role, n, transposed=transposed and gathered is None, after=which != served[0][0])
     if how == "eager" or not whole:
         return made
     # Tensorwise, not eager: one amax (none under delayed scaling, which scales by its history), one
@@ -142,22 +149,24 @@ def _of_role(role: Role, served: list[tuple[Gemm, CastSpec, int]], n: float, how
     made += [Kernel("scale", 0)] if delayed else [Kernel("amax", 2 * n), Kernel("scale", 0)]
     if gathered is not None:
         made.append(Kernel("cast", 3 * n))
-    elif how == "inductor" and role == "weight":
+    elif role == "weight":
         made += [Kernel("cast", 3 * n) for _ in whole]
     else:
         made.append(Kernel("cast", (2 + len(whole)) * n))
     return made
 
 
-def _rowwise(role: Role, n: float, how: Fusion, *, transposed: bool, after: bool) -> list[Kernel]:
-    if how == "xla":
-        return [Kernel("amax", 2 * n), Kernel("cast", 3 * n)]
+def _rowwise(role: Role, n: float, *, transposed: bool, after: bool) -> list[Kernel]:
     if not transposed:
         return [Kernel("cast", 3 * n)]
     # An earlier row-major cast also writes the transposed tensor, so that it need not be read
     # again. A weight's earlier cast ran in another pass.
     read = 0 if after and role != "weight" else 2 * n
     return [Kernel("layout", read + 2 * n), Kernel("cast", 3 * n)]
+
+
+def _xla(role: Role, served: list[_Served], n: float, linear: str, gathered: float | None) -> list[Kernel]:
+    raise NotImplementedError
 
 
 def _dequantized(n: float, how: Fusion) -> list[Kernel]:

@@ -25,7 +25,7 @@ def run(config, recipe, **options):
     return crosscheck(config.replace(numerics={"recipe": recipe}), **options)
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", SLOW("rowwise"), "rowwise_with_gw_hp", SLOW("bf16")])
+@pytest.mark.parametrize("recipe", ["tensorwise", SLOW("rowwise"), SLOW("rowwise_with_gw_hp"), SLOW("bf16")])
 def test_both_backends_hold_to_the_simulator(recipe, small):
     report = run(small, recipe, steps=2)
     assert report.ok, [f.detail for f in report.failures]

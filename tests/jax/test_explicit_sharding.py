@@ -186,6 +186,7 @@ def test_a_mesh_with_auto_axes_too(auto, placement, operands):
     same(found, jax.jit(lambda x, w, g: results(dot(), x, w, g))(x, w, g))
 
 
+@pytest.mark.slow
 def test_transformations_and_a_context_mesh(operands):
     x, w, _ = operands
     square = w[:, :K]
@@ -207,6 +208,7 @@ def test_transformations_and_a_context_mesh(operands):
     same(jax.jit(lambda x, w: linear.apply(x, w, recipe="rowwise")[0])(put(x[0, 0], "tensor"), put(w.T)), one)
 
 
+@pytest.mark.slow
 def test_batch_dims_and_attention(operands):
     x, w = (v.reshape(4, -1, K) for v in operands[:2])
     for subscripts, a, b, specs in (

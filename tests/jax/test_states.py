@@ -112,6 +112,7 @@ def test_a_quotient_that_is_rewritten_is_seen(monkeypatch):  # O-7
     assert trained(compiled(optimizer), optimizer, LAYOUTS["torchao"], 4) > 0
 
 
+@pytest.mark.slow
 def test_a_loop_over_steps_and_unrolled_steps():  # O-4: a cast and back is not left out
     for name in ("msamp", "sqrt_e4m3", "bfloat16", "float16", "predicted"):
         layout = NEAREST[name]

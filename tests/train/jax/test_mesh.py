@@ -27,7 +27,7 @@ CASES = [
     pytest.param("bf16", SEQUENCE, marks=pytest.mark.slow),
     pytest.param("tensorwise", {"fsdp": 8}, marks=pytest.mark.slow),
     ("tensorwise", {**SEQUENCE, "through": "jit"}),
-    ("delayed", SEQUENCE),
+    pytest.param("delayed", SEQUENCE, marks=pytest.mark.slow),
     pytest.param("rowwise", {"fsdp": 2, "tensor": 4, "through": "jit"}, marks=pytest.mark.slow),
 ]
 
@@ -70,6 +70,7 @@ def test_states_of_delayed_scaling_are_no_parameters_and_change_once_a_step():
     assert {name.split(".")[-1] for name in one.weights()} == {"weight"}
 
 
+@pytest.mark.slow
 def test_the_manifest_keeps_the_proof_and_a_fallback_stops_the_run(tmp_path, text, monkeypatch):  # B-7
     config = CONFIG.replace(
         data={"source": str(text), "sequence_length": 16}, numerics={"recipe": "tensorwise"}, run={"steps": 1, "eval_every": 1}

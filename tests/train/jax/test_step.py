@@ -151,6 +151,7 @@ def test_statistics_and_observed_operands_are_those_of_layers(deep, parallel):  
     np.testing.assert_array_equal(other.first_input(tokens[:, :-1]), one.first_input(tokens[:, :-1]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("meshes", [({}, {"scan": True}), ({"scan": True, "fsdp": 2}, {"fsdp": 4, "scan": True})], ids=str)
 def test_a_checkpoint_is_read_with_and_without_a_scan(deep, tmp_path, meshes):  # K-2
     config = deep.replace(model={"num_hidden_layers": 2}, numerics={"recipe": "delayed"})
