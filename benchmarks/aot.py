@@ -15,6 +15,7 @@ import os
 import platform
 import re
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -142,20 +143,46 @@ def moves(text: str) -> tuple[list[int], list[int]]:
 
 def outside_gemms(text: str) -> dict[str, float]:
     """Bytes that kernels other than GEMMs read and write, in GB, and the number of these kernels."""
+    moved = [sum(map(_bytes, (*one.types, *read))) for one, read in kernels(text)]
+    return {"gb": round(sum(moved) / 1e9, 2), "kernels": len(moved)}
+
+
+def quantizing(text: str) -> dict[str, dict[str, float]]:
+    """Kernels of a mebibyte or more that do no more than quantize, or scale a GEMM's result, by purpose (``fp8ref.estimate.kernels.Part``):
+    their number and GB. A kernel that also writes a wide tensor is that tensor's."""
+    found: dict[str, dict[str, float]] = {part: {"kernels": 0, "gb": 0.0} for part in ("amax", "cast", "layout", "rescale")}
+    for one, read in kernels(text):
+        moved = sum(map(_bytes, (*one.types, *read)))
+        if moved < MEBIBYTE or one.kind.removesuffix("-start").replace("-", "_") in hlo.COLLECTIVES:
+            continue
+        made, given = ({"f8" if dtype.startswith("f8") else dtype for dtype, shape in types if math.prod(shape) >= MEBIBYTE // 4}
+                       for types in (one.types, read))  # fmt: skip
+        if made == {"f8"}:
+            part = "layout" if given == {"f8"} else "cast"
+        elif "_largest" in one.path and {dtype for dtype, _ in one.types} <= {"s16", "u16", "s32", "u32"}:
+            part = "amax"
+        elif made == {"bf16"} and one.path.endswith("/convert_element_type") and hlo.place(one.path)[1] and "kind=kLoop" in one.line:
+            part = "rescale"
+        else:
+            continue
+        found[part]["kernels"] += 1
+        found[part]["gb"] += moved / 1e9
+    return {part: {"kernels": of["kernels"], "gb": round(of["gb"], 3)} for part, of in found.items()}
+
+
+def kernels(text: str) -> Iterator[tuple[hlo.Instruction, list[hlo.Typed]]]:
+    """The kernels other than GEMMs, each with the types of what it reads."""
     called = set(re.findall(r"(?:calls|to_apply)=%?([\w.\-]+)", text))
-    types, total, kernels = {}, 0, 0
+    types: dict[str, tuple[hlo.Typed, ...]] = {}
     for one in hlo.instructions(text):
         types[one.name] = one.types
         if (
-            one.computation in called
-            or one.kind in NO_KERNEL
-            or one.kind.endswith("-done")
-            or "matmul" in one.line.partition("metadata=")[0]
+            one.computation not in called
+            and one.kind not in NO_KERNEL
+            and not one.kind.endswith("-done")
+            and "matmul" not in one.line.partition("metadata=")[0]
         ):
-            continue
-        total += sum(_bytes(typed) for name in (one.name, *one.operands) for typed in types.get(name, ()))
-        kernels += 1
-    return {"gb": round(total / 1e9, 2), "kernels": kernels}
+            yield one, [typed for name in one.operands for typed in types.get(name, ())]
 
 
 def measure(recipe: str, parallel: dict, triton: bool, target: str) -> dict:
@@ -181,6 +208,7 @@ def measure(recipe: str, parallel: dict, triton: bool, target: str) -> dict:
         "lost": proof.lost(found, program),
         "written": dict(collections.Counter(dot.out for dot in proof.gemms(found) if dot.layer)),
         "outside_gemms": outside_gemms(text),
+        "quantizing": quantizing(text),
         "collectives_mib": collectives(text),
         "casts_that_transpose": {"kernels": len(casting), "mib": round(sum(casting) / MEBIBYTE)},
         "moves": {"kernels": len(moving), "mib": round(sum(moving) / MEBIBYTE)},

@@ -20,9 +20,10 @@ Operands in blocks: torchao's Triton kernels read a tensor once; where no kernel
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Literal
 
-from fp8ref import granularity
+from fp8ref import granularity, llama
 from fp8ref.recipe import OPERANDS, REDUCED_AXES, ROLES, CastSpec, Gemm, GemmSpec, Recipe, Role
 from fp8ref.train.config import Config
 
@@ -51,6 +52,25 @@ class Kernel:
     bytes: float
 
 
+_Served = tuple[Gemm, CastSpec, int]
+"""A GEMM that an operand serves, its cast, and the axis that the GEMM reduces."""
+
+SWIGLU = ("gate_proj", "up_proj")
+"""The linears whose outputs SwiGLU multiplies."""
+
+_SOURCES: dict[tuple[Role, str], str] = {
+    ("input", "q_proj"): "norm",
+    ("input", "gate_proj"): "norm",
+    ("input", "o_proj"): "attention",
+    ("input", "down_proj"): "elementwise",
+    ("grad_output", "k_proj"): "attention",
+    ("grad_output", "v_proj"): "attention",
+    ("grad_output", "o_proj"): "elementwise",
+    ("grad_output", "down_proj"): "elementwise",
+}
+"""What makes an operand in a Llama, where XLA's kernels depend on it."""
+
+
 def fusion(config: Config, backend: str) -> Fusion:
     """The compiler that fuses elementwise operations into kernels."""
     if backend == "jax":
@@ -76,19 +96,19 @@ def of_linear(
     gemms: Sequence[Gemm] = GEMMS,
     roles: Collection[Role] = ROLES,
     linear: str = "",
-    gathered: float | None = None,
+    gathered: Mapping[Role, float] = MappingProxyType({}),
 ) -> list[Kernel]:
     """The kernels of one linear for one microbatch.
 
-    sizes     elements by role; the weight's may be a shard.
+    sizes     elements that this device quantizes by role; the weight's may be a shard.
     gemms     the GEMMs that run: ("output",) is a forward pass alone.
     roles     the roles that this linear quantizes: its input may come quantized from another
               linear.
     linear    its name in a Llama, such as up_proj: XLA fuses kernels with those around them.
-    gathered  elements of the whole weight, if its codes are gathered from shards; else None.
+    gathered  elements by role of what a GEMM multiplies, where codes are gathered from parts.
     """
     backend = "jax" if how == "xla" else "torch"
-    wanted: dict[Role, list[tuple[Gemm, CastSpec, int]]] = {}
+    wanted: dict[Role, list[_Served]] = {}
     made: list[Kernel] = []
     for which in gemms:
         spec = recipe.gemms[which]
@@ -100,23 +120,32 @@ def of_linear(
             else:
                 made += _dequantized(sizes[role], how)
     for role, served in wanted.items():
-        whole = gathered if role == "weight" else None
+        whole = gathered.get(role)
         made += _xla(role, served, sizes[role], linear, whole) if how == "xla" else _of_role(role, served, sizes[role], how, whole)
     return made
 
 
-def rescale(spec: GemmSpec, outputs: float, how: Fusion, linear: str = "") -> list[Kernel]:
-    """The kernels that scale a GEMM's result after it (SEMANTICS G-8, G-22).
+def copies_weight(recipe: Recipe, how: Fusion, linear: str) -> bool:
+    """Whether a linear's weight is written in bfloat16. XLA quantizes from float32 what it can."""
+    specs = {spec.b.granularity for spec in (recipe.output, recipe.grad_input) if spec.b is not None and multiplies_fp8(spec, "jax")}
+    return how != "xla" or not specs or _copies(specs, linear)
 
-    XLA needs one for rowwise scales, of what the GEMM writes; torchao for its slow accumulation.
-    XLA's is the kernel that uses the result, where there is one such.
-    """
-    if how == "xla":
-        after = spec.rowwise or spec.epilogue == "unit_round_scale_round"
-        used_once = linear in llama.LINEARS and linear not in SWIGLU
-        return [Kernel("rescale", (writes(spec, how) + 2) * outputs)] if after and not used_once else []
-    if spec.epilogue != "unit_round_scale_round":
+
+def scaled_after(spec: GemmSpec, how: Fusion) -> bool:
+    """Whether a GEMM's result is scaled by another kernel (SEMANTICS G-8, G-22): under rowwise scales
+    by XLA, under its slow accumulation by torchao."""
+    return spec.epilogue == "unit_round_scale_round" or (how == "xla" and spec.rowwise)
+
+
+def rescale(recipe: Recipe, which: Gemm, outputs: float, how: Fusion, linear: str = "") -> list[Kernel]:
+    """The kernels that only scale a GEMM's result. XLA scales it in the kernel that uses it, but for
+    outputs that SwiGLU multiplies, which the backward pass uses too."""
+    spec = recipe.gemms[which]
+    if not scaled_after(spec, how):
         return []
+    if how == "xla":
+        fused = linear in (*llama.COLUMN, *llama.ROW) and not (linear in SWIGLU and which == "output")
+        return [] if fused else [Kernel("rescale", (writes(spec, how) + 2) * outputs)]
     # eager writes the product of both scales in float32 first
     return [Kernel("rescale", 4 * outputs)] if how == "inductor" else [Kernel("rescale", 4 * outputs), Kernel("rescale", 8 * outputs)]
 
@@ -166,7 +195,37 @@ def _rowwise(role: Role, n: float, *, transposed: bool, after: bool) -> list[Ker
 
 
 def _xla(role: Role, served: list[_Served], n: float, linear: str, gathered: float | None) -> list[Kernel]:
-    raise NotImplementedError
+    """Kernels that XLA compiles, but those that also make the tensor: bfloat16 weights from masters
+    (with an amax across memory), norms, SwiGLU and sums (with an amax along memory)."""
+    source = "masters" if role == "weight" else _SOURCES.get((role, linear), "")
+    whole, rows = ([one for one in served if one[1].granularity == name] for name in ("tensorwise", "rowwise"))
+    delayed = bool(whole) and whole[0][1].delayed is not None
+    copied = role == "weight" and _copies({cast.granularity for _, cast, _ in served}, linear)
+    # A norm whose amax is needed before its cast is computed again, from float32.
+    read = 4 if (source == "masters" and not copied) or (source == "norm" and whole and not delayed) else 2
+    made = [Kernel("scale", 0) for _ in range(bool(whole) + len(rows))]
+    if whole and not rows and source != "elementwise" and not (delayed and source in ("masters", "norm")):
+        made.append(Kernel("amax", read * n))
+    for *_, axis in rows:
+        along = axis == 1
+        if not (along and source in ("elementwise", "norm")) and not (copied and not along):
+            made.append(Kernel("amax", read * n))
+    orders = 1 if gathered is not None and not rows else len(served)
+    apart = source == "attention" or (copied and not whole and linear in ("q_proj", "k_proj", "v_proj")) or (gathered is not None and rows)
+    if orders == 2 and apart:  # heads are transposed; weights of one input are joined; each order is gathered
+        again = source == "attention" and not rows and linear != "v_proj"
+        made += [Kernel("cast", (read + 1) * n), Kernel("layout", 2 * n) if again else Kernel("cast", (read + 1) * n)]
+    else:
+        made.append(Kernel("cast", (read + orders) * n))
+    if gathered is not None:  # rows of a weight are gathered in order, tokens of several sequences are not
+        made += [Kernel("layout", 2 * gathered) for *_, axis in served if axis == 0 or role != "weight"]
+    return made
+
+
+def _copies(granularities: Collection[str], linear: str) -> bool:
+    """Whether XLA writes a weight in bfloat16 before it quantizes it: for a scale of rows, unless a
+    GEMM of one scale shares the reduction."""
+    return "rowwise" in granularities and ("tensorwise" not in granularities or linear not in ("q_proj", "o_proj", "down_proj"))
 
 
 def _dequantized(n: float, how: Fusion) -> list[Kernel]:

@@ -11,16 +11,17 @@ checkpoints.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from fp8ref import llama
 from fp8ref.estimate import kernels
 from fp8ref.estimate.gpu_rates import Ceilings
-from fp8ref.estimate.kernels import Fusion, multiplies_fp8
+from fp8ref.estimate.kernels import Fusion, Kernel, multiplies_fp8
 from fp8ref.estimate.memory import LOGITS, moments
 from fp8ref.linear_selection import Decision
-from fp8ref.recipe import RECIPES, Gemm, GemmSpec, Recipe
+from fp8ref.recipe import RECIPES, ROLES, Gemm, GemmSpec, Recipe, Role
 from fp8ref.train.config import Config
 from fp8ref.train.device_shapes import at_rest, in_fp8, tokens, used
 
@@ -185,34 +186,19 @@ def gemm_seconds(m: int, n: int, k: int, rate: float, bytes_: float, ceilings: C
     return max(found, ceilings.launch)
 
 
-def of_sizes(recipe: Recipe, sizes: Sequence[Size], how: Fusion, ceilings: Ceilings, *, shard: int = 1, gathered: bool = False) -> Ledger:
-    """Cost of the GEMMs in ``sizes``.
-
-    shard     devices that each quantize their shard of the weight.
-    gathered  whether the shards' codes are then all-gathered.
-    """
+def of_sizes(recipe: Recipe, sizes: Sequence[Size], how: Fusion, ceilings: Ceilings, **quantized) -> Ledger:
+    """Cost of the GEMMs in ``sizes``; quantized: keywords of ``quantizing``."""
     bf16 = sum(gemm_seconds(m, n, k, ceilings.bf16, 2 * (k * (m + n) + m * n), ceilings) for _, m, n, k in sizes)
     if not any(recipe.gemms[which].fp8 for which, *_ in sizes):
         return Ledger(bf16, {}, len(sizes), len(sizes) * ceilings.launch)
     backend = "jax" if how == "xla" else "torch"
-    multiplied, made = 0.0, []
+    multiplied, made = 0.0, quantizing(recipe, sizes, how, **quantized)
     for which, m, n, k in sizes:
         spec = recipe.gemms[which]
-        fp8, after = multiplies_fp8(spec, backend), kernels.rescale(spec, m * n, how)
-        made += after
-        unscaled = bool(after) or not spec.rowwise
+        fp8, unscaled = multiplies_fp8(spec, backend), kernels.scaled_after(spec, how) or not spec.rowwise
         # a GEMM whose scales are applied afterwards runs at the plain FP8 rate
         rate = ceilings.bf16 if not fp8 else ceilings.fp8 if unscaled else ceilings.fp8_rowwise
         multiplied += gemm_seconds(m, n, k, rate, (1 if fp8 else 2) * k * (m + n) + kernels.writes(spec, how) * m * n, ceilings)
-    elements = _elements(sizes)
-    whole = elements["weight"]
-    made += kernels.of_linear(
-        recipe,
-        elements | {"weight": whole / shard},
-        how,
-        gemms=[which for which, *_ in sizes],
-        gathered=whole if gathered else None,
-    )
     parts = {"gemm": multiplied} | dict.fromkeys(("amax", "scale", "cast", "layout", "rescale"), 0.0)
     for kernel in made:
         parts[kernel.part] += max(kernel.bytes / ceilings.bandwidth, ceilings.launch)
@@ -220,12 +206,52 @@ def of_sizes(recipe: Recipe, sizes: Sequence[Size], how: Fusion, ceilings: Ceili
     return Ledger(bf16, parts, count, count * ceilings.launch)
 
 
+def quantizing(
+    recipe: Recipe,
+    sizes: Sequence[Size],
+    how: Fusion,
+    *,
+    linear: str = "",
+    roles: Collection[Role] = ROLES,
+    parts: Mapping[Role, int] = MappingProxyType({}),
+) -> list[Kernel]:
+    """The kernels beside the GEMMs in ``sizes``.
+
+    linear, roles  as in ``kernels.of_linear``.
+    parts          devices by role that quantize a part each, whose codes are then all-gathered.
+    """
+    elements = _elements(sizes)
+    made = [kernel for which, m, n, _ in sizes for kernel in kernels.rescale(recipe, which, m * n, how, linear)]
+    return made + kernels.of_linear(
+        recipe,
+        {role: size / parts.get(role, 1) for role, size in elements.items()},
+        how,
+        gemms=[which for which, *_ in sizes],
+        roles=roles,
+        linear=linear,
+        gathered={role: elements[role] for role in parts},
+    )
+
+
+def in_place(decision: Decision, config: Config, backend: str) -> dict:
+    """Keywords of ``quantizing`` for a config's linear."""
+    keys, name = config.parallel, short_name(decision.path)
+    parts: dict[Role, int] = {"weight": keys.fsdp} if keys.fsdp > 1 and in_fp8(decision.recipe, config, backend) else {}
+    if backend != "jax":
+        return {"linear": name, "parts": parts}
+    if keys.sequence and decision.path.startswith("model.layers."):
+        parts["input" if name in llama.COLUMN else "grad_output"] = keys.tensor
+    # XLA quantizes an input once for linears that share it.
+    first = {"k_proj": "q_proj", "v_proj": "q_proj", "up_proj": "gate_proj"}.get(name, name)
+    recipes = {d.path: d.recipe for d in config.decisions()}
+    shares = first != name and recipes[decision.path.removesuffix(name) + first] == decision.recipe
+    return {"linear": name, "parts": parts, "roles": [role for role in ROLES if role != "input" or not shares]}
+
+
 def of_decision(decision: Decision, config: Config, backend: str, ceilings: Ceilings, *, gemms: Sequence[Gemm] = kernels.GEMMS) -> Ledger:
     """Cost of a config's linear on one device, for one microbatch."""
     sizes: list[Size] = [(s.which, s.m, s.n, s.k) for s in gemm_shapes(decision, config, backend) if s.which in gemms]
-    fsdp = config.parallel.fsdp
-    gathered = fsdp > 1 and in_fp8(decision.recipe, config, backend)
-    return of_sizes(decision.recipe, sizes, kernels.fusion(config, backend), ceilings, shard=fsdp if gathered else 1, gathered=gathered)
+    return of_sizes(decision.recipe, sizes, kernels.fusion(config, backend), ceilings, **in_place(decision, config, backend))
 
 
 def sizes_of(m: int, n: int, k: int) -> list[Size]:
@@ -243,29 +269,37 @@ def _elements(sizes: Sequence[Size]) -> dict:
 def _rest(config: Config, backend: str, ceilings: Ceilings) -> dict[str, float]:
     keys, model, parts = config.parallel, config.model, config.data.microbatches
     count, layers = tokens(config) * parts, model.num_hidden_layers
-    pieces = [math.prod(at_rest(name, shape, config, backend)) for name, shape in llama.parameter_shapes(model).items()]
+    pieces = {name: math.prod(at_rest(name, shape, config, backend)) for name, shape in llama.parameter_shapes(model).items()}
+    recipes = {f"{d.path}.weight": d.recipe for d in config.decisions()}
+    how = kernels.fusion(config, backend)
+    copied = sum(
+        size for name, size in pieces.items() if name not in recipes or kernels.copies_weight(recipes[name], how, name.split(".")[-2])
+    )
     logits = count // (keys.tensor if keys.sequence and backend == "jax" else 1) * model.vocab_size
     moved = {
-        "norms, rotations, SwiGLU, sums": count * layers * _elementwise(config),
+        "norms, rotations, SwiGLU, sums": count * layers * _elementwise(config, backend),
         "embedding and loss": 12 * count * model.hidden_size
         + 2 * LOGITS[backend] * logits,  # each array of the memory estimate is written and read once
         # bytes an element: gradient read for the norm and again for the update, weight read and
-        # written, bf16 copy made; moments read and written
-        "AdamW": sum((4 + 4 + 8 + 6) * size + 2 * moments(size, config) for size in pieces),
+        # written; bf16 copy made; moments read and written
+        "AdamW": sum((4 + 4 + 8) * size + 2 * moments(size, config) for size in pieces.values()) + 6 * copied,
     }
     if parts > 1:
         of_sum = 4 if keys.accumulate_dtype == "float32" else 2
-        moved["sums of gradients over parts"] = (4 + 2 * of_sum) * parts * sum(pieces)
+        moved["sums of gradients over parts"] = (4 + 2 * of_sum) * parts * sum(pieces.values())
     found = {what: size / ceilings.bandwidth for what, size in moved.items()}
     return {"attention": layers * _attention(config, backend, ceilings)} | found
 
 
-def _elementwise(config: Config) -> float:
-    """Bytes a token and layer of norms, rotations, residual sums and SwiGLU, in bfloat16."""
+def _elementwise(config: Config, backend: str) -> float:
+    """Bytes a token and layer of norms, rotations, residual sums and SwiGLU: in bfloat16, each fused
+    to one kernel; by XLA as compiled for an H200 (benchmarks/results/aot.md), with residual sums in
+    float32 and several kernels to a norm."""
     keys, model = config.parallel, config.model
     h = model.hidden_size / (keys.tensor if keys.sequence else 1)
     a, kv, f = (n / keys.tensor for n in (model.hidden_size, model.num_key_value_heads * model.head_dim, model.intermediate_size))
-    forward, backward = 18 * h + 4 * a + 4 * kv + 6 * f, 38 * h + 4 * a + 4 * kv + 10 * f
+    of_residual = (40, 93) if backend == "jax" else (18, 38)
+    forward, backward = of_residual[0] * h + 4 * a + 4 * kv + 6 * f, of_residual[1] * h + 4 * a + 4 * kv + 10 * f
     return forward * (1 if keys.checkpointing == "none" else 2) + backward
 
 
@@ -274,7 +308,7 @@ def _attention(config: Config, backend: str, ceilings: Ceilings) -> float:
 
     PyTorch and cuDNN: a fused kernel with two products forward and five backward, of which
     causality skips half. XLA: whole products, six of them, and scores in memory: float32 scores and
-    bfloat16 probabilities, 30 bytes each in both passes. Its backward pass computes scores again in
+    bfloat16 probabilities, transposed for each product, 40 bytes each in both passes. Its backward pass computes scores again in
     chunks and under selective checkpointing, and also attention's output under full.
     """
     keys, model = config.parallel, config.model
@@ -285,4 +319,4 @@ def _attention(config: Config, backend: str, ceilings: Ceilings) -> float:
         return product / 2 * (2 * (1 + again) + 5) / ceilings.attention
     scores = count * length * model.num_attention_heads / keys.tensor
     products = 6 + {"none": 0, "selective": 1, "full": 2}[keys.checkpointing] + (keys.attention == "chunked")
-    return products * product / ceilings.bf16 + 30 * products / 6 * scores / ceilings.bandwidth
+    return products * product / ceilings.bf16 + 40 * products / 6 * scores / ceilings.bandwidth

@@ -155,9 +155,10 @@ def _quantized(
 def _largest(bits: jax.Array, dtype, axis: int | tuple[int, ...] | None = None, keepdims: bool = False) -> jax.Array:
     """The maximum of ``cast.magnitude_bits``, of an array's ``cast.bits``: of the integers on an
     NVIDIA GPU, elsewhere by a float maximum, the only fast one of XLA on a CPU."""
-    how = {"axis": axis, "keepdims": keepdims}
     return lax.platform_dependent(
-        bits, cuda=functools.partial(_of_integers, **how), default=functools.partial(_of_floats, dtype=dtype, **how)
+        bits,
+        cuda=functools.partial(_of_integers, axis=axis, keepdims=keepdims),
+        default=functools.partial(_of_floats, axis=axis, keepdims=keepdims, dtype=dtype),
     )
 
 
