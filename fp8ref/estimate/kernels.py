@@ -137,14 +137,15 @@ def scaled_after(spec: GemmSpec, how: Fusion) -> bool:
     return spec.epilogue == "unit_round_scale_round" or (how == "xla" and spec.rowwise)
 
 
-def rescale(recipe: Recipe, which: Gemm, outputs: float, how: Fusion, linear: str = "") -> list[Kernel]:
+def rescale(recipe: Recipe, which: Gemm, outputs: float, how: Fusion, linear: str = "", *, sent: bool = False) -> list[Kernel]:
     """The kernels that only scale a GEMM's result. XLA scales it in the kernel that uses it, but for
-    outputs that SwiGLU multiplies, which the backward pass uses too."""
+    outputs that SwiGLU multiplies, which the backward pass uses too, and for what is sent to other
+    devices as it is."""
     spec = recipe.gemms[which]
     if not scaled_after(spec, how):
         return []
     if how == "xla":
-        fused = linear in (*llama.COLUMN, *llama.ROW) and not (linear in SWIGLU and which == "output")
+        fused = linear in (*llama.COLUMN, *llama.ROW) and not (linear in SWIGLU and which == "output") and not sent
         return [] if fused else [Kernel("rescale", (writes(spec, how) + 2) * outputs)]
     # eager writes the product of both scales in float32 first
     return [Kernel("rescale", 4 * outputs)] if how == "inductor" else [Kernel("rescale", 4 * outputs), Kernel("rescale", 8 * outputs)]

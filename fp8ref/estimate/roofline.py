@@ -214,14 +214,16 @@ def quantizing(
     linear: str = "",
     roles: Collection[Role] = ROLES,
     parts: Mapping[Role, int] = MappingProxyType({}),
+    sent: Collection[Gemm] = (),
 ) -> list[Kernel]:
     """The kernels beside the GEMMs in ``sizes``.
 
     linear, roles  as in ``kernels.of_linear``.
     parts          devices by role that quantize a part each, whose codes are then all-gathered.
+    sent           GEMMs whose results are sums' parts in bfloat16, sent to other devices.
     """
     elements = _elements(sizes)
-    made = [kernel for which, m, n, _ in sizes for kernel in kernels.rescale(recipe, which, m * n, how, linear)]
+    made = [kernel for which, m, n, _ in sizes for kernel in kernels.rescale(recipe, which, m * n, how, linear, sent=which in sent)]
     return made + kernels.of_linear(
         recipe,
         {role: size / parts.get(role, 1) for role, size in elements.items()},
@@ -245,7 +247,8 @@ def in_place(decision: Decision, config: Config, backend: str) -> dict:
     first = {"k_proj": "q_proj", "v_proj": "q_proj", "up_proj": "gate_proj"}.get(name, name)
     recipes = {d.path: d.recipe for d in config.decisions()}
     shares = first != name and recipes[decision.path.removesuffix(name) + first] == decision.recipe
-    return {"linear": name, "parts": parts, "roles": [role for role in ROLES if role != "input" or not shares]}
+    sent = ["grad_weight"] if keys.reduce_dtype == "bfloat16" and keys.fsdp * keys.data > 1 else []
+    return {"linear": name, "parts": parts, "roles": [role for role in ROLES if role != "input" or not shares], "sent": sent}
 
 
 def of_decision(decision: Decision, config: Config, backend: str, ceilings: Ceilings, *, gemms: Sequence[Gemm] = kernels.GEMMS) -> Ledger:

@@ -84,7 +84,7 @@ def test_without_sequence_parallelism_sums_are_all_reduces():
 @pytest.mark.parametrize("row", COMPILED["rows"], ids=lambda row: f"{row['recipe']} {row['mesh']}")
 def test_collectives_are_those_that_xla_compiles_for_h200s(row):
     """The larger of what goes into a collective and what comes out is n / (n - 1) of what a device receives of n; half of that of an
-    all-reduce. Amaxes, scales of rows and the loss are not counted, a MiB in all."""
+    all-reduce. Amaxes, scales of rows and the loss are not counted, two MiB at most."""
     model = dict(COMPILED["model"])
     length, sequences = model.pop("sequence_length"), model.pop("sequences_per_device")
     config = Config(model=LlamaConfig(**model)).replace(numerics={"recipe": row["recipe"]}, parallel=row["mesh"])
@@ -99,4 +99,4 @@ def test_collectives_are_those_that_xla_compiles_for_h200s(row):
     for what, size in row["collectives_mib"].items():
         found["gather" if "gather" in what else "reduce"] += size
     for what, size in expected.items():
-        assert found[what] == pytest.approx(size / 2**20, abs=1.5), what
+        assert found[what] == pytest.approx(size / 2**20, abs=2), what
