@@ -115,6 +115,15 @@ for _section in (
     _section.__pydantic_config__ = pydantic.ConfigDict(extra="forbid", strict=True)  # type: ignore[union-attr]
 _ADAPTER = pydantic.TypeAdapter(Config)
 
+INSTEAD = {
+    (
+        "parallel.compile",
+        "traced",
+    ): "parallel.compile is none, block or model; got 'traced'. The trainer shards with FSDP2, whose collectives no "
+    "graph contains. Use 'model', which gives the same bits, or fp8ref.torch.compiled_fsdp.shard in your own training loop."
+}
+"""Values that a key does not take, and what to use instead."""
+
 
 def load(path: str | Path) -> Config:
     """The configuration in a TOML file, or the package's of that name (``fp8ref.configs``).
@@ -167,13 +176,15 @@ def override(config: Config, options: Sequence[str], *, prog: str) -> Config:
 
     tyro reports a value that it cannot use and exits with code 2.
 
-    Raises:   ConfigError: an unknown option, naming the nearest known one.
+    Raises:   ConfigError: an unknown option, naming the nearest known one; a value of ``INSTEAD``.
     """
     known = _known_keys()
-    for option in options:
+    for option, following in zip(options, [*options[1:], ""], strict=False):
         key = option[2:].split("=")[0].replace("-", "_").replace(".no_", ".")
         if option.startswith("--") and key not in (*known, "help", "recipe"):
             raise ConfigError(f"unknown option {option.split('=')[0]!r}; {_nearest(key, known)}")
+        if instead := INSTEAD.get((key, option.partition("=")[2] or following)):
+            raise ConfigError(instead)
     return tyro.cli(Config, default=config, args=list(options), prog=prog, use_underscores=True)
 
 
@@ -184,6 +195,8 @@ def _explain(error) -> str:
         return f"unknown key {dotted!r}; {_nearest(dotted, _known_keys())}"
     if error["type"] == "value_error":
         return str(error["ctx"]["error"])
+    if error["type"] == "literal_error" and (instead := INSTEAD.get((dotted, str(error["input"])))):
+        return instead
     return f"{dotted}: {error['msg']}; got {error['input']!r}."
 
 

@@ -130,25 +130,37 @@ def test_the_trainer_compiles_whole_models_that_tensor_parallelism_does_not_cut(
         ParallelConfig(fsdp=2, tensor=2, compile="model")
 
 
-def whole_and_eager(config):
-    """Loss and gradients of a batch, compiled whole and not; each half of it, a rank's, has tokens of its own."""
+def compiled_and_eager(config, recipe):
+    """Loss and gradients of a batch, by how it is compiled; each half of it, a rank's, has tokens of its own."""
     training_step.parallelize = functools.partial(parallel.parallelize, compile_backend="aot_eager")
     half = torch.randint(0, 128, (2, 17), generator=torch.Generator().manual_seed(0))
-    tokens, found = torch.cat([half, half + 128]).numpy(), []
-    for how in ("model", "none"):
-        trainer = train.Trainer(config.replace(parallel={"fsdp": 2, "compile": how}))
-        found.append((trainer.evaluate(tokens), trainer.gradients(tokens)))
+    tokens, found = torch.cat([half, half + 128]).numpy(), {}
+    for how in ("model", "block", "none"):
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        trainer = train.Trainer(config.replace(numerics={"recipe": recipe}, parallel={"fsdp": 2, "compile": how}))
+        found[how] = trainer.evaluate(tokens), trainer.gradients(tokens), torch._dynamo.utils.counters["stats"]["unique_graphs"]
     return found
 
 
-def test_the_trainers_whole_model_is_gathered_in_one_piece(small):  # P-19
-    for (loss, whole), (expected_loss, eager) in run(2, whole_and_eager, small):
-        assert loss == expected_loss
-        table = torch.from_numpy(eager.pop("model.embed_tokens.weight"))
+@pytest.mark.parametrize(
+    "recipe",
+    ["tensorwise", *(pytest.param(recipe, marks=pytest.mark.slow) for recipe in ("bf16", "rowwise", "rowwise_with_gw_hp", "delayed"))],
+)
+def test_the_trainers_ranks_compile_whole_models_or_blocks_and_change_no_bit(small, recipe):  # P-12, P-19
+    for found in run(2, compiled_and_eager, small, recipe):
+        expected_loss, eager, _ = found["none"]
+        for how in ("block", "model"):
+            loss, gradients, graphs = found[how]
+            assert graphs > 0
+            assert loss == expected_loss
+            assert gradients.keys() == eager.keys()
+            # the whole model is gathered in one piece, and its table in bfloat16
+            same = [name for name in eager if how == "block" or name != "model.embed_tokens.weight"]
+            assert all((gradients[name] == eager[name]).all() for name in same)
+        table, whole = (torch.from_numpy(found[how][1]["model.embed_tokens.weight"]) for how in ("none", "model"))
         # a row is of one rank's tokens alone: the mean of two is half of that rank's
-        assert torch.equal(torch.from_numpy(whole.pop("model.embed_tokens.weight")), (2 * table).bfloat16().float() / 2)
-        assert whole.keys() == eager.keys()
-        assert all((whole[name] == eager[name]).all() for name in eager)
+        assert torch.equal(whole, (2 * table).bfloat16().float() / 2)
 
 
 # ---- ranks ----

@@ -245,6 +245,12 @@ def test_an_unknown_option_names_the_nearest_key(option, nearest):
         configs.override(Config(), [option, "3"], prog="fp8ref")
 
 
+@pytest.mark.parametrize("options", [["--parallel.compile", "traced"], ["--parallel.compile=traced"], None])
+def test_collectives_in_the_graph_are_the_librarys_and_the_error_names_them(options):  # P-18
+    with pytest.raises(configs.ConfigError, match=r"got 'traced'.*Use 'model'.*or fp8ref\.torch\.compiled_fsdp\.shard"):
+        override(Config(), *options) if options else configs.from_dict({"parallel": {"compile": "traced"}})
+
+
 def test_a_run_shorter_than_its_warm_up_ends_within_it():  # T-3
     config = configs.override(Config(), ["--run.steps", "2"], prog="fp8ref")
     assert [config.optimizer.learning_rate_at(s, 2) for s in (0, 1)] == pytest.approx([2e-4, 4e-4])
