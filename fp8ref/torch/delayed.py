@@ -8,6 +8,7 @@ An observation (``seen``) merges by elementwise maximum. So microbatches, uses o
 recomputed forward passes may come in any order, and any number of times.
 """
 
+import functools
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
@@ -41,7 +42,10 @@ def init(config: str | DelayedScaling, shape: tuple[int, ...] = ()) -> DelayedSt
     Raises as ``implemented``.
     """
     config = implemented(config)
-    return DelayedState(torch.ones(shape), torch.zeros(*shape, config.history_length), torch.zeros(shape, dtype=torch.int64))
+    # whatever the caller's default dtype and device are
+    floats = functools.partial(torch.full, dtype=torch.float32, device="cpu")
+    step = torch.zeros(shape, dtype=torch.int64, device="cpu")
+    return DelayedState(floats(shape, 1.0), floats((*shape, config.history_length), 0.0), step)
 
 
 def observe(x: torch.Tensor) -> torch.Tensor:
@@ -128,7 +132,7 @@ class RoleState(nn.Module):
         self.fmt, self.config, self.group = fmt, config, group
         for key, value in init(config)._asdict().items():
             self.register_buffer(key, value.to(device))
-        self.register_buffer("seen", torch.zeros(3, device=device), persistent=False)
+        self.register_buffer("seen", torch.zeros(3, dtype=torch.float32, device=device), persistent=False)
         self.missed = 0
         self.checked = False
 

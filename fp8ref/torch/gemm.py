@@ -64,7 +64,7 @@ def matmul(
     codes_a, codes_b = (_padded(_lines(q.codes, q.axis)).contiguous() for q in (a, b))
     scale_a, scale_b = _scales(a, b)
     unit = epilogue == "unit_round_scale_round"
-    given = (torch.ones((), device=codes_a.device),) * 2 if unit else (scale_a, scale_b)
+    given = (torch.ones((), dtype=torch.float32, device=codes_a.device),) * 2 if unit else (scale_a, scale_b)
     out = torch._scaled_mm(  # [M, K] @ [K, N] -> [M, N]
         codes_a,
         codes_b.t(),
@@ -162,7 +162,7 @@ def check_cpu(recipe: Recipe) -> None:
 @functools.cache
 def _cpu_multiplies_rows() -> bool:
     """Whether _scaled_mm takes rowwise scales on this CPU."""
-    codes, scale = torch.zeros(16, 16, dtype=torch.float8_e4m3fn), torch.ones(16, 1)
+    codes, scale = torch.zeros(16, 16, dtype=torch.float8_e4m3fn), torch.ones(16, 1, dtype=torch.float32)
     try:
         torch._scaled_mm(codes, codes.t(), scale_a=scale, scale_b=scale.t(), out_dtype=torch.bfloat16)
     except RuntimeError:

@@ -146,6 +146,21 @@ def test_states_made_without_memory_start_where_they_get_some():  # H-2
         assert not state.seen.any()
 
 
+def test_states_are_float32_whatever_the_default_dtype_and_device_are():  # H-2
+    """As torchtitan builds models: under a default dtype, on the meta device."""
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("meta"):
+            model = convert.convert(nn.Linear(16, 16, bias=False), "delayed")
+        model.to_empty(device="cpu")
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for _, state in delayed.states(model):
+        assert_equal(state, sim.init(state.config))
+        assert (state.scale.dtype, state.amax_history.dtype, state.seen.dtype) == (torch.float32,) * 3
+        assert not state.seen.any()
+
+
 def test_states_that_are_assigned_bring_their_device():
     with torch.device("meta"):
         model = convert.convert(nn.Sequential(nn.Linear(16, 16)), "delayed")
