@@ -1,10 +1,10 @@
-# make setup | demo | test | slow | gpu | wheels | extras | exhaustive | bench | bench-jax | bench-torch | bench-data | bench-recording | bench-trainer | bench-simulated | compile-matrix | aot | notebooks | libraries | docs | docs-serve | clauses | lint | release-check.
-# Everything is installed into .venv, but for aot's, into .venv-aot; PYTHON names the interpreter they are made with.
+# make setup | demo | test | slow | gpu | wheels | extras | exhaustive | bench | bench-jax | bench-torch | bench-data | bench-recording | bench-trainer | bench-simulated | compile-matrix | aot | aot-torch | notebooks | libraries | docs | docs-serve | clauses | lint | release-check.
+# Everything is installed into .venv, but for aot's and aot-torch's, into .venv-aot and .venv-aot-torch; PYTHON names the interpreter they are made with.
 PYTHON ?= python3
 BIN := .venv/bin
 TESTS ?= tests fp8ref
 
-.PHONY: setup demo test slow gpu $(addprefix gpu-,probe tests bench-torch bench-jax parity) wheels extras exhaustive bench bench-jax bench-torch bench-data bench-recording bench-trainer bench-simulated compile-matrix aot notebooks libraries docs docs-serve clauses lint release-check
+.PHONY: setup demo test slow gpu $(addprefix gpu-,probe tests bench-torch bench-jax parity) wheels extras exhaustive bench bench-jax bench-torch bench-data bench-recording bench-trainer bench-simulated compile-matrix aot aot-torch notebooks libraries docs docs-serve clauses lint release-check
 
 setup: .venv/ready
 
@@ -109,6 +109,15 @@ compile-matrix: setup
 
 aot: .venv-aot/ready
 	.venv-aot/bin/python benchmarks/aot.py
+
+# Inductor for an H200 in torch's build for CPUs, and Triton, which compiles for a GPU without one.
+.venv-aot-torch/ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv-aot-torch
+	.venv-aot-torch/bin/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[torch,train]' triton==3.9.0
+	touch $@
+
+aot-torch: .venv-aot-torch/ready
+	.venv-aot-torch/bin/python benchmarks/aot_torch.py
 
 notebooks: setup
 	$(BIN)/python notebooks/execute.py notebooks/*.ipynb

@@ -52,6 +52,7 @@ LINEARS = (
     ("tensorwise", "torchao"),
     ("tensorwise", "fp8ref, Float8Linear"),
     ("tensorwise", "fp8ref, Linear"),
+    ("rowwise", "torchao, inductor's own casts"),
     ("rowwise", "torchao"),
     ("rowwise", "fp8ref, Float8Linear"),
     ("rowwise", "fp8ref, Linear"),
@@ -81,7 +82,7 @@ EXPLANATION = """\
 Written by `make aot-torch`; kernels that inductor generates, of which none has run. One block of an 8-billion-parameter Llama in bfloat16,
 four sequences of 1024 tokens, forward and backward. torchao is its `Float8Linear` as its own recipes make it. Bytes are what all kernels but
 GEMMs and flash attention read and write, with the number of these kernels. Kept is what the forward pass writes and returns: what the backward
-pass reads, and the output. Recipes with rows compile under `emulate_precision_casts`. CUDA graphs are of the graphs that
+pass reads, and the output. Recipes with rows compile under `emulate_precision_casts`, but for the row that says so. CUDA graphs are of the graphs that
 inductor's rules let become one (`mode="reduce-overhead"`), with the number of tensors that they write in place. The last column is of
 different kernels that Triton compiles to machine code."""
 
@@ -176,7 +177,10 @@ def generate(model: nn.Module, *inputs: torch.Tensor) -> list[Graph]:
         return compile_fx.compile_fx(module, example_inputs, inner_compile=compiled)
 
     torch._dynamo.reset()
-    with inductor_config.patch({"fx_graph_cache": False, "triton.cudagraphs": True, "cudagraph_policy": recorder}), functorch_config.patch(enable_autograd_cache=False):
+    with (
+        inductor_config.patch({"fx_graph_cache": False, "triton.cudagraphs": True, "cudagraph_policy": recorder}),
+        functorch_config.patch(enable_autograd_cache=False),
+    ):
         out = torch.compile(model, backend=backend, fullgraph=True)(*inputs)
         out.backward(torch.empty_like(out))
     return found
@@ -207,7 +211,7 @@ def kernel(node: BaseSchedulerNode) -> Kernel:
 
 def triton_sources(wrapper: str) -> dict[str, str]:
     """{name: source} of the kernels that a wrapper's text defines."""
-    return {name: text for name, text in re.findall(r"async_compile\.triton\('(\w+)', '''(.*?)'''", wrapper, re.DOTALL)}
+    return dict(re.findall(r"async_compile\.triton\('(\w+)', '''(.*?)'''", wrapper, re.DOTALL))
 
 
 def kept(graph: GraphLowering) -> int:
@@ -220,7 +224,7 @@ def converted(model: nn.Module, recipe: str, who: str) -> nn.Module:
     """A model in bfloat16 whose linears are those of a library."""
     if who == "torch":
         return model
-    if who == "torchao":
+    if who.startswith("torchao"):
         return convert_to_float8_training(model, config=Float8LinearConfig.from_recipe_name(recipe))
     if who == "fp8ref, Linear":
         for name, linear in list(model.named_modules()):
@@ -243,7 +247,7 @@ def block(recipe: str, who: str, config: LlamaConfig = MODEL, length: int = LENG
         h = torch.empty(sequences, length, config.hidden_size, dtype=torch.bfloat16, requires_grad=True)
         tables = [torch.empty(length, config.head_dim) for _ in "cs"]
         # as torchtitan sets it for rows (pytorch#150859), for all linears alike
-        with inductor_config.patch(emulate_precision_casts="rowwise" in recipe):
+        with inductor_config.patch(emulate_precision_casts="rowwise" in recipe and not who.endswith("own casts")):
             return generate(model, h, *tables)
 
 
@@ -301,17 +305,18 @@ def cells(row: dict) -> list[str]:
 def main() -> None:
     """Print the table, and keep it."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--show", action="store_true", help="print only: keep nothing")
-    options = parser.parse_args()
+    parser.add_argument("--show", action="store_true", help="print the kept table, and generate nothing")
+    kept_json = RESULTS / "aot_torch.json"
+    if parser.parse_args().show:
+        print(markdown(json.loads(kept_json.read_text())), end="")
+        return
     rows = []
     for recipe, who in LINEARS:
         rows.append(row(recipe, who, block(recipe, who)))
         print(" | ".join(cells(rows[-1])), flush=True)
     found = {"torch": torch.__version__, "torchao": importlib.metadata.version("torchao"), "rows": rows}
-    print(markdown(found))
-    if not options.show:
-        (RESULTS / "aot_torch.json").write_text(json.dumps(found, indent=1) + "\n")
-        (RESULTS / "aot_torch.md").write_text(markdown(found))
+    kept_json.write_text(json.dumps(found, indent=1) + "\n")
+    (RESULTS / "aot_torch.md").write_text(markdown(found))
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ fp8ref's own.
 To resume training, save the whole model.state_dict(): it holds the states of delayed scaling too.
 """
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -38,6 +39,9 @@ __all__ = ["Linear", "check_model", "convert", "deconvert", "report", "weights"]
 
 FP8_LINEARS = (Float8Linear, float8_linear.Float8Linear, Linear)
 """The classes of FP8 linears: torchao's, fp8ref's subclass of it, and fp8ref's own."""
+
+_METHODS_OF = "_fp8ref_methods_of"
+"""The attribute of a class made by ``_with_methods`` that holds the subclass of nn.Linear."""
 
 # Hooks of a module. Its replacement would not have them.
 _HOOKS = (
@@ -134,6 +138,7 @@ def convert(
         assert isinstance(made, Float8Linear | Linear)
         made.recipe, made.fqn = recipe, name
         _carry(linears[name], made)
+        made.__class__ = _with_methods(type(made), type(linears[name]))  # type: ignore[assignment, arg-type]
     kept = vars(model).get(reports.REASONS, {})
     # of a linear that was converted before, the reason of then
     vars(model)[reports.REASONS] = {d.path: d.reason for d in decisions} | {key: why for key, why in kept.items() if key not in chosen}
@@ -189,6 +194,7 @@ def _plain(linear: nn.Linear) -> nn.Linear:
     plain = nn.Linear(linear.in_features, linear.out_features, bias=False, device="meta")
     plain.weight, plain.bias = linear.weight, linear.bias
     _carry(linear, plain)
+    plain.__class__ = getattr(type(linear), _METHODS_OF, nn.Linear)
     return plain
 
 
@@ -209,6 +215,23 @@ def _carry(old: nn.Linear, new: nn.Linear) -> None:
     new.train(old.training)
 
 
+@functools.cache
+def _with_methods(fp8: type[nn.Linear], kind: type[nn.Linear]) -> type[nn.Linear]:
+    """The class of FP8 linears, with the methods that a subclass of nn.Linear adds (R-5).
+
+    torchtitan's Linear, for one, initialises itself.
+    """
+    return fp8 if kind is nn.Linear else type(fp8.__name__, (fp8, kind), {"__module__": fp8.__module__, _METHODS_OF: kind})
+
+
+def _changes(kind: type[nn.Linear]) -> list[str]:
+    """What a subclass of nn.Linear replaces of what an FP8 linear is: weight or bias, as
+    parametrizations do, its forward, or another method that one of FP8_LINEARS defines."""
+    ours = {key for fp8 in FP8_LINEARS for key, value in vars(fp8).items() if callable(value) or isinstance(value, classmethod)}
+    names = {"weight", "bias", *ours} - {"__init__"}
+    return sorted(key for key in names if getattr(kind, key, None) is not getattr(nn.Linear, key, None))
+
+
 def _what_is_lost(linear: nn.Linear, kinds: tuple[type[nn.Linear], ...]) -> str:
     """Say what a replacement would lose of a linear, or nothing ("").
 
@@ -216,10 +239,13 @@ def _what_is_lost(linear: nn.Linear, kinds: tuple[type[nn.Linear], ...]) -> str:
               to change.
     """
     kind = type(linear).__name__
-    if type(linear) not in kinds:
+    # a class that this module made, of an FP8 linear and a subclass, may be undone
+    known = type(linear) in kinds or hasattr(type(linear), _METHODS_OF)
+    if not known and (nn.Linear not in kinds or _changes(type(linear))):
         return f"is a {kind}, and its forward would be lost"
     given = added_attributes(linear)
-    if replaced := [key for key in given if hasattr(type(linear), key)]:
+    base = next(one for one in (*FP8_LINEARS, nn.Linear) if isinstance(linear, one))
+    if replaced := [key for key in given if hasattr(base, key)]:
         return f"is a {kind} whose {replaced[0]} was replaced, which would be lost"
     if bound := [key for key, value in given.items() if getattr(value, "__self__", None) is linear]:
         return f"has a method of its own, {bound[0]}, which would stay bound to it"

@@ -119,6 +119,34 @@ class Scaled(nn.Linear):
         return 2 * super().forward(x)
 
 
+class Initialised(nn.Linear):
+    """As torchtitan's: nn.Linear's forward, and methods of its own."""
+
+    scale = None
+
+    def init_states(self):
+        nn.init.constant_(self.weight, self.scale)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+def test_a_subclass_with_the_usual_forward_keeps_its_methods(recipe):  # R-5
+    built = nn.Sequential(Initialised(32, 16, bias=False), nn.Linear(16, 16))
+    built[0].scale = 0.5
+    usual = nn.Sequential(nn.Linear(32, 16, bias=False), nn.Linear(16, 16))
+    usual.load_state_dict(built.state_dict())
+    x = torch.randn(16, 32)
+    converted, expected = (convert.convert(m, recipe) for m in (built, usual))
+    assert isinstance(converted[0], Initialised)
+    assert isinstance(converted[0], type(expected[0]))
+    assert torch.equal(converted(x), expected(x))
+    copied = copy.deepcopy(converted)
+    for made in (copied, converted, convert.deconvert(converted)):
+        made[0].init_states()
+        assert (made[0].weight == 0.5).all()
+    assert [type(m) for m in converted] == [Initialised, nn.Linear]
+    assert isinstance(copied[0], type(expected[0]))
+
+
 def shared():
     layer = nn.Linear(16, 16)
     return nn.Sequential(layer, layer)

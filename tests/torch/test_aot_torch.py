@@ -1,0 +1,122 @@
+"""What inductor generates for an H200 that is not there: what benchmarks/aot_torch.py counts, and that nothing stands in CUDA graphs' way.
+
+A process of its own for each test: torch takes a faked device for present.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+KEPT = BENCHMARKS / "results" / "aot_torch.json"
+SIZES = {
+    "vocab_size": 256,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+COUNTED = """
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(64, 32, bias=False, dtype=torch.bfloat16)
+
+    def forward(self, x):
+        return self.linear(x * 2 + 1)
+
+
+class Writing(Scaled):
+    def forward(self, x, other):
+        other.add_(1)
+        return self.linear(x)
+
+
+with fake_h200.tensors():
+    x = torch.empty(128, 64, dtype=torch.bfloat16, requires_grad=True)
+    found = [aot_torch.generate(Scaled(), x), aot_torch.generate(Writing(), x, torch.empty(8))]
+print(json.dumps([[[(k.kind, k.bytes, k.written) for k in g.kernels] + [g.launches, g.refused] for g in graphs] for graphs in found]))
+"""
+BLOCKS = """
+config, rows = LlamaConfig(**json.loads(sys.argv[1])), []
+for recipe, who in aot_torch.LINEARS:
+    if recipe != "blockwise":  # Triton's kernels, without which it is emulated
+        graphs = aot_torch.block(recipe, who, config, length=64, sequences=2)
+        launches = [graph.launches for graph in graphs]
+        aot_torch.machine_code = lambda _: None  # that takes a minute
+        rows.append(aot_torch.row(recipe, who, graphs) | {"launches": launches, "written": [len(g.sources) for g in graphs]})
+print(json.dumps(rows))
+"""
+
+
+def answer(program: str, *arguments: str):
+    """What a program in which aot_torch is imported prints last, as JSON."""
+    head = "import json, sys\nimport aot_torch, fake_h200, torch\nfrom torch import nn\nfrom fp8ref.llama import LlamaConfig\n"
+    command = [sys.executable, "-W", "ignore", "-c", f"import sys\nsys.path.insert(0, {str(BENCHMARKS)!r})\n{head}{program}", *arguments]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    return json.loads(ended.stdout.splitlines()[-1])
+
+
+@pytest.mark.slow
+def test_kernels_and_bytes_are_those_of_a_case_counted_by_hand():
+    """A kernel before a GEMM, and one after the GEMM of its gradient: each reads and writes [128, 64] in bfloat16."""
+    (forward, backward), writing = answer(COUNTED)
+    moved = 2 * 128 * 64 * 2
+    *kernels, launches, refused = forward
+    assert [kernel for kernel in kernels if kernel[0] == "other"] == [["other", moved, ""]]
+    assert [kernel[2] for kernel in kernels if kernel[0] == "gemm"] == ["bfloat16"]
+    assert (launches, refused) == (1, None)
+    *kernels, launches, refused = backward
+    assert [kernel for kernel in kernels if kernel[0] == "other"] == [["other", moved, ""]]
+    assert [kernel[2] for kernel in kernels if kernel[0] == "gemm"] == ["bfloat16"] * 2
+    assert (launches, refused) == (1, None)
+    assert "mutated inputs" in writing[0][-1]  # inductor's rules for CUDA graphs do refuse
+
+
+def rows_of(rows: list[dict]) -> dict[tuple[str, str], dict]:
+    return {(row["recipe"], row["who"]): row for row in rows}
+
+
+def assert_beside_torchao(rows: dict[tuple[str, str], dict], more: int) -> None:
+    """What convert makes launches what torchao does; fp8ref's own linear at most ``more`` kernels and a thousandth of the bytes above."""
+    for recipe in ("tensorwise", "rowwise", "rowwise_with_gw_hp"):
+        theirs, ours, own = (rows[recipe, who] for who in ("torchao", "fp8ref, Float8Linear", "fp8ref, Linear"))
+        for key in ("gemms", "kernels", "bytes", "kept"):
+            assert ours[key] == theirs[key], (recipe, key)
+        assert own["gemms"] == theirs["gemms"], recipe
+        assert sum(own["kernels"]) <= sum(theirs["kernels"]) + (more if recipe == "rowwise" else 0), recipe
+        assert sum(own["bytes"]) <= 1.001 * sum(theirs["bytes"]), recipe
+        assert own["kept"] <= theirs["kept"], recipe
+
+
+@pytest.mark.slow
+def test_of_a_small_block_nothing_launches_more_than_torchao_and_all_may_be_cuda_graphs():  # P-12
+    rows = answer(BLOCKS, json.dumps(SIZES))
+    for row in rows:
+        assert row["cuda_graph_refused"] == [None, None], row
+        assert row["kernels"] == row["launches"]  # all that are no GEMM and no attention are Triton's, one launch each
+        assert (sum(row["mutated"]) > 0) == (row["recipe"] == "delayed")  # observations: buffers, whose addresses stay
+        product = "mm" if row["recipe"] == "bf16" else "_scaled_mm"
+        assert row["gemms"][f"{product} bfloat16"] >= 14
+    assert_beside_torchao(rows_of(rows), more=3)
+
+
+def test_the_kept_table():
+    rows = json.loads(KEPT.read_text())["rows"]
+    assert_beside_torchao(rows_of(rows), more=3)
+    for row in rows:
+        assert row["cuda_graph_refused"] == [None, None]
+        assert sum(row["gemms"].values()) == 21
+        assert row["machine_code"] > 0
+        assert all(name.endswith(" bfloat16") for name in row["gemms"])
+
+
+@pytest.mark.slow
+def test_the_kept_table_is_of_the_kept_results():
+    printed = subprocess.run([sys.executable, BENCHMARKS / "aot_torch.py", "--show"], check=True, capture_output=True, text=True).stdout
+    assert printed == KEPT.with_suffix(".md").read_text()
