@@ -30,6 +30,7 @@ _ELSEWHERE = {
     "changelog.md": "CHANGELOG.md",
     "contributing.md": "CONTRIBUTING.md",
     "aot.md": "benchmarks/results/aot.md",
+    "aot-torch.md": "benchmarks/results/aot_torch.md",
     "compile-matrix.md": "benchmarks/results/compile_matrix.md",
 }
 

@@ -68,7 +68,9 @@ def _largest(x: torch.Tensor, granularity: str, axis: int) -> torch.Tensor:
     if granularity == "tensorwise":
         return magnitudes.amax()
     if granularity == "rowwise":
-        return magnitudes.amax(dim=axis, keepdim=True)
+        # From the front: Python's hash(-2) is hash(-1), and amaxes of one tensor along either dim then
+        # hide from the compiler that linears repeat them.
+        return magnitudes.amax(dim=axis % x.ndim, keepdim=True)
     if any(length % size for size, length in zip(sizes, x.shape, strict=True)):
         # last dim first
         padding = [n for size, length in zip(sizes[::-1], x.shape[::-1], strict=True) for n in (0, -length % size)]

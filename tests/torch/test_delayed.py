@@ -161,6 +161,18 @@ def test_states_are_float32_whatever_the_default_dtype_and_device_are():  # H-2
         assert not state.seen.any()
 
 
+def test_an_update_keeps_the_addresses_of_states():  # P-12
+    """Which CUDA graphs write to and read from."""
+    model = convert.convert(nn.Sequential(nn.Linear(16, 16)), "delayed")
+    before = {name: buffer.data_ptr() for name, buffer in model.named_buffers()}
+    for ending in (delayed.update, delayed.forget, delayed.update):
+        model(torch.ones(16, 16)).sum().backward()
+        ending(model)
+    delayed.forget_unless(model, torch.tensor(True))
+    assert {name: buffer.data_ptr() for name, buffer in model.named_buffers()} == before
+    assert len(before) == 3 * 4
+
+
 def test_states_that_are_assigned_bring_their_device():
     with torch.device("meta"):
         model = convert.convert(nn.Sequential(nn.Linear(16, 16)), "delayed")
