@@ -6,6 +6,8 @@ import pytest
 import torch
 from ranks import run
 from torch import distributed, nn
+from torch._functorch.compile_utils import fx_graph_cse
+from torch.fx.experimental.proxy_tensor import make_fx
 from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic
 
 from fp8ref.conformance.inputs import quantizer_inputs
@@ -210,3 +212,14 @@ def test_under_scope_global_codes_are_those_of_one_process(recipe, poison):  # P
         for rank, found in enumerate((first, second)):
             mine = scale[16 * rank :][:16] if by_row else scale
             assert torch.equal(found[key][1].nan_to_num(-1.0), mine.nan_to_num(-1.0))
+
+
+def test_a_compiler_sees_casts_of_one_tensor_as_one():
+    """Along either axis. To torch's elimination of common subexpressions the axes -1 and -2 were alike: hash(-2) == hash(-1)."""
+
+    def casts(x):
+        return [scaling.quantize(x, E4M3FN, granularity="rowwise", axis=axis).codes for axis in (-1, -2, -1, -2)]
+
+    with torch.no_grad():
+        graph = fx_graph_cse(make_fx(casts)(torch.ones(16, 32)).graph)
+    assert sum(node.target is torch.ops.aten.amax.default for node in graph.nodes) == 2
