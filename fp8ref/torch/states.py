@@ -3,20 +3,19 @@
     optimizer = states.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1, layout="sqrt_e4m3")
 
 The bits are those of ``fp8ref.sim.states``, eager or compiled, and for any cut of parameters that
-FSDP2 makes. torch would change them in three ways on a CPU:
-
-    sqrt              is not rounded correctly; that of float64 is, rounded once more
-    number / tensor   is a product with a reciprocal; a tensor of the number is divided instead
-    addcmul, lerp     round once where O rounds twice; they are not used
+FSDP2 makes. ``addcmul`` and ``lerp`` round once where O rounds twice; they are not used.
 
 Under FSDP2 codes are cut as their parameter is. Scales are whole on every rank: those of blocks take
 4 bytes for each 128 or 256 elements of the whole tensor. A step has one all-reduce of amaxes, and
 another under ``predicted``.
+
+An eager step on a CPU is made of pieces that stay in its cache. A large tensor is cut into pieces as
+ranks would cut it; small tensors follow each other in one piece, each from a new block on.
 """
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -25,32 +24,24 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from fp8ref import states
-from fp8ref.formats import BFLOAT16, FLOAT16, FLOAT32
 from fp8ref.states import Layout, Moment, Scalars
-from fp8ref.torch import cast
+from fp8ref.torch import cast, moments
+from fp8ref.torch.moments import CELL, MomentState, Part
 
-_DTYPES = {FLOAT16.name: torch.float16, BFLOAT16.name: torch.bfloat16, FLOAT32.name: torch.float32}
-
-
-class MomentState(NamedTuple):
-    """A stored moment. codes are uint8 of an FP8 format, or the format's own dtype; the rest is
-    float32 of shape () or [blocks], None where the layout has none. Fields as in
-    ``fp8ref.sim.states``."""
-
-    codes: Tensor
-    scale_inv: Tensor | None = None
-    amax: Tensor | None = None
-    exponent: Tensor | None = None
-    center: Tensor | None = None
+PIECE = 1 << 16
+"""Elements of a piece for each thread: 14 arrays of them fit into a CPU's cache."""
 
 
-class _Part(NamedTuple):
-    """Which part of a tensor is here: its elements from ``start`` on, of ``size`` in all; the groups
-    of ranks that have the others."""
+class _Work(NamedTuple):
+    """An update of flat tensors: the weight and codes are changed in place."""
 
-    size: int
-    start: int
-    groups: tuple[distributed.ProcessGroup, ...]
+    p: Tensor
+    g: Tensor
+    m: MomentState
+    v: MomentState
+    at: Scalars
+    layout: Layout
+    part: Part
 
 
 class AdamW(torch.optim.Optimizer):
@@ -89,6 +80,7 @@ class AdamW(torch.optim.Optimizer):
         if self.layout.stochastic:
             raise ValueError(f"fp8ref.torch does not round stochastically; layout {self.layout.name!r} does. Use rounding='nearest_even'.")
         self._compiled = compiled
+        self._layout_of = functools.cache(self.layout.of)
         compiles: Callable = functools.partial(torch.compile, fullgraph=True, dynamic=False) if compiled else lambda function: function
         self._begin: Callable[..., list[Tensor]] = compiles(_begin)
         self._finish: Callable[..., tuple] = compiles(_finish)
@@ -141,34 +133,120 @@ class AdamW(torch.optim.Optimizer):
         for group in self.param_groups:  # refused before anything changes
             self._scalars(group, 1)
             for p in group["params"]:
-                _check_cut(p, self.layout.of(p.numel()))
-        cut = []
-        for group in self.param_groups:
+                _check_cut(p, self._layout(p))
+        cut: list[tuple[_Work, tuple[distributed.ProcessGroup, ...]]] = []
+        small: dict[tuple, list[_Work]] = {}
+        steps, apart = [], []
+        for index, group in enumerate(self.param_groups):
+            numbers: dict[tuple[int, torch.device], Scalars] = {}
             for p in group["params"]:
                 if p.grad is None:
                     continue
-                state = self._state(p)
-                part, layout = _part(p), self.layout.of(p.numel())
-                at = _tensors(self._scalars(group, int(state["step"].item()) + 1), p.device)
-                given = (_local(p.grad), _moment_state(state, "m"), _moment_state(state, "v"), at, layout, part._replace(groups=()))
-                if part.groups:
-                    cut.append((p, part.groups, given, self._begin(*given)))
+                state, layout = self._state(p), self._layout(p)
+                steps.append(state["step"])
+                at_step = (int(state["step"].item()) + 1, p.device)
+                if at_step not in numbers:
+                    at = self._scalars(group, at_step[0])
+                    numbers[at_step] = _tensors(at, p.device) if self._compiled else at
+                start, ranks = _place(p)
+                flat = _flat(p)
+                if flat.data_ptr() != _local(p).data_ptr():  # not contiguous
+                    apart.append((_local(p), flat))
+                given = (flat, _flat(p.grad), _moment_state(state, "m"), _moment_state(state, "v"))
+                work = _Work(*given, numbers[at_step], layout, Part(p.numel(), start))
+                if ranks:
+                    cut.append((work, ranks))
+                elif p.numel() <= PIECE // 4:
+                    small.setdefault((index, *at_step, layout is self.layout), []).append(work)
                 else:
-                    self._update(p, given, None)
-        _reduce([(groups, found) for _, groups, _, found in cut])
-        _reduce([(groups, self._update(p, given, found)) for p, groups, given, found in cut])
+                    self._update(work)
+        for works in small.values():
+            self._update_together(works)
+        found = [self._begin_pieces(work) for work, _ in cut]
+        _reduce([(ranks, of_work) for (_, ranks), of_work in zip(cut, found, strict=True)])
+        _reduce([(ranks, self._update(work, of_work)) for (work, ranks), of_work in zip(cut, found, strict=True)])
+        for p, flat in apart:
+            p.copy_(flat.view(p.shape))
+        if steps:
+            torch._foreach_add_(steps, 1)
 
-    def _update(self, p: Tensor, given: tuple, found: list[Tensor] | None) -> list[Tensor]:
-        """Update a parameter and its state in place; the amaxes that other ranks complete."""
-        _, m, v, _, layout, _ = given
-        weight, *new = self._finish(_local(p), *given, found)
-        _local(p).copy_(weight)
-        for old, changed in zip((m, v), new, strict=True):
-            for mine, value in zip(old, changed, strict=True):
+    def _begin_pieces(self, work: _Work) -> list[Tensor]:
+        """``_begin`` of all pieces."""
+        each = [self._begin(*piece[1:]) for piece in self._pieces(work)]
+        return [functools.reduce(torch.maximum, of_pieces) for of_pieces in zip(*each, strict=True)]
+
+    def _update(self, work: _Work, found: list[Tensor] | None = None) -> list[Tensor]:
+        """Update a weight and its state in place; the amaxes that other ranks complete."""
+        pieces = list(self._pieces(work))
+        if found is None and len(pieces) > 1:
+            if not any(moment.scaling and moment.block is None for moment in (work.layout.m, work.layout.v)):
+                for piece in pieces:
+                    self._update(_alone(piece))
+                return []
+            found = self._begin_pieces(work)
+        each = [self._finish(*piece, found) for piece in pieces]
+        amaxes = []
+        for old, moment, *news in zip((work.m, work.v), (work.layout.m, work.layout.v), *each, strict=True):
+            for field, mine, *values in zip(MomentState._fields[1:], old[1:], *news, strict=True):
                 if mine is not None:
-                    mine.copy_(value)
-        self.state[p]["step"] += 1
-        return [old.amax for old, moment in ((m, layout.m), (v, layout.v)) if moment.amax == "predicted"]
+                    mine.copy_(functools.reduce(torch.maximum, values) if field == "amax" else values[0])
+                    if field == "amax" and moment.amax == "predicted":
+                        amaxes.append(mine)
+        return amaxes
+
+    def _update_together(self, works: list[_Work]) -> None:
+        """Update small tensors that have the same numbers and layout, as many at a time as a piece holds."""
+        batch, elements = [], 0
+        for work in works:
+            if batch and elements + work.part.size > PIECE:
+                self._update_batch(batch)
+                batch, elements = [], 0
+            batch.append(work)
+            elements += -(-work.part.size // CELL) * CELL
+        self._update_batch(batch)
+
+    def _update_batch(self, works: list[_Work]) -> None:
+        if len(works) == 1:
+            self._update(works[0])
+            return
+        cells = tuple(-(-work.part.size // CELL) for work in works)
+        inside: list[Tensor] = []
+        outside: list[Tensor] = []
+
+        def joined(tensors: list[Tensor], slots: list[int], fill: float, dtype: torch.dtype) -> Tensor:
+            made = torch.full((sum(slots),), fill, dtype=dtype, device=tensors[0].device)
+            inside.extend(slot[: x.numel()].view(x.shape) for slot, x in zip(made.split(slots), tensors, strict=True))
+            outside.extend(tensors)
+            return made
+
+        def of_moment(which: int, moment: Moment) -> MomentState:
+            each = [work[2 + which] for work in works]
+            slots = [1 if moment.block is None else n * (CELL // moment.block) for n in cells]
+            fields: list[Tensor | None] = [joined([x.codes for x in each], elements, 0, each[0].codes.dtype)]
+            for field in MomentState._fields[1:]:
+                values = [getattr(x, field) for x in each]
+                fields.append(None if values[0] is None else joined(values, slots, field != "amax", torch.float32))
+            return MomentState(*fields)  # type: ignore[arg-type]
+
+        layout, elements = works[0].layout, [n * CELL for n in cells]
+        m, v = of_moment(0, layout.m), of_moment(1, layout.v)
+        p = joined([work.p for work in works], elements, 0, torch.float32)
+        changed = len(inside)
+        g = joined([work.g for work in works], elements, 0, torch.float32)
+        torch._foreach_copy_(inside, outside)
+        self._update(_Work(p, g, m, v, works[0].at, layout, Part(len(p), 0, cells)))
+        torch._foreach_copy_(outside[:changed], inside[:changed])
+
+    def _pieces(self, work: _Work) -> Iterator[_Work]:
+        """An update as updates of consecutive elements: of one, unless each operation runs by itself on a CPU."""
+        here, size = work.p.numel(), PIECE * torch.get_num_threads()
+        if self._compiled or not work.p.is_cpu or here <= size or work.part.cells:
+            yield work
+            return
+        for first in range(0, here, size):
+            p, g, m, v = (x[first : first + size] for x in (work.p, work.g, work.m.codes, work.v.codes))
+            part = work.part._replace(start=work.part.start + first)
+            yield work._replace(p=p, g=g, m=work.m._replace(codes=m), v=work.v._replace(codes=v), part=part)
 
     def _scalars(self, group: dict[str, Any], step: int) -> Scalars:
         b1, b2 = group["betas"]
@@ -176,14 +254,17 @@ class AdamW(torch.optim.Optimizer):
         states.check(b1=b1, b2=b2, layout=self.layout, **rest)
         return states.scalars(step, learning_rate=float(group["lr"]), b1=b1, b2=b2, **rest)
 
+    def _layout(self, p: Tensor) -> Layout:
+        return self._layout_of(p.numel())
+
     def _state(self, p: Tensor) -> dict[str, Tensor]:
         """The state of a parameter, made where it has none."""
         state = self.state[p]
         if not state:
-            layout = self.layout.of(p.numel())
+            layout = self._layout(p)
             state["step"] = torch.zeros(())
             for key, moment in (("m", layout.m), ("v", layout.v)):
-                state.update({f"{key}_{field}": x for field, x in _zeros(p, moment)._asdict().items() if x is not None})
+                state.update({f"{key}_{field}": x for field, x in moments.zeros(p, moment)._asdict().items() if x is not None})
         return state
 
 
@@ -195,224 +276,75 @@ def decode(optimizer: AdamW, p: Tensor) -> tuple[Tensor, Tensor]:
     """
     if not optimizer.state.get(p):
         raise ValueError("a parameter has moments after its first step; got one without. Call optimizer.step() first.")
-    layout, part = optimizer.layout.of(p.numel()), _part(p)
+    layout, part = optimizer.layout.of(p.numel()), Part(p.numel(), _place(p)[0])
     both = (("m", layout.m), ("v", layout.v))
-    m, v = (_read(_moment_state(optimizer.state[p], key), moment, layout, part) for key, moment in both)
-    return m, v
+    m, v = (moments.read(_moment_state(optimizer.state[p], key), moment, layout, part) for key, moment in both)
+    return m.view(_local(p).shape), v.view(_local(p).shape)
 
 
-def _begin(g: Tensor, m: MomentState, v: MomentState, at: Scalars, layout: Layout, part: _Part) -> list[Tensor]:
-    """What ranks have to reduce by maximum before they store: of each moment its amax and, where the
-    layout needs it, the gradient's or the negative of its smallest magnitude."""
-    g = _in_range(cast.to_f32(g))
-    found = []
-    for x, moment in zip(_averages(g, _read(m, layout.m, layout, part), _read(v, layout.v, layout, part), at, layout),
-                         (layout.m, layout.v), strict=True):  # fmt: skip
-        found += _extremes(_sqrt(x) if moment.root else x, g, moment, part)
-    return found
+def _begin(g: Tensor, m: MomentState, v: MomentState, at: Scalars, layout: Layout, part: Part) -> list[Tensor]:
+    """What parts of a tensor have to reduce by maximum before they store (``moments.extremes``)."""
+    g, new_m, new_v = _new_moments(g, m, v, at, layout, part)
+    found = moments.extremes(new_m, g, layout.m, part)
+    return found + moments.extremes(moments.sqrt(new_v) if layout.v.root else new_v, g, layout.v, part)
 
 
-def _finish(p: Tensor, g: Tensor, m: MomentState, v: MomentState, at: Scalars, layout: Layout, part: _Part, found):
-    """The weight and both stored moments; found is ``_begin``'s, of all ranks, or None."""
-    g = _in_range(cast.to_f32(g))
-    new_m, new_v = _averages(g, _read(m, layout.m, layout, part), _read(v, layout.v, layout, part), at, layout)
-    ratio = (new_m * at.inverse1) / (_sqrt(new_v) * at.inverse2 + at.eps)
+def _finish(p: Tensor, g: Tensor, m: MomentState, v: MomentState, at: Scalars, layout: Layout, part: Part, found):
+    """Change the weight and the codes; return what else is stored of both moments. found is
+    ``_begin``'s, of all parts, or None."""
+    g, new_m, new_v = _new_moments(g, m, v, at, layout, part)
+    root = moments.sqrt(new_v)
+    ratio = (new_m * at.inverse1).div_((root * at.inverse2).add_(at.eps))
     if layout.bounded:
         ratio = torch.clamp(ratio, -at.bound, at.bound)
-    change = at.learning_rate * (ratio + at.weight_decay * p)
-    change = torch.where(change.abs() < states.STEP_MIN, 0.0, change)
-    stored, rest = [], found
-    for which, (x, old, moment) in enumerate(((new_m, m, layout.m), (new_v, v, layout.v))):
-        x = _sqrt(x) if moment.root else x
-        extremes = _extremes(x, g, moment, part) if rest is None else rest[: _reduced(moment)]
-        rest = None if rest is None else rest[_reduced(moment) :]
-        stored.append(_store(x, extremes, old, moment, which, at, layout, part))
-    return p - change, *stored
+    change = ratio.add_(p * at.weight_decay).mul_(at.learning_rate)
+    p.sub_(moments.not_below(states.STEP_MIN, change))
+    rest = []
+    for which, (x, old, moment) in enumerate(((new_m, m, layout.m), (root if layout.v.root else new_v, v, layout.v))):
+        count = moments.reductions(moment)
+        extremes = moments.extremes(x, g, moment, part) if found is None else found[:count]
+        found = None if found is None else found[count:]
+        codes, *others = moments.store(x, extremes, old, moment, which, at, layout, part)
+        old.codes.copy_(codes)
+        rest.append(others)
+    return rest
 
 
-def _reduced(moment: Moment) -> int:
-    """How many reductions a moment needs."""
-    return 0 if moment.scaling is None else 2 if moment.expansion or moment.amax == "predicted" else 1
-
-
-def _extremes(x: Tensor, g: Tensor, moment: Moment, part: _Part) -> list[Tensor]:
-    if moment.scaling is None:
-        return []
-    found = [_group_max(x.abs(), moment, part)]
-    if moment.amax == "predicted":
-        found.append(_group_max(g.abs(), moment, part))
-    if moment.expansion:
-        found.append(_group_max(torch.where(x == 0, -torch.inf, -x.abs()), moment, part, empty=-torch.inf))
-    return found
+def _new_moments(g: Tensor, m: MomentState, v: MomentState, at: Scalars, layout: Layout, part: Part):
+    """The gradient in range, and both new moments (O-2 to O-5)."""
+    g = _in_range(cast.to_f32(g))
+    return g, *moments.averages(g, moments.read(m, layout.m, layout, part), moments.read(v, layout.v, layout, part), at, layout)
 
 
 def _in_range(g: Tensor) -> Tensor:
     """O-2."""
-    magnitude = g.abs()
-    kept = torch.where(magnitude < states.GRADIENT_MIN, 0.0, g)
-    return torch.where(magnitude <= states.GRADIENT_MAX, kept, torch.nan)
+    kept = moments.not_below(states.GRADIENT_MIN, g)
+    if moments.eager_on_cpu(g) and g.numel():
+        low, high = g.aminmax()
+        if -states.GRADIENT_MAX <= low and high <= states.GRADIENT_MAX:  # the comparison of all elements takes longer
+            return kept
+    return torch.where(g.abs() <= states.GRADIENT_MAX, kept, torch.nan)
 
 
-def _sqrt(x: Tensor) -> Tensor:
-    return x.sqrt() if x.is_cuda else x.double().sqrt().float()
+def _alone(piece: _Work) -> _Work:
+    """A piece of whole blocks as a tensor by itself."""
+    size, start = piece.p.numel(), piece.part.start
 
+    def of_groups(stored: MomentState, moment: Moment) -> MomentState:
+        if moment.block is None:
+            return stored
+        groups = slice(start // moment.block, -(-(start + size) // moment.block))
+        return MomentState(stored.codes, *(None if x is None else x[groups] for x in stored[1:]))
 
-def _averages(g: Tensor, m: Tensor, v: Tensor, at: Scalars, layout: Layout) -> tuple[Tensor, Tensor]:
-    """O-5."""
-    square = g * g
-    if layout.average == "products":
-        m = at.b1 * m + at.a1 * g
-        v = at.b2 * v + at.a2 * square
-    else:
-        m = m + at.a1 * (g - m)
-        v = v + at.a2 * (square - v)
-    return _not_tiny(m, layout), _not_tiny(v, layout)
-
-
-def _not_tiny(x: Tensor, layout: Layout) -> Tensor:
-    return torch.where(x.abs() < layout.smallest_moment, 0.0, x)
-
-
-def _read(stored: MomentState, moment: Moment, layout: Layout, part: _Part) -> Tensor:
-    """O-4."""
-    x = _values(stored.codes, moment)
-    if stored.scale_inv is not None:
-        x = x * _spread(stored.scale_inv, x, moment, part)
-    if stored.exponent is not None and stored.center is not None:
-        magnitude = _root_of_power(x.abs(), _spread(stored.exponent, x, moment, part))
-        x = torch.copysign(magnitude * _spread(stored.center, x, moment, part), x)
-    if moment.root:
-        x = x * x
-    return _not_tiny(x, layout)
-
-
-def _store(
-    x: Tensor, extremes: list[Tensor], old: MomentState, moment: Moment, which: int, at: Scalars, layout: Layout, part: _Part
-) -> MomentState:
-    """O-7 to O-10."""
-    if moment.scaling is None:
-        return MomentState(_codes(x, x, moment))
-    own = amax = extremes[0]
-    if moment.amax == "previous":
-        assert old.amax is not None
-        amax = torch.where(old.amax == 0, own, old.amax)
-    elif moment.amax == "predicted":
-        assert old.amax is not None
-        kept = old.amax * old.amax if moment.root else old.amax
-        amax = _averages(extremes[1], kept, kept, at, layout)[which]
-        amax = _sqrt(amax) if moment.root else amax
-    if moment.expansion:
-        return _store_expanded(x, amax, -extremes[1], moment, part)
-    scale, scale_inv = _scales(amax, moment)
-    factor = _spread(scale_inv if scale is None else scale, x, moment, part)
-    scaled = x / factor if scale is None else x * factor
-    codes = _codes(scaled, x, moment)
-    if moment.amax != "predicted":
-        return MomentState(codes, scale_inv, own if moment.amax == "previous" else None)
-    # Rounding is monotone: the largest code has the largest product.
-    return MomentState(codes, scale_inv, _group_max(_values(codes, moment).abs(), moment, part) * scale_inv)
-
-
-def _store_expanded(x: Tensor, amax: Tensor, smallest: Tensor, moment: Moment, part: _Part) -> MomentState:
-    """O-10."""
-    floor = torch.full_like(amax, moment.floor)
-    top = torch.maximum(amax, floor)
-    bottom = torch.minimum(torch.maximum(smallest, floor), top)
-    center = _sqrt(top) * _sqrt(bottom)
-    ratio = top / bottom
-    exponent = torch.full_like(ratio, states.EXPONENTS[-1])
-    for k in reversed(states.EXPONENTS[:-1]):
-        exponent = torch.where(ratio <= states.float32(states.EXPANDED_RANGE ** (1 / k)), k, exponent)
-    scale_inv = _power(top / center, exponent) / torch.full_like(center, moment.fmt.max)
-    of, k, inverse = (_spread(a, x, moment, part) for a in (center, exponent, scale_inv))
-    scaled = torch.copysign(_power(x.abs() / of, k), x) / inverse
-    return MomentState(_codes(scaled, x, moment), scale_inv, None, exponent, center)
-
-
-def _power(x: Tensor, exponent: Tensor) -> Tensor:
-    square = x * x
-    low = torch.where(exponent == 1, x, _sqrt(x))
-    return torch.where(exponent == 4, square * square, torch.where(exponent == 2, square, low))
-
-
-def _root_of_power(y: Tensor, exponent: Tensor) -> Tensor:
-    root = _sqrt(y)
-    low = torch.where(exponent == 1, y, y * y)
-    return torch.where(exponent == 4, _sqrt(root), torch.where(exponent == 2, root, low))
-
-
-def _scales(amax: Tensor, moment: Moment) -> tuple[Tensor | None, Tensor]:
-    """(scale, scale_inv) (O-7); scale is None under ``divide``."""
-    amax = torch.maximum(amax, torch.full_like(amax, moment.floor))
-    one, top = torch.ones_like(amax), torch.full_like(amax, moment.fmt.max)
-    if moment.scaling == "divide":
-        return None, amax / top
-    scale = one / (amax / top) if moment.scaling == "reciprocal" else top / amax
-    if moment.scaling == "power_of_two":
-        bits = (scale.view(torch.int32) & 0x7F800000).view(torch.float32)
-        scale = torch.where(scale.isnan(), scale, bits)
-    return scale, one / scale
-
-
-def _codes(scaled: Tensor, x: Tensor, moment: Moment) -> Tensor:
-    """O-8."""
-    fmt = moment.fmt
-    if fmt == FLOAT32:
-        return scaled
-    if fmt.bits == 8:
-        codes = cast.encode(scaled, fmt)
-        return torch.where((x != 0) & (codes & 0x7F == 0), codes | 1, codes) if moment.keep else codes
-    if moment.keep:
-        # Asked before the cast, which the compiler leaves out where a cast back follows.
-        lost = (x != 0) & (scaled.abs() <= fmt.smallest_subnormal / 2)
-        scaled = torch.where(lost, torch.copysign(torch.full_like(x, fmt.smallest_subnormal), x), scaled)
-    return scaled.clamp(-fmt.max, fmt.max).to(_DTYPES[fmt.name])
-
-
-def _values(codes: Tensor, moment: Moment) -> Tensor:
-    return cast.decode(codes, moment.fmt) if moment.fmt.bits == 8 else codes.float()
-
-
-def _group_max(x: Tensor, moment: Moment, part: _Part, empty: float = 0.0) -> Tensor:
-    """() or [blocks]: the maximum of each group over the elements that are here; empty where none
-    is."""
-    block = moment.block
-    if block is None:
-        return x.amax() if x.numel() else x.new_full((), empty)
-    before, after = part.start % block, -(part.start + x.numel()) % block
-    here = torch.nn.functional.pad(x.reshape(-1), (before, after), value=empty).view(-1, block).amax(1)
-    first = part.start // block
-    return torch.nn.functional.pad(here, (first, moment.groups(part.size) - first - here.numel()), value=empty)
-
-
-def _spread(of_groups: Tensor, x: Tensor, moment: Moment, part: _Part) -> Tensor:
-    """The values of the groups, for each element of x."""
-    block = moment.block
-    if block is None:
-        return of_groups
-    first, last = part.start // block, -(-(part.start + x.numel()) // block)
-    skip = part.start - first * block
-    each = of_groups[first:last].unsqueeze(1).expand(-1, block).reshape(-1)
-    return each[skip : skip + x.numel()].view(x.shape)
-
-
-def _zeros(p: Tensor, moment: Moment) -> MomentState:
-    dtype = torch.uint8 if moment.fmt.bits == 8 else _DTYPES[moment.fmt.name]
-    codes = torch.zeros_like(p, dtype=dtype, memory_format=torch.contiguous_format)
-    if moment.scaling is None:
-        return MomentState(codes)
-    groups = () if moment.block is None else (moment.groups(p.numel()),)
-    new = functools.partial(torch.full, groups, dtype=torch.float32, device=p.device)
-    amax = None if moment.amax == "exact" else new(fill_value=0.0)
-    rest = [new(fill_value=1.0) if moment.expansion else None for _ in range(2)]
-    return MomentState(codes, new(fill_value=1.0), amax, *rest)
+    layout = piece.layout
+    return piece._replace(m=of_groups(piece.m, layout.m), v=of_groups(piece.v, layout.v), part=Part(size))
 
 
 def _moment_state(state: dict[str, Tensor], key: str) -> MomentState:
     found = [state.get(f"{key}_{field}") for field in MomentState._fields]
     codes, *rest = (None if x is None else _local(x) for x in found)
     assert codes is not None
-    return MomentState(codes, *rest)
+    return MomentState(codes.view(-1), *rest)
 
 
 def _tensors(at: Scalars, device: torch.device) -> Scalars:
@@ -424,15 +356,21 @@ def _local(x: Tensor) -> Tensor:
     return x.to_local() if isinstance(x, DTensor) else x
 
 
-def _part(p: Tensor) -> _Part:
-    """What this rank has of a parameter."""
+def _flat(x: Tensor) -> Tensor:
+    """This rank's elements in C order."""
+    return _local(x.detach()).reshape(-1)
+
+
+def _place(p: Tensor) -> tuple[int, tuple[distributed.ProcessGroup, ...]]:
+    """The flat index of this rank's first element of a parameter, and the groups of ranks that have
+    the others."""
     if not isinstance(p, DTensor):
-        return _Part(p.numel(), 0, ())
+        return 0, ()
     cut = [i for i, placement in enumerate(p.placements) if not isinstance(placement, Replicate)]
     _, offset = compute_local_shape_and_global_offset(p.shape, p.device_mesh, p.placements)
     row = p.numel() // p.shape[0] if p.ndim else 1
     start = min(offset[0] * row if offset else 0, p.numel())
-    return _Part(p.numel(), start, tuple(p.device_mesh.get_group(i) for i in cut))
+    return start, tuple(p.device_mesh.get_group(i) for i in cut)
 
 
 def _check_cut(p: Tensor, layout: Layout) -> None:

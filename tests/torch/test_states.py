@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from fp8ref.sim import states as sim
 from fp8ref.states import LAYOUTS
-from fp8ref.torch import states
+from fp8ref.torch import moments, states
 
 HYPER = {"weight_decay": 0.1}
 
@@ -90,7 +90,7 @@ def test_a_compiled_update_has_them_too(name):  # O-2 to O-10
 
 def test_torchs_own_root_is_another(monkeypatch):
     """The guard of O's correctly rounded square root, against its removal."""
-    monkeypatch.setattr(states, "_sqrt", torch.sqrt)
+    monkeypatch.setattr(moments, "sqrt", torch.sqrt)
     x = torch.rand(1 << 16, generator=torch.Generator().manual_seed(0))
     if (x.sqrt() == x.double().sqrt().float()).all():
         pytest.skip("this torch rounds square roots correctly here")
@@ -244,6 +244,21 @@ def test_groups_closures_and_parameters_without_gradients():
         assert differing(found.numpy(), expected) == 0
     with pytest.raises(ValueError, match="has moments after its first step"):
         states.decode(optimizer, p["vector"])
+
+
+def test_pieces_and_parameters_that_are_not_contiguous(monkeypatch):  # O-11
+    """A tensor in pieces, small tensors together, and a weight of other strides have the bits of whole tensors."""
+    for piece in (512, 4096):
+        monkeypatch.setattr(states, "PIECE", piece)
+        for name in ("sqrt_e4m3", "sqrt_e5m2", "msamp", "coat", "predicted", "predicted_v", "previous", "torchao"):
+            assert trained(NEAREST[name], 3) == 0, (piece, name)
+    p = nn.Parameter(torch.tensor(start()["ragged"]).t().contiguous().t())
+    assert not p.is_contiguous()
+    p.grad = torch.tensor(gradients_of(0)["ragged"])
+    optimizer = states.AdamW([p], lr=1e-3, **HYPER)
+    optimizer.step()
+    wanted = sim.step(start()["ragged"], gradients_of(0)["ragged"], sim.init(SHAPES["ragged"]), learning_rate=1e-3, **HYPER)
+    assert count(optimizer, p, *wanted) == 0
 
 
 def test_a_scheduler_and_copies():
