@@ -284,6 +284,14 @@ def check(*, b1: float, b2: float, eps: float, weight_decay: float, layout: "Lay
         raise ValueError(f"average 'lerp' needs betas above 0.5 (O-5); got b1={b1!r}, b2={b2!r}.")
 
 
+def check_seed(seed: int, layout: Layout) -> None:
+    """ValueError unless a seed is one of stochastic rounding (C-2), and 0 where nothing is rounded so."""
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 1 << 64:
+        raise ValueError(f"seed is an integer in [0, 2^64); got {seed!r}.")
+    if seed and not layout.stochastic:
+        raise ValueError(f"layout {layout.name!r} rounds to nearest and has no use for a seed; got seed={seed}. Leave it out.")
+
+
 _TENSOR_E4M3 = Moment(fmt=E4M3FN, scaling="multiply")
 _BLOCK_E4M3 = Moment(fmt=E4M3FN, scaling="multiply", block=128)
 _TORCHAO = Moment(fmt=E4M3FN, scaling="divide", block=256, floor=1e-12)

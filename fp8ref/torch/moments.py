@@ -20,7 +20,7 @@ from torch import Tensor
 from fp8ref import states
 from fp8ref.formats import BFLOAT16, E4M3FN, FLOAT16, FLOAT32
 from fp8ref.states import Layout, Moment, Scalars
-from fp8ref.torch import cast
+from fp8ref.torch import cast, philox
 
 DTYPES = {FLOAT16.name: torch.float16, BFLOAT16.name: torch.bfloat16, FLOAT32.name: torch.float32}
 """{name of a format above 8 bits: torch's dtype}."""
@@ -107,11 +107,24 @@ def reductions(moment: Moment) -> int:
 
 
 def store(
-    x: Tensor, found: list[Tensor], old: MomentState, moment: Moment, which: int, at: Scalars, layout: Layout, part: Part
+    x: Tensor,
+    found: list[Tensor],
+    old: MomentState,
+    which: int,
+    at: Scalars,
+    layout: Layout,
+    part: Part,
+    key: philox.Key | None,
 ) -> MomentState:
-    """The stored moment of x, which is the root under ``root`` (O-7 to O-10). found is of ``extremes``."""
+    """The stored moment of x, m or v, or its root under ``root`` (O-7 to O-10).
+
+    found  of ``extremes``.
+    which  0 for m and 1 for v.
+    key    of stochastic rounding; None rounds to nearest.
+    """
+    moment = (layout.m, layout.v)[which]
     if moment.scaling is None:
-        return MomentState(_codes(x, x, moment))
+        return MomentState(_codes(x, x, moment, part, key))
     own = amax = found[0]
     if moment.amax == "previous":
         assert old.amax is not None
@@ -122,10 +135,10 @@ def store(
         amax = averages(found[1], kept, kept.clone(), at, layout)[which]
         amax = sqrt(amax) if moment.root else amax
     if moment.expansion:
-        return _store_expanded(x, amax, -found[1], moment, part)
+        return _store_expanded(x, amax, -found[1], moment, part, key)
     scale, scale_inv = _scales(amax, moment)
     scaled = _by_group(torch.div, x, scale_inv, moment, part) if scale is None else _by_group(torch.mul, x, scale, moment, part)
-    codes = _codes(scaled, x, moment)
+    codes = _codes(scaled, x, moment, part, key)
     if moment.amax != "predicted":
         return MomentState(codes, scale_inv, own if moment.amax == "previous" else None)
     # Rounding is monotone: the largest code has the largest product.
@@ -162,7 +175,7 @@ def eager_on_cpu(x: Tensor) -> bool:
     return x.is_cpu and not torch.compiler.is_compiling()
 
 
-def _store_expanded(x: Tensor, amax: Tensor, smallest: Tensor, moment: Moment, part: Part) -> MomentState:
+def _store_expanded(x: Tensor, amax: Tensor, smallest: Tensor, moment: Moment, part: Part, key: philox.Key | None) -> MomentState:
     """O-10."""
     floor = torch.full_like(amax, moment.floor)
     top = torch.maximum(amax, floor)
@@ -175,7 +188,7 @@ def _store_expanded(x: Tensor, amax: Tensor, smallest: Tensor, moment: Moment, p
     scale_inv = _power(top / center, exponent) / torch.full_like(center, moment.fmt.max)
     magnitude = _by_group(_power, _by_group(torch.div, x.abs(), center, moment, part), exponent, moment, part)
     scaled = _by_group(torch.div, torch.copysign(magnitude, x), scale_inv, moment, part)
-    return MomentState(_codes(scaled, x, moment), scale_inv, None, exponent, center)
+    return MomentState(_codes(scaled, x, moment, part, key), scale_inv, None, exponent, center)
 
 
 def _power(x: Tensor, exponent: Tensor) -> Tensor:
@@ -203,11 +216,16 @@ def _scales(amax: Tensor, moment: Moment) -> tuple[Tensor | None, Tensor]:
     return scale, one / scale
 
 
-def _codes(scaled: Tensor, x: Tensor, moment: Moment) -> Tensor:
+def _codes(scaled: Tensor, x: Tensor, moment: Moment, part: Part, key: philox.Key | None) -> Tensor:
     """O-8."""
     fmt = moment.fmt
     if fmt == FLOAT32:
         return scaled
+    if key is not None:
+        codes = philox.codes(scaled, fmt, key, part.start)
+        if moment.keep:
+            codes = torch.where((x != 0) & (codes & ~fmt.sign_bit == 0), codes | 1, codes)
+        return codes.to(torch.uint8) if fmt.bits == 8 else codes.to(torch.int16).view(DTYPES[fmt.name])
     if fmt.bits == 8:
         if not eager_on_cpu(x):
             codes = cast.encode(scaled, fmt)

@@ -25,7 +25,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from fp8ref import states
 from fp8ref.states import Layout, Moment, Scalars
-from fp8ref.torch import cast, moments
+from fp8ref.torch import cast, moments, philox
 from fp8ref.torch.moments import CELL, MomentState, Part
 
 PIECE = 1 << 16
@@ -42,6 +42,7 @@ class _Work(NamedTuple):
     at: Scalars
     layout: Layout
     part: Part
+    keys: tuple[philox.Key | None, philox.Key | None]
 
 
 class AdamW(torch.optim.Optimizer):
@@ -50,6 +51,7 @@ class AdamW(torch.optim.Optimizer):
     lr, betas, eps, weight_decay
                   as in ``torch.optim.AdamW``; each group of parameters may have its own.
     compiled      whether ``torch.compile`` compiles the update of a parameter; the bits are the same.
+    seed          of a layout that rounds stochastically; saved with the states.
 
     Shapes:       parameters float32, of any shape, on any device, plain or DTensors; gradients
                   float32, float16 or bfloat16.
@@ -58,8 +60,8 @@ class AdamW(torch.optim.Optimizer):
     Order:        SEMANTICS O-2 to O-10.
     Specials:     a gradient that is not finite makes its weight NaN, and the moments of its group
                   (O-2). A parameter without a gradient keeps its weight and its state.
-    Raises:       ValueError: an unknown layout, or one with stochastic rounding; numbers outside
-                  their ranges (O-2); parameters that are not float32, or empty; states of another
+    Raises:       ValueError: an unknown layout; a seed of a layout that does not round
+                  stochastically; numbers outside their ranges (O-2); parameters that are not float32, or empty; states of another
                   layout at load; a DTensor that a layout with blocks is cut in another way than by
                   Shard(0).
     Source:       SEMANTICS O.
@@ -75,16 +77,16 @@ class AdamW(torch.optim.Optimizer):
         *,
         layout: str | Layout = "sqrt_e4m3",
         compiled: bool = False,
+        seed: int = 0,
     ) -> None:
         self.layout = states.by_name(layout)
-        if self.layout.stochastic:
-            raise ValueError(f"fp8ref.torch does not round stochastically; layout {self.layout.name!r} does. Use rounding='nearest_even'.")
+        states.check_seed(seed, self.layout)
         self._compiled = compiled
         self._layout_of = functools.cache(self.layout.of)
         compiles: Callable = functools.partial(torch.compile, fullgraph=True, dynamic=False) if compiled else lambda function: function
         self._begin: Callable[..., list[Tensor]] = compiles(_begin)
         self._finish: Callable[..., tuple] = compiles(_finish)
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "layout": self.layout.name})
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "layout": self.layout.name, "seed": seed})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters with their own numbers. Raises as the class."""
@@ -137,9 +139,11 @@ class AdamW(torch.optim.Optimizer):
         cut: list[tuple[_Work, tuple[distributed.ProcessGroup, ...]]] = []
         small: dict[tuple, list[_Work]] = {}
         steps, apart = [], []
+        number = -1  # of a tensor, among those of the optimizer
         for index, group in enumerate(self.param_groups):
             numbers: dict[tuple[int, torch.device], Scalars] = {}
             for p in group["params"]:
+                number += 1
                 if p.grad is None:
                     continue
                 state, layout = self._state(p), self._layout(p)
@@ -153,10 +157,11 @@ class AdamW(torch.optim.Optimizer):
                 if flat.data_ptr() != _local(p).data_ptr():  # not contiguous
                     apart.append((_local(p), flat))
                 given = (flat, _flat(p.grad), _moment_state(state, "m"), _moment_state(state, "v"))
-                work = _Work(*given, numbers[at_step], layout, Part(p.numel(), start))
+                keys = self._keys(group, *at_step, number, layout)
+                work = _Work(*given, numbers[at_step], layout, Part(p.numel(), start), keys)
                 if ranks:
                     cut.append((work, ranks))
-                elif p.numel() <= PIECE // 4:
+                elif p.numel() <= PIECE // 4 and keys == (None, None):
                     small.setdefault((index, *at_step, layout is self.layout), []).append(work)
                 else:
                     self._update(work)
@@ -172,14 +177,14 @@ class AdamW(torch.optim.Optimizer):
 
     def _begin_pieces(self, work: _Work) -> list[Tensor]:
         """``_begin`` of all pieces."""
-        each = [self._begin(*piece[1:]) for piece in self._pieces(work)]
+        each = [self._begin(*piece[1:-1]) for piece in self._pieces(work)]
         return [functools.reduce(torch.maximum, of_pieces) for of_pieces in zip(*each, strict=True)]
 
     def _update(self, work: _Work, found: list[Tensor] | None = None) -> list[Tensor]:
         """Update a weight and its state in place; the amaxes that other ranks complete."""
         pieces = list(self._pieces(work))
         if found is None and len(pieces) > 1:
-            if not any(moment.scaling and moment.block is None for moment in (work.layout.m, work.layout.v)):
+            if not any(moment.scaling and moment.block is None for moment in (work.layout.m, work.layout.v)) and not work.layout.stochastic:
                 for piece in pieces:
                     self._update(_alone(piece))
                 return []
@@ -234,7 +239,7 @@ class AdamW(torch.optim.Optimizer):
         changed = len(inside)
         g = joined([work.g for work in works], elements, 0, torch.float32)
         torch._foreach_copy_(inside, outside)
-        self._update(_Work(p, g, m, v, works[0].at, layout, Part(len(p), 0, cells)))
+        self._update(_Work(p, g, m, v, works[0].at, layout, Part(len(p), 0, cells), (None, None)))
         torch._foreach_copy_(outside[:changed], inside[:changed])
 
     def _pieces(self, work: _Work) -> Iterator[_Work]:
@@ -253,6 +258,17 @@ class AdamW(torch.optim.Optimizer):
         rest = {"eps": float(group["eps"]), "weight_decay": float(group["weight_decay"])}
         states.check(b1=b1, b2=b2, layout=self.layout, **rest)
         return states.scalars(step, learning_rate=float(group["lr"]), b1=b1, b2=b2, **rest)
+
+    def _keys(self, group: dict[str, Any], step: int, device: torch.device, number: int, layout: Layout):
+        """The seeds of both moments of a tensor at a step, None where they are rounded to nearest (O-8)."""
+        keys: list[philox.Key | None] = []
+        for which, moment in enumerate((layout.m, layout.v)):
+            key: philox.Key | None = None
+            if moment.rounding == "stochastic":
+                low, high, *_ = philox.words(step, 2 * number + which, (group["seed"] & 0xFFFFFFFF, group["seed"] >> 32))
+                key = tuple(torch.tensor([low, high], device=device).unbind()) if self._compiled else (low, high)  # type: ignore[assignment]
+            keys.append(key)
+        return tuple(keys)
 
     def _layout(self, p: Tensor) -> Layout:
         return self._layout_of(p.numel())
@@ -289,7 +305,7 @@ def _begin(g: Tensor, m: MomentState, v: MomentState, at: Scalars, layout: Layou
     return found + moments.extremes(moments.sqrt(new_v) if layout.v.root else new_v, g, layout.v, part)
 
 
-def _finish(p: Tensor, g: Tensor, m: MomentState, v: MomentState, at: Scalars, layout: Layout, part: Part, found):
+def _finish(p: Tensor, g: Tensor, m: MomentState, v: MomentState, at: Scalars, layout: Layout, part: Part, keys, found):
     """Change the weight and the codes; return what else is stored of both moments. found is
     ``_begin``'s, of all parts, or None."""
     g, new_m, new_v = _new_moments(g, m, v, at, layout, part)
@@ -304,7 +320,7 @@ def _finish(p: Tensor, g: Tensor, m: MomentState, v: MomentState, at: Scalars, l
         count = moments.reductions(moment)
         extremes = moments.extremes(x, g, moment, part) if found is None else found[:count]
         found = None if found is None else found[count:]
-        codes, *others = moments.store(x, extremes, old, moment, which, at, layout, part)
+        codes, *others = moments.store(x, extremes, old, which, at, layout, part, keys[which])
         old.codes.copy_(codes)
         rest.append(others)
     return rest

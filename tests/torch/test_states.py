@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from ranks import run
-from state_layouts import NEAREST, SHAPES, STOCHASTIC, differing, gradients_of, start
+from state_layouts import ALL, NEAREST, SHAPES, STOCHASTIC, differing, gradients_of, start
 from torch import distributed, nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
@@ -22,6 +22,7 @@ from fp8ref.states import LAYOUTS
 from fp8ref.torch import moments, states
 
 HYPER = {"weight_decay": 0.1}
+SEED = 0xFEDCBA9876543210
 
 
 def simulated(layout, steps: int, **hyper):
@@ -29,8 +30,9 @@ def simulated(layout, steps: int, **hyper):
     p, state = start(), {name: sim.init(shape, layout) for name, shape in SHAPES.items()}
     for t in range(steps):
         g = gradients_of(t)
-        for name in SHAPES:
-            p[name], state[name] = sim.step(p[name], g[name], state[name], learning_rate=1e-3, layout=layout, **{**HYPER, **hyper})
+        for number, name in enumerate(SHAPES):
+            given = {**HYPER, **hyper, "seed": SEED * layout.stochastic, "tensor": number}
+            p[name], state[name] = sim.step(p[name], g[name], state[name], learning_rate=1e-3, layout=layout, **given)
         yield p, state
 
 
@@ -60,7 +62,8 @@ def parameters() -> dict[str, nn.Parameter]:
 def trained(layout, steps: int, *, compiled=False, **hyper) -> int:
     p = parameters()
     betas = (hyper.get("b1", 0.9), hyper.get("b2", 0.95))
-    optimizer = states.AdamW(p.values(), lr=1e-3, betas=betas, layout=layout, compiled=compiled, **HYPER)
+    seed = SEED * layout.stochastic
+    optimizer = states.AdamW(p.values(), lr=1e-3, betas=betas, layout=layout, compiled=compiled, seed=seed, **HYPER)
     total = 0
     for t, (q, state) in enumerate(simulated(layout, steps, **hyper)):
         for name, g in gradients_of(t).items():
@@ -70,22 +73,22 @@ def trained(layout, steps: int, *, compiled=False, **hyper) -> int:
     return total
 
 
-@pytest.mark.parametrize("name", NEAREST)
+@pytest.mark.parametrize("name", ALL)
 def test_a_step_has_the_simulators_bits(name):  # O-2 to O-10
-    assert trained(NEAREST[name], 8) == 0
+    assert trained(ALL[name], 8) == 0
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", [*LAYOUTS, *STOCHASTIC])
 def test_fifty_steps(name):  # O-2 to O-10
-    assert trained(LAYOUTS[name], 50, b2=0.999) == 0
+    assert trained(ALL[name], 50, b2=0.999) == 0
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch", "ignore::UserWarning:torch")
-@pytest.mark.parametrize("name", NEAREST)
+@pytest.mark.parametrize("name", ALL)
 def test_a_compiled_update_has_them_too(name):  # O-2 to O-10
-    assert trained(NEAREST[name], 6, compiled=True) == 0
+    assert trained(ALL[name], 6, compiled=True) == 0
 
 
 def test_torchs_own_root_is_another(monkeypatch):
@@ -113,15 +116,19 @@ def step_sharded(found: nn.Module, optimizer, t: int) -> None:
     optimizer.step()
 
 
+def seeded(layout) -> dict:
+    return {**HYPER, "seed": SEED * layout.stochastic}
+
+
 def on_ranks(names: list[str]) -> dict[str, int]:
     """Elements that differ after 6 steps, by layout, under FSDP2."""
     totals = {}
     mesh = init_device_mesh("cpu", (distributed.get_world_size(),), mesh_dim_names=("fsdp",))
     for name in names:
         found = fully_shard(model(), mesh=mesh)
-        optimizer = states.AdamW(found.parameters(), lr=1e-3, layout=NEAREST[name], **HYPER)
+        optimizer = states.AdamW(found.parameters(), lr=1e-3, layout=ALL[name], **seeded(ALL[name]))
         totals[name] = 0
-        for t, (q, state) in enumerate(simulated(NEAREST[name], 6)):
+        for t, (q, state) in enumerate(simulated(ALL[name], 6)):
             step_sharded(found, optimizer, t)
             totals[name] += sum(count(optimizer, p, q[key], state[key]) for key, p in found.named_parameters())
     return totals
@@ -131,7 +138,7 @@ def on_ranks(names: list[str]) -> dict[str, int]:
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_fsdp2_changes_nothing(ranks):  # O-11
     """Also of rows that ranks do not divide, of blocks that ranks share, and of ranks that have nothing of a tensor."""
-    names = [*LAYOUTS, "previous", "predicted", "predicted_v"]
+    names = [*LAYOUTS, "previous", "predicted", "predicted_v", *STOCHASTIC]
     assert run(ranks, on_ranks, names, timeout=300) == [dict.fromkeys(names, 0)] * ranks
 
 
@@ -139,7 +146,7 @@ def saved(folder: str, names: list[str]) -> None:
     mesh = init_device_mesh("cpu", (distributed.get_world_size(),), mesh_dim_names=("fsdp",))
     for name in names:
         found = fully_shard(model(), mesh=mesh)
-        optimizer = states.AdamW(found.parameters(), lr=1e-3, layout=NEAREST[name], **HYPER)
+        optimizer = states.AdamW(found.parameters(), lr=1e-3, layout=ALL[name], **seeded(ALL[name]))
         for t in range(3):
             step_sharded(found, optimizer, t)
         dcp.save({"model": found.state_dict(), "optimizer": get_optimizer_state_dict(found, optimizer)}, checkpoint_id=f"{folder}/{name}")
@@ -150,13 +157,13 @@ def resumed(folder: str, names: list[str]) -> dict[str, int]:
     mesh = init_device_mesh("cpu", (distributed.get_world_size(),), mesh_dim_names=("fsdp",))
     for name in names:
         found = fully_shard(model(), mesh=mesh)
-        optimizer = states.AdamW(found.parameters(), lr=1e-3, layout=NEAREST[name], **HYPER)
+        optimizer = states.AdamW(found.parameters(), lr=1e-3, layout=ALL[name], **seeded(ALL[name]))
         step_sharded(found, optimizer, 9)  # states to load into
         into = {"model": found.state_dict(), "optimizer": get_optimizer_state_dict(found, optimizer)}
         dcp.load(into, checkpoint_id=f"{folder}/{name}")
         found.load_state_dict(into["model"])
         set_optimizer_state_dict(found, optimizer, into["optimizer"])
-        *_, (q, state) = simulated(NEAREST[name], 6)
+        *_, (q, state) = simulated(ALL[name], 6)
         for t in range(3, 6):
             step_sharded(found, optimizer, t)
         totals[name] = sum(count(optimizer, p, q[key], state[key]) for key, p in found.named_parameters())
@@ -165,7 +172,7 @@ def resumed(folder: str, names: list[str]) -> dict[str, int]:
 
 @pytest.mark.slow
 def test_a_checkpoint_resumes_on_another_mesh(tmp_path: Path):  # O-11
-    names = ["sqrt_e4m3", "msamp", "coat", "predicted", "bfloat16"]
+    names = ["sqrt_e4m3", "msamp", "coat", "predicted", "bfloat16", "stochastic"]
     run(4, saved, str(tmp_path), names, timeout=300)
     assert run(2, resumed, str(tmp_path), names, timeout=300) == [dict.fromkeys(names, 0)] * 2
 
@@ -195,10 +202,10 @@ def test_another_cut_than_by_rows():  # O-11
         assert total == 0
 
 
-@pytest.mark.parametrize("name", ["sqrt_e4m3", "msamp", "coat", "previous", "bfloat16"])
+@pytest.mark.parametrize("name", ["sqrt_e4m3", "msamp", "coat", "previous", "bfloat16", "stochastic"])
 def test_states_are_saved_and_loaded_bit_for_bit(name):  # O-4
-    layout, p = NEAREST[name], parameters()
-    optimizer = states.AdamW(p.values(), lr=1e-3, layout=layout, **HYPER)
+    layout, p = ALL[name], parameters()
+    optimizer = states.AdamW(p.values(), lr=1e-3, layout=layout, **seeded(layout))
     half = functools.partial(apply, p, optimizer)
     for t in range(3):
         half(t)
@@ -250,8 +257,8 @@ def test_pieces_and_parameters_that_are_not_contiguous(monkeypatch):  # O-11
     """A tensor in pieces, small tensors together, and a weight of other strides have the bits of whole tensors."""
     for piece in (512, 4096):
         monkeypatch.setattr(states, "PIECE", piece)
-        for name in ("sqrt_e4m3", "sqrt_e5m2", "msamp", "coat", "predicted", "predicted_v", "previous", "torchao"):
-            assert trained(NEAREST[name], 3) == 0, (piece, name)
+        for name in ("sqrt_e4m3", "sqrt_e5m2", "msamp", "coat", "predicted", "predicted_v", "previous", "torchao", *STOCHASTIC):
+            assert trained(ALL[name], 3) == 0, (piece, name)
     p = nn.Parameter(torch.tensor(start()["ragged"]).t().contiguous().t())
     assert not p.is_contiguous()
     p.grad = torch.tensor(gradients_of(0)["ragged"])
@@ -284,18 +291,14 @@ def test_what_is_not_finite_is_nan():  # O-2
         assert differing(optimizer.state[p]["m_codes"].float().isnan().numpy(), np.isnan(wanted[1].m.codes)) == 0
 
 
-@pytest.mark.parametrize("name", STOCHASTIC)
-def test_stochastic_layouts_are_refused(name):
-    with pytest.raises(ValueError, match=f"does not round stochastically; layout '{name}' does"):
-        states.AdamW(parameters().values(), layout=STOCHASTIC[name])
-
-
 def test_bad_input_is_refused_by_name():  # O-1, O-2
     p = [nn.Parameter(torch.ones(4))]
     for changes, message in (
         ({"layout": "adam8bit"}, "layout is a Layout or one of"),
         ({"eps": 0.0}, "eps is in"),
         ({"lr": -1.0}, "learning_rate is in"),
+        ({"seed": 1}, "'sqrt_e4m3' rounds to nearest and has no use for a seed; got seed=1"),
+        ({"seed": -1, "layout": STOCHASTIC["stochastic"]}, r"seed is an integer in \[0, 2\^64\)"),
         ({"betas": (0.99, 0.9)}, "bounded"),
         ({"params": [nn.Parameter(torch.ones(4, dtype=torch.bfloat16))]}, "takes float32 parameters"),
         ({"params": [nn.Parameter(torch.ones(0))]}, "at least one element"),
