@@ -7,7 +7,7 @@ Read it in this order; each module cites its clauses of docs/spec:
     scales        amax -> scale, by a policy (S)
     scaling       tensor -> amax, codes and back (S)
     delayed       scales from the amaxes of earlier steps (H)
-    states        AdamW whose moments are stored in FP8 (O)
+    states        AdamW whose moments are stored in FP8 (O); ``moments`` is one of them
     tensor_core   one step of a tensor core (G)
     accumulate    sum over K: exact, float32 in order, plans of tensor-core steps (G)
     gemm          accumulate, then the epilogue (G)

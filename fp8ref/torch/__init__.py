@@ -23,7 +23,8 @@ compute dtype. ``convert`` chooses the class; ``parallel`` sets dtypes and group
 gathers on a model, and reduces gradients in rank order if asked (off by default). ``gemm`` calls
 torch._scaled_mm, or ``block_gemm`` for block scales; ``hardware`` simulates other hardware instead.
 ``tensor_parallel`` cuts linears. ``compiled_fsdp`` shards within a compiled graph. ``proof`` shows
-that a step ran in FP8. ``states`` is AdamW whose moments are stored in FP8.
+that a step ran in FP8. ``states`` is AdamW whose moments are stored in FP8; ``moments`` is
+one of them, and ``philox`` the stochastic rounding.
 
 ``fp8ref.crosscheck`` checks this package against docs/spec; it shares no code with the
 simulator. The trainer is ``fp8ref.train.torch``.

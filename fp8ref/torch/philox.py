@@ -5,7 +5,7 @@ Words are integers below 2^32, in Python or in int64 tensors: a product of two o
 2^64, and the 32 bits above and below are read by a shift and a mask.
 """
 
-from typing import TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,14 +19,15 @@ BLOCK = 4096
 """Elements whose 16 high bits one run of BLOCK / 8 counters gives."""
 
 _LOW = 0xFFFFFFFF
-Word = TypeVar("Word", int, Tensor)
 Key = tuple[int, int] | tuple[Tensor, Tensor]
 """The low and the high half of a seed."""
 
 
-def words(counter: Word, stream: int, key: Key) -> tuple[Word, Word, Word, Word]:
-    """Philox4x32 of counters: four words of each."""
+def words(counter: Any, stream: int, key: Key) -> tuple[Any, Any, Any, Any]:
+    """Philox4x32 of counters, an integer or an int64 tensor: four words of each."""
     c0, c1, c2, c3 = counter & _LOW, counter >> 32, counter * 0 + stream, counter * 0
+    k0: Any
+    k1: Any
     k0, k1 = key
     for _ in range(ROUNDS):
         p, q = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]

@@ -86,7 +86,9 @@ class AdamW(torch.optim.Optimizer):
         compiles: Callable = functools.partial(torch.compile, fullgraph=True, dynamic=False) if compiled else lambda function: function
         self._begin: Callable[..., list[Tensor]] = compiles(_begin)
         self._finish: Callable[..., tuple] = compiles(_finish)
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "layout": self.layout.name, "seed": seed})
+        super().__init__(
+            params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "layout": self.layout.name, "seed": seed}
+        )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters with their own numbers. Raises as the class."""
@@ -201,7 +203,8 @@ class AdamW(torch.optim.Optimizer):
 
     def _update_together(self, works: list[_Work]) -> None:
         """Update small tensors that have the same numbers and layout, as many at a time as a piece holds."""
-        batch, elements = [], 0
+        batch: list[_Work] = []
+        elements = 0
         for work in works:
             if batch and elements + work.part.size > PIECE:
                 self._update_batch(batch)
@@ -225,7 +228,7 @@ class AdamW(torch.optim.Optimizer):
             return made
 
         def of_moment(which: int, moment: Moment) -> MomentState:
-            each = [work[2 + which] for work in works]
+            each = [(work.m, work.v)[which] for work in works]
             slots = [1 if moment.block is None else n * (CELL // moment.block) for n in cells]
             fields: list[Tensor | None] = [joined([x.codes for x in each], elements, 0, each[0].codes.dtype)]
             for field in MomentState._fields[1:]:
@@ -337,7 +340,7 @@ def _in_range(g: Tensor) -> Tensor:
     kept = moments.not_below(states.GRADIENT_MIN, g)
     if moments.eager_on_cpu(g) and g.numel():
         low, high = g.aminmax()
-        if -states.GRADIENT_MAX <= low and high <= states.GRADIENT_MAX:  # the comparison of all elements takes longer
+        if low >= -states.GRADIENT_MAX and high <= states.GRADIENT_MAX:  # the comparison of all elements takes longer
             return kept
     return torch.where(g.abs() <= states.GRADIENT_MAX, kept, torch.nan)
 

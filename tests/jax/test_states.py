@@ -10,13 +10,18 @@ import pytest
 from flax.training import train_state
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from state_layouts import NEAREST, SHAPES, STOCHASTIC, differing, gradients_of, start
+from state_layouts import ALL, NEAREST, SHAPES, STOCHASTIC, differing, gradients_of, start
 
-from fp8ref.jax import states
+from fp8ref.jax import moments, states
 from fp8ref.sim import states as sim
 from fp8ref.states import LAYOUTS
 
 HYPER = {"weight_decay": 0.1}
+SEED = 0xFEDCBA9876543210
+
+
+def seeded(layout) -> dict:
+    return {**HYPER, "seed": SEED * layout.stochastic}
 
 
 def simulated(layout, steps: int, learning_rate=1e-3, **hyper):
@@ -26,7 +31,8 @@ def simulated(layout, steps: int, learning_rate=1e-3, **hyper):
         g = gradients_of(t)
         rate = learning_rate(t) if callable(learning_rate) else learning_rate
         for name in SHAPES:
-            p[name], state[name] = sim.step(p[name], g[name], state[name], learning_rate=rate, layout=layout, **{**HYPER, **hyper})
+            given = {**seeded(layout), **hyper, "tensor": sorted(SHAPES).index(name)}
+            p[name], state[name] = sim.step(p[name], g[name], state[name], learning_rate=rate, layout=layout, **given)
         yield p, state
 
 
@@ -59,32 +65,32 @@ def trained(step, optimizer, layout, steps: int, *, place=lambda x: x, **hyper) 
     return total
 
 
-@pytest.mark.parametrize("name", NEAREST)
+@pytest.mark.parametrize("name", ALL)
 def test_a_compiled_step_has_the_simulators_bits(name):  # O-2 to O-10
-    optimizer = states.adamw(1e-3, layout=NEAREST[name], **HYPER)
-    assert trained(compiled(optimizer), optimizer, NEAREST[name], 4) == 0
+    optimizer = states.adamw(1e-3, layout=ALL[name], **seeded(ALL[name]))
+    assert trained(compiled(optimizer), optimizer, ALL[name], 4) == 0
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", [*LAYOUTS, *STOCHASTIC])
 def test_fifty_steps(name):  # O-2 to O-10
-    optimizer = states.adamw(1e-3, b2=0.999, layout=name, **HYPER)
-    assert trained(compiled(optimizer), optimizer, LAYOUTS[name], 50, b2=0.999) == 0
+    optimizer = states.adamw(1e-3, b2=0.999, layout=ALL[name], **seeded(ALL[name]))
+    assert trained(compiled(optimizer), optimizer, ALL[name], 50, b2=0.999) == 0
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["sqrt_e4m3", "torchao", "coat", "predicted"])
+@pytest.mark.parametrize("name", ["sqrt_e4m3", "torchao", "coat", "predicted", "stochastic", "stochastic_wide"])
 def test_operation_by_operation(name):  # O-2 to O-10
-    optimizer = states.adamw(1e-3, layout=NEAREST[name], **HYPER)
+    optimizer = states.adamw(1e-3, layout=ALL[name], **seeded(ALL[name]))
 
     def step(g, state, p):
         updates, state = optimizer.update(g, state, p)
         return optax.apply_updates(p, updates), state
 
-    assert trained(step, optimizer, NEAREST[name], 3) == 0
+    assert trained(step, optimizer, ALL[name], 3) == 0
 
 
-@pytest.mark.parametrize("name", ["sqrt_e4m3", "sqrt_e5m2", "msamp", "predicted"])
+@pytest.mark.parametrize("name", ["sqrt_e4m3", "sqrt_e5m2", "msamp", "predicted", "stochastic"])
 def test_a_mesh_changes_nothing(name):  # O-11
     mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
 
@@ -92,8 +98,8 @@ def test_a_mesh_changes_nothing(name):  # O-11
         cut = P("data") if x.ndim and x.shape[0] % 8 == 0 else P()
         return jax.device_put(x, NamedSharding(mesh, cut))
 
-    optimizer = states.adamw(1e-3, layout=NEAREST[name], **HYPER)
-    assert trained(compiled(optimizer), optimizer, NEAREST[name], 4, place=place) == 0
+    optimizer = states.adamw(1e-3, layout=ALL[name], **seeded(ALL[name]))
+    assert trained(compiled(optimizer), optimizer, ALL[name], 4, place=place) == 0
     p = {"w": place(jnp.zeros((16, 256)))}
     state = jax.jit(optimizer.init)(p)
     assert optimizer.init(p).m["w"].codes.sharding == p["w"].sharding
@@ -101,13 +107,13 @@ def test_a_mesh_changes_nothing(name):  # O-11
 
 
 def test_a_product_and_a_sum_that_are_fused_are_seen(monkeypatch):  # the guard of O's one rounding an operation
-    monkeypatch.setattr(states, "_product", lambda a, b: a * b)
+    monkeypatch.setattr(moments, "product", lambda a, b: a * b)
     optimizer = states.adamw(1e-3, layout="float32", **HYPER)
     assert trained(compiled(optimizer), optimizer, LAYOUTS["float32"], 4) > 0
 
 
 def test_a_quotient_that_is_rewritten_is_seen(monkeypatch):  # O-7
-    monkeypatch.setattr(states, "_quotient", lambda a, b: a / b)
+    monkeypatch.setattr(moments, "quotient", lambda a, b: a / b)
     optimizer = states.adamw(1e-3, layout="torchao", **HYPER)
     assert trained(compiled(optimizer), optimizer, LAYOUTS["torchao"], 4) > 0
 
@@ -180,12 +186,6 @@ def test_what_is_not_finite_is_nan():  # O-2
         assert differing(state.m["w"].codes, wanted.m.codes) == 0 or wanted.m.codes.dtype != np.uint8, name
 
 
-@pytest.mark.parametrize("name", STOCHASTIC)
-def test_stochastic_layouts_are_refused(name):
-    with pytest.raises(ValueError, match=f"does not round stochastically; layout '{name}' does"):
-        states.adamw(1e-3, layout=STOCHASTIC[name])
-
-
 def test_bad_input_is_refused_by_name():  # O-1, O-2, O-4
     with pytest.raises(ValueError, match="layout is a Layout or one of"):
         states.adamw(1e-3, layout="adam8bit")
@@ -195,6 +195,8 @@ def test_bad_input_is_refused_by_name():  # O-1, O-2, O-4
         states.adamw(-1e-3)
     with pytest.raises(ValueError, match="bounded"):
         states.adamw(1e-3, b1=0.99, b2=0.9)
+    with pytest.raises(ValueError, match="'sqrt_e4m3' rounds to nearest and has no use for a seed; got seed=1"):
+        states.adamw(1e-3, seed=1)
     optimizer, p = states.adamw(1e-3), {"w": jnp.ones((4, 4))}
     with pytest.raises(ValueError, match="needs the parameters"):
         optimizer.update(p, optimizer.init(p))

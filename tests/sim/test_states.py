@@ -13,7 +13,7 @@ from state_layouts import ALL, BLOCKS, TENSOR, changed, gradients
 
 from fp8ref import states as data
 from fp8ref.formats import BFLOAT16, E4M3FN, E5M2
-from fp8ref.sim import states
+from fp8ref.sim import moments, states
 from fp8ref.states import LAYOUTS, Layout, Moment
 
 F32 = np.float32
@@ -175,7 +175,7 @@ def test_rounding_is_monotone(layout, seed):  # O-8
     """Of one group: a larger moment is never stored as a smaller one."""
     g = gradients(seed, 128, 1)
     _, state, before = run(g, layout)
-    m, v = (x.reshape(-1) for x in states._averages(states.in_range(g[0]), *states.decode(before, layout), scalars(1), layout))
+    m, v = (x.reshape(-1) for x in moments.averages(states.in_range(g[0]), *states.decode(before, layout), scalars(1), layout))
     for x, stored in zip((m, v), states.decode(state, layout), strict=True):
         assert (np.diff(stored[np.argsort(x, kind="stable")]) >= 0).all()
 
@@ -190,7 +190,7 @@ def test_keep_stores_no_zero(layout, seed):  # O-8
     layout = dataclasses.replace(layout, m=layout.m if layout.m.fmt == BFLOAT16 else changed(layout.m, keep=True))
     g = gradients(seed, 256, 3, widest=60)
     _, state, before = run(g, layout, seed=seed)
-    new = states._averages(states.in_range(g[-1]), *states.decode(before, layout), scalars(3), layout)
+    new = moments.averages(states.in_range(g[-1]), *states.decode(before, layout), scalars(3), layout)
     for x, stored, moment in zip(new, state[1:], (layout.m, layout.v), strict=True):
         if moment.keep:
             codes = stored.codes & 0x7F if stored.codes.dtype == np.uint8 else stored.codes
@@ -245,12 +245,12 @@ def test_a_predicted_amax_is_never_violated(name, seed, b2):  # O-9
     p = np.zeros(size, F32)
     for t, row in enumerate(g, 1):
         s, row = scalars(t, b2=b2), states.in_range(row)
-        m, v = states._averages(row, *states.decode(state, layout), s, layout)
+        m, v = moments.averages(row, *states.decode(state, layout), s, layout)
         for x, stored, moment in ((m, state.m, layout.m), (v, state.v, layout.v)):
             group = np.zeros(size, int) if moment.block is None else np.arange(size) // moment.block
             largest = np.array([np.abs(row[group == i]).max() for i in range(group[-1] + 1)])
             kept = np.atleast_1d(stored.amax)
-            assert (np.abs(states._values(stored.codes, moment) * np.atleast_1d(stored.scale_inv)[group]) <= kept[group]).all()
+            assert (np.abs(moments._values(stored.codes, moment) * np.atleast_1d(stored.scale_inv)[group]) <= kept[group]).all()
             kept = kept * kept if moment.root else kept
             b, a, new = (s.b1, s.a1, largest) if moment is layout.m else (s.b2, s.a2, largest * largest)
             assert (np.abs(x) <= (F32(b) * kept + F32(a) * new)[group]).all()

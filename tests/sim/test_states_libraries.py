@@ -11,7 +11,7 @@ import torch
 from torchao.optim import AdamWFp8
 
 from fp8ref import states as data
-from fp8ref.sim import states
+from fp8ref.sim import moments, states
 
 F32 = np.float32
 HYPER = {"b1": 0.9, "b2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
@@ -112,7 +112,7 @@ def test_ms_amps_scales_are_powers_of_two_but_next_to_one():  # O-13
     moment = data.LAYOUTS["msamp"].m
     differing = 0
     for amax in (*near, *exact, *drawn):
-        mine, theirs = states.scales(amax, moment)[0], msamp_scale(amax, 448.0)
+        mine, theirs = moments.scales(amax, moment)[0], msamp_scale(amax, 448.0)
         quotient = 448 / float(amax)
         nearest = 2.0 ** round(math.log2(quotient))
         if abs(quotient / nearest - 1) > 2.0**-21:

@@ -1,0 +1,249 @@
+"""One moment of AdamW in JAX: what is stored of it, and how it is read (SEMANTICS O-4, O-5, O-7 to O-10).
+
+XLA would change the bits in three ways, and each line that prevents one is marked:
+
+    fused       a product and a sum become one operation with one rounding; a clip between them that
+                clips nothing prevents it (``product``)
+    rewritten   array / number becomes a product with the reciprocal, a / (b / c) becomes (a c) / b; a
+                barrier, or a clip, hides the number or the inner quotient
+    shortened   a cast to a narrow format and back is left out; the cast ends in integers or behind a
+                barrier
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from fp8ref import states
+from fp8ref.formats import BFLOAT16, FLOAT16, FLOAT32
+from fp8ref.jax import cast, philox
+from fp8ref.states import Layout, Moment
+
+_LARGEST = np.finfo(np.float32).max
+_DTYPES = {FLOAT16.name: jnp.float16, BFLOAT16.name: jnp.bfloat16, FLOAT32.name: jnp.float32}
+
+
+class MomentState(NamedTuple):
+    """A stored moment: codes in the format's own dtype and the tensor's shape; the rest float32 of
+    shape () or [blocks], None where the layout has none. Fields as in ``fp8ref.sim.states``."""
+
+    codes: jax.Array
+    scale_inv: jax.Array | None = None
+    amax: jax.Array | None = None
+    exponent: jax.Array | None = None
+    center: jax.Array | None = None
+
+
+class Scalars(NamedTuple):
+    """``fp8ref.states.Scalars`` as float32 arrays."""
+
+    b1: jax.Array
+    a1: jax.Array
+    b2: jax.Array
+    a2: jax.Array
+    inverse1: jax.Array
+    inverse2: jax.Array
+    bound: jax.Array
+    learning_rate: jax.Array
+    eps: jax.Array
+    weight_decay: jax.Array
+
+
+def zeros(p, layout: Layout, which: int) -> MomentState:
+    moment = (layout.m, layout.v)[which]
+    dtype = cast.DTYPES[moment.fmt.name] if moment.fmt.bits == 8 else _DTYPES[moment.fmt.name]
+    # zeros_like: a state is placed as its parameter is
+    codes = jnp.zeros_like(p, dtype=dtype)
+    if moment.scaling is None:
+        return MomentState(codes)
+    groups = () if moment.block is None else (moment.groups(codes.size),)
+    amax = None if moment.amax == "exact" else jnp.zeros(groups, jnp.float32)
+    ones = [jnp.ones(groups, jnp.float32) if has else None for has in (True, moment.expansion, moment.expansion)]
+    return MomentState(codes, ones[0], amax, ones[1], ones[2])
+
+
+def extremes(x, g, moment: Moment) -> list[jax.Array]:
+    """The maxima that a moment's scales are made of: of magnitudes, or of the gradient's where an
+    amax is predicted; and of an expansion the negative of the smallest that is not zero."""
+    if moment.scaling is None:
+        return []
+    if moment.amax == "predicted":
+        return [_group_max(jnp.abs(g), moment)]
+    magnitude = jnp.abs(jnp.sqrt(x) if moment.root else x)
+    found = [_group_max(magnitude, moment)]
+    if moment.expansion:
+        found.append(_group_max(jnp.where(magnitude == 0, -jnp.inf, -magnitude), moment, empty=-np.inf))
+    return found
+
+
+def averages(g, m, v, at: Scalars, layout: Layout):
+    """O-5."""
+    square = product(g, g)
+    if layout.average == "products":
+        m = product(at.b1, m) + product(at.a1, g)
+        v = product(at.b2, v) + product(at.a2, square)
+    else:
+        m = m + product(at.a1, g - m)
+        v = v + product(at.a2, square - v)
+    return _not_tiny(m, layout), _not_tiny(v, layout)
+
+
+def _not_tiny(x, layout: Layout):
+    return jnp.where(jnp.abs(x) < layout.smallest_moment, jnp.float32(0), x)
+
+
+def read(stored: MomentState, moment: Moment, layout: Layout):
+    """O-4."""
+    x = _values(stored.codes, moment)
+    if stored.scale_inv is not None:
+        x = product(x, _spread(stored.scale_inv, x.shape, moment))
+    if stored.exponent is not None:
+        magnitude = _root_of_power(jnp.abs(x), _spread(stored.exponent, x.shape, moment))
+        x = _signed(product(magnitude, _spread(stored.center, x.shape, moment)), x)
+    if moment.root:
+        x = product(x, x)
+    return _not_tiny(x, layout)
+
+
+def store(x, found: list[jax.Array], old: MomentState, which: int, at: Scalars, layout: Layout, key) -> MomentState:
+    """The stored moment of x (O-7 to O-10).
+
+    found  of ``extremes``.
+    which  0 for m and 1 for v.
+    key    of stochastic rounding; None rounds to nearest.
+    """
+    moment = (layout.m, layout.v)[which]
+    if moment.root:
+        x = jnp.sqrt(x)
+    if moment.scaling is None:
+        return MomentState(_codes(x, x, moment, key))
+    own = amax = found[0]
+    if moment.amax == "previous":
+        assert old.amax is not None
+        amax = jnp.where(old.amax == 0, own, old.amax)
+    elif moment.amax == "predicted":
+        kept = product(old.amax, old.amax) if moment.root else old.amax
+        amax = averages(own, kept, kept, at, layout)[which]
+        amax = jnp.sqrt(amax) if moment.root else amax
+    if moment.expansion:
+        return _store_expanded(x, amax, -found[1], moment, key)
+    scale, scale_inv = _scales(amax, moment)
+    if moment.scaling == "divide":
+        scaled = quotient(x, scale_inv) if moment.block is None else x / _spread(scale_inv, x.shape, moment)
+    else:
+        scaled = product(x, _spread(scale, x.shape, moment))
+    codes = _codes(scaled, x, moment, key)
+    if moment.amax != "predicted":
+        return MomentState(codes, scale_inv, own if moment.amax == "previous" else None)
+    # Rounding is monotone: the largest code has the largest product.
+    return MomentState(codes, scale_inv, product(_group_max(jnp.abs(_values(codes, moment)), moment), scale_inv))
+
+
+def _store_expanded(x, amax, smallest, moment: Moment, key) -> MomentState:
+    """O-10."""
+    magnitude = jnp.abs(x)
+    floor = jnp.float32(moment.floor)
+    top = jnp.maximum(amax, floor)
+    bottom = jnp.minimum(jnp.maximum(smallest, floor), top)
+    center = product(jnp.sqrt(top), jnp.sqrt(bottom))
+    ratio = top / bottom
+    exponent = jnp.full_like(ratio, states.EXPONENTS[-1])
+    for k in reversed(states.EXPONENTS[:-1]):
+        exponent = jnp.where(ratio <= np.float32(states.EXPANDED_RANGE ** (1 / k)), jnp.float32(k), exponent)
+    scale_inv = quotient(_power(quotient(top, center), exponent), jnp.float32(moment.fmt.max))
+    of, k, inverse = (_spread(a, x.shape, moment) for a in (center, exponent, scale_inv))
+    scaled = _signed(_power(jnp.clip(magnitude / of, 0, _LARGEST), k), x) / inverse
+    return MomentState(_codes(scaled, x, moment, key), scale_inv, None, exponent, center)
+
+
+def _power(x, exponent):
+    square = product(x, x)
+    return jnp.select([exponent == 4, exponent == 2, exponent == 1], [product(square, square), square, x], jnp.sqrt(x))
+
+
+def _root_of_power(y, exponent):
+    root = jnp.sqrt(y)
+    return jnp.select([exponent == 4, exponent == 2, exponent == 1], [jnp.sqrt(root), root, y], product(y, y))
+
+
+def _signed(magnitude, sign):
+    return jnp.where(jnp.signbit(sign), -magnitude, magnitude)
+
+
+def _scales(amax, moment: Moment):
+    """(scale, scale_inv) (O-7); scale is None under ``divide``."""
+    amax = jnp.maximum(amax, jnp.float32(moment.floor))
+    top = jnp.float32(moment.fmt.max)
+    if moment.scaling == "divide":
+        return None, quotient(amax, top)
+    scale = 1 / quotient(amax, top) if moment.scaling == "reciprocal" else top / amax
+    if moment.scaling == "power_of_two":
+        bits = lax.bitcast_convert_type(scale, jnp.uint32) & jnp.uint32(0xFF800000)
+        scale = jnp.where(jnp.isnan(scale), scale, lax.bitcast_convert_type(bits, jnp.float32))
+    scale = lax.optimization_barrier(scale)  # rewritten
+    return scale, 1 / scale
+
+
+def _codes(scaled, x, moment: Moment, key):
+    """O-8, in the format's dtype."""
+    fmt = moment.fmt
+    if fmt == FLOAT32:
+        return scaled
+    if key is not None:
+        codes = philox.codes(scaled, fmt, key)
+        if moment.keep:
+            codes = jnp.where((x != 0) & (codes & ~jnp.uint32(fmt.sign_bit) == 0), codes | jnp.uint32(1), codes)
+        if fmt.bits == 8:
+            return lax.bitcast_convert_type(codes.astype(jnp.uint8), cast.DTYPES[fmt.name])
+        return lax.bitcast_convert_type(codes.astype(jnp.uint16), _DTYPES[fmt.name])
+    if fmt.bits == 8:
+        codes = cast.encode(scaled, fmt)  # ends in integers: shortened
+        if moment.keep:
+            codes = jnp.where((x != 0) & (codes & 0x7F == 0), codes | jnp.uint8(1), codes)
+        return lax.bitcast_convert_type(codes, cast.DTYPES[fmt.name])
+    codes = jnp.clip(scaled, -fmt.max, fmt.max).astype(_DTYPES[fmt.name])
+    if moment.keep:
+        smallest = jnp.asarray(fmt.smallest_subnormal, codes.dtype)
+        codes = jnp.where((x != 0) & (codes == 0), jnp.where(jnp.signbit(x), -smallest, smallest), codes)
+    return lax.optimization_barrier(codes)  # shortened
+
+
+def _values(codes, moment: Moment):
+    return cast.decode(codes, moment.fmt) if moment.fmt.bits == 8 else codes.astype(jnp.float32)
+
+
+def _group_max(x, moment: Moment, empty: float = 0.0):
+    """() or [blocks]: the maximum of each group of the flattened tensor; empty fills a last
+    block."""
+    if moment.block is None:
+        return jnp.max(x)
+    if x.ndim and x.shape[-1] % moment.block == 0:  # a cut along other axes then needs no collective
+        return jnp.max(x.reshape(*x.shape[:-1], -1, moment.block), axis=-1).reshape(-1)
+    padded = jnp.pad(x.reshape(-1), (0, -x.size % moment.block), constant_values=empty)
+    return jnp.max(padded.reshape(-1, moment.block), axis=-1)
+
+
+def _spread(of_groups, shape: tuple[int, ...], moment: Moment):
+    """The values of the groups, for each element."""
+    block = moment.block
+    if block is None:
+        return of_groups
+    if shape and shape[-1] % block == 0:
+        lead = (*shape[:-1], shape[-1] // block)
+        return jnp.broadcast_to(of_groups.reshape(*lead, 1), (*lead, block)).reshape(shape)
+    return jnp.repeat(of_groups, block)[: int(np.prod(shape))].reshape(shape)
+
+
+def product(a, b):
+    """a * b, clipped to float32's range, which changes nothing but what XLA may do with it:
+    fused."""
+    return jnp.clip(a * b, -_LARGEST, _LARGEST)
+
+
+def quotient(a, b):
+    """a / b of an array. One barrier hides whether b is one number, the other that a quotient may
+    divide what follows: rewritten."""
+    return lax.optimization_barrier(a / lax.optimization_barrier(jnp.broadcast_to(b, a.shape)))

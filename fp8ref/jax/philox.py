@@ -1,0 +1,85 @@
+"""Stochastic rounding in JAX (SEMANTICS C-2), by integer operations: the simulator's random numbers, a
+function of a seed and an element's flat index, so that any mesh gives the same.
+
+Words are uint32. JAX has no 64-bit integers by default: a product's upper word is put together from
+products of half-words, and the 48 bits of C-2 are compared as 16 and 32.
+"""
+
+import jax.numpy as jnp
+from jax import lax
+
+from fp8ref.formats import Format
+
+ROUNDS, MULTIPLIERS, WEYL = 7, (0xD2511F53, 0xCD9E8D57), (0x9E3779B9, 0xBB67AE85)
+"""Philox4x32-7: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3", 2011."""
+
+BLOCK = 4096
+"""Elements whose 16 high bits one run of BLOCK / 8 counters gives."""
+
+
+def words(counter, stream, key):
+    """Philox4x32 of counters below 2^32: four words of each. key: the low and the high half of a seed."""
+    c0, c1 = counter, jnp.zeros_like(counter)
+    c2, c3 = jnp.broadcast_to(jnp.asarray(stream, jnp.uint32), counter.shape), c1
+    k0, k1 = key
+    for _ in range(ROUNDS):
+        (p_high, p_low), (q_high, q_low) = _product(c0, MULTIPLIERS[0]), _product(c2, MULTIPLIERS[1])
+        c0, c1, c2, c3 = q_high ^ c1 ^ k0, q_low, p_high ^ c3 ^ k1, p_low
+        k0, k1 = k0 + jnp.uint32(WEYL[0]), k1 + jnp.uint32(WEYL[1])
+    return c0, c1, c2, c3
+
+
+def key_of(seed: int, step, stream: int):
+    """The seed of one moment of one tensor at one step (O-8): its low and high half."""
+    halves = (jnp.uint32(seed & 0xFFFFFFFF), jnp.uint32(seed >> 32))
+    return words(jnp.asarray(step, jnp.uint32), stream, halves)[:2]
+
+
+def codes(x, fmt: Format, key):
+    """The codes of x, rounded stochastically and saturated: uint32 of x's shape.
+
+    Shapes:   x float32 of any shape, below 2^32 elements.
+    Specials: NaN is fmt.nan_code; zeros keep their sign.
+    Source:   SEMANTICS C-2, C-3, C-5, C-6.
+    """
+    bits = lax.bitcast_convert_type(jnp.clip(x, -fmt.max, fmt.max), jnp.uint32)
+    magnitude = bits & jnp.uint32(0x7FFFFFFF)
+    field = magnitude >> 23
+    exponent = jnp.maximum(field, 1).astype(jnp.int32) - 127
+    mantissa = (magnitude & jnp.uint32(0x7FFFFF)) + (jnp.minimum(field, 1) << 23)
+    # |x| in spacings is mantissa / 2^shift; no mantissa has more than 24 bits, so that larger shifts leave nothing.
+    shift = jnp.minimum(23 - fmt.mantissa_bits + jnp.maximum(fmt.emin - exponent, 0), 72).astype(jnp.uint32)
+    whole = mantissa >> jnp.minimum(shift, 31)
+    rest = mantissa - (whole << jnp.minimum(shift, 31))
+    h, w = _random(x.shape, key)
+    # 13 is the smallest shift, of float16
+    high = ((rest << 3) >> jnp.minimum(shift - 13, 31)) + h
+    left, right = jnp.clip(48 - shift.astype(jnp.int32), 0), jnp.clip(shift.astype(jnp.int32) - 48, 0)
+    low = jnp.where(left < 32, (rest << jnp.minimum(left, 31).astype(jnp.uint32)) >> right.astype(jnp.uint32), jnp.uint32(0))
+    up = (high > 0xFFFF) | ((high == 0xFFFF) & (low > ~w))
+    found = whole + up.astype(jnp.uint32) + ((jnp.maximum(exponent, fmt.emin) - fmt.emin).astype(jnp.uint32) << fmt.mantissa_bits)
+    sign = jnp.where(bits >> 31 == 1, jnp.uint32(fmt.sign_bit), jnp.uint32(0))
+    return jnp.where(jnp.isnan(x), jnp.uint32(fmt.nan_code), jnp.minimum(found, jnp.uint32(fmt.max_code)) | sign)
+
+
+def _random(shape: tuple[int, ...], key):
+    """h and w of C-2 of every element, uint32."""
+    # of each element by itself: a mesh cuts it as it cuts the tensor
+    index, stride = jnp.zeros(shape, jnp.uint32), 1
+    for axis in reversed(range(len(shape))):
+        index += lax.broadcasted_iota(jnp.uint32, shape, axis) * jnp.uint32(stride)
+        stride *= shape[axis]
+    within = index % (BLOCK // 2)
+    c0, c1, c2, c3 = words((index // BLOCK) * (BLOCK // 8) + within // 4, 0, key)
+    second_half, second_word = index % BLOCK >= BLOCK // 2, within % 4 >= 2
+    word = jnp.where(second_half, jnp.where(second_word, c3, c2), jnp.where(second_word, c1, c0))
+    return (word >> (index % 2 * 16)) & jnp.uint32(0xFFFF), words(index, 1, key)[0]
+
+
+def _product(x, multiplier: int):
+    """The upper and the lower word of a product of words."""
+    low, high = x & jnp.uint32(0xFFFF), x >> 16
+    m_low, m_high = jnp.uint32(multiplier & 0xFFFF), jnp.uint32(multiplier >> 16)
+    across, other = low * m_high, high * m_low
+    carry = ((low * m_low) >> 16) + (across & jnp.uint32(0xFFFF)) + (other & jnp.uint32(0xFFFF))
+    return high * m_high + (across >> 16) + (other >> 16) + (carry >> 16), x * jnp.uint32(multiplier)
