@@ -29,11 +29,11 @@ OBSERVATION = 3 * 4
 
 def lines(config: Config, backend: str) -> dict[str, tuple[int, str]]:
     """{what: (bytes, formula)} of a device."""
-    pieces = [math.prod(at_rest(name, shape, config, backend)) for name, shape in llama.parameter_shapes(config.model).items()]
-    held = sum(pieces)
+    sizes = piece_sizes(config, backend)
+    held = sum(piece for piece, _ in sizes.values())
     kept: dict[str, int] = {}  # of the training state, bytes by label
     for one in train_state.PER_PARAMETER:
-        kept[one.label] = kept.get(one.label, 0) + sum(one.device_bytes(size, config.optimizer.kind) for size in pieces)
+        kept[one.label] = kept.get(one.label, 0) + sum(one.device_bytes(piece, config.optimizer, whole) for piece, whole in sizes.values())
     masters = next(one.label for one in train_state.PER_PARAMETER if one.name == train_state.MASTERS)
     formulas = {masters: "4 bytes a parameter of the device's piece", "AdamW's moments": _moments_formula(config)}
     state = {label: (size, formulas.get(label, "4 bytes a parameter")) for label, size in kept.items()}
@@ -62,14 +62,23 @@ def lines(config: Config, backend: str) -> dict[str, tuple[int, str]]:
     }
 
 
-def moments(size: int, config: Config) -> int:
-    """Bytes of AdamW's two moments of a piece of this many elements."""
-    return sum(one.device_bytes(size, config.optimizer.kind) for one in train_state.PER_PARAMETER if one.moment)
+def piece_sizes(config: Config, backend: str) -> dict[str, tuple[int, int]]:
+    """{parameter: (elements of a device's piece, of all)}."""
+    shapes = llama.parameter_shapes(config.model).items()
+    return {name: (math.prod(at_rest(name, shape, config, backend)), math.prod(shape)) for name, shape in shapes}
+
+
+def moments(piece: int, whole: int, config: Config) -> int:
+    """Bytes of AdamW's two moments of a piece of this many elements of a parameter."""
+    return sum(one.device_bytes(piece, config.optimizer, whole) for one in train_state.PER_PARAMETER if one.moment)
 
 
 def _moments_formula(config: Config) -> str:
     if config.optimizer.kind == "adamw_fp8":
         return f"2 codes and 2 scales of {FP8_BLOCK}; float32 in pieces below {FP8_SMALLEST} or no multiple of {FP8_BLOCK} (T-6)"
+    layout = config.optimizer.moment_layout
+    if layout is not None:
+        return f"layout {layout.name}: {layout.bytes_per_parameter(1 << 24):.4g} bytes a parameter; scales are whole on every device (O-11)"
     return "2 float32 a parameter"
 
 

@@ -19,11 +19,11 @@ from fp8ref import llama
 from fp8ref.estimate import kernels
 from fp8ref.estimate.gpu_rates import Ceilings
 from fp8ref.estimate.kernels import Fusion, Kernel, multiplies_fp8
-from fp8ref.estimate.memory import LOGITS, moments
+from fp8ref.estimate.memory import LOGITS, moments, piece_sizes
 from fp8ref.linear_selection import Decision
 from fp8ref.recipe import RECIPES, ROLES, Gemm, GemmSpec, Recipe, Role
 from fp8ref.train.config import Config
-from fp8ref.train.device_shapes import at_rest, in_fp8, tokens, used
+from fp8ref.train.device_shapes import in_fp8, tokens, used
 
 TILES = ((128, 256), (256, 128), (128, 128))
 """Height and width of the tiles of a result that one processor computes, as in cuBLAS on Hopper."""
@@ -272,11 +272,11 @@ def _elements(sizes: Sequence[Size]) -> dict:
 def _rest(config: Config, backend: str, ceilings: Ceilings) -> dict[str, float]:
     keys, model, parts = config.parallel, config.model, config.data.microbatches
     count, layers = tokens(config) * parts, model.num_hidden_layers
-    pieces = {name: math.prod(at_rest(name, shape, config, backend)) for name, shape in llama.parameter_shapes(model).items()}
+    held = piece_sizes(config, backend)
     recipes = {f"{d.path}.weight": d.recipe for d in config.decisions()}
     how = kernels.fusion(config, backend)
     copied = sum(
-        size for name, size in pieces.items() if name not in recipes or kernels.copies_weight(recipes[name], how, name.split(".")[-2])
+        piece for name, (piece, _) in held.items() if name not in recipes or kernels.copies_weight(recipes[name], how, name.split(".")[-2])
     )
     logits = count // (keys.tensor if keys.sequence and backend == "jax" else 1) * model.vocab_size
     moved = {
@@ -285,11 +285,11 @@ def _rest(config: Config, backend: str, ceilings: Ceilings) -> dict[str, float]:
         + 2 * LOGITS[backend] * logits,  # each array of the memory estimate is written and read once
         # bytes an element: gradient read for the norm and again for the update, weight read and
         # written; bf16 copy made; moments read and written
-        "AdamW": sum((4 + 4 + 8) * size + 2 * moments(size, config) for size in pieces.values()) + 6 * copied,
+        "AdamW": sum((4 + 4 + 8) * piece + 2 * moments(piece, whole, config) for piece, whole in held.values()) + 6 * copied,
     }
     if parts > 1:
         of_sum = 4 if keys.accumulate_dtype == "float32" else 2
-        moved["sums of gradients over parts"] = (4 + 2 * of_sum) * parts * sum(pieces.values())
+        moved["sums of gradients over parts"] = (4 + 2 * of_sum) * parts * sum(piece for piece, _ in held.values())
     found = {what: size / ceilings.bandwidth for what, size in moved.items()}
     return {"attention": layers * _attention(config, backend, ceilings)} | found
 

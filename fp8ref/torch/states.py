@@ -15,7 +15,7 @@ ranks would cut it; small tensors follow each other in one piece, each from a ne
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -83,9 +83,10 @@ class AdamW(torch.optim.Optimizer):
         states.check_seed(seed, self.layout)
         self._compiled = compiled
         self._layout_of = functools.cache(self.layout.of)
-        compiles: Callable = functools.partial(torch.compile, fullgraph=True, dynamic=False) if compiled else lambda function: function
-        self._begin: Callable[..., list[Tensor]] = compiles(_begin)
-        self._finish: Callable[..., tuple] = compiles(_finish)
+        if compiled:
+            self._begin_compiled, self._finish_compiled = (
+                torch.compile(function, fullgraph=True, dynamic=False) for function in (_begin, _finish)
+            )
         super().__init__(
             params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "layout": self.layout.name, "seed": seed}
         )
@@ -143,28 +144,26 @@ class AdamW(torch.optim.Optimizer):
         steps, apart = [], []
         number = -1  # of a tensor, among those of the optimizer
         for index, group in enumerate(self.param_groups):
-            numbers: dict[tuple[int, torch.device], Scalars] = {}
+            numbers: dict[int, Scalars] = {}
             for p in group["params"]:
                 number += 1
                 if p.grad is None:
                     continue
                 state, layout = self._state(p), self._layout(p)
                 steps.append(state["step"])
-                at_step = (int(state["step"].item()) + 1, p.device)
-                if at_step not in numbers:
-                    at = self._scalars(group, at_step[0])
-                    numbers[at_step] = _tensors(at, p.device) if self._compiled else at
+                step = int(state["step"].item()) + 1
+                at = numbers[step] = numbers.get(step) or self._scalars(group, step)
                 start, ranks = _place(p)
                 flat = _flat(p)
                 if flat.data_ptr() != _local(p).data_ptr():  # not contiguous
                     apart.append((_local(p), flat))
                 given = (flat, _flat(p.grad), _moment_state(state, "m"), _moment_state(state, "v"))
-                keys = self._keys(group, *at_step, number, layout)
-                work = _Work(*given, numbers[at_step], layout, Part(p.numel(), start), keys)
+                keys = _keys(group["seed"], step, number, layout)
+                work = _Work(*given, at, layout, Part(p.numel(), start), keys)
                 if ranks:
                     cut.append((work, ranks))
                 elif p.numel() <= PIECE // 4 and keys == (None, None):
-                    small.setdefault((index, *at_step, layout is self.layout), []).append(work)
+                    small.setdefault((index, step, p.device, layout is self.layout), []).append(work)
                 else:
                     self._update(work)
         for works in small.values():
@@ -179,7 +178,7 @@ class AdamW(torch.optim.Optimizer):
 
     def _begin_pieces(self, work: _Work) -> list[Tensor]:
         """``_begin`` of all pieces."""
-        each = [self._begin(*piece[1:-1]) for piece in self._pieces(work)]
+        each = [self._begin(piece) for piece in self._pieces(work)]
         return [functools.reduce(torch.maximum, of_pieces) for of_pieces in zip(*each, strict=True)]
 
     def _update(self, work: _Work, found: list[Tensor] | None = None) -> list[Tensor]:
@@ -191,7 +190,7 @@ class AdamW(torch.optim.Optimizer):
                     self._update(_alone(piece))
                 return []
             found = self._begin_pieces(work)
-        each = [self._finish(*piece, found) for piece in pieces]
+        each = [self._finish(piece, found) for piece in pieces]
         amaxes = []
         for old, moment, *news in zip((work.m, work.v), (work.layout.m, work.layout.v), *each, strict=True):
             for field, mine, *values in zip(MomentState._fields[1:], old[1:], *news, strict=True):
@@ -245,10 +244,22 @@ class AdamW(torch.optim.Optimizer):
         self._update(_Work(p, g, m, v, works[0].at, layout, Part(len(p), 0, cells), (None, None)))
         torch._foreach_copy_(outside[:changed], inside[:changed])
 
+    def _begin(self, piece: _Work) -> list[Tensor]:
+        if not self._compiles(piece):
+            return _begin(*piece[1:-1])
+        return self._begin_compiled(*_on_device(piece)[1:-1])
+
+    def _finish(self, piece: _Work, found: list[Tensor] | None) -> list[list[Tensor | None]]:
+        return self._finish_compiled(*_on_device(piece), found) if self._compiles(piece) else _finish(*piece, found)
+
+    def _compiles(self, work: _Work) -> bool:
+        # Of other sizes inductor (torch 2.13, on a CPU) leaves out the last elements, after a loop over padded blocks.
+        return self._compiled and work.p.numel() % CELL == 0 and work.part.start % CELL == 0 and work.p.numel() > 0
+
     def _pieces(self, work: _Work) -> Iterator[_Work]:
         """An update as updates of consecutive elements: of one, unless each operation runs by itself on a CPU."""
         here, size = work.p.numel(), PIECE * torch.get_num_threads()
-        if self._compiled or not work.p.is_cpu or here <= size or work.part.cells:
+        if self._compiles(work) or not work.p.is_cpu or here <= size or work.part.cells:
             yield work
             return
         for first in range(0, here, size):
@@ -262,19 +273,14 @@ class AdamW(torch.optim.Optimizer):
         states.check(b1=b1, b2=b2, layout=self.layout, **rest)
         return states.scalars(step, learning_rate=float(group["lr"]), b1=b1, b2=b2, **rest)
 
-    def _keys(self, group: dict[str, Any], step: int, device: torch.device, number: int, layout: Layout):
-        """The seeds of both moments of a tensor at a step, None where they are rounded to nearest (O-8)."""
-        keys: list[philox.Key | None] = []
-        for which, moment in enumerate((layout.m, layout.v)):
-            key: philox.Key | None = None
-            if moment.rounding == "stochastic":
-                low, high, *_ = philox.words(step, 2 * number + which, (group["seed"] & 0xFFFFFFFF, group["seed"] >> 32))
-                key = tuple(torch.tensor([low, high], device=device).unbind()) if self._compiled else (low, high)  # type: ignore[assignment]
-            keys.append(key)
-        return tuple(keys)
-
     def _layout(self, p: Tensor) -> Layout:
         return self._layout_of(p.numel())
+
+    def begin(self) -> None:
+        """Make the states that the first step would make: zeros. A checkpoint is then read into them."""
+        for group in self.param_groups:
+            for p in group["params"]:
+                self._state(p)
 
     def _state(self, p: Tensor) -> dict[str, Tensor]:
         """The state of a parameter, made where it has none."""
@@ -299,6 +305,14 @@ def decode(optimizer: AdamW, p: Tensor) -> tuple[Tensor, Tensor]:
     both = (("m", layout.m), ("v", layout.v))
     m, v = (moments.read(_moment_state(optimizer.state[p], key), moment, layout, part) for key, moment in both)
     return m.view(_local(p).shape), v.view(_local(p).shape)
+
+
+def _keys(seed: int, step: int, number: int, layout: Layout) -> tuple[philox.Key | None, philox.Key | None]:
+    """The seeds of both moments of a tensor at a step, None where they are rounded to nearest (O-8)."""
+    halves = (seed & 0xFFFFFFFF, seed >> 32)
+    both = enumerate((layout.m, layout.v))
+    m, v = (philox.words(step, 2 * number + i, halves)[:2] if moment.rounding == "stochastic" else None for i, moment in both)
+    return m, v
 
 
 def _begin(g: Tensor, m: MomentState, v: MomentState, at: Scalars, layout: Layout, part: Part) -> list[Tensor]:
@@ -366,8 +380,14 @@ def _moment_state(state: dict[str, Tensor], key: str) -> MomentState:
     return MomentState(codes.view(-1), *rest)
 
 
+def _on_device(piece: _Work) -> _Work:
+    """A piece whose numbers are tensors: a compiled update takes new ones without compiling again."""
+    keys = [None if key is None else tuple(torch.tensor(key, device=piece.p.device).unbind()) for key in piece.keys]
+    return piece._replace(at=_tensors(piece.at, piece.p.device), keys=tuple(keys))  # type: ignore[arg-type]
+
+
+@functools.lru_cache(maxsize=8)
 def _tensors(at: Scalars, device: torch.device) -> Scalars:
-    """The numbers of a step as tensors: a compiled update takes new ones without compiling again."""
     return Scalars(*torch.tensor(at, dtype=torch.float32, device=device).unbind())  # type: ignore[arg-type]
 
 

@@ -12,7 +12,8 @@ SHOWN = 6
 
 
 def of(config: Config, decisions: Sequence[Decision]) -> dict:
-    """Linears in FP8, their shares of the model, and a line that says so.
+    """Linears in FP8, their shares of the model, and a line that says so; under ``adamw_states`` the
+    layout of the moments too.
 
     parameters       the share of parameters that are multiplied in FP8.
     multiplications  the share of a forward pass's: M N K of linears and of a tied head, and both
@@ -30,4 +31,11 @@ def of(config: Config, decisions: Sequence[Decision]) -> dict:
     left_out = [f"{d.path} ({d.reason})" for d in decisions if not d.fp8]
     more = [f"and {len(left_out) - SHOWN} more"] * (len(left_out) > SHOWN)
     line += f". Not in FP8: {'; '.join([*left_out[:SHOWN], *more])}." if fp8 and left_out else "."
-    return {"linears": len(fp8), "parameters": parameters, "multiplications": multiplications, "summary": line}
+    found = {"linears": len(fp8), "parameters": parameters, "multiplications": multiplications, "summary": line}
+    layout = config.optimizer.moment_layout
+    if layout is None:
+        return found
+    sizes = [math.prod(shape) for shape in llama.parameter_shapes(model).values()]
+    kept = sum(size * layout.bytes_per_parameter(size) for size in sizes) / sum(sizes)
+    summary = f"{line} AdamW's moments in layout {layout.name}: {kept:.2f} bytes a parameter."
+    return found | {"summary": summary, "states": {"layout": layout.name, "bytes_per_parameter": kept}}

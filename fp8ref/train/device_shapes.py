@@ -65,7 +65,7 @@ def kinds(config: Config) -> dict[str, int]:
 
 def check(config: Config, backend: str) -> None:
     """ConfigError, a line for each fault, if the backend would refuse this config on any devices."""
-    faults, decisions = [*_foreign(config, backend), *_cut(config)], []
+    faults, decisions = [*_foreign(config, backend), *_cut(config), *config.optimizer.uncut(config.parallel, backend)], []
     try:
         decisions = [
             d for d in config.decisions() if d.path.startswith("model.layers.0.") or d.path == "lm_head"

@@ -11,6 +11,7 @@ import numpy as np
 import tyro
 
 from fp8ref import recipe as recipes
+from fp8ref import states
 
 
 def require(condition: bool, message: str) -> None:
@@ -204,8 +205,11 @@ class ParallelConfig:
 class OptimizerConfig:
     """AdamW with warm-up, cosine decay and clipping (SEMANTICS T)."""
 
-    kind: Literal["adamw", "adamw_fused", "adamw_fp8"] = "adamw"
-    """PyTorch: torch's AdamW, torch's fused AdamW, or torchao's AdamW with e4m3 moments in blocks of 256."""
+    kind: Literal["adamw", "adamw_fused", "adamw_fp8", "adamw_states"] = "adamw"
+    """AdamW in float32 (adamw), or with the moments of optimizer.layout (adamw_states). PyTorch: also torch's fused AdamW, or torchao's AdamW with
+    e4m3 moments in blocks of 256."""
+    layout: str | None = None
+    """How adamw_states keeps its moments: float32, bfloat16, msamp, fishman, sqrt_e5m2, sqrt_e4m3, torchao, te or coat. Default: sqrt_e4m3."""
     learning_rate: float = 1e-3
     """Peak learning rate."""
     min_learning_rate: float = 1e-4
@@ -235,10 +239,50 @@ class OptimizerConfig:
         require(0 < self.eps < math.inf, f"optimizer.eps is positive and finite; got {self.eps}.")
         require(self.max_norm > 0, f"optimizer.max_norm is positive (inf: no clipping); got {self.max_norm}.")
         require(0 <= self.weight_decay < math.inf, f"optimizer.weight_decay is finite and not negative; got {self.weight_decay}.")
+        require(
+            self.layout is None or self.kind == "adamw_states",
+            f"optimizer.layout is of optimizer.kind 'adamw_states'; got layout {self.layout!r} with kind {self.kind!r}. Leave one of them out.",
+        )
+        require(
+            self.layout is None or self.layout in states.LAYOUTS,
+            f"optimizer.layout is one of {', '.join(states.LAYOUTS)}; got {self.layout!r}.",
+        )
+        require(
+            self.kind != "adamw_states" or self.learning_rate <= 1024,
+            f"optimizer.learning_rate is at most 1024 under optimizer.kind 'adamw_states' (O-2); got {self.learning_rate}.",
+        )
+        if self.moment_layout is not None:
+            try:
+                states.check(b1=self.beta1, b2=self.beta2, eps=self.eps, weight_decay=self.weight_decay, layout=self.moment_layout)
+            except ValueError as error:
+                raise ValueError(f"optimizer.kind 'adamw_states' takes the numbers of O-2: {error}") from None
 
     def foreign(self, backend: str) -> list[str]:
         """The keys that are set, and that this backend does not have."""
-        return ["optimizer.kind"] if backend == "jax" and self.kind != "adamw" else []
+        return ["optimizer.kind"] if backend == "jax" and self.kind not in ("adamw", "adamw_states") else []
+
+    @property
+    def moment_layout(self) -> states.Layout | None:
+        """The layout of both moments under ``adamw_states``; None under other kinds."""
+        return states.LAYOUTS[self.layout or "sqrt_e4m3"] if self.kind == "adamw_states" else None
+
+    def uncut(self, parallel: ParallelConfig, backend: str) -> list[str]:
+        """The error messages for a mesh or a model that the layout of the moments cannot be cut for (O-11)."""
+        layout = self.moment_layout
+        if layout is None:
+            return []
+        moments = (layout.m, layout.v)
+        if backend == "torch" and parallel.tensor > 1 and any(moment.block is not None for moment in moments):
+            return [
+                f"optimizer.layout {layout.name!r} has blocks of consecutive elements, which parallel.tensor = {parallel.tensor} cuts by columns "
+                "(O-11). Use a layout with one scale a tensor, such as sqrt_e5m2, or parallel.tensor 1."
+            ]
+        if backend == "jax" and parallel.scan and any(moment.scaling is not None for moment in moments):
+            return [
+                f"optimizer.layout {layout.name!r} has scales of each parameter, and parallel.scan keeps all layers' as one. Use parallel.scan False, "
+                "or layout float32 or bfloat16."
+            ]
+        return []
 
     def learning_rate_at(self, step: int, steps: int) -> float:
         """The learning rate of a step, counted from 0, in a run of ``steps``.

@@ -5,6 +5,7 @@ Both backends share this declaration.
     model.<parameter>                    the float32 master
     exp_avg.<parameter>                  AdamW's first moment; exp_avg_sq.<parameter> is its second
     fp8.<linear>.<role>.<field>          JAX: a delayed-scaling state. PyTorch names its module, <linear>.states.<role>
+    exp_avg.<parameter>.<field>          under ``adamw_states``, in place of a moment: the fields of its layout (O-1)
     count                                JAX: steps taken. PyTorch restores them from the manifest's step
 
 ``Step.tensors`` of {jax,torch}/step.py returns the live tensors under these names, and ``Store`` of
@@ -27,7 +28,9 @@ from typing import Any
 
 from fp8ref import llama
 from fp8ref.recipe import delayed_casts
+from fp8ref.states import Layout, Moment
 from fp8ref.train.config import Config
+from fp8ref.train.sections import OptimizerConfig
 
 # Blocks of torchao's FP8 optimizer (T-6): values that share a scale, and the smallest piece whose
 # moments are kept in FP8.
@@ -47,9 +50,16 @@ class PerParameter:
     label: str
     moment: bool = False
 
-    def device_bytes(self, elements: int, kind: str) -> int:
-        """Bytes on a device that holds so many elements of a parameter. kind: optimizer.kind."""
-        if self.moment and kind == "adamw_fp8" and moments_in_fp8(elements):
+    def device_bytes(self, elements: int, optimizer: OptimizerConfig, whole: int | None = None) -> int:
+        """Bytes on a device that holds so many elements of a parameter.
+
+        whole  the elements of the whole parameter, to which the scales of ``adamw_states`` belong; None: as many.
+        """
+        if self.moment and optimizer.moment_layout is not None:
+            size = whole or elements
+            moment = of_layout(self.name, optimizer.moment_layout, size)
+            return moment.stored_bytes(size) - (size - elements) * moment.fmt.bits // 8
+        if self.moment and optimizer.kind == "adamw_fp8" and moments_in_fp8(elements):
             return elements + 4 * elements // FP8_BLOCK  # a code for each element, and a float32 scale for each block
         return 4 * elements
 
@@ -76,7 +86,7 @@ class Tensor:
     @property
     def nbytes(self) -> int:
         """Bytes of all elements."""
-        return math.prod(self.shape) * {"float32": 4, "int32": 4, "int64": 8}[self.dtype]
+        return math.prod(self.shape) * {"uint8": 1, "float16": 2, "bfloat16": 2, "float32": 4, "int32": 4, "int64": 8}[self.dtype]
 
 
 def schema(config: Config, backend: str) -> dict[str, Tensor]:
@@ -85,14 +95,36 @@ def schema(config: Config, backend: str) -> dict[str, Tensor]:
     Under ``adamw_fp8`` each process stores codes and scales of its own pieces in place of a moment;
     ``logical`` gives the moment's name.
     """
-    found = {
-        f"{one.name}.{name}": Tensor(shape, "float32")
-        for one in PER_PARAMETER
-        for name, shape in llama.parameter_shapes(config.model).items()
-    }
+    found: dict[str, Tensor] = {}
+    for one in PER_PARAMETER:
+        for name, shape in llama.parameter_shapes(config.model).items():
+            if one.moment and config.optimizer.moment_layout is not None:
+                moment = of_layout(one.name, config.optimizer.moment_layout, math.prod(shape))
+                found |= {f"{one.name}.{name}.{field}": tensor for field, tensor in _fields(moment, shape).items()}
+            else:
+                found[f"{one.name}.{name}"] = Tensor(shape, "float32")
     if backend == "jax":
         found[COUNT] = Tensor((), "int32")
     return found | fp8_states(config, backend)
+
+
+def of_layout(name: str, layout: Layout, elements: int) -> Moment:
+    """How the moment of that name of a parameter of so many elements is stored under ``adamw_states``."""
+    own = layout.of(elements)
+    return dict(zip(MOMENTS, (own.m, own.v), strict=True))[name]
+
+
+def _fields(moment: Moment, shape: tuple[int, ...]) -> dict[str, Tensor]:
+    """The tensors of a stored moment (O-4, O-9, O-10) by the names of ``MomentState``."""
+    codes = {"codes": Tensor(shape, "uint8" if moment.fmt.bits == 8 else moment.fmt.name)}
+    groups = Tensor(() if moment.block is None else (moment.groups(math.prod(shape)),), "float32")
+    kept = {
+        "scale_inv": moment.scaling is not None,
+        "amax": moment.amax != "exact",
+        "exponent": moment.expansion,
+        "center": moment.expansion,
+    }
+    return codes | {field: groups for field, has in kept.items() if has}
 
 
 def fp8_states(config: Config, backend: str) -> dict[str, Tensor]:

@@ -1,6 +1,6 @@
 """The training step in JAX (SEMANTICS T): float32 masters, bfloat16 compute, AdamW.
 
-Adam's moments and the weight decay are optax's; clipping and the learning rate are in ``train``.
+AdamW is optax's, or that of ``fp8ref.jax.states`` under T-6's ``adamw_states``; clipping is in ``train``.
 
 Pure functions of the state, which ``trainer.Trainer`` compiles.
 """
@@ -20,7 +20,7 @@ from jax.sharding import Sharding
 
 from fp8ref import llama
 from fp8ref.hardware import Multiply
-from fp8ref.jax import delayed, stats
+from fp8ref.jax import delayed, states, stats
 from fp8ref.recipe import Role
 from fp8ref.train import train_state
 from fp8ref.train.config import Config
@@ -45,7 +45,7 @@ class State(NamedTuple):
     """All that a step changes.
 
     params     the model's float32 masters, a tree.
-    optimizer  optax's state: both of Adam's moments, float32, and the steps counted.
+    optimizer  the optimizer's state: both of Adam's moments, and the steps counted.
     fp8        delayed-scaling states by linear.
     """
 
@@ -66,11 +66,8 @@ class Step:
         self.config, self.layout, self._multiply = config, layout, multiply
         self.decisions = config.decisions()
         self.linears = config.program_linears()
-        optimizer = config.optimizer
-        self._optimizer = optax.chain(
-            optax.scale_by_adam(b1=optimizer.beta1, b2=optimizer.beta2, eps=optimizer.eps),
-            optax.add_decayed_weights(optimizer.weight_decay, mask=_matrices),
-        )
+        self._moments = config.optimizer.moment_layout
+        self._optimizer = self._optimizer_at(0.0) if self._moments else self._adam()
 
     def begin(self, weights: Mapping[str, llama.Weight] | None) -> tuple[State, State]:
         """The state before the first step, on the layout's devices, and the PartitionSpec of each
@@ -87,14 +84,7 @@ class Step:
         shapes = {name: jax.ShapeDtypeStruct(shape, np.float32) for name, shape in self._shapes().items()}
         self._graph, params = jax.eval_shape(self._split, shapes)
         self._specs = jax.tree_util.tree_map_with_path(lambda path, value: layout.parameter(name_of(path), value.shape), params)
-        # Adam's moments lie on the mesh as their parameters do; its count is whole on every device
-        of_optimizer = optax.tree_utils.tree_map_params(
-            self._optimizer,
-            lambda _, spec: spec,
-            jax.eval_shape(self._optimizer.init, params),
-            self._specs,
-            transform_non_params=lambda _: P(),
-        )
+        of_optimizer = self._optimizer_specs(params)
         fp8 = {name: delayed.init(recipe, self._stack(name)) for name, recipe in self.linears.items() if delayed.keeps_state(recipe)}
         specs = State(self._specs, of_optimizer, jax.tree.map(lambda _: P(), fp8))
         if layout.abstract:
@@ -117,8 +107,12 @@ class Step:
         loss, grads, seen = self.gradients(state.params, state.fp8, tokens)
         norm = optax.tree.norm(grads)
         grads = jax.tree.map(lambda g: g * jnp.minimum(1.0, self.config.optimizer.max_norm / norm), grads)
-        updates, optimizer = self._optimizer.update(grads, state.optimizer, state.params)
-        params = jax.tree.map(lambda p, u: p - lr * u, state.params, updates)
+        if self._moments:
+            updates, optimizer = self._optimizer_at(lr).update(grads, state.optimizer, state.params)
+            params = optax.apply_updates(state.params, updates)
+        else:
+            updates, optimizer = self._optimizer.update(grads, state.optimizer, state.params)
+            params = jax.tree.map(lambda p, u: p - lr * u, state.params, updates)
         fp8 = {name: delayed.update(state.fp8[name], seen[name], recipe=self.linears[name]) for name in state.fp8}
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
         # Selected by element, so that the decision stays on the device
@@ -126,13 +120,14 @@ class Step:
 
     def tensors(self, state: State) -> dict[str, Any]:
         """The arrays of a state by the names of ``train_state``, nested."""
-        adam = state.optimizer[0]
-        found: dict[str, Any] = {
-            train_state.MASTERS: self.named(state.params),
-            "exp_avg": self.named(adam.mu),
-            "exp_avg_sq": self.named(adam.nu),
-            train_state.COUNT: adam.count,
-        }
+        found: dict[str, Any] = {train_state.MASTERS: self.named(state.params)}
+        if self._moments is None:
+            adam = state.optimizer[0]
+            found |= {"exp_avg": self.named(adam.mu), "exp_avg_sq": self.named(adam.nu)}
+        else:
+            adam = state.optimizer
+            found |= {"exp_avg": self._fields(adam.m), "exp_avg_sq": self._fields(adam.v)}
+        found[train_state.COUNT] = adam.count
         if state.fp8:
             found[train_state.FP8] = {
                 name: {role: one._asdict() for role, one in roles.items()} for name, roles in self.unstacked(state.fp8).items()
@@ -142,13 +137,15 @@ class Step:
     def restored(self, state: State, tensors: dict[str, Any]) -> State:
         """A state of the structure of this one, of arrays named as ``tensors`` names them."""
 
-        adam = state.optimizer[0]
-        optimizer = optax.tree_utils.tree_set(
-            state.optimizer,
-            mu=self._tree(adam.mu, tensors["exp_avg"]),
-            nu=self._tree(adam.nu, tensors["exp_avg_sq"]),
-            count=tensors[train_state.COUNT],
-        )
+        count = tensors[train_state.COUNT]
+        if self._moments is None:
+            adam = state.optimizer[0]
+            mu, nu = self._tree(adam.mu, tensors["exp_avg"]), self._tree(adam.nu, tensors["exp_avg_sq"])
+            optimizer = optax.tree_utils.tree_set(state.optimizer, mu=mu, nu=nu, count=count)
+        else:
+            before = state.optimizer
+            both = ((before.m, tensors["exp_avg"]), (before.v, tensors["exp_avg_sq"]))
+            optimizer = states.AdamWState(count, *(self._of_fields(like, found) for like, found in both))
         saved = tensors.get(train_state.FP8, {})
         fp8 = {
             name: {
@@ -157,6 +154,51 @@ class Step:
             for name, roles in state.fp8.items()
         }
         return State(self._tree(state.params, tensors[train_state.MASTERS]), optimizer, fp8)
+
+    def _adam(self) -> optax.GradientTransformation:
+        keys = self.config.optimizer
+        return optax.chain(
+            optax.scale_by_adam(b1=keys.beta1, b2=keys.beta2, eps=keys.eps),
+            optax.add_decayed_weights(keys.weight_decay, mask=_matrices),
+        )
+
+    def _optimizer_at(self, lr) -> optax.GradientTransformation:
+        """The optimizer of a layout at a learning rate, which its updates contain."""
+        keys, layout = self.config.optimizer, self._moments or "float32"
+        return states.adamw(lambda _: lr, keys.beta1, keys.beta2, keys.eps, keys.weight_decay, layout=layout, mask=_matrices)
+
+    def _optimizer_specs(self, params):
+        """Moments lie on the mesh as their parameters do; the count and scales are whole on every
+        device."""
+        shapes = jax.eval_shape(self._optimizer.init, params)
+        if self._moments is None:
+            return optax.tree_utils.tree_map_params(
+                self._optimizer, lambda _, spec: spec, shapes, self._specs, transform_non_params=lambda _: P()
+            )
+
+        def of(tree):
+            return jax.tree.map(lambda one, spec: jax.tree.map(lambda _: P(), one)._replace(codes=spec), tree, self._specs, is_leaf=_stored)
+
+        return states.AdamWState(P(), of(shapes.m), of(shapes.v))  # type: ignore[arg-type]  # specs in place of arrays
+
+    def _fields(self, moments) -> dict[str, jax.Array]:
+        """The fields of stored moments by parameter name and field; FP8 codes as uint8."""
+        leaves = jax.tree_util.tree_leaves_with_path(moments, is_leaf=_stored)
+        each = self.unstacked({name_of(path): one for path, one in leaves}).items()
+        found = {f"{name}.{field}": x for name, one in each for field, x in one._asdict().items() if x is not None}
+        return {name: lax.bitcast_convert_type(x, jnp.uint8) if x.dtype.itemsize == 1 else x for name, x in found.items()}
+
+    def _of_fields(self, like, found: Mapping[str, jax.Array]):
+        """Stored moments of the structure of ``like``, of arrays that ``_fields`` names."""
+
+        def of(path, one: states.MomentState) -> states.MomentState:
+            fields = {field: x for field, x in one._asdict().items() if x is not None}
+            saved = {field: self._stacked(name_of(path), _without(f".{field}", found)) for field in fields}
+            if fields["codes"].dtype.itemsize == 1:
+                saved["codes"] = lax.bitcast_convert_type(saved["codes"], fields["codes"].dtype)
+            return one._replace(**saved)
+
+        return jax.tree_util.tree_map_with_path(of, like, is_leaf=_stored)
 
     def named(self, tree) -> dict[str, Any]:
         """{parameter name: leaf} of a tree of parameters, stacks taken apart."""
@@ -353,6 +395,15 @@ def _cross_entropy_gradient(kept, g: jax.Array):
 
 
 cross_entropy.defvjp(_cross_entropy, _cross_entropy_gradient)
+
+
+def _without(suffix: str, found: Mapping[str, Any]) -> dict[str, Any]:
+    """What is found under names that end in a suffix, by the names without it."""
+    return {name.removesuffix(suffix): value for name, value in found.items() if name.endswith(suffix)}
+
+
+def _stored(node) -> bool:
+    return isinstance(node, states.MomentState)
 
 
 def name_of(path) -> str:

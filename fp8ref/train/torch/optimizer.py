@@ -1,4 +1,5 @@
-"""AdamW for PyTorch: torch's, torch's fused, or torchao's in FP8 (SEMANTICS T-1, T-6)."""
+"""AdamW for PyTorch: torch's, torch's fused, torchao's in FP8, or fp8ref's with the moments of a layout
+(SEMANTICS T-1, T-6)."""
 
 from collections.abc import Iterable, Iterator
 
@@ -6,6 +7,7 @@ import torch
 from torch import distributed, nn
 from torch.distributed.tensor import DTensor
 
+from fp8ref.torch import states
 from fp8ref.train.sections import OptimizerConfig
 from fp8ref.train.train_state import FP8_BLOCK, MOMENTS, moments_in_fp8
 
@@ -21,6 +23,8 @@ def build(params: Iterable[nn.Parameter], config: OptimizerConfig) -> torch.opti
         {"params": [p for p in params if p.ndim <= 1], "weight_decay": 0.0},
     ]
     betas = (config.beta1, config.beta2)
+    if config.moment_layout is not None:
+        return states.AdamW(groups, betas=betas, eps=config.eps, layout=config.moment_layout)
     if config.kind == "adamw_fp8":
         from torchao.optim import AdamWFp8
 
@@ -56,6 +60,8 @@ def begin(optimizer: torch.optim.Optimizer, step: int | None = None) -> None:
     step: set the count of steps taken, too.
     """
     fused = optimizer.defaults.get("fused")
+    if isinstance(optimizer, states.AdamW):
+        optimizer.begin()
     for p in _parameters(optimizer):
         state = optimizer.state[p]
         if not state:
@@ -65,8 +71,20 @@ def begin(optimizer: torch.optim.Optimizer, step: int | None = None) -> None:
             state["step"].fill_(step)
 
 
+def tensors(optimizer: torch.optim.Optimizer) -> Iterator[tuple[nn.Parameter, str, dict[str, torch.Tensor]]]:
+    """(parameter, name of the moment, what a checkpoint holds of it by suffix of its name) of all
+    moments that exist."""
+    if not isinstance(optimizer, states.AdamW):
+        yield from ((p, key, stored(moment)) for p, key, moment in moments(optimizer))
+        return
+    for p in _parameters(optimizer):
+        for key, letter in zip(MOMENTS, ("m", "v"), strict=True):
+            fields = {field: optimizer.state[p].get(f"{letter}_{field}") for field in states.MomentState._fields}
+            yield p, key, {f".{field}": x for field, x in fields.items() if x is not None}
+
+
 def moments(optimizer: torch.optim.Optimizer) -> Iterator[tuple[nn.Parameter, str, torch.Tensor]]:
-    """(parameter, name of the moment, moment) of all moments that exist."""
+    """(parameter, name of the moment, moment) of all moments that exist, but not of ``states.AdamW``."""
     for p in _parameters(optimizer):
         yield from ((p, key, optimizer.state[p][key]) for key in MOMENTS if key in optimizer.state[p])
 

@@ -132,8 +132,8 @@ class Step:
         # The sharded parameters. While FSDP2 has gathered a module, for instance after an
         # evaluation, its attributes hold others.
         found = {train_state.MASTERS: {name: p.detach() for name, p in self.params.items()}}
-        for p, key, moment in optimizer.moments(self.optimizer):
-            found.setdefault(key, {}).update({names[id(p)] + suffix: part for suffix, part in optimizer.stored(moment).items()})
+        for p, key, parts in optimizer.tensors(self.optimizer):
+            found.setdefault(key, {}).update({names[id(p)] + suffix: part for suffix, part in parts.items()})
         states = delayed.states(self.model)
         found[train_state.FP8] = {f"{name}.{key}": getattr(state, key) for name, state in states for key in delayed.DelayedState._fields}
         return found
