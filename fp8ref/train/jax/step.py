@@ -118,6 +118,12 @@ class Step:
         # Selected by element, so that the decision stays on the device
         return jax.tree.map(lambda new, old: jnp.where(finite, new, old), State(params, optimizer, fp8), state), loss, norm
 
+    def moments(self, state: State) -> dict[str, dict[str, Any]]:
+        """Both moments in float32, as the next step reads them, by the names of ``train_state``."""
+        adam = state.optimizer[0] if self._moments is None else state.optimizer
+        both = (adam.mu, adam.nu) if self._moments is None else states.decode(adam, self._moments)
+        return {key: self.named(moment) for key, moment in zip(train_state.MOMENTS, both, strict=True)}
+
     def tensors(self, state: State) -> dict[str, Any]:
         """The arrays of a state by the names of ``train_state``, nested."""
         found: dict[str, Any] = {train_state.MASTERS: self.named(state.params)}

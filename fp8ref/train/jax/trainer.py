@@ -107,9 +107,12 @@ class Trainer:
         return self._fetched(self._params)
 
     def moments(self) -> dict[str, dict[str, np.ndarray]]:
-        """Both of Adam's moments, float32: by which, then by parameter."""
-        tensors = self._step.tensors(self._state)
-        return {key: {name: self._layout.fetch(value) for name, value in tensors[key].items()} for key in train_state.MOMENTS}
+        """Both of Adam's moments, float32: by which, then by parameter.
+
+        As the next step reads them.
+        """
+        found = self._step.moments(self._state)
+        return {key: {name: self._layout.fetch(value) for name, value in of_one.items()} for key, of_one in found.items()}
 
     def save(self, directory: Path) -> Callable[[], None]:
         """Copy the state to host memory and begin to write it.

@@ -89,6 +89,19 @@ def moments(optimizer: torch.optim.Optimizer) -> Iterator[tuple[nn.Parameter, st
         yield from ((p, key, optimizer.state[p][key]) for key in MOMENTS if key in optimizer.state[p])
 
 
+def values(optimizer: torch.optim.Optimizer) -> Iterator[tuple[nn.Parameter, str, torch.Tensor]]:
+    """(parameter, name of the moment, its float32 numbers as the next step reads them) of all moments
+    that exist."""
+    if not isinstance(optimizer, states.AdamW):
+        yield from ((p, key, x.dequantize() if in_fp8(x) else x) for p, key, x in moments(optimizer))
+        return
+    for p in _parameters(optimizer):
+        for key, x in zip(MOMENTS, states.decode(optimizer, p), strict=True):
+            if isinstance(p, DTensor):
+                x = DTensor.from_local(x, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
+            yield p, key, x
+
+
 def stored(moment: torch.Tensor) -> dict[str, torch.Tensor]:
     """The tensors of a moment that a checkpoint holds, by suffix of its name.
 

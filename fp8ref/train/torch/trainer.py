@@ -106,13 +106,13 @@ class Trainer:
     def moments(self) -> dict[str, dict[str, np.ndarray]]:
         """Both of Adam's moments, float32: by which, then by parameter.
 
-        Moments in FP8 (T-6) are dequantized.
+        As the next step reads them: those in FP8 are dequantized (T-6).
         """
         optimizer.begin(self._optimizer)
         names = {id(p): name for name, p in self._params.items()}
         found: dict[str, dict[str, np.ndarray]] = {key: {} for key in train_state.MOMENTS}
-        for p, key, moment in optimizer.moments(self._optimizer):
-            found[key][names[id(p)]] = _whole(moment.dequantize() if optimizer.in_fp8(moment) else moment)
+        for p, key, value in optimizer.values(self._optimizer):
+            found[key][names[id(p)]] = _whole(value)
         return found
 
     def save(self, directory: Path) -> Callable[[], None]:

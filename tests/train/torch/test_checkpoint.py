@@ -61,6 +61,9 @@ def equal(a, b):
     [
         ("delayed", "adamw", {"fsdp": 2}, {"fsdp": 2}),
         ("tensorwise", "adamw_fp8", {"fsdp": 2}, {"fsdp": 2}),
+        ("tensorwise", "adamw_states", {"fsdp": 2}, {"fsdp": 2}),
+        pytest.param("tensorwise", "adamw_states", {"fsdp": 4}, {"fsdp": 2}, marks=pytest.mark.slow),
+        pytest.param("rowwise", "adamw_states", {"data": 2, "fsdp": 2}, {}, marks=pytest.mark.slow),
         ("delayed", "adamw_fused", {"fsdp": 2}, {}),
         pytest.param("delayed", "adamw", {"fsdp": 2}, {"fsdp": 4}, marks=pytest.mark.slow),
         pytest.param(
@@ -88,7 +91,7 @@ def test_a_state_is_read_by_any_mesh(tmp_path, recipe, kind, before, after):  # 
         assert [m["loss"] for m in metrics] == pytest.approx([m["loss"] for m in saved[0][1]], rel=2.0**-9)
 
 
-@pytest.mark.parametrize("kind", ["adamw", "adamw_fused", "adamw_fp8"])
+@pytest.mark.parametrize("kind", ["adamw", "adamw_fused", "adamw_fp8", "adamw_states"])
 def test_moments_of_every_optimizer_are_kept_bit_for_bit(tmp_path, kind):  # K-2, T-6
     with torch.compiler.set_stance("force_eager"):
         weights, metrics, final = saving(tmp_path / "state", config_of("bf16", kind))
