@@ -51,6 +51,25 @@ def test_the_page_shows_jaxs_table():
         assert f"| {row['variant']} | {row['measure']} | {row['peer']} | {row['ratio']:.2f}x | {row['at_most']:.1f}x |" in page
 
 
+@pytest.mark.slow
+def test_the_optimizers_table(tmp_path):
+    written = tmp_path / "optimizer_step.json"
+    script = [sys.executable, BENCHMARKS / "optimizer_step.py", "--quick", "--layouts", "float32", "sqrt_e4m3", "--json", written]
+    subprocess.run(script, check=True, capture_output=True)
+    quick, kept = json.loads(written.read_text()), json.loads((BENCHMARKS / "results" / "optimizer_step.json").read_text())
+    for part in ("eager", "compiled", "jax"):
+        assert {row["optimizer"] for row in quick[part]} <= {row["optimizer"] for row in kept[part]}
+        assert all(row["ratio"] > 0 for row in quick[part])
+
+
+def test_the_page_shows_the_optimizers_table():
+    page = (PAGE.parent / "how-to" / "optimizer-states.md").read_text(encoding="utf-8")
+    kept = json.loads((BENCHMARKS / "results" / "optimizer_step.json").read_text())
+    for row, compiled, jitted in zip(kept["eager"][1:], kept["compiled"][1:], kept["jax"][1:], strict=True):
+        assert row["optimizer"] == compiled["optimizer"] == jitted["optimizer"]
+        assert f"| `{row['optimizer']}` | {row['ratio']:.1f}x | {compiled['ratio']:.1f}x | {jitted['ratio']:.1f}x |" in page
+
+
 def test_what_is_compiled_for_an_h200():
     """The kept table is of the kept results. All FP8 GEMMs planned are there; FP8 steps move fewer bytes between devices than bf16's."""
     printed = subprocess.run([sys.executable, BENCHMARKS / "aot.py", "--show"], check=True, capture_output=True, text=True).stdout

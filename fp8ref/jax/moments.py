@@ -53,6 +53,7 @@ class Scalars(NamedTuple):
 
 
 def zeros(p, layout: Layout, which: int) -> MomentState:
+    """The stored moment of a parameter before the first step, 0 for m and 1 for v (O-4)."""
     moment = (layout.m, layout.v)[which]
     dtype = cast.DTYPES[moment.fmt.name] if moment.fmt.bits == 8 else _DTYPES[moment.fmt.name]
     # zeros_like: a state is placed as its parameter is
@@ -80,7 +81,7 @@ def extremes(x, g, moment: Moment) -> list[jax.Array]:
 
 
 def averages(g, m, v, at: Scalars, layout: Layout):
-    """O-5."""
+    """The new moments (O-5)."""
     square = product(g, g)
     if layout.average == "products":
         m = product(at.b1, m) + product(at.a1, g)
@@ -96,7 +97,7 @@ def _not_tiny(x, layout: Layout):
 
 
 def read(stored: MomentState, moment: Moment, layout: Layout):
-    """O-4."""
+    """The moment as a step reads it, float32 (O-4)."""
     x = _values(stored.codes, moment)
     if stored.scale_inv is not None:
         x = product(x, _spread(stored.scale_inv, x.shape, moment))

@@ -32,6 +32,7 @@ class MomentState(NamedTuple):
 
 
 def zeros(shape: tuple[int, ...], moment: Moment) -> MomentState:
+    """The stored moment of a tensor before the first step (O-4)."""
     size = int(np.prod(shape, dtype=np.int64))
     codes = np.zeros(shape, np.uint8 if moment.fmt.bits == 8 else np.float32)
     if moment.scaling is None:

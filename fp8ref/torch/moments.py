@@ -167,7 +167,7 @@ def sqrt(x: Tensor) -> Tensor:
     """The square root, rounded correctly."""
     if eager_on_cpu(x):
         return torch.from_numpy(np.asarray(np.sqrt(x.numpy())))
-    return x.sqrt() if x.is_cuda else x.double().sqrt().float()
+    return x.sqrt() if x.is_cuda or torch.compiler.is_compiling() else x.double().sqrt().float()
 
 
 def eager_on_cpu(x: Tensor) -> bool:
