@@ -44,11 +44,12 @@ def fed(trainer, gradients: dict[str, np.ndarray]):
         return
     step = trainer._step
 
-    def of(params, fp8_state, tokens):
-        return jnp.float32(1), step._tree(params, {name: jnp.asarray(g) for name, g in gradients.items()}), {}
+    def train(state, tokens, lr, given):  # arguments: XLA would fold constants
+        step.gradients = lambda *_: (jnp.float32(1), given, {})
+        return type(step).train(step, state, tokens, lr)
 
-    step.gradients = of
-    trainer._train = jax.jit(step.train)
+    compiled, like = jax.jit(train), trainer._state.params
+    trainer._train = lambda *arguments: compiled(*arguments, step._tree(like, {name: jnp.asarray(g) for name, g in gradients.items()}))
 
 
 @BACKENDS
