@@ -1,5 +1,5 @@
 """Scale policies as data: every decision between an amax and a scale (SEMANTICS S-3, S-4, S-9 to
-S-15).
+S-15, S-17).
 
 One dataclass holds the decisions, and the policy of each library is one value of it. ``sim.scales``
 implements all of them; a backend implements some and refuses the others. Code asks for decisions,
@@ -14,8 +14,8 @@ from typing import Literal, get_args
 from fp8ref import registry
 from fp8ref.formats import BFLOAT16, FLOAT32, Format
 
-Ratio = Literal["max/amax", "max*(1/amax)", "amax/max", "exponents"]
-"""What a policy computes first: a scale, or with ``amax/max`` and ``exponents`` a scale_inv."""
+Ratio = Literal["max/amax", "max*(1/amax)", "amax/max", "amax*(1/max)", "exponents"]
+"""What a policy computes first: a scale, or with the last three a scale_inv."""
 
 Special = Literal["compute", "one", "keep", "keep_inverse"]
 """The scale of a zero, infinite or NaN amax.
@@ -39,10 +39,15 @@ Stored = Literal["scale", "scale_inv"]
 @dataclass(frozen=True, kw_only=True)
 class E8M0Rule:
     """The scales that are not the reciprocal of an e8m0 scale_inv (S-14): where scale_inv is
-    2^-127, code 0, and where it is NaN."""
+    2^-127, code 0, and where the amax is NaN.
 
-    scale_of_code_0: float  # where scale_inv is 2^-127; arithmetic would give 2^127
-    scale_of_nan: Literal["zero", "nan"]  # where scale_inv is NaN
+    scale_of_code_0  where scale_inv is 2^-127; arithmetic would give 2^127.
+    scale_of_nan     ``zero``, ``nan``: scale_inv is NaN, and scale 0 or NaN; ``as_infinite``: both
+                     are those of an infinite amax.
+    """
+
+    scale_of_code_0: float
+    scale_of_nan: Literal["zero", "nan", "as_infinite"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,11 +55,13 @@ class ScalePolicy:
     """The decisions from amax to scale, in this order (S-9): floor by eps; ratio; overflow; power
     of two; special amaxes.
 
-    eps           smaller amaxes are replaced by it, an exact real number; 0 has no effect.
+    eps           smaller amaxes are replaced by it, an exact real number, or by RN32(eps) where the
+                  ratio makes scale_inv; 0 has no effect.
     margin        powers of two of room: fmt.max * 2^-margin takes the place of fmt.max.
     ratio         ``max/amax``: RN32(fmt.max / amax); ``max*(1/amax)``: RN32(fmt.max * RN32(1 /
-                  amax)). The next two make scale_inv: ``amax/max``: RN32(amax / fmt.max);
-                  ``exponents``: 2^(floor(log2 amax) - floor(log2 fmt.max)).
+                  amax)). The next three make scale_inv: ``amax/max``: RN32(amax / fmt.max);
+                  ``amax*(1/max)``: RN32(amax * RN32(1 / fmt.max)); ``exponents``: 2^(floor(log2
+                  amax) - floor(log2 fmt.max)).
     power_of_two  None; ``mask``: the largest power of two not above the scale; ``exp2_log2``: the
                   same by way of RN32(log2). Where the ratio makes scale_inv, scale_inv is rounded
                   up instead, which rounds the scale down.
@@ -66,7 +73,8 @@ class ScalePolicy:
                   scale_inv, and a delayed state holds scale_inv.
     compute       the dtype of that division: tensor, scale_inv and quotient are rounded to it
                   (S-13).
-    e8m0          for the ratios that make scale_inv: its values are those of e8m0fnu.
+    e8m0          for the ratios that make scale_inv: its values are those of e8m0fnu. None: they
+                  are float32 numbers, and scale is RN32(1 / scale_inv) (S-17).
 
     Raises:       ValueError: eps outside [0, 1), margin not an integer from 0 to 64, an unknown
                   word, or decisions that contradict each other.
@@ -101,25 +109,37 @@ class ScalePolicy:
             raise ValueError(
                 f"compute is float32, or bfloat16 where tensors are divided (stored='scale_inv'); got {self.compute}, stored={self.stored!r}."
             )
-        makes_scale_inv = self.ratio in ("amax/max", "exponents")
-        if makes_scale_inv != (self.e8m0 is not None):
-            raise ValueError(f"e8m0 goes with ratio 'amax/max' or 'exponents' and with no other; got {self.ratio!r}, e8m0={self.e8m0}.")
-        if makes_scale_inv:
-            self._check_e8m0()
+        if self.e8m0 is not None and not self.makes_scale_inv:
+            raise ValueError(f"e8m0 goes with ratio 'amax/max', 'amax*(1/max)' or 'exponents' and with no other; got {self.ratio!r}.")
+        if self.makes_scale_inv:
+            self._check_scale_inv()
 
     def _one_of(self, key: str, allowed) -> None:
         if getattr(self, key) not in get_args(allowed):
             raise ValueError(f"{key} is one of {', '.join(get_args(allowed))}; got {getattr(self, key)!r}.")
 
-    def _check_e8m0(self) -> None:
-        """Refuse decisions that an e8m0 scale would ignore."""
-        if self.power_of_two is None or (self.ratio == "exponents" and self.power_of_two != "mask"):
+    def _check_scale_inv(self) -> None:
+        """Refuse decisions that a ratio which makes scale_inv would ignore."""
+        if self.e8m0 is None:
+            if self.ratio == "exponents" or self.power_of_two is not None:
+                raise ValueError(
+                    "a scale_inv that is a power of two has a rule e8m0; got "
+                    f"ratio={self.ratio!r}, power_of_two={self.power_of_two!r}, e8m0=None. Give E8M0Rule, or leave power_of_two out."
+                )
+        elif self.power_of_two is None or (self.ratio == "exponents" and self.power_of_two != "mask"):
             need = "'mask'" if self.ratio == "exponents" else "'mask' or 'exp2_log2'"
             raise ValueError(f"an e8m0 scale is a power of two: ratio {self.ratio!r} takes power_of_two {need}; got {self.power_of_two!r}.")
         plain = ScalePolicy(name=self.name)
-        for key in ("eps", "margin", "overflow", "zero", "infinite", "nan", "stored"):
+        for key in ("margin", "overflow", "zero", "infinite", "nan", "stored", *(["eps"] if self.ratio == "exponents" else [])):
             if getattr(self, key) != getattr(plain, key):
-                raise ValueError(f"an e8m0 policy leaves {key} at {getattr(plain, key)!r}; got {getattr(self, key)!r}.")
+                raise ValueError(
+                    f"a policy whose ratio makes scale_inv ({self.ratio!r}) leaves {key} at {getattr(plain, key)!r}; got {getattr(self, key)!r}."
+                )
+
+    @property
+    def makes_scale_inv(self) -> bool:
+        """Whether the ratio makes scale_inv, of which scale is then the reciprocal (S-14, S-17)."""
+        return self.ratio in ("amax/max", "amax*(1/max)", "exponents")
 
     @property
     def keeps(self) -> bool:
@@ -132,6 +152,8 @@ class ScalePolicy:
         clause does."""
         if self.e8m0 is not None:
             return "S-14"
+        if self.makes_scale_inv:
+            return "S-17"
         if self.stored == "scale_inv":
             return "S-13"
         if self.ratio == "max*(1/amax)":
@@ -142,8 +164,10 @@ class ScalePolicy:
 
     @property
     def floored_quotient(self) -> bool:
-        """True if only eps and power_of_two may differ from policy ``torchao``; the backends
-        implement these policies."""
+        """True if only eps and power_of_two may differ from policy ``torchao``.
+
+        The backends implement these policies, and those that make scale_inv.
+        """
         return self == dataclasses.replace(POLICIES["torchao"], name=self.name, eps=self.eps, power_of_two=self.power_of_two)
 
 
@@ -176,6 +200,12 @@ _MX_FLOOR = ScalePolicy(
 )
 _MX_RCEIL = ScalePolicy(name="mx_rceil", ratio="amax/max", power_of_two="exp2_log2", e8m0=E8M0Rule(scale_of_code_0=1.0, scale_of_nan="nan"))
 
+# DeepGEMM (commit 54e22612), deep_gemm/utils/math.py: per_token_cast_to_fp8, per_channel_cast_to_fp8,
+# per_block_cast_to_fp8, per_custom_dims_cast_to_fp8. The floor is clamp(1e-4) of a float32 tensor.
+# On a GPU, PyTorch computes tensor / number as tensor * (1 / number) (aten/src/ATen/native/cuda/
+# BinaryDivTrueKernel.cu); on a CPU it divides.
+_DEEPGEMM = ScalePolicy(name="deepgemm", eps=1e-4, ratio="amax*(1/max)")
+
 POLICIES = {
     p.name: p
     for p in (
@@ -193,9 +223,18 @@ POLICIES = {
         # TransformerEngine, common/util/ptx.cuh: float_to_e8m0, exp2f_rcp (commit 03198ae1): the
         # exact round-up.
         dataclasses.replace(_MX_RCEIL, name="te_mxfp8", power_of_two="mask"),
+        _DEEPGEMM,
+        dataclasses.replace(_DEEPGEMM, name="deepgemm_cpu", ratio="amax/max"),
+        # ceil_to_ue8m0 of the same file: the exact round-up, of a NaN too. The eps leaves no code 0.
+        dataclasses.replace(
+            _DEEPGEMM,
+            name="deepgemm_ue8m0",
+            power_of_two="mask",
+            e8m0=E8M0Rule(scale_of_code_0=2.0**127, scale_of_nan="as_infinite"),
+        ),
     )
 }
-"""The scale policies by name (S-3, S-4, S-9 to S-15)."""
+"""The scale policies by name (S-3, S-4, S-9 to S-15, S-17)."""
 
 
 def by_name(policy: "str | ScalePolicy") -> ScalePolicy:

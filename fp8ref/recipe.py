@@ -192,6 +192,12 @@ def _blocks(granularity: str, policy: str = "torchao") -> CastSpec:
     return CastSpec(fmt=E4M3FN, granularity=granularity, policy=POLICIES[policy])
 
 
+def _blockwise(name: str, policy: str) -> Recipe:
+    """DeepSeek-V3's: lines of 128 of activations and gradients, squares of 128 of weights."""
+    line = _blocks("blockwise_1x128", policy)
+    return _uniform(name, line, _blocks("blockwise_128x128", policy), line)
+
+
 _MX = _blocks("mx_1x32", "mx_rceil")
 RECIPES = {
     r.name: r
@@ -201,8 +207,10 @@ RECIPES = {
         _rowwise("rowwise", weight_for_grad_input="rowwise", grad_weight_fp8=True),
         _rowwise("rowwise_with_gw_hp", weight_for_grad_input="tensorwise", grad_weight_fp8=False),
         _uniform("delayed", _delayed(E4M3FN), _delayed(E4M3FN), _delayed(E5M2)),
-        _uniform("blockwise", _blocks("blockwise_1x128"), _blocks("blockwise_128x128"), _blocks("blockwise_1x128")),
+        _blockwise("blockwise", "torchao"),
         _uniform("mxfp8", _MX, _MX, _MX),
+        _blockwise("blockwise_deepgemm", "deepgemm"),
+        _blockwise("blockwise_ue8m0", "deepgemm_ue8m0"),
     )
 }
 """fp8ref's recipes by name (R-1)."""

@@ -52,6 +52,12 @@ def divides(x):
         return cast.encode(np.clip(x / scale_inv, -448, 448), E4M3FN), scale_inv
 
 
+def separate_scale_inv(x):
+    """scale_inv = amax / max, next to the scale by which x is multiplied."""
+    q = scaling.quantize(x, E4M3FN)
+    return {"codes": q.codes, "scale": q.scale, "scale_inv": np.maximum(np.abs(x).max(), EPS) / np.float32(448)}
+
+
 def wrong_axis(x):
     q = scaling.quantize(x, E4M3FN, granularity="rowwise", axis=0)
     return q.codes, q.scale

@@ -32,6 +32,7 @@ def test_the_backends_policies_differ_in_eps_and_power_of_two_alone():  # S-3
 
 def test_every_policy_names_the_clause_that_decides_it():
     clauses = {"torchao": "S-3", "torchao_pow2": "S-4", "torchao_mask": "S-4", "flax": "S-13", "flax_bf16": "S-13", "msamp": "S-15"}
+    clauses |= {"deepgemm": "S-17", "deepgemm_cpu": "S-17", "deepgemm_ue8m0": "S-14"}
     clauses |= dict.fromkeys(("mx_floor", "mx_rceil", "te_mxfp8"), "S-14") | dict.fromkeys(("te_current", "te_delayed", "te_block"), "S-9")
     assert {name: p.clause for name, p in POLICIES.items()} == clauses
 
@@ -83,11 +84,14 @@ E8M0 = policy.E8M0Rule(scale_of_code_0=1.0, scale_of_nan="nan")
         ({"compute": BFLOAT16}, "where tensors are divided"),
         ({"compute": FLOAT16, "stored": "scale_inv"}, "compute is float32, or bfloat16"),
         ({"e8m0": E8M0, "power_of_two": "mask"}, "e8m0 goes with ratio"),
-        ({"ratio": "exponents", "power_of_two": "mask"}, "e8m0 goes with ratio"),
+        ({"ratio": "exponents", "power_of_two": "mask"}, "has a rule e8m0"),
+        ({"ratio": "amax/max", "power_of_two": "mask"}, "has a rule e8m0"),
+        ({"ratio": "amax*(1/max)", "eps": 1e-4, "zero": "one"}, r"makes scale_inv \('amax\*\(1/max\)'\) leaves zero at 'compute'"),
+        ({"ratio": "amax/max", "stored": "scale_inv"}, "leaves stored at 'scale'"),
         ({"ratio": "amax/max", "e8m0": E8M0}, "a power of two"),
         ({"ratio": "exponents", "power_of_two": "exp2_log2", "e8m0": E8M0}, "takes power_of_two 'mask'"),
         ({"ratio": "amax/max", "power_of_two": "mask", "e8m0": E8M0, "margin": 1}, "leaves margin at 0"),
-        ({"ratio": "amax/max", "power_of_two": "mask", "e8m0": E8M0, "eps": 1e-9}, "leaves eps at 0.0"),
+        ({"ratio": "exponents", "power_of_two": "mask", "e8m0": E8M0, "eps": 1e-9}, "leaves eps at 0.0"),
         ({"ratio": "amax/max", "power_of_two": "mask", "e8m0": E8M0, "zero": "one"}, "leaves zero at 'compute'"),
     ],
 )

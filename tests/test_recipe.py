@@ -31,6 +31,8 @@ LINE, SQUARE, MX = "blockwise_1x128", "blockwise_128x128", "mx_1x32"
         ("delayed", (E4, TENSOR, E4, TENSOR, "fast"), (E5, TENSOR, E4, TENSOR, "slow"), (E5, TENSOR, E4, TENSOR, "slow")),
         ("blockwise", (E4, LINE, E4, SQUARE, "fast"), (E4, LINE, E4, SQUARE, "slow"), (E4, LINE, E4, LINE, "slow")),
         ("mxfp8", (E4, MX, E4, MX, "fast"), (E4, MX, E4, MX, "slow"), (E4, MX, E4, MX, "slow")),
+        ("blockwise_deepgemm", (E4, LINE, E4, SQUARE, "fast"), (E4, LINE, E4, SQUARE, "slow"), (E4, LINE, E4, LINE, "slow")),
+        ("blockwise_ue8m0", (E4, LINE, E4, SQUARE, "fast"), (E4, LINE, E4, SQUARE, "slow"), (E4, LINE, E4, LINE, "slow")),
     ],
 )
 def test_recipes_are_those_of_the_table(name, output, grad_input, grad_weight):  # R
@@ -48,6 +50,7 @@ def test_every_recipe_is_in_the_table_above_and_some_are_the_backends():
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_cast_of_a_recipe_has_its_policy(name):
     policies = {"delayed": "te_delayed", "mxfp8": "mx_rceil", "rowwise": "torchao_pow2", "rowwise_with_gw_hp": "torchao_pow2"}
+    policies |= {"blockwise_deepgemm": "deepgemm", "blockwise_ue8m0": "deepgemm_ue8m0"}
     casts = [cast for spec in RECIPES[name].gemms.values() for cast in (spec.a, spec.b) if cast is not None]
     assert {cast.policy.name for cast in casts} == ({policies.get(name, "torchao")} if casts else set())
     assert all((cast.delayed is not None) == (name == "delayed") for cast in casts)

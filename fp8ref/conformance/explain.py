@@ -126,6 +126,9 @@ def scale_rule(kind: str, policy: str | ScalePolicy) -> str:
     policy = policies.by_name(policy)
     if policy.e8m0 is not None:
         return f"policy {policy.name}: an e8m0 scale_inv, 2^k (S-14)"
+    if policy.makes_scale_inv:
+        ratio = "RN32(amax * RN32(1 / max))" if policy.ratio == "amax*(1/max)" else "RN32(amax / max)"
+        return f"policy {policy.name}: scale_inv = {ratio}, amax at least {policy.eps:g}, and scale = RN32(1 / scale_inv) (S-17)"
     special = {"NaN": policy.nan, "infinite": policy.infinite, "zero": policy.zero}.get(kind, "compute")
     if special == "compute" or (kind == "zero" and policy.eps):
         sentence = f"policy {policy.name}: RN32({'max * RN32(1 / amax)' if policy.ratio == 'max*(1/amax)' else 'max / amax'})"

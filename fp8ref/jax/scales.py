@@ -1,5 +1,5 @@
-"""Scales from an amax, by a policy (SEMANTICS S-3, S-4, S-9, S-14): the simulator's bits, under
-XLA.
+"""Scales from an amax, by a policy (SEMANTICS S-3, S-4, S-9, S-14, S-17): the simulator's bits,
+under XLA.
 
 XLA's log2 and exp2 are approximations and XLA on a CPU flushes subnormals. So powers of two are
 taken from the bits of the amax, with a table of 256 entries that NumPy computes, one for each
@@ -30,12 +30,12 @@ class Scales(NamedTuple):
 
 @functools.partial(jax.jit, static_argnames=("fmt", "policy"))  # traced once for all layers of a shape
 def scales_from_amax(amax: jax.Array, fmt: Format, policy: str | ScalePolicy = "torchao") -> Scales:
-    """scale and scale_inv of a policy (SEMANTICS S-3, S-4, S-9, S-14): the simulator's, bit for
-    bit.
+    """scale and scale_inv of a policy (SEMANTICS S-3, S-4, S-9, S-14, S-17): the simulator's, bit
+    for bit.
 
     Shapes:   amax float32, any shape; both scales float32 of that shape.
-    Order:    RN32(fmt.max / max(amax, eps)), its power of two if asked, RN32(1 / scale); or exactly
-              2^-k and 2^k under e8m0.
+    Order:    RN32(fmt.max / max(amax, eps)), its power of two if asked, RN32(1 / scale); exactly
+              2^-k and 2^k under e8m0; or a float32 scale_inv first, and its reciprocal (S-17).
     Specials: zero amax -> RN32(fmt.max / eps); Inf -> 0; NaN -> NaN. e8m0: S-14.
     Raises:   ValueError: a policy that this backend does not implement.
     """
@@ -43,6 +43,8 @@ def scales_from_amax(amax: jax.Array, fmt: Format, policy: str | ScalePolicy = "
     formats.check(fmt)
     if policy.e8m0:
         return _e8m0_scales(amax, fmt, policy)
+    if policy.makes_scale_inv:
+        return _ratio_scales(amax, fmt, policy)
     return with_inverse(_floored_quotient(amax, fmt, policy)) if policy.power_of_two is None else _power_of_two_scales(amax, fmt, policy)
 
 
@@ -82,17 +84,17 @@ def times_e8m0(x: jax.Array, scale: jax.Array) -> jax.Array:
 
 def implemented(policy: str | ScalePolicy) -> ScalePolicy:
     """The policy, if this backend implements it: torchao's with any eps and power of two (S-9), and
-    e8m0 policies (S-14).
+    those that make scale_inv (S-14, S-17).
 
     Raises:   ValueError: any other; an eps below 1e-27. Below that a float32 subnormal, which XLA
               on a CPU flushes to zero, could leave a trace in the codes: 2^-126 * 57344 / 1e-27 <
               2^-18, and with it no format shows one (S-3).
     """
     policy = policies.by_name(policy)
-    if not policy.floored_quotient and policy.e8m0 is None:
-        known = ", ".join(name for name, p in policies.POLICIES.items() if p.floored_quotient or p.e8m0)
+    if not policy.floored_quotient and not policy.makes_scale_inv:
+        known = ", ".join(name for name, p in policies.POLICIES.items() if p.floored_quotient or p.makes_scale_inv)
         raise ValueError(f"fp8ref.jax scales by {known}; got policy {policy.name!r}. Use one of these, or fp8ref.sim for {policy.name!r}.")
-    if policy.floored_quotient and policy.eps < 1e-27:
+    if policy.e8m0 is None and policy.eps < 1e-27:
         raise ValueError(
             f"fp8ref.jax needs eps >= 1e-27, as XLA flushes subnormals (S-3); got policy {policy.name!r} with eps={policy.eps}."
         )
@@ -101,6 +103,18 @@ def implemented(policy: str | ScalePolicy) -> ScalePolicy:
 
 def _floored_quotient(amax: jax.Array, fmt: Format, policy: ScalePolicy) -> jax.Array:
     return jnp.where(amax < _smallest(policy), np.float32(fmt.max / policy.eps), np.float32(fmt.max) / amax)
+
+
+def _ratio_scales(amax: jax.Array, fmt: Format, policy: ScalePolicy) -> Scales:
+    """scale_inv, a product or a quotient of the floored amax, and RN32(1 / scale_inv) (S-17)."""
+    floored = jnp.where(amax < _smallest(policy), np.float32(policy.eps), amax)
+    # XLA makes a division by a constant a product with its reciprocal, which rounds twice, past a
+    # barrier too. To XLA this divisor is no constant; in fact no amax is negative.
+    divisor = jnp.where(floored < 0, jnp.float32(1), jnp.float32(fmt.max))
+    scale_inv = floored * np.float32(1 / fmt.max) if policy.ratio == "amax*(1/max)" else floored / divisor
+    # Without this barrier XLA rewrites 1 / (amax / max) as max / amax, which rounds once.
+    scale_inv = lax.optimization_barrier(scale_inv)
+    return Scales(1 / scale_inv, scale_inv)
 
 
 def _power_of_two_scales(amax: jax.Array, fmt: Format, policy: ScalePolicy) -> Scales:
@@ -127,6 +141,8 @@ def _e8m0_scales(amax: jax.Array, fmt: Format, policy: ScalePolicy) -> Scales:
     """scale_inv = 2^k, k in [-127, 127], or NaN; scale = 2^-k, except as the policy's rule says
     (S-14)."""
     assert policy.e8m0 is not None
+    if policy.e8m0.scale_of_nan == "as_infinite":
+        amax = jnp.where(jnp.isnan(amax), jnp.inf, amax)
     field = _exponent_field(amax, fmt, policy)
     nan = jnp.isnan(amax)
     scale = jnp.where(field == 0, jnp.float32(policy.e8m0.scale_of_code_0), _two_to_the(254 - field))
@@ -168,12 +184,19 @@ def _steps(fmt: Format, policy: ScalePolicy) -> np.ndarray:
 def _rounded_field(bits: np.ndarray, fmt: Format, policy: ScalePolicy) -> np.ndarray:
     """The exponent fields of scale_inv for the bits of amaxes, as S-4 and S-14 define them; in
     NumPy."""
-    amax = np.maximum(bits.astype(np.int32).view(np.float32).astype(np.float64), policy.eps)
+    amax = np.maximum(bits.astype(np.int32).view(np.float32).astype(np.float64), np.float32(policy.eps) if policy.e8m0 else policy.eps)
     with np.errstate(divide="ignore", over="ignore"):
         if policy.ratio == "exponents":
             k = (bits >> 23) - 127 - math.floor(math.log2(fmt.max))
         else:
-            quotient = (amax / fmt.max if policy.e8m0 else fmt.max / amax).astype(np.float32).astype(np.float64)
+            quotient = _quotient(amax, fmt, policy).astype(np.float64)
             log2 = np.log2(quotient if policy.e8m0 else 1 / quotient)
             k = np.ceil(log2.astype(np.float32) if policy.power_of_two == "exp2_log2" else log2)
     return np.clip(k + 127, *((0, 254) if policy.e8m0 else (1, 255))).astype(np.int64)
+
+
+def _quotient(amax: np.ndarray, fmt: Format, policy: ScalePolicy) -> np.ndarray:
+    """The ratio of a policy for float64 amaxes, rounded to float32; in NumPy."""
+    if policy.ratio == "amax*(1/max)":
+        return amax.astype(np.float32) * np.float32(1 / fmt.max)
+    return (amax / fmt.max if policy.e8m0 else fmt.max / amax).astype(np.float32)

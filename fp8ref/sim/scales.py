@@ -1,4 +1,4 @@
-"""Scales from an amax, by a policy (SEMANTICS S-3, S-4, S-9 to S-15).
+"""Scales from an amax, by a policy (SEMANTICS S-3, S-4, S-9 to S-15, S-17).
 
 Order (S-9): floor by eps; ratio; overflow; power of two; special amaxes. ``scale`` multiplies into
 FP8, ``scale_inv`` out of it. Every quotient is formed of exact numbers and rounded once to float32.
@@ -24,14 +24,15 @@ class Scales(NamedTuple):
 
 
 def scales_from_amax(amax, fmt: Format, policy: str | ScalePolicy = "torchao", *, previous=None) -> Scales:
-    """scale and scale_inv of a policy (SEMANTICS S-3, S-4, S-9 to S-15).
+    """scale and scale_inv of a policy (SEMANTICS S-3, S-4, S-9 to S-15, S-17).
 
     Shapes:   amax float32, any shape; both scales float32 of that shape; previous float32, of that
               shape or ().
     Order:    max(amax, eps); the ratio, of exact numbers, rounded once to float32 (twice in
               ``max*(1/amax)``); overflow; power of two; then what the policy says of an amax that
               is zero, infinite or NaN. scale_inv = RN32(1 / scale), or exactly 2^k where it is e8m0
-              (``cast.encode(scale_inv, E8M0FNU)`` are its codes).
+              (``cast.encode(scale_inv, E8M0FNU)`` are its codes). Where the ratio makes scale_inv,
+              scale = RN32(1 / scale_inv).
     Specials: ``ScalePolicy.zero``, ``infinite``, ``nan``. ``previous`` is the scale of the step
               before, 1 by default; under a policy that stores scale_inv, RN32(1 / what was stored).
     Raises:   ValueError: an unknown policy; amax or previous negative or not float32; previous of
@@ -50,6 +51,9 @@ def scales_from_amax(amax, fmt: Format, policy: str | ScalePolicy = "torchao", *
     with np.errstate(divide="ignore", over="ignore", under="ignore", invalid="ignore"):
         if policy.e8m0 is not None:
             return _e8m0_scales(amax, fmt, policy)
+        if policy.makes_scale_inv:
+            scale_inv = _scale_inv_ratio(amax, fmt, policy)[()]
+            return Scales((np.float32(1) / scale_inv)[()], scale_inv)
         floored = np.maximum(amax.astype(np.float64), policy.eps)  # a NaN stays
         scale = _overflow(_ratio(floored, fmt, policy), policy)
         if policy.power_of_two is not None:
@@ -81,8 +85,8 @@ def scale_inv_from_scale(scale) -> np.ndarray:
     and so the result.
 
     Specials: scale 0 -> Inf, Inf -> 0, NaN -> NaN; a scale of 2^-128 or less -> Inf.
-    Not for e8m0 policies, whose scale does not determine scale_inv (S-14): take both from
-    ``scales_from_amax``.
+    Not for policies whose ratio makes scale_inv, which its scale does not determine (S-14, S-17):
+    take both from ``scales_from_amax``.
     """
     with np.errstate(divide="ignore", over="ignore"):  # of zero, and of a subnormal scale below 2^-128
         return np.float32(1) / np.asarray(scale, np.float32)
@@ -126,6 +130,14 @@ def _ratio(amax: np.ndarray, fmt: Format, policy: ScalePolicy) -> np.ndarray:
     return (limit / amax).astype(np.float32)
 
 
+def _scale_inv_ratio(amax: np.ndarray, fmt: Format, policy: ScalePolicy) -> np.ndarray:
+    """scale_inv before any power of two: float32 of amax's shape (S-14, S-17)."""
+    floored = np.maximum(amax, np.float32(policy.eps))  # a NaN stays
+    if policy.ratio == "amax*(1/max)":
+        return floored * np.float32(1 / fmt.max)
+    return (floored.astype(np.float64) / fmt.max).astype(np.float32)
+
+
 def _overflow(scale: np.ndarray, policy: ScalePolicy) -> np.ndarray:
     """An infinite scale, replaced by float32's maximum where the policy says so."""
     return scale if policy.overflow == "inf" else np.where(np.isinf(scale), np.finfo(np.float32).max, scale)
@@ -135,10 +147,12 @@ def _e8m0_scales(amax: np.ndarray, fmt: Format, policy: ScalePolicy) -> Scales:
     """scale_inv = 2^k, k in [-127, 127], or NaN; scale = 2^-k except where the policy's rule says
     otherwise (S-14)."""
     assert policy.e8m0 is not None
+    if policy.e8m0.scale_of_nan == "as_infinite":
+        amax = np.where(np.isnan(amax), np.float32(np.inf), amax)
     if policy.ratio == "exponents":  # the exponent field of a subnormal is 0, far below the clip all the same
         k = (amax.view(np.uint32) >> 23).astype(np.int64) - 127 - (math.frexp(fmt.max)[1] - 1)
     else:
-        quotient = (amax.astype(np.float64) / fmt.max).astype(np.float32).astype(np.float64)
+        quotient = _scale_inv_ratio(amax, fmt, policy).astype(np.float64)
         if policy.power_of_two == "exp2_log2":
             k = np.ceil(np.log2(quotient).astype(np.float32))
         else:

@@ -134,8 +134,8 @@ def quantize(
     largest = _largest(x, granularity, axis)
     if group is not None:
         largest = merge_amax(largest.float(), group)
-    elif policy.e8m0:
-        # whose exponent is read; other policies widen it by themselves
+    elif policy.makes_scale_inv:
+        # whose ratio is one of float32 numbers; other policies widen it by themselves
         largest = largest.float()
     scale, scale_inv = scales.scales_from_amax(largest, fmt, policy)
     return _quantized(x, scale, scale_inv, fmt, granularity, axis)

@@ -80,7 +80,7 @@ class NumericsConfig:
     """Which linears run in FP8, and how (SEMANTICS R)."""
 
     recipe: Annotated[str, tyro.conf.arg(aliases=["--recipe"])] = "tensorwise"
-    """bf16, tensorwise, rowwise, rowwise_with_gw_hp, delayed, blockwise or mxfp8."""
+    """bf16, tensorwise, rowwise, rowwise_with_gw_hp, delayed, blockwise, mxfp8, blockwise_deepgemm or blockwise_ue8m0."""
     filter_fqns: tuple[str, ...] = ()
     """Modules to keep in high precision, by whole name components or shell patterns. ``auto_filter_small_kn`` keeps small linears. lm_head is
     always kept."""

@@ -9,7 +9,9 @@ from fp8ref.policy import POLICIES, ScalePolicy
 from fp8ref.sim import scales as sim
 
 AMAX_BF16 = np.arange(0x7F81, dtype=np.uint16).view(ml_dtypes.bfloat16).astype(np.float32)
-FLOORED = [p for p in POLICIES.values() if p.floored_quotient] + [ScalePolicy(name="small_eps", eps=1e-27)]
+FLOORED = [p for p in POLICIES.values() if p.floored_quotient or (p.makes_scale_inv and not p.e8m0)] + [
+    ScalePolicy(name="small_eps", eps=1e-27)
+]
 E8M0 = [p for p in POLICIES.values() if p.e8m0]
 formats = pytest.mark.parametrize("fmt", [E4M3FN, E5M2], ids=str)
 
@@ -26,7 +28,7 @@ def amaxes(fmt, rng):
 
 @pytest.mark.parametrize("policy", FLOORED, ids=lambda p: p.name)
 @formats
-def test_scales_equal_the_simulators(policy, fmt, rng):  # S-3, S-4
+def test_scales_equal_the_simulators(policy, fmt, rng):  # S-3, S-4, S-17
     """scale_inv where it is a normal number: XLA on a CPU flushes subnormals."""
     amax = amaxes(fmt, rng)
     found = jax.jit(lambda a: scales.scales_from_amax(a, fmt, policy))(amax)

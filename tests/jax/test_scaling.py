@@ -14,7 +14,7 @@ from fp8ref.policy import POLICIES, ScalePolicy
 from fp8ref.sim import cast as sim_cast
 from fp8ref.sim import scaling as sim
 
-IMPLEMENTED = [p for p in POLICIES.values() if p.floored_quotient or p.e8m0]
+IMPLEMENTED = [p for p in POLICIES.values() if p.floored_quotient or p.makes_scale_inv]
 FLOORED = [p for p in IMPLEMENTED if p.floored_quotient]
 policies = pytest.mark.parametrize("policy", [*FLOORED, ScalePolicy(name="small_eps", eps=1e-27)], ids=lambda p: p.name)
 
@@ -147,7 +147,7 @@ def test_quantized_is_a_pytree_whose_format_is_static():
         ((4, 4), {"policy": "te"}, "torchao"),
         ((4, 4), {"policy": ScalePolicy(name="mine", eps=1e-28)}, "needs eps >= 1e-27.*'mine'"),
         ((4, 4), {"policy": ScalePolicy(name="room", eps=1e-12, margin=1)}, "'room'.*fp8ref.sim"),
-        *(((4, 4), {"policy": p}, f"te_mxfp8; got policy '{p.name}'") for p in POLICIES.values() if p not in IMPLEMENTED),
+        *(((4, 4), {"policy": p}, f"deepgemm_ue8m0; got policy '{p.name}'") for p in POLICIES.values() if p not in IMPLEMENTED),
         ((4, 4), {"granularity": "rowwise", "axis": 3}, r"\[-2, 2\)"),
     ],
 )

@@ -100,13 +100,15 @@ def test_a_previous_scale_is_one_unless_given():  # S-11
     np.testing.assert_array_equal(scales.scale_from_amax(amax, E4M3FN, "msamp", previous=given), [5, np.float32(1) / 6, 7, 128])
 
 
-def test_scale_inv_is_the_reciprocal_of_the_scale_but_for_e8m0(rng):  # S-1, S-14
+def test_one_of_scale_and_scale_inv_is_the_reciprocal_of_the_other(rng):  # S-1, S-14, S-17
+    """But for e8m0's 2^-127, of which the policy decides the scale."""
     amax = np.concatenate([AMAX_BF16, rng.integers(0, 0x7F800001, 1 << 16, dtype=np.uint32).view(np.float32)])
     for name, policy in POLICIES.items():
         scale, scale_inv = scales.scales_from_amax(amax, E4M3FN, policy)
         ordinary = np.full(amax.shape, True) if policy.e8m0 is None else (scale_inv > 2.0**-127)
+        made, other = (scale_inv, scale) if policy.makes_scale_inv else (scale, scale_inv)
         with np.errstate(divide="ignore"):
-            np.testing.assert_array_equal(scale_inv[ordinary], np.float32(1) / scale[ordinary], err_msg=name)
+            np.testing.assert_array_equal(other[ordinary], np.float32(1) / made[ordinary], err_msg=name)
 
 
 @pytest.mark.parametrize("name", POLICIES)

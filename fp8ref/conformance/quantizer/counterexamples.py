@@ -286,13 +286,13 @@ def _in_context(matched: PolicyMatch, agreed: Agreement, scale_layout: ScaleLayo
 def misnamed_arrays(responses: Sequence[Response], scale_layout: ScaleLayout, policy: ScalePolicy) -> list[Counterexample]:
     """Arrays named scale, scale_inv or amax that hold something else.
 
-    Policies that store e8m0 scales, or that divide, may call a scale_inv ``scale``.
+    Policies that make scale_inv first, or that divide, may call a scale_inv ``scale``.
     """
     found = []
     for name, kind in scale_layout.kinds.items():
         plain = name.strip("_").lower()
         wrong = (plain == "scale_inv" and kind != "scale_inv") or (
-            plain == "scale" and kind != "scale" and policy.stored == "scale" and not policy.e8m0
+            plain == "scale" and kind != "scale" and policy.stored == "scale" and not policy.makes_scale_inv
         )
         if wrong:
             found.append(_of_name(name, f"a {kind}", f"a {plain}", "S-1"))
