@@ -13,15 +13,16 @@ from fp8ref.train.config import Config
 from fp8ref.train.device_shapes import at_rest, in_fp8, sharded, tokens, used
 from fp8ref.train.train_state import FP8_BLOCK, FP8_SMALLEST
 
-LOGITS = {"jax": 4, "torch": 14}
-"""{backend: bytes a logit}: bfloat16 logits and their gradient; in PyTorch also float32 logits, softmax and
-gradient in place of the latter."""
+LOGITS = 4
+"""Bytes of a logit: itself and its gradient, bfloat16."""
+
+LOGITS_CHUNK, WIDE_LOGIT = 1 << 24, 16
+"""PyTorch: the most logits that exist in float32 at a time (``train.torch.cross_entropy``), and bytes of each: itself, its
+logarithmic softmax and the gradients of both."""
 
 SCORE, QUERIES = 10, 512
 """Bytes of an attention score, and the queries that chunked attention takes at a time
 (``train.jax.llama``)."""
-
-_LOGITS_FORMULA = {"jax": " logits and their gradient", "torch": "; float32 logits, softmax and gradient"}
 
 OBSERVATION = 3 * 4
 """Bytes that a role's observation takes until the step's update: amax and two flags, float32."""
@@ -58,7 +59,7 @@ def lines(config: Config, backend: str) -> dict[str, tuple[int, str]]:
         "weights in use": (compute, how),
         "activations": (activations, formula),
         **scores,
-        "logits": (_logits(config, backend), f"{LOGITS[backend]} bytes each: bf16" + _LOGITS_FORMULA[backend]),
+        "logits": _logits(config, backend),
     }
 
 
@@ -151,8 +152,10 @@ def _scores(config: Config) -> tuple[int, str]:
     return SCORE * elements, f"{SCORE} bytes each, of {queries:,} queries at a time: float32 scores and gradient, bf16 probabilities"
 
 
-def _logits(config: Config, backend: str) -> int:
-    count = tokens(config)
-    if config.parallel.sequence and backend == "jax":
-        count //= config.parallel.tensor
-    return LOGITS[backend] * count * config.model.vocab_size
+def _logits(config: Config, backend: str) -> tuple[int, str]:
+    count = tokens(config) * config.model.vocab_size
+    formula = f"{LOGITS} bytes each: bf16 logits and their gradient"
+    if backend == "jax":
+        return LOGITS * count // (config.parallel.tensor if config.parallel.sequence else 1), formula
+    wide = min(count, LOGITS_CHUNK)
+    return LOGITS * count + WIDE_LOGIT * wide, f"{formula}; {WIDE_LOGIT} of {wide:,} at a time, in float32"

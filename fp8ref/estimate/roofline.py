@@ -19,11 +19,15 @@ from fp8ref import llama
 from fp8ref.estimate import kernels
 from fp8ref.estimate.gpu_rates import Ceilings
 from fp8ref.estimate.kernels import Fusion, Kernel, multiplies_fp8
-from fp8ref.estimate.memory import LOGITS, moments, piece_sizes
+from fp8ref.estimate.memory import moments, piece_sizes
 from fp8ref.linear_selection import Decision
 from fp8ref.recipe import RECIPES, ROLES, Gemm, GemmSpec, Recipe, Role
 from fp8ref.train.config import Config
 from fp8ref.train.device_shapes import in_fp8, tokens, used
+
+LOGITS = {"jax": 4, "torch": 4 + 6 * 4}
+"""{backend: bytes a logit}: of the arrays that the loss writes and reads once. Logits and their gradient in bfloat16; in PyTorch, a part at a
+time, also float32 logits and their logarithmic softmax, both in the forward and the backward pass, and the gradients of both."""
 
 TILES = ((128, 256), (256, 128), (128, 128))
 """Height and width of the tiles of a result that one processor computes, as in cuBLAS on Hopper."""
@@ -281,8 +285,7 @@ def _rest(config: Config, backend: str, ceilings: Ceilings) -> dict[str, float]:
     logits = count // (keys.tensor if keys.sequence and backend == "jax" else 1) * model.vocab_size
     moved = {
         "norms, rotations, SwiGLU, sums": count * layers * _elementwise(config, backend),
-        "embedding and loss": 12 * count * model.hidden_size
-        + 2 * LOGITS[backend] * logits,  # each array of the memory estimate is written and read once
+        "embedding and loss": 12 * count * model.hidden_size + 2 * LOGITS[backend] * logits,
         # bytes an element: gradient read for the norm and again for the update, weight read and
         # written; bf16 copy made; moments read and written
         "AdamW": sum((4 + 4 + 8) * piece + 2 * moments(piece, whole, config) for piece, whole in held.values()) + 6 * copied,

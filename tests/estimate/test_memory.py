@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import sizes
 import torch
+from live_bytes import LiveBytes
 
 from fp8ref.estimate import memory
 from fp8ref.llama import LlamaConfig
@@ -32,7 +33,7 @@ def test_one_device():
         "FP8 states": 0,
         "weights in use": 2 * (ALL - sizes.TABLE),
         "activations": 256 * 2 * (2 * (2 * 64 + 2 * 64 + 2 * 32 + 128) + 16 * 64 + 12 * 128),
-        "logits": 14 * 256 * 256,
+        "logits": (4 + 16) * 256 * 256,
     }
 
 
@@ -111,6 +112,12 @@ def test_a_model_compiled_whole_is_gathered_whole():  # P-19
     assert found == 2 * sizes.LAYER + 2 * sizes.TABLE + 2 * sizes.TABLE + 6 * (2 * sizes.LAYER + 2 * sizes.TABLE)
 
 
+def test_float32_logits_are_those_of_a_part():
+    long = sizes.config().replace(data={"sequence_length": 2**17, "batch_size": 1})
+    assert bytes_of(long)["logits"] == 4 * 2**25 + 16 * 2**24
+    assert bytes_of(long, "jax")["logits"] == 4 * 2**25
+
+
 def kept_by_autograd(config) -> int:
     """Bytes that a forward pass of the trainer leaves for the backward pass, but for parameters."""
     trainer, found = Trainer(config), {}
@@ -134,6 +141,26 @@ def test_activations_are_what_autograd_keeps_of_a_layer(recipe):
     two, three = (sizes.config(recipe).replace(model={"num_hidden_layers": layers}) for layers in (2, 3))
     kept = kept_by_autograd(three) - kept_by_autograd(two)
     assert kept == pytest.approx(bytes_of(three)["activations"] - bytes_of(two)["activations"], rel=0.02)
+
+
+def alive_after_forward(config) -> int:
+    """Bytes that a forward pass of the trainer made and that live until the backward pass."""
+    trainer = Trainer(config)
+    tokens = np.random.default_rng(0).integers(0, 256, (config.data.batch_size, config.data.sequence_length + 1))
+    with trainer._step.computing(), LiveBytes() as live:
+        loss = trainer._step.loss(tokens)
+        assert loss.requires_grad
+        return live.now
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "tensorwise"])
+@pytest.mark.parametrize("how", ["none", "selective", "full"])
+def test_what_checkpointing_keeps_of_a_layer(how, recipe):
+    """Its input, and under selective also what linears and attention put out. Attention's log-sum is left out, as above: 16 bytes a token."""
+    two, three = (sizes.config(recipe, checkpointing=how).replace(model={"num_hidden_layers": layers}) for layers in (2, 3))
+    kept = alive_after_forward(three) - alive_after_forward(two)
+    expected = bytes_of(three)["activations"] - bytes_of(two)["activations"]
+    assert 0 <= kept - expected <= 256 * 24 + 512
 
 
 @pytest.mark.parametrize("row", COMPILED["rows"], ids=lambda row: f"{row['recipe']} {row['mesh']}")

@@ -15,7 +15,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from torch.nn import functional
 
 from fp8ref import llama
 from fp8ref.hardware import Multiply
@@ -24,6 +23,7 @@ from fp8ref.torch.parallel import check_copies, parallelize
 from fp8ref.train import train_state
 from fp8ref.train.config import Config
 from fp8ref.train.torch import optimizer
+from fp8ref.train.torch.cross_entropy import cross_entropy
 from fp8ref.train.torch.llama import Llama
 
 
@@ -147,8 +147,8 @@ class Step:
     def loss(self, tokens: np.ndarray) -> torch.Tensor:
         """The mean loss of tokens [B, T + 1], in nats: a float32 scalar."""
         batch = self.tokens(tokens)
-        logits = self.model(batch[:, :-1]).float()  # [B, T, V]
-        return functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+        logits = self.model(batch[:, :-1])  # [B, T, V]
+        return cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten()).mean()
 
     def mean(self, losses: torch.Tensor) -> torch.Tensor:
         """Mean over all ranks' losses [microbatches]: float64 (), on the device."""
