@@ -60,6 +60,11 @@ class Report:
         """The rows that multiply matrices without FP8, or may do so."""
         return [row for row in self.rows if row.recipe is None and row.kind != "vectors"]
 
+    def share_of(self, rows: list[Row], *, multiplications: bool = False) -> float:
+        """The share of the parameters, or of the multiplications, that some rows have."""
+        sizes = {id(row): (row.multiplications or 0) if multiplications else row.parameters for row in self.rows}
+        return _share(sum(sizes[id(row)] for row in rows), sum(sizes.values()))
+
     def summary(self) -> str:
         """One line: shares, and what is left out."""
         layers = [row for row in self.rows if row.recipe]

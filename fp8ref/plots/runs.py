@@ -12,7 +12,7 @@ from fp8ref.plots import style
 from fp8ref.recipe import RECIPES
 from fp8ref.sim import delayed
 
-_IN_TURN = itertools.cycle(color for color in style.CYCLE if color != style.BLACK)
+_IN_TURN = itertools.cycle(color for color in (*style.CYCLE, *style.MORE) if color != style.BLACK)
 COLORS = {name: next(_IN_TURN) if recipe.fp8 else style.BLACK for name, recipe in RECIPES.items()}
 """{recipe: color of its line}; a recipe without FP8 is black."""
 

@@ -15,6 +15,9 @@ BLACK, BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY = "#000000", "#0072B2", "#D5
 CYCLE = (BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY, BLACK)
 """The colors of a figure's lines, in order."""
 
+MORE = ("#882255", "#999933")
+"""Two of Tol's muted colors, for more lines than that."""
+
 DASHES: tuple = ("-", (0, (5, 2)), (0, (1, 1.2)), (0, (4, 1.5, 1, 1.5)), (0, (8, 2)), (0, (2, 2)), (0, (6, 1, 1, 1, 1, 1)))
 """The dashes of a figure's lines, in order, for eyes and printers without colors."""
 

@@ -32,6 +32,9 @@ TABLE = "a table: lookups multiply nothing"
 CONV1D = "a Conv1D of transformers is no nn.Linear: replace it by one"
 """Why a Conv1D has no FP8."""
 
+GROUPED = {"aten::_grouped_mm", "aten::_scaled_grouped_mm", "transformers::grouped_mm_fallback"}
+"""Operators that multiply the rows of each expert by its matrix. torch's counter of FLOPs lacks them."""
+
 REASONS = "_fp8_reasons"
 """The attribute of a converted model that holds {path: why} of its linears."""
 
@@ -51,6 +54,21 @@ class Report(fp8_report.Report):
         """True if something other than linears, lookups and convolutions has no FP8: experts, a
         Conv1D of transformers, or parameters that no module of torch's multiplies."""
         return any(row.recipe is None and row.reason in (CONV1D, _outside(row.shape)) for row in self.rows)
+
+    @property
+    def experts(self) -> list[Row]:
+        """The rows of parameters of 3 and more dims outside linears: experts."""
+        return [row for row in self.rows if len(row.shape) >= 3 and row.path and row.reason == _outside(row.shape)]
+
+    def summary(self) -> str:
+        """One line: shares, what is left out, and the experts' shares if there are any."""
+        line = super().summary()
+        if not self.experts:
+            return line
+        held = [f"{self.share_of(self.experts):.1%} of the parameters"]
+        if self.multiplications is not None:
+            held.append(f"{self.share_of(self.experts, multiplications=True):.1%} of the multiplications")
+        return f"{line} Experts, which stay in high precision, have {' and '.join(held)}."
 
 
 def report(model: nn.Module, inputs: tuple | None = None) -> Report:
@@ -118,6 +136,8 @@ def _multiplications(func, args: tuple, kwargs: Mapping, out) -> int:
     if func is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default:  # torch's registry lacks it
         q, k, v = args[:3]  # [B, H, T, D], [B, H', S, D], [B, H', S, Dv]
         return math.prod(q.shape[:3]) * k.shape[2] * (q.shape[3] + v.shape[3])
+    if func._schema.name in GROUPED:  # [T, K] x [E, K, N]
+        return out.numel() * args[0].shape[-1]
     count = flop_registry.get(func._overloadpacket)
     return 0 if count is None else int(count(*args, **kwargs, out_val=out)) // 2
 

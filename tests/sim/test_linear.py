@@ -44,6 +44,8 @@ CASTS = {
     },
     "mxfp8": dict.fromkeys(GEMMS, (E4, MX, E4, MX, "mx_rceil", "scale_then_round")),
 }
+for name, policy in (("blockwise_deepgemm", "deepgemm"), ("blockwise_ue8m0", "deepgemm_ue8m0")):
+    CASTS[name] = {which: (*casts[:4], policy, casts[5]) for which, casts in CASTS["blockwise"].items()}
 DYNAMIC = [name for name in RECIPES if name != "delayed"]
 
 

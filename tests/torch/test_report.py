@@ -166,24 +166,80 @@ def test_convert_logs_one_line_and_warns_of_experts(caplog):  # R-7
     assert quiet.getMessage() == "convert: Sequential: 1 layer in FP8 (rowwise by torch._scaled_mm), 97.0% of the parameters."
 
 
-def test_experts_of_transformers_are_named(caplog):  # R-7
+SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 64}
+SMALL = {
+    "Mixtral": {**SIZES, "intermediate_size": 64, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "Qwen3Moe": {**SIZES, "head_dim": 16, "moe_intermediate_size": 48, "num_experts": 16, "num_experts_per_tok": 2},
+}
+# (an expert's inner features, experts, features of all heads)
+STRUCTURE = {"Mixtral": (64, 4, 32), "Qwen3Moe": (48, 16, 32)}
+
+
+def mixture(name, device, **sizes):
     transformers = pytest.importorskip("transformers")
-    config = transformers.MixtralConfig(
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        num_local_experts=4,
-        vocab_size=64,
-    )
-    with torch.device("meta"):
-        model = transformers.MixtralForCausalLM(config)
+    with torch.device(device):
+        return getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, f"{name}Config")(**sizes)).bfloat16()
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "delayed"])
+@pytest.mark.parametrize("name", SMALL)
+def test_experts_of_transformers_are_named_with_their_shares(name, recipe, device, caplog):  # R-7
+    model = mixture(name, device, **SMALL[name])
     with caplog.at_level(logging.WARNING, "fp8ref.torch"):
-        ft.linear.convert(model, "tensorwise")
+        ft.linear.convert(model, recipe, filter_fqns=["lm_head"])
     (line,) = [record.getMessage() for record in caplog.records if record.name == "fp8ref.torch"]
-    assert "a parameter of 3 dims outside linears: experts" in line
-    assert ft.linear.report(model).parameters < 0.4
+    assert f"model.layers.0.mlp.experts ({name}Experts: a parameter of 3 dims outside linears: experts" in line
+
+    found = ft.linear.report(model, (torch.zeros(1, TOKENS, dtype=torch.long, device=device),))
+    inner, number, heads = STRUCTURE[name]
+    layers, hidden, vocabulary, chosen = 2, 32, 64, 2
+    assert [row.path for row in found.experts] == [f"model.layers.{i}.mlp.experts" for i in range(layers)]
+    for row in found.experts:
+        assert row.recipe is None
+        assert row.parameters == number * 3 * hidden * inner
+        assert row.multiplications == TOKENS * chosen * 3 * hidden * inner  # gate and up, and down, of the experts that a token is given
+    fp8 = TOKENS * 4 * hidden * heads  # q, k, v and o: as many key heads as query heads
+    router, scores = TOKENS * hidden * number, 2 * heads * TOKENS * TOKENS
+    everything = layers * (fp8 + router + scores + TOKENS * chosen * 3 * hidden * inner) + TOKENS * hidden * vocabulary
+    assert found.multiplications == layers * fp8 / everything
+    shares = (layers * row.parameters / sum(p.numel() for p in model.parameters()), layers * row.multiplications / everything)
+    assert (found.share_of(found.experts), found.share_of(found.experts, multiplications=True)) == shares
+    said = "Experts, which stay in high precision, have {:.1%} of the parameters"
+    assert f"{said} and {{:.1%}} of the multiplications.".format(*shares) in found.summary()
+    assert line.endswith(f"{said.format(shares[0])}.")
+
+
+REAL = {
+    # Mixtral 8x7B; Qwen3-30B-A3B
+    "Mixtral": ({}, 46_702_792_704, (0.966, 0.816)),
+    "Qwen3Moe": (
+        {
+            "vocab_size": 151936,
+            "hidden_size": 2048,
+            "num_hidden_layers": 48,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 4,
+            "head_dim": 128,
+            "moe_intermediate_size": 768,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+        },
+        30_532_122_624,
+        (0.950, 0.389),
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", REAL)
+def test_experts_at_real_sizes_need_no_memory(name):  # R-7
+    """On the meta device, of a sequence of 4096."""
+    sizes, parameters, shares = REAL[name]
+    model = ft.linear.convert(mixture(name, "meta", **sizes), "tensorwise", filter_fqns=["lm_head"])
+    found = ft.linear.report(model, (torch.zeros(1, 4096, dtype=torch.long, device="meta"),))
+    assert sum(row.parameters for row in found.rows) == parameters
+    assert (round(found.share_of(found.experts), 3), round(found.share_of(found.experts, multiplications=True), 3)) == shares
 
 
 def test_a_report_is_of_a_module():
