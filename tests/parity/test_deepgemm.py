@@ -79,6 +79,15 @@ def test_scales_of_every_kind_of_amax(device, ue8m0, policy):  # S-14, S-17
             np.testing.assert_array_equal(bits(np.asarray(mine)), bits(theirs), err_msg=backend.__name__)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["deepgemm", "deepgemm_cpu", "deepgemm_ue8m0"])
+def test_inductor_changes_no_bit(policy):  # S-14, S-17
+    amax = torch.from_numpy(amaxes())
+    compiled = torch.compile(lambda amax: torch_scaling.scales.scales_from_amax(amax, E4M3FN, policy), fullgraph=True)
+    for mine, eager in zip(compiled(amax), torch_scaling.scales.scales_from_amax(amax, E4M3FN, policy), strict=True):
+        np.testing.assert_array_equal(bits(mine.numpy()), bits(eager.numpy()))
+
+
 def tensors():
     """[130, 256] or [256, 130], by name."""
     rng = np.random.default_rng(1)
