@@ -80,6 +80,7 @@ def test_scales_of_every_kind_of_amax(device, ue8m0, policy):  # S-14, S-17
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch.jit, in inductor
 @pytest.mark.parametrize("policy", ["deepgemm", "deepgemm_cpu", "deepgemm_ue8m0"])
 def test_inductor_changes_no_bit(policy):  # S-14, S-17
     amax = torch.from_numpy(amaxes())
