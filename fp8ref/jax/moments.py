@@ -4,8 +4,9 @@ XLA would change the bits in three ways, and each line that prevents one is mark
 
     fused       a product and a sum become one operation with one rounding; a clip between them that
                 clips nothing prevents it (``product``)
-    rewritten   array / number becomes a product with the reciprocal, a / (b / c) becomes (a c) / b; a
-                barrier, or a clip, hides the number or the inner quotient
+    rewritten   array / number becomes a product with the reciprocal, also of one number a row, and a /
+                (b / c) becomes (a c) / b; a barrier, a clip or a choice hides the number or the
+                inner quotient
     shortened   a cast to a narrow format and back is left out; the cast ends in integers or behind a
                 barrier
 """
@@ -132,10 +133,8 @@ def store(x, found: list[jax.Array], old: MomentState, which: int, at: Scalars, 
     if moment.expansion:
         return _store_expanded(x, amax, -found[1], moment, key)
     scale, scale_inv = _scales(amax, moment)
-    if moment.scaling == "divide":
-        scaled = quotient(x, scale_inv) if moment.block is None else x / _spread(scale_inv, x.shape, moment)
-    else:
-        scaled = product(x, _spread(scale, x.shape, moment))
+    divides = moment.scaling == "divide"
+    scaled = _over(x, _spread(scale_inv, x.shape, moment)) if divides else product(x, _spread(scale, x.shape, moment))
     codes = _codes(scaled, x, moment, key)
     if moment.amax != "predicted":
         return MomentState(codes, scale_inv, own if moment.amax == "previous" else None)
@@ -156,7 +155,7 @@ def _store_expanded(x, amax, smallest, moment: Moment, key) -> MomentState:
         exponent = jnp.where(ratio <= np.float32(states.EXPANDED_RANGE ** (1 / k)), jnp.float32(k), exponent)
     scale_inv = quotient(_power(quotient(top, center), exponent), jnp.float32(moment.fmt.max))
     of, k, inverse = (_spread(a, x.shape, moment) for a in (center, exponent, scale_inv))
-    scaled = _signed(_power(jnp.clip(magnitude / of, 0, _LARGEST), k), x) / inverse
+    scaled = _over(_signed(_power(jnp.clip(_over(magnitude, of), 0, _LARGEST), k), x), inverse)
     return MomentState(_codes(scaled, x, moment, key), scale_inv, None, exponent, center)
 
 
@@ -242,6 +241,12 @@ def product(a, b):
     """a * b, clipped to float32's range, which changes nothing but what XLA may do with it:
     fused."""
     return jnp.clip(a * b, -_LARGEST, _LARGEST)
+
+
+def _over(x, of_groups):
+    """x / the values of the groups. A choice by x hides that they are few, as a barrier would, and
+    writes nothing to memory: rewritten."""
+    return x / jnp.where(jnp.isnan(x), 1.0, of_groups)
 
 
 def quotient(a, b):

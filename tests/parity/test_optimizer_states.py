@@ -54,9 +54,7 @@ def fed(trainer, gradients: dict[str, np.ndarray]):
 
 @BACKENDS
 @pytest.mark.parametrize("layout", EVERY)
-def test_equal_gradients_give_the_simulators_weights_and_moments(backend, layout, small, request):  # O-2 to O-10, T-6
-    if (backend, layout) == ("jax", "coat"):
-        request.applymarker(pytest.mark.xfail(strict=True, reason="one moment differs in the trainer's program, and not in the library's"))
+def test_equal_gradients_give_the_simulators_weights_and_moments(backend, layout, small):  # O-2 to O-10, T-6
     config = configured(small, layout)
     trainer = loop.trainer(backend, config)
     tokens = loader.open_batches(config).step(0)
