@@ -28,7 +28,7 @@ def batches(small):
 def test_resuming_is_as_if_nothing_had_happened(backend, recipe, small, tmp_path):  # K-2
     """Losses, norms and weights, bit for bit; what is written is the state when ``save`` was called, though training went on."""
     sizes = {"hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 2, "num_key_value_heads": 2}
-    blocks = recipe in ("blockwise", "mxfp8")
+    blocks = RECIPES[recipe].in_blocks
     config = small.replace(numerics={"recipe": recipe}, model=sizes if blocks else {}, data={"sequence_length": 32} if blocks else {})
     opened = loader.open_batches(config)
     batches = [opened.step(k) for k in range(5)]
