@@ -119,7 +119,7 @@ def test_the_floor_of_a_step_casts_what_linears_share_once():
     found = ledger.step_floor(RECIPES["tensorwise"], linears, "xla", of_gemms, ceilings, layers=2, bf16_step=1000.0)
     assert found == 1000.0 + 2 * (2 * (3.0 - 6.0) + 6 * 31 + 6 * 21)
     twice = ledger.step_floor(RECIPES["delayed"], linears, "xla", of_gemms, ceilings, layers=1, bf16_step=0.0)
-    assert twice == 2 * (3.0 - 6.0) + 2 * 4 * 31  # scales of their own
+    assert twice == 2 * (3.0 - 6.0) + 2 * 6 * 31  # scales of their own
 
 
 KERNELS = {

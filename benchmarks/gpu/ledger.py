@@ -1,4 +1,4 @@
-"""Where a linear's time goes, at the least: its GEMMs as measured, and the kernels that compilers launch for its casts (fp8ref/run/plan/passes.py).
+"""Where a linear's time goes, at the least: its GEMMs as measured, and the kernels that compilers launch for its casts (fp8ref/estimate/kernels.py).
 
 A kernel takes its bytes over the measured bandwidth, and no less than the gap from one kernel to the next. A compiler that fuses a cast with what
 comes before it can do better than this floor.
@@ -50,7 +50,7 @@ def kernels(recipe: Recipe, shape: Shape, how: Fusion, *, roles: Collection[Role
     for which, spec in recipe.gemms.items():
         if spec.epilogue == "unit_round_scale_round":
             rows, columns, _ = dims(which, *shape)
-            made += passes.rescale(spec, rows * columns, "inductor")  # XLA's, too: what was measured ends in bfloat16
+            made += passes.rescale(recipe, which, rows * columns, "inductor")  # XLA's, too: what was measured ends in bfloat16
     return made
 
 

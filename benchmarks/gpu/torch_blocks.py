@@ -12,7 +12,7 @@ from torch._dynamo.utils import counters
 
 from fp8ref import llama
 from fp8ref.llama import LlamaConfig
-from fp8ref.torch import delayed
+from fp8ref.torch import delayed, delayed_checks
 from fp8ref.train.torch.llama import Layer
 from gpu import rounding, timing
 from gpu.torch_bench import Bench
@@ -59,6 +59,7 @@ class Blocks:
         convert(layers, variant)
         forward, tables = self.bench.compiled(called), self.tables
         states = any(delayed.states(layers))
+        delayed_checks.unwatch(layers)  # all variants train these weights
 
         def forward_backward(i: int) -> torch.Tensor:
             h = self.xs[i % SETS]

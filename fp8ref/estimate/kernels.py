@@ -104,7 +104,8 @@ def of_linear(
     gemms     the GEMMs that run: ("output",) is a forward pass alone.
     roles     the roles that this linear quantizes: its input may come quantized from another
               linear.
-    linear    its name in a Llama, such as up_proj: XLA fuses kernels with those around them.
+    linear    its name in a Llama, such as up_proj: XLA fuses kernels with those around them. Without
+              a name it is a linear by itself, whose tensors are there in bfloat16.
     gathered  elements by role of what a GEMM multiplies, where codes are gathered from parts.
     """
     backend = "jax" if how == "xla" else "torch"
@@ -198,10 +199,10 @@ def _rowwise(role: Role, n: float, *, transposed: bool, after: bool) -> list[Ker
 def _xla(role: Role, served: list[_Served], n: float, linear: str, gathered: float | None) -> list[Kernel]:
     """Kernels that XLA compiles, but those that also make the tensor: bfloat16 weights from masters
     (with an amax across memory), norms, SwiGLU and sums (with an amax along memory)."""
-    source = "masters" if role == "weight" else _SOURCES.get((role, linear), "")
+    source = _SOURCES.get((role, linear), "") if role != "weight" else "masters" if linear else ""
     whole, rows = ([one for one in served if one[1].granularity == name] for name in ("tensorwise", "rowwise"))
     delayed = bool(whole) and whole[0][1].delayed is not None
-    copied = role == "weight" and _copies({cast.granularity for _, cast, _ in served}, linear)
+    copied = source == "masters" and _copies({cast.granularity for _, cast, _ in served}, linear)
     # A norm whose amax is needed before its cast is computed again, from float32.
     read = 4 if (source == "masters" and not copied) or (source == "norm" and whole and not delayed) else 2
     made = [Kernel("scale", 0) for _ in range(bool(whole) + len(rows))]

@@ -69,6 +69,11 @@ def watch(linear: Linear) -> None:
         _count_steps()
 
 
+def unwatch(model: nn.Module) -> None:
+    """Count no optimizer steps of a model's linears: other models train the same weights too."""
+    _linears.difference_update(_linears & set(model.modules()))
+
+
 @functools.cache
 def _count_steps() -> None:
     register_optimizer_step_post_hook(_stepped)

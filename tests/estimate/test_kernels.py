@@ -43,7 +43,7 @@ def test_a_recipe_that_keeps_grad_weight():
 
 
 @pytest.mark.parametrize(
-    ("recipe", "activation", "weight"),
+    ("recipe", "alone", "masters"),
     [
         ("tensorwise", {"amax": 2, "cast": 4}, {"amax": 4, "cast": 6}),  # of float32 masters
         ("rowwise", {"amax": 4, "cast": 4}, {"amax": 2, "cast": 4}),  # the bfloat16 copy has the other amax
@@ -51,8 +51,9 @@ def test_a_recipe_that_keeps_grad_weight():
         ("mxfp8", {"amax": 4, "cast": 8}, {"amax": 4, "cast": 8}),  # quantized and back for each GEMM
     ],
 )
-def test_bytes_that_xlas_kernels_move(recipe, activation, weight):
-    assert [moved(recipe, "xla", role) for role in ROLES] == [activation, weight, activation]
+def test_bytes_that_xlas_kernels_move(recipe, alone, masters):
+    assert [moved(recipe, "xla", role) for role in ROLES] == [alone] * 3
+    assert moved(recipe, "xla", "weight", linear="up_proj") == masters
 
 
 def test_what_xla_fuses_depends_on_the_linears_place():
@@ -102,8 +103,8 @@ def test_what_is_gathered_is_laid_out_afterwards():
     """A shard of 1 of 8 elements: an amax and a cast of it, then 2 bytes for each of the 8."""
     gathered = {"weight": 8}
     assert moved("tensorwise", "inductor", "weight", gathered=gathered) == {"layout": 16, "amax": 2, "cast": 3}
-    assert moved("tensorwise", "xla", "weight", gathered=gathered) == {"layout": 16, "amax": 4, "cast": 5}
-    assert moved("rowwise", "xla", "weight", gathered=gathered) == {"layout": 16, "amax": 2, "cast": 6}
+    assert moved("tensorwise", "xla", "weight", gathered=gathered, linear="up_proj") == {"layout": 16, "amax": 4, "cast": 5}
+    assert moved("rowwise", "xla", "weight", gathered=gathered, linear="up_proj") == {"layout": 16, "amax": 2, "cast": 6}
 
 
 def test_results_scaled_afterwards():

@@ -85,6 +85,14 @@ def test_a_compiled_optimizer_step_stays_whole():
     delayed.update(model)
 
 
+def test_steps_of_weights_that_two_models_share_are_not_counted():
+    model = convert.convert(made(), "delayed")
+    delayed_checks.unwatch(model)
+    optimizer, x = torch.optim.AdamW(model.parameters()), torch.ones(8, 16)
+    for _ in range(delayed_checks.MOST + 2):  # the suite makes every warning an error
+        step(model, optimizer, x)
+
+
 def test_copies_are_watched():
     model = copy.deepcopy(convert.convert(made(), "delayed"))
     optimizer, x = torch.optim.SGD(model.parameters()), torch.ones(8, 16)
