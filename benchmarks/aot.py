@@ -1,4 +1,4 @@
-"""What XLA compiles the training step to for an H200, on a machine without one: make aot, or python benchmarks/aot.py [--show]
+"""What XLA compiles the training step to for an H200, on a machine without one: make aot, or python benchmarks/aot.py [--show] [--parts states]
 
 Two blocks of an 8-billion-parameter Llama with a small vocabulary, lowered from shapes alone and compiled ahead of time for one device and
 for eight. Counted are kernels and bytes of the compiled program; nothing runs, so that nothing here is a time. An autotuner has no GPU
@@ -15,7 +15,7 @@ import os
 import platform
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +25,18 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from flax.linen import fp8_ops
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 import fp8ref.jax as fj
-from fp8ref.jax import proof
+from fp8ref.jax import proof, states
 from fp8ref.jax.proof import hlo
 from fp8ref.llama import LlamaConfig
 from fp8ref.recipe import RECIPES
+from fp8ref.states import LAYOUTS
 from fp8ref.train import config as configs
 from fp8ref.train.config import Config
 from fp8ref.train.jax.trainer import Trainer
@@ -85,6 +87,14 @@ scanned, attention in chunks. The state is masters and moments. Compile times ar
 
 | model | layers | H200s | recipe | checkpointing | state, GiB | most in use, GiB | compiles in |
 |---|---|---|---|---|---|---|---|"""
+STATES = """\
+## Optimizer states
+
+A step of AdamW of one float32 matrix of 4096 x 4096 by optax and by `fp8ref.jax.states`, weights and states donated. Bytes a parameter are
+what kernels read and write; those that must move are the weight twice, its gradient, and both moments twice.
+
+| AdamW | bytes a parameter, in kernels | must move | ratio |
+|---|---|---|---|"""
 BYTES = {"f64": 8, "f32": 4, "s32": 4, "u32": 4, "bf16": 2, "f16": 2, "s16": 2, "u16": 2}  # others, a byte
 FSDP, CUBE = {"fsdp": 8}, {"data": 2, "fsdp": 2, "tensor": 2, "sequence": True}
 NARROW = {"reduce_dtype": "bfloat16"}
@@ -112,6 +122,7 @@ LARGE = [
     ("llama-70b", 8, 64, "tensorwise", "full"),
     ("llama-70b", 80, 64, "tensorwise", "full"),
 ]
+PARTS = ("rows", "layers", "models", "states")
 NO_KERNEL = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "while", "conditional", "call"}
 MOVING = {"parameter", "transpose", "copy", "bitcast", "reshape", "concatenate", "slice", "pad", "tuple", "get-tuple-element"}
 
@@ -281,6 +292,23 @@ def flax_layers(name: str, devices: int, target: str) -> dict:
     }
 
 
+def of_states(layout: str, target: str) -> dict:
+    """Bytes that a step of AdamW moves; layout: of its moments, or optax, for ``optax.adamw``."""
+    optimizer = optax.adamw(1e-3) if layout == "optax" else states.adamw(1e-3, layout=layout)
+    [h200] = _h200s(1, target)
+    p = jax.ShapeDtypeStruct((MODEL.hidden_size, MODEL.hidden_size), np.float32, sharding=SingleDeviceSharding(h200))
+    state = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=p.sharding), jax.eval_shape(optimizer.init, p))
+
+    def step(p, state, g):
+        updates, state = optimizer.update(g, state, p)
+        return optax.apply_updates(p, updates), state
+
+    text = jax.jit(step, donate_argnums=(0, 1)).lower(p, state, p).compile().as_text()
+    moved = [sum(map(_bytes, (*one.types, *read))) for one, read in kernels(text)]
+    kept = 8 if layout == "optax" else LAYOUTS[layout].bytes_per_parameter(p.size)
+    return {"layout": layout, "kernels": len(moved), "bytes": sum(moved) / p.size, "must_move": 12 + 2 * kept}
+
+
 def collectives(text: str) -> dict[str, float]:
     """MiB that a device's collectives move, by kind and dtype: the larger of operands and results."""
     types: dict[str, tuple[hlo.Typed, ...]] = {}
@@ -319,6 +347,10 @@ def markdown(found: dict) -> str:
     for row in found["models"]:
         measured = f"{row['state_gib']:.1f} | {row['most_gib']:.1f} | {row['compile_seconds'] / first:.1f}x |"
         lines.append(f"| {row['model']} | {row['layers']} | {row['devices']} | {row['recipe']} | {row['checkpointing']} | {measured}")
+    lines += ["", STATES]
+    for row in found["states"]:
+        ratio = row["bytes"] / row["must_move"]
+        lines.append(f"| {row['layout']} | {row['bytes']:.2f} in {row['kernels']} | {row['must_move']:.2f} | {ratio:.2f} |")
     return "\n".join(lines) + "\n"
 
 
@@ -362,22 +394,27 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, default=HERE / "results" / "aot.json", help="the results; the table is written next to them")
     parser.add_argument("--show", action="store_true", help="compile nothing: only print the table of the results that are there")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="compile these; the others stay as they are")
     arguments = parser.parse_args()
+    if set(arguments.parts) != set(PARTS) and not arguments.json.exists():
+        parser.error(f"--parts adds to results that are there; {arguments.json} is not. Leave it out.")
     if not arguments.show:
         target = (HERE / "h200_target.txtpb").read_text()
-        rows, layers, models = [], [], []
-        for case in CASES:
-            rows.append(measure(*case, target))
-            print(*cells(rows[-1], 0.0), sep=", ", flush=True)
-        for devices, name in itertools.product((1, 8), HOOKS):
-            layers.append(flax_layers(name, devices, target))
-            print(layers[-1], flush=True)
-        for model in LARGE:
-            models.append(large(*model, target))
-            print(models[-1], flush=True)
-        versions = {"jax": jax.__version__, "python": platform.python_version()}
-        model = {**vars(MODEL), "sequence_length": LENGTH, "sequences_per_device": SEQUENCES}
-        found = {"versions": versions, "model": model, "rows": rows, "layers": layers, "models": models}
+        cases: dict[str, tuple[Callable, list]] = {
+            "rows": (measure, CASES),
+            "layers": (flax_layers, [(name, devices) for devices, name in itertools.product((1, 8), HOOKS)]),
+            "models": (large, LARGE),
+            "states": (of_states, [(layout,) for layout in ("optax", *LAYOUTS)]),
+        }
+        found = json.loads(arguments.json.read_text()) if arguments.json.exists() else {}
+        for part in arguments.parts:
+            count, of_part = cases[part]
+            found[part] = []
+            for case in of_part:
+                found[part].append(count(*case, target))
+                print(found[part][-1], flush=True)
+        found["versions"] = {"jax": jax.__version__, "python": platform.python_version()}
+        found["model"] = {**vars(MODEL), "sequence_length": LENGTH, "sequences_per_device": SEQUENCES}
         arguments.json.write_text(json.dumps(found, indent=1) + "\n")
     text = markdown(json.loads(arguments.json.read_text()))
     print(text, end="")
