@@ -1,7 +1,9 @@
 # make setup | demo | test | slow | gpu | wheels | extras | exhaustive | bench | bench-jax | bench-torch | bench-optimizer | bench-data | bench-recording | bench-trainer | bench-simulated | compile-matrix | aot | aot-torch | notebooks | libraries | docs | docs-serve | clauses | lint | release-check.
 # Everything is installed into .venv, but for aot's and aot-torch's, into .venv-aot and .venv-aot-torch; PYTHON names the interpreter they are made with.
+# What is imported is compiled then: most modules of these packages never are.
 PYTHON ?= python3
 BIN := .venv/bin
+INSTALL := -m pip install --disable-pip-version-check --no-compile
 TESTS ?= tests fp8ref
 
 .PHONY: setup demo test slow gpu $(addprefix gpu-,probe tests bench-torch bench-jax parity) wheels extras exhaustive bench bench-jax bench-torch bench-optimizer bench-data bench-recording bench-trainer bench-simulated compile-matrix aot aot-torch notebooks libraries docs docs-serve clauses lint release-check
@@ -10,7 +12,7 @@ setup: .venv/ready
 
 .venv/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[test]'
+	$(BIN)/python $(INSTALL) -c constraints.txt -e '.[test]'
 	touch $@
 
 demo: setup
@@ -107,7 +109,7 @@ compile-matrix: setup
 # XLA's compiler for NVIDIA's GPUs, which needs neither a GPU nor CUDA to compile.
 .venv-aot/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv-aot
-	.venv-aot/bin/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[jax,train]' jax-cuda12-plugin
+	.venv-aot/bin/python $(INSTALL) -c constraints.txt -e '.[jax,train]' jax-cuda12-plugin
 	touch $@
 
 aot: .venv-aot/ready
@@ -116,7 +118,7 @@ aot: .venv-aot/ready
 # Inductor for an H200 in torch's build for CPUs, and Triton, which compiles for a GPU without one.
 .venv-aot-torch/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv-aot-torch
-	.venv-aot-torch/bin/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[torch,train]' triton==3.9.0
+	.venv-aot-torch/bin/python $(INSTALL) -c constraints.txt -e '.[torch,train]' triton==3.9.0
 	touch $@
 
 aot-torch: .venv-aot-torch/ready
@@ -130,7 +132,7 @@ libraries: setup
 
 # The documentation site, in build/site: warnings and dead links are errors. Nothing is fetched but its packages, once.
 .venv/docs: .venv/ready
-	$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt -e '.[docs]'
+	$(BIN)/python $(INSTALL) -q -c constraints.txt -e '.[docs]'
 	touch $@
 
 docs: .venv/docs

@@ -163,7 +163,7 @@ def check(extra: str, wheel: Path, folder: Path) -> int:
     venv.create(folder / "venv", with_pip=True)
     python = folder / "venv" / "bin" / "python"
     what = f"{wheel}[{extra}]" if extra != "bare" else str(wheel)
-    install = [python, "-m", "pip", "install", "-q", "--disable-pip-version-check", "-c", ROOT / "constraints.txt", what]
+    install = [python, "-m", "pip", "install", "-q", "--disable-pip-version-check", "--no-compile", "-c", ROOT / "constraints.txt", what]
     subprocess.run(install, check=True, stderr=subprocess.DEVNULL if extra == "bare" else None)
     (folder / "kernel.py").write_text(KERNEL, encoding="utf-8")
     for name, suffix, text in (
