@@ -91,7 +91,8 @@ STATES = """\
 ## Optimizer states
 
 A step of AdamW of one float32 matrix of 4096 x 4096 by optax and by `fp8ref.jax.states`, weights and states donated. Bytes a parameter are
-what kernels read and write; those that must move are the weight twice, its gradient, and both moments twice.
+what kernels read and write; those that must move are the weight twice, its gradient, and both moments twice. A scale of a whole tensor
+needs the exact amax first: the gradient and such moments must be read once more.
 
 | AdamW | bytes a parameter, in kernels | must move | ratio |
 |---|---|---|---|"""
@@ -305,8 +306,13 @@ def of_states(layout: str, target: str) -> dict:
 
     text = jax.jit(step, donate_argnums=(0, 1)).lower(p, state, p).compile().as_text()
     moved = [sum(map(_bytes, (*one.types, *read))) for one, read in kernels(text)]
-    kept = 8 if layout == "optax" else LAYOUTS[layout].bytes_per_parameter(p.size)
-    return {"layout": layout, "kernels": len(moved), "bytes": sum(moved) / p.size, "must_move": 12 + 2 * kept}
+    if layout == "optax":
+        kept, again = 8.0, 0
+    else:
+        both = (LAYOUTS[layout].m, LAYOUTS[layout].v)
+        whole = [moment.fmt.bits // 8 for moment in both if moment.scaling and moment.block is None and moment.amax == "exact"]
+        kept, again = LAYOUTS[layout].bytes_per_parameter(p.size), sum(whole) + 4 * bool(whole)
+    return {"layout": layout, "kernels": len(moved), "bytes": sum(moved) / p.size, "must_move": 12 + 2 * kept + again}
 
 
 def collectives(text: str) -> dict[str, float]:

@@ -161,12 +161,14 @@ def _store_expanded(x, amax, smallest, moment: Moment, key) -> MomentState:
 
 def _power(x, exponent):
     square = product(x, x)
-    return jnp.select([exponent == 4, exponent == 2, exponent == 1], [product(square, square), square, x], jnp.sqrt(x))
+    low = jnp.where(exponent == 1, x, jnp.sqrt(x))  # jnp.select would write the index of each element to memory
+    return jnp.where(exponent == 4, product(square, square), jnp.where(exponent == 2, square, low))
 
 
 def _root_of_power(y, exponent):
     root = jnp.sqrt(y)
-    return jnp.select([exponent == 4, exponent == 2, exponent == 1], [jnp.sqrt(root), root, y], product(y, y))
+    low = jnp.where(exponent == 1, y, product(y, y))
+    return jnp.where(exponent == 4, jnp.sqrt(root), jnp.where(exponent == 2, root, low))
 
 
 def _signed(magnitude, sign):
