@@ -306,13 +306,8 @@ def of_states(layout: str, target: str) -> dict:
 
     text = jax.jit(step, donate_argnums=(0, 1)).lower(p, state, p).compile().as_text()
     moved = [sum(map(_bytes, (*one.types, *read))) for one, read in kernels(text)]
-    if layout == "optax":
-        kept, again = 8.0, 0
-    else:
-        both = (LAYOUTS[layout].m, LAYOUTS[layout].v)
-        whole = [moment.fmt.bits // 8 for moment in both if moment.scaling and moment.block is None and moment.amax == "exact"]
-        kept, again = LAYOUTS[layout].bytes_per_parameter(p.size), sum(whole) + 4 * bool(whole)
-    return {"layout": layout, "kernels": len(moved), "bytes": sum(moved) / p.size, "must_move": 12 + 2 * kept + again}
+    least = LAYOUTS["float32" if layout == "optax" else layout].step_bytes(p.size)
+    return {"layout": layout, "kernels": len(moved), "bytes": sum(moved) / p.size, "must_move": least}
 
 
 def collectives(text: str) -> dict[str, float]:

@@ -1,6 +1,8 @@
-"""What inductor generates of a Llama block for an H200, on a machine without one: make aot-torch, or python benchmarks/aot_torch.py [--show]
+"""What inductor generates of a Llama block and of a step of AdamW for an H200, on a machine without one: make aot-torch, or python
+benchmarks/aot_torch.py [--show] [--parts states]
 
-One block of an 8-billion-parameter Llama, forward and backward, compiled by inductor for a device that is faked (``fake_h200``). Counted are
+One block of an 8-billion-parameter Llama, forward and backward, and one matrix with its optimizer states, compiled by inductor for a device
+that is faked (``fake_h200``). Counted are
 the kernels that it schedules and the bytes of the buffers that they read and write; nothing runs, so that nothing here is a time. With
 Triton installed each kernel is also compiled to machine code of sm_90.
 """
@@ -16,7 +18,9 @@ import os
 import re
 import tempfile
 import warnings
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", tempfile.mkdtemp(prefix="aot-torch-"))
 warnings.simplefilter("ignore")
@@ -36,7 +40,8 @@ from torch._inductor.scheduler import BaseSchedulerNode, ExternKernelSchedulerNo
 from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
 from fp8ref.llama import LlamaConfig
-from fp8ref.torch import convert
+from fp8ref.states import LAYOUTS, Scalars
+from fp8ref.torch import convert, moments, states
 from fp8ref.train.torch.llama import Layer
 
 MODEL = LlamaConfig(
@@ -44,6 +49,7 @@ MODEL = LlamaConfig(
 )
 LENGTH, SEQUENCES = 1024, 4
 MEBIBYTE = 2**20
+PARTS = ("rows", "states")
 RESULTS = Path(__file__).parent / "results"
 PRODUCTS = re.compile(r"mm|block_gemm")  # of GEMMs' operators
 ATTENTION = re.compile(r"scaled_dot_product")
@@ -85,6 +91,15 @@ GEMMs and flash attention read and write, with the number of these kernels. Kept
 pass reads, and the output. Recipes with rows compile under `emulate_precision_casts`, but for the row that says so. CUDA graphs are of the graphs that
 inductor's rules let become one (`mode="reduce-overhead"`), with the number of tensors that they write in place. The last column is of
 different kernels that Triton compiles to machine code."""
+STATES = """\
+## Optimizer states
+
+A step of `fp8ref.torch.states.AdamW(compiled=True)` of a float32 matrix of 4096 x 4096, by the layout of its moments. Bytes a parameter are what
+kernels read and write; those that must move are the weight twice, its gradient, and both moments twice. A scale of a whole tensor needs the
+exact amax first: the gradient and such moments must be read once more.
+
+| layout | bytes a parameter, in kernels | must move | ratio |
+|---|---|---|---|"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,8 +157,8 @@ class Recorder(cudagraph_utils.CUDAGraphPolicy):
         return model
 
 
-def generate(model: nn.Module, *inputs: torch.Tensor) -> list[Graph]:
-    """Inductor's graphs of a forward and a backward pass of a model, all of whose tensors are fake."""
+def generate(model: Callable, *inputs: Any, backward: bool = True) -> list[Graph]:
+    """Inductor's graphs of a model or a function, and of its backward pass; all tensors are fake."""
     found: list[Graph] = []
     recorder = Recorder()
 
@@ -182,7 +197,8 @@ def generate(model: nn.Module, *inputs: torch.Tensor) -> list[Graph]:
         functorch_config.patch(enable_autograd_cache=False),
     ):
         out = torch.compile(model, backend=backend, fullgraph=True)(*inputs)
-        out.backward(torch.empty_like(out))
+        if backward:
+            out.backward(torch.empty_like(out))
     return found
 
 
@@ -251,6 +267,29 @@ def block(recipe: str, who: str, config: LlamaConfig = MODEL, length: int = LENG
             return generate(model, h, *tables)
 
 
+def optimizer_step(layout: str, size: int = MODEL.hidden_size**2) -> list[Graph]:
+    """The graphs of a step of AdamW of one tensor: of its amaxes, where they come first, and of the rest."""
+    kind = LAYOUTS[layout]
+    with fake_h200.tensors(), inductor_config.patch(states.GPU_OPTIONS):
+        p, g = torch.empty(size), torch.empty(size)
+        numbers = Scalars(*torch.empty(len(Scalars._fields)).unbind())
+        stored = [moments.zeros(p, moment) for moment in (kind.m, kind.v)]
+        work = states._in_blocks(states._Work(p, g, *stored, numbers, kind, moments.Part(size), (None, None)))
+        if not states.amaxes_first(kind):
+            return generate(states._finish, *work, None, backward=False)
+        count = moments.reductions(kind.m) + moments.reductions(kind.v)
+        found = [torch.empty(()) for _ in range(count)]
+        return generate(states._begin, *work[1:-1], backward=False) + generate(states._finish, *work, found, backward=False)
+
+
+def state_row(layout: str) -> dict:
+    """A row of the table of optimizer states, as JSON has it."""
+    size = MODEL.hidden_size**2
+    made = [kernel for graph in optimizer_step(layout, size) for kernel in graph.kernels]
+    least = LAYOUTS[layout].step_bytes(size)
+    return {"layout": layout, "kernels": len(made), "bytes": sum(kernel.bytes for kernel in made) / size, "must_move": least}
+
+
 def machine_code(sources: dict[str, str]) -> int | None:
     """How many kernels Triton compiles to machine code for the device, the first configuration of each; None without Triton."""
     if importlib.util.find_spec("triton") is None:
@@ -283,7 +322,12 @@ def row(recipe: str, who: str, graphs: list[Graph]) -> dict:
 def markdown(found: dict) -> str:
     """The table of all rows."""
     lines = [EXPLANATION, "", f"| {' | '.join(COLUMNS)} |", "|" + "---|" * len(COLUMNS)]
-    return "\n".join(lines + [f"| {' | '.join(cells(each))} |" for each in found["rows"]]) + "\n"
+    lines += [f"| {' | '.join(cells(each))} |" for each in found["rows"]]
+    lines += ["", STATES]
+    for each in found["states"]:
+        measured = f"{each['bytes']:.2f} in {each['kernels']} | {each['must_move']:.2f} | {each['bytes'] / each['must_move']:.2f}"
+        lines.append(f"| {each['layout']} | {measured} |")
+    return "\n".join(lines) + "\n"
 
 
 def cells(row: dict) -> list[str]:
@@ -303,20 +347,22 @@ def cells(row: dict) -> list[str]:
 
 
 def main() -> None:
-    """Print the table, and keep it."""
+    """Print the tables, and keep them."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--show", action="store_true", help="print the kept table, and generate nothing")
+    parser.add_argument("--show", action="store_true", help="print the kept tables, and generate nothing")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="generate these; the others stay as they are")
+    arguments = parser.parse_args()
     kept_json = RESULTS / "aot_torch.json"
-    if parser.parse_args().show:
-        print(markdown(json.loads(kept_json.read_text())), end="")
-        return
-    rows = []
-    for recipe, who in LINEARS:
-        rows.append(row(recipe, who, block(recipe, who)))
-        print(" | ".join(cells(rows[-1])), flush=True)
-    found = {"torch": torch.__version__, "torchao": importlib.metadata.version("torchao"), "rows": rows}
-    kept_json.write_text(json.dumps(found, indent=1) + "\n")
-    (RESULTS / "aot_torch.md").write_text(markdown(found))
+    found = json.loads(kept_json.read_text()) if kept_json.exists() else {}
+    if not arguments.show:
+        if "rows" in arguments.parts:
+            found["rows"] = [row(recipe, who, block(recipe, who)) for recipe, who in LINEARS]
+        if "states" in arguments.parts:
+            found["states"] = [state_row(layout) for layout in LAYOUTS]
+        found |= {"torch": torch.__version__, "torchao": importlib.metadata.version("torchao")}
+        kept_json.write_text(json.dumps(found, indent=1) + "\n")
+        (RESULTS / "aot_torch.md").write_text(markdown(found))
+    print(markdown(found), end="")
 
 
 if __name__ == "__main__":

@@ -198,6 +198,16 @@ class Layout:
         own = self.of(size)
         return (own.m.stored_bytes(size) + own.v.stored_bytes(size)) / size
 
+    def step_bytes(self, size: int) -> float:
+        """The bytes that a step of a tensor too large for a cache must read and write, with a float32 gradient, divided by
+        its elements: the weight and both moments twice, the gradient once.
+
+        Where the whole tensor has one scale, of an exact amax, the gradient and that moment are read once more, before.
+        """
+        own = self.of(size)
+        again = [moment.fmt.bits // 8 for moment in (own.m, own.v) if moment.scaling and moment.block is None and moment.amax == "exact"]
+        return 12 + 2 * self.bytes_per_parameter(size) + sum(again) + (4 if again else 0)
+
 
 class Scalars(NamedTuple):
     """The numbers of one step, float32 numbers as Python floats (O-3).

@@ -1,6 +1,6 @@
 """One moment of AdamW in PyTorch: what is stored of it, and how it is read (SEMANTICS O-4, O-7 to O-10).
 
-Tensors are flat. ``Part`` says which elements of a whole tensor they are: all, those of a rank, or a
+Tensors are flat, or [blocks, elements]. ``Part`` says which elements of a whole tensor they are: all, those of a rank, or a
 piece that stays in a CPU's cache. On a CPU some of torch's own operations are slow, or round in
 another way; each is replaced by an equal one here:
 
@@ -285,6 +285,6 @@ def _by_group(operation: Callable[[Tensor, Tensor], Tensor], x: Tensor, of_group
     first, last = part.start // block, -(-(part.start + x.numel()) // block)
     each = of_groups[first:last].unsqueeze(1)
     if part.start % block == 0 and x.numel() % block == 0:
-        return operation(x.view(last - first, block), each).view(-1)
+        return operation(x.view(last - first, block), each).view(x.shape)
     skip = part.start - first * block
     return operation(x, each.expand(-1, block).reshape(-1)[skip : skip + x.numel()])

@@ -15,7 +15,7 @@ ranks would cut it; small tensors follow each other in one piece, each from a ne
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -30,6 +30,10 @@ from fp8ref.torch.moments import CELL, MomentState, Part
 
 PIECE = 1 << 16
 """Elements of a piece for each thread: 14 arrays of them fit into a CPU's cache."""
+
+
+GPU_OPTIONS = {"realize_opcount_threshold": 1000, "realize_reads_threshold": 64}
+"""Inductor's options on a GPU: new moments are computed wherever they are needed. Written to memory, they are 4 bytes a parameter each."""
 
 
 class _Work(NamedTuple):
@@ -83,10 +87,6 @@ class AdamW(torch.optim.Optimizer):
         states.check_seed(seed, self.layout)
         self._compiled = compiled
         self._layout_of = functools.cache(self.layout.of)
-        if compiled:
-            self._begin_compiled, self._finish_compiled = (
-                torch.compile(function, fullgraph=True, dynamic=False) for function in (_begin, _finish)
-            )
         super().__init__(
             params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "layout": self.layout.name, "seed": seed}
         )
@@ -190,6 +190,8 @@ class AdamW(torch.optim.Optimizer):
                     self._update(_alone(piece))
                 return []
             found = self._begin_pieces(work)
+        if found is None and work.p.is_cuda and amaxes_first(work.layout):
+            found = self._begin_pieces(work)  # otherwise new moments wait in memory, in float32, for the amax of all of them
         each = [self._finish(piece, found) for piece in pieces]
         amaxes = []
         for old, moment, *news in zip((work.m, work.v), (work.layout.m, work.layout.v), *each, strict=True):
@@ -247,10 +249,12 @@ class AdamW(torch.optim.Optimizer):
     def _begin(self, piece: _Work) -> list[Tensor]:
         if not self._compiles(piece):
             return _begin(*piece[1:-1])
-        return self._begin_compiled(*_on_device(piece)[1:-1])
+        return _compiled(_begin, piece.p.device.type)(*_on_device(piece)[1:-1])
 
     def _finish(self, piece: _Work, found: list[Tensor] | None) -> list[list[Tensor | None]]:
-        return self._finish_compiled(*_on_device(piece), found) if self._compiles(piece) else _finish(*piece, found)
+        if not self._compiles(piece):
+            return _finish(*piece, found)
+        return _compiled(_finish, piece.p.device.type)(*_on_device(piece), found)
 
     def _compiles(self, work: _Work) -> bool:
         # Of other sizes inductor (torch 2.13, on a CPU) leaves out the last elements, after a loop over padded blocks.
@@ -313,6 +317,11 @@ def _keys(seed: int, step: int, number: int, layout: Layout) -> tuple[philox.Key
     both = enumerate((layout.m, layout.v))
     m, v = (philox.words(step, 2 * number + i, halves)[:2] if moment.rounding == "stochastic" else None for i, moment in both)
     return m, v
+
+
+@functools.cache
+def _compiled(function: Callable, device: str) -> Callable:
+    return torch.compile(function, fullgraph=True, dynamic=False, options=GPU_OPTIONS if device == "cuda" else None)
 
 
 def _begin(g: Tensor, m: MomentState, v: MomentState, at: Scalars, layout: Layout, part: Part) -> list[Tensor]:
@@ -383,12 +392,30 @@ def _moment_state(state: dict[str, Tensor], key: str) -> MomentState:
 def _on_device(piece: _Work) -> _Work:
     """A piece whose numbers are tensors: a compiled update takes new ones without compiling again."""
     keys = [None if key is None else tuple(torch.tensor(key, device=piece.p.device).unbind()) for key in piece.keys]
-    return piece._replace(at=_tensors(piece.at, piece.p.device), keys=tuple(keys))  # type: ignore[arg-type]
+    return _in_blocks(piece)._replace(at=_tensors(piece.at, piece.p.device), keys=tuple(keys))  # type: ignore[arg-type]
+
+
+def amaxes_first(layout: Layout) -> bool:
+    """Whether a scale needs the amax of a whole tensor before anything is stored."""
+    return any(moment.scaling and moment.block is None and moment.amax != "previous" for moment in (layout.m, layout.v))
+
+
+def _in_blocks(piece: _Work) -> _Work:
+    """A piece of whole blocks as [blocks, elements]: inductor then makes one kernel of the amaxes and of what they scale."""
+    blocks = {moment.block for moment in (piece.layout.m, piece.layout.v)}
+    (block,) = blocks if len(blocks) == 1 else (None,)
+    if block is None or piece.layout.stochastic or piece.part.start % block or piece.p.numel() % block:
+        return piece
+    m, v = (x._replace(codes=x.codes.view(-1, block)) for x in (piece.m, piece.v))
+    return piece._replace(p=piece.p.view(-1, block), g=piece.g.view(-1, block), m=m, v=v)
 
 
 @functools.lru_cache(maxsize=8)
 def _tensors(at: Scalars, device: torch.device) -> Scalars:
-    return Scalars(*torch.tensor(at, dtype=torch.float32, device=device).unbind())  # type: ignore[arg-type]
+    numbers = torch.tensor(at, dtype=torch.float32)
+    if device.type == "cuda":  # from pinned memory the host does not wait
+        numbers = numbers.pin_memory()
+    return Scalars(*numbers.to(device, non_blocking=True).unbind())  # type: ignore[arg-type]
 
 
 def _local(x: Tensor) -> Tensor:

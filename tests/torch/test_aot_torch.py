@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from fp8ref.states import LAYOUTS, Scalars
+
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 KEPT = BENCHMARKS / "results" / "aot_torch.json"
 SIZES = {
@@ -50,6 +52,15 @@ for recipe, who in aot_torch.LINEARS:
         aot_torch.machine_code = lambda _: None  # that takes a minute
         rows.append(aot_torch.row(recipe, who, graphs) | {"launches": launches, "written": [len(g.sources) for g in graphs]})
 print(json.dumps(rows))
+"""
+
+
+STEPS = """
+found = {}
+for layout in ("sqrt_e4m3", "te"):
+    graphs = aot_torch.optimizer_step(layout, 1 << 16)
+    found[layout] = [[k.bytes for k in g.kernels if k.bytes > 1 << 16] for g in graphs]
+print(json.dumps(found))
 """
 
 
@@ -120,3 +131,13 @@ def test_the_kept_table():
 def test_the_kept_table_is_of_the_kept_results():
     printed = subprocess.run([sys.executable, BENCHMARKS / "aot_torch.py", "--show"], check=True, capture_output=True, text=True).stdout
     assert printed == KEPT.with_suffix(".md").read_text()
+
+
+@pytest.mark.slow
+def test_an_optimizer_step_moves_what_it_must():
+    """In blocks, one kernel; with a scale of the whole tensor, one that reads for the amaxes and one for the rest. They compute moments anew."""
+    found, size = answer(STEPS), 1 << 16
+    numbers = 4 * len(Scalars._fields)
+    assert found["sqrt_e4m3"] == [[LAYOUTS["sqrt_e4m3"].step_bytes(size) * size + numbers]]
+    (amaxes,), (rest,) = found["te"]
+    assert LAYOUTS["te"].step_bytes(size) * size == pytest.approx(amaxes + rest, rel=2e-3)  # and partial amaxes, scales
