@@ -73,7 +73,8 @@ def matmul(
         out_dtype=out_dtype,
         use_fast_accum=accumulate == "fast",
     )
-    return out.mul_(scale_a * scale_b) if unit else out
+    # Into another tensor: selective checkpointing keeps the GEMM's result, and refuses one that was written.
+    return torch.mul(out, scale_a * scale_b, out=torch.empty_like(out)) if unit else out
 
 
 def matmul_hp(a: torch.Tensor, b: torch.Tensor, *, axes: tuple[int, int]) -> torch.Tensor:

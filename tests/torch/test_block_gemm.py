@@ -16,7 +16,7 @@ from fp8ref.formats import BFLOAT16, E4M3FN, E5M2, FLOAT32
 from fp8ref.recipe import OPERANDS, RECIPES, REDUCED_AXES
 from fp8ref.sim import gemm as sim_gemm
 from fp8ref.sim import scaling as sim_scaling
-from fp8ref.torch import block_gemm, convert, gemm, parallel, proof, scaling
+from fp8ref.torch import block_gemm, checkpointing, convert, gemm, proof, scaling
 from fp8ref.torch.scaling import Quantized
 
 GEMMS = tuple(RECIPES["blockwise"].gemms)
@@ -190,7 +190,7 @@ def test_the_proof_names_what_multiplied(faked, monkeypatch):  # B-8
 
 def test_selective_checkpointing_keeps_the_kernels_results(faked):
     module = model()
-    checkpointed = parallel._checkpointed(module.forward, "selective")
+    checkpointed = checkpointing.checkpointed(module.forward, "selective")
     with proof.trace_eager(module) as trace:
         step(checkpointed)
     assert [g.which for g in trace.gemms].count("output") == 2
