@@ -83,7 +83,7 @@ def policy(keep: Iterable[Operation | Callable] = EVERY) -> Callable[..., Checkp
     Raises:   ValueError: another name.
     """
     keep = check("selective", keep)
-    kept = AMAXES.union(*(OPERATORS[name] if isinstance(name, str) else [name] for name in keep))  # type: ignore[index]
+    kept = AMAXES.union(*(OPERATORS[name] if isinstance(name, str) else [name] for name in keep))
 
     def of(context, op, *args, **kwargs) -> CheckpointPolicy:
         keeps = (args[1] == _MOST or "linears" in keep or op in kept) if op is _ALL_REDUCE else op in kept
@@ -105,12 +105,12 @@ def checkpointed(forward: Callable, how: Checkpointing, keep: Iterable[Operation
 
 def check(how: Checkpointing, keep: Iterable[Operation | Callable]) -> tuple[Operation | Callable, ...]:
     """What is kept, if that is known; ValueError of another name, or if nothing would read it."""
-    keep = (keep,) if isinstance(keep, str) else tuple(keep)
-    unknown = [name for name in keep if not callable(name) and name not in OPERATORS]
+    names = (keep,) if isinstance(keep, str) else tuple(keep)
+    unknown = [name for name in names if not callable(name) and name not in OPERATORS]
     if unknown:
         raise ValueError(
             f"what checkpointing keeps is of {', '.join(EVERY)}, or an operator of torch; got {unknown[0]!r}. Use one of them."
         )
-    if how != "selective" and keep != EVERY:
-        raise ValueError(f"selective checkpointing keeps what is named; got {how!r} and {keep}. Use 'selective', or name nothing.")
-    return keep
+    if how != "selective" and names != EVERY:
+        raise ValueError(f"selective checkpointing keeps what is named; got {how!r} and {names}. Use 'selective', or name nothing.")
+    return names  # type: ignore[return-value]

@@ -19,7 +19,7 @@ from fp8ref.torch.proof.records import BLOCK_GEMM, SCALED_MM, SIMULATED, GemmRec
 
 _aten = torch.ops.aten
 _ONES = (_aten.ones.default, _aten.new_ones.default)
-_TIMES = (_aten.mul_.Tensor, _aten.mul.Tensor)
+_TIMES = (_aten.mul_.Tensor, _aten.mul.Tensor, _aten.mul.out)
 # the key in an autograd node's metadata that names its layer
 _LAYER_KEY = "fp8ref.torch.proof.eager"
 
@@ -124,7 +124,7 @@ class _Tracer(TorchDispatchMode):
             if all(scale in self._ones for scale in scales):
                 granularity, self._unscaled[out] = "unit", len(self._trace.gemms)
         elif func is BLOCK_GEMM:
-            accumulate, granularity = records.of_blocks(*args[:4])
+            accumulate, granularity = records.of_blocks(args[1], args[3], args[5])
         elif func is SIMULATED:
             accumulate, granularity, plan = records.of_simulated(args)
         self._trace.gemms.append(GemmRecord(layer, announced or which, a, b, accumulate, granularity, plan))
