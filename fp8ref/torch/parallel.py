@@ -101,7 +101,8 @@ def parallelize(
                 ``tensor_parallel.parallelize``; an unknown value of an option; blocks that are not
                 the model's, or named twice; a mesh of other dims; a model that is compiled or
                 sharded already; an optimizer that was built before; delayed scaling of scope local;
-                under compile='model', modules that are, or by keep_dtype would be, sharded by
+                a cache of keys and values (transformers' use_cache) under checkpointing; under
+                compile='model', modules that are, or by keep_dtype would be, sharded by
                 themselves. After the model was sharded: as ``fsdp.gather_in_fp8``; copies with
                 different weights.
     """
@@ -117,6 +118,8 @@ def parallelize(
     _check_modules(model, blocks, keep_dtype)
     _check_blocks(blocks, checkpointing, compile)
     keep = checkpoints.check(checkpointing, keep)
+    if checkpointing != "none":
+        _check_no_cache(model)
     batch, by_tensor = (None, None) if mesh is None else _parts(mesh)
     if compile == "model":
         _check_one_graph(model, keep_dtype if batch is not None else [])
@@ -243,6 +246,18 @@ def _check_blocks(blocks: Sequence[nn.Module], checkpointing: Checkpointing, com
     if not blocks and (checkpointing != "none" or compile == "block"):
         raise ValueError(
             f"checkpointing and compile='block' apply to blocks; got {checkpointing!r} and {compile!r} without blocks. Name blocks."
+        )
+
+
+def _check_no_cache(model: nn.Module) -> None:
+    """ValueError for a model of transformers that caches keys and values: a block that runs again
+    would append to them again."""
+    caching = [name for name, module in model.named_modules() if getattr(getattr(module, "config", None), "use_cache", None) is True]
+    if caching:
+        path = f"{caching[0]}.config.use_cache" if caching[0] else "config.use_cache"
+        raise ValueError(
+            f"a block under checkpointing runs twice, and would append keys and values to its cache twice; got {path} = True. "
+            "Set it to False for training."
         )
 
 
