@@ -64,7 +64,7 @@ def matmul(
     codes_a, codes_b = (_padded(_lines(q.codes, q.axis)).contiguous() for q in (a, b))
     scale_a, scale_b = _scales(a, b)
     unit = epilogue == "unit_round_scale_round"
-    given = (torch.ones((), dtype=torch.float32, device=codes_a.device),) * 2 if unit else (scale_a, scale_b)
+    given = (_unit(codes_a),) * 2 if unit else (scale_a, scale_b)
     out = torch._scaled_mm(  # [M, K] @ [K, N] -> [M, N]
         codes_a,
         codes_b.t(),
@@ -111,6 +111,22 @@ def in_blocks(granularity: str) -> bool:
 def _lines(x: torch.Tensor, axis: int) -> torch.Tensor:
     """The matrix with its reduced axis last."""
     return x if axis % 2 == 1 or x.ndim == 0 else x.t()
+
+
+def _unit(like: torch.Tensor) -> torch.Tensor:
+    """1 on a tensor's device. A kept one, so that no GEMM launches it, unless a compiler traces."""
+    return _kept_unit(like.device) if type(like) is torch.Tensor else torch.ones((), dtype=torch.float32, device=like.device)
+
+
+@functools.cache
+def _kept_unit(device: torch.device) -> torch.Tensor:
+    with torch.inference_mode(False):
+        return torch.ones((), dtype=torch.float32, device=device)
+
+
+def is_kept_unit(scale: torch.Tensor) -> bool:
+    """Whether a scale is the 1 of GEMMs under unit scales (G-5), for proofs."""
+    return scale is _kept_unit(scale.device)
 
 
 def _padded(codes: torch.Tensor) -> torch.Tensor:

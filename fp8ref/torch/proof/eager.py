@@ -13,6 +13,7 @@ from torchao.float8.float8_linear import Float8Linear
 from torchao.float8.float8_training_tensor import Float8TrainingTensor
 
 from fp8ref.recipe import OPERANDS, Gemm
+from fp8ref.torch import gemm
 from fp8ref.torch.model_checks import is_compiled
 from fp8ref.torch.proof import records
 from fp8ref.torch.proof.records import BLOCK_GEMM, SCALED_MM, SIMULATED, GemmRecord, GemmTrace
@@ -121,7 +122,7 @@ class _Tracer(TorchDispatchMode):
             scales = given["scale_a"], given["scale_b"]
             accumulate = "fast" if given.get("use_fast_accum") else "slow"
             granularity = records.granularity(*scales)
-            if all(scale in self._ones for scale in scales):
+            if all(scale in self._ones or gemm.is_kept_unit(scale) for scale in scales):
                 granularity, self._unscaled[out] = "unit", len(self._trace.gemms)
         elif func is BLOCK_GEMM:
             accumulate, granularity = records.of_blocks(args[1], args[3], args[5])
