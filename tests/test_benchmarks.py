@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -255,8 +256,20 @@ def test_launches_of_a_linear_in_pytorch(tmp_path):
         page = PAGE.read_text(encoding="utf-8")
         for line in done.stdout.splitlines():
             assert line in page
-    theirs = {row["recipe"]: row for row in found["rows"] if row["who"] == "torchao"}
-    for row in found["rows"]:
-        peer = theirs.get("tensorwise" if row["recipe"] == "delayed" else row["recipe"], row)
-        assert all(row[key] <= peer[key] for key in ("kernels", "bytes", "kept")), row
-        assert row["waits"] == 0
+    for rows in (found["rows"], found["steps"]):
+        theirs = {row["recipe"]: row for row in rows if row["who"] == "torchao"}
+        for row in rows:
+            peer = theirs.get("tensorwise" if row["recipe"] == "delayed" else row["recipe"], row)
+            assert all(row[key] <= peer[key] for key in ("kernels", "bytes", "kept") if key in row), row
+            assert row["waits"] == 0
+
+
+@pytest.mark.slow
+def test_a_rank_makes_its_shards_in_little_more_memory():  # M-6
+    """Bounded by the shards: 0.98 GiB of the embedding table, or 4.6 of all weights, would be far above."""
+    command = [sys.executable, BENCHMARKS / "initial_memory.py", "llama-1b", "--processes", "32"]
+    out = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    shards, held, arrays = (float(re.search(rf"{what} +([0-9.]+) GiB", out)[1]) for what in ("shards", "held", "arrays"))
+    assert shards == pytest.approx(1.236e9 * 4 / 32 / 2**30, rel=0.01)
+    assert held < shards + 0.25
+    assert arrays < 0.1

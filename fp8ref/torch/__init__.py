@@ -22,7 +22,7 @@ rows are cast again for each GEMM, along the axis it reduces, and their weight i
 compute dtype. ``convert`` chooses the class; ``parallel`` sets dtypes and groups; ``fsdp`` sets the
 gathers on a model, and reduces gradients in rank order if asked (off by default). ``gemm`` calls
 torch._scaled_mm, or ``block_gemm`` for block scales; ``hardware`` simulates other hardware instead.
-``tensor_parallel`` cuts linears. ``compiled_fsdp`` shards within a compiled graph. ``proof`` shows
+``checkpointing`` says what a block keeps. ``tensor_parallel`` cuts linears. ``compiled_fsdp`` shards within a compiled graph. ``proof`` shows
 that a step ran in FP8. ``states`` is AdamW whose moments are stored in FP8; ``moments`` is
 one of them, and ``philox`` the stochastic rounding.
 
@@ -45,6 +45,7 @@ for _logger in _loggers:
 
 from fp8ref.torch import (
     cast,
+    checkpointing,
     compiled_fsdp,
     convert,
     delayed,
@@ -64,6 +65,7 @@ for _logger, _level in zip(_loggers, _levels, strict=True):
 
 __all__ = [
     "cast",
+    "checkpointing",
     "compiled_fsdp",
     "convert",
     "delayed",

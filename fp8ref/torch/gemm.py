@@ -30,8 +30,8 @@ def matmul(
               length; out [M, N] of out_dtype. Under rowwise scales a device's kernel may support
               bfloat16 only (``output_dtype``).
     Order:    torch._scaled_mm with both scale_inv, rounded to out_dtype (G-4); or unit scales,
-              rounded, times the product of both, rounded (G-5). Block operands go to torchao's
-              kernel if there is one (G-17, ``block_gemm.kernel``). Else they are dequantized first,
+              rounded, times the product of both, rounded (G-5). Block operands go to DeepGEMM's or
+              torchao's kernel if there is one (G-17, ``block_gemm.kernel``). Else they are dequantized first,
               and multiplied in float32 (G-16). K is padded with zeros to a multiple of 16, which
               changes no bit. Within ``hardware.simulating``, simulated hardware computes all of it,
               blocks too (G-19).
@@ -53,18 +53,18 @@ def matmul(
         codes, scales = [_lines(q.codes, q.axis) for q in (a, b)], [_lines(q.scale_inv, q.axis) for q in (a, b)]
         return hardware.multiply(*codes, *scales, a.granularity, b.granularity, accumulate, epilogue, out_dtype, by.name)
     if block is not None:
-        if block_gemm.kernel(a, b) == "torchao_triton":
+        if (chosen := block_gemm.kernel(a, b)) != "dequantized":
             codes_a, codes_b, scale_a, scale_b = (
                 _lines(x, q.axis) for x, q in ((a.codes, a), (b.codes, b), (a.scale_inv, a), (b.scale_inv, b))
             )
-            return block_gemm.multiply(codes_a, codes_b, scale_a, scale_b, out_dtype)
+            return block_gemm.multiply(codes_a, codes_b, scale_a, scale_b, out_dtype, chosen)
         hp_a, hp_b = (_lines(scaling.dequantize(q), q.axis) for q in (a, b))
         return torch.mm(hp_a, hp_b.t()).to(out_dtype)  # [M, K] @ [K, N] -> [M, N]
     # Hopper multiplies FP8 only if both operands are contiguous along K.
     codes_a, codes_b = (_padded(_lines(q.codes, q.axis)).contiguous() for q in (a, b))
     scale_a, scale_b = _scales(a, b)
     unit = epilogue == "unit_round_scale_round"
-    given = (torch.ones((), dtype=torch.float32, device=codes_a.device),) * 2 if unit else (scale_a, scale_b)
+    given = (_unit(codes_a),) * 2 if unit else (scale_a, scale_b)
     out = torch._scaled_mm(  # [M, K] @ [K, N] -> [M, N]
         codes_a,
         codes_b.t(),
@@ -73,7 +73,8 @@ def matmul(
         out_dtype=out_dtype,
         use_fast_accum=accumulate == "fast",
     )
-    return out.mul_(scale_a * scale_b) if unit else out
+    # Into another tensor: selective checkpointing keeps the GEMM's result, and refuses one that was written.
+    return torch.mul(out, scale_a * scale_b, out=torch.empty_like(out)) if unit else out
 
 
 def matmul_hp(a: torch.Tensor, b: torch.Tensor, *, axes: tuple[int, int]) -> torch.Tensor:
@@ -86,15 +87,20 @@ def output_dtype(spec: GemmSpec, dtype: torch.dtype) -> torch.dtype:
     return torch.bfloat16 if spec.rowwise else dtype
 
 
-def kernel(recipe: Recipe, device: torch.device) -> str:
-    """What multiplies the codes of a recipe on a device, for reports."""
+def kernel(recipe: Recipe, device: torch.device, shape: tuple[int, int]) -> str:
+    """What multiplies the codes of a recipe on a device, for reports; shape is the weight's, [N, K]."""
     if by := hardware.active():
         return by.name
-    casts = [(spec.a, spec.b) for spec in recipe.gemms.values() if spec.a and spec.b]
-    if not any(in_blocks(a.granularity) for a, _ in casts):
+    specs = {which: spec for which, spec in recipe.gemms.items() if spec.a and spec.b}
+    if not any(in_blocks(spec.a.granularity) for spec in specs.values() if spec.a):
         return SCALED_MM
-    found = {block_gemm.takes(a.fmt, b.fmt, a.granularity, b.granularity, device) for a, b in casts}
-    return " and ".join("torchao's Triton kernels" if taken else "float32 on dequantized codes" for taken in sorted(found, reverse=True))
+    found = []
+    for which, spec in specs.items():
+        assert spec.a
+        assert spec.b
+        columns = shape[0] if which == "output" else shape[1]
+        found.append(block_gemm.takes(spec.a.fmt, spec.b.fmt, spec.a.granularity, spec.b.granularity, device, columns=columns))
+    return " and ".join(name for key, name in block_gemm.NAMES.items() if key in found)
 
 
 def in_blocks(granularity: str) -> bool:
@@ -105,6 +111,22 @@ def in_blocks(granularity: str) -> bool:
 def _lines(x: torch.Tensor, axis: int) -> torch.Tensor:
     """The matrix with its reduced axis last."""
     return x if axis % 2 == 1 or x.ndim == 0 else x.t()
+
+
+def _unit(like: torch.Tensor) -> torch.Tensor:
+    """1 on a tensor's device. A kept one, so that no GEMM launches it, unless a compiler traces."""
+    return _kept_unit(like.device) if type(like) is torch.Tensor else torch.ones((), dtype=torch.float32, device=like.device)
+
+
+@functools.cache
+def _kept_unit(device: torch.device) -> torch.Tensor:
+    with torch.inference_mode(False):
+        return torch.ones((), dtype=torch.float32, device=device)
+
+
+def is_kept_unit(scale: torch.Tensor) -> bool:
+    """Whether a scale is the 1 of GEMMs under unit scales (G-5), for proofs."""
+    return scale is _kept_unit(scale.device)
 
 
 def _padded(codes: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,6 @@ of amaxes are computed where a forward pass begins; delayed scaling needs ``dela
 step.
 """
 
-import functools
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, get_args
@@ -21,20 +20,13 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from fp8ref import recipe as recipes
 from fp8ref.recipe import Recipe
-from fp8ref.torch import block_gemm, convert, fsdp, hardware, tensor_parallel
+from fp8ref.torch import checkpointing as checkpoints
+from fp8ref.torch import convert, fsdp, tensor_parallel
+from fp8ref.torch.checkpointing import Checkpointing, Operation
 from fp8ref.torch.model_checks import check_model, check_no_optimizer
-
-Checkpointing = Literal["none", "selective", "full"]
-"""What a block keeps for the backward pass.
-
-none       everything
-selective  its inputs and the results of ``KEPT``
-full       its inputs
-"""
 
 Compile = Literal["none", "block", "model"]
 """What torch.compile takes: nothing, each block's forward, or the whole model's."""
@@ -47,22 +39,6 @@ Source = Literal["compute", "master"]
 
 AXES = ("data", "fsdp", "tensor")
 """The dims that a mesh may have, in order."""
-
-_aten = torch.ops.aten
-KEPT = {
-    _aten.mm.default,
-    _aten._scaled_mm.default,
-    block_gemm.OPERATOR,
-    hardware.OPERATOR,
-    _aten._scaled_dot_product_efficient_attention.default,
-    _aten._scaled_dot_product_flash_attention.default,
-    _aten._scaled_dot_product_flash_attention_for_cpu.default,
-    _aten._scaled_dot_product_cudnn_attention.default,
-}
-"""Operators whose results selective checkpointing keeps.
-
-Matrix products and attention cost most to recompute.
-"""
 
 
 def parallelize(
@@ -77,6 +53,7 @@ def parallelize(
     sequence: bool = False,
     tensor_plan: Mapping[str, tensor_parallel.Style] | None = None,
     checkpointing: Checkpointing = "none",
+    keep: Iterable[Operation | Callable] = checkpoints.EVERY,
     compile: Compile = "none",
     compile_backend: str | Callable = "inductor",
     gather_fp8: bool = True,
@@ -102,9 +79,10 @@ def parallelize(
                 needs global.
     sequence, tensor_plan
                 as sequence and plan of ``tensor_parallel.parallelize``.
-    checkpointing
+    checkpointing, keep
                 ``full`` keeps a block's inputs and recomputes the rest in the backward pass;
-                ``selective`` also keeps the results of KEPT.
+                ``selective`` also keeps the results of ``keep``: names of
+                ``checkpointing.OPERATORS``, or operators of torch.
     compile, compile_backend
                 torch.compile of each ``block``'s forward, or of the whole ``model``'s, without
                 graph breaks. The whole model is gathered in one piece: FSDP2 gathers in hooks,
@@ -123,7 +101,8 @@ def parallelize(
                 ``tensor_parallel.parallelize``; an unknown value of an option; blocks that are not
                 the model's, or named twice; a mesh of other dims; a model that is compiled or
                 sharded already; an optimizer that was built before; delayed scaling of scope local;
-                under compile='model', modules that are, or by keep_dtype would be, sharded by
+                a cache of keys and values (transformers' use_cache) under checkpointing; under
+                compile='model', modules that are, or by keep_dtype would be, sharded by
                 themselves. After the model was sharded: as ``fsdp.gather_in_fp8``; copies with
                 different weights.
     """
@@ -138,6 +117,9 @@ def parallelize(
     )
     _check_modules(model, blocks, keep_dtype)
     _check_blocks(blocks, checkpointing, compile)
+    keep = checkpoints.check(checkpointing, keep)
+    if checkpointing != "none":
+        _check_no_cache(model)
     batch, by_tensor = (None, None) if mesh is None else _parts(mesh)
     if compile == "model":
         _check_one_graph(model, keep_dtype if batch is not None else [])
@@ -157,7 +139,7 @@ def parallelize(
         _cut_linears(model, recipe, by_tensor, sequence, tensor_plan)
     # 3 checkpointing, and 4 torch.compile around it
     for block in blocks:
-        block.forward = _checkpointed(block.forward, checkpointing)
+        block.forward = checkpoints.checkpointed(block.forward, checkpointing, keep)
     _compile_forwards(model, blocks, compile, compile_backend)
     if batch is None:
         return model
@@ -188,18 +170,6 @@ def _cut_linears(
         if recipe.fp8:  # under 'bf16' nothing was converted: FP8 linears, if any, are the caller's
             convert.deconvert(model)
         raise
-
-
-def _checkpointed(forward: Callable, how: Checkpointing) -> Callable:
-    """A block's forward under activation checkpointing."""
-    if how == "none":
-        return forward
-
-    def policy(context, op, *args, **kwargs) -> CheckpointPolicy:
-        return CheckpointPolicy.MUST_SAVE if op in KEPT else CheckpointPolicy.PREFER_RECOMPUTE
-
-    options: dict[str, Any] = {"context_fn": functools.partial(create_selective_checkpoint_contexts, policy)} if how == "selective" else {}
-    return functools.partial(checkpoint, forward, use_reentrant=False, **options)
 
 
 def _compile_forwards(model: nn.Module, blocks: Sequence[nn.Module], compile: Compile, backend: str | Callable) -> None:
@@ -276,6 +246,18 @@ def _check_blocks(blocks: Sequence[nn.Module], checkpointing: Checkpointing, com
     if not blocks and (checkpointing != "none" or compile == "block"):
         raise ValueError(
             f"checkpointing and compile='block' apply to blocks; got {checkpointing!r} and {compile!r} without blocks. Name blocks."
+        )
+
+
+def _check_no_cache(model: nn.Module) -> None:
+    """ValueError for a model of transformers that caches keys and values: a block that runs again
+    would append to them again."""
+    caching = [name for name, module in model.named_modules() if getattr(getattr(module, "config", None), "use_cache", None) is True]
+    if caching:
+        path = f"{caching[0]}.config.use_cache" if caching[0] else "config.use_cache"
+        raise ValueError(
+            f"a block under checkpointing runs twice, and would append keys and values to its cache twice; got {path} = True. "
+            "Set it to False for training."
         )
 
 

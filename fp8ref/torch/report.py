@@ -210,7 +210,7 @@ def _row(name: str, module: nn.Module, shapes: Mapping, sizes: Mapping, reason: 
 def _in_fp8(module: nn.Module) -> tuple[str | None, str | None]:
     """The recipe's name and the kernel of an FP8 linear; None of any other module."""
     if isinstance(module, Float8Linear | Linear):
-        return module.recipe.name, gemm.kernel(module.recipe, module.weight.device)
+        return module.recipe.name, gemm.kernel(module.recipe, module.weight.device, (module.out_features, module.in_features))
     if isinstance(module, float8_linear.Float8Linear):
         return "torchao's config", gemm.SCALED_MM
     return None, None

@@ -1,4 +1,4 @@
-"""Which kernel multiplies operands in blocks, what torchao's is handed, and what it computes (SEMANTICS G-17)."""
+"""Which kernel multiplies operands in blocks, what each is handed, and what torchao's computes (SEMANTICS G-17)."""
 
 import importlib.util
 import itertools
@@ -12,13 +12,15 @@ import torch
 from torch import nn
 
 from fp8ref.crosscheck import bounds
-from fp8ref.formats import BFLOAT16, E4M3FN, E5M2, FLOAT32
+from fp8ref.epilogue import Epilogue
+from fp8ref.formats import BFLOAT16, E4M3FN, E5M2, FLOAT16, FLOAT32
 from fp8ref.recipe import OPERANDS, RECIPES, REDUCED_AXES
 from fp8ref.sim import gemm as sim_gemm
 from fp8ref.sim import scaling as sim_scaling
-from fp8ref.torch import block_gemm, convert, gemm, parallel, proof, scaling
+from fp8ref.torch import block_gemm, checkpointing, convert, gemm, linear, proof, scaling
 from fp8ref.torch.scaling import Quantized
 
+FORMATS = {torch.float32: FLOAT32, torch.float16: FLOAT16, torch.bfloat16: BFLOAT16}
 GEMMS = tuple(RECIPES["blockwise"].gemms)
 UNEVEN = {"input": (384, 384), "weight": (128, 384), "grad_output": (384, 128)}  # halves of tiles
 EVEN = {"input": (256, 256), "weight": (256, 256), "grad_output": (256, 256)}  # no room to make
@@ -83,7 +85,115 @@ def fake(squares):
 def faked(monkeypatch):
     """A device with torchao's kernels, where there is none."""
     monkeypatch.setattr(block_gemm, "_has_tensor_cores", lambda device: True)
+    monkeypatch.setattr(block_gemm, "_is_hopper", lambda device: False)
     monkeypatch.setattr(block_gemm, "kernels", lambda: (fake(squares=False), fake(squares=True)))
+
+
+class FakeDeepGEMM:
+    """What DeepGEMM 54e2261 checks on compute capability 9.0, and the order of its kernels, ``product`` of G-13.
+
+    csrc/apis/gemm.hpp: fp8_fp4_gemm_nt, whose alias is fp8_gemm_nt; csrc/utils/layout.hpp: check_sf_layout, check_major_type_cd;
+    csrc/jit_kernels/impls: sm90_fp8_gemm_1d2d.hpp, sm90_fp8_gemm_1d1d.hpp.
+    """
+
+    def __init__(self) -> None:
+        self.calls = []
+
+    def fp8_gemm_nt(self, a, b, d, c=None, recipe=None, recipe_a=None, recipe_b=None, compiled_dims="nk", disable_ue8m0_cast=False):
+        (codes_a, sfa), (codes_b, sfb) = a, b
+        (m, k), n = codes_a.shape, len(codes_b)
+        recipe = recipe or (1, 128, 128)
+        assert {codes_a.dtype, codes_b.dtype} == {torch.float8_e4m3fn}
+        assert (codes_a.stride(), codes_b.stride()) == ((k, 1), (k, 1))  # K-major; a's and b's rows without gaps
+        assert (codes_b.shape[1], tuple(d.shape), d.stride(-1)) == (k, (m, n), 1)
+        assert {sfa.dtype, sfb.dtype} == {torch.float32}
+        assert tuple(sfa.shape) == (m, -(-k // 128))
+        assert tuple(sfb.shape) == (-(-n // recipe[1]), -(-k // 128))
+        if recipe == (1, 1, 128):
+            assert c is d  # what it adds to; otherwise it copies c first
+            assert d.dtype == torch.float32
+            scales_b = sfb
+        else:
+            assert recipe == (1, 128, 128)
+            assert c is None
+            assert d.dtype == torch.bfloat16
+            assert n % 8 == 0  # DG_TRAP_ONLY_DEVICE_ASSERT in sm90_fp8_gemm_1d2d.cuh
+            assert sfb.is_contiguous() or sfb.t().is_contiguous()
+            scales_b = sfb.repeat_interleave(128, dim=0)[:n]
+        assert d.stride(0) * d.element_size() % 16 == 0  # of a copy by TMA
+        total = torch.zeros(m, n) if c is None else c.clone()
+        for i in range(k // 128):
+            part = slice(i * 128, (i + 1) * 128)
+            acc = codes_a.float()[:, part].double() @ codes_b.float()[:, part].double().t()  # exact
+            scale = sfa[:, i, None] * scales_b[:, i]
+            # one rounding of product and sum: float64 holds the product, and rounds the sum twice too rarely for these cases
+            total = (acc.float().double() * scale.double() + total.double()).float()
+        d.copy_(total)
+        self.calls.append((recipe, tuple(d.shape), d.dtype))
+
+
+@pytest.fixture
+def deepgemm(faked, monkeypatch):
+    """A Hopper with DeepGEMM's kernels and torchao's, where there is none."""
+    made = FakeDeepGEMM()
+    monkeypatch.setattr(block_gemm, "_is_hopper", lambda device: True)
+    monkeypatch.setattr(block_gemm, "deep_gemm", lambda: made)
+    return made
+
+
+@pytest.mark.parametrize(("which", "shapes"), CASES)
+@pytest.mark.parametrize("out_dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_deepgemm_is_handed_our_codes_and_scales_in_its_layouts(which, shapes, out_dtype, deepgemm, rng):  # G-13, G-17
+    """Bit for bit, of numbers that need every rounding."""
+    a, sa, b, sb = operands(which, shapes, lambda shape, *_: rng.standard_normal(shape).astype(np.float32))
+    out = gemm.matmul(a, b, accumulate="slow", out_dtype=out_dtype)
+    assert out.dtype == out_dtype
+    expected = sim_gemm.matmul(sa, sb, out_dtype=FORMATS[out_dtype], epilogue=Epilogue(name="deepgemm", scale="product"))
+    np.testing.assert_array_equal(out.float().numpy(), expected)
+    squares = which != "grad_weight" and out_dtype == torch.bfloat16
+    assert deepgemm.calls == [((1, 128, 128) if squares else (1, 1, 128), out.shape, torch.bfloat16 if squares else torch.float32)]
+
+
+def test_deepgemm_multiplies_where_it_can_and_torchao_the_rest(deepgemm, monkeypatch):  # G-17
+    line, odd = quantized("blockwise_1x128"), quantized("blockwise_1x128", 132)
+    assert block_gemm.kernel(line, line) == "deep_gemm"
+    assert block_gemm.kernel(odd, line) == "deep_gemm"
+    assert block_gemm.kernel(line, odd) == "torchao_triton"  # 132 columns
+    assert block_gemm.kernel(line, quantized("blockwise_1x128", fmt=E5M2)) == "dequantized"
+    monkeypatch.setattr(block_gemm, "kernels", lambda: None)
+    assert block_gemm.kernel(line, odd) == "dequantized"
+    assert block_gemm.kernel(line, line) == "deep_gemm"
+    monkeypatch.setattr(block_gemm, "_is_hopper", lambda device: False)
+    assert block_gemm.kernel(line, line) == "dequantized"
+
+
+def test_a_step_by_deepgemm_is_named_in_the_proof_and_the_report(deepgemm):  # B-8, R-7
+    module = model()
+    with proof.trace_eager(module) as trace:
+        step(module)
+    assert {g.accumulate for g in trace.gemms} == {"blocks, DeepGEMM"}
+    assert len(deepgemm.calls) == 6
+    assert {row.kernel for row in linear.report(module).rows if row.recipe} == {"DeepGEMM's kernels"}
+
+
+@pytest.mark.parametrize(
+    ("source", "logged"),
+    [
+        (None, None),
+        ("def fp8_gemm_nt(*args, **kwargs): ...", None),
+        ("assert False, 'no CUDA'", "cannot be imported (AssertionError: no CUDA): torchao's kernels multiply"),
+        ("__version__ = '1.0'", "deep_gemm 1.0 has no fp8_gemm_nt"),
+    ],
+)
+def test_a_deepgemm_that_cannot_be_used_is_spoken_of(source, logged, tmp_path, monkeypatch, caplog):  # G-17
+    if source is not None:
+        (tmp_path / "deep_gemm.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "deep_gemm", raising=False)
+    found = block_gemm.deep_gemm.__wrapped__()
+    sys.modules.pop("deep_gemm", None)
+    assert (found is not None) == (source is not None and logged is None)
+    assert [logged in record.getMessage() for record in caplog.records] == ([True] if logged else [])
 
 
 @pytest.mark.parametrize(("which", "shapes"), CASES)
@@ -118,6 +228,7 @@ def test_the_choice_by_device(capability, hip, there, expected, monkeypatch):  #
     monkeypatch.setattr(torch.version, "cuda", None if hip else "13.0")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(block_gemm, "kernels", lambda: (fake(False), fake(True)) if there else None)
+    monkeypatch.setattr(block_gemm, "deep_gemm", lambda: None)
     q = quantized("blockwise_1x128")
     on_gpu = q._replace(codes=type("Codes", (), {"shape": q.codes.shape, "device": torch.device("cuda", 0)})())
     assert block_gemm.kernel(on_gpu, on_gpu) == expected
@@ -190,7 +301,7 @@ def test_the_proof_names_what_multiplied(faked, monkeypatch):  # B-8
 
 def test_selective_checkpointing_keeps_the_kernels_results(faked):
     module = model()
-    checkpointed = parallel._checkpointed(module.forward, "selective")
+    checkpointed = checkpointing.checkpointed(module.forward, "selective")
     with proof.trace_eager(module) as trace:
         step(checkpointed)
     assert [g.which for g in trace.gemms].count("output") == 2
@@ -289,7 +400,7 @@ def test_for_hopper_torchaos_kernels_compile_to_fp8_tensor_core_instructions(fus
 def test_on_a_gpu(which, shapes, out_dtype, rng):  # G-17
     a, sa, b, sb = operands(which, shapes, lambda *how: integers(rng, *how))
     a, b = (q._replace(codes=q.codes.cuda(), scale=q.scale.cuda(), scale_inv=q.scale_inv.cuda()) for q in (a, b))
-    if block_gemm.kernel(a, b) != "torchao_triton":
+    if block_gemm.kernel(a, b) == "dequantized":
         pytest.skip("no kernel for this GPU")
     out = gemm.matmul(a, b, accumulate="slow", out_dtype=out_dtype)
     expected = sim_gemm.matmul(sa, sb, out_dtype=FLOAT32 if out_dtype == torch.float32 else BFLOAT16)

@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers
 
-from fp8ref.torch import convert, delayed
+from fp8ref.torch import convert, delayed, parallel
 from fp8ref.torch.convert import Linear
 
 RECIPES = ("tensorwise", "rowwise", "delayed", "blockwise")
@@ -144,3 +144,17 @@ def test_gradient_checkpointing_changes_no_bit(recipe, reentrant):  # H-4
     (losses, plain), (losses_again, checkpointed) = run(False), run(True)
     assert losses == losses_again
     assert all(torch.equal(checkpointed[key], value) for key, value in plain.items())
+
+
+@pytest.mark.parametrize("how", ["selective", "full"])
+def test_blocks_are_checkpointed_by_parallelize(how):  # T-8
+    """Without a cache, which transformers keeps in training too, and to which a second forward pass would append."""
+    plain, checkpointed = llama("delayed"), llama("delayed")
+    with pytest.raises(ValueError, match=r"got config\.use_cache = True\. Set it to False for training"):
+        parallel.parallelize(checkpointed, "delayed", blocks=checkpointed.model.layers, checkpointing=how)
+    checkpointed.config.use_cache = False
+    parallel.parallelize(checkpointed, "delayed", blocks=checkpointed.model.layers, checkpointing=how)
+    convert.convert(plain, "delayed")
+    assert train(checkpointed, 2) == train(plain, 2)
+    found = checkpointed.state_dict()
+    assert all(torch.equal(found[key], value) for key, value in plain.state_dict().items())

@@ -146,7 +146,8 @@ def _how(node: Node) -> tuple[str | None, ...]:
     if node.target is SIMULATED:
         return records.of_simulated(node.args)
     if node.target is BLOCK_GEMM:
-        return records.of_blocks(*(_node(argument).meta["val"] for argument in node.args[:4]))
+        codes_b, scale_b = (_node(node.args[i]).meta["val"] for i in (1, 3))
+        return records.of_blocks(codes_b, scale_b, str(node.args[5]))
     return _scaled(node) if node.target is SCALED_MM else (None, None)
 
 

@@ -13,13 +13,14 @@ from torchao.float8.float8_linear import Float8Linear
 from torchao.float8.float8_training_tensor import Float8TrainingTensor
 
 from fp8ref.recipe import OPERANDS, Gemm
+from fp8ref.torch import gemm
 from fp8ref.torch.model_checks import is_compiled
 from fp8ref.torch.proof import records
 from fp8ref.torch.proof.records import BLOCK_GEMM, SCALED_MM, SIMULATED, GemmRecord, GemmTrace
 
 _aten = torch.ops.aten
 _ONES = (_aten.ones.default, _aten.new_ones.default)
-_TIMES = (_aten.mul_.Tensor, _aten.mul.Tensor)
+_TIMES = (_aten.mul_.Tensor, _aten.mul.Tensor, _aten.mul.out)
 # the key in an autograd node's metadata that names its layer
 _LAYER_KEY = "fp8ref.torch.proof.eager"
 
@@ -121,10 +122,10 @@ class _Tracer(TorchDispatchMode):
             scales = given["scale_a"], given["scale_b"]
             accumulate = "fast" if given.get("use_fast_accum") else "slow"
             granularity = records.granularity(*scales)
-            if all(scale in self._ones for scale in scales):
+            if all(scale in self._ones or gemm.is_kept_unit(scale) for scale in scales):
                 granularity, self._unscaled[out] = "unit", len(self._trace.gemms)
         elif func is BLOCK_GEMM:
-            accumulate, granularity = records.of_blocks(*args[:4])
+            accumulate, granularity = records.of_blocks(args[1], args[3], args[5])
         elif func is SIMULATED:
             accumulate, granularity, plan = records.of_simulated(args)
         self._trace.gemms.append(GemmRecord(layer, announced or which, a, b, accumulate, granularity, plan))

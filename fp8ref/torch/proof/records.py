@@ -15,7 +15,10 @@ SCALED_MM = _aten._scaled_mm.default
 """The operator of torch._scaled_mm."""
 
 BLOCK_GEMM = block_gemm.OPERATOR
-"""The operator of torchao's kernels for block scales."""
+"""The operator of kernels for block scales."""
+
+BLOCKS = {"torchao_triton": "blocks", "deep_gemm": "blocks, DeepGEMM"}
+"""How a proof names the accumulation of a kernel for scales of blocks."""
 
 SIMULATED = hardware.OPERATOR
 """The operator of simulated hardware (G-19)."""
@@ -37,8 +40,8 @@ _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
 class GemmRecord:
     """One GEMM of a linear, as it ran.
 
-    accumulate     ``fast`` or ``slow`` (G-7), or ``blocks`` (G-17); None of a GEMM in high
-                   precision.
+    accumulate     ``fast`` or ``slow`` (G-7), ``blocks`` by torchao's kernels or ``blocks, DeepGEMM``
+                   (G-17); None of a GEMM in high precision.
     granularity    ``tensorwise`` or ``rowwise``, from the shapes of the scales. Under unit scales
                    (G-5) it is that of the factor that multiplies the result, or ``unit`` without
                    one. Of operands with block scales it names both. None of a GEMM in high
@@ -118,9 +121,9 @@ def granularity(*scales: torch.Tensor) -> str:
     return "rowwise" if any(scale.ndim > 1 for scale in scales) else "tensorwise"
 
 
-def of_blocks(codes_a: torch.Tensor, codes_b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor) -> tuple[str, str]:
-    """Accumulation and granularity of a GEMM by torchao's kernels for scales of blocks (G-17)."""
-    return "blocks", f"blockwise_1x128 x {block_gemm.granularity_of_b(codes_b, scale_b)}"
+def of_blocks(codes_b: torch.Tensor, scale_b: torch.Tensor, by: str) -> tuple[str, str]:
+    """Accumulation and granularity of a GEMM by kernels for scales of blocks (G-17)."""
+    return BLOCKS[by], f"blockwise_1x128 x {block_gemm.granularity_of_b(codes_b, scale_b)}"
 
 
 def of_simulated(arguments: Sequence[Any]) -> tuple[str, str, str]:
