@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from fp8ref import recipe as recipes
-from fp8ref.recipe import Recipe
+from fp8ref.recipe import Recipe, Style
 from fp8ref.torch import block_gemm, convert, fsdp, hardware, tensor_parallel
 from fp8ref.torch.model_checks import check_model, check_no_optimizer
 
@@ -75,7 +75,7 @@ def parallelize(
     fp8_fqns: Sequence[str] = (),
     amax_scope: Scope = "local",
     sequence: bool = False,
-    tensor_plan: Mapping[str, tensor_parallel.Style] | None = None,
+    tensor_plan: Mapping[str, Style] | None = None,
     checkpointing: Checkpointing = "none",
     compile: Compile = "none",
     compile_backend: str | Callable = "inductor",
@@ -154,7 +154,9 @@ def parallelize(
     model = convert.convert(model, recipe, filter_fqns=filter_fqns, fp8_fqns=fp8_fqns, amax_group=group)
     # 2 tensor parallelism, of whole linears
     if by_tensor is not None:
-        _cut_linears(model, recipe, by_tensor, sequence, tensor_plan)
+        assert mesh is not None
+        every = mesh._flatten("ranks").get_group() if group is not None else None
+        _cut_linears(model, recipe, by_tensor, sequence, tensor_plan, every)
     # 3 checkpointing, and 4 torch.compile around it
     for block in blocks:
         block.forward = _checkpointed(block.forward, checkpointing)
@@ -179,11 +181,16 @@ def parallelize(
 
 
 def _cut_linears(
-    model: nn.Module, recipe: Recipe, mesh: DeviceMesh, sequence: bool, plan: Mapping[str, tensor_parallel.Style] | None
+    model: nn.Module,
+    recipe: Recipe,
+    mesh: DeviceMesh,
+    sequence: bool,
+    plan: Mapping[str, Style] | None,
+    amax_group: ProcessGroup | None,
 ) -> None:
     """Tensor parallelism of a converted model. If it is refused, the conversion is undone."""
     try:
-        tensor_parallel.parallelize(model, mesh, sequence=sequence, plan=plan)
+        tensor_parallel.parallelize(model, mesh, sequence=sequence, plan=plan, amax_group=amax_group)
     except ValueError:
         if recipe.fp8:  # under 'bf16' nothing was converted: FP8 linears, if any, are the caller's
             convert.deconvert(model)

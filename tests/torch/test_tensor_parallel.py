@@ -46,7 +46,7 @@ def cut_exactly(recipe):
     return [passed_exactly(tensor_parallel.parallelize(convert.convert(exact(bias), recipe), mesh(), plan=plan)) for bias in (False, True)]
 
 
-@pytest.mark.parametrize("recipe", ["bf16", "tensorwise", "rowwise", "rowwise_with_gw_hp"])
+@pytest.mark.parametrize("recipe", ["bf16", "tensorwise", "rowwise", "rowwise_with_gw_hp", "delayed", "mxfp8"])
 def test_where_sums_are_exact_a_plan_gives_what_one_process_gives(recipe):  # P-14, P-16
     expected = [passed_exactly(convert.convert(exact(bias), recipe)) for bias in (False, True)]
     assert expected[0][0].count_nonzero() > 300
