@@ -167,6 +167,12 @@ class Recipe:
         )
         return first == second and (first is None or first.granularity == "tensorwise")
 
+    @property
+    def rows(self) -> int:
+        """What M is a multiple of: the blocks along M in which grad_weight scales its operands (SEMANTICS L-5)."""
+        casts = [cast for cast in (self.grad_weight.a, self.grad_weight.b) if cast is not None]
+        return math.lcm(*(granularity.by_name(cast.granularity).reduced or 1 for cast in casts))
+
     def multiple(self, style: Style) -> int:
         """What a tensor-parallel rank's part of N (colwise) or of K (rowwise) is a multiple of, so that no block is cut (SEMANTICS P-5)."""
         sizes = {1}

@@ -18,7 +18,6 @@ reduce_dtype says in which dtype).
 
 import functools
 import importlib
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -26,7 +25,6 @@ import torch
 from torch import nn
 from torchao.float8.float8_training_tensor import Float8TrainingTensor
 
-from fp8ref import granularity as granularities
 from fp8ref import recipe as recipes
 from fp8ref.recipe import OPERANDS, REDUCED_AXES, ROLES, CastSpec, Gemm, Recipe, Role
 from fp8ref.torch import delayed, delayed_checks, gemm, linear_input, scales, scaling
@@ -86,7 +84,7 @@ class Linear(nn.Linear):
         self.cut: Cut | None = None
         self.groups = Groups(batch=group, every=group)
         self._bind()
-        self.multiple = _multiple(self.recipe)
+        self.multiple = self.recipe.rows
         self.states = nn.ModuleDict(
             {role: delayed.RoleState(fmt, config, self.weight.device, group) for role, (fmt, config) in delayed.casts(self.recipe).items()}
         )
@@ -130,14 +128,13 @@ class Linear(nn.Linear):
         return y if bias is None else y + bias.to(y.dtype)
 
     def share(self, cut: Cut, every: str | None) -> None:
-        """Have tensor-parallel ranks share this linear, whose parameters are then DTensors.
+        """Have tensor-parallel ranks share this linear, whose parameters are DTensors.
 
         every     name of the process group of these ranks and those of ``group``; None if there is no
                   ``group``.
         """
         self.cut = cut
         self.groups = Groups(batch=self.group, tensor=cut.group, every=every or cut.group, style=cut.style)
-        cut.replace_parameters(self)
         for role in ROLES:
             if state := self.state(role):
                 state.group = self.groups.every
@@ -317,12 +314,6 @@ def _tensors(q: Operand) -> tuple[torch.Tensor, ...]:
     """The tensors of a Quantized, in the order in which ``_backward`` reads them."""
     assert isinstance(q, Quantized)
     return q.codes, q.scale, q.scale_inv
-
-
-def _multiple(recipe: Recipe) -> int:
-    """What M is a multiple of: the blocks along M in which grad_weight scales its operands."""
-    casts = [cast for cast in (recipe.grad_weight.a, recipe.grad_weight.b) if cast is not None]
-    return math.lcm(*(granularities.by_name(cast.granularity).reduced or 1 for cast in casts))
 
 
 def check_recipe(recipe: str | Recipe) -> Recipe:

@@ -21,10 +21,11 @@ from fp8ref.recipe import CUT_AXES, Role, Style
 class Cut:
     """How the ranks of a mesh of one dim share a linear.
 
+    style     None: every rank has all of it, and computes the same.
     between   placement of the tokens between linears: whole, or cut under sequence parallelism.
     """
 
-    style: Style
+    style: Style | None
     mesh: DeviceMesh
     between: Placement
 
@@ -38,14 +39,15 @@ class Cut:
 
         Gradient: of colwise linears, summed over ranks; of those with one DTensor as input together.
         """
-        if self.style == "rowwise":
-            return x.redistribute(placements=[Shard(-1)]).to_local() if isinstance(x, DTensor) else x
+        if self.style != "colwise":
+            placement = Replicate() if self.style is None else Shard(-1)
+            return x.redistribute(placements=[placement]).to_local() if isinstance(x, DTensor) else x
         whole = x if isinstance(x, DTensor) else DTensor.from_local(x, self.mesh, [Replicate()], run_check=False)
         return whole.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
 
     def leave(self, y: torch.Tensor) -> torch.Tensor:
         """This rank's output: of rowwise linears its tokens of the sum over ranks (P-16)."""
-        if self.style == "colwise":
+        if self.style != "rowwise":
             return y
         return DTensor.from_local(y, self.mesh, [Partial()], run_check=False).redistribute(placements=[self.between]).to_local()
 
@@ -61,6 +63,7 @@ class Cut:
 
     def replace_parameters(self, linear: nn.Linear) -> None:
         """Make DTensors of a linear's parameters, from those of the first rank."""
+        assert self.style is not None
         placements: dict[str, Placement] = (
             {"weight": Shard(0), "bias": Shard(0)} if self.style == "colwise" else {"weight": Shard(1), "bias": Replicate()}
         )

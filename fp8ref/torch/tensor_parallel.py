@@ -134,7 +134,9 @@ def _replace_parameters(
             _share_input(module, mesh, between, columns, own.blocks[type(module)])
         elif any(True for _ in module.parameters(recurse=False)):
             _replicate(module, mesh, replicated)
-            if own:
+            if isinstance(module, Linear):
+                module.share(Cut(style=None, mesh=mesh, between=between), every)
+            elif own:
                 _lay_out_own(own, name, module, mesh, between)
             else:
                 _lay_out(module, mesh, _WHOLE, _WHOLE)
@@ -182,7 +184,9 @@ def gathers_fp8(module: nn.Module) -> bool:
 def _cut(linear: nn.Module, mesh: DeviceMesh, style: Style, between: Placement, every: str | None) -> None:
     """Cut one linear: colwise cuts N of its weight [N, K], rowwise cuts K."""
     if isinstance(linear, Linear):
-        linear.share(Cut(style=style, mesh=mesh, between=between), every)
+        cut = Cut(style=style, mesh=mesh, between=between)
+        cut.replace_parameters(linear)
+        linear.share(cut, every)
     elif style == "colwise":
         parallelize_module(linear, mesh, (Float8ColwiseParallel if gathers_fp8(linear) else ColwiseParallel)())
     else:

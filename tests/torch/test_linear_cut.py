@@ -100,12 +100,12 @@ def simulated(hp, layer, role, spec, axis, state):
 @pytest.mark.parametrize("name", TRIED)
 def test_codes_scales_and_sums_are_those_of_the_simulators_mesh(ranks, name):  # P-4, P-5, P-14, P-16
     recipe = TRIED[name]
-    recipes = {layer: recipe for layer in PLAN}
+    recipes = dict.fromkeys(PLAN, recipe)
     states = initial_states(recipes)
     for step in range(len(ranks[0][name])):
         steps = [rank[name][step] for rank in ranks]
         parts, amaxes = {}, {}
-        for layer, style in PLAN.items():
+        for layer in PLAN:
             for which, spec in recipe.gemms.items():
                 if not spec.fp8:
                     assert (layer, which) not in steps[0][0]
