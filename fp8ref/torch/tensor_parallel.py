@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import get_args
 
 import torch
+import torch._inductor.config
 
 # defines all_gather_into_tensor of _c10d_functional
 import torch.distributed._functional_collectives
@@ -76,7 +77,8 @@ def parallelize(
               linear; a linear that DTensor cannot run; dims or heads that the ranks do not cut
               evenly; FP8 dims that are then not multiples of 16; parameters that are cut and
               shared, or sharded already; a block with one scale that is cut (P-5); amaxes that are
-              shared along a batch, without amax_group. In the forward pass: a sequence that the ranks do not cut
+              shared along a batch, without amax_group; asynchronous tensor parallelism of fp8ref's own
+              linear, or on CPUs. In the forward pass: a sequence that the ranks do not cut
               evenly.
     """
     ranks = _mesh_size(mesh)
@@ -95,6 +97,7 @@ def parallelize(
         raise ValueError("a plan cuts at least one linear; got none. Name linears in it, or leave tensor parallelism out.")
     styles = _styles(model, plan if plan is not None else own.styles if own else {})
     _check_model(model, amax_group)
+    _check_asynchronous(model, mesh)
     for name, style in styles.items():
         check_linear(name, model, style, ranks)
     if mesh.device_type == "cpu":
@@ -282,6 +285,17 @@ def _check_model(model: nn.Module, amax_group: ProcessGroup | None) -> None:
             raise ValueError(
                 f"{what} holds parameters next to modules, and would mix plain and distributed tensors. Move the parameters to a module."
             )
+
+
+def _check_asynchronous(model: nn.Module, mesh: DeviceMesh) -> None:
+    """ValueError if torch's asynchronous tensor parallelism is on, and would do nothing."""
+    own = next((name for name, module in model.named_modules() if isinstance(module, Linear)), None)
+    if torch._inductor.config._micro_pipeline_tp and (own is not None or mesh.device_type != "cuda"):
+        what = f"a mesh of {mesh.device_type}" if own is None else f"{own or 'the model'}, fp8ref's own Linear, which casts between them"
+        raise ValueError(
+            f"asynchronous tensor parallelism (torch._inductor.config._micro_pipeline_tp) fuses gathers with GEMMs of GPUs; got {what}. "
+            "Set it to False, or use a recipe and scope of torchao's Float8Linear on GPUs."
+        )
 
 
 def check_linear(name: str, model: nn.Module, style: Style, ranks: int) -> None:

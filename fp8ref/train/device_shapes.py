@@ -46,6 +46,11 @@ def sharded(config: Config, backend: str) -> bool:
     return config.parallel.fsdp > 1 or (backend == "torch" and config.parallel.data > 1)
 
 
+def ranks_share_amaxes(config: Config) -> bool:
+    """Whether PyTorch's ranks share the amaxes of a batch: their linears are then fp8ref's own, which pad and gather by themselves."""
+    return config.parallel.data * config.parallel.fsdp > 1 and config.parallel.amax_scope == "global"
+
+
 def in_fp8(recipe: Recipe, config: Config, backend: str) -> bool:
     """Whether fsdp gathers a weight of this recipe in FP8."""
     if not recipe.output.fp8:
@@ -82,9 +87,8 @@ def check_on_gpu(config: Config, backend: str) -> None:
 
     Sums over tokens are not padded to 16 where tensor parallelism cuts torchao's linears (L-5).
     """
-    count, keys = tokens(config), config.parallel
-    own = keys.data * keys.fsdp > 1 and keys.amax_scope == "global"  # fp8ref's own linears pad
-    if backend == "jax" or keys.tensor == 1 or own or count % 16 == 0:
+    count = tokens(config)
+    if backend == "jax" or config.parallel.tensor == 1 or ranks_share_amaxes(config) or count % 16 == 0:
         return
     for d in config.decisions():
         spec = d.recipe.grad_weight

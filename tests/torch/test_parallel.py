@@ -229,7 +229,6 @@ def refusals():
     refused("again", lambda: parallelize(made, "bf16", mesh=mesh("fsdp")))
     refused("processes", lambda: Trainer(default_config(fsdp=2)))
     refused("batch", lambda: Trainer(default_config(fsdp=3)))
-    refused("scope", lambda: Trainer(default_config(tensor=3)))
     return found
 
 

@@ -105,6 +105,10 @@ def refusals():
         assert before == [(name, type(p.data)) for name, p in model.named_parameters()], message
     with pytest.raises(ValueError, match=r"T divisible by 2 ranks; got T = 15\. Pad them"):
         tensor_parallel.parallelize(build(), mesh(), sequence=True)(some_tokens(length=15))
+    with torch._inductor.config.patch(_micro_pipeline_tp=True):
+        for make, message in ((build, "got a mesh of cpu"), (lambda: build("delayed"), r"q_proj, fp8ref's own Linear.*Set it to False")):
+            with pytest.raises(ValueError, match=rf"asynchronous tensor parallelism .*{message}"):
+                tensor_parallel.parallelize(make(), mesh())
     with pytest.raises(ValueError, match=r"q_proj (has forward hooks|is sharded already)"):
         convert.convert(tensor_parallel.parallelize(build("bf16"), mesh()), "tensorwise")
     return len(REFUSED)
