@@ -71,7 +71,8 @@ def check_first_layer(report: Report, backend: str, runs: Sequence[Run], one: Ru
             first = rank // tensor * len(mine)
             rows = slice(first, first + len(mine))
             compare_values(report.check(f"{layer}/{role}/codes/{backend} one process"), mine, codes[rows], 1.0, names=names)
-            of_rows = scale[rows] if scale.ndim and len(scale) == len(codes) else scale  # one a row, or one for all
+            per = len(codes) // len(scale) if scale.ndim else 1  # rows that share a scale
+            of_rows = scale if own.shape == scale.shape else scale[first // per : (first + len(mine)) // per]
             compare_bits(report.check(f"{layer}/{role}/scale/{backend} one process"), own, of_rows, names=names)
 
 

@@ -122,7 +122,7 @@ class Linear(nn.Linear):
         seen = states[-1].seen if observes and states[-1] else None
         function = self._function if w.dtype == self.weight.dtype else self._function_of_copies
         y = function.apply(x, w, seen, *delayed_scales)
-        bias = self.bias
+        bias: torch.Tensor | None = self.bias
         if self.cut is not None:
             y, bias = self.cut.leave(y), None if bias is None else self.cut.bias(bias)
         return y if bias is None else y + bias.to(y.dtype)

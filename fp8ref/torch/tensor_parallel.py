@@ -320,8 +320,7 @@ def check_linear(name: str, model: nn.Module, style: Style, ranks: int) -> None:
         raise ValueError(
             f"{name} is {style}, its {which} divisible by {ranks} ranks; got {dim}. Use fewer ranks, or leave it out of the plan."
         )
-    multiple = module.recipe.multiple(style) if isinstance(module, Linear) else 1
-    if dim // ranks % multiple:
+    if isinstance(module, Linear) and dim // ranks % (multiple := module.recipe.multiple(style)):
         raise ValueError(
             f"{name} is {style} under recipe {module.recipe.name!r}, whose blocks no rank boundary cuts (P-5): its {which} is a multiple of "
             f"{multiple} on each of {ranks} ranks; got {dim}, {dim // ranks} on each. Use fewer ranks, or name it in filter_fqns."

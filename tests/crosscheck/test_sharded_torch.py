@@ -183,7 +183,8 @@ def test_ranks_that_share_linears_hold_to_the_simulator(small, monkeypatch):  # 
 )
 def test_linears_and_batches_cut_by_four_ranks(small, monkeypatch, recipe, mesh):  # P-4, P-5, P-11, P-14
     sizes = {"hidden_size": 256, "intermediate_size": 256} if recipe in ("blockwise", "mxfp8") else {}
-    report, _ = sharded_torch.crosscheck(cut(monkeypatch, small, recipe, *mesh, **sizes), 4, steps=1)
+    config = cut(monkeypatch, small, recipe, *mesh, **sizes).replace(data={"batch_size": 4})
+    report, _ = sharded_torch.crosscheck(config, 4, steps=1)
     assert report.ok, failed(report)
     name = sharded_torch._Mesh(*mesh).name("global")
     assert report.checks[f"{UP}/grad_output/codes/{name}"].equal > 0
