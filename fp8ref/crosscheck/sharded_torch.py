@@ -65,6 +65,8 @@ def crosscheck(config: Config, n: int, *, steps: int = STEPS, prepare: Watcher |
                 device_shapes.check(mesh.of(config, scope), "torch")
                 tried.append((mesh, scope))
             except ConfigError as error:
+                if mesh.tensor == 1:
+                    raise
                 unfit[mesh.name(scope)] = str(error)
     batches = loader.open_batches(config)
     tokens = [batches.step(step) for step in range(steps + 1)]

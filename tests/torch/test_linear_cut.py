@@ -45,13 +45,30 @@ def plain():
     return nn.Sequential(nn.Linear(128, 256), nn.Linear(256, 128)).bfloat16()
 
 
+def cut(name, grid):
+    model = convert.convert(plain(), TRIED[name], amax_group=grid["data"].get_group())
+    return tensor_parallel.parallelize(model, grid["tensor"], plan=PLAN, amax_group=distributed.group.WORLD)
+
+
+def compiled(name, grid, x, g):
+    """Whether a compiled pass has the bits of an eager one: output, gradients and observations."""
+    found = []
+    for how in (False, True):
+        model, mine = cut(name, grid), x.clone().requires_grad_()
+        y = (torch.compile(model, fullgraph=True, backend="aot_eager") if how else model)(mine)
+        y.backward(g)
+        found.append([y.detach(), mine.grad, *(whole(p.grad) for p in model.parameters()), *(s.seen for _, s in delayed.states(model))])
+    return [torch.equal(a, b) for a, b in zip(*found, strict=True)]
+
+
 def trained(names):
-    """Of each recipe and step, this rank's GEMMs, output, gradients and states."""
+    """Of each recipe and step, this rank's GEMMs, output, gradients and states; and what is the same compiled."""
     grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
     mine, found = slice(grid.get_local_rank("data") * ROWS, (grid.get_local_rank("data") + 1) * ROWS), {}
+    x, g = (numbers(2 * ROWS, 128, seed=seed)[mine] for seed in (0, 10))
+    found["compiled"] = compiled("delayed", grid, x, g)
     for name in names:
-        model = convert.convert(plain(), TRIED[name], amax_group=grid["data"].get_group())
-        tensor_parallel.parallelize(model, grid["tensor"], plan=PLAN, amax_group=distributed.group.WORLD)
+        model = cut(name, grid)
         found[name] = []
         for step in range(STEPS if TRIED[name].delayed else 1):
             gemms = {}
@@ -162,6 +179,11 @@ def test_a_bias_is_added_after_the_sum(ranks):  # G-15, P-16
         g = gemms["1", "grad_weight"][0][0]
         expected = torch.from_numpy(g).bfloat16().sum(0).float().numpy()
         np.testing.assert_array_equal(grads["1.bias"], expected)
+
+
+def test_compiled_it_has_the_same_bits(ranks):  # P-14
+    for rank in ranks:
+        assert rank["compiled"] == [True] * (2 + 4 + 6)
 
 
 def test_ranks_share_a_scale_where_they_cut_its_group():  # P-5
