@@ -4,6 +4,7 @@
 """
 
 import importlib
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -39,6 +40,12 @@ REDUCED_AXES: dict[Gemm, tuple[int, int]] = {"output": (1, 1), "grad_input": (1,
 
 The tensors are input [M, K], weight [N, K] and grad_output [M, N].
 """
+
+Style = Literal["colwise", "rowwise"]
+"""How tensor-parallel ranks cut a linear: ``colwise`` by output features (N), ``rowwise`` by input features (K)."""
+
+CUT_AXES: dict[Style, dict[Role, int]] = {"colwise": {"weight": 0, "grad_output": 1}, "rowwise": {"input": 1, "weight": 1}}
+"""The axis along which each style cuts the tensors of a linear; the third one is whole on every rank."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,6 +166,22 @@ class Recipe:
             c for which, gemm in self.gemms.items() for r, c in zip(OPERANDS[which], (gemm.a, gemm.b), strict=True) if r == role
         )
         return first == second and (first is None or first.granularity == "tensorwise")
+
+    @property
+    def rows(self) -> int:
+        """What M is a multiple of: the blocks along M in which grad_weight scales its operands (SEMANTICS L-5)."""
+        casts = [cast for cast in (self.grad_weight.a, self.grad_weight.b) if cast is not None]
+        return math.lcm(*(granularity.by_name(cast.granularity).reduced or 1 for cast in casts))
+
+    def multiple(self, style: Style) -> int:
+        """What a tensor-parallel rank's part of N (colwise) or of K (rowwise) is a multiple of, so that no block is cut (SEMANTICS P-5)."""
+        sizes = {1}
+        for which, gemm in self.gemms.items():
+            for role, cast, reduced in zip(OPERANDS[which], (gemm.a, gemm.b), REDUCED_AXES[which], strict=True):
+                if cast is not None and role in CUT_AXES[style]:
+                    kind = granularity.by_name(cast.granularity)
+                    sizes.add((kind.reduced if CUT_AXES[style][role] == reduced else kind.other) or 1)
+        return math.lcm(*sizes)
 
 
 def _uniform(name: str, forward: CastSpec, weight: CastSpec, backward: CastSpec) -> Recipe:

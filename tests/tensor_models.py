@@ -63,9 +63,9 @@ def exact(bias):
 
 
 def passed_exactly(model):
-    x = signs(16, 64, seed=5).requires_grad_()
+    x = signs(32, 64, seed=5).requires_grad_()
     y = model(x)
-    y.backward(signs(16, 32, seed=6))
+    y.backward(signs(32, 32, seed=6))
     return [t.clone() for t in (y.detach(), x.grad, *(whole(p.grad) for p in model.parameters()))]  # a clone waits for what is reduced
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from fp8ref import llama
 from fp8ref.recipe import GemmSpec
 from fp8ref.train.config import Config
-from fp8ref.train.device_shapes import at_rest, in_fp8, tokens, used
+from fp8ref.train.device_shapes import at_rest, in_fp8, ranks_share_amaxes, tokens, used
 
 
 @dataclass
@@ -88,7 +88,7 @@ def _tensor(config: Config, backend: str) -> Iterator[tuple[str, float, int]]:
         # unless accumulators are summed.
         again = _runs_again(decision.path, config, backend)
         if last in ("q_proj", "gate_proj") and keys.sequence:
-            yield "inputs, gathered over tensor", (2 + again) * parts, _gathered(decision.recipe.output, backend)  # both passes
+            yield "inputs, gathered over tensor", (2 + again) * parts, _gathered(decision.recipe.output, config, backend)  # both passes
         if last in (llama.COLUMN if keys.reduce == "accumulators" else ("q_proj", "gate_proj")):
             yield "grad_inputs, summed over tensor", (1 if keys.sequence else 2) * parts, outputs
         if last in ("o_proj", "down_proj"):
@@ -96,7 +96,7 @@ def _tensor(config: Config, backend: str) -> Iterator[tuple[str, float, int]]:
             if keys.sequence:
                 # each GEMM needs its own codes, unless one scale serves both
                 times = 1 if backend == "torch" or decision.recipe.serves_both("grad_output") else 2
-                yield "grad_outputs, gathered over tensor", times * parts, _gathered(decision.recipe.grad_input, backend)
+                yield "grad_outputs, gathered over tensor", times * parts, _gathered(decision.recipe.grad_input, config, backend)
 
 
 def _runs_again(linear: str, config: Config, backend: str) -> bool:
@@ -105,7 +105,9 @@ def _runs_again(linear: str, config: Config, backend: str) -> bool:
     return backend == "jax" and config.parallel.checkpointing == "full" and "layers" in linear and not linear.endswith("down_proj")
 
 
-def _gathered(spec: GemmSpec, backend: str) -> int:
+def _gathered(spec: GemmSpec, config: Config, backend: str) -> int:
     """Bytes an element: one if the operand is cast before the gather, else two (P-10, P-15)."""
-    before = spec.a is not None and (backend == "jax" or (spec.a.granularity == "tensorwise" and spec.a.policy.name == "torchao"))
-    return 1 if before else 2
+    if spec.a is None:
+        return 2
+    torchao = spec.a.granularity == "tensorwise" and spec.a.policy.name == "torchao" and spec.a.delayed is None
+    return 1 if backend == "jax" or (torchao and not ranks_share_amaxes(config)) else 2

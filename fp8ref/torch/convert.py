@@ -62,6 +62,8 @@ _OWN = {
     "fqn",
     "fp8_gather",
     "group",
+    "cut",
+    "groups",
     "states",
     "multiple",
     "_function",

@@ -18,7 +18,6 @@ reduce_dtype says in which dtype).
 
 import functools
 import importlib
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -26,10 +25,10 @@ import torch
 from torch import nn
 from torchao.float8.float8_training_tensor import Float8TrainingTensor
 
-from fp8ref import granularity as granularities
 from fp8ref import recipe as recipes
 from fp8ref.recipe import OPERANDS, REDUCED_AXES, ROLES, CastSpec, Gemm, Recipe, Role
 from fp8ref.torch import delayed, delayed_checks, gemm, linear_input, scales, scaling
+from fp8ref.torch.linear_cut import Cut, Groups
 from fp8ref.torch.scaling import Quantized
 
 Operand = torch.Tensor | Quantized
@@ -58,6 +57,7 @@ class Linear(nn.Linear):
     group     name of the process group whose ranks hold parts of one input and one grad_output, and
               share their amaxes and what ``delayed.update`` takes (P-2, scope global). None: this
               rank alone.
+    cut       how tensor-parallel ranks share the linear (``tensor_parallel``); None if they do not.
     fqn       its name in the model that was converted, for errors.
     Specials: as ``scaling.quantize`` and ``gemm.matmul``: under policy torchao a NaN or Inf makes
               NaN of every output that its scale reaches.
@@ -81,8 +81,10 @@ class Linear(nn.Linear):
     ) -> None:
         super().__init__(in_features, out_features, bias=bias, device=device, dtype=dtype)
         self.recipe, self.group = check_recipe(recipe), group
+        self.cut: Cut | None = None
+        self.groups = Groups(batch=group, every=group)
         self._bind()
-        self.multiple = _multiple(self.recipe)
+        self.multiple = self.recipe.rows
         self.states = nn.ModuleDict(
             {role: delayed.RoleState(fmt, config, self.weight.device, group) for role, (fmt, config) in delayed.casts(self.recipe).items()}
         )
@@ -102,7 +104,7 @@ class Linear(nn.Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """output [..., N] of input [..., K]. ValueError as in linear_input."""
-        x = linear_input.taken(input, self)
+        x = linear_input.taken(input if self.cut is None else self.cut.enter(input), self)
         w = linear_input.weight(self, x)
         if torch.is_grad_enabled() and w.requires_grad:
             linear_input.check_rows(x, self, self.multiple)
@@ -118,9 +120,25 @@ class Linear(nn.Linear):
                     state.observe(tensor)
         delayed_scales = [state.scale if state else None for state in states]
         seen = states[-1].seen if observes and states[-1] else None
-        function = self._function if w is self.weight else self._function_of_copies
+        function = self._function if w.dtype == self.weight.dtype else self._function_of_copies
         y = function.apply(x, w, seen, *delayed_scales)
-        return y if self.bias is None else y + self.bias.to(y.dtype)
+        bias: torch.Tensor | None = self.bias
+        if self.cut is not None:
+            y, bias = self.cut.leave(y), None if bias is None else self.cut.bias(bias)
+        return y if bias is None else y + bias.to(y.dtype)
+
+    def share(self, cut: Cut, every: str | None) -> None:
+        """Have tensor-parallel ranks share this linear, whose parameters are DTensors.
+
+        every     name of the process group of these ranks and those of ``group``; None if there is no
+                  ``group``.
+        """
+        self.cut = cut
+        self.groups = Groups(batch=self.group, tensor=cut.group, every=every or cut.group, style=cut.style)
+        for role in ROLES:
+            if state := self.state(role):
+                state.group = self.groups.every
+        self._bind()
 
     def __getstate__(self) -> dict:
         # Without the classes of _bind, which pickle cannot find.
@@ -132,8 +150,8 @@ class Linear(nn.Linear):
         delayed_checks.watch(self)
 
     def _bind(self) -> None:
-        self._function = _bind(_Spec(self.recipe, self.group))
-        self._function_of_copies = _bind(_Spec(self.recipe, self.group, copied=True))
+        self._function = _bind(_Spec(self.recipe, self.groups))
+        self._function_of_copies = _bind(_Spec(self.recipe, self.groups, copied=True))
 
     def state(self, role: Role) -> delayed.RoleState | None:
         """The state of a role with delayed scaling; None of any other."""
@@ -148,13 +166,13 @@ class Linear(nn.Linear):
 
 @dataclass(frozen=True)
 class _Spec:
-    """The constants of a linear: its recipe, and the process group that shares amaxes, or None.
+    """The constants of a linear: its recipe, and the process groups that share amaxes.
 
     copied    the weight is a copy in the autocast dtype, which nothing else keeps.
     """
 
     recipe: Recipe
-    group: str | None
+    groups: Groups
     copied: bool = False
 
     @functools.cached_property
@@ -265,10 +283,7 @@ def _operand(spec: _Spec, which: Gemm, role: Role, x: Operand, delayed_scales: S
     scale = delayed_scales[ROLES.index(role)]
     if scale is not None:
         return scaling.quantize_with(x, scale, cast.fmt, granularity=cast.granularity, axis=axis)
-    # Ranks cut M. They share the scale of a whole tensor, and of a row along M. They share no scale
-    # of a row along K or N, of a block, or of a weight, which every rank holds whole (P-5).
-    shared = role != "weight" and (cast.granularity == "tensorwise" or (cast.granularity == "rowwise" and axis == -2))
-    group = spec.group if shared else None
+    group = spec.groups.sharing(role, cast.granularity, axis)
     return scaling.quantize(x, cast.fmt, granularity=cast.granularity, policy=cast.policy, axis=axis, group=group)
 
 
@@ -299,12 +314,6 @@ def _tensors(q: Operand) -> tuple[torch.Tensor, ...]:
     """The tensors of a Quantized, in the order in which ``_backward`` reads them."""
     assert isinstance(q, Quantized)
     return q.codes, q.scale, q.scale_inv
-
-
-def _multiple(recipe: Recipe) -> int:
-    """What M is a multiple of: the blocks along M in which grad_weight scales its operands."""
-    casts = [cast for cast in (recipe.grad_weight.a, recipe.grad_weight.b) if cast is not None]
-    return math.lcm(*(granularities.by_name(cast.granularity).reduced or 1 for cast in casts))
 
 
 def check_recipe(recipe: str | Recipe) -> Recipe:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 import torch
+from torch.distributed.tensor import DTensor
 from torchao.float8.float8_training_tensor import Float8TrainingTensor
 
 from fp8ref.torch import cast
@@ -37,7 +38,7 @@ def taken(x: torch.Tensor, linear: Named, *, empty: bool = False) -> torch.Tenso
     empty     whether x may have no rows. An empty tensor has no amax (S-7).
     Raises:   ValueError: another K; another device; x not float32, float16 or bfloat16; no rows.
     """
-    w = linear.weight
+    w = _of_rank(linear, x)
     if x.ndim < 1 or x.shape[-1] != w.shape[1]:
         raise ValueError(
             f"{_name(linear)} takes x [..., K] and w [N, K] with the same K; got {tuple(x.shape)} and {tuple(w.shape)}. Reshape x."
@@ -65,16 +66,22 @@ def check_rows(x: torch.Tensor, linear: Named, multiple: int) -> None:
 def weight(linear: Named, x: torch.Tensor) -> torch.Tensor:
     """A linear's weight in the dtype of an input x that ``taken`` returned.
 
-    A weight gathered as codes is left as it is.
+    A weight gathered as codes is left as it is. Of a DTensor it is this rank's part.
 
     Raises:   ValueError: outside of autocast, another dtype than the input's.
     """
-    w = linear.weight
+    w = _of_rank(linear, x)
     if w.dtype == x.dtype:
         return w
     if autocast_dtype(x) is None:
         raise ValueError(f"x and w of {_name(linear)} have one dtype; got {x.dtype} and {w.dtype}. Cast one, or use torch.autocast.")
     return w if isinstance(w, Float8TrainingTensor) else w.to(x.dtype)
+
+
+def _of_rank(linear: Named, x: torch.Tensor) -> torch.Tensor:
+    """The weight as it is multiplied: of a plain x by this rank's part of it."""
+    w = linear.weight
+    return w.to_local() if isinstance(w, DTensor) and not isinstance(x, DTensor) else w
 
 
 def _name(linear: Named) -> str:

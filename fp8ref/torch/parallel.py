@@ -22,7 +22,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from fp8ref import recipe as recipes
-from fp8ref.recipe import Recipe
+from fp8ref.recipe import Recipe, Style
 from fp8ref.torch import checkpointing as checkpoints
 from fp8ref.torch import convert, fsdp, tensor_parallel
 from fp8ref.torch.checkpointing import Checkpointing, Operation
@@ -51,7 +51,7 @@ def parallelize(
     fp8_fqns: Sequence[str] = (),
     amax_scope: Scope = "local",
     sequence: bool = False,
-    tensor_plan: Mapping[str, tensor_parallel.Style] | None = None,
+    tensor_plan: Mapping[str, Style] | None = None,
     checkpointing: Checkpointing = "none",
     keep: Iterable[Operation | Callable] = checkpoints.EVERY,
     compile: Compile = "none",
@@ -101,9 +101,10 @@ def parallelize(
                 ``tensor_parallel.parallelize``; an unknown value of an option; blocks that are not
                 the model's, or named twice; a mesh of other dims; a model that is compiled or
                 sharded already; an optimizer that was built before; delayed scaling of scope local;
-                a cache of keys and values (transformers' use_cache) under checkpointing; under
-                compile='model', modules that are, or by keep_dtype would be, sharded by
-                themselves. After the model was sharded: as ``fsdp.gather_in_fp8``; copies with
+                a cache of keys and values (transformers' use_cache) under checkpointing;
+                checkpointing and compile of blocks that tensor cuts; under compile='model', modules
+                that are, or by keep_dtype would be, sharded by themselves. After the model was
+                sharded: as ``fsdp.gather_in_fp8``; copies with
                 different weights.
     """
     recipe, blocks, keep_dtype = recipes.by_name(recipe), list(blocks), list(keep_dtype)
@@ -126,6 +127,12 @@ def parallelize(
     check_model(model, "Parallelize a model once, and before you {} it")
     if sequence or tensor_plan is not None:
         _check_tensor_dim(mesh)
+    if by_tensor is not None and compile != "none" and checkpointing != "none":
+        # AOTAutograd of torch 2.13 keeps the DeviceMesh among saved tensors: an AssertionError
+        raise ValueError(
+            f"torch cannot compile a checkpointed block that tensor parallelism cuts; got checkpointing {checkpointing!r} and compile {compile!r}. "
+            "Leave one of them out."
+        )
     if mesh is not None:
         check_no_optimizer(model)
     if batch is not None:
@@ -136,7 +143,9 @@ def parallelize(
     model = convert.convert(model, recipe, filter_fqns=filter_fqns, fp8_fqns=fp8_fqns, amax_group=group)
     # 2 tensor parallelism, of whole linears
     if by_tensor is not None:
-        _cut_linears(model, recipe, by_tensor, sequence, tensor_plan)
+        assert mesh is not None
+        every = mesh._flatten("ranks").get_group() if group is not None else None
+        _cut_linears(model, recipe, by_tensor, sequence, tensor_plan, every)
     # 3 checkpointing, and 4 torch.compile around it
     for block in blocks:
         block.forward = checkpoints.checkpointed(block.forward, checkpointing, keep)
@@ -161,11 +170,16 @@ def parallelize(
 
 
 def _cut_linears(
-    model: nn.Module, recipe: Recipe, mesh: DeviceMesh, sequence: bool, plan: Mapping[str, tensor_parallel.Style] | None
+    model: nn.Module,
+    recipe: Recipe,
+    mesh: DeviceMesh,
+    sequence: bool,
+    plan: Mapping[str, Style] | None,
+    amax_group: ProcessGroup | None,
 ) -> None:
     """Tensor parallelism of a converted model. If it is refused, the conversion is undone."""
     try:
-        tensor_parallel.parallelize(model, mesh, sequence=sequence, plan=plan)
+        tensor_parallel.parallelize(model, mesh, sequence=sequence, plan=plan, amax_group=amax_group)
     except ValueError:
         if recipe.fp8:  # under 'bf16' nothing was converted: FP8 linears, if any, are the caller's
             convert.deconvert(model)

@@ -1,20 +1,22 @@
 """Tensor and sequence parallelism of a converted model, by DTensor (SEMANTICS P-14 to P-17).
 
-A linear takes one of torch's parallel styles. It takes torchao's style, which gathers activations
-in FP8, if that style means the same recipe. Every other parameter becomes a replicated DTensor, so
+fp8ref's own linear moves what it needs by itself (``linear_cut``). Another linear takes one of
+torch's parallel styles; torchao's, which gathers activations in FP8, if that means the same recipe. Every other parameter becomes a replicated DTensor, so
 that an optimizer, a norm or fully_shard finds parameters of one kind only.
 """
 
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import get_args
 
 import torch
+import torch._inductor.config
 
 # defines all_gather_into_tensor of _c10d_functional
 import torch.distributed._functional_collectives
 from torch import nn
+from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DeviceMesh, DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, parallelize_module
@@ -25,14 +27,13 @@ from torchao.float8.float8_ops import FLOAT8_OPS_TABLE
 from torchao.float8.float8_tensor_parallel import Float8ColwiseParallel, Float8RowwiseParallel, PrepareFloat8ModuleInput
 
 from fp8ref import linear_selection
+from fp8ref.recipe import Style
 from fp8ref.torch import torchao_linear
 from fp8ref.torch.linear import Linear
+from fp8ref.torch.linear_cut import Cut
 from fp8ref.torch.model_checks import is_compiled
 
 _ALL_GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
-Style = Literal["colwise", "rowwise"]
-"""How a linear is cut: ``colwise`` by output features (N), ``rowwise`` by input features (K)."""
-
 _WHOLE, _TOKENS = Replicate(), Shard(1)  # placements of activations [B, T, ...]
 
 
@@ -54,19 +55,30 @@ class TensorPlan:
     last_norm: str
 
 
-def parallelize(model: nn.Module, mesh: DeviceMesh, *, sequence: bool = False, plan: Mapping[str, Style] | None = None) -> nn.Module:
+def parallelize(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    sequence: bool = False,
+    plan: Mapping[str, Style] | None = None,
+    amax_group: ProcessGroup | None = None,
+) -> nn.Module:
     """Cut a model's linears over a mesh of one dim; replicate all else, from the first rank.
 
     sequence  sequence parallelism: cut the tokens between the linears too, from the embedding to
               the last norm. Only a model with a ``tensor_plan`` can.
     plan      the style of each linear, by pattern (SEMANTICS R-3); by default that of the model's
               ``tensor_plan``.
+    amax_group  the ranks of the mesh and of ``convert``'s amax_group together: they share the amax of
+              what both cut. It is needed if ``convert`` was given one.
     Returns:  the model, changed in place. All ranks give the same tokens and get the same outputs.
     Order:    convert, parallelize, then fully_shard over another dim of the mesh.
     Raises:   ValueError, and nothing is changed: a mesh of several dims; a pattern that names no
               linear; a linear that DTensor cannot run; dims or heads that the ranks do not cut
               evenly; FP8 dims that are then not multiples of 16; parameters that are cut and
-              shared, or sharded already. In the forward pass: a sequence that the ranks do not cut
+              shared, or sharded already; a block with one scale that is cut (P-5); amaxes that are
+              shared along a batch, without amax_group; asynchronous tensor parallelism of fp8ref's own
+              linear, or on CPUs. In the forward pass: a sequence that the ranks do not cut
               evenly.
     """
     ranks = _mesh_size(mesh)
@@ -84,12 +96,14 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, *, sequence: bool = False, p
     if plan is not None and not plan:
         raise ValueError("a plan cuts at least one linear; got none. Name linears in it, or leave tensor parallelism out.")
     styles = _styles(model, plan if plan is not None else own.styles if own else {})
-    _check_model(model)
+    _check_model(model, amax_group)
+    _check_asynchronous(model, mesh)
     for name, style in styles.items():
         check_linear(name, model, style, ranks)
     if mesh.device_type == "cpu":
         gather_fp8_as_bytes()
-    _replace_parameters(model, mesh, styles, _TOKENS if sequence else _WHOLE, own, planned=plan is not None)
+    every = None if amax_group is None else amax_group.group_name
+    _replace_parameters(model, mesh, styles, _TOKENS if sequence else _WHOLE, own, planned=plan is not None, every=every)
     if own:
         model.register_forward_pre_hook(lambda _, args: _check_length(args[0], ranks) if sequence else None)
         # A tied lm_head is F.linear on the embedding's weight: no module lays its output out, so
@@ -99,7 +113,14 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, *, sequence: bool = False, p
 
 
 def _replace_parameters(
-    model: nn.Module, mesh: DeviceMesh, styles: Mapping[str, Style], between: Placement, own: TensorPlan | None, *, planned: bool
+    model: nn.Module,
+    mesh: DeviceMesh,
+    styles: Mapping[str, Style],
+    between: Placement,
+    own: TensorPlan | None,
+    *,
+    planned: bool,
+    every: str | None,
 ) -> None:
     """Cut the linears of styles, and replicate every other parameter.
 
@@ -110,13 +131,15 @@ def _replace_parameters(
     replicated: dict[nn.Parameter, nn.Parameter] = {}
     for name, module in list(model.named_modules()):
         if name in styles:
-            _cut(module, mesh, styles[name], between)
+            _cut(module, mesh, styles[name], between, every)
         elif own and not planned and type(module) in own.blocks:
             columns = [child for child, _ in module.named_children() if styles.get(f"{name}.{child}") == "colwise"]
             _share_input(module, mesh, between, columns, own.blocks[type(module)])
         elif any(True for _ in module.parameters(recurse=False)):
             _replicate(module, mesh, replicated)
-            if own:
+            if isinstance(module, Linear):
+                module.share(Cut(style=None, mesh=mesh, between=between), every)
+            elif own:
                 _lay_out_own(own, name, module, mesh, between)
             else:
                 _lay_out(module, mesh, _WHOLE, _WHOLE)
@@ -161,9 +184,13 @@ def gathers_fp8(module: nn.Module) -> bool:
     )
 
 
-def _cut(linear: nn.Module, mesh: DeviceMesh, style: Style, between: Placement) -> None:
+def _cut(linear: nn.Module, mesh: DeviceMesh, style: Style, between: Placement, every: str | None) -> None:
     """Cut one linear: colwise cuts N of its weight [N, K], rowwise cuts K."""
-    if style == "colwise":
+    if isinstance(linear, Linear):
+        cut = Cut(style=style, mesh=mesh, between=between)
+        cut.replace_parameters(linear)
+        linear.share(cut, every)
+    elif style == "colwise":
         parallelize_module(linear, mesh, (Float8ColwiseParallel if gathers_fp8(linear) else ColwiseParallel)())
     else:
         parallelize_module(linear, mesh, (Float8RowwiseParallel if gathers_fp8(linear) else RowwiseParallel)(output_layouts=between))
@@ -240,7 +267,7 @@ def _mesh_size(mesh: DeviceMesh) -> int:
     return mesh.size()
 
 
-def _check_model(model: nn.Module) -> None:
+def _check_model(model: nn.Module, amax_group: ProcessGroup | None) -> None:
     """ValueError for a module that would lose something, or that DTensor cannot run."""
     for name, module in model.named_modules():
         what = name or "the model"
@@ -248,24 +275,34 @@ def _check_model(model: nn.Module) -> None:
             raise ValueError(f"{what} is compiled. Parallelize a model first, then compile it.")
         if isinstance(module, FSDPModule) or any(isinstance(p, DTensor) for p in module.parameters(recurse=False)):
             raise ValueError(f"{what} is sharded already. Parallelize a model once, and before fully_shard.")
-        if isinstance(module, Linear):
-            how = f"of recipe {module.recipe.name!r}" + ", of amax_scope 'global'" * (module.group is not None)
+        if isinstance(module, Linear) and module.group is not None and amax_group is None:
             raise ValueError(
-                f"{what} is fp8ref's own Linear {how}, which runs on whole tensors only. Use "
-                "tensorwise, rowwise or rowwise_with_gw_hp with each rank's own amaxes "
-                "(amax_scope local), or fully_shard alone."
+                f"{what} shares amaxes with the ranks of its batch (convert's amax_group), which tensor-parallel ranks then share too. "
+                "Give amax_group, the process group of both together."
             )
-        if any(True for _ in module.children()) and any(True for _ in module.parameters(recurse=False)):
+        # the children of fp8ref's own linear are states of delayed scaling, without parameters
+        if not isinstance(module, Linear) and any(True for _ in module.children()) and any(True for _ in module.parameters(recurse=False)):
             raise ValueError(
                 f"{what} holds parameters next to modules, and would mix plain and distributed tensors. Move the parameters to a module."
             )
 
 
-def check_linear(name: str, model: nn.Module, style: str, ranks: int) -> None:
+def _check_asynchronous(model: nn.Module, mesh: DeviceMesh) -> None:
+    """ValueError if torch's asynchronous tensor parallelism is on, and would do nothing."""
+    own = next((name for name, module in model.named_modules() if isinstance(module, Linear)), None)
+    if torch._inductor.config._micro_pipeline_tp and (own is not None or mesh.device_type != "cuda"):
+        what = f"a mesh of {mesh.device_type}" if own is None else f"{own or 'the model'}, fp8ref's own Linear, which casts between them"
+        raise ValueError(
+            f"asynchronous tensor parallelism (torch._inductor.config._micro_pipeline_tp) fuses gathers with GEMMs of GPUs; got {what}. "
+            "Set it to False, or use a recipe and scope of torchao's Float8Linear on GPUs."
+        )
+
+
+def check_linear(name: str, model: nn.Module, style: Style, ranks: int) -> None:
     """ValueError unless a linear can be cut by its style."""
     module = model.get_submodule(name)
     assert isinstance(module, nn.Linear)
-    if type(module) not in (nn.Linear, Float8Linear, torchao_linear.Float8Linear):
+    if type(module) not in (nn.Linear, Float8Linear, torchao_linear.Float8Linear, Linear):
         raise ValueError(f"{name} is a {type(module).__name__}; nn.Linear and what convert makes of it are cut. Leave it out of the plan.")
     if type(module.weight.data) is not torch.Tensor:
         raise ValueError(
@@ -283,7 +320,12 @@ def check_linear(name: str, model: nn.Module, style: str, ranks: int) -> None:
         raise ValueError(
             f"{name} is {style}, its {which} divisible by {ranks} ranks; got {dim}. Use fewer ranks, or leave it out of the plan."
         )
-    if isinstance(module, Float8Linear) and dim // ranks % 16:
+    if isinstance(module, Linear) and dim // ranks % (multiple := module.recipe.multiple(style)):
+        raise ValueError(
+            f"{name} is {style} under recipe {module.recipe.name!r}, whose blocks no rank boundary cuts (P-5): its {which} is a multiple of "
+            f"{multiple} on each of {ranks} ranks; got {dim}, {dim // ranks} on each. Use fewer ranks, or name it in filter_fqns."
+        )
+    if isinstance(module, Float8Linear | Linear) and dim // ranks % 16:
         raise ValueError(
             f"{name} is FP8 and {style}, its {which} a multiple of 16 on each of {ranks} ranks; got {dim}, {dim // ranks} on each. "
             "Use fewer ranks, or name it in filter_fqns."

@@ -46,6 +46,11 @@ def sharded(config: Config, backend: str) -> bool:
     return config.parallel.fsdp > 1 or (backend == "torch" and config.parallel.data > 1)
 
 
+def ranks_share_amaxes(config: Config) -> bool:
+    """Whether PyTorch's ranks share the amaxes of a batch: their linears are then fp8ref's own, which pad and gather by themselves."""
+    return config.parallel.data * config.parallel.fsdp > 1 and config.parallel.amax_scope == "global"
+
+
 def in_fp8(recipe: Recipe, config: Config, backend: str) -> bool:
     """Whether fsdp gathers a weight of this recipe in FP8."""
     if not recipe.output.fp8:
@@ -80,10 +85,10 @@ def check(config: Config, backend: str) -> None:
 def check_on_gpu(config: Config, backend: str) -> None:
     """ConfigError if a GPU's kernels would refuse what a CPU's accept.
 
-    Sums over tokens are not padded to 16 where tensor parallelism casts the input (L-5).
+    Sums over tokens are not padded to 16 where tensor parallelism cuts torchao's linears (L-5).
     """
     count = tokens(config)
-    if backend == "jax" or config.parallel.tensor == 1 or count % 16 == 0:
+    if backend == "jax" or config.parallel.tensor == 1 or ranks_share_amaxes(config) or count % 16 == 0:
         return
     for d in config.decisions():
         spec = d.recipe.grad_weight
@@ -152,23 +157,34 @@ def _blocks(decision: Decision, config: Config) -> list[str]:
     return list(dict.fromkeys(faults))
 
 
+def _torch_blocks(config: Config, decisions: list[Decision]) -> list[str]:
+    """Faults of linears of which tensor-parallel ranks would cut a block of any operand (P-5)."""
+    ranks, faults = config.parallel.tensor, []
+    for d in decisions:
+        last = d.path.split(".")[-1]
+        style: recipes.Style | None = "colwise" if last in llama.COLUMN else "rowwise" if last in llama.ROW else None
+        if not d.fp8 or style is None:
+            continue
+        multiple, length = d.recipe.multiple(style), used(d.path, d.shape, config)[style == "rowwise"]
+        if length % multiple:
+            what = "rows" if style == "colwise" else "columns"
+            faults.append(
+                f"{d.path}: no rank boundary cuts a block (P-5), so each of parallel.tensor = {ranks} pieces holds a multiple of {multiple} {what} "
+                f"under recipe {d.recipe.name!r}; it holds {length}. Lower parallel.tensor, or name it in filter_fqns."
+            )
+    return faults
+
+
 def _torch(config: Config, decisions: list[Decision]) -> list[str]:
     """PyTorch's faults: the limits of FSDP2 and tensor parallelism (P-13, P-14)."""
     keys, faults = config.parallel, []
     shared, recipe = keys.data * keys.fsdp, recipes.by_name(config.numerics.recipe)
-    if keys.tensor > 1 and shared > 1 and keys.amax_scope == "global" and recipe.fp8:
-        faults.append(
-            "in PyTorch, tensor parallelism with data or fsdp takes each rank's own amaxes (P-14). Set parallel.amax_scope to local."
-        )
-    if keys.tensor > 1 and not recipe.shared:
-        *taken, last = [name for name, r in recipes.RECIPES.items() if r.fp8 and r.shared]
-        faults.append(f"in PyTorch parallel.tensor takes recipes {', '.join(taken)} and {last}; got {recipe.name!r}. Set it to 1.")
     if shared > 1 and keys.amax_scope == "local" and recipe.delayed:
         faults.append(f"recipe {recipe.name!r} keeps one state for all ranks; parallel.amax_scope is local. Set it to global.")
     if keys.reduction == "ordered" and keys.data > 2:
         faults.append(f"parallel.reduction 'ordered' adds over at most 2 ranks along data; got {keys.data}. Make data 1 or 2.")
     if keys.tensor > 1 and recipe.fp8:
-        faults += [
+        faults += _torch_blocks(config, decisions) or [
             f"{d.path} is FP8, and its piece of {keys.tensor} is not a multiple of 16: "
             f"{length}. Lower parallel.tensor, or name it in filter_fqns."
             for d in decisions

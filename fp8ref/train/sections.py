@@ -173,6 +173,11 @@ class ParallelConfig:
             self.compile != "model" or self.tensor == 1,
             "parallel.compile 'model' takes a model without tensor parallelism. Set parallel.tensor to 1, or use 'block'.",
         )
+        require(
+            self.compile == "none" or self.tensor == 1 or self.checkpointing == "none",
+            f"parallel.compile with tensor parallelism takes checkpointing 'none' (torch cannot save a mesh for recomputation); got "
+            f"{self.checkpointing!r}. Set parallel.checkpointing or parallel.compile to none.",
+        )
 
     @property
     def devices(self) -> int:

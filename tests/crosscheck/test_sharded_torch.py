@@ -26,7 +26,7 @@ def small(small):
 
 @pytest.fixture
 def one_mesh(monkeypatch):
-    monkeypatch.setattr(sharded_torch, "_meshes", lambda n: [(1, n)])
+    monkeypatch.setattr(sharded_torch, "_meshes", lambda n: [sharded_torch._Mesh(1, n)])
 
 
 @pytest.fixture
@@ -143,17 +143,61 @@ def test_four_ranks(small, recipe):
     report, unfit = sharded_torch.crosscheck(config, 4)
     assert report.ok, failed(report)
     scopes = ["global"] if recipe == "delayed" else ["local", "global"]
-    assert set(unfit) == {f"torch 4x1 {scope} against one process" for scope in scopes}
+    cut = {f"torch {mesh} global{how}" for mesh in ("1x2x2", "2x1x2", "1x1x4") for how in ("", " sequence")}
+    assert set(unfit) == {f"torch 4x1 {scope} against one process" for scope in scopes} | cut
+    assert all("num_key_value_heads is divisible by" in unfit[name] for name in cut)
     for mesh in ("1x4", "2x2", "4x1"):
         assert report.checks[f"model/losses/value/torch {mesh} {scopes[0]} compute"].equal == 4 * sharded_torch.STEPS
     assert report.checks[f"model/bytes saved/value/torch 2x2 {scopes[0]} fp8"].equal == 4
+
+
+def cut(monkeypatch, small, recipe, *mesh, **sizes):
+    """A config whose model ranks cut, checked on one mesh."""
+    monkeypatch.setattr(sharded_torch, "_meshes", lambda n: [sharded_torch._Mesh(*mesh)])
+    config = small.replace(numerics={"recipe": recipe}, model={"num_key_value_heads": 2} | sizes)
+    return config if not sizes else config.replace(data={"sequence_length": 128})
+
+
+def test_ranks_that_share_linears_hold_to_the_simulator(small, monkeypatch):  # P-4, P-5, P-14, P-15, H-4
+    report, unfit = sharded_torch.crosscheck(cut(monkeypatch, small, "delayed", 1, 1, 2, True), 2, steps=STEPS)
+    name = "torch 1x1x2 global sequence"
+    assert report.ok, failed(report)
+    assert set(unfit) == {f"{name} against one process"}
+    for role, size in (("input", 2 * 16 * 64), ("weight", 48 * 64), ("grad_output", 2 * 16 * 48)):
+        assert report.checks[f"{UP}/{role}/codes/{name}"].equal == 2 * 2 * 2 * size  # ranks, passes, GEMMs
+        assert report.checks[f"{UP}/{role} history/value/{name}"].equal == STEPS * 2 * (2 + 16)
+    assert report.checks[f"{Q}/input/codes/{name} one process"].equal == 2 * 2 * 2 * 16 * 64
+    assert report.checks[f"model/losses/value/{name} alone"].equal == STEPS  # the second rank's are the first's
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("recipe", "mesh"),
+    [
+        ("delayed", (1, 2, 2)),
+        ("tensorwise", (1, 2, 2, True)),
+        ("rowwise", (2, 1, 2)),
+        ("blockwise", (1, 2, 2, True)),
+        ("mxfp8", (2, 1, 2)),
+    ],
+)
+def test_linears_and_batches_cut_by_four_ranks(small, monkeypatch, recipe, mesh):  # P-4, P-5, P-11, P-14
+    sizes = {"hidden_size": 256, "intermediate_size": 256} if recipe in ("blockwise", "mxfp8") else {}
+    config = cut(monkeypatch, small, recipe, *mesh, **sizes).replace(data={"batch_size": 4})
+    report, _ = sharded_torch.crosscheck(config, 4, steps=1)
+    assert report.ok, failed(report)
+    name = sharded_torch._Mesh(*mesh).name("global")
+    assert report.checks[f"{UP}/grad_output/codes/{name}"].equal > 0
+    if recipe in ("delayed", "tensorwise"):
+        assert report.checks[f"model/losses/value/{name} compute"].equal == 4
+        assert report.checks[f"model/bytes saved/value/{name} fp8"].equal == 4
 
 
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
         ({"numerics": {"recipe": "bf16"}}, "got 'bf16'"),
-        ({"numerics": {"recipe": "mxfp8"}}, "got 'mxfp8'"),
+        ({"numerics": {"recipe": "mxfp8"}}, r"each rank has a multiple of 32 tokens \(L-5\); got 16"),
         ({"data": {"batch_size": 3}}, "got 2 and 3"),
         ({"numerics": {"recipe": "delayed"}, "parallel": {"amax_scope": "local"}}, "keeps one state for all ranks"),
         ({"parallel": {"tensor": 2}}, "got parallel.tensor. Leave"),

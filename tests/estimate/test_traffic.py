@@ -74,6 +74,9 @@ def test_a_tensorwise_input_is_gathered_as_codes_in_pytorch():  # P-15
     found = flows(sizes.config(**sizes.MESH), "torch")
     assert found["inputs, gathered over tensor"] == (2 * 4 * 4096, 2 * 4 * 4096)
     assert found["grad_outputs, gathered over tensor"] == (4 * 4096, 4 * 4096)
+    for config in (sizes.config(**sizes.MESH | {"amax_scope": "global"}), sizes.config("delayed", tensor=2, sequence=True)):
+        found = flows(config, "torch")  # fp8ref's own linear casts after the gather
+        assert found["inputs, gathered over tensor"][1] == 2 * found["inputs, gathered over tensor"][0]
 
 
 def test_without_sequence_parallelism_sums_are_all_reduces():

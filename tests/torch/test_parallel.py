@@ -219,6 +219,12 @@ def refusals():
     refused("plan without a dim", lambda: parallelize(made, "bf16", mesh=mesh("fsdp"), tensor_plan={"1": "colwise"}))
     refused("sequence without a mesh", lambda: parallelize(made, "bf16", sequence=True))
     by_tensor = mesh("tensor")
+    refused(
+        "checkpointing",
+        lambda: parallelize(
+            made, "bf16", mesh=by_tensor, tensor_plan={"1": "colwise"}, blocks=[made[0]], compile="block", checkpointing="full"
+        ),
+    )
     refused("plan", lambda: parallelize(made, "tensorwise", mesh=by_tensor, tensor_plan={"7": "colwise"}))
     refused("no plan", lambda: parallelize(made, "tensorwise", mesh=by_tensor, tensor_plan={}))
     by_hand = convert.convert(model(), "tensorwise")
@@ -229,7 +235,6 @@ def refusals():
     refused("again", lambda: parallelize(made, "bf16", mesh=mesh("fsdp")))
     refused("processes", lambda: Trainer(default_config(fsdp=2)))
     refused("batch", lambda: Trainer(default_config(fsdp=3)))
-    refused("scope", lambda: Trainer(default_config(tensor=3)))
     return found
 
 
@@ -252,6 +257,7 @@ def refused():
         ("kept", "0 is named twice"),
         ("plan without a dim", "a mesh with a dim named tensor; there is none"),
         ("sequence without a mesh", "a mesh with a dim named tensor; there is none"),
+        ("checkpointing", "cannot compile a checkpointed block that tensor parallelism cuts; got checkpointing 'full' and compile 'block'"),
         ("plan", "'7' names none of the linears: 0.0, 1"),
         ("no plan", "a plan cuts at least one linear; got none"),
         ("plan of FP8 by hand", "'7' names none of the linears"),

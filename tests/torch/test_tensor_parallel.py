@@ -41,18 +41,27 @@ def test_in_float64_the_model_is_one_process_model(sequence, tied):  # P-14
             assert (found[name] - value).norm() <= 100 * 2.0**-24 * value.norm(), name
 
 
+def exact_models():
+    """Without biases, with them, and with one more linear, which no plan cuts."""
+    more = nn.Linear(32, 32).bfloat16()
+    with torch.no_grad():
+        more.weight.copy_(torch.eye(32).flip(0))
+        more.bias.zero_()
+    return [exact(False), exact(True), nn.Sequential(*exact(True), more)]
+
+
 def cut_exactly(recipe):
     plan = {"0": "colwise", "1": "rowwise"}
-    return [passed_exactly(tensor_parallel.parallelize(convert.convert(exact(bias), recipe), mesh(), plan=plan)) for bias in (False, True)]
+    return [passed_exactly(tensor_parallel.parallelize(convert.convert(m, recipe), mesh(), plan=plan)) for m in exact_models()]
 
 
-@pytest.mark.parametrize("recipe", ["bf16", "tensorwise", "rowwise", "rowwise_with_gw_hp"])
+@pytest.mark.parametrize("recipe", ["bf16", "tensorwise", "rowwise", "rowwise_with_gw_hp", "delayed", "mxfp8"])
 def test_where_sums_are_exact_a_plan_gives_what_one_process_gives(recipe):  # P-14, P-16
-    expected = [passed_exactly(convert.convert(exact(bias), recipe)) for bias in (False, True)]
+    expected = [passed_exactly(convert.convert(model, recipe)) for model in exact_models()]
     assert expected[0][0].count_nonzero() > 300
     for rank in run(2, cut_exactly, recipe):
-        for bias in (False, True):
-            assert all(torch.equal(a, b) for a, b in zip(rank[bias], expected[bias], strict=True))
+        for found, whole_ones in zip(rank, expected, strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(found, whole_ones, strict=True))
 
 
 def on_two_dims(sequence):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from ranks import run
 from tensor_models import CONFIG, build, mesh, some_tokens
-from torch import nn
+from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -70,8 +70,21 @@ REFUSED = {
     "shared": (shared, COLUMN, r"0 shares its weight, and is cut: 0.weight, 1.weight. Untie"),
     "subclass": (lambda: nn.Sequential(Scaled(64, 64)), COLUMN, "0 is a Scaled"),
     "beside": (lambda: nn.Sequential(nn.Linear(16, 16), Beside()), COLUMN, "1 holds parameters next to modules"),
-    "delayed": (lambda: build("delayed"), {}, "q_proj is fp8ref's own Linear of recipe 'delayed'.*Use tensorwise"),
-    "blockwise": (lambda: convert.convert(nn.Sequential(nn.Linear(128, 128)), "blockwise"), COLUMN, "0 is fp8ref's own.*'blockwise'"),
+    "a batch's amaxes": (
+        lambda: build(amax_group=distributed.group.WORLD),
+        {},
+        r"q_proj shares amaxes with the ranks of its batch.*Give amax_group",
+    ),
+    "a block": (
+        lambda: convert.convert(nn.Sequential(nn.Linear(128, 128)), "blockwise"),
+        COLUMN,
+        r"^0 is colwise under recipe 'blockwise', whose blocks .*\(P-5\): its out_features is a multiple of 128 on each of 2 ranks; got 128, 64",
+    ),
+    "a short block": (
+        lambda: convert.convert(nn.Sequential(nn.Linear(96, 32)), "mxfp8"),
+        {"plan": {"0": "rowwise"}},
+        r"^0 is rowwise under recipe 'mxfp8'.*its in_features is a multiple of 32 on each of 2 ranks; got 96, 48",
+    ),
     "compiled": (
         lambda: torch.compile(linears(), backend="eager"),
         {"plan": {"*": "colwise"}},
@@ -92,6 +105,10 @@ def refusals():
         assert before == [(name, type(p.data)) for name, p in model.named_parameters()], message
     with pytest.raises(ValueError, match=r"T divisible by 2 ranks; got T = 15\. Pad them"):
         tensor_parallel.parallelize(build(), mesh(), sequence=True)(some_tokens(length=15))
+    with torch._inductor.config.patch(_micro_pipeline_tp=True):
+        for make, message in ((build, "got a mesh of cpu"), (lambda: build("delayed"), r"q_proj, fp8ref's own Linear.*Set it to False")):
+            with pytest.raises(ValueError, match=rf"asynchronous tensor parallelism .*{message}"):
+                tensor_parallel.parallelize(make(), mesh())
     with pytest.raises(ValueError, match=r"q_proj (has forward hooks|is sharded already)"):
         convert.convert(tensor_parallel.parallelize(build("bf16"), mesh()), "tensorwise")
     return len(REFUSED)
@@ -165,9 +182,9 @@ def test_every_place_of_a_shared_parameter_is_named():
         tensor_parallel.check_linear("down", model, "rowwise", 2)
 
 
-@pytest.mark.parametrize("recipe", ["bf16", "tensorwise", "rowwise", "rowwise_with_gw_hp"])
-def test_models_of_plain_linears_and_torchaos_are_cut(recipe):
-    tensor_parallel._check_model(build(recipe))
+@pytest.mark.parametrize("recipe", ["bf16", "tensorwise", "rowwise", "rowwise_with_gw_hp", "delayed"])
+def test_models_of_plain_linears_torchaos_and_fp8refs_are_cut(recipe):
+    tensor_parallel._check_model(build(recipe), None)
 
 
 def test_a_sequence_is_cut_evenly():

@@ -110,11 +110,14 @@ def test_jax_is_refused_what_its_layout_refuses(sections, parallel):  # P-1
         ),
         ("torch", {"parallel": {"through": "jit"}}, "parallel.through is not a key of --backend torch"),
         ("torch", {"parallel": {"fsdp": 4}, "data": {"microbatches": 4}}, "data x fsdp = 4 devices times data.microbatches = 4; got 8"),
-        ("torch", {"parallel": sizes.MESH | {"amax_scope": "global"}}, "Set parallel.amax_scope to local"),
         (
             "torch",
-            {"parallel": {"tensor": 2}, "numerics": {"recipe": "delayed"}},
-            "parallel.tensor takes recipes tensorwise.*got 'delayed'",
+            {
+                "parallel": {"tensor": 2},
+                "model": {"hidden_size": 128, "intermediate_size": 384, "num_key_value_heads": 4},
+                "numerics": {"recipe": "blockwise"},
+            },
+            r"(?s)q_proj: no rank boundary cuts a block \(P-5\).*holds a multiple of 128 rows.*it holds 64\..*down_proj.*128 columns.*holds 192",
         ),
         ("torch", {"parallel": {"fsdp": 2, "amax_scope": "local"}, "numerics": {"recipe": "delayed"}}, "Set it to global"),
         ("torch", {"parallel": {"data": 4, "reduction": "ordered"}}, "at most 2 ranks along data; got 4"),
@@ -169,6 +172,8 @@ def test_every_fault_is_told_at_once():
 
 
 @pytest.mark.parametrize("backend", ["jax", "torch"])
-@pytest.mark.parametrize("recipe", ["bf16", "tensorwise", "rowwise", "rowwise_with_gw_hp"])
-def test_what_fits_is_let_through(backend, recipe):
-    device_shapes.check(sizes.config(recipe, parts=2, **sizes.MESH), backend)
+@pytest.mark.parametrize("recipe", ["bf16", "tensorwise", "rowwise", "rowwise_with_gw_hp", "delayed"])
+@pytest.mark.parametrize("scope", ["global", "local"])
+def test_what_fits_is_let_through(backend, recipe, scope):
+    if (backend, recipe, scope) != ("torch", "delayed", "local"):
+        device_shapes.check(sizes.config(recipe, parts=2, **sizes.MESH | {"amax_scope": scope}), backend)

@@ -146,8 +146,8 @@ def mesh_of(config: Config) -> DeviceMesh | None:
 
     None for one process.
 
-    Raises:   ConfigError: config.parallel asks for another number of processes; they cannot share
-              the batch evenly; amax_scope "global" with tensor parallelism next to data or fsdp.
+    Raises:   ConfigError: config.parallel asks for another number of processes, or they cannot share
+              the batch evenly.
     """
     keys = config.parallel
     ranks = distributed.get_world_size() if distributed.is_initialized() else 1
@@ -159,10 +159,6 @@ def mesh_of(config: Config) -> DeviceMesh | None:
     shared = keys.data * keys.fsdp
     if config.data.batch_size % (shared * config.data.microbatches):
         raise ConfigError(config.data.indivisible(shared, "processes"))
-    if keys.tensor > 1 and shared > 1 and keys.amax_scope == "global" and config.numerics.recipe != "bf16":
-        raise ConfigError(
-            "in PyTorch, tensor parallelism with data or fsdp takes each rank's own amaxes (P-14). Set parallel.amax_scope to local."
-        )
     if ranks == 1:
         return None
     kind = "cuda" if torch.cuda.is_available() else "cpu"

@@ -1,0 +1,119 @@
+"""Compare the operands of every rank with the simulator's sharded quantization (SEMANTICS P-4 to P-6, P-14).
+
+``sharded_torch`` runs the ranks.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from fp8ref import llama
+from fp8ref.conformance.compare import Report, compare_bits, compare_codes, compare_scales, compare_values
+from fp8ref.crosscheck.fsdp_run import Operands, Run
+from fp8ref.crosscheck.operands import States
+from fp8ref.formats import BFLOAT16
+from fp8ref.recipe import CUT_AXES, OPERANDS, REDUCED_AXES, CastSpec, Gemm, Recipe, Role
+from fp8ref.sim import cast, delayed, scaling, sharding
+from fp8ref.sim.mesh import Layout, Mesh, split
+from fp8ref.sim.scaling import Quantized
+from fp8ref.train.config import Config
+
+FIRST = tuple(f"model.layers.0.self_attn.{x}_proj" for x in "qkv")
+"""The linears with no FP8 in front of them: every scaling gives them the same input."""
+
+
+def check_ranks(
+    report: Report,
+    backend: str,
+    config: Config,
+    recipes: Mapping[str, Recipe],
+    runs: Sequence[Run],
+    states: Sequence[States],
+) -> None:
+    """Compare codes and scales of every rank's operands, before and after training (P-4, P-6).
+
+    config   whose data, fsdp, tensor and amax_scope are those of the runs.
+    runs     the watched run of each rank.
+    states   the simulator's delayed states, first and last among them; empty if every scale is
+             dynamic.
+    """
+    initial = llama.initial_weights(config.model, seed=config.run.seed)
+    for when, masters in ((0, initial), (-1, runs[0].weights)):
+        weights = {layer: cast.round_to(masters[f"{layer}.weight"], BFLOAT16) for layer in recipes}
+        of_ranks = [run.operands[when] for run in runs]
+        for layer, r in recipes.items():
+            for which, spec in r.gemms.items():
+                _check_ran(report, backend, layer, which, spec.fp8, of_ranks)
+                for role, how, axis in zip(OPERANDS[which], (spec.a, spec.b), REDUCED_AXES[which], strict=True):
+                    if how is None or any((layer, which, role) not in mine.fp8 for mine in of_ranks):
+                        continue
+                    cut = _layout(config, role, layer, weights[layer].shape if role == "weight" else None, of_ranks)
+                    shards = list(split(weights[layer], cut).values()) if role == "weight" else [mine.hp[layer, role] for mine in of_ranks]
+                    state = states[when][f"{layer}/{role}"] if how.delayed else None
+                    expected = _simulated(shards, cut, how, axis, config, state=state)
+                    for rank, q in enumerate(expected):
+                        codes, scale = of_ranks[rank].fp8[layer, which, role]
+                        _compare(report, layer, role, backend, q, codes, scale, shards[rank])
+
+
+def check_first_layer(report: Report, backend: str, runs: Sequence[Run], one: Run, *, tensor: int) -> None:
+    """Under scope global, compare each rank's first input with its rows of one process's (P-4).
+
+    tensor    ranks that follow each other and have the same rows.
+    """
+    whole, names = one.operands[0], (backend, "one process")
+    for layer, which, role in whole.fp8:
+        if layer not in FIRST or role != "input":
+            continue
+        codes, scale = whole.fp8[layer, which, role]
+        for rank, run in enumerate(runs):
+            mine, own = run.operands[0].fp8[layer, which, role]
+            first = rank // tensor * len(mine)
+            rows = slice(first, first + len(mine))
+            compare_values(report.check(f"{layer}/{role}/codes/{backend} one process"), mine, codes[rows], 1.0, names=names)
+            per = len(codes) // len(scale) if scale.ndim else 1  # rows that share a scale
+            of_rows = scale if own.shape == scale.shape else scale[first // per : (first + len(mine)) // per]
+            compare_bits(report.check(f"{layer}/{role}/scale/{backend} one process"), own, of_rows, names=names)
+
+
+def _check_ran(report: Report, backend: str, layer: str, which: Gemm, planned: bool, of_ranks: Sequence[Operands]) -> None:
+    for rank, mine in enumerate(of_ranks):
+        if planned != ((layer, which, OPERANDS[which][0]) in mine.fp8):
+            problem = "was planned in FP8 and did not run" if planned else "ran in FP8 and was not planned"
+            report.check(f"{layer}/{which}/value/{backend}", bound=1.0).fail(f"the GEMM {problem} on rank {rank}")
+
+
+def _layout(config: Config, role: Role, layer: str, shape: tuple[int, ...] | None, of_ranks: Sequence[Operands]) -> Layout:
+    """How ranks cut an operand [rows, columns] (P-10); shape: of a weight."""
+    keys, last = config.parallel, layer.rpartition(".")[2]
+    mesh = Mesh(axes={"data": keys.data, "fsdp": keys.fsdp, "tensor": keys.tensor})
+    splits: dict[int, tuple[str, ...]] = {} if role == "weight" else {0: ("data", "fsdp")}
+    axis = CUT_AXES["colwise"].get(role) if last in llama.COLUMN else CUT_AXES["rowwise"].get(role) if last in llama.ROW else None
+    if axis is not None:
+        splits[axis] = ("tensor",)
+    if shape is None:
+        part = of_ranks[0].hp[layer, role].shape
+        shape = (part[0] * keys.data * keys.fsdp, part[1] * (keys.tensor if axis == 1 else 1))
+    return Layout(mesh=mesh, shape=shape, splits=splits)
+
+
+def _simulated(
+    shards: Sequence[np.ndarray], layout: Layout, how: CastSpec, axis: int, config: Config, *, state: delayed.DelayedState | None
+) -> list[Quantized]:
+    """The simulator's operand on every rank, whose piece of a layout is its shard."""
+    options = {"granularity": how.granularity, "policy": how.policy, "axis": axis}
+    if state is not None:
+        assert how.delayed is not None
+        scales = delayed.scales(state, how.delayed, how.fmt)
+        return [scaling.quantize_with(shard, scales, how.fmt, **options) for shard in shards]  # type: ignore[arg-type]
+    by_device = dict(zip(layout.mesh.devices, shards, strict=True))
+    # Ranks that share a linear share its amaxes under either scope (P-14).
+    scope = "global" if config.parallel.amax_scope == "global" else ("tensor",)
+    found = sharding.quantize(by_device, layout, how.fmt, scope=scope, **options)  # type: ignore[arg-type]
+    return [found[device] for device in layout.mesh.devices]
+
+
+def _compare(report: Report, layer: str, role: Role, backend: str, q: Quantized, codes: np.ndarray, scale: np.ndarray, hp) -> None:
+    name = f"{layer}/{role}"
+    compare_codes(report.check(f"{name}/codes/{backend}"), {"sim": q.codes, backend: codes}, backend, q.fmt, hp)
+    compare_scales(report.check(f"{name}/scale/{backend}"), {"sim": q.scale, backend: scale}, backend)

@@ -1,0 +1,109 @@
+"""A linear that tensor-parallel ranks share: what moves, and who shares an amax (SEMANTICS P-5, P-14).
+
+    colwise   input [M, K] is whole on every rank; output [M, N/t]. grad_input is a sum over ranks.
+    rowwise   input [M, K/t]; output [M, N] is a sum over ranks. grad_output is whole on every rank.
+
+``linear.Linear`` computes on this rank's part alone: its codes are those of the whole linear,
+because ranks share the amaxes of every scale that spans them. DTensor moves what moves.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DeviceMesh, DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+
+from fp8ref.granularity import by_name
+from fp8ref.recipe import CUT_AXES, Role, Style
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cut:
+    """How the ranks of a mesh of one dim share a linear.
+
+    style     None: every rank has all of it, and computes the same.
+    between   placement of the tokens between linears: whole, or cut under sequence parallelism.
+    """
+
+    style: Style | None
+    mesh: DeviceMesh
+    between: Placement
+
+    @property
+    def group(self) -> str:
+        """The name of the ranks' process group."""
+        return self.mesh.get_group().group_name
+
+    def enter(self, x: torch.Tensor) -> torch.Tensor:
+        """This rank's input, of a plain tensor, which is it already, or of a DTensor.
+
+        Gradient: of colwise linears, summed over ranks; of those with one DTensor as input together.
+        """
+        if self.style != "colwise":
+            placement = Replicate() if self.style is None else Shard(-1)
+            return x.redistribute(placements=[placement]).to_local() if isinstance(x, DTensor) else x
+        whole = x if isinstance(x, DTensor) else DTensor.from_local(x, self.mesh, [Replicate()], run_check=False)
+        return whole.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+
+    def leave(self, y: torch.Tensor) -> torch.Tensor:
+        """This rank's output: of rowwise linears its tokens of the sum over ranks (P-16)."""
+        if self.style != "rowwise":
+            return y
+        return DTensor.from_local(y, self.mesh, [Partial()], run_check=False).redistribute(placements=[self.between]).to_local()
+
+    def bias(self, bias: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a bias, which is added after the sum (G-15).
+
+        Gradient: of a rowwise linear whose tokens are cut, a part of a sum over ranks.
+        """
+        if not isinstance(bias, DTensor):
+            return bias
+        partial = self.style == "rowwise" and self.between.is_shard()
+        return bias.to_local(grad_placements=[Partial()] if partial else None)
+
+    def replace_parameters(self, linear: nn.Linear) -> None:
+        """Make DTensors of a linear's parameters, from those of the first rank."""
+        assert self.style is not None
+        placements: dict[str, Placement] = (
+            {"weight": Shard(0), "bias": Shard(0)} if self.style == "colwise" else {"weight": Shard(1), "bias": Replicate()}
+        )
+        for key, p in list(linear.named_parameters(recurse=False)):
+            made = nn.Parameter(distribute_tensor(p.detach(), self.mesh, [placements[key]]), requires_grad=p.requires_grad)
+            linear.register_parameter(key, made)
+        if linear.bias is not None and linear.bias.requires_grad:
+            linear.bias.register_hook(lambda g: g.redistribute(placements=[placements["bias"]]))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Groups:
+    """Names of the process groups whose ranks hold parts of one linear's tensors; None: this rank alone.
+
+    batch     ranks that cut M of input and grad_output.
+    tensor    ranks that cut the linear by ``style``.
+    every     both together.
+    """
+
+    batch: str | None = None
+    tensor: str | None = None
+    every: str | None = None
+    style: Style | None = None
+
+    def sharing(self, role: Role, granularity: str, axis: int) -> str | None:
+        """Of the ranks that hold parts of a group with one scale, if they are several (P-5).
+
+        axis      the one that the GEMM reduces, -2 or -1.
+        """
+        kind = by_name(granularity)
+        if kind.reduced is not None:  # ranks cut no block
+            return None
+        along = None if self.style is None else CUT_AXES[self.style].get(role)
+        spans = [i for i in (-2, -1) if kind.other is None or i == axis]  # the axes that a group is all of
+        # Every rank of the batch has the whole weight.
+        rows = self.batch is not None and role != "weight" and -2 in spans
+        parts = self.tensor is not None and along is not None and along - 2 in spans
+        return self.every if rows and parts else self.batch if rows else self.tensor if parts else None
+
+
+def part(x: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a tensor."""
+    return x.to_local() if isinstance(x, DTensor) else x
