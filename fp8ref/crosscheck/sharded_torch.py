@@ -59,10 +59,14 @@ def crosscheck(config: Config, n: int, *, steps: int = STEPS, prepare: Watcher |
     recipes = {d.path: d.recipe for d in config.decisions() if d.fp8}
     chosen = config.parallel.amax_scope
     scopes = (chosen,) if chosen == "local" or RECIPES[config.numerics.recipe].delayed else SCOPES
-    meshes = _meshes(n)
+    meshes, unfit = _meshes(n), {}
+    for copies, parts in meshes[:]:
+        if why := config.replace(parallel={"data": copies, "fsdp": parts}).parallel.unreduced("torch"):
+            unfit[f"torch {copies}x{parts}"] = why[0]
+            meshes.remove((copies, parts))
     batches = loader.open_batches(config)
     tokens = [batches.step(step) for step in range(steps + 1)]
-    check, unfit = _Check(config, n, recipes, tokens, prepare), {}
+    check = _Check(config, n, recipes, tokens, prepare)
     with console.bar(f"crosscheck {config.numerics.recipe} on {n} ranks", len(meshes) * len(scopes)) as advance:
         for scope in scopes:
             for copies, parts in meshes:

@@ -85,8 +85,8 @@ def all_reduce(
     n = lax.axis_size(axes)
     codes, scale_inv, saturated = _shared(g, axes, fmt, policy, prescale, mu)
     total = _added(_cut(codes.reshape(-1), n), axes, fmt)
-    total, codes, more = _rounded(total, axes, fmt, result)
-    whole = _gathered(total, axes) if codes is None else cast.decode(_gathered(codes, axes), fmt)
+    total, of_sum, more = _rounded(total, axes, fmt, result)
+    whole = _gathered(total, axes) if of_sum is None else cast.decode(_gathered(of_sum, axes), fmt)
     value = product(whole[: g.size].reshape(g.shape), _of_mean(scale_inv, n, mean))
     return Reduced(value, saturated + more)
 

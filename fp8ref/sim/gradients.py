@@ -57,7 +57,8 @@ def shared_scales(amax, fmt: Format, policy: str | ScalePolicy = "torchao", *, p
     """
     policy, amax = gradients.check_policy(policy), np.float32(amax)
     if not amax <= gradients.LARGEST:
-        return Scales(np.float32(np.nan), np.float32(np.nan))
+        nan = np.asarray(np.nan, np.float32)
+        return Scales(nan, nan)
     scale = scales_from_amax(np.maximum(amax, np.float32(gradients.SMALLEST)), fmt, policy).scale
     scale = scale * (gradients.factor(prescale, ranks) * gradients.constant_mu(float(mu)))
     return Scales(scale, scale_inv_from_scale(scale))

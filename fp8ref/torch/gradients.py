@@ -65,7 +65,7 @@ def reduce_scatter(
     """
     if not g.ndim:
         raise ValueError("a reduce-scatter cuts the first dim of a gradient; got one without dims. Use all_reduce.")
-    group = group or distributed.group.WORLD
+    group = _group(group)
     rows = -(-len(g) // group.size())
     padded = functional.pad(g, (*[0] * (2 * g.ndim - 1), rows * group.size() - len(g)))
     total, _, scale_inv, saturated = _of_one(padded, g, group, fmt, policy, prescale, mu, result, count)
@@ -90,7 +90,7 @@ def all_reduce(
     Float32 sums are gathered, four bytes an element; under result ``codes`` their codes, one byte.
     Raises:   as reduce_scatter.
     """
-    group = group or distributed.group.WORLD
+    group = _group(group)
     padded = functional.pad(g.reshape(-1), (0, -g.numel() % group.size()))
     total, codes, scale_inv, saturated = _of_one(padded, g, group, fmt, policy, prescale, mu, result, count)
     whole = _gathered(total, group) if codes is None else cast.decode(_gathered(codes, group), fmt)
@@ -186,7 +186,7 @@ def reduce_in_fp8(
     if not units:
         raise ValueError("gradients are reduced in FP8 by fully_shard units that hold linears; the model has none. Call fully_shard first.")
     for unit in units:
-        if any(of_unit._is_hsdp for of_unit in _groups(unit)):
+        if any(of_unit._is_hsdp and of_unit._all_reduce_process_group.size() > 1 for of_unit in _groups(unit)):
             raise ValueError(
                 "FSDP2 sums gradients over copies of a unit by an all-reduce of its own, which has no hook, so FP8 gradients "
                 "take a mesh of one dim. Shard over all ranks."
@@ -219,7 +219,7 @@ class DDPState:
 def ddp_hook(state: DDPState, bucket: distributed.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """A communication hook of DistributedDataParallel: the mean of each gradient, as ``all_reduce``,
     by one all-reduce of amaxes, one all-to-all and one gather of float32 sums a bucket."""
-    group = state.group or distributed.group.WORLD
+    group = _group(state.group)
     grads = bucket.gradients()
     pieces = [functional.pad(g.reshape(-1), (0, -g.numel() % group.size())).view(group.size(), -1) for g in grads]
     narrow = [p.ndim > 1 and p not in state.keep for p in bucket.parameters()]
@@ -318,6 +318,13 @@ def _in_order(parts: torch.Tensor) -> torch.Tensor:
 
 def _of_mean(scale_inv: torch.Tensor, group: ProcessGroup, mean: bool) -> torch.Tensor:
     return scale_inv * float(gradients.share_of(group.size())) if mean else scale_inv
+
+
+def _group(group: ProcessGroup | None) -> ProcessGroup:
+    """The group, by default that of all ranks."""
+    group = group or distributed.group.WORLD
+    assert group is not None
+    return group
 
 
 def _gathered(x: torch.Tensor, group: ProcessGroup) -> torch.Tensor:

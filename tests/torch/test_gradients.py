@@ -17,6 +17,7 @@ from fp8ref import gradients as data
 from fp8ref.sim import gradients as sim
 from fp8ref.sim import scaling as sim_scaling
 from fp8ref.torch import convert, gradients, scaling
+from fp8ref.torch.parallel import parallelize
 
 MU = data.AutoScale(threshold=0.05, window=7)
 
@@ -131,6 +132,29 @@ def test_fsdp2_reduces_weights_of_linears_in_fp8(ranks):  # P-25; under 3 ranks 
     assert found[0][2] == sum(n * (1 if name in narrow else 4) for name, n in padded.items())
 
 
+def parallelized():
+    """Whole gradients under ``parallelize``, not compiled and compiled whole, in FP8 and in float32."""
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "fsdp"))
+    found = []
+    for compile, dtype in (("none", torch.float8_e4m3fn), ("model", torch.float8_e4m3fn), ("none", torch.float32)):
+        how = {"compile": compile, "compile_backend": "aot_eager", "reduce_dtype": dtype}
+        model = parallelize(plain(), "bf16", mesh=mesh, blocks=[], **how)
+        loss_of(model)
+        found.append({name: p.grad.full_tensor().numpy() for name, p in model.named_parameters()})
+    return found
+
+
+@pytest.mark.slow
+def test_parallelize_reduces_in_fp8_also_if_the_model_is_compiled():  # P-25
+    for eager, compiled, wide in run(2, parallelized):
+        for name, value in eager.items():
+            assert cases.equal(value, compiled[name])
+            if value.ndim == 1:
+                assert cases.equal(value, wide[name])  # a sum of two has one order
+            else:
+                assert not cases.equal(value, wide[name])
+
+
 def under_ddp():
     """Gradients of a DistributedDataParallel model under the hook, and this rank's own of a replica."""
     kept = plain()
@@ -164,9 +188,10 @@ class Unused(nn.Module):
 def refusals():
     """The messages of what FSDP2 and the functions refuse."""
     mesh = init_device_mesh("cpu", (2,))
-    copies = init_device_mesh("cpu", (2, 1), mesh_dim_names=("data", "fsdp"))
+    copies = init_device_mesh("cpu", (2, 1), mesh_dim_names=("copies", "shards"))
     wide = MixedPrecisionPolicy(reduce_dtype=torch.float32)
     g = torch.ones(4)
+    by_data = init_device_mesh("cpu", (2, 1), mesh_dim_names=("data", "fsdp"))
     unused = fully_shard(Unused(), mesh=mesh, mp_policy=wide)
     gradients.reduce_in_fp8(unused)
     calls = [
@@ -180,6 +205,8 @@ def refusals():
         lambda: gradients.all_reduce(g, prescale="half"),
         lambda: gradients.all_reduce(g, result="fp8"),
         lambda: gradients.all_reduce(g, mu=0.0),
+        lambda: parallelize(plain(), "bf16", mesh=by_data, reduce_dtype=torch.float8_e4m3fn),
+        lambda: parallelize(plain(), "bf16", reduce_dtype=torch.float8_e4m3fn),
         lambda: gradients.reduce_scatter(g[0]),
         lambda: gradients.accumulate(gradients.accumulate(None, g), g[:2]),
     ]
@@ -204,6 +231,8 @@ def test_what_cannot_be_reduced_is_refused_by_name():  # P-25
         "prescale is one of",
         "result is one of",
         "mu is in",
+        "as its sum over data has no hook; got 2 ranks along data. Shard over fsdp alone",
+        "got no ranks that share a batch",
         "cuts the first dim",
         "gradients of one shape, (4,); got (2,)",
     ]
