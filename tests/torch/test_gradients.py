@@ -23,16 +23,18 @@ MU = data.AutoScale(threshold=0.05, window=7)
 
 
 class Sent(TorchDispatchMode):
-    """The dtypes of what goes into all-to-alls, and its bytes."""
+    """The dtypes of what goes into all-to-alls, its bytes, and the operators that would wait for a GPU."""
 
     def __init__(self):
         super().__init__()
-        self.dtypes, self.bytes = set(), 0
+        self.dtypes, self.bytes, self.waits = set(), 0, []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if "alltoall" in str(func):
             self.dtypes.add(args[1].dtype)
             self.bytes += args[1].numel() * args[1].element_size()
+        if func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default):
+            self.waits.append(str(func))
         return func(*args, **(kwargs or {}))
 
 
@@ -112,6 +114,7 @@ def under_fsdp():
     alone = replica("tensorwise")
     loss_of(alone)
     whole = {name: p.grad.full_tensor().numpy() for name, p in model.named_parameters()}
+    assert sent.waits == []
     return whole, {name: p.grad.float().numpy() for name, p in alone.named_parameters()}, sent.bytes, len(units)
 
 
