@@ -132,8 +132,9 @@ class ParallelConfig:
     of linears are exchanged in FP8, by one scale for all devices, and summed in float32."""
     tensor_reduce_dtype: Literal["float32", "bfloat16"] | None = None
     """Dtype in which rounded partial outputs are summed over tensor. Default: bfloat16, which is PyTorch's only one."""
-    accumulate_dtype: Literal["float32", "bfloat16"] = "float32"
-    """JAX: dtype in which the gradients of microbatches are summed. bfloat16 halves the memory of the sum. PyTorch: float32."""
+    accumulate_dtype: Literal["float32", "bfloat16", "float8_e4m3fn"] = "float32"
+    """JAX: dtype in which the gradients of microbatches are summed. bfloat16 halves the memory of the sum; float8_e4m3fn keeps sums of linears'
+    weights as codes with a scale. PyTorch: float32."""
     gather: Literal["fp8", "compute"] = "fp8"
     """PyTorch: dtype in which FSDP gathers weights with one scale for both GEMMs: FP8 or the compute dtype. Results are the same bits."""
     precompute_scales: bool = True
@@ -167,6 +168,11 @@ class ParallelConfig:
                 "parallel.reduce_dtype 'float8_e4m3fn' casts rounded gradients, and XLA under plain jit inserts no such sum; got through "
                 f"{self.through!r}, reduce {self.reduce!r}. Use through 'shard_map' and reduce 'rounded'.",
             )
+        require(
+            self.accumulate_dtype != "float8_e4m3fn" or not self.scan,
+            "parallel.accumulate_dtype 'float8_e4m3fn' has a scale for each weight, and parallel.scan keeps all layers' as one. Use bfloat16, or "
+            "parallel.scan False.",
+        )
         if self.reduce == "accumulators":
             require(
                 "bfloat16" not in (self.reduce_dtype, self.tensor_reduce_dtype),
