@@ -12,9 +12,10 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fp8ref import llama
 from fp8ref.formats import BFLOAT16
 from fp8ref.recipe import OPERANDS, Gemm, Role, delayed_casts
-from fp8ref.sim import cast, scaling
+from fp8ref.sim import cast, gradients, scaling
 from fp8ref.torch import delayed
 from fp8ref.train.config import Config
 from fp8ref.train.torch.trainer import Trainer
@@ -102,8 +103,9 @@ class Replicated(Trainer):
     """
 
     def __init__(self, config: Config, data: int, fsdp: int) -> None:
-        super().__init__(config.replace(parallel={"data": 1, "fsdp": 1}))
-        self._ranks, self._dtype = (data, fsdp), getattr(torch, config.parallel.reduce_dtype)
+        super().__init__(config.replace(parallel={"data": 1, "fsdp": 1, "reduce_dtype": "float32"}))
+        self._ranks, self._dtype = (data, fsdp), config.parallel.reduce_dtype
+        self._in_fp8 = {f"{name}.weight" for name in llama.linear_shapes(config.model)} if self._dtype == "float8_e4m3fn" else set()
 
     def step(self, tokens: np.ndarray) -> dict[str, float]:
         """Take one optimizer step, as Trainer does, from the batch's rows rank by rank."""
@@ -111,14 +113,18 @@ class Replicated(Trainer):
         for rows in np.split(tokens, self._ranks[0] * self._ranks[1]):
             losses.append(self._step.backward(rows))  # delayed scaling merges the amaxes of all
             found.append([p.grad for p in self._params.values()])
-        for p, parts in zip(self._params.values(), zip(*found, strict=True), strict=True):
-            p.grad = self._average(parts)
+        for (name, p), parts in zip(self._params.items(), zip(*found, strict=True), strict=True):
+            p.grad = self._average(name, parts)
         return self._updated(torch.stack(losses))
 
-    def _average(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Sum over fsdp in ascending order and divide; then the same over data."""
+    def _average(self, name: str, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Sum over fsdp in ascending order and divide; then the same over data. In FP8 the simulator
+        sums (P-25)."""
+        if name in self._in_fp8:
+            return torch.from_numpy(gradients.reduce([part.numpy() for part in parts]).value)
         # Sums depend on the order: this is the one that P-13 prescribes for FSDP2.
-        (data, fsdp), parts = self._ranks, [part.to(self._dtype) for part in parts]
+        dtype = torch.bfloat16 if self._dtype == "bfloat16" else torch.float32
+        (data, fsdp), parts = self._ranks, [part.to(dtype) for part in parts]
         return _mean([_mean(parts[i * fsdp :][:fsdp]) for i in range(data)]).float()
 
 

@@ -47,12 +47,16 @@ def crosscheck(config: Config, devices: int) -> tuple[Report, dict[str, str]]:
 
     Returns:  the report, whose backends are named "jax 2x2x2 shard_map" for data x fsdp x tensor;
               and why each mesh that the model does not fit was left out, by name.
-    Raises:   ConfigError: a recipe without FP8 or that only JAX runs, too few devices, no mesh that
-              fits.
+    Raises:   ConfigError: a recipe without FP8 or that only JAX runs, gradients in FP8, too few
+              devices, no mesh that fits.
     """
     taken = [name for name, recipe in RECIPES.items() if recipe.fp8 and recipe.shared]
     if config.numerics.recipe not in taken:
         raise ConfigError(f"--sharded takes recipes {', '.join(taken)}; got {config.numerics.recipe!r}. Set --recipe to one of these.")
+    if config.parallel.reduce_dtype == "float8_e4m3fn":
+        raise ConfigError(
+            "--sharded bounds sums of gradients that were not cast; got parallel.reduce_dtype 'float8_e4m3fn'. Set it to float32 or bfloat16."
+        )
     if jax.device_count() < devices:
         raise ConfigError(f"--sharded {devices} needs as many devices; jax has {jax.device_count()}.")
     report, unfit = Report(), {}

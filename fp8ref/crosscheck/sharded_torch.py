@@ -61,8 +61,12 @@ def crosscheck(config: Config, n: int, *, steps: int = STEPS, prepare: Watcher |
     tried, unfit = [], {}
     for mesh in _meshes(n):
         for scope in scopes if mesh.tensor == 1 else (chosen,):
+            of_mesh = mesh.of(config, scope)
+            if why := of_mesh.parallel.unreduced("torch"):
+                unfit[mesh.name(scope)] = why[0]
+                continue
             try:
-                device_shapes.check(mesh.of(config, scope), "torch")
+                device_shapes.check(of_mesh, "torch")
                 tried.append((mesh, scope))
             except ConfigError as error:
                 if mesh.tensor == 1:

@@ -6,6 +6,7 @@ temporary memory of XLA's programs for H200s, within 30 %. Not counted: CUDA con
 """
 
 import math
+from collections.abc import Mapping
 
 from fp8ref import llama
 from fp8ref.train import train_state
@@ -41,11 +42,7 @@ def lines(config: Config, backend: str) -> dict[str, tuple[int, str]]:
     if backend == "torch":
         gradients = (4 * held, "4 bytes a parameter, float32")
     elif config.data.microbatches > 1:
-        of_sum = 4 if config.parallel.accumulate_dtype == "float32" else 2
-        gradients = (
-            (2 + of_sum) * held,
-            f"{2 + of_sum} bytes a parameter: bf16, and the sum over parts in {config.parallel.accumulate_dtype}",
-        )
+        gradients = (2 * held + sum_bytes(config, sizes), _gradients_formula(config))
     else:
         gradients = (2 * held, "2 bytes a parameter, bf16")
     activations, formula = _activations(config, backend)
@@ -61,6 +58,22 @@ def lines(config: Config, backend: str) -> dict[str, tuple[int, str]]:
         **scores,
         "logits": _logits(config, backend),
     }
+
+
+def _gradients_formula(config: Config) -> str:
+    of_sum = {"float32": 4, "bfloat16": 2}.get(config.parallel.accumulate_dtype)
+    if of_sum is None:
+        return "2 bytes a parameter, bf16; and the sum over parts: 1 of a linear's weight, in FP8, 4 of others"
+    return f"{2 + of_sum} bytes a parameter: bf16, and the sum over parts in {config.parallel.accumulate_dtype}"
+
+
+def sum_bytes(config: Config, sizes: Mapping[str, tuple[int, int]]) -> int:
+    """Bytes of the sums over microbatches of parameters of these pieces."""
+    dtype = config.parallel.accumulate_dtype
+    if dtype == "float8_e4m3fn":
+        linears = {f"{name}.weight" for name in llama.linear_shapes(config.model)}
+        return sum(piece * (1 if name in linears else 4) for name, (piece, _) in sizes.items())
+    return (2 if dtype == "bfloat16" else 4) * sum(piece for piece, _ in sizes.values())
 
 
 def piece_sizes(config: Config, backend: str) -> dict[str, tuple[int, int]]:

@@ -19,7 +19,7 @@ from fp8ref import llama
 from fp8ref.estimate import kernels
 from fp8ref.estimate.gpu_rates import Ceilings
 from fp8ref.estimate.kernels import Fusion, Kernel, multiplies_fp8
-from fp8ref.estimate.memory import moments, piece_sizes
+from fp8ref.estimate.memory import moments, piece_sizes, sum_bytes
 from fp8ref.linear_selection import Decision
 from fp8ref.recipe import RECIPES, ROLES, Gemm, GemmSpec, Recipe, Role
 from fp8ref.train.config import Config
@@ -291,8 +291,7 @@ def _rest(config: Config, backend: str, ceilings: Ceilings) -> dict[str, float]:
         "AdamW": sum((4 + 4 + 8) * piece + 2 * moments(piece, whole, config) for piece, whole in held.values()) + 6 * copied,
     }
     if parts > 1:
-        of_sum = 4 if keys.accumulate_dtype == "float32" else 2
-        moved["sums of gradients over parts"] = (4 + 2 * of_sum) * parts * sum(piece for piece, _ in held.values())
+        moved["sums of gradients over parts"] = parts * (4 * sum(piece for piece, _ in held.values()) + 2 * sum_bytes(config, held))
     found = {what: size / ceilings.bandwidth for what, size in moved.items()}
     return {"attention": layers * _attention(config, backend, ceilings)} | found
 

@@ -42,7 +42,8 @@ def _moves(config: Config, backend: str) -> Iterator[tuple[str, float, int]]:
     """(purpose, elements, bytes of each) of one microbatch."""
     keys = config.parallel
     decisions = {d.path: d for d in config.decisions()}
-    wide = 4 if keys.reduce_dtype == "float32" else 2
+    in_codes = keys.reduce_dtype == "float8_e4m3fn"  # of linears' weights, all else in float32 (P-25)
+    wide = 2 if keys.reduce_dtype == "bfloat16" else 4
     gathered, copies = (keys.fsdp - 1) / keys.fsdp, (keys.data - 1) / keys.data
     for name, shape in llama.parameter_shapes(config.model).items():
         linear = name.removesuffix(".weight")
@@ -58,6 +59,9 @@ def _moves(config: Config, backend: str) -> Iterator[tuple[str, float, int]]:
             yield "weights, gathered over fsdp", times * gathered * whole, size
             # JAX reduces the table's gradient in the table's own dtype.
             summed = 4 if table and backend == "jax" else wide
+            if in_codes and len(shape) == 2 and not table:
+                yield from _exchanged(linear, whole, piece, config, backend)
+                continue
             yield "gradients, reduced over fsdp", gathered * whole, summed
             if backend == "jax" and keys.sequence and (table or linear == "lm_head"):  # a device has other tokens along tensor
                 others = 1 - 1 / (keys.data * keys.tensor)
@@ -69,6 +73,15 @@ def _moves(config: Config, backend: str) -> Iterator[tuple[str, float, int]]:
             yield "gradients, summed over data", 2 * (parts - 1) / parts * whole, 4
     if keys.tensor > 1:
         yield from _tensor(config, backend)
+
+
+def _exchanged(linear: str, whole: float, piece: float, config: Config, backend: str) -> Iterator[tuple[str, float, int]]:
+    """A weight's gradient in FP8: codes by one all-to-all of all devices that sum it, and float32 sums
+    gathered along the axes that do not cut the weight (P-25)."""
+    keys = config.parallel
+    copies = keys.data * (keys.tensor if backend == "jax" and keys.sequence and linear == "lm_head" else 1)
+    yield "gradients in FP8, exchanged", (1 - 1 / (copies * keys.fsdp)) * whole, 1
+    yield "sums of gradients, gathered", (1 - 1 / copies) * piece, 4
 
 
 def _tensor(config: Config, backend: str) -> Iterator[tuple[str, float, int]]:

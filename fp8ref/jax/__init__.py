@@ -10,6 +10,7 @@ FP8 into an existing model.
                   the stochastic rounding
     sharding, explicit_sharding
                   the placement of a linear on a mesh; as the types of Explicit axes say it
+    gradients     summed over devices in FP8, and over microbatches
     derivatives   refuses those that a linear does not have
     proof         which GEMMs and collectives of a compiled step run in FP8
     hardware      simulated hardware in place of XLA's FP8 dots
@@ -23,9 +24,23 @@ from fp8ref import extras, moved
 
 extras.require("jax", "fp8ref.jax", "jax", "flax", "optax")
 
-from fp8ref.jax import cast, contraction, delayed, flax, gemm, hardware, linear, proof, scales, scaling, sharding, states
+from fp8ref.jax import cast, contraction, delayed, flax, gemm, gradients, hardware, linear, proof, scales, scaling, sharding, states
 
-__all__ = ["cast", "contraction", "delayed", "flax", "gemm", "hardware", "linear", "proof", "scales", "scaling", "sharding", "states"]
+__all__ = [
+    "cast",
+    "contraction",
+    "delayed",
+    "flax",
+    "gemm",
+    "gradients",
+    "hardware",
+    "linear",
+    "proof",
+    "scales",
+    "scaling",
+    "sharding",
+    "states",
+]
 
 
 def __getattr__(name: str):

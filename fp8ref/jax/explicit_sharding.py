@@ -16,7 +16,7 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from fp8ref.jax import derivatives
-from fp8ref.jax.sharding import FREE, Axes, Cut, Layout, Placement
+from fp8ref.jax.sharding import FREE, Axes, Cut, Layout, Placement, check_sums
 from fp8ref.recipe import ROLES, Role
 
 Numbers = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]]
@@ -216,6 +216,7 @@ class _Dims:
 def _check(cut: _Dims, placement: Placement, mesh, name: str) -> None:
     """ValueError, naming the layer, unless types cut M, N and K along the Explicit axes that
     placement says."""
+    check_sums(placement, name)
     if placement.scope == "local":
         raise ValueError(f"{name}: scope 'local' needs visible devices, and plain jit shows none. Use shard_map, or scope='global'.")
     if unknown := [axis for axis in placement.axes if axis not in mesh.axis_names]:

@@ -17,6 +17,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from fp8ref.formats import E4M3FN
+from fp8ref.jax import gradients
 from fp8ref.recipe import OPERANDS, REDUCED_AXES, Gemm, Role
 
 Axes = tuple[str, ...]
@@ -30,6 +32,12 @@ Parts = Literal["accumulators", "float32", "result"]
 """What devices sum to complete a GEMM: raw float32 accumulators, which are scaled and rounded
 afterwards (P-7); or results that each device has scaled and rounded (P-8), in float32 or in their
 own dtype."""
+
+GradParts = Parts | Literal["float8_e4m3fn"]
+"""What devices sum to make the gradient of a weight: ``Parts``, or results cast to FP8 by a scale that
+all share (P-21)."""
+
+_GRAD_PARTS = (*get_args(Parts), "float8_e4m3fn")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +55,8 @@ class Placement:
               has its own scales. A weight's are always global.
     reduce_grads
               what is summed over m to make the gradient of a weight. Under scope ``local``
-              accumulators have different scales, so results are summed, in float32.
+              accumulators have different scales, so results are summed, in float32. FP8 needs
+              shard_map.
     reduce_outputs
               what is summed over k to make an output, and over n to make a grad_input. Under plain
               jit XLA sums accumulators, unless a field says ``result`` and the device is an NVIDIA
@@ -64,7 +73,7 @@ class Placement:
     fsdp: Axes = ()
     sequence: bool = False
     scope: Literal["global", "local"] = "global"
-    reduce_grads: Parts = "float32"
+    reduce_grads: GradParts = "float32"
     reduce_outputs: Parts = "result"
 
     def __post_init__(self) -> None:
@@ -73,9 +82,9 @@ class Placement:
                 raise ValueError(f"{name} is a tuple of mesh axes; got the string {value!r}. Write ({value!r},).")
         if self.scope not in ("global", "local"):
             raise ValueError(f"scope is 'global' or 'local'; got {self.scope!r}.")
-        for name in ("reduce_grads", "reduce_outputs"):
-            if (value := getattr(self, name)) not in get_args(Parts):
-                raise ValueError(f"{name} is one of {', '.join(get_args(Parts))}; got {value!r}.")
+        for name, allowed in (("reduce_grads", _GRAD_PARTS), ("reduce_outputs", get_args(Parts))):
+            if (value := getattr(self, name)) not in allowed:
+                raise ValueError(f"{name} is one of {', '.join(allowed)}; got {value!r}.")
         cutting = (*self.m, *self.n, *self.k)
         if twice := sorted({axis for axis in cutting if cutting.count(axis) > 1}):
             raise ValueError(f"a mesh axis cuts one of m, n and k; got {', '.join(twice)} more than once in {self}.")
@@ -127,7 +136,7 @@ class Placement:
         if which == "grad_weight":
             left = tuple(name for name in self.m if name not in self.fsdp)
             # Accumulators under different scales have no common sum.
-            parts: Parts = "float32" if (self.scope, self.reduce_grads) == ("local", "accumulators") else self.reduce_grads
+            parts: GradParts = "float32" if (self.scope, self.reduce_grads) == ("local", "accumulators") else self.reduce_grads
             return Reduction(sum=left, scatter=self.fsdp, parts=parts, outer=outer)
         reduced, column = (self.k, False) if which == "output" else (self.n, True)
         scattered = self.sequence and bool(self.n) == column
@@ -145,7 +154,7 @@ class Reduction:
 
     sum: Axes = ()
     scatter: Axes = ()
-    parts: Parts = "accumulators"
+    parts: GradParts = "accumulators"
     outer: int = 1
 
     @property
@@ -156,6 +165,8 @@ class Reduction:
     def total(self, partial: jax.Array) -> jax.Array:
         """The sum over devices of [rows, columns], whose rows are ``arranged``: in float32, or in
         partial's dtype if results are summed in it."""
+        if self.parts == "float8_e4m3fn":
+            return gradients.completed(partial, self.sum, self.scatter, E4M3FN)
         if self.parts != "result":
             partial = partial.astype(jnp.float32)
         if self.scatter:  # first, as it leaves fewer rows to sum
@@ -291,6 +302,7 @@ def mode(x: jax.Array, w: jax.Array, placement: Placement | None, name: str) -> 
     if not manual:
         if placement.scope == "local":
             raise ValueError(f"{name}: scope 'local' needs visible devices, and plain jit shows none. Use shard_map, or scope='global'.")
+        check_sums(placement, name)
         return "jit"
     if outside := [axis for axis in placement.axes if axis not in manual]:
         raise ValueError(
@@ -304,6 +316,15 @@ def mode(x: jax.Array, w: jax.Array, placement: Placement | None, name: str) -> 
             f"{', '.join(placement.k)}; got {x.shape[-2]}. Pad the sequence."
         )
     return "shard_map"
+
+
+def check_sums(placement: Placement, name: str) -> None:
+    """ValueError, naming the layer, for gradients in FP8 under plain jit, where XLA inserts the sum."""
+    if placement.reduce_grads == "float8_e4m3fn":
+        raise ValueError(
+            f"{name}: under plain jit XLA inserts the sum of gradients, in no dtype of FP8; got reduce_grads 'float8_e4m3fn'. Use shard_map, or "
+            "reduce_grads='result'."
+        )
 
 
 def checks_variance(x: jax.Array) -> bool:

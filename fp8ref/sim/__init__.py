@@ -14,6 +14,7 @@ Read it in this order; each module cites its clauses of docs/spec:
     linear        the three GEMMs of a layer (L)
     mesh, sharding, sharded_gemm
                   the same over several devices (P)
+    gradients     summed over devices in FP8, and over microbatches (P-21 to P-24)
     llama         the trainer's model, forward pass (M)
     stats         what quantizing cost (Q)
     hardware      a plan for each of a recipe's GEMMs, for the backends to call (G-19)
@@ -25,9 +26,9 @@ also where they hold values of a narrower format: such a format is a set of valu
 """
 
 from fp8ref import moved
-from fp8ref.sim import accumulate, cast, delayed, gemm, linear, llama, mesh, scaling, sharding, states, stats
+from fp8ref.sim import accumulate, cast, delayed, gemm, gradients, linear, llama, mesh, scaling, sharding, states, stats
 
-__all__ = ["accumulate", "cast", "delayed", "gemm", "linear", "llama", "mesh", "scaling", "sharding", "states", "stats"]
+__all__ = ["accumulate", "cast", "delayed", "gemm", "gradients", "linear", "llama", "mesh", "scaling", "sharding", "states", "stats"]
 
 
 def __getattr__(name: str):

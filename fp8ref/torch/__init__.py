@@ -20,7 +20,8 @@ FSDP2, with a recipe that has one scale for each tensor, and the module of each 
 A recipe with delayed scaling takes every scale from the state of ``delayed``. Operands with scales of
 rows are cast again for each GEMM, along the axis it reduces, and their weight is gathered in the
 compute dtype. ``convert`` chooses the class; ``parallel`` sets dtypes and groups; ``fsdp`` sets the
-gathers on a model, and reduces gradients in rank order if asked (off by default). ``gemm`` calls
+gathers on a model, and reduces gradients in rank order if asked (off by default); ``gradients``
+reduces them in FP8 if asked. ``gemm`` calls
 torch._scaled_mm, or ``block_gemm`` for block scales; ``hardware`` simulates other hardware instead.
 ``checkpointing`` says what a block keeps. ``tensor_parallel`` cuts linears. ``compiled_fsdp`` shards within a compiled graph. ``proof`` shows
 that a step ran in FP8. ``states`` is AdamW whose moments are stored in FP8; ``moments`` is
@@ -51,6 +52,7 @@ from fp8ref.torch import (
     delayed,
     fsdp,
     gemm,
+    gradients,
     hardware,
     linear,
     parallel,
@@ -71,6 +73,7 @@ __all__ = [
     "delayed",
     "fsdp",
     "gemm",
+    "gradients",
     "hardware",
     "linear",
     "parallel",

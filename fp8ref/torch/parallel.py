@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from fp8ref import recipe as recipes
 from fp8ref.recipe import Recipe, Style
 from fp8ref.torch import checkpointing as checkpoints
-from fp8ref.torch import convert, fsdp, tensor_parallel
+from fp8ref.torch import convert, fsdp, gradients, tensor_parallel
 from fp8ref.torch.checkpointing import Checkpointing, Operation
 from fp8ref.torch.model_checks import check_model, check_no_optimizer
 
@@ -93,7 +93,8 @@ def parallelize(
     ordered_reduction
                 sum gradients in rank order, on any backend (P-13).
     reduce_dtype
-                gradients are summed over ranks in it: float32 or bfloat16.
+                gradients are summed over ranks in it: float32 or bfloat16. float8_e4m3fn: weights of
+                linears are exchanged in FP8 and summed in float32 (P-25), all else in float32.
     param_dtype parameters are rounded to it as they are gathered; gradients are made in it.
     keep_dtype  modules, such as an embedding table, whose parameters are not rounded.
     Ranks       start from the same weights, as FSDP2 requires; along data it is checked.
@@ -108,8 +109,8 @@ def parallelize(
                 different weights.
     """
     recipe, blocks, keep_dtype = recipes.by_name(recipe), list(blocks), list(keep_dtype)
-    if reduce_dtype not in (torch.float32, torch.bfloat16):
-        raise ValueError(f"reduce_dtype is torch.float32 or torch.bfloat16; got {reduce_dtype}.")
+    if reduce_dtype not in (torch.float32, torch.bfloat16, torch.float8_e4m3fn):
+        raise ValueError(f"reduce_dtype is torch.float32, torch.bfloat16 or torch.float8_e4m3fn; got {reduce_dtype}.")
     _check_values(
         amax_scope=(amax_scope, Scope),
         checkpointing=(checkpointing, Checkpointing),
@@ -137,6 +138,8 @@ def parallelize(
         check_no_optimizer(model)
     if batch is not None:
         _check_batch(recipe, batch, amax_scope, ordered_reduction)
+    if reduce_dtype == torch.float8_e4m3fn:
+        _check_fp8_gradients(batch)
 
     # 1 convert
     group = _group(batch) if batch is not None and amax_scope == "global" and recipe.fp8 else None
@@ -153,9 +156,12 @@ def parallelize(
     if batch is None:
         return model
     # 5 fully_shard, around compiled forwards
-    _shard(model, [] if compile == "model" else blocks, keep_dtype, batch, param_dtype, reduce_dtype)
+    summed = torch.float32 if reduce_dtype == torch.float8_e4m3fn else reduce_dtype
+    _shard(model, [] if compile == "model" else blocks, keep_dtype, batch, param_dtype, summed)
     if ordered_reduction:
         fsdp.sum_in_rank_order(model)
+    if reduce_dtype == torch.float8_e4m3fn:
+        gradients.reduce_in_fp8(model)
     # 6 FP8 gather, of units that exist
     if gather_fp8 and recipe.fp8 and recipe.serves_both("weight"):
         fsdp.gather_in_fp8(model, dtype=param_dtype if fp8_from == "compute" else None, precompute=precompute_scales)
@@ -292,6 +298,15 @@ def _check_batch(recipe: Recipe, batch: DeviceMesh, amax_scope: Scope, ordered_r
     if amax_scope == "local" and recipes.delayed_casts(recipe):
         raise ValueError(
             f"recipe {recipe.name!r} keeps one state for all ranks, from the amaxes of all ranks; got amax_scope='local'. Use 'global'."
+        )
+
+
+def _check_fp8_gradients(batch: DeviceMesh | None) -> None:
+    """ValueError for gradients in FP8 where no reduce-scatter over all ranks sums them (P-25)."""
+    if batch is None or (batch.ndim == 2 and batch.size(0) > 1):
+        raise ValueError(
+            "reduce_dtype torch.float8_e4m3fn is of gradients that FSDP2 reduce-scatters over fsdp, as its sum over data has no hook; got "
+            f"{'no ranks that share a batch' if batch is None else f'{batch.size(0)} ranks along data'}. Shard over fsdp alone."
         )
 
 

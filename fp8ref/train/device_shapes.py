@@ -70,7 +70,10 @@ def kinds(config: Config) -> dict[str, int]:
 
 def check(config: Config, backend: str) -> None:
     """ConfigError, a line for each fault, if the backend would refuse this config on any devices."""
-    faults, decisions = [*_foreign(config, backend), *_cut(config), *config.optimizer.uncut(config.parallel, backend)], []
+    faults, decisions = (
+        [*_foreign(config, backend), *_cut(config), *config.optimizer.uncut(config.parallel, backend), *config.parallel.unreduced(backend)],
+        [],
+    )
     try:
         decisions = [
             d for d in config.decisions() if d.path.startswith("model.layers.0.") or d.path == "lm_head"

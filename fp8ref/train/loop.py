@@ -122,8 +122,8 @@ def trainer(backend: str, config: Config, weights: Mapping[str, llama.Weight] | 
         raise ConfigError(f"backend is one of {', '.join(BACKENDS)}; got {backend!r}.")
     if foreign := config.parallel.foreign(backend) + config.optimizer.foreign(backend):
         raise ConfigError(f"{', '.join(foreign)} is not a key of --backend {backend}. Leave it out.")
-    if uncut := config.optimizer.uncut(config.parallel, backend):
-        raise ConfigError(uncut[0])
+    if refused := config.optimizer.uncut(config.parallel, backend) + config.parallel.unreduced(backend):
+        raise ConfigError(refused[0])
     multiply = hardware.of(config, backend)
     return importlib.import_module(f"fp8ref.train.{backend}.trainer").Trainer(config, weights, multiply=multiply)
 

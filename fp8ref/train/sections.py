@@ -127,12 +127,14 @@ class ParallelConfig:
     """JAX: explicit collectives in shard_map, or XLA's partitioner under jit."""
     reduce: Literal["rounded", "accumulators"] = "rounded"
     """What devices sum to complete a GEMM: results rounded to bfloat16 (rounded), or raw float32 accumulators (JAX: accumulators)."""
-    reduce_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Dtype in which rounded gradients are summed over data and fsdp. In JAX those of linears; others are summed in float32."""
+    reduce_dtype: Literal["float32", "bfloat16", "float8_e4m3fn"] = "float32"
+    """Dtype in which rounded gradients are summed over data and fsdp. In JAX those of linears; others are summed in float32. float8_e4m3fn: weights
+    of linears are exchanged in FP8, by one scale for all devices, and summed in float32."""
     tensor_reduce_dtype: Literal["float32", "bfloat16"] | None = None
     """Dtype in which rounded partial outputs are summed over tensor. Default: bfloat16, which is PyTorch's only one."""
-    accumulate_dtype: Literal["float32", "bfloat16"] = "float32"
-    """JAX: dtype in which the gradients of microbatches are summed. bfloat16 halves the memory of the sum. PyTorch: float32."""
+    accumulate_dtype: Literal["float32", "bfloat16", "float8_e4m3fn"] = "float32"
+    """JAX: dtype in which the gradients of microbatches are summed. bfloat16 halves the memory of the sum; float8_e4m3fn keeps sums of linears'
+    weights as codes with a scale. PyTorch: float32."""
     gather: Literal["fp8", "compute"] = "fp8"
     """PyTorch: dtype in which FSDP gathers weights with one scale for both GEMMs: FP8 or the compute dtype. Results are the same bits."""
     precompute_scales: bool = True
@@ -159,6 +161,17 @@ class ParallelConfig:
         require(
             self.amax_scope == "global" or self.through == "shard_map",
             "parallel.amax_scope 'local' needs visible devices, and plain jit shows none. Use parallel.through 'shard_map'.",
+        )
+        if self.reduce_dtype == "float8_e4m3fn":
+            require(
+                self.through == "shard_map" and self.reduce == "rounded",
+                "parallel.reduce_dtype 'float8_e4m3fn' casts rounded gradients, and XLA under plain jit inserts no such sum; got through "
+                f"{self.through!r}, reduce {self.reduce!r}. Use through 'shard_map' and reduce 'rounded'.",
+            )
+        require(
+            self.accumulate_dtype != "float8_e4m3fn" or not self.scan,
+            "parallel.accumulate_dtype 'float8_e4m3fn' has a scale for each weight, and parallel.scan keeps all layers' as one. Use bfloat16, or "
+            "parallel.scan False.",
         )
         if self.reduce == "accumulators":
             require(
@@ -188,6 +201,21 @@ class ParallelConfig:
         """The error messages for heads of this size under ``attention``; empty if they fit."""
         fits = self.attention != "cudnn" or (head_dim % 8 == 0 and head_dim <= 256)
         return [] if fits else [f"parallel.attention 'cudnn' takes heads of a multiple of 8 up to 256; got {head_dim}. Set it to xla."]
+
+    def unreduced(self, backend: str) -> list[str]:
+        """The error messages for gradients that this backend cannot sum as asked (P-25)."""
+        if self.reduce_dtype != "float8_e4m3fn":
+            return []
+        if self.data * self.fsdp == 1:
+            return [
+                "parallel.reduce_dtype 'float8_e4m3fn' exchanges gradients over data and fsdp, of which there is one device. Leave it out."
+            ]
+        if backend == "torch" and self.data > 1:
+            return [
+                f"parallel.reduce_dtype 'float8_e4m3fn' in PyTorch sums over fsdp alone, as FSDP2's sum over data has no hook; got parallel.data {self.data}. "
+                "Set it to 1, and fsdp to all devices."
+            ]
+        return []
 
     def foreign(self, backend: str) -> list[str]:
         """The keys that are set, and that this backend does not have."""

@@ -85,6 +85,15 @@ def test_gradients_are_summed_in_the_dtype_that_is_asked_for(local, one_mesh):  
     assert any((ends[0][name] != ends[1][name]).any() for name in ends[0])
 
 
+def test_gradients_in_fp8_are_those_that_the_simulator_sums(local):  # P-21, P-25
+    """Losses, norms and weights of ranks are one process's, in which the simulator reduces each rank's gradients."""
+    report, unfit = sharded_torch.crosscheck(local.replace(parallel={"reduce_dtype": "float8_e4m3fn"}), 2, steps=2)
+    assert report.ok, failed(report)
+    assert list(unfit) == ["torch 2x1"]
+    assert "FSDP2's sum over data has no hook" in unfit["torch 2x1"]
+    assert report.checks[f"{UP}/weights/value/torch 1x2 local native"].equal
+
+
 def test_histories_are_of_all_ranks(small, one_mesh):  # H-4
     config = small.replace(numerics={"recipe": "delayed"})
     report, _ = sharded_torch.crosscheck(config, 2, steps=STEPS)

@@ -41,6 +41,9 @@ def test_jax_sums_parts_beside_the_gradients_of_one():
     assert bytes_of(sizes.config(), "jax")["gradients"] == 2 * ALL
     assert bytes_of(sizes.config(parts=2), "jax")["gradients"] == (2 + 4) * ALL
     assert bytes_of(sizes.config(parts=2), "torch")["gradients"] == 4 * ALL
+    linears = 2 * sizes.LAYER + sizes.TABLE  # two layers, and lm_head
+    assert bytes_of(sizes.config(parts=2, accumulate_dtype="bfloat16"), "jax")["gradients"] == 4 * ALL
+    assert bytes_of(sizes.config(parts=2, accumulate_dtype="float8_e4m3fn"), "jax")["gradients"] == 2 * ALL + linears + 4 * (ALL - linears)
 
 
 def test_parts_need_the_activations_of_one():

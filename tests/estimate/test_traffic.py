@@ -52,6 +52,19 @@ def test_a_mesh_in_pytorch():
     }
 
 
+def test_gradients_in_fp8_are_a_byte_an_element():  # P-25
+    keys = {**sizes.MESH, "reduce_dtype": "float8_e4m3fn"}
+    layers, table = sizes.LAYER, sizes.TABLE
+    jax, torch = (flows(sizes.config("rowwise", **keys), backend) for backend in ("jax", "torch"))
+    # lm_head is summed over fsdp and tensor, two of each: codes of four devices; then half of float32 sums over tensor
+    assert jax["gradients in FP8, exchanged"] == (layers / 2 + 3 / 4 * table, layers / 2 + 3 / 4 * table)
+    assert jax["sums of gradients, gathered"] == (table / 2 / 2, 4 * table / 2 / 2)
+    assert jax["gradients, reduced over fsdp"] == (table / 2, 4 * table / 2)  # of the table
+    assert torch["gradients in FP8, exchanged"] == ((layers + table) / 2, (layers + table) / 2)
+    assert torch["gradients, reduced over fsdp"] == ((table + 320) / 2, 4 * (table + 320) / 2)
+    assert "sums of gradients, gathered" not in torch
+
+
 def test_full_checkpointing_runs_output_gemms_again_in_jax():  # T-8
     """All of a layer but down_proj, of 8192: weights and inputs are gathered a third time, o_proj's outputs summed twice."""
     keys = {**sizes.MESH, "checkpointing": "full"}

@@ -16,7 +16,7 @@ from fp8ref.formats import BFLOAT16, E4M3FN
 from fp8ref.jax import delayed, linear, proof, scaling, sharding
 from fp8ref.jax.sharding import Placement
 from fp8ref.recipe import OPERANDS, RECIPES, REDUCED_AXES
-from fp8ref.sim import cast, sharded_gemm
+from fp8ref.sim import cast, gradients, sharded_gemm
 from fp8ref.sim import scaling as sim_scaling
 
 MESHES = [(d, f, 8 // d // f) for d in (1, 2, 4, 8) for f in (1, 2, 4, 8) if 8 % (d * f) == 0]
@@ -198,6 +198,42 @@ def test_devices_round_their_parts_and_sum_them(recipe, style, parts, operands):
         ]
         expected = cast.round_to(np.sum(sums, axis=0, dtype=np.float32), BFLOAT16)
         np.testing.assert_array_equal(np.asarray(mine, np.float32).reshape(expected.shape), expected, err_msg=which)
+
+
+def test_gradients_of_a_weight_are_exchanged_in_fp8(operands):  # P-21, P-25
+    """The sum over data and fsdp is the simulator's, of parts that integers make exact; each piece along tensor has its own scale."""
+    x, w, g = operands
+    placement, mesh = placement_of("column", reduce_grads="float8_e4m3fn"), mesh_of((2, 2, 2))
+    of_x, of_w, of_y = specs_of(placement)
+
+    def run(x, w, g):
+        return jax.vjp(lambda w: linear.apply(x, w, recipe="bf16", placement=placement, name="fc")[0], w)[1](g)[0]
+
+    f = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=(of_x, of_w, of_y), out_specs=of_w))
+    program = f.lower(x, w, g).compile()
+    exchanged = [line for line in program.as_text().splitlines() if "all-to-all(" in line or "reduce-scatter(" in line]
+    assert len(exchanged) == 1
+    assert "u8[" in exchanged[0]
+    assert "f32[" not in exchanged[0]
+    found = np.asarray(program(x, w, g), np.float32)
+    xs, gs = (np.asarray(v, np.float32).reshape(4, -1, v.shape[-1]) for v in (x, g))
+    parts = [cast.round_to(of_g.T @ of_x, BFLOAT16) for of_x, of_g in zip(xs, gs, strict=True)]
+    pieces = [gradients.reduce([part[i : i + N // 2] for part in parts], mean=False).value for i in (0, N // 2)]
+    np.testing.assert_array_equal(found, cast.round_to(np.concatenate(pieces), BFLOAT16))
+
+
+def test_plain_jit_refuses_gradients_in_fp8(operands):  # P-25
+    x, w, _ = operands
+    placement = placement_of("column", reduce_grads="float8_e4m3fn")
+    with (
+        pytest.raises(ValueError, match=r"fc: under plain jit XLA inserts the sum of gradients.*Use shard_map"),
+        jax.set_mesh(mesh_of((2, 2, 2))),
+    ):
+        jax.jit(lambda x, w: linear.apply(x, w, recipe="bf16", placement=placement, name="fc")[0])(
+            *(jax.device_put(v, NamedSharding(mesh_of((2, 2, 2)), spec)) for v, spec in zip((x, w), specs_of(placement)[:2], strict=True))
+        )
+    with pytest.raises(ValueError, match="reduce_outputs is one of accumulators, float32, result; got 'float8_e4m3fn'"):
+        Placement(reduce_outputs="float8_e4m3fn")
 
 
 @pytest.mark.parametrize(("parts", "dtype"), [("float32", "f32"), ("result", "bf16"), ("accumulators", "f32")])

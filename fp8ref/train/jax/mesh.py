@@ -21,7 +21,7 @@ from fp8ref.errors import ConfigError
 from fp8ref.jax import sharding
 from fp8ref.jax.sharding import Placement
 from fp8ref.recipe import Role
-from fp8ref.train.config import Config
+from fp8ref.train.config import Config, ParallelConfig
 
 AXES = ("data", "fsdp", "tensor")
 """The axes of the trainer's mesh, in order."""
@@ -113,7 +113,7 @@ class Layout:
             Placement,
             fsdp=self._fsdp,
             scope=config.amax_scope,
-            reduce_grads=_parts(config.reduce, config.reduce_dtype),
+            reduce_grads=_of_gradients(config),
             reduce_outputs=_parts(config.reduce, config.tensor_reduce_dtype or "bfloat16"),
         )
         if last in llama.COLUMN:
@@ -248,3 +248,8 @@ def _parts(reduce: str, dtype: str) -> sharding.Parts:
     if reduce == "accumulators":
         return "accumulators"
     return "float32" if dtype == "float32" else "result"
+
+
+def _of_gradients(config: ParallelConfig) -> sharding.GradParts:
+    """What linears sum over devices to make a weight's gradient."""
+    return config.reduce_dtype if config.reduce_dtype == "float8_e4m3fn" else _parts(config.reduce, config.reduce_dtype)

@@ -5,8 +5,9 @@ AdamW is optax's, or that of ``fp8ref.jax.states`` under T-6's ``adamw_states``;
 Pure functions of the state, which ``trainer.Trainer`` compiles.
 """
 
+import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -19,8 +20,10 @@ from jax.sharding import PartitionSpec as P
 from jax.sharding import Sharding
 
 from fp8ref import llama
+from fp8ref.formats import E4M3FN
 from fp8ref.hardware import Multiply
-from fp8ref.jax import delayed, states, stats
+from fp8ref.jax import delayed, gradients, scaling, states, stats
+from fp8ref.jax.scaling import Quantized
 from fp8ref.recipe import Role
 from fp8ref.train import train_state
 from fp8ref.train.config import Config
@@ -233,18 +236,21 @@ class Step:
             (loss, forward), (grads, backward) = gradient(params, self._unseen(), fp8_state, tokens)
             return loss, grads, {name: delayed.merge(forward[name], backward[name]) for name in forward}
 
-        dtype = jnp.dtype(self.config.parallel.accumulate_dtype)
+        sums = Sums(self.config.parallel.accumulate_dtype, self.linears, self._specs if self.layout.mapped else None)
 
         def accumulate(params, fp8_state, parts):
             def add(before, tokens):
                 (loss, grads, seen), found = before, differentiate(params, fp8_state, tokens)
-                grads = jax.tree.map(lambda total, g: (total.astype(jnp.float32) + g).astype(dtype), grads, found[1])
-                return (loss + found[0], grads, {name: delayed.merge(seen[name], found[2][name]) for name in seen}), None
+                return (
+                    loss + found[0],
+                    sums.add(grads, found[1]),
+                    {name: delayed.merge(seen[name], found[2][name]) for name in seen},
+                ), None
 
             # A scan keeps one microbatch's activations at a time, and compiles the passes once.
-            nothing = jnp.float32(0), jax.tree.map(lambda p: jnp.zeros_like(p, dtype), params), self._unseen()
-            (loss, grads, seen), _ = lax.scan(add, nothing, parts)
-            return *jax.tree.map(lambda total: total.astype(jnp.float32) * np.float32(1 / len(parts)), (loss, grads)), seen
+            (loss, grads, seen), _ = lax.scan(add, (jnp.float32(0), sums.zeros(params), self._unseen()), parts)
+            share = np.float32(1 / len(parts))
+            return loss.astype(jnp.float32) * share, sums.scaled(grads, share), seen
 
         f = accumulate if tokens.ndim == 3 else differentiate
         return self.layout.map(f, (self._specs, P(), self._cut(tokens)), (P(), self._specs, P()))(params, fp8_state, tokens)
@@ -370,6 +376,60 @@ class Step:
 
     def _cut(self, tokens: jax.Array) -> P:
         return self.layout.parts if tokens.ndim == 3 else self.layout.tokens
+
+
+class Sums:
+    """Sums of gradients over microbatches: float32, bfloat16, or of linears' weights in FP8 (T-7).
+
+    dtype     ``parallel.accumulate_dtype``.
+    linears   the names of the linears.
+    specs     how shard_map cuts the parameters; None outside it.
+    """
+
+    def __init__(self, dtype: str, linears: Collection[str], specs) -> None:
+        self._narrow = {f"{name}.weight" for name in linears} if dtype == "float8_e4m3fn" else set()
+        self._dtype = jnp.dtype("float32" if self._narrow else dtype)
+        self._axes = {} if specs is None else {name: _axes_of(spec) for name, spec in named(specs).items()}
+
+    def zeros(self, params):
+        """The sums before the first microbatch, placed as the parameters."""
+
+        def zero(path, p):
+            if name_of(path) not in self._narrow:
+                return jnp.zeros_like(p, self._dtype)
+            codes, one = jnp.zeros_like(p, jnp.float8_e4m3fn), jnp.float32(1)
+            return Quantized(codes=codes, scale=one, scale_inv=one, fmt=E4M3FN, granularity="tensorwise", axis=-1)
+
+        return jax.tree_util.tree_map_with_path(zero, params)
+
+    def add(self, sums, grads):
+        """The sums with one more microbatch's gradients."""
+
+        def added(path, total, g):
+            if isinstance(total, Quantized):
+                return gradients.accumulate(total, g, over=self._axes.get(name_of(path), ()))
+            return (total.astype(jnp.float32) + g).astype(self._dtype)
+
+        return jax.tree_util.tree_map_with_path(added, sums, grads, is_leaf=_quantized)
+
+    def scaled(self, sums, share: np.float32):
+        """float32 sums times a number."""
+
+        def times(total):
+            if isinstance(total, Quantized):
+                return scaling.dequantize(dataclasses.replace(total, scale_inv=total.scale_inv * share))
+            return total.astype(jnp.float32) * share
+
+        return jax.tree.map(times, sums, is_leaf=_quantized)
+
+
+def _quantized(node) -> bool:
+    return isinstance(node, Quantized)
+
+
+def _axes_of(spec: P) -> tuple[str, ...]:
+    """The mesh axes that cut a parameter."""
+    return tuple(name for names in spec for name in ((names,) if isinstance(names, str) else names or ()))
 
 
 @jax.custom_vjp

@@ -11,6 +11,7 @@ import pytest
 from fp8ref import llama as llama_data
 from fp8ref.errors import ConfigError
 from fp8ref.llama import InitialWeight
+from fp8ref.sim import gradients, scaling
 from fp8ref.train.jax import llama, step
 from fp8ref.train.jax.trainer import Trainer
 
@@ -66,6 +67,29 @@ def test_gradients_of_parts_are_summed_in_the_dtype_that_is_asked_for(small):  #
             total[name] = (total[name].astype(np.float32) + value).astype(jnp.bfloat16)
     for name, value in trainer.gradients(tokens).items():
         np.testing.assert_array_equal(value, total[name].astype(np.float32) * np.float32(1 / 3), err_msg=name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", [{}, {"fsdp": 2, "tensor": 2, "amax_scope": "local"}], ids=str)
+def test_gradients_of_parts_are_summed_in_fp8_as_the_simulator_does(small, parallel):  # T-7, P-24
+    """Weights of linears, by one scale for a weight however a mesh cuts it; all else in float32."""
+    config = microbatches.config_of(small, "bf16", accumulate_dtype="float8_e4m3fn", **parallel).replace(model={"num_key_value_heads": 2})
+    whole = Trainer(microbatches.without_parts(config.replace(parallel={"accumulate_dtype": "float32"})))
+    trainer, tokens, totals = Trainer(config), microbatches.tokens_of(config), {}
+    linears = {f"{name}.weight" for name in step.llama.linear_shapes(config.model)}
+    for part in np.split(tokens, config.data.microbatches):
+        for name, value in whole.gradients(part).items():
+            if name in linears:
+                totals[name] = gradients.accumulate(totals.get(name), value)
+            else:
+                totals[name] = totals.get(name, np.float32(0)) + value
+    for name, value in trainer.gradients(tokens).items():
+        total = totals[name]
+        if name in linears:
+            total = scaling.dequantize(total._replace(scale_inv=total.scale_inv * np.float32(1 / 3)))
+            np.testing.assert_array_equal(value, total, err_msg=name)
+        else:
+            np.testing.assert_array_equal(value, total * np.float32(1 / 3), err_msg=name)
 
 
 def test_options_keep_every_rounding_on_a_cpu_and_cublaslts_gemms_on_a_gpu():  # G-22, M-3

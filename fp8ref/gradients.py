@@ -1,0 +1,103 @@
+"""Gradients in FP8 as data: the factors of a shared scale, and the rule that tunes one (SEMANTICS
+P-21, P-22).
+
+``sim.gradients``, ``jax.gradients`` and ``torch.gradients`` sum gradients over ranks by them.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import numpy as np
+
+from fp8ref import policy as policies
+from fp8ref.formats import Format
+from fp8ref.policy import ScalePolicy
+
+PreScale = Literal["one", "inverse_root", "inverse"]
+"""The factor of a shared scale, for W ranks: 1, 1 / sqrt(W) as in MS-AMP, or 1 / W (P-21)."""
+
+Result = Literal["float32", "codes"]
+"""What a sum is read from: the float32 sum of codes, or that sum rounded to a code again (P-21)."""
+
+SMALLEST, LARGEST = 2.0**-90, 2.0**90
+"""A smaller amax is replaced by SMALLEST, and a larger one counts as NaN (P-21)."""
+
+MU_MIN, MU_MAX = 2.0**-24, 2.0**24
+"""The range of mu (P-22)."""
+
+
+def factor(prescale: PreScale, ranks: int) -> np.float32:
+    """The pre-scale of so many ranks, rounded once to float64 and once to float32.
+
+    Raises:   ValueError: an unknown pre-scale.
+    """
+    if prescale not in get_args(PreScale):
+        raise ValueError(f"prescale is one of {', '.join(get_args(PreScale))}; got {prescale!r}.")
+    return np.float32({"one": 1.0, "inverse_root": 1 / math.sqrt(ranks), "inverse": 1 / ranks}[prescale])
+
+
+def constant_mu(mu: float) -> np.float32:
+    """A mu that is a number, as float32; ValueError outside MU_MIN and MU_MAX."""
+    if not MU_MIN <= mu <= MU_MAX:
+        raise ValueError(f"mu is in [2^-24, 2^24] (P-22); got {mu}.")
+    return np.float32(mu)
+
+
+def share_of(ranks: int) -> np.float32:
+    """RN32(1 / ranks), which makes a sum a mean."""
+    return np.float32(1 / ranks)
+
+
+def saturates_above(fmt: Format) -> float:
+    """The magnitude above which a cast saturates: max, and half of the spacing there."""
+    return fmt.max + math.ldexp(1.0, math.frexp(fmt.max)[1] - 2 - fmt.mantissa_bits)
+
+
+def check_policy(policy: str | ScalePolicy) -> ScalePolicy:
+    """The policy of a shared scale; ValueError for one that divides, or that makes scale_inv, which
+    no factor can follow."""
+    policy = policies.by_name(policy)
+    if policy.stored != "scale" or policy.makes_scale_inv:
+        known = ", ".join(name for name, p in policies.POLICIES.items() if p.stored == "scale" and not p.makes_scale_inv)
+        raise ValueError(f"a shared scale of gradients is multiplied by factors, so its policy is one of {known}; got {policy.name!r}.")
+    return policy
+
+
+def check_result(result: str) -> None:
+    """ValueError for an unknown ``Result``."""
+    if result not in get_args(Result):
+        raise ValueError(f"result is one of {', '.join(get_args(Result))}; got {result!r}.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AutoScale:
+    """When mu falls, and how fast it rises (P-22).
+
+    threshold  the share of saturated elements above which mu is halved.
+    window     the number of steps in which mu doubles while it is not halved.
+
+    Raises:    ValueError: a threshold outside [0, 1), a window that is no positive integer.
+    """
+
+    threshold: float = 1e-5
+    window: int = 1000
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.threshold < 1:
+            raise ValueError(f"threshold is in [0, 1); got {self.threshold}.")
+        if isinstance(self.window, bool) or not isinstance(self.window, int) or self.window < 1:
+            raise ValueError(f"window is a positive integer; got {self.window!r}.")
+
+    @property
+    def growth(self) -> np.float32:
+        """RN32(2^(1 / window))."""
+        return np.float32(2.0 ** (1 / self.window))
+
+    def allowed(self, elements: int) -> int:
+        """The number of saturated elements, of so many, that leaves mu rising."""
+        return math.floor(self.threshold * elements)
+
+
+AUTO = AutoScale()
+"""The rule with its default numbers."""
