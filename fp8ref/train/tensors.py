@@ -24,6 +24,7 @@ from fp8ref.train import checkpoint, loop
 from fp8ref.train import config as configs
 from fp8ref.train.data import loader
 from fp8ref.train.report import run_files
+from fp8ref.train.schedule import Schedule
 
 FILE = "tensors.npz"
 """The name of the file that ``fp8ref demo`` writes."""
@@ -60,14 +61,16 @@ def of_run(run: Path, layers: Sequence[str]) -> Tensors:
     config = configs.load(run / "config.toml")
     if config.parallel.devices > 1:
         raise ConfigError(f"tensors are taken from runs on one device; {run} has {config.parallel.devices}. Train with parallel.* at 1.")
-    planned = [linear["path"] for linear in manifest["linears"] if linear["fp8"]]
-    if absent := [layer for layer in layers if layer not in planned]:
-        raise ConfigError(f"tensors are taken from linears that run in FP8; {run} has no {absent[0]} among {', '.join(planned) or 'none'}.")
     last = checkpoint.latest(run, console.say, aside=False)
     if last is None:
         raise ConfigError(f"{run} has no checkpoint. Train it to its end, or with --checkpoint.every.")
+    recipe = Schedule(config, last.manifest.get("measured", [])).recipe(last.step)
+    planned = [decision.path for decision in config.under(recipe).decisions() if decision.fp8]
+    if absent := [layer for layer in layers if layer not in planned]:
+        raise ConfigError(f"tensors are taken from linears that run in FP8; {run} has no {absent[0]} among {', '.join(planned) or 'none'}.")
     trainer = loop.trainer(manifest["backend"], config)
     trainer.load(last.state, last.step)
+    trainer.switch(recipe)
     operands: dict[str, np.ndarray] = {}
 
     def keep(layer, gemm, a, b, out) -> None:
@@ -78,7 +81,7 @@ def of_run(run: Path, layers: Sequence[str]) -> Tensors:
     trainer.observe(loader.open_batches(config).step(last.step), keep)
     about = {
         "backend": manifest["backend"],
-        "recipe": config.numerics.recipe,
+        "recipe": recipe,
         "step": last.step,
         "recorded": [line["step"] for line in lines],
         "data": manifest["data"]["sha256"],

@@ -278,7 +278,7 @@ LAYER = "model.layers.0.mlp.up_proj"
 def of(tmp_path, small, proof) -> dict:
     return {
         linear.path: linear
-        for linear in page.fp8_coverage(made_runs.make(tmp_path / "run", small, [1.0], recipe="tensorwise", proof=proof))
+        for linear in page.fp8_coverage(made_runs.make(tmp_path / "run", small, [1.0], recipe="tensorwise", proof=proof).manifest)
     }
 
 
