@@ -9,7 +9,6 @@ from fp8ref.estimate import kernels, memory, roofline, traffic
 from fp8ref.estimate.gpu_rates import GPUS, PUBLISHED
 from fp8ref.train import device_shapes, hardware
 from fp8ref.train.config import Config
-from fp8ref.train.schedule import starts
 
 
 def show(config: Config, backend: str, console: Console) -> None:
@@ -50,9 +49,7 @@ def _sizes(config: Config, backend: str) -> Table:
     if simulated := hardware.of(config, backend):
         table.add_row("FP8 GEMMs", simulated.name, "simulated on the host's CPU; the other tables are for a GPU's own GEMMs")
     if config.numerics.schedule:
-        for (begins, recipe), start in zip(
-            config.numerics.schedule, starts(config.phases, config.optimizer, config.run.steps), strict=True
-        ):
+        for (begins, recipe), start in zip(config.numerics.schedule, config.starts, strict=True):
             reached = start is not None and start < config.run.steps
             when = "when it is measured" if "sqnr" in str(begins) else f"from step {start:,}" if reached else "not in this run"
             table.add_row(f"phase: {recipe}", str(begins), when)

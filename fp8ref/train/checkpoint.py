@@ -114,7 +114,7 @@ class Checkpoints:
         if self._pending is not None and self._pending.done():
             self.finish()
 
-    def _complete(self, written: Callable[[], None], unfinished: Path, about: Mapping[str, Any]) -> None:
+    def _complete(self, written: Callable[[], None], unfinished: Path, about: dict[str, Any]) -> None:
         final = unfinished.with_name(unfinished.name.removesuffix(UNFINISHED))
         try:
             written()

@@ -24,7 +24,7 @@ from fp8ref.linear_selection import Decision
 from fp8ref.llama import LlamaConfig
 from fp8ref.recipe import RECIPES, Recipe
 from fp8ref.train import schedule as schedules
-from fp8ref.train.schedule import Phase
+from fp8ref.train.schedule import Phase, Schedule
 from fp8ref.train.sections import (
     CheckpointConfig,
     DataConfig,
@@ -71,6 +71,18 @@ class Config:
     def phases(self) -> tuple[Phase, ...]:
         """The phases of numerics.schedule; without one, numerics.recipe from step 0."""
         return schedules.parse(self.numerics.schedule or ((0, self.numerics.recipe),))
+
+    @property
+    def starts(self) -> tuple[int | None, ...]:
+        """The step at which each phase begins; None if it is measured, or not reached.
+
+        Raises as ``schedule.starts``.
+        """
+        return schedules.starts(self.phases, self.optimizer, self.run.steps)
+
+    def scheduled(self, measured: Sequence[Sequence[int]] = ()) -> Schedule:
+        """Which recipe each step runs in. measured: what a checkpoint has of ``Schedule.measured``."""
+        return Schedule(self.phases, self.starts, measured)
 
     @property
     def recipes(self) -> tuple[str, ...]:

@@ -175,7 +175,7 @@ def train(
         if path is not None:
             together(processes, lambda: model.load(Path(path), start))
         on_first(lambda: run_dir.make(out, held))
-        phases = Schedule(config, measured)
+        phases = config.scheduled(measured)
         for recipe in config.recipes:
             alone = config.under(recipe)
             said = f"{recipe}: " * (config.numerics.schedule is not None) + coverage.of(alone, alone.decisions())["summary"]

@@ -187,9 +187,8 @@ def last_checkpoint(out: Path, config: Config, backend: str, sha256: str) -> Che
 def changed(mine: dict, theirs: dict) -> dict:
     """{key: (mine, theirs)} where two manifests differ in what a resumed run may not change."""
     a, b = ({key: one.get(key) for key in ("backend", "config", "hardware")} for one in (mine, theirs))
-    free = MAY_CHANGE
-    if schedule.is_measured(mine["config"]["numerics"].get("schedule")):
-        free = tuple(key for key in MAY_CHANGE if key != "config.statistics.")
+    decide = schedule.is_measured(mine["config"]["numerics"].get("schedule"))
+    free = tuple(key for key in MAY_CHANGE if not (decide and key == "config.statistics."))
     return {key: both for key, both in configs.differences(a, b).items() if not key.startswith(free)}
 
 

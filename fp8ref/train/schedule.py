@@ -8,20 +8,41 @@ holds the record.
 """
 
 import bisect
+import itertools
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from fp8ref.recipe import RECIPES, delayed_casts
 
-if TYPE_CHECKING:
-    from fp8ref.train.config import Config
-    from fp8ref.train.sections import OptimizerConfig
-
 Entries = tuple[tuple[int | str, str], ...]
 """The entries of a schedule, as the config has them: where a phase begins, and its recipe."""
+
+
+class Rates(Protocol):
+    """The learning rates of a run: ``sections.OptimizerConfig``."""
+
+    @property
+    def learning_rate(self) -> float:
+        """The peak."""
+        ...
+
+    @property
+    def min_learning_rate(self) -> float:
+        """The floor."""
+        ...
+
+    @property
+    def warmup_steps(self) -> int:
+        """The steps before the peak."""
+        ...
+
+    def learning_rate_at(self, step: int, steps: int) -> float:
+        """The rate of a step in a run of so many."""
+        ...
+
 
 _CONDITION = re.compile(r"\s*(\w+)\s*<\s*(\S+)\s*")
 
@@ -53,7 +74,7 @@ def parse(entries: Entries) -> tuple[Phase, ...]:
     phases = tuple(_phase(*entry) for entry in entries)
     if phases[0].step != 0:
         raise ValueError(f"numerics.schedule begins at step 0; got {entries[0][0]!r}. Write [0, {phases[0].recipe!r}].")
-    for before, phase in zip(phases, phases[1:], strict=False):
+    for before, phase in itertools.pairwise(phases):
         if before.recipe == phase.recipe:
             raise ValueError(f"numerics.schedule has {phase.recipe!r} twice in a row, which is one phase. Leave out the second.")
         if phase.sqnr is not None and not RECIPES[before.recipe].fp8:
@@ -98,12 +119,12 @@ def _check_states(recipes: Iterable[str]) -> None:
 def _check_order(rule: str, values: Sequence[float | None], follows: Callable[[float, float], bool]) -> None:
     """ValueError unless the values that are there follow each other."""
     held = [value for value in values if value is not None]
-    for before, value in zip(held, held[1:], strict=False):
+    for before, value in itertools.pairwise(held):
         if not follows(before, value):
             raise ValueError(f"in numerics.schedule {rule}; got {before} and then {value}. Order the phases, each once.")
 
 
-def starts(phases: Sequence[Phase], optimizer: "OptimizerConfig", steps: int) -> tuple[int | None, ...]:
+def starts(phases: Sequence[Phase], optimizer: Rates, steps: int) -> tuple[int | None, ...]:
     """The step at which each phase begins in a run of so many steps; None if it is measured, or not reached.
 
     Raises:   ValueError: a learning rate that the run's never falls below, or begins below; phases that
@@ -111,7 +132,7 @@ def starts(phases: Sequence[Phase], optimizer: "OptimizerConfig", steps: int) ->
     """
     found = [p.step if p.learning_rate is None else _first_below(p.learning_rate, optimizer, steps) for p in phases]
     known = [(start, phase) for start, phase in zip(found, phases, strict=True) if start is not None]
-    for (before, first), (start, second) in zip(known, known[1:], strict=False):
+    for (before, first), (start, second) in itertools.pairwise(known):
         if start <= before:
             raise ValueError(
                 f"phases of numerics.schedule begin one after the other; {second.recipe!r} would begin at step {start}, and {first.recipe!r}, "
@@ -120,7 +141,7 @@ def starts(phases: Sequence[Phase], optimizer: "OptimizerConfig", steps: int) ->
     return tuple(found)
 
 
-def _first_below(rate: float, optimizer: "OptimizerConfig", steps: int) -> int | None:
+def _first_below(rate: float, optimizer: Rates, steps: int) -> int | None:
     low, high = optimizer.min_learning_rate, optimizer.learning_rate
     if not low < rate <= high:
         raise ValueError(
@@ -148,10 +169,9 @@ class Schedule:
     measured   [step, phase's index] of every phase that began at a measurement: what checkpoints keep.
     """
 
-    def __init__(self, config: "Config", measured: Sequence[Sequence[int]] = ()) -> None:
-        self._phases = config.phases
-        self._starts = starts(self._phases, config.optimizer, config.run.steps)
-        self.measured = [list(one) for one in measured]
+    def __init__(self, phases: Sequence[Phase], starts: Sequence[int | None], measured: Sequence[Sequence[int]] = ()) -> None:
+        """starts: of each phase, as the function of that name gives them. ``Config.scheduled`` makes it."""
+        self._phases, self._starts, self.measured = phases, starts, [list(one) for one in measured]
 
     def recipe(self, step: int) -> str:
         """The recipe of a step, counted from 0."""

@@ -24,7 +24,6 @@ from fp8ref.train import checkpoint, loop
 from fp8ref.train import config as configs
 from fp8ref.train.data import loader
 from fp8ref.train.report import run_files
-from fp8ref.train.schedule import Schedule
 
 FILE = "tensors.npz"
 """The name of the file that ``fp8ref demo`` writes."""
@@ -64,7 +63,7 @@ def of_run(run: Path, layers: Sequence[str]) -> Tensors:
     last = checkpoint.latest(run, console.say, aside=False)
     if last is None:
         raise ConfigError(f"{run} has no checkpoint. Train it to its end, or with --checkpoint.every.")
-    recipe = Schedule(config, last.manifest.get("measured", [])).recipe(last.step)
+    recipe = config.scheduled(last.manifest.get("measured", [])).recipe(last.step)
     planned = [decision.path for decision in config.under(recipe).decisions() if decision.fp8]
     if absent := [layer for layer in layers if layer not in planned]:
         raise ConfigError(f"tensors are taken from linears that run in FP8; {run} has no {absent[0]} among {', '.join(planned) or 'none'}.")

@@ -12,7 +12,7 @@ from fp8ref.errors import ConfigError, NonFiniteError
 from fp8ref.train import config as configs
 from fp8ref.train import log, loop, train_state
 from fp8ref.train.data import loader
-from fp8ref.train.schedule import Schedule, lowest_sqnr, starts
+from fp8ref.train.schedule import lowest_sqnr
 
 BACK = ((0, "delayed"), (2, "tensorwise"), (4, "delayed"))
 
@@ -99,9 +99,9 @@ def test_a_learning_rate_begins_where_it_first_is_lower(small):  # T-9, T-3
     config = scheduled(small, (0, "tensorwise"), ("learning_rate < 3e-4", "rowwise"), (190, "bf16"), run={"steps": 200})
     rates = [config.optimizer.learning_rate_at(step, 200) for step in range(200)]
     first = next(step for step in range(config.optimizer.warmup_steps, 200) if rates[step] < 3e-4)
-    assert starts(config.phases, config.optimizer, 200) == (0, first, 190)
+    assert config.starts == (0, first, 190)
     assert rates[0] < 3e-4  # in warm-up, where it rises
-    phases = Schedule(config)
+    phases = config.scheduled()
     assert [phases.recipe(step) for step in (0, first - 1, first, 189, 190, 199)] == [
         "tensorwise",
         "tensorwise",
@@ -111,16 +111,17 @@ def test_a_learning_rate_begins_where_it_first_is_lower(small):  # T-9, T-3
         "bf16",
     ]
     short = config.replace(run={"steps": 6})  # one step after warm-up, at the peak
-    assert Schedule(short).ran(5) == [[0, "tensorwise"]]
+    assert short.scheduled().ran(5) == [[0, "tensorwise"]]
 
 
 def test_a_phase_after_the_last_step_is_no_error(small):  # T-9
-    assert Schedule(scheduled(small, (0, "tensorwise"), (9000, "bf16"))).ran(5) == [[0, "tensorwise"]]
+    assert scheduled(small, (0, "tensorwise"), (9000, "bf16")).scheduled().ran(5) == [[0, "tensorwise"]]
 
 
 def test_a_measured_phase_is_compared_while_the_one_before_it_runs(small):  # T-9
     phases = ((0, "tensorwise"), ("sqnr < 20", "rowwise"), ("sqnr < 20", "delayed"), (9, "bf16"))
-    found = Schedule(scheduled(small, *phases, statistics={"every": 1}, run={"steps": 20}))
+    config = scheduled(small, *phases, statistics={"every": 1}, run={"steps": 20})
+    found = config.scheduled()
     assert found.waits(0) == 20
     assert not found.measure(0, 20.0)  # below, not at
     assert found.measure(1, 19.0)
@@ -129,9 +130,8 @@ def test_a_measured_phase_is_compared_while_the_one_before_it_runs(small):  # T-
     assert [found.recipe(step) for step in (4, 5, 8, 9)] == ["rowwise", "delayed", "delayed", "bf16"]
     assert found.waits(9) is None
     assert found.ran(19) == [[0, "tensorwise"], [2, "rowwise"], [5, "delayed"], [9, "bf16"]]
-    assert Schedule(scheduled(small, *phases, statistics={"every": 1}), found.measured).ran(8) == found.ran(8)
-    late = Schedule(scheduled(small, *phases, statistics={"every": 1}, run={"steps": 20}))
-    assert late.ran(19) == [[0, "tensorwise"], [9, "bf16"]]  # a step is reached without the phases between
+    assert config.scheduled(found.measured).ran(8) == found.ran(8)
+    assert config.scheduled().ran(19) == [[0, "tensorwise"], [9, "bf16"]]  # a step is reached without the phases between
 
 
 def test_the_lowest_sqnr_is_that_of_an_operand_that_has_one():  # T-9
@@ -216,7 +216,7 @@ class Other:
 def test_the_first_process_decides_for_all(small, fake, tmp_path):  # T-9
     config = scheduled(small, *MEASURED, statistics={"every": 1})
     trainer = fake(config)
-    phases = Schedule(config)
+    phases = config.scheduled()
     training = loop._Training(trainer, loader.open_batches(config), config, tmp_path, log.Unwritten(), Other(), lambda: False, phases)
     training.step(0)  # 28 dB here
     training.step(1)
@@ -317,5 +317,5 @@ def test_who_takes_one_recipe_refuses_a_schedule(small):  # T-9
         lambda: live.check_alone(config, "it"),
         lambda: report.of(config, "torch", next(iter(PUBLISHED.values()))),
     ):
-        with pytest.raises(ConfigError, match="takes one recipe; got numerics.schedule with tensorwise, bf16"):
+        with pytest.raises(ConfigError, match=r"takes one recipe; got numerics.schedule with tensorwise, bf16"):
             refuse()

@@ -28,7 +28,7 @@ class _Programs(NamedTuple):
     """The step of a recipe, and its functions as JAX compiles them."""
 
     step: Step
-    train: Callable
+    train: jax.stages.Wrapped
     loss: Callable
     measure: Callable
     gradients: Callable
