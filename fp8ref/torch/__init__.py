@@ -22,7 +22,7 @@ rows are cast again for each GEMM, along the axis it reduces, and their weight i
 compute dtype. ``convert`` chooses the class; ``parallel`` sets dtypes and groups; ``fsdp`` sets the
 gathers on a model, and reduces gradients in rank order if asked (off by default). ``gemm`` calls
 torch._scaled_mm, or ``block_gemm`` for block scales; ``hardware`` simulates other hardware instead.
-``tensor_parallel`` cuts linears. ``compiled_fsdp`` shards within a compiled graph. ``proof`` shows
+``tensor_parallel`` cuts linears. ``switch`` changes the recipe of a model between two steps. ``compiled_fsdp`` shards within a compiled graph. ``proof`` shows
 that a step ran in FP8. ``states`` is AdamW whose moments are stored in FP8; ``moments`` is
 one of them, and ``philox`` the stochastic rounding.
 
@@ -56,6 +56,7 @@ from fp8ref.torch import (
     proof,
     scaling,
     states,
+    switch,
     tensor_parallel,
 )
 
@@ -75,6 +76,7 @@ __all__ = [
     "proof",
     "scaling",
     "states",
+    "switch",
     "tensor_parallel",
 ]
 

@@ -100,6 +100,7 @@ def test_a_learning_rate_begins_where_it_first_is_lower(small):  # T-9, T-3
     rates = [config.optimizer.learning_rate_at(step, 200) for step in range(200)]
     first = next(step for step in range(config.optimizer.warmup_steps, 200) if rates[step] < 3e-4)
     assert config.starts == (0, first, 190)
+    assert (first, round(rates[139], 9), round(rates[140], 9)) == (140, 0.00030037, 0.000294371)  # the worked example
     assert rates[0] < 3e-4  # in warm-up, where it rises
     phases = config.scheduled()
     assert [phases.recipe(step) for step in (0, first - 1, first, 189, 190, 199)] == [
@@ -132,6 +133,16 @@ def test_a_measured_phase_is_compared_while_the_one_before_it_runs(small):  # T-
     assert found.ran(19) == [[0, "tensorwise"], [2, "rowwise"], [5, "delayed"], [9, "bf16"]]
     assert config.scheduled(found.measured).ran(8) == found.ran(8)
     assert config.scheduled().ran(19) == [[0, "tensorwise"], [9, "bf16"]]  # a step is reached without the phases between
+
+
+@pytest.mark.parametrize(("sqnrs", "ran"), [((25, 21, 19.5, 18), [[3, "rowwise"]]), ((25, 21, 20, 20), [])])
+def test_the_worked_example_of_a_measured_phase(small, sqnrs, ran):  # T-9
+    phases = ((0, "tensorwise"), ("sqnr < 20", "rowwise"), (9, "bf16"))
+    found = scheduled(small, *phases, statistics={"every": 1}, run={"steps": 12}).scheduled()
+    for step, lowest in enumerate(sqnrs):
+        if found.waits(step) is not None:
+            found.measure(step, lowest)
+    assert found.ran(11) == [[0, "tensorwise"], *ran, [9, "bf16"]]
 
 
 def test_the_lowest_sqnr_is_that_of_an_operand_that_has_one():  # T-9
@@ -319,3 +330,27 @@ def test_who_takes_one_recipe_refuses_a_schedule(small):  # T-9
     ):
         with pytest.raises(ConfigError, match=r"takes one recipe; got numerics.schedule with tensorwise, bf16"):
             refuse()
+
+
+@pytest.mark.slow
+def test_a_scan_on_a_mesh_switches(small, tmp_path):  # T-9, T-8
+    """Stacks of layers, cut over devices: the same as recipes one after the other, and resumed before delayed scaling begins."""
+    small = small.replace(parallel={"fsdp": 2, "scan": True})
+    config = scheduled(small, (0, "tensorwise"), (1, "bf16"), (2, "delayed"), (3, "bf16"))
+    batches, trainer = loader.open_batches(small), loop.trainer("jax", config)
+    one = loop.trainer("jax", small.replace(numerics={"recipe": "tensorwise"}))
+    assert trainer.step(batches.step(0)) == one.step(batches.step(0))
+    one.save(tmp_path / "one")()
+    other = loop.trainer("jax", small.replace(numerics={"recipe": "bf16"}))
+    other.load(tmp_path / "one", 1)
+    trainer.switch("bf16")
+    assert trainer.step(batches.step(1)) == other.step(batches.step(1))
+    trainer.save(tmp_path / "two")()
+    resumed = loop.trainer("jax", config)
+    resumed.load(tmp_path / "two", 2)
+    for step, recipe in ((2, "delayed"), (3, "bf16")):
+        trainer.switch(recipe)
+        resumed.switch(recipe)
+        assert trainer.step(batches.step(step)) == resumed.step(batches.step(step))
+    assert {count.item() for _, _, count in trainer.fp8_states().values()} == {1}
+    assert [programs.train._cache_size() for programs in trainer._programs.values()] == [1, 1, 1]
