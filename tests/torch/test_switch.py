@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from fp8ref.torch import convert, delayed, delayed_checks, fsdp
-from fp8ref.torch.parallel import parallelize
+from fp8ref.torch.parallel import amax_group, parallelize
 from fp8ref.torch.switch import Switch
 from fp8ref.train.torch.trainer import Trainer
 
@@ -170,3 +170,32 @@ def test_a_sharded_model_switches(small, tmp_path, mesh):  # T-9
     assert same
     assert counts == [{0}, {1}, {1}, {2}]
     assert all(np.isfinite(metrics["loss"]) for metrics in found)
+
+
+def compiled_on_ranks(how):
+    """Losses of a sharded model that switches, and how many graphs each switch adds."""
+    mesh, counter = init_device_mesh("cpu", (2,), mesh_dim_names=("fsdp",)), CompileCounter()
+    made = plain()
+    model = parallelize(
+        made, "tensorwise", mesh=mesh, blocks=[made[0]], amax_scope="global", gather_fp8=False, compile=how, compile_backend=counter
+    )
+    group = amax_group(mesh, "global")
+    switch = Switch(
+        model, "tensorwise", {recipe: convert.convert(plain("meta"), recipe, amax_group=group) for recipe in ("delayed", "bf16")}
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses, counts = [], []
+    for turn in range(2):
+        for recipe in ("tensorwise", "delayed", "bf16"):
+            switch.to(recipe)
+            losses += [step(model, optimizer, 10 * turn + distributed.get_rank()) for _ in range(2)]
+            counts.append(counter.frame_count)
+    return losses, counts
+
+
+@pytest.mark.slow
+def test_a_sharded_model_that_is_compiled_switches():  # T-9, P-12
+    eager = run(2, compiled_on_ranks, "none", timeout=300)
+    compiled = run(2, compiled_on_ranks, "block", timeout=300)
+    assert [losses for losses, _ in eager] == [losses for losses, _ in compiled]
+    assert [counts for _, counts in compiled] == [[1, 2, 3, 3, 3, 3]] * 2
