@@ -16,10 +16,15 @@ class FakeTrainer:
 
     def __init__(self, config, on_step=None):
         self.decisions = config.decisions()
+        self.recipe = config.numerics.recipe
+        self.recipes: list[str] = []  # of each step
         self.batches: list[np.ndarray] = []
         self.validated: list[np.ndarray] = []
         self.on_step = on_step or {}
         self.count = 0
+
+    def switch(self, recipe):
+        self.recipe = recipe
 
     def step(self, tokens):
         found = self.on_step.get(self.count, {})
@@ -28,11 +33,12 @@ class FakeTrainer:
         if isinstance(found, BaseException):
             raise found
         self.batches.append(tokens)
+        self.recipes.append(self.recipe)
         self.count += 1
         return {"loss": 5.0 - 0.125 * (self.count - 1), "grad_norm": 1.0, **found}
 
     def measured_step(self, tokens):
-        return self.step(tokens), {"layer/output/input": {"amax": float(self.count)}}
+        return self.step(tokens), {"layer/output/input": {"amax": float(self.count), "sqnr": 30.0 - 2 * self.count}}
 
     def evaluate(self, tokens):
         self.validated.append(tokens)

@@ -31,7 +31,9 @@ def make(
     losses = np.asarray(losses, np.float64)
     config = config.replace(numerics={"recipe": recipe}, run={"seed": seed, "steps": 60}, data={"seed": seed})
     path.mkdir(parents=True, exist_ok=True)
-    written = log.create(path, config, backend, data=data, decisions=config.decisions(), device="cpu: test", proof=proof)
+    written = log.create(
+        path, config, backend, data=data, decisions=config.decisions(), device="cpu: test", proofs={recipe: proof} if proof else None
+    )
     for step, loss in enumerate(losses.tolist()):
         line = {"step": step, "loss": loss, "grad_norm": 1.0 + loss, "tokens_per_second": speed}
         written.step(line | ({"val_loss": loss + 0.1} if step % 10 == 9 else {}) | {"seconds": 0.1 * step})

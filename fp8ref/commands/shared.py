@@ -79,8 +79,9 @@ def check_json(path: Path | None, *read: Path | None) -> None:
 
 
 def check_whole(config) -> None:
-    """ConfigError for microbatches, which a cross-check does not support."""
+    """ConfigError for microbatches and schedules, which a cross-check does not support."""
     from fp8ref.errors import ConfigError
 
+    config.require_one_recipe("a cross-check")
     if config.data.microbatches > 1:
         raise ConfigError(f"a cross-check takes whole batches; got data.microbatches = {config.data.microbatches}. Set it to 1.")

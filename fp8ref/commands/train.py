@@ -55,11 +55,11 @@ def _trained(known: argparse.Namespace, options: list[str]) -> int:
 
 
 def _default(known: argparse.Namespace, config) -> Path:
-    """The default directory: runs/<config>-<backend>-<recipe>[-<simulated hardware>]."""
+    """The default directory: runs/<config>-<backend>-<recipe>[-<simulated hardware>], with all recipes of a schedule."""
     from fp8ref.train import hardware
 
     multiply = hardware.of(config, known.backend)
-    parts = [known.config.stem, known.backend, config.numerics.recipe, *([multiply.name] if multiply else [])]
+    parts = [known.config.stem, known.backend, "-to-".join(config.recipes), *([multiply.name] if multiply else [])]
     return Path("runs") / "-".join(parts)
 
 

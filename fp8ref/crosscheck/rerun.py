@@ -20,7 +20,7 @@ from fp8ref.crosscheck.first_nonfinite import NonFinite, check_site, in_backend,
 from fp8ref.crosscheck.operands import Observation, States, compare_quantized, in_pass_order, observe, quantizers
 from fp8ref.errors import ConfigError
 from fp8ref.formats import FLOAT32
-from fp8ref.recipe import OPERANDS, REDUCED_AXES, Recipe
+from fp8ref.recipe import OPERANDS, REDUCED_AXES, Recipe, delayed_casts
 from fp8ref.result import Result
 from fp8ref.sim import delayed
 from fp8ref.sim import llama as model
@@ -55,8 +55,12 @@ def rerun(path: Path) -> "RerunReport":
     # The saved state holds all weights, so zeros stand in for initial weights that would be drawn.
     trainer = loop.trainer(failed.backend, config, {k: np.zeros(s, np.float32) for k, s in llama.parameter_shapes(config.model).items()})
     trainer.load(failed.state, int(failed.metrics["step"]))
+    trainer.switch(failed.recipe)
+    config = config.under(failed.recipe)
     recipes = {d.path: d.recipe for d in config.decisions()}
-    states = {name: delayed.DelayedState(*parts) for name, parts in trainer.fp8_states().items()}
+    kept = trainer.fp8_states()  # of a schedule also those of other recipes, which wait
+    used = {f"{path}/{role}" for path, recipe in recipes.items() for role in delayed_casts(recipe)}
+    states = {name: delayed.DelayedState(*parts) for name, parts in kept.items() if name in used}
     report = Report()
     with console.bar(f"replay {config.numerics.recipe}", 4) as advance, np.errstate(all="ignore"):  # infinities are expected
         first, finite = simulated(report, tokens, trainer.weights(), config, recipes, states)
@@ -182,7 +186,7 @@ class RerunReport(Result):
 
         config, (rows, length) = self.failed.config, self.failed.tokens.shape
         devices, then = config.parallel.devices, self.failed.metrics
-        say(f"{self.path}: step {then['step']}, {self.failed.backend}, recipe {config.numerics.recipe}")
+        say(f"{self.path}: step {then['step']}, {self.failed.backend}, recipe {self.failed.recipe}")
         say(f"as it failed, on {devices} device{'s' * (devices > 1)}: loss {then['loss']}, gradient norm {then['grad_norm']}")
         say(
             f"on one device, with all {rows} sequences of {length - 1} tokens: loss {self.metrics['loss']}, gradient norm {self.metrics['grad_norm']}"

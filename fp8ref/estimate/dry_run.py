@@ -12,16 +12,24 @@ from fp8ref.train.config import Config
 
 
 def show(config: Config, backend: str, console: Console) -> None:
-    """Print all tables.
+    """Print all tables; of a schedule those that depend on the recipe for each.
 
     Raises:   ConfigError: the backend would refuse the config on any devices.
     """
     device_shapes.check(config, backend)
-    for made in (_sizes, _memory, _linears, _gemms, _traffic, _break_even):
-        table = made(config, backend)
-        # printed apart: rich folds titles and captions to the width of the table
-        title, caption, table.title, table.caption = table.title, table.caption, None, None
-        console.print(Text(str(title), style="bold"), table, *([Text(str(caption))] if caption else []), "", sep="\n")
+    for made in (_sizes, _memory):
+        _print(made(config, backend), console)
+    for recipe in config.recipes:
+        if config.numerics.schedule:
+            console.print(Text(f"Recipe {recipe!r}, one of the schedule", style="bold"), "", sep="\n")
+        for made in (_linears, _gemms, _traffic, _break_even):
+            _print(made(config.under(recipe), backend), console)
+
+
+def _print(table: Table, console: Console) -> None:
+    # printed apart: rich folds titles and captions to the width of the table
+    title, caption, table.title, table.caption = table.title, table.caption, None, None
+    console.print(Text(str(title), style="bold"), table, *([Text(str(caption))] if caption else []), "", sep="\n")
 
 
 def _sizes(config: Config, backend: str) -> Table:
@@ -40,6 +48,11 @@ def _sizes(config: Config, backend: str) -> Table:
     )
     if simulated := hardware.of(config, backend):
         table.add_row("FP8 GEMMs", simulated.name, "simulated on the host's CPU; the other tables are for a GPU's own GEMMs")
+    if config.numerics.schedule:
+        for (begins, recipe), start in zip(config.numerics.schedule, config.starts, strict=True):
+            reached = start is not None and start < config.run.steps
+            when = "when it is measured" if "sqnr" in str(begins) else f"from step {start:,}" if reached else "not in this run"
+            table.add_row(f"phase: {recipe}", str(begins), when)
     table.add_row("tokens a run", f"{tokens * config.run.steps:,}", f"{config.run.steps:,} steps")
     return table
 
@@ -52,6 +65,8 @@ def _memory(config: Config, backend: str) -> Table:
     total = sum(size for size, _ in lines.values())
     fits = ", ".join(f"{'fits' if total <= gpu.memory else 'DOES NOT FIT'} {gpu.name} ({_gib(gpu.memory)})" for gpu in GPUS.values())
     table.add_row("all", _gib(total), fits)
+    if config.numerics.schedule:
+        table.title = f"Memory of a device, estimated, under recipe {memory.largest(config, backend)!r}, the largest of the schedule"
     if config.parallel.checkpointing == "none":
         table.caption = "H, A, KV, F: hidden, query, key and value, inner features on a device; no activation checkpointing"
     else:

@@ -29,8 +29,18 @@ OBSERVATION = 3 * 4
 """Bytes that a role's observation takes until the step's update: amax and two flags, float32."""
 
 
-def lines(config: Config, backend: str) -> dict[str, tuple[int, str]]:
-    """{what: (bytes, formula)} of a device."""
+def largest(config: Config, backend: str) -> str:
+    """The recipe of a schedule's phases that takes the most memory of a device; the first of equal ones."""
+    return max(config.recipes, key=lambda recipe: sum(size for size, _ in lines(config, backend, recipe).values()))
+
+
+def lines(config: Config, backend: str, recipe: str | None = None) -> dict[str, tuple[int, str]]:
+    """{what: (bytes, formula)} of a device, in one of the config's recipes; None: the ``largest``.
+
+    States of delayed scaling are those of all recipes, since phases keep them (T-9).
+    """
+    states = (_states(config, backend), "scales, histories and observations of delayed scaling")
+    config = config.under(recipe or largest(config, backend))
     sizes = piece_sizes(config, backend)
     held = sum(piece for piece, _ in sizes.values())
     kept: dict[str, int] = {}  # of the training state, bytes by label
@@ -52,7 +62,7 @@ def lines(config: Config, backend: str) -> dict[str, tuple[int, str]]:
         masters: state.pop(masters),
         "gradients": gradients,
         **state,
-        "FP8 states": (_states(config, backend), "scales, histories and observations of delayed scaling"),
+        "FP8 states": states,
         "weights in use": (compute, how),
         "activations": (activations, formula),
         **scores,

@@ -116,8 +116,9 @@ class Forecast(Result):
 def of(config: Config, backend: str, ceilings: Ceilings) -> Forecast:
     """The forecast for a config.
 
-    Raises:   ConfigError: the backend would refuse the config on any devices.
+    Raises:   ConfigError: the backend would refuse the config on any devices; a schedule of recipes.
     """
+    config.require_one_recipe("an estimate")
     device_shapes.check(config, backend)
     device_shapes.check_on_gpu(config, backend)
     groups: dict[tuple, tuple[int, Ledger]] = {}

@@ -23,8 +23,9 @@ compute dtype. ``convert`` chooses the class; ``parallel`` sets dtypes and group
 gathers on a model, and reduces gradients in rank order if asked (off by default); ``gradients``
 reduces them in FP8 if asked. ``gemm`` calls
 torch._scaled_mm, or ``block_gemm`` for block scales; ``hardware`` simulates other hardware instead.
-``checkpointing`` says what a block keeps. ``tensor_parallel`` cuts linears. ``compiled_fsdp`` shards within a compiled graph. ``proof`` shows
-that a step ran in FP8. ``states`` is AdamW whose moments are stored in FP8; ``moments`` is
+``checkpointing`` says what a block keeps. ``tensor_parallel`` cuts linears. ``switch`` changes the
+recipe of a model between two steps. ``compiled_fsdp`` shards within a compiled graph. ``proof``
+shows that a step ran in FP8. ``states`` is AdamW whose moments are stored in FP8; ``moments`` is
 one of them, and ``philox`` the stochastic rounding.
 
 ``fp8ref.crosscheck`` checks this package against docs/spec; it shares no code with the
@@ -59,6 +60,7 @@ from fp8ref.torch import (
     proof,
     scaling,
     states,
+    switch,
     tensor_parallel,
 )
 
@@ -80,6 +82,7 @@ __all__ = [
     "proof",
     "scaling",
     "states",
+    "switch",
     "tensor_parallel",
 ]
 

@@ -142,7 +142,7 @@ def parallelize(
         _check_fp8_gradients(batch)
 
     # 1 convert
-    group = _group(batch) if batch is not None and amax_scope == "global" and recipe.fp8 else None
+    group = amax_group(mesh, amax_scope) if recipe.fp8 else None
     model = convert.convert(model, recipe, filter_fqns=filter_fqns, fp8_fqns=fp8_fqns, amax_group=group)
     # 2 tensor parallelism, of whole linears
     if by_tensor is not None:
@@ -238,8 +238,15 @@ def _parts(mesh: DeviceMesh) -> tuple[DeviceMesh | None, DeviceMesh | None]:
     )
 
 
-def _group(batch: DeviceMesh) -> ProcessGroup:
-    """All ranks that share a batch: of data and fsdp together."""
+def amax_group(mesh: DeviceMesh | None, amax_scope: Scope) -> ProcessGroup | None:
+    """The ranks that share amaxes: under global all that share a batch, of data and fsdp together; None for
+    each its own.
+
+    mesh      as of ``parallelize``.
+    """
+    batch = None if mesh is None or amax_scope == "local" else _parts(mesh)[0]
+    if batch is None:
+        return None
     return batch.get_group() if batch.ndim == 1 else batch._flatten("batch").get_group()
 
 

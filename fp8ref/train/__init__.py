@@ -23,7 +23,7 @@ docs/concepts/training-step.md draws the whole step, and docs/concepts/step-in-c
 to open for it, in order. "SEMANTICS" is the specification, docs/spec.
 Optimizers are optax's and torch's, built in jax/step.py and torch/optimizer.py.
 
-``train_state`` declares what a checkpoint holds. ``data`` reads tokens, ``report`` compares
+``train_state`` declares what a checkpoint holds, and ``schedule`` which recipe a step runs in. ``data`` reads tokens, ``report`` compares
 finished runs, and ``tensors.read`` loads recorded operands in a notebook.
 """
 

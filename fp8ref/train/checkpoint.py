@@ -86,9 +86,10 @@ class Checkpoints:
             for rest in (p for ending in (UNFINISHED, REMOVED) for p in self._folder.glob(f"{PREFIX}*{ending}") if p.is_dir()):
                 shutil.rmtree(rest)
 
-    def save(self, model: Saves, step: int) -> None:
+    def save(self, model: Saves, step: int, **more: Any) -> None:
         """Wait for the previous checkpoint, then begin to write the state after ``step`` steps.
 
+        more: JSON for this checkpoint's manifest.
         Returns once the state is copied; the writing overlaps with training.
         Raises:   OSError on every process: the previous checkpoint failed, or this one's directory
                   cannot be made.
@@ -97,7 +98,7 @@ class Checkpoints:
         unfinished = self._folder / f"{PREFIX}{step:08d}{UNFINISHED}"
         together(self._processes, lambda: self._prepare(unfinished) if self._processes.first else None)
         written = model.save(unfinished / "state")
-        self._pending = self._thread.submit(self._complete, written, unfinished, step)
+        self._pending = self._thread.submit(self._complete, written, unfinished, {"step": step, **more})
 
     def finish(self) -> None:
         """Wait until the last checkpoint is written.
@@ -113,7 +114,7 @@ class Checkpoints:
         if self._pending is not None and self._pending.done():
             self.finish()
 
-    def _complete(self, written: Callable[[], None], unfinished: Path, step: int) -> None:
+    def _complete(self, written: Callable[[], None], unfinished: Path, about: dict[str, Any]) -> None:
         final = unfinished.with_name(unfinished.name.removesuffix(UNFINISHED))
         try:
             written()
@@ -121,7 +122,7 @@ class Checkpoints:
                 return
             # This order survives a kill at any moment: files reach the disk before the manifest,
             # the manifest before the rename, and older checkpoints go only after the new one stands.
-            write_manifest(unfinished, self._about | {"step": step})
+            write_manifest(unfinished, self._about | about)
             remove(final)  # a run that was resumed from an earlier checkpoint may reach this step again
             os.replace(unfinished, final)
             sync(self._folder)

@@ -22,7 +22,9 @@ from fp8ref import linear_selection, llama
 from fp8ref.errors import ConfigError
 from fp8ref.linear_selection import Decision
 from fp8ref.llama import LlamaConfig
-from fp8ref.recipe import Recipe
+from fp8ref.recipe import RECIPES, Recipe
+from fp8ref.train import schedule as schedules
+from fp8ref.train.schedule import Phase, Schedule
 from fp8ref.train.sections import (
     CheckpointConfig,
     DataConfig,
@@ -59,6 +61,60 @@ class Config:
         )
         size = self.model.vocab_size
         require(256 <= size <= 2**31, f"model.vocab_size must be between 256, for byte tokens (D-1), and 2^31, for int32; got {size}.")
+        schedules.starts(self.phases, self.optimizer, self.run.steps)
+        require(
+            self.statistics.every > 0 or not schedules.is_measured(self.numerics.schedule),
+            "'sqnr' in numerics.schedule is compared at the steps that statistics.every records; got 0. Set it to 1 or more.",
+        )
+
+    @property
+    def phases(self) -> tuple[Phase, ...]:
+        """The phases of numerics.schedule; without one, numerics.recipe from step 0."""
+        return schedules.parse(self.numerics.schedule or ((0, self.numerics.recipe),))
+
+    @property
+    def starts(self) -> tuple[int | None, ...]:
+        """The step at which each phase begins; None if it is measured, or not reached.
+
+        Raises as ``schedule.starts``.
+        """
+        return schedules.starts(self.phases, self.optimizer, self.run.steps)
+
+    def scheduled(self, measured: Sequence[Sequence[int]] = ()) -> Schedule:
+        """Which recipe each step runs in. measured: what a checkpoint has of ``Schedule.measured``."""
+        return Schedule(self.phases, self.starts, measured)
+
+    @property
+    def recipes(self) -> tuple[str, ...]:
+        """The names of the recipes of all phases, each once."""
+        return tuple(dict.fromkeys(phase.recipe for phase in self.phases))
+
+    def under(self, recipe: str) -> "Config":
+        """The config of a run in this recipe alone."""
+        return self.replace(numerics={"recipe": recipe, "schedule": None})
+
+    def unswitched(self, backend: str) -> list[str]:
+        """The error messages for a mesh on which this backend switches no recipe (T-9)."""
+        keys = self.parallel
+        if self.numerics.schedule is None or backend == "jax" or keys.devices == 1:
+            return []
+        if keys.tensor > 1:
+            return [f"in PyTorch numerics.schedule takes parallel.tensor 1, whose hooks are of one recipe; got {keys.tensor}. Set it to 1."]
+        gathered = [name for name in self.recipes if RECIPES[name].fp8 and RECIPES[name].serves_both("weight")]
+        if keys.gather == "fp8" and gathered:
+            return [
+                f"in PyTorch FSDP gathers weights in one way for all phases of numerics.schedule, and {gathered[0]!r} gathers in FP8. Set "
+                "parallel.gather to compute, which gives the same bits."
+            ]
+        return []
+
+    def require_one_recipe(self, who: str) -> None:
+        """ConfigError for a schedule, which ``who`` does not take."""
+        if self.numerics.schedule is not None:
+            raise ConfigError(
+                f"{who} takes one recipe; got numerics.schedule with {', '.join(self.recipes)}. Leave it out, on the command line by "
+                "--numerics.schedule None, and name one by --recipe."
+            )
 
     @property
     def filter_fqns(self) -> tuple[str, ...]:

@@ -70,17 +70,23 @@ def kinds(config: Config) -> dict[str, int]:
 
 def check(config: Config, backend: str) -> None:
     """ConfigError, a line for each fault, if the backend would refuse this config on any devices."""
-    faults, decisions = (
-        [*_foreign(config, backend), *_cut(config), *config.optimizer.uncut(config.parallel, backend), *config.parallel.unreduced(backend)],
-        [],
-    )
-    try:
-        decisions = [
-            d for d in config.decisions() if d.path.startswith("model.layers.0.") or d.path == "lm_head"
-        ]  # one layer stands for all
-    except ValueError as error:
-        faults.append(str(error))
-    faults += (_jax if backend == "jax" else _torch)(config, decisions)
+    faults = [
+        *_foreign(config, backend),
+        *_cut(config),
+        *config.optimizer.uncut(config.parallel, backend),
+        *config.parallel.unreduced(backend),
+        *config.unswitched(backend),
+    ]
+    for one in map(config.under, config.recipes):
+        decisions: list[Decision] = []
+        try:
+            decisions = [
+                d for d in one.decisions() if d.path.startswith("model.layers.0.") or d.path == "lm_head"
+            ]  # one layer stands for all
+        except ValueError as error:
+            faults.append(str(error))
+        faults += (_jax if backend == "jax" else _torch)(one, decisions)
+    faults = list(dict.fromkeys(faults))
     if faults:
         raise ConfigError("\n  ".join(["this config cannot be trained:", *faults] if len(faults) > 1 else faults))
 
@@ -93,7 +99,7 @@ def check_on_gpu(config: Config, backend: str) -> None:
     count = tokens(config)
     if backend == "jax" or config.parallel.tensor == 1 or ranks_share_amaxes(config) or count % 16 == 0:
         return
-    for d in config.decisions():
+    for d in (d for recipe in config.recipes for d in config.under(recipe).decisions()):
         spec = d.recipe.grad_weight
         if spec.a is not None and spec.a.delayed is None and granularity.by_name(spec.a.granularity).reduced is None:
             raise ConfigError(

@@ -2,7 +2,7 @@
 
 RUN/failures/step-00000012/state/          the state before that step, as checkpoints have it
                            batch.npy       its global batch, int32 [batch_size, sequence_length + 1]
-                           manifest.json   step, loss, gradient norm, backend and config, as checkpoints have it
+                           manifest.json   step, loss, gradient norm, recipe, backend and config, as checkpoints have it
 """
 
 import shutil
@@ -33,18 +33,31 @@ class Trains(checkpoint.Saves, Protocol):
 class Failure:
     """A failed step that was read back.
 
-    metrics: step, loss and grad_norm as text, because JSON has no NaN.
+    metrics: step, loss and grad_norm as text, because JSON has no NaN. recipe: the step's own, of the
+    config's.
     """
 
     state: Path
     tokens: np.ndarray
     config: Config
     backend: str
+    recipe: str
     metrics: Mapping[str, str]
 
 
-def write(out: Path, model: Trains, config: Config, tokens: np.ndarray, metrics: Mapping[str, Any], processes: Processes) -> Path:
+def write(
+    out: Path,
+    model: Trains,
+    config: Config,
+    tokens: np.ndarray,
+    metrics: Mapping[str, Any],
+    processes: Processes,
+    *,
+    recipe: str | None = None,
+) -> Path:
     """Save a failed step; every process calls it. Returns its directory.
+
+    recipe    the step's, where the config has a schedule.
 
     Raises:   OSError: it could not be written; nothing of it is left.
     """
@@ -54,7 +67,8 @@ def write(out: Path, model: Trains, config: Config, tokens: np.ndarray, metrics:
 
     def complete() -> None:
         np.save(unfinished / "batch.npy", np.asarray(tokens, np.int32), allow_pickle=False)
-        about = {"backend": model.backend, "config": configs.to_dict(config), "metrics": {k: str(v) for k, v in metrics.items()}}
+        about = {"backend": model.backend, "config": configs.to_dict(config), "recipe": recipe or config.numerics.recipe}
+        about |= {"metrics": {k: str(v) for k, v in metrics.items()}}
         checkpoint.write_manifest(unfinished, about | {"step": metrics["step"]})
         checkpoint.remove(path)
         unfinished.rename(path)
@@ -82,11 +96,13 @@ def read(path: Path) -> Failure:
     manifest = checkpoint.verify(folder)
     if "metrics" not in manifest:
         raise ConfigError(_no_failure(path, "is a checkpoint"))
+    config = configs.from_dict(manifest["config"], source=str(folder / "manifest.json"))
     return Failure(
         state=folder / "state",
         tokens=np.load(folder / "batch.npy", allow_pickle=False),
-        config=configs.from_dict(manifest["config"], source=str(folder / "manifest.json")),
+        config=config,
         backend=manifest["backend"],
+        recipe=manifest.get("recipe", config.numerics.recipe),  # of a step that failed before there were schedules
         metrics=manifest["metrics"],
     )
 

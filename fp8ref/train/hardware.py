@@ -24,11 +24,12 @@ def of(config: Config, backend: str | None = None) -> "Hardware | None":
     name = config.numerics.accumulate
     assert name is not None
     found = by_name(name)
-    specs = [spec for d in config.decisions() for spec in d.recipe.gemms.values() if spec.fp8]
+    decisions = [d for recipe in config.recipes for d in config.under(recipe).decisions()]
+    specs = [spec for d in decisions for spec in d.recipe.gemms.values() if spec.fp8]
     if not specs:
         raise ConfigError(
             f"numerics.accumulate {name!r} simulates FP8 GEMMs; recipe "
-            f"{config.numerics.recipe!r} has none. Leave it out, or use recipe 'tensorwise'."
+            f"{', '.join(config.recipes)!r} has none. Leave it out, or use recipe 'tensorwise'."
         )
     casts = [cast for spec in specs for cast in (spec.a, spec.b) if cast is not None]
     if unknown := sorted({cast.fmt.name for cast in casts} - {"e4m3fn", "e5m2"}):
@@ -37,7 +38,7 @@ def of(config: Config, backend: str | None = None) -> "Hardware | None":
     if epilogue is not None and epilogue.round_first and any(granularity_of(cast.granularity).reduced is not None for cast in casts):
         raise ConfigError(
             f"numerics.accumulate {name!r}: its epilogue {epilogue.name!r} rounds the sum over all of K before it is scaled, and recipe "
-            f"{config.numerics.recipe!r} scales blocks of K. Use recipe 'rowwise', or a plan by name."
+            f"{', '.join(config.recipes)!r} scales blocks of K. Use recipe 'rowwise', or a plan by name."
         )
     if epilogue is not None and backend == "jax" and config.parallel.devices > 1:
         raise ConfigError(

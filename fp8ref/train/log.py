@@ -13,6 +13,7 @@ import math
 import os
 import platform
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import ClassVar
 
@@ -87,6 +88,10 @@ class RunLog:
         self._manifest = {**self._manifest, "status": status, **more}
         _replace(self.out / "manifest.json", _json(self._manifest))
 
+    def ran(self, ran: list[list]) -> None:
+        """Record which recipes of a schedule ran, each from its first step on (T-9)."""
+        self.status(self._manifest["status"], schedule=self._manifest["schedule"] | {"ran": ran})
+
     def close(self) -> None:
         """Close the files."""
         self._metrics.close()
@@ -109,6 +114,9 @@ class Unwritten:
     def status(self, status: str, **more) -> None:
         """Does nothing: the first process writes the manifest."""
 
+    def ran(self, ran: list[list]) -> None:
+        """Does nothing: the first process writes the manifest."""
+
     def close(self) -> None:
         """Does nothing: no file is open."""
 
@@ -121,12 +129,15 @@ def create(
     data: dict,
     decisions: list[Decision],
     device: str,
-    proof: dict | None = None,
+    proofs: Mapping[str, dict] | None = None,
+    ran: list[list] | None = None,
     overwrite: bool = False,
     start: int = 0,
 ) -> RunLog:
     """Begin to log a run in a directory that ``run_dir`` claimed and locked.
 
+    proofs      of each recipe's step, where the trainer has them.
+    ran         recipes of a schedule that ran, each with its first step.
     overwrite   remove the checkpoints and failed steps of the run that is replaced.
     start       the first step; above 0 if the run resumes.
     """
@@ -137,16 +148,27 @@ def create(
         "versions": {"python": platform.python_version(), **_versions()},
         "config": configs.to_dict(config),
         "data": data,
-        "linears": [{"path": d.path, "shape": list(d.shape), "recipe": d.recipe.name, "fp8": d.fp8, "reason": d.reason} for d in decisions],
-        "fp8": coverage.of(config, decisions),
+        **_of_recipe(config, decisions, (proofs or {}).get(config.numerics.recipe)),
         "starts": _starts(out, start),
-    } | {key: value for key, value in (("hardware", hardware.to_manifest(config)), ("proof", proof)) if value}
+    }
+    if simulated := hardware.to_manifest(config):
+        manifest["hardware"] = simulated
+    if config.numerics.schedule is not None:
+        alone = {recipe: config.under(recipe) for recipe in config.recipes}
+        each = {recipe: _of_recipe(one, one.decisions(), (proofs or {}).get(recipe)) for recipe, one in alone.items()}
+        manifest["schedule"] = {"ran": ran or [], "recipes": each}
     _replace(out / "manifest.json", _json(manifest | {"status": "running"}))  # first: it marks the directory as a run
     if overwrite:
         for folder in (checkpoint.FOLDER, failed_step.FOLDER):
             checkpoint.remove(out / folder)
     _replace(out / "config.toml", tomli_w.dumps(configs.to_dict(config)))
     return RunLog(out, manifest, start=start)
+
+
+def _of_recipe(config: Config, decisions: list[Decision], proof: dict | None) -> dict:
+    """What a manifest says of a recipe: what was planned of each linear, and what the proof found."""
+    linears = [{"path": d.path, "shape": list(d.shape), "recipe": d.recipe.name, "fp8": d.fp8, "reason": d.reason} for d in decisions]
+    return {"linears": linears, "fp8": coverage.of(config, decisions)} | ({"proof": proof} if proof else {})
 
 
 def finish(out: Path) -> None:

@@ -1,6 +1,7 @@
 """The training loop of both backends: steps, validation, checkpoints, logs, resuming."""
 
 import contextlib
+import functools
 import importlib
 import math
 import time
@@ -19,6 +20,7 @@ from fp8ref.train.checkpoint import Checkpoints
 from fp8ref.train.config import Config
 from fp8ref.train.data import loader
 from fp8ref.train.processes import Alone, Processes, together
+from fp8ref.train.schedule import Schedule, lowest_sqnr
 
 BACKENDS = ("jax", "torch")
 """The backends that train, by name."""
@@ -34,6 +36,10 @@ class Trainer(Protocol):
     backend: str
     decisions: list[Decision]
     device: str
+
+    def switch(self, recipe: str) -> None:
+        """Compute in another of the config's recipes from now on; no state changes (T-9)."""
+        ...
 
     def step(self, tokens: np.ndarray) -> dict[str, float]:
         """Train on a batch; returns "loss" and "grad_norm" before the update.
@@ -122,7 +128,8 @@ def trainer(backend: str, config: Config, weights: Mapping[str, llama.Weight] | 
         raise ConfigError(f"backend is one of {', '.join(BACKENDS)}; got {backend!r}.")
     if foreign := config.parallel.foreign(backend) + config.optimizer.foreign(backend):
         raise ConfigError(f"{', '.join(foreign)} is not a key of --backend {backend}. Leave it out.")
-    if refused := config.optimizer.uncut(config.parallel, backend) + config.parallel.unreduced(backend):
+    parallel, optimizer = config.parallel, config.optimizer
+    if refused := optimizer.uncut(parallel, backend) + parallel.unreduced(backend) + config.unswitched(backend):
         raise ConfigError(refused[0])
     multiply = hardware.of(config, backend)
     return importlib.import_module(f"fp8ref.train.{backend}.trainer").Trainer(config, weights, multiply=multiply)
@@ -157,18 +164,23 @@ def train(
         batches = together(processes, lambda: loader.open_batches(config, first=processes.first))
         _check_alike(processes, config, batches)
         found = on_first(lambda: run_dir.last_checkpoint(out, config, backend, batches.description["sha256"]) if resume else None)
-        path, start = processes.gather((str(found.state), found.step) if found else (None, 0))[0]
+        resumed = (str(found.state), found.step, found.manifest.get("measured", [])) if found else (None, 0, [])
+        path, start, measured = processes.gather(resumed)[0]
         if start == config.run.steps:  # it was killed between its last checkpoint and the final manifest
             on_first(lambda: log.finish(out))
             return None
         profiling.begin()
         # Everything that can be refused is refused before run_dir.make: a faulty config leaves no
         # directory behind, and does not disturb the run that --overwrite would replace.
-        model, proof = together(processes, lambda: _proven(config, backend, batches, initial=path is None))
+        model, proofs = together(processes, lambda: _proven(config, backend, batches, initial=path is None))
         if path is not None:
             together(processes, lambda: model.load(Path(path), start))
         on_first(lambda: run_dir.make(out, held))
-        on_first(lambda: console.say(coverage.of(config, model.decisions)["summary"]))
+        phases = config.scheduled(measured)
+        for recipe in config.recipes:
+            alone = config.under(recipe)
+            said = f"{recipe}: " * (config.numerics.schedule is not None) + coverage.of(alone, alone.decisions())["summary"]
+            on_first(functools.partial(console.say, said))
         run = on_first(
             lambda: trackers.attach(
                 log.create(
@@ -178,7 +190,8 @@ def train(
                     data=batches.description,
                     decisions=model.decisions,
                     device=model.device,
-                    proof=proof,
+                    proofs=proofs,
+                    ran=phases.ran(start),
                     overwrite=overwrite,
                     start=start,
                 ),
@@ -187,11 +200,11 @@ def train(
                 overwrite=overwrite,
             )
         )
-        return _Training(model, batches, config, out, run or log.Unwritten(), processes, stop_requested).all(start)
+        return _Training(model, batches, config, out, run or log.Unwritten(), processes, stop_requested, phases).all(start)
 
 
-def _proven(config: Config, backend: str, batches: loader.Batches, *, initial: bool) -> tuple[Trainer, dict | None]:
-    """A new trainer, and the proof of its step if it is ``Provable``.
+def _proven(config: Config, backend: str, batches: loader.Batches, *, initial: bool) -> tuple[Trainer, dict[str, dict]]:
+    """A new trainer, and the proof of its step in each recipe if it is ``Provable``.
 
     initial: start from run.init_from, if set.
     """
@@ -202,7 +215,16 @@ def _proven(config: Config, backend: str, batches: loader.Batches, *, initial: b
         raise ConfigError(
             f"the model does not fit into memory: {error}. Lower the sizes of model.*; --dry-run shows the memory that they need."
         ) from error
-    return model, model.prove(batches.step(0)) if isinstance(model, Provable) else None
+    if not isinstance(model, Provable):
+        return model, {}
+    first, *others = config.recipes
+    proofs = {first: model.prove(batches.step(0))}
+    for recipe in others:  # now: a phase that could not be proven would end the run in its middle
+        model.switch(recipe)
+        proofs[recipe] = model.prove(batches.step(0))
+    if others:
+        model.switch(first)
+    return model, proofs
 
 
 def _check_alike(processes: Processes, config: Config, batches: loader.Batches) -> None:
@@ -230,9 +252,11 @@ class _Training:
         run: log.RunLog | trackers.TrackedLog | log.Unwritten,
         processes: Processes,
         stop_requested: Callable[[], bool],
+        phases: Schedule,
     ) -> None:
         """stop_requested: whether SIGTERM came to this process."""
         self.stop_requested = stop_requested
+        self.phases, self.recipe = phases, config.numerics.recipe
         self.model, self.batches, self.config, self.out, self.run, self.processes = model, batches, config, out, run, processes
         about = {"backend": model.backend, "config": configs.to_dict(config), "data": batches.description}
         about |= {"hardware": simulated} if (simulated := hardware.to_manifest(config)) else {}
@@ -251,7 +275,7 @@ class _Training:
                 f"{self.out}: metrics of {start - len(lines)} of the {start} steps before are lost; training resumes from the checkpoint."
             )
         before = sum(line["seconds"] for line in lines[-1:])
-        title = f"{self.model.backend} {self.config.numerics.recipe}"
+        title = f"{self.model.backend} {', '.join(self.config.recipes)}"
         try:
             with self.processes.naming_lost_processes(), console.bar(title, steps, shown=self.processes.first, done=start) as advance:
                 if self.stop():
@@ -282,6 +306,7 @@ class _Training:
         Returns its metrics, with statistics and validation if they are due.
         """
         config, watch = self.config, self.watch
+        self.switch(step)
         with watch("data"):
             tokens = self.batches.step(step)
         begun = time.perf_counter()
@@ -289,13 +314,15 @@ class _Training:
             with watch("measured step"):
                 metrics, found = self.model.measured_step(tokens)
             self.run.statistics({"step": step, "statistics": found})
+            self.decide(step, found)
         else:
             with watch("step"):
                 metrics = self.model.step(tokens)
         seconds = time.perf_counter() - begun
         if not all(map(math.isfinite, metrics.values())):
             try:
-                kept = failed_step.write(self.out, self.model, config, tokens, {"step": step} | metrics, self.processes)
+                about = {"step": step} | metrics
+                kept = failed_step.write(self.out, self.model, config, tokens, about, self.processes, recipe=self.recipe)
                 remedy = f"fp8ref crosscheck --replay {kept} names where it began."
             except Exception as error:  # a failure to save must not hide the non-finite loss
                 remedy = f"The step could not be kept: {str(error).splitlines()[0]}."
@@ -309,6 +336,24 @@ class _Training:
                 raise NonFiniteError(f"after step {step}: validation loss {line['val_loss']}. Lower optimizer.learning_rate.")
         return line
 
+    def switch(self, step: int) -> None:
+        """Go over to the recipe of a step, where its phase has another (T-9)."""
+        recipe = self.phases.recipe(step)
+        if recipe != self.recipe:
+            self.model.switch(recipe)
+            self.recipe = recipe
+            self.run.ran(self.phases.ran(step))
+            if self.processes.first:
+                console.say(f"step {step}: recipe {recipe}")
+
+    def decide(self, step: int, statistics: dict[str, dict]) -> None:
+        """Begin the next phase after a step, if it waits for an SQNR and the step's record has one below it."""
+        if self.phases.waits(step) is None:
+            return
+        lowest = self.processes.gather(lowest_sqnr(statistics))[0]  # the first process decides for all
+        if lowest is not None and self.phases.measure(step, lowest[0]) and self.processes.first:
+            console.say(f"step {step}: {lowest[1]} has an SQNR of {lowest[0]:.2f} dB, below that of the next phase")
+
     def stop(self) -> bool:
         """Whether SIGTERM came to any process: the same answer on all."""
         return any(self.processes.gather(self.stop_requested()))
@@ -321,7 +366,7 @@ class _Training:
             if last or stop or (every and done % every == 0):
                 # metrics first: a checkpoint that is newer than the metrics would leave a gap in them
                 self.run.sync()
-                self.checkpoints.save(self.model, done)
+                self.checkpoints.save(self.model, done, **({"measured": self.phases.measured} if self.phases.measured else {}))
             if last or stop:  # no process may end before the first has completed the checkpoint
                 together(self.processes, self.checkpoints.finish)
         if stop and not last:

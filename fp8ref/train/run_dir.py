@@ -8,7 +8,7 @@ from pathlib import Path
 
 from fp8ref import console
 from fp8ref.errors import ConfigError
-from fp8ref.train import checkpoint, hardware, log
+from fp8ref.train import checkpoint, hardware, log, schedule
 from fp8ref.train import config as configs
 from fp8ref.train.checkpoint import Checkpoint
 from fp8ref.train.config import Config
@@ -29,7 +29,8 @@ MAY_CHANGE = (
 )
 """Keys, or their beginnings, that may change when a run resumes.
 
-data.source may: checkpoints record the data's hash, which is compared.
+data.source may: checkpoints record the data's hash, which is compared. statistics may not where they
+decide which recipe runs.
 """
 
 
@@ -186,7 +187,9 @@ def last_checkpoint(out: Path, config: Config, backend: str, sha256: str) -> Che
 def changed(mine: dict, theirs: dict) -> dict:
     """{key: (mine, theirs)} where two manifests differ in what a resumed run may not change."""
     a, b = ({key: one.get(key) for key in ("backend", "config", "hardware")} for one in (mine, theirs))
-    return {key: both for key, both in configs.differences(a, b).items() if not key.startswith(MAY_CHANGE)}
+    decide = schedule.is_measured(mine["config"]["numerics"].get("schedule"))
+    free = tuple(key for key in MAY_CHANGE if not (decide and key == "config.statistics."))
+    return {key: both for key, both in configs.differences(a, b).items() if not key.startswith(free)}
 
 
 def _empty(out: Path) -> bool:

@@ -12,6 +12,7 @@ import tyro
 
 from fp8ref import recipe as recipes
 from fp8ref import states
+from fp8ref.train import schedule as schedules
 
 
 def require(condition: bool, message: str) -> None:
@@ -81,6 +82,9 @@ class NumericsConfig:
 
     recipe: Annotated[str, tyro.conf.arg(aliases=["--recipe"])] = "tensorwise"
     """bf16, tensorwise, rowwise, rowwise_with_gw_hp, delayed, blockwise, mxfp8, blockwise_deepgemm or blockwise_ue8m0."""
+    schedule: schedules.Entries | None = None
+    """Recipes by phase, such as [[0, "tensorwise"], [8000, "bf16"]], the first of them numerics.recipe. A phase begins at a step, or at a string:
+    "learning_rate < 3e-4" after warm-up, or "sqnr < 18" (dB) of an operand of the phase before, which statistics.every measures."""
     filter_fqns: tuple[str, ...] = ()
     """Modules to keep in high precision, by whole name components or shell patterns. ``auto_filter_small_kn`` keeps small linears. lm_head is
     always kept."""
@@ -92,6 +96,13 @@ class NumericsConfig:
 
     def __post_init__(self) -> None:
         require(self.recipe in recipes.RECIPES, f"numerics.recipe is one of {', '.join(recipes.RECIPES)}; got {self.recipe!r}.")
+        if self.schedule is not None:
+            first = schedules.parse(self.schedule)[0].recipe
+            require(
+                first == self.recipe,
+                f"numerics.schedule begins with numerics.recipe, which is {self.recipe!r}; got {first!r}. Set both to one recipe, or leave "
+                "out the schedule.",
+            )
         require(self.accumulate != "", "numerics.accumulate names simulated hardware; got ''. Leave it out for the framework's own GEMMs.")
 
     @property
@@ -352,7 +363,7 @@ class RunConfig:
     eval_batches: int = 4
     """Validation batches. They are the same each time."""
     out: str | None = None
-    """Run directory. Default: runs/<config>-<backend>-<recipe>, followed by -<plan> under numerics.accumulate."""
+    """Run directory. Default: runs/<config>-<backend>-<recipe> (of a schedule: a-to-b), followed by -<plan> under numerics.accumulate."""
     init_from: str | None = None
     """Start from these weights: a directory in safetensors that ``fp8ref export`` or transformers wrote."""
     allow_fallback: bool = False

@@ -60,14 +60,16 @@ def of_run(run: Path, layers: Sequence[str]) -> Tensors:
     config = configs.load(run / "config.toml")
     if config.parallel.devices > 1:
         raise ConfigError(f"tensors are taken from runs on one device; {run} has {config.parallel.devices}. Train with parallel.* at 1.")
-    planned = [linear["path"] for linear in manifest["linears"] if linear["fp8"]]
-    if absent := [layer for layer in layers if layer not in planned]:
-        raise ConfigError(f"tensors are taken from linears that run in FP8; {run} has no {absent[0]} among {', '.join(planned) or 'none'}.")
     last = checkpoint.latest(run, console.say, aside=False)
     if last is None:
         raise ConfigError(f"{run} has no checkpoint. Train it to its end, or with --checkpoint.every.")
+    recipe = config.scheduled(last.manifest.get("measured", [])).recipe(last.step)
+    planned = [decision.path for decision in config.under(recipe).decisions() if decision.fp8]
+    if absent := [layer for layer in layers if layer not in planned]:
+        raise ConfigError(f"tensors are taken from linears that run in FP8; {run} has no {absent[0]} among {', '.join(planned) or 'none'}.")
     trainer = loop.trainer(manifest["backend"], config)
     trainer.load(last.state, last.step)
+    trainer.switch(recipe)
     operands: dict[str, np.ndarray] = {}
 
     def keep(layer, gemm, a, b, out) -> None:
@@ -78,7 +80,7 @@ def of_run(run: Path, layers: Sequence[str]) -> Tensors:
     trainer.observe(loader.open_batches(config).step(last.step), keep)
     about = {
         "backend": manifest["backend"],
-        "recipe": config.numerics.recipe,
+        "recipe": recipe,
         "step": last.step,
         "recorded": [line["step"] for line in lines],
         "data": manifest["data"]["sha256"],

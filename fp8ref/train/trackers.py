@@ -41,6 +41,10 @@ class Log(Protocol):
         """Set the manifest's status, and more keys of the manifest."""
         ...
 
+    def ran(self, ran: list[list]) -> None:
+        """Record which recipes of a schedule ran (T-9)."""
+        ...
+
     def close(self) -> None:
         """End the log."""
         ...
@@ -115,6 +119,10 @@ class TrackedLog:
         """
         self._failed = status != "finished"
         self._run.status(status, **more)
+
+    def ran(self, ran: list[list]) -> None:
+        """Write to the run's log alone."""
+        self._run.ran(ran)
 
     def close(self) -> None:
         """Close the run's log, then every tracker."""

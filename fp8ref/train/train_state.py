@@ -128,12 +128,12 @@ def _fields(moment: Moment, shape: tuple[int, ...]) -> dict[str, Tensor]:
 
 
 def fp8_states(config: Config, backend: str) -> dict[str, Tensor]:
-    """The part of the schema that delayed scaling keeps (SEMANTICS H-2)."""
+    """The part of the schema that delayed scaling keeps (SEMANTICS H-2), in any phase of a schedule (T-9)."""
     # The field names are those of each backend's DelayedState; torch.nn registers the states of a
     # linear under ``states``.
     module, scale, count = (".states", "scale", "int64") if backend == "torch" else ("", "stored", "int32")
     found: dict[str, Tensor] = {}
-    for decision in config.decisions():
+    for decision in (d for recipe in config.recipes for d in config.under(recipe).decisions()):
         for role, (_, delayed) in delayed_casts(decision.recipe).items():
             prefix = f"{FP8}.{decision.path}{module}.{role}"
             found[f"{prefix}.{scale}"] = Tensor((), "float32")

@@ -5,7 +5,7 @@ import pytest
 import sizes
 from rich.console import Console
 
-from fp8ref.estimate import dry_run
+from fp8ref.estimate import dry_run, memory
 from fp8ref.train import config as configs
 from fp8ref.train import device_shapes
 
@@ -78,3 +78,28 @@ def test_a_device_that_lacks_the_memory_is_told():
 
 def test_one_device_receives_nothing():
     assert row(shown(sizes.CONFIG), "nothing: one device", "0", "0", "0")
+
+
+def test_a_schedule_shows_its_phases_and_the_tables_of_each_recipe():  # T-9
+    phases = ((0, "bf16"), (40, "tensorwise"), ("learning_rate < 3e-4", "delayed"), ("sqnr < 9", "bf16"), (9000, "rowwise"))
+    config = configs.load("tiny").replace(numerics={"recipe": "bf16", "schedule": phases}, statistics={"every": 5}, run={"steps": 200})
+    assert 40 < config.starts[2] < 200
+    text = shown(config)
+    assert row(text, "phase: bf16", "0", "from step 0")
+    assert row(text, "phase: tensorwise", "40", "from step 40")
+    assert row(text, "phase: delayed", "learning_rate < 3e-4", f"from step {config.starts[2]}")
+    assert row(text, "phase: bf16", "sqnr < 9", "when it is measured")
+    assert row(text, "phase: rowwise", "9000", "not in this run")
+    for recipe in ("bf16", "tensorwise", "delayed", "rowwise"):
+        assert text.count(f"Linears under recipe {recipe!r}") == 1
+
+
+def test_the_memory_of_a_schedule_is_the_most_of_its_recipes():  # T-9
+    """FSDP gathers rowwise weights in the compute dtype, so rowwise takes more than tensorwise; histories are kept under both."""
+    config = configs.load("llama-1b").replace(numerics={"schedule": ((0, "tensorwise"), (40, "rowwise"), (80, "delayed"))})
+    totals = {recipe: sum(size for size, _ in memory.lines(config, "torch", recipe).values()) for recipe in config.recipes}
+    assert memory.largest(config, "torch") == max(totals, key=totals.get) == "rowwise"
+    assert totals["rowwise"] > totals["tensorwise"]
+    alone = sum(size for size, _ in memory.lines(config.under("rowwise"), "torch").values())
+    states = memory.lines(config.under("delayed"), "torch")["FP8 states"][0]
+    assert sum(size for size, _ in memory.lines(config, "torch").values()) == totals["rowwise"] == alone + states

@@ -88,7 +88,7 @@ def test_a_run_says_its_plan_its_proof_names_simulated_gemms_and_another_plan_do
     assert manifest["hardware"]["fast"]["promotion"] == 128
     assert manifest["hardware"]["scale_then_round"]["scale"] == "product"
     assert (manifest["proof"]["gemms"], len(manifest["proof"]["simulated"])) == ([], 21)
-    told = page.fp8_coverage(read(tmp_path / "run"))[0].gemms
+    told = page.fp8_coverage(read(tmp_path / "run").manifest)[0].gemms
     assert told[0] == f"simulated: f8e4m3fn x f8e4m3fn, fast, under {manifest['hardware']['name']}"
     native = loop.train(small.replace(run={"steps": 2}), backend, tmp_path / "native")
     assert "hardware" not in log.read_manifest(tmp_path / "native")

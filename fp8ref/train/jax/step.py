@@ -63,14 +63,20 @@ class Step:
     A batch that is trained in parts is [microbatches, B, T + 1] (SEMANTICS T-7).
 
     multiply  the simulated hardware that FP8 GEMMs are multiplied by (SEMANTICS G-19), or None.
+    recipe    the one of the config's recipes that the functions compute in, by default the first. All
+              recipes have one state (T-9).
     """
 
-    def __init__(self, config: Config, layout: Layout, multiply: Multiply | None) -> None:
+    def __init__(self, config: Config, layout: Layout, multiply: Multiply | None, recipe: str | None = None) -> None:
         self.config, self.layout, self._multiply = config, layout, multiply
-        self.decisions = config.decisions()
-        self.linears = config.program_linears()
+        own = config.under(recipe or config.numerics.recipe)
+        self.decisions = own.decisions()
+        self.linears = own.program_linears()
         self._moments = config.optimizer.moment_layout
         self._optimizer = self._optimizer_at(0.0) if self._moments else self._adam()
+        shapes = {name: jax.ShapeDtypeStruct(shape, np.float32) for name, shape in self._shapes().items()}
+        self._graph, self._params = jax.eval_shape(self._split, shapes)
+        self._specs = jax.tree_util.tree_map_with_path(lambda path, value: layout.parameter(name_of(path), value.shape), self._params)
 
     def begin(self, weights: Mapping[str, llama.Weight] | None) -> tuple[State, State]:
         """The state before the first step, on the layout's devices, and the PartitionSpec of each
@@ -84,11 +90,10 @@ class Step:
         if weights is None:
             weights = llama.lazy_initial_weights(config.model, seed=config.run.seed)
         llama.check_weights(weights, config.model)
-        shapes = {name: jax.ShapeDtypeStruct(shape, np.float32) for name, shape in self._shapes().items()}
-        self._graph, params = jax.eval_shape(self._split, shapes)
-        self._specs = jax.tree_util.tree_map_with_path(lambda path, value: layout.parameter(name_of(path), value.shape), params)
+        params = self._params
         of_optimizer = self._optimizer_specs(params)
-        fp8 = {name: delayed.init(recipe, self._stack(name)) for name, recipe in self.linears.items() if delayed.keeps_state(recipe)}
+        planned = (item for recipe in config.recipes for item in config.under(recipe).program_linears().items())
+        fp8 = {name: delayed.init(recipe, self._stack(name)) for name, recipe in planned if delayed.keeps_state(recipe)}
         specs = State(self._specs, of_optimizer, jax.tree.map(lambda _: P(), fp8))
         if layout.abstract:
             state = State(params, jax.eval_shape(self._optimizer.init, params), fp8)
@@ -116,7 +121,8 @@ class Step:
         else:
             updates, optimizer = self._optimizer.update(grads, state.optimizer, state.params)
             params = jax.tree.map(lambda p, u: p - lr * u, state.params, updates)
-        fp8 = {name: delayed.update(state.fp8[name], seen[name], recipe=self.linears[name]) for name in state.fp8}
+        # States of a recipe that this step does not use stay as they are (T-9).
+        fp8 = state.fp8 | {name: delayed.update(state.fp8[name], found, recipe=self.linears[name]) for name, found in seen.items()}
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
         # Selected by element, so that the decision stays on the device
         return jax.tree.map(lambda new, old: jnp.where(finite, new, old), State(params, optimizer, fp8), state), loss, norm
@@ -345,7 +351,7 @@ class Step:
     def _pass(self, fp8_state, seen: dict[str, delayed.Seen], taps: dict[str, jax.Array] | None = None) -> Pass:
         keys = self.config.parallel
         return Pass(
-            fp8_state,
+            {name: fp8_state[name] for name in seen},
             seen,
             self.layout,
             taps or {},

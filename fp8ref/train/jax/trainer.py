@@ -6,6 +6,7 @@
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -21,6 +22,17 @@ from fp8ref.train.jax.checkpoint import Store
 from fp8ref.train.jax.llama import Llama, Pass
 from fp8ref.train.jax.mesh import Layout
 from fp8ref.train.jax.step import State, Step, compiler_options
+
+
+class _Programs(NamedTuple):
+    """The step of a recipe, and its functions as JAX compiles them."""
+
+    step: Step
+    train: jax.stages.Wrapped
+    loss: Callable
+    measure: Callable
+    gradients: Callable
+    observed: Callable
 
 
 class Trainer:
@@ -57,24 +69,45 @@ class Trainer:
                 hardware.check_devices(config.parallel.devices, mapped=self._layout.mapped, platform=self._layout.devices[0].platform)
             except ValueError as error:
                 raise ConfigError(f"numerics.accumulate {config.numerics.accumulate!r}: {error}") from error
-        self._step = Step(config, self._layout, multiply)
-        self.decisions = self._step.decisions
+        first = Step(config, self._layout, multiply)
         specs: State
-        self._state, specs = self._step.begin(weights)
+        self._state, specs = first.begin(weights)
         # A step leaves the state placed as it found it, so that the second step is not compiled
         # again.
-        placed = None if self._layout.mesh is None else (jax.tree.map(self._layout.sharding, specs), None, None)
+        self._placed = None if self._layout.mesh is None else (jax.tree.map(self._layout.sharding, specs), None, None)
         self._options = compiler_options(self._layout.devices[0].platform)
-        self._train = jax.jit(self._step.train, donate_argnums=0, out_shardings=placed, compiler_options=self._options)
-        self._loss = jax.jit(self._step.mean_loss, compiler_options=self._options)
-        self._measure = jax.jit(self._step.statistics, compiler_options=self._options)
-        self._gradients = jax.jit(self._step.gradients, compiler_options=self._options)
-        # A function of its own, as its GEMMs report: to ``_observer``, whichever a pass has.
-        self._observed = jax.jit(lambda *arguments: self._step.gradients(*arguments)[1], compiler_options=self._options)
+        self._programs = {config.numerics.recipe: self._of_step(first)}
+        self.switch(config.numerics.recipe)
         self._observer: Callable
         self._count = 0
         self._store = Store()
         self.device = self._layout.description
+
+    def switch(self, recipe: str) -> None:
+        """Compute in this recipe of the config's from now on; the state stays (SEMANTICS T-9).
+
+        Each recipe's programs are compiled once, when they first run.
+        Raises:   ValueError: a recipe that the config does not have.
+        """
+        if recipe not in self.config.recipes:
+            raise ValueError(f"a trainer switches to a recipe of its config, {', '.join(self.config.recipes)}; got {recipe!r}.")
+        if recipe not in self._programs:
+            self._programs[recipe] = self._of_step(Step(self.config, self._layout, self._multiply, recipe))
+        self.recipe = recipe
+        self._step, self._train, self._loss, self._measure, self._gradients, self._observed = self._programs[recipe]
+        self.decisions = self._step.decisions
+
+    def _of_step(self, step: Step) -> _Programs:
+        compiled = functools.partial(jax.jit, compiler_options=self._options)
+        return _Programs(
+            step,
+            train=compiled(step.train, donate_argnums=0, out_shardings=self._placed),
+            loss=compiled(step.mean_loss),
+            measure=compiled(step.statistics),
+            gradients=compiled(step.gradients),
+            # A function of its own, as its GEMMs report: to ``_observer``, whichever a pass has.
+            observed=compiled(lambda *arguments: step.gradients(*arguments)[1]),
+        )
 
     def step(self, tokens: np.ndarray) -> dict[str, float]:
         """One optimizer step: {"loss", "grad_norm"} before the update.
@@ -156,6 +189,7 @@ class Trainer:
             plain = self.config.replace(parallel={"scan": False, "checkpointing": "none"})
             apart = Trainer(plain, self.weights(), multiply=self._multiply)
             apart._state = apart._step.restored(apart._state, self._step.tensors(self._state))
+            apart.switch(self.recipe)
             apart.observe(tokens, observer)
             return
         self._observer = observer

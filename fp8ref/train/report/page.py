@@ -183,9 +183,9 @@ def _put(path: Path, content: bytes) -> None:
     os.replace(temporary, path)
 
 
-def fp8_coverage(run: Run) -> list[LinearCoverage]:
-    """What ran in FP8: for every linear, its planned recipe and the GEMMs that the proof found."""
-    proof = run.manifest.get("proof")
+def fp8_coverage(planned: dict) -> list[LinearCoverage]:
+    """What ran in FP8 under one of ``Run.recipes``: for every linear, its plan and the GEMMs that the proof found."""
+    proof = planned.get("proof")
     return [
         LinearCoverage(
             path=linear["path"],
@@ -193,7 +193,7 @@ def fp8_coverage(run: Run) -> list[LinearCoverage]:
             plan=linear["recipe"] if linear["fp8"] else f"high precision: {linear['reason']}",
             gemms=tuple(_gemm(f"{linear['path']}/{which}", proof) if linear["fp8"] else "high precision" for which in OPERANDS),
         )
-        for linear in run.manifest["linears"]
+        for linear in planned["linears"]
     ]
 
 

@@ -175,6 +175,22 @@ class Proof:
 
 
 @dataclass
+class Planned:
+    """What was planned and proven of a recipe of a schedule."""
+
+    linears: list[Linear]
+    proof: Proof | None = None
+
+
+@dataclass
+class Schedule:
+    """The recipes of a schedule. ran: [first step, recipe] of each that ran, in order."""
+
+    ran: list[tuple[Whole, str]]
+    recipes: dict[str, Planned]
+
+
+@dataclass
 class Memory:
     """Peak memory, of the device or the process."""
 
@@ -195,6 +211,7 @@ class Manifest:
     data: dict[str, Any]
     linears: list[Linear]
     proof: Proof | None = None
+    schedule: Schedule | None = None
     memory: Memory | None = None
     error: str = ""
 
@@ -213,6 +230,8 @@ for _kind in (
     Gemm,
     Simulated,
     Proof,
+    Planned,
+    Schedule,
     Memory,
     Manifest,
 ):

@@ -58,8 +58,20 @@ class Run:
 
     @property
     def bf16(self) -> bool:
-        """Whether no linear runs in FP8."""
-        return not any(linear["fp8"] for linear in self.manifest["linears"])
+        """Whether no linear runs in FP8, in any phase of a schedule."""
+        return not any(linear["fp8"] for part in self.recipes.values() for linear in part["linears"])
+
+    @property
+    def recipes(self) -> dict[str, dict]:
+        """By recipe, the linears that were planned and the proof that was found."""
+        schedule = self.manifest.get("schedule")
+        return schedule["recipes"] if schedule else {self.key("numerics.recipe"): self.manifest}
+
+    @property
+    def ran(self) -> list[tuple[int, str]]:
+        """(first step, recipe) of each recipe that ran."""
+        schedule = self.manifest.get("schedule")
+        return [(start, recipe) for start, recipe in schedule["ran"]] if schedule else [(0, self.key("numerics.recipe"))]
 
     @property
     def finished(self) -> bool:

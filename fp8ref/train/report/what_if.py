@@ -103,6 +103,8 @@ def replay(run: Path, policy: str, *, history: int | None = None, margin: int | 
         raise ConfigError(
             f"{run} has no statistics of FP8 operands. Train with --statistics.every 1, or any number of steps, in an FP8 recipe."
         )
+    if manifest.get("schedule"):
+        raise ConfigError(f"a replay takes runs of one recipe; {run} has numerics.schedule. Train without it.")
     try:
         formats = _formats(manifest)
     except ValueError as error:

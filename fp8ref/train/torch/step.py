@@ -19,7 +19,9 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from fp8ref import llama
 from fp8ref.hardware import Multiply
 from fp8ref.torch import delayed, hardware
-from fp8ref.torch.parallel import check_copies, parallelize
+from fp8ref.torch.convert import convert
+from fp8ref.torch.parallel import amax_group, check_copies, parallelize
+from fp8ref.torch.switch import Switch
 from fp8ref.train import train_state
 from fp8ref.train.config import Config
 from fp8ref.train.torch import optimizer
@@ -69,6 +71,7 @@ class Step:
         self.params = dict(self.model.named_parameters())
         for name, p in self.params.items():
             _fill(p, weights[name])
+        self.switch = Switch(self.model, config.numerics.recipe, {recipe: self._twin(recipe) for recipe in config.recipes[1:]})
         if mesh is not None and "data" in (mesh.mesh_dim_names or ()):
             check_copies(self.model, mesh)
         self.optimizer = optimizer.build(self.params.values(), config.optimizer)
@@ -134,7 +137,7 @@ class Step:
         found = {train_state.MASTERS: {name: p.detach() for name, p in self.params.items()}}
         for p, key, parts in optimizer.tensors(self.optimizer):
             found.setdefault(key, {}).update({names[id(p)] + suffix: part for suffix, part in parts.items()})
-        states = delayed.states(self.model)
+        states = self.switch.states()
         found[train_state.FP8] = {f"{name}.{key}": getattr(state, key) for name, state in states for key in delayed.DelayedState._fields}
         return found
 
@@ -143,6 +146,13 @@ class Step:
         optimizer.begin(self.optimizer, step)
         optimizer.check_states(self.optimizer)
         delayed.forget(self.model)
+
+    def _twin(self, recipe: str) -> Llama:
+        """The model in another recipe, on the meta device, whose linears the switch takes (T-9)."""
+        with torch.device("meta"):
+            twin = Llama(self.config.model)
+        keys, group = self.config.numerics, amax_group(self.mesh, self.config.parallel.amax_scope)
+        return convert(twin, recipe, filter_fqns=self.config.filter_fqns, fp8_fqns=keys.fp8_fqns, amax_group=group)  # type: ignore[return-value]
 
     def loss(self, tokens: np.ndarray) -> torch.Tensor:
         """The mean loss of tokens [B, T + 1], in nats: a float32 scalar."""

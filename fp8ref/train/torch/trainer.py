@@ -51,7 +51,7 @@ class Trainer:
                 f"numerics.accumulate {config.numerics.accumulate!r}: simulated hardware multiplies on the host's CPU; torch has "
                 f"{torch.cuda.get_device_name()}. Hide it with CUDA_VISIBLE_DEVICES=, or use accumulate 'native'."
             )
-        self.decisions = config.decisions()
+        self.recipe, self.decisions = config.numerics.recipe, config.decisions()
         weights = llama.lazy_initial_weights(config.model, seed=config.run.seed) if weights is None else weights
         llama.check_weights(weights, config.model)
         mesh = mesh_of(config)
@@ -65,6 +65,11 @@ class Trainer:
         self._store = Store()
         self.device = f"cuda: {torch.cuda.get_device_name()}" if self._device.type == "cuda" else "cpu"
         self.device += f", {config.parallel.devices} processes" * (config.parallel.devices > 1)
+
+    def switch(self, recipe: str) -> None:
+        """Compute in this recipe of the config's from now on; the state stays (SEMANTICS T-9)."""
+        self._step.switch.to(recipe)
+        self.recipe, self.decisions = recipe, self.config.under(recipe).decisions()
 
     def step(self, tokens: np.ndarray) -> dict[str, float]:
         """One optimizer step: {"loss", "grad_norm"} before the update.
@@ -133,7 +138,7 @@ class Trainer:
     def fp8_states(self) -> dict[str, tuple[np.ndarray, ...]]:
         """States of delayed scaling, (scale, amax_history, step) by "<linear>/<role>"."""
         found = {}
-        for name, state in delayed.states(self.model):
+        for name, state in self._step.switch.states():
             linear, _, role = name.rpartition(".states.")
             found[f"{linear}/{role}"] = tuple(_copy(getattr(state, key)) for key in delayed.DelayedState._fields)
         return found

@@ -1,3 +1,4 @@
+import json
 import re
 import shutil
 from html.parser import HTMLParser
@@ -192,6 +193,27 @@ def test_what_ran_is_shown_with_what_is_missing(seeds, fp8, write):
     assert "Gathers: 7 of u8" in shown.text
 
 
+def test_what_ran_under_a_schedule_is_shown_by_recipe(seeds, tmp_path, small, write):  # T-9
+    phases = small.replace(numerics={"recipe": "bf16", "schedule": ((0, "bf16"), (20, "tensorwise"))}, run={"steps": 60})
+    run = made_runs.make(tmp_path / "run", phases, falling(above=0.0, wobble=0), recipe="bf16")
+    path = tmp_path / "run" / "manifest.json"
+    manifest = json.loads(path.read_text())
+    assert manifest["schedule"]["ran"] == []
+    manifest["schedule"]["ran"] = [[0, "bf16"], [20, "tensorwise"]]
+    manifest["schedule"]["recipes"]["tensorwise"]["proof"] = {"read_from": "eager dispatch", "gemms": [], "missing": []}
+    path.write_text(json.dumps(manifest))
+    run = runs.read(tmp_path / "run")
+    assert not run.bf16
+    shown, _ = write([*seeds, run])
+    assert "ran in bf16 from step 0, tensorwise from step 20." in shown.text
+    assert ", bf16: 0 of 8 linears in FP8" in shown.text
+    assert ", tensorwise: 7 of 8 linears in FP8" in shown.text
+    manifest["schedule"]["ran"] = [["0", "bf16"]]
+    path.write_text(json.dumps(manifest))
+    with pytest.raises(ConfigError, match=r"has schedule\.ran\.0\.0 = \"0\""):
+        runs.read(tmp_path / "run")
+
+
 def test_what_differs_is_a_table(seeds, fp8, write):
     shown, _ = write([*seeds, fp8(backend="jax")])
     assert re.search(r"numerics\.recipe\s+bf16\s+bf16\s+bf16\s+tensorwise", shown.text)
@@ -278,7 +300,7 @@ LAYER = "model.layers.0.mlp.up_proj"
 def of(tmp_path, small, proof) -> dict:
     return {
         linear.path: linear
-        for linear in page.fp8_coverage(made_runs.make(tmp_path / "run", small, [1.0], recipe="tensorwise", proof=proof))
+        for linear in page.fp8_coverage(made_runs.make(tmp_path / "run", small, [1.0], recipe="tensorwise", proof=proof).manifest)
     }
 
 

@@ -99,6 +99,16 @@ def test_statistics_are_recorded_every_so_often_as_plain_json(tmp_path, small, b
     assert losses[0] == losses[1]
 
 
+def test_a_run_of_several_recipes_is_refused(tmp_path, small):  # T-9
+    config = small.replace(numerics={"schedule": ((0, "tensorwise"), (3, "rowwise"))})
+    (tmp_path / "run").mkdir()
+    run = log.create(tmp_path / "run", config, "jax", data={}, decisions=config.decisions(), device="")
+    run.statistics({"step": 0, "statistics": {"model.layers.0.mlp.up_proj/output/input": {"amax": 1.0}}})
+    run.close()
+    with pytest.raises(ConfigError, match="takes runs of one recipe"):
+        what_if.replay(tmp_path / "run", "te_delayed")
+
+
 @pytest.mark.parametrize(("start", "kept"), [(0, []), (4, [0, 3])])
 def test_a_run_that_resumes_keeps_the_statistics_before_its_first_step(tmp_path, small, start, kept):
     config = small.replace(statistics={"every": 3})

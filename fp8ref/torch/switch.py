@@ -1,0 +1,82 @@
+"""Several recipes of one model, of which one runs (SEMANTICS T-9).
+
+    twin = convert.convert(copy_on_meta, "bf16")                  # neither sharded nor compiled
+    switch = Switch(model, "tensorwise", {"bf16": twin})          # model: converted, perhaps sharded
+    ...
+    switch.to("bf16")                                             # between two optimizer steps
+
+The linears of all recipes share their Parameters, so that optimizers, FSDP2 and checkpoints notice no
+switch. States of delayed scaling wait while other recipes run.
+"""
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import nn
+
+from fp8ref.torch import delayed, delayed_checks
+from fp8ref.torch.delayed import RoleState
+from fp8ref.torch.linear import Linear
+
+
+class Switch:
+    """The linears of a model by recipe.
+
+    recipe    the one that runs.
+    """
+
+    def __init__(self, model: nn.Module, recipe: str, twins: Mapping[str, nn.Module]) -> None:
+        """model: in recipe, with its memory (``to_empty``); FSDP2 gathers its weights in their dtype.
+
+        twins     by further recipe, the same model on the meta device, converted and nothing else. Their
+                  linears are taken.
+        Raises:   ValueError: a weight that FSDP2 gathers in FP8, as its buffers are of the first recipe.
+        """
+        self.model, self.recipe = model, recipe
+        mine = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
+        self._linears = {recipe: mine}
+        self._states: dict[str, RoleState] = dict(delayed.states(model))
+        if twins and (gathered := [name for name, linear in mine.items() if hasattr(linear, "fp8_gather")]):
+            raise ValueError(
+                f"FSDP2 gathers weights in one way for all recipes of a model; {gathered[0]} is gathered in FP8. Parallelize with "
+                "gather_fp8=False, which gives the same bits."
+            )
+        for other, twin in twins.items():
+            self._linears[other] = {name: self._sharing(name, twin.get_submodule(name), linear) for name, linear in mine.items()}
+
+    def to(self, recipe: str) -> None:
+        """Compute in another recipe from now on; observations that no update took are forgotten.
+
+        Raises:   ValueError: a recipe that the model was not given.
+        """
+        if recipe not in self._linears:
+            raise ValueError(f"a model switches to a recipe that it was made with, {', '.join(self._linears)}; got {recipe!r}.")
+        delayed.forget(self.model)
+        for name, linear in self._linears[recipe].items():
+            path, _, key = name.rpartition(".")
+            parent = self.model.get_submodule(path)
+            delayed_checks.unwatch(getattr(parent, key))
+            setattr(parent, key, linear.train(self.model.training))
+            if isinstance(linear, Linear):
+                delayed_checks.watch(linear)
+        delayed.forget(self.model)  # steps of other recipes are not missing updates
+        self.recipe = recipe
+
+    def states(self) -> Iterator[tuple[str, RoleState]]:
+        """As ``delayed.states`` of the model, of all recipes."""
+        yield from self._states.items()
+
+    def _sharing(self, name: str, linear: nn.Module, mine: nn.Linear) -> nn.Linear:
+        """A linear of a twin, with the Parameters of the model's own and one state for each role."""
+        assert isinstance(linear, nn.Linear)
+        delayed_checks.unwatch(linear)
+        # The dict itself: FSDP2 puts whole weights and shards into that of the module it first saw.
+        vars(linear)["_parameters"] = vars(mine)["_parameters"]
+        if isinstance(linear, Linear):
+            for role, state in linear.states.items():
+                assert isinstance(state, RoleState)
+                key = f"{name}.states.{role}"
+                if key not in self._states:
+                    self._states[key] = state.to_empty(device=torch.device(mine.weight.device))
+                linear.states[role] = self._states[key]
+        return linear

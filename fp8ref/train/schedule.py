@@ -1,0 +1,205 @@
+"""Which recipe a step runs in: the phases of ``numerics.schedule`` (SEMANTICS T-9).
+
+    schedule = [[0, "tensorwise"], ["learning_rate < 3e-4", "rowwise"], ["sqnr < 18", "delayed"], [9000, "bf16"]]
+
+``parse`` reads the entries, and ``Schedule`` says which phase a step belongs to. Beginnings at a step or
+a learning rate are functions of the config. Those at a measured SQNR are recorded, and every checkpoint
+holds the record.
+"""
+
+import bisect
+import itertools
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from fp8ref.recipe import RECIPES, delayed_casts
+
+Entries = tuple[tuple[int | str, str], ...]
+"""The entries of a schedule, as the config has them: where a phase begins, and its recipe."""
+
+
+class Rates(Protocol):
+    """The learning rates of a run: ``sections.OptimizerConfig``."""
+
+    @property
+    def learning_rate(self) -> float:
+        """The peak."""
+        ...
+
+    @property
+    def min_learning_rate(self) -> float:
+        """The floor."""
+        ...
+
+    @property
+    def warmup_steps(self) -> int:
+        """The steps before the peak."""
+        ...
+
+    def learning_rate_at(self, step: int, steps: int) -> float:
+        """The rate of a step in a run of so many."""
+        ...
+
+
+_CONDITION = re.compile(r"\s*(\w+)\s*<\s*(\S+)\s*")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Phase:
+    """A recipe, and one of three places where it begins.
+
+    step           a step, counted from 0.
+    learning_rate  the first step after warm-up whose rate is below this.
+    sqnr           the step after a record in which an operand's SQNR is below this, in dB.
+    """
+
+    recipe: str
+    step: int | None = None
+    learning_rate: float | None = None
+    sqnr: float | None = None
+
+
+def parse(entries: Entries) -> tuple[Phase, ...]:
+    """The phases of a schedule.
+
+    Raises:   ValueError: no phase; an unknown recipe, or the same twice in a row; a beginning that is
+              no step or condition; a first step other than 0; steps or thresholds that do not follow
+              each other; recipes that would keep a tensor's amaxes in two ways.
+    """
+    if not entries:
+        raise ValueError("numerics.schedule has at least one phase, [0, recipe]; got none. Leave it out to train in numerics.recipe alone.")
+    phases = tuple(_phase(*entry) for entry in entries)
+    if phases[0].step != 0:
+        raise ValueError(f"numerics.schedule begins at step 0; got {entries[0][0]!r}. Write [0, {phases[0].recipe!r}].")
+    for before, phase in itertools.pairwise(phases):
+        if before.recipe == phase.recipe:
+            raise ValueError(f"numerics.schedule has {phase.recipe!r} twice in a row, which is one phase. Leave out the second.")
+        if phase.sqnr is not None and not RECIPES[before.recipe].fp8:
+            raise ValueError(
+                f"numerics.schedule: 'sqnr' is of the FP8 operands of the phase before, and {before.recipe!r} has none. Begin at a step instead."
+            )
+    _check_states(dict.fromkeys(phase.recipe for phase in phases))
+    _check_order("steps ascend", [p.step for p in phases], lambda a, b: a < b)
+    _check_order("learning rates descend", [p.learning_rate for p in phases], lambda a, b: a > b)
+    return phases
+
+
+def _phase(begins: int | str, recipe: str) -> Phase:
+    if recipe not in RECIPES:
+        raise ValueError(f"a recipe of numerics.schedule is one of {', '.join(RECIPES)}; got {recipe!r}.")
+    if isinstance(begins, int) and not isinstance(begins, bool):
+        return Phase(recipe=recipe, step=begins)
+    found = _CONDITION.fullmatch(str(begins))
+    try:
+        what, threshold = (found[1], float(found[2])) if found else ("", math.nan)
+    except ValueError:
+        what, threshold = "", math.nan
+    if what not in ("learning_rate", "sqnr") or not math.isfinite(threshold):
+        raise ValueError(
+            f"a phase of numerics.schedule begins at a step, at 'learning_rate < NUMBER' or at 'sqnr < NUMBER' (in dB); got {begins!r}."
+        )
+    return Phase(recipe=recipe, learning_rate=threshold) if what == "learning_rate" else Phase(recipe=recipe, sqnr=threshold)
+
+
+def _check_states(recipes: Iterable[str]) -> None:
+    """ValueError unless all recipes with delayed scaling keep one state for a role: it outlives their phases."""
+    held: dict[str, tuple] = {}
+    for recipe in recipes:
+        for role, kept in delayed_casts(recipe).items():
+            if held.setdefault(role, kept) != kept:
+                raise ValueError(
+                    f"recipes of numerics.schedule share the states of delayed scaling; {recipe!r} keeps that of {role} in another way than one "
+                    "before it. Use one of them."
+                )
+
+
+def _check_order(rule: str, values: Sequence[float | None], follows: Callable[[float, float], bool]) -> None:
+    """ValueError unless the values that are there follow each other."""
+    held = [value for value in values if value is not None]
+    for before, value in itertools.pairwise(held):
+        if not follows(before, value):
+            raise ValueError(f"in numerics.schedule {rule}; got {before} and then {value}. Order the phases, each once.")
+
+
+def starts(phases: Sequence[Phase], optimizer: Rates, steps: int) -> tuple[int | None, ...]:
+    """The step at which each phase begins in a run of so many steps; None if it is measured, or not reached.
+
+    Raises:   ValueError: a learning rate that the run's never falls below, or begins below; phases that
+              begin in another order.
+    """
+    found = [p.step if p.learning_rate is None else _first_below(p.learning_rate, optimizer, steps) for p in phases]
+    known = [(start, phase) for start, phase in zip(found, phases, strict=True) if start is not None]
+    for (before, first), (start, second) in itertools.pairwise(known):
+        if start <= before:
+            raise ValueError(
+                f"phases of numerics.schedule begin one after the other; {second.recipe!r} would begin at step {start}, and {first.recipe!r}, "
+                f"before it, at step {before}. Change one of them."
+            )
+    return tuple(found)
+
+
+def _first_below(rate: float, optimizer: Rates, steps: int) -> int | None:
+    low, high = optimizer.min_learning_rate, optimizer.learning_rate
+    if not low < rate <= high:
+        raise ValueError(
+            f"a learning rate of numerics.schedule is above optimizer.min_learning_rate = {low} and at most optimizer.learning_rate = {high}, so "
+            f"that the rate falls below it; got {rate}."
+        )
+    after_warmup = range(optimizer.warmup_steps, steps)
+    index = bisect.bisect_left(after_warmup, True, key=lambda step: optimizer.learning_rate_at(step, steps) < rate)
+    return after_warmup[index] if index < len(after_warmup) else None
+
+
+def is_measured(entries: Sequence[Sequence] | None) -> bool:
+    """Whether a phase begins at a measurement, so that the statistics of a run decide its recipes."""
+    return any(_phase(*entry).sqnr is not None for entry in entries or ())
+
+
+def lowest_sqnr(statistics: Mapping[str, dict]) -> tuple[float, str] | None:
+    """The smallest SQNR of a record (Q-8) in dB, and its operand; None if it has none."""
+    return min(((one["sqnr"], name) for name, one in statistics.items() if one["sqnr"] is not None), default=None)
+
+
+class Schedule:
+    """The phases of a run, and where the measured ones began.
+
+    measured   [step, phase's index] of every phase that began at a measurement: what checkpoints keep.
+    """
+
+    def __init__(self, phases: Sequence[Phase], starts: Sequence[int | None], measured: Sequence[Sequence[int]] = ()) -> None:
+        """starts: of each phase, as the function of that name gives them. ``Config.scheduled`` makes it."""
+        self._phases, self._starts, self.measured = phases, starts, [list(one) for one in measured]
+
+    def recipe(self, step: int) -> str:
+        """The recipe of a step, counted from 0."""
+        return self._phases[self._index(step)].recipe
+
+    def waits(self, step: int) -> float | None:
+        """The SQNR below which the phase after a step's begins; None if it begins otherwise."""
+        after = self._index(step) + 1
+        return self._phases[after].sqnr if after < len(self._phases) else None
+
+    def measure(self, step: int, lowest: float) -> bool:
+        """Begin the phase that waits at ``step + 1``, if the step's lowest SQNR is below its own; whether it is."""
+        threshold = self.waits(step)
+        if threshold is None or lowest >= threshold:
+            return False
+        self.measured.append([step + 1, self._index(step) + 1])
+        return True
+
+    def ran(self, step: int) -> list[list]:
+        """[first step, recipe] of each change of recipe up to a step."""
+        begun = {start for start in self._starts if start is not None} | {start for start, _ in self.measured}
+        found: list[list] = []
+        for start in sorted(start for start in begun if start <= step):
+            if not found or found[-1][1] != self.recipe(start):
+                found.append([start, self.recipe(start)])
+        return found
+
+    def _index(self, step: int) -> int:
+        """The last phase that has begun."""
+        by_step = [i for i, start in enumerate(self._starts) if start is not None and start <= step]
+        return max(by_step + [i for start, i in self.measured if start <= step])
