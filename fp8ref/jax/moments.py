@@ -110,10 +110,11 @@ def averages(g, m, v, at: Scalars, layout: Layout):
     else:
         m = m + product(at.a1, g - m)
         v = v + product(at.a2, square - v)
-    return _not_tiny(m, layout), _not_tiny(v, layout)
+    return not_tiny(m, layout), not_tiny(v, layout)
 
 
-def _not_tiny(x, layout: Layout):
+def not_tiny(x, layout: Layout):
+    """x with +0 in place of magnitudes below the layout's smallest (O-5)."""
     return jnp.where(jnp.abs(x) < layout.smallest_moment, jnp.float32(0), x)
 
 
@@ -127,7 +128,7 @@ def read(stored: MomentState, moment: Moment, layout: Layout):
         x = _signed(product(magnitude, _spread(stored.center, x.shape, moment)), x)
     if moment.root:
         x = product(x, x)
-    return _not_tiny(x, layout)
+    return not_tiny(x, layout)
 
 
 def store(x, found: list[jax.Array], old: MomentState, which: int, at: Scalars, layout: Layout, key) -> MomentState:
@@ -142,13 +143,13 @@ def store(x, found: list[jax.Array], old: MomentState, which: int, at: Scalars, 
         x = jnp.sqrt(x)
     if moment.scaling is None:
         return MomentState(_codes(x, x, moment, key))
-    own = amax = found[0] if found else old.amax
     if which == 2 and moment.amax == "predicted":
-        amax = old.amax + change(at.bound, old.amax, at)
-    elif moment.amax == "previous":
+        found = [old.amax + change(at.bound, old.amax, at)]
+    own = amax = found[0]
+    if moment.amax == "previous":
         assert old.amax is not None
         amax = jnp.where(old.amax == 0, own, old.amax)
-    elif moment.amax == "predicted":
+    elif moment.amax == "predicted" and which < 2:
         kept = product(old.amax, old.amax) if moment.root else old.amax
         amax = averages(own, kept, kept, at, layout)[which]
         amax = jnp.sqrt(amax) if moment.root else amax

@@ -26,9 +26,12 @@ import numpy as np
 import optax
 from jax import lax
 
+from fp8ref import recipe as recipes
 from fp8ref import states
-from fp8ref.jax import cast, moments, philox
+from fp8ref.jax import cast, moments, philox, scaling
 from fp8ref.jax.moments import MomentState, Scalars
+from fp8ref.jax.scaling import Quantized
+from fp8ref.recipe import Recipe
 from fp8ref.states import Layout
 
 
@@ -144,6 +147,28 @@ def weights(state: AdamWState, layout: str | Layout, dtype=jnp.bfloat16) -> Any:
     return jax.tree.map(of_leaf, state.master, is_leaf=lambda x: isinstance(x, MomentState))
 
 
+def copies(state: AdamWState, layout: str | Layout, recipe: str | Recipe, dtype=jnp.bfloat16) -> Any:
+    """The tree of FP8 copies of the weights that the masters hold, ``Quantized``, which linears of a
+    recipe take as they are: ``linear.apply(x, w, recipe=recipe, quantized=copy)`` (SEMANTICS O-16).
+
+    dtype     that the model computes in.
+    Order:    ``weights`` in that dtype, then ``scaling.quantize`` by the cast that the recipe has for
+              weights. The amax of a copy is that which a predicted master keeps, and no pass over the
+              weights; else it is taken of them.
+    Raises:   ValueError: as ``weights`` and ``recipe.weight_copy``.
+    """
+    layout, spec = states.by_name(layout), recipes.weight_copy(recipe)
+
+    def of_leaf(w, stored: MomentState) -> Quantized:
+        if stored.amax is None:
+            return scaling.quantize(w, spec.fmt, policy=spec.policy)
+        # Rounding is monotone: the largest weight has the largest master.
+        largest = moments.not_tiny(stored.amax, layout).astype(dtype)
+        return scaling.quantize_with(w, scaling.scale_from_amax(cast.to_f32(largest), spec.fmt, spec.policy), spec.fmt)
+
+    return jax.tree.map(of_leaf, weights(state, layout, dtype), state.master, is_leaf=lambda x: isinstance(x, MomentState))
+
+
 def _trees(state: AdamWState, layout: Layout) -> list[Any]:
     """m, v and, where the layout keeps them, the masters."""
     if (state.master is not None) != layout.keeps_master:
@@ -182,9 +207,8 @@ def _new(p, g, stored: list[MomentState], at: Scalars, layout: Layout):
     """(the gradient in range, both new moments, and the weight where a master is kept), and the change
     of the weight (O-2 to O-6)."""
     g = _in_range(cast.to_f32(g))
-    m, v = moments.averages(
-        g, *(moments.read(one, moment, layout) for one, moment in zip(stored[:2], layout.kept, strict=False)), at, layout
-    )
+    m, v = (moments.read(one, moment, layout) for one, moment in zip(stored[:2], (layout.m, layout.v), strict=True))
+    m, v = moments.averages(g, m, v, at, layout)
     ratio = moments.product(m, at.inverse1) / (moments.product(jnp.sqrt(v), at.inverse2) + at.eps)
     if layout.bounded:
         ratio = jnp.clip(ratio, -at.bound, at.bound)

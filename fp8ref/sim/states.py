@@ -26,9 +26,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from fp8ref import recipe as recipes
 from fp8ref import states
-from fp8ref.sim import cast, moments, philox
+from fp8ref.formats import BFLOAT16, Format
+from fp8ref.recipe import Recipe
+from fp8ref.sim import cast, moments, philox, scaling
 from fp8ref.sim.moments import MomentState
+from fp8ref.sim.scaling import Quantized
 from fp8ref.states import Layout, Moment, Scalars
 
 _NO_STEP = Scalars(*[0.0] * len(Scalars._fields))
@@ -134,6 +138,19 @@ def weight(stored: MomentState, layout: str | Layout) -> np.ndarray:
     return moments.read(stored, layout.master, stored.codes.reshape(-1), 0, layout).reshape(stored.codes.shape)
 
 
+def copy(stored: MomentState, layout: str | Layout, recipe: str | Recipe, fmt: Format = BFLOAT16) -> Quantized:
+    """The FP8 copy of the weight that a master holds, which linears of a recipe take as it is (SEMANTICS
+    O-16).
+
+    fmt       that the model computes in.
+    Order:    ``weight``, one rounding to fmt, then ``scaling.quantize`` by the cast that the recipe has
+              for weights.
+    Raises:   ValueError: as ``weight`` and ``recipe.weight_copy``.
+    """
+    spec = recipes.weight_copy(recipe)
+    return scaling.quantize(cast.round_to(weight(stored, layout), fmt), spec.fmt, policy=spec.policy)
+
+
 def step(
     p,
     g,
@@ -198,6 +215,7 @@ def step(
             stream = 2 * tensor + which % 2
             key = _key(seed, state.step + 1, stream, of_master=which == 2) if moment.rounding == "stochastic" else None
             pieces = [(start, news[0], (*news[1:], w)[which]) for start, news, w in zip(seen, before, weights, strict=True)]
+            assert old is not None
             after.append(moments.store(pieces, old, moment, which, p.shape, at, key, layout))
     weights_after = after[2] if layout.keeps_master else np.concatenate(weights).reshape(p.shape)
     return weights_after, State(state.step + 1, *after[:2])

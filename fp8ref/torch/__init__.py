@@ -24,7 +24,7 @@ gathers on a model, and reduces gradients in rank order if asked (off by default
 torch._scaled_mm, or ``block_gemm`` for block scales; ``hardware`` simulates other hardware instead.
 ``tensor_parallel`` cuts linears. ``compiled_fsdp`` shards within a compiled graph. ``proof`` shows
 that a step ran in FP8. ``states`` is AdamW whose moments are stored in FP8; ``moments`` is
-one of them, and ``philox`` the stochastic rounding.
+one of them, and ``philox`` the stochastic rounding. ``copies`` keeps weights as codes between steps.
 
 ``fp8ref.crosscheck`` checks this package against docs/spec; it shares no code with the
 simulator. The trainer is ``fp8ref.train.torch``.
@@ -47,6 +47,7 @@ from fp8ref.torch import (
     cast,
     compiled_fsdp,
     convert,
+    copies,
     delayed,
     fsdp,
     gemm,
@@ -66,6 +67,7 @@ __all__ = [
     "cast",
     "compiled_fsdp",
     "convert",
+    "copies",
     "delayed",
     "fsdp",
     "gemm",

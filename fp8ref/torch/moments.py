@@ -98,6 +98,7 @@ def master(x: Tensor, amax: Tensor, moment: Moment, part: Part) -> MomentState:
     if moment.scaling is None:
         return MomentState(_codes(x, x, moment, part, None))
     scale, scale_inv = _scales(amax, moment)
+    assert scale is not None  # a power of two
     codes = _codes(_by_group(torch.mul, x, scale, moment, part), x, moment, part, None)
     # Of the whole tensor's largest code, which another rank may have
     top = None if moment.amax == "exact" else _values(_codes(amax * scale, amax, moment, part, None), moment) * scale_inv
@@ -150,14 +151,14 @@ def store(
     moment = layout.kept[which]
     if moment.scaling is None:
         return MomentState(_codes(x, x, moment, part, key))
-    own = amax = found[0] if found else old.amax
     if which == 2 and moment.amax == "predicted":
         assert old.amax is not None
-        amax = old.amax + change(at.bound, old.amax, at)
-    elif moment.amax == "previous":
+        found = [old.amax + change(at.bound, old.amax, at)]
+    own = amax = found[0]
+    if moment.amax == "previous":
         assert old.amax is not None
         amax = torch.where(old.amax == 0, own, old.amax)
-    elif moment.amax == "predicted":
+    elif moment.amax == "predicted" and which < 2:
         assert old.amax is not None
         kept = old.amax * old.amax if moment.root else old.amax.clone()
         amax = averages(found[1], kept, kept.clone(), at, layout)[which]

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, distributed
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torchao.float8.float8_training_tensor import Float8TrainingTensor
 
 from fp8ref import states
 from fp8ref.formats import BFLOAT16
@@ -163,15 +164,16 @@ class AdamW(torch.optim.Optimizer):
                 step = int(state["step"].item()) + 1
                 at = numbers[step] = numbers.get(step) or self._scalars(group, step)
                 start, ranks = _place(p)
-                flat = _flat(p)
-                if flat.data_ptr() != _local(p).data_ptr():  # not contiguous
+                in_fp8 = isinstance(p, Float8TrainingTensor)  # ``copies`` makes it from the master
+                flat = _moment_state(state, "master").codes if in_fp8 else _flat(p)
+                if not in_fp8 and flat.data_ptr() != _local(p).data_ptr():  # not contiguous
                     apart.append((_local(p), flat))
                 keys = _keys(group["seed"], step, number, layout)
                 work = _Work(flat, _flat(p.grad), _kept(state, flat, layout), at, layout, Part(p.numel(), start), keys)
                 if ranks:
                     cut.append((work, ranks))
                 elif p.numel() <= PIECE // 4 and not any(keys):
-                    small.setdefault((index, step, p.device, p.dtype, layout is self.layout), []).append(work)
+                    small.setdefault((index, step, p.device, flat.dtype, layout is self.layout), []).append(work)
                 else:
                     self._update(work)
         for works in small.values():
@@ -245,7 +247,7 @@ class AdamW(torch.optim.Optimizer):
 
         layout, elements = works[0].layout, [n * CELL for n in cells]
         kept = tuple(of_moment(which, moment) for which, moment in enumerate(layout.kept))
-        p = kept[2].codes if _is_master(layout) else joined([work.p for work in works], elements, 0, works[0].p.dtype)
+        p = kept[2].codes if _is_master(works[0]) else joined([work.p for work in works], elements, 0, works[0].p.dtype)
         changed = len(inside)
         g = joined([work.g for work in works], elements, 0, torch.float32)
         torch._foreach_copy_(inside, outside)
@@ -273,7 +275,7 @@ class AdamW(torch.optim.Optimizer):
         for first in range(0, here, size):
             kept = tuple(x._replace(codes=x.codes[first : first + size]) for x in work.kept)
             p, g = (x[first : first + size] for x in (work.p, work.g))
-            p = kept[2].codes if _is_master(work.layout) else p
+            p = kept[2].codes if _is_master(work) else p
             yield work._replace(p=p, g=g, kept=kept, part=work.part._replace(start=work.part.start + first))
 
     def _scalars(self, group: dict[str, Any], step: int) -> Scalars:
@@ -299,7 +301,7 @@ class AdamW(torch.optim.Optimizer):
             state["step"] = torch.zeros(())
             for key, moment in (("m", layout.m), ("v", layout.v)):
                 state.update({f"{key}_{field}": x for field, x in moments.zeros(p, moment)._asdict().items() if x is not None})
-            if layout.keeps_master and not _is_master(layout):
+            if layout.keeps_master and not _of_parameter(layout):
                 state.update({f"master_{field}": x for field, x in _master(p, layout)._asdict().items() if x is not None})
         return state
 
@@ -318,16 +320,33 @@ def decode(optimizer: AdamW, p: Tensor) -> tuple[Tensor, Tensor]:
     return m.view(_local(p).shape), v.view(_local(p).shape)
 
 
-def _is_master(layout: Layout) -> bool:
+def weight(optimizer: AdamW, p: Tensor) -> Tensor:
+    """The weight that the master of a parameter in the state holds, in the parameter's dtype and shape (SEMANTICS O-14)."""
+    stored, moment = _moment_state(optimizer.state[p], "master"), optimizer.layout.master
+    part = Part(p.numel(), _place(p)[0])
+    return moments.read(stored, moment, optimizer.layout.of(p.numel()), part).to(p.dtype).view(_local(p).shape)
+
+
+def largest_weight(optimizer: AdamW, p: Tensor) -> Tensor:
+    """The amax of ``weight``, float32, before it is rounded to the parameter's dtype, that a predicted master keeps."""
+    return moments.not_below(optimizer.layout.of(p.numel()).smallest_moment, optimizer.state[p]["master_amax"])
+
+
+def _of_parameter(layout: Layout) -> bool:
     """Whether a parameter that is not float32 is its own master."""
     return layout.master.fmt == BFLOAT16
+
+
+def _is_master(work: _Work) -> bool:
+    """Whether the weight of an update is its master, and not written beside it."""
+    return work.layout.keeps_master and work.p.dtype == work.kept[2].codes.dtype
 
 
 def _dtypes(layout: Layout) -> tuple[torch.dtype, ...]:
     """The dtypes of parameters."""
     if not layout.keeps_master:
         return (torch.float32,)
-    return (torch.bfloat16,) if _is_master(layout) else (torch.float32, torch.bfloat16)
+    return (torch.bfloat16,) if _of_parameter(layout) else (torch.float32, torch.bfloat16)
 
 
 def _master(p: Tensor, layout: Layout) -> MomentState:
@@ -347,7 +366,7 @@ def _kept(state: dict[str, Tensor], flat: Tensor, layout: Layout) -> tuple[Momen
     both = (_moment_state(state, "m"), _moment_state(state, "v"))
     if not layout.keeps_master:
         return both
-    return (*both, MomentState(flat) if _is_master(layout) else _moment_state(state, "master"))
+    return (*both, MomentState(flat) if _of_parameter(layout) else _moment_state(state, "master"))
 
 
 def _keys(seed: int, step: int, number: int, layout: Layout) -> tuple[philox.Key | None, ...]:
@@ -390,7 +409,7 @@ def _finish(p: Tensor, g: Tensor, kept: tuple[MomentState, ...], at: Scalars, la
         codes, *others = moments.store(x, extremes, old, which, at, layout, part, keys[which])
         old.codes.copy_(codes)
         rest.append(others)
-    if layout.keeps_master and not _is_master(layout):
+    if layout.keeps_master and p.dtype != kept[2].codes.dtype:
         p.copy_(moments.read(MomentState(moments.rounded(codes), *rest[2]), layout.master, layout, part))
     return rest
 

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from state_layouts import ALL, MASTERED, NEAREST, SHAPES, STOCHASTIC, differing, gradients_of, start
 
-from fp8ref.jax import moments, states
+from fp8ref.jax import moments, scaling, states
 from fp8ref.sim import cast as sim_cast
 from fp8ref.sim import states as sim
 from fp8ref.states import LAYOUTS, WITH_MASTERS
@@ -132,6 +132,28 @@ def test_a_mesh_changes_nothing_of_masters(name):  # O-11, O-15
         return jax.device_put(x, NamedSharding(mesh, P("data") if x.ndim and x.shape[0] % 8 == 0 else P()))
 
     assert trained_masters(MASTERED[name], 3, jnp.float32, place=place) == 0
+
+
+@pytest.mark.parametrize("name", WITH_MASTERS)
+def test_copies_are_those_of_a_cast_of_the_weights(name):  # O-16
+    """Of exact masters by a pass over the weights, of predicted ones from the amax that they keep."""
+    layout, w = MASTERED[name], start()["ragged"]
+    master, state = sim.master(w, layout), sim.init(w.shape, layout)
+    optimizer = states.adamw(1e-2, layout=layout, **HYPER)
+    p = {"w": jnp.asarray(w)}
+    found = optimizer.init(p)
+    for t in range(3):
+        g = gradients_of(t)["ragged"]
+        master, state = sim.step(master, g, state, learning_rate=1e-2, layout=layout, **HYPER)
+        found = jax.jit(optimizer.update)({"w": jnp.asarray(g)}, found, p)[1]
+        copy, wanted = jax.jit(lambda s: states.copies(s, layout, "tensorwise"))(found)["w"], sim.copy(master, layout, "tensorwise")
+        assert (
+            differing(copy.codes, wanted.codes) == differing(copy.scale, wanted.scale) == differing(copy.scale_inv, wanted.scale_inv) == 0
+        )
+        own = scaling.quantize(states.weights(found, layout)["w"], copy.fmt)
+        assert differing(own.codes, wanted.codes) == 0
+    with pytest.raises(ValueError, match="recipe 'delayed' does not"):
+        states.copies(found, layout, "delayed")
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from state_layouts import ALL, BLOCKS, MASTERED, TENSOR, changed, gradients
 
 from fp8ref import states as data
-from fp8ref.formats import BFLOAT16, E4M3FN, E5M2
+from fp8ref.formats import BFLOAT16, E4M3FN, E5M2, FLOAT32
 from fp8ref.sim import moments, states
 from fp8ref.states import LAYOUTS, Layout, Moment
 
@@ -369,6 +369,21 @@ def test_stochastic_masters_move_where_nearest_ones_stand_still():  # O-15
     assert moved["nearest_even"] == 0
     # 8 changes of 2^-11, each rounded to a spacing of 2^-8 below 1: at most 2^-8 / 2 of deviation each, 4096 elements, six of the mean
     assert moved["stochastic"] == pytest.approx(8 * rate, abs=6 * 2.0**-9 * 8**0.5 / 4096**0.5)
+
+
+def test_copies_are_quantized_weights():  # O-16
+    """Against ml_dtypes' casts; by the recipe's policy, of the weight in the dtype that the model computes in."""
+    p, _ = run_masters(gradients(3, 512, 2), MASTERED["msamp_o2"])
+    w = states.weight(p, "msamp_o2")
+    narrow = w.astype(ml_dtypes.bfloat16).astype(F32)
+    scale = F32(448) / np.abs(narrow).max()
+    found = states.copy(p, "msamp_o2", "tensorwise")
+    assert (found.scale, found.scale_inv) == (scale, 1 / scale)
+    np.testing.assert_array_equal(found.codes, np.clip(narrow * scale, -448, 448).astype(ml_dtypes.float8_e4m3fn).view(np.uint8))
+    assert (states.copy(p, "msamp_o2", "tensorwise", FLOAT32).codes != found.codes).any()
+    for recipe in ("rowwise", "bf16", "delayed", "blockwise", "mxfp8"):
+        with pytest.raises(ValueError, match=f"recipe '{recipe}' does not. Use 'tensorwise'"):
+            states.copy(p, "msamp_o2", recipe)
 
 
 def test_wrong_masters_are_refused():  # O-14
