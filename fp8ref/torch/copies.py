@@ -38,8 +38,8 @@ class Copies:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Make all codes anew: after each step this is done, after loading a checkpoint it is to be
-        called."""
+        """Make all codes anew, from masters. After each step this is done; after states are loaded it is to
+        be called."""
         for p, spec in self.weights.values():
             made = of_master(self._optimizer, p, spec)
             p._data.copy_(made.codes)  # type: ignore[attr-defined]
@@ -54,7 +54,8 @@ def keep(model: nn.Module, optimizer: states.AdamW) -> Copies:
     are loaded; a sharded model after ``fsdp.gather_in_fp8``.
 
     Order:    the master, rounded once to the weight's dtype, cast by the recipe (SEMANTICS O-16).
-    Returns:  the copies. Each step of the optimizer refreshes them; call ``refresh`` after loading.
+    Returns:  the copies. Each step of the optimizer refreshes them; call ``refresh`` after loading states.
+              The model's state_dict holds codes and scales, and loads into a model with or without copies.
     Raises:   ValueError: no linear that casts its weight once; an optimizer without masters of its own
               in the state, or without a weight of these; a weight that another module shares.
     """
@@ -75,6 +76,7 @@ def keep(model: nn.Module, optimizer: states.AdamW) -> Copies:
         config = getattr(linears[name], "linear_mm_config", None)  # torchao's multiplication asks the tensor for it
         fp8 = Float8TrainingTensor(made.codes, made.scale.clone(), p.dtype, config, GemmInputRole.WEIGHT)
         linears[name].weight = _replaced(optimizer, p, nn.Parameter(fp8, requires_grad=p.requires_grad))
+        linears[name].register_load_state_dict_pre_hook(_take_scale)
         weights[name] = (linears[name].weight, specs[name])
     copies = Copies(weights, gathers, optimizer)
     copies.refresh()
@@ -101,6 +103,21 @@ def _replaced(optimizer: states.AdamW, p: nn.Parameter, by: nn.Parameter) -> nn.
         group["params"] = [by if one is p else one for one in group["params"]]
     optimizer.state[by] = optimizer.state.pop(p)
     return by
+
+
+def _take_scale(linear: nn.Module, saved: dict[str, Any], prefix: str, *_: object) -> None:
+    """Load codes of another scale: torchao copies those of an equal one only. A weight in high precision is
+    cast."""
+    found, mine = saved.get(f"{prefix}weight"), linear.weight
+    if not isinstance(mine, Float8TrainingTensor) or found is None:
+        return
+    if not isinstance(found, Float8TrainingTensor):
+        spec = recipes.weight_copy(linear.recipe)  # type: ignore[arg-type]
+        made = scaling.quantize(found.to(mine.device, mine.dtype), spec.fmt, policy=spec.policy)
+        found = Float8TrainingTensor(made.codes, made.scale, mine.dtype, mine._linear_mm_config, GemmInputRole.WEIGHT)
+        saved[f"{prefix}weight"] = found
+    with torch.no_grad():
+        mine._scale.copy_(found._scale)
 
 
 def _cast(linear: Float8Linear | Linear) -> CastSpec | None:

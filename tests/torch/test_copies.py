@@ -1,5 +1,7 @@
 """Weights that a model keeps in FP8, made from the masters of its optimizer (SEMANTICS O-16)."""
 
+import io
+
 import pytest
 import torch
 from ranks import run
@@ -8,9 +10,10 @@ from state_layouts import MASTERED, differing
 from torch import nn
 from torchao.float8.float8_training_tensor import Float8TrainingTensor
 
+from fp8ref.formats import E4M3FN
 from fp8ref.sim import states as sim
 from fp8ref.states import WITH_MASTERS
-from fp8ref.torch import convert, copies, states
+from fp8ref.torch import convert, copies, scaling, states
 from fp8ref.torch.linear import Linear
 
 
@@ -25,15 +28,16 @@ def model(*, own: bool) -> nn.Sequential:
     return made
 
 
-def trained(layout, *, own: bool, kept: bool, steps: int = 3):
+def trained(layout, *, own: bool, kept: bool, steps: int = 3, compiled: bool = False):
     """(losses, masters by parameter, the model, its optimizer, its copies)."""
     made = model(own=own)
     optimizer = states.AdamW(made.parameters(), lr=1e-2, layout=layout, weight_decay=0.1)
     found, losses = copies.keep(made, optimizer) if kept else None, []
     x = torch.randn(32, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
+    forward = torch.compile(made, fullgraph=True) if compiled else made
     for _ in range(steps):
         optimizer.zero_grad()
-        loss = made(x).float().square().mean()
+        loss = forward(x).float().square().mean()
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
@@ -61,6 +65,35 @@ def test_training_has_the_bits_of_a_cast_in_each_linear(name, own):  # O-16, L-3
         wanted = sim.copy(master, layout, "tensorwise")
         assert differing(w._data.view(torch.uint8).numpy(), wanted.codes) == differing(w._scale.numpy(), wanted.scale) == 0
     assert type(made[0].bias.data) is torch.Tensor
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch", "ignore::UserWarning:torch")
+def test_a_compiled_model_takes_codes_too():  # O-16
+    kept, cast = (trained("msamp_o2", own=True, kept=kept, compiled=True) for kept in (True, False))
+    assert kept[0] == cast[0]
+    assert all(torch.equal(a[0], b[0]) for a, b in zip(kept[1], cast[1], strict=True))
+
+
+def test_a_saved_model_loads_into_one_of_codes_and_one_without():  # O-16
+    """Without codes a weight reads as code x scale_inv, in its dtype."""
+    made = trained("msamp_o2", own=True, kept=True)[2]
+    file = io.BytesIO()
+    torch.save(made.state_dict(), file)
+    file.seek(0)
+    saved, codes = torch.load(file, weights_only=True), made[2].weight._data.view(torch.uint8).clone()
+    other, plain = trained("msamp_o2", own=True, kept=True, steps=1)[2], model(own=True)
+    assert not torch.equal(other[2].weight._data.view(torch.uint8), codes)
+    other.load_state_dict(saved)
+    plain.load_state_dict(saved)
+    assert torch.equal(other[2].weight._data.view(torch.uint8), codes)
+    assert torch.equal(other[2].weight._scale, made[2].weight._scale)
+    wide = model(own=True)
+    other.load_state_dict(wide.state_dict())
+    assert torch.equal(other[0].weight._data, scaling.quantize(wide[0].weight.detach(), E4M3FN).codes)
+    assert type(plain[2].weight.data) is torch.Tensor
+    read = made[2].weight._data.float() / made[2].weight._scale
+    assert torch.equal(plain[2].weight, read.bfloat16())
 
 
 def test_loaded_states_make_the_codes_anew():  # O-16
