@@ -5,8 +5,9 @@
     copies.keep(model, optimizer)
 
 ``keep`` replaces the weight of each linear that casts it once, in the model and in the optimizer, by
-torchao's FP8 tensor: codes, a byte an element, and one scale. Linears multiply by the codes as they are, and gradients have the dtype that
-the weight had. After each step of the optimizer the codes are made anew from the masters.
+torchao's FP8 tensor: codes, a byte an element, and one scale. Linears multiply by the codes as they
+are, and gradients have the dtype that the weight had. After each step of the optimizer the codes are
+made anew from the masters.
 
 Under FSDP2 the sharded weight stays as it is, and ``fp8_gather`` gathers codes that each step makes
 once, where it would cast the shard for each gather.
@@ -38,8 +39,8 @@ class Copies:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Make all codes anew, from masters. After each step this is done; after states are loaded it is to
-        be called."""
+        """Make all codes anew, from masters. After each step this is done; after a checkpoint is loaded it
+        is to be called."""
         for p, spec in self.weights.values():
             made = of_master(self._optimizer, p, spec)
             p._data.copy_(made.codes)  # type: ignore[attr-defined]
@@ -54,8 +55,8 @@ def keep(model: nn.Module, optimizer: states.AdamW) -> Copies:
     are loaded; a sharded model after ``fsdp.gather_in_fp8``.
 
     Order:    the master, rounded once to the weight's dtype, cast by the recipe (SEMANTICS O-16).
-    Returns:  the copies. Each step of the optimizer refreshes them; call ``refresh`` after loading states.
-              The model's state_dict holds codes and scales, and loads into a model with or without copies.
+    Returns:  the copies. Each step of the optimizer refreshes them; call ``refresh`` after loading a
+              checkpoint. The model's state_dict holds codes and scales, and loads into a model with or without copies.
     Raises:   ValueError: no linear that casts its weight once; an optimizer without masters of its own
               in the state, or without a weight of these; a weight that another module shares.
     """
