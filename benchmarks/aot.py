@@ -36,7 +36,7 @@ from fp8ref.jax import proof, states
 from fp8ref.jax.proof import hlo
 from fp8ref.llama import LlamaConfig
 from fp8ref.recipe import RECIPES
-from fp8ref.states import LAYOUTS
+from fp8ref.states import LAYOUTS, WITH_MASTERS, by_name
 from fp8ref.train import config as configs
 from fp8ref.train.config import Config
 from fp8ref.train.jax.trainer import Trainer
@@ -92,7 +92,8 @@ STATES = """\
 
 A step of AdamW of one float32 matrix of 4096 x 4096 by optax and by `fp8ref.jax.states`, weights and states donated. Bytes a parameter are
 what kernels read and write; those that must move are the weight twice, its gradient, and both moments twice. A scale of a whole tensor
-needs the exact amax first: the gradient and such moments must be read once more.
+needs the exact amax first: what makes it must be read once more. Layouts with a master of their own have it in the weight's place: no
+parameter is kept.
 
 | AdamW | bytes a parameter, in kernels | must move | ratio |
 |---|---|---|---|"""
@@ -294,19 +295,22 @@ def flax_layers(name: str, devices: int, target: str) -> dict:
 
 
 def of_states(layout: str, target: str) -> dict:
-    """Bytes that a step of AdamW moves; layout: of its moments, or optax, for ``optax.adamw``."""
+    """Bytes that a step of AdamW moves; layout: of its states, or optax, for ``optax.adamw``."""
     optimizer = optax.adamw(1e-3) if layout == "optax" else states.adamw(1e-3, layout=layout)
     [h200] = _h200s(1, target)
     p = jax.ShapeDtypeStruct((MODEL.hidden_size, MODEL.hidden_size), np.float32, sharding=SingleDeviceSharding(h200))
     state = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=p.sharding), jax.eval_shape(optimizer.init, p))
 
     def step(p, state, g):
+        if p is None:  # read from the master where it is used
+            return None, optimizer.update(g, state, states.weights(state, layout, g.dtype))[1]
         updates, state = optimizer.update(g, state, p)
         return optax.apply_updates(p, updates), state
 
-    text = jax.jit(step, donate_argnums=(0, 1)).lower(p, state, p).compile().as_text()
+    given = (None if layout in WITH_MASTERS else p, state, p)
+    text = jax.jit(step, donate_argnums=(0, 1)).lower(*given).compile().as_text()
     moved = [sum(map(_bytes, (*one.types, *read))) for one, read in kernels(text)]
-    least = LAYOUTS["float32" if layout == "optax" else layout].step_bytes(p.size)
+    least = by_name("float32" if layout == "optax" else layout).step_bytes(p.size)
     return {"layout": layout, "kernels": len(moved), "bytes": sum(moved) / p.size, "must_move": least}
 
 
@@ -405,7 +409,7 @@ def main() -> None:
             "rows": (measure, CASES),
             "layers": (flax_layers, [(name, devices) for devices, name in itertools.product((1, 8), HOOKS)]),
             "models": (large, LARGE),
-            "states": (of_states, [(layout,) for layout in ("optax", *LAYOUTS)]),
+            "states": (of_states, [(layout,) for layout in ("optax", *LAYOUTS, *WITH_MASTERS)]),
         }
         found = json.loads(arguments.json.read_text()) if arguments.json.exists() else {}
         for part in arguments.parts:

@@ -40,7 +40,7 @@ from torch._inductor.scheduler import BaseSchedulerNode, ExternKernelSchedulerNo
 from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
 from fp8ref.llama import LlamaConfig
-from fp8ref.states import LAYOUTS, Scalars
+from fp8ref.states import LAYOUTS, Scalars, by_name
 from fp8ref.torch import convert, moments, states
 from fp8ref.train.torch.llama import Layer
 
@@ -269,17 +269,16 @@ def block(recipe: str, who: str, config: LlamaConfig = MODEL, length: int = LENG
 
 def optimizer_step(layout: str, size: int = MODEL.hidden_size**2) -> list[Graph]:
     """The graphs of a step of AdamW of one tensor: of its amaxes, where they come first, and of the rest."""
-    kind = LAYOUTS[layout]
+    kind = by_name(layout)
     with fake_h200.tensors(), inductor_config.patch(states.GPU_OPTIONS):
         p, g = torch.empty(size), torch.empty(size)
         numbers = Scalars(*torch.empty(len(Scalars._fields)).unbind())
-        stored = [moments.zeros(p, moment) for moment in (kind.m, kind.v)]
-        work = states._in_blocks(states._Work(p, g, *stored, numbers, kind, moments.Part(size), (None, None)))
+        kept = tuple(moments.zeros(p, moment) for moment in kind.kept)
+        work = states._in_blocks(states._Work(p, g, kept, numbers, kind, moments.Part(size), (None,) * len(kept)))
         if not states.amaxes_first(kind):
             return generate(states._finish, *work, None, backward=False)
-        count = moments.reductions(kind.m) + moments.reductions(kind.v)
-        found = [torch.empty(()) for _ in range(count)]
-        return generate(states._begin, *work[1:-1], backward=False) + generate(states._finish, *work, found, backward=False)
+        found = [torch.empty(()) for which, moment in enumerate(kind.kept) for _ in range(moments.reductions(moment, which))]
+        return generate(states._begin, *work[:-1], backward=False) + generate(states._finish, *work, found, backward=False)
 
 
 def state_row(layout: str) -> dict:

@@ -262,6 +262,28 @@ def delayed_casts(recipe: str | Recipe) -> dict[Role, tuple[Format, DelayedScali
     return found
 
 
+def weight_copy(recipe: str | Recipe) -> CastSpec:
+    """The cast of weights that are kept in FP8, which linears take as they are (SEMANTICS O-16).
+
+    Raises:   ValueError: an unknown recipe; one that does not cast a weight once for both its GEMMs,
+              by one scale of its own amax.
+    """
+    recipe = by_name(recipe)
+    spec = recipe.output.b
+    if (
+        spec is None
+        or not recipe.serves_both("weight")
+        or spec.delayed is not None
+        or spec.policy.makes_scale_inv
+        or spec.policy.stored != "scale"
+    ):
+        raise ValueError(
+            f"weights are kept in FP8 for a recipe that casts each once for both its GEMMs, by one scale of its own amax (O-16); recipe "
+            f"{recipe.name!r} does not. Use 'tensorwise'."
+        )
+    return spec
+
+
 def check_gemms(recipe: Recipe, taken: tuple[str, ...], implemented: Callable[[ScalePolicy], object]) -> None:
     """Hold each FP8 GEMM of a recipe to what a backend has: epilogues of those names, and policies that ``implemented`` does not refuse.
 

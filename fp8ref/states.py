@@ -1,11 +1,13 @@
-"""Optimizer states as data: how AdamW keeps its moments (SEMANTICS O).
+"""Optimizer states as data: how AdamW keeps its moments and the master of a weight (SEMANTICS O).
 
-A ``Moment`` is every decision between a moment in float32 and what is stored of it. A ``Layout`` is
-both moments. LAYOUTS has the layouts of libraries and papers, and fp8ref's own. ``Scalars`` are the
-numbers of one step that are the same for every element. ``sim.states`` implements all of them; a
-backend implements them or refuses.
+A ``Moment`` is every decision between a float32 number and what is stored of it. A ``Layout`` is
+both moments and the master. LAYOUTS has the layouts of libraries and papers, and fp8ref's own, all
+with float32 masters; WITH_MASTERS has those with narrower ones. ``Scalars`` are the numbers of one
+step that are the same for every element. ``sim.states`` implements all of them; a backend implements
+them or refuses.
 """
 
+import dataclasses
 import functools
 import math
 import struct
@@ -30,6 +32,9 @@ bound that is known before the step (O-9)."""
 
 Average = Literal["products", "lerp"]
 """The order of operations of a moving average (O-5): b m + (1 - b) g, or m + (1 - b) (g - m)."""
+
+MASTER_FORMATS = (FLOAT16, BFLOAT16, FLOAT32)
+"""The formats that a master is stored in (O-14)."""
 
 MOMENT_FORMATS = (E4M3FN, E5M2, FLOAT16, BFLOAT16, FLOAT32)
 """The formats that a moment is stored in (O-1)."""
@@ -138,8 +143,10 @@ class Moment:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Both moments of AdamW: m, the mean of gradients, and v, the mean of their squares.
+    """Both moments of AdamW, m, the mean of gradients, and v, the mean of their squares, and the master
+    of a weight.
 
+    master    how the weight itself is kept (O-14); float32: the parameter is the master.
     average   the order of operations of both.
     bounded   the ratio of moments is clipped to a bound that float32 states never reach (O-6).
     smallest  tensors of fewer elements keep both moments in float32.
@@ -152,6 +159,7 @@ class Layout:
     name: str
     m: Moment = Moment()
     v: Moment = Moment()
+    master: Moment = Moment()
     average: Average = "products"
     bounded: bool = False
     smallest: int = 0
@@ -159,7 +167,7 @@ class Layout:
     source: str = ""
 
     def __post_init__(self) -> None:
-        for key in ("m", "v"):
+        for key in ("m", "v", "master"):
             if not isinstance(getattr(self, key), Moment):
                 raise ValueError(f"{key} of layout {self.name!r} is a Moment, such as Moment(fmt=BFLOAT16); got {getattr(self, key)!r}.")
         if self.average not in get_args(Average):
@@ -172,6 +180,20 @@ class Layout:
             raise ValueError(f"a bound is predicted of average 'products' alone (O-9); layout {self.name!r} has 'lerp'. Use amax='exact'.")
         if not self.ragged and self.m.block is None and self.v.block is None:
             raise ValueError(f"layout {self.name!r} has no blocks, so ragged has no use. Leave it out.")
+        self._check_master()
+
+    def _check_master(self) -> None:
+        """ValueError for a master that is no weight (O-14), or whose bound does not hold (O-15)."""
+        master = self.master
+        if master.fmt not in MASTER_FORMATS or master.root or master.keep or master.block is not None or master.amax == "previous":
+            raise ValueError(
+                f"a master is {', '.join(fmt.name for fmt in MASTER_FORMATS)}, with at most one scale for the tensor, of an exact or a predicted "
+                f"amax, without root or keep (O-14); got {master} of layout {self.name!r}. Use Moment(fmt=FLOAT16, scaling='power_of_two')."
+            )
+        if master.amax == "predicted" and not self.bounded:
+            raise ValueError(
+                f"the amax of a master is predicted from the bound of O-6; layout {self.name!r} is not bounded. Use bounded=True, or amax='exact'."
+            )
 
     def of(self, size: int) -> "Layout":
         """The layout that a tensor of that many elements has: this one, or float32's under the
@@ -179,12 +201,22 @@ class Layout:
         blocks = [moment.block for moment in (self.m, self.v) if moment.block is not None]
         if size >= self.smallest and (self.ragged or all(size % block == 0 for block in blocks)):
             return self
-        return Layout(name=self.name, average=self.average, bounded=self.bounded, source=self.source)
+        return Layout(name=self.name, master=self.master, average=self.average, bounded=self.bounded, source=self.source)
+
+    @property
+    def keeps_master(self) -> bool:
+        """Whether a master is kept beside the parameter, or in its place (O-14)."""
+        return self.master.fmt != FLOAT32
+
+    @property
+    def kept(self) -> tuple[Moment, ...]:
+        """What a step stores: m, v and, where one is kept, the master."""
+        return (self.m, self.v, self.master) if self.keeps_master else (self.m, self.v)
 
     @property
     def stochastic(self) -> bool:
-        """Whether a moment is rounded stochastically: the optimizer then has a seed."""
-        return "stochastic" in (self.m.rounding, self.v.rounding)
+        """Whether something is rounded stochastically: the optimizer then has a seed."""
+        return "stochastic" in (self.m.rounding, self.v.rounding, self.master.rounding)
 
     @property
     def smallest_moment(self) -> float:
@@ -198,15 +230,22 @@ class Layout:
         own = self.of(size)
         return (own.m.stored_bytes(size) + own.v.stored_bytes(size)) / size
 
+    def bytes_with_master(self, size: int) -> float:
+        """The bytes of both moments and the master, divided by the elements of a tensor."""
+        return self.bytes_per_parameter(size) + self.master.stored_bytes(size) / size
+
     def step_bytes(self, size: int) -> float:
         """The bytes that a step of a tensor too large for a cache must read and write, with a float32 gradient, divided by
-        its elements: the weight and both moments twice, the gradient once.
+        its elements: the master and both moments twice, the gradient once.
 
-        Where the whole tensor has one scale, of an exact amax, the gradient and that moment are read once more, before.
+        Where the whole tensor has one scale, of an exact amax, what makes that amax is read once more,
+        before: the gradient and the moment; for a master's, the gradient, both moments and the master.
         """
         own = self.of(size)
-        again = [moment.fmt.bits // 8 for moment in (own.m, own.v) if moment.scaling and moment.block is None and moment.amax == "exact"]
-        return 12 + 2 * self.bytes_per_parameter(size) + sum(again) + (4 if again else 0)
+        m, v, master = (x.fmt.bits // 8 for x in (own.m, own.v, own.master))
+        first = [x.scaling is not None and x.block is None and x.amax == "exact" for x in (own.m, own.v, own.master)]
+        again = m + v + master if first[2] else m * first[0] + v * first[1]
+        return 4 + 2 * self.bytes_with_master(size) + again + 4 * any(first)
 
 
 class Scalars(NamedTuple):
@@ -366,9 +405,28 @@ LAYOUTS = {
         ),
     )
 }
-"""The layouts by name (O-1)."""
+"""The layouts with float32 masters by name (O-1)."""
+
+WITH_MASTERS = {
+    layout.name: layout
+    for layout in (
+        dataclasses.replace(
+            LAYOUTS["msamp"],
+            name="msamp_o2",
+            master=Moment(fmt=FLOAT16, scaling="power_of_two"),
+            source="MS-AMP, msamp/optim/adamw.py and msamp/common/tensor/tensor.py, commit 9746ea8; arXiv:2310.18313",
+        ),
+        dataclasses.replace(
+            LAYOUTS["sqrt_e4m3"],
+            name="sqrt_e4m3_f16",
+            master=Moment(fmt=FLOAT16, scaling="power_of_two", amax="predicted"),
+            source="fp8ref",
+        ),
+    )
+}
+"""The layouts with narrower masters by name (O-14)."""
 
 
 def by_name(layout: str | Layout) -> Layout:
     """The layout of that name; a Layout is itself; ValueError for anything else."""
-    return registry.lookup("layout is a Layout or", LAYOUTS, layout, Layout)
+    return registry.lookup("layout is a Layout or", LAYOUTS | WITH_MASTERS, layout, Layout)

@@ -5,14 +5,14 @@ import dataclasses
 import numpy as np
 
 from fp8ref.formats import BFLOAT16, E4M3FN, E5M2, FLOAT16
-from fp8ref.states import LAYOUTS, Layout, Moment
+from fp8ref.states import LAYOUTS, WITH_MASTERS, Layout, Moment
 
 TENSOR = Moment(fmt=E4M3FN, scaling="multiply")
 BLOCKS = dataclasses.replace(TENSOR, block=128)
 ROOT = dataclasses.replace(BLOCKS, root=True)
 
 
-def changed(moment: Moment, **changes) -> Moment:
+def changed(moment, **changes):
     return dataclasses.replace(moment, **changes)
 
 
@@ -38,6 +38,23 @@ STOCHASTIC = {
         Layout(name="coat_keep", m=changed(LAYOUTS["coat"].m, rounding="stochastic"), v=changed(LAYOUTS["coat"].v, keep=True)),
     )
 }
+HALF = Moment(fmt=FLOAT16, scaling="power_of_two")
+MASTERED = WITH_MASTERS | {
+    layout.name: layout
+    for layout in (
+        Layout(name="bfloat16_master", m=Moment(fmt=BFLOAT16), v=Moment(fmt=BFLOAT16), master=Moment(fmt=BFLOAT16)),
+        changed(WITH_MASTERS["msamp_o2"], name="stochastic_half", master=changed(HALF, rounding="stochastic")),
+        changed(
+            LAYOUTS["sqrt_e4m3"],
+            name="stochastic_bfloat16",
+            m=changed(BLOCKS, rounding="stochastic"),
+            master=Moment(fmt=BFLOAT16, rounding="stochastic"),
+        ),
+        changed(LAYOUTS["torchao"], name="predicted_half", bounded=True, master=changed(HALF, amax="predicted", rounding="stochastic")),
+    )
+}
+"""Layouts whose masters are not float32 (O-14): every format, amax and rounding, with moments of every kind."""
+
 NEAREST = {**LAYOUTS, **EXTRA}
 ALL = {**NEAREST, **STOCHASTIC}
 

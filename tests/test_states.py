@@ -8,7 +8,7 @@ import pytest
 
 from fp8ref import states
 from fp8ref.formats import BFLOAT16, E4M3FN, E4M3FNUZ, E5M2, FLOAT16, FLOAT32
-from fp8ref.states import LAYOUTS, Layout, Moment
+from fp8ref.states import LAYOUTS, WITH_MASTERS, Layout, Moment
 
 HYPER = {"b1": 0.9, "b2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
 
@@ -35,6 +35,14 @@ BYTES = {
 @pytest.mark.parametrize(("name", "expected"), BYTES.items())
 def test_bytes_a_parameter(name, expected):  # O-1
     assert LAYOUTS[name].bytes_per_parameter(1 << 24) == pytest.approx(expected, abs=1e-6)
+
+
+def test_bytes_with_the_master():  # O-14
+    """16 bytes a parameter, of float32 master, moments and gradient, become 6 with an FP8 gradient."""
+    found = {name: LAYOUTS[name].bytes_with_master(1 << 24) for name in ("float32", "sqrt_e4m3")}
+    found |= {name: layout.bytes_with_master(1 << 24) for name, layout in WITH_MASTERS.items()}
+    assert found == pytest.approx({"float32": 12, "sqrt_e4m3": 6.0625, "msamp_o2": 5, "sqrt_e4m3_f16": 4.0625}, abs=1e-6)
+    assert [layout.bytes_per_parameter(1 << 24) for layout in WITH_MASTERS.values()] == pytest.approx([3, 2.0625], abs=1e-6)
 
 
 def test_small_and_ragged_tensors_of_torchao_stay_float32():  # O-1
@@ -80,6 +88,7 @@ def test_moments_that_do_not_exist_are_refused(decisions, message):  # O-1
 
 
 E4M3 = Moment(fmt=E4M3FN, scaling="multiply")
+HALF = Moment(fmt=FLOAT16, scaling="power_of_two")
 
 
 @pytest.mark.parametrize(
@@ -94,9 +103,15 @@ E4M3 = Moment(fmt=E4M3FN, scaling="multiply")
             "predicted of average 'products' alone .* Use amax='exact'",
         ),
         ({"ragged": False}, "has no blocks, so ragged has no use"),
+        ({"master": E4M3}, "a master is float16, bfloat16, float32, with at most one scale"),
+        ({"master": dataclasses.replace(HALF, block=128)}, "at most one scale for the tensor"),
+        ({"master": dataclasses.replace(HALF, amax="previous")}, "of an exact or a predicted amax"),
+        ({"master": dataclasses.replace(HALF, root=True)}, "without root"),
+        ({"master": "float16"}, "master of layout 'mine' is a Moment"),
+        ({"master": dataclasses.replace(HALF, amax="predicted")}, "predicted from the bound of O-6; layout 'mine' is not bounded"),
     ],
 )
-def test_layouts_that_contradict_themselves_are_refused(decisions, message):  # O-1, O-9
+def test_layouts_that_contradict_themselves_are_refused(decisions, message):  # O-1, O-9, O-14, O-15
     with pytest.raises(ValueError, match=message):
         Layout(name="mine", **decisions)
 

@@ -6,8 +6,8 @@ FP8 into an existing model.
     flax          hooks for linen and NNX layers, convert, report, value_and_grad
     cast, scaling, scales, delayed, gemm
                   the parts, under the same names as in ``fp8ref.sim``
-    states        AdamW whose moments are stored in FP8, for optax; ``moments`` is one of them, ``philox``
-                  the stochastic rounding
+    states        AdamW whose moments are stored in FP8, for optax, with masters and FP8 copies of weights;
+                  ``moments`` is one of them, ``philox`` the stochastic rounding
     sharding, explicit_sharding
                   the placement of a linear on a mesh; as the types of Explicit axes say it
     gradients     summed over devices in FP8, and over microbatches

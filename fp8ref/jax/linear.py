@@ -42,6 +42,7 @@ def apply(
     out_sharding: explicit_sharding.Sharding | None = None,
     name: str = "linear",
     multiply: Multiply | None = None,
+    quantized: Quantized | None = None,
 ) -> tuple[jax.Array, delayed.Seen | None]:
     """output [..., N] = input x [..., K] x weight w [N, K], and gradients by the recipe's two
     backward GEMMs.
@@ -58,6 +59,10 @@ def apply(
               placement say it (P-20).
     multiply  simulated hardware, such as ``fp8ref.sim.hardware.by_name("hopper")``: multiplies on
               the host in place of XLA's FP8 dots (G-19).
+    quantized the FP8 copy of w, as ``states.copies`` makes it, in place of a cast of w here (O-16).
+              w then gives its shape and dtype and takes the gradient; its numbers are not read, so
+              that under jit they are not computed. Inside shard_map it is a device's piece, with
+              the scale of the whole weight.
     Returns:  (output, seen). Under delayed scaling, seen is merged with this use's observations of
               input and weight, and the gradient by seen with its observation of grad_output (H-4):
               give every use the seen of the use before it. A recipe that scales dynamically takes
@@ -69,9 +74,8 @@ def apply(
               cannot run, a state or seen of another recipe, or none if the recipe needs them; and
               as ``sharding.mode``. On Explicit axes also what ``lax.dot_general`` raises.
     """
-    y, seen, _ = apply_with_stats(
-        x, w, recipe=recipe, state=state, seen=seen, placement=placement, out_sharding=out_sharding, name=name, tap=None, multiply=multiply
-    )
+    how: dict = {"placement": placement, "out_sharding": out_sharding, "name": name, "multiply": multiply, "quantized": quantized}
+    y, seen, _ = apply_with_stats(x, w, recipe=recipe, state=state, seen=seen, tap=None, **how)
     return y, seen
 
 
@@ -87,6 +91,7 @@ def apply_with_stats(
     name: str = "linear",
     tap: jax.Array | None,
     multiply: Multiply | None = None,
+    quantized: Quantized | None = None,
 ) -> tuple[jax.Array, delayed.Seen | None, jax.Array | None]:
     """``apply``, and with a tap the quantization statistics of its operands (SEMANTICS Q-8). Raises
     as apply.
@@ -101,14 +106,15 @@ def apply_with_stats(
     if w.ndim != 2 or x.ndim < 1 or x.shape[-1] != w.shape[1]:
         raise ValueError(f"{name}: a linear takes x [..., K] and w [N, K] with the same K; got {x.shape} and {w.shape}.")
 
-    def one(x, w, state, carried, layout):
-        (seen, tap), rows = carried, x.reshape(1, -1) if x.ndim == 1 else x
-        y, *carried = contract(rows, w, recipe, state, seen, placement, name, out_dtype=None, tap=tap, multiply=multiply, layout=layout)
+    def one(x, w, constants, carried, layout):
+        (state, copy), (seen, tap), rows = constants, carried, x.reshape(1, -1) if x.ndim == 1 else x
+        given: dict = {"out_dtype": None, "tap": tap, "multiply": multiply, "layout": layout, "quantized": copy}
+        y, *carried = contract(rows, w, recipe, state, seen, placement, name, **given)
         return y.reshape(-1) if x.ndim == 1 else y, tuple(carried)
 
     numbers = ((x.ndim - 1,), (1,)), ((), ())
     how = functools.partial(explicit_sharding.run, placement=placement, out_sharding=out_sharding, turned=False, name=name)
-    y, (seen, tap) = how(one, x, w, state, (seen, tap), numbers)
+    y, (seen, tap) = how(one, x, w, (state, quantized), (seen, tap), numbers)
     return y, seen, tap
 
 
@@ -152,6 +158,7 @@ def contract(
     tap: jax.Array | None = None,
     multiply: Multiply | None = None,
     layout: sharding.Layout | None = None,
+    quantized: Quantized | None = None,
 ) -> tuple[jax.Array, delayed.Seen | None, jax.Array | None]:
     """x [..., M, K] x w [N, K], or w [..., N, K] of equal leading dims, -> [..., M, N]: the core of
     ``apply`` and ``contraction``.
@@ -192,7 +199,10 @@ def contract(
     if 0 in x.shape[:-1]:
         return _of_no_tokens(x, w, placement, seen, tap, use)
     x, w = (derivatives.reverse_only(v, name) for v in (x, w))
-    y, after, tap = _linear(x, w, delayed.scales(state or {}, recipe), dict(seen or {}), tap, use)
+    known: dict = dict(delayed.scales(state or {}, recipe))
+    if quantized is not None:
+        known["weight"] = _checked_copy(quantized, w, recipe, name)
+    y, after, tap = _linear(x, w, known, dict(seen or {}), tap, use)
     return y, None if seen is None else after, tap
 
 
@@ -345,6 +355,20 @@ def _check_arrays(x: jax.Array, w: jax.Array, out_dtype, name: str):
         if dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
             raise ValueError(f"{name}: x, w and the output are bfloat16, float16 or float32; got {dtype}. Cast it first.")
     return out_dtype
+
+
+def _checked_copy(copy: Quantized, w: jax.Array, recipe: Recipe, name: str) -> Quantized:
+    """The FP8 copy of a weight, a constant; ValueError, naming the layer, unless it is one by this recipe's cast."""
+    try:
+        spec = recipes.weight_copy(recipe)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
+    if not isinstance(copy, Quantized) or (copy.fmt, copy.granularity, copy.codes.shape) != (spec.fmt, "tensorwise", w.shape):
+        has = f"{copy.fmt} {copy.granularity} {copy.codes.shape}" if isinstance(copy, Quantized) else type(copy).__name__
+        raise ValueError(
+            f"{name}: quantized is a tensorwise Quantized of {spec.fmt} and w's shape, {w.shape}; got {has}. Use states.copies."
+        )
+    return jax.tree.map(lax.stop_gradient, copy)
 
 
 def _warn_of_padding(name: str, n: int, k: int) -> None:

@@ -1,4 +1,5 @@
-"""One moment of AdamW in JAX: what is stored of it, and how it is read (SEMANTICS O-4, O-5, O-7 to O-10).
+"""One moment of AdamW, or the master of a weight, in JAX: what is stored of it, and how it is read
+(SEMANTICS O-4, O-5, O-7 to O-10, O-15).
 
 XLA would change the bits in three ways, and each line that prevents one is marked:
 
@@ -54,8 +55,9 @@ class Scalars(NamedTuple):
 
 
 def zeros(p, layout: Layout, which: int) -> MomentState:
-    """The stored moment of a parameter before the first step, 0 for m and 1 for v (O-4)."""
-    moment = (layout.m, layout.v)[which]
+    """The stored moment of a parameter before the first step, 0 for m and 1 for v (O-4); for 2, a
+    master of zeros."""
+    moment = layout.kept[which]
     dtype = cast.DTYPES[moment.fmt.name] if moment.fmt.bits == 8 else _DTYPES[moment.fmt.name]
     # zeros_like: a state is placed as its parameter is
     codes = jnp.zeros_like(p, dtype=dtype)
@@ -67,10 +69,28 @@ def zeros(p, layout: Layout, which: int) -> MomentState:
     return MomentState(codes, ones[0], amax, ones[1], ones[2])
 
 
-def extremes(x, g, moment: Moment) -> list[jax.Array]:
-    """The maxima that a moment's scales are made of: of magnitudes, or of the gradient's where an
-    amax is predicted; and of an expansion the negative of the smallest that is not zero."""
+def master(p, layout: Layout) -> MomentState:
+    """The master of a parameter before the first step (O-14)."""
+    moment, x = layout.master, cast.to_f32(p)
     if moment.scaling is None:
+        return MomentState(_codes(x, x, moment, None))
+    scale, scale_inv = _scales(_group_max(jnp.abs(x), moment), moment)
+    codes = _codes(product(x, scale), x, moment, None)
+    amax = None if moment.amax == "exact" else product(_group_max(jnp.abs(_values(codes, moment)), moment), scale_inv)
+    return MomentState(codes, scale_inv, amax)
+
+
+def change(ratio, p, at: Scalars):
+    """What a step takes from a weight (O-6), from a ratio of moments; of magnitudes, its bound (O-15)."""
+    found = product(at.learning_rate, ratio + product(at.weight_decay, p))
+    return jnp.where(jnp.abs(found) < states.STEP_MIN, jnp.float32(0), found)
+
+
+def extremes(x, g, moment: Moment, which: int) -> list[jax.Array]:
+    """The maxima that scales are made of, of m, v or the master (0 to 2): of magnitudes; where the amax
+    of a moment is predicted, of the gradient's; and of an expansion the negative of the smallest
+    that is not zero."""
+    if moment.scaling is None or (which == 2 and moment.amax == "predicted"):
         return []
     if moment.amax == "predicted":
         return [_group_max(jnp.abs(g), moment)]
@@ -90,10 +110,11 @@ def averages(g, m, v, at: Scalars, layout: Layout):
     else:
         m = m + product(at.a1, g - m)
         v = v + product(at.a2, square - v)
-    return _not_tiny(m, layout), _not_tiny(v, layout)
+    return not_tiny(m, layout), not_tiny(v, layout)
 
 
-def _not_tiny(x, layout: Layout):
+def not_tiny(x, layout: Layout):
+    """x with +0 in place of magnitudes below the layout's smallest (O-5)."""
     return jnp.where(jnp.abs(x) < layout.smallest_moment, jnp.float32(0), x)
 
 
@@ -107,26 +128,28 @@ def read(stored: MomentState, moment: Moment, layout: Layout):
         x = _signed(product(magnitude, _spread(stored.center, x.shape, moment)), x)
     if moment.root:
         x = product(x, x)
-    return _not_tiny(x, layout)
+    return not_tiny(x, layout)
 
 
 def store(x, found: list[jax.Array], old: MomentState, which: int, at: Scalars, layout: Layout, key) -> MomentState:
     """The stored moment of x (O-7 to O-10).
 
     found  of ``extremes``.
-    which  0 for m and 1 for v.
+    which  0 for m, 1 for v and 2 for the master.
     key    of stochastic rounding; None rounds to nearest.
     """
-    moment = (layout.m, layout.v)[which]
+    moment = layout.kept[which]
     if moment.root:
         x = jnp.sqrt(x)
     if moment.scaling is None:
         return MomentState(_codes(x, x, moment, key))
+    if which == 2 and moment.amax == "predicted":
+        found = [old.amax + change(at.bound, old.amax, at)]
     own = amax = found[0]
     if moment.amax == "previous":
         assert old.amax is not None
         amax = jnp.where(old.amax == 0, own, old.amax)
-    elif moment.amax == "predicted":
+    elif moment.amax == "predicted" and which < 2:
         kept = product(old.amax, old.amax) if moment.root else old.amax
         amax = averages(own, kept, kept, at, layout)[which]
         amax = jnp.sqrt(amax) if moment.root else amax

@@ -21,8 +21,8 @@ from fp8ref.jax.scaling import Quantized
 from fp8ref.jax.sharding import Placement
 from fp8ref.recipe import OPERANDS, REDUCED_AXES, CastSpec, Gemm, Recipe, Role
 
-Scales = Mapping[Role, jax.Array]
-"""The scales that a state holds, by role."""
+Scales = Mapping[Role, jax.Array | Quantized]
+"""What is known of a role before its tensor: the scale that a state holds, or the codes that an optimizer made (O-16)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +82,7 @@ class Use:
 
 def quantize(x: jax.Array, role: Role, cast: CastSpec, axis: int, state_scales: Scales, use: Use) -> Quantized:
     """Quantize a device's own piece: by the scale of the role's state if it has one, else by the
-    tensor's amax.
+    tensor's amax. A role whose codes are known is not quantized.
 
     Tensors in blocks are flattened to [rows, columns]. Others keep all dims: flattening a tensor
     that is cut along two dims would gather it.
@@ -90,11 +90,14 @@ def quantize(x: jax.Array, role: Role, cast: CastSpec, axis: int, state_scales: 
     Raises:   ValueError, naming layer, role and recipe: as ``scaling.quantize``; a block that the
               mesh cuts (P-5).
     """
+    known = state_scales.get(role)
+    if isinstance(known, Quantized):
+        return dataclasses.replace(known, axis=axis)
     try:
-        if role in state_scales and cast.policy.stored == "scale_inv":
-            return scaling.quantize_divided(x, state_scales[role], cast.fmt, axis=axis)
-        if role in state_scales:
-            return scaling.quantize_with(x, state_scales[role], cast.fmt, granularity=cast.granularity, axis=axis)
+        if known is not None and cast.policy.stored == "scale_inv":
+            return scaling.quantize_divided(x, known, cast.fmt, axis=axis)
+        if known is not None:
+            return scaling.quantize_with(x, known, cast.fmt, granularity=cast.granularity, axis=axis)
         over = use.over(role, cast.granularity, axis)
         if gemm.dequantizes(cast.granularity):
             x = flat(x, role, use)

@@ -29,10 +29,12 @@ def words(counter, stream, key):
     return c0, c1, c2, c3
 
 
-def key_of(seed: int, step, stream: int):
-    """The seed of one moment of one tensor at one step (O-8): its low and high half."""
+def key_of(seed: int, step, stream: int, *, of_master: bool = False):
+    """The seed of one moment of one tensor at one step (O-8), or of its master (O-15): its low and high
+    half."""
     halves = (jnp.uint32(seed & 0xFFFFFFFF), jnp.uint32(seed >> 32))
-    return words(jnp.asarray(step, jnp.uint32), stream, halves)[:2]
+    found = words(jnp.asarray(step, jnp.uint32), stream, halves)
+    return found[2:] if of_master else found[:2]
 
 
 def codes(x, fmt: Format, key):

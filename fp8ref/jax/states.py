@@ -8,6 +8,14 @@
 
 The bits are those of ``fp8ref.sim.states``, jitted or not, on one device or a mesh. ``moments`` says
 what XLA would change in them, and prevents it.
+
+A layout with masters (O-14) keeps them in the state. Parameters are what the model computes with, and
+``weights`` reads them from the state, in place of optax.apply_updates:
+
+    optimizer = states.adamw(1e-3, layout="msamp_o2")
+    state = optimizer.init(params)                                 # float32 or bfloat16
+    params = states.weights(state, "msamp_o2", jnp.bfloat16)       # may be dropped after each step
+    _, state = optimizer.update(grads, state, params)
 """
 
 from typing import Any, NamedTuple
@@ -18,19 +26,23 @@ import numpy as np
 import optax
 from jax import lax
 
+from fp8ref import recipe as recipes
 from fp8ref import states
-from fp8ref.jax import cast, moments, philox
+from fp8ref.jax import cast, moments, philox, scaling
 from fp8ref.jax.moments import MomentState, Scalars
+from fp8ref.jax.scaling import Quantized
+from fp8ref.recipe import Recipe
 from fp8ref.states import Layout
 
 
 class AdamWState(NamedTuple):
     """The steps that were made, int32, and trees of ``MomentState`` in the structure of the
-    parameters."""
+    parameters; ``master`` is None where parameters are the masters."""
 
     count: jax.Array  # type: ignore[assignment]  # optax's name, which tuples have too
     m: Any
     v: Any
+    master: Any = None
 
 
 def adamw(
@@ -52,8 +64,11 @@ def adamw(
     seed           of a layout that rounds stochastically. Tensors are numbered as jax.tree flattens
                    the parameters.
 
-    Shapes:   parameters float32 of any shape; gradients float32, float16 or bfloat16 of theirs.
-    Order:    SEMANTICS O-2 to O-10; the updates are to be added to the parameters.
+    Shapes:   parameters float32 of any shape, under a layout with masters also bfloat16; gradients
+              float32, float16 or bfloat16 of theirs.
+    Order:    SEMANTICS O-2 to O-10, O-14, O-15; the updates are to be added to the parameters. Under a
+              layout with masters the sum may miss the new weight by a rounding, in float32, of the
+              old one; the next step does not read it. ``weights`` gives the new weight itself.
     Specials: a gradient that is not finite makes its weight NaN, and the moments of its group (O-2).
     Raises:   ValueError: an unknown layout; a seed of a layout that does not round stochastically; numbers
               outside their ranges (O-2); at ``init`` and ``update``, parameters that are not float32 or empty, or
@@ -70,7 +85,8 @@ def adamw(
 
     def init(params) -> AdamWState:
         m, v = (jax.tree.map(lambda p, i=i: moments.zeros(p, _layout_of(layout, p), i), params) for i in (0, 1))
-        return AdamWState(jnp.zeros((), jnp.int32), m, v)
+        master = jax.tree.map(lambda p: moments.master(p, layout), params) if layout.keeps_master else None
+        return AdamWState(jnp.zeros((), jnp.int32), m, v, master)
 
     def update(grads, state: AdamWState, params=None):
         if params is None:
@@ -84,13 +100,13 @@ def adamw(
 
         structure: Any
         leaves, structure = jax.tree.flatten(params)
-        of_each = [structure.flatten_up_to(tree) for tree in (grads, state.m, state.v, decays)]
+        of_each = [structure.flatten_up_to(tree) for tree in (grads, decays, *_trees(state, layout))]
         new = [
-            _leaf(p, g, m, v, at._replace(weight_decay=jnp.where(d, at.weight_decay, 0)), layout, (seed, count, number))
-            for number, (p, g, m, v, d) in enumerate(zip(leaves, *of_each, strict=True))
+            _leaf(p, g, stored, at._replace(weight_decay=jnp.where(d, at.weight_decay, 0)), layout, (seed, count, number))
+            for number, (p, g, d, *stored) in enumerate(zip(leaves, *of_each, strict=True))
         ]
-        updates, m, v = (structure.unflatten(parts) for parts in zip(*new, strict=True)) if new else (grads, state.m, state.v)
-        return updates, AdamWState(count, m, v)
+        updates, *trees = (structure.unflatten(parts) for parts in zip(*new, strict=True)) if new else (grads, *state[1:])
+        return updates, AdamWState(count, *trees)
 
     return optax.GradientTransformation(init, update)
 
@@ -113,36 +129,93 @@ def decode(state: AdamWState, layout: str | Layout = "sqrt_e4m3") -> tuple[Any, 
     return read(0, state.m), read(1, state.v)
 
 
-def _leaf(p, g, m_state: MomentState, v_state: MomentState, at: Scalars, layout: Layout, draw: tuple):
-    """(update, m, v) of one parameter; draw: the seed, the number of the step and that of the
-    tensor."""
+def weights(state: AdamWState, layout: str | Layout, dtype=jnp.bfloat16) -> Any:
+    """The tree of parameters that the masters hold, in a dtype: what a model computes with after the
+    step (SEMANTICS O-14).
+
+    Order:    code * scale_inv, exactly, then one rounding to the dtype.
+    Raises:   ValueError: an unknown layout, or one without masters; a state of another layout.
+    """
+    layout = states.by_name(layout)
+    if not layout.keeps_master:
+        raise ValueError(f"the masters of layout {layout.name!r} are the parameters themselves; got it for weights. Use the parameters.")
+
+    def of_leaf(stored: MomentState):
+        _check_state(stored, getattr(stored.codes, "shape", ()), layout, 2)
+        return moments.read(stored, layout.master, layout).astype(dtype)
+
+    return jax.tree.map(of_leaf, state.master, is_leaf=lambda x: isinstance(x, MomentState))
+
+
+def copies(state: AdamWState, layout: str | Layout, recipe: str | Recipe, dtype=jnp.bfloat16) -> Any:
+    """The tree of FP8 copies of the weights that the masters hold, ``Quantized``, which linears of a
+    recipe take as they are: ``linear.apply(x, w, recipe=recipe, quantized=copy)`` (SEMANTICS O-16).
+
+    dtype     that the model computes in.
+    Order:    ``weights`` in that dtype, then ``scaling.quantize`` by the cast that the recipe has for
+              weights. The amax of a copy is that which a predicted master keeps, and no pass over the
+              weights; else it is taken of them.
+    Raises:   ValueError: as ``weights`` and ``recipe.weight_copy``.
+    """
+    layout, spec = states.by_name(layout), recipes.weight_copy(recipe)
+
+    def of_leaf(w, stored: MomentState) -> Quantized:
+        if stored.amax is None:
+            return scaling.quantize(w, spec.fmt, policy=spec.policy)
+        # Rounding is monotone: the largest weight has the largest master.
+        largest = moments.not_tiny(stored.amax, layout).astype(dtype)
+        return scaling.quantize_with(w, scaling.scale_from_amax(cast.to_f32(largest), spec.fmt, spec.policy), spec.fmt)
+
+    return jax.tree.map(of_leaf, weights(state, layout, dtype), state.master, is_leaf=lambda x: isinstance(x, MomentState))
+
+
+def _trees(state: AdamWState, layout: Layout) -> list[Any]:
+    """m, v and, where the layout keeps them, the masters."""
+    if (state.master is not None) != layout.keeps_master:
+        raise ValueError(
+            f"a state of layout {layout.name!r} has {'' if layout.keeps_master else 'no '}masters; got one with"
+            f"{'out' if layout.keeps_master else ''}. States of another layout are not converted: use init."
+        )
+    return [state.m, state.v, state.master][: len(layout.kept)]
+
+
+def _leaf(p, g, stored: list[MomentState], at: Scalars, layout: Layout, draw: tuple):
+    """(update, m, v) of one parameter, and its master if one is kept; draw: the seed, the number of the
+    step and that of the tensor."""
     layout = _layout_of(layout, p)
     _check_gradient(g, p)
-    for i, stored in enumerate((m_state, v_state)):
-        _check_state(stored, p.shape, layout, i)
-    both = (layout.m, layout.v)
-    new = _new_moments(g, m_state, v_state, at, layout)
-    extremes = [moments.extremes(x, new[0], moment) for x, moment in zip(new[1:], both, strict=True)]
+    for i, one in enumerate(stored):
+        _check_state(one, p.shape, layout, i)
+    new, change = _new(p, g, stored, at, layout)
+    extremes = [moments.extremes(x, new[0], moment, i) for i, (x, moment) in enumerate(zip(new[1:], layout.kept, strict=True))]
     if any(extremes):
         # The moments are computed again: kept, they would be 8 bytes a parameter to write and to read.
-        g, m_state, v_state, extremes = lax.optimization_barrier((g, m_state, v_state, extremes))
-        new = _new_moments(g, m_state, v_state, at, layout)
-    g, m, v = new
+        g, stored, extremes = lax.optimization_barrier((g, stored, extremes))
+        new, change = _new(p, g, stored, at, layout)
+    seed, step, number = draw
+    keys = [
+        philox.key_of(seed, step, 2 * number + i % 2, of_master=i == 2) if moment.rounding == "stochastic" else None
+        for i, moment in enumerate(layout.kept)
+    ]
+    after = [moments.store(x, extremes[i], stored[i], i, at, layout, keys[i]) for i, x in enumerate(new[1:])]
+    if not layout.keeps_master:
+        return -change, *after
+    return moments.read(after[2], layout.master, layout).astype(p.dtype).astype(jnp.float32) - cast.to_f32(p), *after
+
+
+def _new(p, g, stored: list[MomentState], at: Scalars, layout: Layout):
+    """(the gradient in range, both new moments, and the weight where a master is kept), and the change
+    of the weight (O-2 to O-6)."""
+    g = _in_range(cast.to_f32(g))
+    m, v = (moments.read(one, moment, layout) for one, moment in zip(stored[:2], (layout.m, layout.v), strict=True))
+    m, v = moments.averages(g, m, v, at, layout)
     ratio = moments.product(m, at.inverse1) / (moments.product(jnp.sqrt(v), at.inverse2) + at.eps)
     if layout.bounded:
         ratio = jnp.clip(ratio, -at.bound, at.bound)
-    change = moments.product(at.learning_rate, ratio + moments.product(at.weight_decay, p))
-    change = jnp.where(jnp.abs(change) < states.STEP_MIN, jnp.float32(0), change)
-    seed, step, number = draw
-    keys = [philox.key_of(seed, step, 2 * number + i) if moment.rounding == "stochastic" else None for i, moment in enumerate(both)]
-    kept = (moments.store(x, extremes[i], (m_state, v_state)[i], i, at, layout, keys[i]) for i, x in enumerate((m, v)))
-    return -change, *kept
-
-
-def _new_moments(g, m_state: MomentState, v_state: MomentState, at: Scalars, layout: Layout):
-    """The gradient in range, and both new moments (O-2 to O-5)."""
-    g = _in_range(cast.to_f32(g))
-    return g, *moments.averages(g, moments.read(m_state, layout.m, layout), moments.read(v_state, layout.v, layout), at, layout)
+    if layout.keeps_master:
+        p = moments.read(stored[2], layout.master, layout)
+    change = moments.change(ratio, p, at)
+    return (g, m, v, p - change) if layout.keeps_master else (g, m, v), change
 
 
 def _in_range(g):
@@ -153,10 +226,14 @@ def _in_range(g):
 
 
 def _layout_of(layout: Layout, p) -> Layout:
-    """The layout of a parameter, which is float32 and not empty."""
-    if getattr(p, "dtype", None) != jnp.float32 or p.size == 0:
+    """The layout of a parameter, which is not empty, and float32 unless a master is kept of it."""
+    dtypes = (jnp.float32, jnp.bfloat16)[: 1 + layout.keeps_master]
+    if getattr(p, "dtype", None) not in dtypes or p.size == 0:
         has = f"{p.dtype} {p.shape}" if hasattr(p, "dtype") else type(p).__name__
-        raise ValueError(f"fp8ref.jax.states takes float32 parameters with at least one element; got {has}. Keep float32 masters.")
+        raise ValueError(
+            f"fp8ref.jax.states takes {' or '.join(d.dtype.name for d in dtypes)} parameters with at least one element under layout "
+            f"{layout.name!r}; got {has}. Keep float32 masters."
+        )
     if layout.stochastic and p.size >= 1 << 32:
         raise ValueError(
             f"fp8ref.jax rounds stochastically tensors of fewer than 2^32 elements; got {p.shape} under layout {layout.name!r}. "

@@ -1,4 +1,5 @@
-"""One moment of AdamW: what is stored of it, and how it is read (SEMANTICS O-4, O-5, O-7 to O-10)."""
+"""One moment of AdamW, or the master of a weight: what is stored of it, and how it is read (SEMANTICS
+O-4, O-5, O-7 to O-10, O-15)."""
 
 from typing import NamedTuple
 
@@ -100,7 +101,7 @@ def store(
     layout: Layout,
 ) -> MomentState:
     """The stored moment (O-7 to O-10) of pieces (flat index of the first element, gradient,
-    moment); which is 0 for m and 1 for v."""
+    moment); which is 0 for m, 1 for v and 2 for the master."""
     size = int(np.prod(shape, dtype=np.int64))
     xs = [(start, np.sqrt(x) if moment.root else x) for start, _, x in pieces]
     if moment.scaling is None:
@@ -110,6 +111,9 @@ def store(
     if moment.amax == "previous":
         assert old.amax is not None
         amax = np.where(old.amax == 0, own, old.amax)
+    elif moment.amax == "predicted" and which == 2:
+        assert old.amax is not None
+        amax = old.amax + change(np.float32(at.bound), old.amax, at)
     elif moment.amax == "predicted":
         gradients = _group_max([(start, g) for start, g, _ in pieces], size, moment)
         amax = _predicted(old.amax, gradients, moment, which, at, layout)
@@ -125,6 +129,13 @@ def store(
         decoded = [(start, _values(c, moment) * spread(scale_inv, start, c.size, moment)) for (start, _), c in zip(xs, codes, strict=True)]
         kept = _group_max(decoded, size, moment)
     return MomentState(np.concatenate(codes).reshape(shape), scale_inv, kept)
+
+
+def change(ratio: np.ndarray | np.float32, p: np.ndarray, at: Scalars) -> np.ndarray:
+    """What a step takes from a weight (O-6), from a ratio of moments; of magnitudes, its bound
+    (O-15)."""
+    found = np.float32(at.learning_rate) * (ratio + np.float32(at.weight_decay) * p)
+    return np.where(np.abs(found) < np.float32(states.STEP_MIN), np.float32(0), found)
 
 
 def _predicted(stored, gradients: np.ndarray, moment: Moment, which: int, at: Scalars, layout: Layout) -> np.ndarray:

@@ -10,19 +10,32 @@ the weight (O-6); the scales of the new moments (O-7, O-9, O-10); their codes (O
 is one float32 operation, rounded to nearest even. A layout is a ``fp8ref.states.Layout``. A step
 knows nothing of elements but their flat index and the amaxes of their group, so that any cut of a
 tensor gives the same (O-11): ``cuts`` makes the step as several ranks make it.
+
+A layout with masters (O-14) takes and gives what is stored of the weight in its place:
+
+    p = states.master(weights, "msamp_o2")
+    p, state = states.step(p, g, state, learning_rate=1e-3, layout="msamp_o2")
+    weights = states.weight(p, "msamp_o2")
 """
 
+import dataclasses
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from fp8ref import recipe as recipes
 from fp8ref import states
-from fp8ref.sim import cast, moments, philox
+from fp8ref.formats import BFLOAT16, Format
+from fp8ref.recipe import Recipe
+from fp8ref.sim import cast, moments, philox, scaling
 from fp8ref.sim.moments import MomentState
+from fp8ref.sim.scaling import Quantized
 from fp8ref.states import Layout, Moment, Scalars
+
+_NO_STEP = Scalars(*[0.0] * len(Scalars._fields))
 
 
 class State(NamedTuple):
@@ -90,6 +103,54 @@ def decode(state: State, layout: str | Layout = "sqrt_e4m3") -> tuple[np.ndarray
     return m, v
 
 
+def master(p, layout: str | Layout) -> MomentState:
+    """The master of weights, before the first step: rounded to nearest, by their own amax (SEMANTICS
+    O-14).
+
+    Shapes:   p float32 of any shape; codes of that shape, scale_inv and amax ().
+    Raises:   ValueError: an unknown layout, or one whose masters are the weights; p of another
+              dtype, or without elements.
+    """
+    p = cast.array(p)
+    layout = _layout_of(layout, p.shape)
+    _check_keeps_master(layout)
+    if p.dtype != np.float32:
+        raise ValueError(f"weights are float32; got {p.dtype}. Widen them first.")
+    of = dataclasses.replace(layout.master, amax="exact", rounding="nearest_even")
+    with np.errstate(all="ignore"):
+        flat = np.ascontiguousarray(p).reshape(-1)
+        made = moments.store([(0, flat, flat)], moments.zeros(p.shape, of), of, 2, p.shape, _NO_STEP, None, layout)
+        if layout.master.amax == "predicted":
+            made = made._replace(amax=np.abs(moments.read(made, of, made.codes.reshape(-1), 0, layout)).max())
+    return made
+
+
+def weight(stored: MomentState, layout: str | Layout) -> np.ndarray:
+    """The weight that a master holds, float32, as the next step reads it (SEMANTICS O-14). What a model
+    computes with is this, rounded once to its dtype.
+
+    Raises:   ValueError: an unknown layout, or one whose masters are the weights; a master of
+              another layout.
+    """
+    layout = _layout_of(layout, stored.codes.shape)
+    _check_keeps_master(layout)
+    _check_stored(stored, layout.master, "the master", layout, stored.codes.shape)
+    return moments.read(stored, layout.master, stored.codes.reshape(-1), 0, layout).reshape(stored.codes.shape)
+
+
+def copy(stored: MomentState, layout: str | Layout, recipe: str | Recipe, fmt: Format = BFLOAT16) -> Quantized:
+    """The FP8 copy of the weight that a master holds, which linears of a recipe take as it is (SEMANTICS
+    O-16).
+
+    fmt       that the model computes in.
+    Order:    ``weight``, one rounding to fmt, then ``scaling.quantize`` by the cast that the recipe has
+              for weights.
+    Raises:   ValueError: as ``weight`` and ``recipe.weight_copy``.
+    """
+    spec = recipes.weight_copy(recipe)
+    return scaling.quantize(cast.round_to(weight(stored, layout), fmt), spec.fmt, policy=spec.policy)
+
+
 def step(
     p,
     g,
@@ -104,8 +165,11 @@ def step(
     seed: int = 0,
     tensor: int = 0,
     cuts: Sequence[int] = (),
-) -> tuple[np.ndarray, State]:
+) -> tuple[Any, State]:
     """One step of AdamW: the weight and the state after it (SEMANTICS O).
+
+    p             the weight; of a layout with masters the ``master``, and then the first result is
+                  the next master.
 
     seed, tensor  key the random numbers of a stochastic layout: tensor is the number of the tensor
                   among those of the optimizer (O-8).
@@ -118,7 +182,13 @@ def step(
     Raises:       ValueError: as ``states.scalars`` and ``decode``; p or g of another dtype or
                   shape; cuts not ascending; a seed or tensor out of range.
     """
-    p, g = cast.array(p), cast.array(g)
+    layout = states.by_name(layout)
+    stored = p if isinstance(p, MomentState) else None
+    if layout.keeps_master != (stored is not None):
+        raise ValueError(
+            f"layout {layout.name!r} takes {'masters: states.master(p, layout)' if layout.keeps_master else 'weights'}; got {type(p).__name__}."
+        )
+    p, g = cast.array(p if stored is None else weight(stored, layout)), cast.array(g)
     if p.dtype != np.float32:
         raise ValueError(f"weights are float32; got {p.dtype}. Keep float32 masters.")
     if g.shape != p.shape or g.dtype.name not in ("float32", "float16", "bfloat16"):
@@ -141,11 +211,14 @@ def step(
             before.append((gradient, m, v))
             seen.append(start)
         after = []
-        for which, moment in enumerate((layout.m, layout.v)):
-            key = _key(seed, state.step + 1, 2 * tensor + which) if moment.rounding == "stochastic" else None
-            pieces = [(start, gradient, (m, v)[which]) for start, (gradient, m, v) in zip(seen, before, strict=True)]
-            after.append(moments.store(pieces, (state.m, state.v)[which], moment, which, p.shape, at, key, layout))
-    return np.concatenate(weights).reshape(p.shape), State(state.step + 1, *after)
+        for which, (moment, old) in enumerate(zip(layout.kept, (state.m, state.v, stored), strict=False)):
+            stream = 2 * tensor + which % 2
+            key = _key(seed, state.step + 1, stream, of_master=which == 2) if moment.rounding == "stochastic" else None
+            pieces = [(start, news[0], (*news[1:], w)[which]) for start, news, w in zip(seen, before, weights, strict=True)]
+            assert old is not None
+            after.append(moments.store(pieces, old, moment, which, p.shape, at, key, layout))
+    weights_after = after[2] if layout.keeps_master else np.concatenate(weights).reshape(p.shape)
+    return weights_after, State(state.step + 1, *after[:2])
 
 
 def health(
@@ -214,9 +287,7 @@ def _weight(p: np.ndarray, m: np.ndarray, v: np.ndarray, at: Scalars, layout: La
     ratio = _ratio(m, v, at)
     if layout.bounded:
         ratio = np.clip(ratio, -np.float32(at.bound), np.float32(at.bound))
-    change = np.float32(at.learning_rate) * (ratio + np.float32(at.weight_decay) * p)
-    change = np.where(np.abs(change) < np.float32(states.STEP_MIN), np.float32(0), change)
-    return p - change
+    return p - moments.change(ratio, p, at)
 
 
 def _read_both(state: State, layout: Layout, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
@@ -251,9 +322,10 @@ def _stalled(x: np.ndarray, stored: MomentState, moment: Moment) -> np.ndarray:
     return not_zero & (moments.round_codes(x, moment, 0, None) == codes)
 
 
-def _key(seed: int, step: int, stream: int) -> int:
-    """The seed of one moment of one tensor at one step (O-8)."""
-    low, high = (int(word) for word in philox.words(np.array([step], np.uint64), stream, seed)[0, :2])
+def _key(seed: int, step: int, stream: int, *, of_master: bool = False) -> int:
+    """The seed of one moment of one tensor at one step (O-8), or of its master (O-15)."""
+    words = [int(word) for word in philox.words(np.array([step], np.uint64), stream, seed)[0]]
+    low, high = words[2:] if of_master else words[:2]
     return low | high << 32
 
 
@@ -276,11 +348,19 @@ def _check_state(state: State, layout: Layout, shape: tuple[int, ...]) -> None:
     if not isinstance(state, State):
         raise ValueError(f"a state is a states.State; got {type(state).__name__}. Use states.init.")
     for name, stored, moment in (("m", state.m, layout.m), ("v", state.v, layout.v)):
-        wanted = moments.zeros(shape, moment)
-        for field, has, needs in zip(MomentState._fields, stored, wanted, strict=True):
-            described = [None if a is None else (np.asarray(a).dtype.name, np.shape(a)) for a in (has, needs)]
-            if described[0] != described[1]:
-                raise ValueError(
-                    f"a state of layout {layout.name!r} and shape {shape} has {field} of {name} = {described[1]}; got "
-                    f"{described[0]}. States of another layout, or of another tensor, are not converted: use states.init."
-                )
+        _check_stored(stored, moment, name, layout, shape)
+
+
+def _check_stored(stored: MomentState, moment: Moment, name: str, layout: Layout, shape: tuple[int, ...]) -> None:
+    for field, has, needs in zip(MomentState._fields, stored, moments.zeros(shape, moment), strict=True):
+        described = [None if a is None else (np.asarray(a).dtype.name, np.shape(a)) for a in (has, needs)]
+        if described[0] != described[1]:
+            raise ValueError(
+                f"a state of layout {layout.name!r} and shape {shape} has {field} of {name} = {described[1]}; got "
+                f"{described[0]}. States of another layout, or of another tensor, are not converted: use states.init."
+            )
+
+
+def _check_keeps_master(layout: Layout) -> None:
+    if not layout.keeps_master:
+        raise ValueError(f"the masters of layout {layout.name!r} are the float32 weights themselves; got it for masters. Use the weights.")

@@ -26,7 +26,8 @@ torch._scaled_mm, or ``block_gemm`` for block scales; ``hardware`` simulates oth
 ``checkpointing`` says what a block keeps. ``tensor_parallel`` cuts linears. ``switch`` changes the
 recipe of a model between two steps. ``compiled_fsdp`` shards within a compiled graph. ``proof``
 shows that a step ran in FP8. ``states`` is AdamW whose moments are stored in FP8; ``moments`` is
-one of them, and ``philox`` the stochastic rounding.
+one of them, and ``philox`` the stochastic rounding. ``copies`` keeps weights as codes between
+steps.
 
 ``fp8ref.crosscheck`` checks this package against docs/spec; it shares no code with the
 simulator. The trainer is ``fp8ref.train.torch``.
@@ -50,6 +51,7 @@ from fp8ref.torch import (
     checkpointing,
     compiled_fsdp,
     convert,
+    copies,
     delayed,
     fsdp,
     gemm,
@@ -72,6 +74,7 @@ __all__ = [
     "checkpointing",
     "compiled_fsdp",
     "convert",
+    "copies",
     "delayed",
     "fsdp",
     "gemm",

@@ -28,6 +28,8 @@ class FP8Gather:
     moved       the dtype in which FSDP2 last gathered the weight; None before.
     shard       this rank's rows [n, K] of the master, also while the whole weight is gathered; n
                 may be 0.
+    made        codes of the shard that ``copies`` made after a step, by ``scale``; None: each gather
+                casts the shard.
     """
 
     def __init__(self, name: str, linear: Float8Linear | Linear, spec: CastSpec, dtype: torch.dtype, *, precomputed: bool) -> None:
@@ -36,6 +38,7 @@ class FP8Gather:
         self.scale: torch.Tensor | None = None
         self.moved: torch.dtype | None = None
         self.shard = torch.empty(0)
+        self.made: torch.Tensor | None = None
 
     @property
     def groups(self) -> tuple[str, ...]:
@@ -79,15 +82,20 @@ class FP8Gather:
                 f"fully_shard cuts a weight that is gathered in FP8 along its first dim; {self.name}.weight is cut along another dim."
             )
         # None: the caller gathers before any forward pass
-        if not self.precomputed or self.scale is None:
+        if self.made is None and (not self.precomputed or self.scale is None):
             compute_scales([self])
         assert self.scale is not None
-        shard = self.shard.to(self.dtype)
-        codes = scaling.quantize_with(shard, self.scale, self.spec.fmt).codes.view(torch.uint8) if shard.numel() else shard.to(torch.uint8)
+        codes = self.cast() if self.made is None else self.made
         rows = -(-outer_size[0] // mesh.size())
         if len(codes) < rows:
             codes = functional.pad(codes, (0, 0, 0, rows - len(codes)))
         return (codes,), (self.scale, outer_size[0])
+
+    def cast(self) -> torch.Tensor:
+        """The codes of the shard by ``scale``, uint8 [n, K]."""
+        assert self.scale is not None
+        shard = self.shard.to(self.dtype)
+        return scaling.quantize_with(shard, self.scale, self.spec.fmt).codes.view(torch.uint8) if shard.numel() else shard.to(torch.uint8)
 
     def after(
         self,

@@ -114,7 +114,7 @@ class _Forward:
             _start_afresh(unit)
         for g in gathers:
             g.attach()
-        compute_scales(g for g in gathers if g.precomputed)
+        compute_scales(g for g in gathers if g.precomputed and g.made is None)
         self._observe(unit)
 
     def end(self, unit: nn.Module, args: tuple, output: object) -> None:

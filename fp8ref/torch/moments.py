@@ -1,4 +1,5 @@
-"""One moment of AdamW in PyTorch: what is stored of it, and how it is read (SEMANTICS O-4, O-7 to O-10).
+"""One moment of AdamW, or the master of a weight, in PyTorch: what is stored of it, and how it is read
+(SEMANTICS O-4, O-7 to O-10, O-15).
 
 Tensors are flat, or [blocks, elements]. ``Part`` says which elements of a whole tensor they are: all, those of a rank, or a
 piece that stays in a CPU's cache. On a CPU some of torch's own operations are slow, or round in
@@ -87,10 +88,33 @@ def read(stored: MomentState, moment: Moment, layout: Layout, part: Part) -> Ten
     return not_below(layout.smallest_moment, x)
 
 
-def extremes(x: Tensor, g: Tensor, moment: Moment, part: Part) -> list[Tensor]:
-    """The maxima that scales are made of: of magnitudes; where an amax is predicted, of the gradient's;
-    of an expansion, the negative of the smallest that is not zero."""
+def amax_of(x: Tensor, moment: Moment, part: Part) -> Tensor:
+    """The largest magnitude of each group, of those that are here."""
+    return _group_max(x.abs(), moment, part)
+
+
+def master(x: Tensor, amax: Tensor, moment: Moment, part: Part) -> MomentState:
+    """The master of float32 weights before the first step (O-14). amax is that of the whole tensor."""
     if moment.scaling is None:
+        return MomentState(_codes(x, x, moment, part, None))
+    scale, scale_inv = _scales(amax, moment)
+    assert scale is not None  # a power of two
+    codes = _codes(_by_group(torch.mul, x, scale, moment, part), x, moment, part, None)
+    # Of the whole tensor's largest code, which another rank may have
+    top = None if moment.amax == "exact" else _values(_codes(amax * scale, amax, moment, part, None), moment) * scale_inv
+    return MomentState(codes, scale_inv, top)
+
+
+def change(ratio: Tensor | float, p: Tensor, at: Scalars) -> Tensor:
+    """What a step takes from a weight (O-6), from a ratio of moments; of magnitudes, its bound (O-15)."""
+    return not_below(states.STEP_MIN, (p * at.weight_decay).add_(ratio).mul_(at.learning_rate))
+
+
+def extremes(x: Tensor, g: Tensor, moment: Moment, part: Part, which: int) -> list[Tensor]:
+    """The maxima that scales are made of, of m, v or the master (0 to 2): of magnitudes; where the amax
+    of a moment is predicted, of the gradient's; of an expansion, the negative of the smallest that
+    is not zero."""
+    if not reductions(moment, which):
         return []
     magnitude = x.abs()
     found = [_group_max(magnitude, moment, part)]
@@ -101,8 +125,10 @@ def extremes(x: Tensor, g: Tensor, moment: Moment, part: Part) -> list[Tensor]:
     return found
 
 
-def reductions(moment: Moment) -> int:
-    """How many ``extremes`` a moment has."""
+def reductions(moment: Moment, which: int) -> int:
+    """How many ``extremes`` m, v or the master has (0 to 2)."""
+    if which == 2 and moment.amax == "predicted":
+        return 0
     return 0 if moment.scaling is None else 2 if moment.expansion or moment.amax == "predicted" else 1
 
 
@@ -116,20 +142,23 @@ def store(
     part: Part,
     key: philox.Key | None,
 ) -> MomentState:
-    """The stored moment of x, m or v, or its root under ``root`` (O-7 to O-10).
+    """The stored moment of x, m or v, or its root under ``root`` (O-7 to O-10), or the master.
 
     found  of ``extremes``.
-    which  0 for m and 1 for v.
+    which  0 for m, 1 for v and 2 for the master.
     key    of stochastic rounding; None rounds to nearest.
     """
-    moment = (layout.m, layout.v)[which]
+    moment = layout.kept[which]
     if moment.scaling is None:
         return MomentState(_codes(x, x, moment, part, key))
+    if which == 2 and moment.amax == "predicted":
+        assert old.amax is not None
+        found = [old.amax + change(at.bound, old.amax, at)]
     own = amax = found[0]
     if moment.amax == "previous":
         assert old.amax is not None
         amax = torch.where(old.amax == 0, own, old.amax)
-    elif moment.amax == "predicted":
+    elif moment.amax == "predicted" and which < 2:
         assert old.amax is not None
         kept = old.amax * old.amax if moment.root else old.amax.clone()
         amax = averages(found[1], kept, kept.clone(), at, layout)[which]
@@ -142,7 +171,16 @@ def store(
     if moment.amax != "predicted":
         return MomentState(codes, scale_inv, own if moment.amax == "previous" else None)
     # Rounding is monotone: the largest code has the largest product.
-    return MomentState(codes, scale_inv, _group_max(_values(codes, moment).abs(), moment, part) * scale_inv)
+    return MomentState(codes, scale_inv, _group_max(_values(rounded(codes), moment).abs(), moment, part) * scale_inv)
+
+
+def rounded(codes: Tensor) -> Tensor:
+    """Codes that are read where they were made. The compiler would leave out a cast to float16 and back, but not one that ends in
+    integers."""
+    if codes.dtype != torch.float16 or not torch.compiler.is_compiling():
+        return codes
+    bits = codes.view(torch.int16)
+    return ((bits & 0x7FFF) | (bits & ~0x7FFF)).view(torch.float16)
 
 
 def averages(g: Tensor, m: Tensor, v: Tensor, at: Scalars, layout: Layout) -> tuple[Tensor, Tensor]:

@@ -11,6 +11,10 @@ another under ``predicted``.
 
 An eager step on a CPU is made of pieces that stay in its cache. A large tensor is cut into pieces as
 ranks would cut it; small tensors follow each other in one piece, each from a new block on.
+
+A layout with masters (O-14) takes parameters in the dtype that the model computes with, bfloat16 or
+float32. A float16 master is in the state, and each step writes the parameter anew from it. A bfloat16
+parameter is its own bfloat16 master.
 """
 
 import contextlib
@@ -22,8 +26,10 @@ import torch
 from torch import Tensor, distributed
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torchao.float8.float8_training_tensor import Float8TrainingTensor
 
 from fp8ref import states
+from fp8ref.formats import BFLOAT16
 from fp8ref.states import Layout, Moment, Scalars
 from fp8ref.torch import cast, moments, philox
 from fp8ref.torch.moments import CELL, MomentState, Part
@@ -37,36 +43,40 @@ GPU_OPTIONS = {"realize_opcount_threshold": 1000, "realize_reads_threshold": 64}
 
 
 class _Work(NamedTuple):
-    """An update of flat tensors: the weight and codes are changed in place."""
+    """An update of flat tensors: the weight and codes are changed in place.
+
+    kept  m, v and, where the layout keeps one, the master.
+    """
 
     p: Tensor
     g: Tensor
-    m: MomentState
-    v: MomentState
+    kept: tuple[MomentState, ...]
     at: Scalars
     layout: Layout
     part: Part
-    keys: tuple[philox.Key | None, philox.Key | None]
+    keys: tuple[philox.Key | None, ...]
 
 
 class AdamW(torch.optim.Optimizer):
-    """AdamW with the moments of a layout.
+    """AdamW with the moments and the masters of a layout.
 
     lr, betas, eps, weight_decay
                   as in ``torch.optim.AdamW``; each group of parameters may have its own.
     compiled      whether ``torch.compile`` compiles the update of a parameter; the bits are the same.
     seed          of a layout that rounds stochastically; saved with the states.
 
-    Shapes:       parameters float32, of any shape, on any device, plain or DTensors; gradients
-                  float32, float16 or bfloat16.
+    Shapes:       parameters float32, of any shape, on any device, plain or DTensors; under a layout with
+                  masters also bfloat16; gradients float32, float16 or bfloat16.
     State:        of each parameter ``step``, and the fields of ``MomentState`` as ``m_codes``,
-                  ``v_scale_inv`` and so on; codes of a DTensor are one, cut in the same way.
-    Order:        SEMANTICS O-2 to O-10.
+                  ``v_scale_inv``, ``master_codes`` and so on; codes of a DTensor are one, cut in the
+                  same way. A master in the state is made of the parameter at its first step; a
+                  parameter that is changed later from outside is overwritten.
+    Order:        SEMANTICS O-2 to O-10, O-14, O-15.
     Specials:     a gradient that is not finite makes its weight NaN, and the moments of its group
                   (O-2). A parameter without a gradient keeps its weight and its state.
     Raises:       ValueError: an unknown layout; a seed of a layout that does not round
-                  stochastically; numbers outside their ranges (O-2); parameters that are not float32, or empty; states of another
-                  layout at load; a DTensor that a layout with blocks is cut in another way than by
+                  stochastically; numbers outside their ranges (O-2); parameters that are empty, or of a dtype that the layout
+                  does not take; states of another layout at load; a DTensor that a layout with blocks is cut in another way than by
                   Shard(0).
     Source:       SEMANTICS O.
     """
@@ -97,10 +107,10 @@ class AdamW(torch.optim.Optimizer):
         group = self.param_groups[-1]
         self._scalars(group, 1)
         for p in group["params"]:
-            if p.dtype != torch.float32 or p.numel() == 0:
+            if p.dtype not in (dtypes := _dtypes(self.layout)) or p.numel() == 0:
                 raise ValueError(
-                    f"fp8ref.torch.states takes float32 parameters with at least one element; got {p.dtype} {tuple(p.shape)}. "
-                    "Keep float32 masters."
+                    f"fp8ref.torch.states takes {' or '.join(str(d).removeprefix('torch.') for d in dtypes)} parameters with at least one "
+                    f"element under layout {self.layout.name!r}; got {p.dtype} {tuple(p.shape)}. Cast the parameter, or use another layout."
                 )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -154,16 +164,16 @@ class AdamW(torch.optim.Optimizer):
                 step = int(state["step"].item()) + 1
                 at = numbers[step] = numbers.get(step) or self._scalars(group, step)
                 start, ranks = _place(p)
-                flat = _flat(p)
-                if flat.data_ptr() != _local(p).data_ptr():  # not contiguous
+                in_fp8 = isinstance(p, Float8TrainingTensor)  # ``copies`` makes it from the master
+                flat = _moment_state(state, "master").codes if in_fp8 else _flat(p)
+                if not in_fp8 and flat.data_ptr() != _local(p).data_ptr():  # not contiguous
                     apart.append((_local(p), flat))
-                given = (flat, _flat(p.grad), _moment_state(state, "m"), _moment_state(state, "v"))
                 keys = _keys(group["seed"], step, number, layout)
-                work = _Work(*given, at, layout, Part(p.numel(), start), keys)
+                work = _Work(flat, _flat(p.grad), _kept(state, flat, layout), at, layout, Part(p.numel(), start), keys)
                 if ranks:
                     cut.append((work, ranks))
-                elif p.numel() <= PIECE // 4 and keys == (None, None):
-                    small.setdefault((index, step, p.device, layout is self.layout), []).append(work)
+                elif p.numel() <= PIECE // 4 and not any(keys):
+                    small.setdefault((index, step, p.device, flat.dtype, layout is self.layout), []).append(work)
                 else:
                     self._update(work)
         for works in small.values():
@@ -185,7 +195,7 @@ class AdamW(torch.optim.Optimizer):
         """Update a weight and its state in place; the amaxes that other ranks complete."""
         pieces = list(self._pieces(work))
         if found is None and len(pieces) > 1:
-            if not any(moment.scaling and moment.block is None for moment in (work.layout.m, work.layout.v)) and not work.layout.stochastic:
+            if not any(moment.scaling and moment.block is None for moment in work.layout.kept) and not work.layout.stochastic:
                 for piece in pieces:
                     self._update(_alone(piece))
                 return []
@@ -194,7 +204,7 @@ class AdamW(torch.optim.Optimizer):
             found = self._begin_pieces(work)  # otherwise new moments wait in memory, in float32, for the amax of all of them
         each = [self._finish(piece, found) for piece in pieces]
         amaxes = []
-        for old, moment, *news in zip((work.m, work.v), (work.layout.m, work.layout.v), *each, strict=True):
+        for old, moment, *news in zip(work.kept, work.layout.kept, *each, strict=True):
             for field, mine, *values in zip(MomentState._fields[1:], old[1:], *news, strict=True):
                 if mine is not None:
                     mine.copy_(functools.reduce(torch.maximum, values) if field == "amax" else values[0])
@@ -229,7 +239,7 @@ class AdamW(torch.optim.Optimizer):
             return made
 
         def of_moment(which: int, moment: Moment) -> MomentState:
-            each = [(work.m, work.v)[which] for work in works]
+            each = [work.kept[which] for work in works]
             slots = [1 if moment.block is None else n * (CELL // moment.block) for n in cells]
             fields: list[Tensor | None] = [joined([x.codes for x in each], elements, 0, each[0].codes.dtype)]
             for field in MomentState._fields[1:]:
@@ -238,18 +248,18 @@ class AdamW(torch.optim.Optimizer):
             return MomentState(*fields)  # type: ignore[arg-type]
 
         layout, elements = works[0].layout, [n * CELL for n in cells]
-        m, v = of_moment(0, layout.m), of_moment(1, layout.v)
-        p = joined([work.p for work in works], elements, 0, torch.float32)
+        kept = tuple(of_moment(which, moment) for which, moment in enumerate(layout.kept))
+        p = kept[2].codes if _is_master(works[0]) else joined([work.p for work in works], elements, 0, works[0].p.dtype)
         changed = len(inside)
         g = joined([work.g for work in works], elements, 0, torch.float32)
         torch._foreach_copy_(inside, outside)
-        self._update(_Work(p, g, m, v, works[0].at, layout, Part(len(p), 0, cells), (None, None)))
+        self._update(_Work(p, g, kept, works[0].at, layout, Part(len(p), 0, cells), (None,) * len(kept)))
         torch._foreach_copy_(outside[:changed], inside[:changed])
 
     def _begin(self, piece: _Work) -> list[Tensor]:
         if not self._compiles(piece):
-            return _begin(*piece[1:-1])
-        return _compiled(_begin, piece.p.device.type)(*_on_device(piece)[1:-1])
+            return _begin(*piece[:-1])
+        return _compiled(_begin, piece.p.device.type)(*_on_device(piece)[:-1])
 
     def _finish(self, piece: _Work, found: list[Tensor] | None) -> list[list[Tensor | None]]:
         if not self._compiles(piece):
@@ -267,9 +277,10 @@ class AdamW(torch.optim.Optimizer):
             yield work
             return
         for first in range(0, here, size):
-            p, g, m, v = (x[first : first + size] for x in (work.p, work.g, work.m.codes, work.v.codes))
-            part = work.part._replace(start=work.part.start + first)
-            yield work._replace(p=p, g=g, m=work.m._replace(codes=m), v=work.v._replace(codes=v), part=part)
+            kept = tuple(x._replace(codes=x.codes[first : first + size]) for x in work.kept)
+            p, g = (x[first : first + size] for x in (work.p, work.g))
+            p = kept[2].codes if _is_master(work) else p
+            yield work._replace(p=p, g=g, kept=kept, part=work.part._replace(start=work.part.start + first))
 
     def _scalars(self, group: dict[str, Any], step: int) -> Scalars:
         b1, b2 = group["betas"]
@@ -294,6 +305,8 @@ class AdamW(torch.optim.Optimizer):
             state["step"] = torch.zeros(())
             for key, moment in (("m", layout.m), ("v", layout.v)):
                 state.update({f"{key}_{field}": x for field, x in moments.zeros(p, moment)._asdict().items() if x is not None})
+            if layout.keeps_master and not _of_parameter(layout):
+                state.update({f"master_{field}": x for field, x in _master(p, layout)._asdict().items() if x is not None})
         return state
 
 
@@ -311,12 +324,64 @@ def decode(optimizer: AdamW, p: Tensor) -> tuple[Tensor, Tensor]:
     return m.view(_local(p).shape), v.view(_local(p).shape)
 
 
-def _keys(seed: int, step: int, number: int, layout: Layout) -> tuple[philox.Key | None, philox.Key | None]:
-    """The seeds of both moments of a tensor at a step, None where they are rounded to nearest (O-8)."""
+def weight(optimizer: AdamW, p: Tensor) -> Tensor:
+    """The weight that the master of a parameter in the state holds, in the parameter's dtype and shape (SEMANTICS O-14)."""
+    stored, moment = _moment_state(optimizer.state[p], "master"), optimizer.layout.master
+    part = Part(p.numel(), _place(p)[0])
+    return moments.read(stored, moment, optimizer.layout.of(p.numel()), part).to(p.dtype).view(_local(p).shape)
+
+
+def largest_weight(optimizer: AdamW, p: Tensor) -> Tensor:
+    """The amax of ``weight``, float32, before it is rounded to the parameter's dtype, that a predicted master keeps."""
+    return moments.not_below(optimizer.layout.of(p.numel()).smallest_moment, optimizer.state[p]["master_amax"])
+
+
+def _of_parameter(layout: Layout) -> bool:
+    """Whether a parameter that is not float32 is its own master."""
+    return layout.master.fmt == BFLOAT16
+
+
+def _is_master(work: _Work) -> bool:
+    """Whether the weight of an update is its master, and not written beside it."""
+    return work.layout.keeps_master and work.p.dtype == work.kept[2].codes.dtype
+
+
+def _dtypes(layout: Layout) -> tuple[torch.dtype, ...]:
+    """The dtypes of parameters."""
+    if not layout.keeps_master:
+        return (torch.float32,)
+    return (torch.bfloat16,) if _of_parameter(layout) else (torch.float32, torch.bfloat16)
+
+
+def _master(p: Tensor, layout: Layout) -> MomentState:
+    """The master of a parameter before the first step (O-14), from all ranks that have parts of it."""
+    moment, (start, ranks), x = layout.master, _place(p), cast.to_f32(_flat(p))
+    part = Part(p.numel(), start)
+    amax = moments.amax_of(x, moment, part)
+    _reduce([(ranks, [amax])])
+    made = moments.master(x, amax, moment, part)
+    codes = torch.zeros_like(p, dtype=made.codes.dtype, memory_format=torch.contiguous_format)
+    _local(codes).view(-1).copy_(made.codes)
+    return made._replace(codes=codes)
+
+
+def _kept(state: dict[str, Tensor], flat: Tensor, layout: Layout) -> tuple[MomentState, ...]:
+    """m, v and, where one is kept, the master, which may be the flat parameter."""
+    both = (_moment_state(state, "m"), _moment_state(state, "v"))
+    if not layout.keeps_master:
+        return both
+    return (*both, MomentState(flat) if _of_parameter(layout) else _moment_state(state, "master"))
+
+
+def _keys(seed: int, step: int, number: int, layout: Layout) -> tuple[philox.Key | None, ...]:
+    """The seeds of what is kept of a tensor at a step, None where it is rounded to nearest (O-8, O-15)."""
     halves = (seed & 0xFFFFFFFF, seed >> 32)
-    both = enumerate((layout.m, layout.v))
-    m, v = (philox.words(step, 2 * number + i, halves)[:2] if moment.rounding == "stochastic" else None for i, moment in both)
-    return m, v
+
+    def of(which: int) -> philox.Key:
+        words = philox.words(step, 2 * number + which % 2, halves)
+        return words[2:] if which == 2 else words[:2]
+
+    return tuple(of(which) if moment.rounding == "stochastic" else None for which, moment in enumerate(layout.kept))
 
 
 @functools.cache
@@ -324,38 +389,53 @@ def _compiled(function: Callable, device: str) -> Callable:
     return torch.compile(function, fullgraph=True, dynamic=False, options=GPU_OPTIONS if device == "cuda" else None)
 
 
-def _begin(g: Tensor, m: MomentState, v: MomentState, at: Scalars, layout: Layout, part: Part) -> list[Tensor]:
+def _begin(p: Tensor, g: Tensor, kept: tuple[MomentState, ...], at: Scalars, layout: Layout, part: Part) -> list[Tensor]:
     """What parts of a tensor have to reduce by maximum before they store (``moments.extremes``)."""
-    g, new_m, new_v = _new_moments(g, m, v, at, layout, part)
-    found = moments.extremes(new_m, g, layout.m, part)
-    return found + moments.extremes(moments.sqrt(new_v) if layout.v.root else new_v, g, layout.v, part)
+    g, new_m, new_v = _new_moments(g, kept, at, layout, part)
+    of_master = layout.keeps_master and moments.reductions(layout.master, 2)
+    root = moments.sqrt(new_v) if layout.v.root or of_master else new_v
+    found = moments.extremes(new_m, g, layout.m, part, 0)
+    found += moments.extremes(root if layout.v.root else new_v, g, layout.v, part, 1)
+    if of_master:
+        p = moments.read(kept[2], layout.master, layout, part)
+        found += moments.extremes(p.sub_(_change(p, new_m, root, at, layout)), g, layout.master, part, 2)
+    return found
 
 
-def _finish(p: Tensor, g: Tensor, m: MomentState, v: MomentState, at: Scalars, layout: Layout, part: Part, keys, found):
-    """Change the weight and the codes; return what else is stored of both moments. found is
+def _finish(p: Tensor, g: Tensor, kept: tuple[MomentState, ...], at: Scalars, layout: Layout, part: Part, keys, found):
+    """Change the weight and the codes; return what else is stored of what is kept. found is
     ``_begin``'s, of all parts, or None."""
-    g, new_m, new_v = _new_moments(g, m, v, at, layout, part)
+    g, new_m, new_v = _new_moments(g, kept, at, layout, part)
     root = moments.sqrt(new_v)
-    ratio = (new_m * at.inverse1).div_((root * at.inverse2).add_(at.eps))
-    if layout.bounded:
-        ratio = torch.clamp(ratio, -at.bound, at.bound)
-    change = ratio.add_(p * at.weight_decay).mul_(at.learning_rate)
-    p.sub_(moments.not_below(states.STEP_MIN, change))
+    new = [new_m, root if layout.v.root else new_v]
+    weight = moments.read(kept[2], layout.master, layout, part) if layout.keeps_master else p
+    new.append(weight.sub_(_change(weight, new_m, root, at, layout)))
     rest = []
-    for which, (x, old, moment) in enumerate(((new_m, m, layout.m), (root if layout.v.root else new_v, v, layout.v))):
-        count = moments.reductions(moment)
-        extremes = moments.extremes(x, g, moment, part) if found is None else found[:count]
+    for which, (x, old, moment) in enumerate(zip(new, kept, layout.kept, strict=False)):
+        count = moments.reductions(moment, which)
+        extremes = moments.extremes(x, g, moment, part, which) if found is None else found[:count]
         found = None if found is None else found[count:]
         codes, *others = moments.store(x, extremes, old, which, at, layout, part, keys[which])
         old.codes.copy_(codes)
         rest.append(others)
+    if layout.keeps_master and p.dtype != kept[2].codes.dtype:
+        p.copy_(moments.read(MomentState(moments.rounded(codes), *rest[2]), layout.master, layout, part))
     return rest
 
 
-def _new_moments(g: Tensor, m: MomentState, v: MomentState, at: Scalars, layout: Layout, part: Part):
+def _change(p: Tensor, m: Tensor, root: Tensor, at: Scalars, layout: Layout) -> Tensor:
+    """What a step takes from a weight (O-6); root is that of v."""
+    ratio = (m * at.inverse1).div_((root * at.inverse2).add_(at.eps))
+    if layout.bounded:
+        ratio = torch.clamp(ratio, -at.bound, at.bound)
+    return moments.change(ratio, p, at)
+
+
+def _new_moments(g: Tensor, kept: tuple[MomentState, ...], at: Scalars, layout: Layout, part: Part):
     """The gradient in range, and both new moments (O-2 to O-5)."""
     g = _in_range(cast.to_f32(g))
-    return g, *moments.averages(g, moments.read(m, layout.m, layout, part), moments.read(v, layout.v, layout, part), at, layout)
+    m, v = (moments.read(stored, moment, layout, part) for stored, moment in zip(kept[:2], (layout.m, layout.v), strict=True))
+    return g, *moments.averages(g, m, v, at, layout)
 
 
 def _in_range(g: Tensor) -> Tensor:
@@ -379,7 +459,7 @@ def _alone(piece: _Work) -> _Work:
         return MomentState(stored.codes, *(None if x is None else x[groups] for x in stored[1:]))
 
     layout = piece.layout
-    return piece._replace(m=of_groups(piece.m, layout.m), v=of_groups(piece.v, layout.v), part=Part(size))
+    return piece._replace(kept=tuple(map(of_groups, piece.kept, layout.kept)), part=Part(size))
 
 
 def _moment_state(state: dict[str, Tensor], key: str) -> MomentState:
@@ -392,12 +472,13 @@ def _moment_state(state: dict[str, Tensor], key: str) -> MomentState:
 def _on_device(piece: _Work) -> _Work:
     """A piece whose numbers are tensors: a compiled update takes new ones without compiling again."""
     keys = [None if key is None else tuple(torch.tensor(key, device=piece.p.device).unbind()) for key in piece.keys]
-    return _in_blocks(piece)._replace(at=_tensors(piece.at, piece.p.device), keys=tuple(keys))  # type: ignore[arg-type]
+    return _in_blocks(piece)._replace(at=_tensors(piece.at, piece.p.device), keys=tuple(keys))
 
 
 def amaxes_first(layout: Layout) -> bool:
     """Whether a scale needs the amax of a whole tensor before anything is stored."""
-    return any(moment.scaling and moment.block is None and moment.amax != "previous" for moment in (layout.m, layout.v))
+    each = enumerate(layout.kept)
+    return any(moments.reductions(moment, which) and moment.block is None and moment.amax != "previous" for which, moment in each)
 
 
 def _in_blocks(piece: _Work) -> _Work:
@@ -406,8 +487,8 @@ def _in_blocks(piece: _Work) -> _Work:
     (block,) = blocks if len(blocks) == 1 else (None,)
     if block is None or piece.layout.stochastic or piece.part.start % block or piece.p.numel() % block:
         return piece
-    m, v = (x._replace(codes=x.codes.view(-1, block)) for x in (piece.m, piece.v))
-    return piece._replace(p=piece.p.view(-1, block), g=piece.g.view(-1, block), m=m, v=v)
+    kept = tuple(x._replace(codes=x.codes.view(-1, block)) for x in piece.kept)
+    return piece._replace(p=piece.p.view(-1, block), g=piece.g.view(-1, block), kept=kept)
 
 
 @functools.lru_cache(maxsize=8)

@@ -288,6 +288,11 @@ class OptimizerConfig:
             f"optimizer.layout is of optimizer.kind 'adamw_states'; got layout {self.layout!r} with kind {self.kind!r}. Leave one of them out.",
         )
         require(
+            self.layout not in states.WITH_MASTERS,
+            f"optimizer.layout {self.layout!r} keeps masters in the optimizer's state, and the trainer keeps float32 masters as parameters (O-14). "
+            "Use a layout of O-1, such as sqrt_e4m3, or fp8ref.jax.states or fp8ref.torch.states in a loop of your own.",
+        )
+        require(
             self.layout is None or self.layout in states.LAYOUTS,
             f"optimizer.layout is one of {', '.join(states.LAYOUTS)}; got {self.layout!r}.",
         )

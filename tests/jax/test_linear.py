@@ -3,11 +3,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fp8ref.formats import BFLOAT16, E4M3FN, FLOAT16
+from fp8ref.formats import BFLOAT16, E4M3FN, E5M2, FLOAT16
 from fp8ref.jax import cast as jax_cast
-from fp8ref.jax import delayed, linear
+from fp8ref.jax import delayed, linear, scaling
 from fp8ref.policy import POLICIES
-from fp8ref.recipe import SHARED_RECIPES, CastSpec, GemmSpec, Recipe
+from fp8ref.recipe import RECIPES, SHARED_RECIPES, CastSpec, GemmSpec, Recipe, weight_copy
 from fp8ref.sim import cast
 from fp8ref.sim import linear as sim
 
@@ -70,6 +70,38 @@ def test_vmap_and_remat_change_nothing(recipe, operands):
     np.testing.assert_array_equal(np.asarray(jax.jit(jax.grad(jax.checkpoint(loss)))(w, x[0])), np.asarray(plain))
     mapped = jax.jit(jax.vmap(jax.grad(loss), (None, 0)))(w, x)
     np.testing.assert_array_equal(np.asarray(mapped[0]), np.asarray(plain))
+
+
+@pytest.mark.parametrize("recipe", [recipe for recipe in SHARED_RECIPES if RECIPES[recipe].fp8 and RECIPES[recipe].serves_both("weight")])
+def test_a_copy_of_the_weight_is_not_cast_again(recipe, operands):  # O-16, L-3
+    """Outputs and gradients are those of a cast here; the weight beside the copy only takes its gradient."""
+    x, w, g = (jnp.asarray(v, jnp.bfloat16) for v in operands)
+    spec = weight_copy(recipe)
+    copy = scaling.quantize(w, spec.fmt, policy=spec.policy)
+
+    def run_with(w, copy):
+        y, vjp = jax.vjp(lambda x, w: linear.apply(x, w, recipe=recipe, quantized=copy)[0], x, w)
+        return y, *vjp(g)
+
+    found, expected = jax.jit(run_with)(jnp.full_like(w, jnp.nan), copy), jax.jit(run_with)(w, None)
+    for mine, theirs in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(np.asarray(mine, np.float32), np.asarray(theirs, np.float32))
+    mapped = jax.jit(jax.vmap(lambda x: linear.apply(x, w, recipe=recipe, quantized=copy)[0]))(x)
+    np.testing.assert_array_equal(np.asarray(mapped[0], np.float32), np.asarray(linear.apply(x[0], w, recipe=recipe)[0], np.float32))
+
+
+def test_copies_that_do_not_fit_are_refused_by_name(operands):  # O-16
+    x, w, _ = (jnp.asarray(v, jnp.bfloat16) for v in operands)
+    copy = scaling.quantize(w, E4M3FN)
+    for given, message in (
+        ({"recipe": "rowwise"}, "fc: weights are kept in FP8 for a recipe that casts each once .* recipe 'rowwise' does not"),
+        ({"recipe": "bf16"}, "recipe 'bf16' does not. Use 'tensorwise'"),
+        ({"quantized": w}, r"fc: quantized is a tensorwise Quantized of e4m3fn and w's shape, \(32, 64\); got"),
+        ({"quantized": scaling.quantize(w.T, E4M3FN)}, r"got e4m3fn tensorwise \(64, 32\). Use states.copies"),
+        ({"quantized": scaling.quantize(w, E5M2)}, "got e5m2"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            linear.apply(x, w, **{"recipe": "tensorwise", "quantized": copy, "name": "fc", **given})
 
 
 def test_observing_reports_every_fp8_gemm_of_the_compiled_program(operands):

@@ -1,5 +1,6 @@
 """One linear on eight devices against one device (SEMANTICS P): codes, scales, and on integers every bit of the results."""
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -106,6 +107,38 @@ def test_results_equal_one_devices_on_integers(shape, style, recipe, through, op
     expected = jax.jit(lambda x, w, g: results(lambda x, w: linear.apply(x, w, recipe=recipe)[0], x, w, g))(x, w, g)
     for name, mine, one in zip(("y", "grad_input", "grad_weight"), found, expected, strict=True):
         np.testing.assert_array_equal(np.asarray(mine, np.float32), np.asarray(one, np.float32), err_msg=name)
+
+
+@pytest.mark.parametrize(
+    ("shape", "through"), [((1, 8, 1), "shard_map"), ((2, 2, 2), "shard_map"), ((2, 2, 2), "jit"), ((2, 4, 1), "explicit")]
+)
+def test_a_copy_of_a_weight_is_gathered_as_it_is(shape, through, operands):  # O-16, P-6
+    """Of a weight whose numbers are NaN: nothing reads them."""
+    x, w, g = operands
+    placement = placement_of("column", **ACCUMULATORS)
+    specs = specs_of(placement)
+    expected = jax.jit(lambda x, w, g: results(lambda x, w: linear.apply(x, w, recipe="tensorwise")[0], x, w, g))(x, w, g)
+    copy = scaling.quantize(w, E4M3FN)
+    of_copy = dataclasses.replace(copy, codes=specs[1], scale=P(), scale_inv=P())
+    kind = AxisType.Explicit if through == "explicit" else AxisType.Auto
+    mesh = jax.make_mesh(shape, ("data", "fsdp", "tensor"), axis_types=(kind,) * 3)
+
+    def run(x, w, g, copy):
+        return results(lambda x, w: linear.apply(x, w, recipe="tensorwise", placement=placement, name="fc", quantized=copy)[0], x, w, g)
+
+    if through == "shard_map":
+        run = jax.shard_map(run, mesh=mesh, in_specs=(*specs, of_copy), out_specs=(specs[2], *specs[:2]))
+    where = jax.tree.map(lambda spec: NamedSharding(mesh, spec), (*specs, of_copy), is_leaf=lambda v: isinstance(v, P))
+    given = jax.device_put((x, jnp.full_like(w, jnp.nan), g, copy), where)
+    with jax.set_mesh(mesh):
+        compiled = jax.jit(run).lower(*given).compile()
+        found = compiled(*given)
+    for name, mine, one in zip(("y", "grad_input", "grad_weight"), found, expected, strict=True):
+        np.testing.assert_array_equal(np.asarray(mine, np.float32), np.asarray(one, np.float32), err_msg=name)
+    gathers = [line for line in compiled.as_text().splitlines() if " all-gather(" in line]
+    assert gathers
+    # XLA on a CPU gathers codes as float16
+    assert not any("= bf16[" in line or "= f32[" in line for line in gathers), gathers
 
 
 @pytest.mark.parametrize("through", ["shard_map", "jit"])

@@ -10,12 +10,12 @@ import pytest
 from flax.training import train_state
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from state_layouts import ALL, NEAREST, SHAPES, STOCHASTIC, differing, gradients_of, start
+from state_layouts import ALL, MASTERED, NEAREST, SHAPES, STOCHASTIC, differing, gradients_of, start
 
-from fp8ref.jax import moments, states
+from fp8ref.jax import moments, scaling, states
 from fp8ref.sim import cast as sim_cast
 from fp8ref.sim import states as sim
-from fp8ref.states import LAYOUTS
+from fp8ref.states import LAYOUTS, WITH_MASTERS
 
 HYPER = {"weight_decay": 0.1}
 SEED = 0xFEDCBA9876543210
@@ -70,6 +70,112 @@ def trained(step, optimizer, layout, steps: int, *, place=lambda x: x, **hyper) 
 def test_a_compiled_step_has_the_simulators_bits(name):  # O-2 to O-10
     optimizer = states.adamw(1e-3, layout=ALL[name], **seeded(ALL[name]))
     assert trained(compiled(optimizer), optimizer, ALL[name], 4) == 0
+
+
+def simulated_masters(layout, steps: int):
+    """Masters and states by name before the first and after each step; weights may be bfloat16."""
+    p = {name: sim.master(x, layout) for name, x in start().items()}
+    state = {name: sim.init(shape, layout) for name, shape in SHAPES.items()}
+    yield dict(p), dict(state)
+    for t in range(steps):
+        g = gradients_of(t)
+        for number, name in enumerate(sorted(SHAPES)):
+            p[name], state[name] = sim.step(
+                p[name], g[name], state[name], learning_rate=1e-2, layout=layout, **seeded(layout), tensor=number
+            )
+        yield dict(p), dict(state)
+
+
+def count_masters(state: states.AdamWState, wanted) -> int:
+    """How many elements of masters, moments, scales and amaxes differ."""
+    total = 0
+    for name in SHAPES:
+        trees = ((state.master, wanted[0][name]), (state.m, wanted[1][name].m), (state.v, wanted[1][name].v))
+        for tree, expected in trees:
+            for one, two in zip(tree[name], expected, strict=True):
+                assert (one is None) == (two is None)
+                total += 0 if two is None else differing(one, two)
+    return total
+
+
+def trained_masters(layout, steps: int, dtype, *, place=lambda x: x) -> int:
+    """Elements that differ from the simulator's; the program keeps no parameters from step to step."""
+    optimizer = states.adamw(1e-2, layout=layout, **seeded(layout))
+
+    @jax.jit
+    def step(g, state):
+        p = states.weights(state, layout, dtype)
+        return optimizer.update(g, state, p)[1], p
+
+    state = jax.jit(optimizer.init)(jax.tree.map(lambda x: place(jnp.asarray(x)), start()))
+    first, *later = simulated_masters(layout, steps)
+    total, before = count_masters(state, first), first
+    for t, wanted in enumerate(later):
+        state, p = step(jax.tree.map(lambda x: place(jnp.asarray(x)), gradients_of(t)), state)
+        total += count_masters(state, wanted)
+        for name in SHAPES:
+            total += differing(p[name], np.asarray(sim.weight(before[0][name], layout).astype(dtype), np.float32))
+        before = wanted
+    return total
+
+
+@pytest.mark.parametrize("name", MASTERED)
+def test_masters_have_the_simulators_bits(name):  # O-14, O-15
+    assert trained_masters(MASTERED[name], 4, jnp.bfloat16) == 0
+
+
+@pytest.mark.parametrize("name", ["msamp_o2", "predicted_half"])
+def test_a_mesh_changes_nothing_of_masters(name):  # O-11, O-15
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def place(x):
+        return jax.device_put(x, NamedSharding(mesh, P("data") if x.ndim and x.shape[0] % 8 == 0 else P()))
+
+    assert trained_masters(MASTERED[name], 3, jnp.float32, place=place) == 0
+
+
+@pytest.mark.parametrize("name", WITH_MASTERS)
+def test_copies_are_those_of_a_cast_of_the_weights(name):  # O-16
+    """Of exact masters by a pass over the weights, of predicted ones from the amax that they keep."""
+    layout, w = MASTERED[name], start()["ragged"]
+    master, state = sim.master(w, layout), sim.init(w.shape, layout)
+    optimizer = states.adamw(1e-2, layout=layout, **HYPER)
+    p = {"w": jnp.asarray(w)}
+    found = optimizer.init(p)
+    for t in range(3):
+        g = gradients_of(t)["ragged"]
+        master, state = sim.step(master, g, state, learning_rate=1e-2, layout=layout, **HYPER)
+        found = jax.jit(optimizer.update)({"w": jnp.asarray(g)}, found, p)[1]
+        copy, wanted = jax.jit(lambda s: states.copies(s, layout, "tensorwise"))(found)["w"], sim.copy(master, layout, "tensorwise")
+        assert (
+            differing(copy.codes, wanted.codes) == differing(copy.scale, wanted.scale) == differing(copy.scale_inv, wanted.scale_inv) == 0
+        )
+        own = scaling.quantize(states.weights(found, layout)["w"], copy.fmt)
+        assert differing(own.codes, wanted.codes) == 0
+    with pytest.raises(ValueError, match="recipe 'delayed' does not"):
+        states.copies(found, layout, "delayed")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WITH_MASTERS)
+def test_fifty_steps_of_masters(name):  # O-14, O-15
+    assert trained_masters(MASTERED[name], 50, jnp.bfloat16) == 0
+
+
+def test_updates_of_masters_in_train_state():  # O-14
+    """optax adds updates to the parameters: what it misses of the master is a rounding of the old parameter, and does not add up."""
+    layout = MASTERED["msamp_o2"]
+    params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), start_arrays())
+    trainer = train_state.TrainState.create(apply_fn=None, params=params, tx=states.adamw(1e-2, layout=layout, **HYPER))
+    before = params
+    for t in range(3):
+        before, trainer = trainer.params, jax.jit(lambda s, g: s.apply_gradients(grads=g))(trainer, gradients_of(t))
+    exact = states.weights(trainer.opt_state, layout, jnp.bfloat16)
+    for name in SHAPES:
+        found, wanted, old = (np.asarray(tree[name], np.float32) for tree in (trainer.params, exact, before))
+        # the difference, of at most twice the larger, and the sum are rounded to float32; rounding to bfloat16 at most doubles 3 units
+        assert (np.abs(found - wanted) <= 6 * 2.0**-24 * np.maximum(np.abs(old), np.abs(wanted))).all()
+        assert (found == wanted).mean() > 0.99
 
 
 def near_ties(layout, rng) -> np.ndarray:
@@ -235,6 +341,13 @@ def test_bad_input_is_refused_by_name():  # O-1, O-2, O-4
         optimizer.init({"w": jnp.ones(4, jnp.bfloat16)})
     with pytest.raises(ValueError, match="at least one element"):
         optimizer.init({"w": jnp.ones((0, 4))})
+    halves = states.adamw(1e-3, layout="msamp_o2")
+    with pytest.raises(ValueError, match=r"takes float32 or bfloat16 parameters .* got float16"):
+        halves.init({"w": jnp.ones(4, jnp.float16)})
+    with pytest.raises(ValueError, match="a state of layout 'msamp_o2' has masters; got one without"):
+        halves.update(p, states.adamw(1e-3, layout="msamp").init(p), p)
+    with pytest.raises(ValueError, match="masters of layout 'msamp' are the parameters themselves"):
+        states.weights(halves.init(p), "msamp")
     with pytest.raises(ValueError, match=r"a gradient has its parameter's shape, \(4, 4\); got \(4,\)"):
         optimizer.update({"w": jnp.ones(4)}, optimizer.init(p), p)
     other = states.adamw(1e-3, layout="msamp").init(p)

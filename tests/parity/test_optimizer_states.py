@@ -156,12 +156,16 @@ def test_what_is_estimated_is_what_is_kept(backend, layout, small):  # O-1
     [
         ({"layout": "sqrt_e4m3"}, "optimizer.layout is of optimizer.kind 'adamw_states'; got layout 'sqrt_e4m3' with kind 'adamw'"),
         ({"kind": "adamw_states", "layout": "adam8bit"}, "optimizer.layout is one of float32, .*; got 'adam8bit'"),
+        (
+            {"kind": "adamw_states", "layout": "msamp_o2"},
+            "'msamp_o2' keeps masters in the optimizer's state, and the trainer .* Use a layout of O-1",
+        ),
         ({"kind": "adamw_states", "beta2": 0.4}, r"takes the numbers of O-2: b2 is in \[0.5"),
         ({"kind": "adamw_states", "beta1": 0.99}, "layout 'sqrt_e4m3' is bounded"),
         ({"kind": "adamw_states", "learning_rate": 2000.0}, "at most 1024"),
     ],
 )
-def test_layouts_and_numbers_are_checked(changes, said):  # O-2
+def test_layouts_and_numbers_are_checked(changes, said):  # O-2, O-14
     with pytest.raises(ValueError, match=said):
         OptimizerConfig(**changes)
 

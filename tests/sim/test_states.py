@@ -9,10 +9,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from state_layouts import ALL, BLOCKS, TENSOR, changed, gradients
+from state_layouts import ALL, BLOCKS, MASTERED, TENSOR, changed, gradients
 
 from fp8ref import states as data
-from fp8ref.formats import BFLOAT16, E4M3FN, E5M2
+from fp8ref.formats import BFLOAT16, E4M3FN, E5M2, FLOAT32
 from fp8ref.sim import moments, states
 from fp8ref.states import LAYOUTS, Layout, Moment
 
@@ -271,6 +271,143 @@ def test_previous_amaxes_make_the_scale_of_the_next_step():  # O-9
     unit = 0.0022321427  # 1 / 448
     assert found == [(pytest.approx(unit), 1.0, 0), (pytest.approx(unit), 4.0, 1), (pytest.approx(4 * unit), 0.0, 0)]
     assert bits(state.m.codes) == ["00", "00"]
+
+
+def run_masters(g: np.ndarray, layout, *, start=None, seed: int = 0, cuts=(), **hyper):
+    """(master, state) after a step for each row of g."""
+    rng = np.random.default_rng(1)
+    w = rng.standard_normal(g.shape[1]).astype(F32) if start is None else start
+    p, state = states.master(w, layout), states.init(w.shape, layout)
+    for row in g:
+        given = {**HYPER, "learning_rate": 1e-2, "weight_decay": 0.1, "layout": layout, "seed": seed, "cuts": cuts, **hyper}
+        p, state = states.step(p, row, state, **given)
+    return p, state
+
+
+@pytest.mark.parametrize("name", MASTERED)
+def test_masters_against_a_second_implementation(name):  # O-14, O-15
+    """A step from float32 weights, the next from what was stored of them, rounded here by other means."""
+    layout, size = MASTERED[name], 512
+    g, w = gradients(5, size, 6), np.random.default_rng(1).standard_normal(size).astype(F32)
+    master, state = states.master(w, layout), states.init((size,), layout)
+    plain = dataclasses.replace(layout, master=Moment())
+    amax = np.abs(states.weight(master, layout)).max()
+    for t, row in enumerate(g, 1):
+        before = states.weight(master, layout)
+        new, expected = states.step(before, row, state, learning_rate=1e-2, weight_decay=0.1, layout=plain, seed=7)
+        master, state = states.step(master, row, state, learning_rate=1e-2, weight_decay=0.1, layout=layout, seed=7)
+        for one, two in zip(state[1:], expected[1:], strict=True):
+            assert_same(one, two)
+        s, scale, fmt = scalars(t, eps=1e-8)._replace(learning_rate=float(F32(1e-2))), 1.0, layout.master.fmt
+        if layout.master.scaling:
+            largest = np.float64(np.abs(new).max())
+            if layout.master.amax == "predicted":
+                change = F32(s.learning_rate) * (F32(s.bound) + F32(s.weight_decay) * amax)
+                largest = np.float64(amax + change)
+                assert largest >= np.abs(new).max()
+            scale = 2.0 ** np.floor(np.log2(fmt.max / largest))
+            assert master.scale_inv == 1 / scale
+        scaled = np.float64(new) * scale
+        if layout.master.rounding == "nearest_even":
+            np.testing.assert_array_equal(master.codes, casts(scaled.astype(F32), fmt))
+        else:  # next to what it rounds, and one of the format
+            spacing = 2.0 ** (np.maximum(np.frexp(scaled)[1] - 1, fmt.emin) - fmt.mantissa_bits)
+            assert (np.abs(master.codes - scaled) < spacing).all()
+            np.testing.assert_array_equal(master.codes, casts(master.codes, fmt))
+        np.testing.assert_array_equal(states.weight(master, layout), (np.float64(master.codes) / scale).astype(F32))
+        amax = np.abs(states.weight(master, layout)).max()
+        if layout.master.amax == "predicted":
+            assert master.amax == amax
+
+
+@settings(max_examples=30, deadline=None)
+@given(layout=st.sampled_from(list(MASTERED.values())), seed=SEED, cuts=st.sets(st.integers(1, 699), max_size=5))
+def test_any_cut_gives_the_same_masters(layout, seed, cuts):  # O-11, O-15
+    g = gradients(seed, 700, 3)
+    whole, cut = run_masters(g, layout, seed=seed), run_masters(g, layout, seed=seed, cuts=sorted(cuts))
+    for one, two in zip((whole[0], *whole[1][1:]), (cut[0], *cut[1][1:]), strict=True):
+        assert_same(one, two)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=SEED, rate=st.sampled_from([1e-3, 1.0, 100.0]), decay=st.sampled_from([0.0, 0.1, 3.0]), betas=st.sampled_from([0.5, 0.95, 0.999])
+)
+def test_a_predicted_amax_of_a_master_is_never_violated(seed, rate, decay, betas):  # O-15
+    layout = MASTERED["sqrt_e4m3_f16"]
+    b1 = min(0.9, betas)
+    g, p, state = gradients(seed, 300, 6, widest=8), None, states.init((300,), layout)
+    p = states.master(np.random.default_rng(seed).standard_normal(300).astype(F32), layout)
+    for t, row in enumerate(g, 1):
+        given = {"learning_rate": rate, "weight_decay": decay, "b1": b1, "b2": betas}
+        exact = states.step(states.weight(p, layout), row, state, **given, layout="sqrt_e4m3")[0]
+        s = data.scalars(t, eps=1e-8, **given)
+        bound = p.amax + moments.change(F32(s.bound), p.amax, s)
+        assert np.abs(exact).max() <= bound
+        p, state = states.step(p, row, state, **given, layout=layout)
+        assert np.abs(p.codes).max() < layout.master.fmt.max or bound * (1 / p.scale_inv) <= layout.master.fmt.max
+
+
+def test_idle_steps_leave_a_master_of_a_power_of_two_alone():  # O-15
+    """Codes and scale, bit for bit; a free scale would drift, as each step divides what it multiplied."""
+    for name in ("msamp_o2", "sqrt_e4m3_f16", "bfloat16_master"):
+        layout, w = MASTERED[name], np.random.default_rng(3).standard_normal(512).astype(F32)
+        first = states.master(w, layout)
+        last = run_masters(np.zeros((40, 512), F32), layout, start=w, weight_decay=0.0)[0]
+        for one, two in zip(first[:2], last[:2], strict=True):
+            np.testing.assert_array_equal(one, two) if one is not None else None
+
+
+def test_stochastic_masters_move_where_nearest_ones_stand_still():  # O-15
+    """A change of 2^-11 of a bfloat16 weight is a quarter of half a spacing: nearest rounding loses each, stochastic rounding keeps the mean."""
+    w, g, rate = np.ones(4096, F32), np.ones((8, 4096), F32), 2.0**-11
+    moved = {}
+    for rounding in ("nearest_even", "stochastic"):
+        layout = dataclasses.replace(LAYOUTS["float32"], name="mine", master=Moment(fmt=BFLOAT16, rounding=rounding))
+        p, _ = run_masters(g, layout, start=w, learning_rate=rate, weight_decay=0.0, seed=5)
+        moved[rounding] = float(np.mean(1 - np.float64(states.weight(p, layout))))
+    assert moved["nearest_even"] == 0
+    # 8 changes of 2^-11, each rounded to a spacing of 2^-8 below 1: at most 2^-8 / 2 of deviation each, 4096 elements, six of the mean
+    assert moved["stochastic"] == pytest.approx(8 * rate, abs=6 * 2.0**-9 * 8**0.5 / 4096**0.5)
+
+
+def test_copies_are_quantized_weights():  # O-16
+    """Against ml_dtypes' casts; by the recipe's policy, of the weight in the dtype that the model computes in."""
+    p, _ = run_masters(gradients(3, 512, 2), MASTERED["msamp_o2"])
+    w = states.weight(p, "msamp_o2")
+    narrow = w.astype(ml_dtypes.bfloat16).astype(F32)
+    scale = F32(448) / np.abs(narrow).max()
+    found = states.copy(p, "msamp_o2", "tensorwise")
+    assert (found.scale, found.scale_inv) == (scale, 1 / scale)
+    np.testing.assert_array_equal(found.codes, np.clip(narrow * scale, -448, 448).astype(ml_dtypes.float8_e4m3fn).view(np.uint8))
+    assert (states.copy(p, "msamp_o2", "tensorwise", FLOAT32).codes != found.codes).any()
+    for recipe in ("rowwise", "bf16", "delayed", "blockwise", "mxfp8"):
+        with pytest.raises(ValueError, match=f"recipe '{recipe}' does not. Use 'tensorwise'"):
+            states.copy(p, "msamp_o2", recipe)
+
+
+def test_wrong_masters_are_refused():  # O-14
+    w, g = np.ones(4, F32), np.ones(4, F32)
+    with pytest.raises(ValueError, match=r"layout 'msamp_o2' takes masters: states.master\(p, layout\); got ndarray"):
+        states.step(w, g, states.init((4,), "msamp_o2"), learning_rate=1e-3, layout="msamp_o2")
+    p = states.master(w, "msamp_o2")
+    with pytest.raises(ValueError, match="layout 'msamp' takes weights; got MomentState"):
+        states.step(p, g, states.init((4,), "msamp"), learning_rate=1e-3, layout="msamp")
+    with pytest.raises(ValueError, match="masters of layout 'te' are the float32 weights"):
+        states.master(w, "te")
+    with pytest.raises(ValueError, match="weights are float32; got float64"):
+        states.master(np.ones(4), "msamp_o2")
+    with pytest.raises(ValueError, match="has amax of the master"):
+        states.weight(p, "sqrt_e4m3_f16")
+
+
+def test_a_gradient_that_is_not_finite_makes_nan_of_a_scaled_master():  # O-15
+    g = np.ones((2, 256), F32)
+    g[0, 3] = np.inf
+    for name in ("msamp_o2", "sqrt_e4m3_f16"):
+        p, _ = run_masters(g, MASTERED[name])
+        assert np.isnan(p.codes).all()
+    assert np.isnan(run_masters(g, MASTERED["bfloat16_master"])[0].codes).sum() == 1
 
 
 def test_stochastic_rounding_is_unbiased():  # O-8

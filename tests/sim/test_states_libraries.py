@@ -1,6 +1,7 @@
 """The optimizer states of libraries: torchao's by running it, MS-AMP's, COAT's and Transformer Engine's from transcriptions of
 their sources, each operation rounded to float32 (SEMANTICS O-13)."""
 
+import dataclasses
 import functools
 import math
 
@@ -100,6 +101,22 @@ def test_ms_amps_formulas(seed):  # O-13
         assert (bits(state.m.scale_inv), bits(state.v.scale_inv)) == (bits(theirs[1]), bits(theirs[3]))
         # t steps, each with a rounding of the weight, of its decay, and ten of a change of at most 1e-3 * 8
         np.testing.assert_allclose(p, q, rtol=0, atol=t * (5 * 2 * 2.0**-24 + 8e-3 * 10 * 2.0**-24))
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_ms_amps_masters(seed):  # O-13, O-15
+    """A weight in a float16 ScalingTensor: adamw.py's ``params.copy_(p.cast(kfloat16, meta))`` gives it a scale by its own new amax, and
+    cast of msamp/common/tensor/tensor.py is ``(x * scale).to(float16)``. Each step begins from fp8ref's master, as the two formulas of a
+    change differ in the last places."""
+    layout, size = data.WITH_MASTERS["msamp_o2"], 2000
+    plain = dataclasses.replace(layout, master=data.Moment())
+    p, state = states.master(np.random.default_rng(1).standard_normal(size).astype(F32), layout), states.init((size,), layout)
+    for g in gradients((size,), 10, seed=seed):
+        new, _ = states.step(states.weight(p, layout), g, state, learning_rate=1e-2, layout=plain, **HYPER)
+        p, state = states.step(p, g, state, learning_rate=1e-2, layout=layout, **HYPER)
+        scale = msamp_scale(np.abs(new).max(), 65504.0)
+        np.testing.assert_array_equal(p.codes, (new * scale).astype(np.float16).astype(F32))
+        assert bits(p.scale_inv) == bits(F32(1) / scale)
 
 
 def test_ms_amps_scales_are_powers_of_two_but_next_to_one():  # O-13

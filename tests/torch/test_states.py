@@ -7,9 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import state_layouts
 import torch
 from ranks import run
-from state_layouts import ALL, NEAREST, SHAPES, STOCHASTIC, differing, gradients_of, start
+from state_layouts import ALL, MASTERED, NEAREST, SHAPES, STOCHASTIC, differing
 from torch import distributed, nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
@@ -18,22 +19,29 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from fp8ref.sim import states as sim
-from fp8ref.states import LAYOUTS
+from fp8ref.states import LAYOUTS, WITH_MASTERS
 from fp8ref.torch import moments, states
 
+EVERY = {**ALL, **MASTERED}
 HYPER = {"weight_decay": 0.1}
 SEED = 0xFEDCBA9876543210
 
 
 def simulated(layout, steps: int, **hyper):
-    """Weights and states by name after each step."""
-    p, state = start(), {name: sim.init(shape, layout) for name, shape in SHAPES.items()}
+    """Weights, or masters, and states by name after each step."""
+    p = {name: sim.master(x, layout) if layout.keeps_master else x for name, x in start(layout).items()}
+    state = {name: sim.init(shape, layout) for name, shape in SHAPES.items()}
     for t in range(steps):
-        g = gradients_of(t)
+        g = gradients_of(t, layout)
         for number, name in enumerate(SHAPES):
             given = {**HYPER, **hyper, "seed": SEED * layout.stochastic, "tensor": number}
             p[name], state[name] = sim.step(p[name], g[name], state[name], learning_rate=1e-3, layout=layout, **given)
         yield p, state
+
+
+def gradients_of(step: int, layout=None) -> dict[str, np.ndarray]:
+    """Gradients by name of a step, as numbers of the parameters' dtype."""
+    return {name: torch.tensor(g).to(dtype_of(layout)).float().numpy() for name, g in state_layouts.gradients_of(step).items()}
 
 
 def whole(x: torch.Tensor) -> torch.Tensor:
@@ -43,11 +51,17 @@ def whole(x: torch.Tensor) -> torch.Tensor:
 
 
 def count(optimizer, p: torch.Tensor, wanted_p, wanted: sim.State) -> int:
-    """How many elements of the weight, codes, scales and amaxes of a parameter differ."""
-    total = differing(whole(p).numpy(), wanted_p)
-    state = dict(optimizer.state[p])
+    """How many elements of the weight, codes, scales and amaxes of a parameter differ. wanted_p is the weight, or its master."""
+    state, kept = dict(optimizer.state[p]), [("m", wanted.m), ("v", wanted.v)]
+    if isinstance(wanted_p, sim.MomentState):
+        expected = torch.tensor(sim.weight(wanted_p, optimizer.layout)).to(p.dtype).float()
+        total = differing(whole(p).float().numpy(), expected.numpy())
+        kept += [("master", wanted_p)] if "master_codes" in state else []
+        assert ("master_codes" in state) == (optimizer.layout.master.fmt.name == "float16")
+    else:
+        total = differing(whole(p).numpy(), wanted_p)
     assert int(state.pop("step")) == wanted.step
-    for key, stored in (("m", wanted.m), ("v", wanted.v)):
+    for key, stored in kept:
         for field, value in stored._asdict().items():
             if value is not None:
                 total += differing(whole(state.pop(f"{key}_{field}")).numpy(), value)
@@ -55,40 +69,65 @@ def count(optimizer, p: torch.Tensor, wanted_p, wanted: sim.State) -> int:
     return total
 
 
-def parameters() -> dict[str, nn.Parameter]:
-    return {name: nn.Parameter(torch.tensor(x)) for name, x in start().items()}
+def start(layout=None) -> dict[str, np.ndarray]:
+    """Weights by name, as numbers of the parameters' dtype."""
+    return {name: torch.tensor(x).to(dtype_of(layout)).float().numpy() for name, x in state_layouts.start().items()}
+
+
+def dtype_of(layout) -> torch.dtype:
+    return torch.bfloat16 if layout is not None and layout.keeps_master else torch.float32
+
+
+def parameters(layout=None) -> dict[str, nn.Parameter]:
+    return {name: nn.Parameter(torch.tensor(x).to(dtype_of(layout))) for name, x in start(layout).items()}
 
 
 def trained(layout, steps: int, *, compiled=False, **hyper) -> int:
-    p = parameters()
+    p = parameters(layout)
     betas = (hyper.get("b1", 0.9), hyper.get("b2", 0.95))
     seed = SEED * layout.stochastic
     optimizer = states.AdamW(p.values(), lr=1e-3, betas=betas, layout=layout, compiled=compiled, seed=seed, **HYPER)
     total = 0
     for t, (q, state) in enumerate(simulated(layout, steps, **hyper)):
-        for name, g in gradients_of(t).items():
-            p[name].grad = torch.tensor(g)
+        for name, g in gradients_of(t, layout).items():
+            p[name].grad = torch.tensor(g).to(p[name].dtype)
         optimizer.step()
         total += sum(count(optimizer, p[name], q[name], state[name]) for name in SHAPES)
     return total
 
 
-@pytest.mark.parametrize("name", ALL)
-def test_a_step_has_the_simulators_bits(name):  # O-2 to O-10
-    assert trained(ALL[name], 8) == 0
+@pytest.mark.parametrize("name", EVERY)
+def test_a_step_has_the_simulators_bits(name):  # O-2 to O-10, O-14, O-15
+    assert trained(EVERY[name], 8) == 0
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*LAYOUTS, *STOCHASTIC])
-def test_fifty_steps(name):  # O-2 to O-10
-    assert trained(ALL[name], 50, b2=0.999) == 0
+@pytest.mark.parametrize("name", [*LAYOUTS, *STOCHASTIC, *WITH_MASTERS])
+def test_fifty_steps(name):  # O-2 to O-10, O-14, O-15
+    assert trained(EVERY[name], 50, b2=0.999) == 0
+
+
+def test_float32_parameters_hold_what_a_master_reads():  # O-14
+    layout, p = MASTERED["msamp_o2"], nn.Parameter(torch.tensor(start()["ragged"]))
+    optimizer = states.AdamW([p], lr=1e-3, layout=layout, **HYPER)
+    master, state = sim.master(start()["ragged"], layout), sim.init(SHAPES["ragged"], layout)
+    for t in range(3):
+        g = gradients_of(t)["ragged"]
+        p.grad = torch.tensor(g)
+        optimizer.step()
+        master, state = sim.step(master, g, state, learning_rate=1e-3, layout=layout, **HYPER)
+        assert count(optimizer, p, master, state) == 0
+    with torch.no_grad():
+        p.add_(1.0)  # from outside: the master is what the next step reads
+    optimizer.step()
+    assert count(optimizer, p, *sim.step(master, g, state, learning_rate=1e-3, layout=layout, **HYPER)) == 0
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch", "ignore::UserWarning:torch")
-@pytest.mark.parametrize("name", ALL)
-def test_a_compiled_update_has_them_too(name):  # O-2 to O-10
-    assert trained(ALL[name], 6, compiled=True) == 0
+@pytest.mark.parametrize("name", EVERY)
+def test_a_compiled_update_has_them_too(name):  # O-2 to O-10, O-14, O-15
+    assert trained(EVERY[name], 6, compiled=True) == 0
 
 
 def test_torchs_own_root_is_another(monkeypatch):
@@ -100,19 +139,19 @@ def test_torchs_own_root_is_another(monkeypatch):
     assert trained(NEAREST["sqrt_e4m3"], 8) > 0
 
 
-def model() -> nn.Module:
+def model(layout=None) -> nn.Module:
     """Parameters of SHAPES but the number, which FSDP does not cut."""
     found = nn.Module()
-    for name, x in start().items():
-        if x.ndim:
-            found.register_parameter(name, nn.Parameter(torch.tensor(x)))
+    for name, p in parameters(layout).items():
+        if p.ndim:
+            found.register_parameter(name, p)
     return found
 
 
 def step_sharded(found: nn.Module, optimizer, t: int) -> None:
-    g = gradients_of(t)
+    g = gradients_of(t, optimizer.layout)
     for name, p in found.named_parameters():
-        p.grad = distribute_tensor(torch.tensor(g[name]), p.device_mesh, p.placements)
+        p.grad = distribute_tensor(torch.tensor(g[name]).to(p.dtype), p.device_mesh, p.placements)
     optimizer.step()
 
 
@@ -125,10 +164,11 @@ def on_ranks(names: list[str]) -> dict[str, int]:
     totals = {}
     mesh = init_device_mesh("cpu", (distributed.get_world_size(),), mesh_dim_names=("fsdp",))
     for name in names:
-        found = fully_shard(model(), mesh=mesh)
-        optimizer = states.AdamW(found.parameters(), lr=1e-3, layout=ALL[name], **seeded(ALL[name]))
+        layout = EVERY[name]
+        found = fully_shard(model(layout), mesh=mesh)
+        optimizer = states.AdamW(found.parameters(), lr=1e-3, layout=layout, **seeded(layout))
         totals[name] = 0
-        for t, (q, state) in enumerate(simulated(ALL[name], 6)):
+        for t, (q, state) in enumerate(simulated(layout, 6)):
             step_sharded(found, optimizer, t)
             totals[name] += sum(count(optimizer, p, q[key], state[key]) for key, p in found.named_parameters())
     return totals
@@ -138,15 +178,16 @@ def on_ranks(names: list[str]) -> dict[str, int]:
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_fsdp2_changes_nothing(ranks):  # O-11
     """Also of rows that ranks do not divide, of blocks that ranks share, and of ranks that have nothing of a tensor."""
-    names = [*LAYOUTS, "previous", "predicted", "predicted_v", *STOCHASTIC]
+    names = [*LAYOUTS, "previous", "predicted", "predicted_v", *STOCHASTIC, *MASTERED]
     assert run(ranks, on_ranks, names, timeout=300) == [dict.fromkeys(names, 0)] * ranks
 
 
 def saved(folder: str, names: list[str]) -> None:
     mesh = init_device_mesh("cpu", (distributed.get_world_size(),), mesh_dim_names=("fsdp",))
     for name in names:
-        found = fully_shard(model(), mesh=mesh)
-        optimizer = states.AdamW(found.parameters(), lr=1e-3, layout=ALL[name], **seeded(ALL[name]))
+        layout = EVERY[name]
+        found = fully_shard(model(layout), mesh=mesh)
+        optimizer = states.AdamW(found.parameters(), lr=1e-3, layout=layout, **seeded(layout))
         for t in range(3):
             step_sharded(found, optimizer, t)
         dcp.save({"model": found.state_dict(), "optimizer": get_optimizer_state_dict(found, optimizer)}, checkpoint_id=f"{folder}/{name}")
@@ -156,14 +197,15 @@ def resumed(folder: str, names: list[str]) -> dict[str, int]:
     totals = {}
     mesh = init_device_mesh("cpu", (distributed.get_world_size(),), mesh_dim_names=("fsdp",))
     for name in names:
-        found = fully_shard(model(), mesh=mesh)
-        optimizer = states.AdamW(found.parameters(), lr=1e-3, layout=ALL[name], **seeded(ALL[name]))
+        layout = EVERY[name]
+        found = fully_shard(model(layout), mesh=mesh)
+        optimizer = states.AdamW(found.parameters(), lr=1e-3, layout=layout, **seeded(layout))
         step_sharded(found, optimizer, 9)  # states to load into
         into = {"model": found.state_dict(), "optimizer": get_optimizer_state_dict(found, optimizer)}
         dcp.load(into, checkpoint_id=f"{folder}/{name}")
         found.load_state_dict(into["model"])
         set_optimizer_state_dict(found, optimizer, into["optimizer"])
-        *_, (q, state) = simulated(ALL[name], 6)
+        *_, (q, state) = simulated(layout, 6)
         for t in range(3, 6):
             step_sharded(found, optimizer, t)
         totals[name] = sum(count(optimizer, p, q[key], state[key]) for key, p in found.named_parameters())
@@ -172,7 +214,7 @@ def resumed(folder: str, names: list[str]) -> dict[str, int]:
 
 @pytest.mark.slow
 def test_a_checkpoint_resumes_on_another_mesh(tmp_path: Path):  # O-11
-    names = ["sqrt_e4m3", "msamp", "coat", "predicted", "bfloat16", "stochastic"]
+    names = ["sqrt_e4m3", "msamp", "coat", "predicted", "bfloat16", "stochastic", "msamp_o2", "predicted_half", "stochastic_bfloat16"]
     run(4, saved, str(tmp_path), names, timeout=300)
     assert run(2, resumed, str(tmp_path), names, timeout=300) == [dict.fromkeys(names, 0)] * 2
 
@@ -202,9 +244,10 @@ def test_another_cut_than_by_rows():  # O-11
         assert total == 0
 
 
-@pytest.mark.parametrize("name", ["sqrt_e4m3", "msamp", "coat", "previous", "bfloat16", "stochastic"])
+@pytest.mark.parametrize("name", ["sqrt_e4m3", "msamp", "coat", "previous", "bfloat16", "stochastic", "msamp_o2", "stochastic_bfloat16"])
 def test_states_are_saved_and_loaded_bit_for_bit(name):  # O-4
-    layout, p = ALL[name], parameters()
+    layout = EVERY[name]
+    p = parameters(layout)
     optimizer = states.AdamW(p.values(), lr=1e-3, layout=layout, **seeded(layout))
     half = functools.partial(apply, p, optimizer)
     for t in range(3):
@@ -222,8 +265,8 @@ def test_states_are_saved_and_loaded_bit_for_bit(name):  # O-4
 
 
 def apply(p, optimizer, t: int) -> None:
-    for name, g in gradients_of(t).items():
-        p[name].grad = torch.tensor(g)
+    for name, g in gradients_of(t, optimizer.layout).items():
+        p[name].grad = torch.tensor(g).to(p[name].dtype)
     optimizer.step()
 
 
@@ -257,8 +300,8 @@ def test_pieces_and_parameters_that_are_not_contiguous(monkeypatch):  # O-11
     """A tensor in pieces, small tensors together, and a weight of other strides have the bits of whole tensors."""
     for piece in (512, 4096):
         monkeypatch.setattr(states, "PIECE", piece)
-        for name in ("sqrt_e4m3", "sqrt_e5m2", "msamp", "coat", "predicted", "predicted_v", "previous", "torchao", *STOCHASTIC):
-            assert trained(ALL[name], 3) == 0, (piece, name)
+        for name in ("sqrt_e4m3", "sqrt_e5m2", "msamp", "coat", "predicted", "predicted_v", "previous", "torchao", *STOCHASTIC, *MASTERED):
+            assert trained(EVERY[name], 3) == 0, (piece, name)
     p = nn.Parameter(torch.tensor(start()["ragged"]).t().contiguous().t())
     assert not p.is_contiguous()
     p.grad = torch.tensor(gradients_of(0)["ragged"])
@@ -302,6 +345,11 @@ def test_bad_input_is_refused_by_name():  # O-1, O-2
         ({"betas": (0.99, 0.9)}, "bounded"),
         ({"params": [nn.Parameter(torch.ones(4, dtype=torch.bfloat16))]}, "takes float32 parameters"),
         ({"params": [nn.Parameter(torch.ones(0))]}, "at least one element"),
+        ({"params": [nn.Parameter(torch.ones(4))], "layout": MASTERED["bfloat16_master"]}, "takes bfloat16 parameters"),
+        (
+            {"params": [nn.Parameter(torch.ones(4).half())], "layout": "msamp_o2"},
+            "takes float32 or bfloat16 parameters .* got torch.float16",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             states.AdamW(**{"params": p, **changes})

@@ -1,0 +1,166 @@
+"""Weights that a model keeps in FP8, made from the masters of its optimizer (SEMANTICS O-16)."""
+
+import io
+
+import pytest
+import torch
+from ranks import run
+from sharded_models import RANKS, batch, sharded
+from state_layouts import MASTERED, differing
+from torch import nn
+from torchao.float8.float8_training_tensor import Float8TrainingTensor
+
+from fp8ref.formats import E4M3FN
+from fp8ref.sim import states as sim
+from fp8ref.states import WITH_MASTERS
+from fp8ref.torch import convert, copies, scaling, states
+from fp8ref.torch.linear import Linear
+
+
+def model(*, own: bool) -> nn.Sequential:
+    """A model in bfloat16, of fp8ref's own linears or torchao's."""
+    torch.manual_seed(0)
+    made = nn.Sequential(nn.Linear(64, 48), nn.ReLU(), nn.Linear(48, 32, bias=False)).bfloat16()
+    if not own:
+        return convert.convert(made, "tensorwise")
+    for i in (0, 2):
+        made[i] = Linear.of(made[i], "tensorwise")
+    return made
+
+
+def trained(layout, *, own: bool, kept: bool, steps: int = 3, compiled: bool = False):
+    """(losses, masters by parameter, the model, its optimizer, its copies)."""
+    made = model(own=own)
+    optimizer = states.AdamW(made.parameters(), lr=1e-2, layout=layout, weight_decay=0.1)
+    found, losses = copies.keep(made, optimizer) if kept else None, []
+    x = torch.randn(32, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
+    forward = torch.compile(made, fullgraph=True) if compiled else made
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = forward(x).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    masters = [(optimizer.state[p]["master_codes"].clone(), optimizer.state[p]["master_scale_inv"].clone()) for p in made.parameters()]
+    return losses, masters, made, optimizer, found
+
+
+@pytest.mark.parametrize("own", [True, False])
+@pytest.mark.parametrize("name", WITH_MASTERS)
+def test_training_has_the_bits_of_a_cast_in_each_linear(name, own):  # O-16, L-3
+    layout = WITH_MASTERS[name]
+    losses, masters, made, optimizer, _ = trained(layout, own=own, kept=True)
+    expected = trained(layout, own=own, kept=False)
+    assert losses == expected[0]
+    assert len(set(losses)) == 3
+    for mine, theirs in zip(masters, expected[1], strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
+    for i, bits in ((0, 8), (2, 8)):
+        w = made[i].weight
+        assert isinstance(w, Float8TrainingTensor)
+        assert (w.dtype, w._data.element_size() * 8, w.grad.dtype, type(w.grad)) == (torch.bfloat16, bits, torch.bfloat16, torch.Tensor)
+        state = optimizer.state[w]
+        amax = state["master_amax"].numpy() if "master_amax" in state else None
+        master = sim.MomentState(state["master_codes"].float().numpy(), state["master_scale_inv"].numpy(), amax)
+        wanted = sim.copy(master, layout, "tensorwise")
+        assert differing(w._data.view(torch.uint8).numpy(), wanted.codes) == differing(w._scale.numpy(), wanted.scale) == 0
+    assert type(made[0].bias.data) is torch.Tensor
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch", "ignore::UserWarning:torch")
+def test_a_compiled_model_takes_codes_too():  # O-16
+    kept, cast = (trained("msamp_o2", own=True, kept=kept, compiled=True) for kept in (True, False))
+    assert kept[0] == cast[0]
+    assert all(torch.equal(a[0], b[0]) for a, b in zip(kept[1], cast[1], strict=True))
+
+
+def test_a_saved_model_loads_into_one_of_codes_and_one_without():  # O-16
+    """Without codes a weight reads as code x scale_inv, in its dtype."""
+    made = trained("msamp_o2", own=True, kept=True)[2]
+    file = io.BytesIO()
+    torch.save(made.state_dict(), file)
+    file.seek(0)
+    saved, codes = torch.load(file, weights_only=True), made[2].weight._data.view(torch.uint8).clone()
+    other, plain = trained("msamp_o2", own=True, kept=True, steps=1)[2], model(own=True)
+    assert not torch.equal(other[2].weight._data.view(torch.uint8), codes)
+    other.load_state_dict(saved)
+    plain.load_state_dict(saved)
+    assert torch.equal(other[2].weight._data.view(torch.uint8), codes)
+    assert torch.equal(other[2].weight._scale, made[2].weight._scale)
+    wide = model(own=True)
+    other.load_state_dict(wide.state_dict())
+    assert torch.equal(other[0].weight._data, scaling.quantize(wide[0].weight.detach(), E4M3FN).codes)
+    assert type(plain[2].weight.data) is torch.Tensor
+    read = made[2].weight._data.float() / made[2].weight._scale
+    assert torch.equal(plain[2].weight, read.bfloat16())
+
+
+def test_loaded_states_make_the_codes_anew():  # O-16
+    _, masters, _, optimizer, _ = trained("msamp_o2", own=True, kept=True)
+    _, _, other, into, found = trained("msamp_o2", own=True, kept=True, steps=1)
+    before = other[2].weight._data.view(torch.uint8).clone()
+    into.load_state_dict(optimizer.state_dict())
+    found.refresh()
+    assert torch.equal(into.state[other[2].weight]["master_codes"], masters[2][0])
+    assert not torch.equal(before, other[2].weight._data.view(torch.uint8))
+
+
+def test_what_does_not_fit_is_refused_by_name():  # O-16
+    made = model(own=True)
+    with pytest.raises(ValueError, match=r"masters that .* keeps in its state; got layout 'sqrt_e4m3'. Use layout 'msamp_o2'"):
+        copies.keep(made.float(), states.AdamW(made.parameters()))
+    made = model(own=True)
+    with pytest.raises(ValueError, match="got layout 'bfloat16_master'"):
+        copies.keep(made, states.AdamW(made.parameters(), layout=MASTERED["bfloat16_master"]))
+    with pytest.raises(ValueError, match=r"got AdamW. Use layout"):
+        copies.keep(made, torch.optim.AdamW(made.parameters()))
+    with pytest.raises(ValueError, match=r"0.weight is not a parameter of the optimizer"):
+        copies.keep(made, states.AdamW(made[2].parameters(), layout="msamp_o2"))
+    optimizer = states.AdamW(made.parameters(), layout="msamp_o2")
+    made[2].tied = nn.Module()
+    made[2].tied.weight = made[2].weight
+    with pytest.raises(ValueError, match=r"2.weight and 2.tied.weight are one parameter"):
+        copies.keep(made, optimizer)
+    plain = nn.Sequential(nn.Linear(32, 32)).bfloat16()
+    plain[0] = Linear.of(plain[0], "rowwise")
+    with pytest.raises(ValueError, match=r"cast them once for both GEMMs.* and the model has none"):
+        copies.keep(plain, states.AdamW(plain.parameters(), layout="msamp_o2"))
+
+
+def on_ranks(kept: bool) -> tuple[list[float], list[torch.Tensor], int]:
+    """Losses, masters of the linears, and casts of shards while a forward pass gathers."""
+    made = sharded()
+    optimizer = states.AdamW(made.parameters(), lr=1e-2, layout="msamp_o2")
+    if kept:
+        copies.keep(made, optimizer)
+    gathers = [linear.fp8_gather for linear in made.modules() if hasattr(linear, "fp8_gather")]
+    casts, losses = 0, []
+    for step in range(3):
+        for g in gathers:
+            original = type(g).cast
+
+            def counted(g=g, original=original):
+                nonlocal casts
+                casts += 1
+                return original(g)
+
+            g.cast = counted
+        optimizer.zero_grad()
+        loss = made(batch(step)).float().square().mean()
+        loss.backward()
+        for g in gathers:
+            del g.cast
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, [optimizer.state[p]["master_codes"].full_tensor() for p in made.parameters()], casts
+
+
+@pytest.mark.slow
+def test_fsdp2_gathers_the_codes_that_a_step_made():  # O-16, P-6, O-11
+    kept, cast = run(RANKS, on_ranks, True), run(RANKS, on_ranks, False)
+    for mine, theirs in zip(kept, cast, strict=True):
+        assert mine[0] == theirs[0]
+        assert all(torch.equal(a, b) for a, b in zip(mine[1], theirs[1], strict=True))
+        assert mine[2] == 0
+        assert theirs[2] > 0
