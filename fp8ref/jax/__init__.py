@@ -7,7 +7,7 @@ FP8 into an existing model.
     cast, scaling, scales, delayed, gemm
                   the parts, under the same names as in ``fp8ref.sim``
     states        AdamW whose moments are stored in FP8, for optax; ``moments`` is one of them, ``philox``
-                  the stochastic rounding
+                  the stochastic rounding; ``health`` what storing them cost
     sharding, explicit_sharding
                   the placement of a linear on a mesh; as the types of Explicit axes say it
     derivatives   refuses those that a linear does not have
@@ -23,9 +23,23 @@ from fp8ref import extras, moved
 
 extras.require("jax", "fp8ref.jax", "jax", "flax", "optax")
 
-from fp8ref.jax import cast, contraction, delayed, flax, gemm, hardware, linear, proof, scales, scaling, sharding, states
+from fp8ref.jax import cast, contraction, delayed, flax, gemm, hardware, health, linear, proof, scales, scaling, sharding, states
 
-__all__ = ["cast", "contraction", "delayed", "flax", "gemm", "hardware", "linear", "proof", "scales", "scaling", "sharding", "states"]
+__all__ = [
+    "cast",
+    "contraction",
+    "delayed",
+    "flax",
+    "gemm",
+    "hardware",
+    "health",
+    "linear",
+    "proof",
+    "scales",
+    "scaling",
+    "sharding",
+    "states",
+]
 
 
 def __getattr__(name: str):

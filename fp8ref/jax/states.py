@@ -128,7 +128,7 @@ def _leaf(p, g, m_state: MomentState, v_state: MomentState, at: Scalars, layout:
         g, m_state, v_state, extremes = lax.optimization_barrier((g, m_state, v_state, extremes))
         new = _new_moments(g, m_state, v_state, at, layout)
     g, m, v = new
-    ratio = moments.product(m, at.inverse1) / (moments.product(jnp.sqrt(v), at.inverse2) + at.eps)
+    ratio = moments.ratio(m, v, at)
     if layout.bounded:
         ratio = jnp.clip(ratio, -at.bound, at.bound)
     change = moments.product(at.learning_rate, ratio + moments.product(at.weight_decay, p))
@@ -141,11 +141,11 @@ def _leaf(p, g, m_state: MomentState, v_state: MomentState, at: Scalars, layout:
 
 def _new_moments(g, m_state: MomentState, v_state: MomentState, at: Scalars, layout: Layout):
     """The gradient in range, and both new moments (O-2 to O-5)."""
-    g = _in_range(cast.to_f32(g))
+    g = in_range(cast.to_f32(g))
     return g, *moments.averages(g, moments.read(m_state, layout.m, layout), moments.read(v_state, layout.v, layout), at, layout)
 
 
-def _in_range(g):
+def in_range(g):
     """O-2."""
     magnitude = jnp.abs(g)
     kept = jnp.where(magnitude < states.GRADIENT_MIN, jnp.float32(0), g)

@@ -24,7 +24,7 @@ gathers on a model, and reduces gradients in rank order if asked (off by default
 torch._scaled_mm, or ``block_gemm`` for block scales; ``hardware`` simulates other hardware instead.
 ``tensor_parallel`` cuts linears. ``compiled_fsdp`` shards within a compiled graph. ``proof`` shows
 that a step ran in FP8. ``states`` is AdamW whose moments are stored in FP8; ``moments`` is
-one of them, and ``philox`` the stochastic rounding.
+one of them, ``philox`` the stochastic rounding, and ``health`` what storing them cost.
 
 ``fp8ref.crosscheck`` checks this package against docs/spec; it shares no code with the
 simulator. The trainer is ``fp8ref.train.torch``.
@@ -51,6 +51,7 @@ from fp8ref.torch import (
     fsdp,
     gemm,
     hardware,
+    health,
     linear,
     parallel,
     proof,
@@ -70,6 +71,7 @@ __all__ = [
     "fsdp",
     "gemm",
     "hardware",
+    "health",
     "linear",
     "parallel",
     "proof",

@@ -15,6 +15,7 @@ ranks would cut it; small tensors follow each other in one piece, each from a ne
 
 import contextlib
 import functools
+import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -307,6 +308,33 @@ def decode(optimizer: AdamW, p: Tensor) -> tuple[Tensor, Tensor]:
     return m.view(_local(p).shape), v.view(_local(p).shape)
 
 
+class Stored(NamedTuple):
+    """Both moments of this rank's part of a parameter, flat; which part it is; the steps that were
+    made; and on how many ranks each element is."""
+
+    m: MomentState
+    v: MomentState
+    layout: Layout
+    part: Part
+    step: int
+    copies: int
+
+
+def stored(optimizer: AdamW, p: Tensor) -> Stored:
+    """What is stored of a parameter, not copied."""
+    state, layout = optimizer._state(p), optimizer.layout.of(p.numel())
+    start, ranks = _place(p)
+    copies = (distributed.get_world_size() if distributed.is_initialized() else 1) // math.prod(map(distributed.get_world_size, ranks))
+    both = (_moment_state(state, key) for key in ("m", "v"))
+    return Stored(*both, layout, Part(p.numel(), start), int(state["step"].item()), copies)
+
+
+def scalars_of(optimizer: AdamW, p: Tensor, step: int) -> Scalars:
+    """The numbers of a parameter's step with that number (O-3)."""
+    group = next(group for group in optimizer.param_groups if any(p is other for other in group["params"]))
+    return optimizer._scalars(group, step)
+
+
 def _keys(seed: int, step: int, number: int, layout: Layout) -> tuple[philox.Key | None, philox.Key | None]:
     """The seeds of both moments of a tensor at a step, None where they are rounded to nearest (O-8)."""
     halves = (seed & 0xFFFFFFFF, seed >> 32)
@@ -345,11 +373,11 @@ def _finish(p: Tensor, g: Tensor, m: MomentState, v: MomentState, at: Scalars, l
 
 def _new_moments(g: Tensor, m: MomentState, v: MomentState, at: Scalars, layout: Layout, part: Part):
     """The gradient in range, and both new moments (O-2 to O-5)."""
-    g = _in_range(cast.to_f32(g))
+    g = in_range(cast.to_f32(g))
     return g, *moments.averages(g, moments.read(m, layout.m, layout, part), moments.read(v, layout.v, layout, part), at, layout)
 
 
-def _in_range(g: Tensor) -> Tensor:
+def in_range(g: Tensor) -> Tensor:
     """O-2."""
     kept = moments.not_below(states.GRADIENT_MIN, g)
     if moments.eager_on_cpu(g) and g.numel():

@@ -13,7 +13,8 @@ import numpy as np
 from fp8ref import llama
 from fp8ref.errors import ConfigError
 from fp8ref.hardware import Multiply
-from fp8ref.jax import hardware, linear, proof, stats
+from fp8ref.health import recorded
+from fp8ref.jax import hardware, health, linear, proof, stats
 from fp8ref.stats import merged, planned
 from fp8ref.train import train_state
 from fp8ref.train.config import Config
@@ -71,6 +72,7 @@ class Trainer:
         self._gradients = jax.jit(self._step.gradients, compiler_options=self._options)
         # A function of its own, as its GEMMs report: to ``_observer``, whichever a pass has.
         self._observed = jax.jit(lambda *arguments: self._step.gradients(*arguments)[1], compiler_options=self._options)
+        self._health = jax.jit(self._step.health, compiler_options=self._options)
         self._observer: Callable
         self._count = 0
         self._store = Store()
@@ -185,13 +187,25 @@ class Trainer:
             parts.append(np.concatenate([self._layout.own_parts(p[:, row], operand.layer, operand.role) for p in of_layer]))
         return merged(operands, parts)
 
-    def measured_step(self, tokens: np.ndarray) -> tuple[dict[str, float], dict[str, dict]]:
-        """``step`` and ``statistics`` of one batch, compiled apart.
+    def measured_step(self, tokens: np.ndarray) -> tuple[dict[str, float], dict[str, dict], dict[str, dict]]:
+        """``step`` and ``statistics`` of one batch, and the health of the states that the step makes
+        (SEMANTICS Q-12), compiled apart.
 
         A step that also measures would round differently.
         """
-        found = self.statistics(tokens)
-        return self.step(tokens), found
+        found, states = self.statistics(tokens), self._states(tokens)
+        return self.step(tokens), found, states
+
+    def _states(self, tokens: np.ndarray) -> dict[str, dict]:
+        """The health of the states that a step on this batch would make; {} without a layout."""
+        layout = self.config.optimizer.moment_layout
+        if layout is None:
+            return {}
+        # Gradients of the program that ``gradients`` uses: a program for passes and health together would be compiled anew.
+        grads = self._gradients(self._params, self._fp8_state, self._parts(tokens))[1]
+        measured = self._health(grads, self._state)
+        fetched = jax.tree.map(self._layout.fetch, measured)
+        return recorded(list(measured), np.concatenate([health.numbers(one) for one in fetched.values()]), layout)
 
     def prove(self, tokens: np.ndarray) -> dict:
         """The GEMMs and gathers of the step, for the manifest, read from its lowered program
