@@ -112,11 +112,11 @@ def _optimizer(known: argparse.Namespace):
     for text in known.numbers:
         key, _, value = text.partition("=")
         try:
+            if key not in subjects.NUMBERS:
+                raise ValueError
             numbers[key] = float(value)
         except ValueError:
-            numbers[key] = None
-        if key not in subjects.NUMBERS or numbers[key] is None:
-            raise ValueError(f"--numbers are KEY=VALUE, with a key of {', '.join(subjects.NUMBERS)}; got {text!r}.")
+            raise ValueError(f"--numbers are KEY=VALUE, with a key of {', '.join(subjects.NUMBERS)}; got {text!r}.") from None
     return identify_optimizer(found, name=known.subject, expect=known.expect, numbers=forms.Numbers(**numbers))
 
 

@@ -79,9 +79,9 @@ def _measure(g, before, after, at: Scalars, layout: Layout) -> Measured:
     both = (layout.m, layout.v)
     g = in_range(g.astype(jnp.float32))
     old, stored = ([moments.read(x, moment, layout) for x, moment in zip(pair, both, strict=True)] for pair in (before, after))
-    new = moments.averages(g, *old, at, layout)
-    idle = moments.averages(jnp.zeros_like(g), *stored, at, layout)
-    wanted, found = moments.ratio(*new, at), moments.ratio(*stored, at)
+    new = moments.averages(g, old[0], old[1], at, layout)
+    idle = moments.averages(jnp.zeros_like(g), stored[0], stored[1], at, layout)
+    wanted, found = moments.ratio(new[0], new[1], at), moments.ratio(stored[0], stored[1], at)
     root, stored_root = jnp.sqrt(new[1]), jnp.sqrt(stored[1])
     masks = (
         (stored[1] == 0) & (stored[0] != 0),

@@ -45,11 +45,11 @@ def numbers(g, before: State, after: State, *, b1: float, b2: float, eps: float,
         raise ValueError(f"health is of one step; got states after {before.step} and {after.step} steps.")
     at = states.scalars(after.step, learning_rate=0.0, b1=b1, b2=b2, eps=eps, weight_decay=0.0)
     both = (layout.m, layout.v)
-    read_before, stored = ([x.reshape(-1) for x in sim.decode(state, layout)] for state in (before, after))
+    (old_m, old_v), stored = (tuple(x.reshape(-1) for x in sim.decode(state, layout)) for state in (before, after))
     with np.errstate(all="ignore"):
-        new = moments.averages(sim.in_range(cast.exact(g).astype(np.float32).reshape(-1)), *read_before, at, layout)
-        idle = moments.averages(np.zeros(size, np.float32), *stored, at, layout)
-        wanted, found = (moments.ratio(*pair, at).astype(np.float64) for pair in (new, stored))
+        new = moments.averages(sim.in_range(cast.exact(g).astype(np.float32).reshape(-1)), old_m, old_v, at, layout)
+        idle = moments.averages(np.zeros(size, np.float32), stored[0], stored[1], at, layout)
+        wanted, found = (moments.ratio(pair[0], pair[1], at).astype(np.float64) for pair in (new, stored))
         roots, stored_roots = (np.sqrt(pair[1].astype(np.float64)) for pair in (new, stored))
         counts = (
             size,

@@ -41,15 +41,18 @@ def measuring(optimizer: states.AdamW) -> Iterator[Found]:
     for group in optimizer.param_groups:
         for p in group["params"]:
             if p.grad is not None:
-                m, v, *rest = states.stored(optimizer, p)
-                copied = [MomentState(*(None if x is None else x.clone() for x in one)) for one in (m, v)]  # type: ignore[arg-type]
-                before[p] = Stored(*copied, *rest)
+                now = states.stored(optimizer, p)
+                before[p] = now._replace(m=_copied(now.m), v=_copied(now.v))
     yield found
     for p, old in before.items():
         new = states.stored(optimizer, p)
         if new.step != old.step + 1:
             raise ValueError(f"health is of one step; the optimizer made {new.step - old.step}. Call step once inside measuring.")
         found[p] = _measure(optimizer, p, old, new)
+
+
+def _copied(stored: MomentState) -> MomentState:
+    return MomentState(*(None if x is None else x.clone() for x in stored))  # type: ignore[arg-type]
 
 
 def of_ranks(found: Found) -> Tensor:
@@ -76,7 +79,8 @@ def _measure(optimizer: states.AdamW, p: Tensor, old: Stored, new: Stored) -> Te
     def read(stored: Stored) -> list[Tensor]:
         return [moments.read(one, moment, layout, part) for one, moment in zip(stored[:2], both, strict=True)]
 
-    m, v = moments.averages(g, *read(old), at, layout)
+    old_m, old_v = read(old)
+    m, v = moments.averages(g, old_m, old_v, at, layout)
     stored_m, stored_v = read(new)
     wanted, found = _ratio(m, v, at).double(), _ratio(stored_m, stored_v, at).double()
     root, stored_root = v.double().sqrt(), stored_v.double().sqrt()

@@ -325,8 +325,7 @@ def stored(optimizer: AdamW, p: Tensor) -> Stored:
     state, layout = optimizer._state(p), optimizer.layout.of(p.numel())
     start, ranks = _place(p)
     copies = (distributed.get_world_size() if distributed.is_initialized() else 1) // math.prod(map(distributed.get_world_size, ranks))
-    both = (_moment_state(state, key) for key in ("m", "v"))
-    return Stored(*both, layout, Part(p.numel(), start), int(state["step"].item()), copies)
+    return Stored(_moment_state(state, "m"), _moment_state(state, "v"), layout, Part(p.numel(), start), int(state["step"].item()), copies)
 
 
 def scalars_of(optimizer: AdamW, p: Tensor, step: int) -> Scalars:

@@ -13,6 +13,7 @@ import numpy as np
 from fp8ref import states
 
 F32 = np.float32
+"""float32, in which every number of a form is rounded."""
 
 AVERAGES = {
     "products": "b x + a y",
@@ -85,9 +86,9 @@ def averages() -> Iterator[tuple[str, str]]:
     yield from (pair for pair in pairs if pair not in (("products", "products"), ("lerp", "lerp")))
 
 
-def average(name: str, x: np.ndarray, g: np.ndarray, b: float, a: float, *, square: bool) -> np.ndarray:
-    """The new moment of an old one."""
-    b, a = F32(b), F32(a)
+def average(name: str, x: np.ndarray, g: np.ndarray, beta: float, rest: float, *, square: bool) -> np.ndarray:
+    """The new moment of an old one; rest is 1 - beta."""
+    b, a = F32(beta), F32(rest)
     if name in SQUARES:
         return fma(a * g, g, b * x) if "fused" in name else b * x + (a * g) * g
     y = g * g if square else g

@@ -152,8 +152,8 @@ def named() -> list[Layout]:
 def _differs(mine: np.ndarray, theirs: np.ndarray, what: str, step: int, tensor: str, shape: tuple[int, ...]) -> Departure | None:
     mine, theirs = np.atleast_1d(mine).reshape(-1), np.atleast_1d(theirs).reshape(-1)
     if mine.dtype != theirs.dtype or mine.size != theirs.size:
-        described = [f"{x.size} of {x.dtype}" for x in (theirs, mine)]
-        return Departure(step, tensor, what, (), *described, max(mine.size, theirs.size), max(mine.size, theirs.size))
+        got, expected = (f"{x.size} of {x.dtype}" for x in (theirs, mine))
+        return Departure(step, tensor, what, (), got, expected, max(mine.size, theirs.size), max(mine.size, theirs.size))
     word = f"u{mine.dtype.itemsize}"
     differ = mine.view(word) != theirs.view(word)
     if mine.dtype.kind == "f":  # no clause has a NaN's bits, or the sign of a stored zero

@@ -19,7 +19,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from fp8ref import llama
 from fp8ref.hardware import Multiply
 from fp8ref.health import recorded
-from fp8ref.torch import delayed, hardware, health
+from fp8ref.torch import delayed, hardware, health, states
 from fp8ref.torch.parallel import check_copies, parallelize
 from fp8ref.train import train_state
 from fp8ref.train.config import Config
@@ -114,12 +114,12 @@ class Step:
             # on local shards: every rank scales its own by the same factor, without communication
             torch._foreach_mul_([optimizer.local(g) for g in grads], torch.clamp(self.config.optimizer.max_norm / norm, max=1.0))
             optimizer.set_learning_rate(self.optimizer, lr)
-            if measured is None:
-                self.optimizer.step()
-            else:
-                with health.measuring(self.optimizer) as found_health:
+            if measured is not None and isinstance(self.optimizer, states.AdamW):
+                with health.measuring(self.optimizer) as of_step:
                     self.optimizer.step()
-                measured |= found_health
+                measured |= of_step
+            else:
+                self.optimizer.step()
             if skips:
                 delayed.forget_unless(self.model, finite)
             delayed.update(self.model)
