@@ -164,7 +164,7 @@ def test_an_optimizer_and_the_layout_that_it_should_have(functions, capsys):
     found = json.loads((functions / "found.json").read_text())
     assert (found["ok"], found["kind"], found["is"]["layout"], found["state_shown"]) == (True, "optimizer", "te", True)
     assert run("somebodys_functions:step", "--expect", "fishman", "--numbers", "b2=0.999") == 1
-    assert "step 1, tensor spread, codes of v" in capsys.readouterr().out
+    assert "step 1, tensor spread, scale_inv of m: got" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
