@@ -37,7 +37,14 @@ def shows(source: str) -> bool:
 
 
 def test_there_are_notebooks():
-    assert [path.stem for path in NOTEBOOKS] == ["01_formats", "02_scaling", "03_accumulation", "04_training", "05_conformance"]
+    assert [path.stem for path in NOTEBOOKS] == [
+        "01_formats",
+        "02_scaling",
+        "03_accumulation",
+        "04_training",
+        "05_conformance",
+        "06_states",
+    ]
 
 
 def test_the_tensors_beside_them_are_a_demos_and_small():

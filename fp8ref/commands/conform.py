@@ -1,4 +1,4 @@
-"""fp8ref conform: identify a custom cast or quantizer, and test it against the specification."""
+"""fp8ref conform: identify a custom cast, quantizer or optimizer, and test it against the specification."""
 
 import argparse
 import contextlib
@@ -16,20 +16,25 @@ def add(commands) -> None:
         commands,
         "conform",
         _conform,
-        "Identify a cast or quantizer, and compare it with the specification.",
+        "Identify a cast, quantizer or optimizer, and compare it with the specification.",
         "Identify a cast or a quantizer from its outputs for chosen inputs. For a cast: how "
         "it rounds, saturates, and treats zeros, subnormals, infinities and NaNs. For a "
-        "quantizer: which elements share a scale, and which policy computes the scale. Exits "
+        "quantizer: which elements share a scale, and which policy computes the scale. For an "
+        "optimizer: how it stores its moments, and in which order it computes AdamW. Exits "
         "with 1 if it matches no known name or, with --expect, differs from the expected "
         "name.",
     )
     conform.add_argument(
-        "subject", metavar="MODULE:FUNCTION", help="a function of one NumPy, PyTorch or JAX array; a GEMM is passed to fp8ref probe"
+        "subject",
+        metavar="MODULE:FUNCTION",
+        help="a function of one NumPy, PyTorch or JAX array; a GEMM is passed to fp8ref probe; or an optimizer",
     )
     conform.add_argument("--format", default="e4m3fn", metavar="NAME", help="the format it casts to (default e4m3fn)")
-    conform.add_argument("--kind", metavar="KIND", help="cast, quantizer or gemm (default: detected)")
+    conform.add_argument("--kind", metavar="KIND", help="cast, quantizer, gemm or optimizer (default: detected)")
     conform.add_argument(
-        "--expect", metavar="NAME", help="the expected cast behavior, such as saturating, or policy, such as torchao; exit with 1 if it differs"
+        "--expect",
+        metavar="NAME",
+        help="the expected cast behavior, such as saturating, policy, such as torchao, or layout of states, such as msamp; exit with 1 if it differs",
     )  # fmt: skip
     conform.add_argument(
         "--granularity",
@@ -40,6 +45,13 @@ def add(commands) -> None:
     conform.add_argument("--framework", metavar="NAME", help="the arrays it takes: numpy, torch or jax (default: the first that works)")
     conform.add_argument("--device", default="cpu", metavar="NAME", help="the device of PyTorch tensors, such as cuda (default cpu)")
     conform.add_argument("--exhaustive", action="store_true", help="also test a cast with all 2^32 float32 inputs (minutes)")
+    conform.add_argument(
+        "--numbers",
+        nargs="+",
+        default=[],
+        metavar="KEY=VALUE",
+        help="of an optimizer: learning_rate, b1, b2, eps or weight_decay, such as b2=0.999; passed to it if it takes them by name",
+    )
     conform.add_argument("--json", type=Path, metavar="FILE", help="write the findings to FILE")
 
 
@@ -51,10 +63,17 @@ def _conform(known: argparse.Namespace) -> int:
 
     if known.format not in formats.FP8_FORMATS:
         raise ValueError(f"--format is one of {', '.join(formats.FP8_FORMATS)}; got {known.format}.")
-    if known.kind not in (None, *subjects.KINDS):
-        raise ValueError(f"--kind is one of {', '.join(subjects.KINDS)}; got {known.kind}.")
+    kinds = (*subjects.KINDS, "optimizer")
+    if known.kind not in (None, *kinds):
+        raise ValueError(f"--kind is one of {', '.join(kinds)}; got {known.kind}.")
     if known.axis not in (None, -1, 0):
         raise ValueError(f"--axis is -1, the last axis of x [M, K], or 0, the first; got {known.axis}.")
+    with contextlib.redirect_stdout(sys.stderr):
+        outcome = _optimizer(known)
+    if outcome is not None:
+        return conclude(outcome, known.json)
+    if known.numbers:
+        raise ValueError(f"--numbers are of an optimizer; {known.subject} is none. Leave it out, or name --kind optimizer.")
     expects_cast = _expects_cast(known.expect)
     with contextlib.redirect_stdout(sys.stderr):  # what somebody's function prints is no part of the answer
         function = library_gemms.load(known.subject)
@@ -67,6 +86,38 @@ def _conform(known: argparse.Namespace) -> int:
     if known.expect and outcome.expected is None:
         outcome = _another_kind(outcome, known.expect)
     return conclude(outcome, known.json)
+
+
+def _optimizer(known: argparse.Namespace):
+    """The outcome of an optimizer; None if the subject is none."""
+    from fp8ref.conformance import identify_optimizer
+    from fp8ref.conformance.gemm import library_gemms
+    from fp8ref.conformance.optimizer import forms, subjects
+
+    if known.kind not in (None, "optimizer"):
+        return None
+    found = library_gemms.load(known.subject)
+    if known.kind is None and subjects.kind_of(found) is None:
+        return None
+    given = {
+        "--granularity": known.granularity,
+        "--axis": known.axis,
+        "--framework": known.framework,
+        "--exhaustive": known.exhaustive or None,
+    }
+    given |= {"--format": None if known.format == "e4m3fn" else known.format, "--device": None if known.device == "cpu" else known.device}
+    if unused := [name for name, value in given.items() if value is not None]:
+        raise ValueError(f"{', '.join(unused)}: {known.subject} is an optimizer, of which the layout says all of it. Leave it out.")
+    numbers = {}
+    for text in known.numbers:
+        key, _, value = text.partition("=")
+        try:
+            if key not in subjects.NUMBERS:
+                raise ValueError
+            numbers[key] = float(value)
+        except ValueError:
+            raise ValueError(f"--numbers are KEY=VALUE, with a key of {', '.join(subjects.NUMBERS)}; got {text!r}.") from None
+    return identify_optimizer(found, name=known.subject, expect=known.expect, numbers=forms.Numbers(**numbers))
 
 
 def _expects_cast(name: str | None) -> bool | None:

@@ -7,7 +7,8 @@ FP8 into an existing model.
     cast, scaling, scales, delayed, gemm
                   the parts, under the same names as in ``fp8ref.sim``
     states        AdamW whose moments are stored in FP8, for optax, with masters and FP8 copies of weights;
-                  ``moments`` is one of them, ``philox`` the stochastic rounding
+                  ``moments`` is one of them, ``philox`` the stochastic rounding; ``health`` what storing
+                  them cost
     sharding, explicit_sharding
                   the placement of a linear on a mesh; as the types of Explicit axes say it
     gradients     summed over devices in FP8, and over microbatches
@@ -24,7 +25,7 @@ from fp8ref import extras, moved
 
 extras.require("jax", "fp8ref.jax", "jax", "flax", "optax")
 
-from fp8ref.jax import cast, contraction, delayed, flax, gemm, gradients, hardware, linear, proof, scales, scaling, sharding, states
+from fp8ref.jax import cast, contraction, delayed, flax, gemm, gradients, hardware, health, linear, proof, scales, scaling, sharding, states
 
 __all__ = [
     "cast",
@@ -34,6 +35,7 @@ __all__ = [
     "gemm",
     "gradients",
     "hardware",
+    "health",
     "linear",
     "proof",
     "scales",

@@ -12,6 +12,7 @@ XLA would change the bits in three ways, and each line that prevents one is mark
                 barrier
 """
 
+import dataclasses
 from typing import NamedTuple
 
 import jax
@@ -113,6 +114,11 @@ def averages(g, m, v, at: Scalars, layout: Layout):
     return not_tiny(m, layout), not_tiny(v, layout)
 
 
+def ratio(m, v, at: Scalars):
+    """The ratio of corrected moments, before a bound (O-6)."""
+    return product(m, at.inverse1) / (product(jnp.sqrt(v), at.inverse2) + at.eps)
+
+
 def not_tiny(x, layout: Layout):
     """x with +0 in place of magnitudes below the layout's smallest (O-5)."""
     return jnp.where(jnp.abs(x) < layout.smallest_moment, jnp.float32(0), x)
@@ -167,7 +173,6 @@ def store(x, found: list[jax.Array], old: MomentState, which: int, at: Scalars, 
 
 def _store_expanded(x, amax, smallest, moment: Moment, key) -> MomentState:
     """O-10."""
-    magnitude = jnp.abs(x)
     floor = jnp.float32(moment.floor)
     top = jnp.maximum(amax, floor)
     bottom = jnp.minimum(jnp.maximum(smallest, floor), top)
@@ -177,9 +182,14 @@ def _store_expanded(x, amax, smallest, moment: Moment, key) -> MomentState:
     for k in reversed(states.EXPONENTS[:-1]):
         exponent = jnp.where(ratio <= np.float32(states.EXPANDED_RANGE ** (1 / k)), jnp.float32(k), exponent)
     scale_inv = quotient(_power(quotient(top, center), exponent), jnp.float32(moment.fmt.max))
-    of, k, inverse = (_spread(a, x.shape, moment) for a in (center, exponent, scale_inv))
-    scaled = _over(_signed(_power(jnp.clip(_over(magnitude, of), 0, _LARGEST), k), x), inverse)
+    scaled = expanded(x, center, exponent, scale_inv, moment)
     return MomentState(_codes(scaled, x, moment, key), scale_inv, None, exponent, center)
+
+
+def expanded(x, center, exponent, scale_inv, moment: Moment):
+    """The numbers that are rounded to codes under an expansion (O-10)."""
+    of, k, inverse = (_spread(a, x.shape, moment) for a in (center, exponent, scale_inv))
+    return _over(_signed(_power(jnp.clip(_over(jnp.abs(x), of), 0, _LARGEST), k), x), inverse)
 
 
 def _power(x, exponent):
@@ -238,6 +248,20 @@ def _codes(scaled, x, moment: Moment, key):
 
 def _values(codes, moment: Moment):
     return cast.decode(codes, moment.fmt) if moment.fmt.bits == 8 else codes.astype(jnp.float32)
+
+
+def again(x, stored: MomentState, moment: Moment):
+    """The codes of x, a moment or its root, rounded to nearest under the scales of a stored moment."""
+    if stored.exponent is not None:
+        x = expanded(x, stored.center, stored.exponent, stored.scale_inv, moment)
+    elif stored.scale_inv is not None:
+        x = _over(x, _spread(stored.scale_inv, x.shape, moment))
+    return _codes(x, x, dataclasses.replace(moment, keep=False), None)
+
+
+def above(x, limit: float, stored: MomentState, moment: Moment):
+    """Whether magnitudes are above RN32(limit * scale_inv) of their group."""
+    return jnp.abs(x) > _spread(product(stored.scale_inv, jnp.float32(limit)), x.shape, moment)
 
 
 def _group_max(x, moment: Moment, empty: float = 0.0):

@@ -206,10 +206,10 @@ def _leaf(p, g, stored: list[MomentState], at: Scalars, layout: Layout, draw: tu
 def _new(p, g, stored: list[MomentState], at: Scalars, layout: Layout):
     """(the gradient in range, both new moments, and the weight where a master is kept), and the change
     of the weight (O-2 to O-6)."""
-    g = _in_range(cast.to_f32(g))
+    g = in_range(cast.to_f32(g))
     m, v = (moments.read(one, moment, layout) for one, moment in zip(stored[:2], (layout.m, layout.v), strict=True))
     m, v = moments.averages(g, m, v, at, layout)
-    ratio = moments.product(m, at.inverse1) / (moments.product(jnp.sqrt(v), at.inverse2) + at.eps)
+    ratio = moments.ratio(m, v, at)
     if layout.bounded:
         ratio = jnp.clip(ratio, -at.bound, at.bound)
     if layout.keeps_master:
@@ -218,7 +218,7 @@ def _new(p, g, stored: list[MomentState], at: Scalars, layout: Layout):
     return (g, m, v, p - change) if layout.keeps_master else (g, m, v), change
 
 
-def _in_range(g):
+def in_range(g):
     """O-2."""
     magnitude = jnp.abs(g)
     kept = jnp.where(magnitude < states.GRADIENT_MIN, jnp.float32(0), g)

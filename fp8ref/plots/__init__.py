@@ -23,6 +23,7 @@ except ImportError as error:
 from fp8ref.plots.errors import cast_difference, error_histogram, error_lines, number_table, scale_difference, share_by_exponent
 from fp8ref.plots.formats import cast_curve, code_map, near_zero, number_line, ranges, relative_error, spacing, worst_error
 from fp8ref.plots.runs import loss_curves, staleness, step_lines, validation_gaps
+from fp8ref.plots.states import health_lines, moment_range, update_ratios
 from fp8ref.plots.style import figure, png
 from fp8ref.plots.tensors import code_difference, error_map, exponent_histogram, fate_map, magnitude_map
 
@@ -37,8 +38,10 @@ __all__ = [
     "exponent_histogram",
     "fate_map",
     "figure",
+    "health_lines",
     "loss_curves",
     "magnitude_map",
+    "moment_range",
     "near_zero",
     "number_line",
     "number_table",
@@ -50,6 +53,7 @@ __all__ = [
     "spacing",
     "staleness",
     "step_lines",
+    "update_ratios",
     "validation_gaps",
     "worst_error",
 ]

@@ -8,6 +8,7 @@ Read it in this order; each module cites its clauses of docs/spec:
     scaling       tensor -> amax, codes and back (S)
     delayed       scales from the amaxes of earlier steps (H)
     states        AdamW whose moments are stored in FP8 (O); ``moments`` is one of them
+    health        what storing them cost (O-12)
     tensor_core   one step of a tensor core (G)
     accumulate    sum over K: exact, float32 in order, plans of tensor-core steps (G)
     gemm          accumulate, then the epilogue (G)
@@ -26,9 +27,23 @@ also where they hold values of a narrower format: such a format is a set of valu
 """
 
 from fp8ref import moved
-from fp8ref.sim import accumulate, cast, delayed, gemm, gradients, linear, llama, mesh, scaling, sharding, states, stats
+from fp8ref.sim import accumulate, cast, delayed, gemm, gradients, health, linear, llama, mesh, scaling, sharding, states, stats
 
-__all__ = ["accumulate", "cast", "delayed", "gemm", "gradients", "linear", "llama", "mesh", "scaling", "sharding", "states", "stats"]
+__all__ = [
+    "accumulate",
+    "cast",
+    "delayed",
+    "gemm",
+    "gradients",
+    "health",
+    "linear",
+    "llama",
+    "mesh",
+    "scaling",
+    "sharding",
+    "states",
+    "stats",
+]
 
 
 def __getattr__(name: str):

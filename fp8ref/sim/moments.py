@@ -71,6 +71,11 @@ def averages(g: np.ndarray, m: np.ndarray, v: np.ndarray, at: Scalars, layout: L
     return not_tiny(m, layout), not_tiny(v, layout)
 
 
+def ratio(m: np.ndarray, v: np.ndarray, at: Scalars) -> np.ndarray:
+    """The ratio of corrected moments, before a bound (O-6)."""
+    return (m * np.float32(at.inverse1)) / (np.sqrt(v) * np.float32(at.inverse2) + np.float32(at.eps))
+
+
 def not_tiny(x: np.ndarray, layout: Layout) -> np.ndarray:
     """x with +0 in place of magnitudes below the layout's smallest (O-5)."""
     return np.where(np.abs(x) < np.float32(layout.smallest_moment), np.float32(0), x)
@@ -165,10 +170,15 @@ def _store_expanded(xs: list[tuple[int, np.ndarray]], amax: np.ndarray, moment: 
     scale_inv = power(top / center, exponent) / np.float32(moment.fmt.max)
     codes = []
     for start, x in xs:
-        of, k, inverse = (spread(a, start, x.size, moment) for a in (center, exponent, scale_inv))
-        scaled = np.copysign(power(np.abs(x) / of, k), x) / inverse
+        scaled = expanded(x, center, exponent, scale_inv, start, moment)
         codes.append(_kept(round_codes(scaled, moment, start, key), x, moment))
     return MomentState(np.concatenate(codes).reshape(shape), scale_inv, None, exponent, center)
+
+
+def expanded(x: np.ndarray, center, exponent, scale_inv, start: int, moment: Moment) -> np.ndarray:
+    """The numbers that are rounded to codes under an expansion (O-10)."""
+    of, k, inverse = (spread(a, start, x.size, moment) for a in (center, exponent, scale_inv))
+    return np.copysign(power(np.abs(x) / of, k), x) / inverse
 
 
 def power(x: np.ndarray, exponent: np.ndarray) -> np.ndarray:

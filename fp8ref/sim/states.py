@@ -21,7 +21,6 @@ A layout with masters (O-14) takes and gives what is stored of the weight in its
 import dataclasses
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -45,37 +44,6 @@ class State(NamedTuple):
     step: int
     m: MomentState
     v: MomentState
-
-
-@dataclass(frozen=True, kw_only=True)
-class Health:
-    """What storing the moments of one step cost (O-12). Counts are of elements.
-
-    count         all of them
-    v_lost        v is stored as 0 beside an m that is not
-    bounded       ratios of moments that the bound clipped
-    clipped_m, clipped_v
-                  values above the range of their scale
-    stalled_m, stalled_v
-                  stored values that are not 0 and stay the same under a gradient of 0
-    root_bias     sum of sqrt(stored v) / sum of sqrt(v) - 1
-    update_error  rms of the change of the next ratio that storing makes / rms of the ratio
-    largest_ratio largest magnitude of the ratio of stored moments
-    bytes_per_parameter
-                  of both moments, scales included
-    """
-
-    count: int
-    v_lost: int
-    bounded: int
-    clipped_m: int
-    clipped_v: int
-    stalled_m: int
-    stalled_v: int
-    root_bias: float
-    update_error: float
-    largest_ratio: float
-    bytes_per_parameter: float
 
 
 def init(shape: tuple[int, ...], layout: str | Layout = "sqrt_e4m3") -> State:
@@ -221,55 +189,6 @@ def step(
     return weights_after, State(state.step + 1, *after[:2])
 
 
-def health(
-    g,
-    before: State,
-    after: State,
-    *,
-    b1: float = 0.9,
-    b2: float = 0.95,
-    eps: float = 1e-8,
-    layout: str | Layout = "sqrt_e4m3",
-) -> Health:
-    """What the step from before to after cost, by the gradient that it took (SEMANTICS O-12).
-
-    Order:    float64 sums, in no stated order.
-    Specials: figures of a state that holds NaN are NaN where they are not counts.
-    Raises:   ValueError: states of another layout, or not one step apart.
-    """
-    shape = after.m.codes.shape
-    layout = _layout_of(layout, shape)
-    _check_state(before, layout, shape)
-    _check_state(after, layout, shape)
-    if after.step != before.step + 1:
-        raise ValueError(f"health is of one step; got states after {before.step} and {after.step} steps.")
-    at = states.scalars(after.step, learning_rate=0.0, b1=b1, b2=b2, eps=eps, weight_decay=0.0)
-    with np.errstate(all="ignore"):
-        m, v = moments.averages(
-            in_range(cast.exact(g).astype(np.float32).reshape(-1)), *_read_both(before, layout, 0, after.m.codes.size), at, layout
-        )
-        stored_m, stored_v = _read_both(after, layout, 0, after.m.codes.size)
-        wanted, found = _ratio(m, v, at).astype(np.float64), _ratio(stored_m, stored_v, at).astype(np.float64)
-        clipped = [int(_clipped(x, stored, moment).sum()) for x, stored, moment in ((m, after.m, layout.m), (v, after.v, layout.v))]
-        idle = moments.averages(np.zeros_like(m), stored_m, stored_v, at, layout)
-        stalled = [int(_stalled(x, stored, moment).sum()) for x, stored, moment in zip(idle, after[1:], (layout.m, layout.v), strict=True)]
-        roots = [float(np.sqrt(x.astype(np.float64)).sum()) for x in (v, stored_v)]
-        rms = float(np.sqrt(np.mean(wanted**2)))
-        return Health(
-            count=m.size,
-            v_lost=int(((stored_v == 0) & (stored_m != 0)).sum()),
-            bounded=int((np.abs(wanted) > at.bound).sum()) if layout.bounded else 0,
-            clipped_m=clipped[0],
-            clipped_v=clipped[1],
-            stalled_m=stalled[0],
-            stalled_v=stalled[1],
-            root_bias=roots[1] / roots[0] - 1 if roots[0] else 0.0,
-            update_error=float(np.sqrt(np.mean((found - wanted) ** 2))) / rms if rms else 0.0,
-            largest_ratio=float(np.abs(found).max()),
-            bytes_per_parameter=layout.bytes_per_parameter(m.size),
-        )
-
-
 def in_range(g: np.ndarray) -> np.ndarray:
     """Gradients below 2^-56 as +0, above 2^56 and not finite as NaN (SEMANTICS O-2); float32."""
     magnitude = np.abs(g)
@@ -277,14 +196,9 @@ def in_range(g: np.ndarray) -> np.ndarray:
     return np.where(magnitude <= np.float32(states.GRADIENT_MAX), kept, np.float32(np.nan))
 
 
-def _ratio(m: np.ndarray, v: np.ndarray, at: Scalars) -> np.ndarray:
-    """The ratio of corrected moments, before a bound (O-6)."""
-    return (m * np.float32(at.inverse1)) / (np.sqrt(v) * np.float32(at.inverse2) + np.float32(at.eps))
-
-
 def _weight(p: np.ndarray, m: np.ndarray, v: np.ndarray, at: Scalars, layout: Layout) -> np.ndarray:
     """The new weight (O-6)."""
-    ratio = _ratio(m, v, at)
+    ratio = moments.ratio(m, v, at)
     if layout.bounded:
         ratio = np.clip(ratio, -np.float32(at.bound), np.float32(at.bound))
     return p - moments.change(ratio, p, at)
@@ -295,31 +209,6 @@ def _read_both(state: State, layout: Layout, start: int, stop: int) -> tuple[np.
     both = ((state.m, layout.m), (state.v, layout.v))
     m, v = (moments.read(stored, moment, stored.codes.reshape(-1)[start:stop], start, layout) for stored, moment in both)
     return m, v
-
-
-def _clipped(x: np.ndarray, stored: MomentState, moment: Moment) -> np.ndarray:
-    """Whether values are above what the scale of the stored codes reaches (O-12)."""
-    if stored.scale_inv is None or moment.expansion:
-        return np.zeros(x.shape, bool)
-    x = np.sqrt(x) if moment.root else x
-    half_spacing = 2.0 ** (np.frexp(moment.fmt.max)[1] - 2 - moment.fmt.mantissa_bits)
-    return np.abs(x.astype(np.float64)) / moments.spread(stored.scale_inv, 0, x.size, moment) > moment.fmt.max + half_spacing
-
-
-def _stalled(x: np.ndarray, stored: MomentState, moment: Moment) -> np.ndarray:
-    """Whether x, a stored moment one step without gradient later, is stored as it was, under the
-    same scale (O-12)."""
-    codes = stored.codes.reshape(-1)
-    not_zero = (codes & 0x7F != 0) if codes.dtype == np.uint8 else codes != 0
-    if moment.rounding == "stochastic":
-        return np.zeros(x.shape, bool)
-    x = np.sqrt(x) if moment.root else x
-    if stored.exponent is not None and stored.center is not None:
-        of, k, inverse = (moments.spread(a, 0, x.size, moment) for a in (stored.center, stored.exponent, stored.scale_inv))
-        x = np.copysign(moments.power(np.abs(x) / of, k), x) / inverse
-    elif stored.scale_inv is not None:
-        x = x / moments.spread(stored.scale_inv, 0, x.size, moment)
-    return not_zero & (moments.round_codes(x, moment, 0, None) == codes)
 
 
 def _key(seed: int, step: int, stream: int, *, of_master: bool = False) -> int:

@@ -26,8 +26,8 @@ torch._scaled_mm, or ``block_gemm`` for block scales; ``hardware`` simulates oth
 ``checkpointing`` says what a block keeps. ``tensor_parallel`` cuts linears. ``switch`` changes the
 recipe of a model between two steps. ``compiled_fsdp`` shards within a compiled graph. ``proof``
 shows that a step ran in FP8. ``states`` is AdamW whose moments are stored in FP8; ``moments`` is
-one of them, and ``philox`` the stochastic rounding. ``copies`` keeps weights as codes between
-steps.
+one of them, ``philox`` the stochastic rounding, and ``health`` what storing them cost. ``copies``
+keeps weights as codes between steps.
 
 ``fp8ref.crosscheck`` checks this package against docs/spec; it shares no code with the
 simulator. The trainer is ``fp8ref.train.torch``.
@@ -57,6 +57,7 @@ from fp8ref.torch import (
     gemm,
     gradients,
     hardware,
+    health,
     linear,
     parallel,
     proof,
@@ -80,6 +81,7 @@ __all__ = [
     "gemm",
     "gradients",
     "hardware",
+    "health",
     "linear",
     "parallel",
     "proof",

@@ -11,6 +11,7 @@ another way; each is replaced by an equal one here:
                       take 5 to 30 times as long as a product; arithmetic on codes replaces them
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -224,9 +225,14 @@ def _store_expanded(x: Tensor, amax: Tensor, smallest: Tensor, moment: Moment, p
     for k in reversed(states.EXPONENTS[:-1]):
         exponent = torch.where(ratio <= states.float32(states.EXPANDED_RANGE ** (1 / k)), k, exponent)
     scale_inv = _power(top / center, exponent) / torch.full_like(center, moment.fmt.max)
-    magnitude = _by_group(_power, _by_group(torch.div, x.abs(), center, moment, part), exponent, moment, part)
-    scaled = _by_group(torch.div, torch.copysign(magnitude, x), scale_inv, moment, part)
+    scaled = _expanded(x, center, exponent, scale_inv, moment, part)
     return MomentState(_codes(scaled, x, moment, part, key), scale_inv, None, exponent, center)
+
+
+def _expanded(x: Tensor, center: Tensor, exponent: Tensor, scale_inv: Tensor, moment: Moment, part: Part) -> Tensor:
+    """The numbers that are rounded to codes under an expansion (O-10)."""
+    magnitude = _by_group(_power, _by_group(torch.div, x.abs(), center, moment, part), exponent, moment, part)
+    return _by_group(torch.div, torch.copysign(magnitude, x), scale_inv, moment, part)
 
 
 def _power(x: Tensor, exponent: Tensor) -> Tensor:
@@ -294,6 +300,23 @@ def _values(codes: Tensor, moment: Moment) -> Tensor:
     half.bitwise_left_shift_(7).bitwise_and_(~0x4000)
     nan = (half & 0x3F80).add_(0x80).bitwise_and_(0x4000)  # of the code 0x7F alone
     return half.bitwise_or_(nan).view(torch.float16).float().mul_(256.0)
+
+
+def again(x: Tensor, stored: MomentState, moment: Moment, part: Part) -> Tensor:
+    """The codes of x, a moment or its root, rounded to nearest under the scales of a stored moment."""
+    if stored.scale_inv is None:
+        pass
+    elif stored.exponent is not None and stored.center is not None:
+        x = _expanded(x, stored.center, stored.exponent, stored.scale_inv, moment, part)
+    else:
+        x = _by_group(torch.div, x, stored.scale_inv, moment, part)
+    return _codes(x, x, dataclasses.replace(moment, keep=False), part, None)
+
+
+def above(x: Tensor, limit: float, stored: MomentState, moment: Moment, part: Part) -> Tensor:
+    """Whether magnitudes are above RN32(limit * scale_inv) of their group."""
+    assert stored.scale_inv is not None
+    return _by_group(torch.gt, x.abs(), stored.scale_inv * limit, moment, part)
 
 
 def _group_max(x: Tensor, moment: Moment, part: Part, empty: float = 0.0) -> Tensor:

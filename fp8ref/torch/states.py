@@ -19,6 +19,7 @@ parameter is its own bfloat16 master.
 
 import contextlib
 import functools
+import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -324,6 +325,32 @@ def decode(optimizer: AdamW, p: Tensor) -> tuple[Tensor, Tensor]:
     return m.view(_local(p).shape), v.view(_local(p).shape)
 
 
+class Stored(NamedTuple):
+    """Both moments of this rank's part of a parameter, flat; which part it is; the steps that were
+    made; and on how many ranks each element is."""
+
+    m: MomentState
+    v: MomentState
+    layout: Layout
+    part: Part
+    step: int
+    copies: int
+
+
+def stored(optimizer: AdamW, p: Tensor) -> Stored:
+    """What is stored of a parameter, not copied."""
+    state, layout = optimizer._state(p), optimizer.layout.of(p.numel())
+    start, ranks = _place(p)
+    copies = (distributed.get_world_size() if distributed.is_initialized() else 1) // math.prod(map(distributed.get_world_size, ranks))
+    return Stored(_moment_state(state, "m"), _moment_state(state, "v"), layout, Part(p.numel(), start), int(state["step"].item()), copies)
+
+
+def scalars_of(optimizer: AdamW, p: Tensor, step: int) -> Scalars:
+    """The numbers of a parameter's step with that number (O-3)."""
+    group = next(group for group in optimizer.param_groups if any(p is other for other in group["params"]))
+    return optimizer._scalars(group, step)
+
+
 def weight(optimizer: AdamW, p: Tensor) -> Tensor:
     """The weight that the master of a parameter in the state holds, in the parameter's dtype and shape (SEMANTICS O-14)."""
     stored, moment = _moment_state(optimizer.state[p], "master"), optimizer.layout.master
@@ -433,12 +460,12 @@ def _change(p: Tensor, m: Tensor, root: Tensor, at: Scalars, layout: Layout) -> 
 
 def _new_moments(g: Tensor, kept: tuple[MomentState, ...], at: Scalars, layout: Layout, part: Part):
     """The gradient in range, and both new moments (O-2 to O-5)."""
-    g = _in_range(cast.to_f32(g))
+    g = in_range(cast.to_f32(g))
     m, v = (moments.read(stored, moment, layout, part) for stored, moment in zip(kept[:2], (layout.m, layout.v), strict=True))
     return g, *moments.averages(g, m, v, at, layout)
 
 
-def _in_range(g: Tensor) -> Tensor:
+def in_range(g: Tensor) -> Tensor:
     """O-2."""
     kept = moments.not_below(states.GRADIENT_MIN, g)
     if moments.eager_on_cpu(g) and g.numel():

@@ -2,7 +2,7 @@
 
 config.toml       the configuration
 metrics.jsonl     a JSON object for each step: loss, gradient norm, speed
-statistics.jsonl  quantization statistics (Q-8), under statistics.every
+statistics.jsonl  quantization statistics (Q-8) and health of states (Q-12), under statistics.every
 manifest.json     versions, device, data, linears, the proof, and the status
 """
 
@@ -70,7 +70,7 @@ class RunLog:
         self._metrics.flush()
 
     def statistics(self, line: dict) -> None:
-        """Append quantization statistics of a step (Q-8)."""
+        """Append quantization statistics, and the health of states, of a step (Q-8, Q-12)."""
         with (self.out / STATISTICS).open("a", encoding="utf-8") as file:
             file.write(_line(line))
 
@@ -259,11 +259,11 @@ def _keep(path: Path, start: int, keys: tuple[str, ...]) -> list[dict]:
 def _intact(line: dict, keys: tuple[str, ...]) -> bool:
     """Whether a line has a step and these keys.
 
-    statistics is an object, and every other value a finite number.
+    statistics and states are objects, and every other value is a finite number.
     """
 
     def fits(key: str, value: object) -> bool:
-        return isinstance(value, dict) if key == "statistics" else type(value) in (int, float) and math.isfinite(value)  # type: ignore[arg-type]
+        return isinstance(value, dict) if key in ("statistics", "states") else type(value) in (int, float) and math.isfinite(value)  # type: ignore[arg-type]
 
     step = line.get("step")
     return type(step) is int and step >= 0 and line.keys() >= set(keys) and all(fits(*item) for item in line.items())

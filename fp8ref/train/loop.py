@@ -11,7 +11,7 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 
-from fp8ref import console, llama
+from fp8ref import console, health, llama
 from fp8ref.errors import ConfigError, LostProcessError, NonFiniteError, StoppedError
 from fp8ref.linear_selection import Decision
 from fp8ref.train import config as configs
@@ -90,8 +90,9 @@ class Trainer(Protocol):
         """Quantization statistics of every FP8 operand of a batch (Q-8); no state changes."""
         ...
 
-    def measured_step(self, tokens: np.ndarray) -> tuple[dict[str, float], dict[str, dict]]:
-        """The results of ``step`` and of ``statistics`` on one batch."""
+    def measured_step(self, tokens: np.ndarray) -> tuple[dict[str, float], dict[str, dict], dict[str, dict]]:
+        """The results of ``step`` and of ``statistics`` on one batch, and the health of the states that
+        the step made, by parameter (Q-12); none of an optimizer without a layout."""
         ...
 
     def fp8_states(self) -> dict[str, tuple[np.ndarray, ...]]:
@@ -309,11 +310,13 @@ class _Training:
         self.switch(step)
         with watch("data"):
             tokens = self.batches.step(step)
+        columns: dict[str, float] = {}
         begun = time.perf_counter()
         if config.statistics.every and step % config.statistics.every == 0:
             with watch("measured step"):
-                metrics, found = self.model.measured_step(tokens)
-            self.run.statistics({"step": step, "statistics": found})
+                metrics, found, states = self.model.measured_step(tokens)
+            self.run.statistics({"step": step, "statistics": found} | ({"states": states} if states else {}))
+            columns = health.columns(states)
             self.decide(step, found)
         else:
             with watch("step"):
@@ -327,7 +330,7 @@ class _Training:
             except Exception as error:  # a failure to save must not hide the non-finite loss
                 remedy = f"The step could not be kept: {str(error).splitlines()[0]}."
             raise NonFiniteError(_explain(self.model, step, metrics, remedy))
-        line = {"step": step, **metrics, "tokens_per_second": config.data.batch_size * config.data.sequence_length / seconds}
+        line = {"step": step, **metrics, "tokens_per_second": config.data.batch_size * config.data.sequence_length / seconds} | columns
         if (step + 1) % config.run.eval_every == 0 or step + 1 == config.run.steps:
             with watch("evaluation"):
                 losses = [self.model.evaluate(self.batches.held_out(i)) for i in range(config.run.eval_batches)]

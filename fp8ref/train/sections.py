@@ -346,7 +346,7 @@ class OptimizerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class StatisticsConfig:
-    """Statistics of the operands of FP8 GEMMs, recorded during training (SEMANTICS Q)."""
+    """Statistics of the operands of FP8 GEMMs, and of optimizer states in a layout, recorded during training (SEMANTICS Q)."""
 
     every: int = 0
     """Record every so many steps, beginning with step 0; 0 records nothing. A record costs about as much as a step."""

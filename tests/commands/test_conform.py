@@ -10,7 +10,7 @@ FUNCTIONS = """
 import numpy as np
 import torch
 from fp8ref.formats import E4M3FN, E5M2
-from fp8ref.sim import cast, gemm, scaling
+from fp8ref.sim import cast, gemm, scaling, states
 
 
 def to_fp8(x):
@@ -59,6 +59,13 @@ def three(x):
 
 def narrow(x):
     return cast.encode(x, E5M2)
+
+
+def step(p, g, state, learning_rate, b1, b2, eps, weight_decay):
+    print("now I step")
+    state = states.init(p.shape, "te") if state is None else state
+    numbers = {"learning_rate": learning_rate, "b1": b1, "b2": b2, "eps": eps, "weight_decay": weight_decay}
+    return states.step(p, g, state, layout="te", **numbers)
 
 
 constant = 3
@@ -149,11 +156,22 @@ def test_a_gemm_is_handed_over_to_the_probe(functions, capsys):
     )
 
 
+def test_an_optimizer_and_the_layout_that_it_should_have(functions, capsys):
+    assert run("somebodys_functions:step", "--expect", "te", "--json", "found.json") == 0
+    said = capsys.readouterr()
+    assert "somebodys_functions:step is 'te': layout 'te', bit for bit, in the order of clause O" in said.out
+    assert "now I step" not in said.out
+    found = json.loads((functions / "found.json").read_text())
+    assert (found["ok"], found["kind"], found["is"]["layout"], found["state_shown"]) == (True, "optimizer", "te", True)
+    assert run("somebodys_functions:step", "--expect", "fishman", "--numbers", "b2=0.999") == 1
+    assert "step 1, tensor spread, scale_inv of m: got" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
         (["ties_away", "--format", "e8m0fnu"], "--format is one of e4m3fn, e5m2, e4m3fnuz, e5m2fnuz; got e8m0fnu"),
-        (["ties_away", "--kind", "norm"], "--kind is one of cast, quantizer, gemm; got norm"),
+        (["ties_away", "--kind", "norm"], "--kind is one of cast, quantizer, gemm, optimizer; got norm"),
         (["ties_away", "--axis", "1"], "--axis is -1, the last axis of x [M, K], or 0, the first; got 1"),
         (["ties_away", "--expect", "te"], "--expect is a cast's behavior, one of saturating, non_saturating"),
         (["ties_away", "--granularity", "rowwise"], "--granularity: somebodys_functions:ties_away is a cast, which has no scales"),
@@ -161,6 +179,11 @@ def test_a_gemm_is_handed_over_to_the_probe(functions, capsys):
         (["ties_away", "--json", "missing/found.json"], "--json names a file in a directory that exists"),
         (["rows", "--exhaustive"], "--exhaustive tests all inputs of a cast; somebodys_functions:rows is a quantizer"),
         (["rows", "--axis", "0"], "--granularity and --axis need an expected policy. Name one, such as --expect torchao."),
+        (["rows", "--numbers", "b2=0.9"], "--numbers are of an optimizer; somebodys_functions:rows is none"),
+        (["step", "--numbers", "momentum=0.9"], "--numbers are KEY=VALUE, with a key of learning_rate, b1, b2, eps, weight_decay; got"),
+        (["step", "--axis", "0"], "--axis: somebodys_functions:step is an optimizer"),
+        (["step", "--expect", "torch"], "expect is one of float32, bfloat16, msamp"),
+        (["rows", "--kind", "optimizer"], "somebodys_functions:rows is no optimizer"),
         (["missing"], "somebodys_functions:missing cannot be imported from"),
         (["constant"], "somebodys_functions:constant is a int; a function is needed"),
         (["on_a_gpu", "--framework", "torch"], "somebodys_functions:on_a_gpu raised"),

@@ -93,7 +93,7 @@ def test_measuring_changes_no_bit_of_training(small, recipe, keys):  # Q-10
         trainer, metrics = Trainer(config), []
         for i in range(3):
             if measures:
-                one, found = trainer.measured_step(batches.step(i))
+                one, found, _ = trainer.measured_step(batches.step(i))
                 metrics.append(one)
             else:
                 metrics.append(trainer.step(batches.step(i)))

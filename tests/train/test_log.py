@@ -194,10 +194,13 @@ def test_a_line_that_is_no_object_is_named_where_it_is_read(tmp_path, line):
         log.read_metrics(tmp_path)
 
 
-@pytest.mark.parametrize("line", ["null", '{"step": 1}', '{"step": 0, "statistics": {}}', '{"step": 1, "statistics": 5}'])
+@pytest.mark.parametrize(
+    "line",
+    ["null", '{"step": 1}', '{"step": 0, "statistics": {}}', '{"step": 1, "statistics": 5}', '{"step": 1, "statistics": {}, "states": 1}'],
+)
 def test_damaged_statistics_stay_out_too(tmp_path, small, line):
     begin(tmp_path / "run", small).close()
-    good = ['{"step": 0, "statistics": {}}', '{"step": 2, "statistics": {}}']
+    good = ['{"step": 0, "statistics": {}}', '{"step": 2, "statistics": {}, "states": {"": {"count": 3}}}']
     (tmp_path / "run" / "statistics.jsonl").write_text("\n".join([good[0], line, good[1]]) + "\n")
     begin(tmp_path / "run", small, start=3).close()
     assert (tmp_path / "run" / "statistics.jsonl").read_text().splitlines() == good

@@ -133,6 +133,6 @@ def load(name: str) -> Callable:
             found = getattr(found, part)
     except (Exception, SystemExit) as error:  # a custom module may raise anything
         raise ValueError(f"{name} cannot be imported from {here} ({type(error).__name__}: {error}). Name module:function.") from error
-    if not callable(found):
+    if not callable(found) and not (hasattr(found, "init") and hasattr(found, "update")):  # optax's transformations
         raise ValueError(f"{name} is a {type(found).__name__}; a function is needed.")
     return found

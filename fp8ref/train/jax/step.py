@@ -22,7 +22,7 @@ from jax.sharding import Sharding
 from fp8ref import llama
 from fp8ref.formats import E4M3FN
 from fp8ref.hardware import Multiply
-from fp8ref.jax import delayed, gradients, scaling, states, stats
+from fp8ref.jax import delayed, gradients, health, scaling, states, stats
 from fp8ref.jax.scaling import Quantized
 from fp8ref.recipe import Role
 from fp8ref.train import train_state
@@ -113,8 +113,7 @@ class Step:
         Where loss or norm is not finite, the state is the old one (T-4).
         """
         loss, grads, seen = self.gradients(state.params, state.fp8, tokens)
-        norm = optax.tree.norm(grads)
-        grads = jax.tree.map(lambda g: g * jnp.minimum(1.0, self.config.optimizer.max_norm / norm), grads)
+        norm, grads = self._clipped(grads)
         if self._moments:
             updates, optimizer = self._optimizer_at(lr).update(grads, state.optimizer, state.params)
             params = optax.apply_updates(state.params, updates)
@@ -126,6 +125,23 @@ class Step:
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
         # Selected by element, so that the decision stays on the device
         return jax.tree.map(lambda new, old: jnp.where(finite, new, old), State(params, optimizer, fp8), state), loss, norm
+
+    def _clipped(self, grads) -> tuple[jax.Array, Any]:
+        """The norm of the gradients, and the gradients clipped to the largest that it may be (T-2)."""
+        norm = optax.tree.norm(grads)
+        return norm, jax.tree.map(lambda g: g * jnp.minimum(1.0, self.config.optimizer.max_norm / norm), grads)
+
+    def health(self, grads, state: State) -> dict[str, health.Measured]:
+        """What storing the moments of a step would cost, by parameter, of gradients before clipping
+        (SEMANTICS O-12)."""
+        assert self._moments is not None
+        keys, (_, grads) = self.config.optimizer, self._clipped(grads)
+        _, after = self._optimizer_at(0.0).update(grads, state.optimizer, state.params)
+        g, before, made = (
+            self.named(grads),
+            *(states.AdamWState(x.count, self._stored_by_name(x.m), self._stored_by_name(x.v)) for x in (state.optimizer, after)),
+        )
+        return health.measure(g, before, made, b1=keys.beta1, b2=keys.beta2, eps=keys.eps, layout=self._moments)
 
     def moments(self, state: State) -> dict[str, dict[str, Any]]:
         """Both moments in float32, as the next step reads them, by the names of ``train_state``."""
@@ -196,10 +212,14 @@ class Step:
 
         return states.AdamWState(P(), of(shapes.m), of(shapes.v))  # type: ignore[arg-type]  # specs in place of arrays
 
+    def _stored_by_name(self, moments) -> dict[str, states.MomentState]:
+        """Stored moments by parameter name."""
+        leaves = jax.tree_util.tree_leaves_with_path(moments, is_leaf=_stored)
+        return self.unstacked({name_of(path): one for path, one in leaves})
+
     def _fields(self, moments) -> dict[str, jax.Array]:
         """The fields of stored moments by parameter name and field; FP8 codes as uint8."""
-        leaves = jax.tree_util.tree_leaves_with_path(moments, is_leaf=_stored)
-        each = self.unstacked({name_of(path): one for path, one in leaves}).items()
+        each = self._stored_by_name(moments).items()
         found = {f"{name}.{field}": x for name, one in each for field, x in one._asdict().items() if x is not None}
         return {name: lax.bitcast_convert_type(x, jnp.uint8) if x.dtype.itemsize == 1 else x for name, x in found.items()}
 

@@ -14,7 +14,8 @@ import numpy as np
 from fp8ref import llama
 from fp8ref.errors import ConfigError
 from fp8ref.hardware import Multiply
-from fp8ref.jax import hardware, linear, proof, stats
+from fp8ref.health import recorded
+from fp8ref.jax import hardware, health, linear, proof, stats
 from fp8ref.stats import merged, planned
 from fp8ref.train import train_state
 from fp8ref.train.config import Config
@@ -33,6 +34,7 @@ class _Programs(NamedTuple):
     measure: Callable
     gradients: Callable
     observed: Callable
+    health: Callable
 
 
 class Trainer:
@@ -94,7 +96,7 @@ class Trainer:
         if recipe not in self._programs:
             self._programs[recipe] = self._of_step(Step(self.config, self._layout, self._multiply, recipe))
         self.recipe = recipe
-        self._step, self._train, self._loss, self._measure, self._gradients, self._observed = self._programs[recipe]
+        self._step, self._train, self._loss, self._measure, self._gradients, self._observed, self._health = self._programs[recipe]
         self.decisions = self._step.decisions
 
     def _of_step(self, step: Step) -> _Programs:
@@ -107,6 +109,7 @@ class Trainer:
             gradients=compiled(step.gradients),
             # A function of its own, as its GEMMs report: to ``_observer``, whichever a pass has.
             observed=compiled(lambda *arguments: step.gradients(*arguments)[1]),
+            health=compiled(step.health),
         )
 
     def step(self, tokens: np.ndarray) -> dict[str, float]:
@@ -219,13 +222,25 @@ class Trainer:
             parts.append(np.concatenate([self._layout.own_parts(p[:, row], operand.layer, operand.role) for p in of_layer]))
         return merged(operands, parts)
 
-    def measured_step(self, tokens: np.ndarray) -> tuple[dict[str, float], dict[str, dict]]:
-        """``step`` and ``statistics`` of one batch, compiled apart.
+    def measured_step(self, tokens: np.ndarray) -> tuple[dict[str, float], dict[str, dict], dict[str, dict]]:
+        """``step`` and ``statistics`` of one batch, and the health of the states that the step makes
+        (SEMANTICS Q-12), compiled apart.
 
         A step that also measures would round differently.
         """
-        found = self.statistics(tokens)
-        return self.step(tokens), found
+        found, states = self.statistics(tokens), self._states(tokens)
+        return self.step(tokens), found, states
+
+    def _states(self, tokens: np.ndarray) -> dict[str, dict]:
+        """The health of the states that a step on this batch would make; {} without a layout."""
+        layout = self.config.optimizer.moment_layout
+        if layout is None:
+            return {}
+        # Gradients of the program that ``gradients`` uses: a program for passes and health together would be compiled anew.
+        grads = self._gradients(self._params, self._fp8_state, self._parts(tokens))[1]
+        measured = self._health(grads, self._state)
+        fetched = jax.tree.map(self._layout.fetch, measured)
+        return recorded(list(measured), np.concatenate([health.numbers(one) for one in fetched.values()]), layout)
 
     def prove(self, tokens: np.ndarray) -> dict:
         """The GEMMs and gathers of the step, for the manifest, read from its lowered program

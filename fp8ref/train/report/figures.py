@@ -35,6 +35,17 @@ MEASURES: dict[str, tuple[str, bool, Callable]] = {
 transform)}."""
 
 
+STATES = {
+    "v_lost": "v lost",
+    "bounded": "bounded",
+    "clipped_m": "m clipped",
+    "clipped_v": "v clipped",
+    "stalled_m": "m stalled",
+    "stalled_v": "v stalled",
+}
+"""{count of the health of states (O-12): label of its line}."""
+
+
 def losses(group: Sequence[Run], seeds: Seeds) -> Figure:
     """Running means of the training losses, with the band of the bf16 seeds."""
     with _axes("optimizer step", "training loss, nats") as (figure, ax):
@@ -124,6 +135,39 @@ def heat_map(statistics: Sequence[dict], measure: str) -> Figure | None:
             bar.ax.tick_params(labelsize=8)
         axes[-1].set_xlabel("optimizer step")
     return figure
+
+
+def states(statistics: Sequence[dict]) -> Figure | None:
+    """The health of a run's optimizer states over steps: counts in percent of all elements, and below
+    them the error of the update and the bias of sqrt(v); None if it was never recorded."""
+    lines = [(line["step"], line["states"][""]) for line in statistics if line.get("states")]
+    if not lines:
+        return None
+    steps = np.array([step for step, _ in lines])
+    curves = {label: np.array([100 * whole[key] / whole["count"] for _, whole in lines]) for key, label in STATES.items()}
+    curves = {label: values for label, values in curves.items() if values.any()}
+    figures = {"update error": "update_error", "bias of sqrt(v)": "root_bias"}
+    marked = {"marker": "o", "markersize": 3} if len(lines) <= 40 else {}
+    with matplotlib.rc_context(svg.STYLE):
+        figure = Figure(figsize=(4.8, 4.8), layout="constrained")
+        upper, lower = figure.subplots(2, 1, sharex=True)
+        for ax, of_ax in ((upper, curves), (lower, {label: _percent(lines, key) for label, key in figures.items()})):
+            for i, (label, values) in enumerate(of_ax.items()):
+                color, dash = svg.RUNS[i % len(svg.RUNS)], DASHES[i // len(svg.RUNS) % len(DASHES)]
+                ax.plot(steps, values, color=color, linestyle=dash, linewidth=1.5, label=label, **marked)
+            ax.spines[["top", "right"]].set_visible(False)
+            ax.grid(axis="y", color=svg.LINE, linewidth=0.6)
+            if of_ax:
+                ax.legend(fontsize=8, frameon=False, ncols=2)
+        upper.set(ylabel="% of elements")
+        lower.set(xlabel="optimizer step", ylabel="%")
+        lower.axhline(0, color=svg.MUTED, linewidth=0.8)
+        lower.xaxis.set_major_locator(MaxNLocator(integer=True))
+    return figure
+
+
+def _percent(lines: Sequence[tuple[int, dict]], key: str) -> np.ndarray:
+    return np.array([np.nan if whole.get(key) is None else 100 * whole[key] for _, whole in lines])
 
 
 def _table(statistics: Sequence[dict], role: str, measure: str, larger: bool) -> tuple[list[str], np.ndarray]:

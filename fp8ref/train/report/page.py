@@ -97,6 +97,8 @@ def _group(index: int, group: list[Run], confidence: float) -> dict:
         maps = [(f"stats{number}-{m}", figures.heat_map(run.statistics, m), figures.MEASURES[m][0]) for m in figures.MEASURES]
         statistics.append((run, [f"g{index}-{name}" for name, figure, _ in maps if figure is not None], _non_finite(run)))
         made += [(name, figure, f"{run.name}: {title}, by layer and step") for name, figure, title in maps]
+    states = [(number, run) for number, run in enumerate(group) if any(line.get("states") for line in run.statistics)]
+    made += [(f"states{number}", figures.states(run.statistics), f"{run.name}: health of optimizer states") for number, run in states]
     return {
         "runs": group,
         "seeds": seeds,
@@ -104,6 +106,7 @@ def _group(index: int, group: list[Run], confidence: float) -> dict:
         "pairs": pairs,
         "figures": [(f"g{index}-{name}", figure, title) for name, figure, title in made if figure is not None],
         "statistics": statistics,
+        "states": [(f"g{index}-states{number}", _states(run)) for number, run in states],
         "speed": [_speed(run, group) for run in group],
     }
 
@@ -125,6 +128,7 @@ def _page(groups: list[dict], given: Sequence[Run], confidence: float) -> str:
         confidence=confidence,
         verdict_text=verdict_text,
         gemms=fp8_coverage,
+        shares=figures.STATES.values(),
         settings=_settings(given),
     )
 
@@ -157,6 +161,23 @@ def _speed(run: Run, group: Sequence[Run]) -> dict:
         "median": mine,
         "ratio": mine / theirs if mine and theirs else None,
         "peak": f"{memory['peak_bytes'] / 2**30:,.2f} GiB of the {memory['of']}" if memory else None,
+    }
+
+
+def _states(run: Run) -> dict:
+    """A row of the table of states: the last record, its parameters with the largest shares of lost v, and
+    where they were recorded."""
+    line = next(line for line in reversed(run.statistics) if line.get("states"))
+    whole, of_each = line["states"][""], {name: one for name, one in line["states"].items() if name}
+    lost = {name: one["v_lost"] / one["count"] for name, one in of_each.items() if one["v_lost"]}
+    return {
+        "run": run,
+        "step": line["step"],
+        "layout": run.manifest["config"]["optimizer"].get("layout") or "sqrt_e4m3",
+        "bytes": whole["bytes_per_parameter"],
+        "shares": [whole[key] / whole["count"] for key in figures.STATES],
+        "figures": [whole.get(key) for key in ("root_bias", "update_error", "largest_ratio")],
+        "lost": sorted(lost.items(), key=lambda item: -item[1])[:3],
     }
 
 

@@ -73,11 +73,30 @@ class Measures:
 
 
 @dataclass
+class States:
+    """The health of one parameter's optimizer states, or of all together, in a line of statistics.jsonl; null if
+    a figure was not finite."""
+
+    count: Count
+    v_lost: Whole
+    bounded: Whole
+    clipped_m: Whole
+    clipped_v: Whole
+    stalled_m: Whole
+    stalled_v: Whole
+    bytes_per_parameter: Size
+    root_bias: Number | None = None
+    update_error: Size | None = None
+    largest_ratio: Size | None = None
+
+
+@dataclass
 class Statistics:
-    """A line of statistics.jsonl."""
+    """A line of statistics.jsonl. states: by parameter, "" for all together."""
 
     step: Whole
     statistics: dict[Annotated[str, AfterValidator(_operand)], Measures]
+    states: dict[str, States] = field(default_factory=dict)
 
 
 @dataclass
@@ -219,6 +238,7 @@ class Manifest:
 for _kind in (
     Metrics,
     Measures,
+    States,
     Statistics,
     Seed,
     RunKeys,

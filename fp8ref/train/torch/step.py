@@ -18,7 +18,8 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from fp8ref import llama
 from fp8ref.hardware import Multiply
-from fp8ref.torch import delayed, hardware
+from fp8ref.health import recorded
+from fp8ref.torch import delayed, hardware, health, states
 from fp8ref.torch.convert import convert
 from fp8ref.torch.parallel import amax_group, check_copies, parallelize
 from fp8ref.torch.switch import Switch
@@ -95,10 +96,12 @@ class Step:
             torch._foreach_mul_(grads, float(np.float32(1 / len(parts))))
         return torch.stack(losses)
 
-    def update(self, loss: torch.Tensor, lr: float) -> dict[str, float]:
+    def update(self, loss: torch.Tensor, lr: float, measured: health.Found | None = None) -> dict[str, float]:
         """Clip the masters' gradients and take the optimizer's step.
 
-        loss: as ``mean`` returns it. Returns "loss" and "grad_norm".
+        loss      as ``mean`` returns it.
+        measured  filled with the health of the states that the step makes (SEMANTICS O-12).
+        Returns "loss" and "grad_norm".
 
         If either is not finite, no rank's state changes (T-4). Both are read from the device once:
         after everything is launched, if the optimizer can skip a step by a flag on the device, else
@@ -114,7 +117,12 @@ class Step:
             # on local shards: every rank scales its own by the same factor, without communication
             torch._foreach_mul_([optimizer.local(g) for g in grads], torch.clamp(self.config.optimizer.max_norm / norm, max=1.0))
             optimizer.set_learning_rate(self.optimizer, lr)
-            self.optimizer.step()
+            if measured is not None and isinstance(self.optimizer, states.AdamW):
+                with health.measuring(self.optimizer) as of_step:
+                    self.optimizer.step()
+                measured |= of_step
+            else:
+                self.optimizer.step()
             if skips:
                 delayed.forget_unless(self.model, finite)
             delayed.update(self.model)
@@ -127,6 +135,14 @@ class Step:
         """Drop gradients and observations of a backward pass that no update follows."""
         self.optimizer.zero_grad()
         delayed.forget(self.model)
+
+    def health(self, measured: health.Found) -> dict[str, dict]:
+        """What ``update`` measured, of whole parameters by name (SEMANTICS Q-12); the same on every rank."""
+        layout = self.config.optimizer.moment_layout
+        if layout is None or not measured:
+            return {}
+        names = {id(p): name for name, p in self.params.items()}
+        return recorded([names[id(p)] for p in measured], health.of_ranks(measured).cpu().numpy(), layout)
 
     def tensors(self) -> dict[str, dict[str, torch.Tensor]]:
         """The tensors that training writes in place, by the names of ``train_state``, nested."""

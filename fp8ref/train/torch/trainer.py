@@ -16,7 +16,7 @@ from fp8ref import llama
 from fp8ref.errors import ConfigError
 from fp8ref.hardware import Multiply
 from fp8ref.stats import Operand, merged, planned
-from fp8ref.torch import delayed, proof, stats
+from fp8ref.torch import delayed, health, proof, stats
 from fp8ref.torch.gemm_observer import observe_gemms
 from fp8ref.torch.parallel import AXES
 from fp8ref.train import device_shapes, train_state
@@ -78,10 +78,11 @@ class Trainer:
         """
         return self._updated(self._step.backward(tokens))
 
-    def _updated(self, losses: torch.Tensor) -> dict[str, float]:
-        """The second half of a step: the update. losses: this rank's, of the backward passes."""
+    def _updated(self, losses: torch.Tensor, measured: health.Found | None = None) -> dict[str, float]:
+        """The second half of a step: the update. losses: this rank's, of the backward passes;
+        measured: as ``Step.update``."""
         lr = self.config.optimizer.learning_rate_at(self._count, self.config.run.steps)
-        metrics = self._step.update(self._step.mean(losses), lr)
+        metrics = self._step.update(self._step.mean(losses), lr, measured)
         self._count += all(map(math.isfinite, metrics.values()))
         return metrics
 
@@ -172,16 +173,20 @@ class Trainer:
         self._step.forget()
         return found
 
-    def measured_step(self, tokens: np.ndarray) -> tuple[dict[str, float], dict[str, dict]]:
-        """``step`` and ``statistics`` of one batch, with the step's results unchanged.
+    def measured_step(self, tokens: np.ndarray) -> tuple[dict[str, float], dict[str, dict], dict[str, dict]]:
+        """``step`` and ``statistics`` of one batch, with the step's results unchanged, and the health of
+        the states that it made (SEMANTICS Q-12).
 
         The step's own passes are measured, unless they are compiled: then a second, eager pass is.
         """
+        measured: health.Found | None = None if self.config.optimizer.moment_layout is None else {}
         if self.config.parallel.compile != "none":
             found = self.statistics(tokens)
-            return self.step(tokens), found
-        losses, found = self._measured(tokens)
-        return self._updated(losses), found
+            losses = self._step.backward(tokens)
+        else:
+            losses, found = self._measured(tokens)
+        metrics = self._updated(losses, measured)
+        return metrics, found, self._step.health(measured or {})
 
     def _measured(self, tokens: np.ndarray) -> tuple[torch.Tensor, dict[str, dict]]:
         """The losses of a step's backward passes, and the statistics of every FP8 operand over all

@@ -113,3 +113,18 @@ def test_a_long_run_is_drawn_by_some_of_its_points_and_all_of_its_peaks(tmp_path
     (line,) = figures.losses([run], seeds).axes[0].lines
     assert len(line.get_xdata()) == 751  # of the 2251 from the end of the first window on
     assert line.get_xdata()[-1] == 2499
+
+
+def test_the_health_of_states_over_steps():
+    counts = {"count": 200, "v_lost": 0, "bounded": 0, "clipped_m": 0, "clipped_v": 0, "stalled_m": 50, "stalled_v": 100}
+    lines = [
+        {"step": step, "statistics": {}, "states": {"": counts | {"update_error": error, "root_bias": -0.125}}}
+        for step, error in ((0, 0.5), (4, None))
+    ]
+    upper, lower = figures.states(lines).axes
+    assert {line.get_label(): line.get_ydata().tolist() for line in upper.lines} == {"m stalled": [25, 25], "v stalled": [50, 50]}
+    error, bias = (line.get_ydata() for line in lower.lines[:2])
+    assert error[0] == 50
+    assert np.isnan(error[1])
+    assert bias.tolist() == [-12.5, -12.5]
+    assert figures.states([{"step": 0, "statistics": {}}]) is None

@@ -268,7 +268,9 @@ def test_a_run_whose_first_step_was_not_finite_is_outside(seeds, fp8, tmp_path, 
 
 def test_statistics_of_nothing_are_not_shown(tmp_path, small, write):
     run = made_runs.make(tmp_path / "bf16", small, [5.0], statistics=[{"step": 0, "statistics": {}}])
-    assert "FP8 statistics" not in write([run])[0].text
+    shown = write([run])[0].text
+    assert "FP8 statistics" not in shown
+    assert "Optimizer states" not in shown
 
 
 def test_a_gradient_of_zero_is_drawn(tmp_path, small, write):
@@ -330,3 +332,31 @@ def test_without_a_proof_there_is_only_the_plan(tmp_path, small):
     assert (found[LAYER].plan, found[LAYER].shape) == ("tensorwise", "48 x 32")
     assert found["lm_head"].plan == "high precision: named by filter_fqns 'lm_head'"
     assert set(found["lm_head"].gemms) == {"high precision"}
+
+
+STATES = {"count": 400, "v_lost": 6, "bounded": 0, "clipped_m": 0, "clipped_v": 0, "stalled_m": 100, "stalled_v": 300}
+STATES |= {"root_bias": 0.031, "update_error": 0.25, "largest_ratio": None, "bytes_per_parameter": 2.0625}
+
+
+def test_the_health_of_states_is_a_table_and_a_figure(tmp_path, small, write):
+    lines = [
+        {"step": step, "statistics": {}, "states": {"": STATES | {"v_lost": lost}, "model.norm.weight": STATES | {"v_lost": lost}}}
+        for step, lost in ((0, 0), (1, 6))
+    ]
+    config = small.replace(optimizer={"kind": "adamw_states", "layout": "te"})
+    shown, _ = write([made_runs.make(tmp_path / "narrow", config, [5.0, 4.0], statistics=lines)], pictures=True)
+    for said in (
+        "Optimizer states",
+        "te",
+        "2.062",
+        "1.50 %",
+        "25.00 %",
+        "75.00 %",
+        "0.031",
+        "0.25",
+        "1.50 % of model.norm.weight",
+        "v stalled",
+    ):
+        assert said in shown.text, said
+    assert "health of optimizer states" in shown.text
+    assert "FP8 statistics" not in shown.text

@@ -86,6 +86,7 @@ def test_a_line_of_metrics_that_is_damaged_is_named(run, content, problem):
         ('{"step": 5}\n', "has no statistics"),
         ('{"statistics": {}}\n', "has no step"),
         ('{"step": 5, "statistics": []}\n', r"has statistics = \[\]: it should be"),
+        ('{"step": 5, "statistics": {}, "states": {"": {"count": 0}}}\n', "has states..count = 0: it should be greater"),
         (json.dumps({"step": 5, "statistics": {OPERAND: 3}}) + "\n", "up_proj/output/input = 3: it should be"),
         ('{"step": 5, "statistics": {"x": {}}}\n', r"has statistics\.x: an operand is <layer>/ and one of output/input, output/weight"),
         ('{"step": 5, "statistics": {"a/output/grad_output": {}}}\n', r"has statistics\.a/output/grad_output: an operand"),

@@ -1,0 +1,190 @@
+"""The orders of operations that AdamW is written in, each operation rounded to float32 (SEMANTICS O-5, O-6).
+
+``Form()`` is clause O's. The others are those of libraries, and some mistakes: bits alone tell them apart.
+"""
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from fp8ref import states
+
+F32 = np.float32
+"""float32, in which every number of a form is rounded."""
+
+AVERAGES = {
+    "products": "b x + a y",
+    "lerp": "x + a (y - x)",
+    "products, fused with the old": "fma(b, x, a y)",
+    "products, fused with the new": "fma(a, y, b x)",
+    "lerp, fused": "fma(a, y - x, x)",
+}
+"""The orders of a moving average x of y: of m, y is g, and of v it is g g."""
+
+SQUARES = {"products, (a g) g": "b x + (a g) g", "products, fused (a g) g": "fma(a g, g, b x)"}
+"""Two more of v alone; the second is torch's addcmul on a CPU."""
+
+ROOTS: dict[str, Callable[[np.ndarray], np.ndarray]] = {"rounded correctly": np.sqrt}
+"""The square roots that are tried; ``subjects`` adds torch's."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Form:
+    """An order of operations.
+
+    m, v     the averages, of AVERAGES; of v also SQUARES.
+    bias_m   of m: product (m i1), quotient (m / c1), rate (the learning rate / c1), none.
+    bias_v   of v: product (sqrt(v) i2), quotient (sqrt(v) / r2), inside (sqrt(v / c2)), inside_product, none.
+    numbers  float64 or float32: what the powers of the betas are computed in.
+    eps      outside or inside of the root.
+    decay    added (to the ratio), factor (p (1 - lr decay), before), subtracted (p - (lr decay) p,
+             before), after (a factor, last), none.
+    change   ratio (lr (m / d)), numerator ((lr m) / d), fused (fma(-lr, ratio, p)).
+    root     of ROOTS.
+    """
+
+    m: str = "products"
+    v: str = "products"
+    bias_m: str = "product"
+    bias_v: str = "product"
+    numbers: str = "float64"
+    eps: str = "outside"
+    decay: str = "added"
+    change: str = "ratio"
+    root: str = "rounded correctly"
+
+    @property
+    def sound(self) -> bool:
+        """Whether it is AdamW: both moments corrected, and a decoupled decay."""
+        return "none" not in (self.bias_m, self.bias_v) and self.decay != "none"
+
+
+def updates(*, decays: bool) -> Iterator[Form]:
+    """All forms of the weight's update, clause O's first, with O's averages."""
+    choices = (
+        ("added", "factor", "subtracted", "after", "none") if decays else ("added",),
+        ("product", "quotient", "rate", "none"),
+        ("product", "quotient", "inside", "inside_product", "none"),
+        ("float64", "float32"),
+        ("outside", "inside"),
+        ("ratio", "numerator", "fused"),
+        ROOTS,
+    )
+    for decay, bias_m, bias_v, numbers, eps, change, root in itertools.product(*choices):
+        if (bias_m, decay) == ("rate", "added") and change != "numerator":  # the rate of the ratio is not that of the decay
+            continue
+        yield Form(decay=decay, bias_m=bias_m, bias_v=bias_v, numbers=numbers, eps=eps, change=change, root=root)
+
+
+def averages() -> Iterator[tuple[str, str]]:
+    """All pairs of orders of m and v, clause O's two first."""
+    yield from (("products", "products"), ("lerp", "lerp"))
+    pairs = itertools.product(AVERAGES, (*AVERAGES, *SQUARES))
+    yield from (pair for pair in pairs if pair not in (("products", "products"), ("lerp", "lerp")))
+
+
+def average(name: str, x: np.ndarray, g: np.ndarray, beta: float, rest: float, *, square: bool) -> np.ndarray:
+    """The new moment of an old one; rest is 1 - beta."""
+    b, a = F32(beta), F32(rest)
+    if name in SQUARES:
+        return fma(a * g, g, b * x) if "fused" in name else b * x + (a * g) * g
+    y = g * g if square else g
+    if name == "products":
+        return b * x + a * y
+    if name == "lerp":
+        return x + a * (y - x)
+    if name == "lerp, fused":
+        return fma(a, y - x, x)
+    return fma(b, x, a * y) if name.endswith("old") else fma(a, y, b * x)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Numbers:
+    """What a step is given: as float64, rounded where a form rounds it."""
+
+    learning_rate: float = 1e-3
+    b1: float = 0.9
+    b2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+
+
+def update(form: Form, p: np.ndarray, m: np.ndarray, v: np.ndarray, step: int, given: Numbers, bound: float) -> np.ndarray:
+    """The new weight of new moments; bound is that of a bounded layout, else infinite."""
+    c1, c2 = (_lacking(b, step, form.numbers) for b in (given.b1, given.b2))
+    lr, decay = F32(given.learning_rate), F32(given.weight_decay)
+    rate = lr
+    with np.errstate(all="ignore"):
+        denominator = _denominator(form, v, c2, F32(given.eps))
+        numerator = m
+        if form.bias_m == "product":
+            numerator = m * F32(F32(1) / c1 if form.numbers == "float32" else 1 / c1)
+        elif form.bias_m == "quotient":
+            numerator = m / F32(c1)
+        elif form.bias_m == "rate":
+            rate = F32(lr / c1) if form.numbers == "float32" else F32(given.learning_rate / c1)
+        if form.decay == "factor":
+            p = p * F32(1 - given.learning_rate * given.weight_decay)
+        elif form.decay == "subtracted":
+            p = p - (F32(given.learning_rate) * decay) * p
+        if form.change == "numerator":
+            new = p - ((rate * numerator) / denominator + (lr * (decay * p) if form.decay == "added" else F32(0)))
+        else:
+            ratio = np.clip(numerator / denominator, -F32(bound), F32(bound))
+            ratio = ratio + decay * p if form.decay == "added" else ratio
+            new = fma(-rate, ratio, p) if form.change == "fused" else p - rate * ratio
+        return new * F32(1 - given.learning_rate * given.weight_decay) if form.decay == "after" else new
+
+
+def _denominator(form: Form, v: np.ndarray, c2, eps: np.float32) -> np.ndarray:
+    root = ROOTS[form.root]
+    inside = eps if form.eps == "inside" else None
+    if form.bias_v in ("inside", "inside_product"):
+        v = v / F32(c2) if form.bias_v == "inside" else v * F32(F32(1) / c2 if form.numbers == "float32" else 1 / c2)
+    v = v if inside is None else v + inside
+    found = root(v)
+    if form.bias_v == "product":
+        of_v = np.sqrt(c2)
+        found = found * F32(F32(1) / of_v if form.numbers == "float32" else 1 / of_v)
+    elif form.bias_v == "quotient":
+        found = found / F32(np.sqrt(c2))
+    return found if inside is not None else found + eps
+
+
+def _lacking(beta: float, step: int, numbers: str) -> Any:
+    """1 - beta^step."""
+    if numbers == "float32":
+        return F32(1) - F32(float(F32(beta)) ** step)
+    power = 1.0
+    for _ in range(step):
+        power *= beta
+    return np.float64(1 - power)
+
+
+def fma(a: Any, b: Any, c: np.ndarray) -> np.ndarray:
+    """RN32(a b + c), rounded once."""
+    product = np.float64(1) * a * np.float64(1) * b  # exact: 48 bits
+    wide = np.asarray(c, np.float64)
+    total = product + wide
+    kept = total - product
+    error = (product - (total - kept)) + (wide - kept)
+    # Rounded to odd in float64, so that the second rounding does not see a tie that is none.
+    bits = np.atleast_1d(total).view(np.int64)
+    odd = np.where((error != 0) & (bits & 1 == 0), np.nextafter(total, np.where(error > 0, np.inf, -np.inf)), total)
+    return odd.reshape(np.shape(total)).astype(np.float32)
+
+
+def with_averages(form: Form, m: str, v: str) -> Form:
+    """The form with other averages."""
+    return replace(form, m=m, v=v)
+
+
+def bound_of(layout: states.Layout, step: int, given: Numbers) -> float:
+    """The bound of O-6 at a step, infinite of a layout without."""
+    if not layout.bounded:
+        return np.inf
+    table = states.corrections(given.b1, given.b2)
+    return table[min(step, len(table)) - 1][2]

@@ -1,0 +1,339 @@
+"""Identify an optimizer: the layout of its states and its form of AdamW, or where the nearest departs (SEMANTICS O)."""
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fp8ref import states
+from fp8ref.conformance import subject as subjects_of_arrays
+from fp8ref.conformance.finding import Counterexample, Finding, bits_of, show, table
+from fp8ref.conformance.optimizer import forms, search, subjects
+from fp8ref.conformance.optimizer.forms import Form, Numbers
+from fp8ref.conformance.optimizer.search import PROBE, Departure, Search
+from fp8ref.conformance.subject import ConformanceError
+from fp8ref.result import Result
+from fp8ref.states import LAYOUTS, Layout
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+FIELDS = {
+    "m": "the average of m",
+    "v": "the average of v",
+    "bias_m": "the bias of m",
+    "bias_v": "the bias of v",
+    "numbers": "powers of betas",
+    "eps": "eps",
+    "decay": "decay",
+    "change": "the change",
+    "root": "the root",
+}
+"""{field of ``Form``: what it is called}."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerOutcome(Result):
+    """What an optimizer was identified as.
+
+    layout     the name in LAYOUTS, or of a variation such as "torchao with block 128 of m and v"; None if
+               none explains it.
+    form       the order of operations that explains every weight; else the nearest.
+    exact      whether layout and form explain every bit of weights, and of states that are shown.
+    findings   with their evidence.
+    expected   the layout that it should have, if any.
+    departure  from that layout in the form found, or else from the nearest layout.
+    """
+
+    name: str
+    kind: str
+    layout: str | None
+    form: Form
+    exact: bool
+    shown: bool
+    findings: Sequence[Finding]
+    summary: str
+    expected: str | None = None
+    departure: Counterexample | None = field(default=None)
+
+    @property
+    def ok(self) -> bool:
+        """Of the expected layout, or of a named one; AdamW; and every bit is explained."""
+        return self.exact and self.form.sound and (self.layout == self.expected if self.expected else self.layout in LAYOUTS)
+
+    @property
+    def message(self) -> str:
+        """The summary, and the first difference."""
+        first = f"\n  {self.departure}" if self.departure else ""
+        if self.expected is None:
+            return self.summary + first
+        return (
+            f"{self.name} is {self.expected!r}: {self.summary}"
+            if self.ok
+            else f"{self.name} is not {self.expected!r}: {self.summary}{first}"
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """What --json writes."""
+        return {
+            "ok": self.ok,
+            "name": self.name,
+            "kind": "optimizer",
+            "taken_as": self.kind,
+            "is": {"layout": self.layout, **dataclasses.asdict(self.form)},
+            "exact": self.exact,
+            "state_shown": self.shown,
+            "summary": self.summary,
+            "findings": [finding.to_dict() for finding in self.findings],
+            "expected": self.expected,
+            "departure": self.departure and self.departure.to_dict(),
+        }
+
+    def render(self, console: "Console") -> None:
+        """Print the findings, then the message."""
+        from rich.text import Text
+
+        console.print(table(self.findings, title=Text(f"{self.name}: an optimizer, taken as {self.kind}"), title_justify="left"))
+        console.out(self.message, highlight=False)
+
+
+def identify_optimizer(
+    optimizer: Any, *, name: str | None = None, expect: str | None = None, kind: str | None = None, numbers: Numbers | None = None
+) -> OptimizerOutcome:
+    """Identify an optimizer by its weights, and by its codes and scales where its state shows them.
+
+    optimizer  a class of torch.optim, an optax transformation, functions that make them, or
+               step(p, g, state) -> (p, state); see ``subjects``.
+    expect     a name in LAYOUTS that it must have.
+    numbers    learning rate, betas, eps and decay: passed to what takes them by name, and assumed otherwise.
+    Raises:    ValueError: an unknown name or kind; what is no optimizer. RefusedError: it raises.
+               ConformanceError: it returns something else than it should, or does not repeat itself.
+    Source:    SEMANTICS O.
+    """
+    if expect is not None and expect not in LAYOUTS:
+        raise ValueError(f"expect is one of {', '.join(LAYOUTS)}; got {expect!r}.")
+    given = numbers or Numbers()
+    name = name or subjects_of_arrays.name_of(optimizer)
+    kind, found = _asked(optimizer, name, kind, given)
+    layout, form, exact = _identified(found)
+    wanted = LAYOUTS[expect] if expect else layout if layout is not None else _nearest(found, form)
+    compared = _in_averages_of(form, wanted, layout) if form.sound else Form(m=wanted.average, v=wanted.average)
+    first = None if exact and wanted == layout and form.sound else found.departure(wanted, compared)
+    return OptimizerOutcome(
+        name=name,
+        kind=kind,
+        layout=None if layout is None else layout.name,
+        form=form,
+        exact=exact,
+        shown=found.shown,
+        findings=_findings(found, layout, form, exact),
+        summary=_summary(layout, form, exact, wanted),
+        expected=expect,
+        departure=None if first is None else _counterexample(first, wanted),
+    )
+
+
+def require_optimizer(
+    optimizer: Any,
+    layout: str | Layout = "sqrt_e4m3",
+    *,
+    kind: str | None = None,
+    numbers: Numbers | None = None,
+    steps: int = subjects.STEPS,
+) -> None:
+    """Require every bit of clause O: the weights of a layout after each step, and codes and scales if the state shows
+    them; else raise an AssertionError with the first difference.
+
+    Raises:    as ``identify_optimizer``.
+    Source:    SEMANTICS O-2 to O-10.
+    """
+    layout, given = states.by_name(layout), numbers or Numbers()
+    name = subjects_of_arrays.name_of(optimizer)
+    _, found = _asked(optimizer, name, kind, given, steps)
+    first = found.departure(layout, Form(m=layout.average, v=layout.average))
+    if first is not None:
+        raise AssertionError(
+            f"{name} departs from layout {layout.name!r}: {_counterexample(first, layout)}; {first.differing} of {first.of} differ"
+        )
+
+
+def _asked(optimizer: Any, name: str, kind: str | None, given: Numbers, steps: int = subjects.STEPS) -> tuple[str, Search]:
+    if kind is not None and kind not in subjects.KINDS:
+        raise ValueError(f"kind is one of {', '.join(subjects.KINDS)}; got {kind!r}.")
+    states.check(b1=given.b1, b2=given.b2, eps=given.eps, weight_decay=given.weight_decay)
+    kind = kind or subjects.kind_of(optimizer)
+    if kind is None:
+        raise ValueError(
+            f"{name} is no optimizer: neither a class of torch.optim or a function of params, an optax transformation or a function of "
+            "learning_rate, nor step(p, g, state). Name one with --kind, or give its other arguments defaults."
+        )
+    _add_roots(kind)
+    asked = subjects.inputs(steps)
+    made = subjects.run(name, optimizer, kind, asked, given)
+    again = subjects.run(name, optimizer, kind, asked, given)
+    if any(made[-1][t].weight.tobytes() != again[-1][t].weight.tobytes() for t in asked.weights):
+        raise ConformanceError(f"{name} does not repeat itself from the same start. Turn off random state, such as stochastic rounding.")
+    return kind, Search(asked, made, given)
+
+
+def _add_roots(kind: str) -> None:
+    """torch's root on a CPU is not rounded correctly."""
+    if kind == "torch":
+        import torch
+
+        forms.ROOTS.setdefault("torch's", lambda x: torch.from_numpy(np.ascontiguousarray(x)).sqrt().numpy())
+
+
+def _identified(found: Search) -> tuple[Layout | None, Form, bool]:
+    """The layout, the form, and whether they explain every bit."""
+    updates = _first_step(found)
+    if found.shown:
+        layout, m, v = _by_states(found)
+        if layout is None:
+            return None, forms.with_averages(updates[0], "products", "products"), False
+        form, exact = _best_update(found, layout, [forms.with_averages(update, m, v) for update in forms.updates(decays=_decays(found))])
+        if layout.bounded and not exact:  # the bound is in no state
+            free = dataclasses.replace(layout, bounded=False, name=f"{layout.name} without a bound")
+            other, of_free = _best_update(found, free, [forms.with_averages(u, m, v) for u in forms.updates(decays=_decays(found))])
+            if of_free:
+                return free, other, True
+        return layout, form, exact
+    for layout in search.named():
+        for form in _by_weights(found, layout, updates, forms.averages()):
+            return layout, form, True
+    for base in search.named():
+        own = (base.average, base.average)
+        for layout in search.variations(base):
+            for form in _by_weights(found, layout, updates, [own]):
+                return layout, form, True
+    return None, updates[0], False
+
+
+def _decays(found: Search) -> bool:
+    return found.given.weight_decay > 0
+
+
+def _first_step(found: Search) -> list[Form]:
+    """The forms of the update that explain the first step of the probe, in which no layout has a part; else the nearest one."""
+    float32 = LAYOUTS["float32"]
+    bounded = dataclasses.replace(float32, bounded=True)  # a bound clips ratios whose bias is not corrected
+    every = [forms.with_averages(u, "products", v) for v in ("products", "products, (a g) g") for u in forms.updates(decays=_decays(found))]
+    fit = [f for f in every if any(found.weight_departure(of, f, tensors=(PROBE,), steps=1) is None for of in (float32, bounded))]
+    if fit:
+        return list(dict.fromkeys(forms.with_averages(form, "products", "products") for form in fit))
+    theirs = found.made[0][PROBE].weight.reshape(-1).astype(np.float64)
+
+    def far(form: Form) -> float:
+        return float(np.nan_to_num(np.abs(found.weights(float32, form, PROBE, 1) - theirs).sum(), nan=np.inf))
+
+    return [min(every, key=far)]
+
+
+def _by_states(found: Search) -> tuple[Layout | None, str, str]:
+    """The first layout whose codes and scales are theirs at each step, and the averages of both moments."""
+
+    def fits(layout: Layout, which: int) -> str | None:
+        orders = (*forms.AVERAGES, *forms.SQUARES) if which else tuple(forms.AVERAGES)
+        own = [layout.average, *(name for name in orders if name != layout.average)]
+        return next((order for order in own if found.state_departure(which, layout, order) is None), None)
+
+    for layouts in (search.named(), (x for base in search.named() for x in search.variations(base))):
+        for layout in layouts:
+            if (m := fits(layout, 0)) is not None and (v := fits(layout, 1)) is not None:
+                return layout, m, v
+    return None, "products", "products"
+
+
+def _best_update(found: Search, layout: Layout, updates: Iterable[Form]) -> tuple[Form, bool]:
+    """The first form that explains every weight, and True; else the nearest, and False."""
+    every = list(updates)
+    for form in every:
+        if found.weight_departure(layout, form, tensors=(PROBE,)) is None and found.weight_departure(layout, form) is None:
+            return form, True
+    return min(every, key=lambda form: found.far(layout, form)), False
+
+
+def _by_weights(found: Search, layout: Layout, updates: list[Form], averages: Iterable[tuple[str, str]]) -> Iterable[Form]:
+    """The forms that explain every weight under a layout."""
+    for m, v in averages:
+        for update in updates:
+            form = forms.with_averages(update, m, v)
+            if found.weight_departure(layout, form, tensors=(PROBE,)) is None and found.weight_departure(layout, form) is None:
+                yield form
+
+
+def _nearest(found: Search, form: Form) -> Layout:
+    """The named layout from which it departs last, by the states that are shown, or else by weights."""
+
+    def how_far(layout: Layout) -> tuple[int, float]:
+        first = found.departure(layout, _in_averages_of(form, layout, None))
+        return (-first.step, first.differing / first.of) if first else (-found.asked.gradients.__len__() - 1, 0.0)
+
+    return min(search.named(), key=how_far)
+
+
+def _in_averages_of(form: Form, wanted: Layout, found: Layout | None) -> Form:
+    """The form for a comparison with a layout: in that layout's averages, unless it is the one that was found."""
+    return form if found is not None and found == wanted else forms.with_averages(form, wanted.average, wanted.average)
+
+
+def _counterexample(first: Departure, wanted: Layout) -> Counterexample:
+    clause = "O-6" if first.what == "weight" else "O-7" if first.what.startswith("scale") else "O-8"
+
+    def said(value: Any) -> str:
+        return (
+            value
+            if isinstance(value, str)
+            else f"0x{value:02X}"
+            if isinstance(value, int)
+            else f"{show(value)} ({bits_of(value, 'float32')})"
+        )
+
+    return Counterexample(
+        input=str(first),
+        bits=(),
+        dtype="float32",
+        got=said(first.got),
+        expected=f"{said(first.expected)} of layout {wanted.name!r}",
+        clause=clause,
+    )
+
+
+def _findings(found: Search, layout: Layout | None, form: Form, exact: bool) -> list[Finding]:
+    steps, elements = len(found.made), sum(w.size for w in found.asked.weights.values())
+    shown = "codes and scales" if any(one.m and one.m.scale_inv is not None for one in found.made[0].values()) else "numbers"
+    compared = f"weights{' and ' + shown + ' of both moments' if found.shown else ''} of {elements:,} elements, {steps} steps"
+    made = [
+        Finding(what="layout", value=None if layout is None else layout.name, evidence=compared, words="" if layout else "none of LAYOUTS")
+    ]
+    count, most = (0, 0.0) if exact or layout is None else found.far(layout, form)
+    words = (
+        "every bit"
+        if exact
+        else "not explained"
+        if layout is None
+        else f"not every bit: the nearest form differs by {most:.3g} ulps at most"
+    )
+    total = steps * found.asked.weights[PROBE].size
+    evidence = compared if exact else f"{count:,} of {total:,} weights of tensor {PROBE} differ" if layout else "no form of a named layout"
+    made.append(Finding(what="weights", value=exact, words=words, evidence=evidence))
+    plain = Form(m=layout.average, v=layout.average) if layout else Form()
+    for key, title in FIELDS.items():
+        value = getattr(form, key)
+        as_clause = "as clause O" if value == getattr(plain, key) else f"clause O: {getattr(plain, key)}"
+        formula = forms.AVERAGES.get(value) or forms.SQUARES.get(value) if key in ("m", "v") else None
+        made.append(Finding(what=title, value=value, words=f"{value}: {formula}" if formula else "", evidence=as_clause))
+    return made
+
+
+def _summary(layout: Layout | None, form: Form, exact: bool, nearest: Layout) -> str:
+    plain = Form(m=layout.average, v=layout.average) if layout else Form()
+    others = [f"{title} is {getattr(form, key)}" for key, title in FIELDS.items() if getattr(form, key) != getattr(plain, key)]
+    how = "the order of clause O" if not others else f"another form: {', '.join(others)}"
+    if layout is None:
+        return f"no layout explains it; the nearest is {nearest.name!r}, from which it departs first here"
+    certain = "bit for bit" if exact else "its states bit for bit, its weights by no known form exactly"
+    faulty = "" if form.sound else ". It is not AdamW: a bias is not corrected, or a decay is not applied"
+    return f"layout {layout.name!r}, {certain}, in {how}{faulty}"

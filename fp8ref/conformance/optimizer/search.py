@@ -1,0 +1,165 @@
+"""The states and weights that layouts and forms give, compared with what an optimizer made (SEMANTICS O)."""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fp8ref import states
+from fp8ref.conformance.optimizer import forms
+from fp8ref.conformance.optimizer.forms import Form, Numbers
+from fp8ref.conformance.optimizer.subjects import Inputs, Snapshot
+from fp8ref.formats import E4M3FN, E5M2
+from fp8ref.sim import moments
+from fp8ref.sim import states as sim
+from fp8ref.sim.moments import MomentState
+from fp8ref.states import LAYOUTS, Layout
+
+PROBE = "spread"
+"""The tensor that is asked first."""
+
+
+class Departure(NamedTuple):
+    """The first difference: step from 1, tensor, what of it, the element's index, both numbers; and how many elements
+    of that tensor differ."""
+
+    step: int
+    tensor: str
+    what: str
+    at: tuple[int, ...]
+    got: Any
+    expected: Any
+    differing: int
+    of: int
+
+    def __str__(self) -> str:
+        place = f"[{', '.join(map(str, self.at))}]" if self.at else ""
+        return f"step {self.step}, tensor {self.tensor}, {self.what}{place}"
+
+
+class Search:
+    """What layouts and forms would make of the inputs, computed as it is asked for."""
+
+    def __init__(self, asked: Inputs, made: list[dict[str, Snapshot]], given: Numbers) -> None:
+        self.asked, self.made, self.given = asked, made, given
+        self._chains: dict[tuple, list[tuple[np.ndarray, MomentState]]] = {}
+        self.shown = all(one.m is not None and one.v is not None for step in made for one in step.values())
+
+    def chain(self, which: int, layout: Layout, average: str, tensor: str, steps: int) -> list[tuple[np.ndarray, MomentState]]:
+        """(new moment before it is stored, what is stored), flat, of each of so many steps."""
+        p = self.asked.weights[tensor]
+        own = layout.of(p.size)
+        moment = (own.m, own.v)[which]
+        found = self._chains.setdefault((which, moment, average, own.average, tensor), [])
+        keys = {key: getattr(self.given, key) for key in ("b1", "b2", "eps", "weight_decay", "learning_rate")}
+        with np.errstate(all="ignore"):
+            while len(found) < steps:
+                step = len(found) + 1
+                at = states.scalars(step, **keys)
+                g = sim.in_range(self.asked.gradients[step - 1][tensor].reshape(-1))
+                old = found[-1][1] if found else moments.zeros(p.shape, moment)
+                x = moments.read(old, moment, old.codes.reshape(-1), 0, own)
+                b, a = ((at.b1, at.a1), (at.b2, at.a2))[which]
+                new = moments.not_tiny(forms.average(average, x, g, b, a, square=which == 1), own)
+                found.append((new, moments.store([(0, g, new)], old, moment, which, p.shape, at, None, own)))
+        return found[:steps]
+
+    def state_departure(self, which: int, layout: Layout, average: str) -> Departure | None:
+        """Where codes or scales of m (0) or v (1) first differ."""
+        for step in range(1, len(self.made) + 1):
+            for tensor, one in self.made[step - 1].items():
+                theirs = (one.m, one.v)[which]
+                assert theirs is not None
+                mine = self.chain(which, layout, average, tensor, step)[-1][1]
+                name = "mv"[which]
+                if (found := _differs(mine.codes, theirs.codes, f"codes of {name}", step, tensor, one.weight.shape)) is not None:
+                    return found
+                if theirs.scale_inv is not None and mine.scale_inv is not None:
+                    found = _differs(mine.scale_inv, theirs.scale_inv, f"scale_inv of {name}", step, tensor, mine.scale_inv.shape)
+                    if found is not None:
+                        return found
+        return None
+
+    def weights(self, layout: Layout, form: Form, tensor: str, step: int) -> np.ndarray:
+        """The weights of a step, from theirs of the step before, flat."""
+        before = self.asked.weights[tensor] if step == 1 else self.made[step - 2][tensor].weight
+        m, v = (self.chain(i, layout, average, tensor, step)[-1][0] for i, average in enumerate((form.m, form.v)))
+        bound = forms.bound_of(layout, step, self.given)
+        return forms.update(form, before.reshape(-1), m, v, step, self.given, bound)
+
+    def weight_departure(self, layout: Layout, form: Form, *, tensors: tuple[str, ...] = (), steps: int | None = None) -> Departure | None:
+        """Where weights first differ."""
+        for step in range(1, (steps or len(self.made)) + 1):
+            for tensor in tensors or self.asked.weights:
+                theirs = self.made[step - 1][tensor].weight
+                found = _differs(self.weights(layout, form, tensor, step), theirs, "weight", step, tensor, theirs.shape)
+                if found is not None:
+                    return found
+        return None
+
+    def departure(self, layout: Layout, form: Form) -> Departure | None:
+        """The first difference from a layout and a form, of weights or of states."""
+        found = [self.weight_departure(layout, form)]
+        if self.shown:
+            found += [self.state_departure(i, layout, average) for i, average in enumerate((form.m, form.v))]
+        return min((one for one in found if one is not None), key=lambda one: one.step, default=None)
+
+    def far(self, layout: Layout, form: Form) -> tuple[int, float]:
+        """(how many weights of the probe differ, the largest difference in ulps) over all steps."""
+        count, most = 0, 0.0
+        for step in range(1, len(self.made) + 1):
+            theirs, mine = self.made[step - 1][PROBE].weight.reshape(-1), self.weights(layout, form, PROBE, step)
+            with np.errstate(all="ignore"):
+                error = np.abs(mine.astype(np.float64) - theirs) / np.spacing(np.abs(theirs))
+            count += int((mine.view(np.uint32) != theirs.view(np.uint32)).sum())
+            most = max(most, float(np.nan_to_num(error, nan=np.inf).max()))
+        return count, most
+
+
+def variations(layout: Layout) -> Iterator[Layout]:
+    """The layout with one decision of m, of v or of both changed; its name says which."""
+    fields: dict[str, tuple] = {
+        "block": (None, 128, 256),
+        "scaling": ("multiply", "reciprocal", "divide", "power_of_two"),
+        "fmt": (E4M3FN, E5M2),
+        "keep": (True, False),
+        "root": (True, False),
+        "expansion": (False,),
+    }
+    for field, values in fields.items():
+        for value in values:
+            for of in (("m", "v"), ("m",), ("v",)):
+                changed = [key for key in of if getattr(getattr(layout, key), field) != value]
+                if len(changed) < len(of):
+                    continue
+                try:
+                    new = {key: dataclasses.replace(getattr(layout, key), **{field: value}) for key in of}
+                    ragged = layout.ragged or all(moment.block is None for moment in new.values())
+                    name = f"{layout.name} with {field} {value} of {' and '.join(of)}"
+                    yield dataclasses.replace(layout, **new, ragged=ragged, name=name)
+                except ValueError:  # a contradiction, which no layout has
+                    continue
+    if layout.bounded:
+        yield dataclasses.replace(layout, bounded=False, name=f"{layout.name} without a bound")
+
+
+def named() -> list[Layout]:
+    """The layouts of LAYOUTS."""
+    return list(LAYOUTS.values())
+
+
+def _differs(mine: np.ndarray, theirs: np.ndarray, what: str, step: int, tensor: str, shape: tuple[int, ...]) -> Departure | None:
+    mine, theirs = np.atleast_1d(mine).reshape(-1), np.atleast_1d(theirs).reshape(-1)
+    if mine.dtype != theirs.dtype or mine.size != theirs.size:
+        got, expected = (f"{x.size} of {x.dtype}" for x in (theirs, mine))
+        return Departure(step, tensor, what, (), got, expected, max(mine.size, theirs.size), max(mine.size, theirs.size))
+    word = f"u{mine.dtype.itemsize}"
+    differ = mine.view(word) != theirs.view(word)
+    if mine.dtype.kind == "f":  # no clause has a NaN's bits, or the sign of a stored zero
+        differ &= ~(np.isnan(mine) & np.isnan(theirs)) & ~((mine == 0) & (theirs == 0))
+    if not differ.any():
+        return None
+    i = int(np.argmax(differ))
+    at = tuple(int(x) for x in np.unravel_index(i, shape)) if shape else ()
+    return Departure(step, tensor, what, at, theirs[i].item(), mine[i].item(), int(differ.sum()), mine.size)

@@ -1,0 +1,237 @@
+"""Somebody's optimizer, run on chosen gradients: weights after each step, and what is read of its state.
+
+It is one of these, and is told apart by what it takes:
+
+    torch     a class of torch.optim, or a function of params that makes one
+    optax     a GradientTransformation, or a function of learning_rate that makes one
+    function  step(p, g, state) -> (p, state), of one tensor; the first state is None
+
+Learning rate, betas, eps and decay are passed to those that take them by name.
+"""
+
+import inspect
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fp8ref.conformance import arrays
+from fp8ref.conformance.optimizer.forms import Numbers
+from fp8ref.conformance.subject import ConformanceError, RefusedError
+
+KINDS = ("torch", "optax", "function")
+"""What an optimizer is handed over as."""
+
+STEPS = 6
+"""The steps that are asked."""
+
+NAMES = (("m_codes", "v_codes"), ("exp_avg", "exp_avg_sq"), ("mu", "nu"), ("m", "v"))
+"""The names under which libraries keep both moments."""
+
+
+NUMBERS = ("learning_rate", "b1", "b2", "eps", "weight_decay")
+"""What optax's transformations and functions are passed by name, if they take it; torch's take lr, betas, eps and weight_decay."""
+
+
+class Moment(NamedTuple):
+    """What is read of a stored moment: uint8 codes, or float32 numbers; and the scales of these codes, float32 of any
+    shape, or None."""
+
+    codes: np.ndarray
+    scale_inv: np.ndarray | None = None
+
+
+class Snapshot(NamedTuple):
+    """One tensor after a step: its weight, and both moments, None where the state does not show them."""
+
+    weight: np.ndarray
+    m: Moment | None = None
+    v: Moment | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """What an optimizer is asked: weights, and their gradients at each step, float32."""
+
+    weights: Mapping[str, np.ndarray]
+    gradients: Sequence[Mapping[str, np.ndarray]]
+
+
+def inputs(steps: int = STEPS) -> Inputs:
+    """Tensors that tell layouts apart: ``spread`` has values over many binades; ``late`` has blocks without a gradient at
+    first, and elements without one later; ``ragged`` and ``small`` are not made of whole blocks; ``zeros``
+    never has a gradient."""
+    rng = np.random.default_rng(0)
+    shapes = {"spread": (32, 256), "late": (16, 256), "ragged": (17, 253), "small": (257,), "zeros": (16, 256)}
+    weights = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
+    gradients = []
+    for step in range(steps):
+        g = {name: rng.standard_t(3, shape) * 2.0 ** rng.uniform(-14, -2, (*shape[:-1], 1)) for name, shape in shapes.items()}
+        g["late"] = np.where((np.arange(16)[:, None] % 3 == 0) & (step < 3), 0, g["late"])
+        g["late"][:, ::5] *= step < 2
+        g["zeros"] = np.zeros(shapes["zeros"])
+        gradients.append({name: value.astype(np.float32) for name, value in g.items()})
+    return Inputs(weights=weights, gradients=gradients)
+
+
+def kind_of(found: Any) -> str | None:
+    """Which of KINDS an object is; None for any other."""
+    if hasattr(found, "init") and hasattr(found, "update"):
+        return "optax"
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(found, type) and issubclass(found, torch.optim.Optimizer):
+        return "torch"
+    required = [one for one in _parameters(found) if one not in NUMBERS]
+    if required and required[0] == "params":
+        return "torch"
+    if "learning_rate" in _names(found) and "state" not in _names(found):
+        return "optax"
+    return "function" if len(required) == 3 else None
+
+
+def run(name: str, found: Any, kind: str, asked: Inputs, given: Numbers) -> list[dict[str, Snapshot]]:
+    """The snapshots of all tensors after each step.
+
+    Raises:   RefusedError: it raises. ConformanceError: it returns something else than it should.
+    """
+    try:
+        with np.errstate(all="ignore"):
+            return {"torch": _torch, "optax": _optax, "function": _function}[kind](found, asked, given)
+    except ConformanceError as error:
+        raise type(error)(f"{name} {error}") from error
+    except (Exception, SystemExit) as error:  # an optimizer under test may raise anything
+        text = " ".join(str(error).split())[:300]
+        raise RefusedError(
+            f"{name}, taken as {kind}, raised {type(error).__name__}: {text}. It is run on float32 tensors of "
+            f"{', '.join(str(w.shape) for w in asked.weights.values())}."
+        ) from error
+
+
+def _torch(found: Any, asked: Inputs, given: Numbers) -> list[dict[str, Snapshot]]:
+    import torch
+
+    params = {name: torch.nn.Parameter(torch.tensor(w)) for name, w in asked.weights.items()}
+    numbers = {"lr": given.learning_rate, "betas": (given.b1, given.b2), "eps": given.eps, "weight_decay": given.weight_decay}
+    optimizer = found(list(params.values()), **_taken(found, numbers))
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConformanceError(f"returned a {type(optimizer).__name__}; a torch.optim.Optimizer is needed.")
+    snapshots = []
+    for g in asked.gradients:
+        for name, p in params.items():
+            p.grad = torch.tensor(g[name])
+        optimizer.step()
+        snapshots.append({name: Snapshot(_weight(p, asked.weights[name]), *_moments(optimizer.state[p])) for name, p in params.items()})
+    return snapshots
+
+
+def _optax(found: Any, asked: Inputs, given: Numbers) -> list[dict[str, Snapshot]]:
+    import jax.numpy as jnp
+    import optax
+
+    if not hasattr(found, "update"):
+        numbers = {name: getattr(given, name) for name in NUMBERS}
+        found = found(**_taken(found, numbers))
+    params = {name: jnp.asarray(w) for name, w in asked.weights.items()}
+    state, snapshots = found.init(params), []
+    for g in asked.gradients:
+        # operation by operation: under jit XLA fuses products and sums, in an order of its own
+        changes, state = found.update({name: jnp.asarray(x) for name, x in g.items()}, state, params)
+        params = optax.apply_updates(params, changes)
+        pair = _pair(state)
+        both = {name: tuple(_moment(of[name]) for of in pair) if pair else () for name in params}
+        snapshots.append({name: Snapshot(_weight(p, asked.weights[name]), *both[name]) for name, p in params.items()})
+    return snapshots
+
+
+def _function(found: Callable, asked: Inputs, given: Numbers) -> list[dict[str, Snapshot]]:
+    numbers = {name: getattr(given, name) for name in NUMBERS}
+    numbers = _taken(found, numbers)
+    params, states, snapshots = dict(asked.weights), dict.fromkeys(asked.weights), []
+    for g in asked.gradients:
+        made = {}
+        for name in asked.weights:
+            result = found(params[name].copy(), g[name].copy(), states[name], **numbers)
+            if not isinstance(result, tuple) or len(result) != 2:
+                raise ConformanceError(f"returned a {type(result).__name__}; step(p, g, state) returns (p, state).")
+            params[name], states[name] = _weight(result[0], asked.weights[name]), result[1]
+            made[name] = Snapshot(params[name], *_moments(states[name]))
+        snapshots.append(made)
+    return snapshots
+
+
+def _weight(found: Any, like: np.ndarray) -> np.ndarray:
+    made = arrays.as_numpy(found)
+    if made.dtype != np.float32 or made.shape != like.shape:
+        raise ConformanceError(f"made a weight {made.dtype} {made.shape}; it is float32 {like.shape}, as it was given.")
+    return made
+
+
+def _moments(state: Any) -> tuple[Moment | None, ...]:
+    """Both moments of the state of one tensor."""
+    for first, second in NAMES:
+        if (m := _field(state, first)) is not None and (v := _field(state, second)) is not None:
+            if first == "m_codes":
+                return tuple(_moment({"codes": x, "scale_inv": _field(state, f"{key}_scale_inv")}) for key, x in (("m", m), ("v", v)))
+            return _moment(m), _moment(v)
+    return ()
+
+
+def _pair(state: Any) -> tuple[Any, Any] | None:
+    """Both trees of moments in a tree of optax's states."""
+    for first, second in NAMES[2:]:
+        if hasattr(state, first) and hasattr(state, second):
+            return getattr(state, first), getattr(state, second)
+    if isinstance(state, tuple | list):
+        return next((pair for part in state if (pair := _pair(part)) is not None), None)
+    return None
+
+
+def _moment(found: Any) -> Moment | None:
+    """A moment: an array, or codes with their scales, under the names of fp8ref or torchao."""
+    codes = _field(found, "codes")
+    scale = _field(found, "scale_inv")
+    if scale is None and codes is not None and not isinstance(found, Mapping):
+        scale = _field(found, "scale")  # torchao's, by which codes are multiplied
+    try:
+        values = arrays.as_numpy(found if codes is None else codes)
+        inverse = None if scale is None else arrays.as_numpy(scale).astype(np.float32)
+    except Exception:  # no array: the state does not show it
+        return None
+    if values.dtype != np.uint8:
+        if values.dtype.kind not in "fV":
+            return None
+        values = values.astype(np.float32)
+    return Moment(values, inverse)
+
+
+def _field(of: Any, name: str) -> Any:
+    return of.get(name) if isinstance(of, Mapping) else getattr(of, name, None)
+
+
+def _names(found: Any) -> list[str]:
+    try:
+        return list(inspect.signature(found).parameters)
+    except (TypeError, ValueError):  # a builtin without a signature
+        return []
+
+
+def _parameters(found: Any) -> list[str]:
+    """The arguments without a default."""
+    try:
+        parameters = inspect.signature(found).parameters.values()
+    except (TypeError, ValueError):
+        return []
+    return [p.name for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+
+
+def _taken(found: Any, numbers: Mapping[str, Any]) -> dict[str, Any]:
+    """The numbers that a callable takes by name."""
+    try:
+        parameters = inspect.signature(found).parameters.values()
+    except (TypeError, ValueError):
+        return {}
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return dict(numbers)
+    return {name: value for name, value in numbers.items() if name in {p.name for p in parameters}}

@@ -1,0 +1,205 @@
+"""Optimizers are named: layouts of both backends and of libraries, other forms, and planted faults (SEMANTICS O)."""
+
+import dataclasses
+import json
+
+import numpy as np
+import optax
+import pytest
+import torch
+
+from fp8ref import states as data
+from fp8ref.conformance import identify_optimizer
+from fp8ref.conformance.optimizer import require_optimizer
+from fp8ref.conformance.optimizer.forms import Form, Numbers
+from fp8ref.conformance.optimizer.subjects import inputs, kind_of
+from fp8ref.conformance.subject import ConformanceError, RefusedError
+from fp8ref.jax import states as fj
+from fp8ref.sim import moments, states
+from fp8ref.states import LAYOUTS
+from fp8ref.torch import states as ft
+
+F32 = np.float32
+
+
+def simulated(layout, *, shown: bool = True):
+    def step(p, g, state, learning_rate, b1, b2, eps, weight_decay):
+        given = {"learning_rate": learning_rate, "b1": b1, "b2": b2, "eps": eps, "weight_decay": weight_decay, "layout": layout}
+        before = states.init(p.shape, layout) if state is None else state if shown else state[0]
+        p, after = states.step(p, g, before, **given)
+        return p, after if shown else (after,)
+
+    return step
+
+
+def planted(layout, *, newer: bool = False, uncorrected: bool = False, guarded: bool = True):
+    """Clause O by hand, of moments that are not shown, with a fault: codes are decoded with the scale of the step that reads them; v is
+    not corrected; a scale of nothing but zeros is a quotient by zero."""
+    layout = data.by_name(layout)
+
+    def step(p, g, state, learning_rate, b1, b2, eps, weight_decay):
+        own, g = layout.of(p.size), g.reshape(-1)
+        both = (own.m, own.v)
+        t, *old = state or (0, *(moments.zeros(p.shape, moment) for moment in both))
+        at = data.scalars(t + 1, learning_rate=learning_rate, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay)
+
+        def new(stored):
+            read = [moments.read(one, moment, one.codes.reshape(-1), 0, own) for one, moment in zip(stored, both, strict=True)]
+            return moments.averages(g, *read, at, own)
+
+        def store(values):
+            each = enumerate(zip(values, old, both, strict=True))
+            return [moments.store([(0, g, x)], kept, moment, i, p.shape, at, None, own) for i, (x, kept, moment) in each]
+
+        m, v = new(old)
+        if newer and t:
+            scales = [one.scale_inv for one in store((m, v))]
+            m, v = new([one._replace(scale_inv=scale) for one, scale in zip(old, scales, strict=True)])
+        ratio = moments.ratio(m, v, at._replace(inverse2=1.0) if uncorrected else at)
+        flat = p.reshape(-1)
+        flat = flat - F32(learning_rate) * (ratio + F32(weight_decay) * flat)
+        kept = store((m, v))
+        if not guarded and not m.any():
+            kept = [one._replace(codes=np.full_like(one.codes, 0x7F)) for one in kept]  # 0 * infinity
+        return flat.reshape(p.shape), (t + 1, *kept)
+
+    return step
+
+
+def of_torch(layout):
+    return lambda params, lr, betas, eps, weight_decay: ft.AdamW(params, lr, betas, eps, weight_decay, layout=layout)
+
+
+@pytest.mark.parametrize("shown", [True, False])
+@pytest.mark.parametrize("name", ["sqrt_e4m3", "fishman", "te", "torchao"])
+def test_layouts_are_named_by_states_or_by_weights_alone(name, shown):  # O-1 to O-10
+    found = identify_optimizer(simulated(name, shown=shown), expect=name)
+    assert (found.ok, found.layout, found.exact, found.shown, found.departure) == (True, name, True, shown, None)
+    assert found.form == Form(m=LAYOUTS[name].average, v=LAYOUTS[name].average)
+    assert "bit for bit, in the order of clause O" in found.summary
+
+
+@pytest.mark.parametrize("name", ["msamp", "sqrt_e5m2", "bfloat16"])
+def test_fp8refs_own_torch_optimizer(name):  # O-13
+    found = identify_optimizer(of_torch(name))
+    assert (found.ok, found.layout, found.kind, found.shown) == (True, name, "torch", True)
+    require_optimizer(of_torch(name), name)
+
+
+@pytest.mark.slow
+def test_fp8refs_own_optax_transformation():
+    def made(learning_rate, b1, b2, eps, weight_decay):
+        return fj.adamw(learning_rate, b1, b2, eps, weight_decay, layout="sqrt_e5m2")
+
+    found = identify_optimizer(made)
+    assert (found.ok, found.layout, found.kind, found.shown) == (True, "sqrt_e5m2", "optax", True)
+
+
+def test_torchs_adamw_is_another_form_of_float32():
+    """Decay as a factor, lerp and addcmul with one rounding, a learning rate that corrects m, and its own root."""
+    found = identify_optimizer(torch.optim.AdamW, expect="float32")
+    assert (found.ok, found.layout, found.exact) == (True, "float32", True)
+    assert (found.form.decay, found.form.bias_m, found.form.m, found.form.eps) == ("factor", "rate", "lerp, fused", "outside")
+    assert found.form != Form()
+    with pytest.raises(AssertionError, match=r"AdamW departs from layout 'float32': step 1, tensor spread, weight\[0, \d+\]"):
+        require_optimizer(torch.optim.AdamW, "float32")
+
+
+@pytest.mark.slow
+def test_optaxs_adamw_is_another_form_of_float32():
+    found = identify_optimizer(optax.adamw, expect="float32")
+    assert (found.ok, found.layout, found.exact, found.kind) == (True, "float32", True, "optax")
+    assert (found.form.bias_v, found.form.decay, found.form.numbers) == ("inside", "added", "float32")
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch", "ignore::UserWarning:torch")
+def test_torchaos_adamw_in_fp8():  # O-13
+    """Compiled, as it always is."""
+    from torchao.optim import AdamWFp8
+
+    found = identify_optimizer(AdamWFp8, expect="torchao")
+    assert (found.ok, found.layout, found.shown) == (True, "torchao", True)
+    assert (found.form.decay, found.form.numbers, found.form.m) == ("subtracted", "float32", "lerp")
+
+
+def test_codes_that_are_decoded_with_a_newer_scale():
+    """MS-AMP's issue 99, appendix: the factor of the step that reads."""
+    found = identify_optimizer(planted("fishman", newer=True), expect="fishman")
+    assert (found.ok, found.layout) == (False, None)
+    assert found.departure.input.startswith("step 2, tensor spread, weight[0, ")
+    assert found.departure.clause == "O-6"
+    with pytest.raises(AssertionError, match=r"departs from layout 'fishman': step 2, tensor spread, weight"):
+        require_optimizer(planted("fishman", newer=True), "fishman")
+    require_optimizer(planted("fishman"), "fishman")
+
+
+def test_v_that_is_not_corrected():
+    found = identify_optimizer(planted("fishman", uncorrected=True), expect="fishman")
+    assert (found.ok, found.layout, found.form.bias_v) == (False, "fishman", "none")
+    assert "It is not AdamW" in found.message
+    assert found.departure.input.startswith("step 1, tensor spread, weight")
+
+
+def test_another_block_is_named():
+    own = LAYOUTS["torchao"]
+    other = dataclasses.replace(own, m=dataclasses.replace(own.m, block=128), v=dataclasses.replace(own.v, block=128))
+    for subject in (planted(other), simulated(other)):
+        found = identify_optimizer(subject, expect="torchao")
+        assert (found.ok, found.layout) == (False, "torchao with block 128 of m and v")
+        assert found.departure.input.startswith(("step 2, tensor spread, weight[0, 128]", "step 1, tensor spread, codes of m[0, "))
+
+
+def test_a_missing_guard_of_zeros():
+    found = identify_optimizer(planted("te", guarded=False), expect="te")
+    assert not found.ok
+    assert found.departure.input == "step 2, tensor zeros, weight[0, 0]"
+    assert found.departure.got.startswith("nan")
+
+
+def test_a_layout_without_its_bound_and_another_b2():
+    free = dataclasses.replace(LAYOUTS["sqrt_e5m2"], bounded=False)
+    numbers = Numbers(b2=0.999, weight_decay=0.0)
+    found = identify_optimizer(simulated(free), numbers=numbers)
+    assert found.layout in ("sqrt_e5m2", "sqrt_e5m2 without a bound")  # the first where no ratio is beyond the bound of b2
+    assert found.exact
+    wrong = identify_optimizer(simulated("float32"), numbers=Numbers(b2=0.999))
+    assert wrong.ok
+
+
+def test_what_json_and_a_person_get(capsys):
+    found = identify_optimizer(planted("fishman", uncorrected=True), name="mine", expect="te")
+    written = json.loads(json.dumps(found.to_dict(), allow_nan=False))
+    assert (written["ok"], written["kind"], written["is"]["layout"], written["is"]["bias_v"]) == (False, "optimizer", "fishman", "none")
+    assert written["departure"]["input"].startswith("step 1")
+    found.print()
+    said = capsys.readouterr().out
+    assert "mine: an optimizer, taken as function" in said
+    assert "mine is not 'te': layout 'fishman'" in said
+
+
+def test_what_is_no_optimizer_is_refused():
+    assert kind_of(lambda x: x) is None
+    assert kind_of(optax.adamw(1e-3)) == "optax"
+    assert kind_of(torch.optim.SGD) == "torch"
+    with pytest.raises(ValueError, match="is no optimizer"):
+        identify_optimizer(lambda x: x)
+    with pytest.raises(ValueError, match="expect is one of float32, bfloat16"):
+        identify_optimizer(torch.optim.AdamW, expect="adamw")
+    with pytest.raises(ValueError, match="kind is one of torch, optax, function"):
+        identify_optimizer(torch.optim.AdamW, kind="keras")
+    with pytest.raises(RefusedError, match="raised ZeroDivisionError"):
+        identify_optimizer(lambda p, g, state: 1 / 0)
+    with pytest.raises(ConformanceError, match=r"returned a ndarray; step\(p, g, state\) returns"):
+        identify_optimizer(lambda p, g, state: p)
+    rng = np.random.default_rng()
+    with pytest.raises(ConformanceError, match="does not repeat itself"):
+        identify_optimizer(lambda p, g, state: (p + rng.standard_normal(p.shape).astype(F32), state))
+
+
+def test_inputs_have_what_tells_layouts_apart():
+    asked = inputs()
+    assert not any(g["zeros"].any() for g in asked.gradients)
+    assert all(g["spread"].all() for g in asked.gradients)
+    assert asked.weights["ragged"].size % 128
+    assert asked.weights["small"].size < LAYOUTS["torchao"].smallest <= asked.weights["ragged"].size
