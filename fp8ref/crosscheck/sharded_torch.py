@@ -62,8 +62,8 @@ def crosscheck(config: Config, n: int, *, steps: int = STEPS, prepare: Watcher |
     for mesh in _meshes(n):
         for scope in scopes if mesh.tensor == 1 else (chosen,):
             of_mesh = mesh.of(config, scope)
-            if why := of_mesh.parallel.unreduced("torch"):
-                unfit[mesh.name(scope)] = why[0]
+            if refused := of_mesh.parallel.unreduced("torch"):
+                unfit[mesh.name(scope)] = refused[0]
                 continue
             try:
                 device_shapes.check(of_mesh, "torch")

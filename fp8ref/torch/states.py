@@ -39,7 +39,7 @@ PIECE = 1 << 16
 """Elements of a piece for each thread: 14 arrays of them fit into a CPU's cache."""
 
 
-GPU_OPTIONS = {"realize_opcount_threshold": 1000, "realize_reads_threshold": 64}
+GPU_OPTIONS: dict[str, Any] = {"realize_opcount_threshold": 1000, "realize_reads_threshold": 64}
 """Inductor's options on a GPU: new moments are computed wherever they are needed. Written to memory, they are 4 bytes a parameter each."""
 
 
@@ -499,7 +499,7 @@ def _moment_state(state: dict[str, Tensor], key: str) -> MomentState:
 def _on_device(piece: _Work) -> _Work:
     """A piece whose numbers are tensors: a compiled update takes new ones without compiling again."""
     keys = [None if key is None else tuple(torch.tensor(key, device=piece.p.device).unbind()) for key in piece.keys]
-    return _in_blocks(piece)._replace(at=_tensors(piece.at, piece.p.device), keys=tuple(keys))
+    return _in_blocks(piece)._replace(at=_tensors(piece.at, piece.p.device), keys=tuple(keys))  # type: ignore[arg-type]
 
 
 def amaxes_first(layout: Layout) -> bool:
