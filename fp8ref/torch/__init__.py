@@ -22,8 +22,8 @@ rows are cast again for each GEMM, along the axis it reduces, and their weight i
 compute dtype. ``convert`` chooses the class; ``parallel`` sets dtypes and groups; ``fsdp`` sets the
 gathers on a model, and reduces gradients in rank order if asked (off by default). ``gemm`` calls
 torch._scaled_mm, or ``block_gemm`` for block scales; ``hardware`` simulates other hardware instead.
-``tensor_parallel`` cuts linears. ``compiled_fsdp`` shards within a compiled graph. ``proof`` shows
-that a step ran in FP8. ``states`` is AdamW whose moments are stored in FP8; ``moments`` is
+``tensor_parallel`` cuts linears, and ``linear_cut`` is how ranks share one. ``compiled_fsdp`` shards
+within a compiled graph. ``proof`` shows that a step ran in FP8. ``states`` is AdamW whose moments are stored in FP8; ``moments`` is
 one of them, and ``philox`` the stochastic rounding.
 
 ``fp8ref.crosscheck`` checks this package against docs/spec; it shares no code with the
