@@ -103,7 +103,7 @@ def parallelize(
                 the model's, or named twice; a mesh of other dims; a model that is compiled or
                 sharded already; an optimizer that was built before; delayed scaling of scope local;
                 a cache of keys and values (transformers' use_cache) under checkpointing;
-                checkpointing and compile of blocks that tensor cuts; under compile='model', modules
+                full checkpointing and compile of blocks that tensor cuts; under compile='model', modules
                 that are, or by keep_dtype would be, sharded by themselves. After the model was
                 sharded: as ``fsdp.gather_in_fp8``; copies with
                 different weights.
@@ -128,11 +128,11 @@ def parallelize(
     check_model(model, "Parallelize a model once, and before you {} it")
     if sequence or tensor_plan is not None:
         _check_tensor_dim(mesh)
-    if by_tensor is not None and compile != "none" and checkpointing != "none":
+    if by_tensor is not None and compile != "none" and checkpointing == "full":
         # AOTAutograd of torch 2.13 keeps the DeviceMesh among saved tensors: an AssertionError
         raise ValueError(
-            f"torch cannot compile a checkpointed block that tensor parallelism cuts; got checkpointing {checkpointing!r} and compile {compile!r}. "
-            "Leave one of them out."
+            f"torch cannot compile blocks that tensor parallelism cuts and that are recomputed whole; got checkpointing 'full' and compile {compile!r}. "
+            "Use checkpointing 'selective' or 'none'."
         )
     if mesh is not None:
         check_no_optimizer(model)

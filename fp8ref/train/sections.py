@@ -198,9 +198,9 @@ class ParallelConfig:
             "parallel.compile 'model' takes a model without tensor parallelism. Set parallel.tensor to 1, or use 'block'.",
         )
         require(
-            self.compile == "none" or self.tensor == 1 or self.checkpointing == "none",
-            f"parallel.compile with tensor parallelism takes checkpointing 'none' (torch cannot save a mesh for recomputation); got "
-            f"{self.checkpointing!r}. Set parallel.checkpointing or parallel.compile to none.",
+            self.compile == "none" or self.tensor == 1 or self.checkpointing != "full",
+            "parallel.compile under tensor parallelism takes no blocks that are recomputed whole, on which torch 2.13 fails. "
+            "Set parallel.checkpointing to selective or none.",
         )
 
     @property

@@ -128,7 +128,7 @@ def test_the_trainers_whole_model_compiles(small, monkeypatch):
 def test_the_trainer_compiles_whole_models_that_tensor_parallelism_does_not_cut():
     with pytest.raises(ValueError, match=r"without tensor parallelism\. Set parallel\.tensor to 1, or use 'block'"):
         ParallelConfig(fsdp=2, tensor=2, compile="model")
-    with pytest.raises(ValueError, match=r"checkpointing 'none' .*; got 'full'\. Set parallel\.checkpointing or parallel\.compile to none"):
+    with pytest.raises(ValueError, match=r"recomputed whole, .*\. Set parallel\.checkpointing to selective or none"):
         ParallelConfig(tensor=2, compile="block", checkpointing="full")
 
 

@@ -257,7 +257,10 @@ def refused():
         ("kept", "0 is named twice"),
         ("plan without a dim", "a mesh with a dim named tensor; there is none"),
         ("sequence without a mesh", "a mesh with a dim named tensor; there is none"),
-        ("checkpointing", "cannot compile a checkpointed block that tensor parallelism cuts; got checkpointing 'full' and compile 'block'"),
+        (
+            "checkpointing",
+            "cannot compile blocks that tensor parallelism cuts.*got checkpointing 'full' and compile 'block'. Use checkpointing 'selective'",
+        ),
         ("plan", "'7' names none of the linears: 0.0, 1"),
         ("no plan", "a plan cuts at least one linear; got none"),
         ("plan of FP8 by hand", "'7' names none of the linears"),
