@@ -61,8 +61,8 @@ def crosscheck(config: Config, n: int, *, steps: int = STEPS, prepare: Watcher |
     scopes = (chosen,) if chosen == "local" or RECIPES[config.numerics.recipe].delayed else SCOPES
     meshes, unfit = _meshes(n), {}
     for copies, parts in meshes[:]:
-        if why := config.replace(parallel={"data": copies, "fsdp": parts}).parallel.unreduced("torch"):
-            unfit[f"torch {copies}x{parts}"] = why[0]
+        if refused := config.replace(parallel={"data": copies, "fsdp": parts}).parallel.unreduced("torch"):
+            unfit[f"torch {copies}x{parts}"] = refused[0]
             meshes.remove((copies, parts))
     batches = loader.open_batches(config)
     tokens = [batches.step(step) for step in range(steps + 1)]
