@@ -78,6 +78,8 @@ def test_meshes_that_do_not_fit_are_named(small, monkeypatch):
 def test_errors(small, tmp_path, capsys):
     with pytest.raises(ConfigError, match="got 'bf16'"):
         sharded_jax.crosscheck(small.replace(numerics={"recipe": "bf16"}), 2)
+    with pytest.raises(ConfigError, match="bounds sums of gradients that were not cast"):  # P-25
+        sharded_jax.crosscheck(small.replace(parallel={"fsdp": 2, "reduce_dtype": "float8_e4m3fn"}), 2)
     with pytest.raises(ConfigError, match="needs as many devices; jax has 8"):
         sharded_jax.crosscheck(small, 16)
     assert cli.main(["crosscheck", "tiny", "--sharded", "8"]) == 2
