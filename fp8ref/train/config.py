@@ -100,6 +100,9 @@ class Config:
             return []
         if keys.tensor > 1:
             return [f"in PyTorch numerics.schedule takes parallel.tensor 1, whose hooks are of one recipe; got {keys.tensor}. Set it to 1."]
+        delayed = [name for name in self.recipes if RECIPES[name].delayed]
+        if keys.amax_scope == "local" and delayed:
+            return [f"recipe {delayed[0]!r} keeps one state for all ranks; parallel.amax_scope is local. Set it to global."]
         gathered = [name for name in self.recipes if RECIPES[name].fp8 and RECIPES[name].serves_both("weight")]
         if keys.gather == "fp8" and gathered:
             return [

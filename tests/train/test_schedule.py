@@ -83,9 +83,16 @@ def test_options_and_files_hold_a_schedule(small):  # T-9
     assert config.under("rowwise") == small.replace(numerics={"recipe": "rowwise"}, run={"steps": 8})
 
 
-@pytest.mark.parametrize(("keys", "message"), [({"tensor": 2}, "takes parallel.tensor 1"), ({"fsdp": 2}, "Set parallel.gather to compute")])
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"tensor": 2}, r"takes parallel\.tensor 1"),
+        ({"fsdp": 2}, r"Set parallel\.gather to compute"),
+        ({"fsdp": 2, "gather": "compute", "amax_scope": "local"}, r"'delayed' keeps one state for all ranks"),
+    ],
+)
 def test_meshes_that_cannot_switch_are_refused_before_anything_is_made(small, keys, message):  # T-9
-    config = scheduled(small, (0, "tensorwise"), (2, "bf16"), parallel=keys)
+    config = scheduled(small, (0, "tensorwise"), (2, "bf16"), (4, "delayed"), parallel=keys)
     with pytest.raises(ConfigError, match=message):
         loop.trainer("torch", config)
     assert config.unswitched("jax") == []
