@@ -273,14 +273,15 @@ def _nearest(found: Search, form: Form) -> tuple[Layout, Form]:
         return (len(found.made) + 1, 0.0) if first is None else (first.step, -first.differing / first.of)
 
     if not found.shown:
-        every = [(layout, forms.with_averages(form, layout.average, layout.average)) for layout in search.named()]
-        return max(every, key=lambda one: late(found.weight_departure(*one)))
+        pairs = [(layout, forms.with_averages(form, layout.average, layout.average)) for layout in search.named()]
+        return max(pairs, key=lambda one: late(found.weight_departure(*one)))
     best = []
     for layout in search.named():
-        orders = [max(of, key=lambda order, i=i: late(found.state_departure(i, layout, order))) for i, of in enumerate(_orders(layout))]
-        departures = [late(found.state_departure(i, layout, order)) for i, order in enumerate(orders)]
-        best.append((min(departures), max(departures), layout, orders))
-    *_, layout, (m, v) = max(best, key=lambda one: one[:2])
+        ranked = [{order: late(found.state_departure(i, layout, order)) for order in orders} for i, orders in enumerate(_orders(layout))]
+        m, v = (max(of_each, key=of_each.__getitem__) for of_each in ranked)
+        ends = sorted((ranked[0][m], ranked[1][v]))
+        best.append((ends, layout, m, v))
+    _, layout, m, v = max(best, key=lambda one: one[0])
     every = (forms.with_averages(update, m, v) for update in forms.updates(decays=_decays(found)))
     return layout, _best_update(found, layout, every)[0]
 

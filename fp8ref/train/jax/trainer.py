@@ -205,7 +205,7 @@ class Trainer:
         grads = self._gradients(self._params, self._fp8_state, self._parts(tokens))[1]
         measured = self._health(grads, self._state)
         names = list(self._step.named(self._params))
-        return recorded(names, health.numbers(health.Measured(*map(self._layout.fetch, measured))), layout)
+        return recorded(names, health.numbers(jax.tree.map(self._layout.fetch, measured)), layout)
 
     def prove(self, tokens: np.ndarray) -> dict:
         """The GEMMs and gathers of the step, for the manifest, read from its lowered program
