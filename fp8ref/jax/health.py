@@ -22,7 +22,7 @@ from fp8ref.states import Layout, Moment
 
 
 class Measured(NamedTuple):
-    """The measurement of one tensor, on the devices.
+    """The measurement of one tensor, on the devices, or of several: then both have a first dim.
 
     counts  int32 [health.COUNTS].
     sums    float32 [7]: roots, excess, signal and noise, the latter two in units of the squares of powers
@@ -67,7 +67,7 @@ def numbers(measured) -> np.ndarray:
     """float64 [tensors, health.FIELDS]: the measurements of a tree, on the host, as jax.tree flattens
     it."""
     leaves = jax.tree.leaves(measured, is_leaf=lambda x: isinstance(x, Measured))
-    counts, sums = (np.stack([np.asarray(x) for x in of]).astype(np.float64) for of in zip(*leaves, strict=True))
+    counts, sums = (np.concatenate([np.atleast_2d(x) for x in of]).astype(np.float64) for of in zip(*leaves, strict=True))
     roots, excess, signal, noise, of_signal, of_noise, largest = sums.T
     squares = [x * np.exp2(2 * (field - 127)) for x, field in ((signal, of_signal), (noise, of_noise))]
     return np.concatenate([counts, np.stack([roots, excess, *squares, largest], axis=-1)], axis=-1)

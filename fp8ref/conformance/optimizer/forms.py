@@ -24,8 +24,12 @@ AVERAGES = {
 }
 """The orders of a moving average x of y: of m, y is g, and of v it is g g."""
 
-SQUARES = {"products, (a g) g": "b x + (a g) g", "products, fused (a g) g": "fma(a g, g, b x)"}
-"""Two more of v alone; the second is torch's addcmul on a CPU."""
+SQUARES = {
+    "products, (a g) g": "b x + (a g) g",
+    "products, fused (a g) g": "fma(a g, g, b x)",
+    "products, fused with the old, (a g) g": "fma(b, x, (a g) g)",
+}
+"""More of v alone; the second is torch's addcmul on a CPU."""
 
 ROOTS: dict[str, Callable[[np.ndarray], np.ndarray]] = {"rounded correctly": np.sqrt}
 """The square roots that are tried; ``subjects`` adds torch's."""
@@ -90,7 +94,9 @@ def average(name: str, x: np.ndarray, g: np.ndarray, beta: float, rest: float, *
     """The new moment of an old one; rest is 1 - beta."""
     b, a = F32(beta), F32(rest)
     if name in SQUARES:
-        return fma(a * g, g, b * x) if "fused" in name else b * x + (a * g) * g
+        if name == "products, fused (a g) g":
+            return fma(a * g, g, b * x)
+        return fma(b, x, (a * g) * g) if "old" in name else b * x + (a * g) * g
     y = g * g if square else g
     if name == "products":
         return b * x + a * y

@@ -118,18 +118,21 @@ def identify_optimizer(
     name = name or subjects_of_arrays.name_of(optimizer)
     kind, found = _asked(optimizer, name, kind, given)
     layout, form, exact = _identified(found)
-    wanted = LAYOUTS[expect] if expect else layout if layout is not None else _nearest(found, form)
-    compared = _in_averages_of(form, wanted, layout) if form.sound else Form(m=wanted.average, v=wanted.average)
+    nearest, of_nearest = (layout, form) if layout is not None else _nearest(found, form)
+    wanted = LAYOUTS[expect] if expect else nearest
+    sound = form if form.sound else Form()
+    same = wanted == nearest and of_nearest.sound
+    compared = of_nearest if same else forms.with_averages(sound, wanted.average, wanted.average)
     first = None if exact and wanted == layout and form.sound else found.departure(wanted, compared)
     return OptimizerOutcome(
         name=name,
         kind=kind,
         layout=None if layout is None else layout.name,
-        form=form,
+        form=of_nearest,
         exact=exact,
         shown=found.shown,
-        findings=_findings(found, layout, form, exact),
-        summary=_summary(layout, form, exact, wanted),
+        findings=_findings(found, layout, of_nearest, exact),
+        summary=_summary(layout, of_nearest, exact, nearest),
         expected=expect,
         departure=None if first is None else _counterexample(first, wanted),
     )
@@ -235,9 +238,7 @@ def _by_states(found: Search) -> tuple[Layout | None, str, str]:
     """The first layout whose codes and scales are theirs at each step, and the averages of both moments."""
 
     def fits(layout: Layout, which: int) -> str | None:
-        orders = (*forms.AVERAGES, *forms.SQUARES) if which else tuple(forms.AVERAGES)
-        own = [layout.average, *(name for name in orders if name != layout.average)]
-        return next((order for order in own if found.state_departure(which, layout, order) is None), None)
+        return next((order for order in _orders(layout)[which] if found.state_departure(which, layout, order) is None), None)
 
     for layouts in (search.named(), (x for base in search.named() for x in search.variations(base))):
         for layout in layouts:
@@ -264,19 +265,31 @@ def _by_weights(found: Search, layout: Layout, updates: list[Form], averages: It
                 yield form
 
 
-def _nearest(found: Search, form: Form) -> Layout:
-    """The named layout from which it departs last, by the states that are shown, or else by weights."""
+def _nearest(found: Search, form: Form) -> tuple[Layout, Form]:
+    """The named layout from which it departs last, by the states that are shown, or else by weights; and the form that it
+    is compared in."""
 
-    def how_far(layout: Layout) -> tuple[int, float]:
-        first = found.departure(layout, _in_averages_of(form, layout, None))
-        return (-first.step, first.differing / first.of) if first else (-found.asked.gradients.__len__() - 1, 0.0)
+    def late(first: Departure | None) -> tuple[int, float]:
+        return (len(found.made) + 1, 0.0) if first is None else (first.step, -first.differing / first.of)
 
-    return min(search.named(), key=how_far)
+    if not found.shown:
+        pairs = [(layout, forms.with_averages(form, layout.average, layout.average)) for layout in search.named()]
+        return max(pairs, key=lambda one: late(found.weight_departure(*one)))
+    best = []
+    for layout in search.named():
+        ranked = [{order: late(found.state_departure(i, layout, order)) for order in orders} for i, orders in enumerate(_orders(layout))]
+        m, v = (max(of_each, key=of_each.__getitem__) for of_each in ranked)
+        ends = sorted((ranked[0][m], ranked[1][v]))
+        best.append((ends, layout, m, v))
+    _, layout, m, v = max(best, key=lambda one: one[0])
+    every = (forms.with_averages(update, m, v) for update in forms.updates(decays=_decays(found)))
+    return layout, _best_update(found, layout, every)[0]
 
 
-def _in_averages_of(form: Form, wanted: Layout, found: Layout | None) -> Form:
-    """The form for a comparison with a layout: in that layout's averages, unless it is the one that was found."""
-    return form if found is not None and found == wanted else forms.with_averages(form, wanted.average, wanted.average)
+def _orders(layout: Layout) -> tuple[list[str], list[str]]:
+    """The orders of the averages of m and of v, the layout's own first."""
+    m, v = (list(forms.AVERAGES), [*forms.AVERAGES, *forms.SQUARES])
+    return [layout.average, *(x for x in m if x != layout.average)], [layout.average, *(x for x in v if x != layout.average)]
 
 
 def _counterexample(first: Departure, wanted: Layout) -> Counterexample:
@@ -333,7 +346,7 @@ def _summary(layout: Layout | None, form: Form, exact: bool, nearest: Layout) ->
     others = [f"{title} is {getattr(form, key)}" for key, title in FIELDS.items() if getattr(form, key) != getattr(plain, key)]
     how = "the order of clause O" if not others else f"another form: {', '.join(others)}"
     if layout is None:
-        return f"no layout explains it; the nearest is {nearest.name!r}, from which it departs first here"
+        return f"no layout explains every bit; the nearest is {nearest.name!r}, in {how}"
     certain = "bit for bit" if exact else "its states bit for bit, its weights by no known form exactly"
     faulty = "" if form.sound else ". It is not AdamW: a bias is not corrected, or a decay is not applied"
     return f"layout {layout.name!r}, {certain}, in {how}{faulty}"

@@ -131,9 +131,9 @@ class Step:
         norm = optax.tree.norm(grads)
         return norm, jax.tree.map(lambda g: g * jnp.minimum(1.0, self.config.optimizer.max_norm / norm), grads)
 
-    def health(self, grads, state: State) -> dict[str, health.Measured]:
-        """What storing the moments of a step would cost, by parameter, of gradients before clipping
-        (SEMANTICS O-12)."""
+    def health(self, grads, state: State) -> health.Measured:
+        """What storing the moments of a step would cost, of gradients before clipping: of all parameters, in the order
+        of ``named`` (SEMANTICS O-12)."""
         assert self._moments is not None
         keys, (_, grads) = self.config.optimizer, self._clipped(grads)
         _, after = self._optimizer_at(0.0).update(grads, state.optimizer, state.params)
@@ -141,7 +141,8 @@ class Step:
             self.named(grads),
             *(states.AdamWState(x.count, self._stored_by_name(x.m), self._stored_by_name(x.v)) for x in (state.optimizer, after)),
         )
-        return health.measure(g, before, made, b1=keys.beta1, b2=keys.beta2, eps=keys.eps, layout=self._moments)
+        found = health.measure(g, before, made, b1=keys.beta1, b2=keys.beta2, eps=keys.eps, layout=self._moments)
+        return health.Measured(*(jnp.stack(of_each) for of_each in zip(*(found[name] for name in g), strict=True)))
 
     def moments(self, state: State) -> dict[str, dict[str, Any]]:
         """Both moments in float32, as the next step reads them, by the names of ``train_state``."""

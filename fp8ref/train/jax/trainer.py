@@ -239,8 +239,8 @@ class Trainer:
         # Gradients of the program that ``gradients`` uses: a program for passes and health together would be compiled anew.
         grads = self._gradients(self._params, self._fp8_state, self._parts(tokens))[1]
         measured = self._health(grads, self._state)
-        fetched = jax.tree.map(self._layout.fetch, measured)
-        return recorded(list(measured), np.concatenate([health.numbers(one) for one in fetched.values()]), layout)
+        names = list(self._step.named(self._params))
+        return recorded(names, health.numbers(jax.tree.map(self._layout.fetch, measured)), layout)
 
     def prove(self, tokens: np.ndarray) -> dict:
         """The GEMMs and gathers of the step, for the manifest, read from its lowered program
