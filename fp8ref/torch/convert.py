@@ -94,7 +94,9 @@ def convert(
               Recipe 'bf16' changes nothing.
     Sets:     torch._inductor.config.emulate_precision_casts for the process, if torchao's linears
               scale rows on another device than a CPU: compiled kernels then round where eager
-              ones do, as torchtitan has them do (pytorch#150859).
+              ones do, as torchtitan has them do (pytorch#150859). torch._inductor.config.cpp.simdlen,
+              under delayed scaling on a CPU with AVX-512, to 256: inductor (torch 2.13) stores wrong
+              codes there where two scales cast one transposed tensor.
     Logs:     one line by ``logging``, of logger fp8ref.torch: what is in FP8 and what is not (R-7); a
               warning where matrices are outside linears, such as experts'. ``report`` has all.
     Raises:   ValueError, and nothing is changed: as ``linear_selection.select``; a recipe that neither
@@ -121,6 +123,10 @@ def convert(
     if "cpu" in devices:
         gemm.check_cpu(recipe)
         gemm.use_native_scaled_mm()
+        if recipe.delayed and torch._inductor.config.cpp.simdlen is None and torch.backends.cpu.get_cpu_capability() == "AVX512":
+            # Linears that share an input cast it by a scale each. In one loop over a transposed tile
+            # of bfloat16 inductor's code for 512 bits then stores wrong codes, NaN among them.
+            torch._inductor.config.cpp.simdlen = 256
     if config is not None and any(spec.rowwise for spec in recipe.gemms.values()) and devices != {"cpu"}:
         # Else a kernel that inductor fuses with a norm scales rows by amaxes of values that it has
         # not rounded, and casts become NaN (pytorch#150859).

@@ -10,11 +10,11 @@ import torch
 import torch._inductor.config as inductor_config
 from compiled import SCRIPT, matrix, said
 from ranks import run
-from torch import distributed
+from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from fp8ref.torch import delayed, parallel
+from fp8ref.torch import convert, delayed, parallel
 from fp8ref.torch.parallel import parallelize
 from fp8ref.train.config import ParallelConfig
 from fp8ref.train.torch import step as training_step
@@ -113,6 +113,29 @@ def test_neither_checkpointing_nor_compiling_changes_a_bit(recipe, backend):  # 
             found = steps(recipe, checkpointing, backend)
         assert len(found) == len(plain)
         assert all(torch.equal(a, b) for a, b in zip(found, plain, strict=True)), checkpointing
+
+
+class Pair(nn.Module):
+    """Two linears of one input, each of which casts it by a scale of its own under delayed scaling."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate, self.up = (nn.Linear(64, 128, bias=False) for _ in range(2))
+
+    def forward(self, x):
+        return self.gate(x) * self.up(x)
+
+
+def test_inductor_casts_an_input_that_two_linears_share_by_two_scales():  # L-6, P-12
+    """With vectors of 512 bits it stores wrong codes of the transposed input, and gradients of weights are NaN."""
+    found = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        model, x = convert.convert(Pair().bfloat16(), "delayed"), torch.randn(256, 64).bfloat16()
+        with inductor_config.patch(emulate_precision_casts=True):
+            (torch.compile(model) if compiled else model)(x).sum().backward()
+        found.append([p.grad for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 def test_the_trainers_whole_model_compiles(small, monkeypatch):
