@@ -10,12 +10,13 @@ from matplotlib.axes import Axes
 from matplotlib.colors import same_color
 from PIL import Image
 
-from fp8ref import plots
+from fp8ref import health, plots
 from fp8ref.formats import E4M3FN, E5M2
 from fp8ref.sim import scaling
 
 X = np.ldexp(1.0, np.arange(-24, 8)).astype(np.float32).reshape(4, 8)
 Q = scaling.quantize(X, E4M3FN)
+HEALTH = [health.of(np.arange(1.0, 1 + len(health.FIELDS)), 2.06)] * 3
 LINES = [{"step": step, "loss": 3.0 - step} for step in range(3)]
 FIGURES = {
     "cast_curve": lambda ax: plots.cast_curve(ax, np.linspace(1, 2, 9), E4M3FN, label="mine", color="black"),
@@ -27,8 +28,10 @@ FIGURES = {
     "error_map": lambda ax: plots.error_map(ax, X, Q),
     "exponent_histogram": lambda ax: plots.exponent_histogram(ax, X, Q),
     "fate_map": lambda ax: plots.fate_map(ax, X, Q),
+    "health_lines": lambda ax: plots.health_lines(ax, {"te": HEALTH, "coat": HEALTH}, "stalled_v"),
     "loss_curves": lambda ax: plots.loss_curves(ax, {("jax", "bf16"): LINES}),
     "magnitude_map": lambda ax: plots.magnitude_map(ax, X),
+    "moment_range": lambda ax: plots.moment_range(ax, {"v": X, "sqrt(v)": np.sqrt(X)}, E4M3FN),
     "near_zero": lambda ax: plots.near_zero(ax, [E4M3FN, E5M2]),
     "number_line": lambda ax: plots.number_line(ax, [E4M3FN, E5M2]),
     "number_table": lambda ax: plots.number_table(ax, [[1.0, 2.0]], ["row"], ["one", "two"]),
@@ -39,6 +42,7 @@ FIGURES = {
     "spacing": lambda ax: plots.spacing(ax, [E4M3FN, E5M2]),
     "staleness": lambda ax: plots.staleness(ax, [1.0, 2.0], {"history of 1": [1.0, 448.0]}, E4M3FN),
     "step_lines": lambda ax: plots.step_lines(ax, {"one": [3.0, 2.0], "other": [3.0, 1.0]}, ylabel="nats"),
+    "update_ratios": lambda ax: plots.update_ratios(ax, {"te": X, "coat": X / 2}, bound=1.2),
     "validation_gaps": lambda ax: plots.validation_gaps(ax, {("jax", "bf16"): 2.0, ("jax", "rowwise"): 2.5}, seeds=[2.0, 2.5]),
     "worst_error": lambda ax: plots.worst_error(ax, [E4M3FN, E5M2]),
 }

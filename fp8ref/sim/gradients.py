@@ -123,7 +123,7 @@ def reduce(
     Source:   SEMANTICS P-21.
 
     >>> reduce([np.float32([1, 2]), np.float32([3, -8])]).value
-    array([ 2., -3.], dtype=float32)
+    array([ 1.9285715, -3.0000002], dtype=float32)
     """
     gradients.check_result(result)
     shared = share(grads, fmt, policy=policy, prescale=prescale, mu=mu)

@@ -342,7 +342,7 @@ def _by_group(operation: Callable[[Tensor, Tensor], Tensor], x: Tensor, of_group
         return operation(x, of_groups)
     if block is None:
         cells = torch.tensor(part.cells, device=x.device)
-        return operation(x.view(-1, CELL), of_groups.repeat_interleave(cells).unsqueeze(1)).view(-1)
+        return operation(x.view(-1, CELL), of_groups.repeat_interleave(cells).unsqueeze(1)).view(x.shape)
     first, last = part.start // block, -(-(part.start + x.numel()) // block)
     each = of_groups[first:last].unsqueeze(1)
     if part.start % block == 0 and x.numel() % block == 0:
