@@ -244,6 +244,7 @@ def test_what_simulated_hardware_costs(tmp_path):
     assert all(r["ratio"] > 0 for r in quick["rows"])
 
 
+@pytest.mark.slow
 def test_launches_of_a_linear_in_pytorch(tmp_path):
     """The counts that are kept, and the page's; fp8ref is nowhere above torchao, and nothing waits."""
     written = tmp_path / "launches.json"

@@ -34,6 +34,7 @@ def test_two_frameworks_and_the_simulator_end_with_the_same_weights(recipe, plan
     assert last == f"50 steps of {recipe} under {plan}: the same weights, bit for bit"
 
 
+@pytest.mark.slow
 def test_two_frameworks_as_they_are_end_with_other_weights():
     command = [sys.executable, EXAMPLES / "identical_mlp.py", "--plan", "native", "--steps", "10"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
