@@ -39,7 +39,7 @@ def lines(config: Config, backend: str, recipe: str | None = None) -> dict[str, 
 
     States of delayed scaling are those of all recipes, since phases keep them (T-9).
     """
-    states = (_states(config, backend), "scales, histories and observations of delayed scaling")
+    fp8_states = (_states(config, backend), "scales, histories and observations of delayed scaling")
     recipe = recipe or largest(config, backend)
     # In PyTorch phases of a schedule share one weight, and keep none in FP8.
     kept_in_fp8 = copied(config.under(recipe), backend) if backend == "jax" or len(config.recipes) == 1 else {}
@@ -73,7 +73,7 @@ def lines(config: Config, backend: str, recipe: str | None = None) -> dict[str, 
         masters: state.pop(masters),
         "gradients": gradients,
         **state,
-        "FP8 states": states,
+        "FP8 states": fp8_states,
         "weights in use": (compute, how),
         "activations": (activations, formula),
         **scores,
@@ -103,9 +103,10 @@ def piece_sizes(config: Config, backend: str) -> dict[str, tuple[int, int]]:
     return {name: (math.prod(at_rest(name, shape, config, backend)), math.prod(shape)) for name, shape in shapes}
 
 
-def moments(piece: int, whole: int, config: Config) -> int:
-    """Bytes of AdamW's two moments of a piece of this many elements of a parameter."""
-    return sum(one.device_bytes(piece, config.optimizer, whole) for one in train_state.PER_PARAMETER if one.moment)
+def states(piece: int, whole: int, config: Config) -> int:
+    """Bytes of the master and AdamW's two moments of a piece of this many elements of a parameter."""
+    names = (train_state.MASTERS, *train_state.MOMENTS)
+    return sum(one.device_bytes(piece, config.optimizer, whole) for one in train_state.PER_PARAMETER if one.name in names)
 
 
 def _moments_formula(config: Config) -> str:
@@ -119,9 +120,9 @@ def _moments_formula(config: Config) -> str:
 
 def _states(config: Config, backend: str) -> int:
     """The saved states of delayed scaling, and an observation for each role."""
-    states = train_state.fp8_states(config, backend)
-    roles = sum(name.endswith(".amax_history") for name in states)
-    return sum(tensor.nbytes for tensor in states.values()) + OBSERVATION * roles
+    found = train_state.fp8_states(config, backend)
+    roles = sum(name.endswith(".amax_history") for name in found)
+    return sum(tensor.nbytes for tensor in found.values()) + OBSERVATION * roles
 
 
 def _compute(config: Config, backend: str, kept: Collection[str]) -> tuple[int, str]:
@@ -143,7 +144,7 @@ def _compute(config: Config, backend: str, kept: Collection[str]) -> tuple[int, 
     head, layer = blocks.pop("lm_head", 0), max(blocks.values())
     if backend == "jax":
         return own + layer + head + 4 * table + 6 * max(elements.values()), (
-            f"{formula}, of the pieces; one layer, lm_head and the float32 table gathered; one block's gradients in bf16 and float32"
+            f"{formula}; one layer, lm_head and the float32 table gathered; one block's gradients in bf16 and float32"
         )
     if config.parallel.compile == "model":
         whole = sum(blocks.values()) + head + 2 * table
@@ -164,7 +165,8 @@ def _own(config: Config, backend: str, kept: Collection[str]) -> tuple[int, str]
     shapes = llama.parameter_shapes(config.model)
     pieces = {name: math.prod(at_rest(name, shape, config, backend)) for name, shape in shapes.items()}
     if not config.optimizer.keeps_masters:
-        return 2 * sum(size for name, size in pieces.items() if name != llama.EMBEDDING), "bf16 copies of all but the embedding table"
+        of_pieces = "of the pieces" if sharded(config, backend) else "of all but the embedding table"
+        return 2 * sum(size for name, size in pieces.items() if name != llama.EMBEDDING), f"bf16 copies {of_pieces}"
     # FSDP2 gathers from shards that stay bf16
     beside = 2 if backend == "torch" and sharded(config, backend) else 0
     size = sum(piece * (1 + beside if name.removesuffix(".weight") in kept else 2) for name, piece in pieces.items())
