@@ -15,6 +15,7 @@ from fp8ref.states import WITH_MASTERS
 from fp8ref.train import coverage, export, loop, train_state
 from fp8ref.train.data import loader
 
+COMPILED = pytest.mark.parametrize("backend", ["torch", pytest.param("jax", marks=pytest.mark.slow)])  # what XLA compiles takes its time
 EVERY = [pytest.param(name, marks=[] if name == "sqrt_e4m3_f16" else pytest.mark.slow) for name in WITH_MASTERS]
 
 
@@ -60,7 +61,7 @@ def test_equal_gradients_give_the_simulators_masters(backend, layout, small):  #
         assert differing(weights[name], sim.weight(master, layout)) == 0, name
 
 
-@BACKENDS
+@COMPILED
 @pytest.mark.parametrize(
     ("recipe", "tied", "microbatches"),
     [
@@ -136,7 +137,7 @@ def test_what_is_estimated_is_what_is_kept(backend, layout, small):  # O-14, K-2
     assert "and masters in float16: 2.0" in told["summary"]
 
 
-@BACKENDS
+@COMPILED
 @pytest.mark.parametrize("layout", EVERY)
 def test_a_run_is_resumed_and_exported(backend, layout, small, tmp_path, capsys):  # K-2, K-7, O-12
     config = configured(small, layout, run={"steps": 4}, checkpoint={"every": 2}, statistics={"every": 2})
@@ -162,7 +163,7 @@ def test_a_run_is_resumed_and_exported(backend, layout, small, tmp_path, capsys)
         loop.train(configured(small, "msamp", run={"steps": 4}), backend, tmp_path / "whole", resume=True)
 
 
-@BACKENDS
+@COMPILED
 def test_a_step_that_is_not_finite_changes_no_master(backend, small):  # T-4
     config = configured(small, "sqrt_e4m3_f16", "bf16")
     trainer = loop.trainer(backend, config)
