@@ -262,6 +262,15 @@ def delayed_casts(recipe: str | Recipe) -> dict[Role, tuple[Format, DelayedScali
     return found
 
 
+def casts_weight_once(recipe: Recipe) -> bool:
+    """Whether a weight is cast once for both its GEMMs, by one scale of its own amax, so that an optimizer may keep
+    the FP8 copy (SEMANTICS O-16)."""
+    spec = recipe.output.b
+    if spec is None or not recipe.serves_both("weight"):
+        return False
+    return spec.delayed is None and not spec.policy.makes_scale_inv and spec.policy.stored == "scale"
+
+
 def weight_copy(recipe: str | Recipe) -> CastSpec:
     """The cast of weights that are kept in FP8, which linears take as they are (SEMANTICS O-16).
 
@@ -270,13 +279,7 @@ def weight_copy(recipe: str | Recipe) -> CastSpec:
     """
     recipe = by_name(recipe)
     spec = recipe.output.b
-    if (
-        spec is None
-        or not recipe.serves_both("weight")
-        or spec.delayed is not None
-        or spec.policy.makes_scale_inv
-        or spec.policy.stored != "scale"
-    ):
+    if spec is None or not casts_weight_once(recipe):
         raise ValueError(
             f"weights are kept in FP8 for a recipe that casts each once for both its GEMMs, by one scale of its own amax (O-16); recipe "
             f"{recipe.name!r} does not. Use 'tensorwise'."

@@ -6,12 +6,12 @@ temporary memory of XLA's programs for H200s, within 30 %. Not counted: CUDA con
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from fp8ref import llama
 from fp8ref.train import train_state
 from fp8ref.train.config import Config
-from fp8ref.train.device_shapes import at_rest, in_fp8, sharded, tokens, used
+from fp8ref.train.device_shapes import at_rest, copied, in_fp8, sharded, tokens, used
 from fp8ref.train.train_state import FP8_BLOCK, FP8_SMALLEST
 
 LOGITS = 4
@@ -39,15 +39,26 @@ def lines(config: Config, backend: str, recipe: str | None = None) -> dict[str, 
 
     States of delayed scaling are those of all recipes, since phases keep them (T-9).
     """
-    states = (_states(config, backend), "scales, histories and observations of delayed scaling")
-    config = config.under(recipe or largest(config, backend))
+    fp8_states = (_states(config, backend), "scales, histories and observations of delayed scaling")
+    recipe = recipe or largest(config, backend)
+    # In PyTorch phases of a schedule share one weight, and keep none in FP8.
+    kept_in_fp8 = copied(config.under(recipe), backend) if backend == "jax" or len(config.recipes) == 1 else {}
+    config = config.under(recipe)
     sizes = piece_sizes(config, backend)
     held = sum(piece for piece, _ in sizes.values())
     kept: dict[str, int] = {}  # of the training state, bytes by label
     for one in train_state.PER_PARAMETER:
         kept[one.label] = kept.get(one.label, 0) + sum(one.device_bytes(piece, config.optimizer, whole) for piece, whole in sizes.values())
     masters = next(one.label for one in train_state.PER_PARAMETER if one.name == train_state.MASTERS)
-    formulas = {masters: "4 bytes a parameter of the device's piece", "AdamW's moments": _moments_formula(config)}
+    layout, of_masters = config.optimizer.moment_layout, "4 bytes a parameter of the device's piece"
+    if layout is not None and layout.keeps_master:
+        own, of_masters = (
+            kept.pop(masters),
+            f"layout {layout.name}: {layout.master.fmt.bits // 8} bytes a parameter of the device's piece (O-14)",
+        )
+        masters = f"weights, {layout.master.fmt.name} masters"
+        kept[masters] = own
+    formulas = {masters: of_masters, "AdamW's moments": _moments_formula(config)}
     state = {label: (size, formulas.get(label, "4 bytes a parameter")) for label, size in kept.items()}
     if backend == "torch":
         gradients = (4 * held, "4 bytes a parameter, float32")
@@ -56,13 +67,13 @@ def lines(config: Config, backend: str, recipe: str | None = None) -> dict[str, 
     else:
         gradients = (2 * held, "2 bytes a parameter, bf16")
     activations, formula = _activations(config, backend)
-    compute, how = _compute(config, backend)
+    compute, how = _compute(config, backend, kept_in_fp8)
     scores = {"attention scores": _scores(config)} if backend == "jax" and config.parallel.attention != "cudnn" else {}
     return {
         masters: state.pop(masters),
         "gradients": gradients,
         **state,
-        "FP8 states": states,
+        "FP8 states": fp8_states,
         "weights in use": (compute, how),
         "activations": (activations, formula),
         **scores,
@@ -92,9 +103,10 @@ def piece_sizes(config: Config, backend: str) -> dict[str, tuple[int, int]]:
     return {name: (math.prod(at_rest(name, shape, config, backend)), math.prod(shape)) for name, shape in shapes}
 
 
-def moments(piece: int, whole: int, config: Config) -> int:
-    """Bytes of AdamW's two moments of a piece of this many elements of a parameter."""
-    return sum(one.device_bytes(piece, config.optimizer, whole) for one in train_state.PER_PARAMETER if one.moment)
+def states(piece: int, whole: int, config: Config) -> int:
+    """Bytes of the master and AdamW's two moments of a piece of this many elements of a parameter."""
+    names = (train_state.MASTERS, *train_state.MOMENTS)
+    return sum(one.device_bytes(piece, config.optimizer, whole) for one in train_state.PER_PARAMETER if one.name in names)
 
 
 def _moments_formula(config: Config) -> str:
@@ -108,21 +120,20 @@ def _moments_formula(config: Config) -> str:
 
 def _states(config: Config, backend: str) -> int:
     """The saved states of delayed scaling, and an observation for each role."""
-    states = train_state.fp8_states(config, backend)
-    roles = sum(name.endswith(".amax_history") for name in states)
-    return sum(tensor.nbytes for tensor in states.values()) + OBSERVATION * roles
+    found = train_state.fp8_states(config, backend)
+    roles = sum(name.endswith(".amax_history") for name in found)
+    return sum(tensor.nbytes for tensor in found.values()) + OBSERVATION * roles
 
 
-def _compute(config: Config, backend: str) -> tuple[int, str]:
-    """(bytes, formula) of bf16 copies, and of gathered weights and their gradients."""
+def _compute(config: Config, backend: str, kept: Collection[str]) -> tuple[int, str]:
+    """(bytes, formula) of bf16 copies, and of gathered weights and their gradients. kept: linears whose weights are kept in FP8."""
     model = config.model
     table = model.vocab_size * model.hidden_size
     # The table is used in float32. Only torch's whole-model compile gathers it in the compute dtype
     # (P-19).
-    shapes = {name: shape for name, shape in llama.parameter_shapes(model).items() if name != llama.EMBEDDING}
-    own = sum(2 * math.prod(at_rest(name, shape, config, backend)) for name, shape in shapes.items())
+    own, formula = _own(config, backend, kept)
     if not sharded(config, backend):
-        return own, "bf16 copies of all but the embedding table"
+        return own, formula
     blocks: dict[str, int] = {}
     elements: dict[str, int] = {}
     for decision in config.decisions():
@@ -133,15 +144,33 @@ def _compute(config: Config, backend: str) -> tuple[int, str]:
     head, layer = blocks.pop("lm_head", 0), max(blocks.values())
     if backend == "jax":
         return own + layer + head + 4 * table + 6 * max(elements.values()), (
-            "bf16 copies of the pieces; one layer, lm_head and the float32 table gathered; one block's gradients in bf16 and float32"
+            f"{formula}; one layer, lm_head and the float32 table gathered; one block's gradients in bf16 and float32"
         )
     if config.parallel.compile == "model":
         whole = sum(blocks.values()) + head + 2 * table
         return whole + 6 * (sum(elements.values()) + table), "the whole model gathered, its gradients in bf16 and float32"
     one = max(elements.values())
+    if config.optimizer.keeps_masters:
+        return own + 2 * layer + head + 6 * table + 6 * one, (
+            f"{formula}, of the shards; two layers, lm_head and the bf16 table gathered; the table's gradient, and the largest block's in bf16 and "
+            "float32"
+        )
     return 2 * layer + head + 8 * table + 6 * one, (
         "two layers, lm_head and the float32 table gathered; the table's gradient, and the largest block's in bf16 and float32"
     )
+
+
+def _own(config: Config, backend: str, kept: Collection[str]) -> tuple[int, str]:
+    """(bytes, formula) of what a device computes with of its own pieces, beside the masters."""
+    shapes = llama.parameter_shapes(config.model)
+    pieces = {name: math.prod(at_rest(name, shape, config, backend)) for name, shape in shapes.items()}
+    if not config.optimizer.keeps_masters:
+        of_pieces = "of the pieces" if sharded(config, backend) else "of all but the embedding table"
+        return 2 * sum(size for name, size in pieces.items() if name != llama.EMBEDDING), f"bf16 copies {of_pieces}"
+    # FSDP2 gathers from shards that stay bf16
+    beside = 2 if backend == "torch" and sharded(config, backend) else 0
+    size = sum(piece * (1 + beside if name.removesuffix(".weight") in kept else 2) for name, piece in pieces.items())
+    return size, "bf16 weights" if not kept else f"{1 + beside} bytes of each weight in FP8 (O-16), 2 of others in bf16"
 
 
 def _activations(config: Config, backend: str) -> tuple[int, str]:

@@ -19,7 +19,7 @@ from fp8ref import llama
 from fp8ref.estimate import kernels
 from fp8ref.estimate.gpu_rates import Ceilings
 from fp8ref.estimate.kernels import Fusion, Kernel, multiplies_fp8
-from fp8ref.estimate.memory import moments, piece_sizes, sum_bytes
+from fp8ref.estimate.memory import piece_sizes, states, sum_bytes
 from fp8ref.linear_selection import Decision
 from fp8ref.recipe import RECIPES, ROLES, Gemm, GemmSpec, Recipe, Role
 from fp8ref.train.config import Config
@@ -282,13 +282,14 @@ def _rest(config: Config, backend: str, ceilings: Ceilings) -> dict[str, float]:
     copied = sum(
         piece for name, (piece, _) in held.items() if name not in recipes or kernels.copies_weight(recipes[name], how, name.split(".")[-2])
     )
+    master = 2 if config.optimizer.keeps_masters else 4
     logits = count // (keys.tensor if keys.sequence and backend == "jax" else 1) * model.vocab_size
     moved = {
         "norms, rotations, SwiGLU, sums": count * layers * _elementwise(config, backend),
         "embedding and loss": 12 * count * model.hidden_size + 2 * LOGITS[backend] * logits,
-        # bytes an element: gradient read for the norm and again for the update, weight read and
-        # written; bf16 copy made; moments read and written
-        "AdamW": sum((4 + 4 + 8) * piece + 2 * moments(piece, whole, config) for piece, whole in held.values()) + 6 * copied,
+        # bytes an element: gradient read for the norm and again for the update; master and moments
+        # read and written; bf16 copy made of the master
+        "AdamW": sum((4 + 4) * piece + 2 * states(piece, whole, config) for piece, whole in held.values()) + (master + 2) * copied,
     }
     if parts > 1:
         moved["sums of gradients over parts"] = parts * (4 * sum(piece for piece, _ in held.values()) + 2 * sum_bytes(config, held))

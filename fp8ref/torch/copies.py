@@ -6,17 +6,20 @@
 
 ``keep`` replaces the weight of each linear that casts it once, in the model and in the optimizer, by
 torchao's FP8 tensor: codes, a byte an element, and one scale. Linears multiply by the codes as they
-are, and gradients have the dtype that the weight had. After each step of the optimizer the codes are
+are, and gradients have the ``grad_dtype`` that the weight had, by default its dtype. After each step of the optimizer the codes are
 made anew from the masters.
 
 Under FSDP2 the sharded weight stays as it is, and ``fp8_gather`` gathers codes that each step makes
 once, where it would cast the shard for each gather.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torchao.float8.float8_linear import Float8Linear
 from torchao.float8.float8_training_tensor import Float8TrainingTensor, GemmInputRole
 
@@ -34,8 +37,10 @@ class Copies:
     gathers   those of sharded weights.
     """
 
-    def __init__(self, weights: dict[str, tuple[nn.Parameter, CastSpec]], gathers: list[FP8Gather], optimizer: states.AdamW) -> None:
-        self.weights, self.gathers, self._optimizer = weights, gathers, optimizer
+    def __init__(
+        self, model: nn.Module, weights: dict[str, tuple[nn.Parameter, CastSpec]], gathers: list[FP8Gather], optimizer: states.AdamW
+    ) -> None:
+        self.weights, self.gathers, self._model, self._optimizer = weights, gathers, model, optimizer
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -48,6 +53,21 @@ class Copies:
         compute_scales(self.gathers)
         for g in self.gathers:
             g.made = g.cast()
+
+    @contextmanager
+    def uncast(self) -> Iterator[None]:
+        """In this context linears have their weights in high precision, and cast them, to the same bits: for passes that
+        measure the casts. Gradients go to the parameters in FP8 when it ends."""
+        wide = {}
+        for name, (p, _) in self.weights.items():
+            w = nn.Parameter(states.weight(self._optimizer, p), requires_grad=p.requires_grad)
+            w.grad_dtype, w.grad = p.grad_dtype, p.grad
+            self._model.get_submodule(name).weight = wide[p] = w
+        try:
+            yield
+        finally:
+            for name, (p, _) in self.weights.items():
+                self._model.get_submodule(name).weight, p.grad = p, wide[p].grad
 
 
 def keep(model: nn.Module, optimizer: states.AdamW) -> Copies:
@@ -76,10 +96,12 @@ def keep(model: nn.Module, optimizer: states.AdamW) -> Copies:
         made = of_master(optimizer, p, specs[name])
         config = getattr(linears[name], "linear_mm_config", None)  # torchao's multiplication asks the tensor for it
         fp8 = Float8TrainingTensor(made.codes, made.scale.clone(), p.dtype, config, GemmInputRole.WEIGHT)
-        linears[name].weight = _replaced(optimizer, p, nn.Parameter(fp8, requires_grad=p.requires_grad))
+        replacing = nn.Parameter(fp8, requires_grad=p.requires_grad)
+        replacing.grad_dtype = p.grad_dtype
+        linears[name].weight = _replaced(optimizer, p, replacing)
         linears[name].register_load_state_dict_pre_hook(_take_scale)
         weights[name] = (linears[name].weight, specs[name])
-    copies = Copies(weights, gathers, optimizer)
+    copies = Copies(model, weights, gathers, optimizer)
     copies.refresh()
     optimizer.register_step_post_hook(lambda *_: copies.refresh())
     return copies
@@ -123,10 +145,7 @@ def _take_scale(linear: nn.Module, saved: dict[str, Any], prefix: str, *_: objec
 
 def _cast(linear: Float8Linear | Linear) -> CastSpec | None:
     recipe = linear.recipe
-    try:
-        return recipes.weight_copy(recipe)
-    except ValueError:
-        return None
+    return recipes.weight_copy(recipe) if recipes.casts_weight_once(recipe) else None
 
 
 def _check(model: nn.Module, plain: dict[str, nn.Parameter], optimizer: states.AdamW) -> None:
@@ -140,6 +159,10 @@ def _check(model: nn.Module, plain: dict[str, nn.Parameter], optimizer: states.A
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
     for name, p in plain.items():
+        if isinstance(p, DTensor):
+            raise ValueError(
+                f"{name}.weight is sharded, and not gathered in FP8. Call fsdp.gather_in_fp8 before, or keep no copies: the bits are the same."
+            )
         if id(p) not in trained:
             raise ValueError(f"{name}.weight is not a parameter of the optimizer. Build it with model.parameters().")
         if len(names[id(p)]) > 1:

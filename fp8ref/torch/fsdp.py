@@ -196,6 +196,27 @@ def _check_unit(name: str, unit: FSDPModule) -> None:
             )
 
 
+def keep_reduced_dtype(model: nn.Module) -> None:
+    """Have FSDP2 leave gradients in the dtype that they were reduced in, where it would round them to that of narrower shards.
+
+    Set ``grad_dtype`` of the parameters too. Call it once the shards have their memory: FSDP2 is initialized, as a first forward
+    pass would do it.
+    """
+    assert isinstance(model, FSDPModule)
+    assert isinstance(model, nn.Module)
+    for module in model.modules():
+        gather = getattr(module, "fp8_gather", None)
+        if isinstance(gather, FP8Gather):
+            gather.attach()  # FSDP2 looks for hooks on shards while it is initialized
+    model._get_fsdp_state()._lazy_init()
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            state = module._get_fsdp_state()
+            for group in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]:
+                if group:
+                    group._orig_dtype = group.mp_policy.reduce_dtype or group._orig_dtype
+
+
 class OrderedReduceScatter:
     """A reduce-scatter for FSDP2's ``set_custom_reduce_scatter`` that adds in rank order.
 

@@ -298,16 +298,18 @@ class AdamW(torch.optim.Optimizer):
             for p in group["params"]:
                 self._state(p)
 
-    def _state(self, p: Tensor) -> dict[str, Tensor]:
-        """The state of a parameter, made where it has none."""
+    def _state(self, p: Tensor, w: Tensor | None = None) -> dict[str, Tensor]:
+        """The state of a parameter, made where it has none; its master of w, by default of the parameter."""
         state = self.state[p]
         if not state:
             layout = self._layout(p)
             state["step"] = torch.zeros(())
             for key, moment in (("m", layout.m), ("v", layout.v)):
                 state.update({f"{key}_{field}": x for field, x in moments.zeros(p, moment)._asdict().items() if x is not None})
-            if layout.keeps_master and not _of_parameter(layout):
-                state.update({f"master_{field}": x for field, x in _master(p, layout)._asdict().items() if x is not None})
+            if keeps_apart(layout):
+                state.update(
+                    {f"master_{field}": x for field, x in _master(p, p if w is None else w, layout)._asdict().items() if x is not None}
+                )
         return state
 
 
@@ -351,11 +353,44 @@ def scalars_of(optimizer: AdamW, p: Tensor, step: int) -> Scalars:
     return optimizer._scalars(group, step)
 
 
-def weight(optimizer: AdamW, p: Tensor) -> Tensor:
-    """The weight that the master of a parameter in the state holds, in the parameter's dtype and shape (SEMANTICS O-14)."""
+@torch.no_grad()
+def set_weight(optimizer: AdamW, p: Tensor, w: Tensor) -> None:
+    """Make a parameter's state before its first step, with the master of a float32 weight, and set the parameter to what the
+    master holds (SEMANTICS O-14). A parameter in bfloat16 would have rounded the weight first.
+
+    w         of the parameter's shape; of a DTensor this rank's part.
+    Raises:   ValueError: a layout without masters in its state; a parameter that has a state; a weight of another shape or dtype.
+    """
+    if not keeps_apart(optimizer.layout):
+        raise ValueError(
+            f"layout {optimizer.layout.name!r} keeps no masters in its state, so a parameter is its own master. Copy w into it."
+        )
+    if optimizer.state.get(p):
+        raise ValueError("a weight is set before the first step; the parameter has a state. Set it on a new optimizer.")
+    if w.dtype != torch.float32 or w.shape != _local(p).shape:
+        raise ValueError(
+            f"w is float32 of the parameter's shape here, {tuple(_local(p).shape)}; got {w.dtype} {tuple(w.shape)}. Cast or cut it."
+        )
+    optimizer._state(p, w)
+    write(optimizer, p)
+
+
+@torch.no_grad()
+def write(optimizer: AdamW, p: Tensor) -> None:
+    """Write a parameter anew from its master in the state, as each step does: after masters were loaded without their parameters."""
+    _local(p).copy_(weight(optimizer, p))
+
+
+def keeps_apart(layout: Layout) -> bool:
+    """Whether masters are in the optimizer's state, beside the parameters."""
+    return layout.keeps_master and not _of_parameter(layout)
+
+
+def weight(optimizer: AdamW, p: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """The weight that the master of a parameter in the state holds, in the parameter's shape and dtype, or in another (SEMANTICS O-14)."""
     stored, moment = _moment_state(optimizer.state[p], "master"), optimizer.layout.master
     part = Part(p.numel(), _place(p)[0])
-    return moments.read(stored, moment, optimizer.layout.of(p.numel()), part).to(p.dtype).view(_local(p).shape)
+    return moments.read(stored, moment, optimizer.layout.of(p.numel()), part).to(dtype or p.dtype).view(_local(p).shape)
 
 
 def largest_weight(optimizer: AdamW, p: Tensor) -> Tensor:
@@ -380,9 +415,9 @@ def _dtypes(layout: Layout) -> tuple[torch.dtype, ...]:
     return (torch.bfloat16,) if _of_parameter(layout) else (torch.float32, torch.bfloat16)
 
 
-def _master(p: Tensor, layout: Layout) -> MomentState:
-    """The master of a parameter before the first step (O-14), from all ranks that have parts of it."""
-    moment, (start, ranks), x = layout.master, _place(p), cast.to_f32(_flat(p))
+def _master(p: Tensor, w: Tensor, layout: Layout) -> MomentState:
+    """The master of a parameter before the first step (O-14), of its weight w, from all ranks that have parts of it."""
+    moment, (start, ranks), x = layout.master, _place(p), cast.to_f32(_flat(w))
     part = Part(p.numel(), start)
     amax = moments.amax_of(x, moment, part)
     _reduce([(ranks, [amax])])

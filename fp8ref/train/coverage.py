@@ -13,7 +13,7 @@ SHOWN = 6
 
 def of(config: Config, decisions: Sequence[Decision]) -> dict:
     """Linears in FP8, their shares of the model, and a line that says so; under ``adamw_states`` the
-    layout of the moments too.
+    layout of the moments too, and of masters that are stored.
 
     parameters       the share of parameters that are multiplied in FP8.
     multiplications  the share of a forward pass's: M N K of linears and of a tied head, and both
@@ -38,4 +38,9 @@ def of(config: Config, decisions: Sequence[Decision]) -> dict:
     sizes = [math.prod(shape) for shape in llama.parameter_shapes(model).values()]
     kept = sum(size * layout.bytes_per_parameter(size) for size in sizes) / sum(sizes)
     summary = f"{line} AdamW's moments in layout {layout.name}: {kept:.2f} bytes a parameter."
-    return found | {"summary": summary, "states": {"layout": layout.name, "bytes_per_parameter": kept}}
+    about = {"layout": layout.name, "bytes_per_parameter": kept}
+    if layout.keeps_master:
+        stored = sum(layout.master.stored_bytes(size) for size in sizes) / sum(sizes)
+        summary = summary.removesuffix(".") + f", and masters in {layout.master.fmt.name}: {stored:.2f}."
+        about |= {"master": layout.master.fmt.name, "bytes_per_master": stored}
+    return found | {"summary": summary, "states": about}

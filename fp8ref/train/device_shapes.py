@@ -58,6 +58,21 @@ def in_fp8(recipe: Recipe, config: Config, backend: str) -> bool:
     return backend == "jax" or (config.parallel.gather == "fp8" and recipe.serves_both("weight"))
 
 
+def copied(config: Config, backend: str) -> dict[str, Recipe]:
+    """The linears whose weights the optimizer keeps in FP8, under a layout with masters, by name (SEMANTICS O-16).
+
+    That changes no bit. In PyTorch a schedule's recipes share one weight, a compiled linear casts its own, and FSDP gathers codes
+    only where ``parallel.gather`` is fp8: then nothing is kept.
+    """
+    if not config.optimizer.keeps_masters:
+        return {}
+    keys = config.parallel
+    possible = keys.gather == "fp8" if sharded(config, backend) else keys.compile == "none"
+    if backend == "torch" and not (possible and len(config.recipes) == 1):
+        return {}
+    return {d.path: d.recipe for d in config.decisions() if recipes.casts_weight_once(d.recipe)}
+
+
 def kinds(config: Config) -> dict[str, int]:
     """Number of parameters by kind, and in all."""
     found = dict.fromkeys(("embedding", "attention", "mlp", "norms", "lm_head"), 0)

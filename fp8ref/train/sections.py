@@ -250,10 +250,11 @@ class OptimizerConfig:
     """AdamW with warm-up, cosine decay and clipping (SEMANTICS T)."""
 
     kind: Literal["adamw", "adamw_fused", "adamw_fp8", "adamw_states"] = "adamw"
-    """AdamW in float32 (adamw), or with the moments of optimizer.layout (adamw_states). PyTorch: also torch's fused AdamW, or torchao's AdamW with
+    """AdamW in float32 (adamw), or with the states of optimizer.layout (adamw_states). PyTorch: also torch's fused AdamW, or torchao's AdamW with
     e4m3 moments in blocks of 256."""
     layout: str | None = None
-    """How adamw_states keeps its moments: float32, bfloat16, msamp, fishman, sqrt_e5m2, sqrt_e4m3, torchao, te or coat. Default: sqrt_e4m3."""
+    """How adamw_states keeps its moments: float32, bfloat16, msamp, fishman, sqrt_e5m2, sqrt_e4m3, torchao, te or coat; and masters in float16
+    too: msamp_o2 or sqrt_e4m3_f16. Default: sqrt_e4m3."""
     learning_rate: float = 1e-3
     """Peak learning rate."""
     min_learning_rate: float = 1e-4
@@ -287,15 +288,8 @@ class OptimizerConfig:
             self.layout is None or self.kind == "adamw_states",
             f"optimizer.layout is of optimizer.kind 'adamw_states'; got layout {self.layout!r} with kind {self.kind!r}. Leave one of them out.",
         )
-        require(
-            self.layout not in states.WITH_MASTERS,
-            f"optimizer.layout {self.layout!r} keeps masters in the optimizer's state, and the trainer keeps float32 masters as parameters (O-14). "
-            "Use a layout of O-1, such as sqrt_e4m3, or fp8ref.jax.states or fp8ref.torch.states in a loop of your own.",
-        )
-        require(
-            self.layout is None or self.layout in states.LAYOUTS,
-            f"optimizer.layout is one of {', '.join(states.LAYOUTS)}; got {self.layout!r}.",
-        )
+        names = (*states.LAYOUTS, *states.WITH_MASTERS)
+        require(self.layout is None or self.layout in names, f"optimizer.layout is one of {', '.join(names)}; got {self.layout!r}.")
         require(
             self.kind != "adamw_states" or self.learning_rate <= 1024,
             f"optimizer.learning_rate is at most 1024 under optimizer.kind 'adamw_states' (O-2); got {self.learning_rate}.",
@@ -312,8 +306,14 @@ class OptimizerConfig:
 
     @property
     def moment_layout(self) -> states.Layout | None:
-        """The layout of both moments under ``adamw_states``; None under other kinds."""
-        return states.LAYOUTS[self.layout or "sqrt_e4m3"] if self.kind == "adamw_states" else None
+        """The layout of both moments, and of masters, under ``adamw_states``; None under other kinds."""
+        return states.by_name(self.layout or "sqrt_e4m3") if self.kind == "adamw_states" else None
+
+    @property
+    def keeps_masters(self) -> bool:
+        """Whether masters are stored narrower than float32 (O-14)."""
+        layout = self.moment_layout
+        return layout is not None and layout.keeps_master
 
     def uncut(self, parallel: ParallelConfig, backend: str) -> list[str]:
         """The error messages for a mesh or a model that the layout of the moments cannot be cut for (O-11)."""
@@ -321,12 +321,23 @@ class OptimizerConfig:
         if layout is None:
             return []
         moments = (layout.m, layout.v)
+        if backend == "torch" and layout.keeps_master:
+            if parallel.tensor > 1:
+                return [
+                    f"in PyTorch optimizer.layout {layout.name!r} keeps masters of parameters that fsdp and data cut, and not parallel.tensor; got "
+                    f"{parallel.tensor}. Set it to 1, or use a layout with float32 masters, such as msamp or sqrt_e5m2."
+                ]
+            if parallel.compile == "model":
+                return [
+                    f"optimizer.layout {layout.name!r} sums the embedding's gradient in float32 beside a bfloat16 table (M-2), which a graph of the whole "
+                    "model rounds; got parallel.compile 'model'. Use 'block'."
+                ]
         if backend == "torch" and parallel.tensor > 1 and any(moment.block is not None for moment in moments):
             return [
                 f"optimizer.layout {layout.name!r} has blocks of consecutive elements, which parallel.tensor = {parallel.tensor} cuts by columns "
                 "(O-11). Use a layout with one scale a tensor, such as sqrt_e5m2, or parallel.tensor 1."
             ]
-        if backend == "jax" and parallel.scan and any(moment.scaling is not None for moment in moments):
+        if backend == "jax" and parallel.scan and any(moment.scaling is not None for moment in layout.kept):
             return [
                 f"optimizer.layout {layout.name!r} has scales of each parameter, and parallel.scan keeps all layers' as one. Use parallel.scan False, "
                 "or layout float32 or bfloat16."

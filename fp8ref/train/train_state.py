@@ -2,7 +2,7 @@
 
 Both backends share this declaration.
 
-    model.<parameter>                    the float32 master
+    model.<parameter>                    the float32 master; under a layout with masters (O-14) the fields of a narrower one
     exp_avg.<parameter>                  AdamW's first moment; exp_avg_sq.<parameter> is its second
     fp8.<linear>.<role>.<field>          JAX: a delayed-scaling state. PyTorch names its module, <linear>.states.<role>
     exp_avg.<parameter>.<field>          under ``adamw_states``, in place of a moment: the fields of its layout (O-1)
@@ -26,15 +26,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from fp8ref import llama
 from fp8ref.recipe import delayed_casts
-from fp8ref.states import Layout, Moment
+from fp8ref.states import Moment
 from fp8ref.train.config import Config
 from fp8ref.train.sections import OptimizerConfig
 
 # Blocks of torchao's FP8 optimizer (T-6): values that share a scale, and the smallest piece whose
 # moments are kept in FP8.
 FP8_BLOCK, FP8_SMALLEST = 256, 4096
+
+TINY = 2.0**-125
+"""A smaller weight counts as zero, read from a stored master (O-14)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,31 +49,40 @@ class PerParameter:
     name    on disk, before the parameter's name.
     label   in the memory table of a dry run; tensors of one label share a line.
     moment  whether ``adamw_fp8`` keeps it in FP8 (T-6).
+    kept    its place among what ``adamw_states`` stores by a layout (``Layout.kept``); None: it is float32.
     """
 
     name: str
     label: str
     moment: bool = False
+    kept: int | None = None
 
     def device_bytes(self, elements: int, optimizer: OptimizerConfig, whole: int | None = None) -> int:
         """Bytes on a device that holds so many elements of a parameter.
 
         whole  the elements of the whole parameter, to which the scales of ``adamw_states`` belong; None: as many.
         """
-        if self.moment and optimizer.moment_layout is not None:
-            size = whole or elements
-            moment = of_layout(self.name, optimizer.moment_layout, size)
-            return moment.stored_bytes(size) - (size - elements) * moment.fmt.bits // 8
+        size = whole or elements
+        stored = self.stored(optimizer, size)
+        if stored is not None:
+            return stored.stored_bytes(size) - (size - elements) * stored.fmt.bits // 8
         if self.moment and optimizer.kind == "adamw_fp8" and moments_in_fp8(elements):
             return elements + 4 * elements // FP8_BLOCK  # a code for each element, and a float32 scale for each block
         return 4 * elements
 
+    def stored(self, optimizer: OptimizerConfig, elements: int) -> Moment | None:
+        """How ``adamw_states`` stores it, of a parameter of so many elements; None: as one tensor of float32."""
+        layout = optimizer.moment_layout
+        if layout is None or self.kept is None or self.kept >= len(layout.kept):
+            return None
+        return layout.of(elements).kept[self.kept]
+
 
 MASTERS, COUNT, FP8 = "model", "count", "fp8"
 PER_PARAMETER = (
-    PerParameter(name=MASTERS, label="weights, float32 masters"),
-    PerParameter(name="exp_avg", label="AdamW's moments", moment=True),
-    PerParameter(name="exp_avg_sq", label="AdamW's moments", moment=True),
+    PerParameter(name=MASTERS, label="weights, float32 masters", kept=2),
+    PerParameter(name="exp_avg", label="AdamW's moments", moment=True, kept=0),
+    PerParameter(name="exp_avg_sq", label="AdamW's moments", moment=True, kept=1),
 )
 """The tensors that every parameter has in a state: its master, and AdamW's two moments."""
 
@@ -98,20 +112,26 @@ def schema(config: Config, backend: str) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for one in PER_PARAMETER:
         for name, shape in llama.parameter_shapes(config.model).items():
-            if one.moment and config.optimizer.moment_layout is not None:
-                moment = of_layout(one.name, config.optimizer.moment_layout, math.prod(shape))
-                found |= {f"{one.name}.{name}.{field}": tensor for field, tensor in _fields(moment, shape).items()}
-            else:
+            stored = one.stored(config.optimizer, math.prod(shape))
+            if stored is None:
                 found[f"{one.name}.{name}"] = Tensor(shape, "float32")
+            else:
+                found |= {f"{one.name}.{name}.{field}": tensor for field, tensor in _fields(stored, shape).items()}
     if backend == "jax":
         found[COUNT] = Tensor((), "int32")
     return found | fp8_states(config, backend)
 
 
-def of_layout(name: str, layout: Layout, elements: int) -> Moment:
-    """How the moment of that name of a parameter of so many elements is stored under ``adamw_states``."""
-    own = layout.of(elements)
-    return dict(zip(MOMENTS, (own.m, own.v), strict=True))[name]
+def weight(codes: np.ndarray, scale_inv: np.ndarray | None) -> np.ndarray:
+    """The float32 weight that a stored master is worth (O-14): code x ``scale_inv``, +0 where it is tiny.
+
+    >>> weight(np.float16([3, -1, 6e-8]), np.float32(2.0**-110)).tolist() == [3 * 2.0**-110, -(2.0**-110), 0.0]
+    True
+    """
+    w = codes.astype(np.float32)
+    if scale_inv is not None:
+        w = w * np.float32(scale_inv)
+    return np.where(np.abs(w) < TINY, np.float32(0), w)
 
 
 def _fields(moment: Moment, shape: tuple[int, ...]) -> dict[str, Tensor]:

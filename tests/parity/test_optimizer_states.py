@@ -3,10 +3,9 @@
 import dataclasses
 import json
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
+from given_gradients import BACKENDS, SIZES, fed
 from state_layouts import differing
 
 from fp8ref import llama
@@ -18,8 +17,6 @@ from fp8ref.train import coverage, loop, train_state
 from fp8ref.train.config import OptimizerConfig
 from fp8ref.train.data import loader
 
-BACKENDS = pytest.mark.parametrize("backend", loop.BACKENDS)
-SIZES = {"hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 2}
 QUICK = ("sqrt_e4m3", "msamp")
 EVERY = [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in LAYOUTS]
 
@@ -28,28 +25,6 @@ def configured(small, layout: str, **parallel):
     """bf16, so that neither backend's FP8 changes anything else; no clipping, which is T-2's."""
     sections = {"numerics": {"recipe": "bf16"}, "optimizer": {"kind": "adamw_states", "layout": layout, "max_norm": float("inf")}}
     return small.replace(model=SIZES, parallel=parallel, **sections)
-
-
-def fed(trainer, gradients: dict[str, np.ndarray]):
-    """Have the trainer's step take these gradients."""
-    if trainer.backend == "torch":
-        import torch
-
-        def backward(tokens):
-            for name, p in trainer._step.params.items():
-                p.grad = torch.tensor(gradients[name])
-            return torch.ones(1)
-
-        trainer._step.backward = backward
-        return
-    step = trainer._step
-
-    def train(state, tokens, lr, given):  # arguments: XLA would fold constants
-        step.gradients = lambda *_: (jnp.float32(1), given, {})
-        return type(step).train(step, state, tokens, lr)
-
-    compiled, like = jax.jit(train), trainer._state.params
-    trainer._train = lambda *arguments: compiled(*arguments, step._tree(like, {name: jnp.asarray(g) for name, g in gradients.items()}))
 
 
 @BACKENDS
@@ -156,10 +131,6 @@ def test_what_is_estimated_is_what_is_kept(backend, layout, small):  # O-1
     [
         ({"layout": "sqrt_e4m3"}, "optimizer.layout is of optimizer.kind 'adamw_states'; got layout 'sqrt_e4m3' with kind 'adamw'"),
         ({"kind": "adamw_states", "layout": "adam8bit"}, "optimizer.layout is one of float32, .*; got 'adam8bit'"),
-        (
-            {"kind": "adamw_states", "layout": "msamp_o2"},
-            "'msamp_o2' keeps masters in the optimizer's state, and the trainer .* Use a layout of O-1",
-        ),
         ({"kind": "adamw_states", "beta2": 0.4}, r"takes the numbers of O-2: b2 is in \[0.5"),
         ({"kind": "adamw_states", "beta1": 0.99}, "layout 'sqrt_e4m3' is bounded"),
         ({"kind": "adamw_states", "learning_rate": 2000.0}, "at most 1024"),
@@ -178,3 +149,7 @@ def test_cuts_that_a_layout_forbids_are_refused(small):  # O-11
     with pytest.raises(ConfigError, match=r"has scales of each parameter, and parallel.scan keeps all layers' as one"):
         loop.trainer("jax", stacked)
     assert not dataclasses.replace(stacked.optimizer, layout="bfloat16").uncut(stacked.parallel, "jax")
+    with pytest.raises(ConfigError, match=r"'msamp_o2' keeps masters of parameters that fsdp and data cut, and not parallel.tensor; got 2"):
+        loop.trainer("torch", configured(small, "msamp_o2", tensor=2, amax_scope="local"))
+    with pytest.raises(ConfigError, match=r"in float32 beside a bfloat16 table .* got parallel.compile 'model'. Use 'block'"):
+        loop.trainer("torch", configured(small, "msamp_o2", compile="model"))

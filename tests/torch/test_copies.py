@@ -1,5 +1,6 @@
 """Weights that a model keeps in FP8, made from the masters of its optimizer (SEMANTICS O-16)."""
 
+import contextlib
 import io
 
 import pytest
@@ -104,6 +105,39 @@ def test_loaded_states_make_the_codes_anew():  # O-16
     found.refresh()
     assert torch.equal(into.state[other[2].weight]["master_codes"], masters[2][0])
     assert not torch.equal(before, other[2].weight._data.view(torch.uint8))
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_passes_that_cast_again_have_the_same_bits(own):  # O-16
+    """Their gradients arrive in the parameters in FP8, in the dtype that these ask for."""
+    made = model(own=own)
+    for p in made.parameters():
+        p.grad_dtype = torch.float32
+    kept = copies.keep(made, states.AdamW(made.parameters(), layout="msamp_o2"))
+    x, found = torch.randn(32, 64, generator=torch.Generator().manual_seed(1)).bfloat16(), []
+    for cast in (False, True):
+        made.zero_grad()
+        with kept.uncast() if cast else contextlib.nullcontext():
+            assert isinstance(made[0].weight, Float8TrainingTensor) is not cast
+            for _ in range(2):
+                made(x).float().square().mean().backward()
+        found.append([p.grad.clone() for p in made.parameters()])
+    assert isinstance(made[0].weight, Float8TrainingTensor)
+    assert all(a.dtype == torch.float32 and torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def shards_without_gather() -> str:
+    made = sharded(fp8=False)
+    try:
+        copies.keep(made, states.AdamW(made.parameters(), layout="msamp_o2"))
+    except ValueError as error:
+        return str(error)
+    return "kept"
+
+
+@pytest.mark.slow
+def test_shards_that_are_gathered_otherwise_are_refused():  # O-16
+    assert all("is sharded, and not gathered in FP8. Call fsdp.gather_in_fp8" in said for said in run(2, shards_without_gather))
 
 
 def test_what_does_not_fit_is_refused_by_name():  # O-16

@@ -14,7 +14,7 @@ from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint
 
 from fp8ref.torch import convert, delayed
-from fp8ref.torch.fsdp import OrderedReduceScatter, gather_in_fp8, sum_in_rank_order
+from fp8ref.torch.fsdp import OrderedReduceScatter, gather_in_fp8, keep_reduced_dtype, sum_in_rank_order
 from fp8ref.torch.parallel import parallelize
 
 
@@ -258,6 +258,32 @@ def summed():
     sum_in_rank_order(model)
     model(torch.ones(9)).mul(PARTS[distributed.get_rank()]).sum().backward()
     return [p.grad.full_tensor().tolist() for p in model.parameters()]
+
+
+def gradients_of_narrow_shards(kept: bool) -> list[torch.Tensor]:
+    """Gradients of bfloat16 shards, summed over two passes."""
+    made = sharded(model=plain().bfloat16())
+    if kept:
+        for p in made.parameters():
+            p.grad_dtype = torch.float32
+        keep_reduced_dtype(made)
+    for step in range(1 + kept):
+        made(batch(step)).float().square().mean().backward()
+        found = [p.grad.full_tensor().clone() for p in made.parameters()]
+        if not step:
+            first = found
+    return [*first, *found]
+
+
+@pytest.mark.slow
+def test_gradients_of_narrower_shards_keep_the_dtype_of_their_sum():  # M-2, T-7
+    wide, rounded = run(2, gradients_of_narrow_shards, True), run(2, gradients_of_narrow_shards, False)
+    for mine, theirs in zip(wide, rounded, strict=True):
+        count = len(mine) // 2
+        assert {g.dtype for g in mine} == {torch.float32}
+        assert all(torch.equal(a.bfloat16(), b) for a, b in zip(mine[:count], theirs[:count], strict=True))
+        assert any(not torch.equal(g.bfloat16().float(), g) for g in mine[:count])
+        assert all(not torch.equal(a, b) for a, b in zip(mine[:count], mine[count:], strict=True))
 
 
 def test_every_unit_of_a_model_sums_in_order():  # P-13

@@ -123,6 +123,32 @@ def test_float32_parameters_hold_what_a_master_reads():  # O-14
     assert count(optimizer, p, *sim.step(master, g, state, learning_rate=1e-3, layout=layout, **HYPER)) == 0
 
 
+@pytest.mark.parametrize("name", WITH_MASTERS)
+def test_a_weight_is_set_before_a_parameter_rounds_it(name):  # O-14
+    w = start()["ragged"]
+    p = nn.Parameter(torch.tensor(w).bfloat16())
+    rounded = p.detach().float().numpy()
+    optimizer, master = states.AdamW([p], layout=name), sim.master(w, name)
+    states.set_weight(optimizer, p, torch.tensor(w))
+    codes = optimizer.state[p]["master_codes"].float().numpy()
+    assert differing(codes, np.asarray(master.codes, np.float32)) == 0
+    assert differing(codes, np.asarray(sim.master(rounded, name).codes, np.float32)) > 0
+    assert differing(states.weight(optimizer, p, torch.float32).numpy(), sim.weight(master, name)) == 0
+    expected = torch.tensor(sim.weight(master, name)).bfloat16()
+    assert torch.equal(p.detach(), expected)
+    with torch.no_grad():
+        p.zero_()
+    states.write(optimizer, p)
+    assert torch.equal(p.detach(), expected)
+    with pytest.raises(ValueError, match=r"before the first step; the parameter has a state"):
+        states.set_weight(optimizer, p, torch.tensor(w))
+    with pytest.raises(ValueError, match=r"w is float32 of the parameter's shape .* got torch.bfloat16"):
+        states.set_weight(states.AdamW([p], layout=name), p, p.detach())
+    wide = nn.Parameter(torch.tensor(w))
+    with pytest.raises(ValueError, match=r"'sqrt_e4m3' keeps no masters in its state"):
+        states.set_weight(states.AdamW([wide]), wide, wide.detach())
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch", "ignore::UserWarning:torch")
 @pytest.mark.parametrize("name", EVERY)

@@ -54,7 +54,7 @@ def weights(directory: Path, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[
     """The weights of a saved state, one after the other: (name, float32 array), in this process.
 
     By tensorstore, on which orbax is built: orbax itself would read its metadata again for every
-    array.
+    array. Of stored masters, what they are worth (O-14).
     Raises:   ConfigError: the saved weights have other names or shapes.
     """
     found = json.loads((directory / "_METADATA").read_text(encoding="utf-8"))
@@ -63,9 +63,8 @@ def weights(directory: Path, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[
     context = tensorstore.Context(
         {"cache_pool": {"total_bytes_limit": INDEX_BYTES}}
     )  # caches the database's index, which all tensors share
-    for name, shape in shapes.items():
-        if (train_state.MASTERS, name) not in saved:
-            raise ConfigError(f"{name} is not in the checkpoint. Load a state of the same model.")
+
+    def read(name: str, shape: tuple[int, ...]) -> np.ndarray:
         spec = {
             "driver": "zarr3" if found.get("use_zarr3") else "zarr",
             "kvstore": {**base, "path": f"{train_state.MASTERS}.{name}/"},
@@ -74,4 +73,12 @@ def weights(directory: Path, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[
         array = tensorstore.open(spec, context=context, open=True, read=True).result()
         if array.shape != shape:
             raise ConfigError(f"{name} is {list(shape)} here and {list(array.shape)} in the checkpoint. Load a state of the same model.")
-        yield name, array.read().result()
+        return array.read().result()
+
+    for name, shape in shapes.items():
+        if (train_state.MASTERS, name) in saved:
+            yield name, read(name, shape)
+        elif (train_state.MASTERS, f"{name}.codes") in saved:
+            yield name, train_state.weight(read(f"{name}.codes", shape), read(f"{name}.scale_inv", ()))
+        else:
+            raise ConfigError(f"{name} is not in the checkpoint. Load a state of the same model.")

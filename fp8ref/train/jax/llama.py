@@ -19,6 +19,7 @@ from jax.ad_checkpoint import checkpoint_name
 from fp8ref import llama
 from fp8ref.hardware import Multiply
 from fp8ref.jax import delayed, linear
+from fp8ref.jax.scaling import Quantized
 from fp8ref.llama import STACK, LlamaConfig
 from fp8ref.recipe import Recipe
 from fp8ref.train.jax.mesh import Layout
@@ -52,6 +53,7 @@ class Pass:
                what the backward pass finds of a layer: everything ("none"), what is ``KEPT``
                ("selective"), or its input ("full").
     multiply   simulated hardware for FP8 GEMMs; None: XLA's own.
+    copies     FP8 copies of weights by linear, which are multiplied in place of a cast of the weight (O-16).
     """
 
     state: Mapping[str, delayed.State] = field(default_factory=dict)
@@ -61,6 +63,7 @@ class Pass:
     attention: Literal["xla", "chunked", "cudnn"] = "xla"
     checkpointing: Literal["none", "selective", "full"] = "none"
     multiply: Multiply | None = None
+    copies: Mapping[str, Quantized] = field(default_factory=dict)
 
     def attended(self, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         """Causal attention: q [B, T, H, D]; k and v may have fewer heads."""
@@ -84,6 +87,7 @@ class Pass:
             name=name,
             tap=self.taps.get(name),
             multiply=self.multiply,
+            quantized=self.copies.get(name),
         )
         if seen is not None:
             self.seen[name] = seen

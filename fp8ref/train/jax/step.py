@@ -1,13 +1,15 @@
 """The training step in JAX (SEMANTICS T): float32 masters, bfloat16 compute, AdamW.
 
 AdamW is optax's, or that of ``fp8ref.jax.states`` under T-6's ``adamw_states``; clipping is in ``train``.
+Masters that a layout keeps narrower than float32 (O-14) are the state's parameters as they are stored;
+each program reads weights and FP8 copies from them (``Step.computed``).
 
 Pure functions of the state, which ``trainer.Trainer`` compiles.
 """
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -25,7 +27,7 @@ from fp8ref.hardware import Multiply
 from fp8ref.jax import delayed, gradients, health, scaling, states, stats
 from fp8ref.jax.scaling import Quantized
 from fp8ref.recipe import Role
-from fp8ref.train import train_state
+from fp8ref.train import device_shapes, train_state
 from fp8ref.train.config import Config
 from fp8ref.train.jax.llama import Llama, Pass
 from fp8ref.train.jax.mesh import AXES, Layout
@@ -47,8 +49,8 @@ def compiler_options(platform: str) -> dict[str, bool]:
 class State(NamedTuple):
     """All that a step changes.
 
-    params     the model's float32 masters, a tree.
-    optimizer  the optimizer's state: both of Adam's moments, and the steps counted.
+    params     the model's masters, a tree: of float32 arrays, or of ``MomentState`` where a layout stores them.
+    optimizer  the optimizer's state: both of Adam's moments, and the steps counted; no masters.
     fp8        delayed-scaling states by linear.
     """
 
@@ -77,6 +79,8 @@ class Step:
         shapes = {name: jax.ShapeDtypeStruct(shape, np.float32) for name, shape in self._shapes().items()}
         self._graph, self._params = jax.eval_shape(self._split, shapes)
         self._specs = jax.tree_util.tree_map_with_path(lambda path, value: layout.parameter(name_of(path), value.shape), self._params)
+        self._keeps_masters = config.optimizer.keeps_masters
+        self._copied = device_shapes.copied(own, "jax")
 
     def begin(self, weights: Mapping[str, llama.Weight] | None) -> tuple[State, State]:
         """The state before the first step, on the layout's devices, and the PartitionSpec of each
@@ -87,25 +91,41 @@ class Step:
         weights: float32 by name, by default ``llama.lazy_initial_weights`` of run.seed.
         """
         config, layout = self.config, self.layout
+        params = self._params
         if weights is None:
             weights = llama.lazy_initial_weights(config.model, seed=config.run.seed)
         llama.check_weights(weights, config.model)
-        params = self._params
-        of_optimizer = self._optimizer_specs(params)
         planned = (item for recipe in config.recipes for item in config.under(recipe).program_linears().items())
         fp8 = {name: delayed.init(recipe, self._stack(name)) for name, recipe in planned if delayed.keeps_state(recipe)}
-        specs = State(self._specs, of_optimizer, jax.tree.map(lambda _: P(), fp8))
+        specs = State(*self._specs_of_states(params), jax.tree.map(lambda _: P(), fp8))
         if layout.abstract:
-            state = State(params, jax.eval_shape(self._optimizer.init, params), fp8)
+            state = State(*self._apart_from_masters(params, jax.eval_shape(self._optimizer.init, params)), fp8)
             return jax.tree.map(layout.put, state, specs), specs
         # One after the other: a host holds its shards of one weight
-        placed = {name: layout.put(value, layout.parameter(name, value.shape)) for name, value in weights.items()}
-        params = self._tree(params, placed)
-        del placed  # layers that are in stacks now
-        # On one device nothing is committed to it, before the first step as after it.
-        on_mesh = None if layout.mesh is None else jax.tree.map(layout.sharding, of_optimizer)
-        optimizer = jax.jit(self._optimizer.init, out_shardings=on_mesh)(params)
+        placed = ((name, layout.put(value, layout.parameter(name, value.shape))) for name, value in weights.items())
+        params, optimizer = self._stored_masters(placed, specs) if self._keeps_masters else self._float32_masters(placed, specs)
         return State(params, optimizer, jax.tree.map(layout.put, fp8, specs.fp8)), specs
+
+    def _float32_masters(self, placed: Iterable[tuple[str, jax.Array]], specs: State) -> tuple[Any, optax.OptState]:
+        """(masters, the optimizer's state before the first step) of weights by name."""
+        params = self._tree(self._params, dict(placed))
+        return params, jax.jit(self._optimizer.init, out_shardings=self._on_mesh(specs.optimizer))(params)
+
+    def _stored_masters(self, placed: Iterable[tuple[str, jax.Array]], specs: State) -> tuple[Any, optax.OptState]:
+        """The same of masters that a layout stores. Each float32 weight is dropped once its master is made."""
+        of_each = [named(tree, stored=True) for tree in (specs.optimizer.m, specs.optimizer.v, specs.params)]
+
+        def begun(name: str, weight: jax.Array) -> states.AdamWState:
+            own = states.AdamWState(P(), *(of[name] for of in of_each))  # type: ignore[arg-type]  # specs in place of arrays
+            return jax.jit(self._optimizer.init, out_shardings=self._on_mesh(own))(weight)
+
+        each = {name: begun(name, weight) for name, weight in placed}
+        m, v, masters = (self._tree(self._params, {name: getattr(one, key) for name, one in each.items()}) for key in ("m", "v", "master"))
+        return masters, states.AdamWState(next(iter(each.values())).count, m, v)
+
+    def _on_mesh(self, specs):
+        """Shardings of PartitionSpecs. On one device nothing is committed to it, before the first step as after it."""
+        return None if self.layout.mesh is None else jax.tree.map(self.layout.sharding, specs)
 
     def train(self, state: State, tokens: jax.Array, lr: jax.Array) -> tuple[State, jax.Array, jax.Array]:
         """One step at this learning rate: the new state, the loss, and the norm of the gradients.
@@ -114,7 +134,10 @@ class Step:
         """
         loss, grads, seen = self.gradients(state.params, state.fp8, tokens)
         norm, grads = self._clipped(grads)
-        if self._moments:
+        if self._keeps_masters:
+            _, after = self._optimizer_at(lr).update(grads, self._with_masters(state), self.computed(state.params)[0])
+            params, optimizer = self._apart_from_masters(None, after)
+        elif self._moments:
             updates, optimizer = self._optimizer_at(lr).update(grads, state.optimizer, state.params)
             params = optax.apply_updates(state.params, updates)
         else:
@@ -136,7 +159,8 @@ class Step:
         of ``named`` (SEMANTICS O-12)."""
         assert self._moments is not None
         keys, (_, grads) = self.config.optimizer, self._clipped(grads)
-        _, after = self._optimizer_at(0.0).update(grads, state.optimizer, state.params)
+        before = self._with_masters(state) if self._keeps_masters else state.optimizer
+        _, after = self._optimizer_at(0.0).update(grads, before, self.computed(state.params)[0])
         g, before, made = (
             self.named(grads),
             *(states.AdamWState(x.count, self._stored_by_name(x.m), self._stored_by_name(x.v)) for x in (state.optimizer, after)),
@@ -152,7 +176,7 @@ class Step:
 
     def tensors(self, state: State) -> dict[str, Any]:
         """The arrays of a state by the names of ``train_state``, nested."""
-        found: dict[str, Any] = {train_state.MASTERS: self.named(state.params)}
+        found: dict[str, Any] = {train_state.MASTERS: self._fields(state.params) if self._keeps_masters else self.named(state.params)}
         if self._moments is None:
             adam = state.optimizer[0]
             found |= {"exp_avg": self.named(adam.mu), "exp_avg_sq": self.named(adam.nu)}
@@ -185,7 +209,40 @@ class Step:
             }
             for name, roles in state.fp8.items()
         }
-        return State(self._tree(state.params, tensors[train_state.MASTERS]), optimizer, fp8)
+        masters = tensors[train_state.MASTERS]
+        params = self._of_fields(state.params, masters) if self._keeps_masters else self._tree(state.params, masters)
+        return State(params, optimizer, fp8)
+
+    def computed(self, params) -> tuple[Any, dict[str, Quantized]]:
+        """What passes compute with, of ``State.params``: weights, and the FP8 copies that linears take in place of a cast.
+
+        Of float32 masters these are the masters themselves, which the model rounds, and no copies. Of masters that a layout
+        stores, weights in bfloat16 (O-14), and copies for recipes that cast a weight once (O-16).
+        """
+        if not self._keeps_masters:
+            return params, {}
+        assert self._moments is not None
+        by_name = named(params, stored=True)
+        copies = {
+            name: states.copies(_holding(by_name[f"{name}.weight"]), self._moments, recipe, jnp.bfloat16)
+            for name, recipe in self._copied.items()
+        }
+        return states.weights(_holding(params), self._moments, jnp.bfloat16), copies
+
+    def weights(self, params) -> dict[str, Any]:
+        """The float32 numbers of masters by parameter name, stacks taken apart."""
+        if self._keeps_masters:
+            assert self._moments is not None
+            params = states.weights(_holding(params), self._moments, jnp.float32)
+        return self.named(params)
+
+    def _with_masters(self, state: State) -> states.AdamWState:
+        """The optimizer's state as ``fp8ref.jax.states`` has it, with the masters that it keeps."""
+        return state.optimizer._replace(master=state.params)
+
+    def _apart_from_masters(self, params, optimizer) -> tuple[Any, Any]:
+        """(params, optimizer) of ``State``, where the optimizer's state may hold the masters."""
+        return (optimizer.master, optimizer._replace(master=None)) if self._keeps_masters else (params, optimizer)
 
     def _adam(self) -> optax.GradientTransformation:
         keys = self.config.optimizer
@@ -199,19 +256,20 @@ class Step:
         keys, layout = self.config.optimizer, self._moments or "float32"
         return states.adamw(lambda _: lr, keys.beta1, keys.beta2, keys.eps, keys.weight_decay, layout=layout, mask=_matrices)
 
-    def _optimizer_specs(self, params):
-        """Moments lie on the mesh as their parameters do; the count and scales are whole on every
-        device."""
+    def _specs_of_states(self, params) -> tuple[Any, Any]:
+        """PartitionSpecs of ``State``'s params and optimizer. Stored masters and moments lie on the mesh as their parameters
+        do; the count and scales are whole on every device."""
         shapes = jax.eval_shape(self._optimizer.init, params)
         if self._moments is None:
-            return optax.tree_utils.tree_map_params(
+            return self._specs, optax.tree_utils.tree_map_params(
                 self._optimizer, lambda _, spec: spec, shapes, self._specs, transform_non_params=lambda _: P()
             )
 
         def of(tree):
             return jax.tree.map(lambda one, spec: jax.tree.map(lambda _: P(), one)._replace(codes=spec), tree, self._specs, is_leaf=_stored)
 
-        return states.AdamWState(P(), of(shapes.m), of(shapes.v))  # type: ignore[arg-type]  # specs in place of arrays
+        found = states.AdamWState(P(), of(shapes.m), of(shapes.v))  # type: ignore[arg-type]  # specs in place of arrays
+        return of(shapes.master) if self._keeps_masters else self._specs, found
 
     def _stored_by_name(self, moments) -> dict[str, states.MomentState]:
         """Stored moments by parameter name."""
@@ -255,19 +313,22 @@ class Step:
 
     def gradients(self, params, fp8_state, tokens: jax.Array):
         """(loss, gradients, amax observations of both passes) of a batch, or of its parts."""
+        params, copies = self.computed(params)
 
-        def differentiate(params, fp8_state, tokens):
+        def differentiate(params, copies, fp8_state, tokens):
             # Forward observations come out as aux. grad_output is known in the backward pass alone:
             # its observations come out as the gradient by ``seen`` (fp8ref.jax.delayed).
             gradient = jax.value_and_grad(self._loss_of, argnums=(0, 1), has_aux=True)
-            (loss, forward), (grads, backward) = gradient(params, self._unseen(), fp8_state, tokens)
+            # The model rounds what is widened here, exactly, so that gradients are float32 (M-2).
+            wide = jax.tree.map(lambda p: p.astype(jnp.float32), params)
+            (loss, forward), (grads, backward) = gradient(wide, self._unseen(), copies, fp8_state, tokens)
             return loss, grads, {name: delayed.merge(forward[name], backward[name]) for name in forward}
 
         sums = Sums(self.config.parallel.accumulate_dtype, self.linears, self._specs if self.layout.mapped else None)
 
-        def accumulate(params, fp8_state, parts):
+        def accumulate(params, copies, fp8_state, parts):
             def add(before, tokens):
-                (loss, grads, seen), found = before, differentiate(params, fp8_state, tokens)
+                (loss, grads, seen), found = before, differentiate(params, copies, fp8_state, tokens)
                 return (
                     loss + found[0],
                     sums.add(grads, found[1]),
@@ -280,17 +341,21 @@ class Step:
             return loss.astype(jnp.float32) * share, sums.scaled(grads, share), seen
 
         f = accumulate if tokens.ndim == 3 else differentiate
-        return self.layout.map(f, (self._specs, P(), self._cut(tokens)), (P(), self._specs, P()))(params, fp8_state, tokens)
+        specs = (self._specs, self._specs_of(copies), P(), self._cut(tokens))
+        return self.layout.map(f, specs, (P(), self._specs, P()))(params, copies, fp8_state, tokens)
 
     def mean_loss(self, params, fp8_state, tokens: jax.Array) -> jax.Array:
         """The loss of a batch, or of its parts."""
 
-        def loss_of(params, fp8_state, tokens):
-            if tokens.ndim == 3:
-                return lax.map(lambda part: loss_of(params, fp8_state, part), tokens).mean()
-            return self._loss_of(params, self._unseen(), fp8_state, tokens)[0]
+        params, copies = self.computed(params)
 
-        return self.layout.map(loss_of, (self._specs, P(), self._cut(tokens)), P())(params, fp8_state, tokens)
+        def loss_of(params, copies, fp8_state, tokens):
+            if tokens.ndim == 3:
+                return lax.map(lambda part: loss_of(params, copies, fp8_state, part), tokens).mean()
+            return self._loss_of(params, self._unseen(), copies, fp8_state, tokens)[0]
+
+        specs = (self._specs, self._specs_of(copies), P(), self._cut(tokens))
+        return self.layout.map(loss_of, specs, P())(params, copies, fp8_state, tokens)
 
     def statistics(self, params, fp8_state, tokens: jax.Array) -> jax.Array:
         """Statistics float32 [devices, layers, 6, stats.LENGTH].
@@ -300,32 +365,37 @@ class Step:
         Without shard_map there is one row, of the whole operands.
         """
 
-        def loss(taps, params, fp8_state, tokens):
-            run = self._pass(fp8_state, self._unseen(), dict(taps))
+        params, copies = self.computed(params)
+
+        def loss(taps, params, copies, fp8_state, tokens):
+            run = self._pass(fp8_state, self._unseen(), copies, dict(taps))
             return self._loss_in(run, params, tokens), run.taps
 
-        def measure(params, fp8_state, tokens):
+        def measure(params, copies, fp8_state, tokens):
             taps = {
                 name: self.layout.apart(jnp.zeros((*self._stack(name), len(stats.ROWS), stats.LENGTH)))
                 for name, recipe in self.linears.items()
                 if recipe.fp8
             }
-            (_, forward), backward = jax.value_and_grad(loss, has_aux=True)(taps, params, fp8_state, tokens)
+            (_, forward), backward = jax.value_and_grad(loss, has_aux=True)(taps, params, copies, fp8_state, tokens)
             # taps collect as the observations do: forward as aux, backward as a gradient
             found = self.unstacked({name: forward[name] + backward[name] for name in taps})
             return jnp.stack([found[layer] for layer in self.measured_layers])[None]
 
-        return self.layout.map(measure, (self._specs, P(), self.layout.tokens), P(AXES))(params, fp8_state, tokens)
+        specs = (self._specs, self._specs_of(copies), P(), self.layout.tokens)
+        return self.layout.map(measure, specs, P(AXES))(params, copies, fp8_state, tokens)
 
     def forward(self, f: Callable[[Llama, jax.Array, Pass], jax.Array], params, fp8_state, tokens: jax.Array) -> jax.Array:
         """f(model, tokens [B, T], run) -> float32 [B, T, ...], inside shard_map if the layout is
         mapped."""
+        params, copies = self.computed(params)
         cut = P(self.layout.tokens[0], "tensor" if self.config.parallel.sequence else None)
 
-        def mapped(params, fp8_state, tokens):
-            return f(self._model(params), tokens, self._pass(fp8_state, self._unseen())).astype(jnp.float32)
+        def mapped(params, copies, fp8_state, tokens):
+            return f(self._model(params), tokens, self._pass(fp8_state, self._unseen(), copies)).astype(jnp.float32)
 
-        return self.layout.map(mapped, (self._specs, P(), self.layout.tokens), cut)(params, fp8_state, tokens)
+        specs = (self._specs, self._specs_of(copies), P(), self.layout.tokens)
+        return self.layout.map(mapped, specs, cut)(params, copies, fp8_state, tokens)
 
     @property
     def measured_layers(self) -> list[str]:
@@ -369,7 +439,18 @@ class Step:
         spec = None if isinstance(stack, jax.core.Tracer) else getattr(stack.sharding, "spec", None)
         return _apart(None if spec is None else self.layout.sharding(P(*spec[1:])), stack)
 
-    def _pass(self, fp8_state, seen: dict[str, delayed.Seen], taps: dict[str, jax.Array] | None = None) -> Pass:
+    def _specs_of(self, copies: Mapping[str, Quantized]) -> dict[str, Any]:
+        """PartitionSpecs of copies: codes lie on the mesh as their weight does, scales are whole (O-16)."""
+        of_weights = named(self._specs)
+
+        def of(name: str, copy: Quantized) -> Quantized:  # specs in place of arrays
+            return dataclasses.replace(copy, codes=of_weights[f"{name}.weight"], scale=P(), scale_inv=P())  # type: ignore[arg-type]
+
+        return {name: of(name, copy) for name, copy in copies.items()}
+
+    def _pass(
+        self, fp8_state, seen: dict[str, delayed.Seen], copies: Mapping[str, Quantized], taps: dict[str, jax.Array] | None = None
+    ) -> Pass:
         keys = self.config.parallel
         return Pass(
             {name: fp8_state[name] for name in seen},
@@ -379,6 +460,7 @@ class Step:
             attention=keys.attention,
             checkpointing=keys.checkpointing,
             multiply=self._multiply,
+            copies=copies,
         )
 
     def _unseen(self) -> dict[str, delayed.Seen]:
@@ -391,9 +473,9 @@ class Step:
         )
         return nnx.merge(self._graph, nnx.State(compute))
 
-    def _loss_of(self, params, seen, fp8_state, tokens: jax.Array) -> tuple[jax.Array, dict[str, delayed.Seen]]:
+    def _loss_of(self, params, seen, copies, fp8_state, tokens: jax.Array) -> tuple[jax.Array, dict[str, delayed.Seen]]:
         """(mean loss of the whole batch, amax observations of this device's forward pass)."""
-        run = self._pass(fp8_state, dict(seen))
+        run = self._pass(fp8_state, dict(seen), copies)
         return self._loss_in(run, params, tokens), run.seen
 
     def _loss_in(self, run: Pass, params, tokens: jax.Array) -> jax.Array:
@@ -508,9 +590,14 @@ def name_of(path) -> str:
     return ".".join(parts)
 
 
-def named(tree) -> dict[str, Any]:
-    """{parameter name: leaf} of a tree of parameters."""
-    return {name_of(path): value for path, value in jax.tree_util.tree_leaves_with_path(tree)}
+def named(tree, *, stored: bool = False) -> dict[str, Any]:
+    """{parameter name: leaf} of a tree of parameters; stored: whose leaves are ``MomentState``."""
+    return {name_of(path): value for path, value in jax.tree_util.tree_leaves_with_path(tree, is_leaf=_stored if stored else None)}
+
+
+def _holding(masters) -> states.AdamWState:
+    """Masters as the part of an optimizer's state that ``states.weights`` and ``copies`` read."""
+    return states.AdamWState(jnp.int32(0), None, None, masters)
 
 
 def _matrices(params):

@@ -139,8 +139,8 @@ class Trainer:
         return self._fetched(self._gradients(self._params, self._fp8_state, self._parts(tokens))[1])
 
     def weights(self) -> dict[str, np.ndarray]:
-        """The float32 masters by name."""
-        return self._fetched(self._params)
+        """The masters by name, float32: what they are worth, where a layout stores them (O-14)."""
+        return {name: self._layout.fetch(value) for name, value in self._step.weights(self._params).items()}
 
     def moments(self) -> dict[str, dict[str, np.ndarray]]:
         """Both of Adam's moments, float32: by which, then by parameter.
@@ -239,8 +239,7 @@ class Trainer:
         # Gradients of the program that ``gradients`` uses: a program for passes and health together would be compiled anew.
         grads = self._gradients(self._params, self._fp8_state, self._parts(tokens))[1]
         measured = self._health(grads, self._state)
-        names = list(self._step.named(self._params))
-        return recorded(names, health.numbers(jax.tree.map(self._layout.fetch, measured)), layout)
+        return recorded(list(self._step.named(grads)), health.numbers(jax.tree.map(self._layout.fetch, measured)), layout)
 
     def prove(self, tokens: np.ndarray) -> dict:
         """The GEMMs and gathers of the step, for the manifest, read from its lowered program

@@ -92,7 +92,7 @@ class Store:
 def weights(directory: Path, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, np.ndarray]]:
     """The weights of a saved state, one after the other: (name, float32 array), in this process.
 
-    Each file's header is read once; a tensor is read when it is asked for.
+    Each file's header is read once; a tensor is read when it is asked for. Of stored masters, what they are worth (O-14).
     Raises:   ConfigError: the saved weights have other names or shapes, or parts of one are
               missing.
     """
@@ -105,12 +105,15 @@ def weights(directory: Path, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[
                 parts.setdefault(key, {})[tuple(begins[key]["saved_offsets"])] = file
         for name, shape in shapes.items():
             value, filled = np.empty(shape, np.float32), 0
-            for begin, file in parts.get(f"{train_state.MASTERS}.{name}", {}).items():
-                part = file.get_tensor(f"{train_state.MASTERS}.{name}")
+            key = f"{train_state.MASTERS}.{name}"
+            scale_inv = next((file.get_tensor(f"{key}.scale_inv") for file in parts.get(f"{key}.scale_inv", {}).values()), None)
+            key = key if key in parts else f"{key}.codes"
+            for begin, file in parts.get(key, {}).items():
+                part = file.get_tensor(key)
                 place = tuple(slice(i, i + n) for i, n in zip(begin, part.shape, strict=True))
                 if value[place].shape != part.shape:
                     raise ConfigError(f"{name} is {list(shape)} here and larger in the checkpoint. Load a state of the same model.")
-                value[place] = part
+                value[place] = train_state.weight(part, scale_inv) if key.endswith(".codes") else part
                 filled += part.size
             if filled != value.size:
                 raise ConfigError(

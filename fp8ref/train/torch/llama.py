@@ -34,10 +34,26 @@ class Embedding(nn.Module):
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
+        self.widens = False  # whether a narrower table has float32 gradients
 
     def forward(self, tokens: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """[B, T] -> [B, T, hidden] of dtype."""
-        return functional.embedding(tokens, self.weight.float()).to(dtype)  # [B, T] -> [B, T, hidden]; the gradient sums in float32
+        if self.widens:
+            self.weight.grad_dtype = torch.float32  # FSDP2 has gathered another parameter than the shard
+        table = _Widened.apply(self.weight) if self.widens else self.weight.float()
+        return functional.embedding(tokens, table).to(dtype)  # [B, T] -> [B, T, hidden]; the gradient sums in float32
+
+
+class _Widened(torch.autograd.Function):
+    """A table in float32, whose gradient stays float32: ``float`` would round it to the table's dtype."""
+
+    @staticmethod
+    def forward(ctx, table: torch.Tensor) -> torch.Tensor:
+        return table.float()
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor) -> torch.Tensor:
+        return grad
 
 
 class Attention(nn.Module):

@@ -1,5 +1,5 @@
-"""AdamW for PyTorch: torch's, torch's fused, torchao's in FP8, or fp8ref's with the moments of a layout
-(SEMANTICS T-1, T-6)."""
+"""AdamW for PyTorch: torch's, torch's fused, torchao's in FP8, or fp8ref's with the moments and masters of a
+layout (SEMANTICS T-1, T-6)."""
 
 from collections.abc import Iterable, Iterator
 
@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from fp8ref.torch import states
 from fp8ref.train.sections import OptimizerConfig
-from fp8ref.train.train_state import FP8_BLOCK, MOMENTS, moments_in_fp8
+from fp8ref.train.train_state import FP8_BLOCK, MASTERS, MOMENTS, moments_in_fp8
 
 
 def build(params: Iterable[nn.Parameter], config: OptimizerConfig) -> torch.optim.Optimizer:
@@ -73,14 +73,24 @@ def begin(optimizer: torch.optim.Optimizer, step: int | None = None) -> None:
 
 def tensors(optimizer: torch.optim.Optimizer) -> Iterator[tuple[nn.Parameter, str, dict[str, torch.Tensor]]]:
     """(parameter, name of the moment, what a checkpoint holds of it by suffix of its name) of all
-    moments that exist."""
+    moments that exist, and of masters in the state."""
     if not isinstance(optimizer, states.AdamW):
         yield from ((p, key, stored(moment)) for p, key, moment in moments(optimizer))
         return
     for p in _parameters(optimizer):
-        for key, letter in zip(MOMENTS, ("m", "v"), strict=True):
-            fields = {field: optimizer.state[p].get(f"{letter}_{field}") for field in states.MomentState._fields}
+        of = {MASTERS: "master"} if states.keeps_apart(optimizer.layout) else {}
+        for key, prefix in (of | dict(zip(MOMENTS, ("m", "v"), strict=True))).items():
+            fields = {field: optimizer.state[p].get(f"{prefix}_{field}") for field in states.MomentState._fields}
             yield p, key, {f".{field}": x for field, x in fields.items() if x is not None}
+
+
+def masters(optimizer: torch.optim.Optimizer) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
+    """(parameter, its float32 weight): the parameter itself, or what a master in the state is worth (O-14)."""
+    for p in _parameters(optimizer):
+        if not isinstance(optimizer, states.AdamW) or not states.keeps_apart(optimizer.layout):
+            yield p, p.detach()
+            continue
+        yield p, _whole_of(states.weight(optimizer, p, torch.float32), p)
 
 
 def moments(optimizer: torch.optim.Optimizer) -> Iterator[tuple[nn.Parameter, str, torch.Tensor]]:
@@ -97,9 +107,7 @@ def values(optimizer: torch.optim.Optimizer) -> Iterator[tuple[nn.Parameter, str
         return
     for p in _parameters(optimizer):
         for key, x in zip(MOMENTS, states.decode(optimizer, p), strict=True):
-            if isinstance(p, DTensor):
-                x = DTensor.from_local(x, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
-            yield p, key, x
+            yield p, key, _whole_of(x, p)
 
 
 def stored(moment: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -141,9 +149,14 @@ def _zeros_in_fp8(p: nn.Parameter) -> torch.Tensor:
     piece = local(p)
     # on the local piece, as torchao's own first step does: blocks never cross ranks
     made = OptimStateFp8.zeros(piece.shape, FP8_BLOCK, piece.device)
+    return _whole_of(made, p)
+
+
+def _whole_of(piece: torch.Tensor, p: nn.Parameter) -> torch.Tensor:
+    """A tensor cut as a parameter is, of this rank's piece."""
     if not isinstance(p, DTensor):
-        return made
-    return DTensor.from_local(made, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
+        return piece
+    return DTensor.from_local(piece, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
 
 
 def check_states(optimizer: torch.optim.Optimizer) -> None:

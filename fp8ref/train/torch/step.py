@@ -1,12 +1,15 @@
 """The training step in PyTorch (SEMANTICS T): float32 masters, bfloat16 compute, AdamW.
 
+Under a layout with masters (O-14) the optimizer keeps them, and parameters are bfloat16, with float32
+gradients; those of linears that cast their weight once are FP8 codes (O-16).
+
 ``backward`` runs one rank's passes, ``mean`` averages the loss over ranks, ``update`` clips and
 takes the optimizer's step.
 """
 
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import numpy as np
 import torch
@@ -15,15 +18,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torchao.float8.float8_training_tensor import Float8TrainingTensor
 
 from fp8ref import llama
 from fp8ref.hardware import Multiply
 from fp8ref.health import recorded
-from fp8ref.torch import delayed, hardware, health, states
+from fp8ref.torch import copies, delayed, hardware, health, states
 from fp8ref.torch.convert import convert
+from fp8ref.torch.fsdp import keep_reduced_dtype
 from fp8ref.torch.parallel import amax_group, check_copies, parallelize
 from fp8ref.torch.switch import Switch
-from fp8ref.train import train_state
+from fp8ref.train import device_shapes, train_state
 from fp8ref.train.config import Config
 from fp8ref.train.torch import optimizer
 from fp8ref.train.torch.cross_entropy import cross_entropy
@@ -31,8 +36,10 @@ from fp8ref.train.torch.llama import Llama
 
 
 class Step:
-    """The model, its float32 masters ``params`` by name and the optimizer, with the functions of a
-    training step.
+    """The model, its parameters ``params`` by name and the optimizer, with the functions of a training step.
+
+    params    float32 masters; what the model computes with, where the optimizer keeps the masters.
+    copies    the weights that the model keeps in FP8, made from such masters; None without any.
 
     mesh      the processes, as ``mesh_of`` makes it; None for one process.
     device    this process's.
@@ -50,7 +57,10 @@ class Step:
         self.config, self.mesh, self.device, self.multiply = config, mesh, device, multiply
         with torch.device("meta"):  # a rank makes its own shards
             model = Llama(config.model)
-        keys = config.parallel
+        keys, self._keeps_masters = config.parallel, config.optimizer.keeps_masters
+        if self._keeps_masters:
+            model.to(torch.bfloat16)
+            model.model.embed_tokens.widens = True
         self.model = parallelize(
             model,
             config.numerics.recipe,
@@ -70,12 +80,20 @@ class Step:
         )
         self.model.to_empty(device=device)
         self.params = dict(self.model.named_parameters())
+        self.optimizer = optimizer.build(self.params.values(), config.optimizer)
         for name, p in self.params.items():
-            _fill(p, weights[name])
+            if self._keeps_masters and isinstance(self.optimizer, states.AdamW):
+                p.grad_dtype = torch.float32  # also of the sum over microbatches (T-7)
+                states.set_weight(self.optimizer, p, _shard(p, weights[name]).to(device))
+            else:
+                _fill(p, weights[name])
         self.switch = Switch(self.model, config.numerics.recipe, {recipe: self._twin(recipe) for recipe in config.recipes[1:]})
         if mesh is not None and "data" in (mesh.mesh_dim_names or ()):
             check_copies(self.model, mesh)
-        self.optimizer = optimizer.build(self.params.values(), config.optimizer)
+        if self._keeps_masters and isinstance(self.model, FSDPModule):
+            keep_reduced_dtype(self.model)
+        self.copies = self._kept_in_fp8()
+        self._uncast = False
         self._copied: tuple[tuple[int, ...], torch.Tensor] = ((), torch.empty(0))
 
     def backward(self, tokens: np.ndarray) -> torch.Tensor:
@@ -150,11 +168,12 @@ class Step:
         names = {id(p): name for name, p in self.params.items()}
         # The sharded parameters. While FSDP2 has gathered a module, for instance after an
         # evaluation, its attributes hold others.
-        found = {train_state.MASTERS: {name: p.detach() for name, p in self.params.items()}}
+        parameters = {} if self._keeps_masters else {name: p.detach() for name, p in self.params.items()}
+        found: dict[str, dict[str, torch.Tensor]] = {train_state.MASTERS: parameters}
         for p, key, parts in optimizer.tensors(self.optimizer):
             found.setdefault(key, {}).update({names[id(p)] + suffix: part for suffix, part in parts.items()})
-        states = self.switch.states()
-        found[train_state.FP8] = {f"{name}.{key}": getattr(state, key) for name, state in states for key in delayed.DelayedState._fields}
+        roles = self.switch.states()
+        found[train_state.FP8] = {f"{name}.{key}": getattr(state, key) for name, state in roles for key in delayed.DelayedState._fields}
         return found
 
     def resume(self, step: int) -> None:
@@ -162,6 +181,37 @@ class Step:
         optimizer.begin(self.optimizer, step)
         optimizer.check_states(self.optimizer)
         delayed.forget(self.model)
+        if isinstance(self.optimizer, states.AdamW) and self._keeps_masters:
+            for p in self.params.values():
+                if not isinstance(p, Float8TrainingTensor):
+                    states.write(self.optimizer, p)
+            if self.copies:
+                self.copies.refresh()
+
+    def masters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, float32 weight) of all parameters: what a master is worth, where the optimizer keeps it."""
+        optimizer.begin(self.optimizer)
+        names = {id(p): name for name, p in self.params.items()}
+        return ((names[id(p)], w) for p, w in optimizer.masters(self.optimizer))
+
+    @contextmanager
+    def uncast(self) -> Iterator[None]:
+        """In this context linears cast their weights, to the bits of the codes that they keep: for passes that are measured."""
+        self._uncast = True
+        try:
+            yield
+        finally:
+            self._uncast = False
+
+    def _kept_in_fp8(self) -> copies.Copies | None:
+        """Keep the weights of linears in FP8 (O-16); ``params`` are then the FP8 tensors. Shards stay bfloat16, and codes of them are
+        gathered."""
+        if not device_shapes.copied(self.config, "torch"):
+            return None
+        assert isinstance(self.optimizer, states.AdamW)
+        kept = copies.keep(self.model, self.optimizer)
+        self.params = dict(self.model.named_parameters())
+        return kept
 
     def _twin(self, recipe: str) -> Llama:
         """The model in another recipe, on the meta device, whose linears the switch takes (T-9)."""
@@ -186,7 +236,8 @@ class Step:
 
         That is in bfloat16, and under its simulated hardware, if any.
         """
-        with hardware.simulating(self.multiply), self._rounded():
+        wide = self.copies.uncast() if self.copies and self._uncast else nullcontext()
+        with hardware.simulating(self.multiply), self._rounded(), wide:
             yield
 
     def tokens(self, tokens: np.ndarray) -> torch.Tensor:
@@ -214,7 +265,7 @@ class Step:
         modules. Autograd carries the copies' gradients to the masters, widened to float32. The
         copies stay during the backward pass: checkpointed layers run their forward pass again there.
         """
-        if isinstance(self.model, FSDPModule):
+        if isinstance(self.model, FSDPModule) or self._keeps_masters:
             yield
             return
         places = [(self.model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2], p) for name, p in self.params.items()]
@@ -263,11 +314,14 @@ class Step:
 @torch.no_grad()
 def _fill(parameter: torch.Tensor, weight: llama.Weight) -> None:
     """Copy a weight's values into a parameter, of a DTensor this rank's shard alone."""
+    optimizer.local(parameter).copy_(_shard(parameter, weight))
+
+
+def _shard(parameter: torch.Tensor, weight: llama.Weight) -> torch.Tensor:
+    """A weight's values, float32 on the host, of a DTensor those of this rank's shard alone."""
     if not isinstance(parameter, DTensor):
-        parameter.copy_(torch.from_numpy(weight[...]))
-        return
+        return torch.from_numpy(weight[...])
     shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
     if 0 in shape:
-        return
-    shard = weight[tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))]
-    parameter.to_local().copy_(torch.from_numpy(shard))
+        return torch.empty(shape, dtype=torch.float32)
+    return torch.from_numpy(weight[tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))])

@@ -106,8 +106,8 @@ class Trainer:
         return found
 
     def weights(self) -> dict[str, np.ndarray]:
-        """The float32 masters by name."""
-        return {name: _whole(p.detach()) for name, p in self._params.items()}
+        """The masters by name, float32: what they are worth, where a layout stores them (O-14)."""
+        return {name: _whole(w) for name, w in self._step.masters()}
 
     def moments(self) -> dict[str, dict[str, np.ndarray]]:
         """Both of Adam's moments, float32: by which, then by parameter.
@@ -161,7 +161,7 @@ class Trainer:
             operands = [(_copy(hp.float()), _copy(codes), _copy(scale)) for hp, codes, scale, *_ in (a, b)]
             observer(name, gemm, *operands, _copy(out.float()))
 
-        with observe_gemms(self.model, as_numpy):
+        with self._step.uncast(), observe_gemms(self.model, as_numpy):
             self._step.backward(tokens)
         self._step.forget()
 
@@ -195,7 +195,7 @@ class Trainer:
         if not operands:
             return self._step.backward(tokens), {}
         found: stats.Parts = {}
-        with stats.measuring(self.model, operands, found):
+        with self._step.uncast(), stats.measuring(self.model, operands, found):
             losses = self._step.backward(tokens)
         parts = stats.of_ranks(stats.stacked(operands, found)).cpu().numpy()
         return losses, merged(

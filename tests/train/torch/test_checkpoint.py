@@ -12,6 +12,7 @@ from safetensors import safe_open
 
 from fp8ref import llama
 from fp8ref.errors import ConfigError
+from fp8ref.states import WITH_MASTERS
 from fp8ref.train.config import Config
 from fp8ref.train.torch import checkpoint
 from fp8ref.train.torch.trainer import Trainer
@@ -20,7 +21,9 @@ MODEL = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "nu
 
 
 def config_of(recipe, kind="adamw", **parallel):
-    sections = {"model": MODEL, "data": {"batch_size": 8, "sequence_length": 32}, "optimizer": {"kind": kind}}
+    """kind: of an optimizer, or the name of a layout with masters."""
+    optimizer = {"kind": "adamw_states", "layout": kind} if kind in WITH_MASTERS else {"kind": kind}
+    sections = {"model": MODEL, "data": {"batch_size": 8, "sequence_length": 32}, "optimizer": optimizer}
     return Config().replace(**sections, numerics={"recipe": recipe}, parallel=parallel)
 
 
@@ -62,6 +65,9 @@ def equal(a, b):
         ("delayed", "adamw", {"fsdp": 2}, {"fsdp": 2}),
         ("tensorwise", "adamw_fp8", {"fsdp": 2}, {"fsdp": 2}),
         ("tensorwise", "adamw_states", {"fsdp": 2}, {"fsdp": 2}),
+        ("tensorwise", "msamp_o2", {"fsdp": 2}, {}),
+        pytest.param("tensorwise", "sqrt_e4m3_f16", {"fsdp": 2}, {"fsdp": 2}, marks=pytest.mark.slow),
+        pytest.param("rowwise", "sqrt_e4m3_f16", {"data": 2, "fsdp": 2}, {"fsdp": 4}, marks=pytest.mark.slow),
         pytest.param("tensorwise", "adamw_states", {"fsdp": 4}, {"fsdp": 2}, marks=pytest.mark.slow),
         pytest.param("rowwise", "adamw_states", {"data": 2, "fsdp": 2}, {}, marks=pytest.mark.slow),
         ("delayed", "adamw_fused", {"fsdp": 2}, {}),
@@ -91,7 +97,7 @@ def test_a_state_is_read_by_any_mesh(tmp_path, recipe, kind, before, after):  # 
         assert [m["loss"] for m in metrics] == pytest.approx([m["loss"] for m in saved[0][1]], rel=2.0**-9)
 
 
-@pytest.mark.parametrize("kind", ["adamw", "adamw_fused", "adamw_fp8", "adamw_states"])
+@pytest.mark.parametrize("kind", ["adamw", "adamw_fused", "adamw_fp8", "adamw_states", *WITH_MASTERS])
 def test_moments_of_every_optimizer_are_kept_bit_for_bit(tmp_path, kind):  # K-2, T-6
     with torch.compiler.set_stance("force_eager"):
         weights, metrics, final = saving(tmp_path / "state", config_of("bf16", kind))
