@@ -44,9 +44,9 @@ def constant_mu(mu: float) -> np.float32:
     return np.float32(mu)
 
 
-def share_of(ranks: int) -> np.float32:
-    """RN32(1 / ranks), which makes a sum a mean."""
-    return np.float32(1 / ranks)
+def share_of(divisor: float) -> np.float32:
+    """RN32(1 / divisor), which makes a sum a mean, if it is the number of ranks."""
+    return np.float32(1 / divisor)
 
 
 def saturates_above(fmt: Format) -> float:

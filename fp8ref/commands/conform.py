@@ -52,6 +52,7 @@ def add(commands) -> None:
         metavar="KEY=VALUE",
         help="of an optimizer: learning_rate, b1, b2, eps or weight_decay, such as b2=0.999; passed to it if it takes them by name",
     )
+    conform.add_argument("--steps", type=int, metavar="N", help="of an optimizer: the steps that are compared (default 6)")
     conform.add_argument("--json", type=Path, metavar="FILE", help="write the findings to FILE")
 
 
@@ -72,8 +73,9 @@ def _conform(known: argparse.Namespace) -> int:
         outcome = _optimizer(known)
     if outcome is not None:
         return conclude(outcome, known.json)
-    if known.numbers:
-        raise ValueError(f"--numbers are of an optimizer; {known.subject} is none. Leave it out, or name --kind optimizer.")
+    for option, value in (("--numbers", known.numbers or None), ("--steps", known.steps)):
+        if value is not None:
+            raise ValueError(f"{option} is of an optimizer; {known.subject} is none. Leave it out, or name --kind optimizer.")
     expects_cast = _expects_cast(known.expect)
     with contextlib.redirect_stdout(sys.stderr):  # what somebody's function prints is no part of the answer
         function = library_gemms.load(known.subject)
@@ -117,7 +119,8 @@ def _optimizer(known: argparse.Namespace):
             numbers[key] = float(value)
         except ValueError:
             raise ValueError(f"--numbers are KEY=VALUE, with a key of {', '.join(subjects.NUMBERS)}; got {text!r}.") from None
-    return identify_optimizer(found, name=known.subject, expect=known.expect, numbers=forms.Numbers(**numbers))
+    steps = subjects.STEPS if known.steps is None else known.steps
+    return identify_optimizer(found, name=known.subject, expect=known.expect, numbers=forms.Numbers(**numbers), steps=steps)
 
 
 def _expects_cast(name: str | None) -> bool | None:

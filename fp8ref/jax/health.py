@@ -17,7 +17,7 @@ from fp8ref import states
 from fp8ref.health import COUNTS, clip_limit
 from fp8ref.jax import moments
 from fp8ref.jax.moments import MomentState, Scalars
-from fp8ref.jax.states import AdamWState, in_range
+from fp8ref.jax.states import AdamWState, check_state, in_range
 from fp8ref.states import Layout, Moment
 
 
@@ -44,12 +44,12 @@ def measure(
     layout: str | Layout = "sqrt_e4m3",
 ) -> Any:
     """A tree of ``Measured`` in the structure of the parameters, of the step from before to after,
-    by the gradients that it took. For use in jit too.
+    by the gradients that it took. For use in jit too. That it is one step is not checked.
 
     Order:    counts are exact; sums are float32, along the last dim, then over the others.
     Specials: figures of a state that holds NaN are NaN where they are not counts.
-    Raises:   ValueError: an unknown layout; numbers outside their ranges (O-2); a tensor of 2^31 elements or more, which
-              int32 does not count.
+    Raises:   ValueError: an unknown layout, or states of another; numbers outside their ranges (O-2); a tensor of 2^31
+              elements or more, which int32 does not count.
     """
     layout = states.by_name(layout)
     states.check(b1=b1, b2=b2, eps=eps, weight_decay=0.0, layout=layout)
@@ -58,7 +58,10 @@ def measure(
     at = Scalars(*(jnp.asarray(x, jnp.float32) for x in (b1, 1 - b1, b2, 1 - b2, *at_step, 0.0, eps, 0.0)))
 
     def of_leaf(g, *stored: MomentState) -> Measured:
-        return _measure(g, stored[:2], stored[2:], at, layout.of(g.size))
+        own = layout.of(g.size)
+        for which, one in enumerate(stored):
+            check_state(one, g.shape, own, which % 2)
+        return _measure(g, stored[:2], stored[2:], at, own)
 
     return jax.tree.map(of_leaf, grads, before.m, before.v, after.m, after.v)
 

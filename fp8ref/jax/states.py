@@ -58,9 +58,11 @@ def adamw(
 ) -> optax.GradientTransformation:
     """AdamW with the moments of a layout.
 
-    learning_rate  a number, or a schedule of the count of steps before this one, from 0.
-    mask           which parameters decay, as in ``optax.adamw``: a tree of booleans, or a function of
-                   the parameters; None: all.
+    learning_rate  a number, an array, or a schedule of the count of steps before this one, from 0. Of
+                   arrays and schedules the range is not checked. The other numbers are Python's: under
+                   ``optax.inject_hyperparams`` they are among the static_args.
+    mask           which parameters decay, as in ``optax.adamw``: a tree of booleans, of the parameters' structure
+                   or a prefix of it, or a function of the parameters; None: all.
     seed           of a layout that rounds stochastically. Tensors are numbered as jax.tree flattens
                    the parameters.
 
@@ -76,10 +78,16 @@ def adamw(
     Source:   SEMANTICS O.
     """
     layout = states.by_name(layout)
+    for name, value in (("b1", b1), ("b2", b2), ("eps", eps), ("weight_decay", weight_decay), ("seed", seed)):
+        if isinstance(value, jax.Array):
+            raise ValueError(
+                f"{name} is a Python number; got a jax array. Under optax.inject_hyperparams only learning_rate varies: name b1, b2, eps, "
+                "weight_decay and seed in static_args."
+            )
     states.check_seed(seed, layout)
     states.check(b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, layout=layout)
     schedule = learning_rate if callable(learning_rate) else None
-    if schedule is None:
+    if schedule is None and not isinstance(learning_rate, jax.Array):  # the number of an array may not be known yet
         states.scalars(1, learning_rate=float(learning_rate), b1=b1, b2=b2, eps=eps, weight_decay=weight_decay)
     table = np.array(states.corrections(b1, b2), np.float32)
 
@@ -91,16 +99,17 @@ def adamw(
     def update(grads, state: AdamWState, params=None):
         if params is None:
             raise ValueError("AdamW's decay needs the parameters: call update(grads, state, params).")
+        held = _trees(state, layout)
         count = optax.safe_increment(state.count)
         at_step = jnp.asarray(table)[jnp.minimum(count, len(table)) - 1]
         rate = jnp.asarray(learning_rate if schedule is None else schedule(state.count), jnp.float32)
         given = (b1, 1 - b1, b2, 1 - b2, *at_step, rate, eps, weight_decay)
         at = Scalars(*(jnp.asarray(x, jnp.float32) for x in given))
-        decays = jax.tree.map(lambda _: True, params) if mask is None else mask(params) if callable(mask) else mask
+        decays = _decays(mask, params)
 
         structure: Any
         leaves, structure = jax.tree.flatten(params)
-        of_each = [structure.flatten_up_to(tree) for tree in (grads, decays, *_trees(state, layout))]
+        of_each = [structure.flatten_up_to(tree) for tree in (grads, decays, *held)]
         new = [
             _leaf(p, g, stored, at._replace(weight_decay=jnp.where(d, at.weight_decay, 0)), layout, (seed, count, number))
             for number, (p, g, d, *stored) in enumerate(zip(leaves, *of_each, strict=True))
@@ -121,12 +130,13 @@ def decode(state: AdamWState, layout: str | Layout = "sqrt_e4m3") -> tuple[Any, 
     def read(i: int, tree):
         def of_leaf(stored: MomentState):
             own = layout.of(stored.codes.size)
-            _check_state(stored, stored.codes.shape, own, i)
+            check_state(stored, stored.codes.shape, own, i)
             return moments.read(stored, (own.m, own.v)[i], own)
 
         return jax.tree.map(of_leaf, tree, is_leaf=lambda x: isinstance(x, MomentState))
 
-    return read(0, state.m), read(1, state.v)
+    m, v, *_ = _trees(state, layout)
+    return read(0, m), read(1, v)
 
 
 def weights(state: AdamWState, layout: str | Layout, dtype=jnp.bfloat16) -> Any:
@@ -141,10 +151,10 @@ def weights(state: AdamWState, layout: str | Layout, dtype=jnp.bfloat16) -> Any:
         raise ValueError(f"the masters of layout {layout.name!r} are the parameters themselves; got it for weights. Use the parameters.")
 
     def of_leaf(stored: MomentState):
-        _check_state(stored, getattr(stored.codes, "shape", ()), layout, 2)
+        check_state(stored, getattr(stored.codes, "shape", ()), layout, 2)
         return moments.read(stored, layout.master, layout).astype(dtype)
 
-    return jax.tree.map(of_leaf, state.master, is_leaf=lambda x: isinstance(x, MomentState))
+    return jax.tree.map(of_leaf, _trees(state, layout)[2], is_leaf=lambda x: isinstance(x, MomentState))
 
 
 def copies(state: AdamWState, layout: str | Layout, recipe: str | Recipe, dtype=jnp.bfloat16) -> Any:
@@ -169,8 +179,26 @@ def copies(state: AdamWState, layout: str | Layout, recipe: str | Recipe, dtype=
     return jax.tree.map(of_leaf, weights(state, layout, dtype), state.master, is_leaf=lambda x: isinstance(x, MomentState))
 
 
+def _decays(mask: Any, params) -> Any:
+    """The tree of booleans of a mask."""
+    if mask is None:
+        return jax.tree.map(lambda _: True, params)
+    given = mask(params) if callable(mask) else mask
+    try:
+        return jax.tree.broadcast(given, params)
+    except ValueError as error:
+        raise ValueError(
+            f"mask is a tree of booleans, of the parameters' structure or a prefix of it; got {jax.tree.structure(given)} for "
+            f"{jax.tree.structure(params)}. Make it of the parameters, by jax.tree.map."
+        ) from error
+
+
 def _trees(state: AdamWState, layout: Layout) -> list[Any]:
     """m, v and, where the layout keeps them, the masters."""
+    if not isinstance(state, AdamWState):
+        raise ValueError(
+            f"a state is an AdamWState of fp8ref.jax.states; got {type(state).__name__}. Of an optax.chain take its part, such as state[1]."
+        )
     if (state.master is not None) != layout.keeps_master:
         raise ValueError(
             f"a state of layout {layout.name!r} has {'' if layout.keeps_master else 'no '}masters; got one with"
@@ -185,7 +213,7 @@ def _leaf(p, g, stored: list[MomentState], at: Scalars, layout: Layout, draw: tu
     layout = _layout_of(layout, p)
     _check_gradient(g, p)
     for i, one in enumerate(stored):
-        _check_state(one, p.shape, layout, i)
+        check_state(one, p.shape, layout, i)
     new, change = _new(p, g, stored, at, layout)
     extremes = [moments.extremes(x, new[0], moment, i) for i, (x, moment) in enumerate(zip(new[1:], layout.kept, strict=True))]
     if any(extremes):
@@ -247,7 +275,7 @@ def _check_gradient(g, p) -> None:
         raise ValueError(f"a gradient has its parameter's shape, {p.shape}; got {getattr(g, 'shape', type(g).__name__)}.")
 
 
-def _check_state(stored, shape: tuple[int, ...], layout: Layout, which: int) -> None:
+def check_state(stored, shape: tuple[int, ...], layout: Layout, which: int) -> None:
     """ValueError unless a stored moment is one of this layout and shape."""
     wanted = jax.eval_shape(lambda: moments.zeros(jnp.zeros(shape, jnp.float32), layout, which))
     described = [

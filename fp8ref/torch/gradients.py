@@ -152,8 +152,18 @@ class FP8ReduceScatter:
     ) -> None:
         rows = input_tensor.view(group.size(), -1)
         sizes, narrow = self._parameters(rows.shape[1])
-        total = _total(rows.split(sizes, dim=1), narrow, group, self.fmt, self.policy, self.prescale, mean=op == ReduceOp.AVG)
+        divisor = self._divisor(group, op)
+        total = _total(rows.split(sizes, dim=1), narrow, group, self.fmt, self.policy, self.prescale, divisor)
         torch.cat(total, out=output_tensor)
+
+    def _divisor(self, group: ProcessGroup, op: ReduceOp) -> float:
+        """What the sum is divided by: FSDP2 names the factor of ``set_gradient_divide_factor`` in an operation that does not tell it."""
+        if op == ReduceOp.SUM:  # FSDP2 divides by itself, if at all
+            return 1
+        if op == ReduceOp.AVG:
+            return group.size()
+        (factor,) = {of_unit.gradient_divide_factor for of_unit in _groups(self.unit)}
+        return factor
 
     def _parameters(self, found: int) -> tuple[list[int], list[bool]]:
         """Of each parameter that takes gradients, the elements of a shard, and whether it is a
@@ -223,7 +233,7 @@ def ddp_hook(state: DDPState, bucket: distributed.GradBucket) -> torch.futures.F
     grads = bucket.gradients()
     pieces = [functional.pad(g.reshape(-1), (0, -g.numel() % group.size())).view(group.size(), -1) for g in grads]
     narrow = [p.ndim > 1 and p not in state.keep for p in bucket.parameters()]
-    total = _total(pieces, narrow, group, state.fmt, state.policy, state.prescale, mean=True)
+    total = _total(pieces, narrow, group, state.fmt, state.policy, state.prescale, group.size())
     whole = _gathered(torch.cat(total), group).view(group.size(), -1)
     for g, part in zip(grads, whole.split([len(t) for t in total], dim=1), strict=True):
         g.copy_(part.reshape(-1)[: g.numel()].view(g.shape))
@@ -239,10 +249,9 @@ def _total(
     fmt: Format,
     policy: str | ScalePolicy,
     prescale: PreScale,
-    *,
-    mean: bool,
+    divisor: float,
 ) -> list[torch.Tensor]:
-    """Sums or means over ranks of tensors [ranks, n], float32 [n] each: those that are narrow in FP8,
+    """Sums over ranks of tensors [ranks, n], divided, float32 [n] each: those that are narrow in FP8,
     the others in float32, all by one all-to-all."""
     wide = [p.float() for p, is_narrow in zip(pieces, narrow, strict=True) if not is_narrow]
     inverses, codes = [], []
@@ -250,14 +259,14 @@ def _total(
         held = [p for p, is_narrow in zip(pieces, narrow, strict=True) if is_narrow]
         amax = scaling.merge_amax(torch.stack(torch._foreach_norm(held, math.inf)).float(), group.group_name)
         scale = _scale(amax, fmt, policy, float(gradients.factor(prescale, group.size())))
-        inverses = list(_of_mean(scale.reciprocal(), group, mean).unbind())
+        inverses = list((scale.reciprocal() * float(gradients.share_of(divisor))).unbind())
         codes = [cast.to_fp8(p.float() * s, fmt).view(torch.uint8) for p, s in zip(held, scale.unbind(), strict=True)]
     received = _exchanged(torch.cat([*codes, *(p.view(torch.uint8) for p in wide)], dim=1), group)
     split = received.split([sum(c.shape[1] for c in codes), sum(4 * p.shape[1] for p in wide)], dim=1)
     sums = iter(_added(split[0], fmt).split([c.shape[1] for c in codes]) if codes else ())
     others = iter(_in_order(split[1].contiguous().view(torch.float32)).split([p.shape[1] for p in wide]) if wide else ())
     scaled = iter(inverses)
-    return [next(sums) * next(scaled) if is_narrow else (next(others) / group.size() if mean else next(others)) for is_narrow in narrow]
+    return [next(sums) * next(scaled) if is_narrow else next(others) / divisor for is_narrow in narrow]
 
 
 def _of_one(

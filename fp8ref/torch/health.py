@@ -56,7 +56,12 @@ def _copied(stored: MomentState) -> MomentState:
 
 
 def of_ranks(found: Found) -> Tensor:
-    """float64 [parameters, FIELDS] of whole tensors, the same on every rank, by one all-gather."""
+    """float64 [parameters, FIELDS] of whole tensors, the same on every rank, by one all-gather.
+
+    Raises:   ValueError: nothing was measured.
+    """
+    if not found:
+        raise ValueError("health is of parameters with a gradient; the step had none. Call backward before measuring.")
     parts = torch.stack(list(found.values()))
     if distributed.is_initialized():
         every = [torch.empty_like(parts) for _ in range(distributed.get_world_size())]

@@ -102,11 +102,26 @@ class AdamW(torch.optim.Optimizer):
             params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "layout": self.layout.name, "seed": seed}
         )
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What copy and pickle take; torch's own leaves out what a subclass has."""
+        return super().__getstate__() | {"layout": self.layout, "_compiled": self._compiled}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._layout_of = functools.cache(self.layout.of)
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters with their own numbers. Raises as the class."""
+        """Add parameters with their own numbers. Raises as the class, and then adds nothing."""
         super().add_param_group(param_group)
-        group = self.param_groups[-1]
-        self._scalars(group, 1)
+        try:
+            self._check_group(self.param_groups[-1])
+        except ValueError:
+            self.param_groups.pop()
+            raise
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        """ValueError for numbers, a layout or parameters that a group cannot have."""
+        self._check_numbers(group)
         for p in group["params"]:
             if p.dtype not in (dtypes := _dtypes(self.layout)) or p.numel() == 0:
                 raise ValueError(
@@ -117,7 +132,8 @@ class AdamW(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load states of the same layout, bit for bit.
 
-        Raises:   ValueError: states of another layout, before anything is changed.
+        Raises:   ValueError: states of another layout or of other shapes, and numbers outside their ranges, before anything is
+                  changed.
         """
         found = {group.get("layout") for group in state_dict["param_groups"]}
         if found != {self.layout.name}:
@@ -125,13 +141,46 @@ class AdamW(torch.optim.Optimizer):
                 f"states of layout {self.layout.name!r} are loaded; got {sorted(map(str, found))}. States of another layout are not "
                 "converted: build the optimizer with the layout that they were made with."
             )
-        super().load_state_dict(state_dict)
-        # torch has cast every tensor to its parameter's dtype.
+        for group in state_dict["param_groups"]:
+            self._check_numbers(group)
         saved = [index for group in state_dict["param_groups"] for index in group["params"]]
         here = [p for group in self.param_groups for p in group["params"]]
+        for index, p in zip(saved, here, strict=False):  # torch refuses another number of parameters
+            self._check_saved(p, state_dict["state"].get(index, {}))
+        super().load_state_dict(state_dict)
+        # torch has cast every tensor to its parameter's dtype.
         for index, p in zip(saved, here, strict=True):
             for key, value in state_dict["state"].get(index, {}).items():
                 self.state[p][key] = value.clone() if key == "step" else value.to(p.device, copy=True)
+
+    def _check_numbers(self, group: dict[str, Any]) -> None:
+        """ValueError for numbers outside their ranges, or for a layout of a group's own."""
+        if group["layout"] != self.layout.name:
+            raise ValueError(
+                f"all parameters of an optimizer have one layout, {self.layout.name!r}; a group has {group['layout']!r}. Build an optimizer "
+                "for each layout."
+            )
+        states.check_seed(group["seed"], self.layout)
+        self._scalars(group, 1)
+
+    def _check_saved(self, p: Tensor, saved: dict[str, Any]) -> None:
+        """ValueError unless a saved state of a parameter, if there is one, has its layout and shape, and is cut as it is."""
+        if not saved:
+            return
+        layout, like = self._layout(p), torch.empty(p.shape, device="meta")
+        wanted = {"step": ((), torch.float32, False)}
+        for key, moment in zip(("m", "v") if _of_parameter(layout) else ("m", "v", "master"), layout.kept, strict=False):
+            for field, x in moments.zeros(like, moment)._asdict().items():
+                if x is not None:
+                    wanted[f"{key}_{field}"] = (tuple(x.shape), x.dtype, field == "codes" and isinstance(p, DTensor))
+        found = {key: (tuple(x.shape), x.dtype, isinstance(x, DTensor)) for key, x in saved.items() if isinstance(x, Tensor)}
+        for key in [*wanted, *saved]:
+            if found.get(key) != wanted.get(key) or key not in wanted:
+                raise ValueError(
+                    f"a state of layout {layout.name!r} and shape {tuple(p.shape)} has {key} = {_described(wanted.get(key))}; got "
+                    f"{_described(found.get(key))}. States of another layout, or of another tensor, are not converted: build the optimizer "
+                    "and the model that they were made with."
+                )
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -150,6 +199,11 @@ class AdamW(torch.optim.Optimizer):
             self._scalars(group, 1)
             for p in group["params"]:
                 _check_cut(p, self._layout(p))
+                if p.grad is not None and p.grad.layout != torch.strided:
+                    raise ValueError(
+                        f"a gradient is dense; got one of layout {p.grad.layout} of a parameter {tuple(p.shape)}. Build the embedding with "
+                        "sparse=False."
+                    )
         cut: list[tuple[_Work, tuple[distributed.ProcessGroup, ...]]] = []
         small: dict[tuple, list[_Work]] = {}
         steps, apart = [], []
@@ -387,7 +441,15 @@ def keeps_apart(layout: Layout) -> bool:
 
 
 def weight(optimizer: AdamW, p: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """The weight that the master of a parameter in the state holds, in the parameter's shape and dtype, or in another (SEMANTICS O-14)."""
+    """The weight that the master of a parameter in the state holds, in the parameter's shape and dtype, or in another (SEMANTICS O-14).
+
+    Raises:   ValueError: a parameter without a master in the state.
+    """
+    if "master_codes" not in optimizer.state.get(p, {}):
+        raise ValueError(
+            "a parameter has a master in the state under a layout with float16 masters, as 'msamp_o2', after its first step; got none under "
+            f"layout {optimizer.layout.name!r}. Read the parameter itself, or call optimizer.begin() first."
+        )
     stored, moment = _moment_state(optimizer.state[p], "master"), optimizer.layout.master
     part = Part(p.numel(), _place(p)[0])
     return moments.read(stored, moment, optimizer.layout.of(p.numel()), part).to(dtype or p.dtype).view(_local(p).shape)
@@ -396,6 +458,14 @@ def weight(optimizer: AdamW, p: Tensor, dtype: torch.dtype | None = None) -> Ten
 def largest_weight(optimizer: AdamW, p: Tensor) -> Tensor:
     """The amax of ``weight``, float32, before it is rounded to the parameter's dtype, that a predicted master keeps."""
     return moments.not_below(optimizer.layout.of(p.numel()).smallest_moment, optimizer.state[p]["master_amax"])
+
+
+def _described(field: tuple | None) -> str:
+    """What a field of a state is, for people."""
+    if field is None:
+        return "nothing"
+    shape, dtype, is_cut = field
+    return f"{'a DTensor ' if is_cut else ''}{str(dtype).removeprefix('torch.')} {shape}"
 
 
 def _of_parameter(layout: Layout) -> bool:

@@ -57,6 +57,13 @@ def test_a_mesh_changes_no_count():  # O-11, O-12
     assert measured(ALL["sqrt_e5m2"], place) == 0
 
 
+def test_states_of_another_layout_are_refused():  # O-12
+    optimizer, p = states.adamw(1e-3), {"w": jnp.ones((2, 128))}
+    before = optimizer.init(p)
+    with pytest.raises(ValueError, match="the state of a moment under layout 'coat' is"):
+        health.measure(p, before, optimizer.update(p, before, p)[1], layout="coat")
+
+
 def test_large_ratios_stay_in_range():  # O-12
     """A lost v divides by eps alone: the square of the ratio is beyond float32."""
     layout = ALL["te"]

@@ -312,6 +312,66 @@ def test_in_optaxs_chain_train_state_and_multi_steps():
     assert sum(differing(p[name], wanted[0][name]) for name in SHAPES) == 0
 
 
+@pytest.mark.parametrize("jitted", [False, True])
+def test_a_learning_rate_that_optax_injects(jitted):  # O-3
+    static = ("b1", "b2", "eps", "weight_decay", "seed")
+    tx = optax.inject_hyperparams(states.adamw, static_args=static)(learning_rate=1e-3, weight_decay=0.1)
+    update, p = jax.jit(tx.update) if jitted else tx.update, {"w": jnp.ones((2, 128))}
+    g, state = {"w": jnp.full((2, 128), 0.5)}, tx.init(p)
+    wanted, of_sim = np.ones((2, 128), np.float32), sim.init((2, 128))
+    for rate in (1e-3, 5e-2):
+        state.hyperparams["learning_rate"] = jnp.float32(rate)
+        updates, state = update(g, state, p)
+        p = optax.apply_updates(p, updates)
+        wanted, of_sim = sim.step(wanted, np.asarray(g["w"]), of_sim, learning_rate=rate, **HYPER)
+        assert differing(p["w"], wanted) == 0
+        assert differing(state.inner_state.m["w"].codes, of_sim.m.codes) == 0
+    with pytest.raises(
+        ValueError, match=r"is a Python number; got a jax array\. .* name b1, b2, eps, weight_decay and seed in static_args"
+    ):
+        optax.inject_hyperparams(states.adamw)(learning_rate=1e-3).init(p)
+
+
+def test_a_mask_may_be_a_prefix_of_the_parameters():
+    p = {"layer": {"w": jnp.ones((2, 128)), "b": jnp.ones(3)}, "norm": jnp.ones(3)}
+    g = jax.tree.map(jnp.zeros_like, p)
+    optimizer = states.adamw(1e-2, weight_decay=0.5, mask={"layer": True, "norm": False})
+    updates, _ = optimizer.update(g, optimizer.init(p), p)
+    moved = jax.tree.map(lambda x: bool((x != 0).all()), updates)
+    assert moved == {"layer": {"w": True, "b": True}, "norm": False}
+    wrong = states.adamw(1e-2, weight_decay=0.5, mask={"layer": True})
+    with pytest.raises(ValueError, match="mask is a tree of booleans, of the parameters' structure or a prefix of it; got"):
+        wrong.update(g, wrong.init(p), p)
+
+
+def test_masked_and_several_optimizers():
+    """optax puts nodes without leaves where a parameter is another optimizer's."""
+    p = {"w": jnp.ones((2, 128)), "b": jnp.ones(3)}
+    g = jax.tree.map(lambda x: 0.5 * x, p)
+    parts = {"states": states.adamw(1e-3), "rest": optax.sgd(1.0)}
+    tx = optax.multi_transform(parts, {"w": "states", "b": "rest"})
+    updates, _ = tx.update(g, tx.init(p), p)
+    wanted, _ = sim.step(np.ones((2, 128), np.float32), np.full((2, 128), 0.5, np.float32), sim.init((2, 128)), learning_rate=1e-3)
+    assert differing(p["w"] + updates["w"], wanted) == 0
+    assert (updates["b"] == -0.5).all()
+
+
+def test_states_of_a_chain_and_of_others_are_refused():  # O-4, O-14
+    p = {"w": jnp.ones((2, 128))}
+    state, theirs = states.adamw(1e-3).init(p), optax.adamw(1e-3).init(p)
+    for found in (theirs, optax.chain(states.adamw(1e-3)).init(p)):
+        with pytest.raises(
+            ValueError, match=r"a state is an AdamWState of fp8ref\.jax\.states; got tuple\. Of an optax\.chain take its part"
+        ):
+            states.adamw(1e-3).update(p, found, p)
+        with pytest.raises(ValueError, match="a state is an AdamWState"):
+            states.decode(found)
+    with pytest.raises(ValueError, match="a state of layout 'msamp_o2' has masters; got one without"):
+        states.weights(state, "msamp_o2")
+    with pytest.raises(ValueError, match="a state of layout 'msamp_o2' has masters; got one without"):
+        states.copies(state, "msamp_o2", "tensorwise")
+
+
 def test_what_is_not_finite_is_nan():  # O-2
     p = {"w": jnp.ones((2, 256))}
     for name, layout in NEAREST.items():

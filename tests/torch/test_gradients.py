@@ -135,6 +135,28 @@ def test_fsdp2_reduces_weights_of_linears_in_fp8(ranks):  # P-25; under 3 ranks 
     assert found[0][2] == sum(n * (1 if name in narrow else 4) for name, n in padded.items())
 
 
+def divided():
+    """Gradients under FSDP2's divide factors; None: the number of ranks."""
+    mesh, rank = init_device_mesh("cpu", (distributed.get_world_size(),)), distributed.get_rank()
+    found = {}
+    for factor in (None, 1.0, 8.0):
+        torch.manual_seed(0)
+        model = fully_shard(nn.Linear(16, 8), mesh=mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
+        gradients.reduce_in_fp8(model)
+        if factor is not None:
+            model.set_gradient_divide_factor(factor)
+        model(torch.arange(32.0).view(2, 16) + rank).square().mean().backward()
+        found[factor] = [p.grad.full_tensor().numpy() for p in model.parameters()]
+    return found
+
+
+def test_fsdp2s_divide_factor_takes_the_place_of_the_ranks():  # P-21, P-25
+    for found in run(2, divided):
+        for factor in (1.0, 8.0):  # powers of two: each result is exact
+            assert all(cases.equal(one, mean * np.float32(2 / factor)) for one, mean in zip(found[factor], found[None], strict=True))
+        assert all(mean.any() for mean in found[None])
+
+
 def parallelized():
     """Whole gradients under ``parallelize``, not compiled and compiled whole, in FP8 and in float32."""
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "fsdp"))

@@ -93,3 +93,8 @@ def test_wrong_use_is_refused():
         pass
     with pytest.raises(ValueError, match="the optimizer made 0"), health.measuring(states.AdamW([p])):
         pass
+    p.grad = None
+    with health.measuring(states.AdamW([p])) as found:
+        pass
+    with pytest.raises(ValueError, match="health is of parameters with a gradient; the step had none"):
+        health.of_ranks(found)

@@ -1,8 +1,10 @@
 """AdamW with narrow states in PyTorch against the simulator: 0 bits differ (SEMANTICS O)."""
 
 import copy
+import dataclasses
 import functools
 import io
+import pickle
 from pathlib import Path
 
 import numpy as np
@@ -389,3 +391,81 @@ def test_bad_input_is_refused_by_name():  # O-1, O-2
     optimizer.param_groups[0]["eps"] = 0.0
     with pytest.raises(ValueError, match="eps is in"):
         optimizer.step()
+
+
+def made(layout="sqrt_e4m3", shape=(4, 128)) -> tuple[nn.Parameter, states.AdamW]:
+    """A parameter and its optimizer, after one step."""
+    p = nn.Parameter(torch.ones(shape))
+    optimizer = states.AdamW([p], lr=1e-3, layout=layout)
+    p.grad = torch.full(shape, 0.5)
+    optimizer.step()
+    return p, optimizer
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+@pytest.mark.parametrize("name", ["sqrt_e4m3", "msamp_o2"])
+def test_a_copied_optimizer_makes_the_same_steps(copied, name):
+    p, optimizer = made(name)
+    twin = copied(optimizer)
+    q = twin.param_groups[0]["params"][0]
+    assert q is not p
+    for one, of in ((p, optimizer), (q, twin)):
+        one.grad = torch.full((4, 128), 0.25)
+        of.step()
+    assert differing(q.detach().numpy(), p.detach().numpy()) == 0
+    assert [key for key, x in optimizer.state[p].items() if not torch.equal(x, twin.state[q][key])] == []
+
+
+def test_states_of_other_decisions_and_shapes_are_refused_at_load():  # O-4
+    """Also those that have the layout's name, or as many elements: read by it, they would be other moments."""
+    wider = dataclasses.replace(LAYOUTS["sqrt_e4m3"], m=dataclasses.replace(LAYOUTS["sqrt_e4m3"].m, block=256))
+    p, optimizer = made()
+    before = {key: x.clone() for key, x in optimizer.state[p].items()}
+    for saved, message in (
+        (made(wider)[1].state_dict(), r"has m_scale_inv = float32 \(4,\); got float32 \(2,\)"),
+        (made(shape=(128, 4))[1].state_dict(), r"shape \(4, 128\) has m_codes = uint8 \(4, 128\); got uint8 \(128, 4\)"),
+        (made(shape=(8, 128))[1].state_dict(), r"has m_codes = uint8 \(4, 128\); got uint8 \(8, 128\)"),
+        ({**optimizer.state_dict(), "state": {0: {"step": torch.ones(())}}}, r"has m_codes = uint8 \(4, 128\); got nothing"),
+        ({**optimizer.state_dict(), "state": {0: {**before, "amsgrad": torch.ones(())}}}, r"has amsgrad = nothing; got float32 \(\)"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            optimizer.load_state_dict(saved)
+    saved = optimizer.state_dict()
+    saved["param_groups"][0]["betas"] = (0.9, 2.0)
+    with pytest.raises(ValueError, match="b2 is in"):
+        optimizer.load_state_dict(saved)
+    assert optimizer.param_groups[0]["betas"] == (0.9, 0.95)
+    assert [key for key, x in optimizer.state[p].items() if not torch.equal(x, before[key])] == []
+
+
+def test_a_group_that_is_refused_is_not_added():  # O-2
+    optimizer = states.AdamW([nn.Parameter(torch.ones(4))])
+    for changes, message in (
+        ({"params": [nn.Parameter(torch.ones(0))]}, "at least one element"),
+        ({"eps": 0.0}, "eps is in"),
+        ({"layout": "coat"}, "all parameters of an optimizer have one layout, 'sqrt_e4m3'; a group has 'coat'"),
+        ({"seed": 3}, "has no use for a seed; got seed=3"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            optimizer.add_param_group({"params": [nn.Parameter(torch.ones(4))], **changes})
+    assert len(optimizer.param_groups) == 1
+
+
+def test_a_sparse_gradient_is_refused_before_anything_changes():
+    p, q = nn.Parameter(torch.ones(4)), nn.Embedding(4, 2, sparse=True)
+    optimizer = states.AdamW([p, q.weight])
+    p.grad = torch.ones(4)
+    q(torch.tensor([1])).sum().backward()
+    with pytest.raises(ValueError, match=r"a gradient is dense; got one of layout torch.sparse_coo of a parameter \(4, 2\)"):
+        optimizer.step()
+    assert torch.equal(p, torch.ones(4))
+    assert not optimizer.state
+
+
+def test_a_parameter_without_a_master_has_no_weight_of_one():  # O-14
+    p, optimizer = made()
+    with pytest.raises(ValueError, match="got none under layout 'sqrt_e4m3'"):
+        states.weight(optimizer, p)
+    q = nn.Parameter(torch.ones(4))
+    with pytest.raises(ValueError, match="after its first step"):
+        states.weight(states.AdamW([q], layout="msamp_o2"), q)

@@ -45,7 +45,7 @@ class Form:
     numbers  float64 or float32: what the powers of the betas are computed in.
     eps      outside or inside of the root.
     decay    added (to the ratio), factor (p (1 - lr decay), before), subtracted (p - (lr decay) p,
-             before), after (a factor, last), none.
+             before), after (a factor, last), coupled (added to the gradient: Adam), none.
     change   ratio (lr (m / d)), numerator ((lr m) / d), fused (fma(-lr, ratio, p)).
     root     of ROOTS.
     """
@@ -63,7 +63,7 @@ class Form:
     @property
     def sound(self) -> bool:
         """Whether it is AdamW: both moments corrected, and a decoupled decay."""
-        return "none" not in (self.bias_m, self.bias_v) and self.decay != "none"
+        return "none" not in (self.bias_m, self.bias_v) and self.decay not in ("none", "coupled")
 
 
 def updates(*, decays: bool) -> Iterator[Form]:

@@ -41,6 +41,8 @@ class OptimizerOutcome(Result):
     layout     the name in LAYOUTS, or of a variation such as "torchao with block 128 of m and v"; None if
                none explains it.
     form       the order of operations that explains every weight; else the nearest.
+    known      whether a form of AdamW explains the first step, or nearly so. Otherwise it is another optimizer, or has other numbers,
+               and ``form`` says nothing.
     exact      whether layout and form explain every bit of weights, and of states that are shown.
     findings   with their evidence.
     expected   the layout that it should have, if any.
@@ -51,6 +53,7 @@ class OptimizerOutcome(Result):
     kind: str
     layout: str | None
     form: Form
+    known: bool
     exact: bool
     shown: bool
     findings: Sequence[Finding]
@@ -82,7 +85,7 @@ class OptimizerOutcome(Result):
             "name": self.name,
             "kind": "optimizer",
             "taken_as": self.kind,
-            "is": {"layout": self.layout, **dataclasses.asdict(self.form)},
+            "is": {"layout": self.layout, **(dataclasses.asdict(self.form) if self.known else {})},
             "exact": self.exact,
             "state_shown": self.shown,
             "summary": self.summary,
@@ -100,7 +103,13 @@ class OptimizerOutcome(Result):
 
 
 def identify_optimizer(
-    optimizer: Any, *, name: str | None = None, expect: str | None = None, kind: str | None = None, numbers: Numbers | None = None
+    optimizer: Any,
+    *,
+    name: str | None = None,
+    expect: str | None = None,
+    kind: str | None = None,
+    numbers: Numbers | None = None,
+    steps: int = subjects.STEPS,
 ) -> OptimizerOutcome:
     """Identify an optimizer by its weights, and by its codes and scales where its state shows them.
 
@@ -108,7 +117,8 @@ def identify_optimizer(
                step(p, g, state) -> (p, state); see ``subjects``.
     expect     a name in LAYOUTS that it must have.
     numbers    learning rate, betas, eps and decay: passed to what takes them by name, and assumed otherwise.
-    Raises:    ValueError: an unknown name or kind; what is no optimizer. RefusedError: it raises.
+    steps      that are compared. A fault of a later step is not seen.
+    Raises:    ValueError: an unknown name or kind; steps below 1; what is no optimizer. RefusedError: it raises.
                ConformanceError: it returns something else than it should, or does not repeat itself.
     Source:    SEMANTICS O.
     """
@@ -116,9 +126,15 @@ def identify_optimizer(
         raise ValueError(f"expect is one of {', '.join(LAYOUTS)}; got {expect!r}.")
     given = numbers or Numbers()
     name = name or subjects_of_arrays.name_of(optimizer)
-    kind, found = _asked(optimizer, name, kind, given)
-    layout, form, exact = _identified(found)
-    nearest, of_nearest = (layout, form) if layout is not None else _nearest(found, form)
+    kind, found = _asked(optimizer, name, kind, given, steps)
+    fit, updates = _first_step(found)
+    searched, coupled = found, False
+    if fit == "far":
+        searched, coupled, fit, updates = _with_decay_in_gradients(found)
+    layout, form, exact = _identified(searched, updates, known=fit != "far")
+    nearest, of_nearest = (layout, form) if layout is not None else _nearest(searched, form, known=fit != "far")
+    if coupled:
+        form, of_nearest = (dataclasses.replace(one, decay="coupled") for one in (form, of_nearest))
     wanted = LAYOUTS[expect] if expect else nearest
     sound = form if form.sound else Form()
     same = wanted == nearest and of_nearest.sound
@@ -129,10 +145,11 @@ def identify_optimizer(
         kind=kind,
         layout=None if layout is None else layout.name,
         form=of_nearest,
+        known=fit != "far",
         exact=exact,
         shown=found.shown,
-        findings=_findings(found, layout, of_nearest, exact),
-        summary=_summary(layout, of_nearest, exact, nearest),
+        findings=_findings(searched, layout, of_nearest, exact, known=fit != "far"),
+        summary=_summary(layout, of_nearest, exact, nearest, known=fit != "far"),
         expected=expect,
         departure=None if first is None else _counterexample(first, wanted),
     )
@@ -149,10 +166,12 @@ def require_optimizer(
     """Require every bit of clause O: the weights of a layout after each step, and codes and scales if the state shows
     them; else raise an AssertionError with the first difference.
 
-    Raises:    as ``identify_optimizer``.
+    Raises:    as ``identify_optimizer``, and ValueError for a layout with masters (O-14).
     Source:    SEMANTICS O-2 to O-10.
     """
     layout, given = states.by_name(layout), numbers or Numbers()
+    if layout.keeps_master:
+        raise ValueError(f"weights are compared as float32 masters; layout {layout.name!r} keeps others. Use a layout of LAYOUTS.")
     name = subjects_of_arrays.name_of(optimizer)
     _, found = _asked(optimizer, name, kind, given, steps)
     first = found.departure(layout, Form(m=layout.average, v=layout.average))
@@ -165,7 +184,9 @@ def require_optimizer(
 def _asked(optimizer: Any, name: str, kind: str | None, given: Numbers, steps: int = subjects.STEPS) -> tuple[str, Search]:
     if kind is not None and kind not in subjects.KINDS:
         raise ValueError(f"kind is one of {', '.join(subjects.KINDS)}; got {kind!r}.")
-    states.check(b1=given.b1, b2=given.b2, eps=given.eps, weight_decay=given.weight_decay)
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+        raise ValueError(f"steps is an integer of at least 1; got {steps!r}.")
+    states.scalars(steps, **dataclasses.asdict(given))  # refuses numbers outside their ranges
     kind = kind or subjects.kind_of(optimizer)
     if kind is None:
         raise ValueError(
@@ -189,13 +210,14 @@ def _add_roots(kind: str) -> None:
         forms.ROOTS.setdefault("torch's", lambda x: torch.from_numpy(np.ascontiguousarray(x)).sqrt().numpy())
 
 
-def _identified(found: Search) -> tuple[Layout | None, Form, bool]:
-    """The layout, the form, and whether they explain every bit."""
-    updates = _first_step(found)
+def _identified(found: Search, updates: list[Form], *, known: bool) -> tuple[Layout | None, Form, bool]:
+    """The layout, the form, and whether they explain every bit; updates are those of the first step."""
     if found.shown:
         layout, m, v = _by_states(found)
         if layout is None:
             return None, forms.with_averages(updates[0], "products", "products"), False
+        if not known:
+            return layout, forms.with_averages(updates[0], m, v), False
         form, exact = _best_update(found, layout, [forms.with_averages(update, m, v) for update in forms.updates(decays=_decays(found))])
         if layout.bounded and not exact:  # the bound is in no state
             free = dataclasses.replace(layout, bounded=False, name=f"{layout.name} without a bound")
@@ -203,6 +225,8 @@ def _identified(found: Search) -> tuple[Layout | None, Form, bool]:
             if of_free:
                 return free, other, True
         return layout, form, exact
+    if not known:
+        return None, updates[0], False
     for layout in search.named():
         for form in _by_weights(found, layout, updates, forms.averages()):
             return layout, form, True
@@ -218,20 +242,36 @@ def _decays(found: Search) -> bool:
     return found.given.weight_decay > 0
 
 
-def _first_step(found: Search) -> list[Form]:
-    """The forms of the update that explain the first step of the probe, in which no layout has a part; else the nearest one."""
+def _with_decay_in_gradients(found: Search) -> tuple[Search, bool, str, list[Form]]:
+    """The search whose gradients have the decay in them, True, and its ``_first_step``, if that explains it; else the search as it
+    was, and clause O's form."""
+    for fused in (False, True) if _decays(found) else ():
+        other = found.coupled(fused=fused)
+        fit, fitting = _first_step(other)
+        if fit == "exact":
+            return other, True, fit, fitting
+    return found, False, "far", [Form()]
+
+
+def _first_step(found: Search) -> tuple[str, list[Form]]:
+    """The forms of the update that explain the first step of the probe, in which no layout has a part, and "exact"; else the
+    nearest one, and "near" or "far"."""
     float32 = LAYOUTS["float32"]
     bounded = dataclasses.replace(float32, bounded=True)  # a bound clips ratios whose bias is not corrected
     every = [forms.with_averages(u, "products", v) for v in ("products", "products, (a g) g") for u in forms.updates(decays=_decays(found))]
     fit = [f for f in every if any(found.weight_departure(of, f, tensors=(PROBE,), steps=1) is None for of in (float32, bounded))]
     if fit:
-        return list(dict.fromkeys(forms.with_averages(form, "products", "products") for form in fit))
+        return "exact", list(dict.fromkeys(forms.with_averages(form, "products", "products") for form in fit))
     theirs = found.made[0][PROBE].weight.reshape(-1).astype(np.float64)
 
     def far(form: Form) -> float:
         return float(np.nan_to_num(np.abs(found.weights(float32, form, PROBE, 1) - theirs).sum(), nan=np.inf))
 
-    return [min(every, key=far)]
+    nearest = min(every, key=far)
+    before = found.asked.weights[PROBE].reshape(-1).astype(np.float64)
+    change = np.abs(found.weights(float32, nearest, PROBE, 1) - before).sum()
+    # Other roundings, as of moments to bfloat16 before they are used, change a step by at most 2^-8 of it
+    return "near" if far(nearest) <= change / 64 else "far", [nearest]
 
 
 def _by_states(found: Search) -> tuple[Layout | None, str, str]:
@@ -265,13 +305,15 @@ def _by_weights(found: Search, layout: Layout, updates: list[Form], averages: It
                 yield form
 
 
-def _nearest(found: Search, form: Form) -> tuple[Layout, Form]:
+def _nearest(found: Search, form: Form, *, known: bool) -> tuple[Layout, Form]:
     """The named layout from which it departs last, by the states that are shown, or else by weights; and the form that it
     is compared in."""
 
     def late(first: Departure | None) -> tuple[int, float]:
         return (len(found.made) + 1, 0.0) if first is None else (first.step, -first.differing / first.of)
 
+    if not known:
+        return LAYOUTS["float32"], form
     if not found.shown:
         pairs = [(layout, forms.with_averages(form, layout.average, layout.average)) for layout in search.named()]
         return max(pairs, key=lambda one: late(found.weight_departure(*one)))
@@ -314,7 +356,7 @@ def _counterexample(first: Departure, wanted: Layout) -> Counterexample:
     )
 
 
-def _findings(found: Search, layout: Layout | None, form: Form, exact: bool) -> list[Finding]:
+def _findings(found: Search, layout: Layout | None, form: Form, exact: bool, *, known: bool) -> list[Finding]:
     steps, elements = len(found.made), sum(w.size for w in found.asked.weights.values())
     shown = "codes and scales" if any(one.m and one.m.scale_inv is not None for one in found.made[0].values()) else "numbers"
     compared = f"weights{' and ' + shown + ' of both moments' if found.shown else ''} of {elements:,} elements, {steps} steps"
@@ -333,7 +375,7 @@ def _findings(found: Search, layout: Layout | None, form: Form, exact: bool) -> 
     evidence = compared if exact else f"{count:,} of {total:,} weights of tensor {PROBE} differ" if layout else "no form of a named layout"
     made.append(Finding(what="weights", value=exact, words=words, evidence=evidence))
     plain = Form(m=layout.average, v=layout.average) if layout else Form()
-    for key, title in FIELDS.items():
+    for key, title in FIELDS.items() if known else ():
         value = getattr(form, key)
         as_clause = "as clause O" if value == getattr(plain, key) else f"clause O: {getattr(plain, key)}"
         formula = forms.AVERAGES.get(value) or forms.SQUARES.get(value) if key in ("m", "v") else None
@@ -341,12 +383,21 @@ def _findings(found: Search, layout: Layout | None, form: Form, exact: bool) -> 
     return made
 
 
-def _summary(layout: Layout | None, form: Form, exact: bool, nearest: Layout) -> str:
+def _summary(layout: Layout | None, form: Form, exact: bool, nearest: Layout, *, known: bool) -> str:
+    if not known:
+        of = "no layout explains it" if layout is None else f"its states are those of layout {layout.name!r}, its weights are not"
+        return (
+            f"{of}: its first step is that of no form of AdamW, nor of Adam, with these numbers. It is another optimizer, or has other "
+            "numbers than it is compared with"
+        )
     plain = Form(m=layout.average, v=layout.average) if layout else Form()
     others = [f"{title} is {getattr(form, key)}" for key, title in FIELDS.items() if getattr(form, key) != getattr(plain, key)]
     how = "the order of clause O" if not others else f"another form: {', '.join(others)}"
     if layout is None:
         return f"no layout explains every bit; the nearest is {nearest.name!r}, in {how}"
     certain = "bit for bit" if exact else "its states bit for bit, its weights by no known form exactly"
-    faulty = "" if form.sound else ". It is not AdamW: a bias is not corrected, or a decay is not applied"
+    adam = ". It is Adam, not AdamW: the decay is added to the gradient"
+    faulty = (
+        "" if form.sound else adam if form.decay == "coupled" else ". It is not AdamW: a bias is not corrected, or a decay is not applied"
+    )
     return f"layout {layout.name!r}, {certain}, in {how}{faulty}"

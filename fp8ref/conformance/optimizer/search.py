@@ -65,6 +65,19 @@ class Search:
                 found.append((new, moments.store([(0, g, new)], old, moment, which, p.shape, at, None, own)))
         return found[:steps]
 
+    def coupled(self, *, fused: bool) -> "Search":
+        """A search in which the decay is part of the gradient, g + decay p, rounded once or twice, and of nothing else."""
+        decay = np.float32(self.given.weight_decay)
+
+        def of_step(step: int) -> dict[str, np.ndarray]:
+            before = self.asked.weights if step == 0 else {name: one.weight for name, one in self.made[step - 1].items()}
+            gradients = self.asked.gradients[step]
+            return {name: forms.fma(decay, p, gradients[name]) if fused else gradients[name] + decay * p for name, p in before.items()}
+
+        with np.errstate(all="ignore"):
+            asked = dataclasses.replace(self.asked, gradients=[of_step(step) for step in range(len(self.made))])
+        return Search(asked, self.made, dataclasses.replace(self.given, weight_decay=0.0))
+
     def state_departure(self, which: int, layout: Layout, average: str) -> Departure | None:
         """Where codes or scales of m (0) or v (1) first differ."""
         for step in range(1, len(self.made) + 1):

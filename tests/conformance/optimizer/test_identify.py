@@ -150,6 +150,59 @@ def test_v_that_is_not_corrected():
     assert found.departure.input.startswith("step 1, tensor spread, weight")
 
 
+def test_a_decay_in_the_gradient_is_adams():
+    """The states are those of other gradients, and their layout is found all the same."""
+
+    def adam(p, g, state, learning_rate, b1, b2, eps, weight_decay):
+        state = states.init(p.shape, "fishman") if state is None else state
+        given = {"learning_rate": learning_rate, "b1": b1, "b2": b2, "eps": eps, "layout": "fishman"}
+        return states.step(p, g + F32(weight_decay) * p, state, **given)
+
+    found = identify_optimizer(adam, expect="fishman")
+    assert (found.ok, found.layout, found.exact, found.form.decay) == (False, "fishman", True, "coupled")
+    assert "It is Adam, not AdamW: the decay is added to the gradient" in found.message
+    assert found.departure.input.startswith("step 1, tensor ")
+    of_torch = identify_optimizer(torch.optim.Adam)
+    assert (of_torch.ok, of_torch.layout, of_torch.exact, of_torch.form.decay) == (False, "float32", True, "coupled")
+
+
+@pytest.mark.parametrize(
+    ("subject", "numbers"),
+    [
+        (torch.optim.SGD, None),
+        (lambda params: torch.optim.AdamW(params, lr=3e-4), None),
+        (simulated("fishman", shown=False), Numbers(learning_rate=1.0, b1=0.0, weight_decay=0.0)),
+    ],
+)
+def test_another_optimizer_or_other_numbers_have_no_form(subject, numbers):
+    if numbers is not None:  # numbers that the subject is not given
+        subject = (lambda step: lambda p, g, state: step(p, g, state, 1e-3, 0.9, 0.95, 1e-8, 0.1))(subject)
+    found = identify_optimizer(subject, numbers=numbers)
+    assert (found.ok, found.layout, found.known, found.exact) == (False, None, False, False)
+    assert "no layout explains it: its first step is that of no form of AdamW, nor of Adam, with these numbers" in found.message
+    assert [finding.what for finding in found.findings] == ["layout", "weights"]
+    assert found.to_dict()["is"] == {"layout": None}
+    assert found.departure.input.startswith("step 1, tensor ")
+
+
+def test_a_fault_of_a_later_step_needs_more_steps():
+    def step(p, g, state, learning_rate, b1, b2, eps, weight_decay):
+        given = {"learning_rate": learning_rate, "b1": b1, "b2": b2, "eps": eps, "weight_decay": weight_decay, "layout": "float32"}
+        p, after = states.step(p, g, states.init(p.shape, "float32") if state is None else state, **given)
+        if after.step == 7 and p.size == 8192:
+            p.reshape(-1)[1234] = np.nextafter(p.reshape(-1)[1234], F32(9))
+        return p, after
+
+    assert identify_optimizer(step).ok
+    found = identify_optimizer(step, steps=8)
+    assert (found.ok, found.layout, found.exact) == (False, "float32", False)
+    assert found.departure.input == "step 7, tensor spread, weight[4, 210]"
+    with pytest.raises(ValueError, match="steps is an integer of at least 1; got 0"):
+        identify_optimizer(step, steps=0)
+    with pytest.raises(ValueError, match="weights are compared as float32 masters; layout 'msamp_o2' keeps others"):
+        require_optimizer(step, "msamp_o2")
+
+
 def test_another_block_is_named():
     own = LAYOUTS["torchao"]
     other = dataclasses.replace(own, m=dataclasses.replace(own.m, block=128), v=dataclasses.replace(own.v, block=128))
