@@ -126,7 +126,7 @@ def _rows(parts: Parts, i: int, j: int, rows: slice, p_scale: np.float32, p_scal
     o = Product(count, parts.v.shape[3], variant, p_scale_inv)
     largest, clipped = np.float32(0), 0
     factor, of_v = np.float32(1), np.ones((), np.float32)
-    for begin, end in parts.tiles:
+    for place, (begin, end) in enumerate(parts.tiles):
         s_seen = parts.seen(i, rows, begin, end)
         if not (np.maximum(s_seen.low, 0) < s_seen.high).any():
             continue  # such a tile changes no bit
@@ -138,7 +138,7 @@ def _rows(parts: Parts, i: int, j: int, rows: slice, p_scale: np.float32, p_scal
         clipped += lost
         if kept is not None:
             kept[:, begin:end] = cast.encode(values[:, : end - begin], variant.fmt)
-        o.rescale(c)
+        o.rescale(c, place)
         v, of_v = parts.values(i, j, begin, end)
         o.add(values, v, of_v)
     total = online_softmax.total(state, variant.sum_order)

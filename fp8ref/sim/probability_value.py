@@ -22,10 +22,18 @@ class Product:
         self.variant, self.p_scale_inv = variant, p_scale_inv
         self.total = np.zeros((rows, features), np.float32)
         self.chain = np.zeros_like(self.total)
-        self.tiles = 0
+        self.place = 0
 
-    def rescale(self, c: np.ndarray) -> None:
-        """Multiply what came before, each row by its factor."""
+    def rescale(self, c: np.ndarray, place: int) -> None:
+        """Multiply what came before the tile at that place of the order, each row by its factor.
+
+        Places are counted over all tiles, so that a chain ends where it does in every row, whichever tiles are
+        left out.
+        """
+        every = self.variant.promotion
+        if every is not None and every > 1 and place // every > self.place // every:
+            self._promote()
+        self.place = place
         if (c != 1).any():
             self.total *= c[:, None]
             self.chain *= c[:, None]
@@ -39,19 +47,18 @@ class Product:
             self.total += self._scaled_sum(p, v, scale_inv)
             return
         self.chain = accumulate(self.chain, p, v, variant.fmt, plan)
-        self.tiles += 1
-        if variant.promotion is not None and self.tiles % variant.promotion == 0:
+        if variant.promotion == 1:
             self._promote(scale_inv)
 
     def end(self) -> np.ndarray:
         """The sum over all tiles."""
         if self.variant.promotion is None:
             return self.chain
-        if self.tiles % self.variant.promotion:
-            self._promote(np.float32(1))
+        if self.variant.promotion > 1:
+            self._promote()
         return self.total
 
-    def _promote(self, scale_inv) -> None:
+    def _promote(self, scale_inv=None) -> None:
         found = self.chain
         if self.variant.out_scales == "tile":
             found = self._of_p(found * scale_inv)

@@ -59,17 +59,20 @@ def test_variants_are_near_real_arithmetic(name, mask):
     assert found.o.dtype == found.lse.dtype == np.float32
 
 
-@pytest.mark.parametrize("name", ["fa3", "fa4", "cudnn", "mxfp8", "fa3_paper", "bf16"])
+@pytest.mark.parametrize("name", ["fa3", "fa4 with promotion 2", "fa4", "cudnn", "mxfp8", "fa3_paper", "bf16"])
 def test_rows_and_threads_do_not_affect_each_other(name):  # tiles that a block of rows skips change no bit
     q, k, v = inputs(tq=140, tk=300, h=2)
     mask = Mask(causal=True)
-    kwargs = {"variant": name, "mask": mask, "keep_p": name != "bf16"}
-    if VARIANTS[name].granularity in ("tensor", "head"):  # the scale of all rows, for some of them
+    variant = dataclasses.replace(VARIANTS["fa4"], promotion=2) if name == "fa4 with promotion 2" else VARIANTS[name]
+    kwargs = {"variant": variant, "mask": mask, "keep_p": name != "bf16"}
+    if variant.granularity in ("tensor", "head"):  # the scale of all rows, for some of them
         kwargs["scales"] = {"q": attention.forward(q, k, v, **kwargs).tensors["q"].scale}
     whole = attention.forward(q, k, v, **kwargs)
     if name != "fa3_paper":  # whose blocks of q would begin elsewhere
         part = attention.forward(q[:, :, -100:], k, v, **kwargs)
         np.testing.assert_array_equal(part.lse, whole.lse[:, :, -100:])
+        if variant.out.bits != 8:  # whose scale is of all rows
+            np.testing.assert_array_equal(part.o, whole.o[:, :, -100:])
         if name != "bf16":
             np.testing.assert_array_equal(part.p_codes, whole.p_codes[:, :, -100:])
     for count in (1, 3):

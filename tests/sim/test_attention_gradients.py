@@ -8,7 +8,7 @@ import pytest
 
 from fp8ref.attention import VARIANTS, Mask
 from fp8ref.formats import E5M2
-from fp8ref.sim import attention, cast
+from fp8ref.sim import attention, cast, delayed
 from fp8ref.sim.attention_gradients import backward
 
 F = np.float32
@@ -186,3 +186,25 @@ def test_what_is_refused():
         dataclasses.replace(VARIANTS["fa3"], gradient_fmt=E5M2)
     with pytest.raises(ValueError, match="scales of tensors or heads"):
         dataclasses.replace(VARIANTS["mxfp8"], backward="cast")
+
+
+def test_states_of_all_roles_over_steps():  # A-12, H-1, H-3: the scale of a step comes from the amaxes before it
+    roles = ("q", "k", "v", "s", "o", "do", "ds", "dq", "dk", "dv")
+    config, fmt, before = delayed.DELAYED["delayed"], VARIANTS["cudnn"].fmt, dict.fromkeys(roles, F(0))
+    states = dict.fromkeys(roles, delayed.init(config))
+    for step in range(3):
+        q, k, v, do = (x * F(2.0**step) for x in inputs(seed=step))
+        scales = {role: delayed.scales(states[role], config, fmt).scale for role in roles}
+        forward = attention.forward(q, k, v, variant="cudnn", scales={role: scales[role] for role in roles[:5]})
+        found = backward(do, q, k, v, forward, variant="cudnn", scales={role: scales[role] for role in (*roles[5:], "s")})
+        amaxes = forward.amaxes | found.amaxes
+        if step == 0:
+            assert all(scale == 1 for scale in scales.values())
+        else:
+            assert scales["q"] == F(448 / before["q"])
+            assert scales["ds"] == F(448 / before["ds"])
+            assert forward.saturated == 0  # s has the amax 1 in every step
+        assert forward.tensors["q"].scale == scales["q"]
+        assert found.scale_ds.scale == scales["ds"]
+        states = {role: delayed.update(states[role], delayed.observe(amaxes[role]), config=config, fmt=fmt) for role in roles}
+        before = {role: F(max(amaxes[role], before[role])) for role in roles}

@@ -49,7 +49,7 @@ def test_promotions(every):  # A-9
     o, total, chain, one = Product(4, 6, variant, F(1)), np.zeros((4, 6), F), np.zeros((4, 6), F), F(1)
     for n in range(5):
         p, v, c = abs(numbers(rng, (4, 64))), numbers(rng, (64, 6)), F(2.0) ** -rng.integers(0, 3, 4).astype(F) * F(0.9)
-        o.rescale(c)
+        o.rescale(c, n)
         o.add(p, v, one)
         total, chain = total * c[:, None], chain * c[:, None]
         chain = tensor_core.chain_plain(p, v.T, chain, E4M3FN, E4M3FN, tensor_core.UNITS["hopper"])
