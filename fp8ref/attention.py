@@ -201,9 +201,13 @@ class Variant:
             raise ValueError(
                 f"gradient_fmt is an FP8 format, of a variant with backward='cast' in FP8; got {self.gradient_fmt}. Leave it out."
             )
-        if self.backward == "cast" and (self.granularity not in ("tensor", "head", None) or self.rotated):
+        if self.backward == "cast" and (self.granularity == "rows_128" or self.rotated):
+            raise ValueError(f"a backward pass has no scales of rows, and no rotation; got {self.granularity!r}. Use backward=None.")
+        mx = (self.out.bits == 8, self.plan, self.factors, self.scores, self.base)
+        if self.backward == "cast" and self.granularity == "mx_1x32" and mx != (False, "exact", ("scale",), "scaled", "e"):
             raise ValueError(
-                f"a backward pass has scales of tensors or heads, and no rotation; got {self.granularity!r}. Use backward=None."
+                "the MX backward pass has exact sums, base 'e', the factor 'scale' alone, and o in high precision (A-16); got "
+                f"{self.plan!r}, {self.base!r}, {self.factors} and {self.out}. Use backward=None."
             )
         if self.backward == "cast" and self.scores == "scaled" and self.base == "2":
             raise ValueError("a backward pass with scaled scores has base 'e' (A-15); got '2'. Use backward=None.")
@@ -332,7 +336,6 @@ VARIANTS = {
             factors=("scale",),
             p_scale=16.0,
             out=BFLOAT16,
-            backward=None,
             source="NVIDIA/cudnn-frontend 3929da2, test/python/sdpa/mxfp8_ref.py, with rescale_threshold=0",
         ),
         Variant(

@@ -15,7 +15,7 @@ Read it in this order; each module cites its clauses of docs/spec:
     linear        the three GEMMs of a layer (L)
     attention     forward, over tiles of keys (A): ``head_scaling`` quantizes, ``hadamard`` rotates,
                   ``online_softmax`` and ``probability_value`` are its two halves, ``elementary`` its
-                  exponentials; ``attention_gradients`` is the backward pass
+                  exponentials; ``attention_gradients`` is the backward pass, ``..._mx`` that of MX blocks
     mesh, sharding, sharded_gemm
                   the same over several devices (P)
     gradients     summed over devices in FP8, and over microbatches (P-21 to P-24)

@@ -1,4 +1,4 @@
-"""Attention in FP8, backward (SEMANTICS A-14, A-15): the gradients of q, k and v.
+"""Attention in FP8, backward (SEMANTICS A-14 to A-16): the gradients of q, k and v.
 
     result = attention.forward(q, k, v, variant="cudnn")
     gradients = attention_gradients.backward(do, q, k, v, result, variant="cudnn")
@@ -16,10 +16,12 @@ from fp8ref.attention import FULL, Mask, Variant
 from fp8ref.formats import Format
 from fp8ref.sim import accumulate as sums
 from fp8ref.sim import attention, cast, elementary, head_scaling
+from fp8ref.sim import attention_gradients_mx as mx
 from fp8ref.sim import attention_inputs as inputs
 from fp8ref.sim import attention_operands as operands
 from fp8ref.sim.accumulate import Accumulation, multiply_add
 from fp8ref.sim.attention import Result
+from fp8ref.sim.attention_gradients_mx import sums_of_rows
 from fp8ref.sim.attention_inputs import Problem
 from fp8ref.sim.attention_operands import Parts
 from fp8ref.sim.head_scaling import Heads
@@ -36,7 +38,7 @@ class Gradients(NamedTuple):
     tensors      the quantized do and, where they are in FP8, dq, dk and dv, by role.
     amaxes       of do by its groups; of ds, dq, dk and dv, unrounded.
     saturated    elements of P and dS that their casts clipped.
-    scale_ds     what dS was multiplied by: scale and scale_inv.
+    scale_ds     what dS was multiplied by: scale and scale_inv; 1 where it has none, or blocks.
     """
 
     dq: np.ndarray
@@ -57,11 +59,11 @@ def backward(
     scales       {role: scale} of roles do, ds, dq, dk, dv, and s: delayed scaling. The others come from
                  the tensors themselves.
     Shapes:   do [B, H, Tq, D], as o; q, k, v as in forward; see ``Gradients``.
-    Order:    A-15; sums over the heads of a group ascending.
+    Order:    A-15, for MX A-16; sums over the heads of a group ascending.
     Specials: a row that sees no key has no gradient.
     Raises:   ValueError: a variant without a backward pass; what forward refuses; a do or a result of
               another shape.
-    Source:   SEMANTICS A-14, A-15; NVIDIA/cudnn-frontend (commit 3929da2),
+    Source:   SEMANTICS A-14 to A-16; NVIDIA/cudnn-frontend (commit 3929da2),
               include/cudnn_frontend/node/sdpa_fp8_bwd.h.
     """
     problem = inputs.prepare(q, k, v, variant, mask, scale, documents)
@@ -74,7 +76,9 @@ def backward(
     if do.shape != problem.q.shape:
         raise ValueError(f"do has the shape of o, {problem.q.shape}; got {do.shape}.")
     given = inputs.check_scales(scales, variant, ("s", *data.GRADIENT_ROLES))
-    return _real(problem, do) if variant.backward == "exact" else _cast(problem, do, result, given)
+    if variant.backward == "exact":
+        return _real(problem, do)
+    return _cast_mx(problem, do, result) if variant.granularity == "mx_1x32" else _cast(problem, do, result, given)
 
 
 def with_gradients() -> list[str]:
@@ -116,7 +120,7 @@ def _cast(problem: Problem, do: np.ndarray, result: Result, given: dict) -> Grad
     for i, j, g in _heads(problem):
         of_do, values_do = _inverse(do8, i, g), do8.values[i, j]
         of_v = parts.inverse_v[i, g, 0, 0]
-        d = _row_products(values_do, o.values[i, j]) * of_do * o.scale_inv
+        d = sums_of_rows(values_do, o.values[i, j]) * of_do * o.scale_inv
         p = _probabilities(parts, i, j, result.lse[i, j])
         p8, lost = attention.round_probabilities(p, p_scale, fmt)
         saturated += lost
@@ -130,9 +134,23 @@ def _cast(problem: Problem, do: np.ndarray, result: Result, given: dict) -> Grad
         of_q, of_k = parts.inverse_q[i, j, 0, 0], parts.inverse_k[i, g, 0, 0]
         dq[i, j] = product(ds8[i, j], tensors["k"].values[i, g].T, of_gradients, fmt, plan) * scale_ds.scale_inv * of_k
         dk[i, g] += product(ds8[i, j].T, tensors["q"].values[i, j].T, of_gradients, fmt, plan) * scale_ds.scale_inv * of_q
-    amaxes = {"do": do8.amax, "ds": np.abs(ds).max()[()]}
-    found, coded = {}, {"do": do8}
-    for role, x in (("dq", dq), ("dk", dk), ("dv", dv)):
+    raw = {"dq": dq, "dk": dk, "dv": dv}
+    return _rounded(raw, do8, np.abs(ds).max()[()], saturated, scale_ds, problem, given)
+
+
+def _cast_mx(problem: Problem, do: np.ndarray, result: Result) -> Gradients:
+    """The steps of A-16."""
+    raw, copies = mx.gradients(problem, Parts(problem, dict(result.tensors)), do, result.o, result.lse)
+    one = np.ones((), np.float32)
+    found = {"dq": raw.dq, "dk": raw.dk, "dv": raw.dv}
+    return _rounded(found, copies.do_features, raw.largest, raw.clipped, Scales(one, one), problem, {})
+
+
+def _rounded(raw: dict, do: Heads, largest, saturated: int, scale_ds: Scales, problem: Problem, given: dict) -> Gradients:
+    """The gradients in the output's format, with their amaxes."""
+    variant = problem.variant
+    amaxes, found, coded = {"do": do.amax, "ds": largest}, {}, {"do": do}
+    for role, x in raw.items():
         amaxes[role] = np.abs(x).max()[()]
         rounded = head_scaling.quantize(x, variant.out, *attention.output_scaling(variant), heads=problem.k.shape[1], scale=given.get(role))
         found[role] = rounded.values * rounded.scale_inv
@@ -151,14 +169,6 @@ def _heads(problem: Problem):
 def _inverse(x: Heads, i: int, g: int) -> np.float32:
     """scale_inv of a head."""
     return np.float32(x.scale_inv if x.scale_inv.ndim == 0 else x.scale_inv[i, g, 0, 0])
-
-
-def _row_products(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """The sum of products over the last axis, ascending, each addition rounded: float32 [rows]."""
-    total = np.zeros(len(a), np.float32)
-    for x, y in zip(a.T, b.T, strict=True):
-        total = total + x * y
-    return total
 
 
 def _probabilities(parts: Parts, i: int, j: int, lse: np.ndarray) -> np.ndarray:

@@ -69,7 +69,7 @@ def visible(tq: int, tk: int, mask: Mask) -> tuple[np.ndarray, np.ndarray]:
 def check_scales(scales, variant: Variant, roles: tuple[str, ...]) -> dict:
     """Given scales by role. ValueError for roles that the variant has no scale for."""
     given = dict(scales or {})
-    known = [] if variant.granularity is None else [role for role in roles if _has_scale(variant, role)]
+    known = [] if variant.granularity in (None, "mx_1x32") else [role for role in roles if _has_scale(variant, role)]
     for role in given:
         if role not in known:
             raise ValueError(f"variant {variant.name!r} takes scales for {', '.join(known) or 'no role'}; got {role!r}. Leave it out.")

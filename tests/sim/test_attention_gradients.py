@@ -129,6 +129,7 @@ def test_bfloat16_has_the_same_steps_without_scales():  # A-15
     [
         VARIANTS["bf16"],
         VARIANTS["cudnn"],
+        VARIANTS["mxfp8"],
         dataclasses.replace(VARIANTS["cudnn"], name="cudnn with e5m2 gradients", gradient_fmt=E5M2),
         dataclasses.replace(VARIANTS["cudnn"], name="cudnn by heads on Hopper", granularity="head", plan="hopper_slow"),
     ],
@@ -184,8 +185,10 @@ def test_what_is_refused():
         backward(do, q, k, v, result, variant="cudnn", scales={"o": F(1)})
     with pytest.raises(ValueError, match="gradient_fmt"):
         dataclasses.replace(VARIANTS["fa3"], gradient_fmt=E5M2)
-    with pytest.raises(ValueError, match="scales of tensors or heads"):
-        dataclasses.replace(VARIANTS["mxfp8"], backward="cast")
+    with pytest.raises(ValueError, match="no scales of rows"):
+        dataclasses.replace(VARIANTS["fa3_paper"], backward="cast")
+    with pytest.raises(ValueError, match="exact sums"):
+        dataclasses.replace(VARIANTS["mxfp8"], plan="hopper_fast")
 
 
 def test_states_of_all_roles_over_steps():  # A-12, H-1, H-3: the scale of a step comes from the amaxes before it
