@@ -264,21 +264,23 @@ def chain(a, emin_a, b, emin_b, acc, width, fraction_bits, output_bits):
         for i in range(m):
             row, line = a[i, k : k + width], acc[i]
             _exponents(row, emin_a, ea)
-            _largest(ea, eb, line, exponent)
-            for j in range(n):
-                kept[j] = f32(as_float(u32(as_bits(line[j]) & mask)) + f32(0))
+            alone = _largest(ea, eb, line, exponent) == i8(_NO_PRODUCT)
+            if alone:
+                for j in range(n):
+                    kept[j] = f32(as_float(u32(as_bits(line[j]) & mask)) + f32(0))
             if narrow:
                 _narrow(row, bk, line, exponent, unit, sums, fraction_bits, output_bits)
             else:
                 _wide(row, bk, line, exponent, unit, sums, wide, fraction_bits, output_bits)
-            for j in range(n):
-                line[j] = kept[j] if exponent[j] == i8(_NO_PRODUCT) else line[j]
+            if alone:
+                for j in range(n):
+                    line[j] = kept[j] if exponent[j] == i8(_NO_PRODUCT) else line[j]
 
 
 @njit(nogil=True, inline="always", error_model="numpy")
 def _largest(ea, eb, acc, exponent):
     """exponent[j] = the largest of the products ea + eb[:, j] and of acc[j]; _NO_PRODUCT where there is no
-    product and acc[j] is below 2^_NO_PRODUCT."""
+    product and acc[j] is below 2^_NO_PRODUCT. Returns the smallest of them."""
     n = acc.size
     for j in range(n):
         exponent[j] = i8(-128)
@@ -289,10 +291,13 @@ def _largest(ea, eb, acc, exponent):
             first = max(i8(e0 + b0[j]), i8(e1 + b1[j]))
             last = max(i8(e2 + b2[j]), i8(e3 + b3[j]))
             exponent[j] = max(exponent[j], max(first, last))
+    lowest = i8(127)
     for j in range(n):
         product = exponent[j] if exponent[j] >= i8(_SMALLEST_PRODUCT) else i8(_NO_PRODUCT)
         of_acc = i8(max(i32(i32(as_bits(acc[j]) >> u32(23) & u32(0xFF)) - i32(127)), i32(_NO_PRODUCT)))
         exponent[j] = max(product, of_acc)
+        lowest = min(lowest, exponent[j])
+    return lowest
 
 
 @compiled
