@@ -86,6 +86,8 @@ def forward(
     given = inputs.check_scales(scales, variant, attention.ROLES)
     if keep_p and (variant.real or variant.fmt.bits != 8):
         raise ValueError(f"keep_p keeps codes of FP8 probabilities; variant {variant.name!r} has none. Leave it out.")
+    if seed and not variant.rotated:
+        raise ValueError(f"a seed makes the signs of a rotation; variant {variant.name!r} has none, got seed={seed!r}. Leave it out.")
     if variant.real:
         return _real(problem)
     tensors = operands.quantize(problem, given, seed)

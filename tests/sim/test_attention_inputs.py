@@ -38,6 +38,7 @@ def test_what_is_refused():
         ({"variant": "fa5"}, "variant is a Variant or"),
         ({"mask": "causal"}, "mask is a Mask"),
         ({"scale": -1.0}, "softmax scale"),
+        ({"seed": 3}, "the signs of a rotation"),
         ({"variant": "bf16", "keep_p": True}, "codes of FP8 probabilities"),
         ({"scales": {"o": F(1)}}, "takes scales for q, k, v; got 'o'"),
         ({"scales": {"q": F(1)}}, "shape of its groups"),
