@@ -2,10 +2,10 @@
 
 The specification is docs/spec, whose numbered clauses, such as S-5, everything here cites. Where to begin:
 
-    formats, policy, granularity, delayed, epilogue, recipe, states, gradients
-            what there is to choose, as frozen data: E4M3FN and E5M2; POLICIES, DELAYED, EPILOGUES, RECIPES and LAYOUTS by name; AutoScale.
+    formats, policy, granularity, delayed, epilogue, recipe, states, gradients, attention
+            what there is to choose, as frozen data: E4M3FN and E5M2; POLICIES, DELAYED, EPILOGUES, RECIPES, LAYOUTS and VARIANTS by name; AutoScale.
     sim     the specification in NumPy: cast.encode and decode, scaling.quantize and dequantize, gemm.matmul and mma, linear.forward and
-            backward, delayed.step, stats.statistics. The same names in jax and torch mean the same.
+            backward, attention.forward, delayed.step, stats.statistics. The same names in jax and torch mean the same.
     jax     linear.apply, contraction.einsum, flax.convert and its hooks for layers, sharding.Placement on a mesh, proof.read.
     torch   convert.convert, linear.Linear, parallel.parallelize, delayed.update, proof.trace_eager.
     conformance

@@ -13,6 +13,9 @@ Read it in this order; each module cites its clauses of docs/spec:
     accumulate    sum over K: exact, float32 in order, plans of tensor-core steps (G)
     gemm          accumulate, then the epilogue (G)
     linear        the three GEMMs of a layer (L)
+    attention     forward, over tiles of keys (A): ``head_scaling`` quantizes, ``hadamard`` rotates,
+                  ``online_softmax`` and ``probability_value`` are its two halves, ``elementary`` its
+                  exponentials; ``attention_gradients`` is the backward pass, ``..._mx`` that of MX blocks
     mesh, sharding, sharded_gemm
                   the same over several devices (P)
     gradients     summed over devices in FP8, and over microbatches (P-21 to P-24)
@@ -27,10 +30,28 @@ also where they hold values of a narrower format: such a format is a set of valu
 """
 
 from fp8ref import moved
-from fp8ref.sim import accumulate, cast, delayed, gemm, gradients, health, linear, llama, mesh, scaling, sharding, states, stats
+from fp8ref.sim import (
+    accumulate,
+    attention,
+    attention_gradients,
+    cast,
+    delayed,
+    gemm,
+    gradients,
+    health,
+    linear,
+    llama,
+    mesh,
+    scaling,
+    sharding,
+    states,
+    stats,
+)
 
 __all__ = [
     "accumulate",
+    "attention",
+    "attention_gradients",
     "cast",
     "delayed",
     "gemm",

@@ -1,0 +1,204 @@
+"""Attention in FP8, forward (SEMANTICS A): softmax(q k^T scale) v, a tile of keys after another.
+
+    result = attention.forward(q, k, v, variant="fa3", mask=Mask(causal=True))
+
+A row of queries meets the tiles in the variant's order: scores by a GEMM of section G, the online softmax
+(``online_softmax``), the cast of probabilities, and their product with v (``probability_value``). Rows do not
+affect each other, except through scales. ``attention_gradients`` is the backward pass.
+"""
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+from fp8ref import attention
+from fp8ref.attention import FULL, Mask, Variant
+from fp8ref.formats import Format
+from fp8ref.sim import attention_inputs as inputs
+from fp8ref.sim import attention_operands as operands
+from fp8ref.sim import cast, elementary, head_scaling, online_softmax, threads
+from fp8ref.sim.accumulate import multiply_add
+from fp8ref.sim.attention_inputs import Problem
+from fp8ref.sim.attention_operands import Parts
+from fp8ref.sim.head_scaling import ROWS, Heads
+from fp8ref.sim.kernels import attention as kernels
+from fp8ref.sim.probability_value import Product
+
+_LN2 = np.float32(math.log(2))
+
+
+class Result(NamedTuple):
+    """What a forward pass gives.
+
+    o              float32 [B, H, Tq, D]: values of the output's format, times its scale_inv in FP8.
+    lse            float32 [B, H, Tq]: ln of the sum of e^score; -infinity of a row without keys.
+    tensors        the quantized q, k and v, and an FP8 output o, by role.
+    amaxes         of q, k, v by their groups; of s, the unrounded probabilities; of o, unrounded.
+    saturated      probabilities that the cast clipped: a fault of the variant (A-8).
+    p_codes        uint8 [B, H, Tq, Tk]: the probabilities as they were cast, each under the maximum of its
+                   own tile; None unless asked for.
+    scale_p        what probabilities were multiplied by before their cast.
+    scale_inv_p    what their codes are multiplied by.
+    """
+
+    o: np.ndarray
+    lse: np.ndarray
+    tensors: dict[str, Heads]
+    amaxes: dict[str, np.ndarray]
+    saturated: int
+    p_codes: np.ndarray | None
+    scale_p: np.float32
+    scale_inv_p: np.float32
+
+
+def forward(
+    q,
+    k,
+    v,
+    *,
+    variant: str | Variant,
+    mask: Mask = FULL,
+    scale: float | None = None,
+    documents=None,
+    scales=None,
+    seed: int = 0,
+    keep_p=False,
+) -> Result:
+    """softmax(q k^T scale) v by a variant.
+
+    scale        of scores, rounded to float32; None: 1 / sqrt(D).
+    documents    integers [B, T], or a pair of them for queries and keys: a query sees its own document.
+    scales       {role: scale} of roles q, k, v, s, o, float32 of ``Heads``' shapes: delayed scaling. The
+                 others come from the tensors themselves; that of s from the amax 1.
+    seed         of a rotated variant's signs.
+    keep_p       return the codes of the probabilities.
+    Shapes:   q [B, H, Tq, D], k and v [B, Hkv, Tk, D], Hkv dividing H; float32, float16 or bfloat16. See
+              ``Result``.
+    Order:    the tiles' own (A-6); in a tile A-4 to A-9; at the end A-10 and A-11.
+    Specials: a row that sees no key is 0, its lse -infinity. Masked keys have probability 0.
+    Raises:   ValueError: an unknown variant; shapes, dtypes or documents that do not fit; NaN or
+              infinities; scales for roles without one; features that the variant does not take.
+    Source:   SEMANTICS A-1 to A-13; next to each of VARIANTS.
+    """
+    problem = inputs.prepare(q, k, v, variant, mask, scale, documents)
+    variant = problem.variant
+    given = inputs.check_scales(scales, variant, attention.ROLES)
+    if keep_p and (variant.real or variant.fmt.bits != 8):
+        raise ValueError(f"keep_p keeps codes of FP8 probabilities; variant {variant.name!r} has none. Leave it out.")
+    if seed and not variant.rotated:
+        raise ValueError(f"a seed makes the signs of a rotation; variant {variant.name!r} has none, got seed={seed!r}. Leave it out.")
+    if variant.real:
+        return _real(problem)
+    tensors = operands.quantize(problem, given, seed)
+    p_scale, p_scale_inv = operands.probability_scale(variant, given)
+    b, h, tq, d = problem.q.shape
+    tk = problem.k.shape[2]
+    out, lse = np.zeros((b, h, tq, d), np.float32), np.empty((b, h, tq), np.float32)
+    codes = np.zeros((b, h, tq, tk), np.uint8) if keep_p else None
+    jobs = [(i, j, r) for i in range(b) for j in range(h) for r in range(0, tq, ROWS)]
+    largest, clipped = np.zeros(len(jobs), np.float32), np.zeros(len(jobs), np.int64)
+    parts = Parts(problem, tensors)
+
+    def work(begin: int, end: int) -> None:
+        with threads.using(1):  # the jobs are the threads' work
+            for n in range(begin, end):
+                i, j, r = jobs[n]
+                rows = slice(r, min(r + ROWS, tq))
+                kept = None if codes is None else codes[i, j, rows]
+                out[i, j, rows], lse[i, j, rows], largest[n], clipped[n] = _rows(parts, i, j, rows, p_scale, p_scale_inv, kept)
+
+    threads.run(work, len(jobs))
+    amaxes = {role: t.amax for role, t in tensors.items()} | {"s": largest.max(), "o": np.abs(out).max()[()]}
+    o = head_scaling.quantize(out, variant.out, *output_scaling(variant), heads=problem.k.shape[1], scale=given.get("o"))
+    if variant.out.bits == 8:
+        tensors["o"] = o
+    return Result(o.values * o.scale_inv, lse, tensors, amaxes, int(clipped.sum()), codes, p_scale, p_scale_inv)
+
+
+def output_scaling(variant: Variant) -> tuple:
+    """(granularity, policy) of an output or a gradient: one scale, or none in high precision."""
+    return ("tensor" if variant.out.bits == 8 else None), ("te_current" if variant.granularity == "mx_1x32" else variant.policy)
+
+
+def _rows(parts: Parts, i: int, j: int, rows: slice, p_scale: np.float32, p_scale_inv: np.float32, kept: np.ndarray | None):
+    """(unrounded o, lse, largest probability, clipped probabilities) of some rows of one head."""
+    variant, count = parts.variant, rows.stop - rows.start
+    state = online_softmax.start(count)
+    o = Product(count, parts.v.shape[3], variant, p_scale_inv)
+    largest, clipped = np.float32(0), 0
+    factor, of_v = np.float32(1), np.ones((), np.float32)
+    for place, (begin, end) in enumerate(parts.tiles):
+        s_seen = parts.seen(i, rows, begin, end)
+        if not (np.maximum(s_seen.low, 0) < s_seen.high).any():
+            continue  # such a tile changes no bit (A-6)
+        s = parts.scores(i, j, rows, begin, end)
+        factors, factor = parts.factors(i, j, rows.start, begin)
+        p, c = online_softmax.step(s, state, s_seen, variant, factors, factor)
+        largest = max(largest, p.max())
+        values, lost = round_probabilities(p, p_scale, variant.fmt)
+        clipped += lost
+        if kept is not None:
+            kept[:, begin:end] = cast.encode(values[:, : end - begin], variant.fmt)
+        o.rescale(c, place)
+        v, of_v = parts.values(i, j, begin, end)
+        o.add(values, v, of_v)
+    total = online_softmax.total(state, variant.sum_order)
+    at_end = np.float32(of_v if variant.out_scales == "end" and variant.granularity else 1)
+    return _finish(o.end(), total, at_end, variant), log_sum(state.maximum, total, factor, variant), largest, clipped
+
+
+def round_probabilities(p: np.ndarray, scale: np.float32, fmt: Format) -> tuple[np.ndarray, int]:
+    """(p * scale rounded to fmt, saturated; how many left its range): values, p not negative (A-8)."""
+    if fmt.bits != 8:
+        return cast.round_to(p, fmt), 0
+    values = np.empty_like(p)
+    lost = kernels.round_values(p.reshape(-1), scale, fmt.mantissa_bits, fmt.emin, np.float32(fmt.max), values.reshape(-1))
+    return values, int(lost)
+
+
+def _finish(o: np.ndarray, total: np.ndarray, scale_inv: np.float32, variant: Variant) -> np.ndarray:
+    """The output of the sums (A-10)."""
+    if variant.finish == "divide":
+        return (o if scale_inv == 1 else o * scale_inv) / np.maximum(total, np.float32(1))[:, None]
+    with np.errstate(divide="ignore"):
+        inverse = np.where(total == 0, np.float32(0), np.float32(1) / total)
+    return o * (inverse * scale_inv)[:, None]
+
+
+def log_sum(maximum: np.ndarray, total: np.ndarray, factor: np.float32, variant: Variant) -> np.ndarray:
+    """The log-sum-exp of rows (A-11)."""
+    empty = total == 0
+    maximum, total = np.where(empty, np.float32(0), maximum), np.where(empty, np.float32(1), total)
+    if variant.lse == "fused":
+        logarithm = elementary.log(total * np.float32(2.0**-variant.offset))
+        found = multiply_add(maximum, np.broadcast_to(factor * _LN2, maximum.shape), logarithm)
+    elif variant.base == "2":
+        found = (maximum * factor + (elementary.log2(total) - np.float32(variant.offset))) * _LN2
+    else:
+        found = maximum + elementary.log(total)
+    return np.where(empty, np.float32(-np.inf), found)
+
+
+def _real(problem: Problem) -> Result:
+    """Real arithmetic, in float64, rounded once at the end (A-1)."""
+    b, h, tq, d = problem.q.shape
+    o, lse = np.zeros((b, h, tq, d), np.float32), np.empty((b, h, tq), np.float32)
+    for i in range(b):
+        for j in range(h):
+            p, log_sums = real_probabilities(problem, i, j)
+            o[i, j], lse[i, j] = p @ problem.v[i, j // problem.group].astype(np.float64), log_sums
+    amaxes = {role: np.abs(x).max()[()] for role, x in (("q", problem.q), ("k", problem.k), ("v", problem.v), ("o", o))}
+    return Result(o, lse, {}, amaxes | {"s": np.float32(1)}, 0, None, np.float32(1), np.float32(1))
+
+
+def real_probabilities(problem: Problem, i: int, j: int) -> tuple[np.ndarray, np.ndarray]:
+    """(probabilities [Tq, Tk], log-sum-exps [Tq]) of one head in float64; zeros and -infinity without keys."""
+    q, k = problem.q[i, j].astype(np.float64), problem.k[i, j // problem.group].astype(np.float64)
+    s = np.where(inputs.allowed(problem, i), (q @ k.T) * np.float64(problem.scale), -np.inf)
+    m = s.max(axis=1)
+    empty = m == -np.inf
+    e = np.exp(s - np.where(empty, 0, m)[:, None])
+    total = e.sum(axis=1)
+    with np.errstate(divide="ignore"):
+        return e / np.where(empty, 1, total)[:, None], np.where(empty, 0, m) + np.log(total)

@@ -1,0 +1,214 @@
+"""Attention in FP8, backward (SEMANTICS A-14 to A-16): the gradients of q, k and v.
+
+    result = attention.forward(q, k, v, variant="cudnn")
+    gradients = attention_gradients.backward(do, q, k, v, result, variant="cudnn")
+
+Probabilities are computed again from the log-sum-exp. A head at a time: the simulator keeps all its scores.
+"""
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+from fp8ref import attention as data
+from fp8ref.attention import FULL, Mask, Variant
+from fp8ref.formats import Format
+from fp8ref.sim import accumulate as sums
+from fp8ref.sim import attention, cast, elementary, head_scaling
+from fp8ref.sim import attention_gradients_mx as mx
+from fp8ref.sim import attention_inputs as inputs
+from fp8ref.sim import attention_operands as operands
+from fp8ref.sim.accumulate import Accumulation, multiply_add
+from fp8ref.sim.attention import Result
+from fp8ref.sim.attention_gradients_mx import sums_of_rows
+from fp8ref.sim.attention_inputs import Problem
+from fp8ref.sim.attention_operands import Parts
+from fp8ref.sim.head_scaling import Heads
+from fp8ref.sim.scales import Scales, scale_inv_from_scale, scales_from_amax
+from fp8ref.sim.tensor_core import K_STEP
+
+_LOG2E = np.float32(math.log2(math.e))
+
+
+class Gradients(NamedTuple):
+    """What a backward pass gives.
+
+    dq, dk, dv   float32 of the shapes of q, k, v: values of the output's format, times their scale_inv in FP8.
+    tensors      the quantized do and, where they are in FP8, dq, dk and dv, by role.
+    amaxes       of do by its groups; of ds, dq, dk and dv, unrounded.
+    saturated    elements of P and dS that their casts clipped.
+    scale_ds     what dS was multiplied by: scale and scale_inv; 1 where it has none, or blocks.
+    """
+
+    dq: np.ndarray
+    dk: np.ndarray
+    dv: np.ndarray
+    tensors: dict[str, Heads]
+    amaxes: dict[str, np.ndarray]
+    saturated: int
+    scale_ds: Scales
+
+
+def backward(
+    do, q, k, v, result: Result, *, variant: str | Variant, mask: Mask = FULL, scale: float | None = None, documents=None, scales=None
+) -> Gradients:
+    """The gradients of q, k and v, given that of o.
+
+    result       of ``attention.forward``, with the same other arguments.
+    scales       {role: scale} of roles do, ds, dq, dk, dv, and s: delayed scaling. The others come from
+                 the tensors themselves.
+    Shapes:   do [B, H, Tq, D], as o; q, k, v as in forward; see ``Gradients``.
+    Order:    A-15, for MX A-16; sums over the heads of a group ascending.
+    Specials: a row that sees no key has no gradient.
+    Raises:   ValueError: a variant without a backward pass; what forward refuses; a do or a result of
+              another shape.
+    Source:   SEMANTICS A-14 to A-16; NVIDIA/cudnn-frontend (commit 3929da2),
+              include/cudnn_frontend/node/sdpa_fp8_bwd.h.
+    """
+    problem = inputs.prepare(q, k, v, variant, mask, scale, documents)
+    variant = problem.variant
+    if variant.backward is None:
+        raise ValueError(f"variant {variant.name!r} has no backward pass (A-1). Use one of {', '.join(with_gradients())}.")
+    if not isinstance(result, Result) or np.shape(result.o) != problem.q.shape:
+        raise ValueError(f"result is what forward gave for q {problem.q.shape}; got {type(result).__name__}.")
+    do = inputs.checked_tensor("do", do)
+    if do.shape != problem.q.shape:
+        raise ValueError(f"do has the shape of o, {problem.q.shape}; got {do.shape}.")
+    given = inputs.check_scales(scales, variant, ("s", *data.GRADIENT_ROLES))
+    if variant.backward == "exact":
+        return _real(problem, do)
+    return _cast_mx(problem, do, result) if variant.granularity == "mx_1x32" else _cast(problem, do, result, given)
+
+
+def with_gradients() -> list[str]:
+    """The names of variants with a backward pass."""
+    return [name for name, variant in data.VARIANTS.items() if variant.backward is not None]
+
+
+def _real(problem: Problem, do: np.ndarray) -> Gradients:
+    """Real arithmetic in float64, rounded once (A-14)."""
+    dq, dk, dv = (np.zeros(x.shape, np.float64) for x in (problem.q, problem.k, problem.v))
+    largest = 0.0
+    for i, j, g in _heads(problem):
+        p, _ = attention.real_probabilities(problem, i, j)
+        q, k, v, of_o = (x.astype(np.float64) for x in (problem.q[i, j], problem.k[i, g], problem.v[i, g], do[i, j]))
+        dp = of_o @ v.T
+        ds = p * (dp - (p * dp).sum(axis=1, keepdims=True)) * np.float64(problem.scale)
+        largest = max(largest, np.abs(ds).max())
+        dq[i, j] = ds @ k
+        dk[i, g] += ds.T @ q
+        dv[i, g] += p.T @ of_o
+    found = {"dq": dq.astype(np.float32), "dk": dk.astype(np.float32), "dv": dv.astype(np.float32)}
+    amaxes = {"do": np.abs(do).max()[()], "ds": np.float32(largest)} | {role: np.abs(x).max()[()] for role, x in found.items()}
+    one = np.ones((), np.float32)
+    return Gradients(**found, tensors={}, amaxes=amaxes, saturated=0, scale_ds=Scales(one, one))
+
+
+def _cast(problem: Problem, do: np.ndarray, result: Result, given: dict) -> Gradients:
+    """The steps of A-15."""
+    variant, plan = problem.variant, sums.by_name(problem.variant.plan)
+    low, one = variant.fmt.bits == 8, np.ones((), np.float32)
+    fmt, of_gradients = variant.fmt, variant.gradient_fmt or variant.fmt
+    tensors = dict(result.tensors)
+    do8 = head_scaling.quantize(do, of_gradients, variant.granularity, variant.policy, heads=problem.k.shape[1], scale=given.get("do"))
+    parts = Parts(problem, tensors)
+    o = tensors["o"] if low and variant.out.bits == 8 else Heads(result.o, None, one, one, one)
+    p_scale, inverse_p = operands.probability_scale(variant, given) if "s" in given else (result.scale_p, result.scale_inv_p)
+    ds, dv = np.zeros((*problem.q.shape[:3], problem.k.shape[2]), np.float32), np.zeros(problem.v.shape, np.float32)
+    saturated = 0
+    for i, j, g in _heads(problem):
+        of_do, values_do = _inverse(do8, i, g), do8.values[i, j]
+        of_v = parts.inverse_v[i, g, 0, 0]
+        d = sums_of_rows(values_do, o.values[i, j]) * of_do * o.scale_inv
+        p = _probabilities(parts, i, j, result.lse[i, j])
+        p8, lost = attention.round_probabilities(p, p_scale, fmt)
+        saturated += lost
+        dv[i, g] += product(p8.T, values_do.T, fmt, of_gradients, plan) * inverse_p * of_do
+        dp = product(values_do, tensors["v"].values[i, g], of_gradients, fmt, plan) * of_do * of_v
+        ds[i, j] = (dp - d[:, None]) * p * problem.scale
+    ds8, scale_ds, lost = _cast_ds(ds, of_gradients, variant, given)
+    saturated += lost
+    dq, dk = np.zeros(problem.q.shape, np.float32), np.zeros(problem.k.shape, np.float32)
+    for i, j, g in _heads(problem):
+        of_q, of_k = parts.inverse_q[i, j, 0, 0], parts.inverse_k[i, g, 0, 0]
+        dq[i, j] = product(ds8[i, j], tensors["k"].values[i, g].T, of_gradients, fmt, plan) * scale_ds.scale_inv * of_k
+        dk[i, g] += product(ds8[i, j].T, tensors["q"].values[i, j].T, of_gradients, fmt, plan) * scale_ds.scale_inv * of_q
+    raw = {"dq": dq, "dk": dk, "dv": dv}
+    return _rounded(raw, do8, np.abs(ds).max()[()], saturated, scale_ds, problem, given)
+
+
+def _cast_mx(problem: Problem, do: np.ndarray, result: Result) -> Gradients:
+    """The steps of A-16."""
+    raw, copies = mx.gradients(problem, Parts(problem, dict(result.tensors)), do, result.o, result.lse)
+    one = np.ones((), np.float32)
+    found = {"dq": raw.dq, "dk": raw.dk, "dv": raw.dv}
+    return _rounded(found, copies.do_features, raw.largest, raw.clipped, Scales(one, one), problem, {})
+
+
+def _rounded(raw: dict, do: Heads, largest, saturated: int, scale_ds: Scales, problem: Problem, given: dict) -> Gradients:
+    """The gradients in the output's format, with their amaxes."""
+    variant = problem.variant
+    amaxes, found, coded = {"do": do.amax, "ds": largest}, {}, {"do": do}
+    for role, x in raw.items():
+        amaxes[role] = np.abs(x).max()[()]
+        rounded = head_scaling.quantize(x, variant.out, *attention.output_scaling(variant), heads=problem.k.shape[1], scale=given.get(role))
+        found[role] = rounded.values * rounded.scale_inv
+        if rounded.codes is not None:
+            coded[role] = rounded
+    return Gradients(**found, tensors=coded, amaxes=amaxes, saturated=saturated, scale_ds=scale_ds)
+
+
+def _heads(problem: Problem):
+    """(sequence, query head, head of keys), in order."""
+    for i in range(problem.q.shape[0]):
+        for j in range(problem.q.shape[1]):
+            yield i, j, j // problem.group
+
+
+def _inverse(x: Heads, i: int, g: int) -> np.float32:
+    """scale_inv of a head."""
+    return np.float32(x.scale_inv if x.scale_inv.ndim == 0 else x.scale_inv[i, g, 0, 0])
+
+
+def _probabilities(parts: Parts, i: int, j: int, lse: np.ndarray) -> np.ndarray:
+    """P of one head again, from the log-sum-exp: float32 [Tq, Tk]."""
+    problem, variant = parts.problem, parts.variant
+    tq, tk = problem.q.shape[2], problem.k.shape[2]
+    s = parts.scores(i, j, slice(0, tq), 0, tk)[:, :tk]
+    factors, factor = parts.factors(i, j, 0, 0)
+    seen = inputs.allowed(problem, i)
+    lse = np.where(lse == -np.inf, np.float32(0), lse)  # such a row sees no key
+    if variant.scores == "raw":
+        bias = np.broadcast_to(-(lse * _LOG2E)[:, None], s.shape)
+        x, exponential = multiply_add(s, np.broadcast_to(factor, s.shape), bias), elementary.exp2
+    else:
+        for one in factors:
+            s = s * one
+        x, exponential = s - lse[:, None], elementary.exp
+    return exponential(np.where(seen, x, np.float32(-np.inf)))
+
+
+def _cast_ds(ds: np.ndarray, fmt: Format, variant: Variant, given: dict) -> tuple[np.ndarray, Scales, int]:
+    """(values of dS as cast, its scales, how many were clipped)."""
+    one = np.ones((), np.float32)
+    if fmt.bits != 8:
+        return cast.round_to(ds, fmt), Scales(one, one), 0
+    if "ds" in given:
+        scale = head_scaling.given_scale(given["ds"], ())
+        scales = Scales(scale, scale_inv_from_scale(scale))
+    else:
+        scales = scales_from_amax(np.abs(ds).max()[()], fmt, variant.policy)
+    with np.errstate(over="ignore"):
+        scaled = ds * scales.scale
+    above = np.abs(scaled) > fmt.max
+    lost = int((~np.isfinite(cast.round_to(scaled[above], fmt))).sum()) if above.any() else 0
+    return cast.decode(cast.encode(scaled, fmt), fmt), scales, lost
+
+
+def product(a: np.ndarray, b: np.ndarray, fmt_a: Format, fmt_b: Format, plan: str | Accumulation) -> np.ndarray:
+    """Sums of products over K of values a [M, K] and b [N, K], by a plan of section G: float32 [M, N]."""
+    if isinstance(plan, Accumulation):
+        pad = ((0, 0), (0, -a.shape[1] % K_STEP))
+        return np.ascontiguousarray(sums.chains(np.pad(a, pad), np.pad(b, pad), fmt_a, fmt_b, plan))
+    return sums.exact_sum(a, b) if plan == "exact" else sums.f32(a, b)

@@ -1,0 +1,113 @@
+"""The backward pass of attention whose operands have MX blocks (SEMANTICS A-16).
+
+A block lies along the axis that a product sums over, so that q, k, do and dS have two copies: along the
+features or keys, and along the tokens. v has the forward pass's copy alone.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from fp8ref.formats import Format
+from fp8ref.sim import accumulate as sums
+from fp8ref.sim import attention, cast, elementary, head_scaling
+from fp8ref.sim import attention_inputs as inputs
+from fp8ref.sim.attention_inputs import Problem
+from fp8ref.sim.attention_operands import Parts
+from fp8ref.sim.head_scaling import MX, Heads
+
+P_SCALE = np.float32(256)
+"""What P is multiplied by before its cast."""
+
+
+class Copies(NamedTuple):
+    """Quantized once more, blocks along the tokens: q, k and do; and do along its features."""
+
+    q: Heads
+    k: Heads
+    do: Heads
+    do_features: Heads
+
+
+class Raw(NamedTuple):
+    """Unrounded gradients float32, the largest |dS|, and how many elements of P were clipped."""
+
+    dq: np.ndarray
+    dk: np.ndarray
+    dv: np.ndarray
+    largest: np.float32
+    clipped: int
+
+
+def gradients(problem: Problem, parts: Parts, do: np.ndarray, o: np.ndarray, lse: np.ndarray) -> tuple[Raw, Copies]:
+    """The gradients before they are rounded to the output's format.
+
+    Shapes:   do and o [B, H, Tq, D], lse [B, H, Tq], float32; see ``Raw``.
+    Order:    A-16, a head at a time; sums over the heads of a group ascending.
+    """
+    variant, heads = problem.variant, problem.k.shape[1]
+    fmt, policy = variant.gradient_fmt or variant.fmt, variant.policy
+    copies = Copies(
+        q=head_scaling.quantize(problem.q, variant.fmt, "mx_1x32", policy, heads=heads, along_tokens=True),
+        k=head_scaling.quantize(problem.k, variant.fmt, "mx_1x32", policy, heads=heads, along_tokens=True),
+        do=head_scaling.quantize(do, fmt, "mx_1x32", policy, heads=heads, along_tokens=True),
+        do_features=head_scaling.quantize(do, fmt, "mx_1x32", policy, heads=heads),
+    )
+    v, tensor = parts.tensors["v"], copies.do_features
+    v = v.values * head_scaling.spread(v.scale_inv, problem.v.shape, "mx_1x32", along_tokens=True)
+    of_do = tensor.values * head_scaling.spread(tensor.scale_inv, do.shape, "mx_1x32")
+    dq, dk, dv = (np.zeros(x.shape, np.float32) for x in (problem.q, problem.k, problem.v))
+    largest, clipped = np.float32(0), 0
+    for i in range(do.shape[0]):
+        for j in range(do.shape[1]):
+            g = j // problem.group
+            d = sums_of_rows(cast.round_to(do[i, j], variant.out), o[i, j])
+            p = _probabilities(parts, i, j, lse[i, j])
+            p8, lost = attention.round_probabilities(p, P_SCALE, variant.fmt)
+            clipped += lost
+            ones = np.full((p.shape[1], -(-p.shape[0] // MX)), np.float32(1) / P_SCALE)
+            dv[i, g] += blocks(p8.T, ones, copies.do.values[i, j].T, copies.do.scale_inv[i, j].T)
+            ds = (sums.f32(of_do[i, j], v[i, g]) - d[:, None]) * p * problem.scale
+            largest = max(largest, np.abs(ds).max())
+            along_keys, along_queries = _both(ds, fmt, policy)
+            dq[i, j] = blocks(along_keys.values[0, 0], along_keys.scale_inv[0, 0], copies.k.values[i, g].T, copies.k.scale_inv[i, g].T)
+            queries = along_queries.values[0, 0].T, along_queries.scale_inv[0, 0].T
+            dk[i, g] += blocks(*queries, copies.q.values[i, j].T, copies.q.scale_inv[i, j].T)
+    return Raw(dq, dk, dv, largest, clipped), copies
+
+
+def blocks(a: np.ndarray, of_a: np.ndarray, b: np.ndarray, of_b: np.ndarray) -> np.ndarray:
+    """Exact sums of blocks of 32 along K, each times both scales, added ascending from +0 (G-13): a [M, K], b [N, K],
+    of_a [M, ceil(K / 32)] and of_b [N, ceil(K / 32)]; float32 [M, N]."""
+    found = np.zeros((len(a), len(b)), np.float32)
+    for n in range(of_a.shape[1]):
+        part = slice(n * MX, (n + 1) * MX)
+        found = found + (sums.exact_sum(a[:, part], b[:, part]) * of_a[:, n, None]) * of_b[:, n]
+    return found
+
+
+def sums_of_rows(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """The sum of products over the last axis, ascending, each addition rounded: float32 [rows]."""
+    total = np.zeros(len(a), np.float32)
+    for x, y in zip(a.T, b.T, strict=True):
+        total = total + x * y
+    return total
+
+
+def _both(ds: np.ndarray, fmt: Format, policy: str) -> tuple[Heads, Heads]:
+    """dS of a head [Tq, Tk], its blocks along the keys and along the queries."""
+    tk = ds.shape[1]
+    wide = np.pad(ds, ((0, 0), (0, -tk % MX)))[None, None]
+    keys = head_scaling.quantize(wide, fmt, "mx_1x32", policy, heads=1)
+    return keys._replace(values=keys.values[..., :tk]), head_scaling.quantize(
+        ds[None, None], fmt, "mx_1x32", policy, heads=1, along_tokens=True
+    )
+
+
+def _probabilities(parts: Parts, i: int, j: int, lse: np.ndarray) -> np.ndarray:
+    """P of one head again, from the log-sum-exp: float32 [Tq, Tk]."""
+    problem = parts.problem
+    tq, tk = problem.q.shape[2], problem.k.shape[2]
+    s = parts.scores(i, j, slice(0, tq), 0, tk)[:, :tk] * parts.of_scale
+    lse = np.where(lse == -np.inf, np.float32(0), lse)  # such a row sees no key
+    return elementary.exp(np.where(inputs.allowed(problem, i), s - lse[:, None], np.float32(-np.inf)))

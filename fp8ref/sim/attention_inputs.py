@@ -1,0 +1,120 @@
+"""The inputs of attention, checked: shapes, masks, documents and given scales (SEMANTICS A-3, A-12)."""
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+from fp8ref import attention
+from fp8ref.attention import Mask, Variant
+from fp8ref.sim import cast, hadamard
+
+
+class Problem(NamedTuple):
+    """Checked inputs of either pass: q [B, H, Tq, D], k and v [B, Hkv, Tk, D], float32; the softmax scale,
+    float32; the keys that each query sees, int64 low and high [Tq] and documents [B, Tq], [B, Tk]."""
+
+    variant: Variant
+    q: np.ndarray
+    k: np.ndarray
+    v: np.ndarray
+    scale: np.float32
+    mask: Mask
+    low: np.ndarray
+    high: np.ndarray
+    q_documents: np.ndarray
+    k_documents: np.ndarray
+
+    @property
+    def group(self) -> int:
+        """Query heads that share a head of keys."""
+        return self.q.shape[1] // self.k.shape[1]
+
+
+def prepare(q, k, v, variant: str | Variant, mask: Mask, scale: float | None, documents) -> Problem:
+    """Check the inputs of either pass. Raises ValueError as ``forward``."""
+    variant = attention.by_name(variant)
+    if not isinstance(mask, Mask):
+        raise ValueError(f"mask is a Mask of fp8ref.attention; got {mask!r}.")
+    tensors = {name: checked_tensor(name, x) for name, x in (("q", q), ("k", k), ("v", v))}
+    (b, h, tq, d), of_k, of_v = (x.shape for x in tensors.values())
+    if of_k != of_v or of_k[0] != b or of_k[3] != d or h % of_k[1]:
+        raise ValueError(
+            f"attention takes q [B, H, Tq, D] and k, v [B, Hkv, Tk, D] with Hkv dividing H; got {(b, h, tq, d)}, {of_k} and {of_v}."
+        )
+    variant.tile(d, mask)
+    if variant.rotated:
+        hadamard.signs(d, 0)
+    tk = of_k[2]
+    low, high = visible(tq, tk, mask)
+    factor = np.float32(1 / math.sqrt(d) if scale is None else scale)
+    if not (np.isfinite(factor) and factor > 0):
+        raise ValueError(f"the softmax scale is positive and finite; got {scale!r}.")
+    return Problem(variant, tensors["q"], tensors["k"], tensors["v"], factor, mask, low, high, *_documents(documents, b, tq, tk))
+
+
+def visible(tq: int, tk: int, mask: Mask) -> tuple[np.ndarray, np.ndarray]:
+    """(low, high) int64 [Tq]: query i sees the keys from low[i] to below high[i] (A-3)."""
+    position = np.arange(tq) + (tk - tq if mask.alignment == "end" else 0)
+    low, high = np.zeros(tq, np.int64), np.full(tq, tk)
+    if mask.causal:
+        high = np.minimum(high, position + 1)
+    if mask.window is not None:
+        left, right = mask.window
+        low = low if left is None else np.maximum(low, position - left)
+        high = high if right is None else np.minimum(high, position + right + 1)
+    return low, high
+
+
+def check_scales(scales, variant: Variant, roles: tuple[str, ...]) -> dict:
+    """Given scales by role. ValueError for roles that the variant has no scale for."""
+    given = dict(scales or {})
+    known = [] if variant.granularity in (None, "mx_1x32") else [role for role in roles if _has_scale(variant, role)]
+    for role in given:
+        if role not in known:
+            raise ValueError(f"variant {variant.name!r} takes scales for {', '.join(known) or 'no role'}; got {role!r}. Leave it out.")
+    return given
+
+
+def _has_scale(variant: Variant, role: str) -> bool:
+    if role in ("o", "dq", "dk", "dv"):
+        return variant.out.bits == 8
+    return variant.p_scale == "state" if role in ("s", "ds") else True
+
+
+def allowed(problem: Problem, i: int) -> np.ndarray:
+    """Which keys the queries of a sequence see, bool [Tq, Tk]."""
+    keys = np.arange(problem.k.shape[2])
+    inside = (keys >= problem.low[:, None]) & (keys < problem.high[:, None])
+    return inside & (problem.q_documents[i][:, None] == problem.k_documents[i])
+
+
+def checked_tensor(name: str, x) -> np.ndarray:
+    """x as float32 [B, heads, T, D]. ValueError for anything else."""
+    x = cast.array(x)
+    cast.check_dtype(x)
+    if x.dtype == np.float64 or x.ndim != 4 or 0 in x.shape:
+        raise ValueError(
+            f"{name} is [batch, heads, tokens, features] of float32, float16 or bfloat16, none of them empty; got {x.dtype} {x.shape}."
+        )
+    x = x.astype(np.float32)
+    if not np.isfinite(x).all():
+        raise ValueError(f"attention takes finite tensors; got NaN or an infinity in {name}. Find its source first.")
+    return x
+
+
+def _documents(documents, b: int, tq: int, tk: int) -> tuple[np.ndarray, np.ndarray]:
+    """(documents of queries, of keys), int64 [B, T]."""
+    if documents is None:
+        return np.zeros((b, tq), np.int64), np.zeros((b, tk), np.int64)
+    pair = documents if isinstance(documents, tuple) else (documents, documents)
+    found = tuple(np.asarray(ids) for ids in pair)
+    if (
+        len(found) != 2
+        or any(ids.dtype.kind not in "iu" or (ids < 0).any() for ids in found)
+        or [x.shape for x in found] != [(b, tq), (b, tk)]
+    ):
+        raise ValueError(
+            f"documents are integers of at least 0, [{b}, {tq}] for queries and [{b}, {tk}] for keys; got {[(x.dtype.name, x.shape) for x in found]}."
+        )
+    return found[0].astype(np.int64), found[1].astype(np.int64)

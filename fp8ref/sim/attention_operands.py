@@ -1,0 +1,124 @@
+"""The operands of attention: quantized, padded to whole steps, a head and a tile at a time (SEMANTICS A-2, A-4, A-6)."""
+
+import math
+
+import numpy as np
+
+from fp8ref.attention import Variant
+from fp8ref.formats import Format
+from fp8ref.sim import accumulate as sums
+from fp8ref.sim import hadamard, head_scaling
+from fp8ref.sim.accumulate import Accumulation
+from fp8ref.sim.attention_inputs import Problem
+from fp8ref.sim.head_scaling import MX, Heads
+from fp8ref.sim.online_softmax import Seen
+from fp8ref.sim.scales import scale_inv_from_scale, scales_from_amax
+from fp8ref.sim.tensor_core import K_STEP
+
+_LOG2E = np.float64(math.log2(math.e))
+
+
+def quantize(problem: Problem, given: dict, seed: int) -> dict[str, Heads]:
+    """q, k and v as the variant quantizes them, by role (A-2, A-13)."""
+    variant, heads = problem.variant, problem.k.shape[1]
+    found = {}
+    for role, x in (("q", problem.q), ("k", problem.k), ("v", problem.v)):
+        if variant.rotated and role != "v":
+            x = hadamard.rotate(x, hadamard.signs(x.shape[-1], seed))
+        found[role] = head_scaling.quantize(
+            x, variant.fmt, variant.granularity, variant.policy, heads=heads, along_tokens=role == "v", scale=given.get(role)
+        )
+    return found
+
+
+def probability_scale(variant: Variant, given: dict) -> tuple[np.float32, np.float32]:
+    """(scale, scale_inv) of the probabilities (A-8)."""
+    if "s" in given:
+        scale = np.float32(head_scaling.given_scale(given["s"], ()))
+    elif variant.p_scale == "state":
+        scale = np.float32(scales_from_amax(np.float32(1), variant.fmt, variant.policy).scale)
+    else:
+        scale = np.float32(variant.p_scale)
+    return scale, np.float32(scale_inv_from_scale(np.asarray(scale)))
+
+
+class Parts:
+    """Operands of single heads: padded, scaled by what belongs to a tile, in the order of the tiles."""
+
+    def __init__(self, problem: Problem, tensors: dict[str, Heads]) -> None:
+        self.problem, self.tensors, self.variant = problem, tensors, problem.variant
+        keys, features = problem.k.shape[2:]
+        self.length = self.variant.tile(features, problem.mask)
+        tiles = range(0, keys, self.length)
+        self.tiles = [(n, min(n + self.length, keys)) for n in (reversed(tiles) if self.variant.descending else tiles)]
+        self.plan = sums.by_name(self.variant.plan)
+        # Zeros behind the features and the tokens change no bit (G-12), and make whole steps of all tiles.
+        features, tokens = (0, -features % K_STEP), (0, self.length + K_STEP)
+        self.q = np.pad(tensors["q"].values, ((0, 0), (0, 0), (0, 0), features))
+        self.k = np.pad(tensors["k"].values, ((0, 0), (0, 0), tokens, features))
+        self.v = np.pad(tensors["v"].values, ((0, 0), (0, 0), tokens, (0, 0)))
+        self.k_documents = np.pad(problem.k_documents, ((0, 0), tokens), constant_values=-1)
+        # scale_inv of q and k, spread over heads: of v too, but for MX, whose blocks are the tile's own
+        shape_q, shape_k = problem.q.shape, problem.k.shape
+        granularity = self.variant.granularity
+        if granularity in ("tensor", "head", "rows_128", None):
+            first = granularity or "tensor"
+            self.inverse_q = np.broadcast_to(head_scaling.spread(tensors["q"].scale_inv, shape_q, first), (*shape_q[:3], 1))
+            self.inverse_k = np.broadcast_to(head_scaling.spread(tensors["k"].scale_inv, shape_k, first), (*shape_k[:3], 1))
+            self.inverse_v = np.broadcast_to(head_scaling.spread(tensors["v"].scale_inv, shape_k, first), (*shape_k[:3], 1))
+        base2 = self.variant.base == "2"
+        self.of_scale = np.float32(np.float64(problem.scale) * _LOG2E) if base2 else problem.scale
+
+    def scores(self, i: int, j: int, rows: slice, begin: int, end: int) -> np.ndarray:
+        """Sums of products of q and k, [rows, keys padded to a multiple of 32], before factors (A-4)."""
+        g = j // self.problem.group
+        a = self.q[i, j, rows]
+        b = self.k[i, g, begin : begin + width(begin, end)]
+        if self.variant.granularity == "mx_1x32":
+            return self._mx_scores(a, b, i, j, rows, g, begin, end)
+        return product(a, b, self.variant.fmt, self.plan)
+
+    def _mx_scores(self, a, b, i, j, rows, g, begin, end) -> np.ndarray:
+        found = np.zeros((len(a), len(b)), np.float32)
+        of_q, of_k = self.tensors["q"].scale_inv[i, j, rows], np.zeros((len(b), b.shape[1] // MX), np.float32)
+        of_k[: end - begin] = self.tensors["k"].scale_inv[i, g, begin:end]
+        for n in range(of_q.shape[1]):
+            part = slice(n * MX, (n + 1) * MX)
+            found = found + (product(a[:, part], b[:, part], self.variant.fmt, self.plan) * of_q[:, n, None]) * of_k[:, n]
+        return found
+
+    def factors(self, i: int, j: int, row: int, key: int) -> tuple[np.ndarray, np.float32]:
+        """(factors of scaled scores, the factor of raw ones) for a block of rows and a tile (A-4, A-5)."""
+        if self.variant.granularity == "mx_1x32":
+            return np.array([self.of_scale], np.float32), np.float32(1)
+        of_q, of_k = self.inverse_q[i, j, row, 0], self.inverse_k[i, j // self.problem.group, key, 0]
+        if self.variant.scores == "raw":
+            return np.empty(0, np.float32), np.float32(self.of_scale * (of_q * of_k))
+        values = {"scale": self.of_scale, "q": of_q, "k": of_k, "qk": of_q * of_k}
+        return np.array([values[name] for name in self.variant.factors], np.float32), np.float32(1)
+
+    def values(self, i: int, j: int, begin: int, end: int) -> tuple[np.ndarray, np.ndarray]:
+        """(v [keys padded, D], its scale_inv inside the tile)."""
+        g = j // self.problem.group
+        v = self.v[i, g, begin : begin + width(begin, end)]
+        if self.variant.granularity == "mx_1x32":
+            return v, self.tensors["v"].scale_inv[i, g, begin // MX : -(-end // MX)]
+        return v, self.inverse_v[i, g, begin, 0]
+
+    def seen(self, i: int, rows: slice, begin: int, end: int) -> Seen:
+        """Which keys of a tile the rows see."""
+        p = self.problem
+        documents = self.k_documents[i, begin : begin + width(begin, end)]
+        return Seen(p.low[rows] - begin, np.minimum(p.high[rows], end) - begin, p.q_documents[i, rows], documents)
+
+
+def width(begin: int, end: int) -> int:
+    """The keys of a tile, padded to whole steps."""
+    return -(-(end - begin) // K_STEP) * K_STEP
+
+
+def product(a: np.ndarray, b: np.ndarray, fmt: Format, plan: str | Accumulation) -> np.ndarray:
+    """Sums of products over K of values a [M, K] and b [N, K] of fmt, by a plan of section G."""
+    if isinstance(plan, Accumulation):
+        return np.ascontiguousarray(sums.chains(a, b, fmt, fmt, plan))
+    return sums.exact_sum(a, b) if plan == "exact" else sums.f32(a, b)

@@ -1,0 +1,82 @@
+"""Exponentials and logarithms of float32 numbers, rounded correctly (SEMANTICS A-5, A-11).
+
+``exp_plain``, ``exp2_plain``, ``log`` and ``log2`` take their digits from the standard library's ``decimal``.
+The compiled twins of the first two, in ``kernels.attention``, add a table and a polynomial in two float64
+numbers.
+"""
+
+import decimal
+from collections.abc import Callable
+
+import numpy as np
+
+from fp8ref.sim.kernels import attention as kernels
+
+_CONTEXT = decimal.Context(prec=60)
+_LN2 = _CONTEXT.ln(decimal.Decimal(2))
+_TINY = decimal.Decimal(2) ** -150
+
+
+def exp2(x) -> np.ndarray:
+    """RN32(2^x), float32 below 128 of any shape; 0 of -infinity."""
+    return _compiled(x, True)
+
+
+def exp(x) -> np.ndarray:
+    """RN32(e^x), float32 below 88 of any shape; 0 of -infinity."""
+    return _compiled(x, False)
+
+
+def exp2_plain(x) -> np.ndarray:
+    """The definition of ``exp2``."""
+    return _each(x, lambda v: _CONTEXT.exp(_CONTEXT.multiply(decimal.Decimal(v), _LN2)) if v > -200 else decimal.Decimal(0))
+
+
+def exp_plain(x) -> np.ndarray:
+    """The definition of ``exp``."""
+    return _each(x, lambda v: _CONTEXT.exp(decimal.Decimal(v)) if v > -200 else decimal.Decimal(0))
+
+
+def log(x) -> np.ndarray:
+    """RN32(ln x) of float32 numbers that are not negative; -infinity of 0."""
+    return _logarithm(x, np.log, lambda v: _CONTEXT.ln(decimal.Decimal(v)))
+
+
+def log2(x) -> np.ndarray:
+    """RN32(log2 x) of float32 numbers that are not negative; -infinity of 0."""
+    return _logarithm(x, np.log2, lambda v: _CONTEXT.divide(_CONTEXT.ln(decimal.Decimal(v)), _LN2))
+
+
+def _compiled(x, two: bool) -> np.ndarray:
+    x = np.ascontiguousarray(x, np.float32)
+    out = np.empty(x.size, np.float32)
+    kernels.exponentials(x.reshape(-1), two, out)
+    return out.reshape(x.shape)
+
+
+def _logarithm(x, of_float64: Callable, exactly: Callable) -> np.ndarray:
+    """The float64 logarithm rounded, where its error of at most 2^-50 cannot matter; else the exact one."""
+    x = np.asarray(x, np.float32)
+    with np.errstate(divide="ignore"):
+        near = np.asarray(of_float64(x.astype(np.float64)))
+    with np.errstate(invalid="ignore"):
+        below, above = (near * (1 - 2.0**-50)).astype(np.float32), (near * (1 + 2.0**-50)).astype(np.float32)
+    out = np.where(below == above, below, np.float32(0))
+    unsure = np.asarray(below != above)
+    out[unsure] = _each(x[unsure], exactly)
+    return out
+
+
+def _each(x, exactly: Callable[[float], decimal.Decimal]) -> np.ndarray:
+    """The exact values of exactly(x), each rounded once to float32."""
+    x = np.asarray(x, np.float32)
+    return np.array([_round(exactly(float(v))) for v in x.reshape(-1)], np.float32).reshape(x.shape)
+
+
+def _round(value: decimal.Decimal) -> np.float32:
+    """A decimal rounded to float32: the nearest of three neighbors, ties to even."""
+    if abs(value) <= _TINY:
+        return np.float32(0)
+    near = np.float32(float(value))
+    neighbors = (np.nextafter(near, np.float32(-np.inf)), near, np.nextafter(near, np.float32(np.inf)))
+    return min(neighbors, key=lambda v: (abs(decimal.Decimal(float(v)) - value), int(v.view(np.uint32)) & 1))

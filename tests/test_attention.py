@@ -1,0 +1,107 @@
+"""Attention as data: variants and masks (SEMANTICS A-1, A-3, A-6, A-8)."""
+
+import dataclasses
+
+import pytest
+
+from fp8ref import attention
+from fp8ref.attention import VARIANTS, Mask, Tiles, Variant
+from fp8ref.formats import BFLOAT16, E4M3FN, E5M2
+
+FA3 = VARIANTS["fa3"]
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_variants_are_known_by_name_and_cite_a_source(name):  # A-1
+    variant = attention.by_name(name)
+    assert variant is VARIANTS[name] is attention.by_name(variant)
+    assert variant.name == name
+    assert variant.source
+
+
+@pytest.mark.parametrize(
+    ("name", "largest"), [("fa3", 256), ("fa4", 256), ("fa4_threshold4", 4096), ("cudnn", 1), ("mxfp8", 1), ("fa3_paper", 256)]
+)
+def test_the_largest_probability(name, largest):  # A-8: within the format's range, times its scale, unless the variant is at fault
+    assert VARIANTS[name].largest_probability == largest
+    scale = {"cudnn": 448.0, "mxfp8": 16.0}.get(name, 1.0)
+    assert (largest * scale <= E4M3FN.max) == (name != "fa4_threshold4")
+
+
+@pytest.mark.parametrize(
+    ("name", "features", "mask", "tile"),
+    [
+        ("fa3", 64, Mask(), 160),
+        ("fa3", 65, Mask(), 128),
+        ("fa3", 128, Mask(causal=True), 224),
+        ("fa3", 256, Mask(causal=True), 128),
+        ("fa3", 256, Mask(window=(9, None)), 64),
+        ("bf16", 128, Mask(), 176),
+        ("bf16", 128, Mask(causal=True), 128),
+        ("fa4", 128, Mask(), 128),
+    ],
+)
+def test_tiles(name, features, mask, tile):  # A-6
+    assert VARIANTS[name].tile(features, mask) == tile
+
+
+def test_too_many_features():  # A-6
+    with pytest.raises(ValueError, match="at most 256 features; got 512"):
+        FA3.tile(512, Mask())
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"scores": "folded"}, "scores is one of"),
+        ({"policy": "largest"}, "policy"),
+        ({"offset": -1}, "offset"),
+        ({"threshold": -1.0}, "threshold"),
+        ({"promotion": 0}, "promotion"),
+        ({"p_scale": 0.0}, "p_scale"),
+        ({"tiles": ()}, "tiles ascend"),
+        ({"tiles": (Tiles(features=64, full=100, causal=96, local=96),)}, "multiple of 16"),
+        ({"plan": "exact"}, "promotion=1"),
+        ({"granularity": None}, "granularity"),
+        ({"fmt": BFLOAT16, "granularity": None}, "plan='f32'"),
+        ({"granularity": "rows_128"}, "raw scores"),
+        ({"base": "e"}, "raw scores"),
+        ({"scores": "scaled", "bias": "separate"}, "no bias"),
+        ({"scores": "scaled", "base": "e"}, "needs base '2'"),
+        ({"out_scales": "tile"}, "promotion=1"),
+    ],
+)
+def test_contradictions_are_refused(change, said):  # A-1
+    with pytest.raises(ValueError, match=said):
+        dataclasses.replace(FA3, **change)
+
+
+def test_scales_of_blocks_belong_into_tiles_of_128():  # A-2
+    paper = VARIANTS["fa3_paper"]
+    with pytest.raises(ValueError, match="tiles of 128"):
+        dataclasses.replace(paper, tiles=FA3.tiles)
+    with pytest.raises(ValueError, match="out_scales='tile'"):
+        dataclasses.replace(paper, out_scales="end")
+
+
+def test_high_precision_has_no_scales():  # A-2
+    with pytest.raises(ValueError, match="no p_scale and no rotation"):
+        Variant(name="mine", fmt=BFLOAT16, granularity=None, plan="f32", rotated=True)
+
+
+def test_other_variants_can_be_made():
+    assert dataclasses.replace(FA3, name="mine", fmt=E5M2, promotion=4).promotion == 4
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [({"alignment": "middle"}, "alignment"), ({"window": (1,)}, "window"), ({"window": (-1, 0)}, "window"), ({"causal": 1}, "causal")],
+)
+def test_masks_that_are_refused(fields, said):  # A-3
+    with pytest.raises(ValueError, match=said):
+        Mask(**fields)
+
+
+def test_an_unknown_name():
+    with pytest.raises(ValueError, match="variant is a Variant or one of exact, bf16, fa3"):
+        attention.by_name("fa5")
