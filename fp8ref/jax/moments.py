@@ -22,7 +22,7 @@ from jax import lax
 
 from fp8ref import states
 from fp8ref.formats import BFLOAT16, FLOAT16, FLOAT32
-from fp8ref.jax import cast, philox
+from fp8ref.jax import cast, division, philox
 from fp8ref.states import Layout, Moment
 
 _LARGEST = np.finfo(np.float32).max
@@ -95,7 +95,7 @@ def extremes(x, g, moment: Moment, which: int) -> list[jax.Array]:
         return []
     if moment.amax == "predicted":
         return [_group_max(jnp.abs(g), moment)]
-    magnitude = jnp.abs(jnp.sqrt(x) if moment.root else x)
+    magnitude = jnp.abs(division.sqrt(x) if moment.root else x)
     found = [_group_max(magnitude, moment)]
     if moment.expansion:
         found.append(_group_max(jnp.where(magnitude == 0, -jnp.inf, -magnitude), moment, empty=-np.inf))
@@ -116,7 +116,7 @@ def averages(g, m, v, at: Scalars, layout: Layout):
 
 def ratio(m, v, at: Scalars):
     """The ratio of corrected moments, before a bound (O-6)."""
-    return product(m, at.inverse1) / (product(jnp.sqrt(v), at.inverse2) + at.eps)
+    return division.divide(product(m, at.inverse1), product(division.sqrt(v), at.inverse2) + at.eps)
 
 
 def not_tiny(x, layout: Layout):
@@ -146,7 +146,7 @@ def store(x, found: list[jax.Array], old: MomentState, which: int, at: Scalars, 
     """
     moment = layout.kept[which]
     if moment.root:
-        x = jnp.sqrt(x)
+        x = division.sqrt(x)
     if moment.scaling is None:
         return MomentState(_codes(x, x, moment, key))
     if which == 2 and moment.amax == "predicted":
@@ -158,7 +158,7 @@ def store(x, found: list[jax.Array], old: MomentState, which: int, at: Scalars, 
     elif moment.amax == "predicted" and which < 2:
         kept = product(old.amax, old.amax) if moment.root else old.amax
         amax = averages(own, kept, kept, at, layout)[which]
-        amax = jnp.sqrt(amax) if moment.root else amax
+        amax = division.sqrt(amax) if moment.root else amax
     if moment.expansion:
         return _store_expanded(x, amax, -found[1], moment, key)
     scale, scale_inv = _scales(amax, moment)
@@ -176,8 +176,8 @@ def _store_expanded(x, amax, smallest, moment: Moment, key) -> MomentState:
     floor = jnp.float32(moment.floor)
     top = jnp.maximum(amax, floor)
     bottom = jnp.minimum(jnp.maximum(smallest, floor), top)
-    center = product(jnp.sqrt(top), jnp.sqrt(bottom))
-    ratio = top / bottom
+    center = product(division.sqrt(top), division.sqrt(bottom))
+    ratio = division.divide(top, bottom)
     exponent = jnp.full_like(ratio, states.EXPONENTS[-1])
     for k in reversed(states.EXPONENTS[:-1]):
         exponent = jnp.where(ratio <= np.float32(states.EXPANDED_RANGE ** (1 / k)), jnp.float32(k), exponent)
@@ -194,14 +194,14 @@ def expanded(x, center, exponent, scale_inv, moment: Moment):
 
 def _power(x, exponent):
     square = product(x, x)
-    low = jnp.where(exponent == 1, x, jnp.sqrt(x))  # jnp.select would write the index of each element to memory
+    low = jnp.where(exponent == 1, x, division.sqrt(x))  # jnp.select would write the index of each element to memory
     return jnp.where(exponent == 4, product(square, square), jnp.where(exponent == 2, square, low))
 
 
 def _root_of_power(y, exponent):
-    root = jnp.sqrt(y)
+    root = division.sqrt(y)
     low = jnp.where(exponent == 1, y, product(y, y))
-    return jnp.where(exponent == 4, jnp.sqrt(root), jnp.where(exponent == 2, root, low))
+    return jnp.where(exponent == 4, division.sqrt(root), jnp.where(exponent == 2, root, low))
 
 
 def _signed(magnitude, sign):
@@ -214,12 +214,12 @@ def _scales(amax, moment: Moment):
     top = jnp.float32(moment.fmt.max)
     if moment.scaling == "divide":
         return None, quotient(amax, top)
-    scale = 1 / quotient(amax, top) if moment.scaling == "reciprocal" else top / amax
+    scale = division.divide(1, quotient(amax, top)) if moment.scaling == "reciprocal" else division.divide(top, amax)
     if moment.scaling == "power_of_two":
         bits = lax.bitcast_convert_type(scale, jnp.uint32) & jnp.uint32(0xFF800000)
         scale = jnp.where(jnp.isnan(scale), scale, lax.bitcast_convert_type(bits, jnp.float32))
     scale = lax.optimization_barrier(scale)  # rewritten
-    return scale, 1 / scale
+    return scale, division.divide(1, scale)
 
 
 def _codes(scaled, x, moment: Moment, key):
@@ -295,10 +295,10 @@ def product(a, b):
 def _over(x, of_groups):
     """x / the values of the groups. A choice by x hides that they are few, as a barrier would, and
     writes nothing to memory: rewritten."""
-    return x / jnp.where(jnp.isnan(x), 1.0, of_groups)
+    return division.divide(x, jnp.where(jnp.isnan(x), 1.0, of_groups))
 
 
 def quotient(a, b):
     """a / b of an array. One barrier hides whether b is one number, the other that a quotient may
     divide what follows: rewritten."""
-    return lax.optimization_barrier(a / lax.optimization_barrier(jnp.broadcast_to(b, a.shape)))
+    return lax.optimization_barrier(division.divide(a, lax.optimization_barrier(jnp.broadcast_to(b, a.shape))))
