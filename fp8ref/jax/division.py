@@ -6,10 +6,36 @@ On a CPU these are XLA's own. On an NVIDIA GPU XLA divides by PTX's ``div.full.f
 ``-nvptx-prec-divf32=1``). There they are computed in float64, whose instructions round correctly.
 """
 
+import contextlib
+from contextvars import ContextVar
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+
+_in_kernel: ContextVar[bool] = ContextVar("fp8ref_jax_in_kernel", default=False)
+
+
+@contextlib.contextmanager
+def in_kernel():
+    """While the body of a Pallas kernel is traced in this context, ``inside_kernel`` is true: quotients
+    and roots are computed in float64 on every platform, and ``barrier`` is none. Kernels take neither
+    choices by platform nor barriers, and no compiler rewrites them as XLA rewrites programs."""
+    token = _in_kernel.set(True)
+    try:
+        yield
+    finally:
+        _in_kernel.reset(token)
+
+
+def inside_kernel() -> bool:
+    return _in_kernel.get()
+
+
+def barrier(x: jax.Array) -> jax.Array:
+    """``lax.optimization_barrier``."""
+    return x if _in_kernel.get() else lax.optimization_barrier(x)
 
 
 def divide(a, b) -> jax.Array:
@@ -19,25 +45,29 @@ def divide(a, b) -> jax.Array:
     """
     # Broadcast first: all branches then have one shape.
     a, b = jnp.broadcast_arrays(jnp.asarray(a, jnp.float32), jnp.asarray(b, jnp.float32))
+    if _in_kernel.get():
+        return divide_in_float64(a, b)
     return lax.platform_dependent(a, b, cuda=divide_in_float64, default=lax.div)
 
 
 def sqrt(x: jax.Array) -> jax.Array:
     """RN32(sqrt(x)), float32 of any shape. Specials: as in IEEE 754."""
+    if _in_kernel.get():
+        return sqrt_in_float64(x)
     return lax.platform_dependent(x, cuda=sqrt_in_float64, default=lax.sqrt)
 
 
 def divide_in_float64(a: jax.Array, b: jax.Array) -> jax.Array:
-    """``divide`` on a GPU: a product with the reciprocal, because LLVM makes a float64 quotient of
-    float32 numbers, rounded to float32, a float32 quotient again.
+    """``divide`` on a GPU: 2 a times the reciprocal of 2 b. LLVM makes a float64 quotient of float32
+    numbers, rounded to float32, a float32 quotient again, but not a product, nor 1 / (2 b).
 
     Its error, of two roundings, is below 2^-52 of the quotient. A quotient of 24-bit numbers a / b
     is no midpoint t of two float32 numbers, which has 25 bits: t * b would have more than 24. And
     t * b has at most 49 bits, so that a differs from it, and the quotient from t, by 2^-49 or more.
     """
     with jax.enable_x64(True):
-        wide = lax.convert_element_type(a, np.float64) * (np.float64(1) / lax.convert_element_type(b, np.float64))
-        quotient = lax.convert_element_type(wide, np.float32)
+        of_a, of_b = (lax.convert_element_type(x, np.float64) * np.float64(2) for x in (a, b))
+        quotient = lax.convert_element_type(of_a * (np.float64(1) / of_b), np.float32)
     return _kept(quotient, a)
 
 
