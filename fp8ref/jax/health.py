@@ -17,7 +17,7 @@ from fp8ref import states
 from fp8ref.health import COUNTS, clip_limit
 from fp8ref.jax import division, moments
 from fp8ref.jax.moments import MomentState, Scalars
-from fp8ref.jax.states import AdamWState, in_range
+from fp8ref.jax.states import AdamWState
 from fp8ref.states import Layout, Moment
 
 
@@ -77,7 +77,7 @@ def _measure(g, before, after, at: Scalars, layout: Layout) -> Measured:
     if g.size >= 2**31:
         raise ValueError(f"health counts below 2^31 elements of a tensor on a device; got {g.shape}. Set statistics.every to 0.")
     both = (layout.m, layout.v)
-    g = in_range(g.astype(jnp.float32))
+    g = moments.in_range(g.astype(jnp.float32))
     old, stored = ([moments.read(x, moment, layout) for x, moment in zip(pair, both, strict=True)] for pair in (before, after))
     new = moments.averages(g, old[0], old[1], at, layout)
     idle = moments.averages(jnp.zeros_like(g), stored[0], stored[1], at, layout)

@@ -81,6 +81,27 @@ def master(p, layout: Layout) -> MomentState:
     return MomentState(codes, scale_inv, amax)
 
 
+def new(p, g, stored: list[MomentState], at: Scalars, layout: Layout):
+    """(the gradient in range, both new moments, and the weight where a master is kept), and the change
+    of the weight (O-2 to O-6)."""
+    g = in_range(cast.to_f32(g))
+    m, v = averages(g, read(stored[0], layout.m, layout), read(stored[1], layout.v, layout), at, layout)
+    of_both = ratio(m, v, at)
+    if layout.bounded:
+        of_both = _clip(of_both, -at.bound, at.bound)
+    if layout.keeps_master:
+        p = read(stored[2], layout.master, layout)
+    taken = change(of_both, p, at)
+    return (g, m, v, p - taken) if layout.keeps_master else (g, m, v), taken
+
+
+def in_range(g):
+    """O-2."""
+    magnitude = jnp.abs(g)
+    kept = jnp.where(magnitude < states.GRADIENT_MIN, jnp.float32(0), g)
+    return jnp.where(magnitude <= states.GRADIENT_MAX, kept, jnp.float32(jnp.nan))
+
+
 def change(ratio, p, at: Scalars):
     """What a step takes from a weight (O-6), from a ratio of moments; of magnitudes, its bound (O-15)."""
     found = product(at.learning_rate, ratio + product(at.weight_decay, p))
@@ -174,7 +195,7 @@ def store(x, found: list[jax.Array], old: MomentState, which: int, at: Scalars, 
 def _store_expanded(x, amax, smallest, moment: Moment, key) -> MomentState:
     """O-10."""
     floor = jnp.float32(moment.floor)
-    top = jnp.maximum(amax, floor)
+    top = _not_below(amax, floor)
     bottom = jnp.minimum(jnp.maximum(smallest, floor), top)
     center = product(division.sqrt(top), division.sqrt(bottom))
     ratio = division.divide(top, bottom)
@@ -189,7 +210,7 @@ def _store_expanded(x, amax, smallest, moment: Moment, key) -> MomentState:
 def expanded(x, center, exponent, scale_inv, moment: Moment):
     """The numbers that are rounded to codes under an expansion (O-10)."""
     of, k, inverse = (_spread(a, x.shape, moment) for a in (center, exponent, scale_inv))
-    return _over(_signed(_power(jnp.clip(_over(jnp.abs(x), of), 0, _LARGEST), k), x), inverse)
+    return _over(_signed(_power(_clip(_over(jnp.abs(x), of), 0, _LARGEST), k), x), inverse)
 
 
 def _power(x, exponent):
@@ -210,7 +231,7 @@ def _signed(magnitude, sign):
 
 def _scales(amax, moment: Moment):
     """(scale, scale_inv) (O-7); scale is None under ``divide``."""
-    amax = jnp.maximum(amax, jnp.float32(moment.floor))
+    amax = _not_below(amax, jnp.float32(moment.floor))
     top = jnp.float32(moment.fmt.max)
     if moment.scaling == "divide":
         return None, quotient(amax, top)
@@ -218,7 +239,7 @@ def _scales(amax, moment: Moment):
     if moment.scaling == "power_of_two":
         bits = lax.bitcast_convert_type(scale, jnp.uint32) & jnp.uint32(0xFF800000)
         scale = jnp.where(jnp.isnan(scale), scale, lax.bitcast_convert_type(bits, jnp.float32))
-    scale = lax.optimization_barrier(scale)  # rewritten
+    scale = division.barrier(scale)  # rewritten
     return scale, division.divide(1, scale)
 
 
@@ -239,11 +260,11 @@ def _codes(scaled, x, moment: Moment, key):
         if moment.keep:
             codes = jnp.where((x != 0) & (codes & 0x7F == 0), codes | jnp.uint8(1), codes)
         return lax.bitcast_convert_type(codes, cast.DTYPES[fmt.name])
-    codes = jnp.clip(scaled, -fmt.max, fmt.max).astype(_DTYPES[fmt.name])
+    codes = _clip(scaled, -fmt.max, fmt.max).astype(_DTYPES[fmt.name])
     if moment.keep:
         smallest = jnp.asarray(fmt.smallest_subnormal, codes.dtype)
         codes = jnp.where((x != 0) & (codes == 0), jnp.where(jnp.signbit(x), -smallest, smallest), codes)
-    return lax.optimization_barrier(codes)  # shortened
+    return division.barrier(codes)  # shortened
 
 
 def _values(codes, moment: Moment):
@@ -267,6 +288,8 @@ def above(x, limit: float, stored: MomentState, moment: Moment):
 def _group_max(x, moment: Moment, empty: float = 0.0):
     """() or [blocks]: the maximum of each group of the flattened tensor; empty fills a last
     block."""
+    if division.inside_kernel() and empty == 0:  # [blocks, block], of magnitudes: by bits, NaN is the largest
+        return lax.bitcast_convert_type(jnp.max(lax.bitcast_convert_type(x, jnp.int32), axis=-1), jnp.float32)
     if moment.block is None:
         return jnp.max(x)
     if x.ndim and x.shape[-1] % moment.block == 0:  # a cut along other axes then needs no collective
@@ -289,7 +312,20 @@ def _spread(of_groups, shape: tuple[int, ...], moment: Moment):
 def product(a, b):
     """a * b, clipped to float32's range, which changes nothing but what XLA may do with it:
     fused."""
+    if division.inside_kernel():
+        return jnp.where(jnp.abs(a * b) <= _LARGEST, a * b, jnp.nan)
     return jnp.clip(a * b, -_LARGEST, _LARGEST)
+
+
+def _clip(x, low, high):
+    """``jnp.clip``. In kernels maxima and minima drop NaN: Pallas makes PTX's ``max.f32`` of them for a GPU."""
+    clipped = jnp.clip(x, low, high)
+    return jnp.where(jnp.isnan(x), x, clipped) if division.inside_kernel() else clipped
+
+
+def _not_below(x, least):
+    """``jnp.maximum``, of x that may be NaN."""
+    return jnp.where(jnp.isnan(x) | (x > least), x, least) if division.inside_kernel() else jnp.maximum(x, least)
 
 
 def _over(x, of_groups):
@@ -301,4 +337,4 @@ def _over(x, of_groups):
 def quotient(a, b):
     """a / b of an array. One barrier hides whether b is one number, the other that a quotient may
     divide what follows: rewritten."""
-    return lax.optimization_barrier(division.divide(a, lax.optimization_barrier(jnp.broadcast_to(b, a.shape))))
+    return division.barrier(division.divide(a, division.barrier(jnp.broadcast_to(b, a.shape))))
