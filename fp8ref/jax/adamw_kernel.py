@@ -20,7 +20,8 @@ from fp8ref.jax import division, moments
 from fp8ref.jax.moments import MomentState, Scalars
 from fp8ref.states import Layout
 
-ROWS = 16  # blocks that a program of the kernel holds, at most: 16 elements a thread
+ROWS = 16
+"""Blocks that a program of the kernel holds, at most: of 128 elements, 16 elements a thread."""
 
 
 def takes(shape: tuple[int, ...], layout: Layout) -> bool:

@@ -30,6 +30,7 @@ def in_kernel():
 
 
 def inside_kernel() -> bool:
+    """Whether the body of a kernel is being traced (``in_kernel``)."""
     return _in_kernel.get()
 
 
