@@ -7,8 +7,9 @@ FP8 into an existing model.
     cast, scaling, scales, delayed, gemm
                   the parts, under the same names as in ``fp8ref.sim``
     states        AdamW whose moments are stored in FP8, for optax, with masters and FP8 copies of weights;
-                  ``moments`` is one of them, ``philox`` the stochastic rounding; ``health`` what storing
-                  them cost
+                  ``moments`` is one of them, ``adamw_kernel`` a GPU's kernel of a step, ``philox`` the
+                  stochastic rounding; ``health`` what storing them cost
+    division      quotients and roots that are rounded once, on GPUs too
     sharding, explicit_sharding
                   the placement of a linear on a mesh; as the types of Explicit axes say it
     gradients     summed over devices in FP8, and over microbatches

@@ -29,7 +29,7 @@ from jax import lax
 from fp8ref import recipe as recipes
 from fp8ref.delayed import DELAYED, DelayedScaling
 from fp8ref.formats import Format
-from fp8ref.jax import cast, scaling
+from fp8ref.jax import cast, division, scaling
 from fp8ref.jax import scales as scale_rules
 from fp8ref.recipe import Recipe, Role
 
@@ -280,8 +280,8 @@ def _scale_of(amax: jax.Array, past: jax.Array, state: DelayedState | FlaxState,
     bits, limit = cast.magnitude_bits(amax), np.float32(fmt.max * 2.0**-config.policy.margin)
     # XLA on a CPU would flush a subnormal amax n * 2^-149. So the quotient is limit * 2^149 / n, in
     # two powers: 2^149 overflows.
-    subnormal = (limit * 2.0**75 / bits.astype(jnp.float32)) * 2.0**74
-    scale = jnp.minimum(jnp.where(bits < 1 << 23, subnormal, limit / amax), np.finfo(np.float32).max)
+    subnormal = division.divide(limit * 2.0**75, bits.astype(jnp.float32)) * 2.0**74
+    scale = jnp.minimum(jnp.where(bits < 1 << 23, subnormal, division.divide(limit, amax)), np.finfo(np.float32).max)
     return jnp.where((state.step % config.interval == 0) & (bits != 0), scale, state.stored)
 
 

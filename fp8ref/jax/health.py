@@ -15,9 +15,9 @@ from jax import lax
 
 from fp8ref import states
 from fp8ref.health import COUNTS, clip_limit
-from fp8ref.jax import moments
+from fp8ref.jax import division, moments
 from fp8ref.jax.moments import MomentState, Scalars
-from fp8ref.jax.states import AdamWState, check_state, in_range
+from fp8ref.jax.states import AdamWState, check_state
 from fp8ref.states import Layout, Moment
 
 
@@ -80,12 +80,12 @@ def _measure(g, before, after, at: Scalars, layout: Layout) -> Measured:
     if g.size >= 2**31:
         raise ValueError(f"health counts below 2^31 elements of a tensor on a device; got {g.shape}. Set statistics.every to 0.")
     both = (layout.m, layout.v)
-    g = in_range(g.astype(jnp.float32))
+    g = moments.in_range(g.astype(jnp.float32))
     old, stored = ([moments.read(x, moment, layout) for x, moment in zip(pair, both, strict=True)] for pair in (before, after))
     new = moments.averages(g, old[0], old[1], at, layout)
     idle = moments.averages(jnp.zeros_like(g), stored[0], stored[1], at, layout)
     wanted, found = moments.ratio(new[0], new[1], at), moments.ratio(stored[0], stored[1], at)
-    root, stored_root = jnp.sqrt(new[1]), jnp.sqrt(stored[1])
+    root, stored_root = division.sqrt(new[1]), division.sqrt(stored[1])
     masks = (
         (stored[1] == 0) & (stored[0] != 0),
         jnp.abs(wanted) > at.bound if layout.bounded else None,
@@ -103,13 +103,13 @@ def _measure(g, before, after, at: Scalars, layout: Layout) -> Measured:
 def _clipped(x, stored: MomentState, moment: Moment):
     if stored.scale_inv is None or moment.expansion:
         return None
-    return moments.above(jnp.sqrt(x) if moment.root else x, clip_limit(moment), stored, moment)
+    return moments.above(division.sqrt(x) if moment.root else x, clip_limit(moment), stored, moment)
 
 
 def _stalled(x, stored: MomentState, moment: Moment):
     if moment.rounding == "stochastic":
         return None
-    codes = moments.again(jnp.sqrt(x) if moment.root else x, stored, moment)
+    codes = moments.again(division.sqrt(x) if moment.root else x, stored, moment)
     if moment.fmt.bits == 8:
         found, kept = (lax.bitcast_convert_type(x, jnp.uint8) for x in (codes, stored.codes))
         return (kept & 0x7F != 0) & (found == kept)

@@ -22,7 +22,7 @@ from jax import lax
 
 from fp8ref import states
 from fp8ref.formats import BFLOAT16, FLOAT16, FLOAT32
-from fp8ref.jax import cast, philox
+from fp8ref.jax import cast, division, philox
 from fp8ref.states import Layout, Moment
 
 _LARGEST = np.finfo(np.float32).max
@@ -81,6 +81,27 @@ def master(p, layout: Layout) -> MomentState:
     return MomentState(codes, scale_inv, amax)
 
 
+def new(p, g, stored: list[MomentState], at: Scalars, layout: Layout):
+    """(the gradient in range, both new moments, and the weight where a master is kept), and the change
+    of the weight (O-2 to O-6)."""
+    g = in_range(cast.to_f32(g))
+    m, v = averages(g, read(stored[0], layout.m, layout), read(stored[1], layout.v, layout), at, layout)
+    of_both = ratio(m, v, at)
+    if layout.bounded:
+        of_both = _clip(of_both, -at.bound, at.bound)
+    if layout.keeps_master:
+        p = read(stored[2], layout.master, layout)
+    taken = change(of_both, p, at)
+    return (g, m, v, p - taken) if layout.keeps_master else (g, m, v), taken
+
+
+def in_range(g):
+    """O-2."""
+    magnitude = jnp.abs(g)
+    kept = jnp.where(magnitude < states.GRADIENT_MIN, jnp.float32(0), g)
+    return jnp.where(magnitude <= states.GRADIENT_MAX, kept, jnp.float32(jnp.nan))
+
+
 def change(ratio, p, at: Scalars):
     """What a step takes from a weight (O-6), from a ratio of moments; of magnitudes, its bound (O-15)."""
     found = product(at.learning_rate, ratio + product(at.weight_decay, p))
@@ -95,7 +116,7 @@ def extremes(x, g, moment: Moment, which: int) -> list[jax.Array]:
         return []
     if moment.amax == "predicted":
         return [_group_max(jnp.abs(g), moment)]
-    magnitude = jnp.abs(jnp.sqrt(x) if moment.root else x)
+    magnitude = jnp.abs(division.sqrt(x) if moment.root else x)
     found = [_group_max(magnitude, moment)]
     if moment.expansion:
         found.append(_group_max(jnp.where(magnitude == 0, -jnp.inf, -magnitude), moment, empty=-np.inf))
@@ -116,7 +137,7 @@ def averages(g, m, v, at: Scalars, layout: Layout):
 
 def ratio(m, v, at: Scalars):
     """The ratio of corrected moments, before a bound (O-6)."""
-    return product(m, at.inverse1) / (product(jnp.sqrt(v), at.inverse2) + at.eps)
+    return division.divide(product(m, at.inverse1), product(division.sqrt(v), at.inverse2) + at.eps)
 
 
 def not_tiny(x, layout: Layout):
@@ -146,7 +167,7 @@ def store(x, found: list[jax.Array], old: MomentState, which: int, at: Scalars, 
     """
     moment = layout.kept[which]
     if moment.root:
-        x = jnp.sqrt(x)
+        x = division.sqrt(x)
     if moment.scaling is None:
         return MomentState(_codes(x, x, moment, key))
     if which == 2 and moment.amax == "predicted":
@@ -158,7 +179,7 @@ def store(x, found: list[jax.Array], old: MomentState, which: int, at: Scalars, 
     elif moment.amax == "predicted" and which < 2:
         kept = product(old.amax, old.amax) if moment.root else old.amax
         amax = averages(own, kept, kept, at, layout)[which]
-        amax = jnp.sqrt(amax) if moment.root else amax
+        amax = division.sqrt(amax) if moment.root else amax
     if moment.expansion:
         return _store_expanded(x, amax, -found[1], moment, key)
     scale, scale_inv = _scales(amax, moment)
@@ -174,10 +195,10 @@ def store(x, found: list[jax.Array], old: MomentState, which: int, at: Scalars, 
 def _store_expanded(x, amax, smallest, moment: Moment, key) -> MomentState:
     """O-10."""
     floor = jnp.float32(moment.floor)
-    top = jnp.maximum(amax, floor)
+    top = _not_below(amax, floor)
     bottom = jnp.minimum(jnp.maximum(smallest, floor), top)
-    center = product(jnp.sqrt(top), jnp.sqrt(bottom))
-    ratio = top / bottom
+    center = product(division.sqrt(top), division.sqrt(bottom))
+    ratio = division.divide(top, bottom)
     exponent = jnp.full_like(ratio, states.EXPONENTS[-1])
     for k in reversed(states.EXPONENTS[:-1]):
         exponent = jnp.where(ratio <= np.float32(states.EXPANDED_RANGE ** (1 / k)), jnp.float32(k), exponent)
@@ -189,19 +210,19 @@ def _store_expanded(x, amax, smallest, moment: Moment, key) -> MomentState:
 def expanded(x, center, exponent, scale_inv, moment: Moment):
     """The numbers that are rounded to codes under an expansion (O-10)."""
     of, k, inverse = (_spread(a, x.shape, moment) for a in (center, exponent, scale_inv))
-    return _over(_signed(_power(jnp.clip(_over(jnp.abs(x), of), 0, _LARGEST), k), x), inverse)
+    return _over(_signed(_power(_clip(_over(jnp.abs(x), of), 0, _LARGEST), k), x), inverse)
 
 
 def _power(x, exponent):
     square = product(x, x)
-    low = jnp.where(exponent == 1, x, jnp.sqrt(x))  # jnp.select would write the index of each element to memory
+    low = jnp.where(exponent == 1, x, division.sqrt(x))  # jnp.select would write the index of each element to memory
     return jnp.where(exponent == 4, product(square, square), jnp.where(exponent == 2, square, low))
 
 
 def _root_of_power(y, exponent):
-    root = jnp.sqrt(y)
+    root = division.sqrt(y)
     low = jnp.where(exponent == 1, y, product(y, y))
-    return jnp.where(exponent == 4, jnp.sqrt(root), jnp.where(exponent == 2, root, low))
+    return jnp.where(exponent == 4, division.sqrt(root), jnp.where(exponent == 2, root, low))
 
 
 def _signed(magnitude, sign):
@@ -210,16 +231,16 @@ def _signed(magnitude, sign):
 
 def _scales(amax, moment: Moment):
     """(scale, scale_inv) (O-7); scale is None under ``divide``."""
-    amax = jnp.maximum(amax, jnp.float32(moment.floor))
+    amax = _not_below(amax, jnp.float32(moment.floor))
     top = jnp.float32(moment.fmt.max)
     if moment.scaling == "divide":
         return None, quotient(amax, top)
-    scale = 1 / quotient(amax, top) if moment.scaling == "reciprocal" else top / amax
+    scale = division.divide(1, quotient(amax, top)) if moment.scaling == "reciprocal" else division.divide(top, amax)
     if moment.scaling == "power_of_two":
         bits = lax.bitcast_convert_type(scale, jnp.uint32) & jnp.uint32(0xFF800000)
         scale = jnp.where(jnp.isnan(scale), scale, lax.bitcast_convert_type(bits, jnp.float32))
-    scale = lax.optimization_barrier(scale)  # rewritten
-    return scale, 1 / scale
+    scale = division.barrier(scale)  # rewritten
+    return scale, division.divide(1, scale)
 
 
 def _codes(scaled, x, moment: Moment, key):
@@ -239,11 +260,11 @@ def _codes(scaled, x, moment: Moment, key):
         if moment.keep:
             codes = jnp.where((x != 0) & (codes & 0x7F == 0), codes | jnp.uint8(1), codes)
         return lax.bitcast_convert_type(codes, cast.DTYPES[fmt.name])
-    codes = jnp.clip(scaled, -fmt.max, fmt.max).astype(_DTYPES[fmt.name])
+    codes = _clip(scaled, -fmt.max, fmt.max).astype(_DTYPES[fmt.name])
     if moment.keep:
         smallest = jnp.asarray(fmt.smallest_subnormal, codes.dtype)
         codes = jnp.where((x != 0) & (codes == 0), jnp.where(jnp.signbit(x), -smallest, smallest), codes)
-    return lax.optimization_barrier(codes)  # shortened
+    return division.barrier(codes)  # shortened
 
 
 def _values(codes, moment: Moment):
@@ -267,6 +288,8 @@ def above(x, limit: float, stored: MomentState, moment: Moment):
 def _group_max(x, moment: Moment, empty: float = 0.0):
     """() or [blocks]: the maximum of each group of the flattened tensor; empty fills a last
     block."""
+    if division.inside_kernel() and empty == 0:  # [blocks, block], of magnitudes: by bits, NaN is the largest
+        return lax.bitcast_convert_type(jnp.max(lax.bitcast_convert_type(x, jnp.int32), axis=-1), jnp.float32)
     if moment.block is None:
         return jnp.max(x)
     if x.ndim and x.shape[-1] % moment.block == 0:  # a cut along other axes then needs no collective
@@ -289,16 +312,29 @@ def _spread(of_groups, shape: tuple[int, ...], moment: Moment):
 def product(a, b):
     """a * b, clipped to float32's range, which changes nothing but what XLA may do with it:
     fused."""
+    if division.inside_kernel():
+        return jnp.where(jnp.abs(a * b) <= _LARGEST, a * b, jnp.nan)
     return jnp.clip(a * b, -_LARGEST, _LARGEST)
+
+
+def _clip(x, low, high):
+    """``jnp.clip``. In kernels maxima and minima drop NaN: Pallas makes PTX's ``max.f32`` of them for a GPU."""
+    clipped = jnp.clip(x, low, high)
+    return jnp.where(jnp.isnan(x), x, clipped) if division.inside_kernel() else clipped
+
+
+def _not_below(x, least):
+    """``jnp.maximum``, of x that may be NaN."""
+    return jnp.where(jnp.isnan(x) | (x > least), x, least) if division.inside_kernel() else jnp.maximum(x, least)
 
 
 def _over(x, of_groups):
     """x / the values of the groups. A choice by x hides that they are few, as a barrier would, and
     writes nothing to memory: rewritten."""
-    return x / jnp.where(jnp.isnan(x), 1.0, of_groups)
+    return division.divide(x, jnp.where(jnp.isnan(x), 1.0, of_groups))
 
 
 def quotient(a, b):
     """a / b of an array. One barrier hides whether b is one number, the other that a quotient may
     divide what follows: rewritten."""
-    return lax.optimization_barrier(a / lax.optimization_barrier(jnp.broadcast_to(b, a.shape)))
+    return division.barrier(division.divide(a, division.barrier(jnp.broadcast_to(b, a.shape))))

@@ -18,6 +18,7 @@ from jax import lax
 from fp8ref import formats
 from fp8ref import policy as policies
 from fp8ref.formats import Format
+from fp8ref.jax import division
 from fp8ref.policy import ScalePolicy
 
 
@@ -59,7 +60,7 @@ def with_inverse(scale: jax.Array) -> Scales:
     # Without the barrier XLA rewrites 1 / (448 / amax) as amax / 448, which rounds once instead of
     # twice.
     scale = lax.optimization_barrier(scale)
-    return Scales(scale, 1 / scale)
+    return Scales(scale, division.divide(1, scale))
 
 
 def flax_scale_inv(amax: jax.Array, previous: jax.Array, fmt: Format) -> jax.Array:
@@ -102,7 +103,7 @@ def implemented(policy: str | ScalePolicy) -> ScalePolicy:
 
 
 def _floored_quotient(amax: jax.Array, fmt: Format, policy: ScalePolicy) -> jax.Array:
-    return jnp.where(amax < _smallest(policy), np.float32(fmt.max / policy.eps), np.float32(fmt.max) / amax)
+    return jnp.where(amax < _smallest(policy), np.float32(fmt.max / policy.eps), division.divide(fmt.max, amax))
 
 
 def _ratio_scales(amax: jax.Array, fmt: Format, policy: ScalePolicy) -> Scales:
@@ -111,10 +112,10 @@ def _ratio_scales(amax: jax.Array, fmt: Format, policy: ScalePolicy) -> Scales:
     # XLA makes a division by a constant a product with its reciprocal, which rounds twice, past a
     # barrier too. To XLA this divisor is no constant; in fact no amax is negative.
     divisor = jnp.where(floored < 0, jnp.float32(1), jnp.float32(fmt.max))
-    scale_inv = floored * np.float32(1 / fmt.max) if policy.ratio == "amax*(1/max)" else floored / divisor
+    scale_inv = floored * np.float32(1 / fmt.max) if policy.ratio == "amax*(1/max)" else division.divide(floored, divisor)
     # Without this barrier XLA rewrites 1 / (amax / max) as max / amax, which rounds once.
     scale_inv = lax.optimization_barrier(scale_inv)
-    return Scales(1 / scale_inv, scale_inv)
+    return Scales(division.divide(1, scale_inv), scale_inv)
 
 
 def _power_of_two_scales(amax: jax.Array, fmt: Format, policy: ScalePolicy) -> Scales:
@@ -124,7 +125,7 @@ def _power_of_two_scales(amax: jax.Array, fmt: Format, policy: ScalePolicy) -> S
     # The scale is the result of a division: XLA would repeat integer operations for every element
     # that is scaled, but it does not repeat a division.
     inverse = lax.bitcast_convert_type(_exponent_field(amax, fmt, policy) << 23, jnp.float32)
-    scale = 1 / jnp.where(jnp.isnan(amax), amax, inverse)
+    scale = division.divide(1, jnp.where(jnp.isnan(amax), amax, inverse))
     # 2^k of the bits of 2^-k: scale_inv then needs neither a kernel of its own nor all of the above
     # for every element.
     inverse = lax.bitcast_convert_type((254 << 23) - lax.bitcast_convert_type(scale, jnp.int32), jnp.float32)

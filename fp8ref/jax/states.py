@@ -18,6 +18,7 @@ A layout with masters (O-14) keeps them in the state. Parameters are what the mo
     _, state = optimizer.update(grads, state, params)
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -78,18 +79,7 @@ def adamw(
     Source:   SEMANTICS O.
     """
     layout = states.by_name(layout)
-    for name, value in (("b1", b1), ("b2", b2), ("eps", eps), ("weight_decay", weight_decay), ("seed", seed)):
-        if isinstance(value, jax.Array):
-            raise ValueError(
-                f"{name} is a Python number; got a jax array. Under optax.inject_hyperparams only learning_rate varies: name b1, b2, eps, "
-                "weight_decay and seed in static_args."
-            )
-    states.check_seed(seed, layout)
-    states.check(b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, layout=layout)
-    schedule = learning_rate if callable(learning_rate) else None
-    if schedule is None and not isinstance(learning_rate, jax.Array):  # the number of an array may not be known yet
-        states.scalars(1, learning_rate=float(learning_rate), b1=b1, b2=b2, eps=eps, weight_decay=weight_decay)
-    table = np.array(states.corrections(b1, b2), np.float32)
+    _check(learning_rate, b1, b2, eps, weight_decay, layout, seed)
 
     def init(params) -> AdamWState:
         m, v = (jax.tree.map(lambda p, i=i: moments.zeros(p, _layout_of(layout, p), i), params) for i in (0, 1))
@@ -99,25 +89,64 @@ def adamw(
     def update(grads, state: AdamWState, params=None):
         if params is None:
             raise ValueError("AdamW's decay needs the parameters: call update(grads, state, params).")
-        held = _trees(state, layout)
-        count = optax.safe_increment(state.count)
-        at_step = jnp.asarray(table)[jnp.minimum(count, len(table)) - 1]
-        rate = jnp.asarray(learning_rate if schedule is None else schedule(state.count), jnp.float32)
-        given = (b1, 1 - b1, b2, 1 - b2, *at_step, rate, eps, weight_decay)
-        at = Scalars(*(jnp.asarray(x, jnp.float32) for x in given))
-        decays = _decays(mask, params)
-
-        structure: Any
-        leaves, structure = jax.tree.flatten(params)
-        of_each = [structure.flatten_up_to(tree) for tree in (grads, decays, *held)]
-        new = [
-            _leaf(p, g, stored, at._replace(weight_decay=jnp.where(d, at.weight_decay, 0)), layout, (seed, count, number))
-            for number, (p, g, d, *stored) in enumerate(zip(leaves, *of_each, strict=True))
-        ]
-        updates, *trees = (structure.unflatten(parts) for parts in zip(*new, strict=True)) if new else (grads, *state[1:])
-        return updates, AdamWState(count, *trees)
+        return _of_each(_leaf, params, grads, state, learning_rate, (b1, b2, eps, weight_decay), layout, mask, seed)
 
     return optax.GradientTransformation(init, update)
+
+
+def step(
+    params,
+    grads,
+    state: AdamWState,
+    *,
+    learning_rate: optax.ScalarOrSchedule,
+    b1: float = 0.9,
+    b2: float = 0.95,
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    layout: str | Layout = "sqrt_e4m3",
+    mask: Any = None,
+    seed: int = 0,
+    factor: jax.Array | float = 1.0,
+    finite: jax.Array | bool = True,
+) -> tuple[Any, AdamWState]:
+    """The parameters and the state after ``adamw``'s update: its bits, and fewer bytes on an NVIDIA GPU.
+
+    There one kernel (``adamw_kernel``) reads and writes what a layout in blocks of exact amaxes has of a
+    parameter, if the blocks divide its last dim. ``update`` cannot: what it returns is added to the parameters
+    after it. Without such blocks, and elsewhere, it is update and ``optax.apply_updates``.
+
+    factor    multiplies the gradients first, RN32(g * factor), such as what clips their norm.
+    finite    false: nothing changes, the count included.
+
+    Shapes:   as ``adamw``; factor and finite of shape ().
+    Order, specials: as ``adamw``. Under a layout with masters the new parameters are ``weights``.
+    Raises:   ValueError: as ``adamw``.
+    Source:   SEMANTICS O.
+    """
+    layout = states.by_name(layout)
+    _check(learning_rate, b1, b2, eps, weight_decay, layout, seed)
+    factor, finite = jnp.asarray(factor, jnp.float32), jnp.asarray(finite)
+
+    def of_leaf(p, g, stored: list[MomentState], at: Scalars, layout: Layout, draw: tuple):
+        own = _layout_of(layout, p)
+        _check_stored(p, g, stored, own)
+
+        def by_xla(p, g, stored, at, factor, finite):
+            update, *after = _leaf(p, cast.to_f32(g) * factor, stored, at, layout, draw)
+            new = moments.read(after[2], layout.master, layout).astype(p.dtype) if layout.keeps_master else p + update
+            return jax.tree.map(lambda new, old: jnp.where(finite, new, old), (new, *after), (p, *stored))
+
+        given = (p, g, stored, at, factor, finite)
+        # Pallas is slow to import
+        from fp8ref.jax import adamw_kernel
+
+        if not adamw_kernel.takes(p.shape, own):
+            return by_xla(*given)
+        return lax.platform_dependent(*given, cuda=functools.partial(adamw_kernel.step, layout=own), default=by_xla)
+
+    new, after = _of_each(of_leaf, params, grads, state, learning_rate, (b1, b2, eps, weight_decay), layout, mask, seed)
+    return new, after._replace(count=jnp.where(finite, after.count, state.count))
 
 
 def decode(state: AdamWState, layout: str | Layout = "sqrt_e4m3") -> tuple[Any, Any]:
@@ -207,19 +236,52 @@ def _trees(state: AdamWState, layout: Layout) -> list[Any]:
     return [state.m, state.v, state.master][: len(layout.kept)]
 
 
+def _check(learning_rate, b1: float, b2: float, eps: float, weight_decay: float, layout: Layout, seed: int) -> None:
+    for name, value in (("b1", b1), ("b2", b2), ("eps", eps), ("weight_decay", weight_decay), ("seed", seed)):
+        if isinstance(value, jax.Array):
+            raise ValueError(
+                f"{name} is a Python number; got a jax array. Under optax.inject_hyperparams only learning_rate varies: name b1, b2, eps, "
+                "weight_decay and seed in static_args."
+            )
+    states.check_seed(seed, layout)
+    states.check(b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, layout=layout)
+    if not callable(learning_rate) and not isinstance(learning_rate, jax.Array):  # the number of an array may not be known yet
+        states.scalars(1, learning_rate=float(learning_rate), b1=b1, b2=b2, eps=eps, weight_decay=weight_decay)
+
+
+def _of_each(leaf, params, grads, state: AdamWState, learning_rate, numbers: tuple, layout: Layout, mask, seed: int):
+    """leaf of each parameter: (the tree of what it gives first, the state after the step)."""
+    b1, b2, eps, weight_decay = numbers
+    held, table = _trees(state, layout), np.array(states.corrections(b1, b2), np.float32)
+    count = optax.safe_increment(state.count)
+    at_step = jnp.asarray(table)[jnp.minimum(count, len(table)) - 1]
+    rate = jnp.asarray(learning_rate(state.count) if callable(learning_rate) else learning_rate, jnp.float32)
+    given = (b1, 1 - b1, b2, 1 - b2, *at_step, rate, eps, weight_decay)
+    at = Scalars(*(jnp.asarray(x, jnp.float32) for x in given))
+    decays = _decays(mask, params)
+
+    structure: Any
+    leaves, structure = jax.tree.flatten(params)
+    of_each = [structure.flatten_up_to(tree) for tree in (grads, decays, *held)]
+    new = [
+        leaf(p, g, stored, at._replace(weight_decay=jnp.where(d, at.weight_decay, 0)), layout, (seed, count, number))
+        for number, (p, g, d, *stored) in enumerate(zip(leaves, *of_each, strict=True))
+    ]
+    first, *trees = (structure.unflatten(parts) for parts in zip(*new, strict=True)) if new else (grads, *state[1:])
+    return first, AdamWState(count, *trees)
+
+
 def _leaf(p, g, stored: list[MomentState], at: Scalars, layout: Layout, draw: tuple):
     """(update, m, v) of one parameter, and its master if one is kept; draw: the seed, the number of the
     step and that of the tensor."""
     layout = _layout_of(layout, p)
-    _check_gradient(g, p)
-    for i, one in enumerate(stored):
-        check_state(one, p.shape, layout, i)
-    new, change = _new(p, g, stored, at, layout)
+    _check_stored(p, g, stored, layout)
+    new, change = moments.new(p, g, stored, at, layout)
     extremes = [moments.extremes(x, new[0], moment, i) for i, (x, moment) in enumerate(zip(new[1:], layout.kept, strict=True))]
     if any(extremes):
         # The moments are computed again: kept, they would be 8 bytes a parameter to write and to read.
         g, stored, extremes = lax.optimization_barrier((g, stored, extremes))
-        new, change = _new(p, g, stored, at, layout)
+        new, change = moments.new(p, g, stored, at, layout)
     seed, step, number = draw
     keys = [
         philox.key_of(seed, step, 2 * number + i % 2, of_master=i == 2) if moment.rounding == "stochastic" else None
@@ -229,28 +291,6 @@ def _leaf(p, g, stored: list[MomentState], at: Scalars, layout: Layout, draw: tu
     if not layout.keeps_master:
         return -change, *after
     return moments.read(after[2], layout.master, layout).astype(p.dtype).astype(jnp.float32) - cast.to_f32(p), *after
-
-
-def _new(p, g, stored: list[MomentState], at: Scalars, layout: Layout):
-    """(the gradient in range, both new moments, and the weight where a master is kept), and the change
-    of the weight (O-2 to O-6)."""
-    g = in_range(cast.to_f32(g))
-    m, v = (moments.read(one, moment, layout) for one, moment in zip(stored[:2], (layout.m, layout.v), strict=True))
-    m, v = moments.averages(g, m, v, at, layout)
-    ratio = moments.ratio(m, v, at)
-    if layout.bounded:
-        ratio = jnp.clip(ratio, -at.bound, at.bound)
-    if layout.keeps_master:
-        p = moments.read(stored[2], layout.master, layout)
-    change = moments.change(ratio, p, at)
-    return (g, m, v, p - change) if layout.keeps_master else (g, m, v), change
-
-
-def in_range(g):
-    """O-2."""
-    magnitude = jnp.abs(g)
-    kept = jnp.where(magnitude < states.GRADIENT_MIN, jnp.float32(0), g)
-    return jnp.where(magnitude <= states.GRADIENT_MAX, kept, jnp.float32(jnp.nan))
 
 
 def _layout_of(layout: Layout, p) -> Layout:
@@ -270,9 +310,12 @@ def _layout_of(layout: Layout, p) -> Layout:
     return layout.of(p.size)
 
 
-def _check_gradient(g, p) -> None:
+def _check_stored(p, g, stored: list, layout: Layout) -> None:
+    """ValueError unless gradient and state are a parameter's."""
     if getattr(g, "shape", None) != p.shape:
         raise ValueError(f"a gradient has its parameter's shape, {p.shape}; got {getattr(g, 'shape', type(g).__name__)}.")
+    for i, one in enumerate(stored):
+        check_state(one, p.shape, layout, i)
 
 
 def check_state(stored, shape: tuple[int, ...], layout: Layout, which: int) -> None:

@@ -372,6 +372,24 @@ def test_states_of_a_chain_and_of_others_are_refused():  # O-4, O-14
         states.copies(state, "msamp_o2", "tensorwise")
 
 
+@pytest.mark.parametrize("name", ["sqrt_e4m3", "sqrt_e4m3_f16"])
+def test_a_step_is_an_update_and_its_sum(name):  # O-6, O-14
+    """With a factor of the gradients, and without a step that is not finite."""
+    layout = {**LAYOUTS, **WITH_MASTERS}[name]
+    optimizer, p, g = states.adamw(1e-3, layout=layout, **HYPER), start_arrays(), gradients_of(0)
+    twice = jax.tree.map(lambda x: np.asarray(x) * np.float32(2), g)
+    step = jax.jit(
+        lambda p, g, state, finite: states.step(p, g, state, learning_rate=1e-3, layout=layout, factor=0.5, finite=finite, **HYPER)
+    )
+    state = optimizer.init(p)
+    updates, wanted = jax.jit(optimizer.update)(g, state, p)
+    new = states.weights(wanted, layout, jnp.float32) if layout.keeps_master else optax.apply_updates(p, updates)
+    taken, kept = (step(p, twice, state, jnp.bool_(finite)) for finite in (True, False))
+    for found, expected in ((taken, (new, wanted)), (kept, (p, state))):
+        pairs = zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True)
+        assert all(np.asarray(x).tobytes() == np.asarray(y).tobytes() for x, y in pairs)
+
+
 def test_what_is_not_finite_is_nan():  # O-2
     p = {"w": jnp.ones((2, 256))}
     for name, layout in NEAREST.items():

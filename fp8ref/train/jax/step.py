@@ -133,32 +133,34 @@ class Step:
         Where loss or norm is not finite, the state is the old one (T-4).
         """
         loss, grads, seen = self.gradients(state.params, state.fp8, tokens)
-        norm, grads = self._clipped(grads)
-        if self._keeps_masters:
-            _, after = self._optimizer_at(lr).update(grads, self._with_masters(state), self.computed(state.params)[0])
-            params, optimizer = self._apart_from_masters(None, after)
-        elif self._moments:
-            updates, optimizer = self._optimizer_at(lr).update(grads, state.optimizer, state.params)
-            params = optax.apply_updates(state.params, updates)
-        else:
-            updates, optimizer = self._optimizer.update(grads, state.optimizer, state.params)
-            params = jax.tree.map(lambda p, u: p - lr * u, state.params, updates)
+        norm, factor = self._clipping(grads)
+        finite = jnp.isfinite(loss) & jnp.isfinite(norm)
+
+        def kept(new, old):
+            # Selected by element, so that the decision stays on the device
+            return jax.tree.map(lambda new, old: jnp.where(finite, new, old), new, old)
+
         # States of a recipe that this step does not use stay as they are (T-9).
         fp8 = state.fp8 | {name: delayed.update(state.fp8[name], found, recipe=self.linears[name]) for name, found in seen.items()}
-        finite = jnp.isfinite(loss) & jnp.isfinite(norm)
-        # Selected by element, so that the decision stays on the device
-        return jax.tree.map(lambda new, old: jnp.where(finite, new, old), State(params, optimizer, fp8), state), loss, norm
+        if self._moments:
+            how = {**self._adamw(), "learning_rate": lr, "factor": factor, "finite": finite}
+            before = self._with_masters(state) if self._keeps_masters else state.optimizer
+            made = self._apart_from_masters(*states.step(self.computed(state.params)[0], grads, before, **how))
+            return State(*made, kept(fp8, state.fp8)), loss, norm
+        updates, optimizer = self._optimizer.update(_times(grads, factor), state.optimizer, state.params)
+        params = jax.tree.map(lambda p, u: p - lr * u, state.params, updates)
+        return kept(State(params, optimizer, fp8), state), loss, norm
 
-    def _clipped(self, grads) -> tuple[jax.Array, Any]:
-        """The norm of the gradients, and the gradients clipped to the largest that it may be (T-2)."""
+    def _clipping(self, grads) -> tuple[jax.Array, jax.Array]:
+        """The norm of the gradients, and what clips them to the largest that it may be (T-2)."""
         norm = optax.tree.norm(grads)
-        return norm, jax.tree.map(lambda g: g * jnp.minimum(1.0, self.config.optimizer.max_norm / norm), grads)
+        return norm, jnp.minimum(1.0, self.config.optimizer.max_norm / norm)
 
     def health(self, grads, state: State) -> health.Measured:
         """What storing the moments of a step would cost, of gradients before clipping: of all parameters, in the order
         of ``named`` (SEMANTICS O-12)."""
         assert self._moments is not None
-        keys, (_, grads) = self.config.optimizer, self._clipped(grads)
+        keys, grads = self.config.optimizer, _times(grads, self._clipping(grads)[1])
         before = self._with_masters(state) if self._keeps_masters else state.optimizer
         _, after = self._optimizer_at(0.0).update(grads, before, self.computed(state.params)[0])
         g, before, made = (
@@ -253,8 +255,13 @@ class Step:
 
     def _optimizer_at(self, lr) -> optax.GradientTransformation:
         """The optimizer of a layout at a learning rate, which its updates contain."""
+        return states.adamw(lambda _: lr, **self._adamw())
+
+    def _adamw(self) -> dict[str, Any]:
+        """What ``states.adamw`` and ``states.step`` take but for the learning rate."""
         keys, layout = self.config.optimizer, self._moments or "float32"
-        return states.adamw(lambda _: lr, keys.beta1, keys.beta2, keys.eps, keys.weight_decay, layout=layout, mask=_matrices)
+        numbers = {"b1": keys.beta1, "b2": keys.beta2, "eps": keys.eps, "weight_decay": keys.weight_decay}
+        return {**numbers, "layout": layout, "mask": _matrices}
 
     def _specs_of_states(self, params) -> tuple[Any, Any]:
         """PartitionSpecs of ``State``'s params and optimizer. Stored masters and moments lie on the mesh as their parameters
@@ -575,6 +582,10 @@ cross_entropy.defvjp(_cross_entropy, _cross_entropy_gradient)
 def _without(suffix: str, found: Mapping[str, Any]) -> dict[str, Any]:
     """What is found under names that end in a suffix, by the names without it."""
     return {name.removesuffix(suffix): value for name, value in found.items() if name.endswith(suffix)}
+
+
+def _times(grads, factor: jax.Array):
+    return jax.tree.map(lambda g: g * factor, grads)
 
 
 def _stored(node) -> bool:

@@ -1,0 +1,85 @@
+"""Quotients and square roots of float32 numbers that are rounded once, to nearest even, on a GPU too.
+
+On a CPU these are XLA's own. On an NVIDIA GPU XLA divides by PTX's ``div.full.f32`` and
+``rcp.approx.f32`` and takes roots by ``sqrt.approx.f32``, which may be an ulp or two off
+(openxla/xla, xla/service/gpu/llvm_gpu_backend/nvptx_backend.cc, commit 73190db, sets
+``-nvptx-prec-divf32=1``). There they are computed in float64, whose instructions round correctly.
+"""
+
+import contextlib
+from contextvars import ContextVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+_in_kernel: ContextVar[bool] = ContextVar("fp8ref_jax_in_kernel", default=False)
+
+
+@contextlib.contextmanager
+def in_kernel():
+    """While the body of a Pallas kernel is traced in this context, ``inside_kernel`` is true: quotients
+    and roots are computed in float64 on every platform, and ``barrier`` is none. Kernels take neither
+    choices by platform nor barriers, and no compiler rewrites them as XLA rewrites programs."""
+    token = _in_kernel.set(True)
+    try:
+        yield
+    finally:
+        _in_kernel.reset(token)
+
+
+def inside_kernel() -> bool:
+    """Whether the body of a kernel is being traced (``in_kernel``)."""
+    return _in_kernel.get()
+
+
+def barrier(x: jax.Array) -> jax.Array:
+    """``lax.optimization_barrier``."""
+    return x if _in_kernel.get() else lax.optimization_barrier(x)
+
+
+def divide(a, b) -> jax.Array:
+    """RN32(a / b), of float32 arrays that broadcast against each other, or numbers.
+
+    Specials: as in IEEE 754. A quotient below 2^-126 may be an ulp off, or zero.
+    """
+    # Broadcast first: all branches then have one shape.
+    a, b = jnp.broadcast_arrays(jnp.asarray(a, jnp.float32), jnp.asarray(b, jnp.float32))
+    if _in_kernel.get():
+        return divide_in_float64(a, b)
+    return lax.platform_dependent(a, b, cuda=divide_in_float64, default=lax.div)
+
+
+def sqrt(x: jax.Array) -> jax.Array:
+    """RN32(sqrt(x)), float32 of any shape. Specials: as in IEEE 754."""
+    if _in_kernel.get():
+        return sqrt_in_float64(x)
+    return lax.platform_dependent(x, cuda=sqrt_in_float64, default=lax.sqrt)
+
+
+def divide_in_float64(a: jax.Array, b: jax.Array) -> jax.Array:
+    """``divide`` on a GPU: 2 a times the reciprocal of 2 b. LLVM makes a float64 quotient of float32
+    numbers, rounded to float32, a float32 quotient again, but not a product, nor 1 / (2 b).
+
+    Its error, of two roundings, is below 2^-52 of the quotient. A quotient of 24-bit numbers a / b
+    is no midpoint t of two float32 numbers, which has 25 bits: t * b would have more than 24. And
+    t * b has at most 49 bits, so that a differs from it, and the quotient from t, by 2^-49 or more.
+    """
+    with jax.enable_x64(True):
+        of_a, of_b = (lax.convert_element_type(x, np.float64) * np.float64(2) for x in (a, b))
+        quotient = lax.convert_element_type(of_a * (np.float64(1) / of_b), np.float32)
+    return _kept(quotient, a)
+
+
+def sqrt_in_float64(x: jax.Array) -> jax.Array:
+    """``sqrt`` on a GPU. Rounding twice is rounding once, as float64 has more than 2 * 24 + 1 bits."""
+    with jax.enable_x64(True):
+        root = lax.convert_element_type(lax.sqrt(lax.convert_element_type(x, np.float64)), np.float32)
+    return _kept(root, x)
+
+
+def _kept(rounded: jax.Array, x: jax.Array) -> jax.Array:
+    """The rounded result of x. XLA would leave out a conversion to float32 that another to float64
+    follows, as its option xla_allow_excess_precision lets it; not past a choice."""
+    return jnp.where(jnp.isnan(x), x, rounded)
