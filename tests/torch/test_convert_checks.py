@@ -61,12 +61,6 @@ def bound():
     return model
 
 
-def parametrized():
-    model = with_()
-    nn.utils.parametrizations.weight_norm(model[0])
-    return model
-
-
 def encoder():
     return nn.Sequential(nn.TransformerEncoderLayer(64, 4, 128))
 
@@ -81,7 +75,6 @@ class Own(nn.TransformerEncoderLayer):
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (parametrized, "^0 has a parametrized weight, which would be lost"),
         (lambda: with_(state_dict=dict), "^0 is a Linear whose state_dict was replaced, which would be lost"),
         (lambda: with_(reset_parameters=print), "^0 is a Linear whose reset_parameters was replaced, which would be lost"),
         (bound, "^0 has a method of its own, hello"),
