@@ -22,6 +22,7 @@ from torch import nn
 from torch._subclasses import FakeTensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
+from torch.nn.utils import parametrize
 from torchao.float8 import convert_to_float8_training, float8_linear
 from torchao.float8.float8_linear_utils import swap_linear_layers
 
@@ -99,16 +100,18 @@ def convert(
               codes there where two scales cast one transposed tensor.
     Logs:     one line by ``logging``, of logger fp8ref.torch: what is in FP8 and what is not (R-7); a
               warning where matrices are outside linears, such as experts'. ``report`` has all.
-    Raises:   ValueError, and nothing is changed: as ``linear_selection.select``; a recipe that neither
-              can run; a model that is compiled, sharded or FP8 already; a chosen linear of which
-              something would be lost or that its parent does not call (R-5), registered under two
-              names, on a GPU without FP8, or on a CPU whose torch lacks the recipe's GEMMs.
+    Raises:   ValueError, and nothing is changed: as ``linear_selection.select``; a lazy module, which
+              has no shape yet; a recipe that neither can run; a model that is compiled, sharded or FP8
+              already; a chosen linear of which something would be lost or that its parent does not
+              call (R-5), registered under two names, on a GPU without FP8, or on a CPU whose torch
+              lacks the recipe's GEMMs.
     """
     recipe = recipes.by_name(recipe)
     _check_module(model)
+    reports.check_shapes(model)
     linears = {name: m for name, m in model.named_modules(remove_duplicate=False) if isinstance(m, nn.Linear)}
     shapes = {name: (m.out_features, m.in_features) for name, m in linears.items()}
-    decisions = linear_selection.select(shapes, recipe, filter_fqns=filter_fqns, fp8_fqns=fp8_fqns)
+    decisions = _decisions(model, shapes, recipe, filter_fqns, fp8_fqns)
     chosen = [d.path for d in decisions if d.fp8]
     if not chosen:
         reports.log(model, type(model).__name__, recipe)
@@ -152,6 +155,21 @@ def convert(
     vars(model)[reports.REASONS] = {d.path: d.reason for d in decisions} | {key: why for key, why in kept.items() if key not in chosen}
     reports.log(model, kind, recipe)
     return model
+
+
+def _decisions(
+    model: nn.Module, shapes: Mapping[str, tuple[int, int]], recipe: Recipe, filter_fqns: Sequence[str], fp8_fqns: Sequence[str]
+) -> list[linear_selection.Decision]:
+    """``linear_selection.select``, whose error that nothing is converted also names what multiplies
+    outside linears."""
+    try:
+        return linear_selection.select(shapes, recipe, filter_fqns=filter_fqns, fp8_fqns=fp8_fqns)
+    except ValueError as error:
+        others = reports.report(model).surprises
+        if not others or "converts no linear" not in str(error):
+            raise
+        names = "; ".join(f"{row.path} ({row.kind}: {row.reason})" for row in others[:2])
+        raise ValueError(f"{error} Of {len(others)} other modules with matrices the first are {names}.") from None
 
 
 def deconvert(model: nn.Module) -> nn.Module:
@@ -247,6 +265,8 @@ def _what_is_lost(linear: nn.Linear, kinds: tuple[type[nn.Linear], ...]) -> str:
               to change.
     """
     kind = type(linear).__name__
+    if parametrize.is_parametrized(linear):
+        return f"has a parametrized {', '.join(linear.parametrizations)}, which would be lost"  # type: ignore[arg-type]
     # a class that this module made, of an FP8 linear and a subclass, may be undone
     known = type(linear) in kinds or hasattr(type(linear), _METHODS_OF)
     if not known and (nn.Linear not in kinds or _changes(type(linear))):

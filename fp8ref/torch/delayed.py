@@ -116,7 +116,12 @@ class RoleState(nn.Module):
     """Delayed scaling of one role of a linear: its state, and the current step's observation, seen.
 
     missed    optimizer steps since the last update, which ``delayed_checks`` counts.
-    checked   whether an update has checked that ranks share the state.
+    idle      optimizer steps before the first update, while the linear was frozen.
+    used      whether a forward pass has observed.
+    updated   whether it was ever updated, loaded or told to forget.
+    checked, compared
+              whether an update has checked that ranks share the state, and compared its scale with
+              theirs.
     Checkpoints hold scale, amax_history and step, but not seen. ``.to`` another dtype changes none
     of them.
     """
@@ -133,8 +138,8 @@ class RoleState(nn.Module):
         for key, value in init(config)._asdict().items():
             self.register_buffer(key, value.to(device))
         self.register_buffer("seen", torch.zeros(3, dtype=torch.float32, device=device), persistent=False)
-        self.missed = 0
-        self.checked = False
+        self.missed = self.idle = 0
+        self.used = self.updated = self.checked = self.compared = False
 
     def reset(self) -> None:
         """Scale 1, an empty history, nothing seen."""
@@ -159,12 +164,13 @@ class RoleState(nn.Module):
             self.reset()
         return self
 
-    def _load_from_state_dict(self, *args, **kwargs) -> None:
+    def _load_from_state_dict(self, state_dict, prefix, *args, **kwargs) -> None:
         """Load a state, and clear the observation, which belongs to a step of the state before."""
-        super()._load_from_state_dict(*args, **kwargs)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
         # an assigned state may be on another device
         self.seen = torch.zeros_like(self.seen, device=self.scale.device)
         self.missed = 0
+        self.updated |= f"{prefix}scale" in state_dict
 
 
 def states(model: nn.Module) -> Iterator[tuple[str, RoleState]]:
@@ -198,10 +204,12 @@ def update(model: nn.Module) -> None:
         for key, values in after._asdict().items():
             torch._foreach_copy_([getattr(s, key) for s in group], list(values.unbind()))
     forget(model)
-    if unchecked:
-        delayed_checks.check_copies(model, unchecked)
-        for _, state in unchecked:
-            state.checked = True
+    uncompared = [(name, state) for name, state in named if not state.compared] if delayed_checks.several_ranks() else []
+    if uncompared and delayed_checks.check_copies(model, uncompared):
+        for _, state in uncompared:
+            state.compared = True
+    for _, state in unchecked:
+        state.checked = True
 
 
 def _merge_ranks(found: Iterable[RoleState]) -> None:
@@ -220,7 +228,7 @@ def forget(model: nn.Module) -> None:
     """Clear the observations since the last update."""
     found = [state for _, state in states(model)]
     for state in found:
-        state.missed = 0
+        state.missed, state.updated = 0, True
     for seen in _by_device([state.seen for state in found]):
         torch._foreach_zero_(seen)
 

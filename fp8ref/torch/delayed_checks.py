@@ -2,12 +2,13 @@
 
 An optimizer step is seen by a hook on all optimizers, so that microbatches and recomputed forward
 passes, after which no optimizer steps, count for nothing. Nothing here waits for a device, but for
-one copy at a model's first update on several ranks.
+copies of one weight and a part of its gradient at a model's first update on several ranks.
 """
 
 import functools
 import gc
 import hashlib
+import sys
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
@@ -27,6 +28,9 @@ from fp8ref.formats import Format
 MOST = 10
 """The optimizer steps without an update after which the next forward pass is refused."""
 
+SAMPLE = 1024
+"""The elements of a weight's gradient that ranks compare in the first update."""
+
 _CALL = "Call fp8ref.torch.delayed.update(model) after each optimizer.step()"
 
 
@@ -37,6 +41,10 @@ class State(Protocol):
     config: DelayedScaling
     group: str | None
     missed: int
+    idle: int
+    used: bool
+    updated: bool
+    compared: bool
     scale: torch.Tensor
 
     def buffers(self) -> Iterator[torch.Tensor]:
@@ -60,6 +68,8 @@ class Linear(Protocol):
 
 
 _linears: weakref.WeakSet[Linear] = weakref.WeakSet()
+_gradients: weakref.WeakKeyDictionary[Linear, torch.Tensor] = weakref.WeakKeyDictionary()
+"""{linear: the first elements of its weight's gradient}, while ranks are to compare their scales."""
 
 
 def watch(linear: Linear) -> None:
@@ -85,12 +95,26 @@ def _stepped(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> Non
         return
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     for linear in list(_linears):
+        if not linear.weight.requires_grad:
+            # Whose step it is, nothing says. A frozen linear that was updated once may be another
+            # model's, which this step does not train.
+            for state in _states(linear):
+                state.idle += state.used and not state.updated
+            continue
         if id(linear.weight) not in held:
             continue
         if linear.training and linear.weight.grad is not None:
             check(linear)  # a compiled forward pass does not check
+        _sample(linear)
         for state in _states(linear):
             state.missed += 1
+
+
+def _sample(linear: Linear) -> None:
+    """Keep elements of a gradient for ``check_copies``, which runs after gradients are cleared."""
+    grad = linear.weight.grad
+    if grad is not None and several_ranks() and any(state.group is None and not state.compared for state in _states(linear)):
+        _gradients[linear] = _local(grad).detach().reshape(-1)[:SAMPLE].clone()
 
 
 def check(linear: Linear) -> None:
@@ -98,7 +122,11 @@ def check(linear: Linear) -> None:
 
     Raises:   ValueError: there were MOST of them.
     """
-    missed = max((state.missed for state in _states(linear)), default=0)
+    frozen, missed = not linear.weight.requires_grad, 0
+    for state in _states(linear):
+        if not state.used:
+            state.used = True
+        missed = max(missed, state.missed, state.idle if frozen and not state.updated else 0)
     if missed >= MOST:
         raise ValueError(
             f"delayed scaling computes scales in delayed.update; {linear.fqn or 'a linear'} had {missed} optimizer steps without one, and its "
@@ -117,9 +145,16 @@ def check_ranks(model: nn.Module, named: Sequence[tuple[str, State]]) -> None:
 
     Raises:   ValueError: a model that is sharded, or copied by DistributedDataParallel, with states
               of one rank; one whose DistributedDataParallel broadcasts states, which would replace
-              observations.
+              observations; a stage of a pipeline that learned its shapes by a pass of its own.
     """
     names = {id(value): name for name, state in named for value in state.buffers()}
+    for stage in _stages_that_ran():
+        if found := next((names[id(value)] for value in stage.buffers() if id(value) in names), None):
+            raise ValueError(
+                "torch.distributed.pipelining learned the shapes of a stage by a pass on memory without values, before the first microbatch, "
+                f"and {found} observed it. Give PipelineStage input_args and output_args, whose requires_grad is that of training, and "
+                "convert the model anew."
+            )
     alone = next((name for name, state in named if state.group is None), None)
     for wrapper in _wrappers(model):
         if isinstance(wrapper, DistributedDataParallel) and wrapper.broadcast_buffers:
@@ -136,26 +171,39 @@ def check_ranks(model: nn.Module, named: Sequence[tuple[str, State]]) -> None:
         raise _separate(alone)
 
 
-def check_copies(model: nn.Module, named: Sequence[tuple[str, State]]) -> None:
-    """Refuse ranks with equal weights and other scales, after a model's first update.
+def check_copies(model: nn.Module, named: Sequence[tuple[str, State]]) -> bool:
+    """Refuse ranks with equal weights and gradients and other scales, after a model's first update;
+    return whether they were compared.
 
     The first rank of equal weights writes its scales to the store of the process group; others
-    compare theirs with it. No rank waits for another.
+    compare theirs with it. No rank waits for another. Ranks with equal weights may train other
+    models, such as the stages of a pipeline in a step with learning rate 0: their gradients differ.
+    Gradients of 0 show nothing, and the next update compares.
 
-    Raises:   ValueError: another rank of equal weights has other scales.
+    Raises:   ValueError: another rank of equal weights and gradients has other scales.
     """
     alone = [(name, state) for name, state in named if state.group is None and not state.scale.is_meta]
     if not alone:
-        return
-    name, _ = alone[0]
-    weight = model.get_submodule(name.rpartition(".states.")[0]).weight
+        return True
+    linears = {name.rpartition(".states.")[0]: None for name, _ in alone}
+    samples = {path: _gradients.get(model.get_submodule(path)) for path in linears}  # type: ignore[call-overload]
+    sampled = {path: sample for path, sample in samples.items() if sample is not None}
+    path = next((path for path, sample in sampled.items() if sample.any()), None)
+    if path is None and sampled:
+        return False
+    path = path or next(iter(linears))  # no optimizer was seen: weights alone are compared
+    weight = model.get_submodule(path).weight
     assert isinstance(weight, torch.Tensor)
-    about = repr([(name, state.fmt, state.config) for name, state in alone]).encode()
+    about = repr([path, *((name, state.fmt, state.config) for name, state in alone)])
+    values = [weight.detach(), *([sampled[path]] if sampled else [])]
+    key = "fp8ref/delayed/" + hashlib.sha256((about + "".join(map(_digest, values))).encode()).hexdigest()
     scales = _digest(torch.stack([state.scale for _, state in alone]))
-    key = "fp8ref/delayed/" + hashlib.sha256(about + _digest(weight.detach()).encode()).hexdigest()
     first = _get_default_store().compare_set(key, "", scales)
     if (first.decode() if isinstance(first, bytes) else first) != scales:
-        raise _separate(name)
+        raise _separate(alone[0][0])
+    for path in sampled:
+        del _gradients[model.get_submodule(path)]  # type: ignore[arg-type]
+    return True
 
 
 def several_ranks() -> bool:
@@ -182,6 +230,18 @@ def _wrappers(model: nn.Module) -> Iterable[nn.Module]:
             yield found
 
 
+def _stages_that_ran() -> Iterable[nn.Module]:
+    """The modules of a pipeline's stages that ran, with gradients, to learn shapes (torch 2.13)."""
+    pipelining = sys.modules.get("torch.distributed.pipelining.stage")
+    if pipelining is None:
+        return
+    for found in gc.get_objects():
+        if issubclass(type(found), pipelining._PipelineStageBase) and found.has_backward:
+            mode = getattr(found, "_inference_mode", None)
+            if mode is not None and mode.name == "DYNAMIC":
+                yield found.submod
+
+
 def _mesh_size(unit: FSDPModule) -> int:
     state = unit._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
@@ -192,6 +252,9 @@ def _states(linear: Linear) -> Iterable[State]:
     return linear.states.values()  # type: ignore[return-value]
 
 
+def _local(x: torch.Tensor) -> torch.Tensor:
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
 def _digest(x: torch.Tensor) -> str:
-    x = x.to_local() if isinstance(x, DTensor) else x
-    return hashlib.sha256(x.contiguous().reshape(-1).view(torch.uint8).cpu().numpy().data).hexdigest()
+    return hashlib.sha256(_local(x).contiguous().reshape(-1).view(torch.uint8).cpu().numpy().data).hexdigest()

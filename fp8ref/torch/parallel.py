@@ -40,6 +40,9 @@ Source = Literal["compute", "master"]
 AXES = ("data", "fsdp", "tensor")
 """The dims that a mesh may have, in order."""
 
+CONTEXT = ("context", "cp", "context_parallel")
+"""Names of a dim whose ranks share sequences: ``parallelize`` takes these ranks as fsdp."""
+
 
 def parallelize(
     model: nn.Module,
@@ -67,7 +70,8 @@ def parallelize(
     """Convert, checkpoint, compile and shard a model, in place.
 
     mesh        of dims named data (copies of the weights), fsdp (shards of them) and tensor (parts
-                of every linear), in this order, data only with fsdp. None: one device.
+                of every linear), in this order, data only with fsdp. None: one device. Ranks of
+                torch's context_parallel are of fsdp (P-26).
     model       may be on the meta device: give it memory (``to_empty``) and load its weights
                 afterwards.
     blocks      its modules that are checkpointed, compiled and gathered one at a time.
@@ -226,6 +230,11 @@ def _shard(
 def _parts(mesh: DeviceMesh) -> tuple[DeviceMesh | None, DeviceMesh | None]:
     """Split a mesh into ranks that share a batch, and a linear; None for a single rank."""
     names = mesh.mesh_dim_names or ()
+    if context := [name for name in names if name in CONTEXT]:
+        raise ValueError(
+            f"ranks that share sequences share the batch, and are of fsdp; got a dim named {context[0]}. Flatten it and those of the batch into "
+            "one: mesh._flatten('fsdp'), and run steps inside torch's context_parallel (P-26)."
+        )
     if not names or names != tuple(axis for axis in AXES if axis in names) or ("data" in names and "fsdp" not in names):
         raise ValueError(
             f"mesh has dims named {', '.join(AXES)}, in this order, data only with fsdp; got {names}. Name them in init_device_mesh."

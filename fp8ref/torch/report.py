@@ -15,6 +15,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.conv import _ConvNd
+from torch.nn.parameter import is_lazy
+from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 from torchao.float8 import float8_linear
@@ -31,6 +33,9 @@ TABLE = "a table: lookups multiply nothing"
 
 CONV1D = "a Conv1D of transformers is no nn.Linear: replace it by one"
 """Why a Conv1D has no FP8."""
+
+ADDED = "a parameter whose first dim is 1, as positions that are added; a product with it stays in high precision"
+"""Why such a parameter has no FP8. It is no expert's."""
 
 GROUPED = {"aten::_grouped_mm", "aten::_scaled_grouped_mm", "transformers::grouped_mm_fallback"}
 """Operators that multiply the rows of each expert by its matrix. torch's counter of FLOPs lacks them."""
@@ -52,8 +57,13 @@ class Report(fp8_report.Report):
     @property
     def surprising(self) -> bool:
         """True if something other than linears, lookups and convolutions has no FP8: experts, a
-        Conv1D of transformers, or parameters that no module of torch's multiplies."""
-        return any(row.recipe is None and row.reason in (CONV1D, _outside(row.shape)) for row in self.rows)
+        Conv1D of transformers, another module of torch's, or parameters that none multiplies."""
+        return bool(self.surprises)
+
+    @property
+    def surprises(self) -> list[Row]:
+        """The rows that make it so."""
+        return [row for row in self.rows if row.recipe is None and row.reason in (CONV1D, _of_torch(row.kind), _outside(row.shape))]
 
     @property
     def experts(self) -> list[Row]:
@@ -79,11 +89,19 @@ def report(model: nn.Module, inputs: tuple | None = None) -> Report:
               layers that are never called, and products without a layer. Give a model on the meta
               device inputs there, and nothing is computed. Every rank of a sharded model calls it,
               and counts its own products.
-    Raises:   ValueError: model is not an nn.Module.
+    Raises:   ValueError: model is not an nn.Module; a lazy module, which has no shape yet.
     """
     if not isinstance(model, nn.Module):
         raise ValueError(f"a model is an nn.Module; got a {type(model).__name__}. Give the module itself.")
+    check_shapes(model)
     return Report(rows=_rows(model, None if inputs is None else _counted(model, inputs)))
+
+
+def check_shapes(model: nn.Module) -> None:
+    """ValueError for a parameter of a lazy module, whose shape the first forward pass decides."""
+    lazy = next((name for name, p in model.named_parameters() if is_lazy(p)), None)
+    if lazy is not None:
+        raise ValueError(f"every parameter has a shape; {lazy} is of a lazy module, which has none yet. Run a forward pass first.")
 
 
 def log(model: nn.Module, name: str, recipe: Recipe) -> None:
@@ -169,13 +187,14 @@ def _rows(model: nn.Module, counted: _Products | None) -> list[Row]:
     modules = list(model.named_modules())
     # linears first: a parameter that a table shares with a linear counts at the linear
     for name, module in sorted(modules, key=lambda item: not isinstance(item[1], nn.Linear)):
-        own = {key: p for key, p in module.named_parameters(recurse=False) if id(p) not in seen}
+        linear, parameters = isinstance(module, nn.Linear), dict(_parameters(module))
+        own = {key: p for key, p in parameters.items() if id(p) not in seen}
         seen |= set(map(id, own.values()))
-        shapes = {key: tuple(p.shape) for key, p in module.named_parameters(recurse=False)}
-        if not shapes or (not own and not isinstance(module, nn.Linear)):
+        shapes = {key: tuple(p.shape) for key, p in parameters.items()}
+        if not linear and not own:
             continue
         sizes = {key: math.prod(shapes[key]) for key in own}
-        if max(map(len, shapes.values())) < 2:
+        if not linear and max(len(_without_ones(shape)) for shape in shapes.values()) < 2:
             vectors.append(sum(sizes.values()))
             continue
         rows[name] = _row(name, module, shapes, sizes, reasons.get(name), counted)
@@ -187,11 +206,19 @@ def _rows(model: nn.Module, counted: _Products | None) -> list[Row]:
     return found
 
 
+def _parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """A module's own parameters, and those that a linear's weight is computed of."""
+    yield from module.named_parameters(recurse=False)
+    if isinstance(module, nn.Linear) and parametrize.is_parametrized(module):
+        assert isinstance(module.parametrizations, nn.Module)
+        yield from module.parametrizations.named_parameters(prefix="parametrizations")
+
+
 def _row(name: str, module: nn.Module, shapes: Mapping, sizes: Mapping, reason: str | None, counted: _Products | None) -> Row:
     """The row of one layer, from the shapes of its parameters and the sizes of those that count
     here."""
     recipe, kernel = _in_fp8(module)
-    largest = shapes["weight"] if isinstance(module, nn.Linear) else max(shapes.values(), key=math.prod)
+    largest = _dims(module, shapes) if isinstance(module, nn.Linear) else max(shapes.values(), key=math.prod)
     count = None if counted is None else counted.layers.get(module, 0)
     why = reason or ("converted" if recipe else _why_not(module, largest))
     return Row(
@@ -205,6 +232,11 @@ def _row(name: str, module: nn.Module, shapes: Mapping, sizes: Mapping, reason: 
         in_fp8=sizes.get("weight", 0) if recipe else 0,
         multiplications=count,
     )
+
+
+def _dims(linear: nn.Linear, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
+    """[N, K], also of a linear that is pruned or parametrized, which has no parameter of the name weight."""
+    return shapes.get("weight", (linear.out_features, linear.in_features))
 
 
 def _in_fp8(module: nn.Module) -> tuple[str | None, str | None]:
@@ -227,7 +259,18 @@ def _why_not(module: nn.Module, shape: tuple[int, ...]) -> str:
         return CONV1D
     if isinstance(module, _ConvNd):
         return "convolutions stay in high precision"
-    return _outside(shape)
+    if isinstance(module, nn.RNNBase | nn.Bilinear | nn.MultiheadAttention):
+        return _of_torch(kind)
+    return _outside(shape) if shape[0] != 1 else ADDED
+
+
+def _of_torch(kind: str) -> str:
+    return f"torch's {kind} multiplies by itself, in high precision"
+
+
+def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """A shape from its first dim that is not 1."""
+    return shape[next((i for i, n in enumerate(shape) if n != 1), len(shape)) :]
 
 
 def _outside(shape: tuple[int, ...]) -> str:

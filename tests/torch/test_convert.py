@@ -183,7 +183,7 @@ def changed(change):
         (changed(lambda m: m.register_state_dict_pre_hook(print)), {}, "0 has state dict pre hooks.*dropped"),
         (changed(lambda m: setattr(m, "forward", m.forward)), {}, "0 is a Linear whose forward was replaced"),
         (changed(lambda m: m.register_buffer("mask", torch.ones(16))), {}, "0 holds mask"),
-        (changed(lambda m: nn.utils.parametrizations.weight_norm(m)), {}, "0 is a ParametrizedLinear"),
+        (changed(lambda m: nn.utils.parametrizations.weight_norm(m)), {}, "0 has a parametrized weight, which would be lost"),
         (changed(lambda m: m.double()), {}, "0 has a weight of torch.float64"),
         (lambda: torch.compile(model(), backend="eager"), {}, "the model is compiled"),
         (changed(lambda m: m.compile(backend="eager")), {}, "0 is compiled"),
@@ -278,7 +278,7 @@ def converted_and(change):
         (converted_and(lambda m: setattr(m, "forward", m.forward)), "1 is a Linear whose forward was replaced"),
         (converted_and(lambda m: m.register_buffer("mask", torch.ones(16))), "1 holds mask next to weight and bias"),
         (converted_and(lambda m: m.compile(backend="eager")), r"1 is compiled.*before you compile it.*weights\(model\)"),
-        (converted_and(lambda m: nn.utils.parametrizations.weight_norm(m)), "1 is a ParametrizedLinear"),
+        (converted_and(lambda m: nn.utils.parametrizations.weight_norm(m)), "1 has a parametrized weight, which would be lost"),
         (gathering, "0 has a weight that is a WeightWithDynamicFloat8CastTensor.*before you shard"),
     ],
 )

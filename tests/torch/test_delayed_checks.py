@@ -93,6 +93,38 @@ def test_steps_of_weights_that_two_models_share_are_not_counted():
         step(model, optimizer, x)
 
 
+def test_a_forgotten_update_of_frozen_linears_is_noticed():  # H-12
+    """As under LoRA: no optimizer has the linear's weight."""
+    model, adapter, x = convert.convert(made(), "delayed").requires_grad_(False), nn.Linear(16, 16), torch.ones(8, 16)
+    optimizer = torch.optim.SGD(adapter.parameters(), lr=1e-3)
+    step(nn.Sequential(adapter, model), optimizer, x)
+    with pytest.warns(UserWarning, match="Call fp8ref.torch.delayed.update"):
+        model(adapter(x))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        steps = (step(nn.Sequential(adapter, model), optimizer, x) for _ in range(delayed_checks.MOST))
+        with pytest.raises(ValueError, match="had 10 optimizer steps without one"):
+            list(steps)
+    delayed.update(model)
+    for _ in range(delayed_checks.MOST + 2):  # steps of another model, which train nothing here
+        step(nn.Sequential(adapter, model), optimizer, x)
+
+
+def test_steps_of_another_model_do_not_count_for_one_that_is_frozen_in_turn():
+    """Each of the two is updated after steps of its own optimizer only."""
+    made_by, judged_by = (convert.convert(nn.Sequential(nn.Linear(16, 16)), "delayed") for _ in range(2))
+    optimizers, x = [torch.optim.SGD(m.parameters(), lr=1e-3) for m in (made_by, judged_by)], torch.ones(8, 16)
+    for _ in range(delayed_checks.MOST + 2):  # the suite makes every warning an error
+        judged_by.requires_grad_(False)
+        judged_by(made_by(x)).mean().backward()
+        optimizers[0].step()
+        delayed.update(made_by)
+        judged_by.requires_grad_(True)
+        judged_by(made_by(x).detach()).mean().backward()
+        optimizers[1].step()
+        delayed.update(judged_by)
+
+
 def test_copies_are_watched():
     model = copy.deepcopy(convert.convert(made(), "delayed"))
     optimizer, x = torch.optim.SGD(model.parameters()), torch.ones(8, 16)
@@ -155,6 +187,100 @@ def test_separate_states_are_refused():  # H-12
         assert [found[case] for case in ("shared", "another model on each rank")] == ["", ""]
     # no rank waits for another: the last of them finds out
     assert any("is of this rank alone" in found["by hand"] for found in (first, second))
+
+
+def no_change():
+    """Equal weights that a step leaves as they are: of a model's copies, and of models that differ."""
+    found = {}
+    for case in ("copies", "others", "others, no gradient at first"):
+        torch.manual_seed(0)
+        model = convert.convert(nn.Sequential(nn.Linear(16, 16, bias=False)), "delayed")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        if case == "copies":
+            for p in model.parameters():
+                p.register_hook(lambda grad: distributed.nn.functional.all_reduce(grad))
+        found[case] = ""
+        for index in range(1 if case == "copies" else STEPS):  # a rank that is refused leaves the others alone in collectives
+            scale = 0.0 if index == 0 and case.endswith("at first") else 1.0
+            (scale * model(rows()).square().mean()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            try:
+                delayed.update(model)
+            except ValueError as error:
+                found[case] = str(error)
+                break
+    return found
+
+
+def test_equal_weights_of_other_models_are_not_refused():  # H-12
+    """As the stages of a pipeline, made of one seed, while a learning rate warms up from 0."""
+    found = run(2, no_change)
+    assert any("is of this rank alone" in of_rank["copies"] for of_rank in found)
+    for of_rank in found:
+        assert of_rank["others"] == of_rank["others, no gradient at first"] == ""
+
+
+def stages():
+    torch.manual_seed(0)
+    return [convert.convert(nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16)), "delayed") for _ in range(2)]
+
+
+def pipelined():
+    """What the first update says of stages that ran to learn shapes; and this rank's stage after steps in a pipeline and in one process."""
+    from torch.distributed import pipelining
+
+    rank, given = distributed.get_rank(), functools.partial(torch.empty, 8, 16)
+
+    def loss(y, target):
+        return (y - target).square().mean()
+
+    def trained(schedule_of, lr, **args):
+        stage = stages()[rank]
+        schedule = schedule_of(pipelining.PipelineStage(stage, rank, 2, torch.device("cpu"), **args), n_microbatches=4, loss_fn=loss)
+        optimizer = torch.optim.SGD(stage.parameters(), lr=0.0)
+        for index in range(STEPS):
+            x = torch.full((32, 16), 1.0 + index)
+            schedule.step(*([] if rank else [x]), **({"target": x.flip(0)} if rank else {}))
+            optimizer.step()
+            optimizer.zero_grad()
+            delayed.update(stage)
+            optimizer.param_groups[0]["lr"] = lr  # after a step that changes no weight
+        return stage.state_dict()
+
+    try:
+        trained(pipelining.Schedule1F1B, 0.1)
+        refused = ""
+    except ValueError as error:
+        refused = str(error)
+    args = {"input_args": given(requires_grad=rank > 0), "output_args": given(requires_grad=True)}
+    found = trained(pipelining.Schedule1F1B, 0.1, **args)
+    first, second = alone = stages()
+    optimizer = torch.optim.SGD([p for m in alone for p in m.parameters()], lr=0.0)
+    for m in alone:
+        for _, state in delayed.states(m):
+            state.checked = state.compared = True  # both ranks have both models
+    for index in range(STEPS):
+        x = torch.full((32, 16), 1.0 + index)
+        for a, b in zip(x.chunk(4), x.flip(0).chunk(4), strict=True):
+            loss(second(first(a)), b).backward()
+        for p in optimizer.param_groups[0]["params"]:
+            p.grad /= 4  # as a schedule does
+        optimizer.step()
+        optimizer.zero_grad()
+        for m in alone:
+            delayed.update(m)
+        optimizer.param_groups[0]["lr"] = 0.1
+    expected = alone[rank].state_dict()
+    return refused, [key for key, value in expected.items() if not torch.equal(value, found[key])]
+
+
+@pytest.mark.slow
+def test_stages_of_a_pipeline():  # H-12
+    """A stage that ran on no values to learn its shapes is refused, one whose shapes are given trains as in one process."""
+    for refused, different in run(2, pipelined, timeout=400):
+        assert "observed it. Give PipelineStage input_args and output_args" in refused
+        assert not different
 
 
 def data_parallel():

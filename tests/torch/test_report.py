@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.nn.utils import parametrize, prune
 
 from fp8ref import torch as ft
 
@@ -164,6 +165,82 @@ def test_convert_logs_one_line_and_warns_of_experts(caplog):  # R-7
         assert part in warned.getMessage()
     assert quiet.levelno == logging.INFO
     assert quiet.getMessage() == "convert: Sequential: 1 layer in FP8 (rowwise by torch._scaled_mm), 97.0% of the parameters."
+
+
+def test_a_lazy_module_is_refused_before_anything_changes():  # R-5, R-7
+    model = nn.Sequential(nn.LazyLinear(D), nn.Linear(D, D))
+    for filtered in ([], ["0"]):
+        with pytest.raises(ValueError, match=r"0\.weight is of a lazy module, which has none yet\. Run a forward pass first"):
+            ft.linear.convert(model, "rowwise", filter_fqns=filtered)
+    with pytest.raises(ValueError, match="lazy"):
+        ft.linear.report(model)
+    assert type(model[1]) is nn.Linear
+    model(torch.ones(TOKENS, D))
+    assert ft.linear.report(ft.linear.convert(model, "rowwise")).parameters == 2 * D * D / (2 * D * D + 2 * D)
+
+
+def triangular(linear):
+    return parametrize.register_parametrization(linear, "weight", Triangle())
+
+
+class Triangle(nn.Module):
+    def forward(self, weight):
+        return weight.tril()
+
+
+def normed(linear):
+    with pytest.warns(FutureWarning):
+        return nn.utils.weight_norm(linear)
+
+
+@pytest.mark.parametrize(
+    ("changed", "parameters"),
+    [
+        (triangular, 0),
+        (nn.utils.parametrizations.weight_norm, D),
+        (normed, D),
+        (lambda linear: prune.l1_unstructured(linear, "weight", 0.5), 0),
+    ],
+)
+def test_a_linear_whose_weight_is_computed_counts_as_one(changed, parameters):
+    """Its parameters, of whatever names, and its multiplications."""
+    model = ft.linear.convert(nn.Sequential(changed(nn.Linear(D, D)), nn.Linear(D, D)), "rowwise", filter_fqns=["0"])
+    found = ft.linear.report(model, (torch.ones(TOKENS, D),))
+    row = of(found.rows, "0")
+    assert (row.shape, row.parameters, row.reason) == ((D, D), D * D + D + parameters, "named by filter_fqns '0'")
+    assert found.multiplications == 1 / 2
+    assert not found.surprising
+
+
+def test_what_is_added_or_a_recurrence_is_no_expert(caplog):
+    """Positions [1, T, D] and a class token [1, 1, D], as of vision transformers; modules of torch's that multiply by themselves."""
+
+    class Vision(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.token, self.positions = nn.Parameter(torch.ones(1, 1, D)), nn.Parameter(torch.ones(1, TOKENS, D))
+            self.up = nn.Linear(D, D)
+
+    with caplog.at_level(logging.INFO, "fp8ref.torch"):
+        found = ft.linear.report(ft.linear.convert(Vision(), "rowwise"))
+    assert [record.levelno for record in caplog.records] == [logging.INFO]
+    assert not found.experts
+    assert of(found.rows, "Vision").reason.startswith("a parameter whose first dim is 1")
+    others = ft.linear.report(ft.linear.convert(nn.ModuleList([nn.LSTM(D, D), nn.Bilinear(D, D, D), nn.Linear(D, D)]), "rowwise"))
+    assert [row.reason for row in others.surprises] == [
+        f"torch's {kind} multiplies by itself, in high precision" for kind in ("LSTM", "Bilinear")
+    ]
+    assert not others.experts
+
+
+def test_a_model_without_linears_says_what_it_has():
+    for model, filtered in ((nn.Sequential(Conv1D()), []), (nn.Sequential(Conv1D(), nn.Linear(D, D)), ["1"])):
+        with pytest.raises(
+            ValueError, match=r"converts no linear \(.*\)\. .* Of 1 other modules with matrices the first are 0 \(Conv1D: a Conv1D"
+        ):
+            ft.linear.convert(model, "rowwise", filter_fqns=filtered)
+    with pytest.raises(ValueError, match=r"converts no linear \(the model has no linears\)\. Change filter_fqns or use recipe 'bf16'\.$"):
+        ft.linear.convert(nn.Sequential(nn.Conv1d(D, D, 3)), "rowwise")
 
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 64}

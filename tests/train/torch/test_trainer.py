@@ -1,9 +1,14 @@
+import hashlib
+from pathlib import Path
+
 import numpy as np
 import pytest
 from ranks import run
 
+import fp8ref.configs
 from fp8ref.recipe import RECIPES
 from fp8ref.torch import delayed
+from fp8ref.train import config as configs
 from fp8ref.train.data import loader
 from fp8ref.train.torch.trainer import Trainer
 
@@ -56,3 +61,39 @@ def test_ranks_that_share_linears_prove_every_gemm(small):  # B-8, P-14
     assert missing == []
     assert len(set(gemms)) == len(gemms) == 3 * sum(d.fp8 for d in config.decisions())
     assert losses[-1] < losses[0]
+
+
+def eight_billion(ranks, text):
+    """A layer of Llama-8B at its widths, on ranks; one process takes their rows in turn (T-7, H-4)."""
+    config = configs.load(Path(fp8ref.configs.__file__).parent / "llama-8b.toml")
+    return config.replace(
+        model={"num_hidden_layers": 1, "vocab_size": 512},
+        data={"source": str(text), "sequence_length": 32, "batch_size": 2, "microbatches": 3 - ranks},
+        numerics={"recipe": "delayed"},
+        optimizer={"warmup_steps": 1},
+        parallel={"fsdp": ranks},
+        run={"steps": 4, "eval_every": 4},
+    )
+
+
+def digests(ranks, text):
+    """Loss, norm and states of a step; and digests of what each of two ranks holds of the weights, before the step and after."""
+    trainer = Trainer(eight_billion(ranks, text))
+    found = []
+    for trained in (False, True):
+        metrics = trainer.step(np.random.default_rng(0).integers(0, 512, (2, 33))) if trained else {}
+        for name, p in trainer._params.items():
+            held = [p.to_local()] if ranks == 2 else p.detach().chunk(2)
+            found.append((name, [hashlib.sha256(x.detach().contiguous().numpy().data).hexdigest() for x in held]))
+    return metrics, {key: [x.tolist() for x in state] for key, state in trainer.fp8_states().items()}, found
+
+
+@pytest.mark.slow
+def test_two_ranks_hold_the_bits_of_one_process_at_the_widths_of_8b(text):  # M-6, P-4, P-11, P-13
+    """218 million parameters a layer. Each rank makes its own halves, and a step of delayed scaling moves them as one process does."""
+    first, second = run(2, digests, 2, text, timeout=1200)
+    metrics, states, whole = digests(1, text)
+    assert first[:2] == second[:2] == (metrics, states)
+    assert len(whole) == 2 * (2 + 7 + 3)
+    for (name, (one,)), (_, (other,)), expected in zip(first[2], second[2], whole, strict=True):
+        assert (name, [one, other]) == expected
