@@ -97,8 +97,13 @@ def all_reduce(
     return Reduced((whole * _of_mean(scale_inv, group, mean))[: g.numel()].view(g.shape), saturated)
 
 
-def next_mu(mu: torch.Tensor, saturated: torch.Tensor, elements: int, auto: AutoScale = gradients.AUTO) -> torch.Tensor:
-    """mu of the next step, float32 (), from the saturated elements of this one (SEMANTICS P-22)."""
+def next_mu(mu: torch.Tensor, saturated: torch.Tensor | None, elements: int, auto: AutoScale = gradients.AUTO) -> torch.Tensor:
+    """mu of the next step, float32 (), from the saturated elements of this one (SEMANTICS P-22).
+
+    Raises:   ValueError: a sum whose saturated elements nobody counted.
+    """
+    if saturated is None:
+        raise ValueError("mu follows the number of saturated elements; got None. Ask the reduction for it by count=True.")
     mu = torch.where(saturated > auto.allowed(elements), mu * 0.5, mu * float(auto.growth))
     return mu.clamp(gradients.MU_MIN, gradients.MU_MAX)
 
@@ -216,6 +221,7 @@ class DDPState:
     """What ``ddp_hook`` reads: the ranks, the cast, and the parameters whose gradients stay float32.
 
     keep      beside these, parameters of fewer than two dims stay float32.
+    Raises:   ValueError: as ``reduce_in_fp8``, of the policy and the prescale.
     """
 
     group: ProcessGroup | None = None
@@ -223,6 +229,10 @@ class DDPState:
     policy: str | ScalePolicy = "torchao"
     prescale: PreScale = "one"
     keep: frozenset[nn.Parameter] = field(default_factory=frozenset)
+
+    def __post_init__(self) -> None:
+        gradients.check_policy(scales.implemented(self.policy))
+        gradients.factor(self.prescale, 1)
 
 
 @torch.no_grad()
@@ -332,7 +342,8 @@ def _of_mean(scale_inv: torch.Tensor, group: ProcessGroup, mean: bool) -> torch.
 def _group(group: ProcessGroup | None) -> ProcessGroup:
     """The group, by default that of all ranks."""
     group = group or distributed.group.WORLD
-    assert group is not None
+    if group is None:
+        raise ValueError("gradients are summed over a process group; there is none. Call torch.distributed.init_process_group first.")
     return group
 
 

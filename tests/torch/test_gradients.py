@@ -264,3 +264,14 @@ def test_what_cannot_be_reduced_is_refused_by_name():  # P-25
     for of_rank in run(2, refusals):
         for message, part in zip(of_rank, expected, strict=True):
             assert part in message
+
+
+def test_what_a_hook_cannot_do_is_refused_before_it_runs():  # P-21, P-22
+    with pytest.raises(ValueError, match="prescale is one of one, inverse_root, inverse; got 'half'"):
+        gradients.DDPState(prescale="half")
+    with pytest.raises(ValueError, match="a shared scale of gradients is multiplied by factors"):
+        gradients.DDPState(policy="deepgemm")
+    with pytest.raises(ValueError, match="gradients are summed over a process group; there is none"):
+        gradients.all_reduce(torch.ones(3))
+    with pytest.raises(ValueError, match=r"got None\. Ask the reduction for it by count=True"):
+        gradients.next_mu(torch.tensor(1.0), None, 3)
