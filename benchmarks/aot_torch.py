@@ -41,7 +41,7 @@ from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
 from fp8ref.llama import LlamaConfig
 from fp8ref.states import LAYOUTS, Scalars, by_name
-from fp8ref.torch import convert, moments, states
+from fp8ref.torch import adamw_update, convert, moments
 from fp8ref.train.torch.llama import Layer
 
 MODEL = LlamaConfig(
@@ -270,15 +270,17 @@ def block(recipe: str, who: str, config: LlamaConfig = MODEL, length: int = LENG
 def optimizer_step(layout: str, size: int = MODEL.hidden_size**2) -> list[Graph]:
     """The graphs of a step of AdamW of one tensor: of its amaxes, where they come first, and of the rest."""
     kind = by_name(layout)
-    with fake_h200.tensors(), inductor_config.patch(states.GPU_OPTIONS):
+    with fake_h200.tensors(), inductor_config.patch(adamw_update.GPU_OPTIONS):
         p, g = torch.empty(size), torch.empty(size)
         numbers = Scalars(*torch.empty(len(Scalars._fields)).unbind())
         kept = tuple(moments.zeros(p, moment) for moment in kind.kept)
-        work = states._in_blocks(states._Work(p, g, kept, numbers, kind, moments.Part(size), (None,) * len(kept)))
-        if not states.amaxes_first(kind):
-            return generate(states._finish, *work, None, backward=False)
+        work = adamw_update.in_blocks(adamw_update.Work(p, g, kept, numbers, kind, moments.Part(size), (None,) * len(kept)))
+        if not adamw_update.amaxes_first(kind):
+            return generate(adamw_update.finish_part, *work, None, backward=False)
         found = [torch.empty(()) for which, moment in enumerate(kind.kept) for _ in range(moments.reductions(moment, which))]
-        return generate(states._begin, *work[:-1], backward=False) + generate(states._finish, *work, found, backward=False)
+        return generate(adamw_update.begin_part, *work[:-1], backward=False) + generate(
+            adamw_update.finish_part, *work, found, backward=False
+        )
 
 
 def state_row(layout: str) -> dict:

@@ -21,7 +21,8 @@ Gradients reach the float32 masters through the cast of the masters to bfloat16,
 FSDP2 they are reduced in float32, as ``fp8ref.torch.parallel`` sets it.
 docs/concepts/training-step.md draws the whole step, and docs/concepts/step-in-code.md lists the files
 to open for it, in order. "SEMANTICS" is the specification, docs/spec.
-Optimizers are optax's and torch's, built in jax/step.py and torch/optimizer.py.
+Optimizers are optax's and torch's, built in jax/step.py and torch/optimizer.py. {jax,torch}/cross_entropy.py
+is the loss; jax/gradient_sums.py adds the gradients of microbatches.
 
 ``train_state`` declares what a checkpoint holds, and ``schedule`` which recipe a step runs in. ``data`` reads tokens, ``report`` compares
 finished runs, and ``tensors.read`` loads recorded operands in a notebook.

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from fp8ref.sim import states as sim
 from fp8ref.states import LAYOUTS, WITH_MASTERS
-from fp8ref.torch import moments, states
+from fp8ref.torch import adamw_update, moments, states
 
 EVERY = {**ALL, **MASTERED}
 HYPER = {"weight_decay": 0.1}
@@ -327,7 +327,7 @@ def test_groups_closures_and_parameters_without_gradients():
 def test_pieces_and_parameters_that_are_not_contiguous(monkeypatch):  # O-11
     """A tensor in pieces, small tensors together, and a weight of other strides have the bits of whole tensors."""
     for piece in (512, 4096):
-        monkeypatch.setattr(states, "PIECE", piece)
+        monkeypatch.setattr(adamw_update, "PIECE", piece)
         for name in ("sqrt_e4m3", "sqrt_e5m2", "msamp", "coat", "predicted", "predicted_v", "previous", "torchao", *STOCHASTIC, *MASTERED):
             assert trained(EVERY[name], 3) == 0, (piece, name)
     p = nn.Parameter(torch.tensor(start()["ragged"]).t().contiguous().t())

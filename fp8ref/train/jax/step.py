@@ -9,7 +9,7 @@ Pure functions of the state, which ``trainer.Trainer`` compiles.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -22,15 +22,17 @@ from jax.sharding import PartitionSpec as P
 from jax.sharding import Sharding
 
 from fp8ref import llama
-from fp8ref.formats import E4M3FN
 from fp8ref.hardware import Multiply
-from fp8ref.jax import delayed, gradients, health, scaling, states, stats
+from fp8ref.jax import delayed, health, states, stats
 from fp8ref.jax.scaling import Quantized
 from fp8ref.recipe import Role
 from fp8ref.train import device_shapes, train_state
 from fp8ref.train.config import Config
+from fp8ref.train.jax.cross_entropy import cross_entropy
+from fp8ref.train.jax.gradient_sums import GradientSums
 from fp8ref.train.jax.llama import Llama, Pass
 from fp8ref.train.jax.mesh import AXES, Layout
+from fp8ref.train.jax.parameter_names import is_stored, name_of, named
 
 EVERY_ROUNDING = {"xla_allow_excess_precision": False}
 """XLA's option under which it leaves out no rounding to bfloat16 between fused operations."""
@@ -273,14 +275,16 @@ class Step:
             )
 
         def of(tree):
-            return jax.tree.map(lambda one, spec: jax.tree.map(lambda _: P(), one)._replace(codes=spec), tree, self._specs, is_leaf=_stored)
+            return jax.tree.map(
+                lambda one, spec: jax.tree.map(lambda _: P(), one)._replace(codes=spec), tree, self._specs, is_leaf=is_stored
+            )
 
         found = states.AdamWState(P(), of(shapes.m), of(shapes.v))  # type: ignore[arg-type]  # specs in place of arrays
         return of(shapes.master) if self._keeps_masters else self._specs, found
 
     def _stored_by_name(self, moments) -> dict[str, states.MomentState]:
         """Stored moments by parameter name."""
-        leaves = jax.tree_util.tree_leaves_with_path(moments, is_leaf=_stored)
+        leaves = jax.tree_util.tree_leaves_with_path(moments, is_leaf=is_stored)
         return self.unstacked({name_of(path): one for path, one in leaves})
 
     def _fields(self, moments) -> dict[str, jax.Array]:
@@ -299,7 +303,7 @@ class Step:
                 saved["codes"] = lax.bitcast_convert_type(saved["codes"], fields["codes"].dtype)
             return one._replace(**saved)
 
-        return jax.tree_util.tree_map_with_path(of, like, is_leaf=_stored)
+        return jax.tree_util.tree_map_with_path(of, like, is_leaf=is_stored)
 
     def named(self, tree) -> dict[str, Any]:
         """{parameter name: leaf} of a tree of parameters, stacks taken apart."""
@@ -331,7 +335,7 @@ class Step:
             (loss, forward), (grads, backward) = gradient(wide, self._unseen(), copies, fp8_state, tokens)
             return loss, grads, {name: delayed.merge(forward[name], backward[name]) for name in forward}
 
-        sums = Sums(self.config.parallel.accumulate_dtype, self.linears, self._specs if self.layout.mapped else None)
+        sums = GradientSums(self.config.parallel.accumulate_dtype, self.linears, self._specs if self.layout.mapped else None)
 
         def accumulate(params, copies, fp8_state, parts):
             def add(before, tokens):
@@ -494,91 +498,6 @@ class Step:
         return self.layout.parts if tokens.ndim == 3 else self.layout.tokens
 
 
-class Sums:
-    """Sums of gradients over microbatches: float32, bfloat16, or of linears' weights in FP8 (T-7).
-
-    dtype     ``parallel.accumulate_dtype``.
-    linears   the names of the linears.
-    specs     how shard_map cuts the parameters; None outside it.
-    """
-
-    def __init__(self, dtype: str, linears: Collection[str], specs) -> None:
-        self._narrow = {f"{name}.weight" for name in linears} if dtype == "float8_e4m3fn" else set()
-        self._dtype = jnp.dtype("float32" if self._narrow else dtype)
-        self._axes = {} if specs is None else {name: _axes_of(spec) for name, spec in named(specs).items()}
-
-    def zeros(self, params):
-        """The sums before the first microbatch, placed as the parameters."""
-
-        def zero(path, p):
-            if name_of(path) not in self._narrow:
-                return jnp.zeros_like(p, self._dtype)
-            codes, one = jnp.zeros_like(p, jnp.float8_e4m3fn), jnp.float32(1)
-            return Quantized(codes=codes, scale=one, scale_inv=one, fmt=E4M3FN, granularity="tensorwise", axis=-1)
-
-        return jax.tree_util.tree_map_with_path(zero, params)
-
-    def add(self, sums, grads):
-        """The sums with one more microbatch's gradients."""
-
-        def added(path, total, g):
-            if isinstance(total, Quantized):
-                return gradients.accumulate(total, g, over=self._axes.get(name_of(path), ()))
-            return (total.astype(jnp.float32) + g).astype(self._dtype)
-
-        return jax.tree_util.tree_map_with_path(added, sums, grads, is_leaf=_quantized)
-
-    def scaled(self, sums, share: np.float32):
-        """float32 sums times a number."""
-
-        def times(total):
-            if isinstance(total, Quantized):
-                return scaling.dequantize(dataclasses.replace(total, scale_inv=total.scale_inv * share))
-            return total.astype(jnp.float32) * share
-
-        return jax.tree.map(times, sums, is_leaf=_quantized)
-
-
-def _quantized(node) -> bool:
-    return isinstance(node, Quantized)
-
-
-def _axes_of(spec: P) -> tuple[str, ...]:
-    """The mesh axes that cut a parameter."""
-    return tuple(name for names in spec for name in ((names,) if isinstance(names, str) else names or ()))
-
-
-@jax.custom_vjp
-def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
-    """logsumexp(logits) - logits[target] in float32 (SEMANTICS M-5).
-
-    Logits [..., V] of any dtype, targets [...] integers -> [...]. The backward pass keeps logits in
-    their own dtype: XLA fuses conversions to float32 with the sums that read them, so that float32
-    logits are never whole in memory.
-    """
-    return _cross_entropy(logits, targets)[0]
-
-
-def _cross_entropy(logits: jax.Array, targets: jax.Array):
-    wide = logits.astype(jnp.float32)
-    largest = jnp.max(wide, axis=-1, keepdims=True)
-    shifted = wide - jnp.where(jnp.isfinite(largest), largest, 0)
-    log_sum = jnp.log(jnp.sum(jnp.exp(shifted), axis=-1))
-    of_target = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0].astype(jnp.float32)
-    normalizer = log_sum + jnp.where(jnp.isfinite(largest), largest, 0)[..., 0]
-    return normalizer - of_target, (logits, targets, normalizer)
-
-
-def _cross_entropy_gradient(kept, g: jax.Array):
-    logits, targets, normalizer = kept
-    probabilities = jnp.exp(logits.astype(jnp.float32) - normalizer[..., None])
-    hot = lax.broadcasted_iota(targets.dtype, logits.shape, logits.ndim - 1) == targets[..., None]
-    return ((probabilities - hot) * g[..., None]).astype(logits.dtype), None
-
-
-cross_entropy.defvjp(_cross_entropy, _cross_entropy_gradient)
-
-
 def _without(suffix: str, found: Mapping[str, Any]) -> dict[str, Any]:
     """What is found under names that end in a suffix, by the names without it."""
     return {name.removesuffix(suffix): value for name, value in found.items() if name.endswith(suffix)}
@@ -586,24 +505,6 @@ def _without(suffix: str, found: Mapping[str, Any]) -> dict[str, Any]:
 
 def _times(grads, factor: jax.Array):
     return jax.tree.map(lambda g: g * factor, grads)
-
-
-def _stored(node) -> bool:
-    return isinstance(node, states.MomentState)
-
-
-def name_of(path) -> str:
-    """The Hugging Face name of a parameter, from its path in the tree; of a stack of layers, with *
-    for their number."""
-    parts = [str(getattr(part, "key", part)) for part in path]
-    if parts[:2] == ["model", "layers"] and not parts[2].isdigit():
-        parts.insert(2, "*")
-    return ".".join(parts)
-
-
-def named(tree, *, stored: bool = False) -> dict[str, Any]:
-    """{parameter name: leaf} of a tree of parameters; stored: whose leaves are ``MomentState``."""
-    return {name_of(path): value for path, value in jax.tree_util.tree_leaves_with_path(tree, is_leaf=_stored if stored else None)}
 
 
 def _holding(masters) -> states.AdamWState:
