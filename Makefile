@@ -1,6 +1,8 @@
 # make setup | demo | test | slow | gpu | wheels | extras | exhaustive | bench | bench-jax | bench-torch | bench-optimizer | bench-data | bench-recording | bench-trainer | bench-simulated | compile-matrix | aot | aot-torch | notebooks | libraries | docs | docs-serve | clauses | lint | release-check.
 # Everything is installed into .venv, but for aot's and aot-torch's, into .venv-aot and .venv-aot-torch; PYTHON names the interpreter they are made with.
-# What is imported is compiled then: most modules of these packages never are.
+# What is imported is compiled then, and kept: most modules of these packages never are. Where the environment forbids to keep it,
+# every process would compile anew what it imports: PyTorch for 8 seconds, JAX for 3.
+unexport PYTHONDONTWRITEBYTECODE
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALL := -m pip install --disable-pip-version-check --no-compile

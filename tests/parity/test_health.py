@@ -36,7 +36,7 @@ def fed(trainer, gradients: dict[str, np.ndarray]) -> None:
         return
     import jax
 
-    tree = trainer._step._tree(trainer._params, jax.tree.map(jax.numpy.asarray, gradients))
+    tree = trainer._step.stacks.tree(trainer._params, jax.tree.map(jax.numpy.asarray, gradients))
     trainer._gradients = lambda *_: (None, tree, None)
 
 

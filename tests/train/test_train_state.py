@@ -92,10 +92,10 @@ class JaxAverage(jax_step.Step):
         return Averaged(*new, ema), loss, norm
 
     def tensors(self, state):
-        return super().tensors(state.inner) | {"ema": self.named(state.ema)}
+        return super().tensors(state.inner) | {"ema": self.stacks.named(state.ema)}
 
     def restored(self, state, tensors):
-        return Averaged(*super().restored(state.inner, tensors), self._tree(state.ema, tensors["ema"]))
+        return Averaged(*super().restored(state.inner, tensors), self.stacks.tree(state.ema, tensors["ema"]))
 
 
 class TorchAverage(torch_step.Step):

@@ -150,8 +150,8 @@ class Candidate:
     rounding: Behavior | None = None
     source: str = "float32"
 
-    def quantize(self, x: np.ndarray, scale_layout: ScaleLayout) -> scaling.Quantized:
-        """x [M, K] as this candidate quantizes it."""
+    def scales(self, x: np.ndarray, scale_layout: ScaleLayout) -> Scales:
+        """The scales of x [M, K]."""
         granularity, axis = scale_layout.granularity, scale_layout.axis
         x = _flushed(x) if self.flushes else x
         # The amax is that of x in the policy's own dtype (S-13), the cast that of x itself.
@@ -163,6 +163,13 @@ class Candidate:
             )
         if self.flushes and self.policy.e8m0 is None:  # an e8m0 scale is no float, and so never flushed
             scales = Scales(*(_flushed(np.asarray(s)) for s in scales))
+        return scales
+
+    def quantize(self, x: np.ndarray, scale_layout: ScaleLayout) -> scaling.Quantized:
+        """x [M, K] as this candidate quantizes it."""
+        granularity, axis = scale_layout.granularity, scale_layout.axis
+        scales = self.scales(x, scale_layout)
+        x = _flushed(x) if self.flushes else x
         q = scaling.quantize_with(x, scales, self.fmt, granularity=granularity, policy=self.policy, axis=axis)
         return q if self.rounding is None else q._replace(codes=self._codes(x, scales, scale_layout, self.rounding))
 
@@ -211,27 +218,45 @@ def agreement(candidate: Candidate, responses: Sequence[Response], scale_layout:
         wrong = mismatches(a.output, q, candidate)
         # A group agrees if none of its elements is wrong.
         codes.append(np.bincount(a.group.reshape(-1), weights=wrong.reshape(-1)) == 0)
-        equal = np.ones(a.amax.size, bool)
-        for name, kind in scale_layout.kinds.items():
-            if kind != "amax":
-                found, expected = outputs.per_group(a, name, scale_layout), np.reshape(getattr(q, kind), -1)
-                equal &= (found == expected) | (np.isnan(found) & np.isnan(expected))
-                # The bits of positive float32 numbers, as integers, count these numbers.
-                off.append(np.abs(found.view(np.int32).astype(np.int64) - expected.view(np.int32))[a.ordinary])
-        scales.append(equal)
-    has_scales = any(kind != "amax" for kind in scale_layout.kinds.values())
+        scales.append(_equal_scales(a, Scales(q.scale, q.scale_inv), scale_layout))
+        for found, expected in _both_scales(a, Scales(q.scale, q.scale_inv), scale_layout):
+            # The bits of positive float32 numbers, as integers, count these numbers.
+            off.append(np.abs(found.view(np.int32).astype(np.int64) - expected.view(np.int32))[a.ordinary])
     ulps = np.concatenate(off)
     return Agreement(
         candidate=candidate,
-        scales=np.concatenate(scales) if has_scales else None,
+        scales=np.concatenate(scales) if _has_scales(scale_layout) else None,
         codes=np.concatenate(codes),
         ulps=float(np.median(ulps)) if ulps.size else 0.0,
     )
 
 
 def agrees_at_ordinary(candidate: Candidate, responses: Sequence[Response], scale_layout: ScaleLayout) -> bool:
-    """Whether all groups of ordinary amax agree; stops at the first response that does not."""
-    return all(agreement(candidate, [a], scale_layout).deciding[a.ordinary].all() for a in responses)
+    """Whether what decides a policy agrees in all groups of ordinary amax: scales, which are compared alone, else codes.
+
+    Stops at the first response that does not.
+    """
+    if not _has_scales(scale_layout):
+        return all(agreement(candidate, [a], scale_layout).codes[a.ordinary].all() for a in responses)
+    return all(_equal_scales(a, candidate.scales(a.x, scale_layout), scale_layout)[a.ordinary].all() for a in responses)
+
+
+def _has_scales(scale_layout: ScaleLayout) -> bool:
+    return any(kind != "amax" for kind in scale_layout.kinds.values())
+
+
+def _both_scales(a: Response, scales: Scales, scale_layout: ScaleLayout) -> list[tuple[np.ndarray, np.ndarray]]:
+    """(found, expected) of each kind of scale in the response, float32 by group."""
+    kinds = [(name, kind) for name, kind in scale_layout.kinds.items() if kind != "amax"]
+    return [(outputs.per_group(a, name, scale_layout), np.reshape(getattr(scales, kind), -1)) for name, kind in kinds]
+
+
+def _equal_scales(a: Response, scales: Scales, scale_layout: ScaleLayout) -> np.ndarray:
+    """For each group, whether all its scales are these."""
+    equal = np.ones(a.amax.size, bool)
+    for found, expected in _both_scales(a, scales, scale_layout):
+        equal &= (found == expected) | (np.isnan(found) & np.isnan(expected))
+    return equal
 
 
 def mismatches(output: QuantizerOutput, q: scaling.Quantized, candidate: Candidate) -> np.ndarray:

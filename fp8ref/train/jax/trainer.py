@@ -109,7 +109,7 @@ class Trainer:
             gradients=compiled(step.gradients),
             # A function of its own, as its GEMMs report: to ``_observer``, whichever a pass has.
             observed=compiled(lambda *arguments: step.gradients(*arguments)[1]),
-            health=compiled(step.health),
+            health=compiled(lambda grads, state: step.optimizer.health(grads, state.params, state.optimizer)),
         )
 
     def step(self, tokens: np.ndarray) -> dict[str, float]:
@@ -140,14 +140,14 @@ class Trainer:
 
     def weights(self) -> dict[str, np.ndarray]:
         """The masters by name, float32: what they are worth, where a layout stores them (O-14)."""
-        return {name: self._layout.fetch(value) for name, value in self._step.weights(self._params).items()}
+        return {name: self._layout.fetch(value) for name, value in self._step.optimizer.numbers(self._params).items()}
 
     def moments(self) -> dict[str, dict[str, np.ndarray]]:
         """Both of Adam's moments, float32: by which, then by parameter.
 
         As the next step reads them.
         """
-        found = self._step.moments(self._state)
+        found = self._step.optimizer.moments(self._state.optimizer)
         return {key: {name: self._layout.fetch(value) for name, value in of_one.items()} for key, of_one in found.items()}
 
     def save(self, directory: Path) -> Callable[[], None]:
@@ -168,7 +168,7 @@ class Trainer:
 
     def fp8_states(self) -> dict[str, tuple[np.ndarray, ...]]:
         """States of delayed scaling, (stored, amax_history, step) by "<linear>/<role>"."""
-        states = self._step.unstacked(self._fp8_state)
+        states = self._step.stacks.apart(self._fp8_state)
         return {f"{name}/{role}": tuple(map(np.asarray, state)) for name, roles in states.items() for role, state in roles.items()}
 
     def peak_memory(self) -> int | None:
@@ -239,7 +239,7 @@ class Trainer:
         # Gradients of the program that ``gradients`` uses: a program for passes and health together would be compiled anew.
         grads = self._gradients(self._params, self._fp8_state, self._parts(tokens))[1]
         measured = self._health(grads, self._state)
-        return recorded(list(self._step.named(grads)), health.numbers(jax.tree.map(self._layout.fetch, measured)), layout)
+        return recorded(list(self._step.stacks.named(grads)), health.numbers(jax.tree.map(self._layout.fetch, measured)), layout)
 
     def prove(self, tokens: np.ndarray) -> dict:
         """The GEMMs and gathers of the step, for the manifest, read from its lowered program
@@ -299,7 +299,7 @@ class Trainer:
 
     def _fetched(self, tree) -> dict[str, np.ndarray]:
         """{parameter: array} of a tree, gathered to every process."""
-        return {name: self._layout.fetch(value) for name, value in self._step.named(tree).items()}
+        return {name: self._layout.fetch(value) for name, value in self._step.stacks.named(tree).items()}
 
     def _arguments(self, tokens: np.ndarray) -> tuple:
         lr = self.config.optimizer.learning_rate_at(self._count, self.config.run.steps)

@@ -1,0 +1,237 @@
+"""AdamW for JAX: optax's, or that of ``fp8ref.jax.states`` with the moments and masters of a layout
+(SEMANTICS T-1, T-2, T-4, T-6)."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from fp8ref.jax import health, states
+from fp8ref.jax.scaling import Quantized
+from fp8ref.recipe import Recipe
+from fp8ref.train import train_state
+from fp8ref.train.jax.layer_stacks import LayerStacks
+from fp8ref.train.jax.mesh import Layout
+from fp8ref.train.jax.parameter_names import is_stored, name_of, named
+from fp8ref.train.sections import OptimizerConfig
+
+
+class Optimizer:
+    """What a step does to masters and moments. ``params``, in all methods, are the masters of
+    ``step.State``, and ``state`` is its ``optimizer``.
+
+    params           the shapes of the parameters, a tree.
+    parameter_specs  the PartitionSpec of each parameter.
+    specs            PartitionSpecs of masters and state.
+    """
+
+    def __init__(self, keys: OptimizerConfig, layout: Layout, stacks: LayerStacks, params) -> None:
+        self._keys, self._layout, self._stacks, self._params = keys, layout, stacks, params
+        self._moments = keys.moment_layout
+        self._keeps_masters = keys.keeps_masters
+        self._transformation = self._at(0.0) if self._moments else self._adam()
+        self.parameter_specs = jax.tree_util.tree_map_with_path(lambda path, p: layout.parameter(name_of(path), p.shape), params)
+        self.specs = self._specs()
+
+    def shapes(self) -> tuple[Any, Any]:
+        """The shapes of masters and state."""
+        return self._apart_from_masters(self._params, jax.eval_shape(self._transformation.init, self._params))
+
+    def begin(self, weights: Iterable[tuple[str, jax.Array]]) -> tuple[Any, Any]:
+        """(masters, state before the first step) of float32 weights by name, placed on the devices.
+
+        Of masters that a layout stores, each float32 weight is dropped once its master is made.
+        """
+        masters, state = self.specs
+        if not self._keeps_masters:
+            params = self._stacks.tree(self._params, dict(weights))
+            return params, jax.jit(self._transformation.init, out_shardings=self._on_mesh(state))(params)
+        of_each = [named(tree, stored=True) for tree in (state.m, state.v, masters)]
+
+        def begun(name: str, weight: jax.Array) -> states.AdamWState:
+            own = states.AdamWState(P(), *(of[name] for of in of_each))  # type: ignore[arg-type]  # specs in place of arrays
+            return jax.jit(self._transformation.init, out_shardings=self._on_mesh(own))(weight)
+
+        each = {name: begun(name, weight) for name, weight in weights}
+        trees = ({name: getattr(one, key) for name, one in each.items()} for key in ("m", "v", "master"))
+        m, v, masters = (self._stacks.tree(self._params, tree) for tree in trees)
+        return masters, states.AdamWState(next(iter(each.values())).count, m, v)
+
+    def update(self, params, state, grads, loss: jax.Array, lr: jax.Array) -> tuple[Any, Any, jax.Array, jax.Array]:
+        """(masters, state, norm of the gradients, whether loss and norm are finite) after a step at
+        this learning rate. Where they are not, masters and state are the old ones (T-4)."""
+        norm, factor = self._clipping(grads)
+        finite = jnp.isfinite(loss) & jnp.isfinite(norm)
+        if self._moments:
+            how = {**self._adamw(), "learning_rate": lr, "factor": factor, "finite": finite}
+            made = states.step(self.weights(params), grads, self._with_masters(params, state), **how)
+            return *self._apart_from_masters(*made), norm, finite
+        updates, new = self._transformation.update(_times(grads, factor), state, params)
+        stepped = jax.tree.map(lambda p, u: p - lr * u, params, updates)
+        return *new_if(finite, (stepped, new), (params, state)), norm, finite
+
+    def health(self, grads, params, state) -> health.Measured:
+        """What storing the moments of a step would cost, of gradients before clipping: of all parameters, in the order
+        of ``LayerStacks.named`` (SEMANTICS O-12)."""
+        assert self._moments is not None
+        keys, grads = self._keys, _times(grads, self._clipping(grads)[1])
+        _, after = self._at(0.0).update(grads, self._with_masters(params, state), self.weights(params))
+        g, before, made = (
+            self._stacks.named(grads),
+            *(states.AdamWState(x.count, self._by_name(x.m), self._by_name(x.v)) for x in (state, after)),
+        )
+        found = health.measure(g, before, made, b1=keys.beta1, b2=keys.beta2, eps=keys.eps, layout=self._moments)
+        return health.Measured(*(jnp.stack(of_each) for of_each in zip(*(found[name] for name in g), strict=True)))
+
+    def moments(self, state) -> dict[str, dict[str, Any]]:
+        """Both moments in float32, as the next step reads them, by the names of ``train_state``."""
+        both = (state[0].mu, state[0].nu) if self._moments is None else states.decode(state, self._moments)
+        return {key: self._stacks.named(moment) for key, moment in zip(train_state.MOMENTS, both, strict=True)}
+
+    def weights(self, params):
+        """The weights that passes compute with: float32 masters themselves, which the model rounds; of
+        masters that a layout stores, bfloat16 (O-14)."""
+        if not self._keeps_masters:
+            return params
+        assert self._moments is not None
+        return states.weights(_holding(params), self._moments, jnp.bfloat16)
+
+    def copies(self, params, recipes: Mapping[str, Recipe]) -> dict[str, Quantized]:
+        """FP8 copies of weights by linear, for recipes that cast a weight once (O-16): of stored masters alone."""
+        if not self._keeps_masters:
+            return {}
+        assert self._moments is not None
+        masters = named(params, stored=True)
+        return {
+            name: states.copies(_holding(masters[f"{name}.weight"]), self._moments, recipe, jnp.bfloat16)
+            for name, recipe in recipes.items()
+        }
+
+    def numbers(self, params) -> dict[str, Any]:
+        """The float32 numbers of masters by parameter name, stacks taken apart."""
+        if self._keeps_masters:
+            assert self._moments is not None
+            params = states.weights(_holding(params), self._moments, jnp.float32)
+        return self._stacks.named(params)
+
+    def tensors(self, params, state) -> dict[str, Any]:
+        """The arrays of masters and state by the names of ``train_state``, nested."""
+        masters = self._fields(params) if self._keeps_masters else self._stacks.named(params)
+        adam, of = (state[0], self._stacks.named) if self._moments is None else (state, self._fields)
+        both = (adam.mu, adam.nu) if self._moments is None else (adam.m, adam.v)
+        moments = {key: of(moment) for key, moment in zip(train_state.MOMENTS, both, strict=True)}
+        return {train_state.MASTERS: masters, **moments, train_state.COUNT: adam.count}
+
+    def restored(self, params, state, tensors: Mapping[str, Any]) -> tuple[Any, Any]:
+        """Masters and state of the structure of these, of arrays named as ``tensors`` names them."""
+        count, masters = tensors[train_state.COUNT], tensors[train_state.MASTERS]
+        both = [tensors[key] for key in train_state.MOMENTS]
+        if self._moments is None:
+            mu, nu = (self._stacks.tree(like, found) for like, found in zip((state[0].mu, state[0].nu), both, strict=True))
+            optimizer = optax.tree_utils.tree_set(state, mu=mu, nu=nu, count=count)
+        else:
+            optimizer = states.AdamWState(
+                count, *(self._of_fields(like, found) for like, found in zip((state.m, state.v), both, strict=True))
+            )
+        return (self._of_fields(params, masters) if self._keeps_masters else self._stacks.tree(params, masters)), optimizer
+
+    def _specs(self) -> tuple[Any, Any]:
+        """Stored masters and moments lie on the mesh as their parameters do; the count and scales are
+        whole on every device."""
+        shapes = jax.eval_shape(self._transformation.init, self._params)
+        if self._moments is None:
+            return self.parameter_specs, optax.tree_utils.tree_map_params(
+                self._transformation, lambda _, spec: spec, shapes, self.parameter_specs, transform_non_params=lambda _: P()
+            )
+
+        def of(tree):
+            return jax.tree.map(
+                lambda one, spec: jax.tree.map(lambda _: P(), one)._replace(codes=spec), tree, self.parameter_specs, is_leaf=is_stored
+            )
+
+        found = states.AdamWState(P(), of(shapes.m), of(shapes.v))  # type: ignore[arg-type]  # specs in place of arrays
+        return of(shapes.master) if self._keeps_masters else self.parameter_specs, found
+
+    def _on_mesh(self, specs):
+        """Shardings of PartitionSpecs. On one device nothing is committed to it, before the first step as after it."""
+        return None if self._layout.mesh is None else jax.tree.map(self._layout.sharding, specs)
+
+    def _clipping(self, grads) -> tuple[jax.Array, jax.Array]:
+        """The norm of the gradients, and what clips them to the largest that it may be (T-2)."""
+        norm = optax.tree.norm(grads)
+        return norm, jnp.minimum(1.0, self._keys.max_norm / norm)
+
+    def _with_masters(self, params, state):
+        """The state as ``fp8ref.jax.states`` has it, with the masters that it keeps."""
+        return state._replace(master=params) if self._keeps_masters else state
+
+    def _apart_from_masters(self, params, state) -> tuple[Any, Any]:
+        """(masters, state), where the state may hold the masters."""
+        return (state.master, state._replace(master=None)) if self._keeps_masters else (params, state)
+
+    def _adam(self) -> optax.GradientTransformation:
+        keys = self._keys
+        return optax.chain(
+            optax.scale_by_adam(b1=keys.beta1, b2=keys.beta2, eps=keys.eps),
+            optax.add_decayed_weights(keys.weight_decay, mask=_matrices),
+        )
+
+    def _at(self, lr) -> optax.GradientTransformation:
+        """The optimizer of a layout at a learning rate, which its updates contain."""
+        return states.adamw(lambda _: lr, **self._adamw())
+
+    def _adamw(self) -> dict[str, Any]:
+        """What ``states.adamw`` and ``states.step`` take but for the learning rate."""
+        keys, layout = self._keys, self._moments or "float32"
+        numbers = {"b1": keys.beta1, "b2": keys.beta2, "eps": keys.eps, "weight_decay": keys.weight_decay}
+        return {**numbers, "layout": layout, "mask": _matrices}
+
+    def _by_name(self, moments) -> dict[str, states.MomentState]:
+        """Stored moments by parameter name."""
+        return self._stacks.apart(named(moments, stored=True))
+
+    def _fields(self, moments) -> dict[str, jax.Array]:
+        """The fields of stored moments by parameter name and field; FP8 codes as uint8."""
+        each = self._by_name(moments).items()
+        found = {f"{name}.{field}": x for name, one in each for field, x in one._asdict().items() if x is not None}
+        return {name: lax.bitcast_convert_type(x, jnp.uint8) if x.dtype.itemsize == 1 else x for name, x in found.items()}
+
+    def _of_fields(self, like, found: Mapping[str, jax.Array]):
+        """Stored moments of the structure of ``like``, of arrays that ``_fields`` names."""
+
+        def of(path, one: states.MomentState) -> states.MomentState:
+            fields = {field: x for field, x in one._asdict().items() if x is not None}
+            saved = {field: self._stacks.together(name_of(path), _without(f".{field}", found)) for field in fields}
+            if fields["codes"].dtype.itemsize == 1:
+                saved["codes"] = lax.bitcast_convert_type(saved["codes"], fields["codes"].dtype)
+            return one._replace(**saved)
+
+        return jax.tree_util.tree_map_with_path(of, like, is_leaf=is_stored)
+
+
+def new_if(taken: jax.Array, new, old):
+    """The new tree, or the old one: selected by element, so that the decision stays on the device."""
+    return jax.tree.map(lambda new, old: jnp.where(taken, new, old), new, old)
+
+
+def _times(grads, factor: jax.Array):
+    return jax.tree.map(lambda g: g * factor, grads)
+
+
+def _without(suffix: str, found: Mapping[str, Any]) -> dict[str, Any]:
+    """What is found under names that end in a suffix, by the names without it."""
+    return {name.removesuffix(suffix): value for name, value in found.items() if name.endswith(suffix)}
+
+
+def _holding(masters) -> states.AdamWState:
+    """Masters as the part of an optimizer's state that ``states.weights`` and ``copies`` read."""
+    return states.AdamWState(jnp.int32(0), None, None, masters)
+
+
+def _matrices(params):
+    """True for each parameter that is a matrix, or a stack of them: weight decay is of these."""
+    return jax.tree_util.tree_map_with_path(lambda path, value: value.ndim - ("*" in name_of(path)) > 1, params)
