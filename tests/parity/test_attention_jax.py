@@ -2,7 +2,7 @@
 
 import functools
 
-import attention_inputs as cases
+import attention_cases as cases
 import jax
 import numpy as np
 import pytest
@@ -14,6 +14,7 @@ from fp8ref.sim import attention_gradients as sim_gradients
 
 NAMES = [name for name in VARIANTS if name != "exact"]
 GRADIENTS = [name for name, variant in VARIANTS.items() if variant.backward == "cast"]
+OTHERS = [("native", False), ("rounded", True), ("rounded", False)]
 ALL = [(name, "full") for name in NAMES] + [
     (name, mask) for name in ("fa3", "fa4_threshold4", "cudnn") for mask in cases.MASKS if mask != "full"
 ]
@@ -60,8 +61,9 @@ def test_integers_have_the_simulators_bits(name, mask):  # A-2 to A-12
     assert found.amaxes["o"] == wanted.amaxes["o"]
 
 
-@pytest.mark.parametrize("with_documents", [False, True])
-@pytest.mark.parametrize("exponential", ["rounded", "native"])
+@pytest.mark.parametrize(
+    ("exponential", "with_documents"), [("native", True), *(pytest.param(*case, marks=pytest.mark.slow) for case in OTHERS)]
+)
 @pytest.mark.parametrize("name", NAMES)
 def test_numbers_within_bounds(name, exponential, with_documents):  # B-1
     q, k, v, _ = cases.normal()
