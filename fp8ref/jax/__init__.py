@@ -30,7 +30,23 @@ from fp8ref import extras, moved
 
 extras.require("jax", "fp8ref.jax", "jax", "flax", "optax")
 
-from fp8ref.jax import attention, cast, contraction, delayed, flax, gemm, gradients, hardware, health, linear, proof, scales, scaling, sharding, states
+from fp8ref.jax import (
+    attention,
+    cast,
+    contraction,
+    delayed,
+    flax,
+    gemm,
+    gradients,
+    hardware,
+    health,
+    linear,
+    proof,
+    scales,
+    scaling,
+    sharding,
+    states,
+)
 
 __all__ = [
     "attention",
