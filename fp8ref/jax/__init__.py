@@ -3,6 +3,10 @@ FP8 into an existing model.
 
     linear        one layer, forward and backward; ``operands`` quantizes and gathers for it
     contraction   dot_general and einsum by a recipe
+    attention     attention by a variant, a tile of keys at a time; ``attention_inputs`` and ``attention_operands``
+                  check and cut, ``online_softmax`` and ``probability_value`` are a tile's steps,
+                  ``attention_gradients`` and ``attention_gradients_mx`` the backward pass, ``attention_real``
+                  real arithmetic; ``head_scaling``, ``hadamard`` and ``elementary`` its casts and functions
     flax          hooks for linen and NNX layers, convert, report, value_and_grad
     cast, scaling, scales, delayed, gemm
                   the parts, under the same names as in ``fp8ref.sim``
@@ -26,9 +30,26 @@ from fp8ref import extras, moved
 
 extras.require("jax", "fp8ref.jax", "jax", "flax", "optax")
 
-from fp8ref.jax import cast, contraction, delayed, flax, gemm, gradients, hardware, health, linear, proof, scales, scaling, sharding, states
+from fp8ref.jax import (
+    attention,
+    cast,
+    contraction,
+    delayed,
+    flax,
+    gemm,
+    gradients,
+    hardware,
+    health,
+    linear,
+    proof,
+    scales,
+    scaling,
+    sharding,
+    states,
+)
 
 __all__ = [
+    "attention",
     "cast",
     "contraction",
     "delayed",
