@@ -309,8 +309,8 @@ def _real(q: Tensor, k: Tensor, v: Tensor, spec: Spec, shape: Shape, documents: 
 
 
 def _real_gradients(do: Tensor, q: Tensor, k: Tensor, v: Tensor, spec: Spec, shape: Shape, documents: Documents) -> Gradients:
-    *found, largest = attention_real.backward(do, q, k, v, spec, shape, documents)
-    amaxes = operands.share([largest, *(x.abs().amax().float() for x in (do, *found))], spec)
+    dq, dk, dv, largest = attention_real.backward(do, q, k, v, spec, shape, documents)
+    amaxes = operands.share([largest, *(x.abs().amax().float() for x in (do, dq, dk, dv))], spec)
     one = torch.ones((), device=q.device)
     by_role = dict(zip(("ds", "do", "dq", "dk", "dv"), amaxes, strict=True))
-    return Gradients(*found, {}, by_role, torch.zeros((), dtype=torch.int64, device=q.device), Scales(one, one))
+    return Gradients(dq, dk, dv, {}, by_role, torch.zeros((), dtype=torch.int64, device=q.device), Scales(one, one))

@@ -80,6 +80,7 @@ def run(
 
     report    find amaxes and count clipped probabilities; without it they are zeros.
     Order:    A-6 to A-11, with a promotion after each tile: a GEMM begins at +0.
+    Raises:   ValueError: MX blocks under simulated hardware.
     """
     variant, device = spec.variant, tensors["q"].codes.device
     if variant.granularity == "mx_1x32" and hardware.active():
