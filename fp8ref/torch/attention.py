@@ -18,24 +18,29 @@ is computed as ``fa3_promoted``, and ``fa4`` likewise.
 """
 
 import contextlib
-import dataclasses
-import functools
 
 import torch
 from torch import Tensor
 
 from fp8ref import attention as data
 from fp8ref.attention import FULL, Mask, Variant
-from fp8ref.torch import attention_forward, attention_gradients, attention_gradients_mx, attention_inputs, attention_real, linear_input
+from fp8ref.torch import (
+    attention_forward,
+    attention_function,
+    attention_gradients,
+    attention_gradients_mx,
+    attention_inputs,
+    attention_real,
+    linear_input,
+)
 from fp8ref.torch import attention_operands as operands
 from fp8ref.torch.attention_forward import Documents, Result
+from fp8ref.torch.attention_function import values
 from fp8ref.torch.attention_gradients import Gradients, Saved
 from fp8ref.torch.attention_inputs import Shape, Spec
 from fp8ref.torch.elementary import Exponential
-from fp8ref.torch.head_scaling import DTYPES, Heads
+from fp8ref.torch.head_scaling import DTYPES
 from fp8ref.torch.scales import Scales
-
-_PLAIN = tuple(f.name for f in dataclasses.fields(Variant) if f.name not in ("tiles", "fmt", "out", "gradient_fmt", "source"))
 
 Pair = Tensor | tuple[Tensor, Tensor] | None
 """Documents of queries and keys: one tensor for both, or two."""
@@ -54,10 +59,13 @@ def apply(
     seed: int = 0,
     exponential: Exponential = "native",
     amax_group: str | None = None,
+    seen: dict[str, Tensor] | None = None,
 ) -> Tensor:
     """softmax(q k^T scale) v by a variant, differentiable in q, k and v.
 
     scales        as in ``forward``; and of roles do, ds, dq, dk, dv, for the backward pass.
+    seen          {role: observation}, ``delayed.RoleState.seen`` of roles whose scale is one number: the passes merge
+                  their amaxes into these (H-4), the forward pass those of q, k, v, s and o.
     Shapes:   as in ``forward``; o [B, H, Tq, D] of q's dtype.
     Order:    as in ``forward``; of the backward pass A-14 to A-16. o and gradients are rounded to the variant's
               format, then to q's, k's and v's dtypes.
@@ -70,10 +78,11 @@ def apply(
     """
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         check_gradients(variant)
-    given = scales or {}
-    function = _function(variant, _values(variant), _values(mask), scale, seed, exponential, amax_group, tuple(given))
+    given, observed = scales or {}, seen or {}
+    roles = tuple(given), tuple(observed)
+    function = attention_function.function(variant, values(variant), values(mask), scale, seed, exponential, amax_group, roles)
     of_q, of_k = documents if isinstance(documents, tuple) else (documents, documents)
-    return function.apply(q, k, v, of_q, of_k, *given.values())
+    return function.apply(q, k, v, of_q, of_k, *given.values(), *observed.values())
 
 
 def check_gradients(variant: str | Variant) -> None:
@@ -82,111 +91,6 @@ def check_gradients(variant: str | Variant) -> None:
     if variant.backward is None:
         names = ", ".join(name for name, one in data.VARIANTS.items() if one.backward is not None)
         raise ValueError(f"variant {variant.name!r} has no backward pass (A-1). Use one of {names}, or call under torch.no_grad().")
-
-
-def _values(x: object) -> tuple:
-    """The fields of a Mask or Variant, as numbers and strings.
-
-    Of one that is made where dynamo traces, dynamo hands on another of the same class, without its values (torch 2.13).
-    What it reads of the fields is right.
-    """
-    if isinstance(x, Mask):
-        return x.causal, x.window, x.alignment
-    if not isinstance(x, Variant):
-        return ()
-    numbers = [(tiles.features, tiles.full, tiles.causal, tiles.local) for tiles in x.tiles]
-    formats = [None if fmt is None else fmt.name for fmt in (x.fmt, x.out, x.gradient_fmt)]
-    return *numbers, *formats, *[getattr(x, name, None) for name in _PLAIN]
-
-
-@torch._dynamo.assume_constant_result
-def _function(
-    variant: str | Variant, values: tuple, of_mask: tuple, scale, seed: int, exponential, amax_group, roles: tuple[str, ...]
-) -> type[torch.autograd.Function]:
-    """The differentiable function of some constants, which a compiler does not trace."""
-    if _values(variant) != values:
-        raise ValueError(f"a Variant is made outside of what is compiled; got {values}, made inside. Make it once, before.")
-    if not of_mask:
-        raise ValueError("mask is a Mask of fp8ref.attention.")
-    causal, window, alignment = of_mask
-    mask = Mask(causal=causal, window=window, alignment=alignment)
-    spec = Spec(variant=data.by_name(variant), mask=mask, scale=scale, seed=seed, exponential=exponential, amax_group=amax_group)
-    return _bind(spec, roles)
-
-
-@functools.cache
-def _bind(spec: Spec, roles: tuple[str, ...]) -> type[torch.autograd.Function]:
-    """q, k, v, documents of both, scales of these roles -> o, as an autograd.Function.
-
-    A class for each spec: a compiled graph calls it with tensors only.
-    """
-
-    @torch._dynamo.allow_in_graph  # AOTAutograd traces into it
-    class AttentionFunction(torch.autograd.Function):
-        @staticmethod
-        @linear_input.without_autocast
-        def forward(ctx, q: Tensor, k: Tensor, v: Tensor, of_q: Tensor | None, of_k: Tensor | None, *scales: Tensor) -> Tensor:
-            return _forward(ctx, spec, q, k, v, (of_q, of_k), dict(zip(roles, scales, strict=True)))
-
-        @staticmethod
-        @linear_input.without_autocast
-        def backward(ctx, do: Tensor):
-            return (*_backward(ctx, spec, roles, do), None, None, *(None for _ in roles))
-
-    return AttentionFunction
-
-
-def _forward(ctx, spec: Spec, q: Tensor, k: Tensor, v: Tensor, documents: tuple[Tensor | None, Tensor | None], scales: dict) -> Tensor:
-    variant = spec.variant
-    shape = attention_inputs.check(q, k, v, spec)
-    roles = data.ROLES if variant.backward is None else (*data.ROLES, *data.GRADIENT_ROLES)
-    given = attention_inputs.check_scales(scales, variant, roles, shape)
-    pair = documents if documents[0] is not None and documents[1] is not None else None
-    at = attention_forward.padded_documents(*attention_inputs.check_documents(pair, shape))  # type: ignore[arg-type]
-    ctx.shape, ctx.dtypes = shape, (q.dtype, k.dtype, v.dtype)
-    if variant.real:
-        ctx.save_for_backward(q, k, v, *at)
-        return operands.by_head(attention_real.forward(q, k, v, spec, shape, at).o, shape).float().to(q.dtype)
-    tensors = operands.quantize(q, k, v, spec, given, report=False)
-    result = attention_forward.run(tensors, spec, shape, at, given, report=False)
-    o = result.o.to(q.dtype)
-    if variant.backward is None:
-        return o
-    if variant.out.bits == 8:
-        kept: tuple[Tensor | None, ...] = (result.tensors["o"].codes, result.tensors["o"].scale_inv)
-    else:  # o itself, if it holds the output's numbers
-        kept = (o if q.dtype in (torch.float32, DTYPES[variant.out.name]) else result.o.to(DTYPES[variant.out.name]), None)
-    if variant.granularity == "mx_1x32":
-        ctx.save_for_backward(*at, *scales.values(), *kept, result.lse, q, k, v)
-    else:
-        of_tensors = (x for role in ("q", "k", "v") for x in (tensors[role].codes, tensors[role].scale_inv))
-        ctx.save_for_backward(*at, *scales.values(), *kept, result.lse, result.scale_p, result.scale_inv_p, *of_tensors)
-    return o
-
-
-def _backward(ctx, spec: Spec, roles: tuple[str, ...], do: Tensor) -> tuple[Tensor, ...]:
-    if torch.is_grad_enabled():  # autograd would follow neither codes nor scales
-        raise ValueError("gradients of attention in FP8 are not differentiated again; got create_graph=True. Leave it out.")
-    saved, shape = iter(ctx.saved_tensors), ctx.shape
-    if spec.variant.real:
-        q, k, v, *documents = saved
-        found: tuple[Tensor, ...] = attention_real.backward(do, q, k, v, spec, shape, Documents(*documents))[:3]
-    else:
-        at, given = Documents(next(saved), next(saved)), {role: next(saved) for role in roles}
-        o, o_scale_inv, lse = next(saved), next(saved), next(saved)
-        one = torch.ones((), device=do.device)
-        if spec.variant.granularity == "mx_1x32":
-            q, k, v = saved
-            kept = Saved(operands.quantize(q, k, v, spec, {}), o, None, lse, one, one)
-            gradients = attention_gradients_mx.gradients(do, q, k, kept, spec, shape, at, report=False)
-        else:
-            scale_p, scale_inv_p = next(saved), next(saved)
-            tensors = {role: Heads(next(saved), one, one, next(saved)) for role in ("q", "k", "v")}
-            kept = Saved(tensors, o, o_scale_inv, lse, scale_p, scale_inv_p)
-            given = {role: x for role, x in given.items() if role in data.GRADIENT_ROLES}
-            gradients = attention_gradients.gradients(do, kept, spec, shape, at, given, report=False)
-        found = gradients[:3]
-    return tuple(x.to(dtype) for x, dtype in zip(found, ctx.dtypes, strict=True))
 
 
 @torch.no_grad()
@@ -232,7 +136,7 @@ def forward(
         if spec.variant.real:
             return _real(q, k, v, spec, shape, at)
         tensors = operands.quantize(q, k, v, spec, given)
-        return attention_forward.run(tensors, spec, shape, at, given, report=True, keep_p=keep_p)
+        return attention_forward.run(tensors, spec, shape, at, given, report="all", keep_p=keep_p)
 
 
 @torch.no_grad()
@@ -280,8 +184,8 @@ def backward(
         o, of_o = (result.tensors["o"].codes, result.tensors["o"].scale_inv) if low else (result.o.to(DTYPES[spec.variant.out.name]), None)
         saved = Saved(result.tensors, o, of_o, result.lse, scale_p, scale_inv_p)
         if spec.variant.granularity == "mx_1x32":
-            return attention_gradients_mx.gradients(do, q, k, saved, spec, shape, at, report=True)
-        return attention_gradients.gradients(do, saved, spec, shape, at, given, report=True)
+            return attention_gradients_mx.gradients(do, q, k, saved, spec, shape, at, report="all")
+        return attention_gradients.gradients(do, saved, spec, shape, at, given, report="all")
 
 
 def _full_precision(x: Tensor):

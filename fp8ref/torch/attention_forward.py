@@ -19,7 +19,7 @@ from torch import Tensor
 from fp8ref.attention import Variant
 from fp8ref.torch import attention_operands as operands
 from fp8ref.torch import cast, hardware, head_scaling, online_softmax
-from fp8ref.torch.attention_inputs import Shape, Spec
+from fp8ref.torch.attention_inputs import Report, Shape, Spec
 from fp8ref.torch.elementary import divide, log, multiply_add, times
 from fp8ref.torch.head_scaling import DTYPES, Heads
 
@@ -73,12 +73,11 @@ def run(
     documents: Documents,
     given: dict[str, Tensor],
     *,
-    report: bool,
+    report: Report,
     keep_p: bool = False,
 ) -> Result:
     """The pass, of quantized q, k and v.
 
-    report    find amaxes and count clipped probabilities; without it they are zeros.
     Order:    A-6 to A-11, with a promotion after each tile: a GEMM begins at +0.
     Raises:   ValueError: MX blocks under simulated hardware.
     """
@@ -105,13 +104,14 @@ def run(
         visible = operands.seen(tile, spec, shape, documents, device)
         p, c, new = online_softmax.step(s, old, visible, variant, factors, spec.exponential)
         p8 = round_probabilities(p, scale_p, variant)
-        if report:
+        if report != "nothing":
             largest = torch.maximum(largest, p.amax())
+        if report == "all":
             saturated = saturated + count_clipped(p, scale_p, variant)
         if codes is not None:
             codes[:, :, tile.rows, :, tile.keys] = p8.view(torch.uint8)
         low = p8 if of_p is None else p8.float() * of_p
-        found = operands.products(low.flatten(2, 3), v[:, :, :, tile.keys], variant).view(*s.shape[:-1], -1)
+        found = operands.products(low.flatten(2, 3), v[:, :, :, tile.keys].contiguous(), variant).view(*s.shape[:-1], -1)
         if variant.out_scales == "tile" and of_v is not None:
             found = times(found, operands.key_scale(tensors["v"].scale_inv, tile, variant))
             found = found if variant.p_scale == 1 else times(found, of_v)
@@ -191,12 +191,12 @@ def _finish(o: Tensor, total: Tensor, scale_inv: Tensor | None, variant: Variant
     return o * (inverse if scale_inv is None else inverse * scale_inv)
 
 
-def _result(out, lse, tensors, largest, saturated, codes, scales_p, spec: Spec, shape: Shape, given, *, report: bool) -> Result:
+def _result(out, lse, tensors, largest, saturated, codes, scales_p, spec: Spec, shape: Shape, given, *, report: Report) -> Result:
     """The output in its format, and the amaxes of all ranks."""
     variant = spec.variant
     amaxes = {role: t.amax for role, t in tensors.items()}
     amaxes["s"], amaxes["o"] = largest, largest
-    if report or variant.out.bits == 8:
+    if report != "nothing" or (variant.out.bits == 8 and "o" not in given):
         amaxes["s"], amaxes["o"] = operands.share([largest, out.abs().amax()], spec)
     o = head_scaling.quantize(out, variant.out, *output_scaling(variant), amax_of_groups=amaxes["o"], scale=given.get("o"))
     if variant.out.bits == 8:

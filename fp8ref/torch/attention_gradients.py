@@ -24,7 +24,7 @@ from fp8ref.torch import attention_forward as forward
 from fp8ref.torch import attention_operands as operands
 from fp8ref.torch import cast, head_scaling, online_softmax
 from fp8ref.torch.attention_forward import Documents
-from fp8ref.torch.attention_inputs import Shape, Spec
+from fp8ref.torch.attention_inputs import Report, Shape, Spec
 from fp8ref.torch.attention_operands import Tile
 from fp8ref.torch.elementary import exponential, multiply_add, times
 from fp8ref.torch.head_scaling import DTYPES, Heads
@@ -76,7 +76,7 @@ class Pass:
     """The parts of a backward pass without blocks, in the layouts of GEMMs; sums go into dq, dk and dv."""
 
     def __init__(
-        self, do: Tensor, saved: Saved, spec: Spec, shape: Shape, documents: Documents, given: dict[str, Tensor], *, report: bool
+        self, do: Tensor, saved: Saved, spec: Spec, shape: Shape, documents: Documents, given: dict[str, Tensor], *, report: Report
     ) -> None:
         self.spec, self.shape, self.documents, self.saved, self.report = spec, shape, documents, saved, report
         self.variant, self.given = spec.variant, given
@@ -155,14 +155,14 @@ class Pass:
             ds = self.ds(p, tile)
             if not early:
                 self._add_dv(dv, p, do_tokens, tile)
-                if self.report:
+                if self.report != "nothing":
                     self.largest = torch.maximum(self.largest, ds.abs().amax())
             ds8 = self._cast_ds(ds, scales.scale)
-            found = operands.products(ds8.flatten(2, 3), k_tokens[:, :, :, tile.keys], self.variant)
+            found = operands.products(ds8.flatten(2, 3), k_tokens[:, :, :, tile.keys].contiguous(), self.variant)
             dq[:, :, tile.rows] = dq[:, :, tile.rows] + found.view(*ds8.shape[:-1], -1)
             of_q = self._of_queries(self.saved.tensors["q"])
             add_heads(dk, self.scaled(products_of_heads(ds8, q_tokens, tile, self.variant), scales.scale_inv, of_q), tile)
-        if not early and self.report:
+        if not early and self.report != "nothing":
             (self.largest,) = operands.share([self.largest], self.spec)
         dq = self.scaled(dq, scales.scale_inv, self._of_keys("k"))
         keys = (slice(None), slice(None), slice(shape.keys), slice(shape.features))
@@ -170,7 +170,7 @@ class Pass:
 
     def _add_dv(self, dv: Tensor, p: Tensor, do_tokens: Tensor, tile: Tile) -> None:
         p8 = forward.round_probabilities(p, self.saved.scale_p, self.variant)
-        if self.report:
+        if self.report == "all":
             self.saturated = self.saturated + forward.count_clipped(p, self.saved.scale_p, self.variant)
         found = products_of_heads(p8, do_tokens, tile, self.variant)
         add_heads(dv, self.scaled(found, self.saved.scale_inv_p, self._of_queries(self.do)), tile)
@@ -179,17 +179,16 @@ class Pass:
         if self.fmt.bits != 8:
             return ds.to(DTYPES[self.fmt.name])
         scaled = ds * scale
-        if self.report:
+        if self.report == "all":
             self.saturated = self.saturated + head_scaling.above_range(scaled.abs(), self.fmt).sum()
         return cast.to_fp8(scaled, self.fmt)
 
 
 def gradients(
-    do: Tensor, saved: Saved, spec: Spec, shape: Shape, documents: Documents, given: dict[str, Tensor], *, report: bool
+    do: Tensor, saved: Saved, spec: Spec, shape: Shape, documents: Documents, given: dict[str, Tensor], *, report: Report
 ) -> Gradients:
     """The pass, of what a forward pass saved.
 
-    report    find amaxes that no scale needs, and count clipped elements; without it they are zeros.
     Order:    A-15; sums over keys are added tile by tile, in float32.
     """
     of_pass = Pass(do, saved, spec, shape, documents, given, report=report)
@@ -198,7 +197,7 @@ def gradients(
 
 
 def rounded(
-    raw: Raw, do: Heads, largest: Tensor, saturated: Tensor, scales: Scales, spec: Spec, given: dict[str, Tensor], *, report: bool
+    raw: Raw, do: Heads, largest: Tensor, saturated: Tensor, scales: Scales, spec: Spec, given: dict[str, Tensor], *, report: Report
 ) -> Gradients:
     """The gradients in the output's format, with their amaxes."""
     variant = spec.variant
@@ -206,7 +205,8 @@ def rounded(
     amaxes, found, coded = {"do": do.amax, "ds": largest}, {}, {"do": do}
     tensors = {"dq": raw.dq, "dk": raw.dk, "dv": raw.dv}
     low = variant.out.bits == 8
-    of_outputs = operands.share([x.abs().amax() for x in tensors.values()], spec) if low or report else [none] * 3
+    needed = report != "nothing" or (low and not given.keys() >= tensors.keys())
+    of_outputs = operands.share([x.abs().amax() for x in tensors.values()], spec) if needed else [none] * 3
     for (role, x), amax in zip(tensors.items(), of_outputs, strict=True):
         amaxes[role] = amax
         scaling = forward.output_scaling(variant)
@@ -217,11 +217,11 @@ def rounded(
     return Gradients(**found, tensors=coded, amaxes=amaxes, saturated=saturated, scale_ds=scales)
 
 
-def _quantized_do(do: Tensor, spec: Spec, given: dict[str, Tensor], shape: Shape, *, report: bool) -> Heads:
+def _quantized_do(do: Tensor, spec: Spec, given: dict[str, Tensor], shape: Shape, *, report: Report) -> Heads:
     """do as q is quantized (A-15)."""
     variant = spec.variant
     fmt = variant.gradient_fmt or variant.fmt
-    if variant.granularity is None and not report:
+    if report == "nothing" and (variant.granularity is None or "do" in given):
         amax = torch.zeros((), device=do.device)
     else:
         amax = head_scaling.amax(do, variant.granularity, heads=shape.key_heads)
@@ -250,9 +250,10 @@ def rows_of(lse: Tensor, shape: Shape, step: int) -> Tensor:
 
 def sums_of_rows(a: Tensor, b: Tensor, features: int) -> Tensor:
     """The sum of products over the last axis, ascending, each addition rounded."""
-    total = a[..., 0].float() * b[..., 0].float()
-    for n in range(1, features):
-        total = total + a[..., n].float() * b[..., n].float()  # products of two short numbers are exact
+    each = (a.float() * b.float()).unbind(-1)  # products of two short numbers are exact
+    total = each[0]
+    for one in each[1:features]:
+        total = total + one
     return total
 
 
@@ -265,7 +266,7 @@ def products_of_heads(x: Tensor, other: Tensor, tile: Tile, variant: Variant) ->
     """Sums over a tile's queries of x [B, Hkv, rows, G, keys] and other [B, Hkv, G, D, Tq], for each query head:
     [B, Hkv, G, keys, D]."""
     a = x.permute(0, 1, 3, 4, 2).flatten(1, 2).contiguous()  # [B, H, keys, rows]
-    b = other[..., tile.rows].flatten(1, 2)
+    b = other[..., tile.rows].flatten(1, 2).contiguous()
     return operands.products(a, b, variant).unflatten(1, other.shape[1:3])
 
 

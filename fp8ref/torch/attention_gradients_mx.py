@@ -24,7 +24,7 @@ from fp8ref.torch.attention_gradients import (
     sums_of_rows,
     tokens_of,
 )
-from fp8ref.torch.attention_inputs import Shape, Spec
+from fp8ref.torch.attention_inputs import Report, Shape, Spec
 from fp8ref.torch.head_scaling import DTYPES, MX, Heads, pad
 from fp8ref.torch.scales import Scales
 
@@ -32,7 +32,9 @@ P_SCALE = 256.0
 """What P is multiplied by before its cast."""
 
 
-def gradients(do: Tensor, q: Tensor, k: Tensor, saved: Saved, spec: Spec, shape: Shape, documents: Documents, *, report: bool) -> Gradients:
+def gradients(
+    do: Tensor, q: Tensor, k: Tensor, saved: Saved, spec: Spec, shape: Shape, documents: Documents, *, report: Report
+) -> Gradients:
     """The pass, of what a forward pass saved, and its q and k in high precision.
 
     Order:    A-16; sums over keys are added tile by tile, in float32.
@@ -61,15 +63,16 @@ def gradients(do: Tensor, q: Tensor, k: Tensor, saved: Saved, spec: Spec, shape:
         p8 = cast.to_fp8(p * P_SCALE, variant.fmt)
         dp = operands.products(of_do[:, :, tile.rows].flatten(2, 3), v8[:, :, tile.keys], variant).view(p.shape)
         ds = (dp - d[:, :, tile.rows, :, None]) * p * spec.softmax_scale(shape.features)
-        if report:
+        if report != "nothing":
             largest = torch.maximum(largest, ds.abs().amax())
+        if report == "all":
             saturated = saturated + head_scaling.above_range(p * P_SCALE, variant.fmt).sum()
         add_heads(dv, products_of_heads(p8.float() / P_SCALE, do_tokens, tile, variant), tile)
         low = _quantize(ds, 4, variant)
         found = operands.products(low.flatten(2, 3), k_tokens[:, :, :, tile.keys], variant)
         dq[:, :, tile.rows] = dq[:, :, tile.rows] + found.view(*ds.shape[:-1], -1)
         add_heads(dk, products_of_heads(_quantize(ds, 2, variant), q_tokens, tile, variant), tile)
-    if report:
+    if report != "nothing":
         (largest,) = operands.share([largest], spec)
     one = torch.ones((), device=device)
     keys = (slice(None), slice(None), slice(shape.keys), slice(shape.features))

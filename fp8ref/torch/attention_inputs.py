@@ -6,6 +6,7 @@ for the device.
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import torch
@@ -16,6 +17,10 @@ from fp8ref import attention
 from fp8ref.attention import Mask, Variant
 from fp8ref.torch import cast, hadamard, head_scaling
 from fp8ref.torch.elementary import HOW, Exponential
+
+Report = Literal["nothing", "amaxes", "all"]
+"""What a pass finds beside its result: nothing but the amaxes that scales are made of; all amaxes; and how many elements
+casts clipped. Anything else is 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,8 +121,7 @@ def check_documents(documents: Tensor | tuple[Tensor, Tensor] | None, shape: Sha
 
 def check_scales(scales: dict[str, Tensor] | None, variant: Variant, roles: tuple[str, ...], shape: Shape) -> dict[str, Tensor]:
     """Given scales by role. ValueError for roles that the variant has no scale for; another shape or dtype."""
-    given = dict(scales or {})
-    known = [] if variant.granularity in (None, "mx_1x32") else [role for role in roles if _has_scale(variant, role)]
+    given, known = dict(scales or {}), _with_scales(variant, roles)
     for role, scale in given.items():
         if role not in known:
             raise ValueError(f"variant {variant.name!r} takes scales for {', '.join(known) or 'no role'}; got {role!r}. Leave it out.")
@@ -125,6 +129,16 @@ def check_scales(scales: dict[str, Tensor] | None, variant: Variant, roles: tupl
         if scale.dtype != torch.float32 or tuple(scale.shape) != expected:
             raise ValueError(f"a given scale of {role} is float32 {list(expected)}, as its groups; got {scale.dtype} {list(scale.shape)}.")
     return given
+
+
+def check_seen(seen: dict[str, Tensor], variant: Variant, roles: tuple[str, ...], shape: Shape) -> None:
+    """ValueError for observations of roles that have no scale, or several; another shape or dtype."""
+    known = [role for role in _with_scales(variant, roles) if scale_shape(variant, role, shape) == ()]
+    for role, x in seen.items():
+        if role not in known:
+            raise ValueError(f"variant {variant.name!r} observes {', '.join(known) or 'no role'}; got {role!r}. Leave it out.")
+        if x.dtype != torch.float32 or tuple(x.shape) != (3,):
+            raise ValueError(f"an observation is float32 [3], a RoleState's seen; got {x.dtype} {list(x.shape)} of {role}.")
 
 
 def scale_shape(variant: Variant, role: str, shape: Shape) -> tuple[int, ...]:
@@ -135,6 +149,10 @@ def scale_shape(variant: Variant, role: str, shape: Shape) -> tuple[int, ...]:
         return (shape.batch, shape.key_heads, 1, 1)
     heads, tokens = (shape.heads, shape.queries) if role == "q" else (shape.key_heads, shape.keys)
     return (shape.batch, heads, -(-tokens // head_scaling.ROWS), 1)
+
+
+def _with_scales(variant: Variant, roles: tuple[str, ...]) -> list[str]:
+    return [] if variant.granularity in (None, "mx_1x32") else [role for role in roles if _has_scale(variant, role)]
 
 
 def _has_scale(variant: Variant, role: str) -> bool:

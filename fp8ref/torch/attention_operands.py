@@ -14,7 +14,7 @@ from torch import Tensor
 from fp8ref.attention import Variant
 from fp8ref.formats import E4M3FN, E5M2
 from fp8ref.torch import gemm, hadamard, head_scaling, scaling
-from fp8ref.torch.attention_inputs import Shape, Spec
+from fp8ref.torch.attention_inputs import Report, Shape, Spec
 from fp8ref.torch.elementary import times
 from fp8ref.torch.head_scaling import ROWS, Heads, pad
 from fp8ref.torch.scaling import Quantized
@@ -100,35 +100,30 @@ def share(amaxes: list[Tensor], spec: Spec) -> list[Tensor]:
     return list(scaling.merge_amax(torch.stack(amaxes), spec.amax_group).unbind())
 
 
-def quantize(q: Tensor, k: Tensor, v: Tensor, spec: Spec, given: dict[str, Tensor], *, report: bool = True) -> dict[str, Heads]:
-    """q, k and v as the variant quantizes them, by role (A-2, A-13).
-
-    report    find the amaxes of tensors in high precision, which nothing but a report needs; without it they are 0.
-    """
-    variant = spec.variant
-    if variant.granularity is None and not report:
-        none = torch.zeros((), device=q.device)
-        return {
-            r: head_scaling.quantize(x, variant.fmt, None, variant.policy, amax_of_groups=none) for r, x in (("q", q), ("k", k), ("v", v))
-        }
+def quantize(q: Tensor, k: Tensor, v: Tensor, spec: Spec, given: dict[str, Tensor], *, report: Report = "all") -> dict[str, Heads]:
+    """q, k and v as the variant quantizes them, by role (A-2, A-13)."""
+    variant, heads = spec.variant, k.shape[1]
     if variant.rotated:
         signs = hadamard.signs(q.shape[-1], spec.seed, q.device)
         q, k = hadamard.rotate(q, signs), hadamard.rotate(k, signs)
     tensors = {"q": q, "k": k, "v": v}
-    amaxes = [head_scaling.amax(x, variant.granularity, heads=k.shape[1], along_tokens=role == "v") for role, x in tensors.items()]
-    if variant.granularity in ("tensor", None):
-        amaxes = share(amaxes, spec)
+    amaxes = {role: torch.zeros((), device=q.device) for role in tensors}
+    needed = [role for role in tensors if report != "nothing" or (variant.granularity is not None and role not in given)]
+    found = [head_scaling.amax(tensors[role], variant.granularity, heads=heads, along_tokens=role == "v") for role in needed]
+    if variant.granularity in ("tensor", None) and found:
+        found = share(found, spec)
+    amaxes |= dict(zip(needed, found, strict=True))
     return {
         role: head_scaling.quantize(
             x,
             variant.fmt,
             variant.granularity,
             variant.policy,
-            amax_of_groups=amax,
+            amax_of_groups=amaxes[role],
             along_tokens=role == "v",
             scale=given.get(role),
         )
-        for (role, x), amax in zip(tensors.items(), amaxes, strict=True)
+        for role, x in tensors.items()
     }
 
 

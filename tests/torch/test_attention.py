@@ -8,12 +8,14 @@ import torch
 from compiled import said
 from ranks import run
 from syncs import Ops, Syncs
-from torch import distributed
+from torch import distributed, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fp8ref import delayed as delayed_configs
 from fp8ref.attention import VARIANTS, Mask
+from fp8ref.formats import E4M3FN
 from fp8ref.sim import hardware as sim_hardware
-from fp8ref.torch import attention, hardware
+from fp8ref.torch import attention, delayed, hardware
 
 CAUSAL = Mask(causal=True)
 WITH_GRADIENTS = [name for name, variant in VARIANTS.items() if variant.backward is not None]
@@ -355,3 +357,71 @@ def test_dtensors_are_refused():
     assert run(1, refused_dtensor) == [
         "attention takes local tensors; got q, a DTensor. Pass q.to_local(), and amax_group for shared amaxes."
     ]
+
+
+# ---- Delayed scales
+
+
+class Delayed(nn.Module):
+    """Attention whose scales come from states."""
+
+    roles = ("q", "k", "v", "s", "o", "do", "ds", "dq", "dk", "dv")
+
+    def __init__(self):
+        super().__init__()
+        config = dataclasses.replace(delayed_configs.by_name("delayed"), history_length=2)
+        self.states = nn.ModuleDict({role: delayed.RoleState(E4M3FN, config, torch.device("cpu")) for role in self.roles})
+
+    def forward(self, q, k, v):
+        scales, seen = ({role: getattr(state, name) for role, state in self.states.items()} for name in ("scale", "seen"))
+        return attention.apply(q, k, v, variant="cudnn", mask=CAUSAL, scales=scales, seen=seen)
+
+
+def test_states_are_observed_and_updated():  # A-12, H-3 to H-5
+    """After a step a role's scale is that of its amax, of the role with the scales before."""
+    model, leaves, do = Delayed(), inputs(requires_grad=True), torch.randn(1, 4, 70, 64)
+    for step in range(2):
+        scales = {role: state.scale.clone() for role, state in model.states.items()}
+        forward_scales, others = ({r: x for r, x in scales.items() if (r in ("q", "k", "v", "s", "o")) is first} for first in (True, False))
+        result = attention.forward(*leaves, variant="cudnn", mask=CAUSAL, scales=forward_scales)
+        wanted = attention.backward(do, *leaves, result, variant="cudnn", mask=CAUSAL, scales=others)
+        o = model(*leaves)
+        o.backward(do)
+        for role, amax in (result.amaxes | wanted.amaxes).items():
+            assert model.states[role].seen.tolist() == [amax.item(), 0, 1], role
+        assert torch.equal(o, result.o)
+        delayed.update(model)
+        for role, state in model.states.items():
+            assert not state.seen.any()
+            assert state.scale != scales[role] or step == 1
+    assert (result.o - attention.forward(*leaves, variant="exact", mask=CAUSAL).o).norm() < 0.1 * result.o.norm()
+
+
+def test_one_graph_observes():
+    torch._dynamo.reset()
+    leaves, do, found = inputs(tq=20, tk=40, requires_grad=True), torch.randn(1, 4, 20, 64), []
+    for compiled in (False, True):
+        model = Delayed()
+        function = torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else model
+        function(*leaves).backward(do)
+        found.append(torch.stack([state.seen for state in model.states.values()]))
+    assert torch.equal(*found)
+    assert found[0][:, 2].all()
+
+
+def test_nothing_is_found_that_nobody_asked_for():
+    """With all scales given, no amax is taken but the maxima of rows."""
+    leaves = inputs(requires_grad=True, tk=128, device="meta")
+    one = torch.ones((), device="meta")
+    with Ops() as ops:
+        o = attention.apply(*leaves, variant="cudnn", scales=dict.fromkeys(Delayed.roles, one))
+        o.backward(torch.empty_like(o))
+    assert ops.found.count("amax") == 1
+
+
+def test_observations_of_other_roles_are_refused():
+    q, k, v = inputs()
+    seen = torch.zeros(3)
+    assert "observes no role; got 'q'" in said(attention.apply, q, k, v, variant="fa3", seen={"q": seen})
+    assert "observes q, k, v, s, o, do, ds, dq, dk, dv; got 'x'" in said(attention.apply, q, k, v, variant="cudnn", seen={"x": seen})
+    assert "float32 [3], a RoleState's seen; got torch.float32 [2]" in said(attention.apply, q, k, v, variant="cudnn", seen={"q": seen[:2]})
