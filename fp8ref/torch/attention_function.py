@@ -51,7 +51,10 @@ def values(x: object) -> tuple:
 def function(
     variant: str | Variant, of_variant: tuple, of_mask: tuple, scale, seed: int, exponential, amax_group, roles: Roles
 ) -> type[torch.autograd.Function]:
-    """The differentiable function of some constants, which a compiler does not trace."""
+    """The differentiable function of some constants, which a compiler does not trace.
+
+    Raises:   ValueError: a Variant without its ``values``; no Mask; what ``Spec`` refuses.
+    """
     if values(variant) != of_variant:
         raise ValueError(f"a Variant is made outside of what is compiled; got {of_variant}, made inside. Make it once, before.")
     if not of_mask:
