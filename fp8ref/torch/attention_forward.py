@@ -21,7 +21,7 @@ from fp8ref.torch import attention_operands as operands
 from fp8ref.torch import cast, hardware, head_scaling, online_softmax
 from fp8ref.torch.attention_inputs import Report, Shape, Spec
 from fp8ref.torch.elementary import divide, log, multiply_add, times
-from fp8ref.torch.head_scaling import DTYPES, Heads
+from fp8ref.torch.head_scaling import Heads
 
 _LN2 = 0.693147182464599609375  # 3F317218
 
@@ -135,7 +135,7 @@ def scores(q: Tensor, k: Tensor, tile: operands.Tile, variant: Variant) -> Tenso
 def round_probabilities(p: Tensor, scale: Tensor, variant: Variant) -> Tensor:
     """p times its scale, if that is not 1, rounded to the variant's format and saturated (A-8)."""
     if variant.fmt.bits != 8:
-        return p.to(DTYPES[variant.fmt.name])
+        return head_scaling.rounded(p, variant.fmt)
     return cast.to_fp8(p if variant.p_scale == 1 else p * scale, variant.fmt)
 
 

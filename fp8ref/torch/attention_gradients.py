@@ -27,7 +27,7 @@ from fp8ref.torch.attention_forward import Documents
 from fp8ref.torch.attention_inputs import Report, Shape, Spec
 from fp8ref.torch.attention_operands import Tile
 from fp8ref.torch.elementary import exponential, multiply_add, times
-from fp8ref.torch.head_scaling import DTYPES, Heads
+from fp8ref.torch.head_scaling import Heads
 from fp8ref.torch.scales import Scales
 
 _LOG2E = float(np.float32(math.log2(math.e)))
@@ -177,7 +177,7 @@ class Pass:
 
     def _cast_ds(self, ds: Tensor, scale: Tensor) -> Tensor:
         if self.fmt.bits != 8:
-            return ds.to(DTYPES[self.fmt.name])
+            return head_scaling.rounded(ds, self.fmt)
         scaled = ds * scale
         if self.report == "all":
             self.saturated = self.saturated + head_scaling.above_range(scaled.abs(), self.fmt).sum()

@@ -25,7 +25,7 @@ from fp8ref.torch.attention_gradients import (
     tokens_of,
 )
 from fp8ref.torch.attention_inputs import Report, Shape, Spec
-from fp8ref.torch.head_scaling import DTYPES, MX, Heads, pad
+from fp8ref.torch.head_scaling import MX, Heads, pad
 from fp8ref.torch.scales import Scales
 
 P_SCALE = 256.0
@@ -52,7 +52,7 @@ def gradients(
     )
     v8 = operands.along_features(head_scaling.dequantize(tensors["v"], along_tokens=True))
     lse = rows_of(saved.lse, shape, MX)
-    short = do.to(DTYPES[variant.out.name])
+    short = head_scaling.rounded(do, variant.out)
     d = sums_of_rows(operands.grouped(short, shape, MX), operands.grouped(saved.o, shape, MX), shape.features)
     dq = torch.zeros(*q8.shape[:-1], k8.shape[-1], device=device)
     dk, dv = torch.zeros_like(k8), torch.zeros_like(k8)

@@ -127,10 +127,22 @@ def quantize(
     """
     if granularity is None:
         one = torch.ones((), device=x.device)
-        return Heads(x.to(DTYPES[fmt.name]), amax_of_groups, one, one)
+        return Heads(rounded(x, fmt), amax_of_groups, one, one)
     multiplier, scale_inv = scales_of(amax_of_groups, fmt, policy) if scale is None else (scale, inverse(scale))
     scaled = x.float() * spread(multiplier, tuple(x.shape), granularity, along_tokens=along_tokens)
     return Heads(cast.to_fp8(scaled, fmt), amax_of_groups, multiplier, scale_inv)
+
+
+def rounded(x: Tensor, fmt: Format) -> Tensor:
+    """x in the dtype of a format above 8 bits.
+
+    inductor leaves out a cast to 16 bits that a cast back follows, but not one that ends in integers.
+    """
+    found = x.to(DTYPES[fmt.name])
+    if found.dtype.itemsize != 2 or not torch.compiler.is_compiling():
+        return found
+    bits = found.view(torch.int16)
+    return ((bits & 0x7FFF) | (bits & ~0x7FFF)).view(found.dtype)
 
 
 def dequantize(x: Heads, *, along_tokens: bool = False) -> Tensor:

@@ -168,9 +168,9 @@ def test_simulated_hardware_has_no_mx_blocks():  # G-19
 # ---- Under torch.compile
 
 
-def compiled_equals_eager(name, backend, **options):
-    leaves = inputs(requires_grad=name in WITH_GRADIENTS, tq=40, tk=150)
-    documents = torch.zeros(1, 40, dtype=torch.long), (torch.arange(150)[None] > 100).long()
+def compiled_equals_eager(name, backend, tq=40, tk=150, **options):
+    leaves = inputs(requires_grad=name in WITH_GRADIENTS, tq=tq, tk=tk)
+    documents = torch.zeros(1, tq, dtype=torch.long), (torch.arange(tk)[None] > 100).long()
 
     def function(q, k, v, *documents):
         return attention.apply(q, k, v, variant=name, mask=Mask(causal=True), documents=documents, **options)
@@ -198,10 +198,12 @@ def test_one_graph_with_gradients_or_blocks_has_eagers_bits(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["fa3", "fa4", "cudnn"])
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated")  # inductor's own
+@pytest.mark.parametrize("name", ["fa3", "cudnn"])
 def test_inductor_has_eagers_bits(name):
-    """With exponentials in float64, which both round to float32: inductor's float32 exp2 is another than torch's."""
-    for eager, compiled in compiled_equals_eager(name, "inductor", exponential="rounded"):
+    """With exponentials in float64, which both round to float32: inductor's float32 exp2 is another than torch's. One short tile: to
+    compile sums in order takes minutes for long ones."""
+    for eager, compiled in compiled_equals_eager(name, "inductor", tq=8, tk=16, exponential="rounded"):
         assert torch.equal(eager, compiled)
 
 
