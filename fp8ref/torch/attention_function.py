@@ -1,0 +1,155 @@
+"""The differentiable function of attention, one for each set of constants (SEMANTICS A).
+
+``attention.apply`` calls it. A compiled graph calls it with tensors only, and AOTAutograd traces into it.
+"""
+
+import dataclasses
+import functools
+
+import torch
+from torch import Tensor
+
+from fp8ref import attention as data
+from fp8ref.attention import Mask, Variant
+from fp8ref.torch import (
+    attention_forward,
+    attention_gradients,
+    attention_gradients_mx,
+    attention_inputs,
+    attention_real,
+    delayed,
+    linear_input,
+)
+from fp8ref.torch import attention_operands as operands
+from fp8ref.torch.attention_forward import Documents
+from fp8ref.torch.attention_gradients import Saved
+from fp8ref.torch.attention_inputs import Report, Spec
+from fp8ref.torch.head_scaling import DTYPES, Heads
+
+_PLAIN = tuple(f.name for f in dataclasses.fields(Variant) if f.name not in ("tiles", "fmt", "out", "gradient_fmt", "source"))
+
+Roles = tuple[tuple[str, ...], tuple[str, ...]]
+"""The roles of given scales, and those of observations."""
+
+
+def values(x: object) -> tuple:
+    """The fields of a Mask or Variant, as numbers and strings.
+
+    Of one that is made where dynamo traces, dynamo hands on another of the same class, without its values (torch 2.13).
+    What it reads of the fields is right.
+    """
+    if isinstance(x, Mask):
+        return x.causal, x.window, x.alignment
+    if not isinstance(x, Variant):
+        return ()
+    numbers = [(tiles.features, tiles.full, tiles.causal, tiles.local) for tiles in x.tiles]
+    formats = [None if fmt is None else fmt.name for fmt in (x.fmt, x.out, x.gradient_fmt)]
+    return *numbers, *formats, *[getattr(x, name, None) for name in _PLAIN]
+
+
+@torch._dynamo.assume_constant_result
+def function(
+    variant: str | Variant, of_variant: tuple, of_mask: tuple, scale, seed: int, exponential, amax_group, roles: Roles
+) -> type[torch.autograd.Function]:
+    """The differentiable function of some constants, which a compiler does not trace.
+
+    Raises:   ValueError: a Variant without its ``values``; no Mask; what ``Spec`` refuses.
+    """
+    if values(variant) != of_variant:
+        raise ValueError(f"a Variant is made outside of what is compiled; got {of_variant}, made inside. Make it once, before.")
+    if not of_mask:
+        raise ValueError("mask is a Mask of fp8ref.attention.")
+    causal, window, alignment = of_mask
+    mask = Mask(causal=causal, window=window, alignment=alignment)
+    spec = Spec(variant=data.by_name(variant), mask=mask, scale=scale, seed=seed, exponential=exponential, amax_group=amax_group)
+    return _bind(spec, roles)
+
+
+@functools.cache
+def _bind(spec: Spec, roles: Roles) -> type[torch.autograd.Function]:
+    """q, k, v, documents of both, scales and observations of these roles -> o, as an autograd.Function.
+
+    A class for each spec: a compiled graph calls it with tensors only.
+    """
+
+    @torch._dynamo.allow_in_graph  # AOTAutograd traces into it
+    class AttentionFunction(torch.autograd.Function):
+        @staticmethod
+        @linear_input.without_autocast
+        def forward(ctx, q: Tensor, k: Tensor, v: Tensor, of_q: Tensor | None, of_k: Tensor | None, *more: Tensor) -> Tensor:
+            scales, seen = more[: len(roles[0])], more[len(roles[0]) :]
+            # An attribute, not a saved tensor: other uses may write it before the backward pass.
+            ctx.seen = dict(zip(roles[1], seen, strict=True))
+            return _forward(ctx, spec, q, k, v, (of_q, of_k), dict(zip(roles[0], scales, strict=True)))
+
+        @staticmethod
+        @linear_input.without_autocast
+        def backward(ctx, do: Tensor):
+            return (*_backward(ctx, spec, roles[0], do), *(None for _ in ctx.needs_input_grad[3:]))
+
+    return AttentionFunction
+
+
+def _forward(ctx, spec: Spec, q: Tensor, k: Tensor, v: Tensor, documents: tuple[Tensor | None, Tensor | None], scales: dict) -> Tensor:
+    variant = spec.variant
+    shape = attention_inputs.check(q, k, v, spec)
+    roles = data.ROLES if variant.backward is None else (*data.ROLES, *data.GRADIENT_ROLES)
+    given = attention_inputs.check_scales(scales, variant, roles, shape)
+    attention_inputs.check_seen(ctx.seen, variant, roles, shape)
+    report: Report = "amaxes" if ctx.seen else "nothing"
+    pair = documents if documents[0] is not None and documents[1] is not None else None
+    at = attention_forward.padded_documents(*attention_inputs.check_documents(pair, shape))  # type: ignore[arg-type]
+    ctx.shape, ctx.dtypes = shape, (q.dtype, k.dtype, v.dtype)
+    if variant.real:
+        ctx.save_for_backward(q, k, v, *at)
+        return operands.by_head(attention_real.forward(q, k, v, spec, shape, at).o, shape).float().to(q.dtype)
+    tensors = operands.quantize(q, k, v, spec, given, report=report)
+    result = attention_forward.run(tensors, spec, shape, at, given, report=report)
+    o = result.o.to(q.dtype)
+    _observe(ctx.seen, result.amaxes)
+    if variant.backward is None:
+        return o
+    if variant.out.bits == 8:
+        kept: tuple[Tensor | None, ...] = (result.tensors["o"].codes, result.tensors["o"].scale_inv)
+    else:  # o itself, if it holds the output's numbers
+        kept = (o if q.dtype in (torch.float32, DTYPES[variant.out.name]) else result.o.to(DTYPES[variant.out.name]), None)
+    if variant.granularity == "mx_1x32":
+        ctx.save_for_backward(*at, *scales.values(), *kept, result.lse, q, k, v)
+    else:
+        of_tensors = (x for role in ("q", "k", "v") for x in (tensors[role].codes, tensors[role].scale_inv))
+        ctx.save_for_backward(*at, *scales.values(), *kept, result.lse, result.scale_p, result.scale_inv_p, *of_tensors)
+    return o
+
+
+def _backward(ctx, spec: Spec, roles: tuple[str, ...], do: Tensor) -> tuple[Tensor, ...]:
+    if torch.is_grad_enabled():  # autograd would follow neither codes nor scales
+        raise ValueError("gradients of attention in FP8 are not differentiated again; got create_graph=True. Leave it out.")
+    saved, shape = iter(ctx.saved_tensors), ctx.shape
+    report: Report = "amaxes" if ctx.seen else "nothing"
+    if spec.variant.real:
+        q, k, v, *documents = saved
+        found: tuple[Tensor, ...] = attention_real.backward(do, q, k, v, spec, shape, Documents(*documents))[:3]
+    else:
+        at, given = Documents(next(saved), next(saved)), {role: next(saved) for role in roles}
+        o, o_scale_inv, lse = next(saved), next(saved), next(saved)
+        one = torch.ones((), device=do.device)
+        if spec.variant.granularity == "mx_1x32":
+            q, k, v = saved
+            kept = Saved(operands.quantize(q, k, v, spec, {}), o, None, lse, one, one)
+            gradients = attention_gradients_mx.gradients(do, q, k, kept, spec, shape, at, report=report)
+        else:
+            scale_p, scale_inv_p = next(saved), next(saved)
+            tensors = {role: Heads(next(saved), one, one, next(saved)) for role in ("q", "k", "v")}
+            kept = Saved(tensors, o, o_scale_inv, lse, scale_p, scale_inv_p)
+            given = {role: x for role, x in given.items() if role in data.GRADIENT_ROLES}
+            gradients = attention_gradients.gradients(do, kept, spec, shape, at, given, report=report)
+        found = gradients[:3]
+        _observe(ctx.seen, gradients.amaxes)
+    return tuple(x.to(dtype) for x, dtype in zip(found, ctx.dtypes, strict=True))
+
+
+def _observe(seen: dict[str, Tensor], amaxes: dict[str, Tensor]) -> None:
+    """Merge the amaxes of a pass into the observations of its roles."""
+    for role, one in seen.items():
+        if role in amaxes:
+            delayed.merge_(one, amaxes[role])
