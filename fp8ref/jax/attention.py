@@ -1,0 +1,294 @@
+"""Attention in FP8 (SEMANTICS A): softmax(q k^T scale) v, a tile of keys after another, joined to JAX's autodiff
+by one custom_vjp.
+
+    o = attention.apply(q, k, v, variant="cudnn", mask=Mask(causal=True))
+
+Read it from top to bottom. ``apply`` is the layer; ``forward`` and ``backward`` also give codes, scales and
+amaxes, for a comparison with ``fp8ref.sim.attention``. ``attention_operands`` quantizes and cuts into blocks and
+tiles, ``online_softmax`` makes probabilities, ``attention_gradients`` is the backward pass, ``attention_real``
+real arithmetic.
+
+The products of codes are XLA's dots of FP8 operands, as those of ``linear``. They accumulate as the library
+does (G-7), so that a variant's ``plan`` only says whether fast accumulation is asked for. A tile's product with v
+is a GEMM of its own, whose sum is added in float32: a variant whose ``promotion`` is None is run with 1.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from fp8ref import attention as data
+from fp8ref.attention import FULL, Mask, Variant
+from fp8ref.jax import attention_gradients as gradients
+from fp8ref.jax import attention_gradients_mx as gradients_mx
+from fp8ref.jax import attention_inputs as inputs
+from fp8ref.jax import attention_operands as operands
+from fp8ref.jax import attention_real as real
+from fp8ref.jax import derivatives, head_scaling, moments, online_softmax, probability_value, sharding
+from fp8ref.jax.attention_gradients import Gradients
+from fp8ref.jax.attention_inputs import Inputs, Use
+from fp8ref.jax.attention_operands import Parts
+from fp8ref.jax.elementary import Exponential
+from fp8ref.jax.head_scaling import Heads
+
+
+class Result(NamedTuple):
+    """What a forward pass gives.
+
+    o              float32 [B, H, Tq, D]: values of the output's format, times its scale_inv in FP8.
+    lse            float32 [B, H, Tq]: ln of the sum of e^score; -infinity of a row without keys.
+    tensors        the quantized q, k and v, and an FP8 output o, by role.
+    amaxes         of q, k, v by their groups; of s, the unrounded probabilities; of o, unrounded.
+    saturated      int32: probabilities that the cast clipped, a fault of the variant (A-8).
+    p_codes        uint8 [B, H, Tq, Tk]: the probabilities as they were cast, each under the maximum of its
+                   own tile; None unless asked for.
+    scale_p        what probabilities were multiplied by before their cast.
+    scale_inv_p    what their codes are multiplied by.
+    """
+
+    o: jax.Array
+    lse: jax.Array
+    tensors: dict[str, Heads]
+    amaxes: dict[str, jax.Array]
+    saturated: jax.Array
+    p_codes: jax.Array | None
+    scale_p: jax.Array
+    scale_inv_p: jax.Array
+
+
+def apply(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    variant: str | Variant,
+    mask: Mask = FULL,
+    scale: float | None = None,
+    documents=None,
+    scales=None,
+    seed: int = 0,
+    exponential: Exponential = "native",
+    over: tuple[str, ...] = (),
+) -> jax.Array:
+    """softmax(q k^T scale) v by a variant, with its gradients.
+
+    Works under jit, grad, vmap and shard_map. Memory is linear in the lengths: the backward pass saves codes, o
+    and the log-sum-exp, and makes probabilities again, a tile at a time.
+
+    scale        of scores, a number, rounded to float32; None: 1 / sqrt(D).
+    documents    integers [B, T], or a pair of them for queries and keys: a query sees its own document.
+    scales       {role: scale} of roles q, k, v, s, o, do, ds, dq, dk, dv: float32 of the shapes of
+                 ``head_scaling.Heads``: delayed scaling. The others come from the tensors themselves; that of s
+                 from the amax 1.
+    seed         of a rotated variant's signs.
+    exponential  ``native``, XLA's in float32; ``rounded``, in float64 and rounded, as ``elementary`` says.
+    over         mesh axes, inside shard_map, that cut batch and heads: amaxes of whole tensors are taken along
+                 them too.
+    Shapes:   q [B, H, Tq, D], k and v [B, Hkv, Tk, D], Hkv dividing H; of one dtype, float32, float16 or
+              bfloat16. The output has q's shape and dtype.
+    Order:    as ``forward``; of gradients A-14 to A-16.
+    Specials: a row that sees no key is 0, and so are its gradients. NaN or infinities in q, k or v make NaN
+              of the outputs that their scale reaches.
+    Gradient: by q, k and v, in reverse mode, once; scales are constants.
+    Raises:   ValueError: as ``forward``; where gradients are taken, a variant without a backward pass, forward
+              mode, a second derivative, shard_map without check_vma.
+    """
+    use, given = inputs.prepare(q, k, v, variant, mask, scale, documents, seed, exponential, over)
+    known = inputs.check_scales(scales, use.variant, (*data.ROLES, *data.GRADIENT_ROLES))
+    known = {role: lax.stop_gradient(jnp.asarray(x)) for role, x in known.items()}
+    tensors = (derivatives.reverse_only(x, use.name, "attention") for x in given[:3])
+    return _attention(*tensors, given.documents, known, use)
+
+
+def forward(
+    q,
+    k,
+    v,
+    *,
+    variant: str | Variant,
+    mask: Mask = FULL,
+    scale: float | None = None,
+    documents=None,
+    scales=None,
+    seed: int = 0,
+    keep_p: bool = False,
+    exponential: Exponential = "native",
+    over: tuple[str, ...] = (),
+) -> Result:
+    """softmax(q k^T scale) v by a variant, with all that was quantized on the way. Not differentiable.
+
+    keep_p       return the codes of the probabilities, which are not linear in the lengths. Other arguments
+                 are those of ``apply``; scales of roles q, k, v, s, o.
+    Shapes:   as ``apply``; see ``Result``.
+    Order:    the tiles' own (A-6); in a tile A-4 to A-9; at the end A-10 and A-11.
+    Specials: as ``apply``.
+    Raises:   ValueError: an unknown variant, or one that this backend does not run; shapes, dtypes or documents
+              that do not fit; scales for roles without one; features that the variant does not take; inside
+              shard_map, a scale of a whole tensor without ``over``; a mesh of Explicit axes.
+    Source:   SEMANTICS A-1 to A-13.
+    """
+    use, given = inputs.prepare(q, k, v, variant, mask, scale, documents, seed, exponential, over)
+    known = inputs.check_scales(scales, use.variant, data.ROLES)
+    if keep_p and (use.variant.real or use.variant.fmt.bits != 8):
+        raise ValueError(f"keep_p keeps codes of FP8 probabilities; variant {use.variant.name!r} has none. Leave it out.")
+    return _forward(given, known, use, keep_p=keep_p, observe=True)
+
+
+def backward(
+    do,
+    q,
+    k,
+    v,
+    result: Result,
+    *,
+    variant: str | Variant,
+    mask: Mask = FULL,
+    scale: float | None = None,
+    documents=None,
+    scales=None,
+    exponential: Exponential = "native",
+    over: tuple[str, ...] = (),
+) -> Gradients:
+    """The gradients of q, k and v, given that of o, with all that was quantized on the way.
+
+    result       of ``forward``, with the same other arguments.
+    scales       {role: scale} of roles do, ds, dq, dk, dv, and s.
+    Shapes:   do [B, H, Tq, D], as o; q, k, v as in forward; see ``Gradients``.
+    Order:    A-14 to A-16; a sum over keys or queries is one of float32 sums of tiles or blocks.
+    Specials: a row that sees no key has no gradient.
+    Raises:   ValueError: a variant without a backward pass; what forward refuses; a do or a result of another
+              shape.
+    Source:   SEMANTICS A-14 to A-16.
+    """
+    use, given = inputs.prepare(q, k, v, variant, mask, scale, documents, 0, exponential, over)
+    _check_differentiable(use)
+    if not isinstance(result, Result) or jnp.shape(result.o) != given.q.shape:
+        raise ValueError(f"result is what forward gave for q {given.q.shape}; got {type(result).__name__}.")
+    do = inputs.checked("do", do)
+    if do.shape != given.q.shape:
+        raise ValueError(f"do has the shape of o, {given.q.shape}; got {do.shape}.")
+    known = inputs.check_scales(scales, use.variant, ("s", *data.GRADIENT_ROLES))
+    return _backward(inputs.like(do, given.q), given, result, known, use)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
+def _attention(q: jax.Array, k: jax.Array, v: jax.Array, documents, scales: dict, use: Use) -> jax.Array:
+    """o in q's dtype; differentiable by ``_saved`` and ``_gradients``."""
+    return _forward(Inputs(q, k, v, documents), _of_roles(scales, data.ROLES), use).o.astype(q.dtype)
+
+
+def _saved(q: jax.Array, k: jax.Array, v: jax.Array, documents, scales: dict, use: Use):
+    """o, and what the backward pass needs: codes, o and the log-sum-exp. q, k and v themselves where it quantizes
+    them along other axes (A-16), or not at all (A-14)."""
+    _check_differentiable(use)
+    if jax.typeof(q).sharding.mesh.manual_axes and not sharding.checks_variance(q):
+        raise ValueError(
+            f"{use.name}: gradients inside shard_map need check_vma=True; without it, those of k and v that several devices share would "
+            "not be summed. Use jax.shard_map(..., check_vma=True)."
+        )
+    q, k, v = (derivatives.not_again(x, use.name, "attention") for x in (q, k, v))
+    result = _forward(Inputs(q, k, v, documents), _of_roles(scales, data.ROLES), use)
+    o = result.o.astype(q.dtype)
+    # An output in FP8 is among the tensors. In bfloat16 it is o itself, if q is.
+    variant, kept = use.variant, result._replace(o=o)
+    if not variant.real:
+        kept = result._replace(o=jnp.zeros((), jnp.float32) if variant.out.bits == 8 else head_scaling.to_hp(result.o, variant.out))
+    if variant.granularity == "mx_1x32":
+        kept = kept._replace(tensors={"v": result.tensors["v"]})
+    whole = (q, k, v) if variant.real or variant.granularity == "mx_1x32" else None
+    return o, (whole, documents, kept, scales)
+
+
+def _gradients(use: Use, saved, do: jax.Array):
+    """The gradients of q, k and v, in the order of ``_attention``'s arguments."""
+    whole, documents, result, scales = saved
+    # Where codes are all that is needed, they also tell the shapes.
+    q, k, v = whole or (result.tensors[role].codes for role in ("q", "k", "v"))
+    do = derivatives.not_again(do, use.name, "attention")
+    known = _of_roles(scales, ("s", *data.GRADIENT_ROLES))
+    found = _backward(do, Inputs(q, k, v, documents), result, known, use)
+    return *(x.astype(do.dtype) for x in found[:3]), None, jax.tree.map(jnp.zeros_like, scales)
+
+
+_attention.defvjp(_saved, _gradients)
+
+
+def _of_roles(scales: dict, roles: tuple[str, ...]) -> dict:
+    return {role: x for role, x in scales.items() if role in roles}
+
+
+def _check_differentiable(use: Use) -> None:
+    if use.variant.backward is None:
+        known = ", ".join(name for name, variant in data.VARIANTS.items() if variant.backward is not None)
+        raise ValueError(f"variant {use.variant.name!r} has no backward pass (A-1). Use one of {known}.")
+
+
+def _backward(do: jax.Array, given: Inputs, result: Result, scales: dict, use: Use) -> Gradients:
+    if use.variant.backward == "exact":
+        return real.backward(do, given, use)
+    if use.variant.granularity == "mx_1x32":
+        return gradients_mx.backward(do, given, result, use)
+    return gradients.backward(do, given, result, scales, use)
+
+
+def _forward(given: Inputs, scales: dict, use: Use, *, keep_p: bool = False, observe: bool = False) -> Result:
+    """One pass over all blocks and tiles.
+
+    observe   also count clipped probabilities, and take amaxes of what has no scale by them.
+    """
+    if use.variant.real:
+        o, lse = real.forward(given, use)
+        amaxes = {role: head_scaling.amax(x, None, heads=1) for role, x in (("q", given.q), ("k", given.k), ("v", given.v), ("o", o))}
+        one = jnp.ones((), jnp.float32)
+        return Result(o, lse, {}, amaxes | {"s": one}, jnp.int32(0), None, one, one)
+    variant = use.variant
+    tensors = operands.quantize(given, use, scales)
+    p_scale, p_scale_inv = operands.probability_scale(variant, scales)
+    parts = Parts(given, use, tensors)
+    factor = parts.raw_factor() if variant.scores == "raw" else None
+    grid, (b, n, g, t, d) = parts.grid, parts.q.shape
+    rows = online_softmax.start(parts.zeros(b, n, g, t), variant.sum_order)
+    largest, lost = parts.zeros(), parts.zeros(dtype=jnp.int32)
+    codes = parts.zeros(b, n, g, t, grid.length * grid.tiles, dtype=jnp.uint8) if keep_p else None
+
+    def body(carry, block, tile):
+        rows, o, largest, lost, codes = carry
+        own = jax.tree.map(lambda x: parts.block(x, block), rows)
+        seen = parts.seen(block, tile)
+        p, c, own = online_softmax.step(parts.scores(block, tile), own, seen, variant, factor, use.exponential)
+        scaled = p if isinstance(variant.p_scale, float) and variant.p_scale == 1 else moments.product(p, p_scale)
+        if observe:
+            largest, lost = jnp.maximum(largest, jnp.max(p)), lost + operands.clipped(scaled, variant.fmt)
+        cast = operands.narrow(scaled, variant)
+        if codes is not None:
+            kept = lax.bitcast_convert_type(operands.fp8(cast, variant), jnp.uint8)
+            codes = parts.put_block(codes, parts.put_tile(parts.block(codes, block), kept, tile, axis=4), block)
+        of_block = probability_value.add(parts.block(o, block), c, cast, parts, tile, p_scale_inv)
+        rows = jax.tree.map(lambda x, y: parts.put_block(x, y, block), rows, own)
+        return rows, parts.put_block(o, of_block, block), largest, lost, codes
+
+    rows, o, largest, lost, codes = operands.loop(body, (rows, parts.zeros(b, n, g, t, d), largest, lost, codes), grid)
+    total = online_softmax.total(rows, variant.sum_order)
+    out = parts.ungrouped(probability_value.finish(o, total, parts))
+    lse = parts.ungrouped(online_softmax.log_sum(rows.maximum, total, factor, variant))
+    rounded, amaxes = _rounded(out, given, scales, use), {role: x.amax for role, x in tensors.items()}
+    if observe:
+        amaxes |= {"s": lax.pmax(largest, use.over) if use.over else largest, "o": rounded.amax}
+        lost = lax.psum(lost, use.over) if use.over else lost
+    if variant.out.bits == 8:
+        tensors["o"] = rounded
+    if codes is not None:
+        codes = parts.ungrouped(codes)[..., : parts.shape_k[2]]
+    return Result(_values(rounded, variant), lse, tensors, amaxes, lost, codes, p_scale, p_scale_inv)
+
+
+def _rounded(out: jax.Array, given: Inputs, scales: dict, use: Use) -> Heads:
+    how: dict = {"heads": given.k.shape[1], "scale": scales.get("o"), "over": use.over}
+    return head_scaling.quantize(out, use.variant.out, *gradients.output_scaling(use.variant), **how)
+
+
+def _values(rounded: Heads, variant: Variant) -> jax.Array:
+    return moments.product(head_scaling.values(rounded, variant.out), rounded.scale_inv)

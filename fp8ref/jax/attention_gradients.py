@@ -1,0 +1,178 @@
+"""Attention in FP8, backward (SEMANTICS A-15): the gradients of q, k and v.
+
+Probabilities are made again from the log-sum-exp, a block of queries and a tile of keys at a time. The scale of dS
+is one for the tensor: unless it is given, a first loop over all pairs takes the amax of dS, and a second one casts.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from fp8ref.attention import Variant
+from fp8ref.jax import attention_operands as operands
+from fp8ref.jax import head_scaling, moments, online_softmax, scales
+from fp8ref.jax.attention_inputs import Inputs, Use
+from fp8ref.jax.attention_operands import Parts
+from fp8ref.jax.elementary import ascending_sum
+from fp8ref.jax.head_scaling import Heads
+
+
+class Gradients(NamedTuple):
+    """What a backward pass gives.
+
+    dq, dk, dv   float32 of the shapes of q, k, v: values of the output's format, times their scale_inv in FP8.
+    tensors      the quantized do and, where they are in FP8, dq, dk and dv, by role.
+    amaxes       of do by its groups; of ds, dq, dk and dv, unrounded.
+    saturated    int32: elements of P and dS that their casts clipped.
+    scale_ds     what dS was multiplied by: scale and scale_inv; 1 where it has none, or blocks.
+    """
+
+    dq: jax.Array
+    dk: jax.Array
+    dv: jax.Array
+    tensors: dict[str, Heads]
+    amaxes: dict[str, jax.Array]
+    saturated: jax.Array
+    scale_ds: tuple[jax.Array, jax.Array]
+
+
+def output_scaling(variant: Variant) -> tuple:
+    """(granularity, policy) of an output or a gradient: one scale, or none in high precision."""
+    return ("tensor" if variant.out.bits == 8 else None), ("te_current" if variant.granularity == "mx_1x32" else variant.policy)
+
+
+def backward(do: jax.Array, given: Inputs, result, given_scales: dict, use: Use) -> Gradients:
+    """The gradients, of the steps of A-15.
+
+    result    what ``attention.forward`` gave.
+    """
+    variant, low = use.variant, use.variant.fmt.bits == 8
+    fmt = variant.gradient_fmt or variant.fmt
+    how: dict = {"heads": given.k.shape[1], "scale": given_scales.get("do"), "over": use.over}
+    do8 = head_scaling.quantize(do, fmt, variant.granularity, variant.policy, **how)
+    parts = Parts(given, use, result.tensors)
+    p_scale, p_scale_inv = (result.scale_p, result.scale_inv_p)
+    if "s" in given_scales:
+        p_scale, p_scale_inv = operands.probability_scale(variant, given_scales)
+    factor = parts.raw_factor() if variant.scores == "raw" else None
+    values_do, lse = parts.by_group(do8.codes), parts.by_group(result.lse)
+    of_do = parts.of_heads(do8.scale_inv) if low else jnp.float32(1)
+    d = parts.by_group(_row_sums(do8, result, given, use))
+
+    def pair(block, tile):
+        """P and dS of a block and a tile (steps 3, 5 and 6)."""
+        seen = parts.seen(block, tile)
+        p = online_softmax.again(parts.scores(block, tile), parts.block(lse, block), seen, factor, use.exponential)
+        with jax.named_scope("attention:grad_probabilities"):
+            dp = parts.dot(parts.block(values_do, block), parts.tile(parts.v, tile), ((4,), (3,)))  # [rows, D] x [L, D]
+        if low:
+            dp = moments.product(moments.product(dp, of_do), parts.inverse["v"])
+        ds = moments.product(dp - parts.block(d, block)[..., None], p)
+        return p, moments.product(ds, jnp.float32(use.scale))
+
+    def first(largest, block, tile):
+        return jnp.maximum(largest, jnp.max(jnp.abs(pair(block, tile)[1])))
+
+    def share(largest):
+        return lax.pmax(largest, use.over) if use.over else largest
+
+    one = jnp.ones((), jnp.float32)
+    scale_ds = (one, one)
+    if "ds" in given_scales:
+        scale_ds = tuple(scales.with_inverse(head_scaling.given_scale(given_scales["ds"], ())))
+    elif low:
+        largest = share(operands.loop(first, parts.zeros(), parts.grid))
+        scale_ds = tuple(head_scaling.scales_from_amax(largest, fmt, head_scaling.implemented(variant.policy)))
+
+    def second(carry, block, tile):
+        dq, dk, dv, largest, lost = carry
+        p, ds = pair(block, tile)
+        scaled_p = moments.product(p, p_scale) if low else p
+        scaled_ds = moments.product(ds, scale_ds[0]) if low else ds
+        largest = jnp.maximum(largest, jnp.max(jnp.abs(ds)))
+        lost = lost + operands.clipped(scaled_p, variant.fmt) + operands.clipped(scaled_ds, fmt)
+        p8, ds8 = operands.narrow(scaled_p, variant), operands.narrow(scaled_ds, variant, fmt)
+        rows = parts.block(values_do, block), parts.block(parts.q, block)
+        dq, dk, dv = added((dq, dk, dv), parts, (p8, ds8, ds8), (*rows, parts.tile(parts.k, tile)), block, tile)
+        return dq, dk, dv, largest, lost
+
+    dq, dk, dv, largest, lost = operands.loop(second, (*sums(parts), parts.zeros(), parts.zeros(dtype=jnp.int32)), parts.grid)
+    if low:
+        dq = moments.product(moments.product(dq, scale_ds[1]), parts.inverse["k"])
+        dk = moments.product(moments.product(dk, scale_ds[1]), parts.inverse["q"])
+        dv = moments.product(moments.product(dv, p_scale_inv), of_do)
+    return rounded((dq, dk, dv), do8, share(largest), lost, scale_ds, parts, given_scales)
+
+
+def sums(parts: Parts) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Zeros to which ``added`` adds: dq [B, N, G, Tq, D]; dk and dv [B, N, G, Tk, D], of each query head."""
+    (b, n, g, _, d), keys = parts.q.shape, parts.k.shape[2]
+    return parts.zeros(*parts.q.shape), parts.zeros(b, n, g, keys, d), parts.zeros(b, n, g, keys, d)
+
+
+def added(
+    totals: tuple[jax.Array, jax.Array, jax.Array],
+    parts: Parts,
+    of_scores: tuple[jax.Array, jax.Array, jax.Array],
+    others: tuple[jax.Array, jax.Array, jax.Array],
+    block: jax.Array,
+    tile: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """dq, dk and dv with the products of a block and a tile added.
+
+    of_scores  operands [B, N, G, rows, keys]: P for dv, dS for dk, dS for dq.
+    others     do and q [B, N, G, rows, D], k [B, N, keys, D].
+    """
+    (dq, dk, dv), (p, ds_rows, ds_keys), (do, q, k) = totals, of_scores, others
+    with jax.named_scope("attention:grad_v"):
+        of_v = parts.dot(p, do, ((3,), (3,)), 3)  # [rows, L] x [rows, D] -> [L, D]
+    with jax.named_scope("attention:grad_k"):
+        of_k = parts.dot(ds_rows, q, ((3,), (3,)), 3)  # [rows, L] x [rows, D] -> [L, D]
+    with jax.named_scope("attention:grad_q"):
+        of_q = parts.dot(ds_keys, k, ((4,), (2,)))  # [rows, L] x [L, D] -> [rows, D]
+    dq = parts.put_block(dq, parts.block(dq, block) + of_q, block)
+    dk, dv = (parts.put_tile(total, parts.tile(total, tile, 3) + part, tile) for total, part in ((dk, of_k), (dv, of_v)))
+    return dq, dk, dv
+
+
+def rounded(raw: tuple, do: Heads, largest, lost, scale_ds: tuple, parts: Parts, given_scales: dict) -> Gradients:
+    """The gradients in the output's format, summed over the query heads of a head of keys, with their amaxes
+    (A-15, steps 9 and 10)."""
+    use, variant = parts.use, parts.variant
+    dq, dk, dv = raw
+    tk = parts.shape_k[2]
+    found = {"dq": parts.ungrouped(dq)} | {name: _over_heads(x)[:, :, :tk] for name, x in (("dk", dk), ("dv", dv))}
+    amaxes, values, coded = {"do": do.amax, "ds": largest}, {}, {"do": do}
+    for role, x in found.items():
+        how: dict = {"heads": parts.shape_k[1], "scale": given_scales.get(role), "over": use.over}
+        of_role = head_scaling.quantize(x, variant.out, *output_scaling(variant), **how)
+        amaxes[role] = of_role.amax
+        values[role] = moments.product(head_scaling.values(of_role, variant.out), of_role.scale_inv)
+        if variant.out.bits == 8:
+            coded[role] = of_role
+    lost = lax.psum(lost, use.over) if use.over else lost
+    return Gradients(**values, tensors=coded, amaxes=amaxes, saturated=lost, scale_ds=scale_ds)
+
+
+def _over_heads(x: jax.Array) -> jax.Array:
+    """The sum over query heads of a head of keys, ascending: [B, N, G, Tk, D] -> [B, N, Tk, D]."""
+    total = x[:, :, 0]
+    for head in range(1, x.shape[2]):
+        total = total + x[:, :, head]
+    return total
+
+
+def _row_sums(do: Heads, result, given: Inputs, use: Use) -> jax.Array:
+    """D of A-15: of the values of do and o, a feature at a time, times both scales, [B, H, Tq]."""
+    variant = use.variant
+    fmt = variant.gradient_fmt or variant.fmt
+    values = head_scaling.values(do, fmt)
+    if variant.out.bits != 8:
+        o, of_o = result.o.astype(jnp.float32), jnp.float32(1)
+    else:
+        o, of_o = head_scaling.values(result.tensors["o"], variant.out), result.tensors["o"].scale_inv
+    of_do = head_scaling.spread(do.scale_inv, values.shape, variant.granularity)
+    found = ascending_sum(moments.product(values, o))
+    return moments.product(moments.product(found, of_do if of_do.ndim == 0 else of_do[..., 0]), of_o)

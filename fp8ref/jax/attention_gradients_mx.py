@@ -1,0 +1,75 @@
+"""The backward pass of attention whose operands have MX blocks (SEMANTICS A-16).
+
+A block lies along the axis that a product sums over, so that q, k, do and dS have two copies: along the features
+or keys, and along the tokens. v has the forward pass's copy alone. Operands are dequantized to bfloat16, exactly.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fp8ref.jax import attention_gradients as gradients
+from fp8ref.jax import attention_operands as operands
+from fp8ref.jax import cast, head_scaling, moments, online_softmax, scales
+from fp8ref.jax.attention_gradients import Gradients
+from fp8ref.jax.attention_inputs import Inputs, Use
+from fp8ref.jax.attention_operands import Parts
+from fp8ref.jax.elementary import ascending_sum
+from fp8ref.jax.head_scaling import MX
+
+P_SCALE = np.float32(256)
+"""What P is multiplied by before its cast."""
+
+
+def backward(do: jax.Array, given: Inputs, result, use: Use) -> Gradients:
+    """The gradients, of the steps of A-16.
+
+    result    what ``attention.forward`` gave; of its tensors, v.
+    """
+    variant = use.variant
+    fmt, how = variant.gradient_fmt or variant.fmt, {"heads": given.k.shape[1]}
+    tensors = operands.quantize(given, use, {}) | {"v": result.tensors["v"]}
+    parts = Parts(given, use, tensors)
+
+    def copy(x: jax.Array, of_fmt) -> jax.Array:
+        tensor = head_scaling.quantize(x, of_fmt, "mx_1x32", variant.policy, along_tokens=True, **how)
+        return parts.operand(tensor, along_tokens=True, fmt=of_fmt)
+
+    along_features = head_scaling.quantize(do, fmt, "mx_1x32", variant.policy, **how)
+    do_features = parts.by_group(parts.operand(along_features, fmt=fmt))
+    do_tokens, q_tokens, k_tokens = (
+        parts.by_group(copy(do, fmt)),
+        parts.by_group(copy(given.q, variant.fmt)),
+        parts.by_tiles(copy(given.k, variant.fmt)),
+    )
+    of_do = head_scaling.to_hp(do, variant.out).astype(jnp.float32)
+    d = parts.by_group(ascending_sum(moments.product(of_do, result.o.astype(jnp.float32))))
+    lse = parts.by_group(result.lse)
+
+    def body(carry, block, tile):
+        dq, dk, dv, largest, lost = carry
+        seen = parts.seen(block, tile)
+        p = online_softmax.again(parts.scores(block, tile), parts.block(lse, block), seen, None, use.exponential)
+        scaled = moments.product(p, P_SCALE)
+        with jax.named_scope("attention:grad_probabilities"):
+            dp = parts.dot(parts.block(do_features, block), parts.tile(parts.v, tile), ((4,), (3,)))
+        ds = moments.product(moments.product(dp - parts.block(d, block)[..., None], p), jnp.float32(use.scale))
+        largest, lost = jnp.maximum(largest, jnp.max(jnp.abs(ds))), lost + operands.clipped(scaled, variant.fmt)
+        of_scores = operands.narrow(scaled, variant), blocks(ds, fmt, variant.policy, 3), blocks(ds, fmt, variant.policy, 4)
+        others = parts.block(do_tokens, block), parts.block(q_tokens, block), parts.tile(k_tokens, tile)
+        return *gradients.added((dq, dk, dv), parts, of_scores, others, block, tile), largest, lost
+
+    carry = *gradients.sums(parts), parts.zeros(), parts.zeros(dtype=jnp.int32)
+    dq, dk, dv, largest, lost = operands.loop(body, carry, parts.grid)
+    one = jnp.ones((), jnp.float32)
+    raw = dq, dk, moments.product(dv, np.float32(1) / P_SCALE)
+    return gradients.rounded(raw, along_features, largest, lost, (one, one), parts, {})
+
+
+def blocks(ds: jax.Array, fmt, policy: str, axis: int) -> jax.Array:
+    """dS quantized in blocks of 32 along an axis, and dequantized: bfloat16 of its shape, exactly."""
+    split = ds.reshape(*ds.shape[:axis], ds.shape[axis] // MX, MX, *ds.shape[axis + 1 :])
+    of_policy = head_scaling.implemented(policy)
+    found = head_scaling.scales_from_amax(jnp.max(jnp.abs(split), axis=axis + 1, keepdims=True), fmt, of_policy)
+    codes = jax.lax.optimization_barrier(cast.to_fp8(scales.times_e8m0(split, found.scale), fmt))
+    return (cast.decode(codes, fmt) * found.scale_inv).astype(jnp.bfloat16).reshape(ds.shape)

@@ -1,0 +1,218 @@
+"""The inputs of attention, checked: shapes, dtypes, masks, documents, given scales, devices (SEMANTICS A-3, A-12).
+
+``Use`` holds what is static about one call, ``Inputs`` its arrays.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from fp8ref import attention
+from fp8ref.attention import Mask, Variant
+from fp8ref.jax import head_scaling, sharding
+from fp8ref.jax.elementary import Exponential
+from fp8ref.jax.head_scaling import MX
+
+
+@dataclass(frozen=True, kw_only=True)
+class Use:
+    """One call of attention: all that is static about it. Hashable, so that custom_vjp passes it by.
+
+    scale        the softmax scale, a float32 number.
+    seed         of a rotated variant's signs.
+    over         mesh axes, inside shard_map, along which amaxes of whole tensors are taken too.
+    """
+
+    variant: Variant
+    mask: Mask
+    scale: float
+    seed: int
+    exponential: Exponential
+    over: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        """What errors begin with."""
+        return f"attention by variant {self.variant.name!r}"
+
+    @property
+    def factor(self) -> np.float32:
+        """The softmax scale, times log2(e) under base 2 (A-4)."""
+        if self.variant.base == "2":
+            return np.float32(np.float64(self.scale) * np.float64(math.log2(math.e)))
+        return np.float32(self.scale)
+
+
+class Inputs(NamedTuple):
+    """The arrays of one call: q [B, H, Tq, D], k and v [B, Hkv, Tk, D]; documents of queries [B, Tq] and
+    keys [B, Tk], int32, or None."""
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    documents: tuple[jax.Array, jax.Array] | None
+
+
+def prepare(
+    q, k, v, variant: str | Variant, mask: Mask, scale: float | None, documents, seed: int, exponential: Exponential, over: tuple[str, ...]
+) -> tuple[Use, Inputs]:
+    """Check the inputs of either pass. Raises ValueError as ``attention.forward``."""
+    variant = attention.by_name(variant)
+    if not isinstance(mask, Mask):
+        raise ValueError(f"mask is a Mask of fp8ref.attention; got {mask!r}.")
+    tensors = [checked(name, x) for name, x in (("q", q), ("k", k), ("v", v))]
+    (b, h, tq, d), of_k, of_v = (x.shape for x in tensors)
+    if of_k != of_v or of_k[0] != b or of_k[3] != d or h % of_k[1]:
+        raise ValueError(
+            f"attention takes q [B, H, Tq, D] and k, v [B, Hkv, Tk, D] with Hkv dividing H; got {(b, h, tq, d)}, {of_k} and {of_v}."
+        )
+    if len({x.dtype for x in tensors}) > 1:
+        raise ValueError(f"attention takes q, k and v of one dtype; got {', '.join(str(x.dtype) for x in tensors)}. Cast them first.")
+    _check_variant(variant, mask, d, seed)
+    if exponential not in get_args(Exponential):
+        raise ValueError(f"exponential is one of {', '.join(get_args(Exponential))}; got {exponential!r}.")
+    if isinstance(scale, jax.Array):
+        raise ValueError("the softmax scale is a number that is known while attention is traced; got an array. Multiply q by it.")
+    number = np.float32(1 / math.sqrt(d) if scale is None else scale)
+    if not (np.isfinite(number) and number > 0):
+        raise ValueError(f"the softmax scale is positive and finite; got {scale!r}.")
+    if isinstance(over, str):
+        raise ValueError(f"over is a tuple of mesh axes; got the string {over!r}. Write ({over!r},).")
+    use = Use(variant=variant, mask=mask, scale=float(number), seed=seed, exponential=exponential, over=tuple(over))
+    found = _documents(documents, b, tq, of_k[2])
+    return use, _on_devices(Inputs(*tensors, found), use)
+
+
+def _check_variant(variant: Variant, mask: Mask, features: int, seed: int) -> None:
+    """ValueError for a variant that this backend does not run, or not for so many features."""
+    variant.tile(features, mask)
+    if variant.promotion not in (None, 1):
+        raise ValueError(
+            f"variant {variant.name!r}: here each tile's product with v is a GEMM, whose sum is added in float32, so promotion is 1, or None, "
+            f"which is run as 1; got {variant.promotion}. Use promotion=1, or fp8ref.sim for {variant.promotion}."
+        )
+    if variant.granularity is not None:
+        head_scaling.implemented(variant.policy)
+    if variant.granularity == "mx_1x32" and features % MX:
+        raise ValueError(f"mx_1x32 needs features divisible by {MX}; got {features}. Pad them with zeros.")
+    if variant.rotated and features & (features - 1):
+        raise ValueError(f"a Hadamard rotation has a power of two as its size; got {features!r}. Pad the features with zeros.")
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 1 << 64:
+        raise ValueError(f"a seed is an integer in [0, 2^64); got {seed!r}.")
+    if seed and not variant.rotated:
+        raise ValueError(f"a seed makes the signs of a rotation; variant {variant.name!r} has none, got seed={seed!r}. Leave it out.")
+
+
+def visible(tq: int, tk: int, mask: Mask) -> tuple[np.ndarray, np.ndarray]:
+    """(low, high) int32 [Tq]: query i sees the keys from low[i] to below high[i] (A-3)."""
+    position = np.arange(tq) + (tk - tq if mask.alignment == "end" else 0)
+    low, high = np.zeros(tq, np.int64), np.full(tq, tk)
+    if mask.causal:
+        high = np.minimum(high, position + 1)
+    if mask.window is not None:
+        left, right = mask.window
+        low = low if left is None else np.maximum(low, position - left)
+        high = high if right is None else np.minimum(high, position + right + 1)
+    return np.clip(low, 0, tk).astype(np.int32), np.clip(high, 0, tk).astype(np.int32)
+
+
+def check_scales(scales: Mapping | None, variant: Variant, roles: tuple[str, ...]) -> dict:
+    """Given scales by role. ValueError for roles that the variant has no scale for."""
+    given = dict(scales or {})
+    known = [] if variant.granularity in (None, "mx_1x32") else [role for role in roles if _has_scale(variant, role)]
+    for role in given:
+        if role not in known:
+            raise ValueError(f"variant {variant.name!r} takes scales for {', '.join(known) or 'no role'}; got {role!r}. Leave it out.")
+    return given
+
+
+def _has_scale(variant: Variant, role: str) -> bool:
+    if role in ("o", "dq", "dk", "dv"):
+        return variant.out.bits == 8
+    return variant.p_scale == "state" if role in ("s", "ds") else True
+
+
+def checked(name: str, x) -> jax.Array:
+    """x as an array [B, heads, T, D] of float32, float16 or bfloat16. ValueError for anything else."""
+    dtype, shape = getattr(x, "dtype", type(x).__name__), jnp.shape(x)
+    if dtype not in (jnp.float32, jnp.float16, jnp.bfloat16) or len(shape) != 4 or 0 in shape:
+        raise ValueError(
+            f"{name} is [batch, heads, tokens, features] of float32, float16 or bfloat16, none of them empty; got {dtype} {shape}."
+        )
+    return jnp.asarray(x)
+
+
+def _documents(documents, b: int, tq: int, tk: int) -> tuple[jax.Array, jax.Array] | None:
+    """(documents of queries, of keys), int32 [B, T]."""
+    if documents is None:
+        return None
+    pair = documents if isinstance(documents, tuple) else (documents, documents)
+    shapes = [jnp.shape(ids) for ids in pair]
+    if shapes != [(b, tq), (b, tk)] or any(not jnp.issubdtype(getattr(ids, "dtype", float), jnp.integer) for ids in pair):
+        raise ValueError(
+            f"documents are integers of at least 0, [{b}, {tq}] for queries and [{b}, {tk}] for keys; got "
+            f"{[(str(getattr(ids, 'dtype', type(ids).__name__)), shape) for ids, shape in zip(pair, shapes, strict=True)]}."
+        )
+    return jnp.asarray(pair[0]).astype(jnp.int32), jnp.asarray(pair[1]).astype(jnp.int32)
+
+
+def _on_devices(inputs: Inputs, use: Use) -> Inputs:
+    """The inputs, inside shard_map marked as varying along all axes that one of them varies along.
+
+    Raises:   ValueError: as ``attention.forward``, of meshes.
+    """
+    mesh = jax.typeof(inputs.q).sharding.mesh
+    manual = set(getattr(mesh, "manual_axes", ()))
+    if unknown := [axis for axis in use.over if axis not in manual]:
+        raise ValueError(
+            f"{use.name}: over has mesh axes of the shard_map around it, {', '.join(sorted(manual)) or 'none'}; got {', '.join(unknown)}. "
+            "Under plain jit XLA takes amaxes over all devices: leave it out."
+        )
+    if explicit := [axis for axis in getattr(mesh, "explicit_axes", ()) if axis not in manual]:
+        raise ValueError(
+            f"{use.name}: arrays are on a mesh of Explicit axes, {', '.join(explicit)}. Use jax.shard_map with over=..., or a mesh of Auto "
+            "axes: jax.make_mesh(..., axis_types=(jax.sharding.AxisType.Auto,) * n)."
+        )
+    if not manual:
+        return inputs
+    axes = [sharding.varying(x) for x in (inputs.q, inputs.k, inputs.v)]
+    if sharding.checks_variance(inputs.q):
+        if axes[1] != axes[2] or (axes[0] != axes[1] and inputs.k.shape[1] != 1):
+            raise ValueError(
+                f"{use.name}: q, k and v are cut along the same mesh axes, unless k and v have one head; they vary along "
+                f"{', '.join(str(sorted(v)) for v in axes)}. Make shard_map's in_specs agree."
+            )
+        found = axes[0] | axes[1]
+    else:
+        found = frozenset(manual)
+    if whole_scales(use.variant) and (apart := sorted(found - set(use.over))):
+        raise ValueError(
+            f"{use.name}: a scale of a whole tensor has the amax of all devices; q, k and v vary along {', '.join(apart)}. Name the mesh axes "
+            f"that cut batch and heads: over={tuple(sorted(found))}."
+        )
+    if not sharding.checks_variance(inputs.q):
+        return inputs
+    documents = None if inputs.documents is None else tuple(as_varying(x, found) for x in inputs.documents)
+    return Inputs(*(as_varying(x, found) for x in inputs[:3]), documents)  # type: ignore[arg-type]
+
+
+def whole_scales(variant: Variant) -> bool:
+    """True if a tensor of the variant has one scale of its own."""
+    return not variant.real and (variant.granularity == "tensor" or variant.out.bits == 8)
+
+
+def as_varying(x: jax.Array, axes: frozenset[str]) -> jax.Array:
+    """x, marked as varying along these mesh axes."""
+    missing = tuple(sorted(axes - sharding.varying(x)))
+    return lax.pcast(x, missing, to="varying") if missing else x
+
+
+def like(x: jax.Array, other: jax.Array) -> jax.Array:
+    """x, marked as varying along the mesh axes that another array varies along."""
+    return as_varying(x, sharding.varying(other))

@@ -1,0 +1,123 @@
+"""Attention in real arithmetic, forward and backward (SEMANTICS A-1, A-14): float64, a block of queries and a tile
+of keys at a time, rounded once at the end.
+
+It is a reference: a GPU multiplies in float64, and the backward pass makes the sums of the forward pass again.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from fp8ref.jax import attention_operands as operands
+from fp8ref.jax import head_scaling
+from fp8ref.jax.attention_gradients import Gradients
+from fp8ref.jax.attention_inputs import Inputs, Use
+from fp8ref.jax.attention_operands import Parts
+from fp8ref.jax.head_scaling import Heads
+
+_NONE = np.float64(-np.inf)
+
+
+def forward(given: Inputs, use: Use) -> tuple[jax.Array, jax.Array]:
+    """(o [B, H, Tq, D], log-sum-exp [B, H, Tq]), float32."""
+    with jax.enable_x64(True):
+        parts = _parts(given, use)
+        maximum, total, o = _sums(parts, with_values=True)
+        o = o / jnp.where(total == 0, np.float64(1), total)[..., None]
+        lse = jnp.where(total == 0, _NONE, maximum + lax.log(jnp.where(total == 0, np.float64(1), total)))
+        return _narrow(parts.ungrouped(o)), _narrow(parts.ungrouped(lse))
+
+
+def backward(do: jax.Array, given: Inputs, use: Use) -> Gradients:
+    """The gradients, of the steps of A-14: D first, then all else."""
+    do32 = do.astype(jnp.float32)
+    with jax.enable_x64(True):
+        parts = _parts(given, use)
+        do = parts.by_group(_wide(do))
+        maximum, total, _ = _sums(parts, with_values=False)
+        inverse = jnp.where(total == 0, np.float64(0), 1 / jnp.where(total == 0, np.float64(1), total))
+        scale = np.float64(use.scale)
+
+        def pair(block, tile):
+            p = _exponentials(parts, maximum, block, tile) * parts.block(inverse, block)[..., None]
+            dp = _dot(parts.block(do, block), parts.tile(parts.v, tile), ((4,), (3,)))
+            return p, dp
+
+        def first(d, block, tile):
+            p, dp = pair(block, tile)
+            return parts.put_block(d, parts.block(d, block) + (p * dp).sum(axis=-1), block)
+
+        (b, n, g, t, features), keys = parts.q.shape, parts.k.shape[2]
+        d = operands.loop(first, parts.zeros(b, n, g, t, dtype=np.float64), parts.grid)
+
+        def second(carry, block, tile):
+            dq, dk, dv, largest = carry
+            p, dp = pair(block, tile)
+            ds = p * (dp - parts.block(d, block)[..., None]) * scale
+            dq = parts.put_block(dq, parts.block(dq, block) + _dot(ds, parts.tile(parts.k, tile), ((4,), (2,))), block)
+            of_k = jnp.einsum("bngrl,bngrd->bnld", ds, parts.block(parts.q, block), precision="highest")
+            of_v = jnp.einsum("bngrl,bngrd->bnld", p, parts.block(do, block), precision="highest")
+            dk = parts.put_tile(dk, parts.tile(dk, tile) + of_k, tile, axis=2)
+            dv = parts.put_tile(dv, parts.tile(dv, tile) + of_v, tile, axis=2)
+            return dq, dk, dv, jnp.maximum(largest, jnp.max(jnp.abs(ds)))
+
+        zeros = [parts.zeros(*shape, dtype=np.float64) for shape in (parts.q.shape, (b, n, keys, features), (b, n, keys, features), ())]
+        dq, dk, dv, largest = operands.loop(second, tuple(zeros), parts.grid)
+        tk = parts.shape_k[2]
+        found = {"dq": _narrow(parts.ungrouped(dq)), "dk": _narrow(dk[:, :, :tk]), "dv": _narrow(dv[:, :, :tk])}
+        largest = _narrow(largest)
+    amaxes = {role: head_scaling.amax(x, None, heads=1) for role, x in (("do", do32), *found.items())} | {"ds": largest}
+    one = jnp.ones((), jnp.float32)
+    return Gradients(**found, tensors={}, amaxes=amaxes, saturated=jnp.int32(0), scale_ds=(one, one))
+
+
+def _parts(given: Inputs, use: Use) -> Parts:
+    one = np.float32(1)
+    tensors = {role: Heads(_wide(x), one, one, one) for role, x in (("q", given.q), ("k", given.k), ("v", given.v))}
+    return Parts(given, use, tensors)
+
+
+def _sums(parts: Parts, *, with_values: bool) -> tuple[jax.Array, jax.Array, Any]:
+    """(maxima, sums of exponentials, their sums with v) of all rows, in float64."""
+    b, n, g, t, d = parts.q.shape
+
+    def body(carry, block, tile):
+        maximum, total, o = carry
+        old, s = parts.block(maximum, block), _scores(parts, block, tile)
+        new = jnp.maximum(old, s.max(axis=-1))
+        finite = jnp.where(new == _NONE, np.float64(0), new)
+        c, p = lax.exp(old - finite), lax.exp(s - finite[..., None])
+        total = parts.put_block(total, parts.block(total, block) * c + p.sum(axis=-1), block)
+        if with_values:
+            of_tile = _dot(p, parts.tile(parts.v, tile), ((4,), (2,)))
+            o = parts.put_block(o, parts.block(o, block) * c[..., None] + of_tile, block)
+        return parts.put_block(maximum, new, block), total, o
+
+    zeros = parts.zeros(b, n, g, t, dtype=np.float64)
+    o = parts.zeros(b, n, g, t, d, dtype=np.float64) if with_values else None
+    return operands.loop(body, (zeros + _NONE, zeros, o), parts.grid)
+
+
+def _scores(parts: Parts, block: jax.Array, tile: jax.Array) -> jax.Array:
+    s = _dot(parts.block(parts.q, block), parts.tile(parts.k, tile), ((4,), (3,)))
+    return jnp.where(parts.seen(block, tile), s * np.float64(parts.use.scale), _NONE)
+
+
+def _exponentials(parts: Parts, maximum: jax.Array, block: jax.Array, tile: jax.Array) -> jax.Array:
+    m = parts.block(maximum, block)
+    return lax.exp(_scores(parts, block, tile) - jnp.where(m == _NONE, np.float64(0), m)[..., None])
+
+
+def _dot(a: jax.Array, b: jax.Array, axes: tuple) -> jax.Array:
+    return lax.dot_general(a, b, (axes, ((0, 1), (0, 1))), precision=lax.Precision.HIGHEST)
+
+
+def _wide(x: jax.Array) -> jax.Array:
+    return lax.convert_element_type(x, np.float64)
+
+
+def _narrow(x: jax.Array) -> jax.Array:
+    return lax.convert_element_type(x, np.float32)

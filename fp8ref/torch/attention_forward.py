@@ -1,0 +1,202 @@
+"""The forward pass of attention in FP8, a tile of keys after another (SEMANTICS A-4 to A-11).
+
+    q8, k8, v8, scales     <- amax, scale, cast                          attention_operands, head_scaling
+    for each tile:
+        s = q8 @ k8.T      [Tq x G, D] @ [D, keys], a GEMM for each head of keys
+        p, c, sums         <- maximum, exponentials, sums of s           online_softmax
+        o = o c + p8 @ v8  [Tq x G, keys] @ [keys, D]
+    o, lse                 <- o / sum, scales
+
+Memory is linear in the tokens: of one tile there are scores [B, H, Tq, keys], and of no more.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fp8ref.attention import Variant
+from fp8ref.torch import attention_operands as operands
+from fp8ref.torch import cast, head_scaling, online_softmax
+from fp8ref.torch.attention_inputs import Shape, Spec
+from fp8ref.torch.elementary import divide, log, multiply_add, times
+from fp8ref.torch.head_scaling import DTYPES, Heads
+
+_LN2 = 0.693147182464599609375  # 3F317218
+
+
+class Result(NamedTuple):
+    """What a forward pass gives. Fields as in ``fp8ref.sim.attention``.
+
+    o              float32 [B, H, Tq, D]: values of the output's format, times its scale_inv in FP8.
+    lse            float32 [B, H, Tq]; -infinity of a row without keys.
+    tensors        the quantized q, k and v, and an FP8 output o, by role.
+    amaxes         of q, k, v by their groups; of s, the unrounded probabilities, and of o, unrounded.
+    saturated      int64 (): probabilities that the cast clipped, on this rank.
+    p_codes        uint8 [B, H, Tq, Tk]: the probabilities as they were cast; None unless asked for.
+    scale_p        what probabilities were multiplied by before their cast.
+    scale_inv_p    what their codes are multiplied by.
+    """
+
+    o: Tensor
+    lse: Tensor
+    tensors: dict[str, Heads]
+    amaxes: dict[str, Tensor]
+    saturated: Tensor
+    p_codes: Tensor | None
+    scale_p: Tensor
+    scale_inv_p: Tensor
+
+
+class Documents(NamedTuple):
+    """Integers [B, T] of queries and of keys, padded to the tiles; None without any."""
+
+    q: Tensor | None
+    k: Tensor | None
+
+
+def padded_documents(q: Tensor | None, k: Tensor | None) -> Documents:
+    """Documents with -2 behind the queries and -1 behind the keys, which equal none."""
+    if q is None or k is None:
+        return Documents(None, None)
+    return Documents(
+        torch.nn.functional.pad(q, (0, -q.shape[1] % head_scaling.MX), value=-2),
+        torch.nn.functional.pad(k, (0, -k.shape[1] % operands.STEP), value=-1),
+    )
+
+
+def run(
+    tensors: dict[str, Heads],
+    spec: Spec,
+    shape: Shape,
+    documents: Documents,
+    given: dict[str, Tensor],
+    *,
+    report: bool,
+    keep_p: bool = False,
+) -> Result:
+    """The pass, of quantized q, k and v.
+
+    report    find amaxes and count clipped probabilities; without it they are zeros.
+    Order:    A-6 to A-11, with a promotion after each tile: a GEMM begins at +0.
+    """
+    variant, device = spec.variant, tensors["q"].codes.device
+    q, k, v = _layouts(tensors, spec, shape)
+    scale_p, scale_inv_p = operands.probability_scale(variant, given, device)
+    if variant.granularity == "mx_1x32":
+        of_p, of_v = scale_inv_p, None  # P is dequantized, as v is
+    else:
+        of_p, of_v = None, scale_inv_p
+    rows = (shape.batch, shape.key_heads, shape.queries, shape.group)
+    state = online_softmax.start(rows, variant.sum_order, device)
+    o = torch.zeros(*rows, v.shape[2], device=device)
+    largest, saturated = torch.zeros((), device=device), torch.zeros((), dtype=torch.int64, device=device)
+    codes = torch.zeros(*rows, k.shape[2], dtype=torch.uint8, device=device) if keep_p else None
+    for tile in operands.tiles(spec, shape):
+        factors = operands.score_factors(tensors, tile, spec, shape)
+        s = scores(q, k, tile, variant)
+        old = online_softmax.Rows(state.maximum[:, :, tile.rows], state.sums[:, :, tile.rows])
+        visible = operands.seen(tile, spec, shape, documents, device)
+        p, c, new = online_softmax.step(s, old, visible, variant, factors, spec.exponential)
+        p8 = round_probabilities(p, scale_p, variant)
+        if report:
+            largest = torch.maximum(largest, p.amax())
+            saturated = saturated + count_clipped(p, scale_p, variant)
+        if codes is not None:
+            codes[:, :, tile.rows, :, tile.keys] = p8.view(torch.uint8)
+        low = p8 if of_p is None else p8.float() * of_p
+        found = operands.products(low.flatten(2, 3), v[:, :, :, tile.keys], variant).view(*s.shape[:-1], -1)
+        if variant.out_scales == "tile" and of_v is not None:
+            found = times(found, operands.key_scale(tensors["v"].scale_inv, tile, variant))
+            found = found if variant.p_scale == 1 else times(found, of_v)
+        state.maximum[:, :, tile.rows] = new.maximum
+        state.sums[:, :, tile.rows] = new.sums
+        o[:, :, tile.rows] = times(o[:, :, tile.rows], c[..., None]) + found
+    total = online_softmax.total(state.sums, variant.sum_order)
+    at_end = operands.key_scale(tensors["v"].scale_inv, operands.Tile(0, 0, 0, 0, 0, False), variant) if _scaled_at_end(variant) else None
+    out = operands.by_head(_finish(o, total, at_end, variant), shape)
+    factor = operands.raw_factor(tensors, spec, shape) if variant.scores == "raw" else 1.0
+    lse = operands.by_head(log_sum(state.maximum, total, factor, variant)[..., None], shape)[..., 0]
+    return _result(out, lse, tensors, largest, saturated, codes, (scale_p, scale_inv_p), spec, shape, given, report=report)
+
+
+def scores(q: Tensor, k: Tensor, tile: operands.Tile, variant: Variant) -> Tensor:
+    """Sums of products of q [B, Hkv, Tq, G, D] and k [B, Hkv, Tk, D]: [B, Hkv, rows, G, keys] (A-4)."""
+    a = q[:, :, tile.rows]
+    return operands.products(a.flatten(2, 3), k[:, :, tile.keys], variant).view(*a.shape[:-1], tile.width)
+
+
+def round_probabilities(p: Tensor, scale: Tensor, variant: Variant) -> Tensor:
+    """p times its scale, if that is not 1, rounded to the variant's format and saturated (A-8)."""
+    if variant.fmt.bits != 8:
+        return p.to(DTYPES[variant.fmt.name])
+    return cast.to_fp8(p if variant.p_scale == 1 else p * scale, variant.fmt)
+
+
+def count_clipped(p: Tensor, scale: Tensor, variant: Variant) -> Tensor | int:
+    """How many probabilities leave the format's range."""
+    if variant.fmt.bits != 8:
+        return 0
+    return head_scaling.above_range(p if variant.p_scale == 1 else p * scale, variant.fmt).sum()
+
+
+def log_sum(maximum: Tensor, total: Tensor, factor: Tensor | float, variant: Variant) -> Tensor:
+    """The log-sum-exp of rows (A-11)."""
+    empty = total == 0
+    maximum, total = torch.where(empty, 0.0, maximum), torch.where(empty, 1.0, total)
+    of_rows = factor[..., 0] if isinstance(factor, Tensor) and factor.ndim else factor
+    if variant.lse == "fused":
+        product = times(of_rows, _LN2) if isinstance(of_rows, Tensor) else float(np.float32(of_rows) * np.float32(_LN2))
+        found = multiply_add(maximum, product, log(total * 2.0**-variant.offset, "e"))
+    elif variant.base == "2":
+        scaled = times(maximum, of_rows) if variant.scores == "raw" else maximum
+        found = times(scaled + (log(total, "2") - float(variant.offset)), _LN2)
+    else:
+        found = maximum + log(total, "e")
+    return torch.where(empty, -torch.inf, found)
+
+
+def output_scaling(variant: Variant) -> tuple:
+    """(granularity, policy) of an output or a gradient: one scale, or none in high precision."""
+    return ("tensor" if variant.out.bits == 8 else None), ("te_current" if variant.granularity == "mx_1x32" else variant.policy)
+
+
+def _layouts(tensors: dict[str, Heads], spec: Spec, shape: Shape) -> tuple[Tensor, Tensor, Tensor]:
+    """q [B, Hkv, Tq, G, D], k [B, Hkv, Tk, D] and v [B, Hkv, D, Tk], as GEMMs take them: codes; MX dequantized."""
+    if spec.variant.granularity == "mx_1x32":
+        q, k = head_scaling.dequantize(tensors["q"]), head_scaling.dequantize(tensors["k"])
+        v = head_scaling.dequantize(tensors["v"], along_tokens=True)
+    else:
+        q, k, v = (tensors[role].codes for role in ("q", "k", "v"))
+    return operands.grouped(q, shape), operands.along_features(k), operands.along_tokens(v)
+
+
+def _scaled_at_end(variant: Variant) -> bool:
+    return variant.out_scales == "end" and variant.granularity is not None
+
+
+def _finish(o: Tensor, total: Tensor, scale_inv: Tensor | None, variant: Variant) -> Tensor:
+    """The output of the sums (A-10)."""
+    if variant.finish == "divide":
+        o = o if scale_inv is None else times(o, scale_inv)
+        return divide(o, total.clamp(min=1.0)[..., None])
+    one = torch.ones_like(total)
+    inverse = torch.where(total == 0, 0.0, divide(one, torch.where(total == 0, one, total)))[..., None]
+    return o * (inverse if scale_inv is None else inverse * scale_inv)
+
+
+def _result(out, lse, tensors, largest, saturated, codes, scales_p, spec: Spec, shape: Shape, given, *, report: bool) -> Result:
+    """The output in its format, and the amaxes of all ranks."""
+    variant = spec.variant
+    amaxes = {role: t.amax for role, t in tensors.items()}
+    amaxes["s"], amaxes["o"] = largest, largest
+    if report or variant.out.bits == 8:
+        amaxes["s"], amaxes["o"] = operands.share([largest, out.abs().amax()], spec)
+    o = head_scaling.quantize(out, variant.out, *output_scaling(variant), amax_of_groups=amaxes["o"], scale=given.get("o"))
+    if variant.out.bits == 8:
+        tensors = {**tensors, "o": o}
+    if codes is not None:
+        codes = codes.permute(0, 1, 3, 2, 4).reshape(shape.batch, shape.heads, shape.queries, -1)[..., : shape.keys]
+    values = o.codes.float() * o.scale_inv if variant.out.bits == 8 else o.codes.float()
+    return Result(values, lse, tensors, amaxes, saturated, codes, *scales_p)

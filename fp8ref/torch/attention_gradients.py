@@ -1,0 +1,277 @@
+"""The backward pass of attention (SEMANTICS A-15, A-16): the gradients of q, k and v, a tile of keys after another.
+
+    for each tile:
+        p              <- q8 @ k8.T, lse                 [Tq x G, D] @ [D, keys]
+        dp = do8 @ v8.T                                  [Tq x G, D] @ [D, keys]
+        ds = (dp - d) p scale
+        dv += p8.T @ do8                                 [keys, Tq] @ [Tq, D], a GEMM for each query head
+        dq += ds8 @ k8                                   [Tq x G, keys] @ [keys, D]
+        dk += ds8.T @ q8                                 [keys, Tq] @ [Tq, D], a GEMM for each query head
+
+The scale of ds needs the amax of all of ds. Unless it is given, tiles are passed twice: for the amax and dv, then for
+dq and dk. Nothing quadratic is kept. ``attention_gradients_mx`` has the operands of MX blocks.
+"""
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fp8ref.attention import Variant
+from fp8ref.torch import attention_forward as forward
+from fp8ref.torch import attention_operands as operands
+from fp8ref.torch import cast, head_scaling, online_softmax
+from fp8ref.torch.attention_forward import Documents
+from fp8ref.torch.attention_inputs import Shape, Spec
+from fp8ref.torch.attention_operands import Tile
+from fp8ref.torch.elementary import exponential, multiply_add, times
+from fp8ref.torch.head_scaling import DTYPES, Heads
+from fp8ref.torch.scales import Scales
+
+_LOG2E = float(np.float32(math.log2(math.e)))
+
+
+class Gradients(NamedTuple):
+    """What a backward pass gives. Fields as in ``fp8ref.sim.attention_gradients``.
+
+    dq, dk, dv   float32 of the shapes of q, k, v: values of the output's format, times their scale_inv in FP8.
+    tensors      the quantized do and, where they are in FP8, dq, dk and dv, by role.
+    amaxes       of do by its groups; of ds, dq, dk and dv, unrounded.
+    saturated    int64 (): elements of P and dS that their casts clipped, on this rank.
+    scale_ds     what dS was multiplied by: scale and scale_inv; 1 where it has none, or blocks.
+    """
+
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    tensors: dict[str, Heads]
+    amaxes: dict[str, Tensor]
+    saturated: Tensor
+    scale_ds: Scales
+
+
+class Saved(NamedTuple):
+    """What a backward pass takes of a forward pass: q, k and v quantized; o [B, H, Tq, D], in FP8 its codes and
+    scale_inv, else None; lse; and the scales of the probabilities."""
+
+    tensors: dict[str, Heads]
+    o: Tensor
+    o_scale_inv: Tensor | None
+    lse: Tensor
+    scale_p: Tensor
+    scale_inv_p: Tensor
+
+
+class Raw(NamedTuple):
+    """Gradients before they are rounded to the output's format, float32 of the shapes of q, k and v."""
+
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+
+
+class Pass:
+    """The parts of a backward pass without blocks, in the layouts of GEMMs; sums go into dq, dk and dv."""
+
+    def __init__(
+        self, do: Tensor, saved: Saved, spec: Spec, shape: Shape, documents: Documents, given: dict[str, Tensor], *, report: bool
+    ) -> None:
+        self.spec, self.shape, self.documents, self.saved, self.report = spec, shape, documents, saved, report
+        self.variant, self.given = spec.variant, given
+        self.fmt = spec.variant.gradient_fmt or spec.variant.fmt
+        self.do = _quantized_do(do, spec, given, shape, report=report)
+        tensors = saved.tensors
+        step = operands.STEP
+        self.q, self.do_rows = (operands.grouped(x.codes, shape, step) for x in (tensors["q"], self.do))
+        self.k, self.v = (operands.along_features(tensors[role].codes) for role in ("k", "v"))
+        self.d = self._row_sums()
+        self.lse = rows_of(saved.lse, shape, step)
+        self.tiles = operands.tiles(spec, shape, step)
+        device = do.device
+        self.largest = torch.zeros((), device=device)
+        self.saturated = torch.zeros((), dtype=torch.int64, device=device)
+
+    def _row_sums(self) -> Tensor:
+        """D of each row [B, Hkv, Tq, G] (A-15)."""
+        o = operands.grouped(self.saved.o, self.shape, operands.STEP)
+        d = sums_of_rows(self.do_rows, o, self.shape.features)
+        if self.variant.granularity is None:
+            return d
+        d = times(d, self._of_queries(self.do)[..., 0])
+        return d if self.saved.o_scale_inv is None else times(d, self.saved.o_scale_inv)
+
+    def _of_queries(self, x: Heads) -> Tensor:
+        return x.scale_inv[..., None] if self.variant.granularity == "head" else x.scale_inv[(None,) * 5]
+
+    def _of_keys(self, role: str) -> Tensor:
+        scale_inv = self.saved.tensors[role].scale_inv
+        return scale_inv[..., None] if self.variant.granularity == "head" else scale_inv
+
+    def scaled(self, x: Tensor, *scales: Tensor) -> Tensor:
+        """x times each scale_inv in order; in high precision there are none."""
+        if self.variant.granularity is None:
+            return x
+        for one in scales:
+            x = times(x, one)
+        return x
+
+    def probabilities(self, tile: Tile) -> Tensor:
+        """P of a tile again, from the log-sum-exp: float32 [B, Hkv, rows, G, keys]."""
+        s = forward.scores(self.q, self.k, tile, self.variant)
+        return again(s, self.lse[:, :, tile.rows], tile, self.saved.tensors, self.spec, self.shape, self.documents)
+
+    def ds(self, p: Tensor, tile: Tile) -> Tensor:
+        """dS of a tile, before its scale."""
+        of_rows = self.do_rows[:, :, tile.rows]
+        dp = operands.products(of_rows.flatten(2, 3), self.v[:, :, tile.keys], self.variant).view(p.shape)
+        dp = self.scaled(dp, self._of_queries(self.do), self._of_keys("v"))
+        ds = (dp - self.d[:, :, tile.rows, :, None]) * p * self.spec.softmax_scale(self.shape.features)
+        return ds
+
+    def run(self) -> tuple[Raw, Scales]:
+        """All sums, and the scales of dS."""
+        shape, low = self.shape, self.variant.fmt.bits == 8
+        rows = (shape.batch, shape.key_heads)
+        width = self.k.shape[-1]
+        dk = torch.zeros(*rows, self.k.shape[2], width, device=self.k.device)
+        dv, dq = torch.zeros_like(dk), torch.zeros(*self.q.shape, device=self.k.device)
+        one = torch.ones((), device=dk.device)
+        scales = Scales(one, one)
+        early = low and "ds" not in self.given
+        do_tokens, q_tokens, k_tokens = tokens_of(self.do_rows), tokens_of(self.q), operands.along_tokens(self.saved.tensors["k"].codes)
+        if "ds" in self.given:
+            scales = Scales(self.given["ds"], head_scaling.inverse(self.given["ds"]))
+        elif early:
+            for tile in self.tiles:
+                p = self.probabilities(tile)
+                self._add_dv(dv, p, do_tokens, tile)
+                self.largest = torch.maximum(self.largest, self.ds(p, tile).abs().amax())
+            (self.largest,) = operands.share([self.largest], self.spec)
+            scales = head_scaling.scales_of(self.largest, self.fmt, self.variant.policy)
+        for tile in self.tiles:
+            p = self.probabilities(tile)
+            ds = self.ds(p, tile)
+            if not early:
+                self._add_dv(dv, p, do_tokens, tile)
+                if self.report:
+                    self.largest = torch.maximum(self.largest, ds.abs().amax())
+            ds8 = self._cast_ds(ds, scales.scale)
+            found = operands.products(ds8.flatten(2, 3), k_tokens[:, :, :, tile.keys], self.variant)
+            dq[:, :, tile.rows] = dq[:, :, tile.rows] + found.view(*ds8.shape[:-1], -1)
+            of_q = self._of_queries(self.saved.tensors["q"])
+            add_heads(dk, self.scaled(products_of_heads(ds8, q_tokens, tile, self.variant), scales.scale_inv, of_q), tile)
+        if not early and self.report:
+            (self.largest,) = operands.share([self.largest], self.spec)
+        dq = self.scaled(dq, scales.scale_inv, self._of_keys("k"))
+        keys = (slice(None), slice(None), slice(shape.keys), slice(shape.features))
+        return Raw(operands.by_head(dq, shape), dk[keys], dv[keys]), scales
+
+    def _add_dv(self, dv: Tensor, p: Tensor, do_tokens: Tensor, tile: Tile) -> None:
+        p8 = forward.round_probabilities(p, self.saved.scale_p, self.variant)
+        if self.report:
+            self.saturated = self.saturated + forward.count_clipped(p, self.saved.scale_p, self.variant)
+        found = products_of_heads(p8, do_tokens, tile, self.variant)
+        add_heads(dv, self.scaled(found, self.saved.scale_inv_p, self._of_queries(self.do)), tile)
+
+    def _cast_ds(self, ds: Tensor, scale: Tensor) -> Tensor:
+        if self.fmt.bits != 8:
+            return ds.to(DTYPES[self.fmt.name])
+        scaled = ds * scale
+        if self.report:
+            self.saturated = self.saturated + head_scaling.above_range(scaled.abs(), self.fmt).sum()
+        return cast.to_fp8(scaled, self.fmt)
+
+
+def gradients(
+    do: Tensor, saved: Saved, spec: Spec, shape: Shape, documents: Documents, given: dict[str, Tensor], *, report: bool
+) -> Gradients:
+    """The pass, of what a forward pass saved.
+
+    report    find amaxes that no scale needs, and count clipped elements; without it they are zeros.
+    Order:    A-15; sums over keys are added tile by tile, in float32.
+    """
+    of_pass = Pass(do, saved, spec, shape, documents, given, report=report)
+    raw, scales = of_pass.run()
+    return rounded(raw, of_pass.do, of_pass.largest, of_pass.saturated, scales, spec, given, report=report)
+
+
+def rounded(
+    raw: Raw, do: Heads, largest: Tensor, saturated: Tensor, scales: Scales, spec: Spec, given: dict[str, Tensor], *, report: bool
+) -> Gradients:
+    """The gradients in the output's format, with their amaxes."""
+    variant = spec.variant
+    none = torch.zeros((), device=largest.device)
+    amaxes, found, coded = {"do": do.amax, "ds": largest}, {}, {"do": do}
+    tensors = {"dq": raw.dq, "dk": raw.dk, "dv": raw.dv}
+    low = variant.out.bits == 8
+    of_outputs = operands.share([x.abs().amax() for x in tensors.values()], spec) if low or report else [none] * 3
+    for (role, x), amax in zip(tensors.items(), of_outputs, strict=True):
+        amaxes[role] = amax
+        scaling = forward.output_scaling(variant)
+        kept = head_scaling.quantize(x, variant.out, *scaling, amax_of_groups=amax, scale=given.get(role))
+        found[role] = kept.codes.float() * kept.scale_inv if low else kept.codes.float()
+        if low:
+            coded[role] = kept
+    return Gradients(**found, tensors=coded, amaxes=amaxes, saturated=saturated, scale_ds=scales)
+
+
+def _quantized_do(do: Tensor, spec: Spec, given: dict[str, Tensor], shape: Shape, *, report: bool) -> Heads:
+    """do as q is quantized (A-15)."""
+    variant = spec.variant
+    fmt = variant.gradient_fmt or variant.fmt
+    if variant.granularity is None and not report:
+        amax = torch.zeros((), device=do.device)
+    else:
+        amax = head_scaling.amax(do, variant.granularity, heads=shape.key_heads)
+        if variant.granularity in ("tensor", None):
+            (amax,) = operands.share([amax], spec)
+    return head_scaling.quantize(do, fmt, variant.granularity, variant.policy, amax_of_groups=amax, scale=given.get("do"))
+
+
+def again(s: Tensor, lse: Tensor, tile: Tile, tensors: dict[str, Heads], spec: Spec, shape: Shape, documents: Documents) -> Tensor:
+    """P from sums of products s and the log-sum-exp of rows; 0 where a key is not seen."""
+    factors = operands.score_factors(tensors, tile, spec, shape)
+    if spec.variant.scores == "raw":
+        bias = -times(lse, _LOG2E)
+        p = exponential(multiply_add(s, factors[0], bias[..., None]), "2", spec.exponential)
+    else:
+        p = exponential(online_softmax.scaled(s, factors) - lse[..., None], "e", spec.exponential)
+    visible = operands.seen(tile, spec, shape, documents, s.device)
+    return p if visible is None else torch.where(visible, p, 0.0)
+
+
+def rows_of(lse: Tensor, shape: Shape, step: int) -> Tensor:
+    """The log-sum-exp [B, H, Tq] as [B, Hkv, Tq, G], padded; 0 of rows that see no key."""
+    lse = torch.where(lse == -torch.inf, 0.0, lse)
+    return head_scaling.pad(lse, 2, step).view(shape.batch, shape.key_heads, shape.group, -1).transpose(2, 3)
+
+
+def sums_of_rows(a: Tensor, b: Tensor, features: int) -> Tensor:
+    """The sum of products over the last axis, ascending, each addition rounded."""
+    total = a[..., 0].float() * b[..., 0].float()
+    for n in range(1, features):
+        total = total + a[..., n].float() * b[..., n].float()  # products of two short numbers are exact
+    return total
+
+
+def tokens_of(x: Tensor) -> Tensor:
+    """[B, Hkv, T, G, D] as [B, Hkv, G, D, T]: for GEMMs that sum over queries."""
+    return x.permute(0, 1, 3, 4, 2).contiguous()
+
+
+def products_of_heads(x: Tensor, other: Tensor, tile: Tile, variant: Variant) -> Tensor:
+    """Sums over a tile's queries of x [B, Hkv, rows, G, keys] and other [B, Hkv, G, D, Tq], for each query head:
+    [B, Hkv, G, keys, D]."""
+    a = x.permute(0, 1, 3, 4, 2).flatten(1, 2).contiguous()  # [B, H, keys, rows]
+    b = other[..., tile.rows].flatten(1, 2)
+    return operands.products(a, b, variant).unflatten(1, other.shape[1:3])
+
+
+def add_heads(total: Tensor, found: Tensor, tile: Tile) -> None:
+    """Add those of the query heads of a head of keys, ascending: found [B, Hkv, G, keys, D] to total [B, Hkv, Tk, D]."""
+    part = total[:, :, tile.keys]
+    for one in found.unbind(2):
+        part = part + one
+    total[:, :, tile.keys] = part

@@ -1,0 +1,99 @@
+"""The backward pass of attention whose operands have MX blocks (SEMANTICS A-16).
+
+A block lies along the axis that a product sums over, so that q, k, do and dS are quantized twice. Products are
+float32 GEMMs of dequantized codes (G-16).
+"""
+
+import torch
+from torch import Tensor
+
+from fp8ref.attention import Variant
+from fp8ref.torch import attention_forward as forward
+from fp8ref.torch import attention_operands as operands
+from fp8ref.torch import cast, head_scaling
+from fp8ref.torch.attention_forward import Documents
+from fp8ref.torch.attention_gradients import (
+    Gradients,
+    Raw,
+    Saved,
+    add_heads,
+    again,
+    products_of_heads,
+    rounded,
+    rows_of,
+    sums_of_rows,
+    tokens_of,
+)
+from fp8ref.torch.attention_inputs import Shape, Spec
+from fp8ref.torch.head_scaling import DTYPES, MX, Heads, pad
+from fp8ref.torch.scales import Scales
+
+P_SCALE = 256.0
+"""What P is multiplied by before its cast."""
+
+
+def gradients(do: Tensor, q: Tensor, k: Tensor, saved: Saved, spec: Spec, shape: Shape, documents: Documents, *, report: bool) -> Gradients:
+    """The pass, of what a forward pass saved, and its q and k in high precision.
+
+    Order:    A-16; sums over keys are added tile by tile, in float32.
+    """
+    variant, device, tensors = spec.variant, do.device, saved.tensors
+    fmt = variant.gradient_fmt or variant.fmt
+    along = {name: _both(x, form, variant, shape) for name, x, form in (("q", q, variant.fmt), ("k", k, variant.fmt), ("do", do, fmt))}
+    do_features = along["do"][0]
+    of_do = operands.grouped(head_scaling.dequantize(do_features), shape, MX)
+    do_tokens, q_tokens = (tokens_of(operands.grouped(_tokens(along[name][1]), shape, MX)) for name in ("do", "q"))
+    k_tokens = operands.along_tokens(_tokens(along["k"][1]))
+    q8, k8 = (
+        operands.grouped(head_scaling.dequantize(tensors["q"]), shape, MX),
+        operands.along_features(head_scaling.dequantize(tensors["k"])),
+    )
+    v8 = operands.along_features(head_scaling.dequantize(tensors["v"], along_tokens=True))
+    lse = rows_of(saved.lse, shape, MX)
+    short = do.to(DTYPES[variant.out.name])
+    d = sums_of_rows(operands.grouped(short, shape, MX), operands.grouped(saved.o, shape, MX), shape.features)
+    dq = torch.zeros(*q8.shape[:-1], k8.shape[-1], device=device)
+    dk, dv = torch.zeros_like(k8), torch.zeros_like(k8)
+    largest, saturated = torch.zeros((), device=device), torch.zeros((), dtype=torch.int64, device=device)
+    for tile in operands.tiles(spec, shape, MX):
+        s = forward.scores(q8, k8, tile, variant)
+        p = again(s, lse[:, :, tile.rows], tile, tensors, spec, shape, documents)
+        p8 = cast.to_fp8(p * P_SCALE, variant.fmt)
+        dp = operands.products(of_do[:, :, tile.rows].flatten(2, 3), v8[:, :, tile.keys], variant).view(p.shape)
+        ds = (dp - d[:, :, tile.rows, :, None]) * p * spec.softmax_scale(shape.features)
+        if report:
+            largest = torch.maximum(largest, ds.abs().amax())
+            saturated = saturated + head_scaling.above_range(p * P_SCALE, variant.fmt).sum()
+        add_heads(dv, products_of_heads(p8.float() / P_SCALE, do_tokens, tile, variant), tile)
+        low = _quantize(ds, 4, variant)
+        found = operands.products(low.flatten(2, 3), k_tokens[:, :, :, tile.keys], variant)
+        dq[:, :, tile.rows] = dq[:, :, tile.rows] + found.view(*ds.shape[:-1], -1)
+        add_heads(dk, products_of_heads(_quantize(ds, 2, variant), q_tokens, tile, variant), tile)
+    if report:
+        (largest,) = operands.share([largest], spec)
+    one = torch.ones((), device=device)
+    keys = (slice(None), slice(None), slice(shape.keys), slice(shape.features))
+    raw = Raw(operands.by_head(dq, shape), dk[keys], dv[keys])
+    return rounded(raw, do_features, largest, saturated, Scales(one, one), spec, {}, report=report)
+
+
+def _both(x: Tensor, fmt, variant: Variant, shape: Shape) -> tuple[Heads, Heads]:
+    """x with blocks along its features, and along its tokens."""
+    found = []
+    for along_tokens in (False, True):
+        amax = head_scaling.amax(x, "mx_1x32", heads=shape.key_heads, along_tokens=along_tokens)
+        found.append(head_scaling.quantize(x, fmt, "mx_1x32", variant.policy, amax_of_groups=amax, along_tokens=along_tokens))
+    return found[0], found[1]
+
+
+def _tokens(x: Heads) -> Tensor:
+    return head_scaling.dequantize(x, along_tokens=True)
+
+
+def _quantize(ds: Tensor, dim: int, variant: Variant) -> Tensor:
+    """dS [B, Hkv, rows, G, keys], quantized in blocks of 32 along a dim, and dequantized."""
+    size, fmt = ds.shape[dim], variant.gradient_fmt or variant.fmt
+    blocks = pad(ds, dim, MX).unflatten(dim, (-1, MX))
+    scale, scale_inv = head_scaling.scales_of(blocks.abs().amax(dim + 1, keepdim=True), fmt, variant.policy)
+    low = cast.to_fp8(blocks * scale, fmt).float() * scale_inv
+    return low.flatten(dim, dim + 1).narrow(dim, 0, size)

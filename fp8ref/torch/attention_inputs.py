@@ -1,0 +1,143 @@
+"""The inputs of attention, checked: shapes, masks, documents and given scales (SEMANTICS A-3, A-12).
+
+Whether numbers are finite, scales positive and documents not negative is not checked: it would make the host wait
+for the device.
+"""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from fp8ref import attention
+from fp8ref.attention import Mask, Variant
+from fp8ref.torch import cast, hadamard, head_scaling
+from fp8ref.torch.elementary import HOW, Exponential
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spec:
+    """The constants of a pass.
+
+    scale         of scores; None: 1 / sqrt(D).
+    seed          of a rotated variant's signs.
+    amax_group    name of the process group whose ranks have other sequences or heads of the same tensors.
+    """
+
+    variant: Variant
+    mask: Mask = attention.FULL
+    scale: float | None = None
+    seed: int = 0
+    exponential: Exponential = "native"
+    amax_group: str | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.mask, Mask):
+            raise ValueError(f"mask is a Mask of fp8ref.attention; got {self.mask!r}.")
+        if self.exponential not in HOW:
+            raise ValueError(f"exponential is one of {', '.join(HOW)}; got {self.exponential!r}.")
+        if self.scale is not None and not (math.isfinite(self.scale) and np.float32(self.scale) > 0):
+            raise ValueError(f"the softmax scale is positive and finite; got {self.scale!r}.")
+        if self.variant.rotated:
+            hadamard.check(1, self.seed)
+        elif self.seed:
+            raise ValueError(
+                f"a seed makes the signs of a rotation; variant {self.variant.name!r} has none, got seed={self.seed!r}. Leave it out."
+            )
+
+    def softmax_scale(self, features: int) -> float:
+        """The scale of scores, a float32 number."""
+        return float(np.float32(1 / math.sqrt(features) if self.scale is None else self.scale))
+
+
+@dataclass(frozen=True)
+class Shape:
+    """B, H, Hkv, Tq, Tk, D of a problem."""
+
+    batch: int
+    heads: int
+    key_heads: int
+    queries: int
+    keys: int
+    features: int
+
+    @property
+    def group(self) -> int:
+        """Query heads that share a head of keys."""
+        return self.heads // self.key_heads
+
+
+def check(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> Shape:
+    """The shape of a problem.
+
+    Raises:   ValueError: DTensors; dtypes, devices or shapes that do not fit; more features than the variant takes.
+    """
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        check_tensor(name, x)
+    (b, h, tq, d), of_k = q.shape, tuple(k.shape)
+    if of_k != tuple(v.shape) or of_k[0] != b or of_k[3] != d or h % of_k[1]:
+        raise ValueError(
+            f"attention takes q [B, H, Tq, D] and k, v [B, Hkv, Tk, D] with Hkv dividing H; got {tuple(q.shape)}, {of_k} and {tuple(v.shape)}."
+        )
+    if not q.device == k.device == v.device:
+        raise ValueError(f"q, k and v are on one device; got {q.device}, {k.device} and {v.device}. Move them.")
+    spec.variant.tile(d, spec.mask)
+    if spec.variant.rotated:
+        hadamard.check(d, spec.seed)
+    return Shape(b, h, of_k[1], tq, of_k[2], d)
+
+
+def check_tensor(name: str, x: Tensor) -> None:
+    """ValueError for anything but a local tensor [B, heads, T, D] in high precision, not empty."""
+    if isinstance(x, DTensor):
+        raise ValueError(f"attention takes local tensors; got {name}, a DTensor. Pass {name}.to_local(), and amax_group for shared amaxes.")
+    if x.dtype not in cast.HIGH_PRECISION or x.ndim != 4 or 0 in x.shape:
+        raise ValueError(
+            f"{name} is [batch, heads, tokens, features] of float32, float16 or bfloat16, none of them empty; got {x.dtype} {tuple(x.shape)}."
+        )
+
+
+def check_documents(documents: Tensor | tuple[Tensor, Tensor] | None, shape: Shape) -> tuple[Tensor | None, Tensor | None]:
+    """(documents of queries, of keys), integers [B, T]; None without any. ValueError for other shapes or dtypes."""
+    if documents is None:
+        return None, None
+    pair = documents if isinstance(documents, tuple) else (documents, documents)
+    expected = [(shape.batch, shape.queries), (shape.batch, shape.keys)]
+    if len(pair) != 2 or any(x.is_floating_point() or x.dtype == torch.bool for x in pair) or [tuple(x.shape) for x in pair] != expected:
+        raise ValueError(
+            f"documents are integers of at least 0, {list(expected[0])} for queries and {list(expected[1])} for keys; got "
+            f"{[(str(x.dtype), tuple(x.shape)) for x in pair]}."
+        )
+    return pair[0], pair[1]
+
+
+def check_scales(scales: dict[str, Tensor] | None, variant: Variant, roles: tuple[str, ...], shape: Shape) -> dict[str, Tensor]:
+    """Given scales by role. ValueError for roles that the variant has no scale for; another shape or dtype."""
+    given = dict(scales or {})
+    known = [] if variant.granularity in (None, "mx_1x32") else [role for role in roles if _has_scale(variant, role)]
+    for role, scale in given.items():
+        if role not in known:
+            raise ValueError(f"variant {variant.name!r} takes scales for {', '.join(known) or 'no role'}; got {role!r}. Leave it out.")
+        expected = scale_shape(variant, role, shape)
+        if scale.dtype != torch.float32 or tuple(scale.shape) != expected:
+            raise ValueError(f"a given scale of {role} is float32 {list(expected)}, as its groups; got {scale.dtype} {list(scale.shape)}.")
+    return given
+
+
+def scale_shape(variant: Variant, role: str, shape: Shape) -> tuple[int, ...]:
+    """The shape of a role's scale."""
+    if variant.granularity == "tensor" or role not in ("q", "k", "v", "do"):
+        return ()
+    if variant.granularity == "head":
+        return (shape.batch, shape.key_heads, 1, 1)
+    heads, tokens = (shape.heads, shape.queries) if role == "q" else (shape.key_heads, shape.keys)
+    return (shape.batch, heads, -(-tokens // head_scaling.ROWS), 1)
+
+
+def _has_scale(variant: Variant, role: str) -> bool:
+    if role in ("o", "dq", "dk", "dv"):
+        return variant.out.bits == 8
+    return variant.p_scale == "state" if role in ("s", "ds") else True

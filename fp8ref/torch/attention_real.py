@@ -1,0 +1,70 @@
+"""Attention in float64, rounded once at the end, a tile of keys at a time: the variant ``exact`` (SEMANTICS A-1, A-14)."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fp8ref.torch import attention_operands as operands
+from fp8ref.torch.attention_forward import Documents
+from fp8ref.torch.attention_inputs import Shape, Spec
+
+
+class Real(NamedTuple):
+    """Before rounding, float64: o [B, Hkv, Tq, G, D], and lse [B, Hkv, Tq, G]; -infinity without keys."""
+
+    o: Tensor
+    lse: Tensor
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, spec: Spec, shape: Shape, documents: Documents) -> Real:
+    """softmax(q k^T scale) v in float64."""
+    q, k, v = operands.grouped(q.double(), shape), operands.along_features(k.double()), operands.along_tokens(v.double())
+    rows = (shape.batch, shape.key_heads, shape.queries, shape.group)
+    m = torch.full(rows, -torch.inf, dtype=torch.float64, device=q.device)
+    total, o = torch.zeros_like(m), q.new_zeros(*rows, v.shape[2])
+    for tile in operands.tiles(spec, shape):
+        s, old = _scores(q, k, tile, spec, shape, documents), m[:, :, tile.rows]
+        new = torch.maximum(old, s.amax(-1))
+        shift = torch.where(new == -torch.inf, 0.0, new)
+        c, p = (old - shift).exp(), (s - shift[..., None]).exp()
+        found = operands.products(p.flatten(2, 3), v[:, :, :, tile.keys], spec.variant).view(*p.shape[:-1], -1)
+        total[:, :, tile.rows] = total[:, :, tile.rows] * c + p.sum(-1)
+        o[:, :, tile.rows] = o[:, :, tile.rows] * c[..., None] + found
+        m[:, :, tile.rows] = new
+    empty = total == 0
+    return Real(o / torch.where(empty, 1.0, total)[..., None], torch.where(empty, -torch.inf, m + total.log()))
+
+
+def backward(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, spec: Spec, shape: Shape, documents: Documents
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """dq, dk and dv, and the largest |dS|, float32, each rounded once."""
+    real = forward(q, k, v, spec, shape, documents)
+    do = operands.grouped(do.double(), shape)
+    q, k, v = operands.grouped(q.double(), shape), operands.along_features(k.double()), operands.along_features(v.double())
+    d = (do * real.o).sum(-1)
+    dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    largest = torch.zeros((), dtype=torch.float64, device=q.device)
+    for tile in operands.tiles(spec, shape):
+        lse = real.lse[:, :, tile.rows]
+        p = (_scores(q, k, tile, spec, shape, documents) - torch.where(lse == -torch.inf, 0.0, lse)[..., None]).exp()
+        of_rows, keys = do[:, :, tile.rows], k[:, :, tile.keys]
+        dp = operands.products(of_rows.flatten(2, 3), v[:, :, tile.keys], spec.variant).view(p.shape)
+        ds = p * (dp - d[:, :, tile.rows, :, None]) * spec.softmax_scale(shape.features)
+        largest = torch.maximum(largest, ds.abs().amax())
+        flat = ds.flatten(2, 3)
+        dq[:, :, tile.rows] += torch.matmul(flat, keys).view(of_rows.shape)
+        dk[:, :, tile.keys] += torch.matmul(flat.transpose(2, 3), q[:, :, tile.rows].flatten(2, 3))
+        dv[:, :, tile.keys] += torch.matmul(p.flatten(2, 3).transpose(2, 3), of_rows.flatten(2, 3))
+    keys = (slice(None), slice(None), slice(shape.keys), slice(shape.features))
+    return operands.by_head(dq, shape).float(), dk[keys].float(), dv[keys].float(), largest.float()
+
+
+def _scores(q: Tensor, k: Tensor, tile: operands.Tile, spec: Spec, shape: Shape, documents: Documents) -> Tensor:
+    """Scores [B, Hkv, rows, G, keys]; -infinity of keys that are not seen."""
+    a = q[:, :, tile.rows]
+    s = operands.products(a.flatten(2, 3), k[:, :, tile.keys], spec.variant).view(*a.shape[:-1], tile.width)
+    s = s * spec.softmax_scale(shape.features)
+    visible = operands.seen(tile, spec, shape, documents, q.device)
+    return s if visible is None else torch.where(visible, s, -torch.inf)
