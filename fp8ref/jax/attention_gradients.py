@@ -17,6 +17,7 @@ from fp8ref.jax.attention_inputs import Inputs, Use
 from fp8ref.jax.attention_operands import Parts
 from fp8ref.jax.elementary import ascending_sum
 from fp8ref.jax.head_scaling import Heads
+from fp8ref.jax.scales import Scales
 
 
 class Gradients(NamedTuple):
@@ -35,7 +36,7 @@ class Gradients(NamedTuple):
     tensors: dict[str, Heads]
     amaxes: dict[str, jax.Array]
     saturated: jax.Array
-    scale_ds: tuple[jax.Array, jax.Array]
+    scale_ds: Scales
 
 
 def output_scaling(variant: Variant) -> tuple:
@@ -79,12 +80,12 @@ def backward(do: jax.Array, given: Inputs, result, given_scales: dict, use: Use)
         return lax.pmax(largest, use.over) if use.over else largest
 
     one = jnp.ones((), jnp.float32)
-    scale_ds = (one, one)
+    scale_ds = Scales(one, one)
     if "ds" in given_scales:
-        scale_ds = tuple(scales.with_inverse(head_scaling.given_scale(given_scales["ds"], ())))
+        scale_ds = scales.with_inverse(head_scaling.given_scale(given_scales["ds"], ()))
     elif low:
         largest = share(operands.loop(first, parts.zeros(), parts.grid))
-        scale_ds = tuple(head_scaling.scales_from_amax(largest, fmt, head_scaling.implemented(variant.policy)))
+        scale_ds = head_scaling.scales_from_amax(largest, fmt, head_scaling.implemented(variant.policy))
 
     def second(carry, block, tile):
         dq, dk, dv, largest, lost = carry
@@ -137,7 +138,7 @@ def added(
     return dq, dk, dv
 
 
-def rounded(raw: tuple, do: Heads, largest, lost, scale_ds: tuple, parts: Parts, given_scales: dict) -> Gradients:
+def rounded(raw: tuple, do: Heads, largest, lost, scale_ds: Scales, parts: Parts, given_scales: dict) -> Gradients:
     """The gradients in the output's format, summed over the query heads of a head of keys, with their amaxes
     (A-15, steps 9 and 10)."""
     use, variant = parts.use, parts.variant

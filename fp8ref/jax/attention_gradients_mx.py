@@ -16,6 +16,7 @@ from fp8ref.jax.attention_inputs import Inputs, Use
 from fp8ref.jax.attention_operands import Parts
 from fp8ref.jax.elementary import ascending_sum
 from fp8ref.jax.head_scaling import MX
+from fp8ref.jax.scales import Scales
 
 P_SCALE = np.float32(256)
 """What P is multiplied by before its cast."""
@@ -27,15 +28,15 @@ def backward(do: jax.Array, given: Inputs, result, use: Use) -> Gradients:
     result    what ``attention.forward`` gave; of its tensors, v.
     """
     variant = use.variant
-    fmt, how = variant.gradient_fmt or variant.fmt, {"heads": given.k.shape[1]}
+    fmt, heads = variant.gradient_fmt or variant.fmt, given.k.shape[1]
     tensors = operands.quantize(given, use, {}) | {"v": result.tensors["v"]}
     parts = Parts(given, use, tensors)
 
     def copy(x: jax.Array, of_fmt) -> jax.Array:
-        tensor = head_scaling.quantize(x, of_fmt, "mx_1x32", variant.policy, along_tokens=True, **how)
+        tensor = head_scaling.quantize(x, of_fmt, "mx_1x32", variant.policy, along_tokens=True, heads=heads)
         return parts.operand(tensor, along_tokens=True, fmt=of_fmt)
 
-    along_features = head_scaling.quantize(do, fmt, "mx_1x32", variant.policy, **how)
+    along_features = head_scaling.quantize(do, fmt, "mx_1x32", variant.policy, heads=heads)
     do_features = parts.by_group(parts.operand(along_features, fmt=fmt))
     do_tokens, q_tokens, k_tokens = (
         parts.by_group(copy(do, fmt)),
@@ -63,7 +64,7 @@ def backward(do: jax.Array, given: Inputs, result, use: Use) -> Gradients:
     dq, dk, dv, largest, lost = operands.loop(body, carry, parts.grid)
     one = jnp.ones((), jnp.float32)
     raw = dq, dk, moments.product(dv, np.float32(1) / P_SCALE)
-    return gradients.rounded(raw, along_features, largest, lost, (one, one), parts, {})
+    return gradients.rounded(raw, along_features, largest, lost, Scales(one, one), parts, {})
 
 
 def blocks(ds: jax.Array, fmt, policy: str, axis: int) -> jax.Array:

@@ -66,7 +66,7 @@ def prepare(
     variant = attention.by_name(variant)
     if not isinstance(mask, Mask):
         raise ValueError(f"mask is a Mask of fp8ref.attention; got {mask!r}.")
-    tensors = [checked(name, x) for name, x in (("q", q), ("k", k), ("v", v))]
+    tensors = checked("q", q), checked("k", k), checked("v", v)
     (b, h, tq, d), of_k, of_v = (x.shape for x in tensors)
     if of_k != of_v or of_k[0] != b or of_k[3] != d or h % of_k[1]:
         raise ValueError(
@@ -198,8 +198,7 @@ def _on_devices(inputs: Inputs, use: Use) -> Inputs:
         )
     if not sharding.checks_variance(inputs.q):
         return inputs
-    documents = None if inputs.documents is None else tuple(as_varying(x, found) for x in inputs.documents)
-    return Inputs(*(as_varying(x, found) for x in inputs[:3]), documents)  # type: ignore[arg-type]
+    return jax.tree.map(lambda x: as_varying(x, found), inputs)
 
 
 def whole_scales(variant: Variant) -> bool:

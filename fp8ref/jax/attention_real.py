@@ -17,6 +17,7 @@ from fp8ref.jax.attention_gradients import Gradients
 from fp8ref.jax.attention_inputs import Inputs, Use
 from fp8ref.jax.attention_operands import Parts
 from fp8ref.jax.head_scaling import Heads
+from fp8ref.jax.scales import Scales
 
 _NONE = np.float64(-np.inf)
 
@@ -71,11 +72,11 @@ def backward(do: jax.Array, given: Inputs, use: Use) -> Gradients:
         largest = _narrow(largest)
     amaxes = {role: head_scaling.amax(x, None, heads=1) for role, x in (("do", do32), *found.items())} | {"ds": largest}
     one = jnp.ones((), jnp.float32)
-    return Gradients(**found, tensors={}, amaxes=amaxes, saturated=jnp.int32(0), scale_ds=(one, one))
+    return Gradients(**found, tensors={}, amaxes=amaxes, saturated=jnp.int32(0), scale_ds=Scales(one, one))
 
 
 def _parts(given: Inputs, use: Use) -> Parts:
-    one = np.float32(1)
+    one = jnp.ones((), jnp.float32)
     tensors = {role: Heads(_wide(x), one, one, one) for role, x in (("q", given.q), ("k", given.k), ("v", given.v))}
     return Parts(given, use, tensors)
 

@@ -23,6 +23,7 @@ compute dtype. ``convert`` chooses the class; ``parallel`` sets dtypes and group
 gathers on a model, and reduces gradients in rank order if asked (off by default); ``gradients``
 reduces them in FP8 if asked. ``gemm`` calls
 torch._scaled_mm, or ``block_gemm`` for block scales; ``hardware`` simulates other hardware instead.
+``attention`` is attention in FP8, a tile of keys after another, forward and backward.
 ``checkpointing`` says what a block keeps. ``tensor_parallel`` cuts linears, and ``linear_cut`` is how
 ranks share one. ``switch`` changes the recipe of a model between two steps. ``compiled_fsdp`` shards
 within a compiled graph. ``proof`` shows that a step ran in FP8. ``states`` is AdamW whose moments are
@@ -47,6 +48,7 @@ for _logger in _loggers:
     _logger.setLevel(logging.ERROR)
 
 from fp8ref.torch import (
+    attention,
     cast,
     checkpointing,
     compiled_fsdp,
@@ -71,6 +73,7 @@ for _logger, _level in zip(_loggers, _levels, strict=True):
     _logger.setLevel(_level)
 
 __all__ = [
+    "attention",
     "cast",
     "checkpointing",
     "compiled_fsdp",

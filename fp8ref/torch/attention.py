@@ -18,6 +18,7 @@ is computed as ``fa3_promoted``, and ``fa4`` likewise.
 """
 
 import contextlib
+import dataclasses
 import functools
 
 import torch
@@ -33,6 +34,8 @@ from fp8ref.torch.attention_inputs import Shape, Spec
 from fp8ref.torch.elementary import Exponential
 from fp8ref.torch.head_scaling import DTYPES, Heads
 from fp8ref.torch.scales import Scales
+
+_PLAIN = tuple(f.name for f in dataclasses.fields(Variant) if f.name not in ("tiles", "fmt", "out", "gradient_fmt", "source"))
 
 Pair = Tensor | tuple[Tensor, Tensor] | None
 """Documents of queries and keys: one tensor for both, or two."""
@@ -68,7 +71,7 @@ def apply(
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         check_gradients(variant)
     given = scales or {}
-    function = _function(variant, mask, scale, seed, exponential, amax_group, tuple(given))
+    function = _function(variant, _values(variant), _values(mask), scale, seed, exponential, amax_group, tuple(given))
     of_q, of_k = documents if isinstance(documents, tuple) else (documents, documents)
     return function.apply(q, k, v, of_q, of_k, *given.values())
 
@@ -81,9 +84,32 @@ def check_gradients(variant: str | Variant) -> None:
         raise ValueError(f"variant {variant.name!r} has no backward pass (A-1). Use one of {names}, or call under torch.no_grad().")
 
 
+def _values(x: object) -> tuple:
+    """The fields of a Mask or Variant, as numbers and strings.
+
+    Of one that is made where dynamo traces, dynamo hands on another of the same class, without its values (torch 2.13).
+    What it reads of the fields is right.
+    """
+    if isinstance(x, Mask):
+        return x.causal, x.window, x.alignment
+    if not isinstance(x, Variant):
+        return ()
+    numbers = [(tiles.features, tiles.full, tiles.causal, tiles.local) for tiles in x.tiles]
+    formats = [None if fmt is None else fmt.name for fmt in (x.fmt, x.out, x.gradient_fmt)]
+    return *numbers, *formats, *[getattr(x, name, None) for name in _PLAIN]
+
+
 @torch._dynamo.assume_constant_result
-def _function(variant, mask: Mask, scale, seed: int, exponential, amax_group, roles: tuple[str, ...]) -> type[torch.autograd.Function]:
+def _function(
+    variant: str | Variant, values: tuple, of_mask: tuple, scale, seed: int, exponential, amax_group, roles: tuple[str, ...]
+) -> type[torch.autograd.Function]:
     """The differentiable function of some constants, which a compiler does not trace."""
+    if _values(variant) != values:
+        raise ValueError(f"a Variant is made outside of what is compiled; got {values}, made inside. Make it once, before.")
+    if not of_mask:
+        raise ValueError("mask is a Mask of fp8ref.attention.")
+    causal, window, alignment = of_mask
+    mask = Mask(causal=causal, window=window, alignment=alignment)
     spec = Spec(variant=data.by_name(variant), mask=mask, scale=scale, seed=seed, exponential=exponential, amax_group=amax_group)
     return _bind(spec, roles)
 
@@ -113,7 +139,8 @@ def _bind(spec: Spec, roles: tuple[str, ...]) -> type[torch.autograd.Function]:
 def _forward(ctx, spec: Spec, q: Tensor, k: Tensor, v: Tensor, documents: tuple[Tensor | None, Tensor | None], scales: dict) -> Tensor:
     variant = spec.variant
     shape = attention_inputs.check(q, k, v, spec)
-    given = attention_inputs.check_scales(scales, variant, (*data.ROLES, *data.GRADIENT_ROLES), shape)
+    roles = data.ROLES if variant.backward is None else (*data.ROLES, *data.GRADIENT_ROLES)
+    given = attention_inputs.check_scales(scales, variant, roles, shape)
     pair = documents if documents[0] is not None and documents[1] is not None else None
     at = attention_forward.padded_documents(*attention_inputs.check_documents(pair, shape))  # type: ignore[arg-type]
     ctx.shape, ctx.dtypes = shape, (q.dtype, k.dtype, v.dtype)
@@ -282,8 +309,8 @@ def _real(q: Tensor, k: Tensor, v: Tensor, spec: Spec, shape: Shape, documents: 
 
 
 def _real_gradients(do: Tensor, q: Tensor, k: Tensor, v: Tensor, spec: Spec, shape: Shape, documents: Documents) -> Gradients:
-    *found, largest = attention_real.backward(do, q, k, v, spec, shape, documents)
-    amaxes = operands.share([largest, *(x.abs().amax().float() for x in (do, *found))], spec)
+    dq, dk, dv, largest = attention_real.backward(do, q, k, v, spec, shape, documents)
+    amaxes = operands.share([largest, *(x.abs().amax().float() for x in (do, dq, dk, dv))], spec)
     one = torch.ones((), device=q.device)
     by_role = dict(zip(("ds", "do", "dq", "dk", "dv"), amaxes, strict=True))
-    return Gradients(*found, {}, by_role, torch.zeros((), dtype=torch.int64, device=q.device), Scales(one, one))
+    return Gradients(dq, dk, dv, {}, by_role, torch.zeros((), dtype=torch.int64, device=q.device), Scales(one, one))

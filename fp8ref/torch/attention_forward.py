@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fp8ref.attention import Variant
 from fp8ref.torch import attention_operands as operands
-from fp8ref.torch import cast, head_scaling, online_softmax
+from fp8ref.torch import cast, hardware, head_scaling, online_softmax
 from fp8ref.torch.attention_inputs import Shape, Spec
 from fp8ref.torch.elementary import divide, log, multiply_add, times
 from fp8ref.torch.head_scaling import DTYPES, Heads
@@ -80,8 +80,13 @@ def run(
 
     report    find amaxes and count clipped probabilities; without it they are zeros.
     Order:    A-6 to A-11, with a promotion after each tile: a GEMM begins at +0.
+    Raises:   ValueError: MX blocks under simulated hardware.
     """
     variant, device = spec.variant, tensors["q"].codes.device
+    if variant.granularity == "mx_1x32" and hardware.active():
+        raise ValueError(
+            "attention multiplies MX blocks dequantized, not by simulated hardware. Use another variant, or leave the context."
+        )
     q, k, v = _layouts(tensors, spec, shape)
     scale_p, scale_inv_p = operands.probability_scale(variant, given, device)
     if variant.granularity == "mx_1x32":

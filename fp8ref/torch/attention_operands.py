@@ -156,7 +156,7 @@ def score_factors(tensors: dict[str, Heads], tile: Tile, spec: Spec, shape: Shap
     if variant.granularity == "mx_1x32":
         return [scale]
     of_q, of_k = query_scale(tensors["q"].scale_inv, tile, variant, shape), key_scale(tensors["k"].scale_inv, tile, variant)
-    values = {"scale": scale, "q": of_q, "k": of_k, "qk": times(of_q, of_k)}
+    values: dict[str, Tensor | float] = {"scale": scale, "q": of_q, "k": of_k, "qk": times(of_q, of_k)}
     return [values[name] for name in variant.factors]
 
 

@@ -49,12 +49,12 @@ def backward(
     for tile in operands.tiles(spec, shape):
         lse = real.lse[:, :, tile.rows]
         p = (_scores(q, k, tile, spec, shape, documents) - torch.where(lse == -torch.inf, 0.0, lse)[..., None]).exp()
-        of_rows, keys = do[:, :, tile.rows], k[:, :, tile.keys]
+        of_rows = do[:, :, tile.rows]
         dp = operands.products(of_rows.flatten(2, 3), v[:, :, tile.keys], spec.variant).view(p.shape)
         ds = p * (dp - d[:, :, tile.rows, :, None]) * spec.softmax_scale(shape.features)
         largest = torch.maximum(largest, ds.abs().amax())
         flat = ds.flatten(2, 3)
-        dq[:, :, tile.rows] += torch.matmul(flat, keys).view(of_rows.shape)
+        dq[:, :, tile.rows] += torch.matmul(flat, k[:, :, tile.keys]).view(of_rows.shape)
         dk[:, :, tile.keys] += torch.matmul(flat.transpose(2, 3), q[:, :, tile.rows].flatten(2, 3))
         dv[:, :, tile.keys] += torch.matmul(p.flatten(2, 3).transpose(2, 3), of_rows.flatten(2, 3))
     keys = (slice(None), slice(None), slice(shape.keys), slice(shape.features))

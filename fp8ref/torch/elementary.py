@@ -7,6 +7,8 @@ than 2 x 24 + 2 bits, so that rounding its result to float32 is the one rounding
 A sum of a product and a third number has no such bound. ``multiply_add`` rounds twice where its float64
 falls on a midpoint of float32 numbers: of 2^29 random ones, about one does. "rounded" exponentials have the
 same fault: their float64 is off by less than 2^-52, and a midpoint is that near in one of 2^28.
+
+Python numbers that are passed are float32 numbers.
 """
 
 from typing import Literal
