@@ -44,6 +44,7 @@ def test_there_are_notebooks():
         "04_training",
         "05_conformance",
         "06_states",
+        "07_attention",
     ]
 
 

@@ -122,7 +122,7 @@ def check_forward(
 ) -> None:
     """Check logits and loss against the simulated model and each other (B-2, B-3)."""
     logits, loss, logits_bound, loss_bound = bounds.forward(
-        tokens, weights, config.model, recipes, advance=advance, multiply=hardware.of(config)
+        tokens, weights, config.model, recipes, advance=advance, multiply=hardware.of(config), attention=config.numerics.attention
     )
     found = {"sim": (logits, loss)} | {who: (t.logits(tokens[:, :-1]), t.evaluate(tokens)) for who, t in trainers.items()}
     names = list(found)

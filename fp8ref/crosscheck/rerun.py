@@ -102,7 +102,16 @@ def simulated(
         if first is None:
             finite.add((site.module, site.role))
 
-    logits = model.forward(tokens[:, :-1], weights, config.model, recipes, states=states, watch=record, multiply=hardware.of(config))
+    logits = model.forward(
+        tokens[:, :-1],
+        weights,
+        config.model,
+        recipes,
+        states=states,
+        watch=record,
+        multiply=hardware.of(config),
+        attention=config.numerics.attention,
+    )
     if first is None:
         losses = model.losses(logits, tokens[:, 1:])
         target = np.take_along_axis(logits, tokens[:, 1:, None], -1)[..., 0]

@@ -119,6 +119,7 @@ def of(config: Config, backend: str, ceilings: Ceilings) -> Forecast:
     Raises:   ConfigError: the backend would refuse the config on any devices; a schedule of recipes.
     """
     config.require_one_recipe("an estimate")
+    config.require_own_attention("an estimate")
     device_shapes.check(config, backend)
     device_shapes.check_on_gpu(config, backend)
     groups: dict[tuple, tuple[int, Ledger]] = {}

@@ -15,9 +15,11 @@ import numpy as np
 
 from fp8ref import llama
 from fp8ref import policy as policies
+from fp8ref.attention import Mask, Variant
 from fp8ref.formats import BFLOAT16, FLOAT32, Format
 from fp8ref.hardware import Factor, Multiply
 from fp8ref.recipe import CastSpec, Recipe
+from fp8ref.sim import attention as variants
 from fp8ref.sim import cast, delayed, scales, scaling
 from fp8ref.sim.scales import Scales
 
@@ -97,6 +99,7 @@ def forward(
     states: Mapping[str, delayed.DelayedState] | None = None,
     watch: Watch = lambda site: None,
     multiply: Multiply | None = None,
+    attention: str | Variant | None = None,
 ) -> np.ndarray:
     """Logits of a batch, by the trainer's Llama.
 
@@ -105,6 +108,8 @@ def forward(
     multiply hardware that sums and scales FP8 GEMMs (G-19); None: exact sums. Either way the result
     is rounded at M-3's site.
     watch    called with every value of the pass, in its order.
+    attention
+             the variant of ``fp8ref.attention`` that attends; None: M-3's attention.
 
     Shapes:   tokens [B, T] integers below vocab_size; weights as ``llama.parameter_shapes``;
               recipes: linear's name -> its recipe; logits float64 [B, T, vocab_size], values of
@@ -152,7 +157,7 @@ def forward(
         parts = {"input": x, "mean of squares": mean_square, "weight": weight}
         return report(name, "output", rounding(x / np.sqrt(mean_square + config.rms_norm_eps) * weight), parts=parts)
 
-    def attention(name: str, x: np.ndarray) -> np.ndarray:
+    def attended(name: str, x: np.ndarray) -> np.ndarray:
         q, k, v = (_heads(linear(f"{name}.{p}_proj", x), config.head_dim) for p in "qkv")
 
         def rotated(what: str, t: np.ndarray) -> np.ndarray:
@@ -160,7 +165,8 @@ def forward(
             return report(name, f"rotated {what}", rounding(t * cos + half * sin), parts={what: t, f"rotate_half({what})": half})
 
         q, k = rotated("query", q), rotated("key", k)
-        return linear(f"{name}.o_proj", _attention(q, k, v, rounding, functools.partial(report, name)))
+        o = _attention(q, k, v, rounding, functools.partial(report, name), attention)
+        return linear(f"{name}.o_proj", o.swapaxes(1, 2).reshape(x.shape))
 
     def mlp(name: str, x: np.ndarray) -> np.ndarray:
         gate, up = linear(f"{name}.gate_proj", x), linear(f"{name}.up_proj", x)
@@ -176,7 +182,7 @@ def forward(
     h = report(llama.EMBEDDING.removesuffix(".weight"), "output", rounding(rows), parts=of_token)  # [B, T, hidden]
     for i in range(config.num_hidden_layers):
         layer = f"model.layers.{i}"
-        h = residual(layer, "self_attn", h, attention(f"{layer}.self_attn", norm(f"{layer}.input_layernorm", h)))
+        h = residual(layer, "self_attn", h, attended(f"{layer}.self_attn", norm(f"{layer}.input_layernorm", h)))
         h = residual(layer, "mlp", h, mlp(f"{layer}.mlp", norm(f"{layer}.post_attention_layernorm", h)))
     return linear("lm_head", norm("model.norm", h), llama.EMBEDDING if config.tie_word_embeddings else None)
 
@@ -220,9 +226,16 @@ def _rotate_half(x: np.ndarray) -> np.ndarray:
     return np.concatenate([-second, first], axis=-1)
 
 
-def _attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, rounding: Rounding, report: Callable) -> np.ndarray:
-    """Causal attention, key and value heads shared by groups of query heads. [B, H, T, D] -> [B, T,
-    H * D]"""
+def _attention(
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, rounding: Rounding, report: Callable, variant: str | Variant | None
+) -> np.ndarray:
+    """Causal attention, key and value heads shared by groups of query heads: [B, H, T, D], as q."""
+    if variant is not None:
+        # A variant takes finite numbers alone; of others, which were reported, nothing is known.
+        finite = all(np.isfinite(x).all() for x in (q, k, v))
+        given = (x.astype(np.float32) for x in (q, k, v))
+        o = variants.forward(*given, variant=variant, mask=Mask(causal=True)).o if finite else np.full(q.shape, np.nan)
+        return report("attention output", rounding(o.astype(np.float64)))
     groups = q.shape[1] // k.shape[1]
     k, v = (np.repeat(t, groups, axis=1) for t in (k, v))
     scores = in_range(q @ k.swapaxes(-1, -2)) / np.sqrt(q.shape[-1])  # [B, H, T, T]
@@ -233,6 +246,4 @@ def _attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, rounding: Rounding, 
     p = np.exp(scores - top)
     p = rounding(p / p.sum(-1, keepdims=True))
     report("attention probabilities", p)
-    out = rounding(p @ v)
-    report("attention output", out)
-    return out.swapaxes(1, 2).reshape(out.shape[0], out.shape[2], -1)
+    return report("attention output", rounding(p @ v))

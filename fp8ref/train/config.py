@@ -59,6 +59,13 @@ class Config:
             self.parallel.accumulate_dtype == "float32" or self.data.microbatches > 1,
             "parallel.accumulate_dtype is of the gradients of data.microbatches, of which there is 1. Leave it out, or use more.",
         )
+        if faults := self.numerics.unattended(self.model.head_dim):
+            require(False, faults[0])
+        require(
+            self.numerics.attention is None or self.parallel.attention == "xla",
+            f"parallel.attention chooses among JAX's own attentions; numerics.attention {self.numerics.attention!r} is none of them; got "
+            f"{self.parallel.attention!r}. Leave one of them out.",
+        )
         size = self.model.vocab_size
         require(256 <= size <= 2**31, f"model.vocab_size must be between 256, for byte tokens (D-1), and 2^31, for int32; got {size}.")
         schedules.starts(self.phases, self.optimizer, self.run.steps)
@@ -117,6 +124,14 @@ class Config:
             raise ConfigError(
                 f"{who} takes one recipe; got numerics.schedule with {', '.join(self.recipes)}. Leave it out, on the command line by "
                 "--numerics.schedule None, and name one by --recipe."
+            )
+
+    def require_own_attention(self, who: str) -> None:
+        """ConfigError for attention by a variant, which ``who`` does not take."""
+        if self.numerics.attention is not None:
+            raise ConfigError(
+                f"{who} takes the framework's own attention; got numerics.attention {self.numerics.attention!r}. Leave it out, on the "
+                "command line by --numerics.attention None."
             )
 
     @property

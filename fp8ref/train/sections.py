@@ -10,8 +10,8 @@ from typing import Annotated, Literal
 import numpy as np
 import tyro
 
+from fp8ref import attention, states
 from fp8ref import recipe as recipes
-from fp8ref import states
 from fp8ref.train import schedule as schedules
 
 
@@ -93,6 +93,9 @@ class NumericsConfig:
     accumulate: str | None = None
     """Simulated hardware for FP8 GEMMs, on a CPU: hopper (hopper_fast or hopper_slow, as the recipe says), exact, f32, hopper_fast, hopper_slow,
     ada, blackwell, or a .json file of ``fp8ref probe``. native, the default: the framework's own GEMMs."""
+    attention: str | None = None
+    """Attention, a tile of keys after another, by one of the variants that have gradients: cudnn or mxfp8 in FP8; bf16, or exact (SEMANTICS A-1).
+    Default: the framework's own, in bfloat16."""
 
     def __post_init__(self) -> None:
         require(self.recipe in recipes.RECIPES, f"numerics.recipe is one of {', '.join(recipes.RECIPES)}; got {self.recipe!r}.")
@@ -104,6 +107,28 @@ class NumericsConfig:
                 "out the schedule.",
             )
         require(self.accumulate != "", "numerics.accumulate names simulated hardware; got ''. Leave it out for the framework's own GEMMs.")
+        if self.attention is not None:
+            trained = [name for name, variant in attention.VARIANTS.items() if variant.backward is not None]
+            require(
+                self.attention in trained,
+                f"numerics.attention is one of {', '.join(trained)}, which have gradients; got {self.attention!r}. Leave it out for the "
+                "framework's own attention.",
+            )
+            require(
+                not self.simulates,
+                f"numerics.accumulate simulates the GEMMs of linears alone; got {self.accumulate!r} with numerics.attention "
+                f"{self.attention!r}. Leave one of them out.",
+            )
+
+    def unattended(self, head_dim: int) -> list[str]:
+        """The error messages for heads of this size under ``attention``; empty if they fit."""
+        if self.attention is None:
+            return []
+        variant = attention.by_name(self.attention)
+        largest, multiple = variant.tiles[-1].features, 32 if variant.granularity == "mx_1x32" else 1
+        fits = head_dim % multiple == 0 and (variant.real or head_dim <= largest)
+        what = f"a multiple of {multiple} up to {largest}" if multiple > 1 else f"at most {largest} features"
+        return [] if fits else [f"numerics.attention {self.attention!r} takes heads of {what}; got {head_dim}. Leave it out."]
 
     @property
     def simulates(self) -> bool:

@@ -17,8 +17,9 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from fp8ref import llama
+from fp8ref.attention import Mask
 from fp8ref.hardware import Multiply
-from fp8ref.jax import delayed, linear
+from fp8ref.jax import attention, delayed, linear
 from fp8ref.jax.scaling import Quantized
 from fp8ref.llama import STACK, LlamaConfig
 from fp8ref.recipe import Recipe
@@ -49,6 +50,7 @@ class Pass:
                own.
     attention  "xla" or "cudnn": the implementation of jax.nn.dot_product_attention; "chunked": XLA's, of
                QUERIES queries at a time.
+    variant    of ``fp8ref.attention``, in place of ``attention``; None: none.
     checkpointing
                what the backward pass finds of a layer: everything ("none"), what is ``KEPT``
                ("selective"), or its input ("full").
@@ -61,13 +63,18 @@ class Pass:
     layout: Layout | None = None
     taps: dict[str, jax.Array] = field(default_factory=dict)
     attention: Literal["xla", "chunked", "cudnn"] = "xla"
+    variant: str | None = None
     checkpointing: Literal["none", "selective", "full"] = "none"
     multiply: Multiply | None = None
     copies: Mapping[str, Quantized] = field(default_factory=dict)
 
     def attended(self, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         """Causal attention: q [B, T, H, D]; k and v may have fewer heads."""
-        if self.attention == "chunked":
+        if self.variant is not None:
+            over = self.layout.cutting_heads if self.layout else ()
+            heads = (x.swapaxes(1, 2) for x in (q, k, v))
+            y = attention.apply(*heads, variant=self.variant, mask=Mask(causal=True), over=over).swapaxes(1, 2)
+        elif self.attention == "chunked":
             y = _attended_in_chunks(q, k, v)
         else:
             y = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=self.attention)

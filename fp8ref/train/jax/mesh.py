@@ -104,6 +104,12 @@ class Layout:
         """The mesh axes that cut the tokens, after the embedding."""
         return (*self._batch, *self._tensor) if self.config.sequence else self._batch
 
+    @property
+    def cutting_heads(self) -> tuple[str, ...]:
+        """The axes of shard_map that cut the batch and heads of attention; () under plain jit, which
+        takes amaxes over all devices by itself."""
+        return (*self._batch, *self._tensor) if self.mapped else ()
+
     def placement(self, linear: str) -> Placement | None:
         """Placement of a linear's operands, by its name; None on one device."""
         if self.config.devices == 1:

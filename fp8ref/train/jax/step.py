@@ -262,6 +262,7 @@ class Step:
             self.layout,
             taps or {},
             attention=keys.attention,
+            variant=self.config.numerics.attention,
             checkpointing=keys.checkpointing,
             multiply=self._multiply,
             copies=copies,

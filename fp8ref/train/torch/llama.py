@@ -6,8 +6,12 @@ from torch import nn
 from torch.nn import functional
 
 from fp8ref import llama
+from fp8ref.attention import Mask
 from fp8ref.llama import LlamaConfig
+from fp8ref.torch import attention
 from fp8ref.torch.tensor_parallel import TensorPlan
+
+CAUSAL = Mask(causal=True)
 
 
 class RMSNorm(nn.Module):
@@ -57,7 +61,14 @@ class _Widened(torch.autograd.Function):
 
 
 class Attention(nn.Module):
-    """Causal rotary attention of [B, T, hidden], with grouped key and value heads (SEMANTICS M-1)."""
+    """Causal rotary attention of [B, T, hidden], with grouped key and value heads (SEMANTICS M-1).
+
+    variant     of ``fp8ref.attention``; None: torch's own attention.
+    amax_group  name of the process group whose ranks share the batch and heads.
+    """
+
+    variant: str | None = None
+    amax_group: str | None = None
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -73,7 +84,11 @@ class Attention(nn.Module):
         batch, length, _ = x.shape
         heads = [p(x).view(batch, length, -1, self.head_dim).transpose(1, 2) for p in (self.q_proj, self.k_proj, self.v_proj)]
         q, k, v = heads  # [B, H, T, D]
-        y = functional.scaled_dot_product_attention(_rotate(q, cos, sin), _rotate(k, cos, sin), v, is_causal=True, enable_gqa=True)
+        q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
+        if self.variant is None:
+            y = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        else:
+            y = attention.apply(q, k, v, variant=self.variant, mask=CAUSAL, amax_group=self.amax_group)
         return self.o_proj(y.transpose(1, 2).reshape(batch, length, -1))
 
 

@@ -56,7 +56,7 @@ class Step:
     ) -> None:
         self.config, self.mesh, self.device, self.multiply = config, mesh, device, multiply
         with torch.device("meta"):  # a rank makes its own shards
-            model = Llama(config.model)
+            model = self._llama()
         keys, self._keeps_masters = config.parallel, config.optimizer.keeps_masters
         if self._keeps_masters:
             model.to(torch.bfloat16)
@@ -95,6 +95,15 @@ class Step:
         self.copies = self._kept_in_fp8()
         self._uncast = False
         self._copied: tuple[tuple[int, ...], torch.Tensor] = ((), torch.empty(0))
+
+    def _llama(self) -> Llama:
+        """The model, with the config's attention; ranks of a mesh share the amaxes of its tensors (A-2)."""
+        model = Llama(self.config.model)
+        for layer in model.model.layers:
+            layer.self_attn.variant = self.config.numerics.attention
+            if self.mesh is not None:
+                layer.self_attn.amax_group = distributed.group.WORLD.group_name
+        return model
 
     def backward(self, tokens: np.ndarray) -> torch.Tensor:
         """This rank's losses of the microbatches, [microbatches], detached.
@@ -216,7 +225,7 @@ class Step:
     def _twin(self, recipe: str) -> Llama:
         """The model in another recipe, on the meta device, whose linears the switch takes (T-9)."""
         with torch.device("meta"):
-            twin = Llama(self.config.model)
+            twin = self._llama()
         keys, group = self.config.numerics, amax_group(self.mesh, self.config.parallel.amax_scope)
         return convert(twin, recipe, filter_fqns=self.config.filter_fqns, fp8_fqns=keys.fp8_fqns, amax_group=group)  # type: ignore[return-value]
 

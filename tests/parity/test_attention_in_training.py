@@ -1,0 +1,118 @@
+"""Attention by a variant in the trainers, numerics.attention (A-1): on one device, on meshes, and in what replays a step."""
+
+import numpy as np
+import pytest
+
+from fp8ref import llama
+from fp8ref.crosscheck import one_device
+from fp8ref.errors import ConfigError
+from fp8ref.estimate import report as estimate
+from fp8ref.sim import llama as simulated
+from fp8ref.train import failed_step, loop
+from fp8ref.train.data import loader
+from fp8ref.train.processes import Alone
+
+WIDE = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+"""Heads of 32 features, of which mxfp8 takes multiples."""
+
+
+@pytest.fixture
+def config(small):
+    return small.replace(model=WIDE, numerics={"recipe": "bf16", "attention": "cudnn"})
+
+
+@pytest.mark.parametrize("backend", loop.BACKENDS)
+@pytest.mark.parametrize("variant", ["cudnn", "mxfp8", "bf16"])
+def test_logits_are_mostly_the_simulators_and_no_other_variants(backend, variant, config):
+    config = config.replace(numerics={"attention": variant})
+    weights = {name: 4 * w for name, w in llama.initial_weights(config.model, seed=0).items()}  # so that probabilities differ
+    tokens = loader.open_batches(config).step(0)[:, :-1]
+    found = loop.trainer(backend, config, weights).logits(tokens)
+
+    def equal(attention) -> float:
+        return float((simulated.forward(tokens, weights, config.model, {}, attention=attention) == found).mean())
+
+    # A backend's sums are in float32 and its exponentials an ulp off: a rounding in a hundred may be another.
+    others = [equal(other) for other in (None, "cudnn", "mxfp8") if other != variant]
+    assert equal(variant) > 0.9
+    assert max(others[1:] if variant == "bf16" else others) < 0.8
+
+
+@pytest.mark.parametrize("backend", loop.BACKENDS)
+def test_it_trains(backend, config):
+    trainer = loop.trainer(backend, config)
+    tokens = loader.open_batches(config).step(0)
+    losses = [trainer.step(tokens)["loss"] for _ in range(6)]
+    assert losses[-1] < losses[0] - 0.05
+
+
+@pytest.mark.slow
+def test_a_cross_check_holds(config):  # B-2, B-3
+    report = one_device.crosscheck(config.replace(numerics={"recipe": "tensorwise"}), steps=2)
+    assert [name for name, check in report.checks.items() if not check.ok] == []
+    assert any("/gradient/" in name for name in report.checks)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "parallel",
+    [{"data": 2, "fsdp": 2, "tensor": 2}, {"fsdp": 2, "tensor": 2, "through": "jit"}, {"scan": True, "checkpointing": "selective"}],
+)
+def test_a_mesh_takes_the_scales_of_whole_tensors_in_jax(parallel, config):  # A-2
+    tokens = loader.open_batches(config).step(0)
+    one, mesh = (loop.trainer("jax", config.replace(parallel=keys)) for keys in ({}, parallel))
+    # Linears in bfloat16 sum partial products; a relative error of 2^-8 a rounding, averaged over 64 tokens.
+    assert mesh.evaluate(tokens) == pytest.approx(one.evaluate(tokens), rel=2**-10)
+
+
+@pytest.mark.parametrize("backend", loop.BACKENDS)
+def test_a_failed_step_is_replayed_with_it(backend, config, tmp_path, monkeypatch):
+    from fp8ref.crosscheck import rerun
+
+    weights = llama.initial_weights(config.model, seed=0)
+    weights["model.norm.weight"] = np.full_like(weights["model.norm.weight"], 3e38)
+    trainer = loop.trainer(backend, config, weights)
+    tokens = loader.open_batches(config).step(0)
+    metrics = {"step": 0, **trainer.step(tokens)}
+    path = tmp_path / "step"
+    written = failed_step.write(path, trainer, config, tokens, metrics, Alone())
+    asked = []
+    of_sim = rerun.model.forward
+    monkeypatch.setattr(rerun.model, "forward", lambda *a, **k: asked.append(k["attention"]) or of_sim(*a, **k))
+    found = rerun.rerun(path / written)
+    assert asked == ["cudnn"]
+    assert found.reproduced
+
+
+REFUSED = [
+    ({"attention": "fa3"}, r"numerics.attention is one of exact, bf16, cudnn, mxfp8, which have gradients; got 'fa3'"),
+    ({"attention": "flash"}, r"numerics.attention is one of .*; got 'flash'"),
+    ({"attention": "cudnn", "accumulate": "hopper"}, r"simulates the GEMMs of linears alone; got 'hopper' with numerics.attention 'cudnn'"),
+]
+
+
+@pytest.mark.parametrize(("numerics", "said"), REFUSED)
+def test_what_cannot_be_trained_is_refused(numerics, said, config):
+    with pytest.raises(ValueError, match=said):
+        config.replace(numerics=numerics)
+
+
+def test_heads_that_a_variant_does_not_take_are_refused(small):
+    with pytest.raises(ValueError, match=r"'mxfp8' takes heads of a multiple of 32 up to 256; got 16"):
+        small.replace(numerics={"attention": "mxfp8"})
+    with pytest.raises(ValueError, match=r"'cudnn' takes heads of at most 256 features; got 512"):
+        small.replace(model={"hidden_size": 1024}, numerics={"attention": "cudnn"})
+
+
+def test_two_choices_of_attention_are_refused(config):
+    with pytest.raises(ValueError, match=r"numerics.attention 'cudnn' is none of them; got 'chunked'"):
+        config.replace(parallel={"attention": "chunked"})
+
+
+def test_what_knows_only_the_frameworks_attention_says_so(config):
+    from fp8ref.crosscheck.divergence import live
+
+    with pytest.raises(ConfigError, match=r"an estimate takes the framework's own attention; got numerics.attention 'cudnn'"):
+        estimate.of(config, "jax", None)
+    with pytest.raises(ConfigError, match=r"--first-divergence, of this config, takes the framework's own attention"):
+        live.check_alone(config, "this config")
