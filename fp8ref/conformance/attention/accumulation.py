@@ -61,7 +61,11 @@ def _which(kept: np.ndarray) -> str:
     places = np.flatnonzero(kept)
     if not places.size:
         return "no large ones"
-    return "those of all tiles" if places.size == kept.size else f"large ones of tiles {', '.join(map(str, places[:5]))}{', ...' if places.size > 5 else ''}"
+    return (
+        "those of all tiles"
+        if places.size == kept.size
+        else f"large ones of tiles {', '.join(map(str, places[:5]))}{', ...' if places.size > 5 else ''}"
+    )
 
 
 def of_values(asked: Attention) -> Finding:

@@ -6,6 +6,7 @@ key that draws most of the weight.
 
 import dataclasses
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -67,23 +68,25 @@ class Agreement:
         return self.near >= NEAR * self.compared
 
 
-def cases(mask: Mask | None = None, *, masks: bool = True, alignment: str = "end", features: int = 64) -> list[Case]:
-    """The questions: under a mask all of them, else without one and, where ``masks``, causal too."""
+def cases(mask: Mask | None = None, *, alignment: str = "end", features: int = 64) -> list[Case]:
+    """The questions, all under the mask; without one the last is causal. Query heads share heads of keys in the first alone."""
     rng = np.random.default_rng(0)
 
-    def drawn(b: int, h: int, kv: int, tq: int, tk: int) -> list[np.ndarray]:
-        return [rng.standard_normal(shape).astype(np.float32) for shape in ((b, h, tq, features), *2 * ((b, kv, tk, features),))]
+    def drawn(b: int, h: int, kv: int, tq: int, tk: int) -> Iterator[np.ndarray]:
+        for shape in ((b, h, tq, features), (b, kv, tk, features), (b, kv, tk, features)):
+            yield rng.standard_normal(shape).astype(np.float32)
 
     given = FULL if mask is None else mask
-    ordinary = Question(*drawn(1, 4, 2, 70, 700), given)
-    q, k, v = drawn(2, 2, 1, 40, 333)
+    q, k, v = drawn(1, 4, 2, 70, 700)
+    ordinary = Question(q, k, v, given)
+    q, k, v = drawn(2, 2, 2, 40, 333)
     q *= 2.0 ** rng.integers(-2, 3, (*q.shape[:3], 1)).astype(np.float32)
     k[:, :, 0] *= 4  # a key that draws weight
     v = np.where(rng.random(v.shape) < 0.002, 30 * v, v).astype(np.float32)
     made = [Case("ordinary", ordinary), Case("wide scores, outliers in v", Question(q, k, v, given))]
     q, k, v = drawn(1, 2, 2, 300, 300)
     causal = Mask(causal=True, alignment="start" if alignment == "start" else "end") if mask is None else given
-    return [*made, Case("causal" if mask is None else "square", Question(2 * q, k, v, causal))] if masks or mask is not None else made
+    return [*made, Case("causal" if mask is None else "square", Question(2 * q, k, v, causal))]
 
 
 class Asked:
@@ -160,4 +163,7 @@ def _shown(value: np.float32) -> str:
 def _in_dtype(question: Question, dtype: str) -> Question:
     """The tensors as numbers that the dtype has."""
     fmt = {"bfloat16": BFLOAT16, "float16": FLOAT16}.get(dtype)
-    return question if fmt is None else question._replace(**{name: cast.round_to(getattr(question, name), fmt) for name in ("q", "k", "v")})
+    if fmt is None:
+        return question
+    q, k, v = (cast.round_to(x, fmt) for x in question[:3])
+    return question._replace(q=q, k=k, v=v)

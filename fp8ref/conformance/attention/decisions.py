@@ -44,7 +44,11 @@ class Probed(Result):
     @property
     def faults(self) -> list[Finding]:
         """Masks and heads that are not those of A-3, and probabilities out of range (A-8)."""
-        wrong = [finding for finding in self.findings if finding.what in STRUCTURE and finding.value is None and finding.words != "not taken"]
+        wrong = [
+            finding
+            for finding in self.findings
+            if finding.what in STRUCTURE and finding.value is None and finding.words != visibility.REFUSED
+        ]
         return wrong + [finding for finding in self.findings if finding.what == "range of P" and finding.value is False]
 
     @property
@@ -82,19 +86,28 @@ class Probed(Result):
     def message(self) -> str:
         """In one line, whether a fault was found."""
         said = "; ".join(f"{fault.what}: {fault.text}" for fault in self.faults)
-        return f"{self.asked.name} has faults: {said}" if said else f"{self.asked.name}: no fault of masks, heads or the range of P was found"
+        return (
+            f"{self.asked.name} has faults: {said}" if said else f"{self.asked.name}: no fault of masks, heads or the range of P was found"
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """What --json writes."""
-        found = [finding.to_dict() | {"text": finding.text, "witness": finding.witness and finding.witness.to_dict()} for finding in self.findings]
+        found = [
+            finding.to_dict() | {"text": finding.text, "witness": finding.witness and finding.witness.to_dict()}
+            for finding in self.findings
+        ]
         return {"ok": self.ok, "name": self.asked.name, "kind": "attention", "framework": self.asked.subject.framework, "findings": found}
 
-    def render(self, console: "Console") -> None:
-        """Print the findings, then the message."""
+    def render_findings(self, console: "Console") -> None:
+        """Print the findings."""
         from rich.text import Text
 
         title = Text(f"{self.asked.name}: attention of {self.asked.subject.framework} arrays, {FEATURES} features")
         console.print(table(self.findings, title=title, title_justify="left"))
+
+    def render(self, console: "Console") -> None:
+        """Print the findings, then the message."""
+        self.render_findings(console)
         console.out(self.message, highlight=False)
 
 

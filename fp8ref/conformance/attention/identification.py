@@ -2,7 +2,8 @@
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -32,70 +33,70 @@ class AttentionOutcome(Result):
     """What an attention function was identified as.
 
     variant    the name in VARIANTS, or of a variation, such as "fa3 with promotion=4"; None if none explains it.
-    agreement  with that variant, or with the expected one, or with the nearest.
-    departures the decisions in which it is not the expected or the nearest variant.
+    agreement  with that variant, or with the nearest.
+    reference  agreement with the expected variant, or with the nearest named one.
+    departures the decisions in which it is not that one.
     expected   the variant that it should be, if any.
     """
 
     probed: Probed
     variant: str | None
     agreement: Agreement
+    reference: Agreement
     departures: tuple[str, ...]
     expected: str | None = None
 
     @property
     def exact(self) -> bool:
         """Whether every bit is the variant's."""
-        return self.agreement.exact
+        return self.variant is not None and self.agreement.exact
 
     @property
     def ok(self) -> bool:
-        """The expected variant, or a named one without faults, at least but for exponentials."""
+        """The expected variant, or a named one within its range; at least but for exponentials."""
         if self.expected is not None:
-            return self.variant == self.expected and not self.departures
+            return self.variant == self.expected
         return self.variant in VARIANTS and self.probed.ok
 
     @property
     def message(self) -> str:
-        """The summary, the decisions that differ, and the first output that does."""
-        of = self.agreement
-        name = self.probed.asked.name
-        count = f"{of.equal:,} of {of.compared:,} outputs on random inputs are equal"
-        if self.variant is not None and not self.departures:
-            how = "bit for bit" if self.exact else "but for exponentials"
-            said = f"{name} is {self.variant!r}, {how}: {count}"
-            wrong = "" if self.probed.ok else f". {'; '.join(f'{fault.what}: {fault.text}' for fault in self.probed.faults)}"
-            unlike = f"{name} is not {self.expected!r}, but {self.variant!r}, {how}: {count}"
-            said = said if self.expected in (None, self.variant) else unlike
-            return said + wrong + ("" if of.first is None else f"\n  {of.first}")
-        near = f"{self.expected!r}" if self.expected else f"no variant; the nearest is {of.variant.name!r}"
-        lines = [f"{name} is {'not ' if self.expected else ''}{near}: {count}, the error is {of.error:.2g} of its outputs"]
-        lines += [f"  {one}" for one in self.departures] + ([f"  {of.first}"] if of.first else [])
-        return "\n".join(lines)
+        """What it is, the decisions that differ, and the first output that does."""
+        name, of = self.probed.asked.name, self.reference
+        how = "" if self.variant is None else f"{self.variant!r}, {'bit for bit' if self.exact else 'but for exponentials'}"
+        count = f"{self.agreement.equal:,} of {self.agreement.compared:,} outputs on random inputs are equal"
+        faults = [f"  at fault: {fault.what}: {fault.text}" for fault in self.probed.faults]
+        if self.variant == of.variant.name:
+            return "\n".join([f"{name} is {how}: {count}", *([f"  {of.first}"] if of.first else []), *faults])
+        other = f"{name} is {how}: {count}" if how else f"{name} is no variant"
+        if self.expected:
+            other = f"{name} is not {self.expected!r}{f', but {how}: {count}' if how else ''}"
+        nearest = "" if self.expected else "the nearest, "
+        far = (
+            f"{of.equal:,} of {of.compared:,} outputs are those of {nearest}{of.variant.name!r}, the error is {of.error:.2g} of the outputs"
+        )
+        return "\n".join([f"{other}; {far}", *(f"  {one}" for one in self.departures), *([f"  {of.first}"] if of.first else [])])
 
     def to_dict(self) -> dict[str, Any]:
         """What --json writes."""
-        of = self.agreement
+        of = self.reference
         return self.probed.to_dict() | {
             "ok": self.ok,
             "is": self.variant,
             "exact": self.exact,
+            "compared": self.agreement.compared,
+            "equal": self.agreement.equal,
+            "expected": self.expected,
             "nearest": of.variant.name,
-            "compared": of.compared,
-            "equal": of.equal,
-            "error": min(of.error, 1e30),
+            "nearest_equal": of.equal,
+            "error": min(of.error, sys.float_info.max),  # JSON has no infinity
             "departures": list(self.departures),
             "first": of.first and of.first.to_dict(),
             "faults": [fault.to_dict() for fault in self.probed.faults],
-            "expected": self.expected,
         }
 
     def render(self, console: "Console") -> None:
         """Print the findings, then the message."""
-        from rich.text import Text
-
-        title = Text(f"{self.probed.asked.name}: attention of {self.probed.asked.subject.framework} arrays")
-        console.print(decisions.table(self.probed.findings, title=title, title_justify="left"))
+        self.probed.render_findings(console)
         console.out(self.message, highlight=False)
 
 
@@ -121,19 +122,22 @@ def identify(
     asked = subjects.wrap(function, name=name, framework=framework, device=device, layout=layout, fmt=fmt)
     probed = decisions.of_subject(asked)
     answers = Asked(asked, comparison.cases(alignment=probed.alignment))
-    ranked = _ranked(answers, probed)
-    best = ranked[0]
-    if best.alike and not probed.departures(best.variant):
-        whole = answers.agreement(best.variant)
-        assert whole is not None
-        if whole.alike:
-            return _outcome(probed, whole, best.variant.name, expect, answers)
-    for variant in _variations(best.variant, probed, answers):
-        found = answers.agreement(variant)
-        if found is not None and found.alike:
-            return _outcome(probed, found, variant.name, expect, answers)
-    compared = answers.agreement(VARIANTS[expect] if expect else best.variant) or best
-    return _outcome(probed, compared, None, expect, answers)
+    best = _ranked(answers, probed)[0]
+    nearest = answers.agreement(best.variant) or best
+    found = nearest if nearest.alike and not probed.departures(best.variant) else None
+    if found is None or not found.exact:
+        found = _varied(best.variant, probed, answers) or found
+    reference = answers.agreement(VARIANTS[expect]) or nearest if expect else nearest
+    name = None if found is None else found.variant.name
+    departures = () if name == reference.variant.name else probed.departures(reference.variant)
+    return AttentionOutcome(
+        probed=probed,
+        variant=name,
+        agreement=found or nearest,
+        reference=reference,
+        departures=tuple(departures),
+        expected=expect,
+    )
 
 
 def require_attention(
@@ -174,16 +178,6 @@ def require_attention(
     raise AssertionError("\n".join(lines))
 
 
-def _outcome(probed: Probed, found: Agreement, name: str | None, expect: str | None, answers: Asked) -> AttentionOutcome:
-    """With departures from the expected variant, or from the nearest if none explains it."""
-    if expect is not None and name != expect:
-        found = answers.agreement(VARIANTS[expect]) or found if name is None else found
-        departures = probed.departures(VARIANTS[expect]) if name is None else ()
-    else:
-        departures = probed.departures(found.variant) if name is None else ()
-    return AttentionOutcome(probed=probed, variant=name, agreement=found, departures=tuple(departures), expected=expect)
-
-
 def _ranked(answers: Asked, probed: Probed) -> list[Agreement]:
     """The named variants, the likeliest first: by outputs that are near, then by decisions, then by error."""
     found = [one for variant in VARIANTS.values() if (one := answers.agreement(variant, cases=1)) is not None]
@@ -191,26 +185,26 @@ def _ranked(answers: Asked, probed: Probed) -> list[Agreement]:
     return sorted(found, key=lambda one: (not one.alike, departing[one.variant.name], one.error))
 
 
-def _variations(base: Variant, probed: Probed, answers: Asked) -> Iterator[Variant]:
-    """The variant with the decisions that were found in place of its own; then with other orders of last bits, as they fit the
-    first case best."""
+def _varied(base: Variant, probed: Probed, answers: Asked) -> Agreement | None:
+    """The agreement with a variation that explains the outputs, if one does: the decisions that were found in place of the variant's
+    own, and then also other orders of the last bits, if every bit follows."""
     try:
         measured = _measured(base, probed)
     except ValueError:  # decisions that no variant has together
-        return
-    changed = {field.name for field in dataclasses.fields(Variant) if getattr(measured, field.name) != getattr(base, field.name)}
-    yield _named(measured, base, changed)
-    best, of_best = measured, -1
+        return None
+    found = answers.agreement(_named(measured, base)) if measured != base else None
+    found = found if found is not None and found.alike else None
+    if base.real or (found is not None and found.exact):
+        return found
     for values in itertools.product(*UNSEEN.values()):
         try:
-            one = dataclasses.replace(measured, **dict(zip(UNSEEN, values, strict=True)))
+            one = _named(dataclasses.replace(measured, **dict(zip(UNSEEN, values, strict=True))), base)
         except ValueError:
             continue
-        found = answers.agreement(one, cases=1)
-        if found is not None and found.equal > of_best:
-            best, of_best = one, found.equal
-    changed = {field.name for field in dataclasses.fields(Variant) if getattr(best, field.name) != getattr(base, field.name)}
-    yield _named(best, base, changed)
+        first = answers.agreement(one, cases=1)
+        if first is not None and first.exact and (whole := answers.agreement(one)) is not None and whole.exact:
+            return whole
+    return found
 
 
 def _measured(base: Variant, probed: Probed) -> Variant:
@@ -229,11 +223,12 @@ def _measured(base: Variant, probed: Probed) -> Variant:
 
     if (value := departs("output")) is not None and value in FORMATS:
         changes["out"] = FORMATS[value]
-    if (value := departs("promotion")) is not None and value != "exact":
-        changes["promotion"] = None if value == "none" else value
-    if (value := departs("sums of P v")) is not None and value != "all":
+    if (value := departs("promotion")) is not None:
+        changes["promotion"] = {"none": None, "exact": 1}.get(value, value)
+    if (value := departs("sums of P v")) is not None:
+        wide = "exact" if (of := probed["promotion"]) is not None and of.value == "exact" else "f32"
         plans = [plan.name for plan in accumulate.ACCUMULATIONS.values() if plan.unit.fraction_bits == value]
-        changes |= {"plan": plans[0]} if plans else {}
+        changes |= {"plan": wide} if value == "all" else {"plan": plans[0]} if plans else {}
     if (value := departs("scales of v")) is not None:
         changes["granularity"] = value
     if probed.threshold is not None and not probed.threshold.agrees(wanted["threshold"]) and probed.threshold.finding.value is not None:
@@ -243,8 +238,10 @@ def _measured(base: Variant, probed: Probed) -> Variant:
     return dataclasses.replace(base, **changes)
 
 
-def _named(variant: Variant, base: Variant, changed: set[str]) -> Variant:
-    said = [f"{key}={_value(variant, key)}" for key in sorted(changed - {"name"})]
+def _named(variant: Variant, base: Variant) -> Variant:
+    """The variation, called by the fields that are not its base's."""
+    keys = [one.name for one in dataclasses.fields(Variant) if one.name != "name"]
+    said = [f"{key}={_value(variant, key)}" for key in keys if getattr(variant, key) != getattr(base, key)]
     return dataclasses.replace(variant, name=f"{base.name} with {', '.join(said)}") if said else variant
 
 

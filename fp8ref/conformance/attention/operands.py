@@ -131,7 +131,9 @@ def output(asked: Attention) -> list[Finding]:
         log = asked.ask(Question(zeros[:, :, :1], zeros, zeros)).lse
         assert log is not None
         found = float(log[0, 0, 0])
-        value = next((name for name, wanted in (("natural", math.log(5)), ("base 2", math.log(5) * LOG2E)) if abs(found - wanted) < 1e-4), None)
+        value = next(
+            (name for name, wanted in (("natural", math.log(5)), ("base 2", math.log(5) * LOG2E)) if abs(found - wanted) < 1e-4), None
+        )
         made.append(Finding(what="log-sum-exp", value=value, words="" if value else "neither natural nor base 2",
                             evidence=f"5 scores of 0 give {found:.6g}; ln 5 = {math.log(5):.6g}"))  # fmt: skip
     return made

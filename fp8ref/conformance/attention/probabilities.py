@@ -18,6 +18,9 @@ from fp8ref.formats import Format
 THRESHOLDS = (0.25, 17.0)
 """The lags of the maximum that are tried, in powers of two."""
 
+FAR_ABOVE = 28
+"""A lag in powers of two, which a maximum that follows all keys does not have."""
+
 CLIPPED = 0.9
 """Below this part of the real output, a probability was clipped: its rounding takes off 2^-4 at most in e4m3 and 2^-3 in e5m2."""
 
@@ -107,30 +110,35 @@ def largest(asked: Attention, fmt: Format) -> Between | None:
 
 
 def saturation(asked: Attention, tiling: Tiling, threshold: Between | None) -> Finding:
-    """What becomes of probabilities above max of the format, if there are any: under the largest lag that does not
-    rescale, the output of the key with the largest score, against real arithmetic."""
+    """What becomes of probabilities above max of the format, if there are any: the output of the key with the largest
+    score, against real arithmetic, under the largest lag that does not rescale; without tiles at the first and the last key."""
     alone = scores.question(np.zeros((1, 1)), np.zeros((1, 1)), np.full((1, 1, 1), scores.LARGE))
     got = float(asked.ask(alone).o[0, 0, 0, 0]) / scores.LARGE
     if not got >= CLIPPED:
         return _clipped(got, 1.0, "one key")
-    if tiling.length is None or threshold is None or threshold.low <= 0 or not math.isfinite(threshold.low):
+    if tiling.length is None:
+        keys, places, chosen = 1024, [0, 1023], scores.pair(FAR_ABOVE)
+    elif threshold is not None and 0 < threshold.low < math.inf:
+        keys, chosen = 2 * tiling.length, scores.powers(threshold.low * (1 - 1e-9), threshold.low * (1 + 1e-9))[0]
+        places = [tiling.place(keys)[1][0]]
+    else:
         return Finding(what="range of P", value="kept", evidence=f"one key gives {got:.4g} of its value; no maximum stays behind")
-    keys = 2 * tiling.length
-    a, b = scores.powers(threshold.low * (1 - 1e-9), threshold.low * (1 + 1e-9))[0]
-    (_, _), (second, _) = tiling.place(keys)
-    k, v = np.zeros((1, keys)), np.zeros((1, keys, 1))
-    k[0, second], v[0, second, 0] = b, scores.LARGE
-    got = float(asked.ask(scores.question(np.full((1, 1), a), k, v)).o[0, 0, 0, 0]) / scores.LARGE
-    real = 1 / (1 + (keys - 1) * 2.0 ** -scores.power_of((a, b)))
-    what = f"{keys} keys, a score in the second tile {threshold.low:.3g} powers of two above all others"
-    if got >= CLIPPED * real:
-        return Finding(what="range of P", value="kept", evidence=f"{what}: {got:.4g} of its value, in real arithmetic {real:.4g}")
-    return _clipped(got, real, what)
+    real = 1 / (1 + (keys - 1) * 2.0 ** -scores.power_of(chosen))
+    for place in places:
+        k, v = np.zeros((1, keys)), np.zeros((1, keys, 1))
+        k[0, place], v[0, place, 0] = chosen[1], scores.LARGE
+        got = float(asked.ask(scores.question(np.full((1, 1), chosen[0]), k, v)).o[0, 0, 0, 0]) / scores.LARGE
+        what = f"{keys} keys, the score of key {place} {scores.power_of(chosen):.3g} powers of two above all others"
+        if not got >= CLIPPED * real:
+            return _clipped(got, real, what)
+    return Finding(what="range of P", value="kept", evidence=f"{what}: {got:.4g} of its value, in real arithmetic {real:.4g}")
 
 
 def _clipped(got: float, real: float, what: str) -> Finding:
     if math.isnan(got) or math.isinf(got):
-        return Finding(what="range of P", value=False, words="left, without saturation", evidence=f"{what}: {got}, in real arithmetic {real:.4g} (A-8)")
+        return Finding(
+            what="range of P", value=False, words="left, without saturation", evidence=f"{what}: {got}, in real arithmetic {real:.4g} (A-8)"
+        )
     evidence = f"{what}: {got:.4g} of its value, in real arithmetic {real:.4g} (A-8)"
     return Finding(what="range of P", value=False, words="left, and clipped", evidence=evidence)
 

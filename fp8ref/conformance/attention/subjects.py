@@ -151,11 +151,10 @@ class Attention:
     def _operands(self, question: Question) -> tuple[list[Any], dict[str, Any]]:
         """(q, k, v as arrays of the framework, the scales of codes by name)."""
         tensors = [np.asarray(x, np.float32) for x in question[:3]]
-        names, descales = self._descales, {}
+        names = self._descales
         if names is None:
-            given = [self.subject.make_array(self._turned(x), self.dtype) for x in tensors]
-            return given, descales
-        given = []
+            return [self.subject.make_array(self._turned(x), self.dtype) for x in tensors], {}
+        given, descales = [], {}
         for name, x in zip(names, tensors, strict=True):
             heads = head_scaling.quantize(x, self.fmt, "head", "te_current", heads=question.k.shape[1])
             assert heads.codes is not None
@@ -239,7 +238,9 @@ def wrap(
     return found
 
 
-def _of_codes(name: str, function: Callable, framework: str | None, device: str, layout: str, names: tuple[str, ...], fmt: Format) -> Attention:
+def _of_codes(
+    name: str, function: Callable, framework: str | None, device: str, layout: str, names: tuple[str, ...], fmt: Format
+) -> Attention:
     """A function that takes codes and descales, in the first framework whose arrays it takes."""
     refused = []
     for one in (framework,) if framework else [f for f in subjects.FRAMEWORKS if f == "numpy" or f in sys.modules]:
@@ -263,7 +264,8 @@ def _check_repeats(found: Attention) -> None:
 def small_question() -> Question:
     """Few random tokens."""
     rng = np.random.default_rng(0)
-    return Question(*(rng.standard_normal((1, 1, 16, 64)).astype(np.float32) for _ in range(3)))
+    q, k, v = rng.standard_normal((3, 1, 1, 16, 64)).astype(np.float32)
+    return Question(q, k, v)
 
 
 def is_attention(function: Callable[..., Any]) -> bool:

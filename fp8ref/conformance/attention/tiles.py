@@ -44,14 +44,15 @@ def tiling(asked: Attention) -> Tiling:
     before = _before(asked, np.arange(BLOCKS) * BLOCK, np.arange(BLOCKS) * BLOCK + 2)
     if before.any():
         ranks = before.sum(axis=1)  # how many blocks come before each
-        if np.array_equal(before, ranks[None, :] < ranks[:, None]) and (same := np.sign(np.diff(ranks))).any():
-            if (same >= 0).all() or (same <= 0).all():
-                return _refined(asked, ranks)
+        steps = np.diff(ranks)
+        if np.array_equal(before, ranks[None, :] < ranks[:, None]) and ((steps >= 0).all() or (steps <= 0).all()):
+            return _refined(asked, ranks)
         said = "; ".join(f"before block {n}: {_runs(np.flatnonzero(before[n]))}" for n in (0, BLOCKS // 2, BLOCKS - 1))
         evidence = f"blocks of {BLOCK} keys that were cast before a larger score came, {said}"
         return Tiling(None, None, Finding(what="tiles", value=None, words="neither ascending nor descending", evidence=evidence))
-    evidence = f"a larger score in any of {BLOCKS * BLOCK:,} keys changes how all others are cast"
-    return Tiling(None, None, Finding(what="tiles", value=None, words="one for all keys, or probabilities are not rounded", evidence=evidence))
+    evidence = f"a larger score in any of {BLOCKS * BLOCK:,} keys changes how all others are cast, or none"
+    words = "not seen: one for all keys, or probabilities are not rounded, or the maximum stays"
+    return Tiling(None, None, Finding(what="tiles", value=None, words=words, evidence=evidence))
 
 
 def _refined(asked: Attention, ranks: np.ndarray) -> Tiling:

@@ -29,6 +29,10 @@ CASES: tuple[tuple[Mask, int, int], ...] = (
 """(mask, queries, keys): square, more keys, and more queries than keys, of which some see none."""
 
 
+REFUSED = "not taken"
+"""Of a finding whose inputs the function refuses."""
+
+
 def findings(asked: Attention) -> list[Finding]:
     """A finding for each kind of mask that the function takes, for documents, and for heads."""
     made = []
@@ -64,7 +68,7 @@ def _of_masks(asked: Attention, what: str, cases: list[tuple[Mask, int, int]]) -
     """Whether all cases are those of A-3, under either alignment; else the first query and key that are not."""
     found, cases, refused = _answered(asked, cases)
     if not found:
-        return Finding(what=what, value=None, words="not taken", evidence=refused)
+        return Finding(what=what, value=None, words=REFUSED, evidence=refused)
     rows = sum(case[1] for case in cases)
     for alignment in ("end", "start") if cases[0][0] != FULL else ("end",):
         aligned = [dataclasses.replace(mask, alignment=alignment) for mask, _, _ in cases]
@@ -159,7 +163,10 @@ def _of_heads(asked: Attention) -> Finding:
         k[0, g, g, 0] = 0
         v[0, g, np.arange(kv), np.arange(kv)] = 256
         v[0, g, :kv, kv + g] = 256
-    found = asked.ask(Question(q, k, v)).o[0, :, 0]
+    try:
+        found = asked.ask(Question(q, k, v)).o[0, :, 0]
+    except RefusedError as error:
+        return Finding(what="heads", value=None, words=REFUSED, evidence=str(error))
     of_k, of_v = (found[:, part] != 0 for part in (slice(0, kv), slice(kv, 2 * kv)))
     wanted = np.arange(kv) == (np.arange(heads) * kv // heads)[:, None]
     if np.array_equal(of_k, wanted) and np.array_equal(of_v, wanted):
