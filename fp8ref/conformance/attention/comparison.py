@@ -134,9 +134,7 @@ def _added(found: Agreement, case: Case, answer: Answer, result: attention.Resul
     first = found.first
     for what, got, right in pairs:
         equal = (got == right) | (np.isnan(got) & np.isnan(right))
-        largest = np.abs(right).max(axis=-1, keepdims=True) if what == "o" else np.maximum(np.abs(right), 1)
-        with np.errstate(invalid="ignore"):
-            near = equal | (np.abs(got - right) <= LAST * largest)
+        near = equal | close(got, right)
         found = dataclasses.replace(
             found, compared=found.compared + equal.size, equal=found.equal + int(equal.sum()), near=found.near + int(near.sum())
         )
@@ -154,6 +152,13 @@ def _added(found: Agreement, case: Case, answer: Answer, result: attention.Resul
                 clause="A-10" if what == "o" else "A-11",
             )
     return dataclasses.replace(found, first=first)
+
+
+def close(found: np.ndarray, right: np.ndarray) -> np.ndarray:
+    """Where outputs [B, H, Tq, D], or log-sum-exps [B, H, Tq], differ by at most LAST."""
+    largest = np.abs(right).max(axis=-1, keepdims=True) if right.ndim == 4 else np.maximum(np.abs(right), 1)
+    with np.errstate(invalid="ignore"):
+        return np.abs(found - right) <= LAST * largest
 
 
 def _shown(value: np.float32) -> str:
