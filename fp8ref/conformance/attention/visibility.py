@@ -74,7 +74,7 @@ def _of_masks(asked: Attention, what: str, cases: list[tuple[Mask, int, int]]) -
         aligned = [dataclasses.replace(mask, alignment=alignment) for mask, _, _ in cases]
         if all(np.array_equal(one, expected(mask, tq, tk)) for one, mask, (_, tq, tk) in zip(found, aligned, cases, strict=True)):
             said = "all keys" if cases[0][0] == FULL else f"aligned to the {alignment}"
-            return Finding(what=what, value=said, evidence=f"the keys that {rows} queries see, in {len(cases)} shapes")
+            return Finding(what=what, value=said, evidence=f"the keys that {rows} queries see, {len(cases)} shape{'s' * (len(cases) > 1)}")
     for one, (mask, tq, tk) in zip(found, cases, strict=True):
         wanted = expected(mask, tq, tk)
         if mask == FULL or not np.array_equal(one, expected(dataclasses.replace(mask, alignment="start"), tq, tk)):
