@@ -1,4 +1,4 @@
-"""Identify an attention function: which variant explains every bit, or where the nearest departs (SEMANTICS A)."""
+"""Identify an attention function: which variant explains every bit, or where the nearest departs (SEMANTICS A-17)."""
 
 import dataclasses
 import itertools
@@ -62,7 +62,8 @@ class AttentionOutcome(Result):
     def message(self) -> str:
         """What it is, the decisions that differ, and the first output that does."""
         name, of = self.probed.asked.name, self.reference
-        how = "" if self.variant is None else f"{self.variant!r}, {'bit for bit' if self.exact else 'but for exponentials'}"
+        but = "roundings" if self.agreement.variant.real else "exponentials"
+        how = "" if self.variant is None else f"{self.variant!r}, {'bit for bit' if self.exact else f'but for {but}'}"
         count = f"{self.agreement.equal:,} of {self.agreement.compared:,} outputs on random inputs are equal"
         faults = [f"  at fault: {fault.what}: {fault.text}" for fault in self.probed.faults]
         if self.variant == of.variant.name:
@@ -115,7 +116,7 @@ def identify(
     expect    a name in VARIANTS that it must have.
     Others:   as ``probe``.
     Raises:   ValueError: an unknown variant; as ``probe``.
-    Source:   SEMANTICS A-1.
+    Source:   SEMANTICS A-17.
     """
     if expect is not None and expect not in VARIANTS:
         raise ValueError(f"expect is one of {', '.join(VARIANTS)}; got {expect!r}.")

@@ -30,9 +30,9 @@ DTYPES = ("float32", "bfloat16", "float16")
 SCALES = ("scale", "softmax_scale", "sm_scale", "attn_scale")
 """The names of the softmax scale."""
 
-CAUSAL, WINDOWS = ("causal", "is_causal"), ("window", "window_size")
+CAUSAL, WINDOWS = ("causal", "is_causal"), ("window", "window_size", "local_window_size")
 """The names of a causal mask, a bool, and of a window, a pair (left, right): None leaves a side open under the first
-name, -1 under the second, as FlashAttention has it."""
+name, -1 under the second, as FlashAttention has it, and is the length of all keys under JAX's."""
 
 DESCALES = (("q_descale", "k_descale", "v_descale"), ("descale_q", "descale_k", "descale_v"))
 """The names of scale_inv, float32 [B, Hkv]: a function that takes them is given q, k and v in FP8."""
@@ -101,8 +101,10 @@ class Attention:
 
     def takes(self, mask: Mask) -> bool:
         """Whether it can be asked with that mask."""
-        if "mask" in self.names or mask == FULL:
-            return True
+        return "mask" in self.names or self._apart(mask)
+
+    def _apart(self, mask: Mask) -> bool:
+        """Whether it takes all parts of a mask under names of their own."""
         causal = not mask.causal or self._name(CAUSAL) is not None
         return causal and (mask.window is None or self._name(WINDOWS) is not None)
 
@@ -119,7 +121,7 @@ class Attention:
         """
         named: dict[str, Any] = {}
         if question.mask != FULL:
-            named |= self._masked(question.mask)
+            named |= self._masked(question.mask, question.k.shape[2])
         if question.documents is not None:
             named["documents"] = question.documents
         given, descales = self._operands(question)
@@ -137,15 +139,16 @@ class Attention:
             raise ConformanceError(f"{self.name} changed its input. Let it work on a copy.")
         return self._read(found, question)
 
-    def _masked(self, mask: Mask) -> dict[str, Any]:
-        if "mask" in self.names:
+    def _masked(self, mask: Mask, keys: int) -> dict[str, Any]:
+        if not self._apart(mask):  # a name of its own goes first: under ``mask`` others may want an array
             return {"mask": mask}
         found: dict[str, Any] = {}
         causal, window = self._name(CAUSAL), self._name(WINDOWS)
         if mask.causal and causal:
             found[causal] = True
         if mask.window is not None and window:
-            found[window] = tuple(-1 if side is None and window == "window_size" else side for side in mask.window)
+            opened = {"window": None, "window_size": -1, "local_window_size": keys}[window]
+            found[window] = tuple(opened if side is None else side for side in mask.window)
         return found
 
     def _operands(self, question: Question) -> tuple[list[Any], dict[str, Any]]:

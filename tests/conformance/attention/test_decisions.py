@@ -1,4 +1,4 @@
-"""Each decision of an attention function is found by inputs of its own (SEMANTICS A)."""
+"""Each decision of an attention function is found by inputs of its own (SEMANTICS A-17)."""
 
 import dataclasses
 import functools
@@ -24,7 +24,7 @@ def planted(**faults):
 
 
 @pytest.mark.parametrize("name", list(VARIANTS))
-def test_decisions_of_named_variants(name):  # A-1 to A-11
+def test_decisions_of_named_variants(name):  # A-1 to A-11, A-17
     found = probed(name)
     assert found.departures(VARIANTS[name]) == []
     others = [other for other in VARIANTS if other != name and not found.departures(VARIANTS[other])]

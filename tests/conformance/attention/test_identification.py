@@ -1,4 +1,4 @@
-"""An attention function is named by the variant that explains its bits, or by where the nearest departs (SEMANTICS A)."""
+"""An attention function is named by the variant that explains its bits, or by where the nearest departs (SEMANTICS A-17)."""
 
 import dataclasses
 import functools
@@ -21,7 +21,7 @@ def simulated(variant):
 
 
 @pytest.mark.parametrize("name", list(VARIANTS))
-def test_every_variant_is_identified(name):  # A-1
+def test_every_variant_is_identified(name):  # A-1, A-17
     found = identify(simulated(name), expect=name)
     assert (found.variant, found.exact, found.ok, found.departures) == (name, True, True, ())
     assert found.agreement.compared == found.agreement.equal > 60_000
@@ -134,4 +134,22 @@ def test_a_softmax_without_tiles():
         return (p / p.sum(axis=-1, keepdims=True)) @ v
 
     found = identify(plain)
-    assert (found.variant, found.exact) == ("exact", False)
+    assert (found.variant, found.exact, found.ok) == ("exact", False, True)
+    assert "is 'exact', but for roundings" in found.message
+
+
+def test_attention_of_torch_on_a_cpu():
+    """Its tiles in bfloat16 have 512 keys (aten/src/ATen/native/cpu/FlashAttentionKernel.cpp, kv_split_size), and its causal mask is
+    aligned to the start, as its documentation says."""
+    import torch
+
+    def mine(query, key, value, is_causal=False):
+        bfloat16 = [x.bfloat16() for x in (query, key, value)]
+        return torch.nn.functional.scaled_dot_product_attention(*bfloat16, is_causal=is_causal, enable_gqa=True)
+
+    found = identify(mine, framework="torch")
+    assert (found.variant, found.reference.variant.name) == (None, "bf16")
+    rows = found.probed
+    assert (rows["tiles"].text, rows["causal mask"].text) == ("512 keys, ascending", "aligned to the start")
+    assert (rows["format"].value, rows["output"].value, rows["denominator"].value) == ("bfloat16", "bfloat16", "unrounded")
+    assert rows.faults == []

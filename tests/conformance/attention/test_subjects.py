@@ -42,6 +42,13 @@ def tokens_first(q, k, v, causal=False, window_size=(-1, -1)):
     return found.o.transpose(0, 2, 1, 3), found.lse
 
 
+def of_jax_nn(query, key, value, *, mask=None, is_causal=False, local_window_size=None):
+    """Named as jax.nn.dot_product_attention: ``mask`` is an array."""
+    assert mask is None
+    window = local_window_size and tuple(None if side >= key.shape[2] else side for side in local_window_size)
+    return fa4(query, key, value, mask=Mask(causal=is_causal, window=window)).o
+
+
 def of_codes(q, k, v, q_descale, k_descale, v_descale):
     """float8_e4m3fn and scale_inv [B, Hkv]."""
     x = []
@@ -59,6 +66,7 @@ def of_codes(q, k, v, q_descale, k_descale, v_descale):
         (of_torch, "BHTD", "torch", "float32"),
         (of_jax, "BHTD", "jax", "float32"),
         (tokens_first, "BTHD", "numpy", "float32"),
+        (of_jax_nn, "BHTD", "numpy", "float32"),
         (functools.partial(attention.forward, variant="fa4"), "BHTD", "numpy", "float32"),
     ],
 )
@@ -74,7 +82,7 @@ def test_arrays_layouts_and_masks(function, layout, framework, dtype):  # A-3
                 np.testing.assert_array_equal(answer.lse, expected.lse)
     assert found.takes(Mask(causal=True))
     assert found.takes(Mask(window=(1, 1))) == (function is not of_torch)
-    assert not found.takes_documents or framework == "numpy"
+    assert found.takes_documents == isinstance(function, functools.partial)
 
 
 def test_the_framework_is_that_of_the_output():
