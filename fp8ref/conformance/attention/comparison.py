@@ -86,7 +86,18 @@ def cases(mask: Mask | None = None, *, alignment: str = "end", features: int = 6
     made = [Case("ordinary", ordinary), Case("wide scores, outliers in v", Question(q, k, v, given))]
     q, k, v = drawn(1, 2, 2, 300, 300)
     causal = Mask(causal=True, alignment="start" if alignment == "start" else "end") if mask is None else given
-    return [*made, Case("causal" if mask is None else "square", Question(2 * q, k, v, causal))]
+    made.append(Case("causal" if mask is None else "square", Question(2 * q, k, v, causal)))
+    return [*made, Case("ties of bfloat16", _ties(given, features))]
+
+
+def _ties(mask: Mask, features: int) -> Question:
+    """7 keys of score 0, the mean of whose values is a tie of bfloat16, 254.5 / 128 and 252.5 / 128. A quotient gives the tie, which is
+    rounded down. RN32(1 / 7) is too large by 2^-24.4 of it: a product with it gives the next float32 number, which is rounded up (A-10).
+    """
+    q, k, v = (np.zeros((1, 1, n, features), np.float32) for n in (1, 7, 7))
+    v[0, 0, :3, 0], v[0, 0, :3, 1] = (13, 0.875, 0.04296875), (13, 0.75, 0.05859375)
+    v[0, 0, :, 2] = 448  # a scale of 1
+    return Question(q, k, v, mask)
 
 
 class Asked:
