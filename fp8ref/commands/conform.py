@@ -1,4 +1,4 @@
-"""fp8ref conform: identify a custom cast, quantizer or optimizer, and test it against the specification."""
+"""fp8ref conform: identify a custom cast, quantizer, optimizer or attention, and test it against the specification."""
 
 import argparse
 import contextlib
@@ -16,26 +16,28 @@ def add(commands) -> None:
         commands,
         "conform",
         _conform,
-        "Identify a cast, quantizer or optimizer, and compare it with the specification.",
+        "Identify a cast, quantizer, optimizer or attention, and compare it with the specification.",
         "Identify a cast or a quantizer from its outputs for chosen inputs. For a cast: how "
         "it rounds, saturates, and treats zeros, subnormals, infinities and NaNs. For a "
         "quantizer: which elements share a scale, and which policy computes the scale. For an "
-        "optimizer: how it stores its moments, and in which order it computes AdamW. Exits "
+        "optimizer: how it stores its moments, and in which order it computes AdamW. For an "
+        "attention function: its masks, tiles, casts and sums, and which variant it is. Exits "
         "with 1 if it matches no known name or, with --expect, differs from the expected "
         "name.",
     )
     conform.add_argument(
         "subject",
         metavar="MODULE:FUNCTION",
-        help="a function of one NumPy, PyTorch or JAX array; a GEMM is passed to fp8ref probe; or an optimizer",
+        help="a function of one NumPy, PyTorch or JAX array; a GEMM is passed to fp8ref probe; an optimizer; or attention, a function of q, k and v",
     )
     conform.add_argument("--format", default="e4m3fn", metavar="NAME", help="the format it casts to (default e4m3fn)")
-    conform.add_argument("--kind", metavar="KIND", help="cast, quantizer, gemm or optimizer (default: detected)")
+    conform.add_argument("--kind", metavar="KIND", help="cast, quantizer, gemm, optimizer or attention (default: detected)")
     conform.add_argument(
         "--expect",
         metavar="NAME",
-        help="the expected cast behavior, such as saturating, policy, such as torchao, or layout of states, such as msamp; exit with 1 if it differs",
-    )  # fmt: skip
+        help="the expected cast behavior, such as saturating, policy, such as torchao, layout of states, such as msamp, "
+        "or variant of attention, such as fa3; exit with 1 if it differs",
+    )
     conform.add_argument(
         "--granularity",
         metavar="NAME",
@@ -52,6 +54,9 @@ def add(commands) -> None:
         metavar="KEY=VALUE",
         help="of an optimizer: learning_rate, b1, b2, eps or weight_decay, such as b2=0.999; passed to it if it takes them by name",
     )
+    conform.add_argument(
+        "--layout", metavar="NAME", help="of attention: BHTD (the default) or BTHD, the order of batch, heads, tokens, features"
+    )
     conform.add_argument("--steps", type=int, metavar="N", help="of an optimizer: the steps that are compared (default 6)")
     conform.add_argument("--json", type=Path, metavar="FILE", help="write the findings to FILE")
 
@@ -64,18 +69,20 @@ def _conform(known: argparse.Namespace) -> int:
 
     if known.format not in formats.FP8_FORMATS:
         raise ValueError(f"--format is one of {', '.join(formats.FP8_FORMATS)}; got {known.format}.")
-    kinds = (*subjects.KINDS, "optimizer")
+    kinds = (*subjects.KINDS, "optimizer", "attention")
     if known.kind not in (None, *kinds):
         raise ValueError(f"--kind is one of {', '.join(kinds)}; got {known.kind}.")
     if known.axis not in (None, -1, 0):
         raise ValueError(f"--axis is -1, the last axis of x [M, K], or 0, the first; got {known.axis}.")
     with contextlib.redirect_stdout(sys.stderr):
-        outcome = _optimizer(known)
+        outcome = _attention(known) or _optimizer(known)
     if outcome is not None:
         return conclude(outcome, known.json)
     for option, value in (("--numbers", known.numbers or None), ("--steps", known.steps)):
         if value is not None:
             raise ValueError(f"{option} is of an optimizer; {known.subject} is none. Leave it out, or name --kind optimizer.")
+    if known.layout is not None:
+        raise ValueError(f"--layout is of attention; {known.subject} is none. Leave it out, or name --kind attention.")
     expects_cast = _expects_cast(known.expect)
     with contextlib.redirect_stdout(sys.stderr):  # what somebody's function prints is no part of the answer
         function = library_gemms.load(known.subject)
@@ -88,6 +95,25 @@ def _conform(known: argparse.Namespace) -> int:
     if known.expect and outcome.expected is None:
         outcome = _another_kind(outcome, known.expect)
     return conclude(outcome, known.json)
+
+
+def _attention(known: argparse.Namespace):
+    """The outcome of an attention function; None if the subject is none."""
+    from fp8ref import formats
+    from fp8ref.conformance.attention import identify, subjects
+    from fp8ref.conformance.gemm import library_gemms
+
+    if known.kind not in (None, "attention"):
+        return None
+    found = library_gemms.load(known.subject)
+    if known.kind is None and not subjects.is_attention(found):
+        return None
+    given = {"--granularity": known.granularity, "--axis": known.axis, "--exhaustive": known.exhaustive or None}
+    given |= {"--numbers": known.numbers or None, "--steps": known.steps}
+    if unused := [name for name, value in given.items() if value is not None]:
+        raise ValueError(f"{', '.join(unused)}: {known.subject} is attention, of which the variant says all of it. Leave it out.")
+    where = {"name": known.subject, "framework": known.framework, "device": known.device, "layout": known.layout or subjects.LAYOUTS[0]}
+    return identify(found, expect=known.expect, fmt=formats.FP8_FORMATS[known.format], **where)
 
 
 def _optimizer(known: argparse.Namespace):

@@ -1,7 +1,9 @@
-"""fp8ref probe: identify the arithmetic of a scaled GEMM."""
+"""fp8ref probe: identify the arithmetic of a scaled GEMM, or of attention."""
 
 import argparse
+import contextlib
 import os
+import sys
 from pathlib import Path
 
 from fp8ref.commands import shared
@@ -18,24 +20,30 @@ def add(commands) -> None:
         commands,
         "probe",
         _probe,
-        "Identify the arithmetic of a scaled GEMM from outside.",
+        "Identify the arithmetic of a scaled GEMM, or of attention, from outside.",
         "Identify the arithmetic of a scaled GEMM from its results for chosen operands: the "
         "precision of products and sums, the order of additions, and where it scales and "
         "rounds. The result is a plan of the simulator. The plan is then compared with the "
-        "GEMM on random operands, bit for bit. Exits with 1 if no plan gives all bits.",
+        "GEMM on random operands, bit for bit. Exits with 1 if no plan gives all bits. Of a "
+        "function of q, k and v it reports the decisions of attention, each with the inputs "
+        "that show it, and exits with 1 if masks, heads or the range of P are at fault.",
     )
     probe.add_argument(
         "subject",
         metavar="SUBJECT",
         nargs="?",
         help="torch-scaled-mm, torch-rowwise, jax-dot; wgmma, Hopper's instruction in all pairings of formats; or module:function, "
-        "(Quantized a, Quantized b[, bias]) -> [M, N]",
+        "(Quantized a, Quantized b[, bias]) -> [M, N], or (q, k, v) -> o",
     )
     probe.add_argument("--shape", type=int, nargs=3, metavar=("M", "N", "K"), help="the shape of the GEMM (default 128 128 4096)")
     probe.add_argument("--formats", nargs=2, metavar=("A", "B"), help="the formats of the operands (default e4m3fn e4m3fn)")
     probe.add_argument("--fast-accum", action="store_true", help="fast accumulation, for a library's GEMM")
     probe.add_argument("--out-dtype", metavar="DTYPE", help="float32, bfloat16 or float16, for a library's GEMM")
     probe.add_argument("--granularity", metavar="NAME", help="tensorwise (the default) or rowwise scales, for module:function")
+    probe.add_argument(
+        "--layout", metavar="NAME", help="of attention: BHTD (the default) or BTHD, the order of batch, heads, tokens, features"
+    )
+    probe.add_argument("--framework", metavar="NAME", help="the arrays that attention takes: numpy, torch or jax")
     probe.add_argument("--seed", type=int, default=0, help="seed of the random operands (default 0)")
     probe.add_argument("--json", type=Path, metavar="FILE", help="write the findings to FILE")
     probe.add_argument("--record", type=Path, metavar="DIR", help="save operands and results in DIR, to verify later without the hardware")
@@ -52,6 +60,10 @@ def _probe(known: argparse.Namespace) -> int:
         return _replay(known)
     if known.subject is None:
         raise ValueError("a probe needs a SUBJECT, or --replay FILE. See fp8ref probe --help.")
+    if (code := _attention(known)) is not None:
+        return code
+    if given := [name for name in ("layout", "framework") if getattr(known, name) is not None]:
+        raise ValueError(f"--{given[0]} is of attention, a function of q, k and v; {known.subject} is none. Leave it out.")
     if known.record:
         _check_folder(known.record)
     try:
@@ -60,6 +72,24 @@ def _probe(known: argparse.Namespace) -> int:
         raise ValueError(
             f"a probe of --shape {' '.join(map(str, known.shape or SHAPE))} does not fit into memory. Probe a smaller one."
         ) from error
+
+
+def _attention(known: argparse.Namespace) -> int | None:
+    """The exit code of a function of q, k and v; None of any other subject."""
+    if ":" not in known.subject:
+        return None
+    from fp8ref.conformance.attention import probe, subjects
+    from fp8ref.conformance.gemm import library_gemms
+
+    with contextlib.redirect_stdout(sys.stderr):  # what somebody's function prints is no part of the answer
+        function = library_gemms.load(known.subject)
+        if not subjects.is_attention(function):
+            return None
+        given = {f"--{name}": getattr(known, name) for name in ("shape", "formats", "out_dtype", "granularity", "record")}
+        if unused := [name.replace("_", "-") for name, value in given.items() if value is not None] + ["--fast-accum"] * known.fast_accum:
+            raise ValueError(f"{', '.join(unused)}: {known.subject} is attention, whose inputs the probe chooses. Leave it out.")
+        found = probe(function, name=known.subject, framework=known.framework, layout=known.layout or subjects.LAYOUTS[0])
+    return conclude(found, known.json)
 
 
 def of_function(name: str, *, formats: tuple[str, str], granularity: str | None, json: Path | None) -> int:
@@ -120,7 +150,7 @@ def _wgmma(known: argparse.Namespace) -> int:
 def _replay(known: argparse.Namespace) -> int:
     from fp8ref.conformance.gemm import recording
 
-    given = ("subject", "shape", "formats", "fast_accum", "out_dtype", "granularity", "record")
+    given = ("subject", "shape", "formats", "fast_accum", "out_dtype", "granularity", "record", "layout", "framework")
     unused = [name.replace("_", "-") for name in given if getattr(known, name)]
     if unused:
         raise ValueError(f"--replay takes all settings from the recordings; got {', '.join(unused)} too. Leave it out.")

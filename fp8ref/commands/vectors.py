@@ -14,6 +14,7 @@ Write each line again, and append your answers:
   scale     AMAX                               SCALE
   quantize  SHAPE VALUES                       CODES SCALES
   gemm      M,N,K CODES_A SCALE_INV_A CODES_B SCALE_INV_B   VALUES
+  attention B,H,Hkv,Tq,Tk,D Q K V              O LSE
 The last axis is the fastest. Lines that begin with # are comments. The first is the header, which holds all settings: copy it, and verify reads
 them. Without the header, verify needs the same options as gen. In both cases verify makes the vectors again. It expects each vector once, in any
 order.
@@ -37,6 +38,11 @@ ASKED = {
         _FORMAT, ("--format-b", str, "the format of the second operand (default: --format)"), _GRANULARITY,
         ("--out-dtype", str, "float32 (the default), bfloat16 or float16"), _SHAPE, _SEED, _COUNT,
     ),
+    "attention": (
+        ("--variant", str, "the variant, such as fa3 (SEMANTICS A-1)"), ("--mask", str, "full (the default), causal or causal_start"),
+        ("--window", str, "left,right, -1 for an open side (default none)"),
+        ("--shape", str, "B,H,Hkv,Tq,Tk,D (default 1,2,1,4,200,32)"), _SEED, _COUNT,
+    ),
 }  # fmt: skip
 """{operation: (option, type, help) of what is asked}."""
 
@@ -49,10 +55,11 @@ RULES = {
         ("--accumulate", "exact (the default), f32, hopper_fast, hopper_slow, ada, blackwell"),
         ("--epilogue", "scale_then_round (the default), product_then_round, unit_round_scale_round"),
     ),
+    "attention": (("--exponentials", "exact (the default), or hardware: within A-5's bound, which changes few outputs"),),
 }
 """{operation: (option, help) of how answers are judged}."""
 
-WHAT = {"cast": "a cast", "scale": "a scale", "quantize": "a quantizer", "gemm": "a scaled GEMM"}
+WHAT = {"cast": "a cast", "scale": "a scale", "quantize": "a quantizer", "gemm": "a scaled GEMM", "attention": "attention"}
 """{operation: what it tests, in words}."""
 
 
@@ -77,7 +84,7 @@ def add(commands) -> None:
         for made in (maker, judge):
             made.set_defaults(operation=operation)
             for option, kind, about in ASKED[operation]:
-                needed = made is maker and option == "--format"
+                needed = made is maker and option in ("--format", "--variant")
                 made.add_argument(
                     option, type=kind, metavar=option.removeprefix("--").upper().replace("-", "_"), help=about, required=needed
                 )

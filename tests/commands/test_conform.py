@@ -10,7 +10,8 @@ FUNCTIONS = """
 import numpy as np
 import torch
 from fp8ref.formats import E4M3FN, E5M2
-from fp8ref.sim import cast, gemm, scaling, states
+from fp8ref.attention import FULL
+from fp8ref.sim import attention, cast, gemm, scaling, states
 
 
 def to_fp8(x):
@@ -66,6 +67,15 @@ def step(p, g, state, learning_rate, b1, b2, eps, weight_decay):
     state = states.init(p.shape, "te") if state is None else state
     numbers = {"learning_rate": learning_rate, "b1": b1, "b2": b2, "eps": eps, "weight_decay": weight_decay}
     return states.step(p, g, state, layout="te", **numbers)
+
+
+def attend(q, k, v, mask=FULL):
+    print("now I attend")
+    return attention.forward(q, k, v, variant="fa4_threshold4", mask=mask).o
+
+
+def turned(q, k, v):
+    return attend(*(x.transpose(0, 2, 1, 3) for x in (q, k, v))).transpose(0, 2, 1, 3)
 
 
 constant = 3
@@ -167,11 +177,36 @@ def test_an_optimizer_and_the_layout_that_it_should_have(functions, capsys):
     assert "step 1, tensor spread, scale_inv of m: got" in capsys.readouterr().out
 
 
+def test_attention_and_the_variant_that_it_should_be(functions, capsys):  # A-1
+    assert run("somebodys_functions:attend", "--expect", "fa4", "--json", "found.json") == 1
+    said = capsys.readouterr()
+    assert "somebodys_functions:attend is not 'fa4', but 'fa4_threshold4', bit for bit" in said.out
+    assert "threshold: 4 powers of two, in the variant 0.0" in said.out
+    assert "o[0, 0, 0, 0] of case 'ordinary'" in said.out
+    assert "now I attend" not in said.out
+    found = json.loads((functions / "found.json").read_text())
+    assert (found["ok"], found["kind"], found["is"], found["exact"], found["nearest"]) == (
+        False,
+        "attention",
+        "fa4_threshold4",
+        True,
+        "fa4",
+    )
+    assert {finding["what"] for finding in found["findings"]} > {"tiles", "threshold", "promotion", "heads", "causal mask"}
+    assert run("somebodys_functions:turned", "--layout", "BTHD", "--framework", "numpy", "--expect", "fa4_threshold4") == 0
+    assert "somebodys_functions:turned is 'fa4_threshold4', bit for bit" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
+        (["attend", "--steps", "3"], "--steps: somebodys_functions:attend is attention, of which the variant says all of it"),
+        (["attend", "--layout", "TBHD"], "layout is one of BHTD, BTHD; got 'TBHD'"),
+        (["attend", "--expect", "torchao"], "expect is one of exact, bf16"),
+        (["rows", "--layout", "BTHD"], "--layout is of attention; somebodys_functions:rows is none"),
+        (["rows", "--kind", "attention"], "somebodys_functions:rows raised"),
         (["ties_away", "--format", "e8m0fnu"], "--format is one of e4m3fn, e5m2, e4m3fnuz, e5m2fnuz; got e8m0fnu"),
-        (["ties_away", "--kind", "norm"], "--kind is one of cast, quantizer, gemm, optimizer; got norm"),
+        (["ties_away", "--kind", "norm"], "--kind is one of cast, quantizer, gemm, optimizer, attention; got norm"),
         (["ties_away", "--axis", "1"], "--axis is -1, the last axis of x [M, K], or 0, the first; got 1"),
         (["ties_away", "--expect", "te"], "--expect is a cast's behavior, one of saturating, non_saturating"),
         (["ties_away", "--granularity", "rowwise"], "--granularity: somebodys_functions:ties_away is a cast, which has no scales"),

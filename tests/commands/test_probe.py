@@ -10,7 +10,8 @@ from fp8ref.conformance.gemm import wgmma
 from fp8ref.sim import gemm
 
 KERNELS = """
-from fp8ref.sim import gemm
+from fp8ref.attention import Mask
+from fp8ref.sim import attention, gemm
 
 
 def slow(a, b):
@@ -22,6 +23,14 @@ def halves(a, b):
     for part in (slice(0, 48), slice(48, None)):
         total = total + gemm.matmul(*(q._replace(codes=q.codes[:, part]) for q in (a, b)), accumulate="f32")
     return total
+
+
+def attend(q, k, v, causal=False):
+    return attention.forward(q, k, v, variant="fa3", mask=Mask(causal=causal, alignment="start"))
+
+
+def off_by_one(q, k, v, causal=False):
+    return attention.forward(q, k, v, variant="fa3", mask=Mask(window=(None, 1)) if causal else Mask())
 """
 
 
@@ -78,6 +87,21 @@ def test_the_instruction_where_there_is_one(kernels, capsys, monkeypatch):
     assert sum(path.stat().st_size for path in (kernels / "evidence").iterdir()) < 2_000_000
 
 
+def test_the_decisions_of_attention(kernels, capsys):  # A-1
+    assert cli.main(["probe", "kernels_under_test:attend", "--json", "found.json"]) == 0
+    said = capsys.readouterr().out
+    for one in ("160 keys, descending", "13 fraction bits, as hopper and ada", "none: one chain over all tiles", "aligned to the start"):
+        assert one in said
+    found = {finding["what"]: finding["value"] for finding in json.loads((kernels / "found.json").read_text())["findings"]}
+    assert (found["threshold"], found["largest P"], found["denominator"], found["heads"]) == (0.0, 256.0, "unrounded", "consecutive")
+
+
+def test_a_mask_at_fault_exits_with_1(kernels, capsys):  # A-3
+    assert cli.main(["probe", "kernels_under_test:off_by_one"]) == 1
+    said = capsys.readouterr().out
+    assert "kernels_under_test:off_by_one has faults: causal mask: off by one: right edge +1, aligned to the end" in said
+
+
 def test_sums_that_are_no_plan_exit_with_1(kernels, capsys):
     assert cli.main(["probe", "kernels_under_test:halves", "--shape", "16", "16", "96"]) == 1
     said = capsys.readouterr().out
@@ -100,6 +124,12 @@ def test_sums_that_are_no_plan_exit_with_1(kernels, capsys):
             "--record names a directory that can be created and written; kernels_under_test.py: File exists",
         ),
         (["kernels_under_test:slow", "--json", "missing/found.json"], "--json names a file in a directory that exists"),
+        (["kernels_under_test:attend", "--shape", "16", "16", "64"], "--shape: kernels_under_test:attend is attention, whose inputs"),
+        (["kernels_under_test:attend", "--layout", "TBHD"], "layout is one of BHTD, BTHD; got 'TBHD'"),
+        (
+            ["kernels_under_test:slow", "--layout", "BTHD"],
+            "--layout is of attention, a function of q, k and v; kernels_under_test:slow is none",
+        ),
         (["wgmma", "--shape", "64", "8", "32"], "--shape: wgmma is one instruction"),
         (["wgmma", "--replay", "x.json"], "--replay takes all settings from the recordings; got subject too. Leave it out."),
         (["--replay", "x.json"], "x.json cannot be read as a recording of a probe"),

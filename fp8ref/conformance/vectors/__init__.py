@@ -12,6 +12,7 @@ in hexadecimal, most significant first; a shape is decimal.
     quantize    shape, values                                       codes, scales (float32), their inverses, or e8m0 codes
     gemm        M,N,K, codes of a [M, K], scale_inv of a (float32),  values [M, N], of the output dtype
                 codes of b [N, K], scale_inv of b
+    attention   B,H,Hkv,Tq,Tk,D, q, k, v (bfloat16)                 o and lse (float32); - without lse
 
 Lines that begin with # are comments, which a program may copy or drop. The first is a header: a version, an operation, and settings
 as key=value. ``verify`` refuses answers under another header:

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from fp8ref.conformance.vectors import cast, gemm, quantize, scale
+from fp8ref.conformance.vectors import attention, cast, gemm, quantize, scale
 from fp8ref.conformance.vectors import format as text
 from fp8ref.conformance.vectors.verdict import AskedVector, Verdict
 
@@ -30,6 +30,7 @@ OPERATIONS = {
     "scale": Operation(scale.Scale, scale.Rules, scale.verify, scale.FIELDS, scale.ANSWERS),
     "quantize": Operation(quantize.Quantize, quantize.Rules, quantize.verify, quantize.FIELDS, quantize.ANSWERS),
     "gemm": Operation(gemm.Gemm, gemm.Rules, gemm.verify, gemm.FIELDS, gemm.ANSWERS),
+    "attention": Operation(attention.Attention, attention.Rules, attention.verify, attention.FIELDS, attention.ANSWERS),
 }
 """The operations of ``fp8ref vectors``, by name."""
 
@@ -61,9 +62,9 @@ def judge(operation: str, stream: Iterable[bytes], *, settings: Mapping[str, Any
     stated, vectors = text.read(stream, operation, of.fields, of.answers)
     unsure = ""
     if stated is None:
-        if "format" not in settings:
+        if (needed := needed_setting(operation)) not in settings:
             raise ValueError(
-                "vectors without a header need their settings as options, --format at least. See fp8ref vectors verify --help."
+                f"vectors without a header need their settings as options, --{needed} at least. See fp8ref vectors verify --help."
             )
         question = of.question(**settings)
         unsure = (
@@ -87,6 +88,11 @@ def judge(operation: str, stream: Iterable[bytes], *, settings: Mapping[str, Any
     return verdict
 
 
+def needed_setting(operation: str) -> str:
+    """The setting without a default: a format, or a variant."""
+    return dataclasses.fields(OPERATIONS[operation].question)[0].name
+
+
 def _comments(operation: str, question) -> list[str]:
     of = OPERATIONS[operation]
     form = f"# a line is {', '.join(of.fields)}, separated by blanks; to answer, write it again and append {', '.join(of.answers)}"
@@ -108,6 +114,7 @@ def _typed(question: type, stated: Mapping[str, str]) -> dict[str, Any]:
             found[name] = int(value) if types[name] in (int, "int") else value
         except ValueError as error:
             raise ValueError(f"{name} of a header is an integer; got {value!r}. Copy the header of gen.") from error
-    if "format" not in found:
-        raise ValueError("a header names a format; this one does not. Use the one that fp8ref vectors gen writes.")
+    needed = dataclasses.fields(question)[0].name
+    if needed not in found:
+        raise ValueError(f"a header names a {needed}; this one does not. Use the one that fp8ref vectors gen writes.")
     return found

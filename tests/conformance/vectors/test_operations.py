@@ -9,7 +9,7 @@ from fp8ref.conformance.vectors import cast as casts
 from fp8ref.conformance.vectors import gemm as gemms
 from fp8ref.conformance.vectors import scale as scales_asked
 from fp8ref.conformance.vectors.format import join
-from fp8ref.conformance.vectors.operations import OPERATIONS, generate, judge
+from fp8ref.conformance.vectors.operations import OPERATIONS, generate, judge, needed_setting
 from fp8ref.conformance.vectors.quantize import Quantize
 from fp8ref.formats import BFLOAT16, E4M3FN, FORMATS, FP8_FORMATS
 from fp8ref.sim import cast, gemm, scales, scaling
@@ -266,21 +266,30 @@ def test_every_pair_of_plans_is_told_apart_by_a_set():
             assert (results[first] != results[second]).any(), (first, second)
 
 
+NEEDED = dict.fromkeys(OPERATIONS, "e4m3fn") | {"attention": "fa3"}
+
+
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_a_set_is_the_same_wherever_it_is_made(operation):
     """PCG64's stream is NumPy's promise; all else is integers."""
     import hashlib
 
-    text = "\n".join(generate(operation, {"format": "e4m3fn", "count": 8})).encode()
+    text = "\n".join(generate(operation, {needed_setting(operation): NEEDED[operation], "count": 8})).encode()
     assert hashlib.sha256(text).hexdigest()[:16] == KNOWN[operation]
 
 
-KNOWN = {"cast": "08a807a6e50cd2d8", "scale": "4ec9ae6a87bda448", "quantize": "1ff1bff36fda37a3", "gemm": "d008d584eebb5c9c"}
+KNOWN = {
+    "cast": "08a807a6e50cd2d8",
+    "scale": "4ec9ae6a87bda448",
+    "quantize": "1ff1bff36fda37a3",
+    "gemm": "d008d584eebb5c9c",
+    "attention": "8b087703042768b0",
+}
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_another_seed_asks_otherwise(operation):
-    first, second = (list(generate(operation, {"format": "e4m3fn", "seed": seed, "count": 8})) for seed in (0, 1))
+    first, second = (list(generate(operation, {needed_setting(operation): NEEDED[operation], "seed": seed, "count": 8})) for seed in (0, 1))
     assert first[2:] != second[2:]
 
 

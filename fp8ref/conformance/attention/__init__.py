@@ -1,0 +1,17 @@
+"""Identify an attention function: its decisions, and the variant that explains its bits (SEMANTICS A).
+
+subjects       somebody's function, called with arrays of its framework
+scores         questions with chosen scores
+visibility     which keys each query sees, and which head of keys it uses
+operands       the formats of q, k, v and o, and what shares a scale
+tiles          the order and the length of tiles
+probabilities  their scale, threshold, range and denominator
+accumulation   chains of P v, and the width of accumulators
+decisions      all of these
+comparison     random inputs, against the simulator
+identification which variant it is, or where the nearest departs
+"""
+
+from fp8ref.conformance.attention.decisions import probe as probe
+from fp8ref.conformance.attention.identification import identify as identify
+from fp8ref.conformance.attention.identification import require_attention as require_attention

@@ -1,0 +1,185 @@
+"""An attention function against the simulator, on random inputs: how many outputs are equal, and the first that is not.
+
+The inputs reach what chosen ones do not: several tiles of different maxima, heads of keys that share queries, masks, outliers and a
+key that draws most of the weight.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from fp8ref.attention import FULL, Mask, Variant
+from fp8ref.conformance.attention.subjects import CAUSAL, WINDOWS, Answer, Attention, Question
+from fp8ref.conformance.finding import Counterexample, bits_of, show
+from fp8ref.conformance.subject import RefusedError
+from fp8ref.formats import BFLOAT16, FLOAT16
+from fp8ref.sim import attention, cast
+
+NEAR = 0.99
+"""The part of outputs that is equal, if only the last bits of exponentials differ.
+
+An exponential within 2 units of 2^-24 changes the code of P next to a midpoint, which is 2^-3 to 2^-8 wide: a probability in 2^16 at most.
+Sums and factors then differ by a few 2^-22. That changes an output of bfloat16 next to a midpoint, one in 2^12, and a sum that
+an accumulator of 13 bits cuts off next to a multiple of 2^-13, one in 2^8 for a step of 32 keys. An output in float32 differs in its
+last bits; it is near if it differs by at most ``LAST``.
+"""
+
+LAST = 2.0**-18
+"""The largest difference of outputs in float32, relative to the largest of a row: exponentials, a sum and factors of a few tiles,
+within 2 units of 2^-24 each."""
+
+
+class Case(NamedTuple):
+    """A question, with its name."""
+
+    name: str
+    question: Question
+
+
+@dataclass(frozen=True, kw_only=True)
+class Agreement:
+    """How a function's outputs agree with a variant's.
+
+    compared, equal  outputs, and log-sum-exps if it returns them.
+    near             those that are equal, or in float32 within LAST.
+    error            the root mean square of the difference, relative to that of the variant's outputs.
+    first            the first output that differs.
+    """
+
+    variant: Variant
+    compared: int
+    equal: int
+    near: int
+    error: float
+    first: Counterexample | None = field(default=None)
+
+    @property
+    def exact(self) -> bool:
+        """Whether all are equal."""
+        return self.equal == self.compared
+
+    @property
+    def alike(self) -> bool:
+        """Whether so many are equal that only exponentials can differ."""
+        return self.near >= NEAR * self.compared
+
+
+def cases(mask: Mask | None = None, *, alignment: str = "end", features: int = 64) -> list[Case]:
+    """The questions, all under the mask; without one the last is causal. Query heads share heads of keys in the first alone."""
+    rng = np.random.default_rng(0)
+
+    def drawn(b: int, h: int, kv: int, tq: int, tk: int) -> Iterator[np.ndarray]:
+        for shape in ((b, h, tq, features), (b, kv, tk, features), (b, kv, tk, features)):
+            yield rng.standard_normal(shape).astype(np.float32)
+
+    given = FULL if mask is None else mask
+    q, k, v = drawn(1, 4, 2, 70, 700)
+    ordinary = Question(q, k, v, given)
+    q, k, v = drawn(2, 2, 2, 40, 333)
+    q *= 2.0 ** rng.integers(-2, 3, (*q.shape[:3], 1)).astype(np.float32)
+    k[:, :, 0] *= 4  # a key that draws weight
+    v = np.where(rng.random(v.shape) < 0.002, 30 * v, v).astype(np.float32)
+    made = [Case("ordinary", ordinary), Case("wide scores, outliers in v", Question(q, k, v, given))]
+    q, k, v = drawn(1, 2, 2, 300, 300)
+    causal = Mask(causal=True, alignment="start" if alignment == "start" else "end") if mask is None else given
+    made.append(Case("causal" if mask is None else "square", Question(2 * q, k, v, causal)))
+    return [*made, Case("ties of bfloat16", _ties(given, features))]
+
+
+def _ties(mask: Mask, features: int) -> Question:
+    """7 keys of score 0, the mean of whose values is a tie of bfloat16, 254.5 / 128 and 252.5 / 128. A quotient gives the tie, which is
+    rounded down. RN32(1 / 7) is too large by 2^-24.4 of it: a product with it gives the next float32 number, which is rounded up (A-10).
+    """
+    q, k, v = (np.zeros((1, 1, n, features), np.float32) for n in (1, 7, 7))
+    v[0, 0, :3, 0], v[0, 0, :3, 1] = (13, 0.875, 0.04296875), (13, 0.75, 0.05859375)
+    v[0, 0, :, 2] = 448  # a scale of 1
+    return Question(q, k, v, mask)
+
+
+class Asked:
+    """A function's answers to the cases, each asked once."""
+
+    def __init__(self, asked: Attention, of: list[Case]) -> None:
+        self.asked = asked
+        self.answers: list[tuple[Case, Answer]] = []
+        refused = ""
+        for case in of:
+            if not asked.takes(case.question.mask):
+                continue
+            exact = case._replace(question=_in_dtype(case.question, asked.dtype))
+            try:
+                self.answers.append((exact, asked.ask(exact.question)))
+            except RefusedError as error:
+                refused = str(error)
+        if not self.answers:
+            raise RefusedError(refused or f"{asked.name} takes no such mask; name an argument {', '.join(('mask', *CAUSAL, *WINDOWS))}.")
+
+    def agreement(self, variant: Variant, *, cases: int | None = None) -> Agreement | None:
+        """How the answers to the first cases, or to all, agree with a variant; None if it does not take such inputs."""
+        found = Agreement(variant=variant, compared=0, equal=0, near=0, error=0.0)
+        squares = np.zeros(2)
+        for case, answer in self.answers[:cases]:
+            result = simulated(self.asked, case.question, variant)
+            if result is None:
+                return None
+            found = _added(found, case, answer, result, variant, squares)
+        return dataclasses.replace(found, error=math.sqrt(squares[0] / squares[1]) if squares[1] else float(squares[0] > 0))
+
+
+def simulated(asked: Attention, question: Question, variant: Variant) -> attention.Result | None:
+    """What a variant gives for a question; None if it does not take it. Codes are quantized by heads before the call."""
+    if asked.takes_codes:
+        if variant.granularity not in ("tensor", "head") or variant.rotated or variant.fmt != asked.fmt:
+            return None
+        variant = dataclasses.replace(variant, granularity="head", policy="te_current")
+    return attention.forward(*question[:3], variant=variant, mask=question.mask, documents=question.documents)
+
+
+def _added(found: Agreement, case: Case, answer: Answer, result: attention.Result, variant: Variant, squares: np.ndarray) -> Agreement:
+    wanted = result.tensors["o"].values if answer.dtype.startswith("float8_") and "o" in result.tensors else result.o
+    pairs = [("o", answer.o, wanted)] + ([("lse", answer.lse, result.lse)] if answer.lse is not None else [])
+    first = found.first
+    for what, got, right in pairs:
+        equal = (got == right) | (np.isnan(got) & np.isnan(right))
+        near = equal | close(got, right)
+        found = dataclasses.replace(
+            found, compared=found.compared + equal.size, equal=found.equal + int(equal.sum()), near=found.near + int(near.sum())
+        )
+        if what == "o":
+            difference = np.nan_to_num(got.astype(np.float64) - right, nan=np.inf)
+            squares += (difference**2).sum(), (right.astype(np.float64) ** 2).sum()
+        if first is None and not equal.all():
+            index = tuple(int(i) for i in np.argwhere(~equal)[0])
+            first = Counterexample(
+                input=f"{what}{list(index)} of case {case.name!r}, {case.question}; {int((~equal).sum()):,} of {equal.size:,} differ",
+                bits=(),
+                dtype="float32",
+                got=_shown(got[index]),
+                expected=f"{_shown(right[index])} of variant {variant.name!r}",
+                clause="A-10" if what == "o" else "A-11",
+            )
+    return dataclasses.replace(found, first=first)
+
+
+def close(found: np.ndarray, right: np.ndarray) -> np.ndarray:
+    """Where outputs [B, H, Tq, D], or log-sum-exps [B, H, Tq], differ by at most LAST."""
+    largest = np.abs(right).max(axis=-1, keepdims=True) if right.ndim == 4 else np.maximum(np.abs(right), 1)
+    with np.errstate(invalid="ignore"):
+        return np.abs(found - right) <= LAST * largest
+
+
+def _shown(value: np.float32) -> str:
+    return f"{show(float(value))} ({bits_of(float(value), 'float32')})"
+
+
+def _in_dtype(question: Question, dtype: str) -> Question:
+    """The tensors as numbers that the dtype has."""
+    fmt = {"bfloat16": BFLOAT16, "float16": FLOAT16}.get(dtype)
+    if fmt is None:
+        return question
+    q, k, v = (cast.round_to(x, fmt) for x in question[:3])
+    return question._replace(q=q, k=k, v=v)

@@ -1,0 +1,186 @@
+"""All decisions of an attention function, each found by inputs of its own (SEMANTICS A-17)."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from fp8ref.attention import FULL, Variant
+from fp8ref.conformance.attention import accumulation, operands, probabilities, subjects, tiles, visibility
+from fp8ref.conformance.attention.operands import Operands
+from fp8ref.conformance.attention.probabilities import Between
+from fp8ref.conformance.attention.scores import FEATURES, LOG2E
+from fp8ref.conformance.attention.subjects import Attention
+from fp8ref.conformance.attention.tiles import Tiling
+from fp8ref.conformance.finding import Finding, table
+from fp8ref.formats import E4M3FN, Format
+from fp8ref.result import Result
+from fp8ref.sim import accumulate, attention_operands
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+STRUCTURE = ("keys", "causal mask", "window", "documents", "heads")
+"""The decisions that have one right answer, whichever the variant is."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Probed(Result):
+    """What was found of a function.
+
+    findings  a decision each, with the inputs that show it.
+    """
+
+    asked: Attention
+    operands: Operands
+    tiling: Tiling
+    threshold: Between | None
+    largest: Between | None
+    findings: Sequence[Finding]
+
+    def __getitem__(self, what: str) -> Finding | None:
+        """The finding of that name."""
+        return next((finding for finding in self.findings if finding.what == what), None)
+
+    @property
+    def faults(self) -> list[Finding]:
+        """Masks and heads that are not those of A-3, and probabilities out of range (A-8)."""
+        wrong = [
+            finding
+            for finding in self.findings
+            if finding.what in STRUCTURE and finding.value is None and finding.words != visibility.REFUSED
+        ]
+        return wrong + [finding for finding in self.findings if finding.what == "range of P" and finding.value is False]
+
+    @property
+    def ok(self) -> bool:
+        """Whether there are no faults."""
+        return not self.faults
+
+    @property
+    def alignment(self) -> str:
+        """To which end the queries are aligned, under a mask."""
+        for what in ("causal mask", "window"):
+            if (finding := self[what]) is not None and finding.value is not None:
+                return str(finding.value).rpartition(" ")[2]
+        return "end"
+
+    def departures(self, variant: Variant) -> list[str]:
+        """The decisions that are not the variant's, in words."""
+        wanted = expected(variant)
+        made = [_said(finding, str(wanted[finding.what])) for finding in self.findings if not self._agrees(finding, wanted, variant)]
+        return made + [f"{fault.what}: {fault.text}; {fault.evidence}" for fault in self.faults if fault.what in STRUCTURE]
+
+    def _agrees(self, finding: Finding, wanted: dict[str, Any], variant: Variant) -> bool:
+        if finding.what not in wanted:
+            return True
+        value = wanted[finding.what]
+        if finding.what == "threshold" and self.threshold is not None:
+            return variant.real or self.threshold.agrees(value)
+        if finding.what == "largest P" and self.largest is not None:
+            return variant.fmt.bits != 8 or self.largest.agrees(value)
+        if finding.what in ("promotion", "sums of q k") and finding.value is None:
+            return True  # could not be told, for a reason that another finding gives
+        return bool(finding.value == value)
+
+    @property
+    def message(self) -> str:
+        """In one line, whether a fault was found."""
+        said = "; ".join(f"{fault.what}: {fault.text}" for fault in self.faults)
+        return (
+            f"{self.asked.name} has faults: {said}" if said else f"{self.asked.name}: no fault of masks, heads or the range of P was found"
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """What --json writes."""
+        found = [
+            finding.to_dict() | {"text": finding.text, "witness": finding.witness and finding.witness.to_dict()}
+            for finding in self.findings
+        ]
+        return {"ok": self.ok, "name": self.asked.name, "kind": "attention", "framework": self.asked.subject.framework, "findings": found}
+
+    def render_findings(self, console: "Console") -> None:
+        """Print the findings."""
+        from rich.text import Text
+
+        title = Text(f"{self.asked.name}: attention of {self.asked.subject.framework} arrays, {FEATURES} features")
+        console.print(table(self.findings, title=title, title_justify="left"))
+
+    def render(self, console: "Console") -> None:
+        """Print the findings, then the message."""
+        self.render_findings(console)
+        console.out(self.message, highlight=False)
+
+
+def probe(
+    function: Callable[..., Any],
+    *,
+    name: str | None = None,
+    framework: str | None = None,
+    device: str = "cpu",
+    layout: str = "BHTD",
+    fmt: Format = E4M3FN,
+) -> Probed:
+    """Find an attention function's decisions from its outputs for chosen inputs.
+
+    function  fn(q, k, v) -> o, (o, lse), or an object with them; see ``subjects``.
+    framework whose arrays it takes; None: the first that it takes.
+    layout    BHTD or BTHD.
+    fmt       of the codes, where it takes q_descale, k_descale and v_descale.
+    Raises:   ValueError: an unknown layout, framework or device. RefusedError: it raises. ConformanceError: it returns
+              something else than it should, changes its input, or does not repeat itself.
+    Source:   SEMANTICS A-17.
+    """
+    return of_subject(subjects.wrap(function, name=name, framework=framework, device=device, layout=layout, fmt=fmt))
+
+
+def of_subject(asked: Attention) -> Probed:
+    """``probe`` of a wrapped function."""
+    of_operands = operands.operands(asked)
+    tiling = tiles.tiling(asked)
+    threshold = probabilities.threshold(asked, tiling)
+    largest = probabilities.largest(asked, of_operands.fmt)
+    scale = largest.low * 1.1 if largest else 1.0
+    if largest and largest.finding.value:
+        scale = float(largest.finding.value)
+    findings = [
+        *visibility.findings(asked),
+        *of_operands.findings,
+        tiling.finding,
+        *(found.finding for found in (threshold, largest) if found is not None),
+        probabilities.saturation(asked, tiling, threshold),
+        probabilities.denominator(asked, of_operands.fmt, scale),
+        *([accumulation.of_scores(asked)] if of_operands.exact else []),
+        accumulation.of_values(asked),
+        accumulation.chains(asked, tiling),
+        *operands.output(asked),
+    ]
+    return Probed(asked=asked, operands=of_operands, tiling=tiling, threshold=threshold, largest=largest, findings=findings)
+
+
+def expected(variant: Variant) -> dict[str, Any]:
+    """{name of a finding: its value, if a function is of this variant}."""
+    length = variant.tile(FEATURES, FULL)
+    plan = accumulate.by_name(variant.plan)
+    bits = "all" if isinstance(plan, str) else plan.unit.fraction_bits
+    scale = float(attention_operands.probability_scale(variant, {})[0]) * 2.0**variant.offset
+    within = variant.largest_probability / 2.0**variant.offset * scale <= variant.fmt.max
+    return {
+        "format": variant.fmt.name,
+        "q and k": not variant.rotated,
+        "scales of k": variant.granularity,
+        "scales of v": variant.granularity,
+        "tiles": None if variant.real else f"{length} keys, {'descending' if variant.descending else 'ascending'}",
+        "threshold": variant.threshold * (1.0 if variant.base == "2" else LOG2E),
+        "largest P": scale,
+        "range of P": "kept" if within else False,
+        "denominator": None if variant.real else "unrounded",
+        "sums of q k": bits,
+        "sums of P v": bits,
+        "promotion": None if variant.real else "exact" if variant.plan == "exact" else variant.promotion or "none",
+        "output": variant.out.name,
+        "log-sum-exp": "natural",
+    }
+
+
+def _said(finding: Finding, wanted: str) -> str:
+    return f"{finding.what}: {finding.text}, in the variant {wanted}; {finding.evidence}"

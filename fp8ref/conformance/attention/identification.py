@@ -1,0 +1,250 @@
+"""Identify an attention function: which variant explains every bit, or where the nearest departs (SEMANTICS A-17)."""
+
+import dataclasses
+import itertools
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from fp8ref import attention as data
+from fp8ref.attention import FULL, VARIANTS, Mask, Tiles, Variant
+from fp8ref.conformance.attention import comparison, decisions, subjects
+from fp8ref.conformance.attention.comparison import Agreement, Asked
+from fp8ref.conformance.attention.decisions import Probed
+from fp8ref.formats import E4M3FN, FORMATS, Format
+from fp8ref.result import Result
+from fp8ref.sim import accumulate
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+UNSEEN: dict[str, tuple] = {
+    "finish": ("reciprocal", "divide"),
+    "sum_order": ("tile", "quad", "packed"),
+    "bias": ("fused", "separate"),
+    "lse": ("fused", "log2", "sum"),
+}
+"""{field of ``Variant``: its values}: decisions that last bits alone show, tried in all combinations."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionOutcome(Result):
+    """What an attention function was identified as.
+
+    variant    the name in VARIANTS, or of a variation, such as "fa3 with promotion=4"; None if none explains it.
+    agreement  with that variant, or with the nearest.
+    reference  agreement with the expected variant, or with the nearest named one.
+    departures the decisions in which it is not that one.
+    expected   the variant that it should be, if any.
+    """
+
+    probed: Probed
+    variant: str | None
+    agreement: Agreement
+    reference: Agreement
+    departures: tuple[str, ...]
+    expected: str | None = None
+
+    @property
+    def exact(self) -> bool:
+        """Whether every bit is the variant's."""
+        return self.variant is not None and self.agreement.exact
+
+    @property
+    def ok(self) -> bool:
+        """The expected variant, or a named one within its range; at least but for exponentials."""
+        if self.expected is not None:
+            return self.variant == self.expected
+        return self.variant in VARIANTS and self.probed.ok
+
+    @property
+    def message(self) -> str:
+        """What it is, the decisions that differ, and the first output that does."""
+        name, of = self.probed.asked.name, self.reference
+        but = "roundings" if self.agreement.variant.real else "exponentials"
+        how = "" if self.variant is None else f"{self.variant!r}, {'bit for bit' if self.exact else f'but for {but}'}"
+        count = f"{self.agreement.equal:,} of {self.agreement.compared:,} outputs on random inputs are equal"
+        faults = [f"  at fault: {fault.what}: {fault.text}" for fault in self.probed.faults]
+        if self.variant == of.variant.name:
+            return "\n".join([f"{name} is {how}: {count}", *([f"  {of.first}"] if of.first else []), *faults])
+        other = f"{name} is {how}: {count}" if how else f"{name} is no variant"
+        if self.expected:
+            other = f"{name} is not {self.expected!r}{f', but {how}: {count}' if how else ''}"
+        nearest = "" if self.expected else "the nearest, "
+        far = (
+            f"{of.equal:,} of {of.compared:,} outputs are those of {nearest}{of.variant.name!r}, the error is {of.error:.2g} of the outputs"
+        )
+        return "\n".join([f"{other}; {far}", *(f"  {one}" for one in self.departures), *([f"  {of.first}"] if of.first else [])])
+
+    def to_dict(self) -> dict[str, Any]:
+        """What --json writes."""
+        of = self.reference
+        return self.probed.to_dict() | {
+            "ok": self.ok,
+            "is": self.variant,
+            "exact": self.exact,
+            "compared": self.agreement.compared,
+            "equal": self.agreement.equal,
+            "expected": self.expected,
+            "nearest": of.variant.name,
+            "nearest_equal": of.equal,
+            "error": min(of.error, sys.float_info.max),  # JSON has no infinity
+            "departures": list(self.departures),
+            "first": of.first and of.first.to_dict(),
+            "faults": [fault.to_dict() for fault in self.probed.faults],
+        }
+
+    def render(self, console: "Console") -> None:
+        """Print the findings, then the message."""
+        self.probed.render_findings(console)
+        console.out(self.message, highlight=False)
+
+
+def identify(
+    function: Callable[..., Any],
+    *,
+    expect: str | None = None,
+    name: str | None = None,
+    framework: str | None = None,
+    device: str = "cpu",
+    layout: str = "BHTD",
+    fmt: Format = E4M3FN,
+) -> AttentionOutcome:
+    """Identify an attention function as a variant, by its decisions and by random inputs.
+
+    expect    a name in VARIANTS that it must have.
+    Others:   as ``probe``.
+    Raises:   ValueError: an unknown variant; as ``probe``.
+    Source:   SEMANTICS A-17.
+    """
+    if expect is not None and expect not in VARIANTS:
+        raise ValueError(f"expect is one of {', '.join(VARIANTS)}; got {expect!r}.")
+    asked = subjects.wrap(function, name=name, framework=framework, device=device, layout=layout, fmt=fmt)
+    probed = decisions.of_subject(asked)
+    answers = Asked(asked, comparison.cases(alignment=probed.alignment))
+    best = _ranked(answers, probed)[0]
+    nearest = answers.agreement(best.variant) or best
+    found = nearest if nearest.alike and not probed.departures(best.variant) else None
+    if found is None or not found.exact:
+        found = _varied(best.variant, probed, answers) or found
+    reference = answers.agreement(VARIANTS[expect]) or nearest if expect else nearest
+    name = None if found is None else found.variant.name
+    departures = () if name == reference.variant.name else probed.departures(reference.variant)
+    return AttentionOutcome(
+        probed=probed,
+        variant=name,
+        agreement=found or nearest,
+        reference=reference,
+        departures=tuple(departures),
+        expected=expect,
+    )
+
+
+def require_attention(
+    function: Callable[..., Any],
+    variant: str | Variant = "fa3",
+    mask: Mask = FULL,
+    *,
+    exponentials: str = "exact",
+    framework: str | None = None,
+    device: str = "cpu",
+    layout: str = "BHTD",
+    features: int = 64,
+) -> None:
+    """Require the outputs of a variant under a mask, and log-sum-exps if they are returned; else raise an AssertionError with the first
+    difference and the decisions that depart.
+
+    exponentials  ``exact``: every bit; ``hardware``: exponentials of A-5's bound, which changes one output in a hundred at most
+                  (``comparison.NEAR``).
+    features      D of the inputs.
+    Raises:   ValueError: an unknown variant, or exponentials; as ``probe``.
+    Source:   SEMANTICS A-1 to A-11.
+    """
+    variant = data.by_name(variant)
+    if exponentials not in ("exact", "hardware"):
+        raise ValueError(f"exponentials are 'exact' or 'hardware'; got {exponentials!r}.")
+    asked = subjects.wrap(function, framework=framework, device=device, layout=layout, fmt=variant.fmt if variant.fmt.bits == 8 else E4M3FN)
+    found = Asked(asked, comparison.cases(mask, features=features)).agreement(variant)
+    if found is None:
+        raise ValueError(f"{asked.name} takes codes with scales of heads, which {variant.name!r} has not. Use another variant.")
+    if found.exact or (exponentials == "hardware" and found.alike):
+        return
+    probed = decisions.of_subject(asked)
+    lines = [
+        f"{asked.name} is not {variant.name!r}: {found.compared - found.equal:,} of {found.compared:,} outputs differ, by {found.error:.2g} of the outputs",
+        *([f"  {found.first}"] if found.first else []),
+        *(f"  {one}" for one in probed.departures(variant)),
+    ]
+    raise AssertionError("\n".join(lines))
+
+
+def _ranked(answers: Asked, probed: Probed) -> list[Agreement]:
+    """The named variants, the likeliest first: by outputs that are near, then by decisions, then by error."""
+    found = [one for variant in VARIANTS.values() if (one := answers.agreement(variant, cases=1)) is not None]
+    departing = {one.variant.name: len(probed.departures(one.variant)) for one in found}
+    return sorted(found, key=lambda one: (not one.alike, departing[one.variant.name], one.error))
+
+
+def _varied(base: Variant, probed: Probed, answers: Asked) -> Agreement | None:
+    """The agreement with a variation that explains the outputs, if one does: the decisions that were found in place of the variant's
+    own, and then also other orders of the last bits, if every bit follows."""
+    try:
+        measured = _measured(base, probed)
+    except ValueError:  # decisions that no variant has together
+        return None
+    found = answers.agreement(_named(measured, base)) if measured != base else None
+    found = found if found is not None and found.alike else None
+    if base.real or (found is not None and found.exact):
+        return found
+    for values in itertools.product(*UNSEEN.values()):
+        try:
+            one = _named(dataclasses.replace(measured, **dict(zip(UNSEEN, values, strict=True))), base)
+        except ValueError:
+            continue
+        first = answers.agreement(one, cases=1)
+        if first is not None and first.exact and (whole := answers.agreement(one)) is not None and whole.exact:
+            return whole
+    return found
+
+
+def _measured(base: Variant, probed: Probed) -> Variant:
+    """The variant with all decisions that were found. ValueError if they contradict each other."""
+    changes: dict[str, Any] = {}
+    length = probed.tiling.length
+    if length is not None and length != base.tile(decisions.FEATURES, FULL):
+        changes["tiles"] = (Tiles(features=256, full=length, causal=length, local=length),)
+    if probed.tiling.descending is not None:
+        changes["descending"] = probed.tiling.descending
+    wanted = decisions.expected(base)
+
+    def departs(what: str) -> Any:
+        finding = probed[what]
+        return None if finding is None or finding.value is None or finding.value == wanted[what] else finding.value
+
+    if (value := departs("output")) is not None and value in FORMATS:
+        changes["out"] = FORMATS[value]
+    if (value := departs("promotion")) is not None:
+        changes["promotion"] = {"none": None, "exact": 1}.get(value, value)
+    if (value := departs("sums of P v")) is not None:
+        wide = "exact" if (of := probed["promotion"]) is not None and of.value == "exact" else "f32"
+        plans = [plan.name for plan in accumulate.ACCUMULATIONS.values() if plan.unit.fraction_bits == value]
+        changes |= {"plan": wide} if value == "all" else {"plan": plans[0]} if plans else {}
+    if (value := departs("scales of v")) is not None:
+        changes["granularity"] = value
+    if probed.threshold is not None and not probed.threshold.agrees(wanted["threshold"]) and probed.threshold.finding.value is not None:
+        changes["threshold"] = probed.threshold.finding.value
+    if probed.largest is not None and not probed.largest.agrees(wanted["largest P"]) and probed.largest.finding.value:
+        changes["p_scale"] = float(probed.largest.finding.value) / 2.0**base.offset
+    return dataclasses.replace(base, **changes)
+
+
+def _named(variant: Variant, base: Variant) -> Variant:
+    """The variation, called by the fields that are not its base's."""
+    keys = [one.name for one in dataclasses.fields(Variant) if one.name != "name"]
+    said = [f"{key}={_value(variant, key)}" for key in keys if getattr(variant, key) != getattr(base, key)]
+    return dataclasses.replace(variant, name=f"{base.name} with {', '.join(said)}") if said else variant
+
+
+def _value(variant: Variant, key: str) -> Any:
+    return variant.tiles[0].full if key == "tiles" else getattr(variant, key)

@@ -1,0 +1,155 @@
+"""How q, k and v become numbers of a format, and how the result is returned (SEMANTICS A-2, A-10, A-11, A-13)."""
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+from fp8ref.conformance.attention.scores import FAR, FEATURES, LOG2E
+from fp8ref.conformance.attention.subjects import Attention, Question
+from fp8ref.conformance.finding import Finding
+from fp8ref.formats import BFLOAT16, E4M3FN, E5M2, FLOAT32, Format
+from fp8ref.sim import cast
+
+FORMATS = (E5M2, E4M3FN, BFLOAT16, FLOAT32)
+"""The formats of v that are told apart."""
+
+SMALL, GIANT = 2.0**-3, 448 * 2.0**20
+"""A number and another that makes it 0 where both share a scale to FP8."""
+
+PLACES = {
+    "another sequence": (1, 0, 0, 0),
+    "another head": (0, 1, 0, 0),
+    "150 tokens before": (0, 0, -150, 0),
+    "60 tokens before": (0, 0, -60, 0),
+    "the next token": (0, 0, 1, 0),
+    "another feature, 36 before": (0, 0, 0, -36),
+    "the next feature": (0, 0, 0, 1),
+}
+"""Where the giant is: sequences, heads, tokens and features from the small number."""
+
+_NAMES = tuple(PLACES)
+_TOKEN, _FEATURE = 190, 40
+
+SHARED = {_NAMES: "tensor", _NAMES[2:]: "head", _NAMES[3:]: "rows_128"}
+"""The granularity of q, k and v in which all of these places share a scale, and no others."""
+
+MX_OF = {"k": _NAMES[6:], "v": _NAMES[4:5]}
+"""The places that share a scale in blocks of 32: of k along the features, of v along the tokens."""
+
+
+class Operands(NamedTuple):
+    """The format of v, whether scores of exact numbers are exact, and the findings."""
+
+    fmt: Format
+    exact: bool
+    findings: list[Finding]
+
+
+def operands(asked: Attention) -> Operands:
+    """The format, the rotation, and what shares a scale."""
+    fmt, of_format = _format(asked)
+    exact, of_scores = _rotation(asked)
+    made = [of_format, of_scores]
+    if fmt.bits == 8 and not asked.takes_codes:
+        made += [_granularity(asked, role) for role in (("k", "v") if exact else ("v",))]
+    return Operands(fmt, exact, made)
+
+
+def _format(asked: Attention) -> tuple[Format, Finding]:
+    """The format of v: two keys of equal probabilities, whose values are 1 + 2^-m and -1. Their sum is 0 if the first was rounded to 1,
+    in an output of any format."""
+    bits = np.arange(1, 11)
+    v = np.zeros((1, 1, 2, FEATURES), np.float32)
+    v[0, 0, 0, bits], v[0, 0, 1, bits] = 1 + 2.0**-bits, -1
+    v[0, 0, :, 0] = 1.75, -1.75
+    zeros = np.zeros((1, 1, 2, FEATURES), np.float32)
+    found = asked.ask(Question(zeros[:, :, :1], zeros, v)).o[0, 0, 0, bits]
+    kept = int((found != 0).sum()) if (np.flatnonzero(found) == np.arange((found != 0).sum())).all() else -1
+    # beyond the format's last bit 1 + 2^-m is a tie, or below one, and rounded to the even 1
+    fmt = next((one for one in FORMATS if min(one.mantissa_bits, len(bits)) == kept), None)
+    evidence = f"1 + 2^-m less 1 is no zero for m up to {kept}" if kept >= 0 else f"1 + 2^-m less 1: {', '.join(f'{x:.3g}' for x in found)}"
+    if fmt is None:
+        return FLOAT32, Finding(what="format", value=None, evidence=evidence)
+    words = "wider than bfloat16" if fmt == FLOAT32 else ""
+    return fmt, Finding(what="format", value=fmt.name, words=words, evidence=f"v: {evidence}")
+
+
+def _rotation(asked: Attention) -> tuple[bool, Finding]:
+    """Whether two keys have equal scores, 1 x 1.25 and 1.25 x 1, all numbers of e4m3 under a scale of 1.75's. A rotation makes
+    other numbers of them, whose roundings differ."""
+    q, k, v = (np.zeros((1, 1, n, FEATURES), np.float32) for n in (1, 3, 3))
+    # every score is 2^9 x 1.25 / 8 = 80: a difference of 1 in 100 shows
+    q[0, 0, 0, :3] = np.array([1, 1.25, 1.75]) * 2.0**4
+    k[0, 0, 0, 0], k[0, 0, 1, 1], k[0, 0, 2, 3] = 1.25 * 2.0**5, 2.0**5, 1.75 * 2.0**5
+    k[0, 0, 2, 0] = -1.75 * 2.0**5
+    v[0, 0, :2, 0] = 1, -1
+    found = float(asked.ask(Question(q, k, v)).o[0, 0, 0, 0])
+    evidence = f"two keys of equal scores and opposite values: {found:.3g}"
+    words = "as they are" if found == 0 else "rotated, or rounded to a format without 1.25 of 1.75"
+    return found == 0, Finding(what="q and k", value=found == 0, words=words, evidence=evidence)
+
+
+def _granularity(asked: Attention, role: str) -> Finding:
+    """Which numbers share a scale with a small one: it is 0 next to a giant elsewhere.
+
+    The giant of v is the value of a key without probability. That of k is in a feature that q does not have.
+    """
+    shares = []
+    for place, (sequence, head, tokens, features) in PLACES.items():
+        q, k, v = (np.zeros((2, 2, n, FEATURES), np.float32) for n in (1, 256, 256))
+        other_key = features == 0
+        if role == "v":
+            giant = (sequence, head, _TOKEN + tokens, _FEATURE + features)
+            if other_key:
+                q[..., 0], k[giant[:3]][0] = FAR, -FAR
+            v[0, 0, _TOKEN, _FEATURE], v[giant] = SMALL, GIANT
+            found = asked.ask(Question(q, k, v)).o[0, 0, 0, _FEATURE]
+        else:
+            q[..., _FEATURE] = 2.0**10  # times SMALL / 8, a score of 16
+            k[0, 0, _TOKEN, _FEATURE] = SMALL
+            k[sequence, head, _TOKEN + tokens, _FEATURE + (-1 if other_key else features)] = GIANT
+            v[0, 0, _TOKEN, 0], v[0, 0, _TOKEN + 10, 0] = 1, -1
+            found = asked.ask(Question(q, k, v)).o[0, 0, 0, 0]
+        if found == 0:
+            shares.append(place)
+    shared = tuple(shares)
+    value = "mx_1x32" if shared == MX_OF[role] else SHARED.get(shared)
+    evidence = f"{SMALL} is 0 next to {GIANT:.3g} in {', '.join(shared) or 'no other place'}"
+    words = "" if value else f"shared with {', '.join(shared) or 'none of these places'}"
+    return Finding(what=f"scales of {role}", value=value, words=words, evidence=evidence)
+
+
+def output(asked: Attention) -> list[Finding]:
+    """The format of o, and what the second output is."""
+    rng = np.random.default_rng(1)
+    q, k, v = (rng.standard_normal((1, 1, 64, FEATURES)).astype(np.float32) for _ in range(3))
+    answer = asked.ask(Question(q, k, v))
+    made = [_out(answer.o, answer.dtype)]
+    if answer.lse is not None:
+        zeros = np.zeros((1, 1, 5, FEATURES), np.float32)
+        log = asked.ask(Question(zeros[:, :, :1], zeros, zeros)).lse
+        assert log is not None
+        found = float(log[0, 0, 0])
+        value = next(
+            (name for name, wanted in (("natural", math.log(5)), ("base 2", math.log(5) * LOG2E)) if abs(found - wanted) < 1e-4), None
+        )
+        made.append(Finding(what="log-sum-exp", value=value, words="" if value else "neither natural nor base 2",
+                            evidence=f"5 scores of 0 give {found:.6g}; ln 5 = {math.log(5):.6g}"))  # fmt: skip
+    return made
+
+
+def _out(o: np.ndarray, dtype: str) -> Finding:
+    if dtype.startswith("float8_"):
+        return Finding(what="output", value=dtype.removeprefix("float8_"), evidence=f"dtype {dtype}")
+    if dtype not in ("float32", "float64"):
+        return Finding(what="output", value=dtype, evidence=f"dtype {dtype}")
+    if np.array_equal(cast.round_to(o, BFLOAT16), o):
+        return Finding(what="output", value="bfloat16", evidence=f"dtype {dtype}, all {o.size:,} numbers are bfloat16's")
+    magnitudes = np.unique(np.abs(o))
+    for fmt in (E4M3FN, E5M2):
+        codes = o / np.abs(o).max() * np.float32(fmt.max)
+        # scale and scale_inv are rounded once each, and so is their product with a code
+        if np.allclose(cast.round_to(codes, fmt), codes, rtol=2.0**-21, atol=0):
+            return Finding(what="output", value=fmt.name, evidence=f"dtype {dtype}, {len(magnitudes)} magnitudes, {fmt}'s under one scale")
+    return Finding(what="output", value="float32", evidence=f"dtype {dtype}")

@@ -1,0 +1,83 @@
+"""Questions with chosen scores: q has one feature, and the score of a key is a product of two numbers of e4m3.
+
+All operands are quantized without a rounding. A score is an exact number times the softmax scale, so the exponent
+of a probability is known to the last bits of float32. Verdicts ask whether outputs are zero, or which of two far
+values they are: they do not depend on an exponential's last bits.
+"""
+
+import itertools
+import math
+
+import numpy as np
+
+from fp8ref.conformance.attention.subjects import Question
+
+FEATURES = 64
+"""D of all questions; the softmax scale is 1 / 8."""
+
+SCALE = 1 / math.sqrt(FEATURES)
+"""The softmax scale."""
+
+LOG2E = math.log2(math.e)
+"""A power of e in powers of two."""
+
+FAR = 1.75 * 2.0**8
+"""q and k of a key whose probability is 0, against a score of 0: e^-25088."""
+
+LARGE = 2.0**12
+"""A value so large that an output of 2^-28 of it is a number of every format."""
+
+
+def pair(power: float) -> tuple[float, float]:
+    """(q, k), whose mantissas e4m3 has, with the score nearest to power ln 2, which is above 0."""
+    wanted = power * math.log(2) / SCALE
+    return min(_pairs(wanted), key=lambda found: abs(found[0] * found[1] - wanted))
+
+
+def power_of(found: tuple[float, float]) -> float:
+    """The score of such a pair, in powers of two."""
+    return found[0] * found[1] * SCALE * LOG2E
+
+
+def powers(low: float, high: float) -> list[tuple[float, float]]:
+    """All pairs whose score is from low to high powers of two, ascending, one of each score."""
+    wanted = [scale * math.log(2) / SCALE for scale in (low, high)]
+    exponents = range(math.floor(math.log2(wanted[0])) - 2, math.ceil(math.log2(wanted[1])) + 1)
+    found = {
+        x * y * 2.0**e: (x * 2.0**e, y)
+        for e in exponents
+        for x, y in itertools.product(_MANTISSAS, repeat=2)
+        if wanted[0] <= x * y * 2.0**e <= wanted[1]
+    }
+    return [found[score] for score in sorted(found)]
+
+
+def between(power: float) -> bool:
+    """Whether 2^-power lies between numbers of bfloat16, and of FP8, also under a scale of 1.75: by a fifth of
+    bfloat16's spacing at least."""
+    fractions = [math.frexp(2.0**-power * factor)[0] * 256 % 1 for factor in (1.0, 1.75)]
+    return all(0.2 <= fraction <= 0.8 for fraction in fractions)
+
+
+def question(q: np.ndarray, k: np.ndarray, v: np.ndarray, **options) -> Question:
+    """A question of the first feature of q [B, Tq] and of k [B, Tk], and of v [B, Tk, columns], with one head."""
+    of_q, of_k = (np.zeros((*x.shape, FEATURES), np.float32) for x in (q, k))
+    of_q[..., 0], of_k[..., 0] = q, k
+    of_v = np.zeros((*v.shape[:2], FEATURES), np.float32)
+    of_v[..., : v.shape[2]] = v
+    return Question(of_q[:, None], of_k[:, None], of_v[:, None], **options)
+
+
+def with_largest(found: list[tuple[float, float]]) -> tuple[np.ndarray, np.ndarray]:
+    """q [n + 1] and k [n + 1] of pairs: the last one's are 1.75 2^n, so that one scale for all rounds no other."""
+    q, k = (np.array(x) for x in zip(*found, strict=True))
+    largest = [1.75 * 2.0 ** (math.floor(math.log2(x.max())) + (x.max() > 1.75 * 2.0 ** math.floor(math.log2(x.max())))) for x in (q, k)]
+    return np.append(q, largest[0]), np.append(k, largest[1])
+
+
+def _pairs(wanted: float) -> list[tuple[float, float]]:
+    exponent = math.floor(math.log2(wanted))
+    return [(x * 2.0**e, y) for e in (exponent - 1, exponent) for x, y in itertools.product(_MANTISSAS, repeat=2)]
+
+
+_MANTISSAS = [1 + n / 8 for n in range(8)]

@@ -1,0 +1,284 @@
+"""Somebody's attention, called with arrays of its framework: fn(q, k, v) -> o, (o, lse), or an object or dict with them.
+
+q is [B, H, Tq, D], k and v are [B, Hkv, Tk, D]; with ``layout`` BTHD tokens come before heads. What else a call
+needs is passed by name, under the names of ``MASKS``, ``SCALES`` and ``DESCALES``, to functions that take it.
+"""
+
+import dataclasses
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fp8ref.attention import FULL, Mask
+from fp8ref.conformance import arrays
+from fp8ref.conformance import subject as subjects
+from fp8ref.conformance.subject import ConformanceError, RefusedError, Subject
+from fp8ref.formats import E4M3FN, FP8_FORMATS, Format
+from fp8ref.sim import cast, head_scaling
+
+LAYOUTS = ("BHTD", "BTHD")
+"""The orders of the axes: batch, heads, tokens, features."""
+
+DTYPES = ("float32", "bfloat16", "float16")
+"""The dtypes of q, k and v that are tried, in order."""
+
+SCALES = ("scale", "softmax_scale", "sm_scale", "attn_scale")
+"""The names of the softmax scale."""
+
+CAUSAL, WINDOWS = ("causal", "is_causal"), ("window", "window_size", "local_window_size")
+"""The names of a causal mask, a bool, and of a window, a pair (left, right): None leaves a side open under the first
+name, -1 under the second, as FlashAttention has it, and is the length of all keys under JAX's."""
+
+DESCALES = (("q_descale", "k_descale", "v_descale"), ("descale_q", "descale_k", "descale_v"))
+"""The names of scale_inv, float32 [B, Hkv]: a function that takes them is given q, k and v in FP8."""
+
+OUTPUTS, LOGS = ("o", "out", "output"), ("lse", "softmax_lse", "logsumexp")
+"""The names of the parts of a result."""
+
+_FIRST = (("q", "query", "queries"), ("k", "key", "keys"), ("v", "value", "values"))
+
+
+class Answer(NamedTuple):
+    """What one call returned: o float32 [B, H, Tq, D], the name of its dtype, and lse float32 [B, H, Tq] or None."""
+
+    o: np.ndarray
+    dtype: str
+    lse: np.ndarray | None
+
+
+class Question(NamedTuple):
+    """The arguments of one call, float32 arrays as ``sim.attention.forward`` takes them."""
+
+    q: np.ndarray
+    k: np.ndarray
+    v: np.ndarray
+    mask: Mask = FULL
+    documents: Any = None
+
+    def __str__(self) -> str:
+        masked = "" if self.mask == FULL else f", {self.mask}"
+        return f"q {list(self.q.shape)}, k and v {list(self.k.shape)}{masked}{', documents' if self.documents is not None else ''}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attention:
+    """The function under test.
+
+    subject   the function, its framework and its device.
+    dtype     of q, k and v, unless they are codes.
+    layout    one of LAYOUTS.
+    names     of its arguments.
+    fmt       of q, k and v, where it takes codes.
+    """
+
+    subject: Subject
+    dtype: str = "float32"
+    layout: str = "BHTD"
+    names: tuple[str, ...] = ()
+    fmt: Format = E4M3FN
+
+    @property
+    def name(self) -> str:
+        """The function's name, for a report."""
+        return self.subject.name
+
+    @property
+    def takes_codes(self) -> bool:
+        """Whether q, k and v come in FP8, with their scales."""
+        return self._descales is not None
+
+    @property
+    def _descales(self) -> tuple[str, ...] | None:
+        return next((names for names in DESCALES if all(name in self.names for name in names)), None)
+
+    def _name(self, names: tuple[str, ...]) -> str | None:
+        return next((name for name in names if name in self.names), None)
+
+    def takes(self, mask: Mask) -> bool:
+        """Whether it can be asked with that mask."""
+        return "mask" in self.names or self._apart(mask)
+
+    def _apart(self, mask: Mask) -> bool:
+        """Whether it takes all parts of a mask under names of their own."""
+        causal = not mask.causal or self._name(CAUSAL) is not None
+        return causal and (mask.window is None or self._name(WINDOWS) is not None)
+
+    @property
+    def takes_documents(self) -> bool:
+        """Whether it has an argument for them."""
+        return "documents" in self.names
+
+    def ask(self, question: Question) -> Answer:
+        """Call it, and read what it returns.
+
+        Raises:   RefusedError: it raises. ConformanceError: it changes its input, or returns something else than it
+                  should.
+        """
+        named: dict[str, Any] = {}
+        if question.mask != FULL:
+            named |= self._masked(question.mask, question.k.shape[2])
+        if question.documents is not None:
+            named["documents"] = question.documents
+        given, descales = self._operands(question)
+        before = [arrays.written(x) for x in given]
+        try:
+            with np.errstate(all="ignore"):
+                found = self.subject.function(*given, **named, **descales)
+        except (Exception, SystemExit) as error:  # a function under test may raise anything
+            text = " ".join(str(error).split())[:300].rstrip(".")
+            raise RefusedError(
+                f"{self.name} raised {type(error).__name__} for {self.subject.framework} {self.dtype} {question}: {text}. Call it on "
+                "such an input alone to find the cause."
+            ) from error
+        if [arrays.written(x) for x in given] != before:
+            raise ConformanceError(f"{self.name} changed its input. Let it work on a copy.")
+        return self._read(found, question)
+
+    def _masked(self, mask: Mask, keys: int) -> dict[str, Any]:
+        if not self._apart(mask):  # a name of its own goes first: under ``mask`` others may want an array
+            return {"mask": mask}
+        found: dict[str, Any] = {}
+        causal, window = self._name(CAUSAL), self._name(WINDOWS)
+        if mask.causal and causal:
+            found[causal] = True
+        if mask.window is not None and window:
+            opened = {"window": None, "window_size": -1, "local_window_size": keys}[window]
+            found[window] = tuple(opened if side is None else side for side in mask.window)
+        return found
+
+    def _operands(self, question: Question) -> tuple[list[Any], dict[str, Any]]:
+        """(q, k, v as arrays of the framework, the scales of codes by name)."""
+        tensors = [np.asarray(x, np.float32) for x in question[:3]]
+        names = self._descales
+        if names is None:
+            return [self.subject.make_array(self._turned(x), self.dtype) for x in tensors], {}
+        given, descales = [], {}
+        for name, x in zip(names, tensors, strict=True):
+            heads = head_scaling.quantize(x, self.fmt, "head", "te_current", heads=question.k.shape[1])
+            assert heads.codes is not None
+            given.append(self._codes(self._turned(heads.codes)))
+            descales[name] = self.subject.make_array(heads.scale_inv.reshape(x.shape[0], -1), "float32")
+        return given, descales
+
+    def _codes(self, codes: np.ndarray) -> Any:
+        if self.subject.framework == "torch":
+            import torch
+
+            return arrays.as_torch(codes, self.subject.device).view(getattr(torch, f"float8_{self.fmt}"))
+        import ml_dtypes
+
+        made = codes.view(getattr(ml_dtypes, f"float8_{self.fmt}"))
+        return made if self.subject.framework == "numpy" else arrays.as_jax(made)
+
+    def _turned(self, x: np.ndarray) -> np.ndarray:
+        return np.ascontiguousarray(x.transpose(0, 2, 1, 3)) if self.layout == "BTHD" else x
+
+    def _read(self, found: Any, question: Question) -> Answer:
+        o, lse = _parts(found)
+        made = subjects.read_array(o)
+        if made is None:
+            raise ConformanceError(f"{self.name} returned a {type(found).__name__}; o, (o, lse), or an object with o is needed.")
+        values, dtype = made
+        if dtype.startswith("float8_"):
+            values = cast.decode(values, FP8_FORMATS[dtype.removeprefix("float8_")])
+        values = values.astype(np.float32)
+        if self.layout == "BTHD" and values.ndim == 4:
+            values = values.transpose(0, 2, 1, 3)
+        if values.shape != question.q.shape:
+            raise ConformanceError(f"{self.name} returned o {list(values.shape)}; it has q's shape, {list(question.q.shape)}.")
+        log = None if lse is None else subjects.read_array(lse)
+        shown = None if log is None or log[0].shape != question.q.shape[:3] else log[0].astype(np.float32)
+        return Answer(values, dtype, shown)
+
+
+def _parts(found: Any) -> tuple[Any, Any]:
+    """(o, lse or None) of what a function returned."""
+    if isinstance(found, Mapping):
+        parts = dict(found)
+    elif hasattr(found, "dtype"):
+        return found, None
+    else:
+        parts = {name: getattr(found, name) for name in (*OUTPUTS, *LOGS) if hasattr(found, name)}
+    named = [next((parts[name] for name in names if name in parts), None) for names in (OUTPUTS, LOGS)]
+    if named[0] is None and isinstance(found, tuple | list) and found:
+        return found[0], found[1] if len(found) > 1 else None
+    return named[0], named[1]
+
+
+def wrap(
+    function: Callable[..., Any],
+    *,
+    name: str | None = None,
+    framework: str | None = None,
+    device: str = "cpu",
+    layout: str = "BHTD",
+    fmt: Format = E4M3FN,
+) -> Attention:
+    """A function as a subject: of the framework and dtype named, else of the first that it takes, and whose arrays it
+    returns.
+
+    Raises:   ValueError: an unknown layout; as subject.wrap. RefusedError: it takes no arrays. ConformanceError: it
+              does not repeat itself.
+    """
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout is one of {', '.join(LAYOUTS)}; got {layout!r}.")
+    name = name or subjects.name_of(function if not isinstance(function, functools.partial) else function.func)
+    names = names_of(function)
+    if any(all(one in names for one in group) for group in DESCALES):
+        found = _of_codes(name, function, framework, device, layout, names, fmt)
+    else:
+        tensors = (1, 16, 1, 64) if layout == "BTHD" else (1, 1, 16, 64)
+        alone = subjects.wrap(name, lambda x: _parts(function(x, x, x))[0], framework=framework, device=device, shape=tensors)
+        found = Attention(
+            subject=dataclasses.replace(alone, function=function), dtype=subjects.first_dtype(alone, tensors), layout=layout, names=names
+        )
+    _check_repeats(found)
+    return found
+
+
+def _of_codes(
+    name: str, function: Callable, framework: str | None, device: str, layout: str, names: tuple[str, ...], fmt: Format
+) -> Attention:
+    """A function that takes codes and descales, in the first framework whose arrays it takes."""
+    refused = []
+    for one in (framework,) if framework else [f for f in subjects.FRAMEWORKS if f == "numpy" or f in sys.modules]:
+        found = Attention(subject=Subject(name=name, function=function, framework=one, device=device), layout=layout, names=names, fmt=fmt)
+        try:
+            found.ask(small_question())
+        except RefusedError as error:
+            refused.append(str(error))
+        else:
+            return found
+    raise RefusedError("\n".join(refused))
+
+
+def _check_repeats(found: Attention) -> None:
+    question = small_question()
+    first, second = (found.ask(question).o for _ in range(2))
+    if first.tobytes() != second.tobytes():
+        raise ConformanceError(f"{found.name} does not repeat itself for {question}. Turn off random state, such as a seed from the clock.")
+
+
+def small_question() -> Question:
+    """Few random tokens."""
+    rng = np.random.default_rng(0)
+    q, k, v = rng.standard_normal((3, 1, 1, 16, 64)).astype(np.float32)
+    return Question(q, k, v)
+
+
+def is_attention(function: Callable[..., Any]) -> bool:
+    """Whether the first three arguments are called as q, k and v are."""
+    return len(names := names_of(function)) >= 3 and all(name in known for name, known in zip(names, _FIRST, strict=False))
+
+
+def names_of(function: Callable[..., Any]) -> tuple[str, ...]:
+    """The names of a function's arguments; none of one without a signature."""
+    try:
+        return tuple(inspect.signature(function).parameters)
+    except (TypeError, ValueError):
+        return ()

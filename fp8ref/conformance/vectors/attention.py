@@ -1,0 +1,203 @@
+"""Test vectors of attention: q, k and v in bfloat16, and the output of a variant with its log-sum-exp (SEMANTICS A)."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from fp8ref import attention as variants
+from fp8ref.attention import VARIANTS, Mask
+from fp8ref.conformance import explain
+from fp8ref.conformance.attention import comparison
+from fp8ref.conformance.inputs import dtypes
+from fp8ref.conformance.vectors import format as text
+from fp8ref.conformance.vectors import quantize
+from fp8ref.conformance.vectors.verdict import Verdict
+from fp8ref.sim import attention
+
+AXES = "B,H,Hkv,Tq,Tk,D"
+"""The axes of a shape: q is [B, H, Tq, D], k and v are [B, Hkv, Tk, D]."""
+
+FIELDS, ANSWERS = (AXES, "q", "k", "v"), ("o", "lse")
+PATTERNS = ("zero scores", "ordinary", "one large score", "opposite values")
+"""How the tensors are filled. Under zero scores, of small integers in v, no exponential rounds."""
+
+MASKS = ("full", "causal", "causal_start")
+"""The masks without a window; the last is aligned to the start."""
+
+EXPONENTIALS = ("exact", "hardware")
+"""How exponentials are judged: rounded correctly, or within A-5's bound, which changes few outputs (``comparison.NEAR``)."""
+
+NO_LSE = "-"
+"""The answer of a program without a log-sum-exp."""
+
+_BFLOAT16, _FLOAT32 = dtypes.by_name("bfloat16"), dtypes.by_name("float32")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attention:
+    """A set of vectors: ``count`` problems of a shape, under a mask and a window "left,right", -1 for an open side.
+
+    Raises:   ValueError: an unknown variant or mask, a window or a shape that does not fit, a seed or count out of range.
+    """
+
+    variant: str
+    mask: str = "full"
+    window: str = "none"
+    shape: str = "1,2,1,4,200,32"
+    seed: int = 0
+    count: int = 12
+
+    def __post_init__(self) -> None:
+        if self.variant not in VARIANTS:
+            raise ValueError(f"a variant is one of {', '.join(VARIANTS)}; got {self.variant!r}.")
+        if self.mask not in MASKS:
+            raise ValueError(f"a mask is one of {', '.join(MASKS)}; got {self.mask!r}.")
+        dtypes.check_random(self.seed, self.count)
+        _, h, kv, _, _, d = self.dims
+        if h % kv:
+            raise ValueError(f"a shape is {AXES} with Hkv dividing H; got {self.shape}.")
+        if VARIANTS[self.variant].granularity == "mx_1x32" and d % 32:
+            raise ValueError(f"variant {self.variant!r} needs D divisible by 32; got {self.shape}.")
+        variants.by_name(self.variant).tile(d, self.of_mask)
+
+    @property
+    def dims(self) -> tuple[int, ...]:
+        """B, H, Hkv, Tq, Tk and D."""
+        return quantize.dims(self.shape, AXES)
+
+    @property
+    def of_mask(self) -> Mask:
+        """The mask itself. ValueError for a window that is none."""
+        window = None
+        if self.window != "none":
+            sides = self.window.split(",")
+            if len(sides) != 2 or not all(side == "-1" or side.isdecimal() for side in sides):
+                raise ValueError(f"a window is left,right, -1 for an open side, or none; got {self.window!r}. Write it like 64,0.")
+            left, right = (None if side == "-1" else int(side) for side in sides)
+            window = (left, right)
+        return Mask(causal=self.mask != "full", window=window, alignment="start" if self.mask == "causal_start" else "end")
+
+    def shapes(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+        """Those of q, k and v."""
+        b, h, kv, tq, tk, d = self.dims
+        return (b, h, tq, d), (b, kv, tk, d), (b, kv, tk, d)
+
+    def problems(self) -> Iterator[tuple[str, list[np.ndarray]]]:
+        """(pattern, the bfloat16 bits of q, k and v), patterns taking turns."""
+        for i in range(self.count):
+            pattern = PATTERNS[i % len(PATTERNS)]
+            seed = (self.seed << 32) + 3 * i
+            yield pattern, [_bits(pattern, role, shape, seed + n) for n, (role, shape) in enumerate(zip("qkv", self.shapes(), strict=True))]
+
+    def vectors(self) -> Iterator[tuple[str, str]]:
+        """(pattern, line) of each problem."""
+        return ((pattern, self.line(bits)) for pattern, bits in self.problems())
+
+    def line(self, bits: list[np.ndarray]) -> str:
+        """The line of these tensors."""
+        return " ".join([self.shape, *(text.join(one, 16) for one in bits)])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rules:
+    """How attention is judged. ValueError for unknown exponentials."""
+
+    exponentials: str = "exact"
+
+    def __post_init__(self) -> None:
+        if self.exponentials not in EXPONENTIALS:
+            raise ValueError(f"exponentials are {' or '.join(EXPONENTIALS)}; got {self.exponentials!r}.")
+
+
+def verify(question: Attention, rules: Rules, vectors: Iterator[text.Vector], verdict: Verdict) -> None:
+    """Judge every vector, and record it in the verdict. All NaNs count as equal; a log-sum-exp of ``-`` is not judged."""
+    for vector in vectors:
+        if vector.shape(0, AXES) != question.dims:
+            raise text.MalformedError(vector.line, f"the shape is {question.shape}; got {vector.fields[0]}. Copy gen's line.")
+        names = ("q", "k", "v")
+        bits = [
+            vector.numbers(n + 1, 16, shape, f"the numbers of {names[n]} {list(shape)}, bfloat16,")
+            for n, shape in enumerate(question.shapes())
+        ]
+        shape_o = question.shapes()[0]
+        pairs = [("o", _float32(vector, 4, shape_o, "o"))]
+        if vector.fields[5] != NO_LSE:
+            pairs.append(("lse", _float32(vector, 5, shape_o[:3], "lse")))
+        inputs = question.line(bits)
+        kind = verdict.kind(inputs)
+        q, k, v = (dtypes.values(one, _BFLOAT16) for one in bits)
+        with vector.named():
+            result = attention.forward(q, k, v, variant=question.variant, mask=question.of_mask)
+        for what, found in pairs:
+            expected = result.o if what == "o" else result.lse
+            differ = ~((found == expected) | (np.isnan(found) & np.isnan(expected)))
+            if _fails(differ, found, expected, rules):
+                break
+        else:
+            verdict.add(vector.line, inputs, kind, differs=False)
+            continue
+        if verdict.add(vector.line, inputs, kind, differs=True):
+            i = int(np.argmax(differ.ravel()))
+            count = f"{int(differ.sum())} of {differ.size} values differ"
+            why = {
+                "vector": f"{kind}, {what}{quantize.at(i, differ.shape)}",
+                "expected": _shown(expected.ravel()[i]),
+                "got": _shown(found.ravel()[i]),
+                "rule": f"variant {question.variant} (A-1). {count}. {_guess(question, q, k, v, pairs[0][1])}".strip(),
+            }
+            verdict.show(vector.line, kind, why)
+
+
+def _fails(differ: np.ndarray, found: np.ndarray, expected: np.ndarray, rules: Rules) -> bool:
+    if rules.exponentials == "exact" or not differ.any():
+        return bool(differ.any())
+    far = differ & ~comparison.close(found, expected)
+    return int(far.sum()) > max(1, (1 - comparison.NEAR) * far.size)
+
+
+def _guess(question: Attention, q, k, v, found: np.ndarray) -> str:
+    """A sentence: which other variant gives these outputs; '' if none does."""
+    for name in VARIANTS:
+        try:
+            other = attention.forward(q, k, v, variant=name, mask=question.of_mask).o
+        except ValueError:  # features that it does not take
+            continue
+        if name != question.variant and np.array_equal(found, other):
+            return f"The answer is what variant {name} gives."
+    return ""
+
+
+def _float32(vector: text.Vector, field: int, shape: tuple[int, ...], name: str) -> np.ndarray:
+    return vector.numbers(field, 32, shape, f"the numbers of {name} {list(shape)}, float32,").astype(np.uint32).view(np.float32)
+
+
+def _shown(value: np.float32) -> str:
+    return f"{int(dtypes.bits(np.full(1, value), _FLOAT32)[0]):08X} ({explain.decimal(value)})"
+
+
+def _bits(pattern: str, role: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
+    """bfloat16 numbers, as uint16."""
+    raw = dtypes.random(seed, math.prod(shape)).reshape(shape)
+    sign = (raw >> np.uint64(63)).astype(np.uint16) << 15
+    # from 2^-3 to 2, and more of them small
+    ordinary = (
+        sign | ((np.uint64(124) + (raw & np.uint64(3))).astype(np.uint16) << 7) | (raw >> np.uint64(8) & np.uint64(0x7F)).astype(np.uint16)
+    )
+    if pattern == "zero scores":
+        integers = (raw >> np.uint64(4) & np.uint64(7)).astype(np.float32)
+        return (
+            np.zeros(shape, np.uint16)
+            if role == "q"
+            else dtypes.bits(integers, _BFLOAT16).astype(np.uint16) | np.where(integers > 0, sign, 0)
+        )
+    found = ordinary
+    if pattern == "one large score" and role == "k":  # of the first query and the key of the seed's number
+        found = ordinary.copy()
+        found[:, :, seed // 3 % shape[2]] += np.uint16(3 << 7)
+    if pattern == "opposite values" and role == "v":  # the second half of the keys negates the first
+        half = shape[2] // 2
+        found = ordinary.copy()
+        found[:, :, half : 2 * half] = found[:, :, :half] ^ np.uint16(0x8000)
+    return found.astype(np.uint16)
