@@ -32,7 +32,7 @@ from fp8ref.train import device_shapes, train_state
 from fp8ref.train.config import Config
 from fp8ref.train.torch import optimizer
 from fp8ref.train.torch.cross_entropy import cross_entropy
-from fp8ref.train.torch.llama import Llama
+from fp8ref.train.torch.llama import Attention, Llama
 
 
 class Step:
@@ -99,10 +99,11 @@ class Step:
     def _llama(self) -> Llama:
         """The model, with the config's attention; ranks of a mesh share the amaxes of its tensors (A-2)."""
         model = Llama(self.config.model)
-        for layer in model.model.layers:
-            layer.self_attn.variant = self.config.numerics.attention
-            if self.mesh is not None:
-                layer.self_attn.amax_group = distributed.group.WORLD.group_name
+        group = None if self.mesh is None else distributed.group.WORLD  # the mesh has all processes
+        for module in model.modules():
+            if isinstance(module, Attention):
+                module.variant = self.config.numerics.attention
+                module.amax_group = None if group is None else group.group_name
         return model
 
     def backward(self, tokens: np.ndarray) -> torch.Tensor:
