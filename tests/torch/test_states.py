@@ -418,11 +418,15 @@ def test_a_copied_optimizer_makes_the_same_steps(copied, name):
 
 def test_states_of_other_decisions_and_shapes_are_refused_at_load():  # O-4
     """Also those that have the layout's name, or as many elements: read by it, they would be other moments."""
-    wider = dataclasses.replace(LAYOUTS["sqrt_e4m3"], m=dataclasses.replace(LAYOUTS["sqrt_e4m3"].m, block=256))
+    own = LAYOUTS["sqrt_e4m3"]
+    wider = dataclasses.replace(own, m=dataclasses.replace(own.m, block=256))
+    same_shapes = dataclasses.replace(own, m=dataclasses.replace(own.m, scaling="divide"), bounded=False)
     p, optimizer = made()
     before = {key: x.clone() for key, x in optimizer.state[p].items()}
     for saved, message in (
-        (made(wider)[1].state_dict(), r"has m_scale_inv = float32 \(4,\); got float32 \(2,\)"),
+        (made(wider)[1].state_dict(), r"layout 'sqrt_e4m3' has m.block = 128, saved 256. States of another layout are not converted"),
+        (made(same_shapes)[1].state_dict(), "has m.scaling = 'multiply', saved 'divide'; bounded = True, saved False. States of"),
+        ({"state": {}, "param_groups": [{"layout": "sqrt_e4m3"}]}, "with the decisions of their layout; got a group without"),
         (made(shape=(128, 4))[1].state_dict(), r"shape \(4, 128\) has m_codes = uint8 \(4, 128\); got uint8 \(128, 4\)"),
         (made(shape=(8, 128))[1].state_dict(), r"has m_codes = uint8 \(4, 128\); got uint8 \(8, 128\)"),
         ({**optimizer.state_dict(), "state": {0: {"step": torch.ones(())}}}, r"has m_codes = uint8 \(4, 128\); got nothing"),
