@@ -47,6 +47,20 @@ def run(config: Config, backend: str, layout: str, seed: int) -> dict:
     return found | {key: health.get(key) for key in HEALTH}
 
 
+def about(name: str, config: Config) -> dict:
+    """What all runs of a file have in common; no runs yet."""
+    return {
+        "machine": platform.platform(),
+        "config": name,
+        "recipe": config.numerics.recipe,
+        "steps": config.run.steps,
+        "width": config.model.hidden_size,
+        "batch_size": config.data.batch_size,
+        "sequence_length": config.data.sequence_length,
+        "runs": [],
+    }
+
+
 def gaps(runs: list[dict]) -> dict[tuple[str, str], tuple[float, float] | None]:
     """{(backend, layout): (mean of the losses minus those of float32 states, seed by seed; its standard error)}.
 
@@ -93,6 +107,8 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--recipe", default="bf16", help="of the linears (default bf16)")
     parser.add_argument("--steps", type=int, help="of each run (default: the config's)")
+    parser.add_argument("--batch-size", type=int, help="sequences in a batch (default: the config's)")
+    parser.add_argument("--sequence-length", type=int, help="tokens in a sequence (default: the config's)")
     parser.add_argument("--width", type=int, help="another hidden size than the config's; the other sizes follow")
     parser.add_argument("--json", type=Path, default=RESULTS)
     parser.add_argument("--resume", action="store_true")
@@ -101,13 +117,17 @@ def main() -> None:
     config = config.replace(numerics={"recipe": given.recipe})
     if given.steps:
         config = config.replace(run={"steps": given.steps})
+    sizes = {"batch_size": given.batch_size, "sequence_length": given.sequence_length}
+    config = config.replace(data={key: value for key, value in sizes.items() if value}, run={"eval_every": config.run.steps})
     if given.width:
         factor = given.width / config.model.hidden_size
         config = config.replace(model={"hidden_size": given.width, "intermediate_size": int(config.model.intermediate_size * factor)})
-    found = {"machine": platform.platform(), "config": given.config, "recipe": given.recipe, "steps": config.run.steps, "runs": []}
-    found["width"] = config.model.hidden_size
+    found = about(given.config, config)
     if given.resume and given.json.exists():
-        found["runs"] = json.loads(given.json.read_text())["runs"]
+        kept = json.loads(given.json.read_text())
+        if changed := [key for key in found if key not in ("machine", "runs") and kept.get(key) != found[key]]:
+            parser.error(f"--resume goes on with the runs of {given.json}, whose {', '.join(changed)} differ. Name another file.")
+        found["runs"] = kept["runs"]
     done = {(r["backend"], r["layout"], r["seed"]) for r in found["runs"]}
     for seed in range(given.seeds):
         for backend in given.backends:
