@@ -401,6 +401,25 @@ def test_what_is_not_finite_is_nan():  # O-2
         assert differing(state.m["w"].codes, wanted.m.codes) == 0 or wanted.m.codes.dtype != np.uint8, name
 
 
+@pytest.mark.parametrize("name", ["sqrt_e4m3", "msamp_o2"])
+def test_a_schedule_that_leaves_the_range_makes_nan(name):  # O-2
+    """Of its second rate; a rate that is known before is refused."""
+    tx = states.adamw(lambda count: jnp.where(count == 0, 1e-3, 1025.0), layout=name)
+    p, g = {"w": jnp.ones((1, 128))}, {"w": jnp.full((1, 128), 0.5)}
+    update = jax.jit(tx.update)
+    updates, state = update(g, tx.init(p), p)
+    assert np.isfinite(np.asarray(updates["w"])).all()
+    updates, state = update(g, state, p)
+    assert np.isnan(np.asarray(updates["w"])).all()
+    assert all(np.isfinite(np.asarray(x)).all() for x in states.decode(state, name)[0].values())
+    negative = jax.jit(lambda rate: states.step(p, g, tx.init(p), learning_rate=rate, layout=name)[0])
+    assert np.isnan(np.asarray(negative(-1e-3)["w"])).all()
+    for rate in (-1e-3, 1025.0, np.float32(np.nan)):
+        for given in (rate, jnp.float32(rate)):
+            with pytest.raises(ValueError, match=r"learning_rate is in \[0, 1024\]; got"):
+                states.adamw(given, layout=name)
+
+
 def test_bad_input_is_refused_by_name():  # O-1, O-2, O-4
     with pytest.raises(ValueError, match="layout is a Layout or one of"):
         states.adamw(1e-3, layout="adam8bit")
