@@ -76,14 +76,21 @@ def test_masters_have_the_simulators_bits(name):  # O-14, O-15
     assert trained_masters(MASTERED[name], 4, jnp.bfloat16) == 0
 
 
+def cut(x):
+    """An array on 8 devices, cut by rows if they divide it."""
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    return jax.device_put(x, NamedSharding(mesh, P("data") if x.ndim and x.shape[0] % 8 == 0 else P()))
+
+
 @pytest.mark.parametrize("name", ["msamp_o2", "predicted_half"])
 def test_a_mesh_changes_nothing_of_masters(name):  # O-11, O-15
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    assert trained_masters(MASTERED[name], 3, jnp.float32, place=cut) == 0
 
-    def place(x):
-        return jax.device_put(x, NamedSharding(mesh, P("data") if x.ndim and x.shape[0] % 8 == 0 else P()))
 
-    assert trained_masters(MASTERED[name], 3, jnp.float32, place=place) == 0
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MASTERED)
+def test_fifty_steps_of_masters_on_a_mesh(name):  # O-11, O-14, O-15
+    assert trained_masters(MASTERED[name], 50, jnp.bfloat16, place=cut) == 0
 
 
 @pytest.mark.parametrize("name", WITH_MASTERS)
@@ -151,18 +158,19 @@ def test_operation_by_operation(name):  # O-2 to O-10
 
 @pytest.mark.parametrize("name", ["sqrt_e4m3", "sqrt_e5m2", "msamp", "predicted", "stochastic"])
 def test_a_mesh_changes_nothing(name):  # O-11
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-
-    def place(x):
-        cut = P("data") if x.ndim and x.shape[0] % 8 == 0 else P()
-        return jax.device_put(x, NamedSharding(mesh, cut))
-
     optimizer = states.adamw(1e-3, layout=ALL[name], **seeded(ALL[name]))
-    assert trained(compiled(optimizer), optimizer, ALL[name], 4, place=place) == 0
-    p = {"w": place(jnp.zeros((16, 256)))}
+    assert trained(compiled(optimizer), optimizer, ALL[name], 4, place=cut) == 0
+    p = {"w": cut(jnp.zeros((16, 256)))}
     state = jax.jit(optimizer.init)(p)
     assert optimizer.init(p).m["w"].codes.sharding == p["w"].sharding
     assert state.m["w"].codes.shape == (16, 256)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ALL)
+def test_fifty_steps_on_a_mesh(name):  # O-2 to O-11
+    optimizer = states.adamw(1e-3, b2=0.999, layout=ALL[name], **seeded(ALL[name]))
+    assert trained(compiled(optimizer), optimizer, ALL[name], 50, place=cut, b2=0.999) == 0
 
 
 @pytest.mark.slow

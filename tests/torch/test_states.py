@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from ranks import run
-from state_layouts import MASTERED, NEAREST, SHAPES, STOCHASTIC, differing
+from state_layouts import EXTRA, MASTERED, NEAREST, SHAPES, STOCHASTIC, differing
 from torch import distributed, nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
@@ -105,8 +105,8 @@ def seeded(layout) -> dict:
     return {**HYPER, "seed": SEED * layout.stochastic}
 
 
-def on_ranks(names: list[str]) -> dict[str, int]:
-    """Elements that differ after 6 steps, by layout, under FSDP2."""
+def on_ranks(names: list[str], steps: int) -> dict[str, int]:
+    """Elements that differ after each of so many steps, by layout, under FSDP2."""
     totals = {}
     mesh = init_device_mesh("cpu", (distributed.get_world_size(),), mesh_dim_names=("fsdp",))
     for name in names:
@@ -114,7 +114,7 @@ def on_ranks(names: list[str]) -> dict[str, int]:
         found = fully_shard(model(layout), mesh=mesh)
         optimizer = states.AdamW(found.parameters(), lr=1e-3, layout=layout, **seeded(layout))
         totals[name] = 0
-        for t, (q, state) in enumerate(simulated(layout, 6)):
+        for t, (q, state) in enumerate(simulated(layout, steps)):
             step_sharded(found, optimizer, t)
             totals[name] += sum(count(optimizer, p, q[key], state[key]) for key, p in found.named_parameters())
     return totals
@@ -125,7 +125,16 @@ def on_ranks(names: list[str]) -> dict[str, int]:
 def test_fsdp2_changes_nothing(ranks):  # O-11
     """Also of rows that ranks do not divide, of blocks that ranks share, and of ranks that have nothing of a tensor."""
     names = [*LAYOUTS, "previous", "predicted", "predicted_v", *STOCHASTIC, *MASTERED]
-    assert run(ranks, on_ranks, names, timeout=300) == [dict.fromkeys(names, 0)] * ranks
+    assert run(ranks, on_ranks, names, 6, timeout=300) == [dict.fromkeys(names, 0)] * ranks
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize(
+    "names", [list(LAYOUTS), list(EXTRA), list(STOCHASTIC), list(MASTERED)], ids=["named", "extra", "stochastic", "masters"]
+)
+def test_fifty_steps_on_ranks(names, ranks):  # O-11
+    assert run(ranks, on_ranks, names, 50, timeout=600) == [dict.fromkeys(names, 0)] * ranks
 
 
 def saved(folder: str, names: list[str]) -> None:
