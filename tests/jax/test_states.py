@@ -319,6 +319,22 @@ def test_what_is_not_finite_is_nan():  # O-2
         assert differing(state.m["w"].codes, wanted.m.codes) == 0 or wanted.m.codes.dtype != np.uint8, name
 
 
+@pytest.mark.parametrize("name", ["te", "msamp_o2"])
+@pytest.mark.parametrize("row", [0, 7, 15])
+def test_what_is_not_finite_reaches_all_devices(name, row):  # O-2, O-11, P-3
+    """Of one device's rows: a collective's maximum may drop a NaN. The moments of all elements share a scale, and are NaN."""
+    layout, g, w = {**LAYOUTS, **WITH_MASTERS}[name], np.ones((16, 256), np.float32), np.ones((16, 256), np.float32)
+    g[row, 3] = np.nan
+    tx = states.adamw(1e-3, layout=layout)
+    state = tx.init({"w": cut(jnp.asarray(w))})
+    state = jax.jit(tx.update)({"w": cut(jnp.asarray(g))}, state, {"w": cut(jnp.asarray(w))})[1]
+    m, v = states.decode(state, layout)
+    assert np.isnan(np.asarray(m["w"])).all()
+    assert np.isnan(np.asarray(v["w"])).all()
+    if layout.keeps_master:
+        assert np.isnan(np.asarray(states.weights(state, layout)["w"], np.float32)).all()
+
+
 @pytest.mark.parametrize("name", ["sqrt_e4m3", "msamp_o2"])
 def test_a_schedule_that_leaves_the_range_makes_nan(name):  # O-2
     """Of its second rate; a rate that is known before is refused."""
