@@ -92,7 +92,7 @@ bench-optimizer: setup
 	$(BIN)/python benchmarks/optimizer_step.py --threads 1 --layouts float32 bfloat16 msamp sqrt_e5m2 sqrt_e4m3 --json benchmarks/results/optimizer_step.json
 
 # It goes on where it was cut off. Batches are small: PyTorch's bfloat16 is slow on a CPU.
-LOSSES = benchmarks/layout_losses.py --resume --batch-size 4 --sequence-length 64
+LOSSES = benchmarks/layout_losses.py --resume --steps 40 --batch-size 4 --sequence-length 64
 
 bench-losses: setup
 	$(BIN)/python $(LOSSES) --json benchmarks/results/layout_losses.json

@@ -13,6 +13,7 @@ import gpu_parity
 import gpu_probe
 import layout_losses
 from fp8ref.conformance.gemm import recording
+from fp8ref.states import LAYOUTS, WITH_MASTERS
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 PAGE = BENCHMARKS.parent / "docs" / "benchmarks.md"
@@ -100,6 +101,16 @@ def test_losses_of_layouts_are_compared_seed_by_seed():
     assert shown.row_count == len(found)
     assert list(shown.columns[3].cells)[2] == "2.5000, -"
     assert list(shown.columns[4].cells) == ["+0.0000 +- 0.0000", "+0.3000 +- 0.2000", "not finite", "+0.0000", "-0.2500"]
+
+
+def test_the_page_shows_the_losses_of_layouts():
+    page = (PAGE.parent / "how-to" / "optimizer-states.md").read_text(encoding="utf-8")
+    kept = json.loads(layout_losses.RESULTS.read_text())
+    assert "\n".join(layout_losses.page(kept["runs"])) in page
+    assert {r["layout"] for r in kept["runs"]} == LAYOUTS.keys() | WITH_MASTERS.keys()
+    assert f"in {kept['steps']} steps of {kept['batch_size'] * kept['sequence_length']} tokens, with {kept['recipe']} linears" in page
+    assert {r["seed"] for r in kept["runs"]} == {0}  # "one seed"
+    assert {f"{r['val_loss']:.3f}" for r in kept["runs"] if r["layout"] == "float32"} == {"3.109"}
 
 
 @pytest.mark.slow
