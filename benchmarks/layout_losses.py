@@ -2,7 +2,8 @@
 
 Runs of one seed start from the same weights and see the same batches, so that the loss of a layout is compared with that of float32 states
 seed by seed: the mean of the differences, and their standard error. Figures of health are of the last recorded step, the worst of the seeds.
-A run whose loss was not finite counts as such. --resume keeps the runs that are in the JSON file.
+A run whose loss was not finite counts as such. --resume keeps the runs that are in the JSON file. JAX's runs have no health: equal states
+have the same, and a measured step is another program to compile.
 """
 
 import argparse
@@ -47,6 +48,20 @@ def run(config: Config, backend: str, layout: str, seed: int) -> dict:
     return found | {key: health.get(key) for key in HEALTH}
 
 
+def about(name: str, config: Config) -> dict:
+    """What all runs of a file have in common; no runs yet."""
+    return {
+        "machine": platform.platform(),
+        "config": name,
+        "recipe": config.numerics.recipe,
+        "steps": config.run.steps,
+        "width": config.model.hidden_size,
+        "batch_size": config.data.batch_size,
+        "sequence_length": config.data.sequence_length,
+        "runs": [],
+    }
+
+
 def gaps(runs: list[dict]) -> dict[tuple[str, str], tuple[float, float] | None]:
     """{(backend, layout): (mean of the losses minus those of float32 states, seed by seed; its standard error)}.
 
@@ -73,16 +88,33 @@ def table(runs: list[dict]) -> Table:
     )
     for (backend, layout), gap in gaps(runs).items():
         of_seeds = [r for r in runs if (r["backend"], r["layout"]) == (backend, layout)]
-        worst = {key: [r[key] for r in of_seeds if r[key] is not None] for key in HEALTH}
-        health = [form.format(max(worst[key])) if worst[key] else "-" for key, form in zip(HEALTH, FORMS, strict=True)]
+        health = worst(of_seeds)
         losses = ", ".join("-" if r["val_loss"] is None else f"{r['val_loss']:.4f}" for r in of_seeds)
         shown.add_row(backend, layout, f"{by_name(layout).bytes_with_master(1 << 20):.2f}", losses, written(gap), *health)
     return shown
 
 
+def worst(runs: list[dict]) -> list[str]:
+    """The worst of each figure of health, as tables have it; "-" where no run has one."""
+    found = [[r[key] for r in runs if r[key] is not None] for key in HEALTH]
+    return [form.format(max(values)) if values else "-" for values, form in zip(found, FORMS, strict=True)]
+
+
 def written(gap: tuple[float, float] | None) -> str:
-    """A gap as tables have it."""
-    return "not finite" if gap is None else f"{gap[0]:+.4f} +- {gap[1]:.4f}"
+    """A gap as tables have it; of one seed without an error."""
+    if gap is None:
+        return "not finite"
+    return f"{gap[0]:+.4f}" if math.isnan(gap[1]) else f"{gap[0]:+.4f} +- {gap[1]:.4f}"
+
+
+def page(runs: list[dict]) -> list[str]:
+    """The rows of a page's table, a layout each: its bytes, the gaps in JAX and in PyTorch, and the worst health."""
+    of_each, rows = gaps(runs), []
+    for layout in dict.fromkeys(r["layout"] for r in runs):
+        both = [written(of_each[backend, layout]) if (backend, layout) in of_each else "-" for backend in ("jax", "torch")]
+        health = worst([r for r in runs if r["layout"] == layout])
+        rows.append("| " + " | ".join([f"`{layout}`", f"{by_name(layout).bytes_with_master(1 << 20):.2f}", *both, *health]) + " |")
+    return rows
 
 
 def main() -> None:
@@ -93,21 +125,31 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--recipe", default="bf16", help="of the linears (default bf16)")
     parser.add_argument("--steps", type=int, help="of each run (default: the config's)")
+    parser.add_argument("--batch-size", type=int, help="sequences in a batch (default: the config's)")
+    parser.add_argument("--sequence-length", type=int, help="tokens in a sequence (default: the config's)")
     parser.add_argument("--width", type=int, help="another hidden size than the config's; the other sizes follow")
     parser.add_argument("--json", type=Path, default=RESULTS)
     parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--show", action="store_true", help="print the page's rows of the JSON file, and run nothing")
     given = parser.parse_args()
+    if given.show:
+        print("\n".join(page(json.loads(given.json.read_text())["runs"])))
+        return
     config = configs.load(given.config)
     config = config.replace(numerics={"recipe": given.recipe})
     if given.steps:
         config = config.replace(run={"steps": given.steps})
+    sizes = {"batch_size": given.batch_size, "sequence_length": given.sequence_length}
+    config = config.replace(data={key: value for key, value in sizes.items() if value}, run={"eval_every": config.run.steps})
     if given.width:
         factor = given.width / config.model.hidden_size
         config = config.replace(model={"hidden_size": given.width, "intermediate_size": int(config.model.intermediate_size * factor)})
-    found = {"machine": platform.platform(), "config": given.config, "recipe": given.recipe, "steps": config.run.steps, "runs": []}
-    found["width"] = config.model.hidden_size
+    found = about(given.config, config)
     if given.resume and given.json.exists():
-        found["runs"] = json.loads(given.json.read_text())["runs"]
+        kept = json.loads(given.json.read_text())
+        if changed := [key for key in found if key not in ("machine", "runs") and kept.get(key) != found[key]]:
+            parser.error(f"--resume goes on with the runs of {given.json}, whose {', '.join(changed)} differ. Name another file.")
+        found["runs"] = kept["runs"]
     done = {(r["backend"], r["layout"], r["seed"]) for r in found["runs"]}
     for seed in range(given.seeds):
         for backend in given.backends:

@@ -11,8 +11,14 @@ BACKENDS = pytest.mark.parametrize("backend", loop.BACKENDS)
 SIZES = {"hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 2}
 
 
-def fed(trainer, gradients: dict[str, np.ndarray]):
-    """Have the trainer's step take these gradients."""
+def configured(small, layout: str, **sections):
+    """bf16, so that neither backend's FP8 changes anything else; no clipping, which is T-2's."""
+    optimizer = {"kind": "adamw_states", "layout": layout, "max_norm": float("inf")}
+    return small.replace(model=SIZES, numerics={"recipe": "bf16"}, optimizer=optimizer, **sections)
+
+
+def fed(trainer, gradients: dict[str, np.ndarray]) -> None:
+    """Have the trainer's steps and measured steps take these gradients."""
     if trainer.backend == "torch":
         import torch
 
@@ -29,5 +35,7 @@ def fed(trainer, gradients: dict[str, np.ndarray]):
         step.gradients = lambda *_: (jnp.float32(1), given, {})
         return type(step).train(step, state, tokens, lr)
 
-    compiled, like = jax.jit(train), step._params
-    trainer._train = lambda *arguments: compiled(*arguments, step._tree(like, {name: jnp.asarray(g) for name, g in gradients.items()}))
+    tree = step._tree(step._params, {name: jnp.asarray(g) for name, g in gradients.items()})
+    compiled = jax.jit(train)
+    trainer._train = lambda *arguments: compiled(*arguments, tree)
+    trainer._gradients = lambda *_: (None, tree, None)

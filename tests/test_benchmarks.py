@@ -11,7 +11,9 @@ import pytest
 
 import gpu_parity
 import gpu_probe
+import layout_losses
 from fp8ref.conformance.gemm import recording
+from fp8ref.states import LAYOUTS, WITH_MASTERS
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 PAGE = BENCHMARKS.parent / "docs" / "benchmarks.md"
@@ -69,6 +71,64 @@ def test_the_page_shows_the_optimizers_table():
     for row, compiled, jitted in zip(kept["eager"][1:], kept["compiled"][1:], kept["jax"][1:], strict=True):
         assert row["optimizer"] == compiled["optimizer"] == jitted["optimizer"]
         assert f"| `{row['optimizer']}` | {row['ratio']:.1f}x | {compiled['ratio']:.1f}x | {jitted['ratio']:.1f}x |" in page
+
+
+def made_run(backend: str, layout: str, seed: int, loss: float | None, lost: float | None = None) -> dict:
+    """A run of layout_losses, of which v_lost alone is measured."""
+    health = dict.fromkeys(layout_losses.HEALTH) | {"state_v_lost": lost}
+    return {"backend": backend, "layout": layout, "seed": seed, "val_loss": loss, **health}
+
+
+def test_losses_of_layouts_are_compared_seed_by_seed():
+    """A mean of differences, not a difference of means: seed 2 has no run of float32 states, and is left out."""
+    runs = [made_run("jax", "float32", seed, loss) for seed, loss in ((0, 2.0), (1, 4.0))]
+    runs += [made_run("jax", "msamp", seed, loss) for seed, loss in ((0, 2.5), (1, 4.1), (2, 9.0))]
+    runs += [made_run("jax", "te", seed, loss) for seed, loss in ((0, 2.5), (1, None))]
+    runs += [made_run("torch", "float32", 0, 3.0, 0.0), made_run("torch", "msamp", 0, 2.75, 0.5), made_run("torch", "coat", 1, 1.0)]
+    found = layout_losses.gaps(runs)
+    assert list(found) == [("jax", "float32"), ("jax", "msamp"), ("jax", "te"), ("torch", "float32"), ("torch", "msamp")]
+    assert found["jax", "float32"] == (0.0, 0.0)
+    # 0.5 and 0.1: their standard deviation is 0.4 / sqrt(2), and the mean of two has 1 / sqrt(2) of it
+    assert found["jax", "msamp"] == (pytest.approx(0.3), pytest.approx(0.2))
+    assert found["jax", "te"] is None
+    assert layout_losses.page(runs) == [
+        "| `float32` | 12.00 | +0.0000 +- 0.0000 | +0.0000 | 0.00% | - | - | - |",
+        "| `msamp` | 7.00 | +0.3000 +- 0.2000 | -0.2500 | 50.00% | - | - | - |",
+        "| `te` | 6.00 | not finite | - | - | - | - | - |",
+        "| `coat` | 6.19 | - | - | - | - | - | - |",
+    ]
+    shown = layout_losses.table(runs)
+    assert shown.row_count == len(found)
+    assert list(shown.columns[3].cells)[2] == "2.5000, -"
+    assert list(shown.columns[4].cells) == ["+0.0000 +- 0.0000", "+0.3000 +- 0.2000", "not finite", "+0.0000", "-0.2500"]
+
+
+def test_the_page_shows_the_losses_of_layouts():
+    page = (PAGE.parent / "how-to" / "optimizer-states.md").read_text(encoding="utf-8")
+    kept = json.loads(layout_losses.RESULTS.read_text())
+    assert "\n".join(layout_losses.page(kept["runs"])) in page
+    assert {r["layout"] for r in kept["runs"]} == LAYOUTS.keys() | WITH_MASTERS.keys()
+    assert f"in {kept['steps']} steps of {kept['batch_size'] * kept['sequence_length']} tokens, with {kept['recipe']} linears" in page
+    assert {r["seed"] for r in kept["runs"]} == {0}  # "one seed"
+    assert {f"{r['val_loss']:.3f}" for r in kept["runs"] if r["layout"] == "float32"} == {"3.109"}
+
+
+@pytest.mark.slow
+def test_losses_of_layouts_resume_the_same_runs_only(tmp_path):
+    file = tmp_path / "losses.json"
+    sizes = ["--steps", "2", "--width", "32", "--batch-size", "2", "--sequence-length", "32", "--seeds", "1", "--backends", "torch"]
+    script = [sys.executable, BENCHMARKS / "layout_losses.py", "--json", file, *sizes, "--layouts"]
+    subprocess.run([*script, "float32"], check=True, capture_output=True)
+    first = json.loads(file.read_text())
+    subprocess.run([*script, "float32", "te", "--resume"], check=True, capture_output=True)
+    runs = json.loads(file.read_text())["runs"]
+    assert runs[0] == first["runs"][0]
+    assert [run["layout"] for run in runs] == ["float32", "te"]
+    assert runs[1]["state_v_lost"] > runs[0]["state_v_lost"] == 0
+    refused = subprocess.run([*script, "float32", "--resume", "--steps", "3"], check=False, capture_output=True, text=True)
+    assert refused.returncode == 2
+    assert "whose steps differ. Name another file." in " ".join(refused.stderr.split())
+    assert json.loads(file.read_text())["runs"] == runs
 
 
 def test_what_is_compiled_for_an_h200():

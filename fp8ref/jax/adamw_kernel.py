@@ -57,7 +57,7 @@ def step(p, g, stored: list[MomentState], at: Scalars, factor, finite, *, layout
     both = structure.unflatten([x.reshape(old.shape) for x, old in zip(new, arrays, strict=False)])
     if master is None:
         return weight, *both
-    of_master = MomentState(weight, *(jnp.max(x) for x in new[len(arrays) :]))
+    of_master = MomentState(weight, *map(moments.largest, new[len(arrays) :]))
     return moments.read(of_master, layout.master, layout).astype(p.dtype), *both, of_master
 
 

@@ -286,10 +286,21 @@ def above(x, limit: float, stored: MomentState, moment: Moment):
 
 
 def _group_max(x, moment: Moment, empty: float = 0.0):
-    """() or [blocks]: the maximum of each group of the flattened tensor; empty fills a last
-    block."""
+    """() or [blocks]: the maximum of each group of the flattened tensor; empty fills a last block, and is 0 of
+    magnitudes. Those are compared by bits, as in ``largest``."""
     if division.inside_kernel() and empty == 0:  # [blocks, block], of magnitudes: by bits, NaN is the largest
         return lax.bitcast_convert_type(jnp.max(lax.bitcast_convert_type(x, jnp.int32), axis=-1), jnp.float32)
+    if empty == 0:
+        return cast.from_magnitude_bits(_max_of_groups(cast.magnitude_bits(x), moment, 0), x.dtype)
+    return _max_of_groups(x, moment, empty)
+
+
+def largest(x) -> jax.Array:
+    """(): the largest magnitude of all devices. By bits: a collective's maximum of numbers may drop a NaN (P-3)."""
+    return cast.from_magnitude_bits(jnp.max(cast.magnitude_bits(x)), x.dtype)
+
+
+def _max_of_groups(x, moment: Moment, empty: float):
     if moment.block is None:
         return jnp.max(x)
     if x.ndim and x.shape[-1] % moment.block == 0:  # a cut along other axes then needs no collective

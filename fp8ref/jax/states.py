@@ -59,9 +59,10 @@ def adamw(
 ) -> optax.GradientTransformation:
     """AdamW with the moments of a layout.
 
-    learning_rate  a number, an array, or a schedule of the count of steps before this one, from 0. Of
-                   arrays and schedules the range is not checked. The other numbers are Python's: under
-                   ``optax.inject_hyperparams`` they are among the static_args.
+    learning_rate  a number, an array, or a schedule of the count of steps before this one, from 0. The rate
+                   of a schedule, or of an array under jit, is known only when a program runs: outside of
+                   [0, 1024] it is NaN then, and so is every weight (O-2). The other numbers are Python's:
+                   under ``optax.inject_hyperparams`` they are among the static_args.
     mask           which parameters decay, as in ``optax.adamw``: a tree of booleans, of the parameters' structure
                    or a prefix of it, or a function of the parameters; None: all.
     seed           of a layout that rounds stochastically. Tensors are numbered as jax.tree flattens
@@ -245,7 +246,7 @@ def _check(learning_rate, b1: float, b2: float, eps: float, weight_decay: float,
             )
     states.check_seed(seed, layout)
     states.check(b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, layout=layout)
-    if not callable(learning_rate) and not isinstance(learning_rate, jax.Array):  # the number of an array may not be known yet
+    if not callable(learning_rate) and not isinstance(learning_rate, jax.core.Tracer):
         states.scalars(1, learning_rate=float(learning_rate), b1=b1, b2=b2, eps=eps, weight_decay=weight_decay)
 
 
@@ -256,6 +257,7 @@ def _of_each(leaf, params, grads, state: AdamWState, learning_rate, numbers: tup
     count = optax.safe_increment(state.count)
     at_step = jnp.asarray(table)[jnp.minimum(count, len(table)) - 1]
     rate = jnp.asarray(learning_rate(state.count) if callable(learning_rate) else learning_rate, jnp.float32)
+    rate = jnp.where((rate >= 0) & (rate <= 1024), rate, jnp.nan)  # too late to refuse it
     given = (b1, 1 - b1, b2, 1 - b2, *at_step, rate, eps, weight_decay)
     at = Scalars(*(jnp.asarray(x, jnp.float32) for x in given))
     decays = _decays(mask, params)

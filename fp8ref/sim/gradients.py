@@ -73,9 +73,11 @@ def share(
     Order:    amax of each rank; their maximum; ``shared_scales``; RN32(f32(g) * scale); clip to
               +-fmt.max; round to nearest even.
     Specials: an Inf or NaN of any rank makes every code of every rank NaN, zeros too.
-    Raises:   ValueError: no ranks, or several shapes; empty gradients (S-7); as ``shared_scales``.
+    Raises:   ValueError: no ranks, or several shapes; empty gradients (S-7); a dtype wider than float32; a fmt that is not FP8;
+              as ``shared_scales``.
     Source:   SEMANTICS P-21; MS-AMP msamp/nn/distributed.py, _reduce_bucket.
     """
+    scaling.check_target(fmt)
     shapes = {np.shape(g) for g in grads}
     if len(shapes) != 1:
         raise ValueError(f"ranks have gradients of one shape; got {sorted(shapes) or 'no ranks'}.")
@@ -199,13 +201,16 @@ def accumulate(total: Quantized | None, g, fmt: Format = E4M3FN, *, policy: str 
     Order:    RN32(RN32(code * scale_inv) + f32(g)); its amax; scale; codes, as in ``share``, of one
               rank.
     Specials: an Inf or NaN in the sum or in g makes every code NaN, from then on.
-    Raises:   ValueError: as ``share``; a g of another shape.
+    Raises:   ValueError: as ``share``; a g of another shape; a sum in another format.
     Source:   SEMANTICS P-24; MS-AMP msamp/operators/arithmetic, add_to_fp8.
     """
-    value = np.asarray(g).astype(np.float32)
+    scaling.check_target(fmt)
+    value = scaling.tensor(g).astype(np.float32)
     if total is not None:
         if total.codes.shape != value.shape:
             raise ValueError(f"microbatches have gradients of one shape, {total.codes.shape}; got {value.shape}.")
+        if total.fmt != fmt:
+            raise ValueError(f"a sum stays in the format that it began in, {total.fmt}; got {fmt}. Give every call the same fmt.")
         with np.errstate(over="ignore", invalid="ignore"):
             value = scaling.dequantize(total) + value
     shared = share([value], fmt, policy=policy)

@@ -53,12 +53,12 @@ def amax(x, granularity: str = "tensorwise", *, axis: int = -1) -> np.ndarray:
     Raises:   ValueError: x empty (S-7); an unknown granularity; an axis that is not there, or that
               blocks do not divide; float64, whose amax need not be a float32.
     """
-    return _compiled_amax(_tensor(x), granularity, axis)
+    return _compiled_amax(tensor(x), granularity, axis)
 
 
 def amax_plain(x, granularity: str = "tensorwise", *, axis: int = -1) -> np.ndarray:
     """The definition of ``amax``, in NumPy alone. Raises as amax."""
-    value = np.abs(_tensor(x).astype(np.float32))
+    value = np.abs(tensor(x).astype(np.float32))
     sizes = granularities.blocks(granularity, value.shape, axis)
     if granularity == "tensorwise":
         return value.max()[()]
@@ -85,8 +85,8 @@ def quantize(x, fmt: Format, *, granularity: str = "tensorwise", policy: str | S
               hp_tensor_and_scale_to_float8.
     """
     policy = policies.by_name(policy)
-    _check_target(fmt)
-    x = _in_compute_dtype(_tensor(x), policy)
+    check_target(fmt)
+    x = _in_compute_dtype(tensor(x), policy)
     scales = scales_from_amax(amax(x, granularity, axis=axis), fmt, policy)
     return quantize_with(x, scales, fmt, granularity=granularity, policy=policy, axis=axis)
 
@@ -103,8 +103,8 @@ def quantize_with(
     Source:   SEMANTICS S-5, S-13.
     """
     policy = policies.by_name(policy)
-    _check_target(fmt)
-    value = _in_compute_dtype(_tensor(x), policy)
+    check_target(fmt)
+    value = _in_compute_dtype(tensor(x), policy)
     if not isinstance(scales, Scales):
         raise ValueError(f"scales are a pair Scales(scale, scale_inv), as scales_from_amax gives; got {type(scales).__name__}.")
     for name, given in scales._asdict().items():
@@ -126,7 +126,7 @@ def quantize_plain(
 ) -> Quantized:
     """The definition of ``quantize_with``, in NumPy alone; fmt and scales are not checked."""
     policy = policies.by_name(policy)
-    value = _in_compute_dtype(_tensor(x), policy).astype(np.float32)
+    value = _in_compute_dtype(tensor(x), policy).astype(np.float32)
     with np.errstate(divide="ignore", over="ignore", invalid="ignore"):  # 0 / 0, Inf * 0; the clip takes an overflow
         if policy.stored == "scale":
             scaled = value * spread(scales.scale, value.shape, granularity, axis)
@@ -188,8 +188,8 @@ def spread(scale: np.ndarray, shape: tuple[int, ...], granularity: str, axis: in
     return scale
 
 
-def _tensor(x) -> np.ndarray:
-    """x as an array of float32 or a narrower floating-point dtype."""
+def tensor(x) -> np.ndarray:
+    """x as an array; ValueError unless it is of float32 or a narrower floating-point dtype."""
     x = cast.array(x)
     cast.check_dtype(x)
     if x.dtype == np.float64:
@@ -199,7 +199,8 @@ def _tensor(x) -> np.ndarray:
     return x
 
 
-def _check_target(fmt: Format) -> None:
+def check_target(fmt: Format) -> None:
+    """ValueError unless tensors are quantized to fmt."""
     formats.check(fmt)
     if fmt.bits != 8 or not fmt.signed:
         raise ValueError(f"tensors are quantized to FP8: {', '.join(formats.FP8_FORMATS)}; got {fmt}. Use cast.round_to or cast.encode.")

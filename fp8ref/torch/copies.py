@@ -78,7 +78,7 @@ def keep(model: nn.Module, optimizer: states.AdamW) -> Copies:
     Returns:  the copies. Each step of the optimizer refreshes them; call ``refresh`` after loading a
               checkpoint. The model's state_dict holds codes and scales, and loads into a model with or without copies.
     Raises:   ValueError: no linear that casts its weight once; an optimizer without masters of its own
-              in the state, or without a weight of these; a weight that another module shares.
+              in the state, or without a weight of these; a weight that another module shares, or that is kept already.
     """
     linears: dict[str, Any] = {name: linear for name, linear in model.named_modules() if isinstance(linear, Float8Linear | Linear)}
     specs = {name: spec for name, linear in linears.items() if (spec := _cast(linear)) is not None}
@@ -87,6 +87,7 @@ def keep(model: nn.Module, optimizer: states.AdamW) -> Copies:
             "weights are kept in FP8 for linears that cast them once for both GEMMs, by their own amax (O-16), and the model has none. "
             "Convert it with such a recipe, as 'tensorwise'."
         )
+    _check_new({name: linears[name] for name in specs})
     gathers = [linears[name].fp8_gather for name in specs if hasattr(linears[name], "fp8_gather")]
     plain = {name: linears[name].weight for name in specs if not hasattr(linears[name], "fp8_gather")}
     _check(model, plain, optimizer)
@@ -146,6 +147,17 @@ def _take_scale(linear: nn.Module, saved: dict[str, Any], prefix: str, *_: objec
 def _cast(linear: Float8Linear | Linear) -> CastSpec | None:
     recipe = linear.recipe
     return recipes.weight_copy(recipe) if recipes.casts_weight_once(recipe) else None
+
+
+def _check_new(linears: dict[str, Any]) -> None:
+    """ValueError for a weight that an earlier ``keep`` keeps: a step would make its codes twice."""
+    for name, linear in linears.items():
+        gather: FP8Gather | None = getattr(linear, "fp8_gather", None)
+        if isinstance(linear.weight, Float8TrainingTensor) or (gather is not None and gather.made is not None):
+            raise ValueError(
+                f"a model's weights are kept in FP8 once; {name}.weight is already. Use what copies.keep returned, and its refresh() after a "
+                "checkpoint is loaded."
+            )
 
 
 def _check(model: nn.Module, plain: dict[str, nn.Parameter], optimizer: states.AdamW) -> None:

@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torchao.float8.float8_training_tensor import Float8TrainingTensor
 
-from fp8ref import states
+from fp8ref import layout_decisions, states
 from fp8ref.formats import BFLOAT16
 from fp8ref.states import Layout, Scalars
 from fp8ref.torch import adamw_update, cast, moments, philox
@@ -54,7 +54,7 @@ class AdamW(torch.optim.Optimizer):
                   (O-2). A parameter without a gradient keeps its weight and its state.
     Raises:       ValueError: an unknown layout; a seed of a layout that does not round
                   stochastically; numbers outside their ranges (O-2); parameters that are empty, or of a dtype that the layout
-                  does not take; states of another layout at load; a DTensor that a layout with blocks is cut in another way than by
+                  does not take; states of another layout at load, of the same name too; a DTensor that a layout with blocks is cut in another way than by
                   Shard(0).
     Source:       SEMANTICS O.
     """
@@ -75,9 +75,8 @@ class AdamW(torch.optim.Optimizer):
         states.check_seed(seed, self.layout)
         self._updates = Update(compiled)
         self._layout_of = functools.cache(self.layout.of)
-        super().__init__(
-            params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "layout": self.layout.name, "seed": seed}
-        )
+        defaults: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "seed": seed}
+        super().__init__(params, defaults | {"layout": self.layout.name, "decisions": layout_decisions.written(self.layout)})
 
     def __getstate__(self) -> dict[str, Any]:
         """What copy and pickle take; torch's own leaves out what a subclass has."""
@@ -119,6 +118,8 @@ class AdamW(torch.optim.Optimizer):
                 "converted: build the optimizer with the layout that they were made with."
             )
         for group in state_dict["param_groups"]:
+            if "decisions" not in group:
+                raise ValueError("states are loaded with the decisions of their layout; got a group without. Save optimizer.state_dict().")
             self._check_numbers(group)
         saved = [index for group in state_dict["param_groups"] for index in group["params"]]
         here = [p for group in self.param_groups for p in group["params"]]
@@ -136,6 +137,11 @@ class AdamW(torch.optim.Optimizer):
             raise ValueError(
                 f"all parameters of an optimizer have one layout, {self.layout.name!r}; a group has {group['layout']!r}. Build an optimizer "
                 "for each layout."
+            )
+        if unlike := layout_decisions.differences(self.layout, group["decisions"]):
+            raise ValueError(
+                f"layout {self.layout.name!r} has {'; '.join(unlike)}. States of another layout are not converted: build the optimizer with "
+                "the layout that they were made with, and give a changed layout a name of its own."
             )
         states.check_seed(group["seed"], self.layout)
         self._scalars(group, 1)

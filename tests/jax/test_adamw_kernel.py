@@ -45,6 +45,7 @@ def kernel(layout: Layout):
 CASES = [
     *(pytest.param(name, None, id=name, marks=[] if name == "torchao" else [pytest.mark.slow]) for name in TAKEN),
     *(pytest.param("sqrt_e4m3", cut, id=str(cut), marks=pytest.mark.slow) for cut in (P("a"), P("a", "b"), P(None, ("a", "b")))),
+    *(pytest.param(name, P("a", "b"), id=f"{name} on a mesh", marks=pytest.mark.slow) for name in ("torchao", "coat")),
 ]
 
 

@@ -5,6 +5,7 @@ from dataclasses import asdict
 
 import numpy as np
 import pytest
+from given_gradients import configured, fed
 
 from fp8ref import health
 from fp8ref.sim import health as simulated
@@ -13,31 +14,6 @@ from fp8ref.train import log, loop
 from fp8ref.train.data import loader
 
 BACKENDS = pytest.mark.parametrize("backend", [pytest.param("jax", marks=pytest.mark.slow), "torch"])
-SIZES = {"hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 2}
-
-
-def configured(small, layout: str, **sections):
-    """bf16, so that neither backend's FP8 changes anything else; no clipping, which is T-2's."""
-    optimizer = {"kind": "adamw_states", "layout": layout, "max_norm": float("inf")}
-    return small.replace(model=SIZES, numerics={"recipe": "bf16"}, optimizer=optimizer, **sections)
-
-
-def fed(trainer, gradients: dict[str, np.ndarray]) -> None:
-    """Have the trainer measure these gradients."""
-    if trainer.backend == "torch":
-        import torch
-
-        def backward(tokens):
-            for name, p in trainer._step.params.items():
-                p.grad = torch.tensor(gradients[name])
-            return torch.ones(1)
-
-        trainer._step.backward = backward
-        return
-    import jax
-
-    tree = trainer._step.stacks.tree(trainer._params, jax.tree.map(jax.numpy.asarray, gradients))
-    trainer._gradients = lambda *_: (None, tree, None)
 
 
 @BACKENDS

@@ -1,9 +1,10 @@
 """The trainers of both backends under a layout that stores masters narrower than float32 (O-14), and weights in FP8 (O-16)."""
 
+import given_gradients
 import jax
 import numpy as np
 import pytest
-from given_gradients import BACKENDS, SIZES, fed
+from given_gradients import BACKENDS, fed
 from safetensors.numpy import load_file
 from state_layouts import differing
 
@@ -20,8 +21,7 @@ EVERY = [pytest.param(name, marks=[] if name == "sqrt_e4m3_f16" else pytest.mark
 
 
 def configured(small, layout: str, recipe: str = "tensorwise", **sections):
-    optimizer = {"kind": "adamw_states", "layout": layout} | sections.pop("optimizer", {})
-    return small.replace(numerics={"recipe": recipe}, optimizer=optimizer, **sections)
+    return small.replace(numerics={"recipe": recipe}, optimizer={"kind": "adamw_states", "layout": layout}, **sections)
 
 
 def tensors(trainer) -> dict[str, np.ndarray]:
@@ -34,7 +34,7 @@ def tensors(trainer) -> dict[str, np.ndarray]:
 @pytest.mark.parametrize("layout", WITH_MASTERS)
 def test_equal_gradients_give_the_simulators_masters(backend, layout, small):  # O-14, O-15
     """Of given weights in float32, which the master rounds first; so the masters of both backends have the same bits."""
-    config = configured(small, layout, "bf16", model=SIZES, optimizer={"max_norm": float("inf")})
+    config = given_gradients.configured(small, layout)
     given = {name: value[...] for name, value in llama.lazy_initial_weights(config.model, seed=0).items()}
     trainer = loop.trainer(backend, config, given)
     tokens = loader.open_batches(config).step(0)

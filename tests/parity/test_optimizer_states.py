@@ -5,7 +5,7 @@ import json
 
 import numpy as np
 import pytest
-from given_gradients import BACKENDS, SIZES, fed
+from given_gradients import BACKENDS, configured, fed
 from state_layouts import differing
 
 from fp8ref import llama
@@ -19,12 +19,6 @@ from fp8ref.train.data import loader
 
 QUICK = ("sqrt_e4m3", "msamp")
 EVERY = [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in LAYOUTS]
-
-
-def configured(small, layout: str, **parallel):
-    """bf16, so that neither backend's FP8 changes anything else; no clipping, which is T-2's."""
-    sections = {"numerics": {"recipe": "bf16"}, "optimizer": {"kind": "adamw_states", "layout": layout, "max_norm": float("inf")}}
-    return small.replace(model=SIZES, parallel=parallel, **sections)
 
 
 @BACKENDS
@@ -96,7 +90,7 @@ def test_a_mesh_in_jax(layout, small, tmp_path):  # O-11, K-2
     """A state that one device saved is continued by two, as between meshes: 2^-9 of a loss; back on one, the bits are read."""
     config = configured(small, layout)
     tokens = loader.open_batches(config).step(0)
-    one, two = loop.trainer("jax", config), loop.trainer("jax", configured(small, layout, fsdp=2))
+    one, two = loop.trainer("jax", config), loop.trainer("jax", configured(small, layout, parallel={"fsdp": 2}))
     one.step(tokens)
     one.save(tmp_path / "state")()
     two.load(tmp_path / "state", 1)
@@ -142,14 +136,14 @@ def test_layouts_and_numbers_are_checked(changes, said):  # O-2, O-14
 
 
 def test_cuts_that_a_layout_forbids_are_refused(small):  # O-11
-    columns = configured(small, "sqrt_e4m3", tensor=2, amax_scope="local")
+    columns = configured(small, "sqrt_e4m3", parallel={"tensor": 2, "amax_scope": "local"})
     with pytest.raises(ConfigError, match=r"blocks of consecutive elements, which parallel.tensor = 2 cuts by columns"):
         loop.trainer("torch", columns)
-    stacked = configured(small, "msamp", scan=True)
+    stacked = configured(small, "msamp", parallel={"scan": True})
     with pytest.raises(ConfigError, match=r"has scales of each parameter, and parallel.scan keeps all layers' as one"):
         loop.trainer("jax", stacked)
     assert not dataclasses.replace(stacked.optimizer, layout="bfloat16").uncut(stacked.parallel, "jax")
     with pytest.raises(ConfigError, match=r"'msamp_o2' keeps masters of parameters that fsdp and data cut, and not parallel.tensor; got 2"):
-        loop.trainer("torch", configured(small, "msamp_o2", tensor=2, amax_scope="local"))
+        loop.trainer("torch", configured(small, "msamp_o2", parallel={"tensor": 2, "amax_scope": "local"}))
     with pytest.raises(ConfigError, match=r"in float32 beside a bfloat16 table .* got parallel.compile 'model'. Use 'block'"):
-        loop.trainer("torch", configured(small, "msamp_o2", compile="model"))
+        loop.trainer("torch", configured(small, "msamp_o2", parallel={"compile": "model"}))

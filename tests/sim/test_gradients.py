@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from fp8ref import gradients as data
-from fp8ref.formats import E4M3FN, E5M2
+from fp8ref.formats import E4M3FN, E5M2, E8M0FNU
 from fp8ref.gradients import AutoScale
 from fp8ref.sim import cast, gradients, scaling
 
@@ -183,6 +183,12 @@ def test_microbatches_are_accumulated_in_fp8():  # P-24
         (lambda: gradients.reduce([np.float32([1])], result="fp8"), "result is one of float32, codes; got 'fp8'"),
         (lambda: gradients.ring([np.uint8([1])] * 3, order=[0, 1, 1]), "a ring visits each of 3 ranks once"),
         (lambda: gradients.accumulate(gradients.accumulate(None, np.float32([1])), np.float32([1, 2])), "gradients of one shape"),
+        (lambda: gradients.accumulate(None, np.float64([1])), "scaled from float32 or a narrower dtype, .* got float64"),
+        (lambda: gradients.accumulate(gradients.accumulate(None, np.float32([1])), np.float64([1])), "narrower dtype, .* got float64"),
+        (lambda: gradients.accumulate(None, np.int32([1])), "got int32"),
+        (lambda: gradients.accumulate(None, np.float32([1]), E8M0FNU), "quantized to FP8: .* got e8m0fnu"),
+        (lambda: gradients.share([np.float32([1])], E8M0FNU), "quantized to FP8: .* got e8m0fnu"),
+        (lambda: gradients.accumulate(gradients.accumulate(None, np.float32([1]), E5M2), np.float32([1])), "began in, e5m2; got e4m3fn"),
         (lambda: AutoScale(threshold=1.0), r"threshold is in \[0, 1\); got 1.0"),
         (lambda: AutoScale(window=0), "window is a positive integer; got 0"),
     ],

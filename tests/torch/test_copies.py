@@ -162,12 +162,25 @@ def test_what_does_not_fit_is_refused_by_name():  # O-16
         copies.keep(plain, states.AdamW(plain.parameters(), layout="msamp_o2"))
 
 
+def test_weights_that_are_kept_already_are_refused():  # O-16
+    losses, _, made, optimizer, kept = trained("msamp_o2", own=True, kept=True)
+    codes = made[0].weight._data.clone()
+    for other in (optimizer, states.AdamW(made[2].parameters(), layout="msamp_o2")):
+        with pytest.raises(ValueError, match=r"kept in FP8 once; 0.weight is already. Use what copies.keep returned"):
+            copies.keep(made, other)
+    kept.refresh()
+    assert torch.equal(made[0].weight._data.view(torch.uint8), codes.view(torch.uint8))
+    assert losses == trained("msamp_o2", own=True, kept=False)[0]
+
+
 def on_ranks(kept: bool) -> tuple[list[float], list[torch.Tensor], int]:
     """Losses, masters of the linears, and casts of shards while a forward pass gathers."""
     made = sharded()
     optimizer = states.AdamW(made.parameters(), lr=1e-2, layout="msamp_o2")
     if kept:
         copies.keep(made, optimizer)
+        with pytest.raises(ValueError, match=r"\.weight is already"):
+            copies.keep(made, optimizer)
     gathers = [linear.fp8_gather for linear in made.modules() if hasattr(linear, "fp8_gather")]
     casts, losses = 0, []
     for step in range(3):

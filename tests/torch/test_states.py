@@ -9,93 +9,20 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import state_layouts
 import torch
 from ranks import run
-from state_layouts import ALL, MASTERED, NEAREST, SHAPES, STOCHASTIC, differing
+from state_layouts import EXTRA, MASTERED, NEAREST, SHAPES, STOCHASTIC, differing
 from torch import distributed, nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch_states import EVERY, HYPER, SEED, count, gradients_of, parameters, simulated, start, trained
 
 from fp8ref.sim import states as sim
 from fp8ref.states import LAYOUTS, WITH_MASTERS
-from fp8ref.torch import adamw_update, moments, states
-
-EVERY = {**ALL, **MASTERED}
-HYPER = {"weight_decay": 0.1}
-SEED = 0xFEDCBA9876543210
-
-
-def simulated(layout, steps: int, **hyper):
-    """Weights, or masters, and states by name after each step."""
-    p = {name: sim.master(x, layout) if layout.keeps_master else x for name, x in start(layout).items()}
-    state = {name: sim.init(shape, layout) for name, shape in SHAPES.items()}
-    for t in range(steps):
-        g = gradients_of(t, layout)
-        for number, name in enumerate(SHAPES):
-            given = {**HYPER, **hyper, "seed": SEED * layout.stochastic, "tensor": number}
-            p[name], state[name] = sim.step(p[name], g[name], state[name], learning_rate=1e-3, layout=layout, **given)
-        yield p, state
-
-
-def gradients_of(step: int, layout=None) -> dict[str, np.ndarray]:
-    """Gradients by name of a step, as numbers of the parameters' dtype."""
-    return {name: torch.tensor(g).to(dtype_of(layout)).float().numpy() for name, g in state_layouts.gradients_of(step).items()}
-
-
-def whole(x: torch.Tensor) -> torch.Tensor:
-    x = x.detach()
-    x = x.full_tensor() if isinstance(x, DTensor) else x
-    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
-
-
-def count(optimizer, p: torch.Tensor, wanted_p, wanted: sim.State) -> int:
-    """How many elements of the weight, codes, scales and amaxes of a parameter differ. wanted_p is the weight, or its master."""
-    state, kept = dict(optimizer.state[p]), [("m", wanted.m), ("v", wanted.v)]
-    if isinstance(wanted_p, sim.MomentState):
-        expected = torch.tensor(sim.weight(wanted_p, optimizer.layout)).to(p.dtype).float()
-        total = differing(whole(p).float().numpy(), expected.numpy())
-        kept += [("master", wanted_p)] if "master_codes" in state else []
-        assert ("master_codes" in state) == (optimizer.layout.master.fmt.name == "float16")
-    else:
-        total = differing(whole(p).numpy(), wanted_p)
-    assert int(state.pop("step")) == wanted.step
-    for key, stored in kept:
-        for field, value in stored._asdict().items():
-            if value is not None:
-                total += differing(whole(state.pop(f"{key}_{field}")).numpy(), value)
-    assert not state
-    return total
-
-
-def start(layout=None) -> dict[str, np.ndarray]:
-    """Weights by name, as numbers of the parameters' dtype."""
-    return {name: torch.tensor(x).to(dtype_of(layout)).float().numpy() for name, x in state_layouts.start().items()}
-
-
-def dtype_of(layout) -> torch.dtype:
-    return torch.bfloat16 if layout is not None and layout.keeps_master else torch.float32
-
-
-def parameters(layout=None) -> dict[str, nn.Parameter]:
-    return {name: nn.Parameter(torch.tensor(x).to(dtype_of(layout))) for name, x in start(layout).items()}
-
-
-def trained(layout, steps: int, *, compiled=False, **hyper) -> int:
-    p = parameters(layout)
-    betas = (hyper.get("b1", 0.9), hyper.get("b2", 0.95))
-    seed = SEED * layout.stochastic
-    optimizer = states.AdamW(p.values(), lr=1e-3, betas=betas, layout=layout, compiled=compiled, seed=seed, **HYPER)
-    total = 0
-    for t, (q, state) in enumerate(simulated(layout, steps, **hyper)):
-        for name, g in gradients_of(t, layout).items():
-            p[name].grad = torch.tensor(g).to(p[name].dtype)
-        optimizer.step()
-        total += sum(count(optimizer, p[name], q[name], state[name]) for name in SHAPES)
-    return total
+from fp8ref.torch import adamw_update, states
 
 
 @pytest.mark.parametrize("name", EVERY)
@@ -158,15 +85,6 @@ def test_a_compiled_update_has_them_too(name):  # O-2 to O-10, O-14, O-15
     assert trained(EVERY[name], 6, compiled=True) == 0
 
 
-def test_torchs_own_root_is_another(monkeypatch):
-    """The guard of O's correctly rounded square root, against its removal."""
-    monkeypatch.setattr(moments, "sqrt", torch.sqrt)
-    x = torch.rand(1 << 16, generator=torch.Generator().manual_seed(0))
-    if (x.sqrt() == x.double().sqrt().float()).all():
-        pytest.skip("this torch rounds square roots correctly here")
-    assert trained(NEAREST["sqrt_e4m3"], 8) > 0
-
-
 def model(layout=None) -> nn.Module:
     """Parameters of SHAPES but the number, which FSDP does not cut."""
     found = nn.Module()
@@ -187,8 +105,8 @@ def seeded(layout) -> dict:
     return {**HYPER, "seed": SEED * layout.stochastic}
 
 
-def on_ranks(names: list[str]) -> dict[str, int]:
-    """Elements that differ after 6 steps, by layout, under FSDP2."""
+def on_ranks(names: list[str], steps: int) -> dict[str, int]:
+    """Elements that differ after each of so many steps, by layout, under FSDP2."""
     totals = {}
     mesh = init_device_mesh("cpu", (distributed.get_world_size(),), mesh_dim_names=("fsdp",))
     for name in names:
@@ -196,7 +114,7 @@ def on_ranks(names: list[str]) -> dict[str, int]:
         found = fully_shard(model(layout), mesh=mesh)
         optimizer = states.AdamW(found.parameters(), lr=1e-3, layout=layout, **seeded(layout))
         totals[name] = 0
-        for t, (q, state) in enumerate(simulated(layout, 6)):
+        for t, (q, state) in enumerate(simulated(layout, steps)):
             step_sharded(found, optimizer, t)
             totals[name] += sum(count(optimizer, p, q[key], state[key]) for key, p in found.named_parameters())
     return totals
@@ -207,7 +125,16 @@ def on_ranks(names: list[str]) -> dict[str, int]:
 def test_fsdp2_changes_nothing(ranks):  # O-11
     """Also of rows that ranks do not divide, of blocks that ranks share, and of ranks that have nothing of a tensor."""
     names = [*LAYOUTS, "previous", "predicted", "predicted_v", *STOCHASTIC, *MASTERED]
-    assert run(ranks, on_ranks, names, timeout=300) == [dict.fromkeys(names, 0)] * ranks
+    assert run(ranks, on_ranks, names, 6, timeout=300) == [dict.fromkeys(names, 0)] * ranks
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize(
+    "names", [list(LAYOUTS), list(EXTRA), list(STOCHASTIC), list(MASTERED)], ids=["named", "extra", "stochastic", "masters"]
+)
+def test_fifty_steps_on_ranks(names, ranks):  # O-11
+    assert run(ranks, on_ranks, names, 50, timeout=600) == [dict.fromkeys(names, 0)] * ranks
 
 
 def saved(folder: str, names: list[str]) -> None:
@@ -418,11 +345,15 @@ def test_a_copied_optimizer_makes_the_same_steps(copied, name):
 
 def test_states_of_other_decisions_and_shapes_are_refused_at_load():  # O-4
     """Also those that have the layout's name, or as many elements: read by it, they would be other moments."""
-    wider = dataclasses.replace(LAYOUTS["sqrt_e4m3"], m=dataclasses.replace(LAYOUTS["sqrt_e4m3"].m, block=256))
+    own = LAYOUTS["sqrt_e4m3"]
+    wider = dataclasses.replace(own, m=dataclasses.replace(own.m, block=256))
+    same_shapes = dataclasses.replace(own, m=dataclasses.replace(own.m, scaling="divide"), bounded=False)
     p, optimizer = made()
     before = {key: x.clone() for key, x in optimizer.state[p].items()}
     for saved, message in (
-        (made(wider)[1].state_dict(), r"has m_scale_inv = float32 \(4,\); got float32 \(2,\)"),
+        (made(wider)[1].state_dict(), r"layout 'sqrt_e4m3' has m.block = 128, saved 256. States of another layout are not converted"),
+        (made(same_shapes)[1].state_dict(), "has m.scaling = 'multiply', saved 'divide'; bounded = True, saved False. States of"),
+        ({"state": {}, "param_groups": [{"layout": "sqrt_e4m3"}]}, "with the decisions of their layout; got a group without"),
         (made(shape=(128, 4))[1].state_dict(), r"shape \(4, 128\) has m_codes = uint8 \(4, 128\); got uint8 \(128, 4\)"),
         (made(shape=(8, 128))[1].state_dict(), r"has m_codes = uint8 \(4, 128\); got uint8 \(8, 128\)"),
         ({**optimizer.state_dict(), "state": {0: {"step": torch.ones(())}}}, r"has m_codes = uint8 \(4, 128\); got nothing"),

@@ -1,6 +1,7 @@
 """Identify an optimizer: the layout of its states and its form of AdamW, or where the nearest departs (SEMANTICS O)."""
 
 import dataclasses
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -15,10 +16,13 @@ from fp8ref.conformance.optimizer.forms import Form, Numbers
 from fp8ref.conformance.optimizer.search import PROBE, Departure, Search
 from fp8ref.conformance.subject import ConformanceError
 from fp8ref.result import Result
-from fp8ref.states import LAYOUTS, Layout
+from fp8ref.states import LAYOUTS, WITH_MASTERS, Layout, Moment
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+NAMED = LAYOUTS | WITH_MASTERS
+"""The layouts that have a name."""
 
 FIELDS = {
     "m": "the average of m",
@@ -38,7 +42,7 @@ FIELDS = {
 class OptimizerOutcome(Result):
     """What an optimizer was identified as.
 
-    layout     the name in LAYOUTS, or of a variation such as "torchao with block 128 of m and v"; None if
+    layout     the name in LAYOUTS or WITH_MASTERS, or of a variation such as "torchao with block 128 of m and v"; None if
                none explains it.
     form       the order of operations that explains every weight; else the nearest.
     known      whether a form of AdamW explains the first step, or nearly so. Otherwise it is another optimizer, or has other numbers,
@@ -64,7 +68,7 @@ class OptimizerOutcome(Result):
     @property
     def ok(self) -> bool:
         """Of the expected layout, or of a named one; AdamW; and every bit is explained."""
-        return self.exact and self.form.sound and (self.layout == self.expected if self.expected else self.layout in LAYOUTS)
+        return self.exact and self.form.sound and (self.layout == self.expected if self.expected else self.layout in NAMED)
 
     @property
     def message(self) -> str:
@@ -115,27 +119,27 @@ def identify_optimizer(
 
     optimizer  a class of torch.optim, an optax transformation, functions that make them, or
                step(p, g, state) -> (p, state); see ``subjects``.
-    expect     a name in LAYOUTS that it must have.
+    expect     a name in LAYOUTS or WITH_MASTERS that it must have.
     numbers    learning rate, betas, eps and decay: passed to what takes them by name, and assumed otherwise.
     steps      that are compared. A fault of a later step is not seen.
     Raises:    ValueError: an unknown name or kind; steps below 1; what is no optimizer. RefusedError: it raises.
                ConformanceError: it returns something else than it should, or does not repeat itself.
     Source:    SEMANTICS O.
     """
-    if expect is not None and expect not in LAYOUTS:
-        raise ValueError(f"expect is one of {', '.join(LAYOUTS)}; got {expect!r}.")
+    if expect is not None and expect not in NAMED:
+        raise ValueError(f"expect is one of {', '.join(NAMED)}; got {expect!r}.")
     given = numbers or Numbers()
     name = name or subjects_of_arrays.name_of(optimizer)
     kind, found = _asked(optimizer, name, kind, given, steps)
-    fit, updates = _first_step(found)
+    fit, updates, masters = _first_step(found)
     searched, coupled = found, False
     if fit == "far":
-        searched, coupled, fit, updates = _with_decay_in_gradients(found)
-    layout, form, exact = _identified(searched, updates, known=fit != "far")
-    nearest, of_nearest = (layout, form) if layout is not None else _nearest(searched, form, known=fit != "far")
+        searched, coupled, fit, updates, masters = _with_decay_in_gradients(found)
+    layout, form, exact = _identified(searched, updates, masters, known=fit != "far")
+    nearest, of_nearest = (layout, form) if layout is not None else _nearest(searched, form, masters, known=fit != "far")
     if coupled:
         form, of_nearest = (dataclasses.replace(one, decay="coupled") for one in (form, of_nearest))
-    wanted = LAYOUTS[expect] if expect else nearest
+    wanted = NAMED[expect] if expect else nearest
     sound = form if form.sound else Form()
     same = wanted == nearest and of_nearest.sound
     compared = of_nearest if same else forms.with_averages(sound, wanted.average, wanted.average)
@@ -166,12 +170,10 @@ def require_optimizer(
     """Require every bit of clause O: the weights of a layout after each step, and codes and scales if the state shows
     them; else raise an AssertionError with the first difference.
 
-    Raises:    as ``identify_optimizer``, and ValueError for a layout with masters (O-14).
-    Source:    SEMANTICS O-2 to O-10.
+    Raises:    as ``identify_optimizer``.
+    Source:    SEMANTICS O-2 to O-10, O-14, O-15.
     """
     layout, given = states.by_name(layout), numbers or Numbers()
-    if layout.keeps_master:
-        raise ValueError(f"weights are compared as float32 masters; layout {layout.name!r} keeps others. Use a layout of LAYOUTS.")
     name = subjects_of_arrays.name_of(optimizer)
     _, found = _asked(optimizer, name, kind, given, steps)
     first = found.departure(layout, Form(m=layout.average, v=layout.average))
@@ -210,27 +212,29 @@ def _add_roots(kind: str) -> None:
         forms.ROOTS.setdefault("torch's", lambda x: torch.from_numpy(np.ascontiguousarray(x)).sqrt().numpy())
 
 
-def _identified(found: Search, updates: list[Form], *, known: bool) -> tuple[Layout | None, Form, bool]:
-    """The layout, the form, and whether they explain every bit; updates are those of the first step."""
+def _identified(found: Search, updates: list[Form], masters: list[Moment], *, known: bool) -> tuple[Layout | None, Form, bool]:
+    """The layout, the form, and whether they explain every bit; updates and masters are those of the first step."""
     if found.shown:
-        layout, m, v = _by_states(found)
+        layout, m, v = _by_states(found, masters)
         if layout is None:
             return None, forms.with_averages(updates[0], "products", "products"), False
         if not known:
             return layout, forms.with_averages(updates[0], m, v), False
-        form, exact = _best_update(found, layout, [forms.with_averages(update, m, v) for update in forms.updates(decays=_decays(found))])
-        if layout.bounded and not exact:  # the bound is in no state
-            free = dataclasses.replace(layout, bounded=False, name=f"{layout.name} without a bound")
-            other, of_free = _best_update(found, free, [forms.with_averages(u, m, v) for u in forms.updates(decays=_decays(found))])
-            if of_free:
-                return free, other, True
+        every = [forms.with_averages(update, m, v) for update in forms.updates(decays=_decays(found))]
+        form, exact = _best_update(found, layout, every)
+        for other in () if exact else _of_equal_moments(layout, masters):  # neither bound nor master is in the moments
+            of_other, explained = _best_update(found, other, every)
+            if explained:
+                return other, of_other, True
         return layout, form, exact
     if not known:
         return None, updates[0], False
-    for layout in search.named():
-        for form in _by_weights(found, layout, updates, forms.averages()):
+    named = search.named(masters)
+    # A narrow master hides many forms of the first step: the layouts' own averages are tried before others.
+    for layout, averages in [(x, [(x.average, x.average)]) for x in named] + [(x, list(forms.averages())) for x in named]:
+        for form in _by_weights(found, layout, updates, averages):
             return layout, form, True
-    for base in search.named():
+    for base in named:
         own = (base.average, base.average)
         for layout in search.variations(base):
             for form in _by_weights(found, layout, updates, [own]):
@@ -238,49 +242,71 @@ def _identified(found: Search, updates: list[Form], *, known: bool) -> tuple[Lay
     return None, updates[0], False
 
 
+def _of_equal_moments(layout: Layout, masters: list[Moment]) -> list[Layout]:
+    """The layouts with the same moments, and without the bound or with another of these masters."""
+    found = [other for master in masters if master != layout.master and (other := search.with_master(layout, master)) is not None]
+    if layout.bounded and layout.master.amax != "predicted":
+        found.append(dataclasses.replace(layout, bounded=False, name=f"{layout.name} without a bound"))
+    return found
+
+
 def _decays(found: Search) -> bool:
     return found.given.weight_decay > 0
 
 
-def _with_decay_in_gradients(found: Search) -> tuple[Search, bool, str, list[Form]]:
+def _with_decay_in_gradients(found: Search) -> tuple[Search, bool, str, list[Form], list[Moment]]:
     """The search whose gradients have the decay in them, True, and its ``_first_step``, if that explains it; else the search as it
     was, and clause O's form."""
     for fused in (False, True) if _decays(found) else ():
         other = found.coupled(fused=fused)
-        fit, fitting = _first_step(other)
+        fit, fitting, masters = _first_step(other)
         if fit == "exact":
-            return other, True, fit, fitting
-    return found, False, "far", [Form()]
+            return other, True, fit, fitting, masters
+    return found, False, "far", [Form()], [Moment()]
 
 
-def _first_step(found: Search) -> tuple[str, list[Form]]:
-    """The forms of the update that explain the first step of the probe, in which no layout has a part, and "exact"; else the
-    nearest one, and "near" or "far"."""
-    float32 = LAYOUTS["float32"]
-    bounded = dataclasses.replace(float32, bounded=True)  # a bound clips ratios whose bias is not corrected
+def _first_step(found: Search) -> tuple[str, list[Form], list[Moment]]:
+    """The forms of the update that explain the first step of the probe, in which no layout has a part but by its master, "exact", and
+    these masters; else the nearest form, "near" or "far", and the master of least precision that could hold the weights."""
     every = [forms.with_averages(u, "products", v) for v in ("products", "products, (a g) g") for u in forms.updates(decays=_decays(found))]
-    fit = [f for f in every if any(found.weight_departure(of, f, tensors=(PROBE,), steps=1) is None for of in (float32, bounded))]
+    possible = found.masters()
+    fit: dict[Form, None] = {}
+    masters = []
+    for master in possible:
+        plain = dataclasses.replace(LAYOUTS["float32"], master=master, bounded=master.amax == "predicted")
+        both = dict.fromkeys((plain, dataclasses.replace(plain, bounded=True)))  # a bound clips ratios whose bias is not corrected
+        of_it = (f for f in every if any(found.weight_departure(of, f, tensors=(PROBE,), steps=1) is None for of in both))
+        # A float16 weight has not the last places of forms: hundreds explain it, and the first is taken.
+        forms_of_it = list(of_it) if master == Moment() else list(itertools.islice(of_it, 1))
+        if forms_of_it:
+            masters.append(master)
+            fit |= dict.fromkeys(forms.with_averages(form, "products", "products") for form in forms_of_it)
+        if forms_of_it and master == Moment():
+            break
     if fit:
-        return "exact", list(dict.fromkeys(forms.with_averages(form, "products", "products") for form in fit))
+        return "exact", list(fit), masters
+    nearest_master = possible[1] if len(possible) > 1 else possible[0]
+    layout = dataclasses.replace(LAYOUTS["float32"], master=nearest_master)
     theirs = found.made[0][PROBE].weight.reshape(-1).astype(np.float64)
 
     def far(form: Form) -> float:
-        return float(np.nan_to_num(np.abs(found.weights(float32, form, PROBE, 1) - theirs).sum(), nan=np.inf))
+        return float(np.nan_to_num(np.abs(found.weights(layout, form, PROBE, 1) - theirs).sum(), nan=np.inf))
 
     nearest = min(every, key=far)
     before = found.asked.weights[PROBE].reshape(-1).astype(np.float64)
-    change = np.abs(found.weights(float32, nearest, PROBE, 1) - before).sum()
+    change = np.abs(found.weights(LAYOUTS["float32"], nearest, PROBE, 1) - before).sum()
     # Other roundings, as of moments to bfloat16 before they are used, change a step by at most 2^-8 of it
-    return "near" if far(nearest) <= change / 64 else "far", [nearest]
+    return "near" if far(nearest) <= change / 64 else "far", [nearest], [nearest_master]
 
 
-def _by_states(found: Search) -> tuple[Layout | None, str, str]:
+def _by_states(found: Search, masters: list[Moment]) -> tuple[Layout | None, str, str]:
     """The first layout whose codes and scales are theirs at each step, and the averages of both moments."""
 
     def fits(layout: Layout, which: int) -> str | None:
         return next((order for order in _orders(layout)[which] if found.state_departure(which, layout, order) is None), None)
 
-    for layouts in (search.named(), (x for base in search.named() for x in search.variations(base))):
+    named = search.named(masters)
+    for layouts in (named, (x for base in named for x in search.variations(base))):
         for layout in layouts:
             if (m := fits(layout, 0)) is not None and (v := fits(layout, 1)) is not None:
                 return layout, m, v
@@ -305,7 +331,7 @@ def _by_weights(found: Search, layout: Layout, updates: list[Form], averages: It
                 yield form
 
 
-def _nearest(found: Search, form: Form, *, known: bool) -> tuple[Layout, Form]:
+def _nearest(found: Search, form: Form, masters: list[Moment], *, known: bool) -> tuple[Layout, Form]:
     """The named layout from which it departs last, by the states that are shown, or else by weights; and the form that it
     is compared in."""
 
@@ -315,10 +341,10 @@ def _nearest(found: Search, form: Form, *, known: bool) -> tuple[Layout, Form]:
     if not known:
         return LAYOUTS["float32"], form
     if not found.shown:
-        pairs = [(layout, forms.with_averages(form, layout.average, layout.average)) for layout in search.named()]
+        pairs = [(layout, forms.with_averages(form, layout.average, layout.average)) for layout in search.named(masters)]
         return max(pairs, key=lambda one: late(found.weight_departure(*one)))
     best = []
-    for layout in search.named():
+    for layout in search.named(masters):
         ranked = [{order: late(found.state_departure(i, layout, order)) for order in orders} for i, orders in enumerate(_orders(layout))]
         m, v = (max(of_each, key=of_each.__getitem__) for of_each in ranked)
         ends = sorted((ranked[0][m], ranked[1][v]))
@@ -335,7 +361,7 @@ def _orders(layout: Layout) -> tuple[list[str], list[str]]:
 
 
 def _counterexample(first: Departure, wanted: Layout) -> Counterexample:
-    clause = "O-6" if first.what == "weight" else "O-7" if first.what.startswith("scale") else "O-8"
+    clause = "O-15" if "master" in first.what else "O-6" if first.what == "weight" else "O-7" if first.what.startswith("scale") else "O-8"
 
     def said(value: Any) -> str:
         return (
@@ -361,7 +387,9 @@ def _findings(found: Search, layout: Layout | None, form: Form, exact: bool, *, 
     shown = "codes and scales" if any(one.m and one.m.scale_inv is not None for one in found.made[0].values()) else "numbers"
     compared = f"weights{' and ' + shown + ' of both moments' if found.shown else ''} of {elements:,} elements, {steps} steps"
     made = [
-        Finding(what="layout", value=None if layout is None else layout.name, evidence=compared, words="" if layout else "none of LAYOUTS")
+        Finding(
+            what="layout", value=None if layout is None else layout.name, evidence=compared, words="" if layout else "none that has a name"
+        )
     ]
     count, most = (0, 0.0) if exact or layout is None else found.far(layout, form)
     words = (

@@ -1,12 +1,13 @@
 """The states and weights that layouts and forms give, compared with what an optimizer made (SEMANTICS O)."""
 
 import dataclasses
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from fp8ref import states
+from fp8ref import layout_decisions, states
 from fp8ref.conformance.optimizer import forms
 from fp8ref.conformance.optimizer.forms import Form, Numbers
 from fp8ref.conformance.optimizer.subjects import Inputs, Snapshot
@@ -14,7 +15,7 @@ from fp8ref.formats import E4M3FN, E5M2
 from fp8ref.sim import moments
 from fp8ref.sim import states as sim
 from fp8ref.sim.moments import MomentState
-from fp8ref.states import LAYOUTS, Layout
+from fp8ref.states import LAYOUTS, WITH_MASTERS, Layout, Moment
 
 PROBE = "spread"
 """The tensor that is asked first."""
@@ -96,17 +97,43 @@ class Search:
 
     def weights(self, layout: Layout, form: Form, tensor: str, step: int) -> np.ndarray:
         """The weights of a step, from theirs of the step before, flat."""
-        before = self.asked.weights[tensor] if step == 1 else self.made[step - 2][tensor].weight
+        if not layout.keeps_master:
+            return self._updated(layout, form, tensor, step, self._before(tensor, step))
+        return moments.read(stored := self.master(layout, form, tensor, step), layout.master, stored.codes, 0, layout)
+
+    def master(self, layout: Layout, form: Form, tensor: str, step: int) -> MomentState:
+        """What is stored of the weights of a step under a layout with masters, flat (O-15)."""
+        before = self._before(tensor, step)
+        if step == 1:
+            before = sim.weight(sim.master(before, layout), layout)
+        new = self._updated(layout, form, tensor, step, before)
+        numbers = {key: getattr(self.given, key) for key in ("b1", "b2", "eps", "weight_decay", "learning_rate")}
+        old = MomentState(before, amax=np.abs(before).max())
+        with np.errstate(all="ignore"):
+            return moments.store([(0, new, new)], old, layout.master, 2, new.shape, states.scalars(step, **numbers), None, layout)
+
+    def _before(self, tensor: str, step: int) -> np.ndarray:
+        return (self.asked.weights[tensor] if step == 1 else self.made[step - 2][tensor].weight).reshape(-1)
+
+    def _updated(self, layout: Layout, form: Form, tensor: str, step: int, before: np.ndarray) -> np.ndarray:
         m, v = (self.chain(i, layout, average, tensor, step)[-1][0] for i, average in enumerate((form.m, form.v)))
-        bound = forms.bound_of(layout, step, self.given)
-        return forms.update(form, before.reshape(-1), m, v, step, self.given, bound)
+        return forms.update(form, before, m, v, step, self.given, forms.bound_of(layout, step, self.given))
+
+    def masters(self) -> list[Moment]:
+        """Float32's, and those of named layouts that could hold every weight after the first step."""
+        after = np.concatenate([one.weight.reshape(-1) for one in self.made[0].values()]).view(np.uint32)
+        narrow = dict.fromkeys(layout.master for layout in WITH_MASTERS.values())
+        return [Moment(), *(moment for moment in narrow if not (after & (1 << 23 - moment.fmt.mantissa_bits) - 1).any())]
 
     def weight_departure(self, layout: Layout, form: Form, *, tensors: tuple[str, ...] = (), steps: int | None = None) -> Departure | None:
         """Where weights first differ."""
         for step in range(1, (steps or len(self.made)) + 1):
             for tensor in tensors or self.asked.weights:
-                theirs = self.made[step - 1][tensor].weight
-                found = _differs(self.weights(layout, form, tensor, step), theirs, "weight", step, tensor, theirs.shape)
+                theirs = self.made[step - 1][tensor]
+                found = _differs(self.weights(layout, form, tensor, step), theirs.weight, "weight", step, tensor, theirs.weight.shape)
+                if found is None and layout.keeps_master and theirs.master is not None and theirs.master.scale_inv is not None:
+                    scale = self.master(layout, form, tensor, step).scale_inv
+                    found = None if scale is None else _differs(scale, theirs.master.scale_inv, "scale_inv of the master", step, tensor, ())
                 if found is not None:
                     return found
         return None
@@ -153,13 +180,27 @@ def variations(layout: Layout) -> Iterator[Layout]:
                     yield dataclasses.replace(layout, **new, ragged=ragged, name=name)
                 except ValueError:  # a contradiction, which no layout has
                     continue
-    if layout.bounded:
+    if layout.bounded and layout.master.amax != "predicted":
         yield dataclasses.replace(layout, bounded=False, name=f"{layout.name} without a bound")
 
 
-def named() -> list[Layout]:
-    """The layouts of LAYOUTS."""
-    return list(LAYOUTS.values())
+def named(masters: Sequence[Moment]) -> list[Layout]:
+    """The layouts whose master is one of these: those that have a name, then those of LAYOUTS with such a master."""
+    found = [layout for layout in (LAYOUTS | WITH_MASTERS).values() if layout.master in masters]
+    written = {layout_decisions.written(layout) for layout in found}
+    for layout, master in itertools.product(LAYOUTS.values(), masters):
+        other = with_master(layout, master)
+        if other is not None and layout_decisions.written(other) not in written:
+            found.append(other)
+    return found
+
+
+def with_master(layout: Layout, master: Moment) -> Layout | None:
+    """The layout with another master, its name saying which; None if it has no bound to predict an amax of."""
+    if master.amax == "predicted" and not layout.bounded:
+        return None
+    kind = f"{master.fmt}, {master.scaling or 'no scale'}, of {master.amax} amax"
+    return dataclasses.replace(layout, master=master, name=f"{layout.name} with a master in {kind}")
 
 
 def _differs(mine: np.ndarray, theirs: np.ndarray, what: str, step: int, tensor: str, shape: tuple[int, ...]) -> Departure | None:

@@ -44,11 +44,12 @@ class Moment(NamedTuple):
 
 
 class Snapshot(NamedTuple):
-    """One tensor after a step: its weight, and both moments, None where the state does not show them."""
+    """One tensor after a step: its weight, and both moments and the master, None where the state does not show them."""
 
     weight: np.ndarray
     m: Moment | None = None
     v: Moment | None = None
+    master: Moment | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,10 +140,18 @@ def _optax(found: Any, asked: Inputs, given: Numbers) -> list[dict[str, Snapshot
         # operation by operation: under jit XLA fuses products and sums, in an order of its own
         changes, state = found.update({name: jnp.asarray(x) for name, x in g.items()}, state, params)
         params = optax.apply_updates(params, changes)
-        pair = _pair(state)
-        both = {name: tuple(_moment(of[name]) for of in pair) if pair else () for name in params}
-        snapshots.append({name: Snapshot(_weight(p, asked.weights[name]), *both[name]) for name, p in params.items()})
+        kept = _kept(state)
+        read = {name: tuple(_moment(of[name]) for of in kept) for name in params}
+        snapshots.append({name: _trained(Snapshot(_weight(p, asked.weights[name]), *read[name])) for name, p in params.items()})
     return snapshots
+
+
+def _trained(one: Snapshot) -> Snapshot:
+    """With the weight of a master that the state shows: the sum that optax gives may miss it by a rounding (O-14)."""
+    if one.master is None:
+        return one
+    scale = np.float32(1) if one.master.scale_inv is None else one.master.scale_inv
+    return one._replace(weight=_weight(one.master.codes * scale, one.weight))
 
 
 def _function(found: Callable, asked: Inputs, given: Numbers) -> list[dict[str, Snapshot]]:
@@ -169,23 +178,27 @@ def _weight(found: Any, like: np.ndarray) -> np.ndarray:
 
 
 def _moments(state: Any) -> tuple[Moment | None, ...]:
-    """Both moments of the state of one tensor."""
+    """Both moments of the state of one tensor, and its master under fp8ref's names."""
     for first, second in NAMES:
         if (m := _field(state, first)) is not None and (v := _field(state, second)) is not None:
             if first == "m_codes":
-                return tuple(_moment({"codes": x, "scale_inv": _field(state, f"{key}_scale_inv")}) for key, x in (("m", m), ("v", v)))
+                of = {"m": m, "v": v, "master": _field(state, "master_codes")}
+                return tuple(
+                    None if x is None else _moment({"codes": x, "scale_inv": _field(state, f"{key}_scale_inv")}) for key, x in of.items()
+                )
             return _moment(m), _moment(v)
     return ()
 
 
-def _pair(state: Any) -> tuple[Any, Any] | None:
-    """Both trees of moments in a tree of optax's states."""
+def _kept(state: Any) -> tuple[Any, ...]:
+    """Both trees of moments in a tree of optax's states, and that of masters if there is one; empty without."""
     for first, second in NAMES[2:]:
         if hasattr(state, first) and hasattr(state, second):
-            return getattr(state, first), getattr(state, second)
+            found = (getattr(state, first), getattr(state, second), getattr(state, "master", None))
+            return found if found[2] is not None else found[:2]
     if isinstance(state, tuple | list):
-        return next((pair for part in state if (pair := _pair(part)) is not None), None)
-    return None
+        return next((kept for part in state if (kept := _kept(part))), ())
+    return ()
 
 
 def _moment(found: Any) -> Moment | None:
