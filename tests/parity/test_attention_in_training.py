@@ -109,6 +109,11 @@ def test_two_choices_of_attention_are_refused(config):
         config.replace(parallel={"attention": "chunked"})
 
 
+def test_a_compiler_that_writes_out_every_tile_is_refused(config):
+    with pytest.raises(ValueError, match=r"writes out every tile of numerics.attention 'cudnn'.*; got parallel.compile 'block'"):
+        config.replace(parallel={"compile": "block"})
+
+
 def test_what_knows_only_the_frameworks_attention_says_so(config):
     from fp8ref.crosscheck.divergence import live
 
