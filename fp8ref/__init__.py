@@ -9,7 +9,7 @@ The specification is docs/spec, whose numbered clauses, such as S-5, everything 
     jax     linear.apply, contraction.einsum, flax.convert and its hooks for layers, sharding.Placement on a mesh, proof.read.
     torch   convert.convert, linear.Linear, parallel.parallelize, delayed.update, proof.trace_eager.
     conformance
-            is this code right? identify_cast and identify_quantizer, gemm.identify_gemm, attention.identify, strategies, parameters and require for tests
+            is this code right? identify_cast and identify_quantizer, gemm.identify_gemm, identify_attention, strategies, parameters and require for tests
             of any library, vectors for any language.
     crosscheck
             do our backends agree with the specification? one_device.crosscheck, sharded_jax, sharded_torch, divergence, rerun.

@@ -100,7 +100,7 @@ def _conform(known: argparse.Namespace) -> int:
 def _attention(known: argparse.Namespace):
     """The outcome of an attention function; None if the subject is none."""
     from fp8ref import formats
-    from fp8ref.conformance.attention import identify, subjects
+    from fp8ref.conformance.attention import identify_attention, subjects
     from fp8ref.conformance.gemm import library_gemms
 
     if known.kind not in (None, "attention"):
@@ -113,7 +113,7 @@ def _attention(known: argparse.Namespace):
     if unused := [name for name, value in given.items() if value is not None]:
         raise ValueError(f"{', '.join(unused)}: {known.subject} is attention, of which the variant says all of it. Leave it out.")
     where = {"name": known.subject, "framework": known.framework, "device": known.device, "layout": known.layout or subjects.LAYOUTS[0]}
-    return identify(found, expect=known.expect, fmt=formats.FP8_FORMATS[known.format], **where)
+    return identify_attention(found, expect=known.expect, fmt=formats.FP8_FORMATS[known.format], **where)
 
 
 def _optimizer(known: argparse.Namespace):

@@ -1,11 +1,12 @@
 """Identify and test implementations of casts, quantizers, GEMMs, optimizers and attention against the specification.
 
 ``identify_cast`` and ``identify_quantizer`` identify a function of one array, ``gemm.identify.identify``
-a GEMM, ``identify_optimizer`` an optimizer of torch, of optax or of your own, ``attention.identify`` attention. ``strategies``,
+a GEMM, ``identify_optimizer`` an optimizer of torch, of optax or of your own, ``identify_attention`` attention. ``strategies``,
 ``parameters`` and ``require`` are for the tests of any library. ``vectors`` judges programs in any
 language. ``certify`` compares the libraries installed here.
 """
 
+from fp8ref.conformance.attention.identify import identify_attention as identify_attention
 from fp8ref.conformance.cast.identify import identify_cast as identify_cast
 from fp8ref.conformance.optimizer.identify import identify_optimizer as identify_optimizer
 from fp8ref.conformance.quantizer.identify import identify_quantizer as identify_quantizer

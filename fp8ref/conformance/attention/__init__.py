@@ -9,9 +9,9 @@ probabilities  their scale, threshold, range and denominator
 accumulation   chains of P v, and the width of accumulators
 decisions      all of these
 comparison     random inputs, against the simulator
-identification which variant it is, or where the nearest departs
+identify       which variant it is, or where the nearest departs
 """
 
 from fp8ref.conformance.attention.decisions import probe as probe
-from fp8ref.conformance.attention.identification import identify as identify
-from fp8ref.conformance.attention.identification import require_attention as require_attention
+from fp8ref.conformance.attention.identify import identify_attention as identify_attention
+from fp8ref.conformance.attention.identify import require_attention as require_attention

@@ -10,7 +10,7 @@ import planted_attention
 import pytest
 
 from fp8ref.attention import VARIANTS, Mask
-from fp8ref.conformance.attention import identify, require_attention
+from fp8ref.conformance.attention import identify_attention, require_attention
 from fp8ref.sim import attention, elementary
 
 F32 = np.float32
@@ -22,7 +22,7 @@ def simulated(variant):
 
 @pytest.mark.parametrize("name", list(VARIANTS))
 def test_every_variant_is_identified(name):  # A-1, A-17
-    found = identify(simulated(name), expect=name)
+    found = identify_attention(simulated(name), expect=name)
     assert (found.variant, found.exact, found.ok, found.departures) == (name, True, True, ())
     assert found.agreement.compared == found.agreement.equal > 60_000
     assert "bit for bit" in found.message
@@ -39,7 +39,7 @@ def test_every_variant_is_identified(name):  # A-1, A-17
     ],
 )
 def test_a_variation_is_named_by_its_base(base, changes, said):  # A-6 to A-10
-    found = identify(simulated(dataclasses.replace(VARIANTS[base], name="mine", **changes)))
+    found = identify_attention(simulated(dataclasses.replace(VARIANTS[base], name="mine", **changes)))
     assert found.variant == f"{base} with {said}"
     assert (found.exact, found.ok) == (True, False)
     assert found.reference.variant.name == base
@@ -50,7 +50,7 @@ def test_a_variation_is_named_by_its_base(base, changes, said):  # A-6 to A-10
 @pytest.mark.parametrize("wrong", ["fa4", "fa4_threshold4"])
 def test_another_variant_than_expected(wrong):  # A-7, A-8
     other = {"fa4": "fa4_threshold4", "fa4_threshold4": "fa4"}[wrong]
-    found = identify(simulated(wrong), expect=other)
+    found = identify_attention(simulated(wrong), expect=other)
     assert (found.variant, found.ok) == (wrong, False)
     assert f"is not {other!r}, but {wrong!r}, bit for bit" in found.message
     assert {one.partition(":")[0] for one in found.departures} == {"threshold", "range of P"}
@@ -58,7 +58,7 @@ def test_another_variant_than_expected(wrong):  # A-7, A-8
 
 
 def test_threshold_4_is_at_fault():  # A-8
-    found = identify(simulated("fa4_threshold4"))
+    found = identify_attention(simulated("fa4_threshold4"))
     assert (found.variant, found.exact, found.ok) == ("fa4_threshold4", True, False)
     assert "at fault: range of P: left, and clipped" in found.message
 
@@ -75,7 +75,7 @@ def test_threshold_4_is_at_fault():  # A-8
     ids=str,
 )
 def test_planted_faults_are_named_with_their_first_element(faults, departs):  # A-3, A-7, A-8
-    found = identify(planted_attention.planted(**faults), name="mine", expect="fa4")
+    found = identify_attention(planted_attention.planted(**faults), name="mine", expect="fa4")
     assert (found.variant, found.ok) == (None, False)
     assert any(departs in one for one in found.departures), found.departures
     assert found.reference.first is not None
@@ -86,14 +86,14 @@ def test_planted_faults_are_named_with_their_first_element(faults, departs):  # 
 
 def test_another_exponential_is_near():  # A-5
     """The same but for exponentials within 2 units in the last place: fa4 in NumPy, with sums that round otherwise."""
-    found = identify(planted_attention.planted(), name="mine")
+    found = identify_attention(planted_attention.planted(), name="mine")
     assert (found.variant, found.exact) == ("fa4 with plan=exact, promotion=1", False)
     assert found.agreement.near > 0.99 * found.agreement.compared
     assert "but for exponentials" in found.message
 
 
 def test_a_wrong_threshold_is_named():  # A-7
-    found = identify(planted_attention.planted(threshold=6.0), name="mine", expect="fa4")
+    found = identify_attention(planted_attention.planted(threshold=6.0), name="mine", expect="fa4")
     assert (found.variant, found.ok) == ("fa4_threshold4 with threshold=6.0, plan=exact, promotion=1", False)
     assert any("threshold: 6 powers of two, in the variant 0.0" in one for one in found.departures)
     assert found.reference.first is not None
@@ -121,7 +121,7 @@ def test_require_attention_refuses():
     with pytest.raises(ValueError, match="takes no such mask; name an argument mask, causal"):
         require_attention(lambda q, k, v: attention.forward(q, k, v, variant="fa3"), "fa3", Mask(causal=True))
     with pytest.raises(ValueError, match="expect is one of exact, bf16"):
-        identify(simulated("fa3"), expect="fa5")
+        identify_attention(simulated("fa3"), expect="fa5")
 
 
 def test_a_softmax_without_tiles():
@@ -133,7 +133,7 @@ def test_a_softmax_without_tiles():
         p = elementary.exp(s - s.max(axis=-1, keepdims=True))
         return (p / p.sum(axis=-1, keepdims=True)) @ v
 
-    found = identify(plain)
+    found = identify_attention(plain)
     assert (found.variant, found.exact, found.ok) == ("exact", False, True)
     assert "is 'exact', but for roundings" in found.message
 
@@ -147,7 +147,7 @@ def test_attention_of_torch_on_a_cpu():
         bfloat16 = [x.bfloat16() for x in (query, key, value)]
         return torch.nn.functional.scaled_dot_product_attention(*bfloat16, is_causal=is_causal, enable_gqa=True)
 
-    found = identify(mine, framework="torch")
+    found = identify_attention(mine, framework="torch")
     assert (found.variant, found.reference.variant.name) == (None, "bf16")
     rows = found.probed
     assert (rows["tiles"].text, rows["causal mask"].text) == ("512 keys, ascending", "aligned to the start")

@@ -101,7 +101,7 @@ class AttentionOutcome(Result):
         console.out(self.message, highlight=False)
 
 
-def identify(
+def identify_attention(
     function: Callable[..., Any],
     *,
     expect: str | None = None,
