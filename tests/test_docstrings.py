@@ -69,6 +69,7 @@ SECTIONS = {
     "torch/scales.py": {"scales_from_amax": ALL},
     "torch/scaling.py": {"amax": ("Shapes", "Specials", "Raises"), "quantize": ("Units", *ALL), "quantize_with": ("Shapes", "Raises")},
     "torch/gemm.py": {"matmul": ALL},
+    "torch/attention.py": {"apply": ("State", "Gradient", *ALL), "forward": ALL, "backward": ALL},
     "torch/delayed.py": {"observe": ("Raises",), "advance": ("Shapes", "Specials"), "update": ("Specials",)},
     "torch/states.py": {"AdamW": ("Shapes", "State", "Order", "Specials", "Raises", "Source"), "decode": ("Raises",)},
     "torch/linear.py": {"Linear": ("Shapes", "Order", "State", "Gradient", "Specials", "Raises")},

@@ -96,7 +96,7 @@ def _measure(g, before, after, at: Scalars, layout: Layout) -> Measured:
     assert len(counts) == len(COUNTS)
     signal, of_signal = _squares(wanted)
     noise, of_noise = _squares(found - wanted)
-    sums = (_sum(root), _sum(stored_root - root), signal, noise, of_signal, of_noise, jnp.max(jnp.abs(found)))
+    sums = (_sum(root), _sum(stored_root - root), signal, noise, of_signal, of_noise, moments.largest(found))
     return Measured(jnp.stack(counts), jnp.stack(sums))
 
 
@@ -123,7 +123,7 @@ def _sum(x):
 
 def _squares(x):
     """The sum of squares, in units of the square of a power of two that keeps it in range, and that power's exponent field."""
-    largest = jnp.max(jnp.abs(x))
+    largest = moments.largest(x)
     field = jnp.clip(lax.bitcast_convert_type(largest, jnp.int32) >> 23, 1, 253)
     field = jnp.where(jnp.isfinite(largest), field, 127)
     unit = lax.bitcast_convert_type((254 - field) << 23, jnp.float32)

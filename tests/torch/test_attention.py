@@ -199,11 +199,10 @@ def test_one_graph_with_gradients_or_blocks_has_eagers_bits(name):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated")  # inductor's own
-@pytest.mark.parametrize("name", ["fa3", "cudnn"])
-def test_inductor_has_eagers_bits(name):
+def test_inductor_has_eagers_bits():
     """With exponentials in float64, which both round to float32: inductor's float32 exp2 is another than torch's. One short tile: to
     compile sums in order takes minutes for long ones."""
-    for eager, compiled in compiled_equals_eager(name, "inductor", tq=8, tk=16, exponential="rounded"):
+    for eager, compiled in compiled_equals_eager("fa3", "inductor", tq=8, tk=16, exponential="rounded"):
         assert torch.equal(eager, compiled)
 
 
