@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 
-from fp8ref import llama
+from fp8ref import attention, llama
 from fp8ref.linear_selection import Decision
 from fp8ref.train.config import Config
 
@@ -12,8 +12,8 @@ SHOWN = 6
 
 
 def of(config: Config, decisions: Sequence[Decision]) -> dict:
-    """Linears in FP8, their shares of the model, and a line that says so; under ``adamw_states`` the
-    layout of the moments too, and of masters that are stored.
+    """Linears in FP8, their shares of the model, and a line that says so; the variant of attention, if one
+    is named; under ``adamw_states`` the layout of the moments too, and of masters that are stored.
 
     parameters       the share of parameters that are multiplied in FP8.
     multiplications  the share of a forward pass's: M N K of linears and of a tied head, and both
@@ -24,14 +24,18 @@ def of(config: Config, decisions: Sequence[Decision]) -> dict:
     in_fp8 = sum(math.prod(d.shape) for d in fp8)
     parameters = in_fp8 / sum(map(math.prod, llama.parameter_shapes(model).values()))
     linears = sum(math.prod(d.shape) for d in decisions) + model.tie_word_embeddings * model.vocab_size * model.hidden_size
-    multiplications = in_fp8 / (linears + 2 * length * model.hidden_size * model.num_hidden_layers)
+    attended, variant = 2 * length * model.hidden_size * model.num_hidden_layers, config.numerics.attention
+    attends = variant is not None and attention.by_name(variant).fmt.bits == 8
+    multiplications = (in_fp8 + attends * attended) / (linears + attended)
     recipes = ", ".join(dict.fromkeys(d.recipe.name for d in fp8))
-    line = f"{len(fp8)} of {len(decisions)} linears in FP8{f' ({recipes})' if fp8 else ''}, {parameters:.1%} of the parameters and "
-    line += f"{multiplications:.1%} of the multiplications"
+    line = f"{len(fp8)} of {len(decisions)} linears in FP8{f' ({recipes})' if fp8 else ''}, {f'and attention ({variant}), ' * attends}"
+    line += f"{parameters:.1%} of the parameters and {multiplications:.1%} of the multiplications"
     left_out = [f"{d.path} ({d.reason})" for d in decisions if not d.fp8]
     more = [f"and {len(left_out) - SHOWN} more"] * (len(left_out) > SHOWN)
     line += f". Not in FP8: {'; '.join([*left_out[:SHOWN], *more])}." if fp8 and left_out else "."
-    found = {"linears": len(fp8), "parameters": parameters, "multiplications": multiplications, "summary": line}
+    found = {"linears": len(fp8), "parameters": parameters, "multiplications": multiplications, "summary": line} | (
+        {"attention": variant} if variant else {}
+    )
     layout = config.optimizer.moment_layout
     if layout is None:
         return found
