@@ -62,22 +62,23 @@ def about(name: str, config: Config) -> dict:
     }
 
 
-def gaps(runs: list[dict]) -> dict[tuple[str, str], tuple[float, float] | None]:
+def gaps(runs: list[dict], by: str = "layout", base: str = "float32") -> dict[tuple[str, str], tuple[float, float] | None]:
     """{(backend, layout): (mean of the losses minus those of float32 states, seed by seed; its standard error)}.
 
-    None where a loss was not finite. A pair of runs is left out until both are there.
+    None where a loss was not finite. A pair of runs is left out until both are there. by: the key that runs differ
+    by, in place of the layout; base: the one that all are compared with.
     """
-    losses = {(r["backend"], r["layout"], r["seed"]): r["val_loss"] for r in runs}
+    losses = {(r["backend"], r[by], r["seed"]): r["val_loss"] for r in runs}
     found: dict[tuple[str, str], tuple[float, float] | None] = {}
-    for backend, layout in dict.fromkeys((backend, layout) for backend, layout, _ in losses):
-        of_seeds = {seed: loss for (b, name, seed), loss in losses.items() if (b, name) == (backend, layout)}
-        pairs = [(loss, losses[backend, "float32", seed]) for seed, loss in of_seeds.items() if (backend, "float32", seed) in losses]
+    for backend, one in dict.fromkeys((backend, one) for backend, one, _ in losses):
+        of_seeds = {seed: loss for (b, name, seed), loss in losses.items() if (b, name) == (backend, one)}
+        pairs = [(loss, losses[backend, base, seed]) for seed, loss in of_seeds.items() if (backend, base, seed) in losses]
         if any(loss is None for pair in pairs for loss in pair):
-            found[backend, layout] = None
+            found[backend, one] = None
         elif pairs:
             differences = [loss - wide for loss, wide in pairs]
             error = statistics.stdev(differences) / len(differences) ** 0.5 if len(differences) > 1 else math.nan
-            found[backend, layout] = statistics.mean(differences), error
+            found[backend, one] = statistics.mean(differences), error
     return found
 
 
