@@ -11,7 +11,7 @@ from fp8ref.llama import LlamaConfig
 from fp8ref.torch import attention
 from fp8ref.torch.tensor_parallel import TensorPlan
 
-CAUSAL = Mask(causal=True)
+_CAUSAL = Mask(causal=True)
 
 
 class RMSNorm(nn.Module):
@@ -88,7 +88,7 @@ class Attention(nn.Module):
         if self.variant is None:
             y = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         else:
-            y = attention.apply(q, k, v, variant=self.variant, mask=CAUSAL, amax_group=self.amax_group)
+            y = attention.apply(q, k, v, variant=self.variant, mask=_CAUSAL, amax_group=self.amax_group)
         return self.o_proj(y.transpose(1, 2).reshape(batch, length, -1))
 
 
