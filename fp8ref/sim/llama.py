@@ -227,7 +227,7 @@ def _rotate_half(x: np.ndarray) -> np.ndarray:
 
 
 def _attention(
-    q: np.ndarray, k: np.ndarray, v: np.ndarray, rounding: Rounding, report: Callable, variant: str | Variant | None
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, rounding: Rounding, report: Callable, variant: str | Variant | None = None
 ) -> np.ndarray:
     """Causal attention, key and value heads shared by groups of query heads: [B, H, T, D], as q."""
     if variant is not None:

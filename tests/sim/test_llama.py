@@ -7,9 +7,10 @@ from transformers import LlamaConfig as HuggingFaceConfig
 from transformers import LlamaForCausalLM
 
 from fp8ref import linear_selection, llama
-from fp8ref.formats import E4M3FN
+from fp8ref.attention import Mask
+from fp8ref.formats import BFLOAT16, E4M3FN
 from fp8ref.recipe import RECIPES, SHARED_RECIPES
-from fp8ref.sim import delayed, scales, scaling
+from fp8ref.sim import attention, cast, delayed, scales, scaling
 from fp8ref.sim import llama as model
 
 CONFIG = llama.LlamaConfig(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
@@ -147,3 +148,24 @@ def test_scores_of_minus_infinity_are_no_failure_beside_others(gain, fails):  # 
 def test_tokens_outside_the_vocabulary_are_refused():
     with pytest.raises(ValueError, match=r"\[0, 256\)"):
         model.forward(np.array([[256]]), llama.initial_weights(CONFIG, seed=0), CONFIG, recipes(CONFIG, "bf16"))
+
+
+def test_a_variant_attends():
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.normal(size=(1, heads, 5, 32)) for heads in (2, 1, 1))
+    seen = {}
+
+    def report(role, value, **_):
+        seen[role] = value
+        return value
+
+    given = [x.astype(np.float32) for x in (q, k, v)]
+    out = model._attention(*(x.astype(np.float64) for x in given), model.Rounding(), report, "cudnn")
+    right = attention.forward(*given, variant="cudnn", mask=Mask(causal=True)).o
+    np.testing.assert_array_equal(out, cast.round_to(right, BFLOAT16))
+    assert list(seen) == ["attention output"]
+
+
+def test_a_variant_of_numbers_that_are_not_finite_is_nan():
+    x = np.full((1, 1, 2, 4), np.inf)
+    assert np.isnan(model._attention(x, x, x, model.Rounding(), lambda role, value, **_: value, "cudnn")).all()
