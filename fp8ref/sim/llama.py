@@ -235,7 +235,9 @@ def _attention(
         finite = all(np.isfinite(x).all() for x in (q, k, v))
         given = (x.astype(np.float32) for x in (q, k, v))
         o = variants.forward(*given, variant=variant, mask=Mask(causal=True)).o if finite else np.full(q.shape, np.nan)
-        return report("attention output", rounding(o.astype(np.float64)))
+        out = rounding(o.astype(np.float64))
+        report("attention output", out)
+        return out
     groups = q.shape[1] // k.shape[1]
     k, v = (np.repeat(t, groups, axis=1) for t in (k, v))
     scores = in_range(q @ k.swapaxes(-1, -2)) / np.sqrt(q.shape[-1])  # [B, H, T, T]
@@ -246,4 +248,6 @@ def _attention(
     p = np.exp(scores - top)
     p = rounding(p / p.sum(-1, keepdims=True))
     report("attention probabilities", p)
-    return report("attention output", rounding(p @ v))
+    out = rounding(p @ v)
+    report("attention output", out)
+    return out
