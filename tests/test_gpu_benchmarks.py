@@ -357,6 +357,7 @@ def check(section):
                 assert value > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", SCRIPTS)
 def test_one_section_dry_and_what_resume_skips(backend, tmp_path):
     path = tmp_path / "r.json"

@@ -185,6 +185,7 @@ def test_a_quantizer_that_loses_a_nan_is_found_in_a_hundred_examples(seed):  # S
         agrees()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("special", [np.isnan, np.isinf], ids=["NaN", "infinity"])
 def test_specials_come_in_every_place_alone(special):
     alone = np.zeros((2, 3), bool)

@@ -84,6 +84,7 @@ def test_planted_faults_are_named_with_their_first_element(faults, departs):  # 
     assert found.to_dict()["first"]["expected"].endswith("of variant 'fa4'")
 
 
+@pytest.mark.slow
 def test_another_exponential_is_near():  # A-5
     """The same but for exponentials within 2 units in the last place: fa4 in NumPy, with sums that round otherwise."""
     found = identify_attention(planted_attention.planted(), name="mine")

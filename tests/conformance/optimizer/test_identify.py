@@ -229,6 +229,7 @@ def test_another_optimizer_or_other_numbers_have_no_form(subject, numbers):
     assert found.departure.input.startswith("step 1, tensor ")
 
 
+@pytest.mark.slow
 def test_a_fault_of_a_later_step_needs_more_steps():
     def step(p, g, state, learning_rate, b1, b2, eps, weight_decay):
         given = {"learning_rate": learning_rate, "b1": b1, "b2": b2, "eps": eps, "weight_decay": weight_decay, "layout": "float32"}

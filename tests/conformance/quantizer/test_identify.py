@@ -59,7 +59,7 @@ def flax_quantizer(x):
         (torchao_rowwise, "torch", "torchao_pow2", "rowwise", "scale"),
         (lambda x: torchao_mx("FLOOR")(x), "torch", "mx_floor", "mx_1x32", "scale_inv"),
         (lambda x: torchao_mx("RCEIL")(x), "torch", "mx_rceil", "mx_1x32", "scale_inv"),
-        (flax_quantizer, "jax", "flax", "tensorwise", "scale_inv"),
+        pytest.param(flax_quantizer, "jax", "flax", "tensorwise", "scale_inv", marks=pytest.mark.slow),
         (jax.jit(flax_quantizer), "jax", "flax", "tensorwise", "scale_inv"),
         (lambda x: scaling.quantize(x, E4M3FN), "numpy", "torchao", "tensorwise", "scale and scale_inv"),
         (jax.jit(lambda x: jax_scaling.quantize(x, E4M3FN)), "jax", "torchao", "tensorwise", "scale and scale_inv"),
@@ -135,7 +135,13 @@ MUTANTS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("function", "expect", "differs", "said"), MUTANTS)
+LONG = (planted.no_zero_amax, planted.amax_in_bfloat16, planted.scale_in_bfloat16, planted.divides)
+"""Mutants that many candidates are tried for."""
+
+
+@pytest.mark.parametrize(
+    ("function", "expect", "differs", "said"), [pytest.param(*m, marks=pytest.mark.slow) if m[0] in LONG else m for m in MUTANTS]
+)
 def test_mutants_by_a_minimal_input(function, expect, differs, said):  # S-3 to S-5, S-16
     found = identify_quantizer(function, E4M3FN, expect=expect, name="mine")
     assert {key: found.found[key] for key in differs} == differs

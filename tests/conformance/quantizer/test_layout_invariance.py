@@ -133,6 +133,7 @@ def test_a_nan_that_is_dropped_in_jax_is_a_fault():  # S-2
     assert not identify_quantizer(quantize, E4M3FN, framework="jax").ok
 
 
+@pytest.mark.slow
 def test_a_delayed_quantizer_by_its_policy():  # S-11, H-1
     found = identified(planted.delayed(), "te_delayed")
     assert found.ok, found.message
