@@ -172,7 +172,7 @@ def gelu_for_silu(monkeypatch):
     ("plant", "recipe"),
     [
         (no_causal_mask, "bf16"),
-        (no_scaling_of_scores, "tensorwise"),
+        SLOW(no_scaling_of_scores, "tensorwise"),
         *(SLOW(plant, "bf16") for plant in (no_scaling_of_scores, rotary_of_interleaved_pairs, gelu_for_silu)),
         SLOW(rotary_of_interleaved_pairs, "tensorwise"),
     ],

@@ -59,6 +59,7 @@ def our_step(variables, opt_state, x):
     return variables, opt_state, (value, y, grads)
 
 
+@pytest.mark.slow
 def test_twenty_steps_are_flaxs_bit_for_bit():  # H-10
     """Outputs, gradients, parameters and state, after every step of a jitted training in float32."""
     flax = theirs.init(jax.random.key(0), jnp.zeros((2, 24, 32)))

@@ -40,7 +40,7 @@ def saved(tmp_path_factory):
 
 @pytest.mark.parametrize(
     "mesh",
-    [{"fsdp": 2}, {}, pytest.param({"fsdp": 4}, marks=pytest.mark.slow), pytest.param({"fsdp": 2, "tensor": 2}, marks=pytest.mark.slow)],
+    [{"fsdp": 2}, *(pytest.param(mesh, marks=pytest.mark.slow) for mesh in ({}, {"fsdp": 4}, {"fsdp": 2, "tensor": 2}))],
     ids=str,
 )
 def test_a_state_is_read_by_any_mesh(saved, mesh):  # K-2

@@ -25,8 +25,8 @@ ALONE = {"data": 1, "fsdp": 1, "tensor": 1, "sequence": False, "through": "shard
 SEQUENCE = {"data": 2, "fsdp": 2, "tensor": 2, "sequence": True, "reduce": "accumulators"}
 CASES = [
     pytest.param("bf16", SEQUENCE, marks=pytest.mark.slow),
-    pytest.param("tensorwise", {"fsdp": 8}, marks=pytest.mark.slow),
-    ("tensorwise", {**SEQUENCE, "through": "jit"}),
+    ("tensorwise", {"fsdp": 8}),
+    pytest.param("tensorwise", {**SEQUENCE, "through": "jit"}, marks=pytest.mark.slow),
     pytest.param("delayed", SEQUENCE, marks=pytest.mark.slow),
     pytest.param("rowwise", {"fsdp": 2, "tensor": 4, "through": "jit"}, marks=pytest.mark.slow),
 ]
@@ -58,6 +58,7 @@ def test_a_mesh_trains_as_one_device_does(recipe, parallel):  # P-9, P-10
     assert many.logits(TOKENS[0][:, :-1]).shape == (8, 32, 256)
 
 
+@pytest.mark.slow
 def test_states_of_delayed_scaling_are_no_parameters_and_change_once_a_step():
     one = trainer("delayed", {})
     assert set(one._fp8_state) == {d.path for d in one.decisions if d.fp8}
