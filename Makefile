@@ -1,4 +1,4 @@
-# make setup | demo | test | slow | gpu | wheels | extras | exhaustive | bench | bench-jax | bench-torch | bench-optimizer | bench-losses | bench-data | bench-recording | bench-trainer | bench-simulated | compile-matrix | aot | aot-torch | notebooks | libraries | docs | docs-serve | clauses | lint | release-check.
+# make setup | demo | test | slow | gpu | wheels | extras | exhaustive | bench | bench-jax | bench-torch | bench-optimizer | bench-losses | bench-attention-losses | bench-data | bench-recording | bench-trainer | bench-simulated | compile-matrix | aot | aot-torch | notebooks | libraries | docs | docs-serve | clauses | lint | release-check.
 # Everything is installed into .venv, but for aot's and aot-torch's, into .venv-aot and .venv-aot-torch; PYTHON names the interpreter they are made with.
 # What is imported is compiled then, and kept: most modules of these packages never are. Where the environment forbids to keep it,
 # every process would compile anew what it imports: PyTorch for 8 seconds, JAX for 3.
@@ -8,7 +8,7 @@ BIN := .venv/bin
 INSTALL := -m pip install --disable-pip-version-check --no-compile
 TESTS ?= tests fp8ref
 
-.PHONY: setup demo test slow gpu $(addprefix gpu-,probe tests bench-torch bench-jax parity) wheels extras exhaustive bench bench-jax bench-torch bench-optimizer bench-losses bench-data bench-recording bench-trainer bench-simulated compile-matrix aot aot-torch notebooks libraries docs docs-serve clauses lint release-check
+.PHONY: setup demo test slow gpu $(addprefix gpu-,probe tests bench-torch bench-jax parity) wheels extras exhaustive bench bench-jax bench-torch bench-optimizer bench-losses bench-attention-losses bench-data bench-recording bench-trainer bench-simulated compile-matrix aot aot-torch notebooks libraries docs docs-serve clauses lint release-check
 
 setup: .venv/ready
 
@@ -94,11 +94,16 @@ bench-optimizer: setup
 	$(BIN)/python benchmarks/optimizer_step.py --threads 1 --layouts float32 bfloat16 msamp sqrt_e5m2 sqrt_e4m3 --json benchmarks/results/optimizer_step.json
 
 # It goes on where it was cut off. Batches are small: PyTorch's bfloat16 is slow on a CPU.
+ATTENTION_LOSSES = benchmarks/attention_losses.py --resume
 LOSSES = benchmarks/layout_losses.py --resume --steps 40 --batch-size 4 --sequence-length 64
 
 bench-losses: setup
 	$(BIN)/python $(LOSSES) --json benchmarks/results/layout_losses.json
 	$(BIN)/python $(LOSSES) --width 256 --json benchmarks/results/layout_losses_larger.json
+
+bench-attention-losses: setup
+	$(BIN)/python $(ATTENTION_LOSSES) --steps 60 --batch-size 4 --json benchmarks/results/attention_losses.json
+	$(BIN)/python $(ATTENTION_LOSSES) --steps 40 --batch-size 1 --sequence-length 1024 --json benchmarks/results/attention_losses_long.json
 
 bench-data: setup
 	$(BIN)/python benchmarks/data.py

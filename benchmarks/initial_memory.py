@@ -8,6 +8,7 @@ held at most beyond what it began with: all of it, and NumPy's arrays, from whic
 import argparse
 import math
 import os
+import re
 import resource
 import time
 import tracemalloc
@@ -37,7 +38,10 @@ def main() -> None:
     shards = begin()
     seconds = time.perf_counter() - start
     arrays = tracemalloc.get_traced_memory()[1]
-    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    # Of this program alone: getrusage's figure is at least that of the process that started it.
+    counted = re.search(r"^VmHWM:\s*(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
+    assert counted is not None
+    most = int(counted[1]) * 1024
     parameters = sum(math.prod(shape) for shape in llama.parameter_shapes(config.model).values())
     print(f"{given.config}, {parameters / 1e9:.1f} billion parameters, {given.backend}, cut in {given.processes}: {seconds:.0f} s")
     print(f"float32 shards                {shards / GIB:8.3f} GiB")

@@ -9,11 +9,13 @@ from pathlib import Path
 
 import pytest
 
+import attention_losses
 import gpu_parity
 import gpu_probe
 import layout_losses
 from fp8ref.conformance.gemm import recording
 from fp8ref.states import LAYOUTS, WITH_MASTERS
+from fp8ref.train import loop
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 PAGE = BENCHMARKS.parent / "docs" / "benchmarks.md"
@@ -111,14 +113,38 @@ def test_the_page_shows_the_losses_of_layouts():
     assert f"in {kept['steps']} steps of {kept['batch_size'] * kept['sequence_length']} tokens, with {kept['recipe']} linears" in page
     assert {r["seed"] for r in kept["runs"]} == {0, 1, 2}  # "three seeds"
     larger = json.loads(layout_losses.RESULTS.with_name("layout_losses_larger.json").read_text())
-    rows = [f"| `{layout}` | {layout_losses.written(gap)} |" for (_, layout), gap in layout_losses.gaps(larger["runs"]).items()]
+    of_each = layout_losses.gaps(larger["runs"])
+    names = dict.fromkeys(layout for _, layout in of_each)
+    rows = ["| " + " | ".join([f"`{name}`", *(layout_losses.written(of_each[b, name]) for b in loop.BACKENDS)]) + " |" for name in names]
     assert "\n".join(rows) in page
     assert (len(rows), larger["steps"], larger["width"]) == (6, kept["steps"], 2 * kept["width"])
+    assert {r["seed"] for r in larger["runs"]} == {0, 1, 2}
     assert {(r["seed"], f"{r['val_loss']:.2f}") for r in kept["runs"] if r["layout"] == "float32"} == {
         (0, "3.11"),
         (1, "3.01"),
         (2, "3.01"),
     }
+
+
+def test_the_page_shows_the_losses_of_attention():
+    page = (PAGE.parent / "how-to" / "attention.md").read_text(encoding="utf-8")
+    for name, (steps, batch, length) in {"attention_losses": (60, 4, 128), "attention_losses_long": (40, 1, 1024)}.items():
+        kept = json.loads(attention_losses.RESULTS.with_name(f"{name}.json").read_text())
+        assert (kept["steps"], kept["batch_size"], kept["sequence_length"], kept["recipe"]) == (steps, batch, length, "bf16")
+        assert {r["seed"] for r in kept["runs"]} == {0, 1, 2}
+        assert "\n".join(attention_losses.page(kept)) in page
+        assert attention_losses.table(kept["runs"]).row_count == len(loop.BACKENDS) * len(attention_losses.VARIANTS)
+        assert all(abs(gap[0]) < 0.004 for gap in attention_losses.gaps(kept["runs"]).values())  # as the page says
+
+
+@pytest.mark.slow
+def test_losses_of_attention_are_of_the_variant(tmp_path):
+    file = tmp_path / "losses.json"
+    sizes = ["--steps", "2", "--batch-size", "2", "--sequence-length", "32", "--seeds", "1", "--backends", "torch", "--variants", "cudnn"]
+    subprocess.run([sys.executable, BENCHMARKS / "attention_losses.py", "--json", file, *sizes], check=True, capture_output=True)
+    runs = json.loads(file.read_text())["runs"]
+    assert [run["attention"] for run in runs] == [attention_losses.OWN, "cudnn"]
+    assert runs[0]["val_loss"] != runs[1]["val_loss"]
 
 
 @pytest.mark.slow
