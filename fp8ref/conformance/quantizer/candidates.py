@@ -213,13 +213,14 @@ class Agreement:
 def agreement(candidate: Candidate, responses: Sequence[Response], scale_layout: ScaleLayout) -> Agreement:
     """Compare all outputs with those of the candidate, group by group."""
     scales, codes, off = [], [], [np.zeros(0)]
+    responses, scale_layout = outputs.as_rows(responses, scale_layout)
     for a in responses:
         q = candidate.quantize(a.x, scale_layout)
         wrong = mismatches(a.output, q, candidate)
         # A group agrees if none of its elements is wrong.
         codes.append(np.bincount(a.group.reshape(-1), weights=wrong.reshape(-1)) == 0)
-        scales.append(_equal_scales(a, Scales(q.scale, q.scale_inv), scale_layout))
-        for found, expected in _both_scales(a, Scales(q.scale, q.scale_inv), scale_layout):
+        scales.append(equal_scales(a, q, scale_layout))
+        for found, expected in _both_scales(a, q, scale_layout):
             # The bits of positive float32 numbers, as integers, count these numbers.
             off.append(np.abs(found.view(np.int32).astype(np.int64) - expected.view(np.int32))[a.ordinary])
     ulps = np.concatenate(off)
@@ -236,23 +237,24 @@ def agrees_at_ordinary(candidate: Candidate, responses: Sequence[Response], scal
 
     Stops at the first response that does not.
     """
+    responses, scale_layout = outputs.as_rows(responses, scale_layout)
     if not _has_scales(scale_layout):
         return all(agreement(candidate, [a], scale_layout).codes[a.ordinary].all() for a in responses)
-    return all(_equal_scales(a, candidate.scales(a.x, scale_layout), scale_layout)[a.ordinary].all() for a in responses)
+    return all(equal_scales(a, candidate.scales(a.x, scale_layout), scale_layout)[a.ordinary].all() for a in responses)
 
 
 def _has_scales(scale_layout: ScaleLayout) -> bool:
     return any(kind != "amax" for kind in scale_layout.kinds.values())
 
 
-def _both_scales(a: Response, scales: Scales, scale_layout: ScaleLayout) -> list[tuple[np.ndarray, np.ndarray]]:
+def _both_scales(a: Response, scales: Scales | scaling.Quantized, scale_layout: ScaleLayout) -> list[tuple[np.ndarray, np.ndarray]]:
     """(found, expected) of each kind of scale in the response, float32 by group."""
     kinds = [(name, kind) for name, kind in scale_layout.kinds.items() if kind != "amax"]
     return [(outputs.per_group(a, name, scale_layout), np.reshape(getattr(scales, kind), -1)) for name, kind in kinds]
 
 
-def _equal_scales(a: Response, scales: Scales, scale_layout: ScaleLayout) -> np.ndarray:
-    """For each group, whether all its scales are these."""
+def equal_scales(a: Response, scales: Scales | scaling.Quantized, scale_layout: ScaleLayout) -> np.ndarray:
+    """For each group, whether all its scales are these; true without scales."""
     equal = np.ones(a.amax.size, bool)
     for found, expected in _both_scales(a, scales, scale_layout):
         equal &= (found == expected) | (np.isnan(found) & np.isnan(expected))

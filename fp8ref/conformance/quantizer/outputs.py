@@ -277,3 +277,29 @@ def per_group(a: Response, name: str, scale_layout: ScaleLayout) -> np.ndarray:
         f"its {name or 'scales'} have shape {list(values.shape)} for x {list(a.x.shape)}, but elements share scales as in "
         f"{scale_layout.granularity}, axis {scale_layout.axis}, whose scales have shape {list(scale_layout.shape(a.x.shape))}. Return one scale for each group."
     )
+
+
+def as_rows(responses: Sequence[Response], scale_layout: ScaleLayout) -> tuple[Sequence[Response], ScaleLayout]:
+    """Responses to tensors with one scale each, as a single one whose rows are these tensors.
+
+    A policy gives a row what it gives a tensor of these elements alone (S-6), and one comparison of
+    many rows takes less time. Other responses are returned as they are.
+    """
+    first = responses[0].output if responses else None
+    parts = [(a.x.shape, a.output.codes is None, a.output.dtype, a.output.scales.keys()) for a in responses]
+    if first is None or scale_layout.granularity != "tensorwise" or any(part != parts[0] for part in parts):
+        return responses, scale_layout
+    count, size = len(responses), responses[0].x.size
+    codes, values = (
+        None if getattr(first, name) is None else np.stack([getattr(a.output, name).reshape(-1) for a in responses])
+        for name in ("codes", "values")
+    )
+    scales = {name: np.stack([per_group(a, name, scale_layout)[:1] for a in responses]) for name in first.scales}
+    rows = Response(
+        x=np.stack([a.x.reshape(-1) for a in responses]),
+        group=np.broadcast_to(np.arange(count)[:, None], (count, size)),
+        kind=np.concatenate([a.kind for a in responses]),
+        largest=np.concatenate([a.largest for a in responses]),
+        output=replace(first, codes=codes, values=values, scales=scales),
+    )
+    return [rows], replace(scale_layout, granularity="rowwise", axis=-1)

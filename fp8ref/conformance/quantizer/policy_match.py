@@ -60,7 +60,8 @@ def match_policies(
     flushing  subnormals may be zeros, as under XLA: tried together with policies that keep them.
     """
     others = [f for f in CAST_FORMATS.values() if f is not found_fmt]
-    sample = [a for a in responses if a.ordinary.any()][:8]
+    sample, _ = outputs.as_rows([a for a in responses if a.ordinary.any()][:8], scale_layout)
+    rows, of_rows = outputs.as_rows(responses, scale_layout)
     best: Agreement | None = None
     for stage in ([(found_fmt, found_fmt)], [(f, found_fmt) for f in others], [] if fixed else [(f, f) for f in others]):
         # Elsewhere than in JAX a policy that flushes is tried only after those that do not.
@@ -72,8 +73,8 @@ def match_policies(
                 for scale_fmt, of in stage
             ]
             # A few ordinary amaxes rule out most candidates cheaply.
-            likely = [c for c in tried if candidates.agrees_at_ordinary(c, sample, scale_layout)]
-            found = [candidates.agreement(c, responses, scale_layout) for c in likely]
+            likely = [c for c in tried if candidates.agrees_at_ordinary(c, sample, of_rows)]
+            found = [candidates.agreement(c, rows, of_rows) for c in likely]
             agreed = [a for a in found if (a.deciding | ~considered).all()]
             if agreed:
                 top_score = max(score(a, considered) for a in agreed)
@@ -81,17 +82,17 @@ def match_policies(
                 return PolicyMatch(agreements=tied, nearest=tied[0], responses=responses, considered=considered, explained=tied[0].both)
             # The nearest policy is that of the first stage: most likely it is meant, and wrong.
             if best is None:
-                found = [candidates.agreement(c, responses, scale_layout) for c in tried]
-                best = max(found, key=lambda a: (bool(a.codes[ordinary(responses)].all()), -a.ulps, score(a, considered)))
+                found = [candidates.agreement(c, rows, of_rows) for c in tried]
+                best = max(found, key=lambda a: (bool(a.codes[ordinary(rows)].all()), -a.ulps, score(a, considered)))
     assert best is not None
-    deviating = match_deviation(responses, sample, scale_layout, found_fmt)
+    deviating = match_deviation(rows, sample, of_rows, found_fmt)
     # A deviation must explain more than the best policy does as it is.
     if deviating is None or score(deviating, considered) <= score(best, considered):
-        nearest, text = match_ratio(best, responses, scale_layout)
+        nearest, text = match_ratio(best, rows, of_rows)
         return PolicyMatch(
             agreements=[], nearest=nearest, responses=responses, considered=considered, deviation=text, explained=nearest.both
         )
-    plain = candidates.agreement(dataclasses.replace(deviating.candidate, deviation=NO_DEVIATION), responses, scale_layout)
+    plain = candidates.agreement(dataclasses.replace(deviating.candidate, deviation=NO_DEVIATION), rows, of_rows)
     text = deviating.candidate.deviation.text
     return PolicyMatch(agreements=[], nearest=plain, responses=responses, considered=considered, deviation=text, explained=deviating.both)
 
